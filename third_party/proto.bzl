@@ -1,41 +1,51 @@
 """C++ protobuf and gRPC code from .proto files, with Debian's protoc and plug-in."""
 
-def muster_proto_library(name, srcs, deps = [], grpc = False, visibility = None):
-    """Generates and compiles the C++ of `srcs`, paths from the repository root.
+def _stem(src):
+    return src[:-len(".proto")]
+
+def muster_proto_library(name, srcs):
+    """Generates and compiles the messages of `srcs` (C++ `<file>.pb.h`).
 
     Args:
-      name: the cc_library.
-      srcs: the .proto files; imports are written `proto/muster/v1/x.proto`.
-      deps: other muster_proto_library targets that the files import.
-      grpc: also generate service stubs (`*.grpc.pb.h`).
-      visibility: of the cc_library.
+      name: the cc_library; `name_srcs` is a filegroup of the .proto files.
+      srcs: the .proto files, which may import each other as `proto/<path>`.
     """
-    outs = []
-    for src in srcs:
-        stem = src[:-len(".proto")]
-        outs += [stem + ".pb.cc", stem + ".pb.h"]
-        if grpc:
-            outs += [stem + ".grpc.pb.cc", stem + ".grpc.pb.h"]
-    native.filegroup(
-        name = name + "_srcs",
-        srcs = srcs + [d + "_srcs" for d in deps],
-        visibility = visibility,
-    )
-    plugin = "--grpc_out=$(GENDIR) --plugin=protoc-gen-grpc=/usr/bin/grpc_cpp_plugin" if grpc else ""
+    native.filegroup(name = name + "_srcs", srcs = srcs)
+    outs = [_stem(s) + ext for s in srcs for ext in [".pb.cc", ".pb.h"]]
     native.genrule(
         name = name + "_gen",
-        srcs = srcs + [d + "_srcs" for d in deps],
+        srcs = srcs,
         outs = outs,
-        cmd = "protoc -I. --cpp_out=$(GENDIR) %s %s" % (
-            plugin,
-            " ".join(["$(location %s)" % s for s in srcs]),
-        ),
+        cmd = "protoc -I. --cpp_out=$(GENDIR) $(SRCS)",
     )
     native.cc_library(
         name = name,
         srcs = [o for o in outs if o.endswith(".cc")],
         hdrs = [o for o in outs if o.endswith(".h")],
         copts = ["-w"],
-        visibility = visibility,
-        deps = deps + ["//third_party:grpc" if grpc else "//third_party:protobuf"],
+        deps = ["//third_party:protobuf"],
+    )
+
+def muster_grpc_library(name, srcs, protos):
+    """Generates and compiles the gRPC stubs of `srcs` (C++ `<file>.grpc.pb.h`).
+
+    Args:
+      name: the cc_library.
+      srcs: the .proto files with services.
+      protos: the muster_proto_library that holds all of them.
+    """
+    outs = [_stem(s) + ext for s in srcs for ext in [".grpc.pb.cc", ".grpc.pb.h"]]
+    native.genrule(
+        name = name + "_gen",
+        srcs = srcs + [protos + "_srcs"],
+        outs = outs,
+        cmd = "protoc -I. --grpc_out=$(GENDIR) --plugin=protoc-gen-grpc=/usr/bin/grpc_cpp_plugin %s" %
+              " ".join(["$(location %s)" % s for s in srcs]),
+    )
+    native.cc_library(
+        name = name,
+        srcs = [o for o in outs if o.endswith(".cc")],
+        hdrs = [o for o in outs if o.endswith(".h")],
+        copts = ["-w"],
+        deps = [protos, "//third_party:grpc"],
     )
