@@ -1,0 +1,132 @@
+#ifndef MUSTER_WORKER_TRAIN_ACCUMULATION_H_
+#define MUSTER_WORKER_TRAIN_ACCUMULATION_H_
+
+#include <cstdint>
+#include <optional>
+
+#include "worker/train/plain_state.h"
+
+namespace muster {
+
+// What the innermost live loader iteration knows about the batch of a micro-step.
+struct BatchFacts {
+  bool is_last = false;  // the last batch of this epoch on this rank
+  int64_t batches_left =
+      -1;  // batches that come after this one in the epoch, the same on every rank; -1: unknown
+};
+
+// How the loss is divided in a window that a loader's end makes shorter than num_steps.
+enum class ShortWindow {
+  // By the real length of the window: every micro-step of it counts the same, as in a full window.
+  kRescale,
+  // By num_steps, as Accelerate does: the gradient of a window of k micro-steps is k/num_steps of
+  // the mean. For
+  // trajectories that have to equal Accelerate's; the shared `training` cases are of this kind.
+  kLikeAccelerate,
+};
+
+struct AccumulationOptions {
+  int64_t num_steps = 1;             // micro-steps per optimizer step, at least 1
+  bool sync_with_dataloader = true;  // the last batch of a loader ends the window
+  bool sync_each_batch =
+      false;  // exchange gradients in every micro-step; the optimizer still waits
+  // The schedule was made for the number of micro-steps: every optimizer step moves it on by the
+  // length of its window, so it ends with the training. Off by default, which is what Accelerate's
+  // flag of this name amounts to (it is never read); see PreparedScheduler.
+  bool adjust_scheduler = false;
+  ShortWindow short_window = ShortWindow::kRescale;
+};
+
+// What one micro-step has to do.
+struct MicroStep {
+  bool sync = true;  // the window ends here: reduce, clip, step, zero
+  bool communicate =
+      true;  // gradients are exchanged in this backward pass (matters with several ranks only)
+  double divisor = 1;  // divide the loss of this micro-step by it
+  // If not 1: multiply the gradients by it after they are reduced and unscaled and before they are
+  // clipped. Only ever differs from 1 when `sync`, and only if the window turned out shorter than
+  // was known at its start.
+  double gradient_factor = 1;
+  int64_t window_length = 1;  // micro-steps in the window so far, this one included
+};
+
+// Counts micro-steps into windows that end in an optimizer step.
+//
+//            micro-step, window not full                 window full, or last batch of a loader
+//   [0 in window] ------> [1 .. num_steps-1 in window] ------------------------------> [0 in
+//   window], sync
+//
+// A window outlives the loader it began in when `sync_with_dataloader` is off, when a loop is left
+// early, and when micro-steps are made outside any loader. Nothing is remembered of a loader but
+// the facts passed in: leaving a loop cannot change what later micro-steps do.
+//
+// Divisors: the first micro-step of a window fixes the divisor of the whole window, so that
+// gradients of all its micro-steps are on one scale. With kRescale it is the number of micro-steps
+// that the window is going to have, as far as `batches_left` tells; if the window ends elsewhere
+// after all, gradient_factor makes up for it exactly.
+//
+// Token-weighted losses: with WeightedDivisor() each micro-step's loss is a mean over `weight`
+// items (tokens), and the window's gradient becomes the mean over all items of all micro-steps and
+// ranks. See WeightedFactor().
+//
+// A pure state machine: no tensors, no clock, no threads, not thread-safe. Errors are thrown as
+// c10::Error.
+class Accumulation {
+ public:
+  explicit Accumulation(const AccumulationOptions& options = {});
+
+  // Begins a micro-step. `batch`: the facts of the innermost live loader iteration, nothing outside
+  // of any loader. Must be called before the forward pass, since data parallelism decides there
+  // whether it will reduce. `agreed_sync`: what the ranks agreed on where they may differ
+  // (join_uneven_inputs); it takes the place of this rank's own answer, and divisors are then not
+  // predicted, as ranks would predict different ones.
+  MicroStep Begin(const std::optional<BatchFacts>& batch);
+  MicroStep Begin(const std::optional<BatchFacts>& batch, bool agreed_sync);
+
+  // What Begin() would answer as `sync`; changes nothing.
+  bool WouldSync(const std::optional<BatchFacts>& batch) const;
+
+  // The current micro-step; before the first one a step that syncs (so a loop without accumulation
+  // just works).
+  const MicroStep& current() const { return current_; }
+  bool sync_gradients() const { return current_.sync; }
+
+  // For a loss that is a mean over `weight` items: divide the loss by the result instead of by
+  // divisor. To be called once per micro-step, for all micro-steps of a window or for none. weight
+  // >= 0 and finite.
+  double WeightedDivisor(double weight);
+
+  // Whether this window's losses are weighted, and the weights of this rank so far.
+  bool weighted() const { return weighted_steps_ > 0; }
+  double local_weight() const { return weight_; }
+
+  // For a weighted window, at its sync: multiply the gradients, averaged over `world_size` ranks,
+  // by the result (instead of gradient_factor). `total_weight`: the sum of local_weight() over all
+  // ranks. 0 if it is 0.
+  double WeightedFactor(double total_weight, int world_size) const;
+
+  // No gradients of an unfinished window are pending: the moment for a checkpoint without gradients
+  // in it.
+  bool at_boundary() const { return position_ == 0; }
+
+  const AccumulationOptions& options() const { return options_; }
+  // May be called at any time; an unfinished window ends as soon as it has `num_steps` micro-steps.
+  void set_num_steps(int64_t num_steps);
+
+  PlainState SaveState() const;
+  void LoadState(const PlainState& state);
+
+ private:
+  AccumulationOptions options_;
+  MicroStep current_;
+  int64_t position_ = 0;  // micro-steps done in the open window; 0 after a sync
+  double window_divisor_ = 1;
+  int64_t weighted_steps_ = 0;
+  double weight_ = 0;
+
+  MicroStep BeginWith(bool sync, double divisor_of_new_window);
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TRAIN_ACCUMULATION_H_

@@ -1,0 +1,206 @@
+#include "worker/train/lr_scheduler.h"
+
+#include <cmath>
+#include <limits>
+
+#include "c10/util/Exception.h"
+#include "gtest/gtest.h"
+
+namespace muster {
+namespace {
+
+constexpr double kPi = 3.14159265358979323846;
+
+class FakeTarget : public LrTarget {
+ public:
+  explicit FakeTarget(std::vector<double> lrs) : lrs_(std::move(lrs)) {}
+  int64_t num_groups() const override { return static_cast<int64_t>(lrs_.size()); }
+  double lr(int64_t group) const override { return lrs_[group]; }
+  void set_lr(int64_t group, double lr) override { lrs_[group] = lr; }
+  std::optional<double> momentum(int64_t) const override { return momentum_; }
+  void set_momentum(int64_t, double momentum) override { momentum_ = momentum; }
+
+ private:
+  std::vector<double> lrs_;
+  double momentum_ = 0.5;
+};
+
+// The rates torch's recursive form gives: lr(s) = next(s, lr(s-1)).
+template <typename Next>
+void ExpectRecursive(const LrSchedulePtr& schedule, double base, double first, int steps,
+                     Next next) {
+  double lr = first;
+  EXPECT_NEAR(schedule->Lr(0, base), lr, 1e-12);
+  for (int s = 1; s <= steps; ++s) {
+    lr = next(s, lr);
+    EXPECT_NEAR(schedule->Lr(s, base), lr, 1e-9) << "step " << s;
+  }
+}
+
+TEST(LrSchedule, ClosedForms_EqualTorchsRecursiveForms) {
+  const double b = 0.1;
+  ExpectRecursive(StepLR(3, 0.5), b, b, 20, [](int s, double lr) { return s % 3 ? lr : lr * 0.5; });
+  ExpectRecursive(MultiStepLR({6, 2, 5, 5}, 0.3), b, b, 10, [](int s, double lr) {
+    return s == 2 || s == 6 ? lr * 0.3 : s == 5 ? lr * 0.3 * 0.3 : lr;
+  });
+  ExpectRecursive(ExponentialLR(0.9), b, b, 50, [](int, double lr) { return lr * 0.9; });
+  ExpectRecursive(ConstantLR(0.5, 4), b, b * 0.5, 9,
+                  [](int s, double lr) { return s == 4 ? lr / 0.5 : lr; });
+  ExpectRecursive(LinearLR(0.25, 0.75, 6), b, b * 0.25, 10, [](int s, double lr) {
+    if (s > 6) return lr;
+    return lr * (1 + (0.75 - 0.25) / (6 * 0.25 + (s - 1) * (0.75 - 0.25)));
+  });
+  ExpectRecursive(PolynomialLR(7, 2), b, b, 12, [](int s, double lr) {
+    if (s > 7) return lr;
+    return lr * std::pow((1 - s / 7.0) / (1 - (s - 1) / 7.0), 2);
+  });
+  const double eta = 0.01;
+  const int t = 8;
+  ExpectRecursive(CosineAnnealingLR(t, eta), b, b, 30, [&](int s, double lr) {
+    if ((s - 1 - t) % (2 * t) == 0) return lr + (b - eta) * (1 - std::cos(kPi / t)) / 2;
+    return (1 + std::cos(kPi * s / t)) / (1 + std::cos(kPi * (s - 1) / t)) * (lr - eta) + eta;
+  });
+}
+
+TEST(LrSchedule, WarmRestarts_EqualTorchsCounters) {
+  for (const int t_mult : {1, 2, 3}) {
+    const LrSchedulePtr schedule = CosineAnnealingWarmRestarts(3, t_mult, 0.02);
+    int t_cur = 0, t_i = 3;
+    for (int s = 0; s < 60; ++s) {
+      EXPECT_NEAR(schedule->Lr(s, 0.2), 0.02 + 0.18 * (1 + std::cos(kPi * t_cur / t_i)) / 2, 1e-12);
+      if (++t_cur >= t_i) {
+        t_cur -= t_i;
+        t_i *= t_mult;
+      }
+    }
+  }
+}
+
+TEST(LrSchedule, Warmups_RiseFromZeroToTheBase) {
+  for (const LrSchedulePtr& schedule :
+       {LinearWithWarmup(4, 10), CosineWithWarmup(4, 10), ConstantWithWarmup(4),
+        InverseSqrtWithWarmup(4), WithWarmup(4, CosineAnnealingLR(10))}) {
+    for (int s = 0; s <= 4; ++s) EXPECT_NEAR(schedule->Lr(s, 0.4), 0.1 * s, 1e-12);
+  }
+  EXPECT_NEAR(LinearWithWarmup(4, 10)->Lr(7, 0.4), 0.2, 1e-12);
+  EXPECT_EQ(LinearWithWarmup(4, 10)->Lr(99, 0.4), 0);
+  EXPECT_NEAR(CosineWithWarmup(4, 10)->Lr(7, 0.4), 0.2, 1e-12);
+  EXPECT_NEAR(InverseSqrtWithWarmup(4)->Lr(16, 0.4), 0.2, 1e-12);
+  EXPECT_NEAR(WithWarmup(4, CosineAnnealingLR(10))->Lr(9, 0.4), 0.2, 1e-12);
+}
+
+TEST(LrSchedule, OneCycle_GivesTorchsNumbers) {
+  const OneCycleOptions options{.max_lr = 0.2, .total_steps = 6};
+  const LrSchedulePtr schedule = OneCycleLR(options);
+  const double expected[] = {0.008000000000000007, 0.19888308709018238, 0.1623491307899526,
+                             0.09252742053339501,  0.02669550603776612, 8e-07};
+  for (int s = 0; s < 6; ++s) EXPECT_NEAR(schedule->Lr(s, 99), expected[s], 1e-12);
+  EXPECT_EQ(schedule->last_step(), 5);
+  EXPECT_NEAR(*schedule->Momentum(0), 0.95, 1e-12);
+  EXPECT_NEAR(*schedule->Momentum(5), 0.95, 1e-12);
+
+  OneCycleOptions three = options;
+  three.total_steps = 11;
+  three.three_phase = true;
+  three.cosine = false;
+  const LrSchedulePtr linear = OneCycleLR(three);  // phases end at 2.3, 4.6 and 10
+  EXPECT_NEAR(linear->Lr(0, 1), 0.008, 1e-12);
+  EXPECT_NEAR(linear->Lr(1, 1), 0.008 + (0.2 - 0.008) * 1 / 2.3, 1e-12);
+  EXPECT_NEAR(linear->Lr(4, 1), 0.2 + (0.008 - 0.2) * (4 - 2.3) / 2.3, 1e-12);
+  EXPECT_NEAR(linear->Lr(10, 1), 0.008 / 1e4, 1e-12);
+}
+
+TEST(LrSchedule, SequentialAndChained_Compose) {
+  const LrSchedulePtr sequence = SequentialLR({ConstantLR(0.1, 100), ExponentialLR(0.5)}, {3});
+  EXPECT_NEAR(sequence->Lr(2, 1.0), 0.1, 1e-12);
+  EXPECT_NEAR(sequence->Lr(3, 1.0), 1.0, 1e-12);
+  EXPECT_NEAR(sequence->Lr(5, 1.0), 0.25, 1e-12);
+  const LrSchedulePtr chain = ChainedLR({ConstantLR(0.1, 2), ExponentialLR(0.5)});
+  EXPECT_NEAR(chain->Lr(1, 1.0), 0.05, 1e-12);
+  EXPECT_NEAR(chain->Lr(2, 1.0), 0.25, 1e-12);
+  EXPECT_THROW(SequentialLR({StepLR(1)}, {3}), c10::Error);
+  EXPECT_THROW(StepLR(0), c10::Error);
+  EXPECT_THROW(LinearLR(0.0), c10::Error);
+}
+
+TEST(LrScheduler, Groups_KeepTheirOwnBase) {
+  FakeTarget target({1.0, 0.1});
+  LrScheduler scheduler(target, ExponentialLR(0.5));
+  scheduler.Step();
+  EXPECT_EQ(scheduler.last_lr(), (std::vector<double>{0.5, 0.05}));
+  EXPECT_THROW(LrScheduler(target, std::vector<LrSchedulePtr>{StepLR(1)}), c10::Error);
+}
+
+TEST(LrScheduler, OneCycle_StopsAtItsLastStepAndMovesMomentum) {
+  FakeTarget target({0.1});
+  LrScheduler scheduler(target, OneCycleLR({.max_lr = 0.2, .total_steps = 4}));
+  EXPECT_NEAR(*target.momentum(0), 0.95, 1e-12);
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(scheduler.Step());
+  const double end = target.lr(0);
+  EXPECT_NEAR(end, 8e-7, 1e-12);
+  EXPECT_FALSE(scheduler.Step());
+  EXPECT_EQ(target.lr(0), end);
+  EXPECT_EQ(scheduler.step_count(), 3);
+}
+
+TEST(LrScheduler, SaveAndLoad_ContinuesExactly) {
+  FakeTarget a({0.3, 0.2}), b({7, 7});
+  LrScheduler first(a, CosineWithWarmup(3, 20));
+  for (int i = 0; i < 9; ++i) first.Step();
+  LrScheduler second(b, CosineWithWarmup(3, 20));
+  second.LoadState(first.SaveState());
+  for (int i = 0; i < 9; ++i) {
+    first.Step();
+    second.Step();
+    EXPECT_EQ(a.lr(0), b.lr(0));
+    EXPECT_EQ(a.lr(1), b.lr(1));
+  }
+}
+
+TEST(LrScheduler, LoadOfAnotherShape_IsRefusedAndChangesNothing) {
+  FakeTarget one({0.3}), two({0.3, 0.2});
+  LrScheduler first(one, ExponentialLR(0.5)), second(two, ExponentialLR(0.5));
+  second.Step();
+  EXPECT_THROW(second.LoadState(first.SaveState()), c10::Error);
+  EXPECT_EQ(second.step_count(), 1);
+  EXPECT_EQ(two.lr(0), 0.15);
+}
+
+TEST(ReduceLROnPlateau, NoImprovement_ReducesAfterPatience) {
+  FakeTarget target({1.0});
+  ReduceLROnPlateau plateau(target, {.factor = 0.5, .patience = 2, .cooldown = 1, .min_lr = 0.2});
+  plateau.Step(1.0);
+  plateau.Step(1.0);
+  plateau.Step(std::numeric_limits<double>::quiet_NaN());
+  EXPECT_EQ(target.lr(0), 1.0);
+  plateau.Step(1.0);
+  EXPECT_EQ(target.lr(0), 0.5);
+  plateau.Step(1.0);  // cooldown
+  EXPECT_EQ(plateau.num_bad_steps(), 0);
+
+  FakeTarget other({9.0});
+  ReduceLROnPlateau restored(other, {.factor = 0.5, .patience = 2, .cooldown = 1, .min_lr = 0.2});
+  restored.LoadState(plateau.SaveState());
+  for (int i = 0; i < 12; ++i) {
+    plateau.Step(2.0);
+    restored.Step(2.0);
+    EXPECT_EQ(target.lr(0), other.lr(0));
+  }
+  EXPECT_EQ(target.lr(0), 0.2);
+  plateau.Step(0.5);
+  EXPECT_EQ(plateau.best(), 0.5);
+}
+
+TEST(ReduceLROnPlateau, MaxMode_TakesLargerAsBetter) {
+  FakeTarget target({1.0});
+  ReduceLROnPlateau plateau(
+      target, {.minimize = false, .patience = 0, .threshold = 0.1, .relative_threshold = false});
+  plateau.Step(1.0);
+  plateau.Step(1.2);
+  EXPECT_EQ(target.lr(0), 1.0);
+  plateau.Step(1.25);
+  EXPECT_EQ(target.lr(0), 0.1);
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,51 @@
+#ifndef MUSTER_WORKER_TRAIN_PREPARED_SCHEDULER_H_
+#define MUSTER_WORKER_TRAIN_PREPARED_SCHEDULER_H_
+
+#include <cstdint>
+
+#include "worker/train/accumulation.h"
+#include "worker/train/lr_scheduler.h"
+
+namespace muster {
+
+// What one optimizer step is worth to a schedule.
+enum class SchedulerUnits {
+  kOptimizerSteps,  // 1
+  // num_processes, or 1 with split_batches: Accelerate's way, for schedules made for the number of
+  // batches that one process alone would see.
+  kProcesses,
+};
+
+struct PreparedSchedulerOptions {
+  bool step_with_optimizer = true;  // false: one step at every call, whatever the optimizer does
+  SchedulerUnits units = SchedulerUnits::kOptimizerSteps;
+  int num_processes = 1;       // for kProcesses
+  bool split_batches = false;  // for kProcesses
+  // Each optimizer step is also worth as many units as its window had micro-steps. For a schedule
+  // made for the number of batches (times processes, with kProcesses) it then ends with the
+  // training.
+  bool adjust_scheduler = false;
+};
+
+// Gates a scheduler by what the optimizer did. A schedule that has ended (OneCycleLR after
+// total_steps - 1 steps) stays at its last rate. `scheduler` is borrowed. Not thread-safe.
+class PreparedScheduler {
+ public:
+  PreparedScheduler(Scheduler& scheduler, const PreparedSchedulerOptions& options)
+      : scheduler_(scheduler), options_(options) {}
+
+  // To be called after the optimizer in each micro-step. Nothing happens unless `step.sync`;
+  // nothing happens if the optimizer step was skipped (inf or NaN under a gradient scaler). Returns
+  // the steps made.
+  int64_t Step(const MicroStep& step, bool optimizer_step_was_skipped);
+
+  Scheduler& inner() { return scheduler_; }
+
+ private:
+  Scheduler& scheduler_;
+  const PreparedSchedulerOptions options_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TRAIN_PREPARED_SCHEDULER_H_
