@@ -1,0 +1,147 @@
+#ifndef MUSTER_WORKER_DATA_SAMPLER_SHARD_H_
+#define MUSTER_WORKER_DATA_SAMPLER_SHARD_H_
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "absl/status/statusor.h"
+
+namespace muster {
+
+// Which sample goes to which rank: pure index arithmetic, no data, no torch, no communication.
+//
+// Everything is said in positions: position p is the p-th sample of the epoch's order (order[p] is
+// its id). Ranks go through the order in rounds, one batch per rank and round. The rules, in
+// Accelerate's words:
+//  - not split_batches: whole batches of `batch_size` are dealt out in turn; a round has batch_size
+//  * world_size samples.
+//  - split_batches: each batch of `batch_size` is cut into world_size equal slices; a round has
+//  batch_size samples.
+//  - The last round may be short. TailRule says what becomes of it.
+
+// What happens to a last round that is not full.
+enum class TailRule {
+  kDrop,  // it is left out
+  kPad,   // every rank gets a full batch, filled up with the samples of the epoch's first round, in
+          // order
+  kShort,   // ranks get what is left: a shorter batch, or none (uneven batches)
+  kSpread,  // it is cut into world_size equal slices, filled up as in kPad by fewer than world_size
+            // (dispatch)
+};
+
+struct ShardOptions {
+  int world_size = 1;
+  bool split_batches = false;
+  bool even_batches = true;
+  bool drop_last = false;
+  // One rank reads and hands out slices of every round, instead of each reading for itself.
+  bool dispatch = false;
+};
+
+TailRule TailRuleOf(const ShardOptions& options);
+
+// One rank's part of one round. A value.
+struct BatchSlice {
+  int64_t begin = 0;  // position of the first real sample
+  int64_t real = 0;   // samples begin ... begin + real - 1
+  // Then come `padding` repeated samples, at positions (padding_begin + i) % padding_period.
+  int64_t padding = 0;
+  int64_t padding_begin = 0;
+  int64_t padding_period = 1;
+
+  int64_t size() const { return real + padding; }
+  // Appends the positions of this slice, real ones first.
+  void AppendPositions(std::vector<int64_t>* positions) const;
+};
+
+// The size of a round and of a rank's batch, where both are fixed.
+struct RoundSize {
+  int64_t global = 1;    // samples in a full round, over all ranks
+  int64_t per_rank = 1;  // samples of one rank in a full round
+};
+
+// INVALID_ARGUMENT: batch_size or world_size below 1; split_batches and batch_size no round
+// multiple of world_size.
+absl::StatusOr<RoundSize> RoundSizeOf(const ShardOptions& options, int64_t batch_size);
+
+// The part of `rank` in the round of positions [begin, end), end - begin <= round.global.
+// `first_round` is the number of samples in the epoch's first round, from which padding is taken.
+// With kDrop the round must be full. For a stream of unknown length this is all there is: a reader
+// calls it for each round it has read.
+BatchSlice SliceOfRound(const RoundSize& round, TailRule tail, int world_size, int rank,
+                        int64_t begin, int64_t end, int64_t first_round);
+
+// The batches of all ranks in one epoch over a data set of known length, or over the batches of a
+// batch sampler. Immutable; thread-safe. Every query is O(1) (O(log batches) where `position` is
+// not a batch's start), so starting anywhere in an epoch costs nothing. `position` is where a pass
+// starts: the samples before it were already seen, in this run or, before a restart, on any other
+// world size. Positions at or past the end give an empty pass.
+class BatchSamplerShard {
+ public:
+  // A sampler of `num_samples` ids cut into batches of `batch_size`.
+  // INVALID_ARGUMENT: as RoundSizeOf, or num_samples < 0.
+  static absl::StatusOr<BatchSamplerShard> Create(const ShardOptions& options, int64_t num_samples,
+                                                  int64_t batch_size);
+
+  // A batch sampler that gives batches of these lengths, which may differ; `options.drop_last` is
+  // its attribute. A round is world_size whole batches; missing ones are repeated from the first
+  // round (kPad). With `batch_size` set all batches but the last must have that length, and this is
+  // the same as Create for their samples. INVALID_ARGUMENT: as RoundSizeOf; split_batches without a
+  // batch_size (unless dispatching); wrong lengths.
+  static absl::StatusOr<BatchSamplerShard> CreateCustom(
+      const ShardOptions& options, const std::vector<int64_t>& batch_lengths,
+      std::optional<int64_t> batch_size = std::nullopt);
+
+  int world_size() const { return options_.world_size; }
+  int64_t num_samples() const { return num_samples_; }
+  // Samples of a full round over all ranks; nullopt for a batch sampler without a fixed size.
+  std::optional<int64_t> round_size() const;
+
+  // Rounds of a pass in which some rank gets a batch.
+  int64_t NumRounds(int64_t position = 0) const;
+  // Batches that `rank` really gets: with uneven batches fewer than NumRounds() for some ranks.
+  int64_t NumBatches(int rank, int64_t position = 0) const;
+  // The batch of `rank` in round `round` of a pass from `position`. round < NumRounds(position).
+  BatchSlice Slice(int rank, int64_t round, int64_t position = 0) const;
+  // Position of the first sample of round `round` (the end of the order for round == NumRounds
+  // unless samples are dropped): what a pass that has finished the rounds before it would resume
+  // from.
+  int64_t RoundBegin(int64_t round, int64_t position = 0) const;
+  // Real samples of a round over all ranks.
+  int64_t RealSamples(int64_t round, int64_t position = 0) const;
+  // Moves `position` on by `rounds` full rounds, at most to the end.
+  int64_t Skip(int64_t rounds, int64_t position = 0) const;
+
+ private:
+  BatchSamplerShard() = default;
+  int64_t FirstBatch(
+      int64_t position) const;  // custom: the batch that starts at or after `position`
+  int64_t batches_per_round() const;
+
+  ShardOptions options_;
+  TailRule tail_ = TailRule::kPad;
+  int64_t num_samples_ = 0;
+  RoundSize round_;
+  // Of a custom batch sampler: starts_[i] is the position of batch i, and one more for the end.
+  // Else empty.
+  std::vector<int64_t> starts_;
+};
+
+// The whole epoch of one rank as ids, for a sequential order: what Accelerate's BatchSamplerShard
+// of the same arguments gives. For tests, tools and the conformance runner; loaders use
+// BatchSamplerShard.
+absl::StatusOr<std::vector<std::vector<int64_t>>> ShardBatches(const ShardOptions& options,
+                                                               int rank, int64_t num_samples,
+                                                               int64_t batch_size);
+// The same for the batches of a batch sampler.
+absl::StatusOr<std::vector<std::vector<int64_t>>> ShardCustomBatches(
+    const ShardOptions& options, int rank, const std::vector<std::vector<int64_t>>& batches);
+// The ids that Accelerate's IterableDatasetShard gives `rank` of a stream of `num_samples` ids. A
+// stream is always filled up unless drop_last is set; even_batches has no say.
+absl::StatusOr<std::vector<int64_t>> ShardStream(const ShardOptions& options, int rank,
+                                                 int64_t num_samples, int64_t batch_size);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_DATA_SAMPLER_SHARD_H_
