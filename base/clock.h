@@ -10,8 +10,8 @@ class Clock {
  public:
   virtual ~Clock() = default;
 
-  // Monotonic time: never goes back, unrelated to the calendar except that it starts at the wall time of process
-  // start. Use it for leases, deadlines and periods.
+  // Monotonic time: never goes back, unrelated to the calendar except that it starts at the wall
+  // time of process start. Use it for leases, deadlines and periods.
   virtual absl::Time Now() const = 0;
 
   // Calendar time, for reports only. May jump.

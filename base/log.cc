@@ -136,10 +136,10 @@ Line::~Line() {
   }
   const absl::Time now = absl::Now();
   if (Json().load(std::memory_order_relaxed)) {
-    WriteAll(absl::StrFormat("{\"time\":%s,\"level\":\"%s\",\"who\":%s,\"file\":%s,\"line\":%d,\"message\":%s}\n",
-                             JsonString(absl::FormatTime(absl::RFC3339_full, now, absl::UTCTimeZone())),
-                             Name(level_), JsonString(who), JsonString(BaseName(file_)), line_,
-                             JsonString(stream_.str())));
+    WriteAll(absl::StrFormat(
+        "{\"time\":%s,\"level\":\"%s\",\"who\":%s,\"file\":%s,\"line\":%d,\"message\":%s}\n",
+        JsonString(absl::FormatTime(absl::RFC3339_full, now, absl::UTCTimeZone())), Name(level_),
+        JsonString(who), JsonString(BaseName(file_)), line_, JsonString(stream_.str())));
     return;
   }
   WriteAll(absl::StrFormat("%c %s %s%s] %s\n", absl::ascii_toupper(Name(level_)[0]),

@@ -10,7 +10,8 @@ namespace muster {
 
 enum class LogLevel { kDebug = 0, kInfo = 1, kWarning = 2, kError = 3 };
 
-// Lines below this level are not written. Starts at $MUSTER_LOG_LEVEL (debug, info, warning, error) or info.
+// Lines below this level are not written. Starts at $MUSTER_LOG_LEVEL (debug, info, warning, error)
+// or info.
 void SetLogLevel(LogLevel level);
 LogLevel GetLogLevel();
 // "debug", "info", "warning" (or "warn"), "error", in any case; false for anything else.
@@ -19,7 +20,8 @@ bool ParseLogLevel(absl::string_view text, LogLevel* level);
 // A name put into every line of this process, such as "coordinator" or "rank 3". Set once at start.
 void SetLogIdentity(absl::string_view identity);
 
-// With true (or MUSTER_LOG_FORMAT=json) each line is one JSON object {"time","level","who","file","line","message"}.
+// With true (or MUSTER_LOG_FORMAT=json) each line is one JSON object
+// {"time","level","who","file","line","message"}.
 void SetLogJson(bool json);
 
 namespace log_internal {
@@ -41,7 +43,8 @@ class Line {
 struct Voidify {
   void operator&(std::ostream&) const {}
 };
-[[noreturn]] void CheckFailed(const char* file, int line, const char* condition, const std::string& text);
+[[noreturn]] void CheckFailed(const char* file, int line, const char* condition,
+                              const std::string& text);
 class CheckLine {
  public:
   CheckLine(const char* file, int line, const char* condition)
@@ -58,16 +61,18 @@ class CheckLine {
 }  // namespace log_internal
 }  // namespace muster
 
-// MUSTER_LOG(Info) << "text": one line on standard error. Levels: Debug, Info, Warning, Error. Thread-safe.
+// MUSTER_LOG(Info) << "text": one line on standard error. Levels: Debug, Info, Warning, Error.
+// Thread-safe.
 #define MUSTER_LOG(level)                                                                  \
   (::muster::LogLevel::k##level < ::muster::GetLogLevel())                                 \
       ? (void)0                                                                            \
       : ::muster::log_internal::Voidify() &                                                \
-            ::muster::log_internal::Line(::muster::LogLevel::k##level, __FILE__, __LINE__).stream()
+            ::muster::log_internal::Line(::muster::LogLevel::k##level, __FILE__, __LINE__) \
+                .stream()
 
 // Ends the process if a promise inside it is broken. Never for input, peers or disks.
-#define MUSTER_CHECK(condition)              \
-  (condition) ? (void)0                      \
+#define MUSTER_CHECK(condition)                     \
+  (condition) ? (void)0                             \
               : ::muster::log_internal::Voidify() & \
                     ::muster::log_internal::CheckLine(__FILE__, __LINE__, #condition).stream()
 

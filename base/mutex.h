@@ -11,8 +11,9 @@
 
 namespace muster {
 
-// The one lock of this code base: std::mutex with Abseil's thread-safety annotations, checked by clang's
-// -Wthread-safety. absl::Mutex is not used because Debian's build of it is not instrumented, which blinds TSan.
+// The one lock of this code base: std::mutex with Abseil's thread-safety annotations, checked by
+// clang's -Wthread-safety. absl::Mutex is not used because Debian's build of it is not
+// instrumented, which blinds TSan.
 class ABSL_LOCKABLE Mutex {
  public:
   Mutex() = default;

@@ -7,15 +7,16 @@
 #include "absl/status/statusor.h"
 
 // Leaves the function with the status of `expr` unless it is OK. Not for public headers.
-#define MUSTER_RETURN_IF_ERROR(expr)                          \
-  do {                                                        \
+#define MUSTER_RETURN_IF_ERROR(expr)                                                         \
+  do {                                                                                       \
     if (::absl::Status muster_status_ = (expr); !muster_status_.ok()) return muster_status_; \
   } while (false)
 
 #define MUSTER_STATUS_CONCAT_INNER_(a, b) a##b
 #define MUSTER_STATUS_CONCAT_(a, b) MUSTER_STATUS_CONCAT_INNER_(a, b)
 
-// `MUSTER_ASSIGN_OR_RETURN(auto x, F())`: x is the value of the StatusOr, or the function returns its status.
+// `MUSTER_ASSIGN_OR_RETURN(auto x, F())`: x is the value of the StatusOr, or the function returns
+// its status.
 #define MUSTER_ASSIGN_OR_RETURN(lhs, expr) \
   MUSTER_ASSIGN_OR_RETURN_IMPL_(MUSTER_STATUS_CONCAT_(muster_statusor_, __LINE__), lhs, expr)
 #define MUSTER_ASSIGN_OR_RETURN_IMPL_(result, lhs, expr) \
