@@ -1,0 +1,90 @@
+#include "rpc/channel.h"
+
+#include <grpcpp/create_channel.h>
+#include <grpcpp/security/credentials.h>
+#include <grpcpp/support/channel_arguments.h>
+
+#include <algorithm>
+#include <chrono>
+
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "rpc/address.h"
+#include "rpc/files.h"
+
+namespace muster::rpc {
+namespace {
+
+std::chrono::system_clock::time_point GrpcDeadline(absl::Duration timeout) {
+  const absl::Duration bounded = std::clamp(timeout, absl::ZeroDuration(), absl::Hours(24 * 365));
+  return std::chrono::system_clock::now() +
+         absl::ToChronoMilliseconds(absl::Ceil(bounded, absl::Milliseconds(1)));
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address,
+                                                       const ChannelOptions& options) {
+  MUSTER_ASSIGN_OR_RETURN(const Address parsed, ParseAddress(address));
+  if (!parsed.is_unix() && parsed.port == 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("address '", address, "': cannot connect to port 0"));
+  }
+  std::shared_ptr<grpc::ChannelCredentials> credentials;
+  if (options.tls_ca.empty()) {
+    if (!options.tls_cert.empty() || !options.tls_key.empty()) {
+      return absl::InvalidArgumentError(
+          "a TLS certificate without tls_ca: name the certificates to trust");
+    }
+    credentials = grpc::InsecureChannelCredentials();
+  } else {
+    if (options.tls_cert.empty() != options.tls_key.empty()) {
+      return absl::InvalidArgumentError("tls_cert and tls_key go together");
+    }
+    grpc::SslCredentialsOptions ssl;
+    MUSTER_ASSIGN_OR_RETURN(ssl.pem_root_certs, ReadPem(options.tls_ca, "tls_ca"));
+    if (!options.tls_cert.empty()) {
+      MUSTER_ASSIGN_OR_RETURN(ssl.pem_cert_chain, ReadPem(options.tls_cert, "tls_cert"));
+      MUSTER_ASSIGN_OR_RETURN(ssl.pem_private_key, ReadPem(options.tls_key, "tls_key"));
+    }
+    credentials = grpc::SslCredentials(ssl);
+  }
+  grpc::ChannelArguments args;
+  args.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS,
+              static_cast<int>(absl::ToInt64Milliseconds(options.keepalive)));
+  args.SetInt(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
+  args.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  args.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
+  args.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
+  args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
+  args.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 5'000);
+  args.SetInt(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, options.max_message_bytes);
+  args.SetInt(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, options.max_message_bytes);
+  // The address is numeric: a proxy in the environment or a service configuration in DNS can only
+  // do harm.
+  args.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
+  args.SetInt(GRPC_ARG_SERVICE_CONFIG_DISABLE_RESOLUTION, 1);
+  // Calls are retried by those who know whether they may be.
+  args.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
+  if (options.own_connection) args.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
+  if (!options.tls_server_name.empty()) args.SetSslTargetNameOverride(options.tls_server_name);
+  const std::string target =
+      parsed.is_unix()
+          ? parsed.ToString()
+          : absl::StrCat(parsed.host.find(':') == std::string::npos ? "ipv4:" : "ipv6:",
+                         parsed.ToString());
+  return grpc::CreateCustomChannel(target, credentials, args);
+}
+
+absl::Status WaitUntilConnected(grpc::Channel& channel, absl::string_view address,
+                                absl::Duration timeout) {
+  if (channel.WaitForConnected(GrpcDeadline(timeout))) return absl::OkStatus();
+  return absl::UnavailableError(absl::StrCat("no coordinator answers at ", address, " within ",
+                                             absl::FormatDuration(timeout), ": is it running?"));
+}
+
+void SetTimeout(grpc::ClientContext& context, absl::Duration timeout) {
+  context.set_deadline(GrpcDeadline(timeout));
+}
+
+}  // namespace muster::rpc

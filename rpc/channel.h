@@ -1,0 +1,48 @@
+#ifndef MUSTER_RPC_CHANNEL_H_
+#define MUSTER_RPC_CHANNEL_H_
+
+#include <grpcpp/channel.h>
+#include <grpcpp/client_context.h>
+
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+
+namespace muster::rpc {
+
+struct ChannelOptions {
+  // TLS is on if `tls_ca` is set. The certificate and key prove who the client is, where a server
+  // asks for it.
+  std::string tls_ca = {};    // file with the certificates that the server's must descend from
+  std::string tls_cert = {};  // file
+  std::string tls_key = {};   // file
+  // The name in the server's certificate, if it is not the address.
+  std::string tls_server_name = {};
+  absl::Duration keepalive = absl::Seconds(30);
+  int max_message_bytes = 4 << 20;
+  // Channels with the same options and address share a connection unless this is set.
+  bool own_connection = false;
+};
+
+// A channel to `address` ("127.0.0.1:29400", "[::1]:29400", "unix:/path"). Returns at once: the
+// connection is made on first use, and made again with a backoff of 50 ms to 5 s with jitter for as
+// long as the channel lives. The channel is thread-safe. Errors: INVALID_ARGUMENT for a bad
+// address, or what is wrong with a TLS file.
+absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address,
+                                                       const ChannelOptions& options = {});
+
+// Blocks until the channel is connected. Errors: UNAVAILABLE after `timeout`, naming `address`.
+absl::Status WaitUntilConnected(grpc::Channel& channel, absl::string_view address,
+                                absl::Duration timeout);
+
+// Every call needs a deadline: the coordinator refuses a unary call without one. `timeout` must be
+// positive; it is cut at one year.
+void SetTimeout(grpc::ClientContext& context, absl::Duration timeout);
+
+}  // namespace muster::rpc
+
+#endif  // MUSTER_RPC_CHANNEL_H_

@@ -1,0 +1,173 @@
+#include "rpc/server.h"
+
+#include <arpa/inet.h>
+#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <grpcpp/health_check_service_interface.h>
+#include <grpcpp/security/server_credentials.h>
+#include <grpcpp/server_builder.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "rpc/address.h"
+#include "rpc/files.h"
+
+namespace muster::rpc {
+namespace {
+
+// gRPC only says that it could not bind. Trying first tells why.
+absl::Status TryBind(const Address& address) {
+  sockaddr_storage storage{};
+  socklen_t length = 0;
+  int family = AF_UNIX;
+  if (address.is_unix()) {
+    auto* un = reinterpret_cast<sockaddr_un*>(&storage);
+    un->sun_family = AF_UNIX;
+    std::memcpy(un->sun_path, address.path.c_str(), address.path.size() + 1);
+    length = sizeof(*un);
+    struct stat info;
+    if (stat(address.path.c_str(), &info) != 0) return absl::OkStatus();
+    if (!S_ISSOCK(info.st_mode)) {
+      return absl::AlreadyExistsError(absl::StrCat("cannot listen on ", address.ToString(),
+                                                   ": a file that is no socket is there"));
+    }
+    const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    const bool alive = fd >= 0 && connect(fd, reinterpret_cast<sockaddr*>(&storage), length) == 0;
+    if (fd >= 0) close(fd);
+    if (alive) {
+      return absl::AlreadyExistsError(absl::StrCat("cannot listen on ", address.ToString(),
+                                                   ": another process is listening there"));
+    }
+    unlink(address.path.c_str());  // left behind by a process that died
+    return absl::OkStatus();
+  }
+  if (auto* v4 = reinterpret_cast<sockaddr_in*>(&storage);
+      inet_pton(AF_INET, address.host.c_str(), &v4->sin_addr) == 1) {
+    family = v4->sin_family = AF_INET;
+    v4->sin_port = htons(static_cast<uint16_t>(address.port));
+    length = sizeof(*v4);
+  } else {
+    auto* v6 = reinterpret_cast<sockaddr_in6*>(&storage);
+    std::memset(&storage, 0, sizeof(storage));
+    inet_pton(AF_INET6, address.host.c_str(), &v6->sin6_addr);
+    family = v6->sin6_family = AF_INET6;
+    v6->sin6_port = htons(static_cast<uint16_t>(address.port));
+    length = sizeof(*v6);
+  }
+  const int fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  int error = fd < 0 ? errno : 0;
+  if (fd >= 0) {
+    const int on = 1;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+    if (bind(fd, reinterpret_cast<sockaddr*>(&storage), length) != 0 || listen(fd, 1) != 0)
+      error = errno;
+    close(fd);
+  }
+  if (error == 0) return absl::OkStatus();
+  const std::string what = absl::StrCat("cannot listen on ", address.ToString(), ": ");
+  if (error == EADDRINUSE) {
+    return absl::AlreadyExistsError(
+        absl::StrCat(what, "another process has the port; stop it, or use port 0 for a free one"));
+  }
+  if (error == EACCES) {
+    return absl::PermissionDeniedError(
+        absl::StrCat(what, "ports below 1024 need privileges; use a higher one"));
+  }
+  if (error == EADDRNOTAVAIL) {
+    return absl::InvalidArgumentError(absl::StrCat(what, "this machine has no such address"));
+  }
+  return absl::UnavailableError(absl::StrCat(what, std::strerror(error)));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options,
+                                                      const std::vector<grpc::Service*>& services) {
+  MUSTER_ASSIGN_OR_RETURN(Address address, ParseAddress(options.listen));
+  std::shared_ptr<grpc::ServerCredentials> credentials;
+  if (options.tls_cert.empty() != options.tls_key.empty()) {
+    return absl::InvalidArgumentError("tls_cert and tls_key go together: give both or none");
+  }
+  if (options.tls_cert.empty()) {
+    if (!options.tls_ca.empty()) {
+      return absl::InvalidArgumentError(
+          "tls_ca without tls_cert and tls_key: give all three to check clients");
+    }
+    if (!address.is_loopback()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("refusing to listen on ", address.ToString(),
+                       " without TLS: anyone who reaches it could command the job; give tls_cert "
+                       "and tls_key, or "
+                       "listen on 127.0.0.1"));
+    }
+    credentials = grpc::InsecureServerCredentials();
+  } else {
+    grpc::SslServerCredentialsOptions ssl(
+        options.tls_ca.empty() ? GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE
+                               : GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
+    grpc::SslServerCredentialsOptions::PemKeyCertPair pair;
+    MUSTER_ASSIGN_OR_RETURN(pair.cert_chain, ReadPem(options.tls_cert, "tls_cert"));
+    MUSTER_ASSIGN_OR_RETURN(pair.private_key, ReadPem(options.tls_key, "tls_key"));
+    ssl.pem_key_cert_pairs.push_back(std::move(pair));
+    if (!options.tls_ca.empty()) {
+      MUSTER_ASSIGN_OR_RETURN(ssl.pem_root_certs, ReadPem(options.tls_ca, "tls_ca"));
+    }
+    credentials = grpc::SslServerCredentials(ssl);
+  }
+  MUSTER_RETURN_IF_ERROR(TryBind(address));
+
+  grpc::EnableDefaultHealthCheckService(true);
+  if (options.reflection) grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::ServerBuilder builder;
+  // A second server on the same port must fail, not take half of the calls.
+  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
+  builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, 1 << 20);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
+  builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MIN_RECV_PING_INTERVAL_WITHOUT_DATA_MS, 5'000);
+  builder.AddChannelArgument(GRPC_ARG_HTTP2_MAX_PING_STRIKES, 0);
+  builder.SetMaxReceiveMessageSize(options.max_message_bytes);
+  builder.SetMaxSendMessageSize(options.max_message_bytes);
+  int port = 0;
+  builder.AddListeningPort(address.ToString(), credentials, &port);
+  for (grpc::Service* service : services) builder.RegisterService(service);
+  std::unique_ptr<Server> server(new Server());
+  server->server_ = builder.BuildAndStart();
+  if (server->server_ == nullptr || (!address.is_unix() && port <= 0)) {
+    if (!options.tls_cert.empty()) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "cannot serve TLS on ", address.ToString(), " with '", options.tls_cert, "' and '",
+          options.tls_key, "': do the key and the certificate belong together?"));
+    }
+    return absl::UnavailableError(absl::StrCat("cannot listen on ", address.ToString()));
+  }
+  if (!address.is_unix()) address.port = port;
+  server->port_ = address.port;
+  server->address_ = address.ToString();
+  return server;
+}
+
+Server::~Server() { Shutdown(absl::ZeroDuration()); }
+
+void Server::SetServing(bool serving) {
+  if (auto* health = server_->GetHealthCheckService()) health->SetServingStatus(serving);
+}
+
+void Server::Shutdown(absl::Duration grace) {
+  if (server_ == nullptr) return;
+  const absl::Duration bounded = std::clamp(grace, absl::ZeroDuration(), absl::Hours(1));
+  server_->Shutdown(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(bounded));
+  server_->Wait();
+}
+
+}  // namespace muster::rpc

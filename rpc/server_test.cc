@@ -1,0 +1,171 @@
+#include "rpc/server.h"
+
+#include <unistd.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <memory>
+#include <string>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "proto/muster/v1/trigger.grpc.pb.h"
+#include "rpc/channel.h"
+#include "rpc/status.h"
+
+namespace muster::rpc {
+namespace {
+
+using ::testing::HasSubstr;
+
+class EchoTriggers final : public v1::Triggers::CallbackService {
+  grpc::ServerUnaryReactor* Raise(grpc::CallbackServerContext* context,
+                                  const v1::RaiseTriggerRequest* request,
+                                  v1::RaiseTriggerReply* reply) override {
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    reply->set_effective_step(request->step());
+    if (request->name() == "stale") {
+      reactor->Finish(ToGrpc(ErrorWithReason(absl::StatusCode::kFailedPrecondition, "old",
+                                             v1::ERROR_REASON_STALE_GENERATION)));
+    } else {
+      reactor->Finish(grpc::Status::OK);
+    }
+    return reactor;
+  }
+};
+
+absl::StatusOr<int64_t> Raise(const std::shared_ptr<grpc::Channel>& channel,
+                              const std::string& name, int64_t step) {
+  auto stub = v1::Triggers::NewStub(channel);
+  grpc::ClientContext context;
+  SetTimeout(context, absl::Seconds(30));
+  context.set_wait_for_ready(true);
+  v1::RaiseTriggerRequest request;
+  request.set_name(name);
+  request.set_step(step);
+  v1::RaiseTriggerReply reply;
+  const grpc::Status status = stub->Raise(&context, request, &reply);
+  if (!status.ok()) return FromGrpc(status);
+  return reply.effective_step();
+}
+
+TEST(Server, PortZero_BindsReportsAndServes) {
+  EchoTriggers service;
+  auto server = Server::Start({}, {&service});
+  ASSERT_TRUE(server.ok()) << server.status();
+  EXPECT_GT((*server)->port(), 0);
+  auto channel = Connect((*server)->address());
+  ASSERT_TRUE(channel.ok()) << channel.status();
+  EXPECT_TRUE(WaitUntilConnected(**channel, (*server)->address(), absl::Seconds(30)).ok());
+  EXPECT_EQ(*Raise(*channel, "x", 41), 41);
+  EXPECT_EQ(GetReason(Raise(*channel, "stale", 1).status()), v1::ERROR_REASON_STALE_GENERATION);
+}
+
+TEST(Server, UnixSocket_ServesAndReplacesADeadOne) {
+  char dir[] = "/tmp/muster-rpc-XXXXXX";  // TempDir() may be too long for a socket's path
+  ASSERT_NE(mkdtemp(dir), nullptr);
+  const std::string path = std::string(dir) + "/s";
+  EchoTriggers service;
+  for (int round = 0; round < 2; ++round) {
+    auto server = Server::Start({.listen = "unix:" + path}, {&service});
+    ASSERT_TRUE(server.ok()) << server.status();
+    EXPECT_EQ(*Raise(*Connect((*server)->address()), "x", round), round);
+    EchoTriggers second;
+    EXPECT_EQ(Server::Start({.listen = "unix:" + path}, {&second}).status().code(),
+              absl::StatusCode::kAlreadyExists);
+  }
+  unlink(path.c_str());
+  rmdir(dir);
+}
+
+TEST(Server, SecondOnThePort_FailsWithTheAddress) {
+  EchoTriggers service;
+  auto server = Server::Start({}, {&service});
+  ASSERT_TRUE(server.ok());
+  EchoTriggers other;
+  const absl::Status status = Server::Start({.listen = (*server)->address()}, {&other}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_THAT(std::string(status.message()), HasSubstr((*server)->address()));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("another process has the port"));
+}
+
+TEST(Server, PlainTextOffLoopback_IsRefused) {
+  EchoTriggers service;
+  const absl::Status status = Server::Start({.listen = "0.0.0.0:0"}, {&service}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("without TLS"));
+}
+
+TEST(Server, BadTlsFiles_AreNamed) {
+  EchoTriggers service;
+  EXPECT_THAT(std::string(Server::Start({.tls_cert = "/nowhere/c.pem", .tls_key = "/nowhere/k.pem"},
+                                        {&service})
+                              .status()
+                              .message()),
+              HasSubstr("/nowhere/c.pem"));
+  EXPECT_THAT(std::string(Server::Start({.tls_cert = "/c.pem"}, {&service}).status().message()),
+              HasSubstr("go together"));
+  const std::string path = ::testing::TempDir() + "/not.pem";
+  std::ofstream(path) << "hello";
+  EXPECT_THAT(
+      std::string(
+          Server::Start({.tls_cert = path, .tls_key = path}, {&service}).status().message()),
+      HasSubstr("not a PEM file"));
+}
+
+TEST(Server, NotOurAddress_IsNamed) {
+  EchoTriggers service;
+  EXPECT_THAT(std::string(Server::Start({.listen = "localhost"}, {&service}).status().message()),
+              HasSubstr("no port"));
+}
+
+// The certificate is made by the test: nothing that expires is kept in the tree.
+TEST(Server, Tls_ServesOnlyThoseWhoTrustIt) {
+  const std::string dir = ::testing::TempDir();
+  const std::string cert = dir + "/cert.pem", key = dir + "/key.pem";
+  const std::string make =
+      "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj "
+      "/CN=muster.test -addext subjectAltName=DNS:muster.test,IP:127.0.0.1 -keyout " +
+      key + " -out " + cert + " 2>/dev/null";
+  ASSERT_EQ(std::system(make.c_str()), 0);
+  EchoTriggers service;
+  auto server =
+      Server::Start({.listen = "127.0.0.1:0", .tls_cert = cert, .tls_key = key}, {&service});
+  ASSERT_TRUE(server.ok()) << server.status();
+  auto trusted = Connect((*server)->address(), {.tls_ca = cert});
+  ASSERT_TRUE(trusted.ok()) << trusted.status();
+  EXPECT_EQ(*Raise(*trusted, "x", 5), 5);
+  auto plain = Connect((*server)->address());
+  EXPECT_FALSE(WaitUntilConnected(**plain, (*server)->address(), absl::Milliseconds(200)).ok());
+
+  EchoTriggers strict_service;
+  auto strict =
+      Server::Start({.listen = "127.0.0.1:0", .tls_cert = cert, .tls_key = key, .tls_ca = cert},
+                    {&strict_service});
+  ASSERT_TRUE(strict.ok()) << strict.status();
+  EXPECT_EQ(
+      *Raise(*Connect((*strict)->address(), {.tls_ca = cert, .tls_cert = cert, .tls_key = key}),
+             "x", 6),
+      6);
+}
+
+TEST(Connect, BadInput_IsRefused) {
+  EXPECT_EQ(Connect("127.0.0.1:0").status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(Connect("somewhere:1").status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(Connect("127.0.0.1:1", {.tls_cert = "x"}).status().code(),
+            absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(Connect("127.0.0.1:1", {.tls_ca = "/nowhere"}).status().code(),
+            absl::StatusCode::kNotFound);
+}
+
+TEST(WaitUntilConnected, NobodyThere_NamesTheAddress) {
+  auto channel = Connect("unix:/nonexistent/muster.sock");
+  ASSERT_TRUE(channel.ok());
+  const absl::Status status =
+      WaitUntilConnected(**channel, "unix:/nonexistent/muster.sock", absl::Milliseconds(50));
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("/nonexistent/muster.sock"));
+}
+
+}  // namespace
+}  // namespace muster::rpc

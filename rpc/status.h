@@ -1,0 +1,49 @@
+#ifndef MUSTER_RPC_STATUS_H_
+#define MUSTER_RPC_STATUS_H_
+
+#include <grpcpp/support/status.h>
+
+#include <optional>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "proto/muster/v1/error.pb.h"
+
+namespace muster::rpc {
+
+// The only place that turns an absl::Status into a gRPC status or an OpError, and back. Codes map
+// one to one. A v1::ErrorDetail travels as a payload of the absl::Status, as the binary details of
+// the gRPC status, and as a field of the OpError. All functions are thread-safe and do not block.
+
+// The payload key under which an absl::Status carries a serialized v1::ErrorDetail.
+inline constexpr absl::string_view kErrorDetailUrl = "type.googleapis.com/muster.v1.ErrorDetail";
+
+// `status` with `detail` in it. An OK status is returned as it is.
+absl::Status WithDetail(absl::Status status, const v1::ErrorDetail& detail);
+
+// A status of `code` with `message` and a detail that has only a reason and whether to retry.
+absl::Status ErrorWithReason(absl::StatusCode code, absl::string_view message,
+                             v1::ErrorReason reason, bool retryable = false);
+
+// The detail in `status`; nothing if it has none (or bytes that are no ErrorDetail).
+std::optional<v1::ErrorDetail> GetDetail(const absl::Status& status);
+
+// The reason in `status`, ERROR_REASON_UNSPECIFIED if it has none.
+v1::ErrorReason GetReason(const absl::Status& status);
+
+// Trailers over 8 KiB break peers. The message is cut at 2 KiB, and a larger detail loses first its
+// stacks, then its longest lists from the end, until it fits 4 KiB: Barrier.Describe tells the
+// whole.
+grpc::Status ToGrpc(const absl::Status& status);
+absl::Status FromGrpc(const grpc::Status& status);
+
+// Frames have room: nothing is cut.
+v1::OpError ToOpError(const absl::Status& status);
+absl::Status FromOpError(const v1::OpError& error);
+
+// As ToGrpc(FromOpError(error)).
+grpc::Status OpErrorToGrpc(const v1::OpError& error);
+
+}  // namespace muster::rpc
+
+#endif  // MUSTER_RPC_STATUS_H_

@@ -1,0 +1,79 @@
+#include "rpc/status.h"
+
+#include <string>
+
+#include "gtest/gtest.h"
+
+namespace muster::rpc {
+namespace {
+
+v1::ErrorDetail Detail() {
+  v1::ErrorDetail detail;
+  detail.set_reason(v1::ERROR_REASON_STALE_GENERATION);
+  detail.set_current_generation(7);
+  detail.add_missing_ranks(3);
+  detail.add_culprits()->set_host("node-3");
+  return detail;
+}
+
+TEST(Status, EveryCode_SurvivesBothWays) {
+  for (int code = 0; code <= 16; ++code) {
+    const absl::Status status(static_cast<absl::StatusCode>(code), "what happened");
+    EXPECT_EQ(FromGrpc(ToGrpc(status)), status) << code;
+    EXPECT_EQ(FromOpError(ToOpError(status)), status) << code;
+  }
+}
+
+TEST(Status, Detail_TravelsInGrpcAndOpError) {
+  const absl::Status status = WithDetail(absl::FailedPreconditionError("stale"), Detail());
+  for (const absl::Status& back : {FromGrpc(ToGrpc(status)), FromOpError(ToOpError(status)),
+                                   FromGrpc(OpErrorToGrpc(ToOpError(status)))}) {
+    EXPECT_EQ(back.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_EQ(back.message(), "stale");
+    EXPECT_EQ(GetReason(back), v1::ERROR_REASON_STALE_GENERATION);
+    EXPECT_EQ(GetDetail(back)->current_generation(), 7);
+    EXPECT_EQ(GetDetail(back)->culprits(0).host(), "node-3");
+  }
+}
+
+TEST(Status, NoDetail_HasNoReason) {
+  EXPECT_FALSE(GetDetail(absl::InternalError("x")).has_value());
+  EXPECT_EQ(GetReason(absl::InternalError("x")), v1::ERROR_REASON_UNSPECIFIED);
+}
+
+TEST(Status, OkWithDetail_StaysOk) { EXPECT_TRUE(WithDetail(absl::OkStatus(), Detail()).ok()); }
+
+TEST(Status, UnknownCodeOfPeer_BecomesUnknown) {
+  v1::OpError error;
+  error.set_code(4711);
+  EXPECT_EQ(FromOpError(error).code(), absl::StatusCode::kUnknown);
+  error.set_code(-1);
+  EXPECT_EQ(FromOpError(error).code(), absl::StatusCode::kUnknown);
+}
+
+TEST(Status, GarbageDetails_AreIgnored) {
+  const absl::Status status =
+      FromGrpc(grpc::Status(grpc::StatusCode::ABORTED, "m", std::string("\xff\xff\x01", 3)));
+  EXPECT_EQ(status.code(), absl::StatusCode::kAborted);
+  EXPECT_FALSE(GetDetail(status).has_value());
+}
+
+TEST(Status, HugeDetail_FitsTrailersAndKeepsTheReason) {
+  v1::ErrorDetail detail = Detail();
+  for (int i = 0; i < 10'000; ++i) {
+    detail.add_missing_ranks(i);
+    v1::Culprit* culprit = detail.add_culprits();
+    culprit->set_rank(i);
+    culprit->set_native_stack(std::string(2000, 's'));
+  }
+  const std::string message(10'000, 'm');
+  const grpc::Status grpc_status = ToGrpc(WithDetail(absl::DeadlineExceededError(message), detail));
+  EXPECT_LE(grpc_status.error_details().size() + grpc_status.error_message().size(), 7000u);
+  const absl::Status back = FromGrpc(grpc_status);
+  EXPECT_EQ(GetReason(back), v1::ERROR_REASON_STALE_GENERATION);
+  EXPECT_GE(GetDetail(back)->culprits_size(), 1);
+  EXPECT_EQ(GetDetail(back)->culprits(0).host(), "node-3");
+}
+
+}  // namespace
+}  // namespace muster::rpc
