@@ -1,0 +1,82 @@
+#include "base/file.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+
+namespace muster {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+std::string Scratch() {
+  const std::string path = JoinPath(testing::TempDir(), "file_test-" + RandomHex());
+  EXPECT_TRUE(MakeDirectories(path).ok());
+  return path;
+}
+
+TEST(WriteFileAtomically, OverAnExistingFile_LeavesOneWholeFile) {
+  const std::string folder = Scratch();
+  const std::string path = JoinPath(folder, "a");
+  ASSERT_TRUE(WriteFileAtomically(path, "one").ok());
+  ASSERT_TRUE(WriteFileAtomically(path, "two").ok());
+  EXPECT_EQ(*ReadFile(path), "two");
+  EXPECT_THAT(*ListDirectory(folder), ElementsAre("a"));
+}
+
+TEST(AtomicFile, WithoutCommit_LeavesNothing) {
+  const std::string folder = Scratch();
+  {
+    auto file = AtomicFile::Create(JoinPath(folder, "a"));
+    ASSERT_TRUE(file.ok());
+    ASSERT_TRUE(file->Append("half").ok());
+    AtomicFile moved = *std::move(file);
+    ASSERT_TRUE(moved.Append("half").ok());
+  }
+  EXPECT_TRUE(ListDirectory(folder)->empty());
+}
+
+TEST(AtomicFile, MissingFolder_NamesPath) {
+  const auto file = AtomicFile::Create("/nowhere/at/all");
+  ASSERT_FALSE(file.ok());
+  EXPECT_EQ(file.status().code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(std::string(file.status().message()), HasSubstr("/nowhere/at/all"));
+}
+
+TEST(ReadFile, TooLargeOrAFolder_IsRefused) {
+  const std::string folder = Scratch();
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(folder, "a"), std::string(100, 'x')).ok());
+  EXPECT_EQ(ReadFile(JoinPath(folder, "a"), 99).status().code(),
+            absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(ReadFile(folder).status().code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(ReadFile(JoinPath(folder, "b")).status().code(), absl::StatusCode::kNotFound);
+}
+
+TEST(MakeDirectories, OverAFile_IsRefused) {
+  const std::string path = JoinPath(Scratch(), "a");
+  ASSERT_TRUE(WriteFileAtomically(path, "").ok());
+  EXPECT_FALSE(MakeDirectories(path).ok());
+}
+
+TEST(RemoveTree, NothingThere_IsFine) {
+  const std::string folder = Scratch();
+  ASSERT_TRUE(MakeDirectories(folder + "/a/b/c").ok());
+  EXPECT_TRUE(RemoveTree(folder + "/a").ok());
+  EXPECT_TRUE(RemoveTree(folder + "/a").ok());
+  EXPECT_FALSE(PathExists(folder + "/a"));
+}
+
+TEST(Paths, JoinAndSplit) {
+  EXPECT_EQ(JoinPath("a", "b"), "a/b");
+  EXPECT_EQ(JoinPath("a/", "b"), "a/b");
+  EXPECT_EQ(JoinPath("a", "/b"), "/b");
+  EXPECT_EQ(ParentPath("a"), ".");
+  EXPECT_EQ(ParentPath("/a"), "/");
+  EXPECT_EQ(ParentPath("a/b/"), "a");
+  EXPECT_EQ(BaseName("a/b/"), "b");
+  EXPECT_EQ(BaseName("/"), "/");
+}
+
+}  // namespace
+}  // namespace muster

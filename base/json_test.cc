@@ -1,0 +1,59 @@
+#include "base/json.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace muster {
+namespace {
+
+using ::testing::HasSubstr;
+
+std::string Error(absl::string_view text) {
+  const auto value = ParseJson(text, "f.json");
+  return value.ok() ? "accepted" : std::string(value.status().message());
+}
+
+TEST(ParseJson, ExactIntegers_Survive) {
+  const auto value = ParseJson("{\"a\":18446744073709551615,\"b\":-9223372036854775808}", "f");
+  ASSERT_TRUE(value.ok());
+  EXPECT_EQ((*value)["a"].get<uint64_t>(), UINT64_MAX);
+  EXPECT_EQ((*value)["b"].get<int64_t>(), INT64_MIN);
+}
+
+TEST(ParseJson, Malformed_NamesLineAndColumn) {
+  EXPECT_THAT(Error("{\n  \"a\": 1,\n}"), HasSubstr("f.json:3:1: "));
+  EXPECT_THAT(Error("[1] 2"), HasSubstr("f.json:1:5: "));
+  EXPECT_THAT(Error(absl::string_view("{}\0", 3)), HasSubstr("zero byte"));
+  EXPECT_THAT(Error("\xEF\xBB\xBF{}"), HasSubstr("byte order mark"));
+  EXPECT_THAT(Error("{\"a\":\"\xff\"}"), HasSubstr("UTF-8"));
+  EXPECT_THAT(Error("{\"a\":1e999}"), HasSubstr("f.json: number overflow parsing"));
+  EXPECT_NE(Error("[NaN]"), "accepted");
+  EXPECT_NE(Error("[1] // x"), "accepted");
+}
+
+TEST(ParseJson, NameTwice_IsRefusedAtEveryLevel) {
+  EXPECT_THAT(Error("{\"a\":1,\"a\":2}"), HasSubstr("\"a\" occurs twice"));
+  EXPECT_THAT(Error("[{\"a\":{\"b\":1,\"b\":2}}]"), HasSubstr("\"b\" occurs twice"));
+  EXPECT_EQ(Error("[{\"a\":1},{\"a\":{\"a\":2}}]"), "accepted");
+}
+
+TEST(ParseJson, BeyondLimits_IsRefusedWithoutGrowth) {
+  EXPECT_THAT(Error(std::string(1'000'000, '[')), HasSubstr("64 levels"));
+  EXPECT_EQ(ParseJson("[1,2]", "f", {.max_bytes = 4}).status().code(),
+            absl::StatusCode::kResourceExhausted);
+}
+
+TEST(JsonQuote, ControlCharacters_AreEscapedOthersKept) {
+  EXPECT_EQ(JsonQuote("a\"\\\n\x01\x7fé"), "\"a\\\"\\\\\\n\\u0001\x7fé\"");
+}
+
+TEST(IsValidUtf8, EdgeCases) {
+  EXPECT_TRUE(IsValidUtf8("aé✓😀"));
+  for (const char* bad : {"\xff", "\xc0\x80", "\xe0\x80\x80", "\xed\xa0\x80", "\xf4\x90\x80\x80",
+                          "\xe2\x9c", "\x80"}) {
+    EXPECT_FALSE(IsValidUtf8(bad));
+  }
+}
+
+}  // namespace
+}  // namespace muster
