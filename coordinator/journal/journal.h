@@ -1,0 +1,73 @@
+#ifndef MUSTER_COORDINATOR_JOURNAL_JOURNAL_H_
+#define MUSTER_COORDINATOR_JOURNAL_JOURNAL_H_
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+
+namespace muster::coordinator {
+
+// The durable log of the coordinator: records in order, and now and then a snapshot that stands for
+// all records up to its revision. It knows nothing of what is in them.
+//
+// Order of use: construct (see the implementations), Replay(), Start(), then Append() and
+// WriteSnapshot() from one thread, Stop(). Callbacks run on the journal's own thread, never inside
+// a call, and must not block.
+class Journal {
+ public:
+  // Told after each group commit.
+  struct Progress {
+    uint64_t durable_revision = 0;  // every record up to this one is on disk
+    // OK, or why no record can be written: RESOURCE_EXHAUSTED disk full (it is tried again; a later
+    // OK says that it works again), DATA_LOSS an I/O error (final: what a failed fsync left on disk
+    // is unknown, so nothing is acknowledged until a restart has replayed it). Nothing after
+    // durable_revision has been acknowledged.
+    absl::Status status;
+    absl::Duration took;   // of the commit with its fsync; zero if there was none
+    uint64_t records = 0;  // in this commit
+    uint64_t bytes = 0;
+  };
+
+  virtual ~Journal() = default;
+
+  // Made at the first start, the same ever after. 32 hex digits.
+  virtual const std::string& cluster_id() const = 0;
+  // One more at each start; durable before the constructor returned.
+  virtual uint64_t term() const = 0;
+  // "memory", or the file.
+  virtual const std::string& description() const = 0;
+
+  // Hands over the newest snapshot, if there is one, then every record after it, in order. Stops at
+  // the first error of a callback and returns it. Errors: DATA_LOSS naming the file and the place.
+  virtual absl::Status Replay(
+      const std::function<absl::Status(uint64_t revision, absl::string_view state)>& snapshot,
+      const std::function<absl::Status(uint64_t revision, absl::string_view record)>& record) = 0;
+
+  // Begins to write. `progress` is called after every group commit.
+  virtual void Start(std::function<void(const Progress&)> progress) = 0;
+
+  // Queues one record; never blocks. Revisions rise. While one commit is syncing, all that is
+  // appended is collected for the next.
+  virtual void Append(uint64_t revision, std::string record) = 0;
+
+  // Queues a snapshot of the state after `revision`, which stands for all records appended so far.
+  // `done` is told when it is durable and the records before the previous snapshot are gone, or why
+  // not (then nothing is gone).
+  virtual void WriteSnapshot(uint64_t revision, std::string state,
+                             std::function<void(absl::Status)> done) = 0;
+
+  // Appended since the last snapshot (or since ever).
+  virtual uint64_t records_since_snapshot() const = 0;
+  virtual uint64_t bytes_since_snapshot() const = 0;
+
+  // Writes what is queued, then stops. Blocks. Repeatable.
+  virtual void Stop() = 0;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_JOURNAL_JOURNAL_H_

@@ -1,0 +1,424 @@
+#include "coordinator/journal/journal.h"
+
+#include <sqlite3.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/mutex.h"
+#include "coordinator/journal/memory_journal.h"
+#include "coordinator/journal/sqlite_journal.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace muster::coordinator {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::HasSubstr;
+
+// What a journal told, for waiting on it.
+class Listener {
+ public:
+  void On(const Journal::Progress& progress) {
+    MutexLock lock(&mu_);
+    last_ = progress;
+    ++calls_;
+    if (!progress.status.ok()) ++failures_;
+    changed_.SignalAll();
+  }
+  void WaitDurable(uint64_t revision) {
+    MutexLock lock(&mu_);
+    while (last_.durable_revision < revision) changed_.Wait(&mu_);
+  }
+  absl::Status WaitFailure() {
+    MutexLock lock(&mu_);
+    while (failures_ == 0) changed_.Wait(&mu_);
+    return last_.status;
+  }
+  uint64_t durable() {
+    MutexLock lock(&mu_);
+    return last_.durable_revision;
+  }
+  std::function<void(const Journal::Progress&)> Callback() {
+    return [this](const Journal::Progress& progress) { On(progress); };
+  }
+
+ private:
+  Mutex mu_;
+  CondVar changed_;
+  Journal::Progress last_ ABSL_GUARDED_BY(mu_);
+  int calls_ ABSL_GUARDED_BY(mu_) = 0;
+  int failures_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+struct Content {
+  uint64_t snapshot_revision = 0;
+  std::string snapshot;
+  std::vector<std::pair<uint64_t, std::string>> records;
+};
+
+absl::StatusOr<Content> Read(Journal& journal) {
+  Content content;
+  const absl::Status status = journal.Replay(
+      [&](uint64_t revision, absl::string_view state) {
+        content.snapshot_revision = revision;
+        content.snapshot = std::string(state);
+        return absl::OkStatus();
+      },
+      [&](uint64_t revision, absl::string_view record) {
+        content.records.emplace_back(revision, std::string(record));
+        return absl::OkStatus();
+      });
+  if (!status.ok()) return status;
+  return content;
+}
+
+// Faults below SQLite: its default file system with writes and syncs that fail on demand.
+std::atomic<int> g_fail_code{SQLITE_OK};
+const sqlite3_io_methods* g_real_methods = nullptr;
+sqlite3_io_methods g_methods;
+sqlite3_vfs* g_real_vfs = nullptr;
+
+const char* FaultyVfs() {
+  static sqlite3_vfs vfs = [] {
+    sqlite3_initialize();
+    g_real_vfs = sqlite3_vfs_find(nullptr);
+    sqlite3_vfs copy = *g_real_vfs;
+    copy.zName = "faulty";
+    copy.pNext = nullptr;
+    copy.xOpen = [](sqlite3_vfs*, const char* name, sqlite3_file* file, int flags, int* out_flags) {
+      const int rc = g_real_vfs->xOpen(g_real_vfs, name, file, flags, out_flags);
+      if (rc == SQLITE_OK && (flags & SQLITE_OPEN_WAL)) {
+        g_real_methods = file->pMethods;
+        g_methods = *g_real_methods;
+        g_methods.xWrite = [](sqlite3_file* f, const void* data, int bytes, sqlite3_int64 offset) {
+          const int fail = g_fail_code;
+          return fail == SQLITE_FULL ? fail : g_real_methods->xWrite(f, data, bytes, offset);
+        };
+        g_methods.xSync = [](sqlite3_file* f, int sync_flags) {
+          const int fail = g_fail_code;
+          return fail == SQLITE_IOERR_FSYNC ? fail : g_real_methods->xSync(f, sync_flags);
+        };
+        file->pMethods = &g_methods;
+      }
+      return rc;
+    };
+    return copy;
+  }();
+  static const int registered = sqlite3_vfs_register(&vfs, 0);
+  return registered == SQLITE_OK ? "faulty" : nullptr;
+}
+
+class SqliteJournalTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    g_fail_code = SQLITE_OK;
+    dir_ = ::testing::TempDir() + "/journal_" +
+           ::testing::UnitTest::GetInstance()->current_test_info()->name();
+    fs::remove_all(dir_);
+  }
+  void TearDown() override { fs::remove_all(dir_); }
+
+  std::unique_ptr<SqliteJournal> Open(const char* vfs = nullptr) { return OpenAt(dir_, vfs); }
+  static std::unique_ptr<SqliteJournal> OpenAt(const std::string& dir, const char* vfs = nullptr) {
+    auto journal =
+        SqliteJournal::Open({.directory = dir, .vfs = vfs, .retry_full = absl::Milliseconds(1)});
+    EXPECT_TRUE(journal.ok()) << journal.status();
+    return journal.ok() ? *std::move(journal) : nullptr;
+  }
+  // As a power cut now would leave the files: a running process is copied away.
+  std::string CopyOfDisk(const std::string& name) {
+    const std::string to = dir_ + "_" + name;
+    fs::remove_all(to);
+    fs::create_directory(to);
+    for (const char* file : {"journal.db", "journal.db-wal"}) {
+      if (fs::exists(dir_ + "/" + file)) fs::copy_file(dir_ + "/" + file, to + "/" + file);
+    }
+    return to;
+  }
+  // `commits` group commits of `each` records; the process then "loses power".
+  std::string CrashedWith(int commits, int each, size_t bytes = 50) {
+    auto journal = Open();
+    EXPECT_TRUE(Read(*journal).ok());
+    Listener listener;
+    journal->Start(listener.Callback());
+    uint64_t revision = 0;
+    for (int c = 0; c < commits; ++c) {
+      for (int i = 0; i < each; ++i) {
+        ++revision;
+        journal->Append(revision, Payload(revision, bytes));
+      }
+      listener.WaitDurable(revision);
+    }
+    return CopyOfDisk("crashed");
+  }
+  static std::string Payload(uint64_t revision, size_t bytes) {
+    return "record " + std::to_string(revision) +
+           std::string(bytes, static_cast<char>('a' + revision % 26));
+  }
+  static void ExpectRecords(const Content& content, uint64_t from, uint64_t to, size_t bytes = 50) {
+    ASSERT_EQ(content.records.size(), to - from + 1);
+    for (uint64_t r = from; r <= to; ++r) {
+      EXPECT_EQ(content.records[r - from].first, r);
+      EXPECT_EQ(content.records[r - from].second, Payload(r, bytes));
+    }
+  }
+  static std::string Slurp(const std::string& path) {
+    std::ifstream in(path, std::ios::binary);
+    return std::string(std::istreambuf_iterator<char>(in), {});
+  }
+  static void Spill(const std::string& path, const std::string& data) {
+    std::ofstream(path, std::ios::binary | std::ios::trunc) << data;
+  }
+
+  std::string dir_;
+};
+
+TEST(MemoryJournal, Append_IsDurableAtOnce) {
+  MemoryJournal journal;
+  EXPECT_EQ(journal.cluster_id().size(), 32u);
+  EXPECT_TRUE(Read(journal)->records.empty());
+  Listener listener;
+  journal.Start(listener.Callback());
+  journal.Append(7, "x");
+  EXPECT_EQ(listener.durable(), 7u);
+  absl::Status done = absl::UnknownError("not called");
+  journal.WriteSnapshot(7, "s", [&](absl::Status status) { done = status; });
+  EXPECT_TRUE(done.ok());
+}
+
+TEST_F(SqliteJournalTest, Reopened_HasEverythingAndANewTerm) {
+  std::string cluster;
+  {
+    auto journal = Open();
+    EXPECT_EQ(journal->term(), 1u);
+    cluster = journal->cluster_id();
+    EXPECT_TRUE(Read(*journal)->records.empty());
+    Listener listener;
+    journal->Start(listener.Callback());
+    for (uint64_t r = 1; r <= 1000; ++r) journal->Append(r, Payload(r, 50));
+    EXPECT_EQ(journal->records_since_snapshot(), 1000u);
+    journal->Stop();
+    EXPECT_EQ(listener.durable(), 1000u);
+  }
+  auto journal = Open();
+  EXPECT_EQ(journal->term(), 2u);
+  EXPECT_EQ(journal->cluster_id(), cluster);
+  ExpectRecords(*Read(*journal), 1, 1000);
+  EXPECT_EQ(journal->records_since_snapshot(), 1000u);
+}
+
+TEST_F(SqliteJournalTest, PowerCut_KeepsWhatWasAcknowledged) {
+  auto journal = OpenAt(CrashedWith(5, 7));
+  ExpectRecords(*Read(*journal), 1, 35);
+}
+
+// Whatever prefix of the log a crash leaves, recovery gives whole commits, in order, from the
+// first.
+TEST_F(SqliteJournalTest, TornTail_IsCutAtEveryLength) {
+  const std::string crashed = CrashedWith(4, 3);
+  const std::string wal = Slurp(crashed + "/journal.db-wal");
+  size_t last = 0;
+  for (size_t length = 32; length <= wal.size(); length += 509) {
+    const std::string copy = crashed + "_cut";
+    fs::remove_all(copy);
+    fs::create_directory(copy);
+    fs::copy_file(crashed + "/journal.db", copy + "/journal.db");
+    Spill(copy + "/journal.db-wal", wal.substr(0, length));
+    auto journal = OpenAt(copy);
+    ASSERT_NE(journal, nullptr);
+    const auto content = Read(*journal);
+    ASSERT_TRUE(content.ok()) << content.status();
+    EXPECT_EQ(content->records.size() % 3, 0u);
+    EXPECT_GE(content->records.size(), last);
+    last = content->records.size();
+    if (last > 0) ExpectRecords(*content, 1, last);
+    fs::remove_all(copy);
+  }
+  EXPECT_GE(last, 9u);
+}
+
+TEST_F(SqliteJournalTest, AfterATornTail_AppendsGoOnAndSurvive) {
+  const std::string crashed = CrashedWith(3, 2);
+  const std::string wal = Slurp(crashed + "/journal.db-wal");
+  Spill(crashed + "/journal.db-wal", wal.substr(0, wal.size() - 100));
+  uint64_t kept;
+  {
+    auto journal = OpenAt(crashed);
+    kept = Read(*journal)->records.size();
+    EXPECT_EQ(kept, 4u);
+    Listener listener;
+    journal->Start(listener.Callback());
+    for (uint64_t r = kept + 1; r <= kept + 10; ++r) {
+      journal->Append(r, Payload(r, 50));
+      listener.WaitDurable(r);
+    }
+  }
+  auto journal = OpenAt(crashed);
+  ExpectRecords(*Read(*journal), 1, kept + 10);
+}
+
+// SQLite alone would drop the flipped transaction and all after it without a word.
+TEST_F(SqliteJournalTest, FlippedBitInTheMiddleOfTheLog_IsRefusedWithItsOffset) {
+  const std::string crashed = CrashedWith(6, 2);
+  std::string wal = Slurp(crashed + "/journal.db-wal");
+  wal[wal.size() / 2] = static_cast<char>(wal[wal.size() / 2] ^ 0x10);
+  Spill(crashed + "/journal.db-wal", wal);
+  const absl::Status status = SqliteJournal::Open({.directory = crashed}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("corrupt at offset "));
+  EXPECT_EQ(SqliteJournal::Verify(crashed).status().code(), absl::StatusCode::kDataLoss);
+}
+
+TEST_F(SqliteJournalTest, FlippedBitInARecord_IsRefusedWithItsPlace) {
+  {
+    auto journal = Open();
+    ASSERT_TRUE(Read(*journal).ok());
+    Listener listener;
+    journal->Start(listener.Callback());
+    for (uint64_t r = 1; r <= 50; ++r) journal->Append(r, Payload(r, 50));
+    journal->Stop();
+  }
+  std::string db = Slurp(dir_ + "/journal.db");
+  const size_t at = db.find("record 20");
+  ASSERT_NE(at, std::string::npos);
+  db[at + 12] ^= 1;
+  Spill(dir_ + "/journal.db", db);
+  auto journal = Open();
+  const absl::Status status = Read(*journal).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("corrupt at record 20"));
+  EXPECT_THAT(std::string(status.message()), HasSubstr("offset"));
+  journal.reset();
+  EXPECT_THAT(std::string(SqliteJournal::Verify(dir_).status().message()),
+              HasSubstr("corrupt at record 20"));
+}
+
+TEST_F(SqliteJournalTest, Snapshot_StandsForWhatWasBeforeIt) {
+  {
+    auto journal = Open();
+    ASSERT_TRUE(Read(*journal).ok());
+    Listener listener;
+    journal->Start(listener.Callback());
+    for (uint64_t r = 1; r <= 10; ++r) journal->Append(r, Payload(r, 50));
+    Notification done;
+    journal->WriteSnapshot(10, "state of 10", [&](absl::Status status) {
+      EXPECT_TRUE(status.ok()) << status;
+      done.Notify();
+    });
+    for (uint64_t r = 11; r <= 15; ++r) journal->Append(r, Payload(r, 50));
+    done.WaitForNotification();
+    EXPECT_EQ(journal->records_since_snapshot(), 5u);
+  }
+  auto journal = Open();
+  const auto content = Read(*journal);
+  ASSERT_TRUE(content.ok()) << content.status();
+  EXPECT_EQ(content->snapshot_revision, 10u);
+  EXPECT_EQ(content->snapshot, "state of 10");
+  ExpectRecords(*content, 11, 15);
+  journal.reset();
+  EXPECT_THAT(*SqliteJournal::Verify(dir_), HasSubstr("ok; snapshot of revision 10"));
+}
+
+TEST_F(SqliteJournalTest, BadNewestSnapshot_FallsBackToTheOneBefore) {
+  {
+    auto journal = Open();
+    ASSERT_TRUE(Read(*journal).ok());
+    Listener listener;
+    journal->Start(listener.Callback());
+    for (uint64_t r = 1; r <= 30; ++r) {
+      journal->Append(r, Payload(r, 50));
+      if (r % 10 == 0) {
+        journal->WriteSnapshot(r, "snapshot-state-" + std::to_string(r),
+                               [](absl::Status status) { EXPECT_TRUE(status.ok()); });
+      }
+    }
+    journal->Stop();
+  }
+  std::string db = Slurp(dir_ + "/journal.db");
+  EXPECT_EQ(db.find("record 3a"), std::string::npos);
+  const size_t at = db.find("snapshot-state-30");
+  ASSERT_NE(at, std::string::npos);
+  db[at] ^= 1;
+  Spill(dir_ + "/journal.db", db);
+  auto journal = Open();
+  const auto content = Read(*journal);
+  ASSERT_TRUE(content.ok()) << content.status();
+  EXPECT_EQ(content->snapshot, "snapshot-state-20");
+  ExpectRecords(*content, 21, 30);
+}
+
+TEST_F(SqliteJournalTest, DiskFull_AcknowledgesNothingAndGoesOnLater) {
+  auto journal = Open(FaultyVfs());
+  ASSERT_TRUE(Read(*journal).ok());
+  Listener listener;
+  journal->Start(listener.Callback());
+  journal->Append(1, Payload(1, 50));
+  listener.WaitDurable(1);
+  g_fail_code = SQLITE_FULL;
+  journal->Append(2, Payload(2, 50));
+  journal->Append(3, Payload(3, 50));
+  const absl::Status status = listener.WaitFailure();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("journal.db"));
+  EXPECT_EQ(listener.durable(), 1u);
+  ExpectRecords(*Read(*OpenAt(CopyOfDisk("full"))), 1, 1);
+  g_fail_code = SQLITE_OK;
+  listener.WaitDurable(3);
+  ExpectRecords(*Read(*OpenAt(CopyOfDisk("again"))), 1, 3);
+}
+
+TEST_F(SqliteJournalTest, FailedFsync_IsFinal) {
+  {
+    auto journal = Open(FaultyVfs());
+    ASSERT_TRUE(Read(*journal).ok());
+    Listener listener;
+    journal->Start(listener.Callback());
+    journal->Append(1, Payload(1, 50));
+    listener.WaitDurable(1);
+    g_fail_code = SQLITE_IOERR_FSYNC;
+    journal->Append(2, Payload(2, 50));
+    EXPECT_EQ(listener.WaitFailure().code(), absl::StatusCode::kDataLoss);
+    g_fail_code = SQLITE_OK;
+    journal->Append(3, Payload(3, 50));
+    journal->Stop();
+    EXPECT_EQ(listener.durable(), 1u);
+  }
+  auto journal = Open();
+  const auto content = Read(*journal);
+  ASSERT_TRUE(content.ok()) << content.status();
+  ASSERT_GE(content->records.size(), 1u);  // 2 may be there: it was not acknowledged either way
+  EXPECT_EQ(content->records[0].second, Payload(1, 50));
+}
+
+TEST_F(SqliteJournalTest, SecondOnTheDirectory_IsRefusedWithThePid) {
+  auto journal = Open();
+  const absl::Status status = SqliteJournal::Open({.directory = dir_}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr("in use by process " + std::to_string(getpid())));
+  EXPECT_EQ(SqliteJournal::Verify(dir_).status().code(), absl::StatusCode::kAlreadyExists);
+}
+
+TEST_F(SqliteJournalTest, BadDirectory_IsNamed) {
+  EXPECT_THAT(std::string(SqliteJournal::Open({.directory = "/proc/nowhere/x"}).status().message()),
+              HasSubstr("/proc/nowhere/x"));
+  EXPECT_EQ(SqliteJournal::Verify("/proc/nowhere").status().code(), absl::StatusCode::kNotFound);
+  fs::create_directory(dir_);
+  Spill(dir_ + "/journal.db", std::string(8192, 'x'));
+  const absl::Status status = SqliteJournal::Open({.directory = dir_}).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("journal.db"));
+}
+
+}  // namespace
+}  // namespace muster::coordinator
