@@ -21,10 +21,9 @@ const char* OpName(ReduceOp op) {
   return "unknown";
 }
 
-std::string Describe(const at::Tensor& tensor) {
-  if (!tensor.defined()) return "undefined";
+std::string DescribeShape(at::ScalarType dtype, at::IntArrayRef shape) {
   std::ostringstream text;
-  switch (tensor.scalar_type()) {
+  switch (dtype) {
     case at::kFloat:
       text << "float32";
       break;
@@ -43,18 +42,30 @@ std::string Describe(const at::Tensor& tensor) {
     case at::kInt:
       text << "int32";
       break;
-    case at::kBool:
-      text << "bool";
+    case at::kShort:
+      text << "int16";
+      break;
+    case at::kChar:
+      text << "int8";
       break;
     case at::kByte:
       text << "uint8";
       break;
+    case at::kBool:
+      text << "bool";
+      break;
     default:
-      text << c10::toString(tensor.scalar_type());
+      text << c10::toString(dtype);
   }
-  text << tensor.sizes();
-  if (!tensor.device().is_cpu()) text << "@" << tensor.device();
+  text << shape;
   return text.str();
+}
+
+std::string Describe(const at::Tensor& tensor) {
+  if (!tensor.defined()) return "undefined";
+  std::string text = DescribeShape(tensor.scalar_type(), tensor.sizes());
+  if (!tensor.device().is_cpu()) text += c10::str("@", tensor.device());
+  return text;
 }
 
 void CheckTensor(const at::Tensor& tensor, const char* operation, int rank) {

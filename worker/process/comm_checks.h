@@ -15,6 +15,7 @@ const char* OpName(ReduceOp op);
 
 // "float32[2, 3]"; "undefined" for an undefined tensor.
 std::string Describe(const at::Tensor& tensor);
+std::string DescribeShape(at::ScalarType dtype, at::IntArrayRef shape);
 
 // Defined and dense.
 void CheckTensor(const at::Tensor& tensor, const char* operation, int rank);

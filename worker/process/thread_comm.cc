@@ -6,12 +6,11 @@
 #include <thread>
 #include <utility>
 
-#include "ATen/ops/maximum.h"
-#include "ATen/ops/minimum.h"
 #include "base/mutex.h"
 #include "c10/core/GradMode.h"
 #include "c10/util/Exception.h"
 #include "worker/process/comm_checks.h"
+#include "worker/process/rank_order_reduce.h"
 
 namespace muster {
 namespace {
@@ -227,24 +226,9 @@ class ThreadComm : public Comm {
   }
 
   void Reduce(ReduceOp op) {
-    at::Tensor sum = group_->slot(0).tensor->detach().clone(at::MemoryFormat::Contiguous);
-    for (int r = 1; r < size(); ++r) {
-      const at::Tensor other = group_->slot(r).tensor->detach();
-      switch (op) {
-        case ReduceOp::kSum:
-        case ReduceOp::kMean:
-          sum.add_(other);
-          break;
-        case ReduceOp::kMax:
-          at::maximum_out(sum, sum, other);
-          break;
-        case ReduceOp::kMin:
-          at::minimum_out(sum, sum, other);
-          break;
-      }
-    }
-    if (op == ReduceOp::kMean) sum.div_(size());
-    group_->shared() = sum;
+    std::vector<at::Tensor> inputs;
+    for (int r = 0; r < size(); ++r) inputs.push_back(*group_->slot(r).tensor);
+    group_->shared() = ReduceInRankOrder(inputs, op);
   }
 
   const std::shared_ptr<ThreadGroup> group_;

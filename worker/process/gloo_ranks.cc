@@ -1,0 +1,46 @@
+#include "worker/process/gloo_ranks.h"
+
+#include <cstdlib>
+#include <exception>
+#include <thread>
+#include <vector>
+
+#include "base/mutex.h"
+#include "torch/csrc/distributed/c10d/HashStore.hpp"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "worker/process/process_group.h"
+
+namespace muster {
+
+void RunGlooRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options) {
+  setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/1);
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  Mutex mu;
+  std::exception_ptr first;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < n; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        GlooOptions gloo;
+        gloo.rank = rank;
+        gloo.size = n;
+        gloo.single_host = true;
+        const auto comm = MakeC10dComm(MakeGlooGroup(store, gloo), options);
+        try {
+          fn(*comm);
+        } catch (...) {
+          // Before the connections close and the others fail too.
+          MutexLock lock(&mu);
+          if (!first) first = std::current_exception();
+        }
+      } catch (...) {
+        MutexLock lock(&mu);
+        if (!first) first = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (first) std::rethrow_exception(first);
+}
+
+}  // namespace muster
