@@ -1,0 +1,125 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_SAFETENSORS_FORMAT_H_
+#define MUSTER_WORKER_CHECKPOINT_SAFETENSORS_FORMAT_H_
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace muster {
+
+// The safetensors file format, without tensors: 8 bytes (little-endian) that give the length N of
+// the header, N bytes of JSON, then one block of data in which every tensor has its range.
+// safetensors.h reads and writes at::Tensor.
+//
+//   {"__metadata__": {"format": "pt"}, "weight": {"dtype": "F32", "shape": [2, 3], "data_offsets":
+//   [0, 24]}}
+//
+// All of it is pure but ReadSafetensorsHeader, and thread-safe.
+
+// A safetensors element type. The numeric order is the format's rank: files hold higher ranks
+// first.
+enum class SafetensorsType : uint8_t {
+  kBool,
+  kF4,
+  kF6E2M3,
+  kF6E3M2,
+  kU8,
+  kI8,
+  kF8E5M2,
+  kF8E4M3,
+  kF8E8M0,
+  kF8E4M3Fnuz,
+  kF8E5M2Fnuz,
+  kI16,
+  kU16,
+  kF16,
+  kBF16,
+  kI32,
+  kU32,
+  kF32,
+  kC64,
+  kF64,
+  kI64,
+  kU64,
+};
+
+// "F32", "BF16", ... as written in files.
+absl::string_view SafetensorsTypeName(SafetensorsType type);
+std::optional<SafetensorsType> ParseSafetensorsType(absl::string_view name);
+// 32 for kF32; 4 and 6 for the two kinds of elements smaller than a byte.
+int SafetensorsTypeBits(SafetensorsType type);
+
+// The bytes of a tensor. INVALID_ARGUMENT if they overflow 64 bits or do not end at a whole byte.
+absl::StatusOr<uint64_t> SafetensorsBytes(SafetensorsType type, const std::vector<uint64_t>& shape);
+
+struct SafetensorsEntry {
+  std::string name;
+  SafetensorsType type = SafetensorsType::kU8;
+  std::vector<uint64_t> shape;
+  // Range inside the data block.
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+using SafetensorsMetadata = std::map<std::string, std::string>;
+
+struct SafetensorsHeader {
+  std::optional<SafetensorsMetadata> metadata;
+  // Sorted by name.
+  std::vector<SafetensorsEntry> tensors;
+  // N: the data block begins at byte 8 + N.
+  uint64_t header_bytes = 0;
+  uint64_t data_bytes = 0;
+
+  // Null if there is no tensor of that name.
+  const SafetensorsEntry* Find(absl::string_view name) const;
+};
+
+// The largest N that is read: the limit of the reference library.
+inline constexpr uint64_t kMaxSafetensorsHeaderBytes = 100'000'000;
+
+// Reads the N bytes of JSON of a file whose data block has `data_bytes` bytes.
+//
+// Strict: JSON of RFC 8259 with nothing but white space around it; only the fields dtype, shape,
+// data_offsets; no name or key twice; offsets and dimensions unsigned 64-bit integers written as
+// such; metadata from text to text (null counts as none); known dtypes; sizes that fit shape and
+// dtype; ranges that cover the data block without overlap or hole. Memory stays proportional to the
+// header. Errors: INVALID_ARGUMENT "SOURCE: tensor "NAME": field: why".
+absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view json,
+                                                         uint64_t data_bytes,
+                                                         absl::string_view source);
+
+// Opens `path` and reads its header only. Blocks on the disk. Errors: as ParseSafetensorsHeader,
+// and those of files.
+absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path);
+
+// What stands before the data, and where each tensor's data go.
+struct SafetensorsLayout {
+  // The length, the JSON and its padding: a multiple of 8 bytes.
+  std::string prefix;
+  // In the order of the file: decreasing type rank, then name. Ranges are filled in.
+  std::vector<SafetensorsEntry> tensors;
+  uint64_t data_bytes = 0;
+};
+
+// Lays out a file; the ranges of `tensors` are ignored. Byte for byte what the reference library
+// writes (metadata sorted by key). Errors: INVALID_ARGUMENT for a name twice, the name
+// "__metadata__", text that is not UTF-8, a bad size, a header beyond the limit.
+absl::StatusOr<SafetensorsLayout> LayOutSafetensors(
+    std::vector<SafetensorsEntry> tensors, const std::optional<SafetensorsMetadata>& metadata);
+
+// A whole file in memory: `data[i]` are the bytes of `tensors[i]`. For tests, tools and small
+// files. Errors: as LayOutSafetensors, and INVALID_ARGUMENT if bytes do not fit shape and dtype.
+absl::StatusOr<std::string> EncodeSafetensors(const std::vector<SafetensorsEntry>& tensors,
+                                              const std::vector<std::string>& data,
+                                              const std::optional<SafetensorsMetadata>& metadata);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_SAFETENSORS_FORMAT_H_
