@@ -1,0 +1,62 @@
+#ifndef MUSTER_WORKER_TRAIN_AUTOCAST_H_
+#define MUSTER_WORKER_TRAIN_AUTOCAST_H_
+
+#include <string>
+
+#include "ATen/core/Tensor.h"
+#include "absl/strings/string_view.h"
+#include "worker/train/map_tensors.h"
+
+namespace muster {
+
+enum class MixedPrecision { kNo, kFp16, kBf16 };
+
+// "no", "fp16", "bf16". Throws c10::Error for anything else; fp8 is refused by name.
+MixedPrecision ParseMixedPrecision(absl::string_view text);
+const char* MixedPrecisionName(MixedPrecision precision);
+
+// Throws c10::Error unless forward passes on `device` can run in `precision`. CPU and CUDA can do
+// all of them. fp16 on a CPU is done for real, with loss scaling, although it is slow there; it
+// never turns into fp32 in silence.
+void CheckMixedPrecision(MixedPrecision precision, c10::DeviceType device);
+
+// Whether gradients need a GradScaler: fp16 has too small a range for them.
+inline bool NeedsGradScaler(MixedPrecision precision) { return precision == MixedPrecision::kFp16; }
+
+struct AutocastOptions {
+  bool enabled = true;
+  bool cache_enabled =
+      true;  // keep the low-precision copies of weights until the outermost guard ends
+};
+
+// Runs the operations of this thread in low precision while it lives, those that LibTorch's lists
+// call safe; with kNo or `enabled` false it switches autocast off. To be put around the forward
+// pass and the loss, not around backward. Guards nest; each restores what it found. Not movable.
+class AutocastGuard {
+ public:
+  AutocastGuard(MixedPrecision precision, c10::DeviceType device,
+                const AutocastOptions& options = {});
+  ~AutocastGuard();
+  AutocastGuard(const AutocastGuard&) = delete;
+  AutocastGuard& operator=(const AutocastGuard&) = delete;
+
+ private:
+  const c10::DeviceType device_;
+  const bool was_enabled_;
+  const at::ScalarType old_dtype_;
+  const bool old_cache_;
+};
+
+// `output` with its fp16 and bf16 tensors as fp32 (differentiable): what a prepared model returns
+// under mixed precision.
+template <typename T>
+T ConvertToFp32(const T& output) {
+  return MapTensors(output, [](const at::Tensor& tensor) {
+    const at::ScalarType type = tensor.scalar_type();
+    return type == at::kHalf || type == at::kBFloat16 ? tensor.to(at::kFloat) : tensor;
+  });
+}
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TRAIN_AUTOCAST_H_

@@ -1,0 +1,120 @@
+#include "worker/train/clip.h"
+
+#include <cmath>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include "ATen/core/grad_mode.h"
+#include "ATen/ops/_foreach_clamp_max.h"
+#include "ATen/ops/_foreach_clamp_min.h"
+#include "ATen/ops/_foreach_mul.h"
+#include "ATen/ops/_foreach_norm.h"
+#include "ATen/ops/linalg_vector_norm.h"
+#include "ATen/ops/stack.h"
+#include "ATen/ops/zeros.h"
+#include "c10/util/Exception.h"
+
+namespace muster {
+namespace {
+
+// The foreach kernels are fast only on lists of one device and dtype.
+using Kind = std::pair<c10::Device, at::ScalarType>;
+struct KindLess {
+  bool operator()(const Kind& a, const Kind& b) const {
+    const auto key = [](const Kind& k) {
+      return std::make_tuple(k.first.type(), k.first.index(), k.second);
+    };
+    return key(a) < key(b);
+  }
+};
+
+template <typename Fn>
+void ForEachKind(const std::vector<at::Tensor>& tensors, Fn fn) {
+  bool uniform = true;
+  for (const at::Tensor& t : tensors) {
+    uniform =
+        uniform && t.device() == tensors[0].device() && t.scalar_type() == tensors[0].scalar_type();
+  }
+  if (uniform) {
+    if (!tensors.empty()) fn(tensors);
+    return;
+  }
+  std::map<Kind, std::vector<at::Tensor>, KindLess> kinds;
+  for (const at::Tensor& t : tensors) kinds[{t.device(), t.scalar_type()}].push_back(t);
+  for (const auto& [kind, list] : kinds) fn(list);
+}
+
+}  // namespace
+
+std::vector<at::Tensor> Gradients(const std::vector<at::Tensor>& parameters) {
+  std::vector<at::Tensor> grads;
+  grads.reserve(parameters.size());
+  for (const at::Tensor& parameter : parameters) {
+    const at::Tensor& grad = parameter.grad();
+    if (grad.defined() && grad.numel() > 0) grads.push_back(grad);
+  }
+  return grads;
+}
+
+at::Tensor TotalNorm(const std::vector<at::Tensor>& tensors, double norm_type) {
+  TORCH_CHECK(norm_type > 0, "norm_type must be a positive number or infinity, got ", norm_type);
+  at::NoGradGuard no_grad;
+  std::vector<at::Tensor> norms;
+  norms.reserve(tensors.size());
+  ForEachKind(tensors, [&](const std::vector<at::Tensor>& list) {
+    for (at::Tensor& norm : at::_foreach_norm(list, norm_type)) norms.push_back(std::move(norm));
+  });
+  if (norms.empty()) {
+    return tensors.empty() ? at::zeros({}) : at::zeros({}, tensors[0].options());
+  }
+  const c10::Device device = tensors[0].device();
+  for (at::Tensor& norm : norms) {
+    if (norm.device() != device) norm = norm.to(device);
+  }
+  return at::linalg_vector_norm(at::stack(norms), norm_type);
+}
+
+void ScaleToNorm(const std::vector<at::Tensor>& tensors, double max_norm,
+                 const at::Tensor& total_norm) {
+  TORCH_CHECK(max_norm >= 0, "max_norm must not be negative, got ", max_norm);
+  at::NoGradGuard no_grad;
+  const at::Tensor factor = total_norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.0);
+  ForEachKind(tensors, [&](const std::vector<at::Tensor>& list) {
+    at::_foreach_mul_(list,
+                      factor.device() == list[0].device() ? factor : factor.to(list[0].device()));
+  });
+}
+
+at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm,
+                        double norm_type, bool error_if_nonfinite) {
+  TORCH_CHECK(max_norm >= 0, "max_norm must not be negative, got ", max_norm);
+  const std::vector<at::Tensor> grads = Gradients(parameters);
+  at::Tensor norm = TotalNorm(grads, norm_type);
+  if (error_if_nonfinite) {
+    const double value = norm.item<double>();
+    TORCH_CHECK(std::isfinite(value), "the norm of the gradients is ", value,
+                ", so they cannot be clipped: look for NaN or infinity in the loss, or lower the "
+                "learning rate");
+  }
+  ScaleToNorm(grads, max_norm, norm);
+  return norm;
+}
+
+void ClipGradValue(const std::vector<at::Tensor>& parameters, double clip_value) {
+  TORCH_CHECK(clip_value >= 0, "clip_value must not be negative, got ", clip_value);
+  at::NoGradGuard no_grad;
+  ForEachKind(Gradients(parameters), [&](const std::vector<at::Tensor>& list) {
+    at::_foreach_clamp_min_(list, -clip_value);
+    at::_foreach_clamp_max_(list, clip_value);
+  });
+}
+
+void ScaleGradients(const std::vector<at::Tensor>& parameters, double factor) {
+  if (factor == 1) return;
+  at::NoGradGuard no_grad;
+  ForEachKind(Gradients(parameters),
+              [&](const std::vector<at::Tensor>& list) { at::_foreach_mul_(list, factor); });
+}
+
+}  // namespace muster

@@ -1,0 +1,41 @@
+#ifndef MUSTER_WORKER_TRAIN_CLIP_H_
+#define MUSTER_WORKER_TRAIN_CLIP_H_
+
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+
+namespace muster {
+
+// Clipping of gradients, with torch's numbers. `parameters` may hold some without a gradient; those
+// are left out, as are empty gradients. Nothing here waits for a device, except with
+// error_if_nonfinite. Thread-compatible. Under accumulation, call these only where gradients are
+// synchronised; under a gradient scaler, after unscaling.
+
+// The gradients of `parameters` that exist and hold something.
+std::vector<at::Tensor> Gradients(const std::vector<at::Tensor>& parameters);
+
+// The p-norm of all elements of `tensors` together (p: a positive number or infinity): a 0-d tensor
+// on the device of the first one. 0 if there are none.
+at::Tensor TotalNorm(const std::vector<at::Tensor>& tensors, double norm_type = 2);
+
+// Multiplies `tensors` in place by max_norm / (total_norm + 1e-6), at most 1. Always multiplies: a
+// NaN or infinite norm makes of them what the multiplication makes.
+void ScaleToNorm(const std::vector<at::Tensor>& tensors, double max_norm,
+                 const at::Tensor& total_norm);
+
+// Both of the above on the gradients of `parameters`: returns the norm before clipping.
+// Throws c10::Error for a negative max_norm or norm_type, or, with `error_if_nonfinite`, for a NaN
+// or infinite norm.
+at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm,
+                        double norm_type = 2, bool error_if_nonfinite = false);
+
+// Cuts every element of the gradients to [-clip_value, clip_value].
+void ClipGradValue(const std::vector<at::Tensor>& parameters, double clip_value);
+
+// Multiplies the gradients in place (MicroStep::gradient_factor); nothing for 1.
+void ScaleGradients(const std::vector<at::Tensor>& parameters, double factor);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TRAIN_CLIP_H_

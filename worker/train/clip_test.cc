@@ -1,0 +1,86 @@
+#include "worker/train/clip.h"
+
+#include <cmath>
+#include <limits>
+
+#include "ATen/ops/full.h"
+#include "ATen/ops/tensor.h"
+#include "ATen/ops/zeros.h"
+#include "ATen/ops/zeros_like.h"
+#include "gtest/gtest.h"
+
+namespace muster {
+namespace {
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+at::Tensor WithGrad(const at::Tensor& grad) {
+  at::Tensor parameter = at::zeros_like(grad);
+  parameter.mutable_grad() = grad;
+  return parameter;
+}
+
+TEST(ClipGradNorm, Norms_AreThoseOfAllElementsTogether) {
+  const std::vector<at::Tensor> parameters = {WithGrad(at::tensor({3.0, -4.0})), at::zeros({5}),
+                                              WithGrad(at::tensor({12.0})),
+                                              WithGrad(at::zeros({0}, at::kDouble))};
+  const auto norm = [&](double p) { return TotalNorm(Gradients(parameters), p).item<double>(); };
+  EXPECT_DOUBLE_EQ(norm(1), 19);
+  EXPECT_DOUBLE_EQ(norm(2), 13);
+  EXPECT_NEAR(norm(3), std::cbrt(27 + 64 + 1728), 1e-9);
+  EXPECT_DOUBLE_EQ(norm(kInf), 12);
+  EXPECT_NEAR(norm(0.5), std::pow(std::sqrt(3) + 2 + std::sqrt(12), 2), 1e-9);
+}
+
+TEST(ClipGradNorm, AboveTheLimit_IsScaledDownBelowItIsKept) {
+  const std::vector<at::Tensor> parameters = {WithGrad(at::tensor({3.0f, 4.0f}))};
+  EXPECT_FLOAT_EQ(ClipGradNorm(parameters, 10).item<float>(), 5);
+  EXPECT_FLOAT_EQ(parameters[0].grad()[1].item<float>(), 4);
+  EXPECT_FLOAT_EQ(ClipGradNorm(parameters, 1).item<float>(), 5);
+  EXPECT_NEAR(parameters[0].grad()[1].item<float>(), 0.8, 1e-6);
+}
+
+TEST(ClipGradNorm, MixedDtypes_ShareOneNorm) {
+  const std::vector<at::Tensor> parameters = {WithGrad(at::tensor({3.0f})),
+                                              WithGrad(at::tensor({4.0}))};
+  EXPECT_DOUBLE_EQ(ClipGradNorm(parameters, 1).item<double>(), 5);
+  EXPECT_NEAR(parameters[0].grad().item<double>(), 0.6, 1e-6);
+  EXPECT_NEAR(parameters[1].grad().item<double>(), 0.8, 1e-6);
+}
+
+TEST(ClipGradNorm, NothingToClip_IsZero) {
+  EXPECT_EQ(ClipGradNorm({}, 1).item<double>(), 0);
+  EXPECT_EQ(ClipGradNorm({at::zeros({2})}, 1).item<double>(), 0);
+}
+
+TEST(ClipGradNorm, NonFinite_FlowsThroughUnlessAnErrorIsAsked) {
+  const std::vector<at::Tensor> parameters = {WithGrad(at::tensor({1.0, kInf}))};
+  EXPECT_THROW(ClipGradNorm(parameters, 1, 2, /*error_if_nonfinite=*/true), c10::Error);
+  EXPECT_EQ(ClipGradNorm(parameters, 1).item<double>(), kInf);
+  EXPECT_EQ(parameters[0].grad()[0].item<double>(), 0);
+  EXPECT_TRUE(std::isnan(parameters[0].grad()[1].item<double>()));
+}
+
+TEST(ClipGradNorm, BadArguments_AreNamed) {
+  EXPECT_THROW(ClipGradNorm({}, -1), c10::Error);
+  EXPECT_THROW(ClipGradNorm({}, 1, 0), c10::Error);
+  EXPECT_THROW(ClipGradValue({}, -1), c10::Error);
+}
+
+TEST(ClipGradValue, Elements_AreCut) {
+  const std::vector<at::Tensor> parameters = {WithGrad(at::tensor({-3.0, 0.5, 9.0})),
+                                              at::zeros({1})};
+  ClipGradValue(parameters, 1);
+  EXPECT_TRUE(parameters[0].grad().equal(at::tensor({-1.0, 0.5, 1.0})));
+}
+
+TEST(ScaleGradients, Factor_MultipliesInPlace) {
+  const std::vector<at::Tensor> parameters = {WithGrad(at::tensor({2.0}))};
+  const void* storage = parameters[0].grad().data_ptr();
+  ScaleGradients(parameters, 1.5);
+  EXPECT_EQ(parameters[0].grad().item<double>(), 3);
+  EXPECT_EQ(parameters[0].grad().data_ptr(), storage);
+}
+
+}  // namespace
+}  // namespace muster

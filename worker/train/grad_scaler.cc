@@ -1,0 +1,164 @@
+#include "worker/train/grad_scaler.h"
+
+#include <cmath>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/grad_mode.h"
+#include "ATen/ops/_amp_foreach_non_finite_check_and_unscale.h"
+#include "ATen/ops/_amp_update_scale.h"
+#include "ATen/ops/full.h"
+#include "ATen/ops/maximum.h"
+#include "ATen/ops/zeros.h"
+#include "c10/util/Exception.h"
+
+namespace muster {
+namespace {
+
+at::Tensor Scalar(double value, at::ScalarType type, c10::Device device) {
+  return at::full({}, value, at::TensorOptions().dtype(type).device(device));
+}
+
+}  // namespace
+
+GradScaler::GradScaler(const GradScalerOptions& options, Comm* comm)
+    : options_(options), comm_(comm) {
+  TORCH_CHECK(options.init_scale > 0, "init_scale must be above 0, got ", options.init_scale);
+  TORCH_CHECK(options.growth_factor > 1, "growth_factor must be above 1, got ",
+              options.growth_factor);
+  TORCH_CHECK(options.backoff_factor > 0 && options.backoff_factor < 1,
+              "backoff_factor must be in (0, 1), got ", options.backoff_factor);
+  TORCH_CHECK(options.growth_interval >= 1, "growth_interval must be at least 1, got ",
+              options.growth_interval);
+  scale_ = Scalar(options.init_scale, at::kFloat, at::kCPU);
+  tracker_ = Scalar(0, at::kInt, at::kCPU);
+}
+
+void GradScaler::EnsureOn(c10::Device device) {
+  if (scale_.device() == device) return;
+  scale_ = scale_.to(device);
+  tracker_ = tracker_.to(device);
+}
+
+at::Tensor GradScaler::Scale(const at::Tensor& loss) {
+  if (!options_.enabled) return loss;
+  EnsureOn(loss.device());
+  // In the loss's own dtype: a 0-d fp32 factor must not turn an fp64 loss's graph into something
+  // else.
+  return loss.mul(scale_.to(loss.scalar_type()));
+}
+
+at::Tensor GradScaler::CheckAndUnscale(OptimizerHandle& optimizer, bool unscale) {
+  at::NoGradGuard no_grad;
+  struct List {
+    c10::Device device;
+    at::ScalarType type;
+    std::vector<at::Tensor> grads;
+  };
+  std::vector<List> lists;
+  for (const at::Tensor& parameter : optimizer.parameters()) {
+    const at::Tensor& grad = parameter.grad();
+    if (!grad.defined()) continue;
+    TORCH_CHECK(
+        grad.scalar_type() != at::kHalf,
+        "a parameter is fp16 itself, and its gradients cannot be unscaled: keep parameters in fp32 "
+        "and let autocast run the forward pass in fp16");
+    size_t i = 0;
+    while (i < lists.size() &&
+           (lists[i].device != grad.device() || lists[i].type != grad.scalar_type())) {
+      ++i;
+    }
+    if (i == lists.size()) lists.push_back({grad.device(), grad.scalar_type(), {}});
+    lists[i].grads.push_back(grad);
+  }
+  at::Tensor found_inf = Scalar(0, at::kFloat, scale_.device());
+  // In double, as 1/scale of a scale that is no power of two would otherwise be rounded twice.
+  const at::Tensor inverse = unscale ? scale_.to(at::kDouble).reciprocal().to(at::kFloat)
+                                     : Scalar(1, at::kFloat, scale_.device());
+  for (List& list : lists) {
+    if (list.device == scale_.device()) {
+      at::_amp_foreach_non_finite_check_and_unscale_(list.grads, found_inf, inverse);
+    } else {
+      at::Tensor there = Scalar(0, at::kFloat, list.device);
+      at::_amp_foreach_non_finite_check_and_unscale_(list.grads, there, inverse.to(list.device));
+      found_inf = at::maximum(found_inf, there.to(found_inf.device()));
+    }
+  }
+  if (comm_ != nullptr && comm_->size() > 1) comm_->AllReduce(found_inf, ReduceOp::kMax);
+  return found_inf;
+}
+
+void GradScaler::Unscale(OptimizerHandle& optimizer) {
+  if (!options_.enabled) return;
+  PerOptimizer& state = optimizers_[&optimizer];
+  TORCH_CHECK(state.stage != Stage::kStepped,
+              "gradients are unscaled (or clipped) after the optimizer's step: do it before");
+  if (state.stage == Stage::kUnscaled) return;
+  if (!optimizer.parameters().empty()) EnsureOn(optimizer.parameters()[0].device());
+  state.found_inf = CheckAndUnscale(optimizer, /*unscale=*/true);
+  state.stage = Stage::kUnscaled;
+}
+
+void GradScaler::Step(OptimizerHandle& optimizer) {
+  if (!options_.enabled) {
+    optimizer.Step();
+    return;
+  }
+  PerOptimizer& state = optimizers_[&optimizer];
+  TORCH_CHECK(state.stage != Stage::kStepped,
+              "the optimizer has stepped already since the gradient scaler's last update");
+  Unscale(optimizer);
+  if (state.found_inf.is_cpu() || !optimizer.supports_scaled_step()) {
+    if (state.found_inf.item<float>() == 0) optimizer.Step();
+  } else {
+    optimizer.StepScaled(at::Tensor(), state.found_inf);
+  }
+  state.last_found_inf = state.found_inf;
+  state.stage = Stage::kStepped;
+}
+
+bool GradScaler::step_was_skipped(const OptimizerHandle& optimizer) const {
+  const auto it = optimizers_.find(&optimizer);
+  return it != optimizers_.end() && it->second.last_found_inf.defined() &&
+         it->second.last_found_inf.item<float>() != 0;
+}
+
+void GradScaler::Update() {
+  if (!options_.enabled) return;
+  at::NoGradGuard no_grad;
+  at::Tensor found_inf;
+  for (auto& [optimizer, state] : optimizers_) {
+    if (state.stage == Stage::kReady) continue;
+    found_inf = found_inf.defined() ? at::maximum(found_inf, state.found_inf) : state.found_inf;
+    state.stage = Stage::kReady;
+    state.found_inf = at::Tensor();
+  }
+  TORCH_CHECK(found_inf.defined(),
+              "the gradient scaler was updated without an optimizer step since the last update");
+  at::_amp_update_scale_(scale_, tracker_, found_inf, options_.growth_factor,
+                         options_.backoff_factor, options_.growth_interval);
+}
+
+double GradScaler::scale() const { return options_.enabled ? scale_.item<float>() : 1; }
+int64_t GradScaler::growth_tracker() const { return tracker_.item<int>(); }
+
+PlainState GradScaler::SaveState() const {
+  return {{"scale", {static_cast<double>(scale_.item<float>())}},
+          {"growth_tracker", {static_cast<double>(growth_tracker())}}};
+}
+
+void GradScaler::LoadState(const PlainState& state) {
+  const auto value = [&state](const char* name) {
+    const auto it = state.find(name);
+    TORCH_CHECK(it != state.end() && it->second.size() == 1,
+                "gradient scaler state has no number '", name, "'");
+    return it->second[0];
+  };
+  const double scale = value("scale");
+  const double tracker = value("growth_tracker");
+  TORCH_CHECK(scale > 0 && std::isfinite(scale), "gradient scaler state 'scale' is ", scale);
+  scale_ = Scalar(scale, at::kFloat, scale_.device());
+  tracker_ = Scalar(tracker, at::kInt, tracker_.device());
+}
+
+}  // namespace muster

@@ -1,0 +1,87 @@
+#ifndef MUSTER_WORKER_TRAIN_GRAD_SCALER_H_
+#define MUSTER_WORKER_TRAIN_GRAD_SCALER_H_
+
+#include <cstdint>
+#include <map>
+
+#include "ATen/core/Tensor.h"
+#include "worker/process/comm.h"
+#include "worker/train/optimizer_handle.h"
+#include "worker/train/plain_state.h"
+
+namespace muster {
+
+struct GradScalerOptions {
+  double init_scale = 65536;
+  double growth_factor = 2;
+  double backoff_factor = 0.5;
+  int64_t growth_interval = 2000;  // good steps in a row before the scale grows
+  bool enabled = true;             // false: everything passes through
+};
+
+// Loss scaling for fp16, with PyTorch's rules. Per optimizer step:
+//
+//   loss = scaler.Scale(loss); backward;   scaler.Unscale(opt) [optional];   scaler.Step(opt);
+//   scaler.Update()
+//
+//   each optimizer:  ready --Unscale--> unscaled --Step--> stepped --Update--> ready
+//
+// An optimizer whose gradients hold an inf or NaN is not stepped, and the scale backs off at
+// Update(). Unlike PyTorch's, a second Unscale() of an optimizer in one step does nothing, so
+// clipping twice (or clipping parts) is no error. Works on CPU and CUDA. On CUDA nothing here waits
+// for the device except step_was_skipped() and the state, as long as the optimizer
+// supports_scaled_step(). Not thread-safe. Errors are c10::Error.
+class GradScaler {
+ public:
+  // With `comm`, an overflow on any rank counts on all of them: needed where ranks hold different
+  // gradients (sharded), not for plain data parallelism. Unscale() or Step() is then a collective.
+  // `comm` is borrowed and may be null.
+  explicit GradScaler(const GradScalerOptions& options = {}, Comm* comm = nullptr);
+
+  bool enabled() const { return options_.enabled; }
+
+  // loss * scale.
+  at::Tensor Scale(const at::Tensor& loss);
+
+  // Divides the gradients of `optimizer` by the scale and looks for inf and NaN. Once per step;
+  // later calls do nothing.
+  void Unscale(OptimizerHandle& optimizer);
+
+  // Steps `optimizer` unless its gradients overflowed; unscales them before, if that is not done
+  // yet.
+  void Step(OptimizerHandle& optimizer);
+
+  // Whether the last Step() of `optimizer` was skipped. Stays until its next Step(). May wait for
+  // the device.
+  bool step_was_skipped(const OptimizerHandle& optimizer) const;
+
+  // Ends the step: grows or backs off the scale. Without any Step() or Unscale() before, an error.
+  void Update();
+
+  double scale() const;
+  int64_t growth_tracker() const;
+
+  PlainState SaveState() const;
+  void LoadState(const PlainState& state);
+
+ private:
+  enum class Stage { kReady, kUnscaled, kStepped };
+  struct PerOptimizer {
+    Stage stage = Stage::kReady;
+    at::Tensor found_inf;       // 0-d F32, of this step
+    at::Tensor last_found_inf;  // of the last Step()
+  };
+
+  const GradScalerOptions options_;
+  Comm* const comm_;
+  at::Tensor scale_;    // 0-d F32; on the device of the first loss
+  at::Tensor tracker_;  // 0-d I32: good steps in a row
+  std::map<const OptimizerHandle*, PerOptimizer> optimizers_;
+
+  void EnsureOn(c10::Device device);
+  at::Tensor CheckAndUnscale(OptimizerHandle& optimizer, bool unscale);
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TRAIN_GRAD_SCALER_H_

@@ -1,0 +1,159 @@
+#include "worker/train/grad_scaler.h"
+
+#include <limits>
+
+#include "ATen/ops/full.h"
+#include "ATen/ops/tensor.h"
+#include "ATen/ops/zeros.h"
+#include "gtest/gtest.h"
+#include "worker/train/optimizer.h"
+
+namespace muster {
+namespace {
+
+const float kInf = std::numeric_limits<float>::infinity();
+
+struct OneWeight {
+  explicit OneWeight(double lr = 1) : sgd({weight}, {.lr = lr}) {}
+  at::Tensor weight = at::zeros({2}).requires_grad_(true);
+  FusedSGD sgd;
+  void Backward(GradScaler& scaler, float gradient) {
+    weight.mutable_grad() = at::Tensor();
+    scaler.Scale(weight.mul(at::tensor({1.0f, gradient})).sum()).backward();
+  }
+};
+
+TEST(GradScaler, GoodSteps_StepUnscaledAndGrowTheScale) {
+  GradScaler scaler({.init_scale = 8, .growth_interval = 2});
+  OneWeight one;
+  for (int i = 0; i < 4; ++i) {
+    one.Backward(scaler, 0.5);
+    EXPECT_EQ(one.weight.grad()[0].item<double>(), scaler.scale());
+    scaler.Step(one.sgd);
+    EXPECT_FALSE(scaler.step_was_skipped(one.sgd));
+    scaler.Update();
+  }
+  EXPECT_FLOAT_EQ(one.weight[1].item<float>(), -2);
+  EXPECT_EQ(scaler.scale(), 32);
+  EXPECT_EQ(scaler.growth_tracker(), 0);
+}
+
+TEST(GradScaler, Overflow_SkipsTheStepAndBacksOff) {
+  GradScaler scaler;
+  OneWeight one;
+  for (const float bad : {kInf, std::numeric_limits<float>::quiet_NaN()}) {
+    one.Backward(scaler, bad);
+    scaler.Step(one.sgd);
+    EXPECT_TRUE(scaler.step_was_skipped(one.sgd));
+    scaler.Update();
+    EXPECT_TRUE(scaler.step_was_skipped(one.sgd));
+  }
+  EXPECT_EQ(one.weight.abs().sum().item<float>(), 0);
+  EXPECT_EQ(scaler.scale(), 16384);
+  one.Backward(scaler, 1);
+  scaler.Step(one.sgd);
+  EXPECT_FALSE(scaler.step_was_skipped(one.sgd));
+}
+
+TEST(GradScaler, D32_UnscaleTwice_DividesOnce) {
+  GradScaler scaler({.init_scale = 4});
+  OneWeight one;
+  one.Backward(scaler, 0.5);
+  scaler.Unscale(one.sgd);
+  scaler.Unscale(one.sgd);
+  EXPECT_FLOAT_EQ(one.weight.grad()[1].item<float>(), 0.5);
+  scaler.Step(one.sgd);
+  EXPECT_FLOAT_EQ(one.weight[1].item<float>(), -0.5);
+}
+
+TEST(GradScaler, TwoOptimizers_OnlyTheOverflownOneSkips) {
+  GradScaler scaler({.init_scale = 4});
+  OneWeight good, bad;
+  good.Backward(scaler, 1);
+  bad.Backward(scaler, kInf);
+  scaler.Step(good.sgd);
+  scaler.Step(bad.sgd);
+  EXPECT_FALSE(scaler.step_was_skipped(good.sgd));
+  EXPECT_TRUE(scaler.step_was_skipped(bad.sgd));
+  scaler.Update();
+  EXPECT_EQ(scaler.scale(), 2);
+}
+
+TEST(GradScaler, WrongOrder_IsAnError) {
+  GradScaler scaler;
+  OneWeight one;
+  EXPECT_THROW(scaler.Update(), c10::Error);
+  one.Backward(scaler, 1);
+  scaler.Step(one.sgd);
+  EXPECT_THROW(scaler.Unscale(one.sgd), c10::Error);
+  EXPECT_THROW(scaler.Step(one.sgd), c10::Error);
+  scaler.Update();
+  EXPECT_THROW(GradScaler({.backoff_factor = 1}), c10::Error);
+}
+
+TEST(GradScaler, Fp16Parameters_AreRefused) {
+  GradScaler scaler;
+  at::Tensor weight = at::zeros({1}, at::kHalf).requires_grad_(true);
+  FusedSGD sgd({weight});
+  weight.mutable_grad() = at::zeros({1}, at::kHalf);
+  EXPECT_THROW(scaler.Unscale(sgd), c10::Error);
+}
+
+TEST(GradScaler, Disabled_PassesThrough) {
+  GradScaler scaler({.enabled = false});
+  OneWeight one;
+  one.Backward(scaler, 0.5);
+  scaler.Unscale(one.sgd);
+  scaler.Step(one.sgd);
+  scaler.Update();
+  EXPECT_FLOAT_EQ(one.weight[1].item<float>(), -0.5);
+  EXPECT_EQ(scaler.scale(), 1);
+}
+
+TEST(GradScaler, SaveAndLoad_KeepScaleAndTracker) {
+  GradScaler first({.init_scale = 4, .growth_interval = 3});
+  OneWeight one;
+  for (int i = 0; i < 2; ++i) {
+    one.Backward(first, 1);
+    first.Step(one.sgd);
+    first.Update();
+  }
+  GradScaler second({.growth_interval = 3});
+  second.LoadState(first.SaveState());
+  EXPECT_EQ(second.scale(), 4);
+  EXPECT_EQ(second.growth_tracker(), 2);
+  one.Backward(second, 1);
+  second.Step(one.sgd);
+  second.Update();
+  EXPECT_EQ(second.scale(), 8);
+  EXPECT_THROW(second.LoadState({{"scale", {0}}, {"growth_tracker", {0}}}), c10::Error);
+}
+
+// Stands for a rank whose peer overflowed.
+class OverflownPeer : public Comm {
+ public:
+  int rank() const override { return 0; }
+  int size() const override { return 2; }
+  void AllReduce(at::Tensor& tensor, ReduceOp op) override {
+    EXPECT_EQ(op, ReduceOp::kMax);
+    tensor.fill_(1);
+  }
+  std::vector<at::Tensor> AllGather(const at::Tensor& tensor) override { return {tensor, tensor}; }
+  void Broadcast(at::Tensor&, int) override {}
+  void Scatter(const std::vector<at::Tensor>&, at::Tensor&, int) override {}
+  std::vector<std::string> AllGatherBytes(const std::string& b) override { return {b, b}; }
+  std::string BroadcastBytes(const std::string& b, int) override { return b; }
+  void Barrier() override {}
+};
+
+TEST(GradScaler, OverflowOnAnotherRank_SkipsHereToo) {
+  OverflownPeer comm;
+  GradScaler scaler({}, &comm);
+  OneWeight one;
+  one.Backward(scaler, 1);
+  scaler.Step(one.sgd);
+  EXPECT_TRUE(scaler.step_was_skipped(one.sgd));
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,433 @@
+#include "worker/train/optimizer.h"
+
+#include <map>
+#include <utility>
+
+#include "ATen/core/grad_mode.h"
+#include "ATen/ops/_fused_adagrad.h"
+#include "ATen/ops/_fused_adam.h"
+#include "ATen/ops/_fused_adamw.h"
+#include "ATen/ops/_fused_sgd.h"
+#include "ATen/ops/empty_like.h"
+#include "ATen/ops/full.h"
+#include "ATen/ops/full_like.h"
+#include "ATen/ops/zeros.h"
+#include "c10/util/Exception.h"
+
+namespace muster {
+namespace {
+
+void CheckLr(double lr) { TORCH_CHECK(lr >= 0, "lr must not be negative, got ", lr); }
+
+void CheckWeightDecay(double weight_decay) {
+  TORCH_CHECK(weight_decay >= 0, "weight_decay must not be negative, got ", weight_decay);
+}
+
+void CheckAdam(const AdamWOptions& o) {
+  CheckLr(o.lr);
+  CheckWeightDecay(o.weight_decay);
+  TORCH_CHECK(o.eps >= 0, "eps must not be negative, got ", o.eps);
+  for (const double beta : o.betas) {
+    TORCH_CHECK(beta >= 0 && beta < 1, "betas must be in [0, 1), got ", beta);
+  }
+}
+
+template <typename Options>
+std::vector<std::vector<at::Tensor>> Params(const std::vector<ParamGroup<Options>>& groups) {
+  TORCH_CHECK(!groups.empty(), "an optimizer needs at least one parameter group");
+  std::vector<std::vector<at::Tensor>> params;
+  for (const auto& group : groups) params.push_back(group.params);
+  return params;
+}
+
+template <typename Options>
+std::vector<Options> OptionsOf(const std::vector<ParamGroup<Options>>& groups) {
+  std::vector<Options> options;
+  for (const auto& group : groups) options.push_back(group.options);
+  return options;
+}
+
+AdamWOptions Widen(const AdamOptions& o) {
+  return {.lr = o.lr,
+          .betas = o.betas,
+          .eps = o.eps,
+          .weight_decay = o.weight_decay,
+          .amsgrad = o.amsgrad,
+          .maximize = o.maximize};
+}
+
+std::vector<ParamGroup<AdamWOptions>> Widen(const std::vector<ParamGroup<AdamOptions>>& groups) {
+  std::vector<ParamGroup<AdamWOptions>> wide;
+  for (const auto& group : groups) wide.push_back({group.params, Widen(group.options)});
+  return wide;
+}
+
+double One(const PlainState& groups, int64_t group, const char* name) {
+  return GroupRow(groups, group, name, 1)[0];
+}
+
+}  // namespace
+
+void FusedOptimizer::SetGroups(std::vector<std::vector<at::Tensor>> groups) {
+  std::vector<at::Tensor> all;
+  for (std::vector<at::Tensor>& group : groups) {
+    const size_t begin = all.size();
+    for (at::Tensor& parameter : group) {
+      TORCH_CHECK(parameter.defined() && parameter.is_floating_point(), "parameter ", all.size(),
+                  " of the optimizer is not a floating-point tensor");
+      all.push_back(std::move(parameter));
+    }
+    groups_.emplace_back(begin, all.size());
+  }
+  TORCH_CHECK(!all.empty(), "the optimizer got an empty list of parameters");
+  SetParameters(std::move(all));
+  state_.resize(parameters().size());
+}
+
+void FusedOptimizer::StepScaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
+  TORCH_CHECK(
+      supports_scaled_step(),
+      "SGD with momentum and dampening cannot step on scaled gradients: unscale them first");
+  Run(grad_scale, found_inf);
+}
+
+void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
+  at::NoGradGuard no_grad;
+  std::optional<at::Tensor> scale;
+  if (grad_scale.defined()) scale = grad_scale;
+  std::optional<at::Tensor> inf;
+  if (found_inf.defined()) inf = found_inf;
+
+  std::vector<Chunk> chunks;
+  for (size_t g = 0; g < groups_.size(); ++g) {
+    const auto [begin, end] = groups_[g];
+    const std::vector<Slot> slots_of_group = slots(static_cast<int64_t>(g));
+    chunks.clear();
+    for (size_t i = begin; i < end; ++i) {
+      const at::Tensor& param = parameters()[i];
+      at::Tensor grad = param.grad();
+      if (!grad.defined()) continue;
+      TORCH_CHECK(
+          grad.layout() == at::kStrided, "parameter ", parameter_names()[i],
+          " has a sparse gradient, which fused optimizers do not take: use a torch::optim one");
+      TORCH_CHECK(grad.scalar_type() == param.scalar_type(), "parameter ", parameter_names()[i],
+                  " is ", param.scalar_type(), " and its gradient ", grad.scalar_type());
+      if (grad.strides() != param.strides()) grad = at::empty_like(param).copy_(grad);
+
+      ParamState& state = state_[i];
+      const bool fresh = !state.exists;
+      size_t c = 0;
+      while (c < chunks.size() && (chunks[c].fresh != fresh ||
+                                   chunks[c].params[0].scalar_type() != param.scalar_type() ||
+                                   chunks[c].params[0].device() != param.device())) {
+        ++c;
+      }
+      if (c == chunks.size()) {
+        chunks.emplace_back();
+        chunks[c].fresh = fresh;
+        const size_t room = end - i;
+        chunks[c].params.reserve(room);
+        chunks[c].grads.reserve(room);
+        if (counts_steps()) chunks[c].steps.reserve(room);
+        for (size_t s = 0; s < slots_of_group.size(); ++s) chunks[c].slots[s].reserve(room);
+      }
+      Chunk& chunk = chunks[c];
+      if (counts_steps()) {
+        if (!state.step.defined()) {
+          state.step =
+              chunk.steps.empty()
+                  ? at::zeros({}, at::TensorOptions().dtype(at::kFloat).device(param.device()))
+                  : chunk.steps[0];
+        } else if (state.step.device() != param.device()) {
+          state.step = state.step.to(param.device());
+        }
+        chunk.steps.push_back(state.step);
+      }
+      for (size_t s = 0; s < slots_of_group.size(); ++s) {
+        at::Tensor& slot = state.slots[s];
+        if (!slot.defined()) {
+          slot = at::full_like(param, slots_of_group[s].initial).detach();
+        } else if (slot.device() != param.device()) {
+          slot = slot.to(param.device());
+        }
+        chunk.slots[s].push_back(slot);
+      }
+      state.exists = true;
+      chunk.params.push_back(param);
+      chunk.grads.push_back(std::move(grad));
+    }
+
+    for (Chunk& chunk : chunks) {
+      // Count each shared step tensor once. Handles to it are held by the states of its cohort and
+      // by this chunk; if some of the cohort are not in the chunk, those that are leave it for a
+      // copy.
+      std::vector<std::pair<at::Tensor, at::Tensor>> counted;  // old, new
+      bool left = false;
+      for (size_t k = 0; k < chunk.steps.size(); ++k) {
+        at::Tensor& step = chunk.steps[k];
+        if (!counted.empty() && counted.back().first.is_same(step)) {
+          step = counted.back().second;
+          continue;
+        }
+        size_t known = 0;
+        while (known < counted.size() && !counted[known].first.is_same(step)) ++known;
+        if (known == counted.size()) {
+          size_t in_chunk = 0;
+          for (size_t m = k; m < chunk.steps.size(); ++m) in_chunk += chunk.steps[m].is_same(step);
+          const bool whole_cohort = step.use_count() == 2 * in_chunk;
+          left = left || !whole_cohort;
+          counted.emplace_back(step, whole_cohort ? step : step.clone());
+          counted.back().second.add_(1);
+        }
+        step = counted[known].second;
+      }
+      if (left) {
+        size_t k = 0;
+        for (size_t i = begin; i < end && k < chunk.params.size(); ++i) {
+          if (!parameters()[i].is_same(chunk.params[k])) continue;
+          state_[i].step = chunk.steps[k++];
+        }
+      }
+      Update(static_cast<int64_t>(g), chunk, scale, inf);
+      if (inf.has_value()) {
+        for (auto& [old_step, new_step] : counted) new_step.sub_(*inf);
+      }
+    }
+  }
+}
+
+OptimizerState FusedOptimizer::SaveState() const {
+  OptimizerState saved;
+  for (int64_t g = 0; g < num_groups(); ++g) {
+    const auto [begin, end] = groups_[g];
+    const std::vector<Slot> names = slots(g);
+    for (auto& [name, row] : SaveGroup(g)) saved.groups[std::to_string(g) + "." + name] = row;
+    for (size_t i = begin; i < end; ++i) {
+      if (!state_[i].exists) continue;
+      const std::string& parameter = parameter_names()[i];
+      if (counts_steps()) saved.tensors[parameter + ".step"] = state_[i].step.clone();
+      for (size_t s = 0; s < names.size(); ++s) {
+        if (state_[i].slots[s].defined()) {
+          saved.tensors[parameter + "." + names[s].name] = state_[i].slots[s];
+        }
+      }
+    }
+  }
+  return saved;
+}
+
+void FusedOptimizer::LoadState(const OptimizerState& state) {
+  at::NoGradGuard no_grad;
+  for (int64_t g = 0; g < num_groups(); ++g) LoadGroup(state.groups, g, /*commit=*/false);
+  std::vector<ParamState> loaded(state_.size());
+  std::map<std::pair<c10::Device, float>, at::Tensor,
+           bool (*)(const std::pair<c10::Device, float>&, const std::pair<c10::Device, float>&)>
+      steps([](const auto& a, const auto& b) {
+        return std::make_tuple(a.first.type(), a.first.index(), a.second) <
+               std::make_tuple(b.first.type(), b.first.index(), b.second);
+      });
+  std::vector<std::string> known;
+  if (counts_steps()) known.push_back("step");
+  for (int64_t g = 0; g < num_groups(); ++g) {
+    for (const Slot& slot : slots(g)) known.push_back(slot.name);
+  }
+  const auto by_parameter = Slots(state, known);
+  for (int64_t g = 0; g < num_groups(); ++g) {
+    const auto [begin, end] = groups_[g];
+    const std::vector<Slot> names = slots(g);
+    for (size_t i = begin; i < end; ++i) {
+      if (by_parameter[i].empty()) continue;
+      const at::Tensor& param = parameters()[i];
+      if (counts_steps()) {
+        const auto it = by_parameter[i].find("step");
+        TORCH_CHECK(it != by_parameter[i].end(), "optimizer state '", parameter_names()[i],
+                    ".step' is missing");
+        const float count = it->second.to(at::kCPU, at::kFloat).item<float>();
+        at::Tensor& shared = steps[{param.device(), count}];
+        if (!shared.defined()) {
+          shared =
+              at::full({}, count, at::TensorOptions().dtype(at::kFloat).device(param.device()));
+        }
+        loaded[i].step = shared;
+      }
+      for (size_t s = 0; s < names.size(); ++s) {
+        const auto it = by_parameter[i].find(names[s].name);
+        TORCH_CHECK(it != by_parameter[i].end(), "optimizer state '", parameter_names()[i], ".",
+                    names[s].name, "' is missing");
+        loaded[i].slots[s] = at::empty_like(param).detach().copy_(it->second);
+      }
+      loaded[i].exists = true;
+    }
+  }
+  for (int64_t g = 0; g < num_groups(); ++g) LoadGroup(state.groups, g, /*commit=*/true);
+  steps.clear();
+  state_ = std::move(loaded);
+}
+
+FusedAdamFamily::FusedAdamFamily(std::vector<ParamGroup<AdamWOptions>> groups, bool decoupled)
+    : decoupled_(decoupled), options_(OptionsOf(groups)) {
+  for (const AdamWOptions& options : options_) CheckAdam(options);
+  SetGroups(Params(groups));
+}
+
+std::vector<FusedOptimizer::Slot> FusedAdamFamily::slots(int64_t group) const {
+  std::vector<Slot> slots = {{"exp_avg", 0}, {"exp_avg_sq", 0}};
+  if (options_[group].amsgrad) slots.push_back({"max_exp_avg_sq", 0});
+  return slots;
+}
+
+void FusedAdamFamily::Update(int64_t group, Chunk& chunk,
+                             const std::optional<at::Tensor>& grad_scale,
+                             const std::optional<at::Tensor>& found_inf) {
+  const AdamWOptions& o = options_[group];
+  if (decoupled_) {
+    at::_fused_adamw_(chunk.params, chunk.grads, chunk.slots[0], chunk.slots[1], chunk.slots[2],
+                      chunk.steps, o.lr, o.betas[0], o.betas[1], o.weight_decay, o.eps, o.amsgrad,
+                      o.maximize, grad_scale, found_inf);
+  } else {
+    at::_fused_adam_(chunk.params, chunk.grads, chunk.slots[0], chunk.slots[1], chunk.slots[2],
+                     chunk.steps, o.lr, o.betas[0], o.betas[1], o.weight_decay, o.eps, o.amsgrad,
+                     o.maximize, grad_scale, found_inf);
+  }
+}
+
+PlainState FusedAdamFamily::SaveGroup(int64_t group) const {
+  const AdamWOptions& o = options_[group];
+  return {{"lr", {o.lr}},
+          {"betas", {o.betas[0], o.betas[1]}},
+          {"eps", {o.eps}},
+          {"weight_decay", {o.weight_decay}},
+          {"amsgrad", {o.amsgrad ? 1.0 : 0.0}},
+          {"maximize", {o.maximize ? 1.0 : 0.0}}};
+}
+
+void FusedAdamFamily::LoadGroup(const PlainState& groups, int64_t group, bool commit) {
+  const std::vector<double>& betas = GroupRow(groups, group, "betas", 2);
+  const AdamWOptions o{.lr = One(groups, group, "lr"),
+                       .betas = {betas[0], betas[1]},
+                       .eps = One(groups, group, "eps"),
+                       .weight_decay = One(groups, group, "weight_decay"),
+                       .amsgrad = One(groups, group, "amsgrad") != 0,
+                       .maximize = One(groups, group, "maximize") != 0};
+  CheckAdam(o);
+  TORCH_CHECK(o.amsgrad == options_[group].amsgrad, "parameter group ", group,
+              " was saved with amsgrad ", o.amsgrad ? "on" : "off", " and this optimizer has it ",
+              o.amsgrad ? "off" : "on");
+  if (commit) options_[group] = o;
+}
+
+FusedAdamW::FusedAdamW(std::vector<at::Tensor> params, const AdamWOptions& options)
+    : FusedAdamW(std::vector<ParamGroup<AdamWOptions>>{{std::move(params), options}}) {}
+FusedAdamW::FusedAdamW(std::vector<ParamGroup<AdamWOptions>> groups)
+    : FusedAdamFamily(std::move(groups), /*decoupled=*/true) {}
+
+FusedAdam::FusedAdam(std::vector<at::Tensor> params, const AdamOptions& options)
+    : FusedAdam(std::vector<ParamGroup<AdamOptions>>{{std::move(params), options}}) {}
+FusedAdam::FusedAdam(const std::vector<ParamGroup<AdamOptions>>& groups)
+    : FusedAdamFamily(Widen(groups), /*decoupled=*/false) {}
+
+FusedSGD::FusedSGD(std::vector<at::Tensor> params, const SGDOptions& options)
+    : FusedSGD(std::vector<ParamGroup<SGDOptions>>{{std::move(params), options}}) {}
+
+FusedSGD::FusedSGD(std::vector<ParamGroup<SGDOptions>> groups) : options_(OptionsOf(groups)) {
+  for (const SGDOptions& o : options_) {
+    CheckLr(o.lr);
+    CheckWeightDecay(o.weight_decay);
+    TORCH_CHECK(o.momentum >= 0, "momentum must not be negative, got ", o.momentum);
+    TORCH_CHECK(!o.nesterov || (o.momentum > 0 && o.dampening == 0),
+                "nesterov needs a momentum above 0 and no dampening");
+  }
+  SetGroups(Params(groups));
+}
+
+bool FusedSGD::supports_scaled_step() const {
+  for (const SGDOptions& o : options_) {
+    if (o.momentum != 0 && o.dampening != 0) return false;
+  }
+  return true;
+}
+
+std::vector<FusedOptimizer::Slot> FusedSGD::slots(int64_t group) const {
+  if (options_[group].momentum == 0) return {};
+  return {{"momentum_buffer", 0}};
+}
+
+void FusedSGD::Update(int64_t group, Chunk& chunk, const std::optional<at::Tensor>& grad_scale,
+                      const std::optional<at::Tensor>& found_inf) {
+  const SGDOptions& o = options_[group];
+  // From a buffer of zeros the first step is the right one, except that dampening must not act in
+  // it.
+  const bool is_first_step = chunk.fresh && o.momentum != 0 && o.dampening != 0;
+  at::_fused_sgd_(chunk.params, chunk.grads, chunk.slots[0], o.weight_decay, o.momentum, o.lr,
+                  o.dampening, o.nesterov, o.maximize, is_first_step, grad_scale, found_inf);
+}
+
+PlainState FusedSGD::SaveGroup(int64_t group) const {
+  const SGDOptions& o = options_[group];
+  return {{"lr", {o.lr}},
+          {"momentum", {o.momentum}},
+          {"dampening", {o.dampening}},
+          {"weight_decay", {o.weight_decay}},
+          {"nesterov", {o.nesterov ? 1.0 : 0.0}},
+          {"maximize", {o.maximize ? 1.0 : 0.0}}};
+}
+
+void FusedSGD::LoadGroup(const PlainState& groups, int64_t group, bool commit) {
+  const SGDOptions o{.lr = One(groups, group, "lr"),
+                     .momentum = One(groups, group, "momentum"),
+                     .dampening = One(groups, group, "dampening"),
+                     .weight_decay = One(groups, group, "weight_decay"),
+                     .nesterov = One(groups, group, "nesterov") != 0,
+                     .maximize = One(groups, group, "maximize") != 0};
+  TORCH_CHECK((o.momentum != 0) == (options_[group].momentum != 0), "parameter group ", group,
+              " was saved with momentum ", o.momentum, " and this optimizer has ",
+              options_[group].momentum);
+  if (commit) options_[group] = o;
+}
+
+FusedAdagrad::FusedAdagrad(std::vector<at::Tensor> params, const AdagradOptions& options)
+    : FusedAdagrad(std::vector<ParamGroup<AdagradOptions>>{{std::move(params), options}}) {}
+
+FusedAdagrad::FusedAdagrad(std::vector<ParamGroup<AdagradOptions>> groups)
+    : options_(OptionsOf(groups)) {
+  for (const AdagradOptions& o : options_) {
+    CheckLr(o.lr);
+    CheckWeightDecay(o.weight_decay);
+    TORCH_CHECK(o.lr_decay >= 0, "lr_decay must not be negative, got ", o.lr_decay);
+  }
+  SetGroups(Params(groups));
+}
+
+std::vector<FusedOptimizer::Slot> FusedAdagrad::slots(int64_t group) const {
+  return {{"sum", options_[group].initial_accumulator_value}};
+}
+
+void FusedAdagrad::Update(int64_t group, Chunk& chunk, const std::optional<at::Tensor>& grad_scale,
+                          const std::optional<at::Tensor>& found_inf) {
+  const AdagradOptions& o = options_[group];
+  at::_fused_adagrad_(chunk.params, chunk.grads, chunk.slots[0], chunk.steps, o.lr, o.lr_decay,
+                      o.weight_decay, o.eps, o.maximize, grad_scale, found_inf);
+}
+
+PlainState FusedAdagrad::SaveGroup(int64_t group) const {
+  const AdagradOptions& o = options_[group];
+  return {{"lr", {o.lr}},
+          {"lr_decay", {o.lr_decay}},
+          {"weight_decay", {o.weight_decay}},
+          {"initial_accumulator_value", {o.initial_accumulator_value}},
+          {"eps", {o.eps}},
+          {"maximize", {o.maximize ? 1.0 : 0.0}}};
+}
+
+void FusedAdagrad::LoadGroup(const PlainState& groups, int64_t group, bool commit) {
+  const AdagradOptions o{
+      .lr = One(groups, group, "lr"),
+      .lr_decay = One(groups, group, "lr_decay"),
+      .weight_decay = One(groups, group, "weight_decay"),
+      .initial_accumulator_value = One(groups, group, "initial_accumulator_value"),
+      .eps = One(groups, group, "eps"),
+      .maximize = One(groups, group, "maximize") != 0};
+  if (commit) options_[group] = o;
+}
+
+}  // namespace muster

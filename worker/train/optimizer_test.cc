@@ -1,0 +1,308 @@
+#include "worker/train/optimizer.h"
+
+#include <cmath>
+
+#include "ATen/Context.h"
+#include "ATen/core/grad_mode.h"
+#include "ATen/ops/full.h"
+#include "ATen/ops/randn.h"
+#include "ATen/ops/zeros.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "torch/optim/adagrad.h"
+#include "torch/optim/adam.h"
+#include "torch/optim/adamw.h"
+#include "torch/optim/rmsprop.h"
+#include "torch/optim/sgd.h"
+#include "worker/train/torch_optimizer.h"
+
+namespace muster {
+namespace {
+
+using ::testing::HasSubstr;
+namespace optim = torch::optim;
+
+std::vector<at::Tensor> MakeParams() {
+  at::manual_seed(1);
+  std::vector<at::Tensor> params = {at::randn({5, 3}), at::randn({7}), at::randn({2, 2, 2}),
+                                    at::randn({3}, at::kDouble)};
+  for (at::Tensor& p : params) p.requires_grad_(true);
+  return params;
+}
+
+// The same gradients for every list. Parameter 1 has none in every third step, 2 none before
+// step 4.
+void SetGrads(std::vector<at::Tensor>& params, int step) {
+  at::manual_seed(100 + step);
+  for (size_t i = 0; i < params.size(); ++i) {
+    const at::Tensor grad = at::randn(params[i].sizes(), params[i].options().requires_grad(false));
+    const bool none = (i == 1 && step % 3 == 1) || (i == 2 && step < 4);
+    params[i].mutable_grad() = none ? at::Tensor() : grad;
+  }
+}
+
+void ExpectNear(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  for (size_t i = 0; i < a.size(); ++i) {
+    EXPECT_LT((a[i] - b[i]).abs().max().item<double>(), 2e-6) << "parameter " << i;
+  }
+}
+
+// Twelve steps of both, with a change of the rate on the way; then again from saved states,
+// crosswise.
+template <typename MakeOurs, typename MakeTheirs>
+void ExpectEqualRuns(MakeOurs make_ours, MakeTheirs make_theirs) {
+  std::vector<at::Tensor> a = MakeParams(), b = MakeParams(), c = MakeParams();
+  auto ours = make_ours(a);
+  auto theirs = make_theirs(b);
+  auto theirs_fused = make_theirs(c);
+  auto handle = WrapTorchOptimizer(*theirs, {.fused = false});
+  auto fused_handle = WrapTorchOptimizer(*theirs_fused);
+  const auto step_all = [&](int from, int to) {
+    for (int step = from; step < to; ++step) {
+      SetGrads(a, step);
+      SetGrads(b, step);
+      SetGrads(c, step);
+      ours->Step();
+      handle->Step();
+      fused_handle->Step();
+    }
+  };
+  step_all(0, 6);
+  for (OptimizerHandle* h :
+       {static_cast<OptimizerHandle*>(ours.get()), handle.get(), fused_handle.get()}) {
+    h->set_lr(0, h->lr(0) / 2);
+  }
+  step_all(6, 12);
+  ExpectNear(a, b);
+  ExpectNear(c, b);
+
+  const OptimizerState of_ours = ours->SaveState();
+  const OptimizerState of_theirs = handle->SaveState();
+  ASSERT_EQ(of_ours.tensors.size(), of_theirs.tensors.size());
+  for (const auto& [name, tensor] : of_ours.tensors) {
+    ASSERT_TRUE(of_theirs.tensors.count(name)) << name;
+    EXPECT_LT((tensor - of_theirs.tensors.at(name)).abs().max().template item<double>(), 2e-6)
+        << name;
+  }
+  EXPECT_EQ(of_ours.groups, of_theirs.groups);
+
+  // Fresh optimizers over the same parameters, ours from their state and theirs from ours.
+  ours = make_ours(a);
+  ours->LoadState(of_theirs);
+  theirs = make_theirs(b);
+  handle = WrapTorchOptimizer(*theirs, {.fused = false});
+  handle->LoadState(of_ours);
+  EXPECT_EQ(handle->lr(0), ours->lr(0));
+  step_all(12, 18);
+  ExpectNear(a, b);
+}
+
+TEST(FusedAdamW, Steps_EqualTorchs) {
+  for (const bool amsgrad : {false, true}) {
+    ExpectEqualRuns(
+        [&](const auto& p) {
+          return std::make_unique<FusedAdamW>(
+              p, AdamWOptions{
+                     .lr = 1e-2, .betas = {0.8, 0.95}, .weight_decay = 0.1, .amsgrad = amsgrad});
+        },
+        [&](const auto& p) {
+          return std::make_unique<optim::AdamW>(
+              p, optim::AdamWOptions(1e-2).betas({0.8, 0.95}).weight_decay(0.1).amsgrad(amsgrad));
+        });
+  }
+}
+
+TEST(FusedAdam, Steps_EqualTorchs) {
+  ExpectEqualRuns(
+      [](const auto& p) {
+        return std::make_unique<FusedAdam>(p, AdamOptions{.lr = 1e-2, .weight_decay = 0.1});
+      },
+      [](const auto& p) {
+        return std::make_unique<optim::Adam>(p, optim::AdamOptions(1e-2).weight_decay(0.1));
+      });
+}
+
+TEST(FusedSGD, Steps_EqualTorchs) {
+  for (const auto& [momentum, dampening, nesterov] :
+       {std::tuple{0.9, 0.0, false}, std::tuple{0.9, 0.3, false}, std::tuple{0.9, 0.0, true}}) {
+    ExpectEqualRuns(
+        [m = momentum, d = dampening, n = nesterov](const auto& p) {
+          return std::make_unique<FusedSGD>(
+              p,
+              SGDOptions{
+                  .lr = 0.1, .momentum = m, .dampening = d, .weight_decay = 0.01, .nesterov = n});
+        },
+        [m = momentum, d = dampening, n = nesterov](const auto& p) {
+          return std::make_unique<optim::SGD>(
+              p, optim::SGDOptions(0.1).momentum(m).dampening(d).weight_decay(0.01).nesterov(n));
+        });
+  }
+}
+
+TEST(FusedSGD, WithoutMomentum_HasNoState) {
+  std::vector<at::Tensor> params = MakeParams();
+  FusedSGD sgd(params, {.lr = 0.5});
+  const at::Tensor before = params[0].detach().clone();
+  SetGrads(params, 0);
+  sgd.Step();
+  EXPECT_LT((before - 0.5 * params[0].grad() - params[0]).abs().max().item<double>(), 1e-7);
+  EXPECT_TRUE(sgd.SaveState().tensors.empty());
+}
+
+TEST(FusedAdagrad, Steps_EqualTorchs) {
+  std::vector<at::Tensor> a = MakeParams(), b = MakeParams();
+  FusedAdagrad ours(
+      a, {.lr = 0.1, .lr_decay = 0.01, .weight_decay = 0.1, .initial_accumulator_value = 0.5});
+  optim::Adagrad theirs(
+      b,
+      optim::AdagradOptions(0.1).lr_decay(0.01).weight_decay(0.1).initial_accumulator_value(0.5));
+  const auto handle = WrapTorchOptimizer(theirs);
+  for (int step = 0; step < 12; ++step) {
+    SetGrads(a, step);
+    SetGrads(b, step);
+    ours.Step();
+    handle->Step();
+  }
+  ExpectNear(a, b);
+  handle->LoadState(ours.SaveState());
+  ours.LoadState(handle->SaveState());
+}
+
+TEST(TorchOptimizer, RMSprop_SavesAndLoads) {
+  std::vector<at::Tensor> a = MakeParams(), b = MakeParams();
+  const auto options = optim::RMSpropOptions(0.01).momentum(0.9).centered(true);
+  optim::RMSprop first(a, options);
+  const auto handle = WrapTorchOptimizer(first);
+  for (int step = 0; step < 6; ++step) {
+    SetGrads(a, step);
+    handle->Step();
+  }
+  {
+    at::NoGradGuard no_grad;
+    for (size_t i = 0; i < a.size(); ++i) b[i].copy_(a[i]);
+  }
+  optim::RMSprop second(b, options);
+  const auto restored = WrapTorchOptimizer(second);
+  restored->LoadState(handle->SaveState());
+  for (int step = 6; step < 12; ++step) {
+    SetGrads(a, step);
+    SetGrads(b, step);
+    handle->Step();
+    restored->Step();
+  }
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(a[i].equal(b[i]));
+}
+
+TEST(FusedAdamW, SavedWithNames_IsExactOnResume) {
+  std::vector<at::Tensor> a = MakeParams(), b = MakeParams();
+  const std::vector<std::string> names = {"net.0.weight", "net.0.bias", "net.1", "d"};
+  FusedAdamW first(a), second(b);
+  first.set_parameter_names(names);
+  second.set_parameter_names(names);
+  for (int step = 0; step < 5; ++step) {
+    SetGrads(a, step);
+    first.Step();
+  }
+  const OptimizerState state = first.SaveState();
+  EXPECT_TRUE(state.tensors.count("net.0.weight.exp_avg_sq"));
+  EXPECT_EQ(state.tensors.at("net.0.weight.step").item<float>(), 5);
+  EXPECT_EQ(state.tensors.at("net.0.bias.step").item<float>(), 3);
+  EXPECT_EQ(state.tensors.at("net.1.step").item<float>(), 1);
+  {
+    at::NoGradGuard no_grad;
+    for (size_t i = 0; i < a.size(); ++i) b[i].copy_(a[i]);
+  }
+  second.LoadState(state);
+  for (int step = 5; step < 9; ++step) {
+    SetGrads(a, step);
+    SetGrads(b, step);
+    first.Step();
+    second.Step();
+  }
+  for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(a[i].equal(b[i])) << i;
+}
+
+template <typename Fn>
+std::string ErrorOf(Fn fn) {
+  try {
+    fn();
+  } catch (const c10::Error& e) {
+    return e.what_without_backtrace();
+  }
+  return "no error";
+}
+
+TEST(FusedAdamW, StateThatDoesNotFit_IsRefusedAndChangesNothing) {
+  std::vector<at::Tensor> params = MakeParams();
+  FusedAdamW optimizer(params, {.lr = 0.25});
+  SetGrads(params, 0);
+  optimizer.Step();
+  const OptimizerState good = optimizer.SaveState();
+  OptimizerState bad = good;
+  bad.groups["0.lr"] = {0.5};
+  bad.tensors["9.exp_avg"] = at::zeros({1});
+  EXPECT_THAT(ErrorOf([&] { optimizer.LoadState(bad); }), HasSubstr("'9.exp_avg'"));
+  bad = good;
+  bad.groups["0.lr"] = {0.5};
+  bad.tensors["0.exp_avg"] = at::zeros({4});
+  EXPECT_THAT(ErrorOf([&] { optimizer.LoadState(bad); }), HasSubstr("has shape [4]"));
+  bad = good;
+  bad.groups["0.lr"] = {0.5};
+  bad.tensors.erase("0.exp_avg_sq");
+  EXPECT_THAT(ErrorOf([&] { optimizer.LoadState(bad); }), HasSubstr("'0.exp_avg_sq' is missing"));
+  EXPECT_EQ(optimizer.lr(0), 0.25);
+  optimizer.LoadState(good);
+}
+
+TEST(FusedAdamW, Groups_HaveTheirOwnOptions) {
+  std::vector<at::Tensor> params = MakeParams();
+  FusedAdamW optimizer({{{params[0]}, {.lr = 0.1, .weight_decay = 0}}, {{params[1]}, {.lr = 0}}});
+  const at::Tensor still = params[1].detach().clone();
+  SetGrads(params, 0);
+  optimizer.Step();
+  EXPECT_TRUE(params[1].equal(still));
+  EXPECT_EQ(optimizer.num_groups(), 2);
+  EXPECT_EQ(optimizer.parameters().size(), 2u);
+}
+
+TEST(FusedAdamW, BadArguments_AreNamed) {
+  const at::Tensor p = at::zeros({2}).requires_grad_(true);
+  EXPECT_THAT(ErrorOf([&] { FusedAdamW o({p}, {.lr = -1}); }),
+              HasSubstr("lr must not be negative"));
+  EXPECT_THAT(ErrorOf([&] { FusedAdamW o({p, p}); }), HasSubstr("in the optimizer twice"));
+  EXPECT_THAT(ErrorOf([&] { FusedAdamW o({p * 2}); }), HasSubstr("not a leaf"));
+  EXPECT_THAT(ErrorOf([&] { FusedAdamW o(std::vector<at::Tensor>{}); }), HasSubstr("empty list"));
+  EXPECT_THAT(ErrorOf([&] { FusedSGD o({p}, {.nesterov = true}); }), HasSubstr("nesterov"));
+}
+
+TEST(FusedAdamW, StepScaled_DividesByScaleAndSkipsOnInf) {
+  std::vector<at::Tensor> a = MakeParams(), b = MakeParams();
+  FusedAdamW plain(a), scaled(b);
+  const at::Tensor scale = at::full({}, 8.0), fine = at::zeros({}), inf = at::full({}, 1.0);
+  SetGrads(a, 5);
+  plain.Step();
+  for (const at::Tensor& found_inf : {inf, fine, inf}) {
+    SetGrads(b, 5);
+    for (at::Tensor& p : b) {
+      if (p.grad().defined()) p.mutable_grad().mul_(8);
+    }
+    scaled.StepScaled(scale, found_inf);
+  }
+  ExpectNear(a, b);
+  EXPECT_EQ(scaled.SaveState().tensors.at("0.step").item<float>(), 1);
+}
+
+TEST(OptimizerHandle, ZeroGrad_InPlaceKeepsBucketViews) {
+  std::vector<at::Tensor> params = MakeParams();
+  FusedAdamW optimizer(params);
+  at::Tensor bucket = at::full({15}, 3.0f);
+  params[0].mutable_grad() = bucket.view({5, 3});
+  optimizer.ZeroGrad(GradZeroing::kInPlace);
+  EXPECT_EQ(bucket.abs().sum().item<float>(), 0);
+  EXPECT_TRUE(params[0].grad().is_alias_of(bucket));
+  optimizer.ZeroGrad();
+  EXPECT_FALSE(params[0].grad().defined());
+}
+
+}  // namespace
+}  // namespace muster
