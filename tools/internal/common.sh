@@ -23,3 +23,6 @@ die() {
 
 # The comment block at the head of the running program is its help.
 usage() { sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "$0"; }
+
+# The bazel to call; a wrapper may be put in its place.
+BAZEL=${BAZEL:-bazel}

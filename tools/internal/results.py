@@ -1,0 +1,84 @@
+"""Counts the test cases of Bazel runs and of tools/test's own steps.
+
+    results.py [--step NAME=passed|failed]... EVENTS.json...
+
+EVENTS.json are files of `bazel test --build_event_json_file`. Prints what failed, one line each, and last
+'N passed, N failed' alone on a line; exits 1 if anything failed or nothing ran. A test program counts by its
+cases; one that crashed, timed out or was not built counts as one failed case.
+"""
+
+import json
+import sys
+import urllib.parse
+import xml.etree.ElementTree as ElementTree
+
+
+def cases(xml_path):
+    """(passed, [failed case names]) of one test.xml, or None if it cannot be read."""
+    try:
+        root = ElementTree.parse(xml_path).getroot()
+    except (OSError, ElementTree.ParseError):
+        return None
+    passed, failed = 0, []
+    for case in root.iter("testcase"):
+        if case.get("status") == "notrun" or case.get("result") in ("skipped", "suppressed"):
+            continue
+        if case.find("failure") is not None or case.find("error") is not None:
+            failed.append("%s.%s" % (case.get("classname", ""), case.get("name", "")))
+        else:
+            passed += 1
+    return passed, failed
+
+
+def read_events(path):
+    """{(configuration, label): [(status, xml path)]} for every test that was asked for."""
+    tests = {}
+    try:
+        lines = open(path, encoding="utf-8").readlines()
+    except OSError:
+        return tests
+    for line in lines:
+        event = json.loads(line)
+        identity = event.get("id", {})
+        if "testResult" in identity:
+            key = identity["testResult"]["label"]
+            result = event.get("testResult", {})
+            xml = next((o["uri"] for o in result.get("testActionOutput", []) if o["name"] == "test.xml"), "")
+            tests.setdefault(key, []).append(
+                (result.get("status", "NO_STATUS"), urllib.parse.unquote(urllib.parse.urlparse(xml).path)))
+        elif "testSummary" in identity:
+            tests.setdefault(identity["testSummary"]["label"], [])
+        elif "targetCompleted" in identity and not event.get("completed", {}).get("success", False):
+            tests[identity["targetCompleted"]["label"]] = [("did not build", "")]
+    return tests
+
+
+def main():
+    passed, failed = 0, []
+    arguments = sys.argv[1:]
+    while arguments and arguments[0] == "--step":
+        name, verdict = arguments[1].rsplit("=", 1)
+        arguments = arguments[2:]
+        if verdict == "passed":
+            passed += 1
+        else:
+            failed.append(name)
+    for path in arguments:
+        for label, results in sorted(read_events(path).items()):
+            if not results:
+                failed.append(label + " (not run)")
+            for status, xml in results:
+                counted = cases(xml)
+                if counted:
+                    passed += counted[0]
+                    failed += ["%s %s" % (label, name) for name in counted[1]]
+                if status not in ("PASSED", "FLAKY") and not (counted and counted[1]):
+                    failed.append("%s (%s)" % (label, status))
+    for name in failed:
+        print("FAILED: " + name)
+    print("%d passed, %d failed" % (passed, len(failed)))
+    return 1 if failed or not passed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
