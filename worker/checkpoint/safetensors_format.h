@@ -59,9 +59,9 @@ int SafetensorsTypeBits(SafetensorsType type);
 absl::StatusOr<uint64_t> SafetensorsBytes(SafetensorsType type, const std::vector<uint64_t>& shape);
 
 struct SafetensorsEntry {
-  std::string name;
+  std::string name = "";
   SafetensorsType type = SafetensorsType::kU8;
-  std::vector<uint64_t> shape;
+  std::vector<uint64_t> shape = {};
   // Range inside the data block.
   uint64_t begin = 0;
   uint64_t end = 0;

@@ -1,0 +1,59 @@
+#include "worker/checkpoint/digest.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <unistd.h>
+#include <xxhash.h>
+
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+
+namespace muster {
+
+struct Digester::State {
+  State() : xxh(XXH3_createState()) { XXH3_128bits_reset(xxh); }
+  ~State() { XXH3_freeState(xxh); }
+  XXH3_state_t* const xxh;
+};
+
+Digester::Digester() : state_(std::make_unique<State>()) {}
+Digester::~Digester() = default;
+
+void Digester::Update(absl::string_view bytes) {
+  XXH3_128bits_update(state_->xxh, bytes.data(), bytes.size());
+  bytes_ += bytes.size();
+}
+
+FileDigest Digester::Finish() const {
+  const XXH128_hash_t hash = XXH3_128bits_digest(state_->xxh);
+  return {.bytes = bytes_, .xxh3 = absl::StrFormat("%016x%016x", hash.high64, hash.low64)};
+}
+
+FileDigest DigestBytes(absl::string_view bytes) {
+  Digester digester;
+  digester.Update(bytes);
+  return digester.Finish();
+}
+
+absl::StatusOr<FileDigest> DigestFile(const std::string& path) {
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
+  Digester digester;
+  std::vector<char> buffer(size_t{1} << 20);
+  while (true) {
+    const ssize_t n = read(fd, buffer.data(), buffer.size());
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) {
+      const int error = errno;
+      close(fd);
+      if (n < 0) return absl::ErrnoToStatus(error, absl::StrCat("cannot read ", path));
+      return digester.Finish();
+    }
+    digester.Update(absl::string_view(buffer.data(), n));
+  }
+}
+
+}  // namespace muster

@@ -1,0 +1,30 @@
+#include "worker/checkpoint/digest.h"
+
+#include <gtest/gtest.h>
+
+#include "base/file.h"
+
+namespace muster {
+namespace {
+
+TEST(Digest, KnownValueOfNothing_Matches) {
+  EXPECT_EQ(DigestBytes("").xxh3, "99aa06d3014798d86001c324468d497f");
+}
+
+TEST(Digest, PiecesAndFile_GiveTheSame) {
+  std::string text;
+  for (int i = 0; i < 3'000'000; ++i) text += static_cast<char>(i * 7 + i / 256);
+  Digester digester;
+  digester.Update(absl::string_view(text).substr(0, 1000));
+  digester.Update(absl::string_view(text).substr(1000));
+  EXPECT_EQ(digester.Finish(), DigestBytes(text));
+  EXPECT_EQ(digester.Finish().bytes, text.size());
+  const std::string path = JoinPath(testing::TempDir(), "digest-" + RandomHex());
+  ASSERT_TRUE(WriteFileAtomically(path, text).ok());
+  EXPECT_EQ(*DigestFile(path), DigestBytes(text));
+  ASSERT_TRUE(RemoveTree(path).ok());
+  EXPECT_FALSE(DigestFile(path).ok());
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,294 @@
+#include "worker/checkpoint/safetensors.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <limits>
+#include <set>
+#include <tuple>
+
+#include "ATen/ops/empty.h"
+#include "ATen/ops/from_blob.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "base/mutex.h"
+#include "base/status_macros.h"
+#include "c10/core/ScalarType.h"
+
+namespace muster {
+namespace {
+
+constexpr std::pair<SafetensorsType, at::ScalarType> kTypes[] = {
+    {SafetensorsType::kBool, at::kBool},
+    {SafetensorsType::kU8, at::kByte},
+    {SafetensorsType::kI8, at::kChar},
+    {SafetensorsType::kF8E5M2, at::kFloat8_e5m2},
+    {SafetensorsType::kF8E4M3, at::kFloat8_e4m3fn},
+    {SafetensorsType::kF8E8M0, at::kFloat8_e8m0fnu},
+    {SafetensorsType::kF8E4M3Fnuz, at::kFloat8_e4m3fnuz},
+    {SafetensorsType::kF8E5M2Fnuz, at::kFloat8_e5m2fnuz},
+    {SafetensorsType::kI16, at::kShort},
+    {SafetensorsType::kU16, at::kUInt16},
+    {SafetensorsType::kF16, at::kHalf},
+    {SafetensorsType::kBF16, at::kBFloat16},
+    {SafetensorsType::kI32, at::kInt},
+    {SafetensorsType::kU32, at::kUInt32},
+    {SafetensorsType::kF32, at::kFloat},
+    {SafetensorsType::kC64, at::kComplexFloat},
+    {SafetensorsType::kF64, at::kDouble},
+    {SafetensorsType::kI64, at::kLong},
+    {SafetensorsType::kU64, at::kUInt64},
+};
+
+// TensorIterator supports no more.
+constexpr size_t kMaxDimensions = 64;
+
+std::string Place(absl::string_view path, absl::string_view name) {
+  return absl::StrCat(path, ": tensor \"", absl::Utf8SafeCHexEscape(name.substr(0, 200)), "\": ");
+}
+
+}  // namespace
+
+absl::StatusOr<at::ScalarType> ToScalarType(SafetensorsType type) {
+  for (const auto& [ours, torchs] : kTypes) {
+    if (ours == type) return torchs;
+  }
+  return absl::UnimplementedError(
+      absl::StrCat("the type ", SafetensorsTypeName(type), " can be listed but not loaded"));
+}
+
+absl::StatusOr<SafetensorsType> ToSafetensorsType(at::ScalarType type) {
+  for (const auto& [ours, torchs] : kTypes) {
+    if (torchs == type) return ours;
+  }
+  return absl::UnimplementedError(
+      absl::StrCat("safetensors files cannot hold the type ", c10::toString(type)));
+}
+
+struct SafetensorsReader::File {
+  explicit File(int descriptor) : fd(descriptor) {}
+  ~File() {
+    if (base != nullptr) munmap(base, size);
+    close(fd);
+  }
+
+  // Maps the file at the first call.
+  absl::StatusOr<char*> MappedData(const std::string& path) const {
+    MutexLock lock(&mu);
+    if (base == nullptr) {
+      void* const address = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0);
+      if (address == MAP_FAILED) {
+        return absl::ErrnoToStatus(errno, absl::StrCat("cannot map ", path));
+      }
+      base = static_cast<char*>(address);
+    }
+    return base;
+  }
+
+  const int fd;
+  size_t size = 0;
+  mutable Mutex mu;
+  mutable char* base = nullptr;
+};
+
+SafetensorsReader::SafetensorsReader(std::string path, SafetensorsHeader header,
+                                     std::shared_ptr<const File> file)
+    : path_(std::move(path)), header_(std::move(header)), file_(std::move(file)) {}
+
+absl::StatusOr<SafetensorsReader> SafetensorsReader::Open(const std::string& path) {
+  MUSTER_ASSIGN_OR_RETURN(SafetensorsHeader header, ReadSafetensorsHeader(path));
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
+  auto file = std::make_shared<File>(fd);
+  struct stat info;
+  if (fstat(fd, &info) != 0) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot examine ", path));
+  }
+  file->size = info.st_size;
+  if (file->size != 8 + header.header_bytes + header.data_bytes) {
+    return absl::AbortedError(absl::StrCat(path, ": the file changed while it was opened"));
+  }
+  return SafetensorsReader(path, std::move(header), std::move(file));
+}
+
+absl::StatusOr<at::Tensor> SafetensorsReader::Allocate(const SafetensorsEntry& entry) const {
+  const absl::StatusOr<at::ScalarType> type = ToScalarType(entry.type);
+  if (!type.ok()) {
+    return absl::Status(type.status().code(),
+                        absl::StrCat(Place(path_, entry.name), "dtype: ", type.status().message()));
+  }
+  if (entry.shape.size() > kMaxDimensions ||
+      std::any_of(entry.shape.begin(), entry.shape.end(), [](uint64_t dimension) {
+        return dimension > static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
+      })) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(Place(path_, entry.name),
+                     "shape: has more dimensions or larger ones than a "
+                     "tensor can have"));
+  }
+  const std::vector<int64_t> sizes(entry.shape.begin(), entry.shape.end());
+  return at::empty(sizes, at::TensorOptions().dtype(*type));
+}
+
+absl::Status SafetensorsReader::ReadInto(const SafetensorsEntry& entry,
+                                         const at::Tensor& tensor) const {
+  char* to = static_cast<char*>(tensor.data_ptr());
+  uint64_t left = entry.end - entry.begin;
+  uint64_t at = 8 + header_.header_bytes + entry.begin;
+  while (left > 0) {
+    const ssize_t n = pread(file_->fd, to, std::min(left, uint64_t{1} << 30), at);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot read ", path_));
+    if (n == 0) {
+      return absl::DataLossError(
+          absl::StrCat(path_, ": the file became shorter while it was read"));
+    }
+    to += n;
+    at += n;
+    left -= n;
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<at::Tensor> SafetensorsReader::Read(absl::string_view name) const {
+  const SafetensorsEntry* const entry = header_.Find(name);
+  if (entry == nullptr) {
+    return absl::NotFoundError(absl::StrCat(Place(path_, name), "is not in the file"));
+  }
+  MUSTER_ASSIGN_OR_RETURN(at::Tensor tensor, Allocate(*entry));
+  MUSTER_RETURN_IF_ERROR(ReadInto(*entry, tensor));
+  return tensor;
+}
+
+absl::StatusOr<at::Tensor> SafetensorsReader::Map(absl::string_view name) const {
+  const SafetensorsEntry* const entry = header_.Find(name);
+  if (entry == nullptr || entry->begin == entry->end) return Read(name);
+  MUSTER_ASSIGN_OR_RETURN(const at::ScalarType type, ToScalarType(entry->type));
+  const uint64_t offset = 8 + header_.header_bytes + entry->begin;
+  if (offset % c10::elementSize(type) != 0 || entry->shape.size() > kMaxDimensions) {
+    return Read(name);
+  }
+  MUSTER_ASSIGN_OR_RETURN(char* const base, file_->MappedData(path_));
+  const std::vector<int64_t> sizes(entry->shape.begin(), entry->shape.end());
+  return at::from_blob(
+      base + offset, sizes, [file = file_](void*) {}, at::TensorOptions().dtype(type));
+}
+
+absl::StatusOr<NamedTensors> SafetensorsReader::ReadAll(FileDigest* digest) const {
+  NamedTensors tensors;
+  tensors.reserve(header_.tensors.size());
+  std::vector<size_t> order(header_.tensors.size());
+  for (size_t i = 0; i < order.size(); ++i) {
+    order[i] = i;
+    MUSTER_ASSIGN_OR_RETURN(at::Tensor tensor, Allocate(header_.tensors[i]));
+    tensors.emplace_back(header_.tensors[i].name, std::move(tensor));
+  }
+  // The ranges have no holes: in this order they are the file.
+  std::sort(order.begin(), order.end(), [this](size_t a, size_t b) {
+    return std::tie(header_.tensors[a].begin, header_.tensors[a].end) <
+           std::tie(header_.tensors[b].begin, header_.tensors[b].end);
+  });
+  Digester digester;
+  if (digest != nullptr) {
+    std::string prefix(8 + header_.header_bytes, '\0');
+    size_t done = 0;
+    while (done < prefix.size()) {
+      const ssize_t n = pread(file_->fd, prefix.data() + done, prefix.size() - done, done);
+      if (n < 0 && errno == EINTR) continue;
+      if (n <= 0) return absl::DataLossError(absl::StrCat(path_, ": cannot read the header again"));
+      done += n;
+    }
+    digester.Update(prefix);
+  }
+  for (const size_t i : order) {
+    const SafetensorsEntry& entry = header_.tensors[i];
+    MUSTER_RETURN_IF_ERROR(ReadInto(entry, tensors[i].second));
+    if (digest != nullptr && entry.end > entry.begin) {
+      digester.Update(absl::string_view(static_cast<const char*>(tensors[i].second.data_ptr()),
+                                        entry.end - entry.begin));
+    }
+  }
+  if (digest != nullptr) *digest = digester.Finish();
+  return tensors;
+}
+
+NamedTensors WithoutSharedTensors(const NamedTensors& tensors) {
+  using View = std::tuple<const void*, c10::Device, at::ScalarType, std::vector<int64_t>,
+                          std::vector<int64_t>>;
+  const auto less = [](const View& a, const View& b) {
+    const auto key = [](const View& view) {
+      return std::tuple(std::get<0>(view), std::get<1>(view).str(), std::get<2>(view),
+                        std::get<3>(view), std::get<4>(view));
+    };
+    return key(a) < key(b);
+  };
+  std::set<View, decltype(less)> seen(less);
+  NamedTensors kept;
+  for (const auto& [name, tensor] : tensors) {
+    if (tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_meta() &&
+        tensor.numel() > 0 &&
+        !seen.emplace(tensor.data_ptr(), tensor.device(), tensor.scalar_type(),
+                      tensor.sizes().vec(), tensor.strides().vec())
+             .second) {
+      continue;
+    }
+    kept.emplace_back(name, tensor);
+  }
+  return kept;
+}
+
+absl::StatusOr<FileDigest> WriteSafetensors(const std::string& path, const NamedTensors& tensors,
+                                            const WriteSafetensorsOptions& options) {
+  const NamedTensors kept =
+      options.shared == SharedTensors::kKeepFirst ? WithoutSharedTensors(tensors) : tensors;
+  std::vector<SafetensorsEntry> entries;
+  entries.reserve(kept.size());
+  absl::flat_hash_map<absl::string_view, const at::Tensor*> by_name;
+  for (const auto& [name, tensor] : kept) {
+    if (!tensor.defined() || tensor.layout() != at::kStrided || tensor.is_meta()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(Place(path, name), !tensor.defined()  ? "is undefined"
+                                          : tensor.is_meta() ? "has no data (it is on meta)"
+                                                             : "is sparse"));
+    }
+    const absl::StatusOr<SafetensorsType> type = ToSafetensorsType(tensor.scalar_type());
+    if (!type.ok()) {
+      return absl::Status(type.status().code(),
+                          absl::StrCat(Place(path, name), type.status().message()));
+    }
+    SafetensorsEntry entry{.name = name, .type = *type};
+    entry.shape.assign(tensor.sizes().begin(), tensor.sizes().end());
+    entries.push_back(std::move(entry));
+    by_name[name] = &tensor;
+  }
+  absl::StatusOr<SafetensorsLayout> layout =
+      LayOutSafetensors(std::move(entries), options.metadata);
+  if (!layout.ok()) {
+    return absl::Status(layout.status().code(),
+                        absl::StrCat(path, ": ", layout.status().message()));
+  }
+  MUSTER_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(path));
+  Digester digester;
+  const auto append = [&](absl::string_view bytes) {
+    digester.Update(bytes);
+    return file.Append(bytes);
+  };
+  MUSTER_RETURN_IF_ERROR(append(layout->prefix));
+  for (const SafetensorsEntry& entry : layout->tensors) {
+    if (entry.begin == entry.end) continue;
+    const at::Tensor tensor =
+        by_name[entry.name]->detach().resolve_conj().resolve_neg().to(at::kCPU).contiguous();
+    MUSTER_RETURN_IF_ERROR(append(
+        absl::string_view(static_cast<const char*>(tensor.data_ptr()), entry.end - entry.begin)));
+  }
+  MUSTER_RETURN_IF_ERROR(file.Commit());
+  return digester.Finish();
+}
+
+}  // namespace muster

@@ -1,0 +1,85 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_SAFETENSORS_H_
+#define MUSTER_WORKER_CHECKPOINT_SAFETENSORS_H_
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "worker/checkpoint/digest.h"
+#include "worker/checkpoint/safetensors_format.h"
+
+namespace muster {
+
+// Tensors under their names, in an order that means something to whoever made the list.
+using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
+
+// The element types that have a counterpart. UNIMPLEMENTED, naming the type, for the others (F4 and
+// F6; quantized and wide complex tensors).
+absl::StatusOr<at::ScalarType> ToScalarType(SafetensorsType type);
+absl::StatusOr<SafetensorsType> ToSafetensorsType(at::ScalarType type);
+
+// An open file. Read and Map may be called from several threads. Tensors are on the CPU,
+// contiguous.
+class SafetensorsReader {
+ public:
+  // Reads the header. Errors: as ReadSafetensorsHeader.
+  static absl::StatusOr<SafetensorsReader> Open(const std::string& path);
+
+  const std::string& path() const { return path_; }
+  const SafetensorsHeader& header() const { return header_; }
+
+  // The tensor in memory of its own. Blocks on the disk. NOT_FOUND names the tensor and the file.
+  absl::StatusOr<at::Tensor> Read(absl::string_view name) const;
+
+  // The tensor in pages of the file that are loaded when touched; writing to it changes this
+  // process's copy only. The mapping lives as long as a tensor of it. A tensor that stands at an
+  // address which its type forbids is read instead. Only for files that nobody shortens meanwhile:
+  // that would be a bus error.
+  absl::StatusOr<at::Tensor> Map(absl::string_view name) const;
+
+  // Every tensor, by name, and with `digest` not null, that of the whole file, from the same pass
+  // over it.
+  absl::StatusOr<NamedTensors> ReadAll(FileDigest* digest = nullptr) const;
+
+ private:
+  struct File;
+  SafetensorsReader(std::string path, SafetensorsHeader header, std::shared_ptr<const File> file);
+  absl::StatusOr<at::Tensor> Allocate(const SafetensorsEntry& entry) const;
+  absl::Status ReadInto(const SafetensorsEntry& entry, const at::Tensor& tensor) const;
+
+  std::string path_;
+  SafetensorsHeader header_;
+  std::shared_ptr<const File> file_;
+};
+
+// What to do with several names of one tensor (same memory, shape, strides and type; empty tensors
+// never count).
+enum class SharedTensors {
+  kKeepFirst,  // Write the first name only, as model files do.
+  kWriteAll,   // Write the data under every name.
+};
+
+struct WriteSafetensorsOptions {
+  std::optional<SafetensorsMetadata> metadata = std::nullopt;
+  SharedTensors shared = SharedTensors::kKeepFirst;
+};
+
+// Writes a whole file or nothing: temporary name, sync, rename, sync of the folder. Tensors may be
+// on any device and of any strides; one at a time is copied if need be. Blocks on the disk. Errors:
+// INVALID_ARGUMENT naming file and tensor for a name twice, an undefined, sparse or meta tensor;
+// UNIMPLEMENTED for a type the format has not; those of the disk. Throws c10::Error if a copy from
+// a device fails.
+absl::StatusOr<FileDigest> WriteSafetensors(const std::string& path, const NamedTensors& tensors,
+                                            const WriteSafetensorsOptions& options = {});
+
+// The list without further names of tensors that are in it already (see SharedTensors).
+NamedTensors WithoutSharedTensors(const NamedTensors& tensors);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_SAFETENSORS_H_

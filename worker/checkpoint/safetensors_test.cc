@@ -1,0 +1,158 @@
+#include "worker/checkpoint/safetensors.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <nlohmann/json.hpp>
+
+#include "ATen/ops/arange.h"
+#include "ATen/ops/complex.h"
+#include "ATen/ops/empty.h"
+#include "ATen/ops/ones.h"
+#include "ATen/ops/randn.h"
+#include "ATen/ops/zeros.h"
+#include "base/file.h"
+
+namespace muster {
+namespace {
+
+using ::testing::HasSubstr;
+
+class SafetensorsTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    folder_ = JoinPath(testing::TempDir(), "safetensors-" + RandomHex());
+    ASSERT_TRUE(MakeDirectories(folder_).ok());
+    path_ = JoinPath(folder_, "f.safetensors");
+  }
+  void TearDown() override { EXPECT_TRUE(RemoveTree(folder_).ok()); }
+
+  std::string folder_;
+  std::string path_;
+};
+
+bool SameBytes(const at::Tensor& a, const at::Tensor& b) {
+  return a.scalar_type() == b.scalar_type() && a.sizes() == b.sizes() &&
+         (a.numel() == 0 || std::memcmp(a.data_ptr(), b.data_ptr(), a.nbytes()) == 0);
+}
+
+TEST_F(SafetensorsTest, EveryType_RoundTripsByReadAndMap) {
+  NamedTensors tensors;
+  for (const at::ScalarType type :
+       {at::kBool, at::kByte, at::kChar, at::kShort, at::kInt, at::kLong, at::kHalf, at::kBFloat16,
+        at::kFloat, at::kDouble, at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kUInt16, at::kUInt32,
+        at::kUInt64, at::kComplexFloat}) {
+    const std::string name = c10::toString(type);
+    const at::Tensor values = at::arange(15, at::kFloat).reshape({3, 5});
+    tensors.emplace_back(name, values.to(type));
+    tensors.emplace_back(name + ".scalar", at::ones({}, at::kFloat).to(type));
+    tensors.emplace_back(name + ".empty", at::empty({0, 4}, at::TensorOptions().dtype(type)));
+  }
+  const auto digest = WriteSafetensors(path_, tensors, {.metadata = {{{"format", "pt"}}}});
+  ASSERT_TRUE(digest.ok()) << digest.status();
+  EXPECT_EQ(*digest, *DigestFile(path_));
+  auto reader = SafetensorsReader::Open(path_);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  EXPECT_EQ(reader->header().metadata->at("format"), "pt");
+  FileDigest read_digest;
+  const auto all = reader->ReadAll(&read_digest);
+  ASSERT_TRUE(all.ok());
+  EXPECT_EQ(read_digest, *digest);
+  EXPECT_EQ(all->size(), tensors.size());
+  for (const auto& [name, tensor] : tensors) {
+    EXPECT_TRUE(SameBytes(*reader->Read(name), tensor)) << name;
+    EXPECT_TRUE(SameBytes(*reader->Map(name), tensor)) << name;
+  }
+}
+
+TEST_F(SafetensorsTest, MappedTensor_OutlivesReaderAndKeepsFileUntouched) {
+  ASSERT_TRUE(WriteSafetensors(path_, {{"w", at::ones({4})}}).ok());
+  at::Tensor mapped = *SafetensorsReader::Open(path_)->Map("w");
+  mapped.fill_(7);
+  EXPECT_EQ(mapped.sum().item<float>(), 28);
+  EXPECT_EQ(SafetensorsReader::Open(path_)->Read("w")->sum().item<float>(), 4);
+}
+
+TEST_F(SafetensorsTest, StridesAndConjugates_AreWrittenAsTheyLook) {
+  const at::Tensor base = at::randn({4, 6});
+  const at::Tensor complex = at::complex(at::randn({3}), at::randn({3}));
+  ASSERT_TRUE(WriteSafetensors(path_, {{"t", base.t()}, {"c", complex.conj()}}).ok());
+  auto reader = SafetensorsReader::Open(path_);
+  EXPECT_TRUE(reader->Read("t")->equal(base.t()));
+  EXPECT_TRUE(reader->Read("c")->equal(complex.conj().resolve_conj()));
+}
+
+TEST_F(SafetensorsTest, SharedTensors_KeepFirstNameOnly) {
+  const at::Tensor shared = at::randn({8});
+  const NamedTensors tensors = {{"b", shared},
+                                {"a", shared},
+                                {"first_half", shared.slice(0, 0, 4)},
+                                {"second_half", shared.slice(0, 4, 8)},
+                                {"e1", at::empty({0})},
+                                {"e2", at::empty({0})}};
+  ASSERT_TRUE(WriteSafetensors(path_, tensors).ok());
+  auto reader = SafetensorsReader::Open(path_);
+  EXPECT_NE(reader->header().Find("b"), nullptr);
+  EXPECT_EQ(reader->header().Find("a"), nullptr);
+  // Views of different parts are different tensors, and empty ones share nothing.
+  EXPECT_TRUE(reader->Read("second_half")->equal(shared.slice(0, 4, 8)));
+  EXPECT_NE(reader->header().Find("e2"), nullptr);
+  ASSERT_TRUE(WriteSafetensors(path_, tensors, {.shared = SharedTensors::kWriteAll}).ok());
+  EXPECT_TRUE(SafetensorsReader::Open(path_)->Read("a")->equal(shared));
+}
+
+TEST_F(SafetensorsTest, UnwritableTensors_NameFileAndTensorAndLeaveOldFile) {
+  ASSERT_TRUE(WriteSafetensors(path_, {{"w", at::ones({2})}}).ok());
+  const auto write = [&](const at::Tensor& tensor) {
+    const auto digest = WriteSafetensors(path_, {{"layer.w", tensor}});
+    return std::string(digest.status().message());
+  };
+  EXPECT_EQ(write(at::Tensor()), path_ + ": tensor \"layer.w\": is undefined");
+  EXPECT_THAT(write(at::empty({2}, at::TensorOptions().device(at::kMeta))), HasSubstr("meta"));
+  EXPECT_THAT(write(at::zeros({2}, at::TensorOptions().dtype(at::kComplexDouble))),
+              HasSubstr("ComplexDouble"));
+  EXPECT_THAT(write(at::zeros({2, 2}).to_sparse()), HasSubstr("sparse"));
+  EXPECT_FALSE(WriteSafetensors(path_, {{"a", at::ones({1})}, {"a", at::ones({2})}}).ok());
+  EXPECT_TRUE(SafetensorsReader::Open(path_)->Read("w")->equal(at::ones({2})));
+  EXPECT_EQ(ListDirectory(folder_)->size(), 1u);
+}
+
+TEST_F(SafetensorsTest, MissingTensor_NamesFileAndTensor) {
+  ASSERT_TRUE(WriteSafetensors(path_, {{"w", at::ones({2})}}).ok());
+  const auto tensor = SafetensorsReader::Open(path_)->Read("v");
+  EXPECT_EQ(tensor.status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(std::string(tensor.status().message()), path_ + ": tensor \"v\": is not in the file");
+}
+
+TEST_F(SafetensorsTest, GoldenFiles_LoadWithTheirShapes) {
+  const char* golden = std::getenv("MUSTER_GOLDEN");
+  ASSERT_NE(golden, nullptr) << "set MUSTER_GOLDEN to the folder of golden cases";
+  std::ifstream lines(JoinPath(golden, "safetensors_files.jsonl"));
+  int loaded = 0;
+  for (std::string line; std::getline(lines, line);) {
+    const auto item = nlohmann::json::parse(line);
+    if (item.contains("error")) continue;
+    auto reader = SafetensorsReader::Open(JoinPath(golden, item["in"]["file"].get<std::string>()));
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    for (const auto& entry : item["out"]["tensors"]) {
+      const std::string name = entry["name"];
+      const std::string dtype = entry["dtype"];
+      const auto tensor = reader->Read(name);
+      if (dtype == "F4" || dtype.rfind("F6_", 0) == 0) {
+        EXPECT_EQ(tensor.status().code(), absl::StatusCode::kUnimplemented);
+        continue;
+      }
+      ASSERT_TRUE(tensor.ok()) << tensor.status();
+      EXPECT_EQ(tensor->sizes().vec(), entry["shape"].get<std::vector<int64_t>>());
+      EXPECT_TRUE(SameBytes(*tensor, *reader->Map(name)));
+      ++loaded;
+    }
+  }
+  EXPECT_GT(loaded, 80);
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,87 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_STATE_DICT_H_
+#define MUSTER_WORKER_CHECKPOINT_STATE_DICT_H_
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <variant>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "worker/checkpoint/digest.h"
+#include "worker/checkpoint/safetensors.h"
+
+namespace muster {
+
+// What an object writes into a checkpoint and gets back: named tensors in order, named scalars, and
+// text metadata. Nesting is written with dots ("state.0.exp_avg"). A value type; copies share the
+// tensors' memory. Not thread-safe.
+class StateDict {
+ public:
+  using Scalar = std::variant<bool, int64_t, double, std::string>;
+
+  // Each sets a name, replacing an earlier value in its place.
+  void SetTensor(absl::string_view name, at::Tensor tensor);
+  void SetBool(absl::string_view name, bool value);
+  void SetInt(absl::string_view name, int64_t value);
+  void SetDouble(absl::string_view name, double value);
+  void SetText(absl::string_view name, absl::string_view value);
+  void SetMetadata(absl::string_view key, absl::string_view value);
+
+  // NOT_FOUND naming what is missing; INVALID_ARGUMENT if a scalar is of another type (an integer
+  // is also a double).
+  absl::StatusOr<at::Tensor> GetTensor(absl::string_view name) const;
+  absl::StatusOr<bool> GetBool(absl::string_view name) const;
+  absl::StatusOr<int64_t> GetInt(absl::string_view name) const;
+  absl::StatusOr<double> GetDouble(absl::string_view name) const;
+  absl::StatusOr<std::string> GetText(absl::string_view name) const;
+
+  const NamedTensors& tensors() const { return tensors_; }
+  const std::map<std::string, Scalar>& scalars() const { return scalars_; }
+  const std::map<std::string, std::string>& metadata() const { return metadata_; }
+  bool empty() const { return tensors_.empty() && scalars_.empty() && metadata_.empty(); }
+
+  // Adds all tensors and scalars of `part` under "PREFIX.name"; Sub takes them out again.
+  void Merge(absl::string_view prefix, const StateDict& part);
+  StateDict Sub(absl::string_view prefix) const;
+
+ private:
+  NamedTensors tensors_;
+  std::map<std::string, size_t> places_;  // in tensors_
+  std::map<std::string, Scalar> scalars_;
+  std::map<std::string, std::string> metadata_;
+};
+
+// Writes PATH.safetensors (scalars as one JSON object in the metadata entry "muster.scalars") or,
+// without tensors, PATH.json; which one is told by the extension of `path`. Whole file or nothing.
+// Blocks on the disk. Errors: as WriteSafetensors; INVALID_ARGUMENT for another extension, for
+// tensors in a .json file, for text that is not UTF-8.
+absl::StatusOr<FileDigest> WriteStateDict(const std::string& path, const StateDict& state,
+                                          SharedTensors shared = SharedTensors::kWriteAll);
+
+// Reads it back, tensors by name. With `expected`, DATA_LOSS unless size and contents are those:
+// the message names the file and both sizes or digests. `path` may be any safetensors file: its
+// metadata come along.
+absl::StatusOr<StateDict> ReadStateDict(const std::string& path,
+                                        const std::optional<FileDigest>& expected = std::nullopt);
+
+struct LoadTensorsOptions {
+  bool allow_missing = false;
+  bool allow_unexpected = false;
+};
+
+// Copies tensors of `source` into the tensors of the same name in `targets`, on whatever device
+// they are. Nothing is copied unless everything fits. A target without a source is not missing if
+// it is the same tensor as a target that has one (tied weights, of which files keep the first
+// name). Floating types convert into each other, other types must be equal. Errors:
+// INVALID_ARGUMENT "WHAT: ..." that lists missing and unexpected names and those of another shape
+// or type.
+absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets,
+                         absl::string_view what, const LoadTensorsOptions& options = {});
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_STATE_DICT_H_

@@ -1,0 +1,149 @@
+#include "worker/checkpoint/state_dict.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "ATen/ops/ones.h"
+#include "ATen/ops/randn.h"
+#include "ATen/ops/zeros.h"
+#include "base/file.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+class StateDictTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    folder_ = JoinPath(testing::TempDir(), "state_dict-" + RandomHex());
+    ASSERT_TRUE(MakeDirectories(folder_).ok());
+  }
+  void TearDown() override { EXPECT_TRUE(RemoveTree(folder_).ok()); }
+  std::string folder_;
+};
+
+StateDict Scalars() {
+  StateDict state;
+  state.SetBool("flag", true);
+  state.SetInt("count", std::numeric_limits<int64_t>::min());
+  state.SetDouble("rate", 0.1);
+  state.SetDouble("whole", 3.0);
+  state.SetDouble("infinite", -std::numeric_limits<double>::infinity());
+  state.SetText("text", "a \"b\" ✓");
+  state.SetMetadata("format", "pt");
+  return state;
+}
+
+TEST_F(StateDictTest, ScalarsAndTensors_RoundTripInBothFormats) {
+  StateDict state = Scalars();
+  const std::string json = JoinPath(folder_, "s.json");
+  const auto digest = WriteStateDict(json, state);
+  ASSERT_TRUE(digest.ok()) << digest.status();
+  state.SetTensor("state.0.exp_avg", at::randn({3}));
+  const std::string file = JoinPath(folder_, "s.safetensors");
+  ASSERT_TRUE(WriteStateDict(file, state).ok());
+  for (const std::string& path : {json, file}) {
+    const auto back = ReadStateDict(path, *DigestFile(path));
+    ASSERT_TRUE(back.ok()) << back.status();
+    EXPECT_EQ(*back->GetBool("flag"), true);
+    EXPECT_EQ(*back->GetInt("count"), std::numeric_limits<int64_t>::min());
+    EXPECT_EQ(*back->GetDouble("rate"), 0.1);
+    EXPECT_EQ(*back->GetDouble("whole"), 3.0);
+    EXPECT_TRUE(std::isinf(*back->GetDouble("infinite")));
+    EXPECT_EQ(*back->GetText("text"), "a \"b\" ✓");
+    EXPECT_EQ(back->metadata().at("format"), "pt");
+    EXPECT_EQ(back->metadata().size(), 1u);
+  }
+  EXPECT_TRUE(ReadStateDict(file)
+                  ->GetTensor("state.0.exp_avg")
+                  ->equal(*state.GetTensor("state.0.exp_avg")));
+}
+
+TEST_F(StateDictTest, FlippedByte_IsDataLossNamingFile) {
+  StateDict state;
+  state.SetTensor("w", at::ones({100}));
+  for (const char* name : {"s.safetensors", "s.json"}) {
+    const std::string path = JoinPath(folder_, name);
+    const auto digest =
+        WriteStateDict(path, absl::string_view(name) == "s.json" ? Scalars() : state);
+    ASSERT_TRUE(digest.ok());
+    const std::string good = *ReadFile(path);
+    for (size_t at = 0; at < good.size(); at += 13) {
+      std::string bad = good;
+      bad[at] ^= 0x10;
+      ASSERT_TRUE(WriteFileAtomically(path, bad).ok());
+      const auto read = ReadStateDict(path, *digest);
+      EXPECT_EQ(read.status().code(), absl::StatusCode::kDataLoss) << at << read.status();
+      EXPECT_THAT(std::string(read.status().message()), HasSubstr(path));
+    }
+    ASSERT_TRUE(WriteFileAtomically(path, good.substr(0, good.size() / 2)).ok());
+    EXPECT_EQ(ReadStateDict(path, *digest).status().code(), absl::StatusCode::kDataLoss);
+  }
+}
+
+TEST_F(StateDictTest, WrongUse_IsToldByName) {
+  const StateDict state = Scalars();
+  EXPECT_EQ(state.GetInt("nothing").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(std::string(state.GetInt("rate").status().message()),
+            "state \"rate\" is a number, not an integer");
+  StateDict tensor;
+  tensor.SetTensor("w", at::ones({1}));
+  EXPECT_FALSE(WriteStateDict(JoinPath(folder_, "a.json"), tensor).ok());
+  EXPECT_FALSE(WriteStateDict(JoinPath(folder_, "a.bin"), tensor).ok());
+  StateDict bytes;
+  bytes.SetText("t", "\xff");
+  EXPECT_FALSE(WriteStateDict(JoinPath(folder_, "a.json"), bytes).ok());
+}
+
+TEST_F(StateDictTest, MergeAndSub_AreInverse) {
+  StateDict inner = Scalars();
+  inner.SetTensor("w", at::ones({2}));
+  StateDict outer;
+  outer.SetInt("ab", 1);
+  outer.Merge("a", inner);
+  const StateDict back = outer.Sub("a");
+  EXPECT_EQ(back.scalars(), inner.scalars());
+  EXPECT_EQ(back.tensors().size(), 1u);
+}
+
+TEST(LoadTensors, D16_MissingNames_AreAnErrorEvenWhenStrictIsForgotten) {
+  const at::Tensor a = at::zeros({2}), b = at::zeros({2});
+  const NamedTensors targets = {{"a", a}, {"b", b}};
+  const absl::Status status =
+      LoadTensors({{"a", at::ones({2})}, {"c", at::ones({2})}}, targets, "m");
+  EXPECT_EQ(std::string(status.message()),
+            "m: the tensors do not fit this model: missing: b; unexpected: c");
+  EXPECT_EQ(a.sum().item<float>(), 0) << "nothing is copied unless all fits";
+  EXPECT_TRUE(LoadTensors({{"a", at::ones({2})}, {"c", at::ones({2})}}, targets, "m",
+                          {.allow_missing = true, .allow_unexpected = true})
+                  .ok());
+  EXPECT_EQ(a.sum().item<float>(), 2);
+}
+
+TEST(LoadTensors, ShapesAndTypes_MustFit) {
+  const at::Tensor target = at::zeros({2}, at::kFloat);
+  EXPECT_THAT(std::string(LoadTensors({{"w", at::ones({3})}}, {{"w", target}}, "m").message()),
+              AllOf(HasSubstr("w ([3] Float in the file, [2] Float here)")));
+  EXPECT_FALSE(LoadTensors({{"w", at::ones({2}, at::kLong)}}, {{"w", target}}, "m").ok());
+  EXPECT_TRUE(LoadTensors({{"w", at::ones({2}, at::kBFloat16)}}, {{"w", target}}, "m").ok());
+}
+
+TEST(LoadTensors, TiedTarget_NeedsOneName) {
+  const at::Tensor tied = at::zeros({2});
+  EXPECT_TRUE(LoadTensors({{"embed", at::ones({2})}}, {{"embed", tied}, {"head", tied}}, "m").ok());
+  EXPECT_EQ(tied.sum().item<float>(), 2);
+}
+
+TEST(LoadTensors, TargetThatNeedsGradient_IsFilled) {
+  const at::Tensor target = at::zeros({2}).requires_grad_();
+  EXPECT_TRUE(LoadTensors({{"w", at::ones({2})}}, {{"w", target}}, "m").ok());
+  EXPECT_EQ(target.sum().item<float>(), 2);
+}
+
+}  // namespace
+}  // namespace muster
