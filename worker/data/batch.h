@@ -13,7 +13,7 @@ namespace muster {
 
 // The facts of a batch. Whoever needs them gets the batch: there is no global "active loader".
 struct BatchInfo {
-  int64_t iteration = 0;  // which pass over a loader, unique in this process
+  uint64_t iteration = 0;  // which pass over a loader, unique in this process
   int64_t epoch = 0;
   int64_t index = 0;  // number of the batch in its epoch, counting those that were skipped or seen
                       // before a restart
@@ -40,7 +40,6 @@ struct BatchInfo {
 template <class T>
 class Batch {
  public:
-  Batch() = default;
   Batch(T value, BatchInfo info) : value_(std::move(value)), info_(std::move(info)) {}
 
   T& value() { return value_; }
@@ -76,7 +75,7 @@ class Batch {
   }
 
  private:
-  T value_{};
+  T value_;
   BatchInfo info_;
 };
 

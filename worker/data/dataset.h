@@ -1,0 +1,336 @@
+#ifndef MUSTER_WORKER_DATA_DATASET_H_
+#define MUSTER_WORKER_DATA_DATASET_H_
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "ATen/ops/from_blob.h"
+#include "ATen/ops/index_select.h"
+#include "c10/util/ArrayRef.h"
+#include "worker/data/collate.h"
+#include "worker/data/data_error.h"
+#include "worker/data/nested.h"
+
+namespace muster {
+
+// What may be a data set. No base class: a type is used for what it can do.
+//
+// Map style (random access): `size()` (an integer, or an optional of one) and at least one of
+//   get_batch(indices)   indices: const std::vector<int64_t>& or c10::ArrayRef<int64_t> or
+//   c10::ArrayRef<size_t>; gives
+//                        a finished batch, or a std::vector of examples that are then collated. The
+//                        fast way: one call and no allocation per sample.
+//   get(index)           one example
+//   operator[](index)    one example: a std::vector of examples is a data set
+// Stream (in order only, `size()` may be missing): one of
+//   next()               std::optional of an example; empty at the end. Also `reset()`, which
+//   starts a new pass get_batch(n)         LibTorch's stateful data sets: up to n examples, an
+//   empty optional (or vector) at the end begin()/end()        any range; begin() starts a new pass
+//   and optionally skip(n): passes over n examples without making them; returns how many it passed
+//   over.
+// Any: `set_epoch(int64_t)`, called before each pass.
+//
+// torch::data::datasets::Dataset, MapDataset (transforms) and stateful data sets are of these
+// shapes as they are.
+//
+// Threads: with workers, a map-style data set whose reading functions are const is shared, and they
+// must be safe to call at once from several threads; one with non-const reading functions (as
+// LibTorch's) is copied for each worker.
+
+// Tensors that share their first dimension: a sample is a row of each. A batch is one tensor for
+// TensorDataset(x), else a tuple of tensors, made without a copy per sample. Thread-safe. Errors
+// (c10::Error): different lengths, no dimension.
+template <class... Tensors>
+class TensorDataset {
+ public:
+  static_assert(sizeof...(Tensors) >= 1 && (std::is_same_v<Tensors, at::Tensor> && ...));
+
+  explicit TensorDataset(Tensors... tensors) : tensors_(std::move(tensors)...) {
+    const auto check = [&](const at::Tensor& tensor) {
+      TORCH_CHECK(tensor.defined() && tensor.dim() > 0,
+                  "TensorDataset: a tensor without a first dimension");
+      TORCH_CHECK(tensor.size(0) == static_cast<int64_t>(size()), "TensorDataset: tensors have ",
+                  size(), " and ", tensor.size(0), " rows");
+    };
+    std::apply([&](const auto&... tensor) { (check(tensor), ...); }, tensors_);
+  }
+
+  size_t size() const {
+    const at::Tensor& first = std::get<0>(tensors_);
+    return first.defined() && first.dim() > 0 ? static_cast<size_t>(first.size(0)) : 0;
+  }
+
+  auto get_batch(const std::vector<int64_t>& indices) const {
+    const at::Tensor rows = at::from_blob(const_cast<int64_t*>(indices.data()),
+                                          {static_cast<int64_t>(indices.size())}, at::kLong);
+    const auto select = [&](const at::Tensor& tensor) {
+      return at::index_select(tensor, 0, tensor.is_cpu() ? rows : rows.to(tensor.device()));
+    };
+    if constexpr (sizeof...(Tensors) == 1) {
+      return select(std::get<0>(tensors_));
+    } else {
+      return std::apply([&](const auto&... tensor) { return std::make_tuple(select(tensor)...); },
+                        tensors_);
+    }
+  }
+
+ private:
+  std::tuple<Tensors...> tensors_;
+};
+
+namespace dataset_internal {
+
+using Indices = std::vector<int64_t>;
+
+template <class D>
+concept HasGetBatch = requires(D& d, const Indices& indices) {
+  d.get_batch(indices);
+};
+template <class D>
+concept HasGetBatchUnsigned = !HasGetBatch<D> && requires(D & d, c10::ArrayRef<size_t> indices) {
+  d.get_batch(indices);
+};
+template <class D>
+concept HasGet = requires(D& d, size_t index) {
+  d.get(index);
+};
+template <class D>
+concept IsIndexable = !HasGet<D> && requires(D & d, size_t index) {
+  d[index];
+  d.size();
+};
+template <class D>
+concept IsMapStyle = HasGetBatch<D> || HasGetBatchUnsigned<D> || HasGet<D> || IsIndexable<D>;
+
+template <class D>
+concept HasNext = !IsMapStyle<D> && requires(D & d) {
+  *d.next();
+  d.next().has_value();
+};
+template <class D>
+concept HasStreamBatch = !IsMapStyle<D> && !HasNext<D> && requires(D & d, size_t count) {
+  d.get_batch(count);
+};
+template <class D>
+concept IsRange = !IsMapStyle<D> && !HasNext<D> && !HasStreamBatch<D> && requires(D & d) {
+  *d.begin();
+  d.end();
+};
+template <class D>
+concept IsStream = HasNext<D> || HasStreamBatch<D> || IsRange<D>;
+
+// Whether reading does not change the data set: then workers share it.
+template <class D>
+concept IsConstReadable = (HasGetBatch<D> && HasGetBatch<const D>) ||
+                          (HasGetBatchUnsigned<D> && HasGetBatchUnsigned<const D>) ||
+                          (!HasGetBatch<D> && !HasGetBatchUnsigned<D> &&
+                           (HasGet<const D> || (!HasGet<D> && IsIndexable<const D>)));
+
+template <class D>
+std::optional<int64_t> SizeOf(const D& dataset) {
+  if constexpr (requires { dataset.size().has_value(); }) {
+    const auto size = dataset.size();
+    if (!size.has_value()) return std::nullopt;
+    return static_cast<int64_t>(*size);
+  } else if constexpr (requires { static_cast<int64_t>(dataset.size()); }) {
+    return static_cast<int64_t>(dataset.size());
+  } else {
+    return std::nullopt;
+  }
+}
+
+template <class D>
+void SetEpoch(D& dataset, int64_t epoch) {
+  if constexpr (requires { dataset.set_epoch(epoch); }) dataset.set_epoch(epoch);
+}
+
+// What the data set gives for a list of indices: a finished batch, or examples.
+template <class D>
+auto Fetch(D& dataset, const Indices& indices) {
+  if constexpr (HasGetBatch<D>) {
+    return dataset.get_batch(indices);
+  } else if constexpr (HasGetBatchUnsigned<D>) {
+    static_assert(sizeof(size_t) == sizeof(int64_t));
+    // Indices are not negative, and the signed and unsigned type of one size may alias.
+    return dataset.get_batch(
+        c10::ArrayRef<size_t>(reinterpret_cast<const size_t*>(indices.data()), indices.size()));
+  } else {
+    const auto one = [&](int64_t index) {
+      if constexpr (HasGet<D>) {
+        return dataset.get(static_cast<size_t>(index));
+      } else {
+        return dataset[static_cast<size_t>(index)];
+      }
+    };
+    std::vector<std::remove_cvref_t<decltype(one(0))>> examples;
+    examples.reserve(indices.size());
+    for (const int64_t index : indices) {
+      try {
+        examples.push_back(one(index));
+      } catch (const std::exception& error) {
+        throw DataError("sample " + std::to_string(index) + ": " + error.what());
+      }
+    }
+    return examples;
+  }
+}
+
+template <class D, class R>
+constexpr bool IsExampleList() {
+  if constexpr (!nested_internal::IsVector<R>) {
+    return false;
+  } else {
+    using E = typename R::value_type;
+    if constexpr (HasGet<D>) {
+      return std::is_same_v<E, std::remove_cvref_t<decltype(std::declval<D&>().get(size_t{0}))>>;
+    } else if constexpr (!HasGetBatch<D> && !HasGetBatchUnsigned<D>) {
+      return true;
+    } else {
+      return nested_internal::IsExample<E> || nested_internal::IsTuple<E>;
+    }
+  }
+}
+
+// Finished batches go through `collate` only if it is the user's.
+template <class D, class C>
+auto ReadBatch(D& dataset, C& collate, const Indices& indices) {
+  using Fetched = decltype(Fetch(dataset, indices));
+  if constexpr (!IsExampleList<D, Fetched>() && std::is_same_v<C, DefaultCollate>) {
+    return Fetch(dataset, indices);
+  } else {
+    return collate(Fetch(dataset, indices));
+  }
+}
+
+// One pass over a stream, example by example.
+template <class D>
+class StreamCursor {
+  static auto ExampleOf(D& d) {
+    if constexpr (HasNext<D>) {
+      return *d.next();
+    } else if constexpr (HasStreamBatch<D>) {
+      if constexpr (requires { d.get_batch(size_t{1}).value(); }) {
+        static_assert(
+            nested_internal::IsVector<std::remove_cvref_t<decltype(*d.get_batch(size_t{1}))>>,
+            "a stream must give examples, not finished batches: leave the Stack transform out");
+        return d.get_batch(size_t{1})->front();
+      } else {
+        return d.get_batch(size_t{1}).front();
+      }
+    } else {
+      return *d.begin();
+    }
+  }
+
+ public:
+  using Example = std::remove_cvref_t<decltype(ExampleOf(std::declval<D&>()))>;
+
+  // Starts a pass. `first` tells that the data set has not been read before.
+  StreamCursor(D& dataset, int64_t epoch, bool first) : dataset_(dataset) {
+    SetEpoch(dataset, epoch);
+    if constexpr (requires { dataset.reset(); }) {
+      dataset.reset();
+    } else if constexpr (!IsRange<D>) {
+      if (!first && !requires { dataset.set_epoch(epoch); }) {
+        throw DataError(
+            "the stream has been read and cannot start again: give it a reset() function");
+      }
+    }
+    if constexpr (IsRange<D>) range_.emplace(dataset);
+  }
+
+  std::optional<Example> Next() {
+    if constexpr (HasNext<D>) {
+      return dataset_.next();
+    } else if constexpr (HasStreamBatch<D>) {
+      if (used_ == buffer_.size()) {
+        Refill();
+        if (buffer_.empty()) return std::nullopt;
+      }
+      return std::move(buffer_[used_++]);
+    } else {
+      if (range_->at == range_->end) return std::nullopt;
+      std::optional<Example> example(*range_->at);
+      ++range_->at;
+      return example;
+    }
+  }
+
+  // Passes over up to `count` examples; returns how many there were.
+  int64_t Skip(int64_t count) {
+    if constexpr (requires {
+                    { dataset_.skip(count) } -> std::convertible_to<int64_t>;
+                  }) {
+      return static_cast<int64_t>(dataset_.skip(count));
+    }
+    int64_t skipped = 0;
+    while (skipped < count && Next().has_value()) ++skipped;
+    return skipped;
+  }
+
+ private:
+  struct Range {
+    explicit Range(D& dataset) : at(dataset.begin()), end(dataset.end()) {}
+    decltype(std::declval<D&>().begin()) at;
+    decltype(std::declval<D&>().end()) end;
+  };
+  struct NoRange {
+    explicit NoRange(D&) {}
+  };
+  template <class X, bool kIsRange>
+  struct RangeOf {
+    using type = NoRange;
+  };
+  template <class X>
+  struct RangeOf<X, true> {
+    using type = Range;
+  };
+
+  void Refill() {
+    constexpr size_t kChunk = 64;
+    used_ = 0;
+    buffer_.clear();
+    if constexpr (HasStreamBatch<D>) {
+      auto chunk = dataset_.get_batch(kChunk);
+      if constexpr (requires { chunk.has_value(); }) {
+        if (chunk.has_value()) buffer_ = std::move(*chunk);
+      } else {
+        buffer_ = std::move(chunk);
+      }
+    }
+  }
+
+  D& dataset_;
+  std::vector<Example> buffer_;
+  size_t used_ = 0;
+  std::optional<typename RangeOf<D, IsRange<D>>::type> range_;
+};
+
+template <class D, class C>
+auto BatchOf() {
+  if constexpr (IsMapStyle<D>) {
+    return std::type_identity<std::remove_cvref_t<decltype(ReadBatch(
+        std::declval<D&>(), std::declval<C&>(), std::declval<const Indices&>()))>>();
+  } else {
+    using E = typename StreamCursor<D>::Example;
+    return std::type_identity<
+        std::remove_cvref_t<decltype(std::declval<C&>()(std::declval<std::vector<E>>()))>>();
+  }
+}
+
+}  // namespace dataset_internal
+
+// The type of the batches that a data set and a collation make.
+template <class D, class C = DefaultCollate>
+using CollatedBatch = typename decltype(dataset_internal::BatchOf<D, C>())::type;
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_DATA_DATASET_H_

@@ -1,0 +1,740 @@
+#ifndef MUSTER_WORKER_DATA_LOADER_H_
+#define MUSTER_WORKER_DATA_LOADER_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <iterator>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "ATen/ops/zeros.h"
+#include "worker/data/batch.h"
+#include "worker/data/collate.h"
+#include "worker/data/data_error.h"
+#include "worker/data/dataset.h"
+#include "worker/data/dispatch.h"
+#include "worker/data/loader_core.h"
+#include "worker/data/nested.h"
+#include "worker/data/prefetcher.h"
+#include "worker/process/comm.h"
+
+namespace muster {
+
+namespace loader_internal {
+
+// A batch on its way to the loop. For a stream, `info` is made when it is given out, since only
+// then it is known to be the last one.
+template <class T>
+struct Fetched {
+  T value;
+  BatchInfo info;
+  int64_t first_round = 0;  // streams and dispatching: samples of the epoch's first round
+  int64_t begin = 0;        // and the positions of this round
+  int64_t end = 0;
+};
+
+// The batches of one pass, in order. One thread at a time.
+template <class T>
+class Feed {
+ public:
+  virtual ~Feed() = default;
+  virtual std::optional<Fetched<T>> Next() = 0;
+};
+
+// Runs `make`; what it throws becomes a DataError that names the batch.
+template <class F>
+auto NamingBatch(const LoaderPass& pass, int64_t number, const F& make) {
+  try {
+    return make();
+  } catch (const std::exception& error) {
+    throw DataError("loader: batch " + std::to_string(pass.first_index + number) + " of epoch " +
+                    std::to_string(pass.epoch) + " on rank " + std::to_string(pass.rank) + ": " +
+                    error.what());
+  }
+}
+
+template <class T>
+T Prepared(T value, const RecipeSettings& settings, const LoaderOptions& options) {
+  // Pinned memory is of use only on the way to a GPU.
+  if (settings.pin_memory && options.device.has_value() && options.device->is_cuda())
+    return PinMemory(value);
+  return value;
+}
+
+template <class P>
+struct IsSharedPtr : std::false_type {};
+template <class D>
+struct IsSharedPtr<std::shared_ptr<D>> : std::true_type {};
+
+// What a prepared loader knows of the data: how to begin reading for a pass.
+template <class T>
+class Source {
+ public:
+  virtual ~Source() = default;
+  virtual std::optional<int64_t> Size() const = 0;
+  // Starts reading. With `whole`, batches are those of all ranks joined.
+  virtual std::unique_ptr<Feed<T>> Open(std::shared_ptr<const LoaderPass> pass,
+                                        const RecipeSettings& settings,
+                                        const LoaderOptions& options) = 0;
+};
+
+// --- Map style ---
+
+template <class T>
+using ReadFunction = std::function<T(const std::vector<int64_t>&)>;
+
+template <class T>
+class IndexedFeed : public Feed<T> {
+ public:
+  IndexedFeed(std::shared_ptr<const LoaderPass> pass, std::vector<ReadFunction<T>> readers,
+              const RecipeSettings& settings, const LoaderOptions& options)
+      : pass_(std::move(pass)) {
+    std::vector<typename Prefetcher<Fetched<T>>::Produce> produce;
+    for (ReadFunction<T>& read : readers) {
+      produce.push_back(
+          [pass = pass_, read = std::move(read), settings, options,
+           indices = std::vector<int64_t>()](int64_t number) mutable -> std::optional<Fetched<T>> {
+            if (number >= pass->num_batches) return std::nullopt;
+            return NamingBatch(*pass, number, [&] {
+              pass->Indices(number, &indices);
+              return Fetched<T>{Prepared(ReadNamed(read, indices), settings, options), {}, 0, 0, 0};
+            });
+          });
+    }
+    if (settings.workers == 0) {
+      inline_ = std::move(produce.front());
+    } else {
+      prefetcher_.emplace(std::move(produce), int64_t{settings.workers} * settings.prefetch);
+    }
+  }
+
+  std::optional<Fetched<T>> Next() override {
+    std::optional<Fetched<T>> fetched =
+        prefetcher_.has_value() ? prefetcher_->Next() : inline_(given_);
+    if (!fetched.has_value()) return std::nullopt;
+    fetched->info = pass_->Info(given_);
+    fetched->begin = pass_->shard->RoundBegin(given_, pass_->position);
+    fetched->end = fetched->info.position;
+    fetched->first_round = pass_->shard->RoundBegin(1);
+    ++given_;
+    return fetched;
+  }
+
+ private:
+  static T ReadNamed(const ReadFunction<T>& read, const std::vector<int64_t>& indices) {
+    try {
+      return read(indices);
+    } catch (const DataError&) {
+      throw;
+    } catch (const std::exception& error) {
+      std::string ids;
+      for (size_t i = 0; i < std::min<size_t>(indices.size(), 8); ++i) {
+        ids += (i == 0 ? "" : ", ") + std::to_string(indices[i]);
+      }
+      throw DataError("samples " + ids + (indices.size() > 8 ? ", ..." : "") + ": " + error.what());
+    }
+  }
+
+  const std::shared_ptr<const LoaderPass> pass_;
+  int64_t given_ = 0;
+  typename Prefetcher<Fetched<T>>::Produce inline_;
+  std::optional<Prefetcher<Fetched<T>>> prefetcher_;  // last: its threads use what is above
+};
+
+template <class D, class C>
+class IndexedSource : public Source<CollatedBatch<D, C>> {
+ public:
+  using T = CollatedBatch<D, C>;
+  IndexedSource(std::shared_ptr<D> dataset, C collate)
+      : dataset_(std::move(dataset)), collate_(std::move(collate)) {}
+
+  std::optional<int64_t> Size() const override {
+    return dataset_internal::SizeOf(std::as_const(*dataset_));
+  }
+
+  std::unique_ptr<Feed<T>> Open(std::shared_ptr<const LoaderPass> pass,
+                                const RecipeSettings& settings,
+                                const LoaderOptions& options) override {
+    dataset_internal::SetEpoch(*dataset_, pass->epoch);
+    std::vector<ReadFunction<T>> readers;
+    for (int worker = 0; worker < std::max(settings.workers, 1); ++worker) {
+      readers.push_back([dataset = DatasetFor(settings),
+                         collate = collate_](const std::vector<int64_t>& indices) mutable {
+        return dataset_internal::ReadBatch(*dataset, collate, indices);
+      });
+    }
+    return std::make_unique<IndexedFeed<T>>(std::move(pass), std::move(readers), settings, options);
+  }
+
+ private:
+  std::shared_ptr<D> DatasetFor(const RecipeSettings& settings) const {
+    if constexpr (!dataset_internal::IsConstReadable<D>) {
+      if constexpr (std::is_copy_constructible_v<D>) {
+        if (settings.workers > 0) return std::make_shared<D>(*dataset_);
+      } else {
+        TORCH_CHECK(settings.workers <= 1,
+                    "loader: this data set can be neither copied nor read as const, so only one "
+                    "worker can use it: make its get() const, or set workers(1)");
+      }
+    }
+    return dataset_;
+  }
+
+  const std::shared_ptr<D> dataset_;
+  const C collate_;
+};
+
+// --- Streams ---
+
+// Reads the rounds of a stream and keeps this rank's part of each (dispatching: all of it).
+template <class D, class C>
+class RoundReader {
+ public:
+  using E = typename dataset_internal::StreamCursor<D>::Example;
+  using T = CollatedBatch<D, C>;
+
+  RoundReader(std::shared_ptr<D> dataset, C collate, std::shared_ptr<const LoaderPass> pass,
+              bool first, const RecipeSettings& settings, const LoaderOptions& options)
+      : pass_(std::move(pass)),
+        dataset_(std::move(dataset)),
+        collate_(std::move(collate)),
+        first_pass_(first),
+        settings_(settings),
+        options_(options) {}
+
+  // The next round, or nullopt after the last. An exception ends the pass.
+  std::optional<Fetched<T>> Read(int64_t number) {
+    return NamingBatch(*pass_, number, [&]() -> std::optional<Fetched<T>> {
+      if (!cursor_.has_value()) Start();
+      return ReadRound();
+    });
+  }
+
+ private:
+  bool may_pad() const { return pass_->tail == TailRule::kPad || pass_->tail == TailRule::kSpread; }
+
+  void Start() {
+    cursor_.emplace(*dataset_, pass_->epoch, first_pass_);
+    int64_t to_skip = pass_->position + pass_->skip_rounds * pass_->round.global;
+    // A pass that starts later still fills up its last round from the epoch's first samples.
+    while (may_pad() && position_ < std::min(to_skip, pass_->round.global)) {
+      std::optional<E> example = Next();
+      if (!example.has_value()) return;
+      first_round_.push_back(std::move(*example));
+      ++position_;
+    }
+    if (position_ < to_skip) position_ += cursor_->Skip(to_skip - position_);
+  }
+
+  std::optional<E> Next() {
+    try {
+      return cursor_->Next();
+    } catch (const std::exception& error) {
+      throw DataError("sample " + std::to_string(position_) + " of the stream: " + error.what());
+    }
+  }
+
+  std::optional<Fetched<T>> ReadRound() {
+    const LoaderPass& pass = *pass_;
+    const int64_t begin = position_;
+    const int64_t low = pass.dispatch() ? 0 : pass.rank * pass.round.per_rank;
+    const int64_t high = pass.dispatch() ? pass.round.global : low + pass.round.per_rank;
+    std::vector<E> mine;
+    mine.reserve(static_cast<size_t>(high - low));
+    while (position_ < begin + pass.round.global) {
+      std::optional<E> example = Next();
+      if (!example.has_value()) break;
+      const int64_t at = position_++ - begin;
+      if (may_pad() && position_ == static_cast<int64_t>(first_round_.size()) + 1 &&
+          position_ <= pass.round.global) {
+        first_round_.push_back(*example);
+      }
+      if (at >= low && at < high) mine.push_back(std::move(*example));
+    }
+    const int64_t count = position_ - begin;
+    if (count == 0 || (pass.tail == TailRule::kDrop && count < pass.round.global))
+      return std::nullopt;
+    const int64_t first_round = may_pad() ? static_cast<int64_t>(first_round_.size()) : count;
+    const auto pad = [&](int rank) {
+      const BatchSlice slice = pass.SliceOf(rank, begin, position_, first_round);
+      for (int64_t i = 0; i < slice.padding; ++i) {
+        mine.push_back(
+            first_round_[static_cast<size_t>((slice.padding_begin + i) % slice.padding_period)]);
+      }
+    };
+    if (pass.dispatch()) {
+      for (int rank = 0; rank < pass.sharding.world_size; ++rank) pad(rank);
+    } else {
+      pad(pass.rank);
+    }
+    return Fetched<T>{Prepared(T(collate_(std::move(mine))), settings_, options_),
+                      {},
+                      first_round,
+                      begin,
+                      position_};
+  }
+
+  const std::shared_ptr<const LoaderPass> pass_;
+  const std::shared_ptr<D> dataset_;
+  C collate_;
+  const bool first_pass_;
+  const RecipeSettings settings_;
+  const LoaderOptions options_;
+  std::optional<dataset_internal::StreamCursor<D>> cursor_;
+  int64_t position_ = 0;
+  std::vector<E> first_round_;  // the epoch's first samples, where padding may be needed
+};
+
+// One round ahead, so that a batch is known to be the last one when it is given out.
+template <class D, class C>
+class StreamFeed : public Feed<CollatedBatch<D, C>> {
+ public:
+  using T = CollatedBatch<D, C>;
+  StreamFeed(std::shared_ptr<const LoaderPass> pass, std::shared_ptr<RoundReader<D, C>> reader,
+             const RecipeSettings& settings)
+      : pass_(std::move(pass)) {
+    read_ = [reader = std::move(reader)](int64_t number) { return reader->Read(number); };
+    if (settings.workers > 0) {
+      // A stream has one reader, however many workers are asked for.
+      prefetcher_.emplace(std::vector<typename Prefetcher<Fetched<T>>::Produce>{read_},
+                          int64_t{settings.workers} * settings.prefetch);
+    }
+  }
+
+  std::optional<Fetched<T>> Next() override {
+    if (!started_) {
+      started_ = true;
+      ahead_ = Pull();
+    }
+    if (error_ && !ahead_.has_value()) std::rethrow_exception(std::exchange(error_, nullptr));
+    std::optional<Fetched<T>> current = std::move(ahead_);
+    ahead_.reset();
+    if (!current.has_value()) return std::nullopt;
+    // An error of the next round is told when it is its turn.
+    ahead_ = Pull();
+    current->info = pass_->InfoOfRound(given_, current->begin, current->end, current->first_round);
+    current->info.is_last = !ahead_.has_value() && !error_;
+    ++given_;
+    return current;
+  }
+
+ private:
+  std::optional<Fetched<T>> Pull() {
+    if (finished_) return std::nullopt;
+    std::optional<Fetched<T>> fetched;
+    try {
+      fetched = prefetcher_.has_value() ? prefetcher_->Next() : read_(pulled_++);
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+    finished_ = !fetched.has_value();
+    return fetched;
+  }
+
+  const std::shared_ptr<const LoaderPass> pass_;
+  std::function<std::optional<Fetched<T>>(int64_t)> read_;
+  bool started_ = false;
+  bool finished_ = false;
+  int64_t pulled_ = 0;
+  int64_t given_ = 0;
+  std::optional<Fetched<T>> ahead_;
+  std::exception_ptr error_;
+  std::optional<Prefetcher<Fetched<T>>> prefetcher_;  // last: its threads use what is above
+};
+
+template <class D, class C>
+class StreamSource : public Source<CollatedBatch<D, C>> {
+ public:
+  using T = CollatedBatch<D, C>;
+  StreamSource(std::shared_ptr<D> dataset, C collate)
+      : dataset_(std::move(dataset)), collate_(std::move(collate)) {}
+
+  std::optional<int64_t> Size() const override {
+    return dataset_internal::SizeOf(std::as_const(*dataset_));
+  }
+
+  std::unique_ptr<Feed<T>> Open(std::shared_ptr<const LoaderPass> pass,
+                                const RecipeSettings& settings,
+                                const LoaderOptions& options) override {
+    auto reader = std::make_shared<RoundReader<D, C>>(
+        dataset_, collate_, pass, std::exchange(first_, false), settings, options);
+    return std::make_unique<StreamFeed<D, C>>(std::move(pass), std::move(reader), settings);
+  }
+
+ private:
+  const std::shared_ptr<D> dataset_;
+  const C collate_;
+  bool first_ = true;
+};
+
+// --- Dispatch ---
+
+// Rank 0 reads whole rounds and each rank receives its slice. Every Next() is a collective: one
+// small broadcast, then a Scatter per tensor; the schema is sent only when it changes. An error on
+// rank 0 is thrown on every rank.
+template <class T>
+class DispatchFeed : public Feed<T> {
+ public:
+  // `open` is called on rank 0 only.
+  DispatchFeed(std::shared_ptr<const LoaderPass> pass,
+               std::function<std::unique_ptr<Feed<T>>()> open, Comm* comm,
+               const LoaderOptions& options)
+      : pass_(std::move(pass)),
+        open_(std::move(open)),
+        comm_(*comm),
+        device_(options.device.value_or(at::kCPU)),
+        non_blocking_(options.non_blocking) {}
+
+  std::optional<Fetched<T>> Next() override {
+    std::optional<Fetched<T>> whole;
+    std::exception_ptr error;
+    std::string text;  // schema or error message
+    enum : int64_t { kEnd, kSameSchema, kNewSchema, kError };
+    // kind, begin, end, first_round, is_last, rows per rank
+    at::Tensor header = at::zeros({6}, at::kLong);
+    int64_t* head = header.data_ptr<int64_t>();
+    if (comm_.rank() == 0) {
+      try {
+        whole = ReadWhole(head, &text);
+        head[0] = !whole.has_value() ? kEnd : text == schema_ ? kSameSchema : kNewSchema;
+      } catch (const std::exception& exception) {
+        error = std::current_exception();
+        text = exception.what();
+        head[0] = kError;
+      }
+    }
+    // Group members may be bound to a GPU's collectives: the header travels as the data does.
+    at::Tensor sent = header.to(device_);
+    comm_.Broadcast(sent, 0);
+    header = sent.cpu();
+    head = header.data_ptr<int64_t>();
+    if (head[0] == kEnd) return std::nullopt;
+    if (head[0] != kSameSchema) text = comm_.BroadcastBytes(text, 0);
+    if (head[0] == kError) {
+      if (error) std::rethrow_exception(error);
+      throw DataError("on rank 0, which reads for all ranks: " + text);
+    }
+    if (head[0] == kNewSchema) schema_ = text;
+    Fetched<T> mine{ScatterBatch<T>(whole.has_value() ? &whole->value : nullptr, schema_, head[5],
+                                    device_, comm_),
+                    {},
+                    0,
+                    0,
+                    0};
+    mine.begin = head[1];
+    mine.end = head[2];
+    mine.first_round = head[3];
+    mine.info = pass_->InfoOfRound(given_++, mine.begin, mine.end, mine.first_round);
+    mine.info.is_last = head[4] != 0;
+    return mine;
+  }
+
+ private:
+  std::optional<Fetched<T>> ReadWhole(int64_t* head, std::string* schema) {
+    if (inner_ == nullptr) inner_ = open_();
+    std::optional<Fetched<T>> whole = inner_->Next();
+    if (!whole.has_value()) return whole;
+    const BatchInfo info = pass_->InfoOfRound(given_, whole->begin, whole->end, whole->first_round);
+    CheckScatterable(whole->value, info.global_size);
+    head[1] = whole->begin;
+    head[2] = whole->end;
+    head[3] = whole->first_round;
+    head[4] = whole->info.is_last ? 1 : 0;
+    head[5] = info.size;
+    *schema = EncodeSchema(whole->value);
+    whole->value = SendToDevice(whole->value, device_, non_blocking_);
+    return whole;
+  }
+
+  const std::shared_ptr<const LoaderPass> pass_;
+  const std::function<std::unique_ptr<Feed<T>>()> open_;
+  Comm& comm_;
+  const at::Device device_;
+  const bool non_blocking_;
+  int64_t given_ = 0;
+  std::string schema_;
+  std::unique_ptr<Feed<T>> inner_;
+};
+
+}  // namespace loader_internal
+
+// Goes through one pass over a loader. Made by PreparedLoader::begin(); move-only. Destroying it,
+// at the end of the loop or when the loop is left, ends the pass and stops its reading threads.
+template <class T>
+class LoaderIterator {
+ public:
+  using value_type = Batch<T>;
+  using difference_type = std::ptrdiff_t;
+  using iterator_category = std::input_iterator_tag;
+
+  LoaderIterator(std::shared_ptr<LoaderCore> core,
+                 std::shared_ptr<loader_internal::Source<T>> source, int64_t skip)
+      : pass_(std::make_unique<Pass>(std::move(core), std::move(source), skip)) {
+    pass_->Advance();
+  }
+
+  Batch<T>& operator*() const { return *pass_->current; }
+  Batch<T>* operator->() const { return &*pass_->current; }
+  // Gets the next batch, waiting for it. Throws DataError if it could not be read; then the pass is
+  // over.
+  LoaderIterator& operator++() {
+    pass_->Advance();
+    return *this;
+  }
+  friend bool operator==(const LoaderIterator& it, std::default_sentinel_t) {
+    return !it.pass_->current.has_value();
+  }
+
+ private:
+  struct Pass {
+    Pass(std::shared_ptr<LoaderCore> c, std::shared_ptr<loader_internal::Source<T>> s, int64_t skip)
+        : core(std::move(c)), source(std::move(s)), facts(core->StartPass(skip)) {
+      const auto open = [this] { return source->Open(facts, core->settings(), core->options()); };
+      if (core->dispatch()) {
+        feed = std::make_unique<loader_internal::DispatchFeed<T>>(facts, open, core->comm(),
+                                                                  core->options());
+      } else {
+        feed = open();
+      }
+    }
+    ~Pass() { Finish(false); }
+
+    void Advance() {
+      if (feed == nullptr) return;
+      std::optional<loader_internal::Fetched<T>> next;
+      try {
+        next = feed->Next();
+        if (next.has_value() && core->options().device.has_value()) {
+          next->value =
+              SendToDevice(next->value, *core->options().device, core->options().non_blocking);
+        }
+      } catch (...) {
+        current.reset();
+        Finish(false);
+        throw;
+      }
+      if (!next.has_value()) {
+        current.reset();
+        Finish(true);
+        return;
+      }
+      current.emplace(std::move(next->value), std::move(next->info));
+      core->BatchGiven(*facts, current->info());
+    }
+
+    void Finish(bool exhausted) {
+      if (feed == nullptr) return;
+      feed.reset();
+      core->EndPass(*facts, exhausted);
+    }
+
+    const std::shared_ptr<LoaderCore> core;
+    const std::shared_ptr<loader_internal::Source<T>> source;
+    const std::shared_ptr<const LoaderPass> facts;
+    std::unique_ptr<loader_internal::Feed<T>> feed;  // null once the pass is over
+    std::optional<Batch<T>> current;
+  };
+
+  std::unique_ptr<Pass> pass_;
+};
+
+// A loader of this rank's batches of T. A handle: copies share the place in the data. begin()
+// starts a pass over the next epoch, with the next permutation; leaving a loop early does not
+// repeat one. Not thread-safe; iterate on one thread. Collective, so to be done on every rank:
+// dispatching loaders in every step, and begin() with a user's sampler.
+//
+//   for (auto& [images, labels] : loader) Step(images, labels);
+//   for (auto& batch : loader) if (batch.info().is_last) Report(batch["ids"]);
+template <class T>
+class PreparedLoader {
+ public:
+  using BatchType = T;
+
+  PreparedLoader(std::shared_ptr<LoaderCore> core,
+                 std::shared_ptr<loader_internal::Source<T>> source, int64_t skip = 0)
+      : core_(std::move(core)), source_(std::move(source)), skip_(skip) {}
+
+  LoaderIterator<T> begin() const { return LoaderIterator<T>(core_, source_, skip_); }
+  std::default_sentinel_t end() const { return {}; }
+
+  // Batches that this rank gets in an epoch. Error (c10::Error): a stream that does not tell its
+  // length.
+  int64_t size() const {
+    const std::optional<int64_t> batches = core_->NumBatches(skip_);
+    TORCH_CHECK(batches.has_value(),
+                "loader: the stream does not know its length: give the data set a size()");
+    return *batches;
+  }
+  bool has_size() const { return core_->NumBatches(skip_).has_value(); }
+
+  // The next pass is over this epoch: its permutation, and set_epoch() of the data set.
+  void set_epoch(int64_t epoch) { core_->SetEpoch(epoch); }
+  int64_t epoch() const { return core_->epoch(); }
+  // Samples of a full round over all ranks; nullopt: batches differ in length.
+  std::optional<int64_t> total_batch_size() const { return core_->total_batch_size(); }
+  std::optional<int64_t> total_dataset_length() const { return core_->num_samples(); }
+
+  // See LoaderState. Inside the loop: the place after the current batch.
+  LoaderState state_dict() const { return core_->State(); }
+  void load_state(const LoaderState& state) { core_->LoadState(state); }
+
+  // This loader without the first `batches` batches of each pass. It shares epochs and place with
+  // this one.
+  PreparedLoader Skip(int64_t batches) const {
+    return PreparedLoader(core_, source_, skip_ + batches);
+  }
+  std::shared_ptr<LoaderStateHandle> state_handle() const { return core_; }
+
+ private:
+  std::shared_ptr<LoaderCore> core_;
+  std::shared_ptr<loader_internal::Source<T>> source_;
+  int64_t skip_ = 0;
+};
+
+// `loader` without the first `batches` batches: free for map-style data, streams are read up to
+// there. Facts of the batches (index, real samples) are those of the full epoch. Iterate it once,
+// then go on with `loader`.
+template <class T>
+PreparedLoader<T> SkipFirstBatches(const PreparedLoader<T>& loader, int64_t batches) {
+  TORCH_CHECK(batches >= 0, "skip_first_batches: cannot skip ", batches, " batches");
+  return loader.Skip(batches);
+}
+
+// A recipe for a loader: what to read and how; who reads what is decided when it is prepared. Made
+// by batches(). A value; copies share the data set.
+//
+//   muster::batches(dataset, 32).shuffle(true).workers(2)
+template <class D, class C = DefaultCollate>
+class BatchRecipe {
+ public:
+  using BatchType = CollatedBatch<D, C>;
+
+  BatchRecipe(std::shared_ptr<D> dataset, C collate, RecipeSettings settings)
+      : dataset_(std::move(dataset)),
+        collate_(std::move(collate)),
+        settings_(std::move(settings)) {}
+
+  // A new random order each epoch: randperm of a generator seeded seed + epoch.
+  BatchRecipe& shuffle(bool on = true) {
+    return Set([&](auto& s) { s.shuffle = on; });
+  }
+  // Leave out the last batches if they are not full.
+  BatchRecipe& drop_last(bool on = true) {
+    return Set([&](auto& s) { s.drop_last = on; });
+  }
+  // Threads that read ahead (a stream uses one). 0: the thread that iterates reads.
+  BatchRecipe& workers(int count) {
+    return Set([&](auto& s) { s.workers = count; });
+  }
+  // How many batches each worker may be ahead.
+  BatchRecipe& prefetch(int batches) {
+    return Set([&](auto& s) { s.prefetch = batches; });
+  }
+  BatchRecipe& seed(int64_t value) {
+    return Set([&](auto& s) { s.seed = value; });
+  }
+  // Batches go through page-locked memory if they are bound for a GPU.
+  BatchRecipe& pin_memory(bool on = true) {
+    return Set([&](auto& s) { s.pin_memory = on; });
+  }
+
+  // The order of samples: a function of the epoch that gives ids, or a sampler of LibTorch
+  // (reset(), next(n)). Asked on rank 0 only, whose answer counts on every rank.
+  template <class S>
+  BatchRecipe& sampler(S order) {
+    if constexpr (std::is_invocable_v<S&, int64_t>) {
+      settings_.sampler = [order = std::move(order)](int64_t epoch) mutable {
+        const auto ids = order(epoch);
+        return std::vector<int64_t>(ids.begin(), ids.end());
+      };
+    } else {
+      settings_.sampler = [order = std::make_shared<S>(std::move(order))](int64_t) {
+        std::vector<int64_t> ids;
+        order->reset();
+        while (auto some = order->next(1024)) ids.insert(ids.end(), some->begin(), some->end());
+        return ids;
+      };
+    }
+    return *this;
+  }
+  // The batches: a function of the epoch that gives lists of ids. If batches differ in length, make
+  // the recipe by batches(dataset) without a batch size.
+  BatchRecipe& batch_sampler(BatchSamplerFunction function) {
+    return Set([&](auto& s) { s.batch_sampler = std::move(function); });
+  }
+  // How examples become a batch: a function of std::vector<example> (of the batch, where the data
+  // set gives finished batches). It is copied for each worker.
+  template <class F>
+  BatchRecipe<D, F> collate(F function) const {
+    return BatchRecipe<D, F>(dataset_, std::move(function), settings_);
+  }
+
+  const std::shared_ptr<D>& dataset() const { return dataset_; }
+  const C& collate_function() const { return collate_; }
+  const RecipeSettings& settings() const { return settings_; }
+
+ private:
+  template <class F>
+  BatchRecipe& Set(const F& change) {
+    change(settings_);
+    return *this;
+  }
+
+  std::shared_ptr<D> dataset_;
+  C collate_;
+  RecipeSettings settings_;
+};
+
+template <class R>
+struct IsBatchRecipe : std::false_type {};
+template <class D, class C>
+struct IsBatchRecipe<BatchRecipe<D, C>> : std::true_type {};
+
+// The recipe for batches of `batch_size` samples of a data set (see dataset.h for what may be one).
+// The data set is moved in, or shared if it is a std::shared_ptr; a tensor is a data set of its
+// rows.
+template <class D>
+auto batches(D dataset, std::optional<int64_t> batch_size = std::nullopt) {
+  RecipeSettings settings;
+  settings.batch_size = batch_size;
+  if constexpr (std::is_same_v<D, at::Tensor>) {
+    using Rows = TensorDataset<at::Tensor>;
+    return BatchRecipe<Rows>(std::make_shared<Rows>(std::move(dataset)), {}, std::move(settings));
+  } else if constexpr (loader_internal::IsSharedPtr<D>::value) {
+    return BatchRecipe<typename D::element_type>(std::move(dataset), {}, std::move(settings));
+  } else {
+    static_assert(dataset_internal::IsMapStyle<D> || dataset_internal::IsStream<D>,
+                  "not a data set: it has neither get_batch(), get() nor operator[] with size(), "
+                  "nor next(), nor begin()");
+    return BatchRecipe<D>(std::make_shared<D>(std::move(dataset)), {}, std::move(settings));
+  }
+}
+
+// (collective) Makes this rank's loader. `comm` (null: a job of one process) must outlive it;
+// `observer`, which may be null, is told of every batch. Errors (c10::Error): settings that do not
+// fit; ranks that prepare different loaders.
+template <class D, class C>
+PreparedLoader<CollatedBatch<D, C>> PrepareLoader(
+    const BatchRecipe<D, C>& recipe, const LoaderOptions& options, Comm* comm,
+    std::shared_ptr<LoaderObserver> observer = nullptr) {
+  using T = CollatedBatch<D, C>;
+  constexpr bool kMapStyle = dataset_internal::IsMapStyle<D>;
+  using SourceType = std::conditional_t<kMapStyle, loader_internal::IndexedSource<D, C>,
+                                        loader_internal::StreamSource<D, C>>;
+  std::shared_ptr<loader_internal::Source<T>> source =
+      std::make_shared<SourceType>(recipe.dataset(), recipe.collate_function());
+  std::shared_ptr<LoaderCore> core = LoaderCore::Create(recipe.settings(), options, source->Size(),
+                                                        !kMapStyle, comm, std::move(observer));
+  return PreparedLoader<T>(std::move(core), std::move(source));
+}
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_DATA_LOADER_H_

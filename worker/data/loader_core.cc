@@ -1,0 +1,437 @@
+#include "worker/data/loader_core.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <exception>
+#include <utility>
+
+#include "ATen/CPUGeneratorImpl.h"
+#include "ATen/ops/empty.h"
+#include "ATen/ops/randperm.h"
+#include "absl/status/status.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "nlohmann/json.hpp"
+#include "worker/data/data_error.h"
+
+namespace muster {
+namespace {
+
+// At the border between index logic (Status) and tensor code (exceptions).
+template <class T>
+T ValueOrThrow(absl::StatusOr<T> result) {
+  TORCH_CHECK(result.ok(), "loader: ", std::string(result.status().message()));
+  return *std::move(result);
+}
+
+uint64_t NextIteration() {
+  static std::atomic<uint64_t> next{1};
+  return next++;
+}
+
+int64_t DefaultSeed(bool seedable) {
+  const at::Generator& generator = at::detail::getDefaultCPUGenerator();
+  if (seedable) return static_cast<int64_t>(generator.current_seed());
+  return at::empty({}, at::kLong).random_(generator).item<int64_t>();
+}
+
+// Fails unless all ranks gave the same text; `what` is the same text, field by field "name=value".
+void CheckSame(const std::vector<std::string>& texts) {
+  const std::vector<std::string> main = absl::StrSplit(texts[0], ' ');
+  for (size_t rank = 1; rank < texts.size(); ++rank) {
+    if (texts[rank] == texts[0]) continue;
+    const std::vector<std::string> other = absl::StrSplit(texts[rank], ' ');
+    std::vector<std::string> differences;
+    for (size_t i = 0; i < std::min(main.size(), other.size()); ++i) {
+      if (main[i] != other[i])
+        differences.push_back(absl::StrCat(other[i], " (rank 0: ", main[i], ")"));
+    }
+    TORCH_CHECK(false, "loader: rank ", rank,
+                " prepares another loader than rank 0: ", absl::StrJoin(differences, ", "),
+                "; every rank must prepare the same loaders in the same order");
+  }
+}
+
+}  // namespace
+
+std::string LoaderState::ToString() const {
+  return nlohmann::json{{"epoch", epoch},
+                        {"position", position},
+                        {"index", index},
+                        {"seed", seed},
+                        {"num_samples", num_samples}}
+      .dump();
+}
+
+absl::StatusOr<LoaderState> LoaderState::FromString(const std::string& text) {
+  const nlohmann::json parsed = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
+  if (!parsed.is_object()) return absl::InvalidArgumentError("loader state: not a JSON object");
+  LoaderState state;
+  const std::pair<const char*, int64_t*> fields[] = {{"epoch", &state.epoch},
+                                                     {"position", &state.position},
+                                                     {"index", &state.index},
+                                                     {"seed", &state.seed},
+                                                     {"num_samples", &state.num_samples}};
+  for (const auto& [name, field] : fields) {
+    const auto found = parsed.find(name);
+    if (found == parsed.end() || !found->is_number_integer()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("loader state: no whole number \"", name, "\""));
+    }
+    *field = found->get<int64_t>();
+  }
+  if (state.epoch < 0 || state.position < 0 || state.index < 0) {
+    return absl::InvalidArgumentError(
+        "loader state: epoch, position and index must not be negative");
+  }
+  return state;
+}
+
+at::Tensor ShuffledOrder(int64_t n, uint64_t seed) {
+  return at::randperm(n, at::detail::createCPUGenerator(seed), at::TensorOptions(at::kLong));
+}
+
+// --- LoaderPass ---
+
+void LoaderPass::Indices(int64_t number, std::vector<int64_t>* indices) const {
+  indices->clear();
+  if (dispatch()) {
+    for (int r = 0; r < sharding.world_size; ++r)
+      shard->Slice(r, number, position).AppendPositions(indices);
+  } else {
+    shard->Slice(rank, number, position).AppendPositions(indices);
+  }
+  if (!order.defined()) return;
+  const int64_t* ids = order.const_data_ptr<int64_t>();
+  for (int64_t& index : *indices) index = ids[index];
+}
+
+BatchSlice LoaderPass::SliceOf(int slice_rank, int64_t begin, int64_t end,
+                               int64_t first_round) const {
+  return SliceOfRound(round, dispatch() ? TailRule::kSpread : tail, sharding.world_size, slice_rank,
+                      begin, end, first_round);
+}
+
+namespace {
+
+// `slices`: one per rank.
+BatchInfo MakeInfo(const LoaderPass& pass, int64_t number, const std::vector<BatchSlice>& slices,
+                   int64_t position) {
+  BatchInfo info;
+  info.iteration = pass.iteration;
+  info.epoch = pass.epoch;
+  info.index = pass.first_index + number;
+  info.size = slices[static_cast<size_t>(pass.rank)].size();
+  info.real_samples = slices[static_cast<size_t>(pass.rank)].real;
+  info.position = position;
+  bool uniform = true;
+  for (const BatchSlice& slice : slices) {
+    info.global_real_samples += slice.real;
+    info.global_size += slice.size();
+    uniform = uniform && slice.size() == info.size && slice.real == info.size;
+  }
+  if (!uniform) {
+    for (const BatchSlice& slice : slices) {
+      info.rank_sizes.push_back(slice.size());
+      info.rank_real_samples.push_back(slice.real);
+    }
+  }
+  return info;
+}
+
+// The usual round: no work per rank, so that a batch costs the same on 10,000 ranks.
+BatchInfo FullRoundInfo(const LoaderPass& pass, int64_t number, int64_t position) {
+  BatchInfo info;
+  info.iteration = pass.iteration;
+  info.epoch = pass.epoch;
+  info.index = pass.first_index + number;
+  info.size = info.real_samples = pass.round.per_rank;
+  info.global_size = info.global_real_samples = pass.round.global;
+  info.position = position;
+  return info;
+}
+
+}  // namespace
+
+BatchInfo LoaderPass::Info(int64_t number) const {
+  const int64_t end = shard->RoundBegin(number + 1, position);
+  BatchInfo info;
+  if (fixed_size && end - shard->RoundBegin(number, position) == round.global) {
+    info = FullRoundInfo(*this, number, end);
+  } else {
+    std::vector<BatchSlice> slices;
+    for (int r = 0; r < sharding.world_size; ++r)
+      slices.push_back(shard->Slice(r, number, position));
+    info = MakeInfo(*this, number, slices, end);
+  }
+  info.is_last = number + 1 == num_batches;
+  return info;
+}
+
+BatchInfo LoaderPass::InfoOfRound(int64_t number, int64_t begin, int64_t end,
+                                  int64_t first_round) const {
+  if (fixed_size && end - begin == round.global) return FullRoundInfo(*this, number, end);
+  std::vector<BatchSlice> slices;
+  for (int r = 0; r < sharding.world_size; ++r)
+    slices.push_back(SliceOf(r, begin, end, first_round));
+  return MakeInfo(*this, number, slices, end);
+}
+
+// --- LoaderCore ---
+
+std::shared_ptr<LoaderCore> LoaderCore::Create(const RecipeSettings& settings,
+                                               const LoaderOptions& options,
+                                               std::optional<int64_t> num_samples, bool is_stream,
+                                               Comm* comm,
+                                               std::shared_ptr<LoaderObserver> observer) {
+  std::shared_ptr<LoaderCore> core(new LoaderCore());
+  core->settings_ = settings;
+  core->options_ = options;
+  core->num_samples_ = num_samples;
+  core->is_stream_ = is_stream;
+  core->comm_ = comm;
+  core->observer_ = std::move(observer);
+  if (comm != nullptr) {
+    core->rank_ = comm->rank();
+    core->world_size_ = comm->size();
+  }
+  core->dispatch_ = core->world_size_ > 1 && options.dispatch_batches.value_or(is_stream);
+
+  TORCH_CHECK(!settings.batch_size.has_value() || *settings.batch_size >= 1,
+              "loader: the batch size is ", settings.batch_size.value_or(0),
+              ", it must be at least 1");
+  TORCH_CHECK(settings.batch_size.has_value() || settings.batch_sampler != nullptr,
+              "loader: give a batch size, or a batch_sampler()");
+  TORCH_CHECK(settings.workers >= 0, "loader: workers is ", settings.workers,
+              ", it must not be negative");
+  TORCH_CHECK(settings.prefetch >= 1, "loader: prefetch is ", settings.prefetch,
+              ", it must be at least 1");
+  TORCH_CHECK(!is_stream || (!settings.shuffle && !settings.sampler && !settings.batch_sampler),
+              "loader: a stream is read in its own order: no shuffle, sampler or batch_sampler");
+  TORCH_CHECK(
+      (settings.shuffle ? 1 : 0) + (settings.sampler ? 1 : 0) + (settings.batch_sampler ? 1 : 0) <=
+          1,
+      "loader: shuffle, sampler and batch_sampler exclude each other");
+  TORCH_CHECK(is_stream || num_samples.has_value(), "loader: the data set does not know its size");
+  if (settings.batch_size.has_value()) {
+    ValueOrThrow(RoundSizeOf(core->Sharding(), *settings.batch_size));
+  }
+
+  core->seed_ = settings.seed.has_value()       ? *settings.seed
+                : options.data_seed.has_value() ? *options.data_seed
+                                                : DefaultSeed(options.use_seedable_sampler);
+  if (core->world_size_ > 1) {
+    // The seed may differ (ranks seeded apart): rank 0's is used. With dispatching the others' data
+    // may be empty.
+    const std::string mine =
+        absl::StrCat("num_samples=", core->dispatch_ ? -1 : num_samples.value_or(-1),
+                     " batch_size=", settings.batch_size.value_or(-1),
+                     " drop_last=", settings.drop_last, " shuffle=", settings.shuffle,
+                     " stream=", is_stream, " split_batches=", options.split_batches,
+                     " even_batches=", options.even_batches, " dispatch_batches=", core->dispatch_);
+    std::vector<std::string> all =
+        comm->AllGatherBytes(absl::StrCat(mine, "|", core->seed_, "|", num_samples.value_or(-1)));
+    std::vector<std::vector<std::string>> parts;
+    std::vector<std::string> texts;
+    for (const std::string& text : all) {
+      parts.push_back(absl::StrSplit(text, '|'));
+      texts.push_back(parts.back()[0]);
+    }
+    CheckSame(texts);
+    TORCH_CHECK(absl::SimpleAtoi(parts[0][1], &core->seed_));
+    if (core->dispatch_) {
+      int64_t samples = -1;
+      TORCH_CHECK(absl::SimpleAtoi(parts[0][2], &samples));
+      core->num_samples_ = samples < 0 ? std::nullopt : std::optional<int64_t>(samples);
+    }
+  }
+  // Now, because size() depends on it.
+  if (settings.sampler || settings.batch_sampler) core->ReadUserOrder(0);
+  return core;
+}
+
+ShardOptions LoaderCore::Sharding() const {
+  ShardOptions sharding;
+  sharding.world_size = world_size_;
+  sharding.drop_last = settings_.drop_last;
+  // A process alone does not shard: its last batch is just short.
+  sharding.split_batches = options_.split_batches && world_size_ > 1;
+  sharding.even_batches =
+      world_size_ > 1 && (is_stream_ || even_override_.value_or(options_.even_batches));
+  sharding.dispatch = dispatch_;
+  return sharding;
+}
+
+at::Tensor LoaderCore::OrderFromMain(const std::function<std::vector<int64_t>()>& read) const {
+  std::vector<int64_t> order;
+  std::string error;
+  std::exception_ptr thrown;
+  if (rank_ == 0) {
+    try {
+      order = read();
+    } catch (const std::exception& exception) {
+      thrown = std::current_exception();
+      error = exception.what();
+    }
+  }
+  if (world_size_ > 1) {
+    // One byte tells an order from an error, which must reach the ranks that wait for it.
+    std::string bytes(1, thrown ? 'E' : 'O');
+    if (thrown) {
+      bytes += error;
+    } else if (!order.empty()) {
+      bytes.append(reinterpret_cast<const char*>(order.data()), order.size() * sizeof(int64_t));
+    }
+    bytes = comm_->BroadcastBytes(rank_ == 0 ? bytes : std::string(), 0);
+    if (rank_ != 0 && bytes[0] == 'E')
+      throw DataError("the sampler failed on rank 0: " + bytes.substr(1));
+    order.resize((bytes.size() - 1) / sizeof(int64_t));
+    if (!order.empty() && !thrown) std::memcpy(order.data(), bytes.data() + 1, bytes.size() - 1);
+  }
+  if (thrown) std::rethrow_exception(thrown);
+  at::Tensor tensor = at::empty({static_cast<int64_t>(order.size())}, at::kLong);
+  std::copy(order.begin(), order.end(), tensor.data_ptr<int64_t>());
+  return tensor;
+}
+
+namespace {
+
+// Ids are read without a check later, on other threads.
+void CheckIds(const at::Tensor& order, int64_t num_samples, const char* whose) {
+  const int64_t* ids = order.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < order.numel(); ++i) {
+    TORCH_CHECK(ids[i] >= 0 && ids[i] < num_samples, "loader: the ", whose, " gave sample ", ids[i],
+                ", the data set has ", num_samples);
+  }
+}
+
+}  // namespace
+
+void LoaderCore::ReadUserOrder(int64_t epoch) {
+  if (user_order_.has_value() && user_order_->epoch == epoch) return;
+  user_order_.reset();
+  UserOrder read;
+  read.epoch = epoch;
+  if (settings_.sampler) {
+    read.ids = OrderFromMain([&] { return settings_.sampler(epoch); });
+    CheckIds(read.ids, *num_samples_, "sampler");
+  } else {
+    // Packed as: number of batches, their lengths, their ids.
+    const at::Tensor packed = OrderFromMain([&] {
+      const std::vector<std::vector<int64_t>> batches = settings_.batch_sampler(epoch);
+      std::vector<int64_t> numbers = {static_cast<int64_t>(batches.size())};
+      for (const auto& batch : batches) numbers.push_back(static_cast<int64_t>(batch.size()));
+      for (const auto& batch : batches) numbers.insert(numbers.end(), batch.begin(), batch.end());
+      return numbers;
+    });
+    const int64_t* numbers = packed.const_data_ptr<int64_t>();
+    read.lengths.assign(numbers + 1, numbers + 1 + numbers[0]);
+    read.ids = packed.slice(0, 1 + numbers[0]);
+    CheckIds(read.ids, *num_samples_, "batch sampler");
+  }
+  user_order_ = std::move(read);
+}
+
+BatchSamplerShard LoaderCore::Shard() const {
+  if (settings_.batch_sampler) {
+    return ValueOrThrow(
+        BatchSamplerShard::CreateCustom(Sharding(), user_order_->lengths, settings_.batch_size));
+  }
+  const int64_t length = settings_.sampler ? user_order_->ids.numel() : *num_samples_;
+  return ValueOrThrow(BatchSamplerShard::Create(Sharding(), length, *settings_.batch_size));
+}
+
+std::shared_ptr<const LoaderPass> LoaderCore::StartPass(int64_t skip) {
+  TORCH_CHECK(skip >= 0, "loader: cannot skip ", skip, " batches");
+  auto pass = std::make_shared<LoaderPass>();
+  pass->iteration = NextIteration();
+  pass->rank = rank_;
+  pass->sharding = Sharding();
+  pass->tail = TailRuleOf(pass->sharding);
+  pass->epoch = next_epoch_;
+  pass->first_index = skip;
+  if (resuming_) {
+    pass->position = place_.position;
+    pass->first_index += place_.index;
+  }
+  pass->fixed_size = settings_.batch_size.has_value();
+  if (pass->fixed_size) {
+    pass->round = ValueOrThrow(RoundSizeOf(pass->sharding, *settings_.batch_size));
+  }
+  if (is_stream_) {
+    pass->skip_rounds = skip;
+  } else {
+    if (settings_.batch_sampler || settings_.sampler) {
+      ReadUserOrder(pass->epoch);
+      pass->order = user_order_->ids;
+    } else if (settings_.shuffle && (!dispatch_ || rank_ == 0)) {
+      pass->order = ShuffledOrder(
+          *num_samples_, static_cast<uint64_t>(seed_) + static_cast<uint64_t>(pass->epoch));
+    }
+    pass->shard = Shard();
+    pass->position = pass->shard->Skip(skip, pass->position);
+    pass->num_batches = pass->shard->NumBatches(rank_, pass->position);
+  }
+  // Changed last, so that a sampler that throws leaves the loader as it was.
+  resuming_ = false;
+  next_epoch_ = pass->epoch + 1;
+  place_ = {.epoch = pass->epoch, .position = pass->position, .index = pass->first_index};
+  return pass;
+}
+
+void LoaderCore::BatchGiven(const LoaderPass& pass, const BatchInfo& info) {
+  place_ = {.epoch = pass.epoch, .position = info.position, .index = info.index + 1};
+  if (observer_ != nullptr) observer_->OnBatch(pass.iteration, info);
+}
+
+void LoaderCore::EndPass(const LoaderPass& pass, bool exhausted) {
+  if (exhausted && place_.epoch == pass.epoch && !resuming_) place_ = {.epoch = next_epoch_};
+  if (observer_ != nullptr) observer_->OnEnd(pass.iteration);
+}
+
+LoaderState LoaderCore::State() const {
+  LoaderState state = place_;
+  state.seed = seed_;
+  state.num_samples = num_samples_.value_or(-1);
+  return state;
+}
+
+void LoaderCore::LoadState(const LoaderState& state) {
+  TORCH_CHECK(state.epoch >= 0 && state.position >= 0 && state.index >= 0,
+              "loader: a saved state with negative numbers: ", state.ToString());
+  TORCH_CHECK(
+      state.num_samples < 0 || !num_samples_.has_value() || state.num_samples == *num_samples_,
+      "loader: the saved state is of a data set with ", state.num_samples,
+      " samples, this one has ", num_samples_.value_or(-1),
+      ": load the state of the same data, or call set_epoch() to begin anew");
+  seed_ = state.seed;
+  next_epoch_ = state.epoch;
+  place_ = state;
+  resuming_ = true;
+}
+
+void LoaderCore::SetEpoch(int64_t epoch) {
+  TORCH_CHECK(epoch >= 0, "loader: set_epoch(", epoch, "): epochs count from 0");
+  // A loop that sets each epoch by number must not lose the place that was loaded within that
+  // epoch.
+  if (resuming_ && epoch == next_epoch_) return;
+  resuming_ = false;
+  next_epoch_ = epoch;
+  place_ = {.epoch = epoch};
+}
+
+std::optional<int64_t> LoaderCore::NumBatches(int64_t skip) const {
+  if (!num_samples_.has_value()) return std::nullopt;
+  const BatchSamplerShard shard = Shard();
+  return shard.NumBatches(rank_, shard.Skip(skip));
+}
+
+std::optional<int64_t> LoaderCore::total_batch_size() const {
+  if (!settings_.batch_size.has_value()) return std::nullopt;
+  return ValueOrThrow(RoundSizeOf(Sharding(), *settings_.batch_size)).global;
+}
+
+}  // namespace muster

@@ -1,0 +1,215 @@
+#ifndef MUSTER_WORKER_DATA_LOADER_CORE_H_
+#define MUSTER_WORKER_DATA_LOADER_CORE_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/statusor.h"
+#include "worker/data/batch.h"
+#include "worker/data/sampler_shard.h"
+#include "worker/process/comm.h"
+
+namespace muster {
+
+// What of loading does not depend on the type of the data: who reads which samples in which order,
+// where a pass is, and who is told. worker/data/loader.h puts the typed part on top.
+
+// Settings that belong to the job and not to one loader.
+struct LoaderOptions {
+  // The batch size is that of the whole job and is split over the ranks, instead of that of each
+  // rank.
+  bool split_batches = false;
+  // Fill up the last round with repeated samples, so that every rank gets equally many full
+  // batches.
+  bool even_batches = true;
+  // Rank 0 reads and each rank receives its slice. Default: for streams only, which otherwise every
+  // rank reads whole.
+  std::optional<bool> dispatch_batches;
+  // Seed of the order: data_seed, else LibTorch's initial seed (what manual_seed set) if
+  // use_seedable_sampler, else a number drawn from LibTorch's default generator. A recipe's own
+  // seed goes before. Rank 0's counts for all ranks.
+  bool use_seedable_sampler = true;
+  std::optional<int64_t> data_seed;
+  // Batches are moved here before they are given out; nullopt: left where they are. From pinned
+  // memory the copy to a GPU does not wait if non_blocking is set.
+  std::optional<c10::Device> device;
+  bool non_blocking = false;
+};
+
+// The order of an epoch: ids in the order they are to be read.
+using SamplerFunction = std::function<std::vector<int64_t>(int64_t epoch)>;
+// The batches of an epoch.
+using BatchSamplerFunction = std::function<std::vector<std::vector<int64_t>>(int64_t epoch)>;
+
+// What a recipe says about one loader.
+struct RecipeSettings {
+  std::optional<int64_t> batch_size;  // nullopt: the batch sampler's batches differ in length
+  bool shuffle = false;
+  bool drop_last = false;
+  int workers = 0;   // reading threads; 0: the thread that iterates reads
+  int prefetch = 2;  // batches that each worker may be ahead
+  std::optional<int64_t> seed;
+  bool pin_memory = false;
+  SamplerFunction sampler;
+  BatchSamplerFunction batch_sampler;
+};
+
+// The place of a loader in its data: enough to go on at the exact next sample, also with another
+// number of ranks or another batch size. The same on every rank. A value.
+struct LoaderState {
+  int64_t epoch = 0;
+  int64_t position =
+      0;  // samples of this epoch's order that all ranks together have had, padding apart
+  int64_t index = 0;  // batches of this epoch that were given out
+  int64_t seed = 0;
+  int64_t num_samples = -1;  // of the data set; -1: unknown
+
+  // One line of JSON, and back. INVALID_ARGUMENT: not such a line.
+  std::string ToString() const;
+  static absl::StatusOr<LoaderState> FromString(const std::string& text);
+  bool operator==(const LoaderState&) const = default;
+};
+
+// Is told of what loops over a loader do, on the thread that iterates.
+class LoaderObserver {
+ public:
+  virtual ~LoaderObserver() = default;
+  // Pass `iteration` is about to give this batch to the loop.
+  virtual void OnBatch(uint64_t iteration, const BatchInfo& info) = 0;
+  // Pass `iteration` is over: at its end, or because its iterator was destroyed (break, return,
+  // exception). Exactly once for every pass that gave a batch (and perhaps for one that gave none).
+  // Must not throw.
+  virtual void OnEnd(uint64_t iteration) = 0;
+};
+
+// A loader's place, without its type: what a checkpoint or a join of uneven inputs needs. Not
+// thread-safe.
+class LoaderStateHandle {
+ public:
+  virtual ~LoaderStateHandle() = default;
+  // The place after the batch given out last, or where the next pass starts.
+  virtual LoaderState State() const = 0;
+  // The next pass of that epoch goes on from there, in the saved order. Error (c10::Error): another
+  // data set's length.
+  virtual void LoadState(const LoaderState& state) = 0;
+  // For the passes that begin while it is set. nullopt: as prepared.
+  virtual void OverrideEvenBatches(std::optional<bool> even_batches) = 0;
+};
+
+// randperm(n) of an MT19937 generator with this seed: bit for bit what PyTorch's
+// torch.randperm(n, generator=torch.Generator().manual_seed(seed)) gives.
+at::Tensor ShuffledOrder(int64_t n, uint64_t seed);
+
+// One pass over an epoch as one rank sees it. Immutable; shared with reading threads.
+struct LoaderPass {
+  uint64_t iteration = 0;
+  int64_t epoch = 0;
+  int64_t position = 0;     // where it starts
+  int64_t first_index = 0;  // index of its first batch
+  int64_t skip_rounds = 0;  // streams: rounds to pass over from `position`
+  int rank = 0;
+  ShardOptions sharding;
+  RoundSize round;         // of a fixed batch size
+  bool fixed_size = true;  // false: a batch sampler whose batches may differ
+  TailRule tail = TailRule::kPad;
+  at::Tensor order;  // int64 ids by position; undefined: the order is 0, 1, 2, ...
+  std::optional<BatchSamplerShard> shard;  // nullopt: a stream
+  int64_t num_batches = 0;                 // of this rank in this pass; 0 for a stream
+
+  bool dispatch() const { return sharding.dispatch; }
+  // The ids of this rank's batch `number` of this pass (dispatching: of all ranks' batches, in rank
+  // order).
+  void Indices(int64_t number, std::vector<int64_t>* indices) const;
+  // The facts of batch `number` of this pass; not for streams.
+  BatchInfo Info(int64_t number) const;
+  // The facts of the round that holds positions [begin, end), which is batch `number` of this pass.
+  BatchInfo InfoOfRound(int64_t number, int64_t begin, int64_t end, int64_t first_round) const;
+  // As SliceOfRound, for this pass's rules.
+  BatchSlice SliceOf(int slice_rank, int64_t begin, int64_t end, int64_t first_round) const;
+};
+
+// One loader's settings and place. One thread at a time; begin a pass and iterate it on one thread.
+// StartPass is a collective where the order comes from a user's sampler, Create always; all other
+// functions are local.
+class LoaderCore : public LoaderStateHandle {
+ public:
+  // (collective) Checks the settings, agrees on the seed with rank 0 and that all ranks prepare the
+  // same loader. `comm` may be null for a job of one process, and must outlive the loader. Errors
+  // (c10::Error): settings that do not go together; ranks that differ, named.
+  static std::shared_ptr<LoaderCore> Create(const RecipeSettings& settings,
+                                            const LoaderOptions& options,
+                                            std::optional<int64_t> num_samples, bool is_stream,
+                                            Comm* comm, std::shared_ptr<LoaderObserver> observer);
+
+  // A pass over the next epoch, or over what LoadState left of one, without its first `skip`
+  // batches.
+  std::shared_ptr<const LoaderPass> StartPass(int64_t skip);
+  void BatchGiven(const LoaderPass& pass, const BatchInfo& info);
+  // The loop over `pass` is over; `exhausted`: it got all batches.
+  void EndPass(const LoaderPass& pass, bool exhausted);
+
+  LoaderState State() const override;
+  void LoadState(const LoaderState& state) override;
+  void OverrideEvenBatches(std::optional<bool> even_batches) override {
+    even_override_ = even_batches;
+  }
+
+  // The next pass is over this epoch (and later ones over the following).
+  void SetEpoch(int64_t epoch);
+  // The epoch of the next pass.
+  int64_t epoch() const { return next_epoch_; }
+  int64_t seed() const { return seed_; }
+  // Batches of this rank in a whole epoch, `skip` left out; nullopt: a stream without a length.
+  // With a user's sampler that of the epoch it was asked for last.
+  std::optional<int64_t> NumBatches(int64_t skip) const;
+  // Samples of a full round over all ranks; nullopt: batches differ.
+  std::optional<int64_t> total_batch_size() const;
+  std::optional<int64_t> num_samples() const { return num_samples_; }
+
+  const RecipeSettings& settings() const { return settings_; }
+  const LoaderOptions& options() const { return options_; }
+  Comm* comm() const { return comm_; }
+  bool is_main() const { return comm_ == nullptr || comm_->rank() == 0; }
+  bool dispatch() const { return dispatch_; }
+
+ private:
+  LoaderCore() = default;
+  ShardOptions Sharding() const;
+  BatchSamplerShard Shard() const;
+  // Makes user_order_ that of `epoch`, on every rank what rank 0's sampler says.
+  void ReadUserOrder(int64_t epoch);
+  at::Tensor OrderFromMain(const std::function<std::vector<int64_t>()>& read) const;
+
+  // What the user's sampler or batch sampler gave for an epoch.
+  struct UserOrder {
+    int64_t epoch = 0;
+    at::Tensor ids;
+    std::vector<int64_t> lengths;
+  };
+
+  RecipeSettings settings_;
+  LoaderOptions options_;
+  std::optional<int64_t> num_samples_;
+  bool is_stream_ = false;
+  bool dispatch_ = false;
+  int rank_ = 0;
+  int world_size_ = 1;
+  int64_t seed_ = 0;
+  Comm* comm_ = nullptr;
+  std::shared_ptr<LoaderObserver> observer_;
+
+  std::optional<bool> even_override_;
+  int64_t next_epoch_ = 0;
+  LoaderState place_;      // what State() tells
+  bool resuming_ = false;  // the next pass starts at place_
+  std::optional<UserOrder> user_order_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_DATA_LOADER_CORE_H_
