@@ -1,0 +1,275 @@
+"""The house rules that a compiler does not check. DESIGN: who may include whom; CONTRIBUTING: the rest.
+
+Each rule is a function (path, text) -> [(line number, message)] over one C++ file, or takes the whole tree.
+"""
+
+import os
+import re
+
+# --- Who may include whom -------------------------------------------------------------------------------------
+
+# What an #include names, by its beginning. The first match counts; our own folders name themselves.
+_THIRD_PARTY = [
+    ("torch", r"(torch|ATen|c10|caffe2)/"),
+    ("gloo", r"gloo/"),
+    ("nccl", r"(nccl|cuda|cublas|cusparse|cusolver)[\w.]*\.h"),
+    ("grpc", r"(grpcpp|grpc)/"),
+    ("protobuf", r"google/protobuf/"),
+    ("absl", r"absl/"),
+    ("json", r"nlohmann/"),
+    ("yaml", r"yaml-cpp/"),
+    ("cli11", r"CLI/"),
+    ("httplib", r"httplib\.h"),
+    ("sqlite", r"sqlite3\.h"),
+    ("openssl", r"openssl/"),
+    ("hash", r"(xxhash|zstd|zlib)\.h"),
+    ("test", r"(gtest|gmock|benchmark)/"),
+]
+_FOLDERS = ("base", "proto", "rpc", "coordinator", "worker", "client", "muster", "examples", "tests", "bench")
+
+# What the files below a folder may include; the longest matching folder counts. "stubs" are *.grpc.pb.h,
+# "proto" the messages. Anything that is neither ours nor listed above (the standard library, the system) is free.
+_FILES = {"absl", "json", "yaml", "hash"}
+_ALLOWED = {
+    "base": _FILES | {"base"},
+    "rpc": {"absl", "base", "proto", "stubs", "protobuf", "grpc", "openssl", "rpc"},
+    "coordinator": _FILES | {"base", "proto", "protobuf", "sqlite", "coordinator"},
+    "coordinator/service": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "coordinator"},
+    "coordinator/web": _FILES | {"base", "proto", "protobuf", "grpc", "httplib", "openssl", "rpc", "coordinator"},
+    "coordinator/main.cc": {"absl", "base", "proto", "protobuf", "cli11", "rpc", "coordinator"},
+    "worker": _FILES | {"base", "proto", "protobuf", "torch", "worker"},
+    "worker/agent": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "cli11", "worker/agent"},
+    "worker/process": _FILES
+    | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "torch", "gloo", "nccl", "worker"},
+    "client": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "cli11", "httplib", "client"},
+    "muster": _FILES | {"base", "torch", "worker", "client", "muster"},
+    "examples": {"absl", "torch", "muster", "examples"},
+}
+
+# A file that wires parts together may name what its folder may not, with the reason.
+_EXCEPTIONS = {}
+
+# Headers that users compile against: none of these may leak into them.
+_NOT_IN_PUBLIC_HEADERS = {"grpc", "protobuf", "proto", "stubs", "json", "yaml", "httplib", "cli11", "sqlite", "nccl", "gloo"}
+
+_INCLUDE = re.compile(r'^\s*#\s*include\s+(["<])([^">]+)[">]', re.MULTILINE)
+
+
+def includes(text):
+    """[(line number, quote, name)]"""
+    return [(text.count("\n", 0, m.start()) + 1, m.group(1), m.group(2)) for m in _INCLUDE.finditer(text)]
+
+
+def classify(name):
+    """What an included name is: a folder of ours ("base", "worker/agent"), a third party, or None (free)."""
+    if name.endswith(".grpc.pb.h"):
+        return "stubs"
+    if name.startswith("proto/"):
+        return "proto"
+    folder = name.split("/")[0]
+    if folder in _FOLDERS and "/" in name:
+        return "worker/agent" if name.startswith("worker/agent/") else folder
+    for label, pattern in _THIRD_PARTY:
+        if re.match(pattern, name):
+            return label
+    return None
+
+
+def _is_test_only(path):
+    return bool(re.search(r"_test\.cc$|(^|/)(fake|test)_[^/]*$|_fake\.(h|cc)$", path))
+
+
+def include_rules(path, text):
+    folders = [f for f in _ALLOWED if path == f or path.startswith(f + "/")]
+    if not folders:
+        return []
+    folder = max(folders, key=len)
+    allowed = _ALLOWED[folder] | {"worker/agent"} if "worker" in _ALLOWED[folder] else _ALLOWED[folder]
+    allowed = allowed | _EXCEPTIONS.get(path, set())
+    if _is_test_only(path):
+        allowed = allowed | {"test", "openssl"}
+    found = []
+    for line, _, name in includes(text):
+        kind = classify(name)
+        if kind is None or kind in allowed or name in allowed:
+            continue
+        found.append((line, "%s may not include %s (%s)" % (folder, name, kind)))
+    return found
+
+
+def public_headers(path, text):
+    if not re.fullmatch(r"muster/[^/]+\.h", path):
+        return []
+    return [(line, "a public header may not include " + name)
+            for line, _, name in includes(text) if classify(name) in _NOT_IN_PUBLIC_HEADERS]
+
+
+def torch_umbrella(path, text):
+    """torch/torch.h costs 17-30 s a file: in headers only below muster/, where users want it anyway."""
+    if not path.endswith(".h") or path.split("/")[0] in ("muster", "examples", "tests"):
+        return []
+    return [(line, "a header may not include torch/torch.h: name the ATen headers it needs")
+            for line, _, name in includes(text) if name in ("torch/torch.h", "torch/all.h")]
+
+
+def quotes(path, text):
+    """Our own files in quotes, so that an installed header can never shadow them."""
+    return [(line, 'write #include "%s"' % name) for line, quote, name in includes(text)
+            if quote == "<" and name.split("/")[0] in _FOLDERS and "/" in name]
+
+
+# --- Words that the house does not use ------------------------------------------------------------------------
+
+def header_guard(path, text):
+    if not path.endswith(".h"):
+        return []
+    name = re.sub(r"[/.]", "_", path).upper()
+    wanted = {"MUSTER_%s_" % name, "%s_" % name} if path.startswith("muster/") else {"MUSTER_%s_" % name}
+    match = re.search(r"^#ifndef (\S+)\n#define (\S+)$", text, re.MULTILINE)
+    if not match or match.group(1) != match.group(2) or match.group(1) not in wanted:
+        return [(1, "header guard must be #ifndef/#define " + max(wanted, key=len))]
+    if "#endif  // %s\n" % match.group(1) not in text:
+        return [(text.count("\n"), "end the guard with '#endif  // %s'" % match.group(1))]
+    return []
+
+
+def strip_code(text):
+    """The text without comments and the insides of string literals, line for line."""
+    def blank(match):
+        found = match.group(0)
+        if found.startswith('R"'):
+            return '""' + "\n" * found.count("\n")
+        if found[0] in "\"'":
+            return found[0] * 2
+        return "\n" * found.count("\n")
+    return re.sub(r'R"(\w*)\((?:.|\n)*?\)\1"|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])+\'|//[^\n]*|/\*(?:.|\n)*?\*/',
+                  blank, text)
+
+
+_WORDS = [
+    (r"\babsl::Mutex(Lock)?\b|\bstd::(mutex|condition_variable|lock_guard|unique_lock|scoped_lock)\b",
+     "use muster::Mutex of base/mutex.h", {"base/mutex.h"}),
+    (r"\b(SleepFor|sleep_for|sleep_until|usleep|nanosleep)\s*\(|(?<![\w.>])sleep\s*\(",
+     "no sleeps: wait on a condition, a notification or a deadline",
+     # Between fork and exec, and in the process that outlives a killed agent, nothing can be waited on.
+     {"worker/agent/process.cc"}),
+    (r"(?<![A-Za-z_])(D?V?LOG|D?CHECK)(_[A-Z]{2})?\s*\(", "write MUSTER_LOG or MUSTER_CHECK", set()),
+    (r"\bGTEST_SKIP\b|\bDISABLED_\w+", "a test is run or deleted, never switched off", set()),
+    (r"\bthread_?\w*\.detach\(\)|std::thread\([^;]*\)\.detach\(\)", "a thread has an owner and a join", set()),
+    (r"\b(system|popen)\s*\(", "no shell: give an argv vector to the kernel", None),
+    (r"\busing namespace (?![\w:]*literals|\w+_internal\b)", "no using-directives", set()),
+    (r"\bstd::(regex|rand|async)\b|(?<![\w.:>])s?rand\s*\(\s*\)", "not std::regex, std::async or rand()", set()),
+]
+
+
+def words(path, text):
+    code = strip_code(text)
+    found = []
+    for pattern, message, free in _WORDS:
+        if free is None:
+            if _is_test_only(path) or path.startswith(("tests/", "bench/")):
+                continue
+        elif path in free:
+            continue
+        for match in re.finditer(pattern, code):
+            found.append((code.count("\n", 0, match.start()) + 1, "%s: %s" % (match.group(0).strip(), message)))
+    return found
+
+
+def comments(path, text):
+    found = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if re.search(r"\b(TODO|FIXME|XXX)\b(?!\(#\d+\))", line):
+            found.append((number, "a TODO names an issue: TODO(#12)"))
+        if line != line.rstrip() or "\t" in line:
+            found.append((number, "tab or space at the end of the line"))
+        if re.match(r"\s*//\s*[-=*#/]{8,}\s*$", line):
+            found.append((number, "no banners"))
+    return found
+
+
+FILE_RULES = [include_rules, public_headers, torch_umbrella, quotes, header_guard, words, comments]
+
+# --- BUILD files ----------------------------------------------------------------------------------------------
+
+
+class _Rules(dict):
+    """The names a BUILD file may call: every call is recorded as (rule, attributes)."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __missing__(self, name):
+        def call(*positional, **attributes):
+            self.calls.append((name, attributes))
+            return []
+        return call
+
+
+def read_build(text):
+    """[(rule, attributes)] of a BUILD file, which is Python as far as this house uses it."""
+    rules = _Rules()
+    rules["glob"] = lambda include, **_: list(include)
+    rules["select"] = lambda options: [item for option in options.values() for item in option]
+    rules["load"] = lambda *_: None
+    exec(compile(text, "BUILD.bazel", "exec"), rules)  # pylint: disable=exec-used
+    return rules.calls
+
+
+def default_visibility(path, calls):
+    if any(rule == "package" and attributes.get("default_visibility") for rule, attributes in calls):
+        return []
+    return [(1, "a BUILD file starts with package(default_visibility = ...)")]
+
+
+def gtest_only_in_tests(path, calls):
+    return [(1, "%s depends on gtest but is not testonly" % attributes.get("name"))
+            for rule, attributes in calls
+            if rule in ("cc_library", "cc_binary") and not attributes.get("testonly")
+            and any(d.startswith("//third_party:gtest") for d in attributes.get("deps", []))]
+
+
+BUILD_RULES = [default_visibility, gtest_only_in_tests]
+
+
+def absolute(package, label):
+    """//base:log for ":log", "//base:log" or "//base"."""
+    if label.startswith(":"):
+        return "//%s%s" % (package, label)
+    if label.startswith("//") and ":" not in label:
+        return "%s:%s" % (label, label.rsplit("/", 1)[-1])
+    return label
+
+
+def untested(builds, reasons):
+    """Libraries with code that no test of their folder (nor any below tests/) reaches through its deps, less those
+    with a reason, and reasons that are not needed."""
+    libraries, deps, tests = {}, {}, []
+    for path, calls in builds.items():
+        package = os.path.dirname(path)
+        for rule, attributes in calls:
+            if not attributes.get("name"):
+                continue
+            label = absolute(package, ":" + attributes["name"])
+            deps[label] = [absolute(package, d) for d in attributes.get("deps", []) + attributes.get("data", [])]
+            if rule.endswith("_test"):
+                tests.append(label)
+            elif (rule == "cc_library" and attributes.get("srcs") and not attributes.get("testonly")
+                  and not path.startswith(("third_party/", "tests/", "examples/", "bench/"))):
+                libraries[label] = path
+    tested = set()
+    for test in tests:
+        folder, todo, seen = test.split(":")[0], [test], set()
+        while todo:
+            label = todo.pop()
+            if label in seen:
+                continue
+            seen.add(label)
+            todo += deps.get(label, [])
+        tested |= {label for label in seen if folder.startswith("//tests") or label.startswith(folder + ":")}
+    found = [(libraries[l], 1, "%s: no test of its folder reaches it (or give a reason in tests/style/untested.txt)" % l)
+             for l in sorted(set(libraries) - tested - set(reasons))]
+    found += [("tests/style/untested.txt", 1, "%s is tested or gone: remove the line" % l)
+              for l in sorted(set(reasons)) if l in tested or l not in libraries]
+    return found

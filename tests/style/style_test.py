@@ -1,0 +1,162 @@
+"""Runs tests/style/rules.py over the repository, and the rules over examples of what they must and must not see."""
+
+import os
+import subprocess
+import sys
+import unittest
+
+_HERE = os.path.dirname(os.path.realpath(__file__))
+_ROOT = os.path.dirname(os.path.dirname(_HERE))
+sys.path.insert(0, _HERE)
+import rules  # noqa: E402
+
+
+def _files():
+    listed = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=_ROOT,
+                            capture_output=True, text=True, check=True).stdout.splitlines()
+    return [f for f in listed if os.path.isfile(os.path.join(_ROOT, f)) and not f.startswith("third_party/")]
+
+
+def _read(path):
+    with open(os.path.join(_ROOT, path), encoding="utf-8") as f:
+        return f.read()
+
+
+def _builds():
+    return {f: rules.read_build(_read(f)) for f in _files() if os.path.basename(f) == "BUILD.bazel"}
+
+
+class Repository(unittest.TestCase):
+    def _expect_none(self, found):
+        self.assertFalse(found, "\n" + "\n".join("%s:%d: %s" % f for f in found))
+
+    def test_build_files(self):
+        found = []
+        for path, calls in _builds().items():
+            for rule in rules.BUILD_RULES:
+                found += [(path,) + f for f in rule(path, calls)]
+        self._expect_none(found)
+
+    def test_every_library_is_named_by_a_test(self):
+        reasons = {}
+        for line in _read("tests/style/untested.txt").splitlines():
+            if line and not line.startswith("#"):
+                label, _, reason = line.partition(" ")
+                self.assertTrue(reason.strip(), "untested.txt: no reason for " + label)
+                reasons[label] = reason
+        self._expect_none(rules.untested(_builds(), reasons))
+
+
+def _add_file_rule(rule):
+    def test(self):
+        found = []
+        for path in _files():
+            if path.endswith((".h", ".cc")):
+                found += [(path,) + f for f in rule(path, _read(path))]
+        self._expect_none(found)
+    setattr(Repository, "test_" + rule.__name__, test)
+
+
+for _rule in rules.FILE_RULES:
+    _add_file_rule(_rule)
+
+
+class RulesThemselves(unittest.TestCase):
+    def _flagged(self, rule, path, text):
+        return bool(rule(path, text))
+
+    def test_include_rules(self):
+        bad = [
+            ("base/a.h", "#include <torch/torch.h>"),
+            ("base/a.h", '#include "proto/muster/v1/kv.pb.h"'),
+            ("rpc/a.cc", '#include "coordinator/core.h"'),
+            ("coordinator/barrier.h", "#include <grpcpp/grpcpp.h>"),
+            ("coordinator/barrier.h", '#include "proto/muster/v1/barrier.grpc.pb.h"'),
+            ("coordinator/service/a.cc", "#include <ATen/core/Tensor.h>"),
+            ("worker/agent/a.cc", '#include "worker/data/loader.h"'),
+            ("worker/train/a.cc", '#include "rpc/channel.h"'),
+            ("worker/train/a.cc", '#include "client/job_client.h"'),
+            ("client/a.cc", '#include "coordinator/core.h"'),
+            ("muster/a.cc", '#include "coordinator/core.h"'),
+            ("examples/mnist/main.cc", '#include "worker/data/loader.h"'),
+            ("base/a.cc", "#include <gtest/gtest.h>"),
+        ]
+        good = [
+            ("base/a.h", '#include "absl/strings/string_view.h"\n#include <vector>'),
+            ("base/a_test.cc", "#include <gtest/gtest.h>"),
+            ("coordinator/barrier.h", '#include "proto/muster/v1/barrier.pb.h"'),
+            ("coordinator/service/a.cc", "#include <grpcpp/grpcpp.h>"),
+            ("worker/process/store.cc", '#include "rpc/channel.h"'),
+            ("worker/train/a.cc", "#include <ATen/core/Tensor.h>"),
+            ("examples/mnist/main.cc", '#include "muster/muster.h"'),
+            ("tests/e2e/a_test.cc", '#include "coordinator/core.h"'),
+        ]
+        for path, text in bad:
+            self.assertTrue(self._flagged(rules.include_rules, path, text), (path, text))
+        for path, text in good:
+            self.assertFalse(self._flagged(rules.include_rules, path, text), (path, text))
+
+    def test_headers(self):
+        self.assertTrue(self._flagged(rules.public_headers, "muster/a.h", "#include <grpcpp/grpcpp.h>"))
+        self.assertFalse(self._flagged(rules.public_headers, "muster/a.cc", "#include <grpcpp/grpcpp.h>"))
+        self.assertTrue(self._flagged(rules.torch_umbrella, "worker/a.h", "#include <torch/torch.h>"))
+        self.assertFalse(self._flagged(rules.torch_umbrella, "worker/a.cc", "#include <torch/torch.h>"))
+        self.assertTrue(self._flagged(rules.quotes, "base/a.cc", "#include <base/log.h>"))
+        guarded = "#ifndef MUSTER_BASE_A_H_\n#define MUSTER_BASE_A_H_\n#endif  // MUSTER_BASE_A_H_\n"
+        self.assertFalse(self._flagged(rules.header_guard, "base/a.h", guarded))
+        self.assertTrue(self._flagged(rules.header_guard, "base/b.h", guarded))
+
+    def test_words(self):
+        bad = ["absl::Mutex mu;", "std::mutex m;", "absl::SleepFor(x);", "LOG(INFO) << 1;", "CHECK_EQ(a, b);",
+               "TEST(A, DISABLED_B) {}", "  sleep(1);", "std::system(\"ls\");", "using namespace std;"]
+        good = ["// absl::Mutex is not used", 'Run("sleep 1000");', "MUSTER_LOG(Info) << 1;", "TORCH_CHECK(a);",
+                "tensor.detach();", "using namespace std::literals;", 'const char* s = R"(system("x"))";',
+                "INTERNAL_ASSERT_CHECKED(x)", "c10::filesystem(x)"]
+        for text in bad:
+            self.assertTrue(self._flagged(rules.words, "worker/a.cc", text), text)
+        for text in good:
+            self.assertFalse(self._flagged(rules.words, "worker/a.cc", text), text)
+
+    def test_comments(self):
+        self.assertTrue(self._flagged(rules.comments, "a.cc", "// TODO: later"))
+        self.assertFalse(self._flagged(rules.comments, "a.cc", "// TODO(#12): when gRPC 1.60 is there"))
+        self.assertTrue(self._flagged(rules.comments, "a.cc", "// ----------------"))
+
+    def test_build_files(self):
+        calls = rules.read_build('cc_library(name = "a", srcs = ["a.cc"], deps = ["//third_party:gtest"])')
+        self.assertTrue(rules.default_visibility("a/BUILD.bazel", calls))
+        self.assertTrue(rules.gtest_only_in_tests("a/BUILD.bazel", calls))
+        self.assertTrue(rules.untested({"a/BUILD.bazel": calls}, {}))
+        self.assertFalse(rules.untested({"a/BUILD.bazel": calls}, {"//a:a": "why"}))
+        tested = rules.read_build('cc_library(name = "a", srcs = ["a.cc"])\ncc_test(name = "t", deps = [":a"])')
+        self.assertFalse(rules.untested({"a/BUILD.bazel": tested}, {}))
+        self.assertTrue(rules.untested({"a/BUILD.bazel": tested}, {"//a:a": "stale"}))
+
+
+class _XmlResult(unittest.TextTestResult):
+    """Also writes the XML that Bazel reads."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.names = []
+
+    def startTest(self, test):
+        self.names.append(test.id().split(".")[-2:])
+        super().startTest(test)
+
+    def write_xml(self, path):
+        failed = {tuple(test.id().split(".")[-2:]) for test, _ in self.failures + self.errors}
+        with open(path, "w", encoding="utf-8") as f:
+            f.write('<testsuites><testsuite name="style" tests="%d" failures="%d">\n' % (len(self.names), len(failed)))
+            for suite, name in self.names:
+                f.write('<testcase classname="%s" name="%s">%s</testcase>\n' % (
+                    suite, name, '<failure message="see the log"/>' if (suite, name) in failed else ""))
+            f.write("</testsuite></testsuites>\n")
+
+
+if __name__ == "__main__":
+    suite = unittest.defaultTestLoader.loadTestsFromModule(sys.modules["__main__"])
+    result = unittest.TextTestRunner(stream=sys.stdout, resultclass=_XmlResult).run(suite)
+    if os.environ.get("XML_OUTPUT_FILE"):
+        result.write_xml(os.environ["XML_OUTPUT_FILE"])
+    sys.exit(0 if result.wasSuccessful() else 1)
