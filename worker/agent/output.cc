@@ -57,7 +57,7 @@ OutputMux::~OutputMux() {
 }
 
 absl::Status OutputMux::AddLog(int rank, const std::string& path) {
-  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
+  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0666);
   if (fd < 0) return absl::ErrnoToStatus(errno, path);
   MutexLock lock(&mu_);
   const auto [it, added] = logs_.emplace(rank, fd);

@@ -42,8 +42,8 @@ class OutputMux {
   OutputMux(const OutputMux&) = delete;
   OutputMux& operator=(const OutputMux&) = delete;
 
-  // Also appends rank's lines (both streams, without prefix) to the file. Call before the rank's
-  // first line. Errors: the system's words and the path.
+  // Also writes the lines of `rank` (both streams, without prefix) to a new file. Call before the
+  // rank's first line. Errors: the system's words and the path.
   absl::Status AddLog(int rank, const std::string& path);
 
   void Line(int rank, OutputStream stream, absl::string_view line);

@@ -1,0 +1,543 @@
+#include "client/config/launch_config.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "base/file.h"
+#include "base/json.h"
+#include "base/status_macros.h"
+#include "base/yaml.h"
+#include "client/config/suggest.h"
+#include "rpc/address.h"
+
+namespace muster::client {
+namespace {
+
+using Type = SettingSpec::Type;
+using nlohmann::json;
+
+constexpr int kMaxCount = 1'000'000;
+
+std::vector<std::string> AllKeys() {
+  std::vector<std::string> keys = {"coordinator", "env"};
+  for (const SettingSpec& spec : LaunchSettings()) keys.push_back(spec.name);
+  return keys;
+}
+
+// Keys of Accelerate's config file that mean nothing here.
+bool IsAcceleratesOnly(absl::string_view key) {
+  static const char* const kKeys[] = {"compute_environment",
+                                      "distributed_type",
+                                      "downcast_bf16",
+                                      "enable_cpu_affinity",
+                                      "main_training_function",
+                                      "rdzv_backend",
+                                      "same_network",
+                                      "tpu_env",
+                                      "tpu_use_cluster",
+                                      "tpu_use_sudo",
+                                      "deepspeed_config",
+                                      "fsdp_config",
+                                      "megatron_lm_config",
+                                      "dynamo_config",
+                                      "parallelism_config",
+                                      "mpirun_config",
+                                      "fp8_config"};
+  return std::find(std::begin(kKeys), std::end(kKeys), key) != std::end(kKeys);
+}
+
+absl::Status BadValue(absl::string_view name, const Given& given, absl::string_view must) {
+  return absl::InvalidArgumentError(
+      absl::StrCat(name, ": ", given.text.empty() ? "an empty value" : given.text, " (from ",
+                   given.source, ") is not allowed: it must be ", must));
+}
+
+absl::Status CheckValue(const SettingSpec& spec, const Given& given) {
+  switch (spec.type) {
+    case Type::kInt: {
+      int value = 0;
+      const std::string range =
+          spec.max == kMaxCount ? absl::StrCat("a whole number of at least ", spec.min)
+                                : absl::StrCat("a whole number from ", spec.min, " to ", spec.max);
+      if (!absl::SimpleAtoi(given.text, &value) || value < spec.min || value > spec.max) {
+        return BadValue(spec.name, given, range);
+      }
+      return absl::OkStatus();
+    }
+    case Type::kBool:
+      if (!ParseBool(given.text).ok()) return BadValue(spec.name, given, "true or false");
+      return absl::OkStatus();
+    case Type::kChoice:
+      if (std::find(spec.choices.begin(), spec.choices.end(), given.text) == spec.choices.end()) {
+        return BadValue(spec.name, given,
+                        absl::StrCat("one of ", absl::StrJoin(spec.choices, ", ")));
+      }
+      return absl::OkStatus();
+    case Type::kDuration: {
+      absl::Duration value;
+      if (!absl::ParseDuration(given.text, &value) || value < absl::ZeroDuration()) {
+        return BadValue(spec.name, given, "a duration with a unit, such as 30s or 10m");
+      }
+      return absl::OkStatus();
+    }
+    case Type::kText:
+      return absl::OkStatus();
+  }
+  return absl::OkStatus();
+}
+
+// A scalar as the text that a flag would have; nullopt for null and for what is no scalar.
+std::optional<std::string> ScalarText(const json& value) {
+  if (value.is_string()) return value.get<std::string>();
+  if (value.is_boolean()) return value.get<bool>() ? "true" : "false";
+  if (value.is_number()) return value.dump();
+  return std::nullopt;
+}
+
+class Resolver {
+ public:
+  explicit Resolver(const std::vector<Layer>& layers) : layers_(layers) {}
+
+  Given Get(const std::string& name) const {
+    for (const Layer& layer : layers_) {
+      const auto it = layer.settings.find(name);
+      if (it != layer.settings.end()) return it->second;
+    }
+    return {FindSetting(name)->fallback, "default"};
+  }
+  bool Has(const std::string& name) const { return Get(name).source != "default"; }
+  std::string Text(const std::string& name) const { return Get(name).text; }
+  int Int(const std::string& name) const {
+    int value = 0;
+    return absl::SimpleAtoi(Text(name), &value) ? value : 0;
+  }
+  bool Bool(const std::string& name) const { return ParseBool(Text(name)).value_or(false); }
+  absl::Duration Duration(const std::string& name) const {
+    absl::Duration value;
+    return absl::ParseDuration(Text(name), &value) ? value : absl::ZeroDuration();
+  }
+
+ private:
+  const std::vector<Layer>& layers_;
+};
+
+std::string YamlScalar(const SettingSpec& spec, const std::string& text) {
+  if (spec.type == Type::kInt || spec.type == Type::kBool) return text;
+  return JsonQuote(text);
+}
+
+}  // namespace
+
+const std::vector<SettingSpec>& LaunchSettings() {
+  static const auto* const settings = new std::vector<SettingSpec>{
+      {.name = "num_processes",
+       .variable = "MUSTER_NUM_PROCESSES",
+       .type = Type::kInt,
+       .min = 1,
+       .max = kMaxCount,
+       .value_name = "N",
+       .help = "Processes of the whole job. Default: one for each GPU, else one for each machine"},
+      {.name = "cpu",
+       .alias = "use_cpu",
+       .variable = "MUSTER_CPU",
+       .type = Type::kBool,
+       .fallback = "false",
+       .help = "Train on the CPU, also where GPUs are"},
+      {.name = "gpu_ids",
+       .variable = "MUSTER_GPU_IDS",
+       .value_name = "LIST",
+       .help = "GPUs of this machine to use, for example 0,2 (sets CUDA_VISIBLE_DEVICES)"},
+      {.name = "mixed_precision",
+       .variable = "MUSTER_MIXED_PRECISION",
+       .type = Type::kChoice,
+       .choices = {"no", "bf16", "fp16"},
+       .fallback = "no",
+       .value_name = "no|bf16|fp16",
+       .help = "Precision of the forward pass"},
+      {.name = "gradient_accumulation_steps",
+       .variable = "MUSTER_GRADIENT_ACCUMULATION_STEPS",
+       .type = Type::kInt,
+       .min = 1,
+       .max = kMaxCount,
+       .fallback = "1",
+       .value_name = "N",
+       .help = "Backward passes for each optimizer step"},
+      {.name = "num_cpu_threads_per_process",
+       .variable = "MUSTER_NUM_CPU_THREADS_PER_PROCESS",
+       .type = Type::kInt,
+       .min = 1,
+       .max = kMaxCount,
+       .value_name = "N",
+       .help = "OMP_NUM_THREADS of each process. Default: as inherited, else the cores shared out "
+               "evenly"},
+      {.name = "num_machines",
+       .variable = "MUSTER_NUM_MACHINES",
+       .type = Type::kInt,
+       .min = 1,
+       .max = kMaxCount,
+       .fallback = "1",
+       .value_name = "M",
+       .help = "Machines of the job; start the same command on each"},
+      {.name = "machine_rank",
+       .variable = "MUSTER_MACHINE_RANK",
+       .type = Type::kInt,
+       .min = 0,
+       .max = kMaxCount,
+       .fallback = "0",
+       .value_name = "R",
+       .help = "Which of the machines this is: 0 to M-1. Machine 0 hosts the coordinator"},
+      {.name = "main_process_ip",
+       .variable = "MUSTER_MAIN_PROCESS_IP",
+       .value_name = "IP",
+       .help = "Numeric address of machine 0"},
+      {.name = "main_process_port",
+       .variable = "MUSTER_MAIN_PROCESS_PORT",
+       .type = Type::kInt,
+       .min = 0,
+       .max = 65535,
+       .value_name = "PORT",
+       .help = "Port of the coordinator on machine 0. Default with one machine: a free one"},
+      {.name = "max_restarts",
+       .variable = "MUSTER_MAX_RESTARTS",
+       .type = Type::kInt,
+       .min = 0,
+       .max = kMaxCount,
+       .fallback = "0",
+       .value_name = "N",
+       .help = "How often all processes are started again after one has failed"},
+      {.name = "log_dir",
+       .variable = "MUSTER_LOG_DIR",
+       .value_name = "FOLDER",
+       .help =
+           "Write each process's output to FOLDER/attempt_A/rank_R.log instead of the terminal"},
+      {.name = "tee",
+       .variable = "MUSTER_TEE",
+       .type = Type::kBool,
+       .fallback = "false",
+       .help = "With --log_dir: to the terminal as well"},
+      {.name = "prefix",
+       .variable = "MUSTER_PREFIX",
+       .type = Type::kBool,
+       .fallback = "true",
+       .help = "Begin each line with [rank]: where several processes write"},
+      {.name = "job_name",
+       .variable = "MUSTER_JOB_NAME",
+       .value_name = "NAME",
+       .help = "Name of the job. Default: made up; with several machines: launch"},
+      {.name = "stop_grace",
+       .variable = "MUSTER_STOP_GRACE",
+       .type = Type::kDuration,
+       .fallback = "10s",
+       .value_name = "TIME",
+       .help = "Time between SIGTERM and SIGKILL when you stop the job"},
+      {.name = "join_timeout",
+       .variable = "MUSTER_JOIN_TIMEOUT",
+       .type = Type::kDuration,
+       .fallback = "10m",
+       .value_name = "TIME",
+       .help = "How long to wait for the other machines"},
+      {.name = "debug",
+       .variable = "MUSTER_DEBUG",
+       .type = Type::kBool,
+       .fallback = "false",
+       .help = "Check every collective across processes before it runs"},
+      {.name = "tls_ca",
+       .variable = "MUSTER_TLS_CA",
+       .value_name = "FILE",
+       .help = "Certificates that the coordinator's (and its clients') must descend from"},
+      {.name = "tls_cert",
+       .variable = "MUSTER_TLS_CERT",
+       .value_name = "FILE",
+       .help = "Certificate of this machine"},
+      {.name = "tls_key",
+       .variable = "MUSTER_TLS_KEY",
+       .value_name = "FILE",
+       .help = "Private key of --tls_cert"},
+  };
+  return *settings;
+}
+
+const SettingSpec* FindSetting(absl::string_view name) {
+  for (const SettingSpec& spec : LaunchSettings()) {
+    if (spec.name == name || (!spec.alias.empty() && spec.alias == name)) return &spec;
+  }
+  return nullptr;
+}
+
+absl::StatusOr<bool> ParseBool(absl::string_view text) {
+  const std::string word = absl::AsciiStrToLower(text);
+  for (const char* yes : {"1", "y", "yes", "t", "true", "on"}) {
+    if (word == yes) return true;
+  }
+  for (const char* no : {"0", "n", "no", "f", "false", "off"}) {
+    if (word == no) return false;
+  }
+  return absl::InvalidArgumentError(absl::StrCat(text, " is neither true nor false"));
+}
+
+absl::Status AddCoordinator(absl::string_view text, const std::string& source, Layer* layer) {
+  const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(text);
+  if (!address.ok()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("coordinator: ", address.status().message(), " (from ", source, ")"));
+  }
+  if (address->is_unix()) {
+    return absl::InvalidArgumentError(absl::StrCat("coordinator: ", text, " (from ", source,
+                                                   ") is not allowed: it must be host:port"));
+  }
+  layer->settings["main_process_ip"] = {address->host, source};
+  layer->settings["main_process_port"] = {absl::StrCat(address->port), source};
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view source) {
+  YamlDocument document;
+  if (absl::EndsWith(source, ".json")) {
+    MUSTER_ASSIGN_OR_RETURN(document.value, ParseJson(text, source));
+  } else {
+    MUSTER_ASSIGN_OR_RETURN(document, ParseYaml(text, source));
+  }
+  Layer layer;
+  if (document.value.is_null()) return layer;
+  if (!document.value.is_object()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(source, ": the file must be a list of KEY: VALUE"));
+  }
+  const auto place = [&](const std::string& pointer) {
+    const auto it = document.lines.find(pointer);
+    return it == document.lines.end() ? std::string(source) : absl::StrCat(source, ":", it->second);
+  };
+  for (const auto& [key, value] : document.value.items()) {
+    const std::string where = place(absl::StrCat("/", key));
+    if (key == "env") {
+      if (value.is_null()) continue;
+      if (!value.is_object()) {
+        return absl::InvalidArgumentError(
+            absl::StrCat(where, ": env must be a map of NAME: VALUE"));
+      }
+      for (const auto& [name, entry] : value.items()) {
+        const std::optional<std::string> scalar = ScalarText(entry);
+        const std::string at = place(absl::StrCat("/env/", name));
+        if (!scalar.has_value()) {
+          return absl::InvalidArgumentError(absl::StrCat(at, ": env.", name, " must be a text"));
+        }
+        layer.env[name] = {*scalar, at};
+      }
+      continue;
+    }
+    const SettingSpec* const spec = FindSetting(key);
+    if (spec == nullptr && key != "coordinator") {
+      if (IsAcceleratesOnly(key)) {
+        return absl::InvalidArgumentError(
+            absl::StrCat(where, ": unknown key ", key,
+                         ": it is one of Accelerate's that Muster does not need; remove it"));
+      }
+      return absl::InvalidArgumentError(absl::StrCat(where, ": unknown key ", key,
+                                                     DidYouMean(key, AllKeys()),
+                                                     " (muster config default writes all keys)"));
+    }
+    if (value.is_null()) continue;
+    std::optional<std::string> scalar = ScalarText(value);
+    if (!scalar.has_value()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(where, ": ", key, " must be one value, not a list or a map"));
+    }
+    if (spec == nullptr) {
+      MUSTER_RETURN_IF_ERROR(AddCoordinator(*scalar, where, &layer));
+      continue;
+    }
+    // YAML 1.1 reads a plain `no` as false.
+    if (spec->type == Type::kChoice && value.is_boolean() && !value.get<bool>()) scalar = "no";
+    const Given given = {*scalar, where};
+    // An empty text means: not set, as a file written by `muster config default` has it.
+    if (given.text.empty()) continue;
+    MUSTER_RETURN_IF_ERROR(CheckValue(*spec, given));
+    layer.settings[spec->name] = given;
+  }
+  return layer;
+}
+
+Layer LayerFromVariables(const std::map<std::string, std::string>& variables) {
+  Layer layer;
+  for (const SettingSpec& spec : LaunchSettings()) {
+    const auto it = variables.find(spec.variable);
+    if (it != variables.end() && !it->second.empty()) {
+      layer.settings[spec.name] = {it->second, spec.variable};
+    }
+  }
+  return layer;
+}
+
+std::string DefaultConfigPath(const std::map<std::string, std::string>& variables) {
+  const auto get = [&](const char* name) {
+    const auto it = variables.find(name);
+    return it == variables.end() ? std::string() : it->second;
+  };
+  if (const std::string home = get("XDG_CONFIG_HOME"); !home.empty())
+    return home + "/muster/config.yaml";
+  if (const std::string home = get("HOME"); !home.empty())
+    return home + "/.config/muster/config.yaml";
+  return "";
+}
+
+ConfigPath FindConfig(absl::string_view flag, const std::map<std::string, std::string>& variables) {
+  if (!flag.empty()) return {std::string(flag), "--config_file", true};
+  const auto it = variables.find("MUSTER_CONFIG");
+  if (it != variables.end() && !it->second.empty()) return {it->second, "MUSTER_CONFIG", true};
+  const std::string path = DefaultConfigPath(variables);
+  if (path.empty() || !PathExists(path)) return {};
+  return {path, "default place", false};
+}
+
+absl::StatusOr<Layer> LoadConfig(const ConfigPath& path) {
+  if (path.path.empty()) return Layer();
+  absl::StatusOr<std::string> text = ReadFile(path.path, /*max_bytes=*/1 << 20);
+  if (!text.ok()) {
+    if (absl::IsNotFound(text.status())) {
+      if (!path.required) return Layer();
+      return absl::NotFoundError(
+          absl::StrCat("config file ", path.path, " (from ", path.source,
+                       ") does not exist; muster config default writes one"));
+    }
+    return text.status();
+  }
+  return ParseConfig(*text, path.path);
+}
+
+absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
+                                           const MachineFacts& machine) {
+  const Resolver values(layers);
+  for (const SettingSpec& spec : LaunchSettings()) {
+    const Given given = values.Get(spec.name);
+    if (given.source != "default") MUSTER_RETURN_IF_ERROR(CheckValue(spec, given));
+  }
+  LaunchConfig config;
+  config.num_machines = values.Int("num_machines");
+  config.machine_rank = values.Int("machine_rank");
+  config.gpu_ids = values.Text("gpu_ids");
+  config.mixed_precision = values.Text("mixed_precision");
+  config.gradient_accumulation_steps = values.Int("gradient_accumulation_steps");
+  config.threads_per_process = values.Int("num_cpu_threads_per_process");
+  config.coordinator_ip = values.Text("main_process_ip");
+  config.coordinator_port = values.Int("main_process_port");
+  config.debug = values.Bool("debug");
+  config.max_restarts = values.Int("max_restarts");
+  config.job_name = values.Text("job_name");
+  config.log_dir = values.Text("log_dir");
+  config.tee = values.Bool("tee");
+  config.prefix = values.Bool("prefix");
+  config.stop_grace = values.Duration("stop_grace");
+  config.join_timeout = values.Duration("join_timeout");
+  config.tls_ca = values.Text("tls_ca");
+  config.tls_cert = values.Text("tls_cert");
+  config.tls_key = values.Text("tls_key");
+
+  int gpus = machine.gpus;
+  if (!config.gpu_ids.empty() && config.gpu_ids != "all") {
+    gpus = static_cast<int>(
+        std::vector<absl::string_view>(absl::StrSplit(config.gpu_ids, ',')).size());
+    if (gpus > machine.gpus) {
+      return absl::InvalidArgumentError(absl::StrCat("gpu_ids: ", config.gpu_ids, " (from ",
+                                                     values.Get("gpu_ids").source, ") names ", gpus,
+                                                     " GPUs, but this machine has ", machine.gpus));
+    }
+  }
+  Given cpu = values.Get("cpu");
+  config.cpu = values.Bool("cpu");
+  if (!config.cpu && gpus == 0) {
+    config.cpu = true;
+    cpu = {"true", "this machine has no GPU"};
+  }
+
+  Given processes = values.Get("num_processes");
+  if (values.Has("num_processes")) {
+    config.num_processes = values.Int("num_processes");
+  } else {
+    config.num_processes = config.num_machines * (config.cpu ? 1 : gpus);
+    processes = {absl::StrCat(config.num_processes),
+                 config.cpu ? "one for each machine" : "one for each GPU"};
+  }
+
+  if (config.machine_rank >= config.num_machines) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "machine_rank: ", config.machine_rank, " (from ", values.Get("machine_rank").source,
+        ") is not below num_machines ", config.num_machines, " (from ",
+        values.Get("num_machines").source, "): machines are numbered from 0"));
+  }
+  if (config.num_processes % config.num_machines != 0) {
+    const int below = config.num_processes / config.num_machines * config.num_machines;
+    return absl::InvalidArgumentError(
+        absl::StrCat("num_processes: ", config.num_processes, " (from ", processes.source,
+                     ") cannot be shared out evenly over ", config.num_machines, " machines (from ",
+                     values.Get("num_machines").source, "): use ",
+                     below > 0 ? absl::StrCat(below, " or ") : "", below + config.num_machines));
+  }
+  config.processes_here = config.num_processes / config.num_machines;
+  if (!config.cpu && config.processes_here > gpus) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("num_processes: ", config.processes_here, " on this machine (from ",
+                     processes.source, "), but it has ", gpus, gpus == 1 ? " GPU" : " GPUs",
+                     " to use: use ", gpus * config.num_machines, " or --cpu"));
+  }
+  if (config.num_machines > 1 && (config.coordinator_ip.empty() || config.coordinator_port == 0)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "num_machines: ", config.num_machines, " (from ", values.Get("num_machines").source,
+        ") needs --coordinator IP:PORT, an address of machine 0 that all machines reach"));
+  }
+  if (config.tee && config.log_dir.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("tee: true (from ", values.Get("tee").source, ") needs --log_dir FOLDER"));
+  }
+  if (config.tls_cert.empty() != config.tls_key.empty()) {
+    return absl::InvalidArgumentError(
+        config.tls_key.empty()
+            ? absl::StrCat("tls_cert (from ", values.Get("tls_cert").source, ") needs tls_key")
+            : absl::StrCat("tls_key (from ", values.Get("tls_key").source, ") needs tls_cert"));
+  }
+
+  for (const SettingSpec& spec : LaunchSettings()) {
+    Given given = values.Get(spec.name);
+    if (spec.name == "cpu") given = cpu;
+    if (spec.name == "num_processes") given = processes;
+    config.provenance.emplace_back(spec.name, std::move(given));
+  }
+  std::map<std::string, Given> env;
+  for (auto layer = layers.rbegin(); layer != layers.rend(); ++layer) {
+    for (const auto& [name, given] : layer->env) env[name] = given;
+  }
+  for (const auto& [name, given] : env) {
+    if (name.empty() || absl::StrContains(name, '=')) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("env: ", name, " (from ", given.source, ") is no variable name"));
+    }
+    config.env[name] = given.text;
+    config.provenance.emplace_back("env." + name, given);
+  }
+  return config;
+}
+
+std::string DefaultConfigText(const std::map<std::string, std::string>& given) {
+  std::string text =
+      "# What `muster launch` uses where neither a flag nor a variable says otherwise.\n"
+      "# A line that is commented out shows the key; its value is then worked out at launch.\n";
+  for (const SettingSpec& spec : LaunchSettings()) {
+    absl::StrAppend(&text, "\n# ", spec.help, ".\n");
+    const auto it = given.find(spec.name);
+    const std::string value = it == given.end() ? spec.fallback : it->second;
+    if (value.empty()) {
+      absl::StrAppend(&text, "# ", spec.name, ":\n");
+    } else {
+      absl::StrAppend(&text, spec.name, ": ", YamlScalar(spec, value), "\n");
+    }
+  }
+  absl::StrAppend(&text, "\n# Variables for all processes, NAME: \"value\".\nenv: {}\n");
+  return text;
+}
+
+}  // namespace muster::client

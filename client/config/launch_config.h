@@ -1,0 +1,128 @@
+#ifndef MUSTER_CLIENT_CONFIG_LAUNCH_CONFIG_H_
+#define MUSTER_CLIENT_CONFIG_LAUNCH_CONFIG_H_
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+
+namespace muster::client {
+
+// One setting of a launch. The table of all of them makes the flags, the variables, the keys of the
+// config file and their documentation, so these cannot drift apart.
+struct SettingSpec {
+  enum class Type { kInt, kBool, kText, kChoice, kDuration };
+  std::string name = {};      // the key in a file; the flag is "--" and the name
+  std::string alias = {};     // another accepted key and flag; may be empty
+  std::string variable = {};  // environment variable; empty: none
+  Type type = Type::kText;
+  int min = 0;                            // kInt
+  int max = 0;                            // kInt
+  std::vector<std::string> choices = {};  // kChoice
+  std::string fallback = {};              // text of the default; empty: worked out or none
+  std::string value_name = {};            // "N" in the help
+  std::string help = {};
+};
+const std::vector<SettingSpec>& LaunchSettings();
+
+// The setting that has this name or alias; null if none.
+const SettingSpec* FindSetting(absl::string_view name);
+
+// A value as text and where it came from.
+struct Given {
+  std::string text;
+  std::string
+      source;  // "--num_processes", "MUSTER_NUM_PROCESSES", "config.yaml:3", "default", or a rule
+};
+
+// One source of settings, by name.
+struct Layer {
+  std::map<std::string, Given> settings;
+  // Variables for all workers (`env` in a file, --env on the command line).
+  std::map<std::string, Given> env;
+};
+
+// Reads a config file's text: YAML, or JSON if `source` ends in ".json". `source` is the file's
+// name for messages. Errors: INVALID_ARGUMENT "SOURCE:LINE: ..." for bad syntax, an unknown key
+// (with the nearest one), a value of the wrong type.
+absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view source);
+
+// The layer of environment variables. Pure.
+Layer LayerFromVariables(const std::map<std::string, std::string>& variables);
+
+// Where the config file is: `flag` if not empty, else $MUSTER_CONFIG, else
+// $XDG_CONFIG_HOME/muster/config.yaml or
+// ~/.config/muster/config.yaml if that exists. Empty: there is none.
+struct ConfigPath {
+  std::string path;
+  std::string source;     // "--config_file", "MUSTER_CONFIG", "default place"
+  bool required = false;  // somebody named it
+};
+ConfigPath FindConfig(absl::string_view flag, const std::map<std::string, std::string>& variables);
+// Where `muster config default` writes: as above, whether it exists or not.
+std::string DefaultConfigPath(const std::map<std::string, std::string>& variables);
+
+// Reads it. No file at a place that nobody named is an empty layer. Errors: NOT_FOUND, and those of
+// ParseConfig.
+absl::StatusOr<Layer> LoadConfig(const ConfigPath& path);
+
+// What is known of this machine.
+struct MachineFacts {
+  int gpus = 0;  // that programs may use here
+};
+
+// A whole launch, checked: every field has its meaning, and the counts fit each other.
+struct LaunchConfig {
+  int num_processes = 1;  // of all machines
+  int num_machines = 1;
+  int machine_rank = 0;
+  int processes_here = 1;
+  bool cpu = false;
+  std::string gpu_ids;  // empty: as inherited
+  std::string mixed_precision;
+  int gradient_accumulation_steps = 1;
+  int threads_per_process = 0;  // 0: worked out
+  std::string coordinator_ip;   // empty: any free loopback port
+  int coordinator_port = 0;
+  bool debug = false;
+  int max_restarts = 0;
+  std::string job_name;  // empty: made up
+  std::string log_dir;
+  bool tee = false;
+  bool prefix = true;
+  absl::Duration stop_grace;
+  absl::Duration join_timeout;
+  std::string tls_ca;
+  std::string tls_cert;
+  std::string tls_key;
+  std::map<std::string, std::string> env;
+
+  // Every setting with its text and source, in the order of the table, then "env.NAME". For
+  // --dry_run.
+  std::vector<std::pair<std::string, Given>> provenance;
+};
+
+// The first layer that has a setting wins: pass flags, variables, file. Errors: INVALID_ARGUMENT,
+// one line that names the setting, where its value came from and the way out: a bad value, counts
+// that do not fit each other (processes that cannot be shared out evenly over the machines, more
+// processes than GPUs, several machines without a coordinator).
+absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
+                                           const MachineFacts& machine);
+
+// Splits "host:port" (or "[::1]:port") into the two settings. Errors: INVALID_ARGUMENT.
+absl::Status AddCoordinator(absl::string_view text, const std::string& source, Layer* layer);
+
+// A config file with every setting at its default (and `given` in place of it), with comments.
+// ParseConfig reads it.
+std::string DefaultConfigText(const std::map<std::string, std::string>& given);
+
+// Words for yes and no: 1 y yes t true on, 0 n no f false off. Errors: INVALID_ARGUMENT.
+absl::StatusOr<bool> ParseBool(absl::string_view text);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CONFIG_LAUNCH_CONFIG_H_

@@ -1,0 +1,195 @@
+#include "client/config/launch_config.h"
+
+#include <stdlib.h>
+
+#include <string>
+
+#include "base/file.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace muster::client {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+Layer Flags(const std::map<std::string, std::string>& values) {
+  Layer layer;
+  for (const auto& [name, value] : values) layer.settings[name] = {value, "--" + name};
+  return layer;
+}
+
+std::string SourceOf(const LaunchConfig& config, const std::string& name) {
+  for (const auto& [key, given] : config.provenance) {
+    if (key == name) return given.text + " from " + given.source;
+  }
+  return "absent";
+}
+
+std::string ErrorOf(const std::map<std::string, std::string>& flags, MachineFacts machine = {}) {
+  const auto config = ResolveLaunch({Flags(flags)}, machine);
+  return config.ok() ? "accepted" : std::string(config.status().message());
+}
+
+std::string FileError(absl::string_view text) {
+  const auto layer = ParseConfig(text, "c.yaml");
+  return layer.ok() ? "accepted" : std::string(layer.status().message());
+}
+
+TEST(ResolveLaunch, Nothing_OneCpuProcess) {
+  const auto config = ResolveLaunch({}, {});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->num_processes, 1);
+  EXPECT_TRUE(config->cpu);
+  EXPECT_EQ(SourceOf(*config, "cpu"), "true from this machine has no GPU");
+  EXPECT_EQ(config->mixed_precision, "no");
+  EXPECT_EQ(config->stop_grace, absl::Seconds(10));
+}
+
+TEST(ResolveLaunch, Gpus_OneProcessEach) {
+  const auto config = ResolveLaunch({}, {.gpus = 4});
+  ASSERT_TRUE(config.ok());
+  EXPECT_EQ(config->num_processes, 4);
+  EXPECT_FALSE(config->cpu);
+  const auto two = ResolveLaunch({Flags({{"gpu_ids", "1,3"}})}, {.gpus = 4});
+  EXPECT_EQ(two->num_processes, 2);
+}
+
+TEST(ResolveLaunch, FirstLayerWins_AndSaysSo) {
+  const auto file = ParseConfig("num_processes: 8\nmixed_precision: bf16\ncpu: yes\n", "c.yaml");
+  ASSERT_TRUE(file.ok()) << file.status();
+  const Layer variables =
+      LayerFromVariables({{"MUSTER_NUM_PROCESSES", "4"}, {"MUSTER_MIXED_PRECISION", "fp16"}});
+  const auto config = ResolveLaunch({Flags({{"num_processes", "2"}}), variables, *file}, {});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->num_processes, 2);
+  EXPECT_EQ(SourceOf(*config, "num_processes"), "2 from --num_processes");
+  EXPECT_EQ(SourceOf(*config, "mixed_precision"), "fp16 from MUSTER_MIXED_PRECISION");
+  EXPECT_EQ(SourceOf(*config, "cpu"), "true from c.yaml:3");
+  EXPECT_EQ(SourceOf(*config, "max_restarts"), "0 from default");
+}
+
+TEST(ResolveLaunch, BadValues_NameTheSettingItsSourceAndTheWayOut) {
+  EXPECT_EQ(ErrorOf({{"num_processes", "0"}}),
+            "num_processes: 0 (from --num_processes) is not allowed: it must be a whole number of "
+            "at least 1");
+  EXPECT_THAT(ErrorOf({{"num_processes", "two"}}), HasSubstr("whole number"));
+  EXPECT_THAT(ErrorOf({{"num_processes", "2.5"}}), HasSubstr("whole number"));
+  EXPECT_THAT(ErrorOf({{"mixed_precision", "fp8"}}), HasSubstr("one of no, bf16, fp16"));
+  EXPECT_THAT(ErrorOf({{"main_process_port", "70000"}}), HasSubstr("from 0 to 65535"));
+  EXPECT_THAT(ErrorOf({{"stop_grace", "5"}}), HasSubstr("a duration with a unit"));
+  EXPECT_THAT(ErrorOf({{"cpu", "maybe"}}), HasSubstr("true or false"));
+  EXPECT_THAT(ErrorOf({{"tee", "true"}}), HasSubstr("--log_dir"));
+  EXPECT_THAT(ErrorOf({{"tls_cert", "x"}}), HasSubstr("tls_key"));
+}
+
+TEST(ResolveLaunch, D27_ProcessesNotDivisibleByMachines_AreRefused) {
+  EXPECT_THAT(ErrorOf({{"num_processes", "7"},
+                       {"num_machines", "2"},
+                       {"main_process_ip", "10.0.0.1"},
+                       {"main_process_port", "29400"}}),
+              AllOf(HasSubstr("7"), HasSubstr("2 machines"), HasSubstr("use 6 or 8")));
+  EXPECT_THAT(ErrorOf({{"num_processes", "1"}, {"num_machines", "2"}}), HasSubstr("use 2"));
+}
+
+TEST(ResolveLaunch, MachinesThatCannotMeet_AreRefused) {
+  EXPECT_THAT(ErrorOf({{"num_machines", "2"}}), HasSubstr("--coordinator IP:PORT"));
+  EXPECT_THAT(ErrorOf({{"num_machines", "2"}, {"machine_rank", "2"}}),
+              HasSubstr("numbered from 0"));
+}
+
+TEST(ResolveLaunch, MoreProcessesThanGpus_AreRefusedUnlessOnTheCpu) {
+  EXPECT_THAT(ErrorOf({{"num_processes", "4"}}, {.gpus = 2}), HasSubstr("use 2 or --cpu"));
+  EXPECT_THAT(ErrorOf({{"gpu_ids", "0,1,2"}}, {.gpus = 2}), HasSubstr("names 3 GPUs"));
+  EXPECT_EQ(ErrorOf({{"num_processes", "4"}, {"cpu", "true"}}, {.gpus = 2}), "accepted");
+}
+
+TEST(ResolveLaunch, D26_ProcessesOnTheCpu_AreAllCounted) {
+  const auto config = ResolveLaunch({Flags({{"num_processes", "3"}, {"cpu", "true"}})}, {});
+  EXPECT_EQ(config->processes_here, 3);
+}
+
+TEST(ResolveLaunch, D31_BooleanWords_MeanWhatTheySay) {
+  EXPECT_FALSE(ResolveLaunch({Flags({{"debug", "False"}})}, {})->debug);
+  EXPECT_TRUE(ResolveLaunch({Flags({{"debug", "on"}})}, {})->debug);
+}
+
+TEST(ParseConfig, AllTypes_AndEnv) {
+  const auto layer = ParseConfig(
+      "num_processes: 2\nuse_cpu: true\nmixed_precision: no\nenv:\n  A: 1\n  B: text\ncoordinator: "
+      "10.0.0.1:29400\n",
+      "c.yaml");
+  ASSERT_TRUE(layer.ok()) << layer.status();
+  EXPECT_EQ(layer->settings.at("num_processes").text, "2");
+  EXPECT_EQ(layer->settings.at("cpu").text, "true");
+  EXPECT_EQ(layer->settings.at("mixed_precision").text, "no");
+  EXPECT_EQ(layer->settings.at("main_process_ip").text, "10.0.0.1");
+  EXPECT_EQ(layer->settings.at("main_process_port").text, "29400");
+  EXPECT_EQ(layer->env.at("A").text, "1");
+  EXPECT_EQ(layer->env.at("B").source, "c.yaml:6");
+}
+
+TEST(ParseConfig, Json_IsReadToo) {
+  const auto layer = ParseConfig("{\"num_processes\": 3, \"env\": {\"A\": \"b\"}}", "c.json");
+  ASSERT_TRUE(layer.ok()) << layer.status();
+  EXPECT_EQ(layer->settings.at("num_processes").text, "3");
+}
+
+TEST(ParseConfig, Mistakes_NameFileLineAndTheNearestKey) {
+  EXPECT_EQ(FileError("cpu: true\nnum_proceses: 2\n"),
+            "c.yaml:2: unknown key num_proceses; did you mean num_processes? (muster config "
+            "default writes all keys)");
+  EXPECT_THAT(FileError("distributed_type: MULTI_GPU\n"), HasSubstr("Accelerate"));
+  EXPECT_THAT(FileError("num_processes: [1]\n"),
+              HasSubstr("c.yaml:1: num_processes must be one value"));
+  EXPECT_THAT(FileError("num_processes: many\n"), HasSubstr("many (from c.yaml:1)"));
+  EXPECT_THAT(FileError("env: 3\n"), HasSubstr("env must be a map"));
+  EXPECT_THAT(FileError("- a\n"), HasSubstr("KEY: VALUE"));
+  EXPECT_THAT(FileError("coordinator: somewhere\n"), HasSubstr("c.yaml:1"));
+  EXPECT_EQ(FileError(""), "accepted");
+}
+
+TEST(DefaultConfigText, IsReadBackAsTheDefaults) {
+  const auto layer = ParseConfig(DefaultConfigText({{"mixed_precision", "bf16"}}), "c.yaml");
+  ASSERT_TRUE(layer.ok()) << layer.status();
+  const auto from_file = ResolveLaunch({*layer}, {});
+  const auto without = ResolveLaunch({}, {});
+  ASSERT_TRUE(from_file.ok()) << from_file.status();
+  EXPECT_EQ(from_file->mixed_precision, "bf16");
+  ASSERT_EQ(from_file->provenance.size(), without->provenance.size());
+  for (size_t i = 0; i < without->provenance.size(); ++i) {
+    const auto& [name, given] = without->provenance[i];
+    if (name != "mixed_precision" && name != "cpu") {
+      EXPECT_EQ(from_file->provenance[i].second.text, given.text) << name;
+    }
+  }
+}
+
+TEST(FindConfig, FlagThenVariableThenDefaultPlace) {
+  const std::string home = ::testing::TempDir() + "/config_home";
+  ASSERT_TRUE(MakeDirectories(home + "/muster").ok());
+  EXPECT_EQ(FindConfig("a", {{"MUSTER_CONFIG", "b"}}).path, "a");
+  EXPECT_EQ(FindConfig("", {{"MUSTER_CONFIG", "b"}}).path, "b");
+  EXPECT_EQ(FindConfig("", {{"XDG_CONFIG_HOME", home}}).path, "");
+  ASSERT_TRUE(WriteFileAtomically(home + "/muster/config.yaml", "cpu: true\n").ok());
+  const ConfigPath found = FindConfig("", {{"XDG_CONFIG_HOME", home}, {"HOME", "/nowhere"}});
+  EXPECT_EQ(found.path, home + "/muster/config.yaml");
+  EXPECT_EQ(LoadConfig(found)->settings.at("cpu").text, "true");
+  EXPECT_TRUE(LoadConfig({}).ok());
+  EXPECT_THAT(std::string(LoadConfig(FindConfig("/nowhere/c.yaml", {})).status().message()),
+              AllOf(HasSubstr("/nowhere/c.yaml"), HasSubstr("--config_file")));
+}
+
+TEST(LaunchSettings, NamesAndVariables_AreUnique) {
+  std::map<std::string, int> seen;
+  for (const SettingSpec& spec : LaunchSettings()) {
+    EXPECT_EQ(++seen[spec.name], 1) << spec.name;
+    EXPECT_EQ(++seen[spec.variable], 1) << spec.variable;
+    EXPECT_FALSE(spec.help.empty());
+    EXPECT_EQ(FindSetting(spec.name), &spec);
+  }
+}
+
+}  // namespace
+}  // namespace muster::client

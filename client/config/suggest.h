@@ -1,0 +1,22 @@
+#ifndef MUSTER_CLIENT_CONFIG_SUGGEST_H_
+#define MUSTER_CLIENT_CONFIG_SUGGEST_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+
+namespace muster::client {
+
+// The candidate that `word` was probably meant to be: the one with the fewest letters changed,
+// added, dropped or swapped with a neighbour, if that is at most a third of the longer word; or the
+// only one that begins with `word`. Empty if none is near.
+std::string Nearest(absl::string_view word, const std::vector<std::string>& candidates);
+
+// "; did you mean NEAREST?" or nothing.
+std::string DidYouMean(absl::string_view word, const std::vector<std::string>& candidates,
+                       absl::string_view prefix = "");
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CONFIG_SUGGEST_H_
