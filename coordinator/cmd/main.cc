@@ -1,0 +1,180 @@
+#include <sys/resource.h>
+
+#include <csignal>
+#include <cstdio>
+#include <string>
+
+#include "CLI/CLI.hpp"
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "base/log.h"
+#include "coordinator/journal/sqlite_journal.h"
+#include "coordinator/service/server.h"
+#include "coordinator/service/services.h"
+
+namespace muster::coordinator {
+namespace {
+
+constexpr int kExitUsage = 2;
+constexpr int kExitCannotServe = 3;
+constexpr int kExitJournalCorrupt = 4;
+constexpr int kExitDeposed = 5;
+
+constexpr char kAbout[] =
+    "Muster's coordinator: seats workers, holds their barriers, triggers and keys, and tells who "
+    "is late.\n"
+    "Prints the address it serves on as one line on standard output, logs on standard error, and "
+    "runs until\n"
+    "SIGTERM or SIGINT.";
+constexpr char kFooter[] =
+    "\nExit codes: 0 stopped by a signal; 2 bad flags; 3 cannot serve (port taken, no TLS off "
+    "loopback, data\n"
+    "directory in use or not writable); 4 the journal is corrupt; 5 a newer coordinator took "
+    "over.\n\n"
+    "Examples:\n"
+    "  muster-coordinator --listen 127.0.0.1:29400 --data_dir /var/lib/muster\n"
+    "  muster-coordinator --listen 10.0.0.5:29400 --tls_cert c.pem --tls_key k.pem "
+    "--metrics_listen 127.0.0.1:9090\n"
+    "  muster-coordinator --verify_journal /var/lib/muster\n";
+
+int Fail(int code, const absl::Status& status) {
+  std::fprintf(stderr, "muster-coordinator: %s\n", std::string(status.message()).c_str());
+  return code;
+}
+
+// 1,250 agents need more descriptors than the usual soft limit.
+void RaiseDescriptorLimit() {
+  rlimit limit{};
+  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &limit);
+  getrlimit(RLIMIT_NOFILE, &limit);
+  MUSTER_LOG(Info) << "at most " << limit.rlim_cur << " open files";
+}
+
+int Run(int argc, char** argv) {
+  CoordinatorServer::Options options;
+  std::string verify, log_level = "info";
+  bool insecure = false, version = false;
+  double lease = 6, resume = 60;
+  int max_message_mib = 4, spin_us = 0;
+  CLI::App app(kAbout, "muster-coordinator");
+  app.footer(kFooter);
+  app.add_option("--listen", options.rpc.listen,
+                 "HOST:PORT (numeric) or unix:PATH; port 0 takes a free one")
+      ->capture_default_str();
+  app.add_option("--data_dir", options.data_dir,
+                 "directory of the journal; without it everything is in memory only");
+  app.add_flag("--insecure", insecure,
+               "say that plain text is meant; refused off the loopback interface");
+  app.add_option("--tls_cert", options.rpc.tls_cert, "PEM file of the server's certificate");
+  app.add_option("--tls_key", options.rpc.tls_key, "PEM file of its key");
+  app.add_option("--tls_ca", options.rpc.tls_ca,
+                 "PEM file: clients must show a certificate that descends from these");
+  app.add_option("--metrics_listen", options.metrics_listen,
+                 "HOST:PORT of an HTTP page /metrics for Prometheus");
+  app.add_option(
+         "--lease", lease,
+         "seconds without a heartbeat after which a worker counts as lost, unless its job says")
+      ->capture_default_str()
+      ->check(CLI::Range(0.1, 86400.0));
+  app.add_option("--resume_window", resume,
+                 "seconds for which an agent that lost its connection may come back")
+      ->capture_default_str()
+      ->check(CLI::Range(0.0, 86400.0));
+  app.add_option("--max_message_mib", max_message_mib, "largest message accepted, in MiB")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1024));
+  app.add_option("--snapshot_records", options.engine.snapshot_records,
+                 "records after which a snapshot is written")
+      ->capture_default_str();
+  app.add_option("--spin_us", spin_us,
+                 "microseconds to look for work before sleeping: lower latency for an idle core")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 1000));
+  app.add_option("--log_level", log_level, "debug, info, warning or error")->capture_default_str();
+  app.add_option("--verify_journal", verify,
+                 "check the journal in this directory, print what was found, and exit");
+  app.add_flag("--version", version, "print the version and exit");
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::CallForHelp&) {
+    std::fputs(app.help().c_str(), stdout);
+    return 0;
+  } catch (const CLI::ParseError& error) {
+    return Fail(kExitUsage,
+                absl::InvalidArgumentError(absl::StrCat(error.what(), " (see --help)")));
+  }
+  if (version) {
+    std::printf("muster-coordinator %s\n", kVersion);
+    return 0;
+  }
+  LogLevel level;
+  if (!ParseLogLevel(log_level, &level)) {
+    return Fail(kExitUsage,
+                absl::InvalidArgumentError(absl::StrCat(
+                    "--log_level '", log_level, "': debug, info, warning or error (see --help)")));
+  }
+  SetLogLevel(level);
+  SetLogIdentity("coordinator");
+  if (!verify.empty()) {
+    const absl::StatusOr<std::string> report = SqliteJournal::Verify(verify);
+    if (!report.ok()) {
+      return Fail(report.status().code() == absl::StatusCode::kDataLoss ? kExitJournalCorrupt
+                                                                        : kExitCannotServe,
+                  report.status());
+    }
+    std::printf("%s\n", report->c_str());
+    return 0;
+  }
+  if (insecure && !options.rpc.tls_cert.empty()) {
+    return Fail(kExitUsage,
+                absl::InvalidArgumentError("--insecure and --tls_cert exclude each other"));
+  }
+  options.engine.core.default_lease = absl::Seconds(lease);
+  options.engine.resume_window = absl::Seconds(resume);
+  options.engine.spin = absl::Microseconds(spin_us);
+  options.rpc.max_message_bytes = max_message_mib << 20;
+  RaiseDescriptorLimit();
+
+  // Blocked before any thread starts, so that all threads inherit it and sigwait below is the one
+  // that sees them.
+  sigset_t signals;
+  sigemptyset(&signals);
+  sigaddset(&signals, SIGTERM);
+  sigaddset(&signals, SIGINT);
+  sigaddset(&signals, SIGUSR1);
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  std::signal(SIGPIPE, SIG_IGN);
+  const pthread_t main_thread = pthread_self();
+  options.on_deposed = [main_thread] { pthread_kill(main_thread, SIGUSR1); };
+
+  absl::StatusOr<std::unique_ptr<CoordinatorServer>> server =
+      CoordinatorServer::Start(std::move(options));
+  if (!server.ok()) {
+    const absl::StatusCode code = server.status().code();
+    return Fail(code == absl::StatusCode::kDataLoss          ? kExitJournalCorrupt
+                : code == absl::StatusCode::kInvalidArgument ? kExitUsage
+                                                             : kExitCannotServe,
+                server.status());
+  }
+  std::printf("%s\n", (*server)->address().c_str());
+  std::fflush(stdout);
+  MUSTER_LOG(Info) << "serving on " << (*server)->address() << ", journal "
+                   << (*server)->engine().journal().description();
+  if ((*server)->metrics_port() != 0)
+    MUSTER_LOG(Info) << "metrics on port " << (*server)->metrics_port();
+  int signal = 0;
+  sigwait(&signals, &signal);
+  MUSTER_LOG(Info) << (signal == SIGUSR1   ? "deposed"
+                       : signal == SIGTERM ? "SIGTERM"
+                                           : "SIGINT")
+                   << ": stopping";
+  (*server)->Shutdown();
+  return signal == SIGUSR1 ? kExitDeposed : 0;
+}
+
+}  // namespace
+}  // namespace muster::coordinator
+
+int main(int argc, char** argv) { return muster::coordinator::Run(argc, argv); }

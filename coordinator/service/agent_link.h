@@ -1,0 +1,39 @@
+#ifndef MUSTER_COORDINATOR_SERVICE_AGENT_LINK_H_
+#define MUSTER_COORDINATOR_SERVICE_AGENT_LINK_H_
+
+#include <grpcpp/support/byte_buffer.h>
+
+#include <memory>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+
+namespace muster::coordinator {
+
+// Has frames to write. Thread-safe.
+class FrameSource {
+ public:
+  virtual ~FrameSource() = default;
+  // The link has no write in flight: hand it the next frame, if there is one.
+  virtual void Writable() = 0;
+};
+
+// One stream of an agent, as the engine sees it. Thread-safe.
+class AgentLink {
+ public:
+  virtual ~AgentLink() = default;
+
+  // Who is told when a write has ended. Once.
+  virtual void Bind(std::shared_ptr<FrameSource> source) = 0;
+
+  // If the stream is open and no write is in flight, asks `next` for a frame and starts to write
+  // it. Returns whether `next` was called.
+  virtual bool TryWrite(absl::FunctionRef<grpc::ByteBuffer()> next) = 0;
+
+  // Ends the stream, once; later calls do nothing.
+  virtual void Close(const absl::Status& status) = 0;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_SERVICE_AGENT_LINK_H_

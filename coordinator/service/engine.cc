@@ -1,0 +1,702 @@
+#include "coordinator/service/engine.h"
+
+#include <algorithm>
+#include <random>
+#include <utility>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "rpc/status.h"
+
+namespace muster::coordinator {
+namespace {
+
+constexpr uint32_t kProtocol = 1;
+constexpr size_t kWatchBatchBytes = 256 << 10;
+// The agent is told of received frames at least this often.
+constexpr int kFramesBetweenAcks = 32;
+
+std::shared_ptr<const Answer> ErrorAnswer(absl::StatusCode code, absl::string_view message,
+                                          v1::ErrorReason reason, bool retryable) {
+  v1::OpResult result;
+  *result.mutable_error() = rpc::ToOpError(rpc::ErrorWithReason(code, message, reason, retryable));
+  return std::make_shared<Answer>(std::move(result), /*shared=*/true);
+}
+
+absl::Status StoppingStatus() {
+  return rpc::ErrorWithReason(absl::StatusCode::kUnavailable,
+                              "the coordinator is stopping; connect again",
+                              v1::ERROR_REASON_STOPPING, /*retryable=*/true);
+}
+
+bool WritesDurably(const google::protobuf::RepeatedPtrField<v1::KvOp>& ops) {
+  for (const v1::KvOp& op : ops) {
+    if (op.put().klass() == v1::KV_CLASS_DURABLE || op.add().klass() == v1::KV_CLASS_DURABLE ||
+        op.append().klass() == v1::KV_CLASS_DURABLE) {
+      return true;
+    }
+  }
+  return false;
+}
+
+// Operations that are refused while the journal cannot be written: their effect would be in memory
+// only.
+bool NeedsJournal(const v1::Op& op) {
+  switch (op.kind_case()) {
+    case v1::Op::kJoin:
+    case v1::Op::kEndGeneration:
+    case v1::Op::kRaiseTrigger:
+    case v1::Op::kQuarantine:
+      return true;
+    case v1::Op::kTxn:
+      return WritesDurably(op.txn().then()) || WritesDurably(op.txn().otherwise());
+    default:
+      return false;
+  }
+}
+
+std::string NewSessionId() {
+  std::random_device random;
+  return absl::StrFormat("%08x%08x", random(), random());
+}
+
+void ToProto(absl::Duration duration, google::protobuf::Duration* proto) {
+  proto->set_seconds(absl::IDivDuration(duration, absl::Seconds(1), &duration));
+  proto->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(duration)));
+}
+
+}  // namespace
+
+// What the coordinator remembers of one agent across its streams.
+struct Engine::Session final : public FrameSource {
+  Session(std::string node_name, uint64_t agent_incarnation)
+      : node(std::move(node_name)), incarnation(agent_incarnation), id(NewSessionId()) {}
+
+  void Writable() override {
+    MutexLock lock(&mu);
+    if (link != nullptr && outbox.HasWork()) {
+      link->TryWrite([this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return outbox.Next(); });
+    }
+  }
+
+  const std::string node;
+  const uint64_t incarnation;
+  const std::string id;
+
+  // Apply thread only.
+  absl::flat_hash_set<CallId> calls;
+  uint64_t received = 0;
+  int frames_since_ack = 0;
+  bool dirty = false;
+  bool ended = false;
+  absl::Time expires = absl::InfiniteFuture();  // while it has no stream
+
+  Mutex mu;
+  Outbox outbox ABSL_GUARDED_BY(mu);
+  std::shared_ptr<AgentLink> link ABSL_GUARDED_BY(mu);
+};
+
+Engine::Engine(const Options& options, std::unique_ptr<Journal> journal)
+    : options_(options),
+      journal_(std::move(journal)),
+      journal_failed_(ErrorAnswer(
+          absl::StatusCode::kUnavailable,
+          "the coordinator's journal cannot be written (disk full or failed): nothing was "
+          "acknowledged; see its log, then try again",
+          v1::ERROR_REASON_JOURNAL_FAILED, /*retryable=*/true)),
+      stopping_answer_(ErrorAnswer(absl::StatusCode::kUnavailable,
+                                   "the coordinator is stopping; connect again",
+                                   v1::ERROR_REASON_STOPPING, /*retryable=*/true)),
+      cancelled_(ErrorAnswer(absl::StatusCode::kCancelled, "the caller went away",
+                             v1::ERROR_REASON_UNSPECIFIED,
+                             /*retryable=*/false)),
+      core_([this] {
+        CoreOptions core = options_.core;
+        core.cluster_id = journal_->cluster_id();
+        return core;
+      }()) {}
+
+Engine::~Engine() { Stop(); }
+
+absl::Status Engine::Start() {
+  uint64_t records = 0;
+  const absl::Time start = absl::Now();
+  MUSTER_RETURN_IF_ERROR(
+      journal_->Replay([this](uint64_t, absl::string_view state) { return core_.Restore(state); },
+                       [this, &records](uint64_t, absl::string_view record) {
+                         ++records;
+                         return core_.Replay(record);
+                       }));
+  durable_revision_ = core_.last_record_revision();
+  apply_thread_ = std::this_thread::get_id();
+  journal_->Start([this](const Journal::Progress& progress) {
+    if (std::this_thread::get_id() == apply_thread_.load()) {
+      DoProgress(progress);
+    } else {
+      Post([this, progress] { DoProgress(progress); });
+    }
+  });
+  const uint64_t term = std::max(journal_->term(), core_.last_term() + 1);
+  core_.StartTerm(term, options_.clock->Now(), &out_);
+  const uint64_t needed = out_.records.empty() ? durable_revision_ : out_.records.back().revision;
+  Drain();
+  while (durable_revision_ < needed && journal_status_.ok()) RunOnce(/*wait=*/true);
+  MUSTER_RETURN_IF_ERROR(journal_status_);
+  if (records > 0 || core_.last_term() > 1) {
+    MUSTER_LOG(Info) << "term " << term << " from " << journal_->description() << ": " << records
+                     << " records replayed in " << absl::FormatDuration(absl::Now() - start)
+                     << ", revision " << core_.revision();
+  }
+  thread_ = std::thread([this] { Run(); });
+  return absl::OkStatus();
+}
+
+void Engine::Stop() {
+  {
+    MutexLock lock(&mu_);
+    stop_ = true;
+  }
+  wake_.SignalAll();
+  if (thread_.joinable()) thread_.join();
+  journal_->Stop();
+  MutexLock lock(&mu_);
+  ended_ = true;
+}
+
+bool Engine::Post(Task&& task) {
+  bool wake;
+  {
+    MutexLock lock(&mu_);
+    if (ended_) return false;
+    queue_.push_back(std::move(task));
+    queue_depth_.fetch_add(1, std::memory_order_relaxed);
+    wake = sleeping_;
+    sleeping_ = false;
+  }
+  if (wake) wake_.Signal();
+  return true;
+}
+
+void Engine::Run() {
+  apply_thread_ = std::this_thread::get_id();
+  while (RunOnce(/*wait=*/true)) {
+  }
+  StopAll();
+  // What was posted meanwhile is answered too, and what is posted later is answered by the poster.
+  while (true) {
+    std::vector<Task> tasks;
+    {
+      MutexLock lock(&mu_);
+      if (queue_.empty()) {
+        ended_ = true;
+        return;
+      }
+      tasks.swap(queue_);
+    }
+    for (Task& task : tasks) task();
+    out_.Clear();
+  }
+}
+
+bool Engine::RunOnce(bool wait) {
+  std::vector<Task> tasks;
+  const absl::Time spin_until = options_.spin > absl::ZeroDuration()
+                                    ? options_.clock->Now() + options_.spin
+                                    : absl::InfinitePast();
+  while (true) {
+    if (spin_until != absl::InfinitePast()) {
+      while (queue_depth_.load(std::memory_order_relaxed) == 0 &&
+             options_.clock->Now() < spin_until) {
+      }
+    }
+    absl::Time deadline = core_.NextDeadline();
+    if (!expiring_.empty()) deadline = std::min(deadline, expiring_.begin()->first);
+    const absl::Time now = options_.clock->Now();
+    MutexLock lock(&mu_);
+    if (!queue_.empty()) {
+      tasks.swap(queue_);
+      queue_depth_.fetch_sub(tasks.size(), std::memory_order_relaxed);
+      break;
+    }
+    if (stop_) return false;
+    if (deadline <= now || !wait) break;
+    sleeping_ = true;
+    wake_.WaitWithTimeout(&mu_, deadline - now);
+    sleeping_ = false;
+    if (queue_.empty() && !stop_) break;
+  }
+  events_.fetch_add(tasks.size(), std::memory_order_relaxed);
+  const absl::Time now = options_.clock->Now();
+  if (core_.NextDeadline() <= now) core_.Tick(now, &out_);
+  CheckSessions(now);
+  for (Task& task : tasks) task();
+  Drain();
+  FlushSessions();
+  ServeWatchers();
+  MaybeSnapshot();
+  return true;
+}
+
+void Engine::Drain() {
+  // A memory journal tells of progress inside Append, which only moves durable_revision_.
+  for (Record& record : out_.records) journal_->Append(record.revision, std::move(record.payload));
+  out_.records.clear();
+  for (const Reply& reply : out_.replies) {
+    if (reply.durable_revision <= durable_revision_) {
+      Deliver(reply.call, reply.answer);
+    } else if (!journal_status_.ok()) {
+      Deliver(reply.call, journal_failed_);
+    } else {
+      held_replies_.emplace(reply.durable_revision, reply);
+    }
+  }
+  for (const NodeDirective& directive : out_.directives) {
+    if (directive.durable_revision <= durable_revision_) {
+      Direct(directive);
+    } else {
+      held_directives_.emplace(directive.durable_revision, directive);
+    }
+  }
+  changed_jobs_.insert(changed_jobs_.end(), out_.changed_jobs.begin(), out_.changed_jobs.end());
+  for (const v1::BarrierReport& report : out_.reports) MUSTER_LOG(Warning) << report.message();
+  for (const Notice& notice : out_.notices) {
+    if (notice.warning) {
+      MUSTER_LOG(Warning) << "job " << notice.job_id << ": " << notice.text;
+    } else {
+      MUSTER_LOG(Info) << "job " << notice.job_id << ": " << notice.text;
+    }
+  }
+  const bool deposed = out_.deposed;
+  out_.Clear();
+  if (deposed && !stopped_) {
+    MUSTER_LOG(Error) << "a caller has seen a newer coordinator than term " << core_.last_term()
+                      << ": this one stops serving";
+    StopAll();
+    if (on_deposed_) on_deposed_();
+  }
+}
+
+void Engine::Deliver(CallId id, const std::shared_ptr<const Answer>& answer) {
+  const auto it = calls_.find(id);
+  if (it == calls_.end()) return;  // abandoned
+  const OpenCall call = std::move(it->second);
+  calls_.erase(it);
+  open_calls_.fetch_sub(1, std::memory_order_relaxed);
+  if (call.sink != nullptr) {
+    call.sink->OnAnswer(answer);
+    return;
+  }
+  call.session->calls.erase(id);
+  {
+    MutexLock lock(&call.session->mu);
+    call.session->outbox.AddResult(call.op_id, answer);
+  }
+  MarkDirty(call.session);
+}
+
+void Engine::Direct(const NodeDirective& directive) {
+  const auto it = sessions_.find(directive.node);
+  if (it == sessions_.end()) return;
+  {
+    MutexLock lock(&it->second->mu);
+    it->second->outbox.AddDirective(directive.directive);
+  }
+  MarkDirty(it->second);
+}
+
+void Engine::ReleaseDurable() {
+  while (!held_replies_.empty() && held_replies_.begin()->first <= durable_revision_) {
+    const Reply reply = std::move(held_replies_.begin()->second);
+    held_replies_.erase(held_replies_.begin());
+    Deliver(reply.call, reply.answer);
+  }
+  while (!held_directives_.empty() && held_directives_.begin()->first <= durable_revision_) {
+    const NodeDirective directive = std::move(held_directives_.begin()->second);
+    held_directives_.erase(held_directives_.begin());
+    Direct(directive);
+  }
+}
+
+void Engine::DoProgress(const Journal::Progress& progress) {
+  if (progress.durable_revision > durable_revision_) {
+    durable_revision_ = progress.durable_revision;
+  }
+  if (progress.status.ok() && progress.took > absl::ZeroDuration())
+    fsync_seconds_.Observe(progress.took);
+  if (progress.status.ok()) {
+    journal_records_.fetch_add(progress.records, std::memory_order_relaxed);
+    journal_bytes_.fetch_add(progress.bytes, std::memory_order_relaxed);
+  }
+  const bool was_ok = journal_status_.ok();
+  journal_status_ = progress.status;
+  if (was_ok != progress.status.ok()) {
+    journal_ok_ = progress.status.ok();
+    if (on_journal_health_) on_journal_health_(progress.status.ok());
+  }
+  if (!held_replies_.empty() || !held_directives_.empty()) ReleaseDurable();
+  if (!progress.status.ok()) {
+    std::multimap<uint64_t, Reply> failed;
+    failed.swap(held_replies_);
+    for (const auto& [revision, reply] : failed) Deliver(reply.call, journal_failed_);
+  }
+}
+
+void Engine::MarkDirty(const std::shared_ptr<Session>& session) {
+  if (session->dirty) return;
+  session->dirty = true;
+  dirty_.push_back(session);
+}
+
+void Engine::FlushSessions() {
+  for (const std::shared_ptr<Session>& session : dirty_) {
+    session->dirty = false;
+    session->Writable();
+  }
+  dirty_.clear();
+}
+
+void Engine::Call(CallId id, std::unique_ptr<v1::Op> op, std::string peer, CallSink* sink) {
+  const bool posted = Post([this, id, op = std::move(op), peer = std::move(peer), sink] {
+    DoCall(id, *op, /*node=*/"", peer, {.sink = sink, .session = nullptr, .op_id = 0});
+  });
+  if (!posted) sink->OnAnswer(stopping_answer_);
+}
+
+void Engine::DoCall(CallId id, const v1::Op& op, absl::string_view node, absl::string_view peer,
+                    OpenCall call) {
+  if (call.session != nullptr) call.session->calls.insert(id);
+  calls_.emplace(id, std::move(call));
+  open_calls_.fetch_add(1, std::memory_order_relaxed);
+  if (stopped_) {
+    Deliver(id, stopping_answer_);
+  } else if (!journal_status_.ok() && NeedsJournal(op)) {
+    Deliver(id, journal_failed_);
+  } else {
+    core_.Handle(id, op, {.node = node, .peer = peer}, options_.clock->Now(), &out_);
+  }
+}
+
+void Engine::Abandon(CallId id) {
+  Post([this, id] {
+    if (!calls_.contains(id)) return;
+    if (!stopped_) core_.Abandon(id, options_.clock->Now(), &out_);
+    Deliver(id, cancelled_);
+  });
+}
+
+void Engine::AgentFrame(const std::shared_ptr<AgentLink>& link,
+                        std::unique_ptr<v1::AgentFrame> frame, std::string peer) {
+  const bool posted = Post([this, link, frame = std::move(frame), peer = std::move(peer)] {
+    if (!stopped_) DoFrame(link, *frame, peer);
+  });
+  if (!posted) link->Close(StoppingStatus());
+}
+
+void Engine::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFrame& frame,
+                     const std::string& peer) {
+  const auto it = links_.find(link.get());
+  if (it == links_.end()) {
+    if (frame.has_hello()) {
+      DoHello(link, frame.hello());
+    } else {
+      link->Close(absl::InvalidArgumentError("the first frame of a stream must be hello"));
+    }
+    return;
+  }
+  const std::shared_ptr<Session> session = it->second;
+  if (frame.has_hello()) {
+    link->Close(absl::InvalidArgumentError("hello comes once in a stream"));
+    return;
+  }
+  {
+    MutexLock lock(&session->mu);
+    session->outbox.Acknowledged(frame.ack());
+    if (frame.seq() != 0) {
+      if (frame.seq() <= session->received) return;  // seen on an earlier stream
+      session->received = frame.seq();
+      session->outbox.set_received(frame.seq());
+      if (++session->frames_since_ack >= kFramesBetweenAcks ||
+          frame.kind_case() == v1::AgentFrame::kBeat) {
+        session->outbox.AckSoon();
+        session->frames_since_ack = 0;
+      }
+    } else {
+      session->outbox.AckSoon();
+    }
+  }
+  MarkDirty(session);
+  const absl::Time now = options_.clock->Now();
+  switch (frame.kind_case()) {
+    case v1::AgentFrame::kOps:
+      for (const v1::Op& op : frame.ops().ops()) {
+        DoCall(NewCallId(), op, session->node, peer,
+               {.sink = nullptr, .session = session, .op_id = op.op_id()});
+      }
+      break;
+    case v1::AgentFrame::kBeat:
+      core_.HandleBeat(session->node, frame.beat(), now, &out_);
+      break;
+    case v1::AgentFrame::kStack:
+      core_.HandleStack(session->node, frame.stack(), now, &out_);
+      break;
+    case v1::AgentFrame::kBye:
+      EndSession(session);
+      link->Close(absl::OkStatus());
+      break;
+    case v1::AgentFrame::kHello:
+    case v1::AgentFrame::KIND_NOT_SET:
+      break;
+  }
+}
+
+void Engine::DoHello(const std::shared_ptr<AgentLink>& link, const v1::Hello& hello) {
+  if (hello.node().empty() || hello.node().size() > 256) {
+    link->Close(rpc::ErrorWithReason(absl::StatusCode::kInvalidArgument,
+                                     "hello.node: 1 to 256 bytes are needed",
+                                     v1::ERROR_REASON_BAD_FIELD));
+    return;
+  }
+  if (hello.protocol_min() > kProtocol || hello.protocol_max() < kProtocol) {
+    link->Close(absl::FailedPreconditionError(
+        absl::StrCat("agent '", hello.node(), "' (version ", hello.version(), ") speaks protocol ",
+                     hello.protocol_min(), " to ", hello.protocol_max(),
+                     ", this coordinator speaks ", kProtocol, ": use matching versions")));
+    return;
+  }
+  std::shared_ptr<Session> session;
+  std::shared_ptr<AgentLink> old_link;
+  if (const auto it = sessions_.find(hello.node()); it != sessions_.end()) {
+    session = it->second;
+    {
+      MutexLock lock(&session->mu);
+      old_link = std::move(session->link);
+      session->link = nullptr;
+    }
+    if (old_link != nullptr) links_.erase(old_link.get());
+    bool resumed = false;
+    if (session->incarnation == hello.agent_incarnation()) {
+      MutexLock lock(&session->mu);
+      resumed = session->outbox.Resume(hello.last_received_seq());
+    }
+    if (!resumed) {
+      EndSession(session);
+      session = nullptr;
+    }
+  }
+  if (session == nullptr) {
+    session = std::make_shared<Session>(hello.node(), hello.agent_incarnation());
+    sessions_[hello.node()] = session;
+    agents_.fetch_add(1, std::memory_order_relaxed);
+  }
+  v1::CoordinatorFrame frame;
+  v1::Welcome& welcome = *frame.mutable_welcome();
+  welcome.set_protocol(kProtocol);
+  welcome.set_term(core_.last_term());
+  welcome.set_session_id(session->id);
+  ToProto(options_.core.default_lease, welcome.mutable_lease());
+  welcome.set_last_received_seq(session->received);
+  welcome.set_cluster_id(journal_->cluster_id());
+  links_[link.get()] = session;
+  session->expires = absl::InfiniteFuture();
+  {
+    MutexLock lock(&session->mu);
+    session->link = link;
+    session->outbox.AddFirst(frame);
+  }
+  link->Bind(session);
+  MarkDirty(session);
+  if (old_link != nullptr)
+    old_link->Close(absl::AbortedError("another stream of this agent took over"));
+  core_.AttachAgent(session->node, hello, options_.clock->Now(), &out_);
+}
+
+void Engine::AgentClosed(const std::shared_ptr<AgentLink>& link) {
+  Post([this, link] { DoClosed(link); });
+}
+
+void Engine::DoClosed(const std::shared_ptr<AgentLink>& link) {
+  const auto it = links_.find(link.get());
+  if (it == links_.end()) return;
+  const std::shared_ptr<Session> session = std::move(it->second);
+  links_.erase(it);
+  {
+    MutexLock lock(&session->mu);
+    if (session->link == link) session->link = nullptr;
+  }
+  if (session->ended || stopped_) return;
+  session->expires = options_.clock->Now() + options_.resume_window;
+  expiring_.emplace(session->expires, session);
+}
+
+void Engine::CheckSessions(absl::Time now) {
+  while (!expiring_.empty() && expiring_.begin()->first <= now) {
+    const std::shared_ptr<Session> session = expiring_.begin()->second.lock();
+    expiring_.erase(expiring_.begin());
+    if (session != nullptr && !session->ended && session->expires <= now) EndSession(session);
+  }
+}
+
+void Engine::EndSession(const std::shared_ptr<Session>& session) {
+  if (session->ended) return;
+  session->ended = true;
+  const absl::Time now = options_.clock->Now();
+  for (const CallId id : session->calls) {
+    core_.Abandon(id, now, &out_);
+    open_calls_.fetch_sub(calls_.erase(id), std::memory_order_relaxed);
+  }
+  session->calls.clear();
+  if (const auto it = sessions_.find(session->node);
+      it != sessions_.end() && it->second == session) {
+    sessions_.erase(it);
+    agents_.fetch_sub(1, std::memory_order_relaxed);
+  }
+  core_.DetachAgent(session->node, now, &out_);
+}
+
+void Engine::WatchOpen(std::shared_ptr<WatchLink> link, v1::WatchRequest request) {
+  const bool posted = Post([this, link, request = std::move(request)]() mutable {
+    if (stopped_) {
+      link->Close(StoppingStatus());
+      return;
+    }
+    Watcher& watcher = watchers_[link.get()];
+    watcher.link = link;
+    watcher.next = request.from_revision();
+    watcher.request = std::move(request);
+    watcher_count_.store(watchers_.size(), std::memory_order_relaxed);
+    // Everything the core has put out must be in the history before it is read.
+    Drain();
+    DoWatch(watcher);
+  });
+  if (!posted) link->Close(StoppingStatus());
+}
+
+void Engine::WatchWritable(const std::shared_ptr<WatchLink>& link) {
+  Post([this, link] {
+    const auto it = watchers_.find(link.get());
+    if (it == watchers_.end()) return;
+    it->second.writing = false;
+    DoWatch(it->second);
+  });
+}
+
+void Engine::WatchClosed(const std::shared_ptr<WatchLink>& link) {
+  Post([this, link] {
+    watchers_.erase(link.get());
+    watcher_count_.store(watchers_.size(), std::memory_order_relaxed);
+  });
+}
+
+void Engine::DoWatch(Watcher& watcher) {
+  if (watcher.writing || stopped_) return;
+  v1::WatchBatch batch;
+  const std::optional<v1::OpError> error =
+      core_.ReadWatch(watcher.request, watcher.next, durable_revision_, kWatchBatchBytes, &batch);
+  if (error.has_value()) {
+    watcher.writing = true;  // nothing more is written
+    watcher.link->Close(rpc::FromOpError(*error));
+    return;
+  }
+  watcher.next = batch.next_revision();
+  // The first batch is sent even if empty: it tells the watcher from where on it sees everything.
+  if (batch.events_size() == 0 && watcher.greeted) return;
+  watcher.greeted = true;
+  watcher.writing = true;
+  *batch.mutable_header() = core_.Header();
+  watcher.link->Write(std::move(batch));
+}
+
+void Engine::ServeWatchers() {
+  if (changed_jobs_.empty()) return;
+  std::sort(changed_jobs_.begin(), changed_jobs_.end());
+  changed_jobs_.erase(std::unique(changed_jobs_.begin(), changed_jobs_.end()), changed_jobs_.end());
+  if (!watchers_.empty()) {
+    for (auto& [link, watcher] : watchers_) {
+      if (std::binary_search(changed_jobs_.begin(), changed_jobs_.end(), watcher.request.job_id()))
+        DoWatch(watcher);
+    }
+  }
+  // Events that are not durable yet come when they are.
+  if (durable_revision_ >= core_.last_record_revision()) changed_jobs_.clear();
+}
+
+void Engine::Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
+  const bool posted = Post([this, done] {
+    if (stopped_) {
+      done(StoppingStatus());
+    } else {
+      Drain();
+      TakeSnapshot(done);
+    }
+  });
+  if (!posted) done(StoppingStatus());
+}
+
+void Engine::TakeSnapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
+  snapshot_running_ = true;
+  const uint64_t revision = core_.last_record_revision();
+  journal_->WriteSnapshot(revision, core_.Snapshot(),
+                          [this, revision, done = std::move(done)](absl::Status status) {
+                            Post([this] { snapshot_running_ = false; });
+                            if (!status.ok())
+                              MUSTER_LOG(Warning) << "snapshot of revision " << revision
+                                                  << " failed: " << status.message();
+                            if (done == nullptr) return;
+                            if (status.ok()) {
+                              done(revision);
+                            } else {
+                              done(status);
+                            }
+                          });
+}
+
+void Engine::MaybeSnapshot() {
+  if (snapshot_running_ || stopped_ || !journal_status_.ok()) return;
+  if (journal_->records_since_snapshot() < options_.snapshot_records &&
+      journal_->bytes_since_snapshot() < options_.snapshot_bytes) {
+    return;
+  }
+  TakeSnapshot(nullptr);
+}
+
+void Engine::WithCore(absl::AnyInvocable<void(Core*)> task) {
+  auto shared = std::make_shared<absl::AnyInvocable<void(Core*)>>(std::move(task));
+  const bool posted = Post([this, shared] { (*shared)(stopped_ ? nullptr : &core_); });
+  if (!posted) (*shared)(nullptr);
+}
+
+void Engine::StopAll() {
+  if (stopped_) return;
+  stopped_ = true;
+  std::vector<CallId> ids;
+  ids.reserve(calls_.size());
+  for (const auto& [id, call] : calls_) ids.push_back(id);
+  for (const CallId id : ids) Deliver(id, stopping_answer_);
+  held_replies_.clear();
+  held_directives_.clear();
+  v1::CoordinatorFrame goodbye;
+  goodbye.mutable_goodbye()->set_reason("the coordinator is stopping");
+  ToProto(absl::Milliseconds(50), goodbye.mutable_goodbye()->mutable_retry_after());
+  std::vector<std::shared_ptr<AgentLink>> open;
+  for (const auto& [node, session] : sessions_) {
+    session->Writable();
+    MutexLock lock(&session->mu);
+    if (session->link == nullptr) continue;
+    session->outbox.AddFirst(goodbye);
+    session->link->TryWrite([&]()
+                                ABSL_NO_THREAD_SAFETY_ANALYSIS { return session->outbox.Next(); });
+    open.push_back(std::move(session->link));
+    session->link = nullptr;
+  }
+  for (const auto& link : open) link->Close(StoppingStatus());
+  for (const auto& [raw, watcher] : watchers_) watcher.link->Close(StoppingStatus());
+  links_.clear();
+  sessions_.clear();
+  watchers_.clear();
+  dirty_.clear();
+}
+
+}  // namespace muster::coordinator

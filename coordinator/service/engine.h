@@ -1,0 +1,216 @@
+#ifndef MUSTER_COORDINATOR_SERVICE_ENGINE_H_
+#define MUSTER_COORDINATOR_SERVICE_ENGINE_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/functional/any_invocable.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "base/clock.h"
+#include "base/mutex.h"
+#include "coordinator/core.h"
+#include "coordinator/journal/journal.h"
+#include "coordinator/service/agent_link.h"
+#include "coordinator/service/outbox.h"
+#include "coordinator/web/histogram.h"
+#include "proto/muster/v1/session.pb.h"
+
+namespace muster::coordinator {
+
+// Who waits for the answer of one call. Called exactly once, on the apply thread, and must not
+// block.
+class CallSink {
+ public:
+  virtual ~CallSink() = default;
+  virtual void OnAnswer(const std::shared_ptr<const Answer>& answer) = 0;
+};
+
+// A watch stream, as the engine sees it. Thread-safe.
+class WatchLink {
+ public:
+  virtual ~WatchLink() = default;
+  // Writes `batch`; WatchWritable() is called when it has been written. Never called while a write
+  // is in flight.
+  virtual void Write(v1::WatchBatch batch) = 0;
+  virtual void Close(const absl::Status& status) = 0;
+};
+
+// Owns the core and its journal, and is the one thread that touches them. Network threads hand
+// events over by a queue; answers go back through sinks and links. A call that waits holds no
+// thread, only an entry in a table.
+//
+// An answer that depends on a record is held back until the record is durable. If the journal
+// fails, it becomes UNAVAILABLE / JOURNAL_FAILED, and operations that would need the journal are
+// refused before they change anything.
+//
+// All public methods are thread-safe and do not block, except Start and Stop.
+class Engine {
+ public:
+  struct Options {
+    CoreOptions core;
+    // How long an agent's session survives without a stream before its calls are abandoned.
+    absl::Duration resume_window = absl::Seconds(60);
+    uint64_t snapshot_records = 64 * 1024;
+    uint64_t snapshot_bytes = 64 << 20;
+    // How long the apply thread looks for more work before it sleeps. Saves a wake-up where cores
+    // are idle.
+    absl::Duration spin = absl::ZeroDuration();
+    const Clock* clock = &Clock::Real();
+  };
+
+  // `journal` has been opened and not replayed.
+  Engine(const Options& options, std::unique_ptr<Journal> journal);
+  ~Engine();
+
+  // Replays the journal, makes the new term durable, and begins to apply. Blocks on the disk.
+  // Errors: DATA_LOSS corrupt journal; RESOURCE_EXHAUSTED or UNAVAILABLE it cannot be written.
+  absl::Status Start();
+
+  // Answers everything that waits with UNAVAILABLE / STOPPING, ends all streams, writes what is
+  // queued to the journal. Blocks. Repeatable. Calls that come later are answered the same way.
+  void Stop();
+
+  CallId NewCallId() { return next_call_.fetch_add(1, std::memory_order_relaxed); }
+  // `sink` stays valid until it was answered.
+  void Call(CallId id, std::unique_ptr<v1::Op> op, std::string peer, CallSink* sink);
+  // The caller has gone away. The sink is answered with CANCELLED unless it was answered before.
+  void Abandon(CallId id);
+
+  // The frames of an agent's stream, in order; the first is a Hello. Ends with Closed.
+  void AgentFrame(const std::shared_ptr<AgentLink>& link, std::unique_ptr<v1::AgentFrame> frame,
+                  std::string peer);
+  void AgentClosed(const std::shared_ptr<AgentLink>& link);
+
+  // A watch, until WatchClosed. The link stays valid until then.
+  void WatchOpen(std::shared_ptr<WatchLink> link, v1::WatchRequest request);
+  void WatchWritable(const std::shared_ptr<WatchLink>& link);
+  void WatchClosed(const std::shared_ptr<WatchLink>& link);
+
+  // Writes a snapshot now; `done` gets its revision.
+  void Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done);
+  // Runs `task` on the apply thread with the core. After Stop, or when stopping, it is run with
+  // nullptr.
+  void WithCore(absl::AnyInvocable<void(Core*)> task);
+
+  // Called once, on the apply thread, when a caller has seen a newer coordinator. Set before Start.
+  void set_on_deposed(std::function<void()> callback) { on_deposed_ = std::move(callback); }
+  // Called on changes of the journal's health. Set before Start.
+  void set_on_journal_health(std::function<void(bool ok)> callback) {
+    on_journal_health_ = std::move(callback);
+  }
+
+  // For the metrics page.
+  const DurationHistogram& fsync_seconds() const { return fsync_seconds_; }
+  uint64_t queue_depth() const { return queue_depth_.load(std::memory_order_relaxed); }
+  uint64_t events() const { return events_.load(std::memory_order_relaxed); }
+  uint64_t journal_records() const { return journal_records_.load(std::memory_order_relaxed); }
+  uint64_t journal_bytes() const { return journal_bytes_.load(std::memory_order_relaxed); }
+  bool journal_ok() const { return journal_ok_.load(std::memory_order_relaxed); }
+  uint64_t open_calls() const { return open_calls_.load(std::memory_order_relaxed); }
+  uint64_t agents() const { return agents_.load(std::memory_order_relaxed); }
+  uint64_t watchers() const { return watcher_count_.load(std::memory_order_relaxed); }
+  const Journal& journal() const { return *journal_; }
+
+ private:
+  struct Session;
+  struct OpenCall {
+    CallSink* sink = nullptr;          // of a unary call, or
+    std::shared_ptr<Session> session;  // the stream it came on
+    uint64_t op_id = 0;
+  };
+  struct Watcher {
+    std::shared_ptr<WatchLink> link;
+    v1::WatchRequest request;
+    uint64_t next = 0;
+    bool writing = false;
+    bool greeted = false;
+  };
+  using Task = absl::AnyInvocable<void()>;
+
+  // False, and `task` is not kept, once the apply thread has ended.
+  bool Post(Task&& task);
+  void Run();
+  // Runs what is queued; with `wait`, sleeps until there is something or the core's next deadline.
+  bool RunOnce(bool wait);
+  // All below: apply thread only.
+  void DoCall(CallId id, const v1::Op& op, absl::string_view node, absl::string_view peer,
+              OpenCall call);
+  void DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFrame& frame,
+               const std::string& peer);
+  void DoHello(const std::shared_ptr<AgentLink>& link, const v1::Hello& hello);
+  void DoClosed(const std::shared_ptr<AgentLink>& link);
+  void EndSession(const std::shared_ptr<Session>& session);
+  void DoProgress(const Journal::Progress& progress);
+  void DoWatch(Watcher& watcher);
+  // Hands over what the core put out.
+  void Drain();
+  void Deliver(CallId id, const std::shared_ptr<const Answer>& answer);
+  void Direct(const NodeDirective& directive);
+  void ReleaseDurable();
+  void MarkDirty(const std::shared_ptr<Session>& session);
+  void FlushSessions();
+  void ServeWatchers();
+  void MaybeSnapshot();
+  void TakeSnapshot(std::function<void(absl::StatusOr<uint64_t>)> done);
+  void CheckSessions(absl::Time now);
+  void StopAll();
+
+  const Options options_;
+  const std::unique_ptr<Journal> journal_;
+  std::function<void()> on_deposed_;
+  std::function<void(bool)> on_journal_health_;
+  std::shared_ptr<const Answer> journal_failed_;
+  std::shared_ptr<const Answer> stopping_answer_;
+  std::shared_ptr<const Answer> cancelled_;
+
+  // Apply thread only (Start before it runs).
+  Core core_;
+  Output out_;
+  uint64_t durable_revision_ = 0;
+  absl::Status journal_status_;
+  bool snapshot_running_ = false;
+  bool stopped_ = false;
+  absl::flat_hash_map<CallId, OpenCall> calls_;
+  std::multimap<uint64_t, Reply> held_replies_;
+  std::multimap<uint64_t, NodeDirective> held_directives_;
+  absl::flat_hash_map<std::string, std::shared_ptr<Session>> sessions_;  // by node
+  absl::flat_hash_map<AgentLink*, std::shared_ptr<Session>> links_;
+  std::vector<std::shared_ptr<Session>> dirty_;
+  std::multimap<absl::Time, std::weak_ptr<Session>> expiring_;
+  absl::flat_hash_map<WatchLink*, Watcher> watchers_;
+  std::vector<std::string> changed_jobs_;
+
+  std::atomic<std::thread::id> apply_thread_{};
+  std::atomic<CallId> next_call_{1};
+  std::atomic<uint64_t> queue_depth_{0};
+  std::atomic<uint64_t> events_{0};
+  std::atomic<uint64_t> journal_records_{0};
+  std::atomic<uint64_t> journal_bytes_{0};
+  std::atomic<bool> journal_ok_{true};
+  std::atomic<uint64_t> open_calls_{0};
+  std::atomic<uint64_t> agents_{0};
+  std::atomic<uint64_t> watcher_count_{0};
+  DurationHistogram fsync_seconds_;
+
+  Mutex mu_;
+  CondVar wake_;
+  std::vector<Task> queue_ ABSL_GUARDED_BY(mu_);
+  bool sleeping_ ABSL_GUARDED_BY(mu_) = false;
+  bool stop_ ABSL_GUARDED_BY(mu_) = false;
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;
+
+  std::thread thread_;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_SERVICE_ENGINE_H_

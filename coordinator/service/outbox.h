@@ -1,0 +1,73 @@
+#ifndef MUSTER_COORDINATOR_SERVICE_OUTBOX_H_
+#define MUSTER_COORDINATOR_SERVICE_OUTBOX_H_
+
+#include <grpcpp/support/byte_buffer.h>
+
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "coordinator/core.h"
+#include "proto/muster/v1/session.pb.h"
+
+namespace muster::coordinator {
+
+// The coordinator's half of an agent session: what it still has to tell the agent, in order, as
+// frames that can be sent again on another stream until the agent has acknowledged them. Results
+// that wait are merged into one frame. An answer that many calls share is copied (or, if large,
+// referred to) as the bytes it already has, never serialised again.
+//
+// Not thread-safe. Frames are written by hand in protobuf's wire format: CoordinatorFrame{seq = 1,
+// ack = 2, results = 4 {results = 1 {op_id = 1, rest of the answer}}, directive = 5}.
+class Outbox {
+ public:
+  void AddResult(uint64_t op_id, std::shared_ptr<const Answer> answer);
+  void AddDirective(std::shared_ptr<const v1::Directive> directive);
+  // A frame without seq, sent before all others and only once: Welcome, Goodbye.
+  void AddFirst(const v1::CoordinatorFrame& frame);
+  // Sends an acknowledgement even if there is nothing else to tell.
+  void AckSoon() { ack_wanted_ = true; }
+
+  // The last frame received from the agent; goes out with every frame.
+  void set_received(uint64_t seq) { received_ = seq; }
+  uint64_t received() const { return received_; }
+
+  // The agent has everything up to `seq`.
+  void Acknowledged(uint64_t seq);
+  // A new stream: sends everything after `seq` again. False if frames after `seq` were already
+  // forgotten or never made, so that the session cannot go on.
+  bool Resume(uint64_t seq);
+
+  bool HasWork() const {
+    return !first_.empty() || resend_ < unacked_.size() || !pending_.empty() ||
+           (ack_wanted_ && received_ > told_);
+  }
+  // The next frame. Requires HasWork().
+  grpc::ByteBuffer Next();
+
+  size_t unacknowledged() const { return unacked_.size(); }
+  size_t pending() const { return pending_.size(); }
+
+ private:
+  struct Item {
+    uint64_t op_id = 0;
+    std::shared_ptr<const Answer> answer;  // or
+    std::shared_ptr<const v1::Directive> directive;
+  };
+
+  std::deque<grpc::ByteBuffer> first_;
+  std::deque<std::pair<uint64_t, grpc::ByteBuffer>> unacked_;  // by seq
+  size_t resend_ = 0;  // the first of unacked_ that this stream has not been given
+  std::deque<Item> pending_;
+  uint64_t next_seq_ = 1;
+  uint64_t received_ = 0;
+  uint64_t told_ = 0;  // the last received_ that was sent
+  bool ack_wanted_ = false;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_SERVICE_OUTBOX_H_

@@ -1,0 +1,206 @@
+#include "coordinator/service/server.h"
+
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <filesystem>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/time/clock.h"
+#include "base/log.h"
+#include "base/mutex.h"
+#include "base/status_macros.h"
+#include "coordinator/journal/memory_journal.h"
+#include "coordinator/journal/sqlite_journal.h"
+#include "coordinator/service/services.h"
+#include "coordinator/web/prometheus.h"
+#include "rpc/address.h"
+
+namespace muster::coordinator {
+namespace {
+
+// process_*, as Prometheus client libraries name them.
+void WriteProcess(PrometheusText* text) {
+  using Type = PrometheusText::Type;
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  const double cpu = static_cast<double>(usage.ru_utime.tv_sec + usage.ru_stime.tv_sec) +
+                     static_cast<double>(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec) / 1e6;
+  text->Family("process_cpu_seconds_total", Type::kCounter, "User and system CPU time spent.");
+  text->Sample({}, cpu);
+  long pages = 0, resident = 0;
+  if (FILE* file = std::fopen("/proc/self/statm", "r")) {
+    if (std::fscanf(file, "%ld %ld", &pages, &resident) != 2) resident = 0;
+    std::fclose(file);
+  }
+  text->Family("process_resident_memory_bytes", Type::kGauge, "Resident memory.");
+  text->Sample({}, static_cast<double>(resident) * static_cast<double>(sysconf(_SC_PAGESIZE)));
+  std::error_code error;
+  double open_fds = 0;
+  for (std::filesystem::directory_iterator it("/proc/self/fd", error), end; !error && it != end;
+       it.increment(error)) {
+    ++open_fds;
+  }
+  text->Family("process_open_fds", Type::kGauge, "Open file descriptors.");
+  text->Sample({}, open_fds);
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  text->Family("process_max_fds", Type::kGauge, "Limit of open file descriptors.");
+  text->Sample({}, static_cast<double>(limit.rlim_cur));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Options options) {
+  std::unique_ptr<CoordinatorServer> self(new CoordinatorServer());
+  self->started_ = absl::Now();
+  MUSTER_ASSIGN_OR_RETURN(const rpc::Address address, rpc::ParseAddress(options.rpc.listen));
+  (void)address;
+  rpc::Address metrics_address;
+  if (!options.metrics_listen.empty()) {
+    MUSTER_ASSIGN_OR_RETURN(metrics_address, rpc::ParseAddress(options.metrics_listen));
+    if (metrics_address.is_unix())
+      return absl::InvalidArgumentError("metrics_listen: a HOST:PORT is needed");
+  }
+  std::unique_ptr<Journal> journal = std::move(options.journal);
+  if (journal == nullptr && options.data_dir.empty()) journal = std::make_unique<MemoryJournal>();
+  if (journal == nullptr) {
+    MUSTER_ASSIGN_OR_RETURN(journal, SqliteJournal::Open({.directory = options.data_dir}));
+  }
+  self->engine_ = std::make_unique<Engine>(options.engine, std::move(journal));
+  CoordinatorServer* raw = self.get();
+  self->engine_->set_on_deposed(std::move(options.on_deposed));
+  self->engine_->set_on_journal_health([raw](bool ok) {
+    if (rpc::Server* server = raw->health_.load()) server->SetServing(ok);
+  });
+  MUSTER_RETURN_IF_ERROR(self->engine_->Start());
+  self->services_ = MakeServices(self->engine_.get(), &self->rpc_metrics_, self->started_);
+  std::vector<grpc::Service*> services;
+  for (const auto& service : self->services_) services.push_back(service.get());
+  MUSTER_ASSIGN_OR_RETURN(self->server_, rpc::Server::Start(options.rpc, services));
+  self->health_ = self->server_.get();
+  if (!options.metrics_listen.empty()) {
+    MUSTER_ASSIGN_OR_RETURN(
+        self->http_,
+        HttpServer::Start(metrics_address.host, metrics_address.port,
+                          {{"/metrics",
+                            [raw] {
+                              return HttpServer::Response{.status = 200,
+                                                          .content_type = kPrometheusContentType,
+                                                          .body = raw->Metrics()};
+                            }},
+                           {"/healthz", [raw] {
+                              const bool ok = raw->engine_->journal_ok();
+                              return HttpServer::Response{
+                                  .status = ok ? 200 : 503,
+                                  .content_type = "text/plain; charset=utf-8",
+                                  .body = ok ? "ok\n" : "the journal cannot be written\n"};
+                            }}}));
+  }
+  return self;
+}
+
+CoordinatorServer::~CoordinatorServer() { Shutdown(); }
+
+void CoordinatorServer::Shutdown() {
+  http_.reset();
+  if (server_ != nullptr) server_->SetServing(false);
+  if (engine_ != nullptr) engine_->Stop();
+  if (server_ != nullptr) server_->Shutdown(absl::Seconds(2));
+}
+
+std::string CoordinatorServer::Metrics() {
+  using Type = PrometheusText::Type;
+  PrometheusText text;
+  rpc_metrics_.Write(&text);
+  const Engine& engine = *engine_;
+
+  CoreStats stats;
+  std::map<v1::WorkerState, int64_t> members;
+  v1::StatusReply status;
+  Notification done;
+  engine_->WithCore([&](Core* core) {
+    if (core != nullptr) {
+      stats = core->stats();
+      members = core->MembersByState();
+      core->FillStatus(&status);
+    }
+    done.Notify();
+  });
+  done.WaitForNotification();
+
+  text.Family("muster_coordinator_term", Type::kGauge,
+              "Starts of coordinators on this journal, this one included.");
+  text.Sample({}, static_cast<double>(status.header().term()));
+  text.Family("muster_jobs", Type::kGauge, "Jobs known.");
+  text.Sample({}, status.jobs_size());
+  text.Family("muster_members", Type::kGauge, "Workers of all jobs by state.");
+  for (int i = v1::WorkerState_MIN; i <= v1::WorkerState_MAX; ++i) {
+    const auto state = static_cast<v1::WorkerState>(i);
+    if (state == v1::WORKER_STATE_UNSPECIFIED) continue;
+    const auto it = members.find(state);
+    const std::string name = absl::AsciiStrToLower(
+        v1::WorkerState_Name(state).substr(std::string("WORKER_STATE_").size()));
+    text.Sample({{"state", name}}, it == members.end() ? 0.0 : static_cast<double>(it->second));
+  }
+  text.Family("muster_generation_changes_total", Type::kCounter,
+              "Generations by what happened to them.");
+  text.Sample({{"change", "sealed"}}, static_cast<double>(stats.generations_sealed));
+  text.Sample({{"change", "ended"}}, static_cast<double>(stats.generations_ended));
+  text.Family("muster_barriers_total", Type::kCounter, "Barriers by how they ended.");
+  text.Sample({{"result", "passed"}}, static_cast<double>(stats.barriers_passed));
+  text.Sample({{"result", "failed"}}, static_cast<double>(stats.barriers_failed));
+  text.Family("muster_barrier_wait_seconds", Type::kHistogram,
+              "Time from the first arrival to the release of passed barriers.");
+  {
+    std::vector<double> bounds;
+    for (int i = 0; i + 1 < CoreStats::kWaitBuckets; ++i)
+      bounds.push_back(0.0001 * static_cast<double>(1 << i));
+    text.Histogram({}, bounds,
+                   std::vector<uint64_t>(stats.barrier_wait_buckets,
+                                         stats.barrier_wait_buckets + CoreStats::kWaitBuckets),
+                   stats.barrier_wait_sum_seconds);
+  }
+  text.Family("muster_workers_lost_total", Type::kCounter, "Workers whose lease ran out.");
+  text.Sample({}, static_cast<double>(stats.workers_lost));
+  text.Family("muster_workers_failed_total", Type::kCounter, "Workers that ended with an error.");
+  text.Sample({}, static_cast<double>(stats.workers_failed));
+  text.Family("muster_fenced_calls_total", Type::kCounter,
+              "Calls refused because the caller was behind.");
+  text.Sample({}, static_cast<double>(stats.fenced_calls));
+  text.Family("muster_repeated_requests_total", Type::kCounter,
+              "Repeated requests that got their first answer again.");
+  text.Sample({}, static_cast<double>(stats.repeated_requests));
+  text.Family("muster_kv_writes_total", Type::kCounter, "Keys written.");
+  text.Sample({}, static_cast<double>(stats.kv_writes));
+  text.Family("muster_triggers_raised_total", Type::kCounter, "Triggers raised.");
+  text.Sample({}, static_cast<double>(stats.triggers_raised));
+
+  text.Family("muster_agents", Type::kGauge, "Agents with a session.");
+  text.Sample({}, static_cast<double>(engine.agents()));
+  text.Family("muster_watchers", Type::kGauge, "Open watch streams.");
+  text.Sample({}, static_cast<double>(engine.watchers()));
+  text.Family("muster_open_calls", Type::kGauge, "Calls that wait for their answer.");
+  text.Sample({}, static_cast<double>(engine.open_calls()));
+  text.Family("muster_apply_queue_depth", Type::kGauge, "Events that wait for the apply thread.");
+  text.Sample({}, static_cast<double>(engine.queue_depth()));
+  text.Family("muster_applied_events_total", Type::kCounter, "Events applied.");
+  text.Sample({}, static_cast<double>(engine.events()));
+  text.Family("muster_journal_up", Type::kGauge, "1 while the journal can be written.");
+  text.Sample({}, engine.journal_ok() ? 1 : 0);
+  text.Family("muster_journal_records_total", Type::kCounter, "Records made durable.");
+  text.Sample({}, static_cast<double>(engine.journal_records()));
+  text.Family("muster_journal_written_bytes_total", Type::kCounter,
+              "Bytes of records made durable.");
+  text.Sample({}, static_cast<double>(engine.journal_bytes()));
+  text.Family("muster_journal_fsync_seconds", Type::kHistogram,
+              "Time of a group commit with its fsync.");
+  text.Histogram({}, DurationHistogram::BoundsInSeconds(), engine.fsync_seconds().Counts(),
+                 engine.fsync_seconds().SumSeconds());
+  WriteProcess(&text);
+  return text.text();
+}
+
+}  // namespace muster::coordinator

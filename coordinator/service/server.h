@@ -1,0 +1,75 @@
+#ifndef MUSTER_COORDINATOR_SERVICE_SERVER_H_
+#define MUSTER_COORDINATOR_SERVICE_SERVER_H_
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "coordinator/core.h"
+#include "coordinator/service/engine.h"
+#include "coordinator/service/rpc_metrics.h"
+#include "coordinator/web/http_server.h"
+#include "rpc/server.h"
+
+namespace muster::coordinator {
+
+// A whole coordinator: journal, core, gRPC services, and the metrics page. `muster-coordinator`
+// runs one; `muster launch` and tests embed one. Thread-safe.
+//
+//   MUSTER_ASSIGN_OR_RETURN(auto server, CoordinatorServer::Start({}));   // 127.0.0.1, a free
+//   port, in memory Tell(server->address());                                             //
+//   "127.0.0.1:41234"
+//   ...
+//   server->Shutdown();
+class CoordinatorServer {
+ public:
+  struct Options {
+    rpc::ServerOptions rpc;           // where to listen, TLS
+    std::string data_dir = {};        // the journal's; empty: in memory
+    std::string metrics_listen = {};  // HOST:PORT of the HTTP page /metrics; empty: none
+    Engine::Options engine = {};
+    // When a caller has seen a newer coordinator: this one has stopped serving and should be shut
+    // down. Runs on the apply thread, must not block or call Shutdown.
+    std::function<void()> on_deposed = nullptr;
+    std::unique_ptr<Journal> journal = nullptr;  // instead of data_dir, for tests
+  };
+
+  // Opens and replays the journal, then serves. Errors: as rpc::Server::Start, SqliteJournal::Open,
+  // Engine::Start and HttpServer::Start.
+  static absl::StatusOr<std::unique_ptr<CoordinatorServer>> Start(Options options);
+  ~CoordinatorServer();
+
+  // What workers and agents connect to, with the port that was bound.
+  const std::string& address() const { return server_->address(); }
+  int port() const { return server_->port(); }
+  int metrics_port() const { return http_ == nullptr ? 0 : http_->port(); }
+  Engine& engine() { return *engine_; }
+
+  // What GET /metrics serves.
+  std::string Metrics();
+
+  // Answers waiting calls with UNAVAILABLE / STOPPING, closes streams, writes what is queued.
+  // Blocks up to a few seconds. Repeatable; the destructor does it too.
+  void Shutdown();
+
+ private:
+  CoordinatorServer() = default;
+
+  // In the order in which they are made; shut down in reverse.
+  RpcMetrics rpc_metrics_;
+  absl::Time started_;
+  std::unique_ptr<Engine> engine_;
+  std::vector<std::unique_ptr<grpc::Service>> services_;
+  std::unique_ptr<rpc::Server> server_;
+  std::atomic<rpc::Server*> health_{nullptr};  // server_, once it serves
+  std::unique_ptr<HttpServer> http_;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_SERVICE_SERVER_H_

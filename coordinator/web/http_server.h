@@ -1,0 +1,44 @@
+#ifndef MUSTER_COORDINATOR_WEB_HTTP_SERVER_H_
+#define MUSTER_COORDINATOR_WEB_HTTP_SERVER_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+
+namespace muster::coordinator {
+
+// A small HTTP server on its own threads for what a browser or a scraper reads. GET only. Handlers
+// run on those threads and may block for a short while. Thread-safe.
+class HttpServer {
+ public:
+  struct Response {
+    int status = 200;
+    std::string content_type = "text/plain; charset=utf-8";
+    std::string body;
+  };
+  using Handler = std::function<Response()>;
+
+  // Listens on a numeric host and port (0: a free one). Errors: INVALID_ARGUMENT the host is no
+  // number; ALREADY_EXISTS the port is taken.
+  static absl::StatusOr<std::unique_ptr<HttpServer>> Start(
+      const std::string& host, int port,
+      const std::vector<std::pair<std::string, Handler>>& handlers);
+  ~HttpServer();
+
+  int port() const { return port_; }
+
+ private:
+  class Impl;
+  explicit HttpServer(std::unique_ptr<Impl> impl, int port);
+
+  const std::unique_ptr<Impl> impl_;
+  const int port_;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_WEB_HTTP_SERVER_H_
