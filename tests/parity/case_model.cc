@@ -137,8 +137,8 @@ class CaseModelImpl::Decoder : public Body {
     blocks_ = owner.register_module("blocks", torch::nn::ModuleList());
     const int64_t layers = in.at("layers");
     for (int64_t i = 0; i < layers; ++i) blocks_->push_back(Block(hidden, int64_t{in.at("heads")}));
-    ln_f_ = owner.register_module("ln_f",
-                                  torch::nn::LayerNorm(torch::nn::LayerNormOptions({hidden})));
+    ln_f_ =
+        owner.register_module("ln_f", torch::nn::LayerNorm(torch::nn::LayerNormOptions({hidden})));
     if (!tie_head_) {
       head_ = owner.register_module(
           "head", torch::nn::Linear(torch::nn::LinearOptions(hidden, vocab).bias(false)));

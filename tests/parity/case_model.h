@@ -1,24 +1,25 @@
 #ifndef MUSTER_TESTS_PARITY_CASE_MODEL_H_
 #define MUSTER_TESTS_PARITY_CASE_MODEL_H_
 
-#include <string>
-
 #include <nlohmann/json.hpp>
+#include <string>
 
 #include "torch/nn/module.h"
 #include "torch/nn/pimpl.h"
 
 namespace muster::parity {
 
-// The models that golden `training` cases describe (shared/golden/README.md, section 14): a `sequential` of named layers
-// or a small causal `decoder`. Parameter names are those of the cases' weight files.
+// The models that golden `training` cases describe (shared/golden/README.md, section 14): a
+// `sequential` of named layers or a small causal `decoder`. Parameter names are those of the cases'
+// weight files.
 class CaseModelImpl : public torch::nn::Module {
  public:
   // Throws c10::Error for a description it does not understand, naming the part.
   explicit CaseModelImpl(const nlohmann::json& description);
   ~CaseModelImpl() override;
 
-  // sequential: any float tensor the first layer takes. decoder: ids [B, T] (I64) to logits [B, T, vocab].
+  // sequential: any float tensor the first layer takes. decoder: ids [B, T] (I64) to logits [B, T,
+  // vocab].
   torch::Tensor forward(torch::Tensor x);
 
  private:

@@ -1,0 +1,39 @@
+#!/usr/bin/env bash
+# Installs Muster into a scratch prefix, builds examples/cmake_consumer against it and runs that on one process and
+# on two. A step of tools/test, not a Bazel test, because it calls Bazel.
+source "$(dirname "$0")/../../tools/internal/common.sh"
+
+# On the disk of the LibTorch files, so that they are linked and not copied.
+scratch=$(mktemp -d "$MUSTER_LIBTORCH/../.install-test-XXXXXX")
+trap 'rm -rf "$scratch"' EXIT
+prefix=$scratch/first
+
+tools/install --prefix "$prefix" "$@"
+# An installed tree may be moved as a whole.
+mv "$prefix" "$scratch/moved"
+prefix=$scratch/moved
+
+cmake -S examples/cmake_consumer -B "$scratch/build" -DCMAKE_PREFIX_PATH="$prefix" -DCMAKE_BUILD_TYPE=Release
+cmake --build "$scratch/build"
+train=$scratch/build/train
+
+# expect WHAT COMMAND...: the command succeeds and its output holds WHAT.
+expect() {
+  local wanted=$1 output
+  shift
+  output=$("$@" 2>&1 </dev/null) || { echo "$output"; die "failed: $*"; }
+  [[ $output == *"$wanted"* ]] || { echo "$output"; die "no '$wanted' in the output of: $*"; }
+}
+
+expect "libtorch_cpu.so => $(realpath "$prefix")/lib/" ldd "$train"
+expect "libtorch_cpu.so => $(realpath "$prefix")/" ldd "$prefix/bin/mnist"
+expect "y = 3.000 x + 1.000, on 1 process(es)" "$train"
+expect "y = 3.000 x + 1.000, on 2 process(es)" "$prefix/bin/muster" launch --num_processes 2 --cpu -- "$train"
+expect "0.1.0" "$prefix/bin/muster" --version
+
+# What another LibTorch user would trip over: the prefix brings no protobuf of its own.
+[[ ! -e $prefix/lib/muster/torch/include/google ]] || die "the prefix holds protobuf headers"
+if "$prefix/bin/muster" launch --num_processes 2 --cpu -- "$scratch/no-such-program" >/dev/null 2>&1; then
+  die "muster launch of a missing program succeeded"
+fi
+echo "install test: passed"

@@ -1,0 +1,37 @@
+#include "tests/support/command.h"
+
+#include <sys/wait.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+
+namespace muster::testing_support {
+
+std::string CommandResult::last_line() const {
+  const std::string text = output.substr(0, output.find_last_not_of('\n') + 1);
+  return text.substr(text.rfind('\n') + 1);
+}
+
+CommandResult RunCommand(const std::string& command_line) {
+  CommandResult result;
+  FILE* pipe = popen(command_line.c_str(), "r");
+  if (pipe == nullptr) return result;
+  char buffer[1 << 14];
+  size_t read = 0;
+  while ((read = std::fread(buffer, 1, sizeof(buffer), pipe)) > 0)
+    result.output.append(buffer, read);
+  const int status = pclose(pipe);
+  result.exit_code = WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+  return result;
+}
+
+std::string MakeTestDir(const std::string& name) {
+  const char* root = std::getenv("TEST_TMPDIR");
+  const std::filesystem::path path = std::filesystem::path(root == nullptr ? "/tmp" : root) / name;
+  std::filesystem::remove_all(path);
+  std::filesystem::create_directories(path);
+  return path.string();
+}
+
+}  // namespace muster::testing_support

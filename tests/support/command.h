@@ -1,0 +1,23 @@
+#ifndef MUSTER_TESTS_SUPPORT_COMMAND_H_
+#define MUSTER_TESTS_SUPPORT_COMMAND_H_
+
+#include <string>
+
+namespace muster::testing_support {
+
+struct CommandResult {
+  int exit_code = -1;  // -1: ended by a signal, or could not be started
+  std::string output;  // standard output, and standard error where the command joins them
+  // The last line of the output that is not empty.
+  std::string last_line() const;
+};
+
+// Runs a shell command line to its end. For tests only: product code never goes through a shell.
+CommandResult RunCommand(const std::string& command_line);
+
+// A fresh folder under the test's own temporary directory.
+std::string MakeTestDir(const std::string& name);
+
+}  // namespace muster::testing_support
+
+#endif  // MUSTER_TESTS_SUPPORT_COMMAND_H_

@@ -1,0 +1,323 @@
+#include "worker/checkpoint/folder.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "base/file.h"
+#include "base/log.h"
+#include "base/status_macros.h"
+
+namespace muster {
+namespace {
+
+constexpr absl::string_view kNumbered = "checkpoint_";
+constexpr absl::string_view kTemporary = ".tmp-";
+constexpr absl::string_view kReplaced = ".old-";
+
+std::string Numbered(absl::string_view stem, int index, absl::string_view extension) {
+  return index == 0 ? absl::StrCat(stem, extension) : absl::StrCat(stem, "_", index, extension);
+}
+
+// Whether `name` is STEM + mark + 16 hexadecimal digits.
+bool HasSuffix(absl::string_view name, absl::string_view stem, absl::string_view mark) {
+  if (!absl::ConsumePrefix(&name, stem) || !absl::ConsumePrefix(&name, mark)) return false;
+  return name.size() == 16 && std::all_of(name.begin(), name.end(), absl::ascii_isxdigit);
+}
+
+// What stands before the mark; all of `name` without one.
+absl::string_view StemOf(absl::string_view name, absl::string_view mark) {
+  return name.substr(0, name.find(mark));
+}
+
+bool ParseNumber(absl::string_view name, int64_t* number) {
+  return absl::ConsumePrefix(&name, kNumbered) && !name.empty() &&
+         std::all_of(name.begin(), name.end(), absl::ascii_isdigit) &&
+         (name.size() == 1 || name[0] != '0') && absl::SimpleAtoi(name, number);
+}
+
+bool IsFolder(const std::string& path) {
+  struct stat info;
+  return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+}
+
+absl::Status Rename(const std::string& from, const std::string& to) {
+  if (rename(from.c_str(), to.c_str()) == 0) return absl::OkStatus();
+  return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", from, " to ", to));
+}
+
+// Takes the lock that says that a live process writes into the folder; -1 if another has it.
+int LockFolder(const std::string& path) {
+  const int fd = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd >= 0 && flock(fd, LOCK_EX | LOCK_NB) == 0) return fd;
+  if (fd >= 0) close(fd);
+  return -1;
+}
+
+// What killed writers left beside `dir`: their staging folders and half-removed checkpoints.
+void RemoveAbandoned(const std::string& dir) {
+  const std::string parent = ParentPath(dir);
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
+  if (!names.ok()) return;
+  const std::string own = BaseName(dir);
+  for (const std::string& name : *names) {
+    const absl::string_view stem = StemOf(name, kTemporary);
+    int64_t number = 0;
+    if (!HasSuffix(name, stem, kTemporary) || (stem != own && !ParseNumber(stem, &number)))
+      continue;
+    const std::string path = JoinPath(parent, name);
+    const int lock = LockFolder(path);
+    if (lock < 0) continue;
+    const absl::Status removed = RemoveTree(path);
+    close(lock);
+    if (removed.ok()) {
+      MUSTER_LOG(Info) << "removed " << path << ", left by a save that did not finish";
+    } else {
+      MUSTER_LOG(Warning) << removed.message();
+    }
+  }
+}
+
+// Where a file system cannot exchange two folders, a crash can come between moving the old one away
+// and putting the new one into its place.
+absl::Status PutBackReplaced(const std::string& dir) {
+  if (PathExists(dir)) return absl::OkStatus();
+  const std::string parent = ParentPath(dir);
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
+  if (!names.ok()) return absl::OkStatus();
+  for (const std::string& name : *names) {
+    if (!HasSuffix(name, BaseName(dir), kReplaced)) continue;
+    MUSTER_LOG(Warning) << "putting " << JoinPath(parent, name) << " back to " << dir
+                        << ": a save that was to replace it did not finish";
+    // Two readers may try at once; one of them finds it done.
+    const absl::Status renamed = Rename(JoinPath(parent, name), dir);
+    return PathExists(dir) ? absl::OkStatus() : renamed;
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<Manifest> ReadManifest(const std::string& dir) {
+  const std::string path = JoinPath(dir, kManifestName);
+  const absl::StatusOr<std::string> text = ReadFile(path);
+  if (absl::IsNotFound(text.status())) {
+    return absl::NotFoundError(
+        absl::StrCat(dir, PathExists(dir) ? " is not a complete checkpoint: it has no manifest.json"
+                                          : " does not exist"));
+  }
+  MUSTER_RETURN_IF_ERROR(text.status());
+  return ParseManifest(*text, path);
+}
+
+// The files of a replaced checkpoint that were not its own belong to the user and move to the new
+// one.
+void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(old_dir);
+  if (!names.ok()) return;
+  absl::flat_hash_set<std::string> own = {kManifestName};
+  if (const absl::StatusOr<Manifest> manifest = ReadManifest(old_dir); manifest.ok()) {
+    for (const ManifestFile& file : manifest->files) own.insert(file.name);
+  }
+  for (const std::string& name : *names) {
+    const std::string target = JoinPath(new_dir, name);
+    if (own.contains(name) || absl::StrContains(name, kTemporary) || PathExists(target)) continue;
+    if (const absl::Status moved = Rename(JoinPath(old_dir, name), target); !moved.ok()) {
+      MUSTER_LOG(Warning) << moved.message();
+    }
+  }
+}
+
+}  // namespace
+
+std::string ModelFileName(int index) { return Numbered("model", index, ".safetensors"); }
+std::string OptimizerFileName(int index) { return Numbered("optimizer", index, ".safetensors"); }
+std::string SchedulerFileName(int index) { return Numbered("scheduler", index, ".json"); }
+std::string SamplerFileName(int index) { return Numbered("sampler", index, ".safetensors"); }
+std::string DataLoaderFileName(int index, int rank) {
+  return absl::StrCat(Numbered("dl_state_dict", index, ""), "_rank", rank, ".safetensors");
+}
+std::string ScalerFileName(int index) { return Numbered("scaler", index, ".json"); }
+std::string RandomStatesFileName(int rank) {
+  return absl::StrCat("random_states_", rank, ".safetensors");
+}
+std::string CustomFileName(int index) {
+  return absl::StrCat("custom_checkpoint_", index, ".safetensors");
+}
+
+absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel level) {
+  MUSTER_RETURN_IF_ERROR(PutBackReplaced(dir));
+  MUSTER_ASSIGN_OR_RETURN(Manifest manifest, ReadManifest(dir));
+  for (const ManifestFile& file : manifest.files) {
+    const std::string path = JoinPath(dir, file.name);
+    struct stat info;
+    if (stat(path.c_str(), &info) != 0) {
+      return absl::DataLossError(absl::StrCat(path, ": is missing though the manifest lists it"));
+    }
+    if (static_cast<uint64_t>(info.st_size) != file.digest.bytes) {
+      return absl::DataLossError(absl::StrCat(path, ": has ", info.st_size,
+                                              " bytes, but the manifest says ", file.digest.bytes));
+    }
+    if (level == VerifyLevel::kSizes) continue;
+    MUSTER_ASSIGN_OR_RETURN(const FileDigest found, DigestFile(path));
+    if (found != file.digest) {
+      return absl::DataLossError(absl::StrCat(path, ": is damaged: its contents have the digest ",
+                                              found.xxh3, ", but the manifest says ",
+                                              file.digest.xxh3));
+    }
+  }
+  return manifest;
+}
+
+absl::StatusOr<Staging> Staging::Create(const std::string& dir) {
+  MUSTER_RETURN_IF_ERROR(MakeDirectories(ParentPath(dir)));
+  MUSTER_RETURN_IF_ERROR(PutBackReplaced(dir));
+  if (PathExists(dir)) {
+    const absl::StatusOr<std::vector<std::string>> names = ListDirectory(dir);
+    if (!names.ok()) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          "cannot save a checkpoint as ", dir, ": it exists and is not a folder that can be read"));
+    }
+    if (!names->empty() && !PathExists(JoinPath(dir, kManifestName))) {
+      return absl::FailedPreconditionError(
+          absl::StrCat("cannot save a checkpoint as ", dir,
+                       ": the folder holds other files and no checkpoint; name another folder"));
+    }
+  }
+  RemoveAbandoned(dir);
+  std::string path = absl::StrCat(dir, kTemporary, RandomHex());
+  if (mkdir(path.c_str(), 0777) != 0) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot make folder ", path));
+  }
+  return Staging(dir, path, LockFolder(path));
+}
+
+Staging::Staging(std::string dir, std::string path, int lock)
+    : dir_(std::move(dir)), path_(std::move(path)), lock_(lock) {}
+
+Staging::Staging(Staging&& other) noexcept
+    : dir_(std::move(other.dir_)),
+      path_(std::exchange(other.path_, "")),
+      lock_(std::exchange(other.lock_, -1)) {}
+
+Staging::~Staging() {
+  if (!path_.empty()) {
+    if (const absl::Status removed = RemoveTree(path_); !removed.ok()) {
+      MUSTER_LOG(Warning) << removed.message();
+    }
+  }
+  if (lock_ >= 0) close(lock_);
+}
+
+absl::Status Staging::Publish(const Manifest& manifest) {
+  for (const ManifestFile& file : manifest.files) {
+    struct stat info;
+    const std::string path = JoinPath(path_, file.name);
+    if (stat(path.c_str(), &info) != 0 ||
+        static_cast<uint64_t>(info.st_size) != file.digest.bytes) {
+      return absl::DataLossError(
+          absl::StrCat(path, ": what rank ", file.rank,
+                       " wrote is not there; checkpoints need a file system that all ranks share"));
+    }
+  }
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, EncodeManifest(manifest));
+  MUSTER_RETURN_IF_ERROR(WriteFileAtomically(JoinPath(path_, kManifestName), text));
+  MUSTER_RETURN_IF_ERROR(SyncDirectory(path_));
+  const std::string parent = ParentPath(dir_);
+  // Over nothing, or over an empty folder.
+  if (rename(path_.c_str(), dir_.c_str()) == 0) {
+    path_.clear();
+    return SyncDirectory(parent);
+  }
+  if (errno != ENOTEMPTY && errno != EEXIST) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", path_, " to ", dir_));
+  }
+  std::string old_dir = path_;
+  if (renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, dir_.c_str(), RENAME_EXCHANGE) != 0) {
+    old_dir = absl::StrCat(dir_, kReplaced, RandomHex());
+    MUSTER_RETURN_IF_ERROR(Rename(dir_, old_dir));
+    if (const absl::Status renamed = Rename(path_, dir_); !renamed.ok()) {
+      MUSTER_RETURN_IF_ERROR(Rename(old_dir, dir_));
+      return renamed;
+    }
+  }
+  path_.clear();
+  const absl::Status synced = SyncDirectory(parent);
+  KeepForeignFiles(old_dir, dir_);
+  if (const absl::Status removed = RemoveTree(old_dir); !removed.ok()) {
+    MUSTER_LOG(Warning) << removed.message();
+  }
+  return synced;
+}
+
+std::string CheckpointFolder::PathOf(int64_t iteration) const {
+  return JoinPath(root_, absl::StrCat(kNumbered, iteration));
+}
+
+absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Numbers() const {
+  std::vector<int64_t> numbers;
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(root_);
+  if (absl::IsNotFound(names.status())) return numbers;
+  MUSTER_RETURN_IF_ERROR(names.status());
+  for (const std::string& name : *names) {
+    int64_t number = 0;
+    const absl::string_view stem = StemOf(name, kReplaced);
+    const bool replaced = stem != name && HasSuffix(name, stem, kReplaced);
+    if (ParseNumber(replaced ? stem : absl::string_view(name), &number) &&
+        IsFolder(JoinPath(root_, name))) {
+      numbers.push_back(number);
+    }
+  }
+  std::sort(numbers.begin(), numbers.end());
+  numbers.erase(std::unique(numbers.begin(), numbers.end()), numbers.end());
+  return numbers;
+}
+
+absl::StatusOr<int64_t> CheckpointFolder::NextNumber() const {
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
+  return numbers.empty() ? 0 : numbers.back() + 1;
+}
+
+absl::StatusOr<std::string> CheckpointFolder::Newest(VerifyLevel level) const {
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
+  std::string why;
+  for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
+    const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(PathOf(*number), level);
+    if (manifest.ok()) return PathOf(*number);
+    MUSTER_LOG(Warning) << "passing over " << PathOf(*number) << ": "
+                        << manifest.status().message();
+    if (why.empty()) why = absl::StrCat(": ", manifest.status().message());
+  }
+  return absl::NotFoundError(absl::StrCat("no complete checkpoint in ", root_, why));
+}
+
+absl::Status CheckpointFolder::Rotate(int keep) const {
+  if (keep < 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("total_limit is ", keep, "; it must be at least 1"));
+  }
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
+  std::vector<std::string> complete;
+  for (const int64_t number : numbers) {
+    if (PathExists(JoinPath(PathOf(number), kManifestName))) complete.push_back(PathOf(number));
+  }
+  for (size_t i = 0; i + keep < complete.size(); ++i) {
+    // First out of sight in one step, so that a crash does not leave half of it under its name.
+    const std::string doomed = absl::StrCat(complete[i], kTemporary, RandomHex());
+    MUSTER_RETURN_IF_ERROR(Rename(complete[i], doomed));
+    MUSTER_RETURN_IF_ERROR(RemoveTree(doomed));
+  }
+  return SyncDirectory(root_);
+}
+
+}  // namespace muster

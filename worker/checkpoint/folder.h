@@ -1,0 +1,100 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_FOLDER_H_
+#define MUSTER_WORKER_CHECKPOINT_FOLDER_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "worker/checkpoint/manifest.h"
+
+namespace muster {
+
+// Folders of checkpoints on disk: how they appear whole, which is the newest good one, which may
+// go. Functions block on the disk and are for one process per folder at a time (rank 0), except the
+// reading ones.
+//
+// While a checkpoint DIR is written its files stand in DIR.tmp-<16 hex digits>, which its writer
+// keeps locked (flock), so that what a killed writer left can be told from what a live one is
+// writing.
+
+// The names of a checkpoint's files. The first of several has no number.
+std::string ModelFileName(int index);      // model.safetensors, model_1.safetensors
+std::string OptimizerFileName(int index);  // optimizer.safetensors, optimizer_1.safetensors
+std::string SchedulerFileName(int index);  // scheduler.json, scheduler_1.json
+std::string SamplerFileName(int index);    // sampler.safetensors, sampler_1.safetensors
+std::string DataLoaderFileName(
+    int index, int rank);               // dl_state_dict_rank0.safetensors, dl_state_dict_1_rank0...
+std::string ScalerFileName(int index);  // scaler.json, scaler_1.json
+std::string RandomStatesFileName(int rank);  // random_states_0.safetensors
+std::string CustomFileName(int index);       // custom_checkpoint_0.safetensors
+
+enum class VerifyLevel {
+  kSizes,     // the manifest is whole, every file is there with its size
+  kContents,  // and every file has its digest: reads everything
+};
+
+// The manifest of the checkpoint in `dir`. If a crash in mid-replacement left only the old one
+// aside, that is put back first. Errors: NOT_FOUND if there is no folder or no manifest (what is
+// there is not a complete checkpoint); DATA_LOSS naming the file that is missing or damaged;
+// UNIMPLEMENTED for a newer format.
+absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel level);
+
+// Makes the staging folder of `dir` and locks it. Removes what dead writers of this folder left.
+// Errors: FAILED_PRECONDITION if `dir` exists and is neither empty nor a checkpoint: it is not ours
+// to replace.
+class Staging {
+ public:
+  static absl::StatusOr<Staging> Create(const std::string& dir);
+  Staging(Staging&& other) noexcept;
+  Staging& operator=(Staging&&) = delete;
+  // Removes the folder unless published.
+  ~Staging();
+
+  const std::string& path() const { return path_; }
+
+  // Writes the manifest, makes all durable and puts the folder in the place of `dir` in one step: a
+  // checkpoint that stood there is removed after, files in it that were not the checkpoint's own
+  // move over.
+  absl::Status Publish(const Manifest& manifest);
+
+ private:
+  Staging(std::string dir, std::string path, int lock);
+
+  std::string dir_;
+  std::string path_;  // empty once published
+  int lock_ = -1;
+};
+
+// Numbered checkpoints: ROOT/checkpoint_0, checkpoint_1, ... Other names in ROOT are nobody's
+// business.
+class CheckpointFolder {
+ public:
+  explicit CheckpointFolder(std::string root) : root_(std::move(root)) {}
+
+  const std::string& root() const { return root_; }
+  std::string PathOf(int64_t iteration) const;
+
+  // The numbers of all folders, complete or not, ascending. Empty if there is no root.
+  absl::StatusOr<std::vector<int64_t>> Numbers() const;
+
+  // One above the highest number: what the next save is called.
+  absl::StatusOr<int64_t> NextNumber() const;
+
+  // The path of the highest number that verifies. Ones that do not are passed over with a warning
+  // in the log. NOT_FOUND if none does, with the reason of the newest.
+  absl::StatusOr<std::string> Newest(VerifyLevel level = VerifyLevel::kContents) const;
+
+  // Removes the oldest complete checkpoints until `keep` (>= 1) are left. Incomplete ones do not
+  // count and stay.
+  absl::Status Rotate(int keep) const;
+
+ private:
+  std::string root_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_FOLDER_H_

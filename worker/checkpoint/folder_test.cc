@@ -1,0 +1,176 @@
+#include "worker/checkpoint/folder.h"
+
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/file.h>
+#include <unistd.h>
+
+#include "base/file.h"
+
+namespace muster {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+class FolderTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    root_ = JoinPath(testing::TempDir(), "folder-" + RandomHex());
+    ASSERT_TRUE(MakeDirectories(root_).ok());
+  }
+  void TearDown() override { EXPECT_TRUE(RemoveTree(root_).ok()); }
+
+  // A checkpoint with the given files, each holding its own name and `salt`.
+  absl::Status Save(const std::string& dir, const std::vector<std::string>& names,
+                    const std::string& salt = "") {
+    auto staging = Staging::Create(dir);
+    if (!staging.ok()) return staging.status();
+    Manifest manifest;
+    for (const std::string& name : names) {
+      const std::string contents = name + salt;
+      const auto written = WriteFileAtomically(JoinPath(staging->path(), name), contents);
+      if (!written.ok()) return written;
+      manifest.files.push_back({.name = name, .rank = 0, .digest = DigestBytes(contents)});
+    }
+    return staging->Publish(manifest);
+  }
+
+  std::string Path(const std::string& name) { return JoinPath(root_, name); }
+
+  std::string root_;
+};
+
+TEST_F(FolderTest, Publish_AppearsWholeAndLeavesNoStaging) {
+  ASSERT_TRUE(Save(Path("deep/er/ckpt"), {"a", "b"}).ok());
+  EXPECT_THAT(*ListDirectory(Path("deep/er")), ElementsAre("ckpt"));
+  EXPECT_THAT(*ListDirectory(Path("deep/er/ckpt")), ElementsAre("a", "b", "manifest.json"));
+  EXPECT_TRUE(VerifyCheckpoint(Path("deep/er/ckpt"), VerifyLevel::kContents).ok());
+}
+
+TEST_F(FolderTest, AbandonedStaging_IsRemovedAndOldCheckpointStays) {
+  ASSERT_TRUE(Save(Path("ckpt"), {"a"}).ok());
+  {
+    auto staging = Staging::Create(Path("ckpt"));
+    ASSERT_TRUE(staging.ok());
+    ASSERT_TRUE(WriteFileAtomically(JoinPath(staging->path(), "a"), "half").ok());
+  }
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("ckpt"));
+  EXPECT_EQ(*ReadFile(Path("ckpt/a")), "a");
+}
+
+TEST_F(FolderTest, StagingOfADeadWriter_IsSweptButNotOfALiveOne) {
+  ASSERT_TRUE(MakeDirectories(Path("ckpt.tmp-0123456789abcdef/x")).ok());
+  ASSERT_TRUE(MakeDirectories(Path("checkpoint_7.tmp-0123456789abcdef")).ok());
+  ASSERT_TRUE(MakeDirectories(Path("mine.tmp-0123456789abcdef")).ok());
+  auto live = Staging::Create(Path("ckpt"));
+  ASSERT_TRUE(live.ok());
+  auto second = Staging::Create(Path("ckpt"));
+  ASSERT_TRUE(second.ok());
+  EXPECT_TRUE(PathExists(live->path()));
+  EXPECT_FALSE(PathExists(Path("ckpt.tmp-0123456789abcdef")));
+  EXPECT_FALSE(PathExists(Path("checkpoint_7.tmp-0123456789abcdef")));
+  EXPECT_TRUE(PathExists(Path("mine.tmp-0123456789abcdef")));
+}
+
+TEST_F(FolderTest, D17_StaleFilesOfAnEarlierSave_DoNotSurvive) {
+  ASSERT_TRUE(Save(Path("ckpt"), {"model-00001-of-00002", "model-00002-of-00002", "same"}).ok());
+  ASSERT_TRUE(WriteFileAtomically(Path("ckpt/notes.txt"), "the user's").ok());
+  ASSERT_TRUE(Save(Path("ckpt"), {"model", "same"}, "new").ok());
+  EXPECT_THAT(*ListDirectory(Path("ckpt")),
+              ElementsAre("manifest.json", "model", "notes.txt", "same"));
+  EXPECT_EQ(*ReadFile(Path("ckpt/same")), "samenew");
+  EXPECT_EQ(*ReadFile(Path("ckpt/notes.txt")), "the user's");
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("ckpt"));
+}
+
+TEST_F(FolderTest, FolderOfOtherThings_IsNotReplaced) {
+  ASSERT_TRUE(MakeDirectories(Path("home")).ok());
+  EXPECT_TRUE(Save(Path("home"), {"a"}).ok()) << "an empty folder may be used";
+  ASSERT_TRUE(MakeDirectories(Path("work")).ok());
+  ASSERT_TRUE(WriteFileAtomically(Path("work/thesis.tex"), "x").ok());
+  const absl::Status status = Save(Path("work"), {"a"});
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("holds other files"));
+  EXPECT_EQ(*ReadFile(Path("work/thesis.tex")), "x");
+}
+
+TEST_F(FolderTest, CrashBetweenTheTwoRenames_IsUndone) {
+  ASSERT_TRUE(Save(Path("ckpt"), {"a"}).ok());
+  ASSERT_EQ(rename(Path("ckpt").c_str(), Path("ckpt.old-0123456789abcdef").c_str()), 0);
+  EXPECT_TRUE(VerifyCheckpoint(Path("ckpt"), VerifyLevel::kContents).ok());
+}
+
+TEST_F(FolderTest, Damage_IsNamed) {
+  const auto why = [&](VerifyLevel level) {
+    return std::string(VerifyCheckpoint(Path("c"), level).status().message());
+  };
+  EXPECT_EQ(why(VerifyLevel::kSizes), Path("c") + " does not exist");
+  ASSERT_TRUE(Save(Path("c"), {"a", "b"}).ok());
+  ASSERT_TRUE(WriteFileAtomically(Path("c/a"), "x").ok());
+  EXPECT_EQ(why(VerifyLevel::kSizes), "");
+  EXPECT_THAT(why(VerifyLevel::kContents), HasSubstr("c/a: is damaged"));
+  ASSERT_TRUE(WriteFileAtomically(Path("c/a"), "xyz").ok());
+  EXPECT_THAT(why(VerifyLevel::kSizes), HasSubstr("c/a: has 3 bytes, but the manifest says 1"));
+  ASSERT_TRUE(RemoveTree(Path("c/a")).ok());
+  EXPECT_THAT(why(VerifyLevel::kSizes), HasSubstr("c/a: is missing"));
+  ASSERT_TRUE(RemoveTree(Path("c/manifest.json")).ok());
+  EXPECT_THAT(why(VerifyLevel::kSizes), HasSubstr("no manifest.json"));
+}
+
+TEST_F(FolderTest, Numbers_IgnoreOtherNames) {
+  const CheckpointFolder folder(root_);
+  EXPECT_EQ(*folder.NextNumber(), 0);
+  for (const char* name :
+       {"tmp", "checkpoint_", "checkpoint_x", "checkpoint_03", "checkpoint_-1",
+        "checkpoint_99999999999999999999", "checkpoint_4.tmp-0123456789abcdef"}) {
+    ASSERT_TRUE(MakeDirectories(Path(name)).ok());
+  }
+  ASSERT_TRUE(WriteFileAtomically(Path("checkpoint_9"), "a file").ok());
+  ASSERT_TRUE(Save(folder.PathOf(2), {"a"}).ok());
+  ASSERT_TRUE(Save(folder.PathOf(10), {"a"}).ok());
+  EXPECT_THAT(*folder.Numbers(), ElementsAre(2, 10));
+  EXPECT_EQ(*folder.NextNumber(), 11);
+}
+
+TEST_F(FolderTest, Newest_PassesOverDamagedAndIncompleteOnes) {
+  const CheckpointFolder folder(root_);
+  EXPECT_EQ(folder.Newest().status().code(), absl::StatusCode::kNotFound);
+  for (int i = 0; i < 4; ++i) ASSERT_TRUE(Save(folder.PathOf(i), {"a"}).ok());
+  ASSERT_TRUE(MakeDirectories(folder.PathOf(12)).ok());
+  EXPECT_EQ(*folder.Newest(), folder.PathOf(3));
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(folder.PathOf(3), "a"), "b").ok());
+  EXPECT_EQ(*folder.Newest(), folder.PathOf(2));
+  EXPECT_EQ(*folder.Newest(VerifyLevel::kSizes), folder.PathOf(3));
+  ASSERT_TRUE(RemoveTree(JoinPath(folder.PathOf(2), "manifest.json")).ok());
+  EXPECT_EQ(*folder.Newest(), folder.PathOf(1));
+}
+
+TEST_F(FolderTest, Rotate_CountsCompleteOnesOnly) {
+  const CheckpointFolder folder(root_);
+  for (int i = 0; i < 4; ++i) ASSERT_TRUE(Save(folder.PathOf(i), {"a"}).ok());
+  ASSERT_TRUE(MakeDirectories(folder.PathOf(7)).ok());
+  ASSERT_TRUE(MakeDirectories(Path("tmp")).ok());
+  ASSERT_TRUE(folder.Rotate(2).ok());
+  EXPECT_THAT(*ListDirectory(root_),
+              ElementsAre("checkpoint_2", "checkpoint_3", "checkpoint_7", "tmp"));
+  EXPECT_FALSE(folder.Rotate(0).ok());
+}
+
+TEST(FileNames, FirstOfSeveral_HasNoNumber) {
+  EXPECT_EQ(ModelFileName(0), "model.safetensors");
+  EXPECT_EQ(ModelFileName(2), "model_2.safetensors");
+  EXPECT_EQ(SchedulerFileName(1), "scheduler_1.json");
+  EXPECT_EQ(RandomStatesFileName(0), "random_states_0.safetensors");
+  EXPECT_EQ(CustomFileName(0), "custom_checkpoint_0.safetensors");
+}
+
+TEST(FileNames, D21_PerRankFiles_CarryTheRank) {
+  EXPECT_EQ(DataLoaderFileName(0, 1), "dl_state_dict_rank1.safetensors");
+  EXPECT_EQ(DataLoaderFileName(1, 0), "dl_state_dict_1_rank0.safetensors");
+  EXPECT_NE(RandomStatesFileName(0), RandomStatesFileName(1));
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,116 @@
+#include "worker/checkpoint/manifest.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+
+#include "absl/status/status.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "base/json.h"
+
+namespace muster {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr char kFormat[] = "muster-checkpoint";
+
+bool IsPlainName(absl::string_view name) {
+  return !name.empty() && name != "." && name != ".." && name != kManifestName &&
+         name.size() <= 255 && name.find('/') == absl::string_view::npos &&
+         name.find('\0') == absl::string_view::npos && IsValidUtf8(name);
+}
+
+// The digest is over the compact form with sorted keys, without "digest" itself.
+std::string SelfDigest(Json json) {
+  json.erase("digest");
+  return DigestBytes(json.dump()).xxh3;
+}
+
+}  // namespace
+
+const ManifestFile* Manifest::Find(absl::string_view name) const {
+  for (const ManifestFile& file : files) {
+    if (file.name == name) return &file;
+  }
+  return nullptr;
+}
+
+absl::StatusOr<std::string> EncodeManifest(Manifest manifest) {
+  std::sort(manifest.files.begin(), manifest.files.end(),
+            [](const ManifestFile& a, const ManifestFile& b) { return a.name < b.name; });
+  Json files = Json::array();
+  for (size_t i = 0; i < manifest.files.size(); ++i) {
+    const ManifestFile& file = manifest.files[i];
+    if (!IsPlainName(file.name)) {
+      return absl::InvalidArgumentError(absl::StrCat("\"", absl::Utf8SafeCHexEscape(file.name),
+                                                     "\" is no name for a checkpoint's file"));
+    }
+    if (i > 0 && manifest.files[i - 1].name == file.name) {
+      return absl::InvalidArgumentError(absl::StrCat("file ", file.name, " was written by rank ",
+                                                     manifest.files[i - 1].rank, " and by rank ",
+                                                     file.rank, "; every file has one writer"));
+    }
+    files.push_back({{"name", file.name},
+                     {"rank", file.rank},
+                     {"bytes", file.digest.bytes},
+                     {"xxh3", file.digest.xxh3}});
+  }
+  Json json = {{"format", kFormat},
+               {"version", kManifestVersion},
+               {"created", manifest.created},
+               {"world_size", manifest.info.world_size},
+               {"iteration", manifest.info.iteration},
+               {"step", manifest.info.step},
+               {"micro_step", manifest.info.micro_step},
+               {"epoch", manifest.info.epoch},
+               {"cursor", manifest.info.cursor},
+               {"files", std::move(files)}};
+  json["digest"] = SelfDigest(json);
+  return json.dump(1) + "\n";
+}
+
+absl::StatusOr<Manifest> ParseManifest(absl::string_view text, absl::string_view source) {
+  const absl::StatusOr<Json> parsed = ParseJson(text, source);
+  if (!parsed.ok()) return absl::DataLossError(parsed.status().message());
+  const Json& json = *parsed;
+  if (!json.is_object() || json.value("format", Json()) != kFormat) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(source, ": is not the manifest of a checkpoint"));
+  }
+  if (json.value("digest", Json()) != SelfDigest(json)) {
+    return absl::DataLossError(absl::StrCat(source, ": is damaged: its own digest does not fit"));
+  }
+  try {
+    if (json.at("version").get<int>() > kManifestVersion) {
+      return absl::UnimplementedError(
+          absl::StrCat(source, ": has format version ", json.at("version").get<int>(),
+                       ", but this program reads ", kManifestVersion, "; use a newer Muster"));
+    }
+    Manifest manifest;
+    json.at("created").get_to(manifest.created);
+    json.at("world_size").get_to(manifest.info.world_size);
+    json.at("iteration").get_to(manifest.info.iteration);
+    json.at("step").get_to(manifest.info.step);
+    json.at("micro_step").get_to(manifest.info.micro_step);
+    json.at("epoch").get_to(manifest.info.epoch);
+    json.at("cursor").get_to(manifest.info.cursor);
+    for (const Json& entry : json.at("files")) {
+      ManifestFile file;
+      entry.at("name").get_to(file.name);
+      entry.at("rank").get_to(file.rank);
+      entry.at("bytes").get_to(file.digest.bytes);
+      entry.at("xxh3").get_to(file.digest.xxh3);
+      if (!IsPlainName(file.name) || manifest.Find(file.name) != nullptr) {
+        return absl::DataLossError(absl::StrCat(source, ": has a bad or repeated file name \"",
+                                                absl::Utf8SafeCHexEscape(file.name), "\""));
+      }
+      manifest.files.push_back(std::move(file));
+    }
+    return manifest;
+  } catch (const Json::exception& error) {
+    return absl::DataLossError(absl::StrCat(source, ": ", error.what()));
+  }
+}
+
+}  // namespace muster

@@ -1,0 +1,64 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_MANIFEST_H_
+#define MUSTER_WORKER_CHECKPOINT_MANIFEST_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "worker/checkpoint/digest.h"
+
+namespace muster {
+
+// The record that makes a folder of files a checkpoint: manifest.json, written last.
+// docs/checkpoint_format.md has the bytes. Everything here is pure and thread-safe.
+
+inline constexpr char kManifestName[] = "manifest.json";
+inline constexpr int kManifestVersion = 1;
+
+// Where training stood. All counts are those of the whole job, not of a rank.
+struct CheckpointInfo {
+  int world_size = 1;
+  // Number of this checkpoint in its run: the i of checkpoint_{i}.
+  int64_t iteration = 0;
+  // Optimizer updates and forward-backward passes so far.
+  int64_t step = 0;
+  int64_t micro_step = 0;
+  // Passes over the data begun, from 0.
+  int64_t epoch = 0;
+  // Further positions by name, such as "samples" drawn in this epoch.
+  std::map<std::string, int64_t> cursor = {};
+};
+
+struct ManifestFile {
+  // Plain name inside the folder.
+  std::string name;
+  int rank = 0;  // who wrote it
+  FileDigest digest;
+};
+
+struct Manifest {
+  CheckpointInfo info;
+  // RFC 3339, for people.
+  std::string created;
+  // Sorted by name.
+  std::vector<ManifestFile> files;
+
+  // Null if there is no such file.
+  const ManifestFile* Find(absl::string_view name) const;
+};
+
+// JSON that ends in a digest of itself.
+// Errors: INVALID_ARGUMENT for a name that is no plain file name, or that two ranks (or one twice)
+// wrote.
+absl::StatusOr<std::string> EncodeManifest(Manifest manifest);
+
+// Errors: DATA_LOSS if the digest does not fit or JSON or a field is wrong; UNIMPLEMENTED for a
+// newer version; INVALID_ARGUMENT for JSON of another kind. Messages begin with `source`.
+absl::StatusOr<Manifest> ParseManifest(absl::string_view text, absl::string_view source);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_MANIFEST_H_

@@ -1,0 +1,72 @@
+#include "worker/checkpoint/manifest.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace muster {
+namespace {
+
+using ::testing::HasSubstr;
+
+Manifest Sample() {
+  return {.info = {.world_size = 2,
+                   .iteration = 3,
+                   .step = 40,
+                   .micro_step = 80,
+                   .epoch = 1,
+                   .cursor = {{"samples", int64_t{1} << 60}}},
+          .created = "2001-02-03T04:05:06Z",
+          .files = {{.name = "model.safetensors", .rank = 0, .digest = {.bytes = 7, .xxh3 = "aa"}},
+                    {.name = "a.json", .rank = 1, .digest = {.bytes = 8, .xxh3 = "bb"}}}};
+}
+
+TEST(Manifest, RoundTrip_KeepsEverything) {
+  const auto text = EncodeManifest(Sample());
+  ASSERT_TRUE(text.ok());
+  const auto back = ParseManifest(*text, "m");
+  ASSERT_TRUE(back.ok()) << back.status();
+  EXPECT_EQ(back->info.world_size, 2);
+  EXPECT_EQ(back->info.iteration, 3);
+  EXPECT_EQ(back->info.step, 40);
+  EXPECT_EQ(back->info.micro_step, 80);
+  EXPECT_EQ(back->info.epoch, 1);
+  EXPECT_EQ(back->info.cursor.at("samples"), int64_t{1} << 60);
+  ASSERT_EQ(back->files.size(), 2u);
+  EXPECT_EQ(back->files[0].name, "a.json");
+  EXPECT_EQ(back->Find("model.safetensors")->digest.bytes, 7u);
+  EXPECT_EQ(back->Find("b"), nullptr);
+}
+
+TEST(Manifest, AnyFlippedBitOrCut_IsNoticed) {
+  const std::string text = *EncodeManifest(Sample());
+  for (size_t at = 0; at + 1 < text.size(); ++at) {
+    if (text[at] == ' ' || text[at] == '\n') continue;
+    std::string bad = text;
+    bad[at] ^= 1;
+    EXPECT_FALSE(ParseManifest(bad, "m").ok()) << bad;
+    EXPECT_FALSE(ParseManifest(text.substr(0, at), "m").ok());
+  }
+}
+
+TEST(Manifest, D21_FileOfTwoRanks_IsRefused) {
+  Manifest manifest = Sample();
+  manifest.files.push_back({.name = "model.safetensors", .rank = 1, .digest = {}});
+  EXPECT_THAT(std::string(EncodeManifest(manifest).status().message()),
+              HasSubstr("model.safetensors was written by rank 0 and by rank 1"));
+}
+
+TEST(Manifest, NamesOutsideTheFolder_AreRefused) {
+  for (const char* name : {"", ".", "..", "../x", "/x", "a/b", "manifest.json", "\xff"}) {
+    Manifest manifest = Sample();
+    manifest.files.push_back({.name = name, .rank = 0, .digest = {}});
+    EXPECT_FALSE(EncodeManifest(manifest).ok()) << name;
+  }
+}
+
+TEST(Manifest, OtherJson_IsNoManifest) {
+  EXPECT_EQ(ParseManifest("{}", "m").status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(ParseManifest("[]", "m").status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+}  // namespace
+}  // namespace muster

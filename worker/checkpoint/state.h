@@ -1,0 +1,97 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_STATE_H_
+#define MUSTER_WORKER_CHECKPOINT_STATE_H_
+
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/state_dict.h"
+#include "worker/process/comm.h"
+
+namespace muster {
+
+// One rank's hand in a checkpoint that is being written: puts files into the staging folder and
+// notes their digests. Not thread-safe. Where staging folders come from and what makes them a
+// checkpoint is the caller's affair (SaveCheckpoint here).
+class StateWriter {
+ public:
+  StateWriter(std::string staging, int rank) : staging_(std::move(staging)), rank_(rank) {}
+
+  int rank() const { return rank_; }
+
+  // Writes one file (see folder.h for names). No two ranks may use one name. Blocks on the disk.
+  // Errors: as WriteStateDict; INVALID_ARGUMENT for a name this writer used already.
+  absl::Status Write(const std::string& name, const StateDict& state,
+                     SharedTensors shared = SharedTensors::kWriteAll);
+
+  // A model file: tensors alone, the first name of shared ones, metadata {"format": "pt"}.
+  absl::Status WriteModel(const std::string& name, const NamedTensors& tensors);
+
+  // What this rank has written.
+  const std::vector<ManifestFile>& files() const { return files_; }
+
+ private:
+  absl::Status CheckName(const std::string& name) const;
+
+  const std::string staging_;
+  const int rank_;
+  std::vector<ManifestFile> files_;
+};
+
+// A checkpoint that is there. Reads are checked against the manifest. Thread-safe.
+class StateReader {
+ public:
+  // Reads the manifest and checks that every file is there with its size.
+  // Errors: as VerifyCheckpoint.
+  static absl::StatusOr<StateReader> Open(const std::string& dir);
+
+  const std::string& dir() const { return dir_; }
+  const Manifest& manifest() const { return manifest_; }
+  const CheckpointInfo& info() const { return manifest_.info; }
+
+  bool Has(absl::string_view name) const { return manifest_.Find(name) != nullptr; }
+
+  // How many of name(0), name(1), ... there are, such as Count(OptimizerFileName).
+  int Count(std::string (*name)(int)) const;
+
+  // Reads a file and checks its digest in the same pass. NOT_FOUND names the file and lists what
+  // there is; DATA_LOSS if it is damaged.
+  absl::StatusOr<StateDict> Read(absl::string_view name) const;
+
+ private:
+  StateReader(std::string dir, Manifest manifest)
+      : dir_(std::move(dir)), manifest_(std::move(manifest)) {}
+
+  std::string dir_;
+  Manifest manifest_;
+};
+
+// Writes a checkpoint together: every rank calls it with the same `dir` and `info` (rank 0's
+// counts), and `write` on each rank puts that rank's files. Either all of it appears at `dir` in
+// one step, replacing a checkpoint that is there, or nothing changes. Collective: it blocks until
+// all ranks are through, also when one fails. All ranks return the same status, which names the
+// rank that failed. Exceptions out of `write` become INTERNAL; those of `comm` pass through. `dir`
+// must be on a file system that all ranks share.
+absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,
+                            absl::FunctionRef<absl::Status(StateWriter&)> write);
+
+// Saves as ROOT/checkpoint_{info.iteration} and, only after that is published, rotates the oldest
+// out so that `total_limit` are left (0: keep all). Refuses a number that is taken. Collective, as
+// SaveCheckpoint.
+absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
+                                    const CheckpointInfo& info, int total_limit,
+                                    absl::FunctionRef<absl::Status(StateWriter&)> write);
+
+// Opens a checkpoint on every rank; with `dir` empty, the newest good one of `folder`, which rank 0
+// finds. Collective; all ranks return the same error.
+absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
+                                           const CheckpointFolder& folder);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_STATE_H_

@@ -1,0 +1,165 @@
+#include "worker/checkpoint/state.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <stdexcept>
+
+#include "ATen/ops/full.h"
+#include "ATen/ops/ones.h"
+#include "base/file.h"
+#include "worker/process/thread_comm.h"
+
+namespace muster {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+class StateTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    root_ = JoinPath(testing::TempDir(), "state-" + RandomHex());
+    ASSERT_TRUE(MakeDirectories(root_).ok());
+  }
+  void TearDown() override { EXPECT_TRUE(RemoveTree(root_).ok()); }
+  std::string root_;
+};
+
+// What an accelerator does: rank 0 writes what is the same everywhere, every rank its own random
+// state.
+absl::Status WriteAll(StateWriter& writer, double value) {
+  if (writer.rank() == 0) {
+    const absl::Status model = writer.WriteModel(ModelFileName(0), {{"w", at::full({3}, value)}});
+    if (!model.ok()) return model;
+    StateDict scheduler;
+    scheduler.SetInt("last_epoch", 4);
+    const absl::Status status = writer.Write(SchedulerFileName(0), scheduler);
+    if (!status.ok()) return status;
+  }
+  StateDict random;
+  random.SetTensor("cpu", at::full({2}, writer.rank()));
+  return writer.Write(RandomStatesFileName(writer.rank()), random);
+}
+
+TEST_F(StateTest, ThreeRanks_SaveTogetherAndReadBack) {
+  const std::string dir = JoinPath(root_, "ckpt");
+  RunRanks(3, [&](Comm& comm) {
+    const absl::Status saved = SaveCheckpoint(
+        comm, dir, {.iteration = 0, .step = 9, .epoch = 1, .cursor = {{"samples", 5}}},
+        [](StateWriter& writer) { return WriteAll(writer, 1.5); });
+    ASSERT_TRUE(saved.ok()) << saved;
+    const auto reader = OpenCheckpoint(comm, dir, CheckpointFolder(""));
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(reader->info().world_size, 3);
+    EXPECT_EQ(reader->info().step, 9);
+    EXPECT_EQ(reader->info().cursor.at("samples"), 5);
+    EXPECT_EQ(reader->Read(ModelFileName(0))->GetTensor("w")->sum().item<float>(), 4.5);
+    EXPECT_EQ(reader->Read(ModelFileName(0))->metadata().at("format"), "pt");
+    EXPECT_EQ(*reader->Read(SchedulerFileName(0))->GetInt("last_epoch"), 4);
+    EXPECT_EQ(
+        reader->Read(RandomStatesFileName(comm.rank()))->GetTensor("cpu")->sum().item<float>(),
+        2 * comm.rank());
+    EXPECT_EQ(reader->Count(ModelFileName), 1);
+    EXPECT_EQ(reader->Count(OptimizerFileName), 0);
+    EXPECT_THAT(std::string(reader->Read("optimizer.safetensors").status().message()),
+                HasSubstr("has no optimizer.safetensors (it has model.safetensors, random"));
+  });
+  EXPECT_THAT(
+      *ListDirectory(dir),
+      ElementsAre("manifest.json", "model.safetensors", "random_states_0.safetensors",
+                  "random_states_1.safetensors", "random_states_2.safetensors", "scheduler.json"));
+}
+
+TEST_F(StateTest, OneRankFails_AllRanksSeeWhoAndOldCheckpointStays) {
+  const std::string dir = JoinPath(root_, "ckpt");
+  RunRanks(2, [&](Comm& comm) {
+    const auto save = [&](auto fail) {
+      return SaveCheckpoint(comm, dir, {}, [&](StateWriter& writer) {
+        if (writer.rank() == 1) fail();
+        return WriteAll(writer, 7);
+      });
+    };
+    ASSERT_TRUE(save([] {}).ok());
+    const absl::Status thrown = save([] { throw std::runtime_error("disk on fire\nstack"); });
+    EXPECT_EQ(std::string(thrown.message()), "rank 1: disk on fire");
+    const auto reader = StateReader::Open(dir);
+    ASSERT_TRUE(reader.ok());
+    EXPECT_EQ(reader->Read(ModelFileName(0))->GetTensor("w")->sum().item<float>(), 21);
+    comm.Barrier();
+  });
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("ckpt")) << "no staging folder is left";
+}
+
+TEST_F(StateTest, D21_TwoRanksWithOneFileName_IsAnErrorOnAllRanks) {
+  RunRanks(2, [&](Comm& comm) {
+    const absl::Status saved = SaveCheckpoint(
+        comm, JoinPath(root_, "c"), {},
+        [](StateWriter& writer) { return writer.Write(ScalerFileName(0), StateDict()); });
+    EXPECT_THAT(std::string(saved.message()),
+                HasSubstr("scaler.json was written by rank 0 and by rank 1"));
+  });
+  EXPECT_TRUE(ListDirectory(root_)->empty());
+}
+
+TEST_F(StateTest, D18_OldCheckpointGoesOnlyAfterTheNewOneIsThere) {
+  const CheckpointFolder folder(root_);
+  RunRanks(2, [&](Comm& comm) {
+    const auto save = [&](int64_t iteration, bool fail) {
+      return SaveNumberedCheckpoint(comm, folder, {.iteration = iteration}, /*total_limit=*/1,
+                                    [&](StateWriter& writer) -> absl::Status {
+                                      EXPECT_TRUE(iteration == 0 || folder.Newest().ok())
+                                          << "something to resume from at every moment";
+                                      if (fail) return absl::ResourceExhaustedError("disk full");
+                                      return WriteAll(writer, iteration);
+                                    });
+    };
+    ASSERT_TRUE(save(0, false).ok());
+    EXPECT_EQ(save(1, true).code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_EQ(*folder.Newest(), folder.PathOf(0));
+    comm.Barrier();
+    ASSERT_TRUE(save(1, false).ok());
+    EXPECT_EQ(save(1, false).code(), absl::StatusCode::kAlreadyExists);
+  });
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_1"));
+}
+
+TEST_F(StateTest, D19_IterationIsRestored_SoTheNextSaveHasTheNextNumber) {
+  const CheckpointFolder folder(root_);
+  RunRanks(2, [&](Comm& comm) {
+    for (int64_t i = 0; i < 3; ++i) {
+      ASSERT_TRUE(
+          SaveNumberedCheckpoint(comm, folder, {.iteration = i}, 0, [](StateWriter& writer) {
+            return WriteAll(writer, 1);
+          }).ok());
+    }
+    const auto reader = OpenCheckpoint(comm, "", folder);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(reader->dir(), folder.PathOf(2));
+    EXPECT_EQ(reader->info().iteration + 1, 3);
+    EXPECT_TRUE(SaveNumberedCheckpoint(comm, folder, {.iteration = reader->info().iteration + 1}, 0,
+                                       [](StateWriter& writer) { return WriteAll(writer, 1); })
+                    .ok());
+  });
+}
+
+TEST_F(StateTest, NoCheckpoint_IsTheSameErrorOnAllRanks) {
+  RunRanks(2, [&](Comm& comm) {
+    const auto reader = OpenCheckpoint(comm, "", CheckpointFolder(root_));
+    EXPECT_EQ(reader.status().code(), absl::StatusCode::kNotFound);
+    EXPECT_EQ(OpenCheckpoint(comm, JoinPath(root_, "x"), CheckpointFolder("")).status().code(),
+              absl::StatusCode::kNotFound);
+  });
+}
+
+TEST_F(StateTest, WriterUsedTwiceForAName_IsRefused) {
+  StateWriter writer(root_, 0);
+  EXPECT_TRUE(writer.Write("a.json", StateDict()).ok());
+  EXPECT_FALSE(writer.Write("a.json", StateDict()).ok());
+  EXPECT_FALSE(writer.Write("../a.json", StateDict()).ok());
+  EXPECT_FALSE(writer.Write("manifest.json", StateDict()).ok());
+}
+
+}  // namespace
+}  // namespace muster
