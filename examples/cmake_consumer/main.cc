@@ -1,33 +1,36 @@
-// The smallest program worth distributing: fits a line, on one process or, under `muster launch`,
-// on many.
+#include "digits.h"
 #include "muster/muster.h"
 
 absl::Status Train(muster::Accelerator& accelerator) {
-  muster::set_seed(7);
-  torch::Tensor x = torch::rand({512, 1});
-  torch::Tensor y = 3 * x + 1;
+  muster::set_seed(42);
+  Net net;
+  torch::optim::AdamW adamw(net->parameters(), /*lr=*/1e-2);
+  auto [model, optimizer, train_set, test_set] =
+      accelerator.prepare(net, adamw, muster::batches(Digits(true), 32).shuffle(true),
+                          muster::batches(Digits(false), 128));
+  if (absl::Status s = accelerator.load_state_if_present(); !s.ok()) return s;
 
-  torch::nn::Linear net(1, 1);
-  torch::optim::SGD sgd(net->parameters(), /*lr=*/0.5);
-  auto [model, optimizer, points] = accelerator.prepare(
-      net, sgd,
-      muster::batches(muster::TensorDataset<torch::Tensor, torch::Tensor>(x, y), 32).shuffle(true));
-
-  for (int64_t epoch : accelerator.epochs(20)) {
-    double sum = 0, count = 0;
-    for (auto& [inputs, targets] : points) {
+  for (int64_t epoch : accelerator.epochs(3)) {
+    model->train();
+    for (auto& [images, labels] : train_set) {
       auto scope = accelerator.accumulate();
-      torch::Tensor loss = torch::mse_loss(model(inputs), targets);
+      torch::Tensor loss = torch::nll_loss(model(images), labels);
       accelerator.backward(loss);
+      if (accelerator.sync_gradients()) accelerator.clip_grad_norm_(model->parameters(), 1.0);
       optimizer.step();
       optimizer.zero_grad();
-      sum += accelerator.reduce(loss.detach(), "mean").item<double>();
-      ++count;
     }
-    if (epoch % 5 == 4) accelerator.print("epoch %ld: loss %.6f\n", epoch, sum / count);
+    model->eval();
+    torch::NoGradGuard no_grad;
+    int64_t correct = 0, seen = 0;
+    for (auto& [images, labels] : test_set) {
+      auto [guess, truth] = accelerator.gather_for_metrics(model(images).argmax(1), labels);
+      correct += guess.eq(truth).sum().item<int64_t>();
+      seen += truth.size(0);
+    }
+    accelerator.print("epoch %ld: %ld of %ld right\n", epoch, correct, seen);
+    if (absl::Status s = accelerator.save_state(); !s.ok()) return s;
   }
-  accelerator.print("y = %.3f x + %.3f, on %d process(es)\n", net->weight.item<double>(),
-                    net->bias.item<double>(), accelerator.num_processes());
   return absl::OkStatus();
 }
 

@@ -1,6 +1,7 @@
 """Runs tests/style/rules.py over the repository, and the rules over examples of what they must and must not see."""
 
 import os
+import re
 import subprocess
 import sys
 import unittest
@@ -45,6 +46,26 @@ class Repository(unittest.TestCase):
                 self.assertTrue(reason.strip(), "untested.txt: no reason for " + label)
                 reasons[label] = reason
         self._expect_none(rules.untested(_builds(), reasons))
+
+    def test_every_error_reason_has_a_row(self):
+        reasons = re.findall(r"^  ERROR_REASON_(\w+) = [1-9]", _read("proto/muster/v1/error.proto"), re.MULTILINE)
+        rows = re.findall(r"^\| `(\w+)` \|", _read("docs/errors.md"), re.MULTILINE)
+        self.assertTrue(reasons)
+        self.assertFalse(set(reasons) - set(rows), "docs/errors.md lacks rows")
+
+    def test_the_loop_in_the_readme_is_the_one_that_is_built(self):
+        self.assertIn("```cpp\n" + _read("examples/cmake_consumer/main.cc") + "```", _read("README.md"))
+
+    def test_links_between_documents_lead_somewhere(self):
+        found = []
+        for path in _files():
+            if not path.endswith(".md"):
+                continue
+            for number, line in enumerate(_read(path).splitlines(), 1):
+                for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", line):
+                    if not os.path.exists(os.path.join(_ROOT, os.path.dirname(path), target)):
+                        found.append((path, number, "no file " + target))
+        self._expect_none(found)
 
 
 def _add_file_rule(rule):
