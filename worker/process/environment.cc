@@ -385,6 +385,13 @@ absl::StatusOr<Environment> ReadEnvironment(const std::map<std::string, std::str
   MUSTER_RETURN_IF_ERROR(ReadNumber<int64_t>(variables, "MUSTER_GENERATION", 0, &env.generation));
   MUSTER_RETURN_IF_ERROR(
       ReadNumber<uint64_t>(variables, "MUSTER_INCARNATION", 0, &env.incarnation));
+  MUSTER_RETURN_IF_ERROR(ReadBool(variables, "TORCHELASTIC_USE_AGENT_STORE", &env.agent_store));
+  MUSTER_RETURN_IF_ERROR(
+      ReadNumber(variables, "TORCHELASTIC_RESTART_COUNT", 0, &env.restart_count));
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "MUSTER_RESTART_COUNT", 0, &env.restart_count));
+  ReadText(variables, "MUSTER_TLS_CA", &env.tls_ca);
+  ReadText(variables, "MUSTER_TLS_CERT", &env.tls_cert);
+  ReadText(variables, "MUSTER_TLS_KEY", &env.tls_key);
   MUSTER_RETURN_IF_ERROR(ReadPlace(variables, &env));
   MUSTER_RETURN_IF_ERROR(CheckPlace(&env));
   MUSTER_RETURN_IF_ERROR(ReadMeetingPoint(variables, &env));

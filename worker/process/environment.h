@@ -57,6 +57,16 @@ struct Environment {
   Setting<std::string> master_addr;
   Setting<int> master_port{0};
 
+  // torchrun's agent serves the TCPStore itself: rank 0 is a client like the others.
+  Setting<bool> agent_store{false};
+  // How often the launcher has restarted this process; keys of earlier attempts must not be met.
+  Setting<int> restart_count{0};
+
+  // Files, for TLS towards the coordinator; empty: no TLS.
+  Setting<std::string> tls_ca;
+  Setting<std::string> tls_cert;
+  Setting<std::string> tls_key;
+
   // "no", "fp16" or "bf16".
   Setting<std::string> mixed_precision{"no"};
   Setting<bool> use_cpu{false};

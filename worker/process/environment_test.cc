@@ -106,6 +106,15 @@ TEST(Environment, TorchrunVariables_AreRead) {
   EXPECT_EQ(env.master_port.value, 29501);
 }
 
+TEST(Environment, AgentStoreRestartCountAndTls_AreRead) {
+  const Environment env = Read(With(kTorchrun, {{"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                                                {"TORCHELASTIC_RESTART_COUNT", "2"},
+                                                {"MUSTER_TLS_CA", "ca.pem"}}));
+  EXPECT_TRUE(env.agent_store.value);
+  EXPECT_EQ(env.restart_count.value, 2);
+  EXPECT_EQ(env.tls_ca.value, "ca.pem");
+}
+
 TEST(Environment, D28_TorchrunWithoutAccelerator_IsOneJobNotManyMains) {
   for (const char* cpu : {"0", "1", ""}) {
     const Environment env =

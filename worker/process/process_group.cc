@@ -1,69 +1,12 @@
 #include "worker/process/process_group.h"
 
-#include <arpa/inet.h>
-#include <netdb.h>
-#include <sys/socket.h>
-#include <unistd.h>
-
-#include <cerrno>
-#include <cstring>
-#include <memory>
-
-#include "absl/status/status.h"
-#include "absl/strings/str_cat.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/distributed/c10d/PrefixStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroupGloo.hpp"
+#include "worker/process/address.h"
 
 namespace muster {
-namespace {
-
-struct AddressInfoDeleter {
-  void operator()(addrinfo* info) const { freeaddrinfo(info); }
-};
-
-}  // namespace
-
-absl::StatusOr<std::string> AddressTowards(const std::string& host_port) {
-  const size_t colon = host_port.rfind(':');
-  if (colon == std::string::npos || colon == 0 || colon + 1 == host_port.size()) {
-    return absl::InvalidArgumentError(absl::StrCat("'", host_port, "' is not host:port"));
-  }
-  std::string host = host_port.substr(0, colon);
-  const std::string port = host_port.substr(colon + 1);
-  if (host.size() > 2 && host.front() == '[' && host.back() == ']') {
-    host = host.substr(1, host.size() - 2);
-  }
-  addrinfo hints = {};
-  hints.ai_family = AF_UNSPEC;
-  hints.ai_socktype = SOCK_DGRAM;
-  hints.ai_flags = AI_NUMERICSERV;
-  addrinfo* raw = nullptr;
-  const int code = getaddrinfo(host.c_str(), port.c_str(), &hints, &raw);
-  if (code != 0) {
-    return absl::UnavailableError(
-        absl::StrCat("cannot look up '", host, "': ", gai_strerror(code)));
-  }
-  const std::unique_ptr<addrinfo, AddressInfoDeleter> list(raw);
-  std::string why;
-  for (const addrinfo* info = list.get(); info != nullptr; info = info->ai_next) {
-    // Connecting a datagram socket only picks a route.
-    const int fd = socket(info->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0);
-    if (fd < 0) continue;
-    sockaddr_storage address = {};
-    socklen_t length = sizeof(address);
-    char text[NI_MAXHOST] = {};
-    const bool found = connect(fd, info->ai_addr, info->ai_addrlen) == 0 &&
-                       getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
-                       getnameinfo(reinterpret_cast<sockaddr*>(&address), length, text,
-                                   sizeof(text), nullptr, 0, NI_NUMERICHOST) == 0;
-    if (!found) why = std::strerror(errno);
-    close(fd);
-    if (found) return std::string(text);
-  }
-  return absl::UnavailableError(absl::StrCat("no route towards '", host_port, "': ", why));
-}
 
 c10::intrusive_ptr<c10d::ProcessGroup> MakeGlooGroup(const c10::intrusive_ptr<c10d::Store>& store,
                                                      const GlooOptions& options) {

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <string>
 
-#include "absl/status/statusor.h"
 #include "c10/util/intrusive_ptr.h"
 
 namespace c10d {
@@ -36,11 +35,6 @@ struct GlooOptions {
 // Throws c10::DistBackendError naming the group, the rank and the address if the ranks cannot meet or connect.
 c10::intrusive_ptr<c10d::ProcessGroup> MakeGlooGroup(
     const c10::intrusive_ptr<c10d::Store>& store, const GlooOptions& options);
-
-// The numeric address of this machine's interface that routes towards `host_port` ("10.0.0.7:29400", "[fe80::1]:5",
-// "name:5"). Sends nothing; a name is looked up forwards, addresses never backwards.
-// Errors: INVALID_ARGUMENT (no host:port), UNAVAILABLE (unknown name or no route).
-absl::StatusOr<std::string> AddressTowards(const std::string& host_port);
 
 }  // namespace muster
 

@@ -15,18 +15,6 @@ namespace {
 
 using ::testing::HasSubstr;
 
-TEST(AddressTowards, NumericAddresses_GiveTheInterfaceThatRoutesThere) {
-  EXPECT_EQ(AddressTowards("127.0.0.1:29400").value(), "127.0.0.1");
-  EXPECT_EQ(AddressTowards("127.9.8.7:1").value(), "127.0.0.1");
-}
-
-TEST(AddressTowards, BadAddresses_NameThemselves) {
-  EXPECT_EQ(AddressTowards("nowhere").status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(AddressTowards(":5").status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(AddressTowards("host.invalid:5").status().message()),
-              HasSubstr("host.invalid"));
-}
-
 TEST(MakeGlooGroup, TwoRanks_AllReduce) {
   // One recorder for all groups of a process, unsafe across threads.
   setenv("TORCH_FR_BUFFER_SIZE", "0", 1);

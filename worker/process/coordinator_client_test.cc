@@ -1,0 +1,245 @@
+#include "worker/process/coordinator_client.h"
+
+#include <thread>
+
+#include "base/mutex.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "worker/process/fake_coordinator.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Pair;
+
+CoordinatorClient::Options OptionsFor(const FakeCoordinator& fake, int n = 0) {
+  CoordinatorClient::Options options;
+  options.address = fake.address();
+  options.job = "job";
+  options.worker_id = "w" + std::to_string(n);
+  options.heartbeat_period = absl::ZeroDuration();
+  return options;
+}
+
+std::unique_ptr<CoordinatorClient> ConnectTo(const FakeCoordinator& fake, int n = 0) {
+  auto client = CoordinatorClient::Connect(OptionsFor(fake, n));
+  EXPECT_TRUE(client.ok()) << client.status();
+  return client.ok() ? *std::move(client) : nullptr;
+}
+
+JoinOptions World(int size, int rank) {
+  JoinOptions join;
+  join.min_workers = size;
+  join.max_workers = size;
+  join.preferred_rank = rank;
+  return join;
+}
+
+// Runs fn(client, seat) for `n` seated workers.
+void RunSeated(const FakeCoordinator& fake, int n,
+               const std::function<void(CoordinatorClient&, const Seat&)>& fn) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < n; ++i) {
+    threads.emplace_back([&, i] {
+      auto client = ConnectTo(fake, i);
+      const auto seat = client->Join(World(n, i));
+      ASSERT_TRUE(seat.ok()) << seat.status();
+      EXPECT_EQ(seat->rank, i);
+      fn(*client, *seat);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+TEST(CoordinatorClient, NoCoordinator_UnavailableNamesTheAddress) {
+  CoordinatorClient::Options options;
+  options.address = "127.0.0.1:1";
+  options.job = "job";
+  options.worker_id = "w";
+  options.connect_timeout = absl::Milliseconds(50);
+  const auto client = CoordinatorClient::Connect(options);
+  EXPECT_EQ(client.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(client.status().message()), HasSubstr("127.0.0.1:1"));
+}
+
+TEST(CoordinatorClient, MissingIdentityOrBadAddress_IsRefused) {
+  FakeCoordinator fake;
+  auto options = OptionsFor(fake);
+  options.job = "";
+  EXPECT_THAT(std::string(CoordinatorClient::Connect(options).status().message()),
+              HasSubstr("job is empty"));
+  options = OptionsFor(fake);
+  options.worker_id = "";
+  EXPECT_THAT(std::string(CoordinatorClient::Connect(options).status().message()),
+              HasSubstr("worker_id is empty"));
+  options = OptionsFor(fake);
+  options.address = "nowhere";
+  EXPECT_EQ(CoordinatorClient::Connect(options).status().code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+TEST(CoordinatorClient, Join_GivesSeatsAndTheRankTable) {
+  FakeCoordinator fake;
+  RunSeated(fake, 3, [](CoordinatorClient& client, const Seat& seat) {
+    EXPECT_EQ(seat.world_size, 3);
+    EXPECT_EQ(seat.generation, 1u);
+    EXPECT_EQ(seat.key_prefix, "gen/1/");
+    const auto peers = client.Peers();
+    ASSERT_TRUE(peers.ok()) << peers.status();
+    ASSERT_EQ(peers->size(), 3u);
+    EXPECT_EQ((*peers)[2].worker_id, "w2");
+    EXPECT_EQ((*peers)[seat.rank].incarnation, client.incarnation());
+    EXPECT_NE(client.incarnation(), 0u);
+  });
+}
+
+TEST(CoordinatorClient, JoinThatNobodyElseComesTo_TimesOut) {
+  FakeCoordinator fake;
+  auto client = ConnectTo(fake);
+  JoinOptions join = World(2, 0);
+  join.timeout = absl::Milliseconds(50);
+  const auto seat = client->Join(join);
+  EXPECT_EQ(seat.status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_THAT(std::string(seat.status().message()), HasSubstr("rendezvous: 1 of 2 workers came"));
+}
+
+TEST(CoordinatorClient, KeyValue_EveryOperation) {
+  FakeCoordinator fake;
+  auto client = ConnectTo(fake);
+  EXPECT_FALSE((*client->Find("a")).has_value());
+  ASSERT_TRUE(client->Set("a", std::string("x\0y", 3)).ok());
+  EXPECT_EQ(client->Find("a")->value(), std::string("x\0y", 3));
+  EXPECT_EQ(*client->Add("n", 3), 3);
+  EXPECT_EQ(*client->Add("n", -5), -2);
+  EXPECT_EQ(client->Find("n")->value(), "-2");
+  ASSERT_TRUE(client->Append("a", "z").ok());
+  ASSERT_TRUE(client->SetAll({{"p/1", "one"}, {"p/2", "two"}}).ok());
+  EXPECT_THAT(*client->List("p/"), ElementsAre(Pair("p/1", "one"), Pair("p/2", "two")));
+  EXPECT_THAT(*client->List("p/", true), ElementsAre(Pair("p/1", ""), Pair("p/2", "")));
+  EXPECT_TRUE(*client->AllExist({"a", "p/1"}));
+  EXPECT_FALSE(*client->AllExist({"a", "p/3"}));
+  EXPECT_TRUE(*client->AllExist({}));
+  EXPECT_TRUE(*client->Delete("a"));
+  EXPECT_FALSE(*client->Delete("a"));
+  EXPECT_THAT(*client->Wait({"p/2", "p/1"}, absl::Seconds(1)), ElementsAre("two", "one"));
+  EXPECT_THAT(*client->Wait({}, absl::Seconds(1)), IsEmpty());
+}
+
+TEST(CoordinatorClient, CompareSet_AsC10d) {
+  FakeCoordinator fake;
+  auto client = ConnectTo(fake);
+  EXPECT_EQ(*client->CompareSet("k", "old", "new"), "old") << "absent";
+  EXPECT_FALSE(*client->AllExist({"k"}));
+  EXPECT_EQ(*client->CompareSet("k", "", "one"), "one");
+  EXPECT_EQ(*client->CompareSet("k", "", "two"), "one");
+  EXPECT_EQ(*client->CompareSet("k", "zero", "two"), "one");
+  EXPECT_EQ(*client->CompareSet("k", "one", ""), "");
+  EXPECT_EQ(*client->CompareSet("k", "", "three"), "three") << "empty counts as absent";
+}
+
+TEST(CoordinatorClient, WaitForAKeyThatNeverComes_NamesIt) {
+  FakeCoordinator fake;
+  auto client = ConnectTo(fake);
+  const auto got = client->Wait({"never"}, absl::Milliseconds(20));
+  EXPECT_EQ(got.status().code(), absl::StatusCode::kDeadlineExceeded);
+  EXPECT_THAT(std::string(got.status().message()), HasSubstr("'never'"));
+}
+
+TEST(CoordinatorClient, LostAnswers_EveryChangeHappensOnce) {
+  FakeCoordinator fake;
+  auto client = ConnectTo(fake);
+  fake.LoseAnswers(3);
+  EXPECT_EQ(*client->Add("n", 1), 1);
+  fake.LoseAnswers(2);
+  EXPECT_EQ(*client->Add("n", 1), 2);
+  EXPECT_EQ(fake.writes(), 2);
+}
+
+TEST(CoordinatorClient, Barrier_RepeatsByNameAndCarriesPayloads) {
+  FakeCoordinator fake;
+  RunSeated(fake, 3, [](CoordinatorClient& client, const Seat& seat) {
+    for (int round = 0; round < 3; ++round) {
+      const auto result =
+          client.Barrier("epoch", absl::Seconds(60), "r" + std::to_string(seat.rank));
+      ASSERT_TRUE(result.ok()) << result.status();
+      EXPECT_THAT(result->payloads, ElementsAre("r0", "r1", "r2"));
+    }
+  });
+}
+
+TEST(CoordinatorClient, BarrierThatOneRankNeverReaches_NamesIt_NextOneWorks) {
+  FakeCoordinator fake;
+  Notification failed;
+  RunSeated(fake, 2, [&](CoordinatorClient& client, const Seat& seat) {
+    if (seat.rank == 0) {
+      const auto result = client.Barrier("b", absl::Milliseconds(50));
+      EXPECT_EQ(result.status().code(), absl::StatusCode::kDeadlineExceeded);
+      EXPECT_THAT(std::string(result.status().message()),
+                  AllOf(HasSubstr("barrier 'b': "), HasSubstr("missing: rank 1")));
+      failed.Notify();
+    } else {
+      failed.WaitForNotification();
+      EXPECT_EQ(client.Barrier("b", absl::Seconds(60)).status().code(),
+                absl::StatusCode::kDeadlineExceeded)
+          << "the late one hears the same";
+    }
+    EXPECT_TRUE(client.Barrier("b", absl::Seconds(60)).ok());
+  });
+}
+
+TEST(CoordinatorClient, BeforeJoin_BarrierAndTriggersSaySo) {
+  FakeCoordinator fake;
+  auto client = ConnectTo(fake);
+  EXPECT_THAT(std::string(client->Barrier("b", absl::Seconds(1)).status().message()),
+              HasSubstr("join the rendezvous first"));
+  EXPECT_FALSE(client->PollTriggers(0).ok());
+  EXPECT_FALSE(client->Peers().ok());
+  EXPECT_FALSE(client->seat().has_value());
+}
+
+TEST(CoordinatorClient, Trigger_ReachesEveryRankOnceAcknowledged) {
+  FakeCoordinator fake;
+  RunSeated(fake, 2, [](CoordinatorClient& client, const Seat& seat) {
+    EXPECT_THAT(*client.PollTriggers(0), IsEmpty());
+    ASSERT_TRUE(client.Barrier("a", absl::Seconds(60)).ok());
+    if (seat.rank == 1) {
+      ASSERT_TRUE(client.RaiseTrigger("stop", "now").ok());
+    }
+    ASSERT_TRUE(client.Barrier("a", absl::Seconds(60)).ok());
+    const auto triggers = client.PollTriggers(0);
+    ASSERT_TRUE(triggers.ok() && triggers->size() == 1u);
+    EXPECT_EQ((*triggers)[0].name, "stop");
+    EXPECT_EQ((*triggers)[0].payload, "now");
+    EXPECT_EQ((*triggers)[0].effective_step, 1);
+    EXPECT_THAT(*client.PollTriggers(1, 0, {(*triggers)[0].id}), IsEmpty());
+  });
+}
+
+TEST(CoordinatorClient, Heartbeats_CarryProgressAndTellOfTheEnd) {
+  FakeCoordinator fake;
+  auto options = OptionsFor(fake);
+  options.heartbeat_period = absl::Milliseconds(5);
+  Notification ended;
+  std::string why;
+  options.on_generation_ended = [&](const absl::Status& status) {
+    why = std::string(status.message());
+    ended.Notify();
+  };
+  auto client = CoordinatorClient::Connect(options);
+  ASSERT_TRUE(client.ok());
+  (*client)->ReportProgress(41, "training", "all_reduce #7");
+  ASSERT_TRUE((*client)->Join(World(1, 0)).ok());
+  EXPECT_EQ(fake.WaitForHeartbeat(), "41 training all_reduce #7");
+  fake.EndGeneration("rank 1 was killed");
+  ended.WaitForNotification();
+  EXPECT_THAT(why, HasSubstr("rank 1 was killed"));
+  EXPECT_EQ((*client)->Set("k", "v").code(), absl::StatusCode::kFailedPrecondition) << "fenced";
+  EXPECT_TRUE((*client)->Beat()->generation_ended);
+}
+
+}  // namespace
+}  // namespace muster

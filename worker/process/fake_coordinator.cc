@@ -1,0 +1,358 @@
+#include "worker/process/fake_coordinator.h"
+
+#include <grpcpp/security/server_credentials.h>
+#include <grpcpp/server.h>
+#include <grpcpp/server_builder.h>
+
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "base/mutex.h"
+#include "proto/muster/v1/barrier.grpc.pb.h"
+#include "proto/muster/v1/kv.grpc.pb.h"
+#include "proto/muster/v1/membership.grpc.pb.h"
+#include "proto/muster/v1/rendezvous.grpc.pb.h"
+#include "proto/muster/v1/trigger.grpc.pb.h"
+#include "rpc/status.h"
+
+namespace muster {
+namespace {
+
+absl::Duration ToDuration(const google::protobuf::Duration& d) {
+  return absl::Seconds(d.seconds()) + absl::Nanoseconds(d.nanos());
+}
+
+grpc::Status Error(absl::StatusCode code, const std::string& text, v1::ErrorReason reason) {
+  return rpc::ToGrpc(rpc::ErrorWithReason(code, text, reason));
+}
+
+}  // namespace
+
+class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
+                              public v1::Rendezvous::Service,
+                              public v1::Barrier::Service,
+                              public v1::Triggers::Service,
+                              public v1::Membership::Service {
+ public:
+  Impl() {
+    grpc::ServerBuilder builder;
+    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
+    builder.RegisterService(static_cast<v1::KeyValueStore::Service*>(this));
+    builder.RegisterService(static_cast<v1::Rendezvous::Service*>(this));
+    builder.RegisterService(static_cast<v1::Barrier::Service*>(this));
+    builder.RegisterService(static_cast<v1::Triggers::Service*>(this));
+    builder.RegisterService(static_cast<v1::Membership::Service*>(this));
+    server_ = builder.BuildAndStart();
+  }
+  ~Impl() override { server_->Shutdown(std::chrono::system_clock::now()); }
+
+  int port() const { return port_; }
+
+  void LoseAnswers(int n) {
+    MutexLock lock(&mu_);
+    lose_ = n;
+  }
+  void EndGeneration(const std::string& why) {
+    MutexLock lock(&mu_);
+    ended_ = why;
+    ++generation_;
+    cv_.SignalAll();
+  }
+  int64_t writes() const {
+    MutexLock lock(&mu_);
+    return writes_;
+  }
+  std::string WaitForHeartbeat() {
+    MutexLock lock(&mu_);
+    const int64_t seen = beats_;
+    while (beats_ == seen) cv_.Wait(&mu_);
+    return last_beat_;
+  }
+
+  grpc::Status Txn(grpc::ServerContext*, const v1::TxnRequest* request,
+                   v1::TxnReply* reply) override {
+    MutexLock lock(&mu_);
+    if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
+    bool lost = false;
+    if (lose_ > 0) {
+      lost = true;
+      if (lose_-- % 2 == 1) return Lost();
+    }
+    const auto key = std::make_pair(request->fence().worker_id(), request->fence().request_id());
+    const auto known = answers_.find(key);
+    if (known != answers_.end()) {
+      *reply = known->second;
+    } else {
+      if (const grpc::Status status = Apply(*request, reply); !status.ok()) return status;
+      answers_[key] = *reply;
+      cv_.SignalAll();
+    }
+    return lost ? Lost() : grpc::Status::OK;
+  }
+
+  grpc::Status Wait(grpc::ServerContext*, const v1::WaitRequest* request,
+                    v1::WaitReply* reply) override {
+    MutexLock lock(&mu_);
+    const absl::Time deadline = absl::Now() + ToDuration(request->timeout());
+    while (true) {
+      if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
+      std::string missing;
+      for (const std::string& key : request->keys()) {
+        if (!values_.contains(key)) missing = key;
+      }
+      if (missing.empty()) break;
+      const absl::Duration left = deadline - absl::Now();
+      if (left <= absl::ZeroDuration()) {
+        return Error(absl::StatusCode::kDeadlineExceeded,
+                     absl::StrCat("key '", missing, "' was not set in time"),
+                     v1::ERROR_REASON_WAIT_TIMEOUT);
+      }
+      cv_.WaitWithTimeout(&mu_, left);
+    }
+    for (const std::string& key : request->keys()) {
+      v1::KeyValue& kv = *reply->add_kvs();
+      kv.set_key(key);
+      kv.set_value(values_[key]);
+    }
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Join(grpc::ServerContext*, const v1::JoinRequest* request,
+                    v1::JoinReply* reply) override {
+    MutexLock lock(&mu_);
+    const size_t size = request->spec().min_workers();
+    const uint64_t joining = generation_ + 1;
+    auto& members = members_[joining];
+    members[request->preferred_rank() >= 0 ? request->preferred_rank()
+                                           : static_cast<int>(members.size())] = *request;
+    cv_.SignalAll();
+    const absl::Time deadline = absl::Now() + ToDuration(request->spec().join_timeout());
+    while (members.size() < size) {
+      const absl::Duration left = deadline - absl::Now();
+      if (left <= absl::ZeroDuration()) {
+        return Error(absl::StatusCode::kDeadlineExceeded,
+                     absl::StrCat(members.size(), " of ", size, " workers came"),
+                     v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
+      }
+      cv_.WaitWithTimeout(&mu_, left);
+    }
+    if (generation_ < joining) {
+      generation_ = joining;
+      world_ = static_cast<int>(size);
+      ended_.clear();
+    }
+    reply->set_generation(joining);
+    reply->set_world_size(world_);
+    reply->set_num_nodes(1);
+    reply->set_generation_prefix(absl::StrCat("gen/", joining, "/"));
+    for (const auto& [rank, member] : members) {
+      if (member.fence().worker_id() == request->fence().worker_id()) reply->set_rank(rank);
+    }
+    reply->mutable_header()->set_term(1);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status GetRankTable(grpc::ServerContext*, const v1::GetRankTableRequest* request,
+                            v1::GetRankTableReply* reply) override {
+    MutexLock lock(&mu_);
+    // One row a page, so that paging is tested.
+    const auto& members = members_[request->generation()];
+    const auto row = members.find(request->first_rank());
+    if (row == members.end()) return {grpc::StatusCode::NOT_FOUND, "no such rank"};
+    v1::RankRow& out = *reply->add_rows();
+    out.set_rank(row->first);
+    out.set_worker_id(row->second.fence().worker_id());
+    out.set_incarnation(row->second.fence().incarnation());
+    out.set_host(row->second.topology().host());
+    out.set_pid(row->second.pid());
+    reply->set_next_rank(members.contains(row->first + 1) ? row->first + 1 : -1);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Leave(grpc::ServerContext*, const v1::LeaveRequest*, v1::LeaveReply*) override {
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Arrive(grpc::ServerContext*, const v1::ArriveRequest* request,
+                      v1::ArriveReply* reply) override {
+    MutexLock lock(&mu_);
+    if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
+    const std::string& id = request->barrier_id();
+    if (request->counter() > 0 &&
+        !barriers_.contains({request->fence().generation(), id, request->counter() - 1})) {
+      return Error(absl::StatusCode::kFailedPrecondition, "not the next counter",
+                   v1::ERROR_REASON_BARRIER_COUNTER);
+    }
+    Instance& barrier = barriers_[{request->fence().generation(), id, request->counter()}];
+    if (barrier.arrived.empty()) barrier.deadline = absl::Now() + ToDuration(request->timeout());
+    barrier.arrived[request->rank()] = request->payload();
+    cv_.SignalAll();
+    while (!barrier.failed && static_cast<int>(barrier.arrived.size()) < world_) {
+      const absl::Duration left = barrier.deadline - absl::Now();
+      if (left <= absl::ZeroDuration()) {
+        barrier.failed = true;
+        cv_.SignalAll();
+        break;
+      }
+      cv_.WaitWithTimeout(&mu_, left);
+    }
+    if (barrier.failed) {
+      v1::ErrorDetail detail;
+      detail.set_reason(v1::ERROR_REASON_BARRIER_TIMEOUT);
+      std::string text =
+          absl::StrCat(barrier.arrived.size(), " of ", world_, " ranks came; missing:");
+      for (int rank = 0; rank < world_; ++rank) {
+        if (barrier.arrived.contains(rank)) continue;
+        detail.add_missing_ranks(rank);
+        absl::StrAppend(&text, " rank ", rank);
+      }
+      return rpc::ToGrpc(rpc::WithDetail(absl::DeadlineExceededError(text), detail));
+    }
+    reply->mutable_report()->set_last_rank(request->rank());
+    for (const auto& [rank, payload] : barrier.arrived) reply->add_payloads(payload);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Raise(grpc::ServerContext*, const v1::RaiseTriggerRequest* request,
+                     v1::RaiseTriggerReply* reply) override {
+    MutexLock lock(&mu_);
+    if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
+    v1::TriggerEvent& event = triggers_.emplace_back();
+    event.set_trigger_id(triggers_.size());
+    event.set_name(request->name());
+    event.set_payload(request->payload());
+    event.set_effective_step(horizon_);
+    reply->set_trigger_id(event.trigger_id());
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Poll(grpc::ServerContext*, const v1::PollTriggersRequest* request,
+                    v1::PollTriggersReply* reply) override {
+    MutexLock lock(&mu_);
+    if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
+    horizon_ =
+        std::max(horizon_, request->horizon() == 0 ? request->step() + 1 : request->horizon());
+    for (const uint64_t id : request->acked()) acked_.insert({request->rank(), id});
+    for (const v1::TriggerEvent& event : triggers_) {
+      if (!acked_.contains({request->rank(), event.trigger_id()})) *reply->add_triggers() = event;
+    }
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Heartbeat(grpc::ServerContext*, const v1::HeartbeatRequest* request,
+                         v1::HeartbeatReply* reply) override {
+    MutexLock lock(&mu_);
+    last_beat_ =
+        absl::StrCat(request->step(), " ", request->phase(), " ", request->last_collective());
+    ++beats_;
+    cv_.SignalAll();
+    reply->set_generation(generation_);
+    reply->set_generation_ended(!ended_.empty());
+    reply->set_why(ended_);
+    return grpc::Status::OK;
+  }
+
+ private:
+  struct Instance {
+    absl::Time deadline;
+    std::map<int, std::string> arrived;
+    bool failed = false;
+  };
+
+  static grpc::Status Lost() { return {grpc::StatusCode::UNAVAILABLE, "connection reset"}; }
+
+  grpc::Status Check(const v1::Fence& fence) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (fence.generation() != 0 && fence.generation() < generation_) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   absl::StrCat("generation ", fence.generation(), " is over; the current one is ",
+                                generation_),
+                   v1::ERROR_REASON_STALE_GENERATION);
+    }
+    return grpc::Status::OK;
+  }
+
+  bool Holds(const v1::Compare& compare) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const auto value = values_.find(compare.key());
+    if (compare.target() == v1::Compare::EXISTS) {
+      return (value != values_.end()) == (compare.number() == 1);
+    }
+    return value != values_.end() && value->second == compare.value();
+  }
+
+  grpc::Status Apply(const v1::TxnRequest& request, v1::TxnReply* reply)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    bool holds = true;
+    for (const v1::Compare& compare : request.compares()) holds = holds && Holds(compare);
+    reply->set_succeeded(holds);
+    reply->mutable_header()->set_term(1);
+    for (const v1::KvOp& op : holds ? request.then() : request.otherwise()) {
+      v1::KvOpResult& result = *reply->add_results();
+      if (op.has_put()) {
+        values_[op.put().key()] = op.put().value();
+        ++writes_;
+      } else if (op.has_get()) {
+        for (const auto& [key, value] : values_) {
+          if (key != op.get().key() && !(op.get().prefix() && key.rfind(op.get().key(), 0) == 0)) {
+            continue;
+          }
+          v1::KeyValue& kv = *result.add_kvs();
+          kv.set_key(key);
+          if (!op.get().keys_only()) kv.set_value(value);
+        }
+      } else if (op.has_delete_()) {
+        result.set_number(static_cast<int64_t>(values_.erase(op.delete_().key())));
+        ++writes_;
+      } else if (op.has_add()) {
+        int64_t number = 0;
+        std::string& value = values_[op.add().key()];
+        if (!value.empty() && !absl::SimpleAtoi(value, &number)) {
+          return {grpc::StatusCode::INVALID_ARGUMENT, "not a number"};
+        }
+        number += op.add().delta();
+        value = absl::StrCat(number);
+        result.set_number(number);
+        ++writes_;
+      } else if (op.has_append()) {
+        std::string& value = values_[op.append().key()];
+        value += op.append().value();
+        result.set_number(static_cast<int64_t>(value.size()));
+        ++writes_;
+      }
+    }
+    return grpc::Status::OK;
+  }
+
+  int port_ = 0;
+  mutable Mutex mu_;
+  CondVar cv_;
+  std::map<std::string, std::string> values_ ABSL_GUARDED_BY(mu_);
+  std::map<std::pair<std::string, uint64_t>, v1::TxnReply> answers_ ABSL_GUARDED_BY(mu_);
+  std::map<uint64_t, std::map<int, v1::JoinRequest>> members_ ABSL_GUARDED_BY(mu_);
+  std::map<std::tuple<uint64_t, std::string, uint64_t>, Instance> barriers_ ABSL_GUARDED_BY(mu_);
+  std::vector<v1::TriggerEvent> triggers_ ABSL_GUARDED_BY(mu_);
+  std::set<std::pair<int, uint64_t>> acked_ ABSL_GUARDED_BY(mu_);
+  uint64_t generation_ ABSL_GUARDED_BY(mu_) = 0;
+  int world_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t horizon_ ABSL_GUARDED_BY(mu_) = 0;
+  std::string ended_ ABSL_GUARDED_BY(mu_);
+  int lose_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t writes_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t beats_ ABSL_GUARDED_BY(mu_) = 0;
+  std::string last_beat_ ABSL_GUARDED_BY(mu_);
+  std::unique_ptr<grpc::Server> server_;
+};
+
+FakeCoordinator::FakeCoordinator() : impl_(std::make_unique<Impl>()) {}
+FakeCoordinator::~FakeCoordinator() = default;
+std::string FakeCoordinator::address() const { return absl::StrCat("127.0.0.1:", impl_->port()); }
+void FakeCoordinator::LoseAnswers(int n) { impl_->LoseAnswers(n); }
+void FakeCoordinator::EndGeneration(const std::string& why) { impl_->EndGeneration(why); }
+int64_t FakeCoordinator::writes() const { return impl_->writes(); }
+std::string FakeCoordinator::WaitForHeartbeat() { return impl_->WaitForHeartbeat(); }
+
+}  // namespace muster

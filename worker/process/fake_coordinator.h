@@ -1,0 +1,37 @@
+#ifndef MUSTER_WORKER_PROCESS_FAKE_COORDINATOR_H_
+#define MUSTER_WORKER_PROCESS_FAKE_COORDINATOR_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace muster {
+
+// A coordinator in memory behind a real gRPC server on a free loopback port, for tests of its clients: one job, fixed
+// worlds, no journal, no leases. Follows the contract of proto/muster/v1 in what it does. Thread-safe.
+class FakeCoordinator {
+ public:
+  FakeCoordinator();
+  ~FakeCoordinator();
+
+  // "127.0.0.1:PORT".
+  std::string address() const;
+
+  // The next `n` calls are answered with UNAVAILABLE; every other one of them after it has been carried out, as when an
+  // answer is lost.
+  void LoseAnswers(int n);
+  // Ends the generation: heartbeats say so, fenced calls fail.
+  void EndGeneration(const std::string& why);
+  // How many changes were carried out, repeats not counted.
+  int64_t writes() const;
+  // The last heartbeat, as "step phase last_collective".
+  std::string WaitForHeartbeat();
+
+ private:
+  class Impl;
+  const std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_PROCESS_FAKE_COORDINATOR_H_
