@@ -5,7 +5,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "absl/strings/string_view.h"
-#include "worker/train/map_tensors.h"
+#include "worker/data/nested.h"
 
 namespace muster {
 
@@ -52,6 +52,7 @@ class AutocastGuard {
 template <typename T>
 T ConvertToFp32(const T& output) {
   return MapTensors(output, [](const at::Tensor& tensor) {
+    if (!tensor.defined()) return tensor;
     const at::ScalarType type = tensor.scalar_type();
     return type == at::kHalf || type == at::kBFloat16 ? tensor.to(at::kFloat) : tensor;
   });

@@ -1,0 +1,234 @@
+#include "worker/parallel/comm_hooks.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <utility>
+#include <vector>
+
+#include "ATen/CPUGeneratorImpl.h"
+#include "ATen/core/grad_mode.h"
+#include "ATen/ops/cat.h"
+#include "ATen/ops/constant_pad_nd.h"
+#include "ATen/ops/matmul.h"
+#include "ATen/ops/randn.h"
+#include "ATen/ops/zeros_like.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/csrc/distributed/c10d/comm.hpp"
+
+namespace muster {
+namespace {
+
+using FuturePtr = c10::intrusive_ptr<c10::ivalue::Future>;
+using GroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
+
+class CompressHook : public c10d::CppCommHookInterface<GroupPtr> {
+ public:
+  CompressHook(GroupPtr group, at::ScalarType dtype)
+      : CppCommHookInterface<GroupPtr>(std::move(group)), dtype_(dtype) {}
+
+  FuturePtr runHook(c10d::GradBucket& bucket) override {
+    at::Tensor buffer = bucket.getBufferRef();
+    // Divided before the sum, which in fp16 could overflow.
+    std::vector<at::Tensor> small = {buffer.to(dtype_).div_(state_->getSize())};
+    const FuturePtr reduced = state_->allreduce(small)->getFuture();
+    return reduced->then(
+        [buffer, small](c10::ivalue::Future& future) {
+          if (future.hasError()) future.value();  // throws what the collective threw
+          at::NoGradGuard no_grad;
+          buffer.copy_(small[0]);
+          return c10::IValue(buffer);
+        },
+        c10::TensorType::get());
+  }
+
+ private:
+  const at::ScalarType dtype_;
+};
+
+// Makes the columns of `matrix` (n x r, r small) orthonormal in place by Gram-Schmidt.
+void Orthogonalize(at::Tensor& matrix, double epsilon) {
+  const int64_t columns = matrix.size(1);
+  for (int64_t i = 0; i < columns; ++i) {
+    at::Tensor column = matrix.narrow(1, i, 1);
+    // A column of zeros stays one: without the floor it would become NaN.
+    const double floor = epsilon > 0 ? epsilon : 1e-30;
+    column.div_(column.norm().add_(floor));
+    if (i + 1 < columns) {
+      at::Tensor rest = matrix.narrow(1, i + 1, columns - i - 1);
+      rest.sub_(at::matmul(column, at::matmul(column.t(), rest)));
+    }
+  }
+}
+
+class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
+ public:
+  PowerSgdHook(GroupPtr group, const PowerSgdOptions& options, bool batched)
+      : CppCommHookInterface<GroupPtr>(std::move(group)),
+        options_(options),
+        batched_(batched),
+        generator_(at::make_generator<at::CPUGeneratorImpl>(options.random_seed)) {
+    TORCH_CHECK(options.matrix_approximation_rank >= 1,
+                "matrix_approximation_rank must be at least 1, got ",
+                options.matrix_approximation_rank);
+    TORCH_CHECK(options.start_powerSGD_iter >= 2, "start_powerSGD_iter must be at least 2, got ",
+                options.start_powerSGD_iter);
+  }
+
+  FuturePtr runHook(c10d::GradBucket& bucket) override {
+    at::NoGradGuard no_grad;
+    at::Tensor buffer = bucket.getBufferRef();
+    const bool exact = iteration_ < options_.start_powerSGD_iter;
+    if (bucket.isLast()) ++iteration_;
+    if (exact) {
+      Mean(buffer);
+    } else {
+      Compress(bucket, buffer);
+    }
+    FuturePtr done = c10::make_intrusive<c10::ivalue::Future>(
+        c10::TensorType::get(),
+        buffer.is_cpu() ? std::vector<c10::Device>{} : std::vector<c10::Device>{buffer.device()});
+    done->markCompleted(c10::IValue(buffer));
+    return done;
+  }
+
+ private:
+  struct BucketState {
+    at::Tensor error;            // what the last compression left out
+    std::vector<at::Tensor> qs;  // right factors
+  };
+
+  const PowerSgdOptions options_;
+  const bool batched_;
+  at::Generator generator_;  // the same draws on every rank: buckets come in the same order
+  int64_t iteration_ = 0;
+  std::map<size_t, BucketState> buckets_;
+
+  void Mean(at::Tensor& tensor) {
+    std::vector<at::Tensor> list = {tensor};
+    state_->allreduce(list)->wait();
+    tensor.div_(state_->getSize());
+  }
+
+  // One all-reduce for a list of factors.
+  void MeanOfAll(std::vector<at::Tensor>& tensors) {
+    if (tensors.empty()) return;
+    std::vector<at::Tensor> rows;
+    for (const at::Tensor& tensor : tensors) rows.push_back(tensor.reshape({-1}));
+    at::Tensor flat = at::cat(rows);
+    Mean(flat);
+    int64_t offset = 0;
+    for (at::Tensor& tensor : tensors) {
+      tensor.copy_(flat.narrow(0, offset, tensor.numel()).view(tensor.sizes()));
+      offset += tensor.numel();
+    }
+  }
+
+  int64_t RankOf(const at::Tensor& matrix) const {
+    return std::min({options_.matrix_approximation_rank, matrix.size(0), matrix.size(1)});
+  }
+
+  bool WorthIt(const at::Tensor& matrix) const {
+    return static_cast<double>((matrix.size(0) + matrix.size(1)) * RankOf(matrix)) *
+               options_.min_compression_rate <
+           static_cast<double>(matrix.numel());
+  }
+
+  void Compress(c10d::GradBucket& bucket, at::Tensor& buffer) {
+    BucketState& state = buckets_[bucket.getIndex()];
+    if (options_.use_error_feedback) {
+      if (!state.error.defined() || state.error.numel() != buffer.numel()) {
+        state.error = at::zeros_like(buffer);
+        state.qs.clear();
+      }
+      buffer.add_(state.error);
+      state.error.copy_(buffer);
+    }
+
+    std::vector<at::Tensor> plain, sources, matrices;
+    if (batched_) {
+      const auto side =
+          static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(buffer.numel()))));
+      sources.push_back(buffer);
+      matrices.push_back(
+          at::constant_pad_nd(buffer, {0, side * side - buffer.numel()}, 0).view({side, side}));
+    } else {
+      for (const at::Tensor& grad : bucket.getGradients()) {
+        at::Tensor matrix = grad.dim() >= 2 ? grad.reshape({grad.size(0), -1}) : grad;
+        if (grad.dim() < 2 || !WorthIt(matrix)) {
+          plain.push_back(grad);
+        } else {
+          sources.push_back(grad);
+          matrices.push_back(matrix);
+        }
+      }
+    }
+
+    MeanOfAll(plain);
+    if (state.qs.size() != matrices.size()) state.qs.assign(matrices.size(), at::Tensor());
+    std::vector<at::Tensor> ps;
+    for (size_t i = 0; i < matrices.size(); ++i) {
+      at::Tensor& q = state.qs[i];
+      if (!q.defined() || !options_.warm_start) {
+        q = at::randn({matrices[i].size(1), RankOf(matrices[i])}, generator_, at::kFloat)
+                .to(matrices[i].options());
+      }
+      Orthogonalize(q, options_.orthogonalization_epsilon);
+      ps.push_back(at::matmul(matrices[i], q));
+    }
+    MeanOfAll(ps);
+    for (size_t i = 0; i < matrices.size(); ++i) {
+      Orthogonalize(ps[i], options_.orthogonalization_epsilon);
+      state.qs[i] = at::matmul(matrices[i].t(), ps[i]);
+    }
+    MeanOfAll(state.qs);
+    for (size_t i = 0; i < matrices.size(); ++i) {
+      at::Tensor approximation = at::matmul(ps[i], state.qs[i].t());
+      sources[i].copy_(
+          approximation.reshape({-1}).narrow(0, 0, sources[i].numel()).view(sources[i].sizes()));
+    }
+    if (options_.use_error_feedback) {
+      // Only what compression lost; parts reduced exactly have lost nothing.
+      state.error.sub_(buffer);
+      if (!batched_) ClearExactParts(bucket, buffer, plain, state.error);
+    }
+  }
+
+  static void ClearExactParts(c10d::GradBucket& /*bucket*/, const at::Tensor& buffer,
+                              const std::vector<at::Tensor>& plain, at::Tensor& error) {
+    for (const at::Tensor& grad : plain) {
+      error.narrow(0, grad.storage_offset() - buffer.storage_offset(), grad.numel()).zero_();
+    }
+  }
+};
+
+}  // namespace
+
+CommHook ParseCommHook(absl::string_view text) {
+  if (text == "no") return CommHook::kNone;
+  if (text == "fp16") return CommHook::kFp16;
+  if (text == "bf16") return CommHook::kBf16;
+  if (text == "power_sgd") return CommHook::kPowerSgd;
+  if (text == "batched_power_sgd") return CommHook::kBatchedPowerSgd;
+  TORCH_CHECK(false, "unknown communication hook '", std::string(text),
+              "': choose no, fp16, bf16, power_sgd or batched_power_sgd");
+}
+
+std::unique_ptr<c10d::CommHookInterface> MakeCommHook(
+    CommHook hook, const PowerSgdOptions& power_sgd, c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  switch (hook) {
+    case CommHook::kNone:
+      return nullptr;
+    case CommHook::kFp16:
+      return std::make_unique<CompressHook>(std::move(group), at::kHalf);
+    case CommHook::kBf16:
+      return std::make_unique<CompressHook>(std::move(group), at::kBFloat16);
+    case CommHook::kPowerSgd:
+      return std::make_unique<PowerSgdHook>(std::move(group), power_sgd, /*batched=*/false);
+    case CommHook::kBatchedPowerSgd:
+      return std::make_unique<PowerSgdHook>(std::move(group), power_sgd, /*batched=*/true);
+  }
+  return nullptr;
+}
+
+}  // namespace muster

@@ -1,0 +1,52 @@
+#ifndef MUSTER_WORKER_PARALLEL_COMM_HOOKS_H_
+#define MUSTER_WORKER_PARALLEL_COMM_HOOKS_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/strings/string_view.h"
+#include "c10/util/intrusive_ptr.h"
+
+namespace c10d {
+class CommHookInterface;
+class ProcessGroup;
+}  // namespace c10d
+
+namespace muster {
+
+// How gradients travel between ranks. All hooks give the mean over the ranks.
+enum class CommHook {
+  kNone,             // in their own dtype
+  kFp16,             // as fp16: half the bytes of fp32
+  kBf16,             // as bf16
+  kPowerSgd,         // each matrix as two thin ones of rank `rank`, with error feedback
+  kBatchedPowerSgd,  // as kPowerSgd, with a whole bucket as one square matrix: cheaper, coarser
+};
+
+// "no", "fp16", "bf16", "power_sgd", "batched_power_sgd". Throws c10::Error for anything else.
+CommHook ParseCommHook(absl::string_view text);
+
+// PowerSGD (Vogels, Karimireddy, Jaggi 2019), names and defaults as torch's PowerSGDState.
+struct PowerSgdOptions {
+  int64_t matrix_approximation_rank = 1;
+  // The first reductions are exact. At least 2: the Reducer rebuilds its buckets after the first.
+  int64_t start_powerSGD_iter = 1000;
+  // A matrix is compressed only if that makes it smaller by this factor.
+  double min_compression_rate = 2;
+  bool use_error_feedback = true;
+  bool warm_start = true;
+  double orthogonalization_epsilon = 0;
+  uint64_t random_seed = 0;
+};
+
+// The hook for c10d::Reducer; null for kNone. PowerSGD waits for its two all-reduces of a bucket
+// inside the hook, so that collectives come in the same order on every rank (on Gloo, continuations
+// run in any order); on NCCL that wait is the stream's, not the host's.
+std::unique_ptr<c10d::CommHookInterface> MakeCommHook(CommHook hook,
+                                                      const PowerSgdOptions& power_sgd,
+                                                      c10::intrusive_ptr<c10d::ProcessGroup> group);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_PARALLEL_COMM_HOOKS_H_

@@ -1,0 +1,133 @@
+#include "worker/parallel/uneven_inputs.h"
+
+#include "gtest/gtest.h"
+#include "worker/parallel/test_net.h"
+#include "worker/process/gloo_ranks.h"
+#include "worker/process/thread_comm.h"
+#include "worker/train/accumulation.h"
+#include "worker/train/clip.h"
+#include "worker/train/optimizer.h"
+#include "worker/train/sync_state.h"
+
+namespace muster {
+namespace {
+
+using Runner = void (*)(int, const std::function<void(Comm&)>&);
+void Gloo(int n, const std::function<void(Comm&)>& fn) { RunGlooRanks(n, fn); }
+
+struct Result {
+  std::vector<std::vector<at::Tensor>> parameters;
+  std::vector<std::string> syncs;
+};
+
+// `batches[r]` batches on rank r; the gradient of a batch is that of one sample.
+Result Train(Runner run, const std::vector<int>& batches, int64_t accumulate,
+             const DataParallelOptions& ddp_options = {}, const UnevenInputsOptions& options = {}) {
+  const int ranks = static_cast<int>(batches.size());
+  Result result{std::vector<std::vector<at::Tensor>>(ranks), std::vector<std::string>(ranks)};
+  run(ranks, [&](Comm& comm) {
+    TestNet net(3);
+    DataParallel ddp(comm, net.parameters, net.names, net.buffers, ddp_options);
+    FusedSGD sgd(net.parameters, {.lr = 0.1, .momentum = 0.9});
+    Accumulation accumulation({.num_steps = accumulate});
+    UnevenInputs join(comm, {&ddp}, options);
+    for (int epoch = 0; epoch < 1; ++epoch) {
+      for (int i = 0; i < batches[comm.rank()]; ++i) {
+        const BatchFacts facts{.is_last = i + 1 == batches[comm.rank()]};
+        const auto decision = join.MicroStep(accumulation.WouldSync(facts));
+        const MicroStep step = accumulation.Begin(facts, decision.sync);
+        result.syncs[comm.rank()] += step.sync ? 'S' : '.';
+        ddp.BeforeForward(step.communicate);
+        const at::Tensor out =
+            ddp.AfterForward(net.Forward(Randn({1, 6}, 50 + 10 * i + comm.rank())));
+        out.square().sum().div(step.divisor).backward();
+        if (step.sync) {
+          ScaleGradients(net.parameters, step.gradient_factor * decision.gradient_factor);
+          sgd.Step();
+          sgd.ZeroGrad();
+        }
+      }
+      join.Finish([&](int root) { BroadcastOptimizerState(comm, sgd, root); });
+      sgd.ZeroGrad();
+    }
+    // One more common step, which shows whether optimizer state is equal too.
+    ddp.BeforeForward(true);
+    ddp.AfterForward(net.Forward(Randn({1, 6}, 999))).sum().backward();
+    sgd.Step();
+    result.parameters[comm.rank()] = net.parameters;
+  });
+  return result;
+}
+
+// One process: batch i of every rank that has one, the sum divided by the number of ranks (all, or
+// those active).
+std::vector<at::Tensor> Reference(const std::vector<int>& batches, bool divide_by_all) {
+  TestNet net(3);
+  FusedSGD sgd(net.parameters, {.lr = 0.1, .momentum = 0.9});
+  for (int i = 0;; ++i) {
+    int active = 0;
+    for (const int n : batches) active += i < n;
+    if (active == 0) break;
+    for (size_t r = 0; r < batches.size(); ++r) {
+      if (i >= batches[r]) continue;
+      const double divisor = divide_by_all ? static_cast<double>(batches.size()) : active;
+      net.Forward(Randn({1, 6}, 50 + 10 * i + static_cast<int>(r)))
+          .square()
+          .sum()
+          .div(divisor)
+          .backward();
+    }
+    sgd.Step();
+    sgd.ZeroGrad();
+  }
+  net.Forward(Randn({1, 6}, 999)).sum().backward();
+  sgd.Step();
+  return net.parameters;
+}
+
+void ExpectNear(const Result& result, const std::vector<at::Tensor>& expected) {
+  for (const auto& rank : result.parameters) {
+    for (size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(rank[i].equal(result.parameters[0][i]))
+          << "parameter " << i << " differs between ranks";
+      EXPECT_LT(rank[i].sub(expected[i]).abs().max().item<double>(), 2e-6);
+    }
+  }
+}
+
+TEST(UnevenInputs, D36_RanksRunOut_OthersTrainOnOnEveryBackend) {
+  for (const std::vector<int>& batches :
+       {std::vector<int>{3, 7}, {7, 3}, {2, 5, 4}, {4, 4}, {0, 2}}) {
+    for (const Runner run : {Runner{Gloo}, Runner{RunRanks}}) {
+      ExpectNear(Train(run, batches, 1), Reference(batches, /*divide_by_all=*/true));
+    }
+  }
+}
+
+TEST(UnevenInputs, DivideByActiveRanks_WeighsThemFully) {
+  ExpectNear(Train(Gloo, {3, 7}, 1, {}, {.divide_by_initial_world_size = false}),
+             Reference({3, 7}, /*divide_by_all=*/false));
+}
+
+TEST(UnevenInputs, ReducerOptions_Match) {
+  ExpectNear(Train(Gloo, {2, 6}, 1, {.bucket_cap_mb = 1e-4, .find_unused_parameters = true}),
+             Reference({2, 6}, true));
+  ExpectNear(Train(Gloo, {6, 2}, 1, {.bucket_cap_mb = 1e-4}), Reference({6, 2}, true));
+}
+
+TEST(UnevenInputs, Accumulation_AllRanksSyncTogether) {
+  const Result result = Train(Gloo, {3, 7}, 2);
+  // Rank 0's last batch ends rank 1's window too.
+  EXPECT_EQ(result.syncs[0], ".SS");
+  EXPECT_EQ(result.syncs[1], ".SS.S.S");
+  for (size_t i = 0; i < result.parameters[0].size(); ++i) {
+    EXPECT_TRUE(result.parameters[0][i].equal(result.parameters[1][i]));
+  }
+}
+
+TEST(UnevenInputs, StaticGraph_IsRefused) {
+  EXPECT_THROW(Train(Gloo, {1, 2}, 1, {.static_graph = true}), c10::Error);
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,65 @@
+#include "worker/train/batch_size_finder.h"
+
+#include <algorithm>
+#include <cctype>
+#include <new>
+#include <string>
+#include <vector>
+
+#include "ATen/Context.h"
+#include "c10/core/CachingDeviceAllocator.h"
+#include "c10/util/Exception.h"
+
+namespace muster {
+
+bool IsOutOfMemory(const std::exception& error) {
+  if (dynamic_cast<const c10::OutOfMemoryError*>(&error) != nullptr ||
+      dynamic_cast<const std::bad_alloc*>(&error) != nullptr) {
+    return true;
+  }
+  std::string text = error.what();
+  std::transform(text.begin(), text.end(), text.begin(),
+                 [](unsigned char c) { return std::tolower(c); });
+  for (const char* words :
+       {"out of memory", "can't allocate memory", "cublas_status_alloc_failed",
+        "cudnn_status_alloc_failed", "cudnn error: cudnn_status_not_supported"}) {
+    if (text.find(words) != std::string::npos) return true;
+  }
+  return false;
+}
+
+int64_t FindExecutableBatchSize(Comm& comm, const BatchSizeOptions& options,
+                                const std::function<void(int64_t)>& attempt) {
+  for (int64_t size = options.starting_batch_size; size > 0;) {
+    // What happened here: "" fits, "m" out of memory, "e..." anything else.
+    std::string mine;
+    std::exception_ptr failure;
+    try {
+      attempt(size);
+    } catch (const std::exception& error) {
+      if (IsOutOfMemory(error)) {
+        mine = "m";
+      } else {
+        mine = std::string("e") + error.what();
+        failure = std::current_exception();
+      }
+    }
+    if (!mine.empty() && at::hasCUDA()) at::getDeviceAllocator(c10::kCUDA)->emptyCache();
+    const std::vector<std::string> all = comm.AllGatherBytes(mine);
+    if (failure != nullptr) std::rethrow_exception(failure);
+    bool fits = true;
+    for (size_t rank = 0; rank < all.size(); ++rank) {
+      TORCH_CHECK(all[rank].empty() || all[rank][0] == 'm', "trying batch size ", size,
+                  " failed on rank ", rank, ": ", all[rank].substr(1));
+      fits = fits && all[rank].empty();
+    }
+    if (fits) return size;
+    const int64_t next = options.reduce ? options.reduce(size) : size * 9 / 10;
+    TORCH_CHECK(next < size, "the function that reduces the batch size turned ", size, " into ",
+                next);
+    size = next;
+  }
+  TORCH_CHECK(false, "no executable batch size found, reached zero");
+}
+
+}  // namespace muster

@@ -1,0 +1,44 @@
+#ifndef MUSTER_WORKER_TRAIN_SEED_H_
+#define MUSTER_WORKER_TRAIN_SEED_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+
+#include "ATen/core/Generator.h"
+#include "ATen/core/Tensor.h"
+#include "worker/process/comm.h"
+
+namespace muster {
+
+struct SeedOptions {
+  // Adds the rank to the seed, so that dropout differs between ranks. Anything that must be equal
+  // on all ranks (initial weights, the order of samples) needs a generator of its own then: the
+  // loaders have one.
+  bool device_specific = false;
+  // Only deterministic kernels; an operation that has none throws. Left as it is if false.
+  bool deterministic = false;
+};
+
+// Seeds LibTorch's default generators, CPU and, where there are any, GPUs. Returns the seed used on
+// this rank.
+uint64_t SetSeed(uint64_t seed, int rank = 0, const SeedOptions& options = {});
+
+// The states of the default generators, as tensors for a checkpoint: "cpu", "cuda.0", ...
+std::map<std::string, at::Tensor> SaveRngState();
+
+// Puts them back. A device that is missing in `states`, or here, is left out and named in the
+// result ("cuda.1 is not in the saved state"); empty if all was restored. Throws c10::Error for a
+// tensor that is no generator state.
+std::string RestoreRngState(const std::map<std::string, at::Tensor>& states);
+
+// Gives every rank the default CPU generator's state of rank `root` (and, with `gpu`, that of this
+// rank's current GPU device from root's). A collective.
+void SynchronizeRng(Comm& comm, int root = 0, bool gpu = false);
+
+// The same for one generator on a CPU.
+void SynchronizeGenerator(Comm& comm, at::Generator& generator, int root = 0);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TRAIN_SEED_H_

@@ -1,0 +1,20 @@
+#ifndef MUSTER_WORKER_TRAIN_SYNC_STATE_H_
+#define MUSTER_WORKER_TRAIN_SYNC_STATE_H_
+
+#include "worker/process/comm.h"
+#include "worker/train/optimizer_handle.h"
+#include "worker/train/plain_state.h"
+
+namespace muster {
+
+// The state of rank `root`, on every rank. A collective.
+PlainState BroadcastPlainState(Comm& comm, const PlainState& state, int root);
+
+// Makes the state of `optimizer` on every rank that of rank `root`: tensors (also those that a rank
+// does not have yet) and hyper-parameters. The optimizers must be of one kind over the same
+// parameters. A collective.
+void BroadcastOptimizerState(Comm& comm, OptimizerHandle& optimizer, int root);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TRAIN_SYNC_STATE_H_
