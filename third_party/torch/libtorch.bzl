@@ -33,7 +33,7 @@ cc_library(
 # Headers that ProcessGroupNCCL.hpp and the CUDA guards include; empty on a machine set up without them.
 cc_library(
     name = "cuda_headers",
-    hdrs = glob(["cuda/**"], allow_empty = True),
+    hdrs = glob(["cuda/*/include/**"], allow_empty = True),
     defines = ["USE_C10D_NCCL"],
     includes = ["cuda/cu13/include", "cuda/nccl/include"],
 )
