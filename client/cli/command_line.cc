@@ -1,0 +1,128 @@
+#include "client/cli/command_line.h"
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "client/config/suggest.h"
+
+namespace muster::client {
+namespace {
+
+std::string Underscored(absl::string_view name) { return absl::StrReplaceAll(name, {{"-", "_"}}); }
+
+struct Found {
+  const OptionSpec* option = nullptr;
+  bool negated = false;
+};
+
+Found Find(const CommandSpec& spec, const std::string& name) {
+  for (const OptionSpec& option : spec.options) {
+    if (option.name == name || (!option.alias.empty() && option.alias == name))
+      return {&option, false};
+    if (option.negative && absl::StrCat("no_", option.name) == name) return {&option, true};
+  }
+  return {};
+}
+
+absl::Status Unknown(const CommandSpec& spec, absl::string_view arg, const std::string& name) {
+  std::vector<std::string> names = {"help"};
+  for (const OptionSpec& option : spec.options) {
+    names.push_back(option.name);
+    if (option.negative) names.push_back("no_" + option.name);
+  }
+  const std::string near = DidYouMean(name, names, "--");
+  return absl::InvalidArgumentError(
+      absl::StrCat("unknown option ", arg, near,
+                   near.empty() ? absl::StrCat("; see ", spec.name, " --help") : ""));
+}
+
+// CLI11 lays out the help; the parsing is our own because the words after the program belong to the
+// program.
+class Formatter final : public CLI::Formatter {
+ public:
+  explicit Formatter(const CommandSpec& spec) : spec_(spec) { column_width(40); }
+  std::string make_usage(const CLI::App*, std::string) const override {
+    return absl::StrCat("Usage: ", spec_.name, spec_.usage.empty() ? "" : " ", spec_.usage, "\n");
+  }
+  std::string make_option_opts(const CLI::Option* option) const override {
+    for (const OptionSpec& o : spec_.options) {
+      if (option->get_lnames().front() == o.name && !o.value_name.empty())
+        return " " + o.value_name;
+    }
+    return "";
+  }
+
+ private:
+  const CommandSpec& spec_;
+};
+
+}  // namespace
+
+absl::Status ParseCommandLine(const CommandSpec& spec, const std::vector<std::string>& args,
+                              CommandLine* line) {
+  size_t i = 0;
+  for (; i < args.size(); ++i) {
+    const std::string& arg = args[i];
+    if (arg == "--") {
+      ++i;
+      break;
+    }
+    if (arg == "-h" || arg == "--help") {
+      line->help = true;
+      return absl::OkStatus();
+    }
+    if (!absl::StartsWith(arg, "-") || arg == "-") {
+      if (spec.takes_program) break;
+      line->words.push_back(arg);
+      continue;
+    }
+    const size_t equals = arg.find('=');
+    if (!absl::StartsWith(arg, "--")) return Unknown(spec, arg, arg.substr(1));
+    const std::string name = Underscored(
+        absl::string_view(arg).substr(2, equals == std::string::npos ? equals : equals - 2));
+    const Found found = Find(spec, name);
+    if (found.option == nullptr) return Unknown(spec, arg.substr(0, equals), name);
+    std::string value;
+    if (equals != std::string::npos) {
+      if (found.negated) {
+        return absl::InvalidArgumentError(absl::StrCat("--", name, " takes no value"));
+      }
+      value = arg.substr(equals + 1);
+    } else if (found.option->value_name.empty()) {
+      value = found.negated ? "false" : "true";
+    } else if (i + 1 < args.size() && args[i + 1] != "--") {
+      value = args[++i];
+    } else {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--", name, " needs a value: --", name, " ", found.option->value_name));
+    }
+    std::vector<std::string>& values = line->options[found.option->name];
+    if (!found.option->repeated) values.clear();
+    values.push_back(std::move(value));
+  }
+  line->words.insert(line->words.end(), args.begin() + i, args.end());
+  if (!spec.takes_program && static_cast<int>(line->words.size()) > spec.max_words) {
+    return absl::InvalidArgumentError(absl::StrCat("unexpected word ", line->words[spec.max_words],
+                                                   "; see ", spec.name, " --help"));
+  }
+  return absl::OkStatus();
+}
+
+std::string HelpText(const CommandSpec& spec) {
+  CLI::App app(spec.summary, spec.name);
+  app.formatter(std::make_shared<Formatter>(spec));
+  app.set_help_flag("-h,--help", "Print this help and exit");
+  for (const OptionSpec& option : spec.options) {
+    CLI::Option* const added = option.value_name.empty()
+                                   ? app.add_flag("--" + option.name, option.help)
+                                   : app.add_option("--" + option.name, option.help);
+    added->group(option.group);
+  }
+  if (!spec.details.empty()) app.footer(spec.details);
+  return app.help();
+}
+
+}  // namespace muster::client

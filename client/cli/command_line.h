@@ -1,0 +1,61 @@
+#ifndef MUSTER_CLIENT_CLI_COMMAND_LINE_H_
+#define MUSTER_CLIENT_CLI_COMMAND_LINE_H_
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+
+namespace muster::client {
+
+// One option of a command.
+struct OptionSpec {
+  std::string name;             // without "--", words joined by "_"
+  std::string value_name = {};  // empty: a flag, given as --name or --name=true|false
+  std::string help = {};
+  std::string alias = {};         // another name, not in the help
+  std::string group = "Options";  // heading in the help
+  bool repeated = false;          // may be given more than once; otherwise the last one counts
+  bool negative = false;          // "--no_NAME" is accepted too and means false
+};
+
+struct CommandSpec {
+  std::string name;          // "muster launch"
+  std::string summary = {};  // one line
+  std::string usage = {};    // what follows the name: "[OPTIONS] -- PROGRAM [ARGS...]"
+  std::string details = {};  // after the options in the help
+  std::vector<OptionSpec> options = {};
+  // The first word that is no option begins the program's own command line; nothing after it is
+  // looked at.
+  bool takes_program = false;
+  int max_words = 0;  // words that are no options, if it takes no program
+};
+
+struct CommandLine {
+  bool help = false;
+  // By option name, in the order given. Flags: "true" or "false" or what stood after "=".
+  std::map<std::string, std::vector<std::string>> options;
+  std::vector<std::string> words;  // or the program and its arguments
+  bool Has(const std::string& name) const { return options.count(name) != 0; }
+  std::string Get(const std::string& name) const {
+    const auto it = options.find(name);
+    return it == options.end() ? "" : it->second.back();
+  }
+};
+
+// Reads the arguments after the command's name. The words of an option may be joined by "_" or "-";
+// "--name value" and
+// "--name=value" are the same; names are never abbreviated; "--" ends the options; -h is --help.
+// Errors: INVALID_ARGUMENT, one line: unknown option (with the nearest one), a value missing, too
+// many words.
+absl::Status ParseCommandLine(const CommandSpec& spec, const std::vector<std::string>& args,
+                              CommandLine* line);
+
+// The text for --help.
+std::string HelpText(const CommandSpec& spec);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CLI_COMMAND_LINE_H_

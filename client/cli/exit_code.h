@@ -1,0 +1,53 @@
+#ifndef MUSTER_CLIENT_CLI_EXIT_CODE_H_
+#define MUSTER_CLIENT_CLI_EXIT_CODE_H_
+
+#include "absl/status/status.h"
+
+namespace muster::client {
+
+// How every Muster command ends. docs/cli.md has the same table; 128 + N: ended by signal N (130
+// Ctrl-C, 143 SIGTERM).
+enum ExitCode : int {
+  kExitOk = 0,
+  kExitJobFailed = 1,
+  kExitUsage = 2,        // flags, config or layout
+  kExitNotFound = 3,     // what was asked for does not exist
+  kExitConflict = 4,     // it exists already, or the port is taken
+  kExitTimeout = 5,      // the other machines did not come in time
+  kExitUnreachable = 7,  // no coordinator at that address
+  kExitDenied = 8,
+  kExitInternal = 70,         // a bug, or the machine is out of processes, memory or descriptors
+  kExitNotExecutable = 126,   // the program exists but cannot be run
+  kExitProgramMissing = 127,  // the program does not exist
+  kExitSignal = 128,
+};
+
+// For errors of the command itself, not of the program that it starts.
+inline int ExitCodeOf(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kOk:
+      return kExitOk;
+    case absl::StatusCode::kInvalidArgument:
+    case absl::StatusCode::kFailedPrecondition:
+    case absl::StatusCode::kOutOfRange:
+      return kExitUsage;
+    case absl::StatusCode::kNotFound:
+      return kExitNotFound;
+    case absl::StatusCode::kAlreadyExists:
+    case absl::StatusCode::kAborted:
+      return kExitConflict;
+    case absl::StatusCode::kDeadlineExceeded:
+      return kExitTimeout;
+    case absl::StatusCode::kUnavailable:
+      return kExitUnreachable;
+    case absl::StatusCode::kPermissionDenied:
+    case absl::StatusCode::kUnauthenticated:
+      return kExitDenied;
+    default:
+      return kExitInternal;
+  }
+}
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CLI_EXIT_CODE_H_

@@ -1,0 +1,262 @@
+#include "client/cli/launch_command.h"
+
+#include <algorithm>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "base/file.h"
+#include "base/status_macros.h"
+#include "client/cli/exit_code.h"
+#include "client/cli/machine.h"
+
+namespace muster::client {
+namespace {
+
+constexpr char kExitCodes[] =
+    "Exit codes: 0 the job succeeded; 1 a process failed (the message says which, how, and its "
+    "last lines); 2 wrong\n"
+    "options, config or layout; 4 the port is taken; 5 the other machines did not come in time; 7 "
+    "the coordinator cannot\n"
+    "be reached; 126 the program cannot be run; 127 the program does not exist; 130 Ctrl-C; 143 "
+    "SIGTERM.\n"
+    "All are in docs/cli.md.";
+
+std::string Variable(const std::map<std::string, std::string>& variables, const std::string& name) {
+  const auto it = variables.find(name);
+  return it == variables.end() ? "" : it->second;
+}
+
+std::vector<OptionSpec> LaunchOptions() {
+  std::vector<OptionSpec> options;
+  for (const SettingSpec& spec : LaunchSettings()) {
+    options.push_back({.name = spec.name,
+                       .value_name = spec.type == SettingSpec::Type::kBool ? "" : spec.value_name,
+                       .help = spec.help,
+                       .alias = spec.alias,
+                       .group = "Settings (also in the config file, and as MUSTER_... variables)",
+                       .negative = spec.type == SettingSpec::Type::kBool});
+  }
+  options.push_back(
+      {.name = "coordinator",
+       .value_name = "IP:PORT",
+       .help = "main_process_ip and main_process_port in one: an address of machine 0"});
+  options.push_back(
+      {.name = "config_file",
+       .value_name = "FILE",
+       .help =
+           "YAML or JSON. Default: $MUSTER_CONFIG, else ~/.config/muster/config.yaml if there"});
+  options.push_back({.name = "env",
+                     .value_name = "NAME=VALUE",
+                     .help = "A variable for all processes; may be repeated",
+                     .repeated = true});
+  options.push_back({.name = "dry_run",
+                     .help = "Print what would be run, with the source of each setting, and stop"});
+  return options;
+}
+
+int Fail(const CommandContext& context, absl::string_view command, const absl::Status& status,
+         int code) {
+  context.err << command << ": " << absl::StrReplaceAll(status.message(), {{"\n", " "}}) << "\n";
+  return code;
+}
+
+// A word that the shell reads back as it is.
+std::string ShellWord(const std::string& word) {
+  const bool plain = !word.empty() && std::all_of(word.begin(), word.end(), [](unsigned char c) {
+    return absl::ascii_isalnum(c) || absl::StrContains("_-+=./:,@%", static_cast<char>(c));
+  });
+  return plain ? word : absl::StrCat("'", absl::StrReplaceAll(word, {{"'", "'\\''"}}), "'");
+}
+
+int Report(const LaunchOutcome& outcome, const LaunchConfig& config, const CommandContext& context,
+           absl::string_view command) {
+  switch (outcome.kind) {
+    case LaunchOutcome::Kind::kSucceeded:
+      return kExitOk;
+    case LaunchOutcome::Kind::kStopped:
+      return kExitSignal + outcome.signal;
+    case LaunchOutcome::Kind::kRefused: {
+      const absl::StatusCode code = outcome.status.code();
+      return Fail(context, command, outcome.status,
+                  code == absl::StatusCode::kInternal ? kExitInternal : ExitCodeOf(outcome.status));
+    }
+    case LaunchOutcome::Kind::kFailed:
+      break;
+  }
+  context.err << command << ": " << outcome.why << "; the job has failed";
+  if (outcome.restarts > 0)
+    context.err << " after " << outcome.restarts
+                << (outcome.restarts == 1 ? " restart" : " restarts");
+  context.err << "\n";
+  if (outcome.last_lines.empty()) {
+    context.err << "  it wrote nothing\n";
+  } else {
+    context.err << "  its last lines:\n";
+    for (const std::string& line : outcome.last_lines) context.err << "  | " << line << "\n";
+  }
+  if (!config.log_dir.empty()) context.err << "  all of it: " << config.log_dir << "\n";
+  return kExitJobFailed;
+}
+
+int Launch(const CommandLine& line, const std::vector<std::string>& argv,
+           const CommandContext& context, const LaunchBackend& backend, absl::string_view command) {
+  LaunchPlan plan;
+  plan.variables = context.variables;
+  absl::StatusOr<LaunchConfig> config = ReadLaunchConfig(line, context.variables, nullptr);
+  if (!config.ok()) {
+    return Fail(context, command, config.status(), kExitUsage);
+  }
+  plan.config = *std::move(config);
+  plan.argv = argv;
+  plan.cores = ReadMachine(context.variables).cores;
+
+  const absl::StatusOr<std::string> program =
+      backend.find_program(argv[0], Variable(context.variables, "PATH"));
+  if (!program.ok()) {
+    return Fail(context, command, program.status(),
+                absl::IsNotFound(program.status()) ? kExitProgramMissing : kExitNotExecutable);
+  }
+  if (ParseBool(line.Has("dry_run") ? line.Get("dry_run") : "false").value_or(true)) {
+    std::vector<std::string> words;
+    for (const std::string& word : argv) words.push_back(ShellWord(word));
+    context.out << DescribeLaunch(plan.config) << "\nprogram  " << *program << "\nruns     "
+                << absl::StrJoin(words, " ") << "\nranks    "
+                << plan.config.machine_rank * plan.config.processes_here << " to "
+                << (plan.config.machine_rank + 1) * plan.config.processes_here - 1 << " of "
+                << plan.config.num_processes << " on this machine\n";
+    return kExitOk;
+  }
+  const LaunchOutcome outcome = backend.run(plan);
+  // A program that vanished between the look-up and the start, or that is no binary.
+  if (outcome.kind == LaunchOutcome::Kind::kRefused && absl::IsNotFound(outcome.status)) {
+    return Fail(context, command, outcome.status, kExitProgramMissing);
+  }
+  if (outcome.kind == LaunchOutcome::Kind::kRefused && absl::IsFailedPrecondition(outcome.status)) {
+    return Fail(context, command, outcome.status, kExitNotExecutable);
+  }
+  return Report(outcome, plan.config, context, command);
+}
+
+}  // namespace
+
+CommandSpec LaunchCommandSpec() {
+  return {
+      .name = "muster launch",
+      .summary = "Runs a program in several processes, with a coordinator, and watches over them.",
+      .usage = "[OPTIONS] [--] PROGRAM [ARGS...]",
+      .details = absl::StrCat("What follows PROGRAM belongs to the program. --num-processes and "
+                              "--num_processes are the "
+                              "same.\n\n",
+                              kExitCodes),
+      .options = LaunchOptions(),
+      .takes_program = true};
+}
+
+absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
+                                              const std::map<std::string, std::string>& variables,
+                                              ConfigPath* config_path) {
+  Layer flags;
+  for (const SettingSpec& spec : LaunchSettings()) {
+    if (line.Has(spec.name)) flags.settings[spec.name] = {line.Get(spec.name), "--" + spec.name};
+  }
+  if (line.Has("coordinator")) {
+    MUSTER_RETURN_IF_ERROR(AddCoordinator(line.Get("coordinator"), "--coordinator", &flags));
+  }
+  if (line.Has("env")) {
+    for (const std::string& entry : line.options.at("env")) {
+      const size_t equals = entry.find('=');
+      if (equals == std::string::npos || equals == 0) {
+        return absl::InvalidArgumentError(
+            absl::StrCat("--env ", entry, ": write --env NAME=VALUE"));
+      }
+      flags.env[entry.substr(0, equals)] = {entry.substr(equals + 1), "--env"};
+    }
+  }
+  const ConfigPath path = FindConfig(line.Get("config_file"), variables);
+  if (config_path != nullptr) *config_path = path;
+  MUSTER_ASSIGN_OR_RETURN(Layer file, LoadConfig(path));
+  const Machine machine = ReadMachine(variables);
+  // --gpu_ids replaces CUDA_VISIBLE_DEVICES, so it counts all GPUs.
+  MachineFacts facts = {.gpus = machine.usable_gpus};
+  const Layer named = LayerFromVariables(variables);
+  for (const Layer* layer : std::initializer_list<const Layer*>{&flags, &named, &file}) {
+    if (layer->settings.count("gpu_ids") != 0) facts.gpus = static_cast<int>(machine.gpus.size());
+  }
+  return ResolveLaunch({std::move(flags), named, std::move(file)}, facts);
+}
+
+std::string DescribeLaunch(const LaunchConfig& config) {
+  size_t name_width = 0, text_width = 0;
+  for (const auto& [name, given] : config.provenance) {
+    name_width = std::max(name_width, name.size());
+    text_width = std::max(text_width, std::min<size_t>(given.text.size(), 40));
+  }
+  std::string text;
+  for (const auto& [name, given] : config.provenance) {
+    absl::StrAppendFormat(&text, "%-*s  %-*s  %s\n", name_width, name,
+                          std::max<size_t>(text_width, 1), given.text.empty() ? "-" : given.text,
+                          given.source);
+  }
+  return text;
+}
+
+int RunLaunchCommand(const std::vector<std::string>& args, const CommandContext& context,
+                     const LaunchBackend& backend) {
+  const CommandSpec spec = LaunchCommandSpec();
+  CommandLine line;
+  if (absl::Status status = ParseCommandLine(spec, args, &line); !status.ok()) {
+    return Fail(context, spec.name, status, kExitUsage);
+  }
+  if (line.help) {
+    context.out << HelpText(spec);
+    return kExitOk;
+  }
+  if (line.words.empty()) {
+    return Fail(context, spec.name,
+                absl::InvalidArgumentError(
+                    "no program to launch: write muster launch [OPTIONS] -- PROGRAM [ARGS...]"),
+                kExitUsage);
+  }
+  return Launch(line, line.words, context, backend, spec.name);
+}
+
+int RunTestCommand(const std::vector<std::string>& args, const CommandContext& context,
+                   const LaunchBackend& backend, const std::string& self) {
+  CommandSpec spec = LaunchCommandSpec();
+  spec.name = "muster test";
+  spec.summary =
+      "Runs Muster's own checks the way `muster launch` would run a program, and ends in a plain "
+      "verdict.";
+  spec.usage = "[OPTIONS]";
+  spec.details = kExitCodes;
+  spec.takes_program = false;
+  CommandLine line;
+  if (absl::Status status = ParseCommandLine(spec, args, &line); !status.ok()) {
+    return Fail(context, spec.name, status, kExitUsage);
+  }
+  if (line.help) {
+    context.out << HelpText(spec);
+    return kExitOk;
+  }
+  std::vector<std::string> places;
+  if (const std::string named = Variable(context.variables, "MUSTER_CHECKS"); !named.empty()) {
+    places = {named};
+  } else {
+    const std::string folder = ParentPath(self);
+    places = {JoinPath(folder, "muster-checks"), JoinPath(folder, "../lib/muster/muster-checks")};
+  }
+  for (const std::string& place : places) {
+    if (PathExists(place)) return Launch(line, {place}, context, backend, spec.name);
+  }
+  return Fail(context, spec.name,
+              absl::NotFoundError(absl::StrCat("the checks program is not installed: no ",
+                                               absl::StrJoin(places, ", no "),
+                                               "; MUSTER_CHECKS may name it")),
+              kExitProgramMissing);
+}
+
+}  // namespace muster::client

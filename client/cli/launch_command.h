@@ -1,0 +1,45 @@
+#ifndef MUSTER_CLIENT_CLI_LAUNCH_COMMAND_H_
+#define MUSTER_CLIENT_CLI_LAUNCH_COMMAND_H_
+
+#include <map>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "client/cli/command_line.h"
+#include "client/cli/launch_plan.h"
+
+namespace muster::client {
+
+// Where a command runs.
+struct CommandContext {
+  std::map<std::string, std::string> variables;
+  std::ostream& out;
+  std::ostream& err;
+};
+
+// `muster launch`: runs a program in several processes. Returns the exit code; every error is one
+// line on `err`, a failed job's followed by the last lines of the worker that failed first.
+int RunLaunchCommand(const std::vector<std::string>& args, const CommandContext& context,
+                     const LaunchBackend& backend);
+
+// `muster test`: runs the checks program that ships with Muster as `muster launch` would run any
+// other. `self` is the path of this binary: the program stands beside it.
+int RunTestCommand(const std::vector<std::string>& args, const CommandContext& context,
+                   const LaunchBackend& backend, const std::string& self);
+
+// The options of both, for docs and tests.
+CommandSpec LaunchCommandSpec();
+
+// Works out the settings of a launch from flags, variables and the config file. `config_path` (may
+// be null) gets the file's place.
+absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
+                                              const std::map<std::string, std::string>& variables,
+                                              ConfigPath* config_path);
+
+// One line per setting: name, value, source.
+std::string DescribeLaunch(const LaunchConfig& config);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CLI_LAUNCH_COMMAND_H_

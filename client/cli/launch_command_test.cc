@@ -1,0 +1,162 @@
+#include "client/cli/launch_command.h"
+
+#include <sstream>
+
+#include "absl/strings/match.h"
+#include "base/file.h"
+#include "client/cli/exit_code.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace muster::client {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::EndsWith;
+using ::testing::HasSubstr;
+
+class LaunchCommandTest : public ::testing::Test {
+ protected:
+  int Run(const std::vector<std::string>& args) {
+    out_.str("");
+    err_.str("");
+    ran_ = false;
+    const LaunchBackend backend = {
+        .find_program = [](absl::string_view program,
+                           absl::string_view) -> absl::StatusOr<std::string> {
+          if (program == "missing") return absl::NotFoundError("program missing not found in PATH");
+          if (program == "plain") return absl::PermissionDeniedError("plain is not executable");
+          return std::string(program);
+        },
+        .run =
+            [this](const LaunchPlan& plan) {
+              ran_ = true;
+              plan_ = plan;
+              return outcome_;
+            }};
+    return RunLaunchCommand(args, {variables_, out_, err_}, backend);
+  }
+  // One line, and not run.
+  std::string Refused(const std::vector<std::string>& args, int code) {
+    EXPECT_EQ(Run(args), code) << err_.str();
+    EXPECT_FALSE(ran_);
+    const std::string text = err_.str();
+    EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1) << text;
+    EXPECT_TRUE(absl::StartsWith(text, "muster launch: ")) << text;
+    return text;
+  }
+
+  std::map<std::string, std::string> variables_ = {{"PATH", "/bin"}, {"CUDA_VISIBLE_DEVICES", ""}};
+  LaunchOutcome outcome_;
+  bool ran_ = false;
+  LaunchPlan plan_;
+  std::ostringstream out_, err_;
+};
+
+TEST_F(LaunchCommandTest, ProgramAndSettings_ReachTheBackend) {
+  EXPECT_EQ(
+      Run({"--num-processes", "2", "--cpu", "--env", "A=b=c", "./train", "--num_processes", "9"}),
+      kExitOk);
+  EXPECT_EQ(plan_.config.num_processes, 2);
+  EXPECT_TRUE(plan_.config.cpu);
+  EXPECT_EQ(plan_.config.env.at("A"), "b=c");
+  EXPECT_THAT(plan_.argv, ElementsAre("./train", "--num_processes", "9"));
+}
+
+TEST_F(LaunchCommandTest, Mistakes_AreOneLineWithTheWayOut) {
+  EXPECT_THAT(Refused({}, kExitUsage), HasSubstr("no program to launch"));
+  EXPECT_THAT(Refused({"--num_processes", "2"}, kExitUsage), HasSubstr("no program to launch"));
+  EXPECT_THAT(Refused({"--numprocesses", "2", "x"}, kExitUsage),
+              HasSubstr("did you mean --num_processes?"));
+  EXPECT_THAT(Refused({"--num_processes", "0", "x"}, kExitUsage), HasSubstr("at least 1"));
+  EXPECT_THAT(Refused({"--config_file", "/nowhere.yaml", "x"}, kExitUsage),
+              HasSubstr("/nowhere.yaml"));
+  EXPECT_THAT(Refused({"--env", "A", "x"}, kExitUsage), HasSubstr("NAME=VALUE"));
+  EXPECT_THAT(Refused({"--coordinator", "here", "x"}, kExitUsage), HasSubstr("here"));
+  EXPECT_THAT(Refused({"missing"}, kExitProgramMissing), HasSubstr("not found in PATH"));
+  EXPECT_THAT(Refused({"plain"}, kExitNotExecutable), HasSubstr("not executable"));
+}
+
+TEST_F(LaunchCommandTest, ConfigFile_UnknownKey_NamesFileLineAndKey) {
+  const std::string path = ::testing::TempDir() + "/c.yaml";
+  ASSERT_TRUE(WriteFileAtomically(path, "cpu: true\nnum_process: 2\n").ok());
+  variables_["MUSTER_CONFIG"] = path;
+  EXPECT_THAT(Refused({"x"}, kExitUsage),
+              HasSubstr("c.yaml:2: unknown key num_process; did you mean num_processes?"));
+  ASSERT_TRUE(WriteFileAtomically(path, "num_processes: 3\n").ok());
+  EXPECT_EQ(Run({"x"}), kExitOk);
+  EXPECT_EQ(plan_.config.num_processes, 3);
+}
+
+TEST_F(LaunchCommandTest, FailedJob_NamesTheWorkerAndItsLastLines) {
+  outcome_.kind = LaunchOutcome::Kind::kFailed;
+  outcome_.why = "rank 1 (pid 12 on box) was killed by signal 9 (SIGKILL)";
+  outcome_.last_lines = {"step 7", "step 8"};
+  EXPECT_EQ(Run({"x"}), kExitJobFailed);
+  EXPECT_EQ(
+      err_.str(),
+      "muster launch: rank 1 (pid 12 on box) was killed by signal 9 (SIGKILL); the job has failed\n"
+      "  its last lines:\n  | step 7\n  | step 8\n");
+}
+
+TEST_F(LaunchCommandTest, Outcomes_HaveTheirExitCodes) {
+  outcome_.kind = LaunchOutcome::Kind::kStopped;
+  outcome_.signal = 2;
+  EXPECT_EQ(Run({"x"}), 130);
+  outcome_.signal = 15;
+  EXPECT_EQ(Run({"x"}), 143);
+  outcome_.kind = LaunchOutcome::Kind::kRefused;
+  outcome_.status = absl::AlreadyExistsError("127.0.0.1:29400 is taken");
+  EXPECT_EQ(Run({"x"}), kExitConflict);
+  EXPECT_EQ(err_.str(), "muster launch: 127.0.0.1:29400 is taken\n");
+  outcome_.status = absl::UnavailableError("no coordinator");
+  EXPECT_EQ(Run({"x"}), kExitUnreachable);
+  outcome_.status = absl::DeadlineExceededError("machine 1 did not come");
+  EXPECT_EQ(Run({"x"}), kExitTimeout);
+  outcome_.status = absl::NotFoundError("gone");
+  EXPECT_EQ(Run({"x"}), kExitProgramMissing);
+}
+
+TEST_F(LaunchCommandTest, DryRun_PrintsEverySettingWithItsSourceAndRunsNothing) {
+  variables_["MUSTER_MIXED_PRECISION"] = "bf16";
+  EXPECT_EQ(Run({"--dry-run", "--num_processes=4", "./train", "a b"}), kExitOk);
+  EXPECT_FALSE(ran_);
+  EXPECT_THAT(out_.str(),
+              AllOf(::testing::ContainsRegex("num_processes +4 +--num_processes"),
+                    ::testing::ContainsRegex("mixed_precision +bf16 +MUSTER_MIXED_PRECISION"),
+                    ::testing::ContainsRegex("max_restarts +0 +default"),
+                    HasSubstr("./train 'a b'"), HasSubstr("ranks    0 to 3 of 4 on this machine")));
+}
+
+TEST_F(LaunchCommandTest, Help_HasEverySettingAndTheExitCodes) {
+  EXPECT_EQ(Run({"--help"}), kExitOk);
+  for (const SettingSpec& spec : LaunchSettings())
+    EXPECT_THAT(out_.str(), HasSubstr("--" + spec.name));
+  EXPECT_THAT(out_.str(), HasSubstr("Exit codes: 0 the job succeeded"));
+}
+
+TEST_F(LaunchCommandTest, Test_RunsTheChecksBesideTheBinary) {
+  const std::string folder = ::testing::TempDir() + "/bin";
+  ASSERT_TRUE(MakeDirectories(folder).ok());
+  std::vector<std::string> argv;
+  const LaunchBackend backend = {
+      .find_program = [](absl::string_view program,
+                         absl::string_view) { return std::string(program); },
+      .run =
+          [&](const LaunchPlan& plan) {
+            argv = plan.argv;
+            return LaunchOutcome();
+          }};
+  const CommandContext context = {variables_, out_, err_};
+  EXPECT_EQ(RunTestCommand({}, context, backend, folder + "/muster"), kExitProgramMissing);
+  EXPECT_THAT(err_.str(), HasSubstr("the checks program is not installed"));
+  ASSERT_TRUE(WriteFileAtomically(folder + "/muster-checks", "").ok());
+  EXPECT_EQ(RunTestCommand({"--num_processes", "2"}, context, backend, folder + "/muster"),
+            kExitOk);
+  EXPECT_THAT(argv, ElementsAre(EndsWith("/bin/muster-checks")));
+  EXPECT_EQ(RunTestCommand({"word"}, context, backend, folder + "/muster"), kExitUsage);
+}
+
+}  // namespace
+}  // namespace muster::client

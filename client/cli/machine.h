@@ -1,0 +1,42 @@
+#ifndef MUSTER_CLIENT_CLI_MACHINE_H_
+#define MUSTER_CLIENT_CLI_MACHINE_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace muster::client {
+
+struct Gpu {
+  int index = 0;
+  std::string model;  // empty: the driver does not say
+};
+
+// What this machine has, read from the kernel's files: no driver library is loaded and no program
+// run.
+struct Machine {
+  std::string hostname;
+  std::string system;  // "Debian GNU/Linux 12 (bookworm)"
+  std::string kernel;
+  std::string architecture;
+  std::string cpu_model;
+  int cores = 1;  // that this process may use: affinity and control group
+  int64_t memory_bytes = 0;
+  int64_t memory_available_bytes = 0;
+  std::string driver;  // NVIDIA kernel driver's version; empty: none
+  std::vector<Gpu> gpus;
+  int usable_gpus = 0;  // that CUDA_VISIBLE_DEVICES lets programs see
+};
+
+// `root` stands before every path; for tests.
+Machine ReadMachine(const std::map<std::string, std::string>& variables,
+                    const std::string& root = "");
+
+// How many of `gpus` a CUDA program sees with this CUDA_VISIBLE_DEVICES: the entries before the
+// first one that names none. Names ("GPU-...", "MIG-...") are believed.
+int CountVisible(const std::string& cuda_visible_devices, int gpus);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CLI_MACHINE_H_
