@@ -47,7 +47,11 @@ _ALLOWED = {
 }
 
 # A file that wires parts together may name what its folder may not, with the reason.
-_EXCEPTIONS = {}
+_EXCEPTIONS = {
+    # `muster launch` embeds a coordinator and an agent: these two files hand them to the commands as interfaces.
+    "client/cli/main.cc": {"coordinator", "worker/agent"},
+    "client/cli/local_job.cc": {"worker/agent"},
+}
 
 # Headers that users compile against: none of these may leak into them.
 _NOT_IN_PUBLIC_HEADERS = {"grpc", "protobuf", "proto", "stubs", "json", "yaml", "httplib", "cli11", "sqlite", "nccl", "gloo"}

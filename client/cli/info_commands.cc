@@ -1,0 +1,368 @@
+#include "client/cli/info_commands.h"
+
+#include <google/protobuf/stubs/common.h>
+#include <grpcpp/grpcpp.h>
+
+#include <nlohmann/json.hpp>
+
+#include "absl/base/config.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "base/file.h"
+#include "base/status_macros.h"
+#include "client/cli/exit_code.h"
+#include "client/cli/machine.h"
+#include "client/cli/version.h"
+#include "client/config/suggest.h"
+#include "proto/muster/v1/admin.grpc.pb.h"
+#include "proto/muster/v1/membership.grpc.pb.h"
+#include "rpc/channel.h"
+#include "rpc/status.h"
+
+namespace muster::client {
+namespace {
+
+using nlohmann::ordered_json;
+
+// Parses, and handles --help and mistakes. Returns the exit code if there is nothing more to do,
+// else -1.
+int Begin(const CommandSpec& spec, const std::vector<std::string>& args,
+          const CommandContext& context, CommandLine* line) {
+  if (absl::Status status = ParseCommandLine(spec, args, line); !status.ok()) {
+    context.err << spec.name << ": " << status.message() << "\n";
+    return kExitUsage;
+  }
+  if (line->help) {
+    context.out << HelpText(spec);
+    return kExitOk;
+  }
+  return -1;
+}
+
+int Fail(const CommandSpec& spec, const CommandContext& context, const absl::Status& status,
+         int code) {
+  context.err << spec.name << ": " << absl::StrReplaceAll(status.message(), {{"\n", " "}}) << "\n";
+  return code;
+}
+
+std::string Dump(const ordered_json& value) {
+  return value.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n";
+}
+
+std::string ProtobufVersion() {
+  return google::protobuf::internal::VersionString(GOOGLE_PROTOBUF_VERSION);
+}
+
+std::string GigaBytes(int64_t bytes) { return absl::StrFormat("%.1f GiB", bytes / 1073741824.0); }
+
+std::string DurationText(const google::protobuf::Duration& duration) {
+  return absl::StrFormat("%.1fs", duration.seconds() + duration.nanos() * 1e-9);
+}
+
+std::string StateName(v1::WorkerState state) {
+  return absl::StrReplaceAll(v1::WorkerState_Name(state), {{"WORKER_STATE_", ""}});
+}
+
+ordered_json ConfigJson(const LaunchConfig& config) {
+  ordered_json settings = ordered_json::object();
+  for (const auto& [name, given] : config.provenance) {
+    settings[name] = {{"value", given.text}, {"source", given.source}};
+  }
+  return settings;
+}
+
+}  // namespace
+
+int RunVersionCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const CommandSpec spec = {.name = "muster version", .summary = "Prints Muster's version."};
+  CommandLine line;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  context.out << "muster " << kVersion << "\n";
+  return kExitOk;
+}
+
+int RunEnvCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const CommandSpec spec = {
+      .name = "muster env",
+      .summary = "Prints versions, devices and libraries: what to put into a bug report.",
+      .usage = "[OPTIONS]",
+      .options = {
+          {.name = "json", .help = "As one JSON object"},
+          {.name = "config_file", .value_name = "FILE", .help = "The config file to look at"}}};
+  CommandLine line;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  const Machine machine = ReadMachine(context.variables);
+  ConfigPath path;
+  const absl::StatusOr<LaunchConfig> config = ReadLaunchConfig(line, context.variables, &path);
+
+  ordered_json gpus = ordered_json::array();
+  for (const Gpu& gpu : machine.gpus)
+    gpus.push_back(gpu.model.empty() ? "unknown model" : gpu.model);
+  ordered_json variables = ordered_json::object();
+  for (const char* name :
+       {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST"}) {
+    const auto it = context.variables.find(name);
+    if (it != context.variables.end()) variables[name] = it->second;
+  }
+  for (const auto& [name, value] : context.variables) {
+    if (name.rfind("MUSTER_", 0) == 0) variables[name] = value;
+  }
+  const ordered_json facts = {
+      {"muster", kVersion},
+      {"torch", absl::StrCat(kTorchVersion, " (expected)")},
+      {"grpc", grpc::Version()},
+      {"protobuf", ProtobufVersion()},
+      {"abseil", absl::StrCat(ABSL_LTS_RELEASE_VERSION)},
+      {"compiler", absl::StrCat("g++ ", __VERSION__)},
+      {"system", machine.system},
+      {"kernel", absl::StrCat(machine.kernel, " ", machine.architecture)},
+      {"host", machine.hostname},
+      {"cpu", machine.cpu_model},
+      {"cores", machine.cores},
+      {"memory_bytes", machine.memory_bytes},
+      {"memory_available_bytes", machine.memory_available_bytes},
+      {"nvidia_driver", machine.driver},
+      {"gpus", gpus},
+      {"usable_gpus", machine.usable_gpus},
+      {"config_file", path.path},
+      {"config_error", config.ok() ? "" : std::string(config.status().message())},
+      {"variables", variables},
+  };
+  if (line.Get("json") == "true") {
+    context.out << Dump(facts);
+    return kExitOk;
+  }
+  const auto row = [&](absl::string_view name, absl::string_view value) {
+    context.out << absl::StrFormat("%-14s %s\n", name, value.empty() ? "-" : value);
+  };
+  row("muster", kVersion);
+  row("torch", facts["torch"].get<std::string>());
+  row("grpc", grpc::Version());
+  row("protobuf", ProtobufVersion());
+  row("abseil", facts["abseil"].get<std::string>());
+  row("compiler", facts["compiler"].get<std::string>());
+  row("system", machine.system);
+  row("kernel", facts["kernel"].get<std::string>());
+  row("host", machine.hostname);
+  row("cpu", absl::StrCat(machine.cpu_model, " (", machine.cores, " cores to use)"));
+  row("memory", absl::StrCat(GigaBytes(machine.memory_bytes), ", ",
+                             GigaBytes(machine.memory_available_bytes), " available"));
+  row("nvidia driver", machine.driver);
+  row("gpus", machine.gpus.empty()
+                  ? "none"
+                  : absl::StrCat(machine.gpus.size(), ", ", machine.usable_gpus, " to use"));
+  for (const Gpu& gpu : machine.gpus) row("", absl::StrCat(gpu.index, ": ", gpu.model));
+  for (const auto& [name, value] : variables.items())
+    row("variable", absl::StrCat(name, "=", value.get<std::string>()));
+  row("config", path.path.empty() ? "none found" : absl::StrCat(path.path, " (", path.source, ")"));
+  if (!config.ok()) {
+    row("config error", config.status().message());
+    return kExitOk;
+  }
+  context.out << "\nmuster launch would use:\n" << DescribeLaunch(*config);
+  return kExitOk;
+}
+
+int RunConfigCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  CommandSpec spec = LaunchCommandSpec();
+  spec.name = "muster config";
+  spec.summary = "Writes, shows or checks the config file of muster launch.";
+  spec.usage = "default|show|validate [FILE] [OPTIONS]";
+  spec.details =
+      "default   writes a file with every setting and its meaning; the options given here go into "
+      "it\n"
+      "show      prints every setting that a launch with these options would use, and where it "
+      "comes from\n"
+      "validate  reads a file and says whether a launch would accept it\n"
+      "Exit codes: 0 done; 2 wrong options or a file that would be refused; 4 the file exists "
+      "already (--force).";
+  spec.takes_program = false;
+  spec.max_words = 2;
+  spec.options.push_back({.name = "force", .help = "default: replace the file if it exists"});
+  spec.options.push_back({.name = "json", .help = "show: as one JSON object"});
+  CommandLine line;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  const std::vector<std::string> verbs = {"default", "show", "validate"};
+  const std::string verb = line.words.empty() ? "" : line.words[0];
+  if (verb != "default" && verb != "show" && verb != "validate") {
+    return Fail(spec, context,
+                absl::InvalidArgumentError(
+                    verb.empty() ? "say what to do: default, show or validate"
+                                 : absl::StrCat("unknown word ", verb, DidYouMean(verb, verbs))),
+                kExitUsage);
+  }
+  if (line.words.size() == 2) line.options["config_file"] = {line.words[1]};
+
+  if (verb == "default") {
+    std::string path = line.Get("config_file");
+    if (path.empty()) path = FindConfig("", context.variables).path;
+    if (path.empty()) path = DefaultConfigPath(context.variables);
+    if (path.empty()) {
+      return Fail(spec, context, absl::InvalidArgumentError("where to? give --config_file FILE"),
+                  kExitUsage);
+    }
+    if (PathExists(path) && line.Get("force") != "true") {
+      return Fail(spec, context,
+                  absl::AlreadyExistsError(absl::StrCat(path, " exists; --force replaces it")),
+                  kExitConflict);
+    }
+    std::map<std::string, std::string> given;
+    for (const SettingSpec& setting : LaunchSettings()) {
+      if (line.Has(setting.name)) given[setting.name] = line.Get(setting.name);
+    }
+    const std::string text = DefaultConfigText(given);
+    absl::Status status = ParseConfig(text, path).status();
+    if (!status.ok()) return Fail(spec, context, status, kExitUsage);
+    status = MakeDirectories(ParentPath(path));
+    if (status.ok()) status = WriteFileAtomically(path, text);
+    if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+    context.out << path << "\n";
+    return kExitOk;
+  }
+
+  ConfigPath path;
+  const absl::StatusOr<LaunchConfig> config = ReadLaunchConfig(line, context.variables, &path);
+  if (verb == "validate") {
+    if (path.path.empty()) {
+      return Fail(spec, context,
+                  absl::InvalidArgumentError(
+                      "no config file: give its name, or write one with muster config default"),
+                  kExitUsage);
+    }
+    if (!config.ok()) return Fail(spec, context, config.status(), kExitUsage);
+    context.out << path.path << ": ok\n";
+    return kExitOk;
+  }
+  if (!config.ok()) return Fail(spec, context, config.status(), kExitUsage);
+  if (line.Get("json") == "true") {
+    context.out << Dump({{"config_file", path.path}, {"settings", ConfigJson(*config)}});
+    return kExitOk;
+  }
+  context.out << "config file: "
+              << (path.path.empty() ? "none" : absl::StrCat(path.path, " (", path.source, ")"))
+              << "\n"
+              << DescribeLaunch(*config);
+  return kExitOk;
+}
+
+int RunStatusCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const CommandSpec spec = {
+      .name = "muster status",
+      .summary = "Shows the jobs and workers of a running coordinator.",
+      .usage = "[JOB] [OPTIONS]",
+      .details = "Exit codes: 0 shown; 2 wrong options; 3 no such job; 7 no coordinator answers.",
+      .options = {{.name = "coordinator",
+                   .value_name = "IP:PORT",
+                   .help = "Its address. Default: $MUSTER_COORDINATOR"},
+                  {.name = "tls_ca",
+                   .value_name = "FILE",
+                   .help = "Certificates that the coordinator's must descend from"},
+                  {.name = "tls_cert", .value_name = "FILE", .help = "Certificate to show"},
+                  {.name = "tls_key", .value_name = "FILE", .help = "Private key of --tls_cert"},
+                  {.name = "timeout",
+                   .value_name = "TIME",
+                   .help = "How long to wait for an answer (default 5s)"},
+                  {.name = "json", .help = "As one JSON object"}},
+      .max_words = 1};
+  CommandLine line;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  std::string address = line.Get("coordinator");
+  if (const auto it = context.variables.find("MUSTER_COORDINATOR");
+      address.empty() && it != context.variables.end()) {
+    address = it->second;
+  }
+  if (address.empty()) {
+    return Fail(spec, context,
+                absl::InvalidArgumentError("which coordinator? give --coordinator IP:PORT"),
+                kExitUsage);
+  }
+  absl::Duration timeout = absl::Seconds(5);
+  if (line.Has("timeout") &&
+      (!absl::ParseDuration(line.Get("timeout"), &timeout) || timeout <= absl::ZeroDuration())) {
+    return Fail(spec, context,
+                absl::InvalidArgumentError(
+                    absl::StrCat("--timeout ", line.Get("timeout"), ": write 5s or 1m")),
+                kExitUsage);
+  }
+  const auto channel = rpc::Connect(address, {.tls_ca = line.Get("tls_ca"),
+                                              .tls_cert = line.Get("tls_cert"),
+                                              .tls_key = line.Get("tls_key")});
+  if (!channel.ok()) return Fail(spec, context, channel.status(), kExitUsage);
+  absl::Status status = rpc::WaitUntilConnected(**channel, address, timeout);
+  if (!status.ok()) return Fail(spec, context, status, kExitUnreachable);
+
+  v1::StatusReply reply;
+  {
+    grpc::ClientContext call;
+    rpc::SetTimeout(call, timeout);
+    status = rpc::FromGrpc(v1::Admin::NewStub(*channel)->Status(&call, {}, &reply));
+    if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  }
+  const std::string wanted = line.words.empty() ? "" : line.words[0];
+  ordered_json jobs = ordered_json::array();
+  std::string table;
+  for (const v1::JobStatus& job : reply.jobs()) {
+    if (!wanted.empty() && job.job_id() != wanted) continue;
+    v1::GetMembersRequest request;
+    request.set_job_id(job.job_id());
+    v1::GetMembersReply members;
+    grpc::ClientContext call;
+    rpc::SetTimeout(call, timeout);
+    status = rpc::FromGrpc(v1::Membership::NewStub(*channel)->GetMembers(&call, request, &members));
+    if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+    ordered_json rows = ordered_json::array();
+    absl::StrAppendFormat(&table, "\n%s: generation %d, %s, %d workers, steps %d to %d\n",
+                          job.job_id(), job.generation(), job.rendezvous_state(), job.world_size(),
+                          job.min_step(), job.max_step());
+    absl::StrAppendFormat(&table, "  %5s %-12s %-9s %-20s %8s %8s %9s  %s\n", "RANK", "WORKER",
+                          "STATE", "HOST", "PID", "STEP", "HEARTBEAT", "DOING");
+    for (const v1::Member& member : members.members()) {
+      rows.push_back({{"rank", member.rank()},
+                      {"worker_id", member.worker_id()},
+                      {"state", StateName(member.state())},
+                      {"host", member.host()},
+                      {"pid", member.pid()},
+                      {"last_step", member.last_step()},
+                      {"heartbeat_age", DurationText(member.heartbeat_age())},
+                      {"phase", member.phase()},
+                      {"exit", member.exit().message()}});
+      const std::string doing =
+          member.exit().message().empty() ? member.phase() : member.exit().message();
+      absl::StrAppendFormat(&table, "  %5d %-12s %-9s %-20s %8d %8d %9s  %s\n", member.rank(),
+                            member.worker_id(), StateName(member.state()), member.host(),
+                            member.pid(), member.last_step(), DurationText(member.heartbeat_age()),
+                            doing);
+    }
+    jobs.push_back({{"job_id", job.job_id()},
+                    {"generation", job.generation()},
+                    {"state", job.rendezvous_state()},
+                    {"world_size", job.world_size()},
+                    {"waiting", job.waiting()},
+                    {"min_step", job.min_step()},
+                    {"max_step", job.max_step()},
+                    {"workers", rows}});
+  }
+  if (!wanted.empty() && jobs.empty()) {
+    return Fail(
+        spec, context,
+        absl::NotFoundError(absl::StrCat("the coordinator at ", address, " has no job ", wanted)),
+        kExitNotFound);
+  }
+  if (line.Get("json") == "true") {
+    context.out << Dump({{"coordinator", address},
+                         {"version", reply.version()},
+                         {"uptime", DurationText(reply.uptime())},
+                         {"agents", reply.agents()},
+                         {"journal", reply.journal()},
+                         {"jobs", jobs}});
+    return kExitOk;
+  }
+  context.out << "coordinator " << address << ", version " << reply.version() << ", up "
+              << DurationText(reply.uptime()) << ", " << reply.agents() << " agents, "
+              << jobs.size() << (jobs.size() == 1 ? " job\n" : " jobs\n") << table;
+  return kExitOk;
+}
+
+}  // namespace muster::client

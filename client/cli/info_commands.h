@@ -1,0 +1,26 @@
+#ifndef MUSTER_CLIENT_CLI_INFO_COMMANDS_H_
+#define MUSTER_CLIENT_CLI_INFO_COMMANDS_H_
+
+#include <string>
+#include <vector>
+
+#include "client/cli/launch_command.h"
+
+namespace muster::client {
+
+// `muster env`: what this machine, this installation and this configuration are.
+int RunEnvCommand(const std::vector<std::string>& args, const CommandContext& context);
+
+// `muster config default|show|validate`: writes, explains or checks the config file of `muster
+// launch`.
+int RunConfigCommand(const std::vector<std::string>& args, const CommandContext& context);
+
+// `muster status`: the jobs and workers of a running coordinator.
+int RunStatusCommand(const std::vector<std::string>& args, const CommandContext& context);
+
+// `muster version`.
+int RunVersionCommand(const std::vector<std::string>& args, const CommandContext& context);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CLI_INFO_COMMANDS_H_

@@ -1,0 +1,38 @@
+#ifndef MUSTER_CLIENT_CLI_LOCAL_JOB_H_
+#define MUSTER_CLIENT_CLI_LOCAL_JOB_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "client/cli/launch_plan.h"
+
+namespace muster::client {
+
+// A coordinator inside this process; ends when destroyed.
+class EmbeddedCoordinator {
+ public:
+  virtual ~EmbeddedCoordinator() = default;
+  // What workers connect to, with the port that was bound.
+  virtual std::string address() const = 0;
+};
+
+struct EmbeddedCoordinatorOptions {
+  std::string listen;  // "127.0.0.1:0"
+  // Files; empty: none. See rpc::ServerOptions.
+  std::string tls_ca;
+  std::string tls_cert;
+  std::string tls_key;
+};
+
+using CoordinatorFactory = std::function<absl::StatusOr<std::unique_ptr<EmbeddedCoordinator>>(
+    const EmbeddedCoordinatorOptions&)>;
+
+// Runs jobs in this process: a coordinator from `start_coordinator` on machine 0, and an agent.
+// This is the one place where the client's side meets an agent (main meets the coordinator).
+LaunchBackend LocalBackend(CoordinatorFactory start_coordinator);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CLI_LOCAL_JOB_H_

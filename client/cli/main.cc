@@ -1,0 +1,59 @@
+#include <limits.h>
+#include <unistd.h>
+
+#include <iostream>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "base/status_macros.h"
+#include "client/cli/local_job.h"
+#include "client/cli/muster_command.h"
+#include "coordinator/service/server.h"
+#include "worker/agent/node_job.h"
+
+namespace {
+
+class ServerInThisProcess final : public muster::client::EmbeddedCoordinator {
+ public:
+  explicit ServerInThisProcess(std::unique_ptr<muster::coordinator::CoordinatorServer> server)
+      : server_(std::move(server)) {}
+  std::string address() const override { return server_->address(); }
+
+ private:
+  const std::unique_ptr<muster::coordinator::CoordinatorServer> server_;
+};
+
+absl::StatusOr<std::unique_ptr<muster::client::EmbeddedCoordinator>> StartCoordinator(
+    const muster::client::EmbeddedCoordinatorOptions& options) {
+  muster::coordinator::CoordinatorServer::Options server;
+  server.rpc.listen = options.listen;
+  server.rpc.tls_ca = options.tls_ca;
+  server.rpc.tls_cert = options.tls_cert;
+  server.rpc.tls_key = options.tls_key;
+  MUSTER_ASSIGN_OR_RETURN(auto started,
+                          muster::coordinator::CoordinatorServer::Start(std::move(server)));
+  return std::unique_ptr<muster::client::EmbeddedCoordinator>(
+      std::make_unique<ServerInThisProcess>(std::move(started)));
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  muster::agent::BlockJobSignals();
+  std::map<std::string, std::string> variables;
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const absl::string_view text = *entry;
+    const size_t equals = text.find('=');
+    if (equals != absl::string_view::npos) {
+      variables.emplace(text.substr(0, equals), text.substr(equals + 1));
+    }
+  }
+  char self[PATH_MAX] = "";
+  if (readlink("/proc/self/exe", self, sizeof(self) - 1) < 0) self[0] = '\0';
+  return muster::client::RunMuster({argv + 1, argv + argc}, {variables, std::cout, std::cerr},
+                                   muster::client::LocalBackend(StartCoordinator), self);
+}

@@ -1,0 +1,67 @@
+#include "client/cli/muster_command.h"
+
+#include <functional>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_format.h"
+#include "client/cli/exit_code.h"
+#include "client/cli/info_commands.h"
+#include "client/config/suggest.h"
+
+namespace muster::client {
+namespace {
+
+struct Command {
+  std::string name;
+  std::string summary;
+  std::function<int(const std::vector<std::string>&)> run;
+};
+
+void PrintHelp(const std::vector<Command>& commands, std::ostream& out) {
+  out << "Muster trains and serves LibTorch models on one machine or many.\n"
+         "Usage: muster COMMAND [OPTIONS]\n\nCommands:\n";
+  for (const Command& command : commands)
+    out << absl::StrFormat("  %-9s %s\n", command.name, command.summary);
+  out << "\nmuster COMMAND --help tells more. Exit codes are in docs/cli.md.\n";
+}
+
+}  // namespace
+
+int RunMuster(const std::vector<std::string>& args, const CommandContext& context,
+              const LaunchBackend& backend, const std::string& self) {
+  using Args = std::vector<std::string>;
+  const std::vector<Command> commands = {
+      {"launch", "Run a program in several processes, with a coordinator",
+       [&](const Args& rest) { return RunLaunchCommand(rest, context, backend); }},
+      {"test", "Run Muster's own checks as launch would run a program",
+       [&](const Args& rest) { return RunTestCommand(rest, context, backend, self); }},
+      {"config", "Write, show or check the config file",
+       [&](const Args& rest) { return RunConfigCommand(rest, context); }},
+      {"env", "Print versions, devices and libraries",
+       [&](const Args& rest) { return RunEnvCommand(rest, context); }},
+      {"status", "Show the jobs and workers of a coordinator",
+       [&](const Args& rest) { return RunStatusCommand(rest, context); }},
+      {"version", "Print the version",
+       [&](const Args& rest) { return RunVersionCommand(rest, context); }},
+  };
+  if (args.empty()) {
+    PrintHelp(commands, context.err);
+    return kExitUsage;
+  }
+  const std::string& name = args[0];
+  if (name == "--help" || name == "-h" || name == "help") {
+    PrintHelp(commands, context.out);
+    return kExitOk;
+  }
+  if (name == "--version") return RunVersionCommand({}, context);
+  std::vector<std::string> names;
+  for (const Command& command : commands) {
+    if (command.name == name) return command.run({args.begin() + 1, args.end()});
+    names.push_back(command.name);
+  }
+  context.err << "muster: unknown " << (absl::StartsWith(name, "-") ? "option " : "command ")
+              << name << DidYouMean(name, names, "muster ") << "; see muster --help\n";
+  return kExitUsage;
+}
+
+}  // namespace muster::client

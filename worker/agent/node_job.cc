@@ -1,0 +1,120 @@
+#include "worker/agent/node_job.h"
+
+#include <poll.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/eventfd.h>
+#include <sys/signalfd.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <functional>
+#include <memory>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "worker/agent/rpc_job_link.h"
+
+namespace muster::agent {
+namespace {
+
+sigset_t JobSignals() {
+  sigset_t signals;
+  sigemptyset(&signals);
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) sigaddset(&signals, signal);
+  return signals;
+}
+
+// Calls back for each signal of the job until destroyed.
+class SignalWatcher {
+ public:
+  explicit SignalWatcher(std::function<void(int)> on_signal)
+      : stop_fd_(eventfd(0, EFD_CLOEXEC)),
+        thread_([this, on_signal = std::move(on_signal)] { Loop(on_signal); }) {}
+  ~SignalWatcher() {
+    const uint64_t one = 1;
+    ssize_t ignored = write(stop_fd_, &one, sizeof(one));
+    static_cast<void>(ignored);
+    thread_.join();
+    close(stop_fd_);
+  }
+
+ private:
+  void Loop(const std::function<void(int)>& on_signal) {
+    const sigset_t signals = JobSignals();
+    const int fd = signalfd(-1, &signals, SFD_CLOEXEC);
+    for (;;) {
+      pollfd fds[2] = {{fd, POLLIN, 0}, {stop_fd_, POLLIN, 0}};
+      poll(fds, 2, -1);
+      if (fds[1].revents != 0) break;
+      signalfd_siginfo info;
+      if (fds[0].revents != 0 && read(fd, &info, sizeof(info)) == sizeof(info)) {
+        on_signal(static_cast<int>(info.ssi_signo));
+      }
+    }
+    close(fd);
+  }
+
+  const int stop_fd_;
+  std::thread thread_;
+};
+
+}  // namespace
+
+void BlockJobSignals() {
+  const sigset_t signals = JobSignals();
+  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
+  signal(SIGPIPE, SIG_IGN);
+}
+
+NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
+  NodeJobResult result;
+  const int here = options.agent.slots;
+  const int world = here * options.num_nodes;
+  OutputMux output({
+      .stdout_fd = options.show_output ? STDOUT_FILENO : -1,
+      .stderr_fd = options.show_output ? STDERR_FILENO : -1,
+      .prefix = options.prefix && world > 1,
+      .progress_rank = options.node_rank > 0 ? options.node_rank * here : 0,
+      .on_backpressure = [&host](bool pressed) { host.PauseOutput(pressed); },
+  });
+  absl::StatusOr<std::unique_ptr<JobLink>> link = MakeRpcJobLink({
+      .coordinator = options.agent.worker.coordinator,
+      .channel = options.channel,
+      .job = options.agent.worker.job,
+      .num_nodes = options.num_nodes,
+      .node_rank = options.node_rank,
+      .settings = options.settings,
+      .host = options.host,
+      .join_timeout = options.join_timeout,
+  });
+  if (!link.ok()) {
+    result.job.outcome = JobResult::Outcome::kRefused;
+    result.job.status = link.status();
+    return result;
+  }
+  const bool show = options.show_output;
+  options.agent.stdout_terminal = show && isatty(STDOUT_FILENO) != 0;
+  options.agent.stderr_terminal = show && isatty(STDERR_FILENO) != 0;
+  options.agent.stdin_fd = STDIN_FILENO;
+  Agent agent(std::move(options.agent), host, output, **link);
+  std::atomic<int> first_signal{0};
+  {
+    SignalWatcher signals([&](int signal) {
+      int none = 0;
+      if (first_signal.compare_exchange_strong(none, signal)) {
+        output.Note(
+            absl::StrCat("muster: stopping (", SignalName(signal), "); once more to kill at once"));
+      }
+      agent.Stop();
+    });
+    result.job = agent.Run();
+  }
+  result.signal = first_signal.load();
+  // A reader of our output that stands still must not keep a stopped job from ending.
+  output.Flush(result.signal == 0 ? absl::InfiniteDuration() : absl::Seconds(1));
+  return result;
+}
+
+}  // namespace muster::agent

@@ -1,0 +1,40 @@
+#ifndef MUSTER_WORKER_AGENT_NODE_JOB_H_
+#define MUSTER_WORKER_AGENT_NODE_JOB_H_
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "rpc/channel.h"
+#include "worker/agent/agent.h"
+
+namespace muster::agent {
+
+// One node's part of one job, as a process of its own: `muster launch` and `muster-agent`.
+struct NodeJobOptions {
+  AgentOptions agent;  // worker.coordinator is where to connect
+  rpc::ChannelOptions channel = {};
+  int num_nodes = 1;
+  int node_rank = -1;         // -1: any
+  std::string settings = {};  // see RpcJobLinkOptions
+  std::string host = "127.0.0.1";
+  absl::Duration join_timeout = absl::Minutes(10);
+  bool show_output = true;  // the workers' lines, on standard output and standard error
+  bool prefix = true;       // where several workers write
+};
+
+struct NodeJobResult {
+  JobResult job;
+  int signal = 0;  // that stopped it
+};
+
+// Keeps SIGINT, SIGTERM and SIGHUP for RunNodeJob. Call at the start of main, before any thread is
+// started.
+void BlockJobSignals();
+
+// Runs the job on the terminal: the workers' lines go to standard output and standard error,
+// SIGINT, SIGTERM and SIGHUP stop it (a second one kills). Blocks until nothing of it is left.
+// `host` is borrowed and should have been started before any other thread of the process.
+NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host);
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_WORKER_AGENT_NODE_JOB_H_

@@ -1,0 +1,39 @@
+#ifndef MUSTER_WORKER_AGENT_RPC_JOB_LINK_H_
+#define MUSTER_WORKER_AGENT_RPC_JOB_LINK_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "rpc/channel.h"
+#include "worker/agent/job_link.h"
+
+namespace muster::agent {
+
+struct RpcJobLinkOptions {
+  std::string coordinator;  // "127.0.0.1:29400"
+  rpc::ChannelOptions channel = {};
+  std::string job;
+  int num_nodes = 1;
+  int node_rank = -1;  // -1: any
+  // Must be the same on all nodes, for example "num_processes 4, max_restarts 0". Shown when it is
+  // not.
+  std::string settings = {};
+  // Of this node: where the other nodes reach a program here.
+  std::string host = "127.0.0.1";
+  absl::Duration join_timeout = absl::Minutes(10);
+  absl::Duration lease = absl::Seconds(6);
+  // How long the coordinator may be away before the job is given up.
+  absl::Duration outage_tolerance = absl::Seconds(15);
+};
+
+// A JobLink over the coordinator's services. With several nodes, the agents form a job of their
+// own, "JOB.agents": its rendezvous numbers the nodes, a key "end" in the generation tells why an
+// attempt ended, a barrier "finish" waits for all nodes, and each agent's lease shows whether its
+// node still lives. Errors: as rpc::Connect.
+absl::StatusOr<std::unique_ptr<JobLink>> MakeRpcJobLink(const RpcJobLinkOptions& options);
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_WORKER_AGENT_RPC_JOB_LINK_H_
