@@ -202,20 +202,36 @@ class PowerSgdHook : public c10d::CppCommHookInterface<GroupPtr> {
   }
 };
 
-}  // namespace
+class WrappedHook : public c10d::CommHookInterface {
+ public:
+  WrappedHook(std::unique_ptr<c10d::CommHookInterface> inner, at::ScalarType dtype)
+      : inner_(std::move(inner)), dtype_(dtype) {}
 
-CommHook ParseCommHook(absl::string_view text) {
-  if (text == "no") return CommHook::kNone;
-  if (text == "fp16") return CommHook::kFp16;
-  if (text == "bf16") return CommHook::kBf16;
-  if (text == "power_sgd") return CommHook::kPowerSgd;
-  if (text == "batched_power_sgd") return CommHook::kBatchedPowerSgd;
-  TORCH_CHECK(false, "unknown communication hook '", std::string(text),
-              "': choose no, fp16, bf16, power_sgd or batched_power_sgd");
-}
+  FuturePtr runHook(c10d::GradBucket& bucket) override {
+    at::Tensor original = bucket.getBufferRef();
+    at::Tensor small = original.to(dtype_);
+    bucket.setBuffer(small);
+    const FuturePtr inner = inner_->runHook(bucket);
+    return inner->then(
+        [original, hook = inner_](c10::ivalue::Future& future) {
+          at::NoGradGuard no_grad;
+          original.copy_(hook->parseHookResult(future.value()));
+          return c10::IValue(original);
+        },
+        c10::TensorType::get());
+  }
 
-std::unique_ptr<c10d::CommHookInterface> MakeCommHook(
-    CommHook hook, const PowerSgdOptions& power_sgd, c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  at::Tensor parseHookResult(const c10::IValue& result) override {
+    return c10d::detail::parseCppCommHookResult(result);
+  }
+
+ private:
+  const std::shared_ptr<c10d::CommHookInterface> inner_;
+  const at::ScalarType dtype_;
+};
+
+std::unique_ptr<c10d::CommHookInterface> MakeInner(CommHook hook, const PowerSgdOptions& power_sgd,
+                                                   GroupPtr group) {
   switch (hook) {
     case CommHook::kNone:
       return nullptr;
@@ -229,6 +245,36 @@ std::unique_ptr<c10d::CommHookInterface> MakeCommHook(
       return std::make_unique<PowerSgdHook>(std::move(group), power_sgd, /*batched=*/true);
   }
   return nullptr;
+}
+
+}  // namespace
+
+CommHook ParseCommHook(absl::string_view text) {
+  if (text == "no") return CommHook::kNone;
+  if (text == "fp16") return CommHook::kFp16;
+  if (text == "bf16") return CommHook::kBf16;
+  if (text == "power_sgd") return CommHook::kPowerSgd;
+  if (text == "batched_power_sgd") return CommHook::kBatchedPowerSgd;
+  TORCH_CHECK(false, "unknown communication hook '", std::string(text),
+              "': choose no, fp16, bf16, power_sgd or batched_power_sgd");
+}
+
+CommWrapper ParseCommWrapper(absl::string_view text) {
+  if (text == "no") return CommWrapper::kNone;
+  if (text == "fp16") return CommWrapper::kFp16;
+  if (text == "bf16") return CommWrapper::kBf16;
+  TORCH_CHECK(false, "unknown communication wrapper '", std::string(text),
+              "': choose no, fp16 or bf16");
+}
+
+std::unique_ptr<c10d::CommHookInterface> MakeCommHook(
+    CommHook hook, CommWrapper wrapper, const PowerSgdOptions& power_sgd,
+    c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  if (wrapper == CommWrapper::kNone) return MakeInner(hook, power_sgd, std::move(group));
+  const at::ScalarType dtype = wrapper == CommWrapper::kFp16 ? at::kHalf : at::kBFloat16;
+  // A cast around nothing is the hook that casts.
+  if (hook == CommHook::kNone) return std::make_unique<CompressHook>(std::move(group), dtype);
+  return std::make_unique<WrappedHook>(MakeInner(hook, power_sgd, std::move(group)), dtype);
 }
 
 }  // namespace muster

@@ -40,10 +40,15 @@ struct PowerSgdOptions {
   uint64_t random_seed = 0;
 };
 
-// The hook for c10d::Reducer; null for kNone. PowerSGD waits for its two all-reduces of a bucket
-// inside the hook, so that collectives come in the same order on every rank (on Gloo, continuations
-// run in any order); on NCCL that wait is the stream's, not the host's.
-std::unique_ptr<c10d::CommHookInterface> MakeCommHook(CommHook hook,
+// A cast around another hook: its gradients are fp16 or bf16 when it sees them.
+enum class CommWrapper { kNone, kFp16, kBf16 };
+// "no", "fp16", "bf16". Throws c10::Error for anything else.
+CommWrapper ParseCommWrapper(absl::string_view text);
+
+// The hook for c10d::Reducer; null for kNone without a wrapper. PowerSGD waits for its two
+// all-reduces of a bucket inside the hook, so that collectives come in the same order on every rank
+// (on Gloo, continuations run in any order); on NCCL that wait is the stream's, not the host's.
+std::unique_ptr<c10d::CommHookInterface> MakeCommHook(CommHook hook, CommWrapper wrapper,
                                                       const PowerSgdOptions& power_sgd,
                                                       c10::intrusive_ptr<c10d::ProcessGroup> group);
 

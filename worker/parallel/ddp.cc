@@ -224,7 +224,8 @@ class DataParallel::Impl {
         /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
         std::vector<int64_t>{});
     if (options_.static_graph) reducer_->set_static_graph();
-    if (auto hook = MakeCommHook(options_.comm_hook, options_.power_sgd, group_)) {
+    if (auto hook =
+            MakeCommHook(options_.comm_hook, options_.comm_wrapper, options_.power_sgd, group_)) {
       reducer_->register_comm_hook(std::move(hook));
     }
   }

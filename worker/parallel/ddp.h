@@ -26,6 +26,7 @@ struct DataParallelOptions {
   // Parameters and buffers start as those of rank 0. Off, they must be equal already.
   bool init_sync = true;
   CommHook comm_hook = CommHook::kNone;
+  CommWrapper comm_wrapper = CommWrapper::kNone;
   PowerSgdOptions power_sgd = {};
 };
 

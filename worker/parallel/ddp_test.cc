@@ -17,6 +17,16 @@ namespace {
 
 using ::testing::HasSubstr;
 
+template <typename Fn>
+std::string ErrorOf(Fn fn) {
+  try {
+    fn();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "no error";
+}
+
 constexpr int kSteps = 8;
 constexpr int kRanks = 2;
 
@@ -145,20 +155,30 @@ TEST(DataParallel, PowerSgd_FullRankIsExactLowRankIsEqualOnAllRanks) {
   }
 }
 
+TEST(DataParallel, WrappedHooks_AreEqualOnAllRanks) {
+  const std::vector<at::Tensor> expected = Reference();
+  for (const CommHook hook : {CommHook::kNone, CommHook::kBf16, CommHook::kPowerSgd}) {
+    const auto ranks = Train({.comm_hook = hook,
+                              .comm_wrapper = CommWrapper::kBf16,
+                              .power_sgd = {.matrix_approximation_rank = 6,
+                                            .start_powerSGD_iter = 2,
+                                            .min_compression_rate = 0.1}});
+    ExpectEqualRanks(ranks);
+    EXPECT_LT(Distance(ranks[0], expected), 3e-2);
+  }
+}
+
+TEST(CommHook, Names_AreParsed) {
+  EXPECT_EQ(ParseCommHook("batched_power_sgd"), CommHook::kBatchedPowerSgd);
+  EXPECT_THAT(ErrorOf([] { ParseCommHook("powersgd"); }), HasSubstr("choose no, fp16"));
+  EXPECT_EQ(ParseCommWrapper("fp16"), CommWrapper::kFp16);
+  EXPECT_THAT(ErrorOf([] { ParseCommWrapper("fp8"); }), HasSubstr("choose no, fp16"));
+}
+
 TEST(DataParallel, UnusedParameter_WithFindUnused_Trains) {
   const auto ranks = Train({.find_unused_parameters = true}, /*use_last_bias=*/false);
   ExpectEqualRanks(ranks);
   EXPECT_LT(Distance(ranks[0], Reference(/*use_last_bias=*/false)), 2e-6);
-}
-
-template <typename Fn>
-std::string ErrorOf(Fn fn) {
-  try {
-    fn();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
 }
 
 TEST(DataParallel, UnusedParameter_WithoutFindUnused_IsNamed) {

@@ -188,9 +188,16 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
           state_[i].step = chunk.steps[k++];
         }
       }
-      Update(static_cast<int64_t>(g), chunk, scale, inf);
-      if (inf.has_value()) {
-        for (auto& [old_step, new_step] : counted) new_step.sub_(*inf);
+      // A model spread over devices has its scale and its flag on one of them.
+      const auto here =
+          [&chunk](const std::optional<at::Tensor>& scalar) -> std::optional<at::Tensor> {
+        if (!scalar.has_value()) return std::nullopt;
+        return scalar->to(chunk.params[0].device());
+      };
+      const std::optional<at::Tensor> inf_here = here(inf);
+      Update(static_cast<int64_t>(g), chunk, here(scale), inf_here);
+      if (inf_here.has_value()) {
+        for (auto& [old_step, new_step] : counted) new_step.sub_(*inf_here);
       }
     }
   }

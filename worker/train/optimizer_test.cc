@@ -13,8 +13,10 @@
 #include "torch/optim/adam.h"
 #include "torch/optim/adamw.h"
 #include "torch/optim/rmsprop.h"
+#include "torch/optim/schedulers/step_lr.h"
 #include "torch/optim/sgd.h"
 #include "worker/train/torch_optimizer.h"
+#include "worker/train/torch_scheduler.h"
 
 namespace muster {
 namespace {
@@ -290,6 +292,27 @@ TEST(FusedAdamW, StepScaled_DividesByScaleAndSkipsOnInf) {
   }
   ExpectNear(a, b);
   EXPECT_EQ(scaled.SaveState().tensors.at("0.step").item<float>(), 1);
+}
+
+TEST(TorchScheduler, StepsSavesAndLoads) {
+  std::vector<at::Tensor> params = MakeParams();
+  optim::SGD first(params, optim::SGDOptions(1.0)), second(params, optim::SGDOptions(1.0));
+  const auto a = WrapTorchOptimizer(first), b = WrapTorchOptimizer(second);
+  optim::StepLR inner_a(first, 2, 0.5), inner_b(second, 2, 0.5);
+  TorchSchedulerAdapter<optim::StepLR> scheduler_a(inner_a, *a), scheduler_b(inner_b, *b);
+  for (int i = 0; i < 3; ++i) scheduler_a.Step();
+  EXPECT_EQ(a->lr(0), 0.5);
+  scheduler_b.LoadState(scheduler_a.SaveState());
+  EXPECT_EQ(scheduler_b.step_count(), 3);
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_EQ(a->lr(0), b->lr(0));
+    scheduler_a.Step();
+    scheduler_b.Step();
+  }
+  EXPECT_THAT(ErrorOf([&] {
+                scheduler_b.LoadState({{"step", {1}}, {"last_lr", {1}}});
+              }),
+              HasSubstr("cannot go back"));
 }
 
 TEST(OptimizerHandle, ZeroGrad_InPlaceKeepsBucketViews) {
