@@ -1,0 +1,76 @@
+#include "muster/accelerator.h"
+
+#include <unistd.h>
+
+#include <cstdio>
+#include <exception>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "base/log.h"
+#include "worker/train/guard.h"
+
+namespace muster {
+
+Accelerator::Accelerator() : Accelerator(Options{}) {}
+Accelerator::Accelerator(const Options& options) : core_(std::make_shared<internal::Core>(options)) {}
+// Handles keep the core alive; the job ends with the Accelerator all the same.
+Accelerator::~Accelerator() { core_->EndTraining(); }
+
+AcceleratedScheduler Accelerator::prepare_scheduler(const AcceleratedOptimizer& optimizer,
+                                                    LrSchedulePtr schedule) {
+  return AcceleratedScheduler(core_->PrepareSchedule(std::move(schedule), optimizer.slot()));
+}
+
+internal::AccumulateScope Accelerator::accumulate() { return core_->Accumulate(); }
+
+void Accelerator::print(const char* format, ...) {
+  if (!is_local_main_process()) return;
+  va_list arguments;
+  va_start(arguments, format);
+  std::vprintf(format, arguments);
+  va_end(arguments);
+  std::fflush(stdout);
+}
+
+absl::Status Accelerator::save_state(const std::string& directory) {
+  return core_->SaveState(directory);
+}
+absl::Status Accelerator::load_state(const std::string& directory) {
+  return core_->LoadState(directory, /*may_be_missing=*/false);
+}
+absl::Status Accelerator::load_state_if_present(const std::string& directory) {
+  return core_->LoadState(directory, /*may_be_missing=*/true);
+}
+
+int run(int argc, char** argv, const AcceleratorOptions& options,
+        const std::function<absl::Status(Accelerator&, const Arguments&)>& train) {
+  const Arguments arguments(argv + std::min(argc, 1), argv + argc);
+  std::string who = absl::StrCat("pid ", getpid());
+  const absl::Status status = Guard([&] {
+    Accelerator accelerator(options);
+    if (accelerator.use_distributed()) {
+      who = absl::StrCat("rank ", accelerator.process_index(), " (", who, ")");
+    }
+    ThrowIfError(train(accelerator, arguments));
+    accelerator.end_training();
+  });
+  std::fflush(stdout);
+  if (status.ok()) return 0;
+  const absl::string_view program = argc > 0 ? argv[0] : "muster";
+  std::fprintf(stderr, "%s: %s: %s\n", std::string(program.substr(program.rfind('/') + 1)).c_str(),
+               who.c_str(), status.ToString().c_str());
+  return 1;
+}
+
+int run(int argc, char** argv,
+        const std::function<absl::Status(Accelerator&, const Arguments&)>& train) {
+  return run(argc, argv, AcceleratorOptions(), train);
+}
+
+int run(int argc, char** argv, const std::function<absl::Status(Accelerator&)>& train) {
+  return run(argc, argv, AcceleratorOptions(),
+             [&](Accelerator& accelerator, const Arguments&) { return train(accelerator); });
+}
+
+}  // namespace muster

@@ -1,0 +1,437 @@
+#ifndef MUSTER_ACCELERATOR_H_
+#define MUSTER_ACCELERATOR_H_
+
+#include <cstdarg>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <source_location>
+#include <string>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "muster/data.h"
+#include "muster/internal/core.h"
+#include "muster/optim.h"
+#include "torch/nn/module.h"
+#include "torch/nn/pimpl.h"
+#include "torch/optim/optimizer.h"
+#include "worker/metrics/gather_for_metrics.h"
+#include "worker/process/nested_collectives.h"
+
+namespace muster {
+
+// A prepared model: call it as you call the model. Each call runs under the configured autocast, returns float32, and
+// takes part in the gradient exchange. A value; copies are the same model. `M` is a torch module holder (TORCH_MODULE).
+template <class M>
+class AcceleratedModel {
+ public:
+  using ModuleType = typename M::ContainedType;
+
+  AcceleratedModel(M module, std::shared_ptr<internal::ModelSlot> slot)
+      : module_(std::move(module)), impl_(module_.ptr()), slot_(std::move(slot)) {}
+
+  // The forward pass: the model's own `forward`, with whatever arguments it takes.
+  template <class... Args>
+  auto operator()(Args&&... args) {
+    return slot_->Run([&] { return impl_->forward(std::forward<Args>(args)...); });
+  }
+  template <class... Args>
+  auto forward(Args&&... args) {
+    return (*this)(std::forward<Args>(args)...);
+  }
+
+  // The module itself: parameters(), train(), eval(), its own members.
+  ModuleType* operator->() const { return impl_.get(); }
+  ModuleType& operator*() const { return *impl_; }
+  M& unwrap() { return module_; }
+  const M& unwrap() const { return module_; }
+
+  const std::shared_ptr<internal::ModelSlot>& slot() const { return slot_; }
+
+ private:
+  M module_;
+  std::shared_ptr<ModuleType> impl_;
+  std::shared_ptr<internal::ModelSlot> slot_;
+};
+
+// A prepared optimizer: step() and zero_grad() act only where gradients are synchronized, so the loop needs no `if`.
+// A value; copies are the same optimizer.
+class AcceleratedOptimizer {
+ public:
+  explicit AcceleratedOptimizer(std::shared_ptr<internal::OptimizerSlot> slot)
+      : slot_(std::move(slot)) {}
+
+  // One update at the end of an accumulation window; nothing between. Under a gradient scaler an update whose gradients
+  // hold inf or NaN is skipped.
+  void step() { slot_->Step(); }
+  // Forgets the gradients at the end of a window; nothing between.
+  void zero_grad(bool set_to_none = true) { slot_->ZeroGrad(set_to_none); }
+  // Whether the last step() was skipped because of inf or NaN.
+  bool step_was_skipped() const { return slot_->step_was_skipped(); }
+  // Learning rate of a parameter group.
+  double lr(int64_t group = 0) const { return slot_->handle().lr(group); }
+  // Updates done so far.
+  int64_t steps() const { return slot_->steps(); }
+
+  OptimizerHandle& handle() { return slot_->handle(); }
+  const std::shared_ptr<internal::OptimizerSlot>& slot() const { return slot_; }
+
+ private:
+  std::shared_ptr<internal::OptimizerSlot> slot_;
+};
+
+// A prepared learning-rate schedule: step() it once per micro-step, after the optimizer. It moves on when the optimizer
+// did. A value; copies are the same schedule.
+class AcceleratedScheduler {
+ public:
+  explicit AcceleratedScheduler(std::shared_ptr<internal::SchedulerSlot> slot)
+      : slot_(std::move(slot)) {}
+
+  void step() { slot_->Step(); }
+  // The rate in force, of the first parameter group.
+  double last_lr() const { return slot_->last_lr(); }
+  // Steps of the schedule so far.
+  int64_t step_count() const { return slot_->step_count(); }
+
+  const std::shared_ptr<internal::SchedulerSlot>& slot() const { return slot_; }
+
+ private:
+  std::shared_ptr<internal::SchedulerSlot> slot_;
+};
+
+// Your training loop on one process or on a cluster, in any precision: Accelerate's Accelerator for LibTorch.
+//
+//   muster::Accelerator accelerator;
+//   auto [model, optimizer, loader] = accelerator.prepare(net, adamw, muster::batches(data, 32).shuffle(true));
+//   for (auto& [x, y] : loader) {
+//     auto scope = accelerator.accumulate();
+//     accelerator.backward(torch::nll_loss(model(x), y));
+//     optimizer.step();
+//     optimizer.zero_grad();
+//   }
+//
+// It reads its place in the job from the environment (docs/environment.md); alone it is a job of one process. All calls
+// go through the object: there is no global state, and two of them in one process do not meet. Not thread-safe: one
+// training thread. Methods marked (collective) must be called by every process, in the same order; they block.
+// Errors inside tensor code are thrown (c10::Error); methods that touch files or the coordinator return absl::Status.
+class Accelerator {
+ public:
+  using Options = AcceleratorOptions;
+
+  // Joins the job (collective): blocks until all processes are here, at most Options::timeout. Throws c10::Error with
+  // one line that says what is wrong with the environment or who is missing.
+  Accelerator();
+  explicit Accelerator(const Options& options);
+  ~Accelerator();
+  Accelerator(const Accelerator&) = delete;
+  Accelerator& operator=(const Accelerator&) = delete;
+
+  // --- Where am I ---------------------------------------------------------------------------------------------------
+  at::Device device() const { return core_->device(); }
+  int num_processes() const { return core_->size(); }
+  int process_index() const { return core_->rank(); }
+  int local_process_index() const { return core_->local_rank(); }
+  bool is_main_process() const { return process_index() == 0; }
+  bool is_local_main_process() const { return local_process_index() == 0; }
+  bool is_last_process() const { return process_index() == num_processes() - 1; }
+  bool use_distributed() const { return num_processes() > 1; }
+  const std::string& mixed_precision() const { return core_->mixed_precision(); }
+  const Environment& environment() const { return core_->environment(); }
+
+  // --- prepare --------------------------------------------------------------------------------------------------------
+  // (collective) Makes models, optimizers, loaders and schedules ready for this job and returns them in the same order:
+  //   a module holder           -> AcceleratedModel        moved to device(), parameters broadcast from process 0
+  //   an optimizer              -> AcceleratedOptimizer    torch::optim's or Muster's; keep it alive
+  //   batches(dataset, n)       -> a loader of this process's batches
+  //   a schedule (LrSchedulePtr)-> AcceleratedScheduler    of the optimizer in the same call
+  // Anything already prepared is returned as it is. One argument gives one object, several a tuple.
+  // Throws c10::Error: parameters differ between processes (named), a schedule without an optimizer.
+  template <class... Objects>
+  auto prepare(Objects&&... objects);
+
+  // A schedule for an optimizer that was prepared before.
+  AcceleratedScheduler prepare_scheduler(const AcceleratedOptimizer& optimizer, LrSchedulePtr schedule);
+
+  // --- The step --------------------------------------------------------------------------------------------------------
+  // Begins a micro-step; hold the result until its end. Says whether gradients are exchanged and the optimizer steps:
+  // every gradient_accumulation_steps, and at the last batch of a loader. Reads the facts of the batch from the
+  // innermost loop of a prepared loader of this Accelerator, or from `batch`.
+  [[nodiscard]] internal::AccumulateScope accumulate();
+  template <class T>
+  [[nodiscard]] internal::AccumulateScope accumulate(const Batch<T>& batch) {
+    return core_->Accumulate(batch.info());
+  }
+  bool sync_gradients() const { return core_->sync_gradients(); }
+  int64_t gradient_accumulation_steps() const { return core_->gradient_accumulation_steps(); }
+  void set_gradient_accumulation_steps(int64_t steps) { core_->set_gradient_accumulation_steps(steps); }
+
+  // Backward pass of `loss` (0-d or one element), divided for the accumulation window and scaled for fp16.
+  void backward(const at::Tensor& loss) { core_->Backward(loss); }
+  // For a loss that is a mean over `weight` items, such as tokens: the update is then the mean over all items of the
+  // window and of all processes. All micro-steps of a window, or none.
+  void backward(const at::Tensor& loss, double weight) { core_->Backward(loss, weight); }
+
+  // Clips the gradients of `parameters` to the total norm; returns the norm before clipping (0-d). Unscales first.
+  // Call it where sync_gradients(); elsewhere gradients are partial, and it throws.
+  at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
+                             double norm_type = 2.0) {
+    return core_->ClipGradNorm(parameters, max_norm, norm_type);
+  }
+  void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value) {
+    core_->ClipGradValue(parameters, clip_value);
+  }
+  // Divides the gradients by the fp16 loss scale now instead of in step(); nothing without a scaler.
+  void unscale_gradients() { core_->FinishGradients(); }
+  // Some optimizer skipped its last step because of inf or NaN.
+  bool optimizer_step_was_skipped() const { return core_->optimizer_step_was_skipped(); }
+
+  // Backward passes in this scope do not exchange gradients.
+  [[nodiscard]] internal::NoSyncScope no_sync() { return internal::NoSyncScope(core_.get()); }
+  // The configured precision for code outside of the model's forward, such as a loss.
+  [[nodiscard]] AutocastGuard autocast() { return core_->Autocast(); }
+  // The gradients of all processes may come from different numbers of batches in this scope: processes that ran out
+  // take part in the others' exchanges. (collective) on entry.
+  [[nodiscard]] internal::JoinScope join_uneven_inputs() { return internal::JoinScope(core_.get()); }
+
+  // --- Collectives, over tensors and nested structures of them ----------------------------------------------------------
+  // (collective) Concatenates along the first dimension in process order; a 0-d tensor gives one value per process.
+  template <class T>
+  T gather(const T& value, std::source_location where = std::source_location::current()) {
+    return Gather(core_->comm(), value, where);
+  }
+  // (collective) As gather, without the samples that only fill up the last batch: a tensor whose first dimension is the
+  // batch's is cut to the real samples of each process; anything else is gathered whole. Inside a loop over a prepared
+  // loader of this Accelerator; outside of any it is gather.
+  template <class T>
+  T gather_for_metrics(const T& value) {
+    return MapTensors(value, [&](const at::Tensor& t) { return core_->GatherForMetrics(t); });
+  }
+  template <class T, class U, class... Rest>
+  std::tuple<T, U, Rest...> gather_for_metrics(const T& first, const U& second, const Rest&... rest) {
+    // Braces, because they are evaluated in order; collectives must be.
+    return std::tuple<T, U, Rest...>{gather_for_metrics(first), gather_for_metrics(second),
+                                     gather_for_metrics(rest)...};
+  }
+  // (collective) The same with the facts of a given batch.
+  template <class Data, class T>
+  T gather_for_metrics_of(const Batch<Data>& batch, const T& value) {
+    return MapTensors(value,
+                      [&](const at::Tensor& t) { return GatherForMetrics(core_->comm(), t, batch.info()); });
+  }
+  // (collective) The objects of all processes in process order: lists are joined, anything else becomes an element.
+  template <class T>
+  auto gather_object(const T& object, std::source_location where = std::source_location::current()) {
+    return GatherObject(core_->comm(), object, where);
+  }
+  // (collective) Lists with an object per sample, without those of samples that only fill up the last batch.
+  template <class E>
+  std::vector<E> gather_object_for_metrics(const std::vector<E>& objects) {
+    const BatchInfo* batch = core_->current_batch();
+    if (batch == nullptr) return GatherObject(core_->comm(), objects);
+    return GatherObjectForMetrics(core_->comm(), objects, *batch);
+  }
+  // (collective) "sum", "mean", "max" or "min" over all processes, times `scale`. The input is left alone.
+  template <class T>
+  T reduce(const T& value, const std::string& reduction = "sum", double scale = 1.0,
+           std::source_location where = std::source_location::current()) {
+    return Reduce(core_->comm(), value, reduction, scale, where);
+  }
+  // (collective) Pads dimension `dim` to the largest of all processes with `pad_index`.
+  template <class T>
+  T pad_across_processes(const T& value, int64_t dim = 0, const at::Scalar& pad_index = 0,
+                         bool pad_first = false,
+                         std::source_location where = std::source_location::current()) {
+    return PadAcrossProcesses(core_->comm(), value, dim, pad_index, pad_first, where);
+  }
+  // (collective) The value of process `from_process`. The input is left alone.
+  template <class T>
+  T broadcast(const T& value, int from_process = 0,
+              std::source_location where = std::source_location::current()) {
+    return Broadcast(core_->comm(), MapTensors(value, [](const at::Tensor& t) { return t.clone(); }),
+                     from_process, where);
+  }
+  // (collective) Overwrites `list` with that of process `from_process`.
+  template <class E>
+  void broadcast_object_list(std::vector<E>& list, int from_process = 0) {
+    BroadcastObjectList(core_->comm(), list, from_process);
+  }
+  // This process's part of a vector, map or tensor; the input is left alone. No communication.
+  template <class T>
+  T split_between_processes(const T& inputs, bool apply_padding = false) {
+    return SplitBetweenProcesses(core_->size(), core_->rank(), inputs, apply_padding);
+  }
+
+  // --- Process control -----------------------------------------------------------------------------------------------
+  // printf on one process of each host.
+  void print(const char* format, ...) __attribute__((format(printf, 2, 3)));
+  // (collective) Returns when every process has come. With a coordinator an absentee is an error for all at the deadline
+  // that names it, its host and its last step: DEADLINE_EXCEEDED, thrown as c10::Error.
+  void wait_for_everyone(absl::Duration timeout = absl::ZeroDuration()) { core_->WaitForEveryone(timeout); }
+
+  // Wraps `function` so that it runs on the named process(es) only; elsewhere the call does nothing. The test is made
+  // at the call. A result comes as std::optional, empty elsewhere; a function without a result gives bool (did it run).
+  template <class F>
+  auto on_main_process(F function) const { return Only([](const internal::Core& c) { return c.rank() == 0; }, std::move(function)); }
+  template <class F>
+  auto on_local_main_process(F function) const { return Only([](const internal::Core& c) { return c.local_rank() == 0; }, std::move(function)); }
+  template <class F>
+  auto on_last_process(F function) const { return Only([](const internal::Core& c) { return c.rank() == c.size() - 1; }, std::move(function)); }
+  template <class F>
+  auto on_process(int process_index, F function) const {
+    return Only([process_index](const internal::Core& c) { return c.rank() == process_index; }, std::move(function));
+  }
+  template <class F>
+  auto on_local_process(int local_process_index, F function) const {
+    return Only([local_process_index](const internal::Core& c) { return c.local_rank() == local_process_index; }, std::move(function));
+  }
+
+  // (collective) Process 0 (of the job, of each host) runs the scope before the others. The scope is released also when
+  // an exception leaves it, so the others never wait for ever.
+  [[nodiscard]] internal::FirstScope main_process_first() { return internal::FirstScope(core_.get(), false); }
+  [[nodiscard]] internal::FirstScope local_main_process_first() { return internal::FirstScope(core_.get(), true); }
+
+  // A flag that any process can set and all see: check_trigger() (collective) is true on every process if set_trigger()
+  // was called on any since the last check that was true.
+  void set_trigger() { core_->SetTrigger(); }
+  bool check_trigger() { return core_->CheckTrigger(); }
+
+  // --- State ------------------------------------------------------------------------------------------------------------
+  // (collective) Writes models, optimizers, schedules, loaders' positions, scaler, random states and registered objects to
+  // `directory`, or, if empty, to the next numbered folder under the project directory. On return on any process all of it
+  // is there. Layout: docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED, PERMISSION_DENIED, FAILED_PRECONDITION in the
+  // middle of an accumulation window, ALREADY_EXISTS.
+  absl::Status save_state(const std::string& directory = "");
+  // (collective) Restores it, also on another number of processes; loaders go on at the exact next sample, epochs() at the
+  // epoch. Empty: the newest complete one of the project directory. Errors: NOT_FOUND, DATA_LOSS, FAILED_PRECONDITION.
+  absl::Status load_state(const std::string& directory = "");
+  // As load_state; OK if there is none yet.
+  absl::Status load_state_if_present(const std::string& directory = "");
+  // Where the last save_state or load_state of this process was.
+  const std::string& last_checkpoint() const { return core_->last_checkpoint(); }
+  // Adds an object with save and load functions to the state. Keep it alive.
+  void register_for_checkpointing(std::function<PlainState()> save, std::function<void(const PlainState&)> load) {
+    core_->RegisterForCheckpointing(std::move(save), std::move(load));
+  }
+  // The number of optimizer steps of the first prepared optimizer, over all runs.
+  int64_t global_step() const { return core_->global_step(); }
+
+  // `for (int64_t epoch : accelerator.epochs(3))`: 0, 1, 2, or the rest of them after load_state.
+  internal::EpochRange epochs(int64_t count) { return internal::EpochRange(core_.get(), count); }
+  // `loader` without its first `num_batches` batches, for one pass.
+  template <class Loader>
+  auto skip_first_batches(Loader& loader, int64_t num_batches) {
+    return SkipFirstBatches(loader, num_batches);
+  }
+
+  // Gives back the models and optimizers this object keeps for save_state, and forgets accumulation.
+  void free_memory() { core_->FreeMemory(); }
+  // The model as it was before prepare.
+  template <class M>
+  M& unwrap_model(AcceleratedModel<M>& model) {
+    return model.unwrap();
+  }
+  // Ends the job for this process, in order: flushes trackers, waits for the others, leaves the rendezvous.
+  void end_training() { core_->EndTraining(); }
+
+  // For code beside the loop that needs the process group: trackers, samplers, own collectives.
+  Comm& comm() { return core_->comm(); }
+  internal::Core& core() { return *core_; }
+
+ private:
+  template <class Test, class F>
+  auto Only(Test test, F function) const;
+
+  template <class T>
+  auto PrepareOne(T&& object);
+
+  std::shared_ptr<internal::Core> core_;
+};
+
+// The arguments of a job's function, less the program's name.
+using Arguments = std::vector<std::string>;
+
+// Makes the Accelerator, calls `train(accelerator)` or `train(accelerator, arguments)`, and turns what comes back into
+// the exit code of main(): 0, or 1 after one line on standard error that names the process and what failed. Exceptions
+// of any kind are caught here.
+int run(int argc, char** argv, const std::function<absl::Status(Accelerator&)>& train);
+int run(int argc, char** argv, const std::function<absl::Status(Accelerator&, const Arguments&)>& train);
+int run(int argc, char** argv, const AcceleratorOptions& options,
+        const std::function<absl::Status(Accelerator&, const Arguments&)>& train);
+
+// --- Below: templates ---------------------------------------------------------------------------------------------------
+
+namespace internal {
+
+template <class T>
+struct IsPrepared : std::false_type {};
+template <class M>
+struct IsPrepared<AcceleratedModel<M>> : std::true_type {};
+template <>
+struct IsPrepared<AcceleratedOptimizer> : std::true_type {};
+template <>
+struct IsPrepared<AcceleratedScheduler> : std::true_type {};
+template <class T>
+struct IsPrepared<PreparedLoader<T>> : std::true_type {};
+
+}  // namespace internal
+
+template <class T>
+auto Accelerator::PrepareOne(T&& object) {
+  using D = std::decay_t<T>;
+  if constexpr (internal::IsPrepared<D>::value) {
+    return object;
+  } else if constexpr (std::is_base_of_v<torch::detail::ModuleHolderIndicator, D>) {
+    return AcceleratedModel<D>(object, core_->PrepareModel(object.ptr()));
+  } else if constexpr (std::is_base_of_v<torch::optim::Optimizer, D> ||
+                       std::is_base_of_v<OptimizerHandle, D>) {
+    static_assert(std::is_lvalue_reference_v<T>,
+                  "prepare() borrows the optimizer: give it a name and keep it alive");
+    return AcceleratedOptimizer(core_->PrepareOptimizer(object));
+  } else if constexpr (IsBatchRecipe<D>::value) {
+    auto loader =
+        PrepareLoader(object, core_->loader_options(), &core_->comm(), core_->loader_observer());
+    core_->RegisterLoader(loader.state_handle());
+    return loader;
+  } else if constexpr (std::is_convertible_v<D, LrSchedulePtr>) {
+    return AcceleratedScheduler(core_->PrepareSchedule(object));
+  } else {
+    return object;
+  }
+}
+
+template <class... Objects>
+auto Accelerator::prepare(Objects&&... objects) {
+  internal::Core::PrepareCall call(core_.get());
+  if constexpr (sizeof...(Objects) == 1) {
+    return PrepareOne(std::forward<Objects>(objects)...);
+  } else {
+    // A braced list is evaluated in order, which the collectives inside need.
+    return std::tuple{PrepareOne(std::forward<Objects>(objects))...};
+  }
+}
+
+template <class Test, class F>
+auto Accelerator::Only(Test test, F function) const {
+  return [core = core_, test, function = std::move(function)](auto&&... args) mutable {
+    using Result = std::invoke_result_t<F&, decltype(args)...>;
+    if constexpr (std::is_void_v<Result>) {
+      if (!test(*core)) return false;
+      function(std::forward<decltype(args)>(args)...);
+      return true;
+    } else {
+      if (!test(*core)) return std::optional<Result>();
+      return std::optional<Result>(function(std::forward<decltype(args)>(args)...));
+    }
+  };
+}
+
+}  // namespace muster
+
+#endif  // MUSTER_ACCELERATOR_H_

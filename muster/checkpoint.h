@@ -1,0 +1,21 @@
+#ifndef MUSTER_CHECKPOINT_H_
+#define MUSTER_CHECKPOINT_H_
+
+#include <map>
+#include <string>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/status.h"
+
+namespace muster {
+
+// The tensors of a safetensors file by name, on the CPU. Throws c10::Error naming the file, the tensor and what is wrong.
+std::map<std::string, at::Tensor> LoadTensors(const std::string& path);
+
+// Writes a safetensors file that other libraries read: whole or not at all. Blocks on the disk.
+// Errors: INVALID_ARGUMENT naming the tensor, RESOURCE_EXHAUSTED, PERMISSION_DENIED.
+absl::Status SaveTensors(const std::string& path, const std::map<std::string, at::Tensor>& tensors);
+
+}  // namespace muster
+
+#endif  // MUSTER_CHECKPOINT_H_

@@ -1,0 +1,505 @@
+#include "muster/internal/core.h"
+
+#include <cmath>
+#include <exception>
+#include <limits>
+
+#include "ATen/Functions.h"
+#include "ATen/core/grad_mode.h"
+#include "absl/strings/str_cat.h"
+#include "base/log.h"
+#include "worker/metrics/gather_for_metrics.h"
+#include "worker/process/collectives.h"
+#include "worker/process/coordinator_client.h"
+#include "worker/process/nested_collectives.h"
+#include "worker/train/clip.h"
+#include "worker/train/torch_optimizer.h"
+
+namespace muster::internal {
+namespace {
+
+std::unique_ptr<ProcessContext> OpenContext(const AcceleratorOptions& options) {
+  EnvironmentArguments arguments;
+  arguments.mixed_precision = options.mixed_precision;
+  arguments.use_cpu = options.cpu;
+  arguments.gradient_accumulation_steps = options.gradient_accumulation_steps;
+  arguments.debug = options.debug;
+  if (!options.project.directory.empty()) arguments.project_dir = options.project.directory;
+  arguments.timeout = options.timeout;
+  absl::StatusOr<std::unique_ptr<ProcessContext>> context = OpenProcessContext(arguments);
+  TORCH_CHECK(context.ok(), context.status().message());
+  return *std::move(context);
+}
+
+// The number of steps a single process's scheduler would have made.
+int64_t NumSteps(const AcceleratorOptions& options, const Environment& environment) {
+  const int64_t steps = environment.gradient_accumulation_steps.value;
+  // The plug-in's own num_steps counts where neither an argument nor a variable says anything.
+  if (environment.gradient_accumulation_steps.is_default() && options.accumulation.num_steps != 1) {
+    return options.accumulation.num_steps;
+  }
+  return steps;
+}
+
+AccumulationOptions WithSteps(AccumulationOptions options, int64_t steps) {
+  options.num_steps = steps;
+  return options;
+}
+
+}  // namespace
+
+// Keeps the stack of live loops as loaders tell of their batches.
+class Core::Observer : public LoaderObserver {
+ public:
+  explicit Observer(Core* core) : core_(core) {}
+  void OnBatch(uint64_t iteration, const BatchInfo& info) override {
+    if (core_ == nullptr) return;
+    for (LiveLoop& loop : core_->live_) {
+      if (loop.id == iteration) {
+        loop.info = info;
+        return;
+      }
+    }
+    core_->live_.push_back({iteration, info});
+  }
+  void OnEnd(uint64_t iteration) override {
+    if (core_ == nullptr) return;
+    std::erase_if(core_->live_, [&](const LiveLoop& loop) { return loop.id == iteration; });
+  }
+  // Loaders may outlive the Accelerator.
+  void Forget() { core_ = nullptr; }
+
+ private:
+  Core* core_;
+};
+
+// --- Core: construction and state ---------------------------------------------------------------------------------------
+
+Core::Core(const AcceleratorOptions& options)
+    : options_(options),
+      context_(OpenContext(options)),
+      device_(context_->device),
+      precision_(ParseMixedPrecision(context_->environment.mixed_precision.value)),
+      observer_(std::make_shared<Observer>(this)),
+      accumulation_(WithSteps(options.accumulation, NumSteps(options, context_->environment))) {
+  CheckMixedPrecision(precision_, device_.type());
+  if (NeedsGradScaler(precision_) && options.grad_scaler.enabled) {
+    scaler_ = std::make_unique<GradScaler>(options.grad_scaler);
+  }
+}
+
+Core::~Core() {
+  observer_->Forget();
+  EndTraining();
+}
+
+// --- prepare --------------------------------------------------------------------------------------------------------------
+
+Core::PrepareCall::PrepareCall(Core* core) : core_(core), exceptions_(std::uncaught_exceptions()) {
+  if (core_->prepare_depth_++ == 0) {
+    core_->call_optimizers_.clear();
+    core_->call_schedulers_.clear();
+  }
+}
+
+Core::PrepareCall::~PrepareCall() noexcept(false) {
+  if (--core_->prepare_depth_ > 0) return;
+  const auto schedulers = std::move(core_->call_schedulers_);
+  const auto optimizers = std::move(core_->call_optimizers_);
+  core_->call_schedulers_.clear();
+  core_->call_optimizers_.clear();
+  if (std::uncaught_exceptions() > exceptions_ || schedulers.empty()) return;
+  const auto& candidates = optimizers.empty() ? core_->optimizers_ : optimizers;
+  TORCH_CHECK(candidates.size() == 1, "prepare() got a schedule and ", candidates.size(),
+              " optimizers: pass the schedule in one call with its optimizer, or use "
+              "prepare_scheduler(optimizer, schedule)");
+  for (const auto& scheduler : schedulers) scheduler->Bind(candidates.front());
+}
+
+std::shared_ptr<ModelSlot> Core::PrepareModel(std::shared_ptr<torch::nn::Module> module) {
+  TORCH_CHECK(module != nullptr, "prepare() got an empty module holder: construct the module first");
+  for (const auto& slot : models_) {
+    if (slot->shared_module() == module) return slot;
+  }
+  models_.push_back(std::make_shared<ModelSlot>(this, std::move(module)));
+  return models_.back();
+}
+
+std::shared_ptr<OptimizerSlot> Core::PrepareOptimizer(torch::optim::Optimizer& optimizer) {
+  std::unique_ptr<OptimizerHandle> handle = WrapTorchOptimizer(optimizer);
+  OptimizerHandle* const borrowed = handle.get();
+  auto slot = std::make_shared<OptimizerSlot>(this, borrowed, std::move(handle));
+  optimizers_.push_back(slot);
+  call_optimizers_.push_back(slot);
+  return slot;
+}
+
+std::shared_ptr<OptimizerSlot> Core::PrepareOptimizer(OptimizerHandle& optimizer) {
+  for (const auto& slot : optimizers_) {
+    if (&slot->handle() == &optimizer) {
+      call_optimizers_.push_back(slot);
+      return slot;
+    }
+  }
+  auto slot = std::make_shared<OptimizerSlot>(this, &optimizer, nullptr);
+  optimizers_.push_back(slot);
+  call_optimizers_.push_back(slot);
+  return slot;
+}
+
+std::shared_ptr<SchedulerSlot> Core::PrepareSchedule(LrSchedulePtr schedule) {
+  TORCH_CHECK(schedule != nullptr, "prepare() got an empty schedule");
+  schedulers_.push_back(std::make_shared<SchedulerSlot>(this, std::move(schedule)));
+  call_schedulers_.push_back(schedulers_.back());
+  return schedulers_.back();
+}
+
+std::shared_ptr<SchedulerSlot> Core::PrepareSchedule(LrSchedulePtr schedule,
+                                                     std::shared_ptr<OptimizerSlot> optimizer) {
+  TORCH_CHECK(schedule != nullptr, "prepare_scheduler() got an empty schedule");
+  schedulers_.push_back(std::make_shared<SchedulerSlot>(this, std::move(schedule)));
+  schedulers_.back()->Bind(std::move(optimizer));
+  return schedulers_.back();
+}
+
+LoaderOptions Core::loader_options() const {
+  LoaderOptions loader;
+  loader.split_batches = options_.data_loader.split_batches;
+  loader.even_batches = options_.data_loader.even_batches;
+  loader.dispatch_batches = options_.data_loader.dispatch_batches;
+  loader.data_seed = options_.data_loader.data_seed;
+  loader.non_blocking = options_.data_loader.non_blocking;
+  loader.device = device_;
+  return loader;
+}
+
+std::shared_ptr<LoaderObserver> Core::loader_observer() { return observer_; }
+
+// --- The step ---------------------------------------------------------------------------------------------------------------
+
+AccumulateScope Core::Accumulate() {
+  const BatchInfo* batch = current_batch();
+  if (batch != nullptr) return Accumulate(*batch);
+  return Accumulate(std::optional<BatchFacts>());
+}
+
+AccumulateScope Core::Accumulate(const BatchInfo& info) {
+  return Accumulate(BatchFacts{.is_last = info.is_last, .batches_left = info.batches_left});
+}
+
+AccumulateScope Core::Accumulate(const std::optional<BatchFacts>& facts) {
+  if (accumulation_.at_boundary()) BeginWindow();
+  if (join_ == nullptr) {
+    accumulation_.Begin(facts);
+  } else {
+    const UnevenInputs::Decision decision =
+        join_->MicroStep(accumulation_.WouldSync(facts), accumulation_.options().sync_each_batch);
+    accumulation_.Begin(facts, decision.sync);
+    join_factor_ = decision.gradient_factor;
+  }
+  in_micro_step_ = true;
+  return AccumulateScope(this);
+}
+
+void Core::BeginWindow() {
+  window_factor_.reset();
+  if (scaler_steps_ > 0) {
+    scaler_->Update();
+    scaler_steps_ = 0;
+  }
+  for (const auto& optimizer : optimizers_) optimizer->gradients_finished_ = false;
+}
+
+void Core::EndMicroStep() { in_micro_step_ = false; }
+
+void Core::Backward(const at::Tensor& loss, std::optional<double> weight) {
+  TORCH_CHECK(loss.defined(), "backward() got an undefined loss");
+  TORCH_CHECK(loss.numel() == 1, "backward() needs a loss of one element, got shape ", loss.sizes(),
+              ": reduce it to its mean or sum first");
+  TORCH_CHECK(loss.requires_grad(),
+              "backward() got a loss that depends on no parameter: was it computed under NoGradGuard?");
+  if (options_.check_finite_loss) {
+    const double value = loss.item<double>();
+    // Agreed over all ranks, so that no rank goes on into a collective that the others have left.
+    at::Tensor bad = at::full({size()}, 0, at::kDouble);
+    if (!std::isfinite(value)) bad[rank()] = 1;
+    if (size() > 1) {
+      bad = bad.to(device_);
+      comm().AllReduce(bad, ReduceOp::kMax);
+      bad = bad.cpu();
+    }
+    std::string ranks;
+    for (int r = 0; r < size(); ++r) {
+      if (bad[r].item<double>() != 0) absl::StrAppend(&ranks, ranks.empty() ? "" : ", ", r);
+    }
+    TORCH_CHECK(ranks.empty(), "the loss is NaN or infinite on rank ", ranks, " at step ", global_step(),
+                " (here: ", value, "); lower the learning rate or look at the batch");
+  }
+  // Outside of accumulate() every call is a window of its own, divided as Accelerate does.
+  if (!in_micro_step_) BeginWindow();
+  const double divisor = weight.has_value() ? accumulation_.WeightedDivisor(*weight)
+                         : in_micro_step_   ? accumulation_.current().divisor
+                                            : static_cast<double>(gradient_accumulation_steps());
+  at::Tensor scaled = divisor == 1 ? loss : loss / divisor;
+  if (scaler_ != nullptr) scaled = scaler_->Scale(scaled);
+  scaled.backward();
+}
+
+double Core::WindowFactor() {
+  if (window_factor_.has_value()) return *window_factor_;
+  window_factor_ = accumulation_.current().gradient_factor * join_factor_;
+  if (accumulation_.weighted()) {
+    at::Tensor total = at::full({1}, accumulation_.local_weight(), at::kDouble);
+    if (size() > 1) {
+      total = total.to(device_);
+      comm().AllReduce(total, ReduceOp::kSum);
+    }
+    window_factor_ = accumulation_.WeightedFactor(total.item<double>(), size()) * join_factor_;
+  }
+  return *window_factor_;
+}
+
+void Core::FinishGradients(OptimizerSlot* only) {
+  if (!sync_gradients()) return;
+  const double factor = WindowFactor();
+  for (const auto& optimizer : optimizers_) {
+    if ((only != nullptr && optimizer.get() != only) || optimizer->gradients_finished_) continue;
+    optimizer->gradients_finished_ = true;
+    if (scaler_ != nullptr) scaler_->Unscale(optimizer->handle());
+    ScaleGradients(optimizer->handle().parameters(), factor);
+  }
+}
+
+void Core::EndScalerStep() {
+  if (++scaler_steps_ < optimizers_.size()) return;
+  scaler_->Update();
+  scaler_steps_ = 0;
+}
+
+at::Tensor Core::ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm,
+                              double norm_type) {
+  TORCH_CHECK(sync_gradients(),
+              "clip_grad_norm_ in the middle of an accumulation window would clip partial gradients: call it "
+              "only where accelerator.sync_gradients()");
+  FinishGradients();
+  return muster::ClipGradNorm(parameters, max_norm, norm_type);
+}
+
+void Core::ClipGradValue(const std::vector<at::Tensor>& parameters, double clip_value) {
+  TORCH_CHECK(sync_gradients(),
+              "clip_grad_value_ in the middle of an accumulation window would clip partial gradients: call it "
+              "only where accelerator.sync_gradients()");
+  FinishGradients();
+  muster::ClipGradValue(parameters, clip_value);
+}
+
+bool Core::optimizer_step_was_skipped() const {
+  for (const auto& optimizer : optimizers_) {
+    if (optimizer->step_was_skipped()) return true;
+  }
+  return false;
+}
+
+void Core::BeginJoin() {
+  TORCH_CHECK(join_ == nullptr, "join_uneven_inputs() is active already: scopes do not nest");
+  std::vector<DataParallel*> models;
+  for (const auto& model : models_) {
+    if (model->ddp() != nullptr) models.push_back(model->ddp());
+  }
+  join_ = std::make_unique<UnevenInputs>(comm(), models);
+  for (const auto& loader : loaders_) loader->OverrideEvenBatches(false);
+}
+
+void Core::EndJoin(bool finish) {
+  const std::unique_ptr<UnevenInputs> join = std::move(join_);
+  join_factor_ = 1;
+  for (const auto& loader : loaders_) loader->OverrideEvenBatches(std::nullopt);
+  if (!finish) return;
+  join->Finish([&](int root) {
+    // Whoever ran out of batches early missed steps: it takes over what the longest-trained process has.
+    for (const auto& optimizer : optimizers_) {
+      const bool mine = rank() == root;
+      const auto state = mine ? optimizer->handle().SaveState() : OptimizerState();
+      const auto received =
+          BroadcastObject(comm(), std::make_tuple(state.tensors, state.groups, optimizer->steps()), root);
+      if (mine) continue;
+      optimizer->handle().LoadState({std::get<0>(received), std::get<1>(received)});
+      optimizer->set_steps(std::get<2>(received));
+      optimizer->handle().ZeroGrad();
+    }
+    for (const auto& scheduler : schedulers_) {
+      scheduler->scheduler().LoadState(
+          BroadcastObject(comm(), scheduler->scheduler().SaveState(), root));
+    }
+    if (scaler_ != nullptr) scaler_->LoadState(BroadcastObject(comm(), scaler_->SaveState(), root));
+    accumulation_.LoadState(BroadcastObject(comm(), accumulation_.SaveState(), root));
+  });
+}
+
+// --- Collectives --------------------------------------------------------------------------------------------------------------
+
+at::Tensor Core::GatherForMetrics(const at::Tensor& tensor) {
+  const BatchInfo* batch = current_batch();
+  if (batch == nullptr) return GatherTensors(comm(), {tensor}).front();
+  return muster::GatherForMetrics(comm(), tensor, *batch);
+}
+
+// --- Process control ------------------------------------------------------------------------------------------------------------
+
+bool Core::CheckTrigger() {
+  at::Tensor flag = at::full({1}, trigger_ ? 1 : 0, at::kInt);
+  if (size() > 1) {
+    flag = flag.to(device_);
+    comm().AllReduce(flag, ReduceOp::kMax);
+  }
+  const bool raised = flag.item<int>() != 0;
+  if (raised) trigger_ = false;
+  return raised;
+}
+
+int64_t Core::global_step() const { return optimizers_.empty() ? 0 : optimizers_.front()->steps(); }
+
+void Core::FreeMemory() {
+  models_.clear();
+  optimizers_.clear();
+  schedulers_.clear();
+  loaders_.clear();
+  accumulation_ = Accumulation(accumulation_.options());
+}
+
+void Core::WaitForEveryone(absl::Duration timeout) {
+  if (size() == 1) return;
+  if (context_->coordinator == nullptr) {
+    comm().Barrier();
+    return;
+  }
+  context_->coordinator->ReportProgress(global_step(), "wait_for_everyone");
+  const absl::StatusOr<BarrierResult> result = context_->coordinator->Barrier(
+      "wait_for_everyone", timeout > absl::ZeroDuration() ? timeout : environment().timeout.value);
+  TORCH_CHECK(result.ok(), result.status().message());
+}
+
+void Core::EndTraining() {
+  if (std::exchange(ended_, true)) return;
+  if (context_->coordinator == nullptr) return;
+  // Only a hint to the coordinator: a worker that cannot say goodbye leaves by its exit.
+  if (absl::Status status = context_->coordinator->Leave("training ended"); !status.ok()) {
+    MUSTER_LOG(Debug) << "leaving the rendezvous: " << status.message();
+  }
+}
+
+void Core::RegisterForCheckpointing(std::function<PlainState()> save,
+                                    std::function<void(const PlainState&)> load) {
+  TORCH_CHECK(save != nullptr && load != nullptr,
+              "register_for_checkpointing() needs both a save and a load function");
+  registered_.push_back({std::move(save), std::move(load)});
+}
+
+// --- Slots ------------------------------------------------------------------------------------------------------------------
+
+ModelSlot::ModelSlot(Core* core, std::shared_ptr<torch::nn::Module> module)
+    : core_(core), module_(std::move(module)) {
+  module_->to(core_->device());
+  if (core_->size() == 1) return;
+  std::vector<at::Tensor> parameters, buffers;
+  std::vector<std::string> names;
+  for (const auto& parameter : module_->named_parameters()) {
+    names.push_back(parameter.key());
+    parameters.push_back(parameter.value());
+  }
+  for (const at::Tensor& buffer : module_->buffers()) buffers.push_back(buffer);
+  if (parameters.empty()) return;
+  ddp_ = std::make_unique<DataParallel>(core_->comm(), std::move(parameters), std::move(names),
+                                        std::move(buffers), core_->options().data_parallel);
+}
+
+ModelSlot::~ModelSlot() = default;
+
+void ModelSlot::BeforeForward() { ddp_->BeforeForward(core_->communicate()); }
+
+OptimizerSlot::OptimizerSlot(Core* core, OptimizerHandle* handle, std::unique_ptr<OptimizerHandle> owned)
+    : core_(core), owned_(std::move(owned)), handle_(handle) {}
+
+void OptimizerSlot::Step() {
+  if (!core_->sync_gradients()) return;
+  core_->FinishGradients(this);
+  if (core_->scaler() != nullptr) {
+    core_->scaler()->Step(*handle_);
+    step_was_skipped_ = core_->scaler()->step_was_skipped(*handle_);
+    core_->EndScalerStep();
+  } else {
+    handle_->Step();
+  }
+  if (!step_was_skipped_) ++steps_;
+  gradients_finished_ = false;
+}
+
+void OptimizerSlot::ZeroGrad(bool set_to_none) {
+  if (!core_->sync_gradients()) return;
+  handle_->ZeroGrad(set_to_none && !core_->options().data_parallel.gradient_as_bucket_view
+                        ? GradZeroing::kSetToNone
+                        : GradZeroing::kInPlace);
+}
+
+void SchedulerSlot::Bind(std::shared_ptr<OptimizerSlot> optimizer) {
+  optimizer_ = std::move(optimizer);
+  scheduler_ = std::make_unique<LrScheduler>(optimizer_->handle(), schedule_);
+  gate_ = std::make_unique<PreparedScheduler>(
+      *scheduler_, PreparedSchedulerOptions{
+                       .step_with_optimizer = core_->options().step_scheduler_with_optimizer,
+                       .units = core_->options().scheduler_units,
+                       .num_processes = core_->size(),
+                       .split_batches = core_->options().data_loader.split_batches,
+                       .adjust_scheduler = core_->options().accumulation.adjust_scheduler});
+}
+
+void SchedulerSlot::Step() {
+  TORCH_CHECK(gate_ != nullptr, "this schedule has no optimizer: pass both to one prepare() call");
+  MicroStep step = core_->micro_step();
+  step.sync = core_->sync_gradients();
+  gate_->Step(step, optimizer_->step_was_skipped());
+}
+
+double SchedulerSlot::last_lr() const { return optimizer_->handle().lr(0); }
+int64_t SchedulerSlot::step_count() const { return scheduler_->step_count(); }
+
+AccumulateScope::~AccumulateScope() {
+  if (core_ != nullptr) core_->EndMicroStep();
+}
+
+NoSyncScope::NoSyncScope(Core* core) : core_(core) { core_->ChangeNoSync(+1); }
+NoSyncScope::~NoSyncScope() { core_->ChangeNoSync(-1); }
+
+JoinScope::JoinScope(Core* core) : core_(core), exceptions_(std::uncaught_exceptions()) {
+  core_->BeginJoin();
+}
+JoinScope::~JoinScope() noexcept(false) {
+  core_->EndJoin(/*finish=*/std::uncaught_exceptions() == exceptions_);
+}
+
+FirstScope::FirstScope(Core* core, bool per_host)
+    : core_(core), first_(per_host ? core->local_rank() == 0 : core->rank() == 0) {
+  if (!first_) core_->comm().Barrier();
+}
+FirstScope::~FirstScope() {
+  if (!first_) return;
+  // Also when an exception is leaving the scope: the others wait for this barrier.
+  try {
+    core_->comm().Barrier();
+  } catch (const c10::Error& e) {
+    MUSTER_LOG(Error) << "main_process_first: " << e.what_without_backtrace();
+  }
+}
+
+int64_t EpochRange::Iterator::operator*() const {
+  core_->set_epoch(epoch_);
+  return epoch_;
+}
+EpochRange::Iterator& EpochRange::Iterator::operator++() {
+  ++epoch_;
+  core_->set_epoch(epoch_);
+  return *this;
+}
+EpochRange::Iterator EpochRange::begin() const { return Iterator(core_, core_->first_epoch()); }
+
+}  // namespace muster::internal

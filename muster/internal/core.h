@@ -1,0 +1,337 @@
+#ifndef MUSTER_INTERNAL_CORE_H_
+#define MUSTER_INTERNAL_CORE_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "muster/internal/context.h"
+#include "muster/options.h"
+#include "torch/nn/module.h"
+#include "torch/optim/optimizer.h"
+#include "worker/data/batch.h"
+#include "worker/data/loader.h"
+#include "worker/data/nested.h"
+#include "worker/parallel/ddp.h"
+#include "worker/parallel/uneven_inputs.h"
+#include "worker/process/comm.h"
+#include "worker/process/environment.h"
+#include "worker/train/accumulation.h"
+#include "worker/train/autocast.h"
+#include "worker/train/grad_scaler.h"
+#include "worker/train/lr_scheduler.h"
+#include "worker/train/optimizer_handle.h"
+#include "worker/train/plain_state.h"
+#include "worker/train/prepared_scheduler.h"
+
+// What stands behind Accelerator and the handles it gives out. Users include muster/muster.h and never this.
+namespace muster::internal {
+
+class Core;
+
+// A prepared model: the module and, in a job of several processes, its gradient exchange.
+class ModelSlot {
+ public:
+  ModelSlot(Core* core, std::shared_ptr<torch::nn::Module> module);
+  ~ModelSlot();
+
+  // Runs one forward pass: see AcceleratedModel.
+  template <class F>
+  auto Run(F&& forward) {
+    if (ddp_ == nullptr) return RunUnderAutocast(std::forward<F>(forward));
+    BeforeForward();
+    return ddp_->AfterForward(RunUnderAutocast(std::forward<F>(forward)));
+  }
+
+  torch::nn::Module& module() { return *module_; }
+  const std::shared_ptr<torch::nn::Module>& shared_module() const { return module_; }
+  DataParallel* ddp() { return ddp_.get(); }
+
+ private:
+  template <class F>
+  auto RunUnderAutocast(F&& forward);
+
+  void BeforeForward();
+
+  Core* const core_;
+  const std::shared_ptr<torch::nn::Module> module_;
+  std::unique_ptr<DataParallel> ddp_;
+};
+
+// A prepared optimizer.
+class OptimizerSlot {
+ public:
+  OptimizerSlot(Core* core, OptimizerHandle* handle, std::unique_ptr<OptimizerHandle> owned);
+
+  void Step();
+  void ZeroGrad(bool set_to_none);
+  bool step_was_skipped() const { return step_was_skipped_; }
+  int64_t steps() const { return steps_; }
+  void set_steps(int64_t steps) { steps_ = steps; }
+  OptimizerHandle& handle() { return *handle_; }
+
+ private:
+  Core* const core_;
+  const std::unique_ptr<OptimizerHandle> owned_;
+  OptimizerHandle* const handle_;
+  friend class Core;
+
+  bool step_was_skipped_ = false;
+  bool gradients_finished_ = false;  // in this window
+  int64_t steps_ = 0;
+};
+
+// A prepared schedule. Between PrepareSchedule and the end of the prepare() call it has no optimizer yet.
+class SchedulerSlot {
+ public:
+  SchedulerSlot(Core* core, LrSchedulePtr schedule) : core_(core), schedule_(std::move(schedule)) {}
+
+  void Bind(std::shared_ptr<OptimizerSlot> optimizer);
+  void Step();
+  double last_lr() const;
+  int64_t step_count() const;
+  LrScheduler& scheduler() { return *scheduler_; }
+
+ private:
+  Core* const core_;
+  const LrSchedulePtr schedule_;
+  std::shared_ptr<OptimizerSlot> optimizer_;
+  std::unique_ptr<LrScheduler> scheduler_;
+  std::unique_ptr<PreparedScheduler> gate_;
+};
+
+// One micro-step; see Accelerator::accumulate.
+class [[nodiscard]] AccumulateScope {
+ public:
+  explicit AccumulateScope(Core* core) : core_(core) {}
+  ~AccumulateScope();
+  AccumulateScope(AccumulateScope&& other) noexcept : core_(std::exchange(other.core_, nullptr)) {}
+  AccumulateScope(const AccumulateScope&) = delete;
+  AccumulateScope& operator=(const AccumulateScope&) = delete;
+
+ private:
+  Core* core_;
+};
+
+class [[nodiscard]] NoSyncScope {
+ public:
+  explicit NoSyncScope(Core* core);
+  ~NoSyncScope();
+  NoSyncScope(const NoSyncScope&) = delete;
+  NoSyncScope& operator=(const NoSyncScope&) = delete;
+
+ private:
+  Core* const core_;
+};
+
+class [[nodiscard]] JoinScope {
+ public:
+  explicit JoinScope(Core* core);
+  // Takes part in the exchanges of the processes that still have batches, until all are here. Unless an exception is
+  // leaving the scope.
+  ~JoinScope() noexcept(false);
+  JoinScope(const JoinScope&) = delete;
+  JoinScope& operator=(const JoinScope&) = delete;
+
+ private:
+  Core* const core_;
+  const int exceptions_;
+};
+
+class [[nodiscard]] FirstScope {
+ public:
+  FirstScope(Core* core, bool per_host);
+  ~FirstScope();
+  FirstScope(const FirstScope&) = delete;
+  FirstScope& operator=(const FirstScope&) = delete;
+
+ private:
+  Core* const core_;
+  const bool first_;
+};
+
+// 0 ... count-1, less the epochs that a loaded state has finished.
+class EpochRange {
+ public:
+  class Iterator {
+   public:
+    Iterator(Core* core, int64_t epoch) : core_(core), epoch_(epoch) {}
+    int64_t operator*() const;
+    Iterator& operator++();
+    bool operator!=(const Iterator& other) const { return epoch_ < other.epoch_; }
+
+   private:
+    Core* const core_;
+    int64_t epoch_;
+  };
+  EpochRange(Core* core, int64_t count) : core_(core), count_(count) {}
+  Iterator begin() const;
+  Iterator end() const { return Iterator(core_, count_); }
+
+ private:
+  Core* const core_;
+  const int64_t count_;
+};
+
+// The state of an Accelerator. Not thread-safe.
+class Core {
+ public:
+  explicit Core(const AcceleratorOptions& options);
+  ~Core();
+  Core(const Core&) = delete;
+  Core& operator=(const Core&) = delete;
+
+  const Environment& environment() const { return context_->environment; }
+  const AcceleratorOptions& options() const { return options_; }
+  at::Device device() const { return device_; }
+  int rank() const { return context_->comm->rank(); }
+  int size() const { return context_->comm->size(); }
+  int local_rank() const { return context_->environment.local_rank.value; }
+  Comm& comm() { return *context_->comm; }
+  const std::string& mixed_precision() const { return context_->environment.mixed_precision.value; }
+
+  // While it lives, a prepare() call is going on; Finish() ties its schedules to its optimizer.
+  class PrepareCall {
+   public:
+    explicit PrepareCall(Core* core);
+    // Not noexcept: a schedule without an optimizer is refused here, after all objects were seen.
+    ~PrepareCall() noexcept(false);
+
+   private:
+    Core* const core_;
+    const int exceptions_;
+  };
+  std::shared_ptr<ModelSlot> PrepareModel(std::shared_ptr<torch::nn::Module> module);
+  std::shared_ptr<OptimizerSlot> PrepareOptimizer(torch::optim::Optimizer& optimizer);
+  std::shared_ptr<OptimizerSlot> PrepareOptimizer(OptimizerHandle& optimizer);
+  std::shared_ptr<SchedulerSlot> PrepareSchedule(LrSchedulePtr schedule);
+  std::shared_ptr<SchedulerSlot> PrepareSchedule(LrSchedulePtr schedule, std::shared_ptr<OptimizerSlot> optimizer);
+  LoaderOptions loader_options() const;
+  std::shared_ptr<LoaderObserver> loader_observer();
+  void RegisterLoader(std::shared_ptr<LoaderStateHandle> loader) { loaders_.push_back(std::move(loader)); }
+
+  AccumulateScope Accumulate();
+  AccumulateScope Accumulate(const std::optional<BatchFacts>& facts);
+  AccumulateScope Accumulate(const BatchInfo& info);
+  void EndMicroStep();
+  bool sync_gradients() const { return no_sync_depth_ == 0 && accumulation_.sync_gradients(); }
+  bool communicate() const { return no_sync_depth_ == 0 && accumulation_.current().communicate; }
+  int64_t gradient_accumulation_steps() const { return accumulation_.options().num_steps; }
+  void set_gradient_accumulation_steps(int64_t steps) { accumulation_.set_num_steps(steps); }
+  void ChangeNoSync(int by) { no_sync_depth_ += by; }
+  void BeginJoin();
+  // `finish`: wait for the processes that still have batches.
+  void EndJoin(bool finish);
+
+  void Backward(const at::Tensor& loss, std::optional<double> weight = std::nullopt);
+  // Makes the gradients of this window final: unscaled, and corrected for a short or weighted window. Once per window
+  // and optimizer; of all optimizers if `only` is null.
+  void FinishGradients(OptimizerSlot* only = nullptr);
+  // An optimizer has stepped: the loss scale is updated once all have, or when the next window begins.
+  void EndScalerStep();
+  at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type);
+  void ClipGradValue(const std::vector<at::Tensor>& parameters, double clip_value);
+  bool optimizer_step_was_skipped() const;
+  AutocastGuard Autocast() const { return AutocastGuard(precision_, device_.type()); }
+  bool autocast_on() const { return precision_ != MixedPrecision::kNo; }
+  GradScaler* scaler() { return scaler_.get(); }
+  const MicroStep& micro_step() const { return accumulation_.current(); }
+
+  // The facts of the innermost live loop; null outside of any.
+  const BatchInfo* current_batch() const { return live_.empty() ? nullptr : &live_.back().info; }
+  at::Tensor GatherForMetrics(const at::Tensor& tensor);
+
+  void WaitForEveryone(absl::Duration timeout);
+  void SetTrigger() { trigger_ = true; }
+  bool CheckTrigger();
+
+  absl::Status SaveState(const std::string& directory);
+  absl::Status LoadState(const std::string& directory, bool may_be_missing);
+  const std::string& last_checkpoint() const { return last_checkpoint_; }
+  void RegisterForCheckpointing(std::function<PlainState()> save,
+                                std::function<void(const PlainState&)> load);
+  int64_t global_step() const;
+
+  int64_t epoch() const { return epoch_; }
+  void set_epoch(int64_t epoch) { epoch_ = epoch; }
+  int64_t first_epoch() const { return first_epoch_; }
+  void FreeMemory();
+  void EndTraining();
+  ProcessContext& context() { return *context_; }
+
+ private:
+  friend class ModelSlot;
+  class Observer;
+
+  double WindowFactor();
+  void BeginWindow();
+  std::string CheckpointRoot() const;
+
+  // Constant after construction.
+  AcceleratorOptions options_;
+  std::unique_ptr<ProcessContext> context_;
+  at::Device device_;
+  MixedPrecision precision_;
+  std::unique_ptr<GradScaler> scaler_;
+  std::shared_ptr<Observer> observer_;
+
+  // What prepare() has seen.
+  std::vector<std::shared_ptr<ModelSlot>> models_;
+  std::vector<std::shared_ptr<OptimizerSlot>> optimizers_;
+  std::vector<std::shared_ptr<SchedulerSlot>> schedulers_;
+  std::vector<std::shared_ptr<LoaderStateHandle>> loaders_;
+  struct Registered {
+    std::function<PlainState()> save;
+    std::function<void(const PlainState&)> load;
+  };
+  std::vector<Registered> registered_;
+  std::vector<std::shared_ptr<OptimizerSlot>> call_optimizers_;
+  std::vector<std::shared_ptr<SchedulerSlot>> call_schedulers_;
+  int prepare_depth_ = 0;
+
+  // The training step.
+  Accumulation accumulation_;
+  int no_sync_depth_ = 0;
+  bool in_micro_step_ = false;
+  std::unique_ptr<UnevenInputs> join_;  // while a JoinScope lives
+  double join_factor_ = 1;
+  std::optional<double> window_factor_;  // what FinishGradients multiplies by; nothing before it is known
+  size_t scaler_steps_ = 0;              // optimizers stepped since the last update of the loss scale
+
+  // Live loops of prepared loaders, outermost first.
+  struct LiveLoop {
+    uint64_t id;
+    BatchInfo info;
+  };
+  std::vector<LiveLoop> live_;
+
+  bool trigger_ = false;
+  int64_t epoch_ = 0;
+  int64_t first_epoch_ = 0;
+  std::string last_checkpoint_;
+  bool ended_ = false;
+};
+
+template <class F>
+auto ModelSlot::RunUnderAutocast(F&& forward) {
+  if (!core_->autocast_on()) return std::forward<F>(forward)();
+  auto out = [&] {
+    AutocastGuard guard = core_->Autocast();
+    return std::forward<F>(forward)();
+  }();
+  return ConvertToFp32(out);
+}
+
+}  // namespace muster::internal
+
+#endif  // MUSTER_INTERNAL_CORE_H_

@@ -1,0 +1,13 @@
+#ifndef MUSTER_MUSTER_H_
+#define MUSTER_MUSTER_H_
+
+// Everything a training program needs.
+#include <torch/torch.h>
+
+#include "muster/accelerator.h"
+#include "muster/checkpoint.h"
+#include "muster/data.h"
+#include "muster/optim.h"
+#include "muster/utils.h"
+
+#endif  // MUSTER_MUSTER_H_

@@ -1,0 +1,8 @@
+#ifndef MUSTER_OPTIM_H_
+#define MUSTER_OPTIM_H_
+
+// Optimizers on LibTorch's fused kernels, and learning-rate schedules.
+#include "worker/train/lr_scheduler.h"
+#include "worker/train/optimizer.h"
+
+#endif  // MUSTER_OPTIM_H_

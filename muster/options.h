@@ -1,0 +1,62 @@
+#ifndef MUSTER_OPTIONS_H_
+#define MUSTER_OPTIONS_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "absl/time/time.h"
+#include "worker/parallel/ddp.h"
+#include "worker/train/accumulation.h"
+#include "worker/train/grad_scaler.h"
+#include "worker/train/prepared_scheduler.h"
+
+namespace muster {
+
+// How prepared loaders share out the data.
+struct DataLoaderOptions {
+  // true: a batch is cut over the processes; false: every process gets whole batches.
+  bool split_batches = false;
+  // Every process gets the same number of equally long batches, filled up with samples from the epoch's start.
+  bool even_batches = true;
+  // Process 0 reads and hands out slices. Absent: for streams only.
+  std::optional<bool> dispatch_batches;
+  // The seed of shuffled orders; absent: drawn by process 0 and agreed.
+  std::optional<uint64_t> data_seed;
+  // Copies to the device do not wait for the host where memory is pinned.
+  bool non_blocking = true;
+};
+
+// Where checkpoints and logs go.
+struct ProjectOptions {
+  std::string directory;  // absent: MUSTER_PROJECT_DIR, else "muster-run"
+  std::string logging_directory;  // absent: `directory`
+  std::optional<int64_t> total_limit;  // of numbered checkpoints kept; the oldest go once a new one is complete
+};
+
+// A choice left absent is taken from the environment, then from the default. An explicit one always wins.
+struct AcceleratorOptions {
+  std::optional<std::string> mixed_precision;  // "no", "bf16", "fp16". MUSTER_MIXED_PRECISION, "no"
+  std::optional<int64_t> gradient_accumulation_steps;  // MUSTER_GRADIENT_ACCUMULATION_STEPS, 1
+  // num_steps in here is overruled by gradient_accumulation_steps.
+  AccumulationOptions accumulation;
+  std::optional<bool> cpu;  // MUSTER_CPU; else a GPU is used if there is one
+  DataLoaderOptions data_loader;
+  DataParallelOptions data_parallel;
+  GradScalerOptions grad_scaler;
+  ProjectOptions project;
+  // false: schedules step at every call of step(), whatever the optimizer does.
+  bool step_scheduler_with_optimizer = true;
+  // kProcesses: Accelerate's num_processes steps of the schedule for each step of the optimizer.
+  SchedulerUnits scheduler_units = SchedulerUnits::kOptimizerSteps;
+  // Of collectives, and of the meeting at start. MUSTER_TIMEOUT, 10 minutes.
+  std::optional<absl::Duration> timeout;
+  // Check operation, shape, dtype and order across processes before each collective. MUSTER_DEBUG.
+  std::optional<bool> debug;
+  // backward() throws on a loss that is NaN or infinite, naming the process and the micro-step.
+  bool check_finite_loss = false;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_OPTIONS_H_

@@ -1,0 +1,105 @@
+// Every shared golden `training` case, trained by real processes under `muster launch`, against
+// Accelerate's numbers.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "ATen/Functions.h"
+#include "muster/checkpoint.h"
+#include "tests/support/command.h"
+
+namespace muster::parity {
+namespace {
+
+using Json = nlohmann::json;
+using testing_support::CommandResult;
+using testing_support::MakeTestDir;
+using testing_support::RunCommand;
+
+void ExpectNear(const Json& got, const Json& want, double absolute, double relative,
+                const std::string& what) {
+  if (want.is_array()) {
+    ASSERT_TRUE(got.is_array() && got.size() == want.size())
+        << what << ": got " << got.dump().substr(0, 200) << " want " << want.dump().substr(0, 200);
+    for (size_t i = 0; i < want.size(); ++i) {
+      ExpectNear(got[i], want[i], absolute, relative, what + "[" + std::to_string(i) + "]");
+    }
+    return;
+  }
+  const double g = got.get<double>(), w = want.get<double>();
+  EXPECT_LE(std::abs(g - w), absolute + relative * std::abs(w))
+      << what << ": got " << g << " want " << w;
+}
+
+// The CPU has bf16 instructions of its own: the cases allow more there.
+bool HasBf16Instructions() {
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.rfind("flags", 0) == 0) {
+      return line.find("avx512_bf16") != std::string::npos ||
+             line.find("amx_bf16") != std::string::npos;
+    }
+  }
+  return false;
+}
+
+TEST(Trajectory, EverySharedTrainingCase_FollowsAccelerate) {
+  const char* golden = std::getenv("MUSTER_GOLDEN");
+  ASSERT_NE(golden, nullptr) << "MUSTER_GOLDEN must name the directory of the golden cases";
+  const std::string scratch = MakeTestDir("trajectory") + "/";
+  std::ifstream cases(std::string(golden) + "/training.jsonl");
+  ASSERT_TRUE(cases.good());
+  int count = 0;
+  for (std::string line; std::getline(cases, line); ++count) {
+    const Json test_case = Json::parse(line);
+    const Json& in = test_case["in"];
+    const Json& want = test_case["out"];
+    const std::string name = in["name"];
+    SCOPED_TRACE(name);
+    std::filesystem::create_directories(scratch + name);
+    std::ofstream(scratch + name + ".json") << Json({{"in", in}}).dump();
+    const CommandResult run = RunCommand(
+        "client/cli/muster launch --cpu --no_prefix --num_processes " + in["num_processes"].dump() +
+        " -- tests/parity/trajectory --case " + scratch + name + ".json --data_root " + golden +
+        " --output_dir " + scratch + name + " 2>&1");
+    ASSERT_EQ(run.exit_code, 0) << run.output;
+    const Json got = Json::parse(run.last_line(), nullptr, false);
+    ASSERT_TRUE(got.is_object()) << run.output;
+
+    const Json& tolerance = want.contains("tolerance_other_cpu") && HasBf16Instructions()
+                                ? want["tolerance_other_cpu"]
+                                : want["tolerance"];
+    EXPECT_EQ(got["sync"], want["sync"]);
+    ExpectNear(got["loss"], want["loss"], tolerance["loss"], 0, "loss");
+    ExpectNear(got["lr"], want["lr"], 1e-9, 1e-9, "lr");
+    ExpectNear(got["final_lr"], want["final_lr"], 1e-9, 1e-9, "final_lr");
+    ExpectNear(got["grad_norm"], want["grad_norm"], 0, tolerance["grad_norm"], "grad_norm");
+
+    const auto weights = LoadTensors(got["final_weights"]);
+    const auto expected =
+        LoadTensors(std::string(golden) + "/" + want["final_weights"].get<std::string>());
+    const auto initial =
+        LoadTensors(std::string(golden) + "/" + in["initial_weights"].get<std::string>());
+    ASSERT_EQ(weights.size(), expected.size());
+    double off = 0, moved = 0, worst = 0;
+    for (const auto& [key, tensor] : expected) {
+      ASSERT_TRUE(weights.count(key)) << key;
+      const at::Tensor error = weights.at(key).to(at::kDouble) - tensor.to(at::kDouble);
+      worst = std::max(worst, error.abs().max().item<double>());
+      off += error.square().sum().item<double>();
+      moved +=
+          (tensor.to(at::kDouble) - initial.at(key).to(at::kDouble)).square().sum().item<double>();
+    }
+    EXPECT_LE(worst, tolerance["weights"].get<double>());
+    EXPECT_LE(std::sqrt(off / moved), tolerance["update"].get<double>());
+  }
+  EXPECT_GT(count, 0);
+}
+
+}  // namespace
+}  // namespace muster::parity
