@@ -36,7 +36,7 @@ _ALLOWED = {
     "coordinator": _FILES | {"base", "proto", "protobuf", "sqlite", "coordinator"},
     "coordinator/service": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "coordinator"},
     "coordinator/web": _FILES | {"base", "proto", "protobuf", "grpc", "httplib", "openssl", "rpc", "coordinator"},
-    "coordinator/main.cc": {"absl", "base", "proto", "protobuf", "cli11", "rpc", "coordinator"},
+    "coordinator/cmd": {"absl", "base", "proto", "protobuf", "cli11", "rpc", "coordinator"},
     "worker": _FILES | {"base", "proto", "protobuf", "torch", "worker"},
     "worker/agent": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "cli11", "worker/agent"},
     "worker/process": _FILES
