@@ -681,7 +681,9 @@ void Engine::StopAll() {
   goodbye.mutable_goodbye()->set_reason("the coordinator is stopping");
   ToProto(absl::Milliseconds(50), goodbye.mutable_goodbye()->mutable_retry_after());
   std::vector<std::shared_ptr<AgentLink>> open;
-  for (const auto& [node, session] : sessions_) {
+  for (const auto& entry : sessions_) {
+    const auto& session =
+        entry.second;  // named, because a lambda cannot capture a binding (clang 14)
     session->Writable();
     MutexLock lock(&session->mu);
     if (session->link == nullptr) continue;
