@@ -57,6 +57,8 @@ struct Environment {
   Setting<std::string> master_addr;
   Setting<int> master_port{0};
 
+  // The network interface that Gloo uses ("eth0"); empty: the one that routes towards the meeting point.
+  Setting<std::string> interface;
   // torchrun's agent serves the TCPStore itself: rank 0 is a client like the others.
   Setting<bool> agent_store{false};
   // How often the launcher has restarted this process; keys of earlier attempts must not be met.

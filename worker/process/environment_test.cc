@@ -109,7 +109,9 @@ TEST(Environment, TorchrunVariables_AreRead) {
 TEST(Environment, AgentStoreRestartCountAndTls_AreRead) {
   const Environment env = Read(With(kTorchrun, {{"TORCHELASTIC_USE_AGENT_STORE", "True"},
                                                 {"TORCHELASTIC_RESTART_COUNT", "2"},
+                                                {"GLOO_SOCKET_IFNAME", "eth1"},
                                                 {"MUSTER_TLS_CA", "ca.pem"}}));
+  EXPECT_EQ(env.interface.value, "eth1");
   EXPECT_TRUE(env.agent_store.value);
   EXPECT_EQ(env.restart_count.value, 2);
   EXPECT_EQ(env.tls_ca.value, "ca.pem");

@@ -1,0 +1,49 @@
+#ifndef MUSTER_WORKER_PROCESS_JOIN_JOB_H_
+#define MUSTER_WORKER_PROCESS_JOIN_JOB_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "c10/core/Device.h"
+#include "c10/util/intrusive_ptr.h"
+#include "torch/csrc/distributed/c10d/Store.hpp"
+#include "worker/process/comm.h"
+#include "worker/process/coordinator_client.h"
+#include "worker/process/environment.h"
+
+namespace muster {
+
+struct JoinJobOptions {
+  // Of a process whose variables give it no rank (Environment::seated is false); 0: such a process is refused.
+  int min_workers = 0;
+  int max_workers = 0;
+  // A process group even for a job of one process, for code that needs a c10d::ProcessGroup.
+  bool always_group = false;
+  // See CoordinatorClient::Options.
+  std::function<void(const absl::Status&)> on_generation_ended = nullptr;
+};
+
+// A process that has met its peers.
+struct JoinedProcess {
+  // As given, with the place and generation that the rendezvous gave.
+  Environment environment;
+  c10::Device device = c10::Device(c10::kCPU);
+  std::shared_ptr<CoordinatorClient> coordinator;  // null without one
+  c10::intrusive_ptr<c10d::Store> store;           // null for a process alone without a coordinator
+  // LocalComm for a process alone, else over Gloo, with NCCL beside it if `device` is a GPU. In debug mode checked.
+  std::unique_ptr<Comm> comm;
+};
+
+// Takes this process's place in its job: picks the device; joins the rendezvous if there is a coordinator (also alone),
+// or meets the others through a TCPStore at MASTER_ADDR:MASTER_PORT; builds the process group. Blocks until all ranks
+// have come, at most environment.timeout. Errors, each one line with what was tried: those of ChooseDevice,
+// CoordinatorClient and MakeGlooGroup; UNAVAILABLE for a TCPStore that cannot be reached or whose port is taken.
+absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
+                                      const JoinJobOptions& options = {});
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_PROCESS_JOIN_JOB_H_

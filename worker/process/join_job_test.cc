@@ -1,0 +1,160 @@
+#include "worker/process/join_job.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <map>
+#include <string>
+#include <thread>
+
+#include "ATen/ops/full.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "torch/csrc/distributed/c10d/TCPStore.hpp"
+#include "worker/process/fake_coordinator.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using Variables = std::map<std::string, std::string>;
+
+Environment Env(Variables variables) {
+  setenv("TORCH_FR_BUFFER_SIZE", "0", 1);
+  variables["MUSTER_CPU"] = "1";
+  const auto env = ReadEnvironment(variables);
+  EXPECT_TRUE(env.ok()) << env.status();
+  return env.ok() ? *env : Environment{};
+}
+
+// Every rank joins with variables(rank) and adds up the ranks.
+void ExpectWorldOf(int n, const std::function<Variables(int)>& variables,
+                   const std::function<void(const JoinedProcess&, int)>& check = nullptr,
+                   const JoinJobOptions& options = {}) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < n; ++i) {
+    threads.emplace_back([&, i] {
+      auto joined = JoinJob(Env(variables(i)), options);
+      ASSERT_TRUE(joined.ok()) << joined.status();
+      EXPECT_EQ(joined->comm->size(), n);
+      EXPECT_EQ(joined->comm->rank(), joined->environment.rank.value);
+      at::Tensor x = at::full({1}, joined->comm->rank());
+      joined->comm->AllReduce(x, ReduceOp::kSum);
+      EXPECT_EQ(x.item<int64_t>(), n * (n - 1) / 2);
+      if (check) check(*joined, i);
+    });
+  }
+  for (auto& thread : threads) thread.join();
+}
+
+TEST(JoinJob, Alone_LocalCommAndNothingElse) {
+  auto joined = JoinJob(Env({}));
+  ASSERT_TRUE(joined.ok()) << joined.status();
+  EXPECT_EQ(joined->comm->size(), 1);
+  EXPECT_EQ(joined->comm->process_group(), nullptr);
+  EXPECT_EQ(joined->coordinator, nullptr);
+  EXPECT_EQ(joined->store, nullptr);
+  EXPECT_TRUE(joined->device.is_cpu());
+}
+
+TEST(JoinJob, AloneWithGroup_HasAProcessGroup) {
+  auto joined = JoinJob(Env({}), {.always_group = true});
+  ASSERT_TRUE(joined.ok()) << joined.status();
+  EXPECT_NE(joined->comm->process_group(), nullptr);
+}
+
+TEST(JoinJob, ThroughTheCoordinator_SeatDecides) {
+  FakeCoordinator fake;
+  ExpectWorldOf(
+      3,
+      [&](int i) -> Variables {
+        return {{"MUSTER_COORDINATOR", fake.address()},   {"MUSTER_JOB", "job"},
+                {"MUSTER_RANK", std::to_string(i)},       {"MUSTER_WORLD_SIZE", "3"},
+                {"MUSTER_LOCAL_RANK", std::to_string(i)}, {"MUSTER_LOCAL_WORLD_SIZE", "3"},
+                {"MUSTER_DEBUG", i < 0 ? "1" : "0"}};
+      },
+      [](const JoinedProcess& joined, int i) {
+        EXPECT_EQ(joined.comm->rank(), i);
+        EXPECT_EQ(joined.environment.rank.source, "rendezvous");
+        EXPECT_EQ(joined.environment.generation.value, 1);
+        ASSERT_NE(joined.coordinator, nullptr);
+        EXPECT_TRUE(joined.coordinator->Barrier("end", absl::Seconds(60)).ok());
+      });
+}
+
+TEST(JoinJob, WithoutRanks_TheRendezvousGivesThem) {
+  FakeCoordinator fake;
+  const auto variables = [&](int i) -> Variables {
+    return {{"MUSTER_COORDINATOR", fake.address()},
+            {"MUSTER_JOB", "job"},
+            {"MUSTER_WORKER_ID", "w" + std::to_string(i)}};
+  };
+  // Spread over hosts as far as anybody knows: the route towards the coordinator is loopback.
+  ExpectWorldOf(2, variables, nullptr, {.min_workers = 2});
+  const auto refused = JoinJob(Env(variables(0)));
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(refused.status().message()), HasSubstr("no rank is"));
+}
+
+TEST(JoinJob, TorchrunsAgentStore_EveryRankIsAClient) {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  auto server = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  ExpectWorldOf(
+      2,
+      [&](int i) -> Variables {
+        return {{"RANK", std::to_string(i)},
+                {"WORLD_SIZE", "2"},
+                {"LOCAL_RANK", std::to_string(i)},
+                {"LOCAL_WORLD_SIZE", "2"},
+                {"MASTER_ADDR", "127.0.0.1"},
+                {"MASTER_PORT", std::to_string(server->getPort())},
+                {"TORCHELASTIC_USE_AGENT_STORE", "True"},
+                {"TORCHELASTIC_RESTART_COUNT", "1"},
+                {"MUSTER_DEBUG", "1"}};
+      },
+      [](const JoinedProcess& joined, int) {
+        EXPECT_EQ(joined.coordinator, nullptr);
+        EXPECT_NE(joined.comm->process_group(), nullptr);
+      });
+}
+
+TEST(JoinJob, PortTaken_ErrorNamesItAndWhereItCameFrom) {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_ANY);
+  socklen_t length = sizeof(address);
+  ASSERT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), length), 0);
+  ASSERT_EQ(listen(fd, 1), 0);
+  ASSERT_EQ(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length), 0);
+  const std::string port = std::to_string(ntohs(address.sin_port));
+  const auto joined = JoinJob(Env({{"RANK", "0"},
+                                   {"WORLD_SIZE", "2"},
+                                   {"MASTER_ADDR", "127.0.0.1"},
+                                   {"MASTER_PORT", port},
+                                   {"MUSTER_TIMEOUT", "5s"}}));
+  close(fd);
+  EXPECT_EQ(joined.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(joined.status().message()),
+              AllOf(HasSubstr("rank 0 of 2 cannot open a store"), HasSubstr(port),
+                    HasSubstr("MASTER_PORT")));
+}
+
+TEST(JoinJob, NoCoordinatorAtTheAddress_Unavailable) {
+  const auto joined = JoinJob(Env({{"MUSTER_COORDINATOR", "127.0.0.1:1"},
+                                   {"MUSTER_JOB", "job"},
+                                   {"MUSTER_RANK", "0"},
+                                   {"MUSTER_WORLD_SIZE", "1"},
+                                   {"MUSTER_TIMEOUT", "50ms"}}));
+  EXPECT_EQ(joined.status().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(joined.status().message()), HasSubstr("127.0.0.1:1"));
+}
+
+}  // namespace
+}  // namespace muster
