@@ -6,9 +6,9 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/text.h"
 
 namespace muster {
 namespace {
@@ -43,7 +43,7 @@ std::string Reason(absl::string_view what) {
     what.remove_prefix(bracket + 2);
   }
   // The parser quotes what it last read, which may be cut inside a character.
-  return IsValidUtf8(what) ? std::string(what) : absl::Utf8SafeCHexEscape(what);
+  return Printable(what, 300);
 }
 
 }  // namespace
@@ -82,9 +82,8 @@ absl::StatusOr<nlohmann::json> ParseJson(absl::string_view text, absl::string_vi
       case nlohmann::json::parse_event_t::key: {
         const std::string& name = value.get_ref<const std::string&>();
         if (!names.back().insert(name).second) {
-          throw Refusal{absl::InvalidArgumentError(
-              absl::StrCat(source, ": the name \"", absl::Utf8SafeCHexEscape(name.substr(0, 200)),
-                           "\" occurs twice in one object"))};
+          throw Refusal{absl::InvalidArgumentError(absl::StrCat(
+              source, ": the name \"", Printable(name), "\" occurs twice in one object"))};
         }
         break;
       }
@@ -141,33 +140,6 @@ std::string JsonQuote(absl::string_view text) {
   }
   out += '"';
   return out;
-}
-
-bool IsValidUtf8(absl::string_view text) {
-  size_t i = 0;
-  while (i < text.size()) {
-    const auto byte = [&](size_t k) { return static_cast<unsigned char>(text[k]); };
-    const unsigned char lead = byte(i);
-    if (lead < 0x80) {
-      ++i;
-      continue;
-    }
-    const size_t length = lead >= 0xC2 && lead <= 0xDF   ? 2
-                          : (lead & 0xF0) == 0xE0        ? 3
-                          : lead >= 0xF0 && lead <= 0xF4 ? 4
-                                                         : 0;
-    if (length == 0 || i + length > text.size()) return false;
-    for (size_t k = 1; k < length; ++k) {
-      if ((byte(i + k) & 0xC0) != 0x80) return false;
-    }
-    const unsigned char second = byte(i + 1);
-    if (lead == 0xE0 && second < 0xA0) return false;  // overlong
-    if (lead == 0xED && second > 0x9F) return false;  // surrogates
-    if (lead == 0xF0 && second < 0x90) return false;  // overlong
-    if (lead == 0xF4 && second > 0x8F) return false;  // beyond U+10FFFF
-    i += length;
-  }
-  return true;
 }
 
 }  // namespace muster

@@ -6,6 +6,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "base/text.h"  // IWYU pragma: export
 
 namespace muster {
 
@@ -21,10 +22,8 @@ absl::StatusOr<nlohmann::json> ParseJson(absl::string_view text, absl::string_vi
                                          const JsonLimits& limits = {});
 
 // The text as a JSON string with its quotes: the shortest escapes, other characters as they are.
-// `text` must be valid UTF-8 (see IsValidUtf8).
+// `text` must be valid UTF-8 (see base/text.h).
 std::string JsonQuote(absl::string_view text);
-
-bool IsValidUtf8(absl::string_view text);
 
 }  // namespace muster
 

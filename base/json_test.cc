@@ -47,13 +47,5 @@ TEST(JsonQuote, ControlCharacters_AreEscapedOthersKept) {
   EXPECT_EQ(JsonQuote("a\"\\\n\x01\x7fé"), "\"a\\\"\\\\\\n\\u0001\x7fé\"");
 }
 
-TEST(IsValidUtf8, EdgeCases) {
-  EXPECT_TRUE(IsValidUtf8("aé✓😀"));
-  for (const char* bad : {"\xff", "\xc0\x80", "\xe0\x80\x80", "\xed\xa0\x80", "\xf4\x90\x80\x80",
-                          "\xe2\x9c", "\x80"}) {
-    EXPECT_FALSE(IsValidUtf8(bad));
-  }
-}
-
 }  // namespace
 }  // namespace muster

@@ -5,11 +5,11 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/ascii.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/text.h"
 
 namespace muster {
 namespace {
@@ -61,9 +61,8 @@ std::optional<double> ParseNumber(absl::string_view text) {
 }
 
 absl::Status BadSize(absl::string_view text, absl::string_view why, absl::string_view units) {
-  return absl::InvalidArgumentError(
-      absl::StrCat("size \"", absl::Utf8SafeCHexEscape(text.substr(0, 100)), "\" ", why,
-                   "; write a number and a unit out of ", units));
+  return absl::InvalidArgumentError(absl::StrCat("size \"", Printable(text, 100), "\" ", why,
+                                                 "; write a number and a unit out of ", units));
 }
 
 template <size_t N>

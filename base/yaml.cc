@@ -15,7 +15,6 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/strings/ascii.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
@@ -225,9 +224,7 @@ class Builder final : public YAML::EventHandler {
         absl::StrCat(source_, ":", mark.line + 1, ":", mark.column + 1, ": ", why))};
   }
 
-  static std::string Shown(absl::string_view text) {
-    return absl::Utf8SafeCHexEscape(text.substr(0, 200));
-  }
+  static std::string Shown(absl::string_view text) { return Printable(text); }
 
   bool AtKey() const {
     return !frames_.empty() && frames_.back().value.is_object() && !frames_.back().has_key;

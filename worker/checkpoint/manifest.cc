@@ -4,7 +4,6 @@
 #include <nlohmann/json.hpp>
 
 #include "absl/status/status.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "base/json.h"
 
@@ -43,8 +42,8 @@ absl::StatusOr<std::string> EncodeManifest(Manifest manifest) {
   for (size_t i = 0; i < manifest.files.size(); ++i) {
     const ManifestFile& file = manifest.files[i];
     if (!IsPlainName(file.name)) {
-      return absl::InvalidArgumentError(absl::StrCat("\"", absl::Utf8SafeCHexEscape(file.name),
-                                                     "\" is no name for a checkpoint's file"));
+      return absl::InvalidArgumentError(
+          absl::StrCat("\"", Printable(file.name), "\" is no name for a checkpoint's file"));
     }
     if (i > 0 && manifest.files[i - 1].name == file.name) {
       return absl::InvalidArgumentError(absl::StrCat("file ", file.name, " was written by rank ",
@@ -103,7 +102,7 @@ absl::StatusOr<Manifest> ParseManifest(absl::string_view text, absl::string_view
       entry.at("xxh3").get_to(file.digest.xxh3);
       if (!IsPlainName(file.name) || manifest.Find(file.name) != nullptr) {
         return absl::DataLossError(absl::StrCat(source, ": has a bad or repeated file name \"",
-                                                absl::Utf8SafeCHexEscape(file.name), "\""));
+                                                Printable(file.name), "\""));
       }
       manifest.files.push_back(std::move(file));
     }

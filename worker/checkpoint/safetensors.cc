@@ -14,11 +14,11 @@
 #include "ATen/ops/empty.h"
 #include "ATen/ops/from_blob.h"
 #include "absl/container/flat_hash_map.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "c10/core/ScalarType.h"
 
 namespace muster {
@@ -50,7 +50,7 @@ constexpr std::pair<SafetensorsType, at::ScalarType> kTypes[] = {
 constexpr size_t kMaxDimensions = 64;
 
 std::string Place(absl::string_view path, absl::string_view name) {
-  return absl::StrCat(path, ": tensor \"", absl::Utf8SafeCHexEscape(name.substr(0, 200)), "\": ");
+  return absl::StrCat(path, ": tensor \"", Printable(name), "\": ");
 }
 
 }  // namespace

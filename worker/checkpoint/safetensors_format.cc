@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/json.h"
@@ -36,10 +35,7 @@ constexpr std::array<TypeFacts, 22> kTypes = {{
 
 constexpr absl::string_view kMetadataName = "__metadata__";
 
-std::string Shown(absl::string_view text) {
-  const bool cut = text.size() > 200;
-  return absl::StrCat("\"", absl::Utf8SafeCHexEscape(text.substr(0, 200)), cut ? "..." : "", "\"");
-}
+std::string Shown(absl::string_view text) { return absl::StrCat("\"", Printable(text), "\""); }
 
 std::string ShapeText(const std::vector<uint64_t>& shape) {
   return absl::StrCat("[", absl::StrJoin(shape, ", "), "]");
@@ -77,7 +73,7 @@ class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
     return Unexpected(absl::StrCat("the number ", value));
   }
   bool number_float(double, const std::string& text) override {
-    return Number(absl::Utf8SafeCHexEscape(text.substr(0, 50)), "is no unsigned 64-bit integer");
+    return Number(Printable(text, 50), "is no unsigned 64-bit integer");
   }
   bool string(std::string& text) override {
     if (state_ == State::kMetadata) {
@@ -183,8 +179,8 @@ class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
     } else if (const size_t bracket = what.find("] "); bracket != absl::string_view::npos) {
       what.remove_prefix(bracket + 2);
     }
-    why_ = absl::StrCat("the header is not strict JSON: byte ", position, ": ",
-                        IsValidUtf8(what) ? std::string(what) : absl::Utf8SafeCHexEscape(what));
+    why_ =
+        absl::StrCat("the header is not strict JSON: byte ", position, ": ", Printable(what, 300));
     return false;
   }
 

@@ -10,7 +10,6 @@
 #include "ATen/core/grad_mode.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
-#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -25,9 +24,7 @@ using Json = nlohmann::json;
 
 constexpr char kScalarsKey[] = "muster.scalars";
 
-std::string Shown(absl::string_view name) {
-  return absl::StrCat("\"", absl::Utf8SafeCHexEscape(name.substr(0, 200)), "\"");
-}
+std::string Shown(absl::string_view name) { return absl::StrCat("\"", Printable(name), "\""); }
 
 const char* TypeName(const StateDict::Scalar& value) {
   constexpr const char* kNames[] = {"a boolean", "an integer", "a number", "text"};

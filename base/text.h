@@ -1,0 +1,21 @@
+#ifndef MUSTER_BASE_TEXT_H_
+#define MUSTER_BASE_TEXT_H_
+
+#include <cstddef>
+#include <string>
+
+#include "absl/strings/string_view.h"
+
+namespace muster {
+
+// Whether the bytes are UTF-8: no overlong forms, no surrogates, nothing beyond U+10FFFF.
+bool IsValidUtf8(absl::string_view text);
+
+// Foreign text fit for a message: one line of valid UTF-8. Control characters, and all bytes beyond
+// ASCII if the text is not UTF-8, become \xNN. Longer texts are cut at a character within
+// `max_bytes` and end in "...".
+std::string Printable(absl::string_view text, size_t max_bytes = 200);
+
+}  // namespace muster
+
+#endif  // MUSTER_BASE_TEXT_H_

@@ -1,0 +1,26 @@
+#include "base/text.h"
+
+#include <gtest/gtest.h>
+
+namespace muster {
+namespace {
+
+TEST(IsValidUtf8, EdgeCases) {
+  EXPECT_TRUE(IsValidUtf8("aé✓😀"));
+  for (const char* bad : {"\xff", "\xc0\x80", "\xe0\x80\x80", "\xed\xa0\x80", "\xf4\x90\x80\x80",
+                          "\xe2\x9c", "\x80"}) {
+    EXPECT_FALSE(IsValidUtf8(bad));
+  }
+}
+
+TEST(Printable, AnyBytes_BecomeOneLineOfUtf8) {
+  EXPECT_EQ(Printable("a\"b'\n✓"), "a\"b'\\x0a✓");
+  EXPECT_EQ(Printable("é\xff"), "\\xc3\\xa9\\xff");
+  for (size_t length = 0; length < 12; ++length) {
+    EXPECT_TRUE(IsValidUtf8(Printable("aé✓😀b", length))) << length;
+  }
+  EXPECT_EQ(Printable("abcdef", 3), "abc...");
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,39 @@
+#ifndef MUSTER_WORKER_TRACK_APPEND_FILE_H_
+#define MUSTER_WORKER_TRACK_APPEND_FILE_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+
+namespace muster {
+
+// A file that grows record by record; each Append is one write, so that a reader or a crash sees
+// whole records but for the last. Not thread-safe.
+class AppendFile {
+ public:
+  AppendFile() = default;
+  ~AppendFile();
+  AppendFile(const AppendFile&) = delete;
+  AppendFile& operator=(const AppendFile&) = delete;
+
+  // Opens or makes the file and its folder. With `lines`, a last line that a crash left unfinished
+  // is ended first.
+  absl::Status Open(const std::string& path, bool lines);
+
+  // FAILED_PRECONDITION if it is not open.
+  absl::Status Append(absl::string_view bytes);
+
+  absl::Status Close();
+
+  bool is_open() const { return fd_ >= 0; }
+  const std::string& path() const { return path_; }
+
+ private:
+  int fd_ = -1;
+  std::string path_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TRACK_APPEND_FILE_H_

@@ -1,0 +1,123 @@
+#ifndef MUSTER_WORKER_TRACK_TRACKER_H_
+#define MUSTER_WORKER_TRACK_TRACKER_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+
+namespace muster {
+
+// A number, a truth value or a text that is tracked. Converts from all of them, so that {{"loss",
+// 0.5}, {"epoch", 3}} can be written.
+class TrackerValue {
+ public:
+  using Variant = std::variant<bool, int64_t, double, std::string>;
+
+  template <typename T, std::enable_if_t<std::is_arithmetic_v<T>, int> = 0>
+  TrackerValue(T value) : value_(Widen(value)) {}  // NOLINT(google-explicit-constructor)
+  TrackerValue(const char* text)
+      : value_(std::string(text)) {}  // NOLINT(google-explicit-constructor)
+  TrackerValue(std::string text)
+      : value_(std::move(text)) {}  // NOLINT(google-explicit-constructor)
+
+  const Variant& get() const { return value_; }
+  bool is_text() const { return std::holds_alternative<std::string>(value_); }
+  // Booleans are 0 and 1; a text is not a number.
+  double number() const;
+  // As people read it: shortest form that gives the same number.
+  std::string text() const;
+  // As JSON; numbers that JSON has not become "nan", "inf", "-inf".
+  std::string json() const;
+
+ private:
+  template <typename T>
+  static Variant Widen(T value) {
+    if constexpr (std::is_same_v<T, bool>) {
+      return value;
+    } else if constexpr (std::is_integral_v<T>) {
+      return static_cast<int64_t>(value);
+    } else {
+      return static_cast<double>(value);
+    }
+  }
+  Variant value_;
+};
+
+using TrackerValues = std::vector<std::pair<std::string, TrackerValue>>;
+
+struct TrackerEntry {
+  TrackerValues values;
+  // None: the tracker counts its entries itself.
+  std::optional<int64_t> step;
+  absl::Time time;
+};
+
+// Where a run's figures go: a file format or a service. Implement it for a tracker of your own:
+//
+//   class Mine : public muster::GeneralTracker {
+//     std::string name() const override { return "mine"; }
+//     absl::Status start() override { ... }
+//     absl::Status log(const muster::TrackerEntry& entry) override { ... }
+//   };
+//
+// Calls come from one thread at a time, start first, finish last. An error is reported once in the
+// log and never stops training.
+class GeneralTracker {
+ public:
+  virtual ~GeneralTracker() = default;
+
+  virtual std::string name() const = 0;
+
+  // Whether only rank 0 has this tracker.
+  virtual bool main_process_only() const { return true; }
+
+  // Opens whatever it writes to.
+  virtual absl::Status start() = 0;
+
+  // The settings of the run, once, before the first entry.
+  virtual absl::Status store_init_configuration(const TrackerValues& /*config*/) {
+    return absl::OkStatus();
+  }
+
+  virtual absl::Status log(const TrackerEntry& entry) = 0;
+
+  // Flushes and closes. Called once.
+  virtual absl::Status finish() { return absl::OkStatus(); }
+};
+
+// What a factory of trackers knows.
+struct TrackerContext {
+  std::string project_name;
+  // Where files go: LOGGING_DIR/PROJECT_NAME/.
+  std::string logging_dir;
+  int rank = 0;
+  // When the run began.
+  absl::Time start_time;
+};
+
+using TrackerFactory =
+    std::function<absl::StatusOr<std::unique_ptr<GeneralTracker>>(const TrackerContext&)>;
+
+// Adds a kind of tracker under a name, for MakeTracker; warns if it replaces one. Thread-safe.
+void RegisterTrackerClass(const std::string& name, TrackerFactory factory);
+
+// Makes a tracker of a registered kind: "tensorboard", "jsonl", "csv", or the program's own.
+// Errors: NOT_FOUND naming the kinds there are; INVALID_ARGUMENT if it needs a logging_dir and has
+// none.
+absl::StatusOr<std::unique_ptr<GeneralTracker>> MakeTracker(const std::string& kind,
+                                                            const TrackerContext& context);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TRACK_TRACKER_H_

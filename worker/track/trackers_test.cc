@@ -1,0 +1,256 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "base/crc32c.h"
+#include "base/file.h"
+#include "base/json.h"
+#include "worker/track/csv.h"
+#include "worker/track/jsonl.h"
+#include "worker/track/tensorboard.h"
+#include "worker/track/tracker.h"
+
+namespace muster {
+namespace {
+
+using ::testing::HasSubstr;
+
+class TrackersTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    context_.project_name = "mnist";
+    context_.logging_dir = JoinPath(testing::TempDir(), "trackers-" + RandomHex());
+    context_.start_time = absl::FromUnixMillis(1'700'000'000'125);
+  }
+  void TearDown() override { EXPECT_TRUE(RemoveTree(context_.logging_dir).ok()); }
+
+  absl::Time At(int seconds) const { return context_.start_time + absl::Seconds(seconds); }
+
+  TrackerContext context_;
+};
+
+// A reader of the wire format that shares no code with the writer.
+struct Field {
+  int number = 0;
+  int type = 0;
+  uint64_t integer = 0;
+  std::string bytes;
+
+  double AsDouble() const {
+    double value;
+    std::memcpy(&value, &integer, 8);
+    return value;
+  }
+  float AsFloat() const {
+    float value;
+    std::memcpy(&value, &integer, 4);
+    return value;
+  }
+};
+
+std::vector<Field> Decode(const std::string& bytes) {
+  std::vector<Field> fields;
+  size_t at = 0;
+  const auto varint = [&] {
+    uint64_t value = 0;
+    for (int shift = 0; at < bytes.size(); shift += 7) {
+      const uint8_t byte = bytes[at++];
+      value |= uint64_t{byte & 0x7fu} << shift;
+      if (byte < 0x80) break;
+    }
+    return value;
+  };
+  while (at < bytes.size()) {
+    const uint64_t key = varint();
+    Field field{.number = static_cast<int>(key >> 3),
+                .type = static_cast<int>(key & 7),
+                .integer = 0,
+                .bytes = ""};
+    if (field.type == 0) {
+      field.integer = varint();
+    } else if (field.type == 2) {
+      const uint64_t size = varint();
+      EXPECT_LE(at + size, bytes.size());
+      field.bytes = bytes.substr(at, size);
+      at += size;
+    } else {
+      const int size = field.type == 1 ? 8 : 4;
+      EXPECT_TRUE(field.type == 1 || field.type == 5);
+      EXPECT_LE(at + size, bytes.size());
+      std::memcpy(&field.integer, bytes.data() + at, size);
+      at += size;
+    }
+    fields.push_back(field);
+  }
+  return fields;
+}
+
+Field Get(const std::string& bytes, int number) {
+  for (const Field& field : Decode(bytes)) {
+    if (field.number == number) return field;
+  }
+  return {};
+}
+
+std::vector<std::string> Events(const std::string& path) {
+  const std::string file = *ReadFile(path);
+  std::vector<std::string> events;
+  size_t at = 0;
+  while (at < file.size()) {
+    uint64_t length = 0;
+    uint32_t crc = 0;
+    EXPECT_LE(at + 12, file.size());
+    std::memcpy(&length, file.data() + at, 8);
+    std::memcpy(&crc, file.data() + at + 8, 4);
+    EXPECT_EQ(crc, MaskedCrc32c(absl::string_view(file).substr(at, 8)));
+    EXPECT_LE(at + 16 + length, file.size());
+    events.push_back(file.substr(at + 12, length));
+    std::memcpy(&crc, file.data() + at + 12 + length, 4);
+    EXPECT_EQ(crc, MaskedCrc32c(events.back()));
+    at += 16 + length;
+  }
+  return events;
+}
+
+TEST_F(TrackersTest, TensorBoard_ScalarsTextsAndConfigDecode) {
+  TensorBoardTracker tracker(context_);
+  ASSERT_TRUE(tracker.start().ok());
+  ASSERT_TRUE(tracker.store_init_configuration({{"lr", 0.1}, {"arch", "cnn"}, {"amp", true}}).ok());
+  ASSERT_TRUE(tracker.log({{{"loss", 0.5}, {"epoch", 3}, {"note", "hello ✓"}}, 7, At(2)}).ok());
+  ASSERT_TRUE(tracker.log({{{"loss", std::nan("")}}, std::nullopt, At(3)}).ok());
+  ASSERT_TRUE(tracker.finish().ok());
+
+  EXPECT_THAT(BaseName(tracker.path()), HasSubstr("events.out.tfevents.1700000000."));
+  const std::vector<std::string> events = Events(tracker.path());
+  ASSERT_EQ(events.size(), 6u);
+  EXPECT_EQ(Get(events[0], 3).bytes, "brain.Event:2");
+  EXPECT_DOUBLE_EQ(Get(events[0], 1).AsDouble(), 1'700'000'000.125);
+
+  const auto plugin = [](const std::string& value) { return Get(Get(value, 9).bytes, 1).bytes; };
+  const std::string start = Get(Get(events[2], 5).bytes, 1).bytes;
+  EXPECT_EQ(Get(start, 1).bytes, "_hparams_/session_start_info");
+  EXPECT_EQ(Get(plugin(start), 1).bytes, "hparams");
+  const std::string session = Get(Get(plugin(start), 2).bytes, 3).bytes;
+  const std::string lr = Get(session, 1).bytes;
+  EXPECT_EQ(Get(lr, 1).bytes, "lr");
+  EXPECT_DOUBLE_EQ(Get(Get(lr, 2).bytes, 2).AsDouble(), 0.1);
+
+  EXPECT_EQ(Get(events[3], 2).integer, 7u);
+  EXPECT_DOUBLE_EQ(Get(events[3], 1).AsDouble(), 1'700'000'002.125);
+  const std::vector<Field> values = Decode(Get(events[3], 5).bytes);
+  ASSERT_EQ(values.size(), 3u);
+  EXPECT_EQ(Get(values[0].bytes, 1).bytes, "loss");
+  EXPECT_EQ(Get(values[0].bytes, 2).AsFloat(), 0.5f);
+  EXPECT_EQ(Get(values[1].bytes, 2).AsFloat(), 3.0f);
+  EXPECT_EQ(Get(values[2].bytes, 1).bytes, "note/text_summary");
+  EXPECT_EQ(Get(Get(values[2].bytes, 8).bytes, 8).bytes, "hello ✓");
+  EXPECT_EQ(Get(plugin(values[2].bytes), 1).bytes, "text");
+
+  EXPECT_EQ(Get(events[4], 2).integer, 8u) << "without a step, the count goes on";
+  EXPECT_TRUE(std::isnan(Get(Get(Get(events[4], 5).bytes, 1).bytes, 2).AsFloat()));
+  EXPECT_EQ(*ReadFile(JoinPath(ParentPath(tracker.path()), "hparams.yml")),
+            "\"lr\": 0.1\n\"arch\": \"cnn\"\n\"amp\": true\n");
+}
+
+TEST_F(TrackersTest, Jsonl_OneObjectALineAndGoesOnAfterACrash) {
+  std::string path;
+  {
+    JsonlTracker tracker(context_);
+    path = tracker.path();
+    ASSERT_TRUE(tracker.start().ok());
+    ASSERT_TRUE(tracker.store_init_configuration({{"lr", 0.1}}).ok());
+    ASSERT_TRUE(tracker
+                    .log({{{"loss", 1.0 / 3},
+                           {"big", int64_t{1} << 60},
+                           {"odd", std::nan("")},
+                           {"text", "a\"\n\xff"}},
+                          5,
+                          At(1)})
+                    .ok());
+  }
+  ASSERT_TRUE(WriteFileAtomically(path, *ReadFile(path) + "{\"time\": 17").ok());
+  JsonlTracker tracker(context_);
+  ASSERT_TRUE(tracker.start().ok());
+  ASSERT_TRUE(tracker.log({{{"loss", 0.25}}, std::nullopt, At(2)}).ok());
+  ASSERT_TRUE(tracker.finish().ok());
+
+  const std::vector<std::string> lines =
+      absl::StrSplit(absl::StripSuffix(*ReadFile(path), "\n"), '\n');
+  ASSERT_EQ(lines.size(), 4u);
+  EXPECT_EQ(
+      lines[0],
+      "{\"time\": 1700000000.125, \"run\": \"mnist\", \"rank\": 0, \"config\": {\"lr\": 0.1}}");
+  const auto second = ParseJson(lines[1], "line");
+  ASSERT_TRUE(second.ok()) << second.status();
+  EXPECT_EQ((*second)["step"], 5);
+  EXPECT_EQ((*second)["values"]["loss"].get<double>(), 1.0 / 3);
+  EXPECT_EQ((*second)["values"]["big"].get<int64_t>(), int64_t{1} << 60);
+  EXPECT_EQ((*second)["values"]["odd"], "nan");
+  EXPECT_EQ(ParseJson(lines[3], "line")->at("values").at("loss"), 0.25);
+}
+
+TEST_F(TrackersTest, Csv_NewNamesAddColumns) {
+  CsvTracker tracker(context_);
+  ASSERT_TRUE(tracker.start().ok());
+  ASSERT_TRUE(tracker.log({{{"loss", 0.5}}, 1, At(0)}).ok());
+  ASSERT_TRUE(tracker.log({{{"note", "a,\"b\""}, {"loss", 0.25}}, 2, At(1)}).ok());
+  ASSERT_TRUE(tracker.finish().ok());
+  EXPECT_EQ(*ReadFile(tracker.path()),
+            "time,step,loss,note\n1700000000.125,1,0.5\n"
+            "1700000001.125,2,0.25,\"a,\"\"b\"\"\"\n");
+  CsvTracker again(context_);
+  ASSERT_TRUE(again.start().ok());
+  ASSERT_TRUE(again.log({{{"new\ncolumn", true}}, 3, At(2)}).ok());
+  ASSERT_TRUE(again.log({{{"loss", 1}}, std::nullopt, At(3)}).ok());
+  ASSERT_TRUE(again.finish().ok());
+  EXPECT_EQ(*ReadFile(tracker.path()),
+            "time,step,loss,note,\"new\ncolumn\"\n1700000000.125,1,0.5\n"
+            "1700000001.125,2,0.25,\"a,\"\"b\"\"\"\n1700000002.125,3,,,true\n"
+            "1700000003.125,4,1,,\n");
+}
+
+TEST_F(TrackersTest, Csv_ForeignFile_IsLeftAlone) {
+  CsvTracker tracker(context_);
+  ASSERT_TRUE(MakeDirectories(ParentPath(tracker.path())).ok());
+  ASSERT_TRUE(WriteFileAtomically(tracker.path(), "a,b\n1,2\n").ok());
+  EXPECT_THAT(std::string(tracker.start().message()), HasSubstr("move the file away"));
+  EXPECT_EQ(*ReadFile(tracker.path()), "a,b\n1,2\n");
+}
+
+TEST_F(TrackersTest, LogBeforeStart_IsAnError) {
+  EXPECT_FALSE(JsonlTracker(context_).log({{{"a", 1}}, 1, At(0)}).ok());
+  EXPECT_FALSE(CsvTracker(context_).log({{{"a", 1}}, 1, At(0)}).ok());
+  EXPECT_FALSE(TensorBoardTracker(context_).log({{{"a", 1}}, 1, At(0)}).ok());
+}
+
+TEST_F(TrackersTest, MakeTracker_UnknownNameOrNoFolder_SaysWhatToDo) {
+  EXPECT_EQ((*MakeTracker("jsonl", context_))->name(), "jsonl");
+  EXPECT_THAT(std::string(MakeTracker("wandb", context_).status().message()),
+              HasSubstr("known are csv, jsonl, tensorboard"));
+  context_.logging_dir = "";
+  EXPECT_THAT(std::string(MakeTracker("csv", context_).status().message()),
+              HasSubstr("needs a logging_dir"));
+  context_.logging_dir = testing::TempDir() + "/unused";
+  RegisterTrackerClass("mine", [](const TrackerContext& context) {
+    return std::unique_ptr<GeneralTracker>(std::make_unique<JsonlTracker>(context));
+  });
+  EXPECT_TRUE(MakeTracker("mine", context_).ok());
+}
+
+TEST(TrackerValue, Texts_AreShortAndExact) {
+  EXPECT_EQ(TrackerValue(0.1).text(), "0.1");
+  EXPECT_EQ(TrackerValue(0.1f).number(), static_cast<double>(0.1f));
+  EXPECT_EQ(TrackerValue(1.0 / 3).text(), "0.3333333333333333");
+  EXPECT_EQ(TrackerValue(7u).text(), "7");
+  EXPECT_EQ(TrackerValue(false).json(), "false");
+  EXPECT_EQ(TrackerValue(-std::numeric_limits<double>::infinity()).json(), "\"-inf\"");
+  EXPECT_EQ(TrackerValue("a\"b").json(), "\"a\\\"b\"");
+}
+
+}  // namespace
+}  // namespace muster
