@@ -1,8 +1,11 @@
 #ifndef MUSTER_WORKER_DATA_DATA_ERROR_H_
 #define MUSTER_WORKER_DATA_DATA_ERROR_H_
 
+#include <exception>
 #include <stdexcept>
 #include <string>
+
+#include "c10/util/Exception.h"
 
 namespace muster {
 
@@ -12,6 +15,12 @@ class DataError : public std::runtime_error {
  public:
   explicit DataError(const std::string& what) : std::runtime_error(what) {}
 };
+
+// The text of an exception without the stack trace that LibTorch's carry.
+inline std::string ErrorText(const std::exception& error) {
+  const auto* torch_error = dynamic_cast<const c10::Error*>(&error);
+  return torch_error != nullptr ? torch_error->what_without_backtrace() : error.what();
+}
 
 }  // namespace muster
 

@@ -175,7 +175,7 @@ auto Fetch(D& dataset, const Indices& indices) {
       try {
         examples.push_back(one(index));
       } catch (const std::exception& error) {
-        throw DataError("sample " + std::to_string(index) + ": " + error.what());
+        throw DataError("sample " + std::to_string(index) + ": " + ErrorText(error));
       }
     }
     return examples;

@@ -56,7 +56,7 @@ auto NamingBatch(const LoaderPass& pass, int64_t number, const F& make) {
   } catch (const std::exception& error) {
     throw DataError("loader: batch " + std::to_string(pass.first_index + number) + " of epoch " +
                     std::to_string(pass.epoch) + " on rank " + std::to_string(pass.rank) + ": " +
-                    error.what());
+                    ErrorText(error));
   }
 }
 
@@ -138,7 +138,8 @@ class IndexedFeed : public Feed<T> {
       for (size_t i = 0; i < std::min<size_t>(indices.size(), 8); ++i) {
         ids += (i == 0 ? "" : ", ") + std::to_string(indices[i]);
       }
-      throw DataError("samples " + ids + (indices.size() > 8 ? ", ..." : "") + ": " + error.what());
+      throw DataError("samples " + ids + (indices.size() > 8 ? ", ..." : "") + ": " +
+                      ErrorText(error));
     }
   }
 
@@ -237,7 +238,8 @@ class RoundReader {
     try {
       return cursor_->Next();
     } catch (const std::exception& error) {
-      throw DataError("sample " + std::to_string(position_) + " of the stream: " + error.what());
+      throw DataError("sample " + std::to_string(position_) +
+                      " of the stream: " + ErrorText(error));
     }
   }
 
@@ -406,7 +408,7 @@ class DispatchFeed : public Feed<T> {
         head[0] = !whole.has_value() ? kEnd : text == schema_ ? kSameSchema : kNewSchema;
       } catch (const std::exception& exception) {
         error = std::current_exception();
-        text = exception.what();
+        text = ErrorText(exception);
         head[0] = kError;
       }
     }

@@ -277,7 +277,7 @@ at::Tensor LoaderCore::OrderFromMain(const std::function<std::vector<int64_t>()>
       order = read();
     } catch (const std::exception& exception) {
       thrown = std::current_exception();
-      error = exception.what();
+      error = ErrorText(exception);
     }
   }
   if (world_size_ > 1) {

@@ -1,0 +1,83 @@
+#include "worker/data/token_dataset.h"
+
+#include <cstdio>
+#include <fstream>
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "worker/data/loader.h"
+
+namespace muster {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+template <class Token>
+std::string WriteTokens(const std::string& name, const std::vector<Token>& tokens) {
+  const std::string path = ::testing::TempDir() + "/" + name;
+  std::ofstream out(path, std::ios::binary);
+  out.write(reinterpret_cast<const char*>(tokens.data()),
+            static_cast<std::streamsize>(tokens.size() * sizeof(Token)));
+  return path;
+}
+
+std::vector<int64_t> Values(const at::Tensor& tensor) {
+  return {tensor.const_data_ptr<int64_t>(), tensor.const_data_ptr<int64_t>() + tensor.numel()};
+}
+
+TEST(TokenDataset, Windows_AreInputsAndTheNextTokens) {
+  const auto data = TokenDataset::Open(
+      WriteTokens<uint16_t>("u16", {10, 11, 12, 13, 14, 15, 65535, 17}), {.context = 3});
+  ASSERT_TRUE(data.ok()) << data.status();
+  EXPECT_EQ(data->size(), 2U);
+  const auto [inputs, targets] = data->get_batch({1, 0});
+  EXPECT_THAT(Values(inputs), ElementsAre(13, 14, 15, 10, 11, 12));
+  EXPECT_THAT(Values(targets), ElementsAre(14, 15, 65535, 11, 12, 13));
+  EXPECT_ANY_THROW(data->get_batch({2}));
+  EXPECT_ANY_THROW(data->get_batch({-1}));
+}
+
+TEST(TokenDataset, StrideAndWidth_AreTaken) {
+  const auto bytes = TokenDataset::Open(WriteTokens<uint8_t>("u8", {1, 2, 3, 4, 255}),
+                                        {.context = 2, .stride = 1, .bytes_per_token = 1});
+  ASSERT_TRUE(bytes.ok()) << bytes.status();
+  EXPECT_EQ(bytes->size(), 3U);
+  EXPECT_THAT(Values(bytes->get_batch({2}).second), ElementsAre(4, 255));
+  const auto words = TokenDataset::Open(WriteTokens<uint32_t>("u32", {1, 4000000000U, 3}),
+                                        {.context = 2, .bytes_per_token = 4});
+  ASSERT_TRUE(words.ok()) << words.status();
+  EXPECT_THAT(Values(words->get_batch({0}).first), ElementsAre(1, 4000000000));
+}
+
+TEST(TokenDataset, BadFilesAndOptions_AreNamed) {
+  EXPECT_EQ(TokenDataset::Open("/nonexistent/tokens", {}).status().code(),
+            absl::StatusCode::kNotFound);
+  const std::string path = WriteTokens<uint8_t>("odd", {1, 2, 3});
+  EXPECT_THAT(TokenDataset::Open(path, {.context = 1}).status().message(), HasSubstr("3 bytes"));
+  EXPECT_THAT(TokenDataset::Open(path, {.context = 3, .bytes_per_token = 1}).status().message(),
+              HasSubstr("needs 4"));
+  EXPECT_THAT(TokenDataset::Open(path, {.bytes_per_token = 3}).status().message(),
+              HasSubstr("1, 2 or 4"));
+  EXPECT_THAT(TokenDataset::Open(path, {.context = 0}).status().message(),
+              HasSubstr("context is 0"));
+}
+
+TEST(TokenDataset, InALoader_WorkersShareTheFile) {
+  std::vector<uint16_t> tokens(1025);
+  for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<uint16_t>(i);
+  auto data = TokenDataset::Open(WriteTokens("loader", tokens), {.context = 8});
+  ASSERT_TRUE(data.ok()) << data.status();
+  auto loader = PrepareLoader(batches(*data, 16).shuffle(true).workers(2), {}, nullptr);
+  int64_t sum = 0;
+  for (auto& [inputs, targets] : loader) {
+    EXPECT_EQ(inputs.size(1), 8);
+    sum += targets.sub(inputs).sum().item<int64_t>();
+  }
+  EXPECT_EQ(sum, 1024);
+}
+
+}  // namespace
+}  // namespace muster
