@@ -11,8 +11,6 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
-#include "ATen/ops/from_blob.h"
-#include "ATen/ops/index_select.h"
 #include "c10/util/ArrayRef.h"
 #include "worker/data/collate.h"
 #include "worker/data/data_error.h"
@@ -44,6 +42,11 @@ namespace muster {
 // must be safe to call at once from several threads; one with non-const reading functions (as
 // LibTorch's) is copied for each worker.
 
+// The rows of `tensor` with these indices, as at::index_select(tensor, 0, indices) gives them;
+// several times faster for the small batches of CPU tensors. Error (c10::Error): an index out of
+// range.
+at::Tensor SelectRows(const at::Tensor& tensor, const std::vector<int64_t>& indices);
+
 // Tensors that share their first dimension: a sample is a row of each. A batch is one tensor for
 // TensorDataset(x), else a tuple of tensors, made without a copy per sample. Thread-safe. Errors
 // (c10::Error): different lengths, no dimension.
@@ -68,16 +71,12 @@ class TensorDataset {
   }
 
   auto get_batch(const std::vector<int64_t>& indices) const {
-    const at::Tensor rows = at::from_blob(const_cast<int64_t*>(indices.data()),
-                                          {static_cast<int64_t>(indices.size())}, at::kLong);
-    const auto select = [&](const at::Tensor& tensor) {
-      return at::index_select(tensor, 0, tensor.is_cpu() ? rows : rows.to(tensor.device()));
-    };
     if constexpr (sizeof...(Tensors) == 1) {
-      return select(std::get<0>(tensors_));
+      return SelectRows(std::get<0>(tensors_), indices);
     } else {
-      return std::apply([&](const auto&... tensor) { return std::make_tuple(select(tensor)...); },
-                        tensors_);
+      return std::apply(
+          [&](const auto&... tensor) { return std::make_tuple(SelectRows(tensor, indices)...); },
+          tensors_);
     }
   }
 

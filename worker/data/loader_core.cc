@@ -16,6 +16,7 @@
 #include "absl/strings/str_split.h"
 #include "nlohmann/json.hpp"
 #include "worker/data/data_error.h"
+#include "worker/data/malloc_tuning.h"
 
 namespace muster {
 namespace {
@@ -190,6 +191,7 @@ std::shared_ptr<LoaderCore> LoaderCore::Create(const RecipeSettings& settings,
                                                std::optional<int64_t> num_samples, bool is_stream,
                                                Comm* comm,
                                                std::shared_ptr<LoaderObserver> observer) {
+  KeepFreedBatchMemory();
   std::shared_ptr<LoaderCore> core(new LoaderCore());
   core->settings_ = settings;
   core->options_ = options;

@@ -12,6 +12,7 @@
 #include "ATen/CPUGeneratorImpl.h"
 #include "ATen/ops/arange.h"
 #include "ATen/ops/full.h"
+#include "ATen/ops/index_select.h"
 #include "ATen/ops/ones.h"
 #include "ATen/ops/randperm.h"
 #include "gmock/gmock.h"
@@ -270,6 +271,18 @@ TEST(PreparedLoader, TensorDataset_GivesRowsOfEachTensor) {
   EXPECT_THAT(labels, ElementsAre(0, 1, 2, 3, 4, 5));
   EXPECT_EQ(All(Alone(batches(at::arange(3, at::kLong), 2))).size(), 2U);
   EXPECT_THAT(ErrorOf([&] { TensorDataset(x, at::ones({5})); }), HasSubstr("6 and 5 rows"));
+}
+
+TEST(SelectRows, AnyLayout_IsIndexSelect) {
+  const at::Tensor plain = at::arange(24, at::kFloat).view({4, 3, 2});
+  for (const at::Tensor& tensor :
+       {plain, plain.transpose(1, 2), plain.slice(1, 0, 0), at::arange(4, at::kByte)}) {
+    const at::Tensor rows = SelectRows(tensor, {3, 0, 3});
+    EXPECT_TRUE(rows.equal(
+        at::index_select(tensor, 0, at::arange(3, -1, -3, at::kLong).repeat({2}).slice(0, 0, 3))));
+  }
+  EXPECT_THAT(ErrorOf([&] { SelectRows(plain, {4}); }), HasSubstr("row 4 of a tensor with 4 rows"));
+  EXPECT_EQ(SelectRows(plain, {}).size(0), 0);
 }
 
 TEST(PreparedLoader, VectorOfMaps_CollatesNumbersTextsAndLists) {

@@ -50,6 +50,7 @@ class Prefetcher {
   std::optional<Item> Next() {
     std::optional<Item> item;
     std::exception_ptr error;
+    bool wake;
     {
       MutexLock lock(&mu_);
       if (finished_) return std::nullopt;
@@ -63,8 +64,11 @@ class Prefetcher {
         finished_ = true;
         stop_ = true;
       }
+      // Threads without room sleep until half of it is free: waking one for each item would cost
+      // more than small items.
+      wake = stop_ || started_ - consumed_ <= static_cast<int64_t>(slots_.size() / 2);
     }
-    room_.SignalAll();
+    if (wake) room_.SignalAll();
     if (error) std::rethrow_exception(error);
     return item;
   }
