@@ -18,7 +18,8 @@ struct BatchInfo {
   int64_t index = 0;  // number of the batch in its epoch, counting those that were skipped or seen
                       // before a restart
   bool is_last = false;  // the last one that this rank gets in this pass
-  // Batches that come after this one in the pass, the same on every rank; -1: not known, or not the same.
+  // Batches that come after this one in the pass, the same on every rank; -1: not known, or not the
+  // same.
   int64_t batches_left = -1;
   // This rank's samples: the first `real_samples` of `size` are its own, the rest are repeated to
   // fill up the batch.

@@ -323,6 +323,7 @@ class StreamFeed : public Feed<CollatedBatch<D, C>> {
     ahead_ = Pull();
     current->info = pass_->InfoOfRound(given_, current->begin, current->end, current->first_round);
     current->info.is_last = !ahead_.has_value() && !error_;
+    if (current->info.is_last) current->info.batches_left = 0;
     ++given_;
     return current;
   }
@@ -399,8 +400,8 @@ class DispatchFeed : public Feed<T> {
     std::exception_ptr error;
     std::string text;  // schema or error message
     enum : int64_t { kEnd, kSameSchema, kNewSchema, kError };
-    // kind, begin, end, first_round, is_last, rows per rank
-    at::Tensor header = at::zeros({6}, at::kLong);
+    // kind, begin, end, first_round, is_last, rows per rank, batches_left
+    at::Tensor header = at::zeros({7}, at::kLong);
     int64_t* head = header.data_ptr<int64_t>();
     if (comm_.rank() == 0) {
       try {
@@ -435,6 +436,7 @@ class DispatchFeed : public Feed<T> {
     mine.first_round = head[3];
     mine.info = pass_->InfoOfRound(given_++, mine.begin, mine.end, mine.first_round);
     mine.info.is_last = head[4] != 0;
+    mine.info.batches_left = head[6];
     return mine;
   }
 
@@ -450,6 +452,7 @@ class DispatchFeed : public Feed<T> {
     head[3] = whole->first_round;
     head[4] = whole->info.is_last ? 1 : 0;
     head[5] = info.size;
+    head[6] = whole->info.batches_left;
     *schema = EncodeSchema(whole->value);
     whole->value = SendToDevice(whole->value, device_, non_blocking_);
     return whole;

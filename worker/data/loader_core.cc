@@ -169,7 +169,7 @@ BatchInfo LoaderPass::Info(int64_t number) const {
     info = MakeInfo(*this, number, slices, end);
   }
   info.is_last = number + 1 == num_batches;
-  if (sharding.world_size == 1 || (tail != TailRule::kShort && !dispatch())) {
+  if (sharding.world_size == 1 || tail != TailRule::kShort) {
     info.batches_left = num_batches - 1 - number;
   }
   return info;

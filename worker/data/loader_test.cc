@@ -177,6 +177,7 @@ TEST(BatchInfo, OverAnEpoch_TellsIndexLastAndRealSamples) {
     EXPECT_FALSE(infos[0].is_last);
     EXPECT_TRUE(infos[0].rank_real_samples.empty());
     EXPECT_EQ(infos[0].position, 8);
+    EXPECT_EQ(infos[0].batches_left, 1);
     EXPECT_TRUE(infos[1].is_last);
     EXPECT_EQ(infos[1].index, 1);
     EXPECT_EQ(infos[1].size, 4);
@@ -473,7 +474,9 @@ TEST(Dispatch, NestedBatches_EachRankGetsItsSlice) {
                                 options, &comm);
     EXPECT_EQ(loader.size(), 2);
     const size_t rank = static_cast<size_t>(comm.rank());
-    for (auto& [tensors, label, text] : loader) {
+    for (auto& batch : loader) {
+      EXPECT_EQ(batch.info().batches_left, 1 - batch.info().index);
+      auto& [tensors, label, text] = batch;
       EXPECT_EQ(Values(tensors.at("x").select(1, 1)), Values(label));
       for (int64_t value : Values(label)) labels[rank].push_back(value);
       texts[rank].insert(texts[rank].end(), text.begin(), text.end());
