@@ -1,0 +1,68 @@
+#ifndef MUSTER_WORKER_TRACK_LOGGER_H_
+#define MUSTER_WORKER_TRACK_LOGGER_H_
+
+#include <functional>
+#include <set>
+#include <string>
+
+#include "absl/strings/string_view.h"
+#include "base/log.h"
+#include "base/mutex.h"
+#include "worker/process/comm.h"
+
+namespace muster {
+
+struct LogOptions {
+  // Rank 0 alone speaks. Otherwise every rank does.
+  bool main_process_only = true;
+  // Ranks speak one after the other, in rank order. Collective: every rank must make the call,
+  // whatever its log level; main_process_only is then ignored.
+  bool in_order = false;
+};
+
+// Log lines of a job of several processes, prefixed "[RANK i]". Levels below GetLogLevel()
+// (base/log.h) are not written. Thread-safe but for in_order, which uses the Comm.
+class RankLogger {
+ public:
+  // Where a line goes; the default is standard error by way of base/log.h, with the caller's file
+  // and line.
+  using Sink =
+      std::function<void(LogLevel level, const std::string& line, const char* file, int at)>;
+
+  // `comm` outlives the logger.
+  explicit RankLogger(Comm& comm, Sink sink = nullptr);
+
+  void Log(LogLevel level, absl::string_view text, const LogOptions& options = {},
+           const char* file = __builtin_FILE(), int line = __builtin_LINE());
+
+  void Debug(absl::string_view text, const LogOptions& options = {},
+             const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    Log(LogLevel::kDebug, text, options, file, line);
+  }
+  void Info(absl::string_view text, const LogOptions& options = {},
+            const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    Log(LogLevel::kInfo, text, options, file, line);
+  }
+  void Warning(absl::string_view text, const LogOptions& options = {},
+               const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    Log(LogLevel::kWarning, text, options, file, line);
+  }
+  void Error(absl::string_view text, const LogOptions& options = {},
+             const char* file = __builtin_FILE(), int line = __builtin_LINE()) {
+    Log(LogLevel::kError, text, options, file, line);
+  }
+
+  // A warning that this logger says once for each text.
+  void WarningOnce(absl::string_view text, const LogOptions& options = {},
+                   const char* file = __builtin_FILE(), int line = __builtin_LINE());
+
+ private:
+  Comm& comm_;
+  const Sink sink_;
+  Mutex mu_;
+  std::set<std::string> said_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TRACK_LOGGER_H_

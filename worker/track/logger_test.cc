@@ -1,0 +1,80 @@
+#include "worker/track/logger.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <vector>
+
+#include "worker/process/thread_comm.h"
+
+namespace muster {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::UnorderedElementsAre;
+
+struct Lines {
+  Mutex mu;
+  std::vector<std::string> all ABSL_GUARDED_BY(mu);
+
+  RankLogger::Sink Sink() {
+    return [this](LogLevel, const std::string& line, const char*, int) {
+      MutexLock lock(&mu);
+      all.push_back(line);
+    };
+  }
+};
+
+TEST(RankLogger, MainProcessOnly_IsTheDefault) {
+  Lines lines;
+  RunRanks(3, [&](Comm& comm) { RankLogger(comm, lines.Sink()).Info("hello"); });
+  EXPECT_THAT(lines.all, ElementsAre("[RANK 0] hello"));
+}
+
+TEST(RankLogger, AllRanks_SpeakWhenAsked) {
+  Lines lines;
+  RunRanks(3, [&](Comm& comm) {
+    RankLogger(comm, lines.Sink()).Warning("x", {.main_process_only = false});
+  });
+  EXPECT_THAT(lines.all, UnorderedElementsAre("[RANK 0] x", "[RANK 1] x", "[RANK 2] x"));
+}
+
+TEST(RankLogger, InOrder_RanksSpeakOneAfterTheOther) {
+  Lines lines;
+  RunRanks(4, [&](Comm& comm) {
+    RankLogger logger(comm, lines.Sink());
+    for (int i = 0; i < 5; ++i) logger.Info("x", {.in_order = true});
+  });
+  ASSERT_EQ(lines.all.size(), 20u);
+  for (size_t i = 0; i < lines.all.size(); ++i) {
+    EXPECT_EQ(lines.all[i], "[RANK " + std::to_string(i % 4) + "] x");
+  }
+}
+
+TEST(RankLogger, BelowTheLevel_NothingIsSaidButBarriersHold) {
+  Lines lines;
+  const LogLevel before = GetLogLevel();
+  SetLogLevel(LogLevel::kError);
+  RunRanks(2, [&](Comm& comm) {
+    RankLogger logger(comm, lines.Sink());
+    logger.Info("x", {.in_order = true});
+    logger.Error("y");
+  });
+  SetLogLevel(before);
+  EXPECT_THAT(lines.all, ElementsAre("[RANK 0] y"));
+}
+
+TEST(RankLogger, WarningOnce_IsSaidOncePerText) {
+  Lines lines;
+  RunRanks(1, [&](Comm& comm) {
+    RankLogger logger(comm, lines.Sink());
+    for (int i = 0; i < 3; ++i) {
+      logger.WarningOnce("a");
+      logger.WarningOnce("b");
+    }
+  });
+  EXPECT_THAT(lines.all, ElementsAre("[RANK 0] a", "[RANK 0] b"));
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,88 @@
+#ifndef MUSTER_WORKER_TRACK_PROGRESS_H_
+#define MUSTER_WORKER_TRACK_PROGRESS_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "base/clock.h"
+
+namespace muster {
+
+struct ProgressOptions {
+  // Shown before the bar.
+  std::string description;
+  // How far it goes; 0 if nobody knows: then there is no bar and no end in sight.
+  int64_t total = 0;
+  // Where it starts, as after a resume.
+  int64_t initial = 0;
+  // What is counted, as in "12.5 it/s".
+  std::string unit = "it";
+  // False on ranks that are not the local main process: everything then does nothing.
+  bool enabled = true;
+  // Standard error. Nothing is shown if it is no terminal.
+  int fd = 2;
+  // Overrides the look at `fd`, for tests.
+  std::optional<bool> terminal;
+  // Columns; 0: those of the terminal.
+  int columns = 0;
+  // Redrawn at most this often.
+  absl::Duration period = absl::Milliseconds(100);
+  const Clock* clock = &Clock::Real();
+};
+
+// One line that shows how far a loop is:
+//
+//   epoch 1:  45%|████▌     | 422/938 [00:21<00:26, 19.9it/s, loss=0.0712]
+//
+// The rate is smoothed: each redraw weighs 0.3 of what went on since the last. Not thread-safe.
+class Progress {
+ public:
+  explicit Progress(ProgressOptions options);
+
+  // Draws the last state and ends the line.
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  // So many more are done. Redraws if the period is over. Costs a clock reading.
+  void Advance(int64_t by = 1);
+
+  // Shown at the end of the line from the next redraw on, in this order, as in {{"loss", "0.07"}}.
+  void SetPostfix(std::vector<std::pair<std::string, std::string>> postfix);
+  // The same with numbers, four significant digits.
+  void SetPostfix(const std::vector<std::pair<std::string, double>>& postfix);
+
+  void SetDescription(absl::string_view description) {
+    options_.description = std::string(description);
+  }
+
+  // Ends the line; nothing is drawn after it.
+  void Close();
+
+  int64_t done() const { return done_; }
+
+  // The line without control codes, at most `columns` wide.
+  std::string Line(int columns) const;
+
+ private:
+  void Draw();
+
+  ProgressOptions options_;
+  const bool visible_;
+  int64_t done_;
+  std::vector<std::pair<std::string, std::string>> postfix_;
+  const absl::Time start_;
+  absl::Time drawn_at_;
+  int64_t drawn_done_;
+  double rate_ = 0;  // per second
+  bool closed_ = false;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TRACK_PROGRESS_H_
