@@ -92,9 +92,12 @@ absl::Status Agent::StartWorker(const Meeting& meeting, int attempt, int local_r
 
   if (!options_.log_dir.empty()) {
     const std::string folder = absl::StrCat(options_.log_dir, "/attempt_", attempt);
-    MUSTER_RETURN_IF_ERROR(MakeDirectories(folder));
-    MUSTER_RETURN_IF_ERROR(
-        output_.AddLog(worker.rank, absl::StrCat(folder, "/rank_", worker.rank, ".log")));
+    absl::Status status = MakeDirectories(folder);
+    if (status.ok()) {
+      status = output_.AddLog(worker.rank, absl::StrCat(folder, "/rank_", worker.rank, ".log"));
+    }
+    if (!status.ok())
+      return absl::InvalidArgumentError(absl::StrCat("log_dir: ", status.message()));
   }
   ProcessOptions process;
   process.argv = options_.argv;

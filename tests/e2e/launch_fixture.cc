@@ -1,0 +1,113 @@
+#include "tests/e2e/launch_fixture.h"
+
+#include <poll.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_split.h"
+
+namespace muster {
+
+bool WaitUntilEnded(pid_t pid) {
+  const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  if (fd < 0) return errno == ESRCH;
+  pollfd event = {fd, POLLIN, 0};
+  const bool ended = poll(&event, 1, 60'000) == 1;
+  close(fd);
+  return ended;
+}
+
+std::vector<int> Numbers(absl::string_view text) {
+  std::vector<int> numbers;
+  for (const absl::string_view word : absl::StrSplit(text, ' ', absl::SkipEmpty())) {
+    int number = 0;
+    if (absl::SimpleAtoi(word, &number)) numbers.push_back(number);
+  }
+  return numbers;
+}
+
+Command::Command(agent::ProcessHost& host, std::vector<std::string> argv,
+                 std::map<std::string, std::string> env, bool terminal) {
+  agent::ProcessOptions options;
+  options.argv = std::move(argv);
+  for (const auto& [name, value] : env) options.env.push_back(absl::StrCat(name, "=", value));
+  options.stdout_terminal = terminal;
+  options.stderr_terminal = terminal;
+  options.on_line = [this](agent::OutputStream stream, absl::string_view line) {
+    MutexLock lock(&mu_);
+    lines_.emplace_back(stream, std::string(line));
+    changed_.SignalAll();
+  };
+  options.on_exit = [this](const agent::ProcessExit&) {
+    MutexLock lock(&mu_);
+    ended_ = true;
+    changed_.SignalAll();
+  };
+  auto process = host.Spawn(std::move(options));
+  EXPECT_TRUE(process.ok()) << process.status();
+  process_ = *std::move(process);
+}
+
+std::string Command::WaitForLine(absl::string_view prefix, int count) {
+  MutexLock lock(&mu_);
+  for (;;) {
+    int seen = 0;
+    for (const auto& [stream, line] : lines_) {
+      if (absl::StartsWith(line, prefix) && ++seen == count) return line.substr(prefix.size());
+    }
+    if (ended_) {
+      ADD_FAILURE() << "the command ended without a line that begins with " << prefix;
+      for (const auto& [stream, line] : lines_) ADD_FAILURE() << line;
+      return "";
+    }
+    changed_.Wait(&mu_);
+  }
+}
+
+int Command::Wait() {
+  const agent::ProcessExit exit = process_->Wait();
+  return exit.signal != 0 ? -exit.signal : exit.exit_code;
+}
+
+std::vector<std::string> Command::Lines(agent::OutputStream stream) const {
+  MutexLock lock(&mu_);
+  std::vector<std::string> lines;
+  for (const auto& [which, line] : lines_) {
+    if (which == stream) lines.push_back(line);
+  }
+  return lines;
+}
+
+std::string LaunchFixture::Runfile(const std::string& path) {
+  const char* const root = getenv("TEST_SRCDIR");
+  return root == nullptr ? absl::StrCat("bazel-bin/", path) : absl::StrCat(root, "/muster/", path);
+}
+
+void LaunchFixture::SetUp() {
+  temp_ = absl::StrCat(::testing::TempDir(), "/",
+                       ::testing::UnitTest::GetInstance()->current_test_info()->name());
+  ASSERT_TRUE(RemoveTree(temp_).ok());
+  ASSERT_TRUE(MakeDirectories(temp_).ok());
+  env_ = {{"PATH", "/usr/bin:/bin"}, {"HOME", temp_}, {"CUDA_VISIBLE_DEVICES", ""}};
+  auto host = agent::ProcessHost::Start();
+  ASSERT_TRUE(host.ok()) << host.status();
+  host_ = *std::move(host);
+}
+
+std::unique_ptr<Command> LaunchFixture::Muster(std::vector<std::string> args, bool terminal) {
+  args.insert(args.begin(), Runfile("client/cli/muster"));
+  return std::make_unique<Command>(*host_, std::move(args), env_, terminal);
+}
+
+std::unique_ptr<Command> LaunchFixture::Launch(std::vector<std::string> args,
+                                               const std::string& script, bool terminal) {
+  args.insert(args.begin(), "launch");
+  args.insert(args.end(), {"--", "/bin/sh", "-c", script});
+  return Muster(std::move(args), terminal);
+}
+
+}  // namespace muster

@@ -1,0 +1,79 @@
+#ifndef MUSTER_TESTS_E2E_LAUNCH_FIXTURE_H_
+#define MUSTER_TESTS_E2E_LAUNCH_FIXTURE_H_
+
+#include <signal.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/string_view.h"
+#include "base/file.h"
+#include "base/mutex.h"
+#include "gtest/gtest.h"
+#include "worker/agent/process.h"
+
+namespace muster {
+
+// Waits until `pid` has ended (it may still be somebody's zombie). False after a minute.
+bool WaitUntilEnded(pid_t pid);
+
+// The numbers in `text`.
+std::vector<int> Numbers(absl::string_view text);
+
+// One `muster` command as a process of its own, with its lines.
+class Command {
+ public:
+  Command(agent::ProcessHost& host, std::vector<std::string> argv,
+          std::map<std::string, std::string> env, bool terminal = false);
+
+  // Blocks until a line of either stream begins with `prefix` (the `count`th such line); returns
+  // the rest of it.
+  std::string WaitForLine(absl::string_view prefix, int count = 1);
+  // Ends when the command has; -N if signal N ended it.
+  int Wait();
+  void Signal(int signal) { process_->Signal(signal); }
+  pid_t pid() const { return process_->pid(); }
+  std::vector<std::string> out() const { return Lines(agent::OutputStream::kStdout); }
+  std::vector<std::string> err() const { return Lines(agent::OutputStream::kStderr); }
+  std::string out_text() const { return absl::StrJoin(out(), "\n"); }
+  std::string err_text() const { return absl::StrJoin(err(), "\n"); }
+
+ private:
+  std::vector<std::string> Lines(agent::OutputStream stream) const;
+
+  mutable Mutex mu_;
+  CondVar changed_;
+  std::vector<std::pair<agent::OutputStream, std::string>> lines_ ABSL_GUARDED_BY(mu_);
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;
+  std::shared_ptr<agent::Process> process_;
+};
+
+// Runs the real binaries.
+class LaunchFixture : public ::testing::Test {
+ protected:
+  void SetUp() override;
+
+  // `muster ARGS...`.
+  std::unique_ptr<Command> Muster(std::vector<std::string> args, bool terminal = false);
+  // `muster launch ARGS... -- /bin/sh -c SCRIPT`.
+  std::unique_ptr<Command> Launch(std::vector<std::string> args, const std::string& script,
+                                  bool terminal = false);
+
+  // An absolute path of something that the test depends on.
+  static std::string Runfile(const std::string& path);
+  std::string Temp(const std::string& name) const { return absl::StrCat(temp_, "/", name); }
+
+  std::map<std::string, std::string> env_;
+  std::string temp_;
+  std::unique_ptr<agent::ProcessHost> host_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_TESTS_E2E_LAUNCH_FIXTURE_H_
