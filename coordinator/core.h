@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "coordinator/answer.h"
 #include "proto/muster/v1/admin.pb.h"
 #include "proto/muster/v1/error.pb.h"
 #include "proto/muster/v1/session.pb.h"
@@ -19,49 +20,29 @@
 
 namespace muster::coordinator {
 
-// The server's name for one call that the core may hold open. Never reused while the process lives.
-using CallId = uint64_t;
-
 // Who brought an operation. Views: valid during the call only.
 struct Caller {
   absl::string_view node;  // the agent whose stream it came on; empty for a unary call
   absl::string_view peer;  // network address, for messages
 };
 
-// A finished result. Immutable, so any thread may read it; shared by all calls that get the same bytes (the ranks
-// of a barrier).
-class Answer {
- public:
-  // With `shared`, the bytes are made at once, so that N senders need not serialise N times.
-  Answer(v1::OpResult result, bool shared);
-
-  // op_id is not set: it differs from call to call.
-  const v1::OpResult& result() const { return result_; }
-  bool shared() const { return shared_; }
-  // Serialised result(); empty unless shared(). The OpResult of one call is `op_id` as field 1 followed by these.
-  const std::string& bytes() const { return bytes_; }
-
- private:
-  const v1::OpResult result_;
-  const bool shared_;
-  const std::string bytes_;
-};
-
-// May be sent once the journal is durable up to `durable_revision`; 0 or anything already durable: at once. If the
-// journal fails, answer UNAVAILABLE / JOURNAL_FAILED in its place.
+// May be sent once the journal is durable up to `durable_revision`; 0 or anything already durable:
+// at once. If the journal fails, answer UNAVAILABLE / JOURNAL_FAILED in its place.
 struct Reply {
   CallId call = 0;
   std::shared_ptr<const Answer> answer;
   uint64_t durable_revision = 0;
 };
 
-// What the journal must hold, in this order. `payload` is a serialised v1::JournalRecord. Revisions grow, with gaps.
+// What the journal must hold, in this order. `payload` is a serialised v1::JournalRecord. Revisions
+// grow, with gaps.
 struct Record {
   uint64_t revision = 0;
   std::string payload;
 };
 
-// For the agent `node`; dropped if it is not attached. Same rule for `durable_revision` as in Reply.
+// For the agent `node`; dropped if it is not attached. Same rule for `durable_revision` as in
+// Reply.
 struct NodeDirective {
   std::string node;
   std::shared_ptr<const v1::Directive> directive;
@@ -75,13 +56,16 @@ struct Notice {
   std::string text;
 };
 
-// What the outside must do after an event. Events append, so one Output may collect a batch of them.
+// What the outside must do after an event. Events append, so one Output may collect a batch of
+// them.
 struct Output {
   std::vector<Reply> replies;
   std::vector<Record> records;
   std::vector<NodeDirective> directives;
-  std::vector<std::string> changed_jobs;   // have new watch events: call ReadWatch for their watchers
-  std::vector<v1::BarrierReport> reports;  // of barriers at their soft deadline and of those that failed
+  std::vector<std::string>
+      changed_jobs;  // have new watch events: call ReadWatch for their watchers
+  std::vector<v1::BarrierReport>
+      reports;  // of barriers at their soft deadline and of those that failed
   std::vector<Notice> notices;
   bool deposed = false;  // a caller has seen a higher term: stop serving at once
 
@@ -93,8 +77,8 @@ struct CoreStats {
   static constexpr int kWaitBuckets = 16;
   uint64_t barriers_passed = 0;
   uint64_t barriers_failed = 0;
-  // Time from the first arrival to the release of passed barriers: bucket i counts those of at most 2^i * 0.1 ms
-  // that fit no smaller bucket; the last one counts the rest as well.
+  // Time from the first arrival to the release of passed barriers: bucket i counts those of at most
+  // 2^i * 0.1 ms that fit no smaller bucket; the last one counts the rest as well.
   uint64_t barrier_wait_buckets[kWaitBuckets] = {};
   double barrier_wait_sum_seconds = 0;
   uint64_t generations_sealed = 0;
@@ -107,7 +91,8 @@ struct CoreStats {
   uint64_t triggers_raised = 0;
 };
 
-// Deliberate faults, so that tests/simulation can prove that it would notice them. All false outside of tests.
+// Deliberate faults, so that tests/simulation can prove that it would notice them. All false
+// outside of tests.
 struct Mutants {
   bool barrier_releases_one_early = false;
   bool acknowledges_before_durable = false;
@@ -121,12 +106,14 @@ struct CoreOptions {
   absl::Duration default_lease = absl::Seconds(6);
   absl::Duration default_join_timeout = absl::Seconds(600);
   absl::Duration default_last_call = absl::Seconds(5);
-  absl::Duration recovery_last_call = absl::Seconds(1);  // with spares at hand, from the second generation on
+  absl::Duration recovery_last_call =
+      absl::Seconds(1);  // with spares at hand, from the second generation on
   absl::Duration default_barrier_timeout = absl::Seconds(1800);
   absl::Duration default_soft_timeout = absl::Seconds(60);
-  absl::Duration diag_budget = absl::Seconds(2);  // before a barrier's deadline, to ask agents for fresh stacks
-  int diag_max_stacks = 16;                       // asked for one report
-  int strikes_to_quarantine = 3;                  // 0: never by itself
+  absl::Duration diag_budget =
+      absl::Seconds(2);           // before a barrier's deadline, to ask agents for fresh stacks
+  int diag_max_stacks = 16;       // asked for one report
+  int strikes_to_quarantine = 3;  // 0: never by itself
   absl::Duration quarantine_for = absl::Minutes(30);
   size_t kept_barrier_results = 1000;    // for each job
   size_t kept_barrier_bytes = 16 << 20;  // for each job: results with payloads are large
@@ -137,18 +124,21 @@ struct CoreOptions {
   Mutants mutants;
 };
 
-// The whole state of a coordinator as one state machine: rendezvous, roster, barriers, triggers, key-value and watch
-// history of all jobs. It takes events and the time, and says what to answer, what to write and whom to tell.
+// The whole state of a coordinator as one state machine: rendezvous, roster, barriers, triggers,
+// key-value and watch history of all jobs. It takes events and the time, and says what to answer,
+// what to write and whom to tell.
 //
-// Thread-safety: none; one thread applies events. Nothing blocks: there is no clock, thread, socket, file or lock
-// inside, so the same object runs in the server and in tests/simulation.
+// Thread-safety: none; one thread applies events. Nothing blocks: there is no clock, thread,
+// socket, file or lock inside, so the same object runs in the server and in tests/simulation.
 //
-// Time is the server's monotonic clock and must not go back. Call Tick at NextDeadline(); an event that comes much
-// later than that shows that the whole process was paused, and every lease then starts anew.
+// Time is the server's monotonic clock and must not go back. Call Tick at NextDeadline(); an event
+// that comes much later than that shows that the whole process was paused, and every lease then
+// starts anew.
 //
-// Durability: an event changes the state at once and yields at most one Record. Whatever could tell someone of the
-// change carries that record's revision in `durable_revision` and must wait for it. To restart: Restore the newest
-// snapshot, Replay the records after it, then StartTerm; make the record of StartTerm durable before serving.
+// Durability: an event changes the state at once and yields at most one Record. Whatever could tell
+// someone of the change carries that record's revision in `durable_revision` and must wait for it.
+// To restart: Restore the newest snapshot, Replay the records after it, then StartTerm; make the
+// record of StartTerm durable before serving.
 class Core {
  public:
   explicit Core(CoreOptions options);
@@ -156,9 +146,11 @@ class Core {
   Core(const Core&) = delete;
   Core& operator=(const Core&) = delete;
 
-  // Applies one operation. The reply to `call` comes in this Output or in a later one. Any bytes are fine as input.
+  // Applies one operation. The reply to `call` comes in this Output or in a later one. Any bytes
+  // are fine as input.
   void Handle(CallId call, const v1::Op& op, const Caller& caller, absl::Time now, Output* out);
-  // The caller of a held call is gone: forget it. A waiting joiner loses its place; an arrival stands.
+  // The caller of a held call is gone: forget it. A waiting joiner loses its place; an arrival
+  // stands.
   void Abandon(CallId call, absl::Time now, Output* out);
 
   // The first frame of an agent's stream; also after each reconnect.
@@ -166,34 +158,40 @@ class Core {
   // Its session is over for good (the server's resume window has passed, or it said Bye).
   void DetachAgent(absl::string_view node, absl::Time now, Output* out);
   void HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time now, Output* out);
-  void HandleStack(absl::string_view node, const v1::StackReply& stack, absl::Time now, Output* out);
+  void HandleStack(absl::string_view node, const v1::StackReply& stack, absl::Time now,
+                   Output* out);
 
   // Lets deadlines up to `now` pass.
   void Tick(absl::Time now, Output* out);
   // When Tick has something to do; InfiniteFuture: nothing waits.
   absl::Time NextDeadline() const;
 
-  // Only before StartTerm. Errors: DATA_LOSS for bytes that are not a snapshot or a record, or a revision out of order.
+  // Only before StartTerm. Errors: DATA_LOSS for bytes that are not a snapshot or a record, or a
+  // revision out of order.
   absl::Status Restore(absl::string_view snapshot);
   absl::Status Replay(absl::string_view record_payload);
-  // The durable state as of last_record_revision(): what Restore takes. Large: proportional to the state.
+  // The durable state as of last_record_revision(): what Restore takes. Large: proportional to the
+  // state.
   std::string Snapshot() const;
-  // Begins to serve as `term`, which must be higher than last_term(). Seated workers get one full lease.
+  // Begins to serve as `term`, which must be higher than last_term(). Seated workers get one full
+  // lease.
   void StartTerm(uint64_t term, absl::Time now, Output* out);
   uint64_t last_term() const;             // 0: none yet
   uint64_t revision() const;              // of the last change
   uint64_t last_record_revision() const;  // of the last change that went into a Record
 
-  // Ends a job: waiting joins fail with RENDEZVOUS_CLOSED, its generation ends. Unknown jobs are ignored.
+  // Ends a job: waiting joins fail with RENDEZVOUS_CLOSED, its generation ends. Unknown jobs are
+  // ignored.
   void CloseJob(absl::string_view job_id, absl::string_view why, absl::Time now, Output* out);
   // Forgets a job and all its keys.
   void RemoveJob(absl::string_view job_id, absl::Time now, Output* out);
 
-  // The events of a job that `request` asks for, from revision `from` on (0: from now), as far as they are durable
-  // and at most about `max_bytes` (whole revisions; at least one). batch->next_revision is where to go on. Errors:
-  // NOT_FOUND, OUT_OF_RANGE / COMPACTED.
-  std::optional<v1::OpError> ReadWatch(const v1::WatchRequest& request, uint64_t from, uint64_t durable_revision,
-                                       size_t max_bytes, v1::WatchBatch* batch) const;
+  // The events of a job that `request` asks for, from revision `from` on (0: from now), as far as
+  // they are durable and at most about `max_bytes` (whole revisions; at least one).
+  // batch->next_revision is where to go on. Errors: NOT_FOUND, OUT_OF_RANGE / COMPACTED.
+  std::optional<v1::OpError> ReadWatch(const v1::WatchRequest& request, uint64_t from,
+                                       uint64_t durable_revision, size_t max_bytes,
+                                       v1::WatchBatch* batch) const;
 
   // Fills what the core knows: header, jobs, agents.
   void FillStatus(v1::StatusReply* status) const;

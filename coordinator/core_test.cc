@@ -1,0 +1,1425 @@
+#include "coordinator/core.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "coordinator/errors.h"
+#include "google/protobuf/stubs/logging.h"
+#include "proto/muster/v1/journal.pb.h"
+
+namespace muster::coordinator {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+const absl::Time kStart = absl::FromUnixSeconds(1'700'000'000);
+
+// A core with a journal that is durable when told so, and all replies by call.
+class Bench {
+ public:
+  explicit Bench(CoreOptions options = {})
+      : options_(options), core_(std::make_unique<Core>(options)) {
+    options_.cluster_id = "c1";
+    Start();
+  }
+
+  void Start() {
+    core_->StartTerm(core_->last_term() + 1, now_, &out_);
+    Collect();
+  }
+  // The process dies; what was written of the journal is replayed, or a snapshot and the rest.
+  void Restart(bool snapshot = false) {
+    const std::string image = snapshot ? core_->Snapshot() : "";
+    const uint64_t revision = core_->last_record_revision();
+    core_ = std::make_unique<Core>(options_);
+    if (snapshot) {
+      ASSERT_TRUE(core_->Restore(image).ok());
+    }
+    for (const Record& record : journal_) {
+      if (snapshot && record.revision <= revision) continue;
+      const absl::Status status = core_->Replay(record.payload);
+      ASSERT_TRUE(status.ok()) << status;
+    }
+    replies_.clear();
+    Start();
+  }
+
+  CallId Do(const v1::Op& op, absl::string_view node = "") {
+    const CallId call = next_call_++;
+    core_->Handle(call, op, {node, "test"}, now_, &out_);
+    Collect();
+    return call;
+  }
+  void Collect() {
+    for (Reply& reply : out_.replies) {
+      EXPECT_FALSE(replies_.contains(reply.call)) << "two replies to call " << reply.call;
+      replies_[reply.call] = reply;
+    }
+    for (Record& record : out_.records) journal_.push_back(record);
+    for (NodeDirective& directive : out_.directives) directives_.push_back(directive);
+    for (v1::BarrierReport& report : out_.reports) reports_.push_back(report);
+    deposed_ = deposed_ || out_.deposed;
+    out_.Clear();
+  }
+  void Advance(absl::Duration duration) {
+    const absl::Time end = now_ + duration;
+    while (core_->NextDeadline() <= end) {
+      now_ = std::max(now_, core_->NextDeadline());
+      core_->Tick(now_, &out_);
+      Collect();
+    }
+    now_ = end;
+    core_->Tick(now_, &out_);
+    Collect();
+  }
+  bool Answered(CallId call) const { return replies_.contains(call); }
+  const v1::OpResult& Result(CallId call) const {
+    static const v1::OpResult none;
+    const auto it = replies_.find(call);
+    if (it == replies_.end()) {
+      ADD_FAILURE() << "call " << call << " has no reply yet";
+      return none;
+    }
+    return it->second.answer->result();
+  }
+  const v1::OpError& Error(CallId call) const { return Result(call).error(); }
+  v1::ErrorReason Reason(CallId call) const { return Error(call).detail().reason(); }
+
+  CoreOptions options_;
+  std::unique_ptr<Core> core_;
+  absl::Time now_ = kStart;
+  Output out_;
+  CallId next_call_ = 1;
+  std::map<CallId, Reply> replies_;
+  std::vector<Record> journal_;
+  std::vector<NodeDirective> directives_;
+  std::vector<v1::BarrierReport> reports_;
+  bool deposed_ = false;
+};
+
+// One worker process of the test: knows who it is and where it sits.
+struct Worker {
+  std::string id;
+  uint64_t incarnation = 0;
+  std::string host = "h";
+  uint64_t generation = 0;
+  int rank = -1;
+  uint64_t next_request = 1;
+
+  void FillFence(v1::Fence* fence) const {
+    fence->set_job_id("j");
+    fence->set_worker_id(id);
+    fence->set_incarnation(incarnation);
+    fence->set_generation(generation);
+  }
+};
+
+v1::RendezvousSpec Spec(int min, int max, bool end_on_failure = true) {
+  v1::RendezvousSpec spec;
+  spec.set_min_workers(min);
+  spec.set_max_workers(max);
+  spec.set_end_generation_on_failure(end_on_failure);
+  *spec.mutable_lease() = ToProto(absl::Seconds(6));
+  return spec;
+}
+
+v1::Op JoinOp(const Worker& worker, const v1::RendezvousSpec& spec) {
+  v1::Op op;
+  v1::JoinRequest* join = op.mutable_join();
+  worker.FillFence(join->mutable_fence());
+  *join->mutable_spec() = spec;
+  join->mutable_topology()->set_host(worker.host);
+  join->set_preferred_rank(-1);
+  join->set_pid(1000 + static_cast<int64_t>(worker.incarnation % 1000));
+  return op;
+}
+
+class CoreTest : public ::testing::Test {
+ protected:
+  std::vector<Worker> Form(int n, bool end_on_failure = true, int hosts = 1) {
+    std::vector<Worker> workers;
+    for (int i = 0; i < n; ++i) {
+      workers.push_back(
+          {absl::StrCat("w", i), 100 + static_cast<uint64_t>(i), absl::StrCat("h", i % hosts)});
+    }
+    spec_ = Spec(n, n, end_on_failure);
+    JoinAll(&workers);
+    return workers;
+  }
+  void JoinAll(std::vector<Worker>* workers) {
+    std::vector<CallId> calls;
+    for (const Worker& worker : *workers)
+      calls.push_back(bench_.Do(JoinOp(worker, spec_), "node-" + worker.host));
+    for (size_t i = 0; i < calls.size(); ++i) Sit(&(*workers)[i], calls[i]);
+  }
+  void Sit(Worker* worker, CallId call) {
+    const v1::OpResult& result = bench_.Result(call);
+    ASSERT_TRUE(result.has_join()) << result.DebugString();
+    worker->generation = result.join().generation();
+    worker->rank = result.join().rank();
+  }
+  CallId Arrive(const Worker& worker, const std::string& id, uint64_t counter,
+                absl::Duration timeout = absl::Seconds(100), const std::string& payload = "") {
+    v1::Op op;
+    v1::ArriveRequest* arrive = op.mutable_arrive();
+    worker.FillFence(arrive->mutable_fence());
+    arrive->set_barrier_id(id);
+    arrive->set_counter(counter);
+    arrive->set_rank(worker.rank);
+    arrive->set_payload(payload);
+    *arrive->mutable_timeout() = ToProto(timeout);
+    return bench_.Do(op);
+  }
+  CallId Beat(const Worker& worker, int64_t step = 0) {
+    v1::Op op;
+    worker.FillFence(op.mutable_heartbeat()->mutable_fence());
+    op.mutable_heartbeat()->set_step(step);
+    return bench_.Do(op);
+  }
+  v1::Op PutOp(const Worker& worker, const std::string& key, const std::string& value,
+               bool durable = false, uint64_t request_id = 0, bool lease = false) {
+    v1::Op op;
+    worker.FillFence(op.mutable_txn()->mutable_fence());
+    op.mutable_txn()->mutable_fence()->set_request_id(request_id);
+    v1::PutOp* put = op.mutable_txn()->add_then()->mutable_put();
+    put->set_key(key);
+    put->set_value(value);
+    put->set_klass(durable ? v1::KV_CLASS_DURABLE : v1::KV_CLASS_EPHEMERAL);
+    put->set_with_lease(lease);
+    return op;
+  }
+  std::string Get(const std::string& key) {
+    v1::Op op;
+    op.mutable_txn()->mutable_fence()->set_job_id("j");
+    op.mutable_txn()->add_then()->mutable_get()->set_key(key);
+    const CallId call = bench_.Do(op);
+    const v1::OpResult& result = bench_.Result(call);
+    if (result.txn().results_size() == 0 || result.txn().results(0).kvs_size() == 0)
+      return "(absent)";
+    return result.txn().results(0).kvs(0).value();
+  }
+  CallId Exit(const Worker& worker, int code, int signal = 0) {
+    v1::Op op;
+    op.mutable_report_exit()->mutable_fence()->set_job_id("j");
+    op.mutable_report_exit()->mutable_fence()->set_worker_id("agent");
+    op.mutable_report_exit()->set_worker_id(worker.id);
+    op.mutable_report_exit()->set_incarnation(worker.incarnation);
+    op.mutable_report_exit()->mutable_cause()->set_exit_code(code);
+    op.mutable_report_exit()->mutable_cause()->set_signal(signal);
+    return bench_.Do(op);
+  }
+
+  Bench bench_;
+  v1::RendezvousSpec spec_ = Spec(1, 1);
+};
+
+// ---- rendezvous
+// ----------------------------------------------------------------------------------------------------
+
+TEST_F(CoreTest, Join_Fixed_SealsWhenAllAreIn) {
+  spec_ = Spec(3, 3);
+  const CallId a = bench_.Do(JoinOp({"a", 1, "h1"}, spec_));
+  const CallId b = bench_.Do(JoinOp({"b", 2, "h1"}, spec_));
+  EXPECT_FALSE(bench_.Answered(a));
+  const CallId c = bench_.Do(JoinOp({"c", 3, "h2"}, spec_));
+  EXPECT_EQ(bench_.Result(a).join().rank(), 0);
+  EXPECT_EQ(bench_.Result(b).join().rank(), 1);
+  EXPECT_EQ(bench_.Result(c).join().rank(), 2);
+  EXPECT_EQ(bench_.Result(c).join().world_size(), 3);
+  EXPECT_EQ(bench_.Result(c).join().generation(), 1u);
+  EXPECT_EQ(bench_.Result(c).join().node_rank(), 1);
+  EXPECT_EQ(bench_.Result(c).join().num_nodes(), 2);
+  EXPECT_EQ(bench_.Result(c).join().generation_prefix(), "gen/1/");
+}
+
+TEST_F(CoreTest, Seal_Reply_WaitsForItsRecord) {
+  spec_ = Spec(1, 1);
+  const CallId call = bench_.Do(JoinOp({"a", 1}, spec_));
+  ASSERT_FALSE(bench_.journal_.empty());
+  EXPECT_EQ(bench_.replies_[call].durable_revision, bench_.journal_.back().revision);
+}
+
+TEST_F(CoreTest, Join_RetryByTheSameIncarnation_GetsTheSameSeat) {
+  std::vector<Worker> workers = Form(2);
+  const CallId again = bench_.Do(JoinOp(workers[1], spec_));
+  EXPECT_EQ(bench_.Result(again).join().rank(), workers[1].rank);
+  EXPECT_EQ(bench_.Result(again).join().generation(), 1u);
+}
+
+TEST_F(CoreTest, Join_RetryWhileWaiting_AnswersBothCalls) {
+  spec_ = Spec(2, 2);
+  const CallId first = bench_.Do(JoinOp({"a", 1}, spec_));
+  const CallId second = bench_.Do(JoinOp({"a", 1}, spec_));
+  bench_.Do(JoinOp({"b", 2}, spec_));
+  EXPECT_EQ(bench_.Result(first).join().rank(), bench_.Result(second).join().rank());
+}
+
+TEST_F(CoreTest, Join_NewIncarnationBeforeSealing_ReplacesTheOld) {
+  spec_ = Spec(2, 2);
+  const CallId old = bench_.Do(JoinOp({"a", 1}, spec_));
+  const CallId young = bench_.Do(JoinOp({"a", 9}, spec_));
+  EXPECT_EQ(bench_.Reason(old), v1::ERROR_REASON_SUPERSEDED);
+  EXPECT_EQ(bench_.Error(old).detail().current_incarnation(), 9u);
+  EXPECT_FALSE(bench_.Answered(young));
+  const CallId late = bench_.Do(JoinOp({"a", 1}, spec_));
+  EXPECT_EQ(bench_.Reason(late), v1::ERROR_REASON_SUPERSEDED);
+  bench_.Do(JoinOp({"b", 2}, spec_));
+  EXPECT_TRUE(bench_.Result(young).has_join());
+}
+
+TEST_F(CoreTest, Join_NewIncarnationAfterSealing_EndsTheGeneration) {
+  std::vector<Worker> workers = Form(2);
+  const CallId barrier = Arrive(workers[1], "b", 0);
+  const CallId young = bench_.Do(JoinOp({"w0", 77, "h0"}, spec_));
+  EXPECT_EQ(bench_.Reason(barrier), v1::ERROR_REASON_GENERATION_ENDED);
+  EXPECT_EQ(bench_.Error(barrier).detail().culprits(0).worker_id(), "w0");
+  EXPECT_EQ(bench_.Reason(Beat(workers[0])), v1::ERROR_REASON_SUPERSEDED);
+  const CallId other = bench_.Do(JoinOp(workers[1], spec_));
+  EXPECT_EQ(bench_.Result(young).join().generation(), 2u);
+  EXPECT_EQ(bench_.Result(young).join().rank(), 0);
+  EXPECT_EQ(bench_.Result(other).join().rank(), 1);
+}
+
+TEST_F(CoreTest, Join_NewIncarnationWithoutEnding_TakesTheSeat) {
+  std::vector<Worker> workers = Form(2, false);
+  const CallId young = bench_.Do(JoinOp({"w0", 77, "h0"}, spec_));
+  ASSERT_TRUE(bench_.Result(young).has_join());
+  EXPECT_EQ(bench_.Result(young).join().generation(), 1u);
+  EXPECT_EQ(bench_.Result(young).join().rank(), workers[0].rank);
+  EXPECT_EQ(bench_.Reason(Arrive(workers[0], "b", 0)), v1::ERROR_REASON_SUPERSEDED);
+  ASSERT_FALSE(bench_.directives_.empty());
+  EXPECT_EQ(bench_.directives_.back().directive->kill_worker().incarnation(), 100u);
+}
+
+TEST_F(CoreTest, Join_Elastic_WaitsForTheLastCall) {
+  spec_ = Spec(2, 4);
+  *spec_.mutable_last_call() = ToProto(absl::Seconds(5));
+  const CallId a = bench_.Do(JoinOp({"a", 1}, spec_));
+  bench_.Do(JoinOp({"b", 2}, spec_));
+  bench_.Advance(absl::Seconds(4));
+  const CallId c = bench_.Do(JoinOp({"c", 3}, spec_));
+  EXPECT_FALSE(bench_.Answered(a));
+  bench_.Advance(absl::Seconds(1));
+  EXPECT_EQ(bench_.Result(a).join().world_size(), 3);
+  EXPECT_EQ(bench_.Result(c).join().rank(), 2);
+}
+
+TEST_F(CoreTest, Join_ElasticAllIn_SealsAtOnce) {
+  spec_ = Spec(2, 3);
+  const CallId a = bench_.Do(JoinOp({"a", 1}, spec_));
+  bench_.Do(JoinOp({"b", 2}, spec_));
+  bench_.Do(JoinOp({"c", 3}, spec_));
+  EXPECT_EQ(bench_.Result(a).join().world_size(), 3);
+}
+
+TEST_F(CoreTest, Join_DivisibleBy_LeavesTheOddOneWaiting) {
+  spec_ = Spec(2, 6);
+  spec_.set_divisible_by(2);
+  std::vector<CallId> calls;
+  for (int i = 0; i < 5; ++i)
+    calls.push_back(bench_.Do(JoinOp({absl::StrCat("w", i), 1ull + i}, spec_)));
+  bench_.Advance(absl::Seconds(5));
+  EXPECT_EQ(bench_.Result(calls[0]).join().world_size(), 4);
+  EXPECT_FALSE(bench_.Answered(calls[4]));
+}
+
+TEST_F(CoreTest, Join_ImpossibleSpec_IsRefused) {
+  spec_ = Spec(5, 7);
+  spec_.set_divisible_by(4);
+  const CallId call = bench_.Do(JoinOp({"a", 1}, spec_));
+  EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_BAD_FIELD);
+  EXPECT_EQ(bench_.Error(call).detail().field(), "spec.divisible_by");
+}
+
+TEST_F(CoreTest, Join_OtherSpec_IsRefused) {
+  spec_ = Spec(2, 2);
+  bench_.Do(JoinOp({"a", 1}, spec_));
+  const CallId call = bench_.Do(JoinOp({"b", 2}, Spec(3, 3)));
+  EXPECT_EQ(bench_.Error(call).detail().field(), "spec");
+  EXPECT_THAT(bench_.Error(call).message(), HasSubstr("2:2"));
+}
+
+TEST_F(CoreTest, Join_Timeout_SaysHowManyCameAndWhoIsMissing) {
+  spec_ = Spec(3, 3);
+  *spec_.mutable_join_timeout() = ToProto(absl::Seconds(10));
+  v1::Op a = JoinOp({"a", 1}, spec_);
+  a.mutable_join()->set_preferred_rank(0);
+  v1::Op b = JoinOp({"b", 2}, spec_);
+  b.mutable_join()->set_preferred_rank(2);
+  const CallId first = bench_.Do(a);
+  const CallId second = bench_.Do(b);
+  bench_.Advance(absl::Seconds(10));
+  EXPECT_EQ(bench_.Reason(first), v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
+  EXPECT_THAT(bench_.Error(first).message(), HasSubstr("2 of 3 workers"));
+  EXPECT_THAT(bench_.Error(first).message(), HasSubstr("rank 1"));
+  EXPECT_EQ(bench_.Error(first).message(), bench_.Error(second).message());
+  EXPECT_THAT(bench_.Error(first).detail().missing_ranks(), ElementsAre(1));
+}
+
+TEST_F(CoreTest, Join_TimeoutAfterAFailure_NamesTheDead) {
+  std::vector<Worker> workers = Form(3);
+  Exit(workers[2], 0, 9);
+  *spec_.mutable_join_timeout() = google::protobuf::Duration();
+  spec_.clear_join_timeout();
+  const CallId a = bench_.Do(JoinOp(workers[0], spec_));
+  bench_.Advance(absl::Seconds(600));
+  EXPECT_EQ(bench_.Reason(a), v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
+  EXPECT_THAT(bench_.Error(a).message(), HasSubstr("killed(9)"));
+  EXPECT_THAT(bench_.Error(a).detail().missing_ranks(), ElementsAre(1, 2));
+}
+
+TEST_F(CoreTest, Join_CallerGone_LosesItsPlace) {
+  spec_ = Spec(2, 2);
+  const CallId a = bench_.Do(JoinOp({"a", 1}, spec_));
+  bench_.core_->Abandon(a, bench_.now_, &bench_.out_);
+  bench_.Collect();
+  const CallId b = bench_.Do(JoinOp({"b", 2}, spec_));
+  EXPECT_FALSE(bench_.Answered(b));
+}
+
+TEST_F(CoreTest, Rejoin_Survivors_KeepTheirRanks) {
+  std::vector<Worker> workers = Form(4);
+  EXPECT_EQ(bench_.Result(Exit(workers[1], 1)).report_exit().header().term(), 1u);
+  // They come back in another order, with a new worker for the dead one.
+  std::vector<Worker> next = {workers[3], {"x", 500, "h0"}, workers[2], workers[0]};
+  JoinAll(&next);
+  EXPECT_EQ(next[0].rank, 3);
+  EXPECT_EQ(next[1].rank, 1);
+  EXPECT_EQ(next[2].rank, 2);
+  EXPECT_EQ(next[3].rank, 0);
+  EXPECT_EQ(next[0].generation, 2u);
+}
+
+TEST_F(CoreTest, Spare_IsSeatedOnlyWhenNeeded) {
+  spec_ = Spec(2, 2);
+  v1::Op spare = JoinOp({"s", 9, "h0"}, spec_);
+  spare.mutable_join()->set_spare(true);
+  const CallId waiting = bench_.Do(spare);
+  std::vector<Worker> workers = Form(2);
+  EXPECT_FALSE(bench_.Answered(waiting));
+  Exit(workers[0], 1);
+  const CallId survivor = bench_.Do(JoinOp(workers[1], spec_));
+  EXPECT_FALSE(bench_.Answered(survivor));  // the dead one might come back: last call
+  bench_.Advance(absl::Seconds(1));
+  EXPECT_EQ(bench_.Result(survivor).join().rank(), 1);
+  EXPECT_EQ(bench_.Result(waiting).join().rank(), 0);
+}
+
+TEST_F(CoreTest, RankTable_IsPagedAndSkippedByDigest) {
+  bench_.options_.rank_table_page = 2;
+  bench_.core_ = std::make_unique<Core>(bench_.options_);
+  bench_.Start();
+  std::vector<Worker> workers = Form(5);
+  std::vector<int> ranks;
+  uint64_t digest = 0;
+  for (int first = 0; first >= 0;) {
+    v1::Op op;
+    op.mutable_get_rank_table()->set_job_id("j");
+    op.mutable_get_rank_table()->set_first_rank(first);
+    const v1::OpResult result = bench_.Result(bench_.Do(op));
+    for (const v1::RankRow& row : result.get_rank_table().rows()) ranks.push_back(row.rank());
+    first = result.get_rank_table().next_rank();
+    digest = result.get_rank_table().table_digest();
+  }
+  EXPECT_THAT(ranks, ElementsAre(0, 1, 2, 3, 4));
+  v1::Op op;
+  op.mutable_get_rank_table()->set_job_id("j");
+  op.mutable_get_rank_table()->set_if_digest_differs(digest);
+  EXPECT_EQ(bench_.Result(bench_.Do(op)).get_rank_table().rows_size(), 0);
+  op.mutable_get_rank_table()->set_generation(7);
+  EXPECT_EQ(bench_.Error(bench_.Do(op)).code(), static_cast<int>(absl::StatusCode::kNotFound));
+}
+
+TEST_F(CoreTest, EndGeneration_ByAnOperator_LetsNewcomersIn) {
+  spec_ = Spec(1, 4);
+  *spec_.mutable_last_call() = ToProto(absl::Seconds(1));
+  std::vector<Worker> one = {{"a", 1}};
+  const CallId a = bench_.Do(JoinOp(one[0], spec_));
+  bench_.Advance(absl::Seconds(1));
+  Sit(&one[0], a);
+  const CallId late = bench_.Do(JoinOp({"b", 2}, spec_));
+  EXPECT_FALSE(bench_.Answered(late));
+  v1::Op end;
+  end.mutable_end_generation()->mutable_fence()->set_job_id("j");
+  end.mutable_end_generation()->set_reason("grow");
+  EXPECT_EQ(bench_.Result(bench_.Do(end)).end_generation().next_generation(), 2u);
+  EXPECT_TRUE(bench_.Result(Beat(one[0])).heartbeat().generation_ended());
+  bench_.Do(JoinOp(one[0], spec_));
+  bench_.Advance(absl::Seconds(1));
+  EXPECT_EQ(bench_.Result(late).join().world_size(), 2);
+}
+
+TEST_F(CoreTest, Quarantine_ByAnOperator_KeepsTheHostOut) {
+  spec_ = Spec(1, 1);
+  *spec_.mutable_join_timeout() = ToProto(absl::Seconds(100));
+  bench_.Do(JoinOp({"a", 1, "good"}, spec_));
+  v1::Op op;
+  op.mutable_quarantine()->mutable_fence()->set_job_id("j");
+  op.mutable_quarantine()->set_host("bad");
+  *op.mutable_quarantine()->mutable_for_() = ToProto(absl::Seconds(30));
+  bench_.Do(op);
+  v1::Op end;
+  end.mutable_end_generation()->mutable_fence()->set_job_id("j");
+  bench_.Do(end);
+  const CallId bad = bench_.Do(JoinOp({"b", 2, "bad"}, spec_));
+  bench_.Advance(absl::Seconds(29));
+  EXPECT_FALSE(bench_.Answered(bad));
+  bench_.Advance(absl::Seconds(2));
+  EXPECT_TRUE(bench_.Result(bad).has_join());
+}
+
+TEST_F(CoreTest, Quarantine_HostNamedThreeTimes_IsUsedOnlyAsALastResort) {
+  spec_ = Spec(2, 2);
+  std::vector<Worker> workers = {{"a", 1, "good"}, {"b", 2, "bad"}};
+  for (int round = 0; round < 3; ++round) {
+    JoinAll(&workers);
+    Exit(workers[1], 1);
+    workers[1].incarnation += 10;
+  }
+  const CallId a = bench_.Do(JoinOp(workers[0], spec_));
+  bench_.Do(JoinOp(workers[1], spec_));  // on the quarantined host
+  EXPECT_FALSE(bench_.Answered(a));
+  const CallId c = bench_.Do(JoinOp({"c", 3, "other"}, spec_));
+  EXPECT_EQ(bench_.Result(a).join().rank(), workers[0].rank);
+  EXPECT_EQ(bench_.Result(c).join().rank(), workers[1].rank);
+}
+
+// ---- fencing
+// -------------------------------------------------------------------------------------------------------
+
+TEST_F(CoreTest, Fence_UnknownJob_NotFound) {
+  EXPECT_EQ(bench_.Error(Beat({"w", 1})).code(), static_cast<int>(absl::StatusCode::kNotFound));
+}
+
+TEST_F(CoreTest, Fence_StaleGeneration_CarriesTheCurrentOne) {
+  std::vector<Worker> workers = Form(1);
+  Worker stale = workers[0];
+  v1::Op end;
+  end.mutable_end_generation()->mutable_fence()->set_job_id("j");
+  bench_.Do(end);
+  JoinAll(&workers);
+  const CallId call = bench_.Do(PutOp(stale, "k", "v"));
+  EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_STALE_GENERATION);
+  EXPECT_EQ(bench_.Error(call).detail().current_generation(), 2u);
+  EXPECT_EQ(Get("k"), "(absent)");
+}
+
+TEST_F(CoreTest, Fence_FutureGeneration_IsABug) {
+  std::vector<Worker> workers = Form(1);
+  workers[0].generation = 9;
+  EXPECT_EQ(bench_.Reason(bench_.Do(PutOp(workers[0], "k", "v"))),
+            v1::ERROR_REASON_FUTURE_GENERATION);
+}
+
+TEST_F(CoreTest, Fence_HigherTerm_DeposesTheCoordinator) {
+  std::vector<Worker> workers = Form(1);
+  v1::Op op = PutOp(workers[0], "k", "v");
+  op.mutable_txn()->mutable_fence()->set_term_seen(5);
+  EXPECT_EQ(bench_.Reason(bench_.Do(op)), v1::ERROR_REASON_STOPPING);
+  EXPECT_TRUE(bench_.deposed_);
+}
+
+TEST_F(CoreTest, Fence_NotSeated_NotMember) {
+  Form(1);
+  Worker stranger{"x", 5, "h", 1};
+  EXPECT_EQ(bench_.Reason(bench_.Do(PutOp(stranger, "k", "v"))), v1::ERROR_REASON_NOT_MEMBER);
+}
+
+TEST_F(CoreTest, Handle_BeforeStartTerm_Starting) {
+  Core core{CoreOptions()};
+  Output out;
+  core.Handle(1, v1::Op(), {}, kStart, &out);
+  EXPECT_EQ(out.replies[0].answer->result().error().detail().reason(), v1::ERROR_REASON_STARTING);
+  EXPECT_TRUE(out.replies[0].answer->result().error().detail().retryable());
+}
+
+// ---- membership
+// ----------------------------------------------------------------------------------------------------
+
+TEST_F(CoreTest, Lease_RunsOut_EndsTheGenerationAndNamesTheRank) {
+  std::vector<Worker> workers = Form(2);
+  const CallId barrier = Arrive(workers[0], "b", 0);
+  for (int i = 0; i < 6; ++i) {
+    bench_.Advance(absl::Seconds(1));
+    Beat(workers[0]);
+  }
+  bench_.Advance(absl::Milliseconds(10));
+  EXPECT_EQ(bench_.Reason(barrier), v1::ERROR_REASON_GENERATION_ENDED);
+  EXPECT_EQ(bench_.Error(barrier).detail().culprits(0).rank(), 1);
+  EXPECT_THAT(bench_.Error(barrier).message(), HasSubstr("no sign of life"));
+  EXPECT_EQ(bench_.core_->stats().workers_lost, 1u);
+}
+
+TEST_F(CoreTest, Lease_RenewedByBeats_DoesNotRunOut) {
+  std::vector<Worker> workers = Form(2);
+  for (int i = 0; i < 20; ++i) {
+    v1::Beat beat;
+    for (const Worker& worker : workers) {
+      v1::WorkerBeat* one = beat.add_workers();
+      one->set_job_id("j");
+      one->set_worker_id(worker.id);
+      one->set_incarnation(worker.incarnation);
+      one->set_step(i);
+    }
+    bench_.core_->HandleBeat("node-h0", beat, bench_.now_, &bench_.out_);
+    bench_.Advance(absl::Seconds(2));
+  }
+  EXPECT_EQ(bench_.core_->stats().workers_lost, 0u);
+}
+
+TEST_F(CoreTest, Lease_BeatsOfAnotherIncarnation_DoNotRenew) {
+  std::vector<Worker> workers = Form(1);
+  for (int i = 0; i < 4; ++i) {
+    v1::Beat beat;
+    v1::WorkerBeat* one = beat.add_workers();
+    one->set_job_id("j");
+    one->set_worker_id("w0");
+    one->set_incarnation(4711);
+    bench_.core_->HandleBeat("node", beat, bench_.now_, &bench_.out_);
+    bench_.Advance(absl::Seconds(2));
+  }
+  EXPECT_EQ(bench_.core_->stats().workers_lost, 1u);
+}
+
+TEST_F(CoreTest, Lease_LostWithoutEnding_IsRefusedUntilItJoinsAgain) {
+  std::vector<Worker> workers = Form(2, false);
+  for (int i = 0; i < 4; ++i) {
+    bench_.Advance(absl::Seconds(2));
+    Beat(workers[0]);
+  }
+  EXPECT_EQ(bench_.Reason(Beat(workers[1])), v1::ERROR_REASON_LEASE_EXPIRED);
+  EXPECT_EQ(bench_.Reason(Arrive(workers[0], "b", 0)), v1::ERROR_REASON_RANK_FAILED);
+  const CallId again = bench_.Do(JoinOp(workers[1], spec_));
+  EXPECT_EQ(bench_.Result(again).join().rank(), workers[1].rank);
+  EXPECT_TRUE(bench_.Result(Beat(workers[1])).has_heartbeat());
+}
+
+TEST_F(CoreTest, Pause_OfTheCoordinator_GrantsAFullLease) {
+  std::vector<Worker> workers = Form(2);
+  bench_.now_ += absl::Seconds(60);  // nothing ran: no tick, no event
+  bench_.core_->Tick(bench_.now_, &bench_.out_);
+  bench_.Collect();
+  EXPECT_EQ(bench_.core_->stats().workers_lost, 0u);
+  bench_.Advance(absl::Seconds(5));
+  EXPECT_EQ(bench_.core_->stats().workers_lost, 0u);
+  bench_.Advance(absl::Seconds(2));
+  EXPECT_EQ(bench_.core_->stats().workers_lost, 1u);
+}
+
+TEST_F(CoreTest, Pause_OfTheCoordinator_LetsQueuedArrivalsInBeforeDeadlines) {
+  std::vector<Worker> workers = Form(2);
+  const CallId a = Arrive(workers[0], "b", 0, absl::Seconds(10));
+  bench_.now_ += absl::Seconds(60);
+  bench_.core_->Tick(bench_.now_, &bench_.out_);
+  bench_.Collect();
+  const CallId b = Arrive(workers[1], "b", 0, absl::Seconds(10));
+  EXPECT_TRUE(bench_.Result(a).has_arrive());
+  EXPECT_TRUE(bench_.Result(b).has_arrive());
+}
+
+TEST_F(CoreTest, Exit_IsToldAtOnceToEveryNodeAndWaiter) {
+  std::vector<Worker> workers = Form(4, true, 2);
+  const CallId barrier = Arrive(workers[0], "b", 0);
+  v1::Op wait;
+  workers[1].FillFence(wait.mutable_wait()->mutable_fence());
+  wait.mutable_wait()->add_keys("never");
+  *wait.mutable_wait()->mutable_timeout() = ToProto(absl::Seconds(100));
+  const CallId waiting = bench_.Do(wait);
+  Exit(workers[3], 0, 9);
+  EXPECT_EQ(bench_.Reason(barrier), v1::ERROR_REASON_GENERATION_ENDED);
+  EXPECT_EQ(bench_.Reason(waiting), v1::ERROR_REASON_GENERATION_ENDED);
+  EXPECT_EQ(bench_.Error(barrier).detail().culprits(0).process_state(), "killed(9)");
+  EXPECT_EQ(bench_.Error(barrier).code(), static_cast<int>(absl::StatusCode::kAborted));
+  std::vector<std::string> nodes;
+  for (const NodeDirective& one : bench_.directives_) {
+    EXPECT_TRUE(one.directive->has_generation_ended());
+    EXPECT_EQ(one.durable_revision, bench_.journal_.back().revision);
+    nodes.push_back(one.node);
+  }
+  EXPECT_THAT(nodes, ::testing::UnorderedElementsAre("node-h0", "node-h1"));
+}
+
+TEST_F(CoreTest, Exit_OfAnOldIncarnation_ChangesNothing) {
+  std::vector<Worker> workers = Form(1);
+  Worker old = workers[0];
+  old.incarnation = 5;
+  Exit(old, 1);
+  EXPECT_TRUE(bench_.Result(Beat(workers[0])).has_heartbeat());
+  EXPECT_EQ(bench_.core_->stats().generations_ended, 0u);
+}
+
+TEST_F(CoreTest, Exit_WithCodeZero_OthersGoOnUntilTheyNeedIt) {
+  std::vector<Worker> workers = Form(2);
+  Exit(workers[1], 0);
+  EXPECT_FALSE(bench_.Result(Beat(workers[0])).heartbeat().generation_ended());
+  const CallId barrier = Arrive(workers[0], "b", 0);
+  EXPECT_EQ(bench_.Reason(barrier), v1::ERROR_REASON_RANK_FAILED);
+  EXPECT_THAT(bench_.Error(barrier).message(), HasSubstr("rank 1"));
+}
+
+TEST_F(CoreTest, Leave_ByAll_EndsTheGenerationWithoutAFailure) {
+  std::vector<Worker> workers = Form(2);
+  for (const Worker& worker : workers) {
+    v1::Op op;
+    worker.FillFence(op.mutable_leave()->mutable_fence());
+    EXPECT_TRUE(bench_.Result(bench_.Do(op)).has_leave());
+  }
+  EXPECT_EQ(bench_.core_->stats().generations_ended, 1u);
+  EXPECT_EQ(bench_.core_->stats().workers_failed, 0u);
+}
+
+TEST_F(CoreTest, Leave_WhileWaiting_GivesUpThePlace) {
+  spec_ = Spec(2, 2);
+  Worker a{"a", 1};
+  const CallId join = bench_.Do(JoinOp(a, spec_));
+  v1::Op op;
+  a.FillFence(op.mutable_leave()->mutable_fence());
+  EXPECT_TRUE(bench_.Result(bench_.Do(op)).has_leave());
+  EXPECT_EQ(bench_.Error(join).code(), static_cast<int>(absl::StatusCode::kCancelled));
+}
+
+TEST_F(CoreTest, AgreeAlive_AllGetTheSameSetWithoutTheDead) {
+  std::vector<Worker> workers = Form(4, false);
+  const auto enter = [&](const Worker& worker) {
+    v1::Op op;
+    worker.FillFence(op.mutable_agree_alive()->mutable_fence());
+    op.mutable_agree_alive()->set_rank(worker.rank);
+    return bench_.Do(op);
+  };
+  const CallId a = enter(workers[0]);
+  const CallId b = enter(workers[1]);
+  const CallId c = enter(workers[2]);
+  EXPECT_FALSE(bench_.Answered(a));
+  Exit(workers[1], 1);  // inside, then dead: not in the answer
+  EXPECT_FALSE(bench_.Answered(a));
+  Exit(workers[3], 1);
+  EXPECT_THAT(bench_.Result(a).agree_alive().alive(), ElementsAre(0, 2));
+  EXPECT_EQ(bench_.replies_[a].answer, bench_.replies_[c].answer);
+  EXPECT_EQ(bench_.replies_[a].answer, bench_.replies_[b].answer);
+  EXPECT_GT(bench_.replies_[a].durable_revision, 0u);
+}
+
+TEST_F(CoreTest, AgreeAlive_Timeout_NamesTheLivingWhoDidNotCome) {
+  std::vector<Worker> workers = Form(2, false);
+  v1::Op op;
+  workers[0].FillFence(op.mutable_agree_alive()->mutable_fence());
+  op.mutable_agree_alive()->set_rank(workers[0].rank);
+  *op.mutable_agree_alive()->mutable_timeout() = ToProto(absl::Seconds(3));
+  const CallId call = bench_.Do(op);
+  bench_.Advance(absl::Seconds(3));
+  EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_BARRIER_TIMEOUT);
+  EXPECT_THAT(bench_.Error(call).message(), HasSubstr("rank 1"));
+}
+
+// ---- barriers
+// ------------------------------------------------------------------------------------------------------
+
+TEST_F(CoreTest, Barrier_AllArrive_OneSharedAnswer) {
+  std::vector<Worker> workers = Form(3);
+  std::vector<CallId> calls;
+  for (const Worker& worker : workers) calls.push_back(Arrive(worker, "b", 0));
+  for (const CallId call : calls) {
+    ASSERT_TRUE(bench_.Result(call).has_arrive());
+    EXPECT_EQ(bench_.replies_[call].answer, bench_.replies_[calls[0]].answer);
+  }
+  EXPECT_TRUE(bench_.replies_[calls[0]].answer->shared());
+  v1::OpResult parsed;
+  ASSERT_TRUE(parsed.ParseFromString(bench_.replies_[calls[0]].answer->bytes()));
+  EXPECT_EQ(parsed.arrive().report().state(), v1::BARRIER_STATE_PASSED);
+}
+
+TEST_F(CoreTest, Barrier_OrdinaryPass_NeedsNoRecord) {
+  std::vector<Worker> workers = Form(2);
+  const size_t before = bench_.journal_.size();
+  Arrive(workers[0], "b", 0);
+  Arrive(workers[1], "b", 0);
+  EXPECT_EQ(bench_.journal_.size(), before);
+}
+
+TEST_F(CoreTest, Barrier_ArriveMany_CountsAllRanksOfAnAgent) {
+  std::vector<Worker> workers = Form(4);
+  v1::Op op;
+  v1::ArriveManyRequest* many = op.mutable_arrive_many();
+  many->mutable_fence()->set_job_id("j");
+  many->mutable_fence()->set_generation(1);
+  many->set_barrier_id("b");
+  for (int i = 0; i < 3; ++i) {
+    many->add_ranks(workers[i].rank);
+    many->add_incarnations(workers[i].incarnation);
+    many->add_lateness_us(1000 * i);
+  }
+  const CallId agent = bench_.Do(op, "node");
+  EXPECT_FALSE(bench_.Answered(agent));
+  bench_.Advance(absl::Milliseconds(5));
+  Arrive(workers[3], "b", 0);
+  const v1::BarrierReport& report = bench_.Result(agent).arrive().report();
+  EXPECT_EQ(report.first_rank(), workers[2].rank);
+  EXPECT_EQ(report.last_rank(), workers[3].rank);
+  EXPECT_EQ(FromProto(report.open_for()), absl::Milliseconds(7));
+}
+
+TEST_F(CoreTest, Barrier_ArriveManyWithADeadIncarnation_HasNoEffect) {
+  std::vector<Worker> workers = Form(2);
+  v1::Op op;
+  v1::ArriveManyRequest* many = op.mutable_arrive_many();
+  many->mutable_fence()->set_job_id("j");
+  many->mutable_fence()->set_generation(1);
+  many->set_barrier_id("b");
+  for (const Worker& worker : workers) {
+    many->add_ranks(worker.rank);
+    many->add_incarnations(worker.incarnation + (worker.rank == 1 ? 1 : 0));
+  }
+  const CallId call = bench_.Do(op, "node");
+  EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_SUPERSEDED);
+  EXPECT_FALSE(bench_.Answered(Arrive(workers[0], "b", 0)));
+}
+
+TEST_F(CoreTest, Barrier_Timeout_SameBytesForAllWithHostPidStepAndStack) {
+  std::vector<Worker> workers = Form(3, true, 3);
+  spec_ = Spec(3, 3);
+  const CallId a = Arrive(workers[0], "b", 0, absl::Seconds(4));
+  const CallId b = Arrive(workers[1], "b", 0, absl::Seconds(4));
+  v1::Beat beat;
+  v1::WorkerBeat* one = beat.add_workers();
+  one->set_job_id("j");
+  one->set_worker_id("w2");
+  one->set_incarnation(workers[2].incarnation);
+  one->set_step(41);
+  one->set_process_state("stopped");
+  bench_.core_->HandleBeat("node-h2", beat, bench_.now_, &bench_.out_);
+  bench_.Advance(absl::Seconds(3));
+  ASSERT_FALSE(bench_.directives_.empty());
+  EXPECT_EQ(bench_.directives_[0].node, "node-h2");
+  v1::StackReply stack;
+  stack.set_query_id(bench_.directives_[0].directive->collect_stack().query_id());
+  stack.set_native_stack("#0 read()");
+  bench_.core_->HandleStack("node-h2", stack, bench_.now_, &bench_.out_);
+  bench_.Advance(absl::Seconds(1));
+  EXPECT_EQ(bench_.Reason(a), v1::ERROR_REASON_BARRIER_TIMEOUT);
+  EXPECT_EQ(bench_.replies_[a].answer, bench_.replies_[b].answer);
+  const v1::Culprit& culprit = bench_.Error(a).detail().culprits(0);
+  EXPECT_EQ(culprit.rank(), 2);
+  EXPECT_EQ(culprit.host(), "h2");
+  EXPECT_EQ(culprit.last_step(), 41);
+  EXPECT_EQ(culprit.process_state(), "stopped");
+  EXPECT_EQ(culprit.native_stack(), "#0 read()");
+  EXPECT_GT(culprit.pid(), 0);
+  EXPECT_THAT(bench_.Error(a).message(), HasSubstr("rank 2 (w2 on h2"));
+  // Told only once it is in the journal: no other result can be told later.
+  EXPECT_EQ(bench_.replies_[a].durable_revision, bench_.journal_.back().revision);
+  // At the soft deadline the same was reported without failing.
+  ASSERT_GE(bench_.reports_.size(), 2u);
+  EXPECT_EQ(bench_.reports_[0].state(), v1::BARRIER_STATE_OPEN);
+}
+
+TEST_F(CoreTest, Barrier_AbandonedCall_ArrivalStands) {
+  std::vector<Worker> workers = Form(2);
+  const CallId a = Arrive(workers[0], "b", 0);
+  bench_.core_->Abandon(a, bench_.now_, &bench_.out_);
+  bench_.Collect();
+  const CallId b = Arrive(workers[1], "b", 0);
+  EXPECT_TRUE(bench_.Result(b).has_arrive());
+  EXPECT_FALSE(bench_.Answered(a));
+  EXPECT_TRUE(bench_.Result(Arrive(workers[0], "b", 0)).has_arrive());
+}
+
+TEST_F(CoreTest, Barrier_AcrossARestart_InFlightFinishes) {
+  std::vector<Worker> workers = Form(2);
+  for (int counter = 0; counter < 3; ++counter) {
+    Arrive(workers[0], "b", counter);
+    Arrive(workers[1], "b", counter);
+  }
+  Arrive(workers[0], "b", 3);
+  bench_.Restart();
+  const CallId a = Arrive(workers[0], "b", 3);
+  const CallId b = Arrive(workers[1], "b", 3);
+  EXPECT_TRUE(bench_.Result(a).has_arrive());
+  EXPECT_TRUE(bench_.Result(b).has_arrive());
+  EXPECT_EQ(bench_.Reason(Arrive(workers[0], "b", 9)), v1::ERROR_REASON_BARRIER_COUNTER);
+}
+
+TEST_F(CoreTest, Barrier_PassedForOneBeforeACrash_PassesForTheOther) {
+  std::vector<Worker> workers = Form(2);
+  Arrive(workers[0], "b", 0);
+  Arrive(workers[1], "b", 0);  // worker 1 hears of it, worker 0 does not
+  bench_.Restart();
+  const CallId again = Arrive(workers[0], "b", 0);
+  EXPECT_FALSE(bench_.Answered(again));
+  v1::Op op;
+  workers[1].FillFence(op.mutable_recall_barriers()->mutable_fence());
+  v1::SeenBarrier* seen = op.mutable_recall_barriers()->add_seen();
+  seen->set_barrier_id("b");
+  seen->set_counter(0);
+  seen->set_state(v1::BARRIER_STATE_PASSED);
+  bench_.Do(op);
+  EXPECT_EQ(bench_.Result(again).arrive().report().state(), v1::BARRIER_STATE_PASSED);
+}
+
+TEST_F(CoreTest, Barrier_PreviousState_TellsWhatACrashForgot) {
+  std::vector<Worker> workers = Form(2);
+  Arrive(workers[0], "b", 0);
+  Arrive(workers[1], "b", 0);
+  bench_.Restart();
+  const CallId again = Arrive(workers[0], "b", 0);
+  v1::Op op;
+  v1::ArriveRequest* next = op.mutable_arrive();
+  workers[1].FillFence(next->mutable_fence());
+  next->set_barrier_id("b");
+  next->set_counter(1);
+  next->set_rank(workers[1].rank);
+  next->set_previous_state(v1::BARRIER_STATE_PASSED);
+  const CallId ahead = bench_.Do(op);
+  EXPECT_TRUE(bench_.Result(again).has_arrive());
+  const CallId follow = Arrive(workers[0], "b", 1);
+  EXPECT_TRUE(bench_.Result(ahead).has_arrive());
+  EXPECT_TRUE(bench_.Result(follow).has_arrive());
+}
+
+TEST_F(CoreTest, Barrier_FailedOrWithPayloads_IsRememberedAcrossARestart) {
+  for (const bool snapshot : {false, true}) {
+    bench_ = Bench();
+    std::vector<Worker> workers = Form(2);
+    const CallId timed_out = Arrive(workers[0], "late", 0, absl::Seconds(1));
+    bench_.Advance(absl::Seconds(1));
+    const std::string message = bench_.Error(timed_out).message();
+    Arrive(workers[0], "gather", 0, absl::Seconds(9), "x");
+    Arrive(workers[1], "gather", 0, absl::Seconds(9), "y");
+    bench_.Restart(snapshot);
+    const CallId again = Arrive(workers[1], "late", 0);
+    EXPECT_EQ(bench_.Error(again).message(), message);
+    const CallId gathered = Arrive(workers[1], "gather", 0, absl::Seconds(9), "y");
+    EXPECT_THAT(bench_.Result(gathered).arrive().payloads(), ElementsAre("x", "y"));
+  }
+}
+
+// ---- key-value
+// -----------------------------------------------------------------------------------------------------
+
+TEST_F(CoreTest, Kv_DurablePut_WaitsForItsRecordAndSurvives) {
+  std::vector<Worker> workers = Form(1);
+  const CallId put = bench_.Do(PutOp(workers[0], "k", "v", true));
+  EXPECT_EQ(bench_.replies_[put].durable_revision, bench_.journal_.back().revision);
+  bench_.Do(PutOp(workers[0], "gone", "v", false));
+  bench_.Restart();
+  EXPECT_EQ(Get("k"), "v");
+  EXPECT_EQ(Get("gone"), "(absent)");
+  bench_.Restart(true);
+  EXPECT_EQ(Get("k"), "v");
+}
+
+TEST_F(CoreTest, Kv_EphemeralPut_NeedsNoRecord) {
+  std::vector<Worker> workers = Form(1);
+  const size_t before = bench_.journal_.size();
+  const CallId put = bench_.Do(PutOp(workers[0], "k", "v"));
+  EXPECT_EQ(bench_.journal_.size(), before);
+  EXPECT_LE(bench_.replies_[put].durable_revision, bench_.journal_.back().revision);
+}
+
+TEST_F(CoreTest, Kv_ReadAfterADurablePut_WaitsForIt) {
+  std::vector<Worker> workers = Form(1);
+  bench_.Do(PutOp(workers[0], "k", "v", true));
+  v1::Op op;
+  workers[0].FillFence(op.mutable_txn()->mutable_fence());
+  op.mutable_txn()->add_then()->mutable_get()->set_key("k");
+  const CallId get = bench_.Do(op);
+  EXPECT_EQ(bench_.replies_[get].durable_revision, bench_.journal_.back().revision);
+}
+
+TEST_F(CoreTest, Kv_OverwrittenByEphemeral_DoesNotComeBackAfterARestart) {
+  std::vector<Worker> workers = Form(1);
+  bench_.Do(PutOp(workers[0], "k", "old", true));
+  bench_.Do(PutOp(workers[0], "k", "new", false));
+  bench_.Restart();
+  EXPECT_EQ(Get("k"), "(absent)");
+}
+
+TEST_F(CoreTest, Kv_RepeatedRequest_GetsTheFirstAnswer) {
+  std::vector<Worker> workers = Form(1);
+  v1::Op op;
+  workers[0].FillFence(op.mutable_txn()->mutable_fence());
+  op.mutable_txn()->mutable_fence()->set_request_id(1);
+  v1::AddOp* add = op.mutable_txn()->add_then()->mutable_add();
+  add->set_key("n");
+  add->set_delta(5);
+  add->set_klass(v1::KV_CLASS_DURABLE);
+  EXPECT_EQ(bench_.Result(bench_.Do(op)).txn().results(0).number(), 5);
+  EXPECT_EQ(bench_.Result(bench_.Do(op)).txn().results(0).number(), 5);
+  for (const bool snapshot : {false, true}) {
+    bench_.Restart(snapshot);
+    EXPECT_EQ(bench_.Result(bench_.Do(op)).txn().results(0).number(), 5);
+    EXPECT_EQ(Get("n"), "5");
+  }
+  add->set_delta(6);
+  EXPECT_EQ(bench_.Reason(bench_.Do(op)), v1::ERROR_REASON_KEY_REUSED);
+}
+
+TEST_F(CoreTest, Kv_LeasedKey_DiesWithItsWorker) {
+  std::vector<Worker> workers = Form(2, false);
+  bench_.Do(PutOp(workers[1], "here", "1", false, 0, true));
+  EXPECT_EQ(Get("here"), "1");
+  Exit(workers[1], 1);
+  EXPECT_EQ(Get("here"), "(absent)");
+}
+
+TEST_F(CoreTest, Kv_GenerationPrefix_IsCleanedWhenItEnds) {
+  std::vector<Worker> workers = Form(1);
+  bench_.Do(PutOp(workers[0], "gen/1/addr", "x"));
+  bench_.Do(PutOp(workers[0], "gen/1/kept", "x", true));
+  bench_.Do(PutOp(workers[0], "gen/10/addr", "x"));
+  v1::Op end;
+  end.mutable_end_generation()->mutable_fence()->set_job_id("j");
+  bench_.Do(end);
+  EXPECT_EQ(Get("gen/1/addr"), "(absent)");
+  EXPECT_EQ(Get("gen/1/kept"), "x");
+  EXPECT_EQ(Get("gen/10/addr"), "x");
+}
+
+TEST_F(CoreTest, Kv_Wait_IsAnsweredByThePut) {
+  std::vector<Worker> workers = Form(2);
+  v1::Op wait;
+  workers[0].FillFence(wait.mutable_wait()->mutable_fence());
+  wait.mutable_wait()->add_keys("a");
+  wait.mutable_wait()->add_keys("b");
+  *wait.mutable_wait()->mutable_timeout() = ToProto(absl::Seconds(5));
+  const CallId call = bench_.Do(wait);
+  bench_.Do(PutOp(workers[1], "b", "2"));
+  EXPECT_FALSE(bench_.Answered(call));
+  bench_.Do(PutOp(workers[1], "a", "1"));
+  EXPECT_EQ(bench_.Result(call).wait().kvs(0).value(), "1");
+  EXPECT_EQ(bench_.Result(call).wait().kvs(1).value(), "2");
+  wait.mutable_wait()->set_keys(0, "c");
+  const CallId late = bench_.Do(wait);
+  bench_.Advance(absl::Seconds(5));
+  EXPECT_EQ(bench_.Reason(late), v1::ERROR_REASON_WAIT_TIMEOUT);
+  EXPECT_THAT(bench_.Error(late).message(), HasSubstr("\"c\""));
+}
+
+// ---- watch
+// ---------------------------------------------------------------------------------------------------------
+
+TEST_F(CoreTest, Watch_ShowsDurableChangesOnlyWhenTheyAre) {
+  std::vector<Worker> workers = Form(1);
+  const uint64_t from = bench_.core_->revision() + 1;
+  bench_.Do(PutOp(workers[0], "a", "1"));
+  bench_.Do(PutOp(workers[0], "b", "2", true));
+  bench_.Do(PutOp(workers[0], "c", "3"));
+  v1::WatchRequest request;
+  request.set_job_id("j");
+  request.set_keys(true);
+  v1::WatchBatch batch;
+  ASSERT_FALSE(bench_.core_->ReadWatch(request, from, from - 1, 1 << 20, &batch).has_value());
+  ASSERT_EQ(batch.events_size(), 1);
+  EXPECT_EQ(batch.events(0).put().key(), "a");
+  v1::WatchBatch rest;
+  ASSERT_FALSE(
+      bench_.core_->ReadWatch(request, batch.next_revision(), ~0ull, 1 << 20, &rest).has_value());
+  ASSERT_EQ(rest.events_size(), 2);
+  EXPECT_EQ(rest.events(1).put().key(), "c");
+  EXPECT_EQ(rest.next_revision(), bench_.core_->revision() + 1);
+}
+
+TEST_F(CoreTest, Watch_FromBeforeARestart_IsCompacted) {
+  std::vector<Worker> workers = Form(1);
+  const uint64_t from = bench_.core_->revision();
+  bench_.Restart();
+  v1::WatchRequest request;
+  request.set_job_id("j");
+  request.set_keys(true);
+  v1::WatchBatch batch;
+  const auto error = bench_.core_->ReadWatch(request, from, ~0ull, 1 << 20, &batch);
+  ASSERT_TRUE(error.has_value());
+  EXPECT_EQ(error->detail().reason(), v1::ERROR_REASON_COMPACTED);
+  EXPECT_GE(error->detail().compacted_revision(), from);
+  EXPECT_FALSE(
+      bench_.core_->ReadWatch(request, bench_.core_->revision() + 1, ~0ull, 1 << 20, &batch)
+          .has_value());
+}
+
+TEST_F(CoreTest, Watch_Members_TellsOfSealsDeathsAndEnds) {
+  std::vector<Worker> workers = Form(2);
+  const uint64_t from = bench_.core_->revision();
+  Exit(workers[0], 3);
+  v1::WatchRequest request;
+  request.set_job_id("j");
+  request.set_members(true);
+  v1::WatchBatch batch;
+  ASSERT_FALSE(bench_.core_->ReadWatch(request, from, ~0ull, 1 << 20, &batch).has_value());
+  ASSERT_EQ(batch.events_size(), 3);
+  EXPECT_EQ(batch.events(0).generation_sealed(), 1u);
+  EXPECT_EQ(batch.events(1).member().exit().exit_code(), 3);
+  EXPECT_EQ(batch.events(2).generation_ended(), 1u);
+}
+
+// ---- triggers
+// ------------------------------------------------------------------------------------------------------
+
+TEST_F(CoreTest, Trigger_RaisedByOne_TakesEffectOnTheSameStep) {
+  std::vector<Worker> workers = Form(2);
+  const auto poll = [&](const Worker& worker, int64_t step, int64_t horizon,
+                        std::vector<uint64_t> acked = {}) {
+    v1::Op op;
+    worker.FillFence(op.mutable_poll_triggers()->mutable_fence());
+    op.mutable_poll_triggers()->set_rank(worker.rank);
+    op.mutable_poll_triggers()->set_step(step);
+    op.mutable_poll_triggers()->set_horizon(horizon);
+    for (const uint64_t id : acked) op.mutable_poll_triggers()->add_acked(id);
+    return bench_.Result(bench_.Do(op)).poll_triggers();
+  };
+  poll(workers[0], 10, 11);
+  v1::Op raise;
+  workers[1].FillFence(raise.mutable_raise_trigger()->mutable_fence());
+  raise.mutable_raise_trigger()->mutable_fence()->set_request_id(1);
+  raise.mutable_raise_trigger()->set_name("stop");
+  raise.mutable_raise_trigger()->set_payload("p");
+  const v1::RaiseTriggerReply raised = bench_.Result(bench_.Do(raise)).raise_trigger();
+  EXPECT_EQ(raised.effective_step(), -1);  // worker 1 has not polled yet
+  const v1::PollTriggersReply b = poll(workers[1], 12, 14);
+  ASSERT_EQ(b.triggers_size(), 1);
+  EXPECT_EQ(b.triggers(0).effective_step(), 14);
+  const v1::PollTriggersReply a = poll(workers[0], 10, 11);
+  EXPECT_EQ(a.triggers(0).effective_step(), 14);
+  EXPECT_EQ(a.triggers(0).raised_by_rank(), 1);
+  bench_.Restart();
+  EXPECT_EQ(poll(workers[0], 11, 12).triggers(0).effective_step(), 14);
+  EXPECT_EQ(bench_.Result(bench_.Do(raise)).raise_trigger().trigger_id(), raised.trigger_id());
+  EXPECT_EQ(poll(workers[0], 14, 15, {raised.trigger_id()}).triggers_size(), 0);
+  EXPECT_EQ(poll(workers[1], 14, 15, {raised.trigger_id()}).triggers_size(), 0);
+}
+
+// ---- restart
+// -------------------------------------------------------------------------------------------------------
+
+TEST_F(CoreTest, Restart_KeepsSeatsFencesAndGivesALease) {
+  for (const bool snapshot : {false, true}) {
+    bench_ = Bench();
+    std::vector<Worker> workers = Form(2);
+    bench_.Do(JoinOp({"w0", 77, "h0"}, spec_));
+    std::vector<Worker> next = {{"w0", 77, "h0"}, workers[1]};
+    const CallId b = bench_.Do(JoinOp(next[1], spec_));
+    Sit(&next[1], b);
+    EXPECT_EQ(next[1].generation, 2u);
+    next[0].generation = 2;
+    next[0].rank = 0;
+    bench_.now_ += absl::Seconds(60);
+    bench_.Restart(snapshot);
+    EXPECT_EQ(bench_.core_->last_term(), 2u);
+    bench_.Advance(absl::Seconds(5));
+    EXPECT_EQ(bench_.core_->stats().workers_lost, 0u);
+    EXPECT_TRUE(bench_.Result(Beat(next[0])).has_heartbeat());
+    EXPECT_TRUE(bench_.Result(Beat(next[1])).has_heartbeat());
+    EXPECT_EQ(bench_.Reason(Beat(workers[0])), v1::ERROR_REASON_SUPERSEDED);
+    EXPECT_EQ(bench_.Reason(bench_.Do(JoinOp(workers[0], spec_))), v1::ERROR_REASON_SUPERSEDED);
+  }
+}
+
+TEST_F(CoreTest, Restart_EndedGeneration_StaysEnded) {
+  for (const bool snapshot : {false, true}) {
+    bench_ = Bench();
+    std::vector<Worker> workers = Form(2);
+    Exit(workers[0], 1);
+    bench_.Restart(snapshot);
+    EXPECT_TRUE(bench_.Result(Beat(workers[1])).heartbeat().generation_ended());
+    EXPECT_EQ(bench_.Reason(bench_.Do(JoinOp(workers[0], spec_))), v1::ERROR_REASON_NOT_MEMBER);
+    workers[0].incarnation = 900;
+    JoinAll(&workers);
+    EXPECT_EQ(workers[1].rank, 1);
+    EXPECT_EQ(workers[1].generation, 2u);
+  }
+}
+
+TEST_F(CoreTest, Restart_Revisions_AreNeverGivenOutTwice) {
+  std::vector<Worker> workers = Form(1);
+  for (int i = 0; i < 10; ++i) bench_.Do(PutOp(workers[0], "k", "v"));
+  const uint64_t before = bench_.core_->revision();
+  bench_.Restart();
+  EXPECT_GT(bench_.core_->revision(), before);
+}
+
+TEST_F(CoreTest, Replay_Garbage_IsDataLossNotACrash) {
+  Core core{CoreOptions()};
+  EXPECT_EQ(core.Replay("\xff\xff\xff").code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(core.Restore("\xff\xff\xff").code(), absl::StatusCode::kDataLoss);
+  v1::JournalRecord record;
+  record.set_revision(1);
+  record.add_changes()->mutable_kv_changed()->set_job_id("nobody");
+  EXPECT_EQ(core.Replay(record.SerializeAsString()).code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(core.Replay(record.SerializeAsString()).code(), absl::StatusCode::kDataLoss);
+}
+
+TEST_F(CoreTest, CloseJob_WaitersAndLaterJoinsAreRefused) {
+  spec_ = Spec(2, 2);
+  const CallId waiting = bench_.Do(JoinOp({"a", 1}, spec_));
+  bench_.core_->CloseJob("j", "cancelled by its owner", bench_.now_, &bench_.out_);
+  bench_.Collect();
+  EXPECT_EQ(bench_.Reason(waiting), v1::ERROR_REASON_RENDEZVOUS_CLOSED);
+  bench_.Restart(true);
+  const CallId late = bench_.Do(JoinOp({"a", 1}, spec_));
+  EXPECT_EQ(bench_.Reason(late), v1::ERROR_REASON_RENDEZVOUS_CLOSED);
+  EXPECT_THAT(bench_.Error(late).message(), HasSubstr("cancelled by its owner"));
+}
+
+TEST_F(CoreTest, RemoveJob_OperatorsWaitsEndAndTheNameIsFree) {
+  std::vector<Worker> workers = Form(1);
+  v1::Op wait;
+  wait.mutable_wait()->mutable_fence()->set_job_id("j");
+  wait.mutable_wait()->add_keys("never");
+  *wait.mutable_wait()->mutable_timeout() = ToProto(absl::Seconds(100));
+  const CallId waiting = bench_.Do(wait);
+  bench_.core_->RemoveJob("j", bench_.now_, &bench_.out_);
+  bench_.Collect();
+  EXPECT_EQ(bench_.Error(waiting).code(), static_cast<int>(absl::StatusCode::kNotFound));
+  bench_.Restart();
+  spec_ = Spec(2, 2);
+  EXPECT_FALSE(bench_.Answered(bench_.Do(JoinOp({"a", 1}, spec_))));
+}
+
+TEST_F(CoreTest, Status_TellsJobsAndStates) {
+  std::vector<Worker> workers = Form(2);
+  Beat(workers[0], 7);
+  v1::StatusReply status;
+  bench_.core_->FillStatus(&status);
+  ASSERT_EQ(status.jobs_size(), 1);
+  EXPECT_EQ(status.jobs(0).rendezvous_state(), "SEALED");
+  EXPECT_EQ(status.jobs(0).max_step(), 7);
+  EXPECT_EQ(bench_.core_->MembersByState()[v1::WORKER_STATE_RUNNING], 2);
+}
+
+// ---- scale
+// ---------------------------------------------------------------------------------------------------------
+
+TEST_F(CoreTest, TenThousandRanks_JoinBarrierAndDeath) {
+  constexpr int kWorkers = 10000;
+  std::vector<Worker> workers;
+  spec_ = Spec(kWorkers, kWorkers);
+  std::vector<CallId> calls;
+  for (int i = 0; i < kWorkers; ++i) {
+    workers.push_back(
+        {absl::StrCat("w", i), 1 + static_cast<uint64_t>(i), absl::StrCat("h", i / 8)});
+    calls.push_back(bench_.Do(JoinOp(workers[i], spec_), "node-" + workers[i].host));
+  }
+  for (int i = 0; i < kWorkers; ++i) {
+    Sit(&workers[i], calls[i]);
+    EXPECT_EQ(workers[i].rank, i);
+  }
+  std::vector<CallId> agents;
+  for (int node = 0; node < kWorkers / 8; ++node) {
+    v1::Op op;
+    v1::ArriveManyRequest* many = op.mutable_arrive_many();
+    many->mutable_fence()->set_job_id("j");
+    many->mutable_fence()->set_generation(1);
+    many->set_barrier_id("b");
+    for (int i = 8 * node; i < 8 * node + 8; ++i) {
+      many->add_ranks(i);
+      many->add_incarnations(workers[i].incarnation);
+    }
+    agents.push_back(bench_.Do(op, absl::StrCat("node-h", node)));
+  }
+  for (const CallId call : agents) {
+    ASSERT_TRUE(bench_.Result(call).has_arrive());
+    EXPECT_EQ(bench_.replies_[call].answer, bench_.replies_[agents[0]].answer);
+  }
+  bench_.directives_.clear();
+  Exit(workers[4242], 0, 9);
+  EXPECT_EQ(bench_.directives_.size(), static_cast<size_t>(kWorkers / 8));
+}
+
+// ---- any bytes
+// -----------------------------------------------------------------------------------------------------
+
+void Mutate(std::string* bytes, std::mt19937_64* random) {
+  const int edits = 1 + (*random)() % 4;
+  for (int i = 0; i < edits; ++i) {
+    switch ((*random)() % 4) {
+      case 0:
+        if (!bytes->empty())
+          (*bytes)[(*random)() % bytes->size()] ^= static_cast<char>(1 << ((*random)() % 8));
+        break;
+      case 1:
+        if (!bytes->empty()) (*bytes)[(*random)() % bytes->size()] = static_cast<char>((*random)());
+        break;
+      case 2:
+        bytes->insert(bytes->begin() + (*random)() % (bytes->size() + 1),
+                      static_cast<char>((*random)()));
+        break;
+      default:
+        if (!bytes->empty()) bytes->erase(bytes->begin() + (*random)() % bytes->size());
+    }
+  }
+}
+
+TEST_F(CoreTest, Text_CutInACharacter_LeavesAReadableJournal) {
+  std::vector<Worker> workers = Form(1);
+  v1::Op op;
+  op.mutable_report_exit()->mutable_fence()->set_job_id("j");
+  op.mutable_report_exit()->set_worker_id("w0");
+  op.mutable_report_exit()->set_incarnation(workers[0].incarnation);
+  op.mutable_report_exit()->mutable_cause()->set_exit_code(1);
+  op.mutable_report_exit()->mutable_cause()->set_message(std::string(1023, 'x') + "\u00e9\u00e9");
+  bench_.Do(op);
+  bench_.Restart();
+}
+
+TEST_F(CoreTest, Handle_MutatedOps_NeverCrash) {
+  // Broken UTF-8 is refused when the bytes are parsed; protobuf need not say so each time.
+  google::protobuf::LogSilencer quiet;
+  std::mt19937_64 random(7);
+  std::vector<Worker> workers = Form(3, false);
+  std::vector<v1::Op> seeds;
+  for (const Worker& worker : workers) {
+    seeds.push_back(JoinOp(worker, spec_));
+    seeds.push_back(PutOp(worker, "key", "value", true, 3));
+    seeds.push_back(PutOp(worker, "key", "12", false, 0, true));
+    v1::Op op;
+    worker.FillFence(op.mutable_arrive()->mutable_fence());
+    op.mutable_arrive()->set_barrier_id("b");
+    op.mutable_arrive()->set_rank(worker.rank);
+    op.mutable_arrive()->set_call_site(3);
+    op.mutable_arrive()->add_participants(0);
+    op.mutable_arrive()->add_participants(2);
+    op.mutable_arrive()->set_payload("p");
+    *op.mutable_arrive()->mutable_timeout() = ToProto(absl::Seconds(5));
+    seeds.push_back(op);
+    op.Clear();
+    worker.FillFence(op.mutable_arrive_many()->mutable_fence());
+    op.mutable_arrive_many()->set_barrier_id("b");
+    op.mutable_arrive_many()->add_ranks(worker.rank);
+    op.mutable_arrive_many()->add_incarnations(worker.incarnation);
+    op.mutable_arrive_many()->add_lateness_us(7);
+    seeds.push_back(op);
+    op.Clear();
+    worker.FillFence(op.mutable_agree_alive()->mutable_fence());
+    op.mutable_agree_alive()->set_rank(worker.rank);
+    op.mutable_agree_alive()->add_set(worker.rank);
+    seeds.push_back(op);
+    op.Clear();
+    worker.FillFence(op.mutable_raise_trigger()->mutable_fence());
+    op.mutable_raise_trigger()->set_name("t");
+    op.mutable_raise_trigger()->set_step(3);
+    seeds.push_back(op);
+    op.Clear();
+    worker.FillFence(op.mutable_poll_triggers()->mutable_fence());
+    op.mutable_poll_triggers()->set_rank(worker.rank);
+    op.mutable_poll_triggers()->set_step(3);
+    op.mutable_poll_triggers()->add_acked(1);
+    seeds.push_back(op);
+    op.Clear();
+    worker.FillFence(op.mutable_wait()->mutable_fence());
+    op.mutable_wait()->add_keys("key");
+    op.mutable_wait()->add_keys("other");
+    *op.mutable_wait()->mutable_timeout() = ToProto(absl::Seconds(1));
+    seeds.push_back(op);
+    op.Clear();
+    worker.FillFence(op.mutable_report_exit()->mutable_fence());
+    op.mutable_report_exit()->set_worker_id(worker.id);
+    op.mutable_report_exit()->set_incarnation(worker.incarnation);
+    op.mutable_report_exit()->mutable_cause()->set_exit_code(1);
+    seeds.push_back(op);
+    op.Clear();
+    worker.FillFence(op.mutable_leave()->mutable_fence());
+    seeds.push_back(op);
+    op.Clear();
+    op.mutable_recall_barriers()->mutable_fence()->set_job_id("j");
+    op.mutable_recall_barriers()->mutable_fence()->set_generation(1);
+    op.mutable_recall_barriers()->add_seen()->set_barrier_id("b");
+    seeds.push_back(op);
+    op.Clear();
+    op.mutable_quarantine()->mutable_fence()->set_job_id("j");
+    op.mutable_quarantine()->set_host("h0");
+    op.mutable_quarantine()->mutable_for_()->set_seconds(2);
+    seeds.push_back(op);
+    op.Clear();
+    op.mutable_end_generation()->mutable_fence()->set_job_id("j");
+    seeds.push_back(op);
+    op.Clear();
+    op.mutable_cancel_barrier()->mutable_fence()->set_job_id("j");
+    op.mutable_cancel_barrier()->set_barrier_id("b");
+    seeds.push_back(op);
+    op.Clear();
+    op.mutable_get_rank_table()->set_job_id("j");
+    op.mutable_get_rank_table()->set_max_rows(2);
+    seeds.push_back(op);
+    op.Clear();
+    op.mutable_describe_barrier()->set_job_id("j");
+    op.mutable_describe_barrier()->set_barrier_id("b");
+    seeds.push_back(op);
+    op.Clear();
+    op.mutable_list_barriers()->set_job_id("j");
+    seeds.push_back(op);
+    op.Clear();
+    op.mutable_straggler_report()->set_job_id("j");
+    seeds.push_back(op);
+    op.Clear();
+    op.mutable_get_members()->set_job_id("j");
+    seeds.push_back(op);
+  }
+  std::vector<std::string> records;
+  for (int i = 0; i < 60000; ++i) {
+    std::string bytes = seeds[random() % seeds.size()].SerializeAsString();
+    if (random() % 4 != 0) Mutate(&bytes, &random);
+    v1::Op op;
+    if (!op.ParseFromString(bytes)) continue;
+    const CallId call = bench_.next_call_++;
+    bench_.core_->Handle(call, op, {random() % 2 == 0 ? "node" : "", "fuzz"}, bench_.now_,
+                         &bench_.out_);
+    if (random() % 16 == 0) bench_.core_->Abandon(1 + random() % call, bench_.now_, &bench_.out_);
+    if (random() % 8 == 0) {
+      bench_.now_ += absl::Milliseconds(random() % 2000);
+      bench_.core_->Tick(bench_.now_, &bench_.out_);
+    }
+    for (const Record& record : bench_.out_.records) records.push_back(record.payload);
+    bench_.out_.Clear();
+  }
+  // What it wrote can be read again, and gives the same state.
+  Core replayed{bench_.options_};
+  for (const Record& record : bench_.journal_) ASSERT_TRUE(replayed.Replay(record.payload).ok());
+  for (const std::string& payload : records) {
+    const absl::Status status = replayed.Replay(payload);
+    ASSERT_TRUE(status.ok()) << status;
+  }
+  EXPECT_EQ(replayed.last_record_revision(), bench_.core_->last_record_revision());
+}
+
+TEST_F(CoreTest, Replay_MutatedRecords_NeverCrash) {
+  google::protobuf::LogSilencer quiet;
+  std::mt19937_64 random(11);
+  std::vector<Worker> workers = Form(3);
+  bench_.Do(PutOp(workers[0], "k", "v", true, 1));
+  Arrive(workers[0], "b", 0, absl::Seconds(1));
+  bench_.Advance(absl::Seconds(1));
+  Exit(workers[1], 1);
+  const std::string snapshot = bench_.core_->Snapshot();
+  for (int i = 0; i < 3000; ++i) {
+    Core core{bench_.options_};
+    Output out;
+    if (i % 2 == 0) {
+      std::string bytes = snapshot;
+      Mutate(&bytes, &random);
+      if (!core.Restore(bytes).ok()) continue;
+    } else {
+      bool ok = true;
+      for (const Record& record : bench_.journal_) {
+        std::string bytes = record.payload;
+        if (random() % 3 == 0) Mutate(&bytes, &random);
+        ok = ok && core.Replay(bytes).ok();
+      }
+      if (!ok) continue;
+    }
+    if (core.last_term() > 1000) continue;
+    core.StartTerm(core.last_term() + 1, kStart, &out);
+    core.Handle(1, JoinOp(workers[0], spec_), {}, kStart, &out);
+    core.Tick(kStart + absl::Seconds(100), &out);
+    core.Snapshot();
+  }
+}
+
+}  // namespace
+}  // namespace muster::coordinator

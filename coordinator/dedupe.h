@@ -1,0 +1,92 @@
+#ifndef MUSTER_COORDINATOR_DEDUPE_H_
+#define MUSTER_COORDINATOR_DEDUPE_H_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <string>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/string_view.h"
+
+namespace muster::coordinator {
+
+// Answers already given, by (worker_id, incarnation, request_id), so that a repeated request has no
+// second effect. The latest `keep` of each worker are held; request_ids of a worker must grow, so
+// that an older one is known to be forgotten rather than taken for new. `Value` is the answer. Not
+// thread-safe.
+template <typename Value>
+class Dedupe {
+ public:
+  enum class State { kNew, kKnown, kReused, kForgotten };
+
+  explicit Dedupe(size_t keep) : keep_(keep) {}
+
+  // kKnown: `*value` is the first answer. kReused: same id, other request. kForgotten: too old to
+  // tell.
+  State Find(absl::string_view worker_id, uint64_t incarnation, uint64_t request_id,
+             uint64_t request_hash, Value* value) const {
+    const auto it = workers_.find(worker_id);
+    if (it == workers_.end() || it->second.incarnation != incarnation) return State::kNew;
+    const auto at = it->second.answers.find(request_id);
+    if (at == it->second.answers.end()) {
+      return request_id <= it->second.forgotten ? State::kForgotten : State::kNew;
+    }
+    if (at->second.hash != request_hash) return State::kReused;
+    *value = at->second.value;
+    return State::kKnown;
+  }
+
+  // A new incarnation of a worker starts empty.
+  void Store(absl::string_view worker_id, uint64_t incarnation, uint64_t request_id,
+             uint64_t request_hash, Value value) {
+    Worker& worker = workers_[worker_id];
+    if (worker.incarnation != incarnation) {
+      worker = Worker();
+      worker.incarnation = incarnation;
+    }
+    const bool is_new =
+        worker.answers.insert_or_assign(request_id, Stored{request_hash, std::move(value)}).second;
+    if (!is_new) return;
+    worker.order.push_back(request_id);
+    if (worker.order.size() > keep_) {
+      worker.forgotten = std::max(worker.forgotten, worker.order.front());
+      worker.answers.erase(worker.order.front());
+      worker.order.pop_front();
+    }
+  }
+
+  void Forget(absl::string_view worker_id) { workers_.erase(worker_id); }
+
+  // Calls f(worker_id, incarnation, request_id, hash, value) in no particular order of workers,
+  // oldest first in each.
+  template <typename F>
+  void ForEach(F f) const {
+    for (const auto& [worker_id, worker] : workers_) {
+      for (const uint64_t id : worker.order) {
+        const Stored& stored = worker.answers.find(id)->second;
+        f(worker_id, worker.incarnation, id, stored.hash, stored.value);
+      }
+    }
+  }
+
+ private:
+  struct Stored {
+    uint64_t hash = 0;
+    Value value;
+  };
+  struct Worker {
+    uint64_t incarnation = 0;
+    uint64_t forgotten = 0;  // the largest id that was dropped
+    absl::flat_hash_map<uint64_t, Stored> answers;
+    std::deque<uint64_t> order;
+  };
+  const size_t keep_;
+  absl::flat_hash_map<std::string, Worker> workers_;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_DEDUPE_H_

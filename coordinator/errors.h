@@ -1,0 +1,40 @@
+#ifndef MUSTER_COORDINATOR_ERRORS_H_
+#define MUSTER_COORDINATOR_ERRORS_H_
+
+#include <cstddef>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "google/protobuf/duration.pb.h"
+#include "proto/muster/v1/error.pb.h"
+
+namespace muster::coordinator {
+
+// An error with its reason; `retryable` follows from the reason. `message` is one line that names
+// the thing at fault and the way out.
+v1::OpError MakeError(absl::StatusCode code, v1::ErrorReason reason, std::string message);
+
+// INVALID_ARGUMENT / BAD_FIELD: `field` of the request is at fault.
+v1::OpError BadField(absl::string_view field, std::string message);
+// INVALID_ARGUMENT / LIMIT: `field` is too large.
+v1::OpError TooLarge(absl::string_view field, std::string message);
+
+// Any bytes are fine: values beyond absl's range become infinite.
+absl::Duration FromProto(const google::protobuf::Duration& duration);
+google::protobuf::Duration ToProto(absl::Duration duration);
+
+// "barrier" -> "\"barrier\"", cut at 80 bytes, non-printing bytes escaped: for names in messages.
+std::string Quoted(absl::string_view name);
+
+// At most `max` bytes of `text`, whole UTF-8 characters only: a half one would make the message
+// unreadable.
+std::string Cut(absl::string_view text, size_t max);
+
+// "rank 3 (w3 on host7, pid 4711, stopped, step 41, last heard of 3.1s ago)", as far as known.
+std::string CulpritText(const v1::Culprit& culprit);
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_ERRORS_H_

@@ -1,0 +1,438 @@
+#include "coordinator/kv.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "coordinator/errors.h"
+
+namespace muster::coordinator {
+namespace {
+
+std::optional<v1::OpError> CheckKey(absl::string_view key, absl::string_view where) {
+  if (key.empty())
+    return BadField(where, absl::StrCat(where, " is empty: a key has 1 to 1024 bytes"));
+  if (key.size() > KvStore::kMaxKey) {
+    return TooLarge(where, absl::StrCat(where, " ", Quoted(key), " has ", key.size(),
+                                        " bytes: at most 1024; put a hash in its place"));
+  }
+  return std::nullopt;
+}
+
+std::optional<v1::OpError> CheckValue(size_t size, absl::string_view key) {
+  if (size <= KvStore::kMaxValue) return std::nullopt;
+  return TooLarge(
+      "value", absl::StrCat("the value of ", Quoted(key), " would have ", size, " bytes: at most ",
+                            KvStore::kMaxValue, "; store a path to a file in its place"));
+}
+
+}  // namespace
+
+std::shared_ptr<const v1::KeyValue> KvStore::Find(absl::string_view key) const {
+  const auto it = entries_.find(key);
+  return it == entries_.end() ? nullptr : it->second;
+}
+
+std::shared_ptr<const v1::KeyValue> KvStore::Set(absl::string_view key,
+                                                 std::shared_ptr<const v1::KeyValue> after) {
+  std::shared_ptr<const v1::KeyValue> before;
+  if (after != nullptr) {
+    auto [it, inserted] = entries_.try_emplace(std::string(key));
+    if (inserted) order_.insert(it->first);
+    before = std::exchange(it->second, after);
+  } else {
+    const auto it = entries_.find(key);
+    if (it == entries_.end()) return nullptr;
+    before = std::move(it->second);
+    order_.erase(it->first);
+    entries_.erase(it);
+  }
+  const absl::string_view old_lease =
+      before != nullptr ? absl::string_view(before->lease_worker_id()) : "";
+  const absl::string_view new_lease =
+      after != nullptr ? absl::string_view(after->lease_worker_id()) : "";
+  if (old_lease != new_lease) {
+    if (!old_lease.empty()) {
+      const auto it = leased_.find(old_lease);
+      it->second.erase(std::string(key));
+      if (it->second.empty()) leased_.erase(it);
+    }
+    if (!new_lease.empty()) leased_[new_lease].insert(std::string(key));
+  }
+  return before;
+}
+
+bool KvStore::Holds(const v1::Compare& compare) const {
+  const auto kv = Find(compare.key());
+  switch (compare.target()) {
+    case v1::Compare::EXISTS:
+      return (kv != nullptr) == (compare.number() != 0);
+    case v1::Compare::VALUE:
+      return kv != nullptr && kv->value() == compare.value();
+    case v1::Compare::VERSION:
+      return (kv != nullptr ? kv->version() : 0) == compare.number();
+    case v1::Compare::MOD_REVISION:
+      return (kv != nullptr ? kv->mod_revision() : 0) == compare.number();
+    default:
+      return false;
+  }
+}
+
+void KvStore::Write(absl::string_view key, std::string value, v1::KvClass klass,
+                    absl::string_view lease_worker, uint64_t revision,
+                    std::vector<KvChange>* changes) {
+  const auto before = Find(key);
+  auto kv = std::make_shared<v1::KeyValue>();
+  kv->set_key(key.data(), key.size());
+  kv->set_value(std::move(value));
+  kv->set_create_revision(before != nullptr ? before->create_revision() : revision);
+  kv->set_mod_revision(revision);
+  kv->set_version(before != nullptr ? before->version() + 1 : 1);
+  kv->set_klass(klass == v1::KV_CLASS_DURABLE ? klass : v1::KV_CLASS_EPHEMERAL);
+  if (!lease_worker.empty()) kv->set_lease_worker_id(lease_worker.data(), lease_worker.size());
+  Set(key, kv);
+  changes->push_back({std::string(key), before, std::move(kv)});
+}
+
+std::optional<v1::OpError> KvStore::Apply(const v1::KvOp& op, int index,
+                                          absl::string_view lease_worker, uint64_t revision,
+                                          size_t* reply_bytes, v1::KvOpResult* result,
+                                          std::vector<KvChange>* changes) {
+  switch (op.kind_case()) {
+    case v1::KvOp::kPut: {
+      const v1::PutOp& put = op.put();
+      if (auto error = CheckKey(put.key(), "put.key")) return error;
+      if (auto error = CheckValue(put.value().size(), put.key())) return error;
+      if (put.with_lease() && put.klass() == v1::KV_CLASS_DURABLE) {
+        return BadField("put.with_lease",
+                        absl::StrCat("key ", Quoted(put.key()),
+                                     " is durable and cannot be tied to a lease: choose one"));
+      }
+      if (put.with_lease() && lease_worker.empty()) {
+        return BadField(
+            "put.with_lease",
+            absl::StrCat("key ", Quoted(put.key()),
+                         " is to be tied to a lease, but its writer is not a seated worker"));
+      }
+      Write(put.key(), put.value(), put.klass(),
+            put.with_lease() ? lease_worker : absl::string_view(), revision, changes);
+      result->set_mod_revision(revision);
+      return std::nullopt;
+    }
+    case v1::KvOp::kGet: {
+      const v1::GetOp& get = op.get();
+      const auto add = [&](const v1::KeyValue& kv) {
+        *result->add_kvs() = kv;
+        v1::KeyValue* out = result->mutable_kvs(result->kvs_size() - 1);
+        if (get.keys_only()) out->clear_value();
+        *reply_bytes += 64 + out->key().size() + out->value().size();
+      };
+      if (!get.prefix()) {
+        if (auto error = CheckKey(get.key(), "get.key")) return error;
+        if (const auto kv = Find(get.key())) add(*kv);
+        return std::nullopt;
+      }
+      if (get.key().size() > kMaxKey) return CheckKey(get.key(), "get.key");
+      const int limit =
+          get.limit() > 0 ? std::min(get.limit(), kDefaultGetLimit) : kDefaultGetLimit;
+      for (auto it = order_.lower_bound(get.key());
+           it != order_.end() && absl::StartsWith(*it, get.key()); ++it) {
+        if (result->kvs_size() >= limit || *reply_bytes >= kMaxReplyBytes) {
+          result->set_more(true);
+          break;
+        }
+        add(*entries_.find(*it)->second);
+      }
+      return std::nullopt;
+    }
+    case v1::KvOp::kDelete: {
+      const v1::DeleteOp& del = op.delete_();
+      if (!del.prefix()) {
+        if (auto error = CheckKey(del.key(), "delete.key")) return error;
+        if (auto before = Set(del.key(), nullptr)) {
+          changes->push_back({del.key(), std::move(before), nullptr});
+          result->set_number(1);
+          result->set_mod_revision(revision);
+        }
+        return std::nullopt;
+      }
+      if (del.key().size() > kMaxKey) return CheckKey(del.key(), "delete.key");
+      std::vector<std::string> keys;
+      for (auto it = order_.lower_bound(del.key());
+           it != order_.end() && absl::StartsWith(*it, del.key()); ++it) {
+        keys.emplace_back(*it);
+      }
+      for (std::string& key : keys) {
+        auto before = Set(key, nullptr);
+        changes->push_back({std::move(key), std::move(before), nullptr});
+      }
+      result->set_number(static_cast<int64_t>(keys.size()));
+      if (!keys.empty()) result->set_mod_revision(revision);
+      return std::nullopt;
+    }
+    case v1::KvOp::kAdd: {
+      const v1::AddOp& add = op.add();
+      if (auto error = CheckKey(add.key(), "add.key")) return error;
+      const auto before = Find(add.key());
+      int64_t number = 0;
+      if (before != nullptr && !absl::SimpleAtoi(before->value(), &number)) {
+        return BadField("add.key",
+                        absl::StrCat("key ", Quoted(add.key()), " holds ", before->value().size(),
+                                     " bytes that are not a decimal number: put one first"));
+      }
+      if (__builtin_add_overflow(number, add.delta(), &number)) {
+        return BadField("add.delta",
+                        absl::StrCat("key ", Quoted(add.key()), " holds ", before->value(),
+                                     " and adding ", add.delta(), " leaves the range of 64 bits"));
+      }
+      v1::KvClass klass = add.klass();
+      if (klass == v1::KV_CLASS_UNSPECIFIED && before != nullptr) klass = before->klass();
+      const std::string lease = before != nullptr ? before->lease_worker_id() : "";
+      Write(add.key(), absl::StrCat(number), klass, klass == v1::KV_CLASS_DURABLE ? "" : lease,
+            revision, changes);
+      result->set_number(number);
+      result->set_mod_revision(revision);
+      return std::nullopt;
+    }
+    case v1::KvOp::kAppend: {
+      const v1::AppendOp& append = op.append();
+      if (auto error = CheckKey(append.key(), "append.key")) return error;
+      const auto before = Find(append.key());
+      const size_t size = (before != nullptr ? before->value().size() : 0) + append.value().size();
+      if (auto error = CheckValue(size, append.key())) return error;
+      v1::KvClass klass = append.klass();
+      if (klass == v1::KV_CLASS_UNSPECIFIED && before != nullptr) klass = before->klass();
+      const std::string lease = before != nullptr ? before->lease_worker_id() : "";
+      Write(append.key(), absl::StrCat(before != nullptr ? before->value() : "", append.value()),
+            klass, klass == v1::KV_CLASS_DURABLE ? "" : lease, revision, changes);
+      result->set_number(static_cast<int64_t>(size));
+      result->set_mod_revision(revision);
+      return std::nullopt;
+    }
+    case v1::KvOp::KIND_NOT_SET:
+      break;
+  }
+  return BadField("kind", absl::StrCat("operation ", index,
+                                       " of the transaction has no kind this server knows"));
+}
+
+std::optional<v1::OpError> KvStore::Txn(const v1::TxnRequest& request,
+                                        absl::string_view lease_worker, uint64_t revision,
+                                        v1::TxnReply* reply, std::vector<KvChange>* changes) {
+  const std::pair<const char*, int> sizes[] = {{"compares", request.compares_size()},
+                                               {"then", request.then_size()},
+                                               {"otherwise", request.otherwise_size()}};
+  for (const auto& [name, size] : sizes) {
+    if (size > kMaxOps) {
+      return TooLarge(name, absl::StrCat("a transaction has at most ", kMaxOps, " entries in ",
+                                         name, ", not ", size));
+    }
+  }
+  bool holds = true;
+  for (const v1::Compare& compare : request.compares()) {
+    if (auto error = CheckKey(compare.key(), "compares.key")) return error;
+    if (compare.target() == v1::Compare::TARGET_UNSPECIFIED ||
+        !v1::Compare::Target_IsValid(compare.target())) {
+      return BadField("compares.target", absl::StrCat("the comparison of ", Quoted(compare.key()),
+                                                      " names no target this server knows"));
+    }
+    holds = holds && Holds(compare);
+  }
+  reply->set_succeeded(holds);
+  size_t reply_bytes = 0;
+  int index = 0;
+  const size_t first_change = changes->size();
+  for (const v1::KvOp& op : holds ? request.then() : request.otherwise()) {
+    if (auto error = Apply(op, index++, lease_worker, revision, &reply_bytes, reply->add_results(),
+                           changes)) {
+      while (changes->size() > first_change) {
+        Set(changes->back().key, changes->back().before);
+        changes->pop_back();
+      }
+      return error;
+    }
+  }
+  if (changes->size() - first_change > 1) {
+    // One entry a key: what it was before, what it is now.
+    absl::flat_hash_map<std::string, size_t> at;
+    std::vector<KvChange> merged;
+    for (size_t i = first_change; i < changes->size(); ++i) {
+      KvChange& change = (*changes)[i];
+      const auto [it, is_new] = at.try_emplace(change.key, merged.size());
+      if (is_new) {
+        merged.push_back(std::move(change));
+      } else {
+        merged[it->second].after = std::move(change.after);
+      }
+    }
+    changes->resize(first_change);
+    for (KvChange& change : merged) {
+      if (change.before != nullptr || change.after != nullptr)
+        changes->push_back(std::move(change));
+    }
+  }
+  return std::nullopt;
+}
+
+bool KvStore::Reads(const v1::TxnRequest& request) {
+  if (request.compares_size() > 0) return true;
+  for (const v1::KvOp& op : request.then()) {
+    if (op.kind_case() != v1::KvOp::kPut) return true;
+  }
+  return false;
+}
+
+void KvStore::DropLease(absl::string_view worker_id, std::vector<KvChange>* changes) {
+  const auto it = leased_.find(worker_id);
+  if (it == leased_.end()) return;
+  const absl::btree_set<std::string> keys = it->second;
+  for (const std::string& key : keys) changes->push_back({key, Set(key, nullptr), nullptr});
+}
+
+void KvStore::DropEphemeralPrefix(absl::string_view prefix, std::vector<KvChange>* changes) {
+  std::vector<std::string> keys;
+  for (auto it = order_.lower_bound(prefix); it != order_.end() && absl::StartsWith(*it, prefix);
+       ++it) {
+    if (entries_.find(*it)->second->klass() != v1::KV_CLASS_DURABLE) keys.emplace_back(*it);
+  }
+  for (const std::string& key : keys) changes->push_back({key, Set(key, nullptr), nullptr});
+}
+
+void KvStore::RestorePut(const v1::KeyValue& kv) {
+  Set(kv.key(), std::make_shared<v1::KeyValue>(kv));
+}
+void KvStore::RestoreDelete(absl::string_view key) { Set(key, nullptr); }
+
+std::optional<v1::OpError> KvStore::CheckWait(const v1::WaitRequest& request) const {
+  if (request.keys_size() == 0) return BadField("keys", "a wait names at least one key");
+  if (request.keys_size() > kMaxWaitKeys) {
+    return TooLarge("keys", absl::StrCat("a wait names at most ", kMaxWaitKeys, " keys, not ",
+                                         request.keys_size()));
+  }
+  for (const std::string& key : request.keys()) {
+    if (auto error = CheckKey(key, "keys")) return error;
+  }
+  if (!request.has_timeout() || FromProto(request.timeout()) <= absl::ZeroDuration()) {
+    v1::OpError error =
+        MakeError(absl::StatusCode::kInvalidArgument, v1::ERROR_REASON_DEADLINE_REQUIRED,
+                  absl::StrCat("the wait for ", Quoted(request.keys(0)),
+                               " has no positive timeout: set one"));
+    error.mutable_detail()->set_field("timeout");
+    return error;
+  }
+  return std::nullopt;
+}
+
+bool KvStore::StartWait(CallId call, const v1::WaitRequest& request, absl::Time now,
+                        v1::WaitReply* reply) {
+  absl::flat_hash_set<std::string> missing;
+  for (const std::string& key : request.keys()) {
+    if (!entries_.contains(key)) missing.insert(key);
+  }
+  if (missing.empty()) {
+    for (const std::string& key : request.keys()) *reply->add_kvs() = *Find(key);
+    return true;
+  }
+  Wait wait;
+  wait.keys.assign(request.keys().begin(), request.keys().end());
+  wait.missing = missing.size();
+  wait.timeout = FromProto(request.timeout());
+  wait.deadline = now + wait.timeout;
+  wait.by_worker = !request.fence().worker_id().empty();
+  // Every key, also those that exist now: they may be deleted before the last one comes.
+  for (const std::string& key : wait.keys) waiting_for_[key].insert(call);
+  deadlines_.insert({wait.deadline, call});
+  waits_.insert_or_assign(call, std::move(wait));
+  return false;
+}
+
+void KvStore::ForgetWait(CallId call) {
+  const auto it = waits_.find(call);
+  if (it == waits_.end()) return;
+  for (const std::string& key : it->second.keys) {
+    const auto at = waiting_for_.find(key);
+    if (at == waiting_for_.end()) continue;
+    at->second.erase(call);
+    if (at->second.empty()) waiting_for_.erase(at);
+  }
+  deadlines_.erase({it->second.deadline, call});
+  waits_.erase(it);
+}
+
+void KvStore::AbandonWait(CallId call) { ForgetWait(call); }
+
+void KvStore::TakeReady(const std::vector<KvChange>& changes, std::vector<Ready>* ready) {
+  if (waits_.empty()) return;
+  std::vector<CallId> done;
+  for (const KvChange& change : changes) {
+    const bool existed = change.before != nullptr;
+    const bool exists = change.after != nullptr;
+    if (existed == exists) continue;
+    const auto at = waiting_for_.find(change.key);
+    if (at == waiting_for_.end()) continue;
+    for (const CallId call : at->second) {
+      Wait& wait = waits_.find(call)->second;
+      if (exists) {
+        if (--wait.missing == 0) done.push_back(call);
+      } else {
+        ++wait.missing;
+      }
+    }
+  }
+  std::shared_ptr<const v1::WaitReply> last;
+  std::vector<std::string> last_keys;
+  for (const CallId call : done) {
+    const auto it = waits_.find(call);
+    // A later change of the same event may have taken a key away again.
+    if (it == waits_.end() || it->second.missing != 0) continue;
+    if (last == nullptr || last_keys != it->second.keys) {
+      auto reply = std::make_shared<v1::WaitReply>();
+      for (const std::string& key : it->second.keys) *reply->add_kvs() = *Find(key);
+      last = std::move(reply);
+      last_keys = it->second.keys;
+    }
+    ready->push_back({call, last, {}});
+    ForgetWait(call);
+  }
+}
+
+void KvStore::TakeExpired(absl::Time now, std::vector<Ready>* ready) {
+  while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+    const CallId call = deadlines_.begin()->second;
+    const Wait& wait = waits_.find(call)->second;
+    std::string missing;
+    for (const std::string& key : wait.keys) {
+      if (!entries_.contains(key)) {
+        missing = key;
+        break;
+      }
+    }
+    ready->push_back(
+        {call, nullptr,
+         MakeError(absl::StatusCode::kDeadlineExceeded, v1::ERROR_REASON_WAIT_TIMEOUT,
+                   absl::StrCat("key ", Quoted(missing), " was not set within ",
+                                absl::FormatDuration(wait.timeout), " (", wait.missing, " of ",
+                                wait.keys.size(),
+                                " keys missing): look whether the rank that sets it is alive"))});
+    ForgetWait(call);
+  }
+}
+
+std::vector<CallId> KvStore::TakeWorkerWaits() {
+  std::vector<CallId> calls;
+  for (const auto& [call, wait] : waits_) {
+    if (wait.by_worker) calls.push_back(call);
+  }
+  std::sort(calls.begin(), calls.end());
+  for (const CallId call : calls) ForgetWait(call);
+  return calls;
+}
+
+absl::Time KvStore::NextDeadline() const {
+  return deadlines_.empty() ? absl::InfiniteFuture() : deadlines_.begin()->first;
+}
+
+}  // namespace muster::coordinator

@@ -1,0 +1,140 @@
+#include "coordinator/seating.h"
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <tuple>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/ascii.h"
+#include "base/log.h"
+
+namespace muster::coordinator {
+
+std::optional<int> FeasibleWorld(const v1::RendezvousSpec& spec, int ordinary, int spares,
+                                 int last_resorts) {
+  const int step = std::max(1, spec.divisible_by());
+  const int largest = std::min(spec.max_workers(), ordinary) / step * step;
+  if (largest >= spec.min_workers() && largest > 0) return largest;
+  const int smallest = (spec.min_workers() + step - 1) / step * step;
+  if (smallest <= 0 || smallest > spec.max_workers()) return std::nullopt;
+  if (smallest <= ordinary + spares + last_resorts) return smallest;
+  return std::nullopt;
+}
+
+int CompareNatural(absl::string_view a, absl::string_view b) {
+  while (!a.empty() && !b.empty()) {
+    if (absl::ascii_isdigit(a[0]) && absl::ascii_isdigit(b[0])) {
+      const auto number = [](absl::string_view* text) {
+        size_t size = 0;
+        while (size < text->size() && absl::ascii_isdigit((*text)[size])) ++size;
+        absl::string_view digits = text->substr(0, size);
+        text->remove_prefix(size);
+        while (digits.size() > 1 && digits[0] == '0') digits.remove_prefix(1);
+        return digits;
+      };
+      const absl::string_view x = number(&a);
+      const absl::string_view y = number(&b);
+      if (x.size() != y.size()) return x.size() < y.size() ? -1 : 1;
+      if (const int order = x.compare(y); order != 0) return order < 0 ? -1 : 1;
+    } else {
+      if (a[0] != b[0]) return static_cast<uint8_t>(a[0]) < static_cast<uint8_t>(b[0]) ? -1 : 1;
+      a.remove_prefix(1);
+      b.remove_prefix(1);
+    }
+  }
+  return a.empty() ? (b.empty() ? 0 : -1) : 1;
+}
+
+std::vector<int> AssignRanks(const std::vector<Candidate>& candidates, int world_size,
+                             const std::vector<FormerSeat>& former) {
+  MUSTER_CHECK(world_size >= 0 && static_cast<size_t>(world_size) <= candidates.size())
+      << "a world of " << world_size << " needs as many candidates, not " << candidates.size();
+  std::vector<int> chosen(candidates.size());
+  for (size_t i = 0; i < chosen.size(); ++i) chosen[i] = static_cast<int>(i);
+  const auto choice = [&](int i) {
+    const Candidate& c = candidates[i];
+    return std::make_tuple(c.last_resort, c.previous_rank < 0, c.spare, c.order);
+  };
+  std::sort(chosen.begin(), chosen.end(), [&](int a, int b) { return choice(a) < choice(b); });
+  chosen.resize(world_size);
+
+  std::vector<int> seats(world_size, -1);
+  std::vector<int> unseated;
+  for (const int i : chosen) {
+    const int rank = candidates[i].previous_rank;
+    if (rank >= 0 && rank < world_size && seats[rank] < 0) {
+      seats[rank] = i;
+    } else {
+      unseated.push_back(i);
+    }
+  }
+  std::vector<int> rest;
+  std::sort(unseated.begin(), unseated.end(),
+            [&](int a, int b) { return candidates[a].order < candidates[b].order; });
+  for (const int i : unseated) {
+    const int rank = candidates[i].preferred_rank;
+    if (rank >= 0 && rank < world_size && seats[rank] < 0) {
+      seats[rank] = i;
+    } else {
+      rest.push_back(i);
+    }
+  }
+
+  std::sort(rest.begin(), rest.end(), [&](int a, int b) {
+    const v1::Topology& x = candidates[a].topology;
+    const v1::Topology& y = candidates[b].topology;
+    if (const int order = CompareNatural(x.rack(), y.rack()); order != 0) return order < 0;
+    if (const int order = CompareNatural(x.nvlink_domain(), y.nvlink_domain()); order != 0)
+      return order < 0;
+    if (const int order = CompareNatural(x.host(), y.host()); order != 0) return order < 0;
+    if (x.local_rank() != y.local_rank()) return x.local_rank() < y.local_rank();
+    if (const int order = CompareNatural(candidates[a].worker_id, candidates[b].worker_id);
+        order != 0)
+      return order < 0;
+    return candidates[a].order < candidates[b].order;
+  });
+  // Queues of the unseated by what they are near to, in topology order; used ones are skipped when
+  // met.
+  std::map<absl::string_view, std::deque<int>> by_host, by_domain, by_rack;
+  std::deque<int> any(rest.begin(), rest.end());
+  absl::flat_hash_map<int, bool> used;
+  for (const int i : rest) {
+    const v1::Topology& t = candidates[i].topology;
+    if (!t.host().empty()) by_host[t.host()].push_back(i);
+    if (!t.nvlink_domain().empty()) by_domain[t.nvlink_domain()].push_back(i);
+    if (!t.rack().empty()) by_rack[t.rack()].push_back(i);
+  }
+  const auto take = [&](std::deque<int>* queue) {
+    while (!queue->empty()) {
+      const int i = queue->front();
+      queue->pop_front();
+      if (used.emplace(i, true).second) return i;
+    }
+    return -1;
+  };
+  const auto take_near = [&](std::map<absl::string_view, std::deque<int>>* queues,
+                             const std::string& name) {
+    const auto it = name.empty() ? queues->end() : queues->find(name);
+    return it == queues->end() ? -1 : take(&it->second);
+  };
+  std::vector<int> far;  // holes that nobody near fills
+  for (int rank = 0; rank < world_size; ++rank) {
+    if (seats[rank] >= 0) continue;
+    int i = -1;
+    if (static_cast<size_t>(rank) < former.size()) {
+      i = take_near(&by_host, former[rank].host);
+      if (i < 0) i = take_near(&by_domain, former[rank].nvlink_domain);
+      if (i < 0) i = take_near(&by_rack, former[rank].rack);
+    }
+    if (i < 0) {
+      far.push_back(rank);
+    } else {
+      seats[rank] = i;
+    }
+  }
+  for (const int rank : far) seats[rank] = take(&any);
+  return seats;
+}
+
+}  // namespace muster::coordinator

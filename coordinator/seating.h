@@ -1,0 +1,54 @@
+#ifndef MUSTER_COORDINATOR_SEATING_H_
+#define MUSTER_COORDINATOR_SEATING_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+#include "proto/muster/v1/rendezvous.pb.h"
+
+namespace muster::coordinator {
+
+// Who wants a seat in the next generation.
+struct Candidate {
+  std::string worker_id;
+  v1::Topology topology;
+  int preferred_rank = -1;  // -1: none
+  int previous_rank = -1;   // a survivor's rank in the last generation; -1: it had none
+  bool spare = false;       // takes a seat only if needed
+  bool last_resort =
+      false;  // on a host that is quarantined by itself: takes a seat only if nothing else helps
+  uint64_t order = 0;  // of arrival
+};
+
+// Where a rank of the last generation stood: a replacement is looked for near by.
+struct FormerSeat {
+  std::string host;
+  std::string rack;
+  std::string nvlink_domain;
+};
+
+// How large a world these workers can form; nullopt: none yet. The largest multiple of divisible_by
+// within [min_workers, max_workers] that ordinary workers fill; if they cannot reach min_workers,
+// the smallest that they reach together with spares, then with last resorts.
+std::optional<int> FeasibleWorld(const v1::RendezvousSpec& spec, int ordinary, int spares,
+                                 int last_resorts);
+
+// Seats `world_size` of `candidates`: the result holds at index `rank` the index of the candidate.
+// Rules, in order: survivors are chosen first, then ordinary workers, spares, last resorts, each by
+// arrival; a survivor keeps its rank if it is below world_size; a free preferred_rank is granted,
+// first come first served; other holes go to who is nearest to the former holder (same NVLink
+// domain, else rack, else any), in the order of (rack, NVLink domain, host, local_rank, worker_id),
+// where numbers within names compare as numbers, so that neighbours get neighbouring ranks. Needs
+// at least `world_size` candidates. O(n log n).
+std::vector<int> AssignRanks(const std::vector<Candidate>& candidates, int world_size,
+                             const std::vector<FormerSeat>& former);
+
+// -1, 0, 1: "node9" comes before "node10".
+int CompareNatural(absl::string_view a, absl::string_view b);
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_SEATING_H_

@@ -1,0 +1,216 @@
+#include "coordinator/trigger.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "coordinator/errors.h"
+
+namespace muster::coordinator {
+
+void TriggerSet::ResetAcks(Trigger* trigger) {
+  trigger->acked.assign(world_size_, false);
+  trigger->unacked = 0;
+  for (const Rank& rank : ranks_) trigger->unacked += rank.gone ? 0 : 1;
+}
+
+void TriggerSet::ResumeGeneration(int world_size) {
+  world_size_ = world_size;
+  ranks_.assign(world_size, Rank());
+  unknown_ = world_size;
+  max_horizon_ = 0;
+  for (auto& [id, trigger] : triggers_) ResetAcks(&trigger);
+}
+
+void TriggerSet::StartGeneration(int world_size, std::vector<v1::TriggerChanged>* changes) {
+  for (auto it = triggers_.begin(); it != triggers_.end();) {
+    v1::TriggerRecord& record = it->second.record;
+    v1::TriggerChanged change;
+    if (record.raised_by_rank() >= 0) {
+      *change.mutable_trigger() = record;
+      change.set_removed(true);
+      changes->push_back(std::move(change));
+      it = triggers_.erase(it);
+      continue;
+    }
+    if (record.effective_step() >= 0 && record.align() != v1::TRIGGER_ALIGN_NOW) {
+      record.set_effective_step(-1);
+      *change.mutable_trigger() = record;
+      changes->push_back(std::move(change));
+    }
+    ++it;
+  }
+  ResumeGeneration(world_size);
+}
+
+std::optional<v1::OpError> TriggerSet::Raise(const v1::RaiseTriggerRequest& request, int rank,
+                                             uint64_t trigger_id, v1::RaiseTriggerReply* reply,
+                                             std::vector<v1::TriggerChanged>* changes) {
+  if (request.name().empty() || request.name().size() > kMaxName) {
+    return BadField("name", absl::StrCat("a trigger's name has 1 to ", kMaxName, " bytes, not ",
+                                         request.name().size()));
+  }
+  if (request.payload().size() > kMaxPayload) {
+    return TooLarge("payload",
+                    absl::StrCat("the payload of trigger ", Quoted(request.name()), " has ",
+                                 request.payload().size(), " bytes: at most ", kMaxPayload));
+  }
+  if (triggers_.size() >= kMaxLive) {
+    return TooLarge("name", absl::StrCat(triggers_.size(),
+                                         " triggers wait for ranks to act upon them: trigger ",
+                                         Quoted(request.name()), " must wait until some have"));
+  }
+  if (request.min_lead_steps() < 0 || request.min_lead_steps() > kMaxStep) {
+    return BadField("min_lead_steps",
+                    absl::StrCat("min_lead_steps of trigger ", Quoted(request.name()), " is ",
+                                 request.min_lead_steps(), ": give 0 or more"));
+  }
+  const int align = request.align() == v1::TRIGGER_ALIGN_UNSPECIFIED ? v1::TRIGGER_ALIGN_NEXT_STEP
+                                                                     : request.align();
+  if (!v1::TriggerAlign_IsValid(align)) {
+    return BadField("align",
+                    absl::StrCat("trigger ", Quoted(request.name()), " asks for alignment ", align,
+                                 ", which this server does not know"));
+  }
+  if (align == v1::TRIGGER_ALIGN_AT_STEP) {
+    if (request.step() < 0 || request.step() > kMaxStep) {
+      return BadField("step", absl::StrCat("trigger ", Quoted(request.name()), " asks for step ",
+                                           request.step()));
+    }
+    if (request.step() < max_horizon_) {
+      v1::OpError error =
+          MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_BAD_FIELD,
+                    absl::StrCat("trigger ", Quoted(request.name()), " asks for step ",
+                                 request.step(), ", but a rank may already have begun step ",
+                                 max_horizon_ - 1, ": ask for step ", max_horizon_, " or later"));
+      error.mutable_detail()->set_field("step");
+      return error;
+    }
+  }
+  Trigger trigger;
+  trigger.record.set_trigger_id(trigger_id);
+  trigger.record.set_name(request.name());
+  trigger.record.set_payload(request.payload());
+  trigger.record.set_align(align);
+  trigger.record.set_step(request.step());
+  trigger.record.set_min_lead_steps(request.min_lead_steps());
+  trigger.record.set_effective_step(-1);
+  trigger.record.set_raised_by_rank(rank);
+  ResetAcks(&trigger);
+  const auto it = triggers_.emplace(trigger_id, std::move(trigger)).first;
+  const size_t before = changes->size();
+  Decide(changes);
+  if (changes->size() == before) {
+    v1::TriggerChanged change;
+    *change.mutable_trigger() = it->second.record;
+    changes->push_back(std::move(change));
+  }
+  reply->set_trigger_id(trigger_id);
+  reply->set_effective_step(it->second.record.effective_step());
+  return std::nullopt;
+}
+
+void TriggerSet::Decide(std::vector<v1::TriggerChanged>* changes) {
+  if (!AllKnown()) return;
+  for (auto& [id, trigger] : triggers_) {
+    v1::TriggerRecord& record = trigger.record;
+    if (record.effective_step() >= 0 || record.align() == v1::TRIGGER_ALIGN_NOW) continue;
+    record.set_effective_step(record.align() == v1::TRIGGER_ALIGN_AT_STEP
+                                  ? std::max(record.step(), max_horizon_)
+                                  : max_horizon_ + record.min_lead_steps());
+    v1::TriggerChanged change;
+    *change.mutable_trigger() = record;
+    changes->push_back(std::move(change));
+  }
+}
+
+std::optional<v1::OpError> TriggerSet::Poll(const v1::PollTriggersRequest& request, int rank,
+                                            v1::PollTriggersReply* reply,
+                                            std::vector<v1::TriggerChanged>* changes) {
+  if (request.step() < 0 || request.step() > kMaxStep) {
+    return BadField("step", absl::StrCat("rank ", rank, " says that its last finished step is ",
+                                         request.step(), ": count steps from 0"));
+  }
+  const int64_t horizon = request.horizon() == 0 ? request.step() + 1 : request.horizon();
+  if (horizon <= request.step() || horizon > kMaxStep) {
+    return BadField("horizon", absl::StrCat("the horizon ", horizon, " of rank ", rank,
+                                            " must be after its step ", request.step()));
+  }
+  // What is told below was decided without this horizon, so it must be known to this rank before it
+  // counts.
+  for (const uint64_t id : request.acked()) {
+    const auto it = triggers_.find(id);
+    if (it == triggers_.end() || it->second.acked[rank]) continue;
+    it->second.acked[rank] = true;
+    --it->second.unacked;
+  }
+  RemoveDone(changes);
+  if (!ranks_[rank].polled) {
+    ranks_[rank].polled = true;
+    if (!ranks_[rank].gone) --unknown_;
+  }
+  max_horizon_ = std::max(max_horizon_, horizon);
+  Decide(changes);
+  for (const auto& [id, trigger] : triggers_) {
+    if (trigger.acked[rank]) continue;
+    if (trigger.record.effective_step() < 0 && trigger.record.align() != v1::TRIGGER_ALIGN_NOW)
+      continue;
+    v1::TriggerEvent* event = reply->add_triggers();
+    event->set_trigger_id(id);
+    event->set_name(trigger.record.name());
+    event->set_payload(trigger.record.payload());
+    event->set_effective_step(trigger.record.effective_step());
+    event->set_raised_by_rank(trigger.record.raised_by_rank());
+  }
+  return std::nullopt;
+}
+
+void TriggerSet::RemoveDone(std::vector<v1::TriggerChanged>* changes) {
+  for (auto it = triggers_.begin(); it != triggers_.end();) {
+    const bool decided = it->second.record.effective_step() >= 0 ||
+                         it->second.record.align() == v1::TRIGGER_ALIGN_NOW;
+    if (it->second.unacked > 0 || !decided || world_size_ == 0) {
+      ++it;
+      continue;
+    }
+    v1::TriggerChanged change;
+    change.mutable_trigger()->set_trigger_id(it->first);
+    change.set_removed(true);
+    changes->push_back(std::move(change));
+    it = triggers_.erase(it);
+  }
+}
+
+void TriggerSet::RankGone(int rank, std::vector<v1::TriggerChanged>* changes) {
+  if (rank < 0 || rank >= world_size_ || ranks_[rank].gone) return;
+  ranks_[rank].gone = true;
+  if (!ranks_[rank].polled) --unknown_;
+  for (auto& [id, trigger] : triggers_) {
+    if (!trigger.acked[rank]) --trigger.unacked;
+  }
+  RemoveDone(changes);
+  Decide(changes);
+}
+
+void TriggerSet::RankReplaced(int rank) {
+  if (rank < 0 || rank >= world_size_) return;
+  const Rank old = std::exchange(ranks_[rank], Rank());
+  if (old.gone || old.polled) ++unknown_;
+  for (auto& [id, trigger] : triggers_) {
+    if (old.gone || trigger.acked[rank]) ++trigger.unacked;
+    // What the former incarnation acknowledged, the new one is told as well.
+    trigger.acked[rank] = false;
+  }
+}
+
+void TriggerSet::Restore(const v1::TriggerChanged& change) {
+  if (change.removed()) {
+    triggers_.erase(change.trigger().trigger_id());
+    return;
+  }
+  Trigger& trigger = triggers_[change.trigger().trigger_id()];
+  trigger.record = change.trigger();
+  ResetAcks(&trigger);
+}
+
+}  // namespace muster::coordinator

@@ -1,0 +1,90 @@
+#ifndef MUSTER_COORDINATOR_TRIGGER_H_
+#define MUSTER_COORDINATOR_TRIGGER_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/container/btree_map.h"
+#include "proto/muster/v1/error.pb.h"
+#include "proto/muster/v1/journal.pb.h"
+#include "proto/muster/v1/trigger.pb.h"
+
+namespace muster::coordinator {
+
+// The triggers of one job: flags that take effect on the same step on every rank, without a
+// collective per check. Not thread-safe.
+//
+// The rule: when a rank polls, it names a horizon and promises to poll again before it begins that
+// step. A trigger's effective step is decided once, as soon as every living rank has a horizon: the
+// largest of them + min_lead_steps (NEXT_STEP), or the step asked for (AT_STEP; later if a horizon
+// is beyond it). No rank begins its horizon without having polled, so none can pass the effective
+// step unaware. NOW needs no decision: each rank acts when it sees it. Horizons are not journaled:
+// after a restart nothing is decided until every rank has polled again.
+//
+// Each rank is told of a trigger at every poll until it acknowledges it. Ranks must remember the
+// trigger_ids they have acted upon: acknowledgements are not journaled, so a restarted coordinator
+// tells of them again.
+class TriggerSet {
+ public:
+  static constexpr size_t kMaxName = 128;
+  static constexpr size_t kMaxPayload = 64 << 10;
+  static constexpr size_t kMaxLive = 256;
+  // How far ahead a horizon or lead may be: keeps arithmetic on steps from overflowing.
+  static constexpr int64_t kMaxStep = int64_t{1} << 60;
+
+  // Starts a generation of `world_size` ranks: no horizon is known. Triggers raised by ranks of the
+  // one before are dropped (their steps may be undone by a restore), those of operators wait to be
+  // decided anew.
+  void StartGeneration(int world_size, std::vector<v1::TriggerChanged>* changes);
+  // Forgets horizons and acknowledgements only: the same generation under a new coordinator.
+  void ResumeGeneration(int world_size);
+
+  // `rank` is -1 for an operator. Errors: BAD_FIELD, LIMIT; FAILED_PRECONDITION if a rank may have
+  // passed `step`.
+  std::optional<v1::OpError> Raise(const v1::RaiseTriggerRequest& request, int rank,
+                                   uint64_t trigger_id, v1::RaiseTriggerReply* reply,
+                                   std::vector<v1::TriggerChanged>* changes);
+  // Errors: BAD_FIELD.
+  std::optional<v1::OpError> Poll(const v1::PollTriggersRequest& request, int rank,
+                                  v1::PollTriggersReply* reply,
+                                  std::vector<v1::TriggerChanged>* changes);
+  // `rank` will not poll again: nobody waits for its horizon or acknowledgement.
+  void RankGone(int rank, std::vector<v1::TriggerChanged>* changes);
+  // Another incarnation took the seat.
+  void RankReplaced(int rank);
+
+  void Restore(const v1::TriggerChanged& change);
+  template <typename F>
+  void ForEach(F f) const {
+    for (const auto& [id, trigger] : triggers_) f(trigger.record);
+  }
+  size_t size() const { return triggers_.size(); }
+
+ private:
+  struct Trigger {
+    v1::TriggerRecord record;
+    std::vector<bool> acked;
+    int unacked = 0;  // living ranks that have not acknowledged it
+  };
+  struct Rank {
+    bool gone = false;
+    bool polled = false;
+  };
+  bool AllKnown() const { return unknown_ == 0 && world_size_ > 0; }
+  // Decides what can be decided.
+  void Decide(std::vector<v1::TriggerChanged>* changes);
+  void ResetAcks(Trigger* trigger);
+  void RemoveDone(std::vector<v1::TriggerChanged>* changes);
+
+  int world_size_ = 0;
+  std::vector<Rank> ranks_;
+  int unknown_ = 0;          // living ranks without a horizon
+  int64_t max_horizon_ = 0;  // of all ranks; it never shrinks within a generation
+  absl::btree_map<uint64_t, Trigger> triggers_;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_TRIGGER_H_

@@ -1,0 +1,109 @@
+#include "coordinator/watch_log.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "coordinator/errors.h"
+
+namespace muster::coordinator {
+
+WatchLog::WatchLog(size_t max_events, size_t max_bytes, uint64_t compacted)
+    : max_events_(max_events), max_bytes_(max_bytes), compacted_(compacted) {}
+
+void WatchLog::Add(Event event) {
+  bytes_ += event.bytes;
+  events_.push_back(std::move(event));
+  while (events_.size() > 1 && (events_.size() > max_events_ || bytes_ > max_bytes_)) {
+    const uint64_t dropped = events_.front().revision;
+    // The revision being written stays whole.
+    if (dropped == events_.back().revision) break;
+    while (events_.front().revision == dropped) {
+      bytes_ -= events_.front().bytes;
+      events_.pop_front();
+    }
+    compacted_ = dropped;
+  }
+}
+
+void WatchLog::Put(uint64_t revision, std::shared_ptr<const v1::KeyValue> kv) {
+  Event event;
+  event.revision = revision;
+  event.bytes = 96 + kv->key().size() + kv->value().size();
+  event.put = std::move(kv);
+  Add(std::move(event));
+}
+
+void WatchLog::Deleted(uint64_t revision, std::string key) {
+  Event event;
+  event.revision = revision;
+  event.bytes = 96 + key.size();
+  event.deleted_key = std::move(key);
+  Add(std::move(event));
+}
+
+void WatchLog::Other(uint64_t revision, v1::WatchEvent other) {
+  Event event;
+  event.revision = revision;
+  event.other = std::make_unique<v1::WatchEvent>(std::move(other));
+  event.bytes = 96 + event.other->ByteSizeLong();
+  Add(std::move(event));
+}
+
+void WatchLog::MarkDurable(uint64_t revision) {
+  for (auto it = events_.rbegin(); it != events_.rend() && it->revision == revision; ++it) {
+    it->durable = true;
+  }
+}
+
+std::optional<v1::OpError> WatchLog::Read(const v1::WatchRequest& request, uint64_t from,
+                                          uint64_t durable_revision, uint64_t last_revision,
+                                          size_t max_bytes, v1::WatchBatch* batch) const {
+  if (from <= compacted_) {
+    v1::OpError error = MakeError(
+        absl::StatusCode::kOutOfRange, v1::ERROR_REASON_COMPACTED,
+        absl::StrCat("revision ", from, " is no longer kept (the oldest is ", compacted_ + 1,
+                     "): read the keys again and watch from the revision of that reply"));
+    error.mutable_detail()->set_compacted_revision(compacted_);
+    return error;
+  }
+  batch->set_next_revision(std::max(from, last_revision + 1));
+  auto it = std::partition_point(events_.begin(), events_.end(),
+                                 [from](const Event& event) { return event.revision < from; });
+  size_t bytes = 0;
+  uint64_t current = 0;
+  for (; it != events_.end(); ++it) {
+    if (it->durable && it->revision > durable_revision) {
+      batch->set_next_revision(it->revision);
+      break;
+    }
+    if (it->revision != current) {
+      if (bytes >= max_bytes) {
+        batch->set_next_revision(it->revision);
+        break;
+      }
+      current = it->revision;
+    }
+    if (it->put != nullptr || !it->deleted_key.empty()) {
+      const absl::string_view key = it->put != nullptr ? it->put->key() : it->deleted_key;
+      if (!request.keys() || !absl::StartsWith(key, request.key_prefix())) continue;
+      v1::WatchEvent* event = batch->add_events();
+      event->set_revision(it->revision);
+      if (it->put != nullptr) {
+        *event->mutable_put() = *it->put;
+      } else {
+        event->set_deleted_key(it->deleted_key);
+      }
+    } else {
+      if (!request.members()) continue;
+      v1::WatchEvent* event = batch->add_events();
+      *event = *it->other;
+      event->set_revision(it->revision);
+    }
+    bytes += it->bytes;
+  }
+  return std::nullopt;
+}
+
+}  // namespace muster::coordinator

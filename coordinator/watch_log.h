@@ -1,0 +1,61 @@
+#ifndef MUSTER_COORDINATOR_WATCH_LOG_H_
+#define MUSTER_COORDINATOR_WATCH_LOG_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "absl/strings/string_view.h"
+#include "proto/muster/v1/error.pb.h"
+#include "proto/muster/v1/watch.pb.h"
+
+namespace muster::coordinator {
+
+// The latest events of one job, by revision, for watchers that come back. Older ones are dropped
+// whole revisions at a time; a watcher that wants those is told COMPACTED. Not thread-safe.
+class WatchLog {
+ public:
+  // Events up to `compacted` (inclusive) are not held: they happened before this log began.
+  WatchLog(size_t max_events, size_t max_bytes, uint64_t compacted);
+
+  // Revisions must not decrease.
+  void Put(uint64_t revision, std::shared_ptr<const v1::KeyValue> kv);
+  void Deleted(uint64_t revision, std::string key);
+  void Other(uint64_t revision, v1::WatchEvent event);
+  // The events of `revision` may be shown only when the journal is durable up to it.
+  void MarkDurable(uint64_t revision);
+
+  uint64_t compacted() const { return compacted_; }
+  size_t size() const { return events_.size(); }
+
+  // Appends to `batch` the events with revision >= from that match, as far as they are durable up
+  // to `durable_revision`, in whole revisions, until about `max_bytes`. next_revision is where to
+  // go on: it is past `last_revision` when nothing is left. Errors: OUT_OF_RANGE / COMPACTED.
+  std::optional<v1::OpError> Read(const v1::WatchRequest& request, uint64_t from,
+                                  uint64_t durable_revision, uint64_t last_revision,
+                                  size_t max_bytes, v1::WatchBatch* batch) const;
+
+ private:
+  struct Event {
+    uint64_t revision = 0;
+    bool durable = false;
+    std::shared_ptr<const v1::KeyValue> put;
+    std::string deleted_key;
+    std::unique_ptr<v1::WatchEvent> other;
+    size_t bytes = 0;
+  };
+  void Add(Event event);
+
+  const size_t max_events_;
+  const size_t max_bytes_;
+  std::deque<Event> events_;
+  size_t bytes_ = 0;
+  uint64_t compacted_;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_WATCH_LOG_H_
