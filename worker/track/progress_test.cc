@@ -48,7 +48,7 @@ TEST_F(ProgressTest, Line_ShowsShareRateTimeLeftAndPostfix) {
   progress.SetPostfix(std::vector<std::pair<std::string, double>>{{"loss", 0.123456}});
   progress.Advance(45);
   EXPECT_EQ(
-      progress.Line(80),
+      progress.Line(100),
       "train:  45%|█████████████▌                | 45/100 [00:10<00:12, 4.5it/s, loss=0.1235]");
   EXPECT_THAT(Written(), EndsWith("\x1b[K"));
 }
@@ -65,7 +65,7 @@ TEST_F(ProgressTest, UnknownTotal_ShowsCountAndRate) {
   Progress progress(options_);
   clock_.Advance(absl::Seconds(2));
   progress.Advance(7);
-  EXPECT_EQ(progress.Line(100), "train: 7it [00:02, 3.5it/s]");
+  EXPECT_EQ(progress.Line(80), "train: 7it [00:02, 3.5it/s]");
 }
 
 TEST_F(ProgressTest, Period_LimitsRedraws) {
