@@ -1,0 +1,174 @@
+#include "worker/checkpoint/model_files.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "base/status_macros.h"
+#include "base/text.h"
+#include "worker/checkpoint/shard_plan.h"
+
+namespace muster {
+namespace {
+
+constexpr char kStem[] = "model";
+constexpr char kExtension[] = ".safetensors";
+
+bool IsFolder(const std::string& path) {
+  struct stat info;
+  return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+}
+
+absl::Status MoveInto(const std::string& from, const std::string& name, const std::string& to) {
+  if (rename(JoinPath(from, name).c_str(), JoinPath(to, name).c_str()) == 0) {
+    return absl::OkStatus();
+  }
+  return absl::ErrnoToStatus(errno, absl::StrCat("cannot move ", name, " into ", to));
+}
+
+// The file or index that a folder's model begins with.
+absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
+  const std::string single = JoinPath(folder, absl::StrCat(kStem, kExtension));
+  if (PathExists(single)) return single;
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(folder));
+  std::vector<std::string> indexes;
+  for (const std::string& name : names) {
+    if (absl::EndsWith(name, ".index.json")) indexes.push_back(name);
+  }
+  if (indexes.size() == 1) return JoinPath(folder, indexes[0]);
+  if (indexes.empty()) {
+    return absl::NotFoundError(
+        absl::StrCat(folder, " holds neither model.safetensors nor an index (*.index.json)"));
+  }
+  return absl::InvalidArgumentError(absl::StrCat(folder, " holds ", indexes.size(), " indexes (",
+                                                 indexes[0], ", ", indexes[1],
+                                                 ", ...); name the one that is meant"));
+}
+
+}  // namespace
+
+absl::Status SaveModelFiles(const std::string& dir, const NamedTensors& tensors,
+                            int64_t max_shard_bytes) {
+  MUSTER_RETURN_IF_ERROR(MakeDirectories(dir));
+  const NamedTensors kept = WithoutSharedTensors(tensors);
+  std::vector<PlannedTensor> planned;
+  absl::flat_hash_map<std::string, at::Tensor> by_name;
+  for (const auto& [name, tensor] : kept) {
+    planned.push_back(
+        {.name = name, .bytes = tensor.defined() ? tensor.nbytes() : 0, .storage = ""});
+    by_name[name] = tensor;
+  }
+  MUSTER_ASSIGN_OR_RETURN(const ShardPlan plan,
+                          PlanShards(planned, {.max_shard_bytes = max_shard_bytes}));
+  const std::string scratch = JoinPath(dir, absl::StrCat(".saving-", RandomHex()));
+  MUSTER_RETURN_IF_ERROR(MakeDirectories(scratch));
+  const auto write = [&]() -> absl::Status {
+    for (const ShardPlan::File& file : plan.files) {
+      NamedTensors part;
+      for (const std::string& name : file.tensors) part.emplace_back(name, by_name[name]);
+      const absl::StatusOr<FileDigest> written = WriteSafetensors(
+          JoinPath(scratch, file.name), part, {.metadata = SafetensorsMetadata{{"format", "pt"}}});
+      MUSTER_RETURN_IF_ERROR(written.status());
+    }
+    if (plan.index_name.has_value()) {
+      MUSTER_RETURN_IF_ERROR(
+          WriteFileAtomically(JoinPath(scratch, *plan.index_name), EncodeShardIndex(plan)));
+    }
+    absl::flat_hash_set<std::string> fresh;
+    for (const ShardPlan::File& file : plan.files) fresh.insert(file.name);
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> before, ListDirectory(dir));
+    MUSTER_RETURN_IF_ERROR(
+        RemoveTree(JoinPath(dir, absl::StrCat(kStem, kExtension, ".index.json"))));
+    for (const ShardPlan::File& file : plan.files) {
+      MUSTER_RETURN_IF_ERROR(MoveInto(scratch, file.name, dir));
+    }
+    for (const std::string& name : before) {
+      if (IsShardFileName(name, kStem, kExtension) && !fresh.contains(name)) {
+        MUSTER_RETURN_IF_ERROR(RemoveTree(JoinPath(dir, name)));
+      }
+    }
+    if (plan.index_name.has_value()) {
+      MUSTER_RETURN_IF_ERROR(MoveInto(scratch, *plan.index_name, dir));
+    }
+    return SyncDirectory(dir);
+  };
+  absl::Status status = write();
+  status.Update(RemoveTree(scratch));
+  return status;
+}
+
+absl::StatusOr<ModelFiles> ModelFiles::Open(const std::string& path) {
+  std::string start = path;
+  if (IsFolder(path)) {
+    MUSTER_ASSIGN_OR_RETURN(start, FindInFolder(path));
+  }
+  ModelFiles files;
+  files.path_ = path;
+  if (!absl::EndsWith(start, ".json")) {
+    MUSTER_ASSIGN_OR_RETURN(SafetensorsReader reader, SafetensorsReader::Open(start));
+    for (const SafetensorsEntry& entry : reader.header().tensors) {
+      files.places_.emplace_back(entry.name, 0);
+    }
+    files.readers_.push_back(std::move(reader));
+    return files;
+  }
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(start));
+  MUSTER_ASSIGN_OR_RETURN(const auto map, ParseShardIndex(text, start));
+  std::map<std::string, size_t> opened;
+  for (const auto& [name, file] : map) {
+    const auto [place, is_new] = opened.emplace(file, files.readers_.size());
+    if (is_new) {
+      MUSTER_ASSIGN_OR_RETURN(SafetensorsReader reader,
+                              SafetensorsReader::Open(JoinPath(ParentPath(start), file)));
+      files.readers_.push_back(std::move(reader));
+    }
+    if (files.readers_[place->second].header().Find(name) == nullptr) {
+      return absl::NotFoundError(absl::StrCat(start, ": places tensor \"", Printable(name),
+                                              "\" in ", file, ", which does not hold it"));
+    }
+    files.places_.emplace_back(name, place->second);
+  }
+  return files;
+}
+
+std::vector<std::string> ModelFiles::Names() const {
+  std::vector<std::string> names;
+  for (const auto& [name, reader] : places_) names.push_back(name);
+  return names;
+}
+
+const SafetensorsReader* ModelFiles::ReaderOf(absl::string_view name) const {
+  const auto found =
+      std::lower_bound(places_.begin(), places_.end(), name,
+                       [](const std::pair<std::string, size_t>& place, absl::string_view wanted) {
+                         return place.first < wanted;
+                       });
+  return found != places_.end() && found->first == name ? &readers_[found->second] : nullptr;
+}
+
+absl::StatusOr<at::Tensor> ModelFiles::Read(absl::string_view name) const {
+  if (const SafetensorsReader* reader = ReaderOf(name)) return reader->Read(name);
+  return absl::NotFoundError(
+      absl::StrCat(path_, ": tensor \"", Printable(name), "\": is in none of the files"));
+}
+
+absl::StatusOr<at::Tensor> ModelFiles::Map(absl::string_view name) const {
+  if (const SafetensorsReader* reader = ReaderOf(name)) return reader->Map(name);
+  return Read(name);
+}
+
+const SafetensorsEntry* ModelFiles::Find(absl::string_view name) const {
+  const SafetensorsReader* const reader = ReaderOf(name);
+  return reader == nullptr ? nullptr : reader->header().Find(name);
+}
+
+}  // namespace muster

@@ -1,0 +1,70 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_SHARD_PLAN_H_
+#define MUSTER_WORKER_CHECKPOINT_SHARD_PLAN_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace muster {
+
+// How the tensors of a model are divided into files, as Hugging Face's libraries do, so that their
+// readers and ours take each other's files. Pure.
+
+struct PlannedTensor {
+  std::string name;
+  uint64_t bytes = 0;
+  // Tensors with the same non-empty storage are one tensor under several names.
+  std::string storage;
+};
+
+struct ShardPlanOptions {
+  // A file is closed before it would grow beyond this; a tensor that is larger alone gets a file of
+  // its own.
+  int64_t max_shard_bytes = 10'000'000'000;
+  // Of several names of one tensor keep the first only, as safetensors files of models do.
+  // Otherwise all names stand in the file of the first.
+  bool keep_first_name_only = true;
+  // model.safetensors, model-00001-of-00002.safetensors, model.safetensors.index.json; or
+  // pytorch_model and .bin.
+  std::string stem = "model";
+  std::string extension = ".safetensors";
+};
+
+struct ShardPlan {
+  struct File {
+    std::string name;
+    std::vector<std::string> tensors;
+  };
+  // At least one, also for a model without tensors.
+  std::vector<File> files;
+  // Each shared tensor counted once.
+  uint64_t total_bytes = 0;
+  // Name of the index; none if there is one file.
+  std::optional<std::string> index_name;
+};
+
+// Errors: INVALID_ARGUMENT for a negative limit or a name twice.
+absl::StatusOr<ShardPlan> PlanShards(const std::vector<PlannedTensor>& tensors,
+                                     const ShardPlanOptions& options);
+
+// The index of a plan: {"metadata": {"total_size": N}, "weight_map": {name: file}}, indented by 2,
+// keys sorted, with a line's end.
+std::string EncodeShardIndex(const ShardPlan& plan);
+
+// Name to file, from an index ("weight_map" in it, or the bare map). Sorted by name. Errors:
+// INVALID_ARGUMENT naming `source`, also for a file name that leaves the folder.
+absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseShardIndex(
+    absl::string_view text, absl::string_view source);
+
+// Whether `name` is a file that a model of this stem and extension may consist of: the single file,
+// a shard, or the index. For removing what an earlier save left.
+bool IsShardFileName(absl::string_view name, absl::string_view stem, absl::string_view extension);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_SHARD_PLAN_H_
