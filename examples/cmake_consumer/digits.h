@@ -20,7 +20,8 @@ inline muster::TensorDataset<torch::Tensor, torch::Tensor> Digits(bool train) {
   if (!train) random.set_current_seed(2);
   const int64_t count = train ? 2000 : 500;
   torch::Tensor labels = torch::arange(count) % 10;
-  return {patterns.index({labels}) + 0.8 * torch::randn({count, 8, 8}, random), labels};
+  torch::Tensor images = patterns.index({labels}) + 0.8 * torch::randn({count, 8, 8}, random);
+  return muster::TensorDataset<torch::Tensor, torch::Tensor>(images, labels);
 }
 
 #endif  // MUSTER_EXAMPLES_CMAKE_CONSUMER_DIGITS_H_

@@ -27,8 +27,9 @@ expect() {
 
 expect "libtorch_cpu.so => $(realpath "$prefix")/lib/" ldd "$train"
 expect "libtorch_cpu.so => $(realpath "$prefix")/" ldd "$prefix/bin/mnist"
-expect "y = 3.000 x + 1.000, on 1 process(es)" "$train"
-expect "y = 3.000 x + 1.000, on 2 process(es)" "$prefix/bin/muster" launch --num_processes 2 --cpu -- "$train"
+MUSTER_PROJECT_DIR=$scratch/alone expect "epoch 2: 500 of 500 right" "$train"
+MUSTER_PROJECT_DIR=$scratch/two expect "epoch 2: 500 of 500 right" \
+  "$prefix/bin/muster" launch --num_processes 2 --cpu -- "$train"
 expect "0.1.0" "$prefix/bin/muster" --version
 
 # What another LibTorch user would trip over: the prefix brings no protobuf of its own.

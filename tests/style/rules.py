@@ -43,7 +43,7 @@ _ALLOWED = {
     | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "torch", "gloo", "nccl", "worker"},
     "client": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "cli11", "httplib", "client"},
     "muster": _FILES | {"base", "torch", "worker", "client", "muster"},
-    "examples": {"absl", "torch", "muster", "examples"},
+    "examples": {"absl", "cli11", "torch", "muster", "examples"},
 }
 
 # A file that wires parts together may name what its folder may not, with the reason.
