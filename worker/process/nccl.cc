@@ -41,6 +41,16 @@ std::string ProgramFolder() {
   return folder;
 }
 
+// Where the library lies that holds this code: libmuster.so's folder, or the program's.
+std::string LibraryFolder() {
+  Dl_info info = {};
+  if (dladdr(reinterpret_cast<const void*>(&ProgramFolder), &info) == 0) return ".";
+  char* real = realpath(info.dli_fname, nullptr);
+  const std::string folder = real == nullptr ? "." : FolderOf(real);
+  free(real);
+  return folder;
+}
+
 struct Plugin {
   MusterNcclVersion version = nullptr;
   MusterNcclMakeBackend make_backend = nullptr;
@@ -63,6 +73,9 @@ absl::StatusOr<Plugin> OpenPlugin() {
   } else {
     const std::string here = ProgramFolder();
     places = {here + "/libmuster_nccl.so", here + "/../lib/libmuster_nccl.so"};
+    // A program that uses an installed libmuster.so from elsewhere.
+    const std::string library = LibraryFolder();
+    if (library != here) places.push_back(library + "/libmuster_nccl.so");
     // A program inside a build tree: the plug-in is in the same one.
     const size_t bin = here.rfind("/bin/");
     if (bin != std::string::npos) {

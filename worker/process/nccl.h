@@ -32,7 +32,7 @@ absl::StatusOr<c10::Device> ChooseDevice(const Environment& environment);
 
 // Adds NCCL to `group` for CUDA tensors and makes it the default. Collective: blocks until all ranks have come.
 // Errors: those of LoadCuda; NOT_FOUND if libmuster_nccl.so is not where it is looked for ($MUSTER_NCCL_PLUGIN, beside
-// the program, ../lib); FAILED_PRECONDITION for a plug-in of another build; UNAVAILABLE with NCCL's words.
+// the program, ../lib, beside libmuster.so); FAILED_PRECONDITION for a plug-in of another build; UNAVAILABLE with NCCL's words.
 absl::Status AddNcclBackend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                             const c10::intrusive_ptr<c10d::Store>& store, c10::Device device,
                             std::chrono::milliseconds timeout, const std::string& name = "world");
