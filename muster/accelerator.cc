@@ -13,7 +13,8 @@
 namespace muster {
 
 Accelerator::Accelerator() : Accelerator(Options{}) {}
-Accelerator::Accelerator(const Options& options) : core_(std::make_shared<internal::Core>(options)) {}
+Accelerator::Accelerator(const Options& options)
+    : core_(std::make_shared<internal::Core>(options)) {}
 // Handles keep the core alive; the job ends with the Accelerator all the same.
 Accelerator::~Accelerator() { core_->EndTraining(); }
 
@@ -41,6 +42,29 @@ absl::Status Accelerator::load_state(const std::string& directory) {
 }
 absl::Status Accelerator::load_state_if_present(const std::string& directory) {
   return core_->LoadState(directory, /*may_be_missing=*/true);
+}
+
+absl::StatusOr<GeneralTracker*> Accelerator::get_tracker(const std::string& name) {
+  if (core_->trackers() == nullptr) {
+    return absl::FailedPreconditionError("get_tracker() before init_trackers()");
+  }
+  return core_->trackers()->Get(name);
+}
+
+Progress Accelerator::progress(int64_t total, const std::string& description) {
+  ProgressOptions options;
+  options.description = description;
+  options.total = total;
+  options.enabled = is_local_main_process();
+  return Progress(std::move(options));
+}
+
+Profile Accelerator::profile(const std::string& output_dir) {
+  ProfileOptions options;
+  options.output_dir = output_dir;
+  options.rank = process_index();
+  options.cuda = device().is_cuda();
+  return Profile(std::move(options));
 }
 
 int run(int argc, char** argv, const AcceleratorOptions& options,

@@ -24,11 +24,15 @@
 #include "torch/optim/optimizer.h"
 #include "worker/metrics/gather_for_metrics.h"
 #include "worker/process/nested_collectives.h"
+#include "worker/track/profile.h"
+#include "worker/track/progress.h"
+#include "worker/track/tracker_set.h"
 
 namespace muster {
 
-// A prepared model: call it as you call the model. Each call runs under the configured autocast, returns float32, and
-// takes part in the gradient exchange. A value; copies are the same model. `M` is a torch module holder (TORCH_MODULE).
+// A prepared model: call it as you call the model. Each call runs under the configured autocast,
+// returns float32, and takes part in the gradient exchange. A value; copies are the same model. `M`
+// is a torch module holder (TORCH_MODULE).
 template <class M>
 class AcceleratedModel {
  public:
@@ -61,15 +65,15 @@ class AcceleratedModel {
   std::shared_ptr<internal::ModelSlot> slot_;
 };
 
-// A prepared optimizer: step() and zero_grad() act only where gradients are synchronized, so the loop needs no `if`.
-// A value; copies are the same optimizer.
+// A prepared optimizer: step() and zero_grad() act only where gradients are synchronized, so the
+// loop needs no `if`. A value; copies are the same optimizer.
 class AcceleratedOptimizer {
  public:
   explicit AcceleratedOptimizer(std::shared_ptr<internal::OptimizerSlot> slot)
       : slot_(std::move(slot)) {}
 
-  // One update at the end of an accumulation window; nothing between. Under a gradient scaler an update whose gradients
-  // hold inf or NaN is skipped.
+  // One update at the end of an accumulation window; nothing between. Under a gradient scaler an
+  // update whose gradients hold inf or NaN is skipped.
   void step() { slot_->Step(); }
   // Forgets the gradients at the end of a window; nothing between.
   void zero_grad(bool set_to_none = true) { slot_->ZeroGrad(set_to_none); }
@@ -87,8 +91,8 @@ class AcceleratedOptimizer {
   std::shared_ptr<internal::OptimizerSlot> slot_;
 };
 
-// A prepared learning-rate schedule: step() it once per micro-step, after the optimizer. It moves on when the optimizer
-// did. A value; copies are the same schedule.
+// A prepared learning-rate schedule: step() it once per micro-step, after the optimizer. It moves
+// on when the optimizer did. A value; copies are the same schedule.
 class AcceleratedScheduler {
  public:
   explicit AcceleratedScheduler(std::shared_ptr<internal::SchedulerSlot> slot)
@@ -106,34 +110,37 @@ class AcceleratedScheduler {
   std::shared_ptr<internal::SchedulerSlot> slot_;
 };
 
-// Your training loop on one process or on a cluster, in any precision: Accelerate's Accelerator for LibTorch.
+// Your training loop on one process or on a cluster, in any precision: Accelerate's Accelerator for
+// LibTorch.
 //
 //   muster::Accelerator accelerator;
-//   auto [model, optimizer, loader] = accelerator.prepare(net, adamw, muster::batches(data, 32).shuffle(true));
-//   for (auto& [x, y] : loader) {
+//   auto [model, optimizer, loader] = accelerator.prepare(net, adamw, muster::batches(data,
+//   32).shuffle(true)); for (auto& [x, y] : loader) {
 //     auto scope = accelerator.accumulate();
 //     accelerator.backward(torch::nll_loss(model(x), y));
 //     optimizer.step();
 //     optimizer.zero_grad();
 //   }
 //
-// It reads its place in the job from the environment (docs/environment.md); alone it is a job of one process. All calls
-// go through the object: there is no global state, and two of them in one process do not meet. Not thread-safe: one
-// training thread. Methods marked (collective) must be called by every process, in the same order; they block.
-// Errors inside tensor code are thrown (c10::Error); methods that touch files or the coordinator return absl::Status.
+// It reads its place in the job from the environment (docs/environment.md); alone it is a job of
+// one process. All calls go through the object: there is no global state, and two of them in one
+// process do not meet. Not thread-safe: one training thread. Methods marked (collective) must be
+// called by every process, in the same order; they block. Errors inside tensor code are thrown
+// (c10::Error); methods that touch files or the coordinator return absl::Status.
 class Accelerator {
  public:
   using Options = AcceleratorOptions;
 
-  // Joins the job (collective): blocks until all processes are here, at most Options::timeout. Throws c10::Error with
-  // one line that says what is wrong with the environment or who is missing.
+  // Joins the job (collective): blocks until all processes are here, at most Options::timeout.
+  // Throws c10::Error with one line that says what is wrong with the environment or who is missing.
   Accelerator();
   explicit Accelerator(const Options& options);
   ~Accelerator();
   Accelerator(const Accelerator&) = delete;
   Accelerator& operator=(const Accelerator&) = delete;
 
-  // --- Where am I ---------------------------------------------------------------------------------------------------
+  // --- Where am I
+  // ---------------------------------------------------------------------------------------------------
   at::Device device() const { return core_->device(); }
   int num_processes() const { return core_->size(); }
   int process_index() const { return core_->rank(); }
@@ -145,24 +152,30 @@ class Accelerator {
   const std::string& mixed_precision() const { return core_->mixed_precision(); }
   const Environment& environment() const { return core_->environment(); }
 
-  // --- prepare --------------------------------------------------------------------------------------------------------
-  // (collective) Makes models, optimizers, loaders and schedules ready for this job and returns them in the same order:
-  //   a module holder           -> AcceleratedModel        moved to device(), parameters broadcast from process 0
-  //   an optimizer              -> AcceleratedOptimizer    torch::optim's or Muster's; keep it alive
-  //   batches(dataset, n)       -> a loader of this process's batches
-  //   a schedule (LrSchedulePtr)-> AcceleratedScheduler    of the optimizer in the same call
+  // --- prepare
+  // --------------------------------------------------------------------------------------------------------
+  // (collective) Makes models, optimizers, loaders and schedules ready for this job and returns
+  // them in the same order:
+  //   a module holder           -> AcceleratedModel        moved to device(), parameters broadcast
+  //   from process 0 an optimizer              -> AcceleratedOptimizer    torch::optim's or
+  //   Muster's; keep it alive batches(dataset, n)       -> a loader of this process's batches a
+  //   schedule (LrSchedulePtr)-> AcceleratedScheduler    of the optimizer in the same call
   // Anything already prepared is returned as it is. One argument gives one object, several a tuple.
-  // Throws c10::Error: parameters differ between processes (named), a schedule without an optimizer.
+  // Throws c10::Error: parameters differ between processes (named), a schedule without an
+  // optimizer.
   template <class... Objects>
   auto prepare(Objects&&... objects);
 
   // A schedule for an optimizer that was prepared before.
-  AcceleratedScheduler prepare_scheduler(const AcceleratedOptimizer& optimizer, LrSchedulePtr schedule);
+  AcceleratedScheduler prepare_scheduler(const AcceleratedOptimizer& optimizer,
+                                         LrSchedulePtr schedule);
 
-  // --- The step --------------------------------------------------------------------------------------------------------
-  // Begins a micro-step; hold the result until its end. Says whether gradients are exchanged and the optimizer steps:
-  // every gradient_accumulation_steps, and at the last batch of a loader. Reads the facts of the batch from the
-  // innermost loop of a prepared loader of this Accelerator, or from `batch`.
+  // --- The step
+  // --------------------------------------------------------------------------------------------------------
+  // Begins a micro-step; hold the result until its end. Says whether gradients are exchanged and
+  // the optimizer steps: every gradient_accumulation_steps, and at the last batch of a loader.
+  // Reads the facts of the batch from the innermost loop of a prepared loader of this Accelerator,
+  // or from `batch`.
   [[nodiscard]] internal::AccumulateScope accumulate();
   template <class T>
   [[nodiscard]] internal::AccumulateScope accumulate(const Batch<T>& batch) {
@@ -170,16 +183,19 @@ class Accelerator {
   }
   bool sync_gradients() const { return core_->sync_gradients(); }
   int64_t gradient_accumulation_steps() const { return core_->gradient_accumulation_steps(); }
-  void set_gradient_accumulation_steps(int64_t steps) { core_->set_gradient_accumulation_steps(steps); }
+  void set_gradient_accumulation_steps(int64_t steps) {
+    core_->set_gradient_accumulation_steps(steps);
+  }
 
-  // Backward pass of `loss` (0-d or one element), divided for the accumulation window and scaled for fp16.
+  // Backward pass of `loss` (0-d or one element), divided for the accumulation window and scaled
+  // for fp16.
   void backward(const at::Tensor& loss) { core_->Backward(loss); }
-  // For a loss that is a mean over `weight` items, such as tokens: the update is then the mean over all items of the
-  // window and of all processes. All micro-steps of a window, or none.
+  // For a loss that is a mean over `weight` items, such as tokens: the update is then the mean over
+  // all items of the window and of all processes. All micro-steps of a window, or none.
   void backward(const at::Tensor& loss, double weight) { core_->Backward(loss, weight); }
 
-  // Clips the gradients of `parameters` to the total norm; returns the norm before clipping (0-d). Unscales first.
-  // Call it where sync_gradients(); elsewhere gradients are partial, and it throws.
+  // Clips the gradients of `parameters` to the total norm; returns the norm before clipping (0-d).
+  // Unscales first. Call it where sync_gradients(); elsewhere gradients are partial, and it throws.
   at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
                              double norm_type = 2.0) {
     return core_->ClipGradNorm(parameters, max_norm, norm_type);
@@ -187,7 +203,8 @@ class Accelerator {
   void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value) {
     core_->ClipGradValue(parameters, clip_value);
   }
-  // Divides the gradients by the fp16 loss scale now instead of in step(); nothing without a scaler.
+  // Divides the gradients by the fp16 loss scale now instead of in step(); nothing without a
+  // scaler.
   void unscale_gradients() { core_->FinishGradients(); }
   // Some optimizer skipped its last step because of inf or NaN.
   bool optimizer_step_was_skipped() const { return core_->optimizer_step_was_skipped(); }
@@ -196,25 +213,30 @@ class Accelerator {
   [[nodiscard]] internal::NoSyncScope no_sync() { return internal::NoSyncScope(core_.get()); }
   // The configured precision for code outside of the model's forward, such as a loss.
   [[nodiscard]] AutocastGuard autocast() { return core_->Autocast(); }
-  // The gradients of all processes may come from different numbers of batches in this scope: processes that ran out
-  // take part in the others' exchanges. (collective) on entry.
-  [[nodiscard]] internal::JoinScope join_uneven_inputs() { return internal::JoinScope(core_.get()); }
+  // The gradients of all processes may come from different numbers of batches in this scope:
+  // processes that ran out take part in the others' exchanges. (collective) on entry.
+  [[nodiscard]] internal::JoinScope join_uneven_inputs() {
+    return internal::JoinScope(core_.get());
+  }
 
-  // --- Collectives, over tensors and nested structures of them ----------------------------------------------------------
-  // (collective) Concatenates along the first dimension in process order; a 0-d tensor gives one value per process.
+  // --- Collectives, over tensors and nested structures of them
+  // ---------------------------------------------------------- (collective) Concatenates along the
+  // first dimension in process order; a 0-d tensor gives one value per process.
   template <class T>
   T gather(const T& value, std::source_location where = std::source_location::current()) {
     return Gather(core_->comm(), value, where);
   }
-  // (collective) As gather, without the samples that only fill up the last batch: a tensor whose first dimension is the
-  // batch's is cut to the real samples of each process; anything else is gathered whole. Inside a loop over a prepared
-  // loader of this Accelerator; outside of any it is gather.
+  // (collective) As gather, without the samples that only fill up the last batch: a tensor whose
+  // first dimension is the batch's is cut to the real samples of each process; anything else is
+  // gathered whole. Inside a loop over a prepared loader of this Accelerator; outside of any it is
+  // gather.
   template <class T>
   T gather_for_metrics(const T& value) {
     return MapTensors(value, [&](const at::Tensor& t) { return core_->GatherForMetrics(t); });
   }
   template <class T, class U, class... Rest>
-  std::tuple<T, U, Rest...> gather_for_metrics(const T& first, const U& second, const Rest&... rest) {
+  std::tuple<T, U, Rest...> gather_for_metrics(const T& first, const U& second,
+                                               const Rest&... rest) {
     // Braces, because they are evaluated in order; collectives must be.
     return std::tuple<T, U, Rest...>{gather_for_metrics(first), gather_for_metrics(second),
                                      gather_for_metrics(rest)...};
@@ -222,22 +244,27 @@ class Accelerator {
   // (collective) The same with the facts of a given batch.
   template <class Data, class T>
   T gather_for_metrics_of(const Batch<Data>& batch, const T& value) {
-    return MapTensors(value,
-                      [&](const at::Tensor& t) { return GatherForMetrics(core_->comm(), t, batch.info()); });
+    return MapTensors(value, [&](const at::Tensor& t) {
+      return GatherForMetrics(core_->comm(), t, batch.info());
+    });
   }
-  // (collective) The objects of all processes in process order: lists are joined, anything else becomes an element.
+  // (collective) The objects of all processes in process order: lists are joined, anything else
+  // becomes an element.
   template <class T>
-  auto gather_object(const T& object, std::source_location where = std::source_location::current()) {
+  auto gather_object(const T& object,
+                     std::source_location where = std::source_location::current()) {
     return GatherObject(core_->comm(), object, where);
   }
-  // (collective) Lists with an object per sample, without those of samples that only fill up the last batch.
+  // (collective) Lists with an object per sample, without those of samples that only fill up the
+  // last batch.
   template <class E>
   std::vector<E> gather_object_for_metrics(const std::vector<E>& objects) {
     const BatchInfo* batch = core_->current_batch();
     if (batch == nullptr) return GatherObject(core_->comm(), objects);
     return GatherObjectForMetrics(core_->comm(), objects, *batch);
   }
-  // (collective) "sum", "mean", "max" or "min" over all processes, times `scale`. The input is left alone.
+  // (collective) "sum", "mean", "max" or "min" over all processes, times `scale`. The input is left
+  // alone.
   template <class T>
   T reduce(const T& value, const std::string& reduction = "sum", double scale = 1.0,
            std::source_location where = std::source_location::current()) {
@@ -254,8 +281,9 @@ class Accelerator {
   template <class T>
   T broadcast(const T& value, int from_process = 0,
               std::source_location where = std::source_location::current()) {
-    return Broadcast(core_->comm(), MapTensors(value, [](const at::Tensor& t) { return t.clone(); }),
-                     from_process, where);
+    return Broadcast(core_->comm(),
+                     MapTensors(value, [](const at::Tensor& t) { return t.clone(); }), from_process,
+                     where);
   }
   // (collective) Overwrites `list` with that of process `from_process`.
   template <class E>
@@ -268,55 +296,78 @@ class Accelerator {
     return SplitBetweenProcesses(core_->size(), core_->rank(), inputs, apply_padding);
   }
 
-  // --- Process control -----------------------------------------------------------------------------------------------
+  // --- Process control
+  // -----------------------------------------------------------------------------------------------
   // printf on one process of each host.
   void print(const char* format, ...) __attribute__((format(printf, 2, 3)));
-  // (collective) Returns when every process has come. With a coordinator an absentee is an error for all at the deadline
-  // that names it, its host and its last step: DEADLINE_EXCEEDED, thrown as c10::Error.
-  void wait_for_everyone(absl::Duration timeout = absl::ZeroDuration()) { core_->WaitForEveryone(timeout); }
+  // (collective) Returns when every process has come. With a coordinator an absentee is an error
+  // for all at the deadline that names it, its host and its last step: DEADLINE_EXCEEDED, thrown as
+  // c10::Error.
+  void wait_for_everyone(absl::Duration timeout = absl::ZeroDuration()) {
+    core_->WaitForEveryone(timeout);
+  }
 
-  // Wraps `function` so that it runs on the named process(es) only; elsewhere the call does nothing. The test is made
-  // at the call. A result comes as std::optional, empty elsewhere; a function without a result gives bool (did it run).
+  // Wraps `function` so that it runs on the named process(es) only; elsewhere the call does
+  // nothing. The test is made at the call. A result comes as std::optional, empty elsewhere; a
+  // function without a result gives bool (did it run).
   template <class F>
-  auto on_main_process(F function) const { return Only([](const internal::Core& c) { return c.rank() == 0; }, std::move(function)); }
+  auto on_main_process(F function) const {
+    return Only([](const internal::Core& c) { return c.rank() == 0; }, std::move(function));
+  }
   template <class F>
-  auto on_local_main_process(F function) const { return Only([](const internal::Core& c) { return c.local_rank() == 0; }, std::move(function)); }
+  auto on_local_main_process(F function) const {
+    return Only([](const internal::Core& c) { return c.local_rank() == 0; }, std::move(function));
+  }
   template <class F>
-  auto on_last_process(F function) const { return Only([](const internal::Core& c) { return c.rank() == c.size() - 1; }, std::move(function)); }
+  auto on_last_process(F function) const {
+    return Only([](const internal::Core& c) { return c.rank() == c.size() - 1; },
+                std::move(function));
+  }
   template <class F>
   auto on_process(int process_index, F function) const {
-    return Only([process_index](const internal::Core& c) { return c.rank() == process_index; }, std::move(function));
+    return Only([process_index](const internal::Core& c) { return c.rank() == process_index; },
+                std::move(function));
   }
   template <class F>
   auto on_local_process(int local_process_index, F function) const {
-    return Only([local_process_index](const internal::Core& c) { return c.local_rank() == local_process_index; }, std::move(function));
+    return Only([local_process_index](
+                    const internal::Core& c) { return c.local_rank() == local_process_index; },
+                std::move(function));
   }
 
-  // (collective) Process 0 (of the job, of each host) runs the scope before the others. The scope is released also when
-  // an exception leaves it, so the others never wait for ever.
-  [[nodiscard]] internal::FirstScope main_process_first() { return internal::FirstScope(core_.get(), false); }
-  [[nodiscard]] internal::FirstScope local_main_process_first() { return internal::FirstScope(core_.get(), true); }
+  // (collective) Process 0 (of the job, of each host) runs the scope before the others. The scope
+  // is released also when an exception leaves it, so the others never wait for ever.
+  [[nodiscard]] internal::FirstScope main_process_first() {
+    return internal::FirstScope(core_.get(), false);
+  }
+  [[nodiscard]] internal::FirstScope local_main_process_first() {
+    return internal::FirstScope(core_.get(), true);
+  }
 
-  // A flag that any process can set and all see: check_trigger() (collective) is true on every process if set_trigger()
-  // was called on any since the last check that was true.
+  // A flag that any process can set and all see: check_trigger() (collective) is true on every
+  // process if set_trigger() was called on any since the last check that was true.
   void set_trigger() { core_->SetTrigger(); }
   bool check_trigger() { return core_->CheckTrigger(); }
 
-  // --- State ------------------------------------------------------------------------------------------------------------
-  // (collective) Writes models, optimizers, schedules, loaders' positions, scaler, random states and registered objects to
-  // `directory`, or, if empty, to the next numbered folder under the project directory. On return on any process all of it
-  // is there. Layout: docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED, PERMISSION_DENIED, FAILED_PRECONDITION in the
-  // middle of an accumulation window, ALREADY_EXISTS.
+  // --- State
+  // ------------------------------------------------------------------------------------------------------------
+  // (collective) Writes models, optimizers, schedules, loaders' positions, scaler, random states
+  // and registered objects to `directory`, or, if empty, to the next numbered folder under the
+  // project directory. On return on any process all of it is there. Layout:
+  // docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED, PERMISSION_DENIED, FAILED_PRECONDITION
+  // in the middle of an accumulation window, ALREADY_EXISTS.
   absl::Status save_state(const std::string& directory = "");
-  // (collective) Restores it, also on another number of processes; loaders go on at the exact next sample, epochs() at the
-  // epoch. Empty: the newest complete one of the project directory. Errors: NOT_FOUND, DATA_LOSS, FAILED_PRECONDITION.
+  // (collective) Restores it, also on another number of processes; loaders go on at the exact next
+  // sample, epochs() at the epoch. Empty: the newest complete one of the project directory. Errors:
+  // NOT_FOUND, DATA_LOSS, FAILED_PRECONDITION.
   absl::Status load_state(const std::string& directory = "");
   // As load_state; OK if there is none yet.
   absl::Status load_state_if_present(const std::string& directory = "");
   // Where the last save_state or load_state of this process was.
   const std::string& last_checkpoint() const { return core_->last_checkpoint(); }
   // Adds an object with save and load functions to the state. Keep it alive.
-  void register_for_checkpointing(std::function<PlainState()> save, std::function<void(const PlainState&)> load) {
+  void register_for_checkpointing(std::function<PlainState()> save,
+                                  std::function<void(const PlainState&)> load) {
     core_->RegisterForCheckpointing(std::move(save), std::move(load));
   }
   // The number of optimizer steps of the first prepared optimizer, over all runs.
@@ -330,15 +381,45 @@ class Accelerator {
     return SkipFirstBatches(loader, num_batches);
   }
 
-  // Gives back the models and optimizers this object keeps for save_state, and forgets accumulation.
+  // Gives back the models and optimizers this object keeps for save_state, and forgets
+  // accumulation.
   void free_memory() { core_->FreeMemory(); }
   // The model as it was before prepare.
   template <class M>
   M& unwrap_model(AcceleratedModel<M>& model) {
     return model.unwrap();
   }
-  // Ends the job for this process, in order: flushes trackers, waits for the others, leaves the rendezvous.
+  // Ends the job for this process, in order: flushes trackers, waits for the others, leaves the
+  // rendezvous.
   void end_training() { core_->EndTraining(); }
+
+  // --- Logs and trackers
+  // ------------------------------------------------------------------------------------------------
+  // Opens trackers ("tensorboard", "jsonl", "csv", a class registered with RegisterTrackerClass, or
+  // objects of your own) under the logging directory and gives them `config`. On processes other
+  // than the main one only those that want it. Errors: NOT_FOUND for an unknown kind, those of
+  // opening files.
+  absl::Status init_trackers(const std::string& project_name, const TrackerValues& config = {},
+                             const std::vector<std::string>& kinds = {"tensorboard"},
+                             std::vector<std::unique_ptr<GeneralTracker>> own = {}) {
+    return core_->InitTrackers(project_name, config, kinds, std::move(own));
+  }
+  // `accelerator.log({{"loss", 0.5}}, step)`: queued, never waits for a disk.
+  void log(TrackerValues values, std::optional<int64_t> step = std::nullopt) {
+    core_->Log(std::move(values), step);
+  }
+  // The tracker of that name, for what log() cannot say; on a process without it one that does
+  // nothing.
+  absl::StatusOr<GeneralTracker*> get_tracker(const std::string& name);
+  // A progress bar on the local main process, silent where standard error is no terminal.
+  Progress progress(int64_t total, const std::string& description = "");
+  template <class T>
+  Progress progress(const PreparedLoader<T>& loader, const std::string& description = "") {
+    return progress(loader.has_size() ? loader.size() : 0, description);
+  }
+  // Records what LibTorch does while the result lives, and writes
+  // OUTPUT_DIR/profile_{process_index}.json.
+  [[nodiscard]] Profile profile(const std::string& output_dir);
 
   // For code beside the loop that needs the process group: trackers, samplers, own collectives.
   Comm& comm() { return core_->comm(); }
@@ -357,15 +438,17 @@ class Accelerator {
 // The arguments of a job's function, less the program's name.
 using Arguments = std::vector<std::string>;
 
-// Makes the Accelerator, calls `train(accelerator)` or `train(accelerator, arguments)`, and turns what comes back into
-// the exit code of main(): 0, or 1 after one line on standard error that names the process and what failed. Exceptions
-// of any kind are caught here.
+// Makes the Accelerator, calls `train(accelerator)` or `train(accelerator, arguments)`, and turns
+// what comes back into the exit code of main(): 0, or 1 after one line on standard error that names
+// the process and what failed. Exceptions of any kind are caught here.
 int run(int argc, char** argv, const std::function<absl::Status(Accelerator&)>& train);
-int run(int argc, char** argv, const std::function<absl::Status(Accelerator&, const Arguments&)>& train);
+int run(int argc, char** argv,
+        const std::function<absl::Status(Accelerator&, const Arguments&)>& train);
 int run(int argc, char** argv, const AcceleratorOptions& options,
         const std::function<absl::Status(Accelerator&, const Arguments&)>& train);
 
-// --- Below: templates ---------------------------------------------------------------------------------------------------
+// --- Below: templates
+// ---------------------------------------------------------------------------------------------------
 
 namespace internal {
 

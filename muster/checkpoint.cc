@@ -17,10 +17,12 @@ std::map<std::string, at::Tensor> LoadTensors(const std::string& path) {
   return by_name;
 }
 
-absl::Status SaveTensors(const std::string& path, const std::map<std::string, at::Tensor>& tensors) {
+absl::Status SaveTensors(const std::string& path,
+                         const std::map<std::string, at::Tensor>& tensors) {
   const NamedTensors list(tensors.begin(), tensors.end());
   return WriteSafetensors(path, list,
-                          {.metadata = SafetensorsMetadata{{"format", "pt"}}, .shared = SharedTensors::kWriteAll})
+                          {.metadata = SafetensorsMetadata{{"format", "pt"}},
+                           .shared = SharedTensors::kWriteAll})
       .status();
 }
 

@@ -9,7 +9,8 @@
 
 namespace muster {
 
-// The tensors of a safetensors file by name, on the CPU. Throws c10::Error naming the file, the tensor and what is wrong.
+// The tensors of a safetensors file by name, on the CPU. Throws c10::Error naming the file, the
+// tensor and what is wrong.
 std::map<std::string, at::Tensor> LoadTensors(const std::string& path);
 
 // Writes a safetensors file that other libraries read: whole or not at all. Blocks on the disk.

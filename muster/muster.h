@@ -8,6 +8,7 @@
 #include "muster/checkpoint.h"
 #include "muster/data.h"
 #include "muster/optim.h"
+#include "muster/track.h"
 #include "muster/utils.h"
 
 #endif  // MUSTER_MUSTER_H_

@@ -17,7 +17,8 @@ namespace muster {
 struct DataLoaderOptions {
   // true: a batch is cut over the processes; false: every process gets whole batches.
   bool split_batches = false;
-  // Every process gets the same number of equally long batches, filled up with samples from the epoch's start.
+  // Every process gets the same number of equally long batches, filled up with samples from the
+  // epoch's start.
   bool even_batches = true;
   // Process 0 reads and hands out slices. Absent: for streams only.
   std::optional<bool> dispatch_batches;
@@ -29,12 +30,14 @@ struct DataLoaderOptions {
 
 // Where checkpoints and logs go.
 struct ProjectOptions {
-  std::string directory;  // absent: MUSTER_PROJECT_DIR, else "muster-run"
+  std::string directory;          // absent: MUSTER_PROJECT_DIR, else "muster-run"
   std::string logging_directory;  // absent: `directory`
-  std::optional<int64_t> total_limit;  // of numbered checkpoints kept; the oldest go once a new one is complete
+  std::optional<int64_t>
+      total_limit;  // of numbered checkpoints kept; the oldest go once a new one is complete
 };
 
-// A choice left absent is taken from the environment, then from the default. An explicit one always wins.
+// A choice left absent is taken from the environment, then from the default. An explicit one always
+// wins.
 struct AcceleratorOptions {
   std::optional<std::string> mixed_precision;  // "no", "bf16", "fp16". MUSTER_MIXED_PRECISION, "no"
   std::optional<int64_t> gradient_accumulation_steps;  // MUSTER_GRADIENT_ACCUMULATION_STEPS, 1

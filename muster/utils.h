@@ -11,8 +11,9 @@
 
 namespace muster {
 
-// Seeds LibTorch's generators, alike on every process, or each by its own number with `device_specific`. Call it before
-// weights are made. `deterministic`: only kernels that give the same bits each time.
+// Seeds LibTorch's generators, alike on every process, or each by its own number with
+// `device_specific`. Call it before weights are made. `deterministic`: only kernels that give the
+// same bits each time.
 inline void set_seed(uint64_t seed, bool deterministic = false) {
   SetSeed(seed, 0, {.deterministic = deterministic});
 }
@@ -31,7 +32,8 @@ inline void synchronize_rng_states(Accelerator& accelerator) {
 // FindExecutableBatchSize.
 inline int64_t find_executable_batch_size(Accelerator& accelerator, int64_t starting_batch_size,
                                           const std::function<void(int64_t)>& attempt) {
-  return FindExecutableBatchSize(accelerator.comm(), {.starting_batch_size = starting_batch_size}, attempt);
+  return FindExecutableBatchSize(accelerator.comm(), {.starting_batch_size = starting_batch_size},
+                                 attempt);
 }
 
 }  // namespace muster

@@ -1,4 +1,5 @@
-// Trains a convolutional net on MNIST, on one process or many: the loop is ordinary LibTorch, Muster makes it distributed.
+// Trains a convolutional net on MNIST, on one process or many: the loop is ordinary LibTorch,
+// Muster makes it distributed.
 //
 //   muster launch --num_processes 2 --cpu -- mnist --data_root DIR --output_dir OUT
 //   muster launch --num_processes 2 --cpu -- mnist --data_root DIR --output_dir OUT --resume
@@ -45,9 +46,9 @@ absl::StatusOr<Images> Load(const Flags& flags, const std::string& part, int64_t
   absl::StatusOr<IdxArray> digits = ReadIdx(flags.data_root + "/" + part + "-labels-idx1-ubyte", 1);
   if (!digits.ok()) return digits.status();
   if (pixels->sizes[0] != digits->sizes[0]) {
-    return absl::InvalidArgumentError(absl::StrCat(flags.data_root, ": ", part, " has ", pixels->sizes[0],
-                                                   " images but ", digits->sizes[0],
-                                                   " labels; run tools/fetch_mnist again"));
+    return absl::InvalidArgumentError(
+        absl::StrCat(flags.data_root, ": ", part, " has ", pixels->sizes[0], " images but ",
+                     digits->sizes[0], " labels; run tools/fetch_mnist again"));
   }
   torch::Tensor images = ToTensor(*std::move(pixels)), labels = ToTensor(*std::move(digits));
   if (limit > 0) {
@@ -66,9 +67,10 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
   if (!train_data.ok()) return train_data.status();
   absl::StatusOr<Images> test_data = Load(flags, "t10k");
   if (!test_data.ok()) return test_data.status();
-  const int64_t per_step = flags.batch_size * accelerator.num_processes() *
-                           accelerator.gradient_accumulation_steps();
-  const int64_t total_steps = flags.epochs * ((static_cast<int64_t>(train_data->size()) + per_step - 1) / per_step);
+  const int64_t per_step =
+      flags.batch_size * accelerator.num_processes() * accelerator.gradient_accumulation_steps();
+  const int64_t total_steps =
+      flags.epochs * ((static_cast<int64_t>(train_data->size()) + per_step - 1) / per_step);
 
   auto [model, optimizer, train_set, test_set, schedule] = accelerator.prepare(
       net, adamw, muster::batches(*train_data, flags.batch_size).shuffle(!flags.no_shuffle),
@@ -85,6 +87,7 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
 
   for (int64_t epoch : accelerator.epochs(flags.epochs)) {
     model->train();
+    muster::Progress progress = accelerator.progress(train_set, absl::StrCat("epoch ", epoch));
     for (auto& [images, labels] : train_set) {
       auto scope = accelerator.accumulate();
       torch::Tensor loss = torch::nll_loss(model(images), labels);
@@ -94,9 +97,11 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       schedule.step();
       optimizer.zero_grad();
 
+      progress.Advance();
       if (!flags.loss_file.empty()) {
         const double mean = accelerator.reduce(loss.detach(), "mean").item<double>();
-        if (losses.is_open()) losses << absl::StrFormat("%d %.9g\n", accelerator.global_step(), mean);
+        if (losses.is_open())
+          losses << absl::StrFormat("%d %.9g\n", accelerator.global_step(), mean);
       }
       if (!accelerator.sync_gradients()) continue;
       const int64_t step = accelerator.global_step();
@@ -105,6 +110,8 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
       }
       if (step == flags.stop_after_steps) return absl::OkStatus();
     }
+
+    progress.Close();
 
     if (!flags.no_eval) {
       model->eval();
@@ -131,7 +138,8 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
         }
       }
     }
-    accelerator.print("the weights of all %d processes are bit-equal\n", accelerator.num_processes());
+    accelerator.print("the weights of all %d processes are bit-equal\n",
+                      accelerator.num_processes());
   }
   return absl::OkStatus();
 }
@@ -141,7 +149,8 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
 int main(int argc, char** argv) {
   Flags flags;
   CLI::App app("Trains a convolutional net on MNIST with Muster.");
-  app.add_option("--data_root", flags.data_root, "folder with the four IDX files (tools/fetch_mnist DIR)")
+  app.add_option("--data_root", flags.data_root,
+                 "folder with the four IDX files (tools/fetch_mnist DIR)")
       ->required();
   app.add_option("--output_dir", flags.output_dir, "where checkpoints go")->capture_default_str();
   app.add_option("--epochs", flags.epochs, "passes over the training images")
@@ -155,11 +164,14 @@ int main(int argc, char** argv) {
   app.add_flag("--resume", flags.resume, "go on from the newest checkpoint in --output_dir");
   app.add_flag("--no_shuffle", flags.no_shuffle, "read the images in file order");
   app.add_flag("--no_eval", flags.no_eval, "leave out the test images");
-  app.add_flag("--check_weights", flags.check_weights, "at the end, compare the weights of all processes");
+  app.add_flag("--check_weights", flags.check_weights,
+               "at the end, compare the weights of all processes");
   app.add_option("--checkpoint_steps", flags.checkpoint_steps, "also save every so many steps");
   app.add_option("--stop_after_steps", flags.stop_after_steps, "end the run after this step");
-  app.add_option("--train_samples", flags.train_samples, "use only the first so many training images");
-  app.add_option("--loss_file", flags.loss_file, "write step and mean loss of every micro-step here");
+  app.add_option("--train_samples", flags.train_samples,
+                 "use only the first so many training images");
+  app.add_option("--loss_file", flags.loss_file,
+                 "write step and mean loss of every micro-step here");
   CLI11_PARSE(app, argc, argv);
 
   muster::AcceleratorOptions options;

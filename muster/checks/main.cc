@@ -1,5 +1,6 @@
-// The program behind `muster test`: proves, on whatever processes and devices `muster launch` would use, that a job works.
-// Each check runs on every process; the first that fails ends the program with a line that names it. Public API only.
+// The program behind `muster test`: proves, on whatever processes and devices `muster launch` would
+// use, that a job works. Each check runs on every process; the first that fails ends the program
+// with a line that names it. Public API only.
 #include <unistd.h>
 
 #include <cstdio>
@@ -27,16 +28,18 @@ using muster::AcceleratorOptions;
 #define EXPECT(condition, ...) TORCH_CHECK(condition, "expected " #condition ". ", __VA_ARGS__)
 
 void CheckState(Accelerator& a) {
-  EXPECT(a.process_index() >= 0 && a.process_index() < a.num_processes(), "process ", a.process_index());
+  EXPECT(a.process_index() >= 0 && a.process_index() < a.num_processes(), "process ",
+         a.process_index());
   EXPECT(a.comm().size() == a.num_processes(), a.comm().size());
-  a.print("  %d process(es), device %s, precision %s\n", a.num_processes(), a.device().str().c_str(),
-          a.mixed_precision().c_str());
+  a.print("  %d process(es), device %s, precision %s\n", a.num_processes(),
+          a.device().str().c_str(), a.mixed_precision().c_str());
 }
 
 // A file that all processes of this host can append to.
 std::string SharedFile(Accelerator& a, const char* name) {
-  const std::string mine =
-      (std::filesystem::temp_directory_path() / ("muster-test-" + std::to_string(getpid()) + "-" + name)).string();
+  const std::string mine = (std::filesystem::temp_directory_path() /
+                            ("muster-test-" + std::to_string(getpid()) + "-" + name))
+                               .string();
   return a.gather_object(mine).front();
 }
 
@@ -74,10 +77,12 @@ void CheckSplit(Accelerator& a) {
     std::iota(items.begin(), items.end(), 0);
     const std::vector<int> mine = a.split_between_processes(items);
     const int quotient = length / n, remainder = length % n;
-    EXPECT(static_cast<int>(mine.size()) == quotient + (a.process_index() < remainder ? 1 : 0) || n == 1,
+    EXPECT(static_cast<int>(mine.size()) == quotient + (a.process_index() < remainder ? 1 : 0) ||
+               n == 1,
            "length ", length, ": got ", mine.size());
     const at::Tensor all = at::arange(length).unsqueeze(1).expand({length, 2}).contiguous();
-    EXPECT(a.split_between_processes(all).size(0) == static_cast<int64_t>(mine.size()), "tensor of ", length);
+    EXPECT(a.split_between_processes(all).size(0) == static_cast<int64_t>(mine.size()),
+           "tensor of ", length);
     if (length > 0 && n > 1) {
       const auto padded = a.split_between_processes(items, /*apply_padding=*/true);
       EXPECT(static_cast<int>(padded.size()) == (length + n - 1) / n, "padded ", length);
@@ -99,14 +104,15 @@ void CheckRandomStates(Accelerator& a) {
   }
 }
 
-std::vector<int64_t> Ids(Accelerator& a, int64_t length, bool shuffle, bool split, std::optional<bool> dispatch,
-                         uint64_t seed, int64_t epochs = 1) {
+std::vector<int64_t> Ids(Accelerator& a, int64_t length, bool shuffle, bool split,
+                         std::optional<bool> dispatch, uint64_t seed, int64_t epochs = 1) {
   muster::LoaderOptions options = a.core().loader_options();
   options.split_batches = split;
   options.dispatch_batches = dispatch;
   options.data_seed = seed;
   muster::TensorDataset data(at::arange(length));
-  auto loader = muster::PrepareLoader(muster::batches(data, 8).shuffle(shuffle), options, &a.comm());
+  auto loader =
+      muster::PrepareLoader(muster::batches(data, 8).shuffle(shuffle), options, &a.comm());
   std::vector<int64_t> ids;
   for (int64_t epoch = 0; epoch < epochs; ++epoch) {
     for (auto& batch : loader) {
@@ -123,7 +129,8 @@ void CheckLoaders(Accelerator& a, std::optional<bool> dispatch) {
   std::iota(in_order.begin(), in_order.end(), 0);
   for (const bool split : {false, true}) {
     if (split && 8 % a.num_processes() != 0) continue;
-    EXPECT(Ids(a, length, false, split, dispatch, 0) == in_order, "the order of an unshuffled loader, split ", split);
+    EXPECT(Ids(a, length, false, split, dispatch, 0) == in_order,
+           "the order of an unshuffled loader, split ", split);
     std::vector<int64_t> shuffled = Ids(a, length, true, split, dispatch, 0);
     EXPECT(shuffled != in_order, "a shuffled loader is shuffled");
     std::sort(shuffled.begin(), shuffled.end());
@@ -143,7 +150,8 @@ void CheckSeeds(Accelerator& a) {
   EXPECT(!std::equal(two.begin(), two.begin() + length, two.begin() + length), "two epochs differ");
 }
 
-// Three epochs of a linear regression; returns weight and bias. `solo`: all of the data in this process, no exchange.
+// Three epochs of a linear regression; returns weight and bias. `solo`: all of the data in this
+// process, no exchange.
 at::Tensor Regression(Accelerator& a, const std::string& precision, bool split, bool solo) {
   const int n = a.num_processes();
   at::manual_seed(42);
@@ -175,7 +183,8 @@ at::Tensor Regression(Accelerator& a, const std::string& precision, bool split, 
     options.split_batches = split;
     auto [model, optimizer] = a.prepare(net, sgd);
     auto loader = muster::PrepareLoader(
-        muster::batches(data, split ? per_process * n : per_process).drop_last(), options, &a.comm());
+        muster::batches(data, split ? per_process * n : per_process).drop_last(), options,
+        &a.comm());
     for (int epoch = 0; epoch < 3; ++epoch) {
       for (auto& [bx, by] : loader) {
         a.backward(at::mse_loss(model(bx), by));
@@ -194,7 +203,8 @@ void CheckTraining(Accelerator& a) {
   const at::Tensor alone = Regression(a, a.mixed_precision(), false, true);
   for (const bool split : {false, true}) {
     const at::Tensor together = Regression(a, a.mixed_precision(), split, false);
-    EXPECT(at::allclose(alone, together, tolerance, tolerance), "one process: ", alone, " all: ", together);
+    EXPECT(at::allclose(alone, together, tolerance, tolerance), "one process: ", alone,
+           " all: ", together);
     const at::Tensor all = a.gather(together.to(a.device())).cpu().reshape({a.num_processes(), -1});
     for (int i = 0; i < a.num_processes(); ++i) {
       EXPECT(at::equal(all[i], all[0]), "process ", i, " ends with other weights");
@@ -203,16 +213,19 @@ void CheckTraining(Accelerator& a) {
 }
 
 void CheckCollectives(Accelerator& a) {
-  const at::Tensor mine = at::full({2}, a.process_index(), at::TensorOptions(at::kFloat).device(a.device()));
+  const at::Tensor mine =
+      at::full({2}, a.process_index(), at::TensorOptions(at::kFloat).device(a.device()));
   const at::Tensor all = a.gather(mine).cpu();
   for (int i = 0; i < a.num_processes(); ++i) EXPECT(all[2 * i].item<int>() == i, "gather: ", all);
   const double sum = a.num_processes() * (a.num_processes() - 1) / 2.0;
   EXPECT(a.reduce(mine, "sum")[0].item<double>() == sum, "reduce sum");
-  EXPECT(std::abs(a.reduce(mine, "mean")[0].item<double>() - sum / a.num_processes()) < 1e-6, "reduce mean");
+  EXPECT(std::abs(a.reduce(mine, "mean")[0].item<double>() - sum / a.num_processes()) < 1e-6,
+         "reduce mean");
   const at::Tensor ragged = at::ones({a.process_index() + 1}, mine.options());
   EXPECT(a.pad_across_processes(ragged).size(0) == a.num_processes(), "pad_across_processes");
   EXPECT(a.broadcast(mine)[0].item<int>() == 0, "broadcast");
-  EXPECT(static_cast<int>(a.gather_object(std::string("x")).size()) == a.num_processes(), "gather_object");
+  EXPECT(static_cast<int>(a.gather_object(std::string("x")).size()) == a.num_processes(),
+         "gather_object");
 }
 
 void CheckTrigger(Accelerator& a) {
@@ -255,8 +268,10 @@ int main(int argc, char** argv) {
         {"split_between_processes", CheckSplit},
         {"random states", CheckRandomStates},
         {"collectives", CheckCollectives},
-        {"loaders, each process reading for itself", [](Accelerator& x) { CheckLoaders(x, false); }},
-        {"loaders, the main process reading for all", [](Accelerator& x) { CheckLoaders(x, true); }},
+        {"loaders, each process reading for itself",
+         [](Accelerator& x) { CheckLoaders(x, false); }},
+        {"loaders, the main process reading for all",
+         [](Accelerator& x) { CheckLoaders(x, true); }},
         {"seeds of shuffled loaders", CheckSeeds},
         {"training equals one process", CheckTraining},
         {"triggers", CheckTrigger},
@@ -266,7 +281,8 @@ int main(int argc, char** argv) {
       try {
         check(a);
       } catch (const c10::Error& e) {
-        return absl::InternalError(std::string("check '") + name + "' failed: " + e.what_without_backtrace());
+        return absl::InternalError(std::string("check '") + name +
+                                   "' failed: " + e.what_without_backtrace());
       }
       a.wait_for_everyone();
       a.print("ok: %s\n", name);

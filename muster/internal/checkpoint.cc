@@ -34,7 +34,8 @@ absl::StatusOr<PlainState> TakeRows(const StateDict& state) {
     const size_t dot = key.rfind('.');
     if (dot == std::string::npos) continue;
     std::vector<double>& row = rows[key.substr(0, dot)];
-    // Scalars are sorted as texts, so "10" comes before "2": the row is filled by asking for its places in turn.
+    // Scalars are sorted as texts, so "10" comes before "2": the row is filled by asking for its
+    // places in turn.
     if (!row.empty()) continue;
     for (size_t i = 0; state.scalars().count(absl::StrCat(key.substr(0, dot), ".", i)) > 0; ++i) {
       MUSTER_ASSIGN_OR_RETURN(const double value,
@@ -88,7 +89,8 @@ absl::Status Core::SaveState(const std::string& directory) {
   const auto write = [&](StateWriter& writer) -> absl::Status {
     if (rank() == 0) {
       for (size_t i = 0; i < models_.size(); ++i) {
-        MUSTER_RETURN_IF_ERROR(writer.WriteModel(ModelFileName(i), TensorsOf(models_[i]->module())));
+        MUSTER_RETURN_IF_ERROR(
+            writer.WriteModel(ModelFileName(i), TensorsOf(models_[i]->module())));
       }
       for (size_t i = 0; i < optimizers_.size(); ++i) {
         const OptimizerState state = optimizers_[i]->handle().SaveState();
@@ -143,8 +145,8 @@ absl::Status Core::SaveState(const std::string& directory) {
       std::tie(info.iteration, error) =
           BroadcastObject(comm(), std::make_tuple(info.iteration, error), 0);
       if (!error.empty()) ThrowIfError(absl::UnavailableError(error));
-      ThrowIfError(SaveNumberedCheckpoint(comm(), folder, info,
-                                          static_cast<int>(options_.project.total_limit.value_or(0)), write));
+      ThrowIfError(SaveNumberedCheckpoint(
+          comm(), folder, info, static_cast<int>(options_.project.total_limit.value_or(0)), write));
       path = folder.PathOf(info.iteration);
     }
     last_checkpoint_ = path;
@@ -162,9 +164,9 @@ absl::Status Core::LoadState(const std::string& directory, bool may_be_missing) 
     const auto check_count = [&](const char* what, std::string (*name)(int), size_t here) {
       const int saved = reader.Count(name);
       if (saved == static_cast<int>(here)) return;
-      ThrowIfError(absl::FailedPreconditionError(
-          absl::StrCat(reader.dir(), " holds ", saved, " ", what, "(s), but ", here,
-                       " are prepared here: prepare the same objects, in the same order, before load_state")));
+      ThrowIfError(absl::FailedPreconditionError(absl::StrCat(
+          reader.dir(), " holds ", saved, " ", what, "(s), but ", here,
+          " are prepared here: prepare the same objects, in the same order, before load_state")));
     };
     check_count("model", ModelFileName, models_.size());
     check_count("optimizer", OptimizerFileName, optimizers_.size());
@@ -172,7 +174,8 @@ absl::Status Core::LoadState(const std::string& directory, bool may_be_missing) 
     check_count("loader", SamplerFileName, loaders_.size());
     check_count("registered object", CustomFileName, registered_.size());
 
-    // Every file is read and checked before anything changes, so that a damaged one leaves the state as it was.
+    // Every file is read and checked before anything changes, so that a damaged one leaves the
+    // state as it was.
     const auto read = [&](const std::string& name) {
       absl::StatusOr<StateDict> file = reader.Read(name);
       ThrowIfError(file.status());
@@ -180,8 +183,10 @@ absl::Status Core::LoadState(const std::string& directory, bool may_be_missing) 
     };
     std::vector<StateDict> models, optimizers, schedulers, loaders, registered;
     for (size_t i = 0; i < models_.size(); ++i) models.push_back(read(ModelFileName(i)));
-    for (size_t i = 0; i < optimizers_.size(); ++i) optimizers.push_back(read(OptimizerFileName(i)));
-    for (size_t i = 0; i < schedulers_.size(); ++i) schedulers.push_back(read(SchedulerFileName(i)));
+    for (size_t i = 0; i < optimizers_.size(); ++i)
+      optimizers.push_back(read(OptimizerFileName(i)));
+    for (size_t i = 0; i < schedulers_.size(); ++i)
+      schedulers.push_back(read(SchedulerFileName(i)));
     for (size_t i = 0; i < loaders_.size(); ++i) loaders.push_back(read(SamplerFileName(i)));
     for (size_t i = 0; i < registered_.size(); ++i) registered.push_back(read(CustomFileName(i)));
 
@@ -196,7 +201,8 @@ absl::Status Core::LoadState(const std::string& directory, bool may_be_missing) 
     }
     for (size_t i = 0; i < optimizers_.size(); ++i) {
       OptimizerState state;
-      for (const auto& [name, tensor] : optimizers[i].tensors()) state.tensors.emplace(name, tensor);
+      for (const auto& [name, tensor] : optimizers[i].tensors())
+        state.tensors.emplace(name, tensor);
       state.groups = rows(optimizers[i]);
       ThrowIfError(Try(OptimizerFileName(i), [&] { optimizers_[i]->handle().LoadState(state); }));
       const absl::StatusOr<int64_t> steps = optimizers[i].GetInt("steps");

@@ -7,18 +7,21 @@
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "base/log.h"
+#include "base/status_macros.h"
 #include "worker/metrics/gather_for_metrics.h"
 #include "worker/process/collectives.h"
 #include "worker/process/coordinator_client.h"
 #include "worker/process/nested_collectives.h"
 #include "worker/train/clip.h"
+#include "worker/train/guard.h"
 #include "worker/train/torch_optimizer.h"
 
 namespace muster::internal {
 namespace {
 
-std::unique_ptr<ProcessContext> OpenContext(const AcceleratorOptions& options) {
+JoinedProcess Join(const AcceleratorOptions& options) {
   EnvironmentArguments arguments;
   arguments.mixed_precision = options.mixed_precision;
   arguments.use_cpu = options.cpu;
@@ -26,9 +29,20 @@ std::unique_ptr<ProcessContext> OpenContext(const AcceleratorOptions& options) {
   arguments.debug = options.debug;
   if (!options.project.directory.empty()) arguments.project_dir = options.project.directory;
   arguments.timeout = options.timeout;
-  absl::StatusOr<std::unique_ptr<ProcessContext>> context = OpenProcessContext(arguments);
-  TORCH_CHECK(context.ok(), context.status().message());
-  return *std::move(context);
+  const absl::StatusOr<Environment> environment = ReadEnvironment(ProcessVariables(), arguments);
+  ThrowIfError(environment.status());
+  // Every process sees the same warnings; one of them is enough.
+  if (environment->rank.value == 0) {
+    for (const std::string& warning : environment->warnings) MUSTER_LOG(Warning) << warning;
+  }
+  JoinJobOptions join;
+  join.on_generation_ended = [](const absl::Status& why) {
+    MUSTER_LOG(Error) << "this generation of the job is over: " << why.message();
+  };
+  absl::StatusOr<JoinedProcess> process = JoinJob(*environment, join);
+  ThrowIfError(process.status());
+  if (process->comm->size() > 1) SetLogIdentity(absl::StrCat("rank ", process->comm->rank()));
+  return *std::move(process);
 }
 
 // The number of steps a single process's scheduler would have made.
@@ -73,15 +87,16 @@ class Core::Observer : public LoaderObserver {
   Core* core_;
 };
 
-// --- Core: construction and state ---------------------------------------------------------------------------------------
+// --- Core: construction and state
+// ---------------------------------------------------------------------------------------
 
 Core::Core(const AcceleratorOptions& options)
     : options_(options),
-      context_(OpenContext(options)),
-      device_(context_->device),
-      precision_(ParseMixedPrecision(context_->environment.mixed_precision.value)),
+      process_(Join(options)),
+      device_(process_.device),
+      precision_(ParseMixedPrecision(process_.environment.mixed_precision.value)),
       observer_(std::make_shared<Observer>(this)),
-      accumulation_(WithSteps(options.accumulation, NumSteps(options, context_->environment))) {
+      accumulation_(WithSteps(options.accumulation, NumSteps(options, process_.environment))) {
   CheckMixedPrecision(precision_, device_.type());
   if (NeedsGradScaler(precision_) && options.grad_scaler.enabled) {
     scaler_ = std::make_unique<GradScaler>(options.grad_scaler);
@@ -93,7 +108,8 @@ Core::~Core() {
   EndTraining();
 }
 
-// --- prepare --------------------------------------------------------------------------------------------------------------
+// --- prepare
+// --------------------------------------------------------------------------------------------------------------
 
 Core::PrepareCall::PrepareCall(Core* core) : core_(core), exceptions_(std::uncaught_exceptions()) {
   if (core_->prepare_depth_++ == 0) {
@@ -117,7 +133,8 @@ Core::PrepareCall::~PrepareCall() noexcept(false) {
 }
 
 std::shared_ptr<ModelSlot> Core::PrepareModel(std::shared_ptr<torch::nn::Module> module) {
-  TORCH_CHECK(module != nullptr, "prepare() got an empty module holder: construct the module first");
+  TORCH_CHECK(module != nullptr,
+              "prepare() got an empty module holder: construct the module first");
   for (const auto& slot : models_) {
     if (slot->shared_module() == module) return slot;
   }
@@ -175,7 +192,8 @@ LoaderOptions Core::loader_options() const {
 
 std::shared_ptr<LoaderObserver> Core::loader_observer() { return observer_; }
 
-// --- The step ---------------------------------------------------------------------------------------------------------------
+// --- The step
+// ---------------------------------------------------------------------------------------------------------------
 
 AccumulateScope Core::Accumulate() {
   const BatchInfo* batch = current_batch();
@@ -216,8 +234,9 @@ void Core::Backward(const at::Tensor& loss, std::optional<double> weight) {
   TORCH_CHECK(loss.defined(), "backward() got an undefined loss");
   TORCH_CHECK(loss.numel() == 1, "backward() needs a loss of one element, got shape ", loss.sizes(),
               ": reduce it to its mean or sum first");
-  TORCH_CHECK(loss.requires_grad(),
-              "backward() got a loss that depends on no parameter: was it computed under NoGradGuard?");
+  TORCH_CHECK(
+      loss.requires_grad(),
+      "backward() got a loss that depends on no parameter: was it computed under NoGradGuard?");
   if (options_.check_finite_loss) {
     const double value = loss.item<double>();
     // Agreed over all ranks, so that no rank goes on into a collective that the others have left.
@@ -232,8 +251,9 @@ void Core::Backward(const at::Tensor& loss, std::optional<double> weight) {
     for (int r = 0; r < size(); ++r) {
       if (bad[r].item<double>() != 0) absl::StrAppend(&ranks, ranks.empty() ? "" : ", ", r);
     }
-    TORCH_CHECK(ranks.empty(), "the loss is NaN or infinite on rank ", ranks, " at step ", global_step(),
-                " (here: ", value, "); lower the learning rate or look at the batch");
+    TORCH_CHECK(ranks.empty(), "the loss is NaN or infinite on rank ", ranks, " at step ",
+                global_step(), " (here: ", value,
+                "); lower the learning rate or look at the batch");
   }
   // Outside of accumulate() every call is a window of its own, divided as Accelerate does.
   if (!in_micro_step_) BeginWindow();
@@ -279,7 +299,8 @@ void Core::EndScalerStep() {
 at::Tensor Core::ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm,
                               double norm_type) {
   TORCH_CHECK(sync_gradients(),
-              "clip_grad_norm_ in the middle of an accumulation window would clip partial gradients: call it "
+              "clip_grad_norm_ in the middle of an accumulation window would clip partial "
+              "gradients: call it "
               "only where accelerator.sync_gradients()");
   FinishGradients();
   return muster::ClipGradNorm(parameters, max_norm, norm_type);
@@ -287,7 +308,8 @@ at::Tensor Core::ClipGradNorm(const std::vector<at::Tensor>& parameters, double 
 
 void Core::ClipGradValue(const std::vector<at::Tensor>& parameters, double clip_value) {
   TORCH_CHECK(sync_gradients(),
-              "clip_grad_value_ in the middle of an accumulation window would clip partial gradients: call it "
+              "clip_grad_value_ in the middle of an accumulation window would clip partial "
+              "gradients: call it "
               "only where accelerator.sync_gradients()");
   FinishGradients();
   muster::ClipGradValue(parameters, clip_value);
@@ -316,12 +338,13 @@ void Core::EndJoin(bool finish) {
   for (const auto& loader : loaders_) loader->OverrideEvenBatches(std::nullopt);
   if (!finish) return;
   join->Finish([&](int root) {
-    // Whoever ran out of batches early missed steps: it takes over what the longest-trained process has.
+    // Whoever ran out of batches early missed steps: it takes over what the longest-trained process
+    // has.
     for (const auto& optimizer : optimizers_) {
       const bool mine = rank() == root;
       const auto state = mine ? optimizer->handle().SaveState() : OptimizerState();
-      const auto received =
-          BroadcastObject(comm(), std::make_tuple(state.tensors, state.groups, optimizer->steps()), root);
+      const auto received = BroadcastObject(
+          comm(), std::make_tuple(state.tensors, state.groups, optimizer->steps()), root);
       if (mine) continue;
       optimizer->handle().LoadState({std::get<0>(received), std::get<1>(received)});
       optimizer->set_steps(std::get<2>(received));
@@ -336,7 +359,8 @@ void Core::EndJoin(bool finish) {
   });
 }
 
-// --- Collectives --------------------------------------------------------------------------------------------------------------
+// --- Collectives
+// --------------------------------------------------------------------------------------------------------------
 
 at::Tensor Core::GatherForMetrics(const at::Tensor& tensor) {
   const BatchInfo* batch = current_batch();
@@ -344,7 +368,8 @@ at::Tensor Core::GatherForMetrics(const at::Tensor& tensor) {
   return muster::GatherForMetrics(comm(), tensor, *batch);
 }
 
-// --- Process control ------------------------------------------------------------------------------------------------------------
+// --- Process control
+// ------------------------------------------------------------------------------------------------------------
 
 bool Core::CheckTrigger() {
   at::Tensor flag = at::full({1}, trigger_ ? 1 : 0, at::kInt);
@@ -369,23 +394,56 @@ void Core::FreeMemory() {
 
 void Core::WaitForEveryone(absl::Duration timeout) {
   if (size() == 1) return;
-  if (context_->coordinator == nullptr) {
+  if (process_.coordinator == nullptr) {
     comm().Barrier();
     return;
   }
-  context_->coordinator->ReportProgress(global_step(), "wait_for_everyone");
-  const absl::StatusOr<BarrierResult> result = context_->coordinator->Barrier(
+  process_.coordinator->ReportProgress(global_step(), "wait_for_everyone");
+  const absl::StatusOr<BarrierResult> result = process_.coordinator->Barrier(
       "wait_for_everyone", timeout > absl::ZeroDuration() ? timeout : environment().timeout.value);
   TORCH_CHECK(result.ok(), result.status().message());
 }
 
 void Core::EndTraining() {
   if (std::exchange(ended_, true)) return;
-  if (context_->coordinator == nullptr) return;
+  if (trackers_ != nullptr) {
+    if (absl::Status status = trackers_->Finish(); !status.ok()) {
+      MUSTER_LOG(Warning) << "trackers: " << status.message();
+    }
+  }
+  if (process_.coordinator == nullptr) return;
   // Only a hint to the coordinator: a worker that cannot say goodbye leaves by its exit.
-  if (absl::Status status = context_->coordinator->Leave("training ended"); !status.ok()) {
+  if (absl::Status status = process_.coordinator->Leave("training ended"); !status.ok()) {
     MUSTER_LOG(Debug) << "leaving the rendezvous: " << status.message();
   }
+}
+
+std::string Core::LoggingDirectory() const {
+  if (!options_.project.logging_directory.empty()) return options_.project.logging_directory;
+  return environment().project_dir.value.empty() ? "muster-run" : environment().project_dir.value;
+}
+
+absl::Status Core::InitTrackers(const std::string& project, const TrackerValues& config,
+                                const std::vector<std::string>& kinds,
+                                std::vector<std::unique_ptr<GeneralTracker>> own) {
+  if (trackers_ != nullptr) {
+    return absl::FailedPreconditionError("init_trackers() was called already");
+  }
+  const TrackerContext context{.project_name = project,
+                               .logging_dir = LoggingDirectory(),
+                               .rank = rank(),
+                               .start_time = absl::Now()};
+  for (const std::string& kind : kinds) {
+    MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<GeneralTracker> tracker, MakeTracker(kind, context));
+    own.push_back(std::move(tracker));
+  }
+  MUSTER_ASSIGN_OR_RETURN(trackers_, TrackerSet::Start(std::move(own), rank(), config, {}));
+  return absl::OkStatus();
+}
+
+void Core::Log(TrackerValues values, std::optional<int64_t> step) {
+  TORCH_CHECK(trackers_ != nullptr, "log() before init_trackers(): there is nothing to log to");
+  trackers_->Log(std::move(values), step);
 }
 
 void Core::RegisterForCheckpointing(std::function<PlainState()> save,
@@ -395,7 +453,8 @@ void Core::RegisterForCheckpointing(std::function<PlainState()> save,
   registered_.push_back({std::move(save), std::move(load)});
 }
 
-// --- Slots ------------------------------------------------------------------------------------------------------------------
+// --- Slots
+// ------------------------------------------------------------------------------------------------------------------
 
 ModelSlot::ModelSlot(Core* core, std::shared_ptr<torch::nn::Module> module)
     : core_(core), module_(std::move(module)) {
@@ -417,7 +476,8 @@ ModelSlot::~ModelSlot() = default;
 
 void ModelSlot::BeforeForward() { ddp_->BeforeForward(core_->communicate()); }
 
-OptimizerSlot::OptimizerSlot(Core* core, OptimizerHandle* handle, std::unique_ptr<OptimizerHandle> owned)
+OptimizerSlot::OptimizerSlot(Core* core, OptimizerHandle* handle,
+                             std::unique_ptr<OptimizerHandle> owned)
     : core_(core), owned_(std::move(owned)), handle_(handle) {}
 
 void OptimizerSlot::Step() {

@@ -15,7 +15,6 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "muster/internal/context.h"
 #include "muster/options.h"
 #include "torch/nn/module.h"
 #include "torch/optim/optimizer.h"
@@ -26,6 +25,8 @@
 #include "worker/parallel/uneven_inputs.h"
 #include "worker/process/comm.h"
 #include "worker/process/environment.h"
+#include "worker/process/join_job.h"
+#include "worker/track/tracker_set.h"
 #include "worker/train/accumulation.h"
 #include "worker/train/autocast.h"
 #include "worker/train/grad_scaler.h"
@@ -34,7 +35,8 @@
 #include "worker/train/plain_state.h"
 #include "worker/train/prepared_scheduler.h"
 
-// What stands behind Accelerator and the handles it gives out. Users include muster/muster.h and never this.
+// What stands behind Accelerator and the handles it gives out. Users include muster/muster.h and
+// never this.
 namespace muster::internal {
 
 class Core;
@@ -91,7 +93,8 @@ class OptimizerSlot {
   int64_t steps_ = 0;
 };
 
-// A prepared schedule. Between PrepareSchedule and the end of the prepare() call it has no optimizer yet.
+// A prepared schedule. Between PrepareSchedule and the end of the prepare() call it has no
+// optimizer yet.
 class SchedulerSlot {
  public:
   SchedulerSlot(Core* core, LrSchedulePtr schedule) : core_(core), schedule_(std::move(schedule)) {}
@@ -137,8 +140,8 @@ class [[nodiscard]] NoSyncScope {
 class [[nodiscard]] JoinScope {
  public:
   explicit JoinScope(Core* core);
-  // Takes part in the exchanges of the processes that still have batches, until all are here. Unless an exception is
-  // leaving the scope.
+  // Takes part in the exchanges of the processes that still have batches, until all are here.
+  // Unless an exception is leaving the scope.
   ~JoinScope() noexcept(false);
   JoinScope(const JoinScope&) = delete;
   JoinScope& operator=(const JoinScope&) = delete;
@@ -191,14 +194,14 @@ class Core {
   Core(const Core&) = delete;
   Core& operator=(const Core&) = delete;
 
-  const Environment& environment() const { return context_->environment; }
+  const Environment& environment() const { return process_.environment; }
   const AcceleratorOptions& options() const { return options_; }
   at::Device device() const { return device_; }
-  int rank() const { return context_->comm->rank(); }
-  int size() const { return context_->comm->size(); }
-  int local_rank() const { return context_->environment.local_rank.value; }
-  Comm& comm() { return *context_->comm; }
-  const std::string& mixed_precision() const { return context_->environment.mixed_precision.value; }
+  int rank() const { return process_.comm->rank(); }
+  int size() const { return process_.comm->size(); }
+  int local_rank() const { return process_.environment.local_rank.value; }
+  Comm& comm() { return *process_.comm; }
+  const std::string& mixed_precision() const { return process_.environment.mixed_precision.value; }
 
   // While it lives, a prepare() call is going on; Finish() ties its schedules to its optimizer.
   class PrepareCall {
@@ -215,10 +218,13 @@ class Core {
   std::shared_ptr<OptimizerSlot> PrepareOptimizer(torch::optim::Optimizer& optimizer);
   std::shared_ptr<OptimizerSlot> PrepareOptimizer(OptimizerHandle& optimizer);
   std::shared_ptr<SchedulerSlot> PrepareSchedule(LrSchedulePtr schedule);
-  std::shared_ptr<SchedulerSlot> PrepareSchedule(LrSchedulePtr schedule, std::shared_ptr<OptimizerSlot> optimizer);
+  std::shared_ptr<SchedulerSlot> PrepareSchedule(LrSchedulePtr schedule,
+                                                 std::shared_ptr<OptimizerSlot> optimizer);
   LoaderOptions loader_options() const;
   std::shared_ptr<LoaderObserver> loader_observer();
-  void RegisterLoader(std::shared_ptr<LoaderStateHandle> loader) { loaders_.push_back(std::move(loader)); }
+  void RegisterLoader(std::shared_ptr<LoaderStateHandle> loader) {
+    loaders_.push_back(std::move(loader));
+  }
 
   AccumulateScope Accumulate();
   AccumulateScope Accumulate(const std::optional<BatchFacts>& facts);
@@ -234,12 +240,14 @@ class Core {
   void EndJoin(bool finish);
 
   void Backward(const at::Tensor& loss, std::optional<double> weight = std::nullopt);
-  // Makes the gradients of this window final: unscaled, and corrected for a short or weighted window. Once per window
-  // and optimizer; of all optimizers if `only` is null.
+  // Makes the gradients of this window final: unscaled, and corrected for a short or weighted
+  // window. Once per window and optimizer; of all optimizers if `only` is null.
   void FinishGradients(OptimizerSlot* only = nullptr);
-  // An optimizer has stepped: the loss scale is updated once all have, or when the next window begins.
+  // An optimizer has stepped: the loss scale is updated once all have, or when the next window
+  // begins.
   void EndScalerStep();
-  at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm, double norm_type);
+  at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm,
+                          double norm_type);
   void ClipGradValue(const std::vector<at::Tensor>& parameters, double clip_value);
   bool optimizer_step_was_skipped() const;
   AutocastGuard Autocast() const { return AutocastGuard(precision_, device_.type()); }
@@ -267,7 +275,13 @@ class Core {
   int64_t first_epoch() const { return first_epoch_; }
   void FreeMemory();
   void EndTraining();
-  ProcessContext& context() { return *context_; }
+
+  absl::Status InitTrackers(const std::string& project, const TrackerValues& config,
+                            const std::vector<std::string>& kinds,
+                            std::vector<std::unique_ptr<GeneralTracker>> own);
+  void Log(TrackerValues values, std::optional<int64_t> step);
+  TrackerSet* trackers() { return trackers_.get(); }
+  std::string LoggingDirectory() const;
 
  private:
   friend class ModelSlot;
@@ -279,7 +293,7 @@ class Core {
 
   // Constant after construction.
   AcceleratorOptions options_;
-  std::unique_ptr<ProcessContext> context_;
+  JoinedProcess process_;
   at::Device device_;
   MixedPrecision precision_;
   std::unique_ptr<GradScaler> scaler_;
@@ -305,8 +319,9 @@ class Core {
   bool in_micro_step_ = false;
   std::unique_ptr<UnevenInputs> join_;  // while a JoinScope lives
   double join_factor_ = 1;
-  std::optional<double> window_factor_;  // what FinishGradients multiplies by; nothing before it is known
-  size_t scaler_steps_ = 0;              // optimizers stepped since the last update of the loss scale
+  std::optional<double>
+      window_factor_;        // what FinishGradients multiplies by; nothing before it is known
+  size_t scaler_steps_ = 0;  // optimizers stepped since the last update of the loss scale
 
   // Live loops of prepared loaders, outermost first.
   struct LiveLoop {
@@ -315,6 +330,7 @@ class Core {
   };
   std::vector<LiveLoop> live_;
 
+  std::unique_ptr<TrackerSet> trackers_;
   bool trigger_ = false;
   int64_t epoch_ = 0;
   int64_t first_epoch_ = 0;

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "ATen/Functions.h"
+#include "ATen/TensorOperators.h"
 #include "muster/checkpoint.h"
 #include "tests/support/command.h"
 

@@ -1,0 +1,317 @@
+#include "muster/accelerator.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <fstream>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "torch/nn/modules/linear.h"
+#include "torch/optim/sgd.h"
+
+namespace muster {
+namespace {
+
+AcceleratorOptions OnCpu() {
+  AcceleratorOptions options;
+  options.cpu = true;
+  return options;
+}
+
+std::string TestDir(const std::string& name) {
+  return std::string(std::getenv("TEST_TMPDIR")) + "/" + name;
+}
+
+// A single weight 0, whose gradient under Loss() is -x of the batch.
+torch::nn::Linear OneWeight() {
+  torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
+  at::NoGradGuard no_grad;
+  net->weight.zero_();
+  return net;
+}
+
+at::Tensor Loss(const at::Tensor& out) { return -out.mean(); }
+
+TEST(Accelerator, Alone_IsAJobOfOneProcess) {
+  Accelerator accelerator(OnCpu());
+  EXPECT_EQ(accelerator.num_processes(), 1);
+  EXPECT_TRUE(accelerator.is_main_process());
+  EXPECT_TRUE(accelerator.is_last_process());
+  EXPECT_TRUE(accelerator.device().is_cpu());
+  EXPECT_EQ(accelerator.gather(at::full({}, 3.0)).numel(), 1);
+  accelerator.wait_for_everyone();
+}
+
+TEST(Accelerator, TwoInOneProcess_DoNotMeet) {
+  AcceleratorOptions four = OnCpu();
+  four.gradient_accumulation_steps = 4;
+  Accelerator a(OnCpu()), b(four);
+  EXPECT_EQ(a.gradient_accumulation_steps(), 1);
+  EXPECT_EQ(b.gradient_accumulation_steps(), 4);
+  b.set_trigger();
+  EXPECT_FALSE(a.check_trigger());
+  EXPECT_TRUE(b.check_trigger());
+}
+
+TEST(Accelerator, D01_ExceptionInMainProcessFirst_LeavesTheScopeReleased) {
+  Accelerator accelerator(OnCpu());
+  EXPECT_THROW(
+      {
+        auto first = accelerator.main_process_first();
+        TORCH_CHECK(false, "in the block");
+      },
+      c10::Error);
+  auto again = accelerator.main_process_first();
+}
+
+TEST(Accelerator, D03_PreparingAModelTwice_SavesItOnce) {
+  Accelerator accelerator(OnCpu());
+  auto model = accelerator.prepare(OneWeight());
+  auto again = accelerator.prepare(model);
+  auto third = accelerator.prepare(model.unwrap());
+  EXPECT_EQ(again.slot(), model.slot());
+  EXPECT_EQ(third.slot(), model.slot());
+  ASSERT_TRUE(accelerator.save_state(TestDir("twice")).ok());
+  EXPECT_TRUE(std::ifstream(TestDir("twice") + "/model.safetensors").good());
+  EXPECT_FALSE(std::ifstream(TestDir("twice") + "/model_1.safetensors").good());
+}
+
+TEST(Accelerator, D04_ShortLastWindow_WeighsItsMicroStepsFully) {
+  AcceleratorOptions options = OnCpu();
+  options.gradient_accumulation_steps = 4;
+  Accelerator accelerator(options);
+  torch::nn::Linear net = OneWeight();
+  FusedSGD sgd(net->parameters(), {.lr = 1.0});
+  auto [model, optimizer, loader] =
+      accelerator.prepare(net, sgd, batches(TensorDataset(at::ones({5, 1})), 1));
+  std::vector<double> weights;
+  for (auto& batch : loader) {
+    auto scope = accelerator.accumulate();
+    accelerator.backward(Loss(model(batch.value())));
+    optimizer.step();
+    optimizer.zero_grad();
+    weights.push_back(net->weight.item<double>());
+  }
+  // Accelerate's second update is 0.25: 1 micro-step divided by 4.
+  EXPECT_EQ(weights, (std::vector<double>{0, 0, 0, 1, 2}));
+}
+
+TEST(Accelerator, D05_BreakOnTheLastBatch_DoesNotMakeLaterStepsSync) {
+  AcceleratorOptions options = OnCpu();
+  options.gradient_accumulation_steps = 4;
+  Accelerator accelerator(options);
+  auto loader = accelerator.prepare(batches(TensorDataset(at::ones({3, 1})), 1));
+  for (auto& batch : loader) {
+    if (batch.info().is_last) break;
+  }
+  std::vector<bool> syncs;
+  for (int i = 0; i < 5; ++i) {
+    auto scope = accelerator.accumulate();
+    syncs.push_back(accelerator.sync_gradients());
+  }
+  EXPECT_EQ(syncs, (std::vector<bool>{false, false, false, true, false}));
+}
+
+TEST(Accelerator, D23_SavingInTheMiddleOfAWindow_IsRefused) {
+  AcceleratorOptions options = OnCpu();
+  options.gradient_accumulation_steps = 2;
+  Accelerator accelerator(options);
+  auto model = accelerator.prepare(OneWeight());
+  auto scope = accelerator.accumulate();
+  const absl::Status status = accelerator.save_state(TestDir("middle"));
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition) << status;
+}
+
+TEST(Accelerator, D37_ExplicitAccumulationSteps_BeatTheEnvironment) {
+  setenv("MUSTER_GRADIENT_ACCUMULATION_STEPS", "7", 1);
+  AcceleratorOptions options = OnCpu();
+  options.gradient_accumulation_steps = 3;
+  EXPECT_EQ(Accelerator(options).gradient_accumulation_steps(), 3);
+  EXPECT_EQ(Accelerator(OnCpu()).gradient_accumulation_steps(), 7);
+  unsetenv("MUSTER_GRADIENT_ACCUMULATION_STEPS");
+}
+
+TEST(Accelerator, NestedLoops_InnerOneIsTheCurrentBatch) {
+  AcceleratorOptions options = OnCpu();
+  options.gradient_accumulation_steps = 10;
+  Accelerator accelerator(options);
+  auto [outer, inner] = accelerator.prepare(batches(TensorDataset(at::ones({2, 1})), 1),
+                                            batches(TensorDataset(at::ones({2, 1})), 1));
+  for (auto& batch : outer) {
+    for (auto& other : inner) (void)other;
+    auto scope = accelerator.accumulate();
+    EXPECT_EQ(accelerator.sync_gradients(), batch.info().is_last);
+  }
+}
+
+TEST(Accelerator, TokenWeightedLosses_GiveTheMeanOverAllTokens) {
+  AcceleratorOptions options = OnCpu();
+  options.gradient_accumulation_steps = 2;
+  Accelerator accelerator(options);
+  torch::nn::Linear net = OneWeight();
+  FusedSGD sgd(net->parameters(), {.lr = 1.0});
+  auto [model, optimizer] = accelerator.prepare(net, sgd);
+  // Means over 1 and 3 tokens: the update is the mean over the 4.
+  for (const auto& [value, tokens] : std::vector<std::pair<double, double>>{{8, 1}, {4, 3}}) {
+    auto scope = accelerator.accumulate();
+    accelerator.backward(Loss(model(at::full({1, 1}, value))), tokens);
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  EXPECT_NEAR(net->weight.item<double>(), (8 * 1 + 4 * 3) / 4.0, 1e-6);
+}
+
+TEST(Accelerator, ClippingInTheMiddleOfAWindow_IsRefused) {
+  AcceleratorOptions options = OnCpu();
+  options.gradient_accumulation_steps = 2;
+  Accelerator accelerator(options);
+  auto model = accelerator.prepare(OneWeight());
+  auto scope = accelerator.accumulate();
+  EXPECT_THROW(accelerator.clip_grad_norm_(model->parameters(), 1.0), c10::Error);
+}
+
+TEST(Accelerator, TorchOptimizer_IsAcceptedAsItIs) {
+  Accelerator accelerator(OnCpu());
+  torch::nn::Linear net = OneWeight();
+  torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.5));
+  auto [model, optimizer, schedule] = accelerator.prepare(net, sgd, StepLR(1, 0.1));
+  auto scope = accelerator.accumulate();
+  accelerator.backward(Loss(model(at::ones({1, 1}))));
+  optimizer.step();
+  schedule.step();
+  optimizer.zero_grad();
+  EXPECT_NEAR(net->weight.item<double>(), 0.5, 1e-6);
+  EXPECT_NEAR(schedule.last_lr(), 0.05, 1e-12);
+}
+
+TEST(Accelerator, ScheduleWithoutOptimizer_IsRefusedInOneLine) {
+  Accelerator accelerator(OnCpu());
+  EXPECT_THROW(accelerator.prepare(StepLR(1)), c10::Error);
+}
+
+TEST(Accelerator, BadLosses_AreRefused) {
+  Accelerator accelerator(OnCpu());
+  EXPECT_THROW(accelerator.backward(at::ones({2}).requires_grad_()), c10::Error);
+  EXPECT_THROW(accelerator.backward(at::ones({})), c10::Error);
+  AcceleratorOptions options = OnCpu();
+  options.check_finite_loss = true;
+  Accelerator checking(options);
+  const at::Tensor nan = at::full({}, std::numeric_limits<double>::quiet_NaN()).requires_grad_();
+  EXPECT_THROW(checking.backward(nan), c10::Error);
+}
+
+TEST(Accelerator, MixedPrecisionBf16_RunsLowAndReturnsFloat32) {
+  AcceleratorOptions options = OnCpu();
+  options.mixed_precision = "bf16";
+  Accelerator accelerator(options);
+  torch::nn::Linear net(4, 4);
+  auto model = accelerator.prepare(net);
+  const at::Tensor x = at::randn({2, 4});
+  const at::Tensor out = model(x);
+  EXPECT_EQ(out.scalar_type(), at::kFloat);
+  EXPECT_FALSE(at::equal(out, net->forward(x)));
+}
+
+TEST(Accelerator, D33_Fp16OnCpu_ScalesAndSkipsOverflowingSteps) {
+  AcceleratorOptions options = OnCpu();
+  options.mixed_precision = "fp16";
+  Accelerator accelerator(options);
+  torch::nn::Linear net = OneWeight();
+  FusedSGD sgd(net->parameters(), {.lr = 1.0});
+  auto [model, optimizer, schedule] = accelerator.prepare(net, sgd, StepLR(1, 0.5));
+  for (const double value : {std::numeric_limits<double>::infinity(), 1.0}) {
+    auto scope = accelerator.accumulate();
+    accelerator.backward(Loss(model(at::full({1, 1}, 1.0)) * value));
+    optimizer.step();
+    schedule.step();
+    optimizer.zero_grad();
+    EXPECT_EQ(accelerator.optimizer_step_was_skipped(), std::isinf(value));
+    EXPECT_EQ(schedule.step_count(), std::isinf(value) ? 0 : 1);
+  }
+  EXPECT_NEAR(net->weight.item<double>(), 1.0, 1e-3);
+}
+
+TEST(Accelerator, D24_ResumedRun_ContinuesOrderEpochAndCounters) {
+  const auto train = [](const std::string& root, int stop_after, bool resume) {
+    AcceleratorOptions options = OnCpu();
+    options.project.directory = root;
+    options.data_loader.data_seed = 3;
+    Accelerator accelerator(options);
+    torch::nn::Linear net = OneWeight();
+    FusedAdamW adamw(net->parameters());
+    auto [model, optimizer, loader] = accelerator.prepare(
+        net, adamw,
+        batches(TensorDataset(at::arange(10, at::kFloat).unsqueeze(1)), 2).shuffle(true));
+    if (resume) {
+      EXPECT_TRUE(accelerator.load_state().ok());
+    }
+    std::vector<float> seen;
+    for (int64_t epoch : accelerator.epochs(2)) {
+      (void)epoch;
+      for (auto& batch : loader) {
+        auto scope = accelerator.accumulate();
+        seen.push_back(batch.value()[0].template item<float>());
+        accelerator.backward(Loss(model(batch.value())));
+        optimizer.step();
+        optimizer.zero_grad();
+        if (accelerator.global_step() == stop_after) {
+          EXPECT_TRUE(accelerator.save_state().ok());
+          return seen;
+        }
+      }
+    }
+    return seen;
+  };
+  const std::vector<float> whole = train(TestDir("whole"), -1, false);
+  std::vector<float> parts = train(TestDir("parts"), 7, false);
+  const std::vector<float> rest = train(TestDir("parts"), -1, true);
+  parts.insert(parts.end(), rest.begin(), rest.end());
+  EXPECT_EQ(parts, whole);
+  EXPECT_EQ(whole.size(), 10u);
+}
+
+TEST(Accelerator, D19_SaveAfterResume_TakesTheNextNumber) {
+  AcceleratorOptions options = OnCpu();
+  options.project.directory = TestDir("numbers");
+  std::string first;
+  {
+    Accelerator accelerator(options);
+    auto model = accelerator.prepare(OneWeight());
+    ASSERT_TRUE(accelerator.save_state().ok());
+    first = accelerator.last_checkpoint();
+  }
+  Accelerator accelerator(options);
+  auto model = accelerator.prepare(OneWeight());
+  ASSERT_TRUE(accelerator.load_state().ok());
+  EXPECT_EQ(accelerator.last_checkpoint(), first);
+  ASSERT_TRUE(accelerator.save_state().ok());
+  EXPECT_NE(accelerator.last_checkpoint(), first);
+}
+
+TEST(Accelerator, LoadState_WithOtherObjectsPrepared_SaysWhich) {
+  Accelerator accelerator(OnCpu());
+  auto model = accelerator.prepare(OneWeight());
+  ASSERT_TRUE(accelerator.save_state(TestDir("one_model")).ok());
+  auto other = accelerator.prepare(OneWeight());
+  const absl::Status status = accelerator.load_state(TestDir("one_model"));
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_NE(status.message().find("1 model(s), but 2"), absl::string_view::npos) << status;
+  EXPECT_TRUE(accelerator.load_state_if_present(TestDir("nothing here")).ok());
+}
+
+TEST(Accelerator, Trackers_WriteWhatIsLogged) {
+  AcceleratorOptions options = OnCpu();
+  options.project.logging_directory = TestDir("logs");
+  Accelerator accelerator(options);
+  ASSERT_TRUE(accelerator.init_trackers("run", {{"lr", 0.1}}, {"jsonl"}).ok());
+  accelerator.log({{"loss", 0.5}}, 3);
+  accelerator.end_training();
+  EXPECT_EQ(accelerator.init_trackers("again", {}, {"no such kind"}).code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
+}  // namespace
+}  // namespace muster
