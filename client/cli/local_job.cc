@@ -23,14 +23,6 @@ std::string AddressText(const std::string& ip, int port) {
   return absl::StrCat(absl::StrContains(ip, ':') ? absl::StrCat("[", ip, "]") : ip, ":", port);
 }
 
-// What must be equal on all machines.
-std::string Settings(const LaunchConfig& config) {
-  return absl::StrCat("num_processes ", config.num_processes, ", num_machines ",
-                      config.num_machines, ", mixed_precision ", config.mixed_precision,
-                      ", gradient_accumulation_steps ", config.gradient_accumulation_steps,
-                      ", max_restarts ", config.max_restarts);
-}
-
 agent::AgentOptions MakeAgentOptions(const LaunchPlan& plan, const std::string& coordinator) {
   const LaunchConfig& config = plan.config;
   agent::AgentOptions options;
@@ -95,7 +87,6 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   options.channel.tls_key = config.tls_key;
   options.num_nodes = config.num_machines;
   options.node_rank = config.machine_rank;
-  options.settings = Settings(config);
   options.host = config.machine_rank == 0 ? ip : "";
   options.join_timeout = config.join_timeout;
   options.show_output = config.log_dir.empty() || config.tee;

@@ -2,6 +2,7 @@
 #include <unistd.h>
 
 #include <iostream>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -9,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "base/log.h"
 #include "base/status_macros.h"
 #include "client/cli/local_job.h"
 #include "client/cli/muster_command.h"
@@ -52,6 +54,8 @@ int main(int argc, char** argv) {
       variables.emplace(text.substr(0, equals), text.substr(equals + 1));
     }
   }
+  // What the embedded coordinator logs for operators is not for the user's terminal.
+  if (variables.count("MUSTER_LOG_LEVEL") == 0) muster::SetLogLevel(muster::LogLevel::kWarning);
   char self[PATH_MAX] = "";
   if (readlink("/proc/self/exe", self, sizeof(self) - 1) < 0) self[0] = '\0';
   return muster::client::RunMuster({argv + 1, argv + argc}, {variables, std::cout, std::cerr},

@@ -49,7 +49,7 @@ class JobLink {
   virtual ~JobLink() = default;
 
   // Meets the agents of all nodes. Blocks until all are there. Errors: DEADLINE_EXCEEDED naming the
-  // nodes that did not come; FAILED_PRECONDITION the nodes were started with different settings;
+  // nodes that did not come; INVALID_ARGUMENT the nodes were started with different settings;
   // UNAVAILABLE no coordinator; CANCELLED after Cancel().
   virtual absl::StatusOr<Meeting> Meet(int attempt) = 0;
 

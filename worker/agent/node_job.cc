@@ -60,6 +60,15 @@ class SignalWatcher {
   std::thread thread_;
 };
 
+// What must be equal on all nodes.
+std::string Settings(const NodeJobOptions& options) {
+  const WorkerEnvironment& worker = options.agent.worker;
+  return absl::StrCat("num_processes ", options.num_nodes * options.agent.slots, ", num_machines ",
+                      options.num_nodes, ", mixed_precision ", worker.mixed_precision,
+                      ", gradient_accumulation_steps ", worker.gradient_accumulation_steps,
+                      ", max_restarts ", options.agent.max_restarts);
+}
+
 }  // namespace
 
 void BlockJobSignals() {
@@ -85,7 +94,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
       .job = options.agent.worker.job,
       .num_nodes = options.num_nodes,
       .node_rank = options.node_rank,
-      .settings = options.settings,
+      .settings = Settings(options),
       .host = options.host,
       .join_timeout = options.join_timeout,
   });

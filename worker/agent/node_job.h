@@ -13,8 +13,7 @@ struct NodeJobOptions {
   AgentOptions agent;  // worker.coordinator is where to connect
   rpc::ChannelOptions channel = {};
   int num_nodes = 1;
-  int node_rank = -1;         // -1: any
-  std::string settings = {};  // see RpcJobLinkOptions
+  int node_rank = -1;  // -1: any
   std::string host = "127.0.0.1";
   absl::Duration join_timeout = absl::Minutes(10);
   bool show_output = true;  // the workers' lines, on standard output and standard error

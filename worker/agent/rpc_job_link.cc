@@ -189,7 +189,7 @@ class RpcJobLink final : public JobLink {
     v1::ArriveRequest request;
     *request.mutable_fence() = AgentFence();
     request.set_barrier_id("finish");
-    request.set_counter(1);
+    request.set_counter(0);
     request.set_rank(node_rank_);
     // The slowest machine may take as long as it likes.
     *request.mutable_timeout() = ToProto(absl::Seconds(-1));
@@ -201,18 +201,15 @@ class RpcJobLink final : public JobLink {
         return barrier_->Arrive(context, request, &reply);
       });
       if (!absl::IsUnavailable(status) || Clock::Real().Now() > give_up) return status;
-      if (cancel_.WaitForNotificationWithTimeout(absl::Milliseconds(200)))
-        return absl::CancelledError("stopped");
+      if (AwaitCoordinator(cancel_)) return absl::CancelledError("stopped");
     }
   }
 
   void Cancel() override {
-    {
-      MutexLock lock(&mu_);
-      if (cancel_.HasBeenNotified()) return;
-      for (grpc::ClientContext* context : blocking_) context->TryCancel();
-    }
+    // Before the lock: a call that begins now sees it, one that has begun is in the set.
     cancel_.Notify();
+    MutexLock lock(&mu_);
+    for (grpc::ClientContext* context : blocking_) context->TryCancel();
   }
 
  private:
@@ -229,6 +226,16 @@ class RpcJobLink final : public JobLink {
   }
   std::string EndKey() const { return prefix_ + "end"; }
   std::string SettingsKey() const { return prefix_ + "settings"; }
+
+  // After a call failed with UNAVAILABLE: gives the channel time to connect again. Returns whether
+  // `stop` came. A channel without a call in progress is looked after only every few seconds, so
+  // somebody must wait on it.
+  bool AwaitCoordinator(const Notification& stop) {
+    if (stop.WaitForNotificationWithTimeout(absl::Milliseconds(50))) return true;
+    static_cast<void>(
+        rpc::WaitUntilConnected(*channel_, options_.coordinator, absl::Milliseconds(200)));
+    return stop.HasBeenNotified();
+  }
 
   // A call that Cancel() interrupts.
   template <typename F>
@@ -285,17 +292,16 @@ class RpcJobLink final : public JobLink {
         return absl::OkStatus();
       }
       if (absl::IsUnavailable(status)) {
-        if (cancel_.WaitForNotificationWithTimeout(absl::Milliseconds(200)))
-          return absl::CancelledError("stopped");
+        if (AwaitCoordinator(cancel_)) return absl::CancelledError("stopped");
         continue;
       }
       if (rpc::GetReason(status) == v1::ERROR_REASON_SUPERSEDED) {
-        return absl::FailedPreconditionError(
+        return absl::InvalidArgumentError(
             absl::StrCat("another launch with machine_rank ", options_.node_rank,
                          " took this one's place in job ", options_.job));
       }
       if (absl::IsInvalidArgument(status)) {
-        return absl::FailedPreconditionError(
+        return absl::InvalidArgumentError(
             absl::StrCat("the machines of job ", options_.job,
                          " were launched differently: ", status.message()));
       }
@@ -343,7 +349,7 @@ class RpcJobLink final : public JobLink {
       return absl::InternalError("machine 0 wrote settings that cannot be read");
     const std::string theirs = value.value("settings", "");
     if (theirs != options_.settings) {
-      return absl::FailedPreconditionError(absl::StrCat(
+      return absl::InvalidArgumentError(absl::StrCat(
           "machine ", node_rank_, " was launched with ", options_.settings, ", but machine 0 with ",
           theirs, ": launch all machines with the same settings"));
     }
@@ -365,11 +371,11 @@ class RpcJobLink final : public JobLink {
 
   void StopWatching() {
     if (!watcher_.joinable()) return;
+    stop_watching_->Notify();
     {
       MutexLock lock(&mu_);
       if (watch_call_ != nullptr) watch_call_->TryCancel();
     }
-    stop_watching_->Notify();
     watcher_.join();
   }
 
@@ -416,7 +422,7 @@ class RpcJobLink final : public JobLink {
                                              " (machine 0 may be down)"),
                                 {}});
       }
-      stop_watching_->WaitForNotificationWithTimeout(absl::Milliseconds(200));
+      AwaitCoordinator(*stop_watching_);
     }
   }
 

@@ -1,0 +1,196 @@
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "rpc/address.h"
+#include "worker/agent/node_job.h"
+#include "worker/agent/process.h"
+
+namespace muster::agent {
+namespace {
+
+constexpr int kExitJobFailed = 1;
+constexpr int kExitUsage = 2;
+constexpr int kExitConflict = 4;
+constexpr int kExitTimeout = 5;
+constexpr int kExitUnreachable = 7;
+constexpr int kExitInternal = 70;
+constexpr int kExitNotExecutable = 126;
+constexpr int kExitProgramMissing = 127;
+
+constexpr char kAbout[] =
+    "Muster's node agent: starts and watches this machine's workers of a job whose coordinator "
+    "already runs.\n"
+    "Usage: muster-agent --coordinator IP:PORT [OPTIONS] -- PROGRAM [ARGS...]";
+constexpr char kFooter[] =
+    "\nExit codes are those of muster launch (docs/cli.md): 0 the job succeeded; 1 a worker "
+    "failed; 2 wrong options;\n"
+    "5 the other machines did not come in time; 7 no coordinator; 126, 127 the program; 130, 143 "
+    "stopped.";
+
+int Fail(int code, absl::string_view message) {
+  std::fprintf(stderr, "muster-agent: %s\n", std::string(message).c_str());
+  return code;
+}
+
+int CodeOf(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kInvalidArgument:
+    case absl::StatusCode::kFailedPrecondition:
+      return kExitUsage;
+    case absl::StatusCode::kAborted:
+      return kExitConflict;
+    case absl::StatusCode::kDeadlineExceeded:
+      return kExitTimeout;
+    case absl::StatusCode::kUnavailable:
+      return kExitUnreachable;
+    case absl::StatusCode::kNotFound:
+      return kExitProgramMissing;
+    default:
+      return kExitInternal;
+  }
+}
+
+int Report(const NodeJobResult& result) {
+  switch (result.job.outcome) {
+    case JobResult::Outcome::kSucceeded:
+      return 0;
+    case JobResult::Outcome::kStopped:
+      return 128 + result.signal;
+    case JobResult::Outcome::kRefused:
+      return Fail(CodeOf(result.job.status), result.job.status.message());
+    case JobResult::Outcome::kFailed:
+      break;
+  }
+  std::string text = absl::StrCat(result.job.failure.why, "; the job has failed");
+  for (const std::string& line : result.job.failure.last_lines)
+    absl::StrAppend(&text, "\n  | ", line);
+  return Fail(kExitJobFailed, text);
+}
+
+int Run(int argc, char** argv) {
+  const std::vector<std::string> args(argv + 1, argv + argc);
+  const auto dashes = std::find(args.begin(), args.end(), "--");
+  NodeJobOptions options;
+  WorkerEnvironment& worker = options.agent.worker;
+  int processes = 0;
+  std::string join_timeout = "10m", stop_grace = "10s";
+  bool no_prefix = false, tee = false;
+  worker.job = "launch";
+  CLI::App app(kAbout, "muster-agent");
+  app.footer(kFooter);
+  app.add_option("--coordinator", worker.coordinator, "IP:PORT of the coordinator")->required();
+  app.add_option("--num_processes", processes,
+                 "processes of the whole job (default: one for each machine)")
+      ->check(CLI::Range(1, 1'000'000));
+  app.add_option("--num_machines", options.num_nodes, "machines of the job")
+      ->check(CLI::Range(1, 1'000'000))
+      ->capture_default_str();
+  app.add_option("--machine_rank", options.node_rank,
+                 "which of them this is; -1: the coordinator says")
+      ->capture_default_str();
+  app.add_option("--job_name", worker.job, "name of the job")->capture_default_str();
+  app.add_option("--mixed_precision", worker.mixed_precision, "precision of the forward pass")
+      ->check(CLI::IsMember({"no", "bf16", "fp16"}))
+      ->capture_default_str();
+  app.add_option("--gradient_accumulation_steps", worker.gradient_accumulation_steps,
+                 "backward passes for each optimizer step")
+      ->check(CLI::Range(1, 1'000'000))
+      ->capture_default_str();
+  app.add_flag("--cpu", worker.cpu, "train on the CPU");
+  app.add_flag("--debug", worker.debug, "check every collective across processes");
+  app.add_option("--max_restarts", options.agent.max_restarts,
+                 "how often all processes are started again")
+      ->check(CLI::Range(0, 1'000'000))
+      ->capture_default_str();
+  app.add_option("--log_dir", options.agent.log_dir, "write output to FOLDER/attempt_A/rank_R.log");
+  app.add_flag("--tee", tee, "with --log_dir: to the terminal as well");
+  app.add_flag("--no_prefix", no_prefix, "do not begin lines with [rank]:");
+  app.add_option("--stop_grace", stop_grace, "time between SIGTERM and SIGKILL")
+      ->capture_default_str();
+  app.add_option("--join_timeout", join_timeout, "how long to wait for the other machines")
+      ->capture_default_str();
+  app.add_option("--tls_ca", worker.tls_ca,
+                 "certificates that the coordinator's must descend from");
+  app.add_option("--tls_cert", worker.tls_cert, "certificate of this machine");
+  app.add_option("--tls_key", worker.tls_key, "its private key");
+
+  std::vector<std::string> flags(args.begin(), dashes);
+  for (std::string& flag : flags) {
+    if (flag.rfind("--", 0) == 0)
+      std::replace(flag.begin() + 2, flag.begin() + std::min(flag.find('='), flag.size()), '-',
+                   '_');
+  }
+  std::reverse(flags.begin(), flags.end());
+  try {
+    app.parse(flags);
+  } catch (const CLI::CallForHelp&) {
+    std::printf("%s\n", app.help().c_str());
+    return 0;
+  } catch (const CLI::ParseError& error) {
+    return Fail(kExitUsage, absl::StrCat(error.what(), "; see muster-agent --help"));
+  }
+  if (dashes == args.end() || dashes + 1 == args.end()) {
+    return Fail(kExitUsage, "no program: write muster-agent [OPTIONS] -- PROGRAM [ARGS...]");
+  }
+  options.agent.argv.assign(dashes + 1, args.end());
+  if (processes == 0) processes = options.num_nodes;
+  if (processes % options.num_nodes != 0) {
+    return Fail(kExitUsage,
+                absl::StrCat("--num_processes ", processes, " cannot be shared out evenly over ",
+                             options.num_nodes, " machines"));
+  }
+  if (options.node_rank >= options.num_nodes) {
+    return Fail(kExitUsage,
+                absl::StrCat("--machine_rank ", options.node_rank, " is not below --num_machines ",
+                             options.num_nodes, ": machines are numbered from 0"));
+  }
+  if (!absl::ParseDuration(stop_grace, &options.agent.stop_grace) ||
+      !absl::ParseDuration(join_timeout, &options.join_timeout)) {
+    return Fail(kExitUsage,
+                "--stop_grace and --join_timeout are durations with a unit, such as 30s or 10m");
+  }
+  const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(worker.coordinator);
+  if (!address.ok()) return Fail(kExitUsage, address.status().message());
+  options.agent.slots = processes / options.num_nodes;
+  options.channel = {
+      .tls_ca = worker.tls_ca, .tls_cert = worker.tls_cert, .tls_key = worker.tls_key};
+  // Where programs meet if this is machine 0: only there is it the coordinator's own address as a
+  // rule.
+  options.host = address->host;
+  options.show_output = options.agent.log_dir.empty() || tee;
+  options.prefix = !no_prefix;
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof(cores), &cores) == 0) worker.cores = CPU_COUNT(&cores);
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string text = *entry;
+    const size_t equals = text.find('=');
+    if (equals != std::string::npos)
+      options.agent.inherited[text.substr(0, equals)] = text.substr(equals + 1);
+  }
+
+  const absl::StatusOr<std::string> program =
+      FindProgram(options.agent.argv[0], options.agent.inherited["PATH"]);
+  if (!program.ok()) {
+    return Fail(absl::IsNotFound(program.status()) ? kExitProgramMissing : kExitNotExecutable,
+                program.status().message());
+  }
+  absl::StatusOr<std::unique_ptr<ProcessHost>> host = ProcessHost::Start();
+  if (!host.ok()) return Fail(kExitInternal, host.status().message());
+  return Report(RunNodeJob(std::move(options), **host));
+}
+
+}  // namespace
+}  // namespace muster::agent
+
+int main(int argc, char** argv) {
+  muster::agent::BlockJobSignals();
+  return muster::agent::Run(argc, argv);
+}
