@@ -1,0 +1,162 @@
+#include "gmock/gmock.h"
+#include "tests/e2e/launch_fixture.h"
+#include "worker/agent/job_link.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::ContainsRegex;
+using ::testing::HasSubstr;
+using ::testing::SizeIs;
+using ::testing::UnorderedElementsAre;
+
+// Several launches on one host play several machines.
+class NodesTest : public LaunchFixture {
+ protected:
+  void SetUp() override {
+    LaunchFixture::SetUp();
+    const auto port = agent::FindFreePort();
+    ASSERT_TRUE(port.ok()) << port.status();
+    address_ = absl::StrCat("127.0.0.1:", *port);
+  }
+  std::unique_ptr<Command> Machine(int rank, const std::string& script,
+                                   std::vector<std::string> more = {}) {
+    std::vector<std::string> args = {"--num_machines",  "2",
+                                     "--num_processes", "4",
+                                     "--cpu",           "--coordinator",
+                                     address_,          "--machine_rank",
+                                     absl::StrCat(rank)};
+    args.insert(args.end(), more.begin(), more.end());
+    return Launch(std::move(args), script);
+  }
+  std::unique_ptr<Command> AgentProgram(std::vector<std::string> args, const std::string& script) {
+    args.insert(args.begin(), Runfile("worker/agent/cmd/muster-agent"));
+    args.insert(args.end(), {"--", "/bin/sh", "-c", script});
+    return std::make_unique<Command>(*host_, std::move(args), env_);
+  }
+
+  std::string address_;
+};
+
+constexpr char kWorkUntilTold[] =
+    "trap 'exit 0' TERM; echo pid $$; while :; do sleep 1000 & wait; done";
+
+TEST_F(NodesTest, TwoMachines_RanksGoOverBoth) {
+  const std::string script =
+      "echo $RANK/$WORLD_SIZE $LOCAL_RANK $GROUP_RANK/$GROUP_WORLD_SIZE $MASTER_ADDR:$MASTER_PORT";
+  auto second = Machine(1, script);
+  auto first = Machine(0, script);
+  EXPECT_EQ(first->Wait(), 0) << first->err_text();
+  EXPECT_EQ(second->Wait(), 0) << second->err_text();
+  ASSERT_THAT(first->out(), SizeIs(2));
+  const std::string meet = first->out()[0].substr(first->out()[0].rfind(' '));
+  EXPECT_THAT(first->out(), UnorderedElementsAre("[0]: 0/4 0 0/2" + meet, "[1]: 1/4 1 0/2" + meet));
+  EXPECT_THAT(second->out(),
+              UnorderedElementsAre("[2]: 2/4 0 1/2" + meet, "[3]: 3/4 1 1/2" + meet));
+}
+
+TEST_F(NodesTest, WorkerKilledOnOneMachine_BothEndAndNameIt) {
+  auto first = Machine(0, kWorkUntilTold);
+  auto second = Machine(1, absl::StrCat("echo last words of $RANK; ", kWorkUntilTold));
+  const std::vector<int> survivors = {Numbers(first->WaitForLine("[0]: pid")).at(0),
+                                      Numbers(first->WaitForLine("[1]: pid")).at(0),
+                                      Numbers(second->WaitForLine("[2]: pid")).at(0)};
+  const int victim = Numbers(second->WaitForLine("[3]: pid")).at(0);
+  kill(victim, SIGKILL);
+  EXPECT_EQ(first->Wait(), 1);
+  EXPECT_EQ(second->Wait(), 1);
+  for (const Command* command : {first.get(), second.get()}) {
+    EXPECT_THAT(command->err_text(),
+                AllOf(HasSubstr(absl::StrCat("rank 3 (pid ", victim, " on ")),
+                      HasSubstr("was killed by signal 9 (SIGKILL); the job has failed"),
+                      HasSubstr("| last words of 3")));
+  }
+  for (const int pid : survivors) EXPECT_TRUE(WaitUntilEnded(pid));
+}
+
+TEST_F(NodesTest, MaxRestarts_AllMachinesStartAgain) {
+  const std::string script =
+      "echo start $TORCHELASTIC_RESTART_COUNT; if [ $TORCHELASTIC_RESTART_COUNT = 1 ]; then exit "
+      "0; fi; "
+      "if [ $RANK = 2 ]; then exit 5; fi; exec sleep 1000";
+  auto first = Machine(0, script, {"--max_restarts", "1"});
+  auto second = Machine(1, script, {"--max_restarts", "1"});
+  EXPECT_EQ(first->Wait(), 0) << first->err_text();
+  EXPECT_EQ(second->Wait(), 0) << second->err_text();
+  EXPECT_THAT(first->out(), AllOf(Contains("[0]: start 1"), Contains("[1]: start 1")));
+  EXPECT_THAT(second->out(), AllOf(Contains("[2]: start 1"), Contains("[3]: start 1")));
+  EXPECT_THAT(first->err_text(),
+              ContainsRegex(
+                  "rank 2 .* exited with code 5; starting all workers again \\(restart 1 of 1\\)"));
+}
+
+TEST_F(NodesTest, StoppedOnOneMachine_TheOtherEndsToo) {
+  auto first = Machine(0, kWorkUntilTold);
+  auto second = Machine(1, kWorkUntilTold);
+  first->WaitForLine("[0]: pid");
+  first->WaitForLine("[1]: pid");
+  second->WaitForLine("[2]: pid");
+  second->WaitForLine("[3]: pid");
+  second->Signal(SIGINT);
+  EXPECT_EQ(second->Wait(), 130);
+  EXPECT_EQ(first->Wait(), 1);
+  EXPECT_THAT(first->err_text(), HasSubstr("the job was stopped on "));
+}
+
+TEST_F(NodesTest, OtherSettings_AreRefusedByName) {
+  auto first = Machine(0, "exit 0");
+  auto second = Machine(1, "exit 0", {"--mixed_precision", "bf16"});
+  EXPECT_EQ(second->Wait(), 2);
+  EXPECT_THAT(second->err_text(),
+              AllOf(HasSubstr("machine 1 was launched with"), HasSubstr("mixed_precision bf16"),
+                    HasSubstr("but machine 0 with"), HasSubstr("mixed_precision no")));
+  EXPECT_EQ(first->Wait(), 1);
+  EXPECT_THAT(first->err_text(), HasSubstr("machine 1 gave up"));
+}
+
+TEST_F(NodesTest, OtherMachineDoesNotCome_EndsAtTheTimeoutAndSaysWho) {
+  auto first = Machine(0, "exit 0", {"--join_timeout", "300ms"});
+  EXPECT_EQ(first->Wait(), 5);
+  EXPECT_THAT(first->err_text(), HasSubstr("not all 2 machines came within 300ms"));
+}
+
+TEST_F(NodesTest, NoCoordinator_EndsAtTheTimeoutAndSaysWhere) {
+  auto second = Machine(1, "exit 0", {"--join_timeout", "300ms"});
+  EXPECT_EQ(second->Wait(), 7);
+  EXPECT_THAT(second->err_text(), HasSubstr(absl::StrCat("no coordinator answers at ", address_)));
+}
+
+TEST_F(NodesTest, Agent_JoinsALaunchAsAnotherMachine) {
+  auto first = Machine(0, "echo $RANK");
+  auto second =
+      AgentProgram({"--coordinator", address_, "--num-machines", "2", "--num_processes=4", "--cpu"},
+                   "echo $RANK of $WORLD_SIZE");
+  EXPECT_EQ(first->Wait(), 0) << first->err_text();
+  EXPECT_EQ(second->Wait(), 0) << second->err_text();
+  EXPECT_THAT(second->out(), UnorderedElementsAre("[2]: 2 of 4", "[3]: 3 of 4"));
+}
+
+TEST_F(NodesTest, AgentMistakes_AreOneLineEach) {
+  const struct {
+    std::vector<std::string> args;
+    int code;
+    std::string text;
+  } kCases[] = {
+      {{}, 2, "--coordinator"},
+      {{"--coordinator", "here"}, 2, "here"},
+      {{"--coordinator", address_, "--wrong"}, 2, "--wrong"},
+      {{"--coordinator", address_, "--num_machines", "2", "--num_processes", "3"}, 2, "evenly"},
+      {{"--coordinator", address_, "--num_machines", "2", "--join_timeout", "100ms"}, 7, address_},
+  };
+  for (const auto& c : kCases) {
+    auto agent = AgentProgram(c.args, "exit 0");
+    EXPECT_EQ(agent->Wait(), c.code) << agent->err_text();
+    EXPECT_THAT(agent->err(), SizeIs(1)) << agent->err_text();
+    EXPECT_THAT(agent->err_text(), HasSubstr(c.text));
+  }
+}
+
+}  // namespace
+}  // namespace muster
