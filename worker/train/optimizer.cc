@@ -13,6 +13,7 @@
 #include "ATen/ops/full_like.h"
 #include "ATen/ops/zeros.h"
 #include "c10/util/Exception.h"
+#include "worker/train/tensor_ranges.h"
 
 namespace muster {
 namespace {
@@ -116,8 +117,9 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
 
       ParamState& state = state_[i];
       const bool fresh = !state.exists;
+      const bool small = IsSmall(param);
       size_t c = 0;
-      while (c < chunks.size() && (chunks[c].fresh != fresh ||
+      while (c < chunks.size() && (chunks[c].fresh != fresh || chunks[c].small != small ||
                                    chunks[c].params[0].scalar_type() != param.scalar_type() ||
                                    chunks[c].params[0].device() != param.device())) {
         ++c;
@@ -125,6 +127,7 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
       if (c == chunks.size()) {
         chunks.emplace_back();
         chunks[c].fresh = fresh;
+        chunks[c].small = small;
         const size_t room = end - i;
         chunks[c].params.reserve(room);
         chunks[c].grads.reserve(room);
@@ -195,7 +198,19 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
         return scalar->to(chunk.params[0].device());
       };
       const std::optional<at::Tensor> inf_here = here(inf);
-      Update(static_cast<int64_t>(g), chunk, here(scale), inf_here);
+      const std::optional<at::Tensor> scale_here = here(scale);
+      ForTensorRanges(chunk.params, [&](int64_t first, int64_t last) {
+        const auto range = [&](const std::vector<at::Tensor>& list) {
+          return list.empty() ? at::TensorList() : at::TensorList(list).slice(first, last - first);
+        };
+        Lists lists{.fresh = chunk.fresh,
+                    .params = range(chunk.params),
+                    .grads = range(chunk.grads),
+                    .steps = range(chunk.steps),
+                    .slots = {}};
+        for (int s = 0; s < kMaxSlots; ++s) lists.slots[s] = range(chunk.slots[s]);
+        Update(static_cast<int64_t>(g), lists, scale_here, inf_here);
+      });
       if (inf_here.has_value()) {
         for (auto& [old_step, new_step] : counted) new_step.sub_(*inf_here);
       }
@@ -283,17 +298,17 @@ std::vector<FusedOptimizer::Slot> FusedAdamFamily::slots(int64_t group) const {
   return slots;
 }
 
-void FusedAdamFamily::Update(int64_t group, Chunk& chunk,
+void FusedAdamFamily::Update(int64_t group, const Lists& lists,
                              const std::optional<at::Tensor>& grad_scale,
-                             const std::optional<at::Tensor>& found_inf) {
+                             const std::optional<at::Tensor>& found_inf) const {
   const AdamWOptions& o = options_[group];
   if (decoupled_) {
-    at::_fused_adamw_(chunk.params, chunk.grads, chunk.slots[0], chunk.slots[1], chunk.slots[2],
-                      chunk.steps, o.lr, o.betas[0], o.betas[1], o.weight_decay, o.eps, o.amsgrad,
+    at::_fused_adamw_(lists.params, lists.grads, lists.slots[0], lists.slots[1], lists.slots[2],
+                      lists.steps, o.lr, o.betas[0], o.betas[1], o.weight_decay, o.eps, o.amsgrad,
                       o.maximize, grad_scale, found_inf);
   } else {
-    at::_fused_adam_(chunk.params, chunk.grads, chunk.slots[0], chunk.slots[1], chunk.slots[2],
-                     chunk.steps, o.lr, o.betas[0], o.betas[1], o.weight_decay, o.eps, o.amsgrad,
+    at::_fused_adam_(lists.params, lists.grads, lists.slots[0], lists.slots[1], lists.slots[2],
+                     lists.steps, o.lr, o.betas[0], o.betas[1], o.weight_decay, o.eps, o.amsgrad,
                      o.maximize, grad_scale, found_inf);
   }
 }
@@ -359,13 +374,14 @@ std::vector<FusedOptimizer::Slot> FusedSGD::slots(int64_t group) const {
   return {{"momentum_buffer", 0}};
 }
 
-void FusedSGD::Update(int64_t group, Chunk& chunk, const std::optional<at::Tensor>& grad_scale,
-                      const std::optional<at::Tensor>& found_inf) {
+void FusedSGD::Update(int64_t group, const Lists& lists,
+                      const std::optional<at::Tensor>& grad_scale,
+                      const std::optional<at::Tensor>& found_inf) const {
   const SGDOptions& o = options_[group];
   // From a buffer of zeros the first step is the right one, except that dampening must not act in
   // it.
-  const bool is_first_step = chunk.fresh && o.momentum != 0 && o.dampening != 0;
-  at::_fused_sgd_(chunk.params, chunk.grads, chunk.slots[0], o.weight_decay, o.momentum, o.lr,
+  const bool is_first_step = lists.fresh && o.momentum != 0 && o.dampening != 0;
+  at::_fused_sgd_(lists.params, lists.grads, lists.slots[0], o.weight_decay, o.momentum, o.lr,
                   o.dampening, o.nesterov, o.maximize, is_first_step, grad_scale, found_inf);
 }
 
@@ -409,10 +425,11 @@ std::vector<FusedOptimizer::Slot> FusedAdagrad::slots(int64_t group) const {
   return {{"sum", options_[group].initial_accumulator_value}};
 }
 
-void FusedAdagrad::Update(int64_t group, Chunk& chunk, const std::optional<at::Tensor>& grad_scale,
-                          const std::optional<at::Tensor>& found_inf) {
+void FusedAdagrad::Update(int64_t group, const Lists& lists,
+                          const std::optional<at::Tensor>& grad_scale,
+                          const std::optional<at::Tensor>& found_inf) const {
   const AdagradOptions& o = options_[group];
-  at::_fused_adagrad_(chunk.params, chunk.grads, chunk.slots[0], chunk.steps, o.lr, o.lr_decay,
+  at::_fused_adagrad_(lists.params, lists.grads, lists.slots[0], lists.steps, o.lr, o.lr_decay,
                       o.weight_decay, o.eps, o.maximize, grad_scale, found_inf);
 }
 

@@ -74,9 +74,10 @@ class FusedOptimizer : public OptimizerHandle {
  protected:
   static constexpr int kMaxSlots = 3;
 
-  // Parameters of one group, device, dtype and age, with their gradients and state.
+  // Parameters of one group, device, dtype, age and size class, with their gradients and state.
   struct Chunk {
     bool fresh = false;  // this is the first step of all of them
+    bool small = false;
     std::vector<at::Tensor> params, grads, steps;
     std::array<std::vector<at::Tensor>, kMaxSlots> slots;
   };
@@ -84,14 +85,22 @@ class FusedOptimizer : public OptimizerHandle {
     const char* name;
     double initial;
   };
+  // A range of a chunk: what one kernel call takes.
+  struct Lists {
+    bool fresh = false;
+    at::TensorList params, grads, steps;
+    std::array<at::TensorList, kMaxSlots> slots;
+  };
 
   // Called by the constructor of a subclass.
   void SetGroups(std::vector<std::vector<at::Tensor>> groups);
 
   virtual bool counts_steps() const = 0;
   virtual std::vector<Slot> slots(int64_t group) const = 0;
-  virtual void Update(int64_t group, Chunk& chunk, const std::optional<at::Tensor>& grad_scale,
-                      const std::optional<at::Tensor>& found_inf) = 0;
+  // One kernel call; may run on several threads at a time.
+  virtual void Update(int64_t group, const Lists& lists,
+                      const std::optional<at::Tensor>& grad_scale,
+                      const std::optional<at::Tensor>& found_inf) const = 0;
   virtual PlainState SaveGroup(int64_t group) const = 0;
   // Two passes: first with commit = false for all groups, then with true.
   virtual void LoadGroup(const PlainState& groups, int64_t group, bool commit) = 0;
@@ -124,8 +133,8 @@ class FusedAdamFamily : public FusedOptimizer {
 
   bool counts_steps() const override { return true; }
   std::vector<Slot> slots(int64_t group) const override;
-  void Update(int64_t group, Chunk& chunk, const std::optional<at::Tensor>& grad_scale,
-              const std::optional<at::Tensor>& found_inf) override;
+  void Update(int64_t group, const Lists& lists, const std::optional<at::Tensor>& grad_scale,
+              const std::optional<at::Tensor>& found_inf) const override;
   PlainState SaveGroup(int64_t group) const override;
   void LoadGroup(const PlainState& groups, int64_t group, bool commit) override;
 
@@ -162,8 +171,8 @@ class FusedSGD : public FusedOptimizer {
  protected:
   bool counts_steps() const override { return false; }
   std::vector<Slot> slots(int64_t group) const override;
-  void Update(int64_t group, Chunk& chunk, const std::optional<at::Tensor>& grad_scale,
-              const std::optional<at::Tensor>& found_inf) override;
+  void Update(int64_t group, const Lists& lists, const std::optional<at::Tensor>& grad_scale,
+              const std::optional<at::Tensor>& found_inf) const override;
   PlainState SaveGroup(int64_t group) const override;
   void LoadGroup(const PlainState& groups, int64_t group, bool commit) override;
 
@@ -182,8 +191,8 @@ class FusedAdagrad : public FusedOptimizer {
  protected:
   bool counts_steps() const override { return true; }
   std::vector<Slot> slots(int64_t group) const override;
-  void Update(int64_t group, Chunk& chunk, const std::optional<at::Tensor>& grad_scale,
-              const std::optional<at::Tensor>& found_inf) override;
+  void Update(int64_t group, const Lists& lists, const std::optional<at::Tensor>& grad_scale,
+              const std::optional<at::Tensor>& found_inf) const override;
   PlainState SaveGroup(int64_t group) const override;
   void LoadGroup(const PlainState& groups, int64_t group, bool commit) override;
 

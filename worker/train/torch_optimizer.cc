@@ -18,6 +18,7 @@
 #include "torch/optim/lbfgs.h"
 #include "torch/optim/rmsprop.h"
 #include "torch/optim/sgd.h"
+#include "worker/train/tensor_ranges.h"
 
 namespace muster {
 namespace {
@@ -239,8 +240,13 @@ Kind RmspropKind() {
 // Lists for one kernel call.
 struct Chunk {
   int64_t step = 0;  // before this update
+  bool small = false;
   std::vector<at::Tensor> params, grads, first, second, third;
 };
+
+at::TensorList Range(const std::vector<at::Tensor>& list, int64_t first, int64_t last) {
+  return list.empty() ? at::TensorList() : at::TensorList(list).slice(first, last - first);
+}
 
 class TorchOptimizerHandle : public OptimizerHandle {
  public:
@@ -415,13 +421,15 @@ class TorchOptimizerHandle : public OptimizerHandle {
 
   static Chunk& ChunkFor(std::vector<Chunk>& chunks, const at::Tensor& param, int64_t step) {
     for (Chunk& chunk : chunks) {
-      if (chunk.step == step && chunk.params[0].scalar_type() == param.scalar_type() &&
+      if (chunk.step == step && chunk.small == IsSmall(param) &&
+          chunk.params[0].scalar_type() == param.scalar_type() &&
           chunk.params[0].device() == param.device()) {
         return chunk;
       }
     }
     chunks.emplace_back();
     chunks.back().step = step;
+    chunks.back().small = IsSmall(param);
     return chunks.back();
   }
 
@@ -458,9 +466,13 @@ class TorchOptimizerHandle : public OptimizerHandle {
           at::full({}, static_cast<double>(chunk.step + 1),
                    at::TensorOptions().dtype(at::kFloat).device(chunk.params[0].device()));
       const std::vector<at::Tensor> steps(chunk.params.size(), step);
-      kernel(chunk.params, chunk.grads, chunk.first, chunk.second, chunk.third, steps, o.lr(),
-             std::get<0>(o.betas()), std::get<1>(o.betas()), o.weight_decay(), o.eps(), o.amsgrad(),
-             /*maximize=*/false, std::nullopt, std::nullopt);
+      ForTensorRanges(chunk.params, [&](int64_t first, int64_t last) {
+        kernel(Range(chunk.params, first, last), Range(chunk.grads, first, last),
+               Range(chunk.first, first, last), Range(chunk.second, first, last),
+               Range(chunk.third, first, last), Range(steps, first, last), o.lr(),
+               std::get<0>(o.betas()), std::get<1>(o.betas()), o.weight_decay(), o.eps(),
+               o.amsgrad(), /*maximize=*/false, std::nullopt, std::nullopt);
+      });
     }
   }
 
@@ -486,9 +498,12 @@ class TorchOptimizerHandle : public OptimizerHandle {
     }
     for (Chunk& chunk : chunks) {
       const bool is_first_step = chunk.step == 0 && o.momentum() != 0;
-      at::_fused_sgd_(chunk.params, chunk.grads, chunk.first, o.weight_decay(), o.momentum(),
-                      o.lr(), o.dampening(), o.nesterov(), /*maximize=*/false, is_first_step,
-                      std::nullopt, std::nullopt);
+      ForTensorRanges(chunk.params, [&](int64_t first, int64_t last) {
+        at::_fused_sgd_(Range(chunk.params, first, last), Range(chunk.grads, first, last),
+                        Range(chunk.first, first, last), o.weight_decay(), o.momentum(), o.lr(),
+                        o.dampening(), o.nesterov(), /*maximize=*/false, is_first_step,
+                        std::nullopt, std::nullopt);
+      });
     }
   }
 };

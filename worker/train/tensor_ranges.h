@@ -1,0 +1,74 @@
+#ifndef MUSTER_WORKER_TRAIN_TENSOR_RANGES_H_
+#define MUSTER_WORKER_TRAIN_TENSOR_RANGES_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "ATen/Parallel.h"
+#include "ATen/core/Tensor.h"
+#include "ATen/core/grad_mode.h"
+
+namespace muster {
+
+// Whether an operation on this tensor is so short that LibTorch's threads cost more than they
+// bring: they meet at a barrier for every tensor, of a few microseconds.
+inline bool IsSmall(const at::Tensor& tensor) {
+  return tensor.is_cpu() && tensor.numel() < (1 << 15);
+}
+
+// While it lives, LibTorch's operations on this thread use no others. Does nothing if LibTorch is
+// built without OpenMP.
+class OneThread {
+ public:
+  OneThread();
+  ~OneThread();
+  OneThread(const OneThread&) = delete;
+  OneThread& operator=(const OneThread&) = delete;
+
+ private:
+  const int threads_;
+};
+
+// Calls fn(begin, end) for ranges that together cover `tensors`. A list of small ones (all of them,
+// see IsSmall) is one range on this thread if it is short, else one for each of LibTorch's threads,
+// so that these meet once for the whole list and not for each tensor. Others are one range, left to
+// LibTorch. `fn` runs without grad mode and may run on several threads at a time.
+template <typename Fn>
+void ForTensorRanges(const std::vector<at::Tensor>& tensors, const Fn& fn) {
+  const auto size = static_cast<int64_t>(tensors.size());
+  const int64_t threads = at::get_num_threads();
+  at::NoGradGuard no_grad;
+  if (threads < 2 || size == 0 || !IsSmall(tensors[0])) {
+    fn(int64_t{0}, size);
+    return;
+  }
+  // A tensor costs about as much as 256 elements, beside its elements.
+  constexpr int64_t kTensorCost = 256;
+  constexpr int64_t kShort = 1 << 17;
+  int64_t total = 0;
+  for (const at::Tensor& tensor : tensors) total += tensor.numel() + kTensorCost;
+  if (total < kShort) {
+    const OneThread one_thread;
+    fn(int64_t{0}, size);
+    return;
+  }
+  const int64_t parts = std::min(threads, size);
+  std::vector<int64_t> bounds = {0};
+  int64_t sum = 0;
+  for (int64_t i = 0; i < size; ++i) {
+    if (sum * parts >= total * static_cast<int64_t>(bounds.size())) bounds.push_back(i);
+    sum += tensors[i].numel() + kTensorCost;
+  }
+  bounds.push_back(size);
+  at::parallel_for(0, static_cast<int64_t>(bounds.size()) - 1, 1, [&](int64_t begin, int64_t end) {
+    at::NoGradGuard no_grad_here;  // grad mode belongs to a thread
+    for (int64_t part = begin; part < end; ++part) {
+      if (bounds[part] < bounds[part + 1]) fn(bounds[part], bounds[part + 1]);
+    }
+  });
+}
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_TRAIN_TENSOR_RANGES_H_
