@@ -26,7 +26,23 @@ using ::testing::HasSubstr;
 
 using Body = std::function<void(Comm&)>;
 
-enum class Kind { kThread, kGloo, kGlooUnchecked };
+enum class Kind { kThread, kGloo, kGlooUnchecked, kShm, kShmUnchecked };
+
+std::string KindName(const ::testing::TestParamInfo<Kind>& info) {
+  switch (info.param) {
+    case Kind::kThread:
+      return "Thread";
+    case Kind::kGloo:
+      return "Gloo";
+    case Kind::kGlooUnchecked:
+      return "GlooUnchecked";
+    case Kind::kShm:
+      return "Shm";
+    case Kind::kShmUnchecked:
+      return "ShmUnchecked";
+  }
+  return "";
+}
 
 class CommTest : public ::testing::TestWithParam<Kind> {
  protected:
@@ -41,17 +57,20 @@ class CommTest : public ::testing::TestWithParam<Kind> {
       case Kind::kGlooUnchecked:
         RunGlooRanks(n, body, {.check = false});
         break;
+      case Kind::kShm:
+        RunShmRanks(n, body);
+        break;
+      case Kind::kShmUnchecked:
+        RunShmRanks(n, body, {.check = false});
+        break;
     }
   }
 };
 
 INSTANTIATE_TEST_SUITE_P(Every, CommTest,
-                         ::testing::Values(Kind::kThread, Kind::kGloo, Kind::kGlooUnchecked),
-                         [](const auto& info) {
-                           return info.param == Kind::kThread ? "Thread"
-                                  : info.param == Kind::kGloo ? "Gloo"
-                                                              : "GlooUnchecked";
-                         });
+                         ::testing::Values(Kind::kThread, Kind::kGloo, Kind::kGlooUnchecked,
+                                           Kind::kShm, Kind::kShmUnchecked),
+                         KindName);
 
 // Small ones travel inside a frame, large ones do not.
 const int64_t kSizes[] = {0, 1, 3, 5000};
@@ -180,10 +199,8 @@ TEST_P(CommTest, OneRank_Works) {
 }
 
 class CheckedCommTest : public CommTest {};
-INSTANTIATE_TEST_SUITE_P(Every, CheckedCommTest, ::testing::Values(Kind::kThread, Kind::kGloo),
-                         [](const auto& info) {
-                           return info.param == Kind::kThread ? "Thread" : "Gloo";
-                         });
+INSTANTIATE_TEST_SUITE_P(Every, CheckedCommTest,
+                         ::testing::Values(Kind::kThread, Kind::kGloo, Kind::kShm), KindName);
 
 TEST_P(CheckedCommTest, WrongUse_EveryRankThrowsTheSame_GroupStaysUsable) {
   struct Case {

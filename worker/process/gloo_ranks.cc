@@ -2,17 +2,21 @@
 
 #include <cstdlib>
 #include <exception>
+#include <string>
 #include <thread>
 #include <vector>
 
 #include "base/mutex.h"
+#include "c10/util/Exception.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "worker/process/process_group.h"
+#include "worker/process/shm_backend.h"
 
 namespace muster {
+namespace {
 
-void RunGlooRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options) {
+void Run(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options, bool shm) {
   setenv("TORCH_FR_BUFFER_SIZE", "0", /*overwrite=*/1);
   auto store = c10::make_intrusive<c10d::HashStore>();
   Mutex mu;
@@ -25,7 +29,10 @@ void RunGlooRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOpt
         gloo.rank = rank;
         gloo.size = n;
         gloo.single_host = true;
-        const auto comm = MakeC10dComm(MakeGlooGroup(store, gloo), options);
+        const auto group = MakeGlooGroup(store, gloo);
+        std::string why;
+        TORCH_CHECK(!shm || AddShmBackend(group, store, options.timeout, &why), why);
+        const auto comm = MakeC10dComm(group, options);
         try {
           fn(*comm);
         } catch (...) {
@@ -41,6 +48,16 @@ void RunGlooRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOpt
   }
   for (std::thread& thread : threads) thread.join();
   if (first) std::rethrow_exception(first);
+}
+
+}  // namespace
+
+void RunGlooRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options) {
+  Run(n, fn, options, /*shm=*/false);
+}
+
+void RunShmRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options) {
+  Run(n, fn, options, /*shm=*/true);
 }
 
 }  // namespace muster

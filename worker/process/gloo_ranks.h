@@ -15,6 +15,9 @@ namespace muster {
 // several groups in one process, each on a thread of its own, crash in it.
 void RunGlooRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options = {});
 
+// The same with shared memory in front (AddShmBackend).
+void RunShmRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options = {});
+
 }  // namespace muster
 
 #endif  // MUSTER_WORKER_PROCESS_GLOO_RANKS_H_
