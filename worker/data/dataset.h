@@ -21,18 +21,19 @@ namespace muster {
 // What may be a data set. No base class: a type is used for what it can do.
 //
 // Map style (random access): `size()` (an integer, or an optional of one) and at least one of
-//   get_batch(indices)   indices: const std::vector<int64_t>& or c10::ArrayRef<int64_t> or
-//   c10::ArrayRef<size_t>; gives
-//                        a finished batch, or a std::vector of examples that are then collated. The
-//                        fast way: one call and no allocation per sample.
-//   get(index)           one example
-//   operator[](index)    one example: a std::vector of examples is a data set
-// Stream (in order only, `size()` may be missing): one of
-//   next()               std::optional of an example; empty at the end. Also `reset()`, which
-//   starts a new pass get_batch(n)         LibTorch's stateful data sets: up to n examples, an
-//   empty optional (or vector) at the end begin()/end()        any range; begin() starts a new pass
-//   and optionally skip(n): passes over n examples without making them; returns how many it passed
-//   over.
+//  - get_batch(indices), where indices is a const std::vector<int64_t>&, c10::ArrayRef<int64_t> or
+//    c10::ArrayRef<size_t>. It gives a finished batch, or a std::vector of examples (pairs, tuples,
+//    Examples, or what get() gives) that are then collated. The fast way: one call per batch.
+//  - get(index): one example.
+//  - operator[](index): one example, so a std::vector of examples is a data set.
+//
+// Stream (in order only; `size()` may be missing): one of
+//  - next(): std::optional of an example, empty at the end; and `reset()`, which starts a new pass.
+//  - get_batch(n), as LibTorch's stateful data sets have it: up to n examples, or an empty optional
+//    (or vector) at the end; and `reset()`.
+//  - begin()/end(): any range; begin() starts a new pass.
+// and perhaps skip(n), which passes over n examples without making them and returns how many.
+//
 // Any: `set_epoch(int64_t)`, called before each pass.
 //
 // torch::data::datasets::Dataset, MapDataset (transforms) and stateful data sets are of these
