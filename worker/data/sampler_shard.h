@@ -14,20 +14,23 @@ namespace muster {
 // Everything is said in positions: position p is the p-th sample of the epoch's order (order[p] is
 // its id). Ranks go through the order in rounds, one batch per rank and round. The rules, in
 // Accelerate's words:
-//  - not split_batches: whole batches of `batch_size` are dealt out in turn; a round has batch_size
-//  * world_size samples.
+//  - not split_batches: whole batches of `batch_size` are dealt out in turn; a round has
+//    world_size times batch_size samples.
 //  - split_batches: each batch of `batch_size` is cut into world_size equal slices; a round has
-//  batch_size samples.
+//    batch_size samples.
 //  - The last round may be short. TailRule says what becomes of it.
 
 // What happens to a last round that is not full.
 enum class TailRule {
-  kDrop,  // it is left out
-  kPad,   // every rank gets a full batch, filled up with the samples of the epoch's first round, in
-          // order
-  kShort,   // ranks get what is left: a shorter batch, or none (uneven batches)
-  kSpread,  // it is cut into world_size equal slices, filled up as in kPad by fewer than world_size
-            // (dispatch)
+  // It is left out.
+  kDrop,
+  // Every rank gets a full batch, filled up with the samples of the epoch's first round, in order.
+  kPad,
+  // Ranks get what is left: a shorter batch, or none (uneven batches).
+  kShort,
+  // It is cut into world_size equal slices, filled up as in kPad by fewer than world_size samples
+  // (dispatch).
+  kSpread,
 };
 
 struct ShardOptions {
