@@ -94,7 +94,7 @@ struct SafetensorsReader::File {
   const int fd;
   size_t size = 0;
   mutable Mutex mu;
-  mutable char* base = nullptr;
+  mutable char* base ABSL_GUARDED_BY(mu) = nullptr;
 };
 
 SafetensorsReader::SafetensorsReader(std::string path, SafetensorsHeader header,

@@ -23,12 +23,16 @@ struct Lines {
       all.push_back(line);
     };
   }
+  std::vector<std::string> All() {
+    MutexLock lock(&mu);
+    return all;
+  }
 };
 
 TEST(RankLogger, MainProcessOnly_IsTheDefault) {
   Lines lines;
   RunRanks(3, [&](Comm& comm) { RankLogger(comm, lines.Sink()).Info("hello"); });
-  EXPECT_THAT(lines.all, ElementsAre("[RANK 0] hello"));
+  EXPECT_THAT(lines.All(), ElementsAre("[RANK 0] hello"));
 }
 
 TEST(RankLogger, AllRanks_SpeakWhenAsked) {
@@ -36,7 +40,7 @@ TEST(RankLogger, AllRanks_SpeakWhenAsked) {
   RunRanks(3, [&](Comm& comm) {
     RankLogger(comm, lines.Sink()).Warning("x", {.main_process_only = false});
   });
-  EXPECT_THAT(lines.all, UnorderedElementsAre("[RANK 0] x", "[RANK 1] x", "[RANK 2] x"));
+  EXPECT_THAT(lines.All(), UnorderedElementsAre("[RANK 0] x", "[RANK 1] x", "[RANK 2] x"));
 }
 
 TEST(RankLogger, InOrder_RanksSpeakOneAfterTheOther) {
@@ -45,9 +49,10 @@ TEST(RankLogger, InOrder_RanksSpeakOneAfterTheOther) {
     RankLogger logger(comm, lines.Sink());
     for (int i = 0; i < 5; ++i) logger.Info("x", {.in_order = true});
   });
-  ASSERT_EQ(lines.all.size(), 20u);
-  for (size_t i = 0; i < lines.all.size(); ++i) {
-    EXPECT_EQ(lines.all[i], "[RANK " + std::to_string(i % 4) + "] x");
+  const std::vector<std::string> all = lines.All();
+  ASSERT_EQ(all.size(), 20u);
+  for (size_t i = 0; i < all.size(); ++i) {
+    EXPECT_EQ(all[i], "[RANK " + std::to_string(i % 4) + "] x");
   }
 }
 
@@ -61,7 +66,7 @@ TEST(RankLogger, BelowTheLevel_NothingIsSaidButBarriersHold) {
     logger.Error("y");
   });
   SetLogLevel(before);
-  EXPECT_THAT(lines.all, ElementsAre("[RANK 0] y"));
+  EXPECT_THAT(lines.All(), ElementsAre("[RANK 0] y"));
 }
 
 TEST(RankLogger, WarningOnce_IsSaidOncePerText) {
@@ -73,7 +78,7 @@ TEST(RankLogger, WarningOnce_IsSaidOncePerText) {
       logger.WarningOnce("b");
     }
   });
-  EXPECT_THAT(lines.all, ElementsAre("[RANK 0] a", "[RANK 0] b"));
+  EXPECT_THAT(lines.All(), ElementsAre("[RANK 0] a", "[RANK 0] b"));
 }
 
 }  // namespace

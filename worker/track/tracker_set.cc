@@ -102,10 +102,13 @@ absl::Status TrackerSet::Finish() {
     work_.SignalAll();
   }
   thread_.join();
-  MutexLock lock(&mu_);
+  // The thread is gone and nothing is queued any more: the trackers are ours.
+  absl::Status finished;
   for (const auto& tracker : trackers_) {
-    first_error_.Update(Guarded(*tracker, [&] { return tracker->finish(); }));
+    finished.Update(Guarded(*tracker, [&] { return tracker->finish(); }));
   }
+  MutexLock lock(&mu_);
+  first_error_.Update(finished);
   if (dropped_ > 0) {
     MUSTER_LOG(Warning) << dropped_ << " tracked entries were dropped: the trackers were too slow";
   }
