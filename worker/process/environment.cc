@@ -322,6 +322,7 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
                                     &env->gradient_accumulation_steps));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "ACCELERATE_DEBUG_MODE", &env->debug));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_DEBUG", &env->debug));
+  MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_SHM", &env->shared_memory));
   ReadText(variables, "MUSTER_PROJECT_DIR", &env->project_dir);
   if (const std::string* text = Find(variables, "MUSTER_TIMEOUT")) {
     absl::Duration timeout;
@@ -448,6 +449,7 @@ std::string Describe(const Environment& env) {
   add("gradient_accumulation_steps", env.gradient_accumulation_steps.value,
       env.gradient_accumulation_steps.source);
   add("debug", env.debug.value ? "yes" : "no", env.debug.source);
+  add("shared_memory", env.shared_memory.value ? "yes" : "no", env.shared_memory.source);
   add("timeout", absl::FormatDuration(env.timeout.value), env.timeout.source);
   return text;
 }

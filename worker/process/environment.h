@@ -74,6 +74,8 @@ struct Environment {
   Setting<bool> use_cpu{false};
   Setting<int> gradient_accumulation_steps{1};
   Setting<bool> debug{false};
+  // Ranks of a job that has one node exchange CPU tensors through shared memory rather than Gloo's sockets.
+  Setting<bool> shared_memory{false};
   Setting<std::string> project_dir;
   // Of collectives and of the meeting at start.
   Setting<absl::Duration> timeout{absl::Minutes(10)};

@@ -18,6 +18,7 @@
 #include "worker/process/local_comm.h"
 #include "worker/process/nccl.h"
 #include "worker/process/process_group.h"
+#include "worker/process/shm_backend.h"
 
 namespace muster {
 namespace {
@@ -126,6 +127,11 @@ absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
     gloo.interface = env.interface.value;
     try {
       auto group = MakeGlooGroup(joined.store, gloo);
+      std::string why;
+      if (env.shared_memory.value && gloo.single_host && size > 1 &&
+          !AddShmBackend(group, joined.store, gloo.timeout, &why) && env.rank.value == 0) {
+        MUSTER_LOG(Warning) << "no shared memory between the ranks, Gloo carries all: " << why;
+      }
       if (joined.device.is_cuda()) {
         MUSTER_RETURN_IF_ERROR(
             AddNcclBackend(group, joined.store, joined.device, gloo.timeout, gloo.name));

@@ -74,7 +74,7 @@ TEST(JoinJob, ThroughTheCoordinator_SeatDecides) {
         return {{"MUSTER_COORDINATOR", fake.address()},   {"MUSTER_JOB", "job"},
                 {"MUSTER_RANK", std::to_string(i)},       {"MUSTER_WORLD_SIZE", "3"},
                 {"MUSTER_LOCAL_RANK", std::to_string(i)}, {"MUSTER_LOCAL_WORLD_SIZE", "3"},
-                {"MUSTER_DEBUG", i < 0 ? "1" : "0"}};
+                {"MUSTER_SHM", "1"}};
       },
       [](const JoinedProcess& joined, int i) {
         EXPECT_EQ(joined.comm->rank(), i);
