@@ -439,7 +439,6 @@ TEST_F(BarrierTest, Describe_OpenFinishedAndUnknown) {
 }
 
 // ---- after a restart
-// -----------------------------------------------------------------------------------------------
 
 TEST_F(BarrierTest, Restarted_AnyCounterOpensThenStrictAgain) {
   Make(2, false);

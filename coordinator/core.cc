@@ -179,7 +179,6 @@ class Core::Impl {
   explicit Impl(CoreOptions options) : options_(std::move(options)) {}
 
   // ---- events
-  // ----------------------------------------------------------------------------------------------------
 
   void Begin(absl::Time now, Output* out);
   // Ends the part of an event that concerns `job` (null: none): writes its record and lets replies
@@ -219,7 +218,6 @@ class Core::Impl {
   }
 
   // ---- fencing
-  // ---------------------------------------------------------------------------------------------------
 
   struct Who {
     Job* job = nullptr;
@@ -244,7 +242,6 @@ class Core::Impl {
   }
 
   // ---- operations
-  // ------------------------------------------------------------------------------------------------
 
   Job* HandleOp(CallId call, const v1::Op& op, const Caller& caller);
   void Join(CallId call, const v1::JoinRequest& request, const Caller& caller, Job** touched);
@@ -264,7 +261,6 @@ class Core::Impl {
             Job** touched, F f);
 
   // ---- replay
-  // ----------------------------------------------------------------------------------------------------
 
   absl::Status ApplyChange(const v1::JournalChange& change);
 
@@ -307,7 +303,6 @@ class Core::Impl::Job : public BarrierHost {
         dedupe_(impl->options_.kept_answers) {}
 
   // ---- times
-  // -----------------------------------------------------------------------------------------------------
 
   absl::Duration Lease() const {
     return Or(spec_.has_lease(), spec_.lease(), impl_->options_.default_lease);
@@ -337,7 +332,6 @@ class Core::Impl::Job : public BarrierHost {
   }
 
   // ---- membership
-  // ------------------------------------------------------------------------------------------------
 
   Seat* FindSeat(absl::string_view worker_id) {
     const auto it = rank_of_.find(worker_id);
@@ -384,7 +378,6 @@ class Core::Impl::Job : public BarrierHost {
   void RenewLease(Seat* seat) { seat->last_seen = impl_->now_; }
 
   // ---- the rest
-  // --------------------------------------------------------------------------------------------------
 
   std::optional<v1::OpError> Txn(const v1::TxnRequest& request, const Seat* seat,
                                  v1::OpResult* result);
@@ -398,7 +391,6 @@ class Core::Impl::Job : public BarrierHost {
   const char* StateName() const;
 
   // ---- BarrierHost
-  // -----------------------------------------------------------------------------------------------
 
   v1::ReplyHeader Header() const override { return impl_->Header(); }
   v1::Culprit DescribeRank(int rank) const override;
@@ -457,7 +449,6 @@ class Core::Impl::Job : public BarrierHost {
 };
 
 // ---- events
-// --------------------------------------------------------------------------------------------------------
 
 void Core::Impl::Begin(absl::Time now, Output* out) {
   // A gap much longer than the ticks in it shows that this process stood still (stopped, swapped,
@@ -533,7 +524,6 @@ void Core::Impl::End(Job* job) {
 }
 
 // ---- fencing
-// -------------------------------------------------------------------------------------------------------
 
 std::optional<v1::OpError> Core::Impl::CheckJob(const v1::Fence& fence, Job** job) {
   if (fence.term_seen() > term_) {
@@ -729,7 +719,6 @@ void Core::Impl::Once(CallId call, const Request& request, int kind, bool operat
 }
 
 // ---- membership
-// ----------------------------------------------------------------------------------------------------
 
 v1::Culprit Core::Impl::Job::DescribeRank(int rank) const {
   v1::Culprit culprit;
@@ -1379,7 +1368,6 @@ void Core::Impl::Job::Tick() {
 }
 
 // ---- the rest
-// ------------------------------------------------------------------------------------------------------
 
 void Core::Impl::Job::AskStack(int rank) {
   const Seat& seat = seats_[rank];
@@ -1592,7 +1580,6 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
 }
 
 // ---- operations
-// ----------------------------------------------------------------------------------------------------
 
 void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller& caller,
                       Job** touched) {
@@ -2223,7 +2210,6 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
 }
 
 // ---- replay
-// --------------------------------------------------------------------------------------------------------
 
 absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
   const auto find = [&](const std::string& job_id) -> absl::StatusOr<Job*> {
@@ -2386,7 +2372,6 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
 }
 
 // ---- Core
-// ----------------------------------------------------------------------------------------------------------
 
 Core::Core(CoreOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
 Core::~Core() = default;

@@ -223,7 +223,6 @@ class CoreTest : public ::testing::Test {
 };
 
 // ---- rendezvous
-// ----------------------------------------------------------------------------------------------------
 
 TEST_F(CoreTest, Join_Fixed_SealsWhenAllAreIn) {
   spec_ = Spec(3, 3);
@@ -494,7 +493,6 @@ TEST_F(CoreTest, Quarantine_HostNamedThreeTimes_IsUsedOnlyAsALastResort) {
 }
 
 // ---- fencing
-// -------------------------------------------------------------------------------------------------------
 
 TEST_F(CoreTest, Fence_UnknownJob_NotFound) {
   EXPECT_EQ(bench_.Error(Beat({"w", 1})).code(), static_cast<int>(absl::StatusCode::kNotFound));
@@ -543,7 +541,6 @@ TEST_F(CoreTest, Handle_BeforeStartTerm_Starting) {
 }
 
 // ---- membership
-// ----------------------------------------------------------------------------------------------------
 
 TEST_F(CoreTest, Lease_RunsOut_EndsTheGenerationAndNamesTheRank) {
   std::vector<Worker> workers = Form(2);
@@ -721,7 +718,6 @@ TEST_F(CoreTest, AgreeAlive_Timeout_NamesTheLivingWhoDidNotCome) {
 }
 
 // ---- barriers
-// ------------------------------------------------------------------------------------------------------
 
 TEST_F(CoreTest, Barrier_AllArrive_OneSharedAnswer) {
   std::vector<Worker> workers = Form(3);
@@ -902,7 +898,6 @@ TEST_F(CoreTest, Barrier_FailedOrWithPayloads_IsRememberedAcrossARestart) {
 }
 
 // ---- key-value
-// -----------------------------------------------------------------------------------------------------
 
 TEST_F(CoreTest, Kv_DurablePut_WaitsForItsRecordAndSurvives) {
   std::vector<Worker> workers = Form(1);
@@ -1004,7 +999,6 @@ TEST_F(CoreTest, Kv_Wait_IsAnsweredByThePut) {
 }
 
 // ---- watch
-// ---------------------------------------------------------------------------------------------------------
 
 TEST_F(CoreTest, Watch_ShowsDurableChangesOnlyWhenTheyAre) {
   std::vector<Worker> workers = Form(1);
@@ -1060,7 +1054,6 @@ TEST_F(CoreTest, Watch_Members_TellsOfSealsDeathsAndEnds) {
 }
 
 // ---- triggers
-// ------------------------------------------------------------------------------------------------------
 
 TEST_F(CoreTest, Trigger_RaisedByOne_TakesEffectOnTheSameStep) {
   std::vector<Worker> workers = Form(2);
@@ -1096,7 +1089,6 @@ TEST_F(CoreTest, Trigger_RaisedByOne_TakesEffectOnTheSameStep) {
 }
 
 // ---- restart
-// -------------------------------------------------------------------------------------------------------
 
 TEST_F(CoreTest, Restart_KeepsSeatsFencesAndGivesALease) {
   for (const bool snapshot : {false, true}) {
@@ -1194,7 +1186,6 @@ TEST_F(CoreTest, Status_TellsJobsAndStates) {
 }
 
 // ---- scale
-// ---------------------------------------------------------------------------------------------------------
 
 TEST_F(CoreTest, TenThousandRanks_JoinBarrierAndDeath) {
   constexpr int kWorkers = 10000;
@@ -1233,7 +1224,6 @@ TEST_F(CoreTest, TenThousandRanks_JoinBarrierAndDeath) {
 }
 
 // ---- any bytes
-// -----------------------------------------------------------------------------------------------------
 
 void Mutate(std::string* bytes, std::mt19937_64* random) {
   const int edits = 1 + (*random)() % 4;

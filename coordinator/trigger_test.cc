@@ -3,11 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include "absl/status/status.h"
-
 #include <limits>
 #include <string>
 #include <vector>
+
+#include "absl/status/status.h"
 
 namespace muster::coordinator {
 namespace {

@@ -253,7 +253,8 @@ class WatchService final : public v1::Watch::CallbackService {
 
  public:
   WatchService(Engine& engine, RpcMetrics& metrics)
-      : engine_(engine), metrics_(metrics.Add(Contract::service_full_name(), "Watch", "server_stream")) {}
+      : engine_(engine),
+        metrics_(metrics.Add(Contract::service_full_name(), "Watch", "server_stream")) {}
 
   grpc::ServerWriteReactor<v1::WatchBatch>* Watch(CallbackServerContext*,
                                                   const v1::WatchRequest* request) override {

@@ -33,8 +33,7 @@ void BroadcastTensors(Comm& comm, const std::vector<at::Tensor>& tensors, int fr
 // back as it is. Only `dim` may differ between ranks. One round for all tensors.
 std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,
                                                   const std::vector<at::Tensor>& tensors,
-                                                  int64_t dim = 0,
-                                                  const at::Scalar& pad_value = 0,
+                                                  int64_t dim = 0, const at::Scalar& pad_value = 0,
                                                   bool pad_first = false);
 
 // `tensor` with zero rows appended until its first dimension, which must be `batch_size`, is a multiple of

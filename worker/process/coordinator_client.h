@@ -155,8 +155,8 @@ class CoordinatorClient {
   absl::StatusOr<uint64_t> RaiseTrigger(const std::string& name, const std::string& payload = "");
   // Triggers not yet acknowledged by this rank. `step`: the last finished one; `horizon`: the step before which it asks
   // again (0: step + 1).
-  absl::StatusOr<std::vector<TriggerInfo>> PollTriggers(int64_t step, int64_t horizon = 0,
-                                                        const std::vector<uint64_t>& acknowledged = {});
+  absl::StatusOr<std::vector<TriggerInfo>> PollTriggers(
+      int64_t step, int64_t horizon = 0, const std::vector<uint64_t>& acknowledged = {});
 
   // What the next heartbeat and barrier tell of this rank. Does not block.
   void ReportProgress(int64_t step, const std::string& phase,

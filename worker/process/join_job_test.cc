@@ -71,9 +71,12 @@ TEST(JoinJob, ThroughTheCoordinator_SeatDecides) {
   ExpectWorldOf(
       3,
       [&](int i) -> Variables {
-        return {{"MUSTER_COORDINATOR", fake.address()},   {"MUSTER_JOB", "job"},
-                {"MUSTER_RANK", std::to_string(i)},       {"MUSTER_WORLD_SIZE", "3"},
-                {"MUSTER_LOCAL_RANK", std::to_string(i)}, {"MUSTER_LOCAL_WORLD_SIZE", "3"},
+        return {{"MUSTER_COORDINATOR", fake.address()},
+                {"MUSTER_JOB", "job"},
+                {"MUSTER_RANK", std::to_string(i)},
+                {"MUSTER_WORLD_SIZE", "3"},
+                {"MUSTER_LOCAL_RANK", std::to_string(i)},
+                {"MUSTER_LOCAL_WORLD_SIZE", "3"},
                 {"MUSTER_SHM", "1"}};
       },
       [](const JoinedProcess& joined, int i) {

@@ -72,9 +72,8 @@ template <class T>
 T Reduce(Comm& comm, const T& value, const std::string& reduction = "sum", double scale = 1,
          std::source_location where = std::source_location::current()) {
   const CallSite site(where);
-  return nested_internal::WithTensors(
-      value,
-      ReduceTensors(comm, nested_internal::TensorsOf(value), ParseReduceOp(reduction), scale));
+  return nested_internal::WithTensors(value, ReduceTensors(comm, nested_internal::TensorsOf(value),
+                                                           ParseReduceOp(reduction), scale));
 }
 
 // Overwrites every tensor in place with that of rank `from`. Returns the structure, for chaining.

@@ -89,7 +89,8 @@ void Put(const T& value, std::string* out) {
     PutNumber<uint64_t>(value.size(), out);
     for (const auto& element : value) Put(element, out);
   } else {
-    static_assert(Unsupported<T>::value, "this type cannot travel between ranks: see object_codec.h");
+    static_assert(Unsupported<T>::value,
+                  "this type cannot travel between ranks: see object_codec.h");
   }
 }
 
@@ -133,7 +134,8 @@ T Get(Reader* in) {
     for (uint64_t n = in->Number<uint64_t>(); n > 0; --n) set.insert(Get<typename T::key_type>(in));
     return set;
   } else {
-    static_assert(Unsupported<T>::value, "this type cannot travel between ranks: see object_codec.h");
+    static_assert(Unsupported<T>::value,
+                  "this type cannot travel between ranks: see object_codec.h");
   }
 }
 
@@ -151,8 +153,9 @@ template <class T>
 T DecodeObject(const std::string& bytes) {
   codec_internal::Reader reader(bytes);
   T value = codec_internal::Get<T>(&reader);
-  TORCH_CHECK(reader.done(), "an object of ", bytes.size(),
-              " bytes from another rank is longer than its type: do all ranks run the same program?");
+  TORCH_CHECK(
+      reader.done(), "an object of ", bytes.size(),
+      " bytes from another rank is longer than its type: do all ranks run the same program?");
   return value;
 }
 

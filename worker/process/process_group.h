@@ -33,8 +33,8 @@ struct GlooOptions {
 // A Gloo process group, connected: blocks until all ranks have come with the same options through the same store.
 // CPU tensors only; more backends can be added to it with ProcessGroup::setBackend.
 // Throws c10::DistBackendError naming the group, the rank and the address if the ranks cannot meet or connect.
-c10::intrusive_ptr<c10d::ProcessGroup> MakeGlooGroup(
-    const c10::intrusive_ptr<c10d::Store>& store, const GlooOptions& options);
+c10::intrusive_ptr<c10d::ProcessGroup> MakeGlooGroup(const c10::intrusive_ptr<c10d::Store>& store,
+                                                     const GlooOptions& options);
 
 }  // namespace muster
 
