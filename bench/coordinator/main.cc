@@ -1,0 +1,303 @@
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+#include "base/status_macros.h"
+#include "bench/coordinator/cluster.h"
+#include "bench/coordinator/etcd_peer.h"
+#include "bench/coordinator/rawsocket_peer.h"
+#include "bench/coordinator/server_process.h"
+#include "bench/coordinator/tcpstore_peer.h"
+
+namespace muster::bench {
+namespace {
+
+struct Settings {
+  std::string server;
+  std::string scratch;
+  int spin_us = 0;
+  double scale = 1;  // of the number of rounds
+};
+
+std::string Load() {
+  double loads[3] = {};
+  if (getloadavg(loads, 3) < 1) return "-1";
+  return absl::StrCat(loads[0]);
+}
+
+// One JSON object on one line, with the load average at that moment.
+void Print(const std::vector<std::pair<std::string, double>>& values) {
+  std::string line = "{";
+  for (const auto& [key, value] : values) absl::StrAppend(&line, "\"", key, "\": ", value, ", ");
+  std::printf("%s\"load\": %s}\n", line.c_str(), Load().c_str());
+  std::fflush(stdout);
+}
+
+double Percentile(std::vector<absl::Duration> times, double p) {
+  if (times.empty()) return -1;
+  std::sort(times.begin(), times.end());
+  const size_t i =
+      std::min(times.size() - 1, static_cast<size_t>(p * static_cast<double>(times.size())));
+  return absl::ToDoubleMilliseconds(times[i]);
+}
+
+absl::StatusOr<std::unique_ptr<ServerProcess>> StartServer(
+    const Settings& settings, const std::vector<std::string>& more = {}) {
+  std::vector<std::string> argv = {settings.server, "--log_level", "error"};
+  if (settings.spin_us > 0) argv.insert(argv.end(), {"--spin_us", absl::StrCat(settings.spin_us)});
+  argv.insert(argv.end(), more.begin(), more.end());
+  return ServerProcess::Start(argv, /*reads_line=*/true);
+}
+
+int Rounds(const Settings& settings, int ranks) {
+  const int rounds = ranks <= 2 ? 3000 : ranks <= 64 ? 1000 : ranks <= 1024 ? 200 : 40;
+  return std::max(5, static_cast<int>(rounds * settings.scale));
+}
+
+absl::Status Barriers(const Settings& settings, int agents, int ranks_per_agent,
+                      bool rendezvous_too) {
+  MUSTER_ASSIGN_OR_RETURN(const auto server, StartServer(settings));
+  const int ranks = agents * ranks_per_agent;
+  const absl::Time start = absl::Now();
+  Cluster cluster(
+      {.address = server->line(), .agents = agents, .ranks_per_agent = ranks_per_agent});
+  MUSTER_RETURN_IF_ERROR(cluster.Attach(absl::Seconds(60)));
+  const double attach = absl::ToDoubleSeconds(absl::Now() - start);
+  MUSTER_RETURN_IF_ERROR(cluster.Join(absl::Seconds(60)));
+  const double rendezvous = absl::ToDoubleSeconds(absl::Now() - start);
+  if (rendezvous_too) {
+    Print(
+        {{absl::StrCat("rendezvous_", ranks, "_s"), rendezvous}, {"rendezvous_attach_s", attach}});
+  }
+  std::vector<absl::Duration> times;
+  const int rounds = Rounds(settings, ranks), warm_up = rounds / 10 + 1;
+  const absl::Duration cpu = server->CpuTime();
+  rusage before{}, after{};
+  getrusage(RUSAGE_SELF, &before);
+  for (int i = 0; i < rounds + warm_up; ++i) {
+    MUSTER_ASSIGN_OR_RETURN(const absl::Duration took, cluster.Barrier("b", i, absl::Seconds(60)));
+    if (i >= warm_up) times.push_back(took);
+  }
+  getrusage(RUSAGE_SELF, &after);
+  const double server_us = absl::ToDoubleMicroseconds(server->CpuTime() - cpu) / (rounds + warm_up);
+  const auto us = [](const timeval& t) {
+    return static_cast<double>(t.tv_sec) * 1e6 + static_cast<double>(t.tv_usec);
+  };
+  const double client_us =
+      (us(after.ru_utime) + us(after.ru_stime) - us(before.ru_utime) - us(before.ru_stime)) /
+      (rounds + warm_up);
+  const std::string key = absl::StrCat("barrier_", ranks);
+  Print({{key + "_p50_ms", Percentile(times, 0.5)},
+         {key + "_p99_ms", Percentile(times, 0.99)},
+         {key + "_server_cpu_us", server_us},
+         {key + "_client_cpu_us", client_us}});
+  if (ranks == 10'000) {
+    const absl::Duration idle_start = server->CpuTime();
+    const absl::Time wall = absl::Now();
+    MUSTER_RETURN_IF_ERROR(cluster.Beat(absl::Seconds(2), absl::Seconds(10)));
+    const double cpu_pct = 100 * ((server->CpuTime() - idle_start) / (absl::Now() - wall));
+    Print({{"rss_mb", server->RssMib()}, {"idle_cpu_pct", cpu_pct}});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status PutsVolatile(const Settings& settings) {
+  MUSTER_ASSIGN_OR_RETURN(const auto server, StartServer(settings));
+  constexpr int kAgents = 8, kPuts = 64;
+  Cluster cluster({.address = server->line(), .agents = kAgents, .ranks_per_agent = 1});
+  MUSTER_RETURN_IF_ERROR(cluster.Attach(absl::Seconds(30)));
+  MUSTER_RETURN_IF_ERROR(cluster.Join(absl::Seconds(30)));
+  const int frames = std::max(50, static_cast<int>(2000 * settings.scale));
+  MUSTER_RETURN_IF_ERROR(cluster.Puts(frames / 10, kPuts, 8, false, absl::Seconds(60)).status());
+  MUSTER_ASSIGN_OR_RETURN(const absl::Duration took,
+                          cluster.Puts(frames, kPuts, 8, false, absl::Seconds(60)));
+  Print({{"put_volatile_per_s", frames * kPuts * kAgents / absl::ToDoubleSeconds(took)}});
+  return absl::OkStatus();
+}
+
+absl::Status PutsDurable(const Settings& settings) {
+  const std::string dir = settings.scratch + "/durable";
+  MUSTER_ASSIGN_OR_RETURN(const auto server, StartServer(settings, {"--data_dir", dir}));
+  constexpr int kAgents = 64, kPuts = 8;
+  Cluster cluster({.address = server->line(), .agents = kAgents, .ranks_per_agent = 1});
+  MUSTER_RETURN_IF_ERROR(cluster.Attach(absl::Seconds(30)));
+  MUSTER_RETURN_IF_ERROR(cluster.Join(absl::Seconds(30)));
+  const int frames = std::max(20, static_cast<int>(400 * settings.scale));
+  MUSTER_RETURN_IF_ERROR(cluster.Puts(frames / 10, kPuts, 4, true, absl::Seconds(60)).status());
+  MUSTER_ASSIGN_OR_RETURN(const absl::Duration took,
+                          cluster.Puts(frames, kPuts, 4, true, absl::Seconds(120)));
+  // One writer, one put at a time.
+  std::vector<absl::Duration> single;
+  Cluster one({.address = server->line(), .job = "one", .agents = 1, .ranks_per_agent = 1});
+  MUSTER_RETURN_IF_ERROR(one.Attach(absl::Seconds(30)));
+  MUSTER_RETURN_IF_ERROR(one.Join(absl::Seconds(30)));
+  for (int i = 0; i < 200; ++i) {
+    MUSTER_ASSIGN_OR_RETURN(const absl::Duration each, one.Puts(1, 1, 1, true, absl::Seconds(30)));
+    single.push_back(each);
+  }
+  Print({{"put_durable_per_s", frames * kPuts * kAgents / absl::ToDoubleSeconds(took)},
+         {"put_durable_single_p50_ms", Percentile(single, 0.5)}});
+  return absl::OkStatus();
+}
+
+// A real child is killed; its parent's waitpid returns; the report travels; every agent is told.
+absl::Status KillNotice(const Settings& settings) {
+  MUSTER_ASSIGN_OR_RETURN(const auto server, StartServer(settings));
+  Cluster cluster({.address = server->line(), .agents = 128, .ranks_per_agent = 8});
+  MUSTER_RETURN_IF_ERROR(cluster.Attach(absl::Seconds(30)));
+  std::vector<absl::Duration> all;
+  const int rounds = std::max(3, static_cast<int>(30 * settings.scale));
+  for (int i = 0; i < rounds; ++i) {
+    MUSTER_RETURN_IF_ERROR(cluster.Join(absl::Seconds(60)));
+    const pid_t child = fork();
+    if (child < 0) return absl::ErrnoToStatus(errno, "fork");
+    if (child == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      pause();
+      _exit(0);
+    }
+    const absl::Time killed = absl::Now();
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<absl::Duration> told,
+                            cluster.ReportKill(killed, absl::Seconds(30)));
+    all.insert(all.end(), told.begin(), told.end());
+  }
+  Print({{"kill_notice_p99_ms", Percentile(all, 0.99)},
+         {"kill_notice_p50_ms", Percentile(all, 0.5)}});
+  return absl::OkStatus();
+}
+
+absl::Status Restart(const Settings& settings) {
+  const std::string dir = settings.scratch + "/restart";
+  MUSTER_ASSIGN_OR_RETURN(
+      auto server, StartServer(settings, {"--data_dir", dir, "--snapshot_records", "1000000000"}));
+  const std::string address = server->line();
+  Cluster cluster({.address = address, .agents = 1250, .ranks_per_agent = 8});
+  MUSTER_RETURN_IF_ERROR(cluster.Attach(absl::Seconds(60)));
+  MUSTER_RETURN_IF_ERROR(cluster.Join(absl::Seconds(60)));
+  MUSTER_RETURN_IF_ERROR(
+      cluster.Puts(80, 1, 4, true, absl::Seconds(120)).status());  // 100,000 records
+  MUSTER_RETURN_IF_ERROR(cluster.Barrier("before", 0, absl::Seconds(60)).status());
+  const absl::Time killed = absl::Now();
+  server->Kill();
+  MUSTER_ASSIGN_OR_RETURN(server, StartServer(settings, {"--data_dir", dir, "--listen", address}));
+  const double serving = absl::ToDoubleSeconds(absl::Now() - killed);
+  MUSTER_RETURN_IF_ERROR(cluster.Reattach(absl::Seconds(120)));
+  const double attached = absl::ToDoubleSeconds(absl::Now() - killed);
+  // Nobody has lost a seat: the same ranks, in the same generation, pass a barrier.
+  MUSTER_RETURN_IF_ERROR(cluster.Barrier("after", 0, absl::Seconds(60)).status());
+  Print({{"restart_s", serving},
+         {"restart_all_agents_back_s", attached},
+         {"restart_barrier_passed_s", absl::ToDoubleSeconds(absl::Now() - killed)}});
+  return absl::OkStatus();
+}
+
+absl::Status RawSocket(const Settings& settings) {
+  for (const int ranks : {2, 64, 1024, 10'000}) {
+    const int rounds = std::max(5, Rounds(settings, ranks) / (ranks >= 1024 ? 2 : 1));
+    absl::StatusOr<std::vector<absl::Duration>> times = RawSocketBarriers(ranks, rounds);
+    MUSTER_RETURN_IF_ERROR(times.status());
+    Print({{absl::StrCat("rawsocket_barrier_", ranks, "_p50_ms"), Percentile(*times, 0.5)},
+           {absl::StrCat("rawsocket_barrier_", ranks, "_p99_ms"), Percentile(*times, 0.99)}});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status TcpStore(const Settings& settings) {
+  for (const int ranks : {2, 64, 1024}) {
+    const int rounds = std::max(5, Rounds(settings, ranks) / (ranks >= 1024 ? 8 : 4));
+    MUSTER_ASSIGN_OR_RETURN(const TcpStoreResult result, TcpStoreBarriers(ranks, rounds));
+    Print({{absl::StrCat("tcpstore_barrier_", ranks, "_p50_ms"), Percentile(result.barriers, 0.5)},
+           {absl::StrCat("tcpstore_barrier_", ranks, "_p99_ms"), Percentile(result.barriers, 0.99)},
+           {absl::StrCat("tcpstore_connect_", ranks, "_s"), result.connect_seconds},
+           {"tcpstore_add_per_s", result.adds_per_second}});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Etcd(const Settings& settings) {
+  const int puts = std::max(500, static_cast<int>(10'000 * settings.scale));
+  absl::StatusOr<double> rate = EtcdPutsPerSecond(settings.scratch + "/etcd", puts, 64);
+  if (absl::IsNotFound(rate.status())) {
+    std::fprintf(stderr, "%s: no etcd figures\n", std::string(rate.status().message()).c_str());
+    return absl::OkStatus();
+  }
+  MUSTER_RETURN_IF_ERROR(rate.status());
+  Print({{"etcd_put_per_s", *rate}});
+  return absl::OkStatus();
+}
+
+int Main(int argc, char** argv) {
+  Settings settings;
+  std::string only =
+      "rawsocket,tcpstore,barrier_2,barrier_64,barrier_1024,barrier_10000,put_volatile,put_durable,"
+      "kill_notice,restart,etcd";
+  CLI::App app("Measures the coordinator and its peers on this machine; one JSON object a line.",
+               "bench_coordinator");
+  settings.server = std::filesystem::path(argv[0]).parent_path().string() +
+                    "/../../coordinator/cmd/muster-coordinator";
+  app.add_option("--server", settings.server, "the muster-coordinator program")
+      ->capture_default_str();
+  app.add_option("--only", only, "which to run, separated by commas")->capture_default_str();
+  app.add_option("--scale", settings.scale, "factor on the number of rounds")
+      ->capture_default_str();
+  app.add_option("--spin_us", settings.spin_us, "--spin_us of the coordinator")
+      ->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  rlimit limit{};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &limit);
+  char scratch[] = "/tmp/muster-bench-XXXXXX";
+  if (mkdtemp(scratch) == nullptr) {
+    std::perror("mkdtemp");
+    return 1;
+  }
+  settings.scratch = scratch;
+  const std::set<std::string> chosen = absl::StrSplit(only, ',');
+  int failures = 0;
+  const auto run = [&](const std::string& name, const auto& body) {
+    if (!chosen.contains(name)) return;
+    const absl::Status status = body();
+    if (!status.ok()) {
+      std::fprintf(stderr, "bench_coordinator: %s: %s\n", name.c_str(), status.ToString().c_str());
+      ++failures;
+    }
+  };
+  // The peers that fork come before gRPC has threads.
+  run("rawsocket", [&] { return RawSocket(settings); });
+  run("tcpstore", [&] { return TcpStore(settings); });
+  run("barrier_2", [&] { return Barriers(settings, 2, 1, false); });
+  run("barrier_64", [&] { return Barriers(settings, 8, 8, false); });
+  run("barrier_1024", [&] { return Barriers(settings, 128, 8, false); });
+  run("barrier_10000", [&] { return Barriers(settings, 1250, 8, true); });
+  run("put_volatile", [&] { return PutsVolatile(settings); });
+  run("put_durable", [&] { return PutsDurable(settings); });
+  run("kill_notice", [&] { return KillNotice(settings); });
+  run("restart", [&] { return Restart(settings); });
+  run("etcd", [&] { return Etcd(settings); });
+  std::error_code ignored;
+  std::filesystem::remove_all(settings.scratch, ignored);
+  return failures == 0 ? 0 : 1;
+}
+
+}  // namespace
+}  // namespace muster::bench
+
+int main(int argc, char** argv) { return muster::bench::Main(argc, argv); }
