@@ -11,6 +11,7 @@
 #include "base/status_macros.h"
 #include "rpc/address.h"
 #include "rpc/files.h"
+#include "rpc/process.h"
 
 namespace muster::rpc {
 namespace {
@@ -49,6 +50,7 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
     }
     credentials = grpc::SslCredentials(ssl);
   }
+  PrepareProcess();
   grpc::ChannelArguments args;
   args.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS,
               static_cast<int>(absl::ToInt64Milliseconds(options.keepalive)));
@@ -60,6 +62,10 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
   args.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 5'000);
   args.SetInt(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, options.max_message_bytes);
   args.SetInt(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, options.max_message_bytes);
+  // Measuring the bandwidth costs a ping for each message of a quiet connection; a fixed window
+  // does as well here.
+  args.SetInt(GRPC_ARG_HTTP2_BDP_PROBE, 0);
+  args.SetInt(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 4 << 20);
   // The address is numeric: a proxy in the environment or a service configuration in DNS can only
   // do harm.
   args.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);

@@ -255,7 +255,10 @@ absl::Status Cluster::Attach(absl::Duration timeout) {
 
 absl::Status Cluster::Reattach(absl::Duration timeout) {
   reconnect_ = true;
+  // None of the streams lives, though not all have been seen to end.
+  welcome_ = 0;
   for (auto& agent : agents_) {
+    agent->welcome = false;
     agent->session.clear();
     agent->received = 0;
   }

@@ -30,7 +30,6 @@ namespace {
 struct Settings {
   std::string server;
   std::string scratch;
-  int spin_us = 0;
   double scale = 1;  // of the number of rounds
 };
 
@@ -59,7 +58,6 @@ double Percentile(std::vector<absl::Duration> times, double p) {
 absl::StatusOr<std::unique_ptr<ServerProcess>> StartServer(
     const Settings& settings, const std::vector<std::string>& more = {}) {
   std::vector<std::string> argv = {settings.server, "--log_level", "error"};
-  if (settings.spin_us > 0) argv.insert(argv.end(), {"--spin_us", absl::StrCat(settings.spin_us)});
   argv.insert(argv.end(), more.begin(), more.end());
   return ServerProcess::Start(argv, /*reads_line=*/true);
 }
@@ -110,7 +108,8 @@ absl::Status Barriers(const Settings& settings, int agents, int ranks_per_agent,
     const absl::Duration idle_start = server->CpuTime();
     const absl::Time wall = absl::Now();
     MUSTER_RETURN_IF_ERROR(cluster.Beat(absl::Seconds(2), absl::Seconds(10)));
-    const double cpu_pct = 100 * ((server->CpuTime() - idle_start) / (absl::Now() - wall));
+    const double cpu_pct =
+        100 * absl::FDivDuration(server->CpuTime() - idle_start, absl::Now() - wall);
     Print({{"rss_mb", server->RssMib()}, {"idle_cpu_pct", cpu_pct}});
   }
   return absl::OkStatus();
@@ -256,8 +255,6 @@ int Main(int argc, char** argv) {
       ->capture_default_str();
   app.add_option("--only", only, "which to run, separated by commas")->capture_default_str();
   app.add_option("--scale", settings.scale, "factor on the number of rounds")
-      ->capture_default_str();
-  app.add_option("--spin_us", settings.spin_us, "--spin_us of the coordinator")
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   rlimit limit{};

@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <csignal>
+#include <cstdlib>
 #include <exception>
 #include <memory>
 #include <string>
@@ -32,7 +33,34 @@ struct Shared {
 struct Client {
   Shared* shared;
   int rank;
+  c10d::TCPStoreOptions options;
 };
+
+// Connecting takes longest by far (names are looked up in reverse), so all do it at once.
+void* Connect(void* argument) {
+  const Client& client = *static_cast<Client*>(argument);
+  try {
+    client.shared->stores[client.rank] =
+        c10::make_intrusive<c10d::TCPStore>("127.0.0.1", client.options);
+  } catch (const std::exception&) {
+    client.shared->failed = true;
+  }
+  return nullptr;
+}
+
+// False if a thread could not be started: then nothing more can be measured.
+bool RunAll(std::vector<Client>& clients, void* (*body)(void*)) {
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setstacksize(&attributes, 256 << 10);
+  std::vector<pthread_t> threads(clients.size());
+  for (size_t i = 0; i < clients.size(); ++i) {
+    if (pthread_create(&threads[i], &attributes, body, &clients[i]) != 0) return false;
+  }
+  for (const pthread_t thread : threads) pthread_join(thread, nullptr);
+  pthread_attr_destroy(&attributes);
+  return true;
+}
 
 void* RunClient(void* argument) {
   const Client& client = *static_cast<Client*>(argument);
@@ -91,11 +119,14 @@ absl::StatusOr<TcpStoreResult> TcpStoreBarriers(int ranks, int rounds) {
   shared.rounds = rounds;
   shared.starts.resize(rounds);
   shared.ends.assign(ranks, std::vector<absl::Time>(rounds));
+  shared.stores.resize(ranks);
+  std::vector<Client> clients(ranks);
+  for (int i = 0; i < ranks; ++i) clients[i] = {.shared = &shared, .rank = i, .options = options};
   const absl::Time connect_start = absl::Now();
+  if (!RunAll(clients, Connect) || shared.failed)
+    return absl::UnavailableError("TCPStore: a client cannot connect");
+  result.connect_seconds = absl::ToDoubleSeconds(absl::Now() - connect_start);
   try {
-    for (int i = 0; i < ranks; ++i)
-      shared.stores.push_back(c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options));
-    result.connect_seconds = absl::ToDoubleSeconds(absl::Now() - connect_start);
     constexpr int kAdds = 3000;
     const absl::Time start = absl::Now();
     for (int i = 0; i < kAdds; ++i) shared.stores[0]->add("count", 1);
@@ -104,21 +135,8 @@ absl::StatusOr<TcpStoreResult> TcpStoreBarriers(int ranks, int rounds) {
     return absl::UnavailableError(absl::StrCat("TCPStore: ", error.what()));
   }
   pthread_barrier_init(&shared.gate, nullptr, ranks);
-  pthread_attr_t attributes;
-  pthread_attr_init(&attributes);
-  pthread_attr_setstacksize(&attributes, 256 << 10);
-  std::vector<Client> clients(ranks);
-  std::vector<pthread_t> threads(ranks);
-  for (int i = 0; i < ranks; ++i) {
-    clients[i] = {.shared = &shared, .rank = i};
-    if (const int error = pthread_create(&threads[i], &attributes, RunClient, &clients[i]);
-        error != 0) {
-      // The others stand at the gate and cannot be called back.
-      _exit(1);
-    }
-  }
-  for (const pthread_t thread : threads) pthread_join(thread, nullptr);
-  pthread_attr_destroy(&attributes);
+  // Those that started would wait at the gate for ever.
+  if (!RunAll(clients, RunClient)) std::_Exit(1);
   pthread_barrier_destroy(&shared.gate);
   if (shared.failed) return absl::UnavailableError("TCPStore: a client failed");
   for (int round = 0; round < rounds; ++round) {

@@ -10,7 +10,7 @@ namespace muster::bench {
 
 struct TcpStoreResult {
   std::vector<absl::Duration> barriers;
-  double connect_seconds = 0;  // of all clients, one after the other
+  double connect_seconds = 0;  // of all clients, at once
   double adds_per_second = 0;  // one client, one at a time, acknowledged
 };
 

@@ -57,7 +57,7 @@ int Run(int argc, char** argv) {
   std::string verify, log_level = "info";
   bool insecure = false, version = false;
   double lease = 6, resume = 60;
-  int max_message_mib = 4, spin_us = 0;
+  int max_message_mib = 4;
   CLI::App app(kAbout, "muster-coordinator");
   app.footer(kFooter);
   app.add_option("--listen", options.rpc.listen,
@@ -88,10 +88,6 @@ int Run(int argc, char** argv) {
   app.add_option("--snapshot_records", options.engine.snapshot_records,
                  "records after which a snapshot is written")
       ->capture_default_str();
-  app.add_option("--spin_us", spin_us,
-                 "microseconds to look for work before sleeping: lower latency for an idle core")
-      ->capture_default_str()
-      ->check(CLI::Range(0, 1000));
   app.add_option("--log_level", log_level, "debug, info, warning or error")->capture_default_str();
   app.add_option("--verify_journal", verify,
                  "check the journal in this directory, print what was found, and exit");
@@ -133,7 +129,6 @@ int Run(int argc, char** argv) {
   }
   options.engine.core.default_lease = absl::Seconds(lease);
   options.engine.resume_window = absl::Seconds(resume);
-  options.engine.spin = absl::Microseconds(spin_us);
   options.rpc.max_message_bytes = max_message_mib << 20;
   RaiseDescriptorLimit();
 

@@ -1,5 +1,7 @@
 #include "coordinator/service/engine.h"
 
+#include <malloc.h>
+
 #include <algorithm>
 #include <random>
 #include <utility>
@@ -16,6 +18,8 @@ namespace {
 
 constexpr uint32_t kProtocol = 1;
 constexpr size_t kWatchBatchBytes = 256 << 10;
+constexpr absl::Duration kTrimPeriod = absl::Seconds(5);
+constexpr size_t kTrimBytes = 8 << 20;
 // The agent is told of received frames at least this often.
 constexpr int kFramesBetweenAcks = 32;
 
@@ -131,21 +135,40 @@ absl::Status Engine::Start() {
                          return core_.Replay(record);
                        }));
   durable_revision_ = core_.last_record_revision();
-  apply_thread_ = std::this_thread::get_id();
+  {
+    MutexLock lock(&mu_);
+    applying_ = true;  // by this thread, until the term is durable
+  }
+  applier_ = std::this_thread::get_id();
   journal_->Start([this](const Journal::Progress& progress) {
-    if (std::this_thread::get_id() == apply_thread_.load()) {
+    if (std::this_thread::get_id() == applier_.load()) {
       DoProgress(progress);
     } else {
-      Post([this, progress] { DoProgress(progress); });
+      // Not on the journal's thread: the next commit should start at once.
+      Post([this, progress] { DoProgress(progress); }, By::kThread);
     }
   });
   const uint64_t term = std::max(journal_->term(), core_.last_term() + 1);
   core_.StartTerm(term, options_.clock->Now(), &out_);
   const uint64_t needed = out_.records.empty() ? durable_revision_ : out_.records.back().revision;
   Drain();
-  while (durable_revision_ < needed && journal_status_.ok()) RunOnce(/*wait=*/true);
+  while (durable_revision_ < needed && journal_status_.ok()) {
+    std::vector<Task> tasks;
+    {
+      MutexLock lock(&mu_);
+      while (queue_.empty()) wake_.Wait(&mu_);
+      tasks.swap(queue_);
+      queue_depth_.fetch_sub(tasks.size(), std::memory_order_relaxed);
+    }
+    ApplyBatch(tasks);
+  }
+  applier_ = std::thread::id();
+  {
+    MutexLock lock(&mu_);
+    applying_ = false;
+  }
   MUSTER_RETURN_IF_ERROR(journal_status_);
-  if (records > 0 || core_.last_term() > 1) {
+  if (records > 0 || term > 1) {
     MUSTER_LOG(Info) << "term " << term << " from " << journal_->description() << ": " << records
                      << " records replayed in " << absl::FormatDuration(absl::Now() - start)
                      << ", revision " << core_.revision();
@@ -166,24 +189,111 @@ void Engine::Stop() {
   ended_ = true;
 }
 
-bool Engine::Post(Task&& task) {
-  bool wake;
+bool Engine::Post(Task&& task, By by) {
   {
     MutexLock lock(&mu_);
     if (ended_) return false;
     queue_.push_back(std::move(task));
     queue_depth_.fetch_add(1, std::memory_order_relaxed);
-    wake = sleeping_;
-    sleeping_ = false;
+    if (applying_) {
+      // Start waits for the journal without applying.
+      if (by == By::kThread) wake_.SignalAll();
+      return true;
+    }
+    if (by == By::kThread || stop_) {
+      wake_.SignalAll();
+      return true;
+    }
+    applying_ = true;
   }
-  if (wake) wake_.Signal();
+  ApplyAll();
   return true;
 }
 
-void Engine::Run() {
-  apply_thread_ = std::this_thread::get_id();
-  while (RunOnce(/*wait=*/true)) {
+void Engine::ApplyAll() {
+  applier_ = std::this_thread::get_id();
+  std::vector<Task> tasks;
+  bool wake = false;
+  while (true) {
+    {
+      MutexLock lock(&mu_);
+      tasks.clear();
+      if (spare_.capacity() < tasks.capacity()) spare_.swap(tasks);
+      if (queue_.empty()) {
+        applier_ = std::thread::id();
+        applying_ = false;
+        wake = armed_ == absl::InfinitePast() || NextDeadline() < armed_ || SnapshotDue();
+        break;
+      }
+      tasks.swap(queue_);
+      if (queue_.capacity() == 0) queue_.swap(spare_);
+      queue_depth_.fetch_sub(tasks.size(), std::memory_order_relaxed);
+    }
+    ApplyBatch(tasks);
   }
+  if (wake) wake_.SignalAll();
+}
+
+void Engine::ApplyBatch(std::vector<Task>& tasks) {
+  events_.fetch_add(tasks.size(), std::memory_order_relaxed);
+  const absl::Time now = options_.clock->Now();
+  if (core_.NextDeadline() <= now) core_.Tick(now, &out_);
+  CheckSessions(now);
+  for (Task& task : tasks) task();
+  Drain();
+  FlushSessions();
+  ServeWatchers();
+}
+
+absl::Time Engine::NextDeadline() const {
+  const absl::Time core = core_.NextDeadline();
+  return expiring_.empty() ? core : std::min(core, expiring_.begin()->first);
+}
+
+bool Engine::SnapshotDue() const {
+  return !snapshot_running_ && !stopped_ && journal_status_.ok() &&
+         (journal_->records_since_snapshot() >= options_.snapshot_records ||
+          journal_->bytes_since_snapshot() >= options_.snapshot_bytes);
+}
+
+// A burst (ten thousand joins) leaves memory that the allocator keeps for the thread that made it:
+// give it back.
+void Engine::MaybeTrim(absl::Time now) {
+  if (now < last_trim_ + kTrimPeriod) return;
+  last_trim_ = now;
+  const struct mallinfo2 info = mallinfo2();
+  if (info.fordblks > kTrimBytes) malloc_trim(0);
+}
+
+void Engine::Run() {
+  std::vector<Task> nothing;
+  mu_.Lock();
+  while (true) {
+    if (applying_) {
+      armed_ = absl::InfinitePast();
+      wake_.Wait(&mu_);
+      continue;
+    }
+    if (stop_) break;
+    const absl::Time now = options_.clock->Now();
+    const absl::Time deadline = NextDeadline();
+    if (queue_.empty() && deadline > now && !SnapshotDue()) {
+      armed_ = std::min(deadline, now + kTrimPeriod);
+      wake_.WaitWithTimeout(&mu_, armed_ - now);
+      if (!applying_ && queue_.empty()) MaybeTrim(options_.clock->Now());
+      continue;
+    }
+    applying_ = true;
+    mu_.Unlock();
+    applier_ = std::this_thread::get_id();
+    if (SnapshotDue()) TakeSnapshot(nullptr);
+    ApplyBatch(nothing);
+    ApplyAll();
+    mu_.Lock();
+  }
+  applying_ = true;
+  mu_.Unlock();
+  applier_ = std::this_thread::get_id();
   StopAll();
   // What was posted meanwhile is answered too, and what is posted later is answered by the poster.
   while (true) {
@@ -199,45 +309,6 @@ void Engine::Run() {
     for (Task& task : tasks) task();
     out_.Clear();
   }
-}
-
-bool Engine::RunOnce(bool wait) {
-  std::vector<Task> tasks;
-  const absl::Time spin_until = options_.spin > absl::ZeroDuration()
-                                    ? options_.clock->Now() + options_.spin
-                                    : absl::InfinitePast();
-  while (true) {
-    if (spin_until != absl::InfinitePast()) {
-      while (queue_depth_.load(std::memory_order_relaxed) == 0 &&
-             options_.clock->Now() < spin_until) {
-      }
-    }
-    absl::Time deadline = core_.NextDeadline();
-    if (!expiring_.empty()) deadline = std::min(deadline, expiring_.begin()->first);
-    const absl::Time now = options_.clock->Now();
-    MutexLock lock(&mu_);
-    if (!queue_.empty()) {
-      tasks.swap(queue_);
-      queue_depth_.fetch_sub(tasks.size(), std::memory_order_relaxed);
-      break;
-    }
-    if (stop_) return false;
-    if (deadline <= now || !wait) break;
-    sleeping_ = true;
-    wake_.WaitWithTimeout(&mu_, deadline - now);
-    sleeping_ = false;
-    if (queue_.empty() && !stop_) break;
-  }
-  events_.fetch_add(tasks.size(), std::memory_order_relaxed);
-  const absl::Time now = options_.clock->Now();
-  if (core_.NextDeadline() <= now) core_.Tick(now, &out_);
-  CheckSessions(now);
-  for (Task& task : tasks) task();
-  Drain();
-  FlushSessions();
-  ServeWatchers();
-  MaybeSnapshot();
-  return true;
 }
 
 void Engine::Drain() {
@@ -640,7 +711,7 @@ void Engine::TakeSnapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
   const uint64_t revision = core_.last_record_revision();
   journal_->WriteSnapshot(revision, core_.Snapshot(),
                           [this, revision, done = std::move(done)](absl::Status status) {
-                            Post([this] { snapshot_running_ = false; });
+                            Post([this] { snapshot_running_ = false; }, By::kThread);
                             if (!status.ok())
                               MUSTER_LOG(Warning) << "snapshot of revision " << revision
                                                   << " failed: " << status.message();
@@ -651,15 +722,6 @@ void Engine::TakeSnapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
                               done(status);
                             }
                           });
-}
-
-void Engine::MaybeSnapshot() {
-  if (snapshot_running_ || stopped_ || !journal_status_.ok()) return;
-  if (journal_->records_since_snapshot() < options_.snapshot_records &&
-      journal_->bytes_since_snapshot() < options_.snapshot_bytes) {
-    return;
-  }
-  TakeSnapshot(nullptr);
 }
 
 void Engine::WithCore(absl::AnyInvocable<void(Core*)> task) {

@@ -97,11 +97,11 @@ class Engine {
 
   // Writes a snapshot now; `done` gets its revision.
   void Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done);
-  // Runs `task` on the apply thread with the core. After Stop, or when stopping, it is run with
-  // nullptr.
+  // Runs `task` with the core, in turn with all other events. After Stop, or when stopping, it is
+  // run with nullptr.
   void WithCore(absl::AnyInvocable<void(Core*)> task);
 
-  // Called once, on the apply thread, when a caller has seen a newer coordinator. Set before Start.
+  // Called once, by whoever applies, when a caller has seen a newer coordinator. Set before Start.
   void set_on_deposed(std::function<void()> callback) { on_deposed_ = std::move(callback); }
   // Called on changes of the journal's health. Set before Start.
   void set_on_journal_health(std::function<void(bool ok)> callback) {
@@ -136,12 +136,19 @@ class Engine {
   };
   using Task = absl::AnyInvocable<void()>;
 
-  // False, and `task` is not kept, once the apply thread has ended.
-  bool Post(Task&& task);
+  enum class By { kCaller, kThread };
+  // `task` is applied by the caller if nobody is applying and `by` allows it, else by another
+  // thread. False, and `task` is not kept, once the engine has ended.
+  bool Post(Task&& task, By by = By::kCaller);
   void Run();
-  // Runs what is queued; with `wait`, sleeps until there is something or the core's next deadline.
-  bool RunOnce(bool wait);
-  // All below: apply thread only.
+  // Applies until the queue is empty. Requires applying_, set by this thread.
+  void ApplyAll();
+  void ApplyBatch(std::vector<Task>& tasks);
+  absl::Time NextDeadline() const;
+  bool SnapshotDue() const;
+  void MaybeTrim(absl::Time now);
+
+  // All below: whoever is applying.
   void DoCall(CallId id, const v1::Op& op, absl::string_view node, absl::string_view peer,
               OpenCall call);
   void DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFrame& frame,
@@ -159,7 +166,6 @@ class Engine {
   void MarkDirty(const std::shared_ptr<Session>& session);
   void FlushSessions();
   void ServeWatchers();
-  void MaybeSnapshot();
   void TakeSnapshot(std::function<void(absl::StatusOr<uint64_t>)> done);
   void CheckSessions(absl::Time now);
   void StopAll();
@@ -172,7 +178,7 @@ class Engine {
   std::shared_ptr<const Answer> stopping_answer_;
   std::shared_ptr<const Answer> cancelled_;
 
-  // Apply thread only (Start before it runs).
+  // Whoever is applying; also read under mu_ while nobody is.
   Core core_;
   Output out_;
   uint64_t durable_revision_ = 0;
@@ -189,7 +195,8 @@ class Engine {
   absl::flat_hash_map<WatchLink*, Watcher> watchers_;
   std::vector<std::string> changed_jobs_;
 
-  std::atomic<std::thread::id> apply_thread_{};
+  std::atomic<std::thread::id> applier_{};
+  absl::Time last_trim_ = absl::InfinitePast();
   std::atomic<CallId> next_call_{1};
   std::atomic<uint64_t> queue_depth_{0};
   std::atomic<uint64_t> events_{0};
@@ -204,7 +211,10 @@ class Engine {
   Mutex mu_;
   CondVar wake_;
   std::vector<Task> queue_ ABSL_GUARDED_BY(mu_);
-  bool sleeping_ ABSL_GUARDED_BY(mu_) = false;
+  std::vector<Task> spare_ ABSL_GUARDED_BY(mu_);  // an empty queue with memory
+  bool applying_ ABSL_GUARDED_BY(mu_) = false;
+  // When the thread wakes by itself; InfinitePast: it wants to be woken when applying ends.
+  absl::Time armed_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
 

@@ -1,0 +1,1067 @@
+#include "coordinator/service/server.h"
+
+#include <grpcpp/create_channel.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <unistd.h>
+
+#include <deque>
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/mutex.h"
+#include "coordinator/journal/memory_journal.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "proto/muster/v1/admin.grpc.pb.h"
+#include "proto/muster/v1/barrier.grpc.pb.h"
+#include "proto/muster/v1/kv.grpc.pb.h"
+#include "proto/muster/v1/membership.grpc.pb.h"
+#include "proto/muster/v1/rendezvous.grpc.pb.h"
+#include "proto/muster/v1/session.grpc.pb.h"
+#include "proto/muster/v1/trigger.grpc.pb.h"
+#include "proto/muster/v1/watch.grpc.pb.h"
+#include "rpc/channel.h"
+#include "rpc/status.h"
+
+namespace muster::coordinator {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr absl::Duration kPatience = absl::Seconds(60);
+
+std::unique_ptr<CoordinatorServer> StartServer(CoordinatorServer::Options options = {}) {
+  auto server = CoordinatorServer::Start(std::move(options));
+  EXPECT_TRUE(server.ok()) << server.status();
+  return server.ok() ? *std::move(server) : nullptr;
+}
+
+// A journal that is durable when the test says so, and fails when it says so.
+class HeldJournal final : public Journal {
+ public:
+  const std::string& cluster_id() const override { return cluster_id_; }
+  uint64_t term() const override { return 1; }
+  const std::string& description() const override { return description_; }
+  absl::Status Replay(const std::function<absl::Status(uint64_t, absl::string_view)>&,
+                      const std::function<absl::Status(uint64_t, absl::string_view)>&) override {
+    return absl::OkStatus();
+  }
+  void Start(std::function<void(const Progress&)> progress) override {
+    progress_ = std::move(progress);
+  }
+  void Append(uint64_t revision, std::string) override {
+    bool held;
+    {
+      MutexLock lock(&mu_);
+      appended_ = revision;
+      held = held_;
+      changed_.SignalAll();
+    }
+    if (!held) Tell(revision, absl::OkStatus());
+  }
+  void WriteSnapshot(uint64_t, std::string, std::function<void(absl::Status)> done) override {
+    done(absl::ResourceExhaustedError("no room"));
+  }
+  uint64_t records_since_snapshot() const override { return 0; }
+  uint64_t bytes_since_snapshot() const override { return 0; }
+  void Stop() override {}
+
+  // From now on nothing becomes durable.
+  void Hold() {
+    MutexLock lock(&mu_);
+    held_ = true;
+    seen_ = appended_;
+  }
+  // Blocks until something was appended since Hold.
+  void WaitAppended() {
+    MutexLock lock(&mu_);
+    while (appended_ == seen_) changed_.Wait(&mu_);
+  }
+  void Fail() { Tell(seen(), absl::ResourceExhaustedError("disk full")); }
+  void Release() {
+    uint64_t revision;
+    {
+      MutexLock lock(&mu_);
+      held_ = false;
+      revision = appended_;
+    }
+    Tell(revision, absl::OkStatus());
+  }
+
+ private:
+  uint64_t seen() {
+    MutexLock lock(&mu_);
+    return seen_;
+  }
+  void Tell(uint64_t revision, absl::Status status) {
+    progress_({.durable_revision = revision,
+               .status = std::move(status),
+               .took = absl::ZeroDuration(),
+               .records = 1,
+               .bytes = 1});
+  }
+
+  const std::string cluster_id_ = NewClusterId();
+  const std::string description_ = "held";
+  std::function<void(const Progress&)> progress_;
+  Mutex mu_;
+  CondVar changed_;
+  bool held_ ABSL_GUARDED_BY(mu_) = false;
+  uint64_t appended_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t seen_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+v1::JoinRequest JoinOf(const std::string& job, int rank, int world) {
+  v1::JoinRequest join;
+  join.mutable_fence()->set_job_id(job);
+  join.mutable_fence()->set_worker_id(absl::StrCat("w", rank));
+  join.mutable_fence()->set_incarnation(100 + rank);
+  join.mutable_spec()->set_min_workers(world);
+  join.mutable_spec()->set_max_workers(world);
+  join.mutable_spec()->mutable_lease()->set_seconds(3600);
+  join.mutable_spec()->set_end_generation_on_failure(true);
+  join.mutable_topology()->set_host("h");
+  join.mutable_topology()->set_local_rank(rank);
+  join.mutable_topology()->set_local_world_size(world);
+  join.set_preferred_rank(rank);
+  return join;
+}
+
+v1::Fence FenceOf(const std::string& job, int rank, uint64_t generation, uint64_t request = 0) {
+  v1::Fence fence;
+  fence.set_job_id(job);
+  fence.set_worker_id(absl::StrCat("w", rank));
+  fence.set_incarnation(100 + rank);
+  fence.set_generation(generation);
+  fence.set_request_id(request);
+  return fence;
+}
+
+// The unary calls of one client, each with a deadline.
+class Client {
+ public:
+  explicit Client(const std::string& address)
+      : channel_(*rpc::Connect(address, {.own_connection = true})) {}
+
+  template <typename Service, typename Request, typename Reply>
+  absl::Status Call(grpc::Status (Service::Stub::*method)(grpc::ClientContext*, const Request&,
+                                                          Reply*),
+                    const Request& request, Reply* reply, absl::Duration timeout = kPatience) {
+    grpc::ClientContext context;
+    rpc::SetTimeout(context, timeout);
+    context.set_wait_for_ready(true);
+    auto stub = Service::NewStub(channel_);
+    return rpc::FromGrpc((stub.get()->*method)(&context, request, reply));
+  }
+
+  absl::Status Join(const v1::JoinRequest& join, v1::JoinReply* reply) {
+    return Call<v1::Rendezvous>(&v1::Rendezvous::Stub::Join, join, reply);
+  }
+  absl::Status Put(const v1::Fence& fence, const std::string& key, const std::string& value,
+                   bool durable, v1::TxnReply* reply = nullptr) {
+    v1::TxnRequest txn;
+    *txn.mutable_fence() = fence;
+    v1::PutOp& put = *txn.add_then()->mutable_put();
+    put.set_key(key);
+    put.set_value(value);
+    put.set_klass(durable ? v1::KV_CLASS_DURABLE : v1::KV_CLASS_EPHEMERAL);
+    v1::TxnReply unused;
+    return Call<v1::KeyValueStore>(&v1::KeyValueStore::Stub::Txn, txn,
+                                   reply == nullptr ? &unused : reply);
+  }
+  absl::StatusOr<std::string> Get(const v1::Fence& fence, const std::string& key) {
+    v1::TxnRequest txn;
+    *txn.mutable_fence() = fence;
+    txn.add_then()->mutable_get()->set_key(key);
+    v1::TxnReply reply;
+    const absl::Status status = Call<v1::KeyValueStore>(&v1::KeyValueStore::Stub::Txn, txn, &reply);
+    if (!status.ok()) return status;
+    if (reply.results(0).kvs_size() == 0) return absl::NotFoundError(key);
+    return reply.results(0).kvs(0).value();
+  }
+  absl::Status Wait(const v1::Fence& fence, const std::string& key,
+                    absl::Duration timeout = kPatience) {
+    v1::WaitRequest wait;
+    *wait.mutable_fence() = fence;
+    wait.add_keys(key);
+    wait.mutable_timeout()->set_seconds(3000);
+    v1::WaitReply reply;
+    return Call<v1::KeyValueStore>(&v1::KeyValueStore::Stub::Wait, wait, &reply, timeout);
+  }
+  absl::StatusOr<v1::StatusReply> Status() {
+    v1::StatusReply reply;
+    const absl::Status status =
+        Call<v1::Admin>(&v1::Admin::Stub::Status, v1::StatusRequest(), &reply);
+    if (!status.ok()) return status;
+    return reply;
+  }
+  const std::shared_ptr<grpc::Channel>& channel() { return channel_; }
+
+ private:
+  std::shared_ptr<grpc::Channel> channel_;
+};
+
+// One worker seated alone in `job`; its generation.
+uint64_t SeatOne(Client& client, const std::string& job) {
+  v1::JoinReply reply;
+  const absl::Status status = client.Join(JoinOf(job, 0, 1), &reply);
+  EXPECT_TRUE(status.ok()) << status;
+  return reply.generation();
+}
+
+// An agent's stream, as an agent would use it.
+class AgentClient {
+ public:
+  AgentClient(const std::string& address, const std::string& node, uint64_t incarnation)
+      : channel_(*rpc::Connect(address, {.own_connection = true})),
+        node_(node),
+        incarnation_(incarnation) {}
+  ~AgentClient() { Break(); }
+
+  v1::Welcome Attach() {
+    Break();
+    context_ = std::make_unique<grpc::ClientContext>();
+    context_->set_wait_for_ready(true);
+    stream_ = v1::Session::NewStub(channel_)->Attach(context_.get());
+    v1::AgentFrame hello;
+    hello.mutable_hello()->set_protocol_min(1);
+    hello.mutable_hello()->set_protocol_max(1);
+    hello.mutable_hello()->set_node(node_);
+    hello.mutable_hello()->set_host(node_);
+    hello.mutable_hello()->set_agent_incarnation(incarnation_);
+    hello.mutable_hello()->set_last_received_seq(received_);
+    EXPECT_TRUE(stream_->Write(hello));
+    v1::CoordinatorFrame frame;
+    EXPECT_TRUE(stream_->Read(&frame));
+    EXPECT_TRUE(frame.has_welcome()) << frame.ShortDebugString();
+    if (frame.welcome().session_id() != session_) received_ = 0;
+    session_ = frame.welcome().session_id();
+    return frame.welcome();
+  }
+  // The connection is lost.
+  void Break() {
+    if (stream_ == nullptr) return;
+    context_->TryCancel();
+    stream_->Finish();
+    stream_.reset();
+  }
+  uint64_t Send(std::vector<v1::Op> ops) {
+    v1::AgentFrame frame;
+    frame.set_seq(++seq_);
+    frame.set_ack(received_);
+    for (v1::Op& op : ops) *frame.mutable_ops()->add_ops() = std::move(op);
+    last_ = frame;
+    EXPECT_TRUE(stream_->Write(frame));
+    return seq_;
+  }
+  void SendAgain() { EXPECT_TRUE(stream_->Write(last_)); }
+  void SendRaw(const v1::AgentFrame& frame) { EXPECT_TRUE(stream_->Write(frame)); }
+  // The next frame that is more than an acknowledgement; false when the stream has ended.
+  bool Read(v1::CoordinatorFrame* frame) {
+    while (stream_->Read(frame)) {
+      if (frame->ack() > acked_) acked_ = frame->ack();
+      if (frame->seq() != 0) {
+        EXPECT_GT(frame->seq(), received_) << "a frame came twice on one stream";
+        received_ = frame->seq();
+      }
+      if (frame->kind_case() != v1::CoordinatorFrame::KIND_NOT_SET) return true;
+    }
+    return false;
+  }
+  // Reads until the op has its result.
+  v1::OpResult Result(uint64_t op_id) {
+    while (!results_.contains(op_id)) {
+      v1::CoordinatorFrame frame;
+      if (!Read(&frame)) {
+        ADD_FAILURE() << "the stream ended before the result of op " << op_id;
+        return {};
+      }
+      for (const v1::OpResult& result : frame.results().results()) {
+        EXPECT_FALSE(results_.contains(result.op_id())) << "two results";
+        results_[result.op_id()] = result;
+      }
+      if (frame.has_directive()) directives_.push_back(frame.directive());
+    }
+    return results_[op_id];
+  }
+  v1::Directive NextDirective() {
+    while (directives_.empty()) {
+      v1::CoordinatorFrame frame;
+      if (!Read(&frame)) {
+        ADD_FAILURE() << "the stream ended before a directive";
+        return {};
+      }
+      for (const v1::OpResult& result : frame.results().results())
+        results_[result.op_id()] = result;
+      if (frame.has_directive()) directives_.push_back(frame.directive());
+    }
+    v1::Directive directive = directives_.front();
+    directives_.pop_front();
+    return directive;
+  }
+  absl::Status Finish() {
+    v1::CoordinatorFrame frame;
+    while (stream_->Read(&frame)) {
+    }
+    const absl::Status status = rpc::FromGrpc(stream_->Finish());
+    stream_.reset();
+    return status;
+  }
+  grpc::ClientReaderWriter<v1::AgentFrame, v1::CoordinatorFrame>& stream() { return *stream_; }
+
+ private:
+  const std::shared_ptr<grpc::Channel> channel_;
+  const std::string node_;
+  const uint64_t incarnation_;
+  std::unique_ptr<grpc::ClientContext> context_;
+  std::unique_ptr<grpc::ClientReaderWriter<v1::AgentFrame, v1::CoordinatorFrame>> stream_;
+  uint64_t seq_ = 0;
+  uint64_t received_ = 0;
+  uint64_t acked_ = 0;
+  std::string session_;
+  v1::AgentFrame last_;
+  std::map<uint64_t, v1::OpResult> results_;
+  std::deque<v1::Directive> directives_;
+};
+
+v1::Op JoinOp(uint64_t op_id, const std::string& job, int rank, int world) {
+  v1::Op op;
+  op.set_op_id(op_id);
+  *op.mutable_join() = JoinOf(job, rank, world);
+  return op;
+}
+
+v1::Op ArriveOp(uint64_t op_id, const std::string& job, int rank, uint64_t generation,
+                uint64_t counter = 0) {
+  v1::Op op;
+  op.set_op_id(op_id);
+  v1::ArriveRequest& arrive = *op.mutable_arrive();
+  *arrive.mutable_fence() = FenceOf(job, rank, generation);
+  arrive.set_barrier_id("b");
+  arrive.set_counter(counter);
+  arrive.set_rank(rank);
+  return op;
+}
+
+TEST(CoordinatorServer, UnaryWithoutDeadline_IsRefused) {
+  auto server = StartServer();
+  Client client(server->address());
+  grpc::ClientContext context;
+  v1::TxnReply reply;
+  const absl::Status status = rpc::FromGrpc(
+      v1::KeyValueStore::NewStub(client.channel())->Txn(&context, v1::TxnRequest(), &reply));
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_DEADLINE_REQUIRED);
+}
+
+TEST(CoordinatorServer, LateWorker_IsWaitedFor) {
+  auto server = StartServer();
+  Client first(server->address()), late(server->address());
+  v1::JoinReply first_reply, late_reply;
+  std::thread waiting([&] { EXPECT_TRUE(first.Join(JoinOf("j", 0, 2), &first_reply).ok()); });
+  while (server->engine().open_calls() == 0) std::this_thread::yield();
+  EXPECT_TRUE(late.Join(JoinOf("j", 1, 2), &late_reply).ok());
+  waiting.join();
+  EXPECT_EQ(first_reply.rank(), 0);
+  EXPECT_EQ(late_reply.rank(), 1);
+  EXPECT_EQ(first_reply.generation(), late_reply.generation());
+  EXPECT_EQ(first_reply.header().term(), 1u);
+  EXPECT_EQ(first_reply.header().cluster_id().size(), 32u);
+}
+
+TEST(CoordinatorServer, WaitingGet_EndsWhenTheKeyIsPut) {
+  auto server = StartServer();
+  Client client(server->address()), other(server->address());
+  const uint64_t generation = SeatOne(client, "j");
+  std::thread waiting([&] {
+    const absl::Status status = other.Wait(FenceOf("j", 0, generation), "k");
+    EXPECT_TRUE(status.ok()) << status;
+  });
+  while (server->engine().open_calls() == 0) std::this_thread::yield();
+  EXPECT_TRUE(client.Put(FenceOf("j", 0, generation), "k", "v", false).ok());
+  waiting.join();
+  EXPECT_EQ(*client.Get(FenceOf("j", 0, generation), "k"), "v");
+}
+
+TEST(CoordinatorServer, CallerGone_IsForgotten) {
+  auto server = StartServer();
+  Client client(server->address());
+  const uint64_t generation = SeatOne(client, "j");
+  const absl::Status status =
+      client.Wait(FenceOf("j", 0, generation), "never", absl::Milliseconds(50));
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
+  while (server->engine().open_calls() != 0) std::this_thread::yield();
+  EXPECT_TRUE(client.Put(FenceOf("j", 0, generation), "never", "v", false).ok());
+}
+
+TEST(CoordinatorServer, Shutdown_AnswersThoseWhoWait) {
+  auto server = StartServer();
+  Client client(server->address()), other(server->address());
+  AgentClient agent(server->address(), "node", 1);
+  agent.Attach();
+  const uint64_t generation = SeatOne(client, "j");
+  std::thread waiting([&] {
+    const absl::Status status = other.Wait(FenceOf("j", 0, generation), "never");
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+    EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_STOPPING);
+  });
+  while (server->engine().open_calls() == 0) std::this_thread::yield();
+  server->Shutdown();
+  waiting.join();
+  EXPECT_EQ(agent.Finish().code(), absl::StatusCode::kUnavailable);
+  server->Shutdown();  // repeatable
+}
+
+TEST(AgentStream, Operations_OfAllRanksGoInOneFrame) {
+  auto server = StartServer();
+  AgentClient agent(server->address(), "node", 1);
+  const v1::Welcome welcome = agent.Attach();
+  EXPECT_EQ(welcome.term(), 1u);
+  EXPECT_EQ(welcome.protocol(), 1u);
+  EXPECT_FALSE(welcome.session_id().empty());
+  agent.Send({JoinOp(1, "j", 0, 2), JoinOp(2, "j", 1, 2)});
+  const v1::OpResult first = agent.Result(1), second = agent.Result(2);
+  ASSERT_TRUE(first.has_join()) << first.ShortDebugString();
+  EXPECT_EQ(first.join().rank(), 0);
+  EXPECT_EQ(second.join().rank(), 1);
+  const uint64_t generation = first.join().generation();
+  agent.Send({ArriveOp(3, "j", 0, generation), ArriveOp(4, "j", 1, generation)});
+  EXPECT_EQ(agent.Result(3).arrive().report().state(), v1::BARRIER_STATE_PASSED);
+  EXPECT_EQ(agent.Result(3).arrive().report().SerializeAsString(),
+            agent.Result(4).arrive().report().SerializeAsString());
+}
+
+TEST(AgentStream, BrokenInABarrier_ResumesAndGetsTheResultOnce) {
+  auto server = StartServer();
+  AgentClient a(server->address(), "node-a", 1), b(server->address(), "node-b", 2);
+  const std::string session = a.Attach().session_id();
+  b.Attach();
+  a.Send({JoinOp(1, "j", 0, 2)});
+  b.Send({JoinOp(1, "j", 1, 2)});
+  const uint64_t generation = a.Result(1).join().generation();
+  b.Result(1);
+  a.Send({ArriveOp(2, "j", 0, generation)});
+  while (server->engine().open_calls() == 0) std::this_thread::yield();
+  a.Break();
+  b.Send({ArriveOp(2, "j", 1, generation)});
+  EXPECT_EQ(b.Result(2).arrive().report().state(), v1::BARRIER_STATE_PASSED);
+  const v1::Welcome welcome = a.Attach();
+  EXPECT_EQ(welcome.session_id(), session);
+  EXPECT_EQ(welcome.last_received_seq(), 2u);
+  a.SendAgain();  // the coordinator has seen it: no second effect, no second result
+  EXPECT_EQ(a.Result(2).arrive().report().state(), v1::BARRIER_STATE_PASSED);
+  a.Send({ArriveOp(3, "j", 0, generation, 1)});
+  b.Send({ArriveOp(3, "j", 1, generation, 1)});
+  EXPECT_EQ(a.Result(3).arrive().report().counter(), 1u);
+}
+
+TEST(AgentStream, UnacknowledgedResults_AreSentAgainAfterEveryBreak) {
+  auto server = StartServer();
+  AgentClient agent(server->address(), "node", 1);
+  agent.Attach();
+  agent.Send({JoinOp(1, "j", 0, 1)});
+  const uint64_t generation = agent.Result(1).join().generation();
+  for (uint64_t i = 0; i < 20; ++i) {
+    const uint64_t seq = agent.Send({ArriveOp(2 + i, "j", 0, generation, i)});
+    // Sometimes before, sometimes after the result has come.
+    if (i % 3 == 0) agent.Result(2 + i);
+    if (agent.Attach().last_received_seq() < seq) agent.SendAgain();
+    EXPECT_EQ(agent.Result(2 + i).arrive().report().counter(), i);
+  }
+}
+
+TEST(AgentStream, NewIncarnation_StartsANewSession) {
+  auto server = StartServer();
+  AgentClient old_agent(server->address(), "node", 1);
+  const std::string session = old_agent.Attach().session_id();
+  AgentClient new_agent(server->address(), "node", 2);
+  const v1::Welcome welcome = new_agent.Attach();
+  EXPECT_NE(welcome.session_id(), session);
+  EXPECT_EQ(welcome.last_received_seq(), 0u);
+  EXPECT_EQ(old_agent.Finish().code(), absl::StatusCode::kAborted);
+  EXPECT_EQ(server->engine().agents(), 1u);
+}
+
+TEST(AgentStream, ResumeWindowOver_AbandonsItsCalls) {
+  CoordinatorServer::Options options;
+  options.engine.resume_window = absl::ZeroDuration();
+  auto server = StartServer(std::move(options));
+  AgentClient agent(server->address(), "node", 1);
+  agent.Attach();
+  agent.Send({JoinOp(1, "j", 0, 2)});
+  while (server->engine().open_calls() == 0) std::this_thread::yield();
+  agent.Break();
+  while (server->engine().open_calls() != 0 || server->engine().agents() != 0)
+    std::this_thread::yield();
+  Client client(server->address());
+  EXPECT_EQ(client.Status()->jobs(0).waiting(), 0);
+}
+
+TEST(AgentStream, WorkerKilled_EveryAgentIsTold) {
+  auto server = StartServer();
+  AgentClient a(server->address(), "node-a", 1), b(server->address(), "node-b", 2);
+  a.Attach();
+  b.Attach();
+  a.Send({JoinOp(1, "j", 0, 2)});
+  b.Send({JoinOp(1, "j", 1, 2)});
+  const uint64_t generation = a.Result(1).join().generation();
+  b.Result(1);
+  v1::Op op;
+  op.set_op_id(2);
+  v1::ReportExitRequest& report = *op.mutable_report_exit();
+  *report.mutable_fence() = FenceOf("j", 0, generation);
+  report.set_worker_id("w0");
+  report.set_incarnation(100);
+  report.mutable_cause()->set_signal(9);
+  a.Send({op});
+  for (AgentClient* agent : {&a, &b}) {
+    const v1::Directive directive = agent->NextDirective();
+    ASSERT_TRUE(directive.has_generation_ended()) << directive.ShortDebugString();
+    EXPECT_EQ(directive.generation_ended().generation(), generation);
+    EXPECT_EQ(directive.generation_ended().job_id(), "j");
+  }
+}
+
+TEST(AgentStream, WrongFirstFrames_EndTheStreamWithAReason) {
+  auto server = StartServer();
+  const auto first = [&](const v1::AgentFrame& frame) {
+    auto channel = *rpc::Connect(server->address());
+    auto stub = v1::Session::NewStub(channel);
+    grpc::ClientContext context;
+    auto stream = stub->Attach(&context);
+    stream->Write(frame);
+    v1::CoordinatorFrame answer;
+    while (stream->Read(&answer)) {
+    }
+    return rpc::FromGrpc(stream->Finish());
+  };
+  v1::AgentFrame frame;
+  frame.mutable_beat();
+  EXPECT_EQ(first(frame).code(), absl::StatusCode::kInvalidArgument);
+  frame.mutable_hello()->set_protocol_max(1);
+  EXPECT_THAT(std::string(first(frame).message()), HasSubstr("hello.node"));
+  frame.mutable_hello()->set_node("n");
+  frame.mutable_hello()->set_protocol_min(7);
+  frame.mutable_hello()->set_protocol_max(9);
+  const absl::Status status = first(frame);
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("protocol 7 to 9"));
+}
+
+TEST(AgentStream, Bye_EndsTheSession) {
+  auto server = StartServer();
+  AgentClient agent(server->address(), "node", 1);
+  agent.Attach();
+  v1::AgentFrame bye;
+  bye.mutable_bye()->set_reason("done");
+  agent.SendRaw(bye);
+  EXPECT_TRUE(agent.Finish().ok());
+  EXPECT_EQ(server->engine().agents(), 0u);
+}
+
+TEST(Journal, Restart_KeepsSeatsKeysAndAnswers) {
+  const std::string dir = ::testing::TempDir() + "/server_restart";
+  std::filesystem::remove_all(dir);
+  uint64_t generation;
+  std::string first_answer;
+  CoordinatorServer::Options options;
+  options.data_dir = dir;
+  {
+    auto server = StartServer(std::move(options));
+    Client client(server->address());
+    generation = SeatOne(client, "j");
+    v1::TxnReply reply;
+    ASSERT_TRUE(client.Put(FenceOf("j", 0, generation, 7), "k", "v1", true, &reply).ok());
+    first_answer = reply.results(0).SerializeAsString();
+  }
+  CoordinatorServer::Options again;
+  again.data_dir = dir;
+  auto server = StartServer(std::move(again));
+  Client client(server->address());
+  EXPECT_EQ(client.Status()->header().term(), 2u);
+  EXPECT_EQ(*client.Get(FenceOf("j", 0, generation), "k"), "v1");
+  v1::TxnReply reply;
+  ASSERT_TRUE(client.Put(FenceOf("j", 0, generation, 7), "k", "v1", true, &reply).ok());
+  EXPECT_EQ(reply.results(0).SerializeAsString(), first_answer);
+  // The seat is still held: the same generation goes on.
+  v1::ArriveReply arrive;
+  const absl::Status status = client.Call<v1::Barrier>(
+      &v1::Barrier::Stub::Arrive, ArriveOp(1, "j", 0, generation).arrive(), &arrive);
+  EXPECT_TRUE(status.ok()) << status;
+  std::filesystem::remove_all(dir);
+}
+
+TEST(Journal, AgentOverARestart_JoinsInAgainAndFinishesItsBarrier) {
+  const std::string dir = ::testing::TempDir() + "/agent_restart";
+  std::filesystem::remove_all(dir);
+  CoordinatorServer::Options options;
+  options.data_dir = dir;
+  auto server = StartServer(std::move(options));
+  const std::string address = server->address();
+  AgentClient a(address, "node-a", 1), b(address, "node-b", 2);
+  const std::string session = a.Attach().session_id();
+  b.Attach();
+  a.Send({JoinOp(1, "j", 0, 2)});
+  b.Send({JoinOp(1, "j", 1, 2)});
+  const uint64_t generation = a.Result(1).join().generation();
+  b.Result(1);
+  a.Send({ArriveOp(2, "j", 0, generation)});
+  while (server->engine().open_calls() == 0) std::this_thread::yield();
+  server.reset();
+  CoordinatorServer::Options again;
+  again.data_dir = dir;
+  again.rpc.listen = address;
+  server = StartServer(std::move(again));
+  ASSERT_NE(server, nullptr);
+  const v1::Welcome welcome = a.Attach();
+  EXPECT_EQ(welcome.term(), 2u);
+  EXPECT_NE(welcome.session_id(), session);  // so the agent sends again every op that has no result
+  b.Attach();
+  a.SendAgain();
+  b.Send({ArriveOp(2, "j", 1, generation)});
+  EXPECT_EQ(a.Result(2).arrive().report().state(), v1::BARRIER_STATE_PASSED);
+  EXPECT_EQ(b.Result(2).arrive().report().state(), v1::BARRIER_STATE_PASSED);
+  server.reset();
+  std::filesystem::remove_all(dir);
+}
+
+TEST(Journal, SecondCoordinatorOnTheDirectory_IsRefused) {
+  const std::string dir = ::testing::TempDir() + "/server_locked";
+  std::filesystem::remove_all(dir);
+  CoordinatorServer::Options options;
+  options.data_dir = dir;
+  auto server = StartServer(std::move(options));
+  CoordinatorServer::Options second;
+  second.data_dir = dir;
+  const absl::Status status = CoordinatorServer::Start(std::move(second)).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("process ", getpid())));
+  server.reset();
+  std::filesystem::remove_all(dir);
+}
+
+TEST(Journal, DurablePut_IsAnsweredOnlyWhenItIsOnDisk) {
+  auto journal = std::make_unique<HeldJournal>();
+  HeldJournal* raw = journal.get();
+  CoordinatorServer::Options options;
+  options.journal = std::move(journal);
+  auto server = StartServer(std::move(options));
+  Client client(server->address()), other(server->address());
+  const uint64_t generation = SeatOne(client, "j");
+  raw->Hold();
+  std::atomic<bool> answered{false};
+  std::thread writer([&] {
+    EXPECT_TRUE(other.Put(FenceOf("j", 0, generation), "durable", "v", true).ok());
+    answered = true;
+  });
+  raw->WaitAppended();
+  // A volatile write does not wait behind it.
+  EXPECT_TRUE(client.Put(FenceOf("j", 0, generation), "volatile", "v", false).ok());
+  EXPECT_FALSE(answered);
+  raw->Release();
+  writer.join();
+}
+
+TEST(Journal, DiskFull_AcknowledgesNothingAndRecovers) {
+  auto journal = std::make_unique<HeldJournal>();
+  HeldJournal* raw = journal.get();
+  CoordinatorServer::Options options;
+  options.journal = std::move(journal);
+  auto server = StartServer(std::move(options));
+  Client client(server->address()), other(server->address());
+  const uint64_t generation = SeatOne(client, "j");
+  raw->Hold();
+  std::thread writer([&] {
+    const absl::Status status = other.Put(FenceOf("j", 0, generation), "durable", "v", true);
+    EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+    EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_JOURNAL_FAILED);
+  });
+  raw->WaitAppended();
+  raw->Fail();
+  writer.join();
+  // Now it is refused before it changes anything; what needs no journal goes on.
+  const absl::Status status = client.Put(FenceOf("j", 0, generation), "second", "v", true);
+  EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_JOURNAL_FAILED);
+  EXPECT_TRUE(client.Put(FenceOf("j", 0, generation), "volatile", "v", false).ok());
+  EXPECT_THAT(server->Metrics(), HasSubstr("muster_journal_up 0\n"));
+  raw->Release();
+  // Written at last, and readable.
+  EXPECT_EQ(*client.Get(FenceOf("j", 0, generation), "durable"), "v");
+  EXPECT_EQ(client.Get(FenceOf("j", 0, generation), "second").status().code(),
+            absl::StatusCode::kNotFound);
+  EXPECT_TRUE(client.Put(FenceOf("j", 0, generation), "third", "v", true).ok());
+  EXPECT_THAT(server->Metrics(), HasSubstr("muster_journal_up 1\n"));
+}
+
+TEST(Journal, SnapshotThatFails_IsReported) {
+  CoordinatorServer::Options options;
+  options.journal = std::make_unique<HeldJournal>();
+  auto server = StartServer(std::move(options));
+  Client client(server->address());
+  v1::SnapshotReply reply;
+  const absl::Status status =
+      client.Call<v1::Admin>(&v1::Admin::Stub::Snapshot, v1::SnapshotRequest(), &reply);
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+}
+
+// A watch, read to the end of what is asked.
+class Watcher {
+ public:
+  Watcher(Client& client, const std::string& job, uint64_t from) {
+    v1::WatchRequest request;
+    request.set_job_id(job);
+    request.set_keys(true);
+    request.set_from_revision(from);
+    rpc::SetTimeout(context_, kPatience);
+    reader_ = v1::Watch::NewStub(client.channel())->Watch(&context_, request);
+  }
+  ~Watcher() {
+    if (reader_ == nullptr) return;
+    context_.TryCancel();
+    reader_->Finish();
+  }
+  bool Read(v1::WatchBatch* batch) { return reader_->Read(batch); }
+  absl::Status Finish() {
+    v1::WatchBatch batch;
+    while (reader_->Read(&batch)) {
+    }
+    const absl::Status status = rpc::FromGrpc(reader_->Finish());
+    reader_.reset();
+    return status;
+  }
+
+ private:
+  grpc::ClientContext context_;
+  std::unique_ptr<grpc::ClientReader<v1::WatchBatch>> reader_;
+};
+
+TEST(Watch, Resumed_SeesEveryWriteOnceInOrder) {
+  auto server = StartServer();
+  Client client(server->address()), writer(server->address());
+  const uint64_t generation = SeatOne(client, "j");
+  constexpr int kWrites = 300;
+  uint64_t next = client.Status()->header().revision() + 1;
+  std::thread writing([&] {
+    for (int i = 0; i < kWrites; ++i) {
+      EXPECT_TRUE(writer.Put(FenceOf("j", 0, generation), "k", absl::StrCat(i), i % 2 == 0).ok());
+    }
+  });
+  int seen = 0;
+  uint64_t last_revision = 0;
+  while (seen < kWrites) {
+    Watcher watcher(client, "j", next);
+    // A few batches, then the connection is lost and the watch resumed.
+    for (int batches = 0; batches < 3 && seen < kWrites; ++batches) {
+      v1::WatchBatch batch;
+      ASSERT_TRUE(watcher.Read(&batch));
+      for (const v1::WatchEvent& event : batch.events()) {
+        if (!event.has_put()) continue;
+        EXPECT_GT(event.revision(), last_revision);
+        last_revision = event.revision();
+        EXPECT_EQ(event.put().value(), absl::StrCat(seen));
+        ++seen;
+      }
+      next = batch.next_revision();
+    }
+  }
+  writing.join();
+}
+
+TEST(Watch, Compacted_SaysFromWhereToGoOn) {
+  CoordinatorServer::Options options;
+  options.engine.core.watch_events = 8;
+  auto server = StartServer(std::move(options));
+  Client client(server->address());
+  const uint64_t generation = SeatOne(client, "j");
+  for (int i = 0; i < 50; ++i)
+    ASSERT_TRUE(client.Put(FenceOf("j", 0, generation), "k", absl::StrCat(i), false).ok());
+  Watcher watcher(client, "j", 1);
+  const absl::Status status = watcher.Finish();
+  EXPECT_EQ(status.code(), absl::StatusCode::kOutOfRange);
+  ASSERT_TRUE(rpc::GetDetail(status).has_value());
+  EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_COMPACTED);
+  EXPECT_GT(rpc::GetDetail(status)->compacted_revision(), 1u);
+}
+
+TEST(Watch, UnknownJob_IsNotFound) {
+  auto server = StartServer();
+  Client client(server->address());
+  Watcher watcher(client, "nobody", 0);
+  EXPECT_EQ(watcher.Finish().code(), absl::StatusCode::kNotFound);
+}
+
+TEST(Watch, WatcherGone_IsForgotten) {
+  auto server = StartServer();
+  Client client(server->address());
+  SeatOne(client, "j");
+  {
+    Watcher watcher(client, "j", 0);
+    v1::WatchBatch batch;
+    ASSERT_TRUE(watcher.Read(&batch));
+    EXPECT_EQ(server->engine().watchers(), 1u);
+  }
+  while (server->engine().watchers() != 0) std::this_thread::yield();
+}
+
+TEST(Metrics, Page_HasTheStandardFamilies) {
+  auto server = StartServer();
+  Client client(server->address());
+  const uint64_t generation = SeatOne(client, "j");
+  ASSERT_TRUE(client.Put(FenceOf("j", 0, generation), "k", "v", false).ok());
+  const std::string text = server->Metrics();
+  for (const char* line :
+       {"# TYPE grpc_server_handling_seconds histogram",
+        "grpc_server_handled_total{grpc_type=\"unary\",grpc_service=\"muster.v1.KeyValueStore\","
+        "grpc_method=\"Txn\","
+        "grpc_code=\"OK\"} 1\n",
+        "muster_members{state=\"running\"} 1\n",
+        "muster_generation_changes_total{change=\"sealed\"} 1\n",
+        "# TYPE muster_barrier_wait_seconds histogram",
+        "# TYPE muster_journal_fsync_seconds histogram", "muster_apply_queue_depth ",
+        "process_resident_memory_bytes ", "process_open_fds "}) {
+    EXPECT_THAT(text, HasSubstr(line));
+  }
+}
+
+// Well-formed requests with some bytes changed, cut or added, to every method: an answer comes,
+// nothing breaks.
+TEST(Mutated, Requests_NeverBreakTheServer) {
+  auto server = StartServer();
+  Client client(server->address());
+  const uint64_t generation = SeatOne(client, "j");
+  std::vector<std::pair<std::string, std::string>> samples;
+  const auto add = [&](const char* method, const google::protobuf::Message& message) {
+    samples.emplace_back(absl::StrCat("/muster.v1.", method), message.SerializeAsString());
+  };
+  const v1::Fence fence = FenceOf("j", 0, generation, 3);
+  {
+    add("Rendezvous/Join", JoinOf("j2", 0, 2));
+    v1::GetRankTableRequest table;
+    table.set_job_id("j");
+    table.set_max_rows(5);
+    add("Rendezvous/GetRankTable", table);
+    v1::LeaveRequest leave;
+    *leave.mutable_fence() = fence;
+    leave.set_reason("why");
+    add("Rendezvous/Leave", leave);
+    v1::EndGenerationRequest end;
+    *end.mutable_fence() = fence;
+    add("Rendezvous/EndGeneration", end);
+    v1::ArriveRequest arrive = ArriveOp(1, "j", 0, generation).arrive();
+    arrive.add_participants(0);
+    arrive.set_payload("payload");
+    arrive.mutable_timeout()->set_seconds(5);
+    arrive.set_call_site_text("a.cc:1");
+    add("Barrier/Arrive", arrive);
+    v1::CancelBarrierRequest cancel;
+    *cancel.mutable_fence() = fence;
+    cancel.set_barrier_id("b");
+    add("Barrier/Cancel", cancel);
+    v1::DescribeBarrierRequest describe;
+    describe.set_job_id("j");
+    describe.set_barrier_id("b");
+    add("Barrier/Describe", describe);
+    v1::ListBarriersRequest list;
+    list.set_job_id("j");
+    add("Barrier/List", list);
+    v1::StragglerReportRequest straggler;
+    straggler.set_job_id("j");
+    add("Barrier/StragglerReport", straggler);
+    v1::TxnRequest txn;
+    *txn.mutable_fence() = fence;
+    txn.add_compares()->set_key("k");
+    txn.add_then()->mutable_put()->set_key("k");
+    txn.add_then()->mutable_get()->set_prefix(true);
+    txn.add_then()->mutable_add()->set_key("n");
+    txn.add_then()->mutable_append()->set_key("a");
+    txn.add_otherwise()->mutable_delete_()->set_key("k");
+    add("KeyValueStore/Txn", txn);
+    v1::WaitRequest wait;
+    *wait.mutable_fence() = fence;
+    wait.add_keys("zz");
+    wait.mutable_timeout()->set_nanos(1000);
+    add("KeyValueStore/Wait", wait);
+    v1::RaiseTriggerRequest raise;
+    *raise.mutable_fence() = fence;
+    raise.set_name("stop");
+    raise.set_step(4);
+    add("Triggers/Raise", raise);
+    v1::PollTriggersRequest poll;
+    *poll.mutable_fence() = fence;
+    poll.add_acked(1);
+    add("Triggers/Poll", poll);
+    v1::HeartbeatRequest beat;
+    *beat.mutable_fence() = fence;
+    beat.set_phase("x");
+    add("Membership/Heartbeat", beat);
+    v1::ReportExitRequest exit;
+    *exit.mutable_fence() = fence;
+    exit.set_worker_id("w0");
+    exit.set_incarnation(100);
+    exit.mutable_cause()->add_last_log_lines("line");
+    add("Membership/ReportExit", exit);
+    v1::GetMembersRequest members;
+    members.set_job_id("j");
+    add("Membership/GetMembers", members);
+    v1::AgreeAliveRequest agree;
+    *agree.mutable_fence() = fence;
+    agree.add_set(0);
+    agree.mutable_timeout()->set_nanos(1000);
+    add("Membership/AgreeAlive", agree);
+    v1::QuarantineRequest quarantine;
+    *quarantine.mutable_fence() = fence;
+    quarantine.set_host("h9");
+    quarantine.mutable_for_()->set_seconds(1);
+    add("Membership/Quarantine", quarantine);
+    v1::WatchRequest watch;
+    watch.set_job_id("j");
+    watch.set_key_prefix("k");
+    watch.set_from_revision(1);
+    watch.set_keys(true);
+    add("Watch/Watch", watch);
+    add("Admin/Status", v1::StatusRequest());
+    add("Admin/Snapshot", v1::SnapshotRequest());
+  }
+  std::mt19937 random(20240607);
+  const auto mutate = [&](std::string bytes) {
+    const int changes = 1 + static_cast<int>(random() % 4);
+    for (int c = 0; c < changes; ++c) {
+      const size_t at = bytes.empty() ? 0 : random() % bytes.size();
+      switch (random() % 5) {
+        case 0:
+          if (!bytes.empty()) bytes[at] = static_cast<char>(random());
+          break;
+        case 1:
+          if (!bytes.empty()) bytes[at] = static_cast<char>(bytes[at] ^ (1 << (random() % 8)));
+          break;
+        case 2:
+          bytes.insert(at, 1, static_cast<char>(random()));
+          break;
+        case 3:
+          bytes.resize(at);
+          break;
+        default:
+          bytes += bytes.substr(at);
+      }
+    }
+    return bytes;
+  };
+  // One queue, many calls at a time: those that wait by design end at their own deadline.
+  struct Pending {
+    grpc::ClientContext context;
+    grpc::ByteBuffer reply;
+    grpc::Status status;
+    bool unchanged = false;
+    std::unique_ptr<grpc::GenericClientAsyncResponseReader> reader;
+  };
+  grpc::GenericStub stub(client.channel());
+  grpc::CompletionQueue queue;
+  int in_flight = 0, answered = 0;
+  const auto finish_one = [&] {
+    void* tag;
+    bool ok;
+    ASSERT_TRUE(queue.Next(&tag, &ok));
+    const std::unique_ptr<Pending> call(static_cast<Pending*>(tag));
+    --in_flight;
+    ++answered;
+    // The unchanged one shows that the method's name is right; gRPC says "unimplemented" to what does not parse.
+    if (call->unchanged) {
+      EXPECT_NE(call->status.error_code(), grpc::StatusCode::UNIMPLEMENTED);
+    }
+  };
+  for (const auto& [method, sample] : samples) {
+    for (int i = 0; i < 256; ++i) {
+      auto* call = new Pending;
+      // A stream without a message looks unimplemented to this unary caller.
+      call->unchanged = i == 0 && method != "/muster.v1.Watch/Watch";
+      rpc::SetTimeout(call->context, absl::Milliseconds(200));
+      const grpc::Slice slice(i == 0 ? sample : mutate(sample));
+      call->reader =
+          stub.PrepareUnaryCall(&call->context, method, grpc::ByteBuffer(&slice, 1), &queue);
+      call->reader->StartCall();
+      call->reader->Finish(&call->reply, &call->status, call);
+      if (++in_flight >= 128) finish_one();
+    }
+  }
+  while (in_flight > 0) finish_one();
+  queue.Shutdown();
+  EXPECT_EQ(answered, static_cast<int>(samples.size()) * 256);
+
+  // The same to streams: frames of every kind.
+  std::vector<std::string> frames;
+  {
+    v1::AgentFrame frame;
+    frame.set_seq(1);
+    for (int i = 0; i < 3; ++i)
+      *frame.mutable_ops()->add_ops() = ArriveOp(i, "j", 0, generation, i);
+    v1::ArriveManyRequest& many = *frame.mutable_ops()->add_ops()->mutable_arrive_many();
+    *many.mutable_fence() = fence;
+    many.set_barrier_id("m");
+    many.add_ranks(0);
+    many.add_incarnations(100);
+    many.add_lateness_us(5);
+    frames.push_back(frame.SerializeAsString());
+    v1::WorkerBeat& beat = *frame.mutable_beat()->add_workers();
+    beat.set_job_id("j");
+    beat.set_worker_id("w0");
+    beat.set_incarnation(100);
+    frames.push_back(frame.SerializeAsString());
+    frame.mutable_stack()->set_query_id(1);
+    frame.mutable_stack()->set_native_stack("#0 main");
+    frames.push_back(frame.SerializeAsString());
+    frame.mutable_hello()->set_node("n");
+    frames.push_back(frame.SerializeAsString());
+  }
+  for (int i = 0; i < 256; ++i) {
+    grpc::GenericStub session(client.channel());
+    grpc::ClientContext context;
+    rpc::SetTimeout(context, kPatience);
+    grpc::CompletionQueue stream_queue;
+    auto stream = session.PrepareCall(&context, "/muster.v1.Session/Attach", &stream_queue);
+    const auto next = [&] {
+      void* tag;
+      bool ok = false;
+      EXPECT_TRUE(stream_queue.Next(&tag, &ok));
+      return ok;
+    };
+    stream->StartCall(nullptr);
+    bool ok = next();
+    v1::AgentFrame hello;
+    hello.mutable_hello()->set_protocol_min(1);
+    hello.mutable_hello()->set_protocol_max(1);
+    hello.mutable_hello()->set_node(absl::StrCat("fuzz-", i % 7));
+    hello.mutable_hello()->set_agent_incarnation(i % 3);
+    for (int f = 0; ok && f < 4; ++f) {
+      const grpc::Slice slice(f == 0 && i % 4 != 0 ? hello.SerializeAsString()
+                                                   : mutate(frames[random() % frames.size()]));
+      stream->Write(grpc::ByteBuffer(&slice, 1), nullptr);
+      ok = next();
+    }
+    if (ok) {
+      stream->WritesDone(nullptr);
+      next();
+    }
+    grpc::ByteBuffer frame;
+    do {
+      stream->Read(&frame, nullptr);
+    } while (next());
+    grpc::Status status;
+    stream->Finish(&status, nullptr);
+    next();
+    stream_queue.Shutdown();
+    void* tag;
+    while (stream_queue.Next(&tag, &ok)) {
+    }
+  }
+  EXPECT_TRUE(client.Status().ok());
+}
+
+}  // namespace
+}  // namespace muster::coordinator
