@@ -139,8 +139,7 @@ class Accelerator {
   Accelerator(const Accelerator&) = delete;
   Accelerator& operator=(const Accelerator&) = delete;
 
-  // --- Where am I
-  // ---------------------------------------------------------------------------------------------------
+  // Where am I.
   at::Device device() const { return core_->device(); }
   int num_processes() const { return core_->size(); }
   int process_index() const { return core_->rank(); }
@@ -152,8 +151,7 @@ class Accelerator {
   const std::string& mixed_precision() const { return core_->mixed_precision(); }
   const Environment& environment() const { return core_->environment(); }
 
-  // --- prepare
-  // --------------------------------------------------------------------------------------------------------
+  // prepare.
   // (collective) Makes models, optimizers, loaders and schedules ready for this job and returns
   // them in the same order:
   //   a module holder           -> AcceleratedModel        moved to device(), parameters broadcast
@@ -170,8 +168,7 @@ class Accelerator {
   AcceleratedScheduler prepare_scheduler(const AcceleratedOptimizer& optimizer,
                                          LrSchedulePtr schedule);
 
-  // --- The step
-  // --------------------------------------------------------------------------------------------------------
+  // The step.
   // Begins a micro-step; hold the result until its end. Says whether gradients are exchanged and
   // the optimizer steps: every gradient_accumulation_steps, and at the last batch of a loader.
   // Reads the facts of the batch from the innermost loop of a prepared loader of this Accelerator,
@@ -211,6 +208,11 @@ class Accelerator {
 
   // Backward passes in this scope do not exchange gradients.
   [[nodiscard]] internal::NoSyncScope no_sync() { return internal::NoSyncScope(core_.get()); }
+  // After forward passes under no_sync(): the next backward pass exchanges gradients all the same.
+  template <class M>
+  void trigger_sync_in_backward(AcceleratedModel<M>& model) {
+    if (model.slot()->ddp() != nullptr) model.slot()->ddp()->ArmBackward();
+  }
   // The configured precision for code outside of the model's forward, such as a loss.
   [[nodiscard]] AutocastGuard autocast() { return core_->Autocast(); }
   // The gradients of all processes may come from different numbers of batches in this scope:
@@ -219,9 +221,10 @@ class Accelerator {
     return internal::JoinScope(core_.get());
   }
 
-  // --- Collectives, over tensors and nested structures of them
-  // ---------------------------------------------------------- (collective) Concatenates along the
-  // first dimension in process order; a 0-d tensor gives one value per process.
+  // Collectives, over tensors and nested structures of them.
+
+  // (collective) Concatenates along the first dimension in process order; a 0-d tensor gives one
+  // value per process.
   template <class T>
   T gather(const T& value, std::source_location where = std::source_location::current()) {
     return Gather(core_->comm(), value, where);
@@ -296,8 +299,7 @@ class Accelerator {
     return SplitBetweenProcesses(core_->size(), core_->rank(), inputs, apply_padding);
   }
 
-  // --- Process control
-  // -----------------------------------------------------------------------------------------------
+  // Process control.
   // printf on one process of each host.
   void print(const char* format, ...) __attribute__((format(printf, 2, 3)));
   // (collective) Returns when every process has come. With a coordinator an absentee is an error
@@ -349,8 +351,7 @@ class Accelerator {
   void set_trigger() { core_->SetTrigger(); }
   bool check_trigger() { return core_->CheckTrigger(); }
 
-  // --- State
-  // ------------------------------------------------------------------------------------------------------------
+  // State.
   // (collective) Writes models, optimizers, schedules, loaders' positions, scaler, random states
   // and registered objects to `directory`, or, if empty, to the next numbered folder under the
   // project directory. On return on any process all of it is there. Layout:
@@ -393,8 +394,7 @@ class Accelerator {
   // rendezvous.
   void end_training() { core_->EndTraining(); }
 
-  // --- Logs and trackers
-  // ------------------------------------------------------------------------------------------------
+  // Logs and trackers.
   // Opens trackers ("tensorboard", "jsonl", "csv", a class registered with RegisterTrackerClass, or
   // objects of your own) under the logging directory and gives them `config`. On processes other
   // than the main one only those that want it. Errors: NOT_FOUND for an unknown kind, those of
@@ -447,8 +447,7 @@ int run(int argc, char** argv,
 int run(int argc, char** argv, const AcceleratorOptions& options,
         const std::function<absl::Status(Accelerator&, const Arguments&)>& train);
 
-// --- Below: templates
-// ---------------------------------------------------------------------------------------------------
+// Below: templates.
 
 namespace internal {
 

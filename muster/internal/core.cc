@@ -16,6 +16,7 @@
 #include "worker/process/nested_collectives.h"
 #include "worker/train/clip.h"
 #include "worker/train/guard.h"
+#include "worker/train/sync_state.h"
 #include "worker/train/torch_optimizer.h"
 
 namespace muster::internal {
@@ -87,8 +88,7 @@ class Core::Observer : public LoaderObserver {
   Core* core_;
 };
 
-// --- Core: construction and state
-// ---------------------------------------------------------------------------------------
+// Core: construction and state.
 
 Core::Core(const AcceleratorOptions& options)
     : options_(options),
@@ -108,8 +108,7 @@ Core::~Core() {
   EndTraining();
 }
 
-// --- prepare
-// --------------------------------------------------------------------------------------------------------------
+// prepare.
 
 Core::PrepareCall::PrepareCall(Core* core) : core_(core), exceptions_(std::uncaught_exceptions()) {
   if (core_->prepare_depth_++ == 0) {
@@ -192,8 +191,7 @@ LoaderOptions Core::loader_options() const {
 
 std::shared_ptr<LoaderObserver> Core::loader_observer() { return observer_; }
 
-// --- The step
-// ---------------------------------------------------------------------------------------------------------------
+// The step.
 
 AccumulateScope Core::Accumulate() {
   const BatchInfo* batch = current_batch();
@@ -341,26 +339,22 @@ void Core::EndJoin(bool finish) {
     // Whoever ran out of batches early missed steps: it takes over what the longest-trained process
     // has.
     for (const auto& optimizer : optimizers_) {
-      const bool mine = rank() == root;
-      const auto state = mine ? optimizer->handle().SaveState() : OptimizerState();
-      const auto received = BroadcastObject(
-          comm(), std::make_tuple(state.tensors, state.groups, optimizer->steps()), root);
-      if (mine) continue;
-      optimizer->handle().LoadState({std::get<0>(received), std::get<1>(received)});
-      optimizer->set_steps(std::get<2>(received));
+      BroadcastOptimizerState(comm(), optimizer->handle(), root);
+      optimizer->set_steps(BroadcastObject(comm(), optimizer->steps(), root));
       optimizer->handle().ZeroGrad();
     }
     for (const auto& scheduler : schedulers_) {
       scheduler->scheduler().LoadState(
-          BroadcastObject(comm(), scheduler->scheduler().SaveState(), root));
+          BroadcastPlainState(comm(), scheduler->scheduler().SaveState(), root));
     }
-    if (scaler_ != nullptr) scaler_->LoadState(BroadcastObject(comm(), scaler_->SaveState(), root));
-    accumulation_.LoadState(BroadcastObject(comm(), accumulation_.SaveState(), root));
+    if (scaler_ != nullptr) {
+      scaler_->LoadState(BroadcastPlainState(comm(), scaler_->SaveState(), root));
+    }
+    accumulation_.LoadState(BroadcastPlainState(comm(), accumulation_.SaveState(), root));
   });
 }
 
-// --- Collectives
-// --------------------------------------------------------------------------------------------------------------
+// Collectives.
 
 at::Tensor Core::GatherForMetrics(const at::Tensor& tensor) {
   const BatchInfo* batch = current_batch();
@@ -368,8 +362,7 @@ at::Tensor Core::GatherForMetrics(const at::Tensor& tensor) {
   return muster::GatherForMetrics(comm(), tensor, *batch);
 }
 
-// --- Process control
-// ------------------------------------------------------------------------------------------------------------
+// Process control.
 
 bool Core::CheckTrigger() {
   at::Tensor flag = at::full({1}, trigger_ ? 1 : 0, at::kInt);
@@ -453,8 +446,7 @@ void Core::RegisterForCheckpointing(std::function<PlainState()> save,
   registered_.push_back({std::move(save), std::move(load)});
 }
 
-// --- Slots
-// ------------------------------------------------------------------------------------------------------------------
+// Slots.
 
 ModelSlot::ModelSlot(Core* core, std::shared_ptr<torch::nn::Module> module)
     : core_(core), module_(std::move(module)) {

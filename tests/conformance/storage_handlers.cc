@@ -11,6 +11,7 @@
 #include "base/units.h"
 #include "tests/conformance/handlers.h"
 #include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/shard_plan.h"
 
 namespace muster::conformance {
 namespace {
@@ -76,12 +77,43 @@ Json SafetensorsWriteCase(const Json& in) {
       {"file_hex", absl::BytesToHexString(ValueOf(EncodeSafetensors(entries, data, metadata)))}};
 }
 
+Json ShardCheckpointCase(const Json& in) {
+  const bool safe = in.at("safe_serialization");
+  const Json& limit = in.at("max_shard_size");
+  ShardPlanOptions options;
+  options.max_shard_bytes =
+      limit.is_string() ? ValueOf(ParseShardSize(limit.get<std::string>())) : limit.get<int64_t>();
+  options.keep_first_name_only = safe && in.at("mode") == "save_model";
+  if (!safe) {
+    options.stem = "pytorch_model";
+    options.extension = ".bin";
+  }
+  std::vector<PlannedTensor> tensors;
+  for (const Json& tensor : in.at("tensors")) {
+    const std::string dtype = tensor.at("dtype");
+    const auto type = ParseSafetensorsType(dtype);
+    if (!type.has_value()) throw std::invalid_argument("unknown dtype " + dtype);
+    tensors.push_back(
+        {.name = tensor.at("name"),
+         .bytes = ValueOf(SafetensorsBytes(*type, tensor.at("shape"))),
+         .storage = tensor.at("storage").is_null() ? "" : tensor.at("storage").dump()});
+  }
+  const ShardPlan plan = ValueOf(PlanShards(tensors, options));
+  Json files = Json::array();
+  for (const ShardPlan::File& file : plan.files) files.push_back({file.name, file.tensors});
+  return {{"files", files},
+          {"weight_map", Json::parse(EncodeShardIndex(plan)).at("weight_map")},
+          {"total_size", plan.total_bytes},
+          {"index_file", plan.index_name.has_value() ? Json(*plan.index_name) : Json()}};
+}
+
 }  // namespace
 
 std::map<std::string, Handler> StorageHandlers() {
   return {{"size_parsing", SizeParsingCase},
           {"safetensors_files", SafetensorsFilesCase},
-          {"safetensors_write", SafetensorsWriteCase}};
+          {"safetensors_write", SafetensorsWriteCase},
+          {"shard_checkpoint", ShardCheckpointCase}};
 }
 
 }  // namespace muster::conformance

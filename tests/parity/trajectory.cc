@@ -19,9 +19,9 @@
 #include "ATen/Functions.h"
 #include "muster/accelerator.h"
 #include "muster/checkpoint.h"
-#include "tests/conformance/schedules.h"
 #include "tests/parity/case_model.h"
 #include "worker/train/clip.h"
+#include "worker/train/schedule_config.h"
 
 namespace muster::parity {
 namespace {
@@ -90,8 +90,7 @@ absl::Status Train(Accelerator& accelerator, const Json& in, const Flags& flags)
       net, *inner, batches(dataset, batch_size).drop_last(in.at("drop_last").get<bool>()));
   std::optional<AcceleratedScheduler> scheduler;
   if (!in.at("scheduler").is_null()) {
-    scheduler =
-        accelerator.prepare_scheduler(optimizer, conformance::ScheduleFromJson(in.at("scheduler")));
+    scheduler = accelerator.prepare_scheduler(optimizer, MakeLrSchedule(in.at("scheduler")));
   }
 
   Json out = {{"sync", Json::array()}, {"lr", Json::array()}, {"grad_norm", Json::array()}};
