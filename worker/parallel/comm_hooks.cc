@@ -212,10 +212,12 @@ class WrappedHook : public c10d::CommHookInterface {
     at::Tensor small = original.to(dtype_);
     bucket.setBuffer(small);
     const FuturePtr inner = inner_->runHook(bucket);
+    // Must not hold the inner hook: it owns the group, and whoever drops the last reference on the group's own thread
+    // makes that thread join itself.
     return inner->then(
-        [original, hook = inner_](c10::ivalue::Future& future) {
+        [original](c10::ivalue::Future& future) {
           at::NoGradGuard no_grad;
-          original.copy_(hook->parseHookResult(future.value()));
+          original.copy_(c10d::detail::parseCppCommHookResult(future.value()));
           return c10::IValue(original);
         },
         c10::TensorType::get());
