@@ -12,6 +12,9 @@ extern "C" const char* __tsan_default_suppressions() {
          "race:grpc::internal::CallbackWithSuccessTag::CallbackWithSuccessTag\n"
          "race:grpc::internal::CallOpSet<\n"
          "race:grpc::internal::InterceptorBatchMethodsImpl::\n"
+         // What a reactor holds until gRPC binds it to its call, and the binding.
+         "race:grpc::Server*Reactor*::PreBindBacklog::\n"
+         "race:grpc::Server*Reactor*::InternalBind\n"
          // Constructors and destructors of calls, services and messages.
          "race:Impl::ServerCallback*Impl(\n"
          "race:Impl::ClientCallback*Impl(\n"

@@ -133,13 +133,18 @@ class SimpleCall final : public grpc::ServerUnaryReactor {
   explicit SimpleCall(MethodMetrics* metrics) : metrics_(metrics) { metrics->Started(); }
   void Done(const absl::Status& status) {
     metrics_->Handled(static_cast<int>(status.code()), absl::Now() - start_);
+    answered_.store(true, std::memory_order_release);
     Finish(rpc::ToGrpc(status));
   }
-  void OnDone() override { delete this; }
+  void OnDone() override {
+    answered_.load(std::memory_order_acquire);
+    delete this;
+  }
 
  private:
   MethodMetrics* const metrics_;
   const absl::Time start_ = absl::Now();
+  std::atomic<bool> answered_{false};  // as in UnaryCall
 };
 
 class AdminService final : public v1::Admin::CallbackService {
@@ -236,6 +241,7 @@ class WatchStream final : public grpc::ServerWriteReactor<v1::WatchBatch>,
   void OnCancel() override { Close(absl::CancelledError("the watcher went away")); }
   void OnDone() override {
     engine_.WatchClosed(self_);
+    { MutexLock lock(&mu_); }  // after the last Write or Close, also for ThreadSanitizer
     const std::shared_ptr<WatchStream> last = std::move(self_);
   }
 
