@@ -196,14 +196,7 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
       instance->payloads[position] = std::string(arrival.payloads[i]);
     }
   }
-  if (!gone_.empty()) {
-    for (const auto& [rank, what] : gone_) {
-      const int position = Position(*instance, rank);
-      if (position < 0 || instance->at_us[position] != kAbsent) continue;
-      FailGone(instance, rank, what, now);
-      return std::nullopt;
-    }
-  }
+  if (FailIfGone(instance, now)) return std::nullopt;
   const int needed =
       instance->expected - (options_.release_one_early && instance->expected > 1 ? 1 : 0);
   if (instance->arrived >= needed) {
@@ -212,6 +205,21 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
   }
   if (arrival.call_site != 0 && open_checked_ > 1) CheckOrder(instance, arrival, now);
   return std::nullopt;
+}
+
+bool BarrierSet::FailIfGone(Instance* instance, absl::Time now) {
+  for (const auto& [rank, what] : gone_) {
+    const int position = Position(*instance, rank);
+    if (position < 0 || instance->at_us[position] != kAbsent) continue;
+    if (!instance->anchored && now < hold_until_) {
+      instance->gone_at = hold_until_;
+      Schedule(instance);
+      return false;
+    }
+    FailGone(instance, rank, what, now);
+    return true;
+  }
+  return false;
 }
 
 BarrierSet::Instance* BarrierSet::Open(const Arrival& arrival, absl::Time now) {
@@ -234,6 +242,7 @@ BarrierSet::Instance* BarrierSet::Open(const Arrival& arrival, absl::Time now) {
       arrival.timeout == absl::ZeroDuration() ? options_.default_timeout : arrival.timeout;
   if (instance->timeout < absl::ZeroDuration()) instance->timeout = absl::InfiniteDuration();
   instance->deadline = now + instance->timeout;
+  if (!instance->anchored) instance->deadline = std::max(instance->deadline, hold_until_);
   const absl::Duration soft = arrival.soft_timeout > absl::ZeroDuration()
                                   ? arrival.soft_timeout
                                   : std::min(options_.default_soft_timeout, instance->timeout / 2);
@@ -251,7 +260,8 @@ BarrierSet::Instance* BarrierSet::Open(const Arrival& arrival, absl::Time now) {
 void BarrierSet::Schedule(Instance* instance) {
   if (instance->next_at != absl::InfinitePast())
     timers_.erase({instance->next_at, instance->sequence});
-  instance->next_at = std::min({instance->soft_at, instance->diag_at, instance->deadline});
+  instance->next_at =
+      std::min({instance->soft_at, instance->diag_at, instance->gone_at, instance->deadline});
   timers_.emplace(std::make_pair(instance->next_at, instance->sequence), instance);
 }
 
@@ -296,6 +306,8 @@ void BarrierSet::CheckOrder(Instance* instance, const Arrival& arrival, absl::Ti
   for (const auto& [sequence, owned] : open_) {
     Instance* const other = owned.get();
     if (other == instance || other->call_site == 0) continue;
+    // After a restart, a rank that is missing here may have passed before.
+    if (!instance->anchored || !other->anchored) continue;
     if (!other->members.empty() && (*high < other->members.front() || *low > other->members.back()))
       continue;
     int here = -1;  // came to `instance` now and is missing in `other`
@@ -413,6 +425,7 @@ void BarrierSet::Fail(Instance* instance, v1::BarrierReport report, absl::Status
   v1::ErrorDetail* detail = result.mutable_error()->mutable_detail();
   detail->set_barrier_id(report.barrier_id());
   detail->set_current_generation(generation_);
+  detail->set_current_term(host_->Header().term());
   for (int i = 0; i < std::min(report.missing_ranks_size(), kMissingInError); ++i) {
     detail->add_missing_ranks(report.missing_ranks(i));
   }
@@ -579,12 +592,12 @@ std::optional<v1::OpError> BarrierSet::Cancel(absl::string_view barrier_id, uint
 
 void BarrierSet::RankGone(int rank, absl::string_view what, absl::Time now) {
   gone_[rank] = std::string(what);
-  std::vector<Instance*> failing;
-  for (const auto& [sequence, instance] : open_) {
+  std::vector<Instance*> waiting;
+  for (const auto& [sequence, instance] : open_) waiting.push_back(instance.get());
+  for (Instance* const instance : waiting) {
     const int position = Position(*instance, rank);
-    if (position >= 0 && instance->at_us[position] == kAbsent) failing.push_back(instance.get());
+    if (position >= 0 && instance->at_us[position] == kAbsent) FailIfGone(instance, now);
   }
-  for (Instance* const instance : failing) FailGone(instance, rank, what, now);
 }
 
 void BarrierSet::RankReplaced(int rank, absl::Time) {
@@ -636,6 +649,10 @@ void BarrierSet::Tick(absl::Time now) {
       Fail(instance, std::move(report), absl::StatusCode::kDeadlineExceeded,
            v1::ERROR_REASON_BARRIER_TIMEOUT);
       continue;
+    }
+    if (instance->gone_at <= now) {
+      instance->gone_at = absl::InfiniteFuture();
+      if (FailIfGone(instance, now)) continue;
     }
     if (instance->diag_at <= now) {
       AskStacks(*instance);

@@ -119,6 +119,9 @@ class BarrierSet {
   std::optional<v1::OpError> Cancel(absl::string_view barrier_id, uint64_t counter,
                                     absl::string_view reason, absl::Time now);
   void Recall(absl::string_view barrier_id, uint64_t counter, v1::BarrierState state);
+  // After a restart: until `until`, an instance that may have passed before does not fail because a
+  // rank is gone, so that those who saw it pass have time to say so.
+  void HoldFailuresUntil(absl::Time until) { hold_until_ = until; }
   // A finished instance, at replay.
   void RestoreEnd(absl::string_view barrier_id, uint64_t counter, v1::OpResult answer);
 
@@ -158,6 +161,8 @@ class BarrierSet {
     absl::Duration timeout;
     absl::Time soft_at;
     absl::Time diag_at;
+    absl::Time gone_at =
+        absl::InfiniteFuture();    // when to look for ranks that are gone, if that was put off
     absl::Time next_at;            // the earliest of those still to come
     std::vector<int32_t> members;  // sorted; empty: every rank
     int expected = 0;
@@ -206,6 +211,8 @@ class BarrierSet {
   void Fail(Instance* instance, v1::BarrierReport report, absl::StatusCode code,
             v1::ErrorReason reason);
   void FailGone(Instance* instance, int rank, absl::string_view what, absl::Time now);
+  // Fails `instance` if a rank it waits for is gone; true: it is no more.
+  bool FailIfGone(Instance* instance, absl::Time now);
   void FailDesync(Instance* instance, const std::string& message, absl::Time now, int odd_rank,
                   const std::string& odd_place);
   void Finish(Instance* instance, std::shared_ptr<const Answer> answer, v1::BarrierReport report,
@@ -225,6 +232,7 @@ class BarrierSet {
   BarrierHost* const host_;
 
   uint64_t next_sequence_ = 1;
+  absl::Time hold_until_ = absl::InfinitePast();
   absl::btree_map<uint64_t, std::unique_ptr<Instance>> open_;  // by sequence
   int open_checked_ = 0;                                       // of them with a call_site
   absl::flat_hash_map<std::string, Name> names_;

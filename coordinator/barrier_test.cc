@@ -484,6 +484,30 @@ TEST_F(BarrierTest, Restarted_EvidenceCannotPassWhatBeganInThisTerm) {
   EXPECT_EQ(Reason(a), v1::ERROR_REASON_DESYNC);
 }
 
+TEST_F(BarrierTest, Restarted_RankGone_WaitsForThoseWhoSawItPass) {
+  Make(3, false);
+  set_->HoldFailuresUntil(kStart + absl::Seconds(6));
+  set_->RankGone(2, "was killed by signal 9", now_);
+  const CallId a = Arrive(0, "b", 4);
+  const CallId c = Arrive(0, "c", 4);
+  EXPECT_FALSE(Answered(a));
+  set_->Recall("b", 4, v1::BARRIER_STATE_PASSED);
+  EXPECT_TRUE(Passed(a));
+  set_->Tick(kStart + absl::Seconds(6));
+  EXPECT_EQ(Reason(c), v1::ERROR_REASON_RANK_FAILED);
+}
+
+TEST_F(BarrierTest, Restarted_OtherBarrierAtTheSamePoint_MayHavePassedBefore) {
+  Make(2, false);
+  const CallId behind = Arrive(0, "a", 3, {.site = 1});
+  const CallId ahead = Arrive(1, "b", 0, {.site = 1});
+  EXPECT_FALSE(Answered(behind));
+  set_->Recall("a", 3, v1::BARRIER_STATE_PASSED);
+  EXPECT_TRUE(Passed(behind));
+  Arrive(0, "b", 0, {.site = 1});
+  EXPECT_TRUE(Passed(ahead));
+}
+
 TEST_F(BarrierTest, NotRestarted_RecallIsIgnored) {
   Make(2);
   const CallId a = Arrive(0, "b", 0);

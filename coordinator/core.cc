@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <deque>
 #include <limits>
 #include <utility>
 
@@ -34,6 +35,7 @@ constexpr int kRevisionBits = 40;
 constexpr size_t kMaxName = 256;
 constexpr size_t kMaxFenced = 16;  // remembered incarnations of one worker
 constexpr size_t kMaxCallsOfJoin = 8;
+constexpr size_t kMaxDeparted = 1024;
 constexpr int kMaxWorkers = 1 << 20;
 constexpr size_t kMaxStack = 16 << 10;
 constexpr size_t kMaxQueries = 4096;
@@ -348,6 +350,8 @@ class Core::Impl::Job : public BarrierHost {
     if (list.size() > kMaxFenced) list.erase(list.begin());
   }
   void FenceIncarnation(const std::string& worker_id, uint64_t incarnation);
+  // After a seal: who of `old_seats` has no seat now is remembered, who has one is not.
+  void NoteDeparted(const std::vector<Seat>& old_seats);
   v1::OpError Superseded(const std::string& worker_id, uint64_t newer) const;
   v1::OpError Stale(const v1::Fence& fence) const;
   v1::OpError Ended() const;
@@ -427,6 +431,8 @@ class Core::Impl::Job : public BarrierHost {
       absl::InfiniteFuture();  // when the next host may be used again, if anyone waits
   absl::Time hold_until_ = absl::InfinitePast();
   absl::flat_hash_map<std::string, std::vector<uint64_t>> fenced_;
+  // The last incarnation of workers without a seat in the current generation, oldest first.
+  std::deque<std::pair<std::string, uint64_t>> departed_;
   absl::btree_map<std::string, HostState> hosts_;
 
   KvStore kv_;
@@ -803,6 +809,17 @@ void Core::Impl::Job::FenceIncarnation(const std::string& worker_id, uint64_t in
   dedupe_.Forget(worker_id);
 }
 
+void Core::Impl::Job::NoteDeparted(const std::vector<Seat>& old_seats) {
+  for (const Seat& seat : old_seats) {
+    departed_.emplace_back(seat.record.worker_id(), seat.record.incarnation());
+  }
+  departed_.erase(std::remove_if(departed_.begin(), departed_.end(),
+                                 [this](const auto& one) { return rank_of_.contains(one.first); }),
+                  departed_.end());
+  const size_t most = kMaxDeparted + 2 * seats_.size();
+  if (departed_.size() > most) departed_.erase(departed_.begin(), departed_.end() - most);
+}
+
 Kind Core::Impl::Job::KindOf(const v1::JoinRequest& request) const {
   const auto it = hosts_.find(request.topology().host());
   if (it != hosts_.end() && it->second.until > impl_->now_) {
@@ -997,6 +1014,7 @@ void Core::Impl::Job::Seal(int world_size) {
   ++impl_->stats_.generations_sealed;
 
   BeginGeneration(true);
+  NoteDeparted(old_seats);
   std::vector<KvChange> changes;
   for (const Seat& seat : old_seats) {
     if (!rank_of_.contains(seat.record.worker_id()))
@@ -1317,7 +1335,10 @@ void Core::Impl::Job::Close(const std::string& why) {
   const v1::OpError error =
       MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_RENDEZVOUS_CLOSED,
                 absl::StrCat("job ", Quoted(id_), " is over: ", why));
-  while (!waiting_.empty()) DropWaiting(std::string(waiting_.begin()->first), error);
+  std::vector<std::string> waiting;
+  for (const auto& [worker_id, one] : waiting_) waiting.push_back(worker_id);
+  std::sort(waiting.begin(), waiting.end());
+  for (const std::string& worker_id : waiting) DropWaiting(worker_id, error);
 }
 
 void Core::Impl::Job::Tick() {
@@ -1520,6 +1541,12 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
       ended->set_why(why_ended_);
       for (const v1::Culprit& culprit : end_culprits_) *ended->add_culprits() = culprit;
     }
+    for (const auto& [worker_id, incarnation] : departed_) {
+      v1::WorkerDeparted* departed = add()->mutable_worker_departed();
+      departed->set_job_id(id_);
+      departed->set_worker_id(worker_id);
+      departed->set_incarnation(incarnation);
+    }
     const auto end = [&](const std::string& id, uint64_t counter, const Answer& answer) {
       v1::BarrierEnded* ended = add()->mutable_barrier_ended();
       ended->set_job_id(id_);
@@ -1652,6 +1679,13 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
   }
   *touched = job;
   Seat* const seat = job->FindSeat(fence.worker_id());
+  for (const auto& [worker_id, incarnation] : job->departed_) {
+    if (worker_id != fence.worker_id() || incarnation == fence.incarnation() ||
+        job->IsFenced(worker_id, incarnation) || job->IsFenced(worker_id, fence.incarnation())) {
+      continue;
+    }
+    job->FenceIncarnation(worker_id, incarnation);
+  }
   if (job->IsFenced(fence.worker_id(), fence.incarnation())) {
     ++stats_.fenced_calls;
     const auto waiting = job->waiting_.find(fence.worker_id());
@@ -2259,7 +2293,7 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       (*job)->end_culprits_.clear();
       (*job)->digest_ = sealed.table_digest();
       (*job)->num_nodes_ = sealed.num_nodes();
-      (*job)->seats_.clear();
+      const std::vector<Seat> old_seats = std::exchange((*job)->seats_, {});
       for (const v1::SeatRecord& record : sealed.seats()) {
         if (record.rank() != static_cast<int>((*job)->seats_.size()))
           return bad_rank(**job, record.rank());
@@ -2268,6 +2302,7 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
         (*job)->seats_.push_back(std::move(seat));
       }
       (*job)->BeginGeneration(false);
+      (*job)->NoteDeparted(old_seats);
       return absl::OkStatus();
     }
     case v1::JournalChange::kGenerationClosed: {
@@ -2309,6 +2344,13 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       if (!job.ok()) return job.status();
       (*job)->RememberFenced(fenced.worker_id(), fenced.incarnation());
       (*job)->dedupe_.Forget(fenced.worker_id());
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kWorkerDeparted: {
+      const v1::WorkerDeparted& departed = change.worker_departed();
+      const auto job = find(departed.job_id());
+      if (!job.ok()) return job.status();
+      (*job)->departed_.emplace_back(departed.worker_id(), departed.incarnation());
       return absl::OkStatus();
     }
     case v1::JournalChange::kKvChanged: {
@@ -2560,6 +2602,7 @@ void Core::StartTerm(uint64_t term, absl::Time now, Output* out) {
       ++job->alive_;
       if (job->sealed_) job->lease_checks_.insert({now + job->Lease(), seat.rank()});
     }
+    if (job->barriers_ != nullptr) job->barriers_->HoldFailuresUntil(now + job->Lease());
     job->triggers_.ResumeGeneration(static_cast<int>(job->seats_.size()));
     if (job->sealed_) {
       for (const Seat& seat : job->seats_) {

@@ -492,6 +492,23 @@ TEST_F(CoreTest, Quarantine_HostNamedThreeTimes_IsUsedOnlyAsALastResort) {
   EXPECT_EQ(bench_.Result(c).join().rank(), workers[1].rank);
 }
 
+TEST_F(CoreTest, Join_NewIncarnationOfADepartedWorker_FencesTheOld) {
+  for (const bool snapshot : {false, true}) {
+    bench_ = Bench();
+    spec_ = Spec(1, 2);
+    *spec_.mutable_last_call() = ToProto(absl::Seconds(1));
+    std::vector<Worker> both = {{"a", 1}, {"b", 2}};
+    JoinAll(&both);
+    Exit(both[0], 1);
+    bench_.Do(JoinOp(both[1], spec_));
+    bench_.Advance(absl::Seconds(1));  // generation 2 is without a
+    bench_.Restart(snapshot);
+    const CallId young = bench_.Do(JoinOp({"a", 77}, spec_));
+    EXPECT_FALSE(bench_.Answered(young));
+    EXPECT_EQ(bench_.Reason(bench_.Do(JoinOp(both[0], spec_))), v1::ERROR_REASON_SUPERSEDED);
+  }
+}
+
 // ---- fencing
 
 TEST_F(CoreTest, Fence_UnknownJob_NotFound) {
