@@ -168,7 +168,6 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
     }
     instance = Open(arrival, now);
     name.open = instance;
-    name.anchored = true;
   }
 
   instance->calls.push_back(arrival.call);
@@ -404,6 +403,8 @@ std::string MissingText(const v1::BarrierReport& report) {
 void BarrierSet::Pass(Instance* instance, absl::Time now) {
   v1::BarrierReport report = MakeReport(*instance, v1::BARRIER_STATE_PASSED, now);
   const absl::Duration wait = FromProto(report.open_for());
+  // Everyone was inside in this term, so nobody can have passed a later instance before it.
+  names_[instance->id].anchored = true;
   ++counts_.passed;
   counts_.last_wait = wait;
   AddScores(*instance, report.last_rank(),

@@ -187,7 +187,7 @@ class BarrierSet {
     std::optional<uint64_t>
         next;  // the counter after the last finished one; nullopt: none finished
     Instance* open = nullptr;
-    bool anchored = false;  // an instance was opened in this term
+    bool anchored = false;  // an instance passed in this term by the arrival of all
   };
   struct RankScore {
     uint64_t barriers = 0;

@@ -474,6 +474,17 @@ TEST_F(BarrierTest, Restarted_EvidenceOfALaterCounter_GivesPassed) {
   EXPECT_TRUE(Passed(ahead));
 }
 
+TEST_F(BarrierTest, Restarted_ReplacedRankCatchesUp_LaterInstancesMayHavePassedToo) {
+  Make(3, false);
+  // A new incarnation begins at 0; the others are far ahead and tell so only now and then.
+  const CallId first = Arrive(2, "b", 0);
+  set_->Recall("b", 0, v1::BARRIER_STATE_PASSED);
+  EXPECT_TRUE(Passed(first));
+  const CallId second = Arrive(2, "b", 1);
+  set_->Recall("b", 1, v1::BARRIER_STATE_PASSED);
+  EXPECT_TRUE(Passed(second));
+}
+
 TEST_F(BarrierTest, Restarted_EvidenceCannotPassWhatBeganInThisTerm) {
   Make(3, false);
   PassAll(3, "b", 4);

@@ -1,0 +1,41 @@
+#ifndef MUSTER_TESTS_SIMULATION_SIMULATOR_H_
+#define MUSTER_TESTS_SIMULATION_SIMULATOR_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "coordinator/core.h"
+
+namespace muster::simulation {
+
+struct SimulationOptions {
+  uint64_t seed = 1;
+  coordinator::Mutants mutants;
+  absl::Duration chaos = absl::Seconds(12);  // virtual; after it everything is healed
+  bool trace = false;
+};
+
+struct SimulationResult {
+  std::string violation;           // empty: none
+  std::vector<std::string> trace;  // with `trace`
+  uint64_t digest = 0;  // of everything that was answered, in order: equal for equal seeds
+  int64_t events = 0;
+  int64_t operations = 0;  // handled by the core
+  int64_t restarts = 0;
+  int64_t generations = 0;
+  int64_t barriers = 0;  // passed
+  int64_t watch_events = 0;
+};
+
+// Runs one coordinator core with its journal, several workers, an operator and watchers under
+// virtual time, with a network that delays, drops, duplicates, reorders and partitions, a disk that
+// loses, tears, fills and stalls, and processes that crash, pause and come back as zombies, all
+// drawn from the seed. Checks while it runs and at the end (docs/simulation.md lists the rules).
+// Stops at the first violation.
+SimulationResult Simulate(const SimulationOptions& options);
+
+}  // namespace muster::simulation
+
+#endif  // MUSTER_TESTS_SIMULATION_SIMULATOR_H_
