@@ -438,8 +438,6 @@ TEST_F(BarrierTest, Describe_OpenFinishedAndUnknown) {
   EXPECT_EQ(list.reports_size(), 1);
 }
 
-// ---- after a restart
-
 TEST_F(BarrierTest, Restarted_AnyCounterOpensThenStrictAgain) {
   Make(2, false);
   const CallId a = Arrive(0, "b", 17);

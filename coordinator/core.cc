@@ -180,8 +180,6 @@ class Core::Impl {
 
   explicit Impl(CoreOptions options) : options_(std::move(options)) {}
 
-  // ---- events
-
   void Begin(absl::Time now, Output* out);
   // Ends the part of an event that concerns `job` (null: none): writes its record and lets replies
   // wait for it.
@@ -219,8 +217,6 @@ class Core::Impl {
     if (!node.empty()) out_->directives.push_back({node, std::move(directive), durable});
   }
 
-  // ---- fencing
-
   struct Who {
     Job* job = nullptr;
     Seat* seat = nullptr;  // null: an operator
@@ -243,8 +239,6 @@ class Core::Impl {
         absl::StrCat("job ", Quoted(job_id), " is not known here: no worker of it has joined yet"));
   }
 
-  // ---- operations
-
   Job* HandleOp(CallId call, const v1::Op& op, const Caller& caller);
   void Join(CallId call, const v1::JoinRequest& request, const Caller& caller, Job** touched);
   void Arrive(CallId call, const v1::ArriveRequest& request, Job** touched);
@@ -261,8 +255,6 @@ class Core::Impl {
   template <typename Request, typename F>
   void Once(CallId call, const Request& request, int kind, bool operators, bool reads,
             Job** touched, F f);
-
-  // ---- replay
 
   absl::Status ApplyChange(const v1::JournalChange& change);
 
@@ -304,8 +296,6 @@ class Core::Impl::Job : public BarrierHost {
                                         impl->revision_)),
         dedupe_(impl->options_.kept_answers) {}
 
-  // ---- times
-
   absl::Duration Lease() const {
     return Or(spec_.has_lease(), spec_.lease(), impl_->options_.default_lease);
   }
@@ -332,8 +322,6 @@ class Core::Impl::Job : public BarrierHost {
     lease_floor_ = impl_->now_;
     hold_until_ = impl_->now_ + std::min(absl::Seconds(1), Lease() / 4);
   }
-
-  // ---- membership
 
   Seat* FindSeat(absl::string_view worker_id) {
     const auto it = rank_of_.find(worker_id);
@@ -381,8 +369,6 @@ class Core::Impl::Job : public BarrierHost {
   v1::Member MakeMember(const Seat& seat) const;
   void RenewLease(Seat* seat) { seat->last_seen = impl_->now_; }
 
-  // ---- the rest
-
   std::optional<v1::OpError> Txn(const v1::TxnRequest& request, const Seat* seat,
                                  v1::OpResult* result);
   void KvChanged(const std::vector<KvChange>& changes);
@@ -393,8 +379,6 @@ class Core::Impl::Job : public BarrierHost {
   }
   void SnapshotTo(v1::CoordinatorSnapshot* snapshot) const;
   const char* StateName() const;
-
-  // ---- BarrierHost
 
   v1::ReplyHeader Header() const override { return impl_->Header(); }
   v1::Culprit DescribeRank(int rank) const override;
@@ -453,8 +437,6 @@ class Core::Impl::Job : public BarrierHost {
   BarrierCounts seen_counts_;
   absl::Time scheduled_ = absl::InfiniteFuture();
 };
-
-// ---- events
 
 void Core::Impl::Begin(absl::Time now, Output* out) {
   // A gap much longer than the ticks in it shows that this process stood still (stopped, swapped,
@@ -528,8 +510,6 @@ void Core::Impl::End(Job* job) {
     if (next != absl::InfiniteFuture()) deadlines_.insert({next, job->id_});
   }
 }
-
-// ---- fencing
 
 std::optional<v1::OpError> Core::Impl::CheckJob(const v1::Fence& fence, Job** job) {
   if (fence.term_seen() > term_) {
@@ -723,8 +703,6 @@ void Core::Impl::Once(CallId call, const Request& request, int kind, bool operat
   }
   Send(call, std::move(answer), reads ? who.job->AllRecords() : who.job->membership_record_);
 }
-
-// ---- membership
 
 v1::Culprit Core::Impl::Job::DescribeRank(int rank) const {
   v1::Culprit culprit;
@@ -1388,8 +1366,6 @@ void Core::Impl::Job::Tick() {
   }
 }
 
-// ---- the rest
-
 void Core::Impl::Job::AskStack(int rank) {
   const Seat& seat = seats_[rank];
   if (seat.record.node().empty() || !seat.alive()) return;
@@ -1605,8 +1581,6 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
     *answered->mutable_answer() = stored.answer->result();
   });
 }
-
-// ---- operations
 
 void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller& caller,
                       Job** touched) {
@@ -2243,8 +2217,6 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
   return touched;
 }
 
-// ---- replay
-
 absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
   const auto find = [&](const std::string& job_id) -> absl::StatusOr<Job*> {
     Job* const job = FindJob(job_id);
@@ -2412,8 +2384,6 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
   return absl::DataLossError(
       "the journal holds a change of a kind this version does not know: use a newer coordinator");
 }
-
-// ---- Core
 
 Core::Core(CoreOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
 Core::~Core() = default;

@@ -222,8 +222,6 @@ class CoreTest : public ::testing::Test {
   v1::RendezvousSpec spec_ = Spec(1, 1);
 };
 
-// ---- rendezvous
-
 TEST_F(CoreTest, Join_Fixed_SealsWhenAllAreIn) {
   spec_ = Spec(3, 3);
   const CallId a = bench_.Do(JoinOp({"a", 1, "h1"}, spec_));
@@ -509,8 +507,6 @@ TEST_F(CoreTest, Join_NewIncarnationOfADepartedWorker_FencesTheOld) {
   }
 }
 
-// ---- fencing
-
 TEST_F(CoreTest, Fence_UnknownJob_NotFound) {
   EXPECT_EQ(bench_.Error(Beat({"w", 1})).code(), static_cast<int>(absl::StatusCode::kNotFound));
 }
@@ -556,8 +552,6 @@ TEST_F(CoreTest, Handle_BeforeStartTerm_Starting) {
   EXPECT_EQ(out.replies[0].answer->result().error().detail().reason(), v1::ERROR_REASON_STARTING);
   EXPECT_TRUE(out.replies[0].answer->result().error().detail().retryable());
 }
-
-// ---- membership
 
 TEST_F(CoreTest, Lease_RunsOut_EndsTheGenerationAndNamesTheRank) {
   std::vector<Worker> workers = Form(2);
@@ -733,8 +727,6 @@ TEST_F(CoreTest, AgreeAlive_Timeout_NamesTheLivingWhoDidNotCome) {
   EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_BARRIER_TIMEOUT);
   EXPECT_THAT(bench_.Error(call).message(), HasSubstr("rank 1"));
 }
-
-// ---- barriers
 
 TEST_F(CoreTest, Barrier_AllArrive_OneSharedAnswer) {
   std::vector<Worker> workers = Form(3);
@@ -914,8 +906,6 @@ TEST_F(CoreTest, Barrier_FailedOrWithPayloads_IsRememberedAcrossARestart) {
   }
 }
 
-// ---- key-value
-
 TEST_F(CoreTest, Kv_DurablePut_WaitsForItsRecordAndSurvives) {
   std::vector<Worker> workers = Form(1);
   const CallId put = bench_.Do(PutOp(workers[0], "k", "v", true));
@@ -1015,8 +1005,6 @@ TEST_F(CoreTest, Kv_Wait_IsAnsweredByThePut) {
   EXPECT_THAT(bench_.Error(late).message(), HasSubstr("\"c\""));
 }
 
-// ---- watch
-
 TEST_F(CoreTest, Watch_ShowsDurableChangesOnlyWhenTheyAre) {
   std::vector<Worker> workers = Form(1);
   const uint64_t from = bench_.core_->revision() + 1;
@@ -1070,8 +1058,6 @@ TEST_F(CoreTest, Watch_Members_TellsOfSealsDeathsAndEnds) {
   EXPECT_EQ(batch.events(2).generation_ended(), 1u);
 }
 
-// ---- triggers
-
 TEST_F(CoreTest, Trigger_RaisedByOne_TakesEffectOnTheSameStep) {
   std::vector<Worker> workers = Form(2);
   const auto poll = [&](const Worker& worker, int64_t step, int64_t horizon,
@@ -1104,8 +1090,6 @@ TEST_F(CoreTest, Trigger_RaisedByOne_TakesEffectOnTheSameStep) {
   EXPECT_EQ(poll(workers[0], 14, 15, {raised.trigger_id()}).triggers_size(), 0);
   EXPECT_EQ(poll(workers[1], 14, 15, {raised.trigger_id()}).triggers_size(), 0);
 }
-
-// ---- restart
 
 TEST_F(CoreTest, Restart_KeepsSeatsFencesAndGivesALease) {
   for (const bool snapshot : {false, true}) {
@@ -1202,8 +1186,6 @@ TEST_F(CoreTest, Status_TellsJobsAndStates) {
   EXPECT_EQ(bench_.core_->MembersByState()[v1::WORKER_STATE_RUNNING], 2);
 }
 
-// ---- scale
-
 TEST_F(CoreTest, TenThousandRanks_JoinBarrierAndDeath) {
   constexpr int kWorkers = 10000;
   std::vector<Worker> workers;
@@ -1239,8 +1221,6 @@ TEST_F(CoreTest, TenThousandRanks_JoinBarrierAndDeath) {
   Exit(workers[4242], 0, 9);
   EXPECT_EQ(bench_.directives_.size(), static_cast<size_t>(kWorkers / 8));
 }
-
-// ---- any bytes
 
 void Mutate(std::string* bytes, std::mt19937_64* random) {
   const int edits = 1 + (*random)() % 4;

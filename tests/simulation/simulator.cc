@@ -121,8 +121,6 @@ class Sim {
   explicit Sim(const SimulationOptions& options);
   SimulationResult Run();
 
-  // ---- chance and time
-  // ---------------------------------------------------------------------------------------------
   uint64_t Draw(uint64_t n) { return random_() % n; }
   bool Chance(double p) { return static_cast<double>(random_() >> 11) * 0x1.0p-53 < p; }
   absl::Duration Between(absl::Duration low, absl::Duration high) {
@@ -143,16 +141,12 @@ class Sim {
     if (result_.violation.empty()) result_.violation = text;
   }
 
-  // ---- network
-  // -----------------------------------------------------------------------------------------------------
   // `slot` is whose link; -1: the operator and watchers, whose link is only slow.
   void Transfer(int slot, bool to_server, bool may_repeat, std::function<void()> deliver);
   void ToServer(const std::shared_ptr<Process>& process, uint64_t tag,
                 const std::shared_ptr<const v1::Op>& op, CallId* attempt);
   void FromOperator(const v1::Op& op, std::function<void(const v1::OpResult&)> done);
 
-  // ---- server
-  // ------------------------------------------------------------------------------------------------------
   void StartServer();
   void CrashServer(bool by_disk_error);
   void WhenServerRuns(std::function<void()> f);  // at once, after its pause, or never if it is down
@@ -165,8 +159,6 @@ class Sim {
   void TakeSnapshot();
   void Release(const coordinator::Reply& reply);
 
-  // ---- faults
-  // ------------------------------------------------------------------------------------------------------
   void Chaos();
   void Heal();
   void StartWorker(int slot);
@@ -175,8 +167,6 @@ class Sim {
   void OperatorKv();
   void CheckProgress();
 
-  // ---- checks
-  // ------------------------------------------------------------------------------------------------------
   void CheckHandled(const v1::Op& op, const std::optional<v1::OpResult>& immediate);
   void CheckPassed(const v1::OpResult& result);
   void CheckRecovered();
@@ -291,9 +281,6 @@ class Sim {
   int64_t next_value_ = 1;
   friend class Process;
 };
-
-// ---- Process
-// -------------------------------------------------------------------------------------------------------
 
 Process::Process(Sim* sim, int slot, uint64_t incarnation)
     : sim_(sim), slot_(slot), incarnation_(incarnation) {}
@@ -715,9 +702,6 @@ void Process::AfterCollective() {
   Step();
 }
 
-// ---- Sim: world
-// ----------------------------------------------------------------------------------------------------
-
 Sim::Sim(const SimulationOptions& options)
     : options_(options), random_(options.seed * 0x9E3779B97F4A7C15ull + 1) {
   slots_ = 2 + static_cast<int>(Draw(4));
@@ -792,9 +776,6 @@ void Sim::FromOperator(const v1::Op& op, std::function<void(const v1::OpResult&)
     });
   });
 }
-
-// ---- Sim: server
-// ---------------------------------------------------------------------------------------------------
 
 void Sim::StartServer() {
   if (up_) return;
@@ -1016,9 +997,6 @@ void Sim::TakeSnapshot() {
        disk_.PublishSnapshot(image, revision);
      });
 }
-
-// ---- Sim: faults
-// ---------------------------------------------------------------------------------------------------
 
 void Sim::StartWorker(int slot) {
   const uint64_t incarnation = next_incarnation_++;
@@ -1254,9 +1232,6 @@ void Sim::CheckProgress() {
   }
   At(now_ + absl::Milliseconds(500), [this] { CheckProgress(); });
 }
-
-// ---- Sim: checks
-// ---------------------------------------------------------------------------------------------------
 
 size_t Sim::KvBegin(const std::string& key, KvEvent event) {
   history_[key].push_back(event);
