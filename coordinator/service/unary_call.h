@@ -56,19 +56,24 @@ class UnaryCall final : public grpc::ServerUnaryReactor, public CallSink {
     *reply_ = (result.*get_)();
     Done(absl::OkStatus());
   }
-  void OnCancel() override { engine_.Abandon(id_); }
+  void OnCancel() override {
+    ordered_.load(std::memory_order_acquire);
+    engine_.Abandon(id_);
+  }
   void OnDone() override {
-    answered_.load(std::memory_order_acquire);
+    ordered_.load(std::memory_order_acquire);
     delete this;
   }
 
  private:
   UnaryCall(Engine& engine, MethodMetrics* metrics, Reply* reply, Get get)
-      : engine_(engine), metrics_(metrics), reply_(reply), get_(get), id_(engine.NewCallId()) {}
+      : engine_(engine), metrics_(metrics), reply_(reply), get_(get), id_(engine.NewCallId()) {
+    ordered_.store(true, std::memory_order_release);
+  }
 
   void Done(const absl::Status& status) {
     metrics_->Handled(static_cast<int>(status.code()), absl::Now() - start_);
-    answered_.store(true, std::memory_order_release);
+    ordered_.store(true, std::memory_order_release);
     Finish(rpc::ToGrpc(status));
   }
 
@@ -78,8 +83,9 @@ class UnaryCall final : public grpc::ServerUnaryReactor, public CallSink {
   const Get get_;
   const CallId id_;
   const absl::Time start_ = absl::Now();
-  // gRPC orders Finish before OnDone; this says so to ThreadSanitizer, which does not see into gRPC.
-  std::atomic<bool> answered_{false};
+  // gRPC orders construction before OnCancel, and Finish before OnDone; this says so to ThreadSanitizer, which does not
+  // see into gRPC.
+  std::atomic<bool> ordered_{false};
 };
 
 }  // namespace muster::coordinator
