@@ -2,7 +2,6 @@
 
 #include <grpcpp/support/server_callback.h>
 
-#include <atomic>
 #include <deque>
 #include <string>
 #include <utility>
@@ -133,18 +132,18 @@ class SimpleCall final : public grpc::ServerUnaryReactor {
   explicit SimpleCall(MethodMetrics* metrics) : metrics_(metrics) { metrics->Started(); }
   void Done(const absl::Status& status) {
     metrics_->Handled(static_cast<int>(status.code()), absl::Now() - start_);
-    answered_.store(true, std::memory_order_release);
+    order_.Mark();
     Finish(rpc::ToGrpc(status));
   }
   void OnDone() override {
-    answered_.load(std::memory_order_acquire);
+    order_.Mark();
     delete this;
   }
 
  private:
   MethodMetrics* const metrics_;
   const absl::Time start_ = absl::Now();
-  std::atomic<bool> answered_{false};  // as in UnaryCall
+  ThreadOrder order_;
 };
 
 class AdminService final : public v1::Admin::CallbackService {
@@ -213,6 +212,7 @@ class WatchStream final : public grpc::ServerWriteReactor<v1::WatchBatch>,
 
   void Open(const v1::WatchRequest& request) {
     self_ = shared_from_this();
+    order_.Mark();
     engine_.WatchOpen(self_, request);
   }
 
@@ -232,14 +232,19 @@ class WatchStream final : public grpc::ServerWriteReactor<v1::WatchBatch>,
 
  private:
   void OnWriteDone(bool ok) override {
+    order_.Mark();
     if (ok) {
       engine_.WatchWritable(self_);
     } else {
       Close(absl::CancelledError("the watcher went away"));
     }
   }
-  void OnCancel() override { Close(absl::CancelledError("the watcher went away")); }
+  void OnCancel() override {
+    order_.Mark();
+    Close(absl::CancelledError("the watcher went away"));
+  }
   void OnDone() override {
+    order_.Mark();
     engine_.WatchClosed(self_);
     { MutexLock lock(&mu_); }  // after the last Write or Close, also for ThreadSanitizer
     const std::shared_ptr<WatchStream> last = std::move(self_);
@@ -249,6 +254,7 @@ class WatchStream final : public grpc::ServerWriteReactor<v1::WatchBatch>,
   MethodMetrics* const metrics_;
   const absl::Time start_ = absl::Now();
   std::shared_ptr<WatchStream> self_;
+  ThreadOrder order_;
   Mutex mu_;
   bool finished_ ABSL_GUARDED_BY(mu_) = false;
   v1::WatchBatch batch_;  // while a write is in flight, gRPC's
@@ -287,6 +293,7 @@ class AgentStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
 
   void Open() {
     self_ = shared_from_this();
+    order_.Mark();
     StartRead(&in_);
   }
 
@@ -312,6 +319,7 @@ class AgentStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
 
  private:
   void OnReadDone(bool ok) override {
+    order_.Mark();
     if (!ok) {
       engine_.AgentClosed(self_);
       Close(absl::OkStatus());
@@ -328,9 +336,11 @@ class AgentStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
     }
     engine_.AgentFrame(self_, std::move(frame), peer_);
     in_.Clear();
+    order_.Mark();
     StartRead(&in_);
   }
   void OnWriteDone(bool ok) override {
+    order_.Mark();
     std::shared_ptr<FrameSource> source;
     {
       MutexLock lock(&mu_);
@@ -341,6 +351,7 @@ class AgentStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
     if (source != nullptr) source->Writable();
   }
   void OnDone() override {
+    order_.Mark();
     engine_.AgentClosed(self_);
     std::shared_ptr<FrameSource> source;
     {
@@ -355,6 +366,7 @@ class AgentStream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc:
   const std::string peer_;
   const absl::Time start_ = absl::Now();
   std::shared_ptr<AgentStream> self_;
+  ThreadOrder order_;
   grpc::ByteBuffer in_;  // gRPC's while a read is in flight
   Mutex mu_;
   std::shared_ptr<FrameSource> source_ ABSL_GUARDED_BY(mu_);
