@@ -10,6 +10,8 @@ extern "C" const char* __tsan_default_suppressions() {
          "race:grpc::internal::ServerCallbackCall::Unref\n"
          "race:grpc::internal::CallbackWithSuccessTag::Set\n"
          "race:grpc::internal::CallbackWithSuccessTag::CallbackWithSuccessTag\n"
+         "race:grpc::internal::CallbackWithSuccessTag::~CallbackWithSuccessTag\n"
+         "race:grpc::internal::CallbackWithSuccessTag::Clear\n"
          "race:grpc::internal::CallOpSet<\n"
          "race:grpc::internal::InterceptorBatchMethodsImpl::\n"
          // What a reactor holds until gRPC binds it to its call, and the binding.
