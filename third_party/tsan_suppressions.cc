@@ -5,6 +5,7 @@
 #if defined(__SANITIZE_THREAD__)
 extern "C" const char* __tsan_default_suppressions() {
   return "race_top:^grpc::\n"
+         "race_top:^std::__atomic_base<grpc::Server\n"
          // Reference counts, operation sets and tags of calls.
          "race:grpc::internal::ServerCallbackCall::Ref\n"
          "race:grpc::internal::ServerCallbackCall::Unref\n"
