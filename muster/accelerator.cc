@@ -20,7 +20,8 @@ Accelerator::~Accelerator() { core_->EndTraining(); }
 
 AcceleratedScheduler Accelerator::prepare_scheduler(const AcceleratedOptimizer& optimizer,
                                                     LrSchedulePtr schedule) {
-  return AcceleratedScheduler(core_->PrepareSchedule(std::move(schedule), optimizer.slot()));
+  return AcceleratedScheduler(
+      internal::Keep(core_, core_->PrepareSchedule(std::move(schedule), optimizer.slot())));
 }
 
 internal::AccumulateScope Accelerator::accumulate() { return core_->Accumulate(); }

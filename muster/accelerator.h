@@ -390,8 +390,7 @@ class Accelerator {
   M& unwrap_model(AcceleratedModel<M>& model) {
     return model.unwrap();
   }
-  // Ends the job for this process, in order: flushes trackers, waits for the others, leaves the
-  // rendezvous.
+  // Ends the job for this process: flushes trackers and leaves the rendezvous.
   void end_training() { core_->EndTraining(); }
 
   // Logs and trackers.
@@ -451,6 +450,15 @@ int run(int argc, char** argv, const AcceleratorOptions& options,
 
 namespace internal {
 
+// `slot` as a pointer that also keeps `core` alive, which the slot refers to.
+template <class Slot>
+std::shared_ptr<Slot> Keep(std::shared_ptr<Core> core, std::shared_ptr<Slot> slot) {
+  Slot* const raw = slot.get();
+  auto both = std::make_shared<std::pair<std::shared_ptr<Core>, std::shared_ptr<Slot>>>(
+      std::move(core), std::move(slot));
+  return std::shared_ptr<Slot>(std::move(both), raw);
+}
+
 template <class T>
 struct IsPrepared : std::false_type {};
 template <class M>
@@ -470,19 +478,19 @@ auto Accelerator::PrepareOne(T&& object) {
   if constexpr (internal::IsPrepared<D>::value) {
     return object;
   } else if constexpr (std::is_base_of_v<torch::detail::ModuleHolderIndicator, D>) {
-    return AcceleratedModel<D>(object, core_->PrepareModel(object.ptr()));
+    return AcceleratedModel<D>(object, internal::Keep(core_, core_->PrepareModel(object.ptr())));
   } else if constexpr (std::is_base_of_v<torch::optim::Optimizer, D> ||
                        std::is_base_of_v<OptimizerHandle, D>) {
     static_assert(std::is_lvalue_reference_v<T>,
                   "prepare() borrows the optimizer: give it a name and keep it alive");
-    return AcceleratedOptimizer(core_->PrepareOptimizer(object));
+    return AcceleratedOptimizer(internal::Keep(core_, core_->PrepareOptimizer(object)));
   } else if constexpr (IsBatchRecipe<D>::value) {
     auto loader =
         PrepareLoader(object, core_->loader_options(), &core_->comm(), core_->loader_observer());
     core_->RegisterLoader(loader.state_handle());
     return loader;
   } else if constexpr (std::is_convertible_v<D, LrSchedulePtr>) {
-    return AcceleratedScheduler(core_->PrepareSchedule(object));
+    return AcceleratedScheduler(internal::Keep(core_, core_->PrepareSchedule(object)));
   } else {
     return object;
   }

@@ -302,6 +302,122 @@ TEST(Accelerator, LoadState_WithOtherObjectsPrepared_SaysWhich) {
   EXPECT_TRUE(accelerator.load_state_if_present(TestDir("nothing here")).ok());
 }
 
+TEST(Accelerator, Fp16ClipWithoutAStep_DoesNotSpoilTheNextWindow) {
+  AcceleratorOptions options = OnCpu();
+  options.mixed_precision = "fp16";
+  options.grad_scaler.init_scale = 1024;  // a gradient of 1 fits into fp16
+  Accelerator accelerator(options);
+  torch::nn::Linear net = OneWeight();
+  FusedSGD sgd(net->parameters(), {.lr = 1.0});
+  auto [model, optimizer] = accelerator.prepare(net, sgd);
+  for (int i = 0; i < 2; ++i) {
+    auto scope = accelerator.accumulate();
+    accelerator.backward(Loss(model(at::ones({1, 1}))));
+    EXPECT_NEAR(accelerator.clip_grad_norm_(model->parameters(), 10.0).item<double>(), 1.0, 1e-3);
+    if (i == 1) optimizer.step();
+    optimizer.zero_grad();
+  }
+  EXPECT_NEAR(net->weight.item<double>(), 1.0, 1e-3);
+}
+
+TEST(Accelerator, Fp16TwoOptimizersInOneStep_AreUnscaledOnceEach) {
+  AcceleratorOptions options = OnCpu();
+  options.mixed_precision = "fp16";
+  options.grad_scaler.init_scale = 1024;  // a gradient of 1 fits into fp16
+  Accelerator accelerator(options);
+  torch::nn::Linear d = OneWeight(), g = OneWeight();
+  FusedSGD sgd_d(d->parameters(), {.lr = 1.0}), sgd_g(g->parameters(), {.lr = 1.0});
+  auto [model_d, model_g, optimizer_d, optimizer_g] = accelerator.prepare(d, g, sgd_d, sgd_g);
+  auto scope = accelerator.accumulate();
+  accelerator.backward(Loss(model_d(at::ones({1, 1}))));
+  accelerator.clip_grad_norm_(model_d->parameters(), 10.0);
+  optimizer_d.step();
+  accelerator.backward(Loss(model_g(at::ones({1, 1}))));
+  accelerator.clip_grad_norm_(model_g->parameters(), 10.0);
+  optimizer_g.step();
+  EXPECT_NEAR(d->weight.item<double>(), 1.0, 1e-3);
+  EXPECT_NEAR(g->weight.item<double>(), 1.0, 1e-3);
+}
+
+TEST(Accelerator, StepsOutsideOfAccumulate_AreWindowsOfTheirOwn) {
+  AcceleratorOptions options = OnCpu();
+  options.gradient_accumulation_steps = 4;
+  Accelerator accelerator(options);
+  torch::nn::Linear net = OneWeight();
+  FusedSGD sgd(net->parameters(), {.lr = 1.0});
+  auto [model, optimizer] = accelerator.prepare(net, sgd);
+  { auto scope = accelerator.accumulate(); }  // a window left open
+  for (int i = 0; i < 2; ++i) {
+    accelerator.backward(Loss(model(at::ones({1, 1}))));
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  EXPECT_NEAR(net->weight.item<double>(), 2 * 0.25, 1e-6);
+}
+
+TEST(Accelerator, StateSavedAfterABreak_ResumesInTheSameEpoch) {
+  const auto epochs_after = [](const std::string& root, bool leave_early) {
+    AcceleratorOptions options = OnCpu();
+    options.project.directory = root;
+    {
+      Accelerator accelerator(options);
+      auto loader = accelerator.prepare(batches(TensorDataset(at::ones({4, 1})), 1));
+      for (int64_t epoch : accelerator.epochs(2)) {
+        for (auto& batch : loader) {
+          auto scope = accelerator.accumulate();
+          if (leave_early && batch.info().index == 1) break;
+        }
+        if (leave_early || epoch == 1) {
+          EXPECT_TRUE(accelerator.save_state().ok());
+          break;
+        }
+      }
+    }
+    Accelerator accelerator(options);
+    auto loader = accelerator.prepare(batches(TensorDataset(at::ones({4, 1})), 1));
+    EXPECT_TRUE(accelerator.load_state().ok());
+    std::vector<int64_t> sizes;
+    for (int64_t epoch : accelerator.epochs(4)) {
+      (void)epoch;
+      int64_t size = 0;
+      for (auto& batch : loader) size += batch.info().size;
+      sizes.push_back(size);
+    }
+    return sizes;
+  };
+  EXPECT_EQ(epochs_after(TestDir("left"), true), (std::vector<int64_t>{2, 4, 4, 4}));
+  EXPECT_EQ(epochs_after(TestDir("done"), false), (std::vector<int64_t>{4, 4}));
+}
+
+TEST(Accelerator, HandlesOutliveIt) {
+  torch::nn::Linear net = OneWeight();
+  FusedSGD sgd(net->parameters(), {.lr = 1.0});
+  const auto make = [&] {
+    Accelerator accelerator(OnCpu());
+    return accelerator.prepare(net, sgd, StepLR(1));
+  };
+  auto [model, optimizer, schedule] = make();
+  model(at::ones({1, 1})).sum().backward();
+  optimizer.step();
+  schedule.step();
+  EXPECT_EQ(optimizer.steps(), 1);
+}
+
+TEST(Accelerator, RefusedSchedule_LeavesNothingBehind) {
+  Accelerator accelerator(OnCpu());
+  EXPECT_THROW(accelerator.prepare(StepLR(1)), c10::Error);
+  EXPECT_TRUE(accelerator.save_state(TestDir("refused")).ok());
+}
+
+TEST(Accelerator, TorchOptimizerPreparedTwice_IsOne) {
+  Accelerator accelerator(OnCpu());
+  torch::nn::Linear net = OneWeight();
+  torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(0.5));
+  auto first = accelerator.prepare(sgd);
+  auto [second, schedule] = accelerator.prepare(sgd, StepLR(1));
+  EXPECT_EQ(first.slot(), second.slot());
+}
+
 TEST(Accelerator, Trackers_WriteWhatIsLogged) {
   AcceleratorOptions options = OnCpu();
   options.project.logging_directory = TestDir("logs");

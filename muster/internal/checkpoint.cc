@@ -1,5 +1,6 @@
 // Core::SaveState and LoadState: which object goes into which file (docs/checkpoint_format.md).
-#include <cmath>
+#include <map>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -83,8 +84,8 @@ absl::Status Core::SaveState(const std::string& directory) {
   info.world_size = size();
   info.step = global_step();
   info.epoch = epoch_;
-  // Inside of a loop over the data the epoch is not over yet.
-  info.cursor[kFirstEpoch] = live_.empty() ? epoch_ + 1 : epoch_;
+  // The epoch is over once its body is past the loop over the data, and that loop got to its end.
+  info.cursor[kFirstEpoch] = epoch_open_ && live_.empty() && !interrupted_ ? epoch_ + 1 : epoch_;
 
   const auto write = [&](StateWriter& writer) -> absl::Status {
     if (rank() == 0) {
@@ -182,13 +183,28 @@ absl::Status Core::LoadState(const std::string& directory, bool may_be_missing) 
       return *std::move(file);
     };
     std::vector<StateDict> models, optimizers, schedulers, loaders, registered;
-    for (size_t i = 0; i < models_.size(); ++i) models.push_back(read(ModelFileName(i)));
-    for (size_t i = 0; i < optimizers_.size(); ++i)
-      optimizers.push_back(read(OptimizerFileName(i)));
-    for (size_t i = 0; i < schedulers_.size(); ++i)
-      schedulers.push_back(read(SchedulerFileName(i)));
-    for (size_t i = 0; i < loaders_.size(); ++i) loaders.push_back(read(SamplerFileName(i)));
-    for (size_t i = 0; i < registered_.size(); ++i) registered.push_back(read(CustomFileName(i)));
+    std::optional<StateDict> scaler, random;
+    const absl::Status mine = Guard([&] {
+      for (size_t i = 0; i < models_.size(); ++i) models.push_back(read(ModelFileName(i)));
+      for (size_t i = 0; i < optimizers_.size(); ++i) {
+        optimizers.push_back(read(OptimizerFileName(i)));
+      }
+      for (size_t i = 0; i < schedulers_.size(); ++i) {
+        schedulers.push_back(read(SchedulerFileName(i)));
+      }
+      for (size_t i = 0; i < loaders_.size(); ++i) loaders.push_back(read(SamplerFileName(i)));
+      for (size_t i = 0; i < registered_.size(); ++i) registered.push_back(read(CustomFileName(i)));
+      if (scaler_ != nullptr && reader.Has(ScalerFileName(0))) scaler = read(ScalerFileName(0));
+      if (reader.Has(RandomStatesFileName(rank()))) random = read(RandomStatesFileName(rank()));
+    });
+    // All or none: a process that cannot read its files must not leave the others in their next collective.
+    const std::vector<std::string> errors = comm().AllGatherBytes(mine.ok() ? "" : mine.ToString());
+    ThrowIfError(mine);
+    for (size_t r = 0; r < errors.size(); ++r) {
+      if (!errors[r].empty()) {
+        ThrowIfError(absl::DataLossError(absl::StrCat("rank ", r, ": ", errors[r])));
+      }
+    }
 
     const auto rows = [](const StateDict& file) {
       absl::StatusOr<PlainState> taken = TakeRows(file);
@@ -220,15 +236,23 @@ absl::Status Core::LoadState(const std::string& directory, bool may_be_missing) 
       ThrowIfError(state.status());
       ThrowIfError(Try(SamplerFileName(i), [&] { loaders_[i]->LoadState(*state); }));
     }
-    if (scaler_ != nullptr && reader.Has(ScalerFileName(0))) {
-      scaler_->LoadState(rows(read(ScalerFileName(0))));
+    // Gradients and scaler steps of a window that was open belong to the state that is given up.
+    for (const auto& optimizer : optimizers_) {
+      optimizer->handle().ZeroGrad(GradZeroing::kInPlace);
+      optimizer->gradients_finished_ = false;
+      optimizer->step_was_skipped_ = false;
+    }
+    window_factor_.reset();
+    scaler_steps_ = 0;
+    if (scaler_ != nullptr) {
+      scaler_->Reset();
+      if (scaler.has_value()) scaler_->LoadState(rows(*scaler));
     }
     for (size_t i = 0; i < registered_.size(); ++i) registered_[i].load(rows(registered[i]));
 
-    if (reader.Has(RandomStatesFileName(rank()))) {
+    if (random.has_value()) {
       std::map<std::string, at::Tensor> states;
-      const StateDict file = read(RandomStatesFileName(rank()));
-      for (const auto& [name, tensor] : file.tensors()) states.emplace(name, tensor);
+      for (const auto& [name, tensor] : random->tensors()) states.emplace(name, tensor);
       const std::string left_out = RestoreRngState(states);
       if (!left_out.empty()) MUSTER_LOG(Warning) << "random states: " << left_out;
     } else {
@@ -239,7 +263,7 @@ absl::Status Core::LoadState(const std::string& directory, bool may_be_missing) 
     accumulation_ = Accumulation(accumulation_.options());
     const auto first = reader.info().cursor.find(kFirstEpoch);
     first_epoch_ = first == reader.info().cursor.end() ? reader.info().epoch : first->second;
-    epoch_ = first_epoch_;
+    SetEpoch(first_epoch_, /*open=*/false);
     last_checkpoint_ = reader.dir();
   });
 }

@@ -1,8 +1,10 @@
 #include "muster/internal/core.h"
 
+#include <algorithm>
 #include <cmath>
 #include <exception>
 #include <limits>
+#include <unordered_set>
 
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
@@ -79,6 +81,9 @@ class Core::Observer : public LoaderObserver {
   }
   void OnEnd(uint64_t iteration) override {
     if (core_ == nullptr) return;
+    for (const LiveLoop& loop : core_->live_) {
+      if (loop.id == iteration && loop.trained && !loop.info.is_last) core_->interrupted_ = true;
+    }
     std::erase_if(core_->live_, [&](const LiveLoop& loop) { return loop.id == iteration; });
   }
   // Loaders may outlive the Accelerator.
@@ -123,8 +128,16 @@ Core::PrepareCall::~PrepareCall() noexcept(false) {
   const auto optimizers = std::move(core_->call_optimizers_);
   core_->call_schedulers_.clear();
   core_->call_optimizers_.clear();
-  if (std::uncaught_exceptions() > exceptions_ || schedulers.empty()) return;
+  if (schedulers.empty()) return;
   const auto& candidates = optimizers.empty() ? core_->optimizers_ : optimizers;
+  const bool failed = std::uncaught_exceptions() > exceptions_;
+  if (failed || candidates.size() != 1) {
+    // Refused schedules must not stay behind without an optimizer.
+    std::erase_if(core_->schedulers_, [&](const std::shared_ptr<SchedulerSlot>& slot) {
+      return std::find(schedulers.begin(), schedulers.end(), slot) != schedulers.end();
+    });
+  }
+  if (failed) return;
   TORCH_CHECK(candidates.size() == 1, "prepare() got a schedule and ", candidates.size(),
               " optimizers: pass the schedule in one call with its optimizer, or use "
               "prepare_scheduler(optimizer, schedule)");
@@ -142,9 +155,16 @@ std::shared_ptr<ModelSlot> Core::PrepareModel(std::shared_ptr<torch::nn::Module>
 }
 
 std::shared_ptr<OptimizerSlot> Core::PrepareOptimizer(torch::optim::Optimizer& optimizer) {
+  for (const auto& slot : optimizers_) {
+    if (slot->source_ == &optimizer) {
+      call_optimizers_.push_back(slot);
+      return slot;
+    }
+  }
   std::unique_ptr<OptimizerHandle> handle = WrapTorchOptimizer(optimizer);
   OptimizerHandle* const borrowed = handle.get();
   auto slot = std::make_shared<OptimizerSlot>(this, borrowed, std::move(handle));
+  slot->source_ = &optimizer;
   optimizers_.push_back(slot);
   call_optimizers_.push_back(slot);
   return slot;
@@ -174,7 +194,10 @@ std::shared_ptr<SchedulerSlot> Core::PrepareSchedule(LrSchedulePtr schedule,
                                                      std::shared_ptr<OptimizerSlot> optimizer) {
   TORCH_CHECK(schedule != nullptr, "prepare_scheduler() got an empty schedule");
   schedulers_.push_back(std::make_shared<SchedulerSlot>(this, std::move(schedule)));
-  schedulers_.back()->Bind(std::move(optimizer));
+  // The handle's pointer keeps this object alive; held in here it would do so for ever.
+  for (const auto& slot : optimizers_) {
+    if (slot.get() == optimizer.get()) schedulers_.back()->Bind(slot);
+  }
   return schedulers_.back();
 }
 
@@ -214,15 +237,14 @@ AccumulateScope Core::Accumulate(const std::optional<BatchFacts>& facts) {
     join_factor_ = decision.gradient_factor;
   }
   in_micro_step_ = true;
+  if (!live_.empty()) live_.back().trained = true;
   return AccumulateScope(this);
 }
 
 void Core::BeginWindow() {
   window_factor_.reset();
-  if (scaler_steps_ > 0) {
-    scaler_->Update();
-    scaler_steps_ = 0;
-  }
+  if (scaler_ != nullptr && scaler_->pending()) scaler_->Update();
+  scaler_steps_ = 0;
   for (const auto& optimizer : optimizers_) optimizer->gradients_finished_ = false;
 }
 
@@ -235,12 +257,17 @@ void Core::Backward(const at::Tensor& loss, std::optional<double> weight) {
   TORCH_CHECK(
       loss.requires_grad(),
       "backward() got a loss that depends on no parameter: was it computed under NoGradGuard?");
+  TORCH_CHECK(
+      join_ == nullptr || !weight.has_value(),
+      "weighted losses inside join_uneven_inputs() would need an exchange that processes without "
+      "batches do not take part in: use one or the other");
   if (options_.check_finite_loss) {
     const double value = loss.item<double>();
     // Agreed over all ranks, so that no rank goes on into a collective that the others have left.
     at::Tensor bad = at::full({size()}, 0, at::kDouble);
     if (!std::isfinite(value)) bad[rank()] = 1;
-    if (size() > 1) {
+    // Processes that ran out of batches take no part in this exchange.
+    if (size() > 1 && join_ == nullptr) {
       bad = bad.to(device_);
       comm().AllReduce(bad, ReduceOp::kMax);
       bad = bad.cpu();
@@ -254,10 +281,12 @@ void Core::Backward(const at::Tensor& loss, std::optional<double> weight) {
                 "); lower the learning rate or look at the batch");
   }
   // Outside of accumulate() every call is a window of its own, divided as Accelerate does.
-  if (!in_micro_step_) BeginWindow();
-  const double divisor = weight.has_value() ? accumulation_.WeightedDivisor(*weight)
-                         : in_micro_step_   ? accumulation_.current().divisor
-                                            : static_cast<double>(gradient_accumulation_steps());
+  if (!in_micro_step_) {
+    BeginWindow();
+    accumulation_.BeginAlone();
+  }
+  const double divisor =
+      weight.has_value() ? accumulation_.WeightedDivisor(*weight) : accumulation_.current().divisor;
   at::Tensor scaled = divisor == 1 ? loss : loss / divisor;
   if (scaler_ != nullptr) scaled = scaler_->Scale(scaled);
   scaled.backward();
@@ -294,13 +323,25 @@ void Core::EndScalerStep() {
   scaler_steps_ = 0;
 }
 
+void Core::FinishGradientsOf(const std::vector<at::Tensor>& parameters) {
+  std::unordered_set<const void*> wanted;
+  for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
+  for (const auto& optimizer : optimizers_) {
+    for (const at::Tensor& parameter : optimizer->handle().parameters()) {
+      if (wanted.count(parameter.unsafeGetTensorImpl()) == 0) continue;
+      FinishGradients(optimizer.get());
+      break;
+    }
+  }
+}
+
 at::Tensor Core::ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm,
                               double norm_type) {
   TORCH_CHECK(sync_gradients(),
               "clip_grad_norm_ in the middle of an accumulation window would clip partial "
               "gradients: call it "
               "only where accelerator.sync_gradients()");
-  FinishGradients();
+  FinishGradientsOf(parameters);
   return muster::ClipGradNorm(parameters, max_norm, norm_type);
 }
 
@@ -309,7 +350,7 @@ void Core::ClipGradValue(const std::vector<at::Tensor>& parameters, double clip_
               "clip_grad_value_ in the middle of an accumulation window would clip partial "
               "gradients: call it "
               "only where accelerator.sync_gradients()");
-  FinishGradients();
+  FinishGradientsOf(parameters);
   muster::ClipGradValue(parameters, clip_value);
 }
 
@@ -544,12 +585,12 @@ FirstScope::~FirstScope() {
 }
 
 int64_t EpochRange::Iterator::operator*() const {
-  core_->set_epoch(epoch_);
+  core_->SetEpoch(epoch_, /*open=*/true);
   return epoch_;
 }
 EpochRange::Iterator& EpochRange::Iterator::operator++() {
   ++epoch_;
-  core_->set_epoch(epoch_);
+  core_->SetEpoch(epoch_, /*open=*/false);
   return *this;
 }
 EpochRange::Iterator EpochRange::begin() const { return Iterator(core_, core_->first_epoch()); }

@@ -90,6 +90,7 @@ class OptimizerSlot {
 
   bool step_was_skipped_ = false;
   bool gradients_finished_ = false;  // in this window
+  const void* source_ = nullptr;     // the user's optimizer
   int64_t steps_ = 0;
 };
 
@@ -231,7 +232,9 @@ class Core {
   AccumulateScope Accumulate(const BatchInfo& info);
   void EndMicroStep();
   bool sync_gradients() const { return no_sync_depth_ == 0 && accumulation_.sync_gradients(); }
-  bool communicate() const { return no_sync_depth_ == 0 && accumulation_.current().communicate; }
+  bool communicate() const {
+    return no_sync_depth_ == 0 && (!in_micro_step_ || accumulation_.current().communicate);
+  }
   int64_t gradient_accumulation_steps() const { return accumulation_.options().num_steps; }
   void set_gradient_accumulation_steps(int64_t steps) { accumulation_.set_num_steps(steps); }
   void ChangeNoSync(int by) { no_sync_depth_ += by; }
@@ -243,6 +246,8 @@ class Core {
   // Makes the gradients of this window final: unscaled, and corrected for a short or weighted
   // window. Once per window and optimizer; of all optimizers if `only` is null.
   void FinishGradients(OptimizerSlot* only = nullptr);
+  // Of the optimizers that own some of `parameters`.
+  void FinishGradientsOf(const std::vector<at::Tensor>& parameters);
   // An optimizer has stepped: the loss scale is updated once all have, or when the next window
   // begins.
   void EndScalerStep();
@@ -271,7 +276,12 @@ class Core {
   int64_t global_step() const;
 
   int64_t epoch() const { return epoch_; }
-  void set_epoch(int64_t epoch) { epoch_ = epoch; }
+  // `open`: its body begins; else it is over.
+  void SetEpoch(int64_t epoch, bool open) {
+    epoch_ = epoch;
+    epoch_open_ = open;
+    interrupted_ = false;
+  }
   int64_t first_epoch() const { return first_epoch_; }
   void FreeMemory();
   void EndTraining();
@@ -327,6 +337,7 @@ class Core {
   struct LiveLoop {
     uint64_t id;
     BatchInfo info;
+    bool trained = false;  // a micro-step was made in it
   };
   std::vector<LiveLoop> live_;
 
@@ -334,6 +345,8 @@ class Core {
   bool trigger_ = false;
   int64_t epoch_ = 0;
   int64_t first_epoch_ = 0;
+  bool epoch_open_ = false;   // inside the body of a loop over epochs()
+  bool interrupted_ = false;  // a training loop of this epoch was left before its last batch
   std::string last_checkpoint_;
   bool ended_ = false;
 };

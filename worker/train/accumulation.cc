@@ -12,6 +12,13 @@ Accumulation::Accumulation(const AccumulationOptions& options) : options_(option
               options.num_steps);
 }
 
+void Accumulation::BeginAlone() {
+  current_ = MicroStep();
+  current_.divisor = static_cast<double>(options_.num_steps);
+  weighted_steps_ = 0;
+  weight_ = 0;
+}
+
 bool Accumulation::WouldSync(const std::optional<BatchFacts>& batch) const {
   if (options_.sync_with_dataloader && batch.has_value() && batch->is_last) return true;
   return position_ + 1 >= options_.num_steps;

@@ -123,6 +123,13 @@ bool GradScaler::step_was_skipped(const OptimizerHandle& optimizer) const {
          it->second.last_found_inf.item<float>() != 0;
 }
 
+bool GradScaler::pending() const {
+  for (const auto& [optimizer, state] : optimizers_) {
+    if (state.stage != Stage::kReady) return true;
+  }
+  return false;
+}
+
 void GradScaler::Update() {
   if (!options_.enabled) return;
   at::NoGradGuard no_grad;

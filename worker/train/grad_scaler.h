@@ -58,6 +58,11 @@ class GradScaler {
   // Ends the step: grows or backs off the scale. Without any Step() or Unscale() before, an error.
   void Update();
 
+  // Some optimizer was unscaled or stepped since the last Update().
+  bool pending() const;
+  // Forgets that, for a state that is about to be loaded.
+  void Reset() { optimizers_.clear(); }
+
   double scale() const;
   int64_t growth_tracker() const;
 
