@@ -4,7 +4,7 @@
 source "$(dirname "$0")/../../tools/internal/common.sh"
 
 # On the disk of the LibTorch files, so that they are linked and not copied.
-scratch=$(mktemp -d "$MUSTER_LIBTORCH/../.install-test-XXXXXX")
+scratch=$(realpath "$(mktemp -d "$MUSTER_LIBTORCH/../.install-test-XXXXXX")")
 trap 'rm -rf "$scratch"' EXIT
 prefix=$scratch/first
 
