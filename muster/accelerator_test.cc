@@ -418,6 +418,12 @@ TEST(Accelerator, TorchOptimizerPreparedTwice_IsOne) {
   EXPECT_EQ(first.slot(), second.slot());
 }
 
+TEST(Accelerator, NoSyncInsideJoin_IsRefused) {
+  Accelerator accelerator(OnCpu());
+  auto join = accelerator.join_uneven_inputs();
+  EXPECT_THROW((void)accelerator.no_sync(), c10::Error);
+}
+
 TEST(Accelerator, Trackers_WriteWhatIsLogged) {
   AcceleratorOptions options = OnCpu();
   options.project.logging_directory = TestDir("logs");

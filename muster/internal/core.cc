@@ -507,7 +507,13 @@ ModelSlot::ModelSlot(Core* core, std::shared_ptr<torch::nn::Module> module)
 
 ModelSlot::~ModelSlot() = default;
 
-void ModelSlot::BeforeForward() { ddp_->BeforeForward(core_->communicate()); }
+void ModelSlot::BeforeForward() {
+  TORCH_CHECK(!core_->joining() || core_->in_micro_step() || !at::GradMode::is_enabled(),
+              "inside join_uneven_inputs() every training step needs accelerator.accumulate(): it "
+              "tells the "
+              "processes that ran out of batches what to take part in");
+  ddp_->BeforeForward(core_->communicate());
+}
 
 OptimizerSlot::OptimizerSlot(Core* core, OptimizerHandle* handle,
                              std::unique_ptr<OptimizerHandle> owned)
@@ -560,7 +566,13 @@ AccumulateScope::~AccumulateScope() {
   if (core_ != nullptr) core_->EndMicroStep();
 }
 
-NoSyncScope::NoSyncScope(Core* core) : core_(core) { core_->ChangeNoSync(+1); }
+NoSyncScope::NoSyncScope(Core* core) : core_(core) {
+  TORCH_CHECK(!core_->joining(),
+              "no_sync() inside join_uneven_inputs() would leave the processes without batches "
+              "waiting: use "
+              "gradient_accumulation_steps");
+  core_->ChangeNoSync(+1);
+}
 NoSyncScope::~NoSyncScope() { core_->ChangeNoSync(-1); }
 
 JoinScope::JoinScope(Core* core) : core_(core), exceptions_(std::uncaught_exceptions()) {

@@ -239,6 +239,8 @@ class Core {
   void set_gradient_accumulation_steps(int64_t steps) { accumulation_.set_num_steps(steps); }
   void ChangeNoSync(int by) { no_sync_depth_ += by; }
   void BeginJoin();
+  bool joining() const { return join_ != nullptr; }
+  bool in_micro_step() const { return in_micro_step_; }
   // `finish`: wait for the processes that still have batches.
   void EndJoin(bool finish);
 
