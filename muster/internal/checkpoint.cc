@@ -69,9 +69,7 @@ absl::Status Try(const std::string& what, const F& function) {
 }  // namespace
 
 std::string Core::CheckpointRoot() const {
-  std::string directory = environment().project_dir.value;
-  if (directory.empty()) directory = "muster-run";
-  return absl::StrCat(directory, "/checkpoints");
+  return absl::StrCat(ProjectDirectory(), "/checkpoints");
 }
 
 absl::Status Core::SaveState(const std::string& directory) {

@@ -452,9 +452,13 @@ void Core::EndTraining() {
   }
 }
 
+std::string Core::ProjectDirectory() const {
+  return environment().project_dir.value.empty() ? "muster-run" : environment().project_dir.value;
+}
+
 std::string Core::LoggingDirectory() const {
   if (!options_.project.logging_directory.empty()) return options_.project.logging_directory;
-  return environment().project_dir.value.empty() ? "muster-run" : environment().project_dir.value;
+  return ProjectDirectory();
 }
 
 absl::Status Core::InitTrackers(const std::string& project, const TrackerValues& config,

@@ -293,6 +293,7 @@ class Core {
                             std::vector<std::unique_ptr<GeneralTracker>> own);
   void Log(TrackerValues values, std::optional<int64_t> step);
   TrackerSet* trackers() { return trackers_.get(); }
+  std::string ProjectDirectory() const;
   std::string LoggingDirectory() const;
 
  private:

@@ -9,6 +9,7 @@
 #include "ATen/core/Tensor.h"
 #include "absl/status/statusor.h"
 #include "tests/conformance/handlers.h"
+#include "tests/conformance/value_of.h"
 #include "worker/data/loader.h"
 #include "worker/data/sampler_shard.h"
 #include "worker/metrics/gather_for_metrics.h"
@@ -20,12 +21,6 @@ namespace {
 using Json = nlohmann::json;
 using Ids = std::vector<int64_t>;
 using IdBatches = std::vector<Ids>;
-
-template <class T>
-T ValueOf(absl::StatusOr<T> value) {
-  if (!value.ok()) throw std::invalid_argument(std::string(value.status().message()));
-  return *std::move(value);
-}
 
 Ids IdsOf(const at::Tensor& tensor) {
   return Ids(tensor.data_ptr<int64_t>(), tensor.data_ptr<int64_t>() + tensor.numel());

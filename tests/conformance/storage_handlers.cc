@@ -10,6 +10,7 @@
 #include "absl/strings/escaping.h"
 #include "base/units.h"
 #include "tests/conformance/handlers.h"
+#include "tests/conformance/value_of.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
 
@@ -17,12 +18,6 @@ namespace muster::conformance {
 namespace {
 
 using Json = nlohmann::json;
-
-template <class T>
-T ValueOf(absl::StatusOr<T> value) {
-  if (!value.ok()) throw std::invalid_argument(std::string(value.status().message()));
-  return *std::move(value);
-}
 
 Json SizeParsingCase(const Json& in) {
   const Json& size = in.at("size");
