@@ -1,5 +1,7 @@
 #include "coordinator/service/engine.h"
 
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/slice.h>
 #include <malloc.h>
 
 #include <algorithm>
@@ -11,6 +13,8 @@
 #include "absl/strings/str_format.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "coordinator/errors.h"
+#include "coordinator/session.h"
 #include "rpc/status.h"
 
 namespace muster::coordinator {
@@ -20,8 +24,6 @@ constexpr uint32_t kProtocol = 1;
 constexpr size_t kWatchBatchBytes = 256 << 10;
 constexpr absl::Duration kTrimPeriod = absl::Seconds(5);
 constexpr size_t kTrimBytes = 8 << 20;
-// The agent is told of received frames at least this often.
-constexpr int kFramesBetweenAcks = 32;
 
 std::shared_ptr<const Answer> ErrorAnswer(absl::StatusCode code, absl::string_view message,
                                           v1::ErrorReason reason, bool retryable) {
@@ -67,39 +69,41 @@ std::string NewSessionId() {
   return absl::StrFormat("%08x%08x", random(), random());
 }
 
-void ToProto(absl::Duration duration, google::protobuf::Duration* proto) {
-  proto->set_seconds(absl::IDivDuration(duration, absl::Seconds(1), &duration));
-  proto->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(duration)));
+grpc::ByteBuffer ToByteBuffer(const FrameBytes& frame) {
+  std::vector<grpc::Slice> slices;
+  slices.reserve(frame.size());
+  for (const FramePiece& piece : frame) {
+    slices.emplace_back(
+        const_cast<char*>(piece.bytes.data()), piece.bytes.size(),
+        [](void* owner) { delete static_cast<std::shared_ptr<const void>*>(owner); },
+        new std::shared_ptr<const void>(piece.owner));
+  }
+  return grpc::ByteBuffer(slices.data(), slices.size());
 }
 
 }  // namespace
 
-// What the coordinator remembers of one agent across its streams.
 struct Engine::Session final : public FrameSource {
-  Session(std::string node_name, uint64_t agent_incarnation)
-      : node(std::move(node_name)), incarnation(agent_incarnation), id(NewSessionId()) {}
+  explicit Session(const v1::Hello& hello)
+      : node(hello.node()), agent(hello.node(), hello.agent_incarnation(), NewSessionId()) {}
 
   void Writable() override {
     MutexLock lock(&mu);
-    if (link != nullptr && outbox.HasWork()) {
-      link->TryWrite([this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return outbox.Next(); });
-    }
+    if (link == nullptr || !agent.outbox().HasWork()) return;
+    link->TryWrite(
+        [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return ToByteBuffer(agent.outbox().Next()); });
   }
 
   const std::string node;
-  const uint64_t incarnation;
-  const std::string id;
 
   // Apply thread only.
   absl::flat_hash_set<CallId> calls;
-  uint64_t received = 0;
-  int frames_since_ack = 0;
   bool dirty = false;
   bool ended = false;
   absl::Time expires = absl::InfiniteFuture();  // while it has no stream
 
   Mutex mu;
-  Outbox outbox ABSL_GUARDED_BY(mu);
+  AgentSession agent ABSL_GUARDED_BY(mu);
   std::shared_ptr<AgentLink> link ABSL_GUARDED_BY(mu);
 };
 
@@ -363,7 +367,7 @@ void Engine::Deliver(CallId id, const std::shared_ptr<const Answer>& answer) {
   call.session->calls.erase(id);
   {
     MutexLock lock(&call.session->mu);
-    call.session->outbox.AddResult(call.op_id, answer);
+    call.session->agent.outbox().AddResult(call.op_id, answer);
   }
   MarkDirty(call.session);
 }
@@ -373,7 +377,7 @@ void Engine::Direct(const NodeDirective& directive) {
   if (it == sessions_.end()) return;
   {
     MutexLock lock(&it->second->mu);
-    it->second->outbox.AddDirective(directive.directive);
+    it->second->agent.outbox().AddDirective(directive.directive);
   }
   MarkDirty(it->second);
 }
@@ -484,19 +488,7 @@ void Engine::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFram
   }
   {
     MutexLock lock(&session->mu);
-    session->outbox.Acknowledged(frame.ack());
-    if (frame.seq() != 0) {
-      if (frame.seq() <= session->received) return;  // seen on an earlier stream
-      session->received = frame.seq();
-      session->outbox.set_received(frame.seq());
-      if (++session->frames_since_ack >= kFramesBetweenAcks ||
-          frame.kind_case() == v1::AgentFrame::kBeat) {
-        session->outbox.AckSoon();
-        session->frames_since_ack = 0;
-      }
-    } else {
-      session->outbox.AckSoon();
-    }
+    if (!session->agent.Receive(frame)) return;  // applied when it came on an earlier stream
   }
   MarkDirty(session);
   const absl::Time now = options_.clock->Now();
@@ -548,9 +540,9 @@ void Engine::DoHello(const std::shared_ptr<AgentLink>& link, const v1::Hello& he
     }
     if (old_link != nullptr) links_.erase(old_link.get());
     bool resumed = false;
-    if (session->incarnation == hello.agent_incarnation()) {
+    {
       MutexLock lock(&session->mu);
-      resumed = session->outbox.Resume(hello.last_received_seq());
+      resumed = session->agent.Resume(hello);
     }
     if (!resumed) {
       EndSession(session);
@@ -558,24 +550,17 @@ void Engine::DoHello(const std::shared_ptr<AgentLink>& link, const v1::Hello& he
     }
   }
   if (session == nullptr) {
-    session = std::make_shared<Session>(hello.node(), hello.agent_incarnation());
+    session = std::make_shared<Session>(hello);
     sessions_[hello.node()] = session;
     agents_.fetch_add(1, std::memory_order_relaxed);
   }
-  v1::CoordinatorFrame frame;
-  v1::Welcome& welcome = *frame.mutable_welcome();
-  welcome.set_protocol(kProtocol);
-  welcome.set_term(core_.last_term());
-  welcome.set_session_id(session->id);
-  ToProto(options_.core.default_lease, welcome.mutable_lease());
-  welcome.set_last_received_seq(session->received);
-  welcome.set_cluster_id(journal_->cluster_id());
   links_[link.get()] = session;
   session->expires = absl::InfiniteFuture();
   {
     MutexLock lock(&session->mu);
     session->link = link;
-    session->outbox.AddFirst(frame);
+    session->agent.Welcome(kProtocol, core_.last_term(), journal_->cluster_id(),
+                           options_.core.default_lease);
   }
   link->Bind(session);
   MarkDirty(session);
@@ -741,7 +726,7 @@ void Engine::StopAll() {
   held_directives_.clear();
   v1::CoordinatorFrame goodbye;
   goodbye.mutable_goodbye()->set_reason("the coordinator is stopping");
-  ToProto(absl::Milliseconds(50), goodbye.mutable_goodbye()->mutable_retry_after());
+  *goodbye.mutable_goodbye()->mutable_retry_after() = ToProto(absl::Milliseconds(50));
   std::vector<std::shared_ptr<AgentLink>> open;
   for (const auto& entry : sessions_) {
     const auto& session =
@@ -749,9 +734,10 @@ void Engine::StopAll() {
     session->Writable();
     MutexLock lock(&session->mu);
     if (session->link == nullptr) continue;
-    session->outbox.AddFirst(goodbye);
-    session->link->TryWrite([&]()
-                                ABSL_NO_THREAD_SAFETY_ANALYSIS { return session->outbox.Next(); });
+    session->agent.outbox().AddFirst(goodbye);
+    session->link->TryWrite([&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+      return ToByteBuffer(session->agent.outbox().Next());
+    });
     open.push_back(std::move(session->link));
     session->link = nullptr;
   }

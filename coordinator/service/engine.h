@@ -20,7 +20,6 @@
 #include "coordinator/core.h"
 #include "coordinator/journal/journal.h"
 #include "coordinator/service/agent_link.h"
-#include "coordinator/service/outbox.h"
 #include "coordinator/web/histogram.h"
 #include "proto/muster/v1/session.pb.h"
 

@@ -1,8 +1,4 @@
-#include "coordinator/service/outbox.h"
-
-#include <grpcpp/support/slice.h>
-
-#include <algorithm>
+#include "coordinator/outbox.h"
 
 namespace muster::coordinator {
 namespace {
@@ -29,12 +25,10 @@ size_t VarintBytes(uint64_t value) {
   return bytes;
 }
 
-grpc::Slice SharedSlice(std::shared_ptr<const Answer> answer) {
-  const std::string& bytes = answer->bytes();
-  auto* holder = new std::shared_ptr<const Answer>(std::move(answer));
-  return grpc::Slice(
-      const_cast<char*>(bytes.data()), bytes.size(),
-      [](void* data) { delete static_cast<std::shared_ptr<const Answer>*>(data); }, holder);
+FramePiece Own(std::string text) {
+  auto owner = std::make_shared<const std::string>(std::move(text));
+  const absl::string_view bytes = *owner;
+  return {std::move(owner), bytes};
 }
 
 }  // namespace
@@ -48,8 +42,7 @@ void Outbox::AddDirective(std::shared_ptr<const v1::Directive> directive) {
 }
 
 void Outbox::AddFirst(const v1::CoordinatorFrame& frame) {
-  const grpc::Slice slice(frame.SerializeAsString());
-  first_.emplace_back(&slice, 1);
+  first_.push_back({Own(frame.SerializeAsString())});
 }
 
 void Outbox::Acknowledged(uint64_t seq) {
@@ -69,9 +62,9 @@ bool Outbox::Resume(uint64_t seq) {
   return true;
 }
 
-grpc::ByteBuffer Outbox::Next() {
+FrameBytes Outbox::Next() {
   if (!first_.empty()) {
-    grpc::ByteBuffer frame = std::move(first_.front());
+    FrameBytes frame = std::move(first_.front());
     first_.pop_front();
     return frame;
   }
@@ -83,8 +76,7 @@ grpc::ByteBuffer Outbox::Next() {
   if (pending_.empty()) {  // only an acknowledgement: no seq, it is not repeated
     head.push_back(0x10);
     PutVarint(head, received_);
-    const grpc::Slice slice(head);
-    return grpc::ByteBuffer(&slice, 1);
+    return {Own(std::move(head))};
   }
   const uint64_t seq = next_seq_++;
   head.push_back(0x08);
@@ -93,14 +85,14 @@ grpc::ByteBuffer Outbox::Next() {
     head.push_back(0x10);
     PutVarint(head, received_);
   }
-  std::vector<grpc::Slice> slices;
+  FrameBytes frame;
   if (pending_.front().directive != nullptr) {
     const std::string directive = pending_.front().directive->SerializeAsString();
     pending_.pop_front();
     head.push_back(0x2A);
     PutVarint(head, directive.size());
     head += directive;
-    slices.emplace_back(head);
+    frame.push_back(Own(std::move(head)));
   } else {
     // Two passes: the batch's length stands before its results.
     struct Part {
@@ -131,15 +123,14 @@ grpc::ByteBuffer Outbox::Next() {
       } else if (item.answer->bytes().size() < kShareBytes) {
         head += item.answer->bytes();
       } else {
-        slices.emplace_back(head);
-        head.clear();
-        slices.push_back(SharedSlice(std::move(item.answer)));
+        frame.push_back(Own(std::exchange(head, std::string())));
+        const absl::string_view bytes = item.answer->bytes();
+        frame.push_back({std::move(item.answer), bytes});
       }
       pending_.pop_front();
     }
-    if (!head.empty()) slices.emplace_back(head);
+    if (!head.empty()) frame.push_back(Own(std::move(head)));
   }
-  grpc::ByteBuffer frame(slices.data(), slices.size());
   unacked_.emplace_back(seq, frame);
   resend_ = unacked_.size();
   return frame;

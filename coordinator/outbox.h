@@ -1,7 +1,5 @@
-#ifndef MUSTER_COORDINATOR_SERVICE_OUTBOX_H_
-#define MUSTER_COORDINATOR_SERVICE_OUTBOX_H_
-
-#include <grpcpp/support/byte_buffer.h>
+#ifndef MUSTER_COORDINATOR_OUTBOX_H_
+#define MUSTER_COORDINATOR_OUTBOX_H_
 
 #include <cstdint>
 #include <deque>
@@ -10,14 +8,21 @@
 #include <utility>
 #include <vector>
 
-#include "coordinator/core.h"
+#include "absl/strings/string_view.h"
+#include "coordinator/answer.h"
 #include "proto/muster/v1/session.pb.h"
 
 namespace muster::coordinator {
 
-// The coordinator's half of an agent session: what it still has to tell the agent, in order, as
-// frames that can be sent again on another stream until the agent has acknowledged them. Results
-// that wait are merged into one frame. An answer that many calls share is copied (or, if large,
+// One v1::CoordinatorFrame as it goes out: the pieces in order. Copies share the bytes.
+struct FramePiece {
+  std::shared_ptr<const void> owner;  // of `bytes`
+  absl::string_view bytes;
+};
+using FrameBytes = std::vector<FramePiece>;
+
+// What an agent still has to be told, in order, as frames that can be sent again on another stream
+// until the agent has acknowledged them. Results that wait are merged into one frame. An answer that many calls share is copied (or, if large,
 // referred to) as the bytes it already has, never serialised again.
 //
 // Not thread-safe. Frames are written by hand in protobuf's wire format: CoordinatorFrame{seq = 1,
@@ -46,7 +51,7 @@ class Outbox {
            (ack_wanted_ && received_ > told_);
   }
   // The next frame. Requires HasWork().
-  grpc::ByteBuffer Next();
+  FrameBytes Next();
 
   size_t unacknowledged() const { return unacked_.size(); }
   size_t pending() const { return pending_.size(); }
@@ -58,8 +63,8 @@ class Outbox {
     std::shared_ptr<const v1::Directive> directive;
   };
 
-  std::deque<grpc::ByteBuffer> first_;
-  std::deque<std::pair<uint64_t, grpc::ByteBuffer>> unacked_;  // by seq
+  std::deque<FrameBytes> first_;
+  std::deque<std::pair<uint64_t, FrameBytes>> unacked_;  // by seq
   size_t resend_ = 0;  // the first of unacked_ that this stream has not been given
   std::deque<Item> pending_;
   uint64_t next_seq_ = 1;
@@ -70,4 +75,4 @@ class Outbox {
 
 }  // namespace muster::coordinator
 
-#endif  // MUSTER_COORDINATOR_SERVICE_OUTBOX_H_
+#endif  // MUSTER_COORDINATOR_OUTBOX_H_

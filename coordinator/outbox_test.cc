@@ -1,4 +1,4 @@
-#include "coordinator/service/outbox.h"
+#include "coordinator/outbox.h"
 
 #include <memory>
 #include <string>
@@ -15,12 +15,9 @@ std::shared_ptr<const Answer> MakeAnswer(const std::string& payload, bool shared
   return std::make_shared<Answer>(std::move(result), shared);
 }
 
-v1::CoordinatorFrame Parse(const grpc::ByteBuffer& buffer) {
-  std::vector<grpc::Slice> slices;
-  EXPECT_TRUE(buffer.Dump(&slices).ok());
+v1::CoordinatorFrame Parse(const FrameBytes& pieces) {
   std::string bytes;
-  for (const grpc::Slice& slice : slices)
-    bytes.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
+  for (const FramePiece& piece : pieces) bytes.append(piece.bytes.data(), piece.bytes.size());
   v1::CoordinatorFrame frame;
   EXPECT_TRUE(frame.ParseFromString(bytes));
   return frame;

@@ -1,0 +1,60 @@
+#ifndef MUSTER_COORDINATOR_SESSION_H_
+#define MUSTER_COORDINATOR_SESSION_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "coordinator/outbox.h"
+#include "proto/muster/v1/session.pb.h"
+
+namespace muster::coordinator {
+
+// The coordinator's half of an agent session: what it remembers of one agent process across its
+// streams, so that every frame with a seq takes effect at most once and every result arrives,
+// however often the stream breaks.
+//
+// The rules both halves keep:
+// - Frames with a seq are numbered 1, 2, ... by their sender within the session, kept until they
+//   are acknowledged, and sent again, in order, on the next stream. A frame whose seq is not above
+//   the last one received is dropped. Frames without a seq (hello, welcome, beats, bare
+//   acknowledgements) are sent once.
+// - Hello and Welcome tell the other side from where to send again. Welcome also names the session:
+//   when it is not the one the agent was in, nothing is left of that one. The agent then counts the
+//   coordinator's frames from 0 again, and sends every operation it has no result for anew, in new
+//   frames; whether it was done before is decided by the request_id and by the barrier's counter,
+//   not here.
+//
+// Not thread-safe; pure: used by the server and by tests/simulation alike.
+class AgentSession {
+ public:
+  AgentSession(std::string node, uint64_t incarnation, std::string id);
+
+  const std::string& node() const { return node_; }
+  const std::string& id() const { return id_; }
+  Outbox& outbox() { return outbox_; }
+
+  // Another stream of the agent: what it has not acknowledged is sent again. False: the session
+  // cannot go on, because this is another process of the agent, or it asks for frames that are no
+  // longer kept or were never made. End this session and begin a new one.
+  bool Resume(const v1::Hello& hello);
+  // The first frame of a stream: goes out before all others.
+  void Welcome(uint32_t protocol, uint64_t term, absl::string_view cluster_id,
+               absl::Duration lease);
+  // A frame other than hello. True: apply it. False: it was applied when it came on an earlier
+  // stream.
+  bool Receive(const v1::AgentFrame& frame);
+
+ private:
+  const std::string node_;
+  const uint64_t incarnation_;
+  const std::string id_;
+  uint64_t received_ = 0;
+  int frames_since_ack_ = 0;
+  Outbox outbox_;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_SESSION_H_

@@ -1,0 +1,106 @@
+#include "coordinator/session.h"
+
+#include <memory>
+#include <string>
+
+#include "coordinator/answer.h"
+#include "gtest/gtest.h"
+
+namespace muster::coordinator {
+namespace {
+
+v1::CoordinatorFrame Next(AgentSession* session) {
+  std::string bytes;
+  for (const FramePiece& piece : session->outbox().Next())
+    bytes.append(piece.bytes.data(), piece.bytes.size());
+  v1::CoordinatorFrame frame;
+  EXPECT_TRUE(frame.ParseFromString(bytes));
+  return frame;
+}
+
+v1::AgentFrame Frame(uint64_t seq, uint64_t ack = 0) {
+  v1::AgentFrame frame;
+  frame.set_seq(seq);
+  frame.set_ack(ack);
+  frame.mutable_ops();
+  return frame;
+}
+
+void AddResult(AgentSession* session, uint64_t op_id) {
+  v1::OpResult result;
+  result.mutable_heartbeat();
+  session->outbox().AddResult(op_id, std::make_shared<Answer>(std::move(result), false));
+}
+
+v1::Hello Hello(uint64_t incarnation, uint64_t last_received) {
+  v1::Hello hello;
+  hello.set_node("n");
+  hello.set_agent_incarnation(incarnation);
+  hello.set_last_received_seq(last_received);
+  return hello;
+}
+
+TEST(AgentSession, FrameSentAgain_IsAppliedOnce) {
+  AgentSession session("n", 7, "s");
+  EXPECT_TRUE(session.Receive(Frame(1)));
+  EXPECT_TRUE(session.Receive(Frame(2)));
+  ASSERT_TRUE(session.Resume(Hello(7, 0)));
+  session.Welcome(1, 5, "cluster", absl::Seconds(6));
+  const v1::CoordinatorFrame welcome = Next(&session);
+  EXPECT_EQ(welcome.welcome().last_received_seq(), 2u);
+  EXPECT_EQ(welcome.welcome().session_id(), "s");
+  EXPECT_EQ(welcome.welcome().term(), 5u);
+  EXPECT_EQ(welcome.welcome().lease().seconds(), 6);
+  EXPECT_FALSE(session.Receive(Frame(1)));
+  EXPECT_FALSE(session.Receive(Frame(2)));
+  EXPECT_TRUE(session.Receive(Frame(3)));
+}
+
+TEST(AgentSession, FramesWithoutSeq_AreAlwaysApplied) {
+  AgentSession session("n", 7, "s");
+  EXPECT_TRUE(session.Receive(Frame(4)));
+  v1::AgentFrame beat;
+  beat.mutable_beat();
+  EXPECT_TRUE(session.Receive(beat));
+  EXPECT_TRUE(session.Receive(beat));
+  // A beat is answered with what has been received, so that the agent can forget it.
+  ASSERT_TRUE(session.outbox().HasWork());
+  EXPECT_EQ(Next(&session).ack(), 4u);
+}
+
+TEST(AgentSession, Resume_ResultsNotAcknowledged_AreSentAgainAfterTheWelcome) {
+  AgentSession session("n", 7, "s");
+  for (uint64_t op = 1; op <= 3; ++op) {
+    AddResult(&session, op);
+    Next(&session);
+  }
+  session.Receive(Frame(1, /*ack=*/1));
+  AddResult(&session, 4);  // while there is no stream
+  ASSERT_TRUE(session.Resume(Hello(7, 2)));
+  session.Welcome(1, 1, "", absl::Seconds(6));
+  EXPECT_TRUE(Next(&session).has_welcome());
+  EXPECT_EQ(Next(&session).results().results(0).op_id(), 3u);
+  EXPECT_EQ(Next(&session).results().results(0).op_id(), 4u);
+  EXPECT_FALSE(session.outbox().HasWork());
+}
+
+TEST(AgentSession, Resume_OtherProcessOfTheAgent_IsRefused) {
+  AgentSession session("n", 7, "s");
+  EXPECT_FALSE(session.Resume(Hello(8, 0)));
+}
+
+TEST(AgentSession, Resume_FramesOfAnotherSession_IsRefused) {
+  AgentSession session("n", 7, "s");
+  EXPECT_FALSE(session.Resume(Hello(7, 12)));
+}
+
+TEST(AgentSession, ManyFrames_AreAcknowledgedNowAndThen) {
+  AgentSession session("n", 7, "s");
+  uint64_t seq = 0;
+  while (!session.outbox().HasWork() && seq < 100) session.Receive(Frame(++seq));
+  EXPECT_EQ(seq, 32u);
+  EXPECT_EQ(Next(&session).ack(), 32u);
+}
+
+}  // namespace
+}  // namespace muster::coordinator
