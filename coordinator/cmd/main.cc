@@ -7,6 +7,7 @@
 #include "CLI/CLI.hpp"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "base/failpoint.h"
 #include "base/log.h"
 #include "coordinator/journal/sqlite_journal.h"
 #include "coordinator/service/server.h"
@@ -55,7 +56,7 @@ void RaiseDescriptorLimit() {
 int Run(int argc, char** argv) {
   CoordinatorServer::Options options;
   std::string verify, log_level = "info";
-  bool insecure = false, version = false;
+  bool insecure = false, version = false, list_failpoints = false;
   double lease = 6, resume = 60;
   int max_message_mib = 4;
   CLI::App app(kAbout, "muster-coordinator");
@@ -91,6 +92,9 @@ int Run(int argc, char** argv) {
   app.add_option("--log_level", log_level, "debug, info, warning or error")->capture_default_str();
   app.add_option("--verify_journal", verify,
                  "check the journal in this directory, print what was found, and exit");
+  app.add_flag(
+      "--list_failpoints", list_failpoints,
+      "print the failpoints that MUSTER_FAILPOINTS can arm (docs/failpoints.md), and exit");
   app.add_flag("--version", version, "print the version and exit");
   try {
     app.parse(argc, argv);
@@ -105,6 +109,10 @@ int Run(int argc, char** argv) {
     std::printf("muster-coordinator %s\n", kVersion);
     return 0;
   }
+  if (list_failpoints) {
+    std::fputs(ListFailpoints().c_str(), stdout);
+    return 0;
+  }
   LogLevel level;
   if (!ParseLogLevel(log_level, &level)) {
     return Fail(kExitUsage,
@@ -113,6 +121,9 @@ int Run(int argc, char** argv) {
   }
   SetLogLevel(level);
   SetLogIdentity("coordinator");
+  if (const absl::Status status = ArmFailpointsFromEnvironment(); !status.ok()) {
+    return Fail(kExitUsage, status);
+  }
   if (!verify.empty()) {
     const absl::StatusOr<std::string> report = SqliteJournal::Verify(verify);
     if (!report.ok()) {

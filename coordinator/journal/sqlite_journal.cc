@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/crc32c.h"
+#include "base/failpoint.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "coordinator/journal/wal_check.h"
@@ -154,6 +155,7 @@ absl::Status SqliteJournal::OpenFile() {
 absl::StatusOr<std::unique_ptr<SqliteJournal>> SqliteJournal::Open(const Options& options) {
   MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<DataDirLock> lock, DataDirLock::Take(options.directory));
   std::unique_ptr<SqliteJournal> journal(new SqliteJournal(options, std::move(lock)));
+  MUSTER_FAILPOINT_STATUS("journal.open");
   MUSTER_RETURN_IF_ERROR(journal->OpenFile());
   MUSTER_RETURN_IF_ERROR(journal->Exec("BEGIN IMMEDIATE"));
   MUSTER_RETURN_IF_ERROR(
@@ -197,8 +199,11 @@ absl::StatusOr<std::unique_ptr<SqliteJournal>> SqliteJournal::Open(const Options
         absl::StrCat("journal '", journal->path_, "' has schema ", schema,
                      ", this program writes 1: use the program that wrote it"));
   }
+  MUSTER_FAILPOINT_STATUS("journal.term_bump");
   MUSTER_RETURN_IF_ERROR(journal->Exec("COMMIT"));
+  MUSTER_FAILPOINT_STATUS("journal.term_durable");
   MUSTER_RETURN_IF_ERROR(SyncDirectory(options.directory));
+  MUSTER_FAILPOINT_STATUS("journal.opened");
   return journal;
 }
 
@@ -238,6 +243,7 @@ absl::Status SqliteJournal::ReplayRecords(
         const uint64_t revision = GetLittle<uint64_t>(p + 16);
         MUSTER_RETURN_IF_ERROR(record(revision, absl::string_view(p + kRecordHeaderBytes, length)));
         durable_revision_ = revision;
+        MUSTER_FAILPOINT_STATUS("journal.replay_record");
         ++next;
         ++records;
         bytes += length;
@@ -258,6 +264,7 @@ absl::Status SqliteJournal::ReplayRecords(
 absl::Status SqliteJournal::Replay(
     const std::function<absl::Status(uint64_t, absl::string_view)>& snapshot,
     const std::function<absl::Status(uint64_t, absl::string_view)>& record) {
+  MUSTER_FAILPOINT_STATUS("journal.replay_start");
   uint64_t after_seq = 0;
   {
     MUSTER_ASSIGN_OR_RETURN(
@@ -287,7 +294,9 @@ absl::Status SqliteJournal::Replay(
     // the start.
     if (!found && bad_seq != 0) after_seq = 0;
   }
-  return ReplayRecords(after_seq, record);
+  MUSTER_RETURN_IF_ERROR(ReplayRecords(after_seq, record));
+  MUSTER_FAILPOINT_STATUS("journal.replay_end");
+  return absl::OkStatus();
 }
 
 void SqliteJournal::Start(std::function<void(const Progress&)> progress) {
@@ -306,6 +315,7 @@ SqliteJournal::Chunk& SqliteJournal::TailLocked() {
 }
 
 void SqliteJournal::Append(uint64_t revision, std::string record) {
+  MUSTER_FAILPOINT("journal.before_append");
   ++records_since_snapshot_;
   bytes_since_snapshot_ += record.size();
   bool wake;
@@ -318,6 +328,7 @@ void SqliteJournal::Append(uint64_t revision, std::string record) {
     tail.last_revision = revision;
   }
   if (wake) wake_.Signal();
+  MUSTER_FAILPOINT("journal.after_append");
 }
 
 void SqliteJournal::WriteSnapshot(uint64_t revision, std::string state,
@@ -350,11 +361,16 @@ absl::Status SqliteJournal::Insert(const Chunk& chunk) {
 }
 
 absl::Status SqliteJournal::Commit(const std::deque<Chunk>& chunks) {
-  absl::Status status = Exec("BEGIN IMMEDIATE");
-  for (const Chunk& chunk : chunks) {
-    if (status.ok() && !chunk.encoded.empty()) status = Insert(chunk);
-  }
-  if (status.ok()) status = Exec("COMMIT");
+  const auto write = [&]() -> absl::Status {
+    MUSTER_RETURN_IF_ERROR(Exec("BEGIN IMMEDIATE"));
+    MUSTER_FAILPOINT_STATUS("journal.commit_begin");
+    for (const Chunk& chunk : chunks) {
+      if (!chunk.encoded.empty()) MUSTER_RETURN_IF_ERROR(Insert(chunk));
+    }
+    MUSTER_FAILPOINT_STATUS("journal.before_fsync");
+    return Exec("COMMIT");
+  };
+  const absl::Status status = write();
   // Some errors roll back by themselves; then this says so, and that is fine.
   if (!status.ok()) sqlite3_exec(db_, "ROLLBACK", nullptr, nullptr, nullptr);
   return status;
@@ -362,10 +378,12 @@ absl::Status SqliteJournal::Commit(const std::deque<Chunk>& chunks) {
 
 absl::Status SqliteJournal::CommitSnapshot(const Snapshot& snapshot) {
   const auto write = [&]() -> absl::Status {
+    MUSTER_FAILPOINT_STATUS("journal.snapshot_begin");
     MUSTER_RETURN_IF_ERROR(Exec("BEGIN IMMEDIATE"));
     MUSTER_RETURN_IF_ERROR(
         Exec("DELETE FROM batches WHERE last_seq <= (SELECT COALESCE(MAX(seq), 0) FROM snapshots);"
              "DELETE FROM snapshots WHERE seq < (SELECT MAX(seq) FROM snapshots)"));
+    MUSTER_FAILPOINT_STATUS("journal.snapshot_truncated");
     {
       MUSTER_ASSIGN_OR_RETURN(sqlite3_stmt * raw,
                               Prepare("INSERT OR REPLACE INTO snapshots VALUES(?, ?, ?, ?)"));
@@ -378,6 +396,7 @@ absl::Status SqliteJournal::CommitSnapshot(const Snapshot& snapshot) {
       if (const int rc = sqlite3_step(insert.get()); rc != SQLITE_DONE)
         return Error(rc, "write snapshot");
     }
+    MUSTER_FAILPOINT_STATUS("journal.snapshot_written");
     return Exec("COMMIT");
   };
   const absl::Status status = write();
@@ -410,6 +429,7 @@ void SqliteJournal::Run() {
       const absl::Time start = absl::Now();
       progress.status = Commit(batch);
       progress.took = absl::Now() - start;
+      MUSTER_FAILPOINT("journal.after_fsync");
       if (progress.status.ok()) durable_revision_ = last_revision;
       progress.durable_revision = durable_revision_;
       if (progress.status.code() != last_status.code()) {
@@ -422,6 +442,7 @@ void SqliteJournal::Run() {
         last_status = progress.status;
       }
       progress_(progress);
+      MUSTER_FAILPOINT("journal.after_progress");
     }
     if (!progress.status.ok()) {
       const bool again = progress.status.code() == absl::StatusCode::kResourceExhausted;
@@ -443,11 +464,16 @@ void SqliteJournal::Run() {
     }
     const std::unique_ptr<Snapshot> snapshot = std::move(batch.back().snapshot);
     batch.clear();
-    if (snapshot != nullptr) snapshot->done(CommitSnapshot(*snapshot));
+    if (snapshot != nullptr) {
+      const absl::Status status = CommitSnapshot(*snapshot);
+      MUSTER_FAILPOINT("journal.snapshot_durable");
+      snapshot->done(status);
+    }
   }
 }
 
 void SqliteJournal::Stop() {
+  MUSTER_FAILPOINT("journal.stop");
   {
     MutexLock lock(&mu_);
     stop_ = true;

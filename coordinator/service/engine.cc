@@ -11,6 +11,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/failpoint.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "coordinator/errors.h"
@@ -61,6 +62,48 @@ bool NeedsJournal(const v1::Op& op) {
       return WritesDurably(op.txn().then()) || WritesDurably(op.txn().otherwise());
     default:
       return false;
+  }
+}
+
+// An answer that has to wait for the disk.
+void FailAtHold(const v1::OpResult& result) {
+  switch (result.kind_case()) {
+    case v1::OpResult::kJoin:
+      MUSTER_FAILPOINT("engine.hold_join");
+      break;
+    case v1::OpResult::kTxn:
+      MUSTER_FAILPOINT("engine.hold_txn");
+      break;
+    case v1::OpResult::kRaiseTrigger:
+      MUSTER_FAILPOINT("engine.hold_trigger");
+      break;
+    default:
+      break;
+  }
+}
+
+void FailAtReply(const v1::OpResult& result) {
+  switch (result.kind_case()) {
+    case v1::OpResult::kJoin:
+      MUSTER_FAILPOINT("engine.reply_join");
+      break;
+    case v1::OpResult::kArrive:
+      MUSTER_FAILPOINT("engine.reply_arrive");
+      break;
+    case v1::OpResult::kTxn:
+      MUSTER_FAILPOINT("engine.reply_txn");
+      break;
+    case v1::OpResult::kRaiseTrigger:
+      MUSTER_FAILPOINT("engine.reply_trigger");
+      break;
+    case v1::OpResult::kPollTriggers:
+      MUSTER_FAILPOINT("engine.reply_poll");
+      break;
+    case v1::OpResult::kHeartbeat:
+      MUSTER_FAILPOINT("engine.reply_beat");
+      break;
+    default:
+      break;
   }
 }
 
@@ -152,10 +195,12 @@ absl::Status Engine::Start() {
       Post([this, progress] { DoProgress(progress); }, By::kThread);
     }
   });
+  MUSTER_FAILPOINT_STATUS("engine.replayed");
   const uint64_t term = std::max(journal_->term(), core_.last_term() + 1);
   core_.StartTerm(term, options_.clock->Now(), &out_);
   const uint64_t needed = out_.records.empty() ? durable_revision_ : out_.records.back().revision;
   Drain();
+  MUSTER_FAILPOINT("engine.term_held");
   while (durable_revision_ < needed && journal_status_.ok()) {
     std::vector<Task> tasks;
     {
@@ -172,6 +217,7 @@ absl::Status Engine::Start() {
     applying_ = false;
   }
   MUSTER_RETURN_IF_ERROR(journal_status_);
+  MUSTER_FAILPOINT_STATUS("engine.serving");
   if (records > 0 || term > 1) {
     MUSTER_LOG(Info) << "term " << term << " from " << journal_->description() << ": " << records
                      << " records replayed in " << absl::FormatDuration(absl::Now() - start)
@@ -241,7 +287,11 @@ void Engine::ApplyAll() {
 void Engine::ApplyBatch(std::vector<Task>& tasks) {
   events_.fetch_add(tasks.size(), std::memory_order_relaxed);
   const absl::Time now = options_.clock->Now();
-  if (core_.NextDeadline() <= now) core_.Tick(now, &out_);
+  if (core_.NextDeadline() <= now) {
+    const uint64_t lost = core_.stats().workers_lost;
+    core_.Tick(now, &out_);
+    if (core_.stats().workers_lost > lost) MUSTER_FAILPOINT("engine.lease_expired");
+  }
   CheckSessions(now);
   for (Task& task : tasks) task();
   Drain();
@@ -325,6 +375,7 @@ void Engine::Drain() {
     } else if (!journal_status_.ok()) {
       Deliver(reply.call, journal_failed_);
     } else {
+      FailAtHold(reply.answer->result());
       held_replies_.emplace(reply.durable_revision, reply);
     }
   }
@@ -360,8 +411,10 @@ void Engine::Deliver(CallId id, const std::shared_ptr<const Answer>& answer) {
   const OpenCall call = std::move(it->second);
   calls_.erase(it);
   open_calls_.fetch_sub(1, std::memory_order_relaxed);
+  FailAtReply(answer->result());
   if (call.sink != nullptr) {
     call.sink->OnAnswer(answer);
+    MUSTER_FAILPOINT("engine.replied");
     return;
   }
   call.session->calls.erase(id);
@@ -375,6 +428,7 @@ void Engine::Deliver(CallId id, const std::shared_ptr<const Answer>& answer) {
 void Engine::Direct(const NodeDirective& directive) {
   const auto it = sessions_.find(directive.node);
   if (it == sessions_.end()) return;
+  MUSTER_FAILPOINT("engine.directive");
   {
     MutexLock lock(&it->second->mu);
     it->second->agent.outbox().AddDirective(directive.directive);
@@ -383,6 +437,7 @@ void Engine::Direct(const NodeDirective& directive) {
 }
 
 void Engine::ReleaseDurable() {
+  MUSTER_FAILPOINT("engine.release");
   while (!held_replies_.empty() && held_replies_.begin()->first <= durable_revision_) {
     const Reply reply = std::move(held_replies_.begin()->second);
     held_replies_.erase(held_replies_.begin());
@@ -450,13 +505,16 @@ void Engine::DoCall(CallId id, const v1::Op& op, absl::string_view node, absl::s
   } else if (!journal_status_.ok() && NeedsJournal(op)) {
     Deliver(id, journal_failed_);
   } else {
+    MUSTER_FAILPOINT("engine.apply");
     core_.Handle(id, op, {.node = node, .peer = peer}, options_.clock->Now(), &out_);
+    MUSTER_FAILPOINT("engine.applied");
   }
 }
 
 void Engine::Abandon(CallId id) {
   Post([this, id] {
     if (!calls_.contains(id)) return;
+    MUSTER_FAILPOINT("engine.abandon");
     if (!stopped_) core_.Abandon(id, options_.clock->Now(), &out_);
     Deliver(id, cancelled_);
   });
@@ -516,6 +574,7 @@ void Engine::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFram
 }
 
 void Engine::DoHello(const std::shared_ptr<AgentLink>& link, const v1::Hello& hello) {
+  MUSTER_FAILPOINT("engine.hello");
   if (hello.node().empty() || hello.node().size() > 256) {
     link->Close(rpc::ErrorWithReason(absl::StatusCode::kInvalidArgument,
                                      "hello.node: 1 to 256 bytes are needed",
@@ -544,7 +603,9 @@ void Engine::DoHello(const std::shared_ptr<AgentLink>& link, const v1::Hello& he
       MutexLock lock(&session->mu);
       resumed = session->agent.Resume(hello);
     }
-    if (!resumed) {
+    if (resumed) {
+      MUSTER_FAILPOINT("engine.resume");
+    } else {
       EndSession(session);
       session = nullptr;
     }
@@ -563,6 +624,7 @@ void Engine::DoHello(const std::shared_ptr<AgentLink>& link, const v1::Hello& he
                            options_.core.default_lease);
   }
   link->Bind(session);
+  MUSTER_FAILPOINT("engine.welcome");
   MarkDirty(session);
   if (old_link != nullptr)
     old_link->Close(absl::AbortedError("another stream of this agent took over"));
@@ -598,6 +660,7 @@ void Engine::CheckSessions(absl::Time now) {
 void Engine::EndSession(const std::shared_ptr<Session>& session) {
   if (session->ended) return;
   session->ended = true;
+  MUSTER_FAILPOINT("engine.session_end");
   const absl::Time now = options_.clock->Now();
   for (const CallId id : session->calls) {
     core_.Abandon(id, now, &out_);
@@ -622,6 +685,7 @@ void Engine::WatchOpen(std::shared_ptr<WatchLink> link, v1::WatchRequest request
     watcher.link = link;
     watcher.next = request.from_revision();
     watcher.request = std::move(request);
+    MUSTER_FAILPOINT("engine.watch_open");
     watcher_count_.store(watchers_.size(), std::memory_order_relaxed);
     // Everything the core has put out must be in the history before it is read.
     Drain();
@@ -662,6 +726,7 @@ void Engine::DoWatch(Watcher& watcher) {
   watcher.greeted = true;
   watcher.writing = true;
   *batch.mutable_header() = core_.Header();
+  MUSTER_FAILPOINT("engine.watch_push");
   watcher.link->Write(std::move(batch));
 }
 
@@ -693,6 +758,7 @@ void Engine::Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
 
 void Engine::TakeSnapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
   snapshot_running_ = true;
+  MUSTER_FAILPOINT("engine.snapshot");
   const uint64_t revision = core_.last_record_revision();
   journal_->WriteSnapshot(revision, core_.Snapshot(),
                           [this, revision, done = std::move(done)](absl::Status status) {
@@ -707,6 +773,7 @@ void Engine::TakeSnapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
                               done(status);
                             }
                           });
+  MUSTER_FAILPOINT("engine.snapshot_queued");
 }
 
 void Engine::WithCore(absl::AnyInvocable<void(Core*)> task) {
@@ -718,6 +785,7 @@ void Engine::WithCore(absl::AnyInvocable<void(Core*)> task) {
 void Engine::StopAll() {
   if (stopped_) return;
   stopped_ = true;
+  MUSTER_FAILPOINT("engine.stopping");
   std::vector<CallId> ids;
   ids.reserve(calls_.size());
   for (const auto& [id, call] : calls_) ids.push_back(id);

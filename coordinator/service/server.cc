@@ -9,6 +9,7 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/time/clock.h"
+#include "base/failpoint.h"
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
@@ -76,6 +77,7 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
     if (rpc::Server* server = raw->health_.load()) server->SetServing(ok);
   });
   MUSTER_RETURN_IF_ERROR(self->engine_->Start());
+  MUSTER_FAILPOINT_STATUS("server.listen");
   self->services_ = MakeServices(self->engine_.get(), &self->rpc_metrics_, self->started_);
   std::vector<grpc::Service*> services;
   for (const auto& service : self->services_) services.push_back(service.get());
@@ -105,6 +107,7 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
 CoordinatorServer::~CoordinatorServer() { Shutdown(); }
 
 void CoordinatorServer::Shutdown() {
+  MUSTER_FAILPOINT("server.shutdown");
   http_.reset();
   if (server_ != nullptr) server_->SetServing(false);
   if (engine_ != nullptr) engine_->Stop();

@@ -195,6 +195,34 @@ def comments(path, text):
     return found
 
 
+_FAILPOINT = re.compile(r'\bMUSTER_FAILPOINT(_STATUS)?\("([^"]*)"\)')
+_FAILPOINT_ROW = re.compile(r'^    \{"([^"]+)",\s+(true|false),', re.MULTILINE)
+
+
+def failpoints(table, sources):
+    """The table of failpoints (base/failpoint.cc) and their uses in the product, {path: text}: each name is used in one
+    place, by the macro that fits its row."""
+    rows = dict(_FAILPOINT_ROW.findall(table))
+    places = {}
+    for path, text in sorted(sources.items()):
+        for match in _FAILPOINT.finditer(text):
+            place = (path, text.count("\n", 0, match.start()) + 1)
+            name, fails = match.group(2), "true" if match.group(1) else "false"
+            if name not in rows:
+                found = "the table in base/failpoint.cc lacks '%s'" % name
+            elif name in places:
+                found = "'%s' is also at %s:%d" % ((name,) + places[name])
+            elif rows[name] != fails:
+                found = "'%s' takes %s according to its row" % (name, "error" if fails == "false" else "no error")
+            else:
+                found = None
+            places.setdefault(name, place)
+            if found:
+                yield place + (found,)
+    for name in sorted(set(rows) - set(places)):
+        yield ("base/failpoint.cc", 1, "'%s' is used nowhere" % name)
+
+
 FILE_RULES = [include_rules, public_headers, torch_umbrella, quotes, header_guard, words, comments]
 
 # --- BUILD files ----------------------------------------------------------------------------------------------

@@ -53,6 +53,11 @@ class Repository(unittest.TestCase):
         self.assertTrue(reasons)
         self.assertFalse(set(reasons) - set(rows), "docs/errors.md lacks rows")
 
+    def test_every_failpoint_is_in_one_place(self):
+        sources = {f: _read(f) for f in _files()
+                   if re.match(r"(rpc|coordinator|worker|client|muster)/.*\.(h|cc)$", f)}
+        self._expect_none(list(rules.failpoints(_read("base/failpoint.cc"), sources)))
+
     def test_the_loop_in_the_readme_is_the_one_that_is_built(self):
         self.assertIn("```cpp\n" + _read("examples/cmake_consumer/main.cc") + "```", _read("README.md"))
 
@@ -137,6 +142,14 @@ class RulesThemselves(unittest.TestCase):
             self.assertTrue(self._flagged(rules.words, "worker/a.cc", text), text)
         for text in good:
             self.assertFalse(self._flagged(rules.words, "worker/a.cc", text), text)
+
+    def test_failpoints(self):
+        table = '    {"a.b", true, "x"},\n    {"a.c",\n     false, "y"},\n'
+        good = {"worker/a.cc": 'MUSTER_FAILPOINT_STATUS("a.b"); MUSTER_FAILPOINT("a.c");'}
+        self.assertFalse(list(rules.failpoints(table, good)))
+        for bad in ['MUSTER_FAILPOINT_STATUS("a.b");', 'MUSTER_FAILPOINT("a.b"); MUSTER_FAILPOINT("a.c");',
+                    good["worker/a.cc"] + 'MUSTER_FAILPOINT("a.c");', good["worker/a.cc"] + 'MUSTER_FAILPOINT("a.d");']:
+            self.assertTrue(list(rules.failpoints(table, {"worker/a.cc": bad})), bad)
 
     def test_comments(self):
         self.assertTrue(self._flagged(rules.comments, "a.cc", "// TODO: later"))

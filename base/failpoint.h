@@ -1,0 +1,72 @@
+#ifndef MUSTER_BASE_FAILPOINT_H_
+#define MUSTER_BASE_FAILPOINT_H_
+
+#include <atomic>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+
+namespace muster {
+
+// Named places at which a test makes this process fail. They are in the product as it ships, cost
+// one relaxed load of a global while nothing is armed, and do nothing unless the environment says
+// so; docs/failpoints.md has the syntax and the table.
+//
+//   MUSTER_FAILPOINT("engine.before_reply");              in a function of any kind
+//   MUSTER_FAILPOINT_STATUS("journal.before_fsync");      where a Status or StatusOr is returned:
+//                                                         the only kind that takes action `error`
+//
+// A name is a string literal, stands in the table of failpoint.cc and is used in one place of the
+// code (tests/chaos holds both to be true).
+
+struct FailpointInfo {
+  const char* name;
+  bool fails;  // takes action `error`
+  const char* place;
+};
+
+// Arms what $MUSTER_FAILPOINTS names; with the variable unset or empty nothing is armed. To be
+// called once at the start of a program, before its threads; a library that is not asked by its
+// program may call it from several threads, and all but the first call are without effect and
+// return what the first did. Errors: INVALID_ARGUMENT naming the part of the variable that is wrong.
+absl::Status ArmFailpointsFromEnvironment();
+
+// The same from given texts, in place of what was armed before. For tests.
+//   spec         "name=action[@N]", more of them after commas; see docs/failpoints.md
+//   once_path    empty, or a file: made by whoever fires first; nothing fires when it exists
+//   report_path  where action `report` writes
+absl::Status ArmFailpoints(absl::string_view spec, const std::string& once_path,
+                           const std::string& report_path);
+
+// One line for each failpoint: its name, whether it takes `error`, and where it is.
+std::string ListFailpoints();
+
+// nullptr if there is none of this name.
+const FailpointInfo* FindFailpoint(absl::string_view name);
+
+namespace failpoint_internal {
+extern std::atomic<bool> g_armed;
+absl::Status Hit(const char* name);
+}  // namespace failpoint_internal
+
+}  // namespace muster
+
+#define MUSTER_FAILPOINT(name)                                                   \
+  do {                                                                           \
+    if (::muster::failpoint_internal::g_armed.load(std::memory_order_relaxed)) { \
+      (void)::muster::failpoint_internal::Hit(name);                             \
+    }                                                                            \
+  } while (false)
+
+#define MUSTER_FAILPOINT_STATUS(name)                                                \
+  do {                                                                               \
+    if (::muster::failpoint_internal::g_armed.load(std::memory_order_relaxed)) {     \
+      if (::absl::Status failpoint_status = ::muster::failpoint_internal::Hit(name); \
+          !failpoint_status.ok()) {                                                  \
+        return failpoint_status;                                                     \
+      }                                                                              \
+    }                                                                                \
+  } while (false)
+
+#endif  // MUSTER_BASE_FAILPOINT_H_
