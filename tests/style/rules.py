@@ -23,6 +23,7 @@ _THIRD_PARTY = [
     ("sqlite", r"sqlite3\.h"),
     ("openssl", r"openssl/"),
     ("hash", r"(xxhash|zstd|zlib)\.h"),
+    ("elfutils", r"elfutils/"),
     ("test", r"(gtest|gmock|benchmark)/"),
 ]
 _FOLDERS = ("base", "proto", "rpc", "coordinator", "worker", "client", "muster", "examples", "tests", "bench")
@@ -38,7 +39,8 @@ _ALLOWED = {
     "coordinator/web": _FILES | {"base", "proto", "protobuf", "grpc", "httplib", "openssl", "rpc", "coordinator"},
     "coordinator/cmd": {"absl", "base", "proto", "protobuf", "cli11", "rpc", "coordinator"},
     "worker": _FILES | {"base", "proto", "protobuf", "torch", "worker"},
-    "worker/agent": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "cli11", "worker/agent"},
+    "worker/agent": _FILES
+    | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "cli11", "elfutils", "worker/agent"},
     "worker/process": _FILES
     | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "torch", "gloo", "nccl", "worker"},
     "client": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "cli11", "httplib", "client"},
@@ -54,7 +56,7 @@ _EXCEPTIONS = {
 }
 
 # Headers that users compile against: none of these may leak into them.
-_NOT_IN_PUBLIC_HEADERS = {"grpc", "protobuf", "proto", "stubs", "json", "yaml", "httplib", "cli11", "sqlite", "nccl", "gloo"}
+_NOT_IN_PUBLIC_HEADERS = {"grpc", "protobuf", "proto", "stubs", "json", "yaml", "httplib", "cli11", "sqlite", "nccl", "gloo", "elfutils"}
 
 _INCLUDE = re.compile(r'^\s*#\s*include\s+(["<])([^">]+)[">]', re.MULTILINE)
 

@@ -1,0 +1,141 @@
+#include "worker/agent/process_state.h"
+
+#include <fcntl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <vector>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+
+namespace muster::agent {
+namespace {
+
+// Files of /proc have no size; these are short.
+std::string ReadProc(const std::string& path) {
+  std::string text(1024, '\0');
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd < 0) return "";
+  const ssize_t size = read(fd, text.data(), text.size());
+  close(fd);
+  text.resize(size < 0 ? 0 : static_cast<size_t>(size));
+  return text;
+}
+
+const char* StateName(char letter) {
+  switch (letter) {
+    case 'R':
+      return "running";
+    case 'S':
+    case 'I':
+      return "sleeping";
+    case 'D':
+      return "uninterruptible";
+    case 'T':
+      return "stopped";
+    case 't':
+      return "traced";
+    case 'Z':
+      return "zombie";
+    case 'X':
+    case 'x':
+      return "gone";
+    default:
+      return "unknown";
+  }
+}
+
+ProcessState Read(const std::string& folder) {
+  ProcessState state;
+  const std::string stat = ReadProc(folder + "/stat");
+  // "PID (COMMAND) STATE ...": the command may hold anything, also ')'.
+  const size_t open = stat.find('('), close = stat.rfind(')');
+  if (open == std::string::npos || close == std::string::npos || close < open) return state;
+  const std::vector<std::string> fields = absl::StrSplit(stat.substr(close + 1), ' ');
+  if (fields.size() < 2 || fields[1].empty()) return state;
+  state.name = StateName(fields[1][0]);
+  state.command = stat.substr(open + 1, close - open - 1);
+  // Field 20 of stat; `fields` begins before field 3.
+  if (fields.size() > 18 && !absl::SimpleAtoi(fields[18], &state.threads)) state.threads = 0;
+  state.wchan = ReadProc(folder + "/wchan");
+  if (state.wchan == "0") state.wchan.clear();
+  // "NUMBER ARGUMENTS...", "-1 ..." outside of any, or "running".
+  const std::string call = ReadProc(folder + "/syscall");
+  int64_t number = -1;
+  if (absl::SimpleAtoi(call.substr(0, call.find(' ')), &number) && number >= 0) {
+    state.syscall = SyscallName(number);
+  }
+  return state;
+}
+
+}  // namespace
+
+std::string SyscallName(int64_t number) {
+  switch (number) {
+#define MUSTER_SYSCALL(name) \
+  case SYS_##name:           \
+    return #name
+    MUSTER_SYSCALL(read);
+    MUSTER_SYSCALL(write);
+    MUSTER_SYSCALL(pread64);
+    MUSTER_SYSCALL(pwrite64);
+    MUSTER_SYSCALL(readv);
+    MUSTER_SYSCALL(writev);
+    MUSTER_SYSCALL(openat);
+    MUSTER_SYSCALL(close);
+    MUSTER_SYSCALL(fsync);
+    MUSTER_SYSCALL(fdatasync);
+    MUSTER_SYSCALL(ftruncate);
+    MUSTER_SYSCALL(ioctl);
+    MUSTER_SYSCALL(flock);
+    MUSTER_SYSCALL(fcntl);
+    MUSTER_SYSCALL(poll);
+    MUSTER_SYSCALL(ppoll);
+    MUSTER_SYSCALL(select);
+    MUSTER_SYSCALL(pselect6);
+    MUSTER_SYSCALL(epoll_wait);
+    MUSTER_SYSCALL(epoll_pwait);
+    MUSTER_SYSCALL(connect);
+    MUSTER_SYSCALL(accept);
+    MUSTER_SYSCALL(accept4);
+    MUSTER_SYSCALL(sendto);
+    MUSTER_SYSCALL(recvfrom);
+    MUSTER_SYSCALL(sendmsg);
+    MUSTER_SYSCALL(recvmsg);
+    MUSTER_SYSCALL(futex);
+    MUSTER_SYSCALL(nanosleep);
+    MUSTER_SYSCALL(clock_nanosleep);
+    MUSTER_SYSCALL(pause);
+    MUSTER_SYSCALL(rt_sigtimedwait);
+    MUSTER_SYSCALL(rt_sigsuspend);
+    MUSTER_SYSCALL(wait4);
+    MUSTER_SYSCALL(waitid);
+    MUSTER_SYSCALL(mmap);
+    MUSTER_SYSCALL(munmap);
+    MUSTER_SYSCALL(madvise);
+    MUSTER_SYSCALL(mprotect);
+    MUSTER_SYSCALL(sched_yield);
+    MUSTER_SYSCALL(io_uring_enter);
+#undef MUSTER_SYSCALL
+    default:
+      return absl::StrCat("system call ", number);
+  }
+}
+
+std::string ProcessState::ToString() const {
+  return absl::StrCat(name, syscall.empty() ? "" : " in ", syscall, wchan.empty() ? "" : " (",
+                      wchan, wchan.empty() ? "" : ")");
+}
+
+ProcessState ReadProcessState(int64_t pid) { return Read(absl::StrCat("/proc/", pid)); }
+
+ProcessState ReadThreadState(int64_t pid, int64_t tid) {
+  ProcessState state = Read(absl::StrCat("/proc/", pid, "/task/", tid));
+  state.threads = 0;
+  return state;
+}
+
+}  // namespace muster::agent

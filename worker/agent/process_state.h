@@ -1,0 +1,38 @@
+#ifndef MUSTER_WORKER_AGENT_PROCESS_STATE_H_
+#define MUSTER_WORKER_AGENT_PROCESS_STATE_H_
+
+#include <cstdint>
+#include <string>
+
+namespace muster::agent {
+
+// What the kernel says of one process or thread.
+struct ProcessState {
+  // "running", "sleeping", "uninterruptible" (in the kernel, deaf to signals: a disk, a driver, a
+  // dead NFS server), "stopped" (SIGSTOP), "traced" (a debugger), "zombie" (ended, not yet
+  // collected), "gone" (no such process), "unknown" (a letter of another kernel).
+  std::string name = "gone";
+  // The system call it is in, "futex"; a number where it has no name here; empty: in none, or not
+  // told.
+  std::string syscall;
+  // The kernel function it sleeps in; empty: none, or not told.
+  std::string wchan;
+  std::string command;  // as in ps
+  int threads = 0;      // 0 for a thread's own state
+
+  bool exists() const { return name != "gone"; }
+  // "sleeping in futex (futex_wait_queue)".
+  std::string ToString() const;
+};
+
+// Reads /proc; microseconds, never blocks on the process. Works for processes of the same user;
+// what may not be read is empty.
+ProcessState ReadProcessState(int64_t pid);
+ProcessState ReadThreadState(int64_t pid, int64_t tid);
+
+// "futex"; the number where this table has no name.
+std::string SyscallName(int64_t number);
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_WORKER_AGENT_PROCESS_STATE_H_
