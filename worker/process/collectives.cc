@@ -104,7 +104,8 @@ std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,
   for (const std::string& bytes : gathered) all.push_back(Numbers(bytes));
 
   // Everybody walks all ranks' shapes in the same way, so that all find the same fault or none.
-  // `at[r]` is where rank r's current tensor begins.
+  // `at[r]` is where rank r's current tensor begins. Other dimensions need not agree: who pads one
+  // dimension after the other has shapes that differ in both at first.
   std::vector<size_t> at(all.size(), 0);
   std::vector<int64_t> longest;
   for (size_t i = 0; i < tensors.size() || at[0] < all[0].size(); ++i) {
@@ -121,16 +122,9 @@ std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,
       const auto dtype = static_cast<at::ScalarType>(numbers[at[r]]);
       shapes.push_back(comm_checks::DescribeShape(dtype, shape));
       const int64_t axis = dim < 0 ? dim + ndim : dim;
-      if (axis >= 0 && axis < ndim) {
-        length = std::max(length, shape[axis]);
-        shape[axis] = 0;
-      }
+      if (axis >= 0 && axis < ndim) length = std::max(length, shape[axis]);
       same = same && numbers[at[r]] == all[0][first] && ndim == all[0][first + 1];
       at[r] += 2 + ndim;
-      if (!same) continue;
-      for (int64_t d = 0; d < ndim; ++d) {
-        same = same && (d == axis || shape[d] == all[0][first + 2 + d]);
-      }
     }
     // Without the dimension nothing is padded, so nothing needs to fit.
     if (!same && length >= 0) {
@@ -138,8 +132,10 @@ std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,
       for (size_t r = 0; r < shapes.size(); ++r) {
         text += c10::str(r == 0 ? "" : "; ", "rank ", r, " has ", shapes[r]);
       }
-      TORCH_CHECK(false, "pad_across_processes: only dimension ", dim,
-                  " may differ between ranks: ", text);
+      TORCH_CHECK(false,
+                  "pad_across_processes: dtype and number of dimensions must be the same on all "
+                  "ranks: ",
+                  text);
     }
     longest.push_back(length);
   }

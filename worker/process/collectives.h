@@ -30,7 +30,8 @@ void BroadcastTensors(Comm& comm, const std::vector<at::Tensor>& tensors, int fr
 
 // Each tensor padded along `dim` with `pad_value` to the longest of any rank, after the data or before it
 // (`pad_first`). A negative dim counts from the end; a tensor without that dimension, or that is longest already, comes
-// back as it is. Only `dim` may differ between ranks. One round for all tensors.
+// back as it is. Ranks need the same dtype and number of dimensions; lengths of other dimensions may differ and stay.
+// One round for all tensors.
 std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,
                                                   const std::vector<at::Tensor>& tensors,
                                                   int64_t dim = 0, const at::Scalar& pad_value = 0,

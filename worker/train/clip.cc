@@ -58,7 +58,7 @@ std::vector<at::Tensor> Gradients(const std::vector<at::Tensor>& parameters) {
 }
 
 at::Tensor TotalNorm(const std::vector<at::Tensor>& tensors, double norm_type) {
-  TORCH_CHECK(norm_type > 0, "norm_type must be a positive number or infinity, got ", norm_type);
+  TORCH_CHECK(!std::isnan(norm_type), "norm_type must be a number or infinity, got nan");
   at::NoGradGuard no_grad;
   std::vector<at::Tensor> norms;
   norms.reserve(tensors.size());

@@ -15,8 +15,9 @@ namespace muster {
 // The gradients of `parameters` that exist and hold something.
 std::vector<at::Tensor> Gradients(const std::vector<at::Tensor>& parameters);
 
-// The p-norm of all elements of `tensors` together (p: a positive number or infinity): a 0-d tensor
-// on the device of the first one. 0 if there are none.
+// The p-norm of all elements of `tensors` together, taken as torch takes it: the norm of the tensors'
+// own norms. p is any number, inf (the largest absolute value) or -inf (the smallest). A 0-d tensor
+// on the device of the first one; 0 if there are none.
 at::Tensor TotalNorm(const std::vector<at::Tensor>& tensors, double norm_type = 2);
 
 // Multiplies `tensors` in place by max_norm / (total_norm + 1e-6), at most 1. Always multiplies: a
@@ -25,7 +26,7 @@ void ScaleToNorm(const std::vector<at::Tensor>& tensors, double max_norm,
                  const at::Tensor& total_norm);
 
 // Both of the above on the gradients of `parameters`: returns the norm before clipping.
-// Throws c10::Error for a negative max_norm or norm_type, or, with `error_if_nonfinite`, for a NaN
+// Throws c10::Error for a negative max_norm, a NaN norm_type, or, with `error_if_nonfinite`, for a NaN
 // or infinite norm.
 at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm,
                         double norm_type = 2, bool error_if_nonfinite = false);

@@ -30,6 +30,9 @@ TEST(ClipGradNorm, Norms_AreThoseOfAllElementsTogether) {
   EXPECT_NEAR(norm(3), std::cbrt(27 + 64 + 1728), 1e-9);
   EXPECT_DOUBLE_EQ(norm(kInf), 12);
   EXPECT_NEAR(norm(0.5), std::pow(std::sqrt(3) + 2 + std::sqrt(12), 2), 1e-9);
+  EXPECT_DOUBLE_EQ(norm(-kInf), 3);
+  EXPECT_NEAR(norm(-1), 1 / (1.0 / 3 + 1.0 / 4 + 1.0 / 12), 1e-12);
+  EXPECT_DOUBLE_EQ(norm(0), 2) << "torch counts the tensors that are not zero";
 }
 
 TEST(ClipGradNorm, AboveTheLimit_IsScaledDownBelowItIsKept) {
@@ -63,7 +66,7 @@ TEST(ClipGradNorm, NonFinite_FlowsThroughUnlessAnErrorIsAsked) {
 
 TEST(ClipGradNorm, BadArguments_AreNamed) {
   EXPECT_THROW(ClipGradNorm({}, -1), c10::Error);
-  EXPECT_THROW(ClipGradNorm({}, 1, 0), c10::Error);
+  EXPECT_THROW(ClipGradNorm({}, 1, std::nan("")), c10::Error);
   EXPECT_THROW(ClipGradValue({}, -1), c10::Error);
 }
 
