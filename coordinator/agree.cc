@@ -11,9 +11,10 @@ constexpr size_t kKept = 64;
 }
 
 AgreeSet::AgreeSet(int world_size, bool counters_known, Alive alive, Describe describe)
-    : world_size_(world_size), alive_(std::move(alive)), describe_(std::move(describe)) {
-  if (counters_known) next_ = 0;
-}
+    : world_size_(world_size),
+      counters_known_(counters_known),
+      alive_(std::move(alive)),
+      describe_(std::move(describe)) {}
 
 std::optional<v1::OpError> AgreeSet::Enter(CallId call, const v1::AgreeAliveRequest& request,
                                            int rank, absl::Time now, const v1::ReplyHeader& header,
@@ -40,17 +41,21 @@ std::optional<v1::OpError> AgreeSet::Enter(CallId call, const v1::AgreeAliveRequ
   }
   auto it = open_.find(counter);
   if (it == open_.end()) {
-    if (next_.has_value() && counter < *next_) {
+    // After a restart others may still have to enter earlier agreements again; all that ended are
+    // kept.
+    const bool before =
+        counters_known_ ? counter < next_ : kept_.size() >= kKept && counter < kept_.front().first;
+    if (before) {
       return MakeError(
           absl::StatusCode::kOutOfRange, v1::ERROR_REASON_RESULT_FORGOTTEN,
           absl::StrCat("agreement ", counter, " ended before the last ", kKept, " that are kept"));
     }
-    if (next_.has_value() && counter != *next_) {
+    if (counters_known_ && counter != next_) {
       return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_BARRIER_COUNTER,
-                       absl::StrCat("the next agreement is ", *next_, ", not ", counter,
+                       absl::StrCat("the next agreement is ", next_, ", not ", counter,
                                     ": count them from 0 in each generation, one more each time"));
     }
-    next_ = counter + 1;
+    next_ = std::max(next_, counter + 1);
     it = open_.emplace(counter, Instance()).first;
     it->second.set = std::move(set);
     const absl::Duration timeout = FromProto(request.timeout());

@@ -73,9 +73,10 @@ class AgreeSet {
   void Keep(uint64_t counter, std::shared_ptr<const Answer> answer);
 
   const int world_size_;
+  const bool counters_known_;  // false after a restart: any counter that has not ended will do
   const Alive alive_;
   const Describe describe_;
-  std::optional<uint64_t> next_;  // nullopt: any counter will do (after a restart)
+  uint64_t next_ = 0;
   absl::btree_map<uint64_t, Instance> open_;
   std::deque<std::pair<uint64_t, std::shared_ptr<const Answer>>> kept_;
 };

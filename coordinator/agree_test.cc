@@ -80,6 +80,17 @@ TEST_F(AgreeTest, AllInside_AllGetOneAnswer) {
   EXPECT_EQ(journaled_, 1);
 }
 
+TEST_F(AgreeTest, AfterARestart_TwoOpenSubsets_AreEnteredAgainInAnyOrder) {
+  Make(4, /*counters_known=*/false);
+  const CallId c = Enter(2, 1, {2, 3});
+  const CallId a = Enter(0, 0, {0, 1});
+  EXPECT_FALSE(errors_[a].has_value());
+  Enter(3, 1, {2, 3});
+  Enter(1, 0, {0, 1});
+  EXPECT_THAT(Alive(c), ElementsAre(2, 3));
+  EXPECT_THAT(Alive(a), ElementsAre(0, 1));
+}
+
 TEST_F(AgreeTest, DeadBeforeOrAfterEntering_IsNotInTheAnswer) {
   Make(4);
   Die(3);

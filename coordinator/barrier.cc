@@ -246,6 +246,7 @@ BarrierSet::Instance* BarrierSet::Open(const Arrival& arrival, absl::Time now) {
                                   ? arrival.soft_timeout
                                   : std::min(options_.default_soft_timeout, instance->timeout / 2);
   instance->soft_at = soft < instance->timeout ? now + soft : absl::InfiniteFuture();
+  instance->soft_diag_at = instance->soft_at - std::min(options_.diag_budget, soft / 4);
   const absl::Duration budget = std::min(options_.diag_budget, instance->timeout / 4);
   instance->diag_at = instance->timeout == absl::InfiniteDuration() ? absl::InfiniteFuture()
                                                                     : instance->deadline - budget;
@@ -259,8 +260,8 @@ BarrierSet::Instance* BarrierSet::Open(const Arrival& arrival, absl::Time now) {
 void BarrierSet::Schedule(Instance* instance) {
   if (instance->next_at != absl::InfinitePast())
     timers_.erase({instance->next_at, instance->sequence});
-  instance->next_at =
-      std::min({instance->soft_at, instance->diag_at, instance->gone_at, instance->deadline});
+  instance->next_at = std::min({instance->soft_at, instance->soft_diag_at, instance->diag_at,
+                                instance->gone_at, instance->deadline});
   timers_.emplace(std::make_pair(instance->next_at, instance->sequence), instance);
 }
 
@@ -655,12 +656,12 @@ void BarrierSet::Tick(absl::Time now) {
       instance->gone_at = absl::InfiniteFuture();
       if (FailIfGone(instance, now)) continue;
     }
-    if (instance->diag_at <= now) {
+    for (absl::Time* const at : {&instance->soft_diag_at, &instance->diag_at}) {
+      if (*at > now) continue;
       AskStacks(*instance);
-      instance->diag_at = absl::InfiniteFuture();
+      *at = absl::InfiniteFuture();
     }
     if (instance->soft_at <= now) {
-      AskStacks(*instance);
       v1::BarrierReport report = MakeReport(*instance, v1::BARRIER_STATE_OPEN, now);
       AddMissing(*instance, &report);
       report.set_message(absl::StrCat(

@@ -160,6 +160,7 @@ class BarrierSet {
     absl::Time deadline;
     absl::Duration timeout;
     absl::Time soft_at;
+    absl::Time soft_diag_at;  // when to ask for the stacks of the report at soft_at
     absl::Time diag_at;
     absl::Time gone_at =
         absl::InfiniteFuture();    // when to look for ranks that are gone, if that was put off

@@ -209,6 +209,11 @@ TEST_F(BarrierTest, NoTimeout_HasTheDefault) {
 TEST_F(BarrierTest, SoftDeadline_ReportsWithoutFailing) {
   Make(2);
   const CallId a = Arrive(0, "b", 0, {.timeout = absl::Seconds(100), .soft = absl::Seconds(5)});
+  // The stacks are asked for early enough to be in the report.
+  EXPECT_EQ(set_->NextDeadline(), kStart + absl::Milliseconds(3750));
+  set_->Tick(kStart + absl::Milliseconds(3750));
+  EXPECT_THAT(host_.asked, ElementsAre(1));
+  EXPECT_TRUE(host_.reports.empty());
   EXPECT_EQ(set_->NextDeadline(), kStart + absl::Seconds(5));
   set_->Tick(kStart + absl::Seconds(5));
   ASSERT_EQ(host_.reports.size(), 1u);

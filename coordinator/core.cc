@@ -36,6 +36,8 @@ constexpr size_t kMaxName = 256;
 constexpr size_t kMaxFenced = 16;  // remembered incarnations of one worker
 constexpr size_t kMaxCallsOfJoin = 8;
 constexpr size_t kMaxDeparted = 1024;
+constexpr size_t kMaxOperators = 1024;  // whose answers are remembered
+constexpr size_t kMaxHosts = 65536;     // of one job: struck or quarantined
 constexpr int kMaxWorkers = 1 << 20;
 constexpr size_t kMaxStack = 16 << 10;
 constexpr size_t kMaxQueries = 4096;
@@ -77,7 +79,8 @@ struct Waiting {
 };
 
 struct HostState {
-  int strikes = 0;
+  std::deque<absl::Time> strikes;  // those that count, oldest first
+  int replayed_strikes = 0;        // at replay: as if all were made at the start of the term
   absl::Time until = absl::InfinitePast();
   absl::Duration left;  // at replay: counted from the start of the term
   std::string reason;
@@ -88,6 +91,11 @@ struct StoredAnswer {
   std::shared_ptr<const Answer> answer;
   uint64_t durable_revision = 0;  // 0: not in the journal
 };
+
+// Whose answers are remembered together: a worker, or one process of an operator's.
+std::string ClientOf(const std::string& worker_id, uint64_t incarnation) {
+  return worker_id.empty() ? absl::StrCat("\n", incarnation) : worker_id;
+}
 
 uint64_t FingerprintTable(const std::vector<Seat>& seats) {
   XXH3_state_t* const state = XXH3_createState();
@@ -257,6 +265,7 @@ class Core::Impl {
             Job** touched, F f);
 
   absl::Status ApplyChange(const v1::JournalChange& change);
+  void Remove(Job* job);
 
   CoreOptions options_;
   CoreStats stats_;
@@ -312,7 +321,8 @@ class Core::Impl::Job : public BarrierHost {
     next = std::min(next, kv_.NextDeadline());
     if (barriers_ != nullptr) next = std::min(next, barriers_->NextDeadline());
     if (agree_ != nullptr) next = std::min(next, agree_->NextDeadline());
-    if (sealed_ && !lease_checks_.empty()) next = std::min(next, lease_checks_.begin()->first);
+    if (!lease_checks_.empty()) next = std::min(next, lease_checks_.begin()->first);
+    if (Idle()) next = std::min(next, touched_ + impl_->options_.job_retention);
     return std::max(next, hold_until_);
   }
   void Tick();
@@ -332,11 +342,15 @@ class Core::Impl::Job : public BarrierHost {
     return it != fenced_.end() &&
            std::find(it->second.begin(), it->second.end(), incarnation) != it->second.end();
   }
-  void RememberFenced(absl::string_view worker_id, uint64_t incarnation) {
-    std::vector<uint64_t>& list = fenced_[worker_id];
-    list.push_back(incarnation);
-    if (list.size() > kMaxFenced) list.erase(list.begin());
-  }
+  void RememberFenced(absl::string_view worker_id, uint64_t incarnation);
+  void RememberDeparted(const std::string& worker_id, uint64_t incarnation);
+  void RememberAnswer(const std::string& worker_id, uint64_t incarnation, uint64_t request_id,
+                      uint64_t hash, StoredAnswer answer);
+  // Nothing of the job is alive: it is kept for those who ask what became of it.
+  bool Idle() const { return !sealed_ && waiting_.empty(); }
+  // A worker that is listed by its agent without a seat: tells it again what it must have missed.
+  void TellAgain(const std::string& node, const v1::WorkerBeat& worker);
+  void Kill(const std::string& node, const std::string& worker_id, uint64_t incarnation);
   void FenceIncarnation(const std::string& worker_id, uint64_t incarnation);
   // After a seal: who of `old_seats` has no seat now is remembered, who has one is not.
   void NoteDeparted(const std::vector<Seat>& old_seats);
@@ -415,8 +429,11 @@ class Core::Impl::Job : public BarrierHost {
       absl::InfiniteFuture();  // when the next host may be used again, if anyone waits
   absl::Time hold_until_ = absl::InfinitePast();
   absl::flat_hash_map<std::string, std::vector<uint64_t>> fenced_;
-  // The last incarnation of workers without a seat in the current generation, oldest first.
-  std::deque<std::pair<std::string, uint64_t>> departed_;
+  std::deque<std::string> fenced_order_;  // its keys, oldest first
+  // The last incarnation of workers without a seat in the current generation.
+  absl::flat_hash_map<std::string, uint64_t> departed_;
+  std::deque<std::string> departed_order_;  // oldest first; may name some that came back
+  std::deque<std::string> operators_;       // clients in dedupe_ that are no workers, oldest first
   absl::btree_map<std::string, HostState> hosts_;
 
   KvStore kv_;
@@ -436,6 +453,8 @@ class Core::Impl::Job : public BarrierHost {
   bool watch_touched_ = false;
   BarrierCounts seen_counts_;
   absl::Time scheduled_ = absl::InfiniteFuture();
+  absl::Time touched_ = absl::InfinitePast();  // by an event, or by a beat of one of its workers
+  bool expired_ = false;                       // to be removed
 };
 
 void Core::Impl::Begin(absl::Time now, Output* out) {
@@ -503,6 +522,7 @@ void Core::Impl::End(Job* job) {
     stats_.barriers_failed += counts.failed - job->seen_counts_.failed;
     job->seen_counts_ = counts;
   }
+  job->touched_ = now_;
   const absl::Time next = job->NextDeadline();
   if (next != job->scheduled_) {
     deadlines_.erase({job->scheduled_, job->id_});
@@ -637,14 +657,15 @@ template <typename Request, typename F>
 void Core::Impl::Once(CallId call, const Request& request, int kind, bool operators, bool reads,
                       Job** touched, F f) {
   const v1::Fence& fence = request.fence();
-  const bool dedupe = fence.request_id() != 0 && !fence.worker_id().empty();
+  const bool dedupe =
+      fence.request_id() != 0 && (!fence.worker_id().empty() || fence.incarnation() != 0);
+  const std::string client = ClientOf(fence.worker_id(), fence.incarnation());
   uint64_t hash = 0;
   if (dedupe) {
     if (Job* const job = FindJob(fence.job_id()); job != nullptr && fence.term_seen() <= term_) {
       hash = HashRequest(request, kind);
       StoredAnswer stored;
-      switch (job->dedupe_.Find(fence.worker_id(), fence.incarnation(), fence.request_id(), hash,
-                                &stored)) {
+      switch (job->dedupe_.Find(client, fence.incarnation(), fence.request_id(), hash, &stored)) {
         case Dedupe<StoredAnswer>::State::kKnown:
           ++stats_.repeated_requests;
           Send(call, stored.answer, std::max(stored.durable_revision, reads ? job->kv_record_ : 0));
@@ -698,8 +719,8 @@ void Core::Impl::Once(CallId call, const Request& request, int kind, bool operat
       answered->set_request_hash(hash);
       *answered->mutable_answer() = answer->result();
     }
-    who.job->dedupe_.Store(fence.worker_id(), fence.incarnation(), fence.request_id(), hash,
-                           {answer, durable});
+    who.job->RememberAnswer(fence.worker_id(), fence.incarnation(), fence.request_id(), hash,
+                            {answer, durable});
   }
   Send(call, std::move(answer), reads ? who.job->AllRecords() : who.job->membership_record_);
 }
@@ -787,15 +808,86 @@ void Core::Impl::Job::FenceIncarnation(const std::string& worker_id, uint64_t in
   dedupe_.Forget(worker_id);
 }
 
+void Core::Impl::Job::RememberFenced(absl::string_view worker_id, uint64_t incarnation) {
+  const auto [it, is_new] = fenced_.try_emplace(worker_id);
+  it->second.push_back(incarnation);
+  if (it->second.size() > kMaxFenced) it->second.erase(it->second.begin());
+  if (!is_new) return;
+  fenced_order_.emplace_back(worker_id);
+  if (fenced_order_.size() <= kMaxDeparted + 4 * seats_.size()) return;
+  fenced_.erase(fenced_order_.front());
+  fenced_order_.pop_front();
+}
+
+void Core::Impl::Job::RememberDeparted(const std::string& worker_id, uint64_t incarnation) {
+  departed_[worker_id] = incarnation;
+  departed_order_.push_back(worker_id);
+}
+
 void Core::Impl::Job::NoteDeparted(const std::vector<Seat>& old_seats) {
+  for (const Seat& seat : seats_) departed_.erase(seat.record.worker_id());
   for (const Seat& seat : old_seats) {
-    departed_.emplace_back(seat.record.worker_id(), seat.record.incarnation());
+    if (!rank_of_.contains(seat.record.worker_id()))
+      RememberDeparted(seat.record.worker_id(), seat.record.incarnation());
   }
-  departed_.erase(std::remove_if(departed_.begin(), departed_.end(),
-                                 [this](const auto& one) { return rank_of_.contains(one.first); }),
-                  departed_.end());
   const size_t most = kMaxDeparted + 2 * seats_.size();
-  if (departed_.size() > most) departed_.erase(departed_.begin(), departed_.end() - most);
+  while (!departed_order_.empty() &&
+         (departed_.size() > most || !departed_.contains(departed_order_.front()))) {
+    const std::string& oldest = departed_order_.front();
+    if (departed_.erase(oldest) > 0) dedupe_.Forget(oldest);
+    departed_order_.pop_front();
+  }
+}
+
+void Core::Impl::Job::RememberAnswer(const std::string& worker_id, uint64_t incarnation,
+                                     uint64_t request_id, uint64_t hash, StoredAnswer answer) {
+  const std::string client = ClientOf(worker_id, incarnation);
+  if (worker_id.empty() && !dedupe_.Knows(client)) {
+    operators_.push_back(client);
+    if (operators_.size() > kMaxOperators) {
+      dedupe_.Forget(operators_.front());
+      operators_.pop_front();
+    }
+  }
+  dedupe_.Store(client, incarnation, request_id, hash, std::move(answer));
+}
+
+void Core::Impl::Job::Kill(const std::string& node, const std::string& worker_id,
+                           uint64_t incarnation) {
+  auto directive = std::make_shared<v1::Directive>();
+  v1::KillWorker* kill = directive->mutable_kill_worker();
+  kill->set_job_id(id_);
+  kill->set_worker_id(worker_id);
+  kill->set_incarnation(incarnation);
+  kill->set_why("a newer incarnation took its seat");
+  impl_->Direct(node, std::move(directive), membership_record_);
+}
+
+void Core::Impl::Job::TellAgain(const std::string& node, const v1::WorkerBeat& worker) {
+  if (IsFenced(worker.worker_id(), worker.incarnation()))
+    return Kill(node, worker.worker_id(), worker.incarnation());
+  const auto waiting = waiting_.find(worker.worker_id());
+  if (waiting != waiting_.end() &&
+      waiting->second.request.fence().incarnation() == worker.incarnation())
+    return;
+  const Seat* const seat = FindSeat(worker.worker_id());
+  const auto departed = departed_.find(worker.worker_id());
+  const bool sat = seat != nullptr
+                       ? seat->record.incarnation() == worker.incarnation() && !sealed_ &&
+                             seat->record.state() != v1::WORKER_STATE_LEFT &&
+                             seat->record.state() != v1::WORKER_STATE_EXITED
+                       : departed != departed_.end() && departed->second == worker.incarnation();
+  if (!sat) return;
+  auto directive = std::make_shared<v1::Directive>();
+  v1::GenerationEnded* told = directive->mutable_generation_ended();
+  told->set_job_id(id_);
+  told->set_generation(sealed_ ? generation_ - 1 : generation_);
+  told->set_why(sealed_ ? absl::StrCat("generation ", generation_, " has been sealed")
+                        : why_ended_);
+  if (!sealed_) {
+    for (const v1::Culprit& culprit : end_culprits_) *told->add_culprits() = culprit;
+  }
+  impl_->Direct(node, std::move(directive), membership_record_);
 }
 
 Kind Core::Impl::Job::KindOf(const v1::JoinRequest& request) const {
@@ -1068,13 +1160,7 @@ void Core::Impl::Job::Reseat(Seat* seat, CallId call, const v1::JoinRequest& req
   if (seat->record.incarnation() != request.fence().incarnation()) {
     FenceIncarnation(worker_id, seat->record.incarnation());
     if (was_alive) {
-      auto directive = std::make_shared<v1::Directive>();
-      v1::KillWorker* kill = directive->mutable_kill_worker();
-      kill->set_job_id(id_);
-      kill->set_worker_id(worker_id);
-      kill->set_incarnation(seat->record.incarnation());
-      kill->set_why("a newer incarnation took its seat");
-      impl_->Direct(seat->record.node(), std::move(directive), membership_record_);
+      Kill(seat->record.node(), worker_id, seat->record.incarnation());
     }
     std::vector<KvChange> changes;
     kv_.DropLease(worker_id, &changes);
@@ -1136,7 +1222,12 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
   std::vector<KvChange> changes;
   kv_.DropEphemeralPrefix(absl::StrCat("gen/", generation_, "/"), &changes);
   KvChanged(changes);
+  // Keys that are tied to a lease outlive the generation with their worker, not without it.
   lease_checks_.clear();
+  for (const Seat& seat : seats_) {
+    if (seat.alive() && kv_.HasLease(seat.record.worker_id()))
+      lease_checks_.insert({std::max(seat.last_seen, lease_floor_) + Lease(), seat.rank()});
+  }
 
   v1::WatchEvent event;
   event.set_generation_ended(generation_);
@@ -1215,18 +1306,31 @@ void Core::Impl::Job::WorkerGone(Seat* seat, v1::WorkerState state, const v1::Ex
 void Core::Impl::Job::Strike(const std::string& host, const std::string& what) {
   const int limit = impl_->options_.strikes_to_quarantine;
   if (limit <= 0 || host.empty()) return;
+  const absl::Time now = impl_->now_;
+  for (auto it = hosts_.begin(); it != hosts_.end();) {
+    std::deque<absl::Time>& strikes = it->second.strikes;
+    while (!strikes.empty() && strikes.front() + impl_->options_.strike_window <= now)
+      strikes.pop_front();
+    it = strikes.empty() && it->second.until <= now ? hosts_.erase(it) : std::next(it);
+  }
+  if (hosts_.size() >= kMaxHosts && !hosts_.contains(host)) return;
   HostState& state = hosts_[host];
-  ++state.strikes;
+  state.strikes.push_back(now);
   // A job on one host has nowhere else to go.
-  if (state.strikes >= limit && num_nodes_ > 1) {
-    state.strikes = 0;
+  if (state.strikes.size() >= static_cast<size_t>(limit) && num_nodes_ > 1) {
+    state.strikes.clear();
     QuarantineHost(host, impl_->options_.quarantine_for,
-                   absl::StrCat("named ", limit, " times, last because a worker ", what), true);
+                   absl::StrCat("named ", limit, " times within ",
+                                absl::FormatDuration(impl_->options_.strike_window),
+                                ", last because a worker ", what),
+                   true);
+  } else if (state.strikes.size() > static_cast<size_t>(limit)) {
+    state.strikes.pop_front();
   }
   v1::HostStruck* struck = impl_->Change()->mutable_host_struck();
   struck->set_job_id(id_);
   struck->set_host(host);
-  struck->set_strikes(state.strikes);
+  struck->set_strikes(static_cast<int>(state.strikes.size()));
 }
 
 void Core::Impl::Job::QuarantineHost(const std::string& host, absl::Duration length,
@@ -1322,6 +1426,10 @@ void Core::Impl::Job::Close(const std::string& why) {
 void Core::Impl::Job::Tick() {
   const absl::Time now = impl_->now_;
   if (now < hold_until_) return;
+  if (Idle() && touched_ + impl_->options_.job_retention <= now) {
+    expired_ = true;
+    return;
+  }
   if (barriers_ != nullptr) barriers_->Tick(now);
   if (agree_ != nullptr) {
     std::vector<AgreeSet::Done> done;
@@ -1334,15 +1442,23 @@ void Core::Impl::Job::Tick() {
     impl_->held_.erase(ready.call);
     impl_->SendError(ready.call, std::move(ready.error), AllRecords());
   }
-  // The loop ends with the generation: a loss may have cleared the checks.
-  while (sealed_ && !lease_checks_.empty() && lease_checks_.begin()->first <= now) {
+  // A loss may end the generation, and with it change the checks.
+  while (!lease_checks_.empty() && lease_checks_.begin()->first <= now) {
     const int rank = lease_checks_.begin()->second;
     lease_checks_.erase(lease_checks_.begin());
     Seat& seat = seats_[rank];
     if (!seat.alive()) continue;
-    const absl::Time expiry = std::max(seat.last_seen, lease_floor_) + Lease();
+    absl::Time expiry = std::max(seat.last_seen, lease_floor_) + Lease();
+    // Who waits for its next seat is there.
+    if (!sealed_ && waiting_.contains(seat.record.worker_id())) expiry = now + Lease();
     if (expiry > now) {
       lease_checks_.insert({expiry, rank});
+      continue;
+    }
+    if (!sealed_) {
+      std::vector<KvChange> changes;
+      kv_.DropLease(seat.record.worker_id(), &changes);
+      KvChanged(changes);
       continue;
     }
     v1::ExitCause cause;
@@ -1495,8 +1611,8 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
   v1::JobCreated* created = add()->mutable_job_created();
   created->set_job_id(id_);
   *created->mutable_spec() = spec_;
-  for (const auto& [worker_id, incarnations] : fenced_) {
-    for (const uint64_t incarnation : incarnations) {
+  for (const std::string& worker_id : fenced_order_) {
+    for (const uint64_t incarnation : fenced_.find(worker_id)->second) {
       v1::IncarnationFenced* fenced = add()->mutable_incarnation_fenced();
       fenced->set_job_id(id_);
       fenced->set_worker_id(worker_id);
@@ -1517,11 +1633,13 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
       ended->set_why(why_ended_);
       for (const v1::Culprit& culprit : end_culprits_) *ended->add_culprits() = culprit;
     }
-    for (const auto& [worker_id, incarnation] : departed_) {
+    for (const std::string& worker_id : departed_order_) {
+      const auto it = departed_.find(worker_id);
+      if (it == departed_.end()) continue;
       v1::WorkerDeparted* departed = add()->mutable_worker_departed();
       departed->set_job_id(id_);
       departed->set_worker_id(worker_id);
-      departed->set_incarnation(incarnation);
+      departed->set_incarnation(it->second);
     }
     const auto end = [&](const std::string& id, uint64_t counter, const Answer& answer) {
       v1::BarrierEnded* ended = add()->mutable_barrier_ended();
@@ -1553,11 +1671,13 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
     *trigger->mutable_trigger() = record;
   });
   for (const auto& [host, state] : hosts_) {
-    if (state.strikes > 0) {
+    const int strikes =
+        impl_->serving_ ? static_cast<int>(state.strikes.size()) : state.replayed_strikes;
+    if (strikes > 0) {
       v1::HostStruck* struck = add()->mutable_host_struck();
       struck->set_job_id(id_);
       struck->set_host(host);
-      struck->set_strikes(state.strikes);
+      struck->set_strikes(strikes);
     }
     const absl::Duration left = impl_->serving_ ? state.until - impl_->now_ : state.left;
     if (left > absl::ZeroDuration()) {
@@ -1569,15 +1689,16 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
       quarantined->set_automatic(state.automatic);
     }
   }
-  dedupe_.ForEach([&](const std::string& worker_id, uint64_t incarnation, uint64_t request_id,
-                      uint64_t hash, const StoredAnswer& stored) {
+  dedupe_.ForEach([&](const std::string& client, uint64_t incarnation, uint64_t request_id,
+                      uint64_t hash, const StoredAnswer& stored, uint64_t forgotten) {
     if (stored.durable_revision == 0) return;
     v1::RequestAnswered* answered = add()->mutable_request_answered();
     answered->set_job_id(id_);
-    answered->set_worker_id(worker_id);
+    if (client[0] != '\n') answered->set_worker_id(client);
     answered->set_incarnation(incarnation);
     answered->set_request_id(request_id);
     answered->set_request_hash(hash);
+    answered->set_forgotten(forgotten);
     *answered->mutable_answer() = stored.answer->result();
   });
 }
@@ -1653,12 +1774,11 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
   }
   *touched = job;
   Seat* const seat = job->FindSeat(fence.worker_id());
-  for (const auto& [worker_id, incarnation] : job->departed_) {
-    if (worker_id != fence.worker_id() || incarnation == fence.incarnation() ||
-        job->IsFenced(worker_id, incarnation) || job->IsFenced(worker_id, fence.incarnation())) {
-      continue;
-    }
-    job->FenceIncarnation(worker_id, incarnation);
+  const auto departed = job->departed_.find(fence.worker_id());
+  if (departed != job->departed_.end() && departed->second != fence.incarnation() &&
+      !job->IsFenced(fence.worker_id(), departed->second) &&
+      !job->IsFenced(fence.worker_id(), fence.incarnation())) {
+    job->FenceIncarnation(fence.worker_id(), departed->second);
   }
   if (job->IsFenced(fence.worker_id(), fence.incarnation())) {
     ++stats_.fenced_calls;
@@ -1692,13 +1812,7 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
     if (!same) {
       const uint64_t old = seat->record.incarnation();
       if (seat->alive()) {
-        auto directive = std::make_shared<v1::Directive>();
-        v1::KillWorker* kill = directive->mutable_kill_worker();
-        kill->set_job_id(job->id_);
-        kill->set_worker_id(fence.worker_id());
-        kill->set_incarnation(old);
-        kill->set_why("a newer incarnation took its seat");
-        Direct(seat->record.node(), std::move(directive), job->membership_record_);
+        job->Kill(seat->record.node(), fence.worker_id(), old);
         job->WorkerGone(seat, v1::WORKER_STATE_FENCED, v1::ExitCause());
       }
       job->FenceIncarnation(fence.worker_id(), old);
@@ -1841,8 +1955,12 @@ void Core::Impl::Heartbeat(CallId call, const v1::HeartbeatRequest& request, Job
   if (auto error = CheckFence(fence, false, &who)) {
     const v1::ErrorReason reason = error->detail().reason();
     // Behind, but not dead: what it must know is in the reply.
-    if (reason == v1::ERROR_REASON_STALE_GENERATION || reason == v1::ERROR_REASON_GENERATION_ENDED)
+    if (reason == v1::ERROR_REASON_STALE_GENERATION) return answer();
+    if (reason == v1::ERROR_REASON_GENERATION_ENDED) {
+      if (seat != nullptr && seat->record.incarnation() == fence.incarnation())
+        job->RenewLease(seat);
       return answer();
+    }
     return SendError(call, *std::move(error), job->membership_record_);
   }
   seat->step = std::max(seat->step, request.step());
@@ -2066,9 +2184,14 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
       std::optional<v1::OpError> error = CheckJob(request.fence(), &job);
       if (!error.has_value()) error = job->CheckGeneration(request.fence());
       if (!error.has_value() && !job->sealed_) error = job->Ended();
-      if (!error.has_value() &&
-          job->IsFenced(request.fence().worker_id(), request.fence().incarnation())) {
-        error = job->Superseded(request.fence().worker_id(), 0);
+      if (!error.has_value()) {
+        // It may be an agent, which has no seat.
+        const Seat* const seat = job->FindSeat(request.fence().worker_id());
+        const uint64_t newest = seat != nullptr ? seat->record.incarnation() : 0;
+        if (job->IsFenced(request.fence().worker_id(), request.fence().incarnation()) ||
+            (newest != 0 && newest != request.fence().incarnation())) {
+          error = job->Superseded(request.fence().worker_id(), newest);
+        }
       }
       if (error.has_value()) {
         SendError(call, *std::move(error), job != nullptr ? job->membership_record_ : 0);
@@ -2122,6 +2245,12 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
     case v1::Op::kQuarantine:
       Once(call, op.quarantine(), kind, true, false, &touched, [&](Who who, v1::OpResult* result) {
         if (auto error = CheckName("host", op.quarantine().host())) return error;
+        if (who.job->hosts_.size() >= kMaxHosts &&
+            !who.job->hosts_.contains(op.quarantine().host())) {
+          return std::optional<v1::OpError>(TooLarge(
+              "host", absl::StrCat("job ", Quoted(who.job->id_), " has ", kMaxHosts,
+                                   " hosts in quarantine or struck: lift some of them first")));
+        }
         const absl::Duration length = FromProto(op.quarantine().for_());
         if (length < absl::ZeroDuration()) {
           return std::optional<v1::OpError>(
@@ -2322,7 +2451,7 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       const v1::WorkerDeparted& departed = change.worker_departed();
       const auto job = find(departed.job_id());
       if (!job.ok()) return job.status();
-      (*job)->departed_.emplace_back(departed.worker_id(), departed.incarnation());
+      (*job)->RememberDeparted(departed.worker_id(), departed.incarnation());
       return absl::OkStatus();
     }
     case v1::JournalChange::kKvChanged: {
@@ -2355,7 +2484,8 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
     case v1::JournalChange::kHostStruck: {
       const auto job = find(change.host_struck().job_id());
       if (!job.ok()) return job.status();
-      (*job)->hosts_[change.host_struck().host()].strikes = change.host_struck().strikes();
+      (*job)->hosts_[change.host_struck().host()].replayed_strikes =
+          std::min(change.host_struck().strikes(), 1024);
       return absl::OkStatus();
     }
     case v1::JournalChange::kHostQuarantined: {
@@ -2372,10 +2502,12 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       const v1::RequestAnswered& answered = change.request_answered();
       const auto job = find(answered.job_id());
       if (!job.ok()) return job.status();
-      (*job)->dedupe_.Store(answered.worker_id(), answered.incarnation(), answered.request_id(),
-                            answered.request_hash(),
-                            {std::make_shared<Answer>(answered.answer(), false),
-                             std::max<uint64_t>(1, last_record_)});
+      (*job)->RememberAnswer(answered.worker_id(), answered.incarnation(), answered.request_id(),
+                             answered.request_hash(),
+                             {std::make_shared<Answer>(answered.answer(), false),
+                              std::max<uint64_t>(1, last_record_)});
+      (*job)->dedupe_.ForgetUpTo(ClientOf(answered.worker_id(), answered.incarnation()),
+                                 answered.forgotten());
       return absl::OkStatus();
     }
     case v1::JournalChange::KIND_NOT_SET:
@@ -2440,11 +2572,14 @@ void Core::HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time n
   Impl::Job* job = nullptr;
   for (const v1::WorkerBeat& worker : beat.workers()) {
     if (job == nullptr || job->id_ != worker.job_id()) job = impl_->FindJob(worker.job_id());
-    if (job == nullptr || !job->sealed_) continue;
+    if (job == nullptr) continue;
     Seat* const seat = job->FindSeat(worker.worker_id());
-    if (seat == nullptr) continue;
-    const bool same = seat->record.incarnation() == worker.incarnation() ||
-                      impl_->options_.mutants.dead_incarnation_renews_lease;
+    const bool same = seat != nullptr && (seat->record.incarnation() == worker.incarnation() ||
+                                          impl_->options_.mutants.dead_incarnation_renews_lease);
+    if (!job->sealed_ || !same) {
+      job->TellAgain(std::string(node), worker);
+      job->touched_ = impl_->now_;
+    }
     if (!same || !seat->alive()) continue;
     job->RenewLease(seat);
     seat->step = std::max(seat->step, worker.step());
@@ -2482,7 +2617,14 @@ void Core::Tick(absl::Time now, Output* out) {
     Impl::Job* const job = impl_->FindJob(job_id);
     MUSTER_CHECK(job != nullptr) << "a deadline of no job: " << job_id;
     job->Tick();
-    impl_->End(job);
+    if (job->expired_) {
+      impl_->Note(job_id, false,
+                  absl::StrCat("removed: no worker of it for ",
+                               absl::FormatDuration(impl_->options_.job_retention)));
+      impl_->Remove(job);
+    } else {
+      impl_->End(job);
+    }
   }
 }
 
@@ -2560,6 +2702,7 @@ void Core::StartTerm(uint64_t term, absl::Time now, Output* out) {
     job->membership_record_ = job->kv_record_ = job->barrier_record_ = impl_->last_record_;
     for (auto& [host, state] : job->hosts_) {
       if (state.left > absl::ZeroDuration()) state.until = now + state.left;
+      state.strikes.assign(std::max(0, state.replayed_strikes), now);
     }
     job->lease_floor_ = now;
     job->rank_of_.clear();
@@ -2601,23 +2744,27 @@ void Core::CloseJob(absl::string_view job_id, absl::string_view why, absl::Time 
 
 void Core::RemoveJob(absl::string_view job_id, absl::Time now, Output* out) {
   impl_->Begin(now, out);
-  Impl::Job* const job = impl_->FindJob(job_id);
-  if (job == nullptr) return;
+  if (Impl::Job* const job = impl_->FindJob(job_id)) impl_->Remove(job);
+}
+
+void Core::Impl::Remove(Job* job) {
   job->Close("removed");
-  impl_->Change()->mutable_job_removed()->set_job_id(job->id_);
-  impl_->End(job);
-  impl_->deadlines_.erase({job->scheduled_, job->id_});
+  Change()->mutable_job_removed()->set_job_id(job->id_);
+  job->watch_touched_ = true;  // its watchers must learn that it is gone
+  End(job);
+  ++stats_.jobs_removed;
+  deadlines_.erase({job->scheduled_, job->id_});
   // What operators still wait for will never come.
   std::vector<CallId> orphans;
-  for (const auto& [call, held] : impl_->held_) {
+  for (const auto& [call, held] : held_) {
     if (held.job_id == job->id_) orphans.push_back(call);
   }
   std::sort(orphans.begin(), orphans.end());
   for (const CallId call : orphans) {
-    impl_->held_.erase(call);
-    impl_->SendError(call, Impl::UnknownJob(job_id), impl_->last_record_);
+    held_.erase(call);
+    SendError(call, UnknownJob(job->id_), last_record_);
   }
-  impl_->jobs_.erase(job->id_);
+  jobs_.erase(job->id_);
 }
 
 std::optional<v1::OpError> Core::ReadWatch(const v1::WatchRequest& request, uint64_t from,

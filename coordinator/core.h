@@ -89,6 +89,7 @@ struct CoreStats {
   uint64_t repeated_requests = 0;
   uint64_t kv_writes = 0;
   uint64_t triggers_raised = 0;
+  uint64_t jobs_removed = 0;
 };
 
 // Deliberate faults, so that tests/simulation can prove that it would notice them. All false
@@ -114,6 +115,7 @@ struct CoreOptions {
       absl::Seconds(2);           // before a barrier's deadline, to ask agents for fresh stacks
   int diag_max_stacks = 16;       // asked for one report
   int strikes_to_quarantine = 3;  // 0: never by itself
+  absl::Duration strike_window = absl::Hours(1);  // a host is named so often within this time
   absl::Duration quarantine_for = absl::Minutes(30);
   size_t kept_barrier_results = 1000;    // for each job
   size_t kept_barrier_bytes = 16 << 20;  // for each job: results with payloads are large
@@ -121,6 +123,9 @@ struct CoreOptions {
   size_t watch_bytes = 8 << 20;          // kept for each job
   size_t kept_answers = 512;             // for each worker, for repeated requests
   int rank_table_page = 1000;
+  // A job without seated or waiting workers that nobody has written to for so long is removed, with
+  // its keys and history. Counted anew after a restart.
+  absl::Duration job_retention = absl::Hours(24);
   Mutants mutants;
 };
 
@@ -183,7 +188,8 @@ class Core {
   // Ends a job: waiting joins fail with RENDEZVOUS_CLOSED, its generation ends. Unknown jobs are
   // ignored.
   void CloseJob(absl::string_view job_id, absl::string_view why, absl::Time now, Output* out);
-  // Forgets a job and all its keys.
+  // Forgets a job and all its keys. Jobs that are left alone for CoreOptions::job_retention go by
+  // themselves.
   void RemoveJob(absl::string_view job_id, absl::Time now, Output* out);
 
   // The events of a job that `request` asks for, from revision `from` on (0: from now), as far as

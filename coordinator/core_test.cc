@@ -490,6 +490,215 @@ TEST_F(CoreTest, Quarantine_HostNamedThreeTimes_IsUsedOnlyAsALastResort) {
   EXPECT_EQ(bench_.Result(c).join().rank(), workers[1].rank);
 }
 
+TEST_F(CoreTest, Quarantine_StrikesLongAgo_DoNotCount) {
+  spec_ = Spec(2, 2);
+  std::vector<Worker> workers = {{"a", 1, "good"}, {"b", 2, "bad"}};
+  for (int round = 0; round < 3; ++round) {
+    JoinAll(&workers);
+    Exit(workers[1], 1);
+    workers[1].incarnation += 10;
+    if (round == 1) bench_.Advance(absl::Hours(1));
+  }
+  const CallId a = bench_.Do(JoinOp(workers[0], spec_));
+  bench_.Do(JoinOp(workers[1], spec_));
+  EXPECT_TRUE(bench_.Answered(a)) << "two of the three strikes were an hour ago";
+}
+
+TEST_F(CoreTest, Quarantine_StrikesBeforeARestart_Count) {
+  for (const bool snapshot : {false, true}) {
+    bench_ = Bench();
+    spec_ = Spec(2, 2);
+    std::vector<Worker> workers = {{"a", 1, "good"}, {"b", 2, "bad"}};
+    for (int round = 0; round < 3; ++round) {
+      JoinAll(&workers);
+      Exit(workers[1], 1);
+      workers[1].incarnation += 10;
+      if (round == 1) bench_.Restart(snapshot);
+    }
+    const CallId a = bench_.Do(JoinOp(workers[0], spec_));
+    bench_.Do(JoinOp(workers[1], spec_));
+    EXPECT_FALSE(bench_.Answered(a));
+  }
+}
+
+TEST_F(CoreTest, Job_LeftAlone_IsRemovedWithItsKeys) {
+  std::vector<Worker> workers = Form(2);
+  bench_.Do(PutOp(workers[0], "k", "v", /*durable=*/true));
+  bench_.Advance(absl::Hours(30));  // nobody beats: the leases run out, and the generation ends
+  EXPECT_EQ(bench_.core_->stats().jobs_removed, 1u);
+  EXPECT_EQ(bench_.Error(Beat(workers[0])).code(), static_cast<int>(absl::StatusCode::kNotFound));
+  bench_.Restart();
+  v1::StatusReply status;
+  bench_.core_->FillStatus(&status);
+  EXPECT_EQ(status.jobs_size(), 0);
+  EXPECT_LT(bench_.core_->Snapshot().size(), 100u);
+}
+
+TEST_F(CoreTest, Job_InUse_IsNotRemoved) {
+  std::vector<Worker> workers = Form(1);
+  v1::Op end;
+  end.mutable_end_generation()->mutable_fence()->set_job_id("j");
+  bench_.Do(end);
+  for (int hour = 0; hour < 50; ++hour) {
+    bench_.Advance(absl::Hours(1));
+    // Its worker still runs, though without a seat.
+    v1::Beat beat;
+    v1::WorkerBeat* one = beat.add_workers();
+    one->set_job_id("j");
+    one->set_worker_id(workers[0].id);
+    one->set_incarnation(workers[0].incarnation);
+    bench_.core_->HandleBeat("node-h0", beat, bench_.now_, &bench_.out_);
+    bench_.Collect();
+  }
+  EXPECT_EQ(bench_.core_->stats().jobs_removed, 0u);
+  bench_.Advance(absl::Hours(23));
+  EXPECT_EQ(bench_.core_->stats().jobs_removed, 0u);
+  bench_.Restart();
+  bench_.Advance(absl::Hours(23));  // counted anew
+  EXPECT_EQ(bench_.core_->stats().jobs_removed, 0u);
+  bench_.Advance(absl::Hours(2));
+  EXPECT_EQ(bench_.core_->stats().jobs_removed, 1u);
+}
+
+TEST_F(CoreTest, Job_WithWaitingWorkers_IsNotRemoved) {
+  spec_ = Spec(2, 2);
+  *spec_.mutable_join_timeout() = ToProto(absl::Hours(100));
+  bench_.Do(JoinOp({"a", 1}, spec_));
+  bench_.Advance(absl::Hours(90));
+  EXPECT_EQ(bench_.core_->stats().jobs_removed, 0u);
+}
+
+TEST_F(CoreTest, Beat_OfAWorkerWhoseGenerationEnded_IsToldAgain) {
+  std::vector<Worker> workers = Form(2, true, 2);
+  Exit(workers[1], 1);
+  bench_.Restart();  // the directive may have been lost with the coordinator
+  bench_.directives_.clear();
+  const auto beat = [&](const Worker& worker) {
+    v1::Beat message;
+    v1::WorkerBeat* one = message.add_workers();
+    one->set_job_id("j");
+    one->set_worker_id(worker.id);
+    one->set_incarnation(worker.incarnation);
+    bench_.core_->HandleBeat("node-" + worker.host, message, bench_.now_, &bench_.out_);
+    bench_.Collect();
+  };
+  beat(workers[0]);
+  ASSERT_EQ(bench_.directives_.size(), 1u);
+  EXPECT_EQ(bench_.directives_[0].node, "node-h0");
+  EXPECT_EQ(bench_.directives_[0].directive->generation_ended().generation(), 1u);
+  EXPECT_EQ(bench_.directives_[0].directive->generation_ended().culprits(0).rank(), 1);
+  // Once it waits for its next seat there is nothing left to tell.
+  bench_.Do(JoinOp(workers[0], spec_));
+  beat(workers[0]);
+  EXPECT_EQ(bench_.directives_.size(), 1u);
+  // Nor is a process told that has never had a seat.
+  beat({"b", 77, "h5"});
+  EXPECT_EQ(bench_.directives_.size(), 1u);
+}
+
+TEST_F(CoreTest, Beat_OfASupersededIncarnation_IsToldAgainToKillIt) {
+  std::vector<Worker> workers = Form(1, false);
+  Worker young = workers[0];
+  young.incarnation = 500;
+  Sit(&young, bench_.Do(JoinOp(young, spec_)));
+  bench_.Restart();
+  bench_.directives_.clear();
+  v1::Beat message;
+  v1::WorkerBeat* one = message.add_workers();
+  one->set_job_id("j");
+  one->set_worker_id(workers[0].id);
+  one->set_incarnation(workers[0].incarnation);
+  bench_.core_->HandleBeat("node-h0", message, bench_.now_, &bench_.out_);
+  bench_.Collect();
+  ASSERT_EQ(bench_.directives_.size(), 1u);
+  EXPECT_EQ(bench_.directives_[0].directive->kill_worker().incarnation(), workers[0].incarnation);
+}
+
+TEST_F(CoreTest, Kv_LeasedKeyOfAnEndedGeneration_DiesWithTheLease) {
+  std::vector<Worker> workers = Form(2);
+  for (const Worker& worker : workers) bench_.Do(PutOp(worker, worker.id, "v", false, 0, true));
+  v1::Op end;
+  end.mutable_end_generation()->mutable_fence()->set_job_id("j");
+  bench_.Do(end);
+  bench_.Do(JoinOp(workers[0], spec_));  // waits for the other one, which is never heard of again
+  EXPECT_EQ(Get("w0"), "v");
+  EXPECT_EQ(Get("w1"), "v");
+  bench_.Advance(absl::Seconds(10));
+  EXPECT_EQ(Get("w0"), "v");
+  EXPECT_EQ(Get("w1"), "(absent)");
+}
+
+TEST_F(CoreTest, Recall_OfASupersededIncarnation_IsRefused) {
+  std::vector<Worker> workers = Form(1);
+  v1::Op op;
+  workers[0].FillFence(op.mutable_recall_barriers()->mutable_fence());
+  EXPECT_TRUE(bench_.Result(bench_.Do(op)).has_recall_barriers());
+  op.mutable_recall_barriers()->mutable_fence()->set_incarnation(9);
+  const CallId call = bench_.Do(op);
+  EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_SUPERSEDED);
+  EXPECT_EQ(bench_.Error(call).detail().current_incarnation(), workers[0].incarnation);
+}
+
+TEST_F(CoreTest, Operator_RepeatedRequest_GetsTheFirstAnswer) {
+  std::vector<Worker> workers = Form(1);
+  v1::Op op;
+  v1::Fence* fence = op.mutable_raise_trigger()->mutable_fence();
+  fence->set_job_id("j");
+  fence->set_incarnation(4711);
+  fence->set_request_id(1);
+  op.mutable_raise_trigger()->set_name("stop");
+  const uint64_t id = bench_.Result(bench_.Do(op)).raise_trigger().trigger_id();
+  EXPECT_EQ(bench_.Result(bench_.Do(op)).raise_trigger().trigger_id(), id);
+  for (const bool snapshot : {false, true}) {
+    bench_.Restart(snapshot);
+    EXPECT_EQ(bench_.Result(bench_.Do(op)).raise_trigger().trigger_id(), id);
+  }
+  fence->set_incarnation(4712);  // another process
+  EXPECT_NE(bench_.Result(bench_.Do(op)).raise_trigger().trigger_id(), id);
+  EXPECT_EQ(bench_.core_->stats().triggers_raised, 1u);  // since the restart
+}
+
+TEST_F(CoreTest, RepeatedRequest_OlderThanWhatASnapshotKeeps_IsNotDoneAgain) {
+  CoreOptions options;
+  options.kept_answers = 4;
+  bench_ = Bench(options);
+  std::vector<Worker> workers = Form(1);
+  const auto add = [&](uint64_t request) {
+    v1::Op op;
+    workers[0].FillFence(op.mutable_txn()->mutable_fence());
+    op.mutable_txn()->mutable_fence()->set_request_id(request);
+    v1::AddOp* one = op.mutable_txn()->add_then()->mutable_add();
+    one->set_key("n");
+    one->set_delta(1);
+    one->set_klass(v1::KV_CLASS_DURABLE);
+    return bench_.Do(op);
+  };
+  for (uint64_t request = 1; request <= 6; ++request) add(request);
+  bench_.Restart(/*snapshot=*/true);
+  EXPECT_EQ(bench_.Reason(add(2)), v1::ERROR_REASON_RESULT_FORGOTTEN);
+  EXPECT_EQ(bench_.Result(add(5)).txn().results(0).number(), 5);
+  EXPECT_EQ(Get("n"), "6");
+}
+
+TEST_F(CoreTest, ElasticJob_ManyWorkersComeAndGo_MemoryStaysBounded) {
+  spec_ = Spec(1, 1);
+  size_t early = 0;
+  for (int i = 0; i < 6000; ++i) {
+    Worker worker{absl::StrCat("w", i), 10 + static_cast<uint64_t>(i)};
+    Sit(&worker, bench_.Do(JoinOp(worker, spec_)));
+    bench_.Do(PutOp(worker, "k", "v", true, 1));
+    Worker again = worker;
+    again.incarnation += 100000;  // leaves a fenced incarnation behind
+    bench_.Do(JoinOp(again, spec_));
+    Exit(again, 1);
+    bench_.journal_.clear();
+    bench_.replies_.clear();
+    bench_.directives_.clear();
+    if (i == 2999) early = bench_.core_->Snapshot().size();
+  }
+  EXPECT_LT(bench_.core_->Snapshot().size(), early + early / 10);
+}
+
 TEST_F(CoreTest, Join_NewIncarnationOfADepartedWorker_FencesTheOld) {
   for (const bool snapshot : {false, true}) {
     bench_ = Bench();

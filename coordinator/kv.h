@@ -51,6 +51,7 @@ class KvStore {
   static bool Reads(const v1::TxnRequest& request);
 
   // Deletes the keys tied to the lease of `worker_id`; all ephemeral keys under `prefix`.
+  bool HasLease(absl::string_view worker_id) const { return leased_.contains(worker_id); }
   void DropLease(absl::string_view worker_id, std::vector<KvChange>* changes);
   void DropEphemeralPrefix(absl::string_view prefix, std::vector<KvChange>* changes);
 
