@@ -1,0 +1,42 @@
+#ifndef MUSTER_WORKER_AGENT_FRAME_LINK_H_
+#define MUSTER_WORKER_AGENT_FRAME_LINK_H_
+
+#include <memory>
+
+#include "absl/status/status.h"
+#include "proto/muster/v1/session.pb.h"
+
+namespace muster::agent {
+
+// What happens on one attempt at a stream to the coordinator. One call at a time, but OnWritten may
+// run beside OnFrame. None comes from within a call of FrameLink.
+class FrameEvents {
+ public:
+  virtual ~FrameEvents() = default;
+  // The write is done: the next one may begin.
+  virtual void OnWritten() = 0;
+  virtual void OnFrame(const v1::CoordinatorFrame& frame) = 0;
+  // Last, also of a link that was never connected.
+  virtual void OnClosed(const absl::Status& status) = 0;
+};
+
+// One attempt at a stream. It connects by itself; what is written before waits. Thread-safe.
+class FrameLink {
+ public:
+  virtual ~FrameLink() = default;
+  // Not while a write is in flight. A link that is closed drops it.
+  virtual void Write(v1::AgentFrame frame) = 0;
+  // Ends it soon; OnClosed comes unless it has come.
+  virtual void Close() = 0;
+};
+
+// Opens links. Thread-safe.
+class FrameTransport {
+ public:
+  virtual ~FrameTransport() = default;
+  virtual std::shared_ptr<FrameLink> Open(std::shared_ptr<FrameEvents> events) = 0;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_WORKER_AGENT_FRAME_LINK_H_

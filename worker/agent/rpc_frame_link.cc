@@ -1,0 +1,97 @@
+#include "worker/agent/rpc_frame_link.h"
+
+#include <grpcpp/client_context.h>
+#include <grpcpp/support/client_callback.h>
+
+#include <utility>
+
+#include "rpc/status.h"
+
+namespace muster::agent {
+
+// gRPC owns a share of it until OnDone.
+class RpcFrameTransport::Link final
+    : public grpc::ClientBidiReactor<v1::AgentFrame, v1::CoordinatorFrame>,
+      public FrameLink,
+      public std::enable_shared_from_this<Link> {
+ public:
+  Link(RpcFrameTransport* transport, std::shared_ptr<FrameEvents> events)
+      : transport_(transport), events_(std::move(events)) {}
+
+  void Start() {
+    self_ = shared_from_this();
+    // The channel looks after connecting, with its own backoff.
+    context_.set_wait_for_ready(true);
+    transport_->stub_->async()->Attach(&context_, this);
+    AddHold();  // for writes that begin outside of gRPC's calls
+    StartRead(&in_);
+    StartCall();
+  }
+
+  void Write(v1::AgentFrame frame) override {
+    MutexLock lock(&mu_);
+    if (closed_) return;
+    out_ = std::move(frame);
+    StartWrite(&out_);
+  }
+  void Close() override { context_.TryCancel(); }
+
+  void OnReadDone(bool ok) override {
+    if (!ok) {
+      {
+        MutexLock lock(&mu_);
+        closed_ = true;
+      }
+      RemoveHold();
+      return;
+    }
+    events_->OnFrame(in_);
+    in_.Clear();
+    StartRead(&in_);
+  }
+  void OnWriteDone(bool ok) override {
+    if (ok) events_->OnWritten();
+  }
+  void OnDone(const grpc::Status& status) override {
+    events_->OnClosed(rpc::FromGrpc(status));
+    { MutexLock lock(&mu_); }  // after the last Write
+    const std::shared_ptr<Link> last = std::move(self_);
+    transport_->Ended();
+  }
+
+ private:
+  RpcFrameTransport* const transport_;
+  const std::shared_ptr<FrameEvents> events_;
+  std::shared_ptr<Link> self_;
+  grpc::ClientContext context_;
+  v1::CoordinatorFrame in_;  // gRPC's while a read is in flight
+  Mutex mu_;
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  v1::AgentFrame out_ ABSL_GUARDED_BY(mu_);
+};
+
+RpcFrameTransport::RpcFrameTransport(const std::shared_ptr<grpc::Channel>& channel)
+    : stub_(v1::Session::NewStub(channel)) {}
+
+RpcFrameTransport::~RpcFrameTransport() {
+  MutexLock lock(&mu_);
+  while (open_ > 0) changed_.Wait(&mu_);
+}
+
+std::shared_ptr<FrameLink> RpcFrameTransport::Open(std::shared_ptr<FrameEvents> events) {
+  {
+    MutexLock lock(&mu_);
+    ++open_;
+  }
+  auto link = std::make_shared<Link>(this, std::move(events));
+  link->Start();
+  return link;
+}
+
+void RpcFrameTransport::Ended() {
+  MutexLock lock(&mu_);
+  --open_;
+  changed_.SignalAll();
+}
+
+}  // namespace muster::agent

@@ -1,0 +1,663 @@
+#include "worker/agent/session_stream.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "base/log.h"
+#include "rpc/status.h"
+
+namespace muster::agent {
+namespace {
+
+constexpr uint32_t kProtocol = 1;
+constexpr uint64_t kFramesBetweenAcks = 32;
+constexpr size_t kStacksQueued = 256;
+// Of one job; a coordinator takes as many.
+constexpr size_t kSeenBarriers = 1 << 16;
+constexpr int kBarriersInRecall = 1000;
+
+v1::OpResult ErrorResult(uint64_t op_id, const absl::Status& status) {
+  v1::OpResult result;
+  result.set_op_id(op_id);
+  *result.mutable_error() = rpc::ToOpError(status);
+  return result;
+}
+
+bool OnlyReads(const v1::TxnRequest& txn) {
+  for (const auto* ops : {&txn.then(), &txn.otherwise()}) {
+    for (const v1::KvOp& op : *ops) {
+      if (!op.has_get()) return false;
+    }
+  }
+  return true;
+}
+
+// Whether the coordinator recognises a second copy of `op`, also after a restart.
+bool RepeatSafe(const v1::Op& op) {
+  const auto named = [](const v1::Fence& fence) {
+    return fence.request_id() != 0 && !fence.worker_id().empty();
+  };
+  switch (op.kind_case()) {
+    case v1::Op::kTxn:
+      return named(op.txn().fence()) || OnlyReads(op.txn());
+    case v1::Op::kLeave:
+      return named(op.leave().fence());
+    case v1::Op::kEndGeneration:
+      return named(op.end_generation().fence());
+    case v1::Op::kCancelBarrier:
+      return named(op.cancel_barrier().fence());
+    case v1::Op::kRaiseTrigger:
+      return named(op.raise_trigger().fence());
+    case v1::Op::kQuarantine:
+      return named(op.quarantine().fence());
+    default:
+      return true;
+  }
+}
+
+v1::BarrierState StateOf(const v1::OpResult& result) {
+  if (result.has_arrive()) return result.arrive().report().state();
+  switch (result.error().detail().reason()) {
+    case v1::ERROR_REASON_BARRIER_TIMEOUT:
+      return v1::BARRIER_STATE_TIMED_OUT;
+    case v1::ERROR_REASON_RANK_FAILED:
+      return v1::BARRIER_STATE_FAILED;
+    case v1::ERROR_REASON_CANCELLED_BY_PEER:
+      return v1::BARRIER_STATE_CANCELLED;
+    case v1::ERROR_REASON_DESYNC:
+      return v1::BARRIER_STATE_DESYNC;
+    default:
+      return v1::BARRIER_STATE_UNSPECIFIED;
+  }
+}
+
+// The same call again would be refused again.
+bool IsRefusal(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kInvalidArgument:
+    case absl::StatusCode::kFailedPrecondition:
+    case absl::StatusCode::kUnimplemented:
+    case absl::StatusCode::kUnauthenticated:
+    case absl::StatusCode::kPermissionDenied:
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+struct SessionStream::Todo {
+  std::shared_ptr<FrameLink> close;
+  std::shared_ptr<FrameLink> write;
+  v1::AgentFrame frame;
+  std::optional<std::pair<uint64_t, bool>> connected;
+  std::vector<std::pair<Done, v1::OpResult>> results;
+  std::vector<v1::Directive> directives;
+  absl::Status lost;
+  bool wake = false;
+};
+
+// What events of links, which may outlive the stream, reach it through.
+class SessionStream::Guard {
+ public:
+  explicit Guard(SessionStream* stream) : stream_(stream) {}
+  // Null once the stream is gone; else call Leave afterwards.
+  SessionStream* Enter() {
+    MutexLock lock(&mu_);
+    if (stream_ != nullptr) ++inside_;
+    return stream_;
+  }
+  void Leave() {
+    MutexLock lock(&mu_);
+    if (--inside_ == 0) changed_.SignalAll();
+  }
+  void Close() {
+    MutexLock lock(&mu_);
+    stream_ = nullptr;
+    while (inside_ > 0) changed_.Wait(&mu_);
+  }
+
+ private:
+  Mutex mu_;
+  CondVar changed_;
+  SessionStream* stream_ ABSL_GUARDED_BY(mu_);
+  int inside_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+class SessionStream::Attempt final : public FrameEvents {
+ public:
+  explicit Attempt(std::shared_ptr<Guard> guard) : guard_(std::move(guard)) {}
+  void OnWritten() override {
+    With([this](SessionStream* stream) { stream->OnWritten(this); });
+  }
+  void OnFrame(const v1::CoordinatorFrame& frame) override {
+    With([&](SessionStream* stream) { stream->OnFrame(this, frame); });
+  }
+  void OnClosed(const absl::Status& status) override {
+    With([&](SessionStream* stream) { stream->OnClosed(this, status); });
+  }
+
+ private:
+  template <typename F>
+  void With(F f) {
+    SessionStream* const stream = guard_->Enter();
+    if (stream == nullptr) return;
+    f(stream);
+    guard_->Leave();
+  }
+  const std::shared_ptr<Guard> guard_;
+};
+
+SessionStream::SessionStream(Options options, FrameTransport* transport)
+    : options_(std::move(options)),
+      transport_(transport),
+      guard_(std::make_shared<Guard>(this)),
+      backoff_(options_.first_backoff),
+      max_backoff_(options_.last_backoff),
+      random_(static_cast<uint32_t>(options_.incarnation ^ (options_.incarnation >> 32))) {}
+
+SessionStream::~SessionStream() {
+  guard_->Close();
+  std::shared_ptr<FrameLink> link;
+  {
+    MutexLock lock(&mu_);
+    link = std::move(link_);
+  }
+  if (link != nullptr) link->Close();
+}
+
+uint64_t SessionStream::Submit(v1::Op op, Done done) {
+  Todo todo;
+  uint64_t op_id = 0;
+  absl::Status refused;
+  {
+    MutexLock lock(&mu_);
+    op_id = next_op_++;
+    op.set_op_id(op_id);
+    const size_t bytes = op.ByteSizeLong();
+    if (!lost_.ok()) {
+      refused = lost_;
+    } else if (bytes > options_.max_op_bytes) {
+      refused = rpc::ErrorWithReason(
+          absl::StatusCode::kInvalidArgument,
+          absl::StrCat("the request has ", bytes, " bytes: at most ", options_.max_op_bytes,
+                       " go through the agent; facts belong here, tensors and files do not"),
+          v1::ERROR_REASON_LIMIT);
+    } else if (held_.size() >= options_.max_held_ops ||
+               held_bytes_ + bytes > options_.max_held_bytes) {
+      refused = rpc::ErrorWithReason(
+          absl::StatusCode::kUnavailable,
+          absl::StrCat("the agent holds ", held_.size(), " requests of ", held_bytes_,
+                       " bytes that the coordinator at ", options_.address,
+                       " has not answered yet: try again later"),
+          v1::ERROR_REASON_OVERLOADED, /*retryable=*/true);
+    } else {
+      held_bytes_ += bytes;
+      held_.emplace(op_id, Held{std::move(op), std::move(done), bytes, false});
+      queue_.push_back(op_id);
+      Pump(&todo);
+    }
+  }
+  if (!refused.ok() && done) done(ErrorResult(op_id, refused));
+  Run(std::move(todo));
+  return op_id;
+}
+
+void SessionStream::Forget(uint64_t op_id) {
+  Done dropped;  // outside of the lock
+  MutexLock lock(&mu_);
+  const auto it = held_.find(op_id);
+  if (it == held_.end()) return;
+  dropped = std::move(it->second.done);
+  held_bytes_ -= it->second.bytes;
+  held_.erase(it);
+  if (held_.empty()) changed_.SignalAll();
+}
+
+void SessionStream::SendStack(v1::StackReply reply) {
+  Todo todo;
+  {
+    MutexLock lock(&mu_);
+    if (queue_.size() >= options_.max_held_ops + kStacksQueued || !lost_.ok()) return;
+    queue_.push_back(std::move(reply));
+    Pump(&todo);
+  }
+  Run(std::move(todo));
+}
+
+absl::Time SessionStream::Tick() {
+  const absl::Time now = options_.clock->Now();
+  Todo todo;
+  std::shared_ptr<Attempt> opening;
+  bool beat_due = false;
+  {
+    MutexLock lock(&mu_);
+    if (away_since_ + options_.outage_tolerance <= now && lost_.ok()) {
+      FailAll(absl::UnavailableError(absl::StrCat(
+                  "the coordinator at ", options_.address, " has been away for ",
+                  absl::FormatDuration(absl::Trunc(now - away_since_, absl::Milliseconds(100))),
+                  ", longer than the ", absl::FormatDuration(options_.outage_tolerance),
+                  " that are tolerated: is it down, or the network to it?",
+                  last_error_.empty() ? "" : absl::StrCat(" (", last_error_, ")"))),
+              &todo);
+    }
+    if (state_ == State::kIdle && !refused_ && bye_ != Bye::kSent && next_attempt_ <= now) {
+      opening = attempt_ = std::make_shared<Attempt>(guard_);
+      state_ = State::kOpening;
+      hello_due_ = true;
+      writing_ = false;
+    }
+    if (state_ == State::kOpen && next_beat_ <= now) {
+      beat_due = true;
+      next_beat_ = now + options_.beat_period;
+    }
+  }
+  if (opening != nullptr) {
+    std::shared_ptr<FrameLink> link = transport_->Open(opening);
+    MutexLock lock(&mu_);
+    if (attempt_ == opening) {
+      link_ = std::move(link);
+      Pump(&todo);
+    }
+  }
+  if (beat_due) {
+    v1::Beat beat;
+    if (options_.beat) beat = options_.beat();
+    MutexLock lock(&mu_);
+    if (state_ == State::kOpen) {
+      beat_ = std::move(beat);
+      Pump(&todo);
+    }
+  }
+  Run(std::move(todo));
+  MutexLock lock(&mu_);
+  return NextDeadline();
+}
+
+absl::Time SessionStream::NextDeadline() const {
+  absl::Time next = absl::InfiniteFuture();
+  if (state_ == State::kIdle && !refused_ && bye_ != Bye::kSent) next = next_attempt_;
+  if (state_ == State::kOpen) next = next_beat_;
+  if (lost_.ok()) next = std::min(next, away_since_ + options_.outage_tolerance);
+  return next;
+}
+
+void SessionStream::OnWritten(const Attempt* attempt) {
+  Todo todo;
+  {
+    MutexLock lock(&mu_);
+    if (attempt != attempt_.get()) return;
+    writing_ = false;
+    if (bye_ == Bye::kWriting) {
+      bye_ = Bye::kSent;
+      changed_.SignalAll();
+    }
+    Pump(&todo);
+  }
+  Run(std::move(todo));
+}
+
+void SessionStream::OnFrame(const Attempt* attempt, const v1::CoordinatorFrame& frame) {
+  Todo todo;
+  {
+    MutexLock lock(&mu_);
+    if (attempt != attempt_.get()) return;
+    if (frame.has_welcome() && state_ == State::kOpening) {
+      Welcomed(frame.welcome(), &todo);
+    } else if (state_ == State::kOpen) {
+      Received(frame, &todo);
+    } else if (frame.has_goodbye()) {
+      retry_after_ = absl::Seconds(frame.goodbye().retry_after().seconds()) +
+                     absl::Nanoseconds(frame.goodbye().retry_after().nanos());
+    } else {
+      last_error_ = "it did not begin with a welcome";
+      Drop(&todo);
+    }
+    Pump(&todo);
+  }
+  Run(std::move(todo));
+}
+
+void SessionStream::OnClosed(const Attempt* attempt, const absl::Status& status) {
+  Todo todo;
+  {
+    MutexLock lock(&mu_);
+    if (attempt != attempt_.get()) return;
+    if (!status.ok()) last_error_ = std::string(status.message());
+    Drop(&todo);
+    if (!ever_connected_ && IsRefusal(status)) {
+      refused_ = true;
+      absl::Status why(status.code(), absl::StrCat("the coordinator at ", options_.address,
+                                                   " refuses this agent: ", status.message()));
+      FailAll(why, &todo);
+    }
+  }
+  Run(std::move(todo));
+}
+
+void SessionStream::Drop(Todo* todo) {
+  todo->close = std::move(link_);
+  link_ = nullptr;
+  attempt_ = nullptr;
+  state_ = State::kIdle;
+  writing_ = false;
+  beat_.reset();
+  const absl::Time now = options_.clock->Now();
+  if (ever_connected_) away_since_ = std::min(away_since_, now);
+  const double share =
+      options_.random ? options_.random() : std::uniform_real_distribution<double>(0, 1)(random_);
+  next_attempt_ = now + std::max(backoff_ * share, retry_after_);
+  backoff_ = std::min(backoff_ * 2, max_backoff_);
+  retry_after_ = absl::ZeroDuration();
+  todo->wake = true;
+  changed_.SignalAll();
+}
+
+void SessionStream::FailAll(const absl::Status& status, Todo* todo) {
+  lost_ = status;
+  todo->lost = status;
+  for (auto& [op_id, held] : held_) {
+    if (held.done) todo->results.emplace_back(std::move(held.done), ErrorResult(op_id, status));
+  }
+  held_.clear();
+  held_bytes_ = 0;
+  queue_.clear();
+  unacked_.clear();
+  changed_.SignalAll();
+}
+
+void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
+  if (welcome.term() < term_) {
+    last_error_ = absl::StrCat("term ", term_, " has begun, but it serves term ", welcome.term());
+    Drop(todo);
+    return;
+  }
+  if (!cluster_id_.empty() && cluster_id_ != welcome.cluster_id()) {
+    MUSTER_LOG(Warning) << "the coordinator at " << options_.address
+                        << " is another one than before (cluster " << welcome.cluster_id()
+                        << ", not " << cluster_id_ << "): it does not know this job";
+  }
+  const bool resumed = ever_connected_ && welcome.session_id() == session_id_;
+  const bool new_term = ever_connected_ && welcome.term() != term_;
+  if (resumed) {
+    while (!unacked_.empty() && unacked_.front().seq <= welcome.last_received_seq()) {
+      unacked_.pop_front();
+    }
+    // It has not seen these: their contents go out again, first.
+    for (auto sent = unacked_.rbegin(); sent != unacked_.rend(); ++sent) {
+      for (auto item = sent->items.rbegin(); item != sent->items.rend(); ++item) {
+        queue_.push_front(std::move(*item));
+      }
+    }
+  } else {
+    received_ = 0;
+    queue_.clear();
+    for (auto it = held_.begin(); it != held_.end();) {
+      Held& held = it->second;
+      if (held.sent && !RepeatSafe(held.op)) {
+        if (held.done) {
+          todo->results.emplace_back(
+              std::move(held.done),
+              ErrorResult(it->first, absl::UnavailableError(absl::StrCat(
+                                         "the connection to the coordinator at ", options_.address,
+                                         " broke: whether the request was done cannot be told"))));
+        }
+        held_bytes_ -= held.bytes;
+        it = held_.erase(it);
+        continue;
+      }
+      queue_.push_back(it->first);
+      ++it;
+    }
+    if (new_term) QueueRecalls();
+  }
+  unacked_.clear();
+  told_ = 0;
+  next_seq_ = welcome.last_received_seq() + 1;
+  session_id_ = welcome.session_id();
+  cluster_id_ = welcome.cluster_id();
+  term_ = welcome.term();
+  state_ = State::kOpen;
+  ever_connected_ = true;
+  away_since_ = absl::InfiniteFuture();
+  lost_ = absl::OkStatus();
+  last_error_.clear();
+  backoff_ = options_.first_backoff;
+  const absl::Duration lease =
+      absl::Seconds(welcome.lease().seconds()) + absl::Nanoseconds(welcome.lease().nanos());
+  max_backoff_ = options_.last_backoff;
+  // A restarted coordinator gives everybody one lease to come back.
+  if (lease > absl::ZeroDuration()) max_backoff_ = std::min(max_backoff_, lease / 3);
+  next_beat_ = options_.clock->Now();
+  todo->connected = {term_, resumed};
+  todo->wake = true;
+  changed_.SignalAll();
+}
+
+void SessionStream::QueueRecalls() {
+  std::vector<uint64_t> ids;
+  for (const auto& [job_id, job] : seen_) {
+    v1::RecallBarriersRequest* request = nullptr;
+    for (const auto& [barrier_id, last] : job.barriers) {
+      if (request == nullptr || request->seen_size() == kBarriersInRecall) {
+        const uint64_t op_id = next_op_++;
+        ids.push_back(op_id);
+        v1::Op& op = held_[op_id].op;
+        op.set_op_id(op_id);
+        request = op.mutable_recall_barriers();
+        request->mutable_fence()->set_job_id(job_id);
+        request->mutable_fence()->set_generation(job.generation);
+      }
+      v1::SeenBarrier* const seen = request->add_seen();
+      seen->set_barrier_id(barrier_id);
+      seen->set_counter(last.first);
+      seen->set_state(last.second);
+    }
+  }
+  for (const uint64_t op_id : ids) {
+    Held& held = held_[op_id];
+    held.bytes = held.op.ByteSizeLong();
+    held_bytes_ += held.bytes;
+  }
+  queue_.insert(queue_.begin(), ids.begin(), ids.end());
+}
+
+void SessionStream::NoteBarrier(const v1::Op& op, const v1::OpResult& result) {
+  const v1::Fence& fence = op.has_arrive() ? op.arrive().fence() : op.arrive_many().fence();
+  SeenJob& job = seen_[fence.job_id()];
+  if (fence.generation() < job.generation) return;
+  if (fence.generation() > job.generation ||
+      result.error().detail().reason() == v1::ERROR_REASON_GENERATION_ENDED) {
+    job.barriers.clear();
+    job.generation = fence.generation();
+  }
+  const v1::BarrierState state = StateOf(result);
+  if (state == v1::BARRIER_STATE_UNSPECIFIED) return;
+  const std::string& id =
+      op.has_arrive() ? op.arrive().barrier_id() : op.arrive_many().barrier_id();
+  const uint64_t counter = op.has_arrive() ? op.arrive().counter() : op.arrive_many().counter();
+  const auto it = job.barriers.find(id);
+  if (it != job.barriers.end()) {
+    if (counter >= it->second.first) it->second = {counter, state};
+  } else if (job.barriers.size() < kSeenBarriers) {
+    job.barriers.emplace(id, std::make_pair(counter, state));
+  }
+}
+
+void SessionStream::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
+  if (frame.seq() != 0) {
+    if (frame.seq() <= received_) return;  // seen on an earlier stream
+    if (frame.seq() != received_ + 1) {
+      last_error_ = absl::StrCat("its frame ", frame.seq(), " came after ", received_);
+      Drop(todo);
+      return;
+    }
+    received_ = frame.seq();
+  }
+  while (!unacked_.empty() && unacked_.front().seq <= frame.ack()) unacked_.pop_front();
+  switch (frame.kind_case()) {
+    case v1::CoordinatorFrame::kResults:
+      for (const v1::OpResult& result : frame.results().results()) {
+        const auto it = held_.find(result.op_id());
+        if (it == held_.end()) continue;  // forgotten
+        if (it->second.op.has_arrive() || it->second.op.has_arrive_many()) {
+          NoteBarrier(it->second.op, result);
+        }
+        if (it->second.done) todo->results.emplace_back(std::move(it->second.done), result);
+        held_bytes_ -= it->second.bytes;
+        held_.erase(it);
+      }
+      if (held_.empty()) changed_.SignalAll();
+      break;
+    case v1::CoordinatorFrame::kDirective:
+      todo->directives.push_back(frame.directive());
+      break;
+    case v1::CoordinatorFrame::kGoodbye:
+      last_error_ = frame.goodbye().reason();
+      retry_after_ = absl::Seconds(frame.goodbye().retry_after().seconds()) +
+                     absl::Nanoseconds(frame.goodbye().retry_after().nanos());
+      break;
+    case v1::CoordinatorFrame::kWelcome:
+    case v1::CoordinatorFrame::KIND_NOT_SET:
+      break;
+  }
+}
+
+void SessionStream::Pump(Todo* todo) {
+  if (link_ == nullptr || writing_) return;
+  if (!NextFrame(&todo->frame)) return;
+  writing_ = true;
+  todo->write = link_;
+}
+
+bool SessionStream::NextFrame(v1::AgentFrame* frame) {
+  if (hello_due_) {
+    hello_due_ = false;
+    v1::Hello& hello = *frame->mutable_hello();
+    hello.set_protocol_min(kProtocol);
+    hello.set_protocol_max(kProtocol);
+    hello.set_node(options_.node);
+    hello.set_agent_incarnation(options_.incarnation);
+    hello.set_last_received_seq(received_);
+    hello.set_host(options_.host);
+    hello.set_version(options_.version);
+    return true;
+  }
+  if (state_ != State::kOpen || bye_ == Bye::kSent) return false;
+  if (beat_.has_value()) {
+    *frame->mutable_beat() = *std::move(beat_);
+    beat_.reset();
+  } else {
+    Sent sent;
+    size_t bytes = 0;
+    while (!queue_.empty()) {
+      Item& item = queue_.front();
+      if (auto* const stack = std::get_if<v1::StackReply>(&item)) {
+        if (!sent.items.empty()) break;
+        *frame->mutable_stack() = *stack;
+        sent.items.push_back(std::move(item));
+        queue_.pop_front();
+        break;
+      }
+      const auto it = held_.find(std::get<uint64_t>(item));
+      if (it == held_.end()) {
+        queue_.pop_front();
+        continue;
+      }
+      Held& held = it->second;
+      if (!sent.items.empty() && bytes + held.bytes > options_.frame_bytes) break;
+      bytes += held.bytes;
+      held.sent = true;
+      *frame->mutable_ops()->add_ops() = held.op;
+      sent.items.push_back(std::move(item));
+      queue_.pop_front();
+    }
+    if (!sent.items.empty()) {
+      sent.seq = next_seq_++;
+      frame->set_seq(sent.seq);
+      unacked_.push_back(std::move(sent));
+    } else if (bye_ == Bye::kDue) {
+      bye_ = Bye::kWriting;
+      frame->mutable_bye()->set_reason("the agent ends");
+    } else if (received_ - told_ < kFramesBetweenAcks) {
+      return false;
+    }
+  }
+  frame->set_ack(received_);
+  told_ = received_;
+  return true;
+}
+
+void SessionStream::Run(Todo todo) {
+  if (todo.close != nullptr) todo.close->Close();
+  if (todo.connected.has_value() && options_.on_connected) {
+    options_.on_connected(todo.connected->first, todo.connected->second);
+  }
+  if (todo.write != nullptr) todo.write->Write(std::move(todo.frame));
+  for (auto& [done, result] : todo.results) done(result);
+  if (options_.on_directive) {
+    for (const v1::Directive& directive : todo.directives) options_.on_directive(directive);
+  }
+  if (!todo.lost.ok() && options_.on_lost) options_.on_lost(todo.lost);
+  if (todo.wake && options_.wake) options_.wake();
+}
+
+void SessionStream::Finish(absl::Time deadline) {
+  Todo todo;
+  {
+    MutexLock lock(&mu_);
+    while (!held_.empty() && lost_.ok()) {
+      const absl::Duration left = deadline - Clock::Real().Now();
+      if (left <= absl::ZeroDuration()) break;
+      changed_.WaitWithTimeout(&mu_, left);
+    }
+    bye_ = Bye::kDue;
+    Pump(&todo);
+  }
+  Run(std::move(todo));
+  MutexLock lock(&mu_);
+  while (state_ == State::kOpen && bye_ != Bye::kSent) {
+    const absl::Duration left = deadline - Clock::Real().Now();
+    if (left <= absl::ZeroDuration()) break;
+    changed_.WaitWithTimeout(&mu_, left);
+  }
+  bye_ = Bye::kSent;
+}
+
+bool SessionStream::connected() const {
+  MutexLock lock(&mu_);
+  return state_ == State::kOpen;
+}
+
+bool SessionStream::ever_connected() const {
+  MutexLock lock(&mu_);
+  return ever_connected_;
+}
+
+absl::Status SessionStream::WaitUntilConnected(absl::Duration timeout) {
+  const absl::Time deadline = Clock::Real().Now() + timeout;
+  MutexLock lock(&mu_);
+  while (!ever_connected_ && lost_.ok()) {
+    const absl::Duration left = deadline - Clock::Real().Now();
+    if (left <= absl::ZeroDuration()) {
+      return absl::UnavailableError(absl::StrCat("no coordinator answers at ", options_.address,
+                                                 " within ", absl::FormatDuration(timeout),
+                                                 ": is it running, and is the address right?"));
+    }
+    changed_.WaitWithTimeout(&mu_, left);
+  }
+  return lost_;
+}
+
+uint64_t SessionStream::term() const {
+  MutexLock lock(&mu_);
+  return term_;
+}
+
+size_t SessionStream::held_ops() const {
+  MutexLock lock(&mu_);
+  return held_.size();
+}
+
+}  // namespace muster::agent

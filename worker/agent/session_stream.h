@@ -1,0 +1,191 @@
+#ifndef MUSTER_WORKER_AGENT_SESSION_STREAM_H_
+#define MUSTER_WORKER_AGENT_SESSION_STREAM_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "base/clock.h"
+#include "base/mutex.h"
+#include "proto/muster/v1/session.pb.h"
+#include "worker/agent/frame_link.h"
+#include "worker/agent/op_sender.h"
+
+namespace muster::agent {
+
+// This node's one stream to the coordinator (docs/protocol.md): operations of all local workers go
+// out merged into as few frames as the stream takes, and each gets its result once, however often
+// the stream breaks or the coordinator restarts.
+//
+// - Every operation is held until its result has come. What a resumed session has not seen is sent
+//   again under the same numbers. A new session (the coordinator forgot this agent, or was
+//   restarted) gets everything that is held once more; the operations' own request ids and counters
+//   keep that from having a second effect. One that has none and was sent before is answered
+//   UNAVAILABLE instead.
+// - A coordinator of a new term is first told how the latest instance of each barrier ended as this
+//   node saw it.
+// - A frame is written as soon as the one before has been; what comes meanwhile goes into the next.
+// - Beats renew the leases of the local workers.
+// - While the coordinator is away nothing fails, until the tolerance has passed: then all that is
+//   held fails with one line that names the address and how long it was. It goes on trying, and
+//   works again if the coordinator comes back.
+//
+// Thread-safe; nothing blocks. Callbacks run without locks, those for frames in the order of the
+// frames. The owner calls Tick when due (see TimerThread).
+class SessionStream final : public OpSender {
+ public:
+  struct Options {
+    std::string node;     // unique among the agents of this coordinator
+    std::string address;  // of the coordinator, for messages
+    uint64_t incarnation = 0;
+    std::string host = {};
+    std::string version = {};
+    absl::Duration beat_period = absl::Seconds(2);
+    // Between attempts: random up to the backoff, which doubles from the first to the last value,
+    // but never more than a third of the lease.
+    absl::Duration first_backoff = absl::Milliseconds(50);
+    absl::Duration last_backoff = absl::Seconds(5);
+    // How long the coordinator may be away once it has been there. Infinite: for ever.
+    absl::Duration outage_tolerance = absl::Seconds(60);
+    // Beyond these, Submit answers UNAVAILABLE / OVERLOADED.
+    size_t max_held_ops = 65536;
+    size_t max_held_bytes = 64 << 20;
+    size_t max_op_bytes =
+        (4 << 20) - 1024;          // INVALID_ARGUMENT / LIMIT: a message has at most 4 MiB
+    size_t frame_bytes = 1 << 20;  // of a frame of several operations
+    // What the next beat says; called from Tick.
+    std::function<v1::Beat()> beat = nullptr;
+    std::function<void(const v1::Directive&)> on_directive = nullptr;
+    // A stream is open. `resumed`: the session goes on, nothing was missed.
+    std::function<void(uint64_t term, bool resumed)> on_connected = nullptr;
+    // Once for each outage beyond the tolerance, and once if the coordinator refuses this agent.
+    std::function<void(const absl::Status&)> on_lost = nullptr;
+    // Tick is due earlier than it said.
+    std::function<void()> wake = nullptr;
+    std::function<double()> random = nullptr;  // [0, 1); null: a generator of its own
+    const Clock* clock = &Clock::Real();
+  };
+
+  // `transport` is borrowed.
+  SessionStream(Options options, FrameTransport* transport);
+  // Closes the stream. What is held is dropped; nothing is called any more.
+  ~SessionStream() override;
+  SessionStream(const SessionStream&) = delete;
+  SessionStream& operator=(const SessionStream&) = delete;
+
+  uint64_t Submit(v1::Op op, Done done) override;
+  void Forget(uint64_t op_id) override;
+  // The answer to a CollectStack directive. Dropped if the coordinator has forgotten the question.
+  void SendStack(v1::StackReply reply);
+
+  // Does what is due and returns when to call again. Call at the start, then at that time and when
+  // woken.
+  absl::Time Tick();
+
+  // Ends the session in order: after all that is held has been answered, or at `deadline` (of real
+  // time), the coordinator is told that this agent goes. Blocks until then, shortly if there is no
+  // stream. Submit nothing afterwards.
+  void Finish(absl::Time deadline);
+
+  // Whether a stream is open now, and ever was.
+  bool connected() const;
+  bool ever_connected() const;
+  // Blocks until it ever was, or `timeout` of real time has passed, or the coordinator refused this
+  // agent. Errors: UNAVAILABLE naming the address; what the coordinator refused it with.
+  absl::Status WaitUntilConnected(absl::Duration timeout);
+  uint64_t term() const;
+  size_t held_ops() const;
+
+ private:
+  class Guard;
+  class Attempt;
+  enum class State { kIdle, kOpening, kOpen };
+  struct Held {
+    v1::Op op;
+    Done done;
+    size_t bytes = 0;
+    bool sent = false;
+  };
+  using Item = std::variant<uint64_t, v1::StackReply>;  // an op_id, or
+  struct Sent {
+    uint64_t seq = 0;
+    std::vector<Item> items;
+  };
+  struct SeenJob {
+    uint64_t generation = 0;
+    std::map<std::string, std::pair<uint64_t, v1::BarrierState>> barriers;
+  };
+  // What to do once the lock is given back.
+  struct Todo;
+
+  void OnWritten(const Attempt* attempt);
+  void OnFrame(const Attempt* attempt, const v1::CoordinatorFrame& frame);
+  void OnClosed(const Attempt* attempt, const absl::Status& status);
+
+  void Welcomed(const v1::Welcome& welcome, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Received(const v1::CoordinatorFrame& frame, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void QueueRecalls() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void NoteBarrier(const v1::Op& op, const v1::OpResult& result) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Ends this attempt; the next one comes after the backoff.
+  void Drop(Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void FailAll(const absl::Status& status, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Starts a write if one can be started.
+  void Pump(Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool NextFrame(v1::AgentFrame* frame) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Time NextDeadline() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Run(Todo todo);
+
+  const Options options_;
+  FrameTransport* const transport_;
+  const std::shared_ptr<Guard> guard_;
+
+  mutable Mutex mu_;
+  CondVar changed_;
+  State state_ ABSL_GUARDED_BY(mu_) = State::kIdle;
+  std::shared_ptr<Attempt> attempt_ ABSL_GUARDED_BY(mu_);
+  std::shared_ptr<FrameLink> link_ ABSL_GUARDED_BY(mu_);
+  bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  bool hello_due_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Time next_attempt_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+  absl::Duration backoff_ ABSL_GUARDED_BY(mu_);
+  absl::Duration max_backoff_ ABSL_GUARDED_BY(mu_);
+  absl::Duration retry_after_ ABSL_GUARDED_BY(mu_);  // the coordinator asked for
+  absl::Time next_beat_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  std::optional<v1::Beat> beat_ ABSL_GUARDED_BY(mu_);
+  absl::Time away_since_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  bool ever_connected_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Status lost_ ABSL_GUARDED_BY(mu_);  // why everything fails now
+  std::string last_error_ ABSL_GUARDED_BY(mu_);
+  bool refused_ ABSL_GUARDED_BY(mu_) = false;
+  enum class Bye { kNo, kDue, kWriting, kSent };
+  Bye bye_ ABSL_GUARDED_BY(mu_) = Bye::kNo;
+
+  std::string session_id_ ABSL_GUARDED_BY(mu_);
+  std::string cluster_id_ ABSL_GUARDED_BY(mu_);
+  uint64_t term_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t received_ ABSL_GUARDED_BY(mu_) = 0;  // the last frame of the coordinator
+  uint64_t told_ ABSL_GUARDED_BY(mu_) = 0;      // as far as it knows
+  uint64_t next_seq_ ABSL_GUARDED_BY(mu_) = 1;
+  uint64_t next_op_ ABSL_GUARDED_BY(mu_) = 1;
+  std::map<uint64_t, Held> held_ ABSL_GUARDED_BY(mu_);
+  size_t held_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  std::deque<Item> queue_ ABSL_GUARDED_BY(mu_);    // to be sent
+  std::deque<Sent> unacked_ ABSL_GUARDED_BY(mu_);  // by seq
+  std::map<std::string, SeenJob> seen_ ABSL_GUARDED_BY(mu_);
+  std::minstd_rand random_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_WORKER_AGENT_SESSION_STREAM_H_

@@ -1,0 +1,580 @@
+#include "worker/agent/session_stream.h"
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/fake_clock.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "rpc/status.h"
+
+namespace muster::agent {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+// A stream that the test plays the coordinator of.
+struct FakeLink final : public FrameLink {
+  explicit FakeLink(std::shared_ptr<FrameEvents> to) : events(std::move(to)) {}
+  void Write(v1::AgentFrame frame) override {
+    EXPECT_FALSE(writing) << "two writes in flight";
+    writing = true;
+    written.push_back(std::move(frame));
+  }
+  void Close() override { closing = true; }
+  // The write is done.
+  void Done() {
+    ASSERT_TRUE(writing);
+    writing = false;
+    events->OnWritten();
+  }
+  // Lets all writes be done that follow from each other.
+  void Drain() {
+    while (writing) Done();
+  }
+
+  const std::shared_ptr<FrameEvents> events;
+  std::vector<v1::AgentFrame> written;
+  bool writing = false;
+  bool closing = false;
+};
+
+struct FakeTransport final : public FrameTransport {
+  std::shared_ptr<FrameLink> Open(std::shared_ptr<FrameEvents> events) override {
+    links.push_back(std::make_shared<FakeLink>(std::move(events)));
+    return links.back();
+  }
+  std::vector<std::shared_ptr<FakeLink>> links;
+};
+
+class SessionStreamTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    options_.node = "node-a";
+    options_.address = "10.0.0.1:29400";
+    options_.incarnation = 77;
+    options_.clock = &clock_;
+    options_.random = [] { return 0.5; };
+    options_.on_connected = [this](uint64_t term, bool resumed) {
+      connected_.push_back(absl::StrCat("term ", term, resumed ? " resumed" : " new"));
+    };
+    options_.on_directive = [this](const v1::Directive& d) { directives_.push_back(d); };
+    options_.on_lost = [this](const absl::Status& status) { lost_.push_back(status); };
+  }
+
+  void Make() {
+    stream_ = std::make_unique<SessionStream>(options_, &transport_);
+    stream_->Tick();
+  }
+  FakeLink& link() { return *transport_.links.back(); }
+
+  // Results by op: "ok" or the message of the error.
+  uint64_t Submit(const std::string& name, v1::Op op) {
+    return stream_->Submit(std::move(op), [this, name](const v1::OpResult& result) {
+      results_.push_back(
+          absl::StrCat(name, ": ", result.has_error() ? result.error().message() : "ok"));
+    });
+  }
+  static v1::Op Add(uint64_t request_id, const std::string& worker = "w0") {
+    v1::Op op;
+    op.mutable_txn()->mutable_fence()->set_job_id("job");
+    op.mutable_txn()->mutable_fence()->set_worker_id(worker);
+    op.mutable_txn()->mutable_fence()->set_request_id(request_id);
+    op.mutable_txn()->add_then()->mutable_add()->set_key("k");
+    return op;
+  }
+  static v1::Op Arrive(const std::string& id, uint64_t counter, uint64_t generation = 1) {
+    v1::Op op;
+    op.mutable_arrive()->mutable_fence()->set_job_id("job");
+    op.mutable_arrive()->mutable_fence()->set_generation(generation);
+    op.mutable_arrive()->set_barrier_id(id);
+    op.mutable_arrive()->set_counter(counter);
+    return op;
+  }
+  static v1::CoordinatorFrame Passed(uint64_t seq, std::vector<uint64_t> ops) {
+    v1::CoordinatorFrame frame;
+    frame.set_seq(seq);
+    for (const uint64_t op : ops) {
+      v1::OpResult& result = *frame.mutable_results()->add_results();
+      result.set_op_id(op);
+      result.mutable_arrive()->mutable_report()->set_state(v1::BARRIER_STATE_PASSED);
+    }
+    return frame;
+  }
+  static v1::CoordinatorFrame Results(uint64_t seq, std::vector<uint64_t> ops, uint64_t ack = 0) {
+    v1::CoordinatorFrame frame;
+    frame.set_seq(seq);
+    frame.set_ack(ack);
+    for (const uint64_t op : ops) {
+      v1::OpResult& result = *frame.mutable_results()->add_results();
+      result.set_op_id(op);
+      result.mutable_txn();
+    }
+    return frame;
+  }
+  void Welcome(const std::string& session, uint64_t term = 1, uint64_t received = 0) {
+    v1::CoordinatorFrame frame;
+    v1::Welcome& welcome = *frame.mutable_welcome();
+    welcome.set_protocol(1);
+    welcome.set_term(term);
+    welcome.set_session_id(session);
+    welcome.set_last_received_seq(received);
+    welcome.set_cluster_id("c");
+    welcome.mutable_lease()->set_seconds(6);
+    link().events->OnFrame(frame);
+  }
+  // Connects for the first time; what was written so far is forgotten.
+  void Connect() {
+    Make();
+    link().Done();
+    Welcome("s1");
+    stream_->Tick();
+    link().Drain();
+    link().written.clear();
+  }
+  // The stream breaks and a new one is opened; `last` of its frames is hello.
+  void Reconnect() {
+    link().events->OnClosed(absl::UnavailableError("broken pipe"));
+    clock_.Advance(absl::Seconds(2));
+    stream_->Tick();
+    ASSERT_TRUE(link().written.back().has_hello());
+    link().Done();
+  }
+  static std::vector<uint64_t> OpIds(const v1::AgentFrame& frame) {
+    std::vector<uint64_t> ids;
+    for (const v1::Op& op : frame.ops().ops()) ids.push_back(op.op_id());
+    return ids;
+  }
+  // "seq: op op" of each frame with operations that this link has written.
+  std::vector<std::string> Written() {
+    std::vector<std::string> out;
+    for (const v1::AgentFrame& frame : link().written) {
+      if (!frame.has_ops()) continue;
+      std::string text = absl::StrCat(frame.seq(), ":");
+      for (const uint64_t id : OpIds(frame)) absl::StrAppend(&text, " ", id);
+      out.push_back(text);
+    }
+    return out;
+  }
+
+  FakeClock clock_;
+  FakeTransport transport_;
+  SessionStream::Options options_;
+  std::vector<std::string> connected_;
+  std::vector<std::string> results_;
+  std::vector<v1::Directive> directives_;
+  std::vector<absl::Status> lost_;
+  std::unique_ptr<SessionStream> stream_;  // last: its end calls nobody
+};
+
+TEST_F(SessionStreamTest, Start_SaysHelloAndHoldsEverythingUntilWelcome) {
+  Make();
+  Submit("a", Add(1));
+  ASSERT_EQ(link().written.size(), 1u);
+  const v1::Hello& hello = link().written[0].hello();
+  EXPECT_EQ(hello.node(), "node-a");
+  EXPECT_EQ(hello.agent_incarnation(), 77u);
+  EXPECT_EQ(hello.last_received_seq(), 0u);
+  link().Done();
+  EXPECT_EQ(link().written.size(), 1u);
+  EXPECT_FALSE(stream_->connected());
+  Welcome("s1");
+  EXPECT_TRUE(stream_->connected());
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  EXPECT_THAT(connected_, ElementsAre("term 1 new"));
+}
+
+TEST_F(SessionStreamTest, SlowWriter_MergesWhatComesMeanwhileIntoOneFrame) {
+  Connect();
+  for (int i = 1; i <= 5; ++i) Submit("x", Add(i));
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  link().Done();
+  EXPECT_THAT(Written(), ElementsAre("1: 1", "2: 2 3 4 5"));
+  link().Done();
+  EXPECT_FALSE(link().writing);
+}
+
+TEST_F(SessionStreamTest, LargeBatch_IsCutIntoFramesOfTheLimit) {
+  options_.frame_bytes = 3 * Add(1).ByteSizeLong() + 10;
+  Connect();
+  for (int i = 1; i <= 8; ++i) Submit("x", Add(i));
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1", "2: 2 3 4", "3: 5 6 7", "4: 8"));
+}
+
+TEST_F(SessionStreamTest, Results_ReachTheirCallersOnceAndAreAcknowledged) {
+  Connect();
+  Submit("a", Add(1));
+  Submit("b", Add(2));
+  link().Drain();
+  link().events->OnFrame(Results(1, {2, 1}, 2));
+  EXPECT_THAT(results_, ElementsAre("b: ok", "a: ok"));
+  link().events->OnFrame(Results(1, {2, 1}, 2));  // a duplicate
+  EXPECT_EQ(results_.size(), 2u);
+  EXPECT_EQ(stream_->held_ops(), 0u);
+  Submit("c", Add(3));
+  EXPECT_EQ(link().written.back().ack(), 1u);
+}
+
+TEST_F(SessionStreamTest, ManyFramesAndNothingToSay_AreAcknowledgedAllTheSame) {
+  Connect();
+  v1::CoordinatorFrame frame;
+  frame.mutable_directive()->mutable_generation_ended()->set_job_id("job");
+  for (int i = 1; i <= 32; ++i) {
+    frame.set_seq(i);
+    link().events->OnFrame(frame);
+  }
+  EXPECT_EQ(directives_.size(), 32u);
+  ASSERT_EQ(link().written.size(), 1u);
+  EXPECT_EQ(link().written[0].ack(), 32u);
+  EXPECT_EQ(link().written[0].seq(), 0u);
+}
+
+TEST_F(SessionStreamTest, Resume_SendsOnlyWhatWasNotSeenUnderTheSameNumbers) {
+  Connect();
+  for (int i = 1; i <= 3; ++i) {
+    Submit("x", Add(i));
+    link().Drain();
+  }
+  Submit("y", Add(4));  // its write never ends
+  link().events->OnFrame(Results(1, {1}));
+  Reconnect();
+  EXPECT_EQ(link().written.back().hello().last_received_seq(), 1u);
+  Submit("z", Add(5));
+  Welcome("s1", 1, 2);  // it has seen frames 1 and 2: operations 1 and 2
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("3: 3 4 5"));
+  EXPECT_THAT(connected_, ElementsAre("term 1 new", "term 1 resumed"));
+  // The result of operation 2 was lost on the way and is sent again.
+  link().events->OnFrame(Results(2, {2, 3, 4, 5}));
+  EXPECT_EQ(results_.size(), 5u);
+}
+
+TEST_F(SessionStreamTest, LostAck_FrameThatWasSeenIsNotSentAgain) {
+  Connect();
+  Submit("a", Add(1));
+  link().Drain();
+  Reconnect();
+  Welcome("s1", 1, 1);
+  stream_->Tick();
+  link().Drain();
+  EXPECT_THAT(Written(), IsEmpty());
+  EXPECT_EQ(stream_->held_ops(), 1u);
+  link().events->OnFrame(Results(1, {1}));
+  EXPECT_THAT(results_, ElementsAre("a: ok"));
+}
+
+TEST_F(SessionStreamTest, NewSession_EverythingHeldGoesOutOnceMore) {
+  Connect();
+  Submit("a", Add(1));
+  Submit("b", Add(2));
+  link().Drain();
+  link().events->OnFrame(Results(1, {1}, 2));
+  Reconnect();
+  Welcome("s2");
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 2"));
+  EXPECT_THAT(connected_, ElementsAre("term 1 new", "term 1 new"));
+  link().events->OnFrame(Results(1, {2}));  // the new session counts from 1
+  EXPECT_THAT(results_, ElementsAre("a: ok", "b: ok"));
+}
+
+TEST_F(SessionStreamTest, NewSession_SentOperationWithoutARequestIdIsNotRepeated) {
+  Connect();
+  Submit("a", Add(0, ""));
+  link().Drain();
+  Submit("b", Add(0, ""));
+  link().events->OnClosed(absl::UnavailableError("broken pipe"));
+  Submit("c", Add(0, ""));
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  link().Done();
+  Welcome("s2");
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 3"));  // never sent before
+  ASSERT_EQ(results_.size(), 2u);
+  EXPECT_THAT(results_[0], HasSubstr("whether the request was done cannot be told"));
+}
+
+TEST_F(SessionStreamTest, NewTerm_IsToldOfBarriersBeforeWhatIsHeld) {
+  Connect();
+  Submit("a0", Arrive("a", 0));
+  Submit("b0", Arrive("b", 0));
+  Submit("a1", Arrive("a", 1));
+  Submit("b1", Arrive("b", 1));
+  link().Drain();
+  link().events->OnFrame(Passed(1, {1, 2, 3}));
+  Reconnect();
+  Welcome("s9", 2);
+  ASSERT_EQ(link().written.size(), 2u);
+  const v1::OpBatch& batch = link().written[1].ops();
+  ASSERT_EQ(batch.ops_size(), 2);
+  const v1::RecallBarriersRequest& recall = batch.ops(0).recall_barriers();
+  EXPECT_EQ(recall.fence().job_id(), "job");
+  EXPECT_EQ(recall.fence().generation(), 1u);
+  ASSERT_EQ(recall.seen_size(), 2);
+  EXPECT_EQ(recall.seen(0).barrier_id(), "a");
+  EXPECT_EQ(recall.seen(0).counter(), 1u);
+  EXPECT_EQ(recall.seen(0).state(), v1::BARRIER_STATE_PASSED);
+  EXPECT_EQ(recall.seen(1).barrier_id(), "b");
+  EXPECT_EQ(recall.seen(1).counter(), 0u);
+  EXPECT_EQ(batch.ops(1).arrive().barrier_id(), "b");
+  EXPECT_EQ(stream_->term(), 2u);
+  // The answer to the recall is nobody's business.
+  v1::CoordinatorFrame frame = Passed(1, {4});
+  frame.mutable_results()->add_results()->set_op_id(batch.ops(0).op_id());
+  link().Drain();
+  link().events->OnFrame(frame);
+  EXPECT_EQ(stream_->held_ops(), 0u);
+  EXPECT_EQ(results_.size(), 4u);
+}
+
+TEST_F(SessionStreamTest, NewTerm_BarriersOfAnOlderGenerationAreNotRecalled) {
+  Connect();
+  Submit("a", Arrive("a", 0, 1));
+  Submit("b", Arrive("b", 0, 2));
+  link().Drain();
+  link().events->OnFrame(Passed(1, {1, 2}));
+  Reconnect();
+  Welcome("s9", 2);
+  const v1::OpBatch& batch = link().written.back().ops();
+  ASSERT_EQ(batch.ops_size(), 1);
+  EXPECT_EQ(batch.ops(0).recall_barriers().fence().generation(), 2u);
+  ASSERT_EQ(batch.ops(0).recall_barriers().seen_size(), 1);
+  EXPECT_EQ(batch.ops(0).recall_barriers().seen(0).barrier_id(), "b");
+}
+
+TEST_F(SessionStreamTest, OlderTerm_IsLeftAlone) {
+  Connect();
+  Reconnect();
+  Welcome("s2", 3);
+  Reconnect();
+  Welcome("s3", 2);
+  EXPECT_TRUE(link().closing);
+  EXPECT_FALSE(stream_->connected());
+  EXPECT_EQ(stream_->term(), 3u);
+}
+
+TEST_F(SessionStreamTest, BrokenAgainBeforeWelcome_LosesNothing) {
+  Connect();
+  Submit("a", Add(1));
+  link().Drain();
+  Reconnect();
+  Reconnect();
+  Welcome("s1", 1, 0);
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+}
+
+TEST_F(SessionStreamTest, EventsOfAnOldStream_AreIgnored) {
+  Connect();
+  Submit("a", Add(1));
+  link().Drain();
+  const std::shared_ptr<FakeLink> old = transport_.links.back();
+  Reconnect();
+  Welcome("s1", 1, 1);
+  old->events->OnFrame(Results(1, {1}));
+  old->events->OnWritten();
+  old->events->OnClosed(absl::UnavailableError("late"));
+  EXPECT_TRUE(stream_->connected());
+  EXPECT_THAT(results_, IsEmpty());
+}
+
+TEST_F(SessionStreamTest, GapInTheCoordinatorsFrames_StartsAgain) {
+  Connect();
+  Submit("a", Add(1));
+  link().Drain();
+  link().events->OnFrame(Results(2, {1}));
+  EXPECT_TRUE(link().closing);
+  EXPECT_THAT(results_, IsEmpty());
+  EXPECT_FALSE(stream_->connected());
+}
+
+TEST_F(SessionStreamTest, Backoff_DoublesFromTheFirstToAThirdOfTheLease) {
+  Connect();
+  std::vector<absl::Duration> waits;
+  for (int i = 0; i < 9; ++i) {
+    link().events->OnClosed(absl::UnavailableError("refused"));
+    const absl::Time next = stream_->Tick();
+    waits.push_back(next - clock_.Now());
+    clock_.Advance(next - clock_.Now());
+    stream_->Tick();
+  }
+  EXPECT_THAT(waits,
+              ElementsAre(absl::Milliseconds(25), absl::Milliseconds(50), absl::Milliseconds(100),
+                          absl::Milliseconds(200), absl::Milliseconds(400), absl::Milliseconds(800),
+                          absl::Seconds(1), absl::Seconds(1), absl::Seconds(1)));
+}
+
+TEST_F(SessionStreamTest, Goodbye_WaitsAsLongAsItWasAskedTo) {
+  Connect();
+  v1::CoordinatorFrame goodbye;
+  goodbye.mutable_goodbye()->set_reason("stopping");
+  goodbye.mutable_goodbye()->mutable_retry_after()->set_seconds(3);
+  link().events->OnFrame(goodbye);
+  link().events->OnClosed(absl::UnavailableError("stopping"));
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(3));
+}
+
+TEST_F(SessionStreamTest, Beats_ComeAtOnceAndThenEveryPeriod) {
+  int made = 0;
+  options_.beat = [&made] {
+    v1::Beat beat;
+    beat.add_workers()->set_step(++made);
+    return beat;
+  };
+  Make();
+  link().Done();
+  Welcome("s1");
+  const absl::Time next = stream_->Tick();
+  EXPECT_EQ(next, clock_.Now() + absl::Seconds(2));
+  ASSERT_TRUE(link().written.back().has_beat());
+  EXPECT_EQ(link().written.back().seq(), 0u);
+  // A writer that stands still gets the newest beat only.
+  for (int i = 0; i < 3; ++i) {
+    clock_.Advance(absl::Seconds(2));
+    stream_->Tick();
+  }
+  const size_t before = link().written.size();
+  link().Drain();
+  ASSERT_EQ(link().written.size(), before + 1);
+  EXPECT_EQ(link().written.back().beat().workers(0).step(), 4);
+}
+
+TEST_F(SessionStreamTest, Outage_FailsNothingUntilToleratedThenNamesAddressAndTime) {
+  Connect();
+  Submit("a", Add(1));
+  link().Drain();
+  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  clock_.Advance(absl::Seconds(59));
+  stream_->Tick();
+  Submit("b", Add(2));
+  EXPECT_THAT(results_, IsEmpty());
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  const std::string text =
+      "the coordinator at 10.0.0.1:29400 has been away for 1m, longer than the 1m that are "
+      "tolerated: is it down, or the network to it? (connection refused)";
+  EXPECT_THAT(results_, ElementsAre("a: " + text, "b: " + text));
+  ASSERT_EQ(lost_.size(), 1u);
+  EXPECT_EQ(lost_[0].code(), absl::StatusCode::kUnavailable);
+  Submit("c", Add(3));
+  EXPECT_THAT(results_.back(), HasSubstr("c: the coordinator at 10.0.0.1:29400"));
+  // It comes back all the same.
+  link().Drain();
+  Welcome("s2", 2);
+  Submit("d", Add(4));
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 4"));
+  EXPECT_EQ(lost_.size(), 1u);
+}
+
+TEST_F(SessionStreamTest, NeverThere_IsNotAnOutage) {
+  Make();
+  Submit("a", Add(1));
+  for (int i = 0; i < 20; ++i) {
+    link().events->OnClosed(absl::UnavailableError("connection refused"));
+    clock_.Advance(absl::Seconds(10));
+    stream_->Tick();
+  }
+  EXPECT_THAT(results_, IsEmpty());
+  EXPECT_THAT(lost_, IsEmpty());
+  const absl::Status status = stream_->WaitUntilConnected(absl::ZeroDuration());
+  EXPECT_THAT(std::string(status.message()), HasSubstr("10.0.0.1:29400"));
+}
+
+TEST_F(SessionStreamTest, RefusedAgent_FailsAtOnceAndDoesNotTryAgain) {
+  Make();
+  Submit("a", Add(1));
+  link().events->OnClosed(absl::FailedPreconditionError("speaks protocol 1, not 2"));
+  ASSERT_EQ(results_.size(), 1u);
+  EXPECT_THAT(results_[0], HasSubstr("refuses this agent: speaks protocol 1, not 2"));
+  EXPECT_EQ(stream_->Tick(), absl::InfiniteFuture());
+  EXPECT_EQ(stream_->WaitUntilConnected(absl::InfiniteDuration()).code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(SessionStreamTest, TooMuchHeld_IsOverloadedUntilThereIsRoom) {
+  options_.max_held_ops = 2;
+  Connect();
+  Submit("a", Add(1));
+  Submit("b", Add(2));
+  absl::Status status;
+  stream_->Submit(Add(3),
+                  [&](const v1::OpResult& result) { status = rpc::FromOpError(result.error()); });
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_OVERLOADED);
+  link().Drain();
+  link().events->OnFrame(Results(1, {1}));
+  Submit("d", Add(4));
+  EXPECT_EQ(stream_->held_ops(), 2u);
+}
+
+TEST_F(SessionStreamTest, OperationLargerThanAMessage_IsRefusedHere) {
+  options_.max_op_bytes = 1000;
+  Connect();
+  v1::Op op = Add(1);
+  op.mutable_txn()->add_then()->mutable_put()->set_value(std::string(1000, 'x'));
+  absl::Status status;
+  stream_->Submit(op,
+                  [&](const v1::OpResult& result) { status = rpc::FromOpError(result.error()); });
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_LIMIT);
+  EXPECT_THAT(Written(), IsEmpty());
+}
+
+TEST_F(SessionStreamTest, Forgotten_IsNeitherSentNorAnswered) {
+  Connect();
+  const uint64_t sent = Submit("a", Add(1));
+  const uint64_t waiting = Submit("b", Add(2));
+  stream_->Forget(waiting);
+  stream_->Forget(sent);
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  link().events->OnFrame(Results(1, {1, 2}));
+  EXPECT_THAT(results_, IsEmpty());
+}
+
+TEST_F(SessionStreamTest, Stack_GoesOutAndSurvivesAResume) {
+  Connect();
+  v1::StackReply stack;
+  stack.set_query_id(5);
+  stream_->SendStack(stack);
+  ASSERT_TRUE(link().written.back().has_stack());
+  EXPECT_EQ(link().written.back().seq(), 1u);
+  Reconnect();
+  Welcome("s1", 1, 0);
+  ASSERT_TRUE(link().written.back().has_stack());
+  EXPECT_EQ(link().written.back().stack().query_id(), 5u);
+  EXPECT_EQ(link().written.back().seq(), 1u);
+}
+
+TEST_F(SessionStreamTest, SubmitFromWithinAResult_Works) {
+  Connect();
+  stream_->Submit(Add(1), [this](const v1::OpResult&) { Submit("second", Add(2)); });
+  link().Drain();
+  link().events->OnFrame(Results(1, {1}));
+  link().Drain();
+  link().events->OnFrame(Results(2, {2}));
+  EXPECT_THAT(results_, ElementsAre("second: ok"));
+}
+
+TEST_F(SessionStreamTest, Destroyed_LateEventsReachNobody) {
+  Connect();
+  Submit("a", Add(1));
+  const std::shared_ptr<FakeLink> old = transport_.links.back();
+  stream_.reset();
+  EXPECT_TRUE(old->closing);
+  old->events->OnFrame(Results(1, {1}));
+  old->events->OnClosed(absl::CancelledError(""));
+  EXPECT_THAT(results_, IsEmpty());
+}
+
+}  // namespace
+}  // namespace muster::agent
