@@ -1,0 +1,280 @@
+// The worker of the chaos tests: joins, adds to durable counters, passes barriers, acts on
+// triggers and keeps a checkpoint, and writes down each thing it began and each thing it was told
+// before it goes on. Started again, it goes on from its checkpoint. Without torch, so that a case
+// costs milliseconds.
+#include <fcntl.h>
+#include <grpcpp/client_context.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/clock.h"
+#include "base/failpoint.h"
+#include "base/file.h"
+#include "base/log.h"
+#include "base/mutex.h"
+#include "base/status_macros.h"
+#include "proto/muster/v1/kv.grpc.pb.h"
+#include "rpc/channel.h"
+#include "rpc/status.h"
+#include "worker/process/coordinator_client.h"
+
+namespace muster::chaos {
+namespace {
+
+constexpr absl::Duration kBarrierTimeout = absl::Seconds(60);
+
+struct Flags {
+  std::string address, job = "chaos", dir;
+  int index = 0;
+  int world = 2;
+  int rounds = 20;
+  double lease = 5;
+};
+
+class Worker {
+ public:
+  explicit Worker(Flags flags)
+      : flags_(std::move(flags)),
+        id_(absl::StrCat("w", flags_.index)),
+        checkpoint_(absl::StrCat(flags_.dir, "/", id_, ".checkpoint")) {
+    history_ = open(absl::StrCat(flags_.dir, "/", id_, ".history").c_str(),
+                    O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+    MUSTER_CHECK(history_ >= 0) << flags_.dir;
+  }
+
+  absl::Status Run() {
+    if (PathExists(checkpoint_)) {
+      MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(checkpoint_));
+      if (!absl::SimpleAtoi(text, &done_)) {
+        return absl::DataLossError(absl::StrCat("checkpoint '", text, "' is no number"));
+      }
+    }
+    CoordinatorClient::Options options;
+    options.address = flags_.address;
+    options.job = flags_.job;
+    options.worker_id = id_;
+    options.heartbeat_period = absl::Seconds(flags_.lease) / 5;
+    options.on_generation_ended = [](const absl::Status&) {};
+    MUSTER_ASSIGN_OR_RETURN(client_, CoordinatorClient::Connect(options));
+    MUSTER_ASSIGN_OR_RETURN(channel_, rpc::Connect(flags_.address));
+    kv_ = v1::KeyValueStore::NewStub(channel_);
+    Write("start ", client_->incarnation());
+    for (int attempt = 0; attempt < 20; ++attempt) {
+      JoinOptions join;
+      join.min_workers = join.max_workers = flags_.world;
+      join.lease = absl::Seconds(flags_.lease);
+      join.preferred_rank = flags_.index;
+      join.host = absl::StrCat("host", flags_.index);
+      join.timeout = absl::Seconds(60);
+      absl::Status status;
+      if (const absl::StatusOr<Seat> seat = client_->Join(join); seat.ok()) {
+        Write("seat ", seat->generation, " ", seat->rank);
+        status = Work(*seat);
+        if (status.ok()) {
+          Write("end");
+          return client_->Leave("done");
+        }
+      } else {
+        status = seat.status();
+      }
+      Write("again ", status.ToString());
+      // Another process took this one's place: it must go. Anything else that ends a generation is
+      // met again in the next.
+      if (rpc::GetReason(status) == v1::ERROR_REASON_SUPERSEDED) return status;
+      if (status.code() != absl::StatusCode::kAborted &&
+          status.code() != absl::StatusCode::kFailedPrecondition) {
+        return status;
+      }
+    }
+    return absl::InternalError("no generation lived long enough");
+  }
+
+ private:
+  template <typename... Parts>
+  void Write(const Parts&... parts) {
+    const std::string line = absl::StrCat(parts..., "\n");
+    MUSTER_CHECK(write(history_, line.data(), line.size()) == static_cast<ssize_t>(line.size()));
+  }
+
+  absl::Status Work(const Seat& seat) {
+    // All go on after the round that the one who is furthest behind has finished.
+    MUSTER_ASSIGN_OR_RETURN(const BarrierResult start,
+                            Pass(seat, "start", absl::StrCat("done ", done_)));
+    int first = flags_.rounds;
+    for (const std::string& payload : start.payloads) {
+      int done = 0;
+      if (!absl::SimpleAtoi(payload.substr(5), &done)) return absl::DataLossError(payload);
+      first = std::min(first, done + 1);
+    }
+    for (int round = first; round < flags_.rounds; ++round) {
+      std::printf("round %d\n", round);
+      std::fflush(stdout);
+      client_->ReportProgress(round, "round");
+      MUSTER_RETURN_IF_ERROR(AddDurably(seat));
+      MUSTER_RETURN_IF_ERROR(Meet(seat, round));
+      MUSTER_RETURN_IF_ERROR(FollowTriggers(seat, round));
+      MUSTER_ASSIGN_OR_RETURN(const BarrierResult result,
+                              Pass(seat, "round", absl::StrCat("r", seat.rank, " round ", round)));
+      for (int rank = 0; rank < seat.world_size; ++rank) {
+        const std::string expected = absl::StrCat("r", rank, " round ", round);
+        if (rank >= static_cast<int>(result.payloads.size()) || result.payloads[rank] != expected) {
+          return absl::DataLossError(absl::StrCat("barrier of round ", round, ": rank ", rank,
+                                                  " should have brought '", expected,
+                                                  "': ", absl::StrJoin(result.payloads, " | ")));
+        }
+      }
+      done_ = round;
+      if (round % 5 == 4)
+        MUSTER_RETURN_IF_ERROR(WriteFileAtomically(checkpoint_, absl::StrCat(done_)));
+    }
+    return Pass(seat, "end", "").status();
+  }
+
+  absl::StatusOr<BarrierResult> Pass(const Seat& seat, const std::string& name,
+                                     const std::string& payload) {
+    MUSTER_ASSIGN_OR_RETURN(BarrierResult result, client_->Barrier(name, kBarrierTimeout, payload));
+    // The counter of the instance is the number of results seen of this name and generation.
+    Write("barrier ", seat.generation, " ", name, " ", passed_[{seat.generation, name}]++, " ",
+          absl::StrJoin(result.payloads, "|"));
+    return result;
+  }
+
+  // Own counter + 1, common sum + index + 1: both or neither.
+  absl::Status AddDurably(const Seat& seat) {
+    v1::TxnRequest request;
+    v1::AddOp& own = *request.add_then()->mutable_add();
+    own.set_key("count/" + id_);
+    own.set_delta(1);
+    own.set_klass(v1::KV_CLASS_DURABLE);
+    v1::AddOp& sum = *request.add_then()->mutable_add();
+    sum.set_key("sum");
+    sum.set_delta(flags_.index + 1);
+    sum.set_klass(v1::KV_CLASS_DURABLE);
+    Write("add-begin");
+    const absl::StatusOr<v1::TxnReply> reply = Txn(seat, std::move(request));
+    if (reply.ok()) {
+      Write("add-ack ", reply->results(0).number());
+    } else if (reply.status().code() != absl::StatusCode::kUnavailable &&
+               reply.status().code() != absl::StatusCode::kDeadlineExceeded) {
+      Write("add-refused ", reply.status().ToString());
+    }
+    return reply.status();
+  }
+
+  // The client has no durable writes. Repeated with the same request id until it is answered.
+  absl::StatusOr<v1::TxnReply> Txn(const Seat& seat, v1::TxnRequest request) {
+    v1::Fence& fence = *request.mutable_fence();
+    fence.set_job_id(flags_.job);
+    fence.set_generation(seat.generation);
+    fence.set_worker_id(id_);
+    fence.set_incarnation(client_->incarnation());
+    // Above those of the client, which counts on its own.
+    fence.set_request_id((uint64_t{1} << 40) + ++requests_);
+    const absl::Time deadline = Clock::Real().Now() + absl::Seconds(60);
+    for (;;) {
+      grpc::ClientContext context;
+      context.set_wait_for_ready(true);
+      rpc::SetTimeout(context, absl::Seconds(60));
+      v1::TxnReply reply;
+      const absl::Status status = rpc::FromGrpc(kv_->Txn(&context, request, &reply));
+      if (status.ok()) return reply;
+      if (status.code() != absl::StatusCode::kUnavailable || Clock::Real().Now() > deadline) {
+        return status;
+      }
+      Notification().WaitForNotificationWithTimeout(absl::Milliseconds(20));
+    }
+  }
+
+  // Everybody's key of this round, durable; and one in memory, which is as it was put or gone with
+  // the coordinator that held it.
+  absl::Status Meet(const Seat& seat, int round) {
+    const auto key = [&](int rank) {
+      return absl::StrCat("meet/", seat.generation, "/", round, "/", rank);
+    };
+    v1::TxnRequest request;
+    v1::PutOp& put = *request.add_then()->mutable_put();
+    put.set_key(key(seat.rank));
+    put.set_value(absl::StrCat(seat.rank));
+    put.set_klass(v1::KV_CLASS_DURABLE);
+    MUSTER_RETURN_IF_ERROR(Txn(seat, std::move(request)).status());
+    const std::string mine = absl::StrCat(seat.key_prefix, "mine/", seat.rank);
+    MUSTER_RETURN_IF_ERROR(client_->Set(mine, absl::StrCat(round)));
+    std::vector<std::string> keys;
+    for (int rank = 0; rank < seat.world_size; ++rank) keys.push_back(key(rank));
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> values,
+                            client_->Wait(keys, kBarrierTimeout));
+    for (int rank = 0; rank < seat.world_size; ++rank) {
+      if (values[rank] != absl::StrCat(rank)) return absl::DataLossError(values[rank]);
+    }
+    MUSTER_ASSIGN_OR_RETURN(const std::optional<std::string> found, client_->Find(mine));
+    if (found.has_value() && *found != absl::StrCat(round)) return absl::DataLossError(*found);
+    return absl::OkStatus();
+  }
+
+  absl::Status FollowTriggers(const Seat& seat, int round) {
+    if (seat.rank == 0 && round == flags_.rounds / 2 && !raised_) {
+      MUSTER_ASSIGN_OR_RETURN(const uint64_t id, client_->RaiseTrigger("checkpoint", "now"));
+      Write("raised ", id);
+      raised_ = true;
+    }
+    std::vector<uint64_t> acked(acted_.begin(), acted_.end());
+    // Steps count from 1: `round` of them are finished, the next call comes before step + 1.
+    const int step = round + 1;
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<TriggerInfo> triggers,
+                            client_->PollTriggers(round, step + 1, acked));
+    for (const TriggerInfo& trigger : triggers) {
+      if (trigger.effective_step < 0 || trigger.effective_step > step) continue;
+      if (!acted_.insert(trigger.id).second) continue;
+      Write("act ", seat.generation, " ", trigger.id, " ", step, " ", trigger.effective_step);
+    }
+    return absl::OkStatus();
+  }
+
+  const Flags flags_;
+  const std::string id_;
+  const std::string checkpoint_;
+  int history_ = -1;
+  int done_ = -1;
+  uint64_t requests_ = 0;
+  bool raised_ = false;
+  std::set<uint64_t> acted_;
+  std::map<std::pair<uint64_t, std::string>, int> passed_;
+  std::shared_ptr<grpc::Channel> channel_;
+  std::unique_ptr<v1::KeyValueStore::Stub> kv_;
+  std::unique_ptr<CoordinatorClient> client_;
+};
+
+int Main(int argc, char** argv) {
+  Flags flags;
+  CLI::App app("The worker of the chaos tests.");
+  app.add_option("--address", flags.address)->required();
+  app.add_option("--dir", flags.dir)->required();
+  app.add_option("--index", flags.index);
+  app.add_option("--world", flags.world);
+  app.add_option("--rounds", flags.rounds);
+  app.add_option("--lease", flags.lease);
+  CLI11_PARSE(app, argc, argv);
+  SetLogIdentity(absl::StrCat("w", flags.index));
+  std::signal(SIGPIPE, SIG_IGN);
+  absl::Status status = ArmFailpointsFromEnvironment();
+  if (status.ok()) status = Worker(flags).Run();
+  if (status.ok()) return 0;
+  std::fprintf(stderr, "w%d: %s\n", flags.index, status.ToString().c_str());
+  return 1;
+}
+
+}  // namespace
+}  // namespace muster::chaos
+
+int main(int argc, char** argv) { return muster::chaos::Main(argc, argv); }

@@ -1,0 +1,419 @@
+#include "tests/chaos/cluster.h"
+
+#include <grpcpp/client_context.h>
+
+#include <algorithm>
+#include <csignal>
+#include <cstdlib>
+#include <set>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "base/clock.h"
+#include "base/file.h"
+#include "base/log.h"
+#include "proto/muster/v1/kv.grpc.pb.h"
+#include "proto/muster/v1/rendezvous.grpc.pb.h"
+#include "rpc/channel.h"
+#include "rpc/status.h"
+
+namespace muster::chaos {
+namespace {
+
+constexpr char kJob[] = "chaos";
+constexpr size_t kMaxStarts = 8;
+
+std::string MakeFolder(const std::string& name) {
+  const char* const root = std::getenv("TEST_TMPDIR");
+  std::string dir = absl::StrCat(root == nullptr ? "/tmp/muster-chaos" : root, "/", name, "-",
+                                 RandomHex().substr(0, 6));
+  MUSTER_CHECK(MakeDirectories(dir).ok()) << dir;
+  return dir;
+}
+
+// The names in "a=kill@3,b=stop".
+std::vector<std::string> NamesIn(const std::string& failpoints) {
+  std::vector<std::string> names;
+  for (const absl::string_view part : absl::StrSplit(failpoints, ',', absl::SkipEmpty())) {
+    names.emplace_back(part.substr(0, part.find('=')));
+  }
+  return names;
+}
+
+std::string At(const std::vector<std::string>& list, size_t index) {
+  return index < list.size() ? list[index] : "";
+}
+
+std::string FiresText(const std::string& name) {
+  return absl::StrCat("failpoint ", name, " fires");
+}
+
+}  // namespace
+
+Cluster::Cluster(Plan plan)
+    : plan_(std::move(plan)),
+      dir_(MakeFolder(plan_.name)),
+      data_dir_(plan_.data_dir.empty() ? absl::StrCat(dir_, "/data") : plan_.data_dir),
+      port_(PickPort()),
+      address_(absl::StrCat("127.0.0.1:", port_)),
+      workers_(plan_.workers),
+      sent_(plan_.signals.size()),
+      host_(*agent::ProcessHost::Start()) {}
+
+Cluster::~Cluster() {
+  watcher_.reset();
+  host_.reset();
+  if (wrong_.empty()) (void)RemoveTree(dir_);
+}
+
+void Cluster::StartCoordinator() {
+  std::map<std::string, std::string> env = plan_.coordinator_env;
+  const std::string failpoints = At(plan_.coordinator_failpoints, coordinators_.size());
+  if (!failpoints.empty()) env["MUSTER_FAILPOINTS"] = failpoints;
+  std::vector<std::string> argv = plan_.coordinator_prefix;
+  argv.insert(argv.end(), {ProgramPath("coordinator/cmd/muster-coordinator"), "--listen", address_,
+                           "--data_dir", data_dir_, "--snapshot_records", "25"});
+  argv.insert(argv.end(), plan_.coordinator_flags.begin(), plan_.coordinator_flags.end());
+  const auto changed = [this] {
+    MutexLock lock(&mu_);
+    ++changes_;
+    changed_.SignalAll();
+  };
+  coordinators_.push_back(std::make_unique<Child>(*host_, std::move(argv), env, changed));
+}
+
+void Cluster::StartWorker(int index) {
+  std::vector<std::unique_ptr<Child>>& starts = workers_[index];
+  std::map<std::string, std::string> env = plan_.worker_env;
+  if (const auto it = plan_.worker_failpoints.find(index); it != plan_.worker_failpoints.end()) {
+    const std::string failpoints = At(it->second, starts.size());
+    if (!failpoints.empty()) env["MUSTER_FAILPOINTS"] = failpoints;
+  }
+  const auto changed = [this] {
+    MutexLock lock(&mu_);
+    ++changes_;
+    changed_.SignalAll();
+  };
+  starts.push_back(std::make_unique<Child>(
+      *host_,
+      std::vector<std::string>{ProgramPath("tests/chaos/chaos_worker"), "--address", address_,
+                               "--dir", dir_, "--index", absl::StrCat(index), "--world",
+                               absl::StrCat(plan_.workers), "--rounds", absl::StrCat(plan_.rounds),
+                               "--lease", absl::StrCat(absl::ToDoubleSeconds(plan_.lease))},
+      env, changed));
+}
+
+void Cluster::WaitForChange(absl::Time deadline) {
+  if (!to_continue_.empty()) deadline = std::min(deadline, to_continue_.begin()->first);
+  MutexLock lock(&mu_);
+  while (changes_ == seen_changes_) {
+    const absl::Duration left = deadline - Clock::Real().Now();
+    if (left <= absl::ZeroDuration()) return;
+    changed_.WaitWithTimeout(&mu_, left);
+  }
+  seen_changes_ = changes_;
+}
+
+void Cluster::SendDueSignals() {
+  for (size_t i = 0; i < plan_.signals.size(); ++i) {
+    const SignalAt& signal = plan_.signals[i];
+    if (sent_[i]) continue;
+    const std::string said = absl::StrCat("round ", signal.round);
+    if (!workers_[signal.worker].back()->Says(said)) continue;
+    Child& target = signal.target < 0 ? *coordinators_.back() : *workers_[signal.target].back();
+    target.Signal(signal.signal);
+    sent_[i] = true;
+    if (signal.signal == SIGSTOP) {
+      to_continue_.emplace(Clock::Real().Now() + signal.stopped_for, target.pid());
+    }
+  }
+}
+
+void Cluster::ContinueStopped() {
+  // Those that a failpoint has stopped: beyond their lease, then on.
+  const auto look = [&](const Child& child, const std::string& failpoints) {
+    if (!absl::StrContains(failpoints, "=stop") || stop_seen_[child.pid()]) return;
+    for (const std::string& name : NamesIn(failpoints)) {
+      if (!child.Says(FiresText(name))) continue;
+      stop_seen_[child.pid()] = true;
+      to_continue_.emplace(Clock::Real().Now() + plan_.lease * 1.5, child.pid());
+    }
+  };
+  for (size_t i = 0; i < coordinators_.size(); ++i) {
+    look(*coordinators_[i], At(plan_.coordinator_failpoints, i));
+  }
+  for (const auto& [index, list] : plan_.worker_failpoints) {
+    for (size_t i = 0; i < workers_[index].size(); ++i) look(*workers_[index][i], At(list, i));
+  }
+  while (!to_continue_.empty() && to_continue_.begin()->first <= Clock::Real().Now()) {
+    kill(to_continue_.begin()->second, SIGCONT);
+    to_continue_.erase(to_continue_.begin());
+  }
+}
+
+bool Cluster::RestartWhatEnded() {
+  Child& coordinator = *coordinators_.back();
+  const std::string failpoints = At(plan_.coordinator_failpoints, coordinators_.size() - 1);
+  if (const std::optional<int> code = coordinator.ended()) {
+    const bool meant = *code < 0 || *code == 0 ||
+                       (absl::StrContains(failpoints, "=error") && coordinator.Says("failpoint "));
+    if (!meant || coordinators_.size() >= kMaxStarts) {
+      Wrong(absl::StrCat("the coordinator ended with ", *code));
+      return false;
+    }
+    StartCoordinator();
+  } else if (absl::StrContains(failpoints, "=error") &&
+             coordinator.Says("nothing is acknowledged until") &&
+             !absl::StrContains(failpoints, "RESOURCE_EXHAUSTED")) {
+    // Its journal is broken until a restart, and it says so: what a supervisor does then.
+    coordinator.Signal(SIGKILL);
+    coordinator.Wait();
+    StartCoordinator();
+  }
+  for (int i = 0; i < plan_.workers; ++i) {
+    Child& worker = *workers_[i].back();
+    const std::optional<int> code = worker.ended();
+    if (!code.has_value() || *code == 0) continue;
+    if (*code != -SIGKILL || workers_[i].size() >= kMaxStarts) {
+      Wrong(absl::StrCat("worker ", i, " ended with ", *code));
+      return false;
+    }
+    StartWorker(i);
+  }
+  return true;
+}
+
+absl::StatusOr<std::map<std::string, int64_t>> Cluster::ReadCounters() {
+  absl::Status status;
+  const absl::Time deadline = Clock::Real().Now() + absl::Seconds(20);
+  while (Clock::Real().Now() < deadline && RestartWhatEnded()) {
+    ContinueStopped();
+    v1::TxnRequest request;
+    request.mutable_fence()->set_job_id(kJob);
+    v1::GetOp& counts = *request.add_then()->mutable_get();
+    counts.set_key("count/");
+    counts.set_prefix(true);
+    request.add_then()->mutable_get()->set_key("sum");
+    v1::TxnReply reply;
+    grpc::ClientContext context;
+    rpc::SetTimeout(context, absl::Seconds(5));
+    context.set_wait_for_ready(true);
+    const auto stub = v1::KeyValueStore::NewStub(*rpc::Connect(address_));
+    status = rpc::FromGrpc(stub->Txn(&context, request, &reply));
+    if (!status.ok()) {
+      WaitForChange(Clock::Real().Now() + absl::Milliseconds(50));
+      continue;
+    }
+    std::map<std::string, int64_t> values;
+    for (const v1::KvOpResult& result : reply.results()) {
+      for (const v1::KeyValue& kv : result.kvs()) {
+        if (!absl::SimpleAtoi(kv.value(), &values[kv.key()])) {
+          return absl::DataLossError(absl::StrCat(kv.key(), " is ", kv.value()));
+        }
+      }
+    }
+    return values;
+  }
+  return status;
+}
+
+void Cluster::CallAndGoAway() {
+  v1::JoinRequest request;
+  request.mutable_fence()->set_job_id("another");
+  request.mutable_fence()->set_worker_id("alone");
+  request.mutable_fence()->set_incarnation(1);
+  request.mutable_spec()->set_min_workers(2);
+  request.mutable_spec()->set_max_workers(2);
+  v1::JoinReply reply;
+  grpc::ClientContext context;
+  context.set_wait_for_ready(true);
+  rpc::SetTimeout(context, absl::Milliseconds(300));
+  (void)v1::Rendezvous::NewStub(*rpc::Connect(address_))->Join(&context, request, &reply);
+}
+
+void Cluster::CheckFired() {
+  const auto check = [&](const std::string& who, const Child* child,
+                         const std::string& failpoints) {
+    for (const std::string& name : NamesIn(failpoints)) {
+      if (child == nullptr || !child->Says(FiresText(name))) {
+        Wrong(absl::StrCat(who, ": failpoint ", name, " was never reached"));
+      }
+    }
+  };
+  for (size_t i = 0; i < plan_.coordinator_failpoints.size(); ++i) {
+    check(absl::StrCat("coordinator start ", i),
+          i < coordinators_.size() ? coordinators_[i].get() : nullptr,
+          plan_.coordinator_failpoints[i]);
+  }
+  for (const auto& [index, list] : plan_.worker_failpoints) {
+    for (size_t i = 0; i < list.size(); ++i) {
+      check(absl::StrCat("worker ", index, " start ", i),
+            i < workers_[index].size() ? workers_[index][i].get() : nullptr, list[i]);
+    }
+  }
+  for (size_t i = 0; i < sent_.size(); ++i) {
+    if (!sent_[i]) Wrong(absl::StrCat("signal ", i, " was never due"));
+  }
+}
+
+void Cluster::CheckHistories(const std::map<std::string, int64_t>& values) {
+  std::map<std::string, std::string> barriers;       // instance -> payloads
+  std::map<std::string, std::string> trigger_steps;  // id -> effective step
+  int64_t sum = 0;
+  for (int i = 0; i < plan_.workers; ++i) {
+    const std::string id = absl::StrCat("w", i);
+    const auto text = ReadFile(absl::StrCat(dir_, "/", id, ".history"));
+    if (!text.ok()) return Wrong(std::string(text.status().message()));
+    History history;
+    bool ended = false;
+    for (const absl::string_view line : absl::StrSplit(*text, '\n', absl::SkipEmpty())) {
+      const std::vector<std::string> words = absl::StrSplit(line, ' ');
+      if (words[0] == "start") {
+        ++history.starts;
+      } else if (words[0] == "add-begin") {
+        ++history.begun;
+      } else if (words[0] == "add-refused") {
+        ++history.refused;
+      } else if (words[0] == "add-ack") {
+        ++history.acked;
+        int64_t value = 0;
+        if (!absl::SimpleAtoi(words[1], &value) || value <= history.last_value ||
+            value > history.begun - history.refused) {
+          Wrong(absl::StrCat(id, ": an addition was answered ", words[1], " after ",
+                             history.last_value, ", the ", history.begun, "th begun"));
+        }
+        history.last_value = value;
+      } else if (words[0] == "barrier") {
+        const std::string instance = absl::StrJoin(words.begin() + 1, words.begin() + 4, " ");
+        const std::string result = absl::StrJoin(words.begin() + 4, words.end(), " ");
+        const auto [it, is_new] = barriers.emplace(instance, result);
+        if (!is_new && it->second != result) {
+          Wrong(absl::StrCat("barrier ", instance, " ended with '", it->second, "' and for ", id,
+                             " with '", result, "'"));
+        }
+      } else if (words[0] == "act") {
+        const auto [it, is_new] = trigger_steps.emplace(words[2], words[4]);
+        if (!is_new && it->second != words[4]) {
+          Wrong(absl::StrCat("trigger ", words[2], " had steps ", it->second, " and ", words[4]));
+        }
+        if (history.starts == 1 && words[3] != words[4]) {
+          Wrong(absl::StrCat(id, " acted on trigger ", words[2], " at step ", words[3], ", not ",
+                             words[4]));
+        }
+      } else if (words[0] == "end") {
+        ended = true;
+      }
+    }
+    const auto it = values.find("count/" + id);
+    const int64_t value = it == values.end() ? 0 : it->second;
+    const int unknown = history.begun - history.acked - history.refused;
+    if (value < history.acked || value > history.acked + unknown) {
+      Wrong(absl::StrCat(id, ": ", history.acked, " additions acknowledged, ", unknown,
+                         " without an answer, but the counter is ", value));
+    }
+    // A worker that lived through everything knows what became of each.
+    if (history.starts == 1 && unknown > 0) {
+      Wrong(absl::StrCat(id, ": ", unknown, " additions never got an answer"));
+    }
+    if (!ended) Wrong(absl::StrCat(id, " never came to its end"));
+    sum += value * (i + 1);
+  }
+  const auto it = values.find("sum");
+  if (it == values.end() || it->second != sum) {
+    Wrong(absl::StrCat("half a transaction: the counters make ", sum, ", the sum is ",
+                       it == values.end() ? 0 : it->second));
+  }
+}
+
+void Cluster::CheckStops() {
+  Child& coordinator = *coordinators_.back();
+  const std::string failpoints = At(plan_.coordinator_failpoints, coordinators_.size() - 1);
+  coordinator.Signal(SIGTERM);
+  if (absl::StrContains(failpoints, "=stop")) {
+    const absl::Time deadline = Clock::Real().Now() + absl::Seconds(20);
+    while (!coordinator.ended() && Clock::Real().Now() < deadline) {
+      ContinueStopped();
+      WaitForChange(Clock::Real().Now() + absl::Milliseconds(100));
+    }
+  }
+  const int code = coordinator.Wait();
+  if (code != 0 && !(code == -SIGKILL && absl::StrContains(failpoints, "=kill"))) {
+    Wrong(absl::StrCat("the coordinator ended with ", code, " after SIGTERM"));
+  }
+  const auto verify = [&] {
+    Child check(*host_,
+                {ProgramPath("coordinator/cmd/muster-coordinator"), "--verify_journal", data_dir_},
+                {}, [] {});
+    if (const int result = check.Wait(); result != 0) {
+      Wrong(absl::StrCat("the journal does not verify (", result, "):\n", check.text()));
+    }
+  };
+  verify();
+}
+
+std::vector<std::string> Cluster::Run() {
+  const absl::Time deadline = Clock::Real().Now() + plan_.timeout;
+  StartCoordinator();
+  for (int i = 0; i < plan_.workers; ++i) StartWorker(i);
+  if (plan_.watch) watcher_ = std::make_unique<Watcher>(address_, kJob, "count/");
+  if (plan_.abandons) CallAndGoAway();
+  const auto all_ended = [&] {
+    return std::all_of(workers_.begin(), workers_.end(),
+                       [](const auto& starts) { return starts.back()->ended() == 0; });
+  };
+  while (!all_ended()) {
+    WaitForChange(deadline);
+    SendDueSignals();
+    ContinueStopped();
+    if (!RestartWhatEnded()) return wrong_;
+    if (Clock::Real().Now() >= deadline) {
+      Wrong(absl::StrCat("not at its end after ", absl::FormatDuration(plan_.timeout)));
+      return wrong_;
+    }
+  }
+  const auto values = ReadCounters();
+  if (!values.ok()) {
+    Wrong(absl::StrCat("counters: ", values.status().ToString()));
+    return wrong_;
+  }
+  CheckHistories(*values);
+  if (watcher_ != nullptr) {
+    for (const auto& [key, value] : *values) {
+      if (key != "sum" && !watcher_->WaitFor(key, value, absl::Seconds(20))) {
+        Wrong(absl::StrCat("the watch never came to ", value, " of ", key));
+      }
+    }
+    if (!watcher_->violation().empty()) Wrong(watcher_->violation());
+    watcher_.reset();
+  }
+  CheckStops();
+  StartCoordinator();
+  const auto again = ReadCounters();
+  if (!again.ok() || *again != *values) {
+    Wrong(absl::StrCat("after a restart the counters are others: ", again.status().ToString()));
+  }
+  CheckStops();
+  CheckFired();
+  return wrong_;
+}
+
+std::string Cluster::Logs() const {
+  std::string text;
+  for (size_t i = 0; i < coordinators_.size(); ++i) {
+    absl::StrAppend(&text, "coordinator, start ", i, ":\n", coordinators_[i]->text());
+  }
+  for (size_t w = 0; w < workers_.size(); ++w) {
+    for (size_t i = 0; i < workers_[w].size(); ++i) {
+      absl::StrAppend(&text, "worker ", w, ", start ", i, ":\n", workers_[w][i]->text());
+    }
+    if (auto history = ReadFile(absl::StrCat(dir_, "/w", w, ".history")); history.ok()) {
+      absl::StrAppend(&text, "history of w", w, ":\n", *history);
+    }
+  }
+  return text;
+}
+
+}  // namespace muster::chaos

@@ -1,0 +1,115 @@
+#ifndef MUSTER_TESTS_CHAOS_CLUSTER_H_
+#define MUSTER_TESTS_CHAOS_CLUSTER_H_
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "base/mutex.h"
+#include "tests/chaos/child.h"
+#include "tests/chaos/watcher.h"
+#include "worker/agent/process.h"
+
+namespace muster::chaos {
+
+// A signal that is sent when worker `worker` first says "round ROUND".
+struct SignalAt {
+  int worker = 0;
+  int round = 0;
+  int target = -1;  // a worker, or -1 the coordinator
+  int signal = 0;
+  // Of SIGSTOP: when SIGCONT follows.
+  absl::Duration stopped_for = {};
+};
+
+// What happens in one run.
+struct Plan {
+  std::string name = {};
+  int workers = 2;
+  int rounds = 20;
+  absl::Duration lease = absl::Seconds(5);
+  // MUSTER_FAILPOINTS of the coordinator's first, second, ... start; later starts have none.
+  std::vector<std::string> coordinator_failpoints = {};
+  // The same for the workers.
+  std::map<int, std::vector<std::string>> worker_failpoints = {};
+  std::vector<SignalAt> signals = {};
+  std::vector<std::string> coordinator_flags = {};
+  std::map<std::string, std::string> coordinator_env = {}, worker_env = {};
+  // Before the coordinator's command line, such as {"/usr/bin/prlimit", ...}.
+  std::vector<std::string> coordinator_prefix = {};
+  std::string data_dir = {};  // empty: in the run's own folder
+  bool watch = true;
+  // A caller that goes away while the coordinator holds its call.
+  bool abandons = false;
+  absl::Duration timeout = absl::Seconds(60);
+};
+
+// A coordinator with its journal on disk, workers (chaos_worker) and a watcher, as real processes.
+// Whatever dies is started again: the coordinator on the same port and journal, a worker as a new
+// process. Run() returns what was wrong, one line each; empty: nothing. It checks that
+//   - every worker came to its end, every armed failpoint fired,
+//   - no acknowledged write is lost and none was done twice, before and after one more restart,
+//   - no barrier instance had two results, no trigger was acted upon on two steps,
+//   - the watch missed nothing,
+//   - the journal verifies, the coordinator stops on SIGTERM, and no process is left.
+class Cluster {
+ public:
+  explicit Cluster(Plan plan);
+  ~Cluster();
+
+  std::vector<std::string> Run();
+  // Everything that the processes wrote, for a failure's message.
+  std::string Logs() const;
+  int coordinator_starts() const { return static_cast<int>(coordinators_.size()); }
+  const std::string& folder() const { return dir_; }
+
+ private:
+  struct History {
+    int begun = 0, acked = 0, refused = 0;
+    int64_t last_value = 0;
+    int starts = 0;
+  };
+
+  void StartCoordinator();
+  void StartWorker(int index);
+  // Waits for something to happen, at most until `deadline`.
+  void WaitForChange(absl::Time deadline);
+  void SendDueSignals();
+  void ContinueStopped();
+  bool RestartWhatEnded();  // false: something ended that must not
+  void CallAndGoAway();
+  void CheckFired();
+  void CheckHistories(const std::map<std::string, int64_t>& values);
+  void CheckStops();
+  absl::StatusOr<std::map<std::string, int64_t>> ReadCounters();
+  bool WaitUntilServing(absl::Time deadline);
+  void Wrong(std::string what) { wrong_.push_back(std::move(what)); }
+
+  const Plan plan_;
+  const std::string dir_;
+  const std::string data_dir_;
+  const int port_;
+  const std::string address_;
+
+  Mutex mu_;
+  CondVar changed_;
+  uint64_t changes_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t seen_changes_ = 0;
+
+  std::vector<std::unique_ptr<Child>> coordinators_;          // one for each start
+  std::vector<std::vector<std::unique_ptr<Child>>> workers_;  // by index, one for each start
+  std::vector<bool> sent_;
+  std::multimap<absl::Time, pid_t> to_continue_;
+  std::map<pid_t, bool> stop_seen_;
+  std::unique_ptr<Watcher> watcher_;
+  std::vector<std::string> wrong_;
+  std::unique_ptr<agent::ProcessHost> host_;  // last: ends what still runs
+};
+
+}  // namespace muster::chaos
+
+#endif  // MUSTER_TESTS_CHAOS_CLUSTER_H_

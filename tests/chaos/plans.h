@@ -1,0 +1,20 @@
+#ifndef MUSTER_TESTS_CHAOS_PLANS_H_
+#define MUSTER_TESTS_CHAOS_PLANS_H_
+
+#include <string>
+#include <vector>
+
+#include "tests/chaos/cluster.h"
+
+namespace muster::chaos {
+
+// The failpoints of the coordinator that a job of direct clients passes, with all that it takes to
+// come there. `action` is what MUSTER_FAILPOINTS takes ("kill", "stop", "delay:50ms", ...), without
+// @N; `at` 0: the pass at which it tells most, else that one.
+Plan CoordinatorPlan(const std::string& failpoint, const std::string& action = "kill",
+                     uint64_t at = 0);
+std::vector<std::string> CoordinatorFailpoints();
+
+}  // namespace muster::chaos
+
+#endif  // MUSTER_TESTS_CHAOS_PLANS_H_
