@@ -120,7 +120,7 @@ struct CoreOptions {
   size_t kept_barrier_results = 1000;    // for each job
   size_t kept_barrier_bytes = 16 << 20;  // for each job: results with payloads are large
   size_t watch_events = 32768;           // kept for each job
-  size_t watch_bytes = 8 << 20;          // kept for each job
+  size_t watch_bytes = 4 << 20;          // kept for each job: how far a watcher may fall behind
   size_t kept_answers = 512;             // for each worker, for repeated requests
   int rank_table_page = 1000;
   // A job without seated or waiting workers that nobody has written to for so long is removed, with

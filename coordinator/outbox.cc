@@ -34,11 +34,17 @@ FramePiece Own(std::string text) {
 }  // namespace
 
 void Outbox::AddResult(uint64_t op_id, std::shared_ptr<const Answer> answer) {
-  pending_.push_back({.op_id = op_id, .answer = std::move(answer), .directive = nullptr});
+  const size_t bytes = answer->shared() ? answer->bytes().size() : answer->result().ByteSizeLong();
+  pending_bytes_ += bytes;
+  pending_.push_back(
+      {.op_id = op_id, .bytes = bytes, .answer = std::move(answer), .directive = nullptr});
 }
 
 void Outbox::AddDirective(std::shared_ptr<const v1::Directive> directive) {
-  pending_.push_back({.op_id = 0, .answer = nullptr, .directive = std::move(directive)});
+  const size_t bytes = directive->ByteSizeLong();
+  pending_bytes_ += bytes;
+  pending_.push_back(
+      {.op_id = 0, .bytes = bytes, .answer = nullptr, .directive = std::move(directive)});
 }
 
 void Outbox::AddFirst(const v1::CoordinatorFrame& frame) {
@@ -46,18 +52,24 @@ void Outbox::AddFirst(const v1::CoordinatorFrame& frame) {
 }
 
 void Outbox::Acknowledged(uint64_t seq) {
-  while (!unacked_.empty() && unacked_.front().first <= seq) {
+  while (!unacked_.empty() && unacked_.front().seq <= seq) {
+    unacked_bytes_ -= unacked_.front().bytes;
+    if (resend_ > 0) {
+      --resend_;
+    } else {
+      resend_bytes_ -= unacked_.front().bytes;
+    }
     unacked_.pop_front();
-    if (resend_ > 0) --resend_;
   }
 }
 
 bool Outbox::Resume(uint64_t seq) {
-  const uint64_t oldest = unacked_.empty() ? next_seq_ : unacked_.front().first;
+  const uint64_t oldest = unacked_.empty() ? next_seq_ : unacked_.front().seq;
   if (seq >= next_seq_ || seq + 1 < oldest) return false;
   first_.clear();
   Acknowledged(seq);
   resend_ = 0;
+  resend_bytes_ = unacked_bytes_;
   told_ = 0;
   return true;
 }
@@ -68,7 +80,11 @@ FrameBytes Outbox::Next() {
     first_.pop_front();
     return frame;
   }
-  if (resend_ < unacked_.size()) return unacked_[resend_++].second;
+  if (resend_ < unacked_.size()) {
+    const Sent& again = unacked_[resend_++];
+    resend_bytes_ -= again.bytes;
+    return again.frame;
+  }
 
   std::string head;
   told_ = received_;
@@ -86,8 +102,10 @@ FrameBytes Outbox::Next() {
     PutVarint(head, received_);
   }
   FrameBytes frame;
+  size_t frame_bytes = 0;
   if (pending_.front().directive != nullptr) {
     const std::string directive = pending_.front().directive->SerializeAsString();
+    frame_bytes = pending_.front().bytes;
     pending_.pop_front();
     head.push_back(0x2A);
     PutVarint(head, directive.size());
@@ -95,31 +113,26 @@ FrameBytes Outbox::Next() {
     frame.push_back(Own(std::move(head)));
   } else {
     // Two passes: the batch's length stands before its results.
-    struct Part {
-      std::string own;  // of an answer without bytes
-      size_t result_bytes;
-    };
-    std::vector<Part> parts;
+    std::vector<size_t> result_bytes;
     size_t batch_bytes = 0;
     for (const Item& item : pending_) {
-      if (item.answer == nullptr || (batch_bytes > kFrameBytes)) break;
-      Part part;
-      if (!item.answer->shared()) part.own = item.answer->result().SerializeAsString();
-      const size_t body = item.answer->shared() ? item.answer->bytes().size() : part.own.size();
-      part.result_bytes = 1 + VarintBytes(item.op_id) + body;
-      batch_bytes += 1 + VarintBytes(part.result_bytes) + part.result_bytes;
-      parts.push_back(std::move(part));
+      const size_t result = 1 + VarintBytes(item.op_id) + item.bytes;
+      const size_t entry = 1 + VarintBytes(result) + result;
+      if (item.answer == nullptr || (batch_bytes > 0 && batch_bytes + entry > kFrameBytes)) break;
+      batch_bytes += entry;
+      frame_bytes += item.bytes;
+      result_bytes.push_back(result);
     }
     head.push_back(0x22);
     PutVarint(head, batch_bytes);
-    for (Part& part : parts) {
+    for (const size_t bytes_of_result : result_bytes) {
       Item& item = pending_.front();
       head.push_back(0x0A);
-      PutVarint(head, part.result_bytes);
+      PutVarint(head, bytes_of_result);
       head.push_back(0x08);
       PutVarint(head, item.op_id);
       if (!item.answer->shared()) {
-        head += part.own;
+        item.answer->result().AppendToString(&head);
       } else if (item.answer->bytes().size() < kShareBytes) {
         head += item.answer->bytes();
       } else {
@@ -131,7 +144,9 @@ FrameBytes Outbox::Next() {
     }
     if (!head.empty()) frame.push_back(Own(std::move(head)));
   }
-  unacked_.emplace_back(seq, frame);
+  pending_bytes_ -= frame_bytes;
+  unacked_bytes_ += frame_bytes;
+  unacked_.push_back({.seq = seq, .bytes = frame_bytes, .frame = frame});
   resend_ = unacked_.size();
   return frame;
 }

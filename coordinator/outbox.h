@@ -22,7 +22,8 @@ struct FramePiece {
 using FrameBytes = std::vector<FramePiece>;
 
 // What an agent still has to be told, in order, as frames that can be sent again on another stream
-// until the agent has acknowledged them. Results that wait are merged into one frame. An answer that many calls share is copied (or, if large,
+// until the agent has acknowledged them. Results that wait are merged into one frame of at most
+// 1 MiB, unless a single one is larger. An answer that many calls share is copied (or, if large,
 // referred to) as the bytes it already has, never serialised again.
 //
 // Not thread-safe. Frames are written by hand in protobuf's wire format: CoordinatorFrame{seq = 1,
@@ -55,18 +56,32 @@ class Outbox {
 
   size_t unacknowledged() const { return unacked_.size(); }
   size_t pending() const { return pending_.size(); }
+  // About how much is kept that the agent has not acknowledged, sent or not; shared answers count
+  // in full.
+  size_t bytes() const { return pending_bytes_ + unacked_bytes_; }
+  // Of that, how much this stream has not been given.
+  size_t unsent_bytes() const { return pending_bytes_ + resend_bytes_; }
 
  private:
   struct Item {
     uint64_t op_id = 0;
+    size_t bytes = 0;                      // serialised
     std::shared_ptr<const Answer> answer;  // or
     std::shared_ptr<const v1::Directive> directive;
   };
+  struct Sent {
+    uint64_t seq;
+    size_t bytes;
+    FrameBytes frame;
+  };
 
   std::deque<FrameBytes> first_;
-  std::deque<std::pair<uint64_t, FrameBytes>> unacked_;  // by seq
-  size_t resend_ = 0;  // the first of unacked_ that this stream has not been given
+  std::deque<Sent> unacked_;  // by seq
+  size_t resend_ = 0;         // the first of unacked_ that this stream has not been given
   std::deque<Item> pending_;
+  size_t pending_bytes_ = 0;
+  size_t unacked_bytes_ = 0;
+  size_t resend_bytes_ = 0;  // of unacked_ from resend_ on
   uint64_t next_seq_ = 1;
   uint64_t received_ = 0;
   uint64_t told_ = 0;  // the last received_ that was sent

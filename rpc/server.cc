@@ -4,7 +4,6 @@
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/security/server_credentials.h>
-#include <grpcpp/server_builder.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -91,8 +90,9 @@ absl::Status TryBind(const Address& address) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& options,
-                                                      const std::vector<grpc::Service*>& services) {
+absl::StatusOr<std::unique_ptr<Server>> Server::Start(
+    const ServerOptions& options, const std::vector<grpc::Service*>& services,
+    absl::FunctionRef<void(grpc::ServerBuilder&)> prepare) {
   MUSTER_ASSIGN_OR_RETURN(Address address, ParseAddress(options.listen));
   std::shared_ptr<grpc::ServerCredentials> credentials;
   if (options.tls_cert.empty() != options.tls_key.empty()) {
@@ -127,8 +127,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   MUSTER_RETURN_IF_ERROR(TryBind(address));
 
   PrepareProcess();
-  grpc::EnableDefaultHealthCheckService(true);
-  if (options.reflection) grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  grpc::EnableDefaultHealthCheckService(options.standard_services);
+  if (options.standard_services) grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
   // A second server on the same port must fail, not take half of the calls.
   builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
@@ -146,6 +146,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(const ServerOptions& optio
   int port = 0;
   builder.AddListeningPort(address.ToString(), credentials, &port);
   for (grpc::Service* service : services) builder.RegisterService(service);
+  prepare(builder);
   std::unique_ptr<Server> server(new Server());
   server->server_ = builder.BuildAndStart();
   if (server->server_ == nullptr || (!address.is_unix() && port <= 0)) {

@@ -2,11 +2,13 @@
 #define MUSTER_RPC_SERVER_H_
 
 #include <grpcpp/server.h>
+#include <grpcpp/server_builder.h>
 
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -21,18 +23,21 @@ struct ServerOptions {
   std::string tls_key = {};   // file
   std::string tls_ca = {};    // file
   int max_message_bytes = 4 << 20;
-  bool reflection = true;
+  // The health service and reflection. They run on threads of gRPC's own.
+  bool standard_services = true;
 };
 
-// A running gRPC server with the standard health service and reflection. Without TLS it listens on
+// A running gRPC server, with the health service and reflection unless told otherwise. Without TLS it listens on
 // the loopback interface or a unix socket only. Thread-safe.
 class Server {
  public:
   // Starts serving `services`, which must outlive the server. Errors, each one line that names the
   // address or file: INVALID_ARGUMENT bad address or TLS files, or no TLS off loopback;
   // ALREADY_EXISTS the port is taken; PERMISSION_DENIED or UNAVAILABLE it cannot be bound.
-  static absl::StatusOr<std::unique_ptr<Server>> Start(const ServerOptions& options,
-                                                       const std::vector<grpc::Service*>& services);
+  // `prepare` may add to the server before it is built, such as a generic service with its queue.
+  static absl::StatusOr<std::unique_ptr<Server>> Start(
+      const ServerOptions& options, const std::vector<grpc::Service*>& services,
+      absl::FunctionRef<void(grpc::ServerBuilder&)> prepare = [](grpc::ServerBuilder&) {});
   ~Server();
 
   // The bound port; 0 for a unix socket.
@@ -40,7 +45,7 @@ class Server {
   // What a client connects to, with the bound port.
   const std::string& address() const { return address_; }
 
-  // What the health service says for every service. Starts as serving.
+  // What the standard health service says for every service. Starts as serving.
   void SetServing(bool serving);
 
   // Accepts no more calls, cancels those that run after `grace`, and waits for all of them to end.

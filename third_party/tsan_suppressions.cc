@@ -18,8 +18,6 @@ extern "C" const char* __tsan_default_suppressions() {
          // What a reactor holds until gRPC binds it to its call, and the binding.
          "race:grpc::Server*Reactor*::PreBindBacklog::\n"
          "race:grpc::Server*Reactor*::InternalBind\n"
-         // Its own construction is all that ThreadOrder cannot order.
-         "race:muster::coordinator::ThreadOrder::\n"
          // Constructors and destructors of calls, services and messages.
          "race:Impl::ServerCallback*Impl(\n"
          "race:Impl::ClientCallback*Impl(\n"

@@ -10,8 +10,8 @@
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "coordinator/journal/sqlite_journal.h"
+#include "coordinator/service/front.h"
 #include "coordinator/service/server.h"
-#include "coordinator/service/services.h"
 
 namespace muster::coordinator {
 namespace {

@@ -30,6 +30,12 @@ class AgentLink {
   // it. Returns whether `next` was called.
   virtual bool TryWrite(absl::FunctionRef<grpc::ByteBuffer()> next) = 0;
 
+  // The frame that was read last has been dealt with: read the next one. A stream has at most one
+  // frame on its way to the engine, so an agent that sends faster than it is served is slowed down
+  // by TCP. Called after the frame's answers were handed to TryWrite, since gRPC then sends its
+  // window update in the same packet.
+  virtual void ReadNext() = 0;
+
   // Ends the stream, once; later calls do nothing.
   virtual void Close(const absl::Status& status) = 0;
 };

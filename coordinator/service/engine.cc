@@ -5,6 +5,8 @@
 #include <malloc.h>
 
 #include <algorithm>
+#include <atomic>
+#include <cstring>
 #include <random>
 #include <utility>
 
@@ -23,6 +25,8 @@ namespace {
 
 constexpr uint32_t kProtocol = 1;
 constexpr size_t kWatchBatchBytes = 256 << 10;
+// Up to here a frame is copied into one piece, which is cheaper than sending several.
+constexpr size_t kCopyBytes = 8 << 10;
 constexpr absl::Duration kTrimPeriod = absl::Seconds(5);
 constexpr size_t kTrimBytes = 8 << 20;
 
@@ -31,6 +35,19 @@ std::shared_ptr<const Answer> ErrorAnswer(absl::StatusCode code, absl::string_vi
   v1::OpResult result;
   *result.mutable_error() = rpc::ToOpError(rpc::ErrorWithReason(code, message, reason, retryable));
   return std::make_shared<Answer>(std::move(result), /*shared=*/true);
+}
+
+std::shared_ptr<const Answer> OverloadedAnswer(absl::string_view message) {
+  v1::OpError error =
+      MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_OVERLOADED, std::string(message));
+  *error.mutable_detail()->mutable_retry_after() = ToProto(absl::Milliseconds(100));
+  v1::OpResult result;
+  *result.mutable_error() = std::move(error);
+  return std::make_shared<Answer>(std::move(result), /*shared=*/true);
+}
+
+size_t BytesOf(const Answer& answer) {
+  return answer.shared() ? answer.bytes().size() : answer.result().ByteSizeLong();
 }
 
 absl::Status StoppingStatus() {
@@ -107,19 +124,55 @@ void FailAtReply(const v1::OpResult& result) {
   }
 }
 
+bool OnlyReads(const v1::Op& op) {
+  switch (op.kind_case()) {
+    case v1::Op::kGetRankTable:
+    case v1::Op::kDescribeBarrier:
+    case v1::Op::kListBarriers:
+    case v1::Op::kStragglerReport:
+    case v1::Op::kGetMembers:
+    case v1::Op::kHeartbeat:
+    case v1::Op::kPollTriggers:
+      return true;
+    default:
+      return false;
+  }
+}
+
 std::string NewSessionId() {
   std::random_device random;
   return absl::StrFormat("%08x%08x", random(), random());
 }
 
+// Keeps a shared answer alive until gRPC has sent it. gRPC's threads are not instrumented: the
+// atomic shows ThreadSanitizer that they come after.
+struct SliceOwner {
+  explicit SliceOwner(std::shared_ptr<const void> bytes) : owner(std::move(bytes)), made(true) {}
+  static void Delete(void* self) {
+    auto* slice = static_cast<SliceOwner*>(self);
+    if (slice->made.load(std::memory_order_acquire)) delete slice;
+  }
+  const std::shared_ptr<const void> owner;
+  std::atomic<bool> made;
+};
+
 grpc::ByteBuffer ToByteBuffer(const FrameBytes& frame) {
+  size_t total = 0;
+  for (const FramePiece& piece : frame) total += piece.bytes.size();
+  if (total <= kCopyBytes) {
+    grpc::Slice slice(total);
+    auto* out = const_cast<uint8_t*>(slice.begin());
+    for (const FramePiece& piece : frame) {
+      std::memcpy(out, piece.bytes.data(), piece.bytes.size());
+      out += piece.bytes.size();
+    }
+    return grpc::ByteBuffer(&slice, 1);
+  }
   std::vector<grpc::Slice> slices;
   slices.reserve(frame.size());
   for (const FramePiece& piece : frame) {
-    slices.emplace_back(
-        const_cast<char*>(piece.bytes.data()), piece.bytes.size(),
-        [](void* owner) { delete static_cast<std::shared_ptr<const void>*>(owner); },
-        new std::shared_ptr<const void>(piece.owner));
+    slices.emplace_back(const_cast<char*>(piece.bytes.data()), piece.bytes.size(),
+                        SliceOwner::Delete, new SliceOwner(piece.owner));
   }
   return grpc::ByteBuffer(slices.data(), slices.size());
 }
@@ -127,17 +180,40 @@ grpc::ByteBuffer ToByteBuffer(const FrameBytes& frame) {
 }  // namespace
 
 struct Engine::Session final : public FrameSource {
-  explicit Session(const v1::Hello& hello)
-      : node(hello.node()), agent(hello.node(), hello.agent_incarnation(), NewSessionId()) {}
+  Session(const v1::Hello& hello, size_t unsent_bytes)
+      : node(hello.node()),
+        pause_bytes(unsent_bytes),
+        agent(hello.node(), hello.agent_incarnation(), NewSessionId()) {}
 
   void Writable() override {
-    MutexLock lock(&mu);
-    if (link == nullptr || !agent.outbox().HasWork()) return;
-    link->TryWrite(
-        [this]() ABSL_NO_THREAD_SAFETY_ANALYSIS { return ToByteBuffer(agent.outbox().Next()); });
+    std::shared_ptr<AgentLink> resumed;
+    {
+      MutexLock lock(&mu);
+      if (link == nullptr) return;
+      if (agent.outbox().HasWork()) {
+        link->TryWrite([this]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+          return ToByteBuffer(agent.outbox().Next());
+        });
+      }
+      if (paused != nullptr && agent.outbox().unsent_bytes() <= pause_bytes / 2)
+        resumed = std::move(paused);
+    }
+    if (resumed != nullptr) resumed->ReadNext();
+  }
+  // Its frame has been dealt with: reads the next one, now or when the agent has taken its answers.
+  void ReadNext(const std::shared_ptr<AgentLink>& from) {
+    {
+      MutexLock lock(&mu);
+      if (from == link && agent.outbox().unsent_bytes() > pause_bytes) {
+        paused = from;
+        return;
+      }
+    }
+    from->ReadNext();
   }
 
   const std::string node;
+  const size_t pause_bytes;
 
   // Apply thread only.
   absl::flat_hash_set<CallId> calls;
@@ -148,6 +224,7 @@ struct Engine::Session final : public FrameSource {
   Mutex mu;
   AgentSession agent ABSL_GUARDED_BY(mu);
   std::shared_ptr<AgentLink> link ABSL_GUARDED_BY(mu);
+  std::shared_ptr<AgentLink> paused ABSL_GUARDED_BY(mu);  // is read from when there is room again
 };
 
 Engine::Engine(const Options& options, std::unique_ptr<Journal> journal)
@@ -164,6 +241,11 @@ Engine::Engine(const Options& options, std::unique_ptr<Journal> journal)
       cancelled_(ErrorAnswer(absl::StatusCode::kCancelled, "the caller went away",
                              v1::ERROR_REASON_UNSPECIFIED,
                              /*retryable=*/false)),
+      too_many_calls_(OverloadedAnswer(
+          "too many calls wait for their answer: nothing was done; try again later")),
+      journal_behind_(OverloadedAnswer(
+          "the coordinator's disk is slower than what it is asked to keep: nothing was done; try "
+          "again later")),
       core_([this] {
         CoreOptions core = options_.core;
         core.cluster_id = journal_->cluster_id();
@@ -367,7 +449,11 @@ void Engine::Run() {
 
 void Engine::Drain() {
   // A memory journal tells of progress inside Append, which only moves durable_revision_.
-  for (Record& record : out_.records) journal_->Append(record.revision, std::move(record.payload));
+  for (Record& record : out_.records) {
+    backlog_.emplace_back(record.revision, record.payload.size());
+    backlog_bytes_.fetch_add(record.payload.size(), std::memory_order_relaxed);
+    journal_->Append(record.revision, std::move(record.payload));
+  }
   out_.records.clear();
   for (const Reply& reply : out_.replies) {
     if (reply.durable_revision <= durable_revision_) {
@@ -405,9 +491,17 @@ void Engine::Drain() {
   }
 }
 
-void Engine::Deliver(CallId id, const std::shared_ptr<const Answer>& answer) {
+void Engine::Deliver(CallId id, std::shared_ptr<const Answer> answer) {
   const auto it = calls_.find(id);
   if (it == calls_.end()) return;  // abandoned
+  if (const size_t bytes = BytesOf(*answer); bytes > options_.limits.answer_bytes) {
+    v1::OpResult result;
+    *result.mutable_error() =
+        TooLarge("", absl::StrCat("the answer has ", bytes, " bytes, more than the ",
+                                  options_.limits.answer_bytes,
+                                  " that one message may have: ask for less at a time"));
+    answer = std::make_shared<Answer>(std::move(result), /*shared=*/false);
+  }
   const OpenCall call = std::move(it->second);
   calls_.erase(it);
   open_calls_.fetch_sub(1, std::memory_order_relaxed);
@@ -454,6 +548,10 @@ void Engine::DoProgress(const Journal::Progress& progress) {
   if (progress.durable_revision > durable_revision_) {
     durable_revision_ = progress.durable_revision;
   }
+  while (!backlog_.empty() && backlog_.front().first <= durable_revision_) {
+    backlog_bytes_.fetch_sub(backlog_.front().second, std::memory_order_relaxed);
+    backlog_.pop_front();
+  }
   if (progress.status.ok() && progress.took > absl::ZeroDuration())
     fsync_seconds_.Observe(progress.took);
   if (progress.status.ok()) {
@@ -484,26 +582,78 @@ void Engine::FlushSessions() {
   for (const std::shared_ptr<Session>& session : dirty_) {
     session->dirty = false;
     session->Writable();
+    std::shared_ptr<AgentLink> link;
+    {
+      MutexLock lock(&session->mu);
+      if (session->agent.outbox().bytes() <= options_.limits.unacknowledged_bytes) continue;
+      link = session->link;
+    }
+    MUSTER_LOG(Warning) << "agent '" << session->node << "' has not acknowledged "
+                        << (options_.limits.unacknowledged_bytes >> 20)
+                        << " MiB of answers: its session ends";
+    overloaded_.fetch_add(1, std::memory_order_relaxed);
+    if (link != nullptr) {
+      links_.erase(link.get());
+      link->Close(rpc::ErrorWithReason(
+          absl::StatusCode::kResourceExhausted,
+          "the agent does not acknowledge what it is sent: its session is over, connect again",
+          v1::ERROR_REASON_OVERLOADED, /*retryable=*/true));
+    }
+    EndSession(session);
   }
   dirty_.clear();
+  for (auto& [session, link] : read_next_) {
+    if (session != nullptr) {
+      session->ReadNext(link);
+    } else {
+      link->ReadNext();
+    }
+  }
+  read_next_.clear();
 }
 
-void Engine::Call(CallId id, std::unique_ptr<v1::Op> op, std::string peer, CallSink* sink) {
-  const bool posted = Post([this, id, op = std::move(op), peer = std::move(peer), sink] {
+void Engine::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, std::string peer,
+                  CallSink* sink) {
+  if (queued_bytes_.fetch_add(bytes) + bytes > options_.limits.queued_bytes) {
+    queued_bytes_.fetch_sub(bytes);
+    overloaded_.fetch_add(1, std::memory_order_relaxed);
+    sink->OnAnswer(too_many_calls_);
+    return;
+  }
+  const bool posted = Post([this, id, op = std::move(op), bytes, peer = std::move(peer), sink] {
+    queued_bytes_.fetch_sub(bytes);
     DoCall(id, *op, /*node=*/"", peer, {.sink = sink, .session = nullptr, .op_id = 0});
   });
   if (!posted) sink->OnAnswer(stopping_answer_);
 }
 
+std::shared_ptr<const Answer> Engine::Refusal(const v1::Op& op, const Session* session) {
+  const bool needs_journal = NeedsJournal(op);
+  if (needs_journal && !journal_status_.ok()) return journal_failed_;
+  const Limits& limits = options_.limits;
+  const uint64_t backlog = backlog_bytes_.load(std::memory_order_relaxed);
+  std::shared_ptr<const Answer> refusal;
+  if (backlog > limits.journal_backlog_bytes &&
+      (needs_journal || (backlog > 2 * limits.journal_backlog_bytes && !OnlyReads(op)))) {
+    refusal = journal_behind_;
+  } else if (calls_.size() > limits.calls ||
+             (session != nullptr && session->calls.size() > limits.calls_of_agent)) {
+    refusal = too_many_calls_;
+  }
+  if (refusal != nullptr) overloaded_.fetch_add(1, std::memory_order_relaxed);
+  return refusal;
+}
+
 void Engine::DoCall(CallId id, const v1::Op& op, absl::string_view node, absl::string_view peer,
                     OpenCall call) {
+  const Session* const session = call.session.get();
   if (call.session != nullptr) call.session->calls.insert(id);
   calls_.emplace(id, std::move(call));
   open_calls_.fetch_add(1, std::memory_order_relaxed);
   if (stopped_) {
     Deliver(id, stopping_answer_);
-  } else if (!journal_status_.ok() && NeedsJournal(op)) {
-    Deliver(id, journal_failed_);
+  } else if (std::shared_ptr<const Answer> refusal = Refusal(op, session)) {
+    Deliver(id, std::move(refusal));
   } else {
     MUSTER_FAILPOINT("engine.apply");
     core_.Handle(id, op, {.node = node, .peer = peer}, options_.clock->Now(), &out_);
@@ -523,7 +673,10 @@ void Engine::Abandon(CallId id) {
 void Engine::AgentFrame(const std::shared_ptr<AgentLink>& link,
                         std::unique_ptr<v1::AgentFrame> frame, std::string peer) {
   const bool posted = Post([this, link, frame = std::move(frame), peer = std::move(peer)] {
-    if (!stopped_) DoFrame(link, *frame, peer);
+    if (stopped_) return;
+    DoFrame(link, *frame, peer);
+    const auto it = links_.find(link.get());
+    read_next_.emplace_back(it == links_.end() ? nullptr : it->second, link);
   });
   if (!posted) link->Close(StoppingStatus());
 }
@@ -611,7 +764,7 @@ void Engine::DoHello(const std::shared_ptr<AgentLink>& link, const v1::Hello& he
     }
   }
   if (session == nullptr) {
-    session = std::make_shared<Session>(hello);
+    session = std::make_shared<Session>(hello, options_.limits.unsent_bytes);
     sessions_[hello.node()] = session;
     agents_.fetch_add(1, std::memory_order_relaxed);
   }
@@ -718,6 +871,17 @@ void Engine::DoWatch(Watcher& watcher) {
   if (error.has_value()) {
     watcher.writing = true;  // nothing more is written
     watcher.link->Close(rpc::FromOpError(*error));
+    return;
+  }
+  if (const size_t bytes = batch.ByteSizeLong(); bytes > options_.limits.answer_bytes) {
+    // One revision can be larger than a message: as if it were no longer kept.
+    v1::OpError too_large = MakeError(
+        absl::StatusCode::kOutOfRange, v1::ERROR_REASON_COMPACTED,
+        absl::StrCat("the next revision has ", bytes, " bytes of events, more than a message may ",
+                     "have: read the keys again and watch from the revision of that reply"));
+    too_large.mutable_detail()->set_compacted_revision(batch.next_revision() - 1);
+    watcher.writing = true;
+    watcher.link->Close(rpc::FromOpError(too_large));
     return;
   }
   watcher.next = batch.next_revision();

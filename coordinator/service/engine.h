@@ -2,12 +2,15 @@
 #define MUSTER_COORDINATOR_SERVICE_ENGINE_H_
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
@@ -51,18 +54,36 @@ class WatchLink {
 // fails, it becomes UNAVAILABLE / JOURNAL_FAILED, and operations that would need the journal are
 // refused before they change anything.
 //
+// Nothing that a client does makes it keep more than Limits says: what goes beyond is refused with
+// OVERLOADED before it changes anything, or the stream is not read from until it has taken its
+// answers.
+//
 // All public methods are thread-safe and do not block, except Start and Stop.
 class Engine {
  public:
+  struct Limits {
+    // Of a message that goes out. A larger answer becomes LIMIT.
+    size_t answer_bytes = (4 << 20) - 1024;
+    // Calls that wait for their answer, of everybody and of one agent.
+    size_t calls = 1 << 20;
+    size_t calls_of_agent = 1 << 16;
+    // Requests of unary calls that wait to be applied. An agent has at most one frame there.
+    size_t queued_bytes = 64 << 20;
+    // Answers that an agent's stream has not taken: from then on no frame of it is read.
+    size_t unsent_bytes = 8 << 20;
+    // Answers that an agent has not acknowledged: its session ends.
+    size_t unacknowledged_bytes = 64 << 20;
+    // Records that the disk has not taken. Beyond it, operations that need the journal are refused;
+    // beyond twice as much, all that change anything.
+    size_t journal_backlog_bytes = 64 << 20;
+  };
   struct Options {
     CoreOptions core;
     // How long an agent's session survives without a stream before its calls are abandoned.
     absl::Duration resume_window = absl::Seconds(60);
     uint64_t snapshot_records = 64 * 1024;
     uint64_t snapshot_bytes = 64 << 20;
-    // How long the apply thread looks for more work before it sleeps. Saves a wake-up where cores
-    // are idle.
-    absl::Duration spin = absl::ZeroDuration();
+    Limits limits;
     const Clock* clock = &Clock::Real();
   };
 
@@ -79,8 +100,8 @@ class Engine {
   void Stop();
 
   CallId NewCallId() { return next_call_.fetch_add(1, std::memory_order_relaxed); }
-  // `sink` stays valid until it was answered.
-  void Call(CallId id, std::unique_ptr<v1::Op> op, std::string peer, CallSink* sink);
+  // `sink` stays valid until it was answered. `bytes` is the size of the request.
+  void Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, std::string peer, CallSink* sink);
   // The caller has gone away. The sink is answered with CANCELLED unless it was answered before.
   void Abandon(CallId id);
 
@@ -113,6 +134,8 @@ class Engine {
   uint64_t events() const { return events_.load(std::memory_order_relaxed); }
   uint64_t journal_records() const { return journal_records_.load(std::memory_order_relaxed); }
   uint64_t journal_bytes() const { return journal_bytes_.load(std::memory_order_relaxed); }
+  uint64_t journal_backlog_bytes() const { return backlog_bytes_.load(std::memory_order_relaxed); }
+  uint64_t overloaded() const { return overloaded_.load(std::memory_order_relaxed); }
   bool journal_ok() const { return journal_ok_.load(std::memory_order_relaxed); }
   uint64_t open_calls() const { return open_calls_.load(std::memory_order_relaxed); }
   uint64_t agents() const { return agents_.load(std::memory_order_relaxed); }
@@ -159,7 +182,9 @@ class Engine {
   void DoWatch(Watcher& watcher);
   // Hands over what the core put out.
   void Drain();
-  void Deliver(CallId id, const std::shared_ptr<const Answer>& answer);
+  void Deliver(CallId id, std::shared_ptr<const Answer> answer);
+  // Whether `op` is refused because something has grown too large; nullptr: it is not.
+  std::shared_ptr<const Answer> Refusal(const v1::Op& op, const Session* session);
   void Direct(const NodeDirective& directive);
   void ReleaseDurable();
   void MarkDirty(const std::shared_ptr<Session>& session);
@@ -176,6 +201,8 @@ class Engine {
   std::shared_ptr<const Answer> journal_failed_;
   std::shared_ptr<const Answer> stopping_answer_;
   std::shared_ptr<const Answer> cancelled_;
+  std::shared_ptr<const Answer> too_many_calls_;
+  std::shared_ptr<const Answer> journal_behind_;
 
   // Whoever is applying; also read under mu_ while nobody is.
   Core core_;
@@ -185,11 +212,14 @@ class Engine {
   bool snapshot_running_ = false;
   bool stopped_ = false;
   absl::flat_hash_map<CallId, OpenCall> calls_;
+  std::deque<std::pair<uint64_t, size_t>> backlog_;  // revision and size of records on their way
   std::multimap<uint64_t, Reply> held_replies_;
   std::multimap<uint64_t, NodeDirective> held_directives_;
   absl::flat_hash_map<std::string, std::shared_ptr<Session>> sessions_;  // by node
   absl::flat_hash_map<AgentLink*, std::shared_ptr<Session>> links_;
   std::vector<std::shared_ptr<Session>> dirty_;
+  // Streams whose frame was applied; without a session if it has none (any more).
+  std::vector<std::pair<std::shared_ptr<Session>, std::shared_ptr<AgentLink>>> read_next_;
   std::multimap<absl::Time, std::weak_ptr<Session>> expiring_;
   absl::flat_hash_map<WatchLink*, Watcher> watchers_;
   std::vector<std::string> changed_jobs_;
@@ -202,6 +232,9 @@ class Engine {
   std::atomic<uint64_t> journal_records_{0};
   std::atomic<uint64_t> journal_bytes_{0};
   std::atomic<bool> journal_ok_{true};
+  std::atomic<uint64_t> queued_bytes_{0};
+  std::atomic<uint64_t> backlog_bytes_{0};
+  std::atomic<uint64_t> overloaded_{0};
   std::atomic<uint64_t> open_calls_{0};
   std::atomic<uint64_t> agents_{0};
   std::atomic<uint64_t> watcher_count_{0};

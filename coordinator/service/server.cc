@@ -3,6 +3,7 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <utility>
@@ -15,7 +16,6 @@
 #include "base/status_macros.h"
 #include "coordinator/journal/memory_journal.h"
 #include "coordinator/journal/sqlite_journal.h"
-#include "coordinator/service/services.h"
 #include "coordinator/web/prometheus.h"
 #include "rpc/address.h"
 
@@ -70,19 +70,22 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
   if (journal == nullptr) {
     MUSTER_ASSIGN_OR_RETURN(journal, SqliteJournal::Open({.directory = options.data_dir}));
   }
+  // Both ends have the same limit: what would go beyond is said in an answer that fits.
+  options.engine.limits.answer_bytes =
+      static_cast<size_t>(std::max(4096, options.rpc.max_message_bytes) - 1024);
   self->engine_ = std::make_unique<Engine>(options.engine, std::move(journal));
   CoordinatorServer* raw = self.get();
+  self->front_ = std::make_unique<Front>(self->engine_.get(), &self->rpc_metrics_, self->started_);
   self->engine_->set_on_deposed(std::move(options.on_deposed));
-  self->engine_->set_on_journal_health([raw](bool ok) {
-    if (rpc::Server* server = raw->health_.load()) server->SetServing(ok);
-  });
+  self->engine_->set_on_journal_health([raw](bool ok) { raw->front_->SetServing(ok); });
   MUSTER_RETURN_IF_ERROR(self->engine_->Start());
   MUSTER_FAILPOINT_STATUS("server.listen");
-  self->services_ = MakeServices(self->engine_.get(), &self->rpc_metrics_, self->started_);
-  std::vector<grpc::Service*> services;
-  for (const auto& service : self->services_) services.push_back(service.get());
-  MUSTER_ASSIGN_OR_RETURN(self->server_, rpc::Server::Start(options.rpc, services));
-  self->health_ = self->server_.get();
+  options.rpc.standard_services = false;  // Front has the health check
+  MUSTER_ASSIGN_OR_RETURN(self->server_,
+                          rpc::Server::Start(options.rpc, {}, [raw](grpc::ServerBuilder& builder) {
+                            raw->front_->Register(builder);
+                          }));
+  self->front_->Serve();
   if (!options.metrics_listen.empty()) {
     MUSTER_ASSIGN_OR_RETURN(
         self->http_,
@@ -109,9 +112,10 @@ CoordinatorServer::~CoordinatorServer() { Shutdown(); }
 void CoordinatorServer::Shutdown() {
   MUSTER_FAILPOINT("server.shutdown");
   http_.reset();
-  if (server_ != nullptr) server_->SetServing(false);
+  if (front_ != nullptr) front_->SetServing(false);
   if (engine_ != nullptr) engine_->Stop();
   if (server_ != nullptr) server_->Shutdown(absl::Seconds(2));
+  if (front_ != nullptr) front_->Shutdown();
 }
 
 std::string CoordinatorServer::Metrics() {
@@ -191,6 +195,12 @@ std::string CoordinatorServer::Metrics() {
   text.Sample({}, static_cast<double>(engine.queue_depth()));
   text.Family("muster_applied_events_total", Type::kCounter, "Events applied.");
   text.Sample({}, static_cast<double>(engine.events()));
+  text.Family("muster_overloaded_total", Type::kCounter,
+              "Calls and sessions refused because something had grown to its limit.");
+  text.Sample({}, static_cast<double>(engine.overloaded()));
+  text.Family("muster_journal_backlog_bytes", Type::kGauge,
+              "Records that the disk has not taken yet.");
+  text.Sample({}, static_cast<double>(engine.journal_backlog_bytes()));
   text.Family("muster_journal_up", Type::kGauge, "1 while the journal can be written.");
   text.Sample({}, engine.journal_ok() ? 1 : 0);
   text.Family("muster_journal_records_total", Type::kCounter, "Records made durable.");

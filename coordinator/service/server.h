@@ -1,17 +1,16 @@
 #ifndef MUSTER_COORDINATOR_SERVICE_SERVER_H_
 #define MUSTER_COORDINATOR_SERVICE_SERVER_H_
 
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "coordinator/core.h"
 #include "coordinator/service/engine.h"
+#include "coordinator/service/front.h"
 #include "coordinator/service/rpc_metrics.h"
 #include "coordinator/web/http_server.h"
 #include "rpc/server.h"
@@ -64,9 +63,8 @@ class CoordinatorServer {
   RpcMetrics rpc_metrics_;
   absl::Time started_;
   std::unique_ptr<Engine> engine_;
-  std::vector<std::unique_ptr<grpc::Service>> services_;
+  std::unique_ptr<Front> front_;
   std::unique_ptr<rpc::Server> server_;
-  std::atomic<rpc::Server*> health_{nullptr};  // server_, once it serves
   std::unique_ptr<HttpServer> http_;
 };
 

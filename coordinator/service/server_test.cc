@@ -361,6 +361,107 @@ TEST(CoordinatorServer, UnaryWithoutDeadline_IsRefused) {
   EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_DEADLINE_REQUIRED);
 }
 
+// Every method of the contract has its row in the table of methods.
+TEST(CoordinatorServer, EveryMethodOfTheContract_IsServed) {
+  auto server = StartServer();
+  Client client(server->address());
+  grpc::GenericStub stub(client.channel());
+  const auto call = [&](const std::string& path) {
+    grpc::CompletionQueue queue;
+    grpc::ClientContext context;
+    rpc::SetTimeout(context, kPatience);
+    const grpc::Slice garbage("\xff\xff\xff");  // is not parsed as any message
+    auto reader = stub.PrepareUnaryCall(&context, path, grpc::ByteBuffer(&garbage, 1), &queue);
+    grpc::ByteBuffer reply;
+    grpc::Status status;
+    reader->StartCall();
+    reader->Finish(&reply, &status, nullptr);
+    void* tag;
+    bool ok;
+    EXPECT_TRUE(queue.Next(&tag, &ok));
+    return rpc::FromGrpc(status);
+  };
+  int methods = 0;
+  for (const google::protobuf::Descriptor* message :
+       {v1::StatusReply::descriptor(), v1::ArriveRequest::descriptor(),
+        v1::TxnRequest::descriptor(), v1::Member::descriptor(), v1::JoinRequest::descriptor(),
+        v1::AgentFrame::descriptor(), v1::PollTriggersRequest::descriptor(),
+        v1::WatchRequest::descriptor()}) {
+    const google::protobuf::FileDescriptor* file = message->file();
+    for (int s = 0; s < file->service_count(); ++s) {
+      for (int m = 0; m < file->service(s)->method_count(); ++m) {
+        const google::protobuf::MethodDescriptor* method = file->service(s)->method(m);
+        const std::string path =
+            absl::StrCat("/", file->service(s)->full_name(), "/", method->name());
+        const absl::Status status = call(path);
+        const bool no_input = method->input_type()->field_count() == 0;
+        EXPECT_EQ(status.code(),
+                  no_input ? absl::StatusCode::kOk : absl::StatusCode::kInvalidArgument)
+            << path << ": " << status;
+        ++methods;
+      }
+    }
+  }
+  EXPECT_EQ(methods, 22);
+  EXPECT_EQ(call("/muster.v1.Barrier/Levitate").code(), absl::StatusCode::kUnimplemented);
+  EXPECT_TRUE(call("/grpc.health.v1.Health/Check").ok());
+}
+
+TEST(CoordinatorServer, LargeRequest_IsRefusedAtTheLimit) {
+  CoordinatorServer::Options options;
+  options.rpc.max_message_bytes = 64 << 10;
+  auto server = StartServer(std::move(options));
+  Client client(server->address());
+  const uint64_t generation = SeatOne(client, "j");
+  const v1::Fence fence = FenceOf("j", 0, generation);
+  v1::TxnRequest txn;
+  *txn.mutable_fence() = fence;
+  txn.add_then()->mutable_put()->set_key("k");
+  txn.mutable_then(0)->mutable_put()->set_klass(v1::KV_CLASS_EPHEMERAL);
+  size_t value = 65'000;
+  const auto size_with = [&](size_t bytes) {
+    txn.mutable_then(0)->mutable_put()->set_value(std::string(bytes, 'x'));
+    return txn.ByteSizeLong();
+  };
+  while (size_with(value) < (64 << 10)) ++value;
+  ASSERT_EQ(txn.ByteSizeLong(), 64u << 10);
+  EXPECT_TRUE(client.Put(fence, "k", std::string(value, 'x'), false).ok());
+  EXPECT_EQ(client.Put(fence, "k", std::string(value + 1, 'x'), false).code(),
+            absl::StatusCode::kResourceExhausted);
+  // It is there, but an answer with it would be larger than a message.
+  EXPECT_EQ(rpc::GetReason(client.Get(fence, "k").status()), v1::ERROR_REASON_LIMIT);
+  EXPECT_TRUE(client.Status().ok());
+}
+
+// Hundreds of missing ranks do not fit the trailers of a unary call: it names the first ones, and
+// Describe all of them.
+TEST(CoordinatorServer, LongBarrierReport_IsCutInTheErrorAndWholeInDescribe) {
+  constexpr int kRanks = 600;
+  auto server = StartServer();
+  Client client(server->address());
+  AgentClient agent(server->address(), "node", 1);
+  agent.Attach();
+  std::vector<v1::Op> joins;
+  for (int rank = 0; rank < kRanks; ++rank) joins.push_back(JoinOp(rank + 1, "j", rank, kRanks));
+  agent.Send(std::move(joins));
+  const uint64_t generation = agent.Result(1).join().generation();
+  v1::ArriveRequest arrive = ArriveOp(1, "j", 0, generation).arrive();
+  arrive.mutable_timeout()->set_nanos(50'000'000);
+  v1::ArriveReply reply;
+  const absl::Status status = client.Call<v1::Barrier>(&v1::Barrier::Stub::Arrive, arrive, &reply);
+  EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded) << status;
+  EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_BARRIER_TIMEOUT);
+  EXPECT_LE(rpc::GetDetail(status)->ByteSizeLong(), 4096u);
+  EXPECT_GT(rpc::GetDetail(status)->culprits_size(), 0);
+  v1::DescribeBarrierRequest describe;
+  describe.set_job_id("j");
+  describe.set_barrier_id("b");
+  v1::DescribeBarrierReply described;
+  ASSERT_TRUE(client.Call<v1::Barrier>(&v1::Barrier::Stub::Describe, describe, &described).ok());
+  EXPECT_EQ(described.report().missing_ranks_size(), kRanks - 1);
+  EXPECT_GT(described.report().ByteSizeLong(), 8192u);
+}
+
 TEST(CoordinatorServer, LateWorker_IsWaitedFor) {
   auto server = StartServer();
   Client first(server->address()), late(server->address());
@@ -698,6 +799,33 @@ TEST(Journal, DiskFull_AcknowledgesNothingAndRecovers) {
             absl::StatusCode::kNotFound);
   EXPECT_TRUE(client.Put(FenceOf("j", 0, generation), "third", "v", true).ok());
   EXPECT_THAT(server->Metrics(), HasSubstr("muster_journal_up 1\n"));
+}
+
+// A disk that is slower than what it is asked to keep: what needs it is refused, then everything
+// that changes something, until it has caught up.
+TEST(Journal, SlowDisk_BoundsWhatWaitsForIt) {
+  for (const size_t value : {1500, 5000}) {
+    auto journal = std::make_unique<HeldJournal>();
+    HeldJournal* raw = journal.get();
+    CoordinatorServer::Options options;
+    options.journal = std::move(journal);
+    options.engine.limits.journal_backlog_bytes = 1000;
+    auto server = StartServer(std::move(options));
+    Client client(server->address()), other(server->address());
+    const uint64_t generation = SeatOne(client, "j");
+    const v1::Fence fence = FenceOf("j", 0, generation);
+    raw->Hold();
+    std::thread writer(
+        [&] { EXPECT_TRUE(other.Put(fence, "durable", std::string(value, 'x'), true).ok()); });
+    raw->WaitAppended();
+    EXPECT_EQ(rpc::GetReason(client.Put(fence, "second", "v", true)), v1::ERROR_REASON_OVERLOADED);
+    EXPECT_EQ(client.Put(fence, "volatile", "v", false).ok(), value < 2000);
+    EXPECT_TRUE(client.Status().ok());
+    raw->Release();
+    writer.join();
+    EXPECT_TRUE(client.Put(fence, "third", "v", true).ok());
+    EXPECT_TRUE(client.Put(fence, "volatile", "v", false).ok());
+  }
 }
 
 TEST(Journal, SnapshotThatFails_IsReported) {

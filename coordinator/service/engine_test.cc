@@ -1,0 +1,358 @@
+#include "coordinator/service/engine.h"
+
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/mutex.h"
+#include "coordinator/journal/memory_journal.h"
+#include "gtest/gtest.h"
+#include "rpc/status.h"
+
+namespace muster::coordinator {
+namespace {
+
+// The engine's bounds, with fake streams: what is sent and when a write ends is up to the test.
+
+v1::CoordinatorFrame Parse(const grpc::ByteBuffer& buffer) {
+  std::vector<grpc::Slice> slices;
+  EXPECT_TRUE(buffer.Dump(&slices).ok());
+  std::string bytes;
+  for (const grpc::Slice& slice : slices)
+    bytes.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
+  v1::CoordinatorFrame frame;
+  EXPECT_TRUE(frame.ParseFromString(bytes));
+  return frame;
+}
+
+class FakeLink final : public AgentLink {
+ public:
+  void Bind(std::shared_ptr<FrameSource> source) override { source_ = std::move(source); }
+  bool TryWrite(absl::FunctionRef<grpc::ByteBuffer()> next) override {
+    if (writing_ || closed_.has_value()) return false;
+    writing_ = true;
+    frames.push_back(Parse(next()));
+    return true;
+  }
+  void ReadNext() override { ++reads; }
+  void Close(const absl::Status& status) override {
+    if (!closed_.has_value()) closed_ = status;
+  }
+  // The write in flight has ended.
+  void Written() {
+    ASSERT_TRUE(writing_);
+    writing_ = false;
+    if (source_ != nullptr) source_->Writable();
+  }
+  void WriteAll() {
+    while (writing_) Written();
+  }
+  const std::optional<absl::Status>& closed() const { return closed_; }
+  v1::OpResult Result(uint64_t op_id) const {
+    for (const v1::CoordinatorFrame& frame : frames) {
+      for (const v1::OpResult& result : frame.results().results())
+        if (result.op_id() == op_id) return result;
+    }
+    return {};
+  }
+
+  int reads = 0;
+  std::vector<v1::CoordinatorFrame> frames;
+
+ private:
+  std::shared_ptr<FrameSource> source_;
+  bool writing_ = false;
+  std::optional<absl::Status> closed_;
+};
+
+class FakeWatch final : public WatchLink {
+ public:
+  void Write(v1::WatchBatch batch) override { batches.push_back(std::move(batch)); }
+  void Close(const absl::Status& status) override { closed = status; }
+
+  std::vector<v1::WatchBatch> batches;
+  std::optional<absl::Status> closed;
+};
+
+class FakeSink final : public CallSink {
+ public:
+  void OnAnswer(const std::shared_ptr<const Answer>& given) override {
+    answer = given;
+    answered.Notify();
+  }
+  v1::ErrorReason reason() const { return answer->result().error().detail().reason(); }
+
+  std::shared_ptr<const Answer> answer;
+  Notification answered;
+};
+
+class EngineTest : public ::testing::Test {
+ protected:
+  // An engine with worker w0 seated alone in job "j".
+  void Start(const Engine::Limits& limits, CoreOptions core = {}) {
+    engine_ = std::make_unique<Engine>(Engine::Options{.core = core, .limits = limits},
+                                       std::make_unique<MemoryJournal>());
+    ASSERT_TRUE(engine_->Start().ok());
+    v1::Op op;
+    v1::JoinRequest& join = *op.mutable_join();
+    join.mutable_fence()->set_job_id("j");
+    join.mutable_fence()->set_worker_id("w0");
+    join.mutable_fence()->set_incarnation(1);
+    join.mutable_spec()->set_min_workers(1);
+    join.mutable_spec()->set_max_workers(1);
+    join.mutable_spec()->mutable_lease()->set_seconds(3600);
+    FakeSink sink;
+    Call(op, &sink);
+    ASSERT_TRUE(sink.answer->result().has_join());
+    generation_ = sink.answer->result().join().generation();
+  }
+  void TearDown() override {
+    if (engine_ != nullptr) engine_->Stop();
+  }
+
+  CallId Call(const v1::Op& op, FakeSink* sink, size_t bytes = 0) {
+    const CallId id = engine_->NewCallId();
+    engine_->Call(id, std::make_unique<v1::Op>(op), bytes, "test", sink);
+    return id;
+  }
+  v1::Fence Fence() const {
+    v1::Fence fence;
+    fence.set_job_id("j");
+    fence.set_worker_id("w0");
+    fence.set_incarnation(1);
+    fence.set_generation(generation_);
+    return fence;
+  }
+  v1::Op Put(const std::string& key, const std::string& value) const {
+    v1::Op op;
+    *op.mutable_txn()->mutable_fence() = Fence();
+    v1::PutOp& put = *op.mutable_txn()->add_then()->mutable_put();
+    put.set_key(key);
+    put.set_value(value);
+    return op;
+  }
+  v1::Op Get(const std::string& key) const {
+    v1::Op op;
+    *op.mutable_txn()->mutable_fence() = Fence();
+    op.mutable_txn()->add_then()->mutable_get()->set_key(key);
+    return op;
+  }
+  v1::Op Wait(const std::string& key) const {
+    v1::Op op;
+    *op.mutable_wait()->mutable_fence() = Fence();
+    op.mutable_wait()->add_keys(key);
+    op.mutable_wait()->mutable_timeout()->set_seconds(3000);
+    return op;
+  }
+  void PutNow(const std::string& key, const std::string& value) {
+    FakeSink sink;
+    Call(Put(key, value), &sink);
+    ASSERT_TRUE(sink.answer->result().has_txn()) << sink.answer->result().ShortDebugString();
+  }
+
+  std::shared_ptr<FakeLink> Attach() {
+    auto link = std::make_shared<FakeLink>();
+    auto hello = std::make_unique<v1::AgentFrame>();
+    hello->mutable_hello()->set_protocol_min(1);
+    hello->mutable_hello()->set_protocol_max(1);
+    hello->mutable_hello()->set_node("node");
+    hello->mutable_hello()->set_agent_incarnation(7);
+    engine_->AgentFrame(link, std::move(hello), "test");
+    EXPECT_EQ(link->frames.size(), 1u);
+    link->WriteAll();
+    return link;
+  }
+  void Send(const std::shared_ptr<FakeLink>& link, v1::Op op, uint64_t op_id, uint64_t ack = 0) {
+    auto frame = std::make_unique<v1::AgentFrame>();
+    frame->set_seq(++seq_);
+    frame->set_ack(ack);
+    op.set_op_id(op_id);
+    *frame->mutable_ops()->add_ops() = std::move(op);
+    engine_->AgentFrame(link, std::move(frame), "test");
+  }
+
+  std::unique_ptr<Engine> engine_;
+  uint64_t generation_ = 0;
+  uint64_t seq_ = 0;
+};
+
+TEST_F(EngineTest, TooManyCallsOfAnAgent_AreRefusedUntilSomeAreAnswered) {
+  Start({.calls_of_agent = 2});
+  const auto link = Attach();
+  for (uint64_t op = 1; op <= 3; ++op) Send(link, Wait("k"), op);
+  link->WriteAll();
+  EXPECT_EQ(link->Result(1).op_id(), 0u);  // held
+  const v1::OpError refused = link->Result(3).error();
+  EXPECT_EQ(refused.code(), static_cast<int>(absl::StatusCode::kUnavailable));
+  EXPECT_EQ(refused.detail().reason(), v1::ERROR_REASON_OVERLOADED);
+  EXPECT_TRUE(refused.detail().retryable());
+  EXPECT_GT(refused.detail().retry_after().nanos(), 0);
+  EXPECT_EQ(engine_->overloaded(), 1u);
+  PutNow("k", "v");  // by a unary call: not the agent's
+  link->WriteAll();
+  EXPECT_TRUE(link->Result(1).has_wait());
+  EXPECT_TRUE(link->Result(2).has_wait());
+  Send(link, Wait("k"), 4);
+  link->WriteAll();
+  EXPECT_TRUE(link->Result(4).has_wait());
+}
+
+TEST_F(EngineTest, TooManyCalls_AreRefused) {
+  Start({.calls = 2});
+  FakeSink held[2], third;
+  CallId ids[2];
+  for (int i = 0; i < 2; ++i) ids[i] = Call(Wait("k"), &held[i]);
+  Call(Wait("k"), &third);
+  ASSERT_TRUE(third.answered.HasBeenNotified());
+  EXPECT_EQ(third.reason(), v1::ERROR_REASON_OVERLOADED);
+  engine_->Abandon(ids[0]);
+  FakeSink fourth;
+  Call(Put("k", "v"), &fourth);
+  EXPECT_TRUE(fourth.answer->result().has_txn());
+  EXPECT_TRUE(held[1].answer->result().has_wait());
+}
+
+TEST_F(EngineTest, RequestsBehindABusyEngine_AreBoundedInBytes) {
+  Start({.queued_bytes = 1000});
+  Notification busy, go_on;
+  std::thread applying([&] {
+    engine_->WithCore([&](Core*) {
+      busy.Notify();
+      go_on.WaitForNotification();
+    });
+  });
+  busy.WaitForNotification();
+  FakeSink fits, too_much;
+  Call(Get("k"), &fits, 1000);
+  Call(Get("k"), &too_much, 1);
+  ASSERT_TRUE(too_much.answered.HasBeenNotified());
+  EXPECT_EQ(too_much.reason(), v1::ERROR_REASON_OVERLOADED);
+  go_on.Notify();
+  applying.join();
+  fits.answered.WaitForNotification();
+  EXPECT_TRUE(fits.answer->result().has_txn());
+  FakeSink later;
+  Call(Get("k"), &later, 1000);
+  EXPECT_TRUE(later.answer->result().has_txn());
+}
+
+TEST_F(EngineTest, AgentThatTakesNoAnswers_IsNotReadFromUntilItDoes) {
+  Start({.unsent_bytes = 100'000});
+  PutNow("k", std::string(60'000, 'x'));
+  const auto link = Attach();
+  const int reads = link->reads;
+  Send(link, Get("k"), 1);  // being written
+  Send(link, Get("k"), 2);  // waits: 60 kB
+  EXPECT_EQ(link->reads, reads + 2);
+  Send(link, Get("k"), 3);  // 120 kB wait
+  EXPECT_EQ(link->reads, reads + 2);
+  link->Written();  // takes both
+  EXPECT_EQ(link->reads, reads + 3);
+  link->WriteAll();
+  for (uint64_t op = 1; op <= 3; ++op) EXPECT_TRUE(link->Result(op).has_txn()) << op;
+}
+
+TEST_F(EngineTest, AgentThatNeverAcknowledges_LosesItsSession) {
+  Start({.unacknowledged_bytes = 200'000});
+  PutNow("k", std::string(60'000, 'x'));
+  const auto link = Attach();
+  for (uint64_t op = 1; op <= 3; ++op) {
+    Send(link, Get("k"), op);
+    link->WriteAll();
+  }
+  EXPECT_FALSE(link->closed().has_value());
+  Send(link, Get("k"), 4, /*ack=*/1);
+  link->WriteAll();
+  EXPECT_FALSE(link->closed().has_value());
+  Send(link, Get("k"), 5, /*ack=*/1);
+  ASSERT_TRUE(link->closed().has_value());
+  EXPECT_EQ(link->closed()->code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(rpc::GetReason(*link->closed()), v1::ERROR_REASON_OVERLOADED);
+  EXPECT_EQ(engine_->agents(), 0u);
+  seq_ = 0;
+  const auto again = Attach();
+  Send(again, Get("k"), 1);
+  again->WriteAll();
+  EXPECT_TRUE(again->Result(1).has_txn());
+}
+
+TEST_F(EngineTest, AnswerLargerThanAMessage_BecomesAnError) {
+  Start({});
+  PutNow("k", std::string(5000, 'x'));
+  FakeSink whole;
+  Call(Get("k"), &whole);
+  const size_t size = whole.answer->result().ByteSizeLong();
+  engine_->Stop();
+  for (const size_t limit : {size, size - 1}) {
+    Start({.answer_bytes = limit});
+    PutNow("k", std::string(5000, 'x'));
+    FakeSink sink;
+    Call(Get("k"), &sink);
+    if (limit == size) {
+      EXPECT_TRUE(sink.answer->result().has_txn());
+    } else {
+      EXPECT_EQ(sink.reason(), v1::ERROR_REASON_LIMIT);
+      EXPECT_NE(sink.answer->result().error().message().find(absl::StrCat(size, " bytes")),
+                std::string::npos);
+    }
+    engine_->Stop();
+  }
+}
+
+TEST_F(EngineTest, SlowWatcher_HoldsOneBatchAndIsToldToReadAgain) {
+  CoreOptions core;
+  core.watch_bytes = 100'000;
+  Start({}, core);
+  auto slow = std::make_shared<FakeWatch>(), quick = std::make_shared<FakeWatch>();
+  v1::WatchRequest request;
+  request.set_job_id("j");
+  request.set_keys(true);
+  for (const auto& watch : {slow, quick}) engine_->WatchOpen(watch, request);
+  size_t seen = 0;
+  for (int i = 0; i < 30; ++i) {
+    engine_->WatchWritable(quick);
+    PutNow("k", std::string(10'000, 'x'));
+  }
+  for (const v1::WatchBatch& batch : quick->batches) seen += batch.events_size();
+  EXPECT_EQ(seen, 30u);
+  EXPECT_FALSE(quick->closed.has_value());
+  EXPECT_EQ(slow->batches.size(), 1u);  // the greeting, never taken
+  const uint64_t resume = slow->batches[0].next_revision();
+  engine_->WatchWritable(slow);
+  ASSERT_TRUE(slow->closed.has_value());
+  EXPECT_EQ(rpc::GetReason(*slow->closed), v1::ERROR_REASON_COMPACTED);
+  EXPECT_GE(rpc::GetDetail(*slow->closed)->compacted_revision(), resume);
+  for (const auto& watch : {slow, quick}) engine_->WatchClosed(watch);
+  EXPECT_EQ(engine_->watchers(), 0u);
+}
+
+TEST_F(EngineTest, RevisionLargerThanAMessage_IsToldAsCompacted) {
+  Start({.answer_bytes = 3000});
+  auto watch = std::make_shared<FakeWatch>();
+  v1::WatchRequest request;
+  request.set_job_id("j");
+  request.set_keys(true);
+  engine_->WatchOpen(watch, request);
+  engine_->WatchWritable(watch);
+  PutNow("small", std::string(2000, 'x'));
+  ASSERT_EQ(watch->batches.size(), 2u);
+  EXPECT_EQ(watch->batches[1].events_size(), 1);
+  engine_->WatchWritable(watch);
+  PutNow("large", std::string(3000, 'x'));
+  ASSERT_TRUE(watch->closed.has_value());
+  EXPECT_EQ(rpc::GetReason(*watch->closed), v1::ERROR_REASON_COMPACTED);
+  // From behind it, a new watch sees what comes.
+  auto next = std::make_shared<FakeWatch>();
+  request.set_from_revision(rpc::GetDetail(*watch->closed)->compacted_revision() + 1);
+  engine_->WatchOpen(next, request);
+  engine_->WatchWritable(next);
+  PutNow("small", "y");
+  EXPECT_EQ(next->batches.back().events(0).put().value(), "y");
+  for (const auto& each : {watch, next}) engine_->WatchClosed(each);
+}
+
+}  // namespace
+}  // namespace muster::coordinator

@@ -1,0 +1,529 @@
+#include "coordinator/service/front.h"
+
+#include <grpcpp/impl/codegen/proto_utils.h>
+#include <grpcpp/server_context.h>
+
+#include <chrono>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "coordinator/service/agent_link.h"
+#include "proto/muster/v1/admin.pb.h"
+#include "proto/muster/v1/session.pb.h"
+#include "proto/muster/v1/watch.pb.h"
+#include "rpc/status.h"
+
+namespace muster::coordinator {
+namespace {
+
+// Calls that wait to begin: a burst of connections is taken up without a round trip for each.
+constexpr int kAcceptors = 64;
+
+enum Event : uintptr_t { kBegun = 0, kRead = 1, kWritten = 2, kFinished = 3, kGone = 4 };
+constexpr uintptr_t kEventMask = 7;
+
+template <typename Message>
+bool Parse(grpc::ByteBuffer& bytes, Message* message) {
+  return grpc::SerializationTraits<Message>::Deserialize(&bytes, message).ok();
+}
+
+grpc::ByteBuffer Serialize(const google::protobuf::MessageLite& message) {
+  grpc::Slice slice(message.ByteSizeLong());
+  message.SerializeWithCachedSizesToArray(const_cast<uint8_t*>(slice.begin()));
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+// OK if the caller set a deadline, else INVALID_ARGUMENT / DEADLINE_REQUIRED.
+absl::Status CheckDeadline(const grpc::ServerContext& context) {
+  // gRPC says "no deadline" with the end of time.
+  if (context.deadline() < std::chrono::system_clock::now() + std::chrono::hours(24 * 365 * 5)) {
+    return absl::OkStatus();
+  }
+  return rpc::ErrorWithReason(absl::StatusCode::kInvalidArgument,
+                              "the call has no deadline: set one, so that it cannot wait for ever",
+                              v1::ERROR_REASON_DEADLINE_REQUIRED);
+}
+
+absl::Status NotAMessage(absl::string_view what) {
+  return rpc::ErrorWithReason(absl::StatusCode::kInvalidArgument,
+                              absl::StrCat("the bytes sent are no ", what),
+                              v1::ERROR_REASON_BAD_FIELD);
+}
+
+}  // namespace
+
+// gRPC's half of a call: lives from the wish for a call until gRPC is done with it. Its address is
+// the tag of everything that happens to it, with the Event in the low bits.
+struct alignas(16) Front::Rpc {
+  grpc::GenericServerContext context;
+  grpc::GenericServerAsyncReaderWriter stream{&context};
+  std::shared_ptr<Handler> handler;
+  int in_flight = 0;  // handler->mu_
+  bool gone = false;  // queue's thread
+  bool finished = false;
+
+  void* Tag(Event event) {
+    return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(this) + event);
+  }
+};
+
+// Our half of a call. Events come one after another on the queue's thread; the engine may call from
+// any thread. At most one read and one write are in flight.
+class Front::Handler {
+ public:
+  Handler(Rpc* rpc, MethodMetrics* metrics) : metrics_(metrics), rpc_(rpc) { metrics->Started(); }
+  virtual ~Handler() = default;
+
+  virtual void OnBegun() { Read(); }
+  virtual void OnRead(bool ok, grpc::ByteBuffer& bytes) = 0;
+  virtual void OnWritten(bool ok) = 0;
+  // The client has gone away, or knows the end. Finish() must have been called when it returns, or
+  // follow from it.
+  virtual void OnGone() = 0;
+
+ protected:
+  friend class Front;
+  void Read() {
+    MutexLock lock(&mu_);
+    if (done_) return;
+    ++rpc_->in_flight;
+    rpc_->stream.Read(&in_, rpc_->Tag(kRead));
+  }
+  bool StartWrite(const grpc::ByteBuffer& bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (done_) return false;
+    ++rpc_->in_flight;
+    rpc_->stream.Write(bytes, rpc_->Tag(kWritten));
+    return true;
+  }
+  // With a `reply`, requires an OK status.
+  void Finish(const absl::Status& status, const grpc::ByteBuffer* reply = nullptr) {
+    MutexLock lock(&mu_);
+    if (done_) return;
+    done_ = true;
+    metrics_->Handled(static_cast<int>(status.code()), absl::Now() - start_);
+    ++rpc_->in_flight;
+    if (reply != nullptr) {
+      rpc_->stream.WriteAndFinish(*reply, grpc::WriteOptions(), grpc::Status::OK,
+                                  rpc_->Tag(kFinished));
+    } else {
+      rpc_->stream.Finish(rpc::ToGrpc(status), rpc_->Tag(kFinished));
+    }
+  }
+
+  Mutex mu_;
+
+ private:
+  MethodMetrics* const metrics_;
+  const absl::Time start_ = absl::Now();
+  Rpc* const rpc_;  // valid until done_ and everything in flight has come back
+  bool done_ ABSL_GUARDED_BY(mu_) = false;
+  grpc::ByteBuffer in_;  // gRPC's while a read is in flight
+};
+
+// One row of the table of methods: how its call is made, and for those that the core answers how a
+// request becomes an Op and an OpResult a reply.
+struct Front::Method {
+  const char* service;
+  const char* name;
+  const char* type;
+  std::shared_ptr<Handler> (*handle)(Front& front, Rpc* rpc, const Method& method,
+                                     MethodMetrics* metrics);
+  bool (*parse)(grpc::ByteBuffer& bytes, v1::Op* op) = nullptr;
+  grpc::ByteBuffer (*reply)(const v1::OpResult& result) = nullptr;
+  void (*run)(Front& front, const std::shared_ptr<UnaryCall>& call) = nullptr;
+
+  // Of a method that the core answers.
+  template <auto put, auto get>
+  static constexpr Method Core(const char* service, const char* name);
+  // Of another unary method.
+  static constexpr Method Other(const char* service, const char* name,
+                                void (*run)(Front& front, const std::shared_ptr<UnaryCall>& call));
+  template <typename Stream>
+  static constexpr Method Streaming(const char* service, const char* name, const char* type);
+};
+
+class Front::UnaryCall final : public Handler,
+                               public CallSink,
+                               public std::enable_shared_from_this<UnaryCall> {
+ public:
+  UnaryCall(Front& front, Rpc* rpc, const Method& method, MethodMetrics* metrics)
+      : Handler(rpc, metrics),
+        front_(front),
+        method_(method),
+        id_(front.engine_.NewCallId()),
+        deadline_(CheckDeadline(rpc->context)),
+        peer_(rpc->context.peer()) {}
+
+  void OnBegun() override {
+    if (deadline_.ok()) {
+      Read();
+    } else {
+      Finish(deadline_);
+    }
+  }
+  void OnRead(bool ok, grpc::ByteBuffer& bytes) override {
+    if (!ok) {
+      Finish(NotAMessage("request: there are none"));
+      return;
+    }
+    if (method_.run != nullptr) {
+      method_.run(front_, shared_from_this());
+      return;
+    }
+    const size_t size = bytes.Length();
+    auto op = std::make_unique<v1::Op>();
+    if (!method_.parse(bytes, op.get())) {
+      Finish(NotAMessage(absl::StrCat("request of ", method_.service, "/", method_.name)));
+      return;
+    }
+    bytes.Clear();
+    calling_ = true;
+    front_.engine_.Call(id_, std::move(op), size, peer_, this);
+  }
+  void OnWritten(bool) override {}
+  void OnGone() override {
+    if (calling_) {
+      front_.engine_.Abandon(id_);  // answers, unless it has
+    } else {
+      Finish(absl::CancelledError("the caller went away"));
+    }
+  }
+
+  void OnAnswer(const std::shared_ptr<const Answer>& answer) override {
+    const v1::OpResult& result = answer->result();
+    if (result.has_error()) {
+      Finish(rpc::FromOpError(result.error()));
+    } else {
+      const grpc::ByteBuffer reply = method_.reply(result);
+      Finish(absl::OkStatus(), &reply);
+    }
+  }
+  void Done(const absl::Status& status) { Finish(status); }
+  void Done(const google::protobuf::MessageLite& message) {
+    const grpc::ByteBuffer reply = Serialize(message);
+    Finish(absl::OkStatus(), &reply);
+  }
+  void DoneRaw(const std::string& message) {
+    const grpc::Slice slice(message);
+    const grpc::ByteBuffer reply(&slice, 1);
+    Finish(absl::OkStatus(), &reply);
+  }
+
+ private:
+  Front& front_;
+  const Method& method_;
+  const CallId id_;
+  const absl::Status deadline_;
+  const std::string peer_;
+  bool calling_ = false;
+};
+
+// A watch: one request, then batches until the client goes away.
+class Front::WatchStream final : public Handler,
+                                 public WatchLink,
+                                 public std::enable_shared_from_this<WatchStream> {
+ public:
+  WatchStream(Front& front, Rpc* rpc, const Method&, MethodMetrics* metrics)
+      : Handler(rpc, metrics), engine_(front.engine_) {}
+
+  void Write(v1::WatchBatch batch) override {
+    MutexLock lock(&mu_);
+    StartWrite(Serialize(batch));
+  }
+  void Close(const absl::Status& status) override { Finish(status); }
+
+ private:
+  void OnRead(bool ok, grpc::ByteBuffer& bytes) override {
+    v1::WatchRequest request;
+    if (!ok || !Parse(bytes, &request)) {
+      Finish(NotAMessage("WatchRequest"));
+      return;
+    }
+    bytes.Clear();
+    engine_.WatchOpen(shared_from_this(), std::move(request));
+  }
+  void OnWritten(bool ok) override {
+    if (ok) {
+      engine_.WatchWritable(shared_from_this());
+    } else {
+      Finish(absl::CancelledError("the watcher went away"));
+    }
+  }
+  void OnGone() override {
+    engine_.WatchClosed(shared_from_this());
+    Finish(absl::CancelledError("the watcher went away"));
+  }
+
+  Engine& engine_;
+};
+
+// An agent's stream: frames go out as the bytes the engine made.
+class Front::AgentStream final : public Handler,
+                                 public AgentLink,
+                                 public std::enable_shared_from_this<AgentStream> {
+ public:
+  AgentStream(Front& front, Rpc* rpc, const Method&, MethodMetrics* metrics)
+      : Handler(rpc, metrics), engine_(front.engine_), peer_(rpc->context.peer()) {}
+
+  void Bind(std::shared_ptr<FrameSource> source) override {
+    MutexLock lock(&mu_);
+    source_ = std::move(source);
+  }
+  bool TryWrite(absl::FunctionRef<grpc::ByteBuffer()> next) override {
+    MutexLock lock(&mu_);
+    if (writing_ || closed_) return false;
+    writing_ = true;
+    StartWrite(next());
+    return true;
+  }
+  void ReadNext() override { Read(); }
+  void Close(const absl::Status& status) override {
+    {
+      MutexLock lock(&mu_);
+      closed_ = true;
+    }
+    Finish(status);
+  }
+
+ private:
+  void OnRead(bool ok, grpc::ByteBuffer& bytes) override {
+    if (!ok) {
+      engine_.AgentClosed(shared_from_this());
+      Close(absl::OkStatus());
+      return;
+    }
+    auto frame = std::make_unique<v1::AgentFrame>();
+    if (!Parse(bytes, frame.get())) {
+      engine_.AgentClosed(shared_from_this());
+      Close(NotAMessage("AgentFrame"));
+      return;
+    }
+    bytes.Clear();
+    engine_.AgentFrame(shared_from_this(), std::move(frame), peer_);
+  }
+  void OnWritten(bool ok) override {
+    std::shared_ptr<FrameSource> source;
+    {
+      MutexLock lock(&mu_);
+      writing_ = false;
+      if (ok) source = source_;
+    }
+    // Not under the lock: it comes back through TryWrite.
+    if (source != nullptr) source->Writable();
+  }
+  void OnGone() override {
+    engine_.AgentClosed(shared_from_this());
+    Close(absl::CancelledError("the agent went away"));
+    std::shared_ptr<FrameSource> source;
+    MutexLock lock(&mu_);
+    source.swap(source_);
+  }
+
+  Engine& engine_;
+  const std::string peer_;
+  std::shared_ptr<FrameSource> source_ ABSL_GUARDED_BY(mu_);
+  bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+template <auto put, auto get>
+constexpr Front::Method Front::Method::Core(const char* service, const char* name) {
+  Method method = Other(service, name, nullptr);
+  method.parse = [](grpc::ByteBuffer& bytes, v1::Op* op) { return Parse(bytes, (op->*put)()); };
+  method.reply = [](const v1::OpResult& result) { return Serialize((result.*get)()); };
+  return method;
+}
+
+constexpr Front::Method Front::Method::Other(const char* service, const char* name,
+                                             void (*run)(Front& front,
+                                                         const std::shared_ptr<UnaryCall>& call)) {
+  Method method = Streaming<UnaryCall>(service, name, "unary");
+  method.run = run;
+  return method;
+}
+
+template <typename Stream>
+constexpr Front::Method Front::Method::Streaming(const char* service, const char* name,
+                                                 const char* type) {
+  return {.service = service,
+          .name = name,
+          .type = type,
+          .handle = [](Front& front, Rpc* rpc, const Method& method,
+                       MethodMetrics* metrics) -> std::shared_ptr<Handler> {
+            return std::make_shared<Stream>(front, rpc, method, metrics);
+          }};
+}
+
+#define MUSTER_CORE_METHOD(service, name, member) \
+  Method::Core<&v1::Op::mutable_##member, &v1::OpResult::member>("muster.v1." service, name)
+
+constexpr Front::Method Front::kMethods[] = {
+    Method::Streaming<AgentStream>("muster.v1.Session", "Attach", "bidi_stream"),
+    Method::Streaming<WatchStream>("muster.v1.Watch", "Watch", "server_stream"),
+    MUSTER_CORE_METHOD("Rendezvous", "Join", join),
+    MUSTER_CORE_METHOD("Rendezvous", "GetRankTable", get_rank_table),
+    MUSTER_CORE_METHOD("Rendezvous", "Leave", leave),
+    MUSTER_CORE_METHOD("Rendezvous", "EndGeneration", end_generation),
+    MUSTER_CORE_METHOD("Barrier", "Arrive", arrive),
+    MUSTER_CORE_METHOD("Barrier", "Cancel", cancel_barrier),
+    MUSTER_CORE_METHOD("Barrier", "Describe", describe_barrier),
+    MUSTER_CORE_METHOD("Barrier", "List", list_barriers),
+    MUSTER_CORE_METHOD("Barrier", "StragglerReport", straggler_report),
+    MUSTER_CORE_METHOD("KeyValueStore", "Txn", txn),
+    MUSTER_CORE_METHOD("KeyValueStore", "Wait", wait),
+    MUSTER_CORE_METHOD("Triggers", "Raise", raise_trigger),
+    MUSTER_CORE_METHOD("Triggers", "Poll", poll_triggers),
+    MUSTER_CORE_METHOD("Membership", "Heartbeat", heartbeat),
+    MUSTER_CORE_METHOD("Membership", "ReportExit", report_exit),
+    MUSTER_CORE_METHOD("Membership", "GetMembers", get_members),
+    MUSTER_CORE_METHOD("Membership", "AgreeAlive", agree_alive),
+    MUSTER_CORE_METHOD("Membership", "Quarantine", quarantine),
+    Method::Other("muster.v1.Admin", "Status",
+                  [](Front& front, const std::shared_ptr<UnaryCall>& call) {
+                    front.engine_.WithCore([&front, call](class Core* core) {
+                      if (core == nullptr) {
+                        call->Done(rpc::ErrorWithReason(absl::StatusCode::kUnavailable,
+                                                        "the coordinator is stopping",
+                                                        v1::ERROR_REASON_STOPPING, true));
+                        return;
+                      }
+                      v1::StatusReply reply;
+                      core->FillStatus(&reply);
+                      reply.set_version(kVersion);
+                      reply.mutable_uptime()->set_seconds(
+                          absl::ToInt64Seconds(absl::Now() - front.started_));
+                      reply.set_agents(static_cast<int32_t>(front.engine_.agents()));
+                      reply.set_journal(front.engine_.journal().description());
+                      call->Done(reply);
+                    });
+                  }),
+    Method::Other("muster.v1.Admin", "Snapshot",
+                  [](Front& front, const std::shared_ptr<UnaryCall>& call) {
+                    front.engine_.Snapshot([call](absl::StatusOr<uint64_t> revision) {
+                      if (!revision.ok()) {
+                        call->Done(revision.status());
+                        return;
+                      }
+                      v1::SnapshotReply reply;
+                      reply.set_revision(*revision);
+                      call->Done(reply);
+                    });
+                  }),
+    // HealthCheckResponse{status = 1}: 1 is SERVING, 2 is NOT_SERVING.
+    Method::Other("grpc.health.v1.Health", "Check",
+                  [](Front& front, const std::shared_ptr<UnaryCall>& call) {
+                    call->DoneRaw(front.serving_ ? "\x08\x01" : "\x08\x02");
+                  }),
+};
+#undef MUSTER_CORE_METHOD
+
+Front::Front(Engine* engine, RpcMetrics* metrics, absl::Time started)
+    : engine_(*engine), metrics_(*metrics), started_(started) {
+  for (const Method& method : kMethods) {
+    methods_[absl::StrCat("/", method.service, "/", method.name)] = {
+        &method, metrics_.Add(method.service, method.name, method.type)};
+  }
+}
+
+Front::~Front() { Shutdown(); }
+
+void Front::Register(grpc::ServerBuilder& builder) {
+  builder.RegisterAsyncGenericService(&service_);
+  queue_ = builder.AddCompletionQueue();
+}
+
+void Front::Serve() {
+  for (int i = 0; i < kAcceptors; ++i) Accept();
+  thread_ = std::thread([this] { Run(); });
+}
+
+void Front::Shutdown() {
+  if (queue_ == nullptr) return;
+  {
+    MutexLock lock(&mu_);
+    while (open_ > 0) ended_.Wait(&mu_);
+    if (stopping_) return;
+    stopping_ = true;
+    queue_->Shutdown();
+  }
+  if (thread_.joinable()) {
+    thread_.join();
+  } else {
+    Run();
+  }
+}
+
+void Front::Accept() {
+  MutexLock lock(&mu_);
+  if (stopping_) return;
+  auto* rpc = new Rpc;
+  rpc->context.AsyncNotifyWhenDone(rpc->Tag(kGone));
+  service_.RequestCall(&rpc->context, &rpc->stream, queue_.get(), queue_.get(), rpc->Tag(kBegun));
+}
+
+void Front::Run() {
+  void* tag;
+  bool ok;
+  while (queue_->Next(&tag, &ok)) {
+    const uintptr_t bits = reinterpret_cast<uintptr_t>(tag);
+    Handle(reinterpret_cast<Rpc*>(bits & ~kEventMask), static_cast<int>(bits & kEventMask), ok);
+  }
+}
+
+void Front::Begin(Rpc* rpc) {
+  {
+    MutexLock lock(&mu_);
+    ++open_;
+  }
+  Accept();
+  const auto it = methods_.find(rpc->context.method());
+  if (it != methods_.end()) {
+    rpc->handler = it->second.method->handle(*this, rpc, *it->second.method, it->second.metrics);
+    rpc->handler->OnBegun();
+    return;
+  }
+  static constexpr Method unknown = Method::Other("", "", nullptr);
+  static MethodMetrics unknown_metrics;
+  auto call = std::make_shared<UnaryCall>(*this, rpc, unknown, &unknown_metrics);
+  rpc->handler = call;
+  call->Done(absl::UnimplementedError(
+      absl::StrCat("this coordinator (", kVersion, ") has no method ", rpc->context.method())));
+}
+
+void Front::Handle(Rpc* rpc, int event, bool ok) {
+  if (event == kBegun) {
+    if (ok) {
+      Begin(rpc);
+    } else {
+      delete rpc;  // the server ends: this call never began
+    }
+    return;
+  }
+  const std::shared_ptr<Handler> handler = rpc->handler;
+  switch (event) {
+    case kRead:
+      handler->OnRead(ok, handler->in_);
+      break;
+    case kWritten:
+      handler->OnWritten(ok);
+      break;
+    case kFinished:
+      rpc->finished = true;
+      break;
+    case kGone:
+      rpc->gone = true;
+      handler->OnGone();
+      break;
+  }
+  {
+    MutexLock lock(&handler->mu_);
+    if (event != kGone) --rpc->in_flight;
+    if (!rpc->gone || !rpc->finished || rpc->in_flight > 0) return;
+  }
+  delete rpc;
+  MutexLock lock(&mu_);
+  if (--open_ == 0) ended_.SignalAll();
+}
+
+}  // namespace muster::coordinator

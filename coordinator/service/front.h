@@ -1,0 +1,86 @@
+#ifndef MUSTER_COORDINATOR_SERVICE_FRONT_H_
+#define MUSTER_COORDINATOR_SERVICE_FRONT_H_
+
+#include <grpcpp/generic/async_generic_service.h>
+#include <grpcpp/server_builder.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/time/time.h"
+#include "base/mutex.h"
+#include "coordinator/service/engine.h"
+#include "coordinator/service/rpc_metrics.h"
+
+namespace muster::coordinator {
+
+// The value of AdminStatus.version and Welcome.version.
+inline constexpr char kVersion[] = "0.1.0";
+
+// The gRPC face of the coordinator: every method of muster.v1, and grpc.health.v1.Health/Check, in
+// front of an Engine. No policy: it turns messages into operations and answers into messages.
+//
+// All connections share one completion queue and one thread, which reads, applies (the engine lets
+// whoever brings an event apply it) and writes. With gRPC's own callback threads the same message
+// costs twice the CPU: they hand each event to one another. So methods are not registered one by
+// one but looked up in a table (front.cc) behind a generic service.
+//
+// Order of use: construct; Register() with the builder; Serve() once the server runs; after
+// grpc::Server::Shutdown() has returned, Shutdown(). Thread-safe.
+class Front {
+ public:
+  // `engine` and `metrics` outlive it.
+  Front(Engine* engine, RpcMetrics* metrics, absl::Time started);
+  ~Front();  // only after Shutdown, or before Serve
+  Front(const Front&) = delete;
+  Front& operator=(const Front&) = delete;
+
+  void Register(grpc::ServerBuilder& builder);
+  void Serve();
+  // What the health check says, for every service. Starts as serving.
+  void SetServing(bool serving) { serving_ = serving; }
+  // Blocks until every call has ended, which the engine's Stop() and the server's Shutdown() see
+  // to. Repeatable.
+  void Shutdown();
+
+ private:
+  struct Rpc;
+  class Handler;
+  class UnaryCall;
+  class AgentStream;
+  class WatchStream;
+  struct Method;
+
+  static const Method kMethods[];
+
+  void Accept();
+  void Run();
+  void Handle(Rpc* rpc, int event, bool ok);
+  void Begin(Rpc* rpc);
+
+  Engine& engine_;
+  RpcMetrics& metrics_;
+  const absl::Time started_;
+  std::atomic<bool> serving_{true};
+  struct Served {
+    const Method* method;
+    MethodMetrics* metrics;
+  };
+  absl::flat_hash_map<std::string, Served> methods_;  // by path
+
+  grpc::AsyncGenericService service_;
+  std::unique_ptr<grpc::ServerCompletionQueue> queue_;
+  std::thread thread_;
+
+  Mutex mu_;
+  CondVar ended_;
+  int open_ ABSL_GUARDED_BY(mu_) = 0;  // calls that began and have not ended
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_SERVICE_FRONT_H_
