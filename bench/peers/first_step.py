@@ -1,4 +1,4 @@
-"""The peer of bench/run_launch: one DDP step of the MNIST net over Gloo, under torch.distributed.run."""
+"""The peer of bench/launch: one DDP step of the MNIST net over Gloo, under torch.distributed.run."""
 
 import torch
 import torch.distributed as dist

@@ -451,6 +451,12 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
   Given cpu = values.Get("cpu");
   config.cpu = values.Bool("cpu");
   if (!config.cpu && gpus == 0) {
+    // A file may be for many machines; a flag is meant for this one.
+    if (cpu.source == "--cpu") {
+      return absl::InvalidArgumentError(
+          "cpu: false (from --cpu), but this machine has no GPU that can be used: leave it out to "
+          "train on the CPU (muster env shows what was found)");
+    }
     config.cpu = true;
     cpu = {"true", "this machine has no GPU"};
   }

@@ -105,6 +105,12 @@ TEST(ResolveLaunch, MoreProcessesThanGpus_AreRefusedUnlessOnTheCpu) {
   EXPECT_EQ(ErrorOf({{"num_processes", "4"}, {"cpu", "true"}}, {.gpus = 2}), "accepted");
 }
 
+TEST(ResolveLaunch, GpuAskedForWhereNoneIs_IsRefusedOnTheCommandLineOnly) {
+  EXPECT_TRUE(ResolveLaunch({*ParseConfig("cpu: no\n", "c.yaml")}, {})->cpu);
+  EXPECT_THAT(ErrorOf({{"cpu", "false"}}), HasSubstr("no GPU that can be used"));
+  EXPECT_EQ(ErrorOf({{"cpu", "false"}}, {.gpus = 1}), "accepted");
+}
+
 TEST(ResolveLaunch, D26_ProcessesOnTheCpu_AreAllCounted) {
   const auto config = ResolveLaunch({Flags({{"num_processes", "3"}, {"cpu", "true"}})}, {});
   EXPECT_EQ(config->processes_here, 3);

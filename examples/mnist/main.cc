@@ -4,6 +4,7 @@
 //   muster launch --num_processes 2 --cpu -- mnist --data_root DIR --output_dir OUT
 //   muster launch --num_processes 2 --cpu -- mnist --data_root DIR --output_dir OUT --resume
 #include <CLI/CLI.hpp>
+#include <cstdio>
 #include <fstream>
 #include <string>
 #include <utility>
@@ -148,10 +149,9 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
 
 int main(int argc, char** argv) {
   Flags flags;
-  CLI::App app("Trains a convolutional net on MNIST with Muster.");
+  CLI::App app("Trains a convolutional net on MNIST with Muster.", "mnist");
   app.add_option("--data_root", flags.data_root,
-                 "folder with the four IDX files (tools/fetch_mnist DIR)")
-      ->required();
+                 "folder with the four IDX files (tools/fetch_mnist DIR)");
   app.add_option("--output_dir", flags.output_dir, "where checkpoints go")->capture_default_str();
   app.add_option("--epochs", flags.epochs, "passes over the training images")
       ->capture_default_str()
@@ -172,7 +172,15 @@ int main(int argc, char** argv) {
                  "use only the first so many training images");
   app.add_option("--loss_file", flags.loss_file,
                  "write step and mean loss of every micro-step here");
-  CLI11_PARSE(app, argc, argv);
+  try {
+    app.parse(argc, argv);
+    if (flags.data_root.empty()) throw CLI::RequiredError("--data_root");
+  } catch (const CLI::CallForHelp& help) {
+    return app.exit(help);
+  } catch (const CLI::ParseError& error) {
+    std::fprintf(stderr, "mnist: %s (see --help)\n", error.what());
+    return 2;
+  }
 
   muster::AcceleratorOptions options;
   options.project.directory = flags.output_dir;

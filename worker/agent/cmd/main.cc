@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "rpc/address.h"
 #include "worker/agent/node_job.h"
 #include "worker/agent/process.h"
@@ -27,7 +28,8 @@ constexpr int kExitProgramMissing = 127;
 
 constexpr char kAbout[] =
     "Muster's node agent: starts and watches this machine's workers of a job whose coordinator "
-    "already runs.\n"
+    "already runs.";
+constexpr char kUsage[] =
     "Usage: muster-agent --coordinator IP:PORT [OPTIONS] -- PROGRAM [ARGS...]";
 constexpr char kFooter[] =
     "\nExit codes are those of muster launch (docs/cli.md): 0 the job succeeded; 1 a worker "
@@ -86,7 +88,7 @@ int Run(int argc, char** argv) {
   worker.job = "launch";
   CLI::App app(kAbout, "muster-agent");
   app.footer(kFooter);
-  app.add_option("--coordinator", worker.coordinator, "IP:PORT of the coordinator")->required();
+  app.add_option("--coordinator", worker.coordinator, "IP:PORT of the coordinator");
   app.add_option("--num_processes", processes,
                  "processes of the whole job (default: one for each machine)")
       ->check(CLI::Range(1, 1'000'000));
@@ -132,10 +134,15 @@ int Run(int argc, char** argv) {
   try {
     app.parse(flags);
   } catch (const CLI::CallForHelp&) {
-    std::printf("%s\n", app.help().c_str());
+    std::printf(
+        "%s\n",
+        absl::StrReplaceAll(app.help(), {{"Usage: muster-agent [OPTIONS]", kUsage}}).c_str());
     return 0;
   } catch (const CLI::ParseError& error) {
     return Fail(kExitUsage, absl::StrCat(error.what(), "; see muster-agent --help"));
+  }
+  if (worker.coordinator.empty()) {
+    return Fail(kExitUsage, "--coordinator is required; see muster-agent --help");
   }
   if (dashes == args.end() || dashes + 1 == args.end()) {
     return Fail(kExitUsage, "no program: write muster-agent [OPTIONS] -- PROGRAM [ARGS...]");

@@ -1,0 +1,90 @@
+// The programs beside `muster`, as somebody who mistypes meets them: each mistake is one line that names the thing,
+// and an exit code that is not 0.
+#include "gmock/gmock.h"
+#include "tests/e2e/launch_fixture.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+using ::testing::SizeIs;
+using ::testing::StartsWith;
+
+class CommandsTest : public LaunchFixture {
+ protected:
+  std::unique_ptr<Command> Program(const std::string& path, std::vector<std::string> args) {
+    args.insert(args.begin(), Runfile(path));
+    return std::make_unique<Command>(*host_, std::move(args), env_);
+  }
+  std::unique_ptr<Command> Coordinator(std::vector<std::string> args) {
+    args.insert(args.begin(), {"--log_level", "error"});
+    return Program("coordinator/cmd/muster-coordinator", std::move(args));
+  }
+};
+
+TEST_F(CommandsTest, Help_IsEverywhere) {
+  for (const char* path : {"coordinator/cmd/muster-coordinator", "worker/agent/cmd/muster-agent",
+                           "examples/mnist/mnist"}) {
+    auto help = Program(path, {"--help"});
+    EXPECT_EQ(help->Wait(), 0) << path;
+    const std::string name = std::string(path).substr(std::string(path).rfind('/') + 1);
+    EXPECT_THAT(help->out_text(), HasSubstr("\nUsage: " + name + " ")) << path;
+    EXPECT_THAT(help->err(), IsEmpty()) << path;
+  }
+}
+
+TEST_F(CommandsTest, Coordinator_PortZero_TellsTheAddressAndStopsOnSigterm) {
+  auto coordinator = Coordinator({});
+  const std::string port = coordinator->WaitForLine("127.0.0.1:");
+  EXPECT_THAT(port, Not("0"));
+  auto second = Coordinator({"--listen", "127.0.0.1:" + port});
+  EXPECT_EQ(second->Wait(), 3);
+  EXPECT_THAT(second->err(), ElementsAre(AllOf(StartsWith("muster-coordinator: "),
+                                               HasSubstr("127.0.0.1:" + port))));
+  auto status = Muster({"status", "--coordinator", "127.0.0.1:" + port});
+  EXPECT_EQ(status->Wait(), 0) << status->err_text();
+  coordinator->Signal(SIGTERM);
+  EXPECT_EQ(coordinator->Wait(), 0);
+}
+
+TEST_F(CommandsTest, Mistakes_AreOneLineEach) {
+  const std::string coordinator = "coordinator/cmd/muster-coordinator";
+  const std::string agent = "worker/agent/cmd/muster-agent";
+  const std::string mnist = "examples/mnist/mnist";
+  const struct {
+    std::string path;
+    std::vector<std::string> args;
+    std::string text;
+  } kCases[] = {
+      {coordinator, {"--bogus"}, "--bogus"},
+      {coordinator, {"--listen", "nonsense"}, "nonsense"},
+      {coordinator, {"--listen", "0.0.0.0:0"}, "without TLS"},
+      {coordinator, {"--listen", "0.0.0.0:0", "--insecure"}, "without TLS"},
+      {coordinator, {"--tls_cert", "/nowhere.pem", "--tls_key", "/nowhere.pem"}, "/nowhere.pem"},
+      {coordinator, {"--data_dir", "/proc/nowhere"}, "/proc/nowhere"},
+      {coordinator, {"--lease", "0"}, "--lease"},
+      {agent, {"--bogus"}, "--bogus"},
+      {agent, {"--", "true"}, "--coordinator"},
+      {agent, {"--coordinator", "127.0.0.1:1", "--num_processes", "0", "--", "true"}, "Value 0"},
+      {mnist, {"--bogus"}, "--bogus"},
+      {mnist, {}, "--data_root"},
+      {mnist, {"--data_root", "/nowhere"}, "/nowhere/train-images-idx3-ubyte"},
+      {mnist, {"--data_root", "/nowhere", "--epochs", "0"}, "--epochs"},
+  };
+  for (const auto& c : kCases) {
+    auto args = c.args;
+    if (c.path == coordinator) args.insert(args.begin(), {"--log_level", "error"});
+    auto command = Program(c.path, args);
+    EXPECT_GT(command->Wait(), 0) << c.path << " " << absl::StrJoin(args, " ");
+    EXPECT_THAT(command->err(), SizeIs(1)) << command->err_text();
+    EXPECT_THAT(command->err_text(), HasSubstr(c.text));
+    EXPECT_THAT(command->out(), IsEmpty());
+  }
+}
+
+}  // namespace
+}  // namespace muster
