@@ -8,18 +8,19 @@
 
 namespace muster::coordinator {
 
-void TriggerSet::ResetAcks(Trigger* trigger) {
+void TriggerSet::ResetRanks(Trigger* trigger) {
   trigger->acked.assign(world_size_, false);
-  trigger->unacked = 0;
-  for (const Rank& rank : ranks_) trigger->unacked += rank.gone ? 0 : 1;
+  trigger->promised.assign(world_size_, false);
+  trigger->max_horizon = 0;
+  const auto living = std::count(gone_.begin(), gone_.end(), false);
+  trigger->unacked = trigger->unpromised = static_cast<int>(living);
 }
 
 void TriggerSet::ResumeGeneration(int world_size) {
   world_size_ = world_size;
-  ranks_.assign(world_size, Rank());
-  unknown_ = world_size;
-  max_horizon_ = 0;
-  for (auto& [id, trigger] : triggers_) ResetAcks(&trigger);
+  gone_.assign(world_size, false);
+  max_step_ = 0;
+  for (auto& [id, trigger] : triggers_) ResetRanks(&trigger);
 }
 
 void TriggerSet::StartGeneration(int world_size, std::vector<v1::TriggerChanged>* changes) {
@@ -77,12 +78,12 @@ std::optional<v1::OpError> TriggerSet::Raise(const v1::RaiseTriggerRequest& requ
       return BadField("step", absl::StrCat("trigger ", Quoted(request.name()), " asks for step ",
                                            request.step()));
     }
-    if (request.step() < max_horizon_) {
+    if (request.step() <= max_step_) {
       v1::OpError error =
           MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_BAD_FIELD,
                     absl::StrCat("trigger ", Quoted(request.name()), " asks for step ",
-                                 request.step(), ", but a rank may already have begun step ",
-                                 max_horizon_ - 1, ": ask for step ", max_horizon_, " or later"));
+                                 request.step(), ", but a rank has already finished step ",
+                                 max_step_, ": ask for a later one"));
       error.mutable_detail()->set_field("step");
       return error;
     }
@@ -96,7 +97,7 @@ std::optional<v1::OpError> TriggerSet::Raise(const v1::RaiseTriggerRequest& requ
   trigger.record.set_min_lead_steps(request.min_lead_steps());
   trigger.record.set_effective_step(-1);
   trigger.record.set_raised_by_rank(rank);
-  ResetAcks(&trigger);
+  ResetRanks(&trigger);
   const auto it = triggers_.emplace(trigger_id, std::move(trigger)).first;
   const size_t before = changes->size();
   Decide(changes);
@@ -111,13 +112,13 @@ std::optional<v1::OpError> TriggerSet::Raise(const v1::RaiseTriggerRequest& requ
 }
 
 void TriggerSet::Decide(std::vector<v1::TriggerChanged>* changes) {
-  if (!AllKnown()) return;
+  if (world_size_ == 0) return;
   for (auto& [id, trigger] : triggers_) {
+    if (trigger.decided() || trigger.unpromised > 0) continue;
     v1::TriggerRecord& record = trigger.record;
-    if (record.effective_step() >= 0 || record.align() == v1::TRIGGER_ALIGN_NOW) continue;
     record.set_effective_step(record.align() == v1::TRIGGER_ALIGN_AT_STEP
-                                  ? std::max(record.step(), max_horizon_)
-                                  : max_horizon_ + record.min_lead_steps());
+                                  ? std::max(record.step(), trigger.max_horizon)
+                                  : trigger.max_horizon + record.min_lead_steps());
     v1::TriggerChanged change;
     *change.mutable_trigger() = record;
     changes->push_back(std::move(change));
@@ -136,40 +137,40 @@ std::optional<v1::OpError> TriggerSet::Poll(const v1::PollTriggersRequest& reque
     return BadField("horizon", absl::StrCat("the horizon ", horizon, " of rank ", rank,
                                             " must be after its step ", request.step()));
   }
-  // What is told below was decided without this horizon, so it must be known to this rank before it
-  // counts.
   for (const uint64_t id : request.acked()) {
     const auto it = triggers_.find(id);
     if (it == triggers_.end() || it->second.acked[rank]) continue;
     it->second.acked[rank] = true;
-    --it->second.unacked;
+    if (!gone_[rank]) --it->second.unacked;
   }
   RemoveDone(changes);
-  if (!ranks_[rank].polled) {
-    ranks_[rank].polled = true;
-    if (!ranks_[rank].gone) --unknown_;
+  max_step_ = std::max(max_step_, request.step());
+  for (const uint64_t id : request.pending()) {
+    const auto it = triggers_.find(id);
+    if (it == triggers_.end() || it->second.decided()) continue;
+    Trigger& trigger = it->second;
+    trigger.max_horizon = std::max(trigger.max_horizon, horizon);
+    if (trigger.promised[rank]) continue;
+    trigger.promised[rank] = true;
+    if (!gone_[rank]) --trigger.unpromised;
   }
-  max_horizon_ = std::max(max_horizon_, horizon);
   Decide(changes);
   for (const auto& [id, trigger] : triggers_) {
     if (trigger.acked[rank]) continue;
-    if (trigger.record.effective_step() < 0 && trigger.record.align() != v1::TRIGGER_ALIGN_NOW)
-      continue;
     v1::TriggerEvent* event = reply->add_triggers();
     event->set_trigger_id(id);
     event->set_name(trigger.record.name());
     event->set_payload(trigger.record.payload());
     event->set_effective_step(trigger.record.effective_step());
     event->set_raised_by_rank(trigger.record.raised_by_rank());
+    event->set_align(static_cast<v1::TriggerAlign>(trigger.record.align()));
   }
   return std::nullopt;
 }
 
 void TriggerSet::RemoveDone(std::vector<v1::TriggerChanged>* changes) {
   for (auto it = triggers_.begin(); it != triggers_.end();) {
-    const bool decided = it->second.record.effective_step() >= 0 ||
-                         it->second.record.align() == v1::TRIGGER_ALIGN_NOW;
-    if (it->second.unacked > 0 || !decided || world_size_ == 0) {
+    if (it->second.unacked > 0 || !it->second.decided() || world_size_ == 0) {
       ++it;
       continue;
     }
@@ -182,11 +183,11 @@ void TriggerSet::RemoveDone(std::vector<v1::TriggerChanged>* changes) {
 }
 
 void TriggerSet::RankGone(int rank, std::vector<v1::TriggerChanged>* changes) {
-  if (rank < 0 || rank >= world_size_ || ranks_[rank].gone) return;
-  ranks_[rank].gone = true;
-  if (!ranks_[rank].polled) --unknown_;
+  if (rank < 0 || rank >= world_size_ || gone_[rank]) return;
+  gone_[rank] = true;
   for (auto& [id, trigger] : triggers_) {
     if (!trigger.acked[rank]) --trigger.unacked;
+    if (!trigger.promised[rank]) --trigger.unpromised;
   }
   RemoveDone(changes);
   Decide(changes);
@@ -194,12 +195,14 @@ void TriggerSet::RankGone(int rank, std::vector<v1::TriggerChanged>* changes) {
 
 void TriggerSet::RankReplaced(int rank) {
   if (rank < 0 || rank >= world_size_) return;
-  const Rank old = std::exchange(ranks_[rank], Rank());
-  if (old.gone || old.polled) ++unknown_;
+  const bool was_gone = gone_[rank];
+  gone_[rank] = false;
   for (auto& [id, trigger] : triggers_) {
-    if (old.gone || trigger.acked[rank]) ++trigger.unacked;
-    // What the former incarnation acknowledged, the new one is told as well.
+    // What the former incarnation acknowledged or promised, the new one is asked for as well.
+    if (was_gone || trigger.acked[rank]) ++trigger.unacked;
+    if (was_gone || trigger.promised[rank]) ++trigger.unpromised;
     trigger.acked[rank] = false;
+    trigger.promised[rank] = false;
   }
 }
 
@@ -210,7 +213,7 @@ void TriggerSet::Restore(const v1::TriggerChanged& change) {
   }
   Trigger& trigger = triggers_[change.trigger().trigger_id()];
   trigger.record = change.trigger();
-  ResetAcks(&trigger);
+  ResetRanks(&trigger);
 }
 
 }  // namespace muster::coordinator

@@ -16,12 +16,14 @@ namespace muster::coordinator {
 // The triggers of one job: flags that take effect on the same step on every rank, without a
 // collective per check. Not thread-safe.
 //
-// The rule: when a rank polls, it names a horizon and promises to poll again before it begins that
-// step. A trigger's effective step is decided once, as soon as every living rank has a horizon: the
-// largest of them + min_lead_steps (NEXT_STEP), or the step asked for (AT_STEP; later if a horizon
-// is beyond it). No rank begins its horizon without having polled, so none can pass the effective
-// step unaware. NOW needs no decision: each rank acts when it sees it. Horizons are not journaled:
-// after a restart nothing is decided until every rank has polled again.
+// The rule: whoever polls is told of every trigger, decided or not. A rank that polls with an
+// undecided trigger in `pending` promises not to begin step `horizon` before it has been told the
+// decision. The effective step is decided once, as soon as every living rank has promised for this
+// trigger: the largest horizon + min_lead_steps (NEXT_STEP), or the step asked for (AT_STEP; later
+// if a horizon is beyond it). So no rank can have begun it unaware, and a rank that knows of no
+// trigger is bound by nothing: it trains on while the coordinator is away. NOW needs no decision:
+// each rank acts when it sees it. Promises are not journaled: after a restart every rank promises
+// again.
 //
 // Each rank is told of a trigger at every poll until it acknowledges it. Ranks must remember the
 // trigger_ids they have acted upon: acknowledgements are not journaled, so a restarted coordinator
@@ -34,11 +36,11 @@ class TriggerSet {
   // How far ahead a horizon or lead may be: keeps arithmetic on steps from overflowing.
   static constexpr int64_t kMaxStep = int64_t{1} << 60;
 
-  // Starts a generation of `world_size` ranks: no horizon is known. Triggers raised by ranks of the
+  // Starts a generation of `world_size` ranks: nobody has promised anything. Triggers raised by ranks of the
   // one before are dropped (their steps may be undone by a restore), those of operators wait to be
   // decided anew.
   void StartGeneration(int world_size, std::vector<v1::TriggerChanged>* changes);
-  // Forgets horizons and acknowledgements only: the same generation under a new coordinator.
+  // Forgets promises and acknowledgements only: the same generation under a new coordinator.
   void ResumeGeneration(int world_size);
 
   // `rank` is -1 for an operator. Errors: BAD_FIELD, LIMIT; FAILED_PRECONDITION if a rank may have
@@ -50,7 +52,7 @@ class TriggerSet {
   std::optional<v1::OpError> Poll(const v1::PollTriggersRequest& request, int rank,
                                   v1::PollTriggersReply* reply,
                                   std::vector<v1::TriggerChanged>* changes);
-  // `rank` will not poll again: nobody waits for its horizon or acknowledgement.
+  // `rank` will not poll again: nobody waits for its promise or acknowledgement.
   void RankGone(int rank, std::vector<v1::TriggerChanged>* changes);
   // Another incarnation took the seat.
   void RankReplaced(int rank);
@@ -65,23 +67,23 @@ class TriggerSet {
  private:
   struct Trigger {
     v1::TriggerRecord record;
-    std::vector<bool> acked;
-    int unacked = 0;  // living ranks that have not acknowledged it
+    std::vector<bool> acked, promised;  // by rank
+    int unacked = 0;                    // living ranks that have not acknowledged it
+    int unpromised = 0;                 // living ranks that have not promised
+    int64_t max_horizon = 0;            // of the promises
+
+    bool decided() const {
+      return record.effective_step() >= 0 || record.align() == v1::TRIGGER_ALIGN_NOW;
+    }
   };
-  struct Rank {
-    bool gone = false;
-    bool polled = false;
-  };
-  bool AllKnown() const { return unknown_ == 0 && world_size_ > 0; }
   // Decides what can be decided.
   void Decide(std::vector<v1::TriggerChanged>* changes);
-  void ResetAcks(Trigger* trigger);
+  void ResetRanks(Trigger* trigger);
   void RemoveDone(std::vector<v1::TriggerChanged>* changes);
 
   int world_size_ = 0;
-  std::vector<Rank> ranks_;
-  int unknown_ = 0;          // living ranks without a horizon
-  int64_t max_horizon_ = 0;  // of all ranks; it never shrinks within a generation
+  std::vector<bool> gone_;  // by rank
+  int64_t max_step_ = 0;    // the last one that some rank of this generation has finished
   absl::btree_map<uint64_t, Trigger> triggers_;
 };
 

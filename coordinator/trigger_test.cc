@@ -28,15 +28,24 @@ class TriggerTest : public ::testing::Test {
     return reply;
   }
   v1::PollTriggersReply Poll(int rank, int64_t step, int64_t horizon = 0,
-                             std::vector<uint64_t> acked = {}) {
+                             std::vector<uint64_t> acked = {}, std::vector<uint64_t> pending = {}) {
     v1::PollTriggersRequest request;
     request.set_rank(rank);
     request.set_step(step);
     request.set_horizon(horizon);
     for (const uint64_t id : acked) request.add_acked(id);
+    for (const uint64_t id : pending) request.add_pending(id);
     v1::PollTriggersReply reply;
     error_ = set_.Poll(request, rank, &reply, &changes_);
     return reply;
+  }
+  // What `rank` is told once it has promised for trigger `id`; -1: undecided.
+  int64_t Promise(int rank, uint64_t id, int64_t step, int64_t horizon = 0) {
+    const v1::PollTriggersReply reply = Poll(rank, step, horizon, {}, {id});
+    for (const v1::TriggerEvent& event : reply.triggers()) {
+      if (event.trigger_id() == id) return event.effective_step();
+    }
+    return -2;
   }
 
   TriggerSet set_;
@@ -45,12 +54,11 @@ class TriggerTest : public ::testing::Test {
   std::optional<v1::OpError> error_;
 };
 
-TEST_F(TriggerTest, NextStep_IsTheLargestHorizonPlusLead) {
-  Poll(0, 10, 12);
-  Poll(1, 8, 20);
-  Poll(2, 11);
-  const v1::RaiseTriggerReply raised = Raise(0, v1::TRIGGER_ALIGN_NEXT_STEP, 0, 3);
-  EXPECT_EQ(raised.effective_step(), 23);
+TEST_F(TriggerTest, NextStep_IsTheLargestPromisePlusLead) {
+  const uint64_t id = Raise(0, v1::TRIGGER_ALIGN_NEXT_STEP, 0, 3).trigger_id();
+  EXPECT_EQ(Promise(0, id, 10, 12), -1);
+  EXPECT_EQ(Promise(1, id, 8, 20), -1);
+  EXPECT_EQ(Promise(2, id, 11), 23);
   for (int rank = 0; rank < 3; ++rank) {
     const v1::PollTriggersReply reply = Poll(rank, 12);
     ASSERT_EQ(reply.triggers_size(), 1);
@@ -58,53 +66,83 @@ TEST_F(TriggerTest, NextStep_IsTheLargestHorizonPlusLead) {
   }
 }
 
-TEST_F(TriggerTest, UnknownHorizon_DecisionWaitsForTheLastRank) {
-  Poll(0, 10);
-  EXPECT_EQ(Raise(0).effective_step(), -1);
-  EXPECT_EQ(Poll(0, 11).triggers_size(), 0);
-  EXPECT_EQ(Poll(1, 4).triggers_size(), 0);
-  const v1::PollTriggersReply last = Poll(2, 7);
-  ASSERT_EQ(last.triggers_size(), 1);
-  EXPECT_EQ(last.triggers(0).effective_step(), 12);
-  EXPECT_EQ(Poll(0, 11).triggers(0).effective_step(), 12);
-}
-
-TEST_F(TriggerTest, DecidedStep_DoesNotMoveWithLaterHorizons) {
-  for (int rank = 0; rank < 3; ++rank) Poll(rank, 5);
-  EXPECT_EQ(Raise(1).effective_step(), 6);
-  Poll(0, 5, 50);
-  EXPECT_EQ(Poll(1, 5).triggers(0).effective_step(), 6);
-}
-
-TEST_F(TriggerTest, NoRank_CanHavePassedTheDecidedStep) {
-  // Each rank runs up to its horizon without asking; whatever the order, the decision is at or
-  // beyond every horizon.
-  int64_t horizon[3] = {0, 0, 0};
-  for (int i = 0; i < 60; ++i) {
-    const int rank = (i * 7) % 3;
-    const int64_t step = horizon[rank] == 0 ? 0 : horizon[rank] - 1;
-    horizon[rank] = step + 1 + (i * 5) % 4;
-    Poll(rank, step, horizon[rank]);
-    if (i > 6 && i % 10 == 0) {
-      const int64_t effective = Raise(rank).effective_step();
-      for (const int64_t other : horizon) EXPECT_GE(effective, other);
-    }
+TEST_F(TriggerTest, PollWithoutAPromise_TellsOfItAndBindsNobody) {
+  const uint64_t id = Raise(1).trigger_id();
+  for (int rank = 0; rank < 3; ++rank) {
+    const v1::PollTriggersReply reply = Poll(rank, 10, 1000);
+    ASSERT_EQ(reply.triggers_size(), 1);
+    EXPECT_EQ(reply.triggers(0).trigger_id(), id);
+    EXPECT_EQ(reply.triggers(0).effective_step(), -1);
+    EXPECT_EQ(reply.triggers(0).align(), v1::TRIGGER_ALIGN_NEXT_STEP);
   }
 }
 
-TEST_F(TriggerTest, AtStep_RefusedIfARankMayHavePassed) {
-  for (int rank = 0; rank < 3; ++rank) Poll(rank, 5, 10);
+TEST_F(TriggerTest, OneRankWithoutAPromise_HoldsTheDecision) {
+  const uint64_t id = Raise(0).trigger_id();
+  EXPECT_EQ(Promise(0, id, 10), -1);
+  EXPECT_EQ(Promise(0, id, 10), -1);  // repeated
+  EXPECT_EQ(Promise(1, id, 4), -1);
+  EXPECT_EQ(Poll(2, 7).triggers(0).effective_step(), -1);
+  EXPECT_EQ(Promise(2, id, 7), 11);
+  EXPECT_EQ(Promise(0, id, 10), 11);
+}
+
+TEST_F(TriggerTest, DecidedStep_DoesNotMoveWithLaterPromises) {
+  const uint64_t id = Raise(1).trigger_id();
+  for (int rank = 0; rank < 3; ++rank) Promise(rank, id, 5);
+  EXPECT_EQ(Promise(0, id, 5, 50), 6);
+  EXPECT_EQ(Poll(1, 5).triggers(0).effective_step(), 6);
+}
+
+TEST_F(TriggerTest, SecondTrigger_NeedsPromisesOfItsOwn) {
+  const uint64_t first = Raise(1).trigger_id();
+  for (int rank = 0; rank < 3; ++rank) Promise(rank, first, 5);
+  const uint64_t second = Raise(1).trigger_id();
+  EXPECT_EQ(Promise(0, second, 8), -1);
+  EXPECT_EQ(Promise(1, second, 8), -1);
+  EXPECT_EQ(Promise(2, second, 7), 9);
+}
+
+TEST_F(TriggerTest, NoRank_CanHaveBegunTheDecidedStep) {
+  // Ranks run free until they know of the trigger, then up to their promise; whatever the order,
+  // the decision is beyond what any has begun.
+  int64_t begun[3] = {0, 0, 0};
+  for (int round = 0; round < 20; ++round) {
+    const uint64_t id = Raise(round % 3).trigger_id();
+    int64_t effective = -1, horizon[3] = {-1, -1, -1};
+    for (int i = round; effective < 0; ++i) {
+      const int rank = (i * 7 + round) % 3;
+      for (int other = 0; other < 3; ++other) {
+        if (horizon[other] < 0) begun[other] += (i + other) % 4;
+      }
+      if (horizon[rank] < 0) horizon[rank] = begun[rank] + 1 + (i * 5) % 4;
+      effective = Promise(rank, id, begun[rank], horizon[rank]);
+    }
+    for (int rank = 0; rank < 3; ++rank) {
+      EXPECT_GE(effective, horizon[rank]);
+      EXPECT_GT(effective, begun[rank]);
+      Poll(rank, begun[rank], 0, {id});
+    }
+  }
+  EXPECT_EQ(set_.size(), 0u);
+}
+
+TEST_F(TriggerTest, AtStep_RefusedIfARankHasFinishedIt) {
+  for (int rank = 0; rank < 3; ++rank) Poll(rank, 9);
   Raise(0, v1::TRIGGER_ALIGN_AT_STEP, 9);
   EXPECT_EQ(error_->code(), static_cast<int>(absl::StatusCode::kFailedPrecondition));
   EXPECT_EQ(error_->detail().field(), "step");
-  EXPECT_EQ(Raise(0, v1::TRIGGER_ALIGN_AT_STEP, 10).effective_step(), 10);
+  const uint64_t id = Raise(0, v1::TRIGGER_ALIGN_AT_STEP, 20).trigger_id();
+  Promise(0, id, 9);
+  Promise(1, id, 9);
+  EXPECT_EQ(Promise(2, id, 12), 20);
 }
 
-TEST_F(TriggerTest, AtStep_BeforeAllAreKnown_IsNotEarlierThanAsked) {
-  Raise(-1, v1::TRIGGER_ALIGN_AT_STEP, 8);
-  Poll(0, 2);
-  Poll(1, 2);
-  EXPECT_EQ(Poll(2, 2).triggers(0).effective_step(), 8);
+TEST_F(TriggerTest, AtStep_ThatARankMayBegin_IsPutOff) {
+  const uint64_t id = Raise(-1, v1::TRIGGER_ALIGN_AT_STEP, 8).trigger_id();
+  Promise(0, id, 2);
+  Promise(1, id, 12, 15);
+  EXPECT_EQ(Promise(2, id, 2), 15);
 }
 
 TEST_F(TriggerTest, Now_IsToldAtOnce) {
@@ -116,8 +154,8 @@ TEST_F(TriggerTest, Now_IsToldAtOnce) {
 }
 
 TEST_F(TriggerTest, Ack_ByAll_RemovesIt) {
-  for (int rank = 0; rank < 3; ++rank) Poll(rank, 5);
   const uint64_t id = Raise(0).trigger_id();
+  for (int rank = 0; rank < 3; ++rank) Promise(rank, id, 5);
   EXPECT_EQ(Poll(0, 6, 0, {id}).triggers_size(), 0);
   EXPECT_EQ(Poll(1, 6).triggers_size(), 1);
   Poll(1, 7, 0, {id});
@@ -127,37 +165,60 @@ TEST_F(TriggerTest, Ack_ByAll_RemovesIt) {
 }
 
 TEST_F(TriggerTest, DeadRank_IsNotWaitedFor) {
-  Poll(0, 5);
-  Poll(1, 5);
-  Raise(0);
+  const uint64_t id = Raise(0).trigger_id();
+  Promise(0, id, 5);
+  Promise(1, id, 5);
   set_.RankGone(2, &changes_);
   EXPECT_EQ(Poll(0, 5).triggers(0).effective_step(), 6);
-  Poll(0, 6, 0, {100});
-  Poll(1, 6, 0, {100});
+  Poll(0, 6, 0, {id});
+  Poll(1, 6, 0, {id});
   EXPECT_EQ(set_.size(), 0u);
 }
 
-TEST_F(TriggerTest, ReplacedRank_MustPollAndAckAgain) {
-  for (int rank = 0; rank < 3; ++rank) Poll(rank, 5);
+TEST_F(TriggerTest, DeadRankThatHadPromised_DoesNotCountTwice) {
   const uint64_t id = Raise(0).trigger_id();
+  Promise(2, id, 5);
+  set_.RankGone(2, &changes_);
+  EXPECT_EQ(Promise(0, id, 5), -1);
+  EXPECT_EQ(Promise(1, id, 5), 6);
+}
+
+TEST_F(TriggerTest, ReplacedRank_MustPromiseAndAckAgain) {
+  const uint64_t id = Raise(0).trigger_id();
+  for (int rank = 0; rank < 3; ++rank) Promise(rank, id, 5);
   Poll(2, 6, 0, {id});
+  const uint64_t second = Raise(1).trigger_id();
+  Promise(2, second, 6);
   set_.RankReplaced(2);
-  EXPECT_EQ(Raise(1).effective_step(), -1);
   EXPECT_EQ(Poll(2, 6).triggers_size(), 2);
+  Promise(0, second, 6);
+  EXPECT_EQ(Promise(1, second, 6), -1);
   set_.RankGone(1, &changes_);
   set_.RankReplaced(1);
-  EXPECT_EQ(Raise(0).effective_step(), -1);
+  EXPECT_EQ(Promise(2, second, 6), -1);
+  EXPECT_EQ(Promise(1, second, 9), 10);
+}
+
+TEST_F(TriggerTest, Restart_ForgetsPromisesAndKeepsDecisions) {
+  const uint64_t decided = Raise(0).trigger_id();
+  for (int rank = 0; rank < 3; ++rank) Promise(rank, decided, 5);
+  const uint64_t open = Raise(0).trigger_id();
+  Promise(0, open, 5);
+  Promise(1, open, 5);
+  set_.ResumeGeneration(3);
+  EXPECT_EQ(Promise(2, open, 5), -1);
+  EXPECT_EQ(Promise(2, decided, 5), 6);
 }
 
 TEST_F(TriggerTest, NextGeneration_DropsRanksTriggersAndKeepsOperators) {
-  for (int rank = 0; rank < 3; ++rank) Poll(rank, 5);
   Raise(0);
-  Raise(-1);
+  const uint64_t id = Raise(-1).trigger_id();
+  for (int rank = 0; rank < 3; ++rank) Promise(rank, id, 5);
   changes_.clear();
   set_.StartGeneration(2, &changes_);
   EXPECT_EQ(set_.size(), 1u);
-  EXPECT_EQ(Poll(0, 1).triggers_size(), 0);
-  EXPECT_EQ(Poll(1, 2).triggers(0).effective_step(), 3);
+  EXPECT_EQ(Promise(0, id, 1), -1);
+  EXPECT_EQ(Promise(1, id, 2), 3);
 }
 
 TEST_F(TriggerTest, BadInput_IsRefused) {

@@ -91,6 +91,7 @@ class Process {
   void Begin(std::shared_ptr<v1::Op> op, absl::Duration retry,
              std::function<void(const v1::OpResult&)> done);
   void Send(uint64_t tag);
+  void SendAgain(uint64_t tag, absl::Duration after);
   void FillFence(v1::Fence* fence, bool request);
   void Join();
   void Rejoin();
@@ -101,7 +102,8 @@ class Process {
   void Heartbeat();
   void Step();
   void KvThen(std::function<void()> next);
-  void PollThen(std::function<void()> next);
+  void PollTriggers();
+  void GateThen(std::function<void()> next);
   void Collective();
   void AfterCollective();
 
@@ -113,6 +115,9 @@ class Process {
   std::map<std::string, v1::BarrierState> previous_;    // how the last one ended
   std::vector<std::pair<uint64_t, int64_t>> triggers_;  // (id, effective step) to act upon
   std::set<uint64_t> acted_;
+  std::map<uint64_t, int64_t> pending_;  // undecided trigger -> the step that it keeps us from
+  int64_t begun_ = 0;                    // the last step begun
+  bool polled_ = false;                  // knows what was decided before it came
   friend class Sim;
 };
 
@@ -330,7 +335,15 @@ void Process::Send(uint64_t tag) {
     });
   }
   sim_->ToServer(sim_->all_[incarnation_ - 1000], tag, call.op, &call.last_attempt);
-  At(sim_->now() + call.retry, [this, tag] { Send(tag); });
+  SendAgain(tag, call.retry);
+}
+
+void Process::SendAgain(uint64_t tag, absl::Duration after) {
+  // Unless it was sent again meanwhile: each attempt has one successor.
+  At(sim_->now() + after, [this, tag, attempt = calls_[tag].attempts] {
+    const auto it = calls_.find(tag);
+    if (it != calls_.end() && it->second.attempts == attempt) Send(tag);
+  });
 }
 
 void Process::Receive(uint64_t tag, const std::shared_ptr<const v1::OpResult>& result) {
@@ -343,7 +356,7 @@ void Process::Receive(uint64_t tag, const std::shared_ptr<const v1::OpResult>& r
   const auto it = calls_.find(tag);
   if (it == calls_.end()) return;
   if (result->error().detail().retryable()) {
-    At(sim_->now() + absl::Milliseconds(50), [this, tag] { Send(tag); });
+    SendAgain(tag, absl::Milliseconds(50));
     return;
   }
   const Call call = std::move(it->second);
@@ -408,6 +421,10 @@ void Process::Join() {
     counters_.clear();
     previous_.clear();
     triggers_.clear();
+    pending_.clear();
+    acted_.clear();
+    begun_ = 0;
+    polled_ = false;
     sim_->Trace(absl::StrCat(worker_id(), "/", incarnation_, " sits at rank ", rank_, " of ",
                              world_size_, " in generation ", generation_));
     if (reply.generation() < 1 || rank_ < 0 || rank_ >= world_size_) {
@@ -432,6 +449,7 @@ void Process::Join() {
     }
     table = {world_size_, reply.table_digest()};
     Heartbeat();
+    PollTriggers();
     Step();
   });
 }
@@ -480,7 +498,7 @@ void Process::Heartbeat() {
 void Process::Step() {
   const absl::Duration think =
       sim_->Between(absl::Milliseconds(1), absl::Milliseconds(sim_->Chance(0.1) ? 400 : 40));
-  At(sim_->now() + think, [this] { KvThen([this] { PollThen([this] { Collective(); }); }); });
+  At(sim_->now() + think, [this] { KvThen([this] { GateThen([this] { Collective(); }); }); });
 }
 
 void Process::KvThen(std::function<void()> next) {
@@ -561,26 +579,53 @@ void Process::KvThen(std::function<void()> next) {
   });
 }
 
-void Process::PollThen(std::function<void()> next) {
+void Process::GateThen(std::function<void()> next) {
+  bool may_begin = polled_;
+  for (const auto& [id, horizon] : pending_) may_begin = may_begin && horizon > step_;
+  if (!may_begin) {
+    return At(sim_->now() + absl::Milliseconds(5), [this, next] { GateThen(next); });
+  }
+  begun_ = step_;
+  next();
+}
+
+void Process::PollTriggers() {
   auto op = std::make_shared<v1::Op>();
   v1::PollTriggersRequest* poll = op->mutable_poll_triggers();
   FillFence(poll->mutable_fence(), false);
   poll->set_rank(rank_);
   poll->set_step(step_ - 1);
-  poll->set_horizon(step_ + 1);
+  // One promise for all: the latest of those already made, or the next step.
+  int64_t horizon = begun_ + 1 + static_cast<int64_t>(sim_->Draw(2));
+  for (const auto& [id, promised] : pending_) {
+    if (promised != INT64_MAX) horizon = promised;
+  }
+  for (auto& [id, promised] : pending_) {
+    poll->add_pending(id);
+    promised = horizon;
+  }
+  poll->set_horizon(horizon);
   for (const auto& [id, step] : triggers_) {
     if (step < step_) {
       acted_.insert(id);
       poll->add_acked(id);
     }
   }
-  Begin(op, absl::Milliseconds(250), [this, next](const v1::OpResult& result) {
+  Begin(op, absl::Milliseconds(250), [this](const v1::OpResult& result) {
     if (result.has_error()) {
       if (Leaves(result.error())) return;
       sim_->Violation("a poll was refused: " + result.error().ShortDebugString());
       return;
     }
+    polled_ = true;
+    const std::map<uint64_t, int64_t> promised = std::move(pending_);
+    pending_.clear();
     for (const v1::TriggerEvent& event : result.poll_triggers().triggers()) {
+      if (event.effective_step() < 0) {
+        const auto it = promised.find(event.trigger_id());
+        pending_[event.trigger_id()] = it == promised.end() ? INT64_MAX : it->second;
+        continue;
+      }
       if (acted_.contains(event.trigger_id())) continue;
       const auto known = std::find_if(triggers_.begin(), triggers_.end(), [&](const auto& one) {
         return one.first == event.trigger_id();
@@ -592,8 +637,8 @@ void Process::PollThen(std::function<void()> next) {
         sim_->Violation(absl::StrCat("trigger ", event.trigger_id(), " takes effect at steps ",
                                      it->second, " and ", event.effective_step()));
       }
-      if (event.effective_step() < step_) {
-        sim_->Violation(absl::StrCat(worker_id(), " has done step ", step_ - 1,
+      if (event.effective_step() <= begun_) {
+        sim_->Violation(absl::StrCat(worker_id(), " has begun step ", begun_,
                                      " and learns only now that trigger ", event.trigger_id(),
                                      " takes effect at step ", event.effective_step()));
       }
@@ -607,7 +652,8 @@ void Process::PollThen(std::function<void()> next) {
         if (raised.has_error()) Leaves(raised.error());
       });
     }
-    next();
+    const absl::Duration period = absl::Milliseconds(pending_.empty() ? 150 : 20);
+    At(sim_->now() + period, [this] { PollTriggers(); });
   });
 }
 
@@ -1431,7 +1477,9 @@ void Sim::CheckAtEnd() {
         KvEvent event = events[i];
         if (event.start > last) continue;
         if (terms[i] != term) {
-          if (event.answered && event.end < first) continue;
+          // A copy of the request may have been on its way for as long as this (see Transfer), and
+          // have met a paused server.
+          if (event.answered && event.end + 60 * slow_ + absl::Seconds(5) < first) continue;
           event.answered = false;
           event.end = absl::InfiniteFuture();
         }

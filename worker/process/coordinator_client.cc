@@ -255,28 +255,31 @@ class CoordinatorClient::Impl {
     return reply.trigger_id();
   }
 
-  absl::StatusOr<std::vector<TriggerInfo>> PollTriggers(int64_t step, int64_t horizon,
-                                                        const std::vector<uint64_t>& acknowledged) {
+  absl::StatusOr<std::vector<TriggerInfo>> PollTriggers(const TriggerPoll& poll,
+                                                        absl::Duration timeout) {
     v1::PollTriggersRequest request;
     FillFence(request.mutable_fence());
     {
       MutexLock lock(&mu_);
       if (!seat_) return absl::FailedPreconditionError("triggers: join the rendezvous first");
       request.set_rank(seat_->rank);
-      step_ = std::max(step_, step);
+      step_ = std::max(step_, poll.step);
     }
-    request.set_step(step);
-    request.set_horizon(horizon);
-    for (const uint64_t id : acknowledged) request.add_acked(id);
+    request.set_step(poll.step);
+    request.set_horizon(poll.horizon);
+    for (const uint64_t id : poll.pending) request.add_pending(id);
+    for (const uint64_t id : poll.acknowledged) request.add_acked(id);
     v1::PollTriggersReply reply;
-    MUSTER_RETURN_IF_ERROR(Call("triggers", options_.call_timeout, *triggers_,
-                                &v1::Triggers::Stub::Poll, &request, &reply));
+    MUSTER_RETURN_IF_ERROR(Call("triggers",
+                                timeout > absl::ZeroDuration() ? timeout : options_.call_timeout,
+                                *triggers_, &v1::Triggers::Stub::Poll, &request, &reply));
     std::vector<TriggerInfo> triggers;
     for (const v1::TriggerEvent& event : reply.triggers()) {
       TriggerInfo info;
       info.id = event.trigger_id();
       info.name = event.name();
       info.payload = event.payload();
+      info.decided = event.effective_step() >= 0 || event.align() == v1::TRIGGER_ALIGN_NOW;
       info.effective_step = event.effective_step();
       info.raised_by_rank = event.raised_by_rank();
       triggers.push_back(std::move(info));
@@ -606,9 +609,9 @@ absl::StatusOr<uint64_t> CoordinatorClient::RaiseTrigger(const std::string& name
   return impl_->RaiseTrigger(name, payload);
 }
 
-absl::StatusOr<std::vector<TriggerInfo>> CoordinatorClient::PollTriggers(
-    int64_t step, int64_t horizon, const std::vector<uint64_t>& acknowledged) {
-  return impl_->PollTriggers(step, horizon, acknowledged);
+absl::StatusOr<std::vector<TriggerInfo>> CoordinatorClient::PollTriggers(const TriggerPoll& poll,
+                                                                         absl::Duration timeout) {
+  return impl_->PollTriggers(poll, timeout);
 }
 
 void CoordinatorClient::ReportProgress(int64_t step, const std::string& phase,

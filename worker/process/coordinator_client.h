@@ -68,8 +68,18 @@ struct TriggerInfo {
   uint64_t id = 0;
   std::string name = "";
   std::string payload = "";
-  int64_t effective_step = -1;  // before this step all ranks act; -1: not known yet
+  bool decided = false;         // false: name it in the next poll's `pending`
+  int64_t effective_step = -1;  // before it begins all ranks act; -1: not decided, or at once
   int raised_by_rank = -1;      // -1: an operator
+};
+
+// What a rank says when it asks for triggers. Steps count from 1.
+struct TriggerPoll {
+  int64_t step = 0;                         // the last one it has finished
+  int64_t horizon = 0;                      // 0: step + 1
+  std::vector<uint64_t> pending = {};       // undecided triggers for which it promises not to begin
+                                            // step `horizon` before it knows the decision
+  std::vector<uint64_t> acknowledged = {};  // acted upon
 };
 
 struct Heartbeat {
@@ -153,10 +163,10 @@ class CoordinatorClient {
 
   // Raised by any rank; every rank learns the step before which all act. Returns the trigger's id.
   absl::StatusOr<uint64_t> RaiseTrigger(const std::string& name, const std::string& payload = "");
-  // Triggers not yet acknowledged by this rank. `step`: the last finished one; `horizon`: the step before which it asks
-  // again (0: step + 1).
+  // Triggers not yet acknowledged by this rank. Whoever polls should do it on a thread of its own:
+  // see TriggerWatch. A zero timeout is Options::call_timeout.
   absl::StatusOr<std::vector<TriggerInfo>> PollTriggers(
-      int64_t step, int64_t horizon = 0, const std::vector<uint64_t>& acknowledged = {});
+      const TriggerPoll& poll, absl::Duration timeout = absl::ZeroDuration());
 
   // What the next heartbeat and barrier tell of this rank. Does not block.
   void ReportProgress(int64_t step, const std::string& phase,

@@ -196,7 +196,7 @@ TEST(CoordinatorClient, BeforeJoin_BarrierAndTriggersSaySo) {
   auto client = ConnectTo(fake);
   EXPECT_THAT(std::string(client->Barrier("b", absl::Seconds(1)).status().message()),
               HasSubstr("join the rendezvous first"));
-  EXPECT_FALSE(client->PollTriggers(0).ok());
+  EXPECT_FALSE(client->PollTriggers({}).ok());
   EXPECT_FALSE(client->Peers().ok());
   EXPECT_FALSE(client->seat().has_value());
 }
@@ -204,18 +204,25 @@ TEST(CoordinatorClient, BeforeJoin_BarrierAndTriggersSaySo) {
 TEST(CoordinatorClient, Trigger_ReachesEveryRankOnceAcknowledged) {
   FakeCoordinator fake;
   RunSeated(fake, 2, [](CoordinatorClient& client, const Seat& seat) {
-    EXPECT_THAT(*client.PollTriggers(0), IsEmpty());
+    EXPECT_THAT(*client.PollTriggers({}), IsEmpty());
     ASSERT_TRUE(client.Barrier("a", absl::Seconds(60)).ok());
     if (seat.rank == 1) {
       ASSERT_TRUE(client.RaiseTrigger("stop", "now").ok());
     }
     ASSERT_TRUE(client.Barrier("a", absl::Seconds(60)).ok());
-    const auto triggers = client.PollTriggers(0);
+    auto triggers = client.PollTriggers({});
     ASSERT_TRUE(triggers.ok() && triggers->size() == 1u);
     EXPECT_EQ((*triggers)[0].name, "stop");
     EXPECT_EQ((*triggers)[0].payload, "now");
-    EXPECT_EQ((*triggers)[0].effective_step, 1);
-    EXPECT_THAT(*client.PollTriggers(1, 0, {(*triggers)[0].id}), IsEmpty());
+    EXPECT_FALSE((*triggers)[0].decided);
+    const uint64_t id = (*triggers)[0].id;
+    ASSERT_TRUE(client.PollTriggers({.step = 3 + seat.rank, .pending = {id}}).ok());
+    ASSERT_TRUE(client.Barrier("a", absl::Seconds(60)).ok());
+    triggers = client.PollTriggers({.step = 3});
+    ASSERT_TRUE(triggers.ok() && triggers->size() == 1u);
+    EXPECT_TRUE((*triggers)[0].decided);
+    EXPECT_EQ((*triggers)[0].effective_step, 5);
+    EXPECT_THAT(*client.PollTriggers({.step = 5, .acknowledged = {id}}), IsEmpty());
   });
 }
 

@@ -27,6 +27,11 @@ absl::Duration ToDuration(const google::protobuf::Duration& d) {
   return absl::Seconds(d.seconds()) + absl::Nanoseconds(d.nanos());
 }
 
+struct FakeTrigger {
+  v1::TriggerEvent event;
+  std::map<int, int64_t> promised;  // by rank
+};
+
 grpc::Status Error(absl::StatusCode code, const std::string& text, v1::ErrorReason reason) {
   return rpc::ToGrpc(rpc::ErrorWithReason(code, text, reason));
 }
@@ -222,24 +227,38 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
                      v1::RaiseTriggerReply* reply) override {
     MutexLock lock(&mu_);
     if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
-    v1::TriggerEvent& event = triggers_.emplace_back();
-    event.set_trigger_id(triggers_.size());
-    event.set_name(request->name());
-    event.set_payload(request->payload());
-    event.set_effective_step(horizon_);
-    reply->set_trigger_id(event.trigger_id());
+    FakeTrigger& trigger = triggers_.emplace_back();
+    trigger.event.set_trigger_id(triggers_.size());
+    trigger.event.set_name(request->name());
+    trigger.event.set_payload(request->payload());
+    trigger.event.set_align(v1::TRIGGER_ALIGN_NEXT_STEP);
+    trigger.event.set_effective_step(-1);
+    reply->set_trigger_id(trigger.event.trigger_id());
     return grpc::Status::OK;
   }
 
+  // The coordinator's rule: decided once all ranks have promised, as the largest horizon.
   grpc::Status Poll(grpc::ServerContext*, const v1::PollTriggersRequest* request,
                     v1::PollTriggersReply* reply) override {
     MutexLock lock(&mu_);
     if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
-    horizon_ =
-        std::max(horizon_, request->horizon() == 0 ? request->step() + 1 : request->horizon());
+    const int64_t horizon = request->horizon() == 0 ? request->step() + 1 : request->horizon();
+    for (const uint64_t id : request->pending()) {
+      if (id == 0 || id > triggers_.size()) continue;
+      FakeTrigger& trigger = triggers_[id - 1];
+      if (trigger.event.effective_step() >= 0) continue;
+      int64_t& promised = trigger.promised[request->rank()];
+      promised = std::max(promised, horizon);
+      if (static_cast<int>(trigger.promised.size()) < world_) continue;
+      int64_t largest = 0;
+      for (const auto& [rank, one] : trigger.promised) largest = std::max(largest, one);
+      trigger.event.set_effective_step(largest);
+    }
     for (const uint64_t id : request->acked()) acked_.insert({request->rank(), id});
-    for (const v1::TriggerEvent& event : triggers_) {
-      if (!acked_.contains({request->rank(), event.trigger_id()})) *reply->add_triggers() = event;
+    for (const FakeTrigger& trigger : triggers_) {
+      if (!acked_.contains({request->rank(), trigger.event.trigger_id()})) {
+        *reply->add_triggers() = trigger.event;
+      }
     }
     return grpc::Status::OK;
   }
@@ -334,11 +353,10 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
   std::map<std::pair<std::string, uint64_t>, v1::TxnReply> answers_ ABSL_GUARDED_BY(mu_);
   std::map<uint64_t, std::map<int, v1::JoinRequest>> members_ ABSL_GUARDED_BY(mu_);
   std::map<std::tuple<uint64_t, std::string, uint64_t>, Instance> barriers_ ABSL_GUARDED_BY(mu_);
-  std::vector<v1::TriggerEvent> triggers_ ABSL_GUARDED_BY(mu_);
+  std::vector<FakeTrigger> triggers_ ABSL_GUARDED_BY(mu_);
   std::set<std::pair<int, uint64_t>> acked_ ABSL_GUARDED_BY(mu_);
   uint64_t generation_ ABSL_GUARDED_BY(mu_) = 0;
   int world_ ABSL_GUARDED_BY(mu_) = 0;
-  int64_t horizon_ ABSL_GUARDED_BY(mu_) = 0;
   std::string ended_ ABSL_GUARDED_BY(mu_);
   int lose_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t writes_ ABSL_GUARDED_BY(mu_) = 0;
