@@ -23,6 +23,7 @@
 #include "torch/nn/pimpl.h"
 #include "torch/optim/optimizer.h"
 #include "worker/metrics/gather_for_metrics.h"
+#include "worker/process/job_triggers.h"
 #include "worker/process/nested_collectives.h"
 #include "worker/track/profile.h"
 #include "worker/track/progress.h"
@@ -350,6 +351,32 @@ class Accelerator {
   // process if set_trigger() was called on any since the last check that was true.
   void set_trigger() { core_->SetTrigger(); }
   bool check_trigger() { return core_->CheckTrigger(); }
+
+  // Named triggers: something that any process, or an operator (`muster trigger`), wants all
+  // processes to do at the same step. "stop", "checkpoint" and "profile" have that meaning
+  // everywhere; other names are yours. Ask where all processes ask, once per step:
+  //
+  //   optimizer.step();
+  //   if (accelerator.check_trigger("checkpoint")) accelerator.save_state();
+  //   if (accelerator.should_stop()) { accelerator.save_state(); return absl::OkStatus(); }
+  //
+  // Not a collective: a check looks at memory (tens of nanoseconds), and the coordinator sees to it
+  // that all act after the same global_step(). From the first check on all processes must be
+  // checking, or nothing takes effect. Without a coordinator (torchrun) a check is a collective.
+  //
+  // Each trigger is told once. Throws c10::Error when the generation has ended.
+  std::optional<Trigger> check_trigger(const std::string& name) {
+    return core_->triggers().Check(name, core_->trigger_step());
+  }
+  // Does not wait for anybody to act. `payload`: at most 64 KiB. Errors: INVALID_ARGUMENT,
+  // UNAVAILABLE, RESOURCE_EXHAUSTED.
+  absl::Status set_trigger(const std::string& name, const std::string& payload = "") {
+    return core_->triggers().Raise(name, payload);
+  }
+  // Whether the trigger "stop" has taken effect; true from then on. SIGTERM at any process (a
+  // preempted node, `muster launch` stopped) raises it, see AcceleratorOptions::stop_on_sigterm:
+  // save and return, while the grace lasts.
+  bool should_stop() { return core_->triggers().ShouldStop(core_->trigger_step()); }
 
   // State.
   // (collective) Writes models, optimizers, schedules, loaders' positions, scaler, random states

@@ -56,6 +56,9 @@ struct AcceleratorOptions {
   std::optional<absl::Duration> timeout;
   // Check operation, shape, dtype and order across processes before each collective. MUSTER_DEBUG.
   std::optional<bool> debug;
+  // should_stop() takes SIGTERM, at any process, as the trigger "stop" of the whole job, from its
+  // first call on; a second SIGTERM kills. false: SIGTERM kills.
+  bool stop_on_sigterm = true;
   // backward() throws on a loss that is NaN or infinite, naming the process and the micro-step.
   bool check_finite_loss = false;
 };

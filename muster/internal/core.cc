@@ -71,6 +71,7 @@ class Core::Observer : public LoaderObserver {
   explicit Observer(Core* core) : core_(core) {}
   void OnBatch(uint64_t iteration, const BatchInfo& info) override {
     if (core_ == nullptr) return;
+    ++core_->batches_;
     for (LiveLoop& loop : core_->live_) {
       if (loop.id == iteration) {
         loop.info = info;
@@ -101,6 +102,9 @@ Core::Core(const AcceleratorOptions& options)
       device_(process_.device),
       precision_(ParseMixedPrecision(process_.environment.mixed_precision.value)),
       observer_(std::make_shared<Observer>(this)),
+      triggers_(std::make_unique<JobTriggers>(
+          process_.coordinator, process_.comm.get(),
+          JobTriggers::Options{.stop_on_sigterm = options.stop_on_sigterm})),
       accumulation_(WithSteps(options.accumulation, NumSteps(options, process_.environment))) {
   CheckMixedPrecision(precision_, device_.type());
   if (NeedsGradScaler(precision_) && options.grad_scaler.enabled) {
@@ -445,6 +449,8 @@ void Core::EndTraining() {
       MUSTER_LOG(Warning) << "trackers: " << status.message();
     }
   }
+  // Before the seat is given up: it tells what was acted upon.
+  triggers_->Close();
   if (process_.coordinator == nullptr) return;
   // Only a hint to the coordinator: a worker that cannot say goodbye leaves by its exit.
   if (absl::Status status = process_.coordinator->Leave("training ended"); !status.ok()) {

@@ -25,6 +25,7 @@
 #include "worker/parallel/uneven_inputs.h"
 #include "worker/process/comm.h"
 #include "worker/process/environment.h"
+#include "worker/process/job_triggers.h"
 #include "worker/process/join_job.h"
 #include "worker/track/tracker_set.h"
 #include "worker/train/accumulation.h"
@@ -269,6 +270,9 @@ class Core {
   void WaitForEveryone(absl::Duration timeout);
   void SetTrigger() { trigger_ = true; }
   bool CheckTrigger();
+  JobTriggers& triggers() { return *triggers_; }
+  // What triggers count: optimizer steps, or batches in a program without a prepared optimizer.
+  int64_t trigger_step() const { return optimizers_.empty() ? batches_ : global_step(); }
 
   absl::Status SaveState(const std::string& directory);
   absl::Status LoadState(const std::string& directory, bool may_be_missing);
@@ -311,6 +315,7 @@ class Core {
   MixedPrecision precision_;
   std::unique_ptr<GradScaler> scaler_;
   std::shared_ptr<Observer> observer_;
+  std::unique_ptr<JobTriggers> triggers_;  // until EndTraining; uses process_
 
   // What prepare() has seen.
   std::vector<std::shared_ptr<ModelSlot>> models_;
@@ -346,6 +351,7 @@ class Core {
 
   std::unique_ptr<TrackerSet> trackers_;
   bool trigger_ = false;
+  int64_t batches_ = 0;  // that prepared loaders have yielded here
   int64_t epoch_ = 0;
   int64_t first_epoch_ = 0;
   bool epoch_open_ = false;   // inside the body of a loop over epochs()
