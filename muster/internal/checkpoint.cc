@@ -78,6 +78,7 @@ absl::Status Core::SaveState(const std::string& directory) {
         "save_state in the middle of an accumulation window would lose its gradients: save where "
         "accelerator.sync_gradients(), after optimizer.step()");
   }
+  progress().SetPhase("save_state");
   CheckpointInfo info;
   info.world_size = size();
   info.step = global_step();
@@ -153,6 +154,7 @@ absl::Status Core::SaveState(const std::string& directory) {
 }
 
 absl::Status Core::LoadState(const std::string& directory, bool may_be_missing) {
+  progress().SetPhase("load_state");
   return Guard([&] {
     const CheckpointFolder folder(CheckpointRoot());
     absl::StatusOr<StateReader> opened = OpenCheckpoint(comm(), directory, folder);

@@ -241,6 +241,7 @@ AccumulateScope Core::Accumulate(const std::optional<BatchFacts>& facts) {
     join_factor_ = decision.gradient_factor;
   }
   in_micro_step_ = true;
+  progress().SetPhase("forward");
   if (!live_.empty()) live_.back().trained = true;
   return AccumulateScope(this);
 }
@@ -252,7 +253,10 @@ void Core::BeginWindow() {
   for (const auto& optimizer : optimizers_) optimizer->gradients_finished_ = false;
 }
 
-void Core::EndMicroStep() { in_micro_step_ = false; }
+void Core::EndMicroStep() {
+  in_micro_step_ = false;
+  progress().SetPhase("between steps");
+}
 
 void Core::Backward(const at::Tensor& loss, std::optional<double> weight) {
   TORCH_CHECK(loss.defined(), "backward() got an undefined loss");
@@ -293,7 +297,9 @@ void Core::Backward(const at::Tensor& loss, std::optional<double> weight) {
       weight.has_value() ? accumulation_.WeightedDivisor(*weight) : accumulation_.current().divisor;
   at::Tensor scaled = divisor == 1 ? loss : loss / divisor;
   if (scaler_ != nullptr) scaled = scaler_->Scale(scaled);
+  progress().SetPhase(size() > 1 && communicate() ? "backward and gradient exchange" : "backward");
   scaled.backward();
+  progress().SetPhase("after backward");
 }
 
 double Core::WindowFactor() {
@@ -436,7 +442,7 @@ void Core::WaitForEveryone(absl::Duration timeout) {
     comm().Barrier();
     return;
   }
-  process_.coordinator->ReportProgress(global_step(), "wait_for_everyone");
+  progress().SetPhase("wait_for_everyone");
   const absl::StatusOr<BarrierResult> result = process_.coordinator->Barrier(
       "wait_for_everyone", timeout > absl::ZeroDuration() ? timeout : environment().timeout.value);
   TORCH_CHECK(result.ok(), result.status().message());
@@ -531,6 +537,7 @@ OptimizerSlot::OptimizerSlot(Core* core, OptimizerHandle* handle,
 
 void OptimizerSlot::Step() {
   if (!core_->sync_gradients()) return;
+  core_->progress().SetPhase("optimizer step");
   core_->FinishGradients(this);
   if (core_->scaler() != nullptr) {
     core_->scaler()->Step(*handle_);
@@ -540,6 +547,8 @@ void OptimizerSlot::Step() {
     handle_->Step();
   }
   if (!step_was_skipped_) ++steps_;
+  core_->progress().SetStep(core_->global_step());
+  core_->progress().SetPhase("after optimizer step");
   gradients_finished_ = false;
 }
 

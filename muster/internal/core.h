@@ -27,6 +27,7 @@
 #include "worker/process/environment.h"
 #include "worker/process/job_triggers.h"
 #include "worker/process/join_job.h"
+#include "worker/process/progress_board.h"
 #include "worker/track/tracker_set.h"
 #include "worker/train/accumulation.h"
 #include "worker/train/autocast.h"
@@ -270,6 +271,7 @@ class Core {
   void WaitForEveryone(absl::Duration timeout);
   void SetTrigger() { trigger_ = true; }
   bool CheckTrigger();
+  ProgressBoard& progress() { return *process_.progress; }
   JobTriggers& triggers() { return *triggers_; }
   // What triggers count: optimizer steps, or batches in a program without a prepared optimizer.
   int64_t trigger_step() const { return optimizers_.empty() ? batches_ : global_step(); }

@@ -5,7 +5,6 @@
 
 #include <utility>
 
-#include "rpc/callback_threads.h"
 #include "rpc/status.h"
 
 namespace muster::agent {
@@ -72,9 +71,7 @@ class RpcFrameTransport::Link final
 };
 
 RpcFrameTransport::RpcFrameTransport(const std::shared_ptr<grpc::Channel>& channel)
-    : stub_(v1::Session::NewStub(channel)) {
-  rpc::KeepCallbackThreads(channel);
-}
+    : stub_(v1::Session::NewStub(channel)) {}
 
 RpcFrameTransport::~RpcFrameTransport() {
   MutexLock lock(&mu_);

@@ -221,8 +221,8 @@ class CoordinatorClient::Impl {
       const Counter& counter = counters_[name];
       request.set_counter(counter.next);
       request.set_previous_state(static_cast<v1::BarrierState>(counter.previous_state));
-      request.set_step(step_);
     }
+    request.set_step(Facts().step);
     v1::ArriveReply reply;
     const absl::Status status = Call(absl::StrCat("barrier '", name, "'"), timeout, *barrier_,
                                      &v1::Barrier::Stub::Arrive, &request, &reply);
@@ -297,12 +297,10 @@ class CoordinatorClient::Impl {
   absl::StatusOr<Heartbeat> Beat(absl::Duration timeout) {
     v1::HeartbeatRequest request;
     FillFence(request.mutable_fence());
-    {
-      MutexLock lock(&mu_);
-      request.set_step(step_);
-      request.set_phase(phase_);
-      request.set_last_collective(last_collective_);
-    }
+    const ProgressBoard::Facts facts = Facts();
+    request.set_step(facts.step);
+    request.set_phase(facts.phase);
+    request.set_last_collective(facts.last_collective);
     v1::HeartbeatReply reply;
     MUSTER_RETURN_IF_ERROR(Call("heartbeat", timeout, *membership_,
                                 &v1::Membership::Stub::Heartbeat, &request, &reply));
@@ -320,6 +318,12 @@ class CoordinatorClient::Impl {
     uint64_t next = 0;
     int previous_state = 0;  // v1::BarrierState
   };
+
+  ProgressBoard::Facts Facts() const {
+    if (options_.progress != nullptr) return options_.progress->Read();
+    MutexLock lock(&mu_);
+    return {step_, phase_, last_collective_};
+  }
 
   void FillFence(v1::Fence* fence) {
     MutexLock lock(&mu_);

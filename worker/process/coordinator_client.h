@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "worker/process/progress_board.h"
 
 namespace muster {
 
@@ -111,6 +112,8 @@ class CoordinatorClient {
     std::string tls_ca = "";
     std::string tls_cert = "";
     std::string tls_key = "";
+    // What heartbeats and barriers tell of this worker. Null: what ReportProgress said.
+    std::shared_ptr<const ProgressBoard> progress = nullptr;
     // Called once per generation, on the heartbeat thread, when the coordinator says that it is over or that another
     // incarnation holds the seat. Must not call back into the client's destructor.
     std::function<void(const absl::Status&)> on_generation_ended = nullptr;

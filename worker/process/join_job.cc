@@ -17,6 +17,7 @@
 #include "worker/process/coordinator_store.h"
 #include "worker/process/local_comm.h"
 #include "worker/process/nccl.h"
+#include "worker/process/observed_comm.h"
 #include "worker/process/process_group.h"
 #include "worker/process/shm_backend.h"
 
@@ -50,6 +51,7 @@ absl::Status MeetAtCoordinator(const JoinJobOptions& options, JoinedProcess* joi
   client.tls_ca = env.tls_ca.value;
   client.tls_cert = env.tls_cert.value;
   client.tls_key = env.tls_key.value;
+  client.progress = joined->progress;
   client.on_generation_ended = options.on_generation_ended;
   MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<CoordinatorClient> connected,
                           CoordinatorClient::Connect(std::move(client)));
@@ -105,6 +107,7 @@ absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
                                       const JoinJobOptions& options) {
   JoinedProcess joined;
   joined.environment = environment;
+  joined.progress = std::make_shared<ProgressBoard>();
   Environment& env = joined.environment;
   for (const std::string& warning : env.warnings) MUSTER_LOG(Warning) << warning;
   MUSTER_ASSIGN_OR_RETURN(joined.device, ChooseDevice(env));
@@ -142,6 +145,7 @@ absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
     }
   }
   if (env.debug.value) joined.comm = MakeCheckedComm(std::move(joined.comm));
+  if (size > 1) joined.comm = MakeObservedComm(std::move(joined.comm), joined.progress);
   return joined;
 }
 

@@ -13,6 +13,7 @@
 #include "worker/process/comm.h"
 #include "worker/process/coordinator_client.h"
 #include "worker/process/environment.h"
+#include "worker/process/progress_board.h"
 
 namespace muster {
 
@@ -33,6 +34,8 @@ struct JoinedProcess {
   c10::Device device = c10::Device(c10::kCPU);
   std::shared_ptr<CoordinatorClient> coordinator;  // null without one
   c10::intrusive_ptr<c10d::Store> store;           // null for a process alone without a coordinator
+  // Written by whoever knows how far this process is; told with its heartbeats.
+  std::shared_ptr<ProgressBoard> progress;
   // LocalComm for a process alone, else over Gloo, with NCCL beside it if `device` is a GPU. In debug mode checked.
   std::unique_ptr<Comm> comm;
 };
