@@ -21,12 +21,21 @@ absl::Status FromParts(int code, absl::string_view message, const v1::ErrorDetai
   return detail == nullptr ? status : WithDetail(std::move(status), *detail);
 }
 
+// Of one byte in the trailer, where gRPC writes whatever is not plain text as %XX.
+size_t EncodedBytes(char c) { return c >= ' ' && c <= '~' && c != '%' ? 1 : 3; }
+
 std::string FitMessage(absl::string_view message) {
-  if (message.size() <= kMaxMessageBytes) return std::string(message);
-  size_t end = kMaxMessageBytes - 3;
-  // Do not cut a UTF-8 character in two.
-  while (end > 0 && (static_cast<unsigned char>(message[end]) & 0xC0) == 0x80) --end;
-  return std::string(message.substr(0, end)) + "...";
+  size_t bytes = 0, fits = 0;  // fits: how much leaves room for the dots
+  for (size_t i = 0; i < message.size(); ++i) {
+    bytes += EncodedBytes(message[i]);
+    if (bytes + 3 <= kMaxMessageBytes) fits = i + 1;
+    if (bytes > kMaxMessageBytes) {
+      // Do not cut a UTF-8 character in two.
+      while (fits > 0 && (static_cast<unsigned char>(message[fits]) & 0xC0) == 0x80) --fits;
+      return std::string(message.substr(0, fits)) + "...";
+    }
+  }
+  return std::string(message);
 }
 
 std::string FitDetail(v1::ErrorDetail detail) {

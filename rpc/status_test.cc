@@ -75,5 +75,25 @@ TEST(Status, HugeDetail_FitsTrailersAndKeepsTheReason) {
   EXPECT_EQ(GetDetail(back)->culprits(0).host(), "node-3");
 }
 
+// gRPC writes bytes that are not plain text as three: what counts is the size of the trailer.
+TEST(ToGrpc, MessageOfAnyBytes_FitsItsTrailer) {
+  const auto trailer_bytes = [](absl::string_view message) {
+    const grpc::Status status = ToGrpc(absl::UnavailableError(message));
+    size_t bytes = 0;
+    for (const char c : status.error_message()) bytes += c >= ' ' && c <= '~' && c != '%' ? 1 : 3;
+    return bytes;
+  };
+  EXPECT_EQ(trailer_bytes(std::string(2048, 'x')), 2048u);
+  EXPECT_EQ(trailer_bytes(std::string(2049, 'x')), 2048u);
+  EXPECT_EQ(trailer_bytes(std::string(682, '%')), 2046u);
+  EXPECT_LE(trailer_bytes(std::string(683, '%')), 2048u);
+  std::string umlauts;
+  for (int i = 0; i < 3000; ++i) umlauts += "\xC3\xBC";
+  EXPECT_LE(trailer_bytes(umlauts), 2048u);
+  const std::string cut(ToGrpc(absl::UnavailableError(umlauts)).error_message());
+  EXPECT_EQ((cut.size() - 3) % 2, 0u);  // no half character before the dots
+  EXPECT_EQ(cut.substr(cut.size() - 3), "...");
+}
+
 }  // namespace
 }  // namespace muster::rpc

@@ -55,7 +55,7 @@ void RaiseDescriptorLimit() {
 
 int Run(int argc, char** argv) {
   CoordinatorServer::Options options;
-  std::string verify, log_level = "info";
+  std::string verify, log_level = "info", log_format;
   bool insecure = false, version = false, list_failpoints = false;
   double lease = 6, resume = 60;
   int max_message_mib = 4;
@@ -90,6 +90,10 @@ int Run(int argc, char** argv) {
                  "records after which a snapshot is written")
       ->capture_default_str();
   app.add_option("--log_level", log_level, "debug, info, warning or error")->capture_default_str();
+  app.add_option("--log_format", log_format,
+                 "text, or json: one object a line with time, level, who, file, line and message "
+                 "(default: $MUSTER_LOG_FORMAT, else text)")
+      ->check(CLI::IsMember({"text", "json"}));
   app.add_option("--verify_journal", verify,
                  "check the journal in this directory, print what was found, and exit");
   app.add_flag(
@@ -120,6 +124,7 @@ int Run(int argc, char** argv) {
                     "--log_level '", log_level, "': debug, info, warning or error (see --help)")));
   }
   SetLogLevel(level);
+  if (!log_format.empty()) SetLogJson(log_format == "json");
   SetLogIdentity("coordinator");
   if (const absl::Status status = ArmFailpointsFromEnvironment(); !status.ok()) {
     return Fail(kExitUsage, status);

@@ -1,6 +1,14 @@
 #include "coordinator/web/http_server.h"
 
+#include <arpa/inet.h>
 #include <httplib.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <random>
+#include <string>
+#include <vector>
 
 #include "gtest/gtest.h"
 
@@ -29,6 +37,53 @@ TEST(HttpServer, TakenPort_IsRefused) {
   ASSERT_TRUE(server.ok());
   EXPECT_EQ(HttpServer::Start("127.0.0.1", (*server)->port(), {}).status().code(),
             absl::StatusCode::kAlreadyExists);
+}
+
+// Requests with some bytes changed, cut or added, and bytes that are none: the server still serves.
+TEST(HttpServer, MutatedRequests_NeverBreakIt) {
+  auto server = HttpServer::Start(
+      "127.0.0.1", 0, {{"/metrics", [] { return HttpServer::Response{.body = "x 1\n"}; }}});
+  ASSERT_TRUE(server.ok()) << server.status();
+  const std::vector<std::string> samples = {
+      "GET /metrics HTTP/1.1\r\nHost: h\r\nConnection: close\r\n\r\n",
+      "GET /metrics?a=%41&b=%ff HTTP/1.0\r\nRange: bytes=0-1,3-\r\nAccept-Encoding: gzip\r\n\r\n",
+      "POST /metrics HTTP/1.1\r\nContent-Length: 4\r\nConnection: close\r\n\r\nbody",
+      "POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n"};
+  std::mt19937 random(20240607);
+  for (int i = 0; i < 400; ++i) {
+    std::string bytes = samples[i % samples.size()];
+    for (int c = static_cast<int>(random() % 6); c > 0 && !bytes.empty(); --c) {
+      const size_t at = random() % bytes.size();
+      switch (random() % 4) {
+        case 0:
+          bytes[at] = static_cast<char>(random());
+          break;
+        case 1:
+          bytes.insert(at, 1 + random() % 40, static_cast<char>(random()));
+          break;
+        case 2:
+          bytes.resize(at);
+          break;
+        default:
+          bytes += bytes.substr(at);
+      }
+    }
+    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    sockaddr_in address{};
+    address.sin_family = AF_INET;
+    address.sin_port = htons(static_cast<uint16_t>((*server)->port()));
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    ASSERT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    shutdown(fd, SHUT_WR);
+    char answer[4096];
+    while (recv(fd, answer, sizeof(answer), 0) > 0) {
+    }
+    close(fd);
+  }
+  auto response = httplib::Client("127.0.0.1", (*server)->port()).Get("/metrics");
+  ASSERT_TRUE(response);
+  EXPECT_EQ(response->body, "x 1\n");
 }
 
 TEST(HttpServer, StoppedAtOnce_Ends) {
