@@ -23,8 +23,8 @@ struct ServerOptions {
   std::string tls_key = {};   // file
   std::string tls_ca = {};    // file
   int max_message_bytes = 4 << 20;
-  // The health service and reflection. They run on threads of gRPC's own.
-  bool standard_services = true;
+  bool health = true;  // gRPC's own health service, on threads of its own
+  bool reflection = true;
 };
 
 // A running gRPC server, with the health service and reflection unless told otherwise. Without TLS it listens on

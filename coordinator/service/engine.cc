@@ -671,7 +671,7 @@ void Engine::Abandon(CallId id) {
 }
 
 void Engine::AgentFrame(const std::shared_ptr<AgentLink>& link,
-                        std::unique_ptr<v1::AgentFrame> frame, std::string peer) {
+                        std::shared_ptr<const v1::AgentFrame> frame, std::string peer) {
   const bool posted = Post([this, link, frame = std::move(frame), peer = std::move(peer)] {
     if (stopped_) return;
     DoFrame(link, *frame, peer);

@@ -106,8 +106,8 @@ class Engine {
   void Abandon(CallId id);
 
   // The frames of an agent's stream, in order; the first is a Hello. Ends with Closed.
-  void AgentFrame(const std::shared_ptr<AgentLink>& link, std::unique_ptr<v1::AgentFrame> frame,
-                  std::string peer);
+  void AgentFrame(const std::shared_ptr<AgentLink>& link,
+                  std::shared_ptr<const v1::AgentFrame> frame, std::string peer);
   void AgentClosed(const std::shared_ptr<AgentLink>& link);
 
   // A watch, until WatchClosed. The link stays valid until then.

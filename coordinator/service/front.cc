@@ -1,10 +1,15 @@
 #include "coordinator/service/front.h"
 
+#include <google/protobuf/arena.h>
 #include <grpcpp/impl/codegen/proto_utils.h>
+#include <grpcpp/impl/rpc_service_method.h>
 #include <grpcpp/server_context.h>
+#include <grpcpp/support/method_handler.h>
 
+#include <algorithm>
 #include <chrono>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -19,13 +24,19 @@ namespace {
 
 // Calls that wait to begin: a burst of connections is taken up without a round trip for each.
 constexpr int kAcceptors = 64;
-
 enum Event : uintptr_t { kBegun = 0, kRead = 1, kWritten = 2, kFinished = 3, kGone = 4 };
 constexpr uintptr_t kEventMask = 7;
 
 template <typename Message>
 bool Parse(grpc::ByteBuffer& bytes, Message* message) {
   return grpc::SerializationTraits<Message>::Deserialize(&bytes, message).ok();
+}
+
+google::protobuf::ArenaOptions FrameArena() {
+  google::protobuf::ArenaOptions options;
+  options.start_block_size = 1 << 10;
+  options.max_block_size = 32 << 10;
+  return options;
 }
 
 grpc::ByteBuffer Serialize(const google::protobuf::MessageLite& message) {
@@ -43,6 +54,32 @@ absl::Status CheckDeadline(const grpc::ServerContext& context) {
   return rpc::ErrorWithReason(absl::StatusCode::kInvalidArgument,
                               "the call has no deadline: set one, so that it cannot wait for ever",
                               v1::ERROR_REASON_DEADLINE_REQUIRED);
+}
+
+// grpc.health.v1, written by hand because Debian ships no messages for it.
+constexpr char kHealth[] = "grpc.health.v1.Health";
+enum Health { kServing = 1, kNotServing = 2, kUnknownService = 3 };
+
+// HealthCheckResponse{status = 1}.
+grpc::ByteBuffer HealthReply(Health health) {
+  const char bytes[] = {0x08, static_cast<char>(health)};
+  const grpc::Slice slice(bytes, sizeof(bytes));
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+// HealthCheckRequest{service = 1}; false for other bytes.
+bool ParseHealthRequest(grpc::ByteBuffer& bytes, std::string* service) {
+  std::vector<grpc::Slice> slices;
+  if (!bytes.Dump(&slices).ok()) return false;
+  std::string text;
+  for (const grpc::Slice& slice : slices)
+    text.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
+  if (text.empty()) return true;
+  if (text.size() < 2 || text[0] != 0x0A || static_cast<unsigned char>(text[1]) >= 0x80 ||
+      text.size() != 2u + static_cast<unsigned char>(text[1]))
+    return false;
+  *service = text.substr(2);
+  return true;
 }
 
 absl::Status NotAMessage(absl::string_view what) {
@@ -131,14 +168,15 @@ struct Front::Method {
                                      MethodMetrics* metrics);
   bool (*parse)(grpc::ByteBuffer& bytes, v1::Op* op) = nullptr;
   grpc::ByteBuffer (*reply)(const v1::OpResult& result) = nullptr;
-  void (*run)(Front& front, const std::shared_ptr<UnaryCall>& call) = nullptr;
+  using Run = void (*)(Front& front, const std::shared_ptr<UnaryCall>& call,
+                       grpc::ByteBuffer& request);
+  Run run = nullptr;
 
   // Of a method that the core answers.
   template <auto put, auto get>
   static constexpr Method Core(const char* service, const char* name);
   // Of another unary method.
-  static constexpr Method Other(const char* service, const char* name,
-                                void (*run)(Front& front, const std::shared_ptr<UnaryCall>& call));
+  static constexpr Method Other(const char* service, const char* name, Run run);
   template <typename Stream>
   static constexpr Method Streaming(const char* service, const char* name, const char* type);
 };
@@ -152,7 +190,7 @@ class Front::UnaryCall final : public Handler,
         front_(front),
         method_(method),
         id_(front.engine_.NewCallId()),
-        deadline_(CheckDeadline(rpc->context)),
+        deadline_(method.service == kHealth ? absl::OkStatus() : CheckDeadline(rpc->context)),
         peer_(rpc->context.peer()) {}
 
   void OnBegun() override {
@@ -168,7 +206,7 @@ class Front::UnaryCall final : public Handler,
       return;
     }
     if (method_.run != nullptr) {
-      method_.run(front_, shared_from_this());
+      method_.run(front_, shared_from_this(), bytes);
       return;
     }
     const size_t size = bytes.Length();
@@ -204,11 +242,7 @@ class Front::UnaryCall final : public Handler,
     const grpc::ByteBuffer reply = Serialize(message);
     Finish(absl::OkStatus(), &reply);
   }
-  void DoneRaw(const std::string& message) {
-    const grpc::Slice slice(message);
-    const grpc::ByteBuffer reply(&slice, 1);
-    Finish(absl::OkStatus(), &reply);
-  }
+  void Done(const grpc::ByteBuffer& reply) { Finish(absl::OkStatus(), &reply); }
 
  private:
   Front& front_;
@@ -293,14 +327,17 @@ class Front::AgentStream final : public Handler,
       Close(absl::OkStatus());
       return;
     }
-    auto frame = std::make_unique<v1::AgentFrame>();
-    if (!Parse(bytes, frame.get())) {
+    // In an arena: a frame of many small operations is made and freed in a few pieces.
+    auto arena = std::make_shared<google::protobuf::Arena>(FrameArena());
+    auto* frame = google::protobuf::Arena::CreateMessage<v1::AgentFrame>(arena.get());
+    if (!Parse(bytes, frame)) {
       engine_.AgentClosed(shared_from_this());
       Close(NotAMessage("AgentFrame"));
       return;
     }
     bytes.Clear();
-    engine_.AgentFrame(shared_from_this(), std::move(frame), peer_);
+    engine_.AgentFrame(shared_from_this(),
+                       std::shared_ptr<const v1::AgentFrame>(std::move(arena), frame), peer_);
   }
   void OnWritten(bool ok) override {
     std::shared_ptr<FrameSource> source;
@@ -327,6 +364,72 @@ class Front::AgentStream final : public Handler,
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
 };
 
+// Somebody who wants to be told of changes of the health.
+class Front::HealthWatch final : public Handler, public std::enable_shared_from_this<HealthWatch> {
+ public:
+  HealthWatch(Front& front, Rpc* rpc, const Method&, MethodMetrics* metrics)
+      : Handler(rpc, metrics), front_(front) {}
+
+  // Tells the present state if it was not told last.
+  void Tell() {
+    MutexLock lock(&mu_);
+    const Health health = !known_ ? kUnknownService : front_.serving_ ? kServing : kNotServing;
+    if (!asked_ || writing_ || health == told_) return;
+    told_ = health;
+    writing_ = StartWrite(HealthReply(health));
+  }
+  void End() {
+    Finish(rpc::ErrorWithReason(absl::StatusCode::kUnavailable, "the coordinator is stopping",
+                                v1::ERROR_REASON_STOPPING, /*retryable=*/true));
+  }
+
+ private:
+  void OnRead(bool ok, grpc::ByteBuffer& bytes) override {
+    std::string service;
+    if (!ok || !ParseHealthRequest(bytes, &service)) {
+      Finish(NotAMessage("HealthCheckRequest"));
+      return;
+    }
+    {
+      MutexLock lock(&mu_);
+      asked_ = true;
+      known_ = front_.Knows(service);
+    }
+    if (front_.AddHealthWatch(shared_from_this())) {
+      Tell();
+    } else {
+      End();
+    }
+  }
+  void OnWritten(bool ok) override {
+    {
+      MutexLock lock(&mu_);
+      writing_ = false;
+    }
+    if (ok) Tell();
+  }
+  void OnGone() override { Finish(absl::CancelledError("the watcher went away")); }
+
+  Front& front_;
+  bool asked_ ABSL_GUARDED_BY(mu_) = false;
+  bool known_ ABSL_GUARDED_BY(mu_) = false;
+  bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  int told_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+// Registers a name without a method that anybody would call: the generic service answers those.
+class Front::NamedService final : public grpc::Service {
+ public:
+  explicit NamedService(absl::string_view name) : path_(absl::StrCat("/", name, "/")) {
+    AddMethod(new grpc::internal::RpcServiceMethod(
+        path_.c_str(), grpc::internal::RpcMethod::NORMAL_RPC,
+        new grpc::internal::UnknownMethodHandler("no method was named")));
+  }
+
+ private:
+  const std::string path_;
+};
+
 template <auto put, auto get>
 constexpr Front::Method Front::Method::Core(const char* service, const char* name) {
   Method method = Other(service, name, nullptr);
@@ -335,9 +438,7 @@ constexpr Front::Method Front::Method::Core(const char* service, const char* nam
   return method;
 }
 
-constexpr Front::Method Front::Method::Other(const char* service, const char* name,
-                                             void (*run)(Front& front,
-                                                         const std::shared_ptr<UnaryCall>& call)) {
+constexpr Front::Method Front::Method::Other(const char* service, const char* name, Run run) {
   Method method = Streaming<UnaryCall>(service, name, "unary");
   method.run = run;
   return method;
@@ -380,7 +481,7 @@ constexpr Front::Method Front::kMethods[] = {
     MUSTER_CORE_METHOD("Membership", "AgreeAlive", agree_alive),
     MUSTER_CORE_METHOD("Membership", "Quarantine", quarantine),
     Method::Other("muster.v1.Admin", "Status",
-                  [](Front& front, const std::shared_ptr<UnaryCall>& call) {
+                  [](Front& front, const std::shared_ptr<UnaryCall>& call, grpc::ByteBuffer&) {
                     front.engine_.WithCore([&front, call](class Core* core) {
                       if (core == nullptr) {
                         call->Done(rpc::ErrorWithReason(absl::StatusCode::kUnavailable,
@@ -399,7 +500,7 @@ constexpr Front::Method Front::kMethods[] = {
                     });
                   }),
     Method::Other("muster.v1.Admin", "Snapshot",
-                  [](Front& front, const std::shared_ptr<UnaryCall>& call) {
+                  [](Front& front, const std::shared_ptr<UnaryCall>& call, grpc::ByteBuffer&) {
                     front.engine_.Snapshot([call](absl::StatusOr<uint64_t> revision) {
                       if (!revision.ok()) {
                         call->Done(revision.status());
@@ -410,11 +511,19 @@ constexpr Front::Method Front::kMethods[] = {
                       call->Done(reply);
                     });
                   }),
-    // HealthCheckResponse{status = 1}: 1 is SERVING, 2 is NOT_SERVING.
-    Method::Other("grpc.health.v1.Health", "Check",
-                  [](Front& front, const std::shared_ptr<UnaryCall>& call) {
-                    call->DoneRaw(front.serving_ ? "\x08\x01" : "\x08\x02");
-                  }),
+    Method::Other(
+        kHealth, "Check",
+        [](Front& front, const std::shared_ptr<UnaryCall>& call, grpc::ByteBuffer& request) {
+          std::string service;
+          if (!ParseHealthRequest(request, &service)) {
+            call->Done(NotAMessage("HealthCheckRequest"));
+          } else if (!front.Knows(service)) {
+            call->Done(absl::NotFoundError("no such service"));
+          } else {
+            call->Done(HealthReply(front.serving_ ? kServing : kNotServing));
+          }
+        }),
+    Method::Streaming<HealthWatch>(kHealth, "Watch", "server_stream"),
 };
 #undef MUSTER_CORE_METHOD
 
@@ -428,7 +537,53 @@ Front::Front(Engine* engine, RpcMetrics* metrics, absl::Time started)
 
 Front::~Front() { Shutdown(); }
 
+bool Front::Knows(absl::string_view service) const {
+  if (service.empty()) return true;
+  for (const Method& method : kMethods)
+    if (service == method.service) return true;
+  return false;
+}
+
+bool Front::AddHealthWatch(const std::shared_ptr<HealthWatch>& watch) {
+  MutexLock lock(&mu_);
+  if (health_ended_) return false;
+  health_watches_.erase(
+      std::remove_if(health_watches_.begin(), health_watches_.end(),
+                     [](const std::weak_ptr<HealthWatch>& other) { return other.expired(); }),
+      health_watches_.end());
+  health_watches_.push_back(watch);
+  return true;
+}
+
+void Front::SetServing(bool serving) {
+  serving_ = serving;
+  std::vector<std::weak_ptr<HealthWatch>> watches;
+  {
+    MutexLock lock(&mu_);
+    watches = health_watches_;
+  }
+  for (const auto& watch : watches)
+    if (const auto alive = watch.lock()) alive->Tell();
+}
+
+void Front::EndHealthWatches() {
+  std::vector<std::weak_ptr<HealthWatch>> watches;
+  {
+    MutexLock lock(&mu_);
+    health_ended_ = true;
+    watches.swap(health_watches_);
+  }
+  for (const auto& watch : watches)
+    if (const auto alive = watch.lock()) alive->End();
+}
+
 void Front::Register(grpc::ServerBuilder& builder) {
+  std::string last;
+  for (const Method& method : kMethods) {  // those of one service stand together
+    if (std::exchange(last, method.service) == method.service) continue;
+    names_.push_back(std::make_unique<NamedService>(method.service));
+    builder.RegisterService(names_.back().get());
+  }
   builder.RegisterAsyncGenericService(&service_);
   queue_ = builder.AddCompletionQueue();
 }

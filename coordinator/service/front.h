@@ -8,8 +8,10 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "base/mutex.h"
 #include "coordinator/service/engine.h"
@@ -20,7 +22,7 @@ namespace muster::coordinator {
 // The value of AdminStatus.version and Welcome.version.
 inline constexpr char kVersion[] = "0.1.0";
 
-// The gRPC face of the coordinator: every method of muster.v1, and grpc.health.v1.Health/Check, in
+// The gRPC face of the coordinator: every method of muster.v1 and the standard health service, in
 // front of an Engine. No policy: it turns messages into operations and answers into messages.
 //
 // All connections share one completion queue and one thread, which reads, applies (the engine lets
@@ -40,8 +42,10 @@ class Front {
 
   void Register(grpc::ServerBuilder& builder);
   void Serve();
-  // What the health check says, for every service. Starts as serving.
-  void SetServing(bool serving) { serving_ = serving; }
+  // What the health service says of every service, and tells those who watch it. Starts as serving.
+  void SetServing(bool serving);
+  // Ends the streams of those who watch the health, which end by nothing else.
+  void EndHealthWatches();
   // Blocks until every call has ended, which the engine's Stop() and the server's Shutdown() see
   // to. Repeatable.
   void Shutdown();
@@ -52,10 +56,15 @@ class Front {
   class UnaryCall;
   class AgentStream;
   class WatchStream;
+  class HealthWatch;
+  class NamedService;
   struct Method;
 
   static const Method kMethods[];
 
+  // Whether the health service knows it; the empty name is the whole server.
+  bool Knows(absl::string_view service) const;
+  bool AddHealthWatch(const std::shared_ptr<HealthWatch>& watch);
   void Accept();
   void Run();
   void Handle(Rpc* rpc, int event, bool ok);
@@ -71,6 +80,8 @@ class Front {
   };
   absl::flat_hash_map<std::string, Served> methods_;  // by path
 
+  // So that reflection lists them.
+  std::vector<std::unique_ptr<grpc::Service>> names_;
   grpc::AsyncGenericService service_;
   std::unique_ptr<grpc::ServerCompletionQueue> queue_;
   std::thread thread_;
@@ -79,6 +90,8 @@ class Front {
   CondVar ended_;
   int open_ ABSL_GUARDED_BY(mu_) = 0;  // calls that began and have not ended
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  bool health_ended_ ABSL_GUARDED_BY(mu_) = false;
+  std::vector<std::weak_ptr<HealthWatch>> health_watches_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace muster::coordinator

@@ -80,7 +80,7 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
   self->engine_->set_on_journal_health([raw](bool ok) { raw->front_->SetServing(ok); });
   MUSTER_RETURN_IF_ERROR(self->engine_->Start());
   MUSTER_FAILPOINT_STATUS("server.listen");
-  options.rpc.standard_services = false;  // Front has the health check
+  options.rpc.health = false;  // Front has it: gRPC's own would bring more polling threads
   MUSTER_ASSIGN_OR_RETURN(self->server_,
                           rpc::Server::Start(options.rpc, {}, [raw](grpc::ServerBuilder& builder) {
                             raw->front_->Register(builder);
@@ -112,7 +112,10 @@ CoordinatorServer::~CoordinatorServer() { Shutdown(); }
 void CoordinatorServer::Shutdown() {
   MUSTER_FAILPOINT("server.shutdown");
   http_.reset();
-  if (front_ != nullptr) front_->SetServing(false);
+  if (front_ != nullptr) {
+    front_->SetServing(false);
+    front_->EndHealthWatches();
+  }
   if (engine_ != nullptr) engine_->Stop();
   if (server_ != nullptr) server_->Shutdown(absl::Seconds(2));
   if (front_ != nullptr) front_->Shutdown();

@@ -404,7 +404,98 @@ TEST(CoordinatorServer, EveryMethodOfTheContract_IsServed) {
   }
   EXPECT_EQ(methods, 22);
   EXPECT_EQ(call("/muster.v1.Barrier/Levitate").code(), absl::StatusCode::kUnimplemented);
-  EXPECT_TRUE(call("/grpc.health.v1.Health/Check").ok());
+  EXPECT_EQ(call("/grpc.health.v1.Health/Check").code(), absl::StatusCode::kInvalidArgument);
+}
+
+// A stream of raw messages, for services whose messages are not ours.
+class RawStream {
+ public:
+  RawStream(Client& client, const std::string& path, const std::string& request)
+      : stub_(client.channel()) {
+    rpc::SetTimeout(context_, kPatience);
+    stream_ = stub_.PrepareCall(&context_, path, &queue_);
+    stream_->StartCall(nullptr);
+    EXPECT_TRUE(Next());
+    const grpc::Slice slice(request);
+    stream_->WriteLast(grpc::ByteBuffer(&slice, 1), grpc::WriteOptions(), nullptr);
+    EXPECT_TRUE(Next());
+  }
+  ~RawStream() {
+    context_.TryCancel();
+    queue_.Shutdown();
+    void* tag;
+    bool ok;
+    while (queue_.Next(&tag, &ok)) {
+    }
+  }
+  // The next message, or "end".
+  std::string Read() {
+    grpc::ByteBuffer message;
+    stream_->Read(&message, nullptr);
+    if (!Next()) return "end";
+    std::vector<grpc::Slice> slices;
+    EXPECT_TRUE(message.Dump(&slices).ok());
+    std::string bytes;
+    for (const grpc::Slice& slice : slices)
+      bytes.append(reinterpret_cast<const char*>(slice.begin()), slice.size());
+    return bytes;
+  }
+
+ private:
+  bool Next() {
+    void* tag;
+    bool ok = false;
+    EXPECT_TRUE(queue_.Next(&tag, &ok));
+    return ok;
+  }
+  grpc::GenericStub stub_;
+  grpc::CompletionQueue queue_;
+  grpc::ClientContext context_;
+  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> stream_;
+};
+
+TEST(CoordinatorServer, Reflection_ListsAndDescribesTheContract) {
+  auto server = StartServer();
+  Client client(server->address());
+  const std::string path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
+  const std::string services = RawStream(client, path, "\x3A\x01*").Read();  // list_services
+  for (const char* name : {"muster.v1.Barrier", "muster.v1.KeyValueStore", "muster.v1.Session",
+                           "muster.v1.Admin", "grpc.health.v1.Health"})
+    EXPECT_THAT(services, HasSubstr(name));
+  // file_containing_symbol
+  EXPECT_THAT(RawStream(client, path, "\x22\x11muster.v1.Barrier").Read(),
+              HasSubstr("ArriveManyRequest"));
+}
+
+TEST(CoordinatorServer, Health_IsCheckedAndWatched) {
+  auto journal = std::make_unique<HeldJournal>();
+  HeldJournal* raw = journal.get();
+  CoordinatorServer::Options options;
+  options.journal = std::move(journal);
+  auto server = StartServer(std::move(options));
+  Client client(server->address()), other(server->address());
+  const uint64_t generation = SeatOne(client, "j");
+  const std::string check = "/grpc.health.v1.Health/Check", watch = "/grpc.health.v1.Health/Watch";
+  const std::string serving = "\x08\x01", not_serving = "\x08\x02", unknown = "\x08\x03";
+  EXPECT_EQ(RawStream(client, check, "").Read(), serving);
+  EXPECT_EQ(RawStream(client, check, "\x0A\x11muster.v1.Barrier").Read(), serving);
+  EXPECT_EQ(RawStream(client, check, "\x0A\x03moo").Read(), "end");  // NOT_FOUND
+  EXPECT_EQ(RawStream(client, watch, "\x0A\x03moo").Read(), unknown);
+  RawStream all(client, watch, "");
+  EXPECT_EQ(all.Read(), serving);
+  raw->Hold();
+  std::thread writer([&] { (void)other.Put(FenceOf("j", 0, generation), "k", "v", true); });
+  raw->WaitAppended();
+  raw->Fail();
+  writer.join();
+  EXPECT_EQ(all.Read(), not_serving);
+  EXPECT_EQ(RawStream(client, check, "").Read(), not_serving);
+  raw->Release();
+  EXPECT_EQ(all.Read(), serving);
+  server->Shutdown();
+  std::string last = all.Read();
+  if (last == not_serving) last = all.Read();
+  EXPECT_EQ(last, "end");
 }
 
 TEST(CoordinatorServer, LargeRequest_IsRefusedAtTheLimit) {
@@ -561,6 +652,26 @@ TEST(AgentStream, BrokenInABarrier_ResumesAndGetsTheResultOnce) {
   a.Send({ArriveOp(3, "j", 0, generation, 1)});
   b.Send({ArriveOp(3, "j", 1, generation, 1)});
   EXPECT_EQ(a.Result(3).arrive().report().counter(), 1u);
+}
+
+TEST(AgentStream, WhileABarrierWaits_OtherFramesAreServed) {
+  auto server = StartServer();
+  AgentClient agent(server->address(), "node", 1);
+  agent.Attach();
+  agent.Send({JoinOp(1, "j", 0, 2), JoinOp(2, "j", 1, 2)});
+  const uint64_t generation = agent.Result(1).join().generation();
+  for (uint64_t i = 0; i < 50; ++i) {
+    const uint64_t op = 10 + 3 * i;
+    agent.Send({ArriveOp(op, "j", 0, generation, i)});
+    v1::Op get;
+    get.set_op_id(op + 1);
+    *get.mutable_txn()->mutable_fence() = FenceOf("j", 1, generation);
+    get.mutable_txn()->add_then()->mutable_get()->set_key("k");
+    agent.Send({get});
+    EXPECT_TRUE(agent.Result(op + 1).has_txn());
+    agent.Send({ArriveOp(op + 2, "j", 1, generation, i)});
+    EXPECT_EQ(agent.Result(op).arrive().report().state(), v1::BARRIER_STATE_PASSED);
+  }
 }
 
 TEST(AgentStream, UnacknowledgedResults_AreSentAgainAfterEveryBreak) {
