@@ -5,6 +5,7 @@
 
 #include <utility>
 
+#include "rpc/callback_threads.h"
 #include "rpc/status.h"
 
 namespace muster::agent {
@@ -71,7 +72,9 @@ class RpcFrameTransport::Link final
 };
 
 RpcFrameTransport::RpcFrameTransport(const std::shared_ptr<grpc::Channel>& channel)
-    : stub_(v1::Session::NewStub(channel)) {}
+    : stub_(v1::Session::NewStub(channel)) {
+  rpc::KeepCallbackThreads(channel);
+}
 
 RpcFrameTransport::~RpcFrameTransport() {
   MutexLock lock(&mu_);

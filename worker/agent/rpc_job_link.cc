@@ -19,6 +19,7 @@
 #include "proto/muster/v1/kv.grpc.pb.h"
 #include "proto/muster/v1/membership.grpc.pb.h"
 #include "proto/muster/v1/rendezvous.grpc.pb.h"
+#include "rpc/callback_threads.h"
 #include "rpc/status.h"
 
 namespace muster::agent {
@@ -145,6 +146,7 @@ class RpcJobLink final : public JobLink {
       MutexLock lock(&mu_);
       ++reports_in_flight_;
     }
+    rpc::KeepCallbackThreads(channel_);
     // Kept alive by the callback. A program that never joined is unknown to the coordinator: no
     // matter.
     membership_->async()->ReportExit(
