@@ -303,7 +303,8 @@ class Core::Impl::Job : public BarrierHost {
         id_(std::move(id)),
         log_(std::make_unique<WatchLog>(impl->options_.watch_events, impl->options_.watch_bytes,
                                         impl->revision_)),
-        dedupe_(impl->options_.kept_answers) {}
+        dedupe_(impl->options_.kept_answers),
+        triggers_(impl->options_.mutants.trigger_below_a_horizon) {}
 
   absl::Duration Lease() const {
     return Or(spec_.has_lease(), spec_.lease(), impl_->options_.default_lease);
@@ -601,6 +602,8 @@ std::optional<v1::OpError> Core::Impl::CheckFence(const v1::Fence& fence, bool o
   who->job = job;
   const auto refuse = [&](v1::OpError error) {
     ++stats_.fenced_calls;
+    error.mutable_detail()->set_current_generation(job->generation_);
+    error.mutable_detail()->set_current_term(term_);
     return error;
   };
   if (fence.worker_id().empty()) {
@@ -827,15 +830,19 @@ void Core::Impl::Job::RememberDeparted(const std::string& worker_id, uint64_t in
 void Core::Impl::Job::NoteDeparted(const std::vector<Seat>& old_seats) {
   for (const Seat& seat : seats_) departed_.erase(seat.record.worker_id());
   for (const Seat& seat : old_seats) {
-    if (!rank_of_.contains(seat.record.worker_id()))
+    if (!rank_of_.contains(seat.record.worker_id()) && !impl_->options_.mutants.forgets_departed)
       RememberDeparted(seat.record.worker_id(), seat.record.incarnation());
   }
-  const size_t most = kMaxDeparted + 2 * seats_.size();
-  while (!departed_order_.empty() &&
-         (departed_.size() > most || !departed_.contains(departed_order_.front()))) {
-    const std::string& oldest = departed_order_.front();
-    if (departed_.erase(oldest) > 0) dedupe_.Forget(oldest);
-    departed_order_.pop_front();
+  // Those that came back leave the order; of those that left again, the last time counts.
+  absl::flat_hash_set<absl::string_view> listed;
+  std::deque<std::string> order;
+  for (auto it = departed_order_.rbegin(); it != departed_order_.rend(); ++it) {
+    if (departed_.contains(*it) && listed.insert(*it).second) order.push_front(*it);
+  }
+  departed_order_ = std::move(order);
+  for (; departed_order_.size() > kMaxDeparted + 2 * seats_.size(); departed_order_.pop_front()) {
+    departed_.erase(departed_order_.front());
+    dedupe_.Forget(departed_order_.front());
   }
 }
 
@@ -1033,7 +1040,11 @@ void Core::Impl::Job::Seal(int world_size) {
     candidate.worker_id = *worker_id;
     candidate.topology = waiting.request.topology();
     candidate.preferred_rank = waiting.request.preferred_rank();
-    if (const Seat* const seat = FindSeat(*worker_id)) candidate.previous_rank = seat->rank();
+    const Seat* const seat = FindSeat(*worker_id);
+    if (seat != nullptr && !(impl_->options_.mutants.spare_moves_survivors &&
+                             waiting_kinds_[static_cast<int>(Kind::kSpare)] > 0)) {
+      candidate.previous_rank = seat->rank();
+    }
     candidate.spare = waiting.kind == Kind::kSpare;
     candidate.last_resort = waiting.kind == Kind::kLastResort;
     candidate.order = waiting.order;
@@ -1220,7 +1231,7 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
     Deliver(waits, std::make_shared<Answer>(std::move(result), true));
   }
   std::vector<KvChange> changes;
-  kv_.DropEphemeralPrefix(absl::StrCat("gen/", generation_, "/"), &changes);
+  kv_.DropPrefix(absl::StrCat("gen/", generation_, "/"), &changes);
   KvChanged(changes);
   // Keys that are tied to a lease outlive the generation with their worker, not without it.
   lease_checks_.clear();
@@ -1868,6 +1879,8 @@ void Core::Impl::ArriveMany(CallId call, const v1::ArriveManyRequest& request, c
   if (auto error = CheckJob(fence, &job)) return SendError(call, *std::move(error), 0);
   const auto fail = [&](v1::OpError error) {
     ++stats_.fenced_calls;
+    error.mutable_detail()->set_current_generation(job->generation_);
+    error.mutable_detail()->set_current_term(term_);
     SendError(call, std::move(error), job->membership_record_);
   };
   if (auto error = job->CheckGeneration(fence)) return fail(*std::move(error));
@@ -2199,6 +2212,7 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
       }
       touched = job;
       for (const v1::SeenBarrier& seen : request.seen()) {
+        if (options_.mutants.ignores_recall) break;
         job->barriers_->Recall(seen.barrier_id(), seen.counter(), seen.state());
       }
       v1::OpResult result;
@@ -2515,6 +2529,27 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
   }
   return absl::DataLossError(
       "the journal holds a change of a kind this version does not know: use a newer coordinator");
+}
+
+bool Core::NeedsJournal(const v1::Op& op) {
+  const auto durable = [](const google::protobuf::RepeatedPtrField<v1::KvOp>& ops) {
+    return std::any_of(ops.begin(), ops.end(), [](const v1::KvOp& one) {
+      return one.put().klass() == v1::KV_CLASS_DURABLE ||
+             one.add().klass() == v1::KV_CLASS_DURABLE ||
+             one.append().klass() == v1::KV_CLASS_DURABLE;
+    });
+  };
+  switch (op.kind_case()) {
+    case v1::Op::kJoin:
+    case v1::Op::kEndGeneration:
+    case v1::Op::kRaiseTrigger:
+    case v1::Op::kQuarantine:
+      return true;
+    case v1::Op::kTxn:
+      return durable(op.txn().then()) || durable(op.txn().otherwise());
+    default:
+      return false;
+  }
 }
 
 Core::Core(CoreOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}

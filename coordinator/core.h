@@ -100,6 +100,10 @@ struct Mutants {
   bool accepts_stale_generation = false;
   bool watch_skips_a_revision = false;
   bool dead_incarnation_renews_lease = false;
+  bool trigger_below_a_horizon = false;
+  bool ignores_recall = false;
+  bool spare_moves_survivors = false;
+  bool forgets_departed = false;
 };
 
 struct CoreOptions {
@@ -150,6 +154,9 @@ class Core {
   ~Core();
   Core(const Core&) = delete;
   Core& operator=(const Core&) = delete;
+
+  // Whether to refuse `op` while the journal cannot be written: its effect would be in memory only.
+  static bool NeedsJournal(const v1::Op& op);
 
   // Applies one operation. The reply to `call` comes in this Output or in a later one. Any bytes
   // are fine as input.

@@ -813,7 +813,10 @@ TEST_F(CoreTest, Lease_LostWithoutEnding_IsRefusedUntilItJoinsAgain) {
     bench_.Advance(absl::Seconds(2));
     Beat(workers[0]);
   }
-  EXPECT_EQ(bench_.Reason(Beat(workers[1])), v1::ERROR_REASON_LEASE_EXPIRED);
+  const CallId late = Beat(workers[1]);
+  EXPECT_EQ(bench_.Reason(late), v1::ERROR_REASON_LEASE_EXPIRED);
+  EXPECT_EQ(bench_.Error(late).detail().current_generation(), 1u);
+  EXPECT_EQ(bench_.Error(late).detail().current_term(), 1u);
   EXPECT_EQ(bench_.Reason(Arrive(workers[0], "b", 0)), v1::ERROR_REASON_RANK_FAILED);
   const CallId again = bench_.Do(JoinOp(workers[1], spec_));
   EXPECT_EQ(bench_.Result(again).join().rank(), workers[1].rank);
@@ -1184,14 +1187,16 @@ TEST_F(CoreTest, Kv_LeasedKey_DiesWithItsWorker) {
 TEST_F(CoreTest, Kv_GenerationPrefix_IsCleanedWhenItEnds) {
   std::vector<Worker> workers = Form(1);
   bench_.Do(PutOp(workers[0], "gen/1/addr", "x"));
-  bench_.Do(PutOp(workers[0], "gen/1/kept", "x", true));
+  bench_.Do(PutOp(workers[0], "gen/1/durable", "x", true));
   bench_.Do(PutOp(workers[0], "gen/10/addr", "x"));
   v1::Op end;
   end.mutable_end_generation()->mutable_fence()->set_job_id("j");
   bench_.Do(end);
   EXPECT_EQ(Get("gen/1/addr"), "(absent)");
-  EXPECT_EQ(Get("gen/1/kept"), "x");
+  EXPECT_EQ(Get("gen/1/durable"), "(absent)");
   EXPECT_EQ(Get("gen/10/addr"), "x");
+  bench_.Restart();
+  EXPECT_EQ(Get("gen/1/durable"), "(absent)");
 }
 
 TEST_F(CoreTest, Kv_Wait_IsAnsweredByThePut) {

@@ -292,11 +292,11 @@ void KvStore::DropLease(absl::string_view worker_id, std::vector<KvChange>* chan
   for (const std::string& key : keys) changes->push_back({key, Set(key, nullptr), nullptr});
 }
 
-void KvStore::DropEphemeralPrefix(absl::string_view prefix, std::vector<KvChange>* changes) {
+void KvStore::DropPrefix(absl::string_view prefix, std::vector<KvChange>* changes) {
   std::vector<std::string> keys;
   for (auto it = order_.lower_bound(prefix); it != order_.end() && absl::StartsWith(*it, prefix);
        ++it) {
-    if (entries_.find(*it)->second->klass() != v1::KV_CLASS_DURABLE) keys.emplace_back(*it);
+    keys.emplace_back(*it);
   }
   for (const std::string& key : keys) changes->push_back({key, Set(key, nullptr), nullptr});
 }

@@ -50,10 +50,10 @@ class KvStore {
   // conditions.
   static bool Reads(const v1::TxnRequest& request);
 
-  // Deletes the keys tied to the lease of `worker_id`; all ephemeral keys under `prefix`.
+  // Deletes the keys tied to the lease of `worker_id`; all keys under `prefix`.
   bool HasLease(absl::string_view worker_id) const { return leased_.contains(worker_id); }
   void DropLease(absl::string_view worker_id, std::vector<KvChange>* changes);
-  void DropEphemeralPrefix(absl::string_view prefix, std::vector<KvChange>* changes);
+  void DropPrefix(absl::string_view prefix, std::vector<KvChange>* changes);
 
   // Puts a key as it was, at replay; deletes one.
   void RestorePut(const v1::KeyValue& kv);

@@ -248,12 +248,11 @@ TEST_F(KvTest, Lease_OnADurableKeyOrWithoutAWorker_IsRefused) {
   EXPECT_EQ(error_->detail().field(), "put.with_lease");
 }
 
-TEST_F(KvTest, DropEphemeralPrefix_SparesDurableKeys) {
+TEST_F(KvTest, DropPrefix_SparesOtherKeys) {
   Run({Put("gen/1/a", "x"), Put("gen/1/b", "x", v1::KV_CLASS_DURABLE), Put("gen/2/a", "x")});
   std::vector<KvChange> changes;
-  store_.DropEphemeralPrefix("gen/1/", &changes);
-  EXPECT_EQ(changes.size(), 1u);
-  EXPECT_EQ(Value("gen/1/b"), "x");
+  store_.DropPrefix("gen/1/", &changes);
+  EXPECT_EQ(changes.size(), 2u);
   EXPECT_EQ(Value("gen/2/a"), "x");
 }
 

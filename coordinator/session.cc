@@ -14,7 +14,9 @@ AgentSession::AgentSession(std::string node, uint64_t incarnation, std::string i
     : node_(std::move(node)), incarnation_(incarnation), id_(std::move(id)) {}
 
 bool AgentSession::Resume(const v1::Hello& hello) {
-  return hello.agent_incarnation() == incarnation_ && outbox_.Resume(hello.last_received_seq());
+  if (hello.agent_incarnation() != incarnation_) return false;
+  // An agent that never got the welcome still counts the frames of an earlier session.
+  return outbox_.Resume(hello.session_id() == id_ ? hello.last_received_seq() : 0);
 }
 
 void AgentSession::Welcome(uint32_t protocol, uint64_t term, absl::string_view cluster_id,

@@ -20,8 +20,8 @@ namespace muster::coordinator {
 //   are acknowledged, and sent again, in order, on the next stream. A frame whose seq is not above
 //   the last one received is dropped. Frames without a seq (hello, welcome, beats, bare
 //   acknowledgements) are sent once.
-// - Hello and Welcome tell the other side from where to send again. Welcome also names the session:
-//   when it is not the one the agent was in, nothing is left of that one. The agent then counts the
+// - Hello and Welcome tell the other side from where to send again, and name the session whose frames
+//   they count. When Welcome's is not the one the agent was in, nothing is left of that one. The agent then counts the
 //   coordinator's frames from 0 again, and sends every operation it has no result for anew, in new
 //   frames; whether it was done before is decided by the request_id and by the barrier's counter,
 //   not here.

@@ -36,6 +36,7 @@ v1::Hello Hello(uint64_t incarnation, uint64_t last_received) {
   v1::Hello hello;
   hello.set_node("n");
   hello.set_agent_incarnation(incarnation);
+  hello.set_session_id("s");
   hello.set_last_received_seq(last_received);
   return hello;
 }
@@ -89,9 +90,22 @@ TEST(AgentSession, Resume_OtherProcessOfTheAgent_IsRefused) {
   EXPECT_FALSE(session.Resume(Hello(8, 0)));
 }
 
-TEST(AgentSession, Resume_FramesOfAnotherSession_IsRefused) {
+TEST(AgentSession, Resume_FramesThatWereNeverMade_IsRefused) {
   AgentSession session("n", 7, "s");
   EXPECT_FALSE(session.Resume(Hello(7, 12)));
+}
+
+TEST(AgentSession, Resume_AgentThatNeverGotTheWelcome_GetsEveryFrame) {
+  AgentSession session("n", 7, "s");
+  AddResult(&session, 1);
+  Next(&session);
+  v1::Hello hello = Hello(7, 1);  // one frame of the session it was in before
+  hello.set_session_id("of an earlier coordinator");
+  ASSERT_TRUE(session.Resume(hello));
+  EXPECT_EQ(Next(&session).results().results(0).op_id(), 1u);
+  // Once it has acknowledged something, it must know which session it is in.
+  session.Receive(Frame(1, /*ack=*/1));
+  EXPECT_FALSE(session.Resume(hello));
 }
 
 TEST(AgentSession, ManyFrames_AreAcknowledgedNowAndThen) {

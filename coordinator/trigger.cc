@@ -119,6 +119,7 @@ void TriggerSet::Decide(std::vector<v1::TriggerChanged>* changes) {
     record.set_effective_step(record.align() == v1::TRIGGER_ALIGN_AT_STEP
                                   ? std::max(record.step(), trigger.max_horizon)
                                   : trigger.max_horizon + record.min_lead_steps());
+    if (decides_early_) record.set_effective_step(std::max<int64_t>(0, trigger.max_horizon - 2));
     v1::TriggerChanged change;
     *change.mutable_trigger() = record;
     changes->push_back(std::move(change));

@@ -36,6 +36,9 @@ class TriggerSet {
   // How far ahead a horizon or lead may be: keeps arithmetic on steps from overflowing.
   static constexpr int64_t kMaxStep = int64_t{1} << 60;
 
+  // `decides_early`: a deliberate fault, see Mutants.
+  explicit TriggerSet(bool decides_early = false) : decides_early_(decides_early) {}
+
   // Starts a generation of `world_size` ranks: nobody has promised anything. Triggers raised by ranks of the
   // one before are dropped (their steps may be undone by a restore), those of operators wait to be
   // decided anew.
@@ -81,6 +84,7 @@ class TriggerSet {
   void ResetRanks(Trigger* trigger);
   void RemoveDone(std::vector<v1::TriggerChanged>* changes);
 
+  const bool decides_early_;
   int world_size_ = 0;
   std::vector<bool> gone_;  // by rank
   int64_t max_step_ = 0;    // the last one that some rank of this generation has finished

@@ -56,32 +56,6 @@ absl::Status StoppingStatus() {
                               v1::ERROR_REASON_STOPPING, /*retryable=*/true);
 }
 
-bool WritesDurably(const google::protobuf::RepeatedPtrField<v1::KvOp>& ops) {
-  for (const v1::KvOp& op : ops) {
-    if (op.put().klass() == v1::KV_CLASS_DURABLE || op.add().klass() == v1::KV_CLASS_DURABLE ||
-        op.append().klass() == v1::KV_CLASS_DURABLE) {
-      return true;
-    }
-  }
-  return false;
-}
-
-// Operations that are refused while the journal cannot be written: their effect would be in memory
-// only.
-bool NeedsJournal(const v1::Op& op) {
-  switch (op.kind_case()) {
-    case v1::Op::kJoin:
-    case v1::Op::kEndGeneration:
-    case v1::Op::kRaiseTrigger:
-    case v1::Op::kQuarantine:
-      return true;
-    case v1::Op::kTxn:
-      return WritesDurably(op.txn().then()) || WritesDurably(op.txn().otherwise());
-    default:
-      return false;
-  }
-}
-
 // An answer that has to wait for the disk.
 void FailAtHold(const v1::OpResult& result) {
   switch (result.kind_case()) {
@@ -628,7 +602,7 @@ void Engine::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, std::stri
 }
 
 std::shared_ptr<const Answer> Engine::Refusal(const v1::Op& op, const Session* session) {
-  const bool needs_journal = NeedsJournal(op);
+  const bool needs_journal = Core::NeedsJournal(op);
   if (needs_journal && !journal_status_.ok()) return journal_failed_;
   const Limits& limits = options_.limits;
   const uint64_t backlog = backlog_bytes_.load(std::memory_order_relaxed);

@@ -237,6 +237,7 @@ class AgentClient {
     hello.mutable_hello()->set_host(node_);
     hello.mutable_hello()->set_agent_incarnation(incarnation_);
     hello.mutable_hello()->set_last_received_seq(received_);
+    hello.mutable_hello()->set_session_id(session_);
     EXPECT_TRUE(stream_->Write(hello));
     v1::CoordinatorFrame frame;
     EXPECT_TRUE(stream_->Read(&frame));

@@ -21,7 +21,7 @@ int main(int argc, char** argv) {
     } else if (absl::ConsumePrefix(&arg, "--seeds=")) {
       ok = absl::SimpleAtoi(arg, &seeds);
     } else if (absl::ConsumePrefix(&arg, "--mutant=")) {
-      ok = muster::simulation::SetMutant(arg, &options.mutants);
+      ok = muster::simulation::SetMutant(arg, &options);
     } else {
       ok = false;
     }
@@ -36,7 +36,7 @@ int main(int argc, char** argv) {
   options.trace = seeds == 1;
   const absl::Time begin = absl::Now();
   int64_t events = 0, operations = 0, restarts = 0, generations = 0, barriers = 0, watched = 0,
-          failed = 0;
+          resumed = 0, failed = 0;
   for (uint64_t i = 0; i < seeds; ++i, ++options.seed) {
     const muster::simulation::SimulationResult result = muster::simulation::Simulate(options);
     for (const std::string& line : result.trace) std::printf("%s\n", line.c_str());
@@ -51,14 +51,15 @@ int main(int argc, char** argv) {
     generations += result.generations;
     barriers += result.barriers;
     watched += result.watch_events;
+    resumed += result.resumed;
   }
   std::printf(
       "%llu seeds, %lld violations, %lld events, %lld operations, %lld restarts, %lld generations, "
-      "%lld barriers passed, %lld watch events, %.1f s\n",
+      "%lld barriers passed, %lld watch events, %lld sessions resumed, %.1f s\n",
       static_cast<unsigned long long>(seeds), static_cast<long long>(failed),
       static_cast<long long>(events), static_cast<long long>(operations),
       static_cast<long long>(restarts), static_cast<long long>(generations),
       static_cast<long long>(barriers), static_cast<long long>(watched),
-      absl::ToDoubleSeconds(absl::Now() - begin));
+      static_cast<long long>(resumed), absl::ToDoubleSeconds(absl::Now() - begin));
   return failed == 0 ? 0 : 1;
 }

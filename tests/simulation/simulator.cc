@@ -13,6 +13,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "coordinator/errors.h"
+#include "coordinator/session.h"
+#include "proto/muster/v1/journal.pb.h"
+#include "tests/simulation/agent_client.h"
 #include "tests/simulation/linearizability.h"
 #include "tests/simulation/sim_disk.h"
 
@@ -52,7 +55,65 @@ std::string Verdict(const v1::OpResult& result) {
   }
 }
 
+// The ranks that an arrival speaks for: false if `op` is none.
+bool ArrivalOf(const v1::Op& op, InstanceId* id) {
+  if (op.has_arrive()) {
+    *id = {{op.arrive().fence().generation(), op.arrive().barrier_id()}, op.arrive().counter()};
+    return true;
+  }
+  if (!op.has_arrive_many()) return false;
+  const v1::ArriveManyRequest& many = op.arrive_many();
+  *id = {{many.fence().generation(), many.barrier_id()}, many.counter()};
+  return true;
+}
+
+class Process;
 class Sim;
+
+// One stream of an agent. Each way frames arrive in order, up to where it breaks; the two ends
+// learn of that at different times.
+struct Stream {
+  uint64_t id = 0;
+  int host = 0;
+  uint64_t life = 0;       // of the coordinator it leads to
+  bool agent_open = true;  // the agent still believes in it
+  bool up_works = true;    // false: nothing more arrives
+  bool down_works = true;
+  absl::Time last_up = absl::InfinitePast();  // arrival of the latest frame
+  absl::Time last_down = absl::InfinitePast();
+};
+
+// The agent of a host: speaks for its processes on one stream.
+struct Agent {
+  struct Target {
+    std::shared_ptr<Process> process;
+    uint64_t tag = 0;
+    std::shared_ptr<const v1::Op> op;
+  };
+  std::unique_ptr<AgentClient> client;  // null: it is not running
+  uint64_t life = 0;                    // counts its processes
+  std::shared_ptr<Stream> stream;
+  absl::Time last_heard = absl::InfinitePast();
+  std::map<uint64_t, std::vector<Target>> waiting;  // by op_id: who gets the result
+  std::vector<Target> arrivals;                     // to be sent together
+  bool pump_scheduled = false;
+  bool flush_scheduled = false;
+  std::map<std::pair<uint64_t, std::string>, std::pair<uint64_t, v1::BarrierState>>
+      seen;  // (generation, barrier_id) -> the latest (counter, state)
+};
+
+// The coordinator's side of an agent, as coordinator/service/engine.cc keeps it.
+struct ServerSession {
+  explicit ServerSession(const v1::Hello& hello, std::string id)
+      : agent(hello.node(), hello.agent_incarnation(), std::move(id)) {}
+  coordinator::AgentSession agent;
+  std::set<CallId> calls;
+  std::shared_ptr<Stream> stream;
+  bool ended = false;
+  absl::Time expires = absl::InfiniteFuture();
+  bool flush_scheduled = false;
+  std::set<uint64_t> applied;  // op_ids
+};
 
 // One process of a worker: joins, then runs the same program of collectives as its peers, with
 // key-value operations of its own in between.
@@ -70,6 +131,7 @@ class Process {
   const uint64_t incarnation_;
   bool alive_ = true;
   absl::Time paused_until_ = absl::InfinitePast();
+  uint64_t agent_ = 0;  // incarnation of the agent that handed on what it knows
 
   uint64_t generation_ = 0;
   int rank_ = -1;
@@ -155,14 +217,41 @@ class Sim {
   void StartServer();
   void CrashServer(bool by_disk_error);
   void WhenServerRuns(std::function<void()> f);  // at once, after its pause, or never if it is down
-  void Handle(CallId call, const v1::Op& op);
+  void Handle(CallId call, const v1::Op& op, const std::string& node = "");
   void Absorb(const v1::Op* op, CallId call);
   void Flush();
   void SyncDone(uint64_t life, size_t bytes, uint64_t revision);
+  static void FailReply(coordinator::Reply* reply);
   void ReleaseReplies();
   void ScheduleTick();
   void TakeSnapshot();
   void Release(const coordinator::Reply& reply);
+
+  // Agents.
+  bool HasAgent(int slot) const { return has_agent_[slot / 2]; }
+  void StartAgent(int host);
+  void CrashAgent(int host);
+  void SubmitToAgent(Agent::Target target);
+  void FlushArrivals(int host);
+  void Pump(int host);
+  void Connect(int host);
+  void AgentBeat(int host, uint64_t life);
+  void LoseStream(std::shared_ptr<Stream> stream);
+  void SendUp(const std::shared_ptr<Stream>& stream, const v1::AgentFrame& frame);
+  void SendDown(const std::shared_ptr<Stream>& stream, const v1::CoordinatorFrame& frame);
+  void AtAgent(const std::shared_ptr<Stream>& stream, const v1::CoordinatorFrame& frame);
+  void ToLocal(const Agent::Target& target, const v1::OpResult& result);
+  void RecallAt(int host);
+  // The coordinator's end, after coordinator/service/engine.cc.
+  void AtServer(const std::shared_ptr<Stream>& stream, const v1::AgentFrame& frame);
+  void HelloAtServer(const std::shared_ptr<Stream>& stream, const v1::Hello& hello);
+  void ClosedAtServer(uint64_t stream);
+  void EndSession(const std::shared_ptr<ServerSession>& session);
+  void FlushSession(const std::shared_ptr<ServerSession>& session);
+  absl::Duration Delay() {
+    if (healed_) return Between(absl::Microseconds(100), absl::Milliseconds(2));
+    return Chance(0.03) ? Between(slow_, 20 * slow_) : Between(absl::Microseconds(100), slow_);
+  }
 
   void Chaos();
   void Heal();
@@ -173,6 +262,7 @@ class Sim {
   void CheckProgress();
 
   void CheckHandled(const v1::Op& op, const std::optional<v1::OpResult>& immediate);
+  void CheckRecord(const coordinator::Record& record);
   void CheckPassed(const v1::OpResult& result);
   void CheckRecovered();
   void CheckAtEnd();
@@ -206,6 +296,7 @@ class Sim {
 
   // The world of this seed.
   int slots_ = 0;
+  int spare_slot_ = -1;  // whose worker only takes a seat if needed
   v1::RendezvousSpec spec_;
   double drop_ = 0;
   double repeat_ = 0;
@@ -216,6 +307,10 @@ class Sim {
   std::vector<std::shared_ptr<Process>> current_;       // by slot
   std::vector<std::shared_ptr<Process>> all_;
   uint64_t next_incarnation_ = 1000;
+  std::vector<bool> has_agent_;  // by host: two slots each
+  std::vector<Agent> agents_;
+  uint64_t next_stream_ = 1;
+  uint64_t next_agent_ = 1;
 
   // The server's process.
   SimDisk disk_;
@@ -231,8 +326,14 @@ class Sim {
     uint64_t tag = 0;
     std::shared_ptr<const v1::Op> op;
     std::function<void(const v1::OpResult&)> done;
+    std::shared_ptr<ServerSession> session;  // it came on an agent's stream, as
+    uint64_t op_id = 0;
   };
   std::map<CallId, Origin> origins_;
+  std::map<std::string, std::shared_ptr<ServerSession>> sessions_;  // by node
+  std::map<uint64_t, std::shared_ptr<ServerSession>> by_stream_;
+  uint64_t next_session_ = 1;
+  std::vector<coordinator::NodeDirective> held_directives_;
   std::vector<coordinator::Record> unwritten_;  // not yet accepted by the disk
   std::vector<coordinator::Reply> held_;        // wait for durability
   uint64_t written_ = 0;
@@ -246,6 +347,7 @@ class Sim {
   // What the checks know.
   std::map<std::string, std::vector<KvEvent>> history_;
   std::map<std::string, std::vector<uint64_t>> history_terms_;  // of the answers; 0: none
+  std::map<uint64_t, absl::Time> term_began_;
   std::map<std::string, uint64_t> visible_mod_;  // durable keys: largest revision anyone has seen
   std::set<std::string> deleted_;                // durable keys that someone has tried to delete
   uint64_t visible_generation_ = 0;
@@ -267,8 +369,9 @@ class Sim {
       recalled_at_;  // (incarnation, term) -> event number
   std::map<InstanceId, std::map<int, std::string>> payloads_;
   std::map<std::pair<uint64_t, uint64_t>, std::string> agreements_;  // (generation, counter)
-  std::map<std::pair<uint64_t, int>, uint64_t> seats_;   // (generation, rank) -> incarnation
-  std::map<uint64_t, std::pair<int, uint64_t>> tables_;  // generation -> (world size, digest)
+  std::map<std::pair<uint64_t, int>, uint64_t> seats_;     // (generation, rank) -> incarnation
+  std::map<uint64_t, std::map<std::string, int>> sealed_;  // generation -> worker -> rank
+  std::map<uint64_t, std::pair<int, uint64_t>> tables_;    // generation -> (world size, digest)
   std::map<std::pair<uint64_t, uint64_t>, int64_t> trigger_steps_;  // (generation, trigger) -> step
   struct Write {
     uint64_t revision = 0;
@@ -322,6 +425,10 @@ void Process::Send(uint64_t tag) {
   const auto it = calls_.find(tag);
   if (it == calls_.end()) return;
   Call& call = it->second;
+  if (sim_->HasAgent(slot_)) {
+    sim_->SubmitToAgent({sim_->all_[incarnation_ - 1000], tag, call.op});
+    return;
+  }
   if (call.attempts++ > 0 && call.last_attempt != 0 && sim_->Chance(0.5)) {
     // The transport tells the server that the former attempt was given up.
     const CallId old = call.last_attempt;
@@ -373,7 +480,7 @@ void Process::SawTerm(const v1::OpResult& result) {
   if (term <= term_) return;
   const bool first = term_ == 0;
   term_ = term;
-  if (first || rank_ < 0) return;
+  if (first || rank_ < 0 || sim_->HasAgent(slot_)) return;
   auto op = std::make_shared<v1::Op>();
   FillFence(op->mutable_recall_barriers()->mutable_fence(), false);
   for (const auto& [id, counter] : counters_) {
@@ -393,6 +500,7 @@ void Process::Join() {
   v1::JoinRequest* join = op->mutable_join();
   FillFence(join->mutable_fence(), false);
   *join->mutable_spec() = sim_->spec_;
+  join->set_spare(slot_ == sim_->spare_slot_);
   join->mutable_topology()->set_host(absl::StrCat("h", slot_ / 2));
   join->mutable_topology()->set_local_rank(slot_ % 2);
   join->set_preferred_rank(-1);
@@ -448,7 +556,7 @@ void Process::Join() {
       sim_->Violation(absl::StrCat("generation ", generation_, " has two rank tables"));
     }
     table = {world_size_, reply.table_digest()};
-    Heartbeat();
+    if (!sim_->HasAgent(slot_)) Heartbeat();
     PollTriggers();
     Step();
   });
@@ -754,6 +862,11 @@ Sim::Sim(const SimulationOptions& options)
   const bool elastic = Chance(0.3);
   spec_.set_min_workers(elastic ? std::max(1, slots_ - 1) : slots_);
   spec_.set_max_workers(slots_);
+  if (!elastic && slots_ > 2 && Chance(0.3)) {
+    spare_slot_ = static_cast<int>(Draw(slots_));
+    spec_.set_min_workers(slots_ - 1);
+    spec_.set_max_workers(slots_ - 1);
+  }
   *spec_.mutable_last_call() = ToProto(absl::Milliseconds(300));
   *spec_.mutable_lease() = ToProto(kLease);
   *spec_.mutable_join_timeout() = ToProto(absl::Seconds(20));
@@ -765,11 +878,16 @@ Sim::Sim(const SimulationOptions& options)
   current_.resize(slots_);
   core_options_.cluster_id = "sim";
   core_options_.mutants = options.mutants;
-  core_options_.strikes_to_quarantine = 0;
+  core_options_.strikes_to_quarantine = Chance(0.3) ? 3 : 0;
+  core_options_.quarantine_for = absl::Seconds(2);
   core_options_.kept_answers = 64;
   core_options_.watch_events = Chance(0.3) ? 60 : 2000;
   core_options_.kept_barrier_results = 1000;
   watchers_.resize(2);
+  const uint64_t agents = Draw(10);  // none, all, or some hosts have one
+  for (int host = 0; host < (slots_ + 1) / 2; ++host)
+    has_agent_.push_back(agents >= 3 && (agents < 8 || Chance(0.5)));
+  agents_.resize(has_agent_.size());
 }
 
 void Sim::Transfer(int slot, bool to_server, bool may_repeat, std::function<void()> deliver) {
@@ -777,12 +895,8 @@ void Sim::Transfer(int slot, bool to_server, bool may_repeat, std::function<void
     const absl::Time cut_until = to_server ? cut_[slot].first : cut_[slot].second;
     if (now_ < cut_until || Chance(drop_)) return;
   }
-  const auto delay = [&] {
-    if (healed_) return Between(absl::Microseconds(100), absl::Milliseconds(2));
-    return Chance(0.03) ? Between(slow_, 20 * slow_) : Between(absl::Microseconds(100), slow_);
-  };
-  if (may_repeat && !healed_ && Chance(repeat_)) At(now_ + 3 * delay(), deliver);
-  At(now_ + delay(), std::move(deliver));
+  if (may_repeat && !healed_ && Chance(repeat_)) At(now_ + 3 * Delay(), deliver);
+  At(now_ + Delay(), std::move(deliver));
 }
 
 void Sim::WhenServerRuns(std::function<void()> f) {
@@ -805,7 +919,7 @@ void Sim::ToServer(const std::shared_ptr<Process>& process, uint64_t tag,
     if (life != life_) return;
     const CallId id = std::exchange(*first, false) ? call : next_call_++;
     WhenServerRuns([this, id, process, tag, op] {
-      origins_[id] = {process, tag, op, nullptr};
+      origins_[id] = {process, tag, op, nullptr, nullptr, 0};
       Handle(id, *op);
     });
   });
@@ -817,7 +931,7 @@ void Sim::FromOperator(const v1::Op& op, std::function<void(const v1::OpResult&)
   Transfer(-1, true, false, [this, call, shared, done = std::move(done), life = life_] {
     if (life != life_) return;
     WhenServerRuns([this, call, shared, done] {
-      origins_[call] = {nullptr, 0, shared, done};
+      origins_[call] = {nullptr, 0, shared, done, nullptr, 0};
       Handle(call, *shared);
     });
   });
@@ -833,7 +947,10 @@ void Sim::StartServer() {
   syncing_ = journal_failed_ = false;
   unwritten_.clear();
   held_.clear();
+  held_directives_.clear();
   origins_.clear();
+  sessions_.clear();
+  by_stream_.clear();
   out_.Clear();
   next_tick_ = absl::InfiniteFuture();
   std::string snapshot;
@@ -847,6 +964,7 @@ void Sim::StartServer() {
     return Violation(absl::StrCat("the journal cannot be replayed: ", status.ToString()));
   written_ = durable_ = core_->last_record_revision();
   core_->StartTerm(core_->last_term() + 1, now_, &out_);
+  term_began_[core_->last_term()] = now_;
   CheckRecovered();
   // Nothing is served before the record of the term is durable, or a crash could give out one term
   // twice.
@@ -866,25 +984,31 @@ void Sim::CrashServer(bool by_disk_error) {
   disk_.Crash(&random_);
   origins_.clear();
   held_.clear();
+  held_directives_.clear();
   unwritten_.clear();
+  sessions_.clear();
+  by_stream_.clear();
+  for (const Agent& agent : agents_) {
+    if (agent.stream == nullptr) continue;
+    At(now_ + Between(absl::Milliseconds(1), absl::Milliseconds(100)),
+       [this, stream = agent.stream] { LoseStream(stream); });
+  }
   superseded_ = visible_superseded_;
   seat_of_ = visible_seat_of_;
   current_generation_ = visible_generation_;
   At(now_ + Between(absl::Milliseconds(10), absl::Milliseconds(1500)), [this] { StartServer(); });
 }
 
-void Sim::Handle(CallId call, const v1::Op& op) {
+void Sim::Handle(CallId call, const v1::Op& op, const std::string& node) {
   if (!serving_) return;
-  if (journal_failed_) {
-    v1::OpResult result;
-    *result.mutable_error() =
-        coordinator::MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_JOURNAL_FAILED,
-                               "the journal cannot be written");
-    Release({call, std::make_shared<coordinator::Answer>(result, false), 0});
+  if (journal_failed_ && Core::NeedsJournal(op)) {
+    coordinator::Reply reply{call, nullptr, 0};
+    FailReply(&reply);
+    Release(reply);
     return;
   }
   ++result_.operations;
-  core_->Handle(call, op, {"", "sim"}, now_, &out_);
+  core_->Handle(call, op, {node, "sim"}, now_, &out_);
   Absorb(&op, call);
 }
 
@@ -902,16 +1026,22 @@ void Sim::Absorb(const v1::Op* op, CallId call) {
       current_generation_ = std::max(current_generation_, result.join().generation());
     }
     if (result.has_arrive()) CheckPassed(result);
+    InstanceId instance;
     if (result.has_error() && !Verdict(result).empty() && origin != origins_.end() &&
-        origin->second.op->has_arrive()) {
-      const v1::ArriveRequest& arrive = origin->second.op->arrive();
-      failed_at_.try_emplace({{arrive.fence().generation(), arrive.barrier_id()}, arrive.counter()},
-                             result_.events);
+        ArrivalOf(*origin->second.op, &instance)) {
+      failed_at_.try_emplace(instance, result_.events);
     }
+    // As in the engine: while the journal fails, whatever waits for it is refused.
+    if (journal_failed_ && reply.durable_revision > durable_) FailReply(&reply);
     held_.push_back(std::move(reply));
   }
+  for (coordinator::NodeDirective& directive : out_.directives)
+    held_directives_.push_back(std::move(directive));
   if (op != nullptr) CheckHandled(*op, immediate);
-  for (coordinator::Record& record : out_.records) unwritten_.push_back(std::move(record));
+  for (coordinator::Record& record : out_.records) {
+    CheckRecord(record);
+    unwritten_.push_back(std::move(record));
+  }
   if (out_.deposed) Violation("the only coordinator believes that it is deposed");
   out_.Clear();
   Flush();
@@ -928,14 +1058,7 @@ void Sim::Flush() {
       std::vector<coordinator::Reply> waiting;
       waiting.swap(held_);
       for (coordinator::Reply& reply : waiting) {
-        if (reply.durable_revision > durable_) {
-          v1::OpResult result;
-          *result.mutable_error() = coordinator::MakeError(absl::StatusCode::kUnavailable,
-                                                           v1::ERROR_REASON_JOURNAL_FAILED,
-                                                           "the journal cannot be written");
-          reply.answer = std::make_shared<coordinator::Answer>(result, false);
-          reply.durable_revision = 0;
-        }
+        if (reply.durable_revision > durable_) FailReply(&reply);
         held_.push_back(std::move(reply));
       }
       const uint64_t life = life_;
@@ -963,6 +1086,15 @@ void Sim::Flush() {
   }
 }
 
+void Sim::FailReply(coordinator::Reply* reply) {
+  v1::OpResult result;
+  *result.mutable_error() =
+      coordinator::MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_JOURNAL_FAILED,
+                             "the journal cannot be written");
+  reply->answer = std::make_shared<coordinator::Answer>(result, false);
+  reply->durable_revision = 0;
+}
+
 void Sim::SyncDone(uint64_t life, size_t bytes, uint64_t revision) {
   if (life != life_ || !up_) return;
   if (!healed_ && Chance(0.002))
@@ -986,6 +1118,16 @@ void Sim::ReleaseReplies() {
   }
   held_ = std::move(later);
   for (const coordinator::Reply& reply : ready) Release(reply);
+  for (coordinator::NodeDirective& directive : std::exchange(held_directives_, {})) {
+    if (directive.durable_revision > durable_) {
+      held_directives_.push_back(std::move(directive));
+      continue;
+    }
+    const auto it = sessions_.find(directive.node);
+    if (it == sessions_.end()) continue;
+    it->second->agent.outbox().AddDirective(directive.directive);
+    FlushSession(it->second);
+  }
 }
 
 void Sim::Release(const coordinator::Reply& reply) {
@@ -1005,6 +1147,12 @@ void Sim::Release(const coordinator::Reply& reply) {
   }
   if (result.error().detail().reason() == v1::ERROR_REASON_GENERATION_ENDED) {
     visible_end_ = std::max(visible_end_, result.error().detail().current_generation());
+  }
+  if (origin.session != nullptr) {
+    origin.session->calls.erase(reply.call);
+    origin.session->agent.outbox().AddResult(origin.op_id, reply.answer);
+    FlushSession(origin.session);
+    return;
   }
   const std::shared_ptr<const v1::OpResult> shared(reply.answer, &result);
   if (origin.process == nullptr) {
@@ -1058,19 +1206,20 @@ void Sim::Kill(const std::shared_ptr<Process>& process, bool told) {
   process->alive_ = false;
   Trace(absl::StrCat(process->worker_id(), "/", process->incarnation_, " ends",
                      told ? ", told by its agent" : ""));
-  // Its connections close: held calls are abandoned, unless the link is cut.
   const int slot = process->slot_;
-  Transfer(slot, true, false, [this, process] {
-    WhenServerRuns([this, process] {
-      if (!serving_) return;
-      std::vector<CallId> calls;
-      for (const auto& [call, origin] : origins_) {
-        if (origin.process == process) calls.push_back(call);
-      }
-      for (const CallId call : calls) core_->Abandon(call, now_, &out_);
-      Absorb(nullptr, 0);
+  // Its connections close: held calls are abandoned, unless the link is cut.
+  if (!HasAgent(slot))
+    Transfer(slot, true, false, [this, process] {
+      WhenServerRuns([this, process] {
+        if (!serving_) return;
+        std::vector<CallId> calls;
+        for (const auto& [call, origin] : origins_) {
+          if (origin.process == process) calls.push_back(call);
+        }
+        for (const CallId call : calls) core_->Abandon(call, now_, &out_);
+        Absorb(nullptr, 0);
+      });
     });
-  });
   if (told) {
     v1::Op op;
     v1::ReportExitRequest* report = op.mutable_report_exit();
@@ -1079,7 +1228,11 @@ void Sim::Kill(const std::shared_ptr<Process>& process, bool told) {
     report->set_worker_id(process->worker_id());
     report->set_incarnation(process->incarnation_);
     report->mutable_cause()->set_signal(9);
-    FromOperator(op, nullptr);
+    if (HasAgent(slot)) {
+      SubmitToAgent({nullptr, 0, std::make_shared<v1::Op>(op)});
+    } else {
+      FromOperator(op, nullptr);
+    }
   }
   if (current_[slot] == process) {
     At(now_ + Between(absl::Milliseconds(10),
@@ -1094,7 +1247,7 @@ void Sim::Chaos() {
   if (healed_) return;
   const int slot = static_cast<int>(Draw(slots_));
   const std::shared_ptr<Process> process = current_[slot];
-  switch (Draw(13)) {
+  switch (Draw(16)) {
     case 0:
     case 1:
       if (process != nullptr) Kill(process, Chance(0.7));
@@ -1127,7 +1280,8 @@ void Sim::Chaos() {
       CrashServer(false);
       break;
     case 8:
-      if (up_) {
+      // Not twice: what waits for it to go on must stay in order.
+      if (up_ && now_ >= server_paused_until_) {
         server_paused_until_ = now_ + Between(absl::Milliseconds(100), absl::Seconds(5));
         Trace(absl::StrCat("coordinator is stopped until ",
                            absl::FormatDuration(server_paused_until_ - kStart)));
@@ -1141,6 +1295,16 @@ void Sim::Chaos() {
     }
     case 10:
       TakeSnapshot();
+      break;
+    case 12:
+    case 13:
+      if (agents_[slot / 2].stream != nullptr) {
+        Trace(absl::StrCat("the stream of h", slot / 2, " breaks"));
+        LoseStream(agents_[slot / 2].stream);
+      }
+      break;
+    case 14:
+      if (has_agent_[slot / 2] && Chance(0.5)) CrashAgent(slot / 2);
       break;
     case 11: {
       v1::Op op;
@@ -1240,7 +1404,6 @@ void Sim::Heal() {
   healed_at_ = now_;
   Trace("everything is healed");
   disk_.set_full(false);
-  server_paused_until_ = std::min(server_paused_until_, now_);
   for (const std::shared_ptr<Process>& process : all_) {
     process->paused_until_ = std::min(process->paused_until_, now_);
     process->passed_here_ = 0;
@@ -1248,26 +1411,34 @@ void Sim::Heal() {
   // What was drawn before, restarts and the like, still comes within its time.
   At(now_ + absl::Seconds(3), [this] {
     if (!up_) StartServer();
+    for (int host = 0; host < static_cast<int>(agents_.size()); ++host) StartAgent(host);
     for (int slot = 0; slot < slots_; ++slot) {
       if (current_[slot] == nullptr || !current_[slot]->alive_) StartWorker(slot);
     }
   });
 }
 
-// Progress: all slots sit in one generation and have passed barriers in it.
+// Progress: all seats of one generation are taken, and its workers have passed barriers in it.
 void Sim::CheckProgress() {
-  bool all = true;
+  uint64_t generation = 0;
+  for (int slot = 0; slot < slots_; ++slot) {
+    if (current_[slot]->seated()) generation = std::max(generation, current_[slot]->generation_);
+  }
+  int going = 0;
   for (int slot = 0; slot < slots_; ++slot) {
     const Process& process = *current_[slot];
-    all = all && process.seated() && process.passed_here_ >= 3 &&
-          process.generation_ == current_[0]->generation_ && process.world_size_ == slots_;
+    going += process.seated() && process.passed_here_ >= 3 && process.generation_ == generation &&
+                     process.world_size_ == spec_.max_workers()
+                 ? 1
+                 : 0;
   }
+  const bool all = going == spec_.max_workers();
   if (all && now_ > healed_at_ + absl::Seconds(4)) {
     healed_at_ = absl::InfinitePast();  // done
     return;
   }
   // An elastic generation that some had to miss is ended so that all can join.
-  if (spec_.min_workers() < slots_ && now_ > healed_at_ + absl::Seconds(8)) {
+  if (spec_.min_workers() < spec_.max_workers() && now_ > healed_at_ + absl::Seconds(8)) {
     bool waits = false;
     for (int slot = 0; slot < slots_; ++slot) waits = waits || !current_[slot]->seated();
     if (waits) {
@@ -1324,8 +1495,30 @@ void Sim::KvEnd(const std::string& key, size_t index, const v1::OpResult& result
 // no effect.
 void Sim::CheckHandled(const v1::Op& op, const std::optional<v1::OpResult>& immediate) {
   if (op.has_recall_barriers() && immediate.has_value() && !immediate->has_error()) {
-    recalled_at_.try_emplace({op.recall_barriers().fence().incarnation(), core_->last_term()},
-                             result_.events);
+    const v1::Fence& caller = op.recall_barriers().fence();
+    recalled_at_.try_emplace({caller.incarnation(), core_->last_term()}, result_.events);
+    // An agent speaks for all whose results it has handed on.
+    for (const std::shared_ptr<Process>& process : all_) {
+      if (process->agent_ == caller.incarnation())
+        recalled_at_.try_emplace({process->incarnation_, core_->last_term()}, result_.events);
+    }
+  }
+  if (op.has_arrive_many()) {
+    const v1::ArriveManyRequest& many = op.arrive_many();
+    if (immediate.has_value() && immediate->has_error()) return;
+    for (const uint64_t incarnation : many.incarnations()) {
+      if (superseded_.contains(incarnation)) {
+        Violation(absl::StrCat(
+            "an arrival of incarnation ", incarnation,
+            " was accepted although a newer one sits in its place: ", op.ShortDebugString()));
+      }
+    }
+    if (many.fence().generation() < current_generation_) {
+      Violation(absl::StrCat("an arrival of generation ", many.fence().generation(),
+                             " was accepted in generation ", current_generation_, ": ",
+                             op.ShortDebugString()));
+    }
+    return;
   }
   const v1::Fence* fence = nullptr;
   bool informs_only = false;
@@ -1367,6 +1560,37 @@ void Sim::CheckHandled(const v1::Op& op, const std::optional<v1::OpResult>& imme
                            op.ShortDebugString()));
   }
   if (!refused && fence->request_id() != 0) answered_.insert(request);
+}
+
+// A generation is one more than the last, and whoever sat in that one keeps its rank.
+void Sim::CheckRecord(const coordinator::Record& record) {
+  v1::JournalRecord parsed;
+  parsed.ParseFromString(record.payload);
+  for (const v1::JournalChange& change : parsed.changes()) {
+    if (!change.has_generation_sealed()) continue;
+    const v1::GenerationSealed& sealed = change.generation_sealed();
+    const std::map<std::string, int>& before = sealed_[sealed.generation() - 1];
+    if (sealed.generation() > 1 && before.empty()) {
+      Violation(absl::StrCat("generation ", sealed.generation(), " follows on none"));
+    }
+    std::map<std::string, int> seats;
+    for (const v1::SeatRecord& seat : sealed.seats()) {
+      seats[seat.worker_id()] = seat.rank();
+      const auto former = before.find(seat.worker_id());
+      if (former == before.end() || former->second >= sealed.seats_size()) continue;
+      if (former->second != seat.rank()) {
+        Violation(absl::StrCat(seat.worker_id(), " had rank ", former->second, " in generation ",
+                               sealed.generation() - 1, " and has rank ", seat.rank(),
+                               " in the next"));
+      }
+    }
+    if (static_cast<int>(seats.size()) != sealed.seats_size() ||
+        sealed.seats_size() < spec_.min_workers() || sealed.seats_size() > spec_.max_workers()) {
+      Violation(absl::StrCat("generation ", sealed.generation(), " has ", sealed.seats_size(),
+                             " seats for ", seats.size(), " workers"));
+    }
+    sealed_[sealed.generation()] = std::move(seats);
+  }
 }
 
 // Everyone must have called before anyone passes.
@@ -1465,11 +1689,10 @@ void Sim::CheckAtEnd() {
     const std::set<uint64_t> all(terms.begin(), terms.end());
     for (const uint64_t term : all) {
       if (term == 0) continue;
-      absl::Time first = absl::InfiniteFuture();
+      const absl::Time first = term_began_[term];
       absl::Time last = absl::InfinitePast();
       for (size_t i = 0; i < events.size(); ++i) {
         if (terms[i] != term) continue;
-        first = std::min(first, events[i].start);
         last = std::max(last, events[i].end);
       }
       std::vector<KvEvent> part;
@@ -1477,9 +1700,7 @@ void Sim::CheckAtEnd() {
         KvEvent event = events[i];
         if (event.start > last) continue;
         if (terms[i] != term) {
-          // A copy of the request may have been on its way for as long as this (see Transfer), and
-          // have met a paused server.
-          if (event.answered && event.end + 60 * slow_ + absl::Seconds(5) < first) continue;
+          if (event.answered && event.end < first) continue;
           event.answered = false;
           event.end = absl::InfiniteFuture();
         }
@@ -1504,8 +1725,425 @@ void Sim::CheckAtEnd() {
   }
 }
 
+void Sim::StartAgent(int host) {
+  Agent& agent = agents_[host];
+  if (!has_agent_[host] || agent.client != nullptr) return;
+  agent.client =
+      std::make_unique<AgentClient>(absl::StrCat("h", host), 500 + next_agent_++, Chance(0.5));
+  ++agent.life;
+  Trace(absl::StrCat("agent h", host, "/", agent.client->incarnation(), " starts"));
+  // Its workers find it again: what they still wait for, and how their barriers ended.
+  for (const std::shared_ptr<Process>& process : all_) {
+    if (!process->alive_ || process->slot_ / 2 != host) continue;
+    process->agent_ = agent.client->incarnation();
+    for (const auto& [id, counter] : process->counters_) {
+      if (counter == 0 || process->previous_[id] == v1::BARRIER_STATE_UNSPECIFIED) continue;
+      auto& seen = agent.seen[{process->generation_, id}];
+      if (counter - 1 >= seen.first) seen = {counter - 1, process->previous_[id]};
+    }
+    // A stopped one notices when it goes on.
+    process->At(
+        std::max(now_, process->paused_until_),
+        [process] {
+          std::vector<uint64_t> tags;
+          for (const auto& [tag, call] : process->calls_) tags.push_back(tag);
+          for (const uint64_t tag : tags) process->Send(tag);
+        },
+        true);
+  }
+  Connect(host);
+  AgentBeat(host, agent.life);
+}
+
+void Sim::CrashAgent(int host) {
+  Agent& agent = agents_[host];
+  if (agent.client == nullptr) return;
+  Trace(absl::StrCat("agent h", host, " is killed"));
+  const uint64_t life = agent.life;
+  if (agent.stream != nullptr) LoseStream(agent.stream);
+  agent = Agent();
+  agent.life = life;
+  // Its workers die with it, or find the next one.
+  const bool all = Chance(0.5);
+  for (int slot = 2 * host; all && slot < std::min(slots_, 2 * host + 2); ++slot) {
+    if (current_[slot] != nullptr) Kill(current_[slot], false);
+  }
+  At(now_ + Between(absl::Milliseconds(10), absl::Milliseconds(1500)),
+     [this, host] { StartAgent(host); });
+}
+
+void Sim::SubmitToAgent(Agent::Target target) {
+  const int host = target.process != nullptr ? target.process->slot_ / 2
+                                             : (target.op->report_exit().worker_id()[1] - '0') / 2;
+  Agent& agent = agents_[host];
+  if (agent.client == nullptr) return;  // sent again to the next one
+  if (target.process != nullptr) target.process->agent_ = agent.client->incarnation();
+  if (target.op->has_arrive()) {
+    agent.arrivals.push_back(std::move(target));
+    if (agent.flush_scheduled) return;
+    agent.flush_scheduled = true;
+    At(now_ + Between(absl::ZeroDuration(), absl::Milliseconds(4)),
+       [this, host, life = agent.life] {
+         if (agents_[host].life == life && agents_[host].client != nullptr) FlushArrivals(host);
+       });
+    return;
+  }
+  const uint64_t id = agent.client->Submit(*target.op);
+  if (target.process != nullptr) agent.waiting[id].push_back(std::move(target));
+  Pump(host);
+}
+
+void Sim::FlushArrivals(int host) {
+  Agent& agent = agents_[host];
+  agent.flush_scheduled = false;
+  std::vector<Agent::Target> arrivals = std::exchange(agent.arrivals, {});
+  while (!arrivals.empty()) {
+    const v1::ArriveRequest first = arrivals.front().op->arrive();
+    std::vector<Agent::Target> same, rest;
+    for (Agent::Target& target : arrivals) {
+      const v1::ArriveRequest& one = target.op->arrive();
+      const bool fits = one.fence().generation() == first.fence().generation() &&
+                        one.barrier_id() == first.barrier_id() &&
+                        one.counter() == first.counter() &&
+                        one.previous_state() == first.previous_state() && target.process->alive_;
+      if (fits || same.empty()) {
+        same.push_back(std::move(target));
+      } else {
+        rest.push_back(std::move(target));
+      }
+    }
+    arrivals = std::move(rest);
+    v1::Op op;
+    if (same.size() == 1 && Chance(0.5)) {
+      op = *same[0].op;
+    } else {
+      v1::ArriveManyRequest* many = op.mutable_arrive_many();
+      many->mutable_fence()->set_job_id(kJob);
+      many->mutable_fence()->set_worker_id(absl::StrCat("agent:h", host));
+      many->mutable_fence()->set_incarnation(agent.client->incarnation());
+      many->mutable_fence()->set_generation(first.fence().generation());
+      many->set_barrier_id(first.barrier_id());
+      many->set_counter(first.counter());
+      many->set_call_site(first.call_site());
+      many->set_previous_state(first.previous_state());
+      *many->mutable_timeout() = first.timeout();
+      *many->mutable_participants() = first.participants();
+      for (const Agent::Target& target : same) {
+        const v1::ArriveRequest& one = target.op->arrive();
+        many->add_ranks(one.rank());
+        many->add_incarnations(one.fence().incarnation());
+        if (!one.payload().empty()) many->add_payloads(one.payload());
+        many->set_step(std::max(many->step(), one.step()));
+      }
+    }
+    const uint64_t id = agent.client->Submit(op);
+    agent.waiting[id] = std::move(same);
+  }
+  Pump(host);
+}
+
+void Sim::Pump(int host) {
+  Agent& agent = agents_[host];
+  if (agent.pump_scheduled || agent.client == nullptr) return;
+  agent.pump_scheduled = true;
+  At(now_ + Between(absl::ZeroDuration(), absl::Microseconds(400)),
+     [this, host, life = agent.life] {
+       Agent& one = agents_[host];
+       if (one.life != life || one.client == nullptr) return;
+       one.pump_scheduled = false;
+       if (one.stream == nullptr) return;
+       for (const v1::AgentFrame& frame : one.client->TakeFrames()) SendUp(one.stream, frame);
+     });
+}
+
+void Sim::Connect(int host) {
+  Agent& agent = agents_[host];
+  if (agent.client == nullptr || agent.stream != nullptr) return;
+  auto stream = std::make_shared<Stream>();
+  stream->id = next_stream_++;
+  stream->host = host;
+  stream->life = life_;
+  agent.stream = stream;
+  agent.last_heard = now_;
+  SendUp(stream, agent.client->Hello());
+  At(now_ + absl::Milliseconds(700), [this, host, stream] {
+    const Agent& one = agents_[host];
+    if (one.stream == stream && !one.client->welcomed()) LoseStream(stream);
+  });
+}
+
+void Sim::AgentBeat(int host, uint64_t life) {
+  Agent& agent = agents_[host];
+  if (agent.life != life || agent.client == nullptr) return;
+  if (agent.stream != nullptr && agent.client->welcomed()) {
+    if (now_ > agent.last_heard + absl::Milliseconds(1300)) {
+      LoseStream(agent.stream);
+    } else {
+      v1::Beat beat;
+      for (const std::shared_ptr<Process>& process : all_) {
+        if (!process->alive_ || process->slot_ / 2 != host) continue;
+        v1::WorkerBeat* worker = beat.add_workers();
+        worker->set_job_id(kJob);
+        worker->set_worker_id(process->worker_id());
+        worker->set_incarnation(process->incarnation_);
+        worker->set_step(process->step_);
+        worker->set_process_state(now_ < process->paused_until_ ? "stopped" : "running");
+      }
+      SendUp(agent.stream, agent.client->Beat(beat));
+    }
+  }
+  At(now_ + absl::Milliseconds(500), [this, host, life] { AgentBeat(host, life); });
+}
+
+// The stream is broken, and its agent knows. The coordinator learns it now, later, or by the next
+// stream.
+void Sim::LoseStream(std::shared_ptr<Stream> stream) {
+  if (!stream->agent_open) return;
+  stream->agent_open = false;
+  stream->down_works = false;
+  if (Chance(0.5)) stream->up_works = false;  // else what is under way still arrives
+  Agent& agent = agents_[stream->host];
+  if (agent.stream == stream) {
+    agent.stream = nullptr;
+    if (agent.client != nullptr) agent.client->StreamLost();
+    At(now_ + Between(absl::Milliseconds(1), absl::Milliseconds(300)),
+       [this, host = stream->host] { Connect(host); });
+  }
+  At(now_ + (Chance(0.5) ? Delay() : Between(absl::Milliseconds(1), absl::Seconds(5))),
+     [this, stream] {
+       if (stream->life != life_) return;
+       stream->up_works = false;
+       WhenServerRuns([this, stream] { ClosedAtServer(stream->id); });
+     });
+}
+
+void Sim::SendUp(const std::shared_ptr<Stream>& stream, const v1::AgentFrame& frame) {
+  if (!healed_ && (now_ < cut_[2 * stream->host].first || Chance(drop_ / 20)))
+    stream->up_works = false;
+  if (!stream->up_works) return;
+  stream->last_up = std::max(stream->last_up, now_ + Delay());
+  At(stream->last_up, [this, stream, frame] {
+    if (!stream->up_works || stream->life != life_) return;
+    WhenServerRuns([this, stream, frame] { AtServer(stream, frame); });
+  });
+}
+
+void Sim::SendDown(const std::shared_ptr<Stream>& stream, const v1::CoordinatorFrame& frame) {
+  if (!healed_ && (now_ < cut_[2 * stream->host].second || Chance(drop_ / 20)))
+    stream->down_works = false;
+  if (!stream->down_works) return;
+  stream->last_down = std::max(stream->last_down, now_ + Delay());
+  At(stream->last_down, [this, stream, frame] {
+    if (stream->down_works && stream->agent_open) AtAgent(stream, frame);
+  });
+}
+
+void Sim::ToLocal(const Agent::Target& target, const v1::OpResult& result) {
+  auto shared = std::make_shared<const v1::OpResult>(result);
+  At(now_ + Between(absl::Microseconds(10), absl::Microseconds(500)),
+     [target, shared] { target.process->Receive(target.tag, shared); });
+}
+
+void Sim::RecallAt(int host) {
+  Agent& agent = agents_[host];
+  if (agent.seen.empty()) return;
+  const uint64_t generation = agent.seen.rbegin()->first.first;
+  v1::Op op;
+  v1::RecallBarriersRequest* recall = op.mutable_recall_barriers();
+  recall->mutable_fence()->set_job_id(kJob);
+  recall->mutable_fence()->set_worker_id(absl::StrCat("agent:h", host));
+  recall->mutable_fence()->set_incarnation(agent.client->incarnation());
+  recall->mutable_fence()->set_generation(generation);
+  for (const auto& [barrier, last] : agent.seen) {
+    if (barrier.first != generation) continue;
+    v1::SeenBarrier* seen = recall->add_seen();
+    seen->set_barrier_id(barrier.second);
+    seen->set_counter(last.first);
+    seen->set_state(last.second);
+  }
+  agent.client->SubmitFirst(op);
+}
+
+void Sim::AtAgent(const std::shared_ptr<Stream>& stream, const v1::CoordinatorFrame& frame) {
+  Agent& agent = agents_[stream->host];
+  if (agent.stream != stream) return;
+  agent.last_heard = now_;
+  const AgentClient::Received received = agent.client->OnFrame(frame);
+  if (!received.violation.empty()) Violation(received.violation);
+  if (received.new_term) RecallAt(stream->host);
+  for (const v1::OpResult& result : received.results) {
+    const auto it = agent.waiting.find(result.op_id());
+    if (it == agent.waiting.end()) continue;
+    const std::vector<Agent::Target> targets = std::move(it->second);
+    agent.waiting.erase(it);
+    InstanceId instance;
+    const bool arrival = ArrivalOf(*targets[0].op, &instance);
+    const v1::ErrorReason reason = result.error().detail().reason();
+    if (arrival && !Verdict(result).empty()) {
+      auto& seen = agent.seen[instance.first];
+      if (instance.second >= seen.first) {
+        seen = {instance.second,
+                result.has_arrive()                          ? v1::BARRIER_STATE_PASSED
+                : reason == v1::ERROR_REASON_BARRIER_TIMEOUT ? v1::BARRIER_STATE_TIMED_OUT
+                : reason == v1::ERROR_REASON_RANK_FAILED     ? v1::BARRIER_STATE_FAILED
+                                                             : v1::BARRIER_STATE_CANCELLED};
+      }
+    }
+    if (arrival && targets.size() > 1 &&
+        (reason == v1::ERROR_REASON_SUPERSEDED || reason == v1::ERROR_REASON_LEASE_EXPIRED ||
+         reason == v1::ERROR_REASON_NOT_MEMBER)) {
+      // One of them is at fault: each on its own.
+      for (const Agent::Target& target : targets)
+        agent.waiting[agent.client->Submit(*target.op)].push_back(target);
+      continue;
+    }
+    for (const Agent::Target& target : targets) ToLocal(target, result);
+  }
+  for (const v1::Directive& directive : received.directives) {
+    if (directive.has_collect_stack()) {
+      v1::StackReply stack;
+      stack.set_query_id(directive.collect_stack().query_id());
+      stack.set_native_stack("main()");
+      agent.client->ReplyStack(stack);
+    }
+    for (const std::shared_ptr<Process>& process : std::vector<std::shared_ptr<Process>>(all_)) {
+      if (!process->alive_ || process->slot_ / 2 != stream->host) continue;
+      if (directive.has_kill_worker() &&
+          directive.kill_worker().incarnation() == process->incarnation_) {
+        Kill(process, true);
+      }
+      if (directive.has_generation_ended() && process->rank_ >= 0 &&
+          process->generation_ <= directive.generation_ended().generation() &&
+          now_ >= process->paused_until_) {
+        Trace(absl::StrCat(process->worker_id(), " is told by its agent that generation ",
+                           directive.generation_ended().generation(), " has ended"));
+        process->Rejoin();
+      }
+    }
+  }
+  Pump(stream->host);
+}
+
+void Sim::AtServer(const std::shared_ptr<Stream>& stream, const v1::AgentFrame& frame) {
+  if (!serving_) {
+    // Nobody listens yet.
+    stream->up_works = false;
+    At(now_ + Delay(), [this, stream] { LoseStream(stream); });
+    return;
+  }
+  const auto it = by_stream_.find(stream->id);
+  if (it == by_stream_.end()) {
+    if (frame.has_hello()) return HelloAtServer(stream, frame.hello());
+    // Another stream took over, or the session has ended.
+    At(now_ + Delay(), [this, stream] { LoseStream(stream); });
+    return;
+  }
+  const std::shared_ptr<ServerSession> session = it->second;
+  if (!session->agent.Receive(frame) && !options_.applies_frames_again) return;
+  FlushSession(session);
+  if (frame.has_beat()) {
+    core_->HandleBeat(session->agent.node(), frame.beat(), now_, &out_);
+    Absorb(nullptr, 0);
+  } else if (frame.has_stack()) {
+    core_->HandleStack(session->agent.node(), frame.stack(), now_, &out_);
+    Absorb(nullptr, 0);
+  }
+  for (const v1::Op& op : frame.ops().ops()) {
+    if (!session->applied.insert(op.op_id()).second) {
+      Violation(absl::StrCat("operation ", op.op_id(),
+                             " of one session was applied twice: ", op.ShortDebugString()));
+    }
+    const CallId call = next_call_++;
+    auto shared = std::make_shared<v1::Op>(op);
+    origins_[call] = {nullptr, 0, shared, nullptr, session, op.op_id()};
+    session->calls.insert(call);
+    Handle(call, *shared, session->agent.node());
+    if (!serving_) return;
+  }
+}
+
+void Sim::HelloAtServer(const std::shared_ptr<Stream>& stream, const v1::Hello& hello) {
+  std::shared_ptr<ServerSession> session;
+  if (const auto it = sessions_.find(hello.node()); it != sessions_.end()) {
+    session = it->second;
+    if (session->stream != nullptr) {
+      by_stream_.erase(session->stream->id);
+      At(now_ + Delay(), [this, old = session->stream] { LoseStream(old); });
+      session->stream = nullptr;
+    }
+    if (!session->agent.Resume(hello)) {
+      EndSession(session);
+      session = nullptr;
+    }
+  }
+  if (session == nullptr) {
+    session = std::make_shared<ServerSession>(hello, absl::StrCat("s", next_session_++));
+    sessions_[hello.node()] = session;
+  } else {
+    ++result_.resumed;
+  }
+  by_stream_[stream->id] = session;
+  session->expires = absl::InfiniteFuture();
+  session->stream = stream;
+  session->agent.Welcome(1, core_->last_term(), "sim", kLease);
+  core_->AttachAgent(session->agent.node(), hello, now_, &out_);
+  Absorb(nullptr, 0);
+  FlushSession(session);
+}
+
+void Sim::ClosedAtServer(uint64_t stream) {
+  const auto it = by_stream_.find(stream);
+  if (it == by_stream_.end()) return;
+  const std::shared_ptr<ServerSession> session = it->second;
+  by_stream_.erase(it);
+  if (session->stream != nullptr && session->stream->id == stream) session->stream = nullptr;
+  if (session->ended) return;
+  const absl::Time expires = now_ + absl::Seconds(3);
+  session->expires = expires;
+  At(expires, [this, session, expires, life = life_] {
+    if (life != life_ || !up_ || session->ended || session->expires != expires) return;
+    EndSession(session);
+    Absorb(nullptr, 0);
+  });
+}
+
+void Sim::EndSession(const std::shared_ptr<ServerSession>& session) {
+  if (session->ended) return;
+  session->ended = true;
+  Trace(absl::StrCat("the session of ", session->agent.node(), " ends"));
+  for (const CallId call : session->calls) {
+    core_->Abandon(call, now_, &out_);
+    origins_.erase(call);
+  }
+  session->calls.clear();
+  const auto it = sessions_.find(session->agent.node());
+  if (it != sessions_.end() && it->second == session) sessions_.erase(it);
+  core_->DetachAgent(session->agent.node(), now_, &out_);
+}
+
+void Sim::FlushSession(const std::shared_ptr<ServerSession>& session) {
+  if (session->flush_scheduled) return;
+  session->flush_scheduled = true;
+  At(now_ + Between(absl::ZeroDuration(), absl::Microseconds(200)), [this, session, life = life_] {
+    session->flush_scheduled = false;
+    if (life != life_ || session->stream == nullptr) return;
+    while (session->agent.outbox().HasWork()) {
+      std::string bytes;
+      for (const coordinator::FramePiece& piece : session->agent.outbox().Next())
+        bytes.append(piece.bytes.data(), piece.bytes.size());
+      v1::CoordinatorFrame frame;
+      if (!frame.ParseFromString(bytes)) Violation("a frame that cannot be read");
+      SendDown(session->stream, frame);
+    }
+  });
+}
+
 SimulationResult Sim::Run() {
   StartServer();
+  for (int host = 0; host < static_cast<int>(agents_.size()); ++host) {
+    At(now_ + Between(absl::ZeroDuration(), absl::Milliseconds(200)),
+       [this, host] { StartAgent(host); });
+  }
   for (int slot = 0; slot < slots_; ++slot) {
     At(now_ + Between(absl::ZeroDuration(), absl::Milliseconds(300)),
        [this, slot] { StartWorker(slot); });

@@ -13,6 +13,7 @@ namespace muster::simulation {
 struct SimulationOptions {
   uint64_t seed = 1;
   coordinator::Mutants mutants;
+  bool applies_frames_again = false;         // a fault too: what an agent sends again is done again
   absl::Duration chaos = absl::Seconds(12);  // virtual; after it everything is healed
   bool trace = false;
 };
@@ -27,6 +28,7 @@ struct SimulationResult {
   int64_t generations = 0;
   int64_t barriers = 0;  // passed
   int64_t watch_events = 0;
+  int64_t resumed = 0;  // agents' sessions that went on with another stream
 };
 
 // Runs one coordinator core with its journal, several workers, an operator and watchers under

@@ -540,6 +540,7 @@ bool SessionStream::NextFrame(v1::AgentFrame* frame) {
     hello.set_node(options_.node);
     hello.set_agent_incarnation(options_.incarnation);
     hello.set_last_received_seq(received_);
+    hello.set_session_id(session_id_);
     hello.set_host(options_.host);
     hello.set_version(options_.version);
     return true;
