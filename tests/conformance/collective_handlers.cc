@@ -1,9 +1,11 @@
+#include <limits>
 #include <map>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "tests/conformance/case_fields.h"
 #include "tests/conformance/handlers.h"
 #include "tests/conformance/tensor_json.h"
 #include "worker/process/nested_collectives.h"
@@ -30,7 +32,7 @@ at::Tensor IntsFromJson(const Json& value) {
 
 template <class T, class ToJson>
 Json Split(const Json& in, const T& value, const ToJson& to_json) {
-  const int n = in.at("num_processes");
+  const int n = RanksOf(in);
   Json per_process = Json::array();
   for (int rank = 0; rank < n; ++rank) {
     per_process.push_back(
@@ -60,14 +62,14 @@ Json SplitBetweenProcessesCase(const Json& in) {
 }
 
 Json PadAcrossProcessesCase(const Json& in) {
-  const int n = in.at("num_processes");
+  const int n = RanksOf(in);
   std::vector<at::Tensor> padded(n);
   RunRanks(n, [&](Comm& comm) {
     const at::Tensor mine =
         TensorFromJson(in.at("values").at(comm.rank()), DtypeFromName(in.at("dtype")),
                        in.at("shapes").at(comm.rank()));
     padded[comm.rank()] =
-        PadAcrossProcesses(comm, mine, in.at("dim").get<int64_t>(),
+        PadAcrossProcesses(comm, mine, IntOf(in, "dim", std::numeric_limits<int64_t>::min()),
                            NumberFromJson(in.at("pad_index")), in.at("pad_first").get<bool>());
   });
   Json out = {{"shapes", Json::array()}, {"values", Json::array()}};

@@ -9,8 +9,8 @@
 
 #include "absl/strings/escaping.h"
 #include "base/units.h"
+#include "tests/conformance/case_fields.h"
 #include "tests/conformance/handlers.h"
-#include "tests/conformance/value_of.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/shard_plan.h"
 

@@ -18,6 +18,12 @@ namespace {
 
 using Json = nlohmann::json;
 
+// torch's Python linear, one operator. torch::nn::Linear adds the bias in a second step, which under
+// bfloat16 autocast rounds twice for inputs of three dimensions.
+at::Tensor Apply(const torch::nn::Linear& layer, const at::Tensor& x) {
+  return at::linear(x, layer->weight, layer->bias);
+}
+
 class BlockImpl : public torch::nn::Module {
  public:
   BlockImpl(int64_t hidden, int64_t heads) : heads_(heads) {
@@ -31,14 +37,14 @@ class BlockImpl : public torch::nn::Module {
   }
 
   at::Tensor forward(at::Tensor x) {
-    x = x + proj_(Attend(ln1_(x)));
-    return x + out_(at::gelu(fc_(ln2_(x))));
+    x = x + Apply(proj_, Attend(ln1_(x)));
+    return x + Apply(out_, at::gelu(Apply(fc_, ln2_(x))));
   }
 
  private:
   at::Tensor Attend(const at::Tensor& x) {
     const int64_t batch = x.size(0), length = x.size(1), hidden = x.size(2);
-    const std::vector<at::Tensor> parts = qkv_(x).split(hidden, 2);
+    const std::vector<at::Tensor> parts = Apply(qkv_, x).split(hidden, 2);
     const auto heads = [&](const at::Tensor& t) {
       return t.view({batch, length, heads_, hidden / heads_}).transpose(1, 2);
     };
@@ -89,9 +95,10 @@ class CaseModelImpl::Sequential : public Body {
   void Add(torch::nn::Module& net, const std::string& name, const Json& layer) {
     const std::string kind = layer.at("layer");
     if (kind == "linear") {
-      Keep(net, name,
-           torch::nn::Linear(torch::nn::LinearOptions(layer.at("in"), layer.at("out"))
-                                 .bias(layer.value("bias", true))));
+      const torch::nn::Linear linear(torch::nn::LinearOptions(layer.at("in"), layer.at("out"))
+                                         .bias(layer.value("bias", true)));
+      net.register_module(name, linear);
+      layers_.push_back([linear](const at::Tensor& x) { return Apply(linear, x); });
     } else if (kind == "conv2d") {
       const int64_t kernel = layer.at("kernel"), padding = layer.value("padding", 0),
                     stride = layer.value("stride", 1);
@@ -149,7 +156,7 @@ class CaseModelImpl::Decoder : public Body {
     at::Tensor x = tok_(ids) + pos_(at::arange(ids.size(1), ids.options()));
     for (const auto& block : *blocks_) x = block->as<BlockImpl>()->forward(x);
     x = ln_f_(x);
-    return tie_head_ ? at::linear(x, tok_->weight) : head_(x);
+    return tie_head_ ? at::linear(x, tok_->weight) : Apply(head_, x);
   }
 
  private:

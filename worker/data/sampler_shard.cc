@@ -9,7 +9,15 @@
 namespace muster {
 namespace {
 
+constexpr int64_t kLargestRound = int64_t{1} << 56;
+
 int64_t CeilDiv(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+absl::Status CheckLength(int64_t num_samples) {
+  if (num_samples >= 0) return absl::OkStatus();
+  return absl::InvalidArgumentError(
+      absl::StrCat("the data set's length is ", num_samples, ", it must not be negative"));
+}
 
 absl::Status CheckWorldSize(const ShardOptions& options) {
   if (options.world_size >= 1) return absl::OkStatus();
@@ -40,6 +48,11 @@ absl::StatusOr<RoundSize> RoundSizeOf(const ShardOptions& options, int64_t batch
         absl::StrCat("batch_size is ", batch_size, ", it must be at least 1"));
   }
   const int64_t n = options.world_size;
+  // Positions are sums of a few rounds and a data set's length: room for these without overflow.
+  if (batch_size > kLargestRound / n) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("batch_size is ", batch_size, ", too large for ", n, " processes"));
+  }
   if (!options.split_batches) return RoundSize{batch_size * n, batch_size};
   if (batch_size % n != 0) {
     return absl::InvalidArgumentError(
@@ -70,10 +83,7 @@ BatchSlice SliceOfRound(const RoundSize& round, TailRule tail, int world_size, i
 absl::StatusOr<BatchSamplerShard> BatchSamplerShard::Create(const ShardOptions& options,
                                                             int64_t num_samples,
                                                             int64_t batch_size) {
-  if (num_samples < 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("the data set's length is ", num_samples, ", it must not be negative"));
-  }
+  MUSTER_RETURN_IF_ERROR(CheckLength(num_samples));
   BatchSamplerShard shard;
   MUSTER_ASSIGN_OR_RETURN(shard.round_, RoundSizeOf(options, batch_size));
   shard.options_ = options;
@@ -234,6 +244,7 @@ absl::StatusOr<std::vector<std::vector<int64_t>>> ShardCustomBatches(
 
 absl::StatusOr<std::vector<int64_t>> ShardStream(const ShardOptions& options, int rank,
                                                  int64_t num_samples, int64_t batch_size) {
+  MUSTER_RETURN_IF_ERROR(CheckLength(num_samples));
   MUSTER_ASSIGN_OR_RETURN(const RoundSize round, RoundSizeOf(options, batch_size));
   const TailRule tail = options.drop_last ? TailRule::kDrop : TailRule::kPad;
   const int64_t first_round = std::min(round.global, num_samples);

@@ -64,8 +64,8 @@ struct RoundSize {
   int64_t per_rank = 1;  // samples of one rank in a full round
 };
 
-// INVALID_ARGUMENT: batch_size or world_size below 1; split_batches and batch_size no round
-// multiple of world_size.
+// INVALID_ARGUMENT: batch_size or world_size below 1; a round of more than 2^56 samples;
+// split_batches and batch_size no round multiple of world_size.
 absl::StatusOr<RoundSize> RoundSizeOf(const ShardOptions& options, int64_t batch_size);
 
 // The part of `rank` in the round of positions [begin, end), end - begin <= round.global.

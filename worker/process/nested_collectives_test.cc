@@ -1,7 +1,5 @@
 #include "worker/process/nested_collectives.h"
 
-#include <cstdlib>
-#include <fstream>
 #include <map>
 #include <set>
 #include <string>
@@ -16,7 +14,6 @@
 #include "ATen/ops/zeros.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "nlohmann/json.hpp"
 #include "worker/process/local_comm.h"
 #include "worker/process/thread_comm.h"
 
@@ -26,7 +23,6 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-using Json = nlohmann::json;
 
 struct Batch {
   at::Tensor ids;
@@ -149,106 +145,6 @@ TEST(SplitBetweenProcesses, EmptyWithPadding_EveryProcessGetsNothing) {
     EXPECT_THAT(SplitBetweenProcesses(2, r, std::vector<int>(), true), IsEmpty());
     EXPECT_EQ(SplitBetweenProcesses(2, r, at::empty({0}), true).size(0), 0);
   }
-}
-
-std::ifstream Golden(const std::string& kind) {
-  const char* folder = std::getenv("MUSTER_GOLDEN");
-  EXPECT_NE(folder, nullptr) << "set MUSTER_GOLDEN to the folder of golden cases";
-  std::ifstream file(std::string(folder == nullptr ? "" : folder) + "/" + kind + ".jsonl");
-  EXPECT_TRUE(file.is_open()) << kind;
-  return file;
-}
-
-void Flatten(const Json& value, std::vector<int64_t>* flat) {
-  if (!value.is_array()) return flat->push_back(value);
-  for (const Json& element : value) Flatten(element, flat);
-}
-
-at::Tensor ToTensor(const Json& value) {
-  std::vector<int64_t> flat;
-  Flatten(value, &flat);
-  std::vector<int64_t> shape;
-  for (const Json* level = &value; level->is_array(); level = &level->front()) {
-    shape.push_back(static_cast<int64_t>(level->size()));
-    if (level->empty()) break;
-  }
-  return at::tensor(flat, at::kLong).view(shape);
-}
-
-Json ToJson(const at::Tensor& tensor) {
-  if (tensor.dim() == 0) return tensor.item<int64_t>();
-  Json list = Json::array();
-  for (int64_t i = 0; i < tensor.size(0); ++i) list.push_back(ToJson(tensor[i]));
-  return list;
-}
-
-TEST(SplitBetweenProcesses, GoldenCases) {
-  std::ifstream file = Golden("split_between_processes");
-  std::string line;
-  int cases = 0;
-  while (std::getline(file, line)) {
-    const Json c = Json::parse(line);
-    const Json& in = c["in"];
-    SCOPED_TRACE(c["id"].get<std::string>());
-    const int n = in["num_processes"];
-    const bool pad = in["apply_padding"];
-    Json out = Json::array();
-    const auto split = [&](int rank) -> Json {
-      const Json& value = in["value"];
-      if (in["type"] == "tensor")
-        return ToJson(SplitBetweenProcesses(n, rank, ToTensor(value), pad));
-      if (in["type"] != "dict") {
-        return SplitBetweenProcesses(n, rank, value.get<std::vector<Json>>(), pad);
-      }
-      if (in["element_type"] == "tensor") {
-        std::map<std::string, at::Tensor> map;
-        for (const auto& [key, list] : value.items()) map[key] = ToTensor(list);
-        Json part;
-        for (const auto& [key, tensor] : SplitBetweenProcesses(n, rank, map, pad)) {
-          part[key] = ToJson(tensor);
-        }
-        return part;
-      }
-      return SplitBetweenProcesses(n, rank, value.get<std::map<std::string, std::vector<Json>>>(),
-                                   pad);
-    };
-    if (c.contains("error")) {
-      try {
-        split(0);
-        ADD_FAILURE() << "must be refused";
-      } catch (const c10::Error& e) {
-        EXPECT_THAT(e.what(), HasSubstr(c["error"]["contains"].get<std::string>()));
-      }
-    } else {
-      for (int rank = 0; rank < n; ++rank) out.push_back(split(rank));
-      EXPECT_EQ(out, c["out"]["per_process"]);
-    }
-    ++cases;
-  }
-  EXPECT_GT(cases, 0);
-}
-
-TEST(PadAcrossProcesses, GoldenCases) {
-  std::ifstream file = Golden("pad_across_processes");
-  std::string line;
-  int cases = 0;
-  while (std::getline(file, line)) {
-    const Json c = Json::parse(line);
-    const Json& in = c["in"];
-    SCOPED_TRACE(c["id"].get<std::string>());
-    RunRanks(in["num_processes"], [&](Comm& comm) {
-      std::vector<int64_t> flat;
-      Flatten(in["values"][comm.rank()], &flat);
-      const at::Tensor mine =
-          at::tensor(flat, at::kLong).view(in["shapes"][comm.rank()].get<std::vector<int64_t>>());
-      const at::Tensor got = PadAcrossProcesses(comm, mine, in["dim"].get<int64_t>(),
-                                                in["pad_index"].get<int64_t>(), in["pad_first"]);
-      EXPECT_EQ(Json(got.sizes().vec()), c["out"]["shapes"][comm.rank()]);
-      EXPECT_EQ(ToJson(got), c["out"]["values"][comm.rank()]);
-    });
-    ++cases;
-  }
-  EXPECT_GT(cases, 0);
 }
 
 }  // namespace

@@ -1,0 +1,144 @@
+// What Muster does on the inputs of quirks.jsonl, where the real libraries do something that is a
+// mistake: each entry of the kinds of data, steps and collectives is decided here, and one that no
+// decision fits is a failure.
+#include <gtest/gtest.h>
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "tests/conformance/case_fields.h"
+#include "tests/conformance/case_loader.h"
+#include "tests/conformance/compare.h"
+#include "tests/conformance/golden_cases.h"
+#include "tests/conformance/handlers.h"
+#include "worker/data/sampler_shard.h"
+
+namespace muster::conformance {
+namespace {
+
+using Json = nlohmann::json;
+
+std::vector<Json> Quirks(const std::string& kind) { return GoldenCases("quirks.jsonl", kind); }
+
+Json AnswerTo(const Json& quirk) {
+  return Handlers().at(quirk["kind"].get<std::string>())(quirk["in"]);
+}
+
+// Reported lengths are those of what is given out, per process.
+TEST(Quirks, D09_BatchSamplerShard_LengthIsTheNumberOfBatches) {
+  for (const Json& quirk : Quirks("batch_sampler_shard")) {
+    SCOPED_TRACE(quirk["id"]);
+    const Json& in = quirk["in"];
+    const BatchSamplerShard shard = ValueOf(BatchSamplerShard::Create(
+        ShardOptionsOf(in), IntOf(in, "dataset_len"), IntOf(in, "batch_size")));
+    const Json given = AnswerTo(quirk)["batches"];
+    for (size_t rank = 0; rank < given.size(); ++rank) {
+      EXPECT_EQ(shard.NumBatches(static_cast<int>(rank)), quirk["recommended"]["len"][rank]);
+      EXPECT_EQ(given[rank].size(), quirk["recommended"]["len"][rank]);
+    }
+  }
+}
+
+TEST(Quirks, D09_IterableDatasetShard_LengthIsTheNumberOfSamples) {
+  for (const Json& quirk : Quirks("iterable_dataset_shard")) {
+    SCOPED_TRACE(quirk["id"]);
+    if (quirk["recommended"].is_string()) {
+      // Batch size 1 split over several processes: the peer loses all samples in silence.
+      EXPECT_EQ(quirk["in"]["batch_size"], 1);
+      try {
+        ADD_FAILURE() << AnswerTo(quirk);
+      } catch (const std::exception& error) {
+        EXPECT_NE(std::string(error.what()).find("round multiple"), std::string::npos);
+      }
+      continue;
+    }
+    const Json given = AnswerTo(quirk);
+    for (size_t rank = 0; rank < given["samples"].size(); ++rank) {
+      EXPECT_EQ(given["samples"][rank].size(), quirk["recommended"]["len"][rank]);
+    }
+    OnEveryRank(quirk["in"], "iterable", true, false, [&](auto loader, Comm& comm) {
+      EXPECT_EQ(loader.size(), given["batches"][comm.rank()].size());
+    });
+  }
+}
+
+TEST(Quirks, D09_SkipFirstBatches_LengthIsTheNumberOfBatchesLeft) {
+  for (const Json& quirk : Quirks("skip_first_batches")) {
+    SCOPED_TRACE(quirk["id"]);
+    const Json& in = quirk["in"];
+    const Json given = AnswerTo(quirk)["batches"];
+    OnEveryRank(in, in["dataset"], true, false, [&](auto loader, Comm& comm) {
+      const Json& want = quirk["recommended"]["len"][comm.rank()];
+      EXPECT_EQ(SkipFirstBatches(loader, IntOf(in, "skip")).size(), want);
+      EXPECT_EQ(given[comm.rank()].size(), want);
+    });
+  }
+}
+
+// Repeated samples are known by the batch's own facts, with or without a length, after skipping or
+// not; a loader without any batch just ends.
+TEST(Quirks, D07_GatherForMetrics_LeavesNoRepeatedSample) {
+  for (const Json& quirk : Quirks("gather_for_metrics")) {
+    SCOPED_TRACE(quirk["id"]);
+    const Json& recommended = quirk["recommended"];
+    const Json given = AnswerTo(quirk);
+    if (recommended.contains("ids_in_order")) {
+      Json ids = Json::array();
+      for (const Json& round : given["gathered"]) ids.insert(ids.end(), round.begin(), round.end());
+      EXPECT_EQ(ids, recommended["ids_in_order"]);
+    } else {
+      EXPECT_EQ(given, recommended);
+    }
+  }
+}
+
+TEST(Quirks, SplitBetweenProcesses_TuplesArePaddedAndNothingIsPaddedToNothing) {
+  for (const Json& quirk : Quirks("split_between_processes")) {
+    SCOPED_TRACE(quirk["id"]);
+    const Json& in = quirk["in"];
+    ASSERT_TRUE(in["apply_padding"]);
+    Json as_list = in;
+    as_list["type"] = "list";
+    const Json given = AnswerTo(quirk);
+    EXPECT_EQ(given, Handlers().at("split_between_processes")(as_list));
+    const size_t each = (in["value"].size() + RanksOf(in) - 1) / RanksOf(in);
+    for (const Json& part : given["per_process"]) EXPECT_EQ(part.size(), each);
+  }
+}
+
+// A loader that was left, even at its last batch, has no say in later micro-steps.
+TEST(Quirks, D05_GradAccumulation_BreakAtTheLastBatchDoesNotSyncForEver) {
+  for (const Json& quirk : Quirks("grad_accumulation")) {
+    ASSERT_EQ(quirk["id"], "quirk/grad_accumulation/s001");
+    std::string syncs;
+    const Json given = AnswerTo(quirk);
+    for (const Json& step : given["steps"]) syncs += step["sync"].get<bool>() ? 'S' : '.';
+    EXPECT_EQ(syncs, "..SS..S..S");
+  }
+}
+
+// A one-cycle schedule stops at step total_steps - 1: the rate never rises again once it came down.
+// adjust_scheduler does nothing unless it is asked for, and then it works
+// (PreparedScheduler.D12_AdjustScheduler_EndsWithTheTraining).
+TEST(Quirks, D12_LrScheduler_OneCycleDoesNotBounceAndAdjustingIsOptIn) {
+  for (const Json& quirk : Quirks("lr_scheduler")) {
+    SCOPED_TRACE(quirk["id"]);
+    const Json given = AnswerTo(quirk);
+    const Json& peer = quirk["hf"];
+    const int64_t last = quirk["in"]["scheduler"]["total_steps"].get<int64_t>() - 1;
+    if (peer["scheduler_steps"].back() <= last) {
+      EXPECT_GT(quirk["in"]["gradient_accumulation_steps"], 1);
+      EXPECT_EQ(Difference(given, peer, {1e-9, 1e-9}), "");
+      continue;
+    }
+    EXPECT_EQ(given["scheduler_steps"].back(), last);
+    EXPECT_NEAR(given["lr"].back().get<double>(), 8e-7, 1e-12);
+    for (size_t i = 0; peer["scheduler_steps"][i] <= last; ++i) {
+      EXPECT_NEAR(given["lr"][i].get<double>(), peer["lr"][i].get<double>(), 1e-9);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace muster::conformance
