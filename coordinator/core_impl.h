@@ -1,0 +1,365 @@
+#ifndef MUSTER_COORDINATOR_CORE_IMPL_H_
+#define MUSTER_COORDINATOR_CORE_IMPL_H_
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/btree_map.h"
+#include "absl/container/btree_set.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_cat.h"
+#include "coordinator/agree.h"
+#include "coordinator/barrier.h"
+#include "coordinator/core.h"
+#include "coordinator/dedupe.h"
+#include "coordinator/errors.h"
+#include "coordinator/kv.h"
+#include "coordinator/trigger.h"
+#include "coordinator/watch_log.h"
+#include "proto/muster/v1/journal.pb.h"
+
+// The inside of Core, for its own files only:
+//   core.cc          events come in, records and answers go out
+//   core_ops.cc      fences, repeated requests, and what each operation does
+//   core_job.cc      one job: rendezvous, seats, leases, quarantine, the end of a generation
+//   core_journal.cc  snapshot, replay, the start of a term
+
+namespace muster::coordinator {
+
+constexpr size_t kMaxName = 256;
+constexpr size_t kMaxHosts = 65536;  // of one job: struck or quarantined
+
+// One worker's place in the current generation. What must survive a crash is in `record`.
+struct Seat {
+  v1::SeatRecord record;
+  absl::Time last_seen;
+  int64_t step = 0;
+  std::string phase;
+  std::string last_collective;
+  std::string process_state;
+  std::string stack;
+
+  int rank() const { return record.rank(); }
+  bool alive() const { return record.state() == v1::WORKER_STATE_RUNNING; }
+};
+
+enum class Kind { kOrdinary, kSpare, kLastResort, kBlocked };
+
+struct Waiting {
+  v1::JoinRequest request;
+  std::vector<CallId> calls;
+  std::string node;
+  uint64_t order = 0;
+  Kind kind = Kind::kOrdinary;
+};
+
+struct HostState {
+  std::deque<absl::Time> strikes;  // those that count, oldest first
+  int replayed_strikes = 0;        // at replay: as if all were made at the start of the term
+  absl::Time until = absl::InfinitePast();
+  absl::Duration left;  // at replay: counted from the start of the term
+  std::string reason;
+  bool automatic = false;
+};
+
+struct StoredAnswer {
+  std::shared_ptr<const Answer> answer;
+  uint64_t durable_revision = 0;  // 0: not in the journal
+};
+
+// Whose answers are remembered together: a worker, or one process of an operator's.
+inline std::string ClientOf(const std::string& worker_id, uint64_t incarnation) {
+  return worker_id.empty() ? absl::StrCat("\n", incarnation) : worker_id;
+}
+
+void FillRow(const v1::SeatRecord& seat, v1::RankRow* row);
+
+class Core::Impl {
+ public:
+  class Job;
+  friend class Core;
+
+  explicit Impl(CoreOptions options) : options_(std::move(options)) {}
+
+  void Begin(absl::Time now, Output* out);
+  // Ends the part of an event that concerns `job` (null: none): writes its record and lets replies
+  // wait for it.
+  void End(Job* job);
+  // The revision of this event.
+  uint64_t Rev() {
+    if (event_revision_ == 0) event_revision_ = ++revision_;
+    return event_revision_;
+  }
+  v1::JournalChange* Change() { return record_.add_changes(); }
+
+  void Send(CallId call, std::shared_ptr<const Answer> answer, uint64_t durable) {
+    out_->replies.push_back({call, std::move(answer), durable});
+  }
+  void Send(CallId call, v1::OpResult result, uint64_t durable) {
+    Send(call, std::make_shared<Answer>(std::move(result), false), durable);
+  }
+  void SendError(CallId call, v1::OpError error, uint64_t durable) {
+    v1::OpResult result;
+    *result.mutable_error() = std::move(error);
+    Send(call, std::move(result), durable);
+  }
+  v1::ReplyHeader Header() const {
+    v1::ReplyHeader header;
+    header.set_cluster_id(options_.cluster_id);
+    header.set_term(term_);
+    header.set_revision(revision_);
+    return header;
+  }
+  void Note(const std::string& job_id, bool warning, std::string text) {
+    out_->notices.push_back({warning, job_id, std::move(text)});
+  }
+  void Direct(const std::string& node, std::shared_ptr<const v1::Directive> directive,
+              uint64_t durable) {
+    if (!node.empty()) out_->directives.push_back({node, std::move(directive), durable});
+  }
+
+  struct Who {
+    Job* job = nullptr;
+    Seat* seat = nullptr;  // null: an operator
+  };
+  // Whether the caller may change something. A worker's lease is renewed.
+  std::optional<v1::OpError> CheckFence(const v1::Fence& fence, bool operators, Who* who);
+  // The part that is the same for all: the job exists, the coordinator is not deposed.
+  std::optional<v1::OpError> CheckJob(const v1::Fence& fence, Job** job);
+  Job* FindJob(absl::string_view job_id) {
+    const auto it = jobs_.find(job_id);
+    return it == jobs_.end() ? nullptr : it->second.get();
+  }
+  const Job* FindJob(absl::string_view job_id) const {
+    const auto it = jobs_.find(job_id);
+    return it == jobs_.end() ? nullptr : it->second.get();
+  }
+  static v1::OpError UnknownJob(absl::string_view job_id) {
+    return MakeError(
+        absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
+        absl::StrCat("job ", Quoted(job_id), " is not known here: no worker of it has joined yet"));
+  }
+
+  Job* HandleOp(CallId call, const v1::Op& op, const Caller& caller);
+  void Join(CallId call, const v1::JoinRequest& request, const Caller& caller, Job** touched);
+  void Arrive(CallId call, const v1::ArriveRequest& request, Job** touched);
+  void ArriveMany(CallId call, const v1::ArriveManyRequest& request, const Caller& caller,
+                  Job** touched);
+  void Heartbeat(CallId call, const v1::HeartbeatRequest& request, Job** touched);
+  void ReportExit(CallId call, const v1::ReportExitRequest& request, Job** touched);
+  void WaitKeys(CallId call, const v1::WaitRequest& request, Job** touched);
+  void AgreeAlive(CallId call, const v1::AgreeAliveRequest& request, Job** touched);
+  void PollTriggers(CallId call, const v1::PollTriggersRequest& request, Job** touched);
+  void GetRankTable(CallId call, const v1::GetRankTableRequest& request);
+  // Runs f(who, result) -> error once for each (worker_id, incarnation, request_id). `reads`: the
+  // answer tells of earlier durable changes.
+  template <typename Request, typename F>
+  void Once(CallId call, const Request& request, int kind, bool operators, bool reads,
+            Job** touched, F f);
+
+  absl::Status ApplyChange(const v1::JournalChange& change);
+  void Remove(Job* job);
+
+  CoreOptions options_;
+  CoreStats stats_;
+  uint64_t term_ = 0;  // of the journal until StartTerm
+  bool serving_ = false;
+  uint64_t revision_ = 0;
+  uint64_t last_record_ = 0;
+  absl::flat_hash_map<std::string, std::unique_ptr<Job>> jobs_;
+  absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // of jobs
+  absl::flat_hash_map<std::string, std::string> agents_;           // node -> host
+  absl::flat_hash_map<uint64_t, std::pair<std::string, std::string>>
+      queries_;  // -> (job_id, worker_id)
+  uint64_t next_query_ = 1;
+  struct Held {
+    std::string job_id;
+    enum { kJoin, kBarrier, kWait } kind;
+    std::string worker_id;  // of a join
+  };
+  absl::flat_hash_map<CallId, Held> held_;
+
+  // This event.
+  absl::Time now_ = absl::InfinitePast();
+  Output* out_ = nullptr;
+  uint64_t event_revision_ = 0;
+  v1::JournalRecord record_;
+  size_t first_reply_ = 0;
+  size_t first_directive_ = 0;
+};
+
+// One job: its rendezvous, its current generation and everything that belongs to it.
+class Core::Impl::Job : public BarrierHost {
+ public:
+  Job(Impl* impl, std::string id)
+      : impl_(impl),
+        id_(std::move(id)),
+        log_(std::make_unique<WatchLog>(impl->options_.watch_events, impl->options_.watch_bytes,
+                                        impl->revision_)),
+        dedupe_(impl->options_.kept_answers),
+        triggers_(impl->options_.mutants.trigger_below_a_horizon) {}
+
+  absl::Duration Lease() const {
+    return Or(spec_.has_lease(), spec_.lease(), impl_->options_.default_lease);
+  }
+  absl::Duration JoinTimeout() const {
+    return Or(spec_.has_join_timeout(), spec_.join_timeout(), impl_->options_.default_join_timeout);
+  }
+  static absl::Duration Or(bool has, const google::protobuf::Duration& value,
+                           absl::Duration otherwise) {
+    const absl::Duration duration = FromProto(value);
+    return has && duration > absl::ZeroDuration() ? duration : otherwise;
+  }
+  absl::Time NextDeadline() const {
+    absl::Time next = std::min({attempt_deadline_, last_call_at_, quarantine_check_});
+    next = std::min(next, kv_.NextDeadline());
+    if (barriers_ != nullptr) next = std::min(next, barriers_->NextDeadline());
+    if (agree_ != nullptr) next = std::min(next, agree_->NextDeadline());
+    if (!lease_checks_.empty()) next = std::min(next, lease_checks_.begin()->first);
+    if (Idle()) next = std::min(next, touched_ + impl_->options_.job_retention);
+    return std::max(next, hold_until_);
+  }
+  void Tick();
+  // After a pause of this process: every lease begins anew, and no deadline passes before what came
+  // meanwhile has had a moment to be read.
+  void Resume() {
+    lease_floor_ = impl_->now_;
+    hold_until_ = impl_->now_ + std::min(absl::Seconds(1), Lease() / 4);
+  }
+
+  Seat* FindSeat(absl::string_view worker_id) {
+    const auto it = rank_of_.find(worker_id);
+    return it == rank_of_.end() ? nullptr : &seats_[it->second];
+  }
+  bool IsFenced(absl::string_view worker_id, uint64_t incarnation) const {
+    const auto it = fenced_.find(worker_id);
+    return it != fenced_.end() &&
+           std::find(it->second.begin(), it->second.end(), incarnation) != it->second.end();
+  }
+  void RememberFenced(absl::string_view worker_id, uint64_t incarnation);
+  void RememberDeparted(const std::string& worker_id, uint64_t incarnation);
+  void RememberAnswer(const std::string& worker_id, uint64_t incarnation, uint64_t request_id,
+                      uint64_t hash, StoredAnswer answer);
+  // Nothing of the job is alive: it is kept for those who ask what became of it.
+  bool Idle() const { return !sealed_ && waiting_.empty(); }
+  // A worker that is listed by its agent without a seat: tells it again what it must have missed.
+  void TellAgain(const std::string& node, const v1::WorkerBeat& worker);
+  void Kill(const std::string& node, const std::string& worker_id, uint64_t incarnation);
+  void FenceIncarnation(const std::string& worker_id, uint64_t incarnation);
+  // After a seal: who of `old_seats` has no seat now is remembered, who has one is not.
+  void NoteDeparted(const std::vector<Seat>& old_seats);
+  v1::OpError Superseded(const std::string& worker_id, uint64_t newer) const;
+  v1::OpError Stale(const v1::Fence& fence) const;
+  v1::OpError Ended() const;
+  std::optional<v1::OpError> CheckGeneration(const v1::Fence& fence) const;
+
+  void Enqueue(CallId call, const v1::JoinRequest& request, const Caller& caller);
+  void DropWaiting(const std::string& worker_id, const v1::OpError& error);
+  void Unqueue(absl::flat_hash_map<std::string, Waiting>::iterator it);
+  Kind KindOf(const v1::JoinRequest& request) const;
+  void Recount();
+  void Evaluate();
+  void Seal(int world_size);
+  void BeginGeneration(bool counters_known);
+  void FillSeat(const v1::JoinRequest& request, const std::string& node,
+                v1::SeatRecord* record) const;
+  void Reseat(Seat* seat, CallId call, const v1::JoinRequest& request, const Caller& caller);
+  void SendSeat(CallId call, const Seat& seat);
+  void EndGeneration(const std::string& why, std::vector<v1::Culprit> culprits);
+  void WorkerGone(Seat* seat, v1::WorkerState state, const v1::ExitCause& cause);
+  std::string GoneText(const Seat& seat) const;
+  v1::OpError RendezvousTimeout() const;
+  void Strike(const std::string& host, const std::string& what);
+  void QuarantineHost(const std::string& host, absl::Duration length, const std::string& reason,
+                      bool automatic);
+  void Close(const std::string& why);
+  void EmitMember(const Seat& seat);
+  v1::Member MakeMember(const Seat& seat) const;
+  void RenewLease(Seat* seat) { seat->last_seen = impl_->now_; }
+
+  std::optional<v1::OpError> Txn(const v1::TxnRequest& request, const Seat* seat,
+                                 v1::OpResult* result);
+  void KvChanged(const std::vector<KvChange>& changes);
+  void TriggersChanged(std::vector<v1::TriggerChanged> changes);
+  void AgreeDone(std::vector<AgreeSet::Done> done);
+  uint64_t AllRecords() const {
+    return std::max({membership_record_, kv_record_, barrier_record_});
+  }
+  void SnapshotTo(v1::CoordinatorSnapshot* snapshot) const;
+  const char* StateName() const;
+
+  v1::ReplyHeader Header() const override { return impl_->Header(); }
+  v1::Culprit DescribeRank(int rank) const override;
+  void AskStack(int rank) override;
+  void Deliver(const std::vector<CallId>& calls, std::shared_ptr<const Answer> answer) override;
+  void JournalEnd(const std::string& barrier_id, uint64_t counter, const Answer& answer) override;
+  void Report(const v1::BarrierReport& report) override;
+  void Blame(absl::Span<const int32_t> ranks) override;
+
+  Impl* const impl_;
+  const std::string id_;
+  v1::RendezvousSpec spec_;
+
+  uint64_t generation_ = 0;  // the last sealed
+  bool sealed_ = false;      // and not ended
+  bool closed_ = false;
+  std::string why_ended_;
+  std::vector<v1::Culprit> end_culprits_;
+  std::vector<Seat> seats_;  // by rank
+  absl::flat_hash_map<std::string, int> rank_of_;
+  int alive_ = 0;
+  uint64_t digest_ = 0;
+  int num_nodes_ = 0;
+  absl::btree_set<std::pair<absl::Time, int>>
+      lease_checks_;  // when to look at a rank again: lazy, never too late
+  absl::Time lease_floor_ = absl::InfinitePast();  // every lease counts at least from here
+
+  absl::flat_hash_map<std::string, Waiting> waiting_;
+  std::array<int, 4> waiting_kinds_ = {};
+  uint64_t next_order_ = 1;
+  absl::Time attempt_deadline_ = absl::InfiniteFuture();
+  absl::Time last_call_at_ = absl::InfiniteFuture();
+  absl::Time quarantine_check_ =
+      absl::InfiniteFuture();  // when the next host may be used again, if anyone waits
+  absl::Time hold_until_ = absl::InfinitePast();
+  absl::flat_hash_map<std::string, std::vector<uint64_t>> fenced_;
+  std::deque<std::string> fenced_order_;  // its keys, oldest first
+  // The last incarnation of workers without a seat in the current generation.
+  absl::flat_hash_map<std::string, uint64_t> departed_;
+  std::deque<std::string> departed_order_;  // oldest first; may name some that came back
+  std::deque<std::string> operators_;       // clients in dedupe_ that are no workers, oldest first
+  absl::btree_map<std::string, HostState> hosts_;
+
+  KvStore kv_;
+  std::unique_ptr<WatchLog> log_;
+  Dedupe<StoredAnswer> dedupe_;
+  TriggerSet triggers_;
+  std::unique_ptr<BarrierSet> barriers_;
+  std::unique_ptr<AgreeSet> agree_;
+
+  // The latest records that hold changes of these kinds: who is told of them waits for those.
+  uint64_t membership_record_ = 0;
+  uint64_t kv_record_ = 0;
+  uint64_t barrier_record_ = 0;
+  bool membership_touched_ = false;
+  bool kv_touched_ = false;
+  bool barrier_touched_ = false;
+  bool watch_touched_ = false;
+  BarrierCounts seen_counts_;
+  absl::Time scheduled_ = absl::InfiniteFuture();
+  absl::Time touched_ = absl::InfinitePast();  // by an event, or by a beat of one of its workers
+  bool expired_ = false;                       // to be removed
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_CORE_IMPL_H_

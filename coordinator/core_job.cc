@@ -1,0 +1,996 @@
+#include <xxhash.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/btree_set.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "coordinator/core_impl.h"
+#include "coordinator/errors.h"
+#include "coordinator/seating.h"
+
+namespace muster::coordinator {
+namespace {
+
+constexpr size_t kMaxFenced = 16;  // remembered incarnations of one worker
+constexpr size_t kMaxCallsOfJoin = 8;
+constexpr size_t kMaxDeparted = 1024;
+constexpr size_t kMaxOperators = 1024;  // whose answers are remembered
+constexpr size_t kMaxQueries = 4096;
+constexpr int kNamed = 4;
+
+uint64_t FingerprintTable(const std::vector<Seat>& seats) {
+  XXH3_state_t* const state = XXH3_createState();
+  XXH3_64bits_reset(state);
+  std::string row;
+  for (const Seat& seat : seats) {
+    v1::RankRow message;
+    FillRow(seat.record, &message);
+    row.clear();
+    message.SerializeToString(&row);
+    const uint32_t size = static_cast<uint32_t>(row.size());
+    XXH3_64bits_update(state, &size, sizeof(size));
+    XXH3_64bits_update(state, row.data(), row.size());
+  }
+  const uint64_t digest = XXH3_64bits_digest(state);
+  XXH3_freeState(state);
+  return digest == 0 ? 1 : digest;
+}
+
+}  // namespace
+
+void FillRow(const v1::SeatRecord& seat, v1::RankRow* row) {
+  row->set_rank(seat.rank());
+  row->set_worker_id(seat.worker_id());
+  row->set_incarnation(seat.incarnation());
+  row->set_host(seat.topology().host());
+  row->set_endpoint(seat.endpoint());
+  row->set_local_rank(seat.topology().local_rank());
+  row->set_node_rank(seat.node_rank());
+  row->set_pid(seat.pid());
+}
+
+v1::OpError Core::Impl::Job::Superseded(const std::string& worker_id, uint64_t newer) const {
+  v1::OpError error =
+      MakeError(absl::StatusCode::kAborted, v1::ERROR_REASON_SUPERSEDED,
+                absl::StrCat("worker ", Quoted(worker_id), " has been started anew (incarnation ",
+                             absl::Hex(newer), "): this older process must end"));
+  error.mutable_detail()->set_current_incarnation(newer);
+  error.mutable_detail()->set_current_generation(generation_);
+  error.mutable_detail()->set_current_term(impl_->term_);
+  return error;
+}
+
+v1::OpError Core::Impl::Job::Stale(const v1::Fence& fence) const {
+  v1::OpError error =
+      MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_STALE_GENERATION,
+                absl::StrCat("generation ", fence.generation(), " of job ", Quoted(id_),
+                             " is over, generation ", generation_, " is current: join again"));
+  error.mutable_detail()->set_current_generation(generation_);
+  error.mutable_detail()->set_current_term(impl_->term_);
+  return error;
+}
+
+v1::OpError Core::Impl::Job::Ended() const {
+  v1::OpError error = MakeError(absl::StatusCode::kAborted, v1::ERROR_REASON_GENERATION_ENDED,
+                                absl::StrCat("generation ", generation_, " of job ", Quoted(id_),
+                                             " has ended: ", why_ended_, "; join the next one"));
+  error.mutable_detail()->set_current_generation(generation_);
+  error.mutable_detail()->set_current_term(impl_->term_);
+  for (const v1::Culprit& culprit : end_culprits_)
+    *error.mutable_detail()->add_culprits() = culprit;
+  return error;
+}
+
+std::optional<v1::OpError> Core::Impl::Job::CheckGeneration(const v1::Fence& fence) const {
+  if (fence.generation() < generation_ && !impl_->options_.mutants.accepts_stale_generation)
+    return Stale(fence);
+  if (fence.generation() > generation_) {
+    v1::OpError error =
+        MakeError(absl::StatusCode::kInternal, v1::ERROR_REASON_FUTURE_GENERATION,
+                  absl::StrCat("generation ", fence.generation(), " of job ", Quoted(id_),
+                               " was never sealed (", generation_,
+                               " is the last): the caller or the journal is broken"));
+    error.mutable_detail()->set_current_generation(generation_);
+    error.mutable_detail()->set_current_term(impl_->term_);
+    return error;
+  }
+  return std::nullopt;
+}
+
+v1::Culprit Core::Impl::Job::DescribeRank(int rank) const {
+  v1::Culprit culprit;
+  culprit.set_rank(rank);
+  culprit.set_generation(generation_);
+  if (rank < 0 || static_cast<size_t>(rank) >= seats_.size()) return culprit;
+  const Seat& seat = seats_[rank];
+  culprit.set_worker_id(seat.record.worker_id());
+  culprit.set_host(seat.record.topology().host());
+  culprit.set_pid(seat.record.pid());
+  culprit.set_last_step(seat.step);
+  culprit.set_last_collective(seat.last_collective);
+  culprit.set_native_stack(seat.stack);
+  *culprit.mutable_heartbeat_age() = ToProto(impl_->now_ - seat.last_seen);
+  const v1::ExitCause& exit = seat.record.exit();
+  switch (seat.record.state()) {
+    case v1::WORKER_STATE_EXITED:
+      culprit.set_process_state(exit.signal() != 0
+                                    ? absl::StrCat("killed(", exit.signal(), ")")
+                                    : absl::StrCat("exited(", exit.exit_code(), ")"));
+      break;
+    case v1::WORKER_STATE_LEFT:
+      culprit.set_process_state("left");
+      break;
+    case v1::WORKER_STATE_LOST:
+      culprit.set_process_state(seat.process_state.empty() ? "lost" : seat.process_state);
+      break;
+    default:
+      culprit.set_process_state(seat.process_state.empty() ? "unknown" : seat.process_state);
+  }
+  return culprit;
+}
+
+std::string Core::Impl::Job::GoneText(const Seat& seat) const {
+  const v1::ExitCause& exit = seat.record.exit();
+  switch (seat.record.state()) {
+    case v1::WORKER_STATE_EXITED:
+      return exit.signal() != 0 ? absl::StrCat("was killed by signal ", exit.signal())
+                                : absl::StrCat("exited with code ", exit.exit_code());
+    case v1::WORKER_STATE_LOST:
+      return absl::StrCat("gave no sign of life for ", absl::FormatDuration(Lease()));
+    case v1::WORKER_STATE_LEFT:
+      return "left the job";
+    case v1::WORKER_STATE_FENCED:
+      return "was started anew";
+    default:
+      return "is gone";
+  }
+}
+
+v1::Member Core::Impl::Job::MakeMember(const Seat& seat) const {
+  v1::Member member;
+  member.set_rank(seat.rank());
+  member.set_worker_id(seat.record.worker_id());
+  member.set_incarnation(seat.record.incarnation());
+  member.set_state(seat.record.state());
+  member.set_host(seat.record.topology().host());
+  member.set_pid(seat.record.pid());
+  member.set_last_step(seat.step);
+  *member.mutable_heartbeat_age() =
+      ToProto(std::max(impl_->now_ - seat.last_seen, absl::ZeroDuration()));
+  member.set_phase(seat.phase);
+  member.set_last_collective(seat.last_collective);
+  if (seat.record.has_exit()) *member.mutable_exit() = seat.record.exit();
+  return member;
+}
+
+void Core::Impl::Job::EmitMember(const Seat& seat) {
+  v1::WatchEvent event;
+  *event.mutable_member() = MakeMember(seat);
+  log_->Other(impl_->Rev(), std::move(event));
+  watch_touched_ = true;
+}
+
+void Core::Impl::Job::FenceIncarnation(const std::string& worker_id, uint64_t incarnation) {
+  RememberFenced(worker_id, incarnation);
+  v1::IncarnationFenced* fenced = impl_->Change()->mutable_incarnation_fenced();
+  fenced->set_job_id(id_);
+  fenced->set_worker_id(worker_id);
+  fenced->set_incarnation(incarnation);
+  membership_touched_ = true;
+  dedupe_.Forget(worker_id);
+}
+
+void Core::Impl::Job::RememberFenced(absl::string_view worker_id, uint64_t incarnation) {
+  const auto [it, is_new] = fenced_.try_emplace(worker_id);
+  it->second.push_back(incarnation);
+  if (it->second.size() > kMaxFenced) it->second.erase(it->second.begin());
+  if (!is_new) return;
+  fenced_order_.emplace_back(worker_id);
+  if (fenced_order_.size() <= kMaxDeparted + 4 * seats_.size()) return;
+  fenced_.erase(fenced_order_.front());
+  fenced_order_.pop_front();
+}
+
+void Core::Impl::Job::RememberDeparted(const std::string& worker_id, uint64_t incarnation) {
+  departed_[worker_id] = incarnation;
+  departed_order_.push_back(worker_id);
+}
+
+void Core::Impl::Job::NoteDeparted(const std::vector<Seat>& old_seats) {
+  for (const Seat& seat : seats_) departed_.erase(seat.record.worker_id());
+  for (const Seat& seat : old_seats) {
+    if (!rank_of_.contains(seat.record.worker_id()) && !impl_->options_.mutants.forgets_departed)
+      RememberDeparted(seat.record.worker_id(), seat.record.incarnation());
+  }
+  // Those that came back leave the order; of those that left again, the last time counts.
+  absl::flat_hash_set<absl::string_view> listed;
+  std::deque<std::string> order;
+  for (auto it = departed_order_.rbegin(); it != departed_order_.rend(); ++it) {
+    if (departed_.contains(*it) && listed.insert(*it).second) order.push_front(*it);
+  }
+  departed_order_ = std::move(order);
+  for (; departed_order_.size() > kMaxDeparted + 2 * seats_.size(); departed_order_.pop_front()) {
+    departed_.erase(departed_order_.front());
+    dedupe_.Forget(departed_order_.front());
+  }
+}
+
+void Core::Impl::Job::RememberAnswer(const std::string& worker_id, uint64_t incarnation,
+                                     uint64_t request_id, uint64_t hash, StoredAnswer answer) {
+  const std::string client = ClientOf(worker_id, incarnation);
+  if (worker_id.empty() && !dedupe_.Knows(client)) {
+    operators_.push_back(client);
+    if (operators_.size() > kMaxOperators) {
+      dedupe_.Forget(operators_.front());
+      operators_.pop_front();
+    }
+  }
+  dedupe_.Store(client, incarnation, request_id, hash, std::move(answer));
+}
+
+void Core::Impl::Job::Kill(const std::string& node, const std::string& worker_id,
+                           uint64_t incarnation) {
+  auto directive = std::make_shared<v1::Directive>();
+  v1::KillWorker* kill = directive->mutable_kill_worker();
+  kill->set_job_id(id_);
+  kill->set_worker_id(worker_id);
+  kill->set_incarnation(incarnation);
+  kill->set_why("a newer incarnation took its seat");
+  impl_->Direct(node, std::move(directive), membership_record_);
+}
+
+void Core::Impl::Job::TellAgain(const std::string& node, const v1::WorkerBeat& worker) {
+  if (IsFenced(worker.worker_id(), worker.incarnation()))
+    return Kill(node, worker.worker_id(), worker.incarnation());
+  const auto waiting = waiting_.find(worker.worker_id());
+  if (waiting != waiting_.end() &&
+      waiting->second.request.fence().incarnation() == worker.incarnation())
+    return;
+  const Seat* const seat = FindSeat(worker.worker_id());
+  const auto departed = departed_.find(worker.worker_id());
+  const bool sat = seat != nullptr
+                       ? seat->record.incarnation() == worker.incarnation() && !sealed_ &&
+                             seat->record.state() != v1::WORKER_STATE_LEFT &&
+                             seat->record.state() != v1::WORKER_STATE_EXITED
+                       : departed != departed_.end() && departed->second == worker.incarnation();
+  if (!sat) return;
+  auto directive = std::make_shared<v1::Directive>();
+  v1::GenerationEnded* told = directive->mutable_generation_ended();
+  told->set_job_id(id_);
+  told->set_generation(sealed_ ? generation_ - 1 : generation_);
+  told->set_why(sealed_ ? absl::StrCat("generation ", generation_, " has been sealed")
+                        : why_ended_);
+  if (!sealed_) {
+    for (const v1::Culprit& culprit : end_culprits_) *told->add_culprits() = culprit;
+  }
+  impl_->Direct(node, std::move(directive), membership_record_);
+}
+
+Kind Core::Impl::Job::KindOf(const v1::JoinRequest& request) const {
+  const auto it = hosts_.find(request.topology().host());
+  if (it != hosts_.end() && it->second.until > impl_->now_) {
+    return it->second.automatic ? Kind::kLastResort : Kind::kBlocked;
+  }
+  return request.spare() ? Kind::kSpare : Kind::kOrdinary;
+}
+
+void Core::Impl::Job::Recount() {
+  waiting_kinds_ = {};
+  quarantine_check_ = absl::InfiniteFuture();
+  for (const auto& [host, state] : hosts_) {
+    if (state.until > impl_->now_ && !waiting_.empty())
+      quarantine_check_ = std::min(quarantine_check_, state.until);
+  }
+  for (auto& [worker_id, waiting] : waiting_) {
+    waiting.kind = KindOf(waiting.request);
+    ++waiting_kinds_[static_cast<int>(waiting.kind)];
+  }
+}
+
+void Core::Impl::Job::Unqueue(absl::flat_hash_map<std::string, Waiting>::iterator it) {
+  --waiting_kinds_[static_cast<int>(it->second.kind)];
+  for (const CallId call : it->second.calls) impl_->held_.erase(call);
+  waiting_.erase(it);
+  if (waiting_.empty())
+    attempt_deadline_ = last_call_at_ = quarantine_check_ = absl::InfiniteFuture();
+}
+
+void Core::Impl::Job::DropWaiting(const std::string& worker_id, const v1::OpError& error) {
+  const auto it = waiting_.find(worker_id);
+  if (it == waiting_.end()) return;
+  for (const CallId call : it->second.calls) impl_->SendError(call, error, membership_record_);
+  Unqueue(it);
+}
+
+void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const Caller& caller) {
+  const std::string& worker_id = request.fence().worker_id();
+  const uint64_t incarnation = request.fence().incarnation();
+  auto it = waiting_.find(worker_id);
+  uint64_t order = next_order_;
+  if (it != waiting_.end() && it->second.request.fence().incarnation() != incarnation) {
+    FenceIncarnation(worker_id, it->second.request.fence().incarnation());
+    order = it->second.order;
+    const v1::OpError error = Superseded(worker_id, incarnation);
+    for (const CallId old : it->second.calls) impl_->SendError(old, error, membership_record_);
+    Unqueue(it);
+    it = waiting_.end();
+  }
+  if (it == waiting_.end()) {
+    it = waiting_.try_emplace(worker_id).first;
+    it->second.order = order;
+    if (order == next_order_) ++next_order_;
+    it->second.kind = KindOf(request);
+    ++waiting_kinds_[static_cast<int>(it->second.kind)];
+    const auto host = hosts_.find(request.topology().host());
+    if (host != hosts_.end() && host->second.until > impl_->now_) {
+      quarantine_check_ = std::min(quarantine_check_, host->second.until);
+    }
+  }
+  Waiting& waiting = it->second;
+  waiting.request = request;
+  waiting.node = std::string(caller.node);
+  if (waiting.calls.size() >= kMaxCallsOfJoin) {
+    impl_->SendError(
+        waiting.calls.front(),
+        MakeError(absl::StatusCode::kCancelled, v1::ERROR_REASON_SUPERSEDED,
+                  absl::StrCat("worker ", Quoted(worker_id), " asked for its seat again")),
+        0);
+    impl_->held_.erase(waiting.calls.front());
+    waiting.calls.erase(waiting.calls.begin());
+  }
+  waiting.calls.push_back(call);
+  impl_->held_[call] = {id_, Held::kJoin, worker_id};
+  if (attempt_deadline_ == absl::InfiniteFuture() && !request.spare()) {
+    attempt_deadline_ = impl_->now_ + JoinTimeout();
+  }
+  // A kind may have changed with its request.
+  const Kind kind = KindOf(request);
+  if (kind != waiting.kind) {
+    --waiting_kinds_[static_cast<int>(waiting.kind)];
+    waiting.kind = kind;
+    ++waiting_kinds_[static_cast<int>(kind)];
+  }
+  Evaluate();
+}
+
+void Core::Impl::Job::Evaluate() {
+  if (sealed_ || closed_ || waiting_.empty()) {
+    last_call_at_ = absl::InfiniteFuture();
+    return;
+  }
+  const int ordinary = waiting_kinds_[static_cast<int>(Kind::kOrdinary)];
+  const int spares = waiting_kinds_[static_cast<int>(Kind::kSpare)];
+  const int last_resorts = waiting_kinds_[static_cast<int>(Kind::kLastResort)];
+  const std::optional<int> world = FeasibleWorld(spec_, ordinary, spares, last_resorts);
+  if (!world.has_value()) {
+    last_call_at_ = absl::InfiniteFuture();
+    return;
+  }
+  const int step = std::max(1, spec_.divisible_by());
+  if (ordinary >= spec_.max_workers() / step * step || last_call_at_ <= impl_->now_) {
+    Seal(*world);
+    return;
+  }
+  if (last_call_at_ == absl::InfiniteFuture()) {
+    absl::Duration last_call =
+        spec_.has_last_call() ? FromProto(spec_.last_call()) : impl_->options_.default_last_call;
+    if (generation_ > 0 && spares > 0)
+      last_call = std::min(last_call, impl_->options_.recovery_last_call);
+    last_call_at_ = impl_->now_ + last_call;
+  }
+}
+
+void Core::Impl::Job::FillSeat(const v1::JoinRequest& request, const std::string& node,
+                               v1::SeatRecord* record) const {
+  record->set_worker_id(request.fence().worker_id());
+  record->set_incarnation(request.fence().incarnation());
+  *record->mutable_topology() = request.topology();
+  record->set_endpoint(request.endpoint());
+  record->set_pid(request.pid());
+  record->set_node(node);
+  record->set_state(v1::WORKER_STATE_RUNNING);
+}
+
+void Core::Impl::Job::Seal(int world_size) {
+  std::vector<const std::string*> ids;
+  ids.reserve(waiting_.size());
+  for (const auto& [worker_id, waiting] : waiting_) {
+    if (waiting.kind != Kind::kBlocked) ids.push_back(&worker_id);
+  }
+  // The hash map's order is not reproducible; the order of arrival is.
+  std::sort(ids.begin(), ids.end(), [&](const std::string* a, const std::string* b) {
+    return waiting_.find(*a)->second.order < waiting_.find(*b)->second.order;
+  });
+  std::vector<Candidate> candidates;
+  candidates.reserve(ids.size());
+  for (const std::string* worker_id : ids) {
+    const Waiting& waiting = waiting_.find(*worker_id)->second;
+    Candidate candidate;
+    candidate.worker_id = *worker_id;
+    candidate.topology = waiting.request.topology();
+    candidate.preferred_rank = waiting.request.preferred_rank();
+    const Seat* const seat = FindSeat(*worker_id);
+    if (seat != nullptr && !(impl_->options_.mutants.spare_moves_survivors &&
+                             waiting_kinds_[static_cast<int>(Kind::kSpare)] > 0)) {
+      candidate.previous_rank = seat->rank();
+    }
+    candidate.spare = waiting.kind == Kind::kSpare;
+    candidate.last_resort = waiting.kind == Kind::kLastResort;
+    candidate.order = waiting.order;
+    candidates.push_back(std::move(candidate));
+  }
+  std::vector<FormerSeat> former;
+  former.reserve(seats_.size());
+  for (const Seat& seat : seats_) {
+    const v1::Topology& t = seat.record.topology();
+    former.push_back({t.host(), t.rack(), t.nvlink_domain()});
+  }
+  const std::vector<int> order = AssignRanks(candidates, world_size, former);
+
+  const std::vector<Seat> old_seats = std::move(seats_);
+  seats_.assign(world_size, Seat());
+  std::vector<std::vector<CallId>> calls(world_size);
+  absl::flat_hash_map<std::string, int> nodes;
+  for (int rank = 0; rank < world_size; ++rank) {
+    const auto it = waiting_.find(candidates[order[rank]].worker_id);
+    Seat& seat = seats_[rank];
+    FillSeat(it->second.request, it->second.node, &seat.record);
+    seat.record.set_rank(rank);
+    const std::string& host = seat.record.topology().host();
+    const auto [node, is_new] = nodes.try_emplace(host, static_cast<int>(nodes.size()));
+    seat.record.set_node_rank(node->second);
+    seat.last_seen = impl_->now_;
+    calls[rank] = it->second.calls;
+    Unqueue(it);
+  }
+  num_nodes_ = static_cast<int>(nodes.size());
+  ++generation_;
+  sealed_ = true;
+  why_ended_.clear();
+  end_culprits_.clear();
+  digest_ = FingerprintTable(seats_);
+  last_call_at_ = attempt_deadline_ = absl::InfiniteFuture();
+  for (const auto& [worker_id, waiting] : waiting_) {
+    if (!waiting.request.spare()) attempt_deadline_ = impl_->now_ + JoinTimeout();
+  }
+
+  v1::GenerationSealed* sealed = impl_->Change()->mutable_generation_sealed();
+  sealed->set_job_id(id_);
+  sealed->set_generation(generation_);
+  sealed->set_table_digest(digest_);
+  sealed->set_num_nodes(num_nodes_);
+  for (const Seat& seat : seats_) *sealed->add_seats() = seat.record;
+  membership_touched_ = true;
+  ++impl_->stats_.generations_sealed;
+
+  BeginGeneration(true);
+  NoteDeparted(old_seats);
+  std::vector<KvChange> changes;
+  for (const Seat& seat : old_seats) {
+    if (!rank_of_.contains(seat.record.worker_id()))
+      kv_.DropLease(seat.record.worker_id(), &changes);
+  }
+  KvChanged(changes);
+  std::vector<v1::TriggerChanged> triggers;
+  triggers_.StartGeneration(world_size, &triggers);
+  TriggersChanged(std::move(triggers));
+  v1::WatchEvent event;
+  event.set_generation_sealed(generation_);
+  log_->Other(impl_->Rev(), std::move(event));
+  watch_touched_ = true;
+  for (int rank = 0; rank < world_size; ++rank) {
+    for (const CallId call : calls[rank]) SendSeat(call, seats_[rank]);
+  }
+  impl_->Note(id_, false,
+              absl::StrCat("generation ", generation_, " sealed with ", world_size, " workers on ",
+                           num_nodes_, " hosts"));
+}
+
+void Core::Impl::Job::BeginGeneration(bool counters_known) {
+  rank_of_.clear();
+  lease_checks_.clear();
+  alive_ = 0;
+  const int world_size = static_cast<int>(seats_.size());
+  const absl::Time check =
+      impl_->now_ == absl::InfinitePast() ? absl::InfinitePast() : impl_->now_ + Lease();
+  for (const Seat& seat : seats_) {
+    rank_of_[seat.record.worker_id()] = seat.rank();
+    alive_ += seat.alive() ? 1 : 0;
+    if (seat.alive()) lease_checks_.insert({check, seat.rank()});
+  }
+  BarrierOptions options;
+  options.default_timeout = impl_->options_.default_barrier_timeout;
+  options.default_soft_timeout = impl_->options_.default_soft_timeout;
+  options.diag_budget = impl_->options_.diag_budget;
+  options.diag_max_stacks = impl_->options_.diag_max_stacks;
+  options.kept_results = impl_->options_.kept_barrier_results;
+  options.kept_bytes = impl_->options_.kept_barrier_bytes;
+  options.release_one_early = impl_->options_.mutants.barrier_releases_one_early;
+  barriers_ = std::make_unique<BarrierSet>(options, generation_, world_size, counters_known, this);
+  seen_counts_ = {};
+  agree_ = std::make_unique<AgreeSet>(
+      world_size, counters_known,
+      [this](int rank) -> std::optional<uint64_t> {
+        if (!seats_[rank].alive()) return std::nullopt;
+        return seats_[rank].record.incarnation();
+      },
+      [this](int rank) { return CulpritText(DescribeRank(rank)); });
+}
+
+void Core::Impl::Job::SendSeat(CallId call, const Seat& seat) {
+  v1::OpResult result;
+  v1::JoinReply* reply = result.mutable_join();
+  *reply->mutable_header() = impl_->Header();
+  reply->set_generation(generation_);
+  reply->set_rank(seat.rank());
+  reply->set_world_size(static_cast<int>(seats_.size()));
+  reply->set_table_digest(digest_);
+  reply->set_generation_prefix(absl::StrCat("gen/", generation_, "/"));
+  reply->set_node_rank(seat.record.node_rank());
+  reply->set_num_nodes(num_nodes_);
+  impl_->Send(call, std::move(result), membership_record_);
+}
+
+void Core::Impl::Job::Reseat(Seat* seat, CallId call, const v1::JoinRequest& request,
+                             const Caller& caller) {
+  const int rank = seat->rank();
+  const int node_rank = seat->record.node_rank();
+  const bool was_alive = seat->alive();
+  const std::string& worker_id = request.fence().worker_id();
+  if (seat->record.incarnation() != request.fence().incarnation()) {
+    FenceIncarnation(worker_id, seat->record.incarnation());
+    if (was_alive) {
+      Kill(seat->record.node(), worker_id, seat->record.incarnation());
+    }
+    std::vector<KvChange> changes;
+    kv_.DropLease(worker_id, &changes);
+    KvChanged(changes);
+  }
+  if (was_alive) {
+    // Nobody may see both incarnations in one agreement: the old one leaves first.
+    seat->record.set_state(v1::WORKER_STATE_FENCED);
+    std::vector<AgreeSet::Done> done;
+    agree_->RankGone(rank, impl_->Header(), &done);
+    AgreeDone(std::move(done));
+  } else {
+    ++alive_;
+  }
+  *seat = Seat();
+  FillSeat(request, std::string(caller.node), &seat->record);
+  seat->record.set_rank(rank);
+  seat->record.set_node_rank(node_rank);
+  seat->last_seen = impl_->now_;
+  lease_checks_.insert({impl_->now_ + Lease(), rank});
+  digest_ = FingerprintTable(seats_);
+  barriers_->RankReplaced(rank, impl_->now_);
+  agree_->RankReplaced(rank);
+  triggers_.RankReplaced(rank);
+  v1::SeatTaken* taken = impl_->Change()->mutable_seat_taken();
+  taken->set_job_id(id_);
+  taken->set_generation(generation_);
+  *taken->mutable_seat() = seat->record;
+  taken->set_table_digest(digest_);
+  membership_touched_ = true;
+  EmitMember(*seat);
+  SendSeat(call, *seat);
+}
+
+void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culprit> culprits) {
+  if (!sealed_) return;
+  sealed_ = false;
+  why_ended_ = why;
+  end_culprits_ = std::move(culprits);
+  ++impl_->stats_.generations_ended;
+  v1::GenerationClosed* ended = impl_->Change()->mutable_generation_closed();
+  ended->set_job_id(id_);
+  ended->set_generation(generation_);
+  ended->set_why(why);
+  for (const v1::Culprit& culprit : end_culprits_) *ended->add_culprits() = culprit;
+  membership_touched_ = true;
+
+  const v1::OpError error = Ended();
+  barriers_->EndAll(error);
+  std::vector<AgreeSet::Done> done;
+  agree_->EndAll(error, &done);
+  AgreeDone(std::move(done));
+  const std::vector<CallId> waits = kv_.TakeWorkerWaits();
+  if (!waits.empty()) {
+    v1::OpResult result;
+    *result.mutable_error() = error;
+    Deliver(waits, std::make_shared<Answer>(std::move(result), true));
+  }
+  std::vector<KvChange> changes;
+  kv_.DropPrefix(absl::StrCat("gen/", generation_, "/"), &changes);
+  KvChanged(changes);
+  // Keys that are tied to a lease outlive the generation with their worker, not without it.
+  lease_checks_.clear();
+  for (const Seat& seat : seats_) {
+    if (seat.alive() && kv_.HasLease(seat.record.worker_id()))
+      lease_checks_.insert({std::max(seat.last_seen, lease_floor_) + Lease(), seat.rank()});
+  }
+
+  v1::WatchEvent event;
+  event.set_generation_ended(generation_);
+  log_->Other(impl_->Rev(), std::move(event));
+  watch_touched_ = true;
+  auto directive = std::make_shared<v1::Directive>();
+  v1::GenerationEnded* told = directive->mutable_generation_ended();
+  told->set_job_id(id_);
+  told->set_generation(generation_);
+  told->set_why(why);
+  for (const v1::Culprit& culprit : end_culprits_) *told->add_culprits() = culprit;
+  absl::flat_hash_set<absl::string_view> nodes;
+  for (const Seat& seat : seats_) {
+    if (!nodes.insert(seat.record.node()).second) continue;
+    impl_->Direct(seat.record.node(), directive, membership_record_);
+  }
+  impl_->Note(id_, !end_culprits_.empty(),
+              absl::StrCat("generation ", generation_, " ended: ", why));
+
+  attempt_deadline_ = last_call_at_ = absl::InfiniteFuture();
+  if (closed_) return;
+  for (const auto& [worker_id, waiting] : waiting_) {
+    if (!waiting.request.spare()) attempt_deadline_ = impl_->now_ + JoinTimeout();
+  }
+  Recount();
+  Evaluate();
+}
+
+void Core::Impl::Job::WorkerGone(Seat* seat, v1::WorkerState state, const v1::ExitCause& cause) {
+  const bool was_alive = seat->alive();
+  seat->record.set_state(state);
+  *seat->record.mutable_exit() = cause;
+  const int rank = seat->rank();
+  const std::string worker_id = seat->record.worker_id();
+  v1::WorkerEnded* ended = impl_->Change()->mutable_worker_ended();
+  ended->set_job_id(id_);
+  ended->set_worker_id(worker_id);
+  ended->set_incarnation(seat->record.incarnation());
+  ended->set_state(state);
+  *ended->mutable_exit() = cause;
+  membership_touched_ = true;
+  EmitMember(*seat);
+  std::vector<KvChange> changes;
+  kv_.DropLease(worker_id, &changes);
+  KvChanged(changes);
+  if (!was_alive) return;
+  --alive_;
+  const bool failed =
+      state == v1::WORKER_STATE_LOST ||
+      (state == v1::WORKER_STATE_EXITED && (cause.exit_code() != 0 || cause.signal() != 0)) ||
+      state == v1::WORKER_STATE_FENCED;
+  if (state == v1::WORKER_STATE_LOST) ++impl_->stats_.workers_lost;
+  if (state == v1::WORKER_STATE_EXITED && failed) ++impl_->stats_.workers_failed;
+  if (!sealed_) return;
+  const std::string what = GoneText(*seat);
+  if (failed && state != v1::WORKER_STATE_FENCED) Strike(seat->record.topology().host(), what);
+  const v1::Culprit culprit = DescribeRank(rank);
+  const std::string why =
+      absl::StrCat(CulpritText(culprit), " ", what,
+                   cause.message().empty() ? "" : absl::StrCat(": ", cause.message()));
+  if (failed && spec_.end_generation_on_failure()) {
+    EndGeneration(why, {culprit});
+    return;
+  }
+  if (failed) impl_->Note(id_, true, why);
+  barriers_->RankGone(rank, what, impl_->now_);
+  std::vector<AgreeSet::Done> done;
+  agree_->RankGone(rank, impl_->Header(), &done);
+  AgreeDone(std::move(done));
+  std::vector<v1::TriggerChanged> triggers;
+  triggers_.RankGone(rank, &triggers);
+  TriggersChanged(std::move(triggers));
+  if (alive_ == 0) EndGeneration("every worker has left", {});
+}
+
+void Core::Impl::Job::Strike(const std::string& host, const std::string& what) {
+  const int limit = impl_->options_.strikes_to_quarantine;
+  if (limit <= 0 || host.empty()) return;
+  const absl::Time now = impl_->now_;
+  for (auto it = hosts_.begin(); it != hosts_.end();) {
+    std::deque<absl::Time>& strikes = it->second.strikes;
+    while (!strikes.empty() && strikes.front() + impl_->options_.strike_window <= now)
+      strikes.pop_front();
+    it = strikes.empty() && it->second.until <= now ? hosts_.erase(it) : std::next(it);
+  }
+  if (hosts_.size() >= kMaxHosts && !hosts_.contains(host)) return;
+  HostState& state = hosts_[host];
+  state.strikes.push_back(now);
+  // A job on one host has nowhere else to go.
+  if (state.strikes.size() >= static_cast<size_t>(limit) && num_nodes_ > 1) {
+    state.strikes.clear();
+    QuarantineHost(host, impl_->options_.quarantine_for,
+                   absl::StrCat("named ", limit, " times within ",
+                                absl::FormatDuration(impl_->options_.strike_window),
+                                ", last because a worker ", what),
+                   true);
+  } else if (state.strikes.size() > static_cast<size_t>(limit)) {
+    state.strikes.pop_front();
+  }
+  v1::HostStruck* struck = impl_->Change()->mutable_host_struck();
+  struck->set_job_id(id_);
+  struck->set_host(host);
+  struck->set_strikes(static_cast<int>(state.strikes.size()));
+}
+
+void Core::Impl::Job::QuarantineHost(const std::string& host, absl::Duration length,
+                                     const std::string& reason, bool automatic) {
+  HostState& state = hosts_[host];
+  state.until = length > absl::ZeroDuration() ? impl_->now_ + length : absl::InfinitePast();
+  state.reason = reason;
+  state.automatic = automatic;
+  v1::HostQuarantined* quarantined = impl_->Change()->mutable_host_quarantined();
+  quarantined->set_job_id(id_);
+  quarantined->set_host(host);
+  *quarantined->mutable_for_() = ToProto(length);
+  quarantined->set_reason(reason);
+  quarantined->set_automatic(automatic);
+  impl_->Note(id_, true,
+              length > absl::ZeroDuration()
+                  ? absl::StrCat("host ", Quoted(host), " is quarantined for ",
+                                 absl::FormatDuration(length), ": ", reason)
+                  : absl::StrCat("host ", Quoted(host), " is no longer quarantined"));
+  Recount();
+}
+
+void Core::Impl::Job::Blame(absl::Span<const int32_t> ranks) {
+  absl::btree_set<std::string> hosts;
+  for (const int rank : ranks) hosts.insert(seats_[rank].record.topology().host());
+  for (const std::string& host : hosts) Strike(host, "kept a barrier waiting until its deadline");
+}
+
+v1::OpError Core::Impl::Job::RendezvousTimeout() const {
+  const int here = static_cast<int>(waiting_.size());
+  std::string text = absl::StrCat("job ", Quoted(id_), ": ", here, " of ",
+                                  spec_.min_workers() == spec_.max_workers() ? "" : "at least ",
+                                  spec_.min_workers(), " workers joined within ",
+                                  absl::FormatDuration(JoinTimeout()));
+  v1::OpError error =
+      MakeError(absl::StatusCode::kDeadlineExceeded, v1::ERROR_REASON_RENDEZVOUS_TIMEOUT, "");
+  if (sealed_) {
+    text = absl::StrCat("job ", Quoted(id_), ": generation ", generation_, " runs with ",
+                        seats_.size(), " workers and no seat came free within ",
+                        absl::FormatDuration(JoinTimeout()),
+                        ": end the generation to let new workers in");
+  } else {
+    std::string missing;
+    int count = 0;
+    for (const Seat& seat : seats_) {
+      if (waiting_.contains(seat.record.worker_id())) continue;
+      const v1::Culprit culprit = DescribeRank(seat.rank());
+      if (count++ < kNamed)
+        absl::StrAppend(&missing, missing.empty() ? "" : ", ", CulpritText(culprit));
+      if (count <= 64) *error.mutable_detail()->add_culprits() = culprit;
+      error.mutable_detail()->add_missing_ranks(seat.rank());
+    }
+    if (seats_.empty()) {
+      absl::flat_hash_set<int> claimed;
+      for (const auto& [worker_id, waiting] : waiting_)
+        claimed.insert(waiting.request.preferred_rank());
+      claimed.erase(-1);
+      for (int rank = 0; !claimed.empty() && rank < std::min(spec_.min_workers(), 4096); ++rank) {
+        if (claimed.contains(rank)) continue;
+        if (count++ < 16) absl::StrAppend(&missing, missing.empty() ? "rank " : ", rank ", rank);
+        error.mutable_detail()->add_missing_ranks(rank);
+      }
+    }
+    if (!missing.empty())
+      absl::StrAppend(&text, "; missing: ", missing, count > kNamed ? " and more" : "");
+    const int blocked = waiting_kinds_[static_cast<int>(Kind::kBlocked)];
+    if (blocked > 0)
+      absl::StrAppend(&text, "; ", blocked, " of those that came are on quarantined hosts");
+    absl::StrAppend(&text, ": start the missing workers or lower min_workers");
+  }
+  error.set_message(std::move(text));
+  return error;
+}
+
+void Core::Impl::Job::Close(const std::string& why) {
+  if (closed_) return;
+  closed_ = true;
+  EndGeneration(why, {});
+  v1::JobClosed* closed = impl_->Change()->mutable_job_closed();
+  closed->set_job_id(id_);
+  closed->set_why(why);
+  why_ended_ = why;
+  membership_touched_ = true;
+  const v1::OpError error =
+      MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_RENDEZVOUS_CLOSED,
+                absl::StrCat("job ", Quoted(id_), " is over: ", why));
+  std::vector<std::string> waiting;
+  for (const auto& [worker_id, one] : waiting_) waiting.push_back(worker_id);
+  std::sort(waiting.begin(), waiting.end());
+  for (const std::string& worker_id : waiting) DropWaiting(worker_id, error);
+}
+
+void Core::Impl::Job::Tick() {
+  const absl::Time now = impl_->now_;
+  if (now < hold_until_) return;
+  if (Idle() && touched_ + impl_->options_.job_retention <= now) {
+    expired_ = true;
+    return;
+  }
+  if (barriers_ != nullptr) barriers_->Tick(now);
+  if (agree_ != nullptr) {
+    std::vector<AgreeSet::Done> done;
+    agree_->Tick(now, &done);
+    AgreeDone(std::move(done));
+  }
+  std::vector<KvStore::Ready> expired;
+  kv_.TakeExpired(now, &expired);
+  for (KvStore::Ready& ready : expired) {
+    impl_->held_.erase(ready.call);
+    impl_->SendError(ready.call, std::move(ready.error), AllRecords());
+  }
+  // A loss may end the generation, and with it change the checks.
+  while (!lease_checks_.empty() && lease_checks_.begin()->first <= now) {
+    const int rank = lease_checks_.begin()->second;
+    lease_checks_.erase(lease_checks_.begin());
+    Seat& seat = seats_[rank];
+    if (!seat.alive()) continue;
+    absl::Time expiry = std::max(seat.last_seen, lease_floor_) + Lease();
+    // Who waits for its next seat is there.
+    if (!sealed_ && waiting_.contains(seat.record.worker_id())) expiry = now + Lease();
+    if (expiry > now) {
+      lease_checks_.insert({expiry, rank});
+      continue;
+    }
+    if (!sealed_) {
+      std::vector<KvChange> changes;
+      kv_.DropLease(seat.record.worker_id(), &changes);
+      KvChanged(changes);
+      continue;
+    }
+    v1::ExitCause cause;
+    cause.set_lease_expired(true);
+    WorkerGone(&seat, v1::WORKER_STATE_LOST, cause);
+  }
+  if (attempt_deadline_ <= now) {
+    const v1::OpError error = RendezvousTimeout();
+    std::vector<std::string> late;
+    for (const auto& [worker_id, waiting] : waiting_) {
+      if (!waiting.request.spare()) late.push_back(worker_id);
+    }
+    std::sort(late.begin(), late.end());
+    for (const std::string& worker_id : late) DropWaiting(worker_id, error);
+    attempt_deadline_ = last_call_at_ = absl::InfiniteFuture();
+    impl_->Note(id_, true, error.message());
+  }
+  if (last_call_at_ <= now || quarantine_check_ <= now) {
+    Recount();
+    Evaluate();
+  }
+}
+
+void Core::Impl::Job::AskStack(int rank) {
+  const Seat& seat = seats_[rank];
+  if (seat.record.node().empty() || !seat.alive()) return;
+  if (impl_->queries_.size() >= kMaxQueries) impl_->queries_.clear();
+  const uint64_t query = impl_->next_query_++;
+  impl_->queries_[query] = {id_, seat.record.worker_id()};
+  auto directive = std::make_shared<v1::Directive>();
+  v1::CollectStack* ask = directive->mutable_collect_stack();
+  ask->set_query_id(query);
+  ask->set_worker_id(seat.record.worker_id());
+  ask->set_pid(seat.record.pid());
+  impl_->Direct(seat.record.node(), std::move(directive), membership_record_);
+}
+
+void Core::Impl::Job::Deliver(const std::vector<CallId>& calls,
+                              std::shared_ptr<const Answer> answer) {
+  const uint64_t durable = std::max(membership_record_, barrier_record_);
+  for (const CallId call : calls) {
+    // Whoever hung up meanwhile is no longer held.
+    if (impl_->held_.erase(call) > 0) impl_->Send(call, answer, durable);
+  }
+}
+
+void Core::Impl::Job::JournalEnd(const std::string& barrier_id, uint64_t counter,
+                                 const Answer& answer) {
+  v1::BarrierEnded* ended = impl_->Change()->mutable_barrier_ended();
+  ended->set_job_id(id_);
+  ended->set_generation(generation_);
+  ended->set_barrier_id(barrier_id);
+  ended->set_counter(counter);
+  *ended->mutable_answer() = answer.result();
+  barrier_touched_ = true;
+}
+
+void Core::Impl::Job::Report(const v1::BarrierReport& report) {
+  impl_->out_->reports.push_back(report);
+  impl_->Note(id_, true, report.message());
+}
+
+void Core::Impl::Job::AgreeDone(std::vector<AgreeSet::Done> done) {
+  for (AgreeSet::Done& one : done) {
+    // The empty barrier name stands for agreements in the journal.
+    if (one.journal) JournalEnd("", one.counter, *one.answer);
+    Deliver(one.calls, one.answer);
+  }
+}
+
+void Core::Impl::Job::KvChanged(const std::vector<KvChange>& changes) {
+  if (changes.empty()) return;
+  const uint64_t revision = impl_->Rev();
+  v1::KvChanged* record = nullptr;
+  for (const KvChange& change : changes) {
+    const bool was_durable =
+        change.before != nullptr && change.before->klass() == v1::KV_CLASS_DURABLE;
+    const bool is_durable =
+        change.after != nullptr && change.after->klass() == v1::KV_CLASS_DURABLE;
+    if ((was_durable || is_durable) && record == nullptr) {
+      record = impl_->Change()->mutable_kv_changed();
+      record->set_job_id(id_);
+      kv_touched_ = true;
+    }
+    if (is_durable) {
+      *record->add_puts() = *change.after;
+    } else if (was_durable) {
+      record->add_deletes(change.key);
+    }
+    if (change.after != nullptr) {
+      log_->Put(revision, change.after);
+    } else {
+      log_->Deleted(revision, change.key);
+    }
+  }
+  watch_touched_ = true;
+  impl_->stats_.kv_writes += changes.size();
+  std::vector<KvStore::Ready> ready;
+  kv_.TakeReady(changes, &ready);
+  std::shared_ptr<const v1::WaitReply> last;
+  std::shared_ptr<const Answer> answer;
+  for (KvStore::Ready& one : ready) {
+    if (one.reply != last) {
+      last = one.reply;
+      v1::OpResult result;
+      *result.mutable_wait() = *one.reply;
+      *result.mutable_wait()->mutable_header() = impl_->Header();
+      answer = std::make_shared<Answer>(std::move(result), true);
+    }
+    impl_->held_.erase(one.call);
+    impl_->Send(one.call, answer, AllRecords());
+  }
+}
+
+void Core::Impl::Job::TriggersChanged(std::vector<v1::TriggerChanged> changes) {
+  for (v1::TriggerChanged& change : changes) {
+    change.set_job_id(id_);
+    *impl_->Change()->mutable_trigger_changed() = std::move(change);
+    membership_touched_ = true;
+  }
+}
+
+std::optional<v1::OpError> Core::Impl::Job::Txn(const v1::TxnRequest& request, const Seat* seat,
+                                                v1::OpResult* result) {
+  const absl::string_view lease =
+      seat != nullptr ? absl::string_view(seat->record.worker_id()) : "";
+  const uint64_t revision =
+      impl_->event_revision_ != 0 ? impl_->event_revision_ : impl_->revision_ + 1;
+  std::vector<KvChange> changes;
+  v1::TxnReply* reply = result->mutable_txn();
+  if (auto error = kv_.Txn(request, lease, revision, reply, &changes)) return error;
+  if (!changes.empty()) {
+    impl_->Rev();
+    KvChanged(changes);
+  }
+  *reply->mutable_header() = impl_->Header();
+  return std::nullopt;
+}
+
+const char* Core::Impl::Job::StateName() const {
+  if (closed_) return "CLOSED";
+  if (sealed_) return "SEALED";
+  if (last_call_at_ != absl::InfiniteFuture()) return "LAST_CALL";
+  if (!waiting_.empty() || generation_ == 0) return "COLLECTING";
+  return "ENDED";
+}
+
+}  // namespace muster::coordinator

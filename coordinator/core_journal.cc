@@ -1,0 +1,381 @@
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/str_cat.h"
+#include "base/log.h"
+#include "coordinator/core_impl.h"
+#include "coordinator/errors.h"
+
+namespace muster::coordinator {
+namespace {
+
+// Revisions of one term; the term is above them, so that a restarted coordinator never gives a
+// number out twice.
+constexpr int kRevisionBits = 40;
+
+}  // namespace
+
+void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
+  const auto add = [&] { return snapshot->add_changes(); };
+  v1::JobCreated* created = add()->mutable_job_created();
+  created->set_job_id(id_);
+  *created->mutable_spec() = spec_;
+  for (const std::string& worker_id : fenced_order_) {
+    for (const uint64_t incarnation : fenced_.find(worker_id)->second) {
+      v1::IncarnationFenced* fenced = add()->mutable_incarnation_fenced();
+      fenced->set_job_id(id_);
+      fenced->set_worker_id(worker_id);
+      fenced->set_incarnation(incarnation);
+    }
+  }
+  if (generation_ > 0) {
+    v1::GenerationSealed* sealed = add()->mutable_generation_sealed();
+    sealed->set_job_id(id_);
+    sealed->set_generation(generation_);
+    sealed->set_table_digest(digest_);
+    sealed->set_num_nodes(num_nodes_);
+    for (const Seat& seat : seats_) *sealed->add_seats() = seat.record;
+    if (!sealed_) {
+      v1::GenerationClosed* ended = add()->mutable_generation_closed();
+      ended->set_job_id(id_);
+      ended->set_generation(generation_);
+      ended->set_why(why_ended_);
+      for (const v1::Culprit& culprit : end_culprits_) *ended->add_culprits() = culprit;
+    }
+    for (const std::string& worker_id : departed_order_) {
+      const auto it = departed_.find(worker_id);
+      if (it == departed_.end()) continue;
+      v1::WorkerDeparted* departed = add()->mutable_worker_departed();
+      departed->set_job_id(id_);
+      departed->set_worker_id(worker_id);
+      departed->set_incarnation(it->second);
+    }
+    const auto end = [&](const std::string& id, uint64_t counter, const Answer& answer) {
+      v1::BarrierEnded* ended = add()->mutable_barrier_ended();
+      ended->set_job_id(id_);
+      ended->set_generation(generation_);
+      ended->set_barrier_id(id);
+      ended->set_counter(counter);
+      *ended->mutable_answer() = answer.result();
+    };
+    barriers_->ForEachJournaled(end);
+    agree_->ForEachKept([&](uint64_t counter, const Answer& answer) { end("", counter, answer); });
+  }
+  if (closed_) {
+    v1::JobClosed* closed = add()->mutable_job_closed();
+    closed->set_job_id(id_);
+    closed->set_why(why_ended_);
+  }
+  v1::KvChanged* kv = nullptr;
+  kv_.ForEachDurable([&](const v1::KeyValue& entry) {
+    if (kv == nullptr || kv->puts_size() >= 1000) {
+      kv = add()->mutable_kv_changed();
+      kv->set_job_id(id_);
+    }
+    *kv->add_puts() = entry;
+  });
+  triggers_.ForEach([&](const v1::TriggerRecord& record) {
+    v1::TriggerChanged* trigger = add()->mutable_trigger_changed();
+    trigger->set_job_id(id_);
+    *trigger->mutable_trigger() = record;
+  });
+  for (const auto& [host, state] : hosts_) {
+    const int strikes =
+        impl_->serving_ ? static_cast<int>(state.strikes.size()) : state.replayed_strikes;
+    if (strikes > 0) {
+      v1::HostStruck* struck = add()->mutable_host_struck();
+      struck->set_job_id(id_);
+      struck->set_host(host);
+      struck->set_strikes(strikes);
+    }
+    const absl::Duration left = impl_->serving_ ? state.until - impl_->now_ : state.left;
+    if (left > absl::ZeroDuration()) {
+      v1::HostQuarantined* quarantined = add()->mutable_host_quarantined();
+      quarantined->set_job_id(id_);
+      quarantined->set_host(host);
+      *quarantined->mutable_for_() = ToProto(left);
+      quarantined->set_reason(state.reason);
+      quarantined->set_automatic(state.automatic);
+    }
+  }
+  dedupe_.ForEach([&](const std::string& client, uint64_t incarnation, uint64_t request_id,
+                      uint64_t hash, const StoredAnswer& stored, uint64_t forgotten) {
+    if (stored.durable_revision == 0) return;
+    v1::RequestAnswered* answered = add()->mutable_request_answered();
+    answered->set_job_id(id_);
+    if (client[0] != '\n') answered->set_worker_id(client);
+    answered->set_incarnation(incarnation);
+    answered->set_request_id(request_id);
+    answered->set_request_hash(hash);
+    answered->set_forgotten(forgotten);
+    *answered->mutable_answer() = stored.answer->result();
+  });
+}
+
+absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
+  const auto find = [&](const std::string& job_id) -> absl::StatusOr<Job*> {
+    Job* const job = FindJob(job_id);
+    if (job == nullptr) {
+      return absl::DataLossError(
+          absl::StrCat("the journal speaks of job ", Quoted(job_id), " before it was created"));
+    }
+    return job;
+  };
+  const auto bad_rank = [](const Job& job, int rank) {
+    return absl::DataLossError(absl::StrCat("the journal seats a worker of job ", Quoted(job.id_),
+                                            " at rank ", rank, ", which its table does not have"));
+  };
+  switch (change.kind_case()) {
+    case v1::JournalChange::kTermStarted:
+      if (change.term_started().term() <= term_) {
+        return absl::DataLossError(absl::StrCat(
+            "the journal begins term ", change.term_started().term(), " after term ", term_));
+      }
+      term_ = change.term_started().term();
+      return absl::OkStatus();
+    case v1::JournalChange::kJobCreated: {
+      const v1::JobCreated& created = change.job_created();
+      auto job = std::make_unique<Job>(this, created.job_id());
+      job->spec_ = created.spec();
+      jobs_[created.job_id()] = std::move(job);
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kJobClosed: {
+      const auto job = find(change.job_closed().job_id());
+      if (!job.ok()) return job.status();
+      (*job)->closed_ = true;
+      (*job)->why_ended_ = change.job_closed().why();
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kJobRemoved:
+      jobs_.erase(change.job_removed().job_id());
+      return absl::OkStatus();
+    case v1::JournalChange::kGenerationSealed: {
+      const v1::GenerationSealed& sealed = change.generation_sealed();
+      const auto job = find(sealed.job_id());
+      if (!job.ok()) return job.status();
+      (*job)->generation_ = sealed.generation();
+      (*job)->sealed_ = true;
+      (*job)->why_ended_.clear();
+      (*job)->end_culprits_.clear();
+      (*job)->digest_ = sealed.table_digest();
+      (*job)->num_nodes_ = sealed.num_nodes();
+      const std::vector<Seat> old_seats = std::exchange((*job)->seats_, {});
+      for (const v1::SeatRecord& record : sealed.seats()) {
+        if (record.rank() != static_cast<int>((*job)->seats_.size()))
+          return bad_rank(**job, record.rank());
+        Seat seat;
+        seat.record = record;
+        (*job)->seats_.push_back(std::move(seat));
+      }
+      (*job)->BeginGeneration(false);
+      (*job)->NoteDeparted(old_seats);
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kGenerationClosed: {
+      const v1::GenerationClosed& ended = change.generation_closed();
+      const auto job = find(ended.job_id());
+      if (!job.ok()) return job.status();
+      (*job)->sealed_ = false;
+      (*job)->why_ended_ = ended.why();
+      (*job)->end_culprits_.assign(ended.culprits().begin(), ended.culprits().end());
+      (*job)->lease_checks_.clear();
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kSeatTaken: {
+      const v1::SeatTaken& taken = change.seat_taken();
+      const auto job = find(taken.job_id());
+      if (!job.ok()) return job.status();
+      const int rank = taken.seat().rank();
+      if (rank < 0 || static_cast<size_t>(rank) >= (*job)->seats_.size())
+        return bad_rank(**job, rank);
+      (*job)->seats_[rank] = Seat();
+      (*job)->seats_[rank].record = taken.seat();
+      (*job)->digest_ = taken.table_digest();
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kWorkerEnded: {
+      const v1::WorkerEnded& ended = change.worker_ended();
+      const auto job = find(ended.job_id());
+      if (!job.ok()) return job.status();
+      Seat* const seat = (*job)->FindSeat(ended.worker_id());
+      if (seat == nullptr || seat->record.incarnation() != ended.incarnation())
+        return absl::OkStatus();
+      seat->record.set_state(ended.state());
+      *seat->record.mutable_exit() = ended.exit();
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kIncarnationFenced: {
+      const v1::IncarnationFenced& fenced = change.incarnation_fenced();
+      const auto job = find(fenced.job_id());
+      if (!job.ok()) return job.status();
+      (*job)->RememberFenced(fenced.worker_id(), fenced.incarnation());
+      (*job)->dedupe_.Forget(fenced.worker_id());
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kWorkerDeparted: {
+      const v1::WorkerDeparted& departed = change.worker_departed();
+      const auto job = find(departed.job_id());
+      if (!job.ok()) return job.status();
+      (*job)->RememberDeparted(departed.worker_id(), departed.incarnation());
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kKvChanged: {
+      const v1::KvChanged& kv = change.kv_changed();
+      const auto job = find(kv.job_id());
+      if (!job.ok()) return job.status();
+      for (const v1::KeyValue& put : kv.puts()) (*job)->kv_.RestorePut(put);
+      for (const std::string& key : kv.deletes()) (*job)->kv_.RestoreDelete(key);
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kTriggerChanged: {
+      const auto job = find(change.trigger_changed().job_id());
+      if (!job.ok()) return job.status();
+      (*job)->triggers_.Restore(change.trigger_changed());
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kBarrierEnded: {
+      const v1::BarrierEnded& ended = change.barrier_ended();
+      const auto job = find(ended.job_id());
+      if (!job.ok()) return job.status();
+      if ((*job)->barriers_ == nullptr || ended.generation() != (*job)->generation_)
+        return absl::OkStatus();
+      if (ended.barrier_id().empty()) {
+        (*job)->agree_->Restore(ended.counter(), ended.answer());
+      } else {
+        (*job)->barriers_->RestoreEnd(ended.barrier_id(), ended.counter(), ended.answer());
+      }
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kHostStruck: {
+      const auto job = find(change.host_struck().job_id());
+      if (!job.ok()) return job.status();
+      (*job)->hosts_[change.host_struck().host()].replayed_strikes =
+          std::min(change.host_struck().strikes(), 1024);
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kHostQuarantined: {
+      const v1::HostQuarantined& quarantined = change.host_quarantined();
+      const auto job = find(quarantined.job_id());
+      if (!job.ok()) return job.status();
+      HostState& host = (*job)->hosts_[quarantined.host()];
+      host.left = FromProto(quarantined.for_());
+      host.reason = quarantined.reason();
+      host.automatic = quarantined.automatic();
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kRequestAnswered: {
+      const v1::RequestAnswered& answered = change.request_answered();
+      const auto job = find(answered.job_id());
+      if (!job.ok()) return job.status();
+      (*job)->RememberAnswer(answered.worker_id(), answered.incarnation(), answered.request_id(),
+                             answered.request_hash(),
+                             {std::make_shared<Answer>(answered.answer(), false),
+                              std::max<uint64_t>(1, last_record_)});
+      (*job)->dedupe_.ForgetUpTo(ClientOf(answered.worker_id(), answered.incarnation()),
+                                 answered.forgotten());
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::KIND_NOT_SET:
+      break;
+  }
+  return absl::DataLossError(
+      "the journal holds a change of a kind this version does not know: use a newer coordinator");
+}
+
+absl::Status Core::Restore(absl::string_view bytes) {
+  v1::CoordinatorSnapshot snapshot;
+  if (impl_->serving_ || impl_->revision_ != 0) {
+    return absl::FailedPreconditionError("a snapshot can only be restored into a new core");
+  }
+  if (!snapshot.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
+    return absl::DataLossError(
+        absl::StrCat("the snapshot of ", bytes.size(), " bytes cannot be read: it is not one"));
+  }
+  impl_->revision_ = impl_->last_record_ = snapshot.revision();
+  impl_->term_ = snapshot.term();
+  for (const v1::JournalChange& change : snapshot.changes()) {
+    if (absl::Status status = impl_->ApplyChange(change); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Core::Replay(absl::string_view payload) {
+  v1::JournalRecord record;
+  if (impl_->serving_)
+    return absl::FailedPreconditionError("the core already serves: replay before StartTerm");
+  if (!record.ParseFromArray(payload.data(), static_cast<int>(payload.size()))) {
+    return absl::DataLossError(
+        absl::StrCat("the record after revision ", impl_->last_record_, " cannot be read"));
+  }
+  if (record.revision() <= impl_->last_record_) {
+    return absl::DataLossError(absl::StrCat("the journal holds revision ", record.revision(),
+                                            " after revision ", impl_->last_record_));
+  }
+  impl_->revision_ = impl_->last_record_ = record.revision();
+  for (const v1::JournalChange& change : record.changes()) {
+    if (absl::Status status = impl_->ApplyChange(change); !status.ok()) return status;
+  }
+  return absl::OkStatus();
+}
+
+std::string Core::Snapshot() const {
+  v1::CoordinatorSnapshot snapshot;
+  snapshot.set_revision(impl_->last_record_);
+  snapshot.set_term(impl_->term_);
+  std::vector<const Impl::Job*> jobs;
+  for (const auto& [id, job] : impl_->jobs_) jobs.push_back(job.get());
+  std::sort(jobs.begin(), jobs.end(),
+            [](const Impl::Job* a, const Impl::Job* b) { return a->id_ < b->id_; });
+  for (const Impl::Job* job : jobs) job->SnapshotTo(&snapshot);
+  return snapshot.SerializeAsString();
+}
+
+void Core::StartTerm(uint64_t term, absl::Time now, Output* out) {
+  MUSTER_CHECK(!impl_->serving_ && term > impl_->term_)
+      << "term " << term << " cannot begin after term " << impl_->term_;
+  impl_->Begin(now, out);
+  impl_->term_ = term;
+  impl_->serving_ = true;
+  impl_->revision_ = std::max(impl_->revision_, term << kRevisionBits);
+  impl_->Change()->mutable_term_started()->set_term(term);
+  impl_->End(nullptr);
+  for (auto& [id, job] : impl_->jobs_) {
+    job->log_ = std::make_unique<WatchLog>(impl_->options_.watch_events,
+                                           impl_->options_.watch_bytes, impl_->revision_);
+    job->membership_record_ = job->kv_record_ = job->barrier_record_ = impl_->last_record_;
+    for (auto& [host, state] : job->hosts_) {
+      if (state.left > absl::ZeroDuration()) state.until = now + state.left;
+      state.strikes.assign(std::max(0, state.replayed_strikes), now);
+    }
+    job->lease_floor_ = now;
+    job->rank_of_.clear();
+    job->lease_checks_.clear();
+    job->alive_ = 0;
+    for (Seat& seat : job->seats_) {
+      seat.last_seen = now;
+      job->rank_of_[seat.record.worker_id()] = seat.rank();
+      if (!seat.alive()) continue;
+      ++job->alive_;
+      if (job->sealed_) job->lease_checks_.insert({now + job->Lease(), seat.rank()});
+    }
+    if (job->barriers_ != nullptr) job->barriers_->HoldFailuresUntil(now + job->Lease());
+    job->triggers_.ResumeGeneration(static_cast<int>(job->seats_.size()));
+    if (job->sealed_) {
+      for (const Seat& seat : job->seats_) {
+        if (seat.alive()) continue;
+        job->barriers_->RankGone(seat.rank(), job->GoneText(seat), now);
+        std::vector<v1::TriggerChanged> changes;
+        job->triggers_.RankGone(seat.rank(), &changes);
+        job->TriggersChanged(std::move(changes));
+      }
+    }
+    impl_->End(job.get());
+  }
+}
+
+}  // namespace muster::coordinator
