@@ -1,5 +1,7 @@
 #include "client/cli/local_job.h"
 
+#include <unistd.h>
+
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -90,7 +92,7 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   options.host = config.machine_rank == 0 ? ip : "";
   options.join_timeout = config.join_timeout;
   options.show_output = config.log_dir.empty() || config.tee;
-  options.prefix = config.prefix;
+  options.prefix = config.prefix.value_or(isatty(STDOUT_FILENO) != 0);
   const agent::NodeJobResult result = agent::RunNodeJob(std::move(options), **host);
   // Everything that may still run ends before the coordinator does.
   host->reset();

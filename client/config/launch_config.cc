@@ -224,8 +224,9 @@ const std::vector<SettingSpec>& LaunchSettings() {
       {.name = "prefix",
        .variable = "MUSTER_PREFIX",
        .type = Type::kBool,
-       .fallback = "true",
-       .help = "Begin each line with [rank]: where several processes write"},
+       .help =
+           "Begin each line with [rank]: where several processes write. Default: on a terminal; "
+           "what is piped or written to a file stays as the programs wrote it"},
       {.name = "job_name",
        .variable = "MUSTER_JOB_NAME",
        .value_name = "NAME",
@@ -431,7 +432,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
   config.job_name = values.Text("job_name");
   config.log_dir = values.Text("log_dir");
   config.tee = values.Bool("tee");
-  config.prefix = values.Bool("prefix");
+  if (values.Has("prefix")) config.prefix = values.Bool("prefix");
   config.stop_grace = values.Duration("stop_grace");
   config.join_timeout = values.Duration("join_timeout");
   config.tls_ca = values.Text("tls_ca");

@@ -2,6 +2,7 @@
 #define MUSTER_CLIENT_CONFIG_LAUNCH_CONFIG_H_
 
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -93,7 +94,7 @@ struct LaunchConfig {
   std::string job_name;  // empty: made up
   std::string log_dir;
   bool tee = false;
-  bool prefix = true;
+  std::optional<bool> prefix;  // nullopt: on a terminal
   absl::Duration stop_grace;
   absl::Duration join_timeout;
   std::string tls_ca;

@@ -92,7 +92,10 @@ void LaunchFixture::SetUp() {
                        ::testing::UnitTest::GetInstance()->current_test_info()->name());
   ASSERT_TRUE(RemoveTree(temp_).ok());
   ASSERT_TRUE(MakeDirectories(temp_).ok());
-  env_ = {{"PATH", "/usr/bin:/bin"}, {"HOME", temp_}, {"CUDA_VISIBLE_DEVICES", ""}};
+  env_ = {{"PATH", "/usr/bin:/bin"},
+          {"HOME", temp_},
+          {"CUDA_VISIBLE_DEVICES", ""},
+          {"MUSTER_PREFIX", "true"}};
   auto host = agent::ProcessHost::Start();
   ASSERT_TRUE(host.ok()) << host.status();
   host_ = *std::move(host);

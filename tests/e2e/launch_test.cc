@@ -118,6 +118,16 @@ TEST_F(LaunchTest, NoPrefix_LinesAreAsWritten) {
   EXPECT_THAT(launch->out(), ElementsAre("line", "line"));
 }
 
+TEST_F(LaunchTest, PrefixByDefault_OnATerminalOnly) {
+  env_.erase("MUSTER_PREFIX");
+  auto piped = Launch({"--num_processes", "2"}, "echo line");
+  EXPECT_EQ(piped->Wait(), 0);
+  EXPECT_THAT(piped->out(), ElementsAre("line", "line"));
+  auto shown = Launch({"--num_processes", "2"}, "echo line", /*terminal=*/true);
+  EXPECT_EQ(shown->Wait(), 0);
+  EXPECT_THAT(shown->out(), UnorderedElementsAre("[0]: line", "[1]: line"));
+}
+
 TEST_F(LaunchTest, StandardInput_GoesToTheFirstProcess) {
   auto launch = Muster({"launch", "--num_processes", "2", "sh", "-c", "cat; echo end"});
   EXPECT_EQ(launch->Wait(), 0);

@@ -65,7 +65,7 @@ TEST(Trajectory, EverySharedTrainingCase_FollowsAccelerate) {
     std::filesystem::create_directories(scratch + name);
     std::ofstream(scratch + name + ".json") << Json({{"in", in}}).dump();
     const CommandResult run = RunCommand(
-        "client/cli/muster launch --cpu --no_prefix --num_processes " + in["num_processes"].dump() +
+        "client/cli/muster launch --cpu --num_processes " + in["num_processes"].dump() +
         " -- tests/parity/trajectory --case " + scratch + name + ".json --data_root " + golden +
         " --output_dir " + scratch + name + " 2>&1");
     ASSERT_EQ(run.exit_code, 0) << run.output;
