@@ -1,47 +1,36 @@
-// Samples per second of a shuffled token loader: blocks of 1,024 tokens out of one memory of
+// Samples per second of a shuffled token loader: blocks of 1,024 tokens out of a mapped file of
 // uint16, as int64 inputs and targets in batches of 32. bench/peers/dataloader.py is the same in
-// torch.utils.data. Prints one JSON line.
+// torch.utils.data, with the tokens in memory. Prints one JSON line.
+#include <unistd.h>
+
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
+#include <filesystem>
+#include <fstream>
 #include <random>
-#include <tuple>
+#include <string>
 #include <vector>
 
-#include "ATen/Functions.h"
 #include "ATen/Parallel.h"
 #include "muster/data.h"
 #include "worker/process/local_comm.h"
 
 namespace {
 
-// Thread-safe.
-class Tokens {
- public:
-  Tokens(int64_t blocks, int64_t length) : length_(length), tokens_(blocks * length + 1) {
-    std::mt19937 random(1);
-    for (uint16_t& token : tokens_) token = random() % 50000;
-  }
-  size_t size() const { return (tokens_.size() - 1) / length_; }
-  std::tuple<at::Tensor, at::Tensor> get_batch(const std::vector<int64_t>& indices) const {
-    const int64_t rows = indices.size();
-    at::Tensor x = at::empty({rows, length_}, at::kLong), y = at::empty({rows, length_}, at::kLong);
-    int64_t* const to_x = x.data_ptr<int64_t>();
-    int64_t* const to_y = y.data_ptr<int64_t>();
-    for (int64_t row = 0; row < rows; ++row) {
-      const uint16_t* const from = tokens_.data() + indices[row] * length_;
-      std::copy(from, from + length_, to_x + row * length_);
-      std::copy(from + 1, from + length_ + 1, to_y + row * length_);
-    }
-    return {x, y};
-  }
-
- private:
-  const int64_t length_;
-  std::vector<uint16_t> tokens_;
-};
+// A file of `count` tokens; the name of one that is gone at the end of the program.
+std::string TokenFile(int64_t count) {
+  std::mt19937 random(1);
+  std::vector<uint16_t> tokens(count);
+  for (uint16_t& token : tokens) token = random() % 50000;
+  const std::string path =
+      std::filesystem::temp_directory_path() / ("muster-tokens-" + std::to_string(getpid()));
+  std::ofstream(path, std::ios::binary)
+      .write(reinterpret_cast<const char*>(tokens.data()), count * sizeof(uint16_t));
+  return path;
+}
 
 }  // namespace
 
@@ -52,10 +41,16 @@ int main(int argc, char** argv) {
   app.add_option("--rounds", rounds)->check(CLI::PositiveNumber);
   CLI11_PARSE(app, argc, argv);
   at::set_num_threads(1);
-  Tokens tokens(4096, 1024);
+  const std::string file = TokenFile(4096 * 1024 + 1);
+  const auto tokens = muster::TokenDataset::Open(file, {});
+  std::filesystem::remove(file);  // it stays mapped
+  if (!tokens.ok()) {
+    std::fprintf(stderr, "%s\n", tokens.status().ToString().c_str());
+    return 1;
+  }
   muster::LocalComm comm;
   auto loader =
-      muster::PrepareLoader(muster::batches(tokens, 32).shuffle(true).workers(workers), {}, &comm);
+      muster::PrepareLoader(muster::batches(*tokens, 32).shuffle(true).workers(workers), {}, &comm);
   std::vector<double> rates;
   for (int64_t i = 0; i <= rounds; ++i) {
     int64_t seen = 0;

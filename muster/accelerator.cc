@@ -8,15 +8,39 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
 #include "base/log.h"
+#include "muster/checkpoint.h"
 #include "worker/train/guard.h"
 
 namespace muster {
 
+namespace internal {
+
+std::map<std::string, at::Tensor> StateDictOf(const torch::nn::Module& module) {
+  std::map<std::string, at::Tensor> tensors;
+  for (const auto& parameter : module.named_parameters()) {
+    tensors.emplace(parameter.key(), parameter.value().detach());
+  }
+  for (const auto& buffer : module.named_buffers()) {
+    tensors.emplace(buffer.key(), buffer.value().detach());
+  }
+  return tensors;
+}
+
+}  // namespace internal
+
 Accelerator::Accelerator() : Accelerator(Options{}) {}
 Accelerator::Accelerator(const Options& options)
     : core_(std::make_shared<internal::Core>(options)) {}
-// Handles keep the core alive; the job ends with the Accelerator all the same.
-Accelerator::~Accelerator() { core_->EndTraining(); }
+Accelerator::Accelerator(std::shared_ptr<internal::Core> core) : core_(std::move(core)) {}
+// Handles keep the core alive; the job ends with the Accelerator all the same. A process that leaves
+// by an exception has not ended its training: the others learn that from its exit.
+Accelerator::~Accelerator() {
+  if (std::uncaught_exceptions() > 0) {
+    core_->FinishTrackers();
+  } else {
+    core_->EndTraining();
+  }
+}
 
 AcceleratedScheduler Accelerator::prepare_scheduler(const AcceleratedOptimizer& optimizer,
                                                     LrSchedulePtr schedule) {
@@ -45,6 +69,17 @@ absl::Status Accelerator::load_state_if_present(const std::string& directory) {
   return core_->LoadState(directory, /*may_be_missing=*/true);
 }
 
+absl::Status Accelerator::save(const std::map<std::string, at::Tensor>& tensors,
+                               const std::string& path) {
+  return is_main_process() ? SaveTensors(path, tensors) : absl::OkStatus();
+}
+
+HookHandle Accelerator::HandleOf(int64_t hook) {
+  return HookHandle([core = std::weak_ptr<internal::Core>(core_), hook] {
+    if (const auto alive = core.lock()) alive->RemoveHook(hook);
+  });
+}
+
 absl::StatusOr<GeneralTracker*> Accelerator::get_tracker(const std::string& name) {
   if (core_->trackers() == nullptr) {
     return absl::FailedPreconditionError("get_tracker() before init_trackers()");
@@ -63,6 +98,10 @@ Progress Accelerator::progress(int64_t total, const std::string& description) {
 Profile Accelerator::profile(const std::string& output_dir) {
   ProfileOptions options;
   options.output_dir = output_dir;
+  return profile(std::move(options));
+}
+
+Profile Accelerator::profile(ProfileOptions options) {
   options.rank = process_index();
   options.cuda = device().is_cuda();
   return Profile(std::move(options));
@@ -77,8 +116,12 @@ int run(int argc, char** argv, const AcceleratorOptions& options,
     if (accelerator.use_distributed()) {
       who = absl::StrCat("rank ", accelerator.process_index(), " (", who, ")");
     }
-    ThrowIfError(train(accelerator, arguments));
-    accelerator.end_training();
+    const absl::Status trained = Guard([&] {
+      ThrowIfError(train(accelerator, arguments));
+      accelerator.end_training();
+    });
+    // Before this process lets go of the others.
+    ThrowIfError(accelerator.core().NameCulprit(trained));
   });
   std::fflush(stdout);
   if (status.ok()) return 0;

@@ -4,6 +4,7 @@
 #include <cstdarg>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <source_location>
@@ -19,6 +20,7 @@
 #include "muster/data.h"
 #include "muster/internal/core.h"
 #include "muster/optim.h"
+#include "muster/state.h"
 #include "torch/nn/module.h"
 #include "torch/nn/pimpl.h"
 #include "torch/optim/optimizer.h"
@@ -30,6 +32,22 @@
 #include "worker/track/tracker_set.h"
 
 namespace muster {
+
+namespace internal {
+
+// `slot` as a pointer that also keeps `core` alive, which the slot refers to.
+template <class Slot>
+std::shared_ptr<Slot> Keep(std::shared_ptr<Core> core, std::shared_ptr<Slot> slot) {
+  Slot* const raw = slot.get();
+  auto both = std::make_shared<std::pair<std::shared_ptr<Core>, std::shared_ptr<Slot>>>(
+      std::move(core), std::move(slot));
+  return std::shared_ptr<Slot>(std::move(both), raw);
+}
+
+// Parameters and buffers by name.
+std::map<std::string, at::Tensor> StateDictOf(const torch::nn::Module& module);
+
+}  // namespace internal
 
 // A prepared model: call it as you call the model. Each call runs under the configured autocast,
 // returns float32, and takes part in the gradient exchange. A value; copies are the same model. `M`
@@ -102,6 +120,8 @@ class AcceleratedScheduler {
   void step() { slot_->Step(); }
   // The rate in force, of the first parameter group.
   double last_lr() const { return slot_->last_lr(); }
+  // Those of all groups.
+  std::vector<double> get_last_lr() const { return slot_->last_lrs(); }
   // Steps of the schedule so far.
   int64_t step_count() const { return slot_->step_count(); }
 
@@ -136,6 +156,8 @@ class Accelerator {
   // Throws c10::Error with one line that says what is wrong with the environment or who is missing.
   Accelerator();
   explicit Accelerator(const Options& options);
+  // For programs that build the process group themselves, such as tests.
+  explicit Accelerator(std::shared_ptr<internal::Core> core);
   ~Accelerator();
   Accelerator(const Accelerator&) = delete;
   Accelerator& operator=(const Accelerator&) = delete;
@@ -149,8 +171,22 @@ class Accelerator {
   bool is_local_main_process() const { return local_process_index() == 0; }
   bool is_last_process() const { return process_index() == num_processes() - 1; }
   bool use_distributed() const { return num_processes() > 1; }
+  // Several processes with a GPU each.
+  bool multi_device() const { return use_distributed() && device().is_cuda(); }
+  // "NO", "MULTI_CPU" or "MULTI_GPU".
+  const char* distributed_type() const {
+    return !use_distributed() ? "NO" : multi_device() ? "MULTI_GPU" : "MULTI_CPU";
+  }
   const std::string& mixed_precision() const { return core_->mixed_precision(); }
   const Environment& environment() const { return core_->environment(); }
+  bool split_batches() const { return options().data_loader.split_batches; }
+  std::optional<bool> dispatch_batches() const { return options().data_loader.dispatch_batches; }
+  bool even_batches() const { return options().data_loader.even_batches; }
+  bool use_seedable_sampler() const { return options().data_loader.use_seedable_sampler; }
+  bool non_blocking() const { return options().data_loader.non_blocking; }
+  std::string project_dir() const { return core_->ProjectDirectory(); }
+  std::string logging_dir() const { return core_->LoggingDirectory(); }
+  const Options& options() const { return core_->options(); }
 
   // prepare.
   // (collective) Makes models, optimizers, loaders and schedules ready for this job and returns
@@ -165,6 +201,22 @@ class Accelerator {
   template <class... Objects>
   auto prepare(Objects&&... objects);
 
+  // As prepare(), for one object. `evaluation_mode`: the model is not going to be trained, so its
+  // gradients are not exchanged.
+  template <class M>
+  auto prepare_model(M module, bool evaluation_mode = false) {
+    return AcceleratedModel<M>(
+        module, internal::Keep(core_, core_->PrepareModel(module.ptr(), evaluation_mode)));
+  }
+  template <class O>
+  auto prepare_optimizer(O& optimizer) {
+    return prepare(optimizer);
+  }
+  template <class R>
+  auto prepare_data_loader(const R& recipe) {
+    static_assert(IsBatchRecipe<R>::value, "prepare_data_loader() takes what batches() gives");
+    return prepare(recipe);
+  }
   // A schedule for an optimizer that was prepared before.
   AcceleratedScheduler prepare_scheduler(const AcceleratedOptimizer& optimizer,
                                          LrSchedulePtr schedule);
@@ -204,6 +256,10 @@ class Accelerator {
   // Divides the gradients by the fp16 loss scale now instead of in step(); nothing without a
   // scaler.
   void unscale_gradients() { core_->FinishGradients(); }
+  // Of one optimizer only.
+  void unscale_gradients(AcceleratedOptimizer& optimizer) {
+    core_->FinishGradients(optimizer.slot().get());
+  }
   // Some optimizer skipped its last step because of inf or NaN.
   bool optimizer_step_was_skipped() const { return core_->optimizer_step_was_skipped(); }
 
@@ -215,11 +271,15 @@ class Accelerator {
     if (model.slot()->ddp() != nullptr) model.slot()->ddp()->ArmBackward();
   }
   // The configured precision for code outside of the model's forward, such as a loss.
-  [[nodiscard]] AutocastGuard autocast() { return core_->Autocast(); }
+  [[nodiscard]] AutocastGuard autocast() { return core_->Autocast(options().autocast); }
+  [[nodiscard]] AutocastGuard autocast(const AutocastOptions& autocast_options) {
+    return core_->Autocast(autocast_options);
+  }
   // The gradients of all processes may come from different numbers of batches in this scope:
-  // processes that ran out take part in the others' exchanges. (collective) on entry.
-  [[nodiscard]] internal::JoinScope join_uneven_inputs() {
-    return internal::JoinScope(core_.get());
+  // processes that ran out take part in the others' exchanges. `even_batches` holds for the passes
+  // over prepared loaders that begin in it. (collective) on entry.
+  [[nodiscard]] internal::JoinScope join_uneven_inputs(bool even_batches = false) {
+    return internal::JoinScope(core_.get(), even_batches);
   }
 
   // Collectives, over tensors and nested structures of them.
@@ -232,18 +292,24 @@ class Accelerator {
   }
   // (collective) As gather, without the samples that only fill up the last batch: a tensor whose
   // first dimension is the batch's is cut to the real samples of each process; anything else is
-  // gathered whole. Inside a loop over a prepared loader of this Accelerator; outside of any it is
-  // gather.
+  // gathered whole. What holds no tensor goes as gather_object does, and a list with an object per
+  // sample is cut alike. Inside a loop over a prepared loader of this Accelerator; outside of any
+  // it is gather.
   template <class T>
-  T gather_for_metrics(const T& value) {
-    return MapTensors(value, [&](const at::Tensor& t) { return core_->GatherForMetrics(t); });
+  auto gather_for_metrics(const T& value) {
+    if constexpr (nested_internal::HoldsTensor<T>()) {
+      return MapTensors(value, [&](const at::Tensor& t) { return core_->GatherForMetrics(t); });
+    } else if constexpr (nested_internal::IsVector<T>) {
+      return gather_object_for_metrics(value);
+    } else {
+      return gather_object(value);
+    }
   }
   template <class T, class U, class... Rest>
-  std::tuple<T, U, Rest...> gather_for_metrics(const T& first, const U& second,
-                                               const Rest&... rest) {
+  auto gather_for_metrics(const T& first, const U& second, const Rest&... rest) {
     // Braces, because they are evaluated in order; collectives must be.
-    return std::tuple<T, U, Rest...>{gather_for_metrics(first), gather_for_metrics(second),
-                                     gather_for_metrics(rest)...};
+    return std::tuple{gather_for_metrics(first), gather_for_metrics(second),
+                      gather_for_metrics(rest)...};
   }
   // (collective) The same with the facts of a given batch.
   template <class Data, class T>
@@ -393,11 +459,48 @@ class Accelerator {
   absl::Status load_state_if_present(const std::string& directory = "");
   // Where the last save_state or load_state of this process was.
   const std::string& last_checkpoint() const { return core_->last_checkpoint(); }
-  // Adds an object with save and load functions to the state. Keep it alive.
+  // The number that the next save_state() without a directory is going to have, as far as this
+  // process has saved and loaded.
+  int64_t save_iteration() const { return core_->save_iteration(); }
+  // Adds objects to the state: `StateDict state_dict() const` is asked on process 0 when it is
+  // saved, `load_state_dict(const StateDict&)` is called on all when it is loaded. Keep them alive.
+  template <Checkpointable... Objects>
+  void register_for_checkpointing(Objects&... objects) {
+    (core_->RegisterForCheckpointing(
+         std::function<StateDict()>([&objects] { return StateDict(objects.state_dict()); }),
+         std::function<void(const StateDict&)>(
+             [&objects](const StateDict& state) { objects.load_state_dict(state); })),
+     ...);
+  }
+  // An object of a few rows of numbers by its save and load functions.
   void register_for_checkpointing(std::function<PlainState()> save,
                                   std::function<void(const PlainState&)> load) {
     core_->RegisterForCheckpointing(std::move(save), std::move(load));
   }
+  // Hooks before models are written and loaded: see muster/state.h.
+  HookHandle register_save_state_pre_hook(SaveStateHook hook) {
+    return HandleOf(core_->AddSaveHook(std::move(hook)));
+  }
+  HookHandle register_load_state_pre_hook(LoadStateHook hook) {
+    return HandleOf(core_->AddLoadHook(std::move(hook)));
+  }
+
+  // (collective) Process 0 writes the model's tensors alone, as other libraries read them, to
+  // model.safetensors in `directory`, or, above `max_shard_size` ("500MB", "10GB"), to shards with
+  // an index. All return the same status: INVALID_ARGUMENT for a size that is none,
+  // FAILED_PRECONDITION if `directory` is a file, RESOURCE_EXHAUSTED, PERMISSION_DENIED.
+  template <class M>
+  absl::Status save_model(const AcceleratedModel<M>& model, const std::string& directory,
+                          const std::string& max_shard_size = "10GB") {
+    return core_->SaveModel(*model, directory, max_shard_size);
+  }
+  // The parameters and buffers of the model by name, as before prepare(). Not copies.
+  template <class M>
+  std::map<std::string, at::Tensor> get_state_dict(const AcceleratedModel<M>& model) const {
+    return internal::StateDictOf(*model);
+  }
+  // Process 0 writes the tensors to a safetensors file; elsewhere nothing happens.
+  absl::Status save(const std::map<std::string, at::Tensor>& tensors, const std::string& path);
   // The number of optimizer steps of the first prepared optimizer, over all runs.
   int64_t global_step() const { return core_->global_step(); }
 
@@ -412,6 +515,7 @@ class Accelerator {
   // Gives back the models and optimizers this object keeps for save_state, and forgets
   // accumulation.
   void free_memory() { core_->FreeMemory(); }
+  void clear() { free_memory(); }
   // The model as it was before prepare.
   template <class M>
   M& unwrap_model(AcceleratedModel<M>& model) {
@@ -446,12 +550,17 @@ class Accelerator {
   // Records what LibTorch does while the result lives, and writes
   // OUTPUT_DIR/profile_{process_index}.json.
   [[nodiscard]] Profile profile(const std::string& output_dir);
+  // With a schedule (call step() on the result at the end of each training step), shapes, memory.
+  // Its rank and cuda are this process's.
+  [[nodiscard]] Profile profile(ProfileOptions options);
 
   // For code beside the loop that needs the process group: trackers, samplers, own collectives.
   Comm& comm() { return core_->comm(); }
   internal::Core& core() { return *core_; }
 
  private:
+  HookHandle HandleOf(int64_t hook);
+
   template <class Test, class F>
   auto Only(Test test, F function) const;
 
@@ -477,15 +586,6 @@ int run(int argc, char** argv, const AcceleratorOptions& options,
 
 namespace internal {
 
-// `slot` as a pointer that also keeps `core` alive, which the slot refers to.
-template <class Slot>
-std::shared_ptr<Slot> Keep(std::shared_ptr<Core> core, std::shared_ptr<Slot> slot) {
-  Slot* const raw = slot.get();
-  auto both = std::make_shared<std::pair<std::shared_ptr<Core>, std::shared_ptr<Slot>>>(
-      std::move(core), std::move(slot));
-  return std::shared_ptr<Slot>(std::move(both), raw);
-}
-
 template <class T>
 struct IsPrepared : std::false_type {};
 template <class M>
@@ -505,7 +605,7 @@ auto Accelerator::PrepareOne(T&& object) {
   if constexpr (internal::IsPrepared<D>::value) {
     return object;
   } else if constexpr (std::is_base_of_v<torch::detail::ModuleHolderIndicator, D>) {
-    return AcceleratedModel<D>(object, internal::Keep(core_, core_->PrepareModel(object.ptr())));
+    return prepare_model(D(object));
   } else if constexpr (std::is_base_of_v<torch::optim::Optimizer, D> ||
                        std::is_base_of_v<OptimizerHandle, D>) {
     static_assert(std::is_lvalue_reference_v<T>,

@@ -3,8 +3,10 @@
 #include <gtest/gtest.h>
 
 #include <cstdlib>
+#include <filesystem>
 #include <fstream>
 #include <limits>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -185,6 +187,7 @@ TEST(Accelerator, TorchOptimizer_IsAcceptedAsItIs) {
   optimizer.zero_grad();
   EXPECT_NEAR(net->weight.item<double>(), 0.5, 1e-6);
   EXPECT_NEAR(schedule.last_lr(), 0.05, 1e-12);
+  EXPECT_EQ(schedule.get_last_lr(), std::vector<double>{schedule.last_lr()});
 }
 
 TEST(Accelerator, ScheduleWithoutOptimizer_IsRefusedInOneLine) {
@@ -291,6 +294,37 @@ TEST(Accelerator, D19_SaveAfterResume_TakesTheNextNumber) {
   EXPECT_NE(accelerator.last_checkpoint(), first);
 }
 
+TEST(Accelerator, TotalLimit_KeepsTheNewestAndLoadsIt) {
+  AcceleratorOptions options = OnCpu();
+  options.project.directory = TestDir("limited");
+  options.project.total_limit = 2;
+  Accelerator accelerator(options);
+  auto model = accelerator.prepare(OneWeight());
+  const std::string root = TestDir("limited") + "/checkpoints";
+  // A folder that is nobody's business is no error.
+  std::filesystem::create_directories(root + "/tmp");
+  for (int i = 0; i < 11; ++i) {
+    EXPECT_EQ(accelerator.save_iteration(), i);
+    {
+      at::NoGradGuard no_grad;
+      model->weight.fill_(i);
+    }
+    ASSERT_TRUE(accelerator.save_state().ok());
+  }
+  std::set<std::string> left;
+  for (const auto& entry : std::filesystem::directory_iterator(root)) {
+    left.insert(entry.path().filename());
+  }
+  EXPECT_EQ(left, (std::set<std::string>{"checkpoint_10", "checkpoint_9", "tmp"}));
+  {
+    at::NoGradGuard no_grad;
+    model->weight.zero_();
+  }
+  ASSERT_TRUE(accelerator.load_state().ok());
+  EXPECT_EQ(model->weight.item<double>(), 10);
+  EXPECT_EQ(accelerator.save_iteration(), 11);
+}
+
 TEST(Accelerator, LoadState_WithOtherObjectsPrepared_SaysWhich) {
   Accelerator accelerator(OnCpu());
   auto model = accelerator.prepare(OneWeight());
@@ -387,6 +421,152 @@ TEST(Accelerator, StateSavedAfterABreak_ResumesInTheSameEpoch) {
   };
   EXPECT_EQ(epochs_after(TestDir("left"), true), (std::vector<int64_t>{2, 4, 4, 4}));
   EXPECT_EQ(epochs_after(TestDir("done"), false), (std::vector<int64_t>{4, 4}));
+}
+
+TEST(Accelerator, AccumulateInsideAccumulate_IsRefused) {
+  Accelerator accelerator(OnCpu());
+  {
+    auto scope = accelerator.accumulate();
+    EXPECT_THROW((void)accelerator.accumulate(), c10::Error);
+  }
+  auto next = accelerator.accumulate();
+}
+
+TEST(Accelerator, UnpreparedOptimizer_IsRefusedWhereItWouldTrainWrongly) {
+  AcceleratorOptions accumulating = OnCpu();
+  accumulating.gradient_accumulation_steps = 2;
+  AcceleratorOptions fp16 = OnCpu();
+  fp16.mixed_precision = "fp16";
+  for (const AcceleratorOptions& options : {accumulating, fp16}) {
+    Accelerator accelerator(options);
+    auto model = accelerator.prepare(OneWeight());
+    auto scope = accelerator.accumulate();
+    try {
+      accelerator.backward(Loss(model(at::ones({1, 1}))));
+      ADD_FAILURE() << "no error";
+    } catch (const c10::Error& error) {
+      EXPECT_NE(std::string(error.what()).find("prepare()"), std::string::npos) << error.what();
+    }
+  }
+  // Clipping parameters whose optimizer is another one.
+  Accelerator accelerator(fp16);
+  torch::nn::Linear net = OneWeight(), other = OneWeight();
+  FusedSGD sgd(net->parameters(), {.lr = 1.0});
+  auto [model, optimizer] = accelerator.prepare(net, sgd);
+  accelerator.backward(Loss(model(at::ones({1, 1}))));
+  EXPECT_THROW(accelerator.clip_grad_norm_(other->parameters(), 1.0), c10::Error);
+}
+
+TEST(Accelerator, Options_AreSeenAsProperties) {
+  AcceleratorOptions options = OnCpu();
+  options.data_loader.split_batches = true;
+  options.project.directory = TestDir("project");
+  Accelerator accelerator(options);
+  EXPECT_TRUE(accelerator.split_batches());
+  EXPECT_TRUE(accelerator.even_batches());
+  EXPECT_EQ(accelerator.dispatch_batches(), std::nullopt);
+  EXPECT_EQ(accelerator.project_dir(), TestDir("project"));
+  EXPECT_EQ(accelerator.logging_dir(), TestDir("project"));
+  EXPECT_STREQ(accelerator.distributed_type(), "NO");
+  EXPECT_FALSE(accelerator.multi_device());
+  EXPECT_EQ(accelerator.save_iteration(), 0);
+  options.rng_types = {"dice"};
+  EXPECT_THROW(Accelerator{options}, c10::Error);
+}
+
+TEST(Accelerator, D40_SplitBatches_IsNeverIgnored) {
+  AcceleratorOptions options = OnCpu();
+  options.data_loader.split_batches = true;
+  Accelerator accelerator(options);
+  auto loader = accelerator.prepare(batches(TensorDataset(at::ones({8, 1})), 4));
+  EXPECT_TRUE(accelerator.split_batches());
+  EXPECT_EQ(loader.total_batch_size(), 4);  // of all processes together
+}
+
+TEST(Accelerator, DevicePlacementOff_LeavesThingsWhereTheyAre) {
+  AcceleratorOptions options = OnCpu();
+  options.device_placement = false;
+  Accelerator accelerator(options);
+  EXPECT_FALSE(accelerator.core().loader_options().device.has_value());
+}
+
+TEST(Accelerator, AutocastOptions_SwitchItOff) {
+  AcceleratorOptions options = OnCpu();
+  options.mixed_precision = "bf16";
+  options.autocast.enabled = false;
+  Accelerator accelerator(options);
+  torch::nn::Linear net(4, 4);
+  auto model = accelerator.prepare(net);
+  const at::Tensor x = at::randn({2, 4});
+  EXPECT_TRUE(at::equal(model(x), net->forward(x)));
+  auto on = accelerator.autocast({});
+  EXPECT_EQ(net->forward(x).scalar_type(), at::kBFloat16);
+}
+
+TEST(Accelerator, UnscaleGradients_OfOneOptimizer) {
+  AcceleratorOptions options = OnCpu();
+  options.mixed_precision = "fp16";
+  options.grad_scaler.init_scale = 1024;
+  Accelerator accelerator(options);
+  torch::nn::Linear a = OneWeight(), b = OneWeight();
+  FusedSGD sgd_a(a->parameters(), {.lr = 1.0}), sgd_b(b->parameters(), {.lr = 1.0});
+  auto [model_a, model_b, optimizer_a, optimizer_b] = accelerator.prepare(a, b, sgd_a, sgd_b);
+  accelerator.backward(Loss(model_a(at::ones({1, 1}))) + Loss(model_b(at::ones({1, 1}))));
+  accelerator.unscale_gradients(optimizer_a);
+  EXPECT_EQ(a->weight.grad().item<double>(), -1);
+  EXPECT_EQ(b->weight.grad().item<double>(), -1024);
+  accelerator.unscale_gradients();
+  EXPECT_EQ(a->weight.grad().item<double>(), -1);
+  EXPECT_EQ(b->weight.grad().item<double>(), -1);
+}
+
+TEST(Accelerator, FreeMemory_StartsAfresh) {
+  AcceleratorOptions options = OnCpu();
+  options.mixed_precision = "fp16";
+  options.grad_scaler.init_scale = 1024;
+  options.gradient_accumulation_steps = 2;
+  Accelerator accelerator(options);
+  for (int round = 0; round < 2; ++round) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = accelerator.prepare(net, sgd);
+    {
+      auto scope = accelerator.accumulate();
+      EXPECT_FALSE(accelerator.sync_gradients()) << "the window begins anew";
+      accelerator.backward(Loss(model(at::ones({1, 1}))));
+    }
+    accelerator.unscale_gradients();
+    accelerator.free_memory();
+    EXPECT_TRUE(accelerator.save_state(TestDir("freed")).ok());
+    EXPECT_FALSE(std::ifstream(TestDir("freed") + "/model.safetensors").good());
+  }
+}
+
+TEST(Accelerator, PlainRegisteredObject_ComesBack) {
+  Accelerator accelerator(OnCpu());
+  std::vector<double> values = {1.5, -2};
+  accelerator.register_for_checkpointing(
+      [&] {
+        return PlainState{{"values", values}};
+      },
+      [&](const PlainState& state) { values = state.at("values"); });
+  ASSERT_TRUE(accelerator.save_state(TestDir("plain")).ok());
+  values = {};
+  ASSERT_TRUE(accelerator.load_state(TestDir("plain")).ok());
+  EXPECT_EQ(values, (std::vector<double>{1.5, -2}));
+}
+
+TEST(Accelerator, Profile_TakesASchedule) {
+  Accelerator accelerator(OnCpu());
+  {
+    auto profile = accelerator.profile(
+        {.output_dir = TestDir("profile"), .schedule = {.wait = 1, .active = 1, .repeat = 1}});
+    for (int i = 0; i < 3; ++i) {
+      at::ones({2, 2}).mm(at::ones({2, 2}));
+      profile.step();
+    }
+  }
+  EXPECT_TRUE(std::ifstream(TestDir("profile") + "/profile_0.json").good());
 }
 
 TEST(Accelerator, HandlesOutliveIt) {

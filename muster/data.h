@@ -6,5 +6,6 @@
 #include "worker/data/dataset.h"
 #include "worker/data/loader.h"
 #include "worker/data/nested.h"
+#include "worker/data/token_dataset.h"
 
 #endif  // MUSTER_DATA_H_

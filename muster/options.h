@@ -4,10 +4,12 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/time/time.h"
 #include "worker/parallel/ddp.h"
 #include "worker/train/accumulation.h"
+#include "worker/train/autocast.h"
 #include "worker/train/grad_scaler.h"
 #include "worker/train/prepared_scheduler.h"
 
@@ -22,8 +24,10 @@ struct DataLoaderOptions {
   bool even_batches = true;
   // Process 0 reads and hands out slices. Absent: for streams only.
   std::optional<bool> dispatch_batches;
-  // The seed of shuffled orders; absent: drawn by process 0 and agreed.
+  // The seed of shuffled orders. Absent: LibTorch's initial seed (what set_seed set) or, without
+  // use_seedable_sampler, a number drawn from its generator. Process 0's counts for all.
   std::optional<uint64_t> data_seed;
+  bool use_seedable_sampler = true;
   // Copies to the device do not wait for the host where memory is pinned.
   bool non_blocking = true;
 };
@@ -47,6 +51,14 @@ struct AcceleratorOptions {
   DataLoaderOptions data_loader;
   DataParallelOptions data_parallel;
   GradScalerOptions grad_scaler;
+  // Of prepared models and of autocast().
+  AutocastOptions autocast;
+  // Models and batches are moved to device(). false: the program moves them.
+  bool device_placement = true;
+  // What every process takes over from process 0 when a pass over a prepared loader begins:
+  // "generator" (the order of the samples, which is always agreed), "torch" (the random numbers of
+  // the CPU), "cuda" (those of the GPU).
+  std::vector<std::string> rng_types = {"generator"};
   ProjectOptions project;
   // false: schedules step at every call of step(), whatever the optimizer does.
   bool step_scheduler_with_optimizer = true;

@@ -3,38 +3,142 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
+#include "ATen/core/Generator.h"
 #include "muster/accelerator.h"
+#include "worker/data/nested.h"
+#include "worker/process/nested_collectives.h"
+#include "worker/track/logger.h"
+#include "worker/train/autocast.h"
 #include "worker/train/batch_size_finder.h"
 #include "worker/train/local_sgd.h"
 #include "worker/train/seed.h"
 
 namespace muster {
 
-// Seeds LibTorch's generators, alike on every process, or each by its own number with
-// `device_specific`. Call it before weights are made. `deterministic`: only kernels that give the
-// same bits each time.
-inline void set_seed(uint64_t seed, bool deterministic = false) {
-  SetSeed(seed, 0, {.deterministic = deterministic});
-}
-inline void set_seed(const Accelerator& accelerator, uint64_t seed, bool device_specific,
-                     bool deterministic = false) {
-  SetSeed(seed, accelerator.process_index(),
-          {.device_specific = device_specific, .deterministic = deterministic});
-}
+// Random numbers.
 
-// (collective) Gives every process the random state of process 0.
-inline void synchronize_rng_states(Accelerator& accelerator) {
-  SynchronizeRng(accelerator.comm(), 0, accelerator.device().is_cuda());
-}
+// Seeds LibTorch's generators. Call it before weights are made, and alike on every process.
+// `device_specific` adds the number of the process, so that each draws its own (of dropout, say);
+// it is read from the environment as Accelerator does, and a process that gets its number only at
+// the rendezvous is refused: use the other form there. `deterministic`: only kernels that give the
+// same bits each time. Throws c10::Error.
+void set_seed(uint64_t seed, bool device_specific = false, bool deterministic = false);
+void set_seed(const Accelerator& accelerator, uint64_t seed, bool device_specific = false,
+              bool deterministic = false);
+
+// (collective) Gives every process the random states of process 0: "torch" (the CPU's), "cuda" (the
+// GPU's). Throws c10::Error for another name.
+void synchronize_rng_states(Accelerator& accelerator,
+                            const std::vector<std::string>& rng_types = {"torch", "cuda"});
+// (collective) The same for one generator on the CPU.
+void synchronize_rng_states(Accelerator& accelerator, at::Generator& generator);
+
+// Memory.
 
 // (collective) The largest batch size, of those tried, that fits into memory on every process: see
-// FindExecutableBatchSize.
-inline int64_t find_executable_batch_size(Accelerator& accelerator, int64_t starting_batch_size,
-                                          const std::function<void(int64_t)>& attempt) {
-  return FindExecutableBatchSize(accelerator.comm(), {.starting_batch_size = starting_batch_size},
-                                 attempt);
+// FindExecutableBatchSize. `reduce_batch_size` gives the next smaller one; absent: nine tenths.
+int64_t find_executable_batch_size(
+    Accelerator& accelerator, int64_t starting_batch_size,
+    const std::function<void(int64_t)>& attempt,
+    const std::function<int64_t(int64_t)>& reduce_batch_size = nullptr);
+
+// Structures of tensors (worker/data/nested.h says what these are), by Accelerate's names.
+
+// Every tensor on `device`. With non_blocking, copies from pinned memory to a GPU do not wait.
+template <class T>
+T send_to_device(const T& value, at::Device device, bool non_blocking = false) {
+  return SendToDevice(value, device, non_blocking);
 }
+// The parts joined along `dim`, tensor by tensor.
+template <class T>
+T concatenate(const std::vector<T>& parts, int64_t dim = 0) {
+  return Concatenate(parts, dim);
+}
+// Rows [begin, end) of every tensor, as views.
+template <class T>
+T slice_tensors(const T& value, int64_t begin, int64_t end) {
+  return SliceTensors(value, begin, end);
+}
+// The first dimension of the first tensor. Throws c10::Error if there is none.
+template <class T>
+int64_t find_batch_size(const T& value) {
+  const std::optional<int64_t> size = FindBatchSize(value);
+  TORCH_CHECK(size.has_value(), "find_batch_size: there is no tensor with a dimension");
+  return *size;
+}
+// fp16 and bf16 tensors as fp32.
+template <class T>
+T convert_to_fp32(const T& value) {
+  return ConvertToFp32(value);
+}
+// `forward` with its outputs converted: convert_outputs_to_fp32(f)(x) is convert_to_fp32(f(x)).
+template <class F>
+auto convert_outputs_to_fp32(F forward) {
+  return [forward = std::move(forward)]<class... Args>(Args&&... args) mutable {
+    return ConvertToFp32(forward(std::forward<Args>(args)...));
+  };
+}
+// Every tensor, whose first dimension is `batch_size`, with rows of zeros after it until it divides
+// evenly among `num_processes`.
+template <class T>
+T pad_input_tensors(const T& value, int64_t batch_size, int num_processes) {
+  return PadInputTensors(value, batch_size, num_processes);
+}
+
+// Loaders and models.
+
+// `loader` without its first `num_batches` batches, for one pass.
+template <class Loader>
+auto skip_first_batches(Loader& loader, int64_t num_batches = 0) {
+  return SkipFirstBatches(loader, num_batches);
+}
+// The model as it was before prepare.
+template <class M>
+M& extract_model_from_parallel(AcceleratedModel<M>& model) {
+  return model.unwrap();
+}
+
+// Lines with this process's number in front: "[RANK 1] ...". See RankLogger; the Accelerator
+// outlives it.
+inline RankLogger get_logger(Accelerator& accelerator) { return RankLogger(accelerator.comm()); }
+
+// Local SGD: in this scope every process trains alone, and after every `local_sgd_steps` calls of
+// step(), and at the end of the scope, the parameters of all processes are averaged. Optimizers and
+// schedules step as ever.
+//
+//   muster::LocalSGD local_sgd(accelerator, model, 8);
+//   for (auto& [x, y] : loader) { ...; optimizer.step(); optimizer.zero_grad(); local_sgd.step(); }
+//
+// Every process must make equally many calls (even_batches). With one process, or `enabled` false,
+// it does nothing. Throws c10::Error inside join_uneven_inputs().
+class LocalSGD {
+ public:
+  template <class M>
+  LocalSGD(Accelerator& accelerator, const AcceleratedModel<M>& model, int64_t local_sgd_steps,
+           bool enabled = true)
+      : LocalSGD(accelerator, model->parameters(), local_sgd_steps, enabled) {}
+  // (collective) Averages; not if an exception is leaving the scope.
+  ~LocalSGD() noexcept(false);
+  LocalSGD(const LocalSGD&) = delete;
+  LocalSGD& operator=(const LocalSGD&) = delete;
+
+  // After each step of the optimizer. Every `local_sgd_steps`-th call is a collective; returns
+  // whether this one was.
+  bool step() { return local_.Step(); }
+
+ private:
+  LocalSGD(Accelerator& accelerator, std::vector<at::Tensor> parameters, int64_t local_sgd_steps,
+           bool enabled);
+
+  std::optional<internal::LocalScope> scope_;
+  LocalSgd local_;
+  const int exceptions_;
+};
 
 }  // namespace muster
 

@@ -142,6 +142,13 @@ TEST(ParseConfig, Json_IsReadToo) {
   EXPECT_EQ(layer->settings.at("num_processes").text, "3");
 }
 
+// What Muster cannot do is refused by name, never left out in silence.
+TEST(ParseConfig, D25_D34_SectionsOfOtherEngines_AreRefused) {
+  EXPECT_THAT(FileError("fp8_config:\n  amax_history_length: 16\n"), HasSubstr("fp8_config"));
+  EXPECT_THAT(FileError("fsdp_config:\n  fsdp_version: 2\n"), HasSubstr("fsdp_config"));
+  EXPECT_THAT(FileError("mixed_precision: fp8\n"), HasSubstr("one of no, bf16, fp16"));
+}
+
 TEST(ParseConfig, Mistakes_NameFileLineAndTheNearestKey) {
   EXPECT_EQ(FileError("cpu: true\nnum_proceses: 2\n"),
             "c.yaml:2: unknown key num_proceses; did you mean num_processes? (muster config "

@@ -1,6 +1,6 @@
 // The program behind `muster test`: proves, on whatever processes and devices `muster launch` would
 // use, that a job works. Each check runs on every process; the first that fails ends the program
-// with a line that names it. Public API only.
+// with a line that names it. What `accelerate test` checks, in its order, and then some.
 #include <unistd.h>
 
 #include <cstdio>
@@ -15,10 +15,13 @@
 #include <tuple>
 #include <vector>
 
+#include "ATen/CPUGeneratorImpl.h"
 #include "ATen/Functions.h"
 #include "muster/accelerator.h"
+#include "muster/internal/core.h"
 #include "muster/utils.h"
 #include "torch/nn/modules/linear.h"
+#include "worker/process/borrowed_comm.h"
 
 namespace {
 
@@ -27,12 +30,31 @@ using muster::AcceleratorOptions;
 
 #define EXPECT(condition, ...) TORCH_CHECK(condition, "expected " #condition ". ", __VA_ARGS__)
 
+// A second Accelerator of the same processes, with options of its own.
+std::unique_ptr<Accelerator> Another(Accelerator& a, const AcceleratorOptions& options) {
+  muster::JoinedProcess process;
+  process.environment = a.environment();
+  if (options.mixed_precision.has_value()) {
+    process.environment.mixed_precision.value = *options.mixed_precision;
+  }
+  process.device = a.device();
+  process.comm = std::make_unique<muster::BorrowedComm>(a.comm());
+  return std::make_unique<Accelerator>(
+      std::make_shared<muster::internal::Core>(options, std::move(process)));
+}
+
 void CheckState(Accelerator& a) {
   EXPECT(a.process_index() >= 0 && a.process_index() < a.num_processes(), "process ",
          a.process_index());
   EXPECT(a.comm().size() == a.num_processes(), a.comm().size());
   a.print("  %d process(es), device %s, precision %s\n", a.num_processes(),
           a.device().str().c_str(), a.mixed_precision().c_str());
+  AcceleratorOptions options;
+  options.gradient_accumulation_steps = 3;
+  const auto second = Another(a, options);
+  EXPECT(second->process_index() == a.process_index() &&
+             second->num_processes() == a.num_processes() && second->device() == a.device(),
+         "a second Accelerator stands elsewhere");
 }
 
 // A file that all processes of this host can append to.
@@ -63,6 +85,10 @@ void CheckProcessExecution(Accelerator& a) {
   EXPECT(a.on_main_process([] {})() == a.is_main_process(), "on_main_process");
   EXPECT(a.on_local_main_process([] {})() == a.is_local_main_process(), "on_local_main_process");
   EXPECT(a.on_last_process([] {})() == a.is_last_process(), "on_last_process");
+  for (int i = 0; i < a.environment().local_world_size.value; ++i) {
+    EXPECT(a.on_local_process(i, [] {})() == (i == a.local_process_index()), "on_local_process(", i,
+           ")");
+  }
   for (int i = 0; i < a.num_processes(); ++i) {
     const std::optional<int> result = a.on_process(i, [](int x) { return x + 1; })(41);
     EXPECT(result.has_value() == (i == a.process_index()), "on_process(", i, ")");
@@ -86,11 +112,20 @@ void CheckSplit(Accelerator& a) {
     if (length > 0 && n > 1) {
       const auto padded = a.split_between_processes(items, /*apply_padding=*/true);
       EXPECT(static_cast<int>(padded.size()) == (length + n - 1) / n, "padded ", length);
+      EXPECT(padded.back() <= length - 1 && padded.size() >= mine.size(), "padded ", length);
+      const at::Tensor rows = a.split_between_processes(all, /*apply_padding=*/true);
+      EXPECT(rows.size(0) == (length + n - 1) / n && rows.size(1) == 2, "padded tensor of ",
+             length);
     }
   }
   const std::map<std::string, std::vector<int>> dict = {{"a", {1, 2, 3}}, {"b", {4, 5, 6}}};
   const auto part = a.split_between_processes(dict);
   EXPECT(part.at("a").size() == part.at("b").size(), "a map is split alike");
+  const auto nest = std::make_tuple(std::vector<int>{1, 2, 3, 4}, std::string("a text"),
+                                    at::arange(4).reshape({4, 1}));
+  const auto [list, text, tensor] = a.split_between_processes(nest);
+  EXPECT(static_cast<int64_t>(list.size()) == tensor.size(0), "a structure is split alike");
+  EXPECT(text == "a text", "a text is nothing to split");
   EXPECT(dict.at("a").size() == 3, "the input is left alone");
 }
 
@@ -101,6 +136,35 @@ void CheckRandomStates(Accelerator& a) {
   const at::Tensor all = a.gather(mine.to(a.device())).cpu().reshape({-1, 4});
   for (int i = 0; i < a.num_processes(); ++i) {
     EXPECT(at::equal(all[i], all[0]), "process ", i, " draws other numbers after synchronisation");
+  }
+  // rng_types: the same at the beginning of every pass over a loader.
+  AcceleratorOptions options;
+  options.rng_types = {"generator", "torch"};
+  const auto synchronized = Another(a, options);
+  auto loader = synchronized->prepare(muster::batches(muster::TensorDataset(at::arange(8)), 1));
+  for (int pass = 0; pass < 2; ++pass) {
+    at::manual_seed(7 + a.process_index());
+    for (auto& batch : loader) {
+      (void)batch;
+      break;
+    }
+    const at::Tensor drawn = a.gather(at::rand({4}).to(a.device())).cpu().reshape({-1, 4});
+    for (int i = 0; i < a.num_processes(); ++i) {
+      EXPECT(at::equal(drawn[i], drawn[0]), "process ", i, " draws other numbers in pass ", pass);
+    }
+  }
+  at::Generator generator = at::make_generator<at::CPUGeneratorImpl>(99 + a.process_index());
+  muster::synchronize_rng_states(a, generator);
+  const at::Tensor own = a.gather(at::rand({4}, generator).to(a.device())).cpu().reshape({-1, 4});
+  for (int i = 0; i < a.num_processes(); ++i) {
+    EXPECT(at::equal(own[i], own[0]), "process ", i, "'s own generator draws other numbers");
+  }
+  if (a.device().is_cuda()) {
+    const at::Tensor gpu =
+        a.gather(at::rand({4}, at::TensorOptions(a.device()))).cpu().reshape({-1, 4});
+    for (int i = 0; i < a.num_processes(); ++i) {
+      EXPECT(at::equal(gpu[i], gpu[0]), "process ", i, "'s GPU draws other numbers");
+    }
   }
 }
 
@@ -140,6 +204,35 @@ void CheckLoaders(Accelerator& a, std::optional<bool> dispatch) {
          "samples that only fill up the last batch are dropped when gathering for metrics");
 }
 
+void CheckBatchSampler(Accelerator& a) {
+  // Batches of 2, 3, 4 ...: a sampler of the program's own keeps its batches.
+  const int64_t count = 2 * a.num_processes();
+  const auto make = [&](int64_t) {
+    std::vector<std::vector<int64_t>> all;
+    int64_t next = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      all.emplace_back();
+      for (int64_t k = 0; k < 2 + i % 3; ++k) all.back().push_back(next++);
+    }
+    return all;
+  };
+  const std::vector<std::vector<int64_t>> expected = make(0);
+  muster::TensorDataset data(at::arange(expected.back().back() + 1));
+  muster::LoaderOptions options = a.core().loader_options();
+  options.split_batches = false;
+  options.dispatch_batches = false;
+  auto loader =
+      muster::PrepareLoader(muster::batches(data).batch_sampler(make), options, &a.comm());
+  int64_t round = 0;
+  for (auto& batch : loader) {
+    const std::vector<int64_t>& mine = expected[round * a.num_processes() + a.process_index()];
+    EXPECT(at::equal(batch.value().cpu(), at::tensor(mine)), "batch ", round, " is ",
+           batch.value());
+    ++round;
+  }
+  EXPECT(round == count / a.num_processes(), "the number of batches is ", round);
+}
+
 void CheckSeeds(Accelerator& a) {
   const int64_t length = 16 * a.num_processes();
   EXPECT(Ids(a, length, true, false, false, 7, 3) == Ids(a, length, true, false, false, 7, 3),
@@ -148,42 +241,77 @@ void CheckSeeds(Accelerator& a) {
          "another seed gives another order");
   const std::vector<int64_t> two = Ids(a, length, true, false, false, 7, 2);
   EXPECT(!std::equal(two.begin(), two.begin() + length, two.begin() + length), "two epochs differ");
+
+  // set_seed() and set_epoch(0) begin the same orders again; they are those of a generator that is
+  // seeded seed + epoch, whatever the number of processes.
+  const auto three_epochs = [&] {
+    muster::set_seed(42);
+    muster::LoaderOptions options = a.core().loader_options();
+    options.split_batches = options.dispatch_batches.emplace(false);
+    options.data_seed.reset();
+    options.use_seedable_sampler = true;
+    muster::TensorDataset data(at::arange(length));
+    auto loader = muster::PrepareLoader(muster::batches(data, 4).shuffle(true), options, &a.comm());
+    std::vector<int64_t> ids;
+    loader.set_epoch(0);
+    for (int64_t epoch = 0; epoch < 3; ++epoch) {
+      for (auto& batch : loader) {
+        const at::Tensor all = a.gather_for_metrics_of(batch, batch.value()).cpu();
+        ids.insert(ids.end(), all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + all.numel());
+      }
+    }
+    return ids;
+  };
+  const std::vector<int64_t> ids = three_epochs();
+  EXPECT(ids == three_epochs(), "set_seed() repeats the order");
+  for (int64_t epoch = 0; epoch < 3; ++epoch) {
+    const std::vector<int64_t> order(ids.begin() + epoch * length,
+                                     ids.begin() + (epoch + 1) * length);
+    EXPECT(at::equal(at::tensor(order), muster::ShuffledOrder(length, 42 + epoch)), "epoch ", epoch,
+           " is not in the order of seed + epoch");
+  }
 }
 
-// Three epochs of a linear regression; returns weight and bias. `solo`: all of the data in this
-// process, no exchange.
-at::Tensor Regression(Accelerator& a, const std::string& precision, bool split, bool solo) {
+constexpr int64_t kSamples = 64;
+constexpr uint64_t kOrderSeed = 5;
+
+// Three epochs of a linear regression over `a`'s processes; returns weight and bias. With `alone`,
+// a plain loop in this process sees all of the data of each step.
+at::Tensor Regression(Accelerator& a, bool split, bool shuffle, bool alone) {
   const int n = a.num_processes();
-  at::manual_seed(42);
-  const at::Tensor x = at::randn({64, 1}), y = 2 * x + 1 + 0.1 * at::randn({64, 1});
+  at::Generator generator = at::make_generator<at::CPUGeneratorImpl>(42);
+  const at::Tensor x = at::randn({kSamples, 1}, generator);
+  const at::Tensor y = 2 * x + 1 + 0.1 * at::randn({kSamples, 1}, generator);
   torch::nn::Linear net(1, 1);
   {
     at::NoGradGuard no_grad;
     net->weight.fill_(0.5);
     net->bias.fill_(-0.5);
   }
+  const int64_t per_process = 16 / n, batch = per_process * n;
   muster::FusedSGD sgd(net->parameters(), {.lr = 0.1});
-  const int64_t per_process = 16 / n;
-  if (solo) {
+  if (alone) {
     net->to(a.device());
-    muster::FusedSGD own(net->parameters(), {.lr = 0.1});
     for (int epoch = 0; epoch < 3; ++epoch) {
-      for (int64_t i = 0; i + per_process * n <= 64; i += per_process * n) {
-        const at::Tensor bx = x.narrow(0, i, per_process * n).to(a.device()),
-                         by = y.narrow(0, i, per_process * n).to(a.device());
-        own.ZeroGrad();
-        at::mse_loss(net(bx), by).backward();
-        own.Step();
+      const at::Tensor order = shuffle ? muster::ShuffledOrder(kSamples, kOrderSeed + epoch)
+                                       : at::arange(kSamples, at::kLong);
+      for (int64_t i = 0; i + batch <= kSamples; i += batch) {
+        const at::Tensor ids = order.narrow(0, i, batch);
+        sgd.ZeroGrad();
+        at::mse_loss(net(x.index_select(0, ids).to(a.device())),
+                     y.index_select(0, ids).to(a.device()))
+            .backward();
+        sgd.Step();
       }
     }
   } else {
-    (void)precision;
     muster::TensorDataset data(x, y);
     muster::LoaderOptions options = a.core().loader_options();
     options.split_batches = split;
+    options.data_seed = kOrderSeed;
     auto [model, optimizer] = a.prepare(net, sgd);
     auto loader = muster::PrepareLoader(
-        muster::batches(data, split ? per_process * n : per_process).drop_last(), options,
+        muster::batches(data, split ? batch : per_process).shuffle(shuffle).drop_last(), options,
         &a.comm());
     for (int epoch = 0; epoch < 3; ++epoch) {
       for (auto& [bx, by] : loader) {
@@ -199,16 +327,48 @@ at::Tensor Regression(Accelerator& a, const std::string& precision, bool split, 
 
 void CheckTraining(Accelerator& a) {
   if (a.num_processes() > 16) return;
-  const double tolerance = a.mixed_precision() == "no" ? 1e-6 : 5e-2;
-  const at::Tensor alone = Regression(a, a.mixed_precision(), false, true);
-  for (const bool split : {false, true}) {
-    const at::Tensor together = Regression(a, a.mixed_precision(), split, false);
-    EXPECT(at::allclose(alone, together, tolerance, tolerance), "one process: ", alone,
-           " all: ", together);
-    const at::Tensor all = a.gather(together.to(a.device())).cpu().reshape({a.num_processes(), -1});
-    for (int i = 0; i < a.num_processes(); ++i) {
-      EXPECT(at::equal(all[i], all[0]), "process ", i, " ends with other weights");
+  for (const std::string precision : {"no", "bf16", "fp16"}) {
+    AcceleratorOptions options;
+    options.mixed_precision = precision;
+    options.grad_scaler.init_scale = 1024;  // no step of this task overflows
+    const auto trainer = Another(a, options);
+    // Products in 8 (11) bits of fraction, summed over 12 steps.
+    const double tolerance = precision == "no" ? 1e-6 : 5e-2;
+    for (const bool shuffle : {false, true}) {
+      const at::Tensor alone = Regression(*trainer, false, shuffle, true);
+      for (const bool split : {false, true}) {
+        const at::Tensor together = Regression(*trainer, split, shuffle, false);
+        EXPECT(at::allclose(alone, together, tolerance, tolerance), "precision ", precision,
+               ", split ", split, ", shuffled ", shuffle, ": one process ends with ", alone,
+               ", all with ", together);
+        const at::Tensor all =
+            a.gather(together.to(a.device())).cpu().reshape({a.num_processes(), -1});
+        for (int i = 0; i < a.num_processes(); ++i) {
+          EXPECT(at::equal(all[i], all[0]), "process ", i, " ends with other weights");
+        }
+      }
     }
+  }
+}
+
+// A mistake is an error of the same words on every process, and the job goes on.
+void CheckMistakes(Accelerator& a) {
+  const auto refused = [&](const char* what, const char* words, const auto& function) {
+    std::string error;
+    try {
+      function();
+    } catch (const c10::Error& e) {
+      error = e.what_without_backtrace();
+    }
+    EXPECT(error.find(words) != std::string::npos, what, " gives \"", error, "\"");
+    a.wait_for_everyone();
+  };
+  refused("a schedule without an optimizer", "prepare()", [&] { a.prepare(muster::StepLR(1)); });
+  refused("an unknown reduction", "sum, mean, max", [&] { a.reduce(at::ones({1}), "total"); });
+  if (a.num_processes() > 1) {
+    refused("a gather of different shapes", "pad_across_processes", [&] {
+      a.gather(at::ones({a.process_index() + 1}, at::TensorOptions().device(a.device())));
+    });
   }
 }
 
@@ -272,10 +432,12 @@ int main(int argc, char** argv) {
          [](Accelerator& x) { CheckLoaders(x, false); }},
         {"loaders, the main process reading for all",
          [](Accelerator& x) { CheckLoaders(x, true); }},
+        {"batch samplers of the program's own", CheckBatchSampler},
         {"seeds of shuffled loaders", CheckSeeds},
         {"training equals one process", CheckTraining},
         {"triggers", CheckTrigger},
         {"save and load", CheckCheckpoint},
+        {"mistakes are told", CheckMistakes},
     };
     for (const auto& [name, check] : checks) {
       try {

@@ -10,8 +10,10 @@
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "base/units.h"
 #include "muster/internal/core.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/state.h"
 #include "worker/process/nested_collectives.h"
 #include "worker/train/guard.h"
@@ -58,6 +60,12 @@ NamedTensors TensorsOf(const torch::nn::Module& module) {
   return tensors;
 }
 
+// After a hook has had them.
+void CheckWeights(const std::vector<NamedTensors>& weights, size_t models, const char* where) {
+  TORCH_CHECK(weights.size() == models, "a hook of ", where, " left ", weights.size(),
+              " lists of weights for ", models, " models: it may empty a list but not remove it");
+}
+
 // Runs tensor code that throws inside of a function that returns Status.
 template <class F>
 absl::Status Try(const std::string& what, const F& function) {
@@ -83,14 +91,20 @@ absl::Status Core::SaveState(const std::string& directory) {
   info.world_size = size();
   info.step = global_step();
   info.epoch = epoch_;
+  info.iteration = save_iteration_;
   // The epoch is over once its body is past the loop over the data, and that loop got to its end.
   info.cursor[kFirstEpoch] = epoch_open_ && live_.empty() && !interrupted_ ? epoch_ + 1 : epoch_;
 
   const auto write = [&](StateWriter& writer) -> absl::Status {
+    std::vector<NamedTensors> weights;
+    for (const auto& model : models_) weights.push_back(TensorsOf(model->module()));
+    for (const auto& [unused, hook] : save_hooks_) {
+      hook(weights, writer);
+      CheckWeights(weights, models_.size(), "save_state()");
+    }
     if (rank() == 0) {
       for (size_t i = 0; i < models_.size(); ++i) {
-        MUSTER_RETURN_IF_ERROR(
-            writer.WriteModel(ModelFileName(i), TensorsOf(models_[i]->module())));
+        MUSTER_RETURN_IF_ERROR(writer.WriteModel(ModelFileName(i), weights[i]));
       }
       for (size_t i = 0; i < optimizers_.size(); ++i) {
         const OptimizerState state = optimizers_[i]->handle().SaveState();
@@ -116,9 +130,7 @@ absl::Status Core::SaveState(const std::string& directory) {
         MUSTER_RETURN_IF_ERROR(writer.Write(ScalerFileName(0), file));
       }
       for (size_t i = 0; i < registered_.size(); ++i) {
-        StateDict file;
-        PutRows(registered_[i].save(), &file);
-        MUSTER_RETURN_IF_ERROR(writer.Write(CustomFileName(i), file));
+        MUSTER_RETURN_IF_ERROR(writer.Write(CustomFileName(i), registered_[i].save()));
       }
     }
     StateDict random;
@@ -150,121 +162,198 @@ absl::Status Core::SaveState(const std::string& directory) {
       path = folder.PathOf(info.iteration);
     }
     last_checkpoint_ = path;
+    save_iteration_ = info.iteration + 1;
   });
+}
+
+absl::Status Core::SaveModel(const torch::nn::Module& module, const std::string& directory,
+                             const std::string& max_shard_size) {
+  return Guard([&] {
+    const absl::StatusOr<int64_t> bytes = ParseShardSize(max_shard_size);
+    ThrowIfError(bytes.status());
+    absl::Status status;
+    if (rank() == 0) {
+      status = Guard([&] { ThrowIfError(SaveModelFiles(directory, TensorsOf(module), *bytes)); });
+    }
+    const auto [code, message] = BroadcastObject(
+        comm(), std::make_tuple(static_cast<int>(status.code()), std::string(status.message())), 0);
+    ThrowIfError(absl::Status(static_cast<absl::StatusCode>(code), message));
+  });
+}
+
+void Core::RegisterForCheckpointing(std::function<PlainState()> save,
+                                    std::function<void(const PlainState&)> load) {
+  TORCH_CHECK(save != nullptr && load != nullptr,
+              "register_for_checkpointing() needs both a save and a load function");
+  RegisterForCheckpointing(
+      [save = std::move(save)] {
+        StateDict state;
+        PutRows(save(), &state);
+        return state;
+      },
+      [load = std::move(load)](const StateDict& state) {
+        const absl::StatusOr<PlainState> rows = TakeRows(state);
+        ThrowIfError(rows.status());
+        load(*rows);
+      });
+}
+
+int64_t Core::AddSaveHook(SaveStateHook hook) {
+  TORCH_CHECK(hook != nullptr, "register_save_state_pre_hook() got an empty function");
+  save_hooks_.emplace(next_hook_, std::move(hook));
+  return next_hook_++;
+}
+
+int64_t Core::AddLoadHook(LoadStateHook hook) {
+  TORCH_CHECK(hook != nullptr, "register_load_state_pre_hook() got an empty function");
+  load_hooks_.emplace(next_hook_, std::move(hook));
+  return next_hook_++;
+}
+
+void Core::RemoveHook(int64_t id) {
+  save_hooks_.erase(id);
+  load_hooks_.erase(id);
+}
+
+// What the files of a checkpoint hold.
+struct Core::Loaded {
+  std::vector<NamedTensors> weights;
+  std::vector<StateDict> optimizers, schedulers, loaders, registered;
+  std::optional<StateDict> scaler, random;
+};
+
+void Core::CheckPrepared(const StateReader& reader) const {
+  const auto check = [&](const char* what, std::string (*name)(int), size_t here) {
+    const int saved = reader.Count(name);
+    if (saved == static_cast<int>(here)) return;
+    ThrowIfError(absl::FailedPreconditionError(absl::StrCat(
+        reader.dir(), " holds ", saved, " ", what, "(s), but ", here,
+        " are prepared here: prepare the same objects, in the same order, before load_state")));
+  };
+  check("model", ModelFileName, models_.size());
+  check("optimizer", OptimizerFileName, optimizers_.size());
+  check("schedule", SchedulerFileName, schedulers_.size());
+  check("loader", SamplerFileName, loaders_.size());
+  check("registered object", CustomFileName, registered_.size());
+}
+
+Core::Loaded Core::Read(const StateReader& reader) const {
+  const auto read = [&](const std::string& name) {
+    absl::StatusOr<StateDict> file = reader.Read(name);
+    ThrowIfError(file.status());
+    return *std::move(file);
+  };
+  const auto read_all = [&](std::string (*name)(int), size_t count) {
+    std::vector<StateDict> files;
+    for (size_t i = 0; i < count; ++i) files.push_back(read(name(static_cast<int>(i))));
+    return files;
+  };
+  Loaded loaded;
+  for (StateDict& file : read_all(ModelFileName, models_.size())) {
+    loaded.weights.push_back(file.tensors());
+  }
+  for (const auto& [unused, hook] : load_hooks_) {
+    hook(loaded.weights, reader);
+    CheckWeights(loaded.weights, models_.size(), "load_state()");
+  }
+  loaded.optimizers = read_all(OptimizerFileName, optimizers_.size());
+  loaded.schedulers = read_all(SchedulerFileName, schedulers_.size());
+  loaded.loaders = read_all(SamplerFileName, loaders_.size());
+  loaded.registered = read_all(CustomFileName, registered_.size());
+  if (scaler_ != nullptr && reader.Has(ScalerFileName(0))) loaded.scaler = read(ScalerFileName(0));
+  if (reader.Has(RandomStatesFileName(rank()))) loaded.random = read(RandomStatesFileName(rank()));
+  return loaded;
+}
+
+void Core::Apply(const StateReader& reader, const Loaded& loaded) {
+  const auto rows = [](const StateDict& file) {
+    absl::StatusOr<PlainState> taken = TakeRows(file);
+    ThrowIfError(taken.status());
+    return *std::move(taken);
+  };
+  for (size_t i = 0; i < models_.size(); ++i) {
+    if (loaded.weights[i].empty() && !load_hooks_.empty()) continue;
+    ThrowIfError(LoadTensors(loaded.weights[i], TensorsOf(models_[i]->module()),
+                             absl::StrCat(reader.dir(), "/", ModelFileName(i)),
+                             {.allow_missing = !load_hooks_.empty()}));
+  }
+  for (size_t i = 0; i < optimizers_.size(); ++i) {
+    const StateDict& file = loaded.optimizers[i];
+    OptimizerState state;
+    for (const auto& [name, tensor] : file.tensors()) state.tensors.emplace(name, tensor);
+    state.groups = rows(file);
+    ThrowIfError(Try(OptimizerFileName(i), [&] { optimizers_[i]->handle().LoadState(state); }));
+    const absl::StatusOr<int64_t> steps = file.GetInt("steps");
+    ThrowIfError(steps.status());
+    optimizers_[i]->set_steps(*steps);
+  }
+  for (size_t i = 0; i < schedulers_.size(); ++i) {
+    ThrowIfError(Try(SchedulerFileName(i),
+                     [&] { schedulers_[i]->scheduler().LoadState(rows(loaded.schedulers[i])); }));
+  }
+  for (size_t i = 0; i < loaders_.size(); ++i) {
+    const absl::StatusOr<std::string> place = loaded.loaders[i].GetText("place");
+    ThrowIfError(place.status());
+    const absl::StatusOr<LoaderState> state = LoaderState::FromString(*place);
+    ThrowIfError(state.status());
+    ThrowIfError(Try(SamplerFileName(i), [&] { loaders_[i]->LoadState(*state); }));
+  }
+  // Gradients and scaler steps of a window that was open belong to the state that is given up.
+  for (const auto& optimizer : optimizers_) {
+    optimizer->handle().ZeroGrad(GradZeroing::kInPlace);
+    optimizer->gradients_finished_ = false;
+    optimizer->step_was_skipped_ = false;
+  }
+  window_factor_.reset();
+  scaler_steps_ = 0;
+  if (scaler_ != nullptr) {
+    scaler_->Reset();
+    if (loaded.scaler.has_value()) scaler_->LoadState(rows(*loaded.scaler));
+  }
+  for (size_t i = 0; i < registered_.size(); ++i) {
+    ThrowIfError(Try(CustomFileName(i), [&] { registered_[i].load(loaded.registered[i]); }));
+  }
+  if (loaded.random.has_value()) {
+    std::map<std::string, at::Tensor> states;
+    for (const auto& [name, tensor] : loaded.random->tensors()) states.emplace(name, tensor);
+    const std::string left_out = RestoreRngState(states);
+    if (!left_out.empty()) MUSTER_LOG(Warning) << "random states: " << left_out;
+  } else {
+    MUSTER_LOG(Warning) << reader.dir() << " was saved by " << reader.info().world_size
+                        << " processes and has no random state for rank " << rank()
+                        << ": it keeps its own";
+  }
+  accumulation_ = Accumulation(accumulation_.options());
+  const auto first = reader.info().cursor.find(kFirstEpoch);
+  first_epoch_ = first == reader.info().cursor.end() ? reader.info().epoch : first->second;
+  SetEpoch(first_epoch_, /*open=*/false);
+  last_checkpoint_ = reader.dir();
+  save_iteration_ = reader.info().iteration + 1;
+}
+
+void Core::ThrowIfAnyFailed(const absl::Status& mine) {
+  const std::vector<std::string> errors = comm().AllGatherBytes(mine.ok() ? "" : mine.ToString());
+  ThrowIfError(mine);
+  for (size_t r = 0; r < errors.size(); ++r) {
+    if (errors[r].empty()) continue;
+    ThrowIfError(absl::DataLossError(absl::StrCat("rank ", r, ": ", errors[r])));
+  }
 }
 
 absl::Status Core::LoadState(const std::string& directory, bool may_be_missing) {
   progress().SetPhase("load_state");
   return Guard([&] {
     const CheckpointFolder folder(CheckpointRoot());
-    absl::StatusOr<StateReader> opened = OpenCheckpoint(comm(), directory, folder);
-    if (may_be_missing && absl::IsNotFound(opened.status())) return;
-    ThrowIfError(opened.status());
-    const StateReader& reader = *opened;
-
-    const auto check_count = [&](const char* what, std::string (*name)(int), size_t here) {
-      const int saved = reader.Count(name);
-      if (saved == static_cast<int>(here)) return;
-      ThrowIfError(absl::FailedPreconditionError(absl::StrCat(
-          reader.dir(), " holds ", saved, " ", what, "(s), but ", here,
-          " are prepared here: prepare the same objects, in the same order, before load_state")));
-    };
-    check_count("model", ModelFileName, models_.size());
-    check_count("optimizer", OptimizerFileName, optimizers_.size());
-    check_count("schedule", SchedulerFileName, schedulers_.size());
-    check_count("loader", SamplerFileName, loaders_.size());
-    check_count("registered object", CustomFileName, registered_.size());
-
+    absl::StatusOr<StateReader> reader = OpenCheckpoint(comm(), directory, folder);
+    if (may_be_missing && absl::IsNotFound(reader.status())) return;
+    ThrowIfError(reader.status());
+    CheckPrepared(*reader);
     // Every file is read and checked before anything changes, so that a damaged one leaves the
-    // state as it was.
-    const auto read = [&](const std::string& name) {
-      absl::StatusOr<StateDict> file = reader.Read(name);
-      ThrowIfError(file.status());
-      return *std::move(file);
-    };
-    std::vector<StateDict> models, optimizers, schedulers, loaders, registered;
-    std::optional<StateDict> scaler, random;
-    const absl::Status mine = Guard([&] {
-      for (size_t i = 0; i < models_.size(); ++i) models.push_back(read(ModelFileName(i)));
-      for (size_t i = 0; i < optimizers_.size(); ++i) {
-        optimizers.push_back(read(OptimizerFileName(i)));
-      }
-      for (size_t i = 0; i < schedulers_.size(); ++i) {
-        schedulers.push_back(read(SchedulerFileName(i)));
-      }
-      for (size_t i = 0; i < loaders_.size(); ++i) loaders.push_back(read(SamplerFileName(i)));
-      for (size_t i = 0; i < registered_.size(); ++i) registered.push_back(read(CustomFileName(i)));
-      if (scaler_ != nullptr && reader.Has(ScalerFileName(0))) scaler = read(ScalerFileName(0));
-      if (reader.Has(RandomStatesFileName(rank()))) random = read(RandomStatesFileName(rank()));
-    });
-    // All or none: a process that cannot read its files must not leave the others in their next collective.
-    const std::vector<std::string> errors = comm().AllGatherBytes(mine.ok() ? "" : mine.ToString());
-    ThrowIfError(mine);
-    for (size_t r = 0; r < errors.size(); ++r) {
-      if (!errors[r].empty()) {
-        ThrowIfError(absl::DataLossError(absl::StrCat("rank ", r, ": ", errors[r])));
-      }
-    }
-
-    const auto rows = [](const StateDict& file) {
-      absl::StatusOr<PlainState> taken = TakeRows(file);
-      ThrowIfError(taken.status());
-      return *std::move(taken);
-    };
-    for (size_t i = 0; i < models_.size(); ++i) {
-      ThrowIfError(LoadTensors(models[i].tensors(), TensorsOf(models_[i]->module()),
-                               absl::StrCat(reader.dir(), "/", ModelFileName(i))));
-    }
-    for (size_t i = 0; i < optimizers_.size(); ++i) {
-      OptimizerState state;
-      for (const auto& [name, tensor] : optimizers[i].tensors())
-        state.tensors.emplace(name, tensor);
-      state.groups = rows(optimizers[i]);
-      ThrowIfError(Try(OptimizerFileName(i), [&] { optimizers_[i]->handle().LoadState(state); }));
-      const absl::StatusOr<int64_t> steps = optimizers[i].GetInt("steps");
-      ThrowIfError(steps.status());
-      optimizers_[i]->set_steps(*steps);
-    }
-    for (size_t i = 0; i < schedulers_.size(); ++i) {
-      ThrowIfError(Try(SchedulerFileName(i),
-                       [&] { schedulers_[i]->scheduler().LoadState(rows(schedulers[i])); }));
-    }
-    for (size_t i = 0; i < loaders_.size(); ++i) {
-      const absl::StatusOr<std::string> place = loaders[i].GetText("place");
-      ThrowIfError(place.status());
-      const absl::StatusOr<LoaderState> state = LoaderState::FromString(*place);
-      ThrowIfError(state.status());
-      ThrowIfError(Try(SamplerFileName(i), [&] { loaders_[i]->LoadState(*state); }));
-    }
-    // Gradients and scaler steps of a window that was open belong to the state that is given up.
-    for (const auto& optimizer : optimizers_) {
-      optimizer->handle().ZeroGrad(GradZeroing::kInPlace);
-      optimizer->gradients_finished_ = false;
-      optimizer->step_was_skipped_ = false;
-    }
-    window_factor_.reset();
-    scaler_steps_ = 0;
-    if (scaler_ != nullptr) {
-      scaler_->Reset();
-      if (scaler.has_value()) scaler_->LoadState(rows(*scaler));
-    }
-    for (size_t i = 0; i < registered_.size(); ++i) registered_[i].load(rows(registered[i]));
-
-    if (random.has_value()) {
-      std::map<std::string, at::Tensor> states;
-      for (const auto& [name, tensor] : random->tensors()) states.emplace(name, tensor);
-      const std::string left_out = RestoreRngState(states);
-      if (!left_out.empty()) MUSTER_LOG(Warning) << "random states: " << left_out;
-    } else {
-      MUSTER_LOG(Warning) << reader.dir() << " was saved by " << reader.info().world_size
-                          << " processes and has no random state for rank " << rank()
-                          << ": it keeps its own";
-    }
-    accumulation_ = Accumulation(accumulation_.options());
-    const auto first = reader.info().cursor.find(kFirstEpoch);
-    first_epoch_ = first == reader.info().cursor.end() ? reader.info().epoch : first->second;
-    SetEpoch(first_epoch_, /*open=*/false);
-    last_checkpoint_ = reader.dir();
+    // state as it was; and a process that cannot go on must not leave the others in their next
+    // collective.
+    Loaded loaded;
+    ThrowIfAnyFailed(Guard([&] { loaded = Read(*reader); }));
+    ThrowIfAnyFailed(Guard([&] { Apply(*reader, loaded); }));
   });
 }
 

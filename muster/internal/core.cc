@@ -6,18 +6,22 @@
 #include <limits>
 #include <unordered_set>
 
+#include "ATen/Context.h"
 #include "ATen/Functions.h"
 #include "ATen/core/grad_mode.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "c10/core/CachingDeviceAllocator.h"
 #include "worker/metrics/gather_for_metrics.h"
 #include "worker/process/collectives.h"
 #include "worker/process/coordinator_client.h"
 #include "worker/process/nested_collectives.h"
 #include "worker/train/clip.h"
 #include "worker/train/guard.h"
+#include "worker/train/seed.h"
 #include "worker/train/sync_state.h"
 #include "worker/train/torch_optimizer.h"
 
@@ -34,10 +38,6 @@ JoinedProcess Join(const AcceleratorOptions& options) {
   arguments.timeout = options.timeout;
   const absl::StatusOr<Environment> environment = ReadEnvironment(ProcessVariables(), arguments);
   ThrowIfError(environment.status());
-  // Every process sees the same warnings; one of them is enough.
-  if (environment->rank.value == 0) {
-    for (const std::string& warning : environment->warnings) MUSTER_LOG(Warning) << warning;
-  }
   JoinJobOptions join;
   join.on_generation_ended = [](const absl::Status& why) {
     MUSTER_LOG(Error) << "this generation of the job is over: " << why.message();
@@ -69,6 +69,9 @@ AccumulationOptions WithSteps(AccumulationOptions options, int64_t steps) {
 class Core::Observer : public LoaderObserver {
  public:
   explicit Observer(Core* core) : core_(core) {}
+  void OnStart() override {
+    if (core_ != nullptr) core_->SynchronizeRngTypes();
+  }
   void OnBatch(uint64_t iteration, const BatchInfo& info) override {
     if (core_ == nullptr) return;
     ++core_->batches_;
@@ -96,9 +99,11 @@ class Core::Observer : public LoaderObserver {
 
 // Core: construction and state.
 
-Core::Core(const AcceleratorOptions& options)
+Core::Core(const AcceleratorOptions& options) : Core(options, Join(options)) {}
+
+Core::Core(const AcceleratorOptions& options, JoinedProcess process)
     : options_(options),
-      process_(Join(options)),
+      process_(std::move(process)),
       device_(process_.device),
       precision_(ParseMixedPrecision(process_.environment.mixed_precision.value)),
       observer_(std::make_shared<Observer>(this)),
@@ -107,14 +112,27 @@ Core::Core(const AcceleratorOptions& options)
           JobTriggers::Options{.stop_on_sigterm = options.stop_on_sigterm})),
       accumulation_(WithSteps(options.accumulation, NumSteps(options, process_.environment))) {
   CheckMixedPrecision(precision_, device_.type());
+  for (const std::string& type : options.rng_types) {
+    TORCH_CHECK(type == "generator" || type == "torch" || type == "cuda", "rng_types: unknown \"",
+                type, "\"; use generator, torch or cuda");
+  }
   if (NeedsGradScaler(precision_) && options.grad_scaler.enabled) {
     scaler_ = std::make_unique<GradScaler>(options.grad_scaler);
+  }
+  if (size() == 1) return;
+  // Ranks that step at different times would wait for each other in vain, or mix their gradients.
+  const std::vector<std::string> all = comm().AllGatherBytes(
+      absl::StrCat("mixed_precision=", mixed_precision(),
+                   " gradient_accumulation_steps=", gradient_accumulation_steps()));
+  for (size_t r = 1; r < all.size(); ++r) {
+    TORCH_CHECK(all[r] == all[0], "rank ", r, " has ", all[r], " and rank 0 has ", all[0],
+                ": give all processes of a job the same settings");
   }
 }
 
 Core::~Core() {
   observer_->Forget();
-  EndTraining();
+  FinishTrackers();
 }
 
 // prepare.
@@ -148,13 +166,14 @@ Core::PrepareCall::~PrepareCall() noexcept(false) {
   for (const auto& scheduler : schedulers) scheduler->Bind(candidates.front());
 }
 
-std::shared_ptr<ModelSlot> Core::PrepareModel(std::shared_ptr<torch::nn::Module> module) {
+std::shared_ptr<ModelSlot> Core::PrepareModel(std::shared_ptr<torch::nn::Module> module,
+                                              bool evaluation) {
   TORCH_CHECK(module != nullptr,
               "prepare() got an empty module holder: construct the module first");
   for (const auto& slot : models_) {
     if (slot->shared_module() == module) return slot;
   }
-  models_.push_back(std::make_shared<ModelSlot>(this, std::move(module)));
+  models_.push_back(std::make_shared<ModelSlot>(this, std::move(module), evaluation));
   return models_.back();
 }
 
@@ -197,12 +216,16 @@ std::shared_ptr<SchedulerSlot> Core::PrepareSchedule(LrSchedulePtr schedule) {
 std::shared_ptr<SchedulerSlot> Core::PrepareSchedule(LrSchedulePtr schedule,
                                                      std::shared_ptr<OptimizerSlot> optimizer) {
   TORCH_CHECK(schedule != nullptr, "prepare_scheduler() got an empty schedule");
-  schedulers_.push_back(std::make_shared<SchedulerSlot>(this, std::move(schedule)));
   // The handle's pointer keeps this object alive; held in here it would do so for ever.
   for (const auto& slot : optimizers_) {
-    if (slot.get() == optimizer.get()) schedulers_.back()->Bind(slot);
+    if (slot.get() != optimizer.get()) continue;
+    schedulers_.push_back(std::make_shared<SchedulerSlot>(this, std::move(schedule)));
+    schedulers_.back()->Bind(slot);
+    return schedulers_.back();
   }
-  return schedulers_.back();
+  TORCH_CHECK(false,
+              "prepare_scheduler() got an optimizer that this Accelerator did not prepare, or has "
+              "forgotten since in free_memory()");
 }
 
 LoaderOptions Core::loader_options() const {
@@ -211,8 +234,9 @@ LoaderOptions Core::loader_options() const {
   loader.even_batches = options_.data_loader.even_batches;
   loader.dispatch_batches = options_.data_loader.dispatch_batches;
   loader.data_seed = options_.data_loader.data_seed;
+  loader.use_seedable_sampler = options_.data_loader.use_seedable_sampler;
   loader.non_blocking = options_.data_loader.non_blocking;
-  loader.device = device_;
+  if (options_.device_placement) loader.device = device_;
   return loader;
 }
 
@@ -231,6 +255,9 @@ AccumulateScope Core::Accumulate(const BatchInfo& info) {
 }
 
 AccumulateScope Core::Accumulate(const std::optional<BatchFacts>& facts) {
+  TORCH_CHECK(!in_micro_step_,
+              "accumulate() inside of accumulate(): the scope of the micro-step before is still "
+              "alive; end it before the next one begins");
   if (accumulation_.at_boundary()) BeginWindow();
   if (join_ == nullptr) {
     accumulation_.Begin(facts);
@@ -265,6 +292,16 @@ void Core::Backward(const at::Tensor& loss, std::optional<double> weight) {
   TORCH_CHECK(
       loss.requires_grad(),
       "backward() got a loss that depends on no parameter: was it computed under NoGradGuard?");
+  TORCH_CHECK(
+      scaler_ == nullptr || !optimizers_.empty(),
+      "backward() under fp16 without a prepared optimizer: nobody would take the loss scale "
+      "out of the gradients again; pass the optimizer to prepare()");
+  TORCH_CHECK(
+      !in_micro_step_ || gradient_accumulation_steps() == 1 || models_.empty() ||
+          !optimizers_.empty(),
+      "backward() in accumulate() with gradient_accumulation_steps=", gradient_accumulation_steps(),
+      " and no prepared optimizer: one that is not prepared does not wait for the end of "
+      "the window; pass it to prepare()");
   TORCH_CHECK(
       join_ == nullptr || !weight.has_value(),
       "weighted losses inside join_uneven_inputs() would need an exchange that processes without "
@@ -327,6 +364,23 @@ void Core::FinishGradients(OptimizerSlot* only) {
   }
 }
 
+void Core::WarnOfLocalParameters(const OptimizerHandle& optimizer) const {
+  if (size() == 1) return;
+  std::unordered_set<const void*> exchanged;
+  for (const auto& model : models_) {
+    if (model->ddp() == nullptr) continue;
+    for (const at::Tensor& p : model->ddp()->parameters())
+      exchanged.insert(p.unsafeGetTensorImpl());
+  }
+  for (size_t i = 0; i < optimizer.parameters().size(); ++i) {
+    if (exchanged.count(optimizer.parameters()[i].unsafeGetTensorImpl()) > 0) continue;
+    MUSTER_LOG(Warning) << "the optimizer steps parameter " << optimizer.parameter_names()[i]
+                        << ", which belongs to no model that was prepared for training: its "
+                           "gradient is not exchanged between processes";
+    return;
+  }
+}
+
 void Core::EndScalerStep() {
   if (++scaler_steps_ < optimizers_.size()) return;
   scaler_->Update();
@@ -336,13 +390,20 @@ void Core::EndScalerStep() {
 void Core::FinishGradientsOf(const std::vector<at::Tensor>& parameters) {
   std::unordered_set<const void*> wanted;
   for (const at::Tensor& parameter : parameters) wanted.insert(parameter.unsafeGetTensorImpl());
+  bool owned = false;
   for (const auto& optimizer : optimizers_) {
     for (const at::Tensor& parameter : optimizer->handle().parameters()) {
       if (wanted.count(parameter.unsafeGetTensorImpl()) == 0) continue;
       FinishGradients(optimizer.get());
+      owned = true;
       break;
     }
   }
+  TORCH_CHECK(owned || wanted.empty() ||
+                  (scaler_ == nullptr && !accumulation_.weighted() &&
+                   accumulation_.current().gradient_factor == 1),
+              "these parameters belong to no prepared optimizer, so their gradients still hold the "
+              "loss scale or the weights of their window: pass the optimizer to prepare()");
 }
 
 at::Tensor Core::ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm,
@@ -371,14 +432,14 @@ bool Core::optimizer_step_was_skipped() const {
   return false;
 }
 
-void Core::BeginJoin() {
+void Core::BeginJoin(bool even_batches) {
   TORCH_CHECK(join_ == nullptr, "join_uneven_inputs() is active already: scopes do not nest");
   std::vector<DataParallel*> models;
   for (const auto& model : models_) {
     if (model->ddp() != nullptr) models.push_back(model->ddp());
   }
   join_ = std::make_unique<UnevenInputs>(comm(), models);
-  for (const auto& loader : loaders_) loader->OverrideEvenBatches(false);
+  for (const auto& loader : loaders_) loader->OverrideEvenBatches(even_batches);
 }
 
 void Core::EndJoin(bool finish) {
@@ -428,12 +489,25 @@ bool Core::CheckTrigger() {
 
 int64_t Core::global_step() const { return optimizers_.empty() ? 0 : optimizers_.front()->steps(); }
 
+void Core::SynchronizeRngTypes() {
+  const auto wanted = [&](const char* type) {
+    const std::vector<std::string>& types = options_.rng_types;
+    return size() > 1 && std::find(types.begin(), types.end(), type) != types.end();
+  };
+  if (wanted("torch") || wanted("cuda")) SynchronizeRng(comm(), 0, wanted("cuda"));
+}
+
 void Core::FreeMemory() {
   models_.clear();
   optimizers_.clear();
   schedulers_.clear();
   loaders_.clear();
   accumulation_ = Accumulation(accumulation_.options());
+  window_factor_.reset();
+  scaler_steps_ = 0;
+  // It knows optimizers by their address, which others may get.
+  if (scaler_ != nullptr) scaler_->Reset();
+  if (device_.is_cuda()) at::getDeviceAllocator(c10::kCUDA)->emptyCache();
 }
 
 void Core::WaitForEveryone(absl::Duration timeout) {
@@ -448,13 +522,41 @@ void Core::WaitForEveryone(absl::Duration timeout) {
   TORCH_CHECK(result.ok(), result.status().message());
 }
 
-void Core::EndTraining() {
-  if (std::exchange(ended_, true)) return;
-  if (trackers_ != nullptr) {
-    if (absl::Status status = trackers_->Finish(); !status.ok()) {
-      MUSTER_LOG(Warning) << "trackers: " << status.message();
+void Core::FinishTrackers() {
+  if (trackers_ == nullptr) return;
+  if (absl::Status status = trackers_->Finish(); !status.ok()) {
+    MUSTER_LOG(Warning) << "trackers: " << status.message();
+  }
+}
+
+absl::Status Core::NameCulprit(const absl::Status& error) {
+  // Gloo throws from the Reducer what has no type of its own.
+  const bool lost_peer = error.code() == absl::StatusCode::kUnavailable ||
+                         absl::StrContains(error.message(), "gloo/transport");
+  if (!lost_peer || size() == 1 || process_.coordinator == nullptr) return error;
+  // It knows, or is about to: who lost a connection waits for the exit of whoever closed it. A
+  // barrier fails as soon as one of its ranks is gone.
+  const auto why_ended = [&] {
+    const absl::StatusOr<Heartbeat> beat = process_.coordinator->Beat();
+    return beat.ok() && beat->generation_ended ? beat->why : std::string();
+  };
+  std::string who = why_ended();
+  if (who.empty()) {
+    const absl::Status reached =
+        process_.coordinator->Barrier("after a lost connection", absl::Seconds(10)).status();
+    who = why_ended();
+    if (who.empty()) {
+      who = reached.ok() ? "all are still here, so it is the network between them"
+                         : std::string(reached.message());
     }
   }
+  return absl::UnavailableError(absl::StrCat("lost another process at step ", global_step(), ": ",
+                                             who, " (", error.message(), ")"));
+}
+
+void Core::EndTraining() {
+  if (std::exchange(ended_, true)) return;
+  FinishTrackers();
   // Before the seat is given up: it tells what was acted upon.
   triggers_->Close();
   if (process_.coordinator == nullptr) return;
@@ -496,8 +598,8 @@ void Core::Log(TrackerValues values, std::optional<int64_t> step) {
   trackers_->Log(std::move(values), step);
 }
 
-void Core::RegisterForCheckpointing(std::function<PlainState()> save,
-                                    std::function<void(const PlainState&)> load) {
+void Core::RegisterForCheckpointing(std::function<StateDict()> save,
+                                    std::function<void(const StateDict&)> load) {
   TORCH_CHECK(save != nullptr && load != nullptr,
               "register_for_checkpointing() needs both a save and a load function");
   registered_.push_back({std::move(save), std::move(load)});
@@ -505,10 +607,10 @@ void Core::RegisterForCheckpointing(std::function<PlainState()> save,
 
 // Slots.
 
-ModelSlot::ModelSlot(Core* core, std::shared_ptr<torch::nn::Module> module)
+ModelSlot::ModelSlot(Core* core, std::shared_ptr<torch::nn::Module> module, bool evaluation)
     : core_(core), module_(std::move(module)) {
-  module_->to(core_->device());
-  if (core_->size() == 1) return;
+  if (core_->options().device_placement) module_->to(core_->device());
+  if (core_->size() == 1 || evaluation) return;
   std::vector<at::Tensor> parameters, buffers;
   std::vector<std::string> names;
   for (const auto& parameter : module_->named_parameters()) {
@@ -538,6 +640,7 @@ OptimizerSlot::OptimizerSlot(Core* core, OptimizerHandle* handle,
 void OptimizerSlot::Step() {
   if (!core_->sync_gradients()) return;
   core_->progress().SetPhase("optimizer step");
+  if (steps_ == 0) core_->WarnOfLocalParameters(*handle_);
   core_->FinishGradients(this);
   if (core_->scaler() != nullptr) {
     core_->scaler()->Step(*handle_);
@@ -579,6 +682,13 @@ void SchedulerSlot::Step() {
 }
 
 double SchedulerSlot::last_lr() const { return optimizer_->handle().lr(0); }
+std::vector<double> SchedulerSlot::last_lrs() const {
+  std::vector<double> rates;
+  for (int64_t g = 0; g < optimizer_->handle().num_groups(); ++g) {
+    rates.push_back(optimizer_->handle().lr(g));
+  }
+  return rates;
+}
 int64_t SchedulerSlot::step_count() const { return scheduler_->step_count(); }
 
 AccumulateScope::~AccumulateScope() {
@@ -594,8 +704,16 @@ NoSyncScope::NoSyncScope(Core* core) : core_(core) {
 }
 NoSyncScope::~NoSyncScope() { core_->ChangeNoSync(-1); }
 
-JoinScope::JoinScope(Core* core) : core_(core), exceptions_(std::uncaught_exceptions()) {
-  core_->BeginJoin();
+LocalScope::LocalScope(Core* core) : core_(core) {
+  TORCH_CHECK(!core_->joining(),
+              "LocalSGD inside join_uneven_inputs(): there is no exchange to take part in");
+  core_->ChangeLocal(+1);
+}
+LocalScope::~LocalScope() { core_->ChangeLocal(-1); }
+
+JoinScope::JoinScope(Core* core, bool even_batches)
+    : core_(core), exceptions_(std::uncaught_exceptions()) {
+  core_->BeginJoin(even_batches);
 }
 JoinScope::~JoinScope() noexcept(false) {
   core_->EndJoin(/*finish=*/std::uncaught_exceptions() == exceptions_);

@@ -16,6 +16,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "muster/options.h"
+#include "muster/state.h"
 #include "torch/nn/module.h"
 #include "torch/optim/optimizer.h"
 #include "worker/data/batch.h"
@@ -46,7 +47,8 @@ class Core;
 // A prepared model: the module and, in a job of several processes, its gradient exchange.
 class ModelSlot {
  public:
-  ModelSlot(Core* core, std::shared_ptr<torch::nn::Module> module);
+  // With `evaluation`, no gradients are exchanged.
+  ModelSlot(Core* core, std::shared_ptr<torch::nn::Module> module, bool evaluation);
   ~ModelSlot();
 
   // Runs one forward pass: see AcceleratedModel.
@@ -105,6 +107,7 @@ class SchedulerSlot {
   void Bind(std::shared_ptr<OptimizerSlot> optimizer);
   void Step();
   double last_lr() const;
+  std::vector<double> last_lrs() const;
   int64_t step_count() const;
   LrScheduler& scheduler() { return *scheduler_; }
 
@@ -142,7 +145,7 @@ class [[nodiscard]] NoSyncScope {
 
 class [[nodiscard]] JoinScope {
  public:
-  explicit JoinScope(Core* core);
+  JoinScope(Core* core, bool even_batches);
   // Takes part in the exchanges of the processes that still have batches, until all are here.
   // Unless an exception is leaving the scope.
   ~JoinScope() noexcept(false);
@@ -152,6 +155,18 @@ class [[nodiscard]] JoinScope {
  private:
   Core* const core_;
   const int exceptions_;
+};
+
+// Backward passes in this scope exchange no gradients, but windows end and optimizers step.
+class [[nodiscard]] LocalScope {
+ public:
+  explicit LocalScope(Core* core);
+  ~LocalScope();
+  LocalScope(const LocalScope&) = delete;
+  LocalScope& operator=(const LocalScope&) = delete;
+
+ private:
+  Core* const core_;
 };
 
 class [[nodiscard]] FirstScope {
@@ -193,6 +208,8 @@ class EpochRange {
 class Core {
  public:
   explicit Core(const AcceleratorOptions& options);
+  // In a process that has joined its job already.
+  Core(const AcceleratorOptions& options, JoinedProcess process);
   ~Core();
   Core(const Core&) = delete;
   Core& operator=(const Core&) = delete;
@@ -217,7 +234,8 @@ class Core {
     Core* const core_;
     const int exceptions_;
   };
-  std::shared_ptr<ModelSlot> PrepareModel(std::shared_ptr<torch::nn::Module> module);
+  std::shared_ptr<ModelSlot> PrepareModel(std::shared_ptr<torch::nn::Module> module,
+                                          bool evaluation);
   std::shared_ptr<OptimizerSlot> PrepareOptimizer(torch::optim::Optimizer& optimizer);
   std::shared_ptr<OptimizerSlot> PrepareOptimizer(OptimizerHandle& optimizer);
   std::shared_ptr<SchedulerSlot> PrepareSchedule(LrSchedulePtr schedule);
@@ -235,12 +253,14 @@ class Core {
   void EndMicroStep();
   bool sync_gradients() const { return no_sync_depth_ == 0 && accumulation_.sync_gradients(); }
   bool communicate() const {
-    return no_sync_depth_ == 0 && (!in_micro_step_ || accumulation_.current().communicate);
+    return no_sync_depth_ == 0 && local_depth_ == 0 &&
+           (!in_micro_step_ || accumulation_.current().communicate);
   }
   int64_t gradient_accumulation_steps() const { return accumulation_.options().num_steps; }
   void set_gradient_accumulation_steps(int64_t steps) { accumulation_.set_num_steps(steps); }
   void ChangeNoSync(int by) { no_sync_depth_ += by; }
-  void BeginJoin();
+  void ChangeLocal(int by) { local_depth_ += by; }
+  void BeginJoin(bool even_batches);
   bool joining() const { return join_ != nullptr; }
   bool in_micro_step() const { return in_micro_step_; }
   // `finish`: wait for the processes that still have batches.
@@ -252,6 +272,8 @@ class Core {
   void FinishGradients(OptimizerSlot* only = nullptr);
   // Of the optimizers that own some of `parameters`.
   void FinishGradientsOf(const std::vector<at::Tensor>& parameters);
+  // If it steps parameters whose gradients no prepared model exchanges.
+  void WarnOfLocalParameters(const OptimizerHandle& optimizer) const;
   // An optimizer has stepped: the loss scale is updated once all have, or when the next window
   // begins.
   void EndScalerStep();
@@ -259,8 +281,12 @@ class Core {
                           double norm_type);
   void ClipGradValue(const std::vector<at::Tensor>& parameters, double clip_value);
   bool optimizer_step_was_skipped() const;
-  AutocastGuard Autocast() const { return AutocastGuard(precision_, device_.type()); }
-  bool autocast_on() const { return precision_ != MixedPrecision::kNo; }
+  AutocastGuard Autocast(const AutocastOptions& options) const {
+    return AutocastGuard(precision_, device_.type(), options);
+  }
+  bool autocast_on() const {
+    return precision_ != MixedPrecision::kNo && options_.autocast.enabled;
+  }
   GradScaler* scaler() { return scaler_.get(); }
   const MicroStep& micro_step() const { return accumulation_.current(); }
 
@@ -279,8 +305,18 @@ class Core {
   absl::Status SaveState(const std::string& directory);
   absl::Status LoadState(const std::string& directory, bool may_be_missing);
   const std::string& last_checkpoint() const { return last_checkpoint_; }
+  // The number that the next save_state() without a directory is going to have, as far as this
+  // process has seen.
+  int64_t save_iteration() const { return save_iteration_; }
+  void RegisterForCheckpointing(std::function<StateDict()> save,
+                                std::function<void(const StateDict&)> load);
   void RegisterForCheckpointing(std::function<PlainState()> save,
                                 std::function<void(const PlainState&)> load);
+  int64_t AddSaveHook(SaveStateHook hook);
+  int64_t AddLoadHook(LoadStateHook hook);
+  void RemoveHook(int64_t id);
+  absl::Status SaveModel(const torch::nn::Module& module, const std::string& directory,
+                         const std::string& max_shard_size);
   int64_t global_step() const;
 
   int64_t epoch() const { return epoch_; }
@@ -292,7 +328,12 @@ class Core {
   }
   int64_t first_epoch() const { return first_epoch_; }
   void FreeMemory();
+  // Finishes the trackers, and tells the coordinator that this process leaves on purpose.
   void EndTraining();
+  void FinishTrackers();
+  // `error`, or, if it only says that a connection to another process is gone, which process that
+  // was and how it ended, as far as the coordinator knows. May wait some seconds to learn it.
+  absl::Status NameCulprit(const absl::Status& error);
 
   absl::Status InitTrackers(const std::string& project, const TrackerValues& config,
                             const std::vector<std::string>& kinds,
@@ -307,11 +348,19 @@ class Core {
   class Observer;
 
   double WindowFactor();
+  void SynchronizeRngTypes();
   void BeginWindow();
   std::string CheckpointRoot() const;
+  // Parts of LoadState.
+  struct Loaded;
+  void CheckPrepared(const StateReader& reader) const;
+  Loaded Read(const StateReader& reader) const;
+  void Apply(const StateReader& reader, const Loaded& loaded);
+  // (collective) Throws on every process if one of them has failed, naming it.
+  void ThrowIfAnyFailed(const absl::Status& mine);
 
   // Constant after construction.
-  AcceleratorOptions options_;
+  const AcceleratorOptions options_;
   JoinedProcess process_;
   at::Device device_;
   MixedPrecision precision_;
@@ -325,10 +374,13 @@ class Core {
   std::vector<std::shared_ptr<SchedulerSlot>> schedulers_;
   std::vector<std::shared_ptr<LoaderStateHandle>> loaders_;
   struct Registered {
-    std::function<PlainState()> save;
-    std::function<void(const PlainState&)> load;
+    std::function<StateDict()> save;
+    std::function<void(const StateDict&)> load;
   };
   std::vector<Registered> registered_;
+  std::map<int64_t, SaveStateHook> save_hooks_;  // by number, which is their order
+  std::map<int64_t, LoadStateHook> load_hooks_;
+  int64_t next_hook_ = 0;
   std::vector<std::shared_ptr<OptimizerSlot>> call_optimizers_;
   std::vector<std::shared_ptr<SchedulerSlot>> call_schedulers_;
   int prepare_depth_ = 0;
@@ -336,6 +388,7 @@ class Core {
   // The training step.
   Accumulation accumulation_;
   int no_sync_depth_ = 0;
+  int local_depth_ = 0;
   bool in_micro_step_ = false;
   std::unique_ptr<UnevenInputs> join_;  // while a JoinScope lives
   double join_factor_ = 1;
@@ -359,6 +412,7 @@ class Core {
   bool epoch_open_ = false;   // inside the body of a loop over epochs()
   bool interrupted_ = false;  // a training loop of this epoch was left before its last batch
   std::string last_checkpoint_;
+  int64_t save_iteration_ = 0;
   bool ended_ = false;
 };
 
@@ -366,7 +420,7 @@ template <class F>
 auto ModelSlot::RunUnderAutocast(F&& forward) {
   if (!core_->autocast_on()) return std::forward<F>(forward)();
   auto out = [&] {
-    AutocastGuard guard = core_->Autocast();
+    AutocastGuard guard = core_->Autocast(core_->options().autocast);
     return std::forward<F>(forward)();
   }();
   return ConvertToFp32(out);

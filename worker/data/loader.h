@@ -85,6 +85,22 @@ class Source {
                                         const LoaderOptions& options) = 0;
 };
 
+// A data set and how its examples become a batch.
+template <class D, class C>
+class DatasetSource : public Source<CollatedBatch<D, C>> {
+ public:
+  DatasetSource(std::shared_ptr<D> dataset, C collate)
+      : dataset_(std::move(dataset)), collate_(std::move(collate)) {}
+
+  std::optional<int64_t> Size() const override {
+    return dataset_internal::SizeOf(std::as_const(*dataset_));
+  }
+
+ protected:
+  const std::shared_ptr<D> dataset_;
+  const C collate_;
+};
+
 // --- Map style ---
 
 template <class T>
@@ -150,24 +166,19 @@ class IndexedFeed : public Feed<T> {
 };
 
 template <class D, class C>
-class IndexedSource : public Source<CollatedBatch<D, C>> {
+class IndexedSource : public DatasetSource<D, C> {
  public:
   using T = CollatedBatch<D, C>;
-  IndexedSource(std::shared_ptr<D> dataset, C collate)
-      : dataset_(std::move(dataset)), collate_(std::move(collate)) {}
-
-  std::optional<int64_t> Size() const override {
-    return dataset_internal::SizeOf(std::as_const(*dataset_));
-  }
+  using DatasetSource<D, C>::DatasetSource;
 
   std::unique_ptr<Feed<T>> Open(std::shared_ptr<const LoaderPass> pass,
                                 const RecipeSettings& settings,
                                 const LoaderOptions& options) override {
-    dataset_internal::SetEpoch(*dataset_, pass->epoch);
+    dataset_internal::SetEpoch(*this->dataset_, pass->epoch);
     std::vector<ReadFunction<T>> readers;
     for (int worker = 0; worker < std::max(settings.workers, 1); ++worker) {
       readers.push_back([dataset = DatasetFor(settings),
-                         collate = collate_](const std::vector<int64_t>& indices) mutable {
+                         collate = this->collate_](const std::vector<int64_t>& indices) mutable {
         return dataset_internal::ReadBatch(*dataset, collate, indices);
       });
     }
@@ -178,18 +189,15 @@ class IndexedSource : public Source<CollatedBatch<D, C>> {
   std::shared_ptr<D> DatasetFor(const RecipeSettings& settings) const {
     if constexpr (!dataset_internal::IsConstReadable<D>) {
       if constexpr (std::is_copy_constructible_v<D>) {
-        if (settings.workers > 0) return std::make_shared<D>(*dataset_);
+        if (settings.workers > 0) return std::make_shared<D>(*this->dataset_);
       } else {
         TORCH_CHECK(settings.workers <= 1,
                     "loader: this data set can be neither copied nor read as const, so only one "
                     "worker can use it: make its get() const, or set workers(1)");
       }
     }
-    return dataset_;
+    return this->dataset_;
   }
-
-  const std::shared_ptr<D> dataset_;
-  const C collate_;
 };
 
 // --- Streams ---
@@ -353,27 +361,20 @@ class StreamFeed : public Feed<CollatedBatch<D, C>> {
 };
 
 template <class D, class C>
-class StreamSource : public Source<CollatedBatch<D, C>> {
+class StreamSource : public DatasetSource<D, C> {
  public:
   using T = CollatedBatch<D, C>;
-  StreamSource(std::shared_ptr<D> dataset, C collate)
-      : dataset_(std::move(dataset)), collate_(std::move(collate)) {}
-
-  std::optional<int64_t> Size() const override {
-    return dataset_internal::SizeOf(std::as_const(*dataset_));
-  }
+  using DatasetSource<D, C>::DatasetSource;
 
   std::unique_ptr<Feed<T>> Open(std::shared_ptr<const LoaderPass> pass,
                                 const RecipeSettings& settings,
                                 const LoaderOptions& options) override {
     auto reader = std::make_shared<RoundReader<D, C>>(
-        dataset_, collate_, pass, std::exchange(first_, false), settings, options);
+        this->dataset_, this->collate_, pass, std::exchange(first_, false), settings, options);
     return std::make_unique<StreamFeed<D, C>>(std::move(pass), std::move(reader), settings);
   }
 
  private:
-  const std::shared_ptr<D> dataset_;
-  const C collate_;
   bool first_ = true;
 };
 

@@ -351,6 +351,7 @@ BatchSamplerShard LoaderCore::Shard() const {
 
 std::shared_ptr<const LoaderPass> LoaderCore::StartPass(int64_t skip) {
   TORCH_CHECK(skip >= 0, "loader: cannot skip ", skip, " batches");
+  if (observer_ != nullptr) observer_->OnStart();
   auto pass = std::make_shared<LoaderPass>();
   pass->iteration = NextIteration();
   pass->rank = rank_;

@@ -79,6 +79,8 @@ struct LoaderState {
 class LoaderObserver {
  public:
   virtual ~LoaderObserver() = default;
+  // A pass is about to begin; on every rank, as that is. May be a collective.
+  virtual void OnStart() {}
   // Pass `iteration` is about to give this batch to the loop.
   virtual void OnBatch(uint64_t iteration, const BatchInfo& info) = 0;
   // Pass `iteration` is over: at its end, or because its iterator was destroyed (break, return,

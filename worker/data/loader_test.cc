@@ -332,6 +332,18 @@ TEST(PreparedLoader, RangeAndChunkStreams_AreRead) {
   EXPECT_THAT(ErrorOf([&] { chunks.size(); }), HasSubstr("size()"));
 }
 
+TEST(PreparedLoader, PinnedMemory_IsAskedForOnTheWayToAGpuOnly) {
+  LoaderOptions options;
+  options.device = at::kCPU;
+  options.non_blocking = true;
+  auto loader = PrepareLoader(batches(Ids{4}, 2).pin_memory(), options, nullptr);
+  std::vector<int64_t> ids;
+  for (auto& batch : loader) {
+    for (const int64_t id : Values(*batch)) ids.push_back(id);
+  }
+  EXPECT_THAT(ids, ElementsAre(0, 1, 2, 3));
+}
+
 TEST(PreparedLoader, EmptyDataSet_HasNoBatches) {
   EXPECT_TRUE(All(Alone(batches(Ids{0}, 4).shuffle(true).workers(2))).empty());
   EXPECT_TRUE(All(Alone(batches(IdStream{0}, 4).workers(2))).empty());

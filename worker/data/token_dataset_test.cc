@@ -52,6 +52,37 @@ TEST(TokenDataset, StrideAndWidth_AreTaken) {
   EXPECT_THAT(Values(words->get_batch({0}).first), ElementsAre(1, 4000000000));
 }
 
+// Whatever is done several tokens at a time must not differ at the ends of a window.
+template <class Token>
+void ExpectWidened(const std::string& name) {
+  std::vector<Token> tokens(200);
+  for (size_t i = 0; i < tokens.size(); ++i) tokens[i] = static_cast<Token>(0 - i * i);
+  const std::string path = WriteTokens(name, tokens);
+  for (int64_t context = 1; context <= 40; ++context) {
+    const auto data = TokenDataset::Open(
+        path,
+        {.context = context, .stride = 3, .bytes_per_token = static_cast<int>(sizeof(Token))});
+    ASSERT_TRUE(data.ok()) << data.status();
+    const int64_t last = static_cast<int64_t>(data->size()) - 1;
+    const auto [inputs, targets] = data->get_batch({last, 1});
+    std::vector<int64_t> expected_inputs, expected_targets;
+    for (const int64_t start : {3 * last, int64_t{3}}) {
+      for (int64_t i = start; i < start + context; ++i) {
+        expected_inputs.push_back(tokens[i]);
+        expected_targets.push_back(tokens[i + 1]);
+      }
+    }
+    EXPECT_EQ(Values(inputs), expected_inputs) << "context " << context;
+    EXPECT_EQ(Values(targets), expected_targets) << "context " << context;
+  }
+}
+
+TEST(TokenDataset, EveryWidthAndContext_IsWidenedExactly) {
+  ExpectWidened<uint8_t>("widen8");
+  ExpectWidened<uint16_t>("widen16");
+  ExpectWidened<uint32_t>("widen32");
+}
+
 TEST(TokenDataset, BadFilesAndOptions_AreNamed) {
   EXPECT_EQ(TokenDataset::Open("/nonexistent/tokens", {}).status().code(),
             absl::StatusCode::kNotFound);

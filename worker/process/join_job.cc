@@ -107,9 +107,11 @@ absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
                                       const JoinJobOptions& options) {
   JoinedProcess joined;
   joined.environment = environment;
-  joined.progress = std::make_shared<ProgressBoard>();
   Environment& env = joined.environment;
-  for (const std::string& warning : env.warnings) MUSTER_LOG(Warning) << warning;
+  // Every process sees the same warnings; one of them is enough.
+  if (env.rank.value == 0) {
+    for (const std::string& warning : env.warnings) MUSTER_LOG(Warning) << warning;
+  }
   MUSTER_ASSIGN_OR_RETURN(joined.device, ChooseDevice(env));
   if (!env.coordinator.value.empty()) {
     MUSTER_RETURN_IF_ERROR(MeetAtCoordinator(options, &joined));

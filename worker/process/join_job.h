@@ -35,7 +35,7 @@ struct JoinedProcess {
   std::shared_ptr<CoordinatorClient> coordinator;  // null without one
   c10::intrusive_ptr<c10d::Store> store;           // null for a process alone without a coordinator
   // Written by whoever knows how far this process is; told with its heartbeats.
-  std::shared_ptr<ProgressBoard> progress;
+  std::shared_ptr<ProgressBoard> progress = std::make_shared<ProgressBoard>();
   // LocalComm for a process alone, else over Gloo, with NCCL beside it if `device` is a GPU. In debug mode checked.
   std::unique_ptr<Comm> comm;
 };

@@ -1,11 +1,29 @@
 #ifndef MUSTER_WORKER_TRACK_PROFILE_H_
 #define MUSTER_WORKER_TRACK_PROFILE_H_
 
+#include <cstdint>
+#include <functional>
 #include <string>
 
 #include "absl/status/statusor.h"
 
 namespace muster {
+
+// Which steps are recorded, by torch.profiler's rule: after the first `skip_first` steps, rounds of
+// `wait` steps without the profiler, `warmup` steps whose records are thrown away, and `active`
+// steps that are kept. After `repeat` rounds no more; 0: round after round.
+struct ProfileSchedule {
+  int64_t wait = 0;
+  int64_t warmup = 0;
+  int64_t active = 0;  // 0: no schedule, the whole scope is recorded
+  int64_t repeat = 0;
+  int64_t skip_first = 0;
+};
+
+enum class ProfileAction { kNone, kWarmup, kRecord, kRecordAndSave };
+
+// What the profiler does in step `step`, counted from 0, of a schedule with active > 0.
+ProfileAction ProfileActionAt(const ProfileSchedule& schedule, int64_t step);
 
 struct ProfileOptions {
   // Where profile_{rank}.json goes; made if need be.
@@ -16,17 +34,23 @@ struct ProfileOptions {
   bool record_shapes = false;
   bool profile_memory = false;
   bool with_flops = false;
+  ProfileSchedule schedule = {};
+  // Called with the path of each trace that was written.
+  std::function<void(const std::string& path)> on_trace_ready = nullptr;
 };
 
 // Records what LibTorch does in a scope (also in its backward threads) and writes a Chrome trace,
-// to be opened in chrome://tracing or Perfetto: OUTPUT_DIR/profile_{rank}.json. One at a time in a
-// process; use it and end it on one thread.
+// to be opened in chrome://tracing or Perfetto: OUTPUT_DIR/profile_{rank}.json. With a schedule,
+// step() tells where a training step ends, and the traces of further rounds are
+// profile_{rank}_1.json, profile_{rank}_2.json, ... One at a time in a process; use it and end it
+// on one thread.
 //
 //   muster::Profile profile({.output_dir = "traces", .rank = accelerator.process_index()});
 //   ... some steps ...
 //   absl::StatusOr<std::string> path = profile.Stop();
 //
-// Throws c10::Error if another profiler is running.
+// Throws c10::Error if another profiler is running, and for a schedule with negative numbers or
+// with steps but none active.
 class Profile {
  public:
   explicit Profile(ProfileOptions options);
@@ -36,12 +60,28 @@ class Profile {
   Profile(const Profile&) = delete;
   Profile& operator=(const Profile&) = delete;
 
-  // Ends the recording and writes the file whole. Returns its path, again at every further call.
+  // A training step is over. Does nothing without a schedule. A trace that cannot be written is
+  // told by Stop().
+  void step();
+
+  // Ends the recording and writes the file whole. Returns the path of the last trace, again at
+  // every further call. FAILED_PRECONDITION if the schedule came to no recorded step.
   absl::StatusOr<std::string> Stop();
 
  private:
+  enum class Stage { kIdle, kPrepared, kRecording };
+
+  bool scheduled() const { return options_.schedule.active > 0; }
+  void Enter(ProfileAction action);
+  // Ends the recording, if there is one, and writes what it holds.
+  void Finish();
+
   const ProfileOptions options_;
   bool running_ = true;
+  Stage stage_ = Stage::kIdle;
+  ProfileAction action_ = ProfileAction::kRecord;
+  int64_t step_ = 0;
+  int64_t traces_ = 0;
   absl::StatusOr<std::string> result_;
 };
 

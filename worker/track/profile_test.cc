@@ -44,6 +44,64 @@ TEST(Profile, SecondOneInside_IsRefused) {
   EXPECT_TRUE(RemoveTree(folder).ok());
 }
 
+TEST(ProfileActionAt, Steps_FollowTorchsSchedule) {
+  const auto letters = [](const ProfileSchedule& schedule, int64_t steps) {
+    std::string text;
+    for (int64_t i = 0; i < steps; ++i) {
+      text += "-wRS"[static_cast<int>(ProfileActionAt(schedule, i))];
+    }
+    return text;
+  };
+  EXPECT_EQ(letters({.wait = 1, .warmup = 1, .active = 2, .repeat = 2, .skip_first = 2}, 12),
+            "---wRS-wRS--");
+  EXPECT_EQ(letters({.active = 1}, 3), "SSS");
+  EXPECT_EQ(letters({.warmup = 1, .active = 3}, 6), "wRRSwR");
+}
+
+TEST(Profile, Schedule_WritesATracePerRoundOfItsActiveSteps) {
+  const std::string folder = Scratch();
+  std::vector<std::string> ready;
+  Profile profile({.output_dir = folder,
+                   .schedule = {.wait = 1, .warmup = 1, .active = 1, .repeat = 2},
+                   .on_trace_ready = [&](const std::string& path) { ready.push_back(path); }});
+  for (int64_t i = 0; i < 8; ++i) {
+    // The size tells the steps apart in the traces.
+    at::ones({i + 1, i + 1}).mm(at::ones({i + 1, i + 1}));
+    profile.step();
+  }
+  const auto last = profile.Stop();
+  ASSERT_TRUE(last.ok()) << last.status();
+  EXPECT_THAT(ready, testing::ElementsAre(JoinPath(folder, "profile_0.json"),
+                                          JoinPath(folder, "profile_0_1.json")));
+  EXPECT_EQ(*last, ready[1]);
+  for (const std::string& path : ready) {
+    const auto trace = ParseJson(*ReadFile(path), path, {.max_bytes = size_t{256} << 20});
+    ASSERT_TRUE(trace.ok()) << trace.status();
+    int64_t products = 0;
+    for (const auto& event : trace->at("traceEvents")) {
+      products += event.value("name", "") == "aten::mm" ? 1 : 0;
+    }
+    EXPECT_EQ(products, 1) << path;
+  }
+  EXPECT_TRUE(RemoveTree(folder).ok());
+}
+
+TEST(Profile, ScheduleThatRecordsNothing_SaysSo) {
+  const std::string folder = Scratch();
+  {
+    Profile waiting({.output_dir = folder, .schedule = {.wait = 5, .active = 1}});
+    waiting.step();
+    EXPECT_EQ(waiting.Stop().status().code(), absl::StatusCode::kFailedPrecondition);
+  }
+  {
+    Profile warming({.output_dir = folder, .schedule = {.warmup = 5, .active = 1}});
+    EXPECT_EQ(warming.Stop().status().code(), absl::StatusCode::kFailedPrecondition);
+  }
+  EXPECT_FALSE(PathExists(folder));
+  EXPECT_THROW(Profile({.schedule = {.wait = 1}}), c10::Error);
+  EXPECT_THROW(Profile({.schedule = {.active = -1}}), c10::Error);
+}
+
 TEST(Profile, FolderThatCannotBeMade_IsAnError) {
   Profile profile({.output_dir = "/proc/nowhere"});
   EXPECT_FALSE(profile.Stop().ok());

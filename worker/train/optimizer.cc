@@ -1,6 +1,8 @@
 #include "worker/train/optimizer.h"
 
+#include <algorithm>
 #include <map>
+#include <type_traits>
 #include <utility>
 
 #include "ATen/core/grad_mode.h"
@@ -18,53 +20,110 @@
 namespace muster {
 namespace {
 
-void CheckLr(double lr) { TORCH_CHECK(lr >= 0, "lr must not be negative, got ", lr); }
+using Slot = FusedOptimizer::Slot;
+using Lists = FusedOptimizer::Lists;
+using Scalar = std::optional<at::Tensor>;
 
-void CheckWeightDecay(double weight_decay) {
-  TORCH_CHECK(weight_decay >= 0, "weight_decay must not be negative, got ", weight_decay);
+// Adam's and AdamW's options are the same but for their defaults.
+template <typename Options>
+concept AdamLike = std::is_same_v<Options, AdamWOptions> || std::is_same_v<Options, AdamOptions>;
+
+// Calls visit(name, field) for every option, as it is named in a saved state.
+template <typename Options, typename Visit>
+void ForOptions(Options& o, const Visit& visit) {
+  using O = std::remove_const_t<Options>;
+  visit("lr", o.lr);
+  visit("weight_decay", o.weight_decay);
+  visit("maximize", o.maximize);
+  if constexpr (AdamLike<O>) {
+    visit("betas", o.betas);
+    visit("eps", o.eps);
+    visit("amsgrad", o.amsgrad);
+  } else if constexpr (std::is_same_v<O, SGDOptions>) {
+    visit("momentum", o.momentum);
+    visit("dampening", o.dampening);
+    visit("nesterov", o.nesterov);
+  } else {
+    visit("lr_decay", o.lr_decay);
+    visit("initial_accumulator_value", o.initial_accumulator_value);
+    visit("eps", o.eps);
+  }
 }
 
-void CheckAdam(const AdamWOptions& o) {
-  CheckLr(o.lr);
-  CheckWeightDecay(o.weight_decay);
+void Check(const AdamLike auto& o) {
   TORCH_CHECK(o.eps >= 0, "eps must not be negative, got ", o.eps);
   for (const double beta : o.betas) {
     TORCH_CHECK(beta >= 0 && beta < 1, "betas must be in [0, 1), got ", beta);
   }
 }
-
-template <typename Options>
-std::vector<std::vector<at::Tensor>> Params(const std::vector<ParamGroup<Options>>& groups) {
-  TORCH_CHECK(!groups.empty(), "an optimizer needs at least one parameter group");
-  std::vector<std::vector<at::Tensor>> params;
-  for (const auto& group : groups) params.push_back(group.params);
-  return params;
+void Check(const SGDOptions& o) {
+  TORCH_CHECK(o.momentum >= 0, "momentum must not be negative, got ", o.momentum);
+  TORCH_CHECK(!o.nesterov || (o.momentum > 0 && o.dampening == 0),
+              "nesterov needs a momentum above 0 and no dampening");
+}
+void Check(const AdagradOptions& o) {
+  TORCH_CHECK(o.lr_decay >= 0, "lr_decay must not be negative, got ", o.lr_decay);
 }
 
 template <typename Options>
-std::vector<Options> OptionsOf(const std::vector<ParamGroup<Options>>& groups) {
-  std::vector<Options> options;
-  for (const auto& group : groups) options.push_back(group.options);
-  return options;
+void CheckOptions(const Options& o) {
+  TORCH_CHECK(o.lr >= 0, "lr must not be negative, got ", o.lr);
+  TORCH_CHECK(o.weight_decay >= 0, "weight_decay must not be negative, got ", o.weight_decay);
+  Check(o);
 }
 
-AdamWOptions Widen(const AdamOptions& o) {
-  return {.lr = o.lr,
-          .betas = o.betas,
-          .eps = o.eps,
-          .weight_decay = o.weight_decay,
-          .amsgrad = o.amsgrad,
-          .maximize = o.maximize};
+// State of one kind does not serve an optimizer of another.
+void CheckSameState(const AdamLike auto& saved, const AdamLike auto& here, int64_t group) {
+  TORCH_CHECK(saved.amsgrad == here.amsgrad, "parameter group ", group, " was saved with amsgrad ",
+              saved.amsgrad ? "on" : "off", " and this optimizer has it ",
+              here.amsgrad ? "on" : "off");
+}
+void CheckSameState(const SGDOptions& saved, const SGDOptions& here, int64_t group) {
+  TORCH_CHECK((saved.momentum != 0) == (here.momentum != 0), "parameter group ", group,
+              " was saved with momentum ", saved.momentum, " and this optimizer has ",
+              here.momentum);
+}
+void CheckSameState(const AdagradOptions&, const AdagradOptions&, int64_t) {}
+
+std::vector<Slot> SlotsOf(const AdamLike auto& o) {
+  std::vector<Slot> slots = {{"exp_avg", 0}, {"exp_avg_sq", 0}};
+  if (o.amsgrad) slots.push_back({"max_exp_avg_sq", 0});
+  return slots;
+}
+std::vector<Slot> SlotsOf(const SGDOptions& o) {
+  if (o.momentum == 0) return {};
+  return {{"momentum_buffer", 0}};
+}
+std::vector<Slot> SlotsOf(const AdagradOptions& o) {
+  return {{"sum", o.initial_accumulator_value}};
 }
 
-std::vector<ParamGroup<AdamWOptions>> Widen(const std::vector<ParamGroup<AdamOptions>>& groups) {
-  std::vector<ParamGroup<AdamWOptions>> wide;
-  for (const auto& group : groups) wide.push_back({group.params, Widen(group.options)});
-  return wide;
+void CallKernel(const AdamLike auto& o, const Lists& lists, const Scalar& grad_scale,
+                const Scalar& found_inf) {
+  const auto call = [&](auto kernel) {
+    kernel(lists.params, lists.grads, lists.slots[0], lists.slots[1], lists.slots[2], lists.steps,
+           o.lr, o.betas[0], o.betas[1], o.weight_decay, o.eps, o.amsgrad, o.maximize, grad_scale,
+           found_inf);
+  };
+  // The kernels are overloaded.
+  if constexpr (std::is_same_v<decltype(o), const AdamWOptions&>) {
+    call([](auto&&... arguments) { at::_fused_adamw_(arguments...); });
+  } else {
+    call([](auto&&... arguments) { at::_fused_adam_(arguments...); });
+  }
 }
-
-double One(const PlainState& groups, int64_t group, const char* name) {
-  return GroupRow(groups, group, name, 1)[0];
+void CallKernel(const SGDOptions& o, const Lists& lists, const Scalar& grad_scale,
+                const Scalar& found_inf) {
+  // From a buffer of zeros the first step is the right one, except that dampening must not act in
+  // it.
+  const bool is_first_step = lists.fresh && o.momentum != 0 && o.dampening != 0;
+  at::_fused_sgd_(lists.params, lists.grads, lists.slots[0], o.weight_decay, o.momentum, o.lr,
+                  o.dampening, o.nesterov, o.maximize, is_first_step, grad_scale, found_inf);
+}
+void CallKernel(const AdagradOptions& o, const Lists& lists, const Scalar& grad_scale,
+                const Scalar& found_inf) {
+  at::_fused_adagrad_(lists.params, lists.grads, lists.slots[0], lists.steps, o.lr, o.lr_decay,
+                      o.weight_decay, o.eps, o.maximize, grad_scale, found_inf);
 }
 
 }  // namespace
@@ -286,172 +345,107 @@ void FusedOptimizer::LoadState(const OptimizerState& state) {
   state_ = std::move(loaded);
 }
 
-FusedAdamFamily::FusedAdamFamily(std::vector<ParamGroup<AdamWOptions>> groups, bool decoupled)
-    : decoupled_(decoupled), options_(OptionsOf(groups)) {
-  for (const AdamWOptions& options : options_) CheckAdam(options);
-  SetGroups(Params(groups));
+template <typename Options>
+Fused<Options>::Fused(std::vector<at::Tensor> params, const Options& options)
+    : Fused(std::vector<ParamGroup<Options>>{{std::move(params), options}}) {}
+
+template <typename Options>
+Fused<Options>::Fused(const std::vector<ParamGroup<Options>>& groups) {
+  TORCH_CHECK(!groups.empty(), "an optimizer needs at least one parameter group");
+  std::vector<std::vector<at::Tensor>> params;
+  for (const auto& group : groups) {
+    CheckOptions(group.options);
+    params.push_back(group.params);
+    options_.push_back(group.options);
+  }
+  SetGroups(std::move(params));
 }
 
-std::vector<FusedOptimizer::Slot> FusedAdamFamily::slots(int64_t group) const {
-  std::vector<Slot> slots = {{"exp_avg", 0}, {"exp_avg_sq", 0}};
-  if (options_[group].amsgrad) slots.push_back({"max_exp_avg_sq", 0});
-  return slots;
-}
-
-void FusedAdamFamily::Update(int64_t group, const Lists& lists,
-                             const std::optional<at::Tensor>& grad_scale,
-                             const std::optional<at::Tensor>& found_inf) const {
-  const AdamWOptions& o = options_[group];
-  if (decoupled_) {
-    at::_fused_adamw_(lists.params, lists.grads, lists.slots[0], lists.slots[1], lists.slots[2],
-                      lists.steps, o.lr, o.betas[0], o.betas[1], o.weight_decay, o.eps, o.amsgrad,
-                      o.maximize, grad_scale, found_inf);
+template <typename Options>
+std::optional<double> Fused<Options>::momentum(int64_t group) const {
+  if constexpr (AdamLike<Options>) {
+    return options_[group].betas[0];
+  } else if constexpr (std::is_same_v<Options, SGDOptions>) {
+    return options_[group].momentum;
   } else {
-    at::_fused_adam_(lists.params, lists.grads, lists.slots[0], lists.slots[1], lists.slots[2],
-                     lists.steps, o.lr, o.betas[0], o.betas[1], o.weight_decay, o.eps, o.amsgrad,
-                     o.maximize, grad_scale, found_inf);
+    return FusedOptimizer::momentum(group);
   }
 }
 
-PlainState FusedAdamFamily::SaveGroup(int64_t group) const {
-  const AdamWOptions& o = options_[group];
-  return {{"lr", {o.lr}},
-          {"betas", {o.betas[0], o.betas[1]}},
-          {"eps", {o.eps}},
-          {"weight_decay", {o.weight_decay}},
-          {"amsgrad", {o.amsgrad ? 1.0 : 0.0}},
-          {"maximize", {o.maximize ? 1.0 : 0.0}}};
-}
-
-void FusedAdamFamily::LoadGroup(const PlainState& groups, int64_t group, bool commit) {
-  const std::vector<double>& betas = GroupRow(groups, group, "betas", 2);
-  const AdamWOptions o{.lr = One(groups, group, "lr"),
-                       .betas = {betas[0], betas[1]},
-                       .eps = One(groups, group, "eps"),
-                       .weight_decay = One(groups, group, "weight_decay"),
-                       .amsgrad = One(groups, group, "amsgrad") != 0,
-                       .maximize = One(groups, group, "maximize") != 0};
-  CheckAdam(o);
-  TORCH_CHECK(o.amsgrad == options_[group].amsgrad, "parameter group ", group,
-              " was saved with amsgrad ", o.amsgrad ? "on" : "off", " and this optimizer has it ",
-              o.amsgrad ? "off" : "on");
-  if (commit) options_[group] = o;
-}
-
-FusedAdamW::FusedAdamW(std::vector<at::Tensor> params, const AdamWOptions& options)
-    : FusedAdamW(std::vector<ParamGroup<AdamWOptions>>{{std::move(params), options}}) {}
-FusedAdamW::FusedAdamW(std::vector<ParamGroup<AdamWOptions>> groups)
-    : FusedAdamFamily(std::move(groups), /*decoupled=*/true) {}
-
-FusedAdam::FusedAdam(std::vector<at::Tensor> params, const AdamOptions& options)
-    : FusedAdam(std::vector<ParamGroup<AdamOptions>>{{std::move(params), options}}) {}
-FusedAdam::FusedAdam(const std::vector<ParamGroup<AdamOptions>>& groups)
-    : FusedAdamFamily(Widen(groups), /*decoupled=*/false) {}
-
-FusedSGD::FusedSGD(std::vector<at::Tensor> params, const SGDOptions& options)
-    : FusedSGD(std::vector<ParamGroup<SGDOptions>>{{std::move(params), options}}) {}
-
-FusedSGD::FusedSGD(std::vector<ParamGroup<SGDOptions>> groups) : options_(OptionsOf(groups)) {
-  for (const SGDOptions& o : options_) {
-    CheckLr(o.lr);
-    CheckWeightDecay(o.weight_decay);
-    TORCH_CHECK(o.momentum >= 0, "momentum must not be negative, got ", o.momentum);
-    TORCH_CHECK(!o.nesterov || (o.momentum > 0 && o.dampening == 0),
-                "nesterov needs a momentum above 0 and no dampening");
+template <typename Options>
+void Fused<Options>::set_momentum(int64_t group, double momentum) {
+  if constexpr (AdamLike<Options>) {
+    options_[group].betas[0] = momentum;
+  } else if constexpr (std::is_same_v<Options, SGDOptions>) {
+    options_[group].momentum = momentum;
+  } else {
+    FusedOptimizer::set_momentum(group, momentum);
   }
-  SetGroups(Params(groups));
 }
 
-bool FusedSGD::supports_scaled_step() const {
-  for (const SGDOptions& o : options_) {
-    if (o.momentum != 0 && o.dampening != 0) return false;
+template <typename Options>
+bool Fused<Options>::supports_scaled_step() const {
+  if constexpr (std::is_same_v<Options, SGDOptions>) {
+    // With dampening the first buffer is the gradient itself, which a step skipped on the device
+    // would leave unset.
+    for (const SGDOptions& o : options_) {
+      if (o.momentum != 0 && o.dampening != 0) return false;
+    }
   }
   return true;
 }
 
-std::vector<FusedOptimizer::Slot> FusedSGD::slots(int64_t group) const {
-  if (options_[group].momentum == 0) return {};
-  return {{"momentum_buffer", 0}};
+template <typename Options>
+bool Fused<Options>::counts_steps() const {
+  return !std::is_same_v<Options, SGDOptions>;
 }
 
-void FusedSGD::Update(int64_t group, const Lists& lists,
-                      const std::optional<at::Tensor>& grad_scale,
-                      const std::optional<at::Tensor>& found_inf) const {
-  const SGDOptions& o = options_[group];
-  // From a buffer of zeros the first step is the right one, except that dampening must not act in
-  // it.
-  const bool is_first_step = lists.fresh && o.momentum != 0 && o.dampening != 0;
-  at::_fused_sgd_(lists.params, lists.grads, lists.slots[0], o.weight_decay, o.momentum, o.lr,
-                  o.dampening, o.nesterov, o.maximize, is_first_step, grad_scale, found_inf);
+template <typename Options>
+std::vector<Slot> Fused<Options>::slots(int64_t group) const {
+  return SlotsOf(options_[group]);
 }
 
-PlainState FusedSGD::SaveGroup(int64_t group) const {
-  const SGDOptions& o = options_[group];
-  return {{"lr", {o.lr}},
-          {"momentum", {o.momentum}},
-          {"dampening", {o.dampening}},
-          {"weight_decay", {o.weight_decay}},
-          {"nesterov", {o.nesterov ? 1.0 : 0.0}},
-          {"maximize", {o.maximize ? 1.0 : 0.0}}};
+template <typename Options>
+void Fused<Options>::Update(int64_t group, const Lists& lists, const Scalar& grad_scale,
+                            const Scalar& found_inf) const {
+  CallKernel(options_[group], lists, grad_scale, found_inf);
 }
 
-void FusedSGD::LoadGroup(const PlainState& groups, int64_t group, bool commit) {
-  const SGDOptions o{.lr = One(groups, group, "lr"),
-                     .momentum = One(groups, group, "momentum"),
-                     .dampening = One(groups, group, "dampening"),
-                     .weight_decay = One(groups, group, "weight_decay"),
-                     .nesterov = One(groups, group, "nesterov") != 0,
-                     .maximize = One(groups, group, "maximize") != 0};
-  TORCH_CHECK((o.momentum != 0) == (options_[group].momentum != 0), "parameter group ", group,
-              " was saved with momentum ", o.momentum, " and this optimizer has ",
-              options_[group].momentum);
-  if (commit) options_[group] = o;
+template <typename Options>
+PlainState Fused<Options>::SaveGroup(int64_t group) const {
+  PlainState rows;
+  ForOptions(options_[group], [&](const char* name, const auto& field) {
+    if constexpr (std::is_arithmetic_v<std::remove_cvref_t<decltype(field)>>) {
+      rows[name] = {static_cast<double>(field)};
+    } else {
+      rows[name].assign(field.begin(), field.end());
+    }
+  });
+  return rows;
 }
 
-FusedAdagrad::FusedAdagrad(std::vector<at::Tensor> params, const AdagradOptions& options)
-    : FusedAdagrad(std::vector<ParamGroup<AdagradOptions>>{{std::move(params), options}}) {}
-
-FusedAdagrad::FusedAdagrad(std::vector<ParamGroup<AdagradOptions>> groups)
-    : options_(OptionsOf(groups)) {
-  for (const AdagradOptions& o : options_) {
-    CheckLr(o.lr);
-    CheckWeightDecay(o.weight_decay);
-    TORCH_CHECK(o.lr_decay >= 0, "lr_decay must not be negative, got ", o.lr_decay);
-  }
-  SetGroups(Params(groups));
+template <typename Options>
+void Fused<Options>::LoadGroup(const PlainState& groups, int64_t group, bool commit) {
+  Options saved;
+  ForOptions(saved, [&](const char* name, auto& field) {
+    using Field = std::remove_cvref_t<decltype(field)>;
+    if constexpr (std::is_same_v<Field, bool>) {
+      field = GroupRow(groups, group, name, 1)[0] != 0;
+    } else if constexpr (std::is_arithmetic_v<Field>) {
+      field = GroupRow(groups, group, name, 1)[0];
+    } else {
+      const std::vector<double>& row = GroupRow(groups, group, name, field.size());
+      std::copy(row.begin(), row.end(), field.begin());
+    }
+  });
+  CheckOptions(saved);
+  CheckSameState(saved, options_[group], group);
+  if (commit) options_[group] = saved;
 }
 
-std::vector<FusedOptimizer::Slot> FusedAdagrad::slots(int64_t group) const {
-  return {{"sum", options_[group].initial_accumulator_value}};
-}
-
-void FusedAdagrad::Update(int64_t group, const Lists& lists,
-                          const std::optional<at::Tensor>& grad_scale,
-                          const std::optional<at::Tensor>& found_inf) const {
-  const AdagradOptions& o = options_[group];
-  at::_fused_adagrad_(lists.params, lists.grads, lists.slots[0], lists.steps, o.lr, o.lr_decay,
-                      o.weight_decay, o.eps, o.maximize, grad_scale, found_inf);
-}
-
-PlainState FusedAdagrad::SaveGroup(int64_t group) const {
-  const AdagradOptions& o = options_[group];
-  return {{"lr", {o.lr}},
-          {"lr_decay", {o.lr_decay}},
-          {"weight_decay", {o.weight_decay}},
-          {"initial_accumulator_value", {o.initial_accumulator_value}},
-          {"eps", {o.eps}},
-          {"maximize", {o.maximize ? 1.0 : 0.0}}};
-}
-
-void FusedAdagrad::LoadGroup(const PlainState& groups, int64_t group, bool commit) {
-  const AdagradOptions o{
-      .lr = One(groups, group, "lr"),
-      .lr_decay = One(groups, group, "lr_decay"),
-      .weight_decay = One(groups, group, "weight_decay"),
-      .initial_accumulator_value = One(groups, group, "initial_accumulator_value"),
-      .eps = One(groups, group, "eps"),
-      .maximize = One(groups, group, "maximize") != 0};
-  if (commit) options_[group] = o;
-}
+template class Fused<AdamWOptions>;
+template class Fused<AdamOptions>;
+template class Fused<SGDOptions>;
+template class Fused<AdagradOptions>;
 
 }  // namespace muster

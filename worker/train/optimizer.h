@@ -71,25 +71,26 @@ class FusedOptimizer : public OptimizerHandle {
   OptimizerState SaveState() const override;
   void LoadState(const OptimizerState& state) override;
 
- protected:
   static constexpr int kMaxSlots = 3;
+  // A tensor of state that each parameter has.
+  struct Slot {
+    const char* name;
+    double initial;
+  };
+  // What one kernel call takes: parameters of one group that are alike.
+  struct Lists {
+    bool fresh = false;  // this is the first step of all of them
+    at::TensorList params, grads, steps;
+    std::array<at::TensorList, kMaxSlots> slots;
+  };
 
+ protected:
   // Parameters of one group, device, dtype, age and size class, with their gradients and state.
   struct Chunk {
     bool fresh = false;  // this is the first step of all of them
     bool small = false;
     std::vector<at::Tensor> params, grads, steps;
     std::array<std::vector<at::Tensor>, kMaxSlots> slots;
-  };
-  struct Slot {
-    const char* name;
-    double initial;
-  };
-  // A range of a chunk: what one kernel call takes.
-  struct Lists {
-    bool fresh = false;
-    at::TensorList params, grads, steps;
-    std::array<at::TensorList, kMaxSlots> slots;
   };
 
   // Called by the constructor of a subclass.
@@ -120,56 +121,22 @@ class FusedOptimizer : public OptimizerHandle {
   void Run(const at::Tensor& grad_scale, const at::Tensor& found_inf);
 };
 
-// Adam and AdamW: decoupled weight decay or not, and nothing else.
-class FusedAdamFamily : public FusedOptimizer {
+// The fused optimizer with these options per group: FusedAdamW, FusedAdam, FusedSGD, FusedAdagrad.
+template <typename Options>
+class Fused : public FusedOptimizer {
  public:
+  explicit Fused(std::vector<at::Tensor> params, const Options& options = {});
+  explicit Fused(const std::vector<ParamGroup<Options>>& groups);
+
   double lr(int64_t group) const override { return options_[group].lr; }
   void set_lr(int64_t group, double lr) override { options_[group].lr = lr; }
-  std::optional<double> momentum(int64_t group) const override { return options_[group].betas[0]; }
-  void set_momentum(int64_t group, double beta) override { options_[group].betas[0] = beta; }
-
- protected:
-  FusedAdamFamily(std::vector<ParamGroup<AdamWOptions>> groups, bool decoupled);
-
-  bool counts_steps() const override { return true; }
-  std::vector<Slot> slots(int64_t group) const override;
-  void Update(int64_t group, const Lists& lists, const std::optional<at::Tensor>& grad_scale,
-              const std::optional<at::Tensor>& found_inf) const override;
-  PlainState SaveGroup(int64_t group) const override;
-  void LoadGroup(const PlainState& groups, int64_t group, bool commit) override;
-
- private:
-  const bool decoupled_;
-  std::vector<AdamWOptions> options_;
-};
-
-class FusedAdamW : public FusedAdamFamily {
- public:
-  explicit FusedAdamW(std::vector<at::Tensor> params, const AdamWOptions& options = {});
-  explicit FusedAdamW(std::vector<ParamGroup<AdamWOptions>> groups);
-};
-
-class FusedAdam : public FusedAdamFamily {
- public:
-  explicit FusedAdam(std::vector<at::Tensor> params, const AdamOptions& options = {});
-  explicit FusedAdam(const std::vector<ParamGroup<AdamOptions>>& groups);
-};
-
-class FusedSGD : public FusedOptimizer {
- public:
-  explicit FusedSGD(std::vector<at::Tensor> params, const SGDOptions& options = {});
-  explicit FusedSGD(std::vector<ParamGroup<SGDOptions>> groups);
-
-  // With dampening the first buffer is the gradient itself, which a step skipped on the device
-  // would leave unset.
+  // Adam's is its first beta; Adagrad has none.
+  std::optional<double> momentum(int64_t group) const override;
+  void set_momentum(int64_t group, double momentum) override;
   bool supports_scaled_step() const override;
-  double lr(int64_t group) const override { return options_[group].lr; }
-  void set_lr(int64_t group, double lr) override { options_[group].lr = lr; }
-  std::optional<double> momentum(int64_t group) const override { return options_[group].momentum; }
-  void set_momentum(int64_t group, double m) override { options_[group].momentum = m; }
 
  protected:
-  bool counts_steps() const override { return false; }
+  bool counts_steps() const override;
   std::vector<Slot> slots(int64_t group) const override;
   void Update(int64_t group, const Lists& lists, const std::optional<at::Tensor>& grad_scale,
               const std::optional<at::Tensor>& found_inf) const override;
@@ -177,28 +144,18 @@ class FusedSGD : public FusedOptimizer {
   void LoadGroup(const PlainState& groups, int64_t group, bool commit) override;
 
  private:
-  std::vector<SGDOptions> options_;
+  std::vector<Options> options_;
 };
 
-class FusedAdagrad : public FusedOptimizer {
- public:
-  explicit FusedAdagrad(std::vector<at::Tensor> params, const AdagradOptions& options = {});
-  explicit FusedAdagrad(std::vector<ParamGroup<AdagradOptions>> groups);
+extern template class Fused<AdamWOptions>;
+extern template class Fused<AdamOptions>;
+extern template class Fused<SGDOptions>;
+extern template class Fused<AdagradOptions>;
 
-  double lr(int64_t group) const override { return options_[group].lr; }
-  void set_lr(int64_t group, double lr) override { options_[group].lr = lr; }
-
- protected:
-  bool counts_steps() const override { return true; }
-  std::vector<Slot> slots(int64_t group) const override;
-  void Update(int64_t group, const Lists& lists, const std::optional<at::Tensor>& grad_scale,
-              const std::optional<at::Tensor>& found_inf) const override;
-  PlainState SaveGroup(int64_t group) const override;
-  void LoadGroup(const PlainState& groups, int64_t group, bool commit) override;
-
- private:
-  std::vector<AdagradOptions> options_;
-};
+using FusedAdamW = Fused<AdamWOptions>;
+using FusedAdam = Fused<AdamOptions>;
+using FusedSGD = Fused<SGDOptions>;
+using FusedAdagrad = Fused<AdagradOptions>;
 
 }  // namespace muster
 

@@ -1,0 +1,456 @@
+// The Accelerator on several ranks: threads of this process over Gloo.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "muster/accelerator.h"
+#include "muster/checkpoint.h"
+#include "muster/utils.h"
+#include "torch/nn/modules/linear.h"
+#include "worker/process/borrowed_comm.h"
+#include "worker/process/gloo_ranks.h"
+
+namespace muster {
+namespace {
+
+using testing::AllOf;
+using testing::Each;
+using testing::ElementsAre;
+using testing::HasSubstr;
+using testing::IsEmpty;
+
+std::shared_ptr<internal::Core> CoreOn(Comm& comm, const AcceleratorOptions& options) {
+  JoinedProcess process;
+  process.environment.rank.value = process.environment.local_rank.value = comm.rank();
+  process.environment.world_size.value = process.environment.local_world_size.value = comm.size();
+  process.environment.mixed_precision.value = options.mixed_precision.value_or("no");
+  process.environment.gradient_accumulation_steps = {
+      static_cast<int>(options.gradient_accumulation_steps.value_or(1)), "argument"};
+  process.environment.project_dir.value = options.project.directory;
+  process.comm = std::make_unique<BorrowedComm>(comm);
+  return std::make_shared<internal::Core>(options, std::move(process));
+}
+
+void RunAccelerators(int n, const AcceleratorOptions& options,
+                     const std::function<void(Accelerator&)>& function) {
+  RunGlooRanks(n, [&](Comm& comm) {
+    Accelerator accelerator(CoreOn(comm, options));
+    function(accelerator);
+  });
+}
+
+// What each rank threw, or "".
+std::vector<std::string> ErrorsOf(int n, const AcceleratorOptions& options,
+                                  const std::function<void(Accelerator&)>& function) {
+  std::vector<std::string> errors(n);
+  RunAccelerators(n, options, [&](Accelerator& accelerator) {
+    try {
+      function(accelerator);
+    } catch (const c10::Error& error) {
+      errors[accelerator.process_index()] = error.what_without_backtrace();
+    }
+    // The ranks are still in step, whatever happened.
+    accelerator.wait_for_everyone();
+  });
+  return errors;
+}
+
+std::string TestDir(const std::string& name) {
+  return std::string(std::getenv("TEST_TMPDIR")) + "/" + name;
+}
+
+// A single weight 0, whose gradient under Loss() is -x of the batch.
+torch::nn::Linear OneWeight() {
+  torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
+  at::NoGradGuard no_grad;
+  net->weight.zero_();
+  return net;
+}
+
+at::Tensor Loss(const at::Tensor& out) { return -out.mean(); }
+
+// --- What must work ---
+
+TEST(Ranks, D01_MainThrowsInItsBlock_TheOthersAreReleased) {
+  std::vector<int> entered(3, 0);
+  const auto errors = ErrorsOf(3, {}, [&](Accelerator& a) {
+    auto first = a.main_process_first();
+    TORCH_CHECK(!a.is_main_process(), "in the block");
+    entered[a.process_index()] = 1;
+  });
+  EXPECT_THAT(errors, ElementsAre(HasSubstr("in the block"), "", ""));
+  EXPECT_THAT(entered, ElementsAre(0, 1, 1));
+}
+
+TEST(Ranks, GatherForMetrics_TakesListsOfObjectsToo) {
+  RunAccelerators(2, {}, [](Accelerator& a) {
+    auto loader = a.prepare(batches(TensorDataset(at::arange(7)), 2));
+    std::vector<std::string> names;
+    std::vector<int64_t> ids;
+    for (auto& batch : loader) {
+      std::vector<std::string> mine;
+      for (int64_t i = 0; i < batch.value().numel(); ++i) {
+        mine.push_back("s" + std::to_string(batch.value()[i].template item<int64_t>()));
+      }
+      for (const std::string& name : a.gather_for_metrics(mine)) names.push_back(name);
+      const auto [all, counts] = a.gather_for_metrics(batch.value(), a.process_index());
+      ids.insert(ids.end(), all.template data_ptr<int64_t>(),
+                 all.template data_ptr<int64_t>() + all.numel());
+      EXPECT_THAT(counts, ElementsAre(0, 1));
+    }
+    EXPECT_THAT(names, ElementsAre("s0", "s1", "s2", "s3", "s4", "s5", "s6"));
+    EXPECT_THAT(ids, ElementsAre(0, 1, 2, 3, 4, 5, 6));
+  });
+}
+
+TEST(Ranks, LocalSgd_TrainsApartAndAveragesParameters) {
+  RunAccelerators(2, {}, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    std::vector<double> weights;
+    {
+      LocalSGD local(a, model, 2);
+      for (int i = 0; i < 3; ++i) {
+        auto scope = a.accumulate();
+        a.backward(Loss(model(at::full({1, 1}, a.process_index(), at::kFloat))));
+        optimizer.step();
+        optimizer.zero_grad();
+        EXPECT_EQ(local.step(), i == 1);
+        weights.push_back(net->weight.item<double>());
+      }
+    }
+    weights.push_back(net->weight.item<double>());
+    // Apart, averaged after the second step, apart, averaged at the end.
+    if (a.is_main_process()) {
+      EXPECT_THAT(weights, ElementsAre(0, 1, 1, 1.5));
+    } else {
+      EXPECT_THAT(weights, ElementsAre(1, 1, 2, 1.5));
+    }
+  });
+}
+
+TEST(Ranks, ModelForEvaluation_ExchangesNothing) {
+  RunAccelerators(2, {}, [](Accelerator& a) {
+    auto model = a.prepare_model(OneWeight(), /*evaluation_mode=*/true);
+    EXPECT_EQ(model.slot()->ddp(), nullptr);
+    // Only one rank: an exchange would wait for the other.
+    if (a.is_main_process()) {
+      Loss(model(at::ones({1, 1}))).backward();
+      EXPECT_EQ(model->weight.grad().item<double>(), -1);
+    }
+  });
+}
+
+struct Counter {
+  int64_t value = 0;
+  at::Tensor row = at::zeros({2});
+  StateDict state_dict() const {
+    StateDict state;
+    state.SetInt("value", value);
+    state.SetTensor("row", row);
+    return state;
+  }
+  void load_state_dict(const StateDict& state) {
+    value = *state.GetInt("value");
+    row = *state.GetTensor("row");
+  }
+};
+
+// Trains on `ranks` ranks from the newest checkpoint, if any, until optimizer step `until`; returns
+// the samples in the order of the epoch.
+std::vector<int64_t> TrainUntil(int ranks, const std::string& root, int64_t until,
+                                int64_t per_rank) {
+  AcceleratorOptions options;
+  options.project.directory = root;
+  options.data_loader.data_seed = 3;
+  options.gradient_accumulation_steps = 2;
+  std::vector<int64_t> seen;
+  RunAccelerators(ranks, options, [&](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedAdamW adamw(net->parameters());
+    auto [model, optimizer, loader] = a.prepare(
+        net, adamw,
+        batches(TensorDataset(at::arange(32, at::kFloat).unsqueeze(1)), per_rank).shuffle(true));
+    Counter counter;
+    a.register_for_checkpointing(counter);
+    const absl::Status loaded = a.load_state_if_present();
+    EXPECT_TRUE(loaded.ok()) << loaded;
+    EXPECT_EQ(counter.value, a.global_step());
+    for (auto& batch : loader) {
+      auto scope = a.accumulate();
+      // D22: the ranks agree on where windows end, also those that are new.
+      EXPECT_EQ(a.reduce(at::full({}, a.sync_gradients() ? 1 : 0), "sum").item<int64_t>() % ranks,
+                0);
+      const at::Tensor all = a.gather_for_metrics(batch.value()).to(at::kLong);
+      if (a.is_main_process()) {
+        seen.insert(seen.end(), all.data_ptr<int64_t>(), all.data_ptr<int64_t>() + all.numel());
+      }
+      a.backward(Loss(model(batch.value())));
+      optimizer.step();
+      optimizer.zero_grad();
+      counter.value = a.global_step();
+      counter.row.fill_(static_cast<double>(counter.value));
+      if (a.global_step() == until && a.sync_gradients()) break;
+    }
+    EXPECT_EQ(counter.row[0].item<double>(), a.global_step());
+    const absl::Status saved = a.save_state();
+    EXPECT_TRUE(saved.ok()) << saved;
+  });
+  return seen;
+}
+
+TEST(Ranks, D22_ResumedOnMoreRanks_KeepStepsTogetherAndTheOrder) {
+  const std::vector<int64_t> whole = TrainUntil(1, TestDir("whole"), -1, 4);
+  ASSERT_EQ(whole.size(), 32u);
+  std::vector<int64_t> parts = TrainUntil(1, TestDir("grown"), 2, 4);
+  for (const int64_t id : TrainUntil(2, TestDir("grown"), 3, 2)) parts.push_back(id);
+  for (const int64_t id : TrainUntil(3, TestDir("grown"), -1, 1)) parts.push_back(id);
+  EXPECT_EQ(parts, whole);
+}
+
+TEST(Ranks, D20_PlaceInTheData_IsWrittenAndComesBack) {
+  TrainUntil(2, TestDir("place"), 2, 2);
+  const auto reader = StateReader::Open(TestDir("place") + "/checkpoints/checkpoint_0");
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  EXPECT_TRUE(reader->Has(SamplerFileName(0)));
+  EXPECT_EQ(TrainUntil(2, TestDir("place"), -1, 2).size(), 32u - 2 * 2 * 4);
+}
+
+TEST(Ranks, D21_EveryRanksFiles_HaveTheirOwnNames) {
+  TrainUntil(2, TestDir("names"), 2, 2);
+  const auto reader = StateReader::Open(TestDir("names") + "/checkpoints/checkpoint_0");
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  for (const ManifestFile& file : reader->manifest().files) {
+    EXPECT_EQ(file.rank, file.name == RandomStatesFileName(1) ? 1 : 0) << file.name;
+  }
+}
+
+TEST(Ranks, SaveHooks_ChangeWhatIsWrittenAndLoaded) {
+  AcceleratorOptions options;
+  options.project.directory = TestDir("hooks");
+  RunAccelerators(2, options, [](Accelerator& a) {
+    auto [first, second] = a.prepare(OneWeight(), OneWeight());
+    {
+      at::NoGradGuard no_grad;
+      first->weight.fill_(1);
+      second->weight.fill_(2);
+    }
+    auto saving = a.register_save_state_pre_hook(
+        [&](std::vector<NamedTensors>& weights, StateWriter& writer) {
+          weights[1].clear();
+          StateDict mine;
+          mine.SetInt("rank", a.process_index());
+          const absl::Status status =
+              writer.Write("own_" + std::to_string(a.process_index()) + ".json", mine);
+          EXPECT_TRUE(status.ok()) << status;
+        });
+    int64_t loaded_rank = -1;
+    auto loading = a.register_load_state_pre_hook(
+        [&](std::vector<NamedTensors>& weights, const StateReader& reader) {
+          EXPECT_EQ(weights[0].size(), 1u);
+          EXPECT_THAT(weights[1], IsEmpty());
+          loaded_rank =
+              *reader.Read("own_" + std::to_string(a.process_index()) + ".json")->GetInt("rank");
+        });
+    ASSERT_TRUE(a.save_state().ok());
+    EXPECT_EQ(a.save_iteration(), 1);
+    {
+      at::NoGradGuard no_grad;
+      first->weight.fill_(7);
+      second->weight.fill_(8);
+    }
+    ASSERT_TRUE(a.load_state().ok());
+    EXPECT_EQ(loaded_rank, a.process_index());
+    EXPECT_EQ(first->weight.item<double>(), 1);
+    EXPECT_EQ(second->weight.item<double>(), 8);
+
+    // Without the hook, a model that is not in the checkpoint is an error.
+    loading.remove();
+    loading.remove();
+    EXPECT_THAT(a.load_state().ToString(), HasSubstr("weight"));
+    saving.remove();
+    ASSERT_TRUE(a.save_state().ok());
+    EXPECT_TRUE(a.load_state().ok());
+  });
+}
+
+TEST(Ranks, SaveModel_IsWrittenOnceAndReadByName) {
+  const std::string directory = TestDir("model");
+  RunAccelerators(2, {}, [&](Accelerator& a) {
+    auto model = a.prepare(torch::nn::Linear(3, 2));
+    EXPECT_TRUE(a.save_model(model, directory).ok());
+    const auto read = LoadTensors(directory + "/model.safetensors");
+    const auto state = a.get_state_dict(model);
+    ASSERT_EQ(read.size(), state.size());
+    for (const auto& [name, tensor] : state) EXPECT_TRUE(at::equal(read.at(name), tensor)) << name;
+    EXPECT_THAT(a.save_model(model, directory, "many").ToString(), HasSubstr("many"));
+    EXPECT_TRUE(a.save_model(model, directory, "0.024KB").ok());
+    EXPECT_EQ(LoadTensors(directory + "/model-00001-of-00002.safetensors").size(), 1u);
+    // /proc is nobody's to write to; the error of rank 0 reaches everybody.
+    EXPECT_FALSE(a.save_model(model, "/proc/nowhere").ok());
+    EXPECT_TRUE(a.save(state, TestDir("tensors.safetensors")).ok());
+  });
+  EXPECT_EQ(LoadTensors(TestDir("tensors.safetensors")).size(), 2u);
+}
+
+TEST(Ranks, FindExecutableBatchSize_IsAgreed) {
+  std::vector<int64_t> sizes(2);
+  RunAccelerators(2, {}, [&](Accelerator& a) {
+    sizes[a.process_index()] = find_executable_batch_size(
+        a, 16,
+        [&](int64_t size) { TORCH_CHECK(size <= (a.is_main_process() ? 16 : 4), "out of memory"); },
+        [](int64_t size) { return size / 2; });
+  });
+  EXPECT_THAT(sizes, ElementsAre(4, 4));
+}
+
+// --- Bad input: the same clear error on every rank, and nobody waits ---
+
+TEST(BadInput, ShapesThatDiffer_AreNamedOnEveryRank) {
+  const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {
+    a.gather(at::ones({2, a.process_index() + 3}));
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("[2, 3]"), HasSubstr("[2, 4]"),
+                                 HasSubstr("pad_across_processes"))));
+  EXPECT_THAT(ErrorsOf(2, {}, [](Accelerator& a) { a.reduce(at::ones({a.process_index() + 1})); }),
+              Each(HasSubstr("rank 1")));
+}
+
+TEST(BadInput, DifferentCollectives_AreNamedOnEveryRank) {
+  const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {
+    if (a.is_main_process()) {
+      a.gather(at::ones({2}));
+    } else {
+      a.reduce(at::ones({2}));
+    }
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("AllGather"), HasSubstr("AllReduce"))));
+}
+
+TEST(BadInput, ModelsThatDiffer_AreNamedOnEveryRank) {
+  const auto errors = ErrorsOf(
+      2, {}, [](Accelerator& a) { a.prepare(torch::nn::Linear(2, a.process_index() + 1)); });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("rank 1"), HasSubstr("weight"))));
+}
+
+TEST(BadInput, BatchSizeThatDoesNotDivide_IsAnErrorOnEveryRank) {
+  AcceleratorOptions options;
+  options.data_loader.split_batches = true;
+  const auto errors = ErrorsOf(2, options, [](Accelerator& a) {
+    a.prepare(batches(TensorDataset(at::ones({9, 1})), 3));
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("batch size")));
+}
+
+TEST(BadInput, NanLossOnOneRank_IsNamedOnEveryRank) {
+  AcceleratorOptions options;
+  options.check_finite_loss = true;
+  const auto errors = ErrorsOf(2, options, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    const double bad = std::numeric_limits<double>::quiet_NaN();
+    auto scope = a.accumulate();
+    a.backward(Loss(model(at::full({1, 1}, a.is_main_process() ? 1.0 : bad))));
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("NaN or infinite on rank 1 at step 0")));
+}
+
+TEST(BadInput, SaveHookThatThrowsOnOneRank_IsToldToEveryRank) {
+  AcceleratorOptions options;
+  options.project.directory = TestDir("bad hook");
+  const auto errors = ErrorsOf(2, options, [](Accelerator& a) {
+    auto model = a.prepare(OneWeight());
+    auto hook = a.register_save_state_pre_hook([&](std::vector<NamedTensors>&, StateWriter&) {
+      TORCH_CHECK(a.is_main_process(), "no room for mine");
+    });
+    const absl::Status status = a.save_state();
+    TORCH_CHECK(status.ok(), status.ToString());
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("rank 1"), HasSubstr("no room for mine"))));
+}
+
+TEST(BadInput, RegisteredObjectThatThrowsOnOneRank_IsToldToEveryRank) {
+  AcceleratorOptions options;
+  options.project.directory = TestDir("bad object");
+  const auto errors = ErrorsOf(2, options, [](Accelerator& a) {
+    a.register_for_checkpointing(
+        [] {
+          return PlainState{{"x", {1.0}}};
+        },
+        [&](const PlainState&) { TORCH_CHECK(a.is_main_process(), "cannot take it"); });
+    ASSERT_TRUE(a.save_state().ok());
+    const absl::Status status = a.load_state();
+    TORCH_CHECK(status.ok(), status.ToString());
+  });
+  EXPECT_THAT(errors[0], AllOf(HasSubstr("rank 1"), HasSubstr("cannot take it")));
+  EXPECT_THAT(errors[1], HasSubstr("cannot take it"));
+}
+
+TEST(BadInput, SettingsThatDifferBetweenRanks_AreNamedOnEveryRank) {
+  std::vector<std::string> errors(2);
+  RunGlooRanks(2, [&](Comm& comm) {
+    AcceleratorOptions options;
+    options.gradient_accumulation_steps = comm.rank() + 1;
+    try {
+      CoreOn(comm, options);
+    } catch (const c10::Error& error) {
+      errors[comm.rank()] = error.what_without_backtrace();
+    }
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("rank 1"), HasSubstr("accumulation_steps=2"))));
+}
+
+TEST(BadInput, ScheduleForAForgottenOptimizer_IsRefused) {
+  const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    FusedSGD sgd(net->parameters(), {.lr = 1.0});
+    auto optimizer = a.prepare(sgd);
+    a.free_memory();
+    a.prepare_scheduler(optimizer, StepLR(1));
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("did not prepare")));
+}
+
+TEST(BadInput, WrongOrderOfCalls_IsRefusedOnEveryRankTheSame) {
+  AcceleratorOptions options;
+  options.gradient_accumulation_steps = 2;
+  options.project.directory = TestDir("order");
+  const auto refused = [&](const std::function<void(Accelerator&)>& function) {
+    return ErrorsOf(2, options, function);
+  };
+  EXPECT_THAT(refused([](Accelerator& a) {
+                a.log({{"loss", 1.0}});
+              }),
+              Each(HasSubstr("before init_trackers()")));
+  EXPECT_THAT(refused([](Accelerator& a) {
+                auto model = a.prepare(OneWeight());
+                auto scope = a.accumulate();
+                a.clip_grad_norm_(model->parameters(), 1.0);
+              }),
+              Each(HasSubstr("only where accelerator.sync_gradients()")));
+  EXPECT_THAT(refused([](Accelerator& a) {
+                auto model = a.prepare(OneWeight());
+                auto scope = a.accumulate();
+                const absl::Status status = a.save_state();
+                TORCH_CHECK(status.ok(), status.ToString());
+              }),
+              Each(HasSubstr("middle of an accumulation window")));
+  EXPECT_THAT(refused([](Accelerator& a) { a.prepare(StepLR(1)); }),
+              Each(HasSubstr("in one call with its optimizer")));
+  EXPECT_THAT(refused([](Accelerator& a) {
+                const absl::Status status = a.load_state();
+                TORCH_CHECK(status.ok(), status.ToString());
+              }),
+              Each(HasSubstr("NOT_FOUND")));
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,87 @@
+// Mistakes that programs make, one by name: bad_input CASE. Each has to end every process with a
+// line that says what is wrong.
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "ATen/Functions.h"
+#include "muster/accelerator.h"
+#include "torch/nn/modules/linear.h"
+
+namespace {
+
+using muster::Accelerator;
+
+// A data set whose sample 13 cannot be read; on rank `only`, or on all for -1.
+struct Broken {
+  int rank;
+  int only;
+  size_t size() const { return 64; }
+  at::Tensor get(size_t index) const {
+    if (index % 32 == 13 && (only < 0 || only == rank)) {
+      throw std::runtime_error("cannot decode image " + std::to_string(index));
+    }
+    return at::ones({1});
+  }
+};
+
+absl::Status Train(Accelerator& a, const std::string& name) {
+  torch::nn::Linear net(1, name == "models" ? a.process_index() + 1 : 1);
+  muster::FusedSGD sgd(net->parameters(), {.lr = 0.1});
+  if (name == "unprepared") {
+    auto model = a.prepare(net);
+    auto scope = a.accumulate();
+    a.backward(model(at::ones({1, 1})).mean());
+    return absl::OkStatus();
+  }
+  auto [model, optimizer] = a.prepare(net, sgd);
+  const auto micro_step = [&, &model = model, &optimizer = optimizer](const at::Tensor& x) {
+    auto scope = a.accumulate();
+    a.backward(model(x).mean());
+    optimizer.step();
+    optimizer.zero_grad();
+  };
+  if (name == "thread" || name == "dispatch") {
+    auto loader = a.prepare(
+        muster::batches(Broken{a.process_index(), name == "thread" ? 1 : -1}, 4).workers(2));
+    for (auto& batch : loader) micro_step(batch.value());
+    return absl::OkStatus();
+  }
+  if (name == "divide") {
+    a.prepare(muster::batches(muster::TensorDataset(at::ones({9, 1})), 3));
+    return absl::OkStatus();
+  }
+  for (int i = 0; i < 8; ++i) {
+    const bool here = a.process_index() == 1 && i == 3;
+    if (name == "exception" && here) throw std::runtime_error("the user's own trouble");
+    if (name == "leaves" && here) return absl::OkStatus();
+    if (name == "shapes" && i == 3) a.gather(at::ones({2 + a.process_index()}));
+    if (name == "objects" && i == 3) {
+      // Some call one collective, others another.
+      if (a.is_main_process()) {
+        a.gather_object(std::string("x"));
+      } else {
+        a.gather(at::ones({2}));
+      }
+    }
+    if (name == "order" && i == 3) return a.save_state("never written");
+    micro_step(
+        at::full({1, 1}, name == "nan" && here ? std::numeric_limits<float>::quiet_NaN() : 1.0f));
+  }
+  a.wait_for_everyone();
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string name = argc > 1 ? argv[1] : "";
+  muster::AcceleratorOptions options;
+  options.check_finite_loss = name == "nan";
+  options.data_loader.split_batches = name == "divide";
+  if (name == "dispatch") options.data_loader.dispatch_batches = true;
+  if (name == "order") options.gradient_accumulation_steps = 5;
+  if (name == "unprepared") options.gradient_accumulation_steps = 2;
+  return muster::run(argc, argv, options,
+                     [&](Accelerator& a, const muster::Arguments&) { return Train(a, name); });
+}

@@ -1,0 +1,98 @@
+// What users get wrong, with real processes: every process ends with a line that says what and
+// where, and nobody waits.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "tests/support/command.h"
+
+namespace muster {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+using testing_support::RunCommand;
+
+struct Outcome {
+  int exit_code;
+  std::string output;
+  // What the ranks' last words are.
+  std::string rank[2];
+};
+
+Outcome RunCase(const std::string& name) {
+  const auto run = RunCommand(absl::StrCat(
+      "client/cli/muster launch --cpu --num_processes 2 -- tests/e2e/bad_input ", name, " 2>&1"));
+  Outcome outcome{run.exit_code, run.output, {}};
+  for (const absl::string_view line : absl::StrSplit(run.output, '\n')) {
+    for (int r = 0; r < 2; ++r) {
+      if (absl::StrContains(line, absl::StrCat("bad_input: rank ", r, " (pid"))) {
+        outcome.rank[r] = std::string(line);
+      }
+    }
+  }
+  return outcome;
+}
+
+// The same mistake everywhere: both ranks say it.
+class Everywhere : public testing::TestWithParam<std::vector<std::string>> {};
+
+TEST_P(Everywhere, EveryRankSaysWhatIsWrong) {
+  const Outcome outcome = RunCase(GetParam()[0]);
+  EXPECT_NE(outcome.exit_code, 0) << outcome.output;
+  for (const std::string& line : outcome.rank) {
+    for (size_t i = 1; i < GetParam().size(); ++i) {
+      EXPECT_THAT(line, HasSubstr(GetParam()[i])) << outcome.output;
+    }
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    BadInput, Everywhere,
+    testing::Values(std::vector<std::string>{"shapes", "[2]", "[3]", "pad_across_processes"},
+                    std::vector<std::string>{"objects", "AllGatherBytes", "rank 0", "rank 1"},
+                    std::vector<std::string>{"models", "rank 1", "weight"},
+                    std::vector<std::string>{"divide", "batch size", "number of processes (2)"},
+                    std::vector<std::string>{"nan", "NaN or infinite on rank 1 at step 3"},
+                    std::vector<std::string>{"order", "middle of an accumulation window",
+                                             "sync_gradients()"},
+                    std::vector<std::string>{"unprepared", "no prepared optimizer", "prepare()"},
+                    std::vector<std::string>{"dispatch", "cannot decode image 13", "batch"}),
+    [](const auto& info) { return info.param[0]; });
+
+// One rank's own trouble: it says what, and the other learns who is gone instead of waiting.
+class OneRank : public testing::TestWithParam<std::vector<std::string>> {};
+
+TEST_P(OneRank, SaysWhatAndTheOtherLearnsWho) {
+  const Outcome outcome = RunCase(GetParam()[0]);
+  EXPECT_NE(outcome.exit_code, 0) << outcome.output;
+  EXPECT_THAT(outcome.rank[1], HasSubstr(GetParam()[1])) << outcome.output;
+  EXPECT_THAT(outcome.output, HasSubstr("muster launch: rank 1 (pid"));
+  // Unless it was stopped before it noticed.
+  if (!outcome.rank[0].empty()) {
+    EXPECT_THAT(outcome.rank[0], HasSubstr("lost another process")) << outcome.output;
+    EXPECT_THAT(outcome.rank[0], HasSubstr("rank 1")) << outcome.output;
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    BadInput, OneRank,
+    testing::Values(std::vector<std::string>{"exception", "the user's own trouble"},
+                    std::vector<std::string>{"thread", "cannot decode image 13"}),
+    [](const auto& info) { return info.param[0]; });
+
+TEST(BadInput, RankThatEndsEarly_IsNamedByThoseThatNeedIt) {
+  const Outcome outcome = RunCase("leaves");
+  EXPECT_NE(outcome.exit_code, 0) << outcome.output;
+  EXPECT_THAT(outcome.rank[0],
+              AllOf(HasSubstr("lost another process at step 3"), HasSubstr("rank 1")))
+      << outcome.output;
+}
+
+}  // namespace
+}  // namespace muster
