@@ -58,6 +58,16 @@ class Repository(unittest.TestCase):
                    if re.match(r"(rpc|coordinator|worker|client|muster)/.*\.(h|cc)$", f)}
         self._expect_none(list(rules.failpoints(_read("base/failpoint.cc"), sources)))
 
+    def test_the_table_of_accelerates_defects_names_tests_that_exist(self):
+        tests = set()
+        for path in _files():
+            if path.endswith("_test.cc"):
+                tests |= {(name + "." + case, path) for name, case in
+                          re.findall(r"TEST(?:_[FP])?\(\s*(\w+),\s*((?:D\d\d_)+\w+)", _read(path))}
+        rows = set(re.findall(r"`(\w+\.D\d\d_\w+)` in ([\w/]+\.cc)", _read("docs/accelerate.md")))
+        self.assertTrue(rows)
+        self.assertEqual(rows - tests, set(), "docs/accelerate.md names tests that are gone")
+
     def test_the_loop_in_the_readme_is_the_one_that_is_built(self):
         self.assertIn("```cpp\n" + _read("examples/cmake_consumer/main.cc") + "```", _read("README.md"))
 
