@@ -59,7 +59,8 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
   args.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   args.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
   args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
-  args.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS, 5'000);
+  args.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS,
+              static_cast<int>(absl::ToInt64Milliseconds(options.max_backoff)));
   args.SetInt(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, options.max_message_bytes);
   args.SetInt(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, options.max_message_bytes);
   // Measuring the bandwidth costs a ping for each message of a quiet connection; a fixed window

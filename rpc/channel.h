@@ -23,6 +23,7 @@ struct ChannelOptions {
   // The name in the server's certificate, if it is not the address.
   std::string tls_server_name = {};
   absl::Duration keepalive = absl::Seconds(30);
+  absl::Duration max_backoff = absl::Seconds(5);  // between attempts to connect
   int max_message_bytes = 4 << 20;
   // Channels with the same options and address share a connection unless this is set.
   bool own_connection = false;

@@ -243,6 +243,12 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .fallback = "10m",
        .value_name = "TIME",
        .help = "How long to wait for the other machines"},
+      {.name = "outage_tolerance",
+       .variable = "MUSTER_OUTAGE_TOLERANCE",
+       .type = Type::kDuration,
+       .fallback = "60s",
+       .value_name = "TIME",
+       .help = "How long the coordinator may be away before the job is given up"},
       {.name = "debug",
        .variable = "MUSTER_DEBUG",
        .type = Type::kBool,
@@ -435,6 +441,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
   if (values.Has("prefix")) config.prefix = values.Bool("prefix");
   config.stop_grace = values.Duration("stop_grace");
   config.join_timeout = values.Duration("join_timeout");
+  config.outage_tolerance = values.Duration("outage_tolerance");
   config.tls_ca = values.Text("tls_ca");
   config.tls_cert = values.Text("tls_cert");
   config.tls_key = values.Text("tls_key");

@@ -97,6 +97,7 @@ struct LaunchConfig {
   std::optional<bool> prefix;  // nullopt: on a terminal
   absl::Duration stop_grace;
   absl::Duration join_timeout;
+  absl::Duration outage_tolerance;
   std::string tls_ca;
   std::string tls_cert;
   std::string tls_key;

@@ -87,7 +87,7 @@ TEST_F(LaunchTest, Workers_SeeTheirPlaceInMustersAndTorchrunsVariables) {
     EXPECT_EQ(env["GIVEN"], "by flag");
     EXPECT_EQ(env["KEPT"], "as it is");
     EXPECT_NE(env["OMP_NUM_THREADS"], "");
-    EXPECT_THAT(env["MUSTER_COORDINATOR"], StartsWith("127.0.0.1:"));
+    EXPECT_THAT(env["MUSTER_COORDINATOR"], StartsWith("unix:/"));
   }
   EXPECT_EQ(seen["[0]"]["MASTER_PORT"], seen["[1]"]["MASTER_PORT"]);
   EXPECT_NE(seen["[0]"]["MUSTER_INCARNATION"], seen["[1]"]["MUSTER_INCARNATION"]);
@@ -385,7 +385,7 @@ TEST_F(LaunchTest, ConfigShow_NamesTheSources) {
   EXPECT_EQ(config["settings"]["mixed_precision"]["source"], "MUSTER_MIXED_PRECISION");
 }
 
-TEST_F(LaunchTest, Status_ReachesTheEmbeddedCoordinator) {
+TEST_F(LaunchTest, Status_ReachesTheEmbeddedCoordinatorThroughTheAgent) {
   auto launch = Launch({}, absl::StrCat("echo at $MUSTER_COORDINATOR; ", kWorkUntilTold));
   const std::string address = launch->WaitForLine("at ");
   launch->WaitForLine("pid");

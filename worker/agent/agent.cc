@@ -49,6 +49,10 @@ void Agent::Stop() {
   link_.Cancel();
 }
 
+void Agent::Kill(const std::string& worker_id, uint64_t incarnation, const std::string& why) {
+  Post(KillWanted{worker_id, incarnation, why});
+}
+
 void Agent::Post(Event event) {
   MutexLock lock(&mu_);
   events_.push_back(std::move(event));
@@ -139,6 +143,7 @@ WorkerEnd Agent::OnEnded(const Ended& event) {
   end.pid = worker.process->pid();
   end.host = hostname_;
   end.exit = event.exit;
+  end.killed_because = worker.killed_because;
   end.last_lines = worker.process->LastLines();
   link_.ReportEnd(end);
   return end;
@@ -150,10 +155,22 @@ void Agent::StopWorkers(absl::Duration grace) {
   }
 }
 
+void Agent::KillWorker(const KillWanted& wanted) {
+  for (Worker& worker : workers_) {
+    if (worker.worker_id != wanted.worker_id || worker.incarnation != wanted.incarnation ||
+        worker.process == nullptr || worker.ended || !worker.killed_because.empty()) {
+      continue;
+    }
+    worker.killed_because = wanted.why.empty() ? "the coordinator wants it" : wanted.why;
+    worker.process->Stop(options_.failure_grace);
+  }
+}
+
 void Agent::WaitForWorkers() {
   while (running_ > 0) {
     const Event event = Next();
     if (const auto* ended = std::get_if<Ended>(&event)) OnEnded(*ended);
+    if (const auto* kill = std::get_if<KillWanted>(&event)) KillWorker(*kill);
     if (std::holds_alternative<StopWanted>(event)) {
       StopWorkers(stopped_ ? absl::ZeroDuration() : options_.stop_grace);
       stopped_ = true;
@@ -194,7 +211,7 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
   while (running_ > 0) {
     const Event event = Next();
     if (const auto* ended = std::get_if<Ended>(&event)) {
-      if (ended->exit.ok()) {
+      if (ended->exit.ok() && workers_[ended->local_rank].killed_because.empty()) {
         OnEnded(*ended);
         continue;
       }
@@ -208,6 +225,10 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
       StopWorkers(options_.failure_grace);
       WaitForWorkers();
       return elsewhere->end;
+    }
+    if (const auto* kill = std::get_if<KillWanted>(&event)) {
+      KillWorker(*kill);
+      continue;
     }
     StopWorkers(options_.stop_grace);
     stopped_ = true;

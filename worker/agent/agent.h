@@ -78,6 +78,10 @@ class Agent {
   // block.
   void Stop();
 
+  // The coordinator wants this start of this worker to end: SIGTERM, and SIGKILL after the grace.
+  // Its end counts as a failure. Nothing if it is not running here. Does not block.
+  void Kill(const std::string& worker_id, uint64_t incarnation, const std::string& why);
+
  private:
   struct Worker {
     int rank = 0;
@@ -85,6 +89,7 @@ class Agent {
     uint64_t incarnation = 0;
     std::shared_ptr<Process> process;
     bool ended = false;
+    std::string killed_because;  // empty: nobody killed it
   };
   struct Ended {
     int local_rank;
@@ -94,7 +99,12 @@ class Agent {
     AttemptEnd end;
   };
   struct StopWanted {};
-  using Event = std::variant<Ended, EndedElsewhere, StopWanted>;
+  struct KillWanted {
+    std::string worker_id;
+    uint64_t incarnation;
+    std::string why;
+  };
+  using Event = std::variant<Ended, EndedElsewhere, StopWanted, KillWanted>;
 
   void Post(Event event);
   Event Next();
@@ -104,6 +114,7 @@ class Agent {
   absl::Status StartWorker(const Meeting& meeting, int attempt, int local_rank);
   WorkerEnd OnEnded(const Ended& event);
   void StopWorkers(absl::Duration grace);
+  void KillWorker(const KillWanted& wanted);
   // Takes events until no worker is left. A wish to stop makes it faster and is noted in stopped_.
   void WaitForWorkers();
   // One start of all workers. Returns why it failed, or nothing if it succeeded or was stopped

@@ -130,6 +130,21 @@ TEST_F(AgentTest, WorkerKilled_CoordinatorLearnsWhichStartOfWhichWorker) {
   EXPECT_EQ(end.exit.signal, SIGKILL);
 }
 
+TEST_F(AgentTest, Kill_EndsThatStartOfThatWorkerAndSaysWhy) {
+  options_.slots = 2;
+  Start("trap 'exit 0' TERM; echo $MUSTER_INCARNATION; while :; do sleep 1000 & wait; done");
+  const std::map<int, std::string> values = ReadValues(2);
+  uint64_t incarnation = 0;
+  ASSERT_TRUE(absl::SimpleAtoi(values.at(1), &incarnation));
+  agent_->Kill("w1", incarnation + 1, "of another start");
+  agent_->Kill("w7", incarnation, "of another worker");
+  agent_->Kill("w1", incarnation, "a newer incarnation took its seat");
+  const JobResult result = Join();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_THAT(result.failure.why, HasSubstr("rank 1"));
+  EXPECT_THAT(result.failure.why, HasSubstr(", because a newer incarnation took its seat"));
+}
+
 TEST_F(AgentTest, EchoOfADeath_TheKilledWorkerIsTheCulprit) {
   options_.slots = 2;
   options_.settle = absl::Hours(1);

@@ -12,7 +12,8 @@
 namespace muster::agent {
 
 std::string WorkerEnd::ToString() const {
-  return absl::StrCat("rank ", rank, " (pid ", pid, " on ", host, ") ", exit.ToString());
+  return absl::StrCat("rank ", rank, " (pid ", pid, " on ", host, ") ", exit.ToString(),
+                      killed_because.empty() ? "" : ", because ", killed_because);
 }
 
 absl::StatusOr<int> FindFreePort() {

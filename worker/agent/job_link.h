@@ -22,6 +22,7 @@ struct WorkerEnd {
   std::string host;
   ProcessExit exit;
   std::vector<std::string> last_lines;
+  std::string killed_because = "";  // why the coordinator had it killed; empty: it had not
 
   // "rank 1 (pid 1234 on node7) was killed by signal 9 (SIGKILL)"
   std::string ToString() const;

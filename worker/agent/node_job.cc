@@ -14,7 +14,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "worker/agent/node_session.h"
 #include "worker/agent/rpc_job_link.h"
+#include "worker/agent/stack_capture.h"
 
 namespace muster::agent {
 namespace {
@@ -88,26 +90,43 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
       .progress_rank = options.node_rank > 0 ? options.node_rank * here : 0,
       .on_backpressure = [&host](bool pressed) { host.PauseOutput(pressed); },
   });
-  absl::StatusOr<std::unique_ptr<JobLink>> link = MakeRpcJobLink({
+  StackCapture stacks;
+  absl::StatusOr<std::unique_ptr<NodeSession>> session = NodeSession::Start({
       .coordinator = options.agent.worker.coordinator,
       .channel = options.channel,
-      .job = options.agent.worker.job,
-      .num_nodes = options.num_nodes,
-      .node_rank = options.node_rank,
-      .settings = Settings(options),
-      .host = options.host,
-      .join_timeout = options.join_timeout,
+      .outage_tolerance = options.outage_tolerance,
+      .stacks = &stacks,
   });
-  if (!link.ok()) {
+  if (!session.ok()) {
     result.job.outcome = JobResult::Outcome::kRefused;
-    result.job.status = link.status();
+    result.job.status = session.status();
     return result;
   }
+  std::unique_ptr<JobLink> link = MakeRpcJobLink(
+      {
+          .coordinator = options.agent.worker.coordinator,
+          .job = options.agent.worker.job,
+          .num_nodes = options.num_nodes,
+          .node_rank = options.node_rank,
+          .settings = Settings(options),
+          .host = options.host,
+          .join_timeout = options.join_timeout,
+      },
+      session->get());
+  // Workers reach the coordinator through this agent; certificates are its business.
+  WorkerEnvironment& worker = options.agent.worker;
+  worker.coordinator = (*session)->relay_address();
+  worker.tls_ca.clear();
+  worker.tls_cert.clear();
+  worker.tls_key.clear();
   const bool show = options.show_output;
   options.agent.stdout_terminal = show && isatty(STDOUT_FILENO) != 0;
   options.agent.stderr_terminal = show && isatty(STDERR_FILENO) != 0;
   options.agent.stdin_fd = STDIN_FILENO;
-  Agent agent(std::move(options.agent), host, output, **link);
+  Agent agent(std::move(options.agent), host, output, *link);
+  (*session)->SetOnKillWorker([&agent](const v1::KillWorker& kill) {
+    agent.Kill(kill.worker_id(), kill.incarnation(), kill.why());
+  });
   std::atomic<int> first_signal{0};
   {
     SignalWatcher signals([&](int signal) {
@@ -120,6 +139,10 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
     });
     result.job = agent.Run();
   }
+  (*session)->SetOnKillWorker(nullptr);
+  link.reset();
+  (*session)->Finish(absl::Seconds(1));
+  session->reset();
   result.signal = first_signal.load();
   // A reader of our output that stands still must not keep a stopped job from ending.
   output.Flush(result.signal == 0 ? absl::InfiniteDuration() : absl::Seconds(1));

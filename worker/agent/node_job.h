@@ -16,6 +16,8 @@ struct NodeJobOptions {
   int node_rank = -1;  // -1: any
   std::string host = "127.0.0.1";
   absl::Duration join_timeout = absl::Minutes(10);
+  // How long the coordinator may be away before the job is given up.
+  absl::Duration outage_tolerance = absl::Seconds(60);
   bool show_output = true;  // the workers' lines, on standard output and standard error
   bool prefix = true;       // where several workers write
 };

@@ -56,8 +56,10 @@ class RpcFrameTransport::Link final
   void OnDone(const grpc::Status& status) override {
     events_->OnClosed(rpc::FromGrpc(status));
     { MutexLock lock(&mu_); }  // after the last Write
-    const std::shared_ptr<Link> last = std::move(self_);
-    transport_->Ended();
+    RpcFrameTransport* const transport = transport_;
+    // Before the transport may go, and with it perhaps the process: `this` ends here.
+    std::exchange(self_, nullptr).reset();
+    transport->Ended();
   }
 
  private:

@@ -6,8 +6,6 @@
 #include <algorithm>
 #include <atomic>
 #include <nlohmann/json.hpp>
-#include <set>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -15,11 +13,7 @@
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
-#include "proto/muster/v1/barrier.grpc.pb.h"
-#include "proto/muster/v1/kv.grpc.pb.h"
-#include "proto/muster/v1/membership.grpc.pb.h"
-#include "proto/muster/v1/rendezvous.grpc.pb.h"
-#include "rpc/callback_threads.h"
+#include "proto/muster/v1/session.pb.h"
 #include "rpc/status.h"
 
 namespace muster::agent {
@@ -28,6 +22,9 @@ namespace {
 using nlohmann::json;
 
 constexpr absl::Duration kShortCall = absl::Seconds(5);
+constexpr absl::Duration kAgree = absl::Seconds(90);  // longer than an outage that is tolerated
+// A job of one node has nobody else to wait for.
+constexpr absl::Duration kFirstContact = absl::Seconds(30);
 
 google::protobuf::Duration ToProto(absl::Duration duration) {
   google::protobuf::Duration out;
@@ -64,15 +61,11 @@ AttemptEnd EndFromJson(const std::string& text) {
 
 class RpcJobLink final : public JobLink {
  public:
-  RpcJobLink(const RpcJobLinkOptions& options, const std::shared_ptr<grpc::Channel>& channel)
+  RpcJobLink(const RpcJobLinkOptions& options, NodeSession* session)
       : options_(options),
+        session_(session),
         agents_job_(options.job + ".agents"),
-        incarnation_(RandomNumber()),
-        channel_(channel),
-        rendezvous_(v1::Rendezvous::NewStub(channel)),
-        barrier_(v1::Barrier::NewStub(channel)),
-        kv_(v1::KeyValueStore::NewStub(channel)),
-        membership_(v1::Membership::NewStub(channel)) {
+        incarnation_(RandomNumber()) {
     char name[256] = "";
     gethostname(name, sizeof(name) - 1);
     hostname_ = name;
@@ -84,24 +77,18 @@ class RpcJobLink final : public JobLink {
 
   ~RpcJobLink() override {
     StopWatching();
-    if (generation_ != 0) {
-      v1::LeaveRequest request;
-      *request.mutable_fence() = AgentFence();
-      request.set_reason("the agent ends");
-      v1::LeaveReply reply;
-      grpc::ClientContext context;
-      rpc::SetTimeout(context, absl::Seconds(1));
-      static_cast<void>(rendezvous_->Leave(&context, request, &reply));
-    }
-    MutexLock lock(&mu_);
-    while (reports_in_flight_ > 0) changed_.Wait(&mu_);
+    if (generation_ == 0) return;
+    v1::Op op;
+    *op.mutable_leave()->mutable_fence() = AgentFence();
+    op.mutable_leave()->set_reason("the agent ends");
+    Call(std::move(op), absl::Seconds(1), Until::kAnswered).IgnoreError();
   }
 
   absl::StatusOr<Meeting> Meet(int attempt) override {
     StopWatching();
+    MUSTER_RETURN_IF_ERROR(AwaitCoordinator());
     Meeting meeting;
     if (options_.num_nodes == 1) {
-      if (cancelled()) return absl::CancelledError("stopped");
       MUSTER_ASSIGN_OR_RETURN(meeting.master_port, FindFreePort());
       return meeting;
     }
@@ -118,51 +105,53 @@ class RpcJobLink final : public JobLink {
   }
 
   void Watch(std::function<void(AttemptEnd)> on_ended) override {
-    if (options_.num_nodes == 1) return;
-    stop_watching_ = std::make_unique<Notification>();
-    watcher_ = std::thread([this, on_ended = std::move(on_ended)] { WatchLoop(on_ended); });
+    {
+      MutexLock lock(&shared_->mu);
+      shared_->ended = false;
+      shared_->on_ended = std::move(on_ended);
+    }
+    const std::shared_ptr<Shared> shared = shared_;
+    NodeSession::Listener listener;
+    listener.on_lost = [shared](const absl::Status& status) {
+      shared->End({std::string(status.message()), {}});
+    };
+    if (options_.num_nodes > 1) {
+      listener.on_generation_ended = [shared, job = agents_job_,
+                                      generation = generation_](const v1::GenerationEnded& ended) {
+        if (ended.job_id() == job && ended.generation() >= generation) {
+          shared->End({ended.why(), {}});
+        }
+      };
+    }
+    session_->SetListener(std::move(listener));
+    if (options_.num_nodes > 1) WaitForEnd(shared_, &session_->sender(), EndWait());
   }
 
   void ReportEnd(const WorkerEnd& end) override {
-    struct Call {
-      grpc::ClientContext context;
-      v1::ReportExitRequest request;
-      v1::ReportExitReply reply;
-    };
-    auto call = std::make_shared<Call>();
-    v1::Fence* const fence = call->request.mutable_fence();
+    session_->WorkerEnded(options_.job, end.worker_id, end.incarnation);
+    v1::Op op;
+    v1::ReportExitRequest& request = *op.mutable_report_exit();
+    v1::Fence* const fence = request.mutable_fence();
     fence->set_job_id(options_.job);
     fence->set_worker_id(end.worker_id);
     fence->set_incarnation(end.incarnation);
-    call->request.set_worker_id(end.worker_id);
-    call->request.set_incarnation(end.incarnation);
-    v1::ExitCause* const cause = call->request.mutable_cause();
+    request.set_worker_id(end.worker_id);
+    request.set_incarnation(end.incarnation);
+    v1::ExitCause* const cause = request.mutable_cause();
     cause->set_exit_code(end.exit.exit_code);
     cause->set_signal(end.exit.signal);
     cause->set_message(end.ToString());
     for (const std::string& line : end.last_lines) cause->add_last_log_lines(line);
-    rpc::SetTimeout(call->context, absl::Seconds(2));
-    {
-      MutexLock lock(&mu_);
-      ++reports_in_flight_;
-    }
-    rpc::KeepCallbackThreads(channel_);
-    // Kept alive by the callback. A program that never joined is unknown to the coordinator: no
-    // matter.
-    membership_->async()->ReportExit(
-        &call->context, &call->request, &call->reply, [this, call](const grpc::Status& status) {
-          if (!status.ok()) {
-            MUSTER_LOG(Debug) << "ReportExit: " << status.error_message();
-          }
-          MutexLock lock(&mu_);
-          --reports_in_flight_;
-          changed_.SignalAll();
-        });
+    // A program that never joined is unknown to the coordinator: no matter.
+    session_->sender().Submit(std::move(op), [](const v1::OpResult& result) {
+      if (result.has_error()) MUSTER_LOG(Debug) << "ReportExit: " << result.error().message();
+    });
   }
 
   AttemptEnd Fail(const AttemptEnd& end) override {
     if (options_.num_nodes == 1) return end;
-    v1::TxnRequest request;
+    v1::Op op;
+    v1::TxnRequest& request = *op.mutable_txn();
     *request.mutable_fence() = AgentFence();
     v1::Compare* const absent = request.add_compares();
     absent->set_key(EndKey());
@@ -172,14 +161,12 @@ class RpcJobLink final : public JobLink {
     put->set_key(EndKey());
     put->set_value(ToJson(end));
     request.add_otherwise()->mutable_get()->set_key(EndKey());
-    v1::TxnReply reply;
-    grpc::ClientContext context;
-    rpc::SetTimeout(context, kShortCall);
-    const grpc::Status status = kv_->Txn(&context, request, &reply);
-    if (!status.ok()) {
-      MUSTER_LOG(Debug) << "cannot tell the other machines: " << status.error_message();
+    const absl::StatusOr<v1::OpResult> result = Call(std::move(op), kShortCall, Until::kAnswered);
+    if (!result.ok()) {
+      MUSTER_LOG(Debug) << "cannot tell the other machines: " << result.status().message();
       return end;
     }
+    const v1::TxnReply& reply = result->txn();
     if (!reply.succeeded() && reply.results_size() == 1 && reply.results(0).kvs_size() == 1) {
       return EndFromJson(reply.results(0).kvs(0).value());
     }
@@ -188,34 +175,47 @@ class RpcJobLink final : public JobLink {
 
   absl::Status Finish() override {
     if (options_.num_nodes == 1) return absl::OkStatus();
-    v1::ArriveRequest request;
+    v1::Op op;
+    v1::ArriveRequest& request = *op.mutable_arrive();
     *request.mutable_fence() = AgentFence();
     request.set_barrier_id("finish");
     request.set_counter(0);
     request.set_rank(node_rank_);
     // The slowest machine may take as long as it likes.
     *request.mutable_timeout() = ToProto(absl::Seconds(-1));
-    const absl::Time give_up = Clock::Real().Now() + options_.outage_tolerance;
-    for (;;) {
-      v1::ArriveReply reply;
-      const absl::Status status = Call([&](grpc::ClientContext* context) {
-        rpc::SetTimeout(*context, absl::Hours(24));
-        return barrier_->Arrive(context, request, &reply);
-      });
-      if (!absl::IsUnavailable(status) || Clock::Real().Now() > give_up) return status;
-      if (AwaitCoordinator(cancel_)) return absl::CancelledError("stopped");
-    }
+    return Call(std::move(op), absl::InfiniteDuration(), Until::kEnded).status();
   }
 
   void Cancel() override {
-    // Before the lock: a call that begins now sees it, one that has begun is in the set.
-    cancel_.Notify();
-    MutexLock lock(&mu_);
-    for (grpc::ClientContext* context : blocking_) context->TryCancel();
+    MutexLock lock(&shared_->mu);
+    shared_->cancelled = true;
+    shared_->changed.SignalAll();
   }
 
  private:
-  bool cancelled() const { return cancel_.HasBeenNotified(); }
+  // What results and directives, which may come late, know of the link.
+  struct Shared {
+    // Ends the attempt that is watched, once.
+    void End(AttemptEnd end) {
+      std::function<void(AttemptEnd)> told;
+      {
+        MutexLock lock(&mu);
+        ended = true;
+        told.swap(on_ended);
+        changed.SignalAll();
+      }
+      if (told) told(std::move(end));
+    }
+
+    Mutex mu;
+    CondVar changed;
+    bool cancelled ABSL_GUARDED_BY(mu) = false;
+    bool ended ABSL_GUARDED_BY(mu) = false;  // the attempt
+    std::function<void(AttemptEnd)> on_ended ABSL_GUARDED_BY(mu);
+    uint64_t end_wait ABSL_GUARDED_BY(mu) = 0;  // the operation that waits for the key "end"
+  };
+  // What makes a call return without an answer, besides its timeout.
+  enum class Until { kAnswered, kCancelled, kEnded };
 
   v1::Fence AgentFence() {
     v1::Fence fence;
@@ -229,36 +229,80 @@ class RpcJobLink final : public JobLink {
   std::string EndKey() const { return prefix_ + "end"; }
   std::string SettingsKey() const { return prefix_ + "settings"; }
 
-  // After a call failed with UNAVAILABLE: gives the channel time to connect again. Returns whether
-  // `stop` came. A channel without a call in progress is looked after only every few seconds, so
-  // somebody must wait on it.
-  bool AwaitCoordinator(const Notification& stop) {
-    if (stop.WaitForNotificationWithTimeout(absl::Milliseconds(50))) return true;
-    static_cast<void>(
-        rpc::WaitUntilConnected(*channel_, options_.coordinator, absl::Milliseconds(200)));
-    return stop.HasBeenNotified();
+  // Machine 0 may come up last: until then nobody answers.
+  absl::Status AwaitCoordinator() {
+    const absl::Duration timeout = options_.num_nodes == 1
+                                       ? std::min(options_.join_timeout, kFirstContact)
+                                       : options_.join_timeout;
+    const absl::Time give_up = Clock::Real().Now() + timeout;
+    while (true) {
+      {
+        MutexLock lock(&shared_->mu);
+        if (shared_->cancelled) return absl::CancelledError("stopped");
+      }
+      const absl::Duration left = give_up - Clock::Real().Now();
+      const absl::Status status = session_->stream().WaitUntilConnected(
+          std::clamp(left, absl::ZeroDuration(), absl::Milliseconds(100)));
+      if (status.ok() || !absl::IsUnavailable(status) || session_->stream().ever_connected()) {
+        return status;
+      }
+      if (left <= absl::ZeroDuration()) {
+        return absl::UnavailableError(absl::StrCat(
+            "no coordinator answers at ", options_.coordinator, " after ",
+            absl::FormatDuration(timeout),
+            options_.num_nodes == 1 ? ": is it running, and is the address right?"
+                                    : ": is machine 0 launched, and is the address right?"));
+      }
+    }
   }
 
-  // A call that Cancel() interrupts.
-  template <typename F>
-  absl::Status Call(F call) {
-    grpc::ClientContext context;
+  absl::StatusOr<v1::OpResult> Call(v1::Op op, absl::Duration timeout, Until until) {
+    struct Answer {
+      bool came = false;  // under the lock of Shared
+      v1::OpResult result;
+    };
+    const absl::Time deadline = Clock::Real().Now() + timeout;
+    auto answer = std::make_shared<Answer>();
+    const uint64_t op_id = session_->sender().Submit(
+        std::move(op), [shared = shared_, answer](const v1::OpResult& result) {
+          MutexLock lock(&shared->mu);
+          answer->came = true;
+          answer->result = result;
+          shared->changed.SignalAll();
+        });
+    absl::Status status;
     {
-      MutexLock lock(&mu_);
-      blocking_.insert(&context);
-      if (cancel_.HasBeenNotified()) context.TryCancel();
+      MutexLock lock(&shared_->mu);
+      while (!answer->came) {
+        if (shared_->cancelled && until != Until::kAnswered) {
+          status = absl::CancelledError("stopped");
+          break;
+        }
+        if (shared_->ended && until == Until::kEnded) {
+          status = absl::AbortedError("the attempt has ended");
+          break;
+        }
+        const absl::Duration left = deadline - Clock::Real().Now();
+        if (left <= absl::ZeroDuration()) {
+          status = absl::UnavailableError(absl::StrCat("no answer from the coordinator at ",
+                                                       options_.coordinator, " within ",
+                                                       absl::FormatDuration(timeout)));
+          break;
+        }
+        shared_->changed.WaitWithTimeout(&shared_->mu, left);
+      }
     }
-    const grpc::Status status = call(&context);
-    {
-      MutexLock lock(&mu_);
-      blocking_.erase(&context);
+    if (!status.ok()) {
+      session_->sender().Forget(op_id);
+      return status;
     }
-    if (cancelled()) return absl::CancelledError("stopped");
-    return rpc::FromGrpc(status);
+    if (answer->result.has_error()) return rpc::FromOpError(answer->result.error());
+    return std::move(answer->result);
   }
 
   absl::Status Join() {
-    v1::JoinRequest request;
+    v1::Op op;
+    v1::JoinRequest& request = *op.mutable_join();
     v1::RendezvousSpec* const spec = request.mutable_spec();
     spec->set_min_workers(options_.num_nodes);
     spec->set_max_workers(options_.num_nodes);
@@ -272,78 +316,53 @@ class RpcJobLink final : public JobLink {
     request.set_preferred_rank(node_rank_ >= 0 ? node_rank_ : options_.node_rank);
     *request.mutable_fence() = AgentFence();
     request.mutable_fence()->set_generation(0);
-    // Machine 0 may come up last: until then nobody answers.
-    const absl::Time give_up = Clock::Real().Now() + options_.join_timeout;
-    for (;;) {
-      const absl::Duration left = give_up - Clock::Real().Now();
-      if (left <= absl::ZeroDuration()) {
-        return absl::UnavailableError(
-            absl::StrCat("no coordinator answers at ", options_.coordinator, " after ",
-                         absl::FormatDuration(options_.join_timeout),
-                         ": is machine 0 launched, and is the address right?"));
-      }
-      v1::JoinReply reply;
-      const absl::Status status = Call([&](grpc::ClientContext* context) {
-        rpc::SetTimeout(*context, left + kShortCall);
-        return rendezvous_->Join(context, request, &reply);
-      });
-      if (status.ok()) {
-        node_rank_ = reply.rank();
-        generation_ = reply.generation();
-        prefix_ = reply.generation_prefix();
-        return absl::OkStatus();
-      }
-      if (absl::IsUnavailable(status)) {
-        if (AwaitCoordinator(cancel_)) return absl::CancelledError("stopped");
-        continue;
-      }
-      if (rpc::GetReason(status) == v1::ERROR_REASON_SUPERSEDED) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("another launch with machine_rank ", options_.node_rank,
-                         " took this one's place in job ", options_.job));
-      }
-      if (absl::IsInvalidArgument(status)) {
-        return absl::InvalidArgumentError(
-            absl::StrCat("the machines of job ", options_.job,
-                         " were launched differently: ", status.message()));
-      }
-      if (absl::IsDeadlineExceeded(status)) {
-        return absl::DeadlineExceededError(
-            absl::StrCat("not all ", options_.num_nodes, " machines came within ",
-                         absl::FormatDuration(options_.join_timeout), ": ", status.message()));
-      }
+    const absl::StatusOr<v1::OpResult> result =
+        Call(std::move(op), options_.join_timeout + kShortCall, Until::kCancelled);
+    const absl::Status& status = result.status();
+    if (status.ok()) {
+      node_rank_ = result->join().rank();
+      generation_ = result->join().generation();
+      prefix_ = result->join().generation_prefix();
       return status;
     }
+    if (rpc::GetReason(status) == v1::ERROR_REASON_SUPERSEDED) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("another launch with machine_rank ", options_.node_rank,
+                       " took this one's place in job ", options_.job));
+    }
+    if (absl::IsInvalidArgument(status)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "the machines of job ", options_.job, " were launched differently: ", status.message()));
+    }
+    if (absl::IsDeadlineExceeded(status)) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("not all ", options_.num_nodes, " machines came within ",
+                       absl::FormatDuration(options_.join_timeout), ": ", status.message()));
+    }
+    return status;
   }
 
   // Machine 0 writes what must be the same everywhere, the others compare.
   absl::Status Agree(Meeting* meeting) {
+    v1::Op op;
     if (node_rank_ == 0) {
       MUSTER_ASSIGN_OR_RETURN(meeting->master_port, FindFreePort());
       meeting->master_addr = options_.host;
-      v1::TxnRequest request;
-      *request.mutable_fence() = AgentFence();
-      v1::PutOp* const put = request.add_then()->mutable_put();
+      *op.mutable_txn()->mutable_fence() = AgentFence();
+      v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
       put->set_key(SettingsKey());
       put->set_value(json{{"settings", options_.settings},
                           {"master_addr", meeting->master_addr},
                           {"master_port", meeting->master_port}}
                          .dump());
-      v1::TxnReply reply;
-      return Call([&](grpc::ClientContext* context) {
-        rpc::SetTimeout(*context, kShortCall);
-        return kv_->Txn(context, request, &reply);
-      });
+      return Call(std::move(op), kAgree, Until::kCancelled).status();
     }
-    v1::WaitRequest request;
-    *request.mutable_fence() = AgentFence();
-    request.add_keys(SettingsKey());
-    *request.mutable_timeout() = ToProto(absl::Seconds(30));
-    v1::WaitReply reply;
-    MUSTER_RETURN_IF_ERROR(Call([&](grpc::ClientContext* context) {
-      rpc::SetTimeout(*context, absl::Seconds(30) + kShortCall);
-      return kv_->Wait(context, request, &reply);
-    }));
+    *op.mutable_wait()->mutable_fence() = AgentFence();
+    op.mutable_wait()->add_keys(SettingsKey());
+    *op.mutable_wait()->mutable_timeout() = ToProto(kAgree);
+    MUSTER_ASSIGN_OR_RETURN(const v1::OpResult result,
+                            Call(std::move(op), kAgree + kShortCall, Until::kCancelled));
+    const v1::WaitReply& reply = result.wait();
     const json value = reply.kvs_size() == 1
                            ? json::parse(reply.kvs(0).value(), nullptr, /*allow_exceptions=*/false)
                            : json();
@@ -361,130 +380,80 @@ class RpcJobLink final : public JobLink {
   }
 
   void EndGeneration(absl::string_view reason) {
-    v1::EndGenerationRequest request;
-    *request.mutable_fence() = AgentFence();
-    request.set_reason(std::string(reason));
-    v1::EndGenerationReply reply;
-    grpc::ClientContext context;
-    rpc::SetTimeout(context, kShortCall);
+    v1::Op op;
+    *op.mutable_end_generation()->mutable_fence() = AgentFence();
+    op.mutable_end_generation()->set_reason(std::string(reason));
     // Another machine may have done it already.
-    static_cast<void>(rendezvous_->EndGeneration(&context, request, &reply));
+    Call(std::move(op), kShortCall, Until::kAnswered).IgnoreError();
+  }
+
+  v1::Op EndWait() {
+    v1::Op op;
+    *op.mutable_wait()->mutable_fence() = AgentFence();
+    op.mutable_wait()->add_keys(EndKey());
+    *op.mutable_wait()->mutable_timeout() = ToProto(absl::Hours(24));
+    return op;
+  }
+
+  // Ends the attempt when another node has written why.
+  static void WaitForEnd(const std::shared_ptr<Shared>& shared, OpSender* sender,
+                         const v1::Op& wait) {
+    const uint64_t op_id = sender->Submit(wait, [shared, sender, wait](const v1::OpResult& result) {
+      if (!result.has_error()) {
+        if (result.wait().kvs_size() == 1) {
+          shared->End(EndFromJson(result.wait().kvs(0).value()));
+        }
+        return;
+      }
+      switch (result.error().detail().reason()) {
+        case v1::ERROR_REASON_WAIT_TIMEOUT:
+          WaitForEnd(shared, sender, wait);
+          break;
+        case v1::ERROR_REASON_GENERATION_ENDED:  // a directive says it better
+          break;
+        default:
+          // While the coordinator is away there is nothing to tell; on_lost does, if it must.
+          if (result.error().code() == static_cast<int>(absl::StatusCode::kUnavailable)) break;
+          shared->End({result.error().message(), {}});
+      }
+    });
+    MutexLock lock(&shared->mu);
+    shared->end_wait = op_id;
   }
 
   void StopWatching() {
-    if (!watcher_.joinable()) return;
-    stop_watching_->Notify();
+    session_->SetListener({});
+    uint64_t op_id;
     {
-      MutexLock lock(&mu_);
-      if (watch_call_ != nullptr) watch_call_->TryCancel();
+      MutexLock lock(&shared_->mu);
+      shared_->on_ended = nullptr;
+      op_id = shared_->end_wait;
+      shared_->end_wait = 0;
     }
-    watcher_.join();
-  }
-
-  // Keeps the lease and waits for the end, in turns.
-  void WatchLoop(const std::function<void(AttemptEnd)>& on_ended) {
-    const absl::Duration turn = options_.lease / 3;
-    absl::Time away_since = absl::InfiniteFuture();
-    while (!stop_watching_->HasBeenNotified()) {
-      v1::HeartbeatRequest beat;
-      *beat.mutable_fence() = AgentFence();
-      v1::HeartbeatReply beat_reply;
-      absl::Status status = WatchCall(kShortCall, [&](grpc::ClientContext* context) {
-        return membership_->Heartbeat(context, beat, &beat_reply);
-      });
-      if (status.ok() && beat_reply.generation_ended()) {
-        return Ended(on_ended, {beat_reply.why(), {}});
-      }
-      if (status.ok()) {
-        v1::WaitRequest wait;
-        *wait.mutable_fence() = AgentFence();
-        wait.add_keys(EndKey());
-        *wait.mutable_timeout() = ToProto(turn);
-        v1::WaitReply wait_reply;
-        status = WatchCall(turn + kShortCall, [&](grpc::ClientContext* context) {
-          return kv_->Wait(context, wait, &wait_reply);
-        });
-        if (status.ok() && wait_reply.kvs_size() == 1) {
-          return Ended(on_ended, EndFromJson(wait_reply.kvs(0).value()));
-        }
-      }
-      if (stop_watching_->HasBeenNotified()) return;
-      if (status.ok() || rpc::GetReason(status) == v1::ERROR_REASON_WAIT_TIMEOUT) {
-        away_since = absl::InfiniteFuture();
-        continue;
-      }
-      if (!absl::IsUnavailable(status) && !absl::IsDeadlineExceeded(status)) {
-        return Ended(on_ended, {std::string(status.message()), {}});
-      }
-      away_since = std::min(away_since, Clock::Real().Now());
-      if (Clock::Real().Now() - away_since > options_.outage_tolerance) {
-        return Ended(on_ended, {absl::StrCat("the coordinator at ", options_.coordinator,
-                                             " has been away for more than ",
-                                             absl::FormatDuration(options_.outage_tolerance),
-                                             " (machine 0 may be down)"),
-                                {}});
-      }
-      AwaitCoordinator(*stop_watching_);
-    }
-  }
-
-  void Ended(const std::function<void(AttemptEnd)>& on_ended, AttemptEnd end) {
-    on_ended(std::move(end));
-    // Finish() may be waiting for machines that will not come.
-    MutexLock lock(&mu_);
-    for (grpc::ClientContext* context : blocking_) context->TryCancel();
-  }
-
-  template <typename F>
-  absl::Status WatchCall(absl::Duration timeout, F call) {
-    grpc::ClientContext context;
-    rpc::SetTimeout(context, timeout);
-    {
-      MutexLock lock(&mu_);
-      watch_call_ = &context;
-      if (stop_watching_->HasBeenNotified()) context.TryCancel();
-    }
-    const grpc::Status status = call(&context);
-    MutexLock lock(&mu_);
-    watch_call_ = nullptr;
-    return rpc::FromGrpc(status);
+    if (op_id != 0) session_->sender().Forget(op_id);
   }
 
   // Constant after construction.
   const RpcJobLinkOptions options_;
+  NodeSession* const session_;
   const std::string agents_job_;
   const uint64_t incarnation_;
   std::string hostname_;
   std::string worker_id_;
-  const std::shared_ptr<grpc::Channel> channel_;
-  const std::unique_ptr<v1::Rendezvous::Stub> rendezvous_;
-  const std::unique_ptr<v1::Barrier::Stub> barrier_;
-  const std::unique_ptr<v1::KeyValueStore::Stub> kv_;
-  const std::unique_ptr<v1::Membership::Stub> membership_;
 
-  // Written by Join, while no watcher runs.
+  // Written by Join, while nobody watches.
   int node_rank_ = -1;
   uint64_t generation_ = 0;
   std::string prefix_;
 
   std::atomic<uint64_t> last_request_{0};
-  Notification cancel_;
-  Mutex mu_;
-  CondVar changed_;
-  int reports_in_flight_ ABSL_GUARDED_BY(mu_) = 0;
-  std::set<grpc::ClientContext*> blocking_ ABSL_GUARDED_BY(mu_);
-  grpc::ClientContext* watch_call_ ABSL_GUARDED_BY(mu_) = nullptr;
-
-  std::unique_ptr<Notification> stop_watching_;
-  std::thread watcher_;
+  const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
 };
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<JobLink>> MakeRpcJobLink(const RpcJobLinkOptions& options) {
-  MUSTER_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
-                          rpc::Connect(options.coordinator, options.channel));
-  return std::unique_ptr<JobLink>(std::make_unique<RpcJobLink>(options, channel));
+std::unique_ptr<JobLink> MakeRpcJobLink(const RpcJobLinkOptions& options, NodeSession* session) {
+  return std::make_unique<RpcJobLink>(options, session);
 }
 
 }  // namespace muster::agent

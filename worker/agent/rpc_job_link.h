@@ -4,16 +4,14 @@
 #include <memory>
 #include <string>
 
-#include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "rpc/channel.h"
 #include "worker/agent/job_link.h"
+#include "worker/agent/node_session.h"
 
 namespace muster::agent {
 
 struct RpcJobLinkOptions {
-  std::string coordinator;  // "127.0.0.1:29400"
-  rpc::ChannelOptions channel = {};
+  std::string coordinator;  // for messages
   std::string job;
   int num_nodes = 1;
   int node_rank = -1;  // -1: any
@@ -24,15 +22,13 @@ struct RpcJobLinkOptions {
   std::string host = "127.0.0.1";
   absl::Duration join_timeout = absl::Minutes(10);
   absl::Duration lease = absl::Seconds(6);
-  // How long the coordinator may be away before the job is given up.
-  absl::Duration outage_tolerance = absl::Seconds(15);
 };
 
-// A JobLink over the coordinator's services. With several nodes, the agents form a job of their
-// own, "JOB.agents": its rendezvous numbers the nodes, a key "end" in the generation tells why an
-// attempt ended, a barrier "finish" waits for all nodes, and each agent's lease shows whether its
-// node still lives. Errors: as rpc::Connect.
-absl::StatusOr<std::unique_ptr<JobLink>> MakeRpcJobLink(const RpcJobLinkOptions& options);
+// A JobLink over this node's session. With several nodes, the agents form a job of their own,
+// "JOB.agents": its rendezvous numbers the nodes, a key "end" in the generation tells why an attempt
+// ended, a barrier "finish" waits for all nodes, and each agent's lease shows whether its node still
+// lives. `session` is borrowed; the link is its listener.
+std::unique_ptr<JobLink> MakeRpcJobLink(const RpcJobLinkOptions& options, NodeSession* session);
 
 }  // namespace muster::agent
 

@@ -379,7 +379,6 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
                         << ", not " << cluster_id_ << "): it does not know this job";
   }
   const bool resumed = ever_connected_ && welcome.session_id() == session_id_;
-  const bool new_term = ever_connected_ && welcome.term() != term_;
   if (resumed) {
     while (!unacked_.empty() && unacked_.front().seq <= welcome.last_received_seq()) {
       unacked_.pop_front();
@@ -390,11 +389,20 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
         queue_.push_front(std::move(*item));
       }
     }
+    for (auto& [op_id, held] : held_) {
+      if (!std::exchange(held.again, false)) continue;
+      queue_.push_back(op_id);
+    }
   } else {
     received_ = 0;
     queue_.clear();
     for (auto it = held_.begin(); it != held_.end();) {
       Held& held = it->second;
+      if (held.op.has_recall_barriers() && !held.done) {  // made anew below
+        held_bytes_ -= held.bytes;
+        it = held_.erase(it);
+        continue;
+      }
       if (held.sent && !RepeatSafe(held.op)) {
         if (held.done) {
           todo->results.emplace_back(
@@ -407,10 +415,12 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
         it = held_.erase(it);
         continue;
       }
+      held.again = false;
       queue_.push_back(it->first);
       ++it;
     }
-    if (new_term) QueueRecalls();
+    // Also to a session of a term that was told before: what it was told may have been lost.
+    QueueRecalls();
   }
   unacked_.clear();
   told_ = 0;
@@ -501,6 +511,11 @@ void SessionStream::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
       for (const v1::OpResult& result : frame.results().results()) {
         const auto it = held_.find(result.op_id());
         if (it == held_.end()) continue;  // forgotten
+        if (result.error().detail().reason() == v1::ERROR_REASON_STOPPING &&
+            RepeatSafe(it->second.op)) {
+          it->second.again = true;
+          continue;
+        }
         if (it->second.op.has_arrive() || it->second.op.has_arrive_many()) {
           NoteBarrier(it->second.op, result);
         }

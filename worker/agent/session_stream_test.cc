@@ -335,6 +335,22 @@ TEST_F(SessionStreamTest, NewTerm_IsToldOfBarriersBeforeWhatIsHeld) {
   EXPECT_EQ(results_.size(), 4u);
 }
 
+TEST_F(SessionStreamTest, NewTermWhoseFirstStreamBreaks_IsToldAgainInItsNextSession) {
+  Connect();
+  Submit("a0", Arrive("a", 0));
+  Submit("b0", Arrive("b", 0));
+  link().Drain();
+  link().events->OnFrame(Passed(1, {1}));
+  for (const char* session : {"s8", "s9"}) {
+    Reconnect();
+    Welcome(session, 2);
+    const v1::OpBatch& batch = link().written.back().ops();
+    ASSERT_EQ(batch.ops_size(), 2);
+    EXPECT_EQ(batch.ops(0).recall_barriers().seen_size(), 1);
+    EXPECT_EQ(batch.ops(1).arrive().barrier_id(), "b");
+  }
+}
+
 TEST_F(SessionStreamTest, NewTerm_BarriersOfAnOlderGenerationAreNotRecalled) {
   Connect();
   Submit("a", Arrive("a", 0, 1));
@@ -420,6 +436,35 @@ TEST_F(SessionStreamTest, Goodbye_WaitsAsLongAsItWasAskedTo) {
   link().events->OnFrame(goodbye);
   link().events->OnClosed(absl::UnavailableError("stopping"));
   EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(3));
+}
+
+TEST_F(SessionStreamTest, CoordinatorStopsInOrder_WhatItHeldGoesToTheNextOne) {
+  Connect();
+  Submit("barrier", Arrive("a", 0));
+  Submit("operator", Add(0, ""));
+  link().Drain();
+  v1::CoordinatorFrame frame;
+  frame.set_seq(1);
+  for (const uint64_t op : {1, 2}) {
+    v1::OpResult& result = *frame.mutable_results()->add_results();
+    result.set_op_id(op);
+    *result.mutable_error() = rpc::ToOpError(rpc::ErrorWithReason(
+        absl::StatusCode::kUnavailable, "stopping", v1::ERROR_REASON_STOPPING, true));
+  }
+  link().events->OnFrame(frame);
+  EXPECT_THAT(results_, ElementsAre("operator: stopping"));
+  for (const char* session : {"s1", "s2"}) {  // whichever the next stream is
+    Reconnect();
+    Welcome(session, 1, session == std::string("s1") ? 2 : 0);
+    link().Drain();
+    EXPECT_EQ(OpIds(link().written.back()).back(), 1u);
+    if (session == std::string("s1")) {
+      frame.set_seq(2);
+      link().events->OnFrame(frame);
+    }
+  }
+  link().events->OnFrame(Passed(1, {1}));
+  EXPECT_THAT(results_, ElementsAre("operator: stopping", "barrier: ok"));
 }
 
 TEST_F(SessionStreamTest, Beats_ComeAtOnceAndThenEveryPeriod) {

@@ -5,15 +5,21 @@
 namespace muster::agent {
 
 TimerThread::TimerThread(std::function<absl::Time()> tick, const Clock* clock)
-    : tick_(std::move(tick)), clock_(clock), thread_([this] { Loop(); }) {}
+    : tick_(std::move(tick)), clock_(clock) {}
 
-TimerThread::~TimerThread() {
+TimerThread::~TimerThread() { Stop(); }
+
+void TimerThread::Start() {
+  thread_ = std::thread([this] { Loop(); });
+}
+
+void TimerThread::Stop() {
   {
     MutexLock lock(&mu_);
     stop_ = true;
     changed_.SignalAll();
   }
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
 }
 
 void TimerThread::Wake() {

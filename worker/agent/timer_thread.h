@@ -13,15 +13,18 @@ namespace muster::agent {
 // A thread that calls `tick` when it is due. Thread-safe.
 class TimerThread {
  public:
-  // `tick` returns when to be called next (by `clock`); InfiniteFuture: when woken. It is called
-  // once at the start.
+  // `tick` returns when to be called next (by `clock`); InfiniteFuture: when woken.
   explicit TimerThread(std::function<absl::Time()> tick, const Clock* clock = &Clock::Real());
-  // Waits for a call of `tick` that runs.
   ~TimerThread();
   TimerThread(const TimerThread&) = delete;
   TimerThread& operator=(const TimerThread&) = delete;
 
-  // Calls `tick` now, also if it runs at this moment. Does not block.
+  // Calls `tick` for the first time, on the thread. Once.
+  void Start();
+  // Waits for a call of `tick` that runs; it is called no more. Repeatable; the destructor does it
+  // too. Not from `tick`.
+  void Stop();
+  // Calls `tick` now, also if it runs at this moment. Does not block. Does nothing when stopped.
   void Wake();
 
  private:

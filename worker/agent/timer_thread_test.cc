@@ -19,9 +19,12 @@ TEST(TimerThread, Start_TicksOnceAndThenWhenWoken) {
     changed.SignalAll();
     return absl::InfiniteFuture();
   });
+  timer.Start();
   wait_for(1);
   timer.Wake();
   wait_for(2);
+  timer.Stop();
+  timer.Wake();
   MutexLock lock(&mu);
   EXPECT_EQ(ticks, 2);
 }
@@ -33,22 +36,21 @@ TEST(TimerThread, DueTime_TicksByItself) {
     if (++ticks == 3) third.Notify();
     return ticks < 3 ? Clock::Real().Now() + absl::Milliseconds(1) : absl::InfiniteFuture();
   });
+  timer.Start();
   third.WaitForNotification();
 }
 
 TEST(TimerThread, WakeInsideTick_TicksAgain) {
   Notification second;
   TimerThread* self = nullptr;
-  Notification made;
   int ticks = 0;
   TimerThread timer([&] {
-    made.WaitForNotification();
     if (++ticks == 1) self->Wake();
     if (ticks == 2) second.Notify();
     return absl::InfiniteFuture();
   });
   self = &timer;
-  made.Notify();
+  timer.Start();
   second.WaitForNotification();
 }
 

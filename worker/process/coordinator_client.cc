@@ -294,7 +294,7 @@ class CoordinatorClient::Impl {
     if (!last_collective.empty()) last_collective_ = last_collective;
   }
 
-  absl::StatusOr<Heartbeat> Beat(absl::Duration timeout) {
+  absl::StatusOr<Heartbeat> Beat(absl::Duration patience) {
     v1::HeartbeatRequest request;
     FillFence(request.mutable_fence());
     const ProgressBoard::Facts facts = Facts();
@@ -302,8 +302,8 @@ class CoordinatorClient::Impl {
     request.set_phase(facts.phase);
     request.set_last_collective(facts.last_collective);
     v1::HeartbeatReply reply;
-    MUSTER_RETURN_IF_ERROR(Call("heartbeat", timeout, *membership_,
-                                &v1::Membership::Stub::Heartbeat, &request, &reply));
+    MUSTER_RETURN_IF_ERROR(CallWithin("heartbeat", patience, *membership_,
+                                      &v1::Membership::Stub::Heartbeat, &request, &reply));
     Heartbeat beat;
     beat.generation = reply.generation();
     beat.generation_ended = reply.generation_ended();
@@ -351,14 +351,23 @@ class CoordinatorClient::Impl {
     }
   }
 
-  // Sends `request` until there is an answer or `timeout` and a grace have passed. The same bytes
-  // each time, so the coordinator recognises a repeat by its request id.
   template <class Stub, class Request, class Reply>
   absl::Status Call(const std::string& what, absl::Duration timeout, Stub& stub,
                     grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Reply*),
                     const Request* request, Reply* reply) {
+    return CallWithin(what, timeout + kGrace + options_.outage_tolerance, stub, method, request,
+                      reply);
+  }
+
+  // Sends `request` until there is an answer or `patience` has run out. The same bytes each time,
+  // so the coordinator recognises a repeat by its request id.
+  template <class Stub, class Request, class Reply>
+  absl::Status CallWithin(const std::string& what, absl::Duration patience, Stub& stub,
+                          grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
+                                                       Reply*),
+                          const Request* request, Reply* reply) {
     const Clock& clock = Clock::Real();
-    const absl::Time deadline = clock.Now() + timeout + kGrace;
+    const absl::Time deadline = clock.Now() + patience;
     absl::Duration backoff = kFirstBackoff;
     while (true) {
       grpc::ClientContext context;
@@ -374,9 +383,9 @@ class CoordinatorClient::Impl {
       if (!lost || clock.Now() + backoff >= deadline) {
         if (rpc::GetReason(status) == v1::ERROR_REASON_UNSPECIFIED &&
             (lost || status.code() == absl::StatusCode::kDeadlineExceeded)) {
-          return absl::UnavailableError(
-              absl::StrCat(what, ": no answer from the coordinator at ", options_.address,
-                           " within ", absl::FormatDuration(timeout), " (", status.message(), ")"));
+          return absl::UnavailableError(absl::StrCat(
+              what, ": no answer from the coordinator at ", options_.address, " within ",
+              absl::FormatDuration(patience), " (", status.message(), ")"));
         }
         return Prefixed(what, status);
       }
@@ -399,7 +408,7 @@ class CoordinatorClient::Impl {
         if (ended_told_) continue;
       }
       // Not longer than a period and its grace: the next beat carries newer facts anyway.
-      const absl::StatusOr<Heartbeat> beat = Beat(options_.heartbeat_period);
+      const absl::StatusOr<Heartbeat> beat = Beat(options_.heartbeat_period + kGrace);
       absl::Status ended;
       if (beat.ok() && beat->generation_ended) {
         ended = absl::AbortedError(absl::StrCat("the generation has ended: ", beat->why));

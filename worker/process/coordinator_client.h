@@ -93,7 +93,7 @@ struct Heartbeat {
 //
 // Every call carries the fence (job, term, generation, incarnation) and a deadline; a call that the transport loses is
 // sent again, with the same request id, until its deadline, so that it happens once. While the coordinator is away,
-// calls wait for it. Thread-safe; methods block, at most for their timeout.
+// calls wait for it. Thread-safe; methods block, at most for their timeout, the outage tolerance and a short grace.
 //
 // Errors of every call, in the coordinator's words: UNAVAILABLE (no coordinator until the deadline), FAILED_PRECONDITION
 // (this worker's generation is over), ABORTED (a newer incarnation took the seat, or the generation ended while the call
@@ -101,12 +101,14 @@ struct Heartbeat {
 class CoordinatorClient {
  public:
   struct Options {
-    std::string address = "";  // "10.0.0.1:29400", "name:29400", "unix:PATH"
+    std::string address = "";  // "10.0.0.1:29400", "name:29400", "unix:PATH" of this node's agent
     std::string job = "";
     std::string worker_id = "";
     uint64_t incarnation = 0;  // 0: drawn
     absl::Duration connect_timeout = absl::Seconds(30);
     absl::Duration call_timeout = absl::Seconds(30);
+    // How much longer than its timeout a call waits for an answer: a coordinator that is away for less fails nothing.
+    absl::Duration outage_tolerance = absl::Seconds(60);
     // Between heartbeats once seated. Zero: none (an agent speaks for this worker).
     absl::Duration heartbeat_period = absl::Seconds(2);
     std::string tls_ca = "";

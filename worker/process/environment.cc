@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
@@ -259,7 +260,7 @@ absl::Status CheckPlace(Environment* env) {
 }
 
 absl::Status ReadMeetingPoint(const Variables& variables, Environment* env) {
-  if (!env->coordinator.value.empty()) {
+  if (!env->coordinator.value.empty() && !absl::StartsWith(env->coordinator.value, "unix:/")) {
     const std::string& address = env->coordinator.value;
     const size_t colon = address.rfind(':');
     int port = 0;

@@ -45,7 +45,7 @@ struct Environment {
   Setting<int> node_rank{0};
   Setting<int> num_nodes{1};
 
-  // "host:port" of the coordinator; empty without one.
+  // "host:port" of the coordinator, or "unix:/PATH" of the agent that speaks for this node; empty without one.
   Setting<std::string> coordinator;
   Setting<std::string> job;
   Setting<std::string> worker_id;

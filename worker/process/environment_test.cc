@@ -167,6 +167,13 @@ TEST(Environment, ValuesOutsideTheirWorld_AreRefused) {
               HasSubstr("MUSTER_GENERATION='x'"));
 }
 
+TEST(Environment, AgentsSocket_IsACoordinatorToo) {
+  EXPECT_EQ(Read(With(kMuster, {{"MUSTER_COORDINATOR", "unix:/tmp/m/relay"}})).coordinator.value,
+            "unix:/tmp/m/relay");
+  EXPECT_THAT(Error(With(kMuster, {{"MUSTER_COORDINATOR", "unix:relay"}})),
+              HasSubstr("is not host:port"));
+}
+
 TEST(Environment, RankAndWorldSizeOnly_OneProcessPerNode) {
   const Environment env =
       Read({{"RANK", "1"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "job-master-0"}});

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "base/log.h"
@@ -128,7 +129,10 @@ absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
     gloo.size = size;
     gloo.timeout = absl::ToChronoMilliseconds(env.timeout.value);
     gloo.single_host = env.num_nodes.value == 1 && env.local_world_size.value == size;
-    gloo.towards = env.coordinator.value.empty() ? MasterAddress(env) : env.coordinator.value;
+    // An agent on this node is no way to find the network: rank 0's address is.
+    const bool far =
+        !env.coordinator.value.empty() && !absl::StartsWith(env.coordinator.value, "unix:");
+    gloo.towards = far ? env.coordinator.value : MasterAddress(env);
     gloo.interface = env.interface.value;
     try {
       auto group = MakeGlooGroup(joined.store, gloo);

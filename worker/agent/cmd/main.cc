@@ -83,7 +83,7 @@ int Run(int argc, char** argv) {
   NodeJobOptions options;
   WorkerEnvironment& worker = options.agent.worker;
   int processes = 0;
-  std::string join_timeout = "10m", stop_grace = "10s";
+  std::string join_timeout = "10m", stop_grace = "10s", outage_tolerance = "60s";
   bool no_prefix = false, tee = false;
   worker.job = "launch";
   CLI::App app(kAbout, "muster-agent");
@@ -118,6 +118,9 @@ int Run(int argc, char** argv) {
   app.add_option("--stop_grace", stop_grace, "time between SIGTERM and SIGKILL")
       ->capture_default_str();
   app.add_option("--join_timeout", join_timeout, "how long to wait for the other machines")
+      ->capture_default_str();
+  app.add_option("--outage_tolerance", outage_tolerance,
+                 "how long the coordinator may be away before the job is given up")
       ->capture_default_str();
   app.add_option("--tls_ca", worker.tls_ca,
                  "certificates that the coordinator's must descend from");
@@ -160,9 +163,11 @@ int Run(int argc, char** argv) {
                              options.num_nodes, ": machines are numbered from 0"));
   }
   if (!absl::ParseDuration(stop_grace, &options.agent.stop_grace) ||
-      !absl::ParseDuration(join_timeout, &options.join_timeout)) {
+      !absl::ParseDuration(join_timeout, &options.join_timeout) ||
+      !absl::ParseDuration(outage_tolerance, &options.outage_tolerance)) {
     return Fail(kExitUsage,
-                "--stop_grace and --join_timeout are durations with a unit, such as 30s or 10m");
+                "--stop_grace, --join_timeout and --outage_tolerance are durations with a unit, "
+                "such as 30s or 10m");
   }
   const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(worker.coordinator);
   if (!address.ok()) return Fail(kExitUsage, address.status().message());

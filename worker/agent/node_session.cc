@@ -1,0 +1,171 @@
+#include "worker/agent/node_session.h"
+
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "worker/agent/process_state.h"
+
+namespace muster::agent {
+namespace {
+
+constexpr size_t kStacksWanted = 256;
+
+std::string HostName() {
+  char name[256] = "";
+  gethostname(name, sizeof(name) - 1);
+  return name;
+}
+
+uint64_t RandomNumber() {
+  uint64_t number = 0;
+  while (number == 0) {
+    MUSTER_CHECK(getrandom(&number, sizeof(number), 0) == sizeof(number));
+  }
+  return number;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options) {
+  std::unique_ptr<NodeSession> session(new NodeSession());
+  NodeSession* const raw = session.get();
+  // Found dead sooner than a worker's call would be; reconnecting within a lease; answers of the
+  // coordinator are not ours to refuse.
+  options.channel.own_connection = true;
+  options.channel.keepalive = absl::Seconds(10);
+  options.channel.max_backoff = absl::Seconds(2);
+  options.channel.max_message_bytes = 64 << 20;
+  MUSTER_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
+                          rpc::Connect(options.coordinator, options.channel));
+  raw->stacks_ = options.stacks;
+  raw->stack_budget_ = options.stack_budget;
+  raw->transport_ = std::make_unique<RpcFrameTransport>(channel);
+
+  SessionStream::Options stream;
+  stream.address = options.coordinator;
+  stream.incarnation = RandomNumber();
+  stream.host = HostName();
+  // Several agents of one host must not take each other's sessions.
+  stream.node = absl::StrCat(stream.host.substr(0, 64), "/", absl::Hex(stream.incarnation));
+  stream.version = std::string("1");
+  stream.outage_tolerance = options.outage_tolerance;
+  stream.beat = [raw] { return raw->core_->MakeBeat(); };
+  stream.on_directive = [raw](const v1::Directive& directive) { raw->OnDirective(directive); };
+  stream.on_connected = [raw](uint64_t term, bool) { raw->core_->Connected(term); };
+  stream.on_lost = [raw](const absl::Status& status) { raw->OnLost(status); };
+  stream.wake = [raw] { raw->stream_timer_->Wake(); };
+
+  RelayCore::Options core;
+  core.node = stream.node;
+  core.incarnation = stream.incarnation;
+  core.process_state = [](int64_t pid) { return ReadProcessState(pid).name; };
+  core.refresh = std::move(options.refresh);
+  core.connected = [raw] { return raw->stream_->connected(); };
+  core.wake = [raw] { raw->core_timer_->Wake(); };
+
+  raw->stream_ = std::make_unique<SessionStream>(std::move(stream), raw->transport_.get());
+  raw->core_ = std::make_unique<RelayCore>(std::move(core), raw->stream_.get());
+  raw->core_timer_ = std::make_unique<TimerThread>([raw] { return raw->core_->Tick(); });
+  raw->stream_timer_ = std::make_unique<TimerThread>([raw] { return raw->stream_->Tick(); });
+  MUSTER_ASSIGN_OR_RETURN(
+      raw->relay_,
+      Relay::Start({.parent = options.relay_parent, .coordinator = channel}, raw->core_.get()));
+  raw->stack_thread_ = std::thread([raw] { raw->StackLoop(); });
+  raw->core_timer_->Start();
+  raw->stream_timer_->Start();
+  return session;
+}
+
+NodeSession::~NodeSession() {
+  relay_.reset();
+  if (core_timer_ != nullptr) core_timer_->Stop();
+  if (stream_timer_ != nullptr) stream_timer_->Stop();
+  stream_.reset();
+  if (stack_thread_.joinable()) {
+    {
+      MutexLock lock(&mu_);
+      stop_ = true;
+      changed_.SignalAll();
+    }
+    stack_thread_.join();
+  }
+}
+
+void NodeSession::SetListener(Listener listener) {
+  MutexLock lock(&listener_mu_);
+  listener_ = std::move(listener);
+  if (!lost_.ok() && listener_.on_lost) listener_.on_lost(lost_);
+}
+
+void NodeSession::SetOnKillWorker(std::function<void(const v1::KillWorker&)> on_kill_worker) {
+  MutexLock lock(&listener_mu_);
+  on_kill_worker_ = std::move(on_kill_worker);
+}
+
+void NodeSession::OnLost(const absl::Status& status) {
+  MutexLock lock(&listener_mu_);
+  lost_ = status;
+  if (listener_.on_lost) listener_.on_lost(status);
+}
+
+void NodeSession::OnDirective(const v1::Directive& directive) {
+  switch (directive.kind_case()) {
+    case v1::Directive::kGenerationEnded: {
+      core_->GenerationEnded(directive.generation_ended());
+      MutexLock lock(&listener_mu_);
+      if (listener_.on_generation_ended) {
+        listener_.on_generation_ended(directive.generation_ended());
+      }
+      break;
+    }
+    case v1::Directive::kKillWorker: {
+      MutexLock lock(&listener_mu_);
+      if (on_kill_worker_) on_kill_worker_(directive.kill_worker());
+      break;
+    }
+    case v1::Directive::kCollectStack: {
+      MutexLock lock(&mu_);
+      if (wanted_.size() < kStacksWanted) wanted_.push_back(directive.collect_stack());
+      changed_.SignalAll();
+      break;
+    }
+    case v1::Directive::KIND_NOT_SET:
+      break;
+  }
+}
+
+void NodeSession::StackLoop() {
+  while (true) {
+    v1::CollectStack wanted;
+    {
+      MutexLock lock(&mu_);
+      while (!stop_ && wanted_.empty()) changed_.Wait(&mu_);
+      if (stop_) return;
+      wanted = std::move(wanted_.front());
+      wanted_.pop_front();
+    }
+    // Nobody may have us look into processes that are not our workers.
+    if (!core_->IsLocal(wanted.worker_id(), wanted.pid())) continue;
+    v1::StackReply reply;
+    reply.set_query_id(wanted.query_id());
+    reply.set_worker_id(wanted.worker_id());
+    reply.set_pid(wanted.pid());
+    if (stacks_ != nullptr) {
+      StackSnapshot snapshot = stacks_->Capture(wanted.pid(), stack_budget_);
+      reply.set_process_state(std::move(snapshot.process_state));
+      reply.set_native_stack(std::move(snapshot.native_stack));
+    } else {
+      reply.set_process_state(ReadProcessState(wanted.pid()).name);
+    }
+    stream_->SendStack(std::move(reply));
+  }
+}
+
+void NodeSession::Finish(absl::Duration within) { stream_->Finish(Clock::Real().Now() + within); }
+
+}  // namespace muster::agent

@@ -1,0 +1,102 @@
+#ifndef MUSTER_WORKER_AGENT_NODE_SESSION_H_
+#define MUSTER_WORKER_AGENT_NODE_SESSION_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "base/mutex.h"
+#include "proto/muster/v1/session.pb.h"
+#include "rpc/channel.h"
+#include "worker/agent/relay.h"
+#include "worker/agent/relay_core.h"
+#include "worker/agent/rpc_frame_link.h"
+#include "worker/agent/session_stream.h"
+#include "worker/agent/stack_source.h"
+#include "worker/agent/timer_thread.h"
+
+namespace muster::agent {
+
+// This node's line to the coordinator, put together: the stream, the relay for the workers, and the
+// threads that drive them. Thread-safe.
+class NodeSession {
+ public:
+  struct Options {
+    std::string coordinator;  // "10.0.0.1:29400"
+    rpc::ChannelOptions channel = {};
+    absl::Duration outage_tolerance = absl::Seconds(60);
+    std::string relay_parent = {};  // see Relay::Options
+    StackSource* stacks = nullptr;  // borrowed; null: stacks are answered without frames
+    absl::Duration stack_budget = absl::Milliseconds(1500);
+    std::function<void(v1::WorkerBeat*)> refresh = nullptr;  // see RelayCore::Options
+  };
+  // What the coordinator tells. Called on threads of the session, must not block.
+  struct Listener {
+    std::function<void(const v1::GenerationEnded&)> on_generation_ended = nullptr;
+    // The coordinator has been away for too long, or refuses this agent.
+    std::function<void(const absl::Status&)> on_lost = nullptr;
+  };
+
+  // Begins to connect and serves the relay. Does not wait for the coordinator. Errors: as
+  // rpc::Connect and Relay::Start.
+  static absl::StatusOr<std::unique_ptr<NodeSession>> Start(Options options);
+  // Closes the stream; what is held is dropped.
+  ~NodeSession();
+  NodeSession(const NodeSession&) = delete;
+  NodeSession& operator=(const NodeSession&) = delete;
+
+  // What workers are given as their coordinator.
+  const std::string& relay_address() const { return relay_->address(); }
+  // Takes operations of this node as the relay does.
+  OpSender& sender() { return *core_; }
+  SessionStream& stream() { return *stream_; }
+
+  // Replaces the listener. When it returns, the old one is called no more. Not from a callback.
+  void SetListener(Listener listener);
+  // Likewise, for the directive that a worker's process must end.
+  void SetOnKillWorker(std::function<void(const v1::KillWorker&)> on_kill_worker);
+
+  // The process is gone: its lease is left alone.
+  void WorkerEnded(const std::string& job_id, const std::string& worker_id, uint64_t incarnation) {
+    core_->WorkerEnded(job_id, worker_id, incarnation);
+  }
+
+  // See SessionStream::Finish.
+  void Finish(absl::Duration within);
+
+ private:
+  NodeSession() = default;
+  void OnDirective(const v1::Directive& directive);
+  void OnLost(const absl::Status& status);
+  void StackLoop();
+
+  std::unique_ptr<TimerThread> stream_timer_;
+  std::unique_ptr<TimerThread> core_timer_;
+  std::unique_ptr<RelayCore> core_;
+  std::unique_ptr<RpcFrameTransport> transport_;
+  std::unique_ptr<SessionStream> stream_;
+  std::unique_ptr<Relay> relay_;
+  StackSource* stacks_ = nullptr;
+  absl::Duration stack_budget_;
+
+  Mutex listener_mu_;  // held while the listener is called
+  Listener listener_ ABSL_GUARDED_BY(listener_mu_);
+  std::function<void(const v1::KillWorker&)> on_kill_worker_ ABSL_GUARDED_BY(listener_mu_);
+  absl::Status lost_ ABSL_GUARDED_BY(listener_mu_);
+
+  Mutex mu_;
+  CondVar changed_;
+  std::deque<v1::CollectStack> wanted_ ABSL_GUARDED_BY(mu_);
+  bool stop_ ABSL_GUARDED_BY(mu_) = false;
+  std::thread stack_thread_;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_WORKER_AGENT_NODE_SESSION_H_
