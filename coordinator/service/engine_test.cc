@@ -40,6 +40,7 @@ class FakeLink final : public AgentLink {
   void ReadNext() override { ++reads; }
   void Close(const absl::Status& status) override {
     if (!closed_.has_value()) closed_ = status;
+    source_ = nullptr;  // as a real stream once it has ended
   }
   // The write in flight has ended.
   void Written() {
