@@ -66,7 +66,7 @@ std::string CulpritText(const v1::Culprit& culprit) {
     absl::StrAppend(&text, ", ", absl::CHexEscape(culprit.process_state()));
   if (culprit.last_step() > 0) absl::StrAppend(&text, ", step ", culprit.last_step());
   if (!culprit.last_collective().empty()) {
-    absl::StrAppend(&text, ", in ", absl::CHexEscape(culprit.last_collective()));
+    absl::StrAppend(&text, ", last collective ", absl::CHexEscape(culprit.last_collective()));
   }
   if (!culprit.waiting_in().empty()) absl::StrAppend(&text, ", waits in ", culprit.waiting_in());
   if (culprit.has_heartbeat_age()) {

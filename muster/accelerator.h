@@ -370,10 +370,13 @@ class Accelerator {
   // printf on one process of each host.
   void print(const char* format, ...) __attribute__((format(printf, 2, 3)));
   // (collective) Returns when every process has come. With a coordinator an absentee is an error
-  // for all at the deadline that names it, its host and its last step: DEADLINE_EXCEEDED, thrown as
-  // c10::Error.
-  void wait_for_everyone(absl::Duration timeout = absl::ZeroDuration()) {
-    core_->WaitForEveryone(timeout);
+  // for all at the deadline (zero: Options::timeout), thrown as c10::Error: it names the absentee's
+  // host, pid, state, last step and last collective, and one process prints the absentee's stack.
+  // Processes that wait under different names at the same time are told so at once.
+  void wait_for_everyone(absl::Duration timeout = absl::ZeroDuration(),
+                         const std::string& name = "wait_for_everyone",
+                         std::source_location where = std::source_location::current()) {
+    core_->WaitForEveryone(timeout, name, where);
   }
 
   // Wraps `function` so that it runs on the named process(es) only; elsewhere the call does

@@ -6,6 +6,7 @@
 #include <nlohmann/json.hpp>
 
 #include "absl/base/config.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -17,7 +18,9 @@
 #include "client/cli/version.h"
 #include "client/config/suggest.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
+#include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/membership.grpc.pb.h"
+#include "proto/muster/v1/trigger.grpc.pb.h"
 #include "rpc/channel.h"
 #include "rpc/status.h"
 
@@ -25,6 +28,8 @@ namespace muster::client {
 namespace {
 
 using nlohmann::ordered_json;
+
+constexpr size_t kShownStragglers = 3;  // in the table; all are in the JSON
 
 // Parses, and handles --help and mistakes. Returns the exit code if there is nothing more to do,
 // else -1.
@@ -57,8 +62,8 @@ std::string ProtobufVersion() {
 
 std::string GigaBytes(int64_t bytes) { return absl::StrFormat("%.1f GiB", bytes / 1073741824.0); }
 
-std::string DurationText(const google::protobuf::Duration& duration) {
-  return absl::StrFormat("%.1fs", duration.seconds() + duration.nanos() * 1e-9);
+std::string DurationText(const google::protobuf::Duration& duration, int digits = 1) {
+  return absl::StrFormat("%.*fs", digits, duration.seconds() + duration.nanos() * 1e-9);
 }
 
 std::string StateName(v1::WorkerState state) {
@@ -247,28 +252,37 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
   return kExitOk;
 }
 
-int RunStatusCommand(const std::vector<std::string>& args, const CommandContext& context) {
-  const CommandSpec spec = {
-      .name = "muster status",
-      .summary = "Shows the jobs and workers of a running coordinator.",
-      .usage = "[JOB] [OPTIONS]",
-      .details = "Exit codes: 0 shown; 2 wrong options; 3 no such job; 7 no coordinator answers.",
-      .options = {{.name = "coordinator",
-                   .value_name = "IP:PORT",
-                   .help = "Its address. Default: $MUSTER_COORDINATOR"},
-                  {.name = "tls_ca",
-                   .value_name = "FILE",
-                   .help = "Certificates that the coordinator's must descend from"},
-                  {.name = "tls_cert", .value_name = "FILE", .help = "Certificate to show"},
-                  {.name = "tls_key", .value_name = "FILE", .help = "Private key of --tls_cert"},
-                  {.name = "timeout",
-                   .value_name = "TIME",
-                   .help = "How long to wait for an answer (default 5s)"},
-                  {.name = "json", .help = "As one JSON object"}},
-      .max_words = 1};
-  CommandLine line;
-  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
-  std::string address = line.Get("coordinator");
+namespace {
+
+// The options of commands that talk to a coordinator.
+std::vector<OptionSpec> ConnectionOptions(std::vector<OptionSpec> more) {
+  std::vector<OptionSpec> options = {
+      {.name = "coordinator",
+       .value_name = "IP:PORT",
+       .help = "Its address. Default: $MUSTER_COORDINATOR"},
+      {.name = "tls_ca",
+       .value_name = "FILE",
+       .help = "Certificates that the coordinator's must descend from"},
+      {.name = "tls_cert", .value_name = "FILE", .help = "Certificate to show"},
+      {.name = "tls_key", .value_name = "FILE", .help = "Private key of --tls_cert"},
+      {.name = "timeout",
+       .value_name = "TIME",
+       .help = "How long to wait for an answer (default 5s)"}};
+  for (OptionSpec& option : more) options.push_back(std::move(option));
+  return options;
+}
+
+struct Connection {
+  std::string address;
+  absl::Duration timeout = absl::Seconds(5);
+  std::shared_ptr<grpc::Channel> channel;
+};
+
+// Connects as the options say. Returns the exit code if it cannot, else -1.
+int Dial(const CommandSpec& spec, const CommandLine& line, const CommandContext& context,
+         Connection* connection) {
+  std::string& address = connection->address;
+  address = line.Get("coordinator");
   if (const auto it = context.variables.find("MUSTER_COORDINATOR");
       address.empty() && it != context.variables.end()) {
     address = it->second;
@@ -278,26 +292,44 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
                 absl::InvalidArgumentError("which coordinator? give --coordinator IP:PORT"),
                 kExitUsage);
   }
-  absl::Duration timeout = absl::Seconds(5);
-  if (line.Has("timeout") &&
-      (!absl::ParseDuration(line.Get("timeout"), &timeout) || timeout <= absl::ZeroDuration())) {
+  if (line.Has("timeout") && (!absl::ParseDuration(line.Get("timeout"), &connection->timeout) ||
+                              connection->timeout <= absl::ZeroDuration())) {
     return Fail(spec, context,
                 absl::InvalidArgumentError(
                     absl::StrCat("--timeout ", line.Get("timeout"), ": write 5s or 1m")),
                 kExitUsage);
   }
-  const auto channel = rpc::Connect(address, {.tls_ca = line.Get("tls_ca"),
-                                              .tls_cert = line.Get("tls_cert"),
-                                              .tls_key = line.Get("tls_key")});
+  auto channel = rpc::Connect(address, {.tls_ca = line.Get("tls_ca"),
+                                        .tls_cert = line.Get("tls_cert"),
+                                        .tls_key = line.Get("tls_key")});
   if (!channel.ok()) return Fail(spec, context, channel.status(), kExitUsage);
-  absl::Status status = rpc::WaitUntilConnected(**channel, address, timeout);
-  if (!status.ok()) return Fail(spec, context, status, kExitUnreachable);
+  connection->channel = *std::move(channel);
+  const absl::Status status =
+      rpc::WaitUntilConnected(*connection->channel, address, connection->timeout);
+  return status.ok() ? -1 : Fail(spec, context, status, kExitUnreachable);
+}
 
+}  // namespace
+
+int RunStatusCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const CommandSpec spec = {
+      .name = "muster status",
+      .summary = "Shows the jobs and workers of a running coordinator.",
+      .usage = "[JOB] [OPTIONS]",
+      .details = "Exit codes: 0 shown; 2 wrong options; 3 no such job; 7 no coordinator answers.",
+      .options = ConnectionOptions({{.name = "json", .help = "As one JSON object"}}),
+      .max_words = 1};
+  CommandLine line;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  Connection connection;
+  if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
+  const auto& [address, timeout, channel] = connection;
+  absl::Status status;
   v1::StatusReply reply;
   {
     grpc::ClientContext call;
     rpc::SetTimeout(call, timeout);
-    status = rpc::FromGrpc(v1::Admin::NewStub(*channel)->Status(&call, {}, &reply));
+    status = rpc::FromGrpc(v1::Admin::NewStub(channel)->Status(&call, {}, &reply));
     if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
   }
   const std::string wanted = line.words.empty() ? "" : line.words[0];
@@ -310,7 +342,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     v1::GetMembersReply members;
     grpc::ClientContext call;
     rpc::SetTimeout(call, timeout);
-    status = rpc::FromGrpc(v1::Membership::NewStub(*channel)->GetMembers(&call, request, &members));
+    status = rpc::FromGrpc(v1::Membership::NewStub(channel)->GetMembers(&call, request, &members));
     if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
     ordered_json rows = ordered_json::array();
     absl::StrAppendFormat(&table, "\n%s: generation %d, %s, %d workers, steps %d to %d\n",
@@ -327,6 +359,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
                       {"last_step", member.last_step()},
                       {"heartbeat_age", DurationText(member.heartbeat_age())},
                       {"phase", member.phase()},
+                      {"last_collective", member.last_collective()},
                       {"exit", member.exit().message()}});
       const std::string doing =
           member.exit().message().empty() ? member.phase() : member.exit().message();
@@ -335,6 +368,33 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
                             member.pid(), member.last_step(), DurationText(member.heartbeat_age()),
                             doing);
     }
+    ordered_json stragglers = ordered_json::array();
+    {
+      v1::StragglerReportRequest ask;
+      ask.set_job_id(job.job_id());
+      v1::StragglerReportReply report;
+      grpc::ClientContext report_call;
+      rpc::SetTimeout(report_call, timeout);
+      status =
+          rpc::FromGrpc(v1::Barrier::NewStub(channel)->StragglerReport(&report_call, ask, &report));
+      if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+      for (const v1::StragglerRow& row : report.rows()) {
+        if (row.barriers() == 0) continue;
+        if (stragglers.size() < kShownStragglers) {
+          absl::StrAppendFormat(&table, "%s rank %d by %s on average, %s at most, last in %d of %d",
+                                stragglers.empty() ? "  late at barriers:" : ";", row.rank(),
+                                DurationText(row.mean_lateness(), 3),
+                                DurationText(row.max_lateness(), 3), row.times_last(),
+                                row.barriers());
+        }
+        stragglers.push_back({{"rank", row.rank()},
+                              {"barriers", row.barriers()},
+                              {"times_last", row.times_last()},
+                              {"mean_lateness", DurationText(row.mean_lateness(), 6)},
+                              {"max_lateness", DurationText(row.max_lateness(), 6)}});
+      }
+      if (!stragglers.empty()) absl::StrAppend(&table, "\n");
+    }
     jobs.push_back({{"job_id", job.job_id()},
                     {"generation", job.generation()},
                     {"state", job.rendezvous_state()},
@@ -342,7 +402,8 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
                     {"waiting", job.waiting()},
                     {"min_step", job.min_step()},
                     {"max_step", job.max_step()},
-                    {"workers", rows}});
+                    {"workers", rows},
+                    {"stragglers", stragglers}});
   }
   if (!wanted.empty() && jobs.empty()) {
     return Fail(
@@ -362,6 +423,54 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
   context.out << "coordinator " << address << ", version " << reply.version() << ", up "
               << DurationText(reply.uptime()) << ", " << reply.agents() << " agents, "
               << jobs.size() << (jobs.size() == 1 ? " job\n" : " jobs\n") << table;
+  return kExitOk;
+}
+
+int RunTriggerCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const CommandSpec spec = {
+      .name = "muster trigger",
+      .summary = "Tells all processes of a job to do something at the same step.",
+      .usage = "JOB NAME [OPTIONS]",
+      .details =
+          "NAME is stop, checkpoint, profile, or what the program checks for. Returns at "
+          "once; the job acts when all\nits processes have heard of it.\n"
+          "Exit codes: 0 raised; 2 wrong options; 3 no such job; 7 no coordinator answers.",
+      .options = ConnectionOptions(
+          {{.name = "payload", .value_name = "TEXT", .help = "What the program is told with it"},
+           {.name = "at_step",
+            .value_name = "N",
+            .help = "Before step N (counted from 1), not the earliest that all can reach"}}),
+      .max_words = 2};
+  CommandLine line;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  if (line.words.size() != 2) {
+    return Fail(spec, context, absl::InvalidArgumentError("write muster trigger JOB NAME"),
+                kExitUsage);
+  }
+  v1::RaiseTriggerRequest request;
+  request.mutable_fence()->set_job_id(line.words[0]);
+  request.set_name(line.words[1]);
+  request.set_payload(line.Get("payload"));
+  if (line.Has("at_step")) {
+    int64_t step = 0;
+    if (!absl::SimpleAtoi(line.Get("at_step"), &step) || step < 1) {
+      return Fail(spec, context,
+                  absl::InvalidArgumentError(
+                      absl::StrCat("--at_step ", line.Get("at_step"), ": write a step, 1 or more")),
+                  kExitUsage);
+    }
+    request.set_align(v1::TRIGGER_ALIGN_AT_STEP);
+    request.set_step(step);
+  }
+  Connection connection;
+  if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
+  v1::RaiseTriggerReply reply;
+  grpc::ClientContext call;
+  rpc::SetTimeout(call, connection.timeout);
+  const absl::Status status =
+      rpc::FromGrpc(v1::Triggers::NewStub(connection.channel)->Raise(&call, request, &reply));
+  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  context.out << "raised " << line.words[1] << " for " << line.words[0] << "\n";
   return kExitOk;
 }
 

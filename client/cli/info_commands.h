@@ -18,6 +18,9 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
 // `muster status`: the jobs and workers of a running coordinator.
 int RunStatusCommand(const std::vector<std::string>& args, const CommandContext& context);
 
+// `muster trigger`: raises a trigger as an operator.
+int RunTriggerCommand(const std::vector<std::string>& args, const CommandContext& context);
+
 // `muster version`.
 int RunVersionCommand(const std::vector<std::string>& args, const CommandContext& context);
 

@@ -41,6 +41,8 @@ int RunMuster(const std::vector<std::string>& args, const CommandContext& contex
        [&](const Args& rest) { return RunEnvCommand(rest, context); }},
       {"status", "Show the jobs and workers of a coordinator",
        [&](const Args& rest) { return RunStatusCommand(rest, context); }},
+      {"trigger", "Tell all processes of a job to do something at the same step",
+       [&](const Args& rest) { return RunTriggerCommand(rest, context); }},
       {"version", "Print the version",
        [&](const Args& rest) { return RunVersionCommand(rest, context); }},
   };

@@ -447,7 +447,6 @@ void Engine::Drain() {
     }
   }
   changed_jobs_.insert(changed_jobs_.end(), out_.changed_jobs.begin(), out_.changed_jobs.end());
-  for (const v1::BarrierReport& report : out_.reports) MUSTER_LOG(Warning) << report.message();
   for (const Notice& notice : out_.notices) {
     if (notice.warning) {
       MUSTER_LOG(Warning) << "job " << notice.job_id << ": " << notice.text;

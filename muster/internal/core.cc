@@ -510,16 +510,30 @@ void Core::FreeMemory() {
   if (device_.is_cuda()) at::getDeviceAllocator(c10::kCUDA)->emptyCache();
 }
 
-void Core::WaitForEveryone(absl::Duration timeout) {
+void Core::WaitForEveryone(absl::Duration timeout, const std::string& name,
+                           std::source_location where) {
   if (size() == 1) return;
   if (process_.coordinator == nullptr) {
     comm().Barrier();
     return;
   }
   progress().SetPhase("wait_for_everyone");
+  // Ranks may come from different lines: Accelerate's may.
   const absl::StatusOr<BarrierResult> result = process_.coordinator->Barrier(
-      "wait_for_everyone", timeout > absl::ZeroDuration() ? timeout : environment().timeout.value);
-  TORCH_CHECK(result.ok(), result.status().message());
+      name, timeout > absl::ZeroDuration() ? timeout : environment().timeout.value,
+      BarrierCall{.same_line = environment().debug.value}, where);
+  progress().SetPhase("after wait_for_everyone");
+  if (result.ok()) return;
+  // One process prints what all could: the report is the same for everybody.
+  const absl::StatusOr<BarrierReport> report = process_.coordinator->DescribeBarrier(name);
+  if (report.ok() && report->first_rank == rank()) {
+    for (const AbsentRank& absent : report->absent) {
+      if (absent.native_stack.empty()) continue;
+      MUSTER_LOG(Error) << "rank " << absent.rank << " did not come; it stands at\n"
+                        << absent.native_stack;
+    }
+  }
+  TORCH_CHECK(false, std::string(result.status().message()));
 }
 
 void Core::FinishTrackers() {

@@ -6,6 +6,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <source_location>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -294,7 +295,7 @@ class Core {
   const BatchInfo* current_batch() const { return live_.empty() ? nullptr : &live_.back().info; }
   at::Tensor GatherForMetrics(const at::Tensor& tensor);
 
-  void WaitForEveryone(absl::Duration timeout);
+  void WaitForEveryone(absl::Duration timeout, const std::string& name, std::source_location where);
   void SetTrigger() { trigger_ = true; }
   bool CheckTrigger();
   ProgressBoard& progress() { return *process_.progress; }

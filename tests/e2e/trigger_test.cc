@@ -7,18 +7,20 @@
 #include <string>
 #include <vector>
 
-#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "tests/e2e/launch_fixture.h"
+#include "worker/agent/job_link.h"
 
 namespace muster {
 namespace {
 
 class TriggerTest : public LaunchFixture {
  protected:
-  std::unique_ptr<Command> Train() {
-    return Muster({"launch", "--cpu", "--num_processes", "3", "--no_prefix", "--",
-                   Runfile("tests/e2e/triggered"), Temp("run")});
+  std::unique_ptr<Command> Train(std::vector<std::string> options = {}) {
+    std::vector<std::string> args = {"launch", "--cpu", "--num_processes", "3", "--no_prefix"};
+    args.insert(args.end(), options.begin(), options.end());
+    args.insert(args.end(), {"--", Runfile("tests/e2e/triggered"), Temp("run")});
+    return Muster(std::move(args));
   }
   // What follows `prefix` in each line that begins with it.
   static std::vector<std::string> All(const Command& command, absl::string_view prefix) {
@@ -55,6 +57,22 @@ TEST_F(TriggerTest, SigtermAtTheLauncher_AllStopAfterTheSameStepWithinTheGrace) 
   command->WaitForLine("marked after ", 3);
   ASSERT_EQ(kill(command->pid(), SIGTERM), 0);
   EXPECT_EQ(command->Wait(), 128 + SIGTERM) << command->err_text();
+  ExpectSameStepAndCheckpoint(*command);
+}
+
+TEST_F(TriggerTest, Operator_StopsAllAfterTheSameStep) {
+  const auto port = agent::FindFreePort();
+  ASSERT_TRUE(port.ok()) << port.status();
+  const std::string address = absl::StrCat("127.0.0.1:", *port);
+  const auto command = Train({"--coordinator", address, "--job_name", "night"});
+  command->WaitForLine("marked after ", 3);
+  const auto nobody = Muster({"trigger", "day", "stop", "--coordinator", address});
+  EXPECT_EQ(nobody->Wait(), 3) << nobody->err_text();
+  const auto operator_ = Muster(
+      {"trigger", "night", "stop", "--payload", "enough for today", "--coordinator", address});
+  EXPECT_EQ(operator_->Wait(), 0) << operator_->err_text();
+  EXPECT_EQ(operator_->out_text(), "raised stop for night");
+  EXPECT_EQ(command->Wait(), 0) << command->err_text();
   ExpectSameStepAndCheckpoint(*command);
 }
 

@@ -203,13 +203,19 @@ class CoordinatorClient::Impl {
   }
 
   absl::StatusOr<BarrierResult> Barrier(const std::string& name, absl::Duration timeout,
-                                        const std::string& payload, const std::string& call_site) {
+                                        const BarrierCall& call, const std::string& call_site) {
     v1::ArriveRequest request;
     FillFence(request.mutable_fence());
     request.set_barrier_id(name);
     SetDuration(timeout, request.mutable_timeout());
-    request.set_payload(payload);
-    request.set_call_site(call_site.empty() ? 0 : Hash(call_site));
+    if (call.soft_timeout > absl::ZeroDuration()) {
+      SetDuration(call.soft_timeout, request.mutable_soft_timeout());
+    }
+    request.set_payload(call.payload);
+    for (const int rank : call.participants) request.add_participants(rank);
+    // Also where lines may differ: it makes the barrier one of the sequence in which ranks must
+    // agree.
+    request.set_call_site(Hash(call.same_line ? call_site : name));
     request.set_call_site_text(call_site);
     {
       MutexLock lock(&mu_);
@@ -241,6 +247,57 @@ class CoordinatorClient::Impl {
     result.last_rank = reply.report().last_rank();
     result.open_for = ToDuration(reply.report().open_for());
     return result;
+  }
+
+  absl::Status CancelBarrier(const std::string& name, const std::string& reason) {
+    v1::CancelBarrierRequest request;
+    FillFence(request.mutable_fence());
+    request.set_barrier_id(name);
+    request.set_reason(reason);
+    {
+      MutexLock lock(&mu_);
+      request.set_counter(counters_[name].next);
+    }
+    v1::CancelBarrierReply reply;
+    MUSTER_RETURN_IF_ERROR(Call(absl::StrCat("cancelling barrier '", name, "'"),
+                                options_.call_timeout, *barrier_, &v1::Barrier::Stub::Cancel,
+                                &request, &reply));
+    MutexLock lock(&mu_);
+    if (counters_[name].next == request.counter()) {
+      counters_[name] = {request.counter() + 1, v1::BARRIER_STATE_CANCELLED};
+    }
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<BarrierReport> DescribeBarrier(const std::string& name) {
+    v1::DescribeBarrierRequest request;
+    request.set_job_id(options_.job);
+    request.set_barrier_id(name);
+    {
+      MutexLock lock(&mu_);
+      const uint64_t next = counters_[name].next;
+      if (next == 0) {
+        return absl::NotFoundError(absl::StrCat("barrier '", name, "' has not ended yet"));
+      }
+      request.set_counter(next - 1);
+    }
+    v1::DescribeBarrierReply reply;
+    MUSTER_RETURN_IF_ERROR(Call(absl::StrCat("describing barrier '", name, "'"),
+                                options_.call_timeout, *barrier_, &v1::Barrier::Stub::Describe,
+                                &request, &reply));
+    BarrierReport report;
+    report.message = reply.report().message();
+    report.first_rank = reply.report().first_rank();
+    for (const v1::Culprit& culprit : reply.report().culprits()) {
+      report.absent.push_back({.rank = culprit.rank(),
+                               .host = culprit.host(),
+                               .pid = culprit.pid(),
+                               .process_state = culprit.process_state(),
+                               .last_step = culprit.last_step(),
+                               .last_collective = culprit.last_collective(),
+                               .native_stack = culprit.native_stack()});
+    }
+    return report;
   }
 
   absl::StatusOr<uint64_t> RaiseTrigger(const std::string& name, const std::string& payload) {
@@ -610,11 +667,26 @@ absl::StatusOr<BarrierResult> CoordinatorClient::Barrier(const std::string& name
                                                          absl::Duration timeout,
                                                          const std::string& payload,
                                                          std::source_location where) {
+  return Barrier(name, timeout, BarrierCall{.payload = payload}, where);
+}
+
+absl::StatusOr<BarrierResult> CoordinatorClient::Barrier(const std::string& name,
+                                                         absl::Duration timeout,
+                                                         const BarrierCall& call,
+                                                         std::source_location where) {
   const std::string path = where.file_name();
   const size_t slash = path.rfind('/');
   return impl_->Barrier(
-      name, timeout, payload,
+      name, timeout, call,
       absl::StrCat(slash == std::string::npos ? path : path.substr(slash + 1), ":", where.line()));
+}
+
+absl::Status CoordinatorClient::CancelBarrier(const std::string& name, const std::string& reason) {
+  return impl_->CancelBarrier(name, reason);
+}
+
+absl::StatusOr<BarrierReport> CoordinatorClient::DescribeBarrier(const std::string& name) {
+  return impl_->DescribeBarrier(name);
 }
 
 absl::StatusOr<uint64_t> CoordinatorClient::RaiseTrigger(const std::string& name,

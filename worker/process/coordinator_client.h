@@ -58,6 +58,33 @@ struct PeerInfo {
   int64_t pid = 0;
 };
 
+struct BarrierCall {
+  std::string payload = "";            // at most 4 KiB; reaches every rank
+  std::vector<int> participants = {};  // empty: every rank of the generation
+  // When the coordinator reports who is late, in its log. Zero: 60 s or half the timeout.
+  absl::Duration soft_timeout = absl::ZeroDuration();
+  // All ranks must stand at the same line. Otherwise only at the same name.
+  bool same_line = true;
+};
+
+// What the coordinator knows of a rank that others waited for.
+struct AbsentRank {
+  int rank = 0;
+  std::string host = "";
+  int64_t pid = 0;
+  std::string process_state = "";
+  int64_t last_step = 0;
+  std::string last_collective = "";
+  std::string native_stack = "";  // of its threads; empty if there was none
+};
+
+// The same for every rank that waited.
+struct BarrierReport {
+  std::string message = "";  // one line
+  int first_rank = -1;       // the first that came
+  std::vector<AbsentRank> absent = {};
+};
+
 struct BarrierResult {
   // By rank; empty if nobody brought one.
   std::vector<std::string> payloads;
@@ -165,6 +192,15 @@ class CoordinatorClient {
   absl::StatusOr<BarrierResult> Barrier(
       const std::string& name, absl::Duration timeout, const std::string& payload = "",
       std::source_location where = std::source_location::current());
+
+  absl::StatusOr<BarrierResult> Barrier(
+      const std::string& name, absl::Duration timeout, const BarrierCall& call,
+      std::source_location where = std::source_location::current());
+  // Fails the instance of `name` that others wait in, for all of them: CANCELLED, with the reason.
+  // This rank's next Barrier() of that name is the one after it. Errors: NOT_FOUND.
+  absl::Status CancelBarrier(const std::string& name, const std::string& reason);
+  // The report of the last instance of `name` that ended for this rank. Errors: NOT_FOUND.
+  absl::StatusOr<BarrierReport> DescribeBarrier(const std::string& name);
 
   // Raised by any rank; every rank learns the step before which all act. Returns the trigger's id.
   absl::StatusOr<uint64_t> RaiseTrigger(const std::string& name, const std::string& payload = "");
