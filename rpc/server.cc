@@ -1,22 +1,21 @@
 #include "rpc/server.h"
 
-#include <arpa/inet.h>
 #include <grpcpp/ext/proto_server_reflection_plugin.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/security/server_credentials.h>
-#include <netinet/in.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "rpc/acceptor.h"
 #include "rpc/address.h"
 #include "rpc/files.h"
 #include "rpc/process.h"
@@ -24,68 +23,27 @@
 namespace muster::rpc {
 namespace {
 
-// gRPC only says that it could not bind. Trying first tells why.
-absl::Status TryBind(const Address& address) {
-  sockaddr_storage storage{};
-  socklen_t length = 0;
-  int family = AF_UNIX;
-  if (address.is_unix()) {
-    auto* un = reinterpret_cast<sockaddr_un*>(&storage);
-    un->sun_family = AF_UNIX;
-    std::memcpy(un->sun_path, address.path.c_str(), address.path.size() + 1);
-    length = sizeof(*un);
-    struct stat info;
-    if (stat(address.path.c_str(), &info) != 0) return absl::OkStatus();
-    if (!S_ISSOCK(info.st_mode)) {
-      return absl::AlreadyExistsError(absl::StrCat("cannot listen on ", address.ToString(),
-                                                   ": a file that is no socket is there"));
-    }
-    const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    const bool alive = fd >= 0 && connect(fd, reinterpret_cast<sockaddr*>(&storage), length) == 0;
-    if (fd >= 0) close(fd);
-    if (alive) {
-      return absl::AlreadyExistsError(absl::StrCat("cannot listen on ", address.ToString(),
-                                                   ": another process is listening there"));
-    }
-    unlink(address.path.c_str());  // left behind by a process that died
-    return absl::OkStatus();
+// gRPC only says that it could not bind. Trying first tells why. Removes a socket that nobody
+// listens on.
+absl::Status TryUnixSocket(const Address& address) {
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  std::memcpy(name.sun_path, address.path.c_str(), address.path.size() + 1);
+  struct stat info;
+  if (stat(address.path.c_str(), &info) != 0) return absl::OkStatus();
+  if (!S_ISSOCK(info.st_mode)) {
+    return absl::AlreadyExistsError(absl::StrCat("cannot listen on ", address.ToString(),
+                                                 ": a file that is no socket is there"));
   }
-  if (auto* v4 = reinterpret_cast<sockaddr_in*>(&storage);
-      inet_pton(AF_INET, address.host.c_str(), &v4->sin_addr) == 1) {
-    family = v4->sin_family = AF_INET;
-    v4->sin_port = htons(static_cast<uint16_t>(address.port));
-    length = sizeof(*v4);
-  } else {
-    auto* v6 = reinterpret_cast<sockaddr_in6*>(&storage);
-    std::memset(&storage, 0, sizeof(storage));
-    inet_pton(AF_INET6, address.host.c_str(), &v6->sin6_addr);
-    family = v6->sin6_family = AF_INET6;
-    v6->sin6_port = htons(static_cast<uint16_t>(address.port));
-    length = sizeof(*v6);
+  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const bool alive = fd >= 0 && connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof(name)) == 0;
+  if (fd >= 0) close(fd);
+  if (alive) {
+    return absl::AlreadyExistsError(absl::StrCat("cannot listen on ", address.ToString(),
+                                                 ": another process is listening there"));
   }
-  const int fd = socket(family, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  int error = fd < 0 ? errno : 0;
-  if (fd >= 0) {
-    const int on = 1;
-    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-    if (bind(fd, reinterpret_cast<sockaddr*>(&storage), length) != 0 || listen(fd, 1) != 0)
-      error = errno;
-    close(fd);
-  }
-  if (error == 0) return absl::OkStatus();
-  const std::string what = absl::StrCat("cannot listen on ", address.ToString(), ": ");
-  if (error == EADDRINUSE) {
-    return absl::AlreadyExistsError(
-        absl::StrCat(what, "another process has the port; stop it, or use port 0 for a free one"));
-  }
-  if (error == EACCES) {
-    return absl::PermissionDeniedError(
-        absl::StrCat(what, "ports below 1024 need privileges; use a higher one"));
-  }
-  if (error == EADDRNOTAVAIL) {
-    return absl::InvalidArgumentError(absl::StrCat(what, "this machine has no such address"));
-  }
-  return absl::UnavailableError(absl::StrCat(what, std::strerror(error)));
+  unlink(address.path.c_str());  // left behind by a process that died
+  return absl::OkStatus();
 }
 
 }  // namespace
@@ -124,14 +82,18 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
     }
     credentials = grpc::SslServerCredentials(ssl);
   }
-  MUSTER_RETURN_IF_ERROR(TryBind(address));
+  std::unique_ptr<Acceptor> acceptor;
+  if (address.is_unix()) {
+    MUSTER_RETURN_IF_ERROR(TryUnixSocket(address));
+  } else {
+    MUSTER_ASSIGN_OR_RETURN(acceptor, Acceptor::Listen(address));
+    address.port = acceptor->port();
+  }
 
   PrepareProcess();
   grpc::EnableDefaultHealthCheckService(options.health);
   if (options.reflection) grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
-  // A second server on the same port must fail, not take half of the calls.
-  builder.AddChannelArgument(GRPC_ARG_ALLOW_REUSEPORT, 0);
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, 1 << 20);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIMEOUT_MS, 10'000);
@@ -147,13 +109,18 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
   builder.AddChannelArgument(GRPC_ARG_ENABLE_CHANNELZ, 0);
   builder.SetMaxReceiveMessageSize(options.max_message_bytes);
   builder.SetMaxSendMessageSize(options.max_message_bytes);
-  int port = 0;
-  builder.AddListeningPort(address.ToString(), credentials, &port);
+  std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sink;
+  if (acceptor == nullptr) {
+    builder.AddListeningPort(address.ToString(), credentials);
+  } else {
+    sink = builder.experimental().AddExternalConnectionAcceptor(
+        grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, credentials);
+  }
   for (grpc::Service* service : services) builder.RegisterService(service);
   prepare(builder);
   std::unique_ptr<Server> server(new Server());
   server->server_ = builder.BuildAndStart();
-  if (server->server_ == nullptr || (!address.is_unix() && port <= 0)) {
+  if (server->server_ == nullptr) {
     if (!options.tls_cert.empty()) {
       return absl::InvalidArgumentError(absl::StrCat(
           "cannot serve TLS on ", address.ToString(), " with '", options.tls_cert, "' and '",
@@ -161,9 +128,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
     }
     return absl::UnavailableError(absl::StrCat("cannot listen on ", address.ToString()));
   }
-  if (!address.is_unix()) address.port = port;
   server->port_ = address.port;
   server->address_ = address.ToString();
+  if (acceptor != nullptr) acceptor->Start(std::move(sink));
+  server->acceptor_ = std::move(acceptor);
   return server;
 }
 
@@ -175,6 +143,7 @@ void Server::SetServing(bool serving) {
 
 void Server::Shutdown(absl::Duration grace) {
   if (server_ == nullptr) return;
+  acceptor_.reset();
   const absl::Duration bounded = std::clamp(grace, absl::ZeroDuration(), absl::Hours(1));
   server_->Shutdown(std::chrono::system_clock::now() + absl::ToChronoMilliseconds(bounded));
   server_->Wait();

@@ -12,6 +12,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "rpc/acceptor.h"
 
 namespace muster::rpc {
 
@@ -56,6 +57,7 @@ class Server {
   Server() = default;
 
   std::unique_ptr<grpc::Server> server_;
+  std::unique_ptr<Acceptor> acceptor_;  // of a TCP port
   int port_ = 0;
   std::string address_;
 };

@@ -1,0 +1,126 @@
+#include "rpc/acceptor.h"
+
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/log.h"
+
+namespace muster::rpc {
+namespace {
+
+// As many as the kernel allows (net.core.somaxconn): a whole cluster may come at once.
+constexpr int kBacklog = 4096;
+constexpr int kRetryMilliseconds = 50;
+
+absl::Status CannotListen(const Address& address, int error) {
+  const std::string what = absl::StrCat("cannot listen on ", address.ToString(), ": ");
+  if (error == EADDRINUSE) {
+    return absl::AlreadyExistsError(
+        absl::StrCat(what, "another process has the port; stop it, or use port 0 for a free one"));
+  }
+  if (error == EACCES) {
+    return absl::PermissionDeniedError(
+        absl::StrCat(what, "ports below 1024 need privileges; use a higher one"));
+  }
+  if (error == EADDRNOTAVAIL) {
+    return absl::InvalidArgumentError(absl::StrCat(what, "this machine has no such address"));
+  }
+  return absl::UnavailableError(absl::StrCat(what, std::strerror(error)));
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const Address& address) {
+  sockaddr_storage storage{};
+  socklen_t length = 0;
+  if (auto* v4 = reinterpret_cast<sockaddr_in*>(&storage);
+      inet_pton(AF_INET, address.host.c_str(), &v4->sin_addr) == 1) {
+    v4->sin_family = AF_INET;
+    v4->sin_port = htons(static_cast<uint16_t>(address.port));
+    length = sizeof(*v4);
+  } else {
+    auto* v6 = reinterpret_cast<sockaddr_in6*>(&storage);
+    std::memset(&storage, 0, sizeof(storage));
+    inet_pton(AF_INET6, address.host.c_str(), &v6->sin6_addr);
+    v6->sin6_family = AF_INET6;
+    v6->sin6_port = htons(static_cast<uint16_t>(address.port));
+    length = sizeof(*v6);
+  }
+  const int fd = socket(storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (fd < 0) return CannotListen(address, errno);
+  const int on = 1;
+  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  // Accepted sockets inherit it.
+  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  const int stop = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (stop < 0 || bind(fd, reinterpret_cast<sockaddr*>(&storage), length) != 0 ||
+      listen(fd, kBacklog) != 0 ||
+      getsockname(fd, reinterpret_cast<sockaddr*>(&storage), &length) != 0) {
+    const absl::Status status = CannotListen(address, errno);
+    close(fd);
+    if (stop >= 0) close(stop);
+    return status;
+  }
+  const uint16_t port = storage.ss_family == AF_INET
+                            ? reinterpret_cast<sockaddr_in*>(&storage)->sin_port
+                            : reinterpret_cast<sockaddr_in6*>(&storage)->sin6_port;
+  return std::unique_ptr<Acceptor>(new Acceptor(fd, stop, ntohs(port)));
+}
+
+Acceptor::~Acceptor() {
+  if (thread_.joinable()) {
+    const uint64_t one = 1;
+    while (write(stop_, &one, sizeof(one)) < 0 && errno == EINTR) {
+    }
+    thread_.join();
+  }
+  close(listener_);
+  close(stop_);
+}
+
+void Acceptor::Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sink) {
+  sink_ = std::move(sink);
+  thread_ = std::thread([this] { Run(); });
+}
+
+void Acceptor::Run() {
+  bool told = false;
+  for (;;) {
+    pollfd events[2] = {{stop_, POLLIN, 0}, {listener_, POLLIN, 0}};
+    if (poll(events, 2, -1) < 0) continue;
+    if (events[0].revents != 0) return;
+    const int fd = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    if (fd >= 0) {
+      grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
+      connection.listener_fd = listener_;
+      connection.fd = fd;
+      sink_->HandleNewConnection(&connection);
+      told = false;
+      continue;
+    }
+    if (errno != EMFILE && errno != ENFILE && errno != ENOBUFS && errno != ENOMEM) continue;
+    if (!told) {
+      told = true;
+      rlimit limit{};
+      getrlimit(RLIMIT_NOFILE, &limit);
+      MUSTER_LOG(Warning) << "no descriptor is left for a new connection (" << std::strerror(errno)
+                          << "; this process may have " << limit.rlim_cur
+                          << ", see ulimit -n): newcomers wait until one is free";
+    }
+    pollfd stop = {stop_, POLLIN, 0};
+    if (poll(&stop, 1, kRetryMilliseconds) > 0) return;
+  }
+}
+
+}  // namespace muster::rpc
