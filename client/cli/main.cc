@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "base/failpoint.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "client/cli/local_job.h"
@@ -46,6 +47,10 @@ absl::StatusOr<std::unique_ptr<muster::client::EmbeddedCoordinator>> StartCoordi
 
 int main(int argc, char** argv) {
   muster::agent::BlockJobSignals();
+  if (const absl::Status armed = muster::ArmFailpointsFromEnvironment(); !armed.ok()) {
+    std::cerr << "muster: " << armed.message() << std::endl;
+    return 2;
+  }
   std::map<std::string, std::string> variables;
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const absl::string_view text = *entry;

@@ -12,6 +12,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "base/failpoint.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "c10/core/CachingDeviceAllocator.h"
@@ -656,6 +657,7 @@ void OptimizerSlot::Step() {
   core_->progress().SetPhase("optimizer step");
   if (steps_ == 0) core_->WarnOfLocalParameters(*handle_);
   core_->FinishGradients(this);
+  MUSTER_FAILPOINT("worker.step");
   if (core_->scaler() != nullptr) {
     core_->scaler()->Step(*handle_);
     step_was_skipped_ = core_->scaler()->step_was_skipped(*handle_);

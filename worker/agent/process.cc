@@ -30,6 +30,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "base/clock.h"
+#include "base/failpoint.h"
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
@@ -353,6 +354,7 @@ class Child final : public Process {
 
   void Signal(int signal) override {
     MutexLock lock(&mu_);
+    MUSTER_FAILPOINT("agent.signal");
     if (!reaped_) kill(-pid_, signal);
   }
 
@@ -361,6 +363,7 @@ class Child final : public Process {
       MutexLock lock(&mu_);
       if (reaped_) return;
       if (grace > absl::ZeroDuration()) {
+        MUSTER_FAILPOINT("agent.stop_worker");
         kill(-pid_, SIGTERM);
         kill(-pid_, SIGCONT);
       }
@@ -416,6 +419,7 @@ class Child final : public Process {
     char buffer[65536];
     ssize_t got;
     do {
+      MUSTER_FAILPOINT("agent.output");
       got = read(stream.fd.get(), buffer, sizeof(buffer));
     } while (got < 0 && errno == EINTR);
     if (got <= 0) {
@@ -469,6 +473,7 @@ class Child final : public Process {
       exit_ = result;
     }
     pidfd_.Close();
+    MUSTER_FAILPOINT("agent.reaped");
     if (options_.on_exit) options_.on_exit(result);
     done_.Notify();
   }
@@ -640,9 +645,11 @@ class HostImpl final : public ProcessHost {
         .error_fd = error_write.get(),
         .parent = getpid(),
     };
+    MUSTER_FAILPOINT_STATUS("agent.before_fork");
     const pid_t pid = fork();
     if (pid < 0) return ErrnoStatus("fork", errno);
     if (pid == 0) ChildMain(plan);
+    MUSTER_FAILPOINT("agent.after_fork");
 
     error_write.Close();
     StartError report;
@@ -655,6 +662,7 @@ class HostImpl final : public ProcessHost {
       return StartErrorStatus(report, options, path);
     }
     TellGuard(pid, true);
+    MUSTER_FAILPOINT("agent.spawned");
     Fd pidfd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
     if (!pidfd.open()) {
       const int error = errno;

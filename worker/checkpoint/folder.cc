@@ -16,6 +16,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/strip.h"
+#include "base/failpoint.h"
 #include "base/file.h"
 #include "base/log.h"
 #include "base/status_macros.h"
@@ -230,13 +231,16 @@ absl::Status Staging::Publish(const Manifest& manifest) {
                        " wrote is not there; checkpoints need a file system that all ranks share"));
     }
   }
+  MUSTER_FAILPOINT_STATUS("worker.checkpoint_staged");
   MUSTER_ASSIGN_OR_RETURN(const std::string text, EncodeManifest(manifest));
   MUSTER_RETURN_IF_ERROR(WriteFileAtomically(JoinPath(path_, kManifestName), text));
   MUSTER_RETURN_IF_ERROR(SyncDirectory(path_));
+  MUSTER_FAILPOINT_STATUS("worker.checkpoint_publish");
   const std::string parent = ParentPath(dir_);
   // Over nothing, or over an empty folder.
   if (rename(path_.c_str(), dir_.c_str()) == 0) {
     path_.clear();
+    MUSTER_FAILPOINT_STATUS("worker.checkpoint_renamed");
     return SyncDirectory(parent);
   }
   if (errno != ENOTEMPTY && errno != EEXIST) {
@@ -252,6 +256,7 @@ absl::Status Staging::Publish(const Manifest& manifest) {
     }
   }
   path_.clear();
+  MUSTER_FAILPOINT_STATUS("worker.checkpoint_replaced");
   const absl::Status synced = SyncDirectory(parent);
   KeepForeignFiles(old_dir, dir_);
   if (const absl::Status removed = RemoveTree(old_dir); !removed.ok()) {

@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/clock.h"
+#include "base/failpoint.h"
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
@@ -111,8 +112,10 @@ class CoordinatorClient::Impl {
     request.set_preferred_rank(join.preferred_rank);
     request.set_spare(join.spare);
     v1::JoinReply reply;
+    MUSTER_FAILPOINT_STATUS("worker.join");
     MUSTER_RETURN_IF_ERROR(Call("rendezvous", join.timeout, *rendezvous_,
                                 &v1::Rendezvous::Stub::Join, &request, &reply));
+    MUSTER_FAILPOINT_STATUS("worker.joined");
     Seat seat;
     seat.generation = reply.generation();
     seat.rank = reply.rank();
@@ -136,6 +139,7 @@ class CoordinatorClient::Impl {
     FillFence(request.mutable_fence());
     request.set_reason(reason);
     v1::LeaveReply reply;
+    MUSTER_FAILPOINT("worker.leave");
     {
       // The beats of a worker that left would only be refused.
       MutexLock lock(&mu_);
@@ -179,8 +183,10 @@ class CoordinatorClient::Impl {
   absl::StatusOr<v1::TxnReply> Txn(const std::string& what, v1::TxnRequest request) {
     FillFence(request.mutable_fence());
     v1::TxnReply reply;
+    MUSTER_FAILPOINT_STATUS("worker.txn");
     MUSTER_RETURN_IF_ERROR(
         Call(what, options_.call_timeout, *kv_, &v1::KeyValueStore::Stub::Txn, &request, &reply));
+    MUSTER_FAILPOINT("worker.txn_done");
     return reply;
   }
 
@@ -191,6 +197,7 @@ class CoordinatorClient::Impl {
     for (const std::string& key : keys) request.add_keys(key);
     SetDuration(timeout, request.mutable_timeout());
     v1::WaitReply reply;
+    MUSTER_FAILPOINT_STATUS("worker.wait");
     MUSTER_RETURN_IF_ERROR(
         Call("wait for keys", timeout, *kv_, &v1::KeyValueStore::Stub::Wait, &request, &reply));
     std::vector<std::string> values;
@@ -230,8 +237,10 @@ class CoordinatorClient::Impl {
     }
     request.set_step(Facts().step);
     v1::ArriveReply reply;
+    MUSTER_FAILPOINT_STATUS("worker.barrier");
     const absl::Status status = Call(absl::StrCat("barrier '", name, "'"), timeout, *barrier_,
                                      &v1::Barrier::Stub::Arrive, &request, &reply);
+    MUSTER_FAILPOINT("worker.barrier_done");
     // A verdict of the coordinator closes the instance for everybody; without one, the next call
     // asks for this again.
     const v1::BarrierState state = VerdictOf(status);
@@ -307,6 +316,7 @@ class CoordinatorClient::Impl {
     request.set_payload(payload);
     request.set_align(v1::TRIGGER_ALIGN_NEXT_STEP);
     v1::RaiseTriggerReply reply;
+    MUSTER_FAILPOINT_STATUS("worker.raise_trigger");
     MUSTER_RETURN_IF_ERROR(Call(absl::StrCat("trigger '", name, "'"), options_.call_timeout,
                                 *triggers_, &v1::Triggers::Stub::Raise, &request, &reply));
     return reply.trigger_id();
@@ -327,6 +337,7 @@ class CoordinatorClient::Impl {
     for (const uint64_t id : poll.pending) request.add_pending(id);
     for (const uint64_t id : poll.acknowledged) request.add_acked(id);
     v1::PollTriggersReply reply;
+    MUSTER_FAILPOINT_STATUS("worker.poll_triggers");
     MUSTER_RETURN_IF_ERROR(Call("triggers",
                                 timeout > absl::ZeroDuration() ? timeout : options_.call_timeout,
                                 *triggers_, &v1::Triggers::Stub::Poll, &request, &reply));
@@ -359,6 +370,7 @@ class CoordinatorClient::Impl {
     request.set_phase(facts.phase);
     request.set_last_collective(facts.last_collective);
     v1::HeartbeatReply reply;
+    MUSTER_FAILPOINT("worker.beat");
     MUSTER_RETURN_IF_ERROR(CallWithin("heartbeat", patience, *membership_,
                                       &v1::Membership::Stub::Heartbeat, &request, &reply));
     Heartbeat beat;
@@ -515,6 +527,7 @@ CoordinatorClient::CoordinatorClient(std::unique_ptr<Impl> impl) : impl_(std::mo
 CoordinatorClient::~CoordinatorClient() = default;
 
 absl::StatusOr<std::unique_ptr<CoordinatorClient>> CoordinatorClient::Connect(Options options) {
+  MUSTER_RETURN_IF_ERROR(ArmFailpointsFromEnvironment());
   if (options.job.empty() || options.worker_id.empty()) {
     return absl::InvalidArgumentError(
         absl::StrCat("coordinator client: ", options.job.empty() ? "job" : "worker_id",
@@ -530,6 +543,7 @@ absl::StatusOr<std::unique_ptr<CoordinatorClient>> CoordinatorClient::Connect(Op
                           rpc::Connect(address, channel_options));
   MUSTER_RETURN_IF_ERROR(
       rpc::WaitUntilConnected(*channel, options.address, options.connect_timeout));
+  MUSTER_FAILPOINT_STATUS("worker.connected");
   return std::unique_ptr<CoordinatorClient>(
       new CoordinatorClient(std::make_unique<Impl>(std::move(options), std::move(channel))));
 }
@@ -553,6 +567,7 @@ absl::Status CoordinatorClient::SetAll(
     v1::PutOp& put = *request.add_then()->mutable_put();
     put.set_key(key);
     put.set_value(value);
+    put.set_klass(v1::KV_CLASS_DURABLE);
   }
   return impl_->Txn("set", std::move(request)).status();
 }
@@ -578,6 +593,7 @@ absl::StatusOr<int64_t> CoordinatorClient::Add(const std::string& key, int64_t d
   v1::AddOp& add = *request.add_then()->mutable_add();
   add.set_key(key);
   add.set_delta(delta);
+  add.set_klass(v1::KV_CLASS_DURABLE);
   MUSTER_ASSIGN_OR_RETURN(const v1::TxnReply reply, impl_->Txn("add", std::move(request)));
   if (reply.results_size() == 0) return absl::InternalError("add: an answer without a result");
   return reply.results(0).number();
@@ -588,6 +604,7 @@ absl::Status CoordinatorClient::Append(const std::string& key, const std::string
   v1::AppendOp& append = *request.add_then()->mutable_append();
   append.set_key(key);
   append.set_value(value);
+  append.set_klass(v1::KV_CLASS_DURABLE);
   return impl_->Txn("append", std::move(request)).status();
 }
 
@@ -631,6 +648,7 @@ absl::StatusOr<std::string> CoordinatorClient::CompareSet(const std::string& key
     v1::PutOp& put = *request.add_then()->mutable_put();
     put.set_key(key);
     put.set_value(desired);
+    put.set_klass(v1::KV_CLASS_DURABLE);
     request.add_otherwise()->mutable_get()->set_key(key);
     MUSTER_ASSIGN_OR_RETURN(const v1::TxnReply reply,
                             impl_->Txn("compare and set", std::move(request)));

@@ -165,7 +165,8 @@ class CoordinatorClient {
   absl::StatusOr<std::vector<PeerInfo>> Peers();
   uint64_t incarnation() const;
 
-  // Keys are bytes, 1 to 1,024 of them; values at most 1 MiB.
+  // Keys are bytes, 1 to 1,024 of them; values at most 1 MiB. What was written outlives a crash of the coordinator:
+  // nobody would put a lost key again, and others wait for it.
   absl::Status Set(const std::string& key, const std::string& value);
   absl::Status SetAll(const std::vector<std::pair<std::string, std::string>>& entries);  // atomic
   absl::StatusOr<std::optional<std::string>> Find(const std::string& key);

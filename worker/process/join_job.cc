@@ -6,6 +6,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "base/failpoint.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "c10/util/Exception.h"
@@ -134,6 +135,7 @@ absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
         !env.coordinator.value.empty() && !absl::StartsWith(env.coordinator.value, "unix:");
     gloo.towards = far ? env.coordinator.value : MasterAddress(env);
     gloo.interface = env.interface.value;
+    MUSTER_FAILPOINT_STATUS("worker.group_begin");
     try {
       auto group = MakeGlooGroup(joined.store, gloo);
       std::string why;
@@ -150,6 +152,7 @@ absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
       return absl::UnavailableError(FirstLine(e.what_without_backtrace()));
     }
   }
+  MUSTER_FAILPOINT_STATUS("worker.group_built");
   if (env.debug.value) joined.comm = MakeCheckedComm(std::move(joined.comm));
   if (size > 1) joined.comm = MakeObservedComm(std::move(joined.comm), joined.progress);
   return joined;

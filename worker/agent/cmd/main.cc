@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "base/failpoint.h"
 #include "rpc/address.h"
 #include "worker/agent/node_job.h"
 #include "worker/agent/process.h"
@@ -78,6 +79,9 @@ int Report(const NodeJobResult& result) {
 }
 
 int Run(int argc, char** argv) {
+  if (const absl::Status armed = ArmFailpointsFromEnvironment(); !armed.ok()) {
+    return Fail(kExitUsage, armed.message());
+  }
   const std::vector<std::string> args(argv + 1, argv + argc);
   const auto dashes = std::find(args.begin(), args.end(), "--");
   NodeJobOptions options;
