@@ -6,6 +6,7 @@
 #include <grpcpp/client_context.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <csignal>
 #include <cstdio>
 #include <map>
@@ -60,6 +61,11 @@ class Worker {
         return absl::DataLossError(absl::StrCat("checkpoint '", text, "' is no number"));
       }
     }
+    if (done_ == flags_.rounds - 1) {
+      // It died after its last step.
+      Write("end");
+      return absl::OkStatus();
+    }
     CoordinatorClient::Options options;
     options.address = flags_.address;
     options.job = flags_.job;
@@ -80,6 +86,7 @@ class Worker {
       absl::Status status;
       if (const absl::StatusOr<Seat> seat = client_->Join(join); seat.ok()) {
         Write("seat ", seat->generation, " ", seat->rank);
+        promised_.clear();
         status = Work(*seat);
         if (status.ok()) {
           Write("end");
@@ -172,7 +179,7 @@ class Worker {
     return reply.status();
   }
 
-  // The client has no durable writes. Repeated with the same request id until it is answered.
+  // The client has no transaction of several additions. Repeated with the same request id until it is answered.
   absl::StatusOr<v1::TxnReply> Txn(const Seat& seat, v1::TxnRequest request) {
     v1::Fence& fence = *request.mutable_fence();
     fence.set_job_id(flags_.job);
@@ -196,18 +203,12 @@ class Worker {
     }
   }
 
-  // Everybody's key of this round, durable; and one in memory, which is as it was put or gone with
-  // the coordinator that held it.
+  // Everybody's key of this round, and a key of one's own that must hold what was put last.
   absl::Status Meet(const Seat& seat, int round) {
     const auto key = [&](int rank) {
-      return absl::StrCat("meet/", seat.generation, "/", round, "/", rank);
+      return absl::StrCat(seat.key_prefix, "meet/", round, "/", rank);
     };
-    v1::TxnRequest request;
-    v1::PutOp& put = *request.add_then()->mutable_put();
-    put.set_key(key(seat.rank));
-    put.set_value(absl::StrCat(seat.rank));
-    put.set_klass(v1::KV_CLASS_DURABLE);
-    MUSTER_RETURN_IF_ERROR(Txn(seat, std::move(request)).status());
+    MUSTER_RETURN_IF_ERROR(client_->Set(key(seat.rank), absl::StrCat(seat.rank)));
     const std::string mine = absl::StrCat(seat.key_prefix, "mine/", seat.rank);
     MUSTER_RETURN_IF_ERROR(client_->Set(mine, absl::StrCat(round)));
     std::vector<std::string> keys;
@@ -218,7 +219,10 @@ class Worker {
       if (values[rank] != absl::StrCat(rank)) return absl::DataLossError(values[rank]);
     }
     MUSTER_ASSIGN_OR_RETURN(const std::optional<std::string> found, client_->Find(mine));
-    if (found.has_value() && *found != absl::StrCat(round)) return absl::DataLossError(*found);
+    if (found != absl::StrCat(round)) {
+      return absl::DataLossError(
+          absl::StrCat(mine, " was put as ", round, " and is read as ", found.value_or("nothing")));
+    }
     return absl::OkStatus();
   }
 
@@ -228,15 +232,32 @@ class Worker {
       Write("raised ", id);
       raised_ = true;
     }
-    std::vector<uint64_t> acked(acted_.begin(), acted_.end());
-    // Steps count from 1: `round` of them are finished, the next call comes before step + 1.
-    const int step = round + 1;
-    MUSTER_ASSIGN_OR_RETURN(const std::vector<TriggerInfo> triggers,
-                            client_->PollTriggers(round, step + 1, acked));
-    for (const TriggerInfo& trigger : triggers) {
-      if (trigger.effective_step < 0 || trigger.effective_step > step) continue;
-      if (!acted_.insert(trigger.id).second) continue;
-      Write("act ", seat.generation, " ", trigger.id, " ", step, " ", trigger.effective_step);
+    // Steps count from 1: `round` of them are finished. A trigger that is not decided yet is
+    // promised not to be overtaken: the step after this one begins when it is.
+    const int64_t step = round + 1;
+    for (bool again = true; again;) {
+      again = false;
+      TriggerPoll poll = {.step = round};
+      for (const auto& [id, horizon] : promised_) {
+        poll.pending.push_back(id);
+        poll.horizon = poll.horizon == 0 ? horizon : std::min(poll.horizon, horizon);
+      }
+      poll.acknowledged.assign(acted_.begin(), acted_.end());
+      MUSTER_ASSIGN_OR_RETURN(const std::vector<TriggerInfo> triggers, client_->PollTriggers(poll));
+      for (const TriggerInfo& trigger : triggers) {
+        if (trigger.effective_step < 0) {
+          const bool is_new = promised_.emplace(trigger.id, step + 1).second;
+          if (!is_new && promised_[trigger.id] <= step) {
+            again = true;
+            Notification().WaitForNotificationWithTimeout(absl::Milliseconds(2));
+          }
+          again = again || is_new;
+          continue;
+        }
+        promised_.erase(trigger.id);
+        if (trigger.effective_step > step || !acted_.insert(trigger.id).second) continue;
+        Write("act ", seat.generation, " ", trigger.id, " ", step, " ", trigger.effective_step);
+      }
     }
     return absl::OkStatus();
   }
@@ -249,6 +270,7 @@ class Worker {
   uint64_t requests_ = 0;
   bool raised_ = false;
   std::set<uint64_t> acted_;
+  std::map<uint64_t, int64_t> promised_;  // trigger -> the step that waits for its decision
   std::map<std::pair<uint64_t, std::string>, int> passed_;
   std::shared_ptr<grpc::Channel> channel_;
   std::unique_ptr<v1::KeyValueStore::Stub> kv_;

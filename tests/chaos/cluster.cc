@@ -1,6 +1,10 @@
 #include "tests/chaos/cluster.h"
 
+#include <arpa/inet.h>
 #include <grpcpp/client_context.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <csignal>
@@ -47,6 +51,21 @@ std::string At(const std::vector<std::string>& list, size_t index) {
   return index < list.size() ? list[index] : "";
 }
 
+// A socket that has the port and answers nobody.
+int Listen(int port) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  const int on = 1;
+  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  MUSTER_CHECK(bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0 &&
+               listen(fd, 64) == 0)
+      << port;
+  return fd;
+}
+
 std::string FiresText(const std::string& name) {
   return absl::StrCat("failpoint ", name, " fires");
 }
@@ -66,6 +85,7 @@ Cluster::Cluster(Plan plan)
 Cluster::~Cluster() {
   watcher_.reset();
   host_.reset();
+  if (thief_ >= 0) close(thief_);
   if (wrong_.empty()) (void)RemoveTree(dir_);
 }
 
@@ -123,9 +143,11 @@ void Cluster::SendDueSignals() {
     if (sent_[i]) continue;
     const std::string said = absl::StrCat("round ", signal.round);
     if (!workers_[signal.worker].back()->Says(said)) continue;
+    sent_[i] = true;
+    if (signal.action) signal.action();
+    if (signal.signal == 0) continue;
     Child& target = signal.target < 0 ? *coordinators_.back() : *workers_[signal.target].back();
     target.Signal(signal.signal);
-    sent_[i] = true;
     if (signal.signal == SIGSTOP) {
       to_continue_.emplace(Clock::Real().Now() + signal.stopped_for, target.pid());
     }
@@ -158,12 +180,19 @@ bool Cluster::RestartWhatEnded() {
   Child& coordinator = *coordinators_.back();
   const std::string failpoints = At(plan_.coordinator_failpoints, coordinators_.size() - 1);
   if (const std::optional<int> code = coordinator.ended()) {
-    const bool meant = *code < 0 || *code == 0 ||
+    const bool refused_port = *code == 3 && coordinator.Says("another process has the port");
+    const bool meant = *code < 0 || *code == 0 || (thief_ >= 0 && refused_port) ||
                        (absl::StrContains(failpoints, "=error") && coordinator.Says("failpoint "));
     if (!meant || coordinators_.size() >= kMaxStarts) {
       Wrong(absl::StrCat("the coordinator ended with ", *code));
       return false;
     }
+    if (plan_.port_is_stolen && coordinators_.size() == 1) thief_ = Listen(port_);
+    if (refused_port) {
+      close(thief_);
+      thief_ = -1;
+    }
+    if (plan_.journal_is_lost) (void)RemoveTree(data_dir_);
     StartCoordinator();
   } else if (absl::StrContains(failpoints, "=error") &&
              coordinator.Says("nothing is acknowledged until") &&
@@ -263,6 +292,7 @@ void Cluster::CheckHistories(const std::map<std::string, int64_t>& values) {
   std::map<std::string, std::string> barriers;       // instance -> payloads
   std::map<std::string, std::string> trigger_steps;  // id -> effective step
   int64_t sum = 0;
+  int generations = 0;
   for (int i = 0; i < plan_.workers; ++i) {
     const std::string id = absl::StrCat("w", i);
     const auto text = ReadFile(absl::StrCat(dir_, "/", id, ".history"));
@@ -271,7 +301,10 @@ void Cluster::CheckHistories(const std::map<std::string, int64_t>& values) {
     bool ended = false;
     for (const absl::string_view line : absl::StrSplit(*text, '\n', absl::SkipEmpty())) {
       const std::vector<std::string> words = absl::StrSplit(line, ' ');
-      if (words[0] == "start") {
+      int generation = 0;
+      if (words[0] == "seat" && absl::SimpleAtoi(words[1], &generation)) {
+        generations = std::max(generations, generation);
+      } else if (words[0] == "start") {
         ++history.starts;
       } else if (words[0] == "add-begin") {
         ++history.begun;
@@ -320,6 +353,9 @@ void Cluster::CheckHistories(const std::map<std::string, int64_t>& values) {
     }
     if (!ended) Wrong(absl::StrCat(id, " never came to its end"));
     sum += value * (i + 1);
+  }
+  if (plan_.expected_generations > 0 && generations != plan_.expected_generations) {
+    Wrong(absl::StrCat(generations, " generations, ", plan_.expected_generations, " expected"));
   }
   const auto it = values.find("sum");
   if (it == values.end() || it->second != sum) {

@@ -1,6 +1,7 @@
 #ifndef MUSTER_TESTS_CHAOS_CLUSTER_H_
 #define MUSTER_TESTS_CHAOS_CLUSTER_H_
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -16,14 +17,15 @@
 
 namespace muster::chaos {
 
-// A signal that is sent when worker `worker` first says "round ROUND".
+// What is done when worker `worker` first says "round ROUND": a signal is sent, and `action` called.
 struct SignalAt {
   int worker = 0;
   int round = 0;
   int target = -1;  // a worker, or -1 the coordinator
-  int signal = 0;
+  int signal = 0;   // 0: none
   // Of SIGSTOP: when SIGCONT follows.
   absl::Duration stopped_for = {};
+  std::function<void()> action = {};
 };
 
 // What happens in one run.
@@ -45,6 +47,11 @@ struct Plan {
   bool watch = true;
   // A caller that goes away while the coordinator holds its call.
   bool abandons = false;
+  // The first time the coordinator dies, somebody else takes its port until it was refused it.
+  bool port_is_stolen = false;
+  // A fault in the test: the journal is removed before the coordinator is started again.
+  bool journal_is_lost = false;
+  int expected_generations = 0;  // 0: any number
   absl::Duration timeout = absl::Seconds(60);
 };
 
@@ -65,7 +72,8 @@ class Cluster {
   // Everything that the processes wrote, for a failure's message.
   std::string Logs() const;
   int coordinator_starts() const { return static_cast<int>(coordinators_.size()); }
-  const std::string& folder() const { return dir_; }
+  const std::string& address() const { return address_; }
+  Child& coordinator() { return *coordinators_.back(); }
 
  private:
   struct History {
@@ -103,6 +111,7 @@ class Cluster {
   std::vector<std::unique_ptr<Child>> coordinators_;          // one for each start
   std::vector<std::vector<std::unique_ptr<Child>>> workers_;  // by index, one for each start
   std::vector<bool> sent_;
+  int thief_ = -1;  // a socket
   std::multimap<absl::Time, pid_t> to_continue_;
   std::map<pid_t, bool> stop_seen_;
   std::unique_ptr<Watcher> watcher_;

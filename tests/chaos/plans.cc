@@ -66,7 +66,39 @@ constexpr Place kPlaces[] = {
     {"journal.stop", Scene::kLeave, 1},
 };
 
+struct WorkerPlace {
+  const char* failpoint;
+  uint64_t at;
+};
+
+constexpr WorkerPlace kWorkerPlaces[] = {
+    {"worker.connected", 1},     {"worker.join", 1},         {"worker.joined", 1},
+    {"worker.txn", 15},          {"worker.txn_done", 15},    {"worker.wait", 6},
+    {"worker.barrier", 8},       {"worker.barrier_done", 8}, {"worker.raise_trigger", 1},
+    {"worker.poll_triggers", 6}, {"worker.beat", 1},         {"worker.leave", 1},
+};
+
 }  // namespace
+
+std::vector<std::string> WorkerFailpoints() {
+  std::vector<std::string> names;
+  for (const WorkerPlace& place : kWorkerPlaces) names.push_back(place.failpoint);
+  return names;
+}
+
+Plan WorkerPlan(const std::string& failpoint, const std::string& action, uint64_t at) {
+  const WorkerPlace* place = nullptr;
+  for (const WorkerPlace& p : kWorkerPlaces) {
+    if (failpoint == p.failpoint) place = &p;
+  }
+  MUSTER_CHECK(place != nullptr) << failpoint;
+  Plan plan;
+  plan.name = failpoint;
+  plan.lease = absl::Seconds(2);
+  if (failpoint == "worker.beat") plan.lease = absl::Milliseconds(500);
+  plan.worker_failpoints[0] = {absl::StrCat(failpoint, "=", action, "@", at == 0 ? place->at : at)};
+  return plan;
+}
 
 std::vector<std::string> CoordinatorFailpoints() {
   std::vector<std::string> names;

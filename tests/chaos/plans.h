@@ -8,12 +8,15 @@
 
 namespace muster::chaos {
 
-// The failpoints of the coordinator that a job of direct clients passes, with all that it takes to
-// come there. `action` is what MUSTER_FAILPOINTS takes ("kill", "stop", "delay:50ms", ...), without
+// A run that passes a failpoint of the coordinator, with all that it takes to come there. `action` is what MUSTER_FAILPOINTS takes ("kill", "stop", "delay:50ms", ...), without
 // @N; `at` 0: the pass at which it tells most, else that one.
 Plan CoordinatorPlan(const std::string& failpoint, const std::string& action = "kill",
                      uint64_t at = 0);
 std::vector<std::string> CoordinatorFailpoints();
+
+// The same for the failpoints of the workers; one of two workers has it.
+Plan WorkerPlan(const std::string& failpoint, const std::string& action = "kill", uint64_t at = 0);
+std::vector<std::string> WorkerFailpoints();
 
 }  // namespace muster::chaos
 
