@@ -78,7 +78,6 @@ constexpr FailpointInfo kFailpoints[] = {
     {"agent.after_fork", false, "the process is made, whether it runs its program is not known"},
     {"agent.spawned", false, "the worker runs, nobody watches it yet"},
     {"agent.output", false, "before a worker's output is read"},
-    {"agent.signal", false, "before a worker is sent a signal"},
     {"agent.stop_worker", false, "before a worker is told to end"},
     {"agent.reaped", false, "a worker has ended, nobody has been told"},
     {"worker.connected", true, "the coordinator has answered"},

@@ -27,7 +27,7 @@ constexpr const char* kNeedALaunch[] = {
     "agent.after_fork",
     "agent.spawned",
     "agent.output",
-    "agent.signal",
+
     "agent.stop_worker",
     "agent.reaped",
     "worker.group_begin",
@@ -103,7 +103,7 @@ TEST(Chaos, EveryFailpointOfTheCoordinatorAndItsClients_IsInAPlan) {
   std::set<std::string> planned;
   for (const std::string& name : CoordinatorFailpoints()) planned.insert(name);
   for (const std::string& name : WorkerFailpoints()) planned.insert(name);
-  // Those that need an agent, a process group or a checkpoint: launch_chaos_test.
+  // Those that need an agent, a process group or a checkpoint: launch_test.
   for (const char* name : kNeedALaunch) planned.insert(name);
   for (const absl::string_view line : absl::StrSplit(ListFailpoints(), '\n', absl::SkipEmpty())) {
     const std::string name(line.substr(0, line.find(' ')));

@@ -354,7 +354,6 @@ class Child final : public Process {
 
   void Signal(int signal) override {
     MutexLock lock(&mu_);
-    MUSTER_FAILPOINT("agent.signal");
     if (!reaped_) kill(-pid_, signal);
   }
 

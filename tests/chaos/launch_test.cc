@@ -1,0 +1,143 @@
+// Failpoints of agents, and of workers that train: under `muster launch`, with a real training run
+// whose weights must come out the same, bit for bit, whatever was killed on the way.
+#include <signal.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "base/file.h"
+#include "base/mutex.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "tests/chaos/child.h"
+
+namespace muster::chaos {
+namespace {
+
+using ::testing::HasSubstr;
+
+class Launch {
+ public:
+  explicit Launch(const std::string& name)
+      : dir_(absl::StrCat(::testing::TempDir(), "/", name)), host_(*agent::ProcessHost::Start()) {
+    EXPECT_TRUE(RemoveTree(dir_).ok());
+    EXPECT_TRUE(MakeDirectories(dir_).ok());
+  }
+
+  // Two processes, started again at most twice.
+  std::unique_ptr<Child> Start(const std::string& failpoints) {
+    std::map<std::string, std::string> env = {{"PATH", "/usr/bin:/bin"},
+                                              {"HOME", dir_},
+                                              {"CUDA_VISIBLE_DEVICES", ""},
+                                              {"MUSTER_PREFIX", "true"},
+                                              {"MUSTER_PROJECT_DIR", dir_ + "/run"}};
+    if (!failpoints.empty()) {
+      env["MUSTER_FAILPOINTS"] = failpoints;
+      env["MUSTER_FAILPOINTS_ONCE"] = dir_ + "/fired";
+    }
+    return std::make_unique<Child>(
+        *host_,
+        std::vector<std::string>{ProgramPath("client/cli/muster"), "launch", "--cpu",
+                                 "--num_processes", "2", "--max_restarts", "2", "--",
+                                 ProgramPath("tests/chaos/training")},
+        env, [] {});
+  }
+  // Waits until no process of these launches lives: all carry the run's folder in their environment.
+  // False after 20 s.
+  bool NobodyIsLeft() const {
+    for (int i = 0; i < 2000; ++i) {
+      bool found = false;
+      const auto processes = ListDirectory("/proc");
+      for (const std::string& pid : *processes) {
+        const auto environment = ReadFile(absl::StrCat("/proc/", pid, "/environ"));
+        found = found ||
+                (environment.ok() && absl::StrContains(*environment, "MUSTER_PROJECT_DIR=" + dir_));
+      }
+      if (!found) return true;
+      Notification().WaitForNotificationWithTimeout(absl::Milliseconds(10));
+    }
+    return false;
+  }
+  bool fired() const { return PathExists(dir_ + "/fired"); }
+
+ private:
+  const std::string dir_;
+  const std::unique_ptr<agent::ProcessHost> host_;
+};
+
+std::string WeightsOf(const Child& launch) { return launch.Newest("[0]: weights ").value_or(""); }
+
+// Of a run that nothing disturbs.
+const std::string& Weights() {
+  static const std::string* const weights = [] {
+    Launch launch("undisturbed");
+    const auto child = launch.Start("");
+    EXPECT_EQ(child->Wait(), 0) << child->text();
+    EXPECT_NE(WeightsOf(*child), "") << child->text();
+    return new std::string(WeightsOf(*child));
+  }();
+  return *weights;
+}
+
+class KilledTraining : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(KilledTraining, StartsAgainAndEndsWithTheSameWeights) {
+  Launch launch("training");
+  const auto child = launch.Start(GetParam());
+  EXPECT_EQ(child->Wait(), 0) << child->text();
+  EXPECT_TRUE(launch.fired()) << GetParam() << " was never reached";
+  EXPECT_THAT(child->text(), HasSubstr("SIGKILL"));
+  EXPECT_EQ(WeightsOf(*child), Weights()) << child->text();
+}
+
+const auto kNameOf = [](const auto& info) {
+  return absl::StrReplaceAll(info.param, {{".", "_"}, {"=", "_"}, {"@", "_"}});
+};
+
+INSTANTIATE_TEST_SUITE_P(At, KilledTraining,
+                         ::testing::Values("worker.group_begin=kill", "worker.group_built=kill",
+                                           "worker.step=kill@8", "worker.checkpoint_staged=kill@2",
+                                           "worker.checkpoint_publish=kill@2",
+                                           "worker.checkpoint_renamed=kill@2"),
+                         kNameOf);
+
+class KilledAgent : public ::testing::TestWithParam<std::string> {};
+
+// Nothing is left of it, and the next launch goes on from what was saved.
+TEST_P(KilledAgent, LeavesNothingBehind_AndTheNextLaunchGoesOn) {
+  Launch launch("agent");
+  const auto killed = launch.Start(GetParam());
+  EXPECT_EQ(killed->Wait(), -SIGKILL) << killed->text();
+  EXPECT_TRUE(launch.NobodyIsLeft());
+  EXPECT_TRUE(launch.fired()) << GetParam() << " was never reached";
+  const auto child = launch.Start("");
+  EXPECT_EQ(child->Wait(), 0) << child->text();
+  EXPECT_EQ(WeightsOf(*child), Weights()) << child->text();
+}
+
+INSTANTIATE_TEST_SUITE_P(At, KilledAgent,
+                         ::testing::Values("agent.before_fork=kill@2", "agent.after_fork=kill@2",
+                                           "agent.spawned=kill@2", "agent.output=kill@3",
+                                           "agent.reaped=kill"),
+                         kNameOf);
+
+// One worker dies, the agent while it stops the other.
+TEST(StoppedAgent, WhileItStopsWorkers_LeavesNothingBehind) {
+  Launch launch("agent");
+  const auto killed = launch.Start("agent.stop_worker=kill");
+  ASSERT_TRUE(killed->WaitFor("epoch 0 is saved", absl::Seconds(60))) << killed->text();
+  kill(killed->pid(), SIGINT);
+  EXPECT_EQ(killed->Wait(), -SIGKILL) << killed->text();
+  EXPECT_TRUE(launch.NobodyIsLeft());
+  const auto child = launch.Start("");
+  EXPECT_EQ(child->Wait(), 0) << child->text();
+  EXPECT_EQ(WeightsOf(*child), Weights()) << child->text();
+}
+
+}  // namespace
+}  // namespace muster::chaos

@@ -1,0 +1,57 @@
+// A training run that keeps a checkpoint after each epoch, goes on from the newest one, and says
+// what its weights are at the end, bit for bit.
+#include <cinttypes>
+#include <cstring>
+
+#include "muster/muster.h"
+
+namespace {
+
+struct NetImpl : torch::nn::Module {
+  torch::Tensor forward(torch::Tensor x) { return out(torch::relu(in(x))); }
+  torch::nn::Linear in{register_module("in", torch::nn::Linear(8, 16))};
+  torch::nn::Linear out{register_module("out", torch::nn::Linear(16, 1))};
+};
+TORCH_MODULE(Net);
+
+muster::TensorDataset<torch::Tensor, torch::Tensor> Data() {
+  torch::Generator random = at::detail::createCPUGenerator(1);
+  const torch::Tensor x = torch::randn({96, 8}, random);
+  return muster::TensorDataset<torch::Tensor, torch::Tensor>(x, x.sum(1, /*keepdim=*/true).sin());
+}
+
+// FNV-1a over the bytes of all parameters.
+uint64_t Digest(torch::nn::Module& module) {
+  uint64_t hash = 14695981039346656037u;
+  for (const torch::Tensor& parameter : module.parameters()) {
+    const torch::Tensor bytes = parameter.detach().contiguous();
+    const auto* p = static_cast<const unsigned char*>(bytes.data_ptr());
+    for (size_t i = 0; i < bytes.nbytes(); ++i) hash = (hash ^ p[i]) * 1099511628211u;
+  }
+  return hash;
+}
+
+absl::Status Train(muster::Accelerator& accelerator) {
+  muster::set_seed(42);
+  Net net;
+  torch::optim::AdamW adamw(net->parameters(), /*lr=*/1e-2);
+  auto [model, optimizer, data] =
+      accelerator.prepare(net, adamw, muster::batches(Data(), 8).shuffle(true));
+  if (absl::Status s = accelerator.load_state_if_present(); !s.ok()) return s;
+  for (int64_t epoch : accelerator.epochs(3)) {
+    for (auto& [x, y] : data) {
+      torch::Tensor loss = torch::mse_loss(model(x), y);
+      accelerator.backward(loss);
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    if (absl::Status s = accelerator.save_state(); !s.ok()) return s;
+    accelerator.print("epoch %" PRId64 " is saved\n", epoch);
+  }
+  accelerator.print("weights %016" PRIx64 "\n", Digest(*net));
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return muster::run(argc, argv, Train); }
