@@ -33,6 +33,9 @@ TEST(Barrier, RankThatNeverComes_IsNamedWithAllThatIsKnownOfIt) {
   EXPECT_NE(line.find(", step 2"), std::string::npos) << line;
   EXPECT_NE(line.find(", last collective "), std::string::npos) << line;
   EXPECT_NE(line.find(", last heard of "), std::string::npos) << line;
+  EXPECT_NE(line.find(", sleeping"), std::string::npos) << line;
+  ExpectContains(run, "rank 1 did not come; it stands at");
+  ExpectContains(run, "AugmentImagesForever()");
 }
 
 TEST(Barrier, RanksInDifferentBarriers_AreToldSoAtOnce) {
