@@ -54,9 +54,9 @@ TEST(Errors, CulpritText_SaysWhatIsKnown) {
   culprit.set_last_step(41);
   culprit.set_last_collective("all_reduce #9");
   *culprit.mutable_heartbeat_age() = ToProto(absl::Milliseconds(3100));
-  EXPECT_EQ(
-      CulpritText(culprit),
-      "rank 3 (w3 on node7, pid 4711, stopped, step 41, last collective all_reduce #9, last heard of 3.1s ago)");
+  EXPECT_EQ(CulpritText(culprit),
+            "rank 3 (w3 on node7, pid 4711, stopped, step 41, last collective all_reduce #9, last "
+            "heard of 3.1s ago)");
 }
 
 }  // namespace

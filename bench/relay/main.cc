@@ -28,9 +28,7 @@ double CpuSeconds() {
          1e-6 * static_cast<double>(usage.ru_utime.tv_usec + usage.ru_stime.tv_usec);
 }
 
-void Check(const absl::Status& status) {
-  MUSTER_CHECK(status.ok()) << status.message();
-}
+void Check(const absl::Status& status) { MUSTER_CHECK(status.ok()) << status.message(); }
 
 struct Result {
   double barrier_p50_us = 0, barrier_p99_us = 0, barrier_cpu_us = 0, add_p50_us = 0;

@@ -17,6 +17,8 @@
 namespace muster::chaos {
 namespace {
 
+// Armed by launch_test; worker.checkpoint_replaced by folder_test. No run here breaks a stream within one term, which
+// engine.resume would need: the simulation and engine_test go there.
 constexpr const char* kNeedALaunch[] = {
     "engine.hello",
     "engine.welcome",

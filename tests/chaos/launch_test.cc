@@ -108,7 +108,8 @@ INSTANTIATE_TEST_SUITE_P(At, KilledTraining,
 
 class KilledAgent : public ::testing::TestWithParam<std::string> {};
 
-// Nothing is left of it, and the next launch goes on from what was saved.
+// The launcher holds agent and coordinator, so a failpoint of either kills both. Nothing is left of it, and the next
+// launch goes on from what was saved.
 TEST_P(KilledAgent, LeavesNothingBehind_AndTheNextLaunchGoesOn) {
   Launch launch("agent");
   const auto killed = launch.Start(GetParam());
@@ -123,7 +124,9 @@ TEST_P(KilledAgent, LeavesNothingBehind_AndTheNextLaunchGoesOn) {
 INSTANTIATE_TEST_SUITE_P(At, KilledAgent,
                          ::testing::Values("agent.before_fork=kill@2", "agent.after_fork=kill@2",
                                            "agent.spawned=kill@2", "agent.output=kill@3",
-                                           "agent.reaped=kill"),
+                                           "agent.reaped=kill", "engine.hello=kill",
+                                           "engine.welcome=kill", "engine.directive=kill",
+                                           "engine.session_end=kill"),
                          kNameOf);
 
 // One worker dies, the agent while it stops the other.

@@ -64,10 +64,10 @@ TEST(Trajectory, EverySharedTrainingCase_FollowsAccelerate) {
     SCOPED_TRACE(name);
     std::filesystem::create_directories(scratch + name);
     std::ofstream(scratch + name + ".json") << Json({{"in", in}}).dump();
-    const CommandResult run = RunCommand(
-        "client/cli/muster launch --cpu --num_processes " + in["num_processes"].dump() +
-        " -- tests/parity/trajectory --case " + scratch + name + ".json --data_root " + golden +
-        " --output_dir " + scratch + name + " 2>&1");
+    const CommandResult run =
+        RunCommand("client/cli/muster launch --cpu --num_processes " + in["num_processes"].dump() +
+                   " -- tests/parity/trajectory --case " + scratch + name + ".json --data_root " +
+                   golden + " --output_dir " + scratch + name + " 2>&1");
     ASSERT_EQ(run.exit_code, 0) << run.output;
     const Json got = Json::parse(run.last_line(), nullptr, false);
     ASSERT_TRUE(got.is_object()) << run.output;

@@ -6,6 +6,9 @@
 #include <sys/file.h>
 #include <unistd.h>
 
+#include <csignal>
+
+#include "base/failpoint.h"
 #include "base/file.h"
 
 namespace muster {
@@ -47,6 +50,21 @@ TEST_F(FolderTest, Publish_AppearsWholeAndLeavesNoStaging) {
   EXPECT_THAT(*ListDirectory(Path("deep/er")), ElementsAre("ckpt"));
   EXPECT_THAT(*ListDirectory(Path("deep/er/ckpt")), ElementsAre("a", "b", "manifest.json"));
   EXPECT_TRUE(VerifyCheckpoint(Path("deep/er/ckpt"), VerifyLevel::kContents).ok());
+}
+
+// The exchange is done, the older one is still aside.
+TEST_F(FolderTest, KilledWhileReplacing_NewCheckpointIsWhole) {
+  ASSERT_TRUE(Save(Path("ckpt"), {"a"}, "old").ok());
+  EXPECT_EXIT(
+      {
+        ASSERT_TRUE(ArmFailpoints("worker.checkpoint_replaced=kill", "", "").ok());
+        Save(Path("ckpt"), {"a"}, "new").IgnoreError();
+      },
+      testing::KilledBySignal(SIGKILL), "");
+  EXPECT_EQ(*ReadFile(Path("ckpt/a")), "anew");
+  EXPECT_TRUE(VerifyCheckpoint(Path("ckpt"), VerifyLevel::kContents).ok());
+  ASSERT_TRUE(Save(Path("ckpt"), {"a"}, "newer").ok());
+  EXPECT_EQ(*ReadFile(Path("ckpt/a")), "anewer");
 }
 
 TEST_F(FolderTest, AbandonedStaging_IsRemovedAndOldCheckpointStays) {
