@@ -128,6 +128,8 @@ class Worker {
       std::printf("round %d\n", round);
       std::fflush(stdout);
       client_->ReportProgress(round, "round");
+      // Beside those of the client's own thread, which a short run may end before.
+      MUSTER_RETURN_IF_ERROR(client_->Beat().status());
       MUSTER_RETURN_IF_ERROR(AddDurably(seat));
       MUSTER_RETURN_IF_ERROR(Meet(seat, round));
       MUSTER_RETURN_IF_ERROR(FollowTriggers(seat, round));

@@ -95,7 +95,6 @@ Plan WorkerPlan(const std::string& failpoint, const std::string& action, uint64_
   Plan plan;
   plan.name = failpoint;
   plan.lease = absl::Seconds(2);
-  if (failpoint == "worker.beat") plan.lease = absl::Milliseconds(500);
   plan.worker_failpoints[0] = {absl::StrCat(failpoint, "=", action, "@", at == 0 ? place->at : at)};
   return plan;
 }
@@ -122,7 +121,6 @@ Plan CoordinatorPlan(const std::string& failpoint, const std::string& action, ui
       break;
     case Scene::kWork:
       plan.coordinator_failpoints = {armed};
-      if (failpoint == "engine.reply_beat") plan.lease = absl::Milliseconds(500);
       break;
     case Scene::kLeave:
       plan.coordinator_failpoints = {armed};
