@@ -183,7 +183,7 @@ class Core {
   absl::Status Restore(absl::string_view snapshot);
   absl::Status Replay(absl::string_view record_payload);
   // The durable state as of last_record_revision(): what Restore takes. Large: proportional to the
-  // state.
+  // state. Empty if that is more than 2 GiB, which no message can have.
   std::string Snapshot() const;
   // Begins to serve as `term`, which must be higher than last_term(). Seated workers get one full
   // lease.

@@ -190,6 +190,7 @@ bool Cluster::HandleOne(absl::Time deadline) {
       hello.mutable_hello()->set_node(agent.node);
       hello.mutable_hello()->set_host(agent.node);
       hello.mutable_hello()->set_agent_incarnation(agent.incarnation);
+      hello.mutable_hello()->set_session_id(agent.session);
       hello.mutable_hello()->set_last_received_seq(agent.received);
       agent.out.push_front(ToBuffer(hello));
       Pump(agent);

@@ -20,6 +20,7 @@ constexpr int kExitUsage = 2;
 constexpr int kExitCannotServe = 3;
 constexpr int kExitJournalCorrupt = 4;
 constexpr int kExitDeposed = 5;
+constexpr int kExitJournalFailed = 6;
 
 constexpr char kAbout[] =
     "Muster's coordinator: seats workers, holds their barriers, triggers and keys, and tells who "
@@ -31,7 +32,9 @@ constexpr char kFooter[] =
     "\nExit codes: 0 stopped by a signal; 2 bad flags; 3 cannot serve (port taken, no TLS off "
     "loopback, data\n"
     "directory in use or not writable); 4 the journal is corrupt; 5 a newer coordinator took "
-    "over.\n\n"
+    "over; 6 the\njournal could not be written (other than a full disk, which is waited out): "
+    "start it "
+    "again.\n\n"
     "Examples:\n"
     "  muster-coordinator --listen 127.0.0.1:29400 --data_dir /var/lib/muster\n"
     "  muster-coordinator --listen 10.0.0.5:29400 --tls_cert c.pem --tls_key k.pem "
@@ -155,10 +158,12 @@ int Run(int argc, char** argv) {
   sigaddset(&signals, SIGTERM);
   sigaddset(&signals, SIGINT);
   sigaddset(&signals, SIGUSR1);
+  sigaddset(&signals, SIGUSR2);
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   std::signal(SIGPIPE, SIG_IGN);
   const pthread_t main_thread = pthread_self();
   options.on_deposed = [main_thread] { pthread_kill(main_thread, SIGUSR1); };
+  options.on_journal_broken = [main_thread] { pthread_kill(main_thread, SIGUSR2); };
 
   absl::StatusOr<std::unique_ptr<CoordinatorServer>> server =
       CoordinatorServer::Start(std::move(options));
@@ -178,11 +183,12 @@ int Run(int argc, char** argv) {
   int signal = 0;
   sigwait(&signals, &signal);
   MUSTER_LOG(Info) << (signal == SIGUSR1   ? "deposed"
+                       : signal == SIGUSR2 ? "the journal has failed, a new start replays it"
                        : signal == SIGTERM ? "SIGTERM"
                                            : "SIGINT")
                    << ": stopping";
   (*server)->Shutdown();
-  return signal == SIGUSR1 ? kExitDeposed : 0;
+  return signal == SIGUSR1 ? kExitDeposed : signal == SIGUSR2 ? kExitJournalFailed : 0;
 }
 
 }  // namespace

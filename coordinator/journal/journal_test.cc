@@ -389,6 +389,14 @@ TEST_F(SqliteJournalTest, FailedFsync_IsFinal) {
     EXPECT_EQ(listener.WaitFailure().code(), absl::StatusCode::kDataLoss);
     g_fail_code = SQLITE_OK;
     journal->Append(3, Payload(3, 50));
+    absl::Status told;
+    Notification answered;
+    journal->WriteSnapshot(3, "state", [&](const absl::Status& status) {
+      told = status;
+      answered.Notify();
+    });
+    answered.WaitForNotification();
+    EXPECT_EQ(told.code(), absl::StatusCode::kDataLoss);
     journal->Stop();
     EXPECT_EQ(listener.durable(), 1u);
   }

@@ -446,21 +446,24 @@ void SqliteJournal::Run() {
     }
     if (!progress.status.ok()) {
       const bool again = progress.status.code() == absl::StatusCode::kResourceExhausted;
-      MutexLock lock(&mu_);
-      if (!again) {
-        // After a failed write or fsync nobody knows what is on disk: this process must not
-        // acknowledge anything more.
-        broken_ = true;
-        queue_.clear();
-        while (!stop_) {
-          wake_.Wait(&mu_);
-          queue_.clear();
+      if (again) {
+        MutexLock lock(&mu_);
+        if (!stop_) {
+          wake_.WaitWithTimeout(&mu_, options_.retry_full);
+          continue;
         }
-        return;
       }
-      if (stop_) return;
-      wake_.WaitWithTimeout(&mu_, options_.retry_full);
-      continue;
+      // After a failed write or fsync nobody knows what is on disk: this process must not
+      // acknowledge anything more.
+      while (true) {
+        for (const Chunk& chunk : batch)
+          if (chunk.snapshot != nullptr) chunk.snapshot->done(progress.status);
+        batch.clear();
+        MutexLock lock(&mu_);
+        while (queue_.empty() && !stop_) wake_.Wait(&mu_);
+        if (queue_.empty()) return;
+        batch.swap(queue_);
+      }
     }
     const std::unique_ptr<Snapshot> snapshot = std::move(batch.back().snapshot);
     batch.clear();

@@ -123,7 +123,6 @@ class SqliteJournal final : public Journal {
   std::deque<Chunk> queue_ ABSL_GUARDED_BY(mu_);
   uint64_t next_seq_ ABSL_GUARDED_BY(mu_) = 1;
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
-  bool broken_ ABSL_GUARDED_BY(mu_) = false;
 
   std::thread writer_;
 };

@@ -29,6 +29,8 @@ constexpr size_t kWatchBatchBytes = 256 << 10;
 constexpr size_t kCopyBytes = 8 << 10;
 constexpr absl::Duration kTrimPeriod = absl::Seconds(5);
 constexpr size_t kTrimBytes = 8 << 20;
+// Then somebody who only brought an event has applied enough of what others bring.
+constexpr int kRounds = 64;
 
 std::shared_ptr<const Answer> ErrorAnswer(absl::StatusCode code, absl::string_view message,
                                           v1::ErrorReason reason, bool retryable) {
@@ -217,6 +219,9 @@ Engine::Engine(const Options& options, std::unique_ptr<Journal> journal)
                              /*retryable=*/false)),
       too_many_calls_(OverloadedAnswer(
           "too many calls wait for their answer: nothing was done; try again later")),
+      too_many_watchers_(OverloadedAnswer(
+          "too many watches are open: end those that are not needed, or try again later")),
+      snapshot_busy_(OverloadedAnswer("a snapshot is being written: try again when it is done")),
       journal_behind_(OverloadedAnswer(
           "the coordinator's disk is slower than what it is asked to keep: nothing was done; try "
           "again later")),
@@ -306,7 +311,7 @@ bool Engine::Post(Task&& task, By by) {
       if (by == By::kThread) wake_.SignalAll();
       return true;
     }
-    if (by == By::kThread || stop_) {
+    if (by == By::kThread || stop_ || handed_over_) {
       wake_.SignalAll();
       return true;
     }
@@ -320,15 +325,16 @@ void Engine::ApplyAll() {
   applier_ = std::this_thread::get_id();
   std::vector<Task> tasks;
   bool wake = false;
-  while (true) {
+  for (int round = 0;; ++round) {
+    tasks.clear();  // not under the lock: a task may own much
     {
       MutexLock lock(&mu_);
-      tasks.clear();
       if (spare_.capacity() < tasks.capacity()) spare_.swap(tasks);
-      if (queue_.empty()) {
+      handed_over_ = stop_ || SnapshotDue() || (round >= kRounds && !queue_.empty());
+      if (queue_.empty() || handed_over_) {
         applier_ = std::thread::id();
         applying_ = false;
-        wake = armed_ == absl::InfinitePast() || NextDeadline() < armed_ || SnapshotDue();
+        wake = handed_over_ || armed_ == absl::InfinitePast() || NextDeadline() < armed_;
         break;
       }
       tasks.swap(queue_);
@@ -343,27 +349,30 @@ void Engine::ApplyAll() {
 void Engine::ApplyBatch(std::vector<Task>& tasks) {
   events_.fetch_add(tasks.size(), std::memory_order_relaxed);
   const absl::Time now = options_.clock->Now();
-  if (core_.NextDeadline() <= now) {
+  if (!stopped_ && core_.NextDeadline() <= now) {
     const uint64_t lost = core_.stats().workers_lost;
     core_.Tick(now, &out_);
     if (core_.stats().workers_lost > lost) MUSTER_FAILPOINT("engine.lease_expired");
   }
-  CheckSessions(now);
+  if (!stopped_) CheckSessions(now);
   for (Task& task : tasks) task();
   Drain();
-  FlushSessions();
+  while (FlushSessions()) Drain();
   ServeWatchers();
 }
 
 absl::Time Engine::NextDeadline() const {
+  if (stopped_) return absl::InfiniteFuture();
   const absl::Time core = core_.NextDeadline();
   return expiring_.empty() ? core : std::min(core, expiring_.begin()->first);
 }
 
 bool Engine::SnapshotDue() const {
-  return !snapshot_running_ && !stopped_ && journal_status_.ok() &&
-         (journal_->records_since_snapshot() >= options_.snapshot_records ||
-          journal_->bytes_since_snapshot() >= options_.snapshot_bytes);
+  if (snapshot_running_ || stopped_ || !journal_status_.ok()) return false;
+  return snapshot_done_ != nullptr ||
+         (journal_->records_since_snapshot() >= snapshot_not_before_ &&
+          (journal_->records_since_snapshot() >= options_.snapshot_records ||
+           journal_->bytes_since_snapshot() >= options_.snapshot_bytes));
 }
 
 // A burst (ten thousand joins) leaves memory that the allocator keeps for the thread that made it:
@@ -385,18 +394,23 @@ void Engine::Run() {
       continue;
     }
     if (stop_) break;
+    handed_over_ = false;
     const absl::Time now = options_.clock->Now();
     const absl::Time deadline = NextDeadline();
     if (queue_.empty() && deadline > now && !SnapshotDue()) {
       armed_ = std::min(deadline, now + kTrimPeriod);
       wake_.WaitWithTimeout(&mu_, armed_ - now);
-      if (!applying_ && queue_.empty()) MaybeTrim(options_.clock->Now());
+      if (!applying_ && queue_.empty()) {
+        mu_.Unlock();
+        MaybeTrim(options_.clock->Now());
+        mu_.Lock();
+      }
       continue;
     }
     applying_ = true;
     mu_.Unlock();
     applier_ = std::this_thread::get_id();
-    if (SnapshotDue()) TakeSnapshot(nullptr);
+    if (SnapshotDue()) TakeSnapshot();
     ApplyBatch(nothing);
     ApplyAll();
     mu_.Lock();
@@ -531,17 +545,18 @@ void Engine::DoProgress(const Journal::Progress& progress) {
     journal_records_.fetch_add(progress.records, std::memory_order_relaxed);
     journal_bytes_.fetch_add(progress.bytes, std::memory_order_relaxed);
   }
-  const bool was_ok = journal_status_.ok();
+  const bool changed = journal_status_.code() != progress.status.code();
   journal_status_ = progress.status;
-  if (was_ok != progress.status.ok()) {
+  if (changed) {
     journal_ok_ = progress.status.ok();
-    if (on_journal_health_) on_journal_health_(progress.status.ok());
+    if (on_journal_health_) on_journal_health_(progress.status);
   }
   if (!held_replies_.empty() || !held_directives_.empty()) ReleaseDurable();
   if (!progress.status.ok()) {
     std::multimap<uint64_t, Reply> failed;
     failed.swap(held_replies_);
     for (const auto& [revision, reply] : failed) Deliver(reply.call, journal_failed_);
+    AnswerSnapshot(rpc::FromOpError(journal_failed_->result().error()));
   }
 }
 
@@ -551,15 +566,20 @@ void Engine::MarkDirty(const std::shared_ptr<Session>& session) {
   dirty_.push_back(session);
 }
 
-void Engine::FlushSessions() {
+bool Engine::FlushSessions() {
+  bool ended = false;
   for (const std::shared_ptr<Session>& session : dirty_) {
     session->dirty = false;
-    session->Writable();
+    bool too_much;
     std::shared_ptr<AgentLink> link;
     {
       MutexLock lock(&session->mu);
-      if (session->agent.outbox().bytes() <= options_.limits.unacknowledged_bytes) continue;
+      too_much = session->agent.outbox().bytes() > options_.limits.unacknowledged_bytes;
       link = session->link;
+    }
+    if (!too_much) {
+      session->Writable();
+      continue;
     }
     MUSTER_LOG(Warning) << "agent '" << session->node << "' has not acknowledged "
                         << (options_.limits.unacknowledged_bytes >> 20)
@@ -573,6 +593,7 @@ void Engine::FlushSessions() {
           v1::ERROR_REASON_OVERLOADED, /*retryable=*/true));
     }
     EndSession(session);
+    ended = true;
   }
   dirty_.clear();
   for (auto& [session, link] : read_next_) {
@@ -583,6 +604,7 @@ void Engine::FlushSessions() {
     }
   }
   read_next_.clear();
+  return ended;
 }
 
 void Engine::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, std::string peer,
@@ -646,7 +668,10 @@ void Engine::Abandon(CallId id) {
 void Engine::AgentFrame(const std::shared_ptr<AgentLink>& link,
                         std::shared_ptr<const v1::AgentFrame> frame, std::string peer) {
   const bool posted = Post([this, link, frame = std::move(frame), peer = std::move(peer)] {
-    if (stopped_) return;
+    if (stopped_) {
+      link->Close(StoppingStatus());
+      return;
+    }
     DoFrame(link, *frame, peer);
     const auto it = links_.find(link.get());
     read_next_.emplace_back(it == links_.end() ? nullptr : it->second, link);
@@ -807,6 +832,11 @@ void Engine::WatchOpen(std::shared_ptr<WatchLink> link, v1::WatchRequest request
       link->Close(StoppingStatus());
       return;
     }
+    if (watchers_.size() >= options_.limits.watchers) {
+      overloaded_.fetch_add(1, std::memory_order_relaxed);
+      link->Close(rpc::FromOpError(too_many_watchers_->result().error()));
+      return;
+    }
     Watcher& watcher = watchers_[link.get()];
     watcher.link = link;
     watcher.next = request.from_revision();
@@ -815,7 +845,7 @@ void Engine::WatchOpen(std::shared_ptr<WatchLink> link, v1::WatchRequest request
     watcher_count_.store(watchers_.size(), std::memory_order_relaxed);
     // Everything the core has put out must be in the history before it is read.
     Drain();
-    DoWatch(watcher);
+    if (!stopped_) DoWatch(watcher);  // else it has been closed and forgotten
   });
   if (!posted) link->Close(StoppingStatus());
 }
@@ -882,40 +912,59 @@ void Engine::ServeWatchers() {
 }
 
 void Engine::Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
-  const bool posted = Post([this, done] {
-    if (stopped_) {
-      done(StoppingStatus());
-    } else {
-      Drain();
-      TakeSnapshot(done);
-    }
-  });
+  // Only noted here: the thread writes it, so that nobody who brings events is held by it.
+  const bool posted = Post(
+      [this, done] {
+        if (stopped_) {
+          done(StoppingStatus());
+        } else if (!journal_status_.ok()) {
+          done(rpc::FromOpError(journal_failed_->result().error()));
+        } else if (snapshot_running_ || snapshot_done_ != nullptr) {
+          overloaded_.fetch_add(1, std::memory_order_relaxed);
+          done(rpc::FromOpError(snapshot_busy_->result().error()));
+        } else {
+          snapshot_done_ = done;
+        }
+      },
+      By::kThread);
   if (!posted) done(StoppingStatus());
 }
 
-void Engine::TakeSnapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
-  snapshot_running_ = true;
+void Engine::AnswerSnapshot(const absl::StatusOr<uint64_t>& result) {
+  if (const auto done = std::exchange(snapshot_done_, nullptr)) done(result);
+}
+
+void Engine::TakeSnapshot() {
   MUSTER_FAILPOINT("engine.snapshot");
   const uint64_t revision = core_.last_record_revision();
-  journal_->WriteSnapshot(revision, core_.Snapshot(),
-                          [this, revision, done = std::move(done)](absl::Status status) {
-                            Post([this] { snapshot_running_ = false; }, By::kThread);
-                            if (!status.ok())
-                              MUSTER_LOG(Warning) << "snapshot of revision " << revision
-                                                  << " failed: " << status.message();
-                            if (done == nullptr) return;
-                            if (status.ok()) {
-                              done(revision);
-                            } else {
-                              done(status);
-                            }
-                          });
+  std::string state = core_.Snapshot();
+  if (state.empty()) {
+    const absl::Status status = absl::ResourceExhaustedError(
+        "the state has more than the 2 GiB that a snapshot can have: the journal grows until jobs "
+        "end or keys are deleted");
+    MUSTER_LOG(Error) << "no snapshot of revision " << revision << ": " << status.message();
+    snapshot_not_before_ = journal_->records_since_snapshot() + options_.snapshot_records;
+    AnswerSnapshot(status);
+    return;
+  }
+  snapshot_not_before_ = 0;
+  snapshot_running_ = true;
+  journal_->WriteSnapshot(revision, std::move(state), [this, revision](const absl::Status& status) {
+    if (!status.ok())
+      MUSTER_LOG(Warning) << "snapshot of revision " << revision << " failed: " << status.message();
+    Post(
+        [this, revision, status] {
+          snapshot_running_ = false;
+          AnswerSnapshot(status.ok() ? absl::StatusOr<uint64_t>(revision) : status);
+        },
+        By::kThread);
+  });
   MUSTER_FAILPOINT("engine.snapshot_queued");
 }
 
 void Engine::WithCore(absl::AnyInvocable<void(Core*)> task) {
   auto shared = std::make_shared<absl::AnyInvocable<void(Core*)>>(std::move(task));
-  const bool posted = Post([this, shared] { (*shared)(stopped_ ? nullptr : &core_); });
+  const bool posted = Post([this, shared] { (*shared)(stopped_ ? nullptr : &core_); }, By::kThread);
   if (!posted) (*shared)(nullptr);
 }
 
@@ -929,6 +978,7 @@ void Engine::StopAll() {
   for (const CallId id : ids) Deliver(id, stopping_answer_);
   held_replies_.clear();
   held_directives_.clear();
+  AnswerSnapshot(StoppingStatus());
   v1::CoordinatorFrame goodbye;
   goodbye.mutable_goodbye()->set_reason("the coordinator is stopping");
   *goodbye.mutable_goodbye()->mutable_retry_after() = ToProto(absl::Milliseconds(50));
@@ -936,7 +986,6 @@ void Engine::StopAll() {
   for (const auto& entry : sessions_) {
     const auto& session =
         entry.second;  // named, because a lambda cannot capture a binding (clang 14)
-    session->Writable();
     MutexLock lock(&session->mu);
     if (session->link == nullptr) continue;
     session->agent.outbox().AddFirst(goodbye);

@@ -76,6 +76,8 @@ class Engine {
     // Records that the disk has not taken. Beyond it, operations that need the journal are refused;
     // beyond twice as much, all that change anything.
     size_t journal_backlog_bytes = 64 << 20;
+    // Open watches.
+    size_t watchers = 1 << 16;
   };
   struct Options {
     CoreOptions core;
@@ -115,7 +117,9 @@ class Engine {
   void WatchWritable(const std::shared_ptr<WatchLink>& link);
   void WatchClosed(const std::shared_ptr<WatchLink>& link);
 
-  // Writes a snapshot now; `done` gets its revision.
+  // Writes a snapshot; `done` gets its revision once it is durable. Errors: UNAVAILABLE with
+  // JOURNAL_FAILED, STOPPING, or OVERLOADED (one is being written); those of Journal::WriteSnapshot;
+  // RESOURCE_EXHAUSTED the state is too large for one.
   void Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done);
   // Runs `task` with the core, in turn with all other events. After Stop, or when stopping, it is
   // run with nullptr.
@@ -123,8 +127,9 @@ class Engine {
 
   // Called once, by whoever applies, when a caller has seen a newer coordinator. Set before Start.
   void set_on_deposed(std::function<void()> callback) { on_deposed_ = std::move(callback); }
-  // Called on changes of the journal's health. Set before Start.
-  void set_on_journal_health(std::function<void(bool ok)> callback) {
+  // Called on changes of the journal's health, with Journal::Progress::status, by whoever applies.
+  // Set before Start.
+  void set_on_journal_health(std::function<void(const absl::Status&)> callback) {
     on_journal_health_ = std::move(callback);
   }
 
@@ -163,7 +168,8 @@ class Engine {
   // thread. False, and `task` is not kept, once the engine has ended.
   bool Post(Task&& task, By by = By::kCaller);
   void Run();
-  // Applies until the queue is empty. Requires applying_, set by this thread.
+  // Applies until the queue is empty, or hands over to the thread: to write a snapshot, to stop, or
+  // because it has gone on for long. Requires applying_, set by this thread.
   void ApplyAll();
   void ApplyBatch(std::vector<Task>& tasks);
   absl::Time NextDeadline() const;
@@ -188,20 +194,24 @@ class Engine {
   void Direct(const NodeDirective& directive);
   void ReleaseDurable();
   void MarkDirty(const std::shared_ptr<Session>& session);
-  void FlushSessions();
+  // Whether a session ended, which may have put something out.
+  bool FlushSessions();
   void ServeWatchers();
-  void TakeSnapshot(std::function<void(absl::StatusOr<uint64_t>)> done);
+  void TakeSnapshot();
+  void AnswerSnapshot(const absl::StatusOr<uint64_t>& result);
   void CheckSessions(absl::Time now);
   void StopAll();
 
   const Options options_;
   const std::unique_ptr<Journal> journal_;
   std::function<void()> on_deposed_;
-  std::function<void(bool)> on_journal_health_;
+  std::function<void(const absl::Status&)> on_journal_health_;
   std::shared_ptr<const Answer> journal_failed_;
   std::shared_ptr<const Answer> stopping_answer_;
   std::shared_ptr<const Answer> cancelled_;
   std::shared_ptr<const Answer> too_many_calls_;
+  std::shared_ptr<const Answer> too_many_watchers_;
+  std::shared_ptr<const Answer> snapshot_busy_;
   std::shared_ptr<const Answer> journal_behind_;
 
   // Whoever is applying; also read under mu_ while nobody is.
@@ -210,6 +220,9 @@ class Engine {
   uint64_t durable_revision_ = 0;
   absl::Status journal_status_;
   bool snapshot_running_ = false;
+  std::function<void(absl::StatusOr<uint64_t>)>
+      snapshot_done_;                 // who asked for the next, or for it
+  uint64_t snapshot_not_before_ = 0;  // records since the last one; set when the state is too large
   bool stopped_ = false;
   absl::flat_hash_map<CallId, OpenCall> calls_;
   std::deque<std::pair<uint64_t, size_t>> backlog_;  // revision and size of records on their way
@@ -247,6 +260,7 @@ class Engine {
   bool applying_ ABSL_GUARDED_BY(mu_) = false;
   // When the thread wakes by itself; InfinitePast: it wants to be woken when applying ends.
   absl::Time armed_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+  bool handed_over_ ABSL_GUARDED_BY(mu_) = false;  // the thread applies next
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
 

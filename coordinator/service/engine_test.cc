@@ -237,6 +237,7 @@ TEST_F(EngineTest, RequestsBehindABusyEngine_AreBoundedInBytes) {
   EXPECT_TRUE(fits.answer->result().has_txn());
   FakeSink later;
   Call(Get("k"), &later, 1000);
+  later.answered.WaitForNotification();
   EXPECT_TRUE(later.answer->result().has_txn());
 }
 
@@ -353,6 +354,133 @@ TEST_F(EngineTest, RevisionLargerThanAMessage_IsToldAsCompacted) {
   PutNow("small", "y");
   EXPECT_EQ(next->batches.back().events(0).put().value(), "y");
   for (const auto& each : {watch, next}) engine_->WatchClosed(each);
+}
+
+TEST_F(EngineTest, TooManyWatches_AreRefused) {
+  Start({.watchers = 1});
+  v1::WatchRequest request;
+  request.set_job_id("j");
+  request.set_keys(true);
+  auto first = std::make_shared<FakeWatch>(), second = std::make_shared<FakeWatch>();
+  engine_->WatchOpen(first, request);
+  engine_->WatchOpen(second, request);
+  EXPECT_FALSE(first->closed.has_value());
+  ASSERT_TRUE(second->closed.has_value());
+  EXPECT_EQ(rpc::GetReason(*second->closed), v1::ERROR_REASON_OVERLOADED);
+  engine_->WatchClosed(second);
+  engine_->WatchClosed(first);
+  auto third = std::make_shared<FakeWatch>();
+  engine_->WatchOpen(third, request);
+  EXPECT_FALSE(third->closed.has_value());
+  engine_->WatchClosed(third);
+}
+
+TEST_F(EngineTest, FrameAfterStop_EndsItsStream) {
+  Start({});
+  const auto link = Attach();
+  engine_->Stop();
+  ASSERT_TRUE(link->closed().has_value());
+  EXPECT_TRUE(link->frames.back().has_goodbye());
+  const auto late = std::make_shared<FakeLink>();
+  Send(late, Get("k"), 1);
+  ASSERT_TRUE(late->closed().has_value());
+  EXPECT_EQ(rpc::GetReason(*late->closed()), v1::ERROR_REASON_STOPPING);
+}
+
+// A journal in memory that writes a snapshot when the test says so.
+class SlowSnapshots final : public Journal {
+ public:
+  const std::string& cluster_id() const override { return memory_.cluster_id(); }
+  uint64_t term() const override { return memory_.term(); }
+  const std::string& description() const override { return memory_.description(); }
+  absl::Status Replay(
+      const std::function<absl::Status(uint64_t, absl::string_view)>& snapshot,
+      const std::function<absl::Status(uint64_t, absl::string_view)>& record) override {
+    return memory_.Replay(snapshot, record);
+  }
+  void Start(std::function<void(const Progress&)> progress) override {
+    progress_ = progress;
+    memory_.Start(std::move(progress));
+  }
+  void Append(uint64_t revision, std::string record) override {
+    memory_.Append(revision, std::move(record));
+  }
+  void WriteSnapshot(uint64_t, std::string, std::function<void(absl::Status)> done) override {
+    done_ = std::move(done);
+    asked.Notify();
+  }
+  uint64_t records_since_snapshot() const override { return 0; }
+  uint64_t bytes_since_snapshot() const override { return 0; }
+  void Stop() override {}
+
+  void Fail() {
+    Progress progress;
+    progress.status = absl::DataLossError("I/O error");
+    progress_(progress);
+  }
+  void Finish(const absl::Status& status) { done_(status); }
+
+  Notification asked;
+
+ private:
+  MemoryJournal memory_;
+  std::function<void(const Progress&)> progress_;
+  std::function<void(absl::Status)> done_;
+};
+
+class SnapshotTest : public ::testing::Test {
+ protected:
+  // What somebody who asks for a snapshot is told.
+  struct Asked {
+    explicit Asked(Engine* engine) {
+      engine->Snapshot([this](absl::StatusOr<uint64_t> told) {
+        result = std::move(told);
+        answered.Notify();
+      });
+    }
+    const absl::Status& Wait() {
+      answered.WaitForNotification();
+      return result.status();
+    }
+    absl::StatusOr<uint64_t> result;
+    Notification answered;
+  };
+
+  SnapshotTest() : journal_(new SlowSnapshots), engine_({}, std::unique_ptr<Journal>(journal_)) {
+    EXPECT_TRUE(engine_.Start().ok());
+  }
+
+  SlowSnapshots* const journal_;
+  Engine engine_;
+};
+
+TEST_F(SnapshotTest, OneIsWrittenAtATime) {
+  Asked first(&engine_);
+  journal_->asked.WaitForNotification();
+  Asked second(&engine_);
+  EXPECT_EQ(rpc::GetReason(second.Wait()), v1::ERROR_REASON_OVERLOADED);
+  EXPECT_FALSE(first.answered.HasBeenNotified());
+  journal_->Finish(absl::OkStatus());
+  EXPECT_TRUE(first.Wait().ok()) << first.result.status();
+}
+
+TEST_F(SnapshotTest, JournalThatFails_AnswersWhoWaitsAndRefusesTheNext) {
+  Asked first(&engine_);
+  journal_->asked.WaitForNotification();
+  journal_->Fail();
+  EXPECT_EQ(rpc::GetReason(first.Wait()), v1::ERROR_REASON_JOURNAL_FAILED);
+  Asked second(&engine_);
+  EXPECT_EQ(rpc::GetReason(second.Wait()), v1::ERROR_REASON_JOURNAL_FAILED);
+  journal_->Finish(absl::DataLossError("I/O error"));
+}
+
+TEST_F(SnapshotTest, Stop_AnswersWhoWaits) {
+  Asked first(&engine_);
+  journal_->asked.WaitForNotification();
+  engine_.Stop();
+  EXPECT_EQ(rpc::GetReason(first.Wait()), v1::ERROR_REASON_STOPPING);
+  Asked second(&engine_);
+  EXPECT_EQ(rpc::GetReason(second.Wait()), v1::ERROR_REASON_STOPPING);
 }
 
 }  // namespace

@@ -136,6 +136,10 @@ class Front::Handler {
   // With a `reply`, requires an OK status.
   void Finish(const absl::Status& status, const grpc::ByteBuffer* reply = nullptr) {
     MutexLock lock(&mu_);
+    FinishLocked(status, reply);
+  }
+  void FinishLocked(const absl::Status& status, const grpc::ByteBuffer* reply = nullptr)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (done_) return;
     done_ = true;
     metrics_->Handled(static_cast<int>(status.code()), absl::Now() - start_);
@@ -147,6 +151,9 @@ class Front::Handler {
       rpc_->stream.Finish(rpc::ToGrpc(status), rpc_->Tag(kFinished));
     }
   }
+
+  // Ends at once what FinishLocked began under this same lock, even if the client takes nothing.
+  void Cancel() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { rpc_->context.TryCancel(); }
 
   Mutex mu_;
 
@@ -302,7 +309,7 @@ class Front::AgentStream final : public Handler,
 
   void Bind(std::shared_ptr<FrameSource> source) override {
     MutexLock lock(&mu_);
-    source_ = std::move(source);
+    if (!closed_) source_ = std::move(source);
   }
   bool TryWrite(absl::FunctionRef<grpc::ByteBuffer()> next) override {
     MutexLock lock(&mu_);
@@ -313,15 +320,23 @@ class Front::AgentStream final : public Handler,
   }
   void ReadNext() override { Read(); }
   void Close(const absl::Status& status) override {
-    {
-      MutexLock lock(&mu_);
-      closed_ = true;
-    }
-    Finish(status);
+    std::shared_ptr<FrameSource> source;  // let go of after the lock
+    MutexLock lock(&mu_);
+    if (closed_) return;
+    closed_ = true;
+    source.swap(source_);
+    FinishLocked(status);
+    // The status waits behind the write, which waits for an agent that may take nothing. At a stop
+    // the server has its own patience.
+    if (writing_ && !status.ok() && !absl::IsUnavailable(status)) Cancel();
   }
 
  private:
   void OnRead(bool ok, grpc::ByteBuffer& bytes) override {
+    {
+      MutexLock lock(&mu_);
+      if (closed_) return;
+    }
     if (!ok) {
       engine_.AgentClosed(shared_from_this());
       Close(absl::OkStatus());
@@ -352,9 +367,6 @@ class Front::AgentStream final : public Handler,
   void OnGone() override {
     engine_.AgentClosed(shared_from_this());
     Close(absl::CancelledError("the agent went away"));
-    std::shared_ptr<FrameSource> source;
-    MutexLock lock(&mu_);
-    source.swap(source_);
   }
 
   Engine& engine_;
@@ -612,6 +624,7 @@ void Front::Shutdown() {
 void Front::Accept() {
   MutexLock lock(&mu_);
   if (stopping_) return;
+  ++open_;
   auto* rpc = new Rpc;
   rpc->context.AsyncNotifyWhenDone(rpc->Tag(kGone));
   service_.RequestCall(&rpc->context, &rpc->stream, queue_.get(), queue_.get(), rpc->Tag(kBegun));
@@ -627,10 +640,6 @@ void Front::Run() {
 }
 
 void Front::Begin(Rpc* rpc) {
-  {
-    MutexLock lock(&mu_);
-    ++open_;
-  }
   Accept();
   const auto it = methods_.find(rpc->context.method());
   if (it != methods_.end()) {
@@ -652,6 +661,7 @@ void Front::Handle(Rpc* rpc, int event, bool ok) {
       Begin(rpc);
     } else {
       delete rpc;  // the server ends: this call never began
+      Closed();
     }
     return;
   }
@@ -677,6 +687,10 @@ void Front::Handle(Rpc* rpc, int event, bool ok) {
     if (!rpc->gone || !rpc->finished || rpc->in_flight > 0) return;
   }
   delete rpc;
+  Closed();
+}
+
+void Front::Closed() {
   MutexLock lock(&mu_);
   if (--open_ == 0) ended_.SignalAll();
 }

@@ -46,8 +46,8 @@ class Front {
   void SetServing(bool serving);
   // Ends the streams of those who watch the health, which end by nothing else.
   void EndHealthWatches();
-  // Blocks until every call has ended, which the engine's Stop() and the server's Shutdown() see
-  // to. Repeatable.
+  // Blocks until every call has ended, and every wish for one, which the engine's Stop() and the
+  // server's Shutdown() see to. Repeatable.
   void Shutdown();
 
  private:
@@ -69,6 +69,7 @@ class Front {
   void Run();
   void Handle(Rpc* rpc, int event, bool ok);
   void Begin(Rpc* rpc);
+  void Closed();
 
   Engine& engine_;
   RpcMetrics& metrics_;
@@ -88,7 +89,7 @@ class Front {
 
   Mutex mu_;
   CondVar ended_;
-  int open_ ABSL_GUARDED_BY(mu_) = 0;  // calls that began and have not ended
+  int open_ ABSL_GUARDED_BY(mu_) = 0;  // calls wished for that have not ended
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   bool health_ended_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<std::weak_ptr<HealthWatch>> health_watches_ ABSL_GUARDED_BY(mu_);

@@ -77,7 +77,11 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
   CoordinatorServer* raw = self.get();
   self->front_ = std::make_unique<Front>(self->engine_.get(), &self->rpc_metrics_, self->started_);
   self->engine_->set_on_deposed(std::move(options.on_deposed));
-  self->engine_->set_on_journal_health([raw](bool ok) { raw->front_->SetServing(ok); });
+  self->engine_->set_on_journal_health(
+      [raw, broken = std::move(options.on_journal_broken)](const absl::Status& status) {
+        raw->front_->SetServing(status.ok());
+        if (!status.ok() && !absl::IsResourceExhausted(status) && broken) broken();
+      });
   MUSTER_RETURN_IF_ERROR(self->engine_->Start());
   MUSTER_FAILPOINT_STATUS("server.listen");
   options.rpc.health = false;  // Front has it: gRPC's own would bring more polling threads

@@ -194,13 +194,6 @@ bool Cluster::RestartWhatEnded() {
     }
     if (plan_.journal_is_lost) (void)RemoveTree(data_dir_);
     StartCoordinator();
-  } else if (absl::StrContains(failpoints, "=error") &&
-             coordinator.Says("nothing is acknowledged until") &&
-             !absl::StrContains(failpoints, "RESOURCE_EXHAUSTED")) {
-    // Its journal is broken until a restart, and it says so: what a supervisor does then.
-    coordinator.Signal(SIGKILL);
-    coordinator.Wait();
-    StartCoordinator();
   }
   for (int i = 0; i < plan_.workers; ++i) {
     Child& worker = *workers_[i].back();
