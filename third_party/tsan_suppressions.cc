@@ -9,6 +9,9 @@ extern "C" const char* __tsan_default_suppressions() {
          // Reference counts, operation sets and tags of calls.
          "race:grpc::internal::ServerCallbackCall::Ref\n"
          "race:grpc::internal::ServerCallbackCall::Unref\n"
+         "race:grpc::internal::CallbackWithStatusTag::CallbackWithStatusTag\n"
+         // Copies the callback of a call, with what it captured.
+         "race:grpc::internal::CallbackUnaryCallImpl<\n"
          "race:grpc::internal::CallbackWithSuccessTag::Set\n"
          "race:grpc::internal::CallbackWithSuccessTag::CallbackWithSuccessTag\n"
          "race:grpc::internal::CallbackWithSuccessTag::~CallbackWithSuccessTag\n"
