@@ -442,20 +442,7 @@ class Front::NamedService final : public grpc::Service {
   const std::string path_;
 };
 
-template <auto put, auto get>
-constexpr Front::Method Front::Method::Core(const char* service, const char* name) {
-  Method method = Other(service, name, nullptr);
-  method.parse = [](grpc::ByteBuffer& bytes, v1::Op* op) { return Parse(bytes, (op->*put)()); };
-  method.reply = [](const v1::OpResult& result) { return Serialize((result.*get)()); };
-  return method;
-}
-
-constexpr Front::Method Front::Method::Other(const char* service, const char* name, Run run) {
-  Method method = Streaming<UnaryCall>(service, name, "unary");
-  method.run = run;
-  return method;
-}
-
+// Each before its first use: clang wants to know them there.
 template <typename Stream>
 constexpr Front::Method Front::Method::Streaming(const char* service, const char* name,
                                                  const char* type) {
@@ -466,6 +453,20 @@ constexpr Front::Method Front::Method::Streaming(const char* service, const char
                        MethodMetrics* metrics) -> std::shared_ptr<Handler> {
             return std::make_shared<Stream>(front, rpc, method, metrics);
           }};
+}
+
+constexpr Front::Method Front::Method::Other(const char* service, const char* name, Run run) {
+  Method method = Streaming<UnaryCall>(service, name, "unary");
+  method.run = run;
+  return method;
+}
+
+template <auto put, auto get>
+constexpr Front::Method Front::Method::Core(const char* service, const char* name) {
+  Method method = Other(service, name, nullptr);
+  method.parse = [](grpc::ByteBuffer& bytes, v1::Op* op) { return Parse(bytes, (op->*put)()); };
+  method.reply = [](const v1::OpResult& result) { return Serialize((result.*get)()); };
+  return method;
 }
 
 #define MUSTER_CORE_METHOD(service, name, member) \
