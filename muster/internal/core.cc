@@ -526,7 +526,8 @@ void Core::WaitForEveryone(absl::Duration timeout, const std::string& name,
   progress().SetPhase("after wait_for_everyone");
   if (result.ok()) return;
   // One process prints what all could: the report is the same for everybody.
-  const absl::StatusOr<BarrierReport> report = process_.coordinator->DescribeBarrier(name);
+  absl::StatusOr<BarrierReport> report = absl::NotFoundError("");
+  if (IsBarrierVerdict(result.status())) report = process_.coordinator->DescribeBarrier(name);
   if (report.ok() && report->first_rank == rank()) {
     for (const AbsentRank& absent : report->absent) {
       if (absent.native_stack.empty()) continue;

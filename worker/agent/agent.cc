@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/file.h"
 #include "base/log.h"
 #include "base/status_macros.h"
@@ -62,10 +63,10 @@ void Agent::Post(Event event) {
 Agent::Event Agent::Next() { return *NextWithin(absl::InfiniteDuration()); }
 
 std::optional<Agent::Event> Agent::NextWithin(absl::Duration timeout) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const absl::Time deadline = Clock::Real().Now() + timeout;
   MutexLock lock(&mu_);
   while (events_.empty()) {
-    const absl::Duration left = deadline - absl::Now();
+    const absl::Duration left = deadline - Clock::Real().Now();
     if (left <= absl::ZeroDuration()) return std::nullopt;
     changed_.WaitWithTimeout(&mu_, left);
   }
@@ -180,9 +181,9 @@ void Agent::WaitForWorkers() {
 
 AttemptEnd Agent::Culprit(const Ended& first) {
   WorkerEnd culprit = OnEnded(first);
-  const absl::Time deadline = absl::Now() + options_.settle;
+  const absl::Time deadline = Clock::Real().Now() + options_.settle;
   while (culprit.exit.signal == 0 && running_ > 0) {
-    std::optional<Event> event = NextWithin(deadline - absl::Now());
+    std::optional<Event> event = NextWithin(deadline - Clock::Real().Now());
     if (!event.has_value()) break;
     const auto* ended = std::get_if<Ended>(&*event);
     if (ended == nullptr) {

@@ -111,11 +111,13 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
           .settings = Settings(options),
           .host = options.host,
           .join_timeout = options.join_timeout,
+          .outage_tolerance = options.outage_tolerance,
       },
       session->get());
   // Workers reach the coordinator through this agent; certificates are its business.
   WorkerEnvironment& worker = options.agent.worker;
   worker.coordinator = (*session)->relay_address();
+  worker.outage_tolerance = options.outage_tolerance;
   worker.tls_ca.clear();
   worker.tls_cert.clear();
   worker.tls_key.clear();

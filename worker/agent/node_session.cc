@@ -56,7 +56,13 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
   stream.outage_tolerance = options.outage_tolerance;
   stream.beat = [raw] { return raw->core_->MakeBeat(); };
   stream.on_directive = [raw](const v1::Directive& directive) { raw->OnDirective(directive); };
-  stream.on_connected = [raw](uint64_t term, bool) { raw->core_->Connected(term); };
+  stream.on_connected = [raw](uint64_t term, bool) {
+    {
+      MutexLock lock(&raw->listener_mu_);
+      raw->lost_ = absl::OkStatus();
+    }
+    raw->core_->Connected(term);
+  };
   stream.on_lost = [raw](const absl::Status& status) { raw->OnLost(status); };
   stream.wake = [raw] { raw->stream_timer_->Wake(); };
 
@@ -83,9 +89,7 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
 
 NodeSession::~NodeSession() {
   relay_.reset();
-  if (core_timer_ != nullptr) core_timer_->Stop();
-  if (stream_timer_ != nullptr) stream_timer_->Stop();
-  stream_.reset();
+  // It sends on the stream.
   if (stack_thread_.joinable()) {
     {
       MutexLock lock(&mu_);
@@ -94,6 +98,9 @@ NodeSession::~NodeSession() {
     }
     stack_thread_.join();
   }
+  if (core_timer_ != nullptr) core_timer_->Stop();
+  if (stream_timer_ != nullptr) stream_timer_->Stop();
+  stream_.reset();
 }
 
 void NodeSession::SetListener(Listener listener) {

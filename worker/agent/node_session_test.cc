@@ -217,6 +217,30 @@ TEST_F(NodeSessionTest, CoordinatorAwayForTooLong_ListenerAndCallersAreTold) {
   EXPECT_THAT(std::string(Put().message()), HasSubstr("has been away for"));
 }
 
+TEST_F(NodeSessionTest, CoordinatorThatCameBack_IsNotReportedAsLost) {
+  ASSERT_TRUE(session_->stream().WaitUntilConnected(absl::Minutes(1)).ok());
+  Notification lost;
+  NodeSession::Listener listener;
+  listener.on_lost = [&](const absl::Status&) { lost.Notify(); };
+  session_->SetListener(std::move(listener));
+  const std::string address = server_->address();
+  server_->Shutdown(absl::ZeroDuration());
+  lost.WaitForNotification();
+  session_->SetListener({});
+  EXPECT_FALSE(session_->stream().WaitUntilConnected(absl::ZeroDuration()).ok());
+
+  rpc::ServerOptions again;
+  again.listen = address;
+  server_ = *rpc::Server::Start(again, {&sessions_});
+  ASSERT_TRUE(session_->stream().WaitUntilConnected(absl::Minutes(1)).ok());
+  ASSERT_TRUE(Put().ok());
+  bool told = false;
+  listener.on_lost = [&](const absl::Status&) { told = true; };
+  session_->SetListener(std::move(listener));
+  EXPECT_FALSE(told);
+  session_->SetListener({});
+}
+
 TEST_F(NodeSessionTest, Finish_SaysGoodbye) {
   ASSERT_TRUE(session_->stream().WaitUntilConnected(absl::Minutes(1)).ok());
   session_->Finish(absl::Minutes(1));

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 
 namespace muster::agent {
 namespace {
@@ -92,11 +93,11 @@ void OutputMux::Push(Item item) {
 }
 
 bool OutputMux::Flush(absl::Duration timeout) {
-  const absl::Time deadline = absl::Now() + timeout;
+  const absl::Time deadline = Clock::Real().Now() + timeout;
   MutexLock lock(&mu_);
   const uint64_t goal = pushed_;
   while (written_ < goal) {
-    const absl::Duration left = deadline - absl::Now();
+    const absl::Duration left = deadline - Clock::Real().Now();
     if (left <= absl::ZeroDuration()) return false;
     changed_.WaitWithTimeout(&mu_, left);
   }

@@ -194,34 +194,40 @@ absl::StatusOr<std::unique_ptr<Relay>> Relay::Start(const Options& options, OpSe
   if (!options.parent.empty()) {
     parents.push_back(options.parent);
   } else {
-    for (const char* name : {"XDG_RUNTIME_DIR", "TMPDIR"}) {
-      const char* const value = getenv(name);
-      if (value != nullptr && value[0] == '/') parents.push_back(value);
-    }
+    // Not XDG_RUNTIME_DIR: it is removed when the user logs out, and jobs go on.
+    const char* const value = getenv("TMPDIR");
+    if (value != nullptr && value[0] == '/') parents.push_back(value);
     parents.push_back("/tmp");
   }
   std::string why;
   for (const std::string& parent : parents) {
-    if (relay->folder_.empty()) relay->folder_ = MakePrivateFolder(parent, &why);
+    const std::string folder = MakePrivateFolder(parent, &why);
+    if (folder.empty()) continue;
+    relay->services_.clear();
+    relay->services_.push_back(std::make_unique<RendezvousRelay>(*upstream));
+    relay->services_.push_back(std::make_unique<BarrierRelay>(*upstream));
+    relay->services_.push_back(std::make_unique<KeyValueRelay>(*upstream));
+    relay->services_.push_back(std::make_unique<TriggersRelay>(*upstream));
+    relay->services_.push_back(std::make_unique<MembershipRelay>(*upstream));
+    if (options.coordinator != nullptr) {
+      relay->services_.push_back(std::make_unique<AdminRelay>(options.coordinator));
+    }
+    std::vector<grpc::Service*> services;
+    for (const auto& service : relay->services_) services.push_back(service.get());
+    rpc::ServerOptions server;
+    server.listen = absl::StrCat("unix:", folder, "/relay");
+    absl::StatusOr<std::unique_ptr<rpc::Server>> started = rpc::Server::Start(server, services);
+    if (started.ok()) {
+      relay->folder_ = folder;
+      relay->server_ = *std::move(started);
+      return relay;
+    }
+    // Not every file system takes sockets.
+    absl::StrAppend(&why, why.empty() ? "" : "; ", parent, ": ", started.status().message());
+    rmdir(folder.c_str());
   }
-  if (relay->folder_.empty()) {
-    return absl::UnavailableError(absl::StrCat("no folder for the agent's socket: ", why,
-                                               " (set TMPDIR to a folder that can be written)"));
-  }
-  relay->services_.push_back(std::make_unique<RendezvousRelay>(*upstream));
-  relay->services_.push_back(std::make_unique<BarrierRelay>(*upstream));
-  relay->services_.push_back(std::make_unique<KeyValueRelay>(*upstream));
-  relay->services_.push_back(std::make_unique<TriggersRelay>(*upstream));
-  relay->services_.push_back(std::make_unique<MembershipRelay>(*upstream));
-  if (options.coordinator != nullptr) {
-    relay->services_.push_back(std::make_unique<AdminRelay>(options.coordinator));
-  }
-  std::vector<grpc::Service*> services;
-  for (const auto& service : relay->services_) services.push_back(service.get());
-  rpc::ServerOptions server;
-  server.listen = absl::StrCat("unix:", relay->folder_, "/relay");
-  MUSTER_ASSIGN_OR_RETURN(relay->server_, rpc::Server::Start(server, services));
-  return relay;
+  return absl::UnavailableError(absl::StrCat("no folder for the agent's socket: ", why,
+                                             " (set TMPDIR to a folder that can be written)"));
 }
 
 Relay::~Relay() {

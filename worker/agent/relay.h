@@ -22,7 +22,7 @@ namespace muster::agent {
 class Relay {
  public:
   struct Options {
-    // Where the folder is made; empty: $XDG_RUNTIME_DIR, $TMPDIR or /tmp, the first that will do.
+    // Where the folder is made; empty: $TMPDIR or /tmp, the first that will do.
     std::string parent = {};
     // To the coordinator, for Admin.Status, which is no operation; null: not offered.
     std::shared_ptr<grpc::Channel> coordinator = nullptr;

@@ -15,6 +15,7 @@
 #include "base/status_macros.h"
 #include "proto/muster/v1/session.pb.h"
 #include "rpc/status.h"
+#include "worker/agent/timer_thread.h"
 
 namespace muster::agent {
 namespace {
@@ -22,7 +23,9 @@ namespace {
 using nlohmann::json;
 
 constexpr absl::Duration kShortCall = absl::Seconds(5);
-constexpr absl::Duration kAgree = absl::Seconds(90);  // longer than an outage that is tolerated
+constexpr absl::Duration kAgree = absl::Seconds(30);  // besides an outage that is tolerated
+constexpr absl::Duration kWaitAgain = absl::Seconds(1);
+constexpr absl::Duration kLongest = absl::Hours(24);  // what a coordinator is asked for
 // A job of one node has nobody else to wait for.
 constexpr absl::Duration kFirstContact = absl::Seconds(30);
 
@@ -73,32 +76,39 @@ class RpcJobLink final : public JobLink {
     // one.
     worker_id_ = options.node_rank >= 0 ? absl::StrCat("node", options.node_rank)
                                         : absl::StrCat("node-", hostname_, "-", incarnation_);
+    if (options.num_nodes > 1) wait_timer_->Start();
   }
 
   ~RpcJobLink() override {
     StopWatching();
+    wait_timer_->Stop();
     if (generation_ == 0) return;
     v1::Op op;
     *op.mutable_leave()->mutable_fence() = AgentFence();
     op.mutable_leave()->set_reason("the agent ends");
-    Call(std::move(op), absl::Seconds(1), Until::kAnswered).IgnoreError();
+    Call(std::move(op), absl::Seconds(1), Until::kAnswered, Late::kHeld).IgnoreError();
   }
 
   absl::StatusOr<Meeting> Meet(int attempt) override {
     StopWatching();
-    MUSTER_RETURN_IF_ERROR(AwaitCoordinator());
+    MUSTER_RETURN_IF_ERROR(AwaitCoordinator(attempt));
     Meeting meeting;
     if (options_.num_nodes == 1) {
       MUSTER_ASSIGN_OR_RETURN(meeting.master_port, FindFreePort());
       return meeting;
     }
-    if (attempt > 0) EndGeneration("another attempt begins");
+    if (attempt > 0) {
+      // Or the next attempt would begin inside of the generation that fails.
+      EndGeneration("another attempt begins", options_.outage_tolerance + kShortCall,
+                    Until::kCancelled);
+    }
     MUSTER_RETURN_IF_ERROR(Join());
     meeting.node_rank = node_rank_;
     meeting.num_nodes = options_.num_nodes;
     absl::Status agreed = Agree(&meeting);
     if (!agreed.ok()) {
-      EndGeneration(absl::StrCat("machine ", node_rank_, " gave up: ", agreed.message()));
+      EndGeneration(absl::StrCat("machine ", node_rank_, " gave up: ", agreed.message()),
+                    kShortCall, Until::kAnswered);
       return agreed;
     }
     return meeting;
@@ -124,7 +134,14 @@ class RpcJobLink final : public JobLink {
       };
     }
     session_->SetListener(std::move(listener));
-    if (options_.num_nodes > 1) WaitForEnd(shared_, &session_->sender(), EndWait());
+    if (options_.num_nodes > 1) {
+      {
+        MutexLock lock(&shared_->mu);
+        shared_->wait = EndWait();
+        shared_->wait_at = absl::InfinitePast();
+      }
+      wait_timer_->Wake();
+    }
   }
 
   void ReportEnd(const WorkerEnd& end) override {
@@ -161,7 +178,8 @@ class RpcJobLink final : public JobLink {
     put->set_key(EndKey());
     put->set_value(ToJson(end));
     request.add_otherwise()->mutable_get()->set_key(EndKey());
-    const absl::StatusOr<v1::OpResult> result = Call(std::move(op), kShortCall, Until::kAnswered);
+    const absl::StatusOr<v1::OpResult> result =
+        Call(std::move(op), kShortCall, Until::kAnswered, Late::kHeld);
     if (!result.ok()) {
       MUSTER_LOG(Debug) << "cannot tell the other machines: " << result.status().message();
       return end;
@@ -212,10 +230,18 @@ class RpcJobLink final : public JobLink {
     bool cancelled ABSL_GUARDED_BY(mu) = false;
     bool ended ABSL_GUARDED_BY(mu) = false;  // the attempt
     std::function<void(AttemptEnd)> on_ended ABSL_GUARDED_BY(mu);
-    uint64_t end_wait ABSL_GUARDED_BY(mu) = 0;  // the operation that waits for the key "end"
+    // The operation that waits for the key "end", the latest one that was submitted (0: none), and
+    // when it is to be submitted (again).
+    v1::Op wait ABSL_GUARDED_BY(mu);
+    uint64_t end_wait ABSL_GUARDED_BY(mu) = 0;
+    absl::Time wait_at ABSL_GUARDED_BY(mu) = absl::InfiniteFuture();
+    uint64_t watch ABSL_GUARDED_BY(mu) = 0;  // counts what was watched
   };
   // What makes a call return without an answer, besides its timeout.
   enum class Until { kAnswered, kCancelled, kEnded };
+  // An operation whose answer is waited for no longer: does not happen if it was not sent yet, or
+  // happens when the coordinator is back.
+  enum class Late { kForgotten, kHeld };
 
   v1::Fence AgentFence() {
     v1::Fence fence;
@@ -230,11 +256,12 @@ class RpcJobLink final : public JobLink {
   std::string SettingsKey() const { return prefix_ + "settings"; }
 
   // Machine 0 may come up last: until then nobody answers.
-  absl::Status AwaitCoordinator() {
-    const absl::Duration timeout = options_.num_nodes == 1
+  absl::Status AwaitCoordinator(int attempt) {
+    const absl::Duration timeout = options_.num_nodes == 1 && attempt == 0
                                        ? std::min(options_.join_timeout, kFirstContact)
                                        : options_.join_timeout;
     const absl::Time give_up = Clock::Real().Now() + timeout;
+    bool told = false;
     while (true) {
       {
         MutexLock lock(&shared_->mu);
@@ -243,10 +270,14 @@ class RpcJobLink final : public JobLink {
       const absl::Duration left = give_up - Clock::Real().Now();
       const absl::Status status = session_->stream().WaitUntilConnected(
           std::clamp(left, absl::ZeroDuration(), absl::Milliseconds(100)));
-      if (status.ok() || !absl::IsUnavailable(status) || session_->stream().ever_connected()) {
-        return status;
+      if (status.ok() || !absl::IsUnavailable(status)) return status;
+      const bool lost = session_->stream().ever_connected();
+      if (lost && !std::exchange(told, true)) {
+        MUSTER_LOG(Warning) << "waiting up to " << absl::FormatDuration(timeout)
+                            << " for the coordinator to come back: " << status.message();
       }
       if (left <= absl::ZeroDuration()) {
+        if (lost) return status;
         return absl::UnavailableError(absl::StrCat(
             "no coordinator answers at ", options_.coordinator, " after ",
             absl::FormatDuration(timeout),
@@ -256,7 +287,8 @@ class RpcJobLink final : public JobLink {
     }
   }
 
-  absl::StatusOr<v1::OpResult> Call(v1::Op op, absl::Duration timeout, Until until) {
+  absl::StatusOr<v1::OpResult> Call(v1::Op op, absl::Duration timeout, Until until,
+                                    Late late = Late::kForgotten) {
     struct Answer {
       bool came = false;  // under the lock of Shared
       v1::OpResult result;
@@ -293,7 +325,7 @@ class RpcJobLink final : public JobLink {
       }
     }
     if (!status.ok()) {
-      session_->sender().Forget(op_id);
+      if (late == Late::kForgotten) session_->sender().Forget(op_id);
       return status;
     }
     if (answer->result.has_error()) return rpc::FromOpError(answer->result.error());
@@ -355,13 +387,14 @@ class RpcJobLink final : public JobLink {
                           {"master_addr", meeting->master_addr},
                           {"master_port", meeting->master_port}}
                          .dump());
-      return Call(std::move(op), kAgree, Until::kCancelled).status();
+      return Call(std::move(op), options_.outage_tolerance + kAgree, Until::kCancelled).status();
     }
     *op.mutable_wait()->mutable_fence() = AgentFence();
     op.mutable_wait()->add_keys(SettingsKey());
-    *op.mutable_wait()->mutable_timeout() = ToProto(kAgree);
+    const absl::Duration patience = std::min(options_.outage_tolerance + kAgree, kLongest);
+    *op.mutable_wait()->mutable_timeout() = ToProto(patience);
     MUSTER_ASSIGN_OR_RETURN(const v1::OpResult result,
-                            Call(std::move(op), kAgree + kShortCall, Until::kCancelled));
+                            Call(std::move(op), patience + kShortCall, Until::kCancelled));
     const v1::WaitReply& reply = result.wait();
     const json value = reply.kvs_size() == 1
                            ? json::parse(reply.kvs(0).value(), nullptr, /*allow_exceptions=*/false)
@@ -379,46 +412,84 @@ class RpcJobLink final : public JobLink {
     return absl::OkStatus();
   }
 
-  void EndGeneration(absl::string_view reason) {
+  void EndGeneration(absl::string_view reason, absl::Duration timeout, Until until) {
     v1::Op op;
     *op.mutable_end_generation()->mutable_fence() = AgentFence();
     op.mutable_end_generation()->set_reason(std::string(reason));
     // Another machine may have done it already.
-    Call(std::move(op), kShortCall, Until::kAnswered).IgnoreError();
+    Call(std::move(op), timeout, until, Late::kHeld).IgnoreError();
   }
 
   v1::Op EndWait() {
     v1::Op op;
     *op.mutable_wait()->mutable_fence() = AgentFence();
     op.mutable_wait()->add_keys(EndKey());
-    *op.mutable_wait()->mutable_timeout() = ToProto(absl::Hours(24));
+    *op.mutable_wait()->mutable_timeout() = ToProto(kLongest);
     return op;
   }
 
-  // Ends the attempt when another node has written why.
-  static void WaitForEnd(const std::shared_ptr<Shared>& shared, OpSender* sender,
-                         const v1::Op& wait) {
-    const uint64_t op_id = sender->Submit(wait, [shared, sender, wait](const v1::OpResult& result) {
-      if (!result.has_error()) {
-        if (result.wait().kvs_size() == 1) {
-          shared->End(EndFromJson(result.wait().kvs(0).value()));
-        }
-        return;
+  // The tick of the timer: submits what ends the attempt when another node has written why.
+  static absl::Time WaitForEnd(const std::shared_ptr<Shared>& shared, OpSender* sender,
+                               const std::shared_ptr<TimerThread>& timer) {
+    v1::Op op;
+    uint64_t watch;
+    {
+      MutexLock lock(&shared->mu);
+      if (shared->wait_at > Clock::Real().Now()) return shared->wait_at;
+      shared->wait_at = absl::InfiniteFuture();
+      op = shared->wait;
+      watch = shared->watch;
+    }
+    const uint64_t op_id =
+        sender->Submit(std::move(op), [shared, timer, watch](const v1::OpResult& result) {
+          WaitAnswered(shared.get(), timer.get(), watch, result);
+        });
+    bool stale;
+    absl::Time next;
+    {
+      MutexLock lock(&shared->mu);
+      stale = shared->watch != watch;
+      if (!stale) shared->end_wait = op_id;
+      next = shared->wait_at;
+    }
+    if (stale) sender->Forget(op_id);
+    return next;
+  }
+
+  static void WaitAnswered(Shared* shared, TimerThread* timer, uint64_t watch,
+                           const v1::OpResult& result) {
+    const auto again = [&](absl::Duration after) {
+      {
+        MutexLock lock(&shared->mu);
+        if (shared->watch != watch || shared->ended) return;
+        shared->wait_at = Clock::Real().Now() + after;
       }
-      switch (result.error().detail().reason()) {
-        case v1::ERROR_REASON_WAIT_TIMEOUT:
-          WaitForEnd(shared, sender, wait);
-          break;
-        case v1::ERROR_REASON_GENERATION_ENDED:  // a directive says it better
-          break;
-        default:
-          // While the coordinator is away there is nothing to tell; on_lost does, if it must.
-          if (result.error().code() == static_cast<int>(absl::StatusCode::kUnavailable)) break;
+      timer->Wake();
+    };
+    {
+      MutexLock lock(&shared->mu);
+      if (shared->watch != watch) return;
+    }
+    if (!result.has_error()) {
+      if (result.wait().kvs_size() == 1) {
+        shared->End(EndFromJson(result.wait().kvs(0).value()));
+      }
+      return;
+    }
+    switch (result.error().detail().reason()) {
+      case v1::ERROR_REASON_WAIT_TIMEOUT:
+        again(absl::ZeroDuration());
+        break;
+      case v1::ERROR_REASON_GENERATION_ENDED:  // a directive says it better
+        break;
+      default:
+        // Overloaded, or away: then on_lost ends the attempt, if it must end.
+        if (result.error().code() == static_cast<int>(absl::StatusCode::kUnavailable)) {
+          again(kWaitAgain);
+        } else {
           shared->End({result.error().message(), {}});
-      }
-    });
-    MutexLock lock(&shared->mu);
-    shared->end_wait = op_id;
+        }
+    }
   }
 
   void StopWatching() {
@@ -427,6 +498,8 @@ class RpcJobLink final : public JobLink {
     {
       MutexLock lock(&shared_->mu);
       shared_->on_ended = nullptr;
+      ++shared_->watch;
+      shared_->wait_at = absl::InfiniteFuture();
       op_id = shared_->end_wait;
       shared_->end_wait = 0;
     }
@@ -448,6 +521,9 @@ class RpcJobLink final : public JobLink {
 
   std::atomic<uint64_t> last_request_{0};
   const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
+  // Asks for the end of the attempt. Answers that come late wake it, in vain.
+  const std::shared_ptr<TimerThread> wait_timer_ = std::make_shared<TimerThread>(
+      [this] { return WaitForEnd(shared_, &session_->sender(), wait_timer_); });
 };
 
 }  // namespace

@@ -654,9 +654,10 @@ bool SessionStream::ever_connected() const {
 absl::Status SessionStream::WaitUntilConnected(absl::Duration timeout) {
   const absl::Time deadline = Clock::Real().Now() + timeout;
   MutexLock lock(&mu_);
-  while (!ever_connected_ && lost_.ok()) {
+  while (!refused_ && !(ever_connected_ && lost_.ok())) {
     const absl::Duration left = deadline - Clock::Real().Now();
     if (left <= absl::ZeroDuration()) {
+      if (!lost_.ok()) return lost_;
       return absl::UnavailableError(absl::StrCat("no coordinator answers at ", options_.address,
                                                  " within ", absl::FormatDuration(timeout),
                                                  ": is it running, and is the address right?"));

@@ -103,8 +103,9 @@ class SessionStream final : public OpSender {
   // Whether a stream is open now, and ever was.
   bool connected() const;
   bool ever_connected() const;
-  // Blocks until it ever was, or `timeout` of real time has passed, or the coordinator refused this
-  // agent. Errors: UNAVAILABLE naming the address; what the coordinator refused it with.
+  // Blocks until it ever was and the coordinator has not been away beyond the tolerance since, or
+  // `timeout` of real time has passed, or the coordinator refused this agent. Errors: UNAVAILABLE
+  // naming the address; what the coordinator refused it with.
   absl::Status WaitUntilConnected(absl::Duration timeout);
   uint64_t term() const;
   size_t held_ops() const;

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "absl/time/time.h"
+
 namespace muster::agent {
 
 // Where a worker stands. Every node of a job has the same number of workers.
@@ -34,6 +36,7 @@ struct WorkerEnvironment {
   int master_port = 0;
   int restart_count = 0;
   int max_restarts = 0;
+  absl::Duration outage_tolerance = absl::Seconds(60);
 
   std::string mixed_precision = "no";
   bool cpu = false;

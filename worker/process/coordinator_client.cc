@@ -145,8 +145,9 @@ class CoordinatorClient::Impl {
       MutexLock lock(&mu_);
       ended_told_ = true;
     }
-    return Call("leave", options_.call_timeout, *rendezvous_, &v1::Rendezvous::Stub::Leave,
-                &request, &reply);
+    // A coordinator that is away learns it from the exit.
+    return CallWithin("leave", kGrace, *rendezvous_, &v1::Rendezvous::Stub::Leave, &request,
+                      &reply);
   }
 
   absl::StatusOr<std::vector<PeerInfo>> Peers() {
@@ -291,9 +292,9 @@ class CoordinatorClient::Impl {
       request.set_counter(next - 1);
     }
     v1::DescribeBarrierReply reply;
-    MUSTER_RETURN_IF_ERROR(Call(absl::StrCat("describing barrier '", name, "'"),
-                                options_.call_timeout, *barrier_, &v1::Barrier::Stub::Describe,
-                                &request, &reply));
+    // Whoever asks has failed already: not for long.
+    MUSTER_RETURN_IF_ERROR(CallWithin(absl::StrCat("describing barrier '", name, "'"), kGrace,
+                                      *barrier_, &v1::Barrier::Stub::Describe, &request, &reply));
     BarrierReport report;
     report.message = reply.report().message();
     report.first_rank = reply.report().first_rank();
@@ -338,9 +339,10 @@ class CoordinatorClient::Impl {
     for (const uint64_t id : poll.acknowledged) request.add_acked(id);
     v1::PollTriggersReply reply;
     MUSTER_FAILPOINT_STATUS("worker.poll_triggers");
-    MUSTER_RETURN_IF_ERROR(Call("triggers",
-                                timeout > absl::ZeroDuration() ? timeout : options_.call_timeout,
-                                *triggers_, &v1::Triggers::Stub::Poll, &request, &reply));
+    // Not through an outage: the next poll carries newer facts anyway.
+    MUSTER_RETURN_IF_ERROR(
+        CallWithin("triggers", timeout > absl::ZeroDuration() ? timeout : options_.call_timeout,
+                   *triggers_, &v1::Triggers::Stub::Poll, &request, &reply));
     std::vector<TriggerInfo> triggers;
     for (const v1::TriggerEvent& event : reply.triggers()) {
       TriggerInfo info;
@@ -554,6 +556,17 @@ absl::StatusOr<Seat> CoordinatorClient::Join(const JoinOptions& options) {
 std::optional<Seat> CoordinatorClient::seat() const { return impl_->seat(); }
 absl::Status CoordinatorClient::Leave(const std::string& reason) { return impl_->Leave(reason); }
 absl::StatusOr<std::vector<PeerInfo>> CoordinatorClient::Peers() { return impl_->Peers(); }
+bool IsBarrierVerdict(const absl::Status& status) {
+  switch (rpc::GetReason(status)) {
+    case v1::ERROR_REASON_BARRIER_TIMEOUT:
+    case v1::ERROR_REASON_RANK_FAILED:
+    case v1::ERROR_REASON_DESYNC:
+      return true;
+    default:
+      return false;
+  }
+}
+
 uint64_t CoordinatorClient::incarnation() const { return impl_->incarnation(); }
 
 absl::Status CoordinatorClient::Set(const std::string& key, const std::string& value) {

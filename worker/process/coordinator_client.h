@@ -92,6 +92,9 @@ struct BarrierResult {
   absl::Duration open_for;  // first arrival to release
 };
 
+// Whether a barrier failed because ranks did not come, died or stand elsewhere: there is a report.
+bool IsBarrierVerdict(const absl::Status& status);
+
 struct TriggerInfo {
   uint64_t id = 0;
   std::string name = "";
@@ -159,7 +162,7 @@ class CoordinatorClient {
   absl::StatusOr<Seat> Join(const JoinOptions& options);
   // The seat of the last Join; nothing before it.
   std::optional<Seat> seat() const;
-  // Gives it up on purpose.
+  // Gives it up on purpose. Does not wait for a coordinator that is away.
   absl::Status Leave(const std::string& reason);
   // All ranks of the seat's generation, in rank order.
   absl::StatusOr<std::vector<PeerInfo>> Peers();
@@ -200,13 +203,15 @@ class CoordinatorClient {
   // Fails the instance of `name` that others wait in, for all of them: CANCELLED, with the reason.
   // This rank's next Barrier() of that name is the one after it. Errors: NOT_FOUND.
   absl::Status CancelBarrier(const std::string& name, const std::string& reason);
-  // The report of the last instance of `name` that ended for this rank. Errors: NOT_FOUND.
+  // The report of the last instance of `name` that ended for this rank. Waits 5 s at most. Errors:
+  // NOT_FOUND.
   absl::StatusOr<BarrierReport> DescribeBarrier(const std::string& name);
 
   // Raised by any rank; every rank learns the step before which all act. Returns the trigger's id.
   absl::StatusOr<uint64_t> RaiseTrigger(const std::string& name, const std::string& payload = "");
   // Triggers not yet acknowledged by this rank. Whoever polls should do it on a thread of its own:
-  // see TriggerWatch. A zero timeout is Options::call_timeout.
+  // see TriggerWatch. Waits for a coordinator that is away no longer than `timeout`; zero is
+  // Options::call_timeout.
   absl::StatusOr<std::vector<TriggerInfo>> PollTriggers(
       const TriggerPoll& poll, absl::Duration timeout = absl::ZeroDuration());
 

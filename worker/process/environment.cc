@@ -333,6 +333,14 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
     }
     env->timeout = {timeout, "MUSTER_TIMEOUT"};
   }
+  if (const std::string* text = Find(variables, "MUSTER_OUTAGE_TOLERANCE")) {
+    absl::Duration tolerance;
+    if (!absl::ParseDuration(*text, &tolerance) || tolerance < absl::ZeroDuration()) {
+      return absl::InvalidArgumentError(absl::StrCat("MUSTER_OUTAGE_TOLERANCE='", *text,
+                                                     "' is not a duration such as 60s or 5m"));
+    }
+    env->outage_tolerance = {tolerance, "MUSTER_OUTAGE_TOLERANCE"};
+  }
 
   if (arguments.mixed_precision) env->mixed_precision = {*arguments.mixed_precision, "argument"};
   if (arguments.use_cpu) env->use_cpu = {*arguments.use_cpu, "argument"};
@@ -452,6 +460,10 @@ std::string Describe(const Environment& env) {
   add("debug", env.debug.value ? "yes" : "no", env.debug.source);
   add("shared_memory", env.shared_memory.value ? "yes" : "no", env.shared_memory.source);
   add("timeout", absl::FormatDuration(env.timeout.value), env.timeout.source);
+  if (!env.outage_tolerance.is_default()) {
+    add("outage_tolerance", absl::FormatDuration(env.outage_tolerance.value),
+        env.outage_tolerance.source);
+  }
   return text;
 }
 

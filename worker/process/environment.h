@@ -79,6 +79,8 @@ struct Environment {
   Setting<std::string> project_dir;
   // Of collectives and of the meeting at start.
   Setting<absl::Duration> timeout{absl::Minutes(10)};
+  // How long the coordinator may be away before calls fail.
+  Setting<absl::Duration> outage_tolerance{absl::Seconds(60)};
 
   // Things that are legal but probably not meant, one line each. For the caller to log.
   std::vector<std::string> warnings;

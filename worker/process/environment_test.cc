@@ -310,6 +310,8 @@ TEST(Environment, BadWishes_AreRefusedByName) {
   EXPECT_THAT(Error({}, {.gradient_accumulation_steps = 0}),
               HasSubstr("gradient_accumulation_steps=0"));
   EXPECT_THAT(Error({{"MUSTER_TIMEOUT", "90"}}), HasSubstr("MUSTER_TIMEOUT='90'"));
+  EXPECT_THAT(Error({{"MUSTER_OUTAGE_TOLERANCE", "-1s"}}),
+              HasSubstr("MUSTER_OUTAGE_TOLERANCE='-1s'"));
   EXPECT_THAT(Error({}, {.timeout = absl::ZeroDuration()}), HasSubstr("timeout"));
 }
 

@@ -19,7 +19,7 @@ constexpr char kStop[] = "stop";
 // As the coordinator has it.
 constexpr size_t kMaxName = 128;
 constexpr size_t kMaxPayload = 64 << 10;
-constexpr absl::Duration kPollTimeout = absl::Seconds(2);
+constexpr absl::Duration kPollTimeout = absl::Seconds(5);
 
 std::string Here(int rank) {
   char host[256] = "";

@@ -52,7 +52,7 @@ class JobTriggers {
   // What asked for it; once ShouldStop() is true.
   const std::optional<Trigger>& stop() const { return stop_; }
 
-  // Tells the coordinator what was acted upon; no checks after it. Blocks for one poll at most.
+  // Tells the coordinator what was acted upon; no checks after it. Blocks for a poll or two.
   void Close() { watch_.reset(); }
 
  private:

@@ -50,6 +50,7 @@ absl::Status MeetAtCoordinator(const JoinJobOptions& options, JoinedProcess* joi
                          : env.worker_id.value;
   client.incarnation = env.incarnation.value;
   client.connect_timeout = std::min(client.connect_timeout, env.timeout.value);
+  client.outage_tolerance = env.outage_tolerance.value;
   client.tls_ca = env.tls_ca.value;
   client.tls_cert = env.tls_cert.value;
   client.tls_key = env.tls_key.value;

@@ -5,6 +5,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdint>
+
 namespace muster {
 namespace {
 
@@ -28,14 +30,29 @@ TEST(StopSignal, FirstSignal_IsNoted) {
             0);
 }
 
-TEST(StopSignal, SecondSignal_Kills) {
+int64_t g_now = 1;
+
+TEST(StopSignal, SignalASecondLater_Kills) {
   EXPECT_EQ(InChild([] {
-              StopSignal::Install();
+              StopSignal::Install([] { return g_now; });
               raise(SIGTERM);
+              g_now += StopSignal::kSameWish;
               raise(SIGTERM);
               return 1;
             }),
             -SIGTERM);
+}
+
+TEST(StopSignal, SameSignalTwice_IsOneWish) {
+  EXPECT_EQ(InChild([] {
+              StopSignal::Install([] { return g_now; });
+              raise(SIGTERM);
+              g_now += StopSignal::kSameWish - 1;
+              raise(SIGTERM);
+              raise(SIGTERM);
+              return StopSignal::Received() ? 0 : 1;
+            }),
+            0);
 }
 
 TEST(StopSignal, HandlerOfTheProgram_Stands) {
