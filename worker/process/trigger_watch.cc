@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "base/clock.h"
 #include "base/log.h"
 
@@ -11,6 +12,24 @@ namespace {
 
 // Triggers that nobody asks for.
 constexpr size_t kMaxKept = 256;
+
+// The same poll again would be refused again.
+bool IsRefusal(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kInvalidArgument:
+    case absl::StatusCode::kUnauthenticated:
+    case absl::StatusCode::kPermissionDenied:
+    case absl::StatusCode::kUnimplemented:
+      return true;
+    default:
+      return false;
+  }
+}
+
+bool IsFinal(const absl::Status& status) {
+  return IsRefusal(status) || status.code() == absl::StatusCode::kAborted ||
+         status.code() == absl::StatusCode::kFailedPrecondition;
+}
 
 }  // namespace
 
@@ -50,8 +69,25 @@ absl::StatusOr<std::optional<TriggerInfo>> TriggerWatch::Check(const std::string
   MutexLock lock(&mu_);
   finished_ = finished;
   checked_.insert(name);
-  while (ended_.ok() && (!polled_ || (promised_.has_value() && next >= *promised_))) {
-    changed_.Wait(&mu_);
+  const auto waits = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return ended_.ok() && (!polled_ || (promised_.has_value() && next >= *promised_));
+  };
+  absl::Time warn_at = Clock::Real().Now() + options_.warn_after;
+  bool warned = false;
+  bool polled = polled_;
+  while (waits()) {
+    if (polled_ != polled) {  // it waits for something else now
+      polled = polled_;
+      warned = false;
+      warn_at = Clock::Real().Now() + options_.warn_after;
+    }
+    const absl::Duration left = warned ? absl::InfiniteDuration() : warn_at - Clock::Real().Now();
+    if (left > absl::ZeroDuration()) {
+      changed_.WaitWithTimeout(&mu_, left);
+      continue;
+    }
+    warned = true;
+    Warn(absl::StrCat("step ", next, " waits: ", WhyWaiting()));
   }
   if (!ended_.ok()) return ended_;
   std::optional<TriggerInfo> told;
@@ -66,6 +102,28 @@ absl::StatusOr<std::optional<TriggerInfo>> TriggerWatch::Check(const std::string
   }
   begun_ = std::max(begun_, next);
   return told;
+}
+
+void TriggerWatch::Warn(const std::string& text) {
+  if (options_.warn) {
+    options_.warn(text);
+  } else {
+    MUSTER_LOG(Warning) << text;
+  }
+}
+
+std::string TriggerWatch::WhyWaiting() {
+  std::string why;
+  if (!polled_) {
+    why = "the coordinator has not answered the first poll for triggers";
+  } else {
+    why = "trigger";
+    for (const auto& [id, name] : pending_names_) absl::StrAppend(&why, " '", name, "'");
+    absl::StrAppend(
+        &why, " waits for a rank that has not asked (all must check for triggers as they train)");
+  }
+  if (!last_poll_.ok()) absl::StrAppend(&why, "; the last poll: ", last_poll_.message());
+  return why;
 }
 
 TriggerPoll TriggerWatch::NextPoll() {
@@ -86,9 +144,11 @@ void TriggerWatch::Take(const TriggerPoll& poll, const std::vector<TriggerInfo>&
   polled_ = true;
   for (const uint64_t id : poll.acknowledged) acknowledge_.erase(id);
   pending_.clear();
+  pending_names_.clear();
   for (const TriggerInfo& trigger : triggers) {
     if (!trigger.decided) {
       pending_.insert(trigger.id);
+      pending_names_[trigger.id] = trigger.name;
       continue;
     }
     if (seen_.insert(trigger.id).second) {
@@ -122,18 +182,22 @@ void TriggerWatch::Loop() {
     }
     const absl::StatusOr<std::vector<TriggerInfo>> triggers = poll_(poll);
     MutexLock lock(&mu_);
+    last_poll_ = triggers.status();
     if (triggers.ok()) {
       const bool news = pending_.empty();
       Take(poll, *triggers);
       // The promise goes out with the next poll, at once.
       if (news && !pending_.empty()) hurry_ = true;
-    } else if (triggers.status().code() == absl::StatusCode::kAborted ||
-               triggers.status().code() == absl::StatusCode::kFailedPrecondition) {
+    } else if (IsFinal(triggers.status())) {
+      if (IsRefusal(triggers.status())) {
+        Warn(absl::StrCat("no more triggers: ", triggers.status().message()));
+      }
       ended_ = triggers.status();
       changed_.SignalAll();
       return;
     } else {
       // No coordinator for now: nobody else can learn of a decision either.
+      if (stop_) return;
       MUSTER_LOG(Debug) << triggers.status().message();
     }
     const absl::Time next =

@@ -39,20 +39,24 @@ class TriggerWatch {
     absl::Duration pending_period = absl::Milliseconds(10);
     // Called on the thread before each poll, for what else may raise a trigger.
     std::function<void()> before_poll = nullptr;
+    // When a check that waits warns that a rank has not asked.
+    absl::Duration warn_after = absl::Seconds(10);
+    std::function<void(const std::string&)> warn = nullptr;  // null: the log
   };
   // Periods that keep the coordinator at a few thousand polls a second, however large the job.
   static Options OptionsFor(int world_size);
 
   // `finished`: the last step this rank has finished (steps count from 1; 0: none).
   TriggerWatch(int64_t finished, PollFunction poll, Options options);
-  // Tells the coordinator what was acted upon. Blocks for one poll at most.
+  // Tells the coordinator what was acted upon, unless it is away. Blocks for a poll or two.
   ~TriggerWatch();
   TriggerWatch(const TriggerWatch&) = delete;
   TriggerWatch& operator=(const TriggerWatch&) = delete;
 
   // The next trigger `name` that takes effect, now that `finished` steps are done and the next one
-  // has not begun; each trigger is told once. May block while a trigger is being decided. Errors:
-  // those of a generation that has ended.
+  // has not begun; each trigger is told once. May block while a trigger is being decided, and warns
+  // when that takes long. Errors: those of a generation that has ended, and of a coordinator
+  // that refuses the poll.
   absl::StatusOr<std::optional<TriggerInfo>> Check(const std::string& name, int64_t finished);
 
   // Polls at once; for a rank that has raised one.
@@ -60,6 +64,8 @@ class TriggerWatch {
 
  private:
   void Loop();
+  void Warn(const std::string& text);
+  std::string WhyWaiting() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   TriggerPoll NextPoll() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Take(const TriggerPoll& poll, const std::vector<TriggerInfo>& triggers)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -85,6 +91,8 @@ class TriggerWatch {
   bool hurry_ ABSL_GUARDED_BY(mu_) = false;
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
   absl::Status ended_ ABSL_GUARDED_BY(mu_);
+  absl::Status last_poll_ ABSL_GUARDED_BY(mu_);
+  std::map<uint64_t, std::string> pending_names_ ABSL_GUARDED_BY(mu_);
 
   std::thread thread_;  // last member
 };

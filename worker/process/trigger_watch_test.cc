@@ -190,6 +190,50 @@ TEST(TriggerWatch, GenerationEnded_CheckSaysSoEvenWhileItWaits) {
   ender.join();
 }
 
+TEST(TriggerWatch, RankThatNeverAsks_IsWarnedOf) {
+  Board board(2);  // the other rank never promises
+  TriggerWatch::Options options = kFast;
+  options.warn_after = absl::ZeroDuration();
+  Notification warned;
+  std::string warning;
+  options.warn = [&](const std::string& text) {
+    if (text.find("has not asked") == std::string::npos || warned.HasBeenNotified()) return;
+    warning = text;
+    warned.Notify();
+  };
+  TriggerWatch watch(0, board.For(0), options);
+  board.Raise("stop");
+  std::thread training([&] {
+    for (int64_t step = 0; watch.Check("stop", step).ok(); ++step) {
+    }
+  });
+  warned.WaitForNotification();
+  EXPECT_NE(warning.find("trigger 'stop' waits"), std::string::npos) << warning;
+  board.SetDown(absl::AbortedError("the generation has ended"));
+  training.join();
+}
+
+TEST(TriggerWatch, CoordinatorThatRefuses_EndsTheWatch) {
+  int polls = 0;
+  std::string warning;
+  TriggerWatch::Options options = kFast;
+  options.warn = [&](const std::string& text) { warning = text; };
+  absl::Status status;
+  {
+    TriggerWatch watch(
+        0,
+        [&](const TriggerPoll&) -> absl::StatusOr<std::vector<TriggerInfo>> {
+          ++polls;
+          return absl::UnauthenticatedError("no such user");
+        },
+        options);
+    status = watch.Check("stop", 0).status();
+  }
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnauthenticated);
+  EXPECT_EQ(polls, 1);
+  EXPECT_EQ(warning, "no more triggers: no such user");
+}
+
 TEST(TriggerWatch, RankThatKnows_DoesNotOverrunItsPromise) {
   Board board(2);
   TriggerWatch watch(0, board.For(0), kFast);
