@@ -84,6 +84,12 @@ v1::ErrorReason GetReason(const absl::Status& status) {
   return detail.has_value() ? detail->reason() : v1::ERROR_REASON_UNSPECIFIED;
 }
 
+bool IsLost(const absl::Status& status) {
+  return status.code() == absl::StatusCode::kUnavailable ||
+         (status.code() == absl::StatusCode::kCancelled &&
+          GetReason(status) == v1::ERROR_REASON_UNSPECIFIED);
+}
+
 grpc::Status ToGrpc(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
   const std::optional<v1::ErrorDetail> detail = GetDetail(status);

@@ -31,6 +31,10 @@ std::optional<v1::ErrorDetail> GetDetail(const absl::Status& status);
 // The reason in `status`, ERROR_REASON_UNSPECIFIED if it has none.
 v1::ErrorReason GetReason(const absl::Status& status);
 
+// Whether `status`, of a call that its caller did not cancel, says that the call got lost rather than what came of it:
+// UNAVAILABLE, or the bare CANCELLED with which gRPC's server drops what reaches it while it stops.
+bool IsLost(const absl::Status& status);
+
 // Trailers over 8 KiB break peers. The message is cut at 2 KiB (as gRPC encodes it), and a larger detail loses first its
 // stacks, then its longest lists from the end, until it fits 4 KiB: Barrier.Describe tells the
 // whole.

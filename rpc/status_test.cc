@@ -41,6 +41,14 @@ TEST(Status, NoDetail_HasNoReason) {
   EXPECT_EQ(GetReason(absl::InternalError("x")), v1::ERROR_REASON_UNSPECIFIED);
 }
 
+TEST(Status, BareCancelledOrUnavailable_IsLost) {
+  EXPECT_TRUE(IsLost(absl::UnavailableError("x")));
+  EXPECT_TRUE(IsLost(absl::CancelledError("CANCELLED")));
+  EXPECT_FALSE(IsLost(WithDetail(absl::CancelledError("x"), Detail())));
+  EXPECT_FALSE(IsLost(absl::InternalError("x")));
+  EXPECT_FALSE(IsLost(absl::OkStatus()));
+}
+
 TEST(Status, OkWithDetail_StaysOk) { EXPECT_TRUE(WithDetail(absl::OkStatus(), Detail()).ok()); }
 
 TEST(Status, UnknownCodeOfPeer_BecomesUnknown) {

@@ -174,7 +174,7 @@ class Worker {
     const absl::StatusOr<v1::TxnReply> reply = Txn(seat, std::move(request));
     if (reply.ok()) {
       Write("add-ack ", reply->results(0).number());
-    } else if (reply.status().code() != absl::StatusCode::kUnavailable &&
+    } else if (!rpc::IsLost(reply.status()) &&
                reply.status().code() != absl::StatusCode::kDeadlineExceeded) {
       Write("add-refused ", reply.status().ToString());
     }
@@ -198,9 +198,7 @@ class Worker {
       v1::TxnReply reply;
       const absl::Status status = rpc::FromGrpc(kv_->Txn(&context, request, &reply));
       if (status.ok()) return reply;
-      if (status.code() != absl::StatusCode::kUnavailable || Clock::Real().Now() > deadline) {
-        return status;
-      }
+      if (!rpc::IsLost(status) || Clock::Real().Now() > deadline) return status;
       Notification().WaitForNotificationWithTimeout(absl::Milliseconds(20));
     }
   }

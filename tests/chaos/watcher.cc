@@ -117,8 +117,7 @@ void Watcher::Run() {
     MutexLock lock(&mu_);
     context_ = nullptr;
     // The job does not exist before its first worker.
-    if (!stop_ && status.code() != absl::StatusCode::kUnavailable &&
-        status.code() != absl::StatusCode::kNotFound &&
+    if (!stop_ && !rpc::IsLost(status) && status.code() != absl::StatusCode::kNotFound &&
         status.code() != absl::StatusCode::kOutOfRange) {
       violation_ = absl::StrCat("watch: ended with ", status.ToString());
       changed_.SignalAll();

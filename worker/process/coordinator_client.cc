@@ -450,7 +450,7 @@ class CoordinatorClient::Impl {
         SeeTerm(reply->header().term());
         return status;
       }
-      const bool lost = status.code() == absl::StatusCode::kUnavailable;
+      const bool lost = rpc::IsLost(status);
       if (!lost || clock.Now() + backoff >= deadline) {
         if (rpc::GetReason(status) == v1::ERROR_REASON_UNSPECIFIED &&
             (lost || status.code() == absl::StatusCode::kDeadlineExceeded)) {
