@@ -133,6 +133,8 @@ class Core::Impl {
   };
   // Whether the caller may change something. A worker's lease is renewed.
   std::optional<v1::OpError> CheckFence(const v1::Fence& fence, bool operators, Who* who);
+  // The same for a worker that says its rank; answers `call` and returns false if either is wrong.
+  bool CheckRank(CallId call, const v1::Fence& fence, int32_t rank, Who* who, Job** touched);
   // The part that is the same for all: the job exists, the coordinator is not deposed.
   std::optional<v1::OpError> CheckJob(const v1::Fence& fence, Job** job);
   Job* FindJob(absl::string_view job_id) {

@@ -535,19 +535,24 @@ void Core::Impl::WaitKeys(CallId call, const v1::WaitRequest& request, Job** tou
   held_[call] = {who.job->id_, Held::kWait, ""};
 }
 
+bool Core::Impl::CheckRank(CallId call, const v1::Fence& fence, int32_t rank, Who* who,
+                           Job** touched) {
+  if (auto error = CheckFence(fence, false, who)) {
+    SendError(call, *std::move(error), who->job != nullptr ? who->job->membership_record_ : 0);
+    return false;
+  }
+  *touched = who->job;
+  if (rank == who->seat->rank()) return true;
+  SendError(call,
+            BadField("rank", absl::StrCat("worker ", Quoted(fence.worker_id()), " holds rank ",
+                                          who->seat->rank(), ", not ", rank)),
+            0);
+  return false;
+}
+
 void Core::Impl::AgreeAlive(CallId call, const v1::AgreeAliveRequest& request, Job** touched) {
   Who who;
-  if (auto error = CheckFence(request.fence(), false, &who)) {
-    return SendError(call, *std::move(error), who.job != nullptr ? who.job->membership_record_ : 0);
-  }
-  *touched = who.job;
-  if (request.rank() != who.seat->rank()) {
-    return SendError(
-        call,
-        BadField("rank", absl::StrCat("worker ", Quoted(request.fence().worker_id()),
-                                      " holds rank ", who.seat->rank(), ", not ", request.rank())),
-        0);
-  }
+  if (!CheckRank(call, request.fence(), request.rank(), &who, touched)) return;
   held_[call] = {who.job->id_, Held::kBarrier, ""};
   std::vector<AgreeSet::Done> done;
   if (auto error = who.job->agree_->Enter(call, request, request.rank(), now_, Header(), &done)) {
@@ -559,17 +564,7 @@ void Core::Impl::AgreeAlive(CallId call, const v1::AgreeAliveRequest& request, J
 
 void Core::Impl::PollTriggers(CallId call, const v1::PollTriggersRequest& request, Job** touched) {
   Who who;
-  if (auto error = CheckFence(request.fence(), false, &who)) {
-    return SendError(call, *std::move(error), who.job != nullptr ? who.job->membership_record_ : 0);
-  }
-  *touched = who.job;
-  if (request.rank() != who.seat->rank()) {
-    return SendError(
-        call,
-        BadField("rank", absl::StrCat("worker ", Quoted(request.fence().worker_id()),
-                                      " holds rank ", who.seat->rank(), ", not ", request.rank())),
-        0);
-  }
+  if (!CheckRank(call, request.fence(), request.rank(), &who, touched)) return;
   v1::OpResult result;
   std::vector<v1::TriggerChanged> changes;
   if (auto error = who.job->triggers_.Poll(request, request.rank(), result.mutable_poll_triggers(),
