@@ -90,6 +90,21 @@ bool IsLost(const absl::Status& status) {
           GetReason(status) == v1::ERROR_REASON_UNSPECIFIED);
 }
 
+v1::BarrierState BarrierVerdict(v1::ErrorReason reason) {
+  switch (reason) {
+    case v1::ERROR_REASON_BARRIER_TIMEOUT:
+      return v1::BARRIER_STATE_TIMED_OUT;
+    case v1::ERROR_REASON_RANK_FAILED:
+      return v1::BARRIER_STATE_FAILED;
+    case v1::ERROR_REASON_CANCELLED_BY_PEER:
+      return v1::BARRIER_STATE_CANCELLED;
+    case v1::ERROR_REASON_DESYNC:
+      return v1::BARRIER_STATE_DESYNC;
+    default:
+      return v1::BARRIER_STATE_UNSPECIFIED;
+  }
+}
+
 grpc::Status ToGrpc(const absl::Status& status) {
   if (status.ok()) return grpc::Status::OK;
   const std::optional<v1::ErrorDetail> detail = GetDetail(status);

@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "proto/muster/v1/barrier.pb.h"
 #include "proto/muster/v1/error.pb.h"
 
 namespace muster::rpc {
@@ -34,6 +35,9 @@ v1::ErrorReason GetReason(const absl::Status& status);
 // Whether `status`, of a call that its caller did not cancel, says that the call got lost rather than what came of it:
 // UNAVAILABLE, or the bare CANCELLED with which gRPC's server drops what reaches it while it stops.
 bool IsLost(const absl::Status& status);
+
+// How a barrier ended whose error has this reason; UNSPECIFIED: the error says nothing about the instance.
+v1::BarrierState BarrierVerdict(v1::ErrorReason reason);
 
 // Trailers over 8 KiB break peers. The message is cut at 2 KiB (as gRPC encodes it), and a larger detail loses first its
 // stacks, then its longest lists from the end, until it fits 4 KiB: Barrier.Describe tells the

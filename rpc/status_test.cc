@@ -49,6 +49,14 @@ TEST(Status, BareCancelledOrUnavailable_IsLost) {
   EXPECT_FALSE(IsLost(absl::OkStatus()));
 }
 
+TEST(BarrierVerdict, ReasonsOfABarriersEnd_AreTold) {
+  EXPECT_EQ(BarrierVerdict(v1::ERROR_REASON_BARRIER_TIMEOUT), v1::BARRIER_STATE_TIMED_OUT);
+  EXPECT_EQ(BarrierVerdict(v1::ERROR_REASON_RANK_FAILED), v1::BARRIER_STATE_FAILED);
+  EXPECT_EQ(BarrierVerdict(v1::ERROR_REASON_CANCELLED_BY_PEER), v1::BARRIER_STATE_CANCELLED);
+  EXPECT_EQ(BarrierVerdict(v1::ERROR_REASON_DESYNC), v1::BARRIER_STATE_DESYNC);
+  EXPECT_EQ(BarrierVerdict(v1::ERROR_REASON_OVERLOADED), v1::BARRIER_STATE_UNSPECIFIED);
+}
+
 TEST(Status, OkWithDetail_StaysOk) { EXPECT_TRUE(WithDetail(absl::OkStatus(), Detail()).ok()); }
 
 TEST(Status, UnknownCodeOfPeer_BecomesUnknown) {

@@ -57,18 +57,7 @@ bool RepeatSafe(const v1::Op& op) {
 
 v1::BarrierState StateOf(const v1::OpResult& result) {
   if (result.has_arrive()) return result.arrive().report().state();
-  switch (result.error().detail().reason()) {
-    case v1::ERROR_REASON_BARRIER_TIMEOUT:
-      return v1::BARRIER_STATE_TIMED_OUT;
-    case v1::ERROR_REASON_RANK_FAILED:
-      return v1::BARRIER_STATE_FAILED;
-    case v1::ERROR_REASON_CANCELLED_BY_PEER:
-      return v1::BARRIER_STATE_CANCELLED;
-    case v1::ERROR_REASON_DESYNC:
-      return v1::BARRIER_STATE_DESYNC;
-    default:
-      return v1::BARRIER_STATE_UNSPECIFIED;
-  }
+  return rpc::BarrierVerdict(result.error().detail().reason());
 }
 
 // The same call again would be refused again.

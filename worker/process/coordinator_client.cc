@@ -407,19 +407,7 @@ class CoordinatorClient::Impl {
   }
 
   static v1::BarrierState VerdictOf(const absl::Status& status) {
-    if (status.ok()) return v1::BARRIER_STATE_PASSED;
-    switch (rpc::GetReason(status)) {
-      case v1::ERROR_REASON_BARRIER_TIMEOUT:
-        return v1::BARRIER_STATE_TIMED_OUT;
-      case v1::ERROR_REASON_RANK_FAILED:
-        return v1::BARRIER_STATE_FAILED;
-      case v1::ERROR_REASON_CANCELLED_BY_PEER:
-        return v1::BARRIER_STATE_CANCELLED;
-      case v1::ERROR_REASON_DESYNC:
-        return v1::BARRIER_STATE_DESYNC;
-      default:
-        return v1::BARRIER_STATE_UNSPECIFIED;
-    }
+    return status.ok() ? v1::BARRIER_STATE_PASSED : rpc::BarrierVerdict(rpc::GetReason(status));
   }
 
   template <class Stub, class Request, class Reply>
