@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "muster/one_weight.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/optim/sgd.h"
 
@@ -22,20 +23,6 @@ AcceleratorOptions OnCpu() {
   options.cpu = true;
   return options;
 }
-
-std::string TestDir(const std::string& name) {
-  return std::string(std::getenv("TEST_TMPDIR")) + "/" + name;
-}
-
-// A single weight 0, whose gradient under Loss() is -x of the batch.
-torch::nn::Linear OneWeight() {
-  torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
-  at::NoGradGuard no_grad;
-  net->weight.zero_();
-  return net;
-}
-
-at::Tensor Loss(const at::Tensor& out) { return -out.mean(); }
 
 TEST(Accelerator, Alone_IsAJobOfOneProcess) {
   Accelerator accelerator(OnCpu());

@@ -11,6 +11,7 @@
 #include "ATen/Functions.h"
 #include "muster/accelerator.h"
 #include "muster/checkpoint.h"
+#include "muster/one_weight.h"
 #include "muster/utils.h"
 #include "torch/nn/modules/linear.h"
 #include "worker/process/borrowed_comm.h"
@@ -60,20 +61,6 @@ std::vector<std::string> ErrorsOf(int n, const AcceleratorOptions& options,
   });
   return errors;
 }
-
-std::string TestDir(const std::string& name) {
-  return std::string(std::getenv("TEST_TMPDIR")) + "/" + name;
-}
-
-// A single weight 0, whose gradient under Loss() is -x of the batch.
-torch::nn::Linear OneWeight() {
-  torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
-  at::NoGradGuard no_grad;
-  net->weight.zero_();
-  return net;
-}
-
-at::Tensor Loss(const at::Tensor& out) { return -out.mean(); }
 
 // --- What must work ---
 

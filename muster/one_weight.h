@@ -1,0 +1,29 @@
+#ifndef MUSTER_MUSTER_ONE_WEIGHT_H_
+#define MUSTER_MUSTER_ONE_WEIGHT_H_
+
+#include <cstdlib>
+#include <string>
+
+#include "ATen/Functions.h"
+#include "torch/nn/modules/linear.h"
+
+// What the tests of this folder train.
+namespace muster {
+
+inline std::string TestDir(const std::string& name) {
+  return std::string(std::getenv("TEST_TMPDIR")) + "/" + name;
+}
+
+// A single weight 0, whose gradient under Loss() is -x of the batch.
+inline torch::nn::Linear OneWeight() {
+  torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
+  at::NoGradGuard no_grad;
+  net->weight.zero_();
+  return net;
+}
+
+inline at::Tensor Loss(const at::Tensor& out) { return -out.mean(); }
+
+}  // namespace muster
+
+#endif  // MUSTER_MUSTER_ONE_WEIGHT_H_
