@@ -631,17 +631,28 @@ TEST(AgentStream, Operations_OfAllRanksGoInOneFrame) {
             agent.Result(4).arrive().report().SerializeAsString());
 }
 
-TEST(AgentStream, BrokenInABarrier_ResumesAndGetsTheResultOnce) {
-  auto server = StartServer();
-  AgentClient a(server->address(), "node-a", 1), b(server->address(), "node-b", 2);
-  const std::string session = a.Attach().session_id();
+struct Started {
+  std::string session;  // of `a`
+  uint64_t generation = 0;
+};
+
+// Attaches two agents and seats a worker of each; `a`'s is in a barrier that `b`'s has not reached.
+Started FirstInABarrier(CoordinatorServer& server, AgentClient& a, AgentClient& b) {
+  Started started = {.session = a.Attach().session_id()};
   b.Attach();
   a.Send({JoinOp(1, "j", 0, 2)});
   b.Send({JoinOp(1, "j", 1, 2)});
-  const uint64_t generation = a.Result(1).join().generation();
+  started.generation = a.Result(1).join().generation();
   b.Result(1);
-  a.Send({ArriveOp(2, "j", 0, generation)});
-  while (server->engine().open_calls() == 0) std::this_thread::yield();
+  a.Send({ArriveOp(2, "j", 0, started.generation)});
+  while (server.engine().open_calls() == 0) std::this_thread::yield();
+  return started;
+}
+
+TEST(AgentStream, BrokenInABarrier_ResumesAndGetsTheResultOnce) {
+  auto server = StartServer();
+  AgentClient a(server->address(), "node-a", 1), b(server->address(), "node-b", 2);
+  const auto [session, generation] = FirstInABarrier(*server, a, b);
   a.Break();
   b.Send({ArriveOp(2, "j", 1, generation)});
   EXPECT_EQ(b.Result(2).arrive().report().state(), v1::BARRIER_STATE_PASSED);
@@ -819,14 +830,7 @@ TEST(Journal, AgentOverARestart_JoinsInAgainAndFinishesItsBarrier) {
   auto server = StartServer(std::move(options));
   const std::string address = server->address();
   AgentClient a(address, "node-a", 1), b(address, "node-b", 2);
-  const std::string session = a.Attach().session_id();
-  b.Attach();
-  a.Send({JoinOp(1, "j", 0, 2)});
-  b.Send({JoinOp(1, "j", 1, 2)});
-  const uint64_t generation = a.Result(1).join().generation();
-  b.Result(1);
-  a.Send({ArriveOp(2, "j", 0, generation)});
-  while (server->engine().open_calls() == 0) std::this_thread::yield();
+  const auto [session, generation] = FirstInABarrier(*server, a, b);
   server.reset();
   CoordinatorServer::Options again;
   again.data_dir = dir;
