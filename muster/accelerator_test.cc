@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "ATen/Functions.h"
-#include "muster/one_weight.h"
+#include "muster/test_model.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/optim/sgd.h"
 

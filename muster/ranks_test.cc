@@ -11,7 +11,7 @@
 #include "ATen/Functions.h"
 #include "muster/accelerator.h"
 #include "muster/checkpoint.h"
-#include "muster/one_weight.h"
+#include "muster/test_model.h"
 #include "muster/utils.h"
 #include "torch/nn/modules/linear.h"
 #include "worker/process/borrowed_comm.h"

@@ -1,5 +1,5 @@
-#ifndef MUSTER_MUSTER_ONE_WEIGHT_H_
-#define MUSTER_MUSTER_ONE_WEIGHT_H_
+#ifndef MUSTER_MUSTER_TEST_MODEL_H_
+#define MUSTER_MUSTER_TEST_MODEL_H_
 
 #include <cstdlib>
 #include <string>
@@ -26,4 +26,4 @@ inline at::Tensor Loss(const at::Tensor& out) { return -out.mean(); }
 
 }  // namespace muster
 
-#endif  // MUSTER_MUSTER_ONE_WEIGHT_H_
+#endif  // MUSTER_MUSTER_TEST_MODEL_H_
