@@ -67,6 +67,26 @@ int Rounds(const Settings& settings, int ranks) {
   return std::max(5, static_cast<int>(rounds * settings.scale));
 }
 
+// CPU time since it was made, of the server and of this process, which is the load generator.
+class CpuMeter {
+ public:
+  explicit CpuMeter(const ServerProcess& server)
+      : server_(server), server_start_(server.CpuTime()), client_start_(ClientTime()) {}
+
+  double ServerUs() const { return absl::ToDoubleMicroseconds(server_.CpuTime() - server_start_); }
+  double ClientUs() const { return absl::ToDoubleMicroseconds(ClientTime() - client_start_); }
+
+ private:
+  static absl::Duration ClientTime() {
+    rusage usage{};
+    getrusage(RUSAGE_SELF, &usage);
+    return absl::DurationFromTimeval(usage.ru_utime) + absl::DurationFromTimeval(usage.ru_stime);
+  }
+  const ServerProcess& server_;
+  const absl::Duration server_start_;
+  const absl::Duration client_start_;
+};
+
 absl::Status Barriers(const Settings& settings, int agents, int ranks_per_agent,
                       bool rendezvous_too) {
   MUSTER_ASSIGN_OR_RETURN(const auto server, StartServer(settings));
@@ -84,26 +104,16 @@ absl::Status Barriers(const Settings& settings, int agents, int ranks_per_agent,
   }
   std::vector<absl::Duration> times;
   const int rounds = Rounds(settings, ranks), warm_up = rounds / 10 + 1;
-  const absl::Duration cpu = server->CpuTime();
-  rusage before{}, after{};
-  getrusage(RUSAGE_SELF, &before);
+  const CpuMeter cpu(*server);
   for (int i = 0; i < rounds + warm_up; ++i) {
     MUSTER_ASSIGN_OR_RETURN(const absl::Duration took, cluster.Barrier("b", i, absl::Seconds(60)));
     if (i >= warm_up) times.push_back(took);
   }
-  getrusage(RUSAGE_SELF, &after);
-  const double server_us = absl::ToDoubleMicroseconds(server->CpuTime() - cpu) / (rounds + warm_up);
-  const auto us = [](const timeval& t) {
-    return static_cast<double>(t.tv_sec) * 1e6 + static_cast<double>(t.tv_usec);
-  };
-  const double client_us =
-      (us(after.ru_utime) + us(after.ru_stime) - us(before.ru_utime) - us(before.ru_stime)) /
-      (rounds + warm_up);
   const std::string key = absl::StrCat("barrier_", ranks);
   Print({{key + "_p50_ms", Percentile(times, 0.5)},
          {key + "_p99_ms", Percentile(times, 0.99)},
-         {key + "_server_cpu_us", server_us},
-         {key + "_client_cpu_us", client_us}});
+         {key + "_server_cpu_us", cpu.ServerUs() / (rounds + warm_up)},
+         {key + "_client_cpu_us", cpu.ClientUs() / (rounds + warm_up)}});
   if (ranks == 10'000) {
     const absl::Duration idle_start = server->CpuTime();
     const absl::Time wall = absl::Now();
@@ -123,9 +133,14 @@ absl::Status PutsVolatile(const Settings& settings) {
   MUSTER_RETURN_IF_ERROR(cluster.Join(absl::Seconds(30)));
   const int frames = std::max(50, static_cast<int>(2000 * settings.scale));
   MUSTER_RETURN_IF_ERROR(cluster.Puts(frames / 10, kPuts, 8, false, absl::Seconds(60)).status());
+  const CpuMeter cpu(*server);
   MUSTER_ASSIGN_OR_RETURN(const absl::Duration took,
                           cluster.Puts(frames, kPuts, 8, false, absl::Seconds(60)));
-  Print({{"put_volatile_per_s", frames * kPuts * kAgents / absl::ToDoubleSeconds(took)}});
+  const double puts = 1.0 * frames * kPuts * kAgents;
+  Print({{"put_volatile_per_s", puts / absl::ToDoubleSeconds(took)},
+         {"put_volatile_server_cpu_us", cpu.ServerUs() / puts},
+         {"put_volatile_client_cpu_us", cpu.ClientUs() / puts},
+         {"put_volatile_server_rss_mb", server->RssMib()}});
   return absl::OkStatus();
 }
 
@@ -138,8 +153,11 @@ absl::Status PutsDurable(const Settings& settings) {
   MUSTER_RETURN_IF_ERROR(cluster.Join(absl::Seconds(30)));
   const int frames = std::max(20, static_cast<int>(400 * settings.scale));
   MUSTER_RETURN_IF_ERROR(cluster.Puts(frames / 10, kPuts, 4, true, absl::Seconds(60)).status());
+  const CpuMeter cpu(*server);
   MUSTER_ASSIGN_OR_RETURN(const absl::Duration took,
                           cluster.Puts(frames, kPuts, 4, true, absl::Seconds(120)));
+  const double puts = 1.0 * frames * kPuts * kAgents;
+  const double server_us = cpu.ServerUs() / puts, client_us = cpu.ClientUs() / puts;
   // One writer, one put at a time.
   std::vector<absl::Duration> single;
   Cluster one({.address = server->line(), .job = "one", .agents = 1, .ranks_per_agent = 1});
@@ -149,7 +167,9 @@ absl::Status PutsDurable(const Settings& settings) {
     MUSTER_ASSIGN_OR_RETURN(const absl::Duration each, one.Puts(1, 1, 1, true, absl::Seconds(30)));
     single.push_back(each);
   }
-  Print({{"put_durable_per_s", frames * kPuts * kAgents / absl::ToDoubleSeconds(took)},
+  Print({{"put_durable_per_s", puts / absl::ToDoubleSeconds(took)},
+         {"put_durable_server_cpu_us", server_us},
+         {"put_durable_client_cpu_us", client_us},
          {"put_durable_single_p50_ms", Percentile(single, 0.5)}});
   return absl::OkStatus();
 }
