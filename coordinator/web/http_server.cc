@@ -1,13 +1,148 @@
 #include "coordinator/web/http_server.h"
 
 #include <httplib.h>
+#include <poll.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cerrno>
+#include <cstring>
+#include <set>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "base/clock.h"
+#include "base/mutex.h"
 
 namespace muster::coordinator {
+namespace {
+
+constexpr size_t kThreads = 8;
+// Open at once, with those that wait for a thread. Each costs a descriptor that agents may need.
+constexpr int kMaxConnections = 64;
+// A page is asked for and taken within this time, however slowly the bytes come.
+constexpr absl::Duration kPatience = absl::Seconds(10);
+constexpr size_t kMaxRequestBytes = 64 << 10;
+
+// One request and its answer. Unlike the library's own stream it has one deadline for all of it and
+// a bound on what it reads: timeouts for each byte let a client that sends one a second hold a
+// thread for ever.
+class Connection final : public httplib::Stream {
+ public:
+  explicit Connection(int fd) : fd_(fd) {}
+
+  bool is_readable() const override { return Ready(POLLIN); }
+  bool is_writable() const override { return Ready(POLLOUT); }
+  ssize_t read(char* out, size_t size) override {
+    if (at_ == end_) {
+      if (left_ == 0 || !Ready(POLLIN)) return -1;
+      const ssize_t got = recv(fd_, buffer_, std::min(sizeof(buffer_), left_), 0);
+      if (got <= 0) return got;
+      left_ -= static_cast<size_t>(got);
+      at_ = 0;
+      end_ = static_cast<size_t>(got);
+    }
+    const size_t count = std::min(size, end_ - at_);
+    std::memcpy(out, buffer_ + at_, count);
+    at_ += count;
+    return static_cast<ssize_t>(count);
+  }
+  ssize_t write(const char* data, size_t size) override {
+    for (size_t sent = 0; sent < size;) {
+      if (!Ready(POLLOUT)) return -1;
+      const ssize_t count = send(fd_, data + sent, size - sent, MSG_NOSIGNAL | MSG_DONTWAIT);
+      if (count < 0 && errno != EAGAIN && errno != EINTR) return -1;
+      if (count > 0) sent += static_cast<size_t>(count);
+    }
+    return static_cast<ssize_t>(size);
+  }
+  void get_remote_ip_and_port(std::string&, int&) const override {}
+  void get_local_ip_and_port(std::string&, int&) const override {}
+  socket_t socket() const override { return fd_; }
+
+ private:
+  bool Ready(short events) const {
+    while (true) {
+      const absl::Duration left = deadline_ - Clock::Real().Now();
+      if (left <= absl::ZeroDuration()) return false;
+      pollfd one{.fd = fd_, .events = events, .revents = 0};
+      const int count = poll(&one, 1, static_cast<int>(absl::ToInt64Milliseconds(left)) + 1);
+      if (count > 0) return true;
+      if (count < 0 && errno != EINTR) return false;
+    }
+  }
+
+  const int fd_;
+  const absl::Time deadline_ = Clock::Real().Now() + kPatience;
+  size_t left_ = kMaxRequestBytes;
+  char buffer_[4096];
+  size_t at_ = 0, end_ = 0;
+};
+
+// Set while the listening thread runs a connection's task to close it at once: the task owns the
+// socket.
+thread_local bool refusing = false;
+
+class Pool final : public httplib::TaskQueue {
+ public:
+  void enqueue(std::function<void()> task) override {
+    if (open_.fetch_add(1) >= kMaxConnections) {
+      refusing = true;
+      task();
+      refusing = false;
+      --open_;
+      return;
+    }
+    threads_.enqueue([this, task = std::move(task)] {
+      task();
+      --open_;
+    });
+  }
+  void shutdown() override { threads_.shutdown(); }
+
+ private:
+  std::atomic<int> open_{0};
+  httplib::ThreadPool threads_{kThreads};
+};
+
+class BoundedServer final : public httplib::Server {
+ public:
+  // Ends what is being served, so that stopping waits for no client.
+  void HangUp() {
+    MutexLock lock(&mu_);
+    ended_ = true;
+    for (const int fd : serving_) shutdown(fd, SHUT_RDWR);
+  }
+
+ private:
+  bool process_and_close_socket(socket_t fd) override {
+    bool serve = !refusing;
+    if (serve) {
+      MutexLock lock(&mu_);
+      serve = !ended_;
+      if (serve) serving_.insert(fd);
+    }
+    if (serve) {
+      Connection connection(fd);
+      bool closed = false;
+      process_request(connection, /*close_connection=*/true, closed, nullptr);
+      MutexLock lock(&mu_);
+      serving_.erase(fd);
+    }
+    shutdown(fd, SHUT_RDWR);
+    close(fd);
+    return serve;
+  }
+
+  Mutex mu_;
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;
+  std::set<int> serving_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace
 
 class HttpServer::Impl {
  public:
@@ -16,9 +151,10 @@ class HttpServer::Impl {
     if (!thread.joinable()) return;
     while (!server.is_running() && !ended) std::this_thread::yield();
     server.stop();
+    server.HangUp();
     thread.join();
   }
-  httplib::Server server;
+  BoundedServer server;
   std::atomic<bool> ended{false};
   std::thread thread;  // last: joined before the server goes
 };
@@ -28,11 +164,8 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(
     const std::vector<std::pair<std::string, Handler>>& handlers) {
   auto impl = std::make_unique<Impl>();
   httplib::Server& server = impl->server;
-  server.new_task_queue = [] { return new httplib::ThreadPool(2); };
-  server.set_keep_alive_max_count(100);
-  server.set_read_timeout(5);
-  server.set_write_timeout(5);
-  server.set_payload_max_length(1 << 16);
+  server.new_task_queue = [] { return new Pool; };
+  server.set_payload_max_length(kMaxRequestBytes);
   // The library's default sets SO_REUSEPORT, with which a second server would silently share the
   // port.
   server.set_socket_options([](socket_t fd) {

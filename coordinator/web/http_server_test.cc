@@ -39,6 +39,92 @@ TEST(HttpServer, TakenPort_IsRefused) {
             absl::StatusCode::kAlreadyExists);
 }
 
+int Connect(const HttpServer& server) {
+  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(server.port()));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  EXPECT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  return fd;
+}
+
+void Send(int fd, const std::string& bytes) {
+  EXPECT_EQ(send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL), static_cast<ssize_t>(bytes.size()));
+}
+
+// What comes until the server closes the connection.
+std::string ReadAll(int fd) {
+  std::string text;
+  char bytes[4096];
+  for (ssize_t count; (count = recv(fd, bytes, sizeof(bytes), 0)) > 0;)
+    text.append(bytes, static_cast<size_t>(count));
+  return text;
+}
+
+TEST(HttpServer, OtherMethods_HeadHasNoBodyPostIsNotFound) {
+  auto server = HttpServer::Start(
+      "127.0.0.1", 0, {{"/metrics", [] { return HttpServer::Response{.body = "x 1\n"}; }}});
+  ASSERT_TRUE(server.ok()) << server.status();
+  httplib::Client client("127.0.0.1", (*server)->port());
+  auto response = client.Head("/metrics");
+  ASSERT_TRUE(response);
+  EXPECT_EQ(response->status, 200);
+  EXPECT_EQ(response->get_header_value("Content-Length"), "4");
+  response = client.Post("/metrics", "", "text/plain");
+  ASSERT_TRUE(response);
+  EXPECT_EQ(response->status, 404);
+}
+
+TEST(HttpServer, SlowClients_NeitherHoldUpOthersNorTheEnd) {
+  auto server = HttpServer::Start(
+      "127.0.0.1", 0, {{"/healthz", [] { return HttpServer::Response{.body = "ok\n"}; }}});
+  ASSERT_TRUE(server.ok()) << server.status();
+  std::vector<int> slow;
+  for (int i = 0; i < 4; ++i) {
+    slow.push_back(Connect(**server));
+    Send(slow.back(), "GET /healthz HTTP/1.1\r\nX-Slow: ");
+  }
+  auto response = httplib::Client("127.0.0.1", (*server)->port()).Get("/healthz");
+  ASSERT_TRUE(response);
+  EXPECT_EQ(response->body, "ok\n");
+  server->reset();  // waits for none of them
+  for (const int fd : slow) {
+    ReadAll(fd);
+    close(fd);
+  }
+}
+
+TEST(HttpServer, EndlessHeaders_AreCutOff) {
+  auto server = HttpServer::Start("127.0.0.1", 0, {});
+  ASSERT_TRUE(server.ok()) << server.status();
+  const int fd = Connect(**server);
+  std::string request = "GET /metrics HTTP/1.1\r\n";
+  for (int i = 0; i < 20'000; ++i) request += "X-More: and more\r\n";
+  for (size_t at = 0; at < request.size();) {
+    const ssize_t count = send(fd, request.data() + at, request.size() - at, MSG_NOSIGNAL);
+    if (count <= 0) break;  // cut off already
+    at += static_cast<size_t>(count);
+  }
+  ReadAll(fd);
+  close(fd);
+}
+
+TEST(HttpServer, TooManyConnections_AreClosedAtOnce) {
+  auto server = HttpServer::Start(
+      "127.0.0.1", 0, {{"/healthz", [] { return HttpServer::Response{.body = "ok\n"}; }}});
+  ASSERT_TRUE(server.ok()) << server.status();
+  std::vector<int> idle;
+  for (int i = 0; i < 64; ++i) idle.push_back(Connect(**server));
+  const int extra = Connect(**server);
+  EXPECT_EQ(ReadAll(extra), "");
+  close(extra);
+  for (const int fd : idle) close(fd);
+  auto response = httplib::Client("127.0.0.1", (*server)->port()).Get("/healthz");
+  while (!response) response = httplib::Client("127.0.0.1", (*server)->port()).Get("/healthz");
+  EXPECT_EQ(response->body, "ok\n");
+}
+
 // Requests with some bytes changed, cut or added, and bytes that are none: the server still serves.
 TEST(HttpServer, MutatedRequests_NeverBreakIt) {
   auto server = HttpServer::Start(
@@ -68,17 +154,10 @@ TEST(HttpServer, MutatedRequests_NeverBreakIt) {
           bytes += bytes.substr(at);
       }
     }
-    const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-    sockaddr_in address{};
-    address.sin_family = AF_INET;
-    address.sin_port = htons(static_cast<uint16_t>((*server)->port()));
-    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    ASSERT_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+    const int fd = Connect(**server);
     send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
     shutdown(fd, SHUT_WR);
-    char answer[4096];
-    while (recv(fd, answer, sizeof(answer), 0) > 0) {
-    }
+    ReadAll(fd);
     close(fd);
   }
   auto response = httplib::Client("127.0.0.1", (*server)->port()).Get("/metrics");
