@@ -1,73 +1,157 @@
 #include "bench/coordinator/cluster.h"
 
-#include <grpcpp/alarm.h>
-#include <grpcpp/generic/generic_stub.h>
-#include <grpcpp/impl/codegen/proto_utils.h>
+#include <arpa/inet.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <nghttp2/nghttp2.h>
+#include <sys/epoll.h>
+#include <sys/socket.h>
+#include <unistd.h>
 
-#include <deque>
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
 #include <utility>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "base/log.h"
 #include "proto/muster/v1/session.pb.h"
-#include "rpc/channel.h"
+#include "rpc/address.h"
 #include "rpc/status.h"
 
 namespace muster::bench {
 namespace {
 
-enum Event : uintptr_t {
-  kOpened = 0,
-  kRead = 1,
-  kWritten = 2,
-  kFinished = 3,
-  kAgain = 4,
-  kEvents = 8
-};
+constexpr size_t kPrefix = 5;  // of a gRPC message: a flag and the length
+constexpr uint32_t kWindow = 4 << 20;
+constexpr absl::Duration kReopen = absl::Milliseconds(20);
 
-grpc::ByteBuffer ToBuffer(const google::protobuf::MessageLite& message) {
-  const grpc::Slice slice(message.SerializeAsString());
-  return grpc::ByteBuffer(&slice, 1);
+uint32_t LengthOf(const char* prefix) {
+  uint32_t length;
+  std::memcpy(&length, prefix + 1, sizeof(length));
+  return ntohl(length);
+}
+
+nghttp2_nv Header(absl::string_view name, absl::string_view value) {
+  return {reinterpret_cast<uint8_t*>(const_cast<char*>(name.data())),
+          reinterpret_cast<uint8_t*>(const_cast<char*>(value.data())), name.size(), value.size(),
+          NGHTTP2_NV_FLAG_NONE};
 }
 
 }  // namespace
 
-struct alignas(16) Cluster::Agent {
+struct Cluster::Agent {
+  ~Agent() { Disconnect(); }
+  void Disconnect() {
+    nghttp2_session_del(h2);
+    h2 = nullptr;
+    if (fd >= 0) close(fd);
+    fd = -1;
+    open = false;
+    ended = false;
+    out.clear();
+    taken = 0;
+    wire.clear();
+    in.clear();
+    wrong.clear();
+  }
+
+  Cluster* cluster = nullptr;
   int index = 0;
   std::string node;
   uint64_t incarnation = 0;
-  std::shared_ptr<grpc::Channel> channel;
-  std::unique_ptr<grpc::GenericStub> stub;
-  std::unique_ptr<grpc::ClientContext> context;
-  std::unique_ptr<grpc::GenericClientAsyncReaderWriter> stream;
-  grpc::ByteBuffer in;
-  std::deque<grpc::ByteBuffer> out;
-  grpc::ByteBuffer writing_buffer;
-  grpc::Status finish_status;
-  grpc::Alarm alarm;
-  bool open = false;
+
+  int fd = -1;
+  nghttp2_session* h2 = nullptr;  // its user data is this
+  int32_t stream = -1;
+  bool open = false;   // connected, and the stream begun
+  bool ended = false;  // the stream was closed by the server
+  std::string out;     // messages with their prefixes, for nghttp2 to take from `taken` on
+  size_t taken = 0;
+  std::string wire;   // what the socket has not taken
+  std::string in;     // the beginning of a message
+  std::string wrong;  // the server's grpc-message
+
   bool welcome = false;
-  bool writing = false;
-  bool reading = false;
-  bool finishing = false;
   uint64_t seq = 0;
   uint64_t received = 0;
   std::string session;
   uint64_t generation = 0;
-  uint64_t next_request = 1;
   std::vector<int> ranks;
   std::vector<uint64_t> incarnations;
   int frames_left = 0;
+};
 
-  void* Tag(Event event) {
-    return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(this) + event);
+// What nghttp2 calls.
+struct Cluster::Callbacks {
+  static ssize_t Take(nghttp2_session*, int32_t, uint8_t* to, size_t size, uint32_t*,
+                      nghttp2_data_source*, void* user) {
+    Agent& agent = *static_cast<Agent*>(user);
+    const size_t n = std::min(size, agent.out.size() - agent.taken);
+    if (n == 0) return NGHTTP2_ERR_DEFERRED;
+    std::memcpy(to, agent.out.data() + agent.taken, n);
+    agent.taken += n;
+    if (agent.taken == agent.out.size()) {
+      agent.out.clear();
+      agent.taken = 0;
+    }
+    return static_cast<ssize_t>(n);
+  }
+  static int OnData(nghttp2_session*, uint8_t, int32_t, const uint8_t* data, size_t size,
+                    void* user) {
+    Agent& agent = *static_cast<Agent*>(user);
+    const char* bytes = reinterpret_cast<const char*>(data);
+    const bool kept = !agent.in.empty();
+    if (kept) {
+      agent.in.append(bytes, size);
+      bytes = agent.in.data();
+      size = agent.in.size();
+    }
+    size_t at = 0;
+    while (size - at >= kPrefix && size - at >= kPrefix + LengthOf(bytes + at)) {
+      const size_t length = LengthOf(bytes + at);
+      agent.cluster->Received(agent, bytes + at + kPrefix, length);
+      at += kPrefix + length;
+    }
+    if (kept) {
+      agent.in.erase(0, at);
+    } else {
+      agent.in.assign(bytes + at, size - at);
+    }
+    return 0;
+  }
+  static int OnHeader(nghttp2_session*, const nghttp2_frame*, const uint8_t* name, size_t name_size,
+                      const uint8_t* value, size_t value_size, uint8_t, void* user) {
+    if (absl::string_view(reinterpret_cast<const char*>(name), name_size) == "grpc-message")
+      static_cast<Agent*>(user)->wrong.assign(reinterpret_cast<const char*>(value), value_size);
+    return 0;
+  }
+  static int OnClose(nghttp2_session*, int32_t, uint32_t, void* user) {
+    static_cast<Agent*>(user)->ended = true;
+    return 0;
+  }
+  static const nghttp2_session_callbacks* Get() {
+    static nghttp2_session_callbacks* const callbacks = [] {
+      nghttp2_session_callbacks* made = nullptr;
+      MUSTER_CHECK(nghttp2_session_callbacks_new(&made) == 0);
+      nghttp2_session_callbacks_set_on_data_chunk_recv_callback(made, OnData);
+      nghttp2_session_callbacks_set_on_header_callback(made, OnHeader);
+      nghttp2_session_callbacks_set_on_stream_close_callback(made, OnClose);
+      return made;
+    }();
+    return callbacks;
   }
 };
 
-Cluster::Cluster(const Options& options) : options_(options) {
+Cluster::Cluster(const Options& options)
+    : options_(options),
+      epoll_(epoll_create1(EPOLL_CLOEXEC)),
+      frame_(std::make_unique<v1::CoordinatorFrame>()) {
   for (int i = 0; i < options.agents; ++i) {
     auto agent = std::make_unique<Agent>();
+    agent->cluster = this;
     agent->index = i;
     agent->node = absl::StrCat("node-", i);
     agent->incarnation = 1'000'000 + i;
@@ -80,56 +164,133 @@ Cluster::Cluster(const Options& options) : options_(options) {
 }
 
 Cluster::~Cluster() {
-  reconnect_ = false;
-  for (auto& agent : agents_) {
-    if (agent->context != nullptr) agent->context->TryCancel();
-  }
-  queue_.Shutdown();
-  void* tag;
-  bool ok;
-  while (queue_.Next(&tag, &ok)) {
-  }
+  agents_.clear();
+  close(epoll_);
 }
 
 int Cluster::agents() const { return options_.agents; }
 int Cluster::ranks() const { return options_.agents * options_.ranks_per_agent; }
 
+void Cluster::Watch(Agent& agent, bool writable) {
+  epoll_event event{};
+  event.events = EPOLLIN | (writable ? EPOLLOUT : 0u);
+  event.data.ptr = &agent;
+  if (epoll_ctl(epoll_, EPOLL_CTL_MOD, agent.fd, &event) != 0)
+    epoll_ctl(epoll_, EPOLL_CTL_ADD, agent.fd, &event);
+}
+
 void Cluster::Open(Agent& agent) {
-  if (agent.channel == nullptr) {
-    auto channel = rpc::Connect(options_.address, {.own_connection = true});
-    if (!channel.ok()) {
-      error_ = channel.status();
-      return;
-    }
-    agent.channel = *std::move(channel);
-    agent.stub = std::make_unique<grpc::GenericStub>(agent.channel);
+  const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(options_.address);
+  sockaddr_in to{};
+  to.sin_family = AF_INET;
+  if (!address.ok() || inet_pton(AF_INET, address->host.c_str(), &to.sin_addr) != 1) {
+    error_ = absl::InvalidArgumentError(
+        absl::StrCat("'", options_.address, "' is no IPv4 address with a port"));
+    return;
   }
-  agent.stream.reset();
-  agent.context = std::make_unique<grpc::ClientContext>();
-  agent.context->set_wait_for_ready(true);
-  agent.stream = agent.stub->PrepareCall(agent.context.get(), "/muster.v1.Session/Attach", &queue_);
-  agent.stream->StartCall(agent.Tag(kOpened));
+  to.sin_port = htons(static_cast<uint16_t>(address->port));
+  agent.Disconnect();
+  agent.fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (agent.fd < 0) {
+    error_ = absl::ErrnoToStatus(errno, "a socket");
+    return;
+  }
+  const int on = 1;
+  setsockopt(agent.fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  if (connect(agent.fd, reinterpret_cast<sockaddr*>(&to), sizeof(to)) != 0 &&
+      errno != EINPROGRESS) {
+    Ended(agent, std::strerror(errno));
+    return;
+  }
+  Watch(agent, /*writable=*/true);
 }
 
-void Cluster::Send(Agent& agent, v1::AgentFrame frame) {
+void Cluster::Connected(Agent& agent) {
+  int error = 0;
+  socklen_t size = sizeof(error);
+  getsockopt(agent.fd, SOL_SOCKET, SO_ERROR, &error, &size);
+  if (error != 0) {
+    Ended(agent, std::strerror(error));
+    return;
+  }
+  Watch(agent, /*writable=*/false);
+  MUSTER_CHECK(nghttp2_session_client_new(&agent.h2, Callbacks::Get(), &agent) == 0);
+  const nghttp2_settings_entry settings[] = {{NGHTTP2_SETTINGS_ENABLE_PUSH, 0},
+                                             {NGHTTP2_SETTINGS_INITIAL_WINDOW_SIZE, kWindow}};
+  nghttp2_submit_settings(agent.h2, NGHTTP2_FLAG_NONE, settings, std::size(settings));
+  nghttp2_session_set_local_window_size(agent.h2, NGHTTP2_FLAG_NONE, 0, kWindow);
+  const nghttp2_nv headers[] = {Header(":method", "POST"),
+                                Header(":scheme", "http"),
+                                Header(":path", "/muster.v1.Session/Attach"),
+                                Header(":authority", options_.address),
+                                Header("te", "trailers"),
+                                Header("content-type", "application/grpc")};
+  nghttp2_data_provider provider{};
+  provider.read_callback = Callbacks::Take;
+  v1::AgentFrame frame;
+  v1::Hello& hello = *frame.mutable_hello();
+  hello.set_protocol_min(1);
+  hello.set_protocol_max(1);
+  hello.set_node(agent.node);
+  hello.set_host(agent.node);
+  hello.set_agent_incarnation(agent.incarnation);
+  hello.set_session_id(agent.session);
+  hello.set_last_received_seq(agent.received);
+  Send(agent, frame);  // goes out with the request
+  agent.stream =
+      nghttp2_submit_request(agent.h2, nullptr, headers, std::size(headers), &provider, nullptr);
+  agent.open = true;
+  Write(agent);
+}
+
+void Cluster::Send(Agent& agent, v1::AgentFrame& frame) {
   frame.set_ack(agent.received);
-  agent.out.push_back(ToBuffer(frame));
-  Pump(agent);
+  const size_t size = frame.ByteSizeLong(), at = agent.out.size();
+  agent.out.resize(at + kPrefix + size);
+  const uint32_t length = htonl(static_cast<uint32_t>(size));
+  agent.out[at] = 0;
+  std::memcpy(&agent.out[at + 1], &length, sizeof(length));
+  frame.SerializeWithCachedSizesToArray(reinterpret_cast<uint8_t*>(&agent.out[at + kPrefix]));
+  if (agent.open && !reading_) Write(agent);
 }
 
-void Cluster::Pump(Agent& agent) {
-  if (!agent.open || agent.writing || agent.out.empty()) return;
-  agent.writing = true;
-  agent.writing_buffer = std::move(agent.out.front());
-  agent.out.pop_front();
-  agent.stream->Write(agent.writing_buffer, agent.Tag(kWritten));
+void Cluster::Write(Agent& agent) {
+  if (!agent.out.empty()) nghttp2_session_resume_data(agent.h2, agent.stream);
+  const bool waiting = !agent.wire.empty();  // for epoll
+  const uint8_t* bytes = nullptr;
+  for (ssize_t n; (n = nghttp2_session_mem_send(agent.h2, &bytes)) > 0;)
+    agent.wire.append(reinterpret_cast<const char*>(bytes), static_cast<size_t>(n));
+  if (agent.wire.empty()) return;
+  const ssize_t sent = send(agent.fd, agent.wire.data(), agent.wire.size(), MSG_NOSIGNAL);
+  // A broken connection shows when it is read.
+  if (sent > 0) agent.wire.erase(0, static_cast<size_t>(sent));
+  if (agent.wire.empty() == waiting) Watch(agent, !agent.wire.empty());
 }
 
-void Cluster::Received(Agent& agent) {
-  v1::CoordinatorFrame frame;
-  const grpc::Status parsed =
-      grpc::SerializationTraits<v1::CoordinatorFrame>::Deserialize(&agent.in, &frame);
-  if (!parsed.ok()) {
+void Cluster::Readable(Agent& agent) {
+  static char buffer[256 << 10];
+  const ssize_t n = recv(agent.fd, buffer, sizeof(buffer), 0);
+  if (n < 0 && (errno == EAGAIN || errno == EINTR)) return;
+  if (n <= 0) {
+    Ended(agent, n == 0 ? "the connection was closed" : std::strerror(errno));
+    return;
+  }
+  reading_ = true;
+  const ssize_t read = nghttp2_session_mem_recv(agent.h2, reinterpret_cast<uint8_t*>(buffer),
+                                                static_cast<size_t>(n));
+  reading_ = false;
+  if (read < 0) {
+    Ended(agent, nghttp2_strerror(static_cast<int>(read)));
+  } else if (agent.ended) {
+    Ended(agent, agent.wrong);
+  } else if (!agent.out.empty() || nghttp2_session_want_write(agent.h2)) {
+    Write(agent);
+  }
+}
+
+void Cluster::Received(Agent& agent, const char* bytes, size_t size) {
+  v1::CoordinatorFrame& frame = *frame_;
+  if (!frame.ParseFromArray(bytes, static_cast<int>(size))) {
     error_ = absl::DataLossError("a frame of the coordinator does not parse");
     return;
   }
@@ -159,83 +320,42 @@ void Cluster::Received(Agent& agent) {
   }
 }
 
-void Cluster::Restart(Agent& agent) {
-  agent.open = false;
+void Cluster::Ended(Agent& agent, const std::string& why) {
   if (agent.welcome) {
     agent.welcome = false;
     --welcome_;
   }
-  if (agent.finishing || agent.writing || agent.reading) return;
-  agent.finishing = true;
-  agent.stream->Finish(&agent.finish_status, agent.Tag(kFinished));
+  if (reconnect_) {
+    reopen_.emplace_back(absl::Now() + kReopen, &agent);
+  } else if (error_.ok()) {
+    error_ = absl::UnavailableError(absl::StrCat("a stream ended: ", why, " (", agent.node, ")"));
+  }
+  agent.Disconnect();
 }
 
-bool Cluster::HandleOne(absl::Time deadline) {
-  void* tag;
-  bool ok;
-  if (queue_.AsyncNext(&tag, &ok, absl::ToChronoTime(deadline)) != grpc::CompletionQueue::GOT_EVENT)
-    return false;
-  const uintptr_t bits = reinterpret_cast<uintptr_t>(tag);
-  Agent& agent = *reinterpret_cast<Agent*>(bits & ~uintptr_t{kEvents - 1});
-  switch (static_cast<Event>(bits & (kEvents - 1))) {
-    case kOpened: {
-      if (!ok) {
-        Restart(agent);
-        break;
-      }
-      agent.open = true;
-      v1::AgentFrame hello;
-      hello.mutable_hello()->set_protocol_min(1);
-      hello.mutable_hello()->set_protocol_max(1);
-      hello.mutable_hello()->set_node(agent.node);
-      hello.mutable_hello()->set_host(agent.node);
-      hello.mutable_hello()->set_agent_incarnation(agent.incarnation);
-      hello.mutable_hello()->set_session_id(agent.session);
-      hello.mutable_hello()->set_last_received_seq(agent.received);
-      agent.out.push_front(ToBuffer(hello));
-      Pump(agent);
-      agent.reading = true;
-      agent.stream->Read(&agent.in, agent.Tag(kRead));
-      break;
-    }
-    case kRead:
-      agent.reading = false;
-      if (!ok) {
-        Restart(agent);
-        break;
-      }
-      Received(agent);
-      agent.reading = true;
-      agent.stream->Read(&agent.in, agent.Tag(kRead));
-      break;
-    case kWritten:
-      agent.writing = false;
-      if (!ok || !agent.open) {
-        Restart(agent);
-      } else {
-        Pump(agent);
-      }
-      break;
-    case kFinished:
-      agent.finishing = false;
-      if (!reconnect_) {
-        if (error_.ok()) {
-          error_ = absl::UnavailableError(absl::StrCat(
-              "a stream ended: ", agent.finish_status.error_message(), " (", agent.node, ")"));
-        }
-        break;
-      }
-      agent.out.clear();
-      agent.alarm.Set(&queue_, absl::ToChronoTime(absl::Now() + absl::Milliseconds(20)),
-                      agent.Tag(kAgain));
-      break;
-    case kAgain:
-      Open(agent);
-      break;
-    case kEvents:
-      break;
+bool Cluster::HandleSome(absl::Time deadline) {
+  while (!reopen_.empty() && reopen_.front().first <= absl::Now()) {
+    Agent& agent = *reopen_.front().second;
+    reopen_.pop_front();
+    Open(agent);
   }
-  return true;
+  const absl::Time until = reopen_.empty() ? deadline : std::min(deadline, reopen_.front().first);
+  const int64_t wait =
+      absl::ToInt64Milliseconds(absl::Ceil(until - absl::Now(), absl::Milliseconds(1)));
+  epoll_event events[256];
+  const int n = epoll_wait(epoll_, events, std::size(events),
+                           static_cast<int>(std::clamp<int64_t>(wait, 0, 1000)));
+  for (int i = 0; i < n; ++i) {
+    Agent& agent = *static_cast<Agent*>(events[i].data.ptr);
+    if (agent.fd < 0) continue;  // ended while another event was handled
+    if (!agent.open) {
+      Connected(agent);
+      continue;
+    }
+    if ((events[i].events & EPOLLOUT) != 0) Write(agent);
+    if ((events[i].events & ~EPOLLOUT) != 0) Readable(agent);
+  }
+  return n > 0 || absl::Now() < deadline;
 }
 
 absl::Status Cluster::RunUntil(const std::function<bool()>& done, absl::Duration timeout,
@@ -243,7 +363,7 @@ absl::Status Cluster::RunUntil(const std::function<bool()>& done, absl::Duration
   const absl::Time deadline = absl::Now() + timeout;
   while (!done()) {
     if (!error_.ok()) return error_;
-    if (!HandleOne(deadline))
+    if (!HandleSome(deadline))
       return absl::DeadlineExceededError(absl::StrCat(what, " took too long"));
   }
   return error_;
@@ -298,7 +418,7 @@ absl::Status Cluster::Join(absl::Duration timeout) {
       join.set_pid(1000 + r);
       join.set_preferred_rank(agent->index * options_.ranks_per_agent + r);
     }
-    Send(*agent, std::move(frame));
+    Send(*agent, frame);
   }
   return RunUntil([this] { return results_wanted_ <= 0; }, timeout, "the rendezvous");
 }
@@ -326,7 +446,7 @@ absl::StatusOr<absl::Duration> Cluster::Barrier(const std::string& id, uint64_t 
     }
     arrive.set_step(static_cast<int64_t>(counter));
     arrive.mutable_timeout()->set_seconds(60);
-    Send(*agent, std::move(frame));
+    Send(*agent, frame);
   }
   const absl::Status status =
       RunUntil([this] { return results_wanted_ <= 0; }, timeout, "a barrier");
@@ -357,7 +477,7 @@ absl::StatusOr<absl::Duration> Cluster::Puts(int frames, int puts, int in_flight
       put.set_value("0123456789abcdef0123456789abcdef");
       put.set_klass(durable ? v1::KV_CLASS_DURABLE : v1::KV_CLASS_EPHEMERAL);
     }
-    Send(agent, std::move(frame));
+    Send(agent, frame);
   };
   on_result_ = [&](Agent& agent, const v1::OpResult&) { send(agent); };
   const absl::Time start = absl::Now();
@@ -395,7 +515,7 @@ absl::StatusOr<std::vector<absl::Duration>> Cluster::ReportKill(absl::Time kille
   report.set_incarnation(agent.incarnations[0]);
   report.mutable_cause()->set_signal(9);
   report.mutable_cause()->set_message("killed by signal 9");
-  Send(agent, std::move(frame));
+  Send(agent, frame);
   const absl::Status status = RunUntil([this] { return results_wanted_ <= 0 && told_wanted_ <= 0; },
                                        timeout, "telling of the kill");
   on_ended_ = nullptr;
@@ -421,11 +541,11 @@ absl::Status Cluster::Beat(absl::Duration period, absl::Duration total) {
         beat.set_step(sent / agents());
         beat.set_process_state("running");
       }
-      Send(agent, std::move(frame));
+      Send(agent, frame);
       ++sent;
     }
     if (!error_.ok()) return error_;
-    HandleOne(start + gap * sent);
+    HandleSome(start + gap * sent);
   }
   return error_;
 }

@@ -1,12 +1,13 @@
 #ifndef MUSTER_BENCH_COORDINATOR_CLUSTER_H_
 #define MUSTER_BENCH_COORDINATOR_CLUSTER_H_
 
-#include <grpcpp/completion_queue.h>
-
+#include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -16,6 +17,7 @@
 // Not session.pb.h: those who include this also meet LibTorch's copy of protobuf's headers.
 namespace muster::v1 {
 class AgentFrame;
+class CoordinatorFrame;
 class OpResult;
 }  // namespace muster::v1
 
@@ -23,7 +25,9 @@ namespace muster::bench {
 
 // Many simulated agents of one job in one thread, each with its own connection and stream, each
 // speaking for some ranks. Sends and receives real frames; nothing about the coordinator is faked.
-// Not thread-safe; methods block.
+// The agents speak gRPC's protocol over nghttp2 and one epoll loop: they share the machine with
+// the coordinator, while real ones have machines of their own, so they must cost little. Not
+// thread-safe; methods block.
 class Cluster {
  public:
   struct Options {
@@ -62,24 +66,36 @@ class Cluster {
  private:
   struct Agent;
 
+  struct Callbacks;
+
   void Open(Agent& agent);
-  void Send(Agent& agent, v1::AgentFrame frame);
-  void Pump(Agent& agent);
-  void Received(Agent& agent);
-  void Restart(Agent& agent);
+  void Connected(Agent& agent);
+  // Queues `frame` and, if the stream is open, writes what is queued.
+  void Send(Agent& agent, v1::AgentFrame& frame);
+  void Write(Agent& agent);
+  // Arms epoll for what the agent waits for.
+  void Watch(Agent& agent, bool writable);
+  void Readable(Agent& agent);
+  void Received(Agent& agent, const char* bytes, size_t size);
+  // The stream is over: connects again a little later, or fails.
+  void Ended(Agent& agent, const std::string& why);
   // Handles events until `done()` or the time is over.
   absl::Status RunUntil(const std::function<bool()>& done, absl::Duration timeout,
                         const char* what);
-  bool HandleOne(absl::Time deadline);
+  // False if nothing happened until `deadline`.
+  bool HandleSome(absl::Time deadline);
 
   const Options options_;
-  grpc::CompletionQueue queue_;
+  const int epoll_;
+  const std::unique_ptr<v1::CoordinatorFrame> frame_;  // the one being read
+  std::deque<std::pair<absl::Time, Agent*>> reopen_;   // by time
   std::vector<std::unique_ptr<Agent>> agents_;
   absl::Status error_;
   int welcome_ = 0;
   int results_wanted_ = 0;  // still to come
   int told_wanted_ = 0;     // agents that have not heard of the end of the generation
   bool reconnect_ = false;
+  bool reading_ = false;  // nghttp2 calls back: what is sent goes out afterwards
   std::function<void(Agent&, const v1::OpResult&)> on_result_;
   std::function<void(Agent&)> on_ended_;
 };
