@@ -24,6 +24,12 @@ namespace {
 
 // Calls that wait to begin: a burst of connections is taken up without a round trip for each.
 constexpr int kAcceptors = 64;
+// Reads are put off for so many events, and twice as many as there are of them: a burst of arrivals
+// at a barrier goes on putting off, anything else does not.
+constexpr size_t kPutOffEvents = 64;
+constexpr size_t kPutOffReads = 4096;
+// The front whose queue this thread serves.
+thread_local const void* serving_queue_of = nullptr;
 enum Event : uintptr_t { kBegun = 0, kRead = 1, kWritten = 2, kFinished = 3, kGone = 4 };
 constexpr uintptr_t kEventMask = 7;
 
@@ -305,7 +311,7 @@ class Front::AgentStream final : public Handler,
                                  public std::enable_shared_from_this<AgentStream> {
  public:
   AgentStream(Front& front, Rpc* rpc, const Method&, MethodMetrics* metrics)
-      : Handler(rpc, metrics), engine_(front.engine_), peer_(rpc->context.peer()) {}
+      : Handler(rpc, metrics), front_(front), engine_(front.engine_), peer_(rpc->context.peer()) {}
 
   void Bind(std::shared_ptr<FrameSource> source) override {
     MutexLock lock(&mu_);
@@ -315,10 +321,25 @@ class Front::AgentStream final : public Handler,
     MutexLock lock(&mu_);
     if (writing_ || closed_) return false;
     writing_ = true;
+    window_told_ = true;
     StartWrite(next());
     return true;
   }
-  void ReadNext() override { Read(); }
+  // gRPC tells the client of its new window in a packet of its own as soon as a read begins, unless
+  // a write has told of it since the last frame. A frame that is not answered at once (an arrival
+  // at a barrier) often is a moment later: the read waits until the queue has nothing at hand.
+  void ReadNext() override {
+    bool now = serving_queue_of != &front_;
+    if (!now) {
+      MutexLock lock(&mu_);
+      now = window_told_;
+    }
+    if (now) {
+      Read();
+    } else {
+      front_.put_off_.push_back(shared_from_this());
+    }
+  }
   void Close(const absl::Status& status) override {
     std::shared_ptr<FrameSource> source;  // let go of after the lock
     MutexLock lock(&mu_);
@@ -336,6 +357,7 @@ class Front::AgentStream final : public Handler,
     {
       MutexLock lock(&mu_);
       if (closed_) return;
+      window_told_ = false;
     }
     if (!ok) {
       engine_.AgentClosed(shared_from_this());
@@ -369,8 +391,11 @@ class Front::AgentStream final : public Handler,
     Close(absl::CancelledError("the agent went away"));
   }
 
+  friend class Front;
+  Front& front_;
   Engine& engine_;
   const std::string peer_;
+  bool window_told_ ABSL_GUARDED_BY(mu_) = false;  // by a write since the last frame
   std::shared_ptr<FrameSource> source_ ABSL_GUARDED_BY(mu_);
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
@@ -632,12 +657,41 @@ void Front::Accept() {
 }
 
 void Front::Run() {
+  serving_queue_of = this;
   void* tag;
   bool ok;
-  while (queue_->Next(&tag, &ok)) {
+  const auto handle = [&] {
     const uintptr_t bits = reinterpret_cast<uintptr_t>(tag);
     Handle(reinterpret_cast<Rpc*>(bits & ~kEventMask), static_cast<int>(bits & kEventMask), ok);
+  };
+  while (true) {
+    if (put_off_.empty()) {
+      if (!queue_->Next(&tag, &ok)) return;
+      handle();
+      events_since_put_off_ = 0;
+      continue;
+    }
+    switch (queue_->AsyncNext(&tag, &ok, std::chrono::system_clock::time_point())) {
+      case grpc::CompletionQueue::GOT_EVENT:
+        handle();
+        if (++events_since_put_off_ > kPutOffEvents + 2 * put_off_.size() ||
+            put_off_.size() > kPutOffReads) {
+          ReadOn();
+        }
+        break;
+      case grpc::CompletionQueue::TIMEOUT:
+        ReadOn();
+        break;
+      case grpc::CompletionQueue::SHUTDOWN:
+        put_off_.clear();
+        return;
+    }
   }
+}
+
+void Front::ReadOn() {
+  for (const auto& stream : put_off_) stream->Read();
+  put_off_.clear();
 }
 
 void Front::Begin(Rpc* rpc) {

@@ -67,6 +67,8 @@ class Front {
   bool AddHealthWatch(const std::shared_ptr<HealthWatch>& watch);
   void Accept();
   void Run();
+  // Posts the reads that were put off.
+  void ReadOn();
   void Handle(Rpc* rpc, int event, bool ok);
   void Begin(Rpc* rpc);
   void Closed();
@@ -86,6 +88,9 @@ class Front {
   grpc::AsyncGenericService service_;
   std::unique_ptr<grpc::ServerCompletionQueue> queue_;
   std::thread thread_;
+  // Streams whose next read waits for the queue to have nothing at hand. Queue's thread.
+  std::vector<std::shared_ptr<AgentStream>> put_off_;
+  size_t events_since_put_off_ = 0;  // since the first of them
 
   Mutex mu_;
   CondVar ended_;

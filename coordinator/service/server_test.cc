@@ -4,6 +4,7 @@
 #include <grpcpp/generic/generic_stub.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <deque>
 #include <filesystem>
 #include <map>
@@ -666,6 +667,14 @@ TEST(AgentStream, BrokenInABarrier_ResumesAndGetsTheResultOnce) {
   EXPECT_EQ(a.Result(3).arrive().report().counter(), 1u);
 }
 
+v1::Op GetOp(uint64_t op_id, const std::string& job, int rank, uint64_t generation) {
+  v1::Op op;
+  op.set_op_id(op_id);
+  *op.mutable_txn()->mutable_fence() = FenceOf(job, rank, generation);
+  op.mutable_txn()->add_then()->mutable_get()->set_key("k");
+  return op;
+}
+
 TEST(AgentStream, WhileABarrierWaits_OtherFramesAreServed) {
   auto server = StartServer();
   AgentClient agent(server->address(), "node", 1);
@@ -675,15 +684,58 @@ TEST(AgentStream, WhileABarrierWaits_OtherFramesAreServed) {
   for (uint64_t i = 0; i < 50; ++i) {
     const uint64_t op = 10 + 3 * i;
     agent.Send({ArriveOp(op, "j", 0, generation, i)});
-    v1::Op get;
-    get.set_op_id(op + 1);
-    *get.mutable_txn()->mutable_fence() = FenceOf("j", 1, generation);
-    get.mutable_txn()->add_then()->mutable_get()->set_key("k");
-    agent.Send({get});
+    agent.Send({GetOp(op + 1, "j", 1, generation)});
     EXPECT_TRUE(agent.Result(op + 1).has_txn());
     agent.Send({ArriveOp(op + 2, "j", 1, generation, i)});
     EXPECT_EQ(agent.Result(op).arrive().report().state(), v1::BARRIER_STATE_PASSED);
   }
+}
+
+TEST(AgentStream, FramesBehindAnArrival_AreAllServedInOrder) {
+  auto server = StartServer();
+  AgentClient a(server->address(), "node-a", 1), b(server->address(), "node-b", 2);
+  const uint64_t generation = FirstInABarrier(*server, a, b).generation;
+  constexpr uint64_t kFirst = 3, kFrames = 200;
+  for (uint64_t i = 0; i < kFrames; ++i) {
+    v1::Op put;
+    put.set_op_id(kFirst + i);
+    *put.mutable_txn()->mutable_fence() = FenceOf("j", 0, generation);
+    put.mutable_txn()->add_then()->mutable_put()->set_key("k");
+    a.Send({put});
+  }
+  int64_t revision = 0;
+  for (uint64_t i = 0; i < kFrames; ++i) {
+    const v1::OpResult result = a.Result(kFirst + i);
+    ASSERT_TRUE(result.has_txn()) << result.ShortDebugString();
+    EXPECT_GT(static_cast<int64_t>(result.txn().header().revision()), revision);
+    revision = static_cast<int64_t>(result.txn().header().revision());
+  }
+  b.Send({ArriveOp(2, "j", 1, generation)});
+  EXPECT_EQ(a.Result(2).arrive().report().state(), v1::BARRIER_STATE_PASSED);
+}
+
+// The read behind an arrival waits for a quiet moment, but not for ever.
+TEST(AgentStream, WhileOthersNeverPause_FramesBehindAnArrivalAreServed) {
+  auto server = StartServer();
+  AgentClient a(server->address(), "node-a", 1), b(server->address(), "node-b", 2);
+  const uint64_t generation = FirstInABarrier(*server, a, b).generation;
+  std::atomic<bool> served{false};
+  std::thread busy([&] {
+    constexpr uint64_t kAhead = 64;
+    for (uint64_t op = 10; !served; ++op) {
+      b.Send({GetOp(op, "j", 1, generation)});
+      if (op >= 10 + kAhead) {
+        EXPECT_TRUE(b.Result(op - kAhead).has_txn());
+      }
+    }
+  });
+  for (uint64_t i = 0; i < 20; ++i) {
+    a.Send({ArriveOp(10 + 2 * i, "j", 0, generation)});  // the same arrival: it waits too
+    a.Send({GetOp(11 + 2 * i, "j", 0, generation)});
+    EXPECT_TRUE(a.Result(11 + 2 * i).has_txn());
+  }
+  served = true;
+  busy.join();
 }
 
 TEST(AgentStream, UnacknowledgedResults_AreSentAgainAfterEveryBreak) {
