@@ -1,5 +1,7 @@
 #include <sys/resource.h>
 
+#include <atomic>
+#include <cmath>
 #include <csignal>
 #include <cstdio>
 #include <string>
@@ -9,6 +11,7 @@
 #include "absl/time/time.h"
 #include "base/failpoint.h"
 #include "base/log.h"
+#include "coordinator/core.h"
 #include "coordinator/journal/sqlite_journal.h"
 #include "coordinator/service/front.h"
 #include "coordinator/service/server.h"
@@ -62,21 +65,31 @@ int Run(int argc, char** argv) {
   bool insecure = false, version = false, list_failpoints = false;
   double lease = 6, resume = 60;
   int max_message_mib = 4;
+  // An unset variable must not turn into a coordinator that keeps nothing.
+  const CLI::Validator not_empty(
+      [](const std::string& text) {
+        return text.empty() ? "it is empty: give a value or leave the flag out" : std::string();
+      },
+      "");
   CLI::App app(kAbout, "muster-coordinator");
   app.footer(kFooter);
   app.add_option("--listen", options.rpc.listen,
                  "HOST:PORT (numeric) or unix:PATH; port 0 takes a free one")
       ->capture_default_str();
   app.add_option("--data_dir", options.data_dir,
-                 "directory of the journal; without it everything is in memory only");
+                 "directory of the journal; without it everything is in memory only")
+      ->check(not_empty);
   app.add_flag("--insecure", insecure,
                "say that plain text is meant; refused off the loopback interface");
-  app.add_option("--tls_cert", options.rpc.tls_cert, "PEM file of the server's certificate");
-  app.add_option("--tls_key", options.rpc.tls_key, "PEM file of its key");
+  app.add_option("--tls_cert", options.rpc.tls_cert, "PEM file of the server's certificate")
+      ->check(not_empty);
+  app.add_option("--tls_key", options.rpc.tls_key, "PEM file of its key")->check(not_empty);
   app.add_option("--tls_ca", options.rpc.tls_ca,
-                 "PEM file: clients must show a certificate that descends from these");
+                 "PEM file: clients must show a certificate that descends from these")
+      ->check(not_empty);
   app.add_option("--metrics_listen", options.metrics_listen,
-                 "HOST:PORT of an HTTP page /metrics for Prometheus");
+                 "HOST:PORT for HTTP: /metrics for Prometheus, and /healthz")
+      ->check(not_empty);
   app.add_option(
          "--lease", lease,
          "seconds without a heartbeat after which a worker counts as lost, unless its job says")
@@ -91,14 +104,17 @@ int Run(int argc, char** argv) {
       ->check(CLI::Range(1, 1024));
   app.add_option("--snapshot_records", options.engine.snapshot_records,
                  "records after which a snapshot is written")
-      ->capture_default_str();
+      ->capture_default_str()
+      ->check(CLI::Range(uint64_t{1}, uint64_t{1'000'000'000}));
   app.add_option("--log_level", log_level, "debug, info, warning or error")->capture_default_str();
   app.add_option("--log_format", log_format,
                  "text, or json: one object a line with time, level, who, file, line and message "
                  "(default: $MUSTER_LOG_FORMAT, else text)")
       ->check(CLI::IsMember({"text", "json"}));
   app.add_option("--verify_journal", verify,
-                 "check the journal in this directory, print what was found, and exit");
+                 "check the journal in this directory as a start would read it, print what was "
+                 "found, and exit; cuts what a crash left unfinished")
+      ->check(not_empty);
   app.add_flag(
       "--list_failpoints", list_failpoints,
       "print the failpoints that MUSTER_FAILPOINTS can arm (docs/failpoints.md), and exit");
@@ -133,7 +149,10 @@ int Run(int argc, char** argv) {
     return Fail(kExitUsage, status);
   }
   if (!verify.empty()) {
-    const absl::StatusOr<std::string> report = SqliteJournal::Verify(verify);
+    Core core({});
+    const absl::StatusOr<std::string> report = SqliteJournal::Verify(
+        verify, [&](uint64_t, absl::string_view state) { return core.Restore(state); },
+        [&](uint64_t, absl::string_view record) { return core.Replay(record); });
     if (!report.ok()) {
       return Fail(report.status().code() == absl::StatusCode::kDataLoss ? kExitJournalCorrupt
                                                                         : kExitCannotServe,
@@ -141,6 +160,10 @@ int Run(int argc, char** argv) {
     }
     std::printf("%s\n", report->c_str());
     return 0;
+  }
+  if (std::isnan(lease) || std::isnan(resume)) {  // no range holds that
+    return Fail(kExitUsage,
+                absl::InvalidArgumentError("--lease and --resume_window are numbers of seconds"));
   }
   if (insecure && !options.rpc.tls_cert.empty()) {
     return Fail(kExitUsage,
@@ -162,8 +185,16 @@ int Run(int argc, char** argv) {
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   std::signal(SIGPIPE, SIG_IGN);
   const pthread_t main_thread = pthread_self();
-  options.on_deposed = [main_thread] { pthread_kill(main_thread, SIGUSR1); };
-  options.on_journal_broken = [main_thread] { pthread_kill(main_thread, SIGUSR2); };
+  // Said beside the signals: anybody may send those, SLURM for one sends SIGUSR1 before its limit.
+  std::atomic<bool> deposed{false}, broken{false};
+  options.on_deposed = [main_thread, &deposed] {
+    deposed = true;
+    pthread_kill(main_thread, SIGUSR1);
+  };
+  options.on_journal_broken = [main_thread, &broken] {
+    broken = true;
+    pthread_kill(main_thread, SIGUSR2);
+  };
 
   absl::StatusOr<std::unique_ptr<CoordinatorServer>> server =
       CoordinatorServer::Start(std::move(options));
@@ -181,7 +212,10 @@ int Run(int argc, char** argv) {
   if ((*server)->metrics_port() != 0)
     MUSTER_LOG(Info) << "metrics on port " << (*server)->metrics_port();
   int signal = 0;
-  sigwait(&signals, &signal);
+  while (sigwait(&signals, &signal) != 0 || (signal == SIGUSR1 && !deposed) ||
+         (signal == SIGUSR2 && !broken)) {
+    MUSTER_LOG(Info) << "signal " << signal << " has no meaning here";
+  }
   MUSTER_LOG(Info) << (signal == SIGUSR1   ? "deposed"
                        : signal == SIGUSR2 ? "the journal has failed, a new start replays it"
                        : signal == SIGTERM ? "SIGTERM"

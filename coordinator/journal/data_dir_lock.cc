@@ -9,11 +9,16 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "base/status_macros.h"
 
 namespace muster::coordinator {
 
 absl::StatusOr<std::unique_ptr<DataDirLock>> DataDirLock::Take(const std::string& directory) {
-  if (mkdir(directory.c_str(), 0700) != 0 && errno != EEXIST) {
+  if (mkdir(directory.c_str(), 0700) == 0) {
+    // What is synced in it is lost if it is not there itself after a power cut.
+    MUSTER_RETURN_IF_ERROR(SyncDirectory(ParentPath(directory)));
+  } else if (errno != EEXIST) {
     return absl::ErrnoToStatus(errno,
                                absl::StrCat("data directory '", directory, "' cannot be made"));
   }

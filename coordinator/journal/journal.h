@@ -23,7 +23,7 @@ class Journal {
   struct Progress {
     uint64_t durable_revision = 0;  // every record up to this one is on disk
     // OK, or why no record can be written: RESOURCE_EXHAUSTED disk full (it is tried again; a later
-    // OK says that it works again), DATA_LOSS an I/O error (final: what a failed fsync left on disk
+    // OK says that it works again), UNAVAILABLE an I/O error (final: what a failed fsync left on disk
     // is unknown, so nothing is acknowledged until a restart has replayed it). Nothing after
     // durable_revision has been acknowledged.
     absl::Status status;

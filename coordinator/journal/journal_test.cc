@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <cstring>
 #include <filesystem>
 #include <fstream>
@@ -82,6 +83,11 @@ absl::StatusOr<Content> Read(Journal& journal) {
   return content;
 }
 
+absl::StatusOr<std::string> Verify(const std::string& directory) {
+  const auto any = [](uint64_t, absl::string_view) { return absl::OkStatus(); };
+  return SqliteJournal::Verify(directory, any, any);
+}
+
 // Faults below SQLite: its default file system with writes and syncs that fail on demand.
 std::atomic<int> g_fail_code{SQLITE_OK};
 const sqlite3_io_methods* g_real_methods = nullptr;
@@ -102,11 +108,19 @@ const char* FaultyVfs() {
         g_methods = *g_real_methods;
         g_methods.xWrite = [](sqlite3_file* f, const void* data, int bytes, sqlite3_int64 offset) {
           const int fail = g_fail_code;
-          return fail == SQLITE_FULL ? fail : g_real_methods->xWrite(f, data, bytes, offset);
+          return fail == SQLITE_FULL || fail == SQLITE_IOERR_WRITE
+                     ? fail
+                     : g_real_methods->xWrite(f, data, bytes, offset);
         };
         g_methods.xSync = [](sqlite3_file* f, int sync_flags) {
           const int fail = g_fail_code;
           return fail == SQLITE_IOERR_FSYNC ? fail : g_real_methods->xSync(f, sync_flags);
+        };
+        g_methods.xFileControl = [](sqlite3_file* f, int op, void* arg) {
+          if (op != SQLITE_FCNTL_LAST_ERRNO || g_fail_code != SQLITE_IOERR_WRITE)
+            return g_real_methods->xFileControl(f, op, arg);
+          *static_cast<int*>(arg) = EDQUOT;  // what write(2) said
+          return SQLITE_OK;
         };
         file->pMethods = &g_methods;
       }
@@ -275,7 +289,7 @@ TEST_F(SqliteJournalTest, FlippedBitInTheMiddleOfTheLog_IsRefusedWithItsOffset) 
   const absl::Status status = SqliteJournal::Open({.directory = crashed}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
   EXPECT_THAT(std::string(status.message()), HasSubstr("corrupt at offset "));
-  EXPECT_EQ(SqliteJournal::Verify(crashed).status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(Verify(crashed).status().code(), absl::StatusCode::kDataLoss);
 }
 
 TEST_F(SqliteJournalTest, FlippedBitInARecord_IsRefusedWithItsPlace) {
@@ -298,8 +312,7 @@ TEST_F(SqliteJournalTest, FlippedBitInARecord_IsRefusedWithItsPlace) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("corrupt at record 20"));
   EXPECT_THAT(std::string(status.message()), HasSubstr("offset"));
   journal.reset();
-  EXPECT_THAT(std::string(SqliteJournal::Verify(dir_).status().message()),
-              HasSubstr("corrupt at record 20"));
+  EXPECT_THAT(std::string(Verify(dir_).status().message()), HasSubstr("corrupt at record 20"));
 }
 
 TEST_F(SqliteJournalTest, Snapshot_StandsForWhatWasBeforeIt) {
@@ -325,7 +338,7 @@ TEST_F(SqliteJournalTest, Snapshot_StandsForWhatWasBeforeIt) {
   EXPECT_EQ(content->snapshot, "state of 10");
   ExpectRecords(*content, 11, 15);
   journal.reset();
-  EXPECT_THAT(*SqliteJournal::Verify(dir_), HasSubstr("ok; snapshot of revision 10"));
+  EXPECT_THAT(*Verify(dir_), HasSubstr("ok; snapshot of revision 10"));
 }
 
 TEST_F(SqliteJournalTest, BadNewestSnapshot_FallsBackToTheOneBefore) {
@@ -376,6 +389,20 @@ TEST_F(SqliteJournalTest, DiskFull_AcknowledgesNothingAndGoesOnLater) {
   ExpectRecords(*Read(*OpenAt(CopyOfDisk("again"))), 1, 3);
 }
 
+TEST_F(SqliteJournalTest, QuotaUsedUp_IsAFullDisk) {
+  auto journal = Open(FaultyVfs());
+  ASSERT_TRUE(Read(*journal).ok());
+  Listener listener;
+  journal->Start(listener.Callback());
+  g_fail_code = SQLITE_IOERR_WRITE;
+  journal->Append(1, Payload(1, 50));
+  const absl::Status status = listener.WaitFailure();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("quota"));
+  g_fail_code = SQLITE_OK;
+  listener.WaitDurable(1);
+}
+
 TEST_F(SqliteJournalTest, FailedFsync_IsFinal) {
   {
     auto journal = Open(FaultyVfs());
@@ -386,7 +413,7 @@ TEST_F(SqliteJournalTest, FailedFsync_IsFinal) {
     listener.WaitDurable(1);
     g_fail_code = SQLITE_IOERR_FSYNC;
     journal->Append(2, Payload(2, 50));
-    EXPECT_EQ(listener.WaitFailure().code(), absl::StatusCode::kDataLoss);
+    EXPECT_EQ(listener.WaitFailure().code(), absl::StatusCode::kUnavailable);
     g_fail_code = SQLITE_OK;
     journal->Append(3, Payload(3, 50));
     absl::Status told;
@@ -396,7 +423,7 @@ TEST_F(SqliteJournalTest, FailedFsync_IsFinal) {
       answered.Notify();
     });
     answered.WaitForNotification();
-    EXPECT_EQ(told.code(), absl::StatusCode::kDataLoss);
+    EXPECT_EQ(told.code(), absl::StatusCode::kUnavailable);
     journal->Stop();
     EXPECT_EQ(listener.durable(), 1u);
   }
@@ -407,19 +434,43 @@ TEST_F(SqliteJournalTest, FailedFsync_IsFinal) {
   EXPECT_EQ(content->records[0].second, Payload(1, 50));
 }
 
+TEST_F(SqliteJournalTest, Verify_TellsWhatItsReaderSays) {
+  const std::string crashed = CrashedWith(1, 3);
+  const auto any = [](uint64_t, absl::string_view) { return absl::OkStatus(); };
+  const auto no_third = [](uint64_t revision, absl::string_view) {
+    return revision == 3 ? absl::DataLossError("no") : absl::OkStatus();
+  };
+  EXPECT_EQ(SqliteJournal::Verify(crashed, any, no_third).status().message(), "no");
+}
+
+TEST_F(SqliteJournalTest, SchemaOfANewerProgram_IsRefused) {
+  { auto journal = Open(); }
+  sqlite3* db = nullptr;
+  ASSERT_EQ(sqlite3_open((dir_ + "/journal.db").c_str(), &db), SQLITE_OK);
+  ASSERT_EQ(sqlite3_exec(db, "UPDATE meta SET value = '2' WHERE name = 'schema'", nullptr, nullptr,
+                         nullptr),
+            SQLITE_OK);
+  sqlite3_close(db);
+  for (const absl::Status& status :
+       {SqliteJournal::Open({.directory = dir_}).status(), Verify(dir_).status()}) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("schema 2"));
+  }
+}
+
 TEST_F(SqliteJournalTest, SecondOnTheDirectory_IsRefusedWithThePid) {
   auto journal = Open();
   const absl::Status status = SqliteJournal::Open({.directory = dir_}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kAlreadyExists);
   EXPECT_THAT(std::string(status.message()),
               HasSubstr("in use by process " + std::to_string(getpid())));
-  EXPECT_EQ(SqliteJournal::Verify(dir_).status().code(), absl::StatusCode::kAlreadyExists);
+  EXPECT_EQ(Verify(dir_).status().code(), absl::StatusCode::kAlreadyExists);
 }
 
 TEST_F(SqliteJournalTest, BadDirectory_IsNamed) {
   EXPECT_THAT(std::string(SqliteJournal::Open({.directory = "/proc/nowhere/x"}).status().message()),
               HasSubstr("/proc/nowhere/x"));
-  EXPECT_EQ(SqliteJournal::Verify("/proc/nowhere").status().code(), absl::StatusCode::kNotFound);
+  EXPECT_EQ(Verify("/proc/nowhere").status().code(), absl::StatusCode::kNotFound);
   fs::create_directory(dir_);
   Spill(dir_ + "/journal.db", std::string(8192, 'x'));
   const absl::Status status = SqliteJournal::Open({.directory = dir_}).status();

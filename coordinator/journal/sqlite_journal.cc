@@ -1,6 +1,5 @@
 #include "coordinator/journal/sqlite_journal.h"
 
-#include <fcntl.h>
 #include <sqlite3.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -15,6 +14,7 @@
 #include "absl/strings/str_format.h"
 #include "base/crc32c.h"
 #include "base/failpoint.h"
+#include "base/file.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "coordinator/journal/wal_check.h"
@@ -76,14 +76,14 @@ std::string NewId() {
   return absl::StrFormat("%08x%08x%08x%08x", random(), random(), random(), random());
 }
 
-absl::Status SyncDirectory(const std::string& directory) {
-  const int fd = open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open '", directory, "'"));
-  const int rc = fsync(fd);
-  const int error = errno;
-  close(fd);
-  if (rc != 0) return absl::ErrnoToStatus(error, absl::StrCat("cannot sync '", directory, "'"));
-  return absl::OkStatus();
+int LastErrnoOfLog(sqlite3* db) {
+  sqlite3_file* log = nullptr;
+  int error = 0;
+  if (sqlite3_file_control(db, "main", SQLITE_FCNTL_JOURNAL_POINTER, &log) == SQLITE_OK &&
+      log != nullptr && log->pMethods != nullptr) {
+    log->pMethods->xFileControl(log, SQLITE_FCNTL_LAST_ERRNO, &error);
+  }
+  return error;
 }
 
 }  // namespace
@@ -103,9 +103,14 @@ absl::Status SqliteJournal::Error(int rc, absl::string_view what) const {
   switch (rc & 0xFF) {
     case SQLITE_FULL:
       return absl::ResourceExhaustedError(text);
+    case SQLITE_IOERR:
+      // A quota is a full disk, which SQLite does not know. Only if a write said so: after a failed
+      // sync nobody knows what is there.
+      if (rc == SQLITE_IOERR_WRITE && LastErrnoOfLog(db_) == EDQUOT)
+        return absl::ResourceExhaustedError(absl::StrCat(text, " (", std::strerror(EDQUOT), ")"));
+      return absl::UnavailableError(text);
     case SQLITE_CORRUPT:
     case SQLITE_NOTADB:
-    case SQLITE_IOERR:
       return absl::DataLossError(text);
     case SQLITE_CANTOPEN:
     case SQLITE_PERM:
@@ -177,7 +182,7 @@ absl::StatusOr<std::unique_ptr<SqliteJournal>> SqliteJournal::Open(const Options
     if (const int rc = sqlite3_step(insert.get()); rc != SQLITE_DONE)
       return journal->Error(rc, "write cluster_id");
   }
-  std::string schema;
+  MUSTER_RETURN_IF_ERROR(journal->CheckSchema());
   {
     MUSTER_ASSIGN_OR_RETURN(sqlite3_stmt * raw, journal->Prepare("SELECT name, value FROM meta"));
     const Statement select(raw);
@@ -186,18 +191,12 @@ absl::StatusOr<std::unique_ptr<SqliteJournal>> SqliteJournal::Open(const Options
       const std::string name(reinterpret_cast<const char*>(sqlite3_column_text(select.get(), 0)));
       const std::string value(reinterpret_cast<const char*>(sqlite3_column_text(select.get(), 1)));
       if (name == "cluster_id") journal->cluster_id_ = value;
-      if (name == "schema") schema = value;
       if (name == "term" && !absl::SimpleAtoi(value, &journal->term_)) {
         return absl::DataLossError(
             absl::StrCat("journal '", journal->path_, "': term '", value, "' is no number"));
       }
     }
     if (rc != SQLITE_DONE) return journal->Error(rc, "read meta");
-  }
-  if (schema != "1") {
-    return absl::FailedPreconditionError(
-        absl::StrCat("journal '", journal->path_, "' has schema ", schema,
-                     ", this program writes 1: use the program that wrote it"));
   }
   MUSTER_FAILPOINT_STATUS("journal.term_bump");
   MUSTER_RETURN_IF_ERROR(journal->Exec("COMMIT"));
@@ -485,7 +484,21 @@ void SqliteJournal::Stop() {
   if (writer_.joinable()) writer_.join();
 }
 
-absl::StatusOr<std::string> SqliteJournal::Verify(const std::string& directory) {
+absl::Status SqliteJournal::CheckSchema() {
+  MUSTER_ASSIGN_OR_RETURN(sqlite3_stmt * raw,
+                          Prepare("SELECT value FROM meta WHERE name = 'schema'"));
+  const Statement select(raw);
+  const int rc = sqlite3_step(select.get());
+  if (rc != SQLITE_ROW && rc != SQLITE_DONE) return Error(rc, "read meta");
+  const std::string schema(rc == SQLITE_ROW ? Blob(select.get(), 0) : "(none)");
+  if (schema == "1") return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      absl::StrCat("journal '", path_, "' has schema ", schema,
+                   ", this program writes 1: use the program that wrote it"));
+}
+
+absl::StatusOr<std::string> SqliteJournal::Verify(const std::string& directory,
+                                                  const Check& snapshot, const Check& record) {
   const std::string path = directory + "/journal.db";
   struct stat info;
   if (stat(path.c_str(), &info) != 0)
@@ -503,17 +516,18 @@ absl::StatusOr<std::string> SqliteJournal::Verify(const std::string& directory) 
     if (text != "ok")
       return absl::DataLossError(absl::StrCat("journal '", path, "' is corrupt: ", text));
   }
+  MUSTER_RETURN_IF_ERROR(journal.CheckSchema());
   uint64_t snapshot_revision = 0, snapshot_bytes = 0, records = 0, bytes = 0;
   MUSTER_RETURN_IF_ERROR(journal.Replay(
       [&](uint64_t revision, absl::string_view state) {
         snapshot_revision = revision;
         snapshot_bytes = state.size();
-        return absl::OkStatus();
+        return snapshot(revision, state);
       },
-      [&](uint64_t, absl::string_view record) {
+      [&](uint64_t revision, absl::string_view payload) {
         ++records;
-        bytes += record.size();
-        return absl::OkStatus();
+        bytes += payload.size();
+        return record(revision, payload);
       }));
   return absl::StrCat(
       path, ": ok; snapshot of revision ", snapshot_revision, " (", snapshot_bytes, " bytes), ",

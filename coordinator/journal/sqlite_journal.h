@@ -55,9 +55,12 @@ class SqliteJournal final : public Journal {
   ~SqliteJournal() override;
 
   // Looks at everything in the journal of `directory`, and says what was found, for people. What it
-  // holds stays as it is, except that a torn transaction is cut. Errors: as Open and Replay;
-  // NOT_FOUND there is none.
-  static absl::StatusOr<std::string> Verify(const std::string& directory);
+  // holds stays as it is, except that a torn transaction is cut. `snapshot` and `record` get what
+  // Replay would hand over, and their errors are errors. Errors: as Open and Replay; NOT_FOUND there
+  // is none.
+  using Check = std::function<absl::Status(uint64_t revision, absl::string_view bytes)>;
+  static absl::StatusOr<std::string> Verify(const std::string& directory, const Check& snapshot,
+                                            const Check& record);
 
   const std::string& cluster_id() const override { return cluster_id_; }
   uint64_t term() const override { return term_; }
@@ -91,6 +94,7 @@ class SqliteJournal final : public Journal {
 
   SqliteJournal(const Options& options, std::unique_ptr<DataDirLock> lock);
   absl::Status OpenFile();
+  absl::Status CheckSchema();
   absl::Status Exec(const char* sql);
   absl::Status Error(int rc, absl::string_view what) const;
   absl::StatusOr<sqlite3_stmt*> Prepare(const char* sql);

@@ -51,6 +51,15 @@ TEST_F(CommandsTest, Coordinator_PortZero_TellsTheAddressAndStopsOnSigterm) {
   EXPECT_EQ(coordinator->Wait(), 0);
 }
 
+TEST_F(CommandsTest, Coordinator_SignalsThatItUsesInside_SayNothingWhenOthersSendThem) {
+  auto coordinator = Coordinator({});
+  coordinator->WaitForLine("127.0.0.1:");
+  coordinator->Signal(SIGUSR1);  // not "deposed"
+  coordinator->Signal(SIGUSR2);  // not "the journal has failed"
+  coordinator->Signal(SIGTERM);
+  EXPECT_EQ(coordinator->Wait(), 0);
+}
+
 TEST_F(CommandsTest, Mistakes_AreOneLineEach) {
   const std::string coordinator = "coordinator/cmd/muster-coordinator";
   const std::string agent = "worker/agent/cmd/muster-agent";
@@ -67,6 +76,12 @@ TEST_F(CommandsTest, Mistakes_AreOneLineEach) {
       {coordinator, {"--tls_cert", "/nowhere.pem", "--tls_key", "/nowhere.pem"}, "/nowhere.pem"},
       {coordinator, {"--data_dir", "/proc/nowhere"}, "/proc/nowhere"},
       {coordinator, {"--lease", "0"}, "--lease"},
+      {coordinator, {"--lease", "nan"}, "--lease"},
+      {coordinator, {"--data_dir", ""}, "--data_dir"},
+      {coordinator, {"--data_dir="}, "--data_dir"},
+      {coordinator, {"--verify_journal", ""}, "--verify_journal"},
+      {coordinator, {"--snapshot_records", "0"}, "--snapshot_records"},
+      {coordinator, {"--snapshot_records", "-1"}, "--snapshot_records"},
       {agent, {"--bogus"}, "--bogus"},
       {agent, {"--", "true"}, "--coordinator"},
       {agent, {"--coordinator", "127.0.0.1:1", "--num_processes", "0", "--", "true"}, "Value 0"},
