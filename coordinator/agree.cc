@@ -8,7 +8,8 @@
 namespace muster::coordinator {
 namespace {
 constexpr size_t kKept = 64;
-}
+constexpr size_t kMaxOpen = 1024;
+}  // namespace
 
 AgreeSet::AgreeSet(int world_size, bool counters_known, Alive alive, Describe describe)
     : world_size_(world_size),
@@ -54,6 +55,11 @@ std::optional<v1::OpError> AgreeSet::Enter(CallId call, const v1::AgreeAliveRequ
       return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_BARRIER_COUNTER,
                        absl::StrCat("the next agreement is ", next_, ", not ", counter,
                                     ": count them from 0 in each generation, one more each time"));
+    }
+    if (open_.size() >= kMaxOpen) {
+      return TooLarge("counter",
+                      absl::StrCat("this job has ", kMaxOpen,
+                                   " open agreements: wait for some of them before opening one"));
     }
     next_ = std::max(next_, counter + 1);
     it = open_.emplace(counter, Instance()).first;

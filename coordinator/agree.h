@@ -39,7 +39,7 @@ class AgreeSet {
   AgreeSet(int world_size, bool counters_known, Alive alive, Describe describe);
 
   // An error here concerns this call only. Errors: BAD_FIELD; BARRIER_COUNTER; RESULT_FORGOTTEN;
-  // DESYNC if the set differs from that of the others.
+  // LIMIT if 1,024 are open; DESYNC if the set differs from that of the others.
   std::optional<v1::OpError> Enter(CallId call, const v1::AgreeAliveRequest& request, int rank,
                                    absl::Time now, const v1::ReplyHeader& header,
                                    std::vector<Done>* done);

@@ -140,6 +140,15 @@ TEST_F(AgreeTest, Counter_MustFollow) {
   EXPECT_FALSE(errors_[Enter(0, 41)].has_value());
 }
 
+TEST_F(AgreeTest, TooManyOpen_AreRefused) {
+  Make(2);
+  for (uint64_t counter = 0; counter < 1024; ++counter)
+    ASSERT_FALSE(errors_[Enter(0, counter)].has_value());
+  EXPECT_EQ(errors_[Enter(0, 1024)]->detail().reason(), v1::ERROR_REASON_LIMIT);
+  EXPECT_TRUE(Answered(Enter(1, 0)));
+  EXPECT_FALSE(errors_[Enter(0, 1024)].has_value());
+}
+
 TEST_F(AgreeTest, Set_MustBeTheSameAndHoldTheCaller) {
   Make(3);
   EXPECT_EQ(errors_[Enter(0, 0, {1, 2})]->detail().field(), "set");

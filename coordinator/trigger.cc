@@ -61,6 +61,14 @@ std::optional<v1::OpError> TriggerSet::Raise(const v1::RaiseTriggerRequest& requ
                                          " triggers wait for ranks to act upon them: trigger ",
                                          Quoted(request.name()), " must wait until some have"));
   }
+  size_t payloads = request.payload().size();
+  for (const auto& [id, trigger] : triggers_) payloads += trigger.record.payload().size();
+  if (payloads > kMaxPayloads) {
+    return TooLarge("payload", absl::StrCat("the payload of trigger ", Quoted(request.name()),
+                                            " makes those of all triggers that wait ", payloads,
+                                            " bytes: at most ", kMaxPayloads,
+                                            "; put it under a key and send the key"));
+  }
   if (request.min_lead_steps() < 0 || request.min_lead_steps() > kMaxStep) {
     return BadField("min_lead_steps",
                     absl::StrCat("min_lead_steps of trigger ", Quoted(request.name()), " is ",

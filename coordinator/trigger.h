@@ -33,6 +33,8 @@ class TriggerSet {
   static constexpr size_t kMaxName = 128;
   static constexpr size_t kMaxPayload = 64 << 10;
   static constexpr size_t kMaxLive = 256;
+  // Of all that are live: every poll tells of all of them, in one message.
+  static constexpr size_t kMaxPayloads = 512 << 10;
   // How far ahead a horizon or lead may be: keeps arithmetic on steps from overflowing.
   static constexpr int64_t kMaxStep = int64_t{1} << 60;
 

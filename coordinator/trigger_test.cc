@@ -221,6 +221,24 @@ TEST_F(TriggerTest, NextGeneration_DropsRanksTriggersAndKeepsOperators) {
   EXPECT_EQ(Promise(1, id, 2), 3);
 }
 
+TEST_F(TriggerTest, LargePayloads_AreRefusedBeforeAPollIsTooLargeForAMessage) {
+  v1::RaiseTriggerRequest request;
+  request.set_name("x");
+  request.set_payload(std::string(TriggerSet::kMaxPayload, 'x'));
+  v1::RaiseTriggerReply reply;
+  uint64_t id = 1;
+  while (!set_.Raise(request, 0, id, &reply, &changes_).has_value()) ++id;
+  EXPECT_EQ(id - 1, TriggerSet::kMaxPayloads / TriggerSet::kMaxPayload);
+  EXPECT_EQ(set_.Raise(request, 0, id, &reply, &changes_)->detail().field(), "payload");
+  request.clear_payload();
+  EXPECT_FALSE(set_.Raise(request, 0, id, &reply, &changes_).has_value());
+  v1::PollTriggersRequest poll;
+  poll.set_step(1);
+  v1::PollTriggersReply told;
+  EXPECT_FALSE(set_.Poll(poll, 0, &told, &changes_).has_value());
+  EXPECT_LT(told.ByteSizeLong(), size_t{1} << 20);
+}
+
 TEST_F(TriggerTest, BadInput_IsRefused) {
   v1::RaiseTriggerRequest request;
   v1::RaiseTriggerReply reply;
