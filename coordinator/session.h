@@ -42,7 +42,9 @@ class AgentSession {
   // The first frame of a stream: goes out before all others.
   void Welcome(uint32_t protocol, uint64_t term, absl::string_view cluster_id,
                absl::Duration lease);
-  // A frame other than hello. True: apply it. False: it was applied when it came on an earlier
+  // False: frames before this one are missing, which no correct agent can send. End the stream.
+  bool Follows(const v1::AgentFrame& frame) const { return frame.seq() <= received_ + 1; }
+  // A frame other than hello, that follows. True: apply it. False: it was applied when it came on an earlier
   // stream.
   bool Receive(const v1::AgentFrame& frame);
 

@@ -57,6 +57,17 @@ TEST(AgentSession, FrameSentAgain_IsAppliedOnce) {
   EXPECT_TRUE(session.Receive(Frame(3)));
 }
 
+TEST(AgentSession, FrameAfterAGap_DoesNotFollow) {
+  AgentSession session("n", 7, "s");
+  EXPECT_FALSE(session.Follows(Frame(2)));
+  EXPECT_TRUE(session.Follows(Frame(1)));
+  session.Receive(Frame(1));
+  EXPECT_TRUE(session.Follows(Frame(1)));  // again
+  EXPECT_TRUE(session.Follows(Frame(2)));
+  EXPECT_TRUE(session.Follows(Frame(0)));
+  EXPECT_FALSE(session.Follows(Frame(3)));
+}
+
 TEST(AgentSession, FramesWithoutSeq_AreAlwaysApplied) {
   AgentSession session("n", 7, "s");
   EXPECT_TRUE(session.Receive(Frame(4)));

@@ -297,7 +297,7 @@ void Cluster::Received(Agent& agent, const char* bytes, size_t size) {
   if (frame.seq() != 0) agent.received = frame.seq();
   switch (frame.kind_case()) {
     case v1::CoordinatorFrame::kWelcome:
-      if (frame.welcome().session_id() != agent.session) agent.received = 0;
+      if (frame.welcome().session_id() != agent.session) agent.received = agent.seq = 0;
       agent.session = frame.welcome().session_id();
       if (!agent.welcome) {
         agent.welcome = true;

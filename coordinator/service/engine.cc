@@ -695,9 +695,17 @@ void Engine::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFram
     link->Close(absl::InvalidArgumentError("hello comes once in a stream"));
     return;
   }
+  bool follows;
   {
     MutexLock lock(&session->mu);
-    if (!session->agent.Receive(frame)) return;  // applied when it came on an earlier stream
+    follows = session->agent.Follows(frame);
+    // Else applied when it came on an earlier stream.
+    if (follows && !session->agent.Receive(frame)) return;
+  }
+  if (!follows) {
+    link->Close(absl::InvalidArgumentError(
+        absl::StrCat("frame ", frame.seq(), " does not follow the last one: frames are missing")));
+    return;
   }
   MarkDirty(session);
   const absl::Time now = options_.clock->Now();

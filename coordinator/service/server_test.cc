@@ -243,7 +243,7 @@ class AgentClient {
     v1::CoordinatorFrame frame;
     EXPECT_TRUE(stream_->Read(&frame));
     EXPECT_TRUE(frame.has_welcome()) << frame.ShortDebugString();
-    if (frame.welcome().session_id() != session_) received_ = 0;
+    if (frame.welcome().session_id() != session_) received_ = seq_ = 0;
     session_ = frame.welcome().session_id();
     return frame.welcome();
   }
@@ -263,7 +263,10 @@ class AgentClient {
     EXPECT_TRUE(stream_->Write(frame));
     return seq_;
   }
-  void SendAgain() { EXPECT_TRUE(stream_->Write(last_)); }
+  void SendAgain() {
+    if (last_.seq() > seq_) last_.set_seq(++seq_);  // in a new session
+    EXPECT_TRUE(stream_->Write(last_));
+  }
   void SendRaw(const v1::AgentFrame& frame) { EXPECT_TRUE(stream_->Write(frame)); }
   // The next frame that is more than an acknowledgement; false when the stream has ended.
   bool Read(v1::CoordinatorFrame* frame) {
