@@ -16,6 +16,7 @@
 #include "absl/container/btree_map.h"
 #include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "coordinator/agree.h"
 #include "coordinator/barrier.h"
@@ -88,7 +89,9 @@ class Core::Impl {
   class Job;
   friend class Core;
 
-  explicit Impl(CoreOptions options) : options_(std::move(options)) {}
+  explicit Impl(CoreOptions options) : options_(std::move(options)) {
+    if (!absl::SimpleHexAtoi(options_.cluster_id.substr(0, 16), &cluster_)) cluster_ = 0;
+  }
 
   void Begin(absl::Time now, Output* out);
   // Ends the part of an event that concerns `job` (null: none): writes its record and lets replies
@@ -172,6 +175,7 @@ class Core::Impl {
   void Remove(Job* job);
 
   CoreOptions options_;
+  uint64_t cluster_ = 0;  // as Fence has it; 0: unknown, not checked
   CoreStats stats_;
   uint64_t term_ = 0;  // of the journal until StartTerm
   bool serving_ = false;

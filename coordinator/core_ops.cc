@@ -15,6 +15,7 @@ namespace muster::coordinator {
 namespace {
 
 constexpr int kMaxWorkers = 1 << 20;
+constexpr size_t kMaxMembersBytes = 1 << 20;
 
 // Of everything but the fence, which a retry may bring newer.
 template <typename Request>
@@ -73,6 +74,19 @@ std::optional<v1::OpError> CheckSpec(const v1::RendezvousSpec& spec) {
 }  // namespace
 
 std::optional<v1::OpError> Core::Impl::CheckJob(const v1::Fence& fence, Job** job) {
+  *job = FindJob(fence.job_id());
+  // Its terms are not ours: a process that is left over from them must not depose us.
+  if (fence.cluster() != 0 && cluster_ != 0 && fence.cluster() != cluster_) {
+    v1::OpError error =
+        MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_OTHER_CLUSTER,
+                  absl::StrCat("the caller worked with another coordinator's data than this one's "
+                               "(cluster ",
+                               options_.cluster_id,
+                               "): the data directory was changed, or the address went to another "
+                               "coordinator; start the job again"));
+    error.mutable_detail()->set_current_term(term_);
+    return error;
+  }
   if (fence.term_seen() > term_) {
     out_->deposed = true;
     v1::OpError error =
@@ -82,7 +96,6 @@ std::optional<v1::OpError> Core::Impl::CheckJob(const v1::Fence& fence, Job** jo
     error.mutable_detail()->set_current_term(term_);
     return error;
   }
-  *job = FindJob(fence.job_id());
   if (*job == nullptr) return UnknownJob(fence.job_id());
   return std::nullopt;
 }
@@ -247,7 +260,8 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
   }
   Job* job = nullptr;
   if (auto error = CheckJob(fence, &job)) {
-    // That the job is unknown is no error here: this is how it begins.
+    // That the job is unknown is no error here: this is how it begins, also for whoever comes from
+    // another cluster.
     if (error->detail().reason() == v1::ERROR_REASON_STOPPING) return fail(*std::move(error));
   }
   if (request.has_spec()) {
@@ -833,7 +847,16 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
       v1::GetMembersReply* reply = result.mutable_get_members();
       *reply->mutable_header() = Header();
       reply->set_generation(job->generation_);
-      for (const Seat& seat : job->seats_) *reply->add_members() = job->MakeMember(seat);
+      size_t bytes = 0;
+      for (const Seat& seat : job->seats_) {
+        v1::Member* const member = reply->add_members();
+        *member = job->MakeMember(seat);
+        bytes += member->ByteSizeLong();
+        if (bytes <= kMaxMembersBytes || !member->has_exit()) continue;
+        // Of ten thousand that failed, all fit into one message, if not what each of them said.
+        member->mutable_exit()->clear_last_log_lines();
+        member->mutable_exit()->set_message(Cut(member->exit().message(), 64));
+      }
       std::vector<const Waiting*> waiting;
       for (const auto& [worker_id, one] : job->waiting_) waiting.push_back(&one);
       std::sort(waiting.begin(), waiting.end(),

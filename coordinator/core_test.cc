@@ -748,6 +748,49 @@ TEST_F(CoreTest, Fence_HigherTerm_DeposesTheCoordinator) {
   EXPECT_TRUE(bench_.deposed_);
 }
 
+TEST_F(CoreTest, GetMembers_OfManyThatFailedWithLastWords_FitsAMessage) {
+  std::vector<Worker> workers = Form(100, /*end_on_failure=*/false);
+  for (const Worker& worker : workers) {
+    v1::Op op;
+    v1::ReportExitRequest* exit = op.mutable_report_exit();
+    exit->mutable_fence()->set_job_id("j");
+    exit->set_worker_id(worker.id);
+    exit->set_incarnation(worker.incarnation);
+    exit->mutable_cause()->set_exit_code(3);
+    for (int i = 0; i < 64; ++i) exit->mutable_cause()->add_last_log_lines(std::string(1000, 'x'));
+    bench_.Do(op);
+  }
+  v1::Op op;
+  op.mutable_get_members()->set_job_id("j");
+  const v1::GetMembersReply& reply = bench_.Result(bench_.Do(op)).get_members();
+  EXPECT_LT(reply.ByteSizeLong(), size_t{2} << 20);
+  ASSERT_EQ(reply.members_size(), 100);
+  EXPECT_EQ(reply.members(0).exit().last_log_lines_size(), 64);
+  EXPECT_EQ(reply.members(99).exit().exit_code(), 3);
+}
+
+TEST_F(CoreTest, Fence_OfAnotherCluster_IsRefusedAndDeposesNobody) {
+  bench_.Restart();  // with its cluster_id
+  std::vector<Worker> workers = Form(1);
+  v1::Op op = PutOp(workers[0], "k", "v");
+  v1::Fence& fence = *op.mutable_txn()->mutable_fence();
+  fence.set_term_seen(7);
+  fence.set_cluster(0xc2);
+  EXPECT_EQ(bench_.Reason(bench_.Do(op)), v1::ERROR_REASON_OTHER_CLUSTER);
+  EXPECT_FALSE(bench_.deposed_);
+  fence.set_cluster(0xc1);
+  fence.set_term_seen(1);
+  EXPECT_FALSE(bench_.Result(bench_.Do(op)).has_error());
+  // Whoever comes from there may begin anew, also in a job that is known here.
+  Worker stray{.id = "w1", .incarnation = 55};
+  v1::Op join = JoinOp(stray, spec_);
+  join.mutable_join()->mutable_fence()->set_term_seen(7);
+  join.mutable_join()->mutable_fence()->set_cluster(0xc2);
+  const CallId call = bench_.Do(join);
+  EXPECT_FALSE(bench_.deposed_);
+  EXPECT_FALSE(bench_.Answered(call)) << "it waits for a seat";
+}
+
 TEST_F(CoreTest, Fence_NotSeated_NotMember) {
   Form(1);
   Worker stranger{"x", 5, "h", 1};

@@ -299,6 +299,7 @@ void RelayCore::SendTogether(std::vector<Arrival> arrivals) {
   fence.set_generation(first.fence().generation());
   fence.set_worker_id(options_.node);
   fence.set_incarnation(options_.incarnation);
+  fence.set_cluster(first.fence().cluster());
   many.set_barrier_id(first.barrier_id());
   many.set_counter(first.counter());
   *many.mutable_timeout() = first.timeout();

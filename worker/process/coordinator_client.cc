@@ -7,7 +7,9 @@
 #include <map>
 #include <random>
 #include <thread>
+#include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "base/clock.h"
 #include "base/failpoint.h"
@@ -402,6 +404,7 @@ class CoordinatorClient::Impl {
     fence->set_worker_id(options_.worker_id);
     fence->set_incarnation(options_.incarnation);
     fence->set_term_seen(term_);
+    fence->set_cluster(cluster_);
     fence->set_generation(seat_ ? seat_->generation : 0);
     fence->set_request_id(++request_id_);
   }
@@ -435,7 +438,7 @@ class CoordinatorClient::Impl {
       rpc::SetTimeout(context, std::max(deadline - clock.Now(), absl::Milliseconds(1)));
       const absl::Status status = rpc::FromGrpc((stub.*method)(&context, *request, reply));
       if (status.ok()) {
-        SeeTerm(reply->header().term());
+        See(reply->header());
         return status;
       }
       const bool lost = rpc::IsLost(status);
@@ -455,9 +458,13 @@ class CoordinatorClient::Impl {
     }
   }
 
-  void SeeTerm(uint64_t term) {
+  void See(const v1::ReplyHeader& header) {
+    uint64_t cluster = 0;
+    if (!absl::SimpleHexAtoi(header.cluster_id().substr(0, 16), &cluster)) cluster = 0;
     MutexLock lock(&mu_);
-    term_ = std::max(term_, term);
+    // Terms of one cluster say nothing about another.
+    if (cluster != 0 && std::exchange(cluster_, cluster) != cluster) term_ = 0;
+    term_ = std::max(term_, header.term());
   }
 
   void Pulse() {
@@ -501,6 +508,7 @@ class CoordinatorClient::Impl {
   std::optional<Seat> seat_ ABSL_GUARDED_BY(mu_);
   uint64_t table_digest_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t term_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t cluster_ ABSL_GUARDED_BY(mu_) = 0;  // as Fence has it
   uint64_t request_id_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<std::string, Counter> counters_ ABSL_GUARDED_BY(mu_);
   int64_t step_ ABSL_GUARDED_BY(mu_) = 0;
@@ -665,21 +673,28 @@ absl::StatusOr<std::string> CoordinatorClient::CompareSet(const std::string& key
 
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> CoordinatorClient::List(
     const std::string& prefix, bool keys_only) {
-  v1::TxnRequest request;
-  v1::GetOp& get = *request.add_then()->mutable_get();
-  get.set_key(prefix);
-  get.set_prefix(true);
-  get.set_keys_only(keys_only);
-  MUSTER_ASSIGN_OR_RETURN(const v1::TxnReply reply, impl_->Txn("list", std::move(request)));
   std::vector<std::pair<std::string, std::string>> entries;
-  if (reply.results_size() == 0) return entries;
-  if (reply.results(0).more()) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("list '", prefix, "': more than ", reply.results(0).kvs_size(), " keys"));
+  while (true) {
+    v1::TxnRequest request;
+    v1::GetOp& get = *request.add_then()->mutable_get();
+    get.set_key(prefix);
+    get.set_prefix(true);
+    get.set_keys_only(keys_only);
+    if (!entries.empty()) get.set_after(entries.back().first);
+    MUSTER_ASSIGN_OR_RETURN(const v1::TxnReply reply, impl_->Txn("list", std::move(request)));
+    if (reply.results_size() == 0) return absl::InternalError("list: an answer without a result");
+    const v1::KvOpResult& page = reply.results(0);
+    for (const v1::KeyValue& kv : page.kvs()) {
+      // An older coordinator does not know of pages and begins anew.
+      if (!entries.empty() && kv.key() <= entries.back().first) {
+        return absl::ResourceExhaustedError(
+            absl::StrCat("list '", prefix, "': more than ", entries.size(),
+                         " keys, and the coordinator is too old to tell of them in pages"));
+      }
+      entries.emplace_back(kv.key(), kv.value());
+    }
+    if (!page.more() || page.kvs_size() == 0) return entries;
   }
-  for (const v1::KeyValue& kv : reply.results(0).kvs()) entries.emplace_back(kv.key(), kv.value());
-  std::sort(entries.begin(), entries.end());
-  return entries;
 }
 
 absl::StatusOr<BarrierResult> CoordinatorClient::Barrier(const std::string& name,
