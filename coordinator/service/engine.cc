@@ -25,6 +25,7 @@ namespace {
 
 constexpr uint32_t kProtocol = 1;
 constexpr size_t kWatchBatchBytes = 256 << 10;
+constexpr uint64_t kRevisionsBetweenProgress = 1024;
 // Up to here a frame is copied into one piece, which is cheaper than sending several.
 constexpr size_t kCopyBytes = 8 << 10;
 constexpr absl::Duration kTrimPeriod = absl::Seconds(5);
@@ -896,9 +897,14 @@ void Engine::DoWatch(Watcher& watcher) {
     return;
   }
   watcher.next = batch.next_revision();
-  // The first batch is sent even if empty: it tells the watcher from where on it sees everything.
-  if (batch.events_size() == 0 && watcher.greeted) return;
+  // The first batch is sent even if empty: it tells the watcher from where on it sees everything. So
+  // is one now and then: who watches what seldom changes would else resume from where nothing is
+  // kept any more.
+  if (batch.events_size() == 0 && watcher.greeted &&
+      watcher.next - watcher.told < kRevisionsBetweenProgress)
+    return;
   watcher.greeted = true;
+  watcher.told = watcher.next;
   watcher.writing = true;
   *batch.mutable_header() = core_.Header();
   MUSTER_FAILPOINT("engine.watch_push");

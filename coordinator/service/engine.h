@@ -158,6 +158,7 @@ class Engine {
     std::shared_ptr<WatchLink> link;
     v1::WatchRequest request;
     uint64_t next = 0;
+    uint64_t told = 0;  // the `next` that it knows
     bool writing = false;
     bool greeted = false;
   };

@@ -1013,9 +1013,10 @@ TEST(Journal, SnapshotThatFails_IsReported) {
 // A watch, read to the end of what is asked.
 class Watcher {
  public:
-  Watcher(Client& client, const std::string& job, uint64_t from) {
+  Watcher(Client& client, const std::string& job, uint64_t from, const std::string& prefix = "") {
     v1::WatchRequest request;
     request.set_job_id(job);
+    request.set_key_prefix(prefix);
     request.set_keys(true);
     request.set_from_revision(from);
     rpc::SetTimeout(context_, kPatience);
@@ -1087,6 +1088,24 @@ TEST(Watch, Compacted_SaysFromWhereToGoOn) {
   ASSERT_TRUE(rpc::GetDetail(status).has_value());
   EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_COMPACTED);
   EXPECT_GT(rpc::GetDetail(status)->compacted_revision(), 1u);
+}
+
+TEST(Watch, QuietPrefix_IsToldHowFarItHasSeen) {
+  auto server = StartServer();
+  Client client(server->address());
+  const uint64_t generation = SeatOne(client, "j");
+  Watcher watcher(client, "j", 0, "quiet/");
+  v1::WatchBatch batch;
+  ASSERT_TRUE(watcher.Read(&batch));
+  const uint64_t first = batch.next_revision();
+  for (int i = 0; i < 1100; ++i)
+    ASSERT_TRUE(client.Put(FenceOf("j", 0, generation), "busy/k", absl::StrCat(i), false).ok());
+  ASSERT_TRUE(watcher.Read(&batch));
+  EXPECT_EQ(batch.events_size(), 0);
+  EXPECT_GE(batch.next_revision(), first + 1024);
+  ASSERT_TRUE(client.Put(FenceOf("j", 0, generation), "quiet/k", "v", false).ok());
+  while (batch.events_size() == 0) ASSERT_TRUE(watcher.Read(&batch));
+  EXPECT_EQ(batch.events(0).put().key(), "quiet/k");
 }
 
 TEST(Watch, UnknownJob_IsNotFound) {
