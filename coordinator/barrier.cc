@@ -12,8 +12,6 @@ namespace {
 
 constexpr size_t kMaxNames = 65536;
 constexpr int kNamedInMessage = 4;
-constexpr int kCulpritsInError = 64;
-constexpr int kMissingInError = 4096;
 constexpr int kLatestInReport = 3;
 constexpr int kCompared = 1024;
 
@@ -434,7 +432,7 @@ void BarrierSet::Fail(Instance* instance, v1::BarrierReport report, absl::Status
   for (int i = 0; i < std::min(report.culprits_size(), kCulpritsInError); ++i) {
     *detail->add_culprits() = report.culprits(i);
   }
-  host_->Report(report);
+  host_->Report(report, instance->members);
   Finish(instance, std::make_shared<Answer>(std::move(result), true), std::move(report), true);
 }
 
@@ -575,7 +573,8 @@ void BarrierSet::RestoreEnd(absl::string_view barrier_id, uint64_t counter, v1::
 }
 
 std::optional<v1::OpError> BarrierSet::Cancel(absl::string_view barrier_id, uint64_t counter,
-                                              absl::string_view reason, absl::Time now) {
+                                              absl::string_view by, absl::string_view reason,
+                                              absl::Time now) {
   const auto it = names_.find(barrier_id);
   Instance* const instance = it == names_.end() ? nullptr : it->second.open;
   if (instance == nullptr || instance->counter != counter) {
@@ -586,7 +585,7 @@ std::optional<v1::OpError> BarrierSet::Cancel(absl::string_view barrier_id, uint
   v1::BarrierReport report = MakeReport(*instance, v1::BARRIER_STATE_CANCELLED, now);
   AddMissing(*instance, &report);
   report.set_message(absl::StrCat("barrier ", Quoted(barrier_id), " counter ", counter,
-                                  " was cancelled", reason.empty() ? "" : ": ", reason));
+                                  " was cancelled by ", by, reason.empty() ? "" : ": ", reason));
   Fail(instance, std::move(report), absl::StatusCode::kCancelled,
        v1::ERROR_REASON_CANCELLED_BY_PEER);
   return std::nullopt;
@@ -668,7 +667,7 @@ void BarrierSet::Tick(absl::Time now) {
           "barrier ", Quoted(instance->id), " counter ", instance->counter, " has waited ",
           DurationText(FromProto(report.open_for())), " for ", report.missing_ranks_size(), " of ",
           instance->expected, " ranks: ", MissingText(report)));
-      host_->Report(report);
+      host_->Report(report, instance->members);
       instance->soft_at = absl::InfiniteFuture();
     }
     Schedule(instance);
@@ -725,6 +724,19 @@ void BarrierSet::AddScores(const Instance& instance, int last_rank, int64_t firs
     score.max_us = std::max(score.max_us, late);
   }
   if (last_rank >= 0) ++scores_[0][last_rank].times_last;
+}
+
+void BarrierSet::InheritScores(const BarrierSet& former, absl::Span<const int> former_ranks) {
+  scored_ = former.scored_;
+  for (int window = 0; window < 2; ++window) {
+    const std::vector<RankScore>& from = former.scores_[window];
+    std::vector<RankScore>& to = scores_[window];
+    if (from.empty()) continue;
+    to.assign(world_size_, RankScore());
+    for (int rank = 0; rank < world_size_; ++rank) {
+      if (former_ranks[rank] >= 0) to[rank] = from[former_ranks[rank]];
+    }
+  }
 }
 
 void BarrierSet::Stragglers(v1::StragglerReportReply* reply) const {

@@ -38,6 +38,10 @@ struct Arrival {
   v1::BarrierState previous_state = v1::BARRIER_STATE_UNSPECIFIED;
 };
 
+// Of what a failed barrier can tell, an error carries so much; Describe gives all.
+constexpr int kCulpritsInError = 64;
+constexpr int kMissingInError = 4096;
+
 // What a BarrierSet asks of its surroundings.
 class BarrierHost {
  public:
@@ -53,8 +57,8 @@ class BarrierHost {
   // from now on is sent.
   virtual void JournalEnd(const std::string& barrier_id, uint64_t counter,
                           const Answer& answer) = 0;
-  // A barrier reached its soft deadline (state OPEN) or failed.
-  virtual void Report(const v1::BarrierReport& report) = 0;
+  // A barrier of these ranks (empty: all) reached its soft deadline (state OPEN) or failed.
+  virtual void Report(const v1::BarrierReport& report, absl::Span<const int32_t> members) = 0;
   // These ranks kept others waiting until a deadline.
   virtual void Blame(absl::Span<const int32_t> ranks) = 0;
 };
@@ -115,9 +119,9 @@ class BarrierSet {
   // An error here concerns this call only. Otherwise the answer is delivered, now or later. The
   // ranks are alive.
   std::optional<v1::OpError> Arrive(const Arrival& arrival, absl::Time now);
-  // Errors: NOT_FOUND.
+  // `by`: whoever cancels, for the report. Errors: NOT_FOUND.
   std::optional<v1::OpError> Cancel(absl::string_view barrier_id, uint64_t counter,
-                                    absl::string_view reason, absl::Time now);
+                                    absl::string_view by, absl::string_view reason, absl::Time now);
   void Recall(absl::string_view barrier_id, uint64_t counter, v1::BarrierState state);
   // After a restart: until `until`, an instance that may have passed before does not fail because a
   // rank is gone, so that those who saw it pass have time to say so.
@@ -140,6 +144,9 @@ class BarrierSet {
                                       absl::Time now, v1::BarrierReport* report) const;
   void List(bool only_open, absl::Time now, v1::ListBarriersReply* reply) const;
   void Stragglers(v1::StragglerReportReply* reply) const;
+  // Goes on with the lateness that `former` has counted: `former_ranks` says for each rank which it
+  // was there; -1: none.
+  void InheritScores(const BarrierSet& former, absl::Span<const int> former_ranks);
   const BarrierCounts& counts() const { return counts_; }
   size_t open() const { return open_.size(); }
   // Calls f(id, counter, answer) for the kept results that are journaled, oldest first.

@@ -38,7 +38,9 @@ class FakeHost : public BarrierHost {
   void JournalEnd(const std::string& id, uint64_t counter, const Answer&) override {
     journal.push_back(absl::StrCat(id, "/", counter));
   }
-  void Report(const v1::BarrierReport& report) override { reports.push_back(report); }
+  void Report(const v1::BarrierReport& report, absl::Span<const int32_t>) override {
+    reports.push_back(report);
+  }
   void Blame(absl::Span<const int32_t> ranks) override {
     blamed.assign(ranks.begin(), ranks.end());
   }
@@ -368,12 +370,13 @@ TEST_F(BarrierTest, RankReplaced_MustComeAgain) {
 TEST_F(BarrierTest, Cancel_TellsAllAndOnlyAnOpenOne) {
   Make(2);
   const CallId a = Arrive(0, "b", 0);
-  EXPECT_EQ(set_->Cancel("b", 1, "", now_)->code(), static_cast<int>(absl::StatusCode::kNotFound));
-  EXPECT_FALSE(set_->Cancel("b", 0, "operator", now_).has_value());
+  EXPECT_EQ(set_->Cancel("b", 1, "rank 1", "", now_)->code(),
+            static_cast<int>(absl::StatusCode::kNotFound));
+  EXPECT_FALSE(set_->Cancel("b", 0, "rank 1", "disk is full", now_).has_value());
   EXPECT_EQ(Reason(a), v1::ERROR_REASON_CANCELLED_BY_PEER);
-  EXPECT_THAT(Result(a).error().message(), HasSubstr("operator"));
+  EXPECT_THAT(Result(a).error().message(), HasSubstr("was cancelled by rank 1: disk is full"));
   EXPECT_EQ(Reason(Arrive(1, "b", 0)), v1::ERROR_REASON_CANCELLED_BY_PEER);
-  EXPECT_TRUE(set_->Cancel("b", 0, "", now_).has_value());
+  EXPECT_TRUE(set_->Cancel("b", 0, "rank 1", "", now_).has_value());
 }
 
 TEST_F(BarrierTest, EndAll_EndsEveryOpenBarrier) {
@@ -423,6 +426,36 @@ TEST_F(BarrierTest, Stragglers_RanksByMeanLateness) {
   EXPECT_EQ(reply.rows(0).times_last(), 10u);
   EXPECT_EQ(FromProto(reply.rows(0).max_lateness()), absl::Milliseconds(101));
   EXPECT_EQ(FromProto(reply.rows(1).mean_lateness()), absl::Milliseconds(1));
+}
+
+TEST_F(BarrierTest, Stragglers_OfTheFormerGeneration_GoOnWithTheirNewRank) {
+  Make(3);
+  for (int counter = 0; counter < 10; ++counter) {
+    Arrive(0, "b", counter);
+    Arrive(2, "b", counter);
+    now_ += absl::Milliseconds(5);
+    Arrive(1, "b", counter);
+  }
+  // Rank 2 is gone, rank 1 has become rank 0 and rank 0 rank 1; a newcomer is rank 2.
+  const std::unique_ptr<BarrierSet> former = std::move(set_);
+  Make(3);
+  const std::vector<int> former_ranks = {1, 0, -1};
+  set_->InheritScores(*former, former_ranks);
+  Arrive(0, "b", 0);
+  Arrive(1, "b", 0);
+  now_ += absl::Milliseconds(1);
+  Arrive(2, "b", 0);
+  v1::StragglerReportReply reply;
+  set_->Stragglers(&reply);
+  ASSERT_EQ(reply.rows_size(), 3);
+  EXPECT_EQ(reply.rows(0).rank(), 0);
+  EXPECT_EQ(reply.rows(0).barriers(), 11u);
+  EXPECT_EQ(reply.rows(0).times_last(), 10u);
+  EXPECT_EQ(FromProto(reply.rows(0).max_lateness()), absl::Milliseconds(5));
+  EXPECT_EQ(reply.rows(1).rank(), 2);
+  EXPECT_EQ(reply.rows(1).barriers(), 1u);
+  EXPECT_EQ(reply.rows(2).rank(), 1);
+  EXPECT_EQ(reply.rows(2).barriers(), 11u);
 }
 
 TEST_F(BarrierTest, Describe_OpenFinishedAndUnknown) {

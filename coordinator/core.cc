@@ -313,6 +313,14 @@ void Core::FillStatus(v1::StatusReply* status) const {
     }
     one->set_min_step(job->seats_.empty() ? 0 : min_step);
     one->set_max_step(max_step);
+    for (const auto& [host, state] : job->hosts_) {
+      if (state.until <= impl_->now_) continue;
+      v1::QuarantinedHost* out = one->add_quarantined();
+      out->set_host(host);
+      *out->mutable_left() = ToProto(state.until - impl_->now_);
+      out->set_reason(state.reason);
+      out->set_automatic(state.automatic);
+    }
   }
 }
 

@@ -272,6 +272,9 @@ class Core::Impl::Job : public BarrierHost {
   void DropWaiting(const std::string& worker_id, const v1::OpError& error);
   void Unqueue(absl::flat_hash_map<std::string, Waiting>::iterator it);
   Kind KindOf(const v1::JoinRequest& request) const;
+  // How many workers the last generation had that did not leave it on purpose.
+  int FormerWorld() const;
+  bool SurvivorsWait() const;
   void Recount();
   void Evaluate();
   void Seal(int world_size);
@@ -308,7 +311,7 @@ class Core::Impl::Job : public BarrierHost {
   void AskStack(int rank) override;
   void Deliver(const std::vector<CallId>& calls, std::shared_ptr<const Answer> answer) override;
   void JournalEnd(const std::string& barrier_id, uint64_t counter, const Answer& answer) override;
-  void Report(const v1::BarrierReport& report) override;
+  void Report(const v1::BarrierReport& report, absl::Span<const int32_t> members) override;
   void Blame(absl::Span<const int32_t> ranks) override;
 
   Impl* const impl_;

@@ -360,6 +360,21 @@ void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const
   Evaluate();
 }
 
+int Core::Impl::Job::FormerWorld() const {
+  return static_cast<int>(std::count_if(seats_.begin(), seats_.end(), [](const Seat& seat) {
+    const v1::ExitCause& exit = seat.record.exit();
+    return seat.record.state() != v1::WORKER_STATE_LEFT &&
+           (seat.record.state() != v1::WORKER_STATE_EXITED || exit.exit_code() != 0 ||
+            exit.signal() != 0);
+  }));
+}
+
+bool Core::Impl::Job::SurvivorsWait() const {
+  return std::all_of(seats_.begin(), seats_.end(), [&](const Seat& seat) {
+    return !seat.alive() || waiting_.contains(seat.record.worker_id());
+  });
+}
+
 void Core::Impl::Job::Evaluate() {
   if (sealed_ || closed_ || waiting_.empty()) {
     last_call_at_ = absl::InfiniteFuture();
@@ -368,13 +383,16 @@ void Core::Impl::Job::Evaluate() {
   const int ordinary = waiting_kinds_[static_cast<int>(Kind::kOrdinary)];
   const int spares = waiting_kinds_[static_cast<int>(Kind::kSpare)];
   const int last_resorts = waiting_kinds_[static_cast<int>(Kind::kLastResort)];
-  const std::optional<int> world = FeasibleWorld(spec_, ordinary, spares, last_resorts);
+  // Spares replace who was lost.
+  const int former = spares > 0 && ordinary + spares >= spec_.min_workers() ? FormerWorld() : 0;
+  const std::optional<int> world = FeasibleWorld(spec_, former, ordinary, spares, last_resorts);
   if (!world.has_value()) {
     last_call_at_ = absl::InfiniteFuture();
     return;
   }
   const int step = std::max(1, spec_.divisible_by());
-  if (ordinary >= spec_.max_workers() / step * step || last_call_at_ <= impl_->now_) {
+  if (ordinary >= spec_.max_workers() / step * step || last_call_at_ <= impl_->now_ ||
+      (former > 0 && *world >= former / step * step && SurvivorsWait())) {
     Seal(*world);
     return;
   }
@@ -470,8 +488,17 @@ void Core::Impl::Job::Seal(int world_size) {
   membership_touched_ = true;
   ++impl_->stats_.generations_sealed;
 
+  const std::unique_ptr<BarrierSet> old_barriers = std::move(barriers_);
   BeginGeneration(true);
   NoteDeparted(old_seats);
+  if (old_barriers != nullptr) {
+    std::vector<int> former_ranks(world_size, -1);
+    for (const Seat& seat : old_seats) {
+      const auto it = rank_of_.find(seat.record.worker_id());
+      if (it != rank_of_.end()) former_ranks[it->second] = seat.rank();
+    }
+    barriers_->InheritScores(*old_barriers, former_ranks);
+  }
   std::vector<KvChange> changes;
   for (const Seat& seat : old_seats) {
     if (!rank_of_.contains(seat.record.worker_id()))
@@ -903,9 +930,28 @@ void Core::Impl::Job::JournalEnd(const std::string& barrier_id, uint64_t counter
   barrier_touched_ = true;
 }
 
-void Core::Impl::Job::Report(const v1::BarrierReport& report) {
+void Core::Impl::Job::Report(const v1::BarrierReport& report, absl::Span<const int32_t> members) {
   impl_->out_->reports.push_back(report);
   impl_->Note(id_, true, report.message());
+  // Of a failure, whoever waits has the answer.
+  if (report.state() != v1::BARRIER_STATE_OPEN) return;
+  auto directive = std::make_shared<v1::Directive>();
+  directive->mutable_barrier_late()->set_job_id(id_);
+  v1::BarrierReport* told = directive->mutable_barrier_late()->mutable_report();
+  *told = report;
+  if (told->missing_ranks_size() > kMissingInError)
+    told->mutable_missing_ranks()->Truncate(kMissingInError);
+  if (told->culprits_size() > kCulpritsInError) {
+    told->mutable_culprits()->DeleteSubrange(kCulpritsInError,
+                                             told->culprits_size() - kCulpritsInError);
+  }
+  absl::flat_hash_set<absl::string_view> nodes;
+  const size_t count = members.empty() ? seats_.size() : members.size();
+  for (size_t i = 0; i < count; ++i) {
+    const Seat& seat = seats_[members.empty() ? i : members[i]];
+    if (nodes.insert(seat.record.node()).second)
+      impl_->Direct(seat.record.node(), directive, membership_record_);
+  }
 }
 
 void Core::Impl::Job::AgreeDone(std::vector<AgreeSet::Done> done) {
@@ -963,6 +1009,14 @@ void Core::Impl::Job::KvChanged(const std::vector<KvChange>& changes) {
 void Core::Impl::Job::TriggersChanged(std::vector<v1::TriggerChanged> changes) {
   for (v1::TriggerChanged& change : changes) {
     change.set_job_id(id_);
+    const v1::TriggerRecord& trigger = change.trigger();
+    if (!change.removed() && trigger.align() == v1::TRIGGER_ALIGN_AT_STEP &&
+        trigger.effective_step() > trigger.step()) {
+      impl_->Note(id_, true,
+                  absl::StrCat("trigger ", Quoted(trigger.name()), " was asked for before step ",
+                               trigger.step(), ", which a rank had begun when it heard of it: all ",
+                               "act before step ", trigger.effective_step()));
+    }
     *impl_->Change()->mutable_trigger_changed() = std::move(change);
     membership_touched_ = true;
   }

@@ -41,6 +41,10 @@ std::optional<v1::OpError> CheckName(absl::string_view field, absl::string_view 
   return std::nullopt;
 }
 
+std::string CallerText(const Seat* seat) {
+  return seat != nullptr ? absl::StrCat("rank ", seat->rank()) : "an operator";
+}
+
 std::optional<v1::OpError> CheckSpec(const v1::RendezvousSpec& spec) {
   if (spec.min_workers() < 1 || spec.max_workers() < spec.min_workers() ||
       spec.max_workers() > kMaxWorkers) {
@@ -670,13 +674,10 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
     case v1::Op::kEndGeneration:
       Once(call, op.end_generation(), kind, true, false, &touched,
            [&](Who who, v1::OpResult* result) {
-             who.job->EndGeneration(
-                 absl::StrCat(
-                     "ended on request of ",
-                     who.seat != nullptr ? absl::StrCat("rank ", who.seat->rank()) : "an operator",
-                     op.end_generation().reason().empty() ? "" : ": ",
-                     Cut(op.end_generation().reason(), 1024)),
-                 {});
+             who.job->EndGeneration(absl::StrCat("ended on request of ", CallerText(who.seat),
+                                                 op.end_generation().reason().empty() ? "" : ": ",
+                                                 Cut(op.end_generation().reason(), 1024)),
+                                    {});
              v1::EndGenerationReply* reply = result->mutable_end_generation();
              *reply->mutable_header() = Header();
              // The waiting may have been enough for the next one at once.
@@ -697,7 +698,7 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
              if (who.job->sealed_) {
                if (auto error = who.job->barriers_->Cancel(
                        op.cancel_barrier().barrier_id(), op.cancel_barrier().counter(),
-                       Cut(op.cancel_barrier().reason(), 1024), now_)) {
+                       CallerText(who.seat), Cut(op.cancel_barrier().reason(), 1024), now_)) {
                  return error;
                }
              }

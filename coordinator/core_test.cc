@@ -405,10 +405,74 @@ TEST_F(CoreTest, Spare_IsSeatedOnlyWhenNeeded) {
   EXPECT_FALSE(bench_.Answered(waiting));
   Exit(workers[0], 1);
   const CallId survivor = bench_.Do(JoinOp(workers[1], spec_));
-  EXPECT_FALSE(bench_.Answered(survivor));  // the dead one might come back: last call
-  bench_.Advance(absl::Seconds(1));
   EXPECT_EQ(bench_.Result(survivor).join().rank(), 1);
   EXPECT_EQ(bench_.Result(waiting).join().rank(), 0);
+}
+
+TEST_F(CoreTest, Spare_OfAnElasticJob_ReplacesTheLostAtOnce) {
+  spec_ = Spec(2, 8);
+  std::vector<CallId> spares;
+  for (const uint64_t incarnation : {900, 901}) {
+    v1::Op spare = JoinOp({absl::StrCat("s", incarnation), incarnation, "h9"}, spec_);
+    spare.mutable_join()->set_spare(true);
+    spares.push_back(bench_.Do(spare));
+  }
+  std::vector<Worker> workers;
+  std::vector<CallId> calls;
+  for (uint64_t i = 0; i < 4; ++i) {
+    workers.push_back({absl::StrCat("w", i), 100 + i, absl::StrCat("h", i)});
+    calls.push_back(bench_.Do(JoinOp(workers[i], spec_)));
+  }
+  bench_.Advance(absl::Seconds(5));  // the last call of the first generation
+  for (int i = 0; i < 4; ++i) Sit(&workers[i], calls[i]);
+  EXPECT_FALSE(bench_.Answered(spares[0]));
+
+  Exit(workers[1], 0, 9);
+  const CallId third = bench_.Do(JoinOp(workers[3], spec_));
+  const CallId first = bench_.Do(JoinOp(workers[0], spec_));
+  EXPECT_FALSE(bench_.Answered(first));  // rank 2 lives and will come
+  const CallId second = bench_.Do(JoinOp(workers[2], spec_));
+  EXPECT_EQ(bench_.Result(first).join().world_size(), 4);
+  EXPECT_EQ(bench_.Result(first).join().rank(), workers[0].rank);
+  EXPECT_EQ(bench_.Result(second).join().rank(), workers[2].rank);
+  EXPECT_EQ(bench_.Result(third).join().rank(), workers[3].rank);
+  EXPECT_EQ(bench_.Result(spares[0]).join().rank(), workers[1].rank);
+  EXPECT_FALSE(bench_.Answered(spares[1]));
+
+  // Who leaves on purpose is not replaced.
+  std::vector<Worker> next = {workers[0], workers[2], workers[3], {"s900", 900, "h9"}};
+  Sit(&next[0], first);
+  Sit(&next[1], second);
+  Sit(&next[2], third);
+  Sit(&next[3], spares[0]);
+  v1::Op leave;
+  next[3].FillFence(leave.mutable_leave()->mutable_fence());
+  bench_.Do(leave);
+  v1::Op end;
+  end.mutable_end_generation()->mutable_fence()->set_job_id("j");
+  bench_.Do(end);
+  for (int i = 0; i < 3; ++i) calls[i] = bench_.Do(JoinOp(next[i], spec_));
+  EXPECT_EQ(bench_.Result(calls[0]).join().world_size(), 3);
+  EXPECT_FALSE(bench_.Answered(spares[1]));
+}
+
+TEST_F(CoreTest, Rejoin_OfANewIncarnationThatTimesOut_LeavesNoGenerationBehind) {
+  std::vector<Worker> workers = Form(3);
+  Worker anew = workers[1];
+  anew.incarnation += 50;
+  const CallId waiting = Arrive(workers[0], "b", 0);
+  const CallId join = bench_.Do(JoinOp(anew, spec_));
+  // Its own join shows that the old process is gone: nobody waits for the outcome of the new one.
+  EXPECT_EQ(bench_.Reason(waiting), v1::ERROR_REASON_GENERATION_ENDED);
+  bench_.Advance(absl::Seconds(600));
+  EXPECT_EQ(bench_.Reason(join), v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
+  EXPECT_EQ(bench_.Reason(Arrive(workers[2], "b", 0)), v1::ERROR_REASON_GENERATION_ENDED);
+  EXPECT_TRUE(bench_.Result(Beat(workers[0])).heartbeat().generation_ended());
+  // All come again, the late one too.
+  std::vector<Worker> next = {workers[0], anew, workers[2]};
+  JoinAll(&next);
+  EXPECT_EQ(next[1].generation, 2u);
+  EXPECT_EQ(next[1].rank, workers[1].rank);
 }
 
 TEST_F(CoreTest, RankTable_IsPagedAndSkippedByDigest) {
@@ -472,6 +536,35 @@ TEST_F(CoreTest, Quarantine_ByAnOperator_KeepsTheHostOut) {
   EXPECT_FALSE(bench_.Answered(bad));
   bench_.Advance(absl::Seconds(2));
   EXPECT_TRUE(bench_.Result(bad).has_join());
+}
+
+TEST_F(CoreTest, Quarantine_IsShownAndCanBeLifted) {
+  spec_ = Spec(2, 2);
+  std::vector<Worker> workers = {{"a", 1, "good"}, {"b", 2, "bad"}};
+  for (int round = 0; round < 3; ++round) {
+    JoinAll(&workers);
+    Exit(workers[1], 1);
+    workers[1].incarnation += 10;
+  }
+  v1::StatusReply status;
+  bench_.core_->FillStatus(&status);
+  ASSERT_EQ(status.jobs(0).quarantined_size(), 1);
+  const v1::QuarantinedHost& host = status.jobs(0).quarantined(0);
+  EXPECT_EQ(host.host(), "bad");
+  EXPECT_TRUE(host.automatic());
+  EXPECT_THAT(host.reason(), HasSubstr("named 3 times within 1h, last because a worker exited"));
+  EXPECT_EQ(FromProto(host.left()), absl::Minutes(30));
+  const CallId a = bench_.Do(JoinOp(workers[0], spec_));
+  bench_.Do(JoinOp(workers[1], spec_));
+  EXPECT_FALSE(bench_.Answered(a));
+  v1::Op op;
+  op.mutable_quarantine()->mutable_fence()->set_job_id("j");
+  op.mutable_quarantine()->set_host("bad");
+  bench_.Do(op);
+  EXPECT_TRUE(bench_.Answered(a)) << "no longer quarantined: it is an ordinary host again";
+  status.Clear();
+  bench_.core_->FillStatus(&status);
+  EXPECT_EQ(status.jobs(0).quarantined_size(), 0);
 }
 
 TEST_F(CoreTest, Quarantine_HostNamedThreeTimes_IsUsedOnlyAsALastResort) {
@@ -1076,9 +1169,18 @@ TEST_F(CoreTest, Barrier_Timeout_SameBytesForAllWithHostPidStepAndStack) {
   EXPECT_THAT(bench_.Error(a).message(), HasSubstr("rank 2 (w2 on h2"));
   // Told only once it is in the journal: no other result can be told later.
   EXPECT_EQ(bench_.replies_[a].durable_revision, bench_.journal_.back().revision);
-  // At the soft deadline the same was reported without failing.
+  // At the soft deadline the same was reported without failing, to every node by one message.
   ASSERT_GE(bench_.reports_.size(), 2u);
   EXPECT_EQ(bench_.reports_[0].state(), v1::BARRIER_STATE_OPEN);
+  std::map<std::string, const v1::Directive*> told;
+  for (const NodeDirective& one : bench_.directives_) {
+    if (one.directive->has_barrier_late()) told[one.node] = one.directive.get();
+  }
+  ASSERT_EQ(told.size(), 3u);
+  EXPECT_EQ(told["node-h0"], told["node-h1"]);
+  EXPECT_EQ(told["node-h0"]->barrier_late().job_id(), "j");
+  EXPECT_EQ(told["node-h0"]->barrier_late().report().SerializeAsString(),
+            bench_.reports_[0].SerializeAsString());
 }
 
 TEST_F(CoreTest, Barrier_AbandonedCall_ArrivalStands) {

@@ -11,10 +11,11 @@
 
 namespace muster::coordinator {
 
-std::optional<int> FeasibleWorld(const v1::RendezvousSpec& spec, int ordinary, int spares,
-                                 int last_resorts) {
+std::optional<int> FeasibleWorld(const v1::RendezvousSpec& spec, int former_world, int ordinary,
+                                 int spares, int last_resorts) {
   const int step = std::max(1, spec.divisible_by());
-  const int largest = std::min(spec.max_workers(), ordinary) / step * step;
+  const int filled = std::max(ordinary, std::min(former_world, ordinary + spares));
+  const int largest = std::min(spec.max_workers(), filled) / step * step;
   if (largest >= spec.min_workers() && largest > 0) return largest;
   const int smallest = (spec.min_workers() + step - 1) / step * step;
   if (smallest <= 0 || smallest > spec.max_workers()) return std::nullopt;

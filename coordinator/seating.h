@@ -31,10 +31,11 @@ struct FormerSeat {
 };
 
 // How large a world these workers can form; nullopt: none yet. The largest multiple of divisible_by
-// within [min_workers, max_workers] that ordinary workers fill; if they cannot reach min_workers,
-// the smallest that they reach together with spares, then with last resorts.
-std::optional<int> FeasibleWorld(const v1::RendezvousSpec& spec, int ordinary, int spares,
-                                 int last_resorts);
+// within [min_workers, max_workers] that ordinary workers fill, or that spares fill up with them to
+// `former_world`, the last generation's size without those that left on purpose (0: none); if that
+// does not reach min_workers, the smallest that last resorts make possible.
+std::optional<int> FeasibleWorld(const v1::RendezvousSpec& spec, int former_world, int ordinary,
+                                 int spares, int last_resorts);
 
 // Seats `world_size` of `candidates`: the result holds at index `rank` the index of the candidate.
 // Rules, in order: survivors are chosen first, then ordinary workers, spares, last resorts, each by

@@ -38,28 +38,36 @@ std::vector<std::string> Ids(const std::vector<Candidate>& candidates, int world
 }
 
 TEST(FeasibleWorld, Fixed_NeedsAll) {
-  EXPECT_EQ(FeasibleWorld(Spec(4, 4), 3, 0, 0), std::nullopt);
-  EXPECT_EQ(FeasibleWorld(Spec(4, 4), 4, 0, 0), 4);
-  EXPECT_EQ(FeasibleWorld(Spec(4, 4), 9, 0, 0), 4);
+  EXPECT_EQ(FeasibleWorld(Spec(4, 4), 0, 3, 0, 0), std::nullopt);
+  EXPECT_EQ(FeasibleWorld(Spec(4, 4), 0, 4, 0, 0), 4);
+  EXPECT_EQ(FeasibleWorld(Spec(4, 4), 0, 9, 0, 0), 4);
 }
 
 TEST(FeasibleWorld, Elastic_TakesAllOrdinaryUpToMax) {
-  EXPECT_EQ(FeasibleWorld(Spec(2, 8), 1, 0, 0), std::nullopt);
-  EXPECT_EQ(FeasibleWorld(Spec(2, 8), 5, 0, 0), 5);
-  EXPECT_EQ(FeasibleWorld(Spec(2, 8), 12, 0, 0), 8);
+  EXPECT_EQ(FeasibleWorld(Spec(2, 8), 0, 1, 0, 0), std::nullopt);
+  EXPECT_EQ(FeasibleWorld(Spec(2, 8), 0, 5, 0, 0), 5);
+  EXPECT_EQ(FeasibleWorld(Spec(2, 8), 0, 12, 0, 0), 8);
 }
 
 TEST(FeasibleWorld, DivisibleBy_RoundsDownButNotBelowMin) {
-  EXPECT_EQ(FeasibleWorld(Spec(2, 8, 4), 7, 0, 0), 4);
-  EXPECT_EQ(FeasibleWorld(Spec(3, 8, 4), 3, 0, 0), std::nullopt);
-  EXPECT_EQ(FeasibleWorld(Spec(5, 8, 4), 7, 1, 0), 8);
-  EXPECT_EQ(FeasibleWorld(Spec(5, 7, 4), 7, 9, 0), std::nullopt);
+  EXPECT_EQ(FeasibleWorld(Spec(2, 8, 4), 0, 7, 0, 0), 4);
+  EXPECT_EQ(FeasibleWorld(Spec(3, 8, 4), 0, 3, 0, 0), std::nullopt);
+  EXPECT_EQ(FeasibleWorld(Spec(5, 8, 4), 0, 7, 1, 0), 8);
+  EXPECT_EQ(FeasibleWorld(Spec(5, 7, 4), 0, 7, 9, 0), std::nullopt);
 }
 
 TEST(FeasibleWorld, Spares_FillUpToMinOnly) {
-  EXPECT_EQ(FeasibleWorld(Spec(4, 8), 3, 5, 0), 4);
-  EXPECT_EQ(FeasibleWorld(Spec(4, 8), 4, 5, 0), 4);
-  EXPECT_EQ(FeasibleWorld(Spec(4, 4), 2, 1, 1), 4);
+  EXPECT_EQ(FeasibleWorld(Spec(4, 8), 0, 3, 5, 0), 4);
+  EXPECT_EQ(FeasibleWorld(Spec(4, 8), 0, 4, 5, 0), 4);
+  EXPECT_EQ(FeasibleWorld(Spec(4, 4), 0, 2, 1, 1), 4);
+}
+
+TEST(FeasibleWorld, Spares_ReplaceWhoWasLost) {
+  EXPECT_EQ(FeasibleWorld(Spec(2, 8), 6, 5, 3, 0), 6);
+  EXPECT_EQ(FeasibleWorld(Spec(2, 8), 6, 3, 1, 0), 4);
+  EXPECT_EQ(FeasibleWorld(Spec(2, 8), 6, 7, 3, 0), 7);  // newcomers make it larger, spares do not
+  EXPECT_EQ(FeasibleWorld(Spec(2, 8, 4), 8, 7, 1, 0), 8);
+  EXPECT_EQ(FeasibleWorld(Spec(2, 8, 4), 8, 6, 1, 0), 4);
 }
 
 TEST(CompareNatural, Numbers_CompareAsNumbers) {

@@ -92,6 +92,7 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   options.host = config.machine_rank == 0 ? ip : "";
   options.join_timeout = config.join_timeout;
   options.outage_tolerance = config.outage_tolerance;
+  options.tell_late = coordinator == nullptr;
   options.show_output = config.log_dir.empty() || config.tee;
   options.prefix = config.prefix.value_or(isatty(STDOUT_FILENO) != 0);
   const agent::NodeJobResult result = agent::RunNodeJob(std::move(options), **host);

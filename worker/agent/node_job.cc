@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/log.h"
 #include "worker/agent/node_session.h"
 #include "worker/agent/rpc_job_link.h"
 #include "worker/agent/stack_capture.h"
@@ -91,11 +92,17 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
       .on_backpressure = [&host](bool pressed) { host.PauseOutput(pressed); },
   });
   StackCapture stacks;
+  const auto tell_late = [job = options.agent.worker.job,
+                          tell = options.tell_late](const v1::BarrierLate& late) {
+    // The agents of a job have barriers of their own, in which waiting is usual.
+    if (tell && late.job_id() == job) MUSTER_LOG(Warning) << late.report().message();
+  };
   absl::StatusOr<std::unique_ptr<NodeSession>> session = NodeSession::Start({
       .coordinator = options.agent.worker.coordinator,
       .channel = options.channel,
       .outage_tolerance = options.outage_tolerance,
       .stacks = &stacks,
+      .on_barrier_late = tell_late,
   });
   if (!session.ok()) {
     result.job.outcome = JobResult::Outcome::kRefused;
@@ -110,6 +117,8 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
           .node_rank = options.node_rank,
           .settings = Settings(options),
           .host = options.host,
+          .rack = options.agent.worker.rack,
+          .nvlink_domain = options.agent.worker.nvlink_domain,
           .join_timeout = options.join_timeout,
           .outage_tolerance = options.outage_tolerance,
       },

@@ -44,6 +44,7 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
                           rpc::Connect(options.coordinator, options.channel));
   raw->stacks_ = options.stacks;
   raw->stack_budget_ = options.stack_budget;
+  raw->on_barrier_late_ = std::move(options.on_barrier_late);
   raw->transport_ = std::make_unique<RpcFrameTransport>(channel);
 
   SessionStream::Options stream;
@@ -141,6 +142,9 @@ void NodeSession::OnDirective(const v1::Directive& directive) {
       changed_.SignalAll();
       break;
     }
+    case v1::Directive::kBarrierLate:
+      if (on_barrier_late_) on_barrier_late_(directive.barrier_late());
+      break;
     case v1::Directive::KIND_NOT_SET:
       break;
   }

@@ -35,6 +35,9 @@ class NodeSession {
     StackSource* stacks = nullptr;  // borrowed; null: stacks are answered without frames
     absl::Duration stack_budget = absl::Milliseconds(1500);
     std::function<void(v1::WorkerBeat*)> refresh = nullptr;  // see RelayCore::Options
+    // Ranks of this node wait in a barrier that others are late for. Called on threads of the
+    // session, must not block.
+    std::function<void(const v1::BarrierLate&)> on_barrier_late = nullptr;
   };
   // What the coordinator tells. Called on threads of the session, must not block.
   struct Listener {
@@ -84,6 +87,7 @@ class NodeSession {
   std::unique_ptr<Relay> relay_;
   StackSource* stacks_ = nullptr;
   absl::Duration stack_budget_;
+  std::function<void(const v1::BarrierLate&)> on_barrier_late_;
 
   Mutex listener_mu_;  // held while the listener is called
   Listener listener_ ABSL_GUARDED_BY(listener_mu_);

@@ -103,6 +103,10 @@ class NodeSessionTest : public ::testing::Test {
     options.coordinator = server_->address();
     options.stacks = &stacks_;
     options.outage_tolerance = absl::Milliseconds(1);
+    options.on_barrier_late = [this](const v1::BarrierLate& late) {
+      late_message_ = late.report().message();
+      late_.Notify();
+    };
     auto session = NodeSession::Start(std::move(options));
     ASSERT_TRUE(session.ok()) << session.status();
     session_ = *std::move(session);
@@ -137,6 +141,8 @@ class NodeSessionTest : public ::testing::Test {
 
   FakeSessions sessions_;
   FakeStacks stacks_;
+  Notification late_;
+  std::string late_message_;  // before late_
   std::unique_ptr<rpc::Server> server_;
   std::unique_ptr<NodeSession> session_;
   std::shared_ptr<grpc::Channel> channel_;
@@ -196,6 +202,15 @@ TEST_F(NodeSessionTest, Directives_ReachTheirListeners) {
   ASSERT_TRUE(Put().ok());
   killed.WaitForNotification();
   ended.WaitForNotification();
+}
+
+TEST_F(NodeSessionTest, LateBarrier_IsTold) {
+  v1::Directive directive;
+  directive.mutable_barrier_late()->mutable_report()->set_message("waits for rank 1");
+  sessions_.Say(directive);
+  ASSERT_TRUE(Put().ok());
+  late_.WaitForNotification();
+  EXPECT_EQ(late_message_, "waits for rank 1");
 }
 
 TEST_F(NodeSessionTest, CoordinatorAwayForTooLong_ListenerAndCallersAreTold) {

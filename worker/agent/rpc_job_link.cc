@@ -342,6 +342,8 @@ class RpcJobLink final : public JobLink {
     spec->set_end_generation_on_failure(true);
     *spec->mutable_lease() = ToProto(options_.lease);
     request.mutable_topology()->set_host(hostname_);
+    request.mutable_topology()->set_rack(options_.rack);
+    request.mutable_topology()->set_nvlink_domain(options_.nvlink_domain);
     request.mutable_topology()->set_local_world_size(1);
     request.set_endpoint(options_.host);
     request.set_pid(getpid());

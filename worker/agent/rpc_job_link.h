@@ -20,6 +20,10 @@ struct RpcJobLinkOptions {
   std::string settings = {};
   // Of this node: where the other nodes reach a program here.
   std::string host = "127.0.0.1";
+  // Where it stands, if known: nodes without a rank of their own are numbered so that neighbours
+  // get neighbouring ranks.
+  std::string rack = {};
+  std::string nvlink_domain = {};
   absl::Duration join_timeout = absl::Minutes(10);
   absl::Duration lease = absl::Seconds(6);
   absl::Duration outage_tolerance = absl::Seconds(60);  // of the session

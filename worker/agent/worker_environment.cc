@@ -73,6 +73,8 @@ std::map<std::string, std::string> MakeWorkerVariables(
   set_if("MUSTER_TLS_CA", worker.tls_ca);
   set_if("MUSTER_TLS_CERT", worker.tls_cert);
   set_if("MUSTER_TLS_KEY", worker.tls_key);
+  if (!worker.rack.empty()) set("MUSTER_RACK", worker.rack);
+  if (!worker.nvlink_domain.empty()) set("MUSTER_NVLINK_DOMAIN", worker.nvlink_domain);
   set("MUSTER_JOB", worker.job);
   set("MUSTER_WORKER_ID", worker.worker_id);
   set("MUSTER_INCARNATION", worker.incarnation);

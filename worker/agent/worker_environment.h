@@ -27,6 +27,9 @@ struct WorkerEnvironment {
   std::string worker_id;
   uint64_t incarnation = 0;
   std::string coordinator;  // "host:port"
+  // Where this node stands; empty: not known.
+  std::string rack;
+  std::string nvlink_domain;
   // Certificates to reach the coordinator with; empty: none.
   std::string tls_ca;
   std::string tls_cert;

@@ -107,6 +107,7 @@ class CoordinatorClient::Impl {
     v1::Topology& topology = *request.mutable_topology();
     topology.set_host(join.host.empty() ? HostName() : join.host);
     topology.set_rack(join.rack);
+    topology.set_nvlink_domain(join.nvlink_domain);
     topology.set_local_rank(join.local_rank);
     topology.set_local_world_size(join.local_world_size);
     request.set_endpoint(join.endpoint);
@@ -127,9 +128,9 @@ class CoordinatorClient::Impl {
     seat.key_prefix = reply.generation_prefix();
     MutexLock lock(&mu_);
     seat_ = seat;
-    table_digest_ = reply.table_digest();
     ended_told_ = false;
     counters_.clear();
+    agreements_ = 0;
     if (!pulse_.joinable() && options_.heartbeat_period > absl::ZeroDuration()) {
       pulse_ = std::thread([this] { Pulse(); });
     }
@@ -154,18 +155,36 @@ class CoordinatorClient::Impl {
 
   absl::StatusOr<std::vector<PeerInfo>> Peers() {
     std::vector<PeerInfo> peers;
+    uint64_t digest = 0;
     v1::GetRankTableRequest request;
     request.set_job_id(options_.job);
     {
       MutexLock lock(&mu_);
       if (!seat_) return absl::FailedPreconditionError("peers: join the rendezvous first");
       request.set_generation(seat_->generation);
+      request.set_if_digest_differs(table_digest_);
     }
     for (int next = 0; next >= 0;) {
       request.set_first_rank(next);
       v1::GetRankTableReply reply;
       MUSTER_RETURN_IF_ERROR(Call("rank table", options_.call_timeout, *rendezvous_,
                                   &v1::Rendezvous::Stub::GetRankTable, &request, &reply));
+      const bool same = reply.rows_size() == 0 && request.if_digest_differs() != 0 &&
+                        reply.table_digest() == request.if_digest_differs();
+      if (same) {
+        MutexLock lock(&mu_);
+        if (table_digest_ == reply.table_digest()) return peers_;
+      }
+      // Another thread has fetched a later table meanwhile, or a rank was taken over between two
+      // pages.
+      if (same || (next > 0 && reply.table_digest() != digest)) {
+        peers.clear();
+        request.set_if_digest_differs(0);
+        digest = 0;
+        next = 0;
+        continue;
+      }
+      digest = reply.table_digest();
       for (const v1::RankRow& row : reply.rows()) {
         PeerInfo peer;
         peer.rank = row.rank();
@@ -180,6 +199,9 @@ class CoordinatorClient::Impl {
       }
       next = reply.next_rank() > next ? reply.next_rank() : -1;
     }
+    MutexLock lock(&mu_);
+    table_digest_ = digest;
+    peers_ = peers;
     return peers;
   }
 
@@ -305,11 +327,43 @@ class CoordinatorClient::Impl {
                                .host = culprit.host(),
                                .pid = culprit.pid(),
                                .process_state = culprit.process_state(),
+                               .heartbeat_age = ToDuration(culprit.heartbeat_age()),
                                .last_step = culprit.last_step(),
                                .last_collective = culprit.last_collective(),
                                .native_stack = culprit.native_stack()});
     }
     return report;
+  }
+
+  absl::StatusOr<std::vector<LivingRank>> AgreeAlive(absl::Duration timeout,
+                                                     const std::vector<int>& set) {
+    v1::AgreeAliveRequest request;
+    FillFence(request.mutable_fence());
+    for (const int rank : set) request.add_set(rank);
+    SetDuration(timeout, request.mutable_timeout());
+    {
+      MutexLock lock(&mu_);
+      if (!seat_) return absl::FailedPreconditionError("agree alive: join the rendezvous first");
+      request.set_rank(seat_->rank);
+      request.set_counter(agreements_);
+    }
+    v1::AgreeAliveReply reply;
+    const absl::Status status = Call("agree alive", timeout, *membership_,
+                                     &v1::Membership::Stub::AgreeAlive, &request, &reply);
+    if (status.ok() || rpc::GetReason(status) == v1::ERROR_REASON_BARRIER_TIMEOUT) {
+      MutexLock lock(&mu_);
+      if (seat_ && seat_->generation == request.fence().generation())
+        agreements_ = request.counter() + 1;
+    }
+    MUSTER_RETURN_IF_ERROR(status);
+    if (reply.alive_size() != reply.incarnations_size()) {
+      return absl::InternalError(absl::StrCat("agree alive: ", reply.alive_size(), " ranks but ",
+                                              reply.incarnations_size(), " incarnations"));
+    }
+    std::vector<LivingRank> living;
+    for (int i = 0; i < reply.alive_size(); ++i)
+      living.push_back({reply.alive(i), reply.incarnations(i)});
+    return living;
   }
 
   absl::StatusOr<uint64_t> RaiseTrigger(const std::string& name, const std::string& payload) {
@@ -506,7 +560,9 @@ class CoordinatorClient::Impl {
 
   mutable Mutex mu_;
   std::optional<Seat> seat_ ABSL_GUARDED_BY(mu_);
-  uint64_t table_digest_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t table_digest_ ABSL_GUARDED_BY(mu_) = 0;  // of peers_; 0: not fetched yet
+  std::vector<PeerInfo> peers_ ABSL_GUARDED_BY(mu_);
+  uint64_t agreements_ ABSL_GUARDED_BY(mu_) = 0;  // that ended in the seat's generation
   uint64_t term_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t cluster_ ABSL_GUARDED_BY(mu_) = 0;  // as Fence has it
   uint64_t request_id_ ABSL_GUARDED_BY(mu_) = 0;
@@ -721,6 +777,11 @@ absl::Status CoordinatorClient::CancelBarrier(const std::string& name, const std
 
 absl::StatusOr<BarrierReport> CoordinatorClient::DescribeBarrier(const std::string& name) {
   return impl_->DescribeBarrier(name);
+}
+
+absl::StatusOr<std::vector<LivingRank>> CoordinatorClient::AgreeAlive(absl::Duration timeout,
+                                                                      const std::vector<int>& set) {
+  return impl_->AgreeAlive(timeout, set);
 }
 
 absl::StatusOr<uint64_t> CoordinatorClient::RaiseTrigger(const std::string& name,

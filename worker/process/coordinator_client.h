@@ -30,6 +30,7 @@ struct JoinOptions {
   bool spare = false;
   std::string host = "";  // empty: this machine's name
   std::string rack = "";
+  std::string nvlink_domain = "";
   int local_rank = 0;
   int local_world_size = 1;
   std::string endpoint = "";
@@ -73,6 +74,7 @@ struct AbsentRank {
   std::string host = "";
   int64_t pid = 0;
   std::string process_state = "";
+  absl::Duration heartbeat_age = absl::ZeroDuration();
   int64_t last_step = 0;
   std::string last_collective = "";
   std::string native_stack = "";  // of its threads; empty if there was none
@@ -90,6 +92,12 @@ struct BarrierResult {
   std::vector<std::string> payloads;
   int last_rank = -1;
   absl::Duration open_for;  // first arrival to release
+};
+
+// A rank that lived at the moment that AgreeAlive is about.
+struct LivingRank {
+  int rank = 0;
+  uint64_t incarnation = 0;
 };
 
 // Whether a barrier failed because ranks did not come, died or stand elsewhere: there is a report.
@@ -164,7 +172,8 @@ class CoordinatorClient {
   std::optional<Seat> seat() const;
   // Gives it up on purpose. Does not wait for a coordinator that is away.
   absl::Status Leave(const std::string& reason);
-  // All ranks of the seat's generation, in rank order.
+  // All ranks of the seat's generation, in rank order. Fetched by pages, and again only if a rank
+  // has been taken over since.
   absl::StatusOr<std::vector<PeerInfo>> Peers();
   uint64_t incarnation() const;
 
@@ -200,12 +209,20 @@ class CoordinatorClient {
   absl::StatusOr<BarrierResult> Barrier(
       const std::string& name, absl::Duration timeout, const BarrierCall& call,
       std::source_location where = std::source_location::current());
-  // Fails the instance of `name` that others wait in, for all of them: CANCELLED, with the reason.
+  // Fails the instance of `name` that others wait in, for all of them: CANCELLED, with this rank and
+  // the reason.
   // This rank's next Barrier() of that name is the one after it. Errors: NOT_FOUND.
   absl::Status CancelBarrier(const std::string& name, const std::string& reason);
   // The report of the last instance of `name` that ended for this rank. Waits 5 s at most. Errors:
   // NOT_FOUND.
   absl::StatusOr<BarrierReport> DescribeBarrier(const std::string& name);
+
+  // Waits until every living rank of `set` (growing ranks; empty: all) is inside or dead, and tells
+  // all callers the same: who was inside at one moment at which all others of the set were dead.
+  // Calls are counted: all ranks make them in one order. Errors: DEADLINE_EXCEEDED naming the
+  // living who did not come.
+  absl::StatusOr<std::vector<LivingRank>> AgreeAlive(absl::Duration timeout,
+                                                     const std::vector<int>& set = {});
 
   // Raised by any rank; every rank learns the step before which all act. Returns the trigger's id.
   absl::StatusOr<uint64_t> RaiseTrigger(const std::string& name, const std::string& payload = "");

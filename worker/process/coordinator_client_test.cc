@@ -97,6 +97,20 @@ TEST(CoordinatorClient, Join_GivesSeatsAndTheRankTable) {
   });
 }
 
+TEST(CoordinatorClient, UnchangedRankTable_IsNotFetchedAgain) {
+  FakeCoordinator fake;
+  RunSeated(fake, 3, [&](CoordinatorClient& client, const Seat& seat) {
+    if (seat.rank != 1) return;
+    ASSERT_EQ(client.Peers()->size(), 3u);
+    EXPECT_EQ(fake.rows_sent(), 3);
+    const auto again = client.Peers();
+    ASSERT_TRUE(again.ok()) << again.status();
+    ASSERT_EQ(again->size(), 3u);
+    EXPECT_EQ((*again)[2].worker_id, "w2");
+    EXPECT_EQ(fake.rows_sent(), 3) << "the digest was enough";
+  });
+}
+
 TEST(CoordinatorClient, JoinThatNobodyElseComesTo_TimesOut) {
   FakeCoordinator fake;
   auto client = ConnectTo(fake);

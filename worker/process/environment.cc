@@ -401,6 +401,8 @@ absl::StatusOr<Environment> ReadEnvironment(const std::map<std::string, std::str
   MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "MUSTER_RESTART_COUNT", 0, &env.restart_count));
   ReadText(variables, "GLOO_SOCKET_IFNAME", &env.interface);
   ReadText(variables, "MUSTER_INTERFACE", &env.interface);
+  ReadText(variables, "MUSTER_RACK", &env.rack);
+  ReadText(variables, "MUSTER_NVLINK_DOMAIN", &env.nvlink_domain);
   ReadText(variables, "MUSTER_TLS_CA", &env.tls_ca);
   ReadText(variables, "MUSTER_TLS_CERT", &env.tls_cert);
   ReadText(variables, "MUSTER_TLS_KEY", &env.tls_key);

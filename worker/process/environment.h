@@ -64,6 +64,10 @@ struct Environment {
   // How often the launcher has restarted this process; keys of earlier attempts must not be met.
   Setting<int> restart_count{0};
 
+  // Where this machine stands, for the order of ranks; empty: not known.
+  Setting<std::string> rack;
+  Setting<std::string> nvlink_domain;
+
   // Files, for TLS towards the coordinator; empty: no TLS.
   Setting<std::string> tls_ca;
   Setting<std::string> tls_cert;

@@ -110,10 +110,14 @@ TEST(Environment, AgentStoreRestartCountAndTls_AreRead) {
   const Environment env = Read(With(kTorchrun, {{"TORCHELASTIC_USE_AGENT_STORE", "True"},
                                                 {"TORCHELASTIC_RESTART_COUNT", "2"},
                                                 {"GLOO_SOCKET_IFNAME", "eth1"},
+                                                {"MUSTER_RACK", "r7"},
+                                                {"MUSTER_NVLINK_DOMAIN", "d2"},
                                                 {"MUSTER_TLS_CA", "ca.pem"}}));
   EXPECT_EQ(env.interface.value, "eth1");
   EXPECT_TRUE(env.agent_store.value);
   EXPECT_EQ(env.restart_count.value, 2);
+  EXPECT_EQ(env.rack.value, "r7");
+  EXPECT_EQ(env.nvlink_domain.value, "d2");
   EXPECT_EQ(env.tls_ca.value, "ca.pem");
 }
 

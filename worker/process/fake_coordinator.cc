@@ -72,6 +72,10 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
     MutexLock lock(&mu_);
     return writes_;
   }
+  int64_t rows_sent() const {
+    MutexLock lock(&mu_);
+    return rows_sent_;
+  }
   std::string WaitForHeartbeat() {
     MutexLock lock(&mu_);
     const int64_t seen = beats_;
@@ -167,6 +171,10 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
     MutexLock lock(&mu_);
     // One row a page, so that paging is tested.
     const auto& members = members_[request->generation()];
+    reply->set_table_digest(1000 + request->generation());
+    reply->set_next_rank(-1);
+    if (request->if_digest_differs() == reply->table_digest()) return grpc::Status::OK;
+    ++rows_sent_;
     const auto row = members.find(request->first_rank());
     if (row == members.end()) return {grpc::StatusCode::NOT_FOUND, "no such rank"};
     v1::RankRow& out = *reply->add_rows();
@@ -360,6 +368,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
   std::string ended_ ABSL_GUARDED_BY(mu_);
   int lose_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t writes_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t rows_sent_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t beats_ ABSL_GUARDED_BY(mu_) = 0;
   std::string last_beat_ ABSL_GUARDED_BY(mu_);
   std::unique_ptr<grpc::Server> server_;
@@ -371,6 +380,7 @@ std::string FakeCoordinator::address() const { return absl::StrCat("127.0.0.1:",
 void FakeCoordinator::LoseAnswers(int n) { impl_->LoseAnswers(n); }
 void FakeCoordinator::EndGeneration(const std::string& why) { impl_->EndGeneration(why); }
 int64_t FakeCoordinator::writes() const { return impl_->writes(); }
+int64_t FakeCoordinator::rows_sent() const { return impl_->rows_sent(); }
 std::string FakeCoordinator::WaitForHeartbeat() { return impl_->WaitForHeartbeat(); }
 
 }  // namespace muster

@@ -24,6 +24,8 @@ class FakeCoordinator {
   void EndGeneration(const std::string& why);
   // How many changes were carried out, repeats not counted.
   int64_t writes() const;
+  // Rows of the rank table that were sent.
+  int64_t rows_sent() const;
   // The last heartbeat, as "step phase last_collective".
   std::string WaitForHeartbeat();
 

@@ -66,6 +66,8 @@ absl::Status MeetAtCoordinator(const JoinJobOptions& options, JoinedProcess* joi
       env.seated ? env.world_size.value : std::max(options.min_workers, options.max_workers);
   join.timeout = env.timeout.value;
   join.preferred_rank = env.seated ? env.rank.value : -1;
+  join.rack = env.rack.value;
+  join.nvlink_domain = env.nvlink_domain.value;
   join.local_rank = env.local_rank.value;
   join.local_world_size = env.local_world_size.value;
   MUSTER_ASSIGN_OR_RETURN(const Seat seat, joined->coordinator->Join(join));

@@ -102,6 +102,12 @@ int Run(int argc, char** argv) {
   app.add_option("--machine_rank", options.node_rank,
                  "which of them this is; -1: the coordinator says")
       ->capture_default_str();
+  app.add_option("--rack", worker.rack,
+                 "rack of this machine: without --machine_rank, neighbours get neighbouring ranks")
+      ->envname("MUSTER_RACK");
+  app.add_option("--nvlink_domain", worker.nvlink_domain,
+                 "NVLink domain of this machine, within its rack")
+      ->envname("MUSTER_NVLINK_DOMAIN");
   app.add_option("--job_name", worker.job, "name of the job")->capture_default_str();
   app.add_option("--mixed_precision", worker.mixed_precision, "precision of the forward pass")
       ->check(CLI::IsMember({"no", "bf16", "fp16"}))
