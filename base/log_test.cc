@@ -49,6 +49,16 @@ TEST_F(LogTest, Json_EscapesWhatTheMessageHolds) {
   EXPECT_THAT(line, HasSubstr(R"("message":"two\nlines\\ \u0001"})"));
 }
 
+TEST_F(LogTest, Json_IsUtf8WhateverTheMessageHolds) {
+  SetLogJson(true);
+  CaptureStderr();
+  MUSTER_LOG(Info)
+      << "\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80 \xff \xc3 \xc0\x80 \xed\xa0\x80 \xf0\x9f";
+  EXPECT_THAT(GetCapturedStderr(),
+              HasSubstr("\"message\":\"\xc3\xa9\xe2\x82\xac\xf0\x9f\x98\x80 \\ufffd \\ufffd "
+                        "\\ufffd\\ufffd \\ufffd\\ufffd\\ufffd \\ufffd\\ufffd\"}"));
+}
+
 TEST_F(LogTest, LevelNames_AreReadInAnyCase) {
   LogLevel level = LogLevel::kError;
   EXPECT_TRUE(ParseLogLevel("Debug", &level));

@@ -116,9 +116,10 @@ std::string HelpText(const CommandSpec& spec) {
   app.formatter(std::make_shared<Formatter>(spec));
   app.set_help_flag("-h,--help", "Print this help and exit");
   for (const OptionSpec& option : spec.options) {
-    CLI::Option* const added = option.value_name.empty()
-                                   ? app.add_flag("--" + option.name, option.help)
-                                   : app.add_option("--" + option.name, option.help);
+    const std::string help =
+        option.negative ? absl::StrCat(option.help, "; --no_", option.name, ": not") : option.help;
+    CLI::Option* const added = option.value_name.empty() ? app.add_flag("--" + option.name, help)
+                                                         : app.add_option("--" + option.name, help);
     added->group(option.group);
   }
   if (!spec.details.empty()) app.footer(spec.details);

@@ -1,8 +1,10 @@
 #include "client/cli/info_commands.h"
 
 #include <google/protobuf/stubs/common.h>
+#include <google/protobuf/util/json_util.h>
 #include <grpcpp/grpcpp.h>
 
+#include <algorithm>
 #include <nlohmann/json.hpp>
 
 #include "absl/base/config.h"
@@ -29,7 +31,9 @@ namespace {
 
 using nlohmann::ordered_json;
 
-constexpr size_t kShownStragglers = 3;  // in the table; all are in the JSON
+// In the table; all are in the JSON.
+constexpr size_t kShownStragglers = 3;
+constexpr size_t kShownBarriers = 4;
 
 // Parses, and handles --help and mistakes. Returns the exit code if there is nothing more to do,
 // else -1.
@@ -64,6 +68,29 @@ std::string GigaBytes(int64_t bytes) { return absl::StrFormat("%.1f GiB", bytes 
 
 std::string DurationText(const google::protobuf::Duration& duration, int digits = 1) {
   return absl::StrFormat("%.*fs", digits, duration.seconds() + duration.nanos() * 1e-9);
+}
+
+std::string OpenBarrierText(const v1::BarrierReport& report) {
+  return absl::StrCat(report.barrier_id(), " counter ", report.counter(), ": ", report.arrived(),
+                      " of ", report.expected(), " ranks have come, open for ",
+                      DurationText(report.open_for()));
+}
+
+std::string EndedBarrierText(const v1::BarrierReport& report) {
+  if (!report.message().empty()) return report.message();
+  return absl::StrCat("barrier ", report.barrier_id(), " counter ", report.counter(),
+                      " passed: ", report.arrived(), " ranks, first rank ", report.first_rank(),
+                      ", last rank ", report.last_rank(), " after ",
+                      DurationText(report.open_for(), 3));
+}
+
+std::string Json(const google::protobuf::Message& message) {
+  google::protobuf::util::JsonPrintOptions options;
+  options.preserve_proto_field_names = true;
+  options.always_print_primitive_fields = true;
+  std::string text;
+  if (!google::protobuf::util::MessageToJsonString(message, &text, options).ok()) text = "{}";
+  return text;
 }
 
 std::string StateName(v1::WorkerState state) {
@@ -395,6 +422,37 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
       }
       if (!stragglers.empty()) absl::StrAppend(&table, "\n");
     }
+    ordered_json quarantined = ordered_json::array();
+    for (const v1::QuarantinedHost& host : job.quarantined()) {
+      quarantined.push_back({{"host", host.host()},
+                             {"left", DurationText(host.left())},
+                             {"automatic", host.automatic()},
+                             {"reason", host.reason()}});
+      absl::StrAppend(&table, "  quarantined ",
+                      host.automatic() ? "by itself: " : "by an operator: ", host.host(),
+                      " for another ", DurationText(host.left(), 0),
+                      host.reason().empty() ? "" : ": ", host.reason(), "\n");
+    }
+    ordered_json barriers = ordered_json::array();
+    {
+      v1::ListBarriersRequest ask;
+      ask.set_job_id(job.job_id());
+      ask.set_only_open(true);
+      v1::ListBarriersReply open;
+      grpc::ClientContext list_call;
+      rpc::SetTimeout(list_call, timeout);
+      status = rpc::FromGrpc(v1::Barrier::NewStub(channel)->List(&list_call, ask, &open));
+      if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+      for (const v1::BarrierReport& report : open.reports()) {
+        if (barriers.size() < kShownBarriers)
+          absl::StrAppend(&table, "  waiting at barrier ", OpenBarrierText(report), "\n");
+        barriers.push_back({{"name", report.barrier_id()},
+                            {"counter", report.counter()},
+                            {"arrived", report.arrived()},
+                            {"expected", report.expected()},
+                            {"open_for", DurationText(report.open_for())}});
+      }
+    }
     jobs.push_back({{"job_id", job.job_id()},
                     {"generation", job.generation()},
                     {"state", job.rendezvous_state()},
@@ -403,7 +461,9 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
                     {"min_step", job.min_step()},
                     {"max_step", job.max_step()},
                     {"workers", rows},
-                    {"stragglers", stragglers}});
+                    {"stragglers", stragglers},
+                    {"open_barriers", barriers},
+                    {"quarantined", quarantined}});
   }
   if (!wanted.empty() && jobs.empty()) {
     return Fail(
@@ -470,7 +530,166 @@ int RunTriggerCommand(const std::vector<std::string>& args, const CommandContext
   const absl::Status status =
       rpc::FromGrpc(v1::Triggers::NewStub(connection.channel)->Raise(&call, request, &reply));
   if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
-  context.out << "raised " << line.words[1] << " for " << line.words[0] << "\n";
+  context.out << "raised " << line.words[1] << " for " << line.words[0]
+              << (line.Has("at_step") ? ", before step " + line.Get("at_step") : "") << "\n";
+  return kExitOk;
+}
+
+int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const CommandSpec spec = {
+      .name = "muster barrier",
+      .summary = "Shows the barriers of a job and who is late, or cancels one.",
+      .usage = "JOB [NAME] [OPTIONS]",
+      .details =
+          "Without NAME: the open ones. With it: the report of its latest instance, as every "
+          "process that waited got it, with\nthe native stacks of the processes that did not "
+          "come.\n"
+          "Exit codes: 0 done; 2 wrong options; 3 no such job or barrier; 7 no coordinator "
+          "answers.",
+      .options = ConnectionOptions(
+          {{.name = "all", .help = "Also those that have ended and are remembered"},
+           {.name = "counter", .value_name = "N", .help = "This instance of NAME, not the latest"},
+           {.name = "cancel",
+            .value_name = "REASON",
+            .help = "End it: all processes that wait in it get CANCELLED and the reason"},
+           {.name = "json", .help = "As one JSON object"}}),
+      .max_words = 2};
+  CommandLine line;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  const auto wrong = [&](const std::string& text) {
+    return Fail(spec, context, absl::InvalidArgumentError(text), kExitUsage);
+  };
+  if (line.words.empty()) return wrong("write muster barrier JOB [NAME]");
+  const std::string& job = line.words[0];
+  const std::string name = line.words.size() == 2 ? line.words[1] : "";
+  if (name.empty() && line.Has("cancel")) return wrong("--cancel: which barrier? write its NAME");
+  uint64_t counter = 0;
+  if (line.Has("counter") && (name.empty() || !absl::SimpleAtoi(line.Get("counter"), &counter))) {
+    return wrong(absl::StrCat("--counter ", line.Get("counter"), ": write NAME and a number"));
+  }
+  const bool as_json = line.Get("json") == "true";
+  Connection connection;
+  if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
+  const auto stub = v1::Barrier::NewStub(connection.channel);
+
+  v1::ListBarriersReply list;
+  {
+    v1::ListBarriersRequest request;
+    request.set_job_id(job);
+    request.set_only_open(line.Has("cancel") || (name.empty() && line.Get("all") != "true"));
+    grpc::ClientContext call;
+    rpc::SetTimeout(call, connection.timeout);
+    const absl::Status status = rpc::FromGrpc(stub->List(&call, request, &list));
+    if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  }
+  if (name.empty()) {
+    if (as_json) {
+      context.out << Json(list) << "\n";
+      return kExitOk;
+    }
+    for (const v1::BarrierReport& report : list.reports()) {
+      context.out << (report.state() == v1::BARRIER_STATE_OPEN ? OpenBarrierText(report)
+                                                               : EndedBarrierText(report))
+                  << "\n";
+    }
+    return kExitOk;
+  }
+  if (!line.Has("counter")) {
+    // The open ones come first, then those that ended, latest first.
+    const auto it =
+        std::find_if(list.reports().begin(), list.reports().end(),
+                     [&](const v1::BarrierReport& r) { return r.barrier_id() == name; });
+    if (it == list.reports().end()) {
+      return Fail(spec, context,
+                  absl::NotFoundError(absl::StrCat("job ", job, " has no ",
+                                                   line.Has("cancel") ? "open " : "", "barrier ",
+                                                   name, " in its current generation")),
+                  kExitNotFound);
+    }
+    counter = it->counter();
+  }
+  grpc::ClientContext call;
+  rpc::SetTimeout(call, connection.timeout);
+  if (line.Has("cancel")) {
+    v1::CancelBarrierRequest request;
+    request.mutable_fence()->set_job_id(job);
+    request.set_barrier_id(name);
+    request.set_counter(counter);
+    request.set_reason(line.Get("cancel"));
+    v1::CancelBarrierReply reply;
+    const absl::Status status = rpc::FromGrpc(stub->Cancel(&call, request, &reply));
+    if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+    context.out << "cancelled barrier " << name << " counter " << counter << " of " << job << "\n";
+    return kExitOk;
+  }
+  v1::DescribeBarrierRequest request;
+  request.set_job_id(job);
+  request.set_barrier_id(name);
+  request.set_counter(counter);
+  v1::DescribeBarrierReply reply;
+  const absl::Status status = rpc::FromGrpc(stub->Describe(&call, request, &reply));
+  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  const v1::BarrierReport& report = reply.report();
+  if (as_json) {
+    context.out << Json(report) << "\n";
+    return kExitOk;
+  }
+  context.out << (report.state() == v1::BARRIER_STATE_OPEN ? OpenBarrierText(report)
+                                                           : EndedBarrierText(report))
+              << "\n";
+  if (report.state() == v1::BARRIER_STATE_OPEN) context.out << report.message() << "\n";
+  for (const v1::Culprit& culprit : report.culprits()) {
+    if (culprit.native_stack().empty()) continue;
+    context.out << "rank " << culprit.rank() << " stands at\n" << culprit.native_stack() << "\n";
+  }
+  return kExitOk;
+}
+
+int RunQuarantineCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const CommandSpec spec = {
+      .name = "muster quarantine",
+      .summary = "Keeps a host out of the next generations of a job, or lets it in again.",
+      .usage = "JOB HOST [OPTIONS]",
+      .details =
+          "A host that is named too often is quarantined by itself; muster status shows which "
+          "ones.\n"
+          "Exit codes: 0 done; 2 wrong options; 3 no such job; 7 no coordinator answers.",
+      .options = ConnectionOptions(
+          {{.name = "for", .value_name = "TIME", .help = "How long (default 30m)"},
+           {.name = "reason", .value_name = "TEXT", .help = "Why, for muster status"},
+           {.name = "lift", .help = "Let it in again"}}),
+      .max_words = 2};
+  CommandLine line;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  if (line.words.size() != 2) {
+    return Fail(spec, context, absl::InvalidArgumentError("write muster quarantine JOB HOST"),
+                kExitUsage);
+  }
+  const bool lift = line.Get("lift") == "true";
+  absl::Duration length = absl::Minutes(30);
+  if (line.Has("for") && (lift || !absl::ParseDuration(line.Get("for"), &length) ||
+                          length < absl::Seconds(1) || length > absl::Hours(24 * 365))) {
+    return Fail(spec, context,
+                absl::InvalidArgumentError(absl::StrCat("--for ", line.Get("for"),
+                                                        ": write 30m or 24h, and not with --lift")),
+                kExitUsage);
+  }
+  v1::QuarantineRequest request;
+  request.mutable_fence()->set_job_id(line.words[0]);
+  request.set_host(line.words[1]);
+  if (!lift) request.mutable_for_()->set_seconds(absl::ToInt64Seconds(length));
+  request.set_reason(line.Get("reason"));
+  Connection connection;
+  if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
+  v1::QuarantineReply reply;
+  grpc::ClientContext call;
+  rpc::SetTimeout(call, connection.timeout);
+  const absl::Status status = rpc::FromGrpc(
+      v1::Membership::NewStub(connection.channel)->Quarantine(&call, request, &reply));
+  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  context.out << "host " << line.words[1] << " of " << line.words[0]
+              << (lift ? " is no longer quarantined\n" : " is quarantined for ")
+              << (lift ? "" : absl::FormatDuration(length) + "\n");
   return kExitOk;
 }
 

@@ -21,6 +21,12 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
 // `muster trigger`: raises a trigger as an operator.
 int RunTriggerCommand(const std::vector<std::string>& args, const CommandContext& context);
 
+// `muster barrier`: the barriers of a job and who is late, or the end of one.
+int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext& context);
+
+// `muster quarantine`: keeps a host out of a job's next generations, or lets it in again.
+int RunQuarantineCommand(const std::vector<std::string>& args, const CommandContext& context);
+
 // `muster version`.
 int RunVersionCommand(const std::vector<std::string>& args, const CommandContext& context);
 

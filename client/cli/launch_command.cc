@@ -35,7 +35,9 @@ std::vector<OptionSpec> LaunchOptions() {
   for (const SettingSpec& spec : LaunchSettings()) {
     options.push_back({.name = spec.name,
                        .value_name = spec.type == SettingSpec::Type::kBool ? "" : spec.value_name,
-                       .help = spec.help,
+                       .help = spec.fallback.empty()
+                                   ? spec.help
+                                   : absl::StrCat(spec.help, " (default ", spec.fallback, ")"),
                        .alias = spec.alias,
                        .group = "Settings (also in the config file, and as MUSTER_... variables)",
                        .negative = spec.type == SettingSpec::Type::kBool});

@@ -21,7 +21,7 @@ void PrintHelp(const std::vector<Command>& commands, std::ostream& out) {
   out << "Muster trains and serves LibTorch models on one machine or many.\n"
          "Usage: muster COMMAND [OPTIONS]\n\nCommands:\n";
   for (const Command& command : commands)
-    out << absl::StrFormat("  %-9s %s\n", command.name, command.summary);
+    out << absl::StrFormat("  %-10s %s\n", command.name, command.summary);
   out << "\nmuster COMMAND --help tells more. Exit codes are in docs/cli.md.\n";
 }
 
@@ -43,6 +43,10 @@ int RunMuster(const std::vector<std::string>& args, const CommandContext& contex
        [&](const Args& rest) { return RunStatusCommand(rest, context); }},
       {"trigger", "Tell all processes of a job to do something at the same step",
        [&](const Args& rest) { return RunTriggerCommand(rest, context); }},
+      {"barrier", "Show who is late at a job's barriers, or cancel one",
+       [&](const Args& rest) { return RunBarrierCommand(rest, context); }},
+      {"quarantine", "Keep a host out of a job, or let it in again",
+       [&](const Args& rest) { return RunQuarantineCommand(rest, context); }},
       {"version", "Print the version",
        [&](const Args& rest) { return RunVersionCommand(rest, context); }},
   };

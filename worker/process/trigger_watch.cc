@@ -72,11 +72,12 @@ absl::StatusOr<std::optional<TriggerInfo>> TriggerWatch::Check(const std::string
   const auto waits = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     return ended_.ok() && (!polled_ || (promised_.has_value() && next >= *promised_));
   };
-  absl::Time warn_at = Clock::Real().Now() + options_.warn_after;
+  absl::Time warn_at = absl::InfinitePast();  // not yet set
   bool warned = false;
   bool polled = polled_;
   while (waits()) {
-    if (polled_ != polled) {  // it waits for something else now
+    // The second: it waits for something else now.
+    if (warn_at == absl::InfinitePast() || polled_ != polled) {
       polled = polled_;
       warned = false;
       warn_at = Clock::Real().Now() + options_.warn_after;

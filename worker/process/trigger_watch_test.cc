@@ -1,6 +1,12 @@
 #include "worker/process/trigger_watch.h"
 
 #include <gtest/gtest.h>
+#include <linux/seccomp.h>
+#include <pthread.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -14,6 +20,7 @@
 
 #include "absl/time/time.h"
 #include "base/mutex.h"
+#include "worker/process/progress_board.h"
 
 namespace muster {
 namespace {
@@ -119,6 +126,58 @@ TEST(TriggerWatch, NothingRaised_ChecksGoOnWithoutTheCoordinator) {
     ASSERT_TRUE(trigger.ok());
     EXPECT_FALSE(trigger->has_value());
   }
+}
+
+// Runs `step` a million times on a thread that the kernel kills at its first system call, in a
+// process of its own. Returns whether it lived to the end.
+template <typename F>
+bool RunsWithoutSystemCalls(F make_step) {
+  const pid_t child = fork();
+  if (child == 0) {
+    auto step = make_step();
+    step();  // whatever happens only once
+    bool done = false;
+    pthread_t thread;
+    auto body = [&] {
+      if (prctl(PR_SET_SECCOMP, SECCOMP_MODE_STRICT) != 0) _exit(3);
+      for (int i = 0; i < 1'000'000; ++i) step();
+      done = true;
+      syscall(SYS_exit, 0);  // of the thread: one of the four calls that are allowed
+    };
+    pthread_create(
+        &thread, nullptr,
+        [](void* f) -> void* {
+          (*static_cast<decltype(body)*>(f))();
+          return nullptr;
+        },
+        &body);
+    pthread_join(thread, nullptr);
+    _exit(done ? 0 : 4);
+  }
+  int status = 0;
+  return waitpid(child, &status, 0) == child && status == 0;
+}
+
+TEST(TriggerWatch, NothingRaised_ACheckMakesNoSystemCall) {
+  EXPECT_TRUE(RunsWithoutSystemCalls([] {
+    auto board = std::make_shared<Board>(1);
+    // One poll, and then none for an hour.
+    auto watch = std::make_shared<TriggerWatch>(0, board->For(0),
+                                                TriggerWatch::Options{.period = absl::Hours(1)});
+    return [board, watch, step = int64_t{0}]() mutable {
+      const auto trigger = watch->Check("stop", step++);
+      if (!trigger.ok() || trigger->has_value()) _exit(5);
+    };
+  }));
+  EXPECT_TRUE(RunsWithoutSystemCalls([] {
+    auto progress = std::make_shared<ProgressBoard>();
+    return [progress, step = int64_t{0}]() mutable {
+      progress->SetStep(++step);
+      progress->SetPhase("training");
+      CollectiveOnBoard collective(*progress, "AllReduce", step, "Float");
+    };
+  }));
+  EXPECT_FALSE(RunsWithoutSystemCalls([] { return [] { getppid(); }; })) << "the test sees none";
 }
 
 TEST(TriggerWatch, DecidedBeforeThisRankCame_IsKnownAtTheFirstCheck) {
