@@ -26,6 +26,21 @@ class CommandsTest : public LaunchFixture {
   }
 };
 
+// Each option of a help text has words beside it, or below it if its name is long.
+void ExpectEveryOptionExplained(const std::vector<std::string>& lines, const std::string& program) {
+  int options = 0;
+  for (size_t i = 0; i < lines.size(); ++i) {
+    if (!absl::StartsWith(lines[i], "  -")) continue;
+    ++options;
+    const size_t words = lines[i].find("  ", 2);
+    const bool beside =
+        words != std::string::npos && lines[i].find_first_not_of(' ', words) != std::string::npos;
+    const bool below = i + 1 < lines.size() && absl::StartsWith(lines[i + 1], "          ");
+    EXPECT_TRUE(beside || below) << program << ": " << lines[i];
+  }
+  EXPECT_GT(options, 0) << program;
+}
+
 TEST_F(CommandsTest, Help_IsEverywhere) {
   for (const char* path : {"coordinator/cmd/muster-coordinator", "worker/agent/cmd/muster-agent",
                            "examples/mnist/mnist"}) {
@@ -34,7 +49,32 @@ TEST_F(CommandsTest, Help_IsEverywhere) {
     const std::string name = std::string(path).substr(std::string(path).rfind('/') + 1);
     EXPECT_THAT(help->out_text(), HasSubstr("\nUsage: " + name + " ")) << path;
     EXPECT_THAT(help->err(), IsEmpty()) << path;
+    ExpectEveryOptionExplained(help->out(), path);
   }
+  for (const char* command : {"launch", "test", "config", "env", "status", "trigger", "barrier",
+                              "quarantine", "version"}) {
+    auto help = Muster({command, "--help"});
+    EXPECT_EQ(help->Wait(), 0) << command;
+    EXPECT_THAT(help->out_text(), HasSubstr(absl::StrCat("\nUsage: muster ", command)));
+    ExpectEveryOptionExplained(help->out(), command);
+  }
+}
+
+TEST_F(CommandsTest, Help_OfLaunch_ShowsTheDefaults) {
+  auto help = Muster({"launch", "--help"});
+  EXPECT_EQ(help->Wait(), 0);
+  int settings = 0;
+  for (const std::string& line : help->out()) {
+    if (!absl::StartsWith(line, "  --")) continue;
+    ++settings;
+    // What has no default is empty, or said to be worked out.
+    for (const char* name : {"--gpu_ids", "--main_process_ip", "--log_dir", "--tls_", "--env",
+                             "--coordinator", "--dry_run"}) {
+      if (absl::StartsWith(line, absl::StrCat("  ", name))) --settings;
+    }
+    if (absl::StrContains(line, "efault")) --settings;
+  }
+  EXPECT_EQ(settings, 0) << help->out_text();
 }
 
 TEST_F(CommandsTest, Coordinator_PortZero_TellsTheAddressAndStopsOnSigterm) {

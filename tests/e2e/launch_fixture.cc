@@ -52,6 +52,12 @@ Command::Command(agent::ProcessHost& host, std::vector<std::string> argv,
   process_ = *std::move(process);
 }
 
+Command::~Command() {
+  if (process_ == nullptr) return;
+  process_->Signal(SIGKILL);
+  process_->Wait();  // it calls back
+}
+
 std::string Command::WaitForLine(absl::string_view prefix, int count) {
   MutexLock lock(&mu_);
   for (;;) {
@@ -111,6 +117,35 @@ std::unique_ptr<Command> LaunchFixture::Launch(std::vector<std::string> args,
   args.insert(args.begin(), "launch");
   args.insert(args.end(), {"--", "/bin/sh", "-c", script});
   return Muster(std::move(args), terminal);
+}
+
+std::unique_ptr<Command> ClusterFixture::StartCoordinator(std::vector<std::string> more) {
+  std::vector<std::string> args = {Runfile("coordinator/cmd/muster-coordinator"), "--data_dir",
+                                   Temp("journal"), "--listen",
+                                   address_.empty() ? "127.0.0.1:0" : address_};
+  args.insert(args.end(), more.begin(), more.end());
+  auto coordinator = std::make_unique<Command>(*host_, std::move(args), env_);
+  address_ = absl::StrCat("127.0.0.1:", coordinator->WaitForLine("127.0.0.1:"));
+  return coordinator;
+}
+
+std::unique_ptr<Command> ClusterFixture::Agent(const std::string& job, int num_machines,
+                                               int num_processes, std::vector<std::string> program,
+                                               std::vector<std::string> more) {
+  std::vector<std::string> args = {Runfile("worker/agent/cmd/muster-agent"),
+                                   "--coordinator",
+                                   address_,
+                                   "--job_name",
+                                   job,
+                                   "--num_machines",
+                                   absl::StrCat(num_machines),
+                                   "--num_processes",
+                                   absl::StrCat(num_processes),
+                                   "--cpu"};
+  args.insert(args.end(), more.begin(), more.end());
+  args.push_back("--");
+  args.insert(args.end(), program.begin(), program.end());
+  return std::make_unique<Command>(*host_, std::move(args), env_);
 }
 
 }  // namespace muster

@@ -31,6 +31,8 @@ class Command {
  public:
   Command(agent::ProcessHost& host, std::vector<std::string> argv,
           std::map<std::string, std::string> env, bool terminal = false);
+  // Kills it if it still runs.
+  ~Command();
 
   // Blocks until a line of either stream begins with `prefix` (the `count`th such line); returns
   // the rest of it.
@@ -72,6 +74,20 @@ class LaunchFixture : public ::testing::Test {
   std::map<std::string, std::string> env_;
   std::string temp_;
   std::unique_ptr<agent::ProcessHost> host_;
+};
+
+// A coordinator and agents as processes of their own. The test depends on both programs.
+class ClusterFixture : public LaunchFixture {
+ protected:
+  // Starts a coordinator that keeps its journal over restarts, and learns its address.
+  std::unique_ptr<Command> StartCoordinator(std::vector<std::string> more = {"--log_level",
+                                                                             "warning"});
+  // One node of `num_machines` of `job`, whose `num_processes` run `program`.
+  std::unique_ptr<Command> Agent(const std::string& job, int num_machines, int num_processes,
+                                 std::vector<std::string> program,
+                                 std::vector<std::string> more = {});
+
+  std::string address_;
 };
 
 }  // namespace muster

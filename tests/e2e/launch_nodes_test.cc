@@ -1,3 +1,4 @@
+#include "absl/strings/str_split.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"
 #include "worker/agent/job_link.h"
@@ -136,6 +137,31 @@ TEST_F(NodesTest, Agent_JoinsALaunchAsAnotherMachine) {
   EXPECT_EQ(first->Wait(), 0) << first->err_text();
   EXPECT_EQ(second->Wait(), 0) << second->err_text();
   EXPECT_THAT(second->out(), UnorderedElementsAre("[2]: 2 of 4", "[3]: 3 of 4"));
+}
+
+using RacksTest = ClusterFixture;
+
+TEST_F(RacksTest, AgentsWithoutARank_NeighboursGetNeighbouringRanks) {
+  const auto coordinator = StartCoordinator();
+  std::vector<std::unique_ptr<Command>> agents;
+  // Racks in turns; one is told by a variable.
+  for (const char* place : {"r10/a", "r9/b", "r10/b", "r9/a"}) {
+    const std::vector<std::string> parts = absl::StrSplit(place, '/');
+    std::vector<std::string> more = {"--nvlink_domain", parts[1]};
+    if (agents.empty()) {
+      env_["MUSTER_RACK"] = parts[0];
+    } else {
+      env_.erase("MUSTER_RACK");
+      more.insert(more.end(), {"--rack", parts[0]});
+    }
+    agents.push_back(Agent("racks", 4, 4,
+                           {"/bin/sh", "-c", "echo in $MUSTER_RACK/$MUSTER_NVLINK_DOMAIN"}, more));
+  }
+  for (const auto& agent : agents) EXPECT_EQ(agent->Wait(), 0) << agent->err_text();
+  EXPECT_THAT(agents[3]->out(), UnorderedElementsAre("[0]: in r9/a"));
+  EXPECT_THAT(agents[1]->out(), UnorderedElementsAre("[1]: in r9/b"));
+  EXPECT_THAT(agents[0]->out(), UnorderedElementsAre("[2]: in r10/a"));
+  EXPECT_THAT(agents[2]->out(), UnorderedElementsAre("[3]: in r10/b"));
 }
 
 TEST_F(NodesTest, AgentMistakes_AreOneLineEach) {

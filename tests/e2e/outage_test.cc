@@ -15,31 +15,11 @@ using ::testing::AllOf;
 using ::testing::Contains;
 using ::testing::HasSubstr;
 
-class OutageTest : public LaunchFixture {
+class OutageTest : public ClusterFixture {
  protected:
-  std::unique_ptr<Command> Coordinator(const std::string& listen) {
-    return std::make_unique<Command>(
-        *host_,
-        std::vector<std::string>{Runfile("coordinator/cmd/muster-coordinator"), "--listen", listen,
-                                 "--data_dir", Temp("journal"), "--log_level", "warning"},
-        env_);
-  }
-  std::unique_ptr<Command> Agent(int rank, std::vector<std::string> more = {}) {
-    std::vector<std::string> args = {Runfile("worker/agent/cmd/muster-agent"),
-                                     "--coordinator",
-                                     address_,
-                                     "--job_name",
-                                     "outage",
-                                     "--num_machines",
-                                     "2",
-                                     "--num_processes",
-                                     "4",
-                                     "--cpu",
-                                     "--machine_rank",
-                                     absl::StrCat(rank)};
-    args.insert(args.end(), more.begin(), more.end());
-    args.insert(args.end(), {"--", Runfile("tests/e2e/outage_worker")});
-    return std::make_unique<Command>(*host_, std::move(args), env_);
+  std::unique_ptr<Command> Node(int rank, std::vector<std::string> more = {}) {
+    more.insert(more.end(), {"--machine_rank", absl::StrCat(rank)});
+    return Agent("outage", 2, 4, {Runfile("tests/e2e/outage_worker")}, std::move(more));
   }
   // Asks until the barrier "meet" has that many arrivals.
   void WaitForArrivals(int count) {
@@ -54,15 +34,12 @@ class OutageTest : public LaunchFixture {
       stub->Describe(&context, request, &reply);
     }
   }
-
-  std::string address_;
 };
 
 TEST_F(OutageTest, CoordinatorKilledWithABarrierOpen_NothingFailsAndNothingHappensTwice) {
-  auto coordinator = Coordinator("127.0.0.1:0");
-  address_ = absl::StrCat("127.0.0.1:", coordinator->WaitForLine("127.0.0.1:"));
-  auto first = Agent(0);
-  auto second = Agent(1);
+  auto coordinator = StartCoordinator();
+  auto first = Node(0);
+  auto second = Node(1);
   first->WaitForLine("[0]: arriving");
   second->WaitForLine("[2]: arriving");
   first->WaitForLine("[1]: adding");
@@ -71,7 +48,7 @@ TEST_F(OutageTest, CoordinatorKilledWithABarrierOpen_NothingFailsAndNothingHappe
   // Two ranks wait in the barrier, two have a request on the way.
   coordinator->Signal(SIGKILL);
   EXPECT_EQ(coordinator->Wait(), -SIGKILL);
-  coordinator = Coordinator(address_);
+  coordinator = StartCoordinator();
   EXPECT_EQ(first->Wait(), 0) << first->err_text();
   EXPECT_EQ(second->Wait(), 0) << second->err_text();
   for (int rank : {0, 1, 2, 3}) {
@@ -84,10 +61,9 @@ TEST_F(OutageTest, CoordinatorKilledWithABarrierOpen_NothingFailsAndNothingHappe
 }
 
 TEST_F(OutageTest, CoordinatorDoesNotComeBack_OneLineNamesItAndHowLongItWasAway) {
-  auto coordinator = Coordinator("127.0.0.1:0");
-  address_ = absl::StrCat("127.0.0.1:", coordinator->WaitForLine("127.0.0.1:"));
-  auto first = Agent(0, {"--outage_tolerance", "300ms"});
-  auto second = Agent(1, {"--outage_tolerance", "300ms"});
+  auto coordinator = StartCoordinator();
+  auto first = Node(0, {"--outage_tolerance", "300ms"});
+  auto second = Node(1, {"--outage_tolerance", "300ms"});
   first->WaitForLine("[1]: adding");
   second->WaitForLine("[3]: adding");
   coordinator->Signal(SIGKILL);

@@ -30,11 +30,25 @@ class TriggerTest : public LaunchFixture {
     }
     return rests;
   }
-  void ExpectSameStepAndCheckpoint(const Command& command) {
+  // And that another job which loads it goes on from there. Returns "STEP with weight W".
+  std::string ExpectSameStepAndCheckpoint(const Command& command) {
     const std::vector<std::string> steps = All(command, "stopped after ");
     EXPECT_EQ(steps.size(), 3u) << command.out_text() << command.err_text();
-    EXPECT_EQ(std::set<std::string>(steps.begin(), steps.end()).size(), 1u) << command.out_text();
-    EXPECT_TRUE(PathExists(Temp("run"))) << command.out_text();
+    const std::set<std::string> stopped(steps.begin(), steps.end());
+    EXPECT_EQ(stopped.size(), 1u) << command.out_text();
+    const auto resume = Muster({"launch", "--cpu", "--num_processes", "2", "--no_prefix", "--",
+                                Runfile("tests/e2e/triggered"), "resume", Temp("run")});
+    EXPECT_EQ(resume->Wait(), 0) << resume->err_text();
+    const std::vector<std::string> resumed = All(*resume, "resumed after ");
+    EXPECT_EQ(resumed.size(), 2u) << resume->out_text();
+    EXPECT_EQ(std::set<std::string>(resumed.begin(), resumed.end()), stopped);
+    return stopped.empty() ? "" : *stopped.begin();
+  }
+  // A coordinator's address for Train() and for operators.
+  std::string Address() {
+    const auto port = agent::FindFreePort();
+    EXPECT_TRUE(port.ok()) << port.status();
+    return absl::StrCat("127.0.0.1:", port.value_or(0));
   }
 };
 
@@ -61,9 +75,7 @@ TEST_F(TriggerTest, SigtermAtTheLauncher_AllStopAfterTheSameStepWithinTheGrace) 
 }
 
 TEST_F(TriggerTest, Operator_StopsAllAfterTheSameStep) {
-  const auto port = agent::FindFreePort();
-  ASSERT_TRUE(port.ok()) << port.status();
-  const std::string address = absl::StrCat("127.0.0.1:", *port);
+  const std::string address = Address();
   const auto command = Train({"--coordinator", address, "--job_name", "night"});
   command->WaitForLine("marked after ", 3);
   const auto nobody = Muster({"trigger", "day", "stop", "--coordinator", address});
@@ -74,6 +86,44 @@ TEST_F(TriggerTest, Operator_StopsAllAfterTheSameStep) {
   EXPECT_EQ(operator_->out_text(), "raised stop for night");
   EXPECT_EQ(command->Wait(), 0) << command->err_text();
   ExpectSameStepAndCheckpoint(*command);
+}
+
+TEST_F(TriggerTest, OperatorsOwnTrigger_ReachesAllWithItsPayloadAtTheSameStep) {
+  const std::string address = Address();
+  const auto command = Train({"--coordinator", address, "--job_name", "night"});
+  command->WaitForLine("marked after ", 3);
+  const auto mark = Muster(
+      {"trigger", "night", "mark", "--payload", "the loss \"spikes\"", "--coordinator", address});
+  EXPECT_EQ(mark->Wait(), 0) << mark->err_text();
+  command->WaitForLine("marked after ", 6);
+  const auto stop = Muster({"trigger", "night", "stop", "--coordinator", address});
+  EXPECT_EQ(stop->Wait(), 0) << stop->err_text();
+  EXPECT_EQ(command->Wait(), 0) << command->err_text();
+  const std::vector<std::string> marks = All(*command, "marked after ");
+  ASSERT_EQ(marks.size(), 6u) << command->out_text();
+  EXPECT_EQ(std::set<std::string>(marks.begin() + 3, marks.end()).size(), 1u);
+  EXPECT_TRUE(absl::EndsWith(marks.at(3), " by -1: the loss \"spikes\"")) << marks.at(3);
+}
+
+TEST_F(TriggerTest, AtStep_AllActBeforeExactlyThatStep_AndAPassedOneIsRefused) {
+  const std::string address = Address();
+  const auto command = Train({"--coordinator", address, "--job_name", "night"});
+  const int marked = Numbers(command->WaitForLine("marked after ", 3)).at(0);
+  const auto late =
+      Muster({"trigger", "night", "stop", "--at_step", "3", "--coordinator", address});
+  EXPECT_EQ(late->Wait(), 2) << late->out_text();
+  EXPECT_NE(late->err_text().find("asks for step 3, but a rank has already finished step "),
+            std::string::npos)
+      << late->err_text();
+  // Far enough that nobody passes it before it has heard.
+  const int step = marked + 20'000;
+  const auto stop = Muster(
+      {"trigger", "night", "stop", "--at_step", absl::StrCat(step), "--coordinator", address});
+  EXPECT_EQ(stop->Wait(), 0) << stop->err_text();
+  EXPECT_EQ(stop->out_text(), absl::StrCat("raised stop for night, before step ", step));
+  EXPECT_EQ(command->Wait(), 0) << command->err_text();
+  const std::string stopped = ExpectSameStepAndCheckpoint(*command);
+  EXPECT_TRUE(absl::StartsWith(stopped, absl::StrCat(step - 1, " with "))) << stopped;
 }
 
 }  // namespace
