@@ -1,5 +1,6 @@
 // The programs beside `muster`, as somebody who mistypes meets them: each mistake is one line that names the thing,
 // and an exit code that is not 0.
+#include "absl/strings/str_split.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"
 
@@ -32,9 +33,8 @@ void ExpectEveryOptionExplained(const std::vector<std::string>& lines, const std
   for (size_t i = 0; i < lines.size(); ++i) {
     if (!absl::StartsWith(lines[i], "  -")) continue;
     ++options;
-    const size_t words = lines[i].find("  ", 2);
-    const bool beside =
-        words != std::string::npos && lines[i].find_first_not_of(' ', words) != std::string::npos;
+    const std::vector<std::string> words = absl::StrSplit(lines[i], ' ', absl::SkipEmpty());
+    const bool beside = words.size() > 2;
     const bool below = i + 1 < lines.size() && absl::StartsWith(lines[i + 1], "          ");
     EXPECT_TRUE(beside || below) << program << ": " << lines[i];
   }

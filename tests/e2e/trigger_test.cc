@@ -116,7 +116,7 @@ TEST_F(TriggerTest, AtStep_AllActBeforeExactlyThatStep_AndAPassedOneIsRefused) {
             std::string::npos)
       << late->err_text();
   // Far enough that nobody passes it before it has heard.
-  const int step = marked + 20'000;
+  const int step = marked + 10'000;
   const auto stop = Muster(
       {"trigger", "night", "stop", "--at_step", absl::StrCat(step), "--coordinator", address});
   EXPECT_EQ(stop->Wait(), 0) << stop->err_text();
