@@ -9,11 +9,13 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/file.h"
 #include "base/status_macros.h"
 #include "rpc/acceptor.h"
 #include "rpc/address.h"
@@ -29,6 +31,11 @@ absl::Status TryUnixSocket(const Address& address) {
   sockaddr_un name{};
   name.sun_family = AF_UNIX;
   std::memcpy(name.sun_path, address.path.c_str(), address.path.size() + 1);
+  const std::string folder = ParentPath(address.path);
+  if (access(folder.c_str(), W_OK | X_OK) != 0) {
+    return absl::ErrnoToStatus(
+        errno, absl::StrCat("cannot listen on ", address.ToString(), ": folder '", folder, "'"));
+  }
   struct stat info;
   if (stat(address.path.c_str(), &info) != 0) return absl::OkStatus();
   if (!S_ISSOCK(info.st_mode)) {

@@ -76,6 +76,9 @@ TEST(Server, UnixSocket_ServesAndReplacesADeadOne) {
   }
   unlink(path.c_str());
   rmdir(dir);
+  const absl::Status nowhere = Server::Start({.listen = "unix:" + path}, {&service}).status();
+  EXPECT_EQ(nowhere.code(), absl::StatusCode::kNotFound);
+  EXPECT_NE(nowhere.message().find(dir), absl::string_view::npos) << nowhere;
 }
 
 TEST(Server, SecondOnThePort_FailsWithTheAddress) {

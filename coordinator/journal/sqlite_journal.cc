@@ -12,6 +12,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/clock.h"
 #include "base/crc32c.h"
 #include "base/failpoint.h"
 #include "base/file.h"
@@ -425,9 +426,9 @@ void SqliteJournal::Run() {
       last_revision = chunk.last_revision;
     }
     if (progress.records > 0) {
-      const absl::Time start = absl::Now();
+      const absl::Time start = Clock::Real().Now();
       progress.status = Commit(batch);
-      progress.took = absl::Now() - start;
+      progress.took = Clock::Real().Now() - start;
       MUSTER_FAILPOINT("journal.after_fsync");
       if (progress.status.ok()) durable_revision_ = last_revision;
       progress.durable_revision = durable_revision_;
