@@ -95,7 +95,7 @@ void AgreeSet::TryFinish(uint64_t counter, const v1::ReplyHeader& header, std::v
     reply->add_alive(rank);
     reply->add_incarnations(*incarnation);
   }
-  auto answer = std::make_shared<Answer>(std::move(result), true);
+  auto answer = std::make_shared<Answer>(result);
   done->push_back({true, counter, std::move(instance.calls), answer});
   open_.erase(it);
   Keep(counter, std::move(answer));
@@ -123,13 +123,13 @@ void AgreeSet::RankReplaced(int rank) {
 }
 
 void AgreeSet::Restore(uint64_t counter, v1::OpResult answer) {
-  Keep(counter, std::make_shared<Answer>(std::move(answer), true));
+  Keep(counter, std::make_shared<Answer>(answer));
 }
 
 void AgreeSet::EndAll(const v1::OpError& error, std::vector<Done>* done) {
   v1::OpResult result;
   *result.mutable_error() = error;
-  const auto answer = std::make_shared<Answer>(std::move(result), true);
+  const auto answer = std::make_shared<Answer>(result);
   for (auto& [counter, instance] : open_)
     done->push_back({false, counter, std::move(instance.calls), answer});
   open_.clear();
@@ -158,7 +158,7 @@ void AgreeSet::Tick(absl::Time now, std::vector<Done>* done) {
                      " living ranks did not come: ", who, missing.size() > 4 ? " and more" : ""));
     for (const int rank : missing)
       result.mutable_error()->mutable_detail()->add_missing_ranks(rank);
-    auto answer = std::make_shared<Answer>(std::move(result), true);
+    auto answer = std::make_shared<Answer>(result);
     const uint64_t counter = it->first;
     done->push_back({true, counter, std::move(instance.calls), answer});
     it = open_.erase(it);

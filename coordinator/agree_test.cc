@@ -56,7 +56,7 @@ class AgreeTest : public ::testing::Test {
   }
   bool Answered(CallId call) const { return answers_.contains(call); }
   std::vector<int> Alive(CallId call) {
-    const auto& reply = answers_.at(call)->result().agree_alive();
+    const auto reply = answers_.at(call)->Parse().agree_alive();
     return {reply.alive().begin(), reply.alive().end()};
   }
 
@@ -118,7 +118,7 @@ TEST_F(AgreeTest, ReplacedRank_IsWaitedForAgain) {
   Enter(2, 0);
   EXPECT_FALSE(Answered(a));
   Enter(1, 0);
-  EXPECT_THAT(answers_[a]->result().agree_alive().incarnations(), ElementsAre(7, 8, 7));
+  EXPECT_THAT(answers_[a]->Parse().agree_alive().incarnations(), ElementsAre(7, 8, 7));
 }
 
 TEST_F(AgreeTest, Repeat_GetsTheSameAnswerAgain) {
@@ -165,8 +165,8 @@ TEST_F(AgreeTest, Timeout_NamesTheLivingThatAreMissing) {
   std::vector<AgreeSet::Done> done;
   set_->Tick(kStart + absl::Seconds(5), &done);
   Take(done);
-  EXPECT_THAT(answers_[a]->result().error().message(), HasSubstr("rank 1"));
-  EXPECT_THAT(answers_[a]->result().error().detail().missing_ranks(), ElementsAre(1));
+  EXPECT_THAT(answers_[a]->Parse().error().message(), HasSubstr("rank 1"));
+  EXPECT_THAT(answers_[a]->Parse().error().detail().missing_ranks(), ElementsAre(1));
   EXPECT_EQ(set_->NextDeadline(), absl::InfiniteFuture());
 }
 
@@ -185,7 +185,7 @@ TEST_F(AgreeTest, EndAll_TellsEveryone) {
   set_->EndAll(MakeError(absl::StatusCode::kAborted, v1::ERROR_REASON_GENERATION_ENDED, "over"),
                &done);
   Take(done);
-  EXPECT_EQ(answers_[a]->result().error().message(), "over");
+  EXPECT_EQ(answers_[a]->Parse().error().message(), "over");
 }
 
 }  // namespace

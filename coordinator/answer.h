@@ -3,8 +3,8 @@
 
 #include <cstdint>
 #include <string>
-#include <utility>
 
+#include "absl/strings/string_view.h"
 #include "proto/muster/v1/session.pb.h"
 
 namespace muster::coordinator {
@@ -12,26 +12,25 @@ namespace muster::coordinator {
 // The server's name for one call that the core may hold open. Never reused while the process lives.
 using CallId = uint64_t;
 
-// A finished result. Immutable, so any thread may read it; shared by all calls that get the same
-// bytes (the ranks of a barrier).
+// A finished result, as the bytes that go out. Immutable, so any thread may read it; shared by all
+// calls that get the same (the ranks of a barrier).
 class Answer {
  public:
-  // With `shared`, the bytes are made at once, so that N senders need not serialise N times.
-  Answer(v1::OpResult result, bool shared)
-      : result_(std::move(result)),
-        shared_(shared),
-        bytes_(shared ? result_.SerializeAsString() : "") {}
+  // The op_id of `result` is not set: it differs from call to call.
+  explicit Answer(const v1::OpResult& result)
+      : kind_(result.kind_case()), bytes_(result.SerializeAsString()) {}
 
-  // op_id is not set: it differs from call to call.
-  const v1::OpResult& result() const { return result_; }
-  bool shared() const { return shared_; }
-  // Serialised result(); empty unless shared(). The OpResult of one call is `op_id` as field 1
-  // followed by these.
+  // What it was made of.
+  v1::OpResult Parse() const;
+  // KIND_NOT_SET: an error.
+  v1::OpResult::KindCase kind() const { return kind_; }
+  // Serialised. The OpResult of one call is `op_id` as field 1 followed by these.
   const std::string& bytes() const { return bytes_; }
+  // Of these, the reply in it: what a unary call gets. Not of an error.
+  absl::string_view reply() const;
 
  private:
-  const v1::OpResult result_;
-  const bool shared_;
+  const v1::OpResult::KindCase kind_;
   const std::string bytes_;
 };
 

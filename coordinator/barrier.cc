@@ -414,7 +414,7 @@ void BarrierSet::Pass(Instance* instance, absl::Time now) {
   *reply->mutable_report() = report;
   for (std::string& payload : instance->payloads) reply->add_payloads(std::move(payload));
   const bool journal = instance->has_payloads;
-  Finish(instance, std::make_shared<Answer>(std::move(result), true), std::move(report), journal);
+  Finish(instance, std::make_shared<Answer>(result), std::move(report), journal);
 }
 
 void BarrierSet::Fail(Instance* instance, v1::BarrierReport report, absl::StatusCode code,
@@ -433,7 +433,7 @@ void BarrierSet::Fail(Instance* instance, v1::BarrierReport report, absl::Status
     *detail->add_culprits() = report.culprits(i);
   }
   host_->Report(report, instance->members);
-  Finish(instance, std::make_shared<Answer>(std::move(result), true), std::move(report), true);
+  Finish(instance, std::make_shared<Answer>(result), std::move(report), true);
 }
 
 void BarrierSet::FailGone(Instance* instance, int rank, absl::string_view what, absl::Time now) {
@@ -511,7 +511,7 @@ void BarrierSet::RecallPassed(const std::string& id, uint64_t counter) {
   report->set_last_rank(-1);
   report->set_message("passed before the coordinator was restarted");
   v1::BarrierReport copy = *report;
-  auto answer = std::make_shared<Answer>(std::move(result), true);
+  auto answer = std::make_shared<Answer>(result);
   Name& name = names_[id];
   if (name.open != nullptr && name.open->counter == counter) {
     Finish(name.open, std::move(answer), std::move(copy), false);
@@ -568,8 +568,7 @@ void BarrierSet::RestoreEnd(absl::string_view barrier_id, uint64_t counter, v1::
   }
   Name& name = names_[barrier_id];
   name.next = std::max(name.next.value_or(0), counter + 1);
-  Keep(std::string(barrier_id), counter, std::make_shared<Answer>(std::move(result), true),
-       std::move(report), true);
+  Keep(std::string(barrier_id), counter, std::make_shared<Answer>(result), std::move(report), true);
 }
 
 std::optional<v1::OpError> BarrierSet::Cancel(absl::string_view barrier_id, uint64_t counter,
@@ -624,7 +623,7 @@ void BarrierSet::EndAll(const v1::OpError& error) {
   if (calls.empty()) return;
   v1::OpResult result;
   *result.mutable_error() = error;
-  host_->Deliver(calls, std::make_shared<Answer>(std::move(result), true));
+  host_->Deliver(calls, std::make_shared<Answer>(result));
 }
 
 void BarrierSet::AskStacks(const Instance& instance) {

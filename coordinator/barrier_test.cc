@@ -86,7 +86,7 @@ class BarrierTest : public ::testing::Test {
     if (auto error = set_->Arrive(arrival, now_)) {
       v1::OpResult result;
       *result.mutable_error() = *error;
-      host_.answers[call] = std::make_shared<Answer>(result, false);
+      host_.answers[call] = std::make_shared<Answer>(result);
     }
     return call;
   }
@@ -96,7 +96,8 @@ class BarrierTest : public ::testing::Test {
   bool Answered(CallId call) const { return host_.answers.contains(call); }
   const v1::OpResult& Result(CallId call) {
     EXPECT_TRUE(Answered(call)) << call;
-    return host_.answers[call]->result();
+    const std::shared_ptr<const Answer>& answer = host_.answers[call];
+    return parsed_.try_emplace(answer, answer->Parse()).first->second;
   }
   bool Passed(CallId call) {
     return Answered(call) && Result(call).has_arrive() &&
@@ -105,6 +106,7 @@ class BarrierTest : public ::testing::Test {
   v1::ErrorReason Reason(CallId call) { return Result(call).error().detail().reason(); }
 
   FakeHost host_;
+  std::map<std::shared_ptr<const Answer>, v1::OpResult> parsed_;
   std::unique_ptr<BarrierSet> set_;
   absl::Time now_ = kStart;
   CallId next_call_ = 1;

@@ -42,18 +42,19 @@ void Core::Impl::Begin(absl::Time now, Output* out) {
   now_ = std::max(now_, now);
   out_ = out;
   event_revision_ = 0;
-  record_.Clear();
+  record_ = nullptr;
+  arena_.Reset();
   first_reply_ = out->replies.size();
   first_directive_ = out->directives.size();
 }
 
 void Core::Impl::End(Job* job) {
-  if (record_.changes_size() > 0) {
+  if (record_ != nullptr) {
     const uint64_t revision = Rev();
-    record_.set_revision(revision);
-    record_.set_term(term_);
+    record_->set_revision(revision);
+    record_->set_term(term_);
     last_record_ = revision;
-    out_->records.push_back({revision, record_.SerializeAsString()});
+    out_->records.push_back({revision, record_->SerializeAsString()});
     for (size_t i = first_reply_; i < out_->replies.size(); ++i)
       out_->replies[i].durable_revision = revision;
     for (size_t i = first_directive_; i < out_->directives.size(); ++i) {
@@ -65,7 +66,7 @@ void Core::Impl::End(Job* job) {
       if (job->barrier_touched_) job->barrier_record_ = revision;
       if (job->watch_touched_) job->log_->MarkDurable(revision);
     }
-    record_.Clear();
+    record_ = nullptr;
   }
   if (options_.mutants.acknowledges_before_durable) {
     for (size_t i = first_reply_; i < out_->replies.size(); ++i)

@@ -20,10 +20,9 @@
 
 namespace muster::coordinator {
 
-// Who brought an operation. Views: valid during the call only.
+// Who brought an operation. A view: valid during the call only.
 struct Caller {
   absl::string_view node;  // the agent whose stream it came on; empty for a unary call
-  absl::string_view peer;  // network address, for messages
 };
 
 // May be sent once the journal is durable up to `durable_revision`; 0 or anything already durable:
@@ -126,6 +125,7 @@ struct CoreOptions {
   size_t watch_events = 32768;           // kept for each job
   size_t watch_bytes = 4 << 20;          // kept for each job: how far a watcher may fall behind
   size_t kept_answers = 512;             // for each worker, for repeated requests
+  size_t kept_answer_bytes = 256 << 10;  // of these; the latest is kept whatever its size
   int rank_table_page = 1000;
   // A job without seated or waiting workers that nobody has written to for so long is removed, with
   // its keys and history. Counted anew after a restart.

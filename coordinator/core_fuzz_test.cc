@@ -190,7 +190,7 @@ TEST_P(CoreFuzzTest, AnyOperations_RulesHold) {
     for (const Reply& reply : out.replies) {
       ASSERT_EQ(open.erase(reply.call), 1u) << "call " << reply.call << " was answered twice";
       ASSERT_LE(reply.durable_revision, core->last_record_revision());
-      const v1::OpResult& result = reply.answer->result();
+      const v1::OpResult result = reply.answer->Parse();
       ASSERT_NE(result.has_error(), result.kind_case() != v1::OpResult::KIND_NOT_SET)
           << result.DebugString();
       if (result.has_error()) {
@@ -289,7 +289,7 @@ TEST_P(CoreFuzzTest, AnyOperations_RulesHold) {
       default: {
         const CallId call = next_call++;
         open.insert(call);
-        core->Handle(call, fuzz.Op(), {fuzz.Draw(2) == 0 ? "n" : "", "fuzz"}, now, &out);
+        core->Handle(call, fuzz.Op(), {fuzz.Draw(2) == 0 ? "n" : ""}, now, &out);
       }
     }
     absorb();

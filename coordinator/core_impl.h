@@ -1,6 +1,8 @@
 #ifndef MUSTER_COORDINATOR_CORE_IMPL_H_
 #define MUSTER_COORDINATOR_CORE_IMPL_H_
 
+#include <google/protobuf/arena.h>
+
 #include <algorithm>
 #include <array>
 #include <cstddef>
@@ -37,7 +39,8 @@
 namespace muster::coordinator {
 
 constexpr size_t kMaxName = 256;
-constexpr size_t kMaxHosts = 65536;  // of one job: struck or quarantined
+constexpr size_t kStoredAnswerBytes = 128;  // of memory, besides the answer's own bytes
+constexpr size_t kMaxHosts = 65536;         // of one job: struck or quarantined
 
 // One worker's place in the current generation. What must survive a crash is in `record`.
 struct Seat {
@@ -102,18 +105,23 @@ class Core::Impl {
     if (event_revision_ == 0) event_revision_ = ++revision_;
     return event_revision_;
   }
-  v1::JournalChange* Change() { return record_.add_changes(); }
+  v1::JournalChange* Change() {
+    if (record_ == nullptr) {
+      record_ = google::protobuf::Arena::CreateMessage<v1::JournalRecord>(&arena_);
+    }
+    return record_->add_changes();
+  }
 
   void Send(CallId call, std::shared_ptr<const Answer> answer, uint64_t durable) {
     out_->replies.push_back({call, std::move(answer), durable});
   }
-  void Send(CallId call, v1::OpResult result, uint64_t durable) {
-    Send(call, std::make_shared<Answer>(std::move(result), false), durable);
+  void Send(CallId call, const v1::OpResult& result, uint64_t durable) {
+    Send(call, std::make_shared<Answer>(result), durable);
   }
   void SendError(CallId call, v1::OpError error, uint64_t durable) {
     v1::OpResult result;
     *result.mutable_error() = std::move(error);
-    Send(call, std::move(result), durable);
+    Send(call, result, durable);
   }
   v1::ReplyHeader Header() const {
     v1::ReplyHeader header;
@@ -165,11 +173,16 @@ class Core::Impl {
   void AgreeAlive(CallId call, const v1::AgreeAliveRequest& request, Job** touched);
   void PollTriggers(CallId call, const v1::PollTriggersRequest& request, Job** touched);
   void GetRankTable(CallId call, const v1::GetRankTableRequest& request);
-  // Runs f(who, result) -> error once for each (worker_id, incarnation, request_id). `reads`: the
-  // answer tells of earlier durable changes.
+  // Runs f(who, result) -> error once for each (worker_id, incarnation, request_id). `operators`:
+  // not only a seated worker may call. `reads`: the answer tells of earlier durable changes.
+  // `writes`: it may change something; else it may as well be run again, and is not remembered.
+  struct Rules {
+    bool operators = false;
+    bool reads = false;
+    bool writes = true;
+  };
   template <typename Request, typename F>
-  void Once(CallId call, const Request& request, int kind, bool operators, bool reads,
-            Job** touched, F f);
+  void Once(CallId call, const Request& request, int kind, Rules rules, Job** touched, F f);
 
   absl::Status ApplyChange(const v1::JournalChange& change);
   void Remove(Job* job);
@@ -194,11 +207,13 @@ class Core::Impl {
   };
   absl::flat_hash_map<CallId, Held> held_;
 
-  // This event.
+  // This event. What it makes in the arena is gone when the next one begins.
+  alignas(8) char arena_block_[16 << 10];
+  google::protobuf::Arena arena_{arena_block_, sizeof(arena_block_)};
   absl::Time now_ = absl::InfinitePast();
   Output* out_ = nullptr;
   uint64_t event_revision_ = 0;
-  v1::JournalRecord record_;
+  v1::JournalRecord* record_ = nullptr;  // in the arena; null: nothing to write
   size_t first_reply_ = 0;
   size_t first_directive_ = 0;
 };
@@ -211,7 +226,7 @@ class Core::Impl::Job : public BarrierHost {
         id_(std::move(id)),
         log_(std::make_unique<WatchLog>(impl->options_.watch_events, impl->options_.watch_bytes,
                                         impl->revision_)),
-        dedupe_(impl->options_.kept_answers),
+        dedupe_(impl->options_.kept_answers, impl->options_.kept_answer_bytes),
         triggers_(impl->options_.mutants.trigger_below_a_horizon) {}
 
   absl::Duration Lease() const {

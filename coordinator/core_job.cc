@@ -232,7 +232,8 @@ void Core::Impl::Job::RememberAnswer(const std::string& worker_id, uint64_t inca
       operators_.pop_front();
     }
   }
-  dedupe_.Store(client, incarnation, request_id, hash, std::move(answer));
+  const size_t bytes = kStoredAnswerBytes + answer.answer->bytes().size();
+  dedupe_.Store(client, incarnation, request_id, hash, std::move(answer), bytes);
 }
 
 void Core::Impl::Job::Kill(const std::string& node, const std::string& worker_id,
@@ -562,7 +563,7 @@ void Core::Impl::Job::SendSeat(CallId call, const Seat& seat) {
   reply->set_generation_prefix(absl::StrCat("gen/", generation_, "/"));
   reply->set_node_rank(seat.record.node_rank());
   reply->set_num_nodes(num_nodes_);
-  impl_->Send(call, std::move(result), membership_record_);
+  impl_->Send(call, result, membership_record_);
 }
 
 void Core::Impl::Job::Reseat(Seat* seat, CallId call, const v1::JoinRequest& request,
@@ -631,7 +632,7 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
   if (!waits.empty()) {
     v1::OpResult result;
     *result.mutable_error() = error;
-    Deliver(waits, std::make_shared<Answer>(std::move(result), true));
+    Deliver(waits, std::make_shared<Answer>(result));
   }
   std::vector<KvChange> changes;
   kv_.DropPrefix(absl::StrCat("gen/", generation_, "/"), &changes);
@@ -926,7 +927,7 @@ void Core::Impl::Job::JournalEnd(const std::string& barrier_id, uint64_t counter
   ended->set_generation(generation_);
   ended->set_barrier_id(barrier_id);
   ended->set_counter(counter);
-  *ended->mutable_answer() = answer.result();
+  *ended->mutable_answer() = answer.Parse();
   barrier_touched_ = true;
 }
 
@@ -967,24 +968,22 @@ void Core::Impl::Job::KvChanged(const std::vector<KvChange>& changes) {
   const uint64_t revision = impl_->Rev();
   v1::KvChanged* record = nullptr;
   for (const KvChange& change : changes) {
-    const bool was_durable =
-        change.before != nullptr && change.before->klass() == v1::KV_CLASS_DURABLE;
-    const bool is_durable =
-        change.after != nullptr && change.after->klass() == v1::KV_CLASS_DURABLE;
+    const bool was_durable = change.before != nullptr && change.before->durable();
+    const bool is_durable = change.after != nullptr && change.after->durable();
     if ((was_durable || is_durable) && record == nullptr) {
       record = impl_->Change()->mutable_kv_changed();
       record->set_job_id(id_);
       kv_touched_ = true;
     }
     if (is_durable) {
-      *record->add_puts() = *change.after;
+      change.after->CopyTo(record->add_puts());
     } else if (was_durable) {
-      record->add_deletes(change.key);
+      record->add_deletes(std::string(change.key()));
     }
     if (change.after != nullptr) {
       log_->Put(revision, change.after);
     } else {
-      log_->Deleted(revision, change.key);
+      log_->Deleted(revision, change.key());
     }
   }
   watch_touched_ = true;
@@ -999,7 +998,7 @@ void Core::Impl::Job::KvChanged(const std::vector<KvChange>& changes) {
       v1::OpResult result;
       *result.mutable_wait() = *one.reply;
       *result.mutable_wait()->mutable_header() = impl_->Header();
-      answer = std::make_shared<Answer>(std::move(result), true);
+      answer = std::make_shared<Answer>(result);
     }
     impl_->held_.erase(one.call);
     impl_->Send(one.call, answer, AllRecords());

@@ -60,7 +60,7 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
       ended->set_generation(generation_);
       ended->set_barrier_id(id);
       ended->set_counter(counter);
-      *ended->mutable_answer() = answer.result();
+      *ended->mutable_answer() = answer.Parse();
     };
     barriers_->ForEachJournaled(end);
     agree_->ForEachKept([&](uint64_t counter, const Answer& answer) { end("", counter, answer); });
@@ -71,12 +71,12 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
     closed->set_why(why_ended_);
   }
   v1::KvChanged* kv = nullptr;
-  kv_.ForEachDurable([&](const v1::KeyValue& entry) {
+  kv_.ForEachDurable([&](const KvEntry& entry) {
     if (kv == nullptr || kv->puts_size() >= 1000) {
       kv = add()->mutable_kv_changed();
       kv->set_job_id(id_);
     }
-    *kv->add_puts() = entry;
+    entry.CopyTo(kv->add_puts());
   });
   triggers_.ForEach([&](const v1::TriggerRecord& record) {
     v1::TriggerChanged* trigger = add()->mutable_trigger_changed();
@@ -112,7 +112,7 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
     answered->set_request_id(request_id);
     answered->set_request_hash(hash);
     answered->set_forgotten(forgotten);
-    *answered->mutable_answer() = stored.answer->result();
+    *answered->mutable_answer() = stored.answer->Parse();
   });
 }
 
@@ -272,10 +272,10 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       const v1::RequestAnswered& answered = change.request_answered();
       const auto job = find(answered.job_id());
       if (!job.ok()) return job.status();
-      (*job)->RememberAnswer(answered.worker_id(), answered.incarnation(), answered.request_id(),
-                             answered.request_hash(),
-                             {std::make_shared<Answer>(answered.answer(), false),
-                              std::max<uint64_t>(1, last_record_)});
+      (*job)->RememberAnswer(
+          answered.worker_id(), answered.incarnation(), answered.request_id(),
+          answered.request_hash(),
+          {std::make_shared<Answer>(answered.answer()), std::max<uint64_t>(1, last_record_)});
       (*job)->dedupe_.ForgetUpTo(ClientOf(answered.worker_id(), answered.incarnation()),
                                  answered.forgotten());
       return absl::OkStatus();

@@ -166,11 +166,11 @@ std::optional<v1::OpError> Core::Impl::CheckFence(const v1::Fence& fence, bool o
 }
 
 template <typename Request, typename F>
-void Core::Impl::Once(CallId call, const Request& request, int kind, bool operators, bool reads,
-                      Job** touched, F f) {
+void Core::Impl::Once(CallId call, const Request& request, int kind, Rules rules, Job** touched,
+                      F f) {
   const v1::Fence& fence = request.fence();
-  const bool dedupe =
-      fence.request_id() != 0 && (!fence.worker_id().empty() || fence.incarnation() != 0);
+  const bool dedupe = rules.writes && fence.request_id() != 0 &&
+                      (!fence.worker_id().empty() || fence.incarnation() != 0);
   const std::string client = ClientOf(fence.worker_id(), fence.incarnation());
   uint64_t hash = 0;
   if (dedupe) {
@@ -180,7 +180,8 @@ void Core::Impl::Once(CallId call, const Request& request, int kind, bool operat
       switch (job->dedupe_.Find(client, fence.incarnation(), fence.request_id(), hash, &stored)) {
         case Dedupe<StoredAnswer>::State::kKnown:
           ++stats_.repeated_requests;
-          Send(call, stored.answer, std::max(stored.durable_revision, reads ? job->kv_record_ : 0));
+          Send(call, stored.answer,
+               std::max(stored.durable_revision, rules.reads ? job->kv_record_ : 0));
           return;
         case Dedupe<StoredAnswer>::State::kReused:
           SendError(
@@ -208,20 +209,21 @@ void Core::Impl::Once(CallId call, const Request& request, int kind, bool operat
     }
   }
   Who who;
-  if (auto error = CheckFence(fence, operators, &who)) {
+  if (auto error = CheckFence(fence, rules.operators, &who)) {
     SendError(call, *std::move(error), who.job != nullptr ? who.job->membership_record_ : 0);
     return;
   }
   *touched = who.job;
-  v1::OpResult result;
-  if (auto error = f(who, &result)) {
-    SendError(call, *std::move(error), reads ? who.job->AllRecords() : who.job->membership_record_);
+  auto* const result = google::protobuf::Arena::CreateMessage<v1::OpResult>(&arena_);
+  if (auto error = f(who, result)) {
+    SendError(call, *std::move(error),
+              rules.reads ? who.job->AllRecords() : who.job->membership_record_);
     return;
   }
-  auto answer = std::make_shared<Answer>(std::move(result), false);
+  auto answer = std::make_shared<Answer>(*result);
   if (dedupe) {
     uint64_t durable = 0;
-    if (record_.changes_size() > 0) {
+    if (record_ != nullptr) {
       durable = Rev();
       v1::RequestAnswered* answered = Change()->mutable_request_answered();
       answered->set_job_id(who.job->id_);
@@ -229,12 +231,12 @@ void Core::Impl::Once(CallId call, const Request& request, int kind, bool operat
       answered->set_incarnation(fence.incarnation());
       answered->set_request_id(fence.request_id());
       answered->set_request_hash(hash);
-      *answered->mutable_answer() = answer->result();
+      answered->unsafe_arena_set_allocated_answer(result);
     }
     who.job->RememberAnswer(fence.worker_id(), fence.incarnation(), fence.request_id(), hash,
                             {answer, durable});
   }
-  Send(call, std::move(answer), reads ? who.job->AllRecords() : who.job->membership_record_);
+  Send(call, std::move(answer), rules.reads ? who.job->AllRecords() : who.job->membership_record_);
 }
 
 void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller& caller,
@@ -481,7 +483,7 @@ void Core::Impl::Heartbeat(CallId call, const v1::HeartbeatRequest& request, Job
                          ? job->why_ended_
                          : absl::StrCat("generation ", job->generation_, " has been sealed"));
     }
-    Send(call, std::move(result), job->membership_record_);
+    Send(call, result, job->membership_record_);
   };
   Seat* const seat = job->FindSeat(fence.worker_id());
   if (options_.mutants.dead_incarnation_renews_lease && seat != nullptr) {
@@ -534,7 +536,7 @@ void Core::Impl::ReportExit(CallId call, const v1::ReportExitRequest& request, J
   }
   v1::OpResult result;
   *result.mutable_report_exit()->mutable_header() = Header();
-  Send(call, std::move(result), job->membership_record_);
+  Send(call, result, job->membership_record_);
 }
 
 void Core::Impl::WaitKeys(CallId call, const v1::WaitRequest& request, Job** touched) {
@@ -547,7 +549,7 @@ void Core::Impl::WaitKeys(CallId call, const v1::WaitRequest& request, Job** tou
   v1::OpResult result;
   if (who.job->kv_.StartWait(call, request, now_, result.mutable_wait())) {
     *result.mutable_wait()->mutable_header() = Header();
-    Send(call, std::move(result), who.job->AllRecords());
+    Send(call, result, who.job->AllRecords());
     return;
   }
   held_[call] = {who.job->id_, Held::kWait, ""};
@@ -592,7 +594,7 @@ void Core::Impl::PollTriggers(CallId call, const v1::PollTriggersRequest& reques
   who.seat->step = std::max(who.seat->step, request.step());
   who.job->TriggersChanged(std::move(changes));
   *result.mutable_poll_triggers()->mutable_header() = Header();
-  Send(call, std::move(result), who.job->membership_record_);
+  Send(call, result, who.job->membership_record_);
 }
 
 void Core::Impl::GetRankTable(CallId call, const v1::GetRankTableRequest& request) {
@@ -635,7 +637,7 @@ void Core::Impl::GetRankTable(CallId call, const v1::GetRankTableRequest& reques
       FillRow(job->seats_[rank].record, reply->add_rows());
     if (end < world_size) reply->set_next_rank(end);
   }
-  Send(call, std::move(result), job->membership_record_);
+  Send(call, result, job->membership_record_);
 }
 
 Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Caller& caller) {
@@ -646,13 +648,14 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
       Join(call, op.join(), caller, &touched);
       break;
     case v1::Op::kLeave:
-      Once(call, op.leave(), kind, false, false, &touched, [&](Who who, v1::OpResult* result) {
-        v1::ExitCause cause;
-        cause.set_message(Cut(op.leave().reason(), 1024));
-        who.job->WorkerGone(who.seat, v1::WORKER_STATE_LEFT, cause);
-        *result->mutable_leave()->mutable_header() = Header();
-        return std::optional<v1::OpError>();
-      });
+      Once(call, op.leave(), kind, {.operators = false}, &touched,
+           [&](Who who, v1::OpResult* result) {
+             v1::ExitCause cause;
+             cause.set_message(Cut(op.leave().reason(), 1024));
+             who.job->WorkerGone(who.seat, v1::WORKER_STATE_LEFT, cause);
+             *result->mutable_leave()->mutable_header() = Header();
+             return std::optional<v1::OpError>();
+           });
       // A worker that waits for a seat gives up its place.
       if (Job* const job = FindJob(op.leave().fence().job_id())) {
         const auto it = job->waiting_.find(op.leave().fence().worker_id());
@@ -666,13 +669,13 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
           job->Evaluate();
           v1::OpResult result;
           *result.mutable_leave()->mutable_header() = Header();
-          Send(call, std::move(result), 0);
+          Send(call, result, 0);
           touched = job;
         }
       }
       break;
     case v1::Op::kEndGeneration:
-      Once(call, op.end_generation(), kind, true, false, &touched,
+      Once(call, op.end_generation(), kind, {.operators = true}, &touched,
            [&](Who who, v1::OpResult* result) {
              who.job->EndGeneration(absl::StrCat("ended on request of ", CallerText(who.seat),
                                                  op.end_generation().reason().empty() ? "" : ": ",
@@ -693,7 +696,7 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
       ArriveMany(call, op.arrive_many(), caller, &touched);
       break;
     case v1::Op::kCancelBarrier:
-      Once(call, op.cancel_barrier(), kind, true, false, &touched,
+      Once(call, op.cancel_barrier(), kind, {.operators = true}, &touched,
            [&](Who who, v1::OpResult* result) {
              if (who.job->sealed_) {
                if (auto error = who.job->barriers_->Cancel(
@@ -733,18 +736,22 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
       }
       v1::OpResult result;
       *result.mutable_recall_barriers()->mutable_header() = Header();
-      Send(call, std::move(result), job->membership_record_);
+      Send(call, result, job->membership_record_);
       break;
     }
     case v1::Op::kTxn:
-      Once(call, op.txn(), kind, true, KvStore::Reads(op.txn()), &touched,
+      Once(call, op.txn(), kind,
+           {.operators = true,
+            .reads = KvStore::Reads(op.txn()),
+            .writes = KvStore::Writes(op.txn())},
+           &touched,
            [&](Who who, v1::OpResult* result) { return who.job->Txn(op.txn(), who.seat, result); });
       break;
     case v1::Op::kWait:
       WaitKeys(call, op.wait(), &touched);
       break;
     case v1::Op::kRaiseTrigger:
-      Once(call, op.raise_trigger(), kind, true, false, &touched,
+      Once(call, op.raise_trigger(), kind, {.operators = true}, &touched,
            [&](Who who, v1::OpResult* result) {
              std::vector<v1::TriggerChanged> changes;
              v1::RaiseTriggerReply* reply = result->mutable_raise_trigger();
@@ -773,25 +780,27 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
       AgreeAlive(call, op.agree_alive(), &touched);
       break;
     case v1::Op::kQuarantine:
-      Once(call, op.quarantine(), kind, true, false, &touched, [&](Who who, v1::OpResult* result) {
-        if (auto error = CheckName("host", op.quarantine().host())) return error;
-        if (who.job->hosts_.size() >= kMaxHosts &&
-            !who.job->hosts_.contains(op.quarantine().host())) {
-          return std::optional<v1::OpError>(TooLarge(
-              "host", absl::StrCat("job ", Quoted(who.job->id_), " has ", kMaxHosts,
-                                   " hosts in quarantine or struck: lift some of them first")));
-        }
-        const absl::Duration length = FromProto(op.quarantine().for_());
-        if (length < absl::ZeroDuration()) {
-          return std::optional<v1::OpError>(
-              BadField("for", "the length of a quarantine is negative: 0 lifts it"));
-        }
-        who.job->QuarantineHost(op.quarantine().host(), std::min(length, absl::Hours(24 * 365)),
-                                Cut(op.quarantine().reason(), 1024), false);
-        who.job->Evaluate();
-        *result->mutable_quarantine()->mutable_header() = Header();
-        return std::optional<v1::OpError>();
-      });
+      Once(
+          call, op.quarantine(), kind, {.operators = true}, &touched,
+          [&](Who who, v1::OpResult* result) {
+            if (auto error = CheckName("host", op.quarantine().host())) return error;
+            if (who.job->hosts_.size() >= kMaxHosts &&
+                !who.job->hosts_.contains(op.quarantine().host())) {
+              return std::optional<v1::OpError>(TooLarge(
+                  "host", absl::StrCat("job ", Quoted(who.job->id_), " has ", kMaxHosts,
+                                       " hosts in quarantine or struck: lift some of them first")));
+            }
+            const absl::Duration length = FromProto(op.quarantine().for_());
+            if (length < absl::ZeroDuration()) {
+              return std::optional<v1::OpError>(
+                  BadField("for", "the length of a quarantine is negative: 0 lifts it"));
+            }
+            who.job->QuarantineHost(op.quarantine().host(), std::min(length, absl::Hours(24 * 365)),
+                                    Cut(op.quarantine().reason(), 1024), false);
+            who.job->Evaluate();
+            *result->mutable_quarantine()->mutable_header() = Header();
+            return std::optional<v1::OpError>();
+          });
       break;
     case v1::Op::kGetRankTable:
       GetRankTable(call, op.get_rank_table());
@@ -835,7 +844,7 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
         if (job->barriers_ != nullptr)
           job->barriers_->Stragglers(result.mutable_straggler_report());
       }
-      Send(call, std::move(result), job->AllRecords());
+      Send(call, result, job->AllRecords());
       break;
     }
     case v1::Op::kGetMembers: {
@@ -871,7 +880,7 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
         member->set_host(one->request.topology().host());
         member->set_pid(one->request.pid());
       }
-      Send(call, std::move(result), job->membership_record_);
+      Send(call, result, job->membership_record_);
       break;
     }
     case v1::Op::KIND_NOT_SET:

@@ -55,7 +55,7 @@ class Bench {
 
   CallId Do(const v1::Op& op, absl::string_view node = "") {
     const CallId call = next_call_++;
-    core_->Handle(call, op, {node, "test"}, now_, &out_);
+    core_->Handle(call, op, {node}, now_, &out_);
     Collect();
     return call;
   }
@@ -89,7 +89,8 @@ class Bench {
       ADD_FAILURE() << "call " << call << " has no reply yet";
       return none;
     }
-    return it->second.answer->result();
+    const std::shared_ptr<const Answer>& answer = it->second.answer;
+    return parsed_.try_emplace(answer, answer->Parse()).first->second;
   }
   const v1::OpError& Error(CallId call) const { return Result(call).error(); }
   v1::ErrorReason Reason(CallId call) const { return Error(call).detail().reason(); }
@@ -100,6 +101,7 @@ class Bench {
   Output out_;
   CallId next_call_ = 1;
   std::map<CallId, Reply> replies_;
+  mutable std::map<std::shared_ptr<const Answer>, v1::OpResult> parsed_;
   std::vector<Record> journal_;
   std::vector<NodeDirective> directives_;
   std::vector<v1::BarrierReport> reports_;
@@ -773,6 +775,51 @@ TEST_F(CoreTest, RepeatedRequest_OlderThanWhatASnapshotKeeps_IsNotDoneAgain) {
   EXPECT_EQ(Get("n"), "6");
 }
 
+TEST_F(CoreTest, RepeatedRead_IsReadAgain_AndTakesNoPlaceAmongTheAnswers) {
+  CoreOptions options;
+  options.kept_answers = 1;
+  bench_ = Bench(options);
+  std::vector<Worker> workers = Form(1);
+  const auto request = [&](uint64_t id) {
+    v1::Op op;
+    workers[0].FillFence(op.mutable_txn()->mutable_fence());
+    op.mutable_txn()->mutable_fence()->set_request_id(id);
+    return op;
+  };
+  v1::Op add = request(1);
+  add.mutable_txn()->add_then()->mutable_add()->set_key("n");
+  add.mutable_txn()->mutable_then(0)->mutable_add()->set_delta(1);
+  v1::Op read = request(2);
+  read.mutable_txn()->add_then()->mutable_get()->set_key("n");
+  bench_.Do(add);
+  for (int i = 0; i < 3; ++i) {
+    EXPECT_EQ(bench_.Result(bench_.Do(read)).txn().results(0).kvs(0).value(), "1");
+  }
+  EXPECT_EQ(bench_.Result(bench_.Do(add)).txn().results(0).number(), 1);
+  EXPECT_EQ(Get("n"), "1");
+}
+
+TEST_F(CoreTest, KeptAnswers_AreBoundedInBytes) {
+  CoreOptions options;
+  options.kept_answer_bytes = 1000;
+  bench_ = Bench(options);
+  std::vector<Worker> workers = Form(1);
+  const auto append = [&](uint64_t id) {  // its answer holds 300 bytes
+    v1::Op op;
+    workers[0].FillFence(op.mutable_txn()->mutable_fence());
+    op.mutable_txn()->mutable_fence()->set_request_id(id);
+    v1::AppendOp* one = op.mutable_txn()->add_then()->mutable_append();
+    one->set_key("k");
+    one->set_value(std::string(id == 1 ? 300 : 1, 'x'));
+    op.mutable_txn()->add_then()->mutable_get()->set_key("k");
+    return bench_.Do(op);
+  };
+  for (uint64_t id = 1; id <= 4; ++id) append(id);
+  EXPECT_EQ(bench_.Reason(append(1)), v1::ERROR_REASON_RESULT_FORGOTTEN);
+  EXPECT_EQ(bench_.Result(append(4)).txn().results(0).number(), 303);
+  EXPECT_EQ(Get("k").size(), 303u);
+}
+
 TEST_F(CoreTest, ElasticJob_ManyWorkersComeAndGo_MemoryStaysBounded) {
   spec_ = Spec(1, 1);
   size_t early = 0;
@@ -894,8 +941,8 @@ TEST_F(CoreTest, Handle_BeforeStartTerm_Starting) {
   Core core{CoreOptions()};
   Output out;
   core.Handle(1, v1::Op(), {}, kStart, &out);
-  EXPECT_EQ(out.replies[0].answer->result().error().detail().reason(), v1::ERROR_REASON_STARTING);
-  EXPECT_TRUE(out.replies[0].answer->result().error().detail().retryable());
+  EXPECT_EQ(out.replies[0].answer->Parse().error().detail().reason(), v1::ERROR_REASON_STARTING);
+  EXPECT_TRUE(out.replies[0].answer->Parse().error().detail().retryable());
 }
 
 TEST_F(CoreTest, Lease_RunsOut_EndsTheGenerationAndNamesTheRank) {
@@ -1084,7 +1131,6 @@ TEST_F(CoreTest, Barrier_AllArrive_OneSharedAnswer) {
     ASSERT_TRUE(bench_.Result(call).has_arrive());
     EXPECT_EQ(bench_.replies_[call].answer, bench_.replies_[calls[0]].answer);
   }
-  EXPECT_TRUE(bench_.replies_[calls[0]].answer->shared());
   v1::OpResult parsed;
   ASSERT_TRUE(parsed.ParseFromString(bench_.replies_[calls[0]].answer->bytes()));
   EXPECT_EQ(parsed.arrive().report().state(), v1::BARRIER_STATE_PASSED);
@@ -1716,8 +1762,7 @@ TEST_F(CoreTest, Handle_MutatedOps_NeverCrash) {
     v1::Op op;
     if (!op.ParseFromString(bytes)) continue;
     const CallId call = bench_.next_call_++;
-    bench_.core_->Handle(call, op, {random() % 2 == 0 ? "node" : "", "fuzz"}, bench_.now_,
-                         &bench_.out_);
+    bench_.core_->Handle(call, op, {random() % 2 == 0 ? "node" : ""}, bench_.now_, &bench_.out_);
     if (random() % 16 == 0) bench_.core_->Abandon(1 + random() % call, bench_.now_, &bench_.out_);
     if (random() % 8 == 0) {
       bench_.now_ += absl::Milliseconds(random() % 2000);

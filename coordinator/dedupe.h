@@ -14,7 +14,8 @@
 namespace muster::coordinator {
 
 // Answers already given, by (worker_id, incarnation, request_id), so that a repeated request has no
-// second effect. The latest `keep` of each worker are held; request_ids of a worker must grow, so
+// second effect. The latest `keep` of each worker, of together `keep_bytes`, and at least the last
+// one are held; request_ids of a worker must grow, so
 // that an older one is known to be forgotten rather than taken for new. `Value` is the answer. Not
 // thread-safe.
 template <typename Value>
@@ -22,7 +23,7 @@ class Dedupe {
  public:
   enum class State { kNew, kKnown, kReused, kForgotten };
 
-  explicit Dedupe(size_t keep) : keep_(keep) {}
+  Dedupe(size_t keep, size_t keep_bytes) : keep_(keep), keep_bytes_(keep_bytes) {}
 
   // kKnown: `*value` is the first answer. kReused: same id, other request. kForgotten: too old to
   // tell.
@@ -39,21 +40,24 @@ class Dedupe {
     return State::kKnown;
   }
 
-  // A new incarnation of a worker starts empty.
+  // `bytes` is about how much memory `value` takes. A new incarnation of a worker starts empty.
   void Store(absl::string_view worker_id, uint64_t incarnation, uint64_t request_id,
-             uint64_t request_hash, Value value) {
+             uint64_t request_hash, Value value, size_t bytes) {
     Worker& worker = workers_[worker_id];
     if (worker.incarnation != incarnation) {
       worker = Worker();
       worker.incarnation = incarnation;
     }
-    const bool is_new =
-        worker.answers.insert_or_assign(request_id, Stored{request_hash, std::move(value)}).second;
+    const auto [at, is_new] = worker.answers.try_emplace(request_id);
+    worker.bytes += bytes - at->second.bytes;
+    at->second = Stored{request_hash, bytes, std::move(value)};
     if (!is_new) return;
     worker.order.push_back(request_id);
-    if (worker.order.size() > keep_) {
+    while (worker.order.size() > keep_ || (worker.bytes > keep_bytes_ && worker.order.size() > 1)) {
+      const auto oldest = worker.answers.find(worker.order.front());
       worker.forgotten = std::max(worker.forgotten, worker.order.front());
-      worker.answers.erase(worker.order.front());
+      worker.bytes -= oldest->second.bytes;
+      worker.answers.erase(oldest);
       worker.order.pop_front();
     }
   }
@@ -81,6 +85,7 @@ class Dedupe {
  private:
   struct Stored {
     uint64_t hash = 0;
+    size_t bytes = 0;
     Value value;
   };
   struct Worker {
@@ -88,8 +93,10 @@ class Dedupe {
     uint64_t forgotten = 0;  // the largest id that was dropped
     absl::flat_hash_map<uint64_t, Stored> answers;
     std::deque<uint64_t> order;
+    size_t bytes = 0;
   };
   const size_t keep_;
+  const size_t keep_bytes_;
   absl::flat_hash_map<std::string, Worker> workers_;
 };
 

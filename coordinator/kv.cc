@@ -31,42 +31,34 @@ std::optional<v1::OpError> CheckValue(size_t size, absl::string_view key) {
 
 }  // namespace
 
-std::shared_ptr<const v1::KeyValue> KvStore::Find(absl::string_view key) const {
-  const auto it = entries_.find(key);
-  return it == entries_.end() ? nullptr : it->second;
-}
-
-std::shared_ptr<const v1::KeyValue> KvStore::Set(absl::string_view key,
-                                                 std::shared_ptr<const v1::KeyValue> after) {
-  std::shared_ptr<const v1::KeyValue> before;
-  if (after != nullptr) {
-    auto [it, inserted] = entries_.try_emplace(std::string(key));
-    if (inserted) order_.insert(it->first);
-    before = std::exchange(it->second, after);
+KvEntry::Ptr KvStore::Set(Slots::iterator at, KvEntry::Ptr after) {
+  const absl::string_view new_lease = after != nullptr ? after->lease_worker_id() : "";
+  KvEntry::Ptr before;
+  if (at == entries_.end()) {
+    if (after == nullptr) return nullptr;
+    order_.emplace(after->key());
+    at = entries_.insert({after}).first;
   } else {
-    const auto it = entries_.find(key);
-    if (it == entries_.end()) return nullptr;
-    before = std::move(it->second);
-    order_.erase(it->first);
-    entries_.erase(it);
+    before = std::exchange(at->entry, after);
+    if (after == nullptr) {
+      order_.erase(before->key());
+      entries_.erase(at);
+    }
   }
-  const absl::string_view old_lease =
-      before != nullptr ? absl::string_view(before->lease_worker_id()) : "";
-  const absl::string_view new_lease =
-      after != nullptr ? absl::string_view(after->lease_worker_id()) : "";
+  const absl::string_view old_lease = before != nullptr ? before->lease_worker_id() : "";
   if (old_lease != new_lease) {
     if (!old_lease.empty()) {
       const auto it = leased_.find(old_lease);
-      it->second.erase(std::string(key));
+      it->second.erase(before->key());
       if (it->second.empty()) leased_.erase(it);
     }
-    if (!new_lease.empty()) leased_[new_lease].insert(std::string(key));
+    if (!new_lease.empty()) leased_[new_lease].emplace(after->key());
   }
   return before;
 }
 
 bool KvStore::Holds(const v1::Compare& compare) const {
-  const auto kv = Find(compare.key());
+  const KvEntry* const kv = Find(compare.key());
   switch (compare.target()) {
     case v1::Compare::EXISTS:
       return (kv != nullptr) == (compare.number() != 0);
@@ -81,20 +73,20 @@ bool KvStore::Holds(const v1::Compare& compare) const {
   }
 }
 
-void KvStore::Write(absl::string_view key, std::string value, v1::KvClass klass,
+void KvStore::Write(absl::string_view key, absl::string_view value, v1::KvClass klass,
                     absl::string_view lease_worker, uint64_t revision,
                     std::vector<KvChange>* changes) {
-  const auto before = Find(key);
-  auto kv = std::make_shared<v1::KeyValue>();
-  kv->set_key(key.data(), key.size());
-  kv->set_value(std::move(value));
-  kv->set_create_revision(before != nullptr ? before->create_revision() : revision);
-  kv->set_mod_revision(revision);
-  kv->set_version(before != nullptr ? before->version() + 1 : 1);
-  kv->set_klass(klass == v1::KV_CLASS_DURABLE ? klass : v1::KV_CLASS_EPHEMERAL);
-  if (!lease_worker.empty()) kv->set_lease_worker_id(lease_worker.data(), lease_worker.size());
-  Set(key, kv);
-  changes->push_back({std::string(key), before, std::move(kv)});
+  const auto at = entries_.find(key);
+  const KvEntry* const before = at != entries_.end() ? at->entry.get() : nullptr;
+  KvEntry::Ptr after =
+      KvEntry::Make({.key = key,
+                     .value = value,
+                     .lease_worker_id = lease_worker,
+                     .create_revision = before != nullptr ? before->create_revision() : revision,
+                     .mod_revision = revision,
+                     .version = before != nullptr ? before->version() + 1 : 1,
+                     .klass = klass == v1::KV_CLASS_DURABLE ? klass : v1::KV_CLASS_EPHEMERAL});
+  changes->push_back({Set(at, after), after});
 }
 
 std::optional<v1::OpError> KvStore::Apply(const v1::KvOp& op, int index,
@@ -124,15 +116,15 @@ std::optional<v1::OpError> KvStore::Apply(const v1::KvOp& op, int index,
     }
     case v1::KvOp::kGet: {
       const v1::GetOp& get = op.get();
-      const auto add = [&](const v1::KeyValue& kv) {
-        *result->add_kvs() = kv;
-        v1::KeyValue* out = result->mutable_kvs(result->kvs_size() - 1);
+      const auto add = [&](const KvEntry& entry) {
+        v1::KeyValue* out = result->add_kvs();
+        entry.CopyTo(out);
         if (get.keys_only()) out->clear_value();
         *reply_bytes += 64 + out->key().size() + out->value().size();
       };
       if (!get.prefix()) {
         if (auto error = CheckKey(get.key(), "get.key")) return error;
-        if (const auto kv = Find(get.key())) add(*kv);
+        if (const KvEntry* entry = Find(get.key())) add(*entry);
         return std::nullopt;
       }
       if (get.key().size() > kMaxKey) return CheckKey(get.key(), "get.key");
@@ -144,7 +136,7 @@ std::optional<v1::OpError> KvStore::Apply(const v1::KvOp& op, int index,
           result->set_more(true);
           break;
         }
-        add(*entries_.find(*it)->second);
+        add(*Find(*it));
       }
       return std::nullopt;
     }
@@ -152,23 +144,16 @@ std::optional<v1::OpError> KvStore::Apply(const v1::KvOp& op, int index,
       const v1::DeleteOp& del = op.delete_();
       if (!del.prefix()) {
         if (auto error = CheckKey(del.key(), "delete.key")) return error;
-        if (auto before = Set(del.key(), nullptr)) {
-          changes->push_back({del.key(), std::move(before), nullptr});
+        if (KvEntry::Ptr before = Delete(del.key()); before != nullptr) {
+          changes->push_back({std::move(before), nullptr});
           result->set_number(1);
           result->set_mod_revision(revision);
         }
         return std::nullopt;
       }
       if (del.key().size() > kMaxKey) return CheckKey(del.key(), "delete.key");
-      std::vector<std::string> keys;
-      for (auto it = order_.lower_bound(del.key());
-           it != order_.end() && absl::StartsWith(*it, del.key()); ++it) {
-        keys.emplace_back(*it);
-      }
-      for (std::string& key : keys) {
-        auto before = Set(key, nullptr);
-        changes->push_back({std::move(key), std::move(before), nullptr});
-      }
+      const std::vector<std::string> keys = KeysUnder(del.key());
+      for (const std::string& key : keys) changes->push_back({Delete(key), nullptr});
       result->set_number(static_cast<int64_t>(keys.size()));
       if (!keys.empty()) result->set_mod_revision(revision);
       return std::nullopt;
@@ -176,7 +161,7 @@ std::optional<v1::OpError> KvStore::Apply(const v1::KvOp& op, int index,
     case v1::KvOp::kAdd: {
       const v1::AddOp& add = op.add();
       if (auto error = CheckKey(add.key(), "add.key")) return error;
-      const auto before = Find(add.key());
+      const KvEntry* const before = Find(add.key());
       int64_t number = 0;
       if (before != nullptr && !absl::SimpleAtoi(before->value(), &number)) {
         return BadField("add.key",
@@ -190,7 +175,7 @@ std::optional<v1::OpError> KvStore::Apply(const v1::KvOp& op, int index,
       }
       v1::KvClass klass = add.klass();
       if (klass == v1::KV_CLASS_UNSPECIFIED && before != nullptr) klass = before->klass();
-      const std::string lease = before != nullptr ? before->lease_worker_id() : "";
+      const absl::string_view lease = before != nullptr ? before->lease_worker_id() : "";
       Write(add.key(), absl::StrCat(number), klass, klass == v1::KV_CLASS_DURABLE ? "" : lease,
             revision, changes);
       result->set_number(number);
@@ -200,12 +185,12 @@ std::optional<v1::OpError> KvStore::Apply(const v1::KvOp& op, int index,
     case v1::KvOp::kAppend: {
       const v1::AppendOp& append = op.append();
       if (auto error = CheckKey(append.key(), "append.key")) return error;
-      const auto before = Find(append.key());
+      const KvEntry* const before = Find(append.key());
       const size_t size = (before != nullptr ? before->value().size() : 0) + append.value().size();
       if (auto error = CheckValue(size, append.key())) return error;
       v1::KvClass klass = append.klass();
       if (klass == v1::KV_CLASS_UNSPECIFIED && before != nullptr) klass = before->klass();
-      const std::string lease = before != nullptr ? before->lease_worker_id() : "";
+      const absl::string_view lease = before != nullptr ? before->lease_worker_id() : "";
       Write(append.key(), absl::StrCat(before != nullptr ? before->value() : "", append.value()),
             klass, klass == v1::KV_CLASS_DURABLE ? "" : lease, revision, changes);
       result->set_number(static_cast<int64_t>(size));
@@ -249,19 +234,25 @@ std::optional<v1::OpError> KvStore::Txn(const v1::TxnRequest& request,
     if (auto error = Apply(op, index++, lease_worker, revision, &reply_bytes, reply->add_results(),
                            changes)) {
       while (changes->size() > first_change) {
-        Set(changes->back().key, changes->back().before);
+        KvChange& change = changes->back();
+        const auto at = entries_.find(change.key());
+        Set(at, std::move(change.before));
         changes->pop_back();
       }
       return error;
     }
   }
-  if (changes->size() - first_change > 1) {
+  // A key that comes again was written or deleted by this transaction before.
+  if (std::any_of(changes->begin() + first_change, changes->end(), [revision](const KvChange& one) {
+        return one.after == nullptr ||
+               (one.before != nullptr && one.before->mod_revision() == revision);
+      })) {
     // One entry a key: what it was before, what it is now.
     absl::flat_hash_map<std::string, size_t> at;
     std::vector<KvChange> merged;
     for (size_t i = first_change; i < changes->size(); ++i) {
       KvChange& change = (*changes)[i];
-      const auto [it, is_new] = at.try_emplace(change.key, merged.size());
+      const auto [it, is_new] = at.try_emplace(std::string(change.key()), merged.size());
       if (is_new) {
         merged.push_back(std::move(change));
       } else {
@@ -285,26 +276,36 @@ bool KvStore::Reads(const v1::TxnRequest& request) {
   return false;
 }
 
+bool KvStore::Writes(const v1::TxnRequest& request) {
+  const auto writes = [](const v1::KvOp& op) { return op.kind_case() != v1::KvOp::kGet; };
+  return std::any_of(request.then().begin(), request.then().end(), writes) ||
+         std::any_of(request.otherwise().begin(), request.otherwise().end(), writes);
+}
+
 void KvStore::DropLease(absl::string_view worker_id, std::vector<KvChange>* changes) {
   const auto it = leased_.find(worker_id);
   if (it == leased_.end()) return;
   const absl::btree_set<std::string> keys = it->second;
-  for (const std::string& key : keys) changes->push_back({key, Set(key, nullptr), nullptr});
+  for (const std::string& key : keys) changes->push_back({Delete(key), nullptr});
 }
 
 void KvStore::DropPrefix(absl::string_view prefix, std::vector<KvChange>* changes) {
+  for (const std::string& key : KeysUnder(prefix)) changes->push_back({Delete(key), nullptr});
+}
+
+std::vector<std::string> KvStore::KeysUnder(absl::string_view prefix) const {
   std::vector<std::string> keys;
   for (auto it = order_.lower_bound(prefix); it != order_.end() && absl::StartsWith(*it, prefix);
        ++it) {
-    keys.emplace_back(*it);
+    keys.push_back(*it);
   }
-  for (const std::string& key : keys) changes->push_back({key, Set(key, nullptr), nullptr});
+  return keys;
 }
 
 void KvStore::RestorePut(const v1::KeyValue& kv) {
-  Set(kv.key(), std::make_shared<v1::KeyValue>(kv));
+  Set(entries_.find(kv.key()), KvEntry::Make(kv));
 }
-void KvStore::RestoreDelete(absl::string_view key) { Set(key, nullptr); }
+void KvStore::RestoreDelete(absl::string_view key) { Delete(key); }
 
 std::optional<v1::OpError> KvStore::CheckWait(const v1::WaitRequest& request) const {
   if (request.keys_size() == 0) return BadField("keys", "a wait names at least one key");
@@ -333,7 +334,7 @@ bool KvStore::StartWait(CallId call, const v1::WaitRequest& request, absl::Time 
     if (!entries_.contains(key)) missing.insert(key);
   }
   if (missing.empty()) {
-    for (const std::string& key : request.keys()) *reply->add_kvs() = *Find(key);
+    for (const std::string& key : request.keys()) Find(key)->CopyTo(reply->add_kvs());
     return true;
   }
   Wait wait;
@@ -371,7 +372,7 @@ void KvStore::TakeReady(const std::vector<KvChange>& changes, std::vector<Ready>
     const bool existed = change.before != nullptr;
     const bool exists = change.after != nullptr;
     if (existed == exists) continue;
-    const auto at = waiting_for_.find(change.key);
+    const auto at = waiting_for_.find(change.key());
     if (at == waiting_for_.end()) continue;
     for (const CallId call : at->second) {
       Wait& wait = waits_.find(call)->second;
@@ -390,7 +391,7 @@ void KvStore::TakeReady(const std::vector<KvChange>& changes, std::vector<Ready>
     if (it == waits_.end() || it->second.missing != 0) continue;
     if (last == nullptr || last_keys != it->second.keys) {
       auto reply = std::make_shared<v1::WaitReply>();
-      for (const std::string& key : it->second.keys) *reply->add_kvs() = *Find(key);
+      for (const std::string& key : it->second.keys) Find(key)->CopyTo(reply->add_kvs());
       last = std::move(reply);
       last_keys = it->second.keys;
     }

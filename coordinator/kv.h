@@ -11,9 +11,11 @@
 #include "absl/container/btree_map.h"
 #include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
-#include "absl/container/node_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/hash/hash.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "coordinator/kv_entry.h"
 #include "proto/muster/v1/error.pb.h"
 #include "proto/muster/v1/kv.pb.h"
 
@@ -23,9 +25,10 @@ using CallId = uint64_t;
 
 // What one event did to one key.
 struct KvChange {
-  std::string key;
-  std::shared_ptr<const v1::KeyValue> before;  // null: the key was absent
-  std::shared_ptr<const v1::KeyValue> after;   // null: the key was deleted
+  KvEntry::Ptr before;  // null: the key was absent
+  KvEntry::Ptr after;   // null: the key was deleted
+
+  absl::string_view key() const { return after != nullptr ? after->key() : before->key(); }
 };
 
 // The key-value store of one job: hash look-ups, ordered prefixes, transactions, leases and held
@@ -49,6 +52,8 @@ class KvStore {
   // Whether the answer to this transaction tells anything that was not in the request: it reads, or
   // conditions.
   static bool Reads(const v1::TxnRequest& request);
+  // Whether it can change anything.
+  static bool Writes(const v1::TxnRequest& request);
 
   // Deletes the keys tied to the lease of `worker_id`; all keys under `prefix`.
   bool HasLease(absl::string_view worker_id) const { return leased_.contains(worker_id); }
@@ -59,14 +64,17 @@ class KvStore {
   void RestorePut(const v1::KeyValue& kv);
   void RestoreDelete(absl::string_view key);
 
-  std::shared_ptr<const v1::KeyValue> Find(absl::string_view key) const;
+  // Null: there is none. Valid until the next change.
+  const KvEntry* Find(absl::string_view key) const {
+    const auto it = entries_.find(key);
+    return it == entries_.end() ? nullptr : it->entry.get();
+  }
   size_t size() const { return entries_.size(); }
-  // Calls f(const v1::KeyValue&) for each durable key, in key order.
+  // Calls f(const KvEntry&) for each durable key, in key order.
   template <typename F>
   void ForEachDurable(F f) const {
-    for (const absl::string_view key : order_) {
-      const v1::KeyValue& kv = *entries_.find(key)->second;
-      if (kv.klass() == v1::KV_CLASS_DURABLE) f(kv);
+    for (const std::string& key : order_) {
+      if (const KvEntry& entry = *Find(key); entry.durable()) f(entry);
     }
   }
 
@@ -96,21 +104,40 @@ class KvStore {
     absl::Duration timeout;
     bool by_worker = false;
   };
-  using Entries = absl::node_hash_map<std::string, std::shared_ptr<const v1::KeyValue>>;
+  // Looked up by its key, which never changes while the entry does.
+  struct Slot {
+    mutable KvEntry::Ptr entry;
+  };
+  struct SlotHash {
+    using is_transparent = void;
+    size_t operator()(absl::string_view key) const { return absl::Hash<absl::string_view>()(key); }
+    size_t operator()(const Slot& slot) const { return (*this)(slot.entry->key()); }
+  };
+  struct SlotEq {
+    using is_transparent = void;
+    static absl::string_view Key(absl::string_view key) { return key; }
+    static absl::string_view Key(const Slot& slot) { return slot.entry->key(); }
+    template <typename A, typename B>
+    bool operator()(const A& a, const B& b) const {
+      return Key(a) == Key(b);
+    }
+  };
+  using Slots = absl::flat_hash_set<Slot, SlotHash, SlotEq>;
 
-  // The current value becomes `after` (null: none). Returns the former one.
-  std::shared_ptr<const v1::KeyValue> Set(absl::string_view key,
-                                          std::shared_ptr<const v1::KeyValue> after);
+  // The entry of the key found at `at` becomes `after` (null: none). Returns the former one.
+  KvEntry::Ptr Set(Slots::iterator at, KvEntry::Ptr after);
+  KvEntry::Ptr Delete(absl::string_view key) { return Set(entries_.find(key), nullptr); }
   std::optional<v1::OpError> Apply(const v1::KvOp& op, int index, absl::string_view lease_worker,
                                    uint64_t revision, size_t* reply_bytes, v1::KvOpResult* result,
                                    std::vector<KvChange>* changes);
   bool Holds(const v1::Compare& compare) const;
-  void Write(absl::string_view key, std::string value, v1::KvClass klass,
+  void Write(absl::string_view key, absl::string_view value, v1::KvClass klass,
              absl::string_view lease_worker, uint64_t revision, std::vector<KvChange>* changes);
+  std::vector<std::string> KeysUnder(absl::string_view prefix) const;
   void ForgetWait(CallId call);
 
-  Entries entries_;
-  absl::btree_set<absl::string_view> order_;  // views of the keys in entries_, which do not move
+  Slots entries_;
+  absl::btree_set<std::string> order_;                                     // their keys
   absl::flat_hash_map<std::string, absl::btree_set<std::string>> leased_;  // by worker_id
 
   absl::flat_hash_map<CallId, Wait> waits_;

@@ -70,7 +70,7 @@ class KvTest : public ::testing::Test {
   }
   std::string Value(const std::string& key) {
     const auto kv = store_.Find(key);
-    return kv == nullptr ? "(absent)" : kv->value();
+    return kv == nullptr ? "(absent)" : std::string(kv->value());
   }
   v1::WaitRequest WaitFor(const std::vector<std::string>& keys, int seconds = 10) {
     v1::WaitRequest request;
@@ -158,8 +158,19 @@ TEST_F(KvTest, Txn_ErrorInTheMiddle_ChangesNothing) {
 TEST_F(KvTest, Txn_OneKeyTwice_IsOneChange) {
   Run({Put("k", "1"), Put("k", "2")});
   ASSERT_EQ(changes_.size(), 1u);
-  EXPECT_EQ(changes_[0].before, nullptr);
+  EXPECT_TRUE(changes_[0].before == nullptr);
   EXPECT_EQ(changes_[0].after->value(), "2");
+}
+
+TEST_F(KvTest, Txn_DeleteThenPut_IsOneChange) {
+  Run({Put("k", "1"), Put("other", "1")});
+  Run({Delete("k"), Put("other", "2"), Put("k", "2")});
+  ASSERT_EQ(changes_.size(), 2u);
+  EXPECT_EQ(changes_[0].key(), "k");
+  EXPECT_EQ(changes_[0].before->value(), "1");
+  EXPECT_EQ(changes_[0].after->value(), "2");
+  EXPECT_EQ(changes_[0].after->version(), 1u);
+  EXPECT_EQ(changes_[1].key(), "other");
 }
 
 TEST_F(KvTest, Add_AbsentCountsAsZeroAndOverflowIsRefused) {
@@ -311,6 +322,17 @@ TEST_F(KvTest, Wait_WithoutTimeoutOrKeys_IsRefused) {
   EXPECT_EQ(store_.CheckWait(request)->detail().field(), "keys");
   request.add_keys("k");
   EXPECT_EQ(store_.CheckWait(request)->detail().reason(), v1::ERROR_REASON_DEADLINE_REQUIRED);
+}
+
+TEST_F(KvTest, Writes_TellsReadsFromOthers) {
+  v1::TxnRequest request;
+  EXPECT_FALSE(KvStore::Writes(request));
+  *request.add_compares() = Exists("k", true);
+  *request.add_then() = Get("k");
+  *request.add_otherwise() = Get("k", true);
+  EXPECT_FALSE(KvStore::Writes(request));
+  *request.add_otherwise() = Delete("k");
+  EXPECT_TRUE(KvStore::Writes(request));
 }
 
 TEST_F(KvTest, Reads_TellsBlindWritesFromOthers) {

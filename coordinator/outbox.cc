@@ -34,7 +34,7 @@ FramePiece Own(std::string text) {
 }  // namespace
 
 void Outbox::AddResult(uint64_t op_id, std::shared_ptr<const Answer> answer) {
-  const size_t bytes = answer->shared() ? answer->bytes().size() : answer->result().ByteSizeLong();
+  const size_t bytes = answer->bytes().size();
   pending_bytes_ += bytes;
   pending_.push_back(
       {.op_id = op_id, .bytes = bytes, .answer = std::move(answer), .directive = nullptr});
@@ -131,9 +131,7 @@ FrameBytes Outbox::Next() {
       PutVarint(head, bytes_of_result);
       head.push_back(0x08);
       PutVarint(head, item.op_id);
-      if (!item.answer->shared()) {
-        item.answer->result().AppendToString(&head);
-      } else if (item.answer->bytes().size() < kShareBytes) {
+      if (item.answer->bytes().size() < kShareBytes) {
         head += item.answer->bytes();
       } else {
         frame.push_back(Own(std::exchange(head, std::string())));

@@ -9,10 +9,10 @@
 namespace muster::coordinator {
 namespace {
 
-std::shared_ptr<const Answer> MakeAnswer(const std::string& payload, bool shared) {
+std::shared_ptr<const Answer> MakeAnswer(const std::string& payload) {
   v1::OpResult result;
   result.mutable_arrive()->add_payloads(payload);
-  return std::make_shared<Answer>(std::move(result), shared);
+  return std::make_shared<Answer>(result);
 }
 
 v1::CoordinatorFrame Parse(const FrameBytes& pieces) {
@@ -27,10 +27,10 @@ TEST(Outbox, WaitingResults_GoOutInOneFrame) {
   Outbox outbox;
   EXPECT_FALSE(outbox.HasWork());
   outbox.set_received(17);
-  outbox.AddResult(1, MakeAnswer("own", false));
-  outbox.AddResult(300, MakeAnswer("shared", true));
-  outbox.AddResult(70'000, MakeAnswer(std::string(5000, 'x'), true));
-  outbox.AddResult(0, MakeAnswer("last", true));
+  outbox.AddResult(1, MakeAnswer("own"));
+  outbox.AddResult(300, MakeAnswer("shared"));
+  outbox.AddResult(70'000, MakeAnswer(std::string(5000, 'x')));
+  outbox.AddResult(0, MakeAnswer("last"));
   ASSERT_TRUE(outbox.HasWork());
   const v1::CoordinatorFrame frame = Parse(outbox.Next());
   EXPECT_FALSE(outbox.HasWork());
@@ -51,9 +51,9 @@ TEST(Outbox, Directive_HasItsOwnFrameInOrder) {
   Outbox outbox;
   auto directive = std::make_shared<v1::Directive>();
   directive->mutable_kill_worker()->set_worker_id("w");
-  outbox.AddResult(1, MakeAnswer("a", true));
+  outbox.AddResult(1, MakeAnswer("a"));
   outbox.AddDirective(directive);
-  outbox.AddResult(2, MakeAnswer("b", true));
+  outbox.AddResult(2, MakeAnswer("b"));
   EXPECT_EQ(Parse(outbox.Next()).results().results(0).op_id(), 1u);
   const v1::CoordinatorFrame middle = Parse(outbox.Next());
   EXPECT_EQ(middle.seq(), 2u);
@@ -64,7 +64,7 @@ TEST(Outbox, Directive_HasItsOwnFrameInOrder) {
 
 TEST(Outbox, LargeResults_AreSplitIntoFrames) {
   Outbox outbox;
-  for (int i = 0; i < 5; ++i) outbox.AddResult(i, MakeAnswer(std::string(900'000, 'x'), true));
+  for (int i = 0; i < 5; ++i) outbox.AddResult(i, MakeAnswer(std::string(900'000, 'x')));
   int results = 0;
   while (outbox.HasWork()) {
     const v1::CoordinatorFrame frame = Parse(outbox.Next());
@@ -77,7 +77,7 @@ TEST(Outbox, LargeResults_AreSplitIntoFrames) {
 TEST(Outbox, Resume_SendsAgainWhatWasNotAcknowledged) {
   Outbox outbox;
   for (uint64_t i = 1; i <= 4; ++i) {
-    outbox.AddResult(i, MakeAnswer("x", true));
+    outbox.AddResult(i, MakeAnswer("x"));
     outbox.Next();
   }
   outbox.Acknowledged(1);
@@ -86,7 +86,7 @@ TEST(Outbox, Resume_SendsAgainWhatWasNotAcknowledged) {
   welcome.mutable_welcome()->set_protocol(1);
   ASSERT_TRUE(outbox.Resume(2));
   outbox.AddFirst(welcome);
-  outbox.AddResult(5, MakeAnswer("y", true));
+  outbox.AddResult(5, MakeAnswer("y"));
   EXPECT_TRUE(Parse(outbox.Next()).has_welcome());
   for (uint64_t seq = 3; seq <= 5; ++seq) {
     const v1::CoordinatorFrame frame = Parse(outbox.Next());
@@ -101,7 +101,7 @@ TEST(Outbox, ResumeBeyondWhatIsKept_IsRefused) {
   EXPECT_FALSE(outbox.Resume(1));  // never made
   EXPECT_TRUE(outbox.Resume(0));
   for (uint64_t i = 1; i <= 3; ++i) {
-    outbox.AddResult(i, MakeAnswer("x", true));
+    outbox.AddResult(i, MakeAnswer("x"));
     outbox.Next();
   }
   outbox.Acknowledged(2);

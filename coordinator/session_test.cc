@@ -29,7 +29,7 @@ v1::AgentFrame Frame(uint64_t seq, uint64_t ack = 0) {
 void AddResult(AgentSession* session, uint64_t op_id) {
   v1::OpResult result;
   result.mutable_heartbeat();
-  session->outbox().AddResult(op_id, std::make_shared<Answer>(std::move(result), false));
+  session->outbox().AddResult(op_id, std::make_shared<Answer>(result));
 }
 
 v1::Hello Hello(uint64_t incarnation, uint64_t last_received) {

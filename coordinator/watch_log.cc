@@ -8,6 +8,10 @@
 #include "coordinator/errors.h"
 
 namespace muster::coordinator {
+namespace {
+// Of the history itself, for each event, with what the allocator needs for what it holds.
+constexpr uint32_t kEventBytes = 48;
+}  // namespace
 
 WatchLog::WatchLog(size_t max_events, size_t max_bytes, uint64_t compacted)
     : max_events_(max_events), max_bytes_(max_bytes), compacted_(compacted) {}
@@ -27,19 +31,20 @@ void WatchLog::Add(Event event) {
   }
 }
 
-void WatchLog::Put(uint64_t revision, std::shared_ptr<const v1::KeyValue> kv) {
+void WatchLog::Put(uint64_t revision, KvEntry::Ptr entry) {
   Event event;
   event.revision = revision;
-  event.bytes = 96 + kv->key().size() + kv->value().size();
-  event.put = std::move(kv);
+  event.bytes = kEventBytes + static_cast<uint32_t>(entry->bytes());
+  event.entry = std::move(entry);
   Add(std::move(event));
 }
 
-void WatchLog::Deleted(uint64_t revision, std::string key) {
+void WatchLog::Deleted(uint64_t revision, absl::string_view key) {
   Event event;
   event.revision = revision;
-  event.bytes = 96 + key.size();
-  event.deleted_key = std::move(key);
+  event.deleted = true;
+  event.entry = KvEntry::Make({.key = key});  // without the value it had
+  event.bytes = kEventBytes + static_cast<uint32_t>(event.entry->bytes());
   Add(std::move(event));
 }
 
@@ -47,7 +52,7 @@ void WatchLog::Other(uint64_t revision, v1::WatchEvent other) {
   Event event;
   event.revision = revision;
   event.other = std::make_unique<v1::WatchEvent>(std::move(other));
-  event.bytes = 96 + event.other->ByteSizeLong();
+  event.bytes = 2 * kEventBytes + static_cast<uint32_t>(event.other->ByteSizeLong());
   Add(std::move(event));
 }
 
@@ -85,15 +90,15 @@ std::optional<v1::OpError> WatchLog::Read(const v1::WatchRequest& request, uint6
       }
       current = it->revision;
     }
-    if (it->put != nullptr || !it->deleted_key.empty()) {
-      const absl::string_view key = it->put != nullptr ? it->put->key() : it->deleted_key;
+    if (it->entry != nullptr) {
+      const absl::string_view key = it->entry->key();
       if (!request.keys() || !absl::StartsWith(key, request.key_prefix())) continue;
       v1::WatchEvent* event = batch->add_events();
       event->set_revision(it->revision);
-      if (it->put != nullptr) {
-        *event->mutable_put() = *it->put;
+      if (it->deleted) {
+        event->set_deleted_key(key.data(), key.size());
       } else {
-        event->set_deleted_key(it->deleted_key);
+        it->entry->CopyTo(event->mutable_put());
       }
     } else {
       if (!request.members()) continue;

@@ -9,6 +9,7 @@
 #include <string>
 
 #include "absl/strings/string_view.h"
+#include "coordinator/kv_entry.h"
 #include "proto/muster/v1/error.pb.h"
 #include "proto/muster/v1/watch.pb.h"
 
@@ -22,8 +23,8 @@ class WatchLog {
   WatchLog(size_t max_events, size_t max_bytes, uint64_t compacted);
 
   // Revisions must not decrease.
-  void Put(uint64_t revision, std::shared_ptr<const v1::KeyValue> kv);
-  void Deleted(uint64_t revision, std::string key);
+  void Put(uint64_t revision, KvEntry::Ptr entry);
+  void Deleted(uint64_t revision, absl::string_view key);
   void Other(uint64_t revision, v1::WatchEvent event);
   // The events of `revision` may be shown only when the journal is durable up to it.
   void MarkDurable(uint64_t revision);
@@ -41,11 +42,11 @@ class WatchLog {
  private:
   struct Event {
     uint64_t revision = 0;
+    uint32_t bytes = 0;
     bool durable = false;
-    std::shared_ptr<const v1::KeyValue> put;
-    std::string deleted_key;
+    bool deleted = false;
+    KvEntry::Ptr entry;  // or
     std::unique_ptr<v1::WatchEvent> other;
-    size_t bytes = 0;
   };
   void Add(Event event);
 

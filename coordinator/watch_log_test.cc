@@ -13,11 +13,8 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::IsEmpty;
 
-std::shared_ptr<const v1::KeyValue> Kv(const std::string& key, size_t size = 1) {
-  auto kv = std::make_shared<v1::KeyValue>();
-  kv->set_key(key);
-  kv->set_value(std::string(size, 'x'));
-  return kv;
+KvEntry::Ptr Kv(const std::string& key, size_t size = 1) {
+  return KvEntry::Make({.key = key, .value = std::string(size, 'x')});
 }
 
 struct Read {

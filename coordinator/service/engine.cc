@@ -37,7 +37,7 @@ std::shared_ptr<const Answer> ErrorAnswer(absl::StatusCode code, absl::string_vi
                                           v1::ErrorReason reason, bool retryable) {
   v1::OpResult result;
   *result.mutable_error() = rpc::ToOpError(rpc::ErrorWithReason(code, message, reason, retryable));
-  return std::make_shared<Answer>(std::move(result), /*shared=*/true);
+  return std::make_shared<Answer>(result);
 }
 
 std::shared_ptr<const Answer> OverloadedAnswer(absl::string_view message) {
@@ -46,11 +46,7 @@ std::shared_ptr<const Answer> OverloadedAnswer(absl::string_view message) {
   *error.mutable_detail()->mutable_retry_after() = ToProto(absl::Milliseconds(100));
   v1::OpResult result;
   *result.mutable_error() = std::move(error);
-  return std::make_shared<Answer>(std::move(result), /*shared=*/true);
-}
-
-size_t BytesOf(const Answer& answer) {
-  return answer.shared() ? answer.bytes().size() : answer.result().ByteSizeLong();
+  return std::make_shared<Answer>(result);
 }
 
 absl::Status StoppingStatus() {
@@ -60,8 +56,8 @@ absl::Status StoppingStatus() {
 }
 
 // An answer that has to wait for the disk.
-void FailAtHold(const v1::OpResult& result) {
-  switch (result.kind_case()) {
+void FailAtHold(const Answer& answer) {
+  switch (answer.kind()) {
     case v1::OpResult::kJoin:
       MUSTER_FAILPOINT("engine.hold_join");
       break;
@@ -76,8 +72,8 @@ void FailAtHold(const v1::OpResult& result) {
   }
 }
 
-void FailAtReply(const v1::OpResult& result) {
-  switch (result.kind_case()) {
+void FailAtReply(const Answer& answer) {
+  switch (answer.kind()) {
     case v1::OpResult::kJoin:
       MUSTER_FAILPOINT("engine.reply_join");
       break;
@@ -450,7 +446,7 @@ void Engine::Drain() {
     } else if (!journal_status_.ok()) {
       Deliver(reply.call, journal_failed_);
     } else {
-      FailAtHold(reply.answer->result());
+      FailAtHold(*reply.answer);
       held_replies_.emplace(reply.durable_revision, reply);
     }
   }
@@ -482,18 +478,18 @@ void Engine::Drain() {
 void Engine::Deliver(CallId id, std::shared_ptr<const Answer> answer) {
   const auto it = calls_.find(id);
   if (it == calls_.end()) return;  // abandoned
-  if (const size_t bytes = BytesOf(*answer); bytes > options_.limits.answer_bytes) {
+  if (const size_t bytes = answer->bytes().size(); bytes > options_.limits.answer_bytes) {
     v1::OpResult result;
     *result.mutable_error() =
         TooLarge("", absl::StrCat("the answer has ", bytes, " bytes, more than the ",
                                   options_.limits.answer_bytes,
                                   " that one message may have: ask for less at a time"));
-    answer = std::make_shared<Answer>(std::move(result), /*shared=*/false);
+    answer = std::make_shared<Answer>(result);
   }
   const OpenCall call = std::move(it->second);
   calls_.erase(it);
   open_calls_.fetch_sub(1, std::memory_order_relaxed);
-  FailAtReply(answer->result());
+  FailAtReply(*answer);
   if (call.sink != nullptr) {
     call.sink->OnAnswer(answer);
     MUSTER_FAILPOINT("engine.replied");
@@ -557,7 +553,7 @@ void Engine::DoProgress(const Journal::Progress& progress) {
     std::multimap<uint64_t, Reply> failed;
     failed.swap(held_replies_);
     for (const auto& [revision, reply] : failed) Deliver(reply.call, journal_failed_);
-    AnswerSnapshot(rpc::FromOpError(journal_failed_->result().error()));
+    AnswerSnapshot(rpc::FromOpError(journal_failed_->Parse().error()));
   }
 }
 
@@ -608,17 +604,16 @@ bool Engine::FlushSessions() {
   return ended;
 }
 
-void Engine::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, std::string peer,
-                  CallSink* sink) {
+void Engine::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, CallSink* sink) {
   if (queued_bytes_.fetch_add(bytes) + bytes > options_.limits.queued_bytes) {
     queued_bytes_.fetch_sub(bytes);
     overloaded_.fetch_add(1, std::memory_order_relaxed);
     sink->OnAnswer(too_many_calls_);
     return;
   }
-  const bool posted = Post([this, id, op = std::move(op), bytes, peer = std::move(peer), sink] {
+  const bool posted = Post([this, id, op = std::move(op), bytes, sink] {
     queued_bytes_.fetch_sub(bytes);
-    DoCall(id, *op, /*node=*/"", peer, {.sink = sink, .session = nullptr, .op_id = 0});
+    DoCall(id, *op, /*node=*/"", {.sink = sink, .session = nullptr, .op_id = 0});
   });
   if (!posted) sink->OnAnswer(stopping_answer_);
 }
@@ -640,8 +635,7 @@ std::shared_ptr<const Answer> Engine::Refusal(const v1::Op& op, const Session* s
   return refusal;
 }
 
-void Engine::DoCall(CallId id, const v1::Op& op, absl::string_view node, absl::string_view peer,
-                    OpenCall call) {
+void Engine::DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCall call) {
   const Session* const session = call.session.get();
   if (call.session != nullptr) call.session->calls.insert(id);
   calls_.emplace(id, std::move(call));
@@ -652,7 +646,7 @@ void Engine::DoCall(CallId id, const v1::Op& op, absl::string_view node, absl::s
     Deliver(id, std::move(refusal));
   } else {
     MUSTER_FAILPOINT("engine.apply");
-    core_.Handle(id, op, {.node = node, .peer = peer}, options_.clock->Now(), &out_);
+    core_.Handle(id, op, {.node = node}, options_.clock->Now(), &out_);
     MUSTER_FAILPOINT("engine.applied");
   }
 }
@@ -667,21 +661,20 @@ void Engine::Abandon(CallId id) {
 }
 
 void Engine::AgentFrame(const std::shared_ptr<AgentLink>& link,
-                        std::shared_ptr<const v1::AgentFrame> frame, std::string peer) {
-  const bool posted = Post([this, link, frame = std::move(frame), peer = std::move(peer)] {
+                        std::shared_ptr<const v1::AgentFrame> frame) {
+  const bool posted = Post([this, link, frame = std::move(frame)] {
     if (stopped_) {
       link->Close(StoppingStatus());
       return;
     }
-    DoFrame(link, *frame, peer);
+    DoFrame(link, *frame);
     const auto it = links_.find(link.get());
     read_next_.emplace_back(it == links_.end() ? nullptr : it->second, link);
   });
   if (!posted) link->Close(StoppingStatus());
 }
 
-void Engine::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFrame& frame,
-                     const std::string& peer) {
+void Engine::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFrame& frame) {
   const auto it = links_.find(link.get());
   if (it == links_.end()) {
     if (frame.has_hello()) {
@@ -713,7 +706,7 @@ void Engine::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFram
   switch (frame.kind_case()) {
     case v1::AgentFrame::kOps:
       for (const v1::Op& op : frame.ops().ops()) {
-        DoCall(NewCallId(), op, session->node, peer,
+        DoCall(NewCallId(), op, session->node,
                {.sink = nullptr, .session = session, .op_id = op.op_id()});
       }
       break;
@@ -843,7 +836,7 @@ void Engine::WatchOpen(std::shared_ptr<WatchLink> link, v1::WatchRequest request
     }
     if (watchers_.size() >= options_.limits.watchers) {
       overloaded_.fetch_add(1, std::memory_order_relaxed);
-      link->Close(rpc::FromOpError(too_many_watchers_->result().error()));
+      link->Close(rpc::FromOpError(too_many_watchers_->Parse().error()));
       return;
     }
     Watcher& watcher = watchers_[link.get()];
@@ -932,10 +925,10 @@ void Engine::Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
         if (stopped_) {
           done(StoppingStatus());
         } else if (!journal_status_.ok()) {
-          done(rpc::FromOpError(journal_failed_->result().error()));
+          done(rpc::FromOpError(journal_failed_->Parse().error()));
         } else if (snapshot_running_ || snapshot_done_ != nullptr) {
           overloaded_.fetch_add(1, std::memory_order_relaxed);
-          done(rpc::FromOpError(snapshot_busy_->result().error()));
+          done(rpc::FromOpError(snapshot_busy_->Parse().error()));
         } else {
           snapshot_done_ = done;
         }

@@ -103,13 +103,13 @@ class Engine {
 
   CallId NewCallId() { return next_call_.fetch_add(1, std::memory_order_relaxed); }
   // `sink` stays valid until it was answered. `bytes` is the size of the request.
-  void Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, std::string peer, CallSink* sink);
+  void Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, CallSink* sink);
   // The caller has gone away. The sink is answered with CANCELLED unless it was answered before.
   void Abandon(CallId id);
 
   // The frames of an agent's stream, in order; the first is a Hello. Ends with Closed.
   void AgentFrame(const std::shared_ptr<AgentLink>& link,
-                  std::shared_ptr<const v1::AgentFrame> frame, std::string peer);
+                  std::shared_ptr<const v1::AgentFrame> frame);
   void AgentClosed(const std::shared_ptr<AgentLink>& link);
 
   // A watch, until WatchClosed. The link stays valid until then.
@@ -178,10 +178,8 @@ class Engine {
   void MaybeTrim(absl::Time now);
 
   // All below: whoever is applying.
-  void DoCall(CallId id, const v1::Op& op, absl::string_view node, absl::string_view peer,
-              OpenCall call);
-  void DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFrame& frame,
-               const std::string& peer);
+  void DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCall call);
+  void DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFrame& frame);
   void DoHello(const std::shared_ptr<AgentLink>& link, const v1::Hello& hello);
   void DoClosed(const std::shared_ptr<AgentLink>& link);
   void EndSession(const std::shared_ptr<Session>& session);

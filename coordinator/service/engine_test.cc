@@ -84,7 +84,7 @@ class FakeSink final : public CallSink {
     answer = given;
     answered.Notify();
   }
-  v1::ErrorReason reason() const { return answer->result().error().detail().reason(); }
+  v1::ErrorReason reason() const { return answer->Parse().error().detail().reason(); }
 
   std::shared_ptr<const Answer> answer;
   Notification answered;
@@ -107,8 +107,8 @@ class EngineTest : public ::testing::Test {
     join.mutable_spec()->mutable_lease()->set_seconds(3600);
     FakeSink sink;
     Call(op, &sink);
-    ASSERT_TRUE(sink.answer->result().has_join());
-    generation_ = sink.answer->result().join().generation();
+    ASSERT_TRUE(sink.answer->Parse().has_join());
+    generation_ = sink.answer->Parse().join().generation();
   }
   void TearDown() override {
     if (engine_ != nullptr) engine_->Stop();
@@ -116,7 +116,7 @@ class EngineTest : public ::testing::Test {
 
   CallId Call(const v1::Op& op, FakeSink* sink, size_t bytes = 0) {
     const CallId id = engine_->NewCallId();
-    engine_->Call(id, std::make_unique<v1::Op>(op), bytes, "test", sink);
+    engine_->Call(id, std::make_unique<v1::Op>(op), bytes, sink);
     return id;
   }
   v1::Fence Fence() const {
@@ -151,7 +151,7 @@ class EngineTest : public ::testing::Test {
   void PutNow(const std::string& key, const std::string& value) {
     FakeSink sink;
     Call(Put(key, value), &sink);
-    ASSERT_TRUE(sink.answer->result().has_txn()) << sink.answer->result().ShortDebugString();
+    ASSERT_TRUE(sink.answer->Parse().has_txn()) << sink.answer->Parse().ShortDebugString();
   }
 
   std::shared_ptr<FakeLink> Attach() {
@@ -161,7 +161,7 @@ class EngineTest : public ::testing::Test {
     hello->mutable_hello()->set_protocol_max(1);
     hello->mutable_hello()->set_node("node");
     hello->mutable_hello()->set_agent_incarnation(7);
-    engine_->AgentFrame(link, std::move(hello), "test");
+    engine_->AgentFrame(link, std::move(hello));
     EXPECT_EQ(link->frames.size(), 1u);
     link->WriteAll();
     return link;
@@ -172,7 +172,7 @@ class EngineTest : public ::testing::Test {
     frame->set_ack(ack);
     op.set_op_id(op_id);
     *frame->mutable_ops()->add_ops() = std::move(op);
-    engine_->AgentFrame(link, std::move(frame), "test");
+    engine_->AgentFrame(link, std::move(frame));
   }
 
   std::unique_ptr<Engine> engine_;
@@ -212,8 +212,8 @@ TEST_F(EngineTest, TooManyCalls_AreRefused) {
   engine_->Abandon(ids[0]);
   FakeSink fourth;
   Call(Put("k", "v"), &fourth);
-  EXPECT_TRUE(fourth.answer->result().has_txn());
-  EXPECT_TRUE(held[1].answer->result().has_wait());
+  EXPECT_TRUE(fourth.answer->Parse().has_txn());
+  EXPECT_TRUE(held[1].answer->Parse().has_wait());
 }
 
 TEST_F(EngineTest, RequestsBehindABusyEngine_AreBoundedInBytes) {
@@ -234,11 +234,11 @@ TEST_F(EngineTest, RequestsBehindABusyEngine_AreBoundedInBytes) {
   go_on.Notify();
   applying.join();
   fits.answered.WaitForNotification();
-  EXPECT_TRUE(fits.answer->result().has_txn());
+  EXPECT_TRUE(fits.answer->Parse().has_txn());
   FakeSink later;
   Call(Get("k"), &later, 1000);
   later.answered.WaitForNotification();
-  EXPECT_TRUE(later.answer->result().has_txn());
+  EXPECT_TRUE(later.answer->Parse().has_txn());
 }
 
 TEST_F(EngineTest, AgentThatTakesNoAnswers_IsNotReadFromUntilItDoes) {
@@ -286,7 +286,7 @@ TEST_F(EngineTest, AnswerLargerThanAMessage_BecomesAnError) {
   PutNow("k", std::string(5000, 'x'));
   FakeSink whole;
   Call(Get("k"), &whole);
-  const size_t size = whole.answer->result().ByteSizeLong();
+  const size_t size = whole.answer->bytes().size();
   engine_->Stop();
   for (const size_t limit : {size, size - 1}) {
     Start({.answer_bytes = limit});
@@ -294,10 +294,10 @@ TEST_F(EngineTest, AnswerLargerThanAMessage_BecomesAnError) {
     FakeSink sink;
     Call(Get("k"), &sink);
     if (limit == size) {
-      EXPECT_TRUE(sink.answer->result().has_txn());
+      EXPECT_TRUE(sink.answer->Parse().has_txn());
     } else {
       EXPECT_EQ(sink.reason(), v1::ERROR_REASON_LIMIT);
-      EXPECT_NE(sink.answer->result().error().message().find(absl::StrCat(size, " bytes")),
+      EXPECT_NE(sink.answer->Parse().error().message().find(absl::StrCat(size, " bytes")),
                 std::string::npos);
     }
     engine_->Stop();

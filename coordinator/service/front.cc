@@ -38,9 +38,10 @@ bool Parse(grpc::ByteBuffer& bytes, Message* message) {
   return grpc::SerializationTraits<Message>::Deserialize(&bytes, message).ok();
 }
 
-google::protobuf::ArenaOptions FrameArena() {
+// A frame of small operations takes about four times its bytes, which is one block then.
+google::protobuf::ArenaOptions FrameArena(size_t bytes) {
   google::protobuf::ArenaOptions options;
-  options.start_block_size = 1 << 10;
+  options.start_block_size = std::clamp<size_t>(4 * bytes, 512, 32 << 10);
   options.max_block_size = 32 << 10;
   return options;
 }
@@ -172,7 +173,7 @@ class Front::Handler {
 };
 
 // One row of the table of methods: how its call is made, and for those that the core answers how a
-// request becomes an Op and an OpResult a reply.
+// request becomes an Op.
 struct Front::Method {
   const char* service;
   const char* name;
@@ -180,13 +181,12 @@ struct Front::Method {
   std::shared_ptr<Handler> (*handle)(Front& front, Rpc* rpc, const Method& method,
                                      MethodMetrics* metrics);
   bool (*parse)(grpc::ByteBuffer& bytes, v1::Op* op) = nullptr;
-  grpc::ByteBuffer (*reply)(const v1::OpResult& result) = nullptr;
   using Run = void (*)(Front& front, const std::shared_ptr<UnaryCall>& call,
                        grpc::ByteBuffer& request);
   Run run = nullptr;
 
   // Of a method that the core answers.
-  template <auto put, auto get>
+  template <auto put>
   static constexpr Method Core(const char* service, const char* name);
   // Of another unary method.
   static constexpr Method Other(const char* service, const char* name, Run run);
@@ -203,8 +203,7 @@ class Front::UnaryCall final : public Handler,
         front_(front),
         method_(method),
         id_(front.engine_.NewCallId()),
-        deadline_(method.service == kHealth ? absl::OkStatus() : CheckDeadline(rpc->context)),
-        peer_(rpc->context.peer()) {}
+        deadline_(method.service == kHealth ? absl::OkStatus() : CheckDeadline(rpc->context)) {}
 
   void OnBegun() override {
     if (deadline_.ok()) {
@@ -230,7 +229,7 @@ class Front::UnaryCall final : public Handler,
     }
     bytes.Clear();
     calling_ = true;
-    front_.engine_.Call(id_, std::move(op), size, peer_, this);
+    front_.engine_.Call(id_, std::move(op), size, this);
   }
   void OnWritten(bool) override {}
   void OnGone() override {
@@ -242,11 +241,11 @@ class Front::UnaryCall final : public Handler,
   }
 
   void OnAnswer(const std::shared_ptr<const Answer>& answer) override {
-    const v1::OpResult& result = answer->result();
-    if (result.has_error()) {
-      Finish(rpc::FromOpError(result.error()));
+    if (answer->kind() == v1::OpResult::KIND_NOT_SET) {
+      Finish(rpc::FromOpError(answer->Parse().error()));
     } else {
-      const grpc::ByteBuffer reply = method_.reply(result);
+      const grpc::Slice slice(answer->reply().data(), answer->reply().size());
+      const grpc::ByteBuffer reply(&slice, 1);
       Finish(absl::OkStatus(), &reply);
     }
   }
@@ -262,7 +261,6 @@ class Front::UnaryCall final : public Handler,
   const Method& method_;
   const CallId id_;
   const absl::Status deadline_;
-  const std::string peer_;
   bool calling_ = false;
 };
 
@@ -311,7 +309,7 @@ class Front::AgentStream final : public Handler,
                                  public std::enable_shared_from_this<AgentStream> {
  public:
   AgentStream(Front& front, Rpc* rpc, const Method&, MethodMetrics* metrics)
-      : Handler(rpc, metrics), front_(front), engine_(front.engine_), peer_(rpc->context.peer()) {}
+      : Handler(rpc, metrics), front_(front), engine_(front.engine_) {}
 
   void Bind(std::shared_ptr<FrameSource> source) override {
     MutexLock lock(&mu_);
@@ -365,7 +363,7 @@ class Front::AgentStream final : public Handler,
       return;
     }
     // In an arena: a frame of many small operations is made and freed in a few pieces.
-    auto arena = std::make_shared<google::protobuf::Arena>(FrameArena());
+    auto arena = std::make_shared<google::protobuf::Arena>(FrameArena(bytes.Length()));
     auto* frame = google::protobuf::Arena::CreateMessage<v1::AgentFrame>(arena.get());
     if (!Parse(bytes, frame)) {
       engine_.AgentClosed(shared_from_this());
@@ -374,7 +372,7 @@ class Front::AgentStream final : public Handler,
     }
     bytes.Clear();
     engine_.AgentFrame(shared_from_this(),
-                       std::shared_ptr<const v1::AgentFrame>(std::move(arena), frame), peer_);
+                       std::shared_ptr<const v1::AgentFrame>(std::move(arena), frame));
   }
   void OnWritten(bool ok) override {
     std::shared_ptr<FrameSource> source;
@@ -394,7 +392,6 @@ class Front::AgentStream final : public Handler,
   friend class Front;
   Front& front_;
   Engine& engine_;
-  const std::string peer_;
   bool window_told_ ABSL_GUARDED_BY(mu_) = false;  // by a write since the last frame
   std::shared_ptr<FrameSource> source_ ABSL_GUARDED_BY(mu_);
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
@@ -486,16 +483,15 @@ constexpr Front::Method Front::Method::Other(const char* service, const char* na
   return method;
 }
 
-template <auto put, auto get>
+template <auto put>
 constexpr Front::Method Front::Method::Core(const char* service, const char* name) {
   Method method = Other(service, name, nullptr);
   method.parse = [](grpc::ByteBuffer& bytes, v1::Op* op) { return Parse(bytes, (op->*put)()); };
-  method.reply = [](const v1::OpResult& result) { return Serialize((result.*get)()); };
   return method;
 }
 
 #define MUSTER_CORE_METHOD(service, name, member) \
-  Method::Core<&v1::Op::mutable_##member, &v1::OpResult::member>("muster.v1." service, name)
+  Method::Core<&v1::Op::mutable_##member>("muster.v1." service, name)
 
 constexpr Front::Method Front::kMethods[] = {
     Method::Streaming<AgentStream>("muster.v1.Session", "Attach", "bidi_stream"),

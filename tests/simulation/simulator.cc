@@ -1008,14 +1008,14 @@ void Sim::Handle(CallId call, const v1::Op& op, const std::string& node) {
     return;
   }
   ++result_.operations;
-  core_->Handle(call, op, {node, "sim"}, now_, &out_);
+  core_->Handle(call, op, {node}, now_, &out_);
   Absorb(&op, call);
 }
 
 void Sim::Absorb(const v1::Op* op, CallId call) {
   std::optional<v1::OpResult> immediate;
   for (coordinator::Reply& reply : out_.replies) {
-    const v1::OpResult& result = reply.answer->result();
+    const v1::OpResult result = reply.answer->Parse();
     if (reply.call == call) immediate = result;
     const auto origin = origins_.find(reply.call);
     if (result.has_join() && origin != origins_.end()) {
@@ -1091,7 +1091,7 @@ void Sim::FailReply(coordinator::Reply* reply) {
   *result.mutable_error() =
       coordinator::MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_JOURNAL_FAILED,
                              "the journal cannot be written");
-  reply->answer = std::make_shared<coordinator::Answer>(result, false);
+  reply->answer = std::make_shared<coordinator::Answer>(result);
   reply->durable_revision = 0;
 }
 
@@ -1135,7 +1135,8 @@ void Sim::Release(const coordinator::Reply& reply) {
   if (it == origins_.end()) return;
   const Origin origin = std::move(it->second);
   origins_.erase(it);
-  const v1::OpResult& result = reply.answer->result();
+  const auto shared = std::make_shared<const v1::OpResult>(reply.answer->Parse());
+  const v1::OpResult& result = *shared;
   Digest(absl::StrCat(absl::ToUnixNanos(now_), ":", reply.call, ":", result.kind_case(), ":",
                       result.error().message()));
   if (result.has_join()) {
@@ -1154,7 +1155,6 @@ void Sim::Release(const coordinator::Reply& reply) {
     FlushSession(origin.session);
     return;
   }
-  const std::shared_ptr<const v1::OpResult> shared(reply.answer, &result);
   if (origin.process == nullptr) {
     if (origin.done) Transfer(-1, false, false, [done = origin.done, shared] { done(*shared); });
     return;
@@ -1661,8 +1661,8 @@ void Sim::CheckRecovered() {
   std::vector<std::string> keys(std::begin(kDurableKeys), std::end(kDurableKeys));
   for (const std::string& key : keys) op.mutable_txn()->add_then()->mutable_get()->set_key(key);
   Output out;
-  core_->Handle(next_call_++, op, {"", "check"}, now_, &out);
-  const v1::TxnReply& reply = out.replies[0].answer->result().txn();
+  core_->Handle(next_call_++, op, {""}, now_, &out);
+  const v1::TxnReply reply = out.replies[0].answer->Parse().txn();
   for (size_t i = 0; i < keys.size(); ++i) {
     const auto& result = reply.results(static_cast<int>(i));
     const uint64_t mod = result.kvs_size() > 0 ? result.kvs(0).mod_revision() : 0;

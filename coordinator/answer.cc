@@ -1,0 +1,21 @@
+#include "coordinator/answer.h"
+
+namespace muster::coordinator {
+
+v1::OpResult Answer::Parse() const {
+  v1::OpResult result;
+  result.ParseFromString(bytes_);
+  return result;
+}
+
+absl::string_view Answer::reply() const {
+  // It is the only field: its tag and its length, two varints, stand before it.
+  absl::string_view rest = bytes_;
+  for (int varint = 0; varint < 2; ++varint) {
+    while (static_cast<unsigned char>(rest.front()) >= 0x80) rest.remove_prefix(1);
+    rest.remove_prefix(1);
+  }
+  return rest;
+}
+
+}  // namespace muster::coordinator
