@@ -67,6 +67,7 @@ class Bench {
     for (Record& record : out_.records) journal_.push_back(record);
     for (NodeDirective& directive : out_.directives) directives_.push_back(directive);
     for (v1::BarrierReport& report : out_.reports) reports_.push_back(report);
+    for (Notice& notice : out_.notices) notices_.push_back(notice.text);
     deposed_ = deposed_ || out_.deposed;
     out_.Clear();
   }
@@ -105,6 +106,7 @@ class Bench {
   std::vector<Record> journal_;
   std::vector<NodeDirective> directives_;
   std::vector<v1::BarrierReport> reports_;
+  std::vector<std::string> notices_;
   bool deposed_ = false;
 };
 
@@ -396,6 +398,25 @@ TEST_F(CoreTest, Rejoin_Survivors_KeepTheirRanks) {
   EXPECT_EQ(next[2].rank, 2);
   EXPECT_EQ(next[3].rank, 0);
   EXPECT_EQ(next[0].generation, 2u);
+}
+
+TEST_F(CoreTest, Rejoin_Stragglers_AreRememberedOverGenerations) {
+  std::vector<Worker> workers = Form(3);
+  Arrive(workers[0], "b", 0);
+  Arrive(workers[1], "b", 0);
+  bench_.Advance(absl::Milliseconds(20));
+  bench_.Result(Arrive(workers[2], "b", 0));
+  Exit(workers[1], 1);
+  std::vector<Worker> next = {workers[0], {"x", 500, "h0"}, workers[2]};
+  JoinAll(&next);
+  v1::Op op;
+  op.mutable_straggler_report()->set_job_id("j");
+  const v1::StragglerReportReply report = bench_.Result(bench_.Do(op)).straggler_report();
+  ASSERT_EQ(report.rows_size(), 2);  // the newcomer at rank 1 has none
+  EXPECT_EQ(report.rows(0).rank(), next[2].rank);
+  EXPECT_EQ(report.rows(0).times_last(), 1u);
+  EXPECT_EQ(FromProto(report.rows(0).max_lateness()), absl::Milliseconds(20));
+  EXPECT_EQ(report.rows(1).rank(), next[0].rank);
 }
 
 TEST_F(CoreTest, Spare_IsSeatedOnlyWhenNeeded) {
@@ -1461,6 +1482,24 @@ TEST_F(CoreTest, Watch_Members_TellsOfSealsDeathsAndEnds) {
   EXPECT_EQ(batch.events(0).generation_sealed(), 1u);
   EXPECT_EQ(batch.events(1).member().exit().exit_code(), 3);
   EXPECT_EQ(batch.events(2).generation_ended(), 1u);
+}
+
+TEST_F(CoreTest, Trigger_AtAStepThatHadBegun_IsPutOffAndTheLogSaysSo) {
+  std::vector<Worker> workers = Form(1);
+  v1::Op raise;
+  raise.mutable_raise_trigger()->mutable_fence()->set_job_id("j");
+  raise.mutable_raise_trigger()->set_name("stop");
+  raise.mutable_raise_trigger()->set_align(v1::TRIGGER_ALIGN_AT_STEP);
+  raise.mutable_raise_trigger()->set_step(8);
+  const uint64_t id = bench_.Result(bench_.Do(raise)).raise_trigger().trigger_id();
+  v1::Op poll;
+  workers[0].FillFence(poll.mutable_poll_triggers()->mutable_fence());
+  poll.mutable_poll_triggers()->set_step(9);
+  poll.mutable_poll_triggers()->add_pending(id);
+  EXPECT_EQ(bench_.Result(bench_.Do(poll)).poll_triggers().triggers(0).effective_step(), 10);
+  EXPECT_EQ(bench_.notices_.back(),
+            "trigger \"stop\" was asked for before step 8, which a rank had begun when it heard of "
+            "it: all act before step 10");
 }
 
 TEST_F(CoreTest, Trigger_RaisedByOne_TakesEffectOnTheSameStep) {

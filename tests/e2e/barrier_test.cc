@@ -293,6 +293,33 @@ TEST_F(BarrierTest, SlowRank_IsShownAsAStraggler) {
   ExpectSuccess();
 }
 
+TEST_F(BarrierTest, QuarantinedHost_IsShownAndGetsNoSeatUntilItIsPardoned) {
+  Run("slow");
+  nodes_[0]->WaitForLine("[2]: stepped");
+  EXPECT_THAT(Status()["quarantined"], SizeIs(0));
+  const auto quarantine = Muster({"quarantine", "j", HostName(), "--for", "1h", "--reason",
+                                  "memory errors", "--coordinator", address_});
+  EXPECT_EQ(quarantine->Wait(), 0) << quarantine->err_text();
+  const nlohmann::json shown = Status()["quarantined"];
+  ASSERT_THAT(shown, SizeIs(1));
+  EXPECT_EQ(shown[0]["host"], HostName());
+  EXPECT_EQ(shown[0]["reason"], "memory errors");
+  EXPECT_EQ(shown[0]["automatic"], false);
+  // The generation goes on; the next one does not come about.
+  Put("shown");
+  ExpectSuccess();
+  nodes_.clear();
+  Run("slow");
+  for (int waiting = 0; waiting < 6;) waiting = Status()["waiting"];
+  const auto lift = Muster({"quarantine", "j", HostName(), "--lift", "--coordinator", address_});
+  EXPECT_EQ(lift->Wait(), 0) << lift->err_text();
+  nodes_[0]->WaitForLine("[2]: stepped");
+  EXPECT_EQ(Status()["generation"], 2);
+  EXPECT_THAT(Status()["quarantined"], SizeIs(0));
+  Put("shown");
+  ExpectSuccess();
+}
+
 // Workers without an agent, which would end the job with the first of them: the test says what one
 // would.
 class WorkersTest : public BarrierTest {
