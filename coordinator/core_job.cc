@@ -993,6 +993,11 @@ void Core::Impl::Job::KvChanged(const std::vector<KvChange>& changes) {
   std::shared_ptr<const v1::WaitReply> last;
   std::shared_ptr<const Answer> answer;
   for (KvStore::Ready& one : ready) {
+    if (one.reply == nullptr) {
+      impl_->held_.erase(one.call);
+      impl_->SendError(one.call, std::move(one.error), AllRecords());
+      continue;
+    }
     if (one.reply != last) {
       last = one.reply;
       v1::OpResult result;

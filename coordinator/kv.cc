@@ -29,6 +29,19 @@ std::optional<v1::OpError> CheckValue(size_t size, absl::string_view key) {
                             KvStore::kMaxValue, "; store a path to a file in its place"));
 }
 
+// What waits for these keys is answered with all of their values, which must fit one message.
+template <typename Keys>
+std::optional<v1::OpError> CheckValuesFit(const KvStore& store, const Keys& keys) {
+  size_t bytes = 0;
+  for (const std::string& key : keys) {
+    if (const auto& entry = store.Find(key)) bytes += 64 + key.size() + entry->value().size();
+  }
+  if (bytes <= KvStore::kMaxAnswerBytes) return std::nullopt;
+  return TooLarge("keys", absl::StrCat("the values of the ", keys.size(), " keys waited for have ",
+                                       bytes, " bytes, more than the ", KvStore::kMaxAnswerBytes,
+                                       " of one answer: wait for fewer at a time"));
+}
+
 }  // namespace
 
 KvEntry::Ptr KvStore::Set(Slots::iterator at, KvEntry::Ptr after) {
@@ -66,6 +79,10 @@ bool KvStore::Holds(const v1::Compare& compare) const {
       return kv != nullptr && kv->value() == compare.value();
     case v1::Compare::VERSION:
       return (kv != nullptr ? kv->version() : 0) == compare.number();
+    case v1::Compare::CREATE_REVISION:
+      return (kv != nullptr ? kv->create_revision() : 0) == compare.number();
+    case v1::Compare::LEASE:
+      return kv != nullptr && kv->lease_worker_id() == compare.value();
     case v1::Compare::MOD_REVISION:
       return (kv != nullptr ? kv->mod_revision() : 0) == compare.number();
     default:
@@ -125,18 +142,26 @@ std::optional<v1::OpError> KvStore::Apply(const v1::KvOp& op, int index,
       if (!get.prefix()) {
         if (auto error = CheckKey(get.key(), "get.key")) return error;
         if (const KvEntry* entry = Find(get.key())) add(*entry);
-        return std::nullopt;
+        if (*reply_bytes <= kMaxAnswerBytes) return std::nullopt;
+        return TooLarge("get.key", absl::StrCat("the values up to that of ", Quoted(get.key()),
+                                                " have more than the ", kMaxAnswerBytes,
+                                                " bytes of one answer: get fewer at a time"));
       }
       if (get.key().size() > kMaxKey) return CheckKey(get.key(), "get.key");
+      if (get.after().size() > kMaxKey) return CheckKey(get.after(), "get.after");
       const int limit =
           get.limit() > 0 ? std::min(get.limit(), kDefaultGetLimit) : kDefaultGetLimit;
-      for (auto it = order_.lower_bound(get.key());
-           it != order_.end() && absl::StartsWith(*it, get.key()); ++it) {
-        if (result->kvs_size() >= limit || *reply_bytes >= kMaxReplyBytes) {
+      auto it = get.after().empty() || get.after() < get.key() ? order_.lower_bound(get.key())
+                                                               : order_.upper_bound(get.after());
+      for (; it != order_.end() && absl::StartsWith(*it, get.key()); ++it) {
+        const KvEntry& entry = *Find(*it);
+        const size_t value = get.keys_only() ? 0 : entry.value().size();
+        const bool full = *reply_bytes + 64 + it->size() + value > kMaxReplyBytes;
+        if (result->kvs_size() >= limit || full) {
           result->set_more(true);
           break;
         }
-        add(*Find(*it));
+        add(entry);
       }
       return std::nullopt;
     }
@@ -324,7 +349,7 @@ std::optional<v1::OpError> KvStore::CheckWait(const v1::WaitRequest& request) co
     error.mutable_detail()->set_field("timeout");
     return error;
   }
-  return std::nullopt;
+  return CheckValuesFit(*this, request.keys());
 }
 
 bool KvStore::StartWait(CallId call, const v1::WaitRequest& request, absl::Time now,
@@ -384,18 +409,23 @@ void KvStore::TakeReady(const std::vector<KvChange>& changes, std::vector<Ready>
     }
   }
   std::shared_ptr<const v1::WaitReply> last;
+  std::optional<v1::OpError> last_error;
   std::vector<std::string> last_keys;
   for (const CallId call : done) {
     const auto it = waits_.find(call);
     // A later change of the same event may have taken a key away again.
     if (it == waits_.end() || it->second.missing != 0) continue;
-    if (last == nullptr || last_keys != it->second.keys) {
-      auto reply = std::make_shared<v1::WaitReply>();
-      for (const std::string& key : it->second.keys) Find(key)->CopyTo(reply->add_kvs());
-      last = std::move(reply);
+    if (last_keys != it->second.keys) {
       last_keys = it->second.keys;
+      last = nullptr;
+      last_error = CheckValuesFit(*this, last_keys);
+      if (!last_error.has_value()) {
+        auto reply = std::make_shared<v1::WaitReply>();
+        for (const std::string& key : last_keys) Find(key)->CopyTo(reply->add_kvs());
+        last = std::move(reply);
+      }
     }
-    ready->push_back({call, last, {}});
+    ready->push_back({call, last, last_error.value_or(v1::OpError())});
     ForgetWait(call);
   }
 }

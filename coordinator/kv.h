@@ -40,7 +40,9 @@ class KvStore {
   static constexpr int kMaxOps = 4096;  // of each list of a transaction
   static constexpr int kMaxWaitKeys = 16384;
   static constexpr int kDefaultGetLimit = 1000;
-  static constexpr size_t kMaxReplyBytes = 3 << 20;
+  static constexpr size_t kMaxReplyBytes = 3 << 20;  // of a page
+  // Of all values in one answer. A message has 4 MiB.
+  static constexpr size_t kMaxAnswerBytes = 15 << 18;
 
   // Runs a transaction: all or nothing. Writes carry `revision`; `changes` gets one entry for each
   // key that differs afterwards (none: nothing was written and the revision is unused). Keys put
@@ -79,7 +81,8 @@ class KvStore {
   }
 
   // Held waits. StartWait answers at once (true) if all keys exist, else holds `call`. `worker_id`
-  // is who waits (empty: an operator). Errors: BAD_FIELD, LIMIT, DEADLINE_REQUIRED.
+  // is who waits (empty: an operator). Errors: BAD_FIELD, LIMIT, DEADLINE_REQUIRED. LIMIT also comes
+  // with the last key, if the values are then more than kMaxAnswerBytes.
   struct Ready {
     CallId call = 0;
     std::shared_ptr<const v1::WaitReply> reply;  // null: failed

@@ -131,6 +131,16 @@ TEST_F(KvTest, Txn_EachTarget_ComparesAsNamed) {
   EXPECT_TRUE(holds(v1::Compare::MOD_REVISION, "", 11));
   EXPECT_FALSE(holds(v1::Compare::MOD_REVISION, "", 12));
   EXPECT_TRUE(holds(v1::Compare::EXISTS, "", 1));
+  EXPECT_TRUE(holds(v1::Compare::CREATE_REVISION, "", 11));
+  EXPECT_FALSE(holds(v1::Compare::CREATE_REVISION, "", 12));
+  EXPECT_TRUE(holds(v1::Compare::CREATE_REVISION, "", 0, "absent"));
+  EXPECT_TRUE(holds(v1::Compare::LEASE, "", 0));
+  EXPECT_FALSE(holds(v1::Compare::LEASE, "", 0, "absent"));
+  v1::KvOp leased = Put("l", "v");
+  leased.mutable_put()->set_with_lease(true);
+  Run({leased});
+  EXPECT_TRUE(holds(v1::Compare::LEASE, "w", 0, "l"));
+  EXPECT_FALSE(holds(v1::Compare::LEASE, "x", 0, "l"));
   EXPECT_FALSE(holds(v1::Compare::TARGET_UNSPECIFIED, "", 1));
   EXPECT_EQ(error_->detail().field(), "compares.target");
 }
@@ -224,6 +234,34 @@ TEST_F(KvTest, Get_LargeValues_AreCutBelowTheMessageLimit) {
   EXPECT_LT(reply.ByteSizeLong(), 4u << 20);
 }
 
+TEST_F(KvTest, Get_Pages_GoOnBehindTheLastKey) {
+  Run({Put("a/1", "1"), Put("a/2", "2"), Put("a/3", "3"), Put("b", "x")});
+  v1::KvOp get = Get("a/", true);
+  get.mutable_get()->set_limit(2);
+  get.mutable_get()->set_after("a/2");
+  v1::TxnReply reply = Run({get});
+  ASSERT_EQ(reply.results(0).kvs_size(), 1);
+  EXPECT_EQ(reply.results(0).kvs(0).key(), "a/3");
+  EXPECT_FALSE(reply.results(0).more());
+  get.mutable_get()->set_after("Z");  // before all of them
+  reply = Run({get});
+  EXPECT_EQ(reply.results(0).kvs_size(), 2);
+  EXPECT_TRUE(reply.results(0).more());
+  get.mutable_get()->set_after("b");  // behind all of them
+  EXPECT_EQ(Run({get}).results(0).kvs_size(), 0);
+}
+
+TEST_F(KvTest, Get_MoreThanOneAnswerHolds_IsRefusedAndNothingIsChanged) {
+  Run({Put("large", std::string(1 << 20, 'x')), Put("n", "old")});
+  std::vector<v1::KvOp> ops = {Put("n", "new")};
+  for (int i = 0; i < KvStore::kMaxOps - 1; ++i) ops.push_back(Get("large"));
+  Run(ops);
+  ASSERT_TRUE(error_.has_value());
+  EXPECT_EQ(error_->detail().reason(), v1::ERROR_REASON_LIMIT);
+  EXPECT_EQ(error_->detail().field(), "get.key");
+  EXPECT_EQ(Run({Get("n")}).results(0).kvs(0).value(), "old");
+}
+
 TEST_F(KvTest, Delete_Prefix_CountsAndSparesOthers) {
   Run({Put("a/1", "x"), Put("a/2", "x"), Put("ab", "x")});
   EXPECT_EQ(Run({Delete("a/", true)}).results(0).number(), 2);
@@ -295,6 +333,24 @@ TEST_F(KvTest, Wait_ManyOnOneKey_ShareOneReply) {
   store_.TakeReady(changes_, &ready);
   ASSERT_EQ(ready.size(), 3u);
   EXPECT_EQ(ready[0].reply, ready[2].reply);
+}
+
+TEST_F(KvTest, Wait_ValuesOfMoreThanOneAnswer_AreRefused) {
+  const std::string large(1 << 20, 'x');
+  std::vector<std::string> keys(5, "large");
+  Run({Put("large", large)});
+  EXPECT_EQ(store_.CheckWait(WaitFor(keys))->detail().reason(), v1::ERROR_REASON_LIMIT);
+  // Nobody knows how large what does not exist yet will be.
+  Run({Delete("large")});
+  EXPECT_FALSE(store_.CheckWait(WaitFor(keys)).has_value());
+  v1::WaitReply reply;
+  EXPECT_FALSE(store_.StartWait(1, WaitFor(keys), kStart, &reply));
+  Run({Put("large", large)});
+  std::vector<KvStore::Ready> ready;
+  store_.TakeReady(changes_, &ready);
+  ASSERT_EQ(ready.size(), 1u);
+  EXPECT_EQ(ready[0].reply, nullptr);
+  EXPECT_EQ(ready[0].error.detail().reason(), v1::ERROR_REASON_LIMIT);
 }
 
 TEST_F(KvTest, Wait_Timeout_NamesTheFirstMissingKey) {
