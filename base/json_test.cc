@@ -3,6 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <random>
+#include <string>
+
+#include "base/mutate.h"
+
 namespace muster {
 namespace {
 
@@ -41,6 +46,20 @@ TEST(ParseJson, BeyondLimits_IsRefusedWithoutGrowth) {
   EXPECT_THAT(Error(std::string(1'000'000, '[')), HasSubstr("64 levels"));
   EXPECT_EQ(ParseJson("[1,2]", "f", {.max_bytes = 4}).status().code(),
             absl::StatusCode::kResourceExhausted);
+}
+
+TEST(ParseJson, MutatedTexts_AreReadOrRefused) {
+  std::mt19937_64 random(20261121);
+  int read = 0;
+  for (int round = 0; round < 20'000; ++round) {
+    const std::string text =
+        Mutate(R"({"a": [1, -2.5e3, true, null], "b": {"c": "\u00e9\n", "d": {}}})", random);
+    const auto json = ParseJson(text, "f");
+    if (!json.ok()) continue;
+    ++read;
+    ASSERT_TRUE(ParseJson(json->dump(), "f").ok()) << text;
+  }
+  EXPECT_GT(read, 100);
 }
 
 TEST(JsonQuote, ControlCharacters_AreEscapedOthersKept) {

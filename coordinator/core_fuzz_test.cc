@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <map>
-#include <random>
 #include <set>
 #include <string>
 #include <vector>
@@ -11,33 +10,22 @@
 #include "absl/strings/str_cat.h"
 #include "coordinator/core.h"
 #include "coordinator/errors.h"
-#include "google/protobuf/descriptor.h"
-#include "google/protobuf/message.h"
 #include "proto/muster/v1/journal.pb.h"
+#include "proto/random_message.h"
 
 namespace muster::coordinator {
 namespace {
 
-using google::protobuf::FieldDescriptor;
-using google::protobuf::Message;
-using google::protobuf::Reflection;
-
 const absl::Time kStart = absl::FromUnixSeconds(1'700'000'000);
 
-class Fuzzer {
+class Fuzzer : public RandomMessage {
  public:
-  explicit Fuzzer(uint64_t seed) : random_(seed) {}
-
-  uint64_t Draw(uint64_t n) { return random_() % n; }
+  using RandomMessage::RandomMessage;
 
   v1::Op Op() {
     v1::Op op;
-    const auto* kinds = v1::Op::descriptor()->FindOneofByName("kind");
     // Joins and arrivals often enough to get anywhere.
-    const FieldDescriptor* kind =
-        Draw(3) == 0 ? v1::Op::descriptor()->FindFieldByName(Draw(2) == 0 ? "join" : "arrive")
-                     : kinds->field(static_cast<int>(Draw(kinds->field_count())));
-    Fill(op.GetReflection()->MutableMessage(&op, kind), 0);
+    FillKind(&op, Draw(3) != 0 ? "" : Draw(2) == 0 ? "join" : "arrive");
     if (op.has_join() && Draw(20) != 0) {
       v1::JoinRequest* join = op.mutable_join();
       const bool elastic = join->fence().job_id() == "j";
@@ -51,74 +39,15 @@ class Fuzzer {
     return op;
   }
 
-  void Fill(Message* message, int depth) {
-    const Reflection* reflection = message->GetReflection();
-    const auto* descriptor = message->GetDescriptor();
-    for (int i = 0; i < descriptor->field_count(); ++i) {
-      const FieldDescriptor* field = descriptor->field(i);
-      if (field->name() == "op_id") continue;
-      const bool names = field->name() == "fence" || field->name() == "job_id" ||
-                         field->name() == "worker_id" || field->name() == "barrier_id" ||
-                         field->name() == "incarnation" || field->name() == "generation";
-      if (!names && Draw(4) == 0) continue;
-      const int times = field->is_repeated() ? static_cast<int>(Draw(4)) : 1;
-      for (int n = 0; n < times; ++n) Set(message, reflection, field, depth);
-    }
-  }
-
   uint64_t generation_ = 0;  // the newest one anybody was told of
 
  private:
-  void Set(Message* message, const Reflection* reflection, const FieldDescriptor* field,
-           int depth) {
-    const bool many = field->is_repeated();
-    switch (field->cpp_type()) {
-      case FieldDescriptor::CPPTYPE_MESSAGE: {
-        if (depth > 4) return;
-        Message* inner = many ? reflection->AddMessage(message, field)
-                              : reflection->MutableMessage(message, field);
-        Fill(inner, depth + 1);
-        return;
-      }
-      case FieldDescriptor::CPPTYPE_STRING: {
-        const std::string value = Text(field->name());
-        many ? reflection->AddString(message, field, value)
-             : reflection->SetString(message, field, value);
-        return;
-      }
-      case FieldDescriptor::CPPTYPE_ENUM: {
-        const int value = static_cast<int>(Draw(9)) - 1;
-        many ? reflection->AddEnumValue(message, field, value)
-             : reflection->SetEnumValue(message, field, value);
-        return;
-      }
-      case FieldDescriptor::CPPTYPE_BOOL:
-        many ? reflection->AddBool(message, field, Draw(2) == 0)
-             : reflection->SetBool(message, field, Draw(2) == 0);
-        return;
-      case FieldDescriptor::CPPTYPE_INT32: {
-        const int32_t value = static_cast<int32_t>(Number(field->name()));
-        many ? reflection->AddInt32(message, field, value)
-             : reflection->SetInt32(message, field, value);
-        return;
-      }
-      case FieldDescriptor::CPPTYPE_INT64:
-        many ? reflection->AddInt64(message, field, Number(field->name()))
-             : reflection->SetInt64(message, field, Number(field->name()));
-        return;
-      case FieldDescriptor::CPPTYPE_UINT32:
-        many ? reflection->AddUInt32(message, field, static_cast<uint32_t>(Number(field->name())))
-             : reflection->SetUInt32(message, field, static_cast<uint32_t>(Number(field->name())));
-        return;
-      case FieldDescriptor::CPPTYPE_UINT64:
-        many ? reflection->AddUInt64(message, field, Number(field->name()))
-             : reflection->SetUInt64(message, field, Number(field->name()));
-        return;
-      default:
-        return;
-    }
+  bool Never(const std::string& name) const override { return name == "op_id"; }
+  bool Always(const std::string& name) const override {
+    return name == "fence" || name == "job_id" || name == "worker_id" || name == "barrier_id" ||
+           name == "incarnation" || name == "generation";
   }
-  std::string Text(const std::string& name) {
+  std::string Text(const std::string& name) override {
     if (Draw(50) == 0) return std::string(Draw(3000), 'x');
     if (name == "job_id") return Draw(40) == 0 ? "" : Draw(3) == 0 ? "k" : "j";
     if (name == "worker_id") return Draw(8) == 0 ? "" : absl::StrCat("w", Draw(4));
@@ -128,7 +57,7 @@ class Fuzzer {
       return Draw(3) == 0 ? absl::StrCat("gen/", generation_, "/x") : absl::StrCat("k", Draw(4));
     return Draw(3) == 0 ? "" : absl::StrCat(Draw(1000));
   }
-  int64_t Number(const std::string& name) {
+  int64_t Number(const std::string& name) override {
     if (Draw(60) == 0) {
       const int64_t odd[] = {-1, INT64_MAX, INT64_MIN, INT32_MAX, INT32_MIN, 1 << 20, 4096};
       return odd[Draw(7)];
@@ -145,7 +74,6 @@ class Fuzzer {
     return static_cast<int64_t>(Draw(4));
   }
 
-  std::mt19937_64 random_;
   uint64_t incarnation_ = 0;
   uint64_t next_request_ = 2;
 };
@@ -235,13 +163,13 @@ TEST_P(CoreFuzzTest, AnyOperations_RulesHold) {
     switch (fuzz.Draw(40)) {
       case 0: {
         v1::Beat beat;
-        fuzz.Fill(&beat, 0);
+        fuzz.Fill(&beat);
         core->HandleBeat("n", beat, now, &out);
         break;
       }
       case 1: {
         v1::StackReply stack;
-        fuzz.Fill(&stack, 0);
+        fuzz.Fill(&stack);
         core->HandleStack("n", stack, now, &out);
         break;
       }
@@ -262,7 +190,7 @@ TEST_P(CoreFuzzTest, AnyOperations_RulesHold) {
         break;
       case 5: {
         v1::WatchRequest request;
-        fuzz.Fill(&request, 0);
+        fuzz.Fill(&request);
         v1::WatchBatch batch;
         core->ReadWatch(request, fuzz.Draw(core->revision() + 2), core->last_record_revision(),
                         fuzz.Draw(2000), &batch);

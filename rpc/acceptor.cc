@@ -7,6 +7,7 @@
 #include <sys/eventfd.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -41,11 +42,17 @@ absl::Status CannotListen(const Address& address, int error) {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const Address& address) {
+absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const Address& address,
+                                                           std::optional<uid_t> only_user) {
   sockaddr_storage storage{};
   socklen_t length = 0;
-  if (auto* v4 = reinterpret_cast<sockaddr_in*>(&storage);
-      inet_pton(AF_INET, address.host.c_str(), &v4->sin_addr) == 1) {
+  if (address.is_unix()) {
+    auto* name = reinterpret_cast<sockaddr_un*>(&storage);
+    name->sun_family = AF_UNIX;
+    std::memcpy(name->sun_path, address.path.c_str(), address.path.size() + 1);
+    length = sizeof(*name);
+  } else if (auto* v4 = reinterpret_cast<sockaddr_in*>(&storage);
+             inet_pton(AF_INET, address.host.c_str(), &v4->sin_addr) == 1) {
     v4->sin_family = AF_INET;
     v4->sin_port = htons(static_cast<uint16_t>(address.port));
     length = sizeof(*v4);
@@ -59,10 +66,12 @@ absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const Address& addres
   }
   const int fd = socket(storage.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
   if (fd < 0) return CannotListen(address, errno);
-  const int on = 1;
-  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  // Accepted sockets inherit it.
-  setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  if (!address.is_unix()) {
+    const int on = 1;
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+    // Accepted sockets inherit it.
+    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+  }
   const int stop = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (stop < 0 || bind(fd, reinterpret_cast<sockaddr*>(&storage), length) != 0 ||
       listen(fd, kBacklog) != 0 ||
@@ -72,10 +81,13 @@ absl::StatusOr<std::unique_ptr<Acceptor>> Acceptor::Listen(const Address& addres
     if (stop >= 0) close(stop);
     return status;
   }
+  if (address.is_unix()) {
+    return std::unique_ptr<Acceptor>(new Acceptor(fd, stop, 0, address.path, only_user));
+  }
   const uint16_t port = storage.ss_family == AF_INET
                             ? reinterpret_cast<sockaddr_in*>(&storage)->sin_port
                             : reinterpret_cast<sockaddr_in6*>(&storage)->sin6_port;
-  return std::unique_ptr<Acceptor>(new Acceptor(fd, stop, ntohs(port)));
+  return std::unique_ptr<Acceptor>(new Acceptor(fd, stop, ntohs(port), "", only_user));
 }
 
 Acceptor::~Acceptor() {
@@ -87,6 +99,19 @@ Acceptor::~Acceptor() {
   }
   close(listener_);
   close(stop_);
+  if (!path_.empty()) unlink(path_.c_str());
+}
+
+bool Acceptor::MayEnter(int fd) const {
+  if (!only_user_.has_value() || path_.empty()) return true;
+  ucred peer{};
+  socklen_t size = sizeof(peer);
+  if (getsockopt(fd, SOL_SOCKET, SO_PEERCRED, &peer, &size) == 0 && peer.uid == *only_user_) {
+    return true;
+  }
+  MUSTER_LOG(Warning) << "refused process " << peer.pid << " of user " << peer.uid << " at "
+                      << path_ << ": only user " << *only_user_ << " may enter";
+  return false;
 }
 
 void Acceptor::Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sink) {
@@ -101,6 +126,10 @@ void Acceptor::Run() {
     if (poll(events, 2, -1) < 0) continue;
     if (events[0].revents != 0) return;
     const int fd = accept4(listener_, nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK);
+    if (fd >= 0 && !MayEnter(fd)) {
+      close(fd);
+      continue;
+    }
     if (fd >= 0) {
       grpc::experimental::ExternalConnectionAcceptor::NewConnectionParameters connection;
       connection.listener_fd = listener_;

@@ -2,24 +2,29 @@
 #define MUSTER_RPC_ACCEPTOR_H_
 
 #include <grpcpp/server_builder.h>
+#include <sys/types.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 
 #include "absl/status/statusor.h"
 #include "rpc/address.h"
 
 namespace muster::rpc {
 
-// Accepts the connections of one TCP port on a thread of its own and hands them to a gRPC server.
+// Accepts the connections of one TCP port or unix socket on a thread of its own and hands them to a gRPC server.
 // gRPC (1.51) closes its own listener for good when accept() fails once for want of descriptors;
 // here newcomers wait in the kernel's queue until one is free.
 class Acceptor {
  public:
-  // Binds and listens; connections wait until Start. Errors as of Server::Start.
-  static absl::StatusOr<std::unique_ptr<Acceptor>> Listen(const Address& address);
-  // Ends the thread and closes the port.
+  // Binds and listens; connections wait until Start. With `only_user`, a connection to a unix socket by a process of
+  // another user is closed at once (SO_PEERCRED). Errors as of Server::Start.
+  static absl::StatusOr<std::unique_ptr<Acceptor>> Listen(const Address& address,
+                                                          std::optional<uid_t> only_user = {});
+  // Ends the thread, closes the port, removes the socket's file.
   ~Acceptor();
   Acceptor(const Acceptor&) = delete;
   Acceptor& operator=(const Acceptor&) = delete;
@@ -30,12 +35,20 @@ class Acceptor {
   void Start(std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sink);
 
  private:
-  Acceptor(int listener, int stop, int port) : listener_(listener), stop_(stop), port_(port) {}
+  Acceptor(int listener, int stop, int port, std::string path, std::optional<uid_t> only_user)
+      : listener_(listener),
+        stop_(stop),
+        port_(port),
+        path_(std::move(path)),
+        only_user_(only_user) {}
   void Run();
+  bool MayEnter(int fd) const;
 
   const int listener_;
-  const int stop_;  // an eventfd, readable when it is time to end
-  const int port_;
+  const int stop_;          // an eventfd, readable when it is time to end
+  const int port_;          // 0: a unix socket
+  const std::string path_;  // of a unix socket
+  const std::optional<uid_t> only_user_;
   std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sink_;
   std::thread thread_;
 };

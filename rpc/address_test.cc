@@ -1,7 +1,9 @@
 #include "rpc/address.h"
 
+#include <random>
 #include <string>
 
+#include "base/mutate.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -31,6 +33,20 @@ TEST(ParseAddress, Bad_NamesTheFault) {
   EXPECT_FALSE(ParseAddress("").ok());
   EXPECT_FALSE(ParseAddress("unix:").ok());
   EXPECT_FALSE(ParseAddress("unix:" + std::string(200, 'a')).ok());
+}
+
+TEST(ParseAddress, MutatedTexts_AreReadOrRefused) {
+  const char* const samples[] = {"127.0.0.1:29400", "[fe80::1]:29400", "localhost:1",
+                                 "unix:/run/muster.sock"};
+  std::mt19937_64 random(20261121);
+  int read = 0;
+  for (int round = 0; round < 20'000; ++round) {
+    const auto address = ParseAddress(Mutate(samples[round % 4], random));
+    if (!address.ok()) continue;
+    ++read;
+    ASSERT_EQ(ParseAddress(address->ToString())->ToString(), address->ToString());
+  }
+  EXPECT_GT(read, 1000);
 }
 
 TEST(Address, Loopback_IsKnown) {

@@ -25,8 +25,7 @@
 namespace muster::rpc {
 namespace {
 
-// gRPC only says that it could not bind. Trying first tells why. Removes a socket that nobody
-// listens on.
+// Trying first tells why it cannot be bound. Removes a socket that nobody listens on.
 absl::Status TryUnixSocket(const Address& address) {
   sockaddr_un name{};
   name.sun_family = AF_UNIX;
@@ -89,13 +88,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
     }
     credentials = grpc::SslServerCredentials(ssl);
   }
-  std::unique_ptr<Acceptor> acceptor;
-  if (address.is_unix()) {
-    MUSTER_RETURN_IF_ERROR(TryUnixSocket(address));
-  } else {
-    MUSTER_ASSIGN_OR_RETURN(acceptor, Acceptor::Listen(address));
-    address.port = acceptor->port();
-  }
+  if (address.is_unix()) MUSTER_RETURN_IF_ERROR(TryUnixSocket(address));
+  MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<Acceptor> acceptor,
+                          Acceptor::Listen(address, options.only_user));
+  address.port = acceptor->port();
 
   PrepareProcess();
   grpc::EnableDefaultHealthCheckService(options.health);
@@ -116,13 +112,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
   builder.AddChannelArgument(GRPC_ARG_ENABLE_CHANNELZ, 0);
   builder.SetMaxReceiveMessageSize(options.max_message_bytes);
   builder.SetMaxSendMessageSize(options.max_message_bytes);
-  std::unique_ptr<grpc::experimental::ExternalConnectionAcceptor> sink;
-  if (acceptor == nullptr) {
-    builder.AddListeningPort(address.ToString(), credentials);
-  } else {
-    sink = builder.experimental().AddExternalConnectionAcceptor(
-        grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, credentials);
-  }
+  auto sink = builder.experimental().AddExternalConnectionAcceptor(
+      grpc::ServerBuilder::experimental_type::ExternalConnectionType::FROM_FD, credentials);
   for (grpc::Service* service : services) builder.RegisterService(service);
   prepare(builder);
   std::unique_ptr<Server> server(new Server());
@@ -137,7 +128,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
   }
   server->port_ = address.port;
   server->address_ = address.ToString();
-  if (acceptor != nullptr) acceptor->Start(std::move(sink));
+  acceptor->Start(std::move(sink));
   server->acceptor_ = std::move(acceptor);
   return server;
 }

@@ -3,8 +3,10 @@
 
 #include <grpcpp/server.h>
 #include <grpcpp/server_builder.h>
+#include <sys/types.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -23,6 +25,8 @@ struct ServerOptions {
   std::string tls_cert = {};  // file
   std::string tls_key = {};   // file
   std::string tls_ca = {};    // file
+  // Of a unix socket: only processes of this user may connect.
+  std::optional<uid_t> only_user = {};
   int max_message_bytes = 4 << 20;
   bool health = true;  // gRPC's own health service, on threads of its own
   bool reflection = true;
@@ -57,7 +61,7 @@ class Server {
   Server() = default;
 
   std::unique_ptr<grpc::Server> server_;
-  std::unique_ptr<Acceptor> acceptor_;  // of a TCP port
+  std::unique_ptr<Acceptor> acceptor_;
   int port_ = 0;
   std::string address_;
 };

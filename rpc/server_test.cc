@@ -61,6 +61,29 @@ TEST(Server, PortZero_BindsReportsAndServes) {
   EXPECT_EQ(GetReason(Raise(*channel, "stale", 1).status()), v1::ERROR_REASON_STALE_GENERATION);
 }
 
+TEST(Server, UnixSocketOfAnotherUser_LetsNobodyIn) {
+  EchoTriggers service;
+  char folder[] = "/tmp/server-test-XXXXXX";
+  ASSERT_NE(mkdtemp(folder), nullptr);
+  const std::string path = std::string(folder) + "/socket";
+  for (const uid_t user : {geteuid(), geteuid() + 1}) {
+    auto server = Server::Start({.listen = "unix:" + path, .only_user = user}, {&service});
+    ASSERT_TRUE(server.ok()) << server.status();
+    auto channel = *Connect((*server)->address());
+    if (user == geteuid()) {
+      EXPECT_EQ(*Raise(channel, "x", 41), 41);
+      continue;
+    }
+    auto stub = v1::Triggers::NewStub(channel);
+    grpc::ClientContext context;
+    SetTimeout(context, absl::Minutes(1));
+    v1::RaiseTriggerReply reply;
+    EXPECT_EQ(stub->Raise(&context, v1::RaiseTriggerRequest(), &reply).error_code(),
+              grpc::StatusCode::UNAVAILABLE);
+  }
+  EXPECT_EQ(rmdir(folder), 0) << "the server leaves no socket behind";
+}
+
 TEST(Server, UnixSocket_ServesAndReplacesADeadOne) {
   char dir[] = "/tmp/muster-rpc-XXXXXX";  // TempDir() may be too long for a socket's path
   ASSERT_NE(mkdtemp(dir), nullptr);

@@ -130,7 +130,9 @@ v1::OpError ToOpError(const absl::Status& status) {
 }
 
 absl::Status FromOpError(const v1::OpError& error) {
-  return FromParts(error.code(), error.message(), error.has_detail() ? &error.detail() : nullptr);
+  // That there is one says that the operation failed.
+  const int code = error.code() == 0 ? static_cast<int>(absl::StatusCode::kUnknown) : error.code();
+  return FromParts(code, error.message(), error.has_detail() ? &error.detail() : nullptr);
 }
 
 grpc::Status OpErrorToGrpc(const v1::OpError& error) { return ToGrpc(FromOpError(error)); }

@@ -47,6 +47,7 @@ absl::Status FromGrpc(const grpc::Status& status);
 
 // Frames have room: nothing is cut.
 v1::OpError ToOpError(const absl::Status& status);
+// Never OK: numbers that are no code of an error become UNKNOWN.
 absl::Status FromOpError(const v1::OpError& error);
 
 // As ToGrpc(FromOpError(error)).

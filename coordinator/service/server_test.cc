@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/mutate.h"
 #include "base/mutex.h"
 #include "coordinator/journal/memory_journal.h"
 #include "gmock/gmock.h"
@@ -1248,29 +1249,7 @@ TEST(Mutated, Requests_NeverBreakTheServer) {
     add("Admin/Snapshot", v1::SnapshotRequest());
   }
   std::mt19937 random(20240607);
-  const auto mutate = [&](std::string bytes) {
-    const int changes = 1 + static_cast<int>(random() % 4);
-    for (int c = 0; c < changes; ++c) {
-      const size_t at = bytes.empty() ? 0 : random() % bytes.size();
-      switch (random() % 5) {
-        case 0:
-          if (!bytes.empty()) bytes[at] = static_cast<char>(random());
-          break;
-        case 1:
-          if (!bytes.empty()) bytes[at] = static_cast<char>(bytes[at] ^ (1 << (random() % 8)));
-          break;
-        case 2:
-          bytes.insert(at, 1, static_cast<char>(random()));
-          break;
-        case 3:
-          bytes.resize(at);
-          break;
-        default:
-          bytes += bytes.substr(at);
-      }
-    }
-    return bytes;
-  };
+  const auto mutate = [&](std::string bytes) { return Mutate(std::move(bytes), random); };
   // One queue, many calls at a time: those that wait by design end at their own deadline.
   struct Pending {
     grpc::ClientContext context;

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "base/mutate.h"
 #include "gtest/gtest.h"
 
 namespace muster::coordinator {
@@ -137,23 +138,8 @@ TEST(HttpServer, MutatedRequests_NeverBreakIt) {
       "POST /x HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nbody\r\n0\r\n\r\n"};
   std::mt19937 random(20240607);
   for (int i = 0; i < 400; ++i) {
-    std::string bytes = samples[i % samples.size()];
-    for (int c = static_cast<int>(random() % 6); c > 0 && !bytes.empty(); --c) {
-      const size_t at = random() % bytes.size();
-      switch (random() % 4) {
-        case 0:
-          bytes[at] = static_cast<char>(random());
-          break;
-        case 1:
-          bytes.insert(at, 1 + random() % 40, static_cast<char>(random()));
-          break;
-        case 2:
-          bytes.resize(at);
-          break;
-        default:
-          bytes += bytes.substr(at);
-      }
-    }
+    const std::string& sample = samples[i % samples.size()];
+    const std::string bytes = i < 4 ? sample : Mutate(sample, random);
     const int fd = Connect(**server);
     send(fd, bytes.data(), bytes.size(), MSG_NOSIGNAL);
     shutdown(fd, SHUT_WR);

@@ -1,5 +1,8 @@
 #include "worker/agent/line_splitter.h"
 
+#include <algorithm>
+#include <cstdint>
+#include <random>
 #include <string>
 #include <vector>
 
@@ -70,6 +73,36 @@ TEST_F(LineSplitterTest, EndlessLine_IsCut) {
   ASSERT_EQ(lines_.size(), 3u);
   EXPECT_EQ(lines_[0].size(), LineSplitter::kMaxLine);
   EXPECT_EQ(lines_[2].size(), 5u);
+}
+
+// Whatever a program prints, and however the pipe cuts it.
+TEST(LineSplitter, RandomBytes_GiveTheSameLinesHoweverTheyAreCut) {
+  std::mt19937_64 random(20261121);
+  for (int round = 0; round < 300; ++round) {
+    std::string text(random() % 400, 'x');
+    for (char& c : text) {
+      const uint64_t draw = random() % 8;
+      c = draw < 2 ? '\n' : draw < 3 ? '\r' : static_cast<char>(random());
+    }
+    if (round % 10 == 0) text.insert(text.size() / 2, LineSplitter::kMaxLine + 7, 'y');
+    std::vector<std::string> whole, pieces;
+    LineSplitter at_once([&](absl::string_view line) { whole.emplace_back(line); }, nullptr);
+    at_once.Append(text);
+    at_once.Finish();
+    LineSplitter cut([&](absl::string_view line) { pieces.emplace_back(line); },
+                     [](absl::string_view) {});
+    for (absl::string_view left = text; !left.empty();) {
+      const size_t n = 1 + random() % std::max<size_t>(1, left.size() / 3);
+      cut.Append(left.substr(0, n));
+      left.remove_prefix(std::min(n, left.size()));
+    }
+    cut.Finish();
+    ASSERT_EQ(pieces, whole);
+    for (const std::string& line : whole) {
+      ASSERT_LE(line.size(), LineSplitter::kMaxLine);
+      ASSERT_EQ(line.find('\n'), std::string::npos);
+    }
+  }
 }
 
 }  // namespace

@@ -57,13 +57,7 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
   stream.outage_tolerance = options.outage_tolerance;
   stream.beat = [raw] { return raw->core_->MakeBeat(); };
   stream.on_directive = [raw](const v1::Directive& directive) { raw->OnDirective(directive); };
-  stream.on_connected = [raw](uint64_t term, bool) {
-    {
-      MutexLock lock(&raw->listener_mu_);
-      raw->lost_ = absl::OkStatus();
-    }
-    raw->core_->Connected(term);
-  };
+  stream.on_connected = [raw](uint64_t term, bool) { raw->core_->Connected(term); };
   stream.on_lost = [raw](const absl::Status& status) { raw->OnLost(status); };
   stream.wake = [raw] { raw->stream_timer_->Wake(); };
 
@@ -107,7 +101,8 @@ NodeSession::~NodeSession() {
 void NodeSession::SetListener(Listener listener) {
   MutexLock lock(&listener_mu_);
   listener_ = std::move(listener);
-  if (!lost_.ok() && listener_.on_lost) listener_.on_lost(lost_);
+  const absl::Status lost = stream_->lost();
+  if (!lost.ok() && listener_.on_lost) listener_.on_lost(lost);
 }
 
 void NodeSession::SetOnKillWorker(std::function<void(const v1::KillWorker&)> on_kill_worker) {
@@ -117,7 +112,6 @@ void NodeSession::SetOnKillWorker(std::function<void(const v1::KillWorker&)> on_
 
 void NodeSession::OnLost(const absl::Status& status) {
   MutexLock lock(&listener_mu_);
-  lost_ = status;
   if (listener_.on_lost) listener_.on_lost(status);
 }
 

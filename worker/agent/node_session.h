@@ -92,7 +92,6 @@ class NodeSession {
   Mutex listener_mu_;  // held while the listener is called
   Listener listener_ ABSL_GUARDED_BY(listener_mu_);
   std::function<void(const v1::KillWorker&)> on_kill_worker_ ABSL_GUARDED_BY(listener_mu_);
-  absl::Status lost_ ABSL_GUARDED_BY(listener_mu_);
 
   Mutex mu_;
   CondVar changed_;

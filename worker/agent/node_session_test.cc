@@ -4,90 +4,30 @@
 #include <grpcpp/server_builder.h>
 #include <unistd.h>
 
-#include <deque>
+#include <atomic>
 #include <memory>
 #include <string>
 #include <thread>
-#include <vector>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/mutate.h"
+#include "base/mutex.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "proto/muster/v1/kv.grpc.pb.h"
 #include "proto/muster/v1/rendezvous.grpc.pb.h"
 #include "proto/muster/v1/session.grpc.pb.h"
+#include "proto/random_message.h"
 #include "rpc/channel.h"
 #include "rpc/server.h"
 #include "rpc/status.h"
+#include "worker/agent/fake_sessions.h"
 
 namespace muster::agent {
 namespace {
 
 using ::testing::HasSubstr;
-
-// A coordinator that welcomes everybody, answers each operation with an empty result of its kind,
-// and says what the test wants.
-class FakeSessions final : public v1::Session::Service {
- public:
-  grpc::Status Attach(
-      grpc::ServerContext*,
-      grpc::ServerReaderWriter<v1::CoordinatorFrame, v1::AgentFrame>* stream) override {
-    v1::AgentFrame frame;
-    uint64_t seq = 0;
-    while (stream->Read(&frame)) {
-      v1::CoordinatorFrame reply;
-      if (frame.has_hello()) {
-        reply.mutable_welcome()->set_protocol(1);
-        reply.mutable_welcome()->set_term(1);
-        reply.mutable_welcome()->set_session_id(absl::StrCat("s", frame.hello().node()));
-        stream->Write(reply);
-      }
-      if (frame.has_ops()) {
-        reply.set_seq(++seq);
-        for (const v1::Op& op : frame.ops().ops()) {
-          v1::OpResult& result = *reply.mutable_results()->add_results();
-          result.set_op_id(op.op_id());
-          if (op.has_join()) result.mutable_join()->set_generation(1);
-          if (op.has_txn()) result.mutable_txn()->set_succeeded(true);
-        }
-        stream->Write(reply);
-      }
-      MutexLock lock(&mu_);
-      frames_.push_back(frame);
-      changed_.SignalAll();
-      while (!directives_.empty()) {
-        v1::CoordinatorFrame directive;
-        directive.set_seq(++seq);
-        *directive.mutable_directive() = directives_.front();
-        directives_.pop_front();
-        stream->Write(directive);
-      }
-    }
-    return grpc::Status::OK;
-  }
-
-  // Goes out after the agent's next frame.
-  void Say(v1::Directive directive) {
-    MutexLock lock(&mu_);
-    directives_.push_back(std::move(directive));
-  }
-  // Blocks until a frame is as wanted, and returns it.
-  v1::AgentFrame WaitFor(const std::function<bool(const v1::AgentFrame&)>& wanted) {
-    MutexLock lock(&mu_);
-    for (;;) {
-      for (const v1::AgentFrame& frame : frames_) {
-        if (wanted(frame)) return frame;
-      }
-      changed_.Wait(&mu_);
-    }
-  }
-
- private:
-  Mutex mu_;
-  CondVar changed_;
-  std::deque<v1::AgentFrame> frames_ ABSL_GUARDED_BY(mu_);
-  std::deque<v1::Directive> directives_ ABSL_GUARDED_BY(mu_);
-};
 
 struct FakeStacks final : public StackSource {
   StackSnapshot Capture(int64_t pid, absl::Duration) override {
@@ -260,6 +200,120 @@ TEST_F(NodeSessionTest, Finish_SaysGoodbye) {
   ASSERT_TRUE(session_->stream().WaitUntilConnected(absl::Minutes(1)).ok());
   session_->Finish(absl::Minutes(1));
   sessions_.WaitFor([](const v1::AgentFrame& f) { return f.has_bye(); });
+}
+
+// A coordinator whose frames are random, mutated, or no frames at all.
+class WildSessions final : public v1::Session::WithRawCallbackMethod_Attach<v1::Session::Service> {
+ public:
+  grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>* Attach(
+      grpc::CallbackServerContext*) override {
+    MutexLock lock(&mu_);
+    ++streams_;
+    changed_.SignalAll();
+    return new Stream(random_.Draw(UINT64_MAX), /*first=*/streams_ == 1);
+  }
+  void WaitForStreams(int count) {
+    MutexLock lock(&mu_);
+    while (streams_ < count) changed_.Wait(&mu_);
+  }
+
+ private:
+  class Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer> {
+   public:
+    // The first one welcomes in order: an agent that is refused at once does not come again.
+    Stream(uint64_t seed, bool first) : random_(seed), sound_(first) {
+      MutexLock lock(&mu_);
+      StartRead(&in_);
+    }
+    void OnReadDone(bool ok) override {
+      MutexLock lock(&mu_);
+      if (!ok) {
+        Finish(grpc::Status::OK);
+        return;
+      }
+      ++reads_;
+      frames_ = 1 + random_.Draw(10);
+      WriteNext();
+    }
+    void OnWriteDone(bool ok) override {
+      MutexLock lock(&mu_);
+      if (ok && --frames_ > 0) {
+        WriteNext();
+      } else if (ok && reads_ < 2) {  // hello, and the beat that comes at once
+        StartRead(&in_);
+      } else {
+        Finish(grpc::Status(static_cast<grpc::StatusCode>(random_.Draw(17)), "so be it"));
+      }
+    }
+    void OnDone() override {
+      { MutexLock lock(&mu_); }  // after the last of the others
+      delete this;
+    }
+
+   private:
+    void WriteNext() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+      v1::CoordinatorFrame frame;
+      if (!std::exchange(welcomed_, true)) {
+        frame.mutable_welcome()->set_protocol(1);
+        frame.mutable_welcome()->set_session_id("s");
+        frame.mutable_welcome()->mutable_lease()->set_nanos(1);  // back soon
+      } else {
+        random_.FillKind(&frame);
+        frame.set_seq(random_.Draw(4) == 0 ? 0 : ++seq_);
+        if (frame.has_goodbye()) frame.mutable_goodbye()->clear_retry_after();
+      }
+      std::string bytes = frame.SerializeAsString();
+      if (!std::exchange(sound_, false) && random_.Draw(4) == 0)
+        bytes = Mutate(std::move(bytes), random_.generator());
+      const grpc::Slice slice(bytes);
+      out_ = grpc::ByteBuffer(&slice, 1);
+      StartWrite(&out_);
+    }
+
+    Mutex mu_;
+    int reads_ ABSL_GUARDED_BY(mu_) = 0;
+    uint64_t frames_ ABSL_GUARDED_BY(mu_) = 0;  // to be written before the next read
+    RandomMessage random_ ABSL_GUARDED_BY(mu_);
+    bool sound_ ABSL_GUARDED_BY(mu_);  // the next frame
+    bool welcomed_ ABSL_GUARDED_BY(mu_) = false;
+    uint64_t seq_ ABSL_GUARDED_BY(mu_) = 0;
+    grpc::ByteBuffer in_ ABSL_GUARDED_BY(mu_), out_ ABSL_GUARDED_BY(mu_);
+  };
+
+  Mutex mu_;
+  CondVar changed_;
+  RandomMessage random_ ABSL_GUARDED_BY(mu_){42};
+  int streams_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+TEST(NodeSession, MutatedFrames_NeverBreakIt) {
+  WildSessions sessions;
+  auto server = *rpc::Server::Start({}, {&sessions});
+  FakeStacks stacks;
+  NodeSession::Options options;
+  options.coordinator = server->address();
+  options.stacks = &stacks;
+  auto session = *NodeSession::Start(std::move(options));
+  session->SetListener({.on_generation_ended = [](const v1::GenerationEnded&) {},
+                        .on_lost = [](const absl::Status&) {}});
+  session->SetOnKillWorker([](const v1::KillWorker&) {});
+  RandomMessage random(1);
+  std::atomic<int> answered{0};
+  int sent = 0;
+  // Something to be answered while streams come and go.
+  for (int streams = 1; streams <= 12; ++streams) {
+    sessions.WaitForStreams(streams);
+    for (int i = 0; i < 40; ++i) {
+      v1::Op op;
+      random.FillKind(&op);
+      ++sent;
+      session->sender().Submit(std::move(op), [&](const v1::OpResult&) { ++answered; });
+    }
+  }
+  server->Shutdown(absl::ZeroDuration());
+  session->Finish(absl::ZeroDuration());
+  session.reset();
+  EXPECT_LE(answered, sent);
 }
 
 TEST(NodeSession, BadAddress_IsRefused) {

@@ -49,26 +49,8 @@ const char* StateName(char letter) {
 }
 
 ProcessState Read(const std::string& folder) {
-  ProcessState state;
-  const std::string stat = ReadProc(folder + "/stat");
-  // "PID (COMMAND) STATE ...": the command may hold anything, also ')'.
-  const size_t open = stat.find('('), close = stat.rfind(')');
-  if (open == std::string::npos || close == std::string::npos || close < open) return state;
-  const std::vector<std::string> fields = absl::StrSplit(stat.substr(close + 1), ' ');
-  if (fields.size() < 2 || fields[1].empty()) return state;
-  state.name = StateName(fields[1][0]);
-  state.command = stat.substr(open + 1, close - open - 1);
-  // Field 20 of stat; `fields` begins before field 3.
-  if (fields.size() > 18 && !absl::SimpleAtoi(fields[18], &state.threads)) state.threads = 0;
-  state.wchan = ReadProc(folder + "/wchan");
-  if (state.wchan == "0") state.wchan.clear();
-  // "NUMBER ARGUMENTS...", "-1 ..." outside of any, or "running".
-  const std::string call = ReadProc(folder + "/syscall");
-  int64_t number = -1;
-  if (absl::SimpleAtoi(call.substr(0, call.find(' ')), &number) && number >= 0) {
-    state.syscall = SyscallName(number);
-  }
-  return state;
+  return ParseProcessState(ReadProc(folder + "/stat"), ReadProc(folder + "/wchan"),
+                           ReadProc(folder + "/syscall"));
 }
 
 }  // namespace
@@ -128,6 +110,27 @@ std::string SyscallName(int64_t number) {
 std::string ProcessState::ToString() const {
   return absl::StrCat(name, syscall.empty() ? "" : " in ", syscall, wchan.empty() ? "" : " (",
                       wchan, wchan.empty() ? "" : ")");
+}
+
+ProcessState ParseProcessState(const std::string& stat, const std::string& wchan,
+                               const std::string& syscall) {
+  ProcessState state;
+  // "PID (COMMAND) STATE ...": the command may hold anything, also ')'.
+  const size_t open = stat.find('('), close = stat.rfind(')');
+  if (open == std::string::npos || close == std::string::npos || close < open) return state;
+  const std::vector<std::string> fields = absl::StrSplit(stat.substr(close + 1), ' ');
+  if (fields.size() < 2 || fields[1].empty()) return state;
+  state.name = StateName(fields[1][0]);
+  state.command = stat.substr(open + 1, close - open - 1);
+  // Field 20 of stat; `fields` begins before field 3.
+  if (fields.size() > 18 && !absl::SimpleAtoi(fields[18], &state.threads)) state.threads = 0;
+  if (wchan != "0") state.wchan = wchan;
+  // "NUMBER ARGUMENTS...", "-1 ..." outside of any, or "running".
+  int64_t number = -1;
+  if (absl::SimpleAtoi(syscall.substr(0, syscall.find(' ')), &number) && number >= 0) {
+    state.syscall = SyscallName(number);
+  }
+  return state;
 }
 
 ProcessState ReadProcessState(int64_t pid) { return Read(absl::StrCat("/proc/", pid)); }

@@ -30,6 +30,11 @@ struct ProcessState {
 ProcessState ReadProcessState(int64_t pid);
 ProcessState ReadThreadState(int64_t pid, int64_t tid);
 
+// The same from the texts of /proc/PID/stat, wchan and syscall, whatever they hold; "gone" if
+// `stat` is none.
+ProcessState ParseProcessState(const std::string& stat, const std::string& wchan,
+                               const std::string& syscall);
+
 // "futex"; the number where this table has no name.
 std::string SyscallName(int64_t number);
 

@@ -6,6 +6,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <random>
+
+#include "base/mutate.h"
+
 namespace muster::agent {
 namespace {
 
@@ -55,6 +59,26 @@ TEST(ProcessState, ToString_NamesWhatIsKnown) {
   state.syscall = "futex";
   state.wchan = "futex_wait_queue";
   EXPECT_EQ(state.ToString(), "sleeping in futex (futex_wait_queue)");
+}
+
+TEST(ParseProcessState, CommandThatLooksLikeTheRest_IsTheCommand) {
+  const ProcessState state =
+      ParseProcessState("7 (a) Z (b)) S 1 7 7 0 -1 0 0 0 0 0 0 0 0 0 20 0 3 0", "0", "202 0x1 0x2");
+  EXPECT_EQ(state.name, "sleeping");
+  EXPECT_EQ(state.command, "a) Z (b)");
+  EXPECT_EQ(state.threads, 3);
+  EXPECT_EQ(state.ToString(), "sleeping in futex");
+}
+
+TEST(ParseProcessState, MutatedTexts_GiveAStateAllTheSame) {
+  std::mt19937_64 random(20261121);
+  for (int round = 0; round < 20'000; ++round) {
+    const ProcessState state = ParseProcessState(
+        Mutate("7 (python3 (x)) S 1 7 7 0 -1 0 0 0 0 0 0 0 0 0 20 0 3 0 12345", random),
+        Mutate("futex_wait_queue", random), Mutate("202 0x7f 0x80 0x0", random));
+    ASSERT_FALSE(state.name.empty());
+    ASSERT_FALSE(state.ToString().empty());
+  }
 }
 
 }  // namespace

@@ -7,7 +7,9 @@
 #include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
@@ -29,56 +31,59 @@ namespace {
 using grpc::CallbackServerContext;
 using grpc::ServerUnaryReactor;
 
-// One call of a worker, between gRPC and the operation that it became. Either side may be first:
-// the answer, or the caller that goes away.
+// One call of a worker, between gRPC and what it became. Either side may be first: the answer, or
+// the caller that goes away. gRPC owns a share of it until OnDone.
+class Call : public ServerUnaryReactor, public std::enable_shared_from_this<Call> {
+ public:
+  // Ends the call unless it has ended; `fill` writes the reply before.
+  template <typename Fill>
+  void End(const grpc::Status& status, Fill fill) {
+    MutexLock lock(&mu_);
+    if (std::exchange(ended_, true)) return;
+    fill();
+    Finish(status);
+  }
+  void OnCancel() override {
+    End(grpc::Status(grpc::StatusCode::CANCELLED, "the caller went away"), [] {});
+  }
+  void OnDone() final {
+    std::shared_ptr<Call> self;
+    MutexLock lock(&mu_);  // after Finish
+    self = std::move(self_);
+  }
+
+ protected:
+  void Begin() {
+    MutexLock lock(&mu_);
+    self_ = shared_from_this();
+  }
+
+ private:
+  Mutex mu_;
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;
+  std::shared_ptr<Call> self_ ABSL_GUARDED_BY(mu_);
+};
+
 template <typename Request, typename Reply>
-class RelayedCall final : public ServerUnaryReactor {
+class RelayedCall final : public Call {
  public:
   using Put = Request* (v1::Op::*)();
   using Get = const Reply& (v1::OpResult::*)() const;
 
-  static RelayedCall* Start(OpSender& upstream, const Request* request, Reply* reply, Put put,
-                            Get get) {
-    auto* const call = new RelayedCall(reply);
+  static ServerUnaryReactor* Start(OpSender& upstream, const Request* request, Reply* reply,
+                                   Put put, Get get) {
+    auto call = std::make_shared<RelayedCall>();
+    call->Begin();
     v1::Op op;
     *(op.*put)() = *request;
-    upstream.Submit(std::move(op), [slot = call->slot_, get](const v1::OpResult& result) {
-      MutexLock lock(&slot->mu);
-      if (slot->call == nullptr) return;
-      if (!result.has_error()) *slot->call->reply_ = (result.*get)();
-      slot->Finish(result.has_error() ? rpc::OpErrorToGrpc(result.error()) : grpc::Status::OK);
+    upstream.Submit(std::move(op), [call, reply, get](const v1::OpResult& result) {
+      const bool failed = result.has_error();
+      call->End(failed ? rpc::OpErrorToGrpc(result.error()) : grpc::Status::OK, [&] {
+        if (!failed) *reply = (result.*get)();
+      });
     });
-    return call;
+    return call.get();
   }
-
-  void OnCancel() override {
-    MutexLock lock(&slot_->mu);
-    if (slot_->call != nullptr) {
-      slot_->Finish(grpc::Status(grpc::StatusCode::CANCELLED, "the caller went away"));
-    }
-  }
-  void OnDone() override {
-    { MutexLock lock(&slot_->mu); }  // after Finish
-    delete this;
-  }
-
- private:
-  struct Slot {
-    void Finish(const grpc::Status& status) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu) {
-      RelayedCall* const finished = std::exchange(call, nullptr);
-      finished->ServerUnaryReactor::Finish(status);
-    }
-    Mutex mu;
-    RelayedCall* call ABSL_GUARDED_BY(mu) = nullptr;  // null once it is finished
-  };
-
-  explicit RelayedCall(Reply* reply) : reply_(reply) {
-    MutexLock lock(&slot_->mu);
-    slot_->call = this;
-  }
-
-  Reply* const reply_;
-  const std::shared_ptr<Slot> slot_ = std::make_shared<Slot>();
 };
 
 #define MUSTER_RELAYED_NAMED(Name, Message, member)                                     \
@@ -147,6 +152,35 @@ class MembershipRelay final : public v1::Membership::CallbackService {
   OpSender& upstream_;
 };
 
+// A call that goes on to the coordinator as it is.
+class ForwardedStatus final : public Call {
+ public:
+  static ServerUnaryReactor* Start(v1::Admin::Stub& stub, const CallbackServerContext& context,
+                                   const v1::StatusRequest& request, v1::StatusReply* reply) {
+    auto call = std::make_shared<ForwardedStatus>();
+    call->Begin();
+    call->request_ = request;
+    call->upstream_.set_deadline(
+        std::min(context.deadline(), std::chrono::system_clock::now() + kLongestStatus));
+    stub.async()->Status(&call->upstream_, &call->request_, &call->reply_,
+                         [call, reply](const grpc::Status& status) {
+                           call->End(status, [&] { reply->Swap(&call->reply_); });
+                         });
+    return call.get();
+  }
+  void OnCancel() override {
+    upstream_.TryCancel();
+    Call::OnCancel();
+  }
+
+ private:
+  static constexpr std::chrono::seconds kLongestStatus{60};
+
+  grpc::ClientContext upstream_;
+  v1::StatusRequest request_;
+  v1::StatusReply reply_;  // the caller's own is gone when the caller is
+};
+
 // `muster status` in a worker's surroundings.
 class AdminRelay final : public v1::Admin::CallbackService {
  public:
@@ -154,13 +188,7 @@ class AdminRelay final : public v1::Admin::CallbackService {
       : stub_(v1::Admin::NewStub(channel)) {}
   ServerUnaryReactor* Status(CallbackServerContext* context, const v1::StatusRequest* request,
                              v1::StatusReply* reply) override {
-    ServerUnaryReactor* const reactor = context->DefaultReactor();
-    auto call = std::make_shared<grpc::ClientContext>();
-    call->set_deadline(context->deadline());
-    stub_->async()->Status(call.get(), request, reply, [call, reactor](const grpc::Status& status) {
-      reactor->Finish(status);
-    });
-    return reactor;
+    return ForwardedStatus::Start(*stub_, *context, *request, reply);
   }
 
  private:
@@ -216,6 +244,7 @@ absl::StatusOr<std::unique_ptr<Relay>> Relay::Start(const Options& options, OpSe
     for (const auto& service : relay->services_) services.push_back(service.get());
     rpc::ServerOptions server;
     server.listen = absl::StrCat("unix:", folder, "/relay");
+    server.only_user = geteuid();
     absl::StatusOr<std::unique_ptr<rpc::Server>> started = rpc::Server::Start(server, services);
     if (started.ok()) {
       relay->folder_ = folder;

@@ -170,24 +170,47 @@ void RelayCore::GenerationEnded(const v1::GenerationEnded& ended) {
 }
 
 v1::Beat RelayCore::MakeBeat() {
+  struct Seen {
+    WorkerKey key;
+    uint64_t incarnation;
+    int64_t pid;
+    std::string state;
+  };
+  std::vector<Seen> seen;
+  {
+    MutexLock lock(&mu_);
+    for (const auto& [key, worker] : workers_) {
+      if (!worker.ended) seen.push_back({key, worker.incarnation, worker.pid, ""});
+    }
+  }
+  // The kernel may take its time to tell of a process: no call waits for it.
+  for (Seen& one : seen) {
+    if (options_.process_state) one.state = options_.process_state(one.pid);
+    if (one.state == "gone") one.state.clear();
+  }
   const absl::Time now = options_.clock->Now();
   v1::Beat beat;
-  MutexLock lock(&mu_);
-  for (auto& [key, worker] : workers_) {
-    if (worker.ended) continue;
-    std::string state = options_.process_state ? options_.process_state(worker.pid) : "";
-    if (state == "gone") state.clear();
-    const bool stands_still = state == "stopped" || state == "zombie";
-    const bool alive =
-        !stands_still && (!state.empty() || worker.heard + options_.heard_within > now);
-    // Once more, so that the coordinator can say why the lease ran out.
-    const bool news = stands_still && !worker.told_stopped;
-    worker.told_stopped = stands_still;
-    if (!alive && !news) continue;
-    v1::WorkerBeat& one = *beat.add_workers();
-    one = worker.beat;
-    one.set_process_state(state.empty() ? "unknown" : state);
-    if (options_.refresh) options_.refresh(&one);
+  {
+    MutexLock lock(&mu_);
+    for (const Seen& one : seen) {
+      const auto it = workers_.find(one.key);
+      if (it == workers_.end() || it->second.incarnation != one.incarnation) continue;
+      Worker& worker = it->second;
+      if (worker.ended) continue;
+      const bool stands_still = one.state == "stopped" || one.state == "zombie";
+      const bool alive =
+          !stands_still && (!one.state.empty() || worker.heard + options_.heard_within > now);
+      // Once more, so that the coordinator can say why the lease ran out.
+      const bool news = stands_still && !worker.told_stopped;
+      worker.told_stopped = stands_still;
+      if (!alive && !news) continue;
+      v1::WorkerBeat& told = *beat.add_workers();
+      told = worker.beat;
+      told.set_process_state(one.state.empty() ? "unknown" : one.state);
+    }
+  }
+  if (options_.refresh) {
+    for (v1::WorkerBeat& one : *beat.mutable_workers()) options_.refresh(&one);
   }
   return beat;
 }

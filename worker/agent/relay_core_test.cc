@@ -297,6 +297,22 @@ TEST_F(RelayCoreTest, ProcessThatCannotBeSeen_CountsAsLongAsItIsHeardOf) {
   EXPECT_THAT(BeatStates(), IsEmpty());
 }
 
+TEST_F(RelayCoreTest, LookingAtProcesses_HoldsUpNoCall) {
+  RelayCore::Options options;
+  options.clock = &clock_;
+  options.process_state = [this](int64_t pid) {
+    EXPECT_TRUE(core_->IsLocal("w0", pid)) << "a call beside it goes through";
+    return "running";
+  };
+  options.refresh = [this](v1::WorkerBeat* beat) {
+    core_->WorkerEnded("job", beat->worker_id(), beat->incarnation());
+  };
+  core_ = std::make_unique<RelayCore>(std::move(options), &upstream_);
+  Seat(0);
+  EXPECT_EQ(core_->MakeBeat().workers_size(), 1);
+  EXPECT_EQ(core_->MakeBeat().workers_size(), 0);
+}
+
 TEST_F(RelayCoreTest, EndedAndLeft_AreInNoBeat) {
   for (int rank : {0, 1, 2}) Seat(rank);
   core_->WorkerEnded("job", "w0", 100);

@@ -2,22 +2,36 @@
 
 #include <dirent.h>
 #include <grpcpp/client_context.h>
+#include <grpcpp/completion_queue.h>
+#include <grpcpp/generic/generic_stub.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <cstdlib>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "base/mutate.h"
+#include "base/mutex.h"
 #include "gmock/gmock.h"
+#include "google/protobuf/descriptor.h"
 #include "gtest/gtest.h"
+#include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/kv.grpc.pb.h"
+#include "proto/random_message.h"
 #include "rpc/channel.h"
+#include "rpc/server.h"
 #include "rpc/status.h"
 #include "worker/agent/fake_op_sender.h"
+#include "worker/agent/relay_core.h"
 
 namespace muster::agent {
 namespace {
@@ -113,6 +127,177 @@ TEST_F(RelayTest, CallerGivesUp_TheOperationGoesOn) {
   upstream_.Answer({});  // reaches nobody
 }
 
+// Answers at once, later or never, with what fits the question and what does not.
+class WildUpstream final : public OpSender {
+ public:
+  uint64_t Submit(v1::Op op, Done done) override {
+    v1::OpResult result;
+    bool now;
+    {
+      MutexLock lock(&mu_);
+      if (random_.Draw(8) == 0) {
+        random_.Fill(result.mutable_error());
+      } else if (random_.Draw(8) == 0) {
+        random_.FillKind(&result);
+      } else {
+        const auto* const kind = v1::OpResult::descriptor()->FindFieldByNumber(
+            op.has_arrive_many() ? v1::Op::kArrive : op.kind_case());
+        random_.FillKind(&result, kind->name());
+      }
+      now = random_.Draw(2) == 0;
+      if (!now) {
+        late_.emplace_back(std::move(done), std::move(result));
+        if (late_.size() < 20) return 1;
+        std::swap(late_.back(), late_[random_.Draw(late_.size())]);
+        std::tie(done, result) = std::move(late_.back());
+        late_.pop_back();
+      }
+    }
+    done(result);
+    return 1;
+  }
+  void Forget(uint64_t) override {}
+  void AnswerTheRest() {
+    for (auto& [done, result] : late_) done(result);
+  }
+
+ private:
+  Mutex mu_;
+  RandomMessage random_ ABSL_GUARDED_BY(mu_){20261121};
+  std::vector<std::pair<Done, v1::OpResult>> late_;
+};
+
+// Every method of every service, with random and mutated requests.
+TEST(Mutated, Requests_NeverBreakTheRelay) {
+  WildUpstream wild;
+  RelayCore::Options options;
+  options.process_state = [](int64_t) { return "running"; };
+  RelayCore core(std::move(options), &wild);
+  auto relay = Relay::Start({.parent = "/tmp"}, &core);
+  ASSERT_TRUE(relay.ok()) << relay.status();
+  const auto channel = *rpc::Connect((*relay)->address());
+
+  struct Pending {
+    grpc::ClientContext context;
+    grpc::ByteBuffer reply;
+    grpc::Status status;
+    std::unique_ptr<grpc::GenericClientAsyncResponseReader> reader;
+  };
+  RandomMessage random(7);
+  grpc::GenericStub stub(channel);
+  grpc::CompletionQueue queue;
+  int in_flight = 0, answered = 0, sent = 0, methods = 0;
+  std::map<grpc::StatusCode, int> codes;
+  const auto finish_one = [&] {
+    void* tag;
+    bool ok;
+    ASSERT_TRUE(queue.Next(&tag, &ok));
+    const std::unique_ptr<Pending> call(static_cast<Pending*>(tag));
+    ++codes[call->status.error_code()];
+    --in_flight;
+    ++answered;
+  };
+  const auto* const pool = google::protobuf::DescriptorPool::generated_pool();
+  for (const char* const name :
+       {"Rendezvous", "Barrier", "KeyValueStore", "Triggers", "Membership"}) {
+    const auto* const service = pool->FindServiceByName(absl::StrCat("muster.v1.", name));
+    ASSERT_NE(service, nullptr) << name;
+    for (int m = 0; m < service->method_count(); ++m) {
+      ++methods;
+      const auto* const type = service->method(m)->input_type();
+      const std::unique_ptr<google::protobuf::Message> request(
+          google::protobuf::MessageFactory::generated_factory()->GetPrototype(type)->New());
+      for (int i = 0; i < 200; ++i) {
+        request->Clear();
+        random.Fill(request.get());
+        std::string bytes = request->SerializeAsString();
+        if (i % 2 == 1) bytes = Mutate(std::move(bytes), random.generator());
+        auto* const call = new Pending;
+        // Those that wait by design end at their own deadline.
+        rpc::SetTimeout(call->context, absl::Milliseconds(random.Draw(20) == 0 ? 1 : 2000));
+        const grpc::Slice slice(bytes);
+        call->reader = stub.PrepareUnaryCall(
+            &call->context,
+            absl::StrCat("/", service->full_name(), "/", service->method(m)->name()),
+            grpc::ByteBuffer(&slice, 1), &queue);
+        call->reader->StartCall();
+        call->reader->Finish(&call->reply, &call->status, call);
+        if (random.Draw(20) == 0) call->context.TryCancel();
+        ++sent;
+        core.Tick();
+        if (++in_flight >= 64) finish_one();
+      }
+    }
+  }
+  while (in_flight > 0) {
+    core.Tick();
+    core.MakeBeat();
+    finish_one();
+  }
+  queue.Shutdown();
+  EXPECT_EQ(answered, sent);
+  EXPECT_GE(methods, 18);
+  EXPECT_GT(codes[grpc::StatusCode::OK], sent / 10);
+  relay->reset();
+  wild.AnswerTheRest();  // reaches nobody
+}
+
+// A coordinator that lets Admin.Status wait.
+class SlowAdmin final : public v1::Admin::CallbackService {
+ public:
+  grpc::ServerUnaryReactor* Status(grpc::CallbackServerContext*, const v1::StatusRequest*,
+                                   v1::StatusReply*) override {
+    class Waits final : public grpc::ServerUnaryReactor {
+     public:
+      explicit Waits(SlowAdmin* admin) {
+        MutexLock lock(&mu_);
+        admin_ = admin;
+        admin_->came.Notify();
+      }
+      void OnCancel() override {
+        MutexLock lock(&mu_);
+        admin_->cancelled.Notify();
+        Finish(grpc::Status::CANCELLED);
+      }
+      void OnDone() override {
+        { MutexLock lock(&mu_); }
+        delete this;
+      }
+
+     private:
+      Mutex mu_;
+      SlowAdmin* admin_ ABSL_GUARDED_BY(mu_);
+    };
+    return new Waits(this);
+  }
+  Notification came, cancelled;
+};
+
+TEST(Relay, StatusWhoseCallerGoesAway_IsGivenUpAtTheCoordinatorToo) {
+  for (const bool relay_ends : {false, true}) {
+    SlowAdmin admin;
+    auto coordinator = *rpc::Server::Start({}, {&admin});
+    FakeOpSender upstream;
+    auto relay = *Relay::Start(
+        {.parent = "/tmp", .coordinator = *rpc::Connect(coordinator->address())}, &upstream);
+    auto stub = v1::Admin::NewStub(*rpc::Connect(relay->address()));
+    grpc::ClientContext context;
+    rpc::SetTimeout(context, absl::Hours(1));
+    std::thread caller([&] {
+      v1::StatusReply reply;
+      EXPECT_FALSE(stub->Status(&context, v1::StatusRequest(), &reply).ok());
+    });
+    admin.came.WaitForNotification();
+    if (relay_ends) {
+      relay.reset();
+    } else {
+      context.TryCancel();
+    }
+    admin.cancelled.WaitForNotification();
+    caller.join();
+  }
+}
+
 TEST_F(RelayTest, Shutdown_EndsWaitingCalls) {
   auto stub = v1::KeyValueStore::NewStub(channel_);
   std::thread caller([&] {
@@ -125,6 +310,20 @@ TEST_F(RelayTest, Shutdown_EndsWaitingCalls) {
   relay_.reset();
   caller.join();
   upstream_.Answer({});
+}
+
+TEST(Relay, FolderOfTheEnvironmentWillNotDo_TakesTmp) {
+  const char* const before = getenv("TMPDIR");
+  const std::string kept = before == nullptr ? "" : before;
+  for (const std::string& folder : {std::string("/nowhere"), std::string("/proc"),
+                                    "/tmp/" + std::string(100, 'x'), std::string("relative")}) {
+    setenv("TMPDIR", folder.c_str(), 1);
+    FakeOpSender upstream;
+    auto relay = Relay::Start({}, &upstream);
+    ASSERT_TRUE(relay.ok()) << relay.status();
+    EXPECT_TRUE(absl::StartsWith((*relay)->address(), "unix:/tmp/muster-")) << folder;
+  }
+  before == nullptr ? unsetenv("TMPDIR") : setenv("TMPDIR", kept.c_str(), 1);
 }
 
 TEST(Relay, NoFolder_SaysWhichWereTried) {

@@ -1,10 +1,13 @@
 #include "worker/agent/rpc_frame_link.h"
 
 #include <grpcpp/client_context.h>
+#include <grpcpp/impl/codegen/proto_utils.h>
 #include <grpcpp/support/client_callback.h>
 
+#include <atomic>
 #include <utility>
 
+#include "absl/status/status.h"
 #include "rpc/callback_threads.h"
 #include "rpc/status.h"
 
@@ -12,7 +15,7 @@ namespace muster::agent {
 
 // gRPC owns a share of it until OnDone.
 class RpcFrameTransport::Link final
-    : public grpc::ClientBidiReactor<v1::AgentFrame, v1::CoordinatorFrame>,
+    : public grpc::ClientBidiReactor<v1::AgentFrame, grpc::ByteBuffer>,
       public FrameLink,
       public std::enable_shared_from_this<Link> {
  public:
@@ -23,7 +26,7 @@ class RpcFrameTransport::Link final
     self_ = shared_from_this();
     // The channel looks after connecting, with its own backoff.
     context_.set_wait_for_ready(true);
-    transport_->stub_->async()->Attach(&context_, this);
+    transport_->stub_.PrepareBidiStreamingCall(&context_, "/muster.v1.Session/Attach", {}, this);
     AddHold();  // for writes that begin outside of gRPC's calls
     StartRead(&in_);
     StartCall();
@@ -46,15 +49,23 @@ class RpcFrameTransport::Link final
       RemoveHold();
       return;
     }
-    events_->OnFrame(in_);
-    in_.Clear();
+    v1::CoordinatorFrame frame;
+    const grpc::Status parsed =
+        grpc::SerializationTraits<v1::CoordinatorFrame>::Deserialize(&in_, &frame);
+    if (parsed.ok()) {
+      events_->OnFrame(frame);
+    } else {
+      unreadable_ = true;
+      context_.TryCancel();  // the next read fails
+    }
     StartRead(&in_);
   }
   void OnWriteDone(bool ok) override {
     if (ok) events_->OnWritten();
   }
   void OnDone(const grpc::Status& status) override {
-    events_->OnClosed(rpc::FromGrpc(status));
+    events_->OnClosed(unreadable_ ? absl::DataLossError("the coordinator sent what is no frame")
+                                  : rpc::FromGrpc(status));
     { MutexLock lock(&mu_); }  // after the last Write
     RpcFrameTransport* const transport = transport_;
     // Before the transport may go, and with it perhaps the process: `this` ends here.
@@ -67,14 +78,15 @@ class RpcFrameTransport::Link final
   const std::shared_ptr<FrameEvents> events_;
   std::shared_ptr<Link> self_;
   grpc::ClientContext context_;
-  v1::CoordinatorFrame in_;  // gRPC's while a read is in flight
+  grpc::ByteBuffer in_;  // gRPC's while a read is in flight
+  std::atomic<bool> unreadable_{false};
   Mutex mu_;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
   v1::AgentFrame out_ ABSL_GUARDED_BY(mu_);
 };
 
 RpcFrameTransport::RpcFrameTransport(const std::shared_ptr<grpc::Channel>& channel)
-    : stub_(v1::Session::NewStub(channel)) {
+    : stub_(channel) {
   rpc::KeepCallbackThreads(channel);
 }
 

@@ -49,11 +49,17 @@ std::string ToJson(const AttemptEnd& end) {
       -1, ' ', false, json::error_handler_t::replace);
 }
 
+// What others wrote need not be what we expect of them.
+std::string TextOf(const json& value, const char* name) {
+  const auto it = value.find(name);
+  return it != value.end() && it->is_string() ? it->get<std::string>() : "";
+}
+
 AttemptEnd EndFromJson(const std::string& text) {
   const json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
   AttemptEnd end;
   if (!value.is_object()) return {text, {}};
-  end.why = value.value("why", "");
+  end.why = TextOf(value, "why");
   if (const auto lines = value.find("last_lines"); lines != value.end() && lines->is_array()) {
     for (const json& line : *lines) {
       if (line.is_string()) end.last_lines.push_back(line.get<std::string>());
@@ -178,8 +184,10 @@ class RpcJobLink final : public JobLink {
     put->set_key(EndKey());
     put->set_value(ToJson(end));
     request.add_otherwise()->mutable_get()->set_key(EndKey());
+    // A job that ends does not wait for a coordinator that is away.
+    const absl::Duration patience = session_->stream().connected() ? kShortCall : absl::Seconds(1);
     const absl::StatusOr<v1::OpResult> result =
-        Call(std::move(op), kShortCall, Until::kAnswered, Late::kHeld);
+        Call(std::move(op), patience, Until::kAnswered, Late::kHeld);
     if (!result.ok()) {
       MUSTER_LOG(Debug) << "cannot tell the other machines: " << result.status().message();
       return end;
@@ -403,14 +411,18 @@ class RpcJobLink final : public JobLink {
                            : json();
     if (!value.is_object())
       return absl::InternalError("machine 0 wrote settings that cannot be read");
-    const std::string theirs = value.value("settings", "");
+    const std::string theirs = TextOf(value, "settings");
     if (theirs != options_.settings) {
       return absl::InvalidArgumentError(absl::StrCat(
           "machine ", node_rank_, " was launched with ", options_.settings, ", but machine 0 with ",
           theirs, ": launch all machines with the same settings"));
     }
-    meeting->master_addr = value.value("master_addr", "");
-    meeting->master_port = value.value("master_port", 0);
+    meeting->master_addr = TextOf(value, "master_addr");
+    const auto port = value.find("master_port");
+    meeting->master_port = port != value.end() && port->is_number_integer() ? port->get<int>() : 0;
+    if (meeting->master_port < 1 || meeting->master_port > 65535) {
+      return absl::InternalError("machine 0 wrote a master_port that is none");
+    }
     return absl::OkStatus();
   }
 

@@ -12,6 +12,9 @@ namespace {
 constexpr uint32_t kProtocol = 1;
 constexpr uint64_t kFramesBetweenAcks = 32;
 constexpr size_t kStacksQueued = 256;
+constexpr size_t kUnacknowledgedFrames = 1 << 16;
+constexpr absl::Duration kLongestRetryAfter = absl::Minutes(1);
+constexpr size_t kSeenJobs = 1024;
 // Of one job; a coordinator takes as many.
 constexpr size_t kSeenBarriers = 1 << 16;
 constexpr int kBarriersInRecall = 1000;
@@ -58,6 +61,20 @@ bool RepeatSafe(const v1::Op& op) {
 v1::BarrierState StateOf(const v1::OpResult& result) {
   if (result.has_arrive()) return result.arrive().report().state();
   return rpc::BarrierVerdict(result.error().detail().reason());
+}
+
+// Whether `result` is what an operation like `op` is answered with: both have the same field
+// numbers, except that an arrival of many is answered as one of one.
+bool Answers(const v1::OpResult& result, const v1::Op& op) {
+  if (result.has_error()) return true;
+  const int wanted = op.has_arrive_many() ? static_cast<int>(v1::Op::kArrive) : op.kind_case();
+  return result.kind_case() == wanted;
+}
+
+absl::Duration RetryAfter(const v1::Goodbye& goodbye) {
+  const absl::Duration asked = absl::Seconds(goodbye.retry_after().seconds()) +
+                               absl::Nanoseconds(goodbye.retry_after().nanos());
+  return std::clamp(asked, absl::ZeroDuration(), kLongestRetryAfter);
 }
 
 // The same call again would be refused again.
@@ -202,14 +219,23 @@ void SessionStream::Forget(uint64_t op_id) {
   held_bytes_ -= it->second.bytes;
   held_.erase(it);
   if (held_.empty()) changed_.SignalAll();
+  // While nothing can be sent, what was forgotten would pile up.
+  if (queue_.size() > 2 * (held_.size() + stacks_queued_) + 64) {
+    const auto gone = [this](const Item& item) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+      const auto* const id = std::get_if<uint64_t>(&item);
+      return id != nullptr && held_.count(*id) == 0;
+    };
+    queue_.erase(std::remove_if(queue_.begin(), queue_.end(), gone), queue_.end());
+  }
 }
 
 void SessionStream::SendStack(v1::StackReply reply) {
   Todo todo;
   {
     MutexLock lock(&mu_);
-    if (queue_.size() >= options_.max_held_ops + kStacksQueued || !lost_.ok()) return;
+    if (stacks_queued_ >= kStacksQueued || !lost_.ok()) return;
     queue_.push_back(std::move(reply));
+    ++stacks_queued_;
     Pump(&todo);
   }
   Run(std::move(todo));
@@ -248,6 +274,8 @@ absl::Time SessionStream::Tick() {
     if (attempt_ == opening) {
       link_ = std::move(link);
       Pump(&todo);
+    } else {  // it was dropped before it could be named
+      todo.close = std::move(link);
     }
   }
   if (beat_due) {
@@ -297,8 +325,7 @@ void SessionStream::OnFrame(const Attempt* attempt, const v1::CoordinatorFrame& 
     } else if (state_ == State::kOpen) {
       Received(frame, &todo);
     } else if (frame.has_goodbye()) {
-      retry_after_ = absl::Seconds(frame.goodbye().retry_after().seconds()) +
-                     absl::Nanoseconds(frame.goodbye().retry_after().nanos());
+      retry_after_ = RetryAfter(frame.goodbye());
     } else {
       last_error_ = "it did not begin with a welcome";
       Drop(&todo);
@@ -334,6 +361,9 @@ void SessionStream::Drop(Todo* todo) {
   beat_.reset();
   const absl::Time now = options_.clock->Now();
   if (ever_connected_) away_since_ = std::min(away_since_, now);
+  // It has been there for good, not to let everybody in and fall again.
+  if (now - opened_ >= max_backoff_) backoff_ = options_.first_backoff;
+  opened_ = absl::InfiniteFuture();
   const double share =
       options_.random ? options_.random() : std::uniform_real_distribution<double>(0, 1)(random_);
   next_attempt_ = now + std::max(backoff_ * share, retry_after_);
@@ -352,6 +382,7 @@ void SessionStream::FailAll(const absl::Status& status, Todo* todo) {
   held_.clear();
   held_bytes_ = 0;
   queue_.clear();
+  stacks_queued_ = 0;
   unacked_.clear();
   changed_.SignalAll();
 }
@@ -359,6 +390,12 @@ void SessionStream::FailAll(const absl::Status& status, Todo* todo) {
 void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
   if (welcome.term() < term_) {
     last_error_ = absl::StrCat("term ", term_, " has begun, but it serves term ", welcome.term());
+    Drop(todo);
+    return;
+  }
+  if (welcome.protocol() != kProtocol) {
+    last_error_ = absl::StrCat("it speaks protocol ", welcome.protocol(),
+                               ", but was offered no other than ", kProtocol);
     Drop(todo);
     return;
   }
@@ -375,6 +412,7 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
     // It has not seen these: their contents go out again, first.
     for (auto sent = unacked_.rbegin(); sent != unacked_.rend(); ++sent) {
       for (auto item = sent->items.rbegin(); item != sent->items.rend(); ++item) {
+        stacks_queued_ += std::holds_alternative<v1::StackReply>(*item);
         queue_.push_front(std::move(*item));
       }
     }
@@ -385,6 +423,7 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
   } else {
     received_ = 0;
     queue_.clear();
+    stacks_queued_ = 0;
     for (auto it = held_.begin(); it != held_.end();) {
       Held& held = it->second;
       if (held.op.has_recall_barriers() && !held.done) {  // made anew below
@@ -422,12 +461,15 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
   away_since_ = absl::InfiniteFuture();
   lost_ = absl::OkStatus();
   last_error_.clear();
-  backoff_ = options_.first_backoff;
+  opened_ = options_.clock->Now();
   const absl::Duration lease =
       absl::Seconds(welcome.lease().seconds()) + absl::Nanoseconds(welcome.lease().nanos());
   max_backoff_ = options_.last_backoff;
   // A restarted coordinator gives everybody one lease to come back.
-  if (lease > absl::ZeroDuration()) max_backoff_ = std::min(max_backoff_, lease / 3);
+  if (lease > absl::ZeroDuration()) {
+    max_backoff_ =
+        std::clamp(lease / 3, std::min(options_.first_backoff, max_backoff_), max_backoff_);
+  }
   next_beat_ = options_.clock->Now();
   todo->connected = {term_, resumed};
   todo->wake = true;
@@ -464,6 +506,11 @@ void SessionStream::QueueRecalls() {
 
 void SessionStream::NoteBarrier(const v1::Op& op, const v1::OpResult& result) {
   const v1::Fence& fence = op.has_arrive() ? op.arrive().fence() : op.arrive_many().fence();
+  const v1::BarrierState state = StateOf(result);
+  if (seen_.count(fence.job_id()) == 0 &&
+      (state == v1::BARRIER_STATE_UNSPECIFIED || seen_.size() >= kSeenJobs)) {
+    return;
+  }
   SeenJob& job = seen_[fence.job_id()];
   if (fence.generation() < job.generation) return;
   if (fence.generation() > job.generation ||
@@ -471,7 +518,6 @@ void SessionStream::NoteBarrier(const v1::Op& op, const v1::OpResult& result) {
     job.barriers.clear();
     job.generation = fence.generation();
   }
-  const v1::BarrierState state = StateOf(result);
   if (state == v1::BARRIER_STATE_UNSPECIFIED) return;
   const std::string& id =
       op.has_arrive() ? op.arrive().barrier_id() : op.arrive_many().barrier_id();
@@ -495,6 +541,11 @@ void SessionStream::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
     received_ = frame.seq();
   }
   while (!unacked_.empty() && unacked_.front().seq <= frame.ack()) unacked_.pop_front();
+  if (unacked_.size() > kUnacknowledgedFrames) {
+    last_error_ = absl::StrCat("it has acknowledged none of ", unacked_.size(), " frames");
+    Drop(todo);
+    return;
+  }
   switch (frame.kind_case()) {
     case v1::CoordinatorFrame::kResults:
       for (const v1::OpResult& result : frame.results().results()) {
@@ -505,10 +556,20 @@ void SessionStream::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
           it->second.again = true;
           continue;
         }
-        if (it->second.op.has_arrive() || it->second.op.has_arrive_many()) {
+        const bool answers = Answers(result, it->second.op);
+        if (answers && (it->second.op.has_arrive() || it->second.op.has_arrive_many())) {
           NoteBarrier(it->second.op, result);
         }
-        if (it->second.done) todo->results.emplace_back(std::move(it->second.done), result);
+        if (it->second.done) {
+          todo->results.emplace_back(
+              std::move(it->second.done),
+              answers ? result
+                      : ErrorResult(result.op_id(),
+                                    absl::InternalError(absl::StrCat(
+                                        "the coordinator at ", options_.address,
+                                        " gave an answer of another kind than the request: "
+                                        "do both come from the same version of Muster?"))));
+        }
         held_bytes_ -= it->second.bytes;
         held_.erase(it);
       }
@@ -519,8 +580,7 @@ void SessionStream::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
       break;
     case v1::CoordinatorFrame::kGoodbye:
       last_error_ = frame.goodbye().reason();
-      retry_after_ = absl::Seconds(frame.goodbye().retry_after().seconds()) +
-                     absl::Nanoseconds(frame.goodbye().retry_after().nanos());
+      retry_after_ = RetryAfter(frame.goodbye());
       break;
     case v1::CoordinatorFrame::kWelcome:
     case v1::CoordinatorFrame::KIND_NOT_SET:
@@ -561,6 +621,7 @@ bool SessionStream::NextFrame(v1::AgentFrame* frame) {
       if (auto* const stack = std::get_if<v1::StackReply>(&item)) {
         if (!sent.items.empty()) break;
         *frame->mutable_stack() = *stack;
+        --stacks_queued_;
         sent.items.push_back(std::move(item));
         queue_.pop_front();
         break;
@@ -653,6 +714,11 @@ absl::Status SessionStream::WaitUntilConnected(absl::Duration timeout) {
     }
     changed_.WaitWithTimeout(&mu_, left);
   }
+  return lost_;
+}
+
+absl::Status SessionStream::lost() const {
+  MutexLock lock(&mu_);
   return lost_;
 }
 

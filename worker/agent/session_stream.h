@@ -39,6 +39,10 @@ namespace muster::agent {
 //   node saw it.
 // - A frame is written as soon as the one before has been; what comes meanwhile goes into the next.
 // - Beats renew the leases of the local workers.
+// - Streams that break soon after they were opened do not end the backoff: a coordinator that lets
+//   agents in and falls is not kept busy with them.
+// - What the coordinator says is taken as bytes that anybody may have written: an answer of another
+//   kind than the operation is an INTERNAL error, never a success.
 // - While the coordinator is away nothing fails, until the tolerance has passed: then all that is
 //   held fails with one line that names the address and how long it was. It goes on trying, and
 //   works again if the coordinator comes back.
@@ -107,6 +111,8 @@ class SessionStream final : public OpSender {
   // `timeout` of real time has passed, or the coordinator refused this agent. Errors: UNAVAILABLE
   // naming the address; what the coordinator refused it with.
   absl::Status WaitUntilConnected(absl::Duration timeout);
+  // Why everything fails now: as told by on_lost. OK: nothing does.
+  absl::Status lost() const;
   uint64_t term() const;
   size_t held_ops() const;
 
@@ -164,6 +170,7 @@ class SessionStream final : public OpSender {
   absl::Time next_attempt_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   absl::Duration backoff_ ABSL_GUARDED_BY(mu_);
   absl::Duration max_backoff_ ABSL_GUARDED_BY(mu_);
+  absl::Time opened_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   absl::Duration retry_after_ ABSL_GUARDED_BY(mu_);  // the coordinator asked for
   absl::Time next_beat_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   std::optional<v1::Beat> beat_ ABSL_GUARDED_BY(mu_);
@@ -185,6 +192,7 @@ class SessionStream final : public OpSender {
   std::map<uint64_t, Held> held_ ABSL_GUARDED_BY(mu_);
   size_t held_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   std::deque<Item> queue_ ABSL_GUARDED_BY(mu_);    // to be sent
+  size_t stacks_queued_ ABSL_GUARDED_BY(mu_) = 0;  // of them
   std::deque<Sent> unacked_ ABSL_GUARDED_BY(mu_);  // by seq
   std::map<std::string, SeenJob> seen_ ABSL_GUARDED_BY(mu_);
   std::minstd_rand random_ ABSL_GUARDED_BY(mu_);

@@ -1,5 +1,6 @@
 #include "worker/agent/session_stream.h"
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <string>
@@ -436,6 +437,133 @@ TEST_F(SessionStreamTest, Goodbye_WaitsAsLongAsItWasAskedTo) {
   link().events->OnFrame(goodbye);
   link().events->OnClosed(absl::UnavailableError("stopping"));
   EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(3));
+}
+
+TEST_F(SessionStreamTest, GoodbyeForEver_IsOneOfAMinute) {
+  Connect();
+  v1::CoordinatorFrame goodbye;
+  goodbye.mutable_goodbye()->mutable_retry_after()->set_seconds(INT64_MAX);
+  link().events->OnFrame(goodbye);
+  link().events->OnClosed(absl::OkStatus());
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Minutes(1));
+}
+
+TEST_F(SessionStreamTest, WelcomedAndDropped_BacksOffAllTheSame) {
+  Connect();
+  std::vector<absl::Duration> waits;
+  for (int i = 0; i < 8; ++i) {
+    link().events->OnClosed(absl::UnavailableError("it falls"));
+    const absl::Time next = stream_->Tick();
+    waits.push_back(next - clock_.Now());
+    clock_.Advance(next - clock_.Now());
+    stream_->Tick();
+    link().Done();
+    Welcome("s1");
+  }
+  EXPECT_EQ(waits[0], absl::Milliseconds(25));
+  EXPECT_EQ(waits[1], absl::Milliseconds(50));
+  EXPECT_EQ(waits[7], absl::Seconds(1));  // half of a third of the lease
+  // One that stays is forgiven.
+  clock_.Advance(absl::Seconds(10));
+  link().events->OnClosed(absl::UnavailableError("it falls"));
+  EXPECT_EQ(stream_->Tick() - clock_.Now(), absl::Milliseconds(25));
+}
+
+TEST_F(SessionStreamTest, TinyLease_DoesNotMakeItSpin) {
+  Make();
+  link().Done();
+  v1::CoordinatorFrame frame;
+  frame.mutable_welcome()->set_protocol(1);
+  frame.mutable_welcome()->mutable_lease()->set_nanos(1);
+  link().events->OnFrame(frame);
+  for (int i = 0; i < 3; ++i) {
+    link().events->OnClosed(absl::UnavailableError("it falls"));
+    const absl::Time next = stream_->Tick();
+    EXPECT_EQ(next - clock_.Now(), absl::Milliseconds(25));
+    clock_.Advance(next - clock_.Now());
+    stream_->Tick();
+  }
+}
+
+TEST_F(SessionStreamTest, AnswerOfAnotherKind_IsAnErrorAndNoBarrierPassed) {
+  Connect();
+  Submit("a", Arrive("b", 0));
+  link().Drain();
+  link().events->OnFrame(Results(1, {1}));  // of a transaction
+  EXPECT_THAT(results_, ElementsAre(HasSubstr("a: the coordinator at 10.0.0.1:29400 gave an answer "
+                                              "of another kind than the request")));
+  // And it is not recalled as one that passed.
+  Reconnect();
+  Welcome("s2", 2);
+  link().Drain();
+  EXPECT_THAT(Written(), IsEmpty());
+}
+
+TEST_F(SessionStreamTest, ProtocolThatWasNotOffered_IsLeftAlone) {
+  Make();
+  link().Done();
+  v1::CoordinatorFrame frame;
+  frame.mutable_welcome()->set_protocol(2);
+  link().events->OnFrame(frame);
+  EXPECT_FALSE(stream_->connected());
+  EXPECT_TRUE(link().closing);
+}
+
+// A transport whose stream breaks before it is handed over.
+TEST_F(SessionStreamTest, DroppedWhileOpening_IsClosedAllTheSame) {
+  struct Hasty final : public FrameTransport {
+    std::shared_ptr<FrameLink> Open(std::shared_ptr<FrameEvents> events) override {
+      link = std::make_shared<FakeLink>(events);
+      v1::CoordinatorFrame frame;
+      frame.mutable_directive();  // instead of a welcome
+      events->OnFrame(frame);
+      return link;
+    }
+    std::shared_ptr<FakeLink> link;
+  };
+  Hasty hasty;
+  SessionStream stream(options_, &hasty);
+  stream.Tick();
+  EXPECT_TRUE(hasty.link->closing);
+}
+
+TEST_F(SessionStreamTest, SubmittedAndForgottenWhileAway_IsNotKept) {
+  Make();
+  for (int i = 0; i < 100'000; ++i) stream_->Forget(Submit("x", Add(i + 1)));
+  EXPECT_EQ(stream_->held_ops(), 0u);
+  Submit("last", Add(1));
+  link().Done();
+  Welcome("s1");
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 100001"));
+}
+
+TEST_F(SessionStreamTest, StacksWhileAway_AreBounded) {
+  Make();
+  v1::StackReply stack;
+  for (int i = 0; i < 1000; ++i) stream_->SendStack(stack);
+  link().Done();
+  // The first welcome forgets them, as the new session did not ask; what comes then is bounded too.
+  Welcome("s1");
+  link().Drain();
+  for (int i = 0; i < 1000; ++i) stream_->SendStack(stack);
+  link().Drain();
+  const auto stacks = std::count_if(link().written.begin(), link().written.end(),
+                                    [](const v1::AgentFrame& f) { return f.has_stack(); });
+  EXPECT_EQ(stacks, 1 + 256);  // the one that goes out at once, and the queue
+}
+
+TEST_F(SessionStreamTest, CoordinatorThatAcknowledgesNothing_IsConnectedAnew) {
+  Connect();
+  int sent = 0;
+  for (; sent < 70'000 && !link().closing; ++sent) {
+    const uint64_t op = Submit("x", Add(sent + 1));
+    link().Drain();
+    link().written.clear();
+    link().events->OnFrame(Results(sent + 1, {op}));
+  }
+  EXPECT_LT(sent, 70'000);
+  EXPECT_EQ(results_.back(), "x: ok");
 }
 
 TEST_F(SessionStreamTest, CoordinatorStopsInOrder_WhatItHeldGoesToTheNextOne) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <map>
 #include <random>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -30,6 +31,8 @@ namespace {
 
 // The server's own verdict, with names in it, should arrive before the transport gives up.
 constexpr absl::Duration kGrace = absl::Seconds(5);
+constexpr int kCompareTries = 1000;
+constexpr int kTableChanges = 100;
 constexpr absl::Duration kFirstBackoff = absl::Milliseconds(50);
 constexpr absl::Duration kLastBackoff = absl::Seconds(2);
 
@@ -82,6 +85,7 @@ class CoordinatorClient::Impl {
 
   ~Impl() {
     stop_.Notify();
+    EndWithin(absl::ZeroDuration());
     if (pulse_.joinable()) pulse_.join();
   }
 
@@ -149,20 +153,25 @@ class CoordinatorClient::Impl {
       ended_told_ = true;
     }
     // A coordinator that is away learns it from the exit.
-    return CallWithin("leave", kGrace, *rendezvous_, &v1::Rendezvous::Stub::Leave, &request,
-                      &reply);
+    return CallWithin("leave", kGrace, *rendezvous_, &v1::Rendezvous::Stub::Leave, &request, &reply,
+                      AtExit::kCutShort);
   }
+
+  void BeginExit() { EndWithin(options_.exit_patience); }
 
   absl::StatusOr<std::vector<PeerInfo>> Peers() {
     std::vector<PeerInfo> peers;
     uint64_t digest = 0;
     v1::GetRankTableRequest request;
     request.set_job_id(options_.job);
+    int world_size;
+    int changes = 0;
     {
       MutexLock lock(&mu_);
       if (!seat_) return absl::FailedPreconditionError("peers: join the rendezvous first");
       request.set_generation(seat_->generation);
       request.set_if_digest_differs(table_digest_);
+      world_size = seat_->world_size;
     }
     for (int next = 0; next >= 0;) {
       request.set_first_rank(next);
@@ -178,6 +187,10 @@ class CoordinatorClient::Impl {
       // Another thread has fetched a later table meanwhile, or a rank was taken over between two
       // pages.
       if (same || (next > 0 && reply.table_digest() != digest)) {
+        if (++changes > kTableChanges) {
+          return absl::UnavailableError(absl::StrCat("rank table: it has changed ", changes,
+                                                     " times while it was read: try again later"));
+        }
         peers.clear();
         request.set_if_digest_differs(0);
         digest = 0;
@@ -198,6 +211,10 @@ class CoordinatorClient::Impl {
         peers.push_back(std::move(peer));
       }
       next = reply.next_rank() > next ? reply.next_rank() : -1;
+      if (next >= world_size) {
+        return absl::InternalError(absl::StrCat("rank table: rank ", next, " is to come next, but ",
+                                                "there are ", world_size));
+      }
     }
     MutexLock lock(&mu_);
     table_digest_ = digest;
@@ -318,7 +335,8 @@ class CoordinatorClient::Impl {
     v1::DescribeBarrierReply reply;
     // Whoever asks has failed already: not for long.
     MUSTER_RETURN_IF_ERROR(CallWithin(absl::StrCat("describing barrier '", name, "'"), kGrace,
-                                      *barrier_, &v1::Barrier::Stub::Describe, &request, &reply));
+                                      *barrier_, &v1::Barrier::Stub::Describe, &request, &reply,
+                                      AtExit::kCutShort));
     BarrierReport report;
     report.message = reply.report().message();
     report.first_rank = reply.report().first_rank();
@@ -375,7 +393,8 @@ class CoordinatorClient::Impl {
     v1::RaiseTriggerReply reply;
     MUSTER_FAILPOINT_STATUS("worker.raise_trigger");
     MUSTER_RETURN_IF_ERROR(Call(absl::StrCat("trigger '", name, "'"), options_.call_timeout,
-                                *triggers_, &v1::Triggers::Stub::Raise, &request, &reply));
+                                *triggers_, &v1::Triggers::Stub::Raise, &request, &reply,
+                                AtExit::kCutShort));
     return reply.trigger_id();
   }
 
@@ -398,7 +417,7 @@ class CoordinatorClient::Impl {
     // Not through an outage: the next poll carries newer facts anyway.
     MUSTER_RETURN_IF_ERROR(
         CallWithin("triggers", timeout > absl::ZeroDuration() ? timeout : options_.call_timeout,
-                   *triggers_, &v1::Triggers::Stub::Poll, &request, &reply));
+                   *triggers_, &v1::Triggers::Stub::Poll, &request, &reply, AtExit::kCutShort));
     std::vector<TriggerInfo> triggers;
     for (const v1::TriggerEvent& event : reply.triggers()) {
       TriggerInfo info;
@@ -430,7 +449,8 @@ class CoordinatorClient::Impl {
     v1::HeartbeatReply reply;
     MUSTER_FAILPOINT("worker.beat");
     MUSTER_RETURN_IF_ERROR(CallWithin("heartbeat", patience, *membership_,
-                                      &v1::Membership::Stub::Heartbeat, &request, &reply));
+                                      &v1::Membership::Stub::Heartbeat, &request, &reply,
+                                      AtExit::kCutShort));
     Heartbeat beat;
     beat.generation = reply.generation();
     beat.generation_ended = reply.generation_ended();
@@ -441,6 +461,8 @@ class CoordinatorClient::Impl {
   absl::Duration call_timeout() const { return options_.call_timeout; }
 
  private:
+  // Whether BeginExit limits a call.
+  enum class AtExit { kGoesOn, kCutShort };
   struct Counter {
     uint64_t next = 0;
     int previous_state = 0;  // v1::BarrierState
@@ -470,9 +492,9 @@ class CoordinatorClient::Impl {
   template <class Stub, class Request, class Reply>
   absl::Status Call(const std::string& what, absl::Duration timeout, Stub& stub,
                     grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&, Reply*),
-                    const Request* request, Reply* reply) {
+                    const Request* request, Reply* reply, AtExit at_exit = AtExit::kGoesOn) {
     return CallWithin(what, timeout + kGrace + options_.outage_tolerance, stub, method, request,
-                      reply);
+                      reply, at_exit);
   }
 
   // Sends `request` until there is an answer or `patience` has run out. The same bytes each time,
@@ -481,27 +503,45 @@ class CoordinatorClient::Impl {
   absl::Status CallWithin(const std::string& what, absl::Duration patience, Stub& stub,
                           grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
                                                        Reply*),
-                          const Request* request, Reply* reply) {
+                          const Request* request, Reply* reply, AtExit at_exit = AtExit::kGoesOn) {
     const Clock& clock = Clock::Real();
-    const absl::Time deadline = clock.Now() + patience;
+    const absl::Time begun = clock.Now();
     absl::Duration backoff = kFirstBackoff;
     while (true) {
       grpc::ClientContext context;
       // A coordinator that is away or starting is waited for.
       context.set_wait_for_ready(true);
+      absl::Time deadline = begun + patience;
+      {
+        MutexLock lock(&mu_);
+        if (at_exit == AtExit::kCutShort) {
+          deadline = std::min(deadline, exit_);
+          cut_short_.insert(&context);
+        }
+      }
       rpc::SetTimeout(context, std::max(deadline - clock.Now(), absl::Milliseconds(1)));
       const absl::Status status = rpc::FromGrpc((stub.*method)(&context, *request, reply));
+      bool exit_began = false;
+      {
+        MutexLock lock(&mu_);
+        if (cut_short_.erase(&context) > 0 && exit_ < deadline) {
+          deadline = exit_;
+          exit_began = true;
+        }
+      }
       if (status.ok()) {
         See(reply->header());
         return status;
       }
       const bool lost = rpc::IsLost(status);
+      if (lost && exit_began && clock.Now() < deadline) continue;
       if (!lost || clock.Now() + backoff >= deadline) {
         if (rpc::GetReason(status) == v1::ERROR_REASON_UNSPECIFIED &&
             (lost || status.code() == absl::StatusCode::kDeadlineExceeded)) {
-          return absl::UnavailableError(absl::StrCat(
-              what, ": no answer from the coordinator at ", options_.address, " within ",
-              absl::FormatDuration(patience), " (", status.message(), ")"));
+          return absl::UnavailableError(
+              absl::StrCat(what, ": no answer from the coordinator at ", options_.address,
+                           " within ", absl::FormatDuration(std::min(patience, deadline - begun)),
+                           " (", status.message(), ")"));
         }
         return Prefixed(what, status);
       }
@@ -510,6 +550,13 @@ class CoordinatorClient::Impl {
       }
       backoff = std::min(backoff * 2, kLastBackoff);
     }
+  }
+
+  void EndWithin(absl::Duration patience) {
+    MutexLock lock(&mu_);
+    exit_ = std::min(exit_, Clock::Real().Now() + patience);
+    // Those that go on are sent again, with what is left of it.
+    for (grpc::ClientContext* const context : cut_short_) context->TryCancel();
   }
 
   void See(const v1::ReplyHeader& header) {
@@ -572,6 +619,8 @@ class CoordinatorClient::Impl {
   std::string last_collective_ ABSL_GUARDED_BY(mu_);
   // Nothing more to say of the seat's generation.
   bool ended_told_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Time exit_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  std::set<grpc::ClientContext*> cut_short_ ABSL_GUARDED_BY(mu_);  // in flight
 
   Notification stop_;
   std::thread pulse_;  // started by the first Join; last member
@@ -605,6 +654,7 @@ absl::StatusOr<std::unique_ptr<CoordinatorClient>> CoordinatorClient::Connect(Op
 absl::StatusOr<Seat> CoordinatorClient::Join(const JoinOptions& options) {
   return impl_->Join(options);
 }
+void CoordinatorClient::BeginExit() { impl_->BeginExit(); }
 std::optional<Seat> CoordinatorClient::seat() const { return impl_->seat(); }
 absl::Status CoordinatorClient::Leave(const std::string& reason) { return impl_->Leave(reason); }
 absl::StatusOr<std::vector<PeerInfo>> CoordinatorClient::Peers() { return impl_->Peers(); }
@@ -699,7 +749,7 @@ absl::StatusOr<std::string> CoordinatorClient::CompareSet(const std::string& key
   // An empty `expected` means absent or empty: asked for in turn, until a look at the key has not
   // been overtaken.
   bool must_be_absent = expected.empty();
-  while (true) {
+  for (int tries = 0; tries < kCompareTries; ++tries) {
     v1::TxnRequest request;
     v1::Compare& compare = *request.add_compares();
     compare.set_key(key);
@@ -725,6 +775,8 @@ absl::StatusOr<std::string> CoordinatorClient::CompareSet(const std::string& key
     if (!exists && !expected.empty()) return expected;
     must_be_absent = !exists;
   }
+  return absl::UnavailableError(absl::StrCat("compare and set of '", key, "': overtaken by others ",
+                                             kCompareTries, " times"));
 }
 
 absl::StatusOr<std::vector<std::pair<std::string, std::string>>> CoordinatorClient::List(

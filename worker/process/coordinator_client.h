@@ -147,6 +147,8 @@ class CoordinatorClient {
     absl::Duration call_timeout = absl::Seconds(30);
     // How much longer than its timeout a call waits for an answer: a coordinator that is away for less fails nothing.
     absl::Duration outage_tolerance = absl::Seconds(60);
+    // How long triggers, beats and the goodbye may hold up a process that ends, all together: see BeginExit.
+    absl::Duration exit_patience = absl::Seconds(3);
     // Between heartbeats once seated. Zero: none (an agent speaks for this worker).
     absl::Duration heartbeat_period = absl::Seconds(2);
     std::string tls_ca = "";
@@ -172,6 +174,10 @@ class CoordinatorClient {
   std::optional<Seat> seat() const;
   // Gives it up on purpose. Does not wait for a coordinator that is away.
   absl::Status Leave(const std::string& reason);
+  // This process is about to end. Triggers that are raised or polled, beats, descriptions and Leave, also those in
+  // flight, have Options::exit_patience from here, all together: a coordinator that is away holds up no exit for longer.
+  // The first call counts. Does not block.
+  void BeginExit();
   // All ranks of the seat's generation, in rank order. Fetched by pages, and again only if a rank
   // has been taken over since.
   absl::StatusOr<std::vector<PeerInfo>> Peers();

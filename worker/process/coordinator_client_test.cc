@@ -1,10 +1,23 @@
 #include "worker/process/coordinator_client.h"
 
-#include <thread>
+#include <grpcpp/generic/async_generic_service.h>
+#include <grpcpp/server.h>
+#include <grpcpp/server_builder.h>
 
+#include <algorithm>
+#include <chrono>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "base/mutate.h"
 #include "base/mutex.h"
 #include "gmock/gmock.h"
+#include "google/protobuf/descriptor.h"
 #include "gtest/gtest.h"
+#include "proto/muster/v1/error.pb.h"
+#include "proto/random_message.h"
 #include "worker/process/fake_coordinator.h"
 
 namespace muster {
@@ -260,6 +273,148 @@ TEST(CoordinatorClient, Heartbeats_CarryProgressAndTellOfTheEnd) {
   EXPECT_THAT(why, HasSubstr("rank 1 was killed"));
   EXPECT_EQ((*client)->Set("k", "v").code(), absl::StatusCode::kFailedPrecondition) << "fenced";
   EXPECT_TRUE((*client)->Beat()->generation_ended);
+}
+
+TEST(CoordinatorClient, ExitWhileTheCoordinatorIsAway_IsNotHeldUp) {
+  auto fake = std::make_unique<FakeCoordinator>();
+  auto options = OptionsFor(*fake);
+  options.outage_tolerance = options.call_timeout = absl::Hours(10);
+  options.heartbeat_period = absl::Milliseconds(1);
+  options.exit_patience = absl::Milliseconds(20);
+  auto client = *CoordinatorClient::Connect(std::move(options));
+  ASSERT_TRUE(client->Join(World(1, 0)).ok());
+  fake->WaitForHeartbeat();
+  fake.reset();
+  // What the thread that polls for triggers does when SIGTERM has come.
+  absl::Status raised, polled;
+  std::thread polls([&] {
+    raised = client->RaiseTrigger("stop").status();
+    polled = client->PollTriggers({}).status();
+  });
+  client->BeginExit();
+  polls.join();
+  EXPECT_EQ(raised.code(), absl::StatusCode::kUnavailable) << raised;
+  EXPECT_EQ(polled.code(), absl::StatusCode::kUnavailable) << polled;
+  EXPECT_EQ(client->Leave("done").code(), absl::StatusCode::kUnavailable);
+  client.reset();  // with a beat in flight
+}
+
+TEST(CoordinatorClient, ExitWithACoordinator_CallsGoThrough) {
+  FakeCoordinator fake;
+  auto client = ConnectTo(fake);
+  ASSERT_TRUE(client->Join(World(1, 0)).ok());
+  client->BeginExit();
+  EXPECT_TRUE(client->RaiseTrigger("stop").ok());
+  EXPECT_TRUE(client->PollTriggers({}).ok());
+  EXPECT_TRUE(client->Leave("done").ok());
+}
+
+// A coordinator that answers every method with random, mutated or no messages.
+class WildCoordinator final : public grpc::CallbackGenericService {
+ public:
+  WildCoordinator() {
+    grpc::ServerBuilder builder;
+    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
+    builder.RegisterCallbackGenericService(this);
+    server_ = builder.BuildAndStart();
+  }
+  ~WildCoordinator() override { server_->Shutdown(std::chrono::system_clock::now()); }
+  std::string address() const { return "127.0.0.1:" + std::to_string(port_); }
+
+  grpc::ServerGenericBidiReactor* CreateReactor(
+      grpc::GenericCallbackServerContext* context) override {
+    // "/muster.v1.Barrier/Arrive"
+    std::string name = context->method().substr(1);
+    std::replace(name.begin(), name.end(), '/', '.');
+    const auto* const pool = google::protobuf::DescriptorPool::generated_pool();
+    MutexLock lock(&mu_);
+    return new Reactor(pool->FindMethodByName(name), random_.generator()());
+  }
+
+ private:
+  class Reactor final : public grpc::ServerGenericBidiReactor {
+   public:
+    Reactor(const google::protobuf::MethodDescriptor* method, uint64_t seed)
+        : method_(method), random_(seed) {
+      MutexLock lock(&mu_);
+      StartRead(&in_);
+    }
+    void OnReadDone(bool) override {
+      MutexLock lock(&mu_);
+      if (random_.Draw(6) == 0) {
+        v1::ErrorDetail detail;
+        random_.Fill(&detail);
+        std::string bytes = detail.SerializeAsString();
+        if (random_.Draw(2) == 0) bytes = Mutate(std::move(bytes), random_.generator());
+        // Not UNAVAILABLE, which is asked again until the deadline.
+        const int codes[] = {2, 3, 5, 6, 7, 8, 9, 10, 13, 15, 16};
+        Finish(grpc::Status(static_cast<grpc::StatusCode>(codes[random_.Draw(11)]), "so be it",
+                            bytes));
+        return;
+      }
+      const std::unique_ptr<google::protobuf::Message> reply(
+          google::protobuf::MessageFactory::generated_factory()
+              ->GetPrototype(method_->output_type())
+              ->New());
+      random_.Fill(reply.get());
+      std::string bytes = reply->SerializeAsString();
+      if (random_.Draw(3) == 0) bytes = Mutate(std::move(bytes), random_.generator());
+      const grpc::Slice slice(bytes);
+      out_ = grpc::ByteBuffer(&slice, 1);
+      StartWriteAndFinish(&out_, grpc::WriteOptions(), grpc::Status::OK);
+    }
+    void OnDone() override {
+      { MutexLock lock(&mu_); }  // after OnReadDone
+      delete this;
+    }
+
+   private:
+    Mutex mu_;
+    const google::protobuf::MethodDescriptor* const method_ ABSL_GUARDED_BY(mu_);
+    RandomMessage random_ ABSL_GUARDED_BY(mu_);
+    grpc::ByteBuffer in_ ABSL_GUARDED_BY(mu_), out_ ABSL_GUARDED_BY(mu_);
+  };
+
+  Mutex mu_;
+  RandomMessage random_ ABSL_GUARDED_BY(mu_){20261121};
+  int port_ = 0;
+  std::unique_ptr<grpc::Server> server_;
+};
+
+TEST(CoordinatorClient, MutatedAnswers_EveryCallReturns) {
+  WildCoordinator wild;
+  CoordinatorClient::Options options;
+  options.address = wild.address();
+  options.job = "job";
+  options.worker_id = "w";
+  options.heartbeat_period = absl::Milliseconds(1);
+  options.call_timeout = options.outage_tolerance = absl::ZeroDuration();
+  options.on_generation_ended = [](const absl::Status&) {};
+  int ok = 0;
+  for (int round = 0; round < 20; ++round) {
+    auto client = *CoordinatorClient::Connect(options);
+    for (int i = 0; i < 10; ++i) {
+      ok += client->Join(World(2, 0)).ok();
+      ok += client->Peers().ok();
+      ok += client->Set("k", "v").ok();
+      ok += client->Find("k").ok();
+      ok += client->Wait({"a", "b"}, absl::Milliseconds(1)).ok();
+      ok += client->Add("n", 1).ok();
+      ok += client->Append("a", "x").ok();
+      ok += client->Delete("k").ok();
+      ok += client->AllExist({"a"}).ok();
+      ok += client->CompareSet("k", i % 2 == 0 ? "" : "v", "w").ok();
+      ok += client->List("").ok();
+      ok += client->Barrier("b", absl::Milliseconds(1)).ok();
+      ok += client->DescribeBarrier("b").ok();
+      ok += client->CancelBarrier("b", "why").ok();
+      ok += client->RaiseTrigger("stop").ok();
+      ok += client->PollTriggers({}).ok();
+      ok += client->Beat().ok();
+    }
+    ok += client->Leave("done").ok();
+  }
+  EXPECT_GT(ok, 500);
 }
 
 }  // namespace

@@ -1,5 +1,12 @@
 #include "worker/process/environment.h"
 
+#include <cstdint>
+#include <iterator>
+#include <map>
+#include <random>
+#include <string>
+
+#include "base/mutate.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -326,6 +333,67 @@ TEST(FirstSlurmHost, EveryForm) {
   EXPECT_EQ(FirstSlurmHost("a"), "a");
   EXPECT_EQ(FirstSlurmHost("a[1-"), "");
   EXPECT_EQ(FirstSlurmHost(""), "");
+}
+
+TEST(ReadEnvironment, MutatedVariables_AreReadOrRefusedInOneLine) {
+  const std::map<std::string, std::string> samples[] = {
+      {{"MUSTER_COORDINATOR", "10.0.0.1:29400"},
+       {"MUSTER_JOB", "job"},
+       {"MUSTER_WORKER_ID", "w0"},
+       {"MUSTER_RANK", "1"},
+       {"MUSTER_WORLD_SIZE", "4"},
+       {"MUSTER_LOCAL_RANK", "1"},
+       {"MUSTER_LOCAL_WORLD_SIZE", "2"},
+       {"MUSTER_INCARNATION", "18446744073709551615"},
+       {"MUSTER_TIMEOUT", "90s"},
+       {"MUSTER_OUTAGE_TOLERANCE", "2m"},
+       {"MUSTER_DEBUG", "1"}},
+      {{"RANK", "0"},
+       {"WORLD_SIZE", "2"},
+       {"LOCAL_RANK", "0"},
+       {"LOCAL_WORLD_SIZE", "2"},
+       {"MASTER_ADDR", "127.0.0.1"},
+       {"MASTER_PORT", "29500"},
+       {"TORCHELASTIC_RESTART_COUNT", "1"},
+       {"TORCHELASTIC_RUN_ID", "x"}},
+      {{"SLURM_JOB_ID", "123"},
+       {"SLURM_PROCID", "3"},
+       {"SLURM_NTASKS", "8"},
+       {"SLURM_LOCALID", "1"},
+       {"SLURM_NODEID", "1"},
+       {"SLURM_NNODES", "2"},
+       {"SLURM_TASKS_PER_NODE", "4(x2)"},
+       {"SLURM_STEP_NODELIST", "gpu[03-05,9],login"},
+       {"SLURM_JOB_NODELIST", "gpu[03-05,9],login"}},
+      {{"OMPI_COMM_WORLD_RANK", "1"},
+       {"OMPI_COMM_WORLD_SIZE", "2"},
+       {"OMPI_COMM_WORLD_LOCAL_RANK", "1"},
+       {"OMPI_COMM_WORLD_LOCAL_SIZE", "2"},
+       {"MASTER_ADDR", "::1"},
+       {"MASTER_PORT", "1"}}};
+  std::mt19937_64 random(20261121);
+  int read = 0;
+  for (int round = 0; round < 20'000; ++round) {
+    std::map<std::string, std::string> variables = samples[random() % 4];
+    for (uint64_t changes = 1 + random() % 2; changes > 0; --changes) {
+      auto it = std::next(variables.begin(), random() % variables.size());
+      it->second = Mutate(it->second, random);
+      // As a shell hands them on.
+      it->second = it->second.substr(0, it->second.find('\0'));
+    }
+    const absl::StatusOr<Environment> env = ReadEnvironment(variables);
+    if (env.ok()) {
+      ++read;
+      ASSERT_GE(env->rank.value, 0);
+      ASSERT_LT(env->rank.value, env->world_size.value);
+      ASSERT_GE(env->local_rank.value, 0);
+      ASSERT_FALSE(Describe(*env).empty());
+    } else {
+      ASSERT_EQ(env.status().code(), absl::StatusCode::kInvalidArgument);
+      ASSERT_FALSE(env.status().message().empty());
+    }
+  }
+  EXPECT_GT(read, 1000);
 }
 
 }  // namespace

@@ -49,6 +49,12 @@ absl::Status JobTriggers::Raise(const std::string& name, const std::string& payl
   return absl::OkStatus();
 }
 
+void JobTriggers::Close() {
+  if (watch_ == nullptr) return;
+  coordinator_->BeginExit();
+  watch_.reset();
+}
+
 void JobTriggers::RaiseForSignal() {
   if (signal_told_ || !watch_signal_ || !StopSignal::Received()) return;
   const absl::Status status = Raise(kStop, Here(comm_->rank()));

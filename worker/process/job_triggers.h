@@ -52,8 +52,14 @@ class JobTriggers {
   // What asked for it; once ShouldStop() is true.
   const std::optional<Trigger>& stop() const { return stop_; }
 
-  // Tells the coordinator what was acted upon; no checks after it. Blocks for a poll or two.
-  void Close() { watch_.reset(); }
+  ~JobTriggers() { Close(); }
+  JobTriggers(const JobTriggers&) = delete;
+  JobTriggers& operator=(const JobTriggers&) = delete;
+
+  // This process ends: tells the coordinator what was acted upon; no checks after it. Blocks for a
+  // poll or two, and CoordinatorClient's exit_patience (3 s) at most, also while the coordinator is
+  // away and a SIGTERM waits to be told. Repeatable.
+  void Close();
 
  private:
   void RaiseForSignal();

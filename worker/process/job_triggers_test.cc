@@ -1,10 +1,12 @@
 #include "worker/process/job_triggers.h"
 
 #include <gtest/gtest.h>
+#include <signal.h>
 
 #include <atomic>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "c10/util/Exception.h"
@@ -100,6 +102,26 @@ TEST(JobTriggers, BadNameOrPayload_IsRefused) {
   EXPECT_EQ(triggers.Raise(std::string(200, 'n'), "").code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(triggers.Raise("x", std::string(1 << 20, 'p')).code(),
             absl::StatusCode::kInvalidArgument);
+}
+
+// The last test: the process has had its SIGTERM then.
+TEST(JobTriggers, SigtermWhileTheCoordinatorIsAway_DoesNotHoldUpTheExit) {
+  auto fake = std::make_unique<FakeCoordinator>();
+  CoordinatorClient::Options options;
+  options.address = fake->address();
+  options.job = "job";
+  options.worker_id = "w0";
+  options.outage_tolerance = absl::Hours(10);
+  options.exit_patience = absl::Milliseconds(20);
+  const std::shared_ptr<CoordinatorClient> client = *CoordinatorClient::Connect(std::move(options));
+  ASSERT_TRUE(client->Join(JoinOptions()).ok());
+  LocalComm comm;
+  JobTriggers triggers(client, &comm, {.stop_on_sigterm = true});
+  EXPECT_FALSE(triggers.ShouldStop(0));
+  fake.reset();
+  raise(SIGTERM);
+  triggers.Close();  // while the trigger "stop" waits to be raised
+  EXPECT_FALSE(client->Leave("training ended").ok());
 }
 
 }  // namespace

@@ -202,7 +202,10 @@ void ShmSegment::WaitFor(int peer, uint32_t phase, std::chrono::steady_clock::ti
 
     auto* header = reinterpret_cast<Header*>(base_);
     if (header->broken.load() == 2) {
-      C10_THROW_ERROR(DistBackendError, c10::str(what, " on rank ", rank_, ": ", header->why));
+      C10_THROW_ERROR(
+          DistBackendError,
+          c10::str(what, " on rank ", rank_, ": ",
+                   std::string(header->why, strnlen(header->why, sizeof(header->why)))));
     }
     const std::string who = c10::str("rank ", peer, " (pid ", other.pid, ")");
     if (other.left.load() != 0) {

@@ -172,7 +172,13 @@ void TriggerWatch::Loop() {
   const Clock& clock = Clock::Real();
   bool last = false;
   while (!last) {
-    if (options_.before_poll) options_.before_poll();
+    {
+      MutexLock lock(&mu_);
+      if (stop_ && acknowledge_.empty()) return;
+      last = stop_;
+    }
+    // Whoever ends raises nothing more.
+    if (!last && options_.before_poll) options_.before_poll();
     TriggerPoll poll;
     {
       MutexLock lock(&mu_);
