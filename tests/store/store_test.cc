@@ -213,6 +213,16 @@ TEST_P(StoreTest, DeleteCheckAndCount) {
   EXPECT_EQ(store_->add("a", 1), 1) << "a deleted key starts anew";
 }
 
+TEST_P(StoreTest, Count_OfMoreKeysThanAPageHolds) {
+  const int64_t before = store_->getNumKeys();
+  for (int first = 0; first < 2500; first += 500) {
+    std::vector<std::string> keys;
+    for (int i = 0; i < 500; ++i) keys.push_back("many/" + std::to_string(first + i));
+    store_->multiSet(keys, std::vector<std::vector<uint8_t>>(keys.size(), {1}));
+  }
+  EXPECT_EQ(store_->getNumKeys(), before + 2500);
+}
+
 TEST_P(StoreTest, WaitAndGet_BlockUntilAnotherSets) {
   StorePtr other = Another();
   std::thread setter([&] {
