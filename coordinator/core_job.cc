@@ -946,6 +946,8 @@ void Core::Impl::Job::Report(const v1::BarrierReport& report, absl::Span<const i
     told->mutable_culprits()->DeleteSubrange(kCulpritsInError,
                                              told->culprits_size() - kCulpritsInError);
   }
+  // Thousands of nodes may be told.
+  for (v1::Culprit& culprit : *told->mutable_culprits()) culprit.clear_native_stack();
   absl::flat_hash_set<absl::string_view> nodes;
   const size_t count = members.empty() ? seats_.size() : members.size();
   for (size_t i = 0; i < count; ++i) {
