@@ -130,6 +130,8 @@ struct CoreOptions {
   // A job without seated or waiting workers that nobody has written to for so long is removed, with
   // its keys and history. Counted anew after a restart.
   absl::Duration job_retention = absl::Hours(24);
+  // What one row of SQLite takes, less a little; protobuf's own limit is 2 GiB.
+  size_t max_snapshot_bytes = 999'000'000;
   Mutants mutants;
 };
 

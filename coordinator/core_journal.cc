@@ -332,6 +332,7 @@ std::string Core::Snapshot() const {
   std::sort(jobs.begin(), jobs.end(),
             [](const Impl::Job* a, const Impl::Job* b) { return a->id_ < b->id_; });
   for (const Impl::Job* job : jobs) job->SnapshotTo(&snapshot);
+  if (snapshot.ByteSizeLong() > impl_->options_.max_snapshot_bytes) return "";
   return snapshot.SerializeAsString();
 }
 

@@ -67,6 +67,9 @@ void FailAtHold(const Answer& answer) {
     case v1::OpResult::kRaiseTrigger:
       MUSTER_FAILPOINT("engine.hold_trigger");
       break;
+    case v1::OpResult::kReportExit:
+      MUSTER_FAILPOINT("engine.hold_exit");
+      break;
     default:
       break;
   }
@@ -76,6 +79,9 @@ void FailAtReply(const Answer& answer) {
   switch (answer.kind()) {
     case v1::OpResult::kJoin:
       MUSTER_FAILPOINT("engine.reply_join");
+      break;
+    case v1::OpResult::kLeave:
+      MUSTER_FAILPOINT("engine.reply_leave");
       break;
     case v1::OpResult::kArrive:
       MUSTER_FAILPOINT("engine.reply_arrive");
@@ -645,6 +651,8 @@ void Engine::DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCal
   } else if (std::shared_ptr<const Answer> refusal = Refusal(op, session)) {
     Deliver(id, std::move(refusal));
   } else {
+    if (op.has_join()) MUSTER_FAILPOINT("engine.join");
+    if (op.has_report_exit()) MUSTER_FAILPOINT("engine.report_exit");
     MUSTER_FAILPOINT("engine.apply");
     core_.Handle(id, op, {.node = node}, options_.clock->Now(), &out_);
     MUSTER_FAILPOINT("engine.applied");
@@ -947,8 +955,9 @@ void Engine::TakeSnapshot() {
   std::string state = core_.Snapshot();
   if (state.empty()) {
     const absl::Status status = absl::ResourceExhaustedError(
-        "the state has more than the 2 GiB that a snapshot can have: the journal grows until jobs "
-        "end or keys are deleted");
+        absl::StrCat("the state has more than the ", options_.core.max_snapshot_bytes,
+                     " bytes that a snapshot can have: the journal grows until jobs end or keys "
+                     "are deleted"));
     MUSTER_LOG(Error) << "no snapshot of revision " << revision << ": " << status.message();
     snapshot_not_before_ = journal_->records_since_snapshot() + options_.snapshot_records;
     AnswerSnapshot(status);

@@ -1,5 +1,6 @@
 #include "coordinator/service/engine.h"
 
+#include <atomic>
 #include <memory>
 #include <string>
 #include <thread>
@@ -9,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/mutex.h"
 #include "coordinator/journal/memory_journal.h"
+#include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "rpc/status.h"
 
@@ -446,7 +448,9 @@ class SnapshotTest : public ::testing::Test {
     Notification answered;
   };
 
-  SnapshotTest() : journal_(new SlowSnapshots), engine_({}, std::unique_ptr<Journal>(journal_)) {
+  explicit SnapshotTest(CoreOptions core = {})
+      : journal_(new SlowSnapshots),
+        engine_({.core = core, .limits = {}}, std::unique_ptr<Journal>(journal_)) {
     EXPECT_TRUE(engine_.Start().ok());
   }
 
@@ -481,6 +485,87 @@ TEST_F(SnapshotTest, Stop_AnswersWhoWaits) {
   EXPECT_EQ(rpc::GetReason(first.Wait()), v1::ERROR_REASON_STOPPING);
   Asked second(&engine_);
   EXPECT_EQ(rpc::GetReason(second.Wait()), v1::ERROR_REASON_STOPPING);
+}
+
+class SmallSnapshotTest : public SnapshotTest {
+ protected:
+  SmallSnapshotTest() : SnapshotTest(Small()) {}
+  static CoreOptions Small() {
+    CoreOptions core;
+    core.max_snapshot_bytes = 20'000;
+    return core;
+  }
+
+  v1::OpResult Put(const std::string& key, size_t bytes) {
+    v1::Op op;
+    op.mutable_txn()->mutable_fence()->set_job_id("j");
+    v1::PutOp& put = *op.mutable_txn()->add_then()->mutable_put();
+    put.set_key(key);
+    put.set_value(std::string(bytes, 'x'));
+    put.set_klass(v1::KV_CLASS_DURABLE);
+    return Call(op);
+  }
+  v1::OpResult Call(const v1::Op& op) {
+    FakeSink sink;
+    engine_.Call(engine_.NewCallId(), std::make_unique<v1::Op>(op), 0, &sink);
+    sink.answered.WaitForNotification();
+    return sink.answer->Parse();
+  }
+};
+
+TEST_F(SmallSnapshotTest, StateBeyondTheLimit_IsRefusedInWordsAndServedOn) {
+  v1::Op op;
+  v1::JoinRequest& join = *op.mutable_join();
+  join.mutable_fence()->set_job_id("j");
+  join.mutable_fence()->set_worker_id("w0");
+  join.mutable_fence()->set_incarnation(1);
+  join.mutable_spec()->set_min_workers(1);
+  join.mutable_spec()->set_max_workers(1);
+  join.mutable_spec()->mutable_lease()->set_seconds(3600);
+  ASSERT_TRUE(Call(op).has_join());
+  ASSERT_TRUE(Put("large", 30'000).has_txn());
+  Asked refused(&engine_);
+  EXPECT_EQ(refused.Wait().code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(refused.Wait().message()),
+              ::testing::HasSubstr("more than the 20000 bytes that a snapshot can have"));
+  EXPECT_FALSE(journal_->asked.HasBeenNotified());
+  // Small again: the next one is written.
+  ASSERT_TRUE(Put("large", 3).has_txn());
+  Asked second(&engine_);
+  journal_->asked.WaitForNotification();
+  journal_->Finish(absl::OkStatus());
+  EXPECT_TRUE(second.Wait().ok()) << second.result.status();
+}
+
+// Answers a call by making the next one, as clients do that never pause.
+class ChainSink final : public CallSink {
+ public:
+  ChainSink(Engine* engine, v1::Op op, int calls)
+      : engine_(engine), op_(std::move(op)), left_(calls) {}
+  void Next() { engine_->Call(engine_->NewCallId(), std::make_unique<v1::Op>(op_), 0, this); }
+  void OnAnswer(const std::shared_ptr<const Answer>&) override {
+    if (--left_ > 0) {
+      Next();
+    } else {
+      done.Notify();
+    }
+  }
+  int left() const { return left_; }
+  Notification done;
+
+ private:
+  Engine* const engine_;
+  const v1::Op op_;
+  std::atomic<int> left_;
+};
+
+TEST_F(EngineTest, WhoBringsACallWhileOthersNeverPause_IsLetGoAfterAWhile) {
+  Start({});
+  // Each answer, on the thread that applies, brings the next call: there is always one more.
+  ChainSink chain(engine_.get(), Get("k"), 100'000);
+  chain.Next();
+  EXPECT_GT(chain.left(), 1'000) << "the caller of the first applied those of all others";
+  chain.done.WaitForNotification();
 }
 
 }  // namespace

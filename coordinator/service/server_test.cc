@@ -617,6 +617,53 @@ TEST(CoordinatorServer, Shutdown_AnswersThoseWhoWait) {
   server->Shutdown();  // repeatable
 }
 
+// Calls that begin while the front goes down are answered or refused; nothing hangs, nothing is used
+// after it is gone.
+TEST(CoordinatorServer, ShutdownWhileCallsBegin_EndsEachTime) {
+  for (int round = 0; round < 20; ++round) {
+    auto server = StartServer();
+    const std::string address = server->address();
+    std::atomic<bool> stop{false};
+    std::atomic<int> answered{0};
+    std::vector<std::thread> callers;
+    for (int i = 0; i < 3; ++i) {
+      callers.emplace_back([&] {
+        Client client(address);
+        grpc::CompletionQueue queue;
+        const auto stub = v1::Admin::NewStub(client.channel());
+        struct Pending {
+          grpc::ClientContext context;
+          v1::StatusReply reply;
+          grpc::Status status;
+          std::unique_ptr<grpc::ClientAsyncResponseReader<v1::StatusReply>> reader;
+        };
+        int open = 0;
+        while (!stop || open > 0) {
+          for (; !stop && open < 16; ++open) {
+            auto* const call = new Pending;
+            rpc::SetTimeout(call->context, kPatience);
+            call->reader = stub->AsyncStatus(&call->context, v1::StatusRequest(), &queue);
+            call->reader->Finish(&call->reply, &call->status, call);
+          }
+          void* tag;
+          bool ok;
+          if (open > 0 && queue.Next(&tag, &ok)) {
+            --open;
+            const std::unique_ptr<Pending> call(static_cast<Pending*>(tag));
+            if (call->status.ok()) ++answered;
+            EXPECT_NE(call->status.error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+          }
+        }
+      });
+    }
+    while (answered < 50) std::this_thread::yield();
+    server->Shutdown();
+    server.reset();
+    stop = true;
+    for (std::thread& caller : callers) caller.join();
+  }
+}
+
 TEST(AgentStream, Operations_OfAllRanksGoInOneFrame) {
   auto server = StartServer();
   AgentClient agent(server->address(), "node", 1);
@@ -844,6 +891,44 @@ TEST(AgentStream, Bye_EndsTheSession) {
   agent.SendRaw(bye);
   EXPECT_TRUE(agent.Finish().ok());
   EXPECT_EQ(server->engine().agents(), 0u);
+}
+
+// Its stream is reset: the status alone would wait behind answers that it never takes.
+TEST(AgentStream, AgentThatReadsNothing_LosesItsStreamAllTheSame) {
+  CoordinatorServer::Options options;
+  options.engine.limits.unacknowledged_bytes = 1 << 20;
+  auto server = StartServer(std::move(options));
+  Client client(server->address());
+  const uint64_t generation = SeatOne(client, "j");
+  const std::string large(512 << 10, 'x');
+  ASSERT_TRUE(client.Put(FenceOf("j", 0, generation), "large", large, false).ok());
+  grpc::ClientContext context;
+  rpc::SetTimeout(context, kPatience);
+  const auto channel = *rpc::Connect(server->address(), {.own_connection = true});
+  const auto stream = v1::Session::NewStub(channel)->Attach(&context);
+  v1::AgentFrame frame;
+  frame.mutable_hello()->set_protocol_min(1);
+  frame.mutable_hello()->set_protocol_max(1);
+  frame.mutable_hello()->set_node("node");
+  frame.mutable_hello()->set_agent_incarnation(1);
+  ASSERT_TRUE(stream->Write(frame));
+  for (uint64_t seq = 1; stream->Write(frame); ++seq) {
+    frame.Clear();
+    frame.set_seq(seq);
+    // The first answer is on its way, and fills the window, when the others are too much.
+    for (uint64_t i = 0; i < (seq == 1 ? 1 : 4); ++i) {
+      v1::Op& op = *frame.mutable_ops()->add_ops();
+      op.set_op_id(4 * seq + i);
+      *op.mutable_txn()->mutable_fence() = FenceOf("j", 0, generation);
+      op.mutable_txn()->add_then()->mutable_get()->set_key("large");
+    }
+  }
+  // Only now it reads, which it must to be told.
+  v1::CoordinatorFrame unread;
+  while (stream->Read(&unread)) {
+  }
+  EXPECT_NE(stream->Finish().error_code(), grpc::StatusCode::DEADLINE_EXCEEDED);
+  EXPECT_TRUE(client.Put(FenceOf("j", 0, generation), "k", "v", false).ok());
 }
 
 TEST(Journal, Restart_KeepsSeatsKeysAndAnswers) {

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <map>
 #include <optional>
 #include <set>
@@ -19,6 +20,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
 #include "base/clock.h"
 #include "base/failpoint.h"
 #include "base/file.h"
@@ -28,12 +30,15 @@
 #include "proto/muster/v1/kv.grpc.pb.h"
 #include "rpc/channel.h"
 #include "rpc/status.h"
+#include "tests/chaos/weights.h"
 #include "worker/process/coordinator_client.h"
 
 namespace muster::chaos {
 namespace {
 
 constexpr absl::Duration kBarrierTimeout = absl::Seconds(60);
+// More than the longest outage.
+constexpr absl::Duration kTxnTimeout = absl::Seconds(150);
 
 struct Flags {
   std::string address, job = "chaos", dir;
@@ -41,7 +46,21 @@ struct Flags {
   int world = 2;
   int rounds = 20;
   double lease = 5;
+  uint64_t incarnation = 0;  // 0: the client draws one
 };
+
+// What an agent tells those that it starts.
+bool FromAgent(Flags* flags) {
+  const auto variable = [](const char* name) {
+    const char* const value = std::getenv(name);
+    return std::string(value == nullptr ? "" : value);
+  };
+  flags->address = variable("MUSTER_COORDINATOR");
+  flags->job = variable("MUSTER_JOB");
+  return !flags->address.empty() && absl::SimpleAtoi(variable("RANK"), &flags->index) &&
+         absl::SimpleAtoi(variable("WORLD_SIZE"), &flags->world) &&
+         absl::SimpleAtoi(variable("MUSTER_INCARNATION"), &flags->incarnation);
+}
 
 class Worker {
  public:
@@ -57,19 +76,19 @@ class Worker {
   absl::Status Run() {
     if (PathExists(checkpoint_)) {
       MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(checkpoint_));
-      if (!absl::SimpleAtoi(text, &done_)) {
-        return absl::DataLossError(absl::StrCat("checkpoint '", text, "' is no number"));
+      for (const absl::string_view word : absl::StrSplit(text, ' ', absl::SkipEmpty())) {
+        if (!absl::SimpleHexAtoi(word, &weights_.emplace_back())) {
+          return absl::DataLossError(absl::StrCat("checkpoint '", text, "' cannot be read"));
+        }
       }
+      done_ = static_cast<int>(weights_.size()) - 1;
     }
-    if (done_ == flags_.rounds - 1) {
-      // It died after its last step.
-      Write("end");
-      return absl::OkStatus();
-    }
+    if (done_ == flags_.rounds - 1) return End();  // it died after its last step
     CoordinatorClient::Options options;
     options.address = flags_.address;
     options.job = flags_.job;
     options.worker_id = id_;
+    options.incarnation = flags_.incarnation;
     options.heartbeat_period = absl::Seconds(flags_.lease) / 5;
     options.on_generation_ended = [](const absl::Status&) {};
     MUSTER_ASSIGN_OR_RETURN(client_, CoordinatorClient::Connect(options));
@@ -89,8 +108,10 @@ class Worker {
         promised_.clear();
         status = Work(*seat);
         if (status.ok()) {
-          Write("end");
-          return client_->Leave("done");
+          MUSTER_RETURN_IF_ERROR(End());
+          // Taken for lost after its last barrier: there is nothing left to leave.
+          const absl::Status left = client_->Leave("done");
+          return IsOver(left) ? absl::OkStatus() : left;
         }
       } else {
         status = seat.status();
@@ -99,15 +120,28 @@ class Worker {
       // Another process took this one's place: it must go. Anything else that ends a generation is
       // met again in the next.
       if (rpc::GetReason(status) == v1::ERROR_REASON_SUPERSEDED) return status;
-      if (status.code() != absl::StatusCode::kAborted &&
-          status.code() != absl::StatusCode::kFailedPrecondition) {
-        return status;
-      }
+      if (!IsOver(status)) return status;
     }
     return absl::InternalError("no generation lived long enough");
   }
 
  private:
+  // The generation, or this worker's part in it.
+  static bool IsOver(const absl::Status& status) {
+    return status.code() == absl::StatusCode::kAborted ||
+           status.code() == absl::StatusCode::kFailedPrecondition;
+  }
+  // After so many rounds.
+  uint64_t WeightsAfter(int rounds) const {
+    return rounds == 0 ? kFirstWeights : weights_[static_cast<size_t>(rounds) - 1];
+  }
+  absl::Status End() {
+    Write("end");
+    std::printf("weights %s\n", absl::StrCat(absl::Hex(weights_.back())).c_str());
+    std::fflush(stdout);
+    return absl::OkStatus();
+  }
+
   template <typename... Parts>
   void Write(const Parts&... parts) {
     const std::string line = absl::StrCat(parts..., "\n");
@@ -124,6 +158,7 @@ class Worker {
       if (!absl::SimpleAtoi(payload.substr(5), &done)) return absl::DataLossError(payload);
       first = std::min(first, done + 1);
     }
+    weights_.resize(first);
     for (int round = first; round < flags_.rounds; ++round) {
       std::printf("round %d\n", round);
       std::fflush(stdout);
@@ -133,19 +168,27 @@ class Worker {
       MUSTER_RETURN_IF_ERROR(AddDurably(seat));
       MUSTER_RETURN_IF_ERROR(Meet(seat, round));
       MUSTER_RETURN_IF_ERROR(FollowTriggers(seat, round));
+      const uint64_t before = WeightsAfter(round);
       MUSTER_ASSIGN_OR_RETURN(const BarrierResult result,
-                              Pass(seat, "round", absl::StrCat("r", seat.rank, " round ", round)));
+                              Pass(seat, "round", ChaosPayload(seat.rank, round, before)));
+      uint64_t weights = before;
       for (int rank = 0; rank < seat.world_size; ++rank) {
-        const std::string expected = absl::StrCat("r", rank, " round ", round);
+        const std::string expected = ChaosPayload(rank, round, before);
         if (rank >= static_cast<int>(result.payloads.size()) || result.payloads[rank] != expected) {
           return absl::DataLossError(absl::StrCat("barrier of round ", round, ": rank ", rank,
                                                   " should have brought '", expected,
                                                   "': ", absl::StrJoin(result.payloads, " | ")));
         }
+        weights = FoldWeights(weights, result.payloads[rank]);
       }
+      weights_.push_back(weights);
       done_ = round;
-      if (round % 5 == 4)
-        MUSTER_RETURN_IF_ERROR(WriteFileAtomically(checkpoint_, absl::StrCat(done_)));
+      if (round % 5 == 4) {
+        MUSTER_RETURN_IF_ERROR(WriteFileAtomically(
+            checkpoint_, absl::StrJoin(weights_, " ", [](std::string* out, uint64_t w) {
+              absl::StrAppend(out, absl::Hex(w));
+            })));
+      }
     }
     return Pass(seat, "end", "").status();
   }
@@ -190,11 +233,11 @@ class Worker {
     fence.set_incarnation(client_->incarnation());
     // Above those of the client, which counts on its own.
     fence.set_request_id((uint64_t{1} << 40) + ++requests_);
-    const absl::Time deadline = Clock::Real().Now() + absl::Seconds(60);
+    const absl::Time deadline = Clock::Real().Now() + kTxnTimeout;
     for (;;) {
       grpc::ClientContext context;
       context.set_wait_for_ready(true);
-      rpc::SetTimeout(context, absl::Seconds(60));
+      rpc::SetTimeout(context, kTxnTimeout);
       v1::TxnReply reply;
       const absl::Status status = rpc::FromGrpc(kv_->Txn(&context, request, &reply));
       if (status.ok()) return reply;
@@ -267,6 +310,7 @@ class Worker {
   const std::string checkpoint_;
   int history_ = -1;
   int done_ = -1;
+  std::vector<uint64_t> weights_;  // after each round
   uint64_t requests_ = 0;
   bool raised_ = false;
   std::set<uint64_t> acted_;
@@ -280,13 +324,19 @@ class Worker {
 int Main(int argc, char** argv) {
   Flags flags;
   CLI::App app("The worker of the chaos tests.");
-  app.add_option("--address", flags.address)->required();
+  app.add_option("--address", flags.address, "where no agent says it");
   app.add_option("--dir", flags.dir)->required();
   app.add_option("--index", flags.index);
   app.add_option("--world", flags.world);
   app.add_option("--rounds", flags.rounds);
   app.add_option("--lease", flags.lease);
   CLI11_PARSE(app, argc, argv);
+  if (flags.address.empty() && !FromAgent(&flags)) {
+    std::fprintf(stderr, "--address, or an agent, is needed\n");
+    return 2;
+  }
+  std::printf("pid %d\n", getpid());
+  std::fflush(stdout);
   SetLogIdentity(absl::StrCat("w", flags.index));
   std::signal(SIGPIPE, SIG_IGN);
   absl::Status status = ArmFailpointsFromEnvironment();

@@ -5,6 +5,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <random>
 
@@ -94,6 +95,13 @@ bool Child::SaysLocked(absl::string_view part) const {
 bool Child::Says(absl::string_view part) const {
   MutexLock lock(&mu_);
   return SaysLocked(part);
+}
+
+size_t Child::Count(absl::string_view part) const {
+  MutexLock lock(&mu_);
+  return static_cast<size_t>(std::count_if(lines_.begin(), lines_.end(), [&](const auto& line) {
+    return absl::StrContains(line.second, part);
+  }));
 }
 
 std::optional<std::string> Child::first_line() const {

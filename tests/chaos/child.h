@@ -40,6 +40,8 @@ class Child {
   std::string text() const;
   // Whether a line has `part` in it.
   bool Says(absl::string_view part) const;
+  // How many lines have.
+  size_t Count(absl::string_view part) const;
   // The first line of standard output, once there is one.
   std::optional<std::string> first_line() const;
   // The newest line of standard output that begins with `prefix`, without it.

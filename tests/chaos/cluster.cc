@@ -23,6 +23,7 @@
 #include "proto/muster/v1/rendezvous.grpc.pb.h"
 #include "rpc/channel.h"
 #include "rpc/status.h"
+#include "tests/chaos/weights.h"
 
 namespace muster::chaos {
 namespace {
@@ -66,6 +67,8 @@ int Listen(int port) {
   return fd;
 }
 
+bool OfWorker(const std::string& failpoints) { return absl::StartsWith(failpoints, "worker."); }
+
 std::string FiresText(const std::string& name) {
   return absl::StrCat("failpoint ", name, " fires");
 }
@@ -76,9 +79,11 @@ Cluster::Cluster(Plan plan)
     : plan_(std::move(plan)),
       dir_(MakeFolder(plan_.name)),
       data_dir_(plan_.data_dir.empty() ? absl::StrCat(dir_, "/data") : plan_.data_dir),
+      socket_dir_(absl::StrCat("/tmp/muster-chaos-", RandomHex().substr(0, 8))),
       port_(PickPort()),
       address_(absl::StrCat("127.0.0.1:", port_)),
-      workers_(plan_.workers),
+      workers_(plan_.agents == 0 ? plan_.workers : 0),
+      agents_(plan_.agents),
       sent_(plan_.signals.size()),
       host_(*agent::ProcessHost::Start()) {}
 
@@ -86,6 +91,7 @@ Cluster::~Cluster() {
   watcher_.reset();
   host_.reset();
   if (thief_ >= 0) close(thief_);
+  (void)RemoveTree(socket_dir_);
   if (wrong_.empty()) (void)RemoveTree(dir_);
 }
 
@@ -126,8 +132,90 @@ void Cluster::StartWorker(int index) {
       env, changed));
 }
 
+void Cluster::StartAgent(int index) {
+  std::vector<std::unique_ptr<Child>>& starts = agents_[index];
+  std::map<std::string, std::string> env = {
+      {"PATH", "/usr/bin:/bin"}, {"HOME", dir_},
+      {"TMPDIR", socket_dir_},   {"CUDA_VISIBLE_DEVICES", ""},
+      {"OMP_NUM_THREADS", "1"},  {"MUSTER_PROJECT_DIR", dir_ + "/run"}};
+  for (const auto* map : {&plan_.agent_failpoints, &plan_.worker_failpoints}) {
+    const auto it = map->find(index);
+    const std::string failpoints = it == map->end() ? "" : At(it->second, starts.size());
+    if (failpoints.empty()) continue;
+    env["MUSTER_FAILPOINTS"] = failpoints;
+    // Workers inherit the variable, and those that replace them.
+    if (OfWorker(failpoints)) {
+      env["MUSTER_FAILPOINTS_ONCE"] = absl::StrCat(dir_, "/fired", index, ".", starts.size());
+    }
+  }
+  for (const auto& [name, value] : plan_.worker_env) env[name] = value;
+  const auto changed = [this] {
+    MutexLock lock(&mu_);
+    ++changes_;
+    changed_.SignalAll();
+  };
+  std::vector<std::string> argv = {ProgramPath("worker/agent/cmd/muster-agent"),
+                                   "--coordinator",
+                                   address_,
+                                   "--job_name",
+                                   kJob,
+                                   "--cpu",
+                                   "--num_machines",
+                                   absl::StrCat(plan_.agents),
+                                   "--num_processes",
+                                   absl::StrCat(plan_.workers),
+                                   "--machine_rank",
+                                   absl::StrCat(index),
+                                   "--max_restarts",
+                                   "5",
+                                   "--stop_grace",
+                                   "2s",
+                                   "--"};
+  if (plan_.trains) {
+    argv.insert(argv.end(), {ProgramPath("tests/chaos/training"), absl::StrCat(plan_.rounds)});
+  } else {
+    argv.insert(argv.end(), {ProgramPath("tests/chaos/chaos_worker"), "--dir", dir_, "--rounds",
+                             absl::StrCat(plan_.rounds), "--lease",
+                             absl::StrCat(absl::ToDoubleSeconds(plan_.lease))});
+  }
+  starts.push_back(std::make_unique<Child>(*host_, std::move(argv), env, changed));
+}
+
+const Child& Cluster::Speaker(int worker, std::string* prefix) const {
+  *prefix = plan_.agents == 0 ? "" : absl::StrCat("[", worker, "]: ");
+  return plan_.agents == 0 ? *workers_[worker].back() : *agents_[AgentOf(worker)].back();
+}
+
+std::string Cluster::SaidByFirst(const std::string& prefix) const {
+  std::string start;
+  const Child& speaker = Speaker(0, &start);
+  return speaker.Newest(start + prefix).value_or("");
+}
+
+std::optional<pid_t> Cluster::PidOf(int target) const {
+  if (target == kCoordinator) return coordinators_.back()->pid();
+  if (target < 0) return agents_[-2 - target].back()->pid();
+  std::string prefix;
+  const Child& speaker = Speaker(target, &prefix);
+  if (plan_.agents == 0) return speaker.pid();
+  pid_t pid = 0;
+  if (!absl::SimpleAtoi(speaker.Newest(prefix + "pid ").value_or(""), &pid)) return std::nullopt;
+  return pid;
+}
+
+bool Cluster::AllEnded() const {
+  const auto well = [](const auto& starts) { return starts.back()->ended() == 0; };
+  // An agent that dies when another has ended well dies after the job.
+  const bool agents = std::any_of(agents_.begin(), agents_.end(), well) &&
+                      std::all_of(agents_.begin(), agents_.end(), [](const auto& starts) {
+                        return starts.back()->ended().has_value();
+                      });
+  return (agents_.empty() || agents) && std::all_of(workers_.begin(), workers_.end(), well);
+}
+
 void Cluster::WaitForChange(absl::Time deadline) {
   if (!to_continue_.empty()) deadline = std::min(deadline, to_continue_.begin()->first);
+  if (coordinator_due_ > Clock::Real().Now()) deadline = std::min(deadline, coordinator_due_);
   MutexLock lock(&mu_);
   while (changes_ == seen_changes_) {
     const absl::Duration left = deadline - Clock::Real().Now();
@@ -141,15 +229,18 @@ void Cluster::SendDueSignals() {
   for (size_t i = 0; i < plan_.signals.size(); ++i) {
     const SignalAt& signal = plan_.signals[i];
     if (sent_[i]) continue;
-    const std::string said = absl::StrCat("round ", signal.round);
-    if (!workers_[signal.worker].back()->Says(said)) continue;
+    std::string said;
+    const Child& speaker = Speaker(signal.worker, &said);
+    absl::StrAppend(&said, "round ", signal.round);
+    if (!speaker.Says(said)) continue;
+    const std::optional<pid_t> target = PidOf(signal.target);
+    if (!target.has_value()) continue;
     sent_[i] = true;
     if (signal.action) signal.action();
     if (signal.signal == 0) continue;
-    Child& target = signal.target < 0 ? *coordinators_.back() : *workers_[signal.target].back();
-    target.Signal(signal.signal);
+    kill(*target, signal.signal);
     if (signal.signal == SIGSTOP) {
-      to_continue_.emplace(Clock::Real().Now() + signal.stopped_for, target.pid());
+      to_continue_.emplace(Clock::Real().Now() + signal.stopped_for, *target);
     }
   }
 }
@@ -167,8 +258,13 @@ void Cluster::ContinueStopped() {
   for (size_t i = 0; i < coordinators_.size(); ++i) {
     look(*coordinators_[i], At(plan_.coordinator_failpoints, i));
   }
-  for (const auto& [index, list] : plan_.worker_failpoints) {
-    for (size_t i = 0; i < workers_[index].size(); ++i) look(*workers_[index][i], At(list, i));
+  if (plan_.agents == 0) {
+    for (const auto& [index, list] : plan_.worker_failpoints) {
+      for (size_t i = 0; i < workers_[index].size(); ++i) look(*workers_[index][i], At(list, i));
+    }
+  }
+  for (const auto& [index, list] : plan_.agent_failpoints) {
+    for (size_t i = 0; i < agents_[index].size(); ++i) look(*agents_[index][i], At(list, i));
   }
   while (!to_continue_.empty() && to_continue_.begin()->first <= Clock::Real().Now()) {
     kill(to_continue_.begin()->second, SIGCONT);
@@ -177,6 +273,10 @@ void Cluster::ContinueStopped() {
 }
 
 bool Cluster::RestartWhatEnded() {
+  return RestartCoordinator() && (plan_.agents == 0 ? RestartWorkers() : RestartAgents());
+}
+
+bool Cluster::RestartCoordinator() {
   Child& coordinator = *coordinators_.back();
   const std::string failpoints = At(plan_.coordinator_failpoints, coordinators_.size() - 1);
   if (const std::optional<int> code = coordinator.ended()) {
@@ -187,6 +287,18 @@ bool Cluster::RestartWhatEnded() {
       Wrong(absl::StrCat("the coordinator ended with ", *code));
       return false;
     }
+    const auto said = [&] {
+      size_t count = 0;
+      for (const auto& starts : agents_) count += starts.back()->Count(plan_.said_in_outage);
+      return count;
+    };
+    if (coordinator_due_ == absl::InfinitePast()) {
+      coordinator_due_ = Clock::Real().Now() + plan_.outage;
+      said_before_outage_ = said();
+    }
+    if (coordinator_due_ > Clock::Real().Now()) return true;
+    if (!plan_.said_in_outage.empty() && said() <= said_before_outage_ && !AllEnded()) return true;
+    coordinator_due_ = absl::InfinitePast();
     if (plan_.port_is_stolen && coordinators_.size() == 1) thief_ = Listen(port_);
     if (refused_port) {
       close(thief_);
@@ -195,6 +307,26 @@ bool Cluster::RestartWhatEnded() {
     if (plan_.journal_is_lost) (void)RemoveTree(data_dir_);
     StartCoordinator();
   }
+  return true;
+}
+
+bool Cluster::RestartAgents() {
+  for (int i = 0; i < plan_.agents; ++i) {
+    const std::optional<int> code = agents_[i].back()->ended();
+    if (!code.has_value() || *code == 0) continue;
+    if (*code != -SIGKILL || agents_[i].size() >= kMaxStarts) {
+      Wrong(absl::StrCat("agent ", i, " ended with ", *code));
+      return false;
+    }
+    const bool job_has_ended = std::any_of(agents_.begin(), agents_.end(), [](const auto& starts) {
+      return starts.back()->ended() == 0;
+    });
+    if (!job_has_ended) StartAgent(i);
+  }
+  return true;
+}
+
+bool Cluster::RestartWorkers() {
   for (int i = 0; i < plan_.workers; ++i) {
     Child& worker = *workers_[i].back();
     const std::optional<int> code = worker.ended();
@@ -270,12 +402,16 @@ void Cluster::CheckFired() {
           i < coordinators_.size() ? coordinators_[i].get() : nullptr,
           plan_.coordinator_failpoints[i]);
   }
-  for (const auto& [index, list] : plan_.worker_failpoints) {
-    for (size_t i = 0; i < list.size(); ++i) {
-      check(absl::StrCat("worker ", index, " start ", i),
-            i < workers_[index].size() ? workers_[index][i].get() : nullptr, list[i]);
+  const auto check_all = [&](const std::string& who, const auto& lists, const auto& children) {
+    for (const auto& [index, list] : lists) {
+      for (size_t i = 0; i < list.size(); ++i) {
+        check(absl::StrCat(who, index, " start ", i),
+              i < children[index].size() ? children[index][i].get() : nullptr, list[i]);
+      }
     }
-  }
+  };
+  check_all("worker ", plan_.worker_failpoints, plan_.agents == 0 ? workers_ : agents_);
+  check_all("agent ", plan_.agent_failpoints, agents_);
   for (size_t i = 0; i < sent_.size(); ++i) {
     if (!sent_[i]) Wrong(absl::StrCat("signal ", i, " was never due"));
   }
@@ -357,6 +493,54 @@ void Cluster::CheckHistories(const std::map<std::string, int64_t>& values) {
   }
 }
 
+void Cluster::CheckWeights() {
+  for (int i = 0; i < plan_.workers; ++i) {
+    std::string prefix;
+    const Child& speaker = Speaker(i, &prefix);
+    std::optional<std::string> said = speaker.Newest(prefix + "weights ");
+    // The agent of one that died after the job took its last line along.
+    if (plan_.agents > 0 && !said && speaker.ended() == -SIGKILL) continue;
+    if (!said) {
+      Wrong(absl::StrCat("worker ", i, " said nothing of its weights"));
+    } else if (weights_.empty()) {
+      weights_ = *said;
+    } else if (*said != weights_) {
+      Wrong(absl::StrCat("worker ", i, " ended with weights ", *said, ", another with ", weights_));
+    }
+  }
+  if (plan_.trains) return;
+  if (const std::string expected = ChaosWeights(plan_.workers, plan_.rounds);
+      weights_ != expected) {
+    Wrong(absl::StrCat("the weights are ", weights_, ", not ", expected));
+  }
+}
+
+// All processes below the agents carry the run's folder in their environment.
+void Cluster::CheckNothingIsLeft() {
+  if (plan_.agents == 0) return;
+  const std::string mark = "TMPDIR=" + socket_dir_;
+  const absl::Time deadline = Clock::Real().Now() + absl::Seconds(20);
+  std::string left;
+  do {
+    if (!left.empty()) WaitForChange(Clock::Real().Now() + absl::Milliseconds(10));
+    left.clear();
+    const auto processes = ListDirectory("/proc");
+    for (const std::string& pid : *processes) {
+      const auto environment = ReadFile(absl::StrCat("/proc/", pid, "/environ"));
+      if (environment.ok() && absl::StrContains(*environment, mark))
+        absl::StrAppend(&left, " ", pid);
+    }
+  } while (!left.empty() && Clock::Real().Now() < deadline);
+  if (!left.empty()) Wrong(absl::StrCat("processes are left:", left));
+  const bool agents_lived = std::all_of(agents_.begin(), agents_.end(), [](const auto& starts) {
+    return starts.back()->ended() == 0;
+  });
+  const auto sockets = ListDirectory(socket_dir_);
+  if (agents_lived && sockets.ok() && !sockets->empty()) {
+    Wrong(absl::StrCat("left in ", socket_dir_, ": ", absl::StrJoin(*sockets, " ")));
+  }
+}
+
 void Cluster::CheckStops() {
   Child& coordinator = *coordinators_.back();
   const std::string failpoints = At(plan_.coordinator_failpoints, coordinators_.size() - 1);
@@ -386,14 +570,15 @@ void Cluster::CheckStops() {
 std::vector<std::string> Cluster::Run() {
   const absl::Time deadline = Clock::Real().Now() + plan_.timeout;
   StartCoordinator();
-  for (int i = 0; i < plan_.workers; ++i) StartWorker(i);
-  if (plan_.watch) watcher_ = std::make_unique<Watcher>(address_, kJob, "count/");
+  if (plan_.agents == 0) {
+    for (int i = 0; i < plan_.workers; ++i) StartWorker(i);
+  } else {
+    MUSTER_CHECK(plan_.workers % plan_.agents == 0 && MakeDirectories(socket_dir_).ok());
+    for (int i = 0; i < plan_.agents; ++i) StartAgent(i);
+  }
+  if (plan_.watch && !plan_.trains) watcher_ = std::make_unique<Watcher>(address_, kJob, "count/");
   if (plan_.abandons) CallAndGoAway();
-  const auto all_ended = [&] {
-    return std::all_of(workers_.begin(), workers_.end(),
-                       [](const auto& starts) { return starts.back()->ended() == 0; });
-  };
-  while (!all_ended()) {
+  while (!AllEnded()) {
     WaitForChange(deadline);
     SendDueSignals();
     ContinueStopped();
@@ -403,12 +588,14 @@ std::vector<std::string> Cluster::Run() {
       return wrong_;
     }
   }
+  CheckWeights();
+  CheckNothingIsLeft();
   const auto values = ReadCounters();
   if (!values.ok()) {
     Wrong(absl::StrCat("counters: ", values.status().ToString()));
     return wrong_;
   }
-  CheckHistories(*values);
+  if (!plan_.trains) CheckHistories(*values);
   if (watcher_ != nullptr) {
     for (const auto& [key, value] : *values) {
       if (key != "sum" && !watcher_->WaitFor(key, value, absl::Seconds(20))) {
@@ -438,6 +625,13 @@ std::string Cluster::Logs() const {
     for (size_t i = 0; i < workers_[w].size(); ++i) {
       absl::StrAppend(&text, "worker ", w, ", start ", i, ":\n", workers_[w][i]->text());
     }
+  }
+  for (size_t a = 0; a < agents_.size(); ++a) {
+    for (size_t i = 0; i < agents_[a].size(); ++i) {
+      absl::StrAppend(&text, "agent ", a, ", start ", i, ":\n", agents_[a][i]->text());
+    }
+  }
+  for (int w = 0; w < plan_.workers; ++w) {
     if (auto history = ReadFile(absl::StrCat(dir_, "/w", w, ".history")); history.ok()) {
       absl::StrAppend(&text, "history of w", w, ":\n", *history);
     }

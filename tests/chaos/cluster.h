@@ -17,12 +17,16 @@
 
 namespace muster::chaos {
 
+// Whom a signal goes to, besides a worker by its number.
+inline constexpr int kCoordinator = -1;
+constexpr int TargetOfAgent(int agent) { return -2 - agent; }
+
 // What is done when worker `worker` first says "round ROUND": a signal is sent, and `action` called.
 struct SignalAt {
   int worker = 0;
   int round = 0;
-  int target = -1;  // a worker, or -1 the coordinator
-  int signal = 0;   // 0: none
+  int target = kCoordinator;
+  int signal = 0;  // 0: none
   // Of SIGSTOP: when SIGCONT follows.
   absl::Duration stopped_for = {};
   std::function<void()> action = {};
@@ -32,12 +36,20 @@ struct SignalAt {
 struct Plan {
   std::string name = {};
   int workers = 2;
+  // 0: workers reach the coordinator by themselves, and are started by the test. Else so many
+  // muster-agents share them out evenly, start them and speak for them.
+  int agents = 0;
+  // With agents: the workers are tests/chaos/training, which trains with LibTorch, in epochs for
+  // rounds; else chaos_worker.
+  bool trains = false;
   int rounds = 20;
   absl::Duration lease = absl::Seconds(5);
   // MUSTER_FAILPOINTS of the coordinator's first, second, ... start; later starts have none.
   std::vector<std::string> coordinator_failpoints = {};
-  // The same for the workers.
+  // The same for the workers; with agents each start of an agent hands its own to one of its
+  // workers.
   std::map<int, std::vector<std::string>> worker_failpoints = {};
+  std::map<int, std::vector<std::string>> agent_failpoints = {};
   std::vector<SignalAt> signals = {};
   std::vector<std::string> coordinator_flags = {};
   std::map<std::string, std::string> coordinator_env = {}, worker_env = {};
@@ -45,6 +57,9 @@ struct Plan {
   std::vector<std::string> coordinator_prefix = {};
   std::string data_dir = {};  // empty: in the run's own folder
   bool watch = true;
+  // How long the coordinator stays away when it has died, and what a worker must say meanwhile.
+  absl::Duration outage = {};
+  std::string said_in_outage = {};
   // A caller that goes away while the coordinator holds its call.
   bool abandons = false;
   // The first time the coordinator dies, somebody else takes its port until it was refused it.
@@ -55,14 +70,16 @@ struct Plan {
   absl::Duration timeout = absl::Seconds(60);
 };
 
-// A coordinator with its journal on disk, workers (chaos_worker) and a watcher, as real processes.
-// Whatever dies is started again: the coordinator on the same port and journal, a worker as a new
-// process. Run() returns what was wrong, one line each; empty: nothing. It checks that
+// A coordinator with its journal on disk, agents or none, workers and a watcher, as real processes.
+// Whatever dies is started again: the coordinator on the same port and journal, an agent or a worker
+// as a new process. Run() returns what was wrong, one line each; empty: nothing. It checks that
 //   - every worker came to its end, every armed failpoint fired,
 //   - no acknowledged write is lost and none was done twice, before and after one more restart,
 //   - no barrier instance had two results, no trigger was acted upon on two steps,
+//   - all workers end with the same weights, those of chaos_worker with the ones of a run that nothing
+//     disturbs,
 //   - the watch missed nothing,
-//   - the journal verifies, the coordinator stops on SIGTERM, and no process is left.
+//   - the journal verifies, the coordinator stops on SIGTERM, and no process or socket is left.
 class Cluster {
  public:
   explicit Cluster(Plan plan);
@@ -71,6 +88,10 @@ class Cluster {
   std::vector<std::string> Run();
   // Everything that the processes wrote, for a failure's message.
   std::string Logs() const;
+  // What all workers said of theirs in the end.
+  const std::string& weights() const { return weights_; }
+  // What the first of them says after `prefix`; empty: nothing.
+  std::string SaidByFirst(const std::string& prefix) const;
   int coordinator_starts() const { return static_cast<int>(coordinators_.size()); }
   const std::string& address() const { return address_; }
   Child& coordinator() { return *coordinators_.back(); }
@@ -84,15 +105,26 @@ class Cluster {
 
   void StartCoordinator();
   void StartWorker(int index);
+  void StartAgent(int index);
+  int AgentOf(int worker) const { return worker * plan_.agents / plan_.workers; }
+  // The process whose output has that worker's, which begins with `prefix` there.
+  const Child& Speaker(int worker, std::string* prefix) const;
+  std::optional<pid_t> PidOf(int target) const;
+  bool AllEnded() const;
+  bool RestartCoordinator();  // these: false: something ended that must not
+  bool RestartWorkers();
+  bool RestartAgents();
   // Waits for something to happen, at most until `deadline`.
   void WaitForChange(absl::Time deadline);
   void SendDueSignals();
   void ContinueStopped();
-  bool RestartWhatEnded();  // false: something ended that must not
+  bool RestartWhatEnded();
   void CallAndGoAway();
   void CheckFired();
   void CheckHistories(const std::map<std::string, int64_t>& values);
   void CheckStops();
+  void CheckWeights();
+  void CheckNothingIsLeft();
   absl::StatusOr<std::map<std::string, int64_t>> ReadCounters();
   bool WaitUntilServing(absl::Time deadline);
   void Wrong(std::string what) { wrong_.push_back(std::move(what)); }
@@ -100,6 +132,7 @@ class Cluster {
   const Plan plan_;
   const std::string dir_;
   const std::string data_dir_;
+  const std::string socket_dir_;  // short: a socket's path has 107 bytes at most
   const int port_;
   const std::string address_;
 
@@ -110,6 +143,10 @@ class Cluster {
 
   std::vector<std::unique_ptr<Child>> coordinators_;          // one for each start
   std::vector<std::vector<std::unique_ptr<Child>>> workers_;  // by index, one for each start
+  std::vector<std::vector<std::unique_ptr<Child>>> agents_;   // likewise; empty: there are none
+  absl::Time coordinator_due_ = absl::InfinitePast();         // an outage ends
+  size_t said_before_outage_ = 0;
+  std::string weights_;
   std::vector<bool> sent_;
   int thief_ = -1;  // a socket
   std::multimap<absl::Time, pid_t> to_continue_;

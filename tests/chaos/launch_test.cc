@@ -133,7 +133,7 @@ INSTANTIATE_TEST_SUITE_P(At, KilledAgent,
 TEST(StoppedAgent, WhileItStopsWorkers_LeavesNothingBehind) {
   Launch launch("agent");
   const auto killed = launch.Start("agent.stop_worker=kill");
-  ASSERT_TRUE(killed->WaitFor("epoch 0 is saved", absl::Seconds(60))) << killed->text();
+  ASSERT_TRUE(killed->WaitFor("round 0 is saved", absl::Seconds(60))) << killed->text();
   kill(killed->pid(), SIGINT);
   EXPECT_EQ(killed->Wait(), -SIGKILL) << killed->text();
   EXPECT_TRUE(launch.NobodyIsLeft());

@@ -1,16 +1,29 @@
 #include "tests/chaos/plans.h"
 
+#include <algorithm>
 #include <csignal>
 #include <cstdint>
+#include <random>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "base/failpoint.h"
 #include "base/log.h"
 
 namespace muster::chaos {
 namespace {
 
 // When in a run a place is passed.
-enum class Scene { kStart, kWork, kLeave, kLostWorker, kAbandon };
+enum class Scene {
+  kStart,
+  kWork,
+  kLeave,
+  kLostWorker,    // beyond its lease
+  kKilledWorker,  // with an agent
+  kBrokenStream,  // of an agent
+  kAbandon
+};
 
 struct Place {
   const char* failpoint;
@@ -41,6 +54,8 @@ constexpr Place kPlaces[] = {
     {"journal.snapshot_truncated", Scene::kWork, 2},
     {"journal.snapshot_written", Scene::kWork, 2},
     {"journal.snapshot_durable", Scene::kWork, 1},
+    // The one that makes the rendezvous complete.
+    {"engine.join", Scene::kWork, 2},
     {"engine.apply", Scene::kWork, 40},
     {"engine.applied", Scene::kWork, 40},
     {"engine.hold_join", Scene::kWork, 1},
@@ -54,6 +69,7 @@ constexpr Place kPlaces[] = {
     {"engine.reply_trigger", Scene::kWork, 1},
     {"engine.reply_poll", Scene::kWork, 11},
     {"engine.reply_beat", Scene::kWork, 1},
+    {"engine.reply_leave", Scene::kWork, 1},
     {"engine.replied", Scene::kWork, 30},
     {"engine.watch_open", Scene::kWork, 1},
     {"engine.watch_push", Scene::kWork, 6},
@@ -78,6 +94,103 @@ constexpr WorkerPlace kWorkerPlaces[] = {
     {"worker.poll_triggers", 6}, {"worker.beat", 1},         {"worker.leave", 1},
 };
 
+// Passed on the way of every unary call only.
+bool NeedsUnaryCalls(const std::string& failpoint) {
+  return failpoint == "engine.replied" || failpoint == "engine.reply_beat";
+}
+
+// Of the coordinator, where there are agents.
+constexpr Place kAgentsPlaces[] = {
+    {"engine.hello", Scene::kWork, 2},
+    {"engine.welcome", Scene::kWork, 2},
+    {"engine.resume", Scene::kBrokenStream, 1},
+    {"engine.directive", Scene::kKilledWorker, 1},
+    {"engine.session_end", Scene::kWork, 1},
+    {"engine.report_exit", Scene::kKilledWorker, 1},
+    {"engine.hold_exit", Scene::kKilledWorker, 1},
+};
+
+// Of the first agent, or of the second one where the first one's worker dies.
+constexpr Place kAgentPlaces[] = {
+    {"agent.before_fork", Scene::kWork, 2},
+    {"agent.after_fork", Scene::kWork, 2},
+    {"agent.spawned", Scene::kWork, 2},
+    {"agent.output", Scene::kWork, 3},
+    {"agent.stop_worker", Scene::kKilledWorker, 1},
+    {"agent.reaped", Scene::kKilledWorker, 1},
+    {"agent.hello", Scene::kWork, 1},
+    {"agent.welcomed", Scene::kWork, 1},
+    {"agent.frame", Scene::kWork, 10},
+    {"agent.received", Scene::kWork, 10},
+    {"agent.directive", Scene::kKilledWorker, 1},
+    {"agent.seated", Scene::kWork, 2},
+    {"agent.send_together", Scene::kWork, 6},
+    {"agent.answer_together", Scene::kWork, 6},
+    {"agent.report_exit", Scene::kKilledWorker, 1},
+    {"agent.fail", Scene::kKilledWorker, 1},
+    {"agent.finish", Scene::kWork, 1},
+};
+
+constexpr WorkerPlace kTrainingPlaces[] = {
+    {"worker.group_begin", 1},
+    {"worker.group_built", 1},
+    {"worker.step", 8},
+    {"worker.checkpoint_staged", 2},
+    {"worker.checkpoint_publish", 2},
+    {"worker.checkpoint_renamed", 2},
+    {"worker.checkpoint_replaced", 1},
+};
+
+// Of a coordinator whose job trains.
+constexpr WorkerPlace kTrainingsCoordinator[] = {
+    {"engine.hold_join", 2},    {"engine.apply", 40},         {"engine.reply_txn", 4},
+    {"engine.reply_arrive", 3}, {"journal.before_fsync", 10}, {"engine.snapshot", 1},
+};
+
+template <typename Places>
+auto Find(const Places& places, const std::string& failpoint) {
+  const auto it = std::find_if(std::begin(places), std::end(places),
+                               [&](const auto& place) { return failpoint == place.failpoint; });
+  return it == std::end(places) ? nullptr : &*it;
+}
+
+uint64_t UsualPass(const std::string& failpoint) {
+  for (const auto* place :
+       {Find(kPlaces, failpoint), Find(kAgentsPlaces, failpoint), Find(kAgentPlaces, failpoint)}) {
+    if (place != nullptr) return place->at;
+  }
+  const WorkerPlace* const place = Find(kWorkerPlaces, failpoint);
+  MUSTER_CHECK(place != nullptr) << failpoint;
+  return place->at;
+}
+
+std::string Arm(const std::string& failpoint, const std::string& action, uint64_t at,
+                uint64_t usual) {
+  return absl::StrCat(failpoint, "=", action, "@", at == 0 ? usual : at);
+}
+
+Plan TwoAgents(const std::string& name) {
+  Plan plan;
+  plan.name = absl::StrCat("agents.", name);
+  plan.agents = 2;
+  plan.workers = 4;
+  plan.lease = absl::Seconds(2);
+  plan.timeout = absl::Seconds(90);
+  return plan;
+}
+
+Plan Training(const std::string& name) {
+  Plan plan = TwoAgents(absl::StrCat("training.", name));
+  plan.trains = true;
+  plan.rounds = 3;
+  plan.timeout = absl::Seconds(120);
+  return plan;
+}
+
+int Between(std::mt19937& random, int from, int to) {
+  return std::uniform_int_distribution<int>(from, to)(random);
+}
+
 }  // namespace
 
 std::vector<std::string> WorkerFailpoints() {
@@ -87,15 +200,12 @@ std::vector<std::string> WorkerFailpoints() {
 }
 
 Plan WorkerPlan(const std::string& failpoint, const std::string& action, uint64_t at) {
-  const WorkerPlace* place = nullptr;
-  for (const WorkerPlace& p : kWorkerPlaces) {
-    if (failpoint == p.failpoint) place = &p;
-  }
+  const WorkerPlace* const place = Find(kWorkerPlaces, failpoint);
   MUSTER_CHECK(place != nullptr) << failpoint;
   Plan plan;
   plan.name = failpoint;
   plan.lease = absl::Seconds(2);
-  plan.worker_failpoints[0] = {absl::StrCat(failpoint, "=", action, "@", at == 0 ? place->at : at)};
+  plan.worker_failpoints[0] = {Arm(failpoint, action, at, place->at)};
   return plan;
 }
 
@@ -105,29 +215,20 @@ std::vector<std::string> CoordinatorFailpoints() {
   return names;
 }
 
-Plan CoordinatorPlan(const std::string& failpoint, const std::string& action, uint64_t at) {
-  const Place* place = nullptr;
-  for (const Place& p : kPlaces) {
-    if (failpoint == p.failpoint) place = &p;
-  }
-  MUSTER_CHECK(place != nullptr) << failpoint;
-  Plan plan;
-  plan.name = failpoint;
-  plan.lease = absl::Seconds(2);
-  const std::string armed = absl::StrCat(failpoint, "=", action, "@", at == 0 ? place->at : at);
-  switch (place->scene) {
+// Arms a failpoint of the coordinator in `plan`, with what it takes to come there.
+static void SetScene(Plan& plan, Scene scene, const std::string& armed) {
+  plan.coordinator_failpoints = {armed};
+  switch (scene) {
     case Scene::kStart:
-      plan.coordinator_failpoints = {"engine.replied=kill@30", armed};
+      plan.coordinator_failpoints = {
+          plan.agents == 0 ? "engine.replied=kill@30" : "engine.apply=kill@60", armed};
       break;
     case Scene::kWork:
-      plan.coordinator_failpoints = {armed};
       break;
     case Scene::kLeave:
-      plan.coordinator_failpoints = {armed};
       plan.signals = {{.worker = 0, .round = 6, .target = -1, .signal = SIGTERM}};
       break;
     case Scene::kLostWorker:
-      plan.coordinator_failpoints = {armed};
       plan.lease = absl::Milliseconds(500);
       plan.signals = {{.worker = 0,
                        .round = 6,
@@ -135,12 +236,158 @@ Plan CoordinatorPlan(const std::string& failpoint, const std::string& action, ui
                        .signal = SIGSTOP,
                        .stopped_for = absl::Milliseconds(1000)}};
       break;
+    case Scene::kKilledWorker:
+      plan.signals = {{.worker = 0, .round = 6, .target = 1, .signal = SIGKILL}};
+      break;
+    case Scene::kBrokenStream:
+      plan.agent_failpoints[0] = {"agent.received=error@10"};
+      break;
     case Scene::kAbandon:
-      plan.coordinator_failpoints = {armed};
       plan.abandons = true;
       break;
   }
+}
+
+Plan CoordinatorPlan(const std::string& failpoint, const std::string& action, uint64_t at) {
+  const Place* const place = Find(kPlaces, failpoint);
+  MUSTER_CHECK(place != nullptr) << failpoint;
+  Plan plan;
+  plan.name = failpoint;
+  plan.lease = absl::Seconds(2);
+  SetScene(plan, place->scene, Arm(failpoint, action, at, place->at));
   return plan;
+}
+
+std::vector<std::string> AgentsFailpoints() {
+  std::vector<std::string> names;
+  for (const Place& place : kPlaces) {
+    if (!NeedsUnaryCalls(place.failpoint)) names.push_back(place.failpoint);
+  }
+  for (const Place& place : kAgentsPlaces) names.push_back(place.failpoint);
+  for (const Place& place : kAgentPlaces) names.push_back(place.failpoint);
+  for (const WorkerPlace& place : kWorkerPlaces) names.push_back(place.failpoint);
+  return names;
+}
+
+Plan AgentsPlan(const std::string& failpoint, const std::string& action, uint64_t at) {
+  Plan plan = TwoAgents(failpoint);
+  if (const WorkerPlace* const place = Find(kWorkerPlaces, failpoint)) {
+    plan.worker_failpoints[0] = {Arm(failpoint, action, at, place->at)};
+    return plan;
+  }
+  if (const Place* const place = Find(kAgentPlaces, failpoint)) {
+    SetScene(plan, place->scene, "");
+    plan.coordinator_failpoints.clear();
+    plan.agent_failpoints[failpoint == "agent.directive" ? 1 : 0] = {
+        Arm(failpoint, action, at, place->at)};
+    return plan;
+  }
+  const Place* place = Find(kPlaces, failpoint);
+  if (place == nullptr) place = Find(kAgentsPlaces, failpoint);
+  MUSTER_CHECK(place != nullptr) << failpoint;
+  SetScene(plan, place->scene, Arm(failpoint, action, at, place->at));
+  return plan;
+}
+
+std::vector<std::string> TrainingFailpoints() {
+  std::vector<std::string> names;
+  for (const WorkerPlace& place : kTrainingPlaces) names.push_back(place.failpoint);
+  for (const WorkerPlace& place : kTrainingsCoordinator) names.push_back(place.failpoint);
+  return names;
+}
+
+Plan TrainingPlan(const std::string& failpoint, const std::string& action, uint64_t at) {
+  Plan plan = Training(failpoint);
+  if (failpoint == "worker.checkpoint_replaced") plan.worker_env["MUSTER_CHAOS_ONE_FOLDER"] = "1";
+  if (const WorkerPlace* const place = Find(kTrainingPlaces, failpoint)) {
+    plan.worker_failpoints[0] = {Arm(failpoint, action, at, place->at)};
+    return plan;
+  }
+  const WorkerPlace* const place = Find(kTrainingsCoordinator, failpoint);
+  MUSTER_CHECK(place != nullptr) << failpoint;
+  plan.coordinator_failpoints = {Arm(failpoint, action, at, place->at)};
+  return plan;
+}
+
+std::vector<Plan> OutagePlans(absl::Duration outage) {
+  Plan waits = TwoAgents("outage");
+  waits.lease = absl::Seconds(5);
+  waits.expected_generations = 1;
+  waits.signals = {{.worker = 0, .round = 6, .signal = SIGKILL}};
+  Plan trains = Training("outage");
+  trains.rounds = 4;
+  trains.signals = {{.worker = 0, .round = 0, .signal = SIGKILL}};
+  // Two epochs more, while nobody coordinates.
+  trains.said_in_outage = "round 2";
+  for (Plan* plan : {&waits, &trains}) {
+    absl::StrAppend(&plan->name, ".", absl::FormatDuration(outage));
+    plan->outage = outage;
+    plan->timeout += outage;
+  }
+  return {waits, trains};
+}
+
+std::vector<Plan> LongPlans(uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<Plan> plans;
+  const auto draw = [&](const auto& make, const std::string& name,
+                        const std::vector<std::string>& actions, bool more_deaths) {
+    for (const std::string& action : actions) {
+      // Up to three times as late as usual: later passes lie behind the end of the run as a rule.
+      const int latest = 3 * static_cast<int>(UsualPass(name));
+      const int at = Between(random, 0, 3) == 0 ? 0 : Between(random, 1, latest);
+      Plan plan = make(name, action, at);
+      absl::StrAppend(&plan.name, "=", action, "@", at);
+      if (plan.agents == 0) plan.workers = Between(random, 2, 4);
+      plan.timeout = absl::Seconds(120);
+      for (int more = more_deaths ? Between(random, 0, 2) : 0; more > 0; --more) {
+        plan.signals.push_back({.worker = Between(random, 0, plan.workers - 1),
+                                .round = Between(random, 0, plan.rounds - 1),
+                                .target = Between(random, -1 - plan.agents, plan.workers - 1),
+                                .signal = SIGKILL});
+      }
+      plans.push_back(std::move(plan));
+    }
+  };
+  const std::vector<std::string> usual = {"kill", "stop", "delay:100ms"};
+  for (const std::string& name : CoordinatorFailpoints()) {
+    std::vector<std::string> actions = usual;
+    if (FindFailpoint(name)->fails) {
+      for (const char* action : {"error", "error:RESOURCE_EXHAUSTED", "error:DATA_LOSS"}) {
+        actions.push_back(action);
+      }
+    }
+    draw(CoordinatorPlan, name, actions, true);
+  }
+  for (const std::string& name : WorkerFailpoints()) draw(WorkerPlan, name, usual, true);
+  for (const std::string& name : AgentsFailpoints()) {
+    std::vector<std::string> actions = {"kill"};
+    if (absl::StartsWith(name, "agent.")) actions.push_back("delay:100ms");
+    if (name == "agent.frame" || name == "agent.received") actions.push_back("error");
+    draw(AgentsPlan, name, actions, true);
+  }
+  for (const std::string& name : TrainingFailpoints()) {
+    plans.push_back(TrainingPlan(name));
+    absl::StrAppend(&plans.back().name, "=kill");
+  }
+  return plans;
+}
+
+std::set<std::string> ArmedIn(const std::vector<Plan>& plans) {
+  std::set<std::string> names;
+  const auto add = [&](const std::vector<std::string>& starts) {
+    for (const std::string& start : starts) {
+      for (const absl::string_view part : absl::StrSplit(start, ',', absl::SkipEmpty())) {
+        names.emplace(part.substr(0, part.find('=')));
+      }
+    }
+  };
+  for (const Plan& plan : plans) {
+    add(plan.coordinator_failpoints);
+    for (const auto& [worker, starts] : plan.worker_failpoints) add(starts);
+    for (const auto& [agent, starts] : plan.agent_failpoints) add(starts);
+  }
+  return names;
 }
 
 }  // namespace muster::chaos

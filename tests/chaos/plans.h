@@ -1,15 +1,18 @@
 #ifndef MUSTER_TESTS_CHAOS_PLANS_H_
 #define MUSTER_TESTS_CHAOS_PLANS_H_
 
+#include <set>
 #include <string>
 #include <vector>
 
+#include "absl/time/time.h"
 #include "tests/chaos/cluster.h"
 
 namespace muster::chaos {
 
-// A run that passes a failpoint of the coordinator, with all that it takes to come there. `action` is what MUSTER_FAILPOINTS takes ("kill", "stop", "delay:50ms", ...), without
-// @N; `at` 0: the pass at which it tells most, else that one.
+// A run that passes a failpoint of the coordinator, with all that it takes to come there. `action`
+// is what MUSTER_FAILPOINTS takes ("kill", "stop", "delay:50ms", ...), without @N; `at` 0: the pass
+// at which it tells most, else that one. Workers are without an agent.
 Plan CoordinatorPlan(const std::string& failpoint, const std::string& action = "kill",
                      uint64_t at = 0);
 std::vector<std::string> CoordinatorFailpoints();
@@ -17,6 +20,27 @@ std::vector<std::string> CoordinatorFailpoints();
 // The same for the failpoints of the workers; one of two workers has it.
 Plan WorkerPlan(const std::string& failpoint, const std::string& action = "kill", uint64_t at = 0);
 std::vector<std::string> WorkerFailpoints();
+
+// The same with a coordinator on its own and two agents with two workers each: failpoints of all
+// three.
+Plan AgentsPlan(const std::string& failpoint, const std::string& action = "kill", uint64_t at = 0);
+std::vector<std::string> AgentsFailpoints();
+
+// The same with workers that train with LibTorch.
+Plan TrainingPlan(const std::string& failpoint, const std::string& action = "kill",
+                  uint64_t at = 0);
+std::vector<std::string> TrainingFailpoints();
+
+// The coordinator dies in the middle of a job and stays away that long: one job that waits for it in
+// a barrier meanwhile, and one that trains on.
+std::vector<Plan> OutagePlans(absl::Duration outage);
+
+// One round of the long set, drawn from `seed`: every failpoint with every action that it takes, at
+// drawn passes, with other deaths besides.
+std::vector<Plan> LongPlans(uint32_t seed);
+
+// The failpoints that `plans` arm.
+std::set<std::string> ArmedIn(const std::vector<Plan>& plans);
 
 }  // namespace muster::chaos
 

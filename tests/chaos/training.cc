@@ -1,8 +1,13 @@
-// A training run that keeps a checkpoint after each epoch, goes on from the newest one, and says
-// what its weights are at the end, bit for bit.
+// A training run that keeps a checkpoint after each round (an epoch), goes on from the newest one,
+// and says what its weights are at the end, bit for bit, on every rank.
+//   training [ROUNDS]
+// $MUSTER_CHAOS_ONE_FOLDER: each checkpoint takes the place of the one before.
 #include <cinttypes>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 
+#include "absl/strings/numbers.h"
 #include "muster/muster.h"
 
 namespace {
@@ -20,6 +25,14 @@ muster::TensorDataset<torch::Tensor, torch::Tensor> Data() {
   return muster::TensorDataset<torch::Tensor, torch::Tensor>(x, x.sum(1, /*keepdim=*/true).sin());
 }
 
+double SumOfSquares(torch::nn::Module& module) {
+  double sum = 0;
+  for (const torch::Tensor& parameter : module.parameters()) {
+    sum += parameter.detach().to(torch::kDouble).square().sum().item<double>();
+  }
+  return sum;
+}
+
 // FNV-1a over the bytes of all parameters.
 uint64_t Digest(torch::nn::Module& module) {
   uint64_t hash = 14695981039346656037u;
@@ -31,24 +44,34 @@ uint64_t Digest(torch::nn::Module& module) {
   return hash;
 }
 
-absl::Status Train(muster::Accelerator& accelerator) {
+absl::Status Train(muster::Accelerator& accelerator, const muster::Arguments& arguments) {
+  int64_t rounds = 3;
+  if (!arguments.empty() && !absl::SimpleAtoi(arguments[0], &rounds)) {
+    return absl::InvalidArgumentError(arguments[0]);
+  }
+  const char* const project = std::getenv("MUSTER_PROJECT_DIR");
+  const std::string folder = std::getenv("MUSTER_CHAOS_ONE_FOLDER") == nullptr || project == nullptr
+                                 ? ""
+                                 : std::string(project) + "/one";
+
   muster::set_seed(42);
   Net net;
   torch::optim::AdamW adamw(net->parameters(), /*lr=*/1e-2);
   auto [model, optimizer, data] =
       accelerator.prepare(net, adamw, muster::batches(Data(), 8).shuffle(true));
-  if (absl::Status s = accelerator.load_state_if_present(); !s.ok()) return s;
-  for (int64_t epoch : accelerator.epochs(3)) {
+  if (absl::Status s = accelerator.load_state_if_present(folder); !s.ok()) return s;
+  for (int64_t epoch : accelerator.epochs(rounds)) {
     for (auto& [x, y] : data) {
       torch::Tensor loss = torch::mse_loss(model(x), y);
       accelerator.backward(loss);
       optimizer.step();
       optimizer.zero_grad();
     }
-    if (absl::Status s = accelerator.save_state(); !s.ok()) return s;
-    accelerator.print("epoch %" PRId64 " is saved\n", epoch);
+    if (absl::Status s = accelerator.save_state(folder); !s.ok()) return s;
+    accelerator.print("round %" PRId64 " is saved\n", epoch);
   }
-  accelerator.print("weights %016" PRIx64 "\n", Digest(*net));
+  std::printf("squares %.9f\nweights %016" PRIx64 "\n", SumOfSquares(*net), Digest(*net));
+  std::fflush(stdout);
   return absl::OkStatus();
 }
 

@@ -20,7 +20,9 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "proto/muster/v1/admin.pb.h"
+#include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/journal.pb.h"
+#include "proto/muster/v1/rendezvous.grpc.pb.h"
 #include "proto/muster/v1/session.grpc.pb.h"
 #include "proto/muster/v1/watch.pb.h"
 #include "rpc/channel.h"
@@ -227,6 +229,93 @@ TEST_F(OtherAgents, TooOldOrTooNew_AreToldTheVersions) {
     EXPECT_THAT(std::string(reply.status().message()),
                 HasSubstr("this coordinator speaks 1: use matching versions"));
   }
+}
+
+// What a newer program adds.
+template <typename M>
+M WithUnknownField(M message) {
+  message.GetReflection()->MutableUnknownFields(&message)->AddLengthDelimited(1999, "new");
+  return message;
+}
+
+// One job of an agent that acknowledges nothing, sends no beats and recalls nothing, and of a worker
+// that is newer than the coordinator and tells it more than it understands.
+TEST_F(OtherAgents, OldAgentAndNewerWorker_RunAJobTogether) {
+  const auto fence = [](int rank, uint64_t generation) {
+    v1::Fence fence;
+    fence.set_job_id("j");
+    fence.set_worker_id(absl::StrCat("w", rank));
+    fence.set_incarnation(7);
+    fence.set_generation(generation);
+    return fence;
+  };
+  const auto join = [&](int rank) {
+    v1::JoinRequest request;
+    *request.mutable_fence() = fence(rank, 0);
+    request.mutable_spec()->set_min_workers(2);
+    request.mutable_spec()->set_max_workers(2);
+    request.set_preferred_rank(rank);
+    return request;
+  };
+  const auto arrive = [&](int rank, uint64_t generation) {
+    v1::ArriveRequest request;
+    *request.mutable_fence() = fence(rank, generation);
+    request.set_barrier_id("b");
+    request.set_rank(rank);
+    return request;
+  };
+  const auto channel = *rpc::Connect(*coordinator_->first_line());
+  grpc::ClientContext context;
+  context.set_wait_for_ready(true);
+  rpc::SetTimeout(context, absl::Seconds(20));
+  const auto stream = v1::Session::NewStub(channel)->Attach(&context);
+  v1::AgentFrame frame;
+  frame.mutable_hello()->set_protocol_min(1);
+  frame.mutable_hello()->set_protocol_max(1);
+  frame.mutable_hello()->set_node("old");
+  frame.mutable_hello()->set_agent_incarnation(5);
+  ASSERT_TRUE(stream->Write(frame));
+  uint64_t seq = 0;
+  const auto send = [&](v1::Op op) {
+    v1::AgentFrame ops;
+    ops.set_seq(++seq);
+    op.set_op_id(seq);
+    *ops.mutable_ops()->add_ops() = std::move(op);
+    ASSERT_TRUE(stream->Write(ops));
+  };
+  const auto result = [&] {
+    v1::CoordinatorFrame reply;
+    while (stream->Read(&reply)) {
+      if (reply.results().results_size() > 0) return reply.results().results(0);
+    }
+    ADD_FAILURE() << stream->Finish().error_message();
+    return v1::OpResult();
+  };
+  v1::Op op;
+  *op.mutable_join() = join(0);
+  send(op);
+  const auto call = [&](auto method, const auto& request, auto* reply, auto& stub) {
+    grpc::ClientContext unary;
+    unary.set_wait_for_ready(true);
+    rpc::SetTimeout(unary, absl::Seconds(20));
+    const grpc::Status status = ((*stub).*method)(&unary, request, reply);
+    EXPECT_TRUE(status.ok()) << status.error_message();
+  };
+  const auto rendezvous = v1::Rendezvous::NewStub(channel);
+  const auto barrier = v1::Barrier::NewStub(channel);
+  v1::JoinReply seat;
+  call(&v1::Rendezvous::Stub::Join, WithUnknownField(join(1)), &seat, rendezvous);
+  EXPECT_EQ(seat.rank(), 1);
+  EXPECT_EQ(result().join().rank(), 0);
+  *op.mutable_arrive() = arrive(0, seat.generation());
+  send(op);
+  v1::ArriveReply passed;
+  call(&v1::Barrier::Stub::Arrive, WithUnknownField(arrive(1, seat.generation())), &passed,
+       barrier);
+  EXPECT_EQ(passed.report().state(), v1::BARRIER_STATE_PASSED);
+  EXPECT_EQ(result().arrive().report().state(), v1::BARRIER_STATE_PASSED);
+  context.TryCancel();
+  (void)stream->Finish();
 }
 
 }  // namespace

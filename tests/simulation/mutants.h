@@ -8,28 +8,30 @@ namespace muster::simulation {
 
 struct Mutant {
   const char* name;
+  const char* caught_by;  // a part of what the checker says that is there for it
   void (*set)(SimulationOptions* options);
 };
 
 inline constexpr Mutant kMutants[] = {
-    {"barrier_releases_one_early",
+    {"barrier_releases_one_early", "was released before rank",
      [](SimulationOptions* options) { options->mutants.barrier_releases_one_early = true; }},
-    {"acknowledges_before_durable",
+    {"acknowledges_before_durable", "but after the crash it is at",
      [](SimulationOptions* options) { options->mutants.acknowledges_before_durable = true; }},
-    {"accepts_stale_generation",
+    {"accepts_stale_generation", "was accepted in generation",
      [](SimulationOptions* options) { options->mutants.accepts_stale_generation = true; }},
-    {"watch_skips_a_revision",
+    {"watch_skips_a_revision", "without revision",
      [](SimulationOptions* options) { options->mutants.watch_skips_a_revision = true; }},
-    {"dead_incarnation_renews_lease",
+    {"dead_incarnation_renews_lease", "although a newer incarnation sits in its place",
      [](SimulationOptions* options) { options->mutants.dead_incarnation_renews_lease = true; }},
-    {"trigger_below_a_horizon",
+    {"trigger_below_a_horizon", "learns only now that trigger",
      [](SimulationOptions* options) { options->mutants.trigger_below_a_horizon = true; }},
-    {"ignores_recall", [](SimulationOptions* options) { options->mutants.ignores_recall = true; }},
-    {"spare_moves_survivors",
+    {"ignores_recall", " and as ERROR_REASON_",
+     [](SimulationOptions* options) { options->mutants.ignores_recall = true; }},
+    {"spare_moves_survivors", "in the next",
      [](SimulationOptions* options) { options->mutants.spare_moves_survivors = true; }},
-    {"forgets_departed",
+    {"forgets_departed", "although a newer incarnation sits in its place",
      [](SimulationOptions* options) { options->mutants.forgets_departed = true; }},
-    {"applies_frames_again",
+    {"applies_frames_again", "was applied twice",
      [](SimulationOptions* options) { options->applies_frames_again = true; }},
 };
 

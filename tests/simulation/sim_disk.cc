@@ -55,7 +55,7 @@ void SimDisk::Synced(size_t bytes) {
   synced_ = std::max(synced_, std::min(bytes - base_, log_.size()));
 }
 
-void SimDisk::Crash(std::mt19937_64* random) {
+bool SimDisk::Crash(std::mt19937_64* random) {
   const size_t unsynced = log_.size() - synced_;
   const size_t kept = (*random)() % 3 == 0 ? 0 : (*random)() % (unsynced + 1);
   log_.resize(synced_ + kept);
@@ -63,9 +63,10 @@ void SimDisk::Crash(std::mt19937_64* random) {
   for (size_t i = 0; i < std::min<size_t>(kept, 4) && (*random)() % 2 == 0; ++i) {
     log_[log_.size() - 1 - i] ^= static_cast<char>((*random)());
   }
+  return kept < unsynced;
 }
 
-void SimDisk::Recover(std::string* snapshot, std::vector<std::string>* records) {
+bool SimDisk::Recover(std::string* snapshot, std::vector<std::string>* records) {
   *snapshot = snapshot_;
   uint64_t revision = 0;
   if (!snapshot_.empty()) {
@@ -80,10 +81,12 @@ void SimDisk::Recover(std::string* snapshot, std::vector<std::string>* records) 
     parsed.ParseFromString(record);
     if (parsed.revision() > revision) records->push_back(record);
   }
+  const bool torn = at < log_.size();
   log_.resize(at);
   // Recovery syncs what it found before it builds on it.
   synced_ = at;
   torn_ = 0;
+  return torn;
 }
 
 void SimDisk::PublishSnapshot(const std::string& image, uint64_t revision) {

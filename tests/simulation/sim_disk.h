@@ -24,14 +24,17 @@ class SimDisk {
   size_t size() const { return base_ + log_.size() - torn_; }
 
   // Power is lost: of what was not synced, any beginning may have reached the platter, its last
-  // bytes damaged.
-  void Crash(std::mt19937_64* random);
-  // Reads back the snapshot (empty: none) and the whole records after it; cuts a torn tail off.
-  void Recover(std::string* snapshot, std::vector<std::string>* records);
+  // bytes damaged. Whether anything was lost.
+  bool Crash(std::mt19937_64* random);
+  // Reads back the snapshot (empty: none) and the whole records after it; cuts a torn tail off, and says whether
+  // there was one.
+  bool Recover(std::string* snapshot, std::vector<std::string>* records);
 
   // Takes the place of all records with revisions up to `revision`, atomically.
   void PublishSnapshot(const std::string& image, uint64_t revision);
   void set_full(bool full) { full_ = full; }
+  // An Append that failed left a part of its record.
+  bool torn() const { return torn_ > 0; }
 
  private:
   bool full_ = false;

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <map>
 #include <string>
 
 #include "absl/strings/numbers.h"
@@ -48,17 +49,25 @@ TEST(Simulation, SameSeed_SameRun) {
 TEST(Simulation, Seeds_DoSomething) {
   SimulationOptions options;
   int64_t restarts = 0, generations = 0, barriers = 0, watched = 0;
+  std::map<std::string, int64_t> faults;
   for (options.seed = 1; options.seed <= 50; ++options.seed) {
     const SimulationResult result = Simulate(options);
     restarts += result.restarts;
     generations += result.generations;
     barriers += result.barriers;
     watched += result.watch_events;
+    for (const auto& [name, count] : result.faults) faults[name] += count;
   }
   EXPECT_GT(restarts, 50);
   EXPECT_GT(generations, 100);
   EXPECT_GT(barriers, 5000);
   EXPECT_GT(watched, 2000);
+  for (const char* fault : kFaults) {
+    EXPECT_GT(faults[fault], 2) << fault;
+    std::printf("%s: %lld\n", fault, static_cast<long long>(faults[fault]));
+    faults.erase(fault);
+  }
+  EXPECT_TRUE(faults.empty()) << faults.begin()->first << " is not in kFaults";
 }
 
 }  // namespace

@@ -203,6 +203,7 @@ class Sim {
       result_.trace.push_back(absl::StrCat(absl::FormatDuration(now_ - kStart), " ", text));
     }
   }
+  void Fault(const char* name) { ++result_.faults[name]; }
   void Violation(const std::string& text) {
     Trace("VIOLATION " + text);
     if (result_.violation.empty()) result_.violation = text;
@@ -250,7 +251,9 @@ class Sim {
   void FlushSession(const std::shared_ptr<ServerSession>& session);
   absl::Duration Delay() {
     if (healed_) return Between(absl::Microseconds(100), absl::Milliseconds(2));
-    return Chance(0.03) ? Between(slow_, 20 * slow_) : Between(absl::Microseconds(100), slow_);
+    if (!Chance(0.03)) return Between(absl::Microseconds(100), slow_);
+    Fault("delayed");
+    return Between(slow_, 20 * slow_);
   }
 
   void Chaos();
@@ -304,6 +307,7 @@ class Sim {
   bool healed_ = false;
   absl::Time healed_at_;
   std::vector<std::pair<absl::Time, absl::Time>> cut_;  // by slot: to server, from server
+  std::map<std::pair<int, bool>, absl::Time> latest_;   // arrival: slot, to server
   std::vector<std::shared_ptr<Process>> current_;       // by slot
   std::vector<std::shared_ptr<Process>> all_;
   uint64_t next_incarnation_ = 1000;
@@ -893,10 +897,18 @@ Sim::Sim(const SimulationOptions& options)
 void Sim::Transfer(int slot, bool to_server, bool may_repeat, std::function<void()> deliver) {
   if (slot >= 0 && !healed_) {
     const absl::Time cut_until = to_server ? cut_[slot].first : cut_[slot].second;
-    if (now_ < cut_until || Chance(drop_)) return;
+    if (now_ < cut_until) return;
+    if (Chance(drop_)) return Fault("dropped");
   }
-  if (may_repeat && !healed_ && Chance(repeat_)) At(now_ + 3 * Delay(), deliver);
-  At(now_ + Delay(), std::move(deliver));
+  if (may_repeat && !healed_ && Chance(repeat_)) {
+    Fault("repeated");
+    At(now_ + 3 * Delay(), deliver);
+  }
+  const absl::Time arrives = now_ + Delay();
+  absl::Time& latest = latest_[{slot, to_server}];
+  if (arrives < latest) Fault("overtaken");
+  latest = std::max(latest, arrives);
+  At(arrives, std::move(deliver));
 }
 
 void Sim::WhenServerRuns(std::function<void()> f) {
@@ -955,7 +967,7 @@ void Sim::StartServer() {
   next_tick_ = absl::InfiniteFuture();
   std::string snapshot;
   std::vector<std::string> records;
-  disk_.Recover(&snapshot, &records);
+  if (disk_.Recover(&snapshot, &records)) Fault("torn tail");
   absl::Status status = snapshot.empty() ? absl::OkStatus() : core_->Restore(snapshot);
   for (const std::string& record : records) {
     if (status.ok()) status = core_->Replay(record);
@@ -981,7 +993,7 @@ void Sim::CrashServer(bool by_disk_error) {
   up_ = serving_ = false;
   ++life_;
   core_.reset();
-  disk_.Crash(&random_);
+  if (disk_.Crash(&random_)) Fault("lost tail");
   origins_.clear();
   held_.clear();
   held_directives_.clear();
@@ -1053,6 +1065,8 @@ void Sim::Flush() {
   while (!unwritten_.empty()) {
     if (!disk_.Append(unwritten_.front().payload, &random_)) {
       if (!journal_failed_) Trace("the disk is full");
+      if (!journal_failed_) Fault("disk full");
+      if (disk_.torn()) Fault("torn by full disk");
       journal_failed_ = true;
       // Nothing that waits may be acknowledged; it is written when there is room again.
       std::vector<coordinator::Reply> waiting;
@@ -1076,8 +1090,10 @@ void Sim::Flush() {
   journal_failed_ = false;
   if (!syncing_ && written_ > durable_) {
     syncing_ = true;
+    const bool slow = !healed_ && Chance(0.03);
+    if (slow) Fault("slow fsync");
     const absl::Duration latency = healed_ ? absl::Milliseconds(1)
-                                   : Chance(0.03)
+                                   : slow
                                        ? Between(absl::Milliseconds(50), absl::Milliseconds(1500))
                                        : Between(absl::Microseconds(200), absl::Milliseconds(8));
     At(now_ + latency, [this, life = life_, bytes = disk_.size(), revision = written_] {
@@ -1097,8 +1113,10 @@ void Sim::FailReply(coordinator::Reply* reply) {
 
 void Sim::SyncDone(uint64_t life, size_t bytes, uint64_t revision) {
   if (life != life_ || !up_) return;
-  if (!healed_ && Chance(0.002))
+  if (!healed_ && Chance(0.002)) {
+    Fault("disk failed");
     return CrashServer(true);  // EIO: what is on the disk is unknown, so start over
+  }
   disk_.Synced(bytes);
   syncing_ = false;
   durable_ = revision;
@@ -1269,6 +1287,7 @@ void Sim::Chaos() {
     case 5: {
       const absl::Time until = now_ + Between(absl::Milliseconds(300), absl::Seconds(4));
       const uint64_t way = Draw(3);  // both, or half-open
+      Fault(way == 0 ? "partitioned" : "half-open");
       if (way != 1) cut_[slot].first = until;
       if (way != 2) cut_[slot].second = until;
       Trace(absl::StrCat("w", slot, " is cut off", way == 0 ? "" : " one way", " until ",
@@ -1899,6 +1918,7 @@ void Sim::AgentBeat(int host, uint64_t life) {
 // stream.
 void Sim::LoseStream(std::shared_ptr<Stream> stream) {
   if (!stream->agent_open) return;
+  Fault("broke stream");
   stream->agent_open = false;
   stream->down_works = false;
   if (Chance(0.5)) stream->up_works = false;  // else what is under way still arrives

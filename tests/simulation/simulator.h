@@ -2,6 +2,7 @@
 #define MUSTER_TESTS_SIMULATION_SIMULATOR_H_
 
 #include <cstdint>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -18,6 +19,12 @@ struct SimulationOptions {
   bool trace = false;
 };
 
+// docs/simulation.md says what they are.
+inline constexpr const char* kFaults[] = {
+    "delayed",           "dropped",      "repeated",  "overtaken", "partitioned",
+    "half-open",         "broke stream", "lost tail", "torn tail", "disk full",
+    "torn by full disk", "disk failed",  "slow fsync"};
+
 struct SimulationResult {
   std::string violation;           // empty: none
   std::vector<std::string> trace;  // with `trace`
@@ -29,6 +36,8 @@ struct SimulationResult {
   int64_t barriers = 0;  // passed
   int64_t watch_events = 0;
   int64_t resumed = 0;  // agents' sessions that went on with another stream
+  // How often each fault of network and disk happened; all of kFaults are there.
+  std::map<std::string, int64_t> faults;
 };
 
 // Runs one coordinator core with its journal, several workers, an operator and watchers under

@@ -17,7 +17,7 @@ struct NodeJobOptions {
   std::string host = "127.0.0.1";
   absl::Duration join_timeout = absl::Minutes(10);
   // How long the coordinator may be away before the job is given up.
-  absl::Duration outage_tolerance = absl::Seconds(60);
+  absl::Duration outage_tolerance = absl::Seconds(90);
   bool tell_late =
       true;  // log barriers that ranks are late for; the coordinator's log has them too
   bool show_output = true;  // the workers' lines, on standard output and standard error

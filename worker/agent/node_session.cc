@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/failpoint.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "worker/agent/process_state.h"
@@ -116,6 +117,7 @@ void NodeSession::OnLost(const absl::Status& status) {
 }
 
 void NodeSession::OnDirective(const v1::Directive& directive) {
+  MUSTER_FAILPOINT("agent.directive");
   switch (directive.kind_case()) {
     case v1::Directive::kGenerationEnded: {
       core_->GenerationEnded(directive.generation_ended());

@@ -30,7 +30,7 @@ class NodeSession {
   struct Options {
     std::string coordinator;  // "10.0.0.1:29400"
     rpc::ChannelOptions channel = {};
-    absl::Duration outage_tolerance = absl::Seconds(60);
+    absl::Duration outage_tolerance = absl::Seconds(90);
     std::string relay_parent = {};  // see Relay::Options
     StackSource* stacks = nullptr;  // borrowed; null: stacks are answered without frames
     absl::Duration stack_budget = absl::Milliseconds(1500);

@@ -1,8 +1,10 @@
 #include "worker/agent/relay.h"
 
+#include <fcntl.h>
 #include <grpcpp/client_context.h>
 #include <grpcpp/support/client_callback.h>
 #include <grpcpp/support/server_callback.h>
+#include <sys/file.h>
 #include <sys/stat.h>
 #include <sys/un.h>
 #include <unistd.h>
@@ -14,7 +16,9 @@
 #include <cstring>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/file.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
@@ -198,11 +202,46 @@ class AdminRelay final : public v1::Admin::CallbackService {
 #undef MUSTER_RELAYED
 #undef MUSTER_RELAYED_NAMED
 
+constexpr char kPrefix[] = "muster-";
+constexpr char kSuffix[] = "XXXXXX";
+constexpr char kSocket[] = "relay";
+
+// -1: it cannot be had.
+int LockFolder(const std::string& folder, int how) {
+  const int fd = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+  if (fd >= 0 && flock(fd, how) == 0) return fd;
+  if (fd >= 0) close(fd);
+  return -1;
+}
+
+// Removes what agents of this user left below `parent` that were killed.
+void RemoveAbandoned(const std::string& parent) {
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
+  if (!names.ok()) return;
+  for (const std::string& name : *names) {
+    if (!absl::StartsWith(name, kPrefix) ||
+        name.size() != std::strlen(kPrefix) + std::strlen(kSuffix)) {
+      continue;
+    }
+    const std::string folder = JoinPath(parent, name);
+    const int lock = LockFolder(folder, LOCK_EX | LOCK_NB);
+    if (lock < 0) continue;
+    struct stat of_folder, of_socket;
+    // One without a socket may be another agent's that is still being made.
+    if (fstat(lock, &of_folder) == 0 && of_folder.st_uid == geteuid() &&
+        fstatat(lock, kSocket, &of_socket, AT_SYMLINK_NOFOLLOW) == 0 &&
+        S_ISSOCK(of_socket.st_mode) && unlinkat(lock, kSocket, 0) == 0) {
+      rmdir(folder.c_str());
+    }
+    close(lock);
+  }
+}
+
 // A fresh folder below `parent` that only this user may enter; empty and `why` if that fails.
 std::string MakePrivateFolder(const std::string& parent, std::string* why) {
-  std::string folder = absl::StrCat(parent, "/muster-XXXXXX");
+  std::string folder = absl::StrCat(parent, "/", kPrefix, kSuffix);
   sockaddr_un address;
-  if (folder.size() + std::strlen("/relay") >= sizeof(address.sun_path)) {
+  if (folder.size() + 1 + std::strlen(kSocket) >= sizeof(address.sun_path)) {
     absl::StrAppend(why, why->empty() ? "" : "; ", parent, ": the path is too long for a socket");
     return "";
   }
@@ -229,8 +268,11 @@ absl::StatusOr<std::unique_ptr<Relay>> Relay::Start(const Options& options, OpSe
   }
   std::string why;
   for (const std::string& parent : parents) {
+    RemoveAbandoned(parent);
     const std::string folder = MakePrivateFolder(parent, &why);
     if (folder.empty()) continue;
+    // Waits at most for one that looks whether it is abandoned, and finds no socket.
+    const int lock = LockFolder(folder, LOCK_EX);
     relay->services_.clear();
     relay->services_.push_back(std::make_unique<RendezvousRelay>(*upstream));
     relay->services_.push_back(std::make_unique<BarrierRelay>(*upstream));
@@ -243,17 +285,19 @@ absl::StatusOr<std::unique_ptr<Relay>> Relay::Start(const Options& options, OpSe
     std::vector<grpc::Service*> services;
     for (const auto& service : relay->services_) services.push_back(service.get());
     rpc::ServerOptions server;
-    server.listen = absl::StrCat("unix:", folder, "/relay");
+    server.listen = absl::StrCat("unix:", JoinPath(folder, kSocket));
     server.only_user = geteuid();
     absl::StatusOr<std::unique_ptr<rpc::Server>> started = rpc::Server::Start(server, services);
     if (started.ok()) {
       relay->folder_ = folder;
+      relay->lock_ = lock;
       relay->server_ = *std::move(started);
       return relay;
     }
     // Not every file system takes sockets.
     absl::StrAppend(&why, why.empty() ? "" : "; ", parent, ": ", started.status().message());
     rmdir(folder.c_str());
+    if (lock >= 0) close(lock);
   }
   return absl::UnavailableError(absl::StrCat("no folder for the agent's socket: ", why,
                                              " (set TMPDIR to a folder that can be written)"));
@@ -262,8 +306,9 @@ absl::StatusOr<std::unique_ptr<Relay>> Relay::Start(const Options& options, OpSe
 Relay::~Relay() {
   if (server_ != nullptr) server_->Shutdown(absl::ZeroDuration());
   if (folder_.empty()) return;
-  unlink(absl::StrCat(folder_, "/relay").c_str());
+  unlink(JoinPath(folder_, kSocket).c_str());
   rmdir(folder_.c_str());
+  if (lock_ >= 0) close(lock_);
 }
 
 }  // namespace muster::agent

@@ -16,7 +16,9 @@ namespace muster::agent {
 
 // Offers the coordinator's services (Rendezvous, Barrier, KeyValueStore, Triggers, Membership) to
 // the workers of this node, on a unix socket that only processes of this user can reach: it lies in
-// a fresh folder with mode 0700, and whose peers are asked for their user. Each call becomes an operation of `upstream`. A call that its
+// a fresh folder with mode 0700, and its peers are asked for their user. The folder goes with the
+// relay; what a killed agent leaves the next one removes. Each call becomes an operation of
+// `upstream`. A call that its
 // caller gives up is answered at once; its operation goes on, and may or may not have been done, as
 // with any call over a network (Admin.Status is given up with its caller). Thread-safe.
 class Relay {
@@ -43,6 +45,7 @@ class Relay {
   Relay() = default;
 
   std::string folder_;
+  int lock_ = -1;  // on the folder, so that others see that it is in use
   std::vector<std::unique_ptr<grpc::Service>> services_;
   std::unique_ptr<rpc::Server> server_;
 };

@@ -4,6 +4,8 @@
 #include <memory>
 #include <set>
 
+#include "base/failpoint.h"
+
 namespace muster::agent {
 namespace {
 
@@ -70,6 +72,7 @@ uint64_t RelayCore::Join(v1::Op op, Done done) {
 
 void RelayCore::Seated(const v1::JoinRequest& request, const v1::JoinReply& reply) {
   const v1::Fence& fence = request.fence();
+  MUSTER_FAILPOINT("agent.seated");
   MutexLock lock(&mu_);
   Worker& worker = workers_[{fence.job_id(), fence.worker_id()}];
   worker = Worker();
@@ -343,7 +346,9 @@ void RelayCore::SendTogether(std::vector<Arrival> arrivals) {
     if (!first.payload().empty()) many.add_payloads(arrival.request.payload());
   }
   auto waiting = std::make_shared<std::vector<Arrival>>(std::move(arrivals));
+  MUSTER_FAILPOINT("agent.send_together");
   upstream_->Submit(std::move(op), [this, waiting](const v1::OpResult& result) {
+    MUSTER_FAILPOINT("agent.answer_together");
     if (result.has_error() && ConcernsOneRank(result)) {
       for (Arrival& arrival : *waiting) SendAlone(std::move(arrival));
       return;

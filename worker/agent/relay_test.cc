@@ -4,9 +4,12 @@
 #include <grpcpp/client_context.h>
 #include <grpcpp/completion_queue.h>
 #include <grpcpp/generic/generic_stub.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <map>
 #include <memory>
@@ -67,6 +70,27 @@ TEST_F(RelayTest, Socket_LiesInAFolderOfThisUserOnly) {
   ASSERT_EQ(stat(path.substr(0, path.rfind('/')).c_str(), &info), 0);
   EXPECT_EQ(info.st_mode & 07777, 0700u);
   EXPECT_EQ(info.st_uid, geteuid());
+}
+
+TEST_F(RelayTest, SocketOfAKilledAgent_IsRemovedByTheNext_OneInUseStays) {
+  const std::string folder = parent_ + "/muster-killed";
+  ASSERT_EQ(mkdir(folder.c_str(), 0700), 0);
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  const std::string empty = parent_ + "/muster-others";
+  ASSERT_EQ(mkdir(empty.c_str(), 0700), 0);
+  const std::string socket_path = folder + "/relay";
+  ASSERT_LT(socket_path.size(), sizeof(address.sun_path));
+  std::copy(socket_path.begin(), socket_path.end(), address.sun_path);
+  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  ASSERT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  close(fd);
+  FakeOpSender upstream;
+  auto next = Relay::Start({.parent = parent_}, &upstream);
+  ASSERT_TRUE(next.ok()) << next.status();
+  EXPECT_NE(access(folder.c_str(), F_OK), 0);
+  EXPECT_EQ(access(relay_->address().substr(5).c_str(), F_OK), 0);
+  EXPECT_EQ(rmdir(empty.c_str()), 0) << "a folder without a socket stays";
 }
 
 TEST_F(RelayTest, Call_BecomesAnOperationAndItsResultTheAnswer) {

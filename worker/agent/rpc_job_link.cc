@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/clock.h"
+#include "base/failpoint.h"
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
@@ -151,6 +152,7 @@ class RpcJobLink final : public JobLink {
   }
 
   void ReportEnd(const WorkerEnd& end) override {
+    MUSTER_FAILPOINT("agent.report_exit");
     session_->WorkerEnded(options_.job, end.worker_id, end.incarnation);
     v1::Op op;
     v1::ReportExitRequest& request = *op.mutable_report_exit();
@@ -172,6 +174,7 @@ class RpcJobLink final : public JobLink {
   }
 
   AttemptEnd Fail(const AttemptEnd& end) override {
+    MUSTER_FAILPOINT("agent.fail");
     if (options_.num_nodes == 1) return end;
     v1::Op op;
     v1::TxnRequest& request = *op.mutable_txn();
@@ -200,6 +203,7 @@ class RpcJobLink final : public JobLink {
   }
 
   absl::Status Finish() override {
+    MUSTER_FAILPOINT("agent.finish");
     if (options_.num_nodes == 1) return absl::OkStatus();
     v1::Op op;
     v1::ArriveRequest& request = *op.mutable_arrive();

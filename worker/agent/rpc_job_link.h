@@ -26,7 +26,7 @@ struct RpcJobLinkOptions {
   std::string nvlink_domain = {};
   absl::Duration join_timeout = absl::Minutes(10);
   absl::Duration lease = absl::Seconds(6);
-  absl::Duration outage_tolerance = absl::Seconds(60);  // of the session
+  absl::Duration outage_tolerance = absl::Seconds(90);  // of the session
 };
 
 // A JobLink over this node's session. With several nodes, the agents form a job of their own,

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "absl/strings/str_cat.h"
+#include "base/failpoint.h"
 #include "base/log.h"
 #include "rpc/status.h"
 
@@ -75,6 +76,17 @@ absl::Duration RetryAfter(const v1::Goodbye& goodbye) {
   const absl::Duration asked = absl::Seconds(goodbye.retry_after().seconds()) +
                                absl::Nanoseconds(goodbye.retry_after().nanos());
   return std::clamp(asked, absl::ZeroDuration(), kLongestRetryAfter);
+}
+
+// Where an error stands for a stream that breaks with this frame on the way.
+absl::Status FailAtFrame() {
+  MUSTER_FAILPOINT_STATUS("agent.frame");
+  return absl::OkStatus();
+}
+
+absl::Status FailAtReceived() {
+  MUSTER_FAILPOINT_STATUS("agent.received");
+  return absl::OkStatus();
 }
 
 // The same call again would be refused again.
@@ -404,6 +416,7 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
                         << " is another one than before (cluster " << welcome.cluster_id()
                         << ", not " << cluster_id_ << "): it does not know this job";
   }
+  MUSTER_FAILPOINT("agent.welcomed");
   const bool resumed = ever_connected_ && welcome.session_id() == session_id_;
   if (resumed) {
     while (!unacked_.empty() && unacked_.front().seq <= welcome.last_received_seq()) {
@@ -531,6 +544,11 @@ void SessionStream::NoteBarrier(const v1::Op& op, const v1::OpResult& result) {
 }
 
 void SessionStream::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
+  if (const absl::Status broken = FailAtReceived(); !broken.ok()) {
+    last_error_ = std::string(broken.message());
+    Drop(todo);
+    return;
+  }
   if (frame.seq() != 0) {
     if (frame.seq() <= received_) return;  // seen on an earlier stream
     if (frame.seq() != received_ + 1) {
@@ -591,6 +609,13 @@ void SessionStream::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
 void SessionStream::Pump(Todo* todo) {
   if (link_ == nullptr || writing_) return;
   if (!NextFrame(&todo->frame)) return;
+  if (todo->frame.has_ops()) {
+    if (const absl::Status broken = FailAtFrame(); !broken.ok()) {
+      last_error_ = std::string(broken.message());
+      Drop(todo);
+      return;
+    }
+  }
   writing_ = true;
   todo->write = link_;
 }
@@ -598,6 +623,7 @@ void SessionStream::Pump(Todo* todo) {
 bool SessionStream::NextFrame(v1::AgentFrame* frame) {
   if (hello_due_) {
     hello_due_ = false;
+    MUSTER_FAILPOINT("agent.hello");
     v1::Hello& hello = *frame->mutable_hello();
     hello.set_protocol_min(kProtocol);
     hello.set_protocol_max(kProtocol);

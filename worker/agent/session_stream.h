@@ -63,7 +63,7 @@ class SessionStream final : public OpSender {
     absl::Duration first_backoff = absl::Milliseconds(50);
     absl::Duration last_backoff = absl::Seconds(5);
     // How long the coordinator may be away once it has been there. Infinite: for ever.
-    absl::Duration outage_tolerance = absl::Seconds(60);
+    absl::Duration outage_tolerance = absl::Seconds(90);
     // Beyond these, Submit answers UNAVAILABLE / OVERLOADED.
     size_t max_held_ops = 65536;
     size_t max_held_bytes = 64 << 20;

@@ -625,14 +625,14 @@ TEST_F(SessionStreamTest, Outage_FailsNothingUntilToleratedThenNamesAddressAndTi
   Submit("a", Add(1));
   link().Drain();
   link().events->OnClosed(absl::UnavailableError("connection refused"));
-  clock_.Advance(absl::Seconds(59));
+  clock_.Advance(absl::Seconds(89));
   stream_->Tick();
   Submit("b", Add(2));
   EXPECT_THAT(results_, IsEmpty());
   clock_.Advance(absl::Seconds(1));
   stream_->Tick();
   const std::string text =
-      "the coordinator at 10.0.0.1:29400 has been away for 1m, longer than the 1m that are "
+      "the coordinator at 10.0.0.1:29400 has been away for 1m30s, longer than the 1m30s that are "
       "tolerated: is it down, or the network to it? (connection refused)";
   EXPECT_THAT(results_, ElementsAre("a: " + text, "b: " + text));
   ASSERT_EQ(lost_.size(), 1u);

@@ -39,7 +39,7 @@ struct WorkerEnvironment {
   int master_port = 0;
   int restart_count = 0;
   int max_restarts = 0;
-  absl::Duration outage_tolerance = absl::Seconds(60);
+  absl::Duration outage_tolerance = absl::Seconds(90);
 
   std::string mixed_precision = "no";
   bool cpu = false;

@@ -87,7 +87,7 @@ int Run(int argc, char** argv) {
   NodeJobOptions options;
   WorkerEnvironment& worker = options.agent.worker;
   int processes = 0;
-  std::string join_timeout = "10m", stop_grace = "10s", outage_tolerance = "60s";
+  std::string join_timeout = "10m", stop_grace = "10s", outage_tolerance = "90s";
   bool no_prefix = false, tee = false;
   worker.job = "launch";
   CLI::App app(kAbout, "muster-agent");
