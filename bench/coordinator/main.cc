@@ -120,7 +120,7 @@ absl::Status Barriers(const Settings& settings, int agents, int ranks_per_agent,
     MUSTER_RETURN_IF_ERROR(cluster.Beat(absl::Seconds(2), absl::Seconds(10)));
     const double cpu_pct =
         100 * absl::FDivDuration(server->CpuTime() - idle_start, absl::Now() - wall);
-    Print({{"rss_mb", server->RssMib()}, {"idle_cpu_pct", cpu_pct}});
+    Print({{"rss_mb", server->RssMb()}, {"idle_cpu_pct", cpu_pct}});
   }
   return absl::OkStatus();
 }
@@ -140,7 +140,7 @@ absl::Status PutsVolatile(const Settings& settings) {
   Print({{"put_volatile_per_s", puts / absl::ToDoubleSeconds(took)},
          {"put_volatile_server_cpu_us", cpu.ServerUs() / puts},
          {"put_volatile_client_cpu_us", cpu.ClientUs() / puts},
-         {"put_volatile_server_rss_mb", server->RssMib()}});
+         {"put_volatile_server_rss_mb", server->RssMb()}});
   return absl::OkStatus();
 }
 

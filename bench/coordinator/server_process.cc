@@ -56,13 +56,13 @@ void ServerProcess::Kill() {
   pid_ = -1;
 }
 
-double ServerProcess::RssMib() const {
+double ServerProcess::RssMb() const {
   long pages = 0, resident = 0;
   if (FILE* file = std::fopen(absl::StrCat("/proc/", pid_, "/statm").c_str(), "r")) {
     if (std::fscanf(file, "%ld %ld", &pages, &resident) != 2) resident = 0;
     std::fclose(file);
   }
-  return static_cast<double>(resident) * static_cast<double>(sysconf(_SC_PAGESIZE)) / (1 << 20);
+  return static_cast<double>(resident) * static_cast<double>(sysconf(_SC_PAGESIZE)) / 1e6;
 }
 
 absl::Duration ServerProcess::CpuTime() const {

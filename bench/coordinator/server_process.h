@@ -25,7 +25,7 @@ class ServerProcess {
   pid_t pid() const { return pid_; }
   // SIGKILL, and waits for the end.
   void Kill();
-  double RssMib() const;
+  double RssMb() const;
   absl::Duration CpuTime() const;
 
  private:
