@@ -495,6 +495,7 @@ void Engine::Deliver(CallId id, std::shared_ptr<const Answer> answer) {
   const OpenCall call = std::move(it->second);
   calls_.erase(it);
   open_calls_.fetch_sub(1, std::memory_order_relaxed);
+  op_seconds_[call.kind].Observe(options_.clock->Now() - call.begun);
   FailAtReply(*answer);
   if (call.sink != nullptr) {
     call.sink->OnAnswer(answer);
@@ -643,6 +644,9 @@ std::shared_ptr<const Answer> Engine::Refusal(const v1::Op& op, const Session* s
 
 void Engine::DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCall call) {
   const Session* const session = call.session.get();
+  const absl::Time now = options_.clock->Now();
+  call.kind = op.kind_case();
+  call.begun = now;
   if (call.session != nullptr) call.session->calls.insert(id);
   calls_.emplace(id, std::move(call));
   open_calls_.fetch_add(1, std::memory_order_relaxed);
@@ -654,7 +658,7 @@ void Engine::DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCal
     if (op.has_join()) MUSTER_FAILPOINT("engine.join");
     if (op.has_report_exit()) MUSTER_FAILPOINT("engine.report_exit");
     MUSTER_FAILPOINT("engine.apply");
-    core_.Handle(id, op, {.node = node}, options_.clock->Now(), &out_);
+    core_.Handle(id, op, {.node = node}, now, &out_);
     MUSTER_FAILPOINT("engine.applied");
   }
 }

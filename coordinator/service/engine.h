@@ -1,6 +1,7 @@
 #ifndef MUSTER_COORDINATOR_SERVICE_ENGINE_H_
 #define MUSTER_COORDINATOR_SERVICE_ENGINE_H_
 
+#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -135,6 +136,10 @@ class Engine {
 
   // For the metrics page.
   const DurationHistogram& fsync_seconds() const { return fsync_seconds_; }
+  // From an operation's turn to its answer, by the number of its field in Op; calls and operations
+  // of agents' streams alike.
+  static constexpr int kOpKinds = v1::Op::kGetMembers + 1;
+  const DurationHistogram& op_seconds(int kind) const { return op_seconds_[kind]; }
   uint64_t queue_depth() const { return queue_depth_.load(std::memory_order_relaxed); }
   uint64_t events() const { return events_.load(std::memory_order_relaxed); }
   uint64_t journal_records() const { return journal_records_.load(std::memory_order_relaxed); }
@@ -153,6 +158,8 @@ class Engine {
     CallSink* sink = nullptr;          // of a unary call, or
     std::shared_ptr<Session> session;  // the stream it came on
     uint64_t op_id = 0;
+    v1::Op::KindCase kind = v1::Op::KIND_NOT_SET;
+    absl::Time begun = absl::InfinitePast();
   };
   struct Watcher {
     std::shared_ptr<WatchLink> link;
@@ -251,6 +258,7 @@ class Engine {
   std::atomic<uint64_t> agents_{0};
   std::atomic<uint64_t> watcher_count_{0};
   DurationHistogram fsync_seconds_;
+  std::array<DurationHistogram, kOpKinds> op_seconds_;
 
   Mutex mu_;
   CondVar wake_;

@@ -215,6 +215,16 @@ std::string CoordinatorServer::Metrics() {
   text.Family("muster_journal_written_bytes_total", Type::kCounter,
               "Bytes of records made durable.");
   text.Sample({}, static_cast<double>(engine.journal_bytes()));
+  text.Family("muster_op_seconds", Type::kHistogram,
+              "Time from an operation's turn to its answer, durable where it must be; of calls and "
+              "of agents' streams. Operations that wait by design wait here too.");
+  for (int kind = 0; kind < Engine::kOpKinds; ++kind) {
+    const auto* field = v1::Op::descriptor()->FindFieldByNumber(kind);
+    if (field == nullptr || field->containing_oneof() == nullptr) continue;
+    const DurationHistogram& seconds = engine.op_seconds(kind);
+    text.Histogram({{"op", field->name()}}, DurationHistogram::BoundsInSeconds(), seconds.Counts(),
+                   seconds.SumSeconds());
+  }
   text.Family("muster_journal_fsync_seconds", Type::kHistogram,
               "Time of a group commit with its fsync.");
   text.Histogram({}, DurationHistogram::BoundsInSeconds(), engine.fsync_seconds().Counts(),

@@ -1232,6 +1232,22 @@ TEST(Metrics, Page_HasTheStandardFamilies) {
         "process_resident_memory_bytes ", "process_open_fds "}) {
     EXPECT_THAT(text, HasSubstr(line));
   }
+  const google::protobuf::Descriptor& op = *v1::Op::descriptor();
+  for (int i = 0; i < op.oneof_decl(0)->field_count(); ++i) {
+    EXPECT_THAT(text, HasSubstr(absl::StrCat("muster_op_seconds_count{op=\"",
+                                             op.oneof_decl(0)->field(i)->name(), "\"}")));
+  }
+}
+
+TEST(Metrics, OperationsOfAStream_AreTimedByTheirKind) {
+  auto server = StartServer();
+  AgentClient a(server->address(), "node-a", 1), b(server->address(), "node-b", 2);
+  const uint64_t generation = FirstInABarrier(*server, a, b).generation;
+  EXPECT_THAT(server->Metrics(), HasSubstr("muster_op_seconds_count{op=\"arrive\"} 0\n"));
+  b.Send({ArriveOp(2, "j", 1, generation)});
+  EXPECT_TRUE(b.Result(2).has_arrive());
+  EXPECT_TRUE(a.Result(2).has_arrive());
+  EXPECT_THAT(server->Metrics(), HasSubstr("muster_op_seconds_count{op=\"arrive\"} 2\n"));
 }
 
 // Well-formed requests with some bytes changed, cut or added, to every method: an answer comes,
