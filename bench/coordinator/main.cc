@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "CLI/CLI.hpp"
+#include "absl/functional/function_ref.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/time/clock.h"
@@ -39,8 +40,10 @@ std::string Load() {
   return absl::StrCat(loads[0]);
 }
 
+using Values = std::vector<std::pair<std::string, double>>;
+
 // One JSON object on one line, with the load average at that moment.
-void Print(const std::vector<std::pair<std::string, double>>& values) {
+void Print(const Values& values) {
   std::string line = "{";
   for (const auto& [key, value] : values) absl::StrAppend(&line, "\"", key, "\": ", value, ", ");
   std::printf("%s\"load\": %s}\n", line.c_str(), Load().c_str());
@@ -60,6 +63,26 @@ absl::StatusOr<std::unique_ptr<ServerProcess>> StartServer(
   std::vector<std::string> argv = {settings.server, "--log_level", "error"};
   argv.insert(argv.end(), more.begin(), more.end());
   return ServerProcess::Start(argv, /*reads_line=*/true);
+}
+
+// Prints the median of each value, of three runs (or of fewer, by the scale).
+absl::Status Medians(const Settings& settings,
+                     absl::FunctionRef<absl::StatusOr<Values>(int run)> once) {
+  const int runs = std::clamp(static_cast<int>(3 * settings.scale), 1, 15);
+  std::vector<Values> all;
+  for (int i = 0; i < runs; ++i) {
+    MUSTER_ASSIGN_OR_RETURN(Values values, once(i));
+    all.push_back(std::move(values));
+  }
+  Values medians = all[0];
+  for (size_t v = 0; v < medians.size(); ++v) {
+    std::vector<double> each;
+    for (const Values& values : all) each.push_back(values[v].second);
+    std::sort(each.begin(), each.end());
+    medians[v].second = each[each.size() / 2];
+  }
+  Print(medians);
+  return absl::OkStatus();
 }
 
 int Rounds(const Settings& settings, int ranks) {
@@ -87,21 +110,25 @@ class CpuMeter {
   const absl::Duration client_start_;
 };
 
-absl::Status Barriers(const Settings& settings, int agents, int ranks_per_agent,
-                      bool rendezvous_too) {
+absl::StatusOr<Values> Rendezvous(const Settings& settings) {
   MUSTER_ASSIGN_OR_RETURN(const auto server, StartServer(settings));
-  const int ranks = agents * ranks_per_agent;
   const absl::Time start = absl::Now();
-  Cluster cluster(
-      {.address = server->line(), .agents = agents, .ranks_per_agent = ranks_per_agent});
+  Cluster cluster({.address = server->line(), .agents = 1250, .ranks_per_agent = 8});
   MUSTER_RETURN_IF_ERROR(cluster.Attach(absl::Seconds(60)));
   const double attach = absl::ToDoubleSeconds(absl::Now() - start);
   MUSTER_RETURN_IF_ERROR(cluster.Join(absl::Seconds(60)));
-  const double rendezvous = absl::ToDoubleSeconds(absl::Now() - start);
-  if (rendezvous_too) {
-    Print(
-        {{absl::StrCat("rendezvous_", ranks, "_s"), rendezvous}, {"rendezvous_attach_s", attach}});
-  }
+  return Values{{"rendezvous_10000_s", absl::ToDoubleSeconds(absl::Now() - start)},
+                {"rendezvous_attach_s", attach}};
+}
+
+// With `idle`, also what the coordinator needs while nothing but beats comes, afterwards.
+absl::Status Barriers(const Settings& settings, int agents, int ranks_per_agent, bool idle) {
+  MUSTER_ASSIGN_OR_RETURN(const auto server, StartServer(settings));
+  const int ranks = agents * ranks_per_agent;
+  Cluster cluster(
+      {.address = server->line(), .agents = agents, .ranks_per_agent = ranks_per_agent});
+  MUSTER_RETURN_IF_ERROR(cluster.Attach(absl::Seconds(60)));
+  MUSTER_RETURN_IF_ERROR(cluster.Join(absl::Seconds(60)));
   std::vector<absl::Duration> times;
   const int rounds = Rounds(settings, ranks), warm_up = rounds / 10 + 1;
   const CpuMeter cpu(*server);
@@ -114,18 +141,18 @@ absl::Status Barriers(const Settings& settings, int agents, int ranks_per_agent,
          {key + "_p99_ms", Percentile(times, 0.99)},
          {key + "_server_cpu_us", cpu.ServerUs() / (rounds + warm_up)},
          {key + "_client_cpu_us", cpu.ClientUs() / (rounds + warm_up)}});
-  if (ranks == 10'000) {
-    const absl::Duration idle_start = server->CpuTime();
-    const absl::Time wall = absl::Now();
+  if (idle) {
+    const CpuMeter idle_cpu(*server);
+    const absl::Time start = absl::Now();
     MUSTER_RETURN_IF_ERROR(cluster.Beat(absl::Seconds(2), absl::Seconds(10)));
-    const double cpu_pct =
-        100 * absl::FDivDuration(server->CpuTime() - idle_start, absl::Now() - wall);
-    Print({{"rss_mb", server->RssMb()}, {"idle_cpu_pct", cpu_pct}});
+    Print({{"rss_mb", server->RssMb()},
+           {"idle_cpu_pct",
+            100 * idle_cpu.ServerUs() / absl::ToDoubleMicroseconds(absl::Now() - start)}});
   }
   return absl::OkStatus();
 }
 
-absl::Status PutsVolatile(const Settings& settings) {
+absl::StatusOr<Values> PutsVolatile(const Settings& settings) {
   MUSTER_ASSIGN_OR_RETURN(const auto server, StartServer(settings));
   constexpr int kAgents = 8, kPuts = 64;
   Cluster cluster({.address = server->line(), .agents = kAgents, .ranks_per_agent = 1});
@@ -137,11 +164,10 @@ absl::Status PutsVolatile(const Settings& settings) {
   MUSTER_ASSIGN_OR_RETURN(const absl::Duration took,
                           cluster.Puts(frames, kPuts, 8, false, absl::Seconds(60)));
   const double puts = 1.0 * frames * kPuts * kAgents;
-  Print({{"put_volatile_per_s", puts / absl::ToDoubleSeconds(took)},
-         {"put_volatile_server_cpu_us", cpu.ServerUs() / puts},
-         {"put_volatile_client_cpu_us", cpu.ClientUs() / puts},
-         {"put_volatile_server_rss_mb", server->RssMb()}});
-  return absl::OkStatus();
+  return Values{{"put_volatile_per_s", puts / absl::ToDoubleSeconds(took)},
+                {"put_volatile_server_cpu_us", cpu.ServerUs() / puts},
+                {"put_volatile_client_cpu_us", cpu.ClientUs() / puts},
+                {"put_volatile_server_rss_mb", server->RssMb()}};
 }
 
 absl::Status PutsDurable(const Settings& settings) {
@@ -202,8 +228,8 @@ absl::Status KillNotice(const Settings& settings) {
   return absl::OkStatus();
 }
 
-absl::Status Restart(const Settings& settings) {
-  const std::string dir = settings.scratch + "/restart";
+absl::StatusOr<Values> Restart(const Settings& settings, int run) {
+  const std::string dir = absl::StrCat(settings.scratch, "/restart", run);
   MUSTER_ASSIGN_OR_RETURN(
       auto server, StartServer(settings, {"--data_dir", dir, "--snapshot_records", "1000000000"}));
   const std::string address = server->line();
@@ -221,10 +247,9 @@ absl::Status Restart(const Settings& settings) {
   const double attached = absl::ToDoubleSeconds(absl::Now() - killed);
   // Nobody has lost a seat: the same ranks, in the same generation, pass a barrier.
   MUSTER_RETURN_IF_ERROR(cluster.Barrier("after", 0, absl::Seconds(60)).status());
-  Print({{"restart_s", serving},
-         {"restart_all_agents_back_s", attached},
-         {"restart_barrier_passed_s", absl::ToDoubleSeconds(absl::Now() - killed)}});
-  return absl::OkStatus();
+  return Values{{"restart_s", serving},
+                {"restart_all_agents_back_s", attached},
+                {"restart_barrier_passed_s", absl::ToDoubleSeconds(absl::Now() - killed)}};
 }
 
 absl::Status RawSocket(const Settings& settings) {
@@ -265,16 +290,19 @@ absl::Status Etcd(const Settings& settings) {
 int Main(int argc, char** argv) {
   Settings settings;
   std::string only =
-      "rawsocket,tcpstore,barrier_2,barrier_64,barrier_1024,barrier_10000,put_volatile,put_durable,"
-      "kill_notice,restart,etcd";
+      "rawsocket,tcpstore,barrier_2,barrier_64,barrier_1024,rendezvous,barrier_10000,idle,"
+      "put_volatile,put_durable,kill_notice,restart,etcd";
   CLI::App app("Measures the coordinator and its peers on this machine; one JSON object a line.",
                "bench_coordinator");
   settings.server = std::filesystem::path(argv[0]).parent_path().string() +
                     "/../../coordinator/cmd/muster-coordinator";
   app.add_option("--server", settings.server, "the muster-coordinator program")
       ->capture_default_str();
-  app.add_option("--only", only, "which to run, separated by commas")->capture_default_str();
-  app.add_option("--scale", settings.scale, "factor on the number of rounds")
+  app.add_option("--only", only, "which to run, separated by commas; idle goes with barrier_10000")
+      ->capture_default_str();
+  app.add_option("--scale", settings.scale,
+                 "factor on the number of rounds; below 1, fewer than three runs where "
+                 "the median of runs is printed")
       ->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   rlimit limit{};
@@ -303,11 +331,14 @@ int Main(int argc, char** argv) {
   run("barrier_2", [&] { return Barriers(settings, 2, 1, false); });
   run("barrier_64", [&] { return Barriers(settings, 8, 8, false); });
   run("barrier_1024", [&] { return Barriers(settings, 128, 8, false); });
-  run("barrier_10000", [&] { return Barriers(settings, 1250, 8, true); });
-  run("put_volatile", [&] { return PutsVolatile(settings); });
+  run("rendezvous", [&] { return Medians(settings, [&](int) { return Rendezvous(settings); }); });
+  run("barrier_10000", [&] { return Barriers(settings, 1250, 8, chosen.contains("idle")); });
+  run("put_volatile",
+      [&] { return Medians(settings, [&](int) { return PutsVolatile(settings); }); });
   run("put_durable", [&] { return PutsDurable(settings); });
   run("kill_notice", [&] { return KillNotice(settings); });
-  run("restart", [&] { return Restart(settings); });
+  run("restart",
+      [&] { return Medians(settings, [&](int run) { return Restart(settings, run); }); });
   run("etcd", [&] { return Etcd(settings); });
   std::error_code ignored;
   std::filesystem::remove_all(settings.scratch, ignored);
