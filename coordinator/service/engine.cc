@@ -30,6 +30,10 @@ constexpr uint64_t kRevisionsBetweenProgress = 1024;
 constexpr size_t kCopyBytes = 8 << 10;
 constexpr absl::Duration kTrimPeriod = absl::Seconds(5);
 constexpr size_t kTrimBytes = 8 << 20;
+// So many frames to write are shared with the writer, in portions. Waking it costs as much as
+// several of them.
+constexpr size_t kManyWrites = 48;
+constexpr size_t kWritesAtATime = 8;
 // Then somebody who only brought an event has applied enough of what others bring.
 constexpr int kRounds = 64;
 
@@ -206,6 +210,19 @@ struct Engine::Session final : public FrameSource {
   std::shared_ptr<AgentLink> paused ABSL_GUARDED_BY(mu);  // is read from when there is room again
 };
 
+struct Engine::Writes {
+  explicit Writes(std::vector<std::shared_ptr<Session>> list) : sessions(std::move(list)) {}
+  // Until all are done or taken by the other.
+  void Work() {
+    for (size_t at; (at = next.fetch_add(kWritesAtATime)) < sessions.size();) {
+      const size_t end = std::min(at + kWritesAtATime, sessions.size());
+      for (; at < end; ++at) sessions[at]->Writable();
+    }
+  }
+  const std::vector<std::shared_ptr<Session>> sessions;
+  std::atomic<size_t> next{0};
+};
+
 Engine::Engine(const Options& options, std::unique_ptr<Journal> journal)
     : options_(options),
       journal_(std::move(journal)),
@@ -288,6 +305,7 @@ absl::Status Engine::Start() {
                      << ", revision " << core_.revision();
   }
   thread_ = std::thread([this] { Run(); });
+  writer_ = std::thread([this] { RunWriter(); });
   return absl::OkStatus();
 }
 
@@ -298,6 +316,12 @@ void Engine::Stop() {
   }
   wake_.SignalAll();
   if (thread_.joinable()) thread_.join();
+  {
+    MutexLock lock(&writer_mu_);
+    writer_stop_ = true;
+  }
+  writer_wake_.SignalAll();
+  if (writer_.joinable()) writer_.join();
   journal_->Stop();
   MutexLock lock(&mu_);
   ended_ = true;
@@ -572,7 +596,9 @@ void Engine::MarkDirty(const std::shared_ptr<Session>& session) {
 
 bool Engine::FlushSessions() {
   bool ended = false;
-  for (const std::shared_ptr<Session>& session : dirty_) {
+  std::vector<std::shared_ptr<Session>> writable;
+  writable.reserve(dirty_.size());
+  for (std::shared_ptr<Session>& session : dirty_) {
     session->dirty = false;
     bool too_much;
     std::shared_ptr<AgentLink> link;
@@ -582,7 +608,7 @@ bool Engine::FlushSessions() {
       link = session->link;
     }
     if (!too_much) {
-      session->Writable();
+      writable.push_back(std::move(session));
       continue;
     }
     MUSTER_LOG(Warning) << "agent '" << session->node << "' has not acknowledged "
@@ -600,6 +626,7 @@ bool Engine::FlushSessions() {
     ended = true;
   }
   dirty_.clear();
+  WriteAll(std::move(writable));
   for (auto& [session, link] : read_next_) {
     if (session != nullptr) {
       session->ReadNext(link);
@@ -609,6 +636,33 @@ bool Engine::FlushSessions() {
   }
   read_next_.clear();
   return ended;
+}
+
+void Engine::WriteAll(std::vector<std::shared_ptr<Session>> sessions) {
+  if (sessions.size() < kManyWrites) {
+    for (const auto& session : sessions) session->Writable();
+    return;
+  }
+  const auto writes = std::make_shared<Writes>(std::move(sessions));
+  {
+    MutexLock lock(&writer_mu_);
+    writes_ = writes;
+  }
+  writer_wake_.SignalAll();
+  writes->Work();
+}
+
+void Engine::RunWriter() {
+  while (true) {
+    std::shared_ptr<Writes> writes;
+    {
+      MutexLock lock(&writer_mu_);
+      while (writes_ == nullptr && !writer_stop_) writer_wake_.Wait(&writer_mu_);
+      if (writes_ == nullptr) return;
+      writes.swap(writes_);
+    }
+    writes->Work();
+  }
 }
 
 void Engine::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, CallSink* sink) {

@@ -154,6 +154,7 @@ class Engine {
 
  private:
   struct Session;
+  struct Writes;
   struct OpenCall {
     CallSink* sink = nullptr;          // of a unary call, or
     std::shared_ptr<Session> session;  // the stream it came on
@@ -202,6 +203,10 @@ class Engine {
   void MarkDirty(const std::shared_ptr<Session>& session);
   // Whether a session ended, which may have put something out.
   bool FlushSessions();
+  // Has every one of them write. If they are many, another thread takes some, and may be at its
+  // last few when this returns.
+  void WriteAll(std::vector<std::shared_ptr<Session>> sessions);
+  void RunWriter();
   void ServeWatchers();
   void TakeSnapshot();
   void AnswerSnapshot(const absl::StatusOr<uint64_t>& result);
@@ -272,6 +277,12 @@ class Engine {
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
 
   std::thread thread_;
+
+  Mutex writer_mu_;
+  CondVar writer_wake_;
+  std::shared_ptr<Writes> writes_ ABSL_GUARDED_BY(writer_mu_);  // for the writer to help with
+  bool writer_stop_ ABSL_GUARDED_BY(writer_mu_) = false;
+  std::thread writer_;
 };
 
 }  // namespace muster::coordinator
