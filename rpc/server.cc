@@ -57,6 +57,7 @@ absl::Status TryUnixSocket(const Address& address) {
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(
     const ServerOptions& options, const std::vector<grpc::Service*>& services,
     absl::FunctionRef<void(grpc::ServerBuilder&)> prepare) {
+  PrepareProcess();
   MUSTER_ASSIGN_OR_RETURN(Address address, ParseAddress(options.listen));
   std::shared_ptr<grpc::ServerCredentials> credentials;
   if (options.tls_cert.empty() != options.tls_key.empty()) {
@@ -93,7 +94,6 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
                           Acceptor::Listen(address, options.only_user));
   address.port = acceptor->port();
 
-  PrepareProcess();
   grpc::EnableDefaultHealthCheckService(options.health);
   if (options.reflection) grpc::reflection::InitProtoReflectionServerBuilderPlugin();
   grpc::ServerBuilder builder;
@@ -108,8 +108,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
   builder.AddChannelArgument(GRPC_ARG_HTTP2_STREAM_LOOKAHEAD_BYTES, 4 << 20);
   // Less memory for each of a thousand connections: smaller buffers to read into, no history for
   // channelz.
-  builder.AddChannelArgument(GRPC_ARG_TCP_READ_CHUNK_SIZE, 2048);
+  builder.AddChannelArgument(GRPC_ARG_TCP_READ_CHUNK_SIZE, 1024);
   builder.AddChannelArgument(GRPC_ARG_ENABLE_CHANNELZ, 0);
+  builder.AddChannelArgument(GRPC_ARG_ENABLE_PER_MESSAGE_COMPRESSION, 0);
   builder.SetMaxReceiveMessageSize(options.max_message_bytes);
   builder.SetMaxSendMessageSize(options.max_message_bytes);
   auto sink = builder.experimental().AddExternalConnectionAcceptor(

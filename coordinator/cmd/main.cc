@@ -4,6 +4,7 @@
 #include <cmath>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <string>
 
 #include "CLI/CLI.hpp"
@@ -173,6 +174,9 @@ int Run(int argc, char** argv) {
   options.engine.resume_window = absl::Seconds(resume);
   options.rpc.max_message_bytes = max_message_mib << 20;
   RaiseDescriptorLimit();
+  // Else gRPC 1.51 keeps 8 KiB for every connection to read into, whatever rpc/server.cc asks for.
+  // Its experiments are chosen by the environment only.
+  setenv("GRPC_EXPERIMENTS", "-tcp_read_chunks", /*overwrite=*/0);
 
   // Blocked before any thread starts, so that all threads inherit it and sigwait below is the one
   // that sees them.

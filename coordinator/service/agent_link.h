@@ -32,9 +32,10 @@ class AgentLink {
 
   // The frame that was read last has been dealt with: read the next one. A stream has at most one
   // frame on its way to the engine, so an agent that sends faster than it is served is slowed down
-  // by TCP. Called after the frame's answers were handed to TryWrite, since gRPC then sends its
-  // window update in the same packet.
-  virtual void ReadNext() = 0;
+  // by TCP. Called after the frame's answers were handed to TryWrite. With `answer_follows` more
+  // answers are on their way: if one comes before others' frames have been dealt with, the link
+  // tells the agent of its new window with it instead of on its own.
+  virtual void ReadNext(bool answer_follows) = 0;
 
   // Ends the stream, once; later calls do nothing.
   virtual void Close(const absl::Status& status) = 0;

@@ -181,9 +181,10 @@ struct Engine::Session final : public FrameSource {
       if (paused != nullptr && agent.outbox().unsent_bytes() <= pause_bytes / 2)
         resumed = std::move(paused);
     }
-    if (resumed != nullptr) resumed->ReadNext();
+    if (resumed != nullptr) resumed->ReadNext(/*answer_follows=*/false);
   }
   // Its frame has been dealt with: reads the next one, now or when the agent has taken its answers.
+  // By whoever applies.
   void ReadNext(const std::shared_ptr<AgentLink>& from) {
     {
       MutexLock lock(&mu);
@@ -192,7 +193,7 @@ struct Engine::Session final : public FrameSource {
         return;
       }
     }
-    from->ReadNext();
+    from->ReadNext(/*answer_follows=*/!calls.empty());
   }
 
   const std::string node;
@@ -631,7 +632,7 @@ bool Engine::FlushSessions() {
     if (session != nullptr) {
       session->ReadNext(link);
     } else {
-      link->ReadNext();
+      link->ReadNext(/*answer_follows=*/false);
     }
   }
   read_next_.clear();

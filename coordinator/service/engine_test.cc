@@ -39,7 +39,7 @@ class FakeLink final : public AgentLink {
     frames.push_back(Parse(next()));
     return true;
   }
-  void ReadNext() override { ++reads; }
+  void ReadNext(bool) override { ++reads; }
   void Close(const absl::Status& status) override {
     if (!closed_.has_value()) closed_ = status;
     source_ = nullptr;  // as a real stream once it has ended

@@ -326,8 +326,8 @@ class Front::AgentStream final : public Handler,
   // gRPC tells the client of its new window in a packet of its own as soon as a read begins, unless
   // a write has told of it since the last frame. A frame that is not answered at once (an arrival
   // at a barrier) often is a moment later: the read waits until the queue has nothing at hand.
-  void ReadNext() override {
-    bool now = serving_queue_of != &front_;
+  void ReadNext(bool answer_follows) override {
+    bool now = !answer_follows || serving_queue_of != &front_;
     if (!now) {
       MutexLock lock(&mu_);
       now = window_told_;
