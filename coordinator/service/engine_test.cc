@@ -71,6 +71,31 @@ class FakeLink final : public AgentLink {
   std::optional<absl::Status> closed_;
 };
 
+// Takes every frame at once, on any thread.
+class TakingLink final : public AgentLink {
+ public:
+  void Bind(std::shared_ptr<FrameSource>) override {}
+  bool TryWrite(absl::FunctionRef<grpc::ByteBuffer()> next) override {
+    MutexLock lock(&mu_);
+    results_ += Parse(next()).results().results_size();
+    changed_.SignalAll();
+    return true;
+  }
+  void ReadNext(bool) override {}
+  void Close(const absl::Status&) override {}
+  // Blocks until it has so many results.
+  void WaitForResults(int count) {
+    MutexLock lock(&mu_);
+    while (results_ < count) changed_.Wait(&mu_);
+    EXPECT_EQ(results_, count);
+  }
+
+ private:
+  Mutex mu_;
+  CondVar changed_;
+  int results_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
 class FakeWatch final : public WatchLink {
  public:
   void Write(v1::WatchBatch batch) override { batches.push_back(std::move(batch)); }
@@ -156,14 +181,17 @@ class EngineTest : public ::testing::Test {
     ASSERT_TRUE(sink.answer->Parse().has_txn()) << sink.answer->Parse().ShortDebugString();
   }
 
-  std::shared_ptr<FakeLink> Attach() {
-    auto link = std::make_shared<FakeLink>();
+  void Hello(const std::shared_ptr<AgentLink>& link, const std::string& node) {
     auto hello = std::make_unique<v1::AgentFrame>();
     hello->mutable_hello()->set_protocol_min(1);
     hello->mutable_hello()->set_protocol_max(1);
-    hello->mutable_hello()->set_node("node");
+    hello->mutable_hello()->set_node(node);
     hello->mutable_hello()->set_agent_incarnation(7);
     engine_->AgentFrame(link, std::move(hello));
+  }
+  std::shared_ptr<FakeLink> Attach() {
+    auto link = std::make_shared<FakeLink>();
+    Hello(link, "node");
     EXPECT_EQ(link->frames.size(), 1u);
     link->WriteAll();
     return link;
@@ -181,6 +209,29 @@ class EngineTest : public ::testing::Test {
   uint64_t generation_ = 0;
   uint64_t seq_ = 0;
 };
+
+TEST_F(EngineTest, FanOutToManyAgents_ReachesEachOnce) {
+  Start({});
+  constexpr int kAgents = 300, kRounds = 20;
+  std::vector<std::shared_ptr<TakingLink>> links;
+  for (int i = 0; i < kAgents; ++i) {
+    links.push_back(std::make_shared<TakingLink>());
+    Hello(links.back(), absl::StrCat("node-", i));
+  }
+  for (int round = 1; round <= kRounds; ++round) {
+    const std::string key = absl::StrCat("k", round);
+    for (const auto& link : links) {
+      auto frame = std::make_unique<v1::AgentFrame>();
+      frame->set_seq(round);
+      v1::Op& op = *frame->mutable_ops()->add_ops();
+      op = Wait(key);
+      op.set_op_id(round);
+      engine_->AgentFrame(link, std::move(frame));
+    }
+    PutNow(key, "v");
+    for (const auto& link : links) link->WaitForResults(round);
+  }
+}
 
 TEST_F(EngineTest, TooManyCallsOfAnAgent_AreRefusedUntilSomeAreAnswered) {
   Start({.calls_of_agent = 2});
