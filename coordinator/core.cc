@@ -72,6 +72,7 @@ void Core::Impl::End(Job* job) {
     for (size_t i = first_reply_; i < out_->replies.size(); ++i)
       out_->replies[i].durable_revision = 0;
   }
+  FreeIfLarge(&held_);
   event_revision_ = 0;
   first_reply_ = out_->replies.size();
   first_directive_ = out_->directives.size();

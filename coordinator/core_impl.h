@@ -80,6 +80,14 @@ struct StoredAnswer {
   uint64_t durable_revision = 0;  // 0: not in the journal
 };
 
+// Gives back what an empty map holds for the many that were in it once: at a rendezvous all ranks
+// wait at the same time.
+template <typename Map>
+void FreeIfLarge(Map* map) {
+  constexpr size_t kLarge = 4096;
+  if (map->empty() && map->capacity() > kLarge) map->rehash(0);
+}
+
 // Whose answers are remembered together: a worker, or one process of an operator's.
 inline std::string ClientOf(const std::string& worker_id, uint64_t incarnation) {
   return worker_id.empty() ? absl::StrCat("\n", incarnation) : worker_id;

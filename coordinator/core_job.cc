@@ -299,8 +299,10 @@ void Core::Impl::Job::Unqueue(absl::flat_hash_map<std::string, Waiting>::iterato
   --waiting_kinds_[static_cast<int>(it->second.kind)];
   for (const CallId call : it->second.calls) impl_->held_.erase(call);
   waiting_.erase(it);
-  if (waiting_.empty())
+  if (waiting_.empty()) {
+    FreeIfLarge(&waiting_);
     attempt_deadline_ = last_call_at_ = quarantine_check_ = absl::InfiniteFuture();
+  }
 }
 
 void Core::Impl::Job::DropWaiting(const std::string& worker_id, const v1::OpError& error) {

@@ -77,7 +77,7 @@ bool Outbox::Resume(uint64_t seq) {
 FrameBytes Outbox::Next() {
   if (!first_.empty()) {
     FrameBytes frame = std::move(first_.front());
-    first_.pop_front();
+    first_.erase(first_.begin());
     return frame;
   }
   if (resend_ < unacked_.size()) {
@@ -106,7 +106,7 @@ FrameBytes Outbox::Next() {
   if (pending_.front().directive != nullptr) {
     const std::string directive = pending_.front().directive->SerializeAsString();
     frame_bytes = pending_.front().bytes;
-    pending_.pop_front();
+    pending_.erase(pending_.begin());
     head.push_back(0x2A);
     PutVarint(head, directive.size());
     head += directive;
@@ -125,10 +125,10 @@ FrameBytes Outbox::Next() {
     }
     head.push_back(0x22);
     PutVarint(head, batch_bytes);
-    for (const size_t bytes_of_result : result_bytes) {
-      Item& item = pending_.front();
+    for (size_t i = 0; i < result_bytes.size(); ++i) {
+      Item& item = pending_[i];
       head.push_back(0x0A);
-      PutVarint(head, bytes_of_result);
+      PutVarint(head, result_bytes[i]);
       head.push_back(0x08);
       PutVarint(head, item.op_id);
       if (item.answer->bytes().size() < kShareBytes) {
@@ -138,8 +138,8 @@ FrameBytes Outbox::Next() {
         const absl::string_view bytes = item.answer->bytes();
         frame.push_back({std::move(item.answer), bytes});
       }
-      pending_.pop_front();
     }
+    pending_.erase(pending_.begin(), pending_.begin() + result_bytes.size());
     if (!head.empty()) frame.push_back(Own(std::move(head)));
   }
   pending_bytes_ -= frame_bytes;

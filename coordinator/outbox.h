@@ -75,10 +75,11 @@ class Outbox {
     FrameBytes frame;
   };
 
-  std::deque<FrameBytes> first_;
+  // Vectors: a deque takes 600 bytes even when it is empty, and each agent has its own.
+  std::vector<FrameBytes> first_;
   std::deque<Sent> unacked_;  // by seq
   size_t resend_ = 0;         // the first of unacked_ that this stream has not been given
-  std::deque<Item> pending_;
+  std::vector<Item> pending_;
   size_t pending_bytes_ = 0;
   size_t unacked_bytes_ = 0;
   size_t resend_bytes_ = 0;  // of unacked_ from resend_ on
