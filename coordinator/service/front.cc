@@ -28,6 +28,9 @@ constexpr int kAcceptors = 64;
 // at a barrier goes on putting off, anything else does not.
 constexpr size_t kPutOffEvents = 64;
 constexpr size_t kPutOffReads = 4096;
+// After an event that came this soon, the next one is looked for awhile before the thread sleeps.
+constexpr absl::Duration kSoon = absl::Microseconds(150);
+constexpr absl::Duration kAwhile = absl::Microseconds(100);
 // The front whose queue this thread serves.
 thread_local const void* serving_queue_of = nullptr;
 enum Event : uintptr_t { kBegun = 0, kRead = 1, kWritten = 2, kFinished = 3, kGone = 4 };
@@ -652,6 +655,24 @@ void Front::Accept() {
   service_.RequestCall(&rpc->context, &rpc->stream, queue_.get(), queue_.get(), rpc->Tag(kBegun));
 }
 
+bool Front::Next(void** tag, bool* ok) {
+  const absl::Time begun = absl::Now();
+  while (soon_) {
+    switch (queue_->AsyncNext(tag, ok, std::chrono::system_clock::time_point())) {
+      case grpc::CompletionQueue::GOT_EVENT:
+        return true;
+      case grpc::CompletionQueue::SHUTDOWN:
+        return false;
+      case grpc::CompletionQueue::TIMEOUT:
+        soon_ = absl::Now() - begun < kAwhile;
+        break;
+    }
+  }
+  if (!queue_->Next(tag, ok)) return false;
+  soon_ = absl::Now() - begun < kSoon;
+  return true;
+}
+
 void Front::Run() {
   serving_queue_of = this;
   void* tag;
@@ -662,7 +683,7 @@ void Front::Run() {
   };
   while (true) {
     if (put_off_.empty()) {
-      if (!queue_->Next(&tag, &ok)) return;
+      if (!Next(&tag, &ok)) return;
       handle();
       events_since_put_off_ = 0;
       continue;
