@@ -27,6 +27,9 @@ extern "C" const char* __tsan_default_suppressions() {
          "race:Impl::ServerCallback*Impl(\n"
          "race:Impl::ClientCallback*Impl(\n"
          "race:Handler<*>::Deserialize\n"
+         // A call's messages, and the count of its callbacks that its constructor begins.
+         "race:grpc::internal::DefaultMessageHolder<*>::~DefaultMessageHolder\n"
+         "race_top:^std::__atomic_base<long>::__atomic_base\n"
          "race:::~WithCallbackMethod_\n";
 }
 #endif

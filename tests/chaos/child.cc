@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdlib>
+#include <filesystem>
 #include <random>
 
 #include "absl/strings/match.h"
@@ -21,7 +22,9 @@ std::string ProgramPath(const std::string& path) {
   if (root != nullptr) return absl::StrCat(root, "/muster/", path);
   const char* const runfiles = std::getenv("RUNFILES_DIR");
   if (runfiles != nullptr) return absl::StrCat(runfiles, "/muster/", path);
-  return absl::StrCat("bazel-bin/", path);
+  // Started by `bazel run`, wherever that begins: next to the other programs that were built.
+  const std::filesystem::path program = std::filesystem::read_symlink("/proc/self/exe");
+  return program.parent_path().parent_path().parent_path() / path;
 }
 
 int PickPort() {

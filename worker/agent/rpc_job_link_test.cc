@@ -180,8 +180,10 @@ TEST_F(RpcJobLinkTest, ValuesThatAreNoneOfOurs_EndTheAttemptWithoutACrash) {
 }
 
 TEST_F(RpcJobLinkTest, RandomAnswers_EveryCallReturns) {
-  RandomMessage random(20261121);
-  sessions_.SetAnswer([&random](const v1::Op&, v1::OpResult* result) {
+  // An answer may still be made when the test's body has ended.
+  const auto shared = std::make_shared<RandomMessage>(20261121);
+  sessions_.SetAnswer([shared](const v1::Op&, v1::OpResult* result) {
+    RandomMessage& random = *shared;
     const uint64_t op_id = result->op_id();
     const auto* const kind = result->GetDescriptor()->FindFieldByNumber(result->kind_case());
     result->Clear();
