@@ -30,6 +30,16 @@ extern "C" const char* __tsan_default_suppressions() {
          // A call's messages, and the count of its callbacks that its constructor begins.
          "race:grpc::internal::DefaultMessageHolder<*>::~DefaultMessageHolder\n"
          "race_top:^std::__atomic_base<long>::__atomic_base\n"
+         // How a call that is over asks for the next one, and the functions that its tags hold.
+         "race:CallbackCallTag::ContinueRunAfterInterception*lambda\n"
+         "race_top:^std::_Function_base::_M_empty\n"
+         "race_top:^std::function<void ()>::function\n"
+         "race_top:^std::function<void (bool)>::operator()\n"
+         "race_top:^std::function<grpc::\n"
+         "race_top:::WithCallbackMethod_\n"
+         // The relay's own call (worker/agent/relay.cc) is let go when gRPC says that it is over, on a
+         // thread other than those that gRPC called it on before.
+         "race_top:^~Call$\n"
          "race:::~WithCallbackMethod_\n";
 }
 #endif
