@@ -189,11 +189,16 @@ class CoreTest : public ::testing::Test {
     op.mutable_heartbeat()->set_step(step);
     return bench_.Do(op);
   }
-  v1::Op PutOp(const Worker& worker, const std::string& key, const std::string& value,
-               bool durable = false, uint64_t request_id = 0, bool lease = false) {
+  // A transaction in which nothing is asked for yet.
+  v1::Op TxnOp(const Worker& worker, uint64_t request_id) {
     v1::Op op;
     worker.FillFence(op.mutable_txn()->mutable_fence());
     op.mutable_txn()->mutable_fence()->set_request_id(request_id);
+    return op;
+  }
+  v1::Op PutOp(const Worker& worker, const std::string& key, const std::string& value,
+               bool durable = false, uint64_t request_id = 0, bool lease = false) {
+    v1::Op op = TxnOp(worker, request_id);
     v1::PutOp* put = op.mutable_txn()->add_then()->mutable_put();
     put->set_key(key);
     put->set_value(value);
@@ -780,9 +785,7 @@ TEST_F(CoreTest, RepeatedRequest_OlderThanWhatASnapshotKeeps_IsNotDoneAgain) {
   bench_ = Bench(options);
   std::vector<Worker> workers = Form(1);
   const auto add = [&](uint64_t request) {
-    v1::Op op;
-    workers[0].FillFence(op.mutable_txn()->mutable_fence());
-    op.mutable_txn()->mutable_fence()->set_request_id(request);
+    v1::Op op = TxnOp(workers[0], request);
     v1::AddOp* one = op.mutable_txn()->add_then()->mutable_add();
     one->set_key("n");
     one->set_delta(1);
@@ -801,16 +804,10 @@ TEST_F(CoreTest, RepeatedRead_IsReadAgain_AndTakesNoPlaceAmongTheAnswers) {
   options.kept_answers = 1;
   bench_ = Bench(options);
   std::vector<Worker> workers = Form(1);
-  const auto request = [&](uint64_t id) {
-    v1::Op op;
-    workers[0].FillFence(op.mutable_txn()->mutable_fence());
-    op.mutable_txn()->mutable_fence()->set_request_id(id);
-    return op;
-  };
-  v1::Op add = request(1);
+  v1::Op add = TxnOp(workers[0], 1);
   add.mutable_txn()->add_then()->mutable_add()->set_key("n");
   add.mutable_txn()->mutable_then(0)->mutable_add()->set_delta(1);
-  v1::Op read = request(2);
+  v1::Op read = TxnOp(workers[0], 2);
   read.mutable_txn()->add_then()->mutable_get()->set_key("n");
   bench_.Do(add);
   for (int i = 0; i < 3; ++i) {
@@ -826,9 +823,7 @@ TEST_F(CoreTest, KeptAnswers_AreBoundedInBytes) {
   bench_ = Bench(options);
   std::vector<Worker> workers = Form(1);
   const auto append = [&](uint64_t id) {  // its answer holds 300 bytes
-    v1::Op op;
-    workers[0].FillFence(op.mutable_txn()->mutable_fence());
-    op.mutable_txn()->mutable_fence()->set_request_id(id);
+    v1::Op op = TxnOp(workers[0], id);
     v1::AppendOp* one = op.mutable_txn()->add_then()->mutable_append();
     one->set_key("k");
     one->set_value(std::string(id == 1 ? 300 : 1, 'x'));
@@ -1370,9 +1365,7 @@ TEST_F(CoreTest, Kv_OverwrittenByEphemeral_DoesNotComeBackAfterARestart) {
 
 TEST_F(CoreTest, Kv_RepeatedRequest_GetsTheFirstAnswer) {
   std::vector<Worker> workers = Form(1);
-  v1::Op op;
-  workers[0].FillFence(op.mutable_txn()->mutable_fence());
-  op.mutable_txn()->mutable_fence()->set_request_id(1);
+  v1::Op op = TxnOp(workers[0], 1);
   v1::AddOp* add = op.mutable_txn()->add_then()->mutable_add();
   add->set_key("n");
   add->set_delta(5);

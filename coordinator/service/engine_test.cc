@@ -117,6 +117,19 @@ class FakeSink final : public CallSink {
   Notification answered;
 };
 
+// Worker w0 asks to be all of job "j".
+v1::Op JoinAlone() {
+  v1::Op op;
+  v1::JoinRequest& join = *op.mutable_join();
+  join.mutable_fence()->set_job_id("j");
+  join.mutable_fence()->set_worker_id("w0");
+  join.mutable_fence()->set_incarnation(1);
+  join.mutable_spec()->set_min_workers(1);
+  join.mutable_spec()->set_max_workers(1);
+  join.mutable_spec()->mutable_lease()->set_seconds(3600);
+  return op;
+}
+
 class EngineTest : public ::testing::Test {
  protected:
   // An engine with worker w0 seated alone in job "j".
@@ -124,16 +137,8 @@ class EngineTest : public ::testing::Test {
     engine_ = std::make_unique<Engine>(Engine::Options{.core = core, .limits = limits},
                                        std::make_unique<MemoryJournal>());
     ASSERT_TRUE(engine_->Start().ok());
-    v1::Op op;
-    v1::JoinRequest& join = *op.mutable_join();
-    join.mutable_fence()->set_job_id("j");
-    join.mutable_fence()->set_worker_id("w0");
-    join.mutable_fence()->set_incarnation(1);
-    join.mutable_spec()->set_min_workers(1);
-    join.mutable_spec()->set_max_workers(1);
-    join.mutable_spec()->mutable_lease()->set_seconds(3600);
     FakeSink sink;
-    Call(op, &sink);
+    Call(JoinAlone(), &sink);
     ASSERT_TRUE(sink.answer->Parse().has_join());
     generation_ = sink.answer->Parse().join().generation();
   }
@@ -565,15 +570,7 @@ class SmallSnapshotTest : public SnapshotTest {
 };
 
 TEST_F(SmallSnapshotTest, StateBeyondTheLimit_IsRefusedInWordsAndServedOn) {
-  v1::Op op;
-  v1::JoinRequest& join = *op.mutable_join();
-  join.mutable_fence()->set_job_id("j");
-  join.mutable_fence()->set_worker_id("w0");
-  join.mutable_fence()->set_incarnation(1);
-  join.mutable_spec()->set_min_workers(1);
-  join.mutable_spec()->set_max_workers(1);
-  join.mutable_spec()->mutable_lease()->set_seconds(3600);
-  ASSERT_TRUE(Call(op).has_join());
+  ASSERT_TRUE(Call(JoinAlone()).has_join());
   ASSERT_TRUE(Put("large", 30'000).has_txn());
   Asked refused(&engine_);
   EXPECT_EQ(refused.Wait().code(), absl::StatusCode::kResourceExhausted);

@@ -3,8 +3,6 @@
 #include <grpcpp/client_context.h>
 #include <unistd.h>
 
-#include <cstdio>
-#include <cstdlib>
 #include <functional>
 #include <memory>
 #include <string>
@@ -15,6 +13,7 @@
 #include "proto/muster/v1/barrier.grpc.pb.h"
 #include "rpc/channel.h"
 #include "rpc/status.h"
+#include "tests/e2e/worker_talk.h"
 #include "worker/process/coordinator_client.h"
 
 volatile bool g_forever = true;
@@ -28,22 +27,6 @@ namespace muster {
 namespace {
 
 constexpr absl::Duration kLong = absl::Minutes(5);
-
-std::string Variable(const char* name) {
-  const char* const value = getenv(name);
-  return value == nullptr ? "" : value;
-}
-
-void Say(const std::string& text) {
-  printf("%s\n", text.c_str());
-  fflush(stdout);
-}
-
-void Check(const absl::Status& status) {
-  if (status.ok()) return;
-  fprintf(stderr, "%s\n", std::string(status.message()).c_str());
-  exit(1);
-}
 
 std::string Fingerprint(const std::string& bytes) {
   return absl::StrCat(bytes.size(), "-", absl::Hex(std::hash<std::string>()(bytes)));

@@ -2,35 +2,22 @@
 // Ranks whose number is odd add to a durable key, the others wait at a barrier meanwhile.
 #include <grpcpp/client_context.h>
 
-#include <cstdio>
-#include <cstdlib>
 #include <memory>
 #include <string>
 
 #include "absl/strings/numbers.h"
 #include "proto/muster/v1/kv.grpc.pb.h"
 #include "rpc/channel.h"
+#include "tests/e2e/worker_talk.h"
 #include "worker/process/coordinator_client.h"
 
 namespace {
 
+using muster::Check;
+using muster::Say;
+using muster::Variable;
+
 constexpr int kAdds = 100;
-
-std::string Variable(const char* name) {
-  const char* const value = getenv(name);
-  return value == nullptr ? "" : value;
-}
-
-void Say(const std::string& text) {
-  printf("%s\n", text.c_str());
-  fflush(stdout);
-}
-
-void Check(const absl::Status& status) {
-  if (status.ok()) return;
-  fprintf(stderr, "%s\n", std::string(status.message()).c_str());
-  exit(1);
-}
 
 // The coordinator keeps the class of a key: what is added to it later is durable too.
 void MakeDurable(const std::string& job, const std::string& key) {

@@ -14,6 +14,7 @@
 #include "base/fake_clock.h"
 #include "base/mutate.h"
 #include "proto/random_message.h"
+#include "worker/agent/fake_frame_link.h"
 #include "worker/agent/relay_core.h"
 #include "worker/agent/session_stream.h"
 
@@ -52,30 +53,6 @@ class Fuzzer final : public RandomMessage {
     if (name == "reason") return static_cast<int64_t>(Draw(30));
     return RandomMessage::Number(name);
   }
-};
-
-struct FakeLink final : public FrameLink {
-  explicit FakeLink(std::shared_ptr<FrameEvents> to) : events(std::move(to)) {}
-  void Write(v1::AgentFrame frame) override {
-    EXPECT_FALSE(writing) << "two writes in flight";
-    writing = true;
-    written.push_back(std::move(frame));
-  }
-  void Close() override { closing = true; }
-
-  const std::shared_ptr<FrameEvents> events;
-  std::vector<v1::AgentFrame> written;
-  bool writing = false;
-  bool closing = false;
-  bool closed = false;
-};
-
-struct FakeTransport final : public FrameTransport {
-  std::shared_ptr<FrameLink> Open(std::shared_ptr<FrameEvents> events) override {
-    links.push_back(std::make_shared<FakeLink>(std::move(events)));
-    return links.back();
-  }
-  std::vector<std::shared_ptr<FakeLink>> links;
 };
 
 class StreamFuzzTest : public ::testing::TestWithParam<uint64_t> {};

@@ -11,6 +11,7 @@
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "rpc/status.h"
+#include "worker/agent/fake_frame_link.h"
 
 namespace muster::agent {
 namespace {
@@ -18,40 +19,6 @@ namespace {
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-
-// A stream that the test plays the coordinator of.
-struct FakeLink final : public FrameLink {
-  explicit FakeLink(std::shared_ptr<FrameEvents> to) : events(std::move(to)) {}
-  void Write(v1::AgentFrame frame) override {
-    EXPECT_FALSE(writing) << "two writes in flight";
-    writing = true;
-    written.push_back(std::move(frame));
-  }
-  void Close() override { closing = true; }
-  // The write is done.
-  void Done() {
-    ASSERT_TRUE(writing);
-    writing = false;
-    events->OnWritten();
-  }
-  // Lets all writes be done that follow from each other.
-  void Drain() {
-    while (writing) Done();
-  }
-
-  const std::shared_ptr<FrameEvents> events;
-  std::vector<v1::AgentFrame> written;
-  bool writing = false;
-  bool closing = false;
-};
-
-struct FakeTransport final : public FrameTransport {
-  std::shared_ptr<FrameLink> Open(std::shared_ptr<FrameEvents> events) override {
-    links.push_back(std::make_shared<FakeLink>(std::move(events)));
-    return links.back();
-  }
-  std::vector<std::shared_ptr<FakeLink>> links;
-};
 
 class SessionStreamTest : public ::testing::Test {
  protected:
