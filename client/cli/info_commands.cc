@@ -84,6 +84,21 @@ std::string EndedBarrierText(const v1::BarrierReport& report) {
                       DurationText(report.open_for(), 3));
 }
 
+std::string BarrierText(const v1::BarrierReport& report) {
+  return report.state() == v1::BARRIER_STATE_OPEN ? OpenBarrierText(report)
+                                                  : EndedBarrierText(report);
+}
+
+absl::Status ListBarriers(const std::shared_ptr<grpc::Channel>& channel, const std::string& job,
+                          bool only_open, absl::Duration timeout, v1::ListBarriersReply* reply) {
+  v1::ListBarriersRequest request;
+  request.set_job_id(job);
+  request.set_only_open(only_open);
+  grpc::ClientContext call;
+  rpc::SetTimeout(call, timeout);
+  return rpc::FromGrpc(v1::Barrier::NewStub(channel)->List(&call, request, reply));
+}
+
 std::string Json(const google::protobuf::Message& message) {
   google::protobuf::util::JsonPrintOptions options;
   options.preserve_proto_field_names = true;
@@ -434,24 +449,17 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
                       host.reason().empty() ? "" : ": ", host.reason(), "\n");
     }
     ordered_json barriers = ordered_json::array();
-    {
-      v1::ListBarriersRequest ask;
-      ask.set_job_id(job.job_id());
-      ask.set_only_open(true);
-      v1::ListBarriersReply open;
-      grpc::ClientContext list_call;
-      rpc::SetTimeout(list_call, timeout);
-      status = rpc::FromGrpc(v1::Barrier::NewStub(channel)->List(&list_call, ask, &open));
-      if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
-      for (const v1::BarrierReport& report : open.reports()) {
-        if (barriers.size() < kShownBarriers)
-          absl::StrAppend(&table, "  waiting at barrier ", OpenBarrierText(report), "\n");
-        barriers.push_back({{"name", report.barrier_id()},
-                            {"counter", report.counter()},
-                            {"arrived", report.arrived()},
-                            {"expected", report.expected()},
-                            {"open_for", DurationText(report.open_for())}});
-      }
+    v1::ListBarriersReply open;
+    status = ListBarriers(channel, job.job_id(), /*only_open=*/true, timeout, &open);
+    if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+    for (const v1::BarrierReport& report : open.reports()) {
+      if (barriers.size() < kShownBarriers)
+        absl::StrAppend(&table, "  waiting at barrier ", OpenBarrierText(report), "\n");
+      barriers.push_back({{"name", report.barrier_id()},
+                          {"counter", report.counter()},
+                          {"arrived", report.arrived()},
+                          {"expected", report.expected()},
+                          {"open_for", DurationText(report.open_for())}});
     }
     jobs.push_back({{"job_id", job.job_id()},
                     {"generation", job.generation()},
@@ -570,17 +578,13 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
   const bool as_json = line.Get("json") == "true";
   Connection connection;
   if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
-  const auto stub = v1::Barrier::NewStub(connection.channel);
 
   v1::ListBarriersReply list;
-  {
-    v1::ListBarriersRequest request;
-    request.set_job_id(job);
-    request.set_only_open(line.Has("cancel") || (name.empty() && line.Get("all") != "true"));
-    grpc::ClientContext call;
-    rpc::SetTimeout(call, connection.timeout);
-    const absl::Status status = rpc::FromGrpc(stub->List(&call, request, &list));
-    if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  const bool only_open = line.Has("cancel") || (name.empty() && line.Get("all") != "true");
+  if (const absl::Status listed =
+          ListBarriers(connection.channel, job, only_open, connection.timeout, &list);
+      !listed.ok()) {
+    return Fail(spec, context, listed, ExitCodeOf(listed));
   }
   if (name.empty()) {
     if (as_json) {
@@ -588,9 +592,7 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
       return kExitOk;
     }
     for (const v1::BarrierReport& report : list.reports()) {
-      context.out << (report.state() == v1::BARRIER_STATE_OPEN ? OpenBarrierText(report)
-                                                               : EndedBarrierText(report))
-                  << "\n";
+      context.out << BarrierText(report) << "\n";
     }
     return kExitOk;
   }
@@ -608,6 +610,7 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
     }
     counter = it->counter();
   }
+  const auto stub = v1::Barrier::NewStub(connection.channel);
   grpc::ClientContext call;
   rpc::SetTimeout(call, connection.timeout);
   if (line.Has("cancel")) {
@@ -634,9 +637,7 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
     context.out << Json(report) << "\n";
     return kExitOk;
   }
-  context.out << (report.state() == v1::BARRIER_STATE_OPEN ? OpenBarrierText(report)
-                                                           : EndedBarrierText(report))
-              << "\n";
+  context.out << BarrierText(report) << "\n";
   if (report.state() == v1::BARRIER_STATE_OPEN) context.out << report.message() << "\n";
   for (const v1::Culprit& culprit : report.culprits()) {
     if (culprit.native_stack().empty()) continue;
