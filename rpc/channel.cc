@@ -1,11 +1,11 @@
 #include "rpc/channel.h"
 
+#include <grpc/support/time.h>
 #include <grpcpp/create_channel.h>
 #include <grpcpp/security/credentials.h>
 #include <grpcpp/support/channel_arguments.h>
 
 #include <algorithm>
-#include <chrono>
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
@@ -16,10 +16,12 @@
 namespace muster::rpc {
 namespace {
 
-std::chrono::system_clock::time_point GrpcDeadline(absl::Duration timeout) {
+// By the monotonic clock: gRPC converts a deadline of the wall clock by a second look at it, and a
+// clock that jumps between the two would end the call at once.
+gpr_timespec GrpcDeadline(absl::Duration timeout) {
   const absl::Duration bounded = std::clamp(timeout, absl::ZeroDuration(), absl::Hours(24 * 365));
-  return std::chrono::system_clock::now() +
-         absl::ToChronoMilliseconds(absl::Ceil(bounded, absl::Milliseconds(1)));
+  return gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
+                      gpr_time_from_nanos(absl::ToInt64Nanoseconds(bounded), GPR_TIMESPAN));
 }
 
 }  // namespace
