@@ -15,14 +15,9 @@ namespace muster {
 
 namespace internal {
 
-std::map<std::string, at::Tensor> StateDictOf(const torch::nn::Module& module) {
+std::map<std::string, at::Tensor> StateDictOf(const ModelSource& model) {
   std::map<std::string, at::Tensor> tensors;
-  for (const auto& parameter : module.named_parameters()) {
-    tensors.emplace(parameter.key(), parameter.value().detach());
-  }
-  for (const auto& buffer : module.named_buffers()) {
-    tensors.emplace(buffer.key(), buffer.value().detach());
-  }
+  for (auto& [name, tensor] : TensorsOf(model)) tensors.emplace(name, tensor);
   return tensors;
 }
 
@@ -40,12 +35,6 @@ Accelerator::~Accelerator() {
   } else {
     core_->EndTraining();
   }
-}
-
-AcceleratedScheduler Accelerator::prepare_scheduler(const AcceleratedOptimizer& optimizer,
-                                                    LrSchedulePtr schedule) {
-  return AcceleratedScheduler(
-      internal::Keep(core_, core_->PrepareSchedule(std::move(schedule), optimizer.slot())));
 }
 
 internal::AccumulateScope Accelerator::accumulate() { return core_->Accumulate(); }
@@ -107,8 +96,8 @@ Profile Accelerator::profile(ProfileOptions options) {
   return Profile(std::move(options));
 }
 
-int run(int argc, char** argv, const AcceleratorOptions& options,
-        const std::function<absl::Status(Accelerator&, const Arguments&)>& train) {
+int internal::Run(int argc, char** argv, const AcceleratorOptions& options,
+                  const std::function<absl::Status(Accelerator&, const Arguments&)>& train) {
   const Arguments arguments(argv + std::min(argc, 1), argv + argc);
   std::string who = absl::StrCat("pid ", getpid());
   const absl::Status status = Guard([&] {
@@ -129,16 +118,6 @@ int run(int argc, char** argv, const AcceleratorOptions& options,
   std::fprintf(stderr, "%s: %s: %s\n", std::string(program.substr(program.rfind('/') + 1)).c_str(),
                who.c_str(), status.ToString().c_str());
   return 1;
-}
-
-int run(int argc, char** argv,
-        const std::function<absl::Status(Accelerator&, const Arguments&)>& train) {
-  return run(argc, argv, AcceleratorOptions(), train);
-}
-
-int run(int argc, char** argv, const std::function<absl::Status(Accelerator&)>& train) {
-  return run(argc, argv, AcceleratorOptions(),
-             [&](Accelerator& accelerator, const Arguments&) { return train(accelerator); });
 }
 
 }  // namespace muster

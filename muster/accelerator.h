@@ -18,11 +18,11 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "muster/data.h"
+#include "muster/handles.h"
 #include "muster/internal/core.h"
 #include "muster/optim.h"
 #include "muster/state.h"
-#include "torch/nn/module.h"
-#include "torch/nn/pimpl.h"
+#include "muster/subgroup.h"
 #include "torch/optim/optimizer.h"
 #include "worker/metrics/gather_for_metrics.h"
 #include "worker/process/job_triggers.h"
@@ -45,91 +45,9 @@ std::shared_ptr<Slot> Keep(std::shared_ptr<Core> core, std::shared_ptr<Slot> slo
 }
 
 // Parameters and buffers by name.
-std::map<std::string, at::Tensor> StateDictOf(const torch::nn::Module& module);
+std::map<std::string, at::Tensor> StateDictOf(const ModelSource& model);
 
 }  // namespace internal
-
-// A prepared model: call it as you call the model. Each call runs under the configured autocast,
-// returns float32, and takes part in the gradient exchange. A value; copies are the same model. `M`
-// is a torch module holder (TORCH_MODULE).
-template <class M>
-class AcceleratedModel {
- public:
-  using ModuleType = typename M::ContainedType;
-
-  AcceleratedModel(M module, std::shared_ptr<internal::ModelSlot> slot)
-      : module_(std::move(module)), impl_(module_.ptr()), slot_(std::move(slot)) {}
-
-  // The forward pass: the model's own `forward`, with whatever arguments it takes.
-  template <class... Args>
-  auto operator()(Args&&... args) {
-    return slot_->Run([&] { return impl_->forward(std::forward<Args>(args)...); });
-  }
-  template <class... Args>
-  auto forward(Args&&... args) {
-    return (*this)(std::forward<Args>(args)...);
-  }
-
-  // The module itself: parameters(), train(), eval(), its own members.
-  ModuleType* operator->() const { return impl_.get(); }
-  ModuleType& operator*() const { return *impl_; }
-  M& unwrap() { return module_; }
-  const M& unwrap() const { return module_; }
-
-  const std::shared_ptr<internal::ModelSlot>& slot() const { return slot_; }
-
- private:
-  M module_;
-  std::shared_ptr<ModuleType> impl_;
-  std::shared_ptr<internal::ModelSlot> slot_;
-};
-
-// A prepared optimizer: step() and zero_grad() act only where gradients are synchronized, so the
-// loop needs no `if`. A value; copies are the same optimizer.
-class AcceleratedOptimizer {
- public:
-  explicit AcceleratedOptimizer(std::shared_ptr<internal::OptimizerSlot> slot)
-      : slot_(std::move(slot)) {}
-
-  // One update at the end of an accumulation window; nothing between. Under a gradient scaler an
-  // update whose gradients hold inf or NaN is skipped.
-  void step() { slot_->Step(); }
-  // Forgets the gradients at the end of a window; nothing between.
-  void zero_grad(bool set_to_none = true) { slot_->ZeroGrad(set_to_none); }
-  // Whether the last step() was skipped because of inf or NaN.
-  bool step_was_skipped() const { return slot_->step_was_skipped(); }
-  // Learning rate of a parameter group.
-  double lr(int64_t group = 0) const { return slot_->handle().lr(group); }
-  // Updates done so far.
-  int64_t steps() const { return slot_->steps(); }
-
-  OptimizerHandle& handle() { return slot_->handle(); }
-  const std::shared_ptr<internal::OptimizerSlot>& slot() const { return slot_; }
-
- private:
-  std::shared_ptr<internal::OptimizerSlot> slot_;
-};
-
-// A prepared learning-rate schedule: step() it once per micro-step, after the optimizer. It moves
-// on when the optimizer did. A value; copies are the same schedule.
-class AcceleratedScheduler {
- public:
-  explicit AcceleratedScheduler(std::shared_ptr<internal::SchedulerSlot> slot)
-      : slot_(std::move(slot)) {}
-
-  void step() { slot_->Step(); }
-  // The rate in force, of the first parameter group.
-  double last_lr() const { return slot_->last_lr(); }
-  // Those of all groups.
-  std::vector<double> get_last_lr() const { return slot_->last_lrs(); }
-  // Steps of the schedule so far.
-  int64_t step_count() const { return slot_->step_count(); }
-
-  const std::shared_ptr<internal::SchedulerSlot>& slot() const { return slot_; }
-
- private:
-  std::shared_ptr<internal::SchedulerSlot> slot_;
-};
 
 // Your training loop on one process or on a cluster, in any precision: Accelerate's Accelerator for
 // LibTorch.
@@ -191,35 +109,54 @@ class Accelerator {
   // prepare.
   // (collective) Makes models, optimizers, loaders and schedules ready for this job and returns
   // them in the same order:
-  //   a module holder           -> AcceleratedModel        moved to device(), parameters broadcast
-  //   from process 0 an optimizer              -> AcceleratedOptimizer    torch::optim's or
-  //   Muster's; keep it alive batches(dataset, n)       -> a loader of this process's batches a
-  //   schedule (LrSchedulePtr)-> AcceleratedScheduler    of the optimizer in the same call
-  // Anything already prepared is returned as it is. One argument gives one object, several a tuple.
-  // Throws c10::Error: parameters differ between processes (named), a schedule without an
-  // optimizer.
+  //   a model: a module holder (TORCH_MODULE, Sequential), a std::shared_ptr to a class derived from
+  //   torch::nn::Module, AnyModule, jit::Module
+  //                            -> AcceleratedModel        moved to device(), parameters broadcast
+  //                                                       from process 0
+  //   an optimizer: torch::optim's or Muster's; by reference, then keep it alive, or by shared_ptr
+  //                            -> AcceleratedOptimizer
+  //   batches(dataset, n)      -> a loader of this process's batches
+  //   a schedule, or one for each parameter group (std::vector<LrSchedulePtr>), or a
+  //   torch::optim::LRScheduler (by reference or shared_ptr)
+  //                            -> AcceleratedScheduler    of the optimizer in the same call
+  //   PlateauSchedule, or torch::optim's ReduceLROnPlateauScheduler
+  //                            -> AcceleratedPlateau      likewise
+  // Anything already prepared is returned as it is; anything else does not compile. One argument
+  // gives one object, several a tuple. What nobody holds any more, neither the object nor what
+  // prepare() returned for it, is forgotten: a loop over folds prepares new ones each time. Throws
+  // c10::Error: parameters differ between processes (named), a schedule without an optimizer, a
+  // project folder that cannot be written.
   template <class... Objects>
-  auto prepare(Objects&&... objects);
+  [[nodiscard]] auto prepare(Objects&&... objects);
 
   // As prepare(), for one object. `evaluation_mode`: the model is not going to be trained, so its
   // gradients are not exchanged.
   template <class M>
-  auto prepare_model(M module, bool evaluation_mode = false) {
-    return AcceleratedModel<M>(
-        module, internal::Keep(core_, core_->PrepareModel(module.ptr(), evaluation_mode)));
+  [[nodiscard]] auto prepare_model(M module, bool evaluation_mode = false) {
+    static_assert(
+        internal::ModelTraits<M>::kIsModel,
+        "prepare_model() takes a module holder, a std::shared_ptr to a class derived from "
+        "torch::nn::Module, a torch::nn::AnyModule or a torch::jit::Module");
+    if constexpr (internal::ModelTraits<M>::kIsModel) {
+      auto slot = core_->PrepareModel(internal::ModelTraits<M>::Source(module), evaluation_mode);
+      return AcceleratedModel<M>(std::move(module), internal::Keep(core_, std::move(slot)));
+    }
   }
   template <class O>
-  auto prepare_optimizer(O& optimizer) {
-    return prepare(optimizer);
+  [[nodiscard]] auto prepare_optimizer(O&& optimizer) {
+    return prepare(std::forward<O>(optimizer));
   }
   template <class R>
-  auto prepare_data_loader(const R& recipe) {
+  [[nodiscard]] auto prepare_data_loader(const R& recipe) {
     static_assert(IsBatchRecipe<R>::value, "prepare_data_loader() takes what batches() gives");
     return prepare(recipe);
   }
-  // A schedule for an optimizer that was prepared before.
-  AcceleratedScheduler prepare_scheduler(const AcceleratedOptimizer& optimizer,
-                                         LrSchedulePtr schedule);
+  // A schedule for an optimizer that was prepared before: an LrSchedulePtr, a list of them,
+  // PlateauSchedule, or a schedule of torch::optim's by reference.
+  template <class S>
+  [[nodiscard]] auto prepare_scheduler(const AcceleratedOptimizer& optimizer, S&& schedule) {
+    return PrepareSchedule(std::forward<S>(schedule), optimizer.slot());
+  }
 
   // The step.
   // Begins a micro-step; hold the result until its end. Says whether gradients are exchanged and
@@ -240,6 +177,11 @@ class Accelerator {
   // Backward pass of `loss` (0-d or one element), divided for the accumulation window and scaled
   // for fp16.
   void backward(const at::Tensor& loss) { core_->Backward(loss); }
+  // With a graph that is kept, derivatives of higher order, or gradients for some tensors only:
+  // backward(loss, {.retain_graph = true}).
+  void backward(const at::Tensor& loss, const BackwardOptions& how) {
+    core_->Backward(loss, std::nullopt, how);
+  }
   // For a loss that is a mean over `weight` items, such as tokens: the update is then the mean over
   // all items of the window and of all processes. All micro-steps of a window, or none.
   void backward(const at::Tensor& loss, double weight) { core_->Backward(loss, weight); }
@@ -288,34 +230,45 @@ class Accelerator {
   // value per process.
   template <class T>
   T gather(const T& value, std::source_location where = std::source_location::current()) {
+    core_->CheckAllTakePart("gather()");
     return Gather(core_->comm(), value, where);
   }
   // (collective) As gather, without the samples that only fill up the last batch: a tensor whose
   // first dimension is the batch's is cut to the real samples of each process; anything else is
   // gathered whole. What holds no tensor goes as gather_object does, and a list with an object per
-  // sample is cut alike. Inside a loop over a prepared loader of this Accelerator; outside of any
-  // it is gather.
+  // sample is cut alike. `rows` says it instead of the first dimension: MetricRows::kPerSample,
+  // where any other length is an error, or MetricRows::kPerProcess, which is never cut. Inside a
+  // loop over a prepared loader of this Accelerator; outside of any it is gather. Refused inside
+  // join_uneven_inputs().
   template <class T>
-  auto gather_for_metrics(const T& value) {
+  auto gather_for_metrics(const T& value, MetricRows rows = MetricRows::kAuto) {
+    core_->CheckAllTakePart("gather_for_metrics()");
     if constexpr (nested_internal::HoldsTensor<T>()) {
-      return MapTensors(value, [&](const at::Tensor& t) { return core_->GatherForMetrics(t); });
+      const BatchInfo* batch = core_->BatchOfMetrics();
+      if (batch == nullptr) return Gather(core_->comm(), value);
+      return MapTensors(value, [&](const at::Tensor& t) {
+        return GatherForMetrics(core_->comm(), t, *batch, rows);
+      });
     } else if constexpr (nested_internal::IsVector<T>) {
-      return gather_object_for_metrics(value);
+      return gather_object_for_metrics(value, rows);
     } else {
       return gather_object(value);
     }
   }
   template <class T, class U, class... Rest>
-  auto gather_for_metrics(const T& first, const U& second, const Rest&... rest) {
+  requires(!std::is_same_v<U, MetricRows>) auto gather_for_metrics(const T& first, const U& second,
+                                                                   const Rest&... rest) {
     // Braces, because they are evaluated in order; collectives must be.
     return std::tuple{gather_for_metrics(first), gather_for_metrics(second),
                       gather_for_metrics(rest)...};
   }
   // (collective) The same with the facts of a given batch.
   template <class Data, class T>
-  T gather_for_metrics_of(const Batch<Data>& batch, const T& value) {
+  T gather_for_metrics_of(const Batch<Data>& batch, const T& value,
+                          MetricRows rows = MetricRows::kAuto) {
+    core_->CheckAllTakePart("gather_for_metrics_of()");
     return MapTensors(value, [&](const at::Tensor& t) {
-      return GatherForMetrics(core_->comm(), t, batch.info());
+      return GatherForMetrics(core_->comm(), t, batch.info(), rows);
     });
   }
   // (collective) The objects of all processes in process order: lists are joined, anything else
@@ -323,21 +276,25 @@ class Accelerator {
   template <class T>
   auto gather_object(const T& object,
                      std::source_location where = std::source_location::current()) {
+    core_->CheckAllTakePart("gather_object()");
     return GatherObject(core_->comm(), object, where);
   }
   // (collective) Lists with an object per sample, without those of samples that only fill up the
   // last batch.
   template <class E>
-  std::vector<E> gather_object_for_metrics(const std::vector<E>& objects) {
-    const BatchInfo* batch = core_->current_batch();
+  std::vector<E> gather_object_for_metrics(const std::vector<E>& objects,
+                                           MetricRows rows = MetricRows::kAuto) {
+    core_->CheckAllTakePart("gather_object_for_metrics()");
+    const BatchInfo* batch = core_->BatchOfMetrics();
     if (batch == nullptr) return GatherObject(core_->comm(), objects);
-    return GatherObjectForMetrics(core_->comm(), objects, *batch);
+    return GatherObjectForMetrics(core_->comm(), objects, *batch, rows);
   }
   // (collective) "sum", "mean", "max" or "min" over all processes, times `scale`. The input is left
   // alone.
   template <class T>
   T reduce(const T& value, const std::string& reduction = "sum", double scale = 1.0,
            std::source_location where = std::source_location::current()) {
+    core_->CheckAllTakePart("reduce()");
     return Reduce(core_->comm(), value, reduction, scale, where);
   }
   // (collective) Pads dimension `dim` to the largest of all processes with `pad_index`.
@@ -345,12 +302,14 @@ class Accelerator {
   T pad_across_processes(const T& value, int64_t dim = 0, const at::Scalar& pad_index = 0,
                          bool pad_first = false,
                          std::source_location where = std::source_location::current()) {
+    core_->CheckAllTakePart("pad_across_processes()");
     return PadAcrossProcesses(core_->comm(), value, dim, pad_index, pad_first, where);
   }
   // (collective) The value of process `from_process`. The input is left alone.
   template <class T>
   T broadcast(const T& value, int from_process = 0,
               std::source_location where = std::source_location::current()) {
+    core_->CheckAllTakePart("broadcast()");
     return Broadcast(core_->comm(),
                      MapTensors(value, [](const at::Tensor& t) { return t.clone(); }), from_process,
                      where);
@@ -358,12 +317,20 @@ class Accelerator {
   // (collective) Overwrites `list` with that of process `from_process`.
   template <class E>
   void broadcast_object_list(std::vector<E>& list, int from_process = 0) {
+    core_->CheckAllTakePart("broadcast_object_list()");
     BroadcastObjectList(core_->comm(), list, from_process);
   }
   // This process's part of a vector, map or tensor; the input is left alone. No communication.
   template <class T>
   T split_between_processes(const T& inputs, bool apply_padding = false) {
     return SplitBetweenProcesses(core_->size(), core_->rank(), inputs, apply_padding);
+  }
+
+  // (collective) A group of some processes, for collectives among them: every process of the job
+  // passes the same numbers, in any order. Throws c10::Error: a number that is none or comes twice,
+  // processes that differ.
+  Subgroup new_group(const std::vector<int>& process_indices) {
+    return Subgroup(core_->NewGroup(process_indices));
   }
 
   // Process control.
@@ -495,12 +462,12 @@ class Accelerator {
   template <class M>
   absl::Status save_model(const AcceleratedModel<M>& model, const std::string& directory,
                           const std::string& max_shard_size = "10GB") {
-    return core_->SaveModel(*model, directory, max_shard_size);
+    return core_->SaveModel(model.slot()->source(), directory, max_shard_size);
   }
   // The parameters and buffers of the model by name, as before prepare(). Not copies.
   template <class M>
   std::map<std::string, at::Tensor> get_state_dict(const AcceleratedModel<M>& model) const {
-    return internal::StateDictOf(*model);
+    return internal::StateDictOf(model.slot()->source());
   }
   // Process 0 writes the tensors to a safetensors file; elsewhere nothing happens.
   absl::Status save(const std::map<std::string, at::Tensor>& tensors, const std::string& path);
@@ -569,6 +536,8 @@ class Accelerator {
 
   template <class T>
   auto PrepareOne(T&& object);
+  template <class S>
+  auto PrepareSchedule(S&& schedule, const std::shared_ptr<internal::OptimizerSlot>& optimizer);
 
   std::shared_ptr<internal::Core> core_;
 };
@@ -576,14 +545,16 @@ class Accelerator {
 // The arguments of a job's function, less the program's name.
 using Arguments = std::vector<std::string>;
 
-// Makes the Accelerator, calls `train(accelerator)` or `train(accelerator, arguments)`, and turns
-// what comes back into the exit code of main(): 0, or 1 after one line on standard error that names
-// the process and what failed. Exceptions of any kind are caught here.
-int run(int argc, char** argv, const std::function<absl::Status(Accelerator&)>& train);
-int run(int argc, char** argv,
-        const std::function<absl::Status(Accelerator&, const Arguments&)>& train);
-int run(int argc, char** argv, const AcceleratorOptions& options,
-        const std::function<absl::Status(Accelerator&, const Arguments&)>& train);
+// Makes the Accelerator, calls `train(accelerator)` or `train(accelerator, arguments)`, which return
+// absl::Status or nothing, and turns what comes back into the exit code of main(): 0, or 1 after one
+// line on standard error that names the process and what failed. Exceptions of any kind are caught
+// here.
+template <class F>
+int run(int argc, char** argv, const AcceleratorOptions& options, F train);
+template <class F>
+int run(int argc, char** argv, F train) {
+  return run(argc, argv, AcceleratorOptions(), std::move(train));
+}
 
 // Below: templates.
 
@@ -597,32 +568,186 @@ template <>
 struct IsPrepared<AcceleratedOptimizer> : std::true_type {};
 template <>
 struct IsPrepared<AcceleratedScheduler> : std::true_type {};
+template <>
+struct IsPrepared<AcceleratedPlateau> : std::true_type {};
 template <class T>
 struct IsPrepared<PreparedLoader<T>> : std::true_type {};
 
+// std::shared_ptr<D> or std::unique_ptr<D>: D; anything else: void.
+template <class P>
+struct PointeeOf {
+  using type = void;
+};
+template <class D>
+struct PointeeOf<std::shared_ptr<D>> {
+  using type = D;
+};
+template <class D, class Deleter>
+struct PointeeOf<std::unique_ptr<D, Deleter>> {
+  using type = D;
+};
+template <class P>
+inline constexpr bool kIsSharedPtr = false;
+template <class D>
+inline constexpr bool kIsSharedPtr<std::shared_ptr<D>> = true;
+
+// These are only declared here; who has an object of one has included its header.
+template <class D>
+inline constexpr bool kIsTorchSchedule = std::is_base_of_v<torch::optim::LRScheduler, D>;
+template <class D>
+inline constexpr bool kIsTorchPlateau =
+    std::is_base_of_v<torch::optim::ReduceLROnPlateauScheduler, D>;
+template <class D>
+inline constexpr bool kIsOptimizer =
+    std::is_base_of_v<torch::optim::Optimizer, D> || std::is_base_of_v<OptimizerHandle, D>;
+
+template <class D>
+concept IsTorchLoader = requires(D& loader) {
+  loader.begin();
+  loader.join();
+  loader.options();
+};
+template <class D>
+constexpr bool IsDataset() {
+  if constexpr (std::is_class_v<D>) {
+    return dataset_internal::IsMapStyle<D> || dataset_internal::IsStream<D>;
+  } else {
+    return false;
+  }
+}
+
+// Why prepare() does not take a D, as a compiler's message. The order is from the particular to the
+// general.
+template <class D>
+constexpr auto Refuse() {
+  using Pointee = std::remove_pointer_t<
+      std::conditional_t<std::is_pointer_v<D>, D, typename PointeeOf<D>::type*>>;
+  static_assert(
+      !std::is_base_of_v<torch::nn::Module, D>,
+      "prepare() cannot hold a module by value or reference: make it a std::shared_ptr "
+      "(auto net = std::make_shared<Net>(...)) or a TORCH_MODULE holder, and prepare that");
+  static_assert(std::is_void_v<Pointee> || !std::is_base_of_v<torch::nn::Module, Pointee>,
+                "prepare() cannot hold a module by a raw or unique pointer: make it a "
+                "std::shared_ptr and prepare that");
+  static_assert(
+      std::is_void_v<Pointee> || !kIsOptimizer<Pointee>,
+      "prepare() takes an optimizer by reference or std::shared_ptr: pass *optimizer, and "
+      "keep the pointer alive");
+  static_assert(std::is_void_v<Pointee> || !(kIsTorchSchedule<Pointee> || kIsTorchPlateau<Pointee>),
+                "prepare() takes a schedule of LibTorch's by reference or std::shared_ptr: pass "
+                "*schedule, and keep the pointer alive");
+  static_assert(
+      !IsTorchLoader<D> && !IsTorchLoader<Pointee>,
+      "prepare() cannot share out a data loader of LibTorch's: give the data set instead, "
+      "as muster::batches(dataset, batch_size)");
+  static_assert(
+      !std::is_same_v<D, at::Tensor>,
+      "prepare() does not take tensors: a tensor of data goes in as muster::batches(tensor, "
+      "batch_size), a parameter as a member of a module");
+  static_assert(!IsDataset<D>() && !IsDataset<Pointee>(),
+                "prepare() does not take a data set as it is: say how it is read, by "
+                "muster::batches(dataset, batch_size)");
+  static_assert(kNever<D>,
+                "prepare() does not know this type: it takes models, optimizers, "
+                "muster::batches(dataset, batch_size), and learning-rate schedules");
+}
+
+// The part of run() that does not depend on the function.
+int Run(int argc, char** argv, const AcceleratorOptions& options,
+        const std::function<absl::Status(Accelerator&, const Arguments&)>& train);
+
 }  // namespace internal
+
+template <class F>
+int run(int argc, char** argv, const AcceleratorOptions& options, F train) {
+  constexpr bool kWithArguments = std::is_invocable_v<F&, Accelerator&, const Arguments&>;
+  static_assert(kWithArguments || std::is_invocable_v<F&, Accelerator&>,
+                "muster::run() calls train(accelerator) or train(accelerator, arguments): make its "
+                "parameters muster::Accelerator& and, perhaps, const muster::Arguments&");
+  const auto call = [&](Accelerator& accelerator, const Arguments& arguments) {
+    if constexpr (kWithArguments) {
+      return train(accelerator, arguments);
+    } else {
+      return train(accelerator);
+    }
+  };
+  using Result = std::invoke_result_t<decltype(call), Accelerator&, const Arguments&>;
+  static_assert(std::is_void_v<Result> || std::is_convertible_v<Result, absl::Status>,
+                "the function given to muster::run() must return absl::Status or nothing");
+  return internal::Run(argc, argv, options,
+                       [&](Accelerator& accelerator, const Arguments& arguments) -> absl::Status {
+                         if constexpr (std::is_void_v<Result>) {
+                           call(accelerator, arguments);
+                           return absl::OkStatus();
+                         } else {
+                           return call(accelerator, arguments);
+                         }
+                       });
+}
+
+template <class S>
+auto Accelerator::PrepareSchedule(S&& schedule,
+                                  const std::shared_ptr<internal::OptimizerSlot>& optimizer) {
+  using D = std::decay_t<S>;
+  using Pointee = typename internal::PointeeOf<D>::type;
+  using internal::Keep;
+  if constexpr (std::is_convertible_v<D, LrSchedulePtr>) {
+    return AcceleratedScheduler(
+        Keep(core_, core_->PrepareSchedule(LrSchedulePtr(schedule), optimizer)));
+  } else if constexpr (std::is_same_v<D, std::vector<LrSchedulePtr>>) {
+    return AcceleratedScheduler(Keep(core_, core_->PrepareSchedule(schedule, optimizer)));
+  } else if constexpr (std::is_same_v<D, PlateauSchedule>) {
+    return AcceleratedPlateau(Keep(core_, core_->PrepareSchedule(schedule, optimizer)));
+  } else if constexpr (internal::kIsSharedPtr<D>) {
+    TORCH_CHECK(schedule != nullptr, "prepare() got an empty pointer to a schedule");
+    using Handle = std::conditional_t<internal::kIsTorchPlateau<Pointee>, AcceleratedPlateau,
+                                      AcceleratedScheduler>;
+    return Handle(Keep(core_, core_->PrepareSchedule(*schedule, schedule, optimizer)));
+  } else {
+    static_assert(
+        internal::kIsTorchSchedule<D> || internal::kIsTorchPlateau<D>,
+        "prepare_scheduler() takes a muster schedule (muster::StepLR(10), ...), a list of "
+        "them, PlateauSchedule, or a schedule of torch::optim's");
+    static_assert(
+        std::is_lvalue_reference_v<S>,
+        "prepare() borrows a schedule of torch::optim's: give it a name and keep it alive");
+    using Handle =
+        std::conditional_t<internal::kIsTorchPlateau<D>, AcceleratedPlateau, AcceleratedScheduler>;
+    return Handle(Keep(core_, core_->PrepareSchedule(schedule, nullptr, optimizer)));
+  }
+}
 
 template <class T>
 auto Accelerator::PrepareOne(T&& object) {
   using D = std::decay_t<T>;
+  using Pointee = typename internal::PointeeOf<D>::type;
   if constexpr (internal::IsPrepared<D>::value) {
     return object;
-  } else if constexpr (std::is_base_of_v<torch::detail::ModuleHolderIndicator, D>) {
+  } else if constexpr (internal::ModelTraits<D>::kIsModel) {
     return prepare_model(D(object));
-  } else if constexpr (std::is_base_of_v<torch::optim::Optimizer, D> ||
-                       std::is_base_of_v<OptimizerHandle, D>) {
+  } else if constexpr (internal::kIsOptimizer<D>) {
     static_assert(std::is_lvalue_reference_v<T>,
                   "prepare() borrows the optimizer: give it a name and keep it alive");
+    static_assert(!std::is_const_v<std::remove_reference_t<T>>,
+                  "prepare() got a const optimizer, which cannot step");
     return AcceleratedOptimizer(internal::Keep(core_, core_->PrepareOptimizer(object)));
+  } else if constexpr (internal::kIsSharedPtr<D> && internal::kIsOptimizer<Pointee>) {
+    TORCH_CHECK(object != nullptr, "prepare() got an empty pointer to an optimizer");
+    return AcceleratedOptimizer(internal::Keep(core_, core_->PrepareOptimizer(*object, object)));
   } else if constexpr (IsBatchRecipe<D>::value) {
     auto loader =
         PrepareLoader(object, core_->loader_options(), &core_->comm(), core_->loader_observer());
     core_->RegisterLoader(loader.state_handle());
     return loader;
-  } else if constexpr (std::is_convertible_v<D, LrSchedulePtr>) {
-    return AcceleratedScheduler(internal::Keep(core_, core_->PrepareSchedule(object)));
+  } else if constexpr (std::is_convertible_v<D, LrSchedulePtr> ||
+                       std::is_same_v<D, std::vector<LrSchedulePtr>> ||
+                       std::is_same_v<D, PlateauSchedule> || internal::kIsTorchSchedule<D> ||
+                       internal::kIsTorchPlateau<D> ||
+                       (internal::kIsSharedPtr<D> && (internal::kIsTorchSchedule<Pointee> ||
+                                                      internal::kIsTorchPlateau<Pointee>))) {
+    return PrepareSchedule(std::forward<T>(object), nullptr);
   } else {
-    return object;
+    internal::Refuse<D>();
   }
 }
 

@@ -7,6 +7,7 @@
 #include "muster/accelerator.h"
 #include "muster/checkpoint.h"
 #include "muster/data.h"
+#include "muster/nn.h"
 #include "muster/optim.h"
 #include "muster/track.h"
 #include "muster/utils.h"

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "ATen/core/Tensor.h"
 #include "absl/time/time.h"
 #include "worker/parallel/ddp.h"
 #include "worker/train/accumulation.h"
@@ -40,6 +41,17 @@ struct ProjectOptions {
       total_limit;  // of numbered checkpoints kept; the oldest go once a new one is complete
 };
 
+// What backward() does beside the plain backward pass.
+struct BackwardOptions {
+  // The graph can be gone through again.
+  bool retain_graph = false;
+  // The backward pass becomes part of the graph, for derivatives of higher order. Retains it too.
+  bool create_graph = false;
+  // Gradients are added up in these tensors only, such as the parameters of one of two models;
+  // empty: in all. On several processes: all trained parameters of a model or none of them.
+  std::vector<at::Tensor> inputs = {};
+};
+
 // A choice left absent is taken from the environment, then from the default. An explicit one always
 // wins.
 struct AcceleratorOptions {
@@ -71,6 +83,9 @@ struct AcceleratorOptions {
   // should_stop() takes SIGTERM, at any process, as the trigger "stop" of the whole job, from its
   // first call on; a second SIGTERM kills. false: SIGTERM kills.
   bool stop_on_sigterm = true;
+  // Optimizers may step on gradients that no prepared model averages over the processes, since the
+  // program does so itself. false: step() throws and names the parameter.
+  bool allow_local_gradients = false;
   // backward() throws on a loss that is NaN or infinite, naming the process and the micro-step.
   bool check_finite_loss = false;
 };

@@ -1,7 +1,9 @@
 #include "muster/utils.h"
 
 #include <exception>
+#include <map>
 
+#include "ATen/core/grad_mode.h"
 #include "worker/process/environment.h"
 #include "worker/train/guard.h"
 
@@ -44,9 +46,46 @@ void synchronize_rng_states(Accelerator& accelerator, at::Generator& generator) 
 int64_t find_executable_batch_size(Accelerator& accelerator, int64_t starting_batch_size,
                                    const std::function<void(int64_t)>& attempt,
                                    const std::function<int64_t(int64_t)>& reduce_batch_size) {
-  return FindExecutableBatchSize(
-      accelerator.comm(), {.starting_batch_size = starting_batch_size, .reduce = reduce_batch_size},
-      attempt);
+  return FindExecutableBatchSize(accelerator.comm(),
+                                 {.starting_batch_size = starting_batch_size,
+                                  .reduce = reduce_batch_size,
+                                  .forget = [&accelerator] { accelerator.free_memory(); }},
+                                 attempt);
+}
+
+bool Ema::update() {
+  if (!core_->sync_gradients()) return false;
+  TORCH_CHECK(
+      core_->communicate(),
+      "an average of weights is updated inside LocalSGD, where every process has weights of "
+      "its own: update it after the scope, or without LocalSGD");
+  weights_->Update();
+  return true;
+}
+
+void Ema::CopyTo(const Named& parameters, const Named& buffers) const {
+  std::map<std::string, at::Tensor> own(buffers_.begin(), buffers_.end());
+  for (const auto& [name, buffer] : buffers) {
+    const auto it = own.find(name);
+    TORCH_CHECK(it != own.end() && it->second.sizes() == buffer.sizes(),
+                "the averaged model has no "
+                "buffer '",
+                name, "' of shape ", buffer.sizes());
+  }
+  weights_->CopyTo(parameters);
+  const at::NoGradGuard no_grad;
+  for (const auto& [name, buffer] : buffers) {
+    if (!buffer.is_same(own.at(name))) at::Tensor(buffer).copy_(own.at(name));
+  }
+}
+
+std::vector<at::Tensor> LocalSGD::Averaged(const internal::ModelSource& model) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& [name, parameter] : model.parameters()) tensors.push_back(parameter);
+  for (const auto& [name, buffer] : model.buffers()) {
+    if (buffer.is_floating_point()) tensors.push_back(buffer);
+  }
+  return tensors;
 }
 
 LocalSGD::LocalSGD(Accelerator& accelerator, std::vector<at::Tensor> parameters,

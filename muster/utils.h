@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
+#include <optional>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -15,6 +17,7 @@
 #include "worker/track/logger.h"
 #include "worker/train/autocast.h"
 #include "worker/train/batch_size_finder.h"
+#include "worker/train/ema.h"
 #include "worker/train/local_sgd.h"
 #include "worker/train/seed.h"
 
@@ -40,8 +43,24 @@ void synchronize_rng_states(Accelerator& accelerator, at::Generator& generator);
 
 // Memory.
 
-// (collective) The largest batch size, of those tried, that fits into memory on every process: see
-// FindExecutableBatchSize. `reduce_batch_size` gives the next smaller one; absent: nine tenths.
+// (collective) The largest batch size, of those tried, that fits into memory on every process.
+// `attempt` is called with `starting_batch_size` and, as long as memory runs out, with smaller ones;
+// `reduce_batch_size` gives the next one; absent: nine tenths. It may be the whole training.
+//
+//   muster::find_executable_batch_size(accelerator, 128, [&](int64_t batch_size) {
+//     Net net;
+//     torch::optim::AdamW adamw(net->parameters());
+//     auto [model, optimizer, loader] =
+//         accelerator.prepare(net, adamw, muster::batches(data, batch_size));
+//     for (int64_t epoch : accelerator.epochs(3)) { ... }
+//   });
+//
+// So make models, optimizers and loaders inside: after a failed call this Accelerator forgets all
+// that was prepared, in it or before, and the accumulation window, as free_memory() does. What the
+// last call made ends with it: call save_state() and save_model() inside. Memory runs
+// out on all processes at the same place where they have equal models and batches; one that runs out
+// alone leaves the others waiting in their next exchange, until that times out. For trying a single
+// step beside a training that goes on, use FindExecutableBatchSize. Throws c10::Error if no size fits.
 int64_t find_executable_batch_size(
     Accelerator& accelerator, int64_t starting_batch_size,
     const std::function<void(int64_t)>& attempt,
@@ -121,7 +140,7 @@ class LocalSGD {
   template <class M>
   LocalSGD(Accelerator& accelerator, const AcceleratedModel<M>& model, int64_t local_sgd_steps,
            bool enabled = true)
-      : LocalSGD(accelerator, model->parameters(), local_sgd_steps, enabled) {}
+      : LocalSGD(accelerator, Averaged(model.slot()->source()), local_sgd_steps, enabled) {}
   // (collective) Averages; not if an exception is leaving the scope.
   ~LocalSGD() noexcept(false);
   LocalSGD(const LocalSGD&) = delete;
@@ -132,12 +151,81 @@ class LocalSGD {
   bool step() { return local_.Step(); }
 
  private:
+  // Parameters, and buffers of floating point, so that running statistics are equal as well.
+  static std::vector<at::Tensor> Averaged(const internal::ModelSource& model);
   LocalSGD(Accelerator& accelerator, std::vector<at::Tensor> parameters, int64_t local_sgd_steps,
            bool enabled);
 
   std::optional<internal::LocalScope> scope_;
   LocalSgd local_;
   const int exceptions_;
+};
+
+// The exponential moving average of a prepared model's weights (see EmaOptions; fp16 and bf16 weights
+// are averaged in fp32).
+//
+//   muster::Ema ema(accelerator, model, {.decay = 0.999});
+//   accelerator.register_for_checkpointing(ema);
+//   for (auto& [x, y] : loader) { ...; optimizer.step(); ema.update(); }
+//   {
+//     auto averaged = ema.apply();
+//     ... evaluate `model` ...
+//   }
+//   ema.copy_to(*model);  // for good, or into another module, to save it
+//
+// All processes have the same weights, so the averages are the same without an exchange. Make it
+// after prepare(), which moves and broadcasts the weights. Errors are c10::Error.
+class Ema {
+ public:
+  template <class M>
+  Ema(Accelerator& accelerator, const AcceleratedModel<M>& model, const EmaOptions& options = {})
+      : core_(&accelerator.core()),
+        weights_(std::make_shared<EmaWeights>(model.slot()->source().parameters(), options)),
+        buffers_(model.slot()->source().buffers()) {}
+
+  // After optimizer.step(): where that steps; between (in an accumulation window) nothing. Returns
+  // whether it was one. Throws inside LocalSGD, where processes have different weights.
+  bool update();
+
+  // While the result lives, the model's weights are the average; at its end they are what they were.
+  // Buffers (BatchNorm's statistics) are the model's own throughout. Throws, at its end, if the
+  // weights were changed in between. save_state() and step() are refused in it.
+  [[nodiscard]] internal::AveragedScope apply() { return {core_, *weights_}; }
+
+  // Writes the average, and the model's buffers, into `module`: its own, for good, or another one of
+  // the same class. Refuses one with other names or shapes before anything is changed.
+  template <class Module>
+  void copy_to(Module& module) const {
+    CopyTo(Names(module.named_parameters()), Names(module.named_buffers()));
+  }
+
+  // Updates so far.
+  int64_t updates() const { return weights_->updates(); }
+
+  // For register_for_checkpointing().
+  StateDict state_dict() const { return weights_->SaveState(); }
+  void load_state_dict(const StateDict& state) { weights_->LoadState(state); }
+
+ private:
+  using Named = std::vector<std::pair<std::string, at::Tensor>>;
+  // Of LibTorch's OrderedDict.
+  template <class Dict>
+  static Named Names(const Dict& dict) {
+    Named named;
+    for (const auto& item : dict) {
+      if constexpr (requires { item.key(); }) {
+        named.emplace_back(item.key(), item.value());
+      } else {
+        named.emplace_back(item.name, item.value);  // torch::jit's lists
+      }
+    }
+    return named;
+  }
+  void CopyTo(const Named& parameters, const Named& buffers) const;
+
+  internal::Core* core_;
+  std::shared_ptr<EmaWeights> weights_;
+  Named buffers_;
 };
 
 }  // namespace muster

@@ -1,16 +1,23 @@
 #include "muster/utils.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
 #include <map>
+#include <memory>
 #include <string>
 #include <tuple>
 #include <vector>
 
 #include "ATen/CPUGeneratorImpl.h"
 #include "ATen/Functions.h"
+#include "muster/test_model.h"
+#include "torch/nn/modules/batchnorm.h"
 #include "torch/nn/modules/linear.h"
+#include "torch/optim/sgd.h"
+#include "worker/process/borrowed_comm.h"
+#include "worker/process/gloo_ranks.h"
 
 namespace muster {
 namespace {
@@ -89,6 +96,121 @@ TEST(GetLogger, Lines_CarryTheRank) {
   testing::internal::CaptureStderr();
   logger.Info("hello");
   EXPECT_NE(testing::internal::GetCapturedStderr().find("[RANK 0] hello"), std::string::npos);
+}
+
+TEST(FindExecutableBatchSize, WholeTraining_StartsCleanAfterAFailureInMidWindow) {
+  AcceleratorOptions options;
+  options.cpu = true;
+  options.gradient_accumulation_steps = 4;
+  Accelerator accelerator(options);
+  const at::Tensor data = at::ones({16, 1});
+  int calls = 0;
+  std::vector<int64_t> steps;
+  std::weak_ptr<torch::nn::Module> failed;
+  const int64_t found = find_executable_batch_size(
+      accelerator, 4,
+      [&](int64_t batch_size) {
+        ++calls;
+        EXPECT_TRUE(failed.expired()) << "nothing of the failed attempt is left";
+        torch::nn::Linear net = OneWeight();
+        torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(1));
+        auto [model, optimizer, scheduler, loader] =
+            accelerator.prepare(net, sgd, StepLR(100), batches(TensorDataset(data), batch_size));
+        int64_t batch = 0;
+        for (auto& x : loader) {
+          auto scope = accelerator.accumulate();
+          accelerator.backward(Loss(model(x.value())));
+          if (batch_size == 4 && ++batch == 2) {
+            failed = net.ptr();
+            throw c10::OutOfMemoryError({__func__, __FILE__, __LINE__}, "out of memory");
+          }
+          optimizer.step();
+          optimizer.zero_grad();
+          scheduler.step();
+        }
+        steps.push_back(optimizer.steps());
+        // 8 batches of 2 in windows of 4, each with a gradient of -1.
+        EXPECT_EQ(net->weight.item<float>(), 2);
+        EXPECT_TRUE(accelerator.save_state(TestDir("after_search")).ok());
+      },
+      [](int64_t size) { return size / 2; });
+  EXPECT_EQ(found, 2);
+  EXPECT_EQ(calls, 2);
+  EXPECT_THAT(steps, testing::ElementsAre(2));
+}
+
+TEST(Ema, Loop_AveragesWhereTheOptimizerSteps) {
+  AcceleratorOptions options;
+  options.cpu = true;
+  options.gradient_accumulation_steps = 2;
+  Accelerator accelerator(options);
+  torch::nn::Linear net = OneWeight();
+  torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(1));
+  auto [model, optimizer, loader] =
+      accelerator.prepare(net, sgd, batches(TensorDataset(at::ones({8, 1})), 1));
+  Ema ema(accelerator, model, {.decay = 0.5});
+  double weight = 0, average = 0;
+  int updates = 0;
+  for (auto& x : loader) {
+    auto scope = accelerator.accumulate();
+    accelerator.backward(Loss(model(x.value())));
+    optimizer.step();
+    optimizer.zero_grad();
+    if (!ema.update()) continue;
+    ++updates;
+    weight += 1;
+    average = 0.5 * (average + weight);
+  }
+  EXPECT_EQ(updates, 4);
+  {
+    auto averaged = ema.apply();
+    EXPECT_NEAR(model->weight.item<float>(), average, 1e-6);
+  }
+  EXPECT_EQ(model->weight.item<float>(), 4);
+  torch::nn::Linear other = OneWeight();
+  ema.copy_to(*other);
+  EXPECT_NEAR(other->weight.item<float>(), average, 1e-6);
+  torch::nn::Linear wider(2, 1);
+  EXPECT_THROW(ema.copy_to(*wider), c10::Error);
+
+  static_assert(Checkpointable<Ema>);
+  Ema restored(accelerator, model, {.decay = 0.5});
+  restored.load_state_dict(ema.state_dict());
+  EXPECT_EQ(restored.updates(), 4);
+  ema.copy_to(*model);
+  EXPECT_NEAR(model->weight.item<float>(), average, 1e-6);
+}
+
+TEST(Ema, InLocalSgd_IsRefused) {
+  RunGlooRanks(2, [](Comm& comm) {
+    JoinedProcess process;
+    process.environment.rank.value = process.environment.local_rank.value = comm.rank();
+    process.environment.world_size.value = process.environment.local_world_size.value = comm.size();
+    process.environment.mixed_precision.value = "no";
+    process.comm = std::make_unique<BorrowedComm>(comm);
+    Accelerator accelerator(
+        std::make_shared<internal::Core>(AcceleratorOptions(), std::move(process)));
+    auto model = accelerator.prepare(OneWeight());
+    Ema ema(accelerator, model);
+    {
+      LocalSGD local(accelerator, model, 2);
+      EXPECT_THROW(ema.update(), c10::Error);
+    }
+    EXPECT_TRUE(ema.update());
+  });
+}
+
+TEST(Ema, Buffers_AreTheModelsOwn) {
+  AcceleratorOptions options;
+  options.cpu = true;
+  Accelerator accelerator(options);
+  torch::nn::BatchNorm1d norm(2);
+  auto model = accelerator.prepare(norm);
+  Ema ema(accelerator, model);
+  norm->running_mean.fill_(3);
+  torch::nn::BatchNorm1d other(2);
+  ema.copy_to(*other);
+  EXPECT_EQ(other->running_mean[0].item<float>(), 3);
 }
 
 }  // namespace

@@ -363,7 +363,8 @@ void CheckMistakes(Accelerator& a) {
     EXPECT(error.find(words) != std::string::npos, what, " gives \"", error, "\"");
     a.wait_for_everyone();
   };
-  refused("a schedule without an optimizer", "prepare()", [&] { a.prepare(muster::StepLR(1)); });
+  refused("a schedule without an optimizer", "prepare()",
+          [&] { (void)a.prepare(muster::StepLR(1)); });
   refused("an unknown reduction", "sum, mean, max", [&] { a.reduce(at::ones({1}), "total"); });
   if (a.num_processes() > 1) {
     refused("a gather of different shapes", "pad_across_processes", [&] {

@@ -1,13 +1,17 @@
 // Core::SaveState and LoadState: which object goes into which file (docs/checkpoint_format.md).
+#include <algorithm>
+#include <filesystem>
 #include <map>
 #include <optional>
 #include <string>
 #include <tuple>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/units.h"
@@ -23,6 +27,17 @@ namespace muster::internal {
 namespace {
 
 constexpr char kFirstEpoch[] = "first_epoch";
+// With a loader's number after it.
+constexpr char kFinishedPasses[] = "finished_passes.";
+constexpr char kPassesPerEpoch[] = "passes_per_epoch.";
+
+// "ckpt/" and "./ckpt" are "ckpt".
+std::string CleanPath(const std::string& path) {
+  if (path.empty()) return path;
+  std::string clean = std::filesystem::path(path).lexically_normal().string();
+  while (clean.size() > 1 && clean.back() == '/') clean.pop_back();
+  return clean;
+}
 
 // A row of numbers "name" becomes the scalars "name.0", "name.1", ...
 void PutRows(const PlainState& rows, StateDict* state) {
@@ -49,17 +64,6 @@ absl::StatusOr<PlainState> TakeRows(const StateDict& state) {
   return rows;
 }
 
-NamedTensors TensorsOf(const torch::nn::Module& module) {
-  NamedTensors tensors;
-  for (const auto& parameter : module.named_parameters()) {
-    tensors.emplace_back(parameter.key(), parameter.value().detach());
-  }
-  for (const auto& buffer : module.named_buffers()) {
-    tensors.emplace_back(buffer.key(), buffer.value().detach());
-  }
-  return tensors;
-}
-
 // After a hook has had them.
 void CheckWeights(const std::vector<NamedTensors>& weights, size_t models, const char* where) {
   TORCH_CHECK(weights.size() == models, "a hook of ", where, " left ", weights.size(),
@@ -80,7 +84,47 @@ std::string Core::CheckpointRoot() const {
   return absl::StrCat(ProjectDirectory(), "/checkpoints");
 }
 
-absl::Status Core::SaveState(const std::string& directory) {
+absl::Status Core::CheckComplete() const {
+  for (const auto& optimizer : optimizers_) {
+    const std::string why = optimizer->handle().CannotSave();
+    if (!why.empty()) return absl::FailedPreconditionError(why);
+  }
+  if (models_.empty() && total_steps_ > 0 && registered_.empty() && save_hooks_.empty()) {
+    return absl::FailedPreconditionError(
+        "save_state would write no model, although optimizers have stepped: prepare() the model "
+        "that is trained, and save before free_memory()");
+  }
+  if (!registered_.empty() || !save_hooks_.empty()) return absl::OkStatus();
+  std::unordered_set<const void*> written;
+  for (const auto& model : models_) {
+    for (const auto& [name, tensor] : model->source().parameters()) {
+      written.insert(tensor.unsafeGetTensorImpl());
+    }
+  }
+  for (const auto& optimizer : optimizers_) {
+    const std::vector<at::Tensor>& parameters = optimizer->handle().parameters();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (written.count(parameters[i].unsafeGetTensorImpl()) > 0) continue;
+      return absl::FailedPreconditionError(absl::StrCat(
+          "save_state would leave out parameter ", optimizer->handle().parameter_names()[i],
+          " of the optimizer (shape ", absl::StrJoin(parameters[i].sizes(), "x"),
+          "), which belongs to no prepared model: prepare() its model, or save it by "
+          "register_for_checkpointing()"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Core::SaveState(const std::string& wanted_directory) {
+  const std::string directory = CleanPath(wanted_directory);
+  if (absl::Status here = Guard([&] { CheckAllTakePart("save_state()"); }); !here.ok()) return here;
+  if (averaged_depth_ > 0) {
+    return absl::FailedPreconditionError(
+        "save_state inside ema.apply() would write the average as the model's weights: save before "
+        "or after that scope");
+  }
+  ForgetUnheld();
+  if (absl::Status complete = CheckComplete(); !complete.ok()) return complete;
   if (!accumulation_.at_boundary()) {
     return absl::FailedPreconditionError(
         "save_state in the middle of an accumulation window would lose its gradients: save where "
@@ -92,12 +136,21 @@ absl::Status Core::SaveState(const std::string& directory) {
   info.step = global_step();
   info.epoch = epoch_;
   info.iteration = save_iteration_;
-  // The epoch is over once its body is past the loop over the data, and that loop got to its end.
-  info.cursor[kFirstEpoch] = epoch_open_ && live_.empty() && !interrupted_ ? epoch_ + 1 : epoch_;
+  const bool done = EpochIsDone();
+  info.cursor[kFirstEpoch] = done ? epoch_ + 1 : epoch_;
+  const std::vector<int64_t> finished = FinishedPasses();
+  for (size_t i = 0; i < finished.size(); ++i) {
+    const int64_t passes = std::max(passes_per_epoch_[i], epoch_open_ ? finished[i] : 0);
+    if (passes > 0) info.cursor[absl::StrCat(kPassesPerEpoch, i)] = passes;
+    // Training loops that the epoch is through with: a run that goes on in it leaves them out.
+    if (!done && epoch_open_ && finished[i] > 0) {
+      info.cursor[absl::StrCat(kFinishedPasses, i)] = finished[i];
+    }
+  }
 
   const auto write = [&](StateWriter& writer) -> absl::Status {
     std::vector<NamedTensors> weights;
-    for (const auto& model : models_) weights.push_back(TensorsOf(model->module()));
+    for (const auto& model : models_) weights.push_back(TensorsOf(model->source()));
     for (const auto& [unused, hook] : save_hooks_) {
       hook(weights, writer);
       CheckWeights(weights, models_.size(), "save_state()");
@@ -116,12 +169,13 @@ absl::Status Core::SaveState(const std::string& directory) {
       }
       for (size_t i = 0; i < schedulers_.size(); ++i) {
         StateDict file;
-        PutRows(schedulers_[i]->scheduler().SaveState(), &file);
+        PutRows(schedulers_[i]->SaveState(), &file);
         MUSTER_RETURN_IF_ERROR(writer.Write(SchedulerFileName(i), file));
       }
       for (size_t i = 0; i < loaders_.size(); ++i) {
         StateDict file;
-        file.SetText("place", loaders_[i]->State().ToString());
+        file.SetText("place", PlaceToSave(*loaders_[i]).ToString());
+        for (const auto& [name, tensor] : loaders_[i]->StateTensors()) file.SetTensor(name, tensor);
         MUSTER_RETURN_IF_ERROR(writer.Write(SamplerFileName(i), file));
       }
       if (scaler_ != nullptr) {
@@ -163,17 +217,20 @@ absl::Status Core::SaveState(const std::string& directory) {
     }
     last_checkpoint_ = path;
     save_iteration_ = info.iteration + 1;
+    claimed_done_ = done && trained_in_epoch_ ? path : "";
   });
 }
 
-absl::Status Core::SaveModel(const torch::nn::Module& module, const std::string& directory,
+absl::Status Core::SaveModel(const ModelSource& model, const std::string& wanted_directory,
                              const std::string& max_shard_size) {
+  const std::string directory = CleanPath(wanted_directory);
   return Guard([&] {
+    CheckAllTakePart("save_model()");
     const absl::StatusOr<int64_t> bytes = ParseShardSize(max_shard_size);
     ThrowIfError(bytes.status());
     absl::Status status;
     if (rank() == 0) {
-      status = Guard([&] { ThrowIfError(SaveModelFiles(directory, TensorsOf(module), *bytes)); });
+      status = Guard([&] { ThrowIfError(SaveModelFiles(directory, TensorsOf(model), *bytes)); });
     }
     const auto [code, message] = BroadcastObject(
         comm(), std::make_tuple(static_cast<int>(status.code()), std::string(status.message())), 0);
@@ -233,7 +290,11 @@ void Core::CheckPrepared(const StateReader& reader) const {
   check("model", ModelFileName, models_.size());
   check("optimizer", OptimizerFileName, optimizers_.size());
   check("schedule", SchedulerFileName, schedulers_.size());
-  check("loader", SamplerFileName, loaders_.size());
+  // Loaders may be prepared after this, as those in the body of an epoch are.
+  const int saved_loaders = reader.Count(SamplerFileName);
+  if (saved_loaders < static_cast<int>(loaders_.size())) {
+    check("loader", SamplerFileName, loaders_.size());
+  }
   check("registered object", CustomFileName, registered_.size());
 }
 
@@ -258,7 +319,7 @@ Core::Loaded Core::Read(const StateReader& reader) const {
   }
   loaded.optimizers = read_all(OptimizerFileName, optimizers_.size());
   loaded.schedulers = read_all(SchedulerFileName, schedulers_.size());
-  loaded.loaders = read_all(SamplerFileName, loaders_.size());
+  loaded.loaders = read_all(SamplerFileName, reader.Count(SamplerFileName));
   loaded.registered = read_all(CustomFileName, registered_.size());
   if (scaler_ != nullptr && reader.Has(ScalerFileName(0))) loaded.scaler = read(ScalerFileName(0));
   if (reader.Has(RandomStatesFileName(rank()))) loaded.random = read(RandomStatesFileName(rank()));
@@ -273,7 +334,7 @@ void Core::Apply(const StateReader& reader, const Loaded& loaded) {
   };
   for (size_t i = 0; i < models_.size(); ++i) {
     if (loaded.weights[i].empty() && !load_hooks_.empty()) continue;
-    ThrowIfError(LoadTensors(loaded.weights[i], TensorsOf(models_[i]->module()),
+    ThrowIfError(LoadTensors(loaded.weights[i], TensorsOf(models_[i]->source()),
                              absl::StrCat(reader.dir(), "/", ModelFileName(i)),
                              {.allow_missing = !load_hooks_.empty()}));
   }
@@ -288,22 +349,33 @@ void Core::Apply(const StateReader& reader, const Loaded& loaded) {
     optimizers_[i]->set_steps(*steps);
   }
   for (size_t i = 0; i < schedulers_.size(); ++i) {
-    ThrowIfError(Try(SchedulerFileName(i),
-                     [&] { schedulers_[i]->scheduler().LoadState(rows(loaded.schedulers[i])); }));
+    ThrowIfError(
+        Try(SchedulerFileName(i), [&] { schedulers_[i]->LoadState(rows(loaded.schedulers[i])); }));
   }
-  for (size_t i = 0; i < loaders_.size(); ++i) {
+  pending_loaders_.clear();
+  for (size_t i = 0; i < loaded.loaders.size(); ++i) {
     const absl::StatusOr<std::string> place = loaded.loaders[i].GetText("place");
     ThrowIfError(place.status());
     const absl::StatusOr<LoaderState> state = LoaderState::FromString(*place);
     ThrowIfError(state.status());
-    ThrowIfError(Try(SamplerFileName(i), [&] { loaders_[i]->LoadState(*state); }));
+    std::map<std::string, at::Tensor> tensors;
+    for (const auto& [name, tensor] : loaded.loaders[i].tensors()) tensors.emplace(name, tensor);
+    if (i < loaders_.size()) {
+      ThrowIfError(Try(SamplerFileName(i), [&] { loaders_[i]->LoadState(*state, tensors); }));
+    } else {
+      pending_loaders_.insert({i, {*state, std::move(tensors)}});
+    }
   }
   // Gradients and scaler steps of a window that was open belong to the state that is given up.
   for (const auto& optimizer : optimizers_) {
     optimizer->handle().ZeroGrad(GradZeroing::kInPlace);
     optimizer->gradients_finished_ = false;
     optimizer->step_was_skipped_ = false;
+    optimizer->zero_at_end_.reset();
+    optimizer->witness_.reset();
+    optimizer->consumed_ = false;
   }
+  window_backwards_ = 0;
   window_factor_.reset();
   scaler_steps_ = 0;
   if (scaler_ != nullptr) {
@@ -313,6 +385,7 @@ void Core::Apply(const StateReader& reader, const Loaded& loaded) {
   for (size_t i = 0; i < registered_.size(); ++i) {
     ThrowIfError(Try(CustomFileName(i), [&] { registered_[i].load(loaded.registered[i]); }));
   }
+  ForgetCastWeights();
   if (loaded.random.has_value()) {
     std::map<std::string, at::Tensor> states;
     for (const auto& [name, tensor] : loaded.random->tensors()) states.emplace(name, tensor);
@@ -327,6 +400,17 @@ void Core::Apply(const StateReader& reader, const Loaded& loaded) {
   const auto first = reader.info().cursor.find(kFirstEpoch);
   first_epoch_ = first == reader.info().cursor.end() ? reader.info().epoch : first->second;
   SetEpoch(first_epoch_, /*open=*/false);
+  const auto passes = [&](const char* what, std::vector<int64_t>& list) {
+    list.assign(std::max(loaders_.size(), loaded.loaders.size()), 0);
+    for (size_t i = 0; i < list.size(); ++i) {
+      const auto found = reader.info().cursor.find(absl::StrCat(what, i));
+      if (found != reader.info().cursor.end()) list[i] = found->second;
+    }
+  };
+  passes(kFinishedPasses, passes_to_skip_);
+  passes(kPassesPerEpoch, passes_per_epoch_);
+  finished_passes_.assign(passes_per_epoch_.size(), 0);
+  resumed_ = true;
   last_checkpoint_ = reader.dir();
   save_iteration_ = reader.info().iteration + 1;
 }
@@ -340,11 +424,15 @@ void Core::ThrowIfAnyFailed(const absl::Status& mine) {
   }
 }
 
-absl::Status Core::LoadState(const std::string& directory, bool may_be_missing) {
+absl::Status Core::LoadState(const std::string& wanted_directory, bool may_be_missing) {
+  const std::string directory = CleanPath(wanted_directory);
+  if (absl::Status here = Guard([&] { CheckAllTakePart("load_state()"); }); !here.ok()) return here;
+  ForgetUnheld();
   progress().SetPhase("load_state");
   return Guard([&] {
     const CheckpointFolder folder(CheckpointRoot());
     absl::StatusOr<StateReader> reader = OpenCheckpoint(comm(), directory, folder);
+    if (may_be_missing && directory.empty()) CheckProjectWritable(/*always=*/true);
     if (may_be_missing && absl::IsNotFound(reader.status())) return;
     ThrowIfError(reader.status());
     CheckPrepared(*reader);

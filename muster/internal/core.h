@@ -13,12 +13,13 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "muster/internal/model_source.h"
 #include "muster/options.h"
 #include "muster/state.h"
-#include "torch/nn/module.h"
 #include "torch/optim/optimizer.h"
 #include "worker/data/batch.h"
 #include "worker/data/loader.h"
@@ -33,11 +34,17 @@
 #include "worker/track/tracker_set.h"
 #include "worker/train/accumulation.h"
 #include "worker/train/autocast.h"
+#include "worker/train/ema.h"
 #include "worker/train/grad_scaler.h"
 #include "worker/train/lr_scheduler.h"
 #include "worker/train/optimizer_handle.h"
 #include "worker/train/plain_state.h"
 #include "worker/train/prepared_scheduler.h"
+
+namespace torch::optim {
+class LRScheduler;
+class ReduceLROnPlateauScheduler;
+}  // namespace torch::optim
 
 // What stands behind Accelerator and the handles it gives out. Users include muster/muster.h and
 // never this.
@@ -45,34 +52,47 @@ namespace muster::internal {
 
 class Core;
 
-// A prepared model: the module and, in a job of several processes, its gradient exchange.
+// A prepared model: its tensors and, in a job of several processes, its gradient exchange.
 class ModelSlot {
  public:
   // With `evaluation`, no gradients are exchanged.
-  ModelSlot(Core* core, std::shared_ptr<torch::nn::Module> module, bool evaluation);
+  ModelSlot(Core* core, std::unique_ptr<ModelSource> source, bool evaluation);
   ~ModelSlot();
 
   // Runs one forward pass: see AcceleratedModel.
   template <class F>
   auto Run(F&& forward) {
-    if (ddp_ == nullptr) return RunUnderAutocast(std::forward<F>(forward));
     BeforeForward();
-    return ddp_->AfterForward(RunUnderAutocast(std::forward<F>(forward)));
+    if constexpr (std::is_void_v<std::invoke_result_t<F>>) {
+      RunUnderAutocast(std::forward<F>(forward));
+    } else {
+      if (ddp_ == nullptr) return RunUnderAutocast(std::forward<F>(forward));
+      return ddp_->AfterForward(RunUnderAutocast(std::forward<F>(forward)));
+    }
   }
 
-  torch::nn::Module& module() { return *module_; }
-  const std::shared_ptr<torch::nn::Module>& shared_module() const { return module_; }
+  ModelSource& source() { return *source_; }
   DataParallel* ddp() { return ddp_.get(); }
+  bool evaluation() const { return evaluation_; }
 
  private:
+  friend class Core;
+  friend class OptimizerSlot;
+
   template <class F>
   auto RunUnderAutocast(F&& forward);
 
   void BeforeForward();
 
   Core* const core_;
-  const std::shared_ptr<torch::nn::Module> module_;
+  const std::unique_ptr<ModelSource> source_;
+  const bool evaluation_;
   std::unique_ptr<DataParallel> ddp_;
+  // Passes with gradients so far.
+  int64_t forwards_ = 0;
+  // The exchange is armed by a forward pass; a backward pass has used that up.
+  enum class Armed { kNo, kYes, kUsed };
+  Armed armed_ = Armed::kNo;
 };
 
 // A prepared optimizer.
@@ -81,6 +101,7 @@ class OptimizerSlot {
   OptimizerSlot(Core* core, OptimizerHandle* handle, std::unique_ptr<OptimizerHandle> owned);
 
   void Step();
+  at::Tensor StepWithClosure(const std::function<at::Tensor()>& closure);
   void ZeroGrad(bool set_to_none);
   bool step_was_skipped() const { return step_was_skipped_; }
   int64_t steps() const { return steps_; }
@@ -88,35 +109,75 @@ class OptimizerSlot {
   OptimizerHandle& handle() { return *handle_; }
 
  private:
+  friend class Core;
+
+  void ZeroNow(bool set_to_none);
+  void Stepped();
+
   Core* const core_;
   const std::unique_ptr<OptimizerHandle> owned_;
   OptimizerHandle* const handle_;
-  friend class Core;
 
   bool step_was_skipped_ = false;
   bool gradients_finished_ = false;  // in this window
-  const void* source_ = nullptr;     // the user's optimizer
+  // The gradients that are there have been stepped on: the next ZeroGrad() forgets them.
+  bool consumed_ = false;
+  // ZeroGrad() came before the step of this micro-step: done when the micro-step ends.
+  std::optional<bool> zero_at_end_;
+  // A parameter that got its first gradient of the window in a micro-step before this one.
+  at::Tensor witness_;
+  // What prepare() was given: the user's optimizer and, where it came as a shared_ptr, itself.
+  const void* source_ = nullptr;
+  uint64_t source_id_ = 0;
+  std::shared_ptr<void> keep_;
+  // Parameters that no model exchanges, as of these versions of what they are made of.
+  std::vector<size_t> local_;
+  std::vector<std::weak_ptr<ModelSlot>> models_;  // that have parameters of this optimizer
+  std::vector<int64_t> forwards_at_step_;         // of each, when this optimizer stepped last
+  int64_t checked_parameters_ = -1;
+  uint64_t checked_models_ = 0;
   int64_t steps_ = 0;
 };
 
-// A prepared schedule. Between PrepareSchedule and the end of the prepare() call it has no
-// optimizer yet.
+// A prepared schedule of any kind. Between PrepareSchedule and the end of the prepare() call it has
+// no optimizer yet.
 class SchedulerSlot {
  public:
-  SchedulerSlot(Core* core, LrSchedulePtr schedule) : core_(core), schedule_(std::move(schedule)) {}
+  // Makes the scheduler once its optimizer is known.
+  using Make = std::function<std::unique_ptr<Scheduler>(OptimizerHandle&)>;
+  using MakePlateau = std::function<std::unique_ptr<MetricScheduler>(OptimizerHandle&)>;
+
+  // `source`: a scheduler of LibTorch's, which the slot drives; `keep`: what must live as long.
+  SchedulerSlot(Core* core, Make make, const void* source = nullptr,
+                std::shared_ptr<void> keep = nullptr)
+      : core_(core), make_(std::move(make)), source_(source), keep_(std::move(keep)) {}
+  SchedulerSlot(Core* core, MakePlateau make, const void* source = nullptr,
+                std::shared_ptr<void> keep = nullptr)
+      : core_(core), make_plateau_(std::move(make)), source_(source), keep_(std::move(keep)) {}
 
   void Bind(std::shared_ptr<OptimizerSlot> optimizer);
   void Step();
+  // (collective) By the mean of all processes' metrics.
+  void StepMetric(double metric);
   double last_lr() const;
   std::vector<double> last_lrs() const;
   int64_t step_count() const;
-  LrScheduler& scheduler() { return *scheduler_; }
+  PlainState SaveState() const;
+  void LoadState(const PlainState& state);
 
  private:
+  friend class Core;
+
+  void CheckBound() const;
+
   Core* const core_;
-  const LrSchedulePtr schedule_;
+  const Make make_;
+  const MakePlateau make_plateau_;
+  const void* const source_;
+  const std::shared_ptr<void> keep_;
   std::shared_ptr<OptimizerSlot> optimizer_;
-  std::unique_ptr<LrScheduler> scheduler_;
+  std::unique_ptr<Scheduler> scheduler_;  // or:
+  std::unique_ptr<MetricScheduler> plateau_;
   std::unique_ptr<PreparedScheduler> gate_;
 };
 
@@ -168,6 +229,19 @@ class [[nodiscard]] LocalScope {
 
  private:
   Core* const core_;
+};
+
+// In this scope the weights of `ema` are the average; see Ema::apply.
+class [[nodiscard]] AveragedScope {
+ public:
+  AveragedScope(Core* core, EmaWeights& ema);
+  ~AveragedScope() noexcept(false);
+  AveragedScope(const AveragedScope&) = delete;
+  AveragedScope& operator=(const AveragedScope&) = delete;
+
+ private:
+  Core* const core_;
+  const EmaWeights::Scope scope_;
 };
 
 class [[nodiscard]] FirstScope {
@@ -235,18 +309,31 @@ class Core {
     Core* const core_;
     const int exceptions_;
   };
-  std::shared_ptr<ModelSlot> PrepareModel(std::shared_ptr<torch::nn::Module> module,
-                                          bool evaluation);
-  std::shared_ptr<OptimizerSlot> PrepareOptimizer(torch::optim::Optimizer& optimizer);
-  std::shared_ptr<OptimizerSlot> PrepareOptimizer(OptimizerHandle& optimizer);
-  std::shared_ptr<SchedulerSlot> PrepareSchedule(LrSchedulePtr schedule);
-  std::shared_ptr<SchedulerSlot> PrepareSchedule(LrSchedulePtr schedule,
-                                                 std::shared_ptr<OptimizerSlot> optimizer);
+  std::shared_ptr<ModelSlot> PrepareModel(std::unique_ptr<ModelSource> source, bool evaluation);
+  // `keep`: what must live as long as the slot.
+  std::shared_ptr<OptimizerSlot> PrepareOptimizer(torch::optim::Optimizer& optimizer,
+                                                  std::shared_ptr<void> keep = nullptr);
+  std::shared_ptr<OptimizerSlot> PrepareOptimizer(OptimizerHandle& optimizer,
+                                                  std::shared_ptr<void> keep = nullptr);
+  // For the one optimizer of this prepare() call or, if given, for `optimizer`.
+  std::shared_ptr<SchedulerSlot> PrepareSchedule(
+      LrSchedulePtr schedule, const std::shared_ptr<OptimizerSlot>& optimizer = nullptr);
+  // One for each parameter group.
+  std::shared_ptr<SchedulerSlot> PrepareSchedule(
+      std::vector<LrSchedulePtr> schedules,
+      const std::shared_ptr<OptimizerSlot>& optimizer = nullptr);
+  std::shared_ptr<SchedulerSlot> PrepareSchedule(
+      const PlateauSchedule& schedule, const std::shared_ptr<OptimizerSlot>& optimizer = nullptr);
+  std::shared_ptr<SchedulerSlot> PrepareSchedule(
+      torch::optim::LRScheduler& schedule, std::shared_ptr<void> keep,
+      const std::shared_ptr<OptimizerSlot>& optimizer = nullptr);
+  std::shared_ptr<SchedulerSlot> PrepareSchedule(
+      torch::optim::ReduceLROnPlateauScheduler& schedule, std::shared_ptr<void> keep,
+      const std::shared_ptr<OptimizerSlot>& optimizer = nullptr);
   LoaderOptions loader_options() const;
   std::shared_ptr<LoaderObserver> loader_observer();
-  void RegisterLoader(std::shared_ptr<LoaderStateHandle> loader) {
-    loaders_.push_back(std::move(loader));
-  }
+  // A loader with the settings of one that is gone goes on where that one was.
+  void RegisterLoader(std::shared_ptr<LoaderStateHandle> loader);
 
   AccumulateScope Accumulate();
   AccumulateScope Accumulate(const std::optional<BatchFacts>& facts);
@@ -261,20 +348,24 @@ class Core {
   void set_gradient_accumulation_steps(int64_t steps) { accumulation_.set_num_steps(steps); }
   void ChangeNoSync(int by) { no_sync_depth_ += by; }
   void ChangeLocal(int by) { local_depth_ += by; }
+  // The model's weights are, for a time, not those that are trained.
+  void ChangeAveraged(int by) { averaged_depth_ += by; }
   void BeginJoin(bool even_batches);
   bool joining() const { return join_ != nullptr; }
   bool in_micro_step() const { return in_micro_step_; }
   // `finish`: wait for the processes that still have batches.
   void EndJoin(bool finish);
 
-  void Backward(const at::Tensor& loss, std::optional<double> weight = std::nullopt);
+  void Backward(const at::Tensor& loss, std::optional<double> weight = std::nullopt,
+                const BackwardOptions& how = {});
   // Makes the gradients of this window final: unscaled, and corrected for a short or weighted
   // window. Once per window and optimizer; of all optimizers if `only` is null.
   void FinishGradients(OptimizerSlot* only = nullptr);
   // Of the optimizers that own some of `parameters`.
   void FinishGradientsOf(const std::vector<at::Tensor>& parameters);
-  // If it steps parameters whose gradients no prepared model exchanges.
-  void WarnOfLocalParameters(const OptimizerHandle& optimizer) const;
+  // Throws, naming one, if `optimizer` is about to step on a gradient that is not what training
+  // needs: not exchanged, of a pass around the prepared model, or emptied within its window.
+  void CheckGradients(OptimizerSlot& optimizer);
   // An optimizer has stepped: the loss scale is updated once all have, or when the next window
   // begins.
   void EndScalerStep();
@@ -293,8 +384,15 @@ class Core {
 
   // The facts of the innermost live loop; null outside of any.
   const BatchInfo* current_batch() const { return live_.empty() ? nullptr : &live_.back().info; }
-  at::Tensor GatherForMetrics(const at::Tensor& tensor);
+  // As current_batch(), where two loops side by side do not disagree about it.
+  const BatchInfo* BatchOfMetrics() const;
+  // (collective) The mean over all processes of a tensor of one number; double, where there are several.
+  at::Tensor MeanOfAll(const at::Tensor& number);
+  // Throws where processes that have run out of batches would not take part in `call`.
+  void CheckAllTakePart(const char* call) const;
 
+  // (collective) A Comm over `ranks`; null where this one is not among them.
+  std::shared_ptr<Comm> NewGroup(std::vector<int> ranks);
   void WaitForEveryone(absl::Duration timeout, const std::string& name, std::source_location where);
   void SetTrigger() { trigger_ = true; }
   bool CheckTrigger();
@@ -316,18 +414,15 @@ class Core {
   int64_t AddSaveHook(SaveStateHook hook);
   int64_t AddLoadHook(LoadStateHook hook);
   void RemoveHook(int64_t id);
-  absl::Status SaveModel(const torch::nn::Module& module, const std::string& directory,
+  absl::Status SaveModel(const ModelSource& model, const std::string& directory,
                          const std::string& max_shard_size);
   int64_t global_step() const;
 
   int64_t epoch() const { return epoch_; }
   // `open`: its body begins; else it is over.
-  void SetEpoch(int64_t epoch, bool open) {
-    epoch_ = epoch;
-    epoch_open_ = open;
-    interrupted_ = false;
-  }
-  int64_t first_epoch() const { return first_epoch_; }
+  void SetEpoch(int64_t epoch, bool open);
+  // The first of `count` epochs to run. Says so where a loaded state left some out.
+  int64_t FirstEpoch(int64_t count);
   void FreeMemory();
   // Finishes the trackers, and tells the coordinator that this process leaves on purpose.
   void EndTraining();
@@ -346,11 +441,40 @@ class Core {
 
  private:
   friend class ModelSlot;
+  friend class OptimizerSlot;
   class Observer;
 
   double WindowFactor();
   void SynchronizeRngTypes();
   void BeginWindow();
+  // Forgets what nobody but this object holds: it can be neither trained nor asked for.
+  void ForgetUnheld();
+  void ForgetOptimizer(const OptimizerSlot* slot);
+  // The slot of the optimizer at `source`, or null. What was there before is forgotten.
+  std::shared_ptr<OptimizerSlot> Find(const void* source,
+                                      absl::FunctionRef<bool(const OptimizerSlot&)> is_same);
+  std::shared_ptr<OptimizerSlot> AddOptimizer(std::shared_ptr<OptimizerSlot> slot);
+  std::shared_ptr<SchedulerSlot> AddSchedule(std::shared_ptr<SchedulerSlot> slot,
+                                             const std::shared_ptr<OptimizerSlot>& optimizer);
+  // (collective) Before hours of training end in a save that fails. `always`: also where no folder
+  // was named.
+  void CheckProjectWritable(bool always = false);
+  void CheckLoss(const at::Tensor& loss, const std::optional<double>& weight) const;
+  void CheckFinite(const at::Tensor& loss);
+  // Arms the exchange of models whose graph a backward pass has been through before.
+  void ArmAgain(const BackwardOptions& how);
+  void CheckWitnesses() const;
+  // The facts of the loop that micro-steps belong to; refuses loops that run side by side and
+  // disagree about the end of the window.
+  const BatchInfo* BatchOfMicroStep() const;
+  // Whether the epoch's training is over, as far as can be known.
+  bool EpochIsDone() const;
+  absl::Status CheckComplete() const;
+  LoaderState PlaceToSave(const LoaderStateHandle& loader) const;
+  struct LiveLoop;
+  static bool TrainedToTheEnd(const LiveLoop& loop);
+  // As finished_passes_, with those whose last batch has been trained on while the loop still lives.
+  std::vector<int64_t> FinishedPasses() const;
   std::string CheckpointRoot() const;
   // Parts of LoadState.
   struct Loaded;
@@ -374,6 +498,12 @@ class Core {
   std::vector<std::shared_ptr<OptimizerSlot>> optimizers_;
   std::vector<std::shared_ptr<SchedulerSlot>> schedulers_;
   std::vector<std::shared_ptr<LoaderStateHandle>> loaders_;
+  // Of a loaded state, by place in loaders_: for loaders that are prepared later.
+  struct LoaderPlace {
+    LoaderState state;
+    std::map<std::string, at::Tensor> tensors;
+  };
+  std::map<size_t, LoaderPlace> pending_loaders_;
   struct Registered {
     std::function<StateDict()> save;
     std::function<void(const StateDict&)> load;
@@ -385,12 +515,18 @@ class Core {
   std::vector<std::shared_ptr<OptimizerSlot>> call_optimizers_;
   std::vector<std::shared_ptr<SchedulerSlot>> call_schedulers_;
   int prepare_depth_ = 0;
+  uint64_t models_version_ = 0;  // changes with models_
+  bool project_checked_ = false;
+  int64_t total_steps_ = 0;  // of all optimizers, also forgotten ones
 
   // The training step.
   Accumulation accumulation_;
   int no_sync_depth_ = 0;
   int local_depth_ = 0;
+  int averaged_depth_ = 0;
   bool in_micro_step_ = false;
+  bool in_closure_ = false;             // of an optimizer's step
+  int64_t window_backwards_ = 0;        // backward passes in this window
   std::unique_ptr<UnevenInputs> join_;  // while a JoinScope lives
   double join_factor_ = 1;
   std::optional<double>
@@ -401,9 +537,18 @@ class Core {
   struct LiveLoop {
     uint64_t id;
     BatchInfo info;
-    bool trained = false;  // a micro-step was made in it
+    std::optional<size_t> loader = std::nullopt;  // place in loaders_
+    int64_t trained = -1;                         // index of the last batch with a micro-step
+    bool beside_another = false;  // this one or an inner one moved on while both were under way
   };
   std::vector<LiveLoop> live_;
+  void MarkTrained();
+  const LiveLoop* FindLoop(uint64_t pass) const;
+  // The innermost loop's batch; throws `why` if another loop goes on beside that one and `same` does
+  // not hold for the two batches.
+  const BatchInfo* BatchBesideOthers(
+      absl::FunctionRef<bool(const BatchInfo&, const BatchInfo&)> same,
+      absl::FunctionRef<std::string(const BatchInfo&, const BatchInfo&)> why) const;
 
   std::unique_ptr<TrackerSet> trackers_;
   bool trigger_ = false;
@@ -412,6 +557,14 @@ class Core {
   int64_t first_epoch_ = 0;
   bool epoch_open_ = false;   // inside the body of a loop over epochs()
   bool interrupted_ = false;  // a training loop of this epoch was left before its last batch
+  // By the loader's place in loaders_: training passes that this epoch has finished, how many an
+  // epoch has as far as seen, and how many are left out of the epoch that a loaded state is in.
+  std::vector<int64_t> finished_passes_, passes_per_epoch_, passes_to_skip_;
+  bool trained_in_epoch_ = false;  // a training loop over a prepared loader has ended in this epoch
+  bool trained_outside_ = false;   // a micro-step was made in this epoch outside of such loops
+  bool resumed_ = false;           // a state was loaded
+  bool resume_told_ = false;
+  std::string claimed_done_;  // the state that was saved in this epoch and takes it for finished
   std::string last_checkpoint_;
   int64_t save_iteration_ = 0;
   bool ended_ = false;

@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_DATA_COLLATE_H_
 
 #include <array>
+#include <cstdint>
 #include <map>
 #include <string>
 #include <tuple>
@@ -35,6 +36,16 @@ using Stored = std::conditional_t<
     std::conditional_t<std::is_same_v<N, float>, float,
                        std::conditional_t<std::is_floating_point_v<N>, double, int64_t>>>;
 
+// The number as the tensor holds it. Error: an unsigned one that is too large for int64.
+template <class N>
+Stored<N> Store(N number) {
+  if constexpr (std::is_same_v<N, uint64_t> || std::is_same_v<N, unsigned long long>) {
+    TORCH_CHECK(number <= static_cast<N>(INT64_MAX), "collate: ", number,
+                " does not fit into int64");
+  }
+  return static_cast<Stored<N>>(number);
+}
+
 template <class E>
 auto CollateAll(const std::vector<const E*>& examples);
 
@@ -50,9 +61,7 @@ auto CollateField(const std::vector<const E*>& examples) {
 }
 
 template <class E>
-struct IsPairImpl : std::false_type {};
-template <class A, class B>
-struct IsPairImpl<std::pair<A, B>> : std::true_type {};
+concept IsNumberList = nested_internal::IsVector<E> && std::is_arithmetic_v<typename E::value_type>;
 
 template <class E>
 auto CollateAll(const std::vector<const E*>& examples) {
@@ -60,14 +69,19 @@ auto CollateAll(const std::vector<const E*>& examples) {
   if constexpr (IsTensor<E>) {
     std::vector<at::Tensor> tensors;
     tensors.reserve(examples.size());
-    for (const E* example : examples) tensors.push_back(*example);
-    return at::stack(tensors);
+    const bool defined = examples.front()->defined();
+    for (const E* example : examples) {
+      TORCH_CHECK(example->defined() == defined,
+                  "collate: a tensor is undefined in some examples and defined in others");
+      tensors.push_back(*example);
+    }
+    return defined ? at::stack(tensors) : at::Tensor();
   } else if constexpr (std::is_arithmetic_v<E> || std::is_enum_v<E>) {
     at::Tensor numbers = at::empty({static_cast<int64_t>(examples.size())}, NumberType<E>());
     auto* out = numbers.data_ptr<Stored<E>>();
-    for (const E* example : examples) *out++ = static_cast<Stored<E>>(*example);
+    for (const E* example : examples) *out++ = Store<E>(*example);
     return numbers;
-  } else if constexpr (IsProduct<E>) {
+  } else if constexpr (IsProduct<E> && !IsDeclaredPlain<E>) {
     constexpr size_t kFields = std::tuple_size_v<decltype(Fields(std::declval<const E&>()))>;
     return [&]<size_t... I>(std::index_sequence<I...>) {
       using Collated = std::tuple<decltype(CollateField<E, I>(examples))...>;
@@ -76,9 +90,8 @@ auto CollateAll(const std::vector<const E*>& examples) {
       if constexpr (std::is_same_v<Collated, Own>) {
         return MakeProduct<E>(CollateField<E, I>(examples)...);
       } else {
-        static_assert(!HasFields<E>,
-                      "give the recipe a collate() function: a field of this struct "
-                      "becomes another type when examples are joined");
+        // A struct whose members become other types (numbers a tensor, texts a list) cannot hold
+        // them.
         if constexpr (kFields == 2) {
           return std::pair<decltype(CollateField<E, I>(examples))...>(
               CollateField<E, I>(examples)...);
@@ -104,7 +117,7 @@ auto CollateAll(const std::vector<const E*>& examples) {
       result.emplace(key, CollateAll<V>(values));
     }
     return result;
-  } else if constexpr (IsVector<E> && std::is_arithmetic_v<typename E::value_type>) {
+  } else if constexpr (IsNumberList<E>) {
     using N = typename E::value_type;
     const int64_t length = static_cast<int64_t>(examples.front()->size());
     at::Tensor numbers =
@@ -114,7 +127,7 @@ auto CollateAll(const std::vector<const E*>& examples) {
       TORCH_CHECK(static_cast<int64_t>(example->size()) == length, "collate: examples have ",
                   length, " and ", example->size(),
                   " numbers; give the recipe a collate() function that pads them");
-      for (const auto& number : *example) *out++ = static_cast<Stored<N>>(number);
+      for (const N number : *example) *out++ = Store<N>(number);
     }
     return numbers;
   } else if constexpr (IsVector<E> && HoldsTensor<E>()) {
@@ -141,12 +154,13 @@ auto CollateAll(const std::vector<const E*>& examples) {
 
 }  // namespace collate_internal
 
-// Joins examples into a batch, field by field: tensors are stacked, numbers become a tensor
+// Joins examples into a batch, field by field: tensors are stacked (undefined if all are), numbers become a tensor
 // (integers of any width int64, as labels must be), vectors of numbers a tensor with a row each,
 // texts and anything else a vector. Pairs, tuples, arrays, maps and vectors of these keep their
-// shape (a map becomes a std::map). An Example of LibTorch, or a struct with MusterFields, of
-// tensors only, stays what it is. Errors (c10::Error): no examples; shapes, keys or lengths that
-// differ.
+// shape (a map becomes a std::map). A struct (nested.h), such as LibTorch's Example, stays what it
+// is if all its members keep their types, as tensors do; else it becomes a std::tuple (of two: a
+// std::pair) of the joined members, in their order. Errors (c10::Error): no examples; shapes, keys
+// or lengths that differ; a number too large for int64.
 struct DefaultCollate {
   template <class E>
   auto operator()(const std::vector<E>& examples) const {

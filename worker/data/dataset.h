@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_DATA_DATASET_H_
 #define MUSTER_WORKER_DATA_DATASET_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -14,7 +15,13 @@
 #include "c10/util/ArrayRef.h"
 #include "worker/data/collate.h"
 #include "worker/data/data_error.h"
+#include "worker/data/data_random.h"
 #include "worker/data/nested.h"
+
+namespace torch::data::datasets {
+template <typename Self, typename SingleExample>
+class Dataset;
+}  // namespace torch::data::datasets
 
 namespace muster {
 
@@ -23,7 +30,7 @@ namespace muster {
 // Map style (random access): `size()` (an integer, or an optional of one) and at least one of
 //  - get_batch(indices), where indices is a const std::vector<int64_t>&, c10::ArrayRef<int64_t> or
 //    c10::ArrayRef<size_t>. It gives a finished batch, or a std::vector of examples (pairs, tuples,
-//    Examples, or what get() gives) that are then collated. The fast way: one call per batch.
+//    structs, or what get() gives) that are then collated. The fast way: one call per batch.
 //  - get(index): one example.
 //  - operator[](index): one example, so a std::vector of examples is a data set.
 //
@@ -34,14 +41,30 @@ namespace muster {
 //  - begin()/end(): any range; begin() starts a new pass.
 // and perhaps skip(n), which passes over n examples without making them and returns how many.
 //
+// and perhaps shard(rank, world_size) (integers), for streams that can be divided at their source
+// (by files, by a query, ...): asked once, when the loader is prepared, it makes the stream that of
+// this rank's part, or returns (by value or std::shared_ptr) a stream that is. Then every rank reads
+// its own part and nothing else. One that returns nothing is called on a copy of the stream where it
+// can be copied. Parts may differ in length: ranks end together all the same, see batches().
+//
 // Any: `set_epoch(int64_t)`, called before each pass.
+//
+// Random numbers, for augmentation: inside of reading threads LibTorch's random functions draw from
+// a generator of the reader's, seeded for every batch (for a stream: for every pass) from the
+// loader's seed, the epoch, the rank and the batch's index. So they do not depend on the number of
+// workers, go on after a restart as they would have, and leave the generator that dropout draws
+// from alone. Without workers the reading thread is the training's, with its generator. For
+// engines of your own there is data_seed() (data_random.h).
 //
 // torch::data::datasets::Dataset, MapDataset (transforms) and stateful data sets are of these
 // shapes as they are.
 //
 // Threads: with workers, a map-style data set whose reading functions are const is shared, and they
 // must be safe to call at once from several threads; one with non-const reading functions (as
-// LibTorch's) is copied for each worker.
+// LibTorch's) is copied for each worker, once: the copies live as long as the loader and are told
+// each epoch by set_epoch(). What else is changed in the data set after the first pass, they do not
+// see; and what they draw from engines of their own is the same in each copy and depends on which
+// worker reads what: seed those with data_seed().
 
 // The rows of `tensor` with these indices, as at::index_select(tensor, 0, indices) gives them;
 // several times faster for the small batches of CPU tensors. Error (c10::Error): an index out of
@@ -105,9 +128,22 @@ template <class D>
 concept IsIndexable = !HasGet<D> && requires(D & d, size_t index) {
   d[index];
   d.size();
-};
+}
+&&!requires { typename D::mapped_type; };  // a map would make the samples that it does not have
 template <class D>
 concept IsMapStyle = HasGetBatch<D> || HasGetBatchUnsigned<D> || HasGet<D> || IsIndexable<D>;
+
+// Whether D's get_batch() is the one of LibTorch's Dataset, which calls get() for each index: then
+// this library does so, to know which sample is being read.
+template <class M>
+struct IsTorchGetBatchImpl : std::false_type {};
+template <class R, class Self, class Example, class Indices>
+struct IsTorchGetBatchImpl<R (torch::data::datasets::Dataset<Self, Example>::*)(Indices)>
+    : std::true_type {};
+template <class D>
+concept HasTorchGetBatch = HasGet<D> && requires {
+  requires IsTorchGetBatchImpl<decltype(&D::get_batch)>::value;
+};
 
 template <class D>
 concept HasNext = !IsMapStyle<D> && requires(D & d) {
@@ -125,6 +161,28 @@ concept IsRange = !IsMapStyle<D> && !HasNext<D> && !HasStreamBatch<D> && require
 };
 template <class D>
 concept IsStream = HasNext<D> || HasStreamBatch<D> || IsRange<D>;
+
+template <class D>
+concept HasShard = IsStream<D> && requires(D& d, int rank, int world_size) {
+  d.shard(rank, world_size);
+};
+
+// This rank's part of a stream, as a std::shared_ptr.
+template <HasShard D>
+auto ShardOf(const std::shared_ptr<D>& stream, int rank, int world_size) {
+  using Part = decltype(stream->shard(rank, world_size));
+  if constexpr (std::is_void_v<Part>) {
+    std::shared_ptr<D> part = stream;
+    // Loaders prepared later from the same stream must not divide a part.
+    if constexpr (std::is_copy_constructible_v<D>) part = std::make_shared<D>(*stream);
+    part->shard(rank, world_size);
+    return part;
+  } else if constexpr (requires(Part part) { std::shared_ptr(std::move(part)); }) {
+    return std::shared_ptr(stream->shard(rank, world_size));
+  } else {
+    return std::make_shared<std::remove_cvref_t<Part>>(stream->shard(rank, world_size));
+  }
+}
 
 // Whether reading does not change the data set: then workers share it.
 template <class D>
@@ -156,7 +214,7 @@ template <class D>
 auto Fetch(D& dataset, const Indices& indices) {
   if constexpr (HasGetBatch<D>) {
     return dataset.get_batch(indices);
-  } else if constexpr (HasGetBatchUnsigned<D>) {
+  } else if constexpr (HasGetBatchUnsigned<D> && !HasTorchGetBatch<D>) {
     static_assert(sizeof(size_t) == sizeof(int64_t));
     // Indices are not negative, and the signed and unsigned type of one size may alias.
     return dataset.get_batch(
@@ -172,12 +230,14 @@ auto Fetch(D& dataset, const Indices& indices) {
     std::vector<std::remove_cvref_t<decltype(one(0))>> examples;
     examples.reserve(indices.size());
     for (const int64_t index : indices) {
+      SetDataSample(static_cast<int64_t>(examples.size()));
       try {
         examples.push_back(one(index));
       } catch (const std::exception& error) {
         throw DataError("sample " + std::to_string(index) + ": " + ErrorText(error));
       }
     }
+    SetDataSample(-1);
     return examples;
   }
 }
@@ -193,7 +253,7 @@ constexpr bool IsExampleList() {
     } else if constexpr (!HasGetBatch<D> && !HasGetBatchUnsigned<D>) {
       return true;
     } else {
-      return nested_internal::IsExample<E> || nested_internal::IsTuple<E>;
+      return nested_internal::IsProduct<E>;
     }
   }
 }
@@ -247,6 +307,7 @@ class StreamCursor {
   }
 
   std::optional<Example> Next() {
+    SetDataSample(next_++);
     if constexpr (HasNext<D>) {
       return dataset_.next();
     } else if constexpr (HasStreamBatch<D>) {
@@ -268,7 +329,14 @@ class StreamCursor {
     if constexpr (requires {
                     { dataset_.skip(count) } -> std::convertible_to<int64_t>;
                   }) {
-      return static_cast<int64_t>(dataset_.skip(count));
+      // What has been read ahead comes first.
+      const int64_t buffered =
+          std::min(count, static_cast<int64_t>(buffer_.size()) - static_cast<int64_t>(used_));
+      used_ += static_cast<size_t>(buffered);
+      int64_t skipped = buffered;
+      if (skipped < count) skipped += static_cast<int64_t>(dataset_.skip(count - skipped));
+      next_ += skipped;
+      return skipped;
     }
     int64_t skipped = 0;
     while (skipped < count && Next().has_value()) ++skipped;
@@ -308,10 +376,22 @@ class StreamCursor {
   }
 
   D& dataset_;
+  int64_t next_ = 0;
   std::vector<Example> buffer_;
   size_t used_ = 0;
   std::optional<typename RangeOf<D, IsRange<D>>::type> range_;
 };
+
+// What a collate function of the user's is called with.
+template <class D>
+auto CollateInputOf() {
+  if constexpr (IsMapStyle<D>) {
+    return std::type_identity<
+        std::remove_cvref_t<decltype(Fetch(std::declval<D&>(), std::declval<const Indices&>()))>>();
+  } else {
+    return std::type_identity<std::vector<typename StreamCursor<D>::Example>>();
+  }
+}
 
 template <class D, class C>
 auto BatchOf() {

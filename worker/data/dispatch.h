@@ -56,6 +56,11 @@ class SchemaReader {
   size_t at_ = 0;
 };
 
+// Sent as its bytes. Not pointers and views, which mean nothing in another process.
+template <class T>
+concept IsRaw =
+    std::is_trivially_copyable_v<T> && !std::is_pointer_v<T> && !nested_internal::IsOtherRange<T>;
+
 template <class T>
 void Write(const T& value, SchemaWriter* out) {
   using namespace nested_internal;  // NOLINT: names of nested.h
@@ -66,7 +71,7 @@ void Write(const T& value, SchemaWriter* out) {
   } else if constexpr (std::is_same_v<T, std::string>) {
     out->Number<int64_t>(static_cast<int64_t>(value.size()));
     out->Bytes(value.data(), value.size());
-  } else if constexpr (IsProduct<T>) {
+  } else if constexpr (IsProduct<T> && !IsDeclaredPlain<T>) {
     std::apply([&](const auto&... fields) { (Write(fields, out), ...); }, Fields(value));
   } else if constexpr (IsMap<T>) {
     out->Number<int64_t>(static_cast<int64_t>(value.size()));
@@ -81,7 +86,7 @@ void Write(const T& value, SchemaWriter* out) {
   } else if constexpr (IsOptional<T>) {
     out->Number<bool>(value.has_value());
     if (value.has_value()) Write(*value, out);
-  } else if constexpr (std::is_trivially_copyable_v<T>) {
+  } else if constexpr (IsRaw<T>) {
     out->Number(value);
   } else {
     TORCH_CHECK(false,
@@ -102,7 +107,7 @@ T Read(SchemaReader* in, Make& make) {
     return make(type, std::move(sizes));
   } else if constexpr (std::is_same_v<T, std::string>) {
     return in->Text(static_cast<size_t>(in->Number<int64_t>()));
-  } else if constexpr (IsProduct<T>) {
+  } else if constexpr (IsProduct<T> && !IsDeclaredPlain<T>) {
     return [&]<class... Fs>(std::type_identity<std::tuple<Fs...>>) {
       // Braces, so that fields are read in order.
       std::tuple<std::remove_cvref_t<Fs>...> fields{Read<std::remove_cvref_t<Fs>>(in, make)...};
@@ -124,7 +129,7 @@ T Read(SchemaReader* in, Make& make) {
   } else if constexpr (IsOptional<T>) {
     if (!in->Number<bool>()) return std::nullopt;
     return T(Read<typename T::value_type>(in, make));
-  } else if constexpr (std::is_trivially_copyable_v<T>) {
+  } else if constexpr (IsRaw<T>) {
     return in->Number<T>();
   } else {
     TORCH_CHECK(false, "dispatch: a value that cannot be received");
@@ -186,6 +191,9 @@ T ScatterBatch(const T* whole, const std::string& schema, int64_t per_rank, at::
 template <class T>
 void CheckScatterable(const T& whole, int64_t rows) {
   ForEachTensor(whole, [&](const at::Tensor& tensor) {
+    TORCH_CHECK(tensor.defined(),
+                "dispatch: a batch holds an undefined tensor, which has no rows to send: leave it "
+                "out, or use dispatch_batches=false");
     TORCH_CHECK(tensor.dim() > 0 && tensor.size(0) == rows, "dispatch: a tensor of shape ",
                 tensor.sizes(), " in a batch of ", rows,
                 " samples; its first dimension must be the samples', or use "

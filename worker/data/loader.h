@@ -6,6 +6,7 @@
 #include <exception>
 #include <functional>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -14,16 +15,23 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "ATen/ops/cat.h"
 #include "ATen/ops/zeros.h"
 #include "worker/data/batch.h"
 #include "worker/data/collate.h"
 #include "worker/data/data_error.h"
+#include "worker/data/data_random.h"
 #include "worker/data/dataset.h"
 #include "worker/data/dispatch.h"
 #include "worker/data/loader_core.h"
 #include "worker/data/nested.h"
 #include "worker/data/prefetcher.h"
 #include "worker/process/comm.h"
+
+namespace torch::data::samplers {
+template <typename BatchRequest>
+class DistributedSampler;
+}  // namespace torch::data::samplers
 
 namespace muster {
 
@@ -73,6 +81,13 @@ struct IsSharedPtr : std::false_type {};
 template <class D>
 struct IsSharedPtr<std::shared_ptr<D>> : std::true_type {};
 
+template <class Request>
+void TakeDistributedSampler(const torch::data::samplers::DistributedSampler<Request>*);
+template <class S>
+concept IsDistributedSampler = requires(const S* sampler) {
+  TakeDistributedSampler(sampler);
+};
+
 // What a prepared loader knows of the data: how to begin reading for a pass.
 template <class T>
 class Source {
@@ -101,6 +116,19 @@ class DatasetSource : public Source<CollatedBatch<D, C>> {
   const C collate_;
 };
 
+// Streams have one reader, whose collate function goes on over passes.
+template <class D, class C>
+class StreamSourceBase : public DatasetSource<D, C> {
+ public:
+  StreamSourceBase(std::shared_ptr<D> dataset, C collate)
+      : DatasetSource<D, C>(std::move(dataset), std::move(collate)),
+        shared_collate_(std::make_shared<C>(this->collate_)) {}
+
+ protected:
+  const std::shared_ptr<C> shared_collate_;
+  bool first_ = true;  // the stream has not been read
+};
+
 // --- Map style ---
 
 template <class T>
@@ -115,9 +143,11 @@ class IndexedFeed : public Feed<T> {
     std::vector<typename Prefetcher<Fetched<T>>::Produce> produce;
     for (ReadFunction<T>& read : readers) {
       produce.push_back(
-          [pass = pass_, read = std::move(read), settings, options,
+          [pass = pass_, read = std::move(read), settings, options, generator = DataGenerator(),
            indices = std::vector<int64_t>()](int64_t number) mutable -> std::optional<Fetched<T>> {
             if (number >= pass->num_batches) return std::nullopt;
+            generator.Reseed(pass->BatchSeed(number));
+            const DataRandomScope scope(&generator, settings.workers > 0);
             return NamingBatch(*pass, number, [&] {
               pass->Indices(number, &indices);
               return Fetched<T>{Prepared(ReadNamed(read, indices), settings, options), {}, 0, 0, 0};
@@ -177,19 +207,45 @@ class IndexedSource : public DatasetSource<D, C> {
     dataset_internal::SetEpoch(*this->dataset_, pass->epoch);
     std::vector<ReadFunction<T>> readers;
     for (int worker = 0; worker < std::max(settings.workers, 1); ++worker) {
-      readers.push_back([dataset = DatasetFor(settings),
-                         collate = this->collate_](const std::vector<int64_t>& indices) mutable {
-        return dataset_internal::ReadBatch(*dataset, collate, indices);
-      });
+      readers.push_back(
+          [reader = FreeReader(settings, pass->epoch)](const std::vector<int64_t>& indices) {
+            return dataset_internal::ReadBatch(*reader->dataset, reader->collate, indices);
+          });
     }
     return std::make_unique<IndexedFeed<T>>(std::move(pass), std::move(readers), settings, options);
   }
 
  private:
+  // What one worker reads with. Kept over passes, so that random numbers of the data set's or the
+  // collate function's own go on.
+  struct Reader {
+    std::shared_ptr<D> dataset;
+    C collate;
+  };
+
+  // One that no worker of another pass holds.
+  std::shared_ptr<Reader> FreeReader(const RecipeSettings& settings, int64_t epoch) {
+    for (const std::shared_ptr<Reader>& reader : readers_) {
+      if (reader.use_count() > 1) continue;
+      if (reader->dataset != this->dataset_) dataset_internal::SetEpoch(*reader->dataset, epoch);
+      return reader;
+    }
+    readers_.push_back(std::make_shared<Reader>(Reader{DatasetFor(settings), this->collate_}));
+    return readers_.back();
+  }
+
   std::shared_ptr<D> DatasetFor(const RecipeSettings& settings) const {
     if constexpr (!dataset_internal::IsConstReadable<D>) {
       if constexpr (std::is_copy_constructible_v<D>) {
-        if (settings.workers > 0) return std::make_shared<D>(*this->dataset_);
+        if (settings.workers > 0) {
+          if (settings.shares_dataset) {
+            TORCH_WARN_ONCE(
+                "loader: reading changes this data set, so each worker reads a copy of its own, "
+                "made at the first pass; later changes to the data set itself are not seen but for "
+                "set_epoch(): make its get() or get_batch() const to let workers share it");
+          }
+          return std::make_shared<D>(*this->dataset_);
+        }
       } else {
         TORCH_CHECK(settings.workers <= 1,
                     "loader: this data set can be neither copied nor read as const, so only one "
@@ -198,6 +254,8 @@ class IndexedSource : public DatasetSource<D, C> {
     }
     return this->dataset_;
   }
+
+  std::vector<std::shared_ptr<Reader>> readers_;
 };
 
 // --- Streams ---
@@ -209,8 +267,9 @@ class RoundReader {
   using E = typename dataset_internal::StreamCursor<D>::Example;
   using T = CollatedBatch<D, C>;
 
-  RoundReader(std::shared_ptr<D> dataset, C collate, std::shared_ptr<const LoaderPass> pass,
-              bool first, const RecipeSettings& settings, const LoaderOptions& options)
+  RoundReader(std::shared_ptr<D> dataset, std::shared_ptr<C> collate,
+              std::shared_ptr<const LoaderPass> pass, bool first, const RecipeSettings& settings,
+              const LoaderOptions& options)
       : pass_(std::move(pass)),
         dataset_(std::move(dataset)),
         collate_(std::move(collate)),
@@ -220,8 +279,14 @@ class RoundReader {
 
   // The next round, or nullopt after the last. An exception ends the pass.
   std::optional<Fetched<T>> Read(int64_t number) {
+    // Ranks that all read the whole of a stream must draw the same, whoever reads.
+    const bool alike = pass_->sharding.world_size > 1 && !pass_->dispatch();
+    const DataRandomScope scope(&generator_, settings_.workers > 0 || alike);
     return NamingBatch(*pass_, number, [&]() -> std::optional<Fetched<T>> {
-      if (!cursor_.has_value()) Start();
+      if (!cursor_.has_value()) {
+        generator_.Reseed(pass_->BatchSeed(0));
+        Start();
+      }
       return ReadRound();
     });
   }
@@ -284,7 +349,7 @@ class RoundReader {
     } else {
       pad(pass.rank);
     }
-    return Fetched<T>{Prepared(T(collate_(std::move(mine))), settings_, options_),
+    return Fetched<T>{Prepared(T((*collate_)(std::move(mine))), settings_, options_),
                       {},
                       first_round,
                       begin,
@@ -293,10 +358,11 @@ class RoundReader {
 
   const std::shared_ptr<const LoaderPass> pass_;
   const std::shared_ptr<D> dataset_;
-  C collate_;
+  const std::shared_ptr<C> collate_;
   const bool first_pass_;
   const RecipeSettings settings_;
   const LoaderOptions options_;
+  DataGenerator generator_;  // of the whole pass, since a stream is read in one piece
   std::optional<dataset_internal::StreamCursor<D>> cursor_;
   int64_t position_ = 0;
   std::vector<E> first_round_;  // the epoch's first samples, where padding may be needed
@@ -361,21 +427,248 @@ class StreamFeed : public Feed<CollatedBatch<D, C>> {
 };
 
 template <class D, class C>
-class StreamSource : public DatasetSource<D, C> {
+class StreamSource : public StreamSourceBase<D, C> {
  public:
   using T = CollatedBatch<D, C>;
-  using DatasetSource<D, C>::DatasetSource;
+  using StreamSourceBase<D, C>::StreamSourceBase;
 
   std::unique_ptr<Feed<T>> Open(std::shared_ptr<const LoaderPass> pass,
                                 const RecipeSettings& settings,
                                 const LoaderOptions& options) override {
-    auto reader = std::make_shared<RoundReader<D, C>>(
-        this->dataset_, this->collate_, pass, std::exchange(first_, false), settings, options);
+    auto reader =
+        std::make_shared<RoundReader<D, C>>(this->dataset_, this->shared_collate_, pass,
+                                            std::exchange(this->first_, false), settings, options);
     return std::make_unique<StreamFeed<D, C>>(std::move(pass), std::move(reader), settings);
+  }
+};
+
+// --- Streams that are sharded at their source ---
+
+// A rank's part of a round.
+template <class T>
+struct ShardPart {
+  T value;
+  int64_t real = 0;  // samples; the others fill up the batch
+};
+
+// Reads the batches of this rank's own part of a stream. Where batches are filled up, it goes on
+// after the end with batches of repeated samples, for ranks whose part is longer.
+template <class D, class C>
+class ShardReader {
+ public:
+  using E = typename dataset_internal::StreamCursor<D>::Example;
+  using T = CollatedBatch<D, C>;
+
+  ShardReader(std::shared_ptr<D> part, std::shared_ptr<C> collate,
+              std::shared_ptr<const LoaderPass> pass, bool first, const RecipeSettings& settings,
+              const LoaderOptions& options)
+      : pass_(std::move(pass)),
+        part_(std::move(part)),
+        collate_(std::move(collate)),
+        first_pass_(first),
+        settings_(settings),
+        options_(options) {}
+
+  // nullopt: a full batch is not there, or there is nothing to fill one up with.
+  std::optional<ShardPart<T>> Read(int64_t number) {
+    const DataRandomScope scope(&generator_, settings_.workers > 0);
+    return NamingBatch(*pass_, number, [&]() -> std::optional<ShardPart<T>> {
+      if (!cursor_.has_value()) {
+        generator_.Reseed(pass_->BatchSeed(0));
+        Start();
+      }
+      return ReadPart();
+    });
   }
 
  private:
-  bool first_ = true;
+  bool drop() const { return pass_->tail == TailRule::kDrop; }
+
+  void Start() {
+    cursor_.emplace(*part_, pass_->epoch, first_pass_);
+    // A pass that starts later still fills up from the epoch's first samples.
+    while (!drop() && position_ < std::min(pass_->rank_position, pass_->round.per_rank)) {
+      std::optional<E> example = Next();
+      if (!example.has_value()) return;
+      first_round_.push_back(std::move(*example));
+    }
+    if (position_ < pass_->rank_position) {
+      position_ += cursor_->Skip(pass_->rank_position - position_);
+    }
+  }
+
+  std::optional<E> Next() {
+    if (ended_) return std::nullopt;
+    try {
+      std::optional<E> example = cursor_->Next();
+      ended_ = !example.has_value();
+      if (!ended_) ++position_;
+      return example;
+    } catch (const std::exception& error) {
+      throw DataError("sample " + std::to_string(position_) +
+                      " of this rank's part of the stream: " + ErrorText(error));
+    }
+  }
+
+  std::optional<ShardPart<T>> ReadPart() {
+    const int64_t size = pass_->round.per_rank;
+    std::vector<E> mine;
+    mine.reserve(static_cast<size_t>(size));
+    while (static_cast<int64_t>(mine.size()) < size) {
+      std::optional<E> example = Next();
+      if (!example.has_value()) break;
+      if (!drop() && position_ <= size) first_round_.push_back(*example);
+      mine.push_back(std::move(*example));
+    }
+    const int64_t real = static_cast<int64_t>(mine.size());
+    if (real < size && (drop() || first_round_.empty())) return std::nullopt;
+    for (int64_t i = 0; static_cast<int64_t>(mine.size()) < size; ++i) {
+      mine.push_back(first_round_[static_cast<size_t>(i) % first_round_.size()]);
+    }
+    return ShardPart<T>{Prepared(T((*collate_)(std::move(mine))), settings_, options_), real};
+  }
+
+  const std::shared_ptr<const LoaderPass> pass_;
+  const std::shared_ptr<D> part_;
+  const std::shared_ptr<C> collate_;
+  const bool first_pass_;
+  const RecipeSettings settings_;
+  const LoaderOptions options_;
+  DataGenerator generator_;
+  std::optional<dataset_internal::StreamCursor<D>> cursor_;
+  bool ended_ = false;
+  int64_t position_ = 0;  // in this rank's part
+  std::vector<E> first_round_;
+};
+
+// Each rank reads its own part, and all agree about every round before it is given out, so that
+// they end together. Every Next() is a collective: a gather of one number per rank. An error on one
+// rank is thrown on every rank, in its turn.
+template <class T>
+class ShardFeed : public Feed<T> {
+ public:
+  using Read = std::function<std::optional<ShardPart<T>>(int64_t)>;
+
+  ShardFeed(std::shared_ptr<const LoaderPass> pass, Read read, Comm* comm,
+            const RecipeSettings& settings, const LoaderOptions& options)
+      : pass_(std::move(pass)),
+        read_(std::move(read)),
+        comm_(*comm),
+        device_(options.device.value_or(at::kCPU)),
+        position_(pass_->position) {
+    if (settings.workers > 0) {
+      prefetcher_.emplace(std::vector<typename Prefetcher<ShardPart<T>>::Produce>{read_},
+                          int64_t{settings.workers} * settings.prefetch);
+    }
+  }
+
+  std::optional<Fetched<T>> Next() override {
+    if (!started_) {
+      started_ = true;
+      ahead_ = Agree();
+    }
+    if (error_ && !ahead_.has_value()) std::rethrow_exception(std::exchange(error_, nullptr));
+    std::optional<Fetched<T>> current = std::move(ahead_);
+    ahead_.reset();
+    if (!current.has_value()) return std::nullopt;
+    ahead_ = Agree();
+    current->info.is_last = !ahead_.has_value() && !error_;
+    if (current->info.is_last) current->info.batches_left = 0;
+    return current;
+  }
+
+ private:
+  // Codes in place of a number of samples.
+  enum : int64_t { kNothing = -1, kFailed = -2 };
+
+  std::optional<Fetched<T>> Agree() {
+    if (finished_) return std::nullopt;
+    std::optional<ShardPart<T>> part;
+    int64_t mine = kNothing;
+    try {
+      part = prefetcher_.has_value() ? prefetcher_->Next() : read_(round_);
+      if (part.has_value()) mine = part->real;
+    } catch (...) {
+      error_ = std::current_exception();
+      mine = kFailed;
+    }
+    const std::vector<int64_t> counts = Gather(mine);
+    finished_ = true;
+    for (size_t rank = 0; rank < counts.size(); ++rank) {
+      if (counts[rank] != kFailed) continue;
+      if (!error_) {
+        error_ = std::make_exception_ptr(
+            DataError("loader: rank " + std::to_string(rank) +
+                      " cannot read its part of the stream: its own message says why"));
+      }
+      return std::nullopt;
+    }
+    const bool some = std::any_of(counts.begin(), counts.end(), [](int64_t n) { return n > 0; });
+    const auto nothing = std::find(counts.begin(), counts.end(), int64_t{kNothing});
+    if (!some || (nothing != counts.end() && pass_->tail == TailRule::kDrop)) return std::nullopt;
+    if (nothing != counts.end()) {
+      error_ = std::make_exception_ptr(DataError(
+          "loader: the part of the stream that shard() gave rank " +
+          std::to_string(nothing - counts.begin()) +
+          " is empty while others are not, so it has nothing to fill its batches with: give every "
+          "rank samples, or use drop_last()"));
+      return std::nullopt;
+    }
+    finished_ = false;
+    Fetched<T> fetched{std::move(part->value), {}, 0, position_, 0};
+    for (const int64_t count : counts) position_ += count;
+    fetched.end = position_;
+    fetched.info = pass_->InfoOfCounts(round_++, counts, position_);
+    return fetched;
+  }
+
+  std::vector<int64_t> Gather(int64_t mine) {
+    at::Tensor number = at::zeros({1}, at::kLong);
+    *number.template data_ptr<int64_t>() = mine;
+    std::vector<int64_t> counts;
+    const at::Tensor all = at::cat(comm_.AllGather(number.to(device_))).cpu();
+    for (int64_t rank = 0; rank < all.numel(); ++rank) {
+      counts.push_back(all.template data_ptr<int64_t>()[rank]);
+    }
+    return counts;
+  }
+
+  const std::shared_ptr<const LoaderPass> pass_;
+  const Read read_;
+  Comm& comm_;
+  const at::Device device_;
+  bool started_ = false;
+  bool finished_ = false;
+  int64_t round_ = 0;
+  int64_t position_;  // after the rounds agreed on
+  std::optional<Fetched<T>> ahead_;
+  std::exception_ptr error_;
+  std::optional<Prefetcher<ShardPart<T>>> prefetcher_;  // last: its threads use what is above
+};
+
+template <class D, class C>
+class ShardedSource : public StreamSourceBase<D, C> {
+ public:
+  using T = CollatedBatch<D, C>;
+
+  // `part`: this rank's.
+  ShardedSource(std::shared_ptr<D> part, C collate, Comm* comm)
+      : StreamSourceBase<D, C>(std::move(part), std::move(collate)), comm_(comm) {}
+
+  std::unique_ptr<Feed<T>> Open(std::shared_ptr<const LoaderPass> pass,
+                                const RecipeSettings& settings,
+                                const LoaderOptions& options) override {
+    auto reader =
+        std::make_shared<ShardReader<D, C>>(this->dataset_, this->shared_collate_, pass,
+                                            std::exchange(this->first_, false), settings, options);
+    return std::make_unique<ShardFeed<T>>(
+        std::move(pass),
+        [reader = std::move(reader)](int64_t number) { return reader->Read(number); }, comm_,
+        settings, options);
+  }
+
+ private:
+  Comm* const comm_;
 };
 
 // --- Dispatch ---
@@ -501,16 +794,29 @@ class LoaderIterator {
  private:
   struct Pass {
     Pass(std::shared_ptr<LoaderCore> c, std::shared_ptr<loader_internal::Source<T>> s, int64_t skip)
-        : core(std::move(c)), source(std::move(s)), facts(core->StartPass(skip)) {
+        : core(std::move(c)), source(std::move(s)), facts(Start(skip)) {
+      if (facts == nullptr) return;
       const auto open = [this] { return source->Open(facts, core->settings(), core->options()); };
-      if (core->dispatch()) {
-        feed = std::make_unique<loader_internal::DispatchFeed<T>>(facts, open, core->comm(),
-                                                                  core->options());
-      } else {
-        feed = open();
+      try {
+        if (core->dispatch()) {
+          feed = std::make_unique<loader_internal::DispatchFeed<T>>(facts, open, core->comm(),
+                                                                    core->options());
+        } else {
+          feed = open();
+        }
+      } catch (...) {
+        core->EndPass(*facts, false);
+        throw;
       }
     }
     ~Pass() { Finish(false); }
+
+    // Null for a pass that is left out.
+    std::shared_ptr<const LoaderPass> Start(int64_t skip) {
+      if (core->SkipsPass()) return nullptr;
+      if (!core->dispatch() || core->is_main()) core->CheckSize(source->Size());
+      return core->StartPass(skip);
+    }
 
     void Advance() {
       if (feed == nullptr) return;
@@ -543,7 +849,7 @@ class LoaderIterator {
 
     const std::shared_ptr<LoaderCore> core;
     const std::shared_ptr<loader_internal::Source<T>> source;
-    const std::shared_ptr<const LoaderPass> facts;
+    const std::shared_ptr<const LoaderPass> facts;   // null for a pass that is skipped
     std::unique_ptr<loader_internal::Feed<T>> feed;  // null once the pass is over
     std::optional<Batch<T>> current;
   };
@@ -563,11 +869,19 @@ class PreparedLoader {
  public:
   using BatchType = T;
 
+  // Empty: of use once it is assigned what prepare() returns. begin() throws c10::Error.
+  PreparedLoader() = default;
   PreparedLoader(std::shared_ptr<LoaderCore> core,
                  std::shared_ptr<loader_internal::Source<T>> source, int64_t skip = 0)
       : core_(std::move(core)), source_(std::move(source)), skip_(skip) {}
 
-  LoaderIterator<T> begin() const { return LoaderIterator<T>(core_, source_, skip_); }
+  LoaderIterator<T> begin() const {
+    TORCH_CHECK(
+        core_ != nullptr,
+        "this loader handle is empty: assign what accelerator.prepare(batches(...)) returns "
+        "to it");
+    return LoaderIterator<T>(core_, source_, skip_);
+  }
   std::default_sentinel_t end() const { return {}; }
 
   // Batches that this rank gets in an epoch. Error (c10::Error): a stream that does not tell its
@@ -587,9 +901,14 @@ class PreparedLoader {
   std::optional<int64_t> total_batch_size() const { return core_->total_batch_size(); }
   std::optional<int64_t> total_dataset_length() const { return core_->num_samples(); }
 
-  // See LoaderState. Inside the loop: the place after the current batch.
+  // See LoaderState. Inside the loop: the place after the current batch. With a sampler whose
+  // orders are not a function of the epoch, as LibTorch's RandomSampler, the place is not enough:
+  // keep state_tensors() with it.
   LoaderState state_dict() const { return core_->State(); }
-  void load_state(const LoaderState& state) { core_->LoadState(state); }
+  std::map<std::string, at::Tensor> state_tensors() const { return core_->StateTensors(); }
+  void load_state(const LoaderState& state, const std::map<std::string, at::Tensor>& tensors = {}) {
+    core_->LoadState(state, tensors);
+  }
 
   // This loader without the first `batches` batches of each pass. It shares epochs and place with
   // this one.
@@ -620,8 +939,6 @@ PreparedLoader<T> SkipFirstBatches(const PreparedLoader<T>& loader, int64_t batc
 template <class D, class C = DefaultCollate>
 class BatchRecipe {
  public:
-  using BatchType = CollatedBatch<D, C>;
-
   BatchRecipe(std::shared_ptr<D> dataset, C collate, RecipeSettings settings)
       : dataset_(std::move(dataset)),
         collate_(std::move(collate)),
@@ -655,6 +972,19 @@ class BatchRecipe {
   // (reset(), next(n)). Asked on rank 0 only, whose answer counts on every rank.
   template <class S>
   BatchRecipe& sampler(S order) {
+    static_assert(
+        !loader_internal::IsDistributedSampler<S>,
+        "a distributed sampler of LibTorch divides the samples among processes, which the "
+        "loader does too, so most would never be read: use RandomSampler or "
+        "SequentialSampler");
+    constexpr bool kIsSampler = requires(S & sampler) {
+      sampler.reset();
+      sampler.next(size_t{1})->begin();
+    };
+    static_assert(
+        std::is_invocable_v<S&, int64_t> || kIsSampler,
+        "sampler() takes a function of the epoch that gives ids, or a sampler of LibTorch "
+        "that gives them by reset() and next(n)");
     if constexpr (std::is_invocable_v<S&, int64_t>) {
       settings_.sampler = [order = std::move(order)](int64_t epoch) mutable {
         const auto ids = order(epoch);
@@ -676,9 +1006,17 @@ class BatchRecipe {
     return Set([&](auto& s) { s.batch_sampler = std::move(function); });
   }
   // How examples become a batch: a function of std::vector<example> (of the batch, where the data
-  // set gives finished batches). It is copied for each worker.
+  // set gives finished batches). It is copied for each worker, once, and keeps what it has over passes.
   template <class F>
   BatchRecipe<D, F> collate(F function) const {
+    using Input = typename decltype(dataset_internal::CollateInputOf<D>())::type;
+    static_assert(std::is_invocable_v<F&, Input>,
+                  "collate() takes a function of a std::vector of samples, as get() gives them (of "
+                  "the batch, where get_batch() gives a finished one)");
+    if constexpr (std::is_invocable_v<F&, Input>) {
+      static_assert(!std::is_void_v<std::invoke_result_t<F&, Input>>,
+                    "a collate() function returns the batch");
+    }
     return BatchRecipe<D, F>(dataset_, std::move(function), settings_);
   }
 
@@ -706,6 +1044,12 @@ struct IsBatchRecipe<BatchRecipe<D, C>> : std::true_type {};
 // The recipe for batches of `batch_size` samples of a data set (see dataset.h for what may be one).
 // The data set is moved in, or shared if it is a std::shared_ptr; a tensor is a data set of its
 // rows.
+//
+// A stream with shard() is read by every rank for itself, and iterating the loader is a collective.
+// Where parts differ in length, ranks that come to their end fill up their batches with their first
+// samples until the longest part has ended (BatchInfo tells real from repeated ones), or, with
+// drop_last(), all end at the first batch that some rank cannot fill. Inside an epoch such a loader
+// resumes on the same number of ranks only.
 template <class D>
 auto batches(D dataset, std::optional<int64_t> batch_size = std::nullopt) {
   RecipeSettings settings;
@@ -714,6 +1058,11 @@ auto batches(D dataset, std::optional<int64_t> batch_size = std::nullopt) {
     using Rows = TensorDataset<at::Tensor>;
     return BatchRecipe<Rows>(std::make_shared<Rows>(std::move(dataset)), {}, std::move(settings));
   } else if constexpr (loader_internal::IsSharedPtr<D>::value) {
+    using Shared = typename D::element_type;
+    static_assert(dataset_internal::IsMapStyle<Shared> || dataset_internal::IsStream<Shared>,
+                  "not a data set: it has neither get_batch(), get() nor operator[] with size(), "
+                  "nor next(), nor begin()");
+    settings.shares_dataset = true;
     return BatchRecipe<typename D::element_type>(std::move(dataset), {}, std::move(settings));
   } else {
     static_assert(dataset_internal::IsMapStyle<D> || dataset_internal::IsStream<D>,
@@ -731,6 +1080,33 @@ PreparedLoader<CollatedBatch<D, C>> PrepareLoader(
     const BatchRecipe<D, C>& recipe, const LoaderOptions& options, Comm* comm,
     std::shared_ptr<LoaderObserver> observer = nullptr) {
   using T = CollatedBatch<D, C>;
+  static_assert(nested_internal::can_be_seen_through<nested_internal::OpaquePart<T>>,
+                "the loader's batches cannot be seen through, their tensors would miss the device: "
+                "make samples structs of at most 16 members (no base class, C array or reference), "
+                "give them MusterFields(), or give the recipe a collate() function");
+  if constexpr (dataset_internal::HasShard<D>) {
+    const int size = comm == nullptr ? 1 : comm->size();
+    // Where rank 0 is to read for all, there is nothing to divide.
+    if (size == 1 || !options.dispatch_batches.value_or(false)) {
+      auto part =
+          dataset_internal::ShardOf(recipe.dataset(), comm == nullptr ? 0 : comm->rank(), size);
+      using Part = typename decltype(part)::element_type;
+      static_assert(std::is_same_v<CollatedBatch<Part, C>, T>,
+                    "shard() must give a stream of the same samples");
+      std::shared_ptr<loader_internal::Source<T>> source;
+      if (size == 1) {
+        source = std::make_shared<loader_internal::StreamSource<Part, C>>(
+            std::move(part), recipe.collate_function());
+      } else {
+        source = std::make_shared<loader_internal::ShardedSource<Part, C>>(
+            std::move(part), recipe.collate_function(), comm);
+      }
+      std::shared_ptr<LoaderCore> core =
+          LoaderCore::Create(recipe.settings(), options, source->Size(), /*is_stream=*/true, comm,
+                             std::move(observer), /*sharded=*/true);
+      return PreparedLoader<T>(std::move(core), std::move(source));
+    }
+  }
   constexpr bool kMapStyle = dataset_internal::IsMapStyle<D>;
   using SourceType = std::conditional_t<kMapStyle, loader_internal::IndexedSource<D, C>,
                                         loader_internal::StreamSource<D, C>>;

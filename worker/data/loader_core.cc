@@ -13,9 +13,11 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "nlohmann/json.hpp"
 #include "worker/data/data_error.h"
+#include "worker/data/data_random.h"
 #include "worker/data/malloc_tuning.h"
 
 namespace muster {
@@ -59,32 +61,57 @@ void CheckSame(const std::vector<std::string>& texts) {
 }  // namespace
 
 std::string LoaderState::ToString() const {
-  return nlohmann::json{{"epoch", epoch},
-                        {"position", position},
-                        {"index", index},
-                        {"seed", seed},
-                        {"num_samples", num_samples}}
-      .dump();
+  nlohmann::json json = {{"epoch", epoch},
+                         {"position", position},
+                         {"index", index},
+                         {"seed", seed},
+                         {"num_samples", num_samples}};
+  if (!order.empty()) json["order"] = order;
+  if (!order_digest.empty()) json["order_digest"] = order_digest;
+  if (shards != 0) {
+    json["shards"] = shards;
+    json["rank_position"] = rank_position;
+  }
+  return json.dump();
 }
 
 absl::StatusOr<LoaderState> LoaderState::FromString(const std::string& text) {
   const nlohmann::json parsed = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   if (!parsed.is_object()) return absl::InvalidArgumentError("loader state: not a JSON object");
   LoaderState state;
-  const std::pair<const char*, int64_t*> fields[] = {{"epoch", &state.epoch},
-                                                     {"position", &state.position},
-                                                     {"index", &state.index},
-                                                     {"seed", &state.seed},
-                                                     {"num_samples", &state.num_samples}};
-  for (const auto& [name, field] : fields) {
-    const auto found = parsed.find(name);
+  struct Field {
+    const char* name;
+    int64_t* value;
+    bool required;
+  };
+  const Field fields[] = {{"epoch", &state.epoch, true},
+                          {"position", &state.position, true},
+                          {"index", &state.index, true},
+                          {"seed", &state.seed, true},
+                          {"num_samples", &state.num_samples, true},
+                          {"shards", &state.shards, false},
+                          {"rank_position", &state.rank_position, false}};
+  for (const Field& field : fields) {
+    const auto found = parsed.find(field.name);
+    if (found == parsed.end() && !field.required) continue;
     if (found == parsed.end() || !found->is_number_integer()) {
       return absl::InvalidArgumentError(
-          absl::StrCat("loader state: no whole number \"", name, "\""));
+          absl::StrCat("loader state: no whole number \"", field.name, "\""));
     }
-    *field = found->get<int64_t>();
+    *field.value = found->get<int64_t>();
   }
-  if (state.epoch < 0 || state.position < 0 || state.index < 0) {
+  const std::pair<const char*, std::string*> texts[] = {{"order", &state.order},
+                                                        {"order_digest", &state.order_digest}};
+  for (const auto& [name, value] : texts) {
+    const auto found = parsed.find(name);
+    if (found == parsed.end()) continue;
+    if (!found->is_string()) {
+      return absl::InvalidArgumentError(absl::StrCat("loader state: no text \"", name, "\""));
+    }
+    *value = found->get<std::string>();
+  }
+  if (state.epoch < 0 || state.position < 0 || state.index < 0 || state.shards < 0 ||
+      state.rank_position < 0) {
     return absl::InvalidArgumentError(
         "loader state: epoch, position and index must not be negative");
   }
@@ -184,13 +211,43 @@ BatchInfo LoaderPass::InfoOfRound(int64_t number, int64_t begin, int64_t end,
   return MakeInfo(*this, number, slices, end);
 }
 
+BatchInfo LoaderPass::InfoOfCounts(int64_t number, const std::vector<int64_t>& counts,
+                                   int64_t after) const {
+  if (std::all_of(counts.begin(), counts.end(),
+                  [this](int64_t count) { return count == round.per_rank; })) {
+    return FullRoundInfo(*this, number, after);
+  }
+  std::vector<BatchSlice> slices(counts.size());
+  for (size_t r = 0; r < counts.size(); ++r) {
+    slices[r].real = counts[r];
+    slices[r].padding = round.per_rank - counts[r];
+  }
+  return MakeInfo(*this, number, slices, after);
+}
+
+uint64_t LoaderPass::BatchSeed(int64_t number) const {
+  // Each number is mixed in by a step of SplitMix64, so that neighbours have nothing in common.
+  const auto mix = [](uint64_t state, uint64_t value) {
+    state += 0x9e3779b97f4a7c15U + value;
+    state = (state ^ (state >> 30)) * 0xbf58476d1ce4e5b9U;
+    state = (state ^ (state >> 27)) * 0x94d049bb133111ebU;
+    return state ^ (state >> 31);
+  };
+  const bool stream = !shard.has_value();
+  // Ranks that all read the whole of a stream must see the same one.
+  const int reader = dispatch() || (stream && !sharded) ? 0 : rank;
+  uint64_t mixed = mix(mix(seed, static_cast<uint64_t>(epoch)), static_cast<uint64_t>(reader));
+  if (!stream) mixed = mix(mixed, static_cast<uint64_t>(first_index + number));
+  return mixed;
+}
+
 // --- LoaderCore ---
 
 std::shared_ptr<LoaderCore> LoaderCore::Create(const RecipeSettings& settings,
                                                const LoaderOptions& options,
                                                std::optional<int64_t> num_samples, bool is_stream,
-                                               Comm* comm,
-                                               std::shared_ptr<LoaderObserver> observer) {
+                                               Comm* comm, std::shared_ptr<LoaderObserver> observer,
+                                               bool sharded) {
   KeepFreedBatchMemory();
   std::shared_ptr<LoaderCore> core(new LoaderCore());
   core->settings_ = settings;
@@ -203,7 +260,9 @@ std::shared_ptr<LoaderCore> LoaderCore::Create(const RecipeSettings& settings,
     core->rank_ = comm->rank();
     core->world_size_ = comm->size();
   }
-  core->dispatch_ = core->world_size_ > 1 && options.dispatch_batches.value_or(is_stream);
+  core->sharded_ = sharded && core->world_size_ > 1;
+  core->dispatch_ =
+      core->world_size_ > 1 && options.dispatch_batches.value_or(is_stream && !core->sharded_);
 
   TORCH_CHECK(!settings.batch_size.has_value() || *settings.batch_size >= 1,
               "loader: the batch size is ", settings.batch_size.value_or(0),
@@ -225,6 +284,8 @@ std::shared_ptr<LoaderCore> LoaderCore::Create(const RecipeSettings& settings,
     ValueOrThrow(RoundSizeOf(core->Sharding(), *settings.batch_size));
   }
 
+  if (settings.workers > 0 || is_stream) RegisterDataRandom();
+
   core->seed_ = settings.seed.has_value()       ? *settings.seed
                 : options.data_seed.has_value() ? *options.data_seed
                                                 : DefaultSeed(options.use_seedable_sampler);
@@ -232,11 +293,7 @@ std::shared_ptr<LoaderCore> LoaderCore::Create(const RecipeSettings& settings,
     // The seed may differ (ranks seeded apart): rank 0's is used. With dispatching the others' data
     // may be empty.
     const std::string mine =
-        absl::StrCat("num_samples=", core->dispatch_ ? -1 : num_samples.value_or(-1),
-                     " batch_size=", settings.batch_size.value_or(-1),
-                     " drop_last=", settings.drop_last, " shuffle=", settings.shuffle,
-                     " stream=", is_stream, " split_batches=", options.split_batches,
-                     " even_batches=", options.even_batches, " dispatch_batches=", core->dispatch_);
+        core->SettingsText(core->dispatch_ || core->sharded_ ? -1 : num_samples.value_or(-1));
     std::vector<std::string> all =
         comm->AllGatherBytes(absl::StrCat(mine, "|", core->seed_, "|", num_samples.value_or(-1)));
     std::vector<std::vector<std::string>> parts;
@@ -252,10 +309,44 @@ std::shared_ptr<LoaderCore> LoaderCore::Create(const RecipeSettings& settings,
       TORCH_CHECK(absl::SimpleAtoi(parts[0][2], &samples));
       core->num_samples_ = samples < 0 ? std::nullopt : std::optional<int64_t>(samples);
     }
+    if (core->sharded_) {
+      core->num_samples_ = 0;
+      for (const std::vector<std::string>& part : parts) {
+        int64_t samples = -1;
+        TORCH_CHECK(absl::SimpleAtoi(part[2], &samples));
+        core->shard_sizes_.push_back(samples < 0 ? std::nullopt : std::optional<int64_t>(samples));
+        if (samples < 0) core->num_samples_.reset();
+        if (core->num_samples_.has_value()) *core->num_samples_ += samples;
+      }
+    }
   }
   // Now, because size() depends on it.
   if (settings.sampler || settings.batch_sampler) core->ReadUserOrder(0);
   return core;
+}
+
+std::string LoaderCore::OrderName() const {
+  if (sharded_) return "sharded stream";
+  if (is_stream_) return "stream";
+  if (settings_.batch_sampler) return "batch_sampler";
+  if (settings_.sampler) return "sampler";
+  return settings_.shuffle ? "shuffle" : "sequential";
+}
+
+std::string LoaderCore::SettingsText(int64_t num_samples) const {
+  return absl::StrCat(
+      "num_samples=", num_samples, " batch_size=", settings_.batch_size.value_or(-1),
+      " drop_last=", settings_.drop_last, " shuffle=", settings_.shuffle, " stream=", is_stream_,
+      " split_batches=", options_.split_batches, " even_batches=", options_.even_batches,
+      " dispatch_batches=", dispatch_, " sharded=", sharded_);
+}
+
+std::string LoaderCore::signature() const {
+  std::string text = absl::StrCat(SettingsText(num_samples_.value_or(-1)),
+                                  " order=", absl::StrReplaceAll(OrderName(), {{" ", "_"}}));
+  // A program that gives each epoch's loader a seed of its own wants that one.
+  if (settings_.seed.has_value()) absl::StrAppend(&text, " seed=", *settings_.seed);
+  return text;
 }
 
 ShardOptions LoaderCore::Sharding() const {
@@ -313,6 +404,20 @@ void CheckIds(const at::Tensor& order, int64_t num_samples, const char* whose) {
   }
 }
 
+// FNV-1a over whole numbers.
+std::string Digest(const at::Tensor& ids, const std::vector<int64_t>& lengths) {
+  uint64_t hash = 0xcbf29ce484222325U;
+  const auto add = [&hash](int64_t number) {
+    hash = (hash ^ static_cast<uint64_t>(number)) * 0x100000001b3U;
+    hash ^= hash >> 29;
+  };
+  const int64_t* numbers = ids.const_data_ptr<int64_t>();
+  add(ids.numel());
+  for (int64_t i = 0; i < ids.numel(); ++i) add(numbers[i]);
+  for (const int64_t length : lengths) add(length);
+  return absl::StrCat(absl::Hex(hash, absl::kZeroPad16));
+}
+
 }  // namespace
 
 void LoaderCore::ReadUserOrder(int64_t epoch) {
@@ -334,10 +439,43 @@ void LoaderCore::ReadUserOrder(int64_t epoch) {
     });
     const int64_t* numbers = packed.const_data_ptr<int64_t>();
     read.lengths.assign(numbers + 1, numbers + 1 + numbers[0]);
-    read.ids = packed.slice(0, 1 + numbers[0]);
+    read.ids = packed.slice(0, 1 + numbers[0]).clone();
     CheckIds(read.ids, *num_samples_, "batch sampler");
   }
+  read.digest = Digest(read.ids, read.lengths);
   user_order_ = std::move(read);
+}
+
+LoaderCore::UserOrder LoaderCore::LoadedOrder(
+    const LoaderState& state, const std::map<std::string, at::Tensor>& tensors) const {
+  const auto numbers = [&tensors](const char* name) {
+    const auto found = tensors.find(name);
+    TORCH_CHECK(found != tensors.end(), "loader: the saved state has no \"", name, "\"");
+    TORCH_CHECK(found->second.defined() && found->second.scalar_type() == at::kLong &&
+                    found->second.dim() == 1,
+                "loader: \"", name, "\" of the saved state is no row of int64");
+    return found->second.cpu().contiguous();
+  };
+  UserOrder order;
+  order.epoch = state.epoch;
+  order.ids = numbers("order").clone();
+  CheckIds(order.ids, *num_samples_, "saved order");
+  if (settings_.batch_sampler) {
+    const at::Tensor lengths = numbers("lengths");
+    int64_t sum = 0;
+    for (int64_t i = 0; i < lengths.numel(); ++i) {
+      order.lengths.push_back(lengths.const_data_ptr<int64_t>()[i]);
+      TORCH_CHECK(order.lengths.back() >= 0, "loader: a saved batch has a negative length");
+      sum += order.lengths.back();
+    }
+    TORCH_CHECK(sum == order.ids.numel(), "loader: the saved batches have ", sum,
+                " samples, their order has ", order.ids.numel());
+  }
+  order.digest = Digest(order.ids, order.lengths);
+  TORCH_CHECK(order.digest == state.order_digest,
+              "loader: the saved order is not the one of the saved place (digest ", order.digest,
+              ", expected ", state.order_digest, "): the checkpoint is damaged");
+  return order;
 }
 
 BatchSamplerShard LoaderCore::Shard() const {
@@ -347,6 +485,12 @@ BatchSamplerShard LoaderCore::Shard() const {
   }
   const int64_t length = settings_.sampler ? user_order_->ids.numel() : *num_samples_;
   return ValueOrThrow(BatchSamplerShard::Create(Sharding(), length, *settings_.batch_size));
+}
+
+void LoaderCore::CheckSize(std::optional<int64_t> num_samples) const {
+  TORCH_CHECK(is_stream_ || num_samples == num_samples_, "loader: the data set had ",
+              num_samples_.value_or(-1), " samples when the loader was prepared and has ",
+              num_samples.value_or(-1), " now: prepare a new loader for it");
 }
 
 std::shared_ptr<const LoaderPass> LoaderCore::StartPass(int64_t skip) {
@@ -359,9 +503,13 @@ std::shared_ptr<const LoaderPass> LoaderCore::StartPass(int64_t skip) {
   pass->tail = TailRuleOf(pass->sharding);
   pass->epoch = next_epoch_;
   pass->first_index = skip;
+  pass->seed = static_cast<uint64_t>(seed_);
+  pass->sharded = sharded_;
   if (resuming_) {
     pass->position = place_.position;
     pass->first_index += place_.index;
+    pass->resumed_from = place_;
+    pass->rank_position = place_.rank_position;
   }
   pass->fixed_size = settings_.batch_size.has_value();
   if (pass->fixed_size) {
@@ -369,9 +517,15 @@ std::shared_ptr<const LoaderPass> LoaderCore::StartPass(int64_t skip) {
   }
   if (is_stream_) {
     pass->skip_rounds = skip;
+    pass->rank_position += skip * pass->round.per_rank;
   } else {
-    if (settings_.batch_sampler || settings_.sampler) {
+    if (has_sampler()) {
       ReadUserOrder(pass->epoch);
+      TORCH_CHECK(!resuming_ || expected_digest_.empty() || expected_digest_ == user_order_->digest,
+                  "loader: the sampler gives another order for epoch ", pass->epoch,
+                  " than the one in the middle of which the state was saved, so samples would be "
+                  "repeated and others left out: load the saved order too, or make the sampler a "
+                  "function of the epoch");
       pass->order = user_order_->ids;
     } else if (settings_.shuffle && (!dispatch_ || rank_ == 0)) {
       pass->order = ShuffledOrder(
@@ -382,41 +536,154 @@ std::shared_ptr<const LoaderPass> LoaderCore::StartPass(int64_t skip) {
     pass->num_batches = pass->shard->NumBatches(rank_, pass->position);
   }
   // Changed last, so that a sampler that throws leaves the loader as it was.
+  ++passes_;
   resuming_ = false;
+  expected_digest_.clear();
   next_epoch_ = pass->epoch + 1;
-  place_ = {.epoch = pass->epoch, .position = pass->position, .index = pass->first_index};
+  place_ = {.epoch = pass->epoch,
+            .position = pass->position,
+            .index = pass->first_index,
+            .rank_position = pass->rank_position};
+  live_.push_back({pass->iteration, place_, place_, /*at_end=*/false});
+  owner_ = pass->iteration;
   return pass;
 }
 
+LoaderCore::LivePass* LoaderCore::FindLive(uint64_t iteration) {
+  for (LivePass& live : live_) {
+    if (live.iteration == iteration) return &live;
+  }
+  return nullptr;
+}
+
 void LoaderCore::BatchGiven(const LoaderPass& pass, const BatchInfo& info) {
-  place_ = {.epoch = pass.epoch, .position = info.position, .index = info.index + 1};
+  // A loop that goes on after LoadState is over in all but name: it does not touch the new place.
+  if (LivePass* live = FindLive(pass.iteration)) {
+    live->before = live->place;
+    live->place.position = info.position;
+    live->place.index = info.index + 1;
+    if (sharded_) {
+      live->place.rank_position =
+          pass.rank_position + (info.index + 1 - pass.first_index) * pass.round.per_rank;
+    }
+    live->at_end = info.is_last;
+    place_ = live->place;
+    owner_ = pass.iteration;
+  }
   if (observer_ != nullptr) observer_->OnBatch(pass.iteration, info);
 }
 
 void LoaderCore::EndPass(const LoaderPass& pass, bool exhausted) {
-  if (exhausted && place_.epoch == pass.epoch && !resuming_) place_ = {.epoch = next_epoch_};
+  const bool counts =
+      exhausted || observer_ == nullptr || observer_->CountsAsTrained(pass.iteration);
+  if (LivePass* live = FindLive(pass.iteration)) {
+    const bool at_end = exhausted || live->at_end;
+    live_.erase(live_.begin() + (live - live_.data()));
+    if (owner_ == pass.iteration) {
+      if (!counts && pass.resumed_from.has_value() && next_epoch_ == pass.epoch + 1) {
+        // A look at a loaded place does not use it up.
+        place_ = *pass.resumed_from;
+        resuming_ = true;
+        next_epoch_ = pass.epoch;
+      } else if (at_end || !counts) {
+        place_ = {.epoch = next_epoch_};
+      }
+    }
+  }
   if (observer_ != nullptr) observer_->OnEnd(pass.iteration);
 }
 
-LoaderState LoaderCore::State() const {
-  LoaderState state = place_;
-  state.seed = seed_;
-  state.num_samples = num_samples_.value_or(-1);
-  return state;
+LoaderState LoaderCore::Completed(LoaderState place) const {
+  place.seed = seed_;
+  place.num_samples = num_samples_.value_or(-1);
+  place.order = OrderName();
+  place.shards = sharded_ ? world_size_ : 0;
+  if (!sharded_) place.rank_position = 0;
+  place.order_digest.clear();
+  if (!expected_digest_.empty()) {
+    place.order_digest = expected_digest_;
+  } else if (user_order_.has_value() && user_order_->epoch == place.epoch) {
+    place.order_digest = user_order_->digest;
+  }
+  return place;
 }
 
-void LoaderCore::LoadState(const LoaderState& state) {
+LoaderState LoaderCore::State() const { return Completed(place_); }
+
+std::map<std::string, at::Tensor> LoaderCore::StateTensors() const {
+  std::map<std::string, at::Tensor> tensors;
+  if (!user_order_.has_value() || user_order_->epoch != place_.epoch || !expected_digest_.empty()) {
+    return tensors;
+  }
+  tensors["order"] = user_order_->ids;
+  if (settings_.batch_sampler) {
+    at::Tensor lengths = at::empty({static_cast<int64_t>(user_order_->lengths.size())}, at::kLong);
+    std::copy(user_order_->lengths.begin(), user_order_->lengths.end(),
+              lengths.data_ptr<int64_t>());
+    tensors["lengths"] = lengths;
+  }
+  return tensors;
+}
+
+uint64_t LoaderCore::live_pass() const {
+  if (live_.empty()) return 0;
+  for (const LivePass& live : live_) {
+    if (live.iteration == owner_) return owner_;
+  }
+  return live_.back().iteration;
+}
+
+LoaderState LoaderCore::StateBeforeBatch() const {
+  const uint64_t pass = live_pass();
+  for (const LivePass& live : live_) {
+    if (live.iteration == pass) return Completed(live.before);
+  }
+  return State();
+}
+
+LoaderState LoaderCore::NextState() const {
+  return resuming_ ? State() : Completed({.epoch = next_epoch_});
+}
+
+void LoaderCore::LoadState(const LoaderState& state,
+                           const std::map<std::string, at::Tensor>& tensors) {
   TORCH_CHECK(state.epoch >= 0 && state.position >= 0 && state.index >= 0,
               "loader: a saved state with negative numbers: ", state.ToString());
   TORCH_CHECK(
       state.num_samples < 0 || !num_samples_.has_value() || state.num_samples == *num_samples_,
       "loader: the saved state is of a data set with ", state.num_samples,
       " samples, this one has ", num_samples_.value_or(-1),
-      ": load the state of the same data, or call set_epoch() to begin anew");
+      ": load the state of the same data, or call set_epoch() to begin an epoch");
+  std::optional<UserOrder> order;
+  if (has_sampler() && !state.order_digest.empty() && tensors.count("order") > 0) {
+    order = LoadedOrder(state, tensors);
+  }
+  if (state.inside_epoch()) {
+    const auto refuse_unless = [&](bool good, const auto&... why) {
+      TORCH_CHECK(good, "loader: the state was saved in the middle of epoch ", state.epoch, ", ",
+                  why...,
+                  ": samples would be repeated and others left out; prepare the loader as "
+                  "it was, or go on with the next epoch by set_epoch()");
+    };
+    refuse_unless(state.order.empty() || state.order == OrderName(), "in the order of kind \"",
+                  state.order, "\", this loader has the kind \"", OrderName(), "\"");
+    refuse_unless(!sharded_ || state.shards == world_size_, "of a stream sharded into ",
+                  state.shards, " parts, now there are ", world_size_);
+    refuse_unless(!has_sampler() || !state.order_digest.empty(),
+                  "without the order that its sampler gave");
+  }
+  if (order.has_value()) {
+    user_order_ = std::move(order);
+    expected_digest_.clear();
+  } else {
+    expected_digest_ = has_sampler() && state.inside_epoch() ? state.order_digest : "";
+  }
   seed_ = state.seed;
   next_epoch_ = state.epoch;
   place_ = state;
   resuming_ = true;
+  live_.clear();
+  owner_ = 0;
 }
 
 void LoaderCore::SetEpoch(int64_t epoch) {
@@ -425,12 +692,23 @@ void LoaderCore::SetEpoch(int64_t epoch) {
   // epoch.
   if (resuming_ && epoch == next_epoch_) return;
   resuming_ = false;
+  expected_digest_.clear();
   next_epoch_ = epoch;
-  place_ = {.epoch = epoch};
+  // A pass under way keeps its place until it is over.
+  if (live_.empty()) place_ = {.epoch = epoch};
 }
 
 std::optional<int64_t> LoaderCore::NumBatches(int64_t skip) const {
   if (!num_samples_.has_value()) return std::nullopt;
+  if (sharded_) {
+    const int64_t per_rank = ValueOrThrow(RoundSizeOf(Sharding(), *settings_.batch_size)).per_rank;
+    int64_t rounds = settings_.drop_last ? INT64_MAX : 0;
+    for (const std::optional<int64_t>& size : shard_sizes_) {
+      rounds = settings_.drop_last ? std::min(rounds, *size / per_rank)
+                                   : std::max(rounds, (*size + per_rank - 1) / per_rank);
+    }
+    return std::max<int64_t>(rounds - skip, 0);
+  }
   const BatchSamplerShard shard = Shard();
   return shard.NumBatches(rank_, shard.Skip(skip));
 }

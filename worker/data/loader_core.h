@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -54,6 +55,7 @@ struct RecipeSettings {
   int workers = 0;   // reading threads; 0: the thread that iterates reads
   int prefetch = 2;  // batches that each worker may be ahead
   std::optional<int64_t> seed;
+  bool shares_dataset = false;  // the program keeps a handle on the data set
   bool pin_memory = false;
   SamplerFunction sampler;
   BatchSamplerFunction batch_sampler;
@@ -68,12 +70,26 @@ struct LoaderState {
   int64_t index = 0;  // batches of this epoch that were given out
   int64_t seed = 0;
   int64_t num_samples = -1;  // of the data set; -1: unknown
+  // What makes the order: "sequential", "shuffle", "sampler", "batch_sampler", "stream" or "sharded
+  // stream"; empty: not known.
+  std::string order{};
+  // Of a sampler's order for this epoch, where that is known; else empty.
+  std::string order_digest{};
+  // Of a stream that is sharded at its source: the number of parts, and samples of its own part
+  // that each rank has passed.
+  int64_t shards = 0;
+  int64_t rank_position = 0;
 
-  // One line of JSON, and back. INVALID_ARGUMENT: not such a line.
+  // Whether the epoch has begun.
+  bool inside_epoch() const { return position > 0 || index > 0; }
+  // One line of JSON, and back; what an older version did not write may be missing.
+  // INVALID_ARGUMENT: not such a line.
   std::string ToString() const;
   static absl::StatusOr<LoaderState> FromString(const std::string& text);
   bool operator==(const LoaderState&) const = default;
 };
+
+class LoaderStateHandle;
 
 // Is told of what loops over a loader do, on the thread that iterates.
 class LoaderObserver {
@@ -81,12 +97,25 @@ class LoaderObserver {
   virtual ~LoaderObserver() = default;
   // A pass is about to begin; on every rank, as that is. May be a collective.
   virtual void OnStart() {}
+  // Asked where a pass would begin: true leaves it without a batch and the loader where it is, for a
+  // pass that was finished before the state was saved that the program resumes from.
+  virtual bool SkipsPass(const LoaderStateHandle& loader) {
+    static_cast<void>(loader);
+    return false;
+  }
   // Pass `iteration` is about to give this batch to the loop.
   virtual void OnBatch(uint64_t iteration, const BatchInfo& info) = 0;
   // Pass `iteration` is over: at its end, or because its iterator was destroyed (break, return,
   // exception). Exactly once for every pass that gave a batch (and perhaps for one that gave none).
   // Must not throw.
   virtual void OnEnd(uint64_t iteration) = 0;
+  // Asked before OnEnd about a pass that was left before its end. False: what it gave was only
+  // looked at (a peek, an evaluation left by break), and the loader does not resume in its middle.
+  // Must not throw.
+  virtual bool CountsAsTrained(uint64_t iteration) {
+    static_cast<void>(iteration);
+    return true;
+  }
 };
 
 // A loader's place, without its type: what a checkpoint or a join of uneven inputs needs. Not
@@ -96,9 +125,35 @@ class LoaderStateHandle {
   virtual ~LoaderStateHandle() = default;
   // The place after the batch given out last, or where the next pass starts.
   virtual LoaderState State() const = 0;
-  // The next pass of that epoch goes on from there, in the saved order. Error (c10::Error): another
-  // data set's length.
-  virtual void LoadState(const LoaderState& state) = 0;
+  // What State() needs to be resumed in the same order where a sampler made it: "order", the ids of
+  // the epoch (int64, [n]), and "lengths" of a batch sampler's batches (int64, [batches]). Empty
+  // where the order follows from State(). Handles, not copies.
+  virtual std::map<std::string, at::Tensor> StateTensors() const = 0;
+  // The next pass of that epoch goes on from there, in the saved order. `tensors` is what
+  // StateTensors() gave. Errors (c10::Error), which leave the loader as it was: another data set's
+  // length; tensors that do not belong to the state; a place inside an epoch of another kind of
+  // order, of a sampler's order that was not saved, or of a stream sharded into another number of
+  // parts. With a state but no tensors, the next pass compares what the sampler gives with the
+  // state's digest and throws if that is another order.
+  virtual void LoadState(const LoaderState& state,
+                         const std::map<std::string, at::Tensor>& tensors) = 0;
+  void LoadState(const LoaderState& state) { LoadState(state, {}); }
+  // Number of the pass under way (BatchInfo::iteration), the one that gave a batch last; 0 if there
+  // is none.
+  virtual uint64_t live_pass() const = 0;
+  // The place before the batch that the pass under way has given out last: where to go on if that
+  // batch has not been trained on. State() if there is no such pass.
+  virtual LoaderState StateBeforeBatch() const = 0;
+  // What the loader was prepared with, as "name=value ..."; a loader with the same text can take
+  // over the place of this one.
+  virtual std::string signature() const = 0;
+  // Where a successor goes on: the loaded place if no pass has begun there yet, else the start of
+  // the next epoch. For LoadState, with StateTensors().
+  virtual LoaderState NextState() const = 0;
+  // Passes begun so far.
+  virtual int64_t passes() const = 0;
+  // Whether it gives samples in an order of its own: shuffled, of a sampler, or of a stream.
+  virtual bool shuffles() const = 0;
   // For the passes that begin while it is set. nullopt: as prepared.
   virtual void OverrideEvenBatches(std::optional<bool> even_batches) = 0;
 };
@@ -111,9 +166,14 @@ at::Tensor ShuffledOrder(int64_t n, uint64_t seed);
 struct LoaderPass {
   uint64_t iteration = 0;
   int64_t epoch = 0;
-  int64_t position = 0;     // where it starts
-  int64_t first_index = 0;  // index of its first batch
-  int64_t skip_rounds = 0;  // streams: rounds to pass over from `position`
+  int64_t position = 0;       // where it starts
+  int64_t first_index = 0;    // index of its first batch
+  int64_t skip_rounds = 0;    // streams: rounds to pass over from `position`
+  bool sharded = false;       // a stream of which every rank reads its own part
+  int64_t rank_position = 0;  // sharded: samples of the own part to pass over
+  uint64_t seed = 0;          // of the loader
+  // If it goes on from a loaded place, that place.
+  std::optional<LoaderState> resumed_from;
   int rank = 0;
   ShardOptions sharding;
   RoundSize round;         // of a fixed batch size
@@ -131,6 +191,14 @@ struct LoaderPass {
   BatchInfo Info(int64_t number) const;
   // The facts of the round that holds positions [begin, end), which is batch `number` of this pass.
   BatchInfo InfoOfRound(int64_t number, int64_t begin, int64_t end, int64_t first_round) const;
+  // The facts of batch `number` of a sharded stream, of which rank r has counts[r] real samples;
+  // `position` is the one after it.
+  BatchInfo InfoOfCounts(int64_t number, const std::vector<int64_t>& counts,
+                         int64_t position) const;
+  // The seed for random numbers while batch `number` of this pass is read: from the loader's seed,
+  // the epoch, the rank that reads and the batch's index. Of a stream (number 0) the seed of the
+  // whole pass, on every rank the same if every rank reads the same samples.
+  uint64_t BatchSeed(int64_t number) const;
   // As SliceOfRound, for this pass's rules.
   BatchSlice SliceOf(int slice_rank, int64_t begin, int64_t end, int64_t first_round) const;
 };
@@ -143,20 +211,38 @@ class LoaderCore : public LoaderStateHandle {
   // (collective) Checks the settings, agrees on the seed with rank 0 and that all ranks prepare the
   // same loader. `comm` may be null for a job of one process, and must outlive the loader. Errors
   // (c10::Error): settings that do not go together; ranks that differ, named.
+  // `sharded`: a stream of which this rank has its own part, with `num_samples` of it.
   static std::shared_ptr<LoaderCore> Create(const RecipeSettings& settings,
                                             const LoaderOptions& options,
                                             std::optional<int64_t> num_samples, bool is_stream,
-                                            Comm* comm, std::shared_ptr<LoaderObserver> observer);
+                                            Comm* comm, std::shared_ptr<LoaderObserver> observer,
+                                            bool sharded = false);
 
+  // Error (c10::Error): a map-style data set, of `num_samples` now, has grown or shrunk since the
+  // loader was prepared.
+  void CheckSize(std::optional<int64_t> num_samples) const;
   // A pass over the next epoch, or over what LoadState left of one, without its first `skip`
   // batches.
   std::shared_ptr<const LoaderPass> StartPass(int64_t skip);
   void BatchGiven(const LoaderPass& pass, const BatchInfo& info);
-  // The loop over `pass` is over; `exhausted`: it got all batches.
+  // The loop over `pass` is over; `exhausted`: it went on to the end. If not, and the observer says
+  // that it does not count, the place that the pass resumed is put back, or the next epoch's start
+  // becomes the place. A loop that was left at the last batch has had the epoch.
   void EndPass(const LoaderPass& pass, bool exhausted);
 
   LoaderState State() const override;
-  void LoadState(const LoaderState& state) override;
+  std::map<std::string, at::Tensor> StateTensors() const override;
+  using LoaderStateHandle::LoadState;
+  void LoadState(const LoaderState& state,
+                 const std::map<std::string, at::Tensor>& tensors) override;
+  uint64_t live_pass() const override;
+  LoaderState StateBeforeBatch() const override;
+  std::string signature() const override;
+  LoaderState NextState() const override;
+  int64_t passes() const override { return passes_; }
+  bool shuffles() const override { return settings_.shuffle || has_sampler() || is_stream_; }
+  // See LoaderObserver::SkipsPass.
+  bool SkipsPass() const { return observer_ != nullptr && observer_->SkipsPass(*this); }
   void OverrideEvenBatches(std::optional<bool> even_batches) override {
     even_override_ = even_batches;
   }
@@ -186,18 +272,38 @@ class LoaderCore : public LoaderStateHandle {
   // Makes user_order_ that of `epoch`, on every rank what rank 0's sampler says.
   void ReadUserOrder(int64_t epoch);
   at::Tensor OrderFromMain(const std::function<std::vector<int64_t>()>& read) const;
+  bool has_sampler() const { return settings_.sampler || settings_.batch_sampler; }
+  std::string OrderName() const;
+  std::string SettingsText(int64_t num_samples) const;
+  // `place` with what does not depend on the place.
+  LoaderState Completed(LoaderState place) const;
 
   // What the user's sampler or batch sampler gave for an epoch.
   struct UserOrder {
     int64_t epoch = 0;
     at::Tensor ids;
-    std::vector<int64_t> lengths;
+    std::vector<int64_t> lengths;  // of a batch sampler
+    std::string digest;
   };
+  // Of saved tensors, checked.
+  UserOrder LoadedOrder(const LoaderState& state,
+                        const std::map<std::string, at::Tensor>& tensors) const;
+
+  // A pass that has begun and not ended, since the last LoadState.
+  struct LivePass {
+    uint64_t iteration = 0;
+    LoaderState place;    // after its last batch
+    LoaderState before;   // that batch
+    bool at_end = false;  // that batch was the last one
+  };
+  LivePass* FindLive(uint64_t iteration);
 
   RecipeSettings settings_;
   LoaderOptions options_;
   std::optional<int64_t> num_samples_;
   bool is_stream_ = false;
+  bool sharded_ = false;
+  std::vector<std::optional<int64_t>> shard_sizes_;  // sharded: of each rank's part
   bool dispatch_ = false;
   int rank_ = 0;
   int world_size_ = 1;
@@ -206,10 +312,14 @@ class LoaderCore : public LoaderStateHandle {
   std::shared_ptr<LoaderObserver> observer_;
 
   std::optional<bool> even_override_;
+  int64_t passes_ = 0;
   int64_t next_epoch_ = 0;
   LoaderState place_;      // what State() tells
   bool resuming_ = false;  // the next pass starts at place_
   std::optional<UserOrder> user_order_;
+  std::string expected_digest_;  // of the order that the pass which resumes must have; or empty
+  std::vector<LivePass> live_;   // in the order in which they began
+  uint64_t owner_ = 0;           // the pass that place_ is of
 };
 
 }  // namespace muster

@@ -1,20 +1,28 @@
 #include "worker/data/loader.h"
 
 #include <atomic>
+#include <functional>
 #include <map>
+#include <memory>
 #include <numeric>
 #include <random>
 #include <set>
 #include <string>
 #include <thread>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "ATen/CPUGeneratorImpl.h"
 #include "ATen/ops/arange.h"
+#include "ATen/ops/dropout.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/index_select.h"
 #include "ATen/ops/ones.h"
+#include "ATen/ops/rand.h"
+#include "ATen/ops/randint.h"
 #include "ATen/ops/randperm.h"
+#include "ATen/ops/zeros.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "worker/process/thread_comm.h"
@@ -233,6 +241,36 @@ struct Example {
   at::Tensor data, target;
 };
 
+// A plain struct as sample, whose number and text become a tensor and a list.
+struct Caption {
+  at::Tensor image;
+  int64_t label;
+  std::string text;
+};
+struct Captions {
+  size_t size() const { return 3; }
+  Caption get(size_t index) const {
+    const int64_t i = static_cast<int64_t>(index);
+    return {at::full({2}, i), i, "t" + std::to_string(i)};
+  }
+};
+struct Boxes {
+  at::Tensor data, target, boxes;
+};
+// Can neither be seen through nor copied: only the user's collate knows what to do with it.
+class Handle {
+ public:
+  explicit Handle(int64_t id) : id_(std::make_unique<int64_t>(id)) {}
+  int64_t id() const { return *id_; }
+
+ private:
+  std::unique_ptr<int64_t> id_;
+};
+struct Handles {
+  size_t size() const { return 4; }
+  Handle get(size_t index) const { return Handle(static_cast<int64_t>(index)); }
+};
+
 // Shaped as LibTorch's data sets: get() is not const, get_batch() takes unsigned indices.
 struct TorchStyle {
   using ExampleType = Example;
@@ -310,6 +348,46 @@ TEST(PreparedLoader, UserCollate_MakesTheBatch) {
     EXPECT_EQ(name, "mine");
   }
   EXPECT_THAT(sizes, ElementsAre(2, 2, 1));
+}
+
+TEST(PreparedLoader, StructOfTensors_StaysThatStructWithAllItsMembers) {
+  const std::vector<Boxes> rows(3, {at::ones({2}), at::ones({}), at::full({4}, 7)});
+  for (auto& batch : Alone(batches(rows, 3))) {
+    EXPECT_EQ(batch->boxes.sizes(), (std::vector<int64_t>{3, 4}));
+    auto& [data, target, boxes] = batch;
+    EXPECT_EQ(data.dim() + target.dim() + boxes.dim(), 5);
+  }
+}
+
+TEST(PreparedLoader, StructWithNumbersAndTexts_BecomesATuple) {
+  int seen = 0;
+  for (auto& [images, labels, texts] : Alone(batches(Captions{}, 3))) {
+    EXPECT_EQ(images.dim(), 2);
+    EXPECT_EQ(Values(labels), (std::vector<int64_t>{0, 1, 2}));
+    EXPECT_THAT(texts, ElementsAre("t0", "t1", "t2"));
+    ++seen;
+  }
+  EXPECT_EQ(seen, 1);
+}
+
+TEST(PreparedLoader, StructAsSampleWithOwnCollate_IsJoinedByIt) {
+  struct Joined {
+    at::Tensor images;
+    std::string texts;
+  };
+  auto recipe = batches(Captions{}, 3).collate([](const std::vector<Caption>& captions) {
+    Joined joined{at::zeros({0}), ""};
+    for (const Caption& caption : captions) joined.texts += caption.text;
+    return joined;
+  });
+  for (auto& batch : Alone(recipe)) EXPECT_EQ(batch->texts, "t0t1t2");
+  const auto count = [](const std::vector<Handle>& handles) {
+    int64_t sum = 0;
+    for (const Handle& handle : handles) sum += handle.id();
+    return at::full({1}, sum);
+  };
+  EXPECT_EQ(All(Alone(batches(Handles{}, 4).collate(count).workers(1))),
+            (std::vector<std::vector<int64_t>>{{6}}));
 }
 
 TEST(PreparedLoader, RangeAndChunkStreams_AreRead) {
@@ -457,6 +535,192 @@ TEST(LoaderState, BadStates_AreRefused) {
               HasSubstr("with 11 samples, this one has 10"));
 }
 
+TEST(LoaderState, BatchSamplerStoppedInsideAnEpoch_GoesOnWithTheSavedBatches) {
+  int64_t asked = 0;
+  const auto prepare = [&asked] {
+    // Another answer every time, as of a sampler that draws.
+    return Alone(batches(Ids{9}).batch_sampler([&asked](int64_t) {
+      ++asked;
+      if (asked % 2 == 1)
+        return std::vector<std::vector<int64_t>>{{8, 7}, {6}, {5, 4, 3}, {2, 1, 0}};
+      return std::vector<std::vector<int64_t>>{{0, 1, 2, 3}, {4, 5, 6, 7, 8}};
+    }));
+  };
+  auto first = prepare();
+  for (auto& batch : first) {
+    if (batch.info().index == 1) break;
+  }
+  auto second = prepare();
+  second.load_state(first.state_dict(), first.state_tensors());
+  EXPECT_EQ(second.size(), 4);
+  EXPECT_EQ(All(second), (std::vector<std::vector<int64_t>>{{5, 4, 3}, {2, 1, 0}}));
+  auto tensors = first.state_tensors();
+  tensors["lengths"] = tensors["lengths"].add(1);
+  EXPECT_THAT(ErrorOf([&] { prepare().load_state(first.state_dict(), tensors); }),
+              HasSubstr("the saved batches have 13 samples"));
+}
+
+TEST(LoaderState, SamplerThatIsAFunctionOfTheEpoch_NeedsNoSavedOrder) {
+  const auto prepare = [] {
+    return Alone(batches(Ids{8}, 2).sampler(
+        [](int64_t epoch) { return Values(ShuffledOrder(8, static_cast<uint64_t>(epoch))); }));
+  };
+  auto first = prepare();
+  All(first);
+  auto it = first.begin();
+  auto second = prepare();
+  second.load_state(first.state_dict());
+  std::vector<std::vector<int64_t>> rest = All(second);
+  ++it;
+  ASSERT_EQ(rest.size(), 3U);
+  EXPECT_EQ(Values(**it), rest.front());
+}
+
+TEST(LoaderState, PlaceInAnotherKindOfOrder_IsRefusedInsideAnEpoch) {
+  auto shuffled = Alone(batches(Ids{8}, 2).shuffle());
+  auto it = shuffled.begin();
+  auto plain = Alone(batches(Ids{8}, 2));
+  EXPECT_THAT(ErrorOf([&] { plain.load_state(shuffled.state_dict()); }),
+              HasSubstr("kind \"shuffle\", this loader has the kind \"sequential\""));
+  EXPECT_EQ(All(plain).size(), 4U);
+  // At an epoch's start nothing is lost.
+  auto next = Alone(batches(Ids{8}, 2));
+  next.load_state(Alone(batches(Ids{8}, 2).shuffle()).state_dict());
+  EXPECT_EQ(All(next).size(), 4U);
+}
+
+// Training counts, as the test says.
+class Judge : public LoaderObserver {
+ public:
+  void OnBatch(uint64_t iteration, const BatchInfo&) override { last = iteration; }
+  void OnEnd(uint64_t) override {}
+  bool CountsAsTrained(uint64_t iteration) override {
+    EXPECT_LE(last, iteration);
+    return trained;
+  }
+  uint64_t last = 0;
+  bool trained = false;
+};
+
+TEST(LoaderState, LookAtALoadedPlace_DoesNotUseItUp) {
+  auto judge = std::make_shared<Judge>();
+  auto loader = PrepareLoader(batches(Ids{12}, 2).shuffle().seed(4), {}, nullptr, judge);
+  LoaderState state;
+  for (auto& batch : loader) {
+    if (batch.info().index == 2) state = loader.state_dict();
+  }
+  loader.load_state(state);
+  for (int look = 0; look < 2; ++look) {
+    EXPECT_EQ(loader.begin()->info().index, 3);
+    EXPECT_EQ(loader.state_dict(), state);
+    EXPECT_EQ(loader.epoch(), 0);
+  }
+  judge->trained = true;
+  EXPECT_EQ(loader.begin()->info().index, 3);
+  EXPECT_EQ(loader.state_dict().index, 4);
+  EXPECT_EQ(loader.epoch(), 1);
+}
+
+TEST(LoaderState, EvaluationLeftByBreak_DoesNotResumeInItsMiddle) {
+  auto judge = std::make_shared<Judge>();
+  auto loader = PrepareLoader(batches(Ids{12}, 2), {}, nullptr, judge);
+  for (auto& batch : loader) {
+    if (batch.info().index == 2) break;
+  }
+  EXPECT_FALSE(loader.state_dict().inside_epoch());
+  EXPECT_EQ(loader.state_dict().epoch, 1);
+  auto again = Alone(batches(Ids{12}, 2));
+  again.load_state(loader.state_dict());
+  EXPECT_EQ(All(again).size(), 6U);
+}
+
+TEST(LoaderState, LoopLeftAtItsLastBatch_LeavesNoEmptyPassToResume) {
+  auto loader = Alone(batches(Ids{12}, 2));
+  for (auto& batch : loader) {
+    if (batch.info().is_last) break;
+  }
+  EXPECT_EQ(loader.state_dict().epoch, 1);
+  auto again = Alone(batches(Ids{12}, 2));
+  again.load_state(loader.state_dict());
+  EXPECT_EQ(All(again).size(), 6U);
+}
+
+TEST(LoaderState, StateBeforeBatch_IsWhereTheBatchOfTheLivePassBegan) {
+  auto loader = Alone(batches(Ids{12}, 4).shuffle());
+  const auto handle = loader.state_handle();
+  EXPECT_EQ(handle->live_pass(), 0U);
+  EXPECT_EQ(handle->StateBeforeBatch(), handle->State());
+  LoaderState before = loader.state_dict();
+  for (auto& batch : loader) {
+    EXPECT_EQ(handle->live_pass(), batch.info().iteration);
+    EXPECT_EQ(handle->StateBeforeBatch(), before);
+    before = handle->State();
+    EXPECT_EQ(before.position, 4 * (batch.info().index + 1));
+  }
+  EXPECT_EQ(handle->live_pass(), 0U);
+}
+
+TEST(LoaderState, LoadedInsideALoop_IsNotOverwrittenByTheLoop) {
+  auto loader = Alone(batches(Ids{12}, 2).shuffle());
+  LoaderState state = loader.state_dict();
+  state.epoch = 5;
+  state.position = 4;
+  state.index = 2;
+  state.order = "shuffle";
+  for (auto& batch : loader) {
+    if (batch.info().index == 1) loader.load_state(state);
+  }
+  EXPECT_EQ(loader.state_dict(), state);
+  EXPECT_EQ(loader.epoch(), 5);
+  EXPECT_EQ(All(loader).size(), 4U);
+}
+
+TEST(LoaderState, SetEpochInsideALoop_KeepsThePlaceOfTheLoop) {
+  auto loader = Alone(batches(Ids{12}, 2));
+  for (auto& batch : loader) {
+    if (batch.info().index != 1) continue;
+    loader.set_epoch(7);
+    EXPECT_EQ(loader.state_dict().position, 4);
+  }
+  EXPECT_EQ(loader.state_dict().epoch, 7);
+}
+
+TEST(LoaderState, LoaderThatTakesOver_RepeatsNoPermutation) {
+  const auto prepare = [] { return Alone(batches(Ids{64}, 64).shuffle().seed(1)); };
+  std::set<std::vector<int64_t>> seen;
+  std::shared_ptr<LoaderStateHandle> old;
+  for (int epoch = 0; epoch < 3; ++epoch) {
+    auto loader = prepare();
+    if (old != nullptr) {
+      EXPECT_EQ(old->signature(), loader.state_handle()->signature());
+      loader.load_state(old->NextState(), old->StateTensors());
+    }
+    old = loader.state_handle();
+    seen.insert(All(loader)[0]);
+  }
+  EXPECT_EQ(seen.size(), 3U);
+  EXPECT_NE(old->signature(),
+            Alone(batches(Ids{64}, 32).shuffle().seed(1)).state_handle()->signature());
+  EXPECT_NE(old->signature(),
+            Alone(batches(Ids{64}, 64).shuffle().seed(2)).state_handle()->signature());
+}
+
+TEST(PreparedLoader, PassThatCannotOpen_LeavesThePlace) {
+  struct OneReader {
+    OneReader() = default;
+    OneReader(OneReader&&) = default;
+    size_t size() const { return 4; }
+    int64_t get(size_t index) { return static_cast<int64_t>(index); }
+    std::unique_ptr<int> file;
+  };
+  auto judge = std::make_shared<Judge>();
+  auto loader =
+      PrepareLoader(batches(std::make_shared<OneReader>(), 2).workers(2), {}, nullptr, judge);
+  EXPECT_THAT(ErrorOf([&] { loader.begin(); }), HasSubstr("workers(1)"));
+  EXPECT_EQ(loader.state_handle()->live_pass(), 0U);
+  EXPECT_FALSE(loader.state_dict().inside_epoch());
+}
+
 TEST(LoaderState, OverrideEvenBatches_HoldsForLaterPasses) {
   RunRanks(2, [&](Comm& comm) {
     auto loader = PrepareLoader(batches(Ids{10}, 4), {}, &comm);
@@ -547,7 +811,432 @@ TEST(Dispatch, ShapesThatChange_AreRenegotiated) {
   });
 }
 
+// --- Random numbers while reading ---
+
+// Augments by LibTorch's generator and by one of its own, seeded as told.
+struct Augmented {
+  size_t size() const { return 24; }
+  std::tuple<at::Tensor, int64_t> get(size_t index) const {
+    at::Tensor image = at::rand({2}).add(static_cast<double>(index));
+    return {at::dropout(image, 0.5, /*train=*/true), static_cast<int64_t>(data_seed() >> 1)};
+  }
+};
+
+template <class Loader>
+std::vector<at::Tensor> Tensors(const Loader& loader, int64_t first = 0) {
+  std::vector<at::Tensor> all;
+  for (auto& [images, seeds] : loader) {
+    all.push_back(images.reshape(-1).to(at::kDouble));
+    all.push_back(seeds.to(at::kDouble));
+  }
+  return {all.begin() + 2 * first, all.end()};
+}
+
+bool AreEqual(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  bool same = a.size() == b.size();
+  for (size_t i = 0; same && i < a.size(); ++i) same = a[i].equal(b[i]);
+  return same;
+}
+
+TEST(DataRandom, AnyNumberOfWorkers_GivesTheSameAugmentations) {
+  const at::Tensor before = at::detail::getDefaultCPUGenerator().get_state();
+  const auto prepare = [](int workers) {
+    return Alone(batches(Augmented{}, 4).shuffle().seed(5).workers(workers));
+  };
+  auto one = prepare(1);
+  const std::vector<at::Tensor> first = Tensors(one);
+  const std::vector<at::Tensor> second = Tensors(one);
+  EXPECT_FALSE(AreEqual(first, second));
+  EXPECT_FALSE(first[0].sub(first[0].floor()).equal(first[2].sub(first[2].floor())));
+  for (const int workers : {2, 3}) {
+    auto loader = prepare(workers);
+    EXPECT_TRUE(AreEqual(first, Tensors(loader)));
+    EXPECT_TRUE(AreEqual(second, Tensors(loader)));
+  }
+  // Training draws from the default generator: reading has not touched it.
+  EXPECT_TRUE(before.equal(at::detail::getDefaultCPUGenerator().get_state()));
+}
+
+TEST(DataRandom, ResumedInsideAnEpoch_GoesOnWithTheSameAugmentations) {
+  const auto prepare = [] { return Alone(batches(Augmented{}, 4).shuffle().seed(5).workers(2)); };
+  auto first = prepare();
+  LoaderState state;
+  for (auto& batch : first) {
+    if (batch.info().index == 2) state = first.state_dict();
+  }
+  first.set_epoch(0);
+  const std::vector<at::Tensor> expected = Tensors(first, 3);
+  auto second = prepare();
+  second.load_state(state);
+  EXPECT_TRUE(AreEqual(Tensors(second), expected));
+}
+
+TEST(DataRandom, RanksAndSamples_HaveSeedsOfTheirOwn) {
+  std::vector<std::set<double>> seeds(2);
+  RunRanks(2, [&](Comm& comm) {
+    auto loader = PrepareLoader(batches(Augmented{}, 3).workers(1), {}, &comm);
+    for (auto& [images, own] : loader) {
+      for (int64_t i = 0; i < own.numel(); ++i) {
+        seeds[static_cast<size_t>(comm.rank())].insert(own[i].template item<double>());
+      }
+    }
+  });
+  EXPECT_EQ(seeds[0].size(), 12U);
+  seeds[0].insert(seeds[1].begin(), seeds[1].end());
+  EXPECT_EQ(seeds[0].size(), 24U);
+}
+
+// Reading changes it, as of LibTorch's data sets; each copy counts what it gave.
+struct CountingReads {
+  CountingReads() = default;
+  CountingReads(const CountingReads& other)
+      : copies(other.copies), id(++*copies), reads(other.reads), epoch(other.epoch) {}
+  CountingReads(CountingReads&&) = default;
+  CountingReads& operator=(const CountingReads&) = delete;
+  CountingReads& operator=(CountingReads&&) = delete;
+  ~CountingReads() = default;
+
+  size_t size() const { return 16; }
+  // Which copy was read, how often it had been, and in which epoch.
+  std::tuple<int64_t, int64_t, int64_t> get(size_t) { return {id, reads++, epoch}; }
+  void set_epoch(int64_t e) { epoch = e; }
+
+  std::shared_ptr<std::atomic<int64_t>> copies = std::make_shared<std::atomic<int64_t>>(0);
+  int64_t id = 0;
+  int64_t reads = 0;
+  int64_t epoch = -1;
+};
+
+TEST(DataRandom, DataSetThatReadingChanges_GoesOnOverPasses) {
+  auto loader = Alone(batches(CountingReads{}, 4).workers(2));
+  std::set<int64_t> readers;
+  std::set<std::pair<int64_t, int64_t>> drawn;
+  for (int64_t pass = 0; pass < 3; ++pass) {
+    for (auto& [copies, reads, epochs] : loader) {
+      for (const int64_t epoch : Values(epochs)) EXPECT_EQ(epoch, pass);
+      const std::vector<int64_t> ids = Values(copies);
+      const std::vector<int64_t> counts = Values(reads);
+      for (size_t i = 0; i < ids.size(); ++i) {
+        readers.insert(ids[i]);
+        drawn.emplace(ids[i], counts[i]);
+      }
+    }
+  }
+  // However the threads shared the work: no copy gave the same twice, and no pass brought new copies.
+  EXPECT_EQ(drawn.size(), 48U);
+  EXPECT_LE(readers.size(), 2U);
+  // Loops of one loader inside of each other share no copies.
+  auto outer = loader.begin();
+  auto inner = loader.begin();
+  EXPECT_EQ(outer->info().size + inner->info().size, 8);
+}
+
+// Every rank reads the whole of a stream that draws which samples it gives.
+struct DrawingStream {
+  int64_t left = 0;
+  void reset() { left = 16; }
+  std::optional<int64_t> next() {
+    if (left-- == 0) return std::nullopt;
+    return at::randint(1000000, {1}).item<int64_t>();
+  }
+};
+
+TEST(DataRandom, StreamReadByEveryRank_IsTheSameStreamOnEveryRank) {
+  std::vector<std::set<int64_t>> seen(2);
+  std::vector<int64_t> alone;
+  for (auto& batch : Alone(batches(DrawingStream{}, 4).seed(3).workers(1))) {
+    for (const int64_t value : Values(*batch)) alone.push_back(value);
+  }
+  RunRanks(2, [&](Comm& comm) {
+    LoaderOptions options;
+    options.dispatch_batches = false;
+    auto loader =
+        PrepareLoader(batches(DrawingStream{}, 4).seed(3).workers(comm.rank()), options, &comm);
+    for (auto& batch : loader) {
+      for (const int64_t value : Values(*batch))
+        seen[static_cast<size_t>(comm.rank())].insert(value);
+    }
+  });
+  seen[0].insert(seen[1].begin(), seen[1].end());
+  EXPECT_EQ(seen[0], std::set<int64_t>(alone.begin(), alone.end()));
+}
+
+// --- Streams that are sharded at their source ---
+
+// Files of different lengths; rank r reads files r, r + n, ...
+struct Files {
+  std::vector<int64_t> lengths;
+  bool knows_size = false;
+  int64_t fails_at = -1;
+  int rank = 0;
+  int world_size = 1;
+  size_t file = 0;
+  int64_t at = 0;
+  std::shared_ptr<std::atomic<int>> reads = std::make_shared<std::atomic<int>>(0);
+
+  void shard(int new_rank, int new_world_size) {
+    // What has been divided must not be divided again.
+    EXPECT_EQ(world_size, 1);
+    rank = new_rank;
+    world_size = new_world_size;
+  }
+  void reset() {
+    file = static_cast<size_t>(rank);
+    at = 0;
+  }
+  std::optional<size_t> size() const {
+    if (!knows_size) return std::nullopt;
+    size_t sum = 0;
+    for (size_t f = static_cast<size_t>(rank); f < lengths.size();
+         f += static_cast<size_t>(world_size)) {
+      sum += static_cast<size_t>(lengths[f]);
+    }
+    return sum;
+  }
+  std::optional<int64_t> next() {
+    while (file < lengths.size() && at == lengths[file]) {
+      file += static_cast<size_t>(world_size);
+      at = 0;
+    }
+    if (file >= lengths.size()) return std::nullopt;
+    const int64_t id = static_cast<int64_t>(100 * file) + at++;
+    if (id == fails_at) throw std::runtime_error("no such block");
+    ++*reads;
+    return id;
+  }
+};
+
+struct Seen {
+  std::vector<std::vector<int64_t>> batches;
+  std::vector<int64_t> real;
+  std::vector<BatchInfo> infos;
+};
+
+// The batches of each of two ranks.
+template <class Recipe>
+std::vector<Seen> OnTwoRanks(const std::function<Recipe(int)>& recipe,
+                             const LoaderState* state = nullptr, int64_t stop_after = INT64_MAX,
+                             LoaderState* end = nullptr) {
+  std::vector<Seen> seen(2);
+  RunRanks(2, [&](Comm& comm) {
+    Seen& mine = seen[static_cast<size_t>(comm.rank())];
+    auto loader = PrepareLoader(recipe(comm.rank()), {}, &comm);
+    if (state != nullptr) loader.load_state(*state);
+    for (auto& batch : loader) {
+      const std::vector<int64_t> values = Values(*batch);
+      EXPECT_EQ(static_cast<int64_t>(values.size()), batch.info().size);
+      mine.batches.push_back(values);
+      mine.real.insert(mine.real.end(), values.begin(), values.begin() + batch.info().real_samples);
+      mine.infos.push_back(batch.info());
+      if (static_cast<int64_t>(mine.batches.size()) == stop_after) break;
+    }
+    if (comm.rank() == 0 && end != nullptr) *end = loader.state_dict();
+  });
+  return seen;
+}
+using FilesRecipe = BatchRecipe<Files>;
+
+TEST(ShardedStream, PartsOfDifferentLength_EndTogetherAndLoseNothing) {
+  for (const int workers : {0, 2}) {
+    Files files{{5, 2, 6}};
+    const std::vector<Seen> seen =
+        OnTwoRanks<FilesRecipe>([&](int) { return batches(files, 4).workers(workers); });
+    EXPECT_THAT(seen[0].real, ElementsAre(0, 1, 2, 3, 4, 200, 201, 202, 203, 204, 205));
+    EXPECT_THAT(seen[1].real, ElementsAre(100, 101));
+    EXPECT_EQ(seen[1].batches,
+              (std::vector<std::vector<int64_t>>{
+                  {100, 101, 100, 101}, {100, 101, 100, 101}, {100, 101, 100, 101}}));
+    ASSERT_EQ(seen[0].infos.size(), 3U);
+    for (const Seen& rank : seen) {
+      EXPECT_FALSE(rank.infos[1].is_last);
+      EXPECT_TRUE(rank.infos[2].is_last);
+      EXPECT_EQ(rank.infos[2].position, 13);
+      EXPECT_THAT(rank.infos[0].rank_real_samples, ElementsAre(4, 2));
+      EXPECT_THAT(rank.infos[2].rank_real_samples, ElementsAre(3, 0));
+      EXPECT_EQ(rank.infos[2].global_real_samples, 3);
+    }
+    // Nobody reads what is not its own, and nothing is read twice.
+    EXPECT_EQ(*files.reads, 13);
+  }
+}
+
+TEST(ShardedStream, DropLast_EndsWhereSomeRankCannotFillABatch) {
+  const std::vector<Seen> seen = OnTwoRanks<FilesRecipe>([](int) {
+    return batches(Files{{9, 5}}, 2).drop_last();
+  });
+  EXPECT_THAT(seen[0].real, ElementsAre(0, 1, 2, 3));
+  EXPECT_THAT(seen[1].real, ElementsAre(100, 101, 102, 103));
+  EXPECT_TRUE(seen[0].infos.back().is_last && seen[1].infos.back().is_last);
+}
+
+TEST(ShardedStream, StoppedInsideAnEpoch_GoesOnInEachPart) {
+  for (const bool uneven : {false, true}) {
+    const Files files{uneven ? std::vector<int64_t>{9, 3} : std::vector<int64_t>{8, 9}};
+    const auto recipe = [&](int) { return batches(files, 2); };
+    LoaderState state;
+    std::vector<Seen> first = OnTwoRanks<FilesRecipe>(recipe, nullptr, 3, &state);
+    EXPECT_EQ(state, *LoaderState::FromString(state.ToString()));
+    const std::vector<Seen> whole = OnTwoRanks<FilesRecipe>(recipe);
+    const std::vector<Seen> rest = OnTwoRanks<FilesRecipe>(recipe, &state);
+    for (size_t rank = 0; rank < 2; ++rank) {
+      first[rank].batches.insert(first[rank].batches.end(), rest[rank].batches.begin(),
+                                 rest[rank].batches.end());
+      EXPECT_EQ(first[rank].batches, whole[rank].batches);
+      EXPECT_EQ(rest[rank].infos.back().position, whole[rank].infos.back().position);
+      EXPECT_EQ(rest[rank].infos.back().index, whole[rank].infos.back().index);
+    }
+    EXPECT_THAT(ErrorOf([&] { Alone(batches(files, 2)).load_state(state); }),
+                HasSubstr("in the order of kind \"sharded stream\""));
+    state.shards = 3;
+    EXPECT_THAT(ErrorOf([&] { OnTwoRanks<FilesRecipe>(recipe, &state); }),
+                HasSubstr("sharded into 3 parts, now there are 2"));
+  }
+}
+
+TEST(ShardedStream, EmptyPart_IsAnErrorOnEveryRank) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    auto loader = PrepareLoader(batches(Files{{3}}, 2), {}, &comm);
+    errors[static_cast<size_t>(comm.rank())] = ErrorOf([&] { All(loader); });
+  });
+  for (const std::string& error : errors) {
+    EXPECT_THAT(error, HasSubstr("that shard() gave rank 1 is empty"));
+  }
+}
+
+TEST(ShardedStream, ErrorOnOneRank_ReachesTheOthersInItsTurn) {
+  std::vector<std::string> errors(2);
+  std::vector<int> given(2, 0);
+  RunRanks(2, [&](Comm& comm) {
+    const size_t rank = static_cast<size_t>(comm.rank());
+    Files files{{6, 6}};
+    files.fails_at = 104;
+    auto loader = PrepareLoader(batches(files, 2), {}, &comm);
+    errors[rank] = ErrorOf([&] {
+      for (auto& batch : loader) given[rank] += static_cast<int>(batch.info().size);
+    });
+  });
+  EXPECT_THAT(given, ElementsAre(4, 4));
+  EXPECT_THAT(errors[0], HasSubstr("rank 1 cannot read its part"));
+  EXPECT_THAT(errors[1], HasSubstr("no such block"));
+}
+
+TEST(ShardedStream, PartsThatKnowTheirSize_GiveTheLoadersSize) {
+  RunRanks(2, [](Comm& comm) {
+    Files files{{5, 2, 6}};
+    files.knows_size = true;
+    auto loader = PrepareLoader(batches(files, 4), {}, &comm);
+    EXPECT_EQ(loader.size(), 3);
+    EXPECT_EQ(loader.total_dataset_length(), 13);
+    EXPECT_EQ(All(loader).size(), 3U);
+    EXPECT_FALSE(PrepareLoader(batches(Files{{1, 1}}, 4), {}, &comm).has_size());
+  });
+}
+
+TEST(ShardedStream, ShardThatReturnsAStream_IsAskedOnce) {
+  struct Numbers {
+    std::vector<int64_t> all;
+    auto begin() { return all.begin(); }
+    auto end() { return all.end(); }
+    std::shared_ptr<std::set<int64_t>> shard(int rank, int world_size) const {
+      auto part = std::make_shared<std::set<int64_t>>();
+      for (size_t i = static_cast<size_t>(rank); i < all.size();
+           i += static_cast<size_t>(world_size)) {
+        part->insert(all[i]);
+      }
+      return part;
+    }
+  };
+  const std::vector<Seen> seen = OnTwoRanks<BatchRecipe<Numbers>>([](int) {
+    return batches(Numbers{{1, 2, 3, 4, 5, 6}}, 2);
+  });
+  EXPECT_THAT(seen[0].real, ElementsAre(1, 3, 5));
+  EXPECT_THAT(seen[1].real, ElementsAre(2, 4, 6));
+  EXPECT_EQ(All(Alone(batches(Numbers{{1, 2, 3}}, 2))).size(), 2U);
+}
+
 // --- Mistakes ---
+
+TEST(PreparedLoader, MutableCollate_GoesOnOverPasses) {
+  const auto numbering = [n = int64_t{0}](const std::vector<int64_t>&) mutable {
+    return at::full({1}, n++);
+  };
+  auto loader = Alone(batches(Ids{4}, 2).collate(numbering));
+  EXPECT_EQ(All(loader), (std::vector<std::vector<int64_t>>{{0}, {1}}));
+  EXPECT_EQ(All(loader), (std::vector<std::vector<int64_t>>{{2}, {3}}));
+  auto stream = Alone(batches(IdStream{4}, 2).collate(numbering).workers(1));
+  EXPECT_EQ(All(stream), (std::vector<std::vector<int64_t>>{{0}, {1}}));
+  EXPECT_EQ(All(stream), (std::vector<std::vector<int64_t>>{{2}, {3}}));
+}
+
+TEST(PreparedLoader, DataSetThatGrows_IsNamed) {
+  auto rows = std::make_shared<std::vector<int64_t>>(4, 1);
+  auto loader = Alone(batches(rows, 2));
+  All(loader);
+  rows->push_back(1);
+  EXPECT_THAT(ErrorOf([&] { All(loader); }),
+              HasSubstr("had 4 samples when the loader was prepared"));
+  EXPECT_EQ(loader.epoch(), 1);
+}
+
+TEST(PreparedLoader, StreamOfChunksThatCanSkip_ResumesAtTheNextSample) {
+  struct Chunks {
+    int64_t at = 0;
+    void reset() { at = 0; }
+    std::vector<int64_t> get_batch(size_t count) {
+      std::vector<int64_t> chunk;
+      while (at < 200 && chunk.size() < count) chunk.push_back(at++);
+      return chunk;
+    }
+    int64_t skip(int64_t count) {
+      const int64_t skipped = std::min(count, 200 - at);
+      at += skipped;
+      return skipped;
+    }
+  };
+  std::vector<std::vector<int64_t>> ids(2);
+  RunRanks(2, [&](Comm& comm) {
+    LoaderOptions options;
+    options.dispatch_batches = false;
+    auto loader = PrepareLoader(batches(Chunks{}, 4), options, &comm);
+    for (auto& batch : SkipFirstBatches(loader, 3)) {
+      for (const int64_t id : Values(*batch)) ids[static_cast<size_t>(comm.rank())].push_back(id);
+    }
+  });
+  ASSERT_EQ(ids[0].size(), 88U);
+  EXPECT_EQ(ids[0].front(), 24);
+  EXPECT_EQ(ids[1].front(), 28);
+  EXPECT_EQ(ids[1].back(), 199);
+}
+
+TEST(PreparedLoader, MapOfSamples_IsReadAndNotFilled) {
+  const std::map<int64_t, int64_t> samples = {{10, 1}, {20, 2}};
+  std::vector<int64_t> keys;
+  for (auto& [key, value] : Alone(batches(samples, 2))) keys = Values(key);
+  EXPECT_THAT(keys, ElementsAre(10, 20));
+}
+
+TEST(PreparedLoader, NumberTooLargeForInt64_IsAnError) {
+  EXPECT_THAT(ErrorOf([] {
+                Alone(batches(std::vector<uint64_t>{1, UINT64_MAX}, 2)).begin();
+              }),
+              HasSubstr("18446744073709551615 does not fit into int64"));
+  EXPECT_EQ(All(Alone(batches(std::vector<uint64_t>{1, INT64_MAX}, 2)))[0][1], INT64_MAX);
+}
+
+TEST(PreparedLoader, UndefinedTensors_StayUndefined) {
+  LoaderOptions options;
+  options.device = at::kCPU;
+  const std::vector<Boxes> rows(2, {at::ones({2}), at::Tensor(), at::ones({4})});
+  for (auto& batch : PrepareLoader(batches(rows, 2), options, nullptr)) {
+    EXPECT_FALSE(batch->target.defined());
+    EXPECT_EQ(batch->boxes.size(0), 2);
+  }
+  std::vector<Boxes> mixed = rows;
+  mixed[1].target = at::ones({});
+  EXPECT_THAT(ErrorOf([&] { Alone(batches(mixed, 2)).begin(); }),
+              HasSubstr("undefined in some examples"));
+}
 
 TEST(PrepareLoader, SettingsThatDoNotFit_AreNamed) {
   EXPECT_THAT(ErrorOf([] { Alone(batches(Ids{4}, 0)); }), HasSubstr("batch size is 0"));

@@ -1,3 +1,7 @@
+#include <map>
+#include <numeric>
+#include <set>
+#include <string>
 #include <vector>
 
 #include "gmock/gmock.h"
@@ -61,6 +65,88 @@ TEST(TorchData, TensorDatasetAndSampler_AreTaken) {
   for (auto& [row] : loader) sum += row.sum().item<int64_t>();
   EXPECT_EQ(sum, 15);
   EXPECT_EQ(loader.size(), 2);
+}
+
+class Noisy : public torch::data::datasets::Dataset<Noisy> {
+ public:
+  torch::data::Example<> get(size_t) override {
+    const int64_t seed = static_cast<int64_t>(data_seed() >> 1);
+    return {torch::rand({1, 2, 2}), torch::tensor(seed)};
+  }
+  std::optional<size_t> size() const override { return 12; }
+};
+
+TEST(TorchData, RandomTransforms_AreTheSameForAnyNumberOfWorkers) {
+  const auto read = [](auto& loader) {
+    std::vector<at::Tensor> images;
+    for (auto& [data, target] : loader) images.push_back(data.clone());
+    return torch::cat(images);
+  };
+  const auto prepare = [](int workers) {
+    return PrepareLoader(batches(Noisy(), 3).seed(1).workers(workers), {}, nullptr);
+  };
+  auto one = prepare(1);
+  auto three = prepare(3);
+  const at::Tensor first = read(one);
+  EXPECT_TRUE(first.equal(read(three)));
+  const at::Tensor second = read(one);
+  EXPECT_FALSE(first.equal(second));
+  EXPECT_TRUE(second.equal(read(three)));
+  // Every sample has a seed of its own.
+  std::set<int64_t> seeds;
+  for (const int64_t seed : Targets(batches(Noisy(), 3).workers(2))) seeds.insert(seed);
+  EXPECT_EQ(seeds.size(), 12U);
+}
+
+// A process that is stopped inside an epoch and another one that goes on with what it saved.
+TEST(TorchData, RandomSamplerStoppedInsideAnEpoch_GoesOnInTheSamePermutation) {
+  const auto ids = [] {
+    std::vector<int64_t> all(20);
+    std::iota(all.begin(), all.end(), 0);
+    return all;
+  };
+  const auto prepare = [&] {
+    return PrepareLoader(batches(ids(), 3).sampler(torch::data::samplers::RandomSampler(20)), {},
+                         nullptr);
+  };
+  const auto read = [](auto& loader, int most) {
+    std::vector<int64_t> seen;
+    for (auto& batch : loader) {
+      for (int64_t i = 0; i < batch->numel(); ++i)
+        seen.push_back((*batch)[i].template item<int64_t>());
+      if (--most == 0) break;
+    }
+    return seen;
+  };
+  torch::manual_seed(1);
+  auto first = prepare();
+  read(first, -1);
+  std::vector<int64_t> seen = read(first, 3);
+  const std::string place = first.state_dict().ToString();
+  std::map<std::string, at::Tensor> tensors;
+  for (const auto& [name, tensor] : first.state_tensors()) tensors[name] = tensor.clone();
+
+  torch::manual_seed(2);
+  auto second = prepare();
+  second.load_state(*LoaderState::FromString(place), tensors);
+  const LoaderState again = second.state_dict();
+  EXPECT_EQ(again.ToString(), place);
+  const std::vector<int64_t> rest = read(second, -1);
+  seen.insert(seen.end(), rest.begin(), rest.end());
+  EXPECT_THAT(seen, ::testing::UnorderedElementsAreArray(ids()));
+
+  // Without the order there is no going on: neither in silence nor at the place.
+  torch::manual_seed(3);
+  auto third = prepare();
+  third.load_state(*LoaderState::FromString(place));
+  EXPECT_THROW(read(third, -1), c10::Error);
+  LoaderState old = *LoaderState::FromString(place);
+  old.order.clear();
+  old.order_digest.clear();
+  EXPECT_THROW(prepare().load_state(old), c10::Error);
+  // A damaged order is noticed too.
+  tensors["order"][0] = (tensors["order"][0].item<int64_t>() + 1) % 20;
+  EXPECT_THROW(prepare().load_state(*LoaderState::FromString(place), tensors), c10::Error);
 }
 
 }  // namespace

@@ -8,9 +8,21 @@
 
 namespace muster {
 
-at::Tensor GatherForMetrics(Comm& comm, const at::Tensor& tensor, const BatchInfo& info) {
+bool HasRowPerSample(int64_t size, const BatchInfo& info, MetricRows rows) {
+  TORCH_CHECK(rows != MetricRows::kPerSample || size == info.size, "gather_for_metrics: ", size,
+              " rows, but the batch has ", info.size,
+              " samples on this rank: give one row per sample, or say MetricRows::kPerProcess");
+  return rows != MetricRows::kPerProcess && size == info.size;
+}
+
+at::Tensor GatherForMetrics(Comm& comm, const at::Tensor& tensor, const BatchInfo& info,
+                            MetricRows rows) {
   TORCH_CHECK(tensor.defined(), "gather_for_metrics got an undefined tensor");
-  const bool per_sample = tensor.dim() > 0 && tensor.size(0) == info.size;
+  TORCH_CHECK(rows != MetricRows::kPerSample || tensor.dim() > 0,
+              "gather_for_metrics: a tensor without dimensions has no row per sample: say "
+              "MetricRows::kPerProcess, or give one row for each of the batch's ",
+              info.size, " samples");
+  const bool per_sample = tensor.dim() > 0 && HasRowPerSample(tensor.size(0), info, rows);
   if (!per_sample || info.rank_real_samples.empty()) return GatherTensors(comm, {tensor}).front();
   TORCH_CHECK(static_cast<int>(info.rank_real_samples.size()) == comm.size(),
               "gather_for_metrics: the batch was made for ", info.rank_real_samples.size(),

@@ -2,7 +2,9 @@
 
 #include <gtest/gtest.h>
 
+#include <functional>
 #include <string>
+#include <vector>
 
 #include "ATen/Functions.h"
 #include "ATen/TensorOperators.h"
@@ -58,6 +60,57 @@ TEST(GatherForMetrics, FullBatch_IsGatheredWhole) {
     BatchInfo info;
     info.size = info.real_samples = 3;
     EXPECT_EQ(GatherForMetrics(comm, at::ones({3, 2}), info).size(0), 6);
+  });
+}
+
+std::string ErrorOf(const std::function<void()>& function) {
+  try {
+    function();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "no error";
+}
+
+TEST(GatherForMetrics, HistogramOfTheBatchsSize_IsWholeWherePerProcessIsSaid) {
+  RunRanks(2, [](Comm& comm) {
+    const BatchInfo info = LastOfNine(comm.rank());
+    const at::Tensor histogram = at::ones({4});
+    EXPECT_EQ(GatherForMetrics(comm, histogram, info, MetricRows::kPerProcess).numel(), 8);
+    EXPECT_EQ(GatherForMetrics(comm, histogram, info, MetricRows::kPerSample).numel(), 1);
+    const std::vector<int> bins(4, 7);
+    EXPECT_EQ(GatherObjectForMetrics(comm, bins, info, MetricRows::kPerProcess).size(), 8u);
+    EXPECT_EQ(GatherObjectForMetrics(comm, bins, info, MetricRows::kPerSample).size(), 1u);
+  });
+}
+
+TEST(GatherForMetrics, PerSampleWithOtherRows_IsAnErrorThatNamesBothSizes) {
+  RunRanks(2, [](Comm& comm) {
+    const BatchInfo info = LastOfNine(comm.rank());
+    const std::string error =
+        ErrorOf([&] { GatherForMetrics(comm, at::ones({3}), info, MetricRows::kPerSample); });
+    EXPECT_NE(error.find("3 rows, but the batch has 4 samples"), std::string::npos) << error;
+    const std::string scalar =
+        ErrorOf([&] { GatherForMetrics(comm, at::ones({}), info, MetricRows::kPerSample); });
+    EXPECT_NE(scalar.find("without dimensions"), std::string::npos) << scalar;
+    const std::string objects = ErrorOf(
+        [&] { GatherObjectForMetrics(comm, std::vector<int>(5), info, MetricRows::kPerSample); });
+    EXPECT_NE(objects.find("5 rows, but the batch has 4 samples"), std::string::npos) << objects;
+  });
+}
+
+// Two samples per process with a text and a number, as a plain struct.
+struct Prediction {
+  std::string name;
+  int64_t label;
+};
+
+TEST(GatherForMetrics, PlainStructs_AreGatheredPerSample) {
+  RunRanks(2, [](Comm& comm) {
+    std::vector<Prediction> mine(4, {"rank " + std::to_string(comm.rank()), comm.rank()});
+    const auto all = GatherObjectForMetrics(comm, mine, LastOfNine(comm.rank()));
+    ASSERT_EQ(all.size(), 1u);
+    EXPECT_EQ(all[0].name, "rank 0");
   });
 }
 

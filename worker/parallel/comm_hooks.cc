@@ -232,6 +232,22 @@ class WrappedHook : public c10d::CommHookInterface {
   const at::ScalarType dtype_;
 };
 
+class UserHook : public c10d::CppCommHookInterface<GroupPtr> {
+ public:
+  UserHook(GroupPtr group, GradientHook hook)
+      : CppCommHookInterface<GroupPtr>(std::move(group)), hook_(std::move(hook)) {}
+
+  FuturePtr runHook(c10d::GradBucket& bucket) override {
+    FuturePtr future = hook_(*state_, bucket);
+    TORCH_CHECK(future, "gradient_hook returned no future for bucket ", bucket.getIndex(),
+                ": return the future of its collective, or one that is completed with the bucket");
+    return future;
+  }
+
+ private:
+  const GradientHook hook_;
+};
+
 std::unique_ptr<c10d::CommHookInterface> MakeInner(CommHook hook, const PowerSgdOptions& power_sgd,
                                                    GroupPtr group) {
   switch (hook) {
@@ -267,6 +283,12 @@ CommWrapper ParseCommWrapper(absl::string_view text) {
   if (text == "bf16") return CommWrapper::kBf16;
   TORCH_CHECK(false, "unknown communication wrapper '", std::string(text),
               "': choose no, fp16 or bf16");
+}
+
+std::unique_ptr<c10d::CommHookInterface> MakeGradientHook(
+    GradientHook hook, c10::intrusive_ptr<c10d::ProcessGroup> group) {
+  TORCH_CHECK(hook != nullptr, "gradient_hook is empty");
+  return std::make_unique<UserHook>(std::move(group), std::move(hook));
 }
 
 std::unique_ptr<c10d::CommHookInterface> MakeCommHook(

@@ -2,14 +2,19 @@
 #define MUSTER_WORKER_PARALLEL_COMM_HOOKS_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 
 #include "absl/strings/string_view.h"
 #include "c10/util/intrusive_ptr.h"
 
+namespace c10::ivalue {
+struct Future;
+}
 namespace c10d {
 class CommHookInterface;
+class GradBucket;
 class ProcessGroup;
 }  // namespace c10d
 
@@ -44,6 +49,23 @@ struct PowerSgdOptions {
 enum class CommWrapper { kNone, kFp16, kBf16 };
 // "no", "fp16", "bf16". Throws c10::Error for anything else.
 CommWrapper ParseCommWrapper(absl::string_view text);
+
+// A hook of the user's, as torch's register_comm_hook has them: starts the exchange of one bucket of
+// gradients over `group` and returns at once with a future of the tensor that takes the bucket's
+// place (same numel and dtype). Nothing divides by the number of ranks but the hook. It must start
+// the same collectives in the same order on every rank; with buckets of zeros it also speaks for a
+// rank that ran out of batches. Include torch/csrc/distributed/c10d/comm.hpp to write one:
+//
+//   [](c10d::ProcessGroup& group, c10d::GradBucket& bucket) {
+//     std::vector<at::Tensor> tensors = {bucket.getBufferRef().div_(group.getSize())};
+//     return group.allreduce(tensors)->getFuture();
+//   }
+using GradientHook = std::function<c10::intrusive_ptr<c10::ivalue::Future>(
+    c10d::ProcessGroup& group, c10d::GradBucket& bucket)>;
+
+// `hook` for c10d::Reducer. Throws, naming the bucket, if it returns no future.
+std::unique_ptr<c10d::CommHookInterface> MakeGradientHook(
+    GradientHook hook, c10::intrusive_ptr<c10d::ProcessGroup> group);
 
 // The hook for c10d::Reducer; null for kNone without a wrapper. PowerSGD waits for its two
 // all-reduces of a bucket inside the hook, so that collectives come in the same order on every rank

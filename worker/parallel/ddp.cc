@@ -1,6 +1,8 @@
 #include "worker/parallel/ddp.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <functional>
 #include <limits>
 #include <regex>
@@ -10,10 +12,15 @@
 
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/zeros_like.h"
+#include "c10/core/ScalarType.h"
 #include "c10/util/Exception.h"
 #include "torch/csrc/autograd/custom_function.h"
 #include "torch/csrc/autograd/engine.h"
+#include "torch/csrc/autograd/function_hook.h"
+#include "torch/csrc/autograd/variable.h"
+#include "torch/csrc/distributed/c10d/Backend.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/csrc/distributed/c10d/Store.hpp"
 #include "torch/csrc/distributed/c10d/reducer.hpp"
 #include "worker/parallel/coalesce.h"
 
@@ -39,10 +46,37 @@ struct Sink : public torch::autograd::Function<Sink> {
   }
 };
 
-std::string Describe(const at::Tensor& tensor, const std::string& name) {
+// c10d's, and what it keeps to itself about where a backward pass stands.
+class Reducer : public c10d::Reducer {
+ public:
+  using c10d::Reducer::Reducer;
+
+  // Between the forward pass that communicates and the end of its reduction.
+  bool expecting() const { return expect_autograd_hooks_; }
+  // Every bucket is on its way.
+  bool launched() const { return next_bucket_ == buckets_.size(); }
+};
+
+// Runs `Fn(gradient)` whenever a gradient has been added to a parameter; undefined: nothing was.
+template <typename Fn>
+class GradientObserver : public torch::autograd::FunctionPostHook {
+ public:
+  explicit GradientObserver(Fn fn) : fn_(std::move(fn)) {}
+  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
+                                            const torch::autograd::variable_list& inputs) override {
+    fn_(inputs[0]);
+    return outputs;
+  }
+
+ private:
+  const Fn fn_;
+};
+
+std::string Describe(const at::Tensor& tensor, const std::string& name, bool sparse) {
   std::ostringstream out;
   out << name << '\n' << tensor.sizes() << ' ' << tensor.scalar_type();
   if (!tensor.requires_grad()) out << " without gradient";
+  if (sparse) out << " with sparse gradient";
   return out.str();
 }
 
@@ -57,9 +91,11 @@ std::vector<std::string> SplitRecords(const std::string& text) {
 
 // Throws the same error on every rank if their models differ.
 void VerifyModels(Comm& comm, const std::vector<at::Tensor>& parameters,
-                  const std::vector<std::string>& names) {
+                  const std::vector<std::string>& names, const std::vector<bool>& sparse) {
   std::string mine;
-  for (size_t i = 0; i < parameters.size(); ++i) mine += Describe(parameters[i], names[i]) + '\0';
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    mine += Describe(parameters[i], names[i], sparse[i]) + '\0';
+  }
   const std::string digest =
       std::to_string(parameters.size()) + " " + std::to_string(std::hash<std::string>()(mine));
   const std::vector<std::string> digests = comm.AllGatherBytes(digest);
@@ -93,77 +129,127 @@ void VerifyModels(Comm& comm, const std::vector<at::Tensor>& parameters,
 class DataParallel::Impl {
  public:
   Impl(Comm& comm, std::vector<at::Tensor> parameters, std::vector<std::string> names,
-       std::vector<at::Tensor> buffers, const DataParallelOptions& options)
+       std::vector<at::Tensor> buffers, const DataParallelOptions& options,
+       std::vector<bool> sparse)
       : comm_(comm), options_(options), buffers_(std::move(buffers)) {
     TORCH_CHECK(parameters.size() == names.size(), "got ", names.size(), " names for ",
                 parameters.size(), " parameters");
+    TORCH_CHECK(sparse.empty() || sparse.size() == parameters.size(), "got ", sparse.size(),
+                " marks of sparse gradients for ", parameters.size(), " parameters");
     TORCH_CHECK(options.bucket_cap_mb > 0, "bucket_cap_mb must be above 0, got ",
                 options.bucket_cap_mb);
+    const bool built_in_hook =
+        options.comm_hook != CommHook::kNone || options.comm_wrapper != CommWrapper::kNone;
+    TORCH_CHECK(options.gradient_hook == nullptr || !built_in_hook,
+                "gradient_hook and comm_hook or comm_wrapper exclude each other: keep one of them");
     std::unordered_set<const void*> seen;
     for (size_t i = 0; i < parameters.size(); ++i) {
       TORCH_CHECK(parameters[i].defined(), "parameter '", names[i], "' is undefined");
       if (!seen.insert(parameters[i].unsafeGetTensorImpl()).second) continue;
       all_.push_back(parameters[i]);
-      if (parameters[i].requires_grad()) {
-        trained_.push_back(parameters[i]);
-        trained_names_.push_back(names[i]);
-      }
       names_.push_back(std::move(names[i]));
+      sparse_.push_back(!sparse.empty() && sparse[i]);
+      kinds_.push_back({parameters[i].scalar_type(), parameters[i].device()});
     }
+    trains_.resize(all_.size());
+    local_.resize(all_.size());
+    for (size_t i = 0; i < all_.size(); ++i) trains_[i] = all_[i].requires_grad();
     if (comm_.size() == 1) return;
-    VerifyModels(comm_, all_, names_);
+    VerifyModels(comm_, all_, names_, sparse_);
+    if (const std::string name = sparse_parameter(); !name.empty()) {
+      TORCH_CHECK(!built_in_hook && options.gradient_hook == nullptr, "parameter '", name,
+                  "' has a sparse gradient, which communication hooks cannot exchange: turn the "
+                  "hook off, or make the embedding dense (sparse(false))");
+    }
     if (options_.init_sync) BroadcastModel(0);
     c10d::ProcessGroup* group = comm_.process_group();
-    if (group == nullptr || trained_.empty()) return;
-    group_ = c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(group);
-    MakeReducer();
+    if (group != nullptr) {
+      group_ = c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(group);
+      // Of rank 0's process: threads of one process are not alone with the counter.
+      static std::atomic<uint64_t> count{0};
+      id_ = comm_.BroadcastBytes(std::to_string(++count), 0);
+    }
+    TORCH_CHECK(group_ != nullptr || options.gradient_hook == nullptr,
+                "gradient_hook needs a process group, and these ranks are threads without one");
+    StartExchange();
   }
 
+  ~Impl() { RemoveObservers(); }
+
   void BeforeForward(bool communicate) {
-    // The Reducer learns a static graph from the first backward pass, which must be one that it
-    // reduces. Reducing early does no harm: the mean of a mean is the mean.
-    if (options_.static_graph && !delay_enqueued_) communicate = true;
     communicate_ = communicate;
     if (comm_.size() == 1 || !c10::GradMode::is_enabled()) return;
-    StartIteration(communicate);
-    if (reducer_ != nullptr && communicate) reducer_->prepare_for_forward();
+    FinishPrior();
+    FollowParameters();
+    // The Reducer learns a static graph from the first backward pass, which must be one that it
+    // reduces. Reducing early does no harm: the mean of a mean is the mean.
+    if (options_.static_graph && !delay_enqueued_) communicate_ = true;
+    if (reducer_ != nullptr && communicate_ && !idle_) reducer_->prepare_for_forward();
   }
 
   std::vector<at::Tensor> PassOutputs(std::vector<at::Tensor> outputs) {
     if (comm_.size() == 1 || !c10::GradMode::is_enabled()) return outputs;
-    if (!communicate_ || trained_.empty()) return outputs;
-    if (reducer_ == nullptr) {
-      ReduceAtEndOfBackward(outputs);
-      return outputs;
-    }
-    Guarded([&] {
-      reducer_->prepare_for_backward(options_.find_unused_parameters && !options_.static_graph
-                                         ? outputs
-                                         : std::vector<at::Tensor>{});
-    });
+    if (!communicate_ || idle_) return outputs;
+    const bool find_unused = options_.find_unused_parameters && !options_.static_graph;
+    Arm(find_unused ? outputs : std::vector<at::Tensor>{});
+    if (reducer_ == nullptr) return outputs;
     const bool first_static = options_.static_graph && !delay_enqueued_;
-    if ((options_.find_unused_parameters && !options_.static_graph) || first_static) {
-      outputs = ThroughSink(std::move(outputs));
-    }
+    if (find_unused || first_static) outputs = ThroughSink(std::move(outputs));
     if (first_static) DelayFirstReduction(outputs);
     return outputs;
   }
 
   void ArmBackward() {
     communicate_ = true;
-    if (reducer_ != nullptr) Guarded([&] { reducer_->prepare_for_backward({}); });
+    if (comm_.size() > 1 && !idle_) Arm({});
+  }
+
+  void ArmAgain() {
+    if (comm_.size() == 1 || idle_) return;
+    if (reducer_ == nullptr) {
+      if (!armed_) Arm({});
+      return;
+    }
+    if (reducer_->expecting() || options_.find_unused_parameters || options_.static_graph) return;
+    // The pass before is what the Reducer rebuilds its buckets by; two would be too many for it.
+    FinishPrior();
+    Arm({});
+  }
+
+  std::vector<std::string> UnexchangedGradients() {
+    std::vector<std::string> result;
+    if (comm_.size() == 1) return result;
+    if (reducer_ != nullptr) Guarded([&] { reducer_->check_finalized(); });
+    const bool open = reducer_ != nullptr && reducer_->expecting();
+    for (size_t i = 0; i < all_.size(); ++i) {
+      const bool pending =
+          trains_[i] ? IsLocal(i, open) : local_[i] != 0 || all_[i].requires_grad();
+      if (pending && all_[i].grad().defined()) result.push_back(names_[i]);
+    }
+    return result;
+  }
+
+  void ForgetPending() { std::fill(local_.begin(), local_.end(), 0); }
+
+  void ForgetPending(const std::vector<at::Tensor>& parameters) {
+    std::unordered_set<const void*> zeroed;
+    for (const at::Tensor& parameter : parameters) zeroed.insert(parameter.unsafeGetTensorImpl());
+    for (size_t i = 0; i < all_.size(); ++i) {
+      if (local_[i] != 0 && zeroed.count(all_[i].unsafeGetTensorImpl()) != 0) local_[i] = 0;
+    }
   }
 
   void Shadow(bool communicate) {
     if (comm_.size() == 1) return;
     TORCH_CHECK(!options_.static_graph,
                 "uneven inputs and static_graph do not go together: turn one off");
-    StartIteration(communicate);
+    FinishPrior();
     if (!communicate || trained_.empty()) return;
     if (reducer_ == nullptr) {
       std::vector<at::Tensor> zeros;
       for (const at::Tensor& parameter : trained_) zeros.push_back(at::zeros_like(parameter));
       AllReduceCoalesced(comm_, zeros, ReduceOp::kMean);
+      SyncBuffers();
       return;
     }
     std::vector<c10d::GradBucket> buckets =
@@ -177,6 +263,7 @@ class DataParallel::Impl {
     }
     for (const auto& future : work) future->waitAndThrow();
     reducer_->push_rebuilt_params_for_all_indices();
+    SyncBuffers();
   }
 
   void BroadcastModel(int root) {
@@ -186,25 +273,108 @@ class DataParallel::Impl {
   }
 
   void set_buffer_root(int rank) { buffer_root_ = rank; }
+  void set_progress(ProgressBoard* board) { progress_ = board; }
   const DataParallelOptions& options() const { return options_; }
   const std::vector<at::Tensor>& parameters() const { return all_; }
+  std::string sparse_parameter() const {
+    const auto first = std::find(sparse_.begin(), sparse_.end(), true);
+    return first == sparse_.end() ? "" : names_[first - sparse_.begin()];
+  }
 
  private:
   Comm& comm_;
   const DataParallelOptions options_;
-  std::vector<at::Tensor> all_, trained_;
-  std::vector<std::string> names_, trained_names_;
+  // Of every parameter, frozen or not.
+  std::vector<at::Tensor> all_;
+  std::vector<std::string> names_;
+  std::vector<bool> sparse_;
+  std::vector<std::pair<at::ScalarType, c10::Device>> kinds_;
+  std::vector<bool> trains_;  // is in trained_
+  // The value of arms_ when a gradient was last added that no armed exchange takes along; 0: none.
+  // Written inside of the backward pass.
+  std::vector<uint32_t> local_;
+  std::vector<at::Tensor> trained_;
+  std::vector<size_t> trained_index_;  // in all_
   const std::vector<at::Tensor> buffers_;
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
-  std::shared_ptr<c10d::Reducer> reducer_;
+  std::string id_;  // unique in the group's store, the same on all ranks
+  std::shared_ptr<Reducer> reducer_;
+  std::vector<std::pair<uintptr_t, std::shared_ptr<torch::autograd::Node>>> observers_;
+  ProgressBoard* progress_ = nullptr;
+  int64_t trained_numel_ = 0;
   int buffer_root_ = 0;
+  uint64_t changes_ = 0;  // of requires_grad
+  uint32_t arms_ = 1;     // exchanges armed so far, and one
   bool communicate_ = true;
-  bool sync_buffers_ = true;
+  bool idle_ = false;     // every parameter is frozen at present
+  bool armed_ = false;    // without a Reducer: what Reducer::expecting() says
+  bool open_ = false;     // the first gradient of the armed exchange has come
+  bool closing_ = false;  // its end is queued
   bool delay_enqueued_ = false;
+
+  // Whether the gradient of a parameter in trained_ holds what was not exchanged. `open`: an armed
+  // exchange is not finished. What was added before the last one was armed went with it: with
+  // find_unused_parameters the Reducer notes use in all micro-steps of a window. Only a static
+  // graph's takes along no more than the first backward pass used.
+  bool IsLocal(size_t i, bool open) const {
+    return local_[i] != 0 && (local_[i] == arms_ || open || options_.static_graph);
+  }
+
+  // Builds what exchanges the gradients of those parameters that are trained now.
+  void StartExchange() {
+    const bool open = reducer_ != nullptr && reducer_->expecting();
+    for (size_t i = 0; i < all_.size(); ++i) {
+      if (trains_[i] && !IsLocal(i, open)) local_[i] = 0;
+    }
+    RemoveObservers();
+    reducer_.reset();
+    trained_.clear();
+    trained_index_.clear();
+    trained_numel_ = 0;
+    armed_ = open_ = closing_ = delay_enqueued_ = false;
+    for (size_t i = 0; i < all_.size(); ++i) {
+      trains_[i] = all_[i].requires_grad();
+      if (!trains_[i]) continue;
+      trained_.push_back(all_[i]);
+      trained_index_.push_back(i);
+      trained_numel_ += all_[i].numel();
+    }
+    idle_ = trained_.empty();
+    if (idle_) return;
+    // Before the Reducer's hooks, which would speak of layouts without a name. Embeddings are
+    // matrices.
+    for (const size_t i : trained_index_) {
+      if (all_[i].dim() != 2) continue;
+      Observe(i, [this, i](const at::Tensor& gradient) { CheckLayout(i, gradient); });
+    }
+    if (group_ != nullptr) MakeReducer();
+    // After them, to see whether this was the last gradient.
+    for (const size_t i : trained_index_) {
+      Observe(i, [this, i](const at::Tensor& gradient) { OnGradient(i, gradient); });
+    }
+  }
+
+  template <typename Fn>
+  void Observe(size_t i, Fn fn) {
+    std::shared_ptr<torch::autograd::Node> node = torch::autograd::impl::grad_accumulator(all_[i]);
+    const uintptr_t key =
+        node->add_post_hook(std::make_unique<GradientObserver<Fn>>(std::move(fn)));
+    observers_.emplace_back(key, std::move(node));
+  }
+
+  void RemoveObservers() {
+    for (auto& [key, node] : observers_) node->del_post_hook(key);
+    observers_.clear();
+  }
 
   void MakeReducer() {
     const auto cap = static_cast<int64_t>(options_.bucket_cap_mb * 1024 * 1024);
-    const std::vector<bool> sparse(trained_.size(), false);
+    std::vector<bool> sparse;
+    std::unordered_map<size_t, std::string> names;
+    for (size_t t = 0; t < trained_.size(); ++t) {
+      sparse.push_back(sparse_[trained_index_[t]]);
+      names[t] = names_[trained_index_[t]];
+    }
     // Without find_unused the Reducer rebuilds its buckets after the first backward pass in the
     // order that gradients came in, so that the first assignment is one bucket per device and
     // dtype.
@@ -216,27 +386,158 @@ class DataParallel::Impl {
     auto [buckets, bucket_limits] =
         c10d::compute_bucket_assignment_by_size(trained_, limits, sparse);
     std::reverse(buckets.begin(), buckets.end());
-    std::unordered_map<size_t, std::string> names;
-    for (size_t i = 0; i < trained_names_.size(); ++i) names[i] = trained_names_[i];
-    reducer_ = std::make_shared<c10d::Reducer>(
-        trained_, std::move(buckets), group_, sparse, cap, options_.find_unused_parameters,
-        options_.gradient_as_bucket_view, std::move(names), first_cap,
-        /*skip_all_reduce_unused_params=*/false, /*use_python_reducer=*/false,
-        std::vector<int64_t>{});
+    reducer_ = std::make_shared<Reducer>(trained_, std::move(buckets), group_, std::move(sparse),
+                                         cap, options_.find_unused_parameters,
+                                         options_.gradient_as_bucket_view, std::move(names),
+                                         first_cap, /*skip_all_reduce_unused_params=*/false,
+                                         /*use_python_reducer=*/false, std::vector<int64_t>{});
     if (options_.static_graph) reducer_->set_static_graph();
-    if (auto hook =
-            MakeCommHook(options_.comm_hook, options_.comm_wrapper, options_.power_sgd, group_)) {
+    if (options_.gradient_hook != nullptr) {
+      reducer_->register_comm_hook(MakeGradientHook(options_.gradient_hook, group_));
+    } else if (auto hook = MakeCommHook(options_.comm_hook, options_.comm_wrapper,
+                                        options_.power_sgd, group_)) {
       reducer_->register_comm_hook(std::move(hook));
     }
   }
 
   // What every rank does at the start of a micro-step, whether it has a batch or not.
-  void StartIteration(bool communicate) {
+  void FinishPrior() {
     if (reducer_ != nullptr) Guarded([&] { reducer_->rebuild_buckets(); });
-    if (sync_buffers_ && options_.broadcast_buffers && !buffers_.empty()) {
-      BroadcastCoalesced(comm_, buffers_, buffer_root_);
+  }
+
+  // Notices parameters that were frozen, unfrozen, converted or moved since the last forward pass.
+  void FollowParameters() {
+    bool any = false;
+    bool changed = false;
+    for (size_t i = 0; i < all_.size(); ++i) {
+      const at::Tensor& parameter = all_[i];
+      const bool trains = parameter.requires_grad();
+      any |= trains;
+      changed |= trains != trains_[i];
+      TORCH_CHECK(
+          parameter.scalar_type() == kinds_[i].first && parameter.device() == kinds_[i].second,
+          "parameter '", names_[i], "' is ", parameter.scalar_type(), " on ", parameter.device(),
+          " now but was ", kinds_[i].first, " on ", kinds_[i].second,
+          " when its gradient exchange was set up: convert and move the model before that");
     }
-    sync_buffers_ = communicate;
+    // As the discriminator while a GAN's generator trains: it will be trained again as before.
+    idle_ = !any;
+    if (idle_ || !changed) return;
+    AgreeOnTrained();
+    StartExchange();
+  }
+
+  // Throws if the ranks do not all train the same parameters from here on.
+  void AgreeOnTrained() {
+    std::string mine, toggled;
+    for (size_t i = 0; i < all_.size(); ++i) {
+      mine += all_[i].requires_grad() ? '1' : '0';
+      if (toggled.empty() && all_[i].requires_grad() != trains_[i]) toggled = names_[i];
+    }
+    ++changes_;
+    std::vector<std::string> all;
+    if (group_ == nullptr) {
+      all = comm_.AllGatherBytes(mine);
+    } else {
+      // Through the store and not in a collective: a rank on which nothing changed goes on to its
+      // backward pass, and would meet this one there in another operation.
+      const c10::intrusive_ptr<c10d::Store> store = group_->getStore();
+      const auto key = [&](uint64_t change, int rank) {
+        return "muster/trained/" + id_ + "/" + std::to_string(change) + "/" + std::to_string(rank);
+      };
+      std::vector<std::string> keys;
+      for (int rank = 0; rank < comm_.size(); ++rank) keys.push_back(key(changes_, rank));
+      const std::chrono::milliseconds timeout =
+          group_->getBackend(c10::DeviceType::CPU)->getBackendOptions()->timeout;
+      store->set(keys[comm_.rank()], std::vector<uint8_t>(mine.begin(), mine.end()));
+      // Who has come this far has seen that all had read those of two changes ago.
+      if (changes_ > 2) store->deleteKey(key(changes_ - 2, comm_.rank()));
+      try {
+        store->wait(keys, timeout);
+      } catch (const c10::Error&) {
+        std::string absent;
+        for (int rank = 0; rank < comm_.size(); ++rank) {
+          if (store->check({keys[rank]})) continue;
+          absent += (absent.empty() ? "rank " : ", rank ") + std::to_string(rank);
+        }
+        TORCH_CHECK(absent.empty(), "rank ", comm_.rank(), " changed requires_grad of parameter '",
+                    toggled, "' before this forward pass, but ", absent, " changed none within ",
+                    timeout.count(),
+                    " ms: freeze and unfreeze the same parameters on every rank at the same step");
+      }
+      for (const std::string& each : keys) {
+        const std::vector<uint8_t> bytes = store->get(each);
+        all.emplace_back(bytes.begin(), bytes.end());
+      }
+    }
+    for (int rank = 1; rank < comm_.size(); ++rank) {
+      for (size_t i = 0; i < all_.size(); ++i) {
+        TORCH_CHECK(all[rank][i] == all[0][i], "the ranks train different parameters: '", names_[i],
+                    "' is ", all[0][i] == '1' ? "trained" : "frozen", " on rank 0 and ",
+                    all[rank][i] == '1' ? "trained" : "frozen", " on rank ", rank,
+                    "; freeze and unfreeze the same parameters on every rank at the same step");
+      }
+    }
+  }
+
+  // Makes the next backward pass through the model reduce.
+  void Arm(const std::vector<at::Tensor>& outputs) {
+    ++arms_;
+    open_ = closing_ = false;
+    if (reducer_ == nullptr) {
+      armed_ = true;
+      return;
+    }
+    Guarded([&] { reducer_->prepare_for_backward(outputs); });
+  }
+
+  void CheckLayout(size_t i, const at::Tensor& gradient) const {
+    if (!gradient.defined() || gradient.is_sparse() == sparse_[i]) return;
+    TORCH_CHECK(sparse_[i], "parameter '", names_[i],
+                "' got a sparse gradient, but its exchange was set up for a dense one: use a "
+                "torch::nn::Embedding or EmbeddingBag with sparse(true), or a dense gradient");
+    TORCH_CHECK(false, "parameter '", names_[i],
+                "' belongs to a sparse embedding but got a dense gradient: do not use it in other "
+                "layers too, or make the embedding dense (sparse(false))");
+  }
+
+  // In the backward pass, after the gradient of parameter i has been added to. On every backward
+  // pass for every parameter: keep it at nanoseconds.
+  void OnGradient(size_t i, const at::Tensor& gradient) {
+    if (!(reducer_ != nullptr ? reducer_->expecting() : armed_)) {
+      if (gradient.defined()) local_[i] = arms_;
+      return;
+    }
+    local_[i] = 0;
+    if (!open_) {
+      open_ = true;
+      if (progress_ != nullptr) {
+        progress_->BeginCollective("gradient exchange", trained_numel_,
+                                   c10::toString(trained_[0].scalar_type()));
+      }
+      if (reducer_ == nullptr) AtEndOfBackward([this] { ReduceWithoutReducer(); });
+    }
+    if (reducer_ != nullptr && !closing_ && reducer_->launched()) {
+      closing_ = true;
+      // Right behind the Reducer's own, which waits for the buckets.
+      AtEndOfBackward([this] { CloseExchange(); });
+    }
+  }
+
+  // The last part of an exchange: from here on gradients and buffers of all ranks are equal.
+  void CloseExchange() {
+    if (progress_ != nullptr) progress_->EndCollective();
+    SyncBuffers();
+  }
+
+  void SyncBuffers() {
+    if (!options_.broadcast_buffers || buffers_.empty()) return;
+    // Not counted as a change in place: another forward pass that read them, as BatchNorm does, may
+    // not have gone backward yet.
+    std::vector<at::Tensor> data;
+    data.reserve(buffers_.size());
+    for (const at::Tensor& buffer : buffers_) data.push_back(buffer.variable_data());
+    BroadcastCoalesced(comm_, data, buffer_root_);
   }
 
   static std::vector<at::Tensor> ThroughSink(std::vector<at::Tensor> outputs) {
@@ -253,42 +554,51 @@ class DataParallel::Impl {
     return outputs;
   }
 
-  // Calls `fn` at the end of the backward pass that goes through any of `outputs`, once.
-  static void AtEndOfBackward(const std::vector<at::Tensor>& outputs, std::function<void()> fn) {
-    auto queued = std::make_shared<bool>(false);
-    auto shared = std::make_shared<std::function<void()>>(std::move(fn));
-    for (const at::Tensor& output : outputs) {
-      if (!output.defined() || !output.requires_grad()) continue;
-      output.register_hook([queued, shared](const at::Tensor&) {
-        if (*queued) return;
-        *queued = true;
-        torch::autograd::Engine::get_default_engine().queue_callback([shared] { (*shared)(); });
-      });
-    }
+  // Inside of a backward pass only.
+  static void AtEndOfBackward(std::function<void()> fn) {
+    torch::autograd::Engine::get_default_engine().queue_callback(std::move(fn));
   }
 
   // The first backward pass of a static graph only counts gradients; without this, nothing would be
   // reduced in it and the ranks would drift apart.
   void DelayFirstReduction(const std::vector<at::Tensor>& outputs) {
-    std::weak_ptr<c10d::Reducer> weak = reducer_;
-    AtEndOfBackward(outputs, [this, weak] {
-      if (auto reducer = weak.lock()) {
-        delay_enqueued_ = true;
-        reducer->delay_all_reduce();
-      }
-    });
+    auto queued = std::make_shared<bool>(false);
+    std::weak_ptr<Reducer> weak = reducer_;
+    for (const at::Tensor& output : outputs) {
+      if (!output.defined() || !output.requires_grad()) continue;
+      output.register_hook([this, queued, weak](const at::Tensor&) {
+        if (*queued) return;
+        *queued = true;
+        AtEndOfBackward([this, weak] {
+          const auto reducer = weak.lock();
+          if (reducer == nullptr) return;
+          delay_enqueued_ = true;
+          reducer->delay_all_reduce();
+          CloseExchange();
+        });
+      });
+    }
   }
 
-  void ReduceAtEndOfBackward(const std::vector<at::Tensor>& outputs) {
-    AtEndOfBackward(outputs, [this] {
-      std::vector<at::Tensor> grads;
-      for (at::Tensor& parameter : trained_) {
-        // Every rank must bring the same tensors: a parameter that was not used here brings zeros.
-        if (!parameter.grad().defined()) parameter.mutable_grad() = at::zeros_like(parameter);
-        grads.push_back(parameter.grad());
+  void ReduceWithoutReducer() {
+    std::vector<at::Tensor> grads;
+    for (size_t t = 0; t < trained_.size(); ++t) {
+      at::Tensor& grad = trained_[t].mutable_grad();
+      // Every rank must bring the same tensors: a parameter that was not used here brings zeros.
+      if (!grad.defined()) {
+        grad = at::zeros_like(trained_[t]);
+      } else if (grad.is_sparse()) {
+        grad = grad.to_dense();
       }
-      AllReduceCoalesced(comm_, grads, ReduceOp::kMean);
-    });
+      grads.push_back(grad);
+    }
+    AllReduceCoalesced(comm_, grads, ReduceOp::kMean);
+    for (size_t t = 0; t < trained_.size(); ++t) {
+      if (sparse_[trained_index_[t]]) trained_[t].mutable_grad() = grads[t].to_sparse(1);
+    }
+    armed_ = false;
+    ForgetPending();
+    CloseExchange();
   }
 
   // Says in our words what the Reducer says about parameters that got no gradient.
@@ -301,12 +611,13 @@ class DataParallel::Impl {
       if (text.find("Expected to have finished reduction") == std::string::npos) throw;
       std::string missing;
       std::smatch match;
-      if (std::regex_search(text, match,
-                            std::regex("did not receive grad for rank [0-9]+: ([0-9 ]+)"))) {
+      if (std::regex_search(
+              text, match,
+              std::regex("indices which did not receive grad for rank [0-9]+: ([0-9 ]+)"))) {
         std::istringstream indices(match[1].str());
         for (size_t i; indices >> i;) {
-          if (i < trained_names_.size())
-            missing += (missing.empty() ? "" : ", ") + trained_names_[i];
+          if (i >= trained_index_.size()) continue;
+          missing += (missing.empty() ? "" : ", ") + names_[trained_index_[i]];
         }
       }
       TORCH_CHECK(
@@ -321,9 +632,9 @@ class DataParallel::Impl {
 
 DataParallel::DataParallel(Comm& comm, std::vector<at::Tensor> parameters,
                            std::vector<std::string> names, std::vector<at::Tensor> buffers,
-                           const DataParallelOptions& options)
+                           const DataParallelOptions& options, std::vector<bool> sparse)
     : impl_(std::make_unique<Impl>(comm, std::move(parameters), std::move(names),
-                                   std::move(buffers), options)) {}
+                                   std::move(buffers), options, std::move(sparse))) {}
 DataParallel::~DataParallel() = default;
 
 void DataParallel::BeforeForward(bool communicate) { impl_->BeforeForward(communicate); }
@@ -331,9 +642,19 @@ std::vector<at::Tensor> DataParallel::PassOutputs(std::vector<at::Tensor> output
   return impl_->PassOutputs(std::move(outputs));
 }
 void DataParallel::ArmBackward() { impl_->ArmBackward(); }
+void DataParallel::ArmAgain() { impl_->ArmAgain(); }
+std::vector<std::string> DataParallel::UnexchangedGradients() {
+  return impl_->UnexchangedGradients();
+}
+void DataParallel::ForgetPending() { impl_->ForgetPending(); }
+void DataParallel::ForgetPending(const std::vector<at::Tensor>& parameters) {
+  impl_->ForgetPending(parameters);
+}
 void DataParallel::Shadow(bool communicate) { impl_->Shadow(communicate); }
 void DataParallel::set_buffer_root(int rank) { impl_->set_buffer_root(rank); }
 void DataParallel::BroadcastModel(int root) { impl_->BroadcastModel(root); }
+void DataParallel::set_progress(ProgressBoard* board) { impl_->set_progress(board); }
+std::string DataParallel::sparse_parameter() const { return impl_->sparse_parameter(); }
 const DataParallelOptions& DataParallel::options() const { return impl_->options(); }
 const std::vector<at::Tensor>& DataParallel::parameters() const { return impl_->parameters(); }
 

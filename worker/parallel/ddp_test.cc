@@ -1,13 +1,26 @@
 #include "worker/parallel/ddp.h"
 
+#include <chrono>
+#include <latch>
 #include <mutex>
 
 #include "ATen/core/grad_mode.h"
+#include "ATen/core/ivalue.h"
+#include "ATen/ops/batch_norm.h"
+#include "ATen/ops/embedding.h"
+#include "ATen/ops/ones.h"
+#include "ATen/ops/tensor.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "torch/csrc/distributed/c10d/Backend.hpp"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "torch/csrc/distributed/c10d/comm.hpp"
 #include "worker/parallel/test_net.h"
 #include "worker/process/gloo_ranks.h"
 #include "worker/process/local_comm.h"
+#include "worker/process/lost_collective.h"
+#include "worker/process/progress_board.h"
+#include "worker/process/test_error.h"
 #include "worker/process/thread_comm.h"
 #include "worker/train/accumulation.h"
 #include "worker/train/optimizer.h"
@@ -15,17 +28,13 @@
 namespace muster {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
-template <typename Fn>
-std::string ErrorOf(Fn fn) {
-  try {
-    fn();
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  }
-  return "no error";
-}
+using Runner = void (*)(int, const std::function<void(Comm&)>&);
+void Gloo(int n, const std::function<void(Comm&)>& fn) { RunGlooRanks(n, fn); }
 
 constexpr int kSteps = 8;
 constexpr int kRanks = 2;
@@ -239,19 +248,54 @@ TEST(DataParallel, ModelsThatDiffer_AreNamedOnEveryRank) {
       "rank 0 has 4 parameters and rank 2 has 3");
 }
 
-TEST(DataParallel, Buffers_AreThoseOfRankZeroAtEverySync) {
-  for (const bool broadcast : {true, false}) {
-    RunGlooRanks(kRanks, [&](Comm& comm) {
-      TestNet net(7);
-      net.buffers[0].fill_(comm.rank() * 100);
-      DataParallel ddp(comm, net.parameters, net.names, net.buffers,
-                       {.broadcast_buffers = broadcast});
-      EXPECT_EQ(net.buffers[0].item<float>(), 0);  // from construction
-      net.buffers[0].fill_(comm.rank() * 100);
-      ddp.BeforeForward(true);
-      EXPECT_EQ(net.buffers[0].item<float>(), broadcast ? 0 : comm.rank() * 100);
-      ddp.AfterForward(net.Forward(Input(0, comm.rank()))).sum().backward();
+TEST(DataParallel, Buffers_AreThoseOfRankZeroAfterEveryExchange) {
+  for (const Runner run : {Runner{Gloo}, Runner{RunRanks}}) {
+    for (const bool broadcast : {true, false}) {
+      run(kRanks, [&](Comm& comm) {
+        TestNet net(7);
+        net.buffers[0].fill_(comm.rank() * 100);
+        DataParallel ddp(comm, net.parameters, net.names, net.buffers,
+                         {.broadcast_buffers = broadcast});
+        EXPECT_EQ(net.buffers[0].item<float>(), 0);  // from construction
+        for (int step = 0; step < 3; ++step) {
+          net.buffers[0].fill_(10 * (comm.rank() + 1));
+          const bool communicate = step != 1;
+          ddp.BeforeForward(communicate);
+          ddp.AfterForward(net.Forward(Input(0, comm.rank()))).sum().backward();
+          const bool equal = broadcast && communicate;
+          EXPECT_EQ(net.buffers[0].item<float>(), equal ? 11 : 10 * (comm.rank() + 1) + 1);
+        }
+      });
+    }
+  }
+}
+
+TEST(DataParallel, Buffers_ForwardTwiceBeforeBackward_BatchNormWorks) {
+  for (const Runner run : {Runner{Gloo}, Runner{RunRanks}}) {
+    std::vector<at::Tensor> means(kRanks);
+    run(kRanks, [&](Comm& comm) {
+      const at::Tensor weight = at::ones({6}).requires_grad_(true);
+      const at::Tensor bias = at::zeros({6}).requires_grad_(true);
+      const at::Tensor mean = at::zeros({6}), variance = at::ones({6});
+      DataParallel ddp(comm, {weight, bias}, {"weight", "bias"}, {mean, variance});
+      const auto forward = [&](int step) {
+        ddp.BeforeForward(true);
+        return ddp.AfterForward(at::batch_norm(Input(step, comm.rank()), weight, bias, mean,
+                                               variance, true, 0.1, 1e-5, false));
+      };
+      for (int step = 0; step < 3; ++step) {
+        const at::Tensor first = forward(step);
+        const at::Tensor second = forward(step + 10);
+        (first.square().sum() + second.square().sum()).backward();
+        // A graph that was made before the exchange of another.
+        const at::Tensor early = forward(step + 20);
+        forward(step + 30).sum().backward();
+        ddp.ArmBackward();
+        early.square().sum().backward();
+      }
+      means[comm.rank()] = mean;
     });
+    EXPECT_TRUE(means[0].equal(means[1]));
   }
 }
 
@@ -297,6 +341,335 @@ TEST(DataParallel, ArmBackward_ReducesAfterLocalForwards) {
     grads[comm.rank()] = net.parameters[0].grad();
   });
   EXPECT_TRUE(grads[0].equal(grads[1]));
+}
+
+TEST(UnexchangedGradients, ForwardPastTheCalls_AreNamed) {
+  for (const Runner run : {Runner{Gloo}, Runner{RunRanks}}) {
+    run(kRanks, [&](Comm& comm) {
+      TestNet net(7);
+      DataParallel ddp(comm, net.parameters, net.names, net.buffers);
+      const auto exchanged = [&](int step) {
+        ddp.BeforeForward(true);
+        ddp.AfterForward(net.Forward(Input(step, comm.rank()))).sum().backward();
+      };
+      const auto past = [&] {
+        net.Forward(Input(0, comm.rank()), /*use_last_bias=*/false).sum().backward();
+      };
+      past();
+      EXPECT_THAT(ddp.UnexchangedGradients(), ElementsAre("fc1.weight", "fc1.bias", "fc2.weight"));
+      // The next exchange takes along what is there.
+      exchanged(1);
+      EXPECT_THAT(ddp.UnexchangedGradients(), IsEmpty());
+      past();
+      EXPECT_THAT(ddp.UnexchangedGradients(), ElementsAre("fc1.weight", "fc1.bias", "fc2.weight"));
+      ddp.ForgetPending({net.parameters[0]});
+      EXPECT_THAT(ddp.UnexchangedGradients(), ElementsAre("fc1.bias", "fc2.weight"));
+      net.parameters[1].mutable_grad() = at::Tensor();
+      EXPECT_THAT(ddp.UnexchangedGradients(), ElementsAre("fc2.weight"));
+      ddp.ForgetPending();
+      EXPECT_THAT(ddp.UnexchangedGradients(), IsEmpty());
+      // A forward pass that is left without a backward pass hides nothing.
+      ddp.BeforeForward(true);
+      ddp.AfterForward(net.Forward(Input(2, comm.rank())));
+      exchanged(3);
+      past();
+      EXPECT_THAT(ddp.UnexchangedGradients(), ElementsAre("fc1.weight", "fc1.bias", "fc2.weight"));
+    });
+  }
+}
+
+TEST(UnexchangedGradients, WindowThatNeverCommunicated_IsNamed) {
+  for (const Runner run : {Runner{Gloo}, Runner{RunRanks}}) {
+    run(kRanks, [&](Comm& comm) {
+      TestNet net(7);
+      DataParallel ddp(comm, net.parameters, net.names, net.buffers);
+      for (int step = 0; step < 4; ++step) {
+        ddp.BeforeForward(step % 2 == 1);
+        ddp.AfterForward(net.Forward(Input(step, comm.rank()))).sum().backward();
+        EXPECT_EQ(ddp.UnexchangedGradients().size(), step % 2 == 1 ? 0u : 4u);
+      }
+    });
+  }
+}
+
+TEST(UnexchangedGradients, AllModes_AreSilentAfterAnExchange) {
+  for (const DataParallelOptions& mode :
+       {DataParallelOptions{.static_graph = true},
+        DataParallelOptions{.gradient_as_bucket_view = true},
+        DataParallelOptions{.bucket_cap_mb = 1e-4, .find_unused_parameters = true}}) {
+    RunGlooRanks(kRanks, [&](Comm& comm) {
+      TestNet net(7);
+      DataParallel ddp(comm, net.parameters, net.names, net.buffers, mode);
+      for (int step = 0; step < 6; ++step) {
+        ddp.BeforeForward(step % 2 == 1);
+        ddp.AfterForward(net.Forward(Input(step, comm.rank()))).sum().backward();
+        if (step % 2 == 0) continue;
+        EXPECT_THAT(ddp.UnexchangedGradients(), IsEmpty());
+      }
+    });
+  }
+}
+
+TEST(UnexchangedGradients, LastBackwardLeavesParametersOut_Throws) {
+  RunGlooRanks(kRanks, [&](Comm& comm) {
+    TestNet net(7);
+    DataParallel ddp(comm, net.parameters, net.names, net.buffers);
+    ddp.BeforeForward(true);
+    ddp.AfterForward(net.Forward(Input(0, comm.rank()), /*use_last_bias=*/false)).sum().backward();
+    EXPECT_THAT(ErrorOf([&] { ddp.UnexchangedGradients(); }),
+                HasSubstr("parameters fc2.bias got no gradient"));
+  });
+}
+
+TEST(DataParallel, FindUnused_GradientOfALocalMicroStepOnly_IsExchanged) {
+  std::vector<at::Tensor> grads(kRanks);
+  RunGlooRanks(kRanks, [&](Comm& comm) {
+    TestNet net(7);
+    DataParallel ddp(comm, net.parameters, net.names, {}, {.find_unused_parameters = true});
+    ddp.BeforeForward(false);
+    ddp.AfterForward(net.Forward(Input(0, comm.rank()))).square().sum().backward();
+    ddp.BeforeForward(true);
+    ddp.AfterForward(net.Forward(Input(1, comm.rank()), /*use_last_bias=*/false)).sum().backward();
+    EXPECT_THAT(ddp.UnexchangedGradients(), IsEmpty());
+    grads[comm.rank()] = net.parameters[3].grad();
+  });
+  EXPECT_TRUE(grads[0].equal(grads[1]));
+}
+
+TEST(DataParallel, ParametersUnfrozenAndFrozenLater_AreFollowed) {
+  for (const Runner run : {Runner{Gloo}, Runner{RunRanks}}) {
+    for (const DataParallelOptions& mode :
+         {DataParallelOptions{}, DataParallelOptions{.static_graph = true},
+          DataParallelOptions{.gradient_as_bucket_view = true}}) {
+      std::vector<std::vector<at::Tensor>> grads(kRanks);
+      run(kRanks, [&](Comm& comm) {
+        TestNet net(7);
+        for (const int i : {0, 1, 2, 3}) net.parameters[i].requires_grad_(false);
+        DataParallel ddp(comm, net.parameters, net.names, net.buffers, mode);
+        const auto step = [&](int number) {
+          ddp.BeforeForward(true);
+          ddp.AfterForward(net.Forward(Input(number, comm.rank()))).square().sum().backward();
+          EXPECT_THAT(ddp.UnexchangedGradients(), IsEmpty());
+          for (const at::Tensor& parameter : net.parameters) {
+            if (parameter.grad().defined()) grads[comm.rank()].push_back(parameter.grad().clone());
+          }
+        };
+        net.parameters[2].requires_grad_(true);
+        net.parameters[3].requires_grad_(true);
+        step(0);
+        step(1);
+        net.parameters[0].requires_grad_(true);
+        net.parameters[1].requires_grad_(true);
+        step(2);
+        step(3);
+        net.parameters[0].requires_grad_(false);
+        net.parameters[0].mutable_grad() = at::Tensor();
+        step(4);
+        step(5);
+      });
+      EXPECT_EQ(grads[0].size(), 2u + 2 + 4 + 4 + 3 + 3);
+      ExpectEqualRanks(grads);
+    }
+  }
+}
+
+TEST(DataParallel, WholeModelFrozenForATime_ExchangesNothingThen) {
+  for (const Runner run : {Runner{Gloo}, Runner{RunRanks}}) {
+    run(kRanks, [&](Comm& comm) {
+      TestNet net(7);
+      DataParallel ddp(comm, net.parameters, net.names, net.buffers);
+      for (int step = 0; step < 6; ++step) {
+        const bool frozen = step % 2 == 1;
+        for (at::Tensor& parameter : net.parameters) parameter.requires_grad_(!frozen);
+        // As a GAN's generator goes through its discriminator, here on one rank only.
+        if (frozen && comm.rank() == 1) continue;
+        const at::Tensor x = Input(step, comm.rank()).requires_grad_(true);
+        ddp.BeforeForward(true);
+        ddp.AfterForward(net.Forward(x)).sum().backward();
+        EXPECT_TRUE(x.grad().defined());
+        EXPECT_THAT(ddp.UnexchangedGradients(), IsEmpty());
+      }
+    });
+  }
+}
+
+TEST(DataParallel, ParameterUnfrozenOnOneRank_IsNamed) {
+  RunRanks(kRanks, [&](Comm& comm) {
+    TestNet net(7);
+    net.parameters[3].requires_grad_(false);
+    DataParallel ddp(comm, net.parameters, net.names, net.buffers);
+    net.parameters[comm.rank() == 0 ? 0 : 3].requires_grad_(comm.rank() != 0);
+    EXPECT_THAT(ErrorOf([&] { ddp.BeforeForward(true); }),
+                HasSubstr("'fc1.weight' is frozen on rank 0 and trained on rank 1"));
+  });
+  // With real processes, the ranks that changed nothing do not come to compare.
+  RunGlooRanks(kRanks, [&](Comm& comm) {
+    TestNet net(7);
+    net.parameters[3].requires_grad_(false);
+    DataParallel ddp(comm, net.parameters, net.names, net.buffers);
+    if (comm.rank() == 0) return;
+    comm.process_group()->getBackend(at::kCPU)->setTimeout(std::chrono::milliseconds(300));
+    net.parameters[3].requires_grad_(true);
+    EXPECT_THAT(ErrorOf([&] { ddp.BeforeForward(true); }),
+                AllOf(HasSubstr("rank 1 changed requires_grad of parameter 'fc2.bias'"),
+                      HasSubstr("but rank 0 changed none")));
+  });
+}
+
+TEST(UnexchangedGradients, ParameterUnfrozenAfterForward_IsNamed) {
+  RunGlooRanks(kRanks, [&](Comm& comm) {
+    TestNet net(7);
+    net.parameters[3].requires_grad_(false);
+    DataParallel ddp(comm, net.parameters, net.names, net.buffers);
+    ddp.BeforeForward(true);
+    net.parameters[3].requires_grad_(true);
+    ddp.AfterForward(net.Forward(Input(0, comm.rank()))).sum().backward();
+    EXPECT_THAT(ddp.UnexchangedGradients(), ElementsAre("fc2.bias"));
+  });
+}
+
+TEST(DataParallel, ModelConvertedLater_IsRefusedByName) {
+  RunGlooRanks(kRanks, [&](Comm& comm) {
+    TestNet net(7);
+    DataParallel ddp(comm, net.parameters, net.names, net.buffers);
+    net.parameters[1].set_data(net.parameters[1].to(at::kDouble));
+    EXPECT_THAT(ErrorOf([&] { ddp.BeforeForward(true); }),
+                HasSubstr("parameter 'fc1.bias' is Double on cpu now but was Float on cpu"));
+  });
+}
+
+TEST(DataParallel, SparseGradients_AreAveraged) {
+  for (const Runner run : {Runner{Gloo}, Runner{RunRanks}}) {
+    std::vector<at::Tensor> sparse(kRanks), dense(kRanks);
+    run(kRanks, [&](Comm& comm) {
+      const at::Tensor table = Randn({10, 3}, 5).requires_grad_(true);
+      const at::Tensor weight = Randn({2, 3}, 6).requires_grad_(true);
+      DataParallel ddp(comm, {table, weight}, {"table", "weight"}, {}, {}, {true, false});
+      EXPECT_EQ(ddp.sparse_parameter(), "table");
+      for (int step = 0; step < 3; ++step) {
+        table.mutable_grad() = weight.mutable_grad() = at::Tensor();
+        for (const bool communicate : {false, true}) {
+          const at::Tensor ids = at::tensor({1 + step, 4 + comm.rank()}, at::kLong);
+          ddp.BeforeForward(communicate);
+          const at::Tensor rows = at::embedding(table, ids, -1, false, /*sparse=*/true);
+          ddp.AfterForward(at::linear(rows, weight)).square().sum().backward();
+        }
+        EXPECT_THAT(ddp.UnexchangedGradients(), IsEmpty());
+      }
+      EXPECT_TRUE(table.grad().is_sparse());
+      sparse[comm.rank()] = table.grad().to_dense();
+      dense[comm.rank()] = weight.grad();
+    });
+    at::Tensor expected = at::zeros({10, 3});
+    for (int rank = 0; rank < kRanks; ++rank) {
+      const at::Tensor table = Randn({10, 3}, 5).requires_grad_(true);
+      const at::Tensor ids = at::tensor({3, 4 + rank}, at::kLong);
+      at::linear(at::embedding(table, ids), Randn({2, 3}, 6)).square().sum().backward();
+      expected += table.grad().mul(2.0 / kRanks);
+    }
+    EXPECT_TRUE(sparse[0].equal(sparse[1]));
+    EXPECT_TRUE(dense[0].equal(dense[1]));
+    EXPECT_LT(Distance({sparse[0]}, {expected}), 1e-5);
+  }
+}
+
+TEST(DataParallel, SparseGradients_ThatCannotBeExchanged_AreRefusedByName) {
+  RunGlooRanks(kRanks, [&](Comm& comm) {
+    const at::Tensor table = Randn({10, 3}, 5).requires_grad_(true);
+    const at::Tensor ids = at::tensor({1, 4}, at::kLong);
+    const auto step = [&](DataParallel& ddp, bool sparse) {
+      ddp.BeforeForward(true);
+      ddp.AfterForward(at::embedding(table, ids, -1, false, sparse)).sum().backward();
+    };
+    EXPECT_THAT(ErrorOf([&] {
+                  DataParallel ddp(comm, {table}, {"table"}, {}, {.comm_hook = CommHook::kFp16},
+                                   {true});
+                }),
+                HasSubstr("parameter 'table' has a sparse gradient, which communication hooks"));
+    EXPECT_THAT(ErrorOf([&] {
+                  DataParallel ddp(comm, {table}, {"table"}, {});
+                  step(ddp, true);
+                }),
+                HasSubstr("parameter 'table' got a sparse gradient"));
+    EXPECT_THAT(ErrorOf([&] {
+                  DataParallel ddp(comm, {table}, {"table"}, {}, {}, {true});
+                  step(ddp, false);
+                }),
+                HasSubstr("parameter 'table' belongs to a sparse embedding but got a dense"));
+  });
+}
+
+TEST(GradientHook, OwnHook_ReplacesTheExchange) {
+  int buckets = 0;
+  std::mutex mu;
+  const auto ranks =
+      Train({.gradient_hook = [&](c10d::ProcessGroup& group, c10d::GradBucket& bucket) {
+        {
+          std::lock_guard<std::mutex> lock(mu);
+          ++buckets;
+        }
+        std::vector<at::Tensor> tensors = {bucket.getBufferRef().div_(group.getSize())};
+        return group.allreduce(tensors)->getFuture();
+      }});
+  ExpectEqualRanks(ranks);
+  EXPECT_LT(Distance(ranks[0], Reference()), 2e-6);
+  EXPECT_EQ(buckets, kRanks * kSteps / 2);
+}
+
+TEST(GradientHook, WithoutFutureOrWithAnotherHook_IsRefused) {
+  const GradientHook none = [](c10d::ProcessGroup&, c10d::GradBucket&) {
+    return c10::intrusive_ptr<c10::ivalue::Future>();
+  };
+  EXPECT_THAT(ErrorOf([&] { Train({.gradient_hook = none}); }),
+              HasSubstr("gradient_hook returned no future for bucket 0"));
+  EXPECT_THAT(ErrorOf([&] { Train({.comm_hook = CommHook::kFp16, .gradient_hook = none}); }),
+              HasSubstr("exclude each other"));
+  EXPECT_THAT(ErrorOf([&] { Train({.gradient_hook = none}, true, RunRanks); }),
+              HasSubstr("needs a process group"));
+}
+
+TEST(DataParallel, Progress_ShowsTheExchangeAsACollective) {
+  RunGlooRanks(kRanks, [&](Comm& comm) {
+    ProgressBoard board;
+    TestNet net(7);
+    DataParallel ddp(comm, net.parameters, net.names, {});
+    ddp.set_progress(&board);
+    ddp.BeforeForward(true);
+    const at::Tensor out = ddp.AfterForward(net.Forward(Input(0, comm.rank())));
+    EXPECT_EQ(board.Read().last_collective, "");
+    out.sum().backward();
+    EXPECT_EQ(board.Read().last_collective, "gradient exchange #1 (163 Float), done");
+  });
+}
+
+TEST(DataParallel, ExchangeThatTimesOut_IsALostCollectiveOnTheBoard) {
+  for (const bool shared_memory : {false, true}) {
+    std::latch failed(1);
+    const auto rank_main = [&](Comm& comm) {
+      TestNet net(7);
+      DataParallel ddp(comm, net.parameters, net.names, {});
+      // Rank 1 skips this step.
+      if (comm.rank() == 1) return failed.wait();
+      ProgressBoard board;
+      ddp.set_progress(&board);
+      comm.process_group()->getBackend(at::kCPU)->setTimeout(std::chrono::milliseconds(300));
+      ddp.BeforeForward(true);
+      const at::Tensor out = ddp.AfterForward(net.Forward(Input(0, comm.rank())));
+      const CollectiveExplainer explain = [&](absl::string_view) {
+        return "stands in " + board.Read().last_collective;
+      };
+      EXPECT_EQ(ErrorOf([&] {
+                  try {
+                    out.sum().backward();
+                  } catch (...) {
+                    RethrowExplained(explain);
+                  }
+                }),
+                "stands in gradient exchange #1 (163 Float)");
+      failed.count_down();
+    };
+    shared_memory ? RunShmRanks(kRanks, rank_main) : RunGlooRanks(kRanks, rank_main);
+  }
 }
 
 TEST(DataParallel, NestedOutputs_ComeBackInPlace) {

@@ -21,8 +21,8 @@ struct UnevenInputsOptions {
 //
 //   UnevenInputs join(comm, {&ddp});
 //   for (batch : loader) {
-//     auto d = join.MicroStep(wants_sync);       // Accumulation::WouldSync, or true at the
-//     loader's last batch step = accumulation.Begin(facts, d.sync);  // all ranks sync together
+//     auto d = join.MicroStep(wants_sync);  // Accumulation::WouldSync, or true at the last batch
+//     step = accumulation.Begin(facts, d.sync);  // all ranks sync together
 //     ... one BeforeForward/AfterForward/backward of each model; at a sync multiply gradients by
 //     d.gradient_factor ...
 //   }
@@ -31,8 +31,9 @@ struct UnevenInputsOptions {
 // All ranks sync as soon as one does, since otherwise their windows would end at different steps
 // for ever. Every model makes one forward and backward pass in each micro-step. The loop's body may
 // contain no other collectives (gathering metrics, sharded clipping): they would meet the zeros of
-// another operation. Works on every backend. A rank that throws in its loop leaves the others to
-// their collective's timeout. `comm` and models are borrowed. Not thread-safe.
+// another operation; nor may it freeze or unfreeze parameters. Models with sparse gradients are
+// refused. Works on every backend. A rank that throws in its loop leaves the others to their
+// collective's timeout. `comm` and models are borrowed. Not thread-safe.
 class UnevenInputs {
  public:
   struct Decision {

@@ -125,6 +125,39 @@ TEST(UnevenInputs, Accumulation_AllRanksSyncTogether) {
   }
 }
 
+TEST(UnevenInputs, Buffers_AreThoseOfARankThatStillTrains) {
+  for (const Runner run : {Runner{Gloo}, Runner{RunRanks}}) {
+    run(2, [](Comm& comm) {
+      TestNet net(3);
+      DataParallel ddp(comm, net.parameters, net.names, net.buffers);
+      UnevenInputs join(comm, {&ddp});
+      for (int i = 0; i < (comm.rank() == 0 ? 1 : 4); ++i) {
+        join.MicroStep(true);
+        ddp.BeforeForward(true);
+        ddp.AfterForward(net.Forward(Randn({1, 6}, 10 * i + comm.rank()))).sum().backward();
+        EXPECT_EQ(net.buffers[0].item<float>(), i + 1);
+        EXPECT_TRUE(ddp.UnexchangedGradients().empty());
+      }
+      join.Finish();
+      EXPECT_EQ(net.buffers[0].item<float>(), 4);
+    });
+  }
+}
+
+TEST(UnevenInputs, SparseGradients_AreRefusedByName) {
+  RunRanks(2, [](Comm& comm) {
+    const at::Tensor table = Randn({10, 3}, 5).requires_grad_(true);
+    DataParallel ddp(comm, {table}, {"table"}, {}, {}, {true});
+    try {
+      UnevenInputs join(comm, {&ddp});
+      ADD_FAILURE() << "accepted";
+    } catch (const c10::Error& error) {
+      EXPECT_NE(std::string(error.what()).find("sparse gradient of parameter 'table'"),
+                std::string::npos);
+    }
+  });
+}
+
 TEST(UnevenInputs, StaticGraph_IsRefused) {
   EXPECT_THROW(Train(Gloo, {1, 2}, 1, {.static_graph = true}), c10::Error);
 }

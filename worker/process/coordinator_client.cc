@@ -353,6 +353,49 @@ class CoordinatorClient::Impl {
     return report;
   }
 
+  absl::StatusOr<std::vector<MemberInfo>> Members() {
+    v1::GetMembersRequest request;
+    request.set_job_id(options_.job);
+    v1::GetMembersReply reply;
+    MUSTER_RETURN_IF_ERROR(CallWithin("members", kGrace, *membership_,
+                                      &v1::Membership::Stub::GetMembers, &request, &reply,
+                                      AtExit::kCutShort));
+    std::vector<MemberInfo> members;
+    for (const v1::Member& member : reply.members()) {
+      if (member.rank() < 0) continue;
+      MemberInfo& info = members.emplace_back();
+      info.rank = member.rank();
+      info.worker_id = member.worker_id();
+      info.host = member.host();
+      info.pid = member.pid();
+      info.step = member.last_step();
+      info.phase = member.phase();
+      info.last_collective = member.last_collective();
+      info.heartbeat_age = ToDuration(member.heartbeat_age());
+      switch (member.state()) {
+        case v1::WORKER_STATE_EXITED:
+          info.gone = member.exit().signal() != 0
+                          ? absl::StrCat("it was killed by signal ", member.exit().signal())
+                          : absl::StrCat("it has exited with code ", member.exit().exit_code());
+          break;
+        case v1::WORKER_STATE_LOST:
+          info.gone = "it gives no sign of life";
+          break;
+        case v1::WORKER_STATE_LEFT:
+          info.gone = "it has left the job";
+          break;
+        case v1::WORKER_STATE_FENCED:
+          info.gone = "another process has taken its place";
+          break;
+        default:
+          break;
+      }
+    }
+    std::sort(members.begin(), members.end(),
+              [](const MemberInfo& a, const MemberInfo& b) { return a.rank < b.rank; });
+    return members;
+  }
+
   absl::StatusOr<std::vector<LivingRank>> AgreeAlive(absl::Duration timeout,
                                                      const std::vector<int>& set) {
     v1::AgreeAliveRequest request;
@@ -830,6 +873,8 @@ absl::Status CoordinatorClient::CancelBarrier(const std::string& name, const std
 absl::StatusOr<BarrierReport> CoordinatorClient::DescribeBarrier(const std::string& name) {
   return impl_->DescribeBarrier(name);
 }
+
+absl::StatusOr<std::vector<MemberInfo>> CoordinatorClient::Members() { return impl_->Members(); }
 
 absl::StatusOr<std::vector<LivingRank>> CoordinatorClient::AgreeAlive(absl::Duration timeout,
                                                                       const std::vector<int>& set) {

@@ -59,6 +59,20 @@ struct PeerInfo {
   int64_t pid = 0;
 };
 
+// What the coordinator knows of a rank: from its last heartbeat and from the agent of its node.
+struct MemberInfo {
+  int rank = 0;
+  std::string worker_id = "";
+  std::string host = "";
+  int64_t pid = 0;
+  int64_t step = 0;  // the last one it has finished
+  std::string phase = "";
+  std::string last_collective = "";  // as ProgressBoard::Facts
+  absl::Duration heartbeat_age = absl::ZeroDuration();
+  // Empty while it runs, else how it ended: "it has exited with code 1".
+  std::string gone = "";
+};
+
 struct BarrierCall {
   std::string payload = "";            // at most 4 KiB; reaches every rank
   std::vector<int> participants = {};  // empty: every rank of the generation
@@ -181,6 +195,9 @@ class CoordinatorClient {
   // All ranks of the seat's generation, in rank order. Fetched by pages, and again only if a rank
   // has been taken over since.
   absl::StatusOr<std::vector<PeerInfo>> Peers();
+  // What is known of every seated rank of the job, in rank order. For reports: does not wait for a
+  // coordinator that is away.
+  absl::StatusOr<std::vector<MemberInfo>> Members();
   uint64_t incarnation() const;
 
   // Keys are bytes, 1 to 1,024 of them; values at most 1 MiB. What was written outlives a crash of the coordinator:

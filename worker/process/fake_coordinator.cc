@@ -271,12 +271,32 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
     return grpc::Status::OK;
   }
 
+  grpc::Status GetMembers(grpc::ServerContext*, const v1::GetMembersRequest*,
+                          v1::GetMembersReply* reply) override {
+    MutexLock lock(&mu_);
+    reply->set_generation(generation_);
+    for (const auto& [rank, member] : members_[generation_]) {
+      v1::Member& out = *reply->add_members();
+      out.set_rank(rank);
+      out.set_worker_id(member.fence().worker_id());
+      out.set_state(v1::WORKER_STATE_RUNNING);
+      out.set_host(member.topology().host());
+      out.set_pid(member.pid());
+      const v1::HeartbeatRequest& facts = facts_[member.fence().worker_id()];
+      out.set_last_step(facts.step());
+      out.set_phase(facts.phase());
+      out.set_last_collective(facts.last_collective());
+    }
+    return grpc::Status::OK;
+  }
+
   grpc::Status Heartbeat(grpc::ServerContext*, const v1::HeartbeatRequest* request,
                          v1::HeartbeatReply* reply) override {
     MutexLock lock(&mu_);
     last_beat_ =
         absl::StrCat(request->step(), " ", request->phase(), " ", request->last_collective());
     ++beats_;
+    facts_[request->fence().worker_id()] = *request;
     cv_.SignalAll();
     reply->set_generation(generation_);
     reply->set_generation_ended(!ended_.empty());
@@ -371,6 +391,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
   int64_t rows_sent_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t beats_ ABSL_GUARDED_BY(mu_) = 0;
   std::string last_beat_ ABSL_GUARDED_BY(mu_);
+  std::map<std::string, v1::HeartbeatRequest> facts_ ABSL_GUARDED_BY(mu_);  // by worker
   std::unique_ptr<grpc::Server> server_;
 };
 

@@ -4,6 +4,7 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -13,6 +14,7 @@
 #include "worker/process/comm.h"
 #include "worker/process/coordinator_client.h"
 #include "worker/process/environment.h"
+#include "worker/process/lost_collective.h"
 #include "worker/process/progress_board.h"
 
 namespace muster {
@@ -38,14 +40,29 @@ struct JoinedProcess {
   std::shared_ptr<ProgressBoard> progress = std::make_shared<ProgressBoard>();
   // LocalComm for a process alone, else over Gloo, with NCCL beside it if `device` is a GPU. In debug mode checked.
   std::unique_ptr<Comm> comm;
+  // Says of a collective over all ranks that was lost past `comm` (gradients in a backward pass)
+  // which ranks did not take part: see RethrowExplained. Null for a process alone.
+  CollectiveExplainer explain;
+  int subgroups = 0;  // made so far
 };
 
 // Takes this process's place in its job: picks the device; joins the rendezvous if there is a coordinator (also alone),
 // or meets the others through a TCPStore at MASTER_ADDR:MASTER_PORT; builds the process group. Blocks until all ranks
-// have come, at most environment.timeout. Errors, each one line with what was tried: those of ChooseDevice,
+// have come, at most environment.timeout. Makes `device` the current one of this thread.
+//
+// A process may join again, while the first time lasts or after it, if all ranks do so in the same order: each time has
+// keys of its own. Under a coordinator the first must have ended, since a process has one place there:
+// FAILED_PRECONDITION. Errors, each one line with what was tried: those of ChooseDevice,
 // CoordinatorClient and MakeGlooGroup; UNAVAILABLE for a TCPStore that cannot be reached or whose port is taken.
 absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
                                       const JoinJobOptions& options = {});
+
+// A Comm over some ranks of the job, over the same transports. A collective over all ranks, which pass the same
+// `ranks` (of the job, distinct; in any order: ranks of the group follow those of the job). Null on ranks that are not
+// listed. Its collectives are those of the listed ranks alone; they may alternate with the job's if every rank calls
+// them in one order. Blocks until the listed ranks have connected. Errors: INVALID_ARGUMENT, on every rank, naming the
+// rank or the difference; those of JoinJob.
+absl::StatusOr<std::unique_ptr<Comm>> MakeSubgroup(JoinedProcess& process, std::vector<int> ranks);
 
 }  // namespace muster
 

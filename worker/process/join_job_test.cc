@@ -50,6 +50,15 @@ void ExpectWorldOf(int n, const std::function<Variables(int)>& variables,
   for (auto& thread : threads) thread.join();
 }
 
+// The store that torchrun's agent holds, on a free port.
+c10::intrusive_ptr<c10d::TCPStore> AgentStore() {
+  c10d::TCPStoreOptions options;
+  options.port = 0;
+  options.isServer = true;
+  options.waitWorkers = false;
+  return c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+}
+
 TEST(JoinJob, Alone_LocalCommAndNothingElse) {
   auto joined = JoinJob(Env({}));
   ASSERT_TRUE(joined.ok()) << joined.status();
@@ -103,11 +112,7 @@ TEST(JoinJob, WithoutRanks_TheRendezvousGivesThem) {
 }
 
 TEST(JoinJob, TorchrunsAgentStore_EveryRankIsAClient) {
-  c10d::TCPStoreOptions options;
-  options.port = 0;
-  options.isServer = true;
-  options.waitWorkers = false;
-  auto server = c10::make_intrusive<c10d::TCPStore>("127.0.0.1", options);
+  const auto server = AgentStore();
   ExpectWorldOf(
       2,
       [&](int i) -> Variables {
@@ -125,6 +130,97 @@ TEST(JoinJob, TorchrunsAgentStore_EveryRankIsAClient) {
         EXPECT_EQ(joined.coordinator, nullptr);
         EXPECT_NE(joined.comm->process_group(), nullptr);
       });
+}
+
+TEST(JoinJob, TwiceAtOnceWithoutACoordinator_KeysAreApart) {
+  const auto server = AgentStore();
+  const auto variables = [&](int i) -> Variables {
+    return {{"RANK", std::to_string(i)},
+            {"WORLD_SIZE", "2"},
+            {"LOCAL_RANK", std::to_string(i)},
+            {"LOCAL_WORLD_SIZE", "2"},
+            {"MASTER_ADDR", "127.0.0.1"},
+            {"MASTER_PORT", std::to_string(server->getPort())},
+            {"MUSTER_SHM", "1"},
+            {"TORCHELASTIC_USE_AGENT_STORE", "True"}};
+  };
+  ExpectWorldOf(2, variables, [&](const JoinedProcess& first, int i) {
+    // The first is still alive, with keys of the same names.
+    auto second = JoinJob(Env(variables(i)));
+    ASSERT_TRUE(second.ok()) << second.status();
+    for (int round = 0; round < 3; ++round) {
+      at::Tensor x = at::full({1000}, i + 1), y = at::full({1000}, 10 * (i + 1));
+      first.comm->AllReduce(x, ReduceOp::kSum);
+      second->comm->AllReduce(y, ReduceOp::kSum);
+      EXPECT_EQ(x[999].item<int64_t>(), 3);
+      EXPECT_EQ(y[999].item<int64_t>(), 30);
+    }
+  });
+}
+
+TEST(JoinJob, TwiceAtOnceUnderACoordinator_IsRefused) {
+  FakeCoordinator fake;
+  const Variables variables = {{"MUSTER_COORDINATOR", fake.address()},
+                               {"MUSTER_JOB", "job"},
+                               {"MUSTER_RANK", "0"},
+                               {"MUSTER_WORLD_SIZE", "1"}};
+  {
+    const auto first = JoinJob(Env(variables));
+    ASSERT_TRUE(first.ok()) << first.status();
+    const auto second = JoinJob(Env(variables));
+    EXPECT_EQ(second.status().code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(second.status().message()),
+                HasSubstr("this process has its place in job 'job' already"));
+  }
+  const auto third = JoinJob(Env(variables));
+  EXPECT_TRUE(third.ok()) << third.status();
+}
+
+TEST(MakeSubgroup, ListedRanks_ReduceAmongThemselves) {
+  for (const char* const shared_memory : {"0", "1"}) {
+    FakeCoordinator fake;
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 3; ++i) {
+      threads.emplace_back([&, i] {
+        auto joined = JoinJob(Env({{"MUSTER_COORDINATOR", fake.address()},
+                                   {"MUSTER_JOB", "job"},
+                                   {"MUSTER_RANK", std::to_string(i)},
+                                   {"MUSTER_WORLD_SIZE", "3"},
+                                   {"MUSTER_LOCAL_RANK", std::to_string(i)},
+                                   {"MUSTER_LOCAL_WORLD_SIZE", "3"},
+                                   {"MUSTER_SHM", shared_memory}}));
+        ASSERT_TRUE(joined.ok()) << joined.status();
+        auto outer = MakeSubgroup(*joined, {2, 0});
+        auto late = MakeSubgroup(*joined, {1, 2});
+        auto alone = MakeSubgroup(*joined, {1});
+        ASSERT_TRUE(outer.ok() && late.ok() && alone.ok());
+        EXPECT_EQ(*outer == nullptr, i == 1);
+        EXPECT_EQ(*late == nullptr, i == 0);
+        EXPECT_EQ(*alone == nullptr, i != 1);
+        const auto sum = [&](Comm& comm) {
+          at::Tensor x = at::full({100}, i + 1);
+          comm.AllReduce(x, ReduceOp::kSum);
+          return x[99].item<int64_t>();
+        };
+        if (*outer != nullptr) {
+          EXPECT_EQ((*outer)->rank(), i == 0 ? 0 : 1);
+          EXPECT_EQ(sum(**outer), 4);
+        }
+        EXPECT_EQ(sum(*joined->comm), 6);
+        if (*late != nullptr) {
+          EXPECT_EQ(sum(**late), 5);
+        }
+        const absl::Status differ = MakeSubgroup(*joined, {0, i}).status();
+        EXPECT_EQ(differ.code(), absl::StatusCode::kInvalidArgument);
+        EXPECT_THAT(std::string(differ.message()), HasSubstr("every rank of the job makes"));
+        EXPECT_THAT(std::string(MakeSubgroup(*joined, {0, 3}).status().message()),
+                    HasSubstr("there is no rank 3 among 3"));
+        EXPECT_THAT(std::string(MakeSubgroup(*joined, {1, 1}).status().message()),
+                    HasSubstr("rank 1 is listed twice"));
+      });
+    }
+    for (auto& thread : threads) thread.join();
+  }
 }
 
 TEST(JoinJob, PortTaken_ErrorNamesItAndWhereItCameFrom) {

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
+#include "c10/core/impl/VirtualGuardImpl.h"
 #include "torch/csrc/distributed/c10d/PrefixStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/headeronly/version.h"
@@ -164,6 +165,12 @@ absl::StatusOr<c10::Device> ChooseDevice(const Environment& environment) {
   }
   MUSTER_RETURN_IF_ERROR(LoadCuda());
   return c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(environment.local_rank.value));
+}
+
+void MakeCurrent(c10::Device device) {
+  if (!device.is_cuda()) return;
+  // Through the registry that the CUDA half fills in when it is opened: no link to it.
+  c10::impl::VirtualGuardImpl(c10::kCUDA).setDevice(device);
 }
 
 absl::Status AddNcclBackend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,

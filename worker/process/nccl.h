@@ -30,6 +30,11 @@ absl::Status LoadCuda();
 // INVALID_ARGUMENT for more local processes than GPUs (NCCL cannot share one), and those of LoadCuda.
 absl::StatusOr<c10::Device> ChooseDevice(const Environment& environment);
 
+// Makes `device` the calling thread's current one if it is a GPU: tensors of plain "cuda", streams and
+// allocations of libraries go there, and not to GPU 0. After ChooseDevice. Throws c10::Error for a
+// GPU that is not there.
+void MakeCurrent(c10::Device device);
+
 // Adds NCCL to `group` for CUDA tensors and makes it the default. Collective: blocks until all ranks have come.
 // Errors: those of LoadCuda; NOT_FOUND if libmuster_nccl.so is not where it is looked for ($MUSTER_NCCL_PLUGIN, beside
 // the program, ../lib, beside libmuster.so); FAILED_PRECONDITION for a plug-in of another build; UNAVAILABLE with NCCL's words.

@@ -1,5 +1,6 @@
 #include "worker/process/nccl.h"
 
+#include "c10/core/impl/FakeGuardImpl.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
@@ -40,6 +41,18 @@ TEST(AddNcclBackend, WithoutGpu_SaysSo) {
   EXPECT_EQ(AddNcclBackend(group, store, c10::Device(c10::kCPU), std::chrono::minutes(1)).code(),
             absl::StatusCode::kInvalidArgument);
   EXPECT_FALSE(NcclVersion().ok());
+}
+
+using FakeGpus = c10::impl::FakeGuardImpl<c10::DeviceType::CUDA>;
+const FakeGpus fake_gpus;
+
+TEST(MakeCurrent, NumberedGpu_BecomesTheCurrentOne) {
+  const c10::impl::DeviceGuardImplRegistrar registrar(c10::DeviceType::CUDA, &fake_gpus);
+  FakeGpus::setDeviceIndex(0);
+  MakeCurrent(c10::Device(c10::kCPU));
+  EXPECT_EQ(FakeGpus::getDeviceIndex(), 0);
+  MakeCurrent(c10::Device(c10::kCUDA, 3));
+  EXPECT_EQ(FakeGpus::getDeviceIndex(), 3);
 }
 
 }  // namespace

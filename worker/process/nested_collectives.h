@@ -21,17 +21,21 @@ namespace muster {
 
 namespace nested_internal {
 
+// Members that hold no tensor (on any rank, since the structure is the same) stay as they are.
 template <class T>
 std::vector<at::Tensor> TensorsOf(const T& value) {
   std::vector<at::Tensor> tensors;
-  ForEachTensor(value, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
+  ForEachTensor(value, [&](const at::Tensor& tensor) {
+    if (tensor.defined()) tensors.push_back(tensor);
+  });
   return tensors;
 }
 
 template <class T>
 T WithTensors(const T& value, const std::vector<at::Tensor>& tensors) {
   size_t next = 0;
-  return MapTensors(value, [&](const at::Tensor&) { return tensors[next++]; });
+  return MapTensors(
+      value, [&](const at::Tensor& tensor) { return tensor.defined() ? tensors[next++] : tensor; });
 }
 
 }  // namespace nested_internal
@@ -39,7 +43,9 @@ T WithTensors(const T& value, const std::vector<at::Tensor>& tensors) {
 // Every tensor joined along dimension 0 in rank order: see GatherTensors.
 template <class T>
 T Gather(Comm& comm, const T& value, std::source_location where = std::source_location::current()) {
-  static_assert(nested_internal::HoldsTensor<T>(), "no tensor to gather: use GatherObject");
+  nested_internal::RequireTransparent<T>();
+  static_assert(!IsTransparent<T>() || nested_internal::HoldsTensor<T>(),
+                "no tensor to gather: use gather_object()");
   const CallSite site(where);
   return nested_internal::WithTensors(value,
                                       GatherTensors(comm, nested_internal::TensorsOf(value)));

@@ -1,10 +1,14 @@
 #include "worker/process/nested_collectives.h"
 
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <tuple>
+#include <vector>
 
+#include "ATen/core/Dict.h"
+#include "ATen/core/List.h"
 #include "ATen/ops/arange.h"
 #include "ATen/ops/empty.h"
 #include "ATen/ops/equal.h"
@@ -28,7 +32,14 @@ struct Batch {
   at::Tensor ids;
   std::map<std::string, at::Tensor> more;
 };
-inline auto MusterFields(const Batch& batch) { return std::tie(batch.ids, batch.more); }
+
+// As users write their results: no list of members, no constructor.
+struct Result {
+  std::string file;
+  std::vector<float> scores;
+  at::Tensor box;
+  std::optional<int> label;
+};
 
 TEST(Gather, NestedStructure_EveryTensorGathered) {
   RunRanks(2, [](Comm& comm) {
@@ -39,6 +50,42 @@ TEST(Gather, NestedStructure_EveryTensorGathered) {
     EXPECT_TRUE(at::equal(all.more.at("a"), at::tensor({0, 1}, at::kLong)));
     EXPECT_EQ(all.more.at("b").sizes(), (at::IntArrayRef{2, 2}));
     EXPECT_EQ(mine.ids.size(0), 2);
+  });
+}
+
+TEST(Gather, UndefinedTensorInAStruct_StaysUndefined) {
+  RunRanks(2, [](Comm& comm) {
+    const Result all = Gather(comm, Result{"x", {}, at::Tensor(), 1});
+    EXPECT_FALSE(all.box.defined());
+  });
+}
+
+TEST(GatherObject, PlainStructs_Travel) {
+  RunRanks(2, [](Comm& comm) {
+    const int r = comm.rank();
+    const std::vector<Result> mine(
+        r + 1, {"file " + std::to_string(r), {0.5F, 1.0F}, at::full({4}, r), std::nullopt});
+    const std::vector<Result> all = GatherObject(comm, mine);
+    ASSERT_EQ(all.size(), 3U);
+    EXPECT_EQ(all[2].file, "file 1");
+    EXPECT_EQ(all[2].scores.size(), 2U);
+    EXPECT_TRUE(at::equal(all[2].box, at::full({4}, 1)));
+    EXPECT_FALSE(all[2].label.has_value());
+    EXPECT_EQ(BroadcastObject(comm, mine.front(), 1).file, "file 1");
+  });
+}
+
+TEST(GatherObject, TorchDictAndList_Travel) {
+  RunRanks(2, [](Comm& comm) {
+    c10::Dict<std::string, at::Tensor> mine;
+    mine.insert("b", at::full({1}, comm.rank()));
+    mine.insert("a", at::full({1}, 10 + comm.rank()));
+    const auto all = GatherObject(comm, mine);
+    EXPECT_EQ(all[1].at("a").item<int64_t>(), 11);
+    const auto gathered = Gather(comm, mine);
+    EXPECT_TRUE(at::equal(gathered.at("b"), at::tensor({0, 1}, at::kLong)));
+    const c10::List<int64_t> list({1, comm.rank()});
+    EXPECT_EQ(GatherObject(comm, list)[1].get(1), 1);
   });
 }
 

@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_PROCESS_OBJECT_CODEC_H_
 #define MUSTER_WORKER_PROCESS_OBJECT_CODEC_H_
 
+#include <complex>
 #include <cstdint>
 #include <cstring>
 #include <set>
@@ -11,14 +12,17 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "c10/util/BFloat16.h"
 #include "c10/util/Exception.h"
+#include "c10/util/Half.h"
+#include "c10/util/complex.h"
 #include "worker/data/nested.h"
 
 namespace muster {
 
 // Objects as bytes, for gather_object and its relatives: numbers, bool, enums, std::string, at::Tensor, and vector,
-// array, set, map, unordered_map, optional, pair, tuple and structs with MusterFields (nested.h) of such. Both ends are
-// the same program, so nothing of the type travels; nothing is executed when reading. Tensors arrive on the CPU.
+// array, set, map, unordered_map, optional, pair, tuple, c10::List, c10::Dict and structs (nested.h) of such. Both ends
+// are the same program, so nothing of the type travels; nothing is executed when reading. Tensors arrive on the CPU.
 
 namespace codec_internal {
 
@@ -27,8 +31,23 @@ void PutTensor(const at::Tensor& tensor, std::string* out);
 template <class T>
 concept IsSet = std::is_same_v<T, std::set<typename T::key_type>>;
 
+// Numbers, which travel as their bytes.
 template <class T>
-struct Unsupported : std::false_type {};
+struct IsNumberImpl : std::bool_constant<std::is_arithmetic_v<T> || std::is_enum_v<T>> {};
+template <class N>
+struct IsNumberImpl<std::complex<N>> : std::true_type {};
+template <class N>
+struct IsNumberImpl<c10::complex<N>> : std::true_type {};
+template <>
+struct IsNumberImpl<c10::Half> : std::true_type {};
+template <>
+struct IsNumberImpl<c10::BFloat16> : std::true_type {};
+template <class T>
+concept IsNumber = IsNumberImpl<T>::value;
+
+// A variable, because compilers print its argument, the user's type, when an assertion on it fails.
+template <class T>
+inline constexpr bool can_travel_between_ranks = false;
 
 // Bounds-checked view of received bytes.
 class Reader {
@@ -64,14 +83,14 @@ void PutNumber(N value, std::string* out) {
 template <class T>
 void Put(const T& value, std::string* out) {
   using namespace nested_internal;  // NOLINT: names of nested.h only
-  if constexpr (std::is_arithmetic_v<T> || std::is_enum_v<T>) {
+  if constexpr (IsNumber<T>) {
     PutNumber(value, out);
   } else if constexpr (std::is_same_v<T, std::string>) {
     PutNumber<uint64_t>(value.size(), out);
     out->append(value);
   } else if constexpr (IsTensor<T>) {
     PutTensor(value, out);
-  } else if constexpr (IsProduct<T>) {
+  } else if constexpr (IsProduct<T> && !IsDeclaredPlain<T>) {
     std::apply([&](const auto&... fields) { (Put(fields, out), ...); }, Fields(value));
   } else if constexpr (IsMap<T>) {
     PutNumber<uint64_t>(value.size(), out);
@@ -88,23 +107,36 @@ void Put(const T& value, std::string* out) {
   } else if constexpr (IsSet<T>) {
     PutNumber<uint64_t>(value.size(), out);
     for (const auto& element : value) Put(element, out);
+  } else if constexpr (IsTorchList<T>) {
+    PutNumber<uint64_t>(value.size(), out);
+    for (size_t i = 0; i < value.size(); ++i) {
+      Put<typename IsTorchListImpl<T>::Element>(value.get(i), out);
+    }
+  } else if constexpr (IsTorchDict<T>) {
+    PutNumber<uint64_t>(value.size(), out);
+    for (const auto& key : SortedDictKeys(value)) {
+      Put(key, out);
+      Put<typename IsTorchDictImpl<T>::Value>(value.at(key), out);
+    }
   } else {
-    static_assert(Unsupported<T>::value,
-                  "this type cannot travel between ranks: see object_codec.h");
+    static_assert(can_travel_between_ranks<T>,
+                  "this type cannot travel between ranks: make it a struct of at most 16 members "
+                  "(no base class, C array or reference) or give it MusterFields(); what travels "
+                  "are numbers, texts, tensors, and standard containers and structs of them");
   }
 }
 
 template <class T>
 T Get(Reader* in) {
   using namespace nested_internal;  // NOLINT: names of nested.h only
-  if constexpr (std::is_arithmetic_v<T> || std::is_enum_v<T>) {
+  if constexpr (IsNumber<T>) {
     return in->Number<T>();
   } else if constexpr (std::is_same_v<T, std::string>) {
     const uint64_t n = in->Number<uint64_t>();
     return std::string(in->Take(n), n);
   } else if constexpr (IsTensor<T>) {
     return in->TakeTensor();
-  } else if constexpr (IsProduct<T>) {
+  } else if constexpr (IsProduct<T> && !IsDeclaredPlain<T>) {
     using FieldRefs = decltype(Fields(std::declval<const T&>()));
     return [&]<size_t... I>(std::index_sequence<I...>) {
       // Braces, so that fields are read in order.
@@ -133,9 +165,24 @@ T Get(Reader* in) {
     T set;
     for (uint64_t n = in->Number<uint64_t>(); n > 0; --n) set.insert(Get<typename T::key_type>(in));
     return set;
+  } else if constexpr (IsTorchList<T>) {
+    T list;
+    for (uint64_t n = in->Number<uint64_t>(); n > 0; --n) {
+      list.push_back(Get<typename IsTorchListImpl<T>::Element>(in));
+    }
+    return list;
+  } else if constexpr (IsTorchDict<T>) {
+    T dict;
+    for (uint64_t n = in->Number<uint64_t>(); n > 0; --n) {
+      auto key = Get<typename IsTorchDictImpl<T>::Key>(in);
+      dict.insert(std::move(key), Get<typename IsTorchDictImpl<T>::Value>(in));
+    }
+    return dict;
   } else {
-    static_assert(Unsupported<T>::value,
-                  "this type cannot travel between ranks: see object_codec.h");
+    static_assert(can_travel_between_ranks<T>,
+                  "this type cannot travel between ranks: make it a struct of at most 16 members "
+                  "(no base class, C array or reference) or give it MusterFields(); what travels "
+                  "are numbers, texts, tensors, and standard containers and structs of them");
   }
 }
 

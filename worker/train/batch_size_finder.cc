@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "ATen/Context.h"
+#include "base/log.h"
 #include "c10/core/CachingDeviceAllocator.h"
 #include "c10/util/Exception.h"
 
@@ -44,7 +45,6 @@ int64_t FindExecutableBatchSize(Comm& comm, const BatchSizeOptions& options,
         failure = std::current_exception();
       }
     }
-    if (!mine.empty() && at::hasCUDA()) at::getDeviceAllocator(c10::kCUDA)->emptyCache();
     const std::vector<std::string> all = comm.AllGatherBytes(mine);
     if (failure != nullptr) std::rethrow_exception(failure);
     bool fits = true;
@@ -57,6 +57,10 @@ int64_t FindExecutableBatchSize(Comm& comm, const BatchSizeOptions& options,
     const int64_t next = options.reduce ? options.reduce(size) : size * 9 / 10;
     TORCH_CHECK(next < size, "the function that reduces the batch size turned ", size, " into ",
                 next);
+    if (options.forget && next > 0) options.forget();
+    if (at::hasCUDA()) at::getDeviceAllocator(c10::kCUDA)->emptyCache();
+    MUSTER_LOG(Warning) << "batch size " << size << " runs out of memory"
+                        << (next > 0 ? ": trying " + std::to_string(next) : "");
     size = next;
   }
   TORCH_CHECK(false, "no executable batch size found, reached zero");

@@ -13,16 +13,20 @@ struct BatchSizeOptions {
   int64_t starting_batch_size = 128;
   // The next size to try; must be smaller than its argument. Empty: floor(0.9 * size).
   std::function<int64_t(int64_t)> reduce = nullptr;
+  // Called on every rank after an attempt that did not fit on some rank, before the next one: drops
+  // what the attempt has left somewhere. Not called after the last.
+  std::function<void()> forget = nullptr;
 };
 
 // Finds the largest batch size, of those tried, that fits into memory on every rank: calls
 // `attempt` with the starting size and, as long as some rank runs out of memory, with smaller ones.
 // After each attempt the ranks agree (a collective), so that all try the same sizes and return the
-// same one.
+// same one. Everything that a failed attempt held is destroyed before the next one begins, its
+// exception included.
 //
-// `attempt` itself must not contain collectives: a rank out of memory would leave the others
-// waiting in them. A forward and backward pass and an optimizer step without data parallelism is
-// the thing to try.
+// `attempt` may be a step to try or a whole training. If it contains collectives, all ranks must run
+// out of memory at the same place in it, as equal ranks with equal batches do: a rank that runs out
+// alone leaves the others waiting in theirs, until that times out or fails.
 //
 // Errors, on every rank alike: c10::Error if no size fits ("no executable batch size found, reached
 // zero"), and, where an attempt fails for another reason, that exception on the rank it happened on

@@ -1,7 +1,9 @@
 #include "worker/train/clip.h"
 
+#include <algorithm>
 #include <cmath>
 #include <map>
+#include <set>
 #include <tuple>
 #include <utility>
 
@@ -49,12 +51,38 @@ void ForEachKind(const std::vector<at::Tensor>& tensors, Fn fn) {
 
 std::vector<at::Tensor> Gradients(const std::vector<at::Tensor>& parameters) {
   std::vector<at::Tensor> grads;
+  std::vector<const void*> from;  // the parameters of `grads`
   grads.reserve(parameters.size());
-  for (const at::Tensor& parameter : parameters) {
-    const at::Tensor& grad = parameter.grad();
-    if (grad.defined() && grad.numel() > 0) grads.push_back(grad);
+  from.reserve(parameters.size());
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    if (!parameters[i].grad().defined()) continue;
+    at::Tensor values = parameters[i].grad().layout() == at::kStrided
+                            ? parameters[i].grad()
+                            : GradientValues(parameters[i], std::to_string(i));
+    if (values.numel() == 0) continue;
+    grads.push_back(std::move(values));
+    from.push_back(parameters[i].unsafeGetTensorImpl());
   }
+  std::vector<const void*> sorted = from;
+  std::sort(sorted.begin(), sorted.end());
+  if (std::adjacent_find(sorted.begin(), sorted.end()) == sorted.end()) return grads;
+  std::set<const void*> seen;
+  size_t kept = 0;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    if (seen.insert(from[i]).second) grads[kept++] = grads[i];
+  }
+  grads.resize(kept);
   return grads;
+}
+
+at::Tensor GradientValues(const at::Tensor& parameter, const std::string& what) {
+  const at::Tensor& grad = parameter.grad();
+  if (grad.layout() == at::kStrided) return grad;
+  TORCH_CHECK(grad.layout() == at::kSparse, "the gradient of parameter ", what, " has layout ",
+              grad.layout(), ", which cannot be scaled or clipped: make it dense or COO");
+  at::NoGradGuard no_grad;
+  if (!grad.is_coalesced()) parameter.mutable_grad() = grad.coalesce();
+  return parameter.grad()._values();
 }
 
 at::Tensor TotalNorm(const std::vector<at::Tensor>& tensors, double norm_type) {
@@ -90,6 +118,11 @@ at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_no
                         double norm_type, bool error_if_nonfinite) {
   TORCH_CHECK(max_norm >= 0, "max_norm must not be negative, got ", max_norm);
   const std::vector<at::Tensor> grads = Gradients(parameters);
+  for (const at::Tensor& parameter : parameters) {
+    TORCH_CHECK(
+        norm_type > 0 || !parameter.grad().defined() || parameter.grad().layout() == at::kStrided,
+        "a norm of type ", norm_type, " counts zeros, which sparse gradients do not hold");
+  }
   at::Tensor norm = TotalNorm(grads, norm_type);
   if (error_if_nonfinite) {
     const double value = norm.item<double>();

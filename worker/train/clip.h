@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_TRAIN_CLIP_H_
 #define MUSTER_WORKER_TRAIN_CLIP_H_
 
+#include <string>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
@@ -12,8 +13,14 @@ namespace muster {
 // error_if_nonfinite. Thread-compatible. Under accumulation, call these only where gradients are
 // synchronised; under a gradient scaler, after unscaling.
 
-// The gradients of `parameters` that exist and hold something.
+// The gradients of `parameters` that exist and hold something, each once: LibTorch's parameters()
+// lists a tied weight for each module that has it. Of a sparse one (COO, as an embedding
+// with sparse(true) makes), its values, after the gradient was coalesced in place: rows that occur
+// several times are added up, so norms and limits mean what they mean for a dense gradient. Throws for
+// other layouts, naming the parameter by its number.
 std::vector<at::Tensor> Gradients(const std::vector<at::Tensor>& parameters);
+// The same of one defined gradient of any size. `what` names its parameter in the error.
+at::Tensor GradientValues(const at::Tensor& parameter, const std::string& what);
 
 // The p-norm of all elements of `tensors` together, taken as torch takes it: the norm of the tensors'
 // own norms. p is any number, inf (the largest absolute value) or -inf (the smallest). A 0-d tensor
@@ -26,7 +33,8 @@ void ScaleToNorm(const std::vector<at::Tensor>& tensors, double max_norm,
                  const at::Tensor& total_norm);
 
 // Both of the above on the gradients of `parameters`: returns the norm before clipping.
-// Throws c10::Error for a negative max_norm, a NaN norm_type, or, with `error_if_nonfinite`, for a NaN
+// Throws c10::Error for a negative max_norm, a NaN norm_type, a norm_type of 0 or less with a sparse
+// gradient (whose zeros would count), or, with `error_if_nonfinite`, for a NaN
 // or infinite norm.
 at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm,
                         double norm_type = 2, bool error_if_nonfinite = false);

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "ATen/ops/full.h"
+#include "ATen/ops/sparse_coo_tensor.h"
 #include "ATen/ops/tensor.h"
 #include "ATen/ops/zeros.h"
 #include "ATen/ops/zeros_like.h"
@@ -83,6 +84,40 @@ TEST(ScaleGradients, Factor_MultipliesInPlace) {
   ScaleGradients(parameters, 1.5);
   EXPECT_EQ(parameters[0].grad().item<double>(), 3);
   EXPECT_EQ(parameters[0].grad().data_ptr(), storage);
+}
+
+// Row 0 twice: its gradient is 3 + 4, and that is what norms and limits must see.
+at::Tensor WithSparseGrad() {
+  at::Tensor parameter = at::zeros({4, 1});
+  parameter.mutable_grad() =
+      at::sparse_coo_tensor(at::tensor({0, 2, 0}, at::kLong).view({1, 3}),
+                            at::tensor({3.0f, 24.0f, 4.0f}).view({3, 1}), {4, 1});
+  return parameter;
+}
+
+TEST(Clip, SparseGradients_AreClippedAsTheirDenseOnes) {
+  const at::Tensor p = WithSparseGrad();
+  EXPECT_FLOAT_EQ(ClipGradNorm({p}, 5).item<float>(), 25);
+  EXPECT_NEAR(p.grad().to_dense()[0].item<float>(), 1.4, 1e-5);
+  EXPECT_NEAR(p.grad().to_dense()[2].item<float>(), 4.8, 1e-5);
+  EXPECT_THROW(ClipGradNorm({p}, 5, -kInf), c10::Error);
+
+  const at::Tensor q = WithSparseGrad();
+  ClipGradValue({q}, 5);
+  EXPECT_FLOAT_EQ(q.grad().to_dense()[0].item<float>(), 5) << "3 and 4 are each below the limit";
+
+  const at::Tensor r = WithSparseGrad();
+  ScaleGradients({r}, 0.5);
+  EXPECT_FLOAT_EQ(r.grad().to_dense()[0].item<float>(), 3.5);
+  EXPECT_FLOAT_EQ(r.grad().to_dense()[2].item<float>(), 12);
+}
+
+TEST(Clip, TiedWeight_CountsOnce) {
+  const at::Tensor tied = WithGrad(at::tensor({3.0f, 4.0f}));
+  EXPECT_FLOAT_EQ(ClipGradNorm({tied, tied}, 2.5).item<float>(), 5);
+  EXPECT_NEAR(tied.grad()[0].item<float>(), 1.5, 1e-5);
+  ScaleGradients({tied, tied}, 2);
+  EXPECT_NEAR(tied.grad()[0].item<float>(), 3, 1e-5);
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include "ATen/ops/maximum.h"
 #include "ATen/ops/zeros.h"
 #include "c10/util/Exception.h"
+#include "worker/train/clip.h"
 
 namespace muster {
 namespace {
@@ -43,9 +44,10 @@ void GradScaler::EnsureOn(c10::Device device) {
 at::Tensor GradScaler::Scale(const at::Tensor& loss) {
   if (!options_.enabled) return loss;
   EnsureOn(loss.device());
-  // In the loss's own dtype: a 0-d fp32 factor must not turn an fp64 loss's graph into something
-  // else.
-  return loss.mul(scale_.to(loss.scalar_type()));
+  // Never below fp32: the first scale, 65536, is itself infinite in fp16. An fp64 loss stays fp64.
+  const bool is_double = loss.scalar_type() == at::kDouble;
+  const at::ScalarType type = is_double ? at::kDouble : at::kFloat;
+  return loss.to(type).mul(scale_.to(type));
 }
 
 at::Tensor GradScaler::CheckAndUnscale(OptimizerHandle& optimizer, bool unscale) {
@@ -56,13 +58,16 @@ at::Tensor GradScaler::CheckAndUnscale(OptimizerHandle& optimizer, bool unscale)
     std::vector<at::Tensor> grads;
   };
   std::vector<List> lists;
-  for (const at::Tensor& parameter : optimizer.parameters()) {
-    const at::Tensor& grad = parameter.grad();
-    if (!grad.defined()) continue;
-    TORCH_CHECK(
-        grad.scalar_type() != at::kHalf,
-        "a parameter is fp16 itself, and its gradients cannot be unscaled: keep parameters in fp32 "
-        "and let autocast run the forward pass in fp16");
+  const std::vector<at::Tensor>& parameters = optimizer.parameters();
+  for (size_t p = 0; p < parameters.size(); ++p) {
+    if (!parameters[p].grad().defined()) continue;
+    TORCH_CHECK(parameters[p].grad().scalar_type() != at::kHalf, "parameter ",
+                optimizer.parameter_names()[p],
+                " is fp16 itself, and its gradients cannot be unscaled: keep parameters in fp32 "
+                "and let autocast run the forward pass in fp16");
+    const at::Tensor grad = parameters[p].grad().layout() == at::kStrided
+                                ? parameters[p].grad()
+                                : GradientValues(parameters[p], optimizer.parameter_names()[p]);
     size_t i = 0;
     while (i < lists.size() &&
            (lists[i].device != grad.device() || lists[i].type != grad.scalar_type())) {
@@ -90,7 +95,7 @@ at::Tensor GradScaler::CheckAndUnscale(OptimizerHandle& optimizer, bool unscale)
 
 void GradScaler::Unscale(OptimizerHandle& optimizer) {
   if (!options_.enabled) return;
-  PerOptimizer& state = optimizers_[&optimizer];
+  PerOptimizer& state = optimizers_[optimizer.id()];
   TORCH_CHECK(state.stage != Stage::kStepped,
               "gradients are unscaled (or clipped) after the optimizer's step: do it before");
   if (state.stage == Stage::kUnscaled) return;
@@ -104,7 +109,7 @@ void GradScaler::Step(OptimizerHandle& optimizer) {
     optimizer.Step();
     return;
   }
-  PerOptimizer& state = optimizers_[&optimizer];
+  PerOptimizer& state = optimizers_[optimizer.id()];
   TORCH_CHECK(state.stage != Stage::kStepped,
               "the optimizer has stepped already since the gradient scaler's last update");
   Unscale(optimizer);
@@ -118,7 +123,7 @@ void GradScaler::Step(OptimizerHandle& optimizer) {
 }
 
 bool GradScaler::step_was_skipped(const OptimizerHandle& optimizer) const {
-  const auto it = optimizers_.find(&optimizer);
+  const auto it = optimizers_.find(optimizer.id());
   return it != optimizers_.end() && it->second.last_found_inf.defined() &&
          it->second.last_found_inf.item<float>() != 0;
 }

@@ -79,9 +79,9 @@ class GradScaler {
 
   const GradScalerOptions options_;
   Comm* const comm_;
-  at::Tensor scale_;    // 0-d F32; on the device of the first loss
-  at::Tensor tracker_;  // 0-d I32: good steps in a row
-  std::map<const OptimizerHandle*, PerOptimizer> optimizers_;
+  at::Tensor scale_;                             // 0-d F32; on the device of the first loss
+  at::Tensor tracker_;                           // 0-d I32: good steps in a row
+  std::map<uint64_t, PerOptimizer> optimizers_;  // by OptimizerHandle::id()
 
   void EnsureOn(c10::Device device);
   at::Tensor CheckAndUnscale(OptimizerHandle& optimizer, bool unscale);

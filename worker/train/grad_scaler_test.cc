@@ -1,15 +1,22 @@
 #include "worker/train/grad_scaler.h"
 
 #include <limits>
+#include <optional>
+#include <vector>
 
 #include "ATen/ops/full.h"
+#include "ATen/ops/sparse_coo_tensor.h"
 #include "ATen/ops/tensor.h"
 #include "ATen/ops/zeros.h"
 #include "gtest/gtest.h"
+#include "torch/optim/sgd.h"
 #include "worker/train/optimizer.h"
+#include "worker/train/torch_optimizer.h"
 
 namespace muster {
 namespace {
+
+namespace optim = torch::optim;
 
 const float kInf = std::numeric_limits<float>::infinity();
 
@@ -153,6 +160,51 @@ TEST(GradScaler, OverflowOnAnotherRank_SkipsHereToo) {
   one.Backward(scaler, 1);
   scaler.Step(one.sgd);
   EXPECT_TRUE(scaler.step_was_skipped(one.sgd));
+}
+
+TEST(GradScaler, HalfLoss_IsScaledInFloat) {
+  for (const at::ScalarType type : {at::kHalf, at::kBFloat16}) {
+    GradScaler scaler;
+    const at::Tensor weight = at::full({1}, 2.0f).requires_grad_(true);
+    const at::Tensor loss = weight.to(type).sum();
+    const at::Tensor scaled = scaler.Scale(loss);
+    EXPECT_EQ(scaled.item<double>(), 2 * 65536.0);
+  }
+  GradScaler scaler;
+  EXPECT_EQ(scaler.Scale(at::full({}, 1.0, at::kDouble)).scalar_type(), at::kDouble);
+}
+
+TEST(GradScaler, SparseGradients_AreUnscaledAndChecked) {
+  GradScaler scaler({.init_scale = 8});
+  const at::Tensor weight = at::zeros({4, 2}).requires_grad_(true);
+  optim::SGD sgd(std::vector<at::Tensor>{weight}, optim::SGDOptions(1));
+  const auto handle = WrapTorchOptimizer(sgd);
+  const auto set_grad = [&](float value) {
+    weight.mutable_grad() = at::sparse_coo_tensor(at::tensor({1, 1}, at::kLong).view({1, 2}),
+                                                  at::full({2, 2}, value), {4, 2});
+  };
+  scaler.Scale(at::zeros({}));
+  set_grad(8);
+  scaler.Step(*handle);
+  EXPECT_FALSE(scaler.step_was_skipped(*handle));
+  scaler.Update();
+  EXPECT_EQ(weight[1][0].item<float>(), -2);
+  set_grad(kInf);
+  scaler.Step(*handle);
+  EXPECT_TRUE(scaler.step_was_skipped(*handle));
+  EXPECT_EQ(weight[1][0].item<float>(), -2);
+}
+
+TEST(GradScaler, NextOptimizerAtTheSameAddress_StartsAfresh) {
+  GradScaler scaler;
+  std::optional<OneWeight> fold;
+  fold.emplace();
+  fold->Backward(scaler, 1);
+  scaler.Step(fold->sgd);
+  fold.emplace();
+  fold->Backward(scaler, 1);
+  scaler.Step(fold->sgd);
+  EXPECT_EQ(fold->weight[0].item<float>(), -1);
 }
 
 }  // namespace

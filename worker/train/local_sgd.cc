@@ -4,6 +4,7 @@
 
 #include "c10/util/Exception.h"
 #include "worker/parallel/coalesce.h"
+#include "worker/train/optimizer_handle.h"
 
 namespace muster {
 
@@ -19,12 +20,17 @@ LocalSgd::LocalSgd(Comm& comm, std::vector<at::Tensor> parameters, int64_t steps
 
 bool LocalSgd::Step() {
   if (!enabled_ || ++count_ % steps_ != 0) return false;
-  AllReduceCoalesced(comm_, tensors_, ReduceOp::kMean);
+  Average();
   return true;
 }
 
 void LocalSgd::Finish() {
-  if (enabled_) AllReduceCoalesced(comm_, tensors_, ReduceOp::kMean);
+  if (enabled_) Average();
+}
+
+void LocalSgd::Average() {
+  AllReduceCoalesced(comm_, tensors_, ReduceOp::kMean);
+  ForgetCastWeights();
 }
 
 }  // namespace muster

@@ -35,6 +35,8 @@ class LocalSgd {
   bool enabled() const { return enabled_; }
 
  private:
+  void Average();
+
   Comm& comm_;
   std::vector<at::Tensor> tensors_;
   const int64_t steps_;

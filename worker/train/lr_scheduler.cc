@@ -5,6 +5,7 @@
 #include <limits>
 #include <utility>
 
+#include "base/log.h"
 #include "c10/util/Exception.h"
 
 namespace muster {
@@ -14,15 +15,23 @@ constexpr double kPi = 3.14159265358979323846;
 
 class FunctionSchedule : public LrSchedule {
  public:
-  explicit FunctionSchedule(std::function<double(int64_t, double)> lr) : lr_(std::move(lr)) {}
+  FunctionSchedule(std::function<double(int64_t, double)> lr, bool knows_any_step)
+      : lr_(std::move(lr)), knows_any_step_(knows_any_step) {}
   double Lr(int64_t step, double base_lr) const override { return lr_(step, base_lr); }
+  bool knows_any_step() const override { return knows_any_step_; }
 
  private:
   const std::function<double(int64_t, double)> lr_;
+  const bool knows_any_step_;
 };
 
-LrSchedulePtr Make(std::function<double(int64_t, double)> lr) {
-  return std::make_shared<FunctionSchedule>(std::move(lr));
+LrSchedulePtr Make(std::function<double(int64_t, double)> lr, bool knows_any_step = true) {
+  return std::make_shared<FunctionSchedule>(std::move(lr), knows_any_step);
+}
+
+bool AllKnowAnyStep(const std::vector<LrSchedulePtr>& parts) {
+  return std::all_of(parts.begin(), parts.end(),
+                     [](const LrSchedulePtr& part) { return part->knows_any_step(); });
 }
 
 double D(int64_t i) { return static_cast<double>(i); }
@@ -102,6 +111,7 @@ class Sequence : public LrSchedule {
     if (!last.has_value()) return std::nullopt;
     return starts_.back() + *last;
   }
+  bool knows_any_step() const override { return AllKnowAnyStep(parts_); }
 
  private:
   const std::vector<LrSchedulePtr> parts_;
@@ -128,10 +138,34 @@ class Chain : public LrSchedule {
     }
     return last;
   }
+  bool knows_any_step() const override { return AllKnowAnyStep(parts_); }
 
  private:
   const std::vector<LrSchedulePtr> parts_;
 };
+
+// The base rate with which `schedule` has the rate `lr` at `step`; nothing if there is none. Rates
+// are straight lines in the base rate; one that is not (of a class of the user's) misses `lr`. Nothing
+// either where a rise to come would multiply what is tiny now far beyond both `lr` and the rates of
+// `base`: at the bottom of a cosine before its restart, say. Rises of a function of the user's are
+// not known.
+std::optional<double> BaseFor(const LrSchedule& schedule, int64_t step, double lr, double base) {
+  const double probe = base > 0 ? base : 1;
+  const double at_zero = schedule.Lr(step, 0);
+  const double slope = (schedule.Lr(step, probe) - at_zero) / probe;
+  const double found = (lr - at_zero) / slope;
+  if (!std::isfinite(found)) return std::nullopt;
+  const double rounding = 1e-9 * std::max(std::abs(lr), std::abs(at_zero));
+  if (!(std::abs(schedule.Lr(step, found) - lr) <= rounding)) return std::nullopt;
+  if (!schedule.knows_any_step()) return found;
+  for (int64_t ahead = 2; ahead <= int64_t{1} << 20; ahead *= 2) {
+    for (const int64_t s : {step + ahead / 2, step + ahead * 3 / 4}) {
+      if (s > schedule.last_step().value_or(s)) continue;
+      if (schedule.Lr(s, found) > 10 * std::max(lr, schedule.Lr(s, probe))) return std::nullopt;
+    }
+  }
+  return found;
+}
 
 const std::vector<double>& Row(const PlainState& state, const char* name, size_t size) {
   const auto it = state.find(name);
@@ -145,7 +179,8 @@ const std::vector<double>& Row(const PlainState& state, const char* name, size_t
 
 LrSchedulePtr LambdaLR(std::function<double(int64_t)> factor) {
   TORCH_CHECK(factor != nullptr, "LambdaLR needs a function");
-  return Make([factor = std::move(factor)](int64_t s, double b) { return b * factor(s); });
+  return Make([factor = std::move(factor)](int64_t s, double b) { return b * factor(s); },
+              /*knows_any_step=*/false);
 }
 
 LrSchedulePtr LinearWithWarmup(int64_t warmup, int64_t total) {
@@ -297,9 +332,48 @@ LrScheduler::LrScheduler(LrTarget& target, std::vector<LrSchedulePtr> schedules)
 }
 
 void LrScheduler::Apply() {
-  for (int64_t g = 0; g < target_.num_groups(); ++g) {
+  set_lrs_.resize(base_lrs_.size());
+  for (int64_t g = 0; g < static_cast<int64_t>(base_lrs_.size()); ++g) {
     target_.set_lr(g, schedules_[g]->Lr(step_, base_lrs_[g]));
+    set_lrs_[g] = target_.lr(g);
     if (const auto momentum = schedules_[g]->Momentum(step_)) target_.set_momentum(g, *momentum);
+  }
+}
+
+void LrScheduler::AddGroups() {
+  const auto known = static_cast<int64_t>(base_lrs_.size());
+  const int64_t now = target_.num_groups();
+  if (now == known) return;
+  TORCH_CHECK(now > known, "the optimizer has ", now, " parameter groups and had ", known,
+              " when its schedule was made: groups can be added, not removed");
+  for (const LrSchedulePtr& schedule : schedules_) {
+    TORCH_CHECK(schedule == schedules_.front(), "the optimizer has ", now, " parameter groups and ",
+                known,
+                " schedules: with schedules of their own, add all groups before the schedule");
+  }
+  for (int64_t g = known; g < now; ++g) {
+    schedules_.push_back(schedules_.front());
+    const double lr = target_.lr(g);
+    base_lrs_.push_back(BaseFor(*schedules_.back(), step_, lr, lr).value_or(lr));
+    set_lrs_.push_back(lr);
+  }
+}
+
+void LrScheduler::Rebase() {
+  AddGroups();
+  for (int64_t g = 0; g < static_cast<int64_t>(base_lrs_.size()); ++g) {
+    const double lr = target_.lr(g);
+    if (lr == set_lrs_[g]) continue;
+    if (const auto base = BaseFor(*schedules_[g], step_, lr, base_lrs_[g])) {
+      base_lrs_[g] = *base;
+    } else if (!warned_) {
+      warned_ = true;
+      MUSTER_LOG(Warning) << "the learning rate of parameter group " << g << " was set to " << lr
+                          << " by hand at step " << step_
+                          << " of a schedule that cannot go on from there, and now sets its own "
+                             "rate: set the rate before the schedule is made, or use a schedule "
+                             "that scales it";
+    }
   }
 }
 
@@ -308,6 +382,7 @@ bool LrScheduler::Step() {
     const auto last = schedule->last_step();
     if (last.has_value() && step_ >= *last) return false;
   }
+  Rebase();
   ++step_;
   Apply();
   return true;
@@ -320,10 +395,17 @@ std::vector<double> LrScheduler::last_lr() const {
 }
 
 PlainState LrScheduler::SaveState() const {
-  return {{"step", {D(step_)}}, {"base_lrs", base_lrs_}, {"last_lr", last_lr()}};
+  // Groups that were added since the last step have no base rate yet: that of a step from here.
+  std::vector<double> base_lrs = base_lrs_;
+  for (int64_t g = static_cast<int64_t>(base_lrs.size()); g < target_.num_groups(); ++g) {
+    const double lr = target_.lr(g);
+    base_lrs.push_back(BaseFor(*schedules_.front(), step_, lr, lr).value_or(lr));
+  }
+  return {{"step", {D(step_)}}, {"base_lrs", std::move(base_lrs)}, {"last_lr", last_lr()}};
 }
 
 void LrScheduler::LoadState(const PlainState& state) {
+  AddGroups();
   const double step = Row(state, "step", 1)[0];
   std::vector<double> base_lrs = Row(state, "base_lrs", base_lrs_.size());
   const std::vector<double> last_lr = Row(state, "last_lr", base_lrs_.size());
@@ -331,7 +413,8 @@ void LrScheduler::LoadState(const PlainState& state) {
   step_ = static_cast<int64_t>(step);
   base_lrs_ = std::move(base_lrs);
   Apply();
-  // The saved rates win over the schedule's: whoever changed them by hand finds them again.
+  // The saved rates win over the schedule's: rates changed by hand are there again, and the next
+  // step goes on from them, as it would have without the stop.
   for (size_t g = 0; g < last_lr.size(); ++g) target_.set_lr(static_cast<int64_t>(g), last_lr[g]);
 }
 

@@ -36,6 +36,9 @@ class LrSchedule {
   // The last step that has a rate of its own, for schedules that end; beyond it a scheduler does
   // not step.
   virtual std::optional<int64_t> last_step() const { return std::nullopt; }
+  // Whether Lr() may be asked for steps that training never comes to. Not for functions of the
+  // user's, which may read a table.
+  virtual bool knows_any_step() const { return false; }
 };
 using LrSchedulePtr = std::shared_ptr<const LrSchedule>;
 
@@ -112,6 +115,16 @@ class Scheduler {
 // Drives the rates of a target along a schedule. Sets the rates of step 0 when constructed; the
 // rates the target had before are the base rates. `target` is borrowed and must outlive it. Not
 // thread-safe.
+//
+// Rates that are set by hand (target.set_lr) stay: the next Step() gives the group the base rate with
+// which the schedule has that rate at the present step, and goes on from there, as torch's recursive
+// schedulers do (StepLR: half the rate now is half the rate ever after). Where no base rate does
+// that, the schedule takes over again at the next Step(), and a warning says so once: OneCycleLR
+// ignores base rates, the first step of a warm-up has rate 0 whatever the base, and close to it a
+// base rate in proportion would blow up the rates to come.
+//
+// A parameter group that the target is given later follows the schedule of the others, from the rate
+// that it came with; among schedules of their own for each group it is refused at the next Step().
 class LrScheduler : public Scheduler {
  public:
   LrScheduler(LrTarget& target, LrSchedulePtr schedule);
@@ -128,11 +141,16 @@ class LrScheduler : public Scheduler {
 
  private:
   LrTarget& target_;
-  const std::vector<LrSchedulePtr> schedules_;
+  std::vector<LrSchedulePtr> schedules_;
   std::vector<double> base_lrs_;
+  std::vector<double> set_lrs_;  // as the target gave them back
   int64_t step_ = 0;
+  bool warned_ = false;
 
   void Apply();
+  // Base rates for rates set by hand and for groups added since the last step.
+  void Rebase();
+  void AddGroups();
 };
 
 struct PlateauOptions {
@@ -146,21 +164,41 @@ struct PlateauOptions {
   double eps = 1e-8;  // smaller changes are not made
 };
 
+// What prepare() makes a ReduceLROnPlateau of, for the optimizer beside it:
+// prepare(optimizer, PlateauSchedule({.factor = 0.5, .patience = 3})).
+struct PlateauSchedule {
+  PlateauSchedule() = default;
+  explicit PlateauSchedule(const PlateauOptions& plateau) : options(plateau) {}
+  PlateauOptions options;
+};
+
+// Something that steps by a metric. In a job, pass the same (reduced) metric on every rank. Not
+// thread-safe.
+class MetricScheduler {
+ public:
+  virtual ~MetricScheduler() = default;
+  virtual void Step(double metric) = 0;
+  virtual int64_t step_count() const = 0;
+  virtual PlainState SaveState() const = 0;
+  // Refuses (c10::Error) a state that does not fit, before anything is changed.
+  virtual void LoadState(const PlainState& state) = 0;
+};
+
 // torch's ReduceLROnPlateau: multiplies the rates by `factor` when a metric has not improved for
-// more than `patience` steps. In a job, pass the same (reduced) metric on every rank. `target` is
-// borrowed.
-class ReduceLROnPlateau {
+// more than `patience` steps. Rates set by hand, and groups added later, are reduced from where they
+// are. `target` is borrowed.
+class ReduceLROnPlateau : public MetricScheduler {
  public:
   ReduceLROnPlateau(LrTarget& target, const PlateauOptions& options = {});
 
   // A NaN metric counts as no improvement.
-  void Step(double metric);
-  int64_t step_count() const { return step_; }
+  void Step(double metric) override;
+  int64_t step_count() const override { return step_; }
   int64_t num_bad_steps() const { return bad_; }
   double best() const { return best_; }
 
-  PlainState SaveState() const;
-  void LoadState(const PlainState& state);
+  PlainState SaveState() const override;
+  void LoadState(const PlainState& state) override;
 
  private:
   LrTarget& target_;

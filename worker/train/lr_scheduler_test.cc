@@ -2,6 +2,8 @@
 
 #include <cmath>
 #include <limits>
+#include <string>
+#include <utility>
 
 #include "c10/util/Exception.h"
 #include "gtest/gtest.h"
@@ -19,6 +21,7 @@ class FakeTarget : public LrTarget {
   void set_lr(int64_t group, double lr) override { lrs_[group] = lr; }
   std::optional<double> momentum(int64_t) const override { return momentum_; }
   void set_momentum(int64_t, double momentum) override { momentum_ = momentum; }
+  void AddGroup(double lr) { lrs_.push_back(lr); }
 
  private:
   std::vector<double> lrs_;
@@ -164,6 +167,124 @@ TEST(LrScheduler, LoadOfAnotherShape_IsRefusedAndChangesNothing) {
   EXPECT_THROW(second.LoadState(first.SaveState()), c10::Error);
   EXPECT_EQ(second.step_count(), 1);
   EXPECT_EQ(two.lr(0), 0.15);
+}
+
+TEST(LrScheduler, RateSetByHand_IsWhereTheScheduleGoesOn) {
+  FakeTarget target({1.0, 1.0});
+  LrScheduler scheduler(target, StepLR(2, 0.5));
+  scheduler.Step();
+  target.set_lr(0, 0.1);
+  scheduler.Step();
+  EXPECT_NEAR(target.lr(0), 0.05, 1e-15);
+  EXPECT_EQ(target.lr(1), 0.5);
+  scheduler.Step();
+  scheduler.Step();
+  EXPECT_NEAR(target.lr(0), 0.025, 1e-15);
+
+  // torch's recursive form of the cosine, from a rate in its middle.
+  const int t = 8;
+  const double eta = 0.01;
+  FakeTarget cosine({0.1});
+  LrScheduler annealing(cosine, CosineAnnealingLR(t, eta));
+  for (int s = 1; s <= 3; ++s) annealing.Step();
+  double lr = 0.05;
+  cosine.set_lr(0, lr);
+  for (int s = 4; s <= 7; ++s) {
+    annealing.Step();
+    lr = (1 + std::cos(kPi * s / t)) / (1 + std::cos(kPi * (s - 1) / t)) * (lr - eta) + eta;
+    EXPECT_NEAR(cosine.lr(0), lr, 1e-12) << s;
+  }
+  cosine.set_lr(0, eta / 2);  // below the floor
+  annealing.Step();
+  EXPECT_NEAR(cosine.lr(0), eta, 1e-12);
+
+  FakeTarget frozen({1.0});
+  LrScheduler decay(frozen, ExponentialLR(0.5));
+  decay.Step();
+  frozen.set_lr(0, 0);
+  decay.Step();
+  EXPECT_EQ(frozen.lr(0), 0);
+  frozen.set_lr(0, 0.5);
+  decay.Step();
+  EXPECT_EQ(frozen.lr(0), 0.25);
+}
+
+TEST(LrScheduler, RateSetByHand_SurvivesASaveInBetween) {
+  FakeTarget a({1.0}), b({9.0});
+  LrScheduler first(a, ExponentialLR(0.5)), second(b, ExponentialLR(0.5));
+  first.Step();
+  a.set_lr(0, 0.3);
+  second.LoadState(first.SaveState());
+  EXPECT_EQ(b.lr(0), 0.3);
+  for (int i = 0; i < 3; ++i) {
+    first.Step();
+    second.Step();
+    EXPECT_EQ(a.lr(0), b.lr(0));
+  }
+  EXPECT_NEAR(a.lr(0), 0.3 / 8, 1e-15);
+}
+
+TEST(LrScheduler, ScheduleThatCannotGoOnFromARate_TakesOverWithAWarning) {
+  const auto warning_of = [](LrSchedulePtr schedule, int steps, double by_hand, double after) {
+    FakeTarget target({0.1});
+    LrScheduler scheduler(target, std::move(schedule));
+    for (int i = 0; i < steps; ++i) scheduler.Step();
+    target.set_lr(0, by_hand);
+    testing::internal::CaptureStderr();
+    scheduler.Step();
+    EXPECT_NEAR(target.lr(0), after, 1e-12);
+    target.set_lr(0, by_hand);
+    scheduler.Step();
+    const std::string text = testing::internal::GetCapturedStderr();
+    EXPECT_EQ(text.find("by hand"), text.rfind("by hand")) << "once";
+    return text;
+  };
+  const auto mentions = [](const std::string& text) {
+    return text.find("parameter group 0 was set to 0.7 by hand") != std::string::npos;
+  };
+  EXPECT_TRUE(mentions(warning_of(LinearWithWarmup(10, 100), 0, 0.7, 0.01)));
+  const LrSchedulePtr cycle = OneCycleLR({.max_lr = 0.2, .total_steps = 10});
+  EXPECT_TRUE(mentions(warning_of(cycle, 2, 0.7, cycle->Lr(3, 0))));
+  // From the bottom of a cosine the restart would come to 0.1 * 0.7 / 0.0006.
+  const LrSchedulePtr restarts = CosineAnnealingWarmRestarts(20);
+  EXPECT_TRUE(mentions(warning_of(restarts, 19, 0.7, 0.1)));
+  EXPECT_FALSE(mentions(warning_of(LinearWithWarmup(10, 100), 5, 0.7, 0.84)));
+}
+
+TEST(LrScheduler, RateSetByHand_AsksAUsersFunctionForNoStepAhead) {
+  const std::vector<double> table = {1, 1, 0.5, 0.5};
+  FakeTarget target({1.0});
+  LrScheduler scheduler(
+      target, SequentialLR({StepLR(100), LambdaLR([&](int64_t s) { return table.at(s); })}, {1}));
+  scheduler.Step();
+  target.set_lr(0, 0.4);
+  scheduler.Step();
+  scheduler.Step();
+  EXPECT_NEAR(target.lr(0), 0.2, 1e-15);
+}
+
+TEST(LrScheduler, GroupAddedLater_FollowsFromItsRate) {
+  FakeTarget target({1.0});
+  LrScheduler scheduler(target, ExponentialLR(0.5));
+  scheduler.Step();
+  target.AddGroup(0.8);
+  EXPECT_EQ(scheduler.last_lr(), (std::vector<double>{0.5, 0.8}));
+  const PlainState between = scheduler.SaveState();
+  scheduler.Step();
+  EXPECT_EQ(scheduler.last_lr(), (std::vector<double>{0.25, 0.4}));
+
+  FakeTarget resumed({1.0});
+  LrScheduler second(resumed, ExponentialLR(0.5));
+  EXPECT_THROW(second.LoadState(between), c10::Error);
+  resumed.AddGroup(0.8);
+  second.LoadState(between);
+  second.Step();
+  EXPECT_EQ(second.last_lr(), (std::vector<double>{0.25, 0.4}));
+
+  FakeTarget own({1.0, 1.0});
+  LrScheduler each(own, std::vector<LrSchedulePtr>{StepLR(1), ExponentialLR(0.5)});
+  own.AddGroup(1.0);
+  EXPECT_THROW(each.Step(), c10::Error);
 }
 
 TEST(ReduceLROnPlateau, NoImprovement_ReducesAfterPatience) {

@@ -15,6 +15,7 @@
 #include "ATen/ops/full_like.h"
 #include "ATen/ops/zeros.h"
 #include "c10/util/Exception.h"
+#include "worker/train/slot_layout.h"
 #include "worker/train/tensor_ranges.h"
 
 namespace muster {
@@ -128,20 +129,18 @@ void CallKernel(const AdagradOptions& o, const Lists& lists, const Scalar& grad_
 
 }  // namespace
 
-void FusedOptimizer::SetGroups(std::vector<std::vector<at::Tensor>> groups) {
-  std::vector<at::Tensor> all;
-  for (std::vector<at::Tensor>& group : groups) {
-    const size_t begin = all.size();
-    for (at::Tensor& parameter : group) {
-      TORCH_CHECK(parameter.defined() && parameter.is_floating_point(), "parameter ", all.size(),
-                  " of the optimizer is not a floating-point tensor");
-      all.push_back(std::move(parameter));
-    }
-    groups_.emplace_back(begin, all.size());
+void FusedOptimizer::AddGroup(std::vector<at::Tensor> group) {
+  std::vector<at::Tensor> all = seen_parameters();
+  const size_t begin = all.size();
+  for (at::Tensor& parameter : group) {
+    TORCH_CHECK(parameter.defined() && parameter.is_floating_point(), "parameter ", all.size(),
+                " of the optimizer is not a floating-point tensor");
+    all.push_back(std::move(parameter));
   }
-  TORCH_CHECK(!all.empty(), "the optimizer got an empty list of parameters");
+  const size_t end = all.size();
   SetParameters(std::move(all));
-  state_.resize(parameters().size());
+  groups_.emplace_back(begin, end);
+  state_.resize(end);
 }
 
 void FusedOptimizer::StepScaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) {
@@ -159,12 +158,13 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
   if (found_inf.defined()) inf = found_inf;
 
   std::vector<Chunk> chunks;
+  std::vector<std::pair<at::Tensor, at::Tensor>> copies;  // parameters with holes, dense copies
   for (size_t g = 0; g < groups_.size(); ++g) {
     const auto [begin, end] = groups_[g];
     const std::vector<Slot> slots_of_group = slots(static_cast<int64_t>(g));
     chunks.clear();
     for (size_t i = begin; i < end; ++i) {
-      const at::Tensor& param = parameters()[i];
+      const at::Tensor& param = seen_parameters()[i];
       at::Tensor grad = param.grad();
       if (!grad.defined()) continue;
       TORCH_CHECK(
@@ -172,7 +172,12 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
           " has a sparse gradient, which fused optimizers do not take: use a torch::optim one");
       TORCH_CHECK(grad.scalar_type() == param.scalar_type(), "parameter ", parameter_names()[i],
                   " is ", param.scalar_type(), " and its gradient ", grad.scalar_type());
-      if (grad.strides() != param.strides()) grad = at::empty_like(param).copy_(grad);
+      TORCH_CHECK(grad.device() == param.device(), "parameter ", parameter_names()[i], " is on ",
+                  param.device(), " and its gradient on ", grad.device());
+      // The kernel's parameter: a dense copy where this one has holes.
+      const bool dense = IsDense(param);
+      at::Tensor target = dense ? param : at::empty_like(param).copy_(param);
+      if (!SameLayout(grad, target)) grad = at::empty_like(target).copy_(grad);
 
       ParamState& state = state_[i];
       const bool fresh = !state.exists;
@@ -188,6 +193,7 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
         chunks[c].fresh = fresh;
         chunks[c].small = small;
         const size_t room = end - i;
+        chunks[c].indices.reserve(room);
         chunks[c].params.reserve(room);
         chunks[c].grads.reserve(room);
         if (counts_steps()) chunks[c].steps.reserve(room);
@@ -208,14 +214,16 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
       for (size_t s = 0; s < slots_of_group.size(); ++s) {
         at::Tensor& slot = state.slots[s];
         if (!slot.defined()) {
-          slot = at::full_like(param, slots_of_group[s].initial).detach();
-        } else if (slot.device() != param.device()) {
-          slot = slot.to(param.device());
+          slot = at::full_like(target, slots_of_group[s].initial).detach();
+        } else if (!Fits(slot, target)) {
+          slot = Refit(slot, target);
         }
         chunk.slots[s].push_back(slot);
       }
       state.exists = true;
-      chunk.params.push_back(param);
+      chunk.indices.push_back(i);
+      if (!dense) copies.emplace_back(param, target);
+      chunk.params.push_back(std::move(target));
       chunk.grads.push_back(std::move(grad));
     }
 
@@ -244,10 +252,8 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
         step = counted[known].second;
       }
       if (left) {
-        size_t k = 0;
-        for (size_t i = begin; i < end && k < chunk.params.size(); ++i) {
-          if (!parameters()[i].is_same(chunk.params[k])) continue;
-          state_[i].step = chunk.steps[k++];
+        for (size_t k = 0; k < chunk.indices.size(); ++k) {
+          state_[chunk.indices[k]].step = chunk.steps[k];
         }
       }
       // A model spread over devices has its scale and its flag on one of them.
@@ -275,6 +281,8 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
       }
     }
   }
+  for (auto& [param, copy] : copies) param.copy_(copy);
+  ForgetCastWeights();
 }
 
 OptimizerState FusedOptimizer::SaveState() const {
@@ -299,6 +307,7 @@ OptimizerState FusedOptimizer::SaveState() const {
 
 void FusedOptimizer::LoadState(const OptimizerState& state) {
   at::NoGradGuard no_grad;
+  CheckGroupCount(state.groups, num_groups());
   for (int64_t g = 0; g < num_groups(); ++g) LoadGroup(state.groups, g, /*commit=*/false);
   std::vector<ParamState> loaded(state_.size());
   std::map<std::pair<c10::Device, float>, at::Tensor,
@@ -318,7 +327,7 @@ void FusedOptimizer::LoadState(const OptimizerState& state) {
     const std::vector<Slot> names = slots(g);
     for (size_t i = begin; i < end; ++i) {
       if (by_parameter[i].empty()) continue;
-      const at::Tensor& param = parameters()[i];
+      const at::Tensor& param = seen_parameters()[i];
       if (counts_steps()) {
         const auto it = by_parameter[i].find("step");
         TORCH_CHECK(it != by_parameter[i].end(), "optimizer state '", parameter_names()[i],
@@ -352,13 +361,15 @@ Fused<Options>::Fused(std::vector<at::Tensor> params, const Options& options)
 template <typename Options>
 Fused<Options>::Fused(const std::vector<ParamGroup<Options>>& groups) {
   TORCH_CHECK(!groups.empty(), "an optimizer needs at least one parameter group");
-  std::vector<std::vector<at::Tensor>> params;
-  for (const auto& group : groups) {
-    CheckOptions(group.options);
-    params.push_back(group.params);
-    options_.push_back(group.options);
-  }
-  SetGroups(std::move(params));
+  for (const auto& group : groups) add_param_group(group);
+  TORCH_CHECK(!seen_parameters().empty(), "the optimizer got an empty list of parameters");
+}
+
+template <typename Options>
+void Fused<Options>::add_param_group(const ParamGroup<Options>& group) {
+  CheckOptions(group.options);
+  AddGroup(group.params);
+  options_.push_back(group.options);
 }
 
 template <typename Options>

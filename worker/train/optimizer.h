@@ -14,9 +14,10 @@ namespace muster {
 
 // Optimizers on LibTorch's fused kernels (one pass over a parameter and its state instead of a
 // dozen). Numbers are torch::optim's within float rounding; hyper-parameters have torch's names and
-// defaults. Floating parameters on CPU or CUDA, dense gradients of the parameter's dtype. State is
-// made in the first step of a parameter, in its dtype and memory format, and follows it if it is
-// moved to another device.
+// defaults. Floating parameters on CPU or CUDA, of any strides that do not overlap; gradients of the
+// parameter's dtype, not sparse. State is made in the first step of a parameter, in its dtype and
+// memory format, and follows it if it moves to another device, dtype or memory format. A parameter
+// with holes (every other column of a matrix) costs a copy in each step.
 
 struct AdamWOptions {
   double lr = 1e-3;
@@ -89,12 +90,12 @@ class FusedOptimizer : public OptimizerHandle {
   struct Chunk {
     bool fresh = false;  // this is the first step of all of them
     bool small = false;
+    std::vector<size_t> indices;  // in parameters()
     std::vector<at::Tensor> params, grads, steps;
     std::array<std::vector<at::Tensor>, kMaxSlots> slots;
   };
 
-  // Called by the constructor of a subclass.
-  void SetGroups(std::vector<std::vector<at::Tensor>> groups);
+  void AddGroup(std::vector<at::Tensor> group);
 
   virtual bool counts_steps() const = 0;
   virtual std::vector<Slot> slots(int64_t group) const = 0;
@@ -127,6 +128,9 @@ class Fused : public FusedOptimizer {
  public:
   explicit Fused(std::vector<at::Tensor> params, const Options& options = {});
   explicit Fused(const std::vector<ParamGroup<Options>>& groups);
+
+  // torch's: one more group, at any time. Its parameters have no state yet.
+  void add_param_group(const ParamGroup<Options>& group);
 
   double lr(int64_t group) const override { return options_[group].lr; }
   void set_lr(int64_t group, double lr) override { options_[group].lr = lr; }

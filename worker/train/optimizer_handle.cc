@@ -1,46 +1,119 @@
 #include "worker/train/optimizer_handle.h"
 
 #include <algorithm>
+#include <atomic>
+#include <cstdlib>
 #include <set>
 #include <unordered_map>
 #include <utility>
 
+#include "ATen/autocast_mode.h"
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/_foreach_zero.h"
 #include "c10/util/Exception.h"
 
 namespace muster {
+namespace {
+
+// Whether several elements may lie at one place. The dimensions, from the smallest stride on, must
+// each step over everything below.
+bool MayOverlap(const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided || tensor.numel() < 2 ||
+      tensor.is_non_overlapping_and_dense()) {
+    return false;
+  }
+  std::vector<std::pair<int64_t, int64_t>> dimensions;  // stride, size
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1) dimensions.emplace_back(tensor.stride(d), tensor.size(d));
+  }
+  std::sort(dimensions.begin(), dimensions.end());
+  int64_t reach = 0;
+  for (const auto& [stride, size] : dimensions) {
+    if (stride <= reach) return true;
+    reach += stride * (size - 1);
+  }
+  return false;
+}
+
+}  // namespace
+
+OptimizerHandle::Id::Id() {
+  static std::atomic<uint64_t> last = 0;
+  value = ++last;
+}
+
+bool OptimizerHandle::SameParameters(const OptimizerHandle& other) const {
+  return std::equal(parameters().begin(), parameters().end(), other.parameters().begin(),
+                    other.parameters().end(),
+                    [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); });
+}
 
 void OptimizerHandle::StepScaled(const at::Tensor& /*grad_scale*/,
                                  const at::Tensor& /*found_inf*/) {
   TORCH_CHECK(false, "this optimizer cannot step on scaled gradients: unscale them first");
 }
 
-void OptimizerHandle::SetParameters(std::vector<at::Tensor> parameters) {
-  std::set<const void*> seen;
+at::Tensor OptimizerHandle::StepWithClosure(const std::function<at::Tensor()>& closure) {
+  at::Tensor loss;
+  {
+    const at::AutoGradMode grad_mode(true);
+    loss = closure();
+  }
+  Step();
+  return loss;
+}
+
+void OptimizerHandle::SetParameters(std::vector<at::Tensor> parameters) const {
+  std::unordered_map<const void*, size_t> seen;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    TORCH_CHECK(parameters[i].defined(), "parameter ", i, " of the optimizer is undefined");
+    const at::Tensor& parameter = parameters[i];
+    TORCH_CHECK(parameter.defined(), "parameter ", i, " of the optimizer is undefined");
     TORCH_CHECK(
-        parameters[i].is_leaf(), "parameter ", i,
+        parameter.is_leaf(), "parameter ", i,
         " of the optimizer is not a leaf: pass the tensors that require gradients, not results "
         "of operations on them");
-    TORCH_CHECK(seen.insert(parameters[i].unsafeGetTensorImpl()).second, "parameter ", i,
-                " is in the optimizer twice");
+    TORCH_CHECK(
+        seen.emplace(parameter.unsafeGetTensorImpl(), i).second, "parameter ", i,
+        " is in the optimizer twice (a tied weight is listed by each module that has it): pass "
+        "every tensor once");
+    TORCH_CHECK(!MayOverlap(parameter), "parameter ", i, " of the optimizer, of shape ",
+                parameter.sizes(), " and strides ", parameter.strides(),
+                ", has elements that share memory, so an update would change several at once: make "
+                "it a contiguous copy");
+  }
+  std::vector<std::string> names;
+  for (size_t i = 0; i < parameters.size(); ++i) names.push_back(std::to_string(i));
+  if (named_) {
+    std::set<std::string> taken;
+    std::vector<bool> keeps(parameters.size());
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      const auto it = seen.find(parameters_[i].unsafeGetTensorImpl());
+      if (it == seen.end()) continue;
+      names[it->second] = names_[i];
+      keeps[it->second] = true;
+      taken.insert(names_[i]);
+    }
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      while (!keeps[i] && !taken.insert(names[i]).second) names[i] += "'";
+    }
   }
   parameters_ = std::move(parameters);
-  names_.clear();
-  for (size_t i = 0; i < parameters_.size(); ++i) names_.push_back(std::to_string(i));
+  names_ = std::move(names);
+  ++version_;
 }
 
 void OptimizerHandle::set_parameter_names(std::vector<std::string> names) {
+  Refresh();
   TORCH_CHECK(names.size() == parameters_.size(), "got ", names.size(), " names for the ",
               parameters_.size(), " parameters of the optimizer");
   const std::set<std::string> unique(names.begin(), names.end());
   TORCH_CHECK(unique.size() == names.size(), "the names of an optimizer's parameters must differ");
   names_ = std::move(names);
+  named_ = true;
 }
 
 void OptimizerHandle::ZeroGrad(GradZeroing how) {
+  Refresh();
   if (how == GradZeroing::kSetToNone) {
     for (at::Tensor& parameter : parameters_) parameter.mutable_grad().reset();
     return;
@@ -49,13 +122,20 @@ void OptimizerHandle::ZeroGrad(GradZeroing how) {
   std::vector<at::Tensor> grads;
   grads.reserve(parameters_.size());
   for (const at::Tensor& parameter : parameters_) {
-    if (parameter.grad().defined()) grads.push_back(parameter.grad());
+    const at::Tensor& grad = parameter.grad();
+    if (!grad.defined()) continue;
+    if (grad.layout() == at::kStrided) {
+      grads.push_back(grad);
+    } else {
+      parameter.mutable_grad().reset();  // no bucket holds it
+    }
   }
   if (!grads.empty()) at::_foreach_zero_(grads);
 }
 
 std::vector<std::map<std::string, at::Tensor>> OptimizerHandle::Slots(
     const OptimizerState& state, const std::vector<std::string>& known) const {
+  Refresh();
   std::unordered_map<std::string, size_t> index;
   for (size_t i = 0; i < names_.size(); ++i) index[names_[i]] = i;
   std::vector<std::map<std::string, at::Tensor>> slots(parameters_.size());
@@ -78,6 +158,18 @@ std::vector<std::map<std::string, at::Tensor>> OptimizerHandle::Slots(
     slots[it->second][slot] = tensor;
   }
   return slots;
+}
+
+void ForgetCastWeights() { at::autocast::clear_cache(); }
+
+void CheckGroupCount(const PlainState& groups, int64_t size) {
+  int64_t saved = 0;
+  for (const auto& [name, row] : groups) {
+    saved = std::max<int64_t>(saved, std::strtoll(name.c_str(), nullptr, 10) + 1);
+  }
+  TORCH_CHECK(saved == size, "the optimizer state has ", saved,
+              " parameter groups and this optimizer ", size,
+              ": add the groups that were added in training before the state is loaded");
 }
 
 const std::vector<double>& GroupRow(const PlainState& groups, int64_t group,

@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_TRAIN_OPTIMIZER_HANDLE_H_
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -10,6 +11,10 @@
 #include "worker/train/lr_scheduler.h"
 #include "worker/train/plain_state.h"
 
+namespace torch::optim {
+class Optimizer;
+}
+
 namespace muster {
 
 // An optimizer's state for a checkpoint.
@@ -17,7 +22,8 @@ struct OptimizerState {
   // "<parameter>.<slot>", where the parameter is its name, or its number over all groups if it has
   // none. Slots are torch's: step (0-d F32), exp_avg, exp_avg_sq, max_exp_avg_sq, momentum_buffer,
   // sum, square_avg, grad_avg. Parameters that never had a gradient have none. Tensors other than
-  // `step` are the live ones: copy them before the next step.
+  // `step` are the live ones: copy them before the next step. An optimizer that is saved by its own
+  // save() has one tensor, "archive": the bytes (1-d U8) of its torch::serialize archive.
   std::map<std::string, at::Tensor> tensors;
   // "<group>.<hyper-parameter>", e.g. "0.lr" or "0.betas".
   PlainState groups;
@@ -33,6 +39,19 @@ enum class GradZeroing {
 // optimizer. Not thread-safe. Errors are c10::Error.
 class OptimizerHandle : public LrTarget {
  public:
+  // A number that no other handle of this process has or had. Another number at the same address
+  // means another optimizer. A copy gets its own.
+  uint64_t id() const { return id_.value; }
+
+  // Whether this is a handle on `optimizer`, and on that very one: a new optimizer at the address of
+  // one that is gone has another type, lacks some parameter that this handle has seen, or lost the
+  // state that this handle's steps made. Touches nothing but its argument and what the handle keeps
+  // itself, so the wrapped optimizer may be dead.
+  virtual bool Wraps(const torch::optim::Optimizer& /*optimizer*/) const { return false; }
+
+  // Whether both hold the same tensors in the same order.
+  bool SameParameters(const OptimizerHandle& other) const;
+
   // One update from the gradients that are there; parameters without one are left alone.
   virtual void Step() = 0;
 
@@ -42,24 +61,54 @@ class OptimizerHandle : public LrTarget {
   virtual bool supports_scaled_step() const { return false; }
   virtual void StepScaled(const at::Tensor& grad_scale, const at::Tensor& found_inf);
 
-  // All parameters, group after group.
-  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  // Whether the update must evaluate the loss itself (LBFGS): Step() then throws.
+  virtual bool needs_closure() const { return false; }
+  // torch's step(closure): `closure` zeroes the gradients, runs the forward and the backward pass and
+  // returns the loss. It is called with grad mode on, once, or as often as the optimizer wants.
+  // Returns the loss of the first call.
+  virtual at::Tensor StepWithClosure(const std::function<at::Tensor()>& closure);
+
+  // All parameters that the optimizer holds at this moment, group after group; a group that was added
+  // since is in it. The reference is good until the optimizer is given other parameters. Looks at
+  // every parameter: take it out of loops.
+  const std::vector<at::Tensor>& parameters() const {
+    Refresh();
+    return parameters_;
+  }
+  // Grows whenever parameters() has changed.
+  int64_t parameters_version() const {
+    Refresh();
+    return version_;
+  }
 
   // Never detaches a gradient, which torch::optim's zero_grad does and a bucket view forbids.
   void ZeroGrad(GradZeroing how = GradZeroing::kSetToNone);
 
-  // Names for the state's tensors, one per parameter, all different.
+  // Names for the state's tensors, one per parameter, all different. Parameters keep them; those
+  // that the optimizer is given later get their numbers.
   void set_parameter_names(std::vector<std::string> names);
-  const std::vector<std::string>& parameter_names() const { return names_; }
+  const std::vector<std::string>& parameter_names() const {
+    Refresh();
+    return names_;
+  }
 
+  // Why SaveState() and LoadState() are going to throw, in one line with the way out; empty if they
+  // are not.
+  virtual std::string CannotSave() const { return ""; }
   virtual OptimizerState SaveState() const = 0;
   // Copies the values in. Everything is checked first: a name, a shape or a group that does not fit
   // is refused with nothing changed.
   virtual void LoadState(const OptimizerState& state) = 0;
 
  protected:
-  // To be called by the constructor of a subclass.
-  void SetParameters(std::vector<at::Tensor> parameters);
+  // Calls SetParameters() if the optimizer's parameters are not seen_parameters() any more.
+  virtual void Refresh() const {}
+  const std::vector<at::Tensor>& seen_parameters() const { return parameters_; }
+
+  // To be called by the constructor of a subclass, and whenever parameters have changed. Throws, with
+  // nothing changed, for a tensor that cannot be optimized: undefined, no leaf, twice in the list, or
+  // with elements that share memory.
+  void SetParameters(std::vector<at::Tensor> parameters) const;
 
   // The slots of parameter `i` in a state to load: slot name to tensor. Checks that every tensor of
   // `state` belongs to a parameter and a slot in `known`, and that all but `step` have the
@@ -68,9 +117,26 @@ class OptimizerHandle : public LrTarget {
                                                        const std::vector<std::string>& known) const;
 
  private:
-  std::vector<at::Tensor> parameters_;
-  std::vector<std::string> names_;
+  struct Id {
+    Id();
+    Id(const Id&) : Id() {}
+    Id& operator=(const Id&) { return *this; }
+    uint64_t value;
+  };
+  Id id_;
+  // What is known of the optimizer's parameters, which Refresh() brings up to date.
+  mutable std::vector<at::Tensor> parameters_;
+  mutable std::vector<std::string> names_;
+  mutable bool named_ = false;  // by set_parameter_names
+  mutable int64_t version_ = 0;
 };
+
+// To be called when weights have changed. Inside an autocast scope that began before, LibTorch would
+// go on with the low-precision copies that it made of the old ones.
+void ForgetCastWeights();
+
+// Throws unless `groups` is of `size` parameter groups.
+void CheckGroupCount(const PlainState& groups, int64_t size);
 
 // The row "<group>.<name>" of `groups`, of `size` numbers. Throws if it is not there.
 const std::vector<double>& GroupRow(const PlainState& groups, int64_t group,

@@ -13,10 +13,9 @@
 #include "torch/optim/adam.h"
 #include "torch/optim/adamw.h"
 #include "torch/optim/rmsprop.h"
-#include "torch/optim/schedulers/step_lr.h"
 #include "torch/optim/sgd.h"
+#include "worker/process/test_error.h"
 #include "worker/train/torch_optimizer.h"
-#include "worker/train/torch_scheduler.h"
 
 namespace muster {
 namespace {
@@ -224,16 +223,6 @@ TEST(FusedAdamW, SavedWithNames_IsExactOnResume) {
   for (size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(a[i].equal(b[i])) << i;
 }
 
-template <typename Fn>
-std::string ErrorOf(Fn fn) {
-  try {
-    fn();
-  } catch (const c10::Error& e) {
-    return e.what_without_backtrace();
-  }
-  return "no error";
-}
-
 TEST(FusedAdamW, StateThatDoesNotFit_IsRefusedAndChangesNothing) {
   std::vector<at::Tensor> params = MakeParams();
   FusedAdamW optimizer(params, {.lr = 0.25});
@@ -267,6 +256,29 @@ TEST(FusedAdamW, Groups_HaveTheirOwnOptions) {
   EXPECT_EQ(optimizer.parameters().size(), 2u);
 }
 
+TEST(FusedAdamW, GroupAddedLater_StepsAndIsSaved) {
+  std::vector<at::Tensor> params = MakeParams();
+  FusedAdamW optimizer({params[0]});
+  SetGrads(params, 0);
+  optimizer.Step();
+  const at::Tensor before = params[1].detach().clone();
+  optimizer.add_param_group({{params[1]}, {.lr = 0.5}});
+  EXPECT_EQ(optimizer.num_groups(), 2);
+  EXPECT_EQ(optimizer.lr(1), 0.5);
+  optimizer.Step();
+  EXPECT_FALSE(params[1].equal(before));
+  const OptimizerState state = optimizer.SaveState();
+  EXPECT_EQ(state.tensors.at("0.step").item<float>(), 2);
+  EXPECT_EQ(state.tensors.at("1.step").item<float>(), 1);
+  EXPECT_THAT(ErrorOf([&] {
+                optimizer.add_param_group({{params[0]}, {}});
+              }),
+              HasSubstr("in the optimizer twice"));
+  EXPECT_EQ(optimizer.num_groups(), 2);
+  FusedAdamW one_group({params[0], params[1]});
+  EXPECT_THAT(ErrorOf([&] { one_group.LoadState(state); }), HasSubstr("has 2 parameter groups"));
+}
+
 TEST(FusedAdamW, BadArguments_AreNamed) {
   const at::Tensor p = at::zeros({2}).requires_grad_(true);
   EXPECT_THAT(ErrorOf([&] { FusedAdamW o({p}, {.lr = -1}); }),
@@ -292,27 +304,6 @@ TEST(FusedAdamW, StepScaled_DividesByScaleAndSkipsOnInf) {
   }
   ExpectNear(a, b);
   EXPECT_EQ(scaled.SaveState().tensors.at("0.step").item<float>(), 1);
-}
-
-TEST(TorchScheduler, StepsSavesAndLoads) {
-  std::vector<at::Tensor> params = MakeParams();
-  optim::SGD first(params, optim::SGDOptions(1.0)), second(params, optim::SGDOptions(1.0));
-  const auto a = WrapTorchOptimizer(first), b = WrapTorchOptimizer(second);
-  optim::StepLR inner_a(first, 2, 0.5), inner_b(second, 2, 0.5);
-  TorchSchedulerAdapter<optim::StepLR> scheduler_a(inner_a, *a), scheduler_b(inner_b, *b);
-  for (int i = 0; i < 3; ++i) scheduler_a.Step();
-  EXPECT_EQ(a->lr(0), 0.5);
-  scheduler_b.LoadState(scheduler_a.SaveState());
-  EXPECT_EQ(scheduler_b.step_count(), 3);
-  for (int i = 0; i < 4; ++i) {
-    EXPECT_EQ(a->lr(0), b->lr(0));
-    scheduler_a.Step();
-    scheduler_b.Step();
-  }
-  EXPECT_THAT(ErrorOf([&] {
-                scheduler_b.LoadState({{"step", {1}}, {"last_lr", {1}}});
-              }),
-              HasSubstr("cannot go back"));
 }
 
 TEST(OptimizerHandle, ZeroGrad_InPlaceKeepsBucketViews) {

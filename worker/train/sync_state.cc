@@ -84,6 +84,9 @@ PlainState BroadcastPlainState(Comm& comm, const PlainState& state, int root) {
 
 void BroadcastOptimizerState(Comm& comm, OptimizerHandle& optimizer, int root) {
   if (comm.size() == 1) return;
+  // On every rank alike, before the others wait for a state that does not come.
+  const std::string problem = optimizer.CannotSave();
+  TORCH_CHECK(problem.empty(), problem);
   at::NoGradGuard no_grad;
   const bool sender = comm.rank() == root;
   OptimizerState state;

@@ -1,16 +1,24 @@
 #include "worker/train/torch_optimizer.h"
 
+#include <algorithm>
+#include <cstring>
+#include <deque>
 #include <functional>
+#include <sstream>
+#include <typeindex>
 #include <typeinfo>
+#include <unordered_set>
 #include <utility>
 
 #include "ATen/core/grad_mode.h"
 #include "ATen/ops/_fused_adam.h"
 #include "ATen/ops/_fused_adamw.h"
 #include "ATen/ops/_fused_sgd.h"
+#include "ATen/ops/empty.h"
 #include "ATen/ops/empty_like.h"
 #include "ATen/ops/full.h"
-#include "ATen/ops/zeros_like.h"
+#include "ATen/ops/full_like.h"
+#include "ATen/ops/stack.h"
 #include "c10/util/Exception.h"
 #include "torch/optim/adagrad.h"
 #include "torch/optim/adam.h"
@@ -18,6 +26,8 @@
 #include "torch/optim/lbfgs.h"
 #include "torch/optim/rmsprop.h"
 #include "torch/optim/sgd.h"
+#include "torch/serialize/archive.h"
+#include "worker/train/slot_layout.h"
 #include "worker/train/tensor_ranges.h"
 
 namespace muster {
@@ -48,6 +58,8 @@ struct Kind {
   std::function<void(optim::OptimizerOptions&, double)> set_momentum;
   // Whether slot `i` must be there in a saved state of this group.
   std::function<bool(const optim::OptimizerOptions&, size_t)> needs;
+  // Whether torch's step is right for sparse gradients; null: never.
+  std::function<bool(const optim::OptimizerOptions&)> takes_sparse = nullptr;
 };
 
 template <typename Options, typename ParamState>
@@ -141,6 +153,10 @@ Kind SgdKind() {
       .set_momentum = [](optim::OptimizerOptions& o,
                          double m) { static_cast<optim::SGDOptions&>(o).momentum(m); },
       .needs = [](const optim::OptimizerOptions&, size_t) { return true; },
+      .takes_sparse =
+          [options](const optim::OptimizerOptions& o) {
+            return options(o).momentum() == 0 && options(o).weight_decay() == 0;
+          },
   };
 }
 
@@ -184,6 +200,8 @@ Kind AdagradKind() {
       .momentum = nullptr,
       .set_momentum = nullptr,
       .needs = [](const optim::OptimizerOptions&, size_t) { return true; },
+      .takes_sparse =
+          [options](const optim::OptimizerOptions& o) { return options(o).weight_decay() == 0; },
   };
 }
 
@@ -237,6 +255,102 @@ Kind RmspropKind() {
   };
 }
 
+// LBFGS has one state for all its parameters, which are one long vector to it: tensors under the name
+// of the first parameter, numbers beside the options. Its own save() fails on the undefined entries of
+// `al`, which is scratch and not needed.
+constexpr const char* kLbfgsVectors[] = {"d", "prev_flat_grad"};   // [n]
+constexpr const char* kLbfgsHistory[] = {"old_dirs", "old_stps"};  // [history, n]
+
+void SaveLbfgs(const optim::LBFGS& lbfgs, const std::string& parameter, OptimizerState* saved) {
+  const auto& o = static_cast<const optim::LBFGSOptions&>(lbfgs.param_groups()[0].options());
+  const auto number = [](auto value) { return Row{static_cast<double>(value)}; };
+  PlainState& rows = saved->groups;
+  rows["0.lr"] = {o.lr()};
+  rows["0.max_iter"] = number(o.max_iter());
+  rows["0.max_eval"] = o.max_eval().has_value() ? number(*o.max_eval()) : Row{};
+  rows["0.tolerance_grad"] = {o.tolerance_grad()};
+  rows["0.tolerance_change"] = {o.tolerance_change()};
+  rows["0.history_size"] = number(o.history_size());
+  rows["0.strong_wolfe"] = {Bit(o.line_search_fn().has_value())};
+  if (lbfgs.state().empty()) return;
+  const auto& s = static_cast<const optim::LBFGSParamState&>(*lbfgs.state().begin()->second);
+  rows["0.func_evals"] = number(s.func_evals());
+  rows["0.n_iter"] = number(s.n_iter());
+  rows["0.t"] = {s.t()};
+  rows["0.prev_loss"] = {s.prev_loss()};
+  const auto put = [&](const char* name, const at::Tensor& tensor) {
+    if (tensor.defined()) saved->tensors[parameter + "." + name] = tensor;
+  };
+  put("d", s.d());
+  put("prev_flat_grad", s.prev_flat_grad());
+  put("H_diag", s.H_diag());
+  const auto put_list = [&](const char* name, const std::deque<at::Tensor>& list) {
+    if (!list.empty()) put(name, at::stack(std::vector<at::Tensor>(list.begin(), list.end())));
+  };
+  put_list("old_dirs", s.old_dirs());
+  put_list("old_stps", s.old_stps());
+  put_list("ro", s.ro());
+}
+
+void LoadLbfgs(const OptimizerState& saved, const std::string& parameter, optim::LBFGS* lbfgs) {
+  auto& group = lbfgs->param_groups()[0];
+  optim::LBFGSOptions o = static_cast<const optim::LBFGSOptions&>(group.options());
+  o.lr(One(saved.groups, 0, "lr")).max_iter(static_cast<int64_t>(One(saved.groups, 0, "max_iter")));
+  o.tolerance_grad(One(saved.groups, 0, "tolerance_grad"));
+  o.tolerance_change(One(saved.groups, 0, "tolerance_change"));
+  o.history_size(static_cast<int64_t>(One(saved.groups, 0, "history_size")));
+  const auto max_eval = saved.groups.find("0.max_eval");
+  o.max_eval(std::nullopt);
+  if (max_eval != saved.groups.end() && !max_eval->second.empty()) {
+    o.max_eval(static_cast<int64_t>(max_eval->second[0]));
+  }
+  o.line_search_fn(std::nullopt);
+  if (One(saved.groups, 0, "strong_wolfe") != 0) o.line_search_fn("strong_wolfe");
+
+  std::unique_ptr<optim::LBFGSParamState> state;
+  if (saved.groups.count("0.n_iter") > 0) {
+    state = std::make_unique<optim::LBFGSParamState>();
+    state->func_evals(static_cast<int64_t>(One(saved.groups, 0, "func_evals")));
+    state->n_iter(static_cast<int64_t>(One(saved.groups, 0, "n_iter")));
+    state->t(One(saved.groups, 0, "t")).prev_loss(One(saved.groups, 0, "prev_loss"));
+  }
+  TORCH_CHECK(!group.params().empty(), "LBFGS has no parameters");
+  const at::Tensor& first = group.params()[0];
+  int64_t n = 0;
+  for (const at::Tensor& param : group.params()) n += param.numel();
+  int64_t history = -1;
+  for (const auto& [name, tensor] : saved.tensors) {
+    const bool ours =
+        state != nullptr && name.compare(0, parameter.size() + 1, parameter + ".") == 0;
+    const std::string slot = ours ? name.substr(parameter.size() + 1) : "";
+    const auto among = [&slot](const auto& names) {
+      return std::find(std::begin(names), std::end(names), slot) != std::end(names);
+    };
+    const bool is_list = among(kLbfgsHistory) || slot == "ro";
+    TORCH_CHECK(is_list || among(kLbfgsVectors) || slot == "H_diag", "optimizer state '", name,
+                "' is of no use to LBFGS: was it saved by another optimizer?");
+    const bool long_ones = among(kLbfgsHistory) || among(kLbfgsVectors);
+    TORCH_CHECK(!long_ones || (tensor.dim() > 0 && tensor.size(-1) == n), "optimizer state '", name,
+                "' has shape ", tensor.sizes(), " and the parameters ", n, " elements");
+    const at::Tensor copy = tensor.to(first.device(), first.scalar_type(), false, /*copy=*/true);
+    if (slot == "d") state->d(copy);
+    if (slot == "prev_flat_grad") state->prev_flat_grad(copy);
+    if (slot == "H_diag") state->H_diag(copy);
+    if (!is_list) continue;
+    TORCH_CHECK(history == -1 || history == tensor.size(0), "optimizer state '", name, "' holds ",
+                tensor.size(0), " steps and others hold ", history);
+    history = tensor.size(0);
+    std::deque<at::Tensor> list;
+    for (const at::Tensor& entry : copy.unbind()) list.push_back(entry.clone());
+    if (slot == "old_dirs") state->old_dirs(std::move(list));
+    if (slot == "old_stps") state->old_stps(std::move(list));
+    if (slot == "ro") state->ro(std::move(list));
+  }
+  static_cast<optim::LBFGSOptions&>(group.options()) = o;
+  lbfgs->state().clear();
+  if (state != nullptr) lbfgs->state()[first.unsafeGetTensorImpl()] = std::move(state);
+}
+
 // Lists for one kernel call.
 struct Chunk {
   int64_t step = 0;  // before this update
@@ -251,12 +365,8 @@ at::TensorList Range(const std::vector<at::Tensor>& list, int64_t first, int64_t
 class TorchOptimizerHandle : public OptimizerHandle {
  public:
   TorchOptimizerHandle(optim::Optimizer& optimizer, const TorchOptimizerOptions& options)
-      : optimizer_(optimizer) {
-    std::vector<at::Tensor> parameters;
-    for (const auto& group : optimizer.param_groups()) {
-      parameters.insert(parameters.end(), group.params().begin(), group.params().end());
-    }
-    SetParameters(std::move(parameters));
+      : optimizer_(optimizer), type_(typeid(optimizer)), is_lbfgs_(IsLbfgs(optimizer)) {
+    SetParameters(CurrentParameters(optimizer));
     if (dynamic_cast<optim::AdamW*>(&optimizer)) {
       kind_ = AdamKind<optim::AdamWOptions, optim::AdamWParamState>("AdamW");
     } else if (dynamic_cast<optim::Adam*>(&optimizer)) {
@@ -268,18 +378,57 @@ class TorchOptimizerHandle : public OptimizerHandle {
     } else if (dynamic_cast<optim::RMSprop*>(&optimizer)) {
       kind_ = RmspropKind();
     }
+    is_torchs_own_ = type_ == typeid(optim::AdamW) || type_ == typeid(optim::Adam) ||
+                     type_ == typeid(optim::SGD) || type_ == typeid(optim::Adagrad) ||
+                     type_ == typeid(optim::RMSprop);
     if (options.fused) {
-      const std::type_info& type = typeid(optimizer);
-      if (type == typeid(optim::AdamW)) fused_ = Fused::kAdamW;
-      if (type == typeid(optim::Adam)) fused_ = Fused::kAdam;
-      if (type == typeid(optim::SGD)) fused_ = Fused::kSgd;
+      if (type_ == typeid(optim::AdamW)) fused_ = Fused::kAdamW;
+      if (type_ == typeid(optim::Adam)) fused_ = Fused::kAdam;
+      if (type_ == typeid(optim::SGD)) fused_ = Fused::kSgd;
     }
   }
 
+  bool Wraps(const optim::Optimizer& optimizer) const override {
+    if (&optimizer != &optimizer_ || type_ != typeid(optimizer)) return false;
+    if (made_state_ && optimizer.state().empty()) return false;
+    std::unordered_set<const void*> held;
+    for (const auto& group : optimizer.param_groups()) {
+      for (const at::Tensor& param : group.params()) held.insert(param.unsafeGetTensorImpl());
+    }
+    for (const at::Tensor& param : seen_parameters()) {
+      if (held.count(param.unsafeGetTensorImpl()) == 0) return false;
+    }
+    return true;
+  }
+
   void Step() override {
-    TORCH_CHECK(dynamic_cast<optim::LBFGS*>(&optimizer_) == nullptr,
-                "LBFGS evaluates the loss several times in a step and cannot be prepared");
-    if (!StepFused()) optimizer_.step();
+    TORCH_CHECK(!is_lbfgs_,
+                "LBFGS evaluates the loss several times in a step: pass a closure that zeroes the "
+                "gradients, runs forward and backward and returns the loss to step(closure)");
+    Refresh();
+    if (!StepFused()) {
+      if (type_ == typeid(optim::Adagrad)) MakeAdagradState();
+      optimizer_.step();
+    }
+    ForgetCastWeights();
+    made_state_ = made_state_ || !optimizer_.state().empty();
+  }
+
+  bool needs_closure() const override { return is_lbfgs_; }
+  at::Tensor StepWithClosure(const std::function<at::Tensor()>& closure) override {
+    // Those evaluate once, and Step() checks the gradients and takes the fused kernels.
+    if (is_torchs_own_) return OptimizerHandle::StepWithClosure(closure);
+    Refresh();
+    TORCH_CHECK(!is_lbfgs_ || num_groups() == 1,
+                "LBFGS steps its first parameter group only and has ", num_groups(),
+                ": pass all parameters to its constructor");
+    at::Tensor loss = optimizer_.step([&closure] {
+      ForgetCastWeights();
+      return closure();
+    });
+    ForgetCastWeights();
+    made_state_ = made_state_ || !optimizer_.state().empty();
+    return loss;
   }
 
   int64_t num_groups() const override {
@@ -296,16 +445,50 @@ class TorchOptimizerHandle : public OptimizerHandle {
       kind_->set_momentum(group_options(g), m);
   }
 
+  std::string CannotSave() const override {
+    if (is_torchs_own_ || is_plain_lbfgs()) return "";
+    if (!archives_.has_value()) {
+      // Optimizer::save() writes nothing where a class does not override it.
+      try {
+        const at::Tensor bytes = SaveArchive();
+        torch::serialize::InputArchive archive;
+        LoadArchive(bytes, &archive);
+        archives_ = !archive.keys().empty();
+      } catch (const c10::Error& e) {
+        return std::string("the save() of this optimizer's class throws: ") +
+               e.what_without_backtrace();
+      }
+    }
+    if (*archives_) return "";
+    return "this optimizer's class does not override save() and load(), so its state cannot be "
+           "saved: override both, or use LibTorch's AdamW, Adam, SGD, Adagrad, RMSprop or LBFGS";
+  }
+
   OptimizerState SaveState() const override {
-    CheckKnown();
+    Refresh();
+    const std::string problem = CannotSave();
+    TORCH_CHECK(problem.empty(), problem);
     OptimizerState saved;
+    if (is_plain_lbfgs()) {
+      SaveLbfgs(static_cast<const optim::LBFGS&>(optimizer_), parameter_names().at(0), &saved);
+      return saved;
+    }
+    if (!is_torchs_own_) {
+      for (int64_t g = 0; g < num_groups(); ++g) {
+        Row& row = saved.groups[std::to_string(g) + ".lr"];
+        if (HasLr(g)) row = {lr(g)};
+      }
+      saved.tensors[kArchive] = SaveArchive();
+      return saved;
+    }
+    const std::vector<std::string>& names = parameter_names();
     size_t i = 0;
     for (int64_t g = 0; g < num_groups(); ++g) {
       for (auto& [name, row] : kind_->save_group(group_options(g))) {
         saved.groups[std::to_string(g) + "." + name] = row;
       }
       for (const at::Tensor& param : optimizer_.param_groups()[g].params()) {
-        const std::string& name = parameter_names()[i++];
+        const std::string& name = names[i++];
         const auto it = optimizer_.state().find(param.unsafeGetTensorImpl());
         if (it == optimizer_.state().end()) continue;
         if (kind_->counts_steps) {
@@ -322,18 +505,31 @@ class TorchOptimizerHandle : public OptimizerHandle {
   }
 
   void LoadState(const OptimizerState& state) override {
-    CheckKnown();
+    Refresh();
+    CheckGroupCount(state.groups, num_groups());
     at::NoGradGuard no_grad;
+    if (is_plain_lbfgs()) {
+      LoadLbfgs(state, parameter_names().at(0), &static_cast<optim::LBFGS&>(optimizer_));
+      return;
+    }
+    const auto archive = state.tensors.find(kArchive);
+    if (archive != state.tensors.end() && !is_torchs_own_) {
+      LoadFromArchive(archive->second, state.groups);
+      return;
+    }
+    // Derived classes were once saved as what they are derived from.
+    TORCH_CHECK(kind_.has_value(), "optimizer state 'archive' is missing");
     std::vector<std::string> known = kind_->slots;
     if (kind_->counts_steps) known.push_back("step");
     const auto by_parameter = Slots(state, known);
-    std::vector<std::unique_ptr<optim::OptimizerParamState>> loaded(parameters().size());
+    std::vector<std::unique_ptr<optim::OptimizerParamState>> loaded(seen_parameters().size());
+    const std::vector<std::string>& names = parameter_names();
     size_t i = 0;
     for (int64_t g = 0; g < num_groups(); ++g) {
       kind_->load_group(group_options(g), state.groups, g, /*commit=*/false);
       for (const at::Tensor& param : optimizer_.param_groups()[g].params()) {
         const auto& slots = by_parameter[i];
-        const std::string& name = parameter_names()[i];
+        const std::string& name = names[i];
         if (!slots.empty()) {
           int64_t step = 0;
           if (kind_->counts_steps) {
@@ -359,7 +555,7 @@ class TorchOptimizerHandle : public OptimizerHandle {
       kind_->load_group(group_options(g), state.groups, g, /*commit=*/true);
     }
     for (size_t k = 0; k < loaded.size(); ++k) {
-      void* key = parameters()[k].unsafeGetTensorImpl();
+      void* key = seen_parameters()[k].unsafeGetTensorImpl();
       if (loaded[k] != nullptr) {
         optimizer_.state()[key] = std::move(loaded[k]);
       } else {
@@ -371,9 +567,42 @@ class TorchOptimizerHandle : public OptimizerHandle {
  private:
   enum class Fused { kNo, kAdamW, kAdam, kSgd };
 
+  static constexpr const char* kArchive = "archive";
+
   optim::Optimizer& optimizer_;
+  const std::type_index type_;
+  const bool is_lbfgs_;
+  bool is_torchs_own_ = false;  // of a kind itself, not of a class derived from one
   std::optional<Kind> kind_;
   Fused fused_ = Fused::kNo;
+  bool made_state_ = false;               // by a step through this handle
+  mutable std::optional<bool> archives_;  // whether save() writes something
+
+  bool is_plain_lbfgs() const { return type_ == typeid(optim::LBFGS); }
+  static bool IsLbfgs(const optim::Optimizer& optimizer) {
+    return dynamic_cast<const optim::LBFGS*>(&optimizer) != nullptr;
+  }
+
+  static std::vector<at::Tensor> CurrentParameters(const optim::Optimizer& optimizer) {
+    std::vector<at::Tensor> parameters;
+    for (const auto& group : optimizer.param_groups()) {
+      parameters.insert(parameters.end(), group.params().begin(), group.params().end());
+    }
+    return parameters;
+  }
+
+  void Refresh() const override {
+    const std::vector<at::Tensor>& seen = seen_parameters();
+    size_t i = 0;
+    bool same = true;
+    for (const auto& group : std::as_const(optimizer_).param_groups()) {
+      for (const at::Tensor& param : group.params()) {
+        same = same && i < seen.size() && seen[i].is_same(param);
+        ++i;
+      }
+    }
+    if (!same || i != seen.size()) SetParameters(CurrentParameters(optimizer_));
+  }
 
   const optim::OptimizerOptions& group_options(int64_t g) const {
     return std::as_const(optimizer_).param_groups()[g].options();
@@ -382,24 +611,107 @@ class TorchOptimizerHandle : public OptimizerHandle {
     return optimizer_.param_groups()[g].options();
   }
 
-  void CheckKnown() const {
-    TORCH_CHECK(
-        kind_.has_value(),
-        "the state of this optimizer is not known to Muster, so it cannot be saved or loaded: "
-        "AdamW, Adam, SGD, Adagrad and RMSprop can");
+  // Options of a user's class may have no get_lr().
+  bool HasLr(int64_t g) const {
+    try {
+      lr(g);
+      return true;
+    } catch (const c10::Error&) {
+      return false;
+    }
+  }
+
+  at::Tensor SaveArchive() const {
+    torch::serialize::OutputArchive archive;
+    optimizer_.save(archive);
+    std::ostringstream stream;
+    archive.save_to(stream);
+    const std::string bytes = stream.str();
+    at::Tensor tensor = at::empty({static_cast<int64_t>(bytes.size())}, at::kByte);
+    std::memcpy(tensor.mutable_data_ptr<uint8_t>(), bytes.data(), bytes.size());
+    return tensor;
+  }
+
+  void LoadArchive(const at::Tensor& tensor, torch::serialize::InputArchive* archive) const {
+    const at::Tensor bytes = tensor.to(at::kCPU).contiguous();
+    // Saved tensors come to the parameters' device, where they have one, else to where they were.
+    std::optional<at::Device> device;
+    for (const at::Tensor& param : seen_parameters()) {
+      if (device.has_value() && *device != param.device()) {
+        device.reset();
+        break;
+      }
+      device = param.device();
+    }
+    archive->load_from(reinterpret_cast<const char*>(bytes.const_data_ptr<uint8_t>()),
+                       static_cast<size_t>(bytes.numel()), device);
+  }
+
+  void LoadFromArchive(const at::Tensor& bytes, const PlainState& groups) {
+    TORCH_CHECK(bytes.scalar_type() == at::kByte, "optimizer state 'archive' is not bytes");
+    const auto saves_lr = [&groups](int64_t g) {
+      const auto it = groups.find(std::to_string(g) + ".lr");
+      return it != groups.end() && it->second.size() == 1;
+    };
+    torch::serialize::InputArchive archive;
+    LoadArchive(bytes, &archive);
+    auto old = std::move(optimizer_.state());
+    optimizer_.state().clear();
+    try {
+      optimizer_.load(archive);
+    } catch (...) {
+      optimizer_.state() = std::move(old);
+      throw;
+    }
+    for (int64_t g = 0; g < num_groups(); ++g) {
+      if (saves_lr(g)) set_lr(g, One(groups, g, "lr"));
+    }
+  }
+
+  // torch's Adagrad makes its state in its constructor and has none for parameters added later.
+  void MakeAdagradState() {
+    for (auto& group : optimizer_.param_groups()) {
+      const auto& o = static_cast<const optim::AdagradOptions&>(group.options());
+      for (const at::Tensor& param : group.params()) {
+        auto& entry = optimizer_.state()[param.unsafeGetTensorImpl()];
+        if (entry != nullptr) continue;
+        auto fresh = std::make_unique<optim::AdagradParamState>();
+        fresh->step(0).sum(at::full_like(param, o.initial_accumulator_value()).detach());
+        entry = std::move(fresh);
+      }
+    }
+  }
+
+  void RefuseSparse() const {
+    size_t i = 0;
+    for (const auto& group : std::as_const(optimizer_).param_groups()) {
+      const bool takes = kind_->takes_sparse != nullptr && kind_->takes_sparse(group.options());
+      for (const at::Tensor& param : group.params()) {
+        const size_t number = i++;
+        if (takes || !param.grad().defined() || param.grad().layout() == at::kStrided) continue;
+        TORCH_CHECK(false, "parameter ", parameter_names()[number],
+                    " has a sparse gradient, which ", kind_->name,
+                    " does not take: use SGD without momentum and weight decay, or Adagrad without "
+                    "weight decay, or make the embedding with sparse(false)");
+      }
+    }
   }
 
   // Takes the step by fused kernels; false if some parameter is not of the kind that they take.
   bool StepFused() {
-    if (fused_ == Fused::kNo) return false;
-    for (const at::Tensor& param : parameters()) {
+    if (!is_torchs_own_) return false;
+    bool fits = fused_ != Fused::kNo;
+    for (const at::Tensor& param : seen_parameters()) {
       const at::Tensor& grad = param.grad();
       if (!grad.defined()) continue;
-      if (grad.layout() != at::kStrided || grad.scalar_type() != param.scalar_type() ||
-          !param.is_floating_point() || grad.strides() != param.strides()) {
+      if (grad.layout() != at::kStrided) {
+        RefuseSparse();
         return false;
       }
+      fits = fits && grad.scalar_type() == param.scalar_type() && grad.device() == param.device() &&
+             param.is_floating_point() && IsDense(param) && SameLayout(grad, param);
     }
+    if (!fits) return false;
     at::NoGradGuard no_grad;
     for (auto& group : optimizer_.param_groups()) {
       switch (fused_) {
@@ -445,14 +757,13 @@ class TorchOptimizerHandle : public OptimizerHandle {
     for (const at::Tensor& param : group.params()) {
       if (!param.grad().defined()) continue;
       auto& entry = optimizer_.state()[param.unsafeGetTensorImpl()];
-      if (entry == nullptr) {
-        auto fresh = std::make_unique<ParamState>();
-        fresh->exp_avg(at::zeros_like(param).detach());
-        fresh->exp_avg_sq(at::zeros_like(param).detach());
-        if (o.amsgrad()) fresh->max_exp_avg_sq(at::zeros_like(param).detach());
-        entry = std::move(fresh);
-      }
+      if (entry == nullptr) entry = std::make_unique<ParamState>();
       auto& state = static_cast<ParamState&>(*entry);
+      if (!Fits(state.exp_avg(), param)) state.exp_avg(Refit(state.exp_avg(), param));
+      if (!Fits(state.exp_avg_sq(), param)) state.exp_avg_sq(Refit(state.exp_avg_sq(), param));
+      if (o.amsgrad() && !Fits(state.max_exp_avg_sq(), param)) {
+        state.max_exp_avg_sq(Refit(state.max_exp_avg_sq(), param));
+      }
       Chunk& chunk = ChunkFor(chunks, param, state.step());
       state.step(state.step() + 1);
       chunk.params.push_back(param);
@@ -488,7 +799,9 @@ class TorchOptimizerHandle : public OptimizerHandle {
         if (entry == nullptr) entry = std::make_unique<optim::SGDParamState>();
         auto& state = static_cast<optim::SGDParamState&>(*entry);
         fresh = !state.momentum_buffer().defined();
-        if (fresh) state.momentum_buffer(at::zeros_like(param).detach());
+        if (!Fits(state.momentum_buffer(), param)) {
+          state.momentum_buffer(Refit(state.momentum_buffer(), param));
+        }
         buffer = state.momentum_buffer();
       }
       Chunk& chunk = ChunkFor(chunks, param, fresh ? 0 : 1);

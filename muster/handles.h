@@ -1,0 +1,340 @@
+#ifndef MUSTER_HANDLES_H_
+#define MUSTER_HANDLES_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "c10/util/Exception.h"
+#include "muster/internal/core.h"
+#include "torch/nn/module.h"
+#include "torch/nn/pimpl.h"
+#include "worker/data/nested.h"
+
+namespace torch::nn {
+class AnyModule;
+}
+
+// What prepare() returns for models, optimizers and schedules.
+namespace muster {
+
+namespace internal {
+
+// The static_asserts below wait for their template's instantiation.
+template <class...>
+inline constexpr bool kNever = false;
+
+// What a prepared model may be: how to reach the module, and how it is called.
+template <class M>
+struct ModelTraits {
+  static constexpr bool kIsModel = false;
+};
+
+template <class Module, class... Args>
+concept HasForward = requires(Module& module, Args&&... args) {
+  module.forward(std::forward<Args>(args)...);
+};
+template <class Module, class... Args>
+concept IsCallable = requires(Module& module, Args&&... args) {
+  module(std::forward<Args>(args)...);
+};
+
+// A holder's call operator is forward(); a class of the user's may have one of its own beside it.
+template <bool kPreferForward, class Module, class... Args>
+decltype(auto) Invoke(Module& module, Args&&... args) {
+  if constexpr (HasForward<Module, Args...> && (kPreferForward || !IsCallable<Module, Args...>)) {
+    return module.forward(std::forward<Args>(args)...);
+  } else if constexpr (IsCallable<Module, Args...>) {
+    return module(std::forward<Args>(args)...);
+  } else {
+    static_assert(kNever<Module, Args...>,
+                  "the model cannot be called with these arguments: its class has neither a public "
+                  "forward() nor a call operator that takes them; for another method use "
+                  "model.call(&Net::method, arguments...)");
+  }
+}
+
+template <class M>
+requires std::is_base_of_v<torch::detail::ModuleHolderIndicator, M>
+struct ModelTraits<M> {
+  static constexpr bool kIsModel = true;
+  using Module = typename M::ContainedType;
+  static Module* Get(M& model) { return model.is_empty() ? nullptr : model.get(); }
+  static std::unique_ptr<ModelSource> Source(M& model) {
+    return SourceOf(model.is_empty() ? std::shared_ptr<Module>() : model.ptr());
+  }
+  template <bool kPreferForward, class... Args>
+  static decltype(auto) Call(Module& module, Args&&... args) {
+    return Invoke<true>(module, std::forward<Args>(args)...);
+  }
+};
+
+template <class D>
+requires std::is_base_of_v<torch::nn::Module, D>
+struct ModelTraits<std::shared_ptr<D>> {
+  static constexpr bool kIsModel = true;
+  using Module = D;
+  static Module* Get(std::shared_ptr<D>& model) { return model.get(); }
+  static std::unique_ptr<ModelSource> Source(std::shared_ptr<D>& model) { return SourceOf(model); }
+  template <bool kPreferForward, class... Args>
+  static decltype(auto) Call(Module& module, Args&&... args) {
+    static_assert(!std::is_same_v<D, torch::nn::Module>,
+                  "a shared_ptr to torch::nn::Module itself cannot be called, since that class has "
+                  "no forward(): prepare a shared_ptr to your own class, or use "
+                  "model.call([](torch::nn::Module& module) { ... })");
+    return Invoke<kPreferForward>(module, std::forward<Args>(args)...);
+  }
+};
+
+template <class M>
+requires std::is_same_v<M, torch::nn::AnyModule>
+struct ModelTraits<M> {
+  static constexpr bool kIsModel = true;
+  using Module = M;
+  static Module* Get(M& model) { return &model; }
+  static std::unique_ptr<ModelSource> Source(M& model) {
+    return SourceOf(model.is_empty() ? std::shared_ptr<torch::nn::Module>() : model.ptr());
+  }
+  template <bool kPreferForward, class... Args>
+  static at::Tensor Call(Module& module, Args&&... args) {
+    return module.template forward<at::Tensor>(std::forward<Args>(args)...);
+  }
+};
+
+template <class M>
+requires std::is_same_v<M, torch::jit::Module>
+struct ModelTraits<M> {
+  static constexpr bool kIsModel = true;
+  using Module = M;
+  static Module* Get(M& model) { return &model; }
+  static std::unique_ptr<ModelSource> Source(M& model) { return SourceOf(model); }
+  template <bool kPreferForward, class... Args>
+  static auto Call(Module& module, Args&&... args) {
+    if constexpr (HasForward<Module, Args...>) {
+      return module.forward(std::forward<Args>(args)...);
+    } else {
+      return module.forward({c10::IValue(std::forward<Args>(args))...});
+    }
+  }
+};
+
+}  // namespace internal
+
+// A prepared model: call it as you call the model. Each call runs under the configured autocast,
+// returns float32, and takes part in the gradient exchange. `M` is what was prepared: a module
+// holder (TORCH_MODULE), a std::shared_ptr to a class derived from torch::nn::Module, a
+// torch::nn::AnyModule or a torch::jit::Module. A value; copies are the same model. One that was
+// default-constructed is empty: every use but assignment throws c10::Error. Not thread-safe.
+template <class M>
+class AcceleratedModel {
+  using Traits = internal::ModelTraits<M>;
+
+ public:
+  using ModuleType = typename Traits::Module;
+
+  AcceleratedModel() = default;
+  AcceleratedModel(M module, std::shared_ptr<internal::ModelSlot> slot)
+      : module_(std::move(module)), slot_(std::move(slot)) {}
+
+  // The forward pass, with whatever arguments the model takes: forward() of the class, or its own
+  // call operator. TorchScript takes tensors, other values, or one vector of IValues, and gives an
+  // IValue.
+  template <class... Args>
+  auto operator()(Args&&... args) {
+    return Run([&]() -> decltype(auto) {
+      return Traits::template Call<false>(module(), std::forward<Args>(args)...);
+    });
+  }
+  template <class... Args>
+  auto forward(Args&&... args) {
+    return Run([&]() -> decltype(auto) {
+      return Traits::template Call<true>(module(), std::forward<Args>(args)...);
+    });
+  }
+  // Of an AnyModule whose forward() returns an R.
+  template <class R, class... Args>
+  requires std::is_same_v<M, torch::nn::AnyModule> R forward(Args&&... args) {
+    return Run([&] { return module().template forward<R>(std::forward<Args>(args)...); });
+  }
+  // Another way through the module, with all that a forward pass has: a member function,
+  // model.call(&Net::encode, x), or any function of the module, model.call([&](Net& net) { ... }).
+  template <class F, class... Args>
+  auto call(F&& function, Args&&... args) {
+    static_assert(std::is_invocable_v<F, ModuleType&, Args...>,
+                  "model.call() takes a member function of the model's class, or a function whose "
+                  "first argument is the module, and then the arguments of either");
+    return Run([&]() -> decltype(auto) {
+      return std::invoke(std::forward<F>(function), module(), std::forward<Args>(args)...);
+    });
+  }
+
+  // The module itself: parameters(), train(), eval(), its own members. What is computed through it
+  // goes around autocast and the gradient exchange; step() refuses such gradients.
+  auto* operator->() const {
+    if constexpr (std::is_same_v<M, torch::nn::AnyModule>) {
+      return module().ptr().get();
+    } else {
+      return &module();
+    }
+  }
+  auto& operator*() const { return *operator->(); }
+  M& unwrap() {
+    CheckPrepared();
+    return *module_;
+  }
+  const M& unwrap() const {
+    CheckPrepared();
+    return *module_;
+  }
+
+  // The model's parameters, of every kind of model alike: for clip_grad_norm_() and optimizers.
+  std::vector<at::Tensor> parameters() const {
+    std::vector<at::Tensor> list;
+    for (auto& [name, parameter] : slot()->source().parameters()) list.push_back(parameter);
+    return list;
+  }
+
+  const std::shared_ptr<internal::ModelSlot>& slot() const {
+    CheckPrepared();
+    return slot_;
+  }
+
+ private:
+  void CheckPrepared() const {
+    TORCH_CHECK(slot_ != nullptr,
+                "this model handle is empty: assign what accelerator.prepare(model) returns to it");
+  }
+  ModuleType& module() const {
+    CheckPrepared();
+    return *Traits::Get(*module_);
+  }
+  template <class F>
+  auto Run(F&& forward) {
+    using Result = std::remove_cvref_t<std::invoke_result_t<F>>;
+    static_assert(
+        std::is_void_v<Result> || IsTransparent<Result>(),
+        "the model returns a type whose tensors Muster cannot see: make it an aggregate of "
+        "tensors, or give it MusterFields (muster/data.h), so that its outputs become "
+        "float32 and take part in the gradient exchange");
+    CheckPrepared();
+    return slot_->Run(std::forward<F>(forward));
+  }
+
+  mutable std::optional<M> module_;  // a handle: const access to it gives the module
+  std::shared_ptr<internal::ModelSlot> slot_;
+};
+
+// A prepared optimizer: step() and zero_grad() act only where gradients are synchronized, so the
+// loop needs no `if`. A value; copies are the same optimizer. One that was default-constructed is
+// empty: every use but assignment throws c10::Error. Not thread-safe.
+class AcceleratedOptimizer {
+ public:
+  AcceleratedOptimizer() = default;
+  explicit AcceleratedOptimizer(std::shared_ptr<internal::OptimizerSlot> slot)
+      : slot_(std::move(slot)) {}
+
+  // One update at the end of an accumulation window; nothing between. Under a gradient scaler an
+  // update whose gradients hold inf or NaN is skipped. Throws c10::Error, naming a parameter, if its
+  // gradient is not that of this window over all processes: it came from a call around the prepared
+  // model, belongs to no prepared model, or was zeroed by other means.
+  void step() { slot()->Step(); }
+  // (collective) An update by an optimizer that evaluates the loss itself, such as LBFGS. `closure`
+  // zeroes the gradients, computes the loss through the prepared model, calls
+  // accelerator.backward(loss) and returns the loss (one element). It runs several times; each time
+  // gradients and loss are averaged over the processes, so all take the same step. Returns the loss
+  // of the first evaluation, averaged. Throws c10::Error with gradient accumulation, under fp16 and
+  // inside join_uneven_inputs().
+  at::Tensor step(const std::function<at::Tensor()>& closure) {
+    return slot()->StepWithClosure(closure);
+  }
+  // Forgets the gradients, unless that would lose micro-steps of a window that has not been stepped
+  // on: it may be called at the head of each micro-step or at its end.
+  void zero_grad(bool set_to_none = true) { slot()->ZeroGrad(set_to_none); }
+  // Whether the last step() was skipped because of inf or NaN.
+  bool step_was_skipped() const { return slot()->step_was_skipped(); }
+  // Parameter groups; one that was added to the optimizer after prepare() is one of them.
+  int64_t num_groups() const { return slot()->handle().num_groups(); }
+  // Learning rate of a parameter group.
+  double lr(int64_t group = 0) const { return handle_of(group).lr(group); }
+  // Sets it, of all groups or of one. A schedule goes on from there.
+  void set_lr(double lr) {
+    for (int64_t group = 0; group < num_groups(); ++group) set_lr(lr, group);
+  }
+  void set_lr(double lr, int64_t group) { handle_of(group).set_lr(group, lr); }
+  // Updates done so far.
+  int64_t steps() const { return slot()->steps(); }
+
+  OptimizerHandle& handle() { return slot()->handle(); }
+  const std::shared_ptr<internal::OptimizerSlot>& slot() const {
+    TORCH_CHECK(
+        slot_ != nullptr,
+        "this optimizer handle is empty: assign what accelerator.prepare(optimizer) returns "
+        "to it");
+    return slot_;
+  }
+
+ private:
+  OptimizerHandle& handle_of(int64_t group) const {
+    OptimizerHandle& handle = slot()->handle();
+    TORCH_CHECK(group >= 0 && group < handle.num_groups(), "the optimizer has ",
+                handle.num_groups(), " parameter groups, none with number ", group);
+    return handle;
+  }
+
+  std::shared_ptr<internal::OptimizerSlot> slot_;
+};
+
+namespace internal {
+
+// What the handles of all schedules have. A value; copies are the same schedule. One that was
+// default-constructed is empty: every use but assignment throws c10::Error.
+class ScheduleHandle {
+ public:
+  ScheduleHandle() = default;
+  explicit ScheduleHandle(std::shared_ptr<SchedulerSlot> slot) : slot_(std::move(slot)) {}
+
+  // The rate in force, of the first parameter group.
+  double last_lr() const { return slot()->last_lr(); }
+  // Those of all groups.
+  std::vector<double> get_last_lr() const { return slot()->last_lrs(); }
+  // Steps of the schedule so far; of a plateau schedule, metrics seen.
+  int64_t step_count() const { return slot()->step_count(); }
+
+  const std::shared_ptr<SchedulerSlot>& slot() const {
+    TORCH_CHECK(slot_ != nullptr,
+                "this schedule handle is empty: assign what accelerator.prepare(schedule) returns "
+                "to it");
+    return slot_;
+  }
+
+ private:
+  std::shared_ptr<SchedulerSlot> slot_;
+};
+
+}  // namespace internal
+
+// A prepared learning-rate schedule: step() it once per micro-step, after the optimizer. It moves
+// on when the optimizer did.
+class AcceleratedScheduler : public internal::ScheduleHandle {
+ public:
+  using ScheduleHandle::ScheduleHandle;
+  void step() { slot()->Step(); }
+};
+
+// A prepared schedule that reduces rates when a metric stops improving.
+class AcceleratedPlateau : public internal::ScheduleHandle {
+ public:
+  using ScheduleHandle::ScheduleHandle;
+  // (collective) After each evaluation. Decides by the mean of the processes' metrics, so that all
+  // of them decide alike.
+  void step(double metric) { slot()->StepMetric(metric); }
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_HANDLES_H_

@@ -1,0 +1,49 @@
+#ifndef MUSTER_INTERNAL_MODEL_SOURCE_H_
+#define MUSTER_INTERNAL_MODEL_SOURCE_H_
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "torch/nn/module.h"
+
+namespace torch::jit {
+struct Module;
+}
+
+namespace muster::internal {
+
+// What Core needs of a model, whatever its class: its tensors, its identity, its place. Keeps the
+// model alive. Not thread-safe.
+class ModelSource {
+ public:
+  using Named = std::vector<std::pair<std::string, at::Tensor>>;
+
+  virtual ~ModelSource() = default;
+  // Sources with one identity hold one model. No other model has it while this source lives.
+  virtual const void* identity() const = 0;
+  // Whether anything but this source holds the model.
+  virtual bool held_elsewhere() const = 0;
+  // Defined tensors by their full names, in the order of registration.
+  virtual Named parameters() const = 0;
+  virtual Named buffers() const = 0;
+  virtual void MoveTo(at::Device device) = 0;
+  // Null for TorchScript.
+  virtual torch::nn::Module* module() { return nullptr; }
+};
+
+std::unique_ptr<ModelSource> SourceOf(std::shared_ptr<torch::nn::Module> module);
+// TorchScript modules are handles: a copy is the same module.
+std::unique_ptr<ModelSource> SourceOf(const torch::jit::Module& module);
+
+// Parameters, then buffers; detached, not copied.
+ModelSource::Named TensorsOf(const ModelSource& model);
+
+// Parameters whose gradients are sparse tensors: those of embeddings made with sparse(true).
+std::vector<at::Tensor> SparseParametersOf(torch::nn::Module& module);
+
+}  // namespace muster::internal
+
+#endif  // MUSTER_INTERNAL_MODEL_SOURCE_H_

@@ -1,0 +1,779 @@
+// Loops as people write them: folds, epochs with several loops, heads and tails of steps.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "muster/accelerator.h"
+#include "muster/test_model.h"
+#include "muster/test_ranks.h"
+#include "torch/optim/adamw.h"
+#include "torch/optim/lbfgs.h"
+#include "torch/optim/schedulers/reduce_on_plateau_scheduler.h"
+#include "torch/optim/schedulers/step_lr.h"
+#include "torch/optim/sgd.h"
+
+namespace muster {
+namespace {
+
+using testing::AllOf;
+using testing::Each;
+using testing::ElementsAre;
+using testing::HasSubstr;
+
+AcceleratorOptions Accumulating(int64_t steps) {
+  AcceleratorOptions options;
+  options.gradient_accumulation_steps = steps;
+  return options;
+}
+
+at::Tensor Rows(int64_t n) { return at::arange(n, at::kFloat).unsqueeze(1); }
+
+// --- zero_grad ---
+
+enum class Zero { kHead, kTail, kBoth };
+
+double WeightAfter(Zero where, int64_t accumulation, int ranks) {
+  double weight = 0;
+  RunAccelerators(ranks, Accumulating(accumulation), [&](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    torch::optim::SGD sgd(net->parameters(), torch::optim::SGDOptions(1.0).momentum(0.5));
+    auto [model, optimizer, loader] = a.prepare(net, sgd, batches(TensorDataset(Rows(10)), 1));
+    for (int epoch = 0; epoch < 2; ++epoch) {
+      for (auto& batch : loader) {
+        auto scope = a.accumulate();
+        if (where != Zero::kTail) optimizer.zero_grad();
+        a.backward(Loss(model(batch.value())));
+        optimizer.step();
+        if (where != Zero::kHead) optimizer.zero_grad();
+      }
+    }
+    if (a.is_main_process()) weight = net->weight.item<double>();
+  });
+  return weight;
+}
+
+TEST(ZeroGrad, AtTheHeadOfAMicroStep_IsAsGoodAsAtItsEnd) {
+  for (const int ranks : {1, 2}) {
+    for (const int64_t accumulation : {1, 2, 3}) {
+      const double tail = WeightAfter(Zero::kTail, accumulation, ranks);
+      EXPECT_NEAR(WeightAfter(Zero::kHead, accumulation, ranks), tail, 1e-5);
+      EXPECT_NEAR(WeightAfter(Zero::kBoth, accumulation, ranks), tail, 1e-5);
+      EXPECT_GT(tail, 0);
+    }
+  }
+}
+
+TEST(ZeroGrad, WindowThatIsGivenUp_LeavesNothingForTheNext) {
+  RunAccelerators(1, Accumulating(2), [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    torch::optim::SGD sgd(net->parameters(), 1.0);
+    auto [model, optimizer] = a.prepare(net, sgd);
+    for (int i = 0; i < 4; ++i) {
+      auto scope = a.accumulate();
+      a.backward(Loss(model(at::full({1, 1}, i < 2 ? 100.0 : 1.0))));
+      if (i == 1) {
+        optimizer.zero_grad();
+        continue;
+      }
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    EXPECT_EQ(net->weight.item<double>(), 1);
+  });
+}
+
+TEST(ZeroGrad, OfTheModuleInTheMiddleOfAWindow_IsRefused) {
+  const auto errors = ErrorsOf(1, Accumulating(2), [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    torch::optim::SGD sgd(net->parameters(), 1.0);
+    auto [model, optimizer] = a.prepare(net, sgd);
+    for (int i = 0; i < 2; ++i) {
+      auto scope = a.accumulate();
+      model->zero_grad();
+      a.backward(Loss(model(at::ones({1, 1}))));
+      optimizer.step();
+    }
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("gradients of this accumulation window are gone")));
+}
+
+TEST(ZeroGrad, TwoOptimizersInOneMicroStep_ForgetEachTheirOwn) {
+  RunAccelerators(1, {}, [](Accelerator& a) {
+    torch::nn::Linear g = OneWeight(), d = OneWeight();
+    torch::optim::SGD sgd_g(g->parameters(), 1.0), sgd_d(d->parameters(), 1.0);
+    auto [generator, critic, step_g, step_d] = a.prepare(g, d, sgd_g, sgd_d);
+    {
+      at::NoGradGuard no_grad;
+      d->weight.fill_(1);
+      g->weight.fill_(1);
+    }
+    for (int i = 0; i < 2; ++i) {
+      auto scope = a.accumulate();
+      step_d.zero_grad();
+      // Not detached: what it leaves in the generator is to be forgotten.
+      a.backward(critic(generator(at::ones({1, 1}))).mean() * 0.5);
+      step_d.step();
+      step_g.zero_grad();
+      a.backward(-generator(at::ones({1, 1})).mean());
+      step_g.step();
+    }
+    EXPECT_EQ(g->weight.item<double>(), 3);
+  });
+}
+
+double WeightWithStepAfterTheBlock(bool zero_at_the_head) {
+  double weight = 0;
+  RunAccelerators(1, Accumulating(2), [&](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    torch::optim::SGD sgd(net->parameters(), 1.0);
+    auto [model, optimizer] = a.prepare(net, sgd);
+    for (int i = 0; i < 6; ++i) {
+      {
+        auto scope = a.accumulate();
+        if (zero_at_the_head) optimizer.zero_grad();
+        a.backward(Loss(model(at::full({1, 1}, 1.0 + i))));
+      }
+      if (a.sync_gradients()) {
+        optimizer.step();
+        if (!zero_at_the_head) optimizer.zero_grad();
+      }
+    }
+    weight = net->weight.item<double>();
+  });
+  return weight;
+}
+
+TEST(ZeroGrad, AtTheHeadWithTheStepAfterTheBlock_LosesNothing) {
+  EXPECT_NEAR(WeightWithStepAfterTheBlock(true), 10.5, 1e-5);
+  EXPECT_NEAR(WeightWithStepAfterTheBlock(false), 10.5, 1e-5);
+}
+
+// --- loss.backward() ---
+
+TEST(RawBackward, WhereItWouldTrainWrongly_IsRefused) {
+  const auto train = [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    torch::optim::SGD sgd(net->parameters(), 1.0);
+    auto [model, optimizer] = a.prepare(net, sgd);
+    for (int64_t i = 0; i < a.gradient_accumulation_steps(); ++i) {
+      auto scope = a.accumulate();
+      Loss(model(at::ones({1, 1}))).backward();
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    EXPECT_EQ(net->weight.item<double>(), 1);
+  };
+  EXPECT_THAT(ErrorsOf(2, {}, train), Each(""));
+  EXPECT_THAT(ErrorsOf(2, Accumulating(2), train), Each(HasSubstr("accelerator.backward(loss)")));
+  AcceleratorOptions half;
+  half.mixed_precision = "fp16";
+  EXPECT_THAT(ErrorsOf(1, half, train), Each(HasSubstr("accelerator.backward(loss)")));
+}
+
+// --- Folds ---
+
+TEST(Folds, OptimizersAtOneAddress_AreTheirOwn) {
+  for (const int ranks : {1, 2}) {
+    RunAccelerators(ranks, {}, [&](Accelerator& a) {
+      for (int fold = 0; fold < 3; ++fold) {
+        torch::nn::Linear net = OneWeight();
+        torch::optim::SGD sgd(net->parameters(), 1.0);
+        auto [model, optimizer, loader] =
+            a.prepare(net, sgd, batches(TensorDataset(at::ones({4, 1})), 2));
+        for (auto& batch : loader) {
+          auto scope = a.accumulate();
+          a.backward(Loss(model(batch.value())));
+          optimizer.step();
+          optimizer.zero_grad();
+        }
+        EXPECT_EQ(optimizer.steps(), 2 / ranks);
+        EXPECT_EQ(net->weight.item<double>(), 2 / ranks);
+        // What the folds before had is gone: neither written nor in the way.
+        const std::string dir = TestDir("fold" + std::to_string(fold));
+        const absl::Status saved = a.save_state(dir);
+        ASSERT_TRUE(saved.ok()) << saved;
+        EXPECT_FALSE(std::filesystem::exists(dir + "/model_1.safetensors"));
+        EXPECT_FALSE(std::filesystem::exists(dir + "/optimizer_1.safetensors"));
+        EXPECT_TRUE(a.load_state(dir).ok());
+      }
+    });
+  }
+}
+
+TEST(Folds, HandlesThatAreAssignedAgain_FollowTheNewOptimizer) {
+  RunAccelerators(1, {}, [](Accelerator& a) {
+    AcceleratedOptimizer optimizer;
+    for (int fold = 0; fold < 2; ++fold) {
+      torch::nn::Linear net = OneWeight();
+      torch::optim::AdamW adamw(net->parameters(), 1e-2);
+      auto model = a.prepare(net);
+      optimizer = a.prepare(adamw);
+      a.backward(Loss(model(at::ones({1, 1}))));
+      optimizer.step();
+      EXPECT_EQ(optimizer.steps(), 1);
+      EXPECT_NE(net->weight.item<double>(), 0);
+    }
+  });
+}
+
+// --- State ---
+
+TEST(State, WithoutTheModelThatWasTrained_IsRefused) {
+  RunAccelerators(1, {}, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    torch::optim::SGD sgd(net->parameters(), 1.0);
+    auto optimizer = a.prepare(sgd);
+    a.backward(Loss(net(at::ones({1, 1}))));
+    optimizer.step();
+    const absl::Status status = a.save_state(TestDir("no_model"));
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("no model"));
+    EXPECT_FALSE(std::filesystem::exists(TestDir("no_model")));
+  });
+}
+
+TEST(State, FolderNameWithASlash_IsTheFolder) {
+  RunAccelerators(2, {}, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    auto model = a.prepare(net);
+    for (int i = 0; i < 2; ++i) {
+      const absl::Status saved = a.save_state(TestDir("slash") + "/");
+      ASSERT_TRUE(saved.ok()) << saved;
+    }
+    EXPECT_TRUE(a.load_state(TestDir("slash") + "/./").ok());
+    EXPECT_TRUE(a.save_model(model, TestDir("weights") + "//").ok());
+  });
+}
+
+TEST(State, ProjectFolderThatCannotBeMade_IsRefusedAtPrepare) {
+  const std::string file = TestDir("a_file");
+  {
+    FILE* f = fopen(file.c_str(), "w");
+    fclose(f);
+  }
+  AcceleratorOptions options;
+  options.project.directory = file + "/run";
+  const auto errors = ErrorsOf(2, options, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    torch::optim::SGD sgd(net->parameters(), 1.0);
+    auto prepared = a.prepare(net, sgd);
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("a_file"), HasSubstr("project folder"))));
+}
+
+// Trains over `data` with `body` until it returns false, first from the start, then resumed from
+// the state it saved; gives all samples seen, in order.
+struct Trainer {
+  Accelerator& a;
+  torch::nn::Linear net = OneWeight();
+  torch::optim::SGD sgd{net->parameters(), 0.1};
+  AcceleratedModel<torch::nn::Linear> model;
+  AcceleratedOptimizer optimizer;
+  std::vector<std::string>* seen;
+
+  Trainer(Accelerator& accelerator, std::vector<std::string>* log) : a(accelerator), seen(log) {
+    std::tie(model, optimizer) = a.prepare(net, sgd);
+  }
+  template <class Loader>
+  void Train(Loader& loader, const std::string& name) {
+    for (auto& batch : loader) Step(batch, name);
+  }
+  template <class Batch>
+  void Step(Batch& batch, const std::string& name) {
+    auto scope = a.accumulate();
+    const at::Tensor all = a.gather_for_metrics(batch.value());
+    for (int64_t i = 0; i < all.size(0); ++i) {
+      seen->push_back(name + std::to_string(all[i].template item<int64_t>()));
+    }
+    a.backward(Loss(model(batch.value())));
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+};
+
+// Runs `program` to its end in one go, and in two with a stop where `stop(n)` first says so (n
+// counts its calls); both must see the same samples in the same order.
+void ExpectResumesExactly(
+    int ranks,
+    const std::function<void(Accelerator&, Trainer&, const std::function<bool()>& stop)>& program,
+    int stops) {
+  const auto run = [&](const std::string& root, int stop_at, std::vector<std::string>* seen) {
+    AcceleratorOptions options;
+    options.project.directory = root;
+    options.data_loader.data_seed = 5;
+    RunAccelerators(ranks, options, [&](Accelerator& a) {
+      std::vector<std::string> mine;
+      Trainer trainer(a, &mine);
+      int calls = 0;
+      program(a, trainer, [&] {
+        if (calls++ != stop_at) return false;
+        const absl::Status saved = a.save_state();
+        EXPECT_TRUE(saved.ok()) << saved;
+        return true;
+      });
+      if (a.is_main_process()) seen->insert(seen->end(), mine.begin(), mine.end());
+    });
+  };
+  std::vector<std::string> whole;
+  const std::string name = testing::UnitTest::GetInstance()->current_test_info()->name();
+  run(TestDir(name + "_whole" + std::to_string(ranks)), -1, &whole);
+  ASSERT_FALSE(whole.empty());
+  for (int stop = 0; stop < stops; ++stop) {
+    const std::string root = TestDir(name + std::to_string(ranks) + "_" + std::to_string(stop));
+    std::vector<std::string> parts;
+    run(root, stop, &parts);
+    EXPECT_LT(parts.size(), whole.size()) << "stop " << stop << " did not stop";
+    run(root, -1, &parts);
+    EXPECT_EQ(parts, whole) << "stopped at " << stop;
+  }
+}
+
+TEST(Epochs, StopAtTheHeadOfAnEpoch_LosesNone) {
+  for (const int ranks : {1, 2}) {
+    ExpectResumesExactly(
+        ranks,
+        [](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+          auto loader = a.prepare(batches(TensorDataset(Rows(8)), 2).shuffle(true));
+          ASSERT_TRUE(a.load_state_if_present().ok());
+          for (int64_t epoch : a.epochs(3)) {
+            (void)epoch;
+            if (stop()) return;
+            t.Train(loader, "a");
+          }
+        },
+        3);
+  }
+}
+
+TEST(Epochs, EvaluationFirst_LosesNone) {
+  ExpectResumesExactly(
+      2,
+      [](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+        auto [loader, evaluation] = a.prepare(batches(TensorDataset(Rows(8)), 2).shuffle(true),
+                                              batches(TensorDataset(Rows(6)), 2));
+        ASSERT_TRUE(a.load_state_if_present().ok());
+        for (int64_t epoch : a.epochs(2)) {
+          (void)epoch;
+          for (auto& batch : evaluation) (void)batch;
+          if (stop()) return;
+          t.Train(loader, "a");
+          if (stop()) return;
+        }
+      },
+      3);
+}
+
+TEST(Epochs, TwoTrainingLoops_AreBothResumed) {
+  for (const int ranks : {1, 2}) {
+    ExpectResumesExactly(
+        ranks,
+        [](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+          auto [first, second] =
+              a.prepare(batches(TensorDataset(Rows(8)), 2).shuffle(true),
+                        batches(TensorDataset(at::arange(100, 106, at::kFloat).unsqueeze(1)), 1)
+                            .shuffle(true));
+          ASSERT_TRUE(a.load_state_if_present().ok());
+          for (int64_t epoch : a.epochs(2)) {
+            (void)epoch;
+            if (stop()) return;
+            t.Train(first, "a");
+            if (stop()) return;
+            t.Train(second, "b");
+          }
+        },
+        4);
+  }
+}
+
+TEST(Epochs, OrdinaryBackwardWithoutBlocks_IsSeenAsTraining) {
+  for (const int ranks : {1, 2}) {
+    ExpectResumesExactly(
+        ranks,
+        [](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+          auto loader = a.prepare(batches(TensorDataset(Rows(8)), 2).shuffle(true));
+          ASSERT_TRUE(a.load_state_if_present().ok());
+          for (int64_t epoch : a.epochs(2)) {
+            (void)epoch;
+            for (auto& batch : loader) {
+              t.optimizer.zero_grad();
+              const at::Tensor all = a.gather_for_metrics(batch.value());
+              for (int64_t i = 0; i < all.size(0); ++i) {
+                t.seen->push_back(std::to_string(all[i].item<int64_t>()));
+              }
+              Loss(t.model(batch.value())).backward();
+              t.optimizer.step();
+              if (batch.info().index == 0 && stop()) return;
+            }
+            if (stop()) return;
+          }
+        },
+        3);
+  }
+}
+
+TEST(Epochs, ShortLastBatchThatIsPassedOver_EndsTheEpoch) {
+  ExpectResumesExactly(
+      1,
+      [](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+        auto loader = a.prepare(batches(TensorDataset(Rows(7)), 2).shuffle(true));
+        ASSERT_TRUE(a.load_state_if_present().ok());
+        for (int64_t epoch : a.epochs(3)) {
+          (void)epoch;
+          for (auto& batch : loader) {
+            if (batch.value().size(0) < 2) continue;
+            t.Step(batch, "a");
+          }
+          if (stop()) return;
+        }
+      },
+      2);
+}
+
+TEST(Epochs, OneLoaderTwiceInAnEpoch_IsResumedFromTheSecondEpochOn) {
+  ExpectResumesExactly(
+      1,
+      [](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+        auto loader = a.prepare(batches(TensorDataset(Rows(6)), 2).shuffle(true));
+        ASSERT_TRUE(a.load_state_if_present().ok());
+        for (int64_t epoch : a.epochs(3)) {
+          t.Train(loader, "a");
+          if (epoch > 0 && stop()) return;
+          t.Train(loader, "b");
+        }
+      },
+      2);
+}
+
+TEST(Epochs, StopAtTheHeadOfABatch_GetsThatBatchAgain) {
+  for (const int ranks : {1, 2}) {
+    ExpectResumesExactly(
+        ranks,
+        [](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+          auto loader = a.prepare(batches(TensorDataset(Rows(8)), 2).shuffle(true));
+          ASSERT_TRUE(a.load_state_if_present().ok());
+          for (int64_t epoch : a.epochs(2)) {
+            (void)epoch;
+            for (auto& batch : loader) {
+              if (stop()) return;
+              t.Step(batch, "a");
+            }
+          }
+        },
+        4);
+  }
+}
+
+TEST(Epochs, StopAfterTheLastBatchInsideTheLoop_ThenAtTheEndOfTheEpoch) {
+  AcceleratorOptions options;
+  options.project.directory = TestDir("last_batch");
+  std::vector<std::string> seen;
+  std::vector<int64_t> epochs;
+  for (int run = 0; run < 3; ++run) {
+    RunAccelerators(1, options, [&](Accelerator& a) {
+      Trainer t(a, &seen);
+      auto loader = a.prepare(batches(TensorDataset(Rows(4)), 2));
+      ASSERT_TRUE(a.load_state_if_present().ok());
+      for (int64_t epoch : a.epochs(2)) {
+        epochs.push_back(epoch);
+        for (auto& batch : loader) {
+          t.Step(batch, "a");
+          if (run == 0 && batch.info().is_last) {
+            ASSERT_TRUE(a.save_state().ok());
+            return;
+          }
+        }
+        if (run == 1) {
+          ASSERT_TRUE(a.save_state().ok());
+          return;
+        }
+      }
+    });
+  }
+  EXPECT_EQ(seen.size(), 8u);
+  EXPECT_THAT(epochs, ElementsAre(0, 0, 1));
+}
+
+TEST(Epochs, LoadersPreparedInTheEpoch_GoOnWhereTheLastOneWas) {
+  for (const int ranks : {1, 2}) {
+    ExpectResumesExactly(
+        ranks,
+        [](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+          ASSERT_TRUE(a.load_state_if_present().ok());
+          std::set<std::vector<std::string>> orders;
+          for (int64_t epoch : a.epochs(3)) {
+            (void)epoch;
+            auto loader = a.prepare(batches(TensorDataset(Rows(16)), 2).shuffle(true));
+            const size_t before = t.seen->size();
+            for (auto& batch : loader) {
+              t.Step(batch, "a");
+              if (stop()) return;
+            }
+            orders.insert({t.seen->begin() + before, t.seen->end()});
+          }
+          // No permutation twice.
+          EXPECT_GE(orders.size(), 2u);
+        },
+        6);
+  }
+}
+
+TEST(Epochs, LookAtTheFirstBatch_CostsNothingAfterAResume) {
+  ExpectResumesExactly(
+      1,
+      [](Accelerator& a, Trainer& t, const std::function<bool()>& stop) {
+        auto loader = a.prepare(batches(TensorDataset(Rows(8)), 2));
+        ASSERT_TRUE(a.load_state_if_present().ok());
+        EXPECT_EQ((*loader.begin()).value().size(1), 1);
+        for (int64_t epoch : a.epochs(2)) {
+          (void)epoch;
+          for (auto& batch : loader) {
+            t.Step(batch, "a");
+            if (stop()) return;
+          }
+        }
+      },
+      3);
+}
+
+TEST(Epochs, EvaluationLeftByABreak_BeginsAtItsStart) {
+  RunAccelerators(1, {}, [](Accelerator& a) {
+    std::vector<std::string> seen;
+    Trainer t(a, &seen);
+    auto [loader, evaluation] =
+        a.prepare(batches(TensorDataset(Rows(4)), 1), batches(TensorDataset(Rows(6)), 1));
+    t.Train(loader, "a");
+    for (auto& batch : evaluation) {
+      if (batch.info().index == 2) break;
+    }
+    ASSERT_TRUE(a.save_state(TestDir("broken_off")).ok());
+    ASSERT_TRUE(a.load_state(TestDir("broken_off")).ok());
+    int64_t samples = 0;
+    for (auto& batch : evaluation) samples += batch.info().size;
+    EXPECT_EQ(samples, 6);
+  });
+}
+
+TEST(Epochs, NothingLeft_IsSaid) {
+  AcceleratorOptions options;
+  options.project.directory = TestDir("finished");
+  for (int run = 0; run < 2; ++run) {
+    testing::internal::CaptureStderr();
+    RunAccelerators(1, options, [&](Accelerator& a) {
+      std::vector<std::string> seen;
+      Trainer t(a, &seen);
+      auto loader = a.prepare(batches(TensorDataset(Rows(4)), 2));
+      ASSERT_TRUE(a.load_state_if_present().ok());
+      for (int64_t epoch : a.epochs(2)) {
+        (void)epoch;
+        t.Train(loader, "a");
+        ASSERT_TRUE(a.save_state().ok());
+      }
+      EXPECT_EQ(seen.empty(), run == 1);
+    });
+    const std::string log = testing::internal::GetCapturedStderr();
+    if (run == 1) {
+      EXPECT_THAT(log, HasSubstr("epoch 2 of 2: nothing left to do"));
+    }
+  }
+}
+
+// --- Loops side by side ---
+
+TEST(SideBySide, LoadersOfDifferentLength_AskForTheBatchThatDecides) {
+  const auto train = [](Accelerator& a, bool say) {
+    std::vector<std::string> seen;
+    Trainer t(a, &seen);
+    auto [labelled, other] =
+        a.prepare(batches(TensorDataset(Rows(8)), 1), batches(TensorDataset(Rows(5)), 1));
+    auto it = other.begin();
+    for (auto& batch : labelled) {
+      auto scope = say ? a.accumulate(batch) : a.accumulate();
+      a.backward(Loss(t.model(batch.value() + (*it).value())));
+      t.optimizer.step();
+      t.optimizer.zero_grad();
+      if (++it == other.end()) it = other.begin();
+    }
+    EXPECT_EQ(t.optimizer.steps(), 4);
+  };
+  EXPECT_THAT(ErrorsOf(1, Accumulating(2), [&](Accelerator& a) { train(a, false); }),
+              Each(HasSubstr("accelerator.accumulate(batch)")));
+  EXPECT_THAT(ErrorsOf(1, Accumulating(2), [&](Accelerator& a) { train(a, true); }), Each(""));
+}
+
+TEST(SideBySide, InnerTrainingLoops_EndWindowsAsEver) {
+  RunAccelerators(1, Accumulating(4), [](Accelerator& a) {
+    std::vector<std::string> seen;
+    Trainer t(a, &seen);
+    auto [tasks, inner] =
+        a.prepare(batches(TensorDataset(Rows(3)), 1), batches(TensorDataset(Rows(6)), 1));
+    for (auto& task : tasks) {
+      (void)task;
+      t.Train(inner, "a");
+    }
+    EXPECT_EQ(t.optimizer.steps(), 6);
+  });
+}
+
+TEST(JoinUnevenInputs, CollectiveOfTheProgram_IsRefusedAtOnce) {
+  const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {
+    std::vector<std::string> seen;
+    Trainer t(a, &seen);
+    auto loader = a.prepare(batches(TensorDataset(Rows(4)), 1));
+    auto join = a.join_uneven_inputs();
+    t.Train(loader, "a");
+  });
+  EXPECT_THAT(errors, Each(HasSubstr("gather_for_metrics() inside join_uneven_inputs()")));
+}
+
+// --- Schedules ---
+
+TEST(Schedules, OfLibTorch_StepWithTheOptimizerAndComeBack) {
+  const std::string dir = TestDir("torch_schedule");
+  for (const bool resumed : {false, true}) {
+    RunAccelerators(1, Accumulating(4), [&](Accelerator& a) {
+      torch::nn::Linear net = OneWeight();
+      torch::optim::SGD sgd(net->parameters(), 1.0);
+      torch::optim::StepLR decay(sgd, 1, 0.5);
+      auto [model, optimizer, schedule] = a.prepare(net, sgd, decay);
+      if (resumed) {
+        ASSERT_TRUE(a.load_state(dir).ok());
+        EXPECT_EQ(optimizer.lr(), 0.25);
+      }
+      for (int i = 0; i < 12; ++i) {
+        auto scope = a.accumulate();
+        a.backward(Loss(model(at::ones({1, 1}))));
+        optimizer.step();
+        schedule.step();
+        optimizer.zero_grad();
+      }
+      // Three steps, of which LibTorch's StepLR lets the first pass.
+      EXPECT_EQ(optimizer.lr(), resumed ? 0.03125 : 0.25);
+      ASSERT_TRUE(a.save_state(dir).ok());
+    });
+  }
+}
+
+TEST(Schedules, RateSetByHand_IsNotUndone) {
+  RunAccelerators(1, {}, [](Accelerator& a) {
+    torch::nn::Linear net = OneWeight();
+    torch::optim::SGD sgd(net->parameters(), 1.0);
+    auto [model, optimizer, schedule] = a.prepare(net, sgd, StepLR(1, 0.5));
+    auto step = [&, m = model, o = optimizer, s = schedule]() mutable {
+      a.backward(Loss(m(at::ones({1, 1}))));
+      o.step();
+      s.step();
+      o.zero_grad();
+    };
+    step();
+    EXPECT_EQ(optimizer.lr(), 0.5);
+    optimizer.set_lr(0.1);
+    step();
+    EXPECT_NEAR(optimizer.lr(), 0.05, 1e-12);
+  });
+}
+
+TEST(Schedules, OnePerGroup) {
+  RunAccelerators(1, {}, [](Accelerator& a) {
+    torch::nn::Linear net(1, 1);
+    std::vector<torch::optim::OptimizerParamGroup> groups = {{{net->weight}}, {{net->bias}}};
+    torch::optim::SGD sgd(groups, torch::optim::SGDOptions(1.0));
+    auto [model, optimizer, schedule] =
+        a.prepare(net, sgd, std::vector<LrSchedulePtr>{StepLR(1, 0.5), ConstantLR(1.0, 1)});
+    a.backward(model(at::ones({1, 1})).mean());
+    optimizer.step();
+    schedule.step();
+    EXPECT_THAT(schedule.get_last_lr(), ElementsAre(0.5, 1.0));
+  });
+}
+
+TEST(Schedules, PlateauByTheMeanOfAllProcesses_ReducesAlike) {
+  RunAccelerators(2, {}, [](Accelerator& a) {
+    torch::nn::Linear one = OneWeight(), two = OneWeight();
+    torch::optim::SGD sgd(one->parameters(), 1.0), other(two->parameters(), 1.0);
+    torch::optim::ReduceLROnPlateauScheduler of_torch(
+        other, torch::optim::ReduceLROnPlateauScheduler::min, 0.5, /*patience=*/0);
+    auto [model, optimizer, plateau] =
+        a.prepare(one, sgd, PlateauSchedule({.factor = 0.5, .patience = 0}));
+    auto [model2, optimizer2, plateau2] = a.prepare(two, other, of_torch);
+    // On rank 0 alone it gets better, on rank 1 alone it gets worse; the mean gets worse.
+    for (int i = 0; i < 2; ++i) {
+      const double metric = a.is_main_process() ? 10 - i : 10 + 3 * i;
+      plateau.step(metric);
+      plateau2.step(metric);
+    }
+    EXPECT_EQ(optimizer.lr(), 0.5);
+    EXPECT_EQ(optimizer2.lr(), 0.5);
+    ASSERT_TRUE(a.save_state(TestDir("plateau")).ok());
+    optimizer.set_lr(1);
+    ASSERT_TRUE(a.load_state(TestDir("plateau")).ok());
+    EXPECT_EQ(optimizer.lr(), 0.5);
+  });
+}
+
+// --- Closures ---
+
+TEST(Closure, Lbfgs_FindsTheMinimumOnAllRanksAlike) {
+  for (const int ranks : {1, 2, 3}) {
+    RunAccelerators(ranks, {}, [](Accelerator& a) {
+      torch::nn::Linear net(torch::nn::LinearOptions(2, 1).bias(false));
+      torch::optim::LBFGS lbfgs(
+          net->parameters(),
+          torch::optim::LBFGSOptions(0.5).max_iter(10).line_search_fn("strong_wolfe"));
+      auto [model, optimizer] = a.prepare(net, lbfgs);
+      const at::Tensor x = at::eye(2) * (1.0 + a.process_index());
+      const at::Tensor y = x.matmul(at::tensor({1.0f, -2.0f}).unsqueeze(1));
+      at::Tensor first, last;
+      for (int i = 0; i < 4; ++i) {
+        last = optimizer.step([&, m = model, o = optimizer]() mutable {
+          o.zero_grad();
+          at::Tensor loss = (m(x) - y).square().mean();
+          a.backward(loss);
+          return loss;
+        });
+        if (!first.defined()) first = last;
+      }
+      EXPECT_LT(last.item<double>(), 1e-4);
+      EXPECT_EQ(optimizer.steps(), 4);
+      const at::Tensor all = a.gather(net->weight.detach());
+      for (int r = 1; r < a.num_processes(); ++r) EXPECT_TRUE(at::equal(all[r], all[0]));
+      EXPECT_TRUE(a.save_state(TestDir("lbfgs")).ok());
+      EXPECT_TRUE(a.load_state(TestDir("lbfgs")).ok());
+      EXPECT_THROW(optimizer.step(), c10::Error);
+    });
+  }
+}
+
+// --- main() ---
+
+TEST(Run, TakesOptionsAndFunctionsOfAnyOrdinaryShape) {
+  char name[] = "program";
+  char* argv[] = {name, nullptr};
+  AcceleratorOptions options;
+  options.cpu = true;
+  int calls = 0;
+  EXPECT_EQ(run(1, argv, options, [&](Accelerator&) { ++calls; }), 0);
+  EXPECT_EQ(run(1, argv, options,
+                [&](Accelerator&) {
+                  ++calls;
+                  return absl::OkStatus();
+                }),
+            0);
+  EXPECT_EQ(run(1, argv, options, [&](Accelerator&, const Arguments&) { ++calls; }), 0);
+  EXPECT_EQ(run(1, argv,
+                [&](Accelerator&) {
+                  ++calls;
+                  return absl::InternalError("no");
+                }),
+            1);
+  EXPECT_EQ(calls, 4);
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,65 @@
+#ifndef MUSTER_SUBGROUP_H_
+#define MUSTER_SUBGROUP_H_
+
+#include <memory>
+#include <source_location>
+#include <string>
+#include <utility>
+
+#include "c10/util/Exception.h"
+#include "worker/data/nested.h"
+#include "worker/process/comm.h"
+#include "worker/process/nested_collectives.h"
+
+namespace muster {
+
+// Some of the job's processes, for collectives among them alone: what Accelerator::new_group() gives.
+// Numbers of processes in here count within the group, in the order of the job's. Methods marked
+// (collective) must be called by every member, in the same order, and block; elsewhere they throw
+// c10::Error. A value; copies are the same group. Keep the Accelerator alive. Not thread-safe.
+class Subgroup {
+ public:
+  Subgroup() = default;
+  // Null: this process is no member.
+  explicit Subgroup(std::shared_ptr<Comm> comm) : comm_(std::move(comm)) {}
+
+  bool is_member() const { return comm_ != nullptr; }
+  int num_processes() const { return comm().size(); }
+  int process_index() const { return comm().rank(); }
+
+  // (collective) See the methods of these names of Accelerator.
+  template <class T>
+  T gather(const T& value, std::source_location where = std::source_location::current()) const {
+    return Gather(comm(), value, where);
+  }
+  template <class T>
+  auto gather_object(const T& object,
+                     std::source_location where = std::source_location::current()) const {
+    return GatherObject(comm(), object, where);
+  }
+  template <class T>
+  T reduce(const T& value, const std::string& reduction = "sum", double scale = 1.0,
+           std::source_location where = std::source_location::current()) const {
+    return Reduce(comm(), value, reduction, scale, where);
+  }
+  template <class T>
+  T broadcast(const T& value, int from_process = 0,
+              std::source_location where = std::source_location::current()) const {
+    return Broadcast(comm(), MapTensors(value, [](const at::Tensor& t) { return t.clone(); }),
+                     from_process, where);
+  }
+  void wait_for_everyone() const { comm().Barrier(); }
+
+  Comm& comm() const {
+    TORCH_CHECK(comm_ != nullptr,
+                "this process is no member of the group: ask is_member() before its collectives");
+    return *comm_;
+  }
+
+ private:
+  std::shared_ptr<Comm> comm_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_SUBGROUP_H_

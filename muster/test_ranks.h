@@ -1,0 +1,54 @@
+#ifndef MUSTER_MUSTER_TEST_RANKS_H_
+#define MUSTER_MUSTER_TEST_RANKS_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "muster/accelerator.h"
+#include "worker/process/borrowed_comm.h"
+#include "worker/process/gloo_ranks.h"
+
+// Accelerators on several ranks: threads of one process over Gloo.
+namespace muster {
+
+inline std::shared_ptr<internal::Core> CoreOn(Comm& comm, const AcceleratorOptions& options) {
+  JoinedProcess process;
+  process.environment.rank.value = process.environment.local_rank.value = comm.rank();
+  process.environment.world_size.value = process.environment.local_world_size.value = comm.size();
+  process.environment.mixed_precision.value = options.mixed_precision.value_or("no");
+  process.environment.gradient_accumulation_steps = {
+      static_cast<int>(options.gradient_accumulation_steps.value_or(1)), "argument"};
+  process.environment.project_dir.value = options.project.directory;
+  process.comm = std::make_unique<BorrowedComm>(comm);
+  return std::make_shared<internal::Core>(options, std::move(process));
+}
+
+inline void RunAccelerators(int n, const AcceleratorOptions& options,
+                            const std::function<void(Accelerator&)>& function) {
+  RunGlooRanks(n, [&](Comm& comm) {
+    Accelerator accelerator(CoreOn(comm, options));
+    function(accelerator);
+  });
+}
+
+// What each rank threw, or "".
+inline std::vector<std::string> ErrorsOf(int n, const AcceleratorOptions& options,
+                                         const std::function<void(Accelerator&)>& function) {
+  std::vector<std::string> errors(n);
+  RunAccelerators(n, options, [&](Accelerator& accelerator) {
+    try {
+      function(accelerator);
+    } catch (const c10::Error& error) {
+      errors[accelerator.process_index()] = error.what_without_backtrace();
+    }
+    // The ranks are still in step, whatever happened.
+    accelerator.wait_for_everyone();
+  });
+  return errors;
+}
+
+}  // namespace muster
+
+#endif  // MUSTER_MUSTER_TEST_RANKS_H_

@@ -1,0 +1,50 @@
+#ifndef MUSTER_WORKER_PARALLEL_SYNC_BATCH_NORM_H_
+#define MUSTER_WORKER_PARALLEL_SYNC_BATCH_NORM_H_
+
+#include <ostream>
+
+#include "ATen/core/Tensor.h"
+#include "torch/nn/modules/batchnorm.h"
+#include "torch/nn/pimpl.h"
+#include "worker/process/comm.h"
+
+namespace muster {
+
+// Batch normalization whose statistics are those of the batches of all ranks together, as torch's
+// nn.SyncBatchNorm: for batches that are small on every rank. Options, parameters and buffers have
+// the names and defaults of torch::nn::BatchNorm1d/2d/3d, whose checkpoints fit; it takes their
+// place in a model, for inputs of any rank from 2 (N, C, ...) on.
+//
+// In training, with a Comm of several ranks bound, forward and backward are collectives: one
+// all-reduce of 2C + 1 and one of 2C doubles. All ranks must take part in the same order, with the
+// same C; batch sizes may differ and may be 0. Gradients of weight and bias are this rank's part:
+// data parallelism averages them like all others. Without a bound Comm, with one rank, or in
+// evaluation it is torch's batch normalization.
+//
+// Statistics are computed in at least float, also of half inputs. There is no second derivative
+// (create_graph throws), and no place in join_uneven_inputs, since a rank without a batch does not
+// take part. Not thread-safe. Errors are c10::Error.
+class SyncBatchNormImpl
+    : public torch::nn::NormImplBase<0, SyncBatchNormImpl, torch::nn::BatchNormOptions> {
+ public:
+  using NormImplBase::NormImplBase;
+
+  at::Tensor forward(const at::Tensor& input);
+  void pretty_print(std::ostream& stream) const override;
+
+  // The ranks to share statistics with; borrowed, null: none. clone() shares them too.
+  void Bind(Comm* comm) { comm_ = comm; }
+  Comm* comm() const { return comm_; }
+
+ protected:
+  void _check_input_dim(const at::Tensor& input) override;
+
+ private:
+  Comm* comm_ = nullptr;
+};
+
+TORCH_MODULE(SyncBatchNorm);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_PARALLEL_SYNC_BATCH_NORM_H_
