@@ -94,5 +94,13 @@ TEST(BadInput, RankThatEndsEarly_IsNamedByThoseThatNeedIt) {
       << outcome.output;
 }
 
+TEST(BadInput, RankThatSkipsABatch_IsNamedWithWhereItStands) {
+  const Outcome outcome = RunCase("skips");
+  EXPECT_NE(outcome.exit_code, 0) << outcome.output;
+  EXPECT_THAT(outcome.output,
+              AllOf(HasSubstr("rank 1"), HasSubstr("did not take part in gradient exchange"),
+                    HasSubstr("wait_for_everyone")));
+}
+
 }  // namespace
 }  // namespace muster
