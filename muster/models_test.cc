@@ -455,7 +455,13 @@ TEST(Sparse, EmbeddingGradients_AreAveraged) {
 
 TEST(Buffers, SyncBatchNorm_IsBoundAtPrepareAndRefusedInAJoin) {
   RunAccelerators(2, {}, [](Accelerator& a) {
-    torch::nn::Sequential net(torch::nn::Linear(2, 2), SyncBatchNorm(2));
+    torch::nn::Linear linear(2, 2);
+    {
+      at::NoGradGuard no_grad;
+      linear->weight.copy_(at::tensor({0.5F, 0.2F, -0.3F, -0.4F}).view({2, 2}));
+      linear->bias.zero_();
+    }
+    torch::nn::Sequential net(linear, SyncBatchNorm(2));
     torch::optim::SGD sgd(net->parameters(), 0.1);
     auto [model, optimizer] = a.prepare(net, sgd);
     const at::Tensor out = model(Inputs(a));

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "base/log.h"
 #include "muster/accelerator.h"
 #include "muster/test_model.h"
 #include "muster/test_ranks.h"
@@ -561,6 +562,7 @@ TEST(Epochs, EvaluationLeftByABreak_BeginsAtItsStart) {
 }
 
 TEST(Epochs, NothingLeft_IsSaid) {
+  SetLogLevel(LogLevel::kInfo);
   AcceleratorOptions options;
   options.project.directory = TestDir("finished");
   for (int run = 0; run < 2; ++run) {

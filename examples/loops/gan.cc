@@ -10,7 +10,8 @@ constexpr int64_t kNoise = 8;
 
 struct GeneratorImpl : torch::nn::Module {
   torch::Tensor forward(const torch::Tensor& noise) { return out(torch::relu(norm(in(noise)))); }
-  torch::nn::Linear in{register_module("in", torch::nn::Linear(kNoise, 32))};
+  torch::nn::Linear in{
+      register_module("in", torch::nn::Linear(torch::nn::LinearOptions(kNoise, 32).bias(false)))};
   torch::nn::BatchNorm1d norm{register_module("norm", torch::nn::BatchNorm1d(32))};
   torch::nn::Linear out{register_module("out", torch::nn::Linear(32, 2))};
 };

@@ -26,7 +26,9 @@ class Examples : public testing::TestWithParam<Program> {
   // A folder of its own for each run, for programs that save.
   static CommandResult Run(const std::string& command) {
     const std::string directory = MakeTestDir(std::string("run_") + GetParam().name);
-    return RunCommand("MUSTER_CPU=1 MUSTER_PROJECT_DIR=" + directory + " " + command + " 2>&1");
+    // One thread: the same sums on machines of any number of cores, alone and under launch.
+    return RunCommand("OMP_NUM_THREADS=1 MUSTER_CPU=1 MUSTER_PROJECT_DIR=" + directory + " " +
+                      command + " 2>&1");
   }
   static CommandResult Launch(int processes) {
     return Run("client/cli/muster launch --cpu --num_processes " + std::to_string(processes) +

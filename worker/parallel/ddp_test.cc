@@ -10,6 +10,7 @@
 #include "ATen/ops/embedding.h"
 #include "ATen/ops/ones.h"
 #include "ATen/ops/tensor.h"
+#include "absl/cleanup/cleanup.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "torch/csrc/distributed/c10d/Backend.hpp"
@@ -650,6 +651,7 @@ TEST(DataParallel, ExchangeThatTimesOut_IsALostCollectiveOnTheBoard) {
       DataParallel ddp(comm, net.parameters, net.names, {});
       // Rank 1 skips this step.
       if (comm.rank() == 1) return failed.wait();
+      const absl::Cleanup release = [&] { failed.count_down(); };
       ProgressBoard board;
       ddp.set_progress(&board);
       comm.process_group()->getBackend(at::kCPU)->setTimeout(std::chrono::milliseconds(300));
@@ -666,7 +668,6 @@ TEST(DataParallel, ExchangeThatTimesOut_IsALostCollectiveOnTheBoard) {
                   }
                 }),
                 "stands in gradient exchange #1 (163 Float)");
-      failed.count_down();
     };
     shared_memory ? RunShmRanks(kRanks, rank_main) : RunGlooRanks(kRanks, rank_main);
   }

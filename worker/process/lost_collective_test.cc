@@ -144,23 +144,25 @@ TEST(LostCollective, CoordinatorIsAsked) {
 
 TEST(LostCollective, WithoutCoordinator_TheStoreTellsWhoWaits) {
   auto store = c10::make_intrusive<c10d::HashStore>();
-  std::vector<std::string> texts(3);
-  std::vector<std::thread> threads;
+  const auto explain = [&](int rank, std::vector<int> ranks, const char* collective,
+                           absl::Duration grace) {
+    LostCollectiveSources sources = Sources(rank, std::move(ranks));
+    sources.store = store;
+    sources.grace = grace;
+    sources.board->BeginCollective(collective, 8, "Float");
+    return ExplainLostCollective(sources, "Timed out");
+  };
+  explain(2, {0, 1, 2}, "AllReduce", absl::Milliseconds(1));  // leaves its note
   for (const int rank : {0, 2}) {
-    threads.emplace_back([&, rank] {
-      LostCollectiveSources sources = Sources(rank, {0, 1, 2});
-      sources.store = store;
-      sources.grace = absl::Seconds(2);
-      sources.board->BeginCollective("AllReduce", 8, "Float");
-      texts[rank] = ExplainLostCollective(sources, "Timed out");
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  for (const int rank : {0, 2}) {
-    EXPECT_THAT(texts[rank],
+    EXPECT_THAT(explain(rank, {0, 1, 2}, "AllReduce", absl::Milliseconds(1)),
                 AllOf(HasSubstr("rank 1 did not take part in AllReduce #1 (8 Float) after step 0"),
                       HasSubstr("; ranks 0, 2 wait;"), HasSubstr("known only to a coordinator")));
   }
+  // Those who come one after the other are waited for, no longer than until they are there.
+  std::thread other([&] { explain(2, {0, 2}, "Barrier", absl::Minutes(5)); });
+  EXPECT_THAT(explain(0, {0, 2}, "Barrier", absl::Minutes(5)),
+              HasSubstr("though all of ranks 0, 2 wait in it"));
+  other.join();
 }
 
 TEST(RethrowExplained, LostCollective_IsExplainedOthersPass) {
