@@ -60,7 +60,9 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
   args.SetInt(GRPC_ARG_KEEPALIVE_PERMIT_WITHOUT_CALLS, 1);
   args.SetInt(GRPC_ARG_HTTP2_MAX_PINGS_WITHOUT_DATA, 0);
   args.SetInt(GRPC_ARG_INITIAL_RECONNECT_BACKOFF_MS, 50);
-  args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 50);
+  // Which is what one attempt may take, connecting, TLS and HTTP/2 together, and delays no other: a
+  // loaded machine or a long line needs more than moments.
+  args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 10'000);
   args.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS,
               static_cast<int>(absl::ToInt64Milliseconds(options.max_backoff)));
   args.SetInt(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, options.max_message_bytes);

@@ -1,5 +1,8 @@
 #include "rpc/server.h"
 
+#include <netinet/in.h>
+#include <poll.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -191,6 +194,28 @@ TEST(WaitUntilConnected, NobodyThere_NamesTheAddress) {
       WaitUntilConnected(**channel, "unix:/nonexistent/muster.sock", absl::Milliseconds(50));
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(status.message()), HasSubstr("/nonexistent/muster.sock"));
+}
+
+// A machine under load takes its time to greet a new connection; so does a long line.
+TEST(Channel, ServerThatIsSlowToGreet_IsNotGivenUp) {
+  const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), size), 0);
+  ASSERT_EQ(listen(listener, 1), 0);
+  ASSERT_EQ(getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size), 0);
+  auto channel = Connect("127.0.0.1:" + std::to_string(ntohs(address.sin_port)));
+  ASSERT_TRUE(channel.ok()) << channel.status();
+  (*channel)->GetState(/*try_to_connect=*/true);
+  const int connection = accept(listener, nullptr, nullptr);
+  ASSERT_GE(connection, 0);
+  // The attempt lives on: the client closes nothing meanwhile.
+  pollfd closed = {.fd = connection, .events = POLLRDHUP, .revents = 0};
+  EXPECT_EQ(poll(&closed, 1, 1000), 0);
+  close(connection);
+  close(listener);
 }
 
 }  // namespace

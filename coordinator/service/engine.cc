@@ -36,6 +36,8 @@ constexpr size_t kManyWrites = 48;
 constexpr size_t kWritesAtATime = 8;
 // Then somebody who only brought an event has applied enough of what others bring.
 constexpr int kRounds = 64;
+// What the core keeps of a key that is waited for, beside its bytes.
+constexpr size_t kBytesOfKey = 128;
 
 std::shared_ptr<const Answer> ErrorAnswer(absl::StatusCode code, absl::string_view message,
                                           v1::ErrorReason reason, bool retryable) {
@@ -105,6 +107,11 @@ void FailAtReply(const Answer& answer) {
     default:
       break;
   }
+}
+
+// Whether its answer may wait for somebody else's operation.
+bool MayBeHeld(const v1::Op& op) {
+  return op.has_join() || op.has_arrive() || op.has_wait() || op.has_agree_alive();
 }
 
 bool OnlyReads(const v1::Op& op) {
@@ -201,6 +208,7 @@ struct Engine::Session final : public FrameSource {
 
   // Apply thread only.
   absl::flat_hash_set<CallId> calls;
+  size_t held_bytes = 0;  // of their requests
   bool dirty = false;
   bool ended = false;
   absl::Time expires = absl::InfiniteFuture();  // while it has no stream
@@ -240,6 +248,9 @@ Engine::Engine(const Options& options, std::unique_ptr<Journal> journal)
                              /*retryable=*/false)),
       too_many_calls_(OverloadedAnswer(
           "too many calls wait for their answer: nothing was done; try again later")),
+      too_many_bytes_(OverloadedAnswer("the calls that wait for their answer hold too many bytes: "
+                                       "nothing was done; send smaller "
+                                       "payloads and fewer keys at a time, or try again later")),
       too_many_watchers_(OverloadedAnswer(
           "too many watches are open: end those that are not needed, or try again later")),
       snapshot_busy_(OverloadedAnswer("a snapshot is being written: try again when it is done")),
@@ -519,7 +530,7 @@ void Engine::Deliver(CallId id, std::shared_ptr<const Answer> answer) {
   }
   const OpenCall call = std::move(it->second);
   calls_.erase(it);
-  open_calls_.fetch_sub(1, std::memory_order_relaxed);
+  Close(call);
   op_seconds_[call.kind].Observe(options_.clock->Now() - call.begun);
   FailAtReply(*answer);
   if (call.sink != nullptr) {
@@ -533,6 +544,12 @@ void Engine::Deliver(CallId id, std::shared_ptr<const Answer> answer) {
     call.session->agent.outbox().AddResult(call.op_id, answer);
   }
   MarkDirty(call.session);
+}
+
+void Engine::Close(const OpenCall& call) {
+  open_calls_.fetch_sub(1, std::memory_order_relaxed);
+  held_bytes_.fetch_sub(call.bytes, std::memory_order_relaxed);
+  if (call.session != nullptr) call.session->held_bytes -= call.bytes;
 }
 
 void Engine::Direct(const NodeDirective& directive) {
@@ -666,7 +683,8 @@ void Engine::RunWriter() {
   }
 }
 
-void Engine::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, CallSink* sink) {
+void Engine::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes,
+                  std::shared_ptr<CallSink> sink) {
   if (queued_bytes_.fetch_add(bytes) + bytes > options_.limits.queued_bytes) {
     queued_bytes_.fetch_sub(bytes);
     overloaded_.fetch_add(1, std::memory_order_relaxed);
@@ -675,7 +693,7 @@ void Engine::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, CallSink*
   }
   const bool posted = Post([this, id, op = std::move(op), bytes, sink] {
     queued_bytes_.fetch_sub(bytes);
-    DoCall(id, *op, /*node=*/"", {.sink = sink, .session = nullptr, .op_id = 0});
+    DoCall(id, *op, /*node=*/"", {.sink = sink, .session = nullptr, .op_id = 0, .bytes = bytes});
   });
   if (!posted) sink->OnAnswer(stopping_answer_);
 }
@@ -692,6 +710,10 @@ std::shared_ptr<const Answer> Engine::Refusal(const v1::Op& op, const Session* s
   } else if (calls_.size() > limits.calls ||
              (session != nullptr && session->calls.size() > limits.calls_of_agent)) {
     refusal = too_many_calls_;
+  } else if (MayBeHeld(op) &&
+             (held_bytes_.load(std::memory_order_relaxed) > limits.held_bytes ||
+              (session != nullptr && session->held_bytes > limits.held_bytes_of_agent))) {
+    refusal = too_many_bytes_;
   }
   if (refusal != nullptr) overloaded_.fetch_add(1, std::memory_order_relaxed);
   return refusal;
@@ -702,7 +724,12 @@ void Engine::DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCal
   const absl::Time now = options_.clock->Now();
   call.kind = op.kind_case();
   call.begun = now;
-  if (call.session != nullptr) call.session->calls.insert(id);
+  if (op.has_wait()) call.bytes += kBytesOfKey * static_cast<size_t>(op.wait().keys_size());
+  held_bytes_.fetch_add(call.bytes, std::memory_order_relaxed);
+  if (call.session != nullptr) {
+    call.session->calls.insert(id);
+    call.session->held_bytes += call.bytes;
+  }
   calls_.emplace(id, std::move(call));
   open_calls_.fetch_add(1, std::memory_order_relaxed);
   if (stopped_) {
@@ -728,20 +755,21 @@ void Engine::Abandon(CallId id) {
 }
 
 void Engine::AgentFrame(const std::shared_ptr<AgentLink>& link,
-                        std::shared_ptr<const v1::AgentFrame> frame) {
-  const bool posted = Post([this, link, frame = std::move(frame)] {
+                        std::shared_ptr<const v1::AgentFrame> frame, size_t bytes) {
+  const bool posted = Post([this, link, frame = std::move(frame), bytes] {
     if (stopped_) {
       link->Close(StoppingStatus());
       return;
     }
-    DoFrame(link, *frame);
+    DoFrame(link, *frame, bytes);
     const auto it = links_.find(link.get());
     read_next_.emplace_back(it == links_.end() ? nullptr : it->second, link);
   });
   if (!posted) link->Close(StoppingStatus());
 }
 
-void Engine::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFrame& frame) {
+void Engine::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFrame& frame,
+                     size_t bytes) {
   const auto it = links_.find(link.get());
   if (it == links_.end()) {
     if (frame.has_hello()) {
@@ -770,11 +798,13 @@ void Engine::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFram
   }
   MarkDirty(session);
   const absl::Time now = options_.clock->Now();
+  size_t op_bytes = 0;
   switch (frame.kind_case()) {
     case v1::AgentFrame::kOps:
+      op_bytes = bytes / static_cast<size_t>(std::max(1, frame.ops().ops_size()));
       for (const v1::Op& op : frame.ops().ops()) {
         DoCall(NewCallId(), op, session->node,
-               {.sink = nullptr, .session = session, .op_id = op.op_id()});
+               {.sink = nullptr, .session = session, .op_id = op.op_id(), .bytes = op_bytes});
       }
       break;
     case v1::AgentFrame::kBeat:
@@ -884,7 +914,10 @@ void Engine::EndSession(const std::shared_ptr<Session>& session) {
   const absl::Time now = options_.clock->Now();
   for (const CallId id : session->calls) {
     core_.Abandon(id, now, &out_);
-    open_calls_.fetch_sub(calls_.erase(id), std::memory_order_relaxed);
+    const auto it = calls_.find(id);
+    if (it == calls_.end()) continue;
+    Close(it->second);
+    calls_.erase(it);
   }
   session->calls.clear();
   if (const auto it = sessions_.find(session->node);

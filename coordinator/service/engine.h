@@ -68,6 +68,10 @@ class Engine {
     // Calls that wait for their answer, of everybody and of one agent.
     size_t calls = 1 << 20;
     size_t calls_of_agent = 1 << 16;
+    // Bytes of the requests of those calls, of everybody and of one agent: the core keeps what it
+    // needs of them (keys waited for, payloads of barriers).
+    size_t held_bytes = 256 << 20;
+    size_t held_bytes_of_agent = 64 << 20;
     // Requests of unary calls that wait to be applied. An agent has at most one frame there.
     size_t queued_bytes = 64 << 20;
     // Answers that an agent's stream has not taken: from then on no frame of it is read.
@@ -103,14 +107,15 @@ class Engine {
   void Stop();
 
   CallId NewCallId() { return next_call_.fetch_add(1, std::memory_order_relaxed); }
-  // `sink` stays valid until it was answered. `bytes` is the size of the request.
-  void Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, CallSink* sink);
+  // `sink` is let go of once it was answered. `bytes` is the size of the request.
+  void Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, std::shared_ptr<CallSink> sink);
   // The caller has gone away. The sink is answered with CANCELLED unless it was answered before.
   void Abandon(CallId id);
 
-  // The frames of an agent's stream, in order; the first is a Hello. Ends with Closed.
+  // The frames of an agent's stream, in order; the first is a Hello. Ends with Closed. `bytes` is
+  // the size of the frame.
   void AgentFrame(const std::shared_ptr<AgentLink>& link,
-                  std::shared_ptr<const v1::AgentFrame> frame);
+                  std::shared_ptr<const v1::AgentFrame> frame, size_t bytes = 0);
   void AgentClosed(const std::shared_ptr<AgentLink>& link);
 
   // A watch, until WatchClosed. The link stays valid until then.
@@ -147,6 +152,7 @@ class Engine {
   uint64_t journal_backlog_bytes() const { return backlog_bytes_.load(std::memory_order_relaxed); }
   uint64_t overloaded() const { return overloaded_.load(std::memory_order_relaxed); }
   bool journal_ok() const { return journal_ok_.load(std::memory_order_relaxed); }
+  uint64_t held_bytes() const { return held_bytes_.load(std::memory_order_relaxed); }
   uint64_t open_calls() const { return open_calls_.load(std::memory_order_relaxed); }
   uint64_t agents() const { return agents_.load(std::memory_order_relaxed); }
   uint64_t watchers() const { return watcher_count_.load(std::memory_order_relaxed); }
@@ -156,9 +162,10 @@ class Engine {
   struct Session;
   struct Writes;
   struct OpenCall {
-    CallSink* sink = nullptr;          // of a unary call, or
+    std::shared_ptr<CallSink> sink;    // of a unary call, or
     std::shared_ptr<Session> session;  // the stream it came on
     uint64_t op_id = 0;
+    size_t bytes = 0;  // of the request
     v1::Op::KindCase kind = v1::Op::KIND_NOT_SET;
     absl::Time begun = absl::InfinitePast();
   };
@@ -187,7 +194,7 @@ class Engine {
 
   // All below: whoever is applying.
   void DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCall call);
-  void DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFrame& frame);
+  void DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFrame& frame, size_t bytes);
   void DoHello(const std::shared_ptr<AgentLink>& link, const v1::Hello& hello);
   void DoClosed(const std::shared_ptr<AgentLink>& link);
   void EndSession(const std::shared_ptr<Session>& session);
@@ -196,6 +203,8 @@ class Engine {
   // Hands over what the core put out.
   void Drain();
   void Deliver(CallId id, std::shared_ptr<const Answer> answer);
+  // Takes an open call off the books.
+  void Close(const OpenCall& call);
   // Whether `op` is refused because something has grown too large; nullptr: it is not.
   std::shared_ptr<const Answer> Refusal(const v1::Op& op, const Session* session);
   void Direct(const NodeDirective& directive);
@@ -221,6 +230,7 @@ class Engine {
   std::shared_ptr<const Answer> stopping_answer_;
   std::shared_ptr<const Answer> cancelled_;
   std::shared_ptr<const Answer> too_many_calls_;
+  std::shared_ptr<const Answer> too_many_bytes_;
   std::shared_ptr<const Answer> too_many_watchers_;
   std::shared_ptr<const Answer> snapshot_busy_;
   std::shared_ptr<const Answer> journal_behind_;
@@ -260,6 +270,7 @@ class Engine {
   std::atomic<uint64_t> backlog_bytes_{0};
   std::atomic<uint64_t> overloaded_{0};
   std::atomic<uint64_t> open_calls_{0};
+  std::atomic<uint64_t> held_bytes_{0};  // of the requests of open calls; written by the applier
   std::atomic<uint64_t> agents_{0};
   std::atomic<uint64_t> watcher_count_{0};
   DurationHistogram fsync_seconds_;

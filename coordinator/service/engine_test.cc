@@ -117,6 +117,9 @@ class FakeSink final : public CallSink {
   Notification answered;
 };
 
+// A sink that outlives its call.
+std::shared_ptr<CallSink> Borrowed(CallSink* sink) { return {std::shared_ptr<void>(), sink}; }
+
 // Worker w0 asks to be all of job "j".
 v1::Op JoinAlone() {
   v1::Op op;
@@ -148,7 +151,7 @@ class EngineTest : public ::testing::Test {
 
   CallId Call(const v1::Op& op, FakeSink* sink, size_t bytes = 0) {
     const CallId id = engine_->NewCallId();
-    engine_->Call(id, std::make_unique<v1::Op>(op), bytes, sink);
+    engine_->Call(id, std::make_unique<v1::Op>(op), bytes, Borrowed(sink));
     return id;
   }
   v1::Fence Fence() const {
@@ -201,13 +204,14 @@ class EngineTest : public ::testing::Test {
     link->WriteAll();
     return link;
   }
-  void Send(const std::shared_ptr<FakeLink>& link, v1::Op op, uint64_t op_id, uint64_t ack = 0) {
+  void Send(const std::shared_ptr<FakeLink>& link, v1::Op op, uint64_t op_id, uint64_t ack = 0,
+            size_t bytes = 0) {
     auto frame = std::make_unique<v1::AgentFrame>();
     frame->set_seq(++seq_);
     frame->set_ack(ack);
     op.set_op_id(op_id);
     *frame->mutable_ops()->add_ops() = std::move(op);
-    engine_->AgentFrame(link, std::move(frame));
+    engine_->AgentFrame(link, std::move(frame), bytes);
   }
 
   std::unique_ptr<Engine> engine_;
@@ -272,6 +276,51 @@ TEST_F(EngineTest, TooManyCalls_AreRefused) {
   Call(Put("k", "v"), &fourth);
   EXPECT_TRUE(fourth.answer->Parse().has_txn());
   EXPECT_TRUE(held[1].answer->Parse().has_wait());
+}
+
+TEST_F(EngineTest, CallsThatHoldTooManyBytes_AreRefusedUntilSomeAreAnswered) {
+  Start({.held_bytes = 4000, .held_bytes_of_agent = 2000});
+  FakeSink held, refused;
+  const CallId id = Call(Wait("k"), &held, 3000);
+  EXPECT_GE(engine_->held_bytes(), 3000u);
+  Call(Wait("k"), &refused, 1000);
+  ASSERT_TRUE(refused.answered.HasBeenNotified());
+  EXPECT_EQ(refused.reason(), v1::ERROR_REASON_OVERLOADED);
+  FakeSink at_once;  // is not held
+  Call(Get("k"), &at_once, 1000);
+  EXPECT_TRUE(at_once.answer->Parse().has_txn());
+  engine_->Abandon(id);
+  EXPECT_EQ(engine_->held_bytes(), 0u);
+  FakeSink served;
+  Call(Wait("k"), &served, 1000);
+  EXPECT_FALSE(served.answered.HasBeenNotified());
+  PutNow("k", "v");
+  EXPECT_TRUE(served.answer->Parse().has_wait());
+  EXPECT_EQ(engine_->held_bytes(), 0u);
+}
+
+TEST_F(EngineTest, ManyKeysInOneWait_CountByTheirNumber) {
+  Start({.held_bytes = 4000});
+  v1::Op wait = Wait("k");
+  for (int i = 0; i < 100; ++i) wait.mutable_wait()->add_keys(absl::StrCat(i));
+  FakeSink refused;
+  Call(wait, &refused, 300);
+  ASSERT_TRUE(refused.answered.HasBeenNotified());
+  EXPECT_EQ(refused.reason(), v1::ERROR_REASON_OVERLOADED);
+}
+
+TEST_F(EngineTest, BytesThatAnAgentHolds_AreRefusedToItAlone) {
+  Start({.held_bytes_of_agent = 2000});
+  const auto link = Attach();
+  Send(link, Wait("k"), 1, /*ack=*/0, /*bytes=*/3000);
+  Send(link, Wait("k"), 2, /*ack=*/0, /*bytes=*/100);
+  link->WriteAll();
+  EXPECT_EQ(link->Result(1).error().detail().reason(), v1::ERROR_REASON_OVERLOADED);
+  EXPECT_EQ(link->Result(2).op_id(), 0u);  // held
+  PutNow("k", "v");                        // by a unary call: not the agent's
+  link->WriteAll();
+  EXPECT_TRUE(link->Result(2).has_wait());
+  EXPECT_EQ(engine_->held_bytes(), 0u);
 }
 
 TEST_F(EngineTest, RequestsBehindABusyEngine_AreBoundedInBytes) {
@@ -563,7 +612,7 @@ class SmallSnapshotTest : public SnapshotTest {
   }
   v1::OpResult Call(const v1::Op& op) {
     FakeSink sink;
-    engine_.Call(engine_.NewCallId(), std::make_unique<v1::Op>(op), 0, &sink);
+    engine_.Call(engine_.NewCallId(), std::make_unique<v1::Op>(op), 0, Borrowed(&sink));
     sink.answered.WaitForNotification();
     return sink.answer->Parse();
   }
@@ -590,7 +639,9 @@ class ChainSink final : public CallSink {
  public:
   ChainSink(Engine* engine, v1::Op op, int calls)
       : engine_(engine), op_(std::move(op)), left_(calls) {}
-  void Next() { engine_->Call(engine_->NewCallId(), std::make_unique<v1::Op>(op_), 0, this); }
+  void Next() {
+    engine_->Call(engine_->NewCallId(), std::make_unique<v1::Op>(op_), 0, Borrowed(this));
+  }
   void OnAnswer(const std::shared_ptr<const Answer>&) override {
     if (--left_ > 0) {
       Next();

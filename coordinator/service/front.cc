@@ -1,6 +1,7 @@
 #include "coordinator/service/front.h"
 
 #include <google/protobuf/arena.h>
+#include <grpc/support/time.h>
 #include <grpcpp/impl/codegen/proto_utils.h>
 #include <grpcpp/impl/rpc_service_method.h>
 #include <grpcpp/server_context.h>
@@ -28,12 +29,13 @@ constexpr int kAcceptors = 64;
 // at a barrier goes on putting off, anything else does not.
 constexpr size_t kPutOffEvents = 64;
 constexpr size_t kPutOffReads = 4096;
+// Silent calls are looked at after so many events.
+constexpr size_t kSilentEvents = 1024;
 // After an event that came this soon, the next one is looked for awhile before the thread sleeps.
 constexpr absl::Duration kSoon = absl::Microseconds(150);
 constexpr absl::Duration kAwhile = absl::Microseconds(100);
 // The front whose queue this thread serves.
 thread_local const void* serving_queue_of = nullptr;
-enum Event : uintptr_t { kBegun = 0, kRead = 1, kWritten = 2, kFinished = 3, kGone = 4 };
 constexpr uintptr_t kEventMask = 7;
 
 template <typename Message>
@@ -56,9 +58,9 @@ grpc::ByteBuffer Serialize(const google::protobuf::MessageLite& message) {
 }
 
 // OK if the caller set a deadline, else INVALID_ARGUMENT / DEADLINE_REQUIRED.
-absl::Status CheckDeadline(const grpc::ServerContext& context) {
+absl::Status CheckDeadline(const RpcCall& call) {
   // gRPC says "no deadline" with the end of time.
-  if (context.deadline() < std::chrono::system_clock::now() + std::chrono::hours(24 * 365 * 5)) {
+  if (call.deadline() < std::chrono::system_clock::now() + std::chrono::hours(24 * 365 * 5)) {
     return absl::OkStatus();
   }
   return rpc::ErrorWithReason(absl::StatusCode::kInvalidArgument,
@@ -92,6 +94,11 @@ bool ParseHealthRequest(grpc::ByteBuffer& bytes, std::string* service) {
   return true;
 }
 
+absl::Status Stopping() {
+  return rpc::ErrorWithReason(absl::StatusCode::kUnavailable, "the coordinator is stopping",
+                              v1::ERROR_REASON_STOPPING, /*retryable=*/true);
+}
+
 absl::Status NotAMessage(absl::string_view what) {
   return rpc::ErrorWithReason(absl::StatusCode::kInvalidArgument,
                               absl::StrCat("the bytes sent are no ", what),
@@ -100,47 +107,77 @@ absl::Status NotAMessage(absl::string_view what) {
 
 }  // namespace
 
-// gRPC's half of a call: lives from the wish for a call until gRPC is done with it. Its address is
-// the tag of everything that happens to it, with the Event in the low bits.
-struct alignas(16) Front::Rpc {
-  grpc::GenericServerContext context;
-  grpc::GenericServerAsyncReaderWriter stream{&context};
-  std::shared_ptr<Handler> handler;
-  int in_flight = 0;  // handler->mu_
-  bool gone = false;  // queue's thread
-  bool finished = false;
+// gRPC's own. Its address is the tag of everything that happens to it, with the event in the low
+// bits.
+class alignas(16) Front::GrpcCall final : public RpcCall {
+ public:
+  const std::string& method() const override { return context_.method(); }
+  std::chrono::system_clock::time_point deadline() const override { return context_.deadline(); }
 
-  void* Tag(Event event) {
-    return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(this) + event);
+  void Request(grpc::AsyncGenericService& service, grpc::ServerCompletionQueue* queue) {
+    context_.AsyncNotifyWhenDone(Tag(RpcEvent::kGone));
+    service.RequestCall(&context_, &stream_, queue, queue, Tag(RpcEvent::kBegun));
   }
+
+ private:
+  void* Tag(RpcEvent event) {
+    return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(this) +
+                                   static_cast<uintptr_t>(event));
+  }
+  void StartRead(grpc::ByteBuffer* message) override {
+    stream_.Read(message, Tag(RpcEvent::kRead));
+  }
+  void StartWrite(const grpc::ByteBuffer& message) override {
+    stream_.Write(message, Tag(RpcEvent::kWritten));
+  }
+  void StartFinish(const grpc::Status& status) override {
+    stream_.Finish(status, Tag(RpcEvent::kFinished));
+  }
+  void StartWriteAndFinish(const grpc::ByteBuffer& message) override {
+    stream_.WriteAndFinish(message, grpc::WriteOptions(), grpc::Status::OK,
+                           Tag(RpcEvent::kFinished));
+  }
+  void Cancel() override { context_.TryCancel(); }
+
+  grpc::GenericServerContext context_;
+  grpc::GenericServerAsyncReaderWriter stream_{&context_};
 };
 
 // Our half of a call. Events come one after another on the queue's thread; the engine may call from
 // any thread. At most one read and one write are in flight.
-class Front::Handler {
+class Front::Handler : public RpcHandler {
  public:
-  Handler(Rpc* rpc, MethodMetrics* metrics) : metrics_(metrics), rpc_(rpc) { metrics->Started(); }
-  virtual ~Handler() = default;
+  Handler(RpcCall* rpc, MethodMetrics* metrics) : metrics_(metrics), rpc_(rpc) {
+    metrics->Started();
+  }
 
   virtual void OnBegun() { Read(); }
+  // Not called once the call has been finished: a message that was read while its caller went away
+  // (their events come in either order) begins nothing.
   virtual void OnRead(bool ok, grpc::ByteBuffer& bytes) = 0;
   virtual void OnWritten(bool ok) = 0;
   // The client has gone away, or knows the end. Finish() must have been called when it returns, or
   // follow from it.
   virtual void OnGone() = 0;
+  // The call has sent nothing for too long, or there are too many of its kind.
+  virtual void OnSilent(const absl::Status& status) { Finish(status); }
 
  protected:
   friend class Front;
   void Read() {
     MutexLock lock(&mu_);
     if (done_) return;
-    ++rpc_->in_flight;
-    rpc_->stream.Read(&in_, rpc_->Tag(kRead));
+    ++rpc_->in_flight_;
+    rpc_->StartRead(&in_);
+  }
+  bool done() {
+    MutexLock lock(&mu_);
+    return done_;
   }
   bool StartWrite(const grpc::ByteBuffer& bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (done_) return false;
-    ++rpc_->in_flight;
-    rpc_->stream.Write(bytes, rpc_->Tag(kWritten));
+    ++rpc_->in_flight_;
+    rpc_->StartWrite(bytes);
     return true;
   }
   // With a `reply`, requires an OK status.
@@ -153,24 +190,23 @@ class Front::Handler {
     if (done_) return;
     done_ = true;
     metrics_->Handled(static_cast<int>(status.code()), absl::Now() - start_);
-    ++rpc_->in_flight;
+    ++rpc_->in_flight_;
     if (reply != nullptr) {
-      rpc_->stream.WriteAndFinish(*reply, grpc::WriteOptions(), grpc::Status::OK,
-                                  rpc_->Tag(kFinished));
+      rpc_->StartWriteAndFinish(*reply);
     } else {
-      rpc_->stream.Finish(rpc::ToGrpc(status), rpc_->Tag(kFinished));
+      rpc_->StartFinish(rpc::ToGrpc(status));
     }
   }
 
   // Ends at once what FinishLocked began under this same lock, even if the client takes nothing.
-  void Cancel() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { rpc_->context.TryCancel(); }
+  void Cancel() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) { rpc_->Cancel(); }
 
   Mutex mu_;
 
  private:
   MethodMetrics* const metrics_;
   const absl::Time start_ = absl::Now();
-  Rpc* const rpc_;  // valid until done_ and everything in flight has come back
+  RpcCall* const rpc_;  // valid until done_ and everything in flight has come back
   bool done_ ABSL_GUARDED_BY(mu_) = false;
   grpc::ByteBuffer in_;  // gRPC's while a read is in flight
 };
@@ -181,7 +217,7 @@ struct Front::Method {
   const char* service;
   const char* name;
   const char* type;
-  std::shared_ptr<Handler> (*handle)(Front& front, Rpc* rpc, const Method& method,
+  std::shared_ptr<Handler> (*handle)(Front& front, RpcCall* rpc, const Method& method,
                                      MethodMetrics* metrics);
   bool (*parse)(grpc::ByteBuffer& bytes, v1::Op* op) = nullptr;
   using Run = void (*)(Front& front, const std::shared_ptr<UnaryCall>& call,
@@ -201,12 +237,12 @@ class Front::UnaryCall final : public Handler,
                                public CallSink,
                                public std::enable_shared_from_this<UnaryCall> {
  public:
-  UnaryCall(Front& front, Rpc* rpc, const Method& method, MethodMetrics* metrics)
+  UnaryCall(Front& front, RpcCall* rpc, const Method& method, MethodMetrics* metrics)
       : Handler(rpc, metrics),
         front_(front),
         method_(method),
         id_(front.engine_.NewCallId()),
-        deadline_(method.service == kHealth ? absl::OkStatus() : CheckDeadline(rpc->context)) {}
+        deadline_(method.service == kHealth ? absl::OkStatus() : CheckDeadline(*rpc)) {}
 
   void OnBegun() override {
     if (deadline_.ok()) {
@@ -232,7 +268,7 @@ class Front::UnaryCall final : public Handler,
     }
     bytes.Clear();
     calling_ = true;
-    front_.engine_.Call(id_, std::move(op), size, this);
+    front_.engine_.Call(id_, std::move(op), size, shared_from_this());
   }
   void OnWritten(bool) override {}
   void OnGone() override {
@@ -272,7 +308,7 @@ class Front::WatchStream final : public Handler,
                                  public WatchLink,
                                  public std::enable_shared_from_this<WatchStream> {
  public:
-  WatchStream(Front& front, Rpc* rpc, const Method&, MethodMetrics* metrics)
+  WatchStream(Front& front, RpcCall* rpc, const Method&, MethodMetrics* metrics)
       : Handler(rpc, metrics), engine_(front.engine_) {}
 
   void Write(v1::WatchBatch batch) override {
@@ -311,7 +347,7 @@ class Front::AgentStream final : public Handler,
                                  public AgentLink,
                                  public std::enable_shared_from_this<AgentStream> {
  public:
-  AgentStream(Front& front, Rpc* rpc, const Method&, MethodMetrics* metrics)
+  AgentStream(Front& front, RpcCall* rpc, const Method&, MethodMetrics* metrics)
       : Handler(rpc, metrics), front_(front), engine_(front.engine_) {}
 
   void Bind(std::shared_ptr<FrameSource> source) override {
@@ -366,7 +402,8 @@ class Front::AgentStream final : public Handler,
       return;
     }
     // In an arena: a frame of many small operations is made and freed in a few pieces.
-    auto arena = std::make_shared<google::protobuf::Arena>(FrameArena(bytes.Length()));
+    const size_t size = bytes.Length();
+    auto arena = std::make_shared<google::protobuf::Arena>(FrameArena(size));
     auto* frame = google::protobuf::Arena::CreateMessage<v1::AgentFrame>(arena.get());
     if (!Parse(bytes, frame)) {
       engine_.AgentClosed(shared_from_this());
@@ -375,7 +412,7 @@ class Front::AgentStream final : public Handler,
     }
     bytes.Clear();
     engine_.AgentFrame(shared_from_this(),
-                       std::shared_ptr<const v1::AgentFrame>(std::move(arena), frame));
+                       std::shared_ptr<const v1::AgentFrame>(std::move(arena), frame), size);
   }
   void OnWritten(bool ok) override {
     std::shared_ptr<FrameSource> source;
@@ -392,6 +429,8 @@ class Front::AgentStream final : public Handler,
     Close(absl::CancelledError("the agent went away"));
   }
 
+  void OnSilent(const absl::Status& status) override { Close(status); }
+
   friend class Front;
   Front& front_;
   Engine& engine_;
@@ -404,7 +443,7 @@ class Front::AgentStream final : public Handler,
 // Somebody who wants to be told of changes of the health.
 class Front::HealthWatch final : public Handler, public std::enable_shared_from_this<HealthWatch> {
  public:
-  HealthWatch(Front& front, Rpc* rpc, const Method&, MethodMetrics* metrics)
+  HealthWatch(Front& front, RpcCall* rpc, const Method&, MethodMetrics* metrics)
       : Handler(rpc, metrics), front_(front) {}
 
   // Tells the present state if it was not told last.
@@ -415,10 +454,7 @@ class Front::HealthWatch final : public Handler, public std::enable_shared_from_
     told_ = health;
     writing_ = StartWrite(HealthReply(health));
   }
-  void End() {
-    Finish(rpc::ErrorWithReason(absl::StatusCode::kUnavailable, "the coordinator is stopping",
-                                v1::ERROR_REASON_STOPPING, /*retryable=*/true));
-  }
+  void End() { Finish(Stopping()); }
 
  private:
   void OnRead(bool ok, grpc::ByteBuffer& bytes) override {
@@ -432,10 +468,10 @@ class Front::HealthWatch final : public Handler, public std::enable_shared_from_
       asked_ = true;
       known_ = front_.Knows(service);
     }
-    if (front_.AddHealthWatch(shared_from_this())) {
+    if (const absl::Status added = front_.AddHealthWatch(shared_from_this()); added.ok()) {
       Tell();
     } else {
-      End();
+      Finish(added);
     }
   }
   void OnWritten(bool ok) override {
@@ -474,7 +510,7 @@ constexpr Front::Method Front::Method::Streaming(const char* service, const char
   return {.service = service,
           .name = name,
           .type = type,
-          .handle = [](Front& front, Rpc* rpc, const Method& method,
+          .handle = [](Front& front, RpcCall* rpc, const Method& method,
                        MethodMetrics* metrics) -> std::shared_ptr<Handler> {
             return std::make_shared<Stream>(front, rpc, method, metrics);
           }};
@@ -521,9 +557,7 @@ constexpr Front::Method Front::kMethods[] = {
                   [](Front& front, const std::shared_ptr<UnaryCall>& call, grpc::ByteBuffer&) {
                     front.engine_.WithCore([&front, call](class Core* core) {
                       if (core == nullptr) {
-                        call->Done(rpc::ErrorWithReason(absl::StatusCode::kUnavailable,
-                                                        "the coordinator is stopping",
-                                                        v1::ERROR_REASON_STOPPING, true));
+                        call->Done(Stopping());
                         return;
                       }
                       v1::StatusReply reply;
@@ -564,8 +598,8 @@ constexpr Front::Method Front::kMethods[] = {
 };
 #undef MUSTER_CORE_METHOD
 
-Front::Front(Engine* engine, RpcMetrics* metrics, absl::Time started)
-    : engine_(*engine), metrics_(*metrics), started_(started) {
+Front::Front(Engine* engine, RpcMetrics* metrics, absl::Time started, const Limits& limits)
+    : engine_(*engine), metrics_(*metrics), started_(started), limits_(limits) {
   for (const Method& method : kMethods) {
     methods_[absl::StrCat("/", method.service, "/", method.name)] = {
         &method, metrics_.Add(method.service, method.name, method.type)};
@@ -581,15 +615,23 @@ bool Front::Knows(absl::string_view service) const {
   return false;
 }
 
-bool Front::AddHealthWatch(const std::shared_ptr<HealthWatch>& watch) {
+absl::Status Front::AddHealthWatch(const std::shared_ptr<HealthWatch>& watch) {
   MutexLock lock(&mu_);
-  if (health_ended_) return false;
+  if (health_ended_) return Stopping();
   health_watches_.erase(
       std::remove_if(health_watches_.begin(), health_watches_.end(),
                      [](const std::weak_ptr<HealthWatch>& other) { return other.expired(); }),
       health_watches_.end());
+  if (health_watches_.size() >= limits_.health_watches) {
+    refused_.fetch_add(1, std::memory_order_relaxed);
+    return rpc::ErrorWithReason(
+        absl::StatusCode::kUnavailable,
+        "too many watch the health: ask with Check, end watches that are not needed, or try again "
+        "later",
+        v1::ERROR_REASON_OVERLOADED, /*retryable=*/true);
+  }
   health_watches_.push_back(watch);
-  return true;
+  return absl::OkStatus();
 }
 
 void Front::SetServing(bool serving) {
@@ -650,9 +692,15 @@ void Front::Accept() {
   MutexLock lock(&mu_);
   if (stopping_) return;
   ++open_;
-  auto* rpc = new Rpc;
-  rpc->context.AsyncNotifyWhenDone(rpc->Tag(kGone));
-  service_.RequestCall(&rpc->context, &rpc->stream, queue_.get(), queue_.get(), rpc->Tag(kBegun));
+  (new GrpcCall)->Request(service_, queue_.get());
+}
+
+void Front::Adopt(std::unique_ptr<RpcCall> rpc) {
+  {
+    MutexLock lock(&mu_);
+    ++open_;
+  }
+  Begin(rpc.release());
 }
 
 bool Front::Next(void** tag, bool* ok) {
@@ -668,9 +716,45 @@ bool Front::Next(void** tag, bool* ok) {
         break;
     }
   }
-  if (!queue_->Next(tag, ok)) return false;
+  if (!Wait(tag, ok)) return false;
   soon_ = absl::Now() - begun < kSoon;
   return true;
+}
+
+bool Front::Wait(void** tag, bool* ok) {
+  while (!silent_.empty()) {
+    const absl::Duration left = silent_.front()->begun_ + limits_.first_message - absl::Now();
+    const gpr_timespec until =
+        gpr_time_add(gpr_now(GPR_CLOCK_MONOTONIC),
+                     gpr_time_from_nanos(absl::ToInt64Nanoseconds(left), GPR_TIMESPAN));
+    switch (queue_->AsyncNext(tag, ok, until)) {
+      case grpc::CompletionQueue::GOT_EVENT:
+        return true;
+      case grpc::CompletionQueue::SHUTDOWN:
+        return false;
+      case grpc::CompletionQueue::TIMEOUT:
+        EndSilent(absl::Now());
+        break;
+    }
+  }
+  return queue_->Next(tag, ok);
+}
+
+void Front::EndSilent(absl::Time now) {
+  while (!silent_.empty() && silent_.front()->begun_ + limits_.first_message <= now) {
+    RpcCall* const rpc = silent_.front();
+    Heard(rpc);
+    std::static_pointer_cast<Handler>(rpc->handler_)
+        ->OnSilent(absl::DeadlineExceededError(absl::StrCat(
+            "no message of this call came within ", absl::FormatDuration(limits_.first_message),
+            " of its begin: send the request, or a stream's first frame, with it")));
+  }
+}
+
+void Front::Heard(RpcCall* rpc) {
+  if (!std::exchange(rpc->is_silent_, false)) return;
+  silent_.erase(rpc->silent_);
+  silent_count_.store(silent_.size(), std::memory_order_relaxed);
 }
 
 void Front::Run() {
@@ -678,8 +762,13 @@ void Front::Run() {
   void* tag;
   bool ok;
   const auto handle = [&] {
+    if (++events_since_silent_ >= kSilentEvents) {  // where no time is left to wait
+      events_since_silent_ = 0;
+      EndSilent(absl::Now());
+    }
     const uintptr_t bits = reinterpret_cast<uintptr_t>(tag);
-    Handle(reinterpret_cast<Rpc*>(bits & ~kEventMask), static_cast<int>(bits & kEventMask), ok);
+    Handle(reinterpret_cast<GrpcCall*>(bits & ~kEventMask),
+           static_cast<RpcEvent>(bits & kEventMask), ok);
   };
   while (true) {
     if (put_off_.empty()) {
@@ -711,25 +800,39 @@ void Front::ReadOn() {
   put_off_.clear();
 }
 
-void Front::Begin(Rpc* rpc) {
-  Accept();
-  const auto it = methods_.find(rpc->context.method());
-  if (it != methods_.end()) {
-    rpc->handler = it->second.method->handle(*this, rpc, *it->second.method, it->second.metrics);
-    rpc->handler->OnBegun();
+void Front::Begin(RpcCall* rpc) {
+  const std::string& method = rpc->method();
+  std::shared_ptr<Handler> handler;
+  if (const auto it = methods_.find(method); it != methods_.end()) {
+    handler = it->second.method->handle(*this, rpc, *it->second.method, it->second.metrics);
+    rpc->handler_ = handler;
+    if (silent_.size() >= limits_.silent_calls) {
+      refused_.fetch_add(1, std::memory_order_relaxed);
+      handler->OnSilent(rpc::ErrorWithReason(
+          absl::StatusCode::kUnavailable,
+          "too many calls have begun and sent nothing: nothing was done; try again later",
+          v1::ERROR_REASON_OVERLOADED, /*retryable=*/true));
+      return;
+    }
+    rpc->begun_ = absl::Now();
+    rpc->silent_ = silent_.insert(silent_.end(), rpc);
+    rpc->is_silent_ = true;
+    silent_count_.store(silent_.size(), std::memory_order_relaxed);
+    handler->OnBegun();
     return;
   }
   static constexpr Method unknown = Method::Other("", "", nullptr);
   static MethodMetrics unknown_metrics;
   auto call = std::make_shared<UnaryCall>(*this, rpc, unknown, &unknown_metrics);
-  rpc->handler = call;
+  rpc->handler_ = call;
   call->Done(absl::UnimplementedError(
-      absl::StrCat("this coordinator (", kVersion, ") has no method ", rpc->context.method())));
+      absl::StrCat("this coordinator (", kVersion, ") has no method ", method)));
 }
 
-void Front::Handle(Rpc* rpc, int event, bool ok) {
-  if (event == kBegun) {
+void Front::Handle(RpcCall* rpc, RpcEvent event, bool ok) {
+  if (event == RpcEvent::kBegun) {
     if (ok) {
+      Accept();
       Begin(rpc);
     } else {
       delete rpc;  // the server ends: this call never began
@@ -737,26 +840,29 @@ void Front::Handle(Rpc* rpc, int event, bool ok) {
     }
     return;
   }
-  const std::shared_ptr<Handler> handler = rpc->handler;
+  const std::shared_ptr<Handler> handler = std::static_pointer_cast<Handler>(rpc->handler_);
+  Heard(rpc);  // or over
   switch (event) {
-    case kRead:
-      handler->OnRead(ok, handler->in_);
+    case RpcEvent::kBegun:
       break;
-    case kWritten:
+    case RpcEvent::kRead:
+      if (!handler->done()) handler->OnRead(ok, handler->in_);
+      break;
+    case RpcEvent::kWritten:
       handler->OnWritten(ok);
       break;
-    case kFinished:
-      rpc->finished = true;
+    case RpcEvent::kFinished:
+      rpc->finished_ = true;
       break;
-    case kGone:
-      rpc->gone = true;
+    case RpcEvent::kGone:
+      rpc->gone_ = true;
       handler->OnGone();
       break;
   }
   {
     MutexLock lock(&handler->mu_);
-    if (event != kGone) --rpc->in_flight;
-    if (!rpc->gone || !rpc->finished || rpc->in_flight > 0) return;
+    if (event != RpcEvent::kGone) --rpc->in_flight_;
+    if (!rpc->gone_ || !rpc->finished_ || rpc->in_flight_ > 0) return;
   }
   delete rpc;
   Closed();

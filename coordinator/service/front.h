@@ -3,8 +3,13 @@
 
 #include <grpcpp/generic/async_generic_service.h>
 #include <grpcpp/server_builder.h>
+#include <grpcpp/support/byte_buffer.h>
+#include <grpcpp/support/status.h>
 
 #include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <list>
 #include <memory>
 #include <string>
 #include <thread>
@@ -22,6 +27,45 @@ namespace muster::coordinator {
 // The value of AdminStatus.version and Welcome.version.
 inline constexpr char kVersion[] = "0.1.0";
 
+// What happens to a call.
+enum class RpcEvent : uintptr_t { kBegun, kRead, kWritten, kFinished, kGone };
+
+class RpcHandler {
+ public:
+  virtual ~RpcHandler() = default;
+};
+
+// The transport's half of a call: gRPC's, or that of a test. What a Start... begins ends with an
+// event, which may come after any other, also after kGone (the caller went away or knows the end).
+// Deleted by the front once kGone has come and everything begun has ended.
+class RpcCall {
+ public:
+  virtual ~RpcCall() = default;
+  // The path, such as "/muster.v1.Admin/Status".
+  virtual const std::string& method() const = 0;
+  virtual std::chrono::system_clock::time_point deadline() const = 0;
+
+ protected:
+  friend class Front;
+  virtual void StartRead(grpc::ByteBuffer* message) = 0;                  // kRead
+  virtual void StartWrite(const grpc::ByteBuffer& message) = 0;           // kWritten
+  virtual void StartFinish(const grpc::Status& status) = 0;               // kFinished
+  virtual void StartWriteAndFinish(const grpc::ByteBuffer& message) = 0;  // kFinished
+  // Ends the call at once, even if the client takes nothing.
+  virtual void Cancel() = 0;
+
+ private:
+  std::shared_ptr<RpcHandler> handler_;
+  int in_flight_ = 0;  // under the handler's lock
+  // Queue's thread.
+  bool gone_ = false;
+  bool finished_ = false;
+  // While no message of it has come: its place among all such calls.
+  std::list<RpcCall*>::iterator silent_;
+  bool is_silent_ = false;
+  absl::Time begun_ = absl::InfinitePast();
+};
+
 // The gRPC face of the coordinator: every method of muster.v1 and the standard health service, in
 // front of an Engine. No policy: it turns messages into operations and answers into messages.
 //
@@ -34,8 +78,18 @@ inline constexpr char kVersion[] = "0.1.0";
 // grpc::Server::Shutdown() has returned, Shutdown(). Thread-safe.
 class Front {
  public:
+  // For those who open calls and send nothing, whom the engine never sees.
+  struct Limits {
+    // From the begin of a call or stream to its first message; then it is ended.
+    absl::Duration first_message = absl::Seconds(30);
+    // Calls and streams of which no message has come; more are refused with OVERLOADED.
+    size_t silent_calls = 1 << 14;
+    // Open watches of the health service.
+    size_t health_watches = 1 << 12;
+  };
+
   // `engine` and `metrics` outlive it.
-  Front(Engine* engine, RpcMetrics* metrics, absl::Time started);
+  Front(Engine* engine, RpcMetrics* metrics, absl::Time started, const Limits& limits);
   ~Front();  // only after Shutdown, or before Serve
   Front(const Front&) = delete;
   Front& operator=(const Front&) = delete;
@@ -50,8 +104,19 @@ class Front {
   // server's Shutdown() see to. Repeatable.
   void Shutdown();
 
+  // A call of another transport than gRPC's, which tests have, has begun: as kBegun of one of its
+  // own. Like Handle(), from one thread at a time.
+  void Adopt(std::unique_ptr<RpcCall> rpc);
+  // `ok`: false: what was begun has failed, a read has found the end of what the client sends.
+  void Handle(RpcCall* rpc, RpcEvent event, bool ok);
+  // Ends the calls that began by `now` minus the limit and have sent nothing. Like Handle().
+  void EndSilent(absl::Time now);
+
+  size_t silent_calls() const { return silent_count_.load(std::memory_order_relaxed); }
+  uint64_t refused_calls() const { return refused_.load(std::memory_order_relaxed); }
+
  private:
-  struct Rpc;
+  class GrpcCall;
   class Handler;
   class UnaryCall;
   class AgentStream;
@@ -64,21 +129,25 @@ class Front {
 
   // Whether the health service knows it; the empty name is the whole server.
   bool Knows(absl::string_view service) const;
-  bool AddHealthWatch(const std::shared_ptr<HealthWatch>& watch);
+  // UNAVAILABLE when stopping or when there are too many.
+  absl::Status AddHealthWatch(const std::shared_ptr<HealthWatch>& watch);
   void Accept();
   void Run();
   // The next event; false: none will come. A thread that sleeps takes longer to wake than a small
   // barrier takes; so where events follow one another closely it does not sleep between them.
   bool Next(void** tag, bool* ok);
+  // Blocks for the next event, and ends silent calls meanwhile.
+  bool Wait(void** tag, bool* ok);
   // Posts the reads that were put off.
   void ReadOn();
-  void Handle(Rpc* rpc, int event, bool ok);
-  void Begin(Rpc* rpc);
+  void Begin(RpcCall* rpc);
+  void Heard(RpcCall* rpc);
   void Closed();
 
   Engine& engine_;
   RpcMetrics& metrics_;
   const absl::Time started_;
+  const Limits limits_;
   std::atomic<bool> serving_{true};
   struct Served {
     const Method* method;
@@ -93,8 +162,14 @@ class Front {
   std::thread thread_;
   // Streams whose next read waits for the queue to have nothing at hand. Queue's thread.
   std::vector<std::shared_ptr<AgentStream>> put_off_;
+  size_t events_since_silent_ = 0;   // were looked at
   size_t events_since_put_off_ = 0;  // since the first of them
   bool soon_ = false;                // whether the last event came soon; queue's thread
+
+  // Calls of which no message has come, by the time they began. Queue's thread.
+  std::list<RpcCall*> silent_;
+  std::atomic<size_t> silent_count_{0};
+  std::atomic<uint64_t> refused_{0};
 
   Mutex mu_;
   CondVar ended_;

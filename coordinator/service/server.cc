@@ -75,7 +75,8 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
       static_cast<size_t>(std::max(4096, options.rpc.max_message_bytes) - 1024);
   self->engine_ = std::make_unique<Engine>(options.engine, std::move(journal));
   CoordinatorServer* raw = self.get();
-  self->front_ = std::make_unique<Front>(self->engine_.get(), &self->rpc_metrics_, self->started_);
+  self->front_ = std::make_unique<Front>(self->engine_.get(), &self->rpc_metrics_, self->started_,
+                                         options.front);
   self->engine_->set_on_deposed(std::move(options.on_deposed));
   self->engine_->set_on_journal_health(
       [raw, broken = std::move(options.on_journal_broken)](const absl::Status& status) {
@@ -198,13 +199,19 @@ std::string CoordinatorServer::Metrics() {
   text.Sample({}, static_cast<double>(engine.watchers()));
   text.Family("muster_open_calls", Type::kGauge, "Calls that wait for their answer.");
   text.Sample({}, static_cast<double>(engine.open_calls()));
+  text.Family("muster_silent_calls", Type::kGauge,
+              "Calls and streams that have begun and sent nothing.");
+  text.Sample({}, static_cast<double>(front_->silent_calls()));
+  text.Family("muster_held_bytes", Type::kGauge,
+              "Bytes of the requests of calls that wait for their answer.");
+  text.Sample({}, static_cast<double>(engine.held_bytes()));
   text.Family("muster_apply_queue_depth", Type::kGauge, "Events that wait for the apply thread.");
   text.Sample({}, static_cast<double>(engine.queue_depth()));
   text.Family("muster_applied_events_total", Type::kCounter, "Events applied.");
   text.Sample({}, static_cast<double>(engine.events()));
   text.Family("muster_overloaded_total", Type::kCounter,
               "Calls and sessions refused because something had grown to its limit.");
-  text.Sample({}, static_cast<double>(engine.overloaded()));
+  text.Sample({}, static_cast<double>(engine.overloaded() + front_->refused_calls()));
   text.Family("muster_journal_backlog_bytes", Type::kGauge,
               "Records that the disk has not taken yet.");
   text.Sample({}, static_cast<double>(engine.journal_backlog_bytes()));

@@ -32,6 +32,7 @@ class CoordinatorServer {
     std::string data_dir = {};        // the journal's; empty: in memory
     std::string metrics_listen = {};  // HOST:PORT of the HTTP page /metrics; empty: none
     Engine::Options engine = {};
+    Front::Limits front = {};
     // When a caller has seen a newer coordinator: this one has stopped serving and should be shut
     // down. Runs on the apply thread, must not block or call Shutdown.
     std::function<void()> on_deposed = nullptr;

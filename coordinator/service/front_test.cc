@@ -1,0 +1,348 @@
+#include "coordinator/service/front.h"
+
+#include <algorithm>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "base/mutex.h"
+#include "coordinator/journal/memory_journal.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "proto/muster/v1/kv.pb.h"
+#include "proto/muster/v1/rendezvous.pb.h"
+#include "proto/muster/v1/session.pb.h"
+#include "proto/muster/v1/watch.pb.h"
+
+namespace muster::coordinator {
+namespace {
+
+// The life of a call, without gRPC: every order in which its events can come.
+
+grpc::ByteBuffer Bytes(const std::string& bytes) {
+  const grpc::Slice slice(bytes);
+  return grpc::ByteBuffer(&slice, 1);
+}
+
+// What the test knows of a call, also once the front has deleted it.
+struct Life {
+  bool deleted = false;
+  std::vector<RpcEvent> in_flight;
+  int in_flight_when_deleted = 0;
+  grpc::ByteBuffer* read_into = nullptr;
+  std::optional<grpc::StatusCode> status;  // once finished
+};
+
+class FakeCall final : public RpcCall {
+ public:
+  FakeCall(std::string method, std::shared_ptr<Life> life)
+      : method_(std::move(method)), life_(std::move(life)) {}
+  ~FakeCall() override {
+    life_->deleted = true;
+    life_->in_flight_when_deleted = static_cast<int>(life_->in_flight.size());
+  }
+  const std::string& method() const override { return method_; }
+  std::chrono::system_clock::time_point deadline() const override {
+    return std::chrono::system_clock::now() + std::chrono::hours(1);
+  }
+
+ private:
+  void StartRead(grpc::ByteBuffer* message) override {
+    Start(RpcEvent::kRead);
+    life_->read_into = message;
+  }
+  void StartWrite(const grpc::ByteBuffer&) override { Start(RpcEvent::kWritten); }
+  void StartFinish(const grpc::Status& status) override {
+    Start(RpcEvent::kFinished);
+    life_->status = status.error_code();
+  }
+  void StartWriteAndFinish(const grpc::ByteBuffer&) override {
+    Start(RpcEvent::kFinished);
+    life_->status = grpc::StatusCode::OK;
+  }
+  void Cancel() override {}
+  void Start(RpcEvent event) {
+    EXPECT_EQ(std::count(life_->in_flight.begin(), life_->in_flight.end(), event), 0);
+    life_->in_flight.push_back(event);
+  }
+
+  const std::string method_;
+  const std::shared_ptr<Life> life_;
+};
+
+// Goes through all sequences of choices, one a round.
+class Choices {
+ public:
+  size_t Choose(size_t count) {
+    if (at_ == taken_.size()) taken_.push_back({0, count});
+    EXPECT_EQ(taken_[at_].count, count) << "the same choices led to another place";
+    return taken_[at_++].chosen;
+  }
+  bool NextRound() {
+    at_ = 0;
+    while (!taken_.empty() && taken_.back().chosen + 1 == taken_.back().count) taken_.pop_back();
+    if (taken_.empty()) return false;
+    ++taken_.back().chosen;
+    return true;
+  }
+
+ private:
+  struct Taken {
+    size_t chosen;
+    size_t count;
+  };
+  std::vector<Taken> taken_;
+  size_t at_ = 0;
+};
+
+class FrontTest : public ::testing::Test {
+ protected:
+  FrontTest() : FrontTest(Front::Limits()) {}
+  explicit FrontTest(const Front::Limits& limits)
+      : engine_(Engine::Options(), std::make_unique<MemoryJournal>()),
+        front_(&engine_, &metrics_, absl::Now(), limits) {
+    EXPECT_TRUE(engine_.Start().ok());
+  }
+  // Worker w0 is all of job "j".
+  void SetUp() override {
+    v1::JoinRequest join;
+    join.mutable_fence()->set_job_id("j");
+    join.mutable_fence()->set_worker_id("w0");
+    join.mutable_fence()->set_incarnation(1);
+    join.mutable_spec()->set_min_workers(1);
+    join.mutable_spec()->set_max_workers(1);
+    join.mutable_spec()->mutable_lease()->set_seconds(3600);
+    const Opened opened = Open("/muster.v1.Rendezvous/Join");
+    Happen(opened, RpcEvent::kRead, true, join.SerializeAsString());
+    ASSERT_EQ(opened.life->status, grpc::StatusCode::OK);
+    Happen(opened, RpcEvent::kFinished, true);
+    Happen(opened, RpcEvent::kGone, false);
+  }
+  void TearDown() override {
+    front_.EndHealthWatches();
+    engine_.Stop();
+  }
+
+  // Until the engine has applied what it was handed, and given out what came of it: that it does
+  // before it turns to a task that came later.
+  void Settle() {
+    for (int turn = 0; turn < 2; ++turn) {
+      Notification done;
+      engine_.WithCore([&](Core*) { done.Notify(); });
+      done.WaitForNotification();
+    }
+  }
+
+  struct Opened {
+    RpcCall* call;
+    std::shared_ptr<Life> life;
+  };
+  Opened Open(const std::string& method) {
+    auto life = std::make_shared<Life>();
+    auto call = std::make_unique<FakeCall>(method, life);
+    RpcCall* const raw = call.get();
+    front_.Adopt(std::move(call));
+    return {raw, life};
+  }
+
+  void Happen(const Opened& opened, RpcEvent event, bool ok, const std::string& message = {}) {
+    Life& life = *opened.life;
+    if (event != RpcEvent::kGone) {
+      const auto it = std::find(life.in_flight.begin(), life.in_flight.end(), event);
+      ASSERT_NE(it, life.in_flight.end());
+      life.in_flight.erase(it);
+    }
+    if (event == RpcEvent::kRead && ok) *life.read_into = Bytes(message);
+    front_.Handle(opened.call, event, ok);
+    Settle();
+  }
+
+  // In every order: each message is read or the read fails, each write ends well or not, the caller
+  // goes away at any time, also between a read and its event. Each call must end, once, with
+  // nothing of it left in the engine.
+  void TryEveryOrder(const std::string& method, const std::vector<std::string>& messages) {
+    Choices choices;
+    int rounds = 0;
+    do {
+      ++rounds;
+      const Opened opened = Open(method);
+      Life& life = *opened.life;
+      size_t next_message = 0;
+      bool gone = false;
+      std::string history;
+      while (!life.deleted) {
+        struct Step {
+          RpcEvent event;
+          bool ok;
+        };
+        std::vector<Step> steps;
+        for (const RpcEvent event : life.in_flight) {
+          if (event == RpcEvent::kRead && next_message < messages.size()) {
+            steps.push_back({event, true});
+          }
+          if (event == RpcEvent::kRead || event == RpcEvent::kWritten) {
+            steps.push_back({event, false});
+          }
+          if (event == RpcEvent::kWritten || event == RpcEvent::kFinished) {
+            steps.push_back({event, true});
+          }
+        }
+        if (!gone) steps.push_back({RpcEvent::kGone, false});
+        ASSERT_FALSE(steps.empty()) << "the call does not end:" << history;
+        const Step step = steps[choices.Choose(steps.size())];
+        absl::StrAppend(&history, " ", static_cast<int>(step.event), step.ok ? "+" : "-");
+        gone = gone || step.event == RpcEvent::kGone;
+        const bool reads = step.event == RpcEvent::kRead && step.ok;
+        Happen(opened, step.event, step.ok, reads ? messages[next_message] : std::string());
+        if (reads) ++next_message;
+      }
+      ASSERT_EQ(life.in_flight_when_deleted, 0) << history;
+      ASSERT_TRUE(life.status.has_value()) << history;
+      ASSERT_EQ(engine_.open_calls(), 0u) << "the engine holds a call that is over:" << history;
+      ASSERT_EQ(engine_.watchers(), 0u) << "the engine holds a watch that is over:" << history;
+      ASSERT_EQ(front_.silent_calls(), 0u) << history;
+    } while (choices.NextRound());
+    EXPECT_GT(rounds, 2);
+  }
+
+  Engine engine_;
+  RpcMetrics metrics_;
+  Front front_;
+};
+
+std::string WaitForAKey() {
+  v1::WaitRequest wait;
+  wait.mutable_fence()->set_job_id("j");
+  wait.add_keys("never");
+  wait.mutable_timeout()->set_seconds(3000);
+  return wait.SerializeAsString();
+}
+
+TEST_F(FrontTest, HeldCallInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
+  TryEveryOrder("/muster.v1.KeyValueStore/Wait", {WaitForAKey()});
+}
+
+TEST_F(FrontTest, AnsweredCallInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
+  v1::TxnRequest txn;
+  txn.mutable_fence()->set_job_id("j");
+  txn.add_then()->mutable_get()->set_key("k");
+  TryEveryOrder("/muster.v1.KeyValueStore/Txn", {txn.SerializeAsString()});
+  TryEveryOrder("/muster.v1.Admin/Status", {""});
+  TryEveryOrder("/grpc.health.v1.Health/Check", {""});
+}
+
+TEST_F(FrontTest, CallThatIsNoMessage_EndsOnceAndLeavesNothing) {
+  TryEveryOrder("/muster.v1.KeyValueStore/Wait", {"\xff\xff\xff"});
+  TryEveryOrder("/muster.v1.Watch/Watch", {"\xff\xff\xff"});
+  TryEveryOrder("/muster.v1.Session/Attach", {"\xff\xff\xff"});
+}
+
+TEST_F(FrontTest, WatchInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
+  v1::WatchRequest watch;
+  watch.set_job_id("j");
+  watch.set_keys(true);
+  TryEveryOrder("/muster.v1.Watch/Watch", {watch.SerializeAsString()});
+}
+
+TEST_F(FrontTest, HealthWatchInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
+  // A watch of the health ends by its caller's going away alone.
+  TryEveryOrder("/grpc.health.v1.Health/Watch", {""});
+}
+
+TEST_F(FrontTest, AgentStreamInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
+  v1::AgentFrame hello;
+  hello.mutable_hello()->set_protocol_min(1);
+  hello.mutable_hello()->set_protocol_max(1);
+  hello.mutable_hello()->set_node("node");
+  hello.mutable_hello()->set_agent_incarnation(7);
+  v1::AgentFrame bye;
+  bye.set_seq(1);
+  bye.mutable_bye();
+  TryEveryOrder("/muster.v1.Session/Attach", {hello.SerializeAsString(), bye.SerializeAsString()});
+}
+
+class SilentTest : public FrontTest {
+ protected:
+  SilentTest() : FrontTest({.first_message = absl::Seconds(30), .silent_calls = 2}) {}
+  static constexpr char kWait[] = "/muster.v1.KeyValueStore/Wait";
+  static constexpr char kAttach[] = "/muster.v1.Session/Attach";
+
+  // The rest of a call that has been finished.
+  void End(const Opened& opened) {
+    Happen(opened, RpcEvent::kRead, false);
+    Happen(opened, RpcEvent::kFinished, true);
+    Happen(opened, RpcEvent::kGone, false);
+    EXPECT_TRUE(opened.life->deleted);
+  }
+};
+
+TEST_F(SilentTest, CallOrStreamWithoutAMessage_IsEndedInTime) {
+  for (const char* method : {kWait, kAttach}) {
+    const absl::Time before = absl::Now();
+    const Opened opened = Open(method);
+    const absl::Time after = absl::Now();
+    front_.EndSilent(before + absl::Seconds(29));
+    EXPECT_FALSE(opened.life->status.has_value()) << method;
+    front_.EndSilent(after + absl::Seconds(30));
+    EXPECT_EQ(opened.life->status, grpc::StatusCode::DEADLINE_EXCEEDED) << method;
+    End(opened);
+  }
+}
+
+TEST_F(SilentTest, CallThatHasSentItsMessage_IsNotEnded) {
+  const Opened opened = Open(kWait);
+  Happen(opened, RpcEvent::kRead, true, WaitForAKey());
+  front_.EndSilent(absl::Now() + absl::Hours(1));
+  EXPECT_FALSE(opened.life->status.has_value());
+  Happen(opened, RpcEvent::kGone, false);
+  Happen(opened, RpcEvent::kFinished, true);
+  EXPECT_TRUE(opened.life->deleted);
+}
+
+TEST_F(SilentTest, TooManySilentCalls_AreRefusedUntilOneSpeaks) {
+  const Opened first = Open(kWait), second = Open(kAttach), third = Open(kWait);
+  EXPECT_EQ(front_.silent_calls(), 2u);
+  EXPECT_EQ(front_.refused_calls(), 1u);
+  EXPECT_EQ(third.life->status, grpc::StatusCode::UNAVAILABLE);
+  Happen(third, RpcEvent::kFinished, true);
+  Happen(third, RpcEvent::kGone, false);
+  EXPECT_TRUE(third.life->deleted);
+  Happen(first, RpcEvent::kRead, true, WaitForAKey());
+  const Opened fourth = Open(kWait);
+  EXPECT_FALSE(fourth.life->status.has_value());
+  front_.EndSilent(absl::Now() + absl::Hours(1));
+  End(second);
+  End(fourth);
+  Happen(first, RpcEvent::kGone, false);
+  Happen(first, RpcEvent::kFinished, true);
+  EXPECT_TRUE(first.life->deleted);
+}
+
+class HealthTest : public FrontTest {
+ protected:
+  HealthTest() : FrontTest({.health_watches = 1}) {}
+};
+
+TEST_F(HealthTest, TooManyHealthWatches_AreRefused) {
+  const Opened first = Open("/grpc.health.v1.Health/Watch");
+  Happen(first, RpcEvent::kRead, true);
+  const Opened second = Open("/grpc.health.v1.Health/Watch");
+  Happen(second, RpcEvent::kRead, true);
+  EXPECT_FALSE(first.life->status.has_value());
+  EXPECT_EQ(second.life->status, grpc::StatusCode::UNAVAILABLE);
+  Happen(second, RpcEvent::kFinished, true);
+  Happen(second, RpcEvent::kGone, false);
+  Happen(first, RpcEvent::kWritten, true);
+  Happen(first, RpcEvent::kGone, false);
+  Happen(first, RpcEvent::kFinished, true);
+  EXPECT_TRUE(first.life->deleted);
+}
+
+}  // namespace
+}  // namespace muster::coordinator
