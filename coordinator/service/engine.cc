@@ -548,7 +548,7 @@ void Engine::Deliver(CallId id, std::shared_ptr<const Answer> answer) {
 
 void Engine::Close(const OpenCall& call) {
   open_calls_.fetch_sub(1, std::memory_order_relaxed);
-  held_bytes_.fetch_sub(call.bytes, std::memory_order_relaxed);
+  held_bytes_[call.session != nullptr ? 1 : 0].fetch_sub(call.bytes, std::memory_order_relaxed);
   if (call.session != nullptr) call.session->held_bytes -= call.bytes;
 }
 
@@ -711,8 +711,9 @@ std::shared_ptr<const Answer> Engine::Refusal(const v1::Op& op, const Session* s
              (session != nullptr && session->calls.size() > limits.calls_of_agent)) {
     refusal = too_many_calls_;
   } else if (MayBeHeld(op) &&
-             (held_bytes_.load(std::memory_order_relaxed) > limits.held_bytes ||
-              (session != nullptr && session->held_bytes > limits.held_bytes_of_agent))) {
+             (session == nullptr ? held_bytes(false) > limits.held_bytes_of_callers
+                                 : held_bytes(true) > limits.held_bytes_of_agents ||
+                                       session->held_bytes > limits.held_bytes_of_agent)) {
     refusal = too_many_bytes_;
   }
   if (refusal != nullptr) overloaded_.fetch_add(1, std::memory_order_relaxed);
@@ -725,7 +726,7 @@ void Engine::DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCal
   call.kind = op.kind_case();
   call.begun = now;
   if (op.has_wait()) call.bytes += kBytesOfKey * static_cast<size_t>(op.wait().keys_size());
-  held_bytes_.fetch_add(call.bytes, std::memory_order_relaxed);
+  held_bytes_[call.session != nullptr ? 1 : 0].fetch_add(call.bytes, std::memory_order_relaxed);
   if (call.session != nullptr) {
     call.session->calls.insert(id);
     call.session->held_bytes += call.bytes;

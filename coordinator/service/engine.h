@@ -68,10 +68,12 @@ class Engine {
     // Calls that wait for their answer, of everybody and of one agent.
     size_t calls = 1 << 20;
     size_t calls_of_agent = 1 << 16;
-    // Bytes of the requests of those calls, of everybody and of one agent: the core keeps what it
-    // needs of them (keys waited for, payloads of barriers).
-    size_t held_bytes = 256 << 20;
+    // Bytes of the requests of those calls: the core keeps what it needs of them (keys waited for,
+    // payloads of barriers). Of all agents, of one, and of all who call by themselves, who then
+    // cannot take the agents' share.
+    size_t held_bytes_of_agents = 512 << 20;
     size_t held_bytes_of_agent = 64 << 20;
+    size_t held_bytes_of_callers = 128 << 20;
     // Requests of unary calls that wait to be applied. An agent has at most one frame there.
     size_t queued_bytes = 64 << 20;
     // Answers that an agent's stream has not taken: from then on no frame of it is read.
@@ -152,7 +154,10 @@ class Engine {
   uint64_t journal_backlog_bytes() const { return backlog_bytes_.load(std::memory_order_relaxed); }
   uint64_t overloaded() const { return overloaded_.load(std::memory_order_relaxed); }
   bool journal_ok() const { return journal_ok_.load(std::memory_order_relaxed); }
-  uint64_t held_bytes() const { return held_bytes_.load(std::memory_order_relaxed); }
+  // Of agents, and of those who call by themselves.
+  uint64_t held_bytes(bool agents) const {
+    return held_bytes_[agents ? 1 : 0].load(std::memory_order_relaxed);
+  }
   uint64_t open_calls() const { return open_calls_.load(std::memory_order_relaxed); }
   uint64_t agents() const { return agents_.load(std::memory_order_relaxed); }
   uint64_t watchers() const { return watcher_count_.load(std::memory_order_relaxed); }
@@ -270,7 +275,8 @@ class Engine {
   std::atomic<uint64_t> backlog_bytes_{0};
   std::atomic<uint64_t> overloaded_{0};
   std::atomic<uint64_t> open_calls_{0};
-  std::atomic<uint64_t> held_bytes_{0};  // of the requests of open calls; written by the applier
+  // Of the requests of open calls, those of agents second; written by whoever applies.
+  std::array<std::atomic<uint64_t>, 2> held_bytes_{};
   std::atomic<uint64_t> agents_{0};
   std::atomic<uint64_t> watcher_count_{0};
   DurationHistogram fsync_seconds_;

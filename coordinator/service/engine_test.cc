@@ -279,10 +279,10 @@ TEST_F(EngineTest, TooManyCalls_AreRefused) {
 }
 
 TEST_F(EngineTest, CallsThatHoldTooManyBytes_AreRefusedUntilSomeAreAnswered) {
-  Start({.held_bytes = 4000, .held_bytes_of_agent = 2000});
+  Start({.held_bytes_of_callers = 4000});
   FakeSink held, refused;
   const CallId id = Call(Wait("k"), &held, 3000);
-  EXPECT_GE(engine_->held_bytes(), 3000u);
+  EXPECT_GE(engine_->held_bytes(false), 3000u);
   Call(Wait("k"), &refused, 1000);
   ASSERT_TRUE(refused.answered.HasBeenNotified());
   EXPECT_EQ(refused.reason(), v1::ERROR_REASON_OVERLOADED);
@@ -290,17 +290,17 @@ TEST_F(EngineTest, CallsThatHoldTooManyBytes_AreRefusedUntilSomeAreAnswered) {
   Call(Get("k"), &at_once, 1000);
   EXPECT_TRUE(at_once.answer->Parse().has_txn());
   engine_->Abandon(id);
-  EXPECT_EQ(engine_->held_bytes(), 0u);
+  EXPECT_EQ(engine_->held_bytes(false), 0u);
   FakeSink served;
   Call(Wait("k"), &served, 1000);
   EXPECT_FALSE(served.answered.HasBeenNotified());
   PutNow("k", "v");
   EXPECT_TRUE(served.answer->Parse().has_wait());
-  EXPECT_EQ(engine_->held_bytes(), 0u);
+  EXPECT_EQ(engine_->held_bytes(false), 0u);
 }
 
 TEST_F(EngineTest, ManyKeysInOneWait_CountByTheirNumber) {
-  Start({.held_bytes = 4000});
+  Start({.held_bytes_of_callers = 4000});
   v1::Op wait = Wait("k");
   for (int i = 0; i < 100; ++i) wait.mutable_wait()->add_keys(absl::StrCat(i));
   FakeSink refused;
@@ -310,7 +310,7 @@ TEST_F(EngineTest, ManyKeysInOneWait_CountByTheirNumber) {
 }
 
 TEST_F(EngineTest, BytesThatAnAgentHolds_AreRefusedToItAlone) {
-  Start({.held_bytes_of_agent = 2000});
+  Start({.held_bytes_of_agent = 2000, .held_bytes_of_callers = 100});
   const auto link = Attach();
   Send(link, Wait("k"), 1, /*ack=*/0, /*bytes=*/3000);
   Send(link, Wait("k"), 2, /*ack=*/0, /*bytes=*/100);
@@ -320,7 +320,7 @@ TEST_F(EngineTest, BytesThatAnAgentHolds_AreRefusedToItAlone) {
   PutNow("k", "v");                        // by a unary call: not the agent's
   link->WriteAll();
   EXPECT_TRUE(link->Result(2).has_wait());
-  EXPECT_EQ(engine_->held_bytes(), 0u);
+  EXPECT_EQ(engine_->held_bytes(true), 0u);
 }
 
 TEST_F(EngineTest, RequestsBehindABusyEngine_AreBoundedInBytes) {

@@ -204,7 +204,8 @@ std::string CoordinatorServer::Metrics() {
   text.Sample({}, static_cast<double>(front_->silent_calls()));
   text.Family("muster_held_bytes", Type::kGauge,
               "Bytes of the requests of calls that wait for their answer.");
-  text.Sample({}, static_cast<double>(engine.held_bytes()));
+  text.Sample({{"of", "agents"}}, static_cast<double>(engine.held_bytes(true)));
+  text.Sample({{"of", "callers"}}, static_cast<double>(engine.held_bytes(false)));
   text.Family("muster_apply_queue_depth", Type::kGauge, "Events that wait for the apply thread.");
   text.Sample({}, static_cast<double>(engine.queue_depth()));
   text.Family("muster_applied_events_total", Type::kCounter, "Events applied.");
