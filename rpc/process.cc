@@ -1,17 +1,63 @@
 #include "rpc/process.h"
 
 #include <google/protobuf/stubs/logging.h>
+#include <grpc/support/log.h>
+
+#include <cstdint>
+#include <utility>
 
 #include "absl/synchronization/mutex.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "base/log.h"
+#include "base/mutex.h"
 
 namespace muster::rpc {
+namespace {
+
+constexpr int kLinesAMinute = 10;
+
+// What gRPC has to say goes into our log: why a certificate was refused, that a port is taken. But
+// it has a line for everybody who connects and breaks off, so only so many go in; the next one that
+// does tells how many did not.
+void LogOfGrpc(gpr_log_func_args* args) {
+  static Mutex mu;
+  static absl::Time minute = absl::InfinitePast();
+  static int lines = 0;
+  static int64_t left_out = 0;
+  if (args->severity != GPR_LOG_SEVERITY_ERROR) {
+    MUSTER_LOG(Debug) << "grpc: " << args->message;
+    return;
+  }
+  int64_t before = 0;
+  {
+    MutexLock lock(&mu);
+    const absl::Time now = absl::Now();
+    if (now >= minute + absl::Minutes(1) || now < minute) {
+      minute = now;
+      lines = 0;
+    }
+    if (++lines > kLinesAMinute) {
+      ++left_out;
+      return;
+    }
+    before = std::exchange(left_out, 0);
+  }
+  if (before > 0) {
+    MUSTER_LOG(Warning) << "grpc: " << before << " lines were left out, at most " << kLinesAMinute
+                        << " a minute are written";
+  }
+  MUSTER_LOG(Warning) << "grpc: " << args->message;
+}
+
+}  // namespace
 
 void PrepareProcess() {
   static const bool done = [] {
     // Debian builds Abseil with its search for lock cycles switched on, which costs gRPC 5 to 10 %
     // of its time.
     absl::SetMutexDeadlockDetectionMode(absl::OnDeadlockCycle::kIgnore);
+    gpr_set_log_function(LogOfGrpc);
     // A peer that sends garbage gets an error; it must not fill this process's log.
     google::protobuf::SetLogHandler([](google::protobuf::LogLevel level, const char* file, int line,
                                        const std::string& message) {

@@ -1,10 +1,12 @@
 #include "rpc/server.h"
 
+#include <grpc/support/log.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <fstream>
 #include <memory>
@@ -216,6 +218,16 @@ TEST(Channel, ServerThatIsSlowToGreet_IsNotGivenUp) {
   EXPECT_EQ(poll(&closed, 1, 1000), 0);
   close(connection);
   close(listener);
+}
+
+// Whoever connects and breaks off costs a line of gRPC's: not the disk.
+TEST(Process, LinesOfGrpc_AreSoManyAMinute) {
+  ASSERT_TRUE(Connect("127.0.0.1:1").ok());  // prepares the process
+  testing::internal::CaptureStderr();
+  for (int i = 0; i < 1000; ++i) gpr_log(GPR_ERROR, "stranger %d", i);
+  const std::string text = testing::internal::GetCapturedStderr();
+  EXPECT_THAT(text, HasSubstr("grpc: stranger 0\n"));
+  EXPECT_LE(std::count(text.begin(), text.end(), '\n'), 20);
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <random>
 #include <utility>
@@ -146,9 +147,13 @@ void Hostile::Count(absl::string_view what, int64_t by) {
 void Hostile::Start(const char* name, void (Hostile::*round)(uint32_t seed)) {
   const uint32_t first = seed_ * 7919 + static_cast<uint32_t>(threads_.size()) * 104729;
   threads_.emplace_back([this, name, round, first] {
-    // A breath between rounds leaves the machine to those who are being tested.
-    for (uint32_t i = 0; !stop_.WaitForNotificationWithTimeout(absl::Milliseconds(5)); ++i) {
+    // A breath between rounds, as long as the round was, leaves the machine to those who are being
+    // tested.
+    absl::Duration breath;
+    for (uint32_t i = 0; !stop_.WaitForNotificationWithTimeout(breath); ++i) {
+      const absl::Time begun = absl::Now();
       (this->*round)(first + i);
+      breath = std::max(absl::Now() - begun, absl::Milliseconds(5));
       Count(name);
     }
   });
@@ -239,11 +244,11 @@ void Hostile::HeldWaits(uint32_t seed) {
   const std::shared_ptr<grpc::Channel> channel = NewChannel();
   if (!rpc::WaitUntilConnected(*channel, address_, absl::Milliseconds(200)).ok()) return;
   std::vector<std::unique_ptr<Call>> calls;
-  for (int i = 0; i < 60 && !stop_.HasBeenNotified(); ++i) {
+  for (int i = 0; i < 30 && !stop_.HasBeenNotified(); ++i) {
     calls.push_back(std::make_unique<Call>(channel.get(), kWait, absl::Minutes(10)));
     // Few large keys, or many small ones: 3 MB.
     calls.back()->Write(Draw(random, 2) == 0 ? WaitMessage(job_, 3, 1 << 20)
-                                             : WaitMessage(job_, 100'000, 16));
+                                             : WaitMessage(job_, 20'000, 130));
   }
   for (auto& call : calls) call->Await(absl::Now() + absl::Milliseconds(20));
   Count("held waits of 3 MB", static_cast<int64_t>(calls.size()));

@@ -31,7 +31,7 @@ chaos::SignalAt DrawSignal(std::mt19937& random, int round) {
   const int targets[] = {chaos::kCoordinator, chaos::TargetOfAgent(draw(2)), draw(4)};
   chaos::SignalAt signal = {.worker = 0, .round = round, .target = targets[draw(3)]};
   signal.signal = draw(3) == 0 ? SIGKILL : SIGSTOP;
-  signal.stopped_for = absl::Milliseconds(100 + draw(1400));
+  signal.stopped_for = absl::Milliseconds(100 + draw(2400));
   return signal;
 }
 
@@ -48,7 +48,7 @@ Plan DrawPlan(uint32_t seed) {
   }
   plan.name = absl::StrCat("soak", seed);
   plan.rounds = 40;
-  plan.lease = absl::Seconds(5);
+  plan.lease = absl::Seconds(10);
   plan.timeout = absl::Minutes(5);
   for (int round = 8; round <= 32; round += 12) plan.signals.push_back(DrawSignal(random, round));
   return plan;
