@@ -15,10 +15,12 @@
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <termios.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cerrno>
 #include <deque>
 #include <map>
@@ -35,11 +37,19 @@
 #include "base/mutex.h"
 #include "base/status_macros.h"
 #include "worker/agent/line_splitter.h"
+#include "worker/agent/orphans.h"
+#include "worker/agent/process_state.h"
 
 namespace muster::agent {
 namespace {
 
 constexpr char kMarkVariable[] = "MUSTER_PROCESS_TREE=";
+// Between looks for orphans that have ended, while processes run.
+constexpr absl::Duration kCollectPeriod = absl::Seconds(10);
+// What the end of the host takes at most for orphans that the kernel does not end.
+constexpr absl::Duration kOrphansTimeout = absl::Seconds(5);
+constexpr absl::Duration kGuardPeriod = absl::Seconds(1);  // a new guard at most that often
+constexpr absl::Duration kWatchAgain = absl::Milliseconds(100);
 constexpr size_t kKeptLineBytes = 4096;
 // What is read from a process that has ended: its pipes hold 64 KiB, but a child it left behind may
 // go on writing.
@@ -72,6 +82,7 @@ absl::Status ErrnoStatus(absl::string_view what, int error) {
     case ENOMEM:
     case EMFILE:
     case ENFILE:
+    case ENOSPC:  // fs.epoll.max_user_watches
       return absl::ResourceExhaustedError(text);
     default:
       return absl::InternalError(text);
@@ -125,6 +136,7 @@ struct GuardNote {
   int32_t added;  // else removed
 };
 constexpr int kGuardSlots = 16384;
+constexpr time_t kGuardSeconds = 3;
 
 struct LinuxDirent {
   uint64_t ino;
@@ -134,31 +146,10 @@ struct LinuxDirent {
   char name[1];
 };
 
-// Whether the environment that `pid` started with contains `mark`.
-bool CarriesMark(int pid, const char* mark, size_t mark_size) {
-  char path[32] = "/proc/";
-  char digits[16];
-  int n = 0;
-  for (int rest = pid; rest > 0; rest /= 10) digits[n++] = static_cast<char>('0' + rest % 10);
-  char* out = path + 6;
-  while (n > 0) *out++ = digits[--n];
-  memcpy(out, "/environ", 9);
-  const int fd = open(path, O_RDONLY | O_CLOEXEC);
-  if (fd < 0) return false;
-  static char buffer[65536];
-  size_t held = 0;
-  bool found = false;
-  while (!found) {
-    const ssize_t got = read(fd, buffer + held, sizeof(buffer) - held);
-    if (got <= 0) break;
-    held += got;
-    found = memmem(buffer, held, mark, mark_size) != nullptr;
-    const size_t keep = std::min(held, mark_size - 1);
-    memmove(buffer, buffer + held - keep, keep);
-    held = keep;
-  }
-  close(fd);
-  return found;
+int NumberOf(const char* digits) {
+  int number = 0;
+  while (*digits >= '0' && *digits <= '9') number = number * 10 + (*digits++ - '0');
+  return *digits == '\0' ? number : 0;
 }
 
 // Kills all processes that carry the mark; returns how many it found.
@@ -167,6 +158,13 @@ int KillMarked(const char* mark, size_t mark_size) {
   if (dir < 0) return 0;
   const int self = getpid();
   int found = 0;
+  // The numbers of another pid namespace's /proc name other processes here.
+  char name[16] = "";
+  const ssize_t size_of_name = readlinkat(dir, "self", name, sizeof(name) - 1);
+  if (size_of_name <= 0 || NumberOf(name) != self) {
+    close(dir);
+    return 0;
+  }
   alignas(LinuxDirent) static char entries[32768];
   for (;;) {
     const long size = syscall(SYS_getdents64, dir, entries, sizeof(entries));
@@ -174,21 +172,24 @@ int KillMarked(const char* mark, size_t mark_size) {
     for (long at = 0; at < size;) {
       const auto* entry = reinterpret_cast<const LinuxDirent*>(entries + at);
       at += entry->reclen;
-      int pid = 0;
-      const char* c = entry->name;
-      while (*c >= '0' && *c <= '9') pid = pid * 10 + (*c++ - '0');
-      if (*c != '\0' || pid <= 1 || pid == self) continue;
-      if (CarriesMark(pid, mark, mark_size)) {
-        kill(pid, SIGKILL);
+      const int pid = NumberOf(entry->name);
+      if (pid <= 1 || pid == self || !StartedWith(pid, mark, mark_size)) continue;
+      // Looked at again through a descriptor: the number may be another's by now.
+      const int pidfd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+      if (pidfd < 0) continue;
+      if (StartedWith(pid, mark, mark_size)) {
+        syscall(SYS_pidfd_send_signal, pidfd, SIGKILL, nullptr, 0);
         ++found;
       }
+      close(pidfd);
     }
   }
   close(dir);
   return found;
 }
 
-[[noreturn]] void GuardMain(int pipe_fd, const char* mark, size_t mark_size) {
+[[noreturn]] void GuardMain(int pipe_fd, int write_end, const char* mark, size_t mark_size,
+                            CloseRangeCall close_range) {
   setsid();
   prctl(PR_SET_NAME, "muster-guard");
   for (int signal = 1; signal < NSIG; ++signal) {
@@ -203,7 +204,9 @@ int KillMarked(const char* mark, size_t mark_size) {
   // Holding the host's standard output open would keep its reader waiting; holding its sockets, its
   // ports taken.
   if (dup2(pipe_fd, 0) < 0) _exit(1);
-  close_range(1, ~0U, 0);
+  // Before all: its own copy would keep it from seeing the end.
+  close(write_end);
+  CloseFrom(1, close_range);
   static int32_t groups[kGuardSlots];
   int used = 0;
   for (;;) {
@@ -223,12 +226,16 @@ int KillMarked(const char* mark, size_t mark_size) {
     }
   }
   for (int i = 0; i < used; ++i) kill(-groups[i], SIGKILL);
-  // Again until nothing is found: a process may fork while it is being looked for. 2 s at most, for
-  // one that the kernel cannot end.
-  for (int round = 0; round < 1000 && KillMarked(mark, mark_size) > 0; ++round) {
+  // Again until nothing is found: a process may fork while it is being looked for. A few seconds at
+  // most, for one that the kernel cannot end.
+  timespec begun, now;
+  clock_gettime(CLOCK_MONOTONIC, &begun);
+  do {
+    if (KillMarked(mark, mark_size) == 0) break;
     const timespec pause = {0, 2'000'000};
     nanosleep(&pause, nullptr);
-  }
+    clock_gettime(CLOCK_MONOTONIC, &now);
+  } while (now.tv_sec - begun.tv_sec < kGuardSeconds);
   _exit(0);
 }
 
@@ -247,6 +254,7 @@ struct ChildPlan {
   const char* directory;  // null: stay
   int stdin_fd, stdout_fd, stderr_fd, error_fd;
   pid_t parent;
+  CloseRangeCall close_range;
 };
 
 [[noreturn]] void ChildFails(int error_fd, StartError::Stage stage) {
@@ -263,6 +271,11 @@ struct ChildPlan {
   if (getppid() != plan.parent) _exit(127);
   for (int signal = 1; signal < NSIG; ++signal) {
     struct sigaction action = {};
+    const bool inherited = signal == SIGHUP || signal == SIGINT || signal == SIGQUIT;
+    if (inherited && sigaction(signal, nullptr, &action) == 0 && action.sa_handler == SIG_IGN) {
+      continue;
+    }
+    action = {};
     action.sa_handler = SIG_DFL;
     sigaction(signal, &action, nullptr);
   }
@@ -276,7 +289,7 @@ struct ChildPlan {
   if (in < 0 || out < 0 || err < 0 || dup2(in, 0) < 0 || dup2(out, 1) < 0 || dup2(err, 2) < 0) {
     ChildFails(plan.error_fd, StartError::kSetUp);
   }
-  close_range(3, ~0U, CLOSE_RANGE_CLOEXEC);
+  CloseOnExecFrom(3, plan.close_range);
   if (plan.directory != nullptr && chdir(plan.directory) != 0) {
     ChildFails(plan.error_fd, StartError::kDirectory);
   }
@@ -347,14 +360,18 @@ class Child final : public Process {
     bool watched = false;  // in the epoll set
   };
 
-  Child(ProcessOptions options, std::shared_ptr<Waker> waker)
-      : options_(std::move(options)), waker_(std::move(waker)) {}
+  Child(ProcessOptions options, std::shared_ptr<Waker> waker, const ProcessHostOptions& host)
+      : options_(std::move(options)),
+        waker_(std::move(waker)),
+        deaf_after_(host.deaf_after),
+        give_up_after_(host.give_up_after),
+        kill_(host.kill != nullptr ? host.kill : ::kill) {}
 
   pid_t pid() const override { return pid_; }
 
   void Signal(int signal) override {
     MutexLock lock(&mu_);
-    if (!reaped_) kill(-pid_, signal);
+    if (!reaped_) kill_(-pid_, signal);
   }
 
   void Stop(absl::Duration grace) override {
@@ -363,8 +380,8 @@ class Child final : public Process {
       if (reaped_) return;
       if (grace > absl::ZeroDuration()) {
         MUSTER_FAILPOINT("agent.stop_worker");
-        kill(-pid_, SIGTERM);
-        kill(-pid_, SIGCONT);
+        kill_(-pid_, SIGTERM);
+        kill_(-pid_, SIGCONT);
       }
       kill_at_ = std::min(kill_at_, Clock::Real().Now() + grace);
     }
@@ -432,21 +449,77 @@ class Child final : public Process {
     return true;
   }
 
-  // When to kill it, or InfiniteFuture.
-  absl::Time kill_at() const {
-    MutexLock lock(&mu_);
-    return reaped_ ? absl::InfiniteFuture() : kill_at_;
-  }
-  void Kill() {
-    MutexLock lock(&mu_);
-    kill_at_ = absl::InfiniteFuture();
-    if (!reaped_) kill(-pid_, SIGKILL);
+  // Does what is due at `now`; returns when to call again, and whether it is to be given up.
+  absl::Time Tick(absl::Time now, bool* give_up) {
+    bool deaf = false;
+    absl::Time next;
+    {
+      MutexLock lock(&mu_);
+      if (reaped_) return absl::InfiniteFuture();
+      if (kill_at_ <= now) SendKill(now);
+      *give_up = killed_at_ + give_up_after_ <= now;
+      deaf = !told_deaf_ && killed_at_ + deaf_after_ <= now;
+      told_deaf_ |= deaf;
+      next = std::min(kill_at_, killed_at_ + (told_deaf_ ? give_up_after_
+                                                         : std::min(deaf_after_, give_up_after_)));
+    }
+    if (deaf && options_.on_deaf) options_.on_deaf(ReadStuckState(pid_).ToString());
+    return next;
   }
 
   // The process is a zombie: ends the rest of its group, takes what it wrote last, and lets go of
   // its id.
   void Reap() {
-    Kill();
+    {
+      MutexLock lock(&mu_);
+      SendKill(Clock::Real().Now());
+    }
+    Drain();
+    ProcessExit result;
+    siginfo_t info = {};
+    {
+      MutexLock lock(&mu_);
+      int failed;
+      do {
+        failed = waitid(P_PIDFD, pidfd_.get(), &info, WEXITED);
+      } while (failed != 0 && errno == EINTR);
+      if (failed != 0) {
+        // Somebody else has collected it. Nobody may take that for a success.
+        result.exit_code = 255;
+      } else if (info.si_code == CLD_EXITED) {
+        result.exit_code = info.si_status;
+      } else {
+        result.signal = info.si_status;
+        result.core_dumped = info.si_code == CLD_DUMPED;
+      }
+      reaped_ = true;
+      exit_ = result;
+    }
+    MUSTER_FAILPOINT("agent.reaped");
+    End(result);
+  }
+
+  // The kernel does not end it: it is left behind, uncollected, so that its id stays its own.
+  void GiveUp() {
+    ProcessExit result;
+    result.stuck = ReadStuckState(pid_).ToString();
+    Drain();
+    {
+      MutexLock lock(&mu_);
+      reaped_ = true;
+      exit_ = result;
+    }
+    End(result);
+  }
+
+ private:
+  void SendKill(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    kill_at_ = absl::InfiniteFuture();
+    killed_at_ = std::min(killed_at_, now);
+    if (!reaped_) kill_(-pid_, SIGKILL);
+  }
+
+  void Drain() {
     for (Stream& stream : streams_) {
       bool at_end = false;
       size_t bytes = 0;
@@ -456,28 +529,14 @@ class Child final : public Process {
       stream.fd.Close();
       stream.splitter->Finish();
     }
-    ProcessExit result;
-    {
-      MutexLock lock(&mu_);
-      siginfo_t info = {};
-      while (waitid(P_PIDFD, pidfd_.get(), &info, WEXITED) != 0 && errno == EINTR) {
-      }
-      reaped_ = true;
-      if (info.si_code == CLD_EXITED) {
-        result.exit_code = info.si_status;
-      } else {
-        result.signal = info.si_status;
-        result.core_dumped = info.si_code == CLD_DUMPED;
-      }
-      exit_ = result;
-    }
+  }
+
+  void End(const ProcessExit& result) {
     pidfd_.Close();
-    MUSTER_FAILPOINT("agent.reaped");
     if (options_.on_exit) options_.on_exit(result);
     done_.Notify();
   }
 
- private:
   void OnLine(OutputStream which, absl::string_view line) {
     if (options_.kept_lines > 0) {
       MutexLock lock(&mu_);
@@ -489,6 +548,9 @@ class Child final : public Process {
 
   const ProcessOptions options_;
   const std::shared_ptr<Waker> waker_;
+  const absl::Duration deaf_after_;
+  const absl::Duration give_up_after_;
+  int (*const kill_)(pid_t, int);
   pid_t pid_ = -1;  // set before the handle is given out
   Fd pidfd_;
   std::array<Stream, 2> streams_;
@@ -497,13 +559,21 @@ class Child final : public Process {
   mutable Mutex mu_;
   bool reaped_ ABSL_GUARDED_BY(mu_) = false;
   absl::Time kill_at_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  absl::Time killed_at_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // first
+  bool told_deaf_ ABSL_GUARDED_BY(mu_) = false;
   std::optional<ProcessExit> exit_ ABSL_GUARDED_BY(mu_);
   std::deque<std::string> last_lines_ ABSL_GUARDED_BY(mu_);
 };
 
 class HostImpl final : public ProcessHost {
  public:
-  HostImpl() : waker_(std::make_shared<Waker>()), mark_(RandomMark()) {}
+  explicit HostImpl(ProcessHostOptions options)
+      : options_(std::move(options)),
+        epoll_ctl_(options_.epoll_ctl != nullptr ? options_.epoll_ctl : ::epoll_ctl),
+        waker_(std::make_shared<Waker>()),
+        mark_(RandomMark()) {
+    Orphans::Get().AddHost(mark_);
+  }
 
   ~HostImpl() override {
     {
@@ -512,18 +582,23 @@ class HostImpl final : public ProcessHost {
     }
     waker_->Wake();
     if (thread_.joinable()) thread_.join();
+    EndOrphans();
     guard_pipe_.Close();
     if (guard_ > 0) {
       while (waitpid(guard_, nullptr, 0) < 0 && errno == EINTR) {
       }
+      Orphans::Get().Forget(guard_);
     }
+    // What the guard has killed.
+    Orphans::Get().Collect(mark_);
+    Orphans::Get().RemoveHost(mark_);
   }
 
   absl::Status Init() {
     epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
     if (!epoll_.open() || !waker_->fd.open()) return ErrnoStatus("event loop", errno);
+    MUSTER_RETURN_IF_ERROR(Watch(waker_->fd.get(), {0, 0}));
     MUSTER_RETURN_IF_ERROR(StartGuard());
-    Watch(waker_->fd.get(), {0, 0});
     thread_ = std::thread([this] { Loop(); });
     return absl::OkStatus();
   }
@@ -558,33 +633,74 @@ class HostImpl final : public ProcessHost {
     absl::StatusOr<std::shared_ptr<Process>> result = absl::InternalError("not started");
     Notification done;
   };
-  // What an epoll event is about. pid 0: the waker. channel 0, 1: the streams; 2: the pidfd.
+  // What an epoll event is about. pid 0: the waker; -1: the guard. channel 0, 1: the streams; 2: the
+  // pidfd.
   struct Tag {
     int32_t pid;
     int32_t channel;
   };
 
-  void Watch(int fd, Tag tag) {
+  absl::Status Watch(int fd, Tag tag) {
     epoll_event event = {};
     event.events = EPOLLIN;
     memcpy(&event.data, &tag, sizeof(tag));
-    MUSTER_CHECK(epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0) << strerror(errno);
+    if (epoll_ctl_(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0) return absl::OkStatus();
+    return ErrnoStatus("epoll_ctl", errno);
   }
+  void Unwatch(int fd) { epoll_ctl_(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
 
   absl::Status StartGuard() {
-    Fd read_end;
-    MUSTER_RETURN_IF_ERROR(MakePipe(&read_end, &guard_pipe_));
-    guard_ = fork();
-    if (guard_ < 0) return ErrnoStatus("fork", errno);
-    if (guard_ == 0) GuardMain(read_end.get(), mark_.data(), mark_.size());
-    return absl::OkStatus();
+    Fd read_end, write_end;
+    MUSTER_RETURN_IF_ERROR(MakePipe(&read_end, &write_end));
+    const pid_t pid = Orphans::Get().Fork(mark_);
+    if (pid < 0) return ErrnoStatus("fork", errno);
+    if (pid == 0) {
+      GuardMain(read_end.get(), write_end.get(), mark_.data(), mark_.size(), options_.close_range);
+    }
+    guard_ = pid;
+    guard_pipe_ = std::move(write_end);
+    guard_started_ = Clock::Real().Now();
+    for (const auto& [child, handle] : children_) TellGuard(child, true);
+    guard_pidfd_ = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+    if (!guard_pidfd_.open()) return absl::OkStatus();  // its end goes unnoticed
+    return Watch(guard_pidfd_.get(), {-1, 2});
+  }
+
+  // Somebody has killed it, or the kernel for want of memory.
+  void OnGuardEnded() {
+    siginfo_t info = {};
+    waitid(P_PID, guard_, &info, WEXITED | WNOHANG);
+    Unwatch(guard_pidfd_.get());
+    guard_pidfd_.Close();
+    guard_pipe_.Close();
+    Orphans::Get().Forget(guard_);
+    MUSTER_LOG(Warning) << "the guard process " << guard_
+                        << (info.si_code == CLD_EXITED
+                                ? absl::StrCat(" ended with code ", info.si_status)
+                                : absl::StrCat(" was killed by ", SignalName(info.si_status)))
+                        << ": another one is started; without it, processes of the job may survive "
+                           "the launcher";
+    guard_ = -1;
+    guard_due_ = std::max(Clock::Real().Now(), guard_started_ + kGuardPeriod);
+  }
+
+  void StartGuardIfDue(absl::Time now) {
+    if (guard_due_ > now) return;
+    guard_due_ = absl::InfiniteFuture();
+    const absl::Status status = StartGuard();
+    if (guard_ < 0) {
+      MUSTER_LOG(Warning) << "no guard process can be started, tried again: " << status.message();
+      guard_due_ = now + kGuardPeriod;
+    } else if (options_.on_new_guard) {
+      options_.on_new_guard(guard_);
+    }
   }
 
   void TellGuard(pid_t pid, bool added) {
     const GuardNote note = {pid, added ? 1 : 0};
     // SIGPIPE is blocked on this thread: the guard may have been killed by somebody.
     if (write(guard_pipe_.get(), &note, sizeof(note)) != sizeof(note)) {
-      MUSTER_LOG(Debug) << "the guard process is gone";
+      MUSTER_LOG(Debug) << "the guard process is gone";  // its pidfd tells, too
     }
   }
 
@@ -643,12 +759,17 @@ class HostImpl final : public ProcessHost {
         .stderr_fd = err_write.get(),
         .error_fd = error_write.get(),
         .parent = getpid(),
+        .close_range = options_.close_range,
     };
     MUSTER_FAILPOINT_STATUS("agent.before_fork");
-    const pid_t pid = fork();
+    const pid_t pid = Orphans::Get().Fork(mark_);
     if (pid < 0) return ErrnoStatus("fork", errno);
     if (pid == 0) ChildMain(plan);
     MUSTER_FAILPOINT("agent.after_fork");
+    const auto collect = [pid] {
+      waitpid(pid, nullptr, 0);
+      Orphans::Get().Forget(pid);
+    };
 
     error_write.Close();
     StartError report;
@@ -657,39 +778,49 @@ class HostImpl final : public ProcessHost {
       got = read(error_read.get(), &report, sizeof(report));
     } while (got < 0 && errno == EINTR);
     if (got == sizeof(report)) {
-      waitpid(pid, nullptr, 0);
+      collect();
       return StartErrorStatus(report, options, path);
     }
     TellGuard(pid, true);
     MUSTER_FAILPOINT("agent.spawned");
     Fd pidfd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
-    if (!pidfd.open()) {
-      const int error = errno;
+    const absl::Status watched =
+        pidfd.open() ? Watch(pidfd.get(), {pid, 2}) : ErrnoStatus("pidfd_open", errno);
+    if (!watched.ok()) {
       kill(-pid, SIGKILL);
-      waitpid(pid, nullptr, 0);
+      collect();
       TellGuard(pid, false);
-      return ErrnoStatus("pidfd_open", error);
+      return watched;
     }
-    auto child = std::make_shared<Child>(std::move(options), waker_);
-    Watch(pidfd.get(), {pid, 2});
+    auto child = std::make_shared<Child>(std::move(options), waker_, options_);
     child->Attach(pid, std::move(pidfd), std::move(out_read), std::move(err_read));
     children_[pid] = child;
     return std::shared_ptr<Process>(child);
   }
 
-  // Brings the epoll set in line with `paused`.
-  void WatchStreams(Child& child, bool paused) {
+  // Brings the epoll set in line with `paused`. False: the kernel refuses, try again.
+  bool WatchStreams(Child& child, bool paused) {
+    bool done = true;
     for (int i = 0; i < 2; ++i) {
       Child::Stream& stream = child.streams()[i];
       const bool wanted = !paused && stream.fd.open();
       if (wanted == stream.watched) continue;
       if (wanted) {
-        Watch(stream.fd.get(), {child.pid(), i});
+        const absl::Status status = Watch(stream.fd.get(), {child.pid(), i});
+        if (!status.ok()) {
+          if (!std::exchange(told_watch_, true)) {
+            MUSTER_LOG(Warning) << "output of process " << child.pid()
+                                << " waits: " << status.message() << "; tried again";
+          }
+          done = false;
+          continue;
+        }
       } else {
-        epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, stream.fd.get(), nullptr);
+        Unwatch(stream.fd.get());
       }
       stream.watched = wanted;
     }
+    return done;
   }
 
   void OnReadable(Child& child, int channel) {
@@ -699,19 +830,45 @@ class HostImpl final : public ProcessHost {
     bool at_end = false;
     child.ReadSome(stream, &bytes, &at_end);
     if (!at_end) return;
-    epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, stream.fd.get(), nullptr);
+    Unwatch(stream.fd.get());
     stream.watched = false;
     stream.fd.Close();
     stream.splitter->Finish();
   }
 
-  void OnExit(pid_t pid) {
-    const std::shared_ptr<Child> child = children_[pid];
+  std::shared_ptr<Child> Release(pid_t pid) {
+    std::shared_ptr<Child> child = children_[pid];
     WatchStreams(*child, /*paused=*/true);
-    epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, child->pidfd(), nullptr);
+    Unwatch(child->pidfd());
     children_.erase(pid);
-    child->Reap();
+    return child;
+  }
+
+  void OnExit(pid_t pid) {
+    Release(pid)->Reap();
+    Orphans::Get().Forget(pid);
     TellGuard(pid, false);
+    Orphans::Get().Collect(mark_);
+  }
+
+  void EndOrphans() {
+    const absl::Time give_up = Clock::Real().Now() + kOrphansTimeout;
+    std::vector<pid_t> left;
+    while (!(left = Orphans::Get().Kill(mark_)).empty()) {
+      for (const pid_t pid : left) {
+        const Fd pidfd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+        pollfd ended = {pidfd.get(), POLLIN, 0};
+        const absl::Duration wait = give_up - Clock::Real().Now();
+        poll(&ended, 1, static_cast<int>(std::max<int64_t>(0, absl::ToInt64Milliseconds(wait))));
+      }
+      Orphans::Get().Collect(mark_);
+      if (Clock::Real().Now() >= give_up) break;
+    }
+    Orphans::Get().Collect(mark_);
+    for (const pid_t pid : left) {
+      MUSTER_LOG(Warning) << "process " << pid << " of the job does not end after SIGKILL: "
+                          << ReadStuckState(pid).ToString() << "; it is left behind";
+    }
   }
 
   void Loop() {
@@ -742,16 +899,25 @@ class HostImpl final : public ProcessHost {
       }
       if (stopping && children_.empty()) return;
 
-      absl::Time next = absl::InfiniteFuture();
       const absl::Time now = Clock::Real().Now();
+      StartGuardIfDue(now);
+      absl::Time next = guard_due_;
+      std::vector<pid_t> given_up;
       for (auto& [pid, child] : children_) {
-        WatchStreams(*child, paused);
-        const absl::Time kill_at = child->kill_at();
-        if (kill_at <= now) {
-          child->Kill();
-        } else {
-          next = std::min(next, kill_at);
+        if (!WatchStreams(*child, paused)) next = std::min(next, now + kWatchAgain);
+        bool give_up = false;
+        next = std::min(next, child->Tick(now, &give_up));
+        if (give_up) given_up.push_back(pid);
+      }
+      // The guard goes on knowing them.
+      for (const pid_t pid : given_up) Release(pid)->GiveUp();
+      if (!given_up.empty()) continue;
+      if (!children_.empty()) {
+        if (collect_at_ <= now) {
+          Orphans::Get().Collect(mark_);
+          collect_at_ = now + kCollectPeriod;
         }
+        next = std::min(next, collect_at_);
       }
       const int timeout = next == absl::InfiniteFuture()
                               ? -1
@@ -769,6 +935,8 @@ class HostImpl final : public ProcessHost {
           uint64_t ignored;
           ssize_t got = read(waker_->fd.get(), &ignored, sizeof(ignored));
           static_cast<void>(got);
+        } else if (tag.pid < 0) {
+          OnGuardEnded();
         } else if (tag.channel == 2) {
           ended.push_back(tag.pid);
         }
@@ -777,7 +945,7 @@ class HostImpl final : public ProcessHost {
       for (int i = 0; i < count; ++i) {
         Tag tag;
         memcpy(&tag, &events[i].data, sizeof(tag));
-        if (tag.pid == 0 || tag.channel == 2) continue;
+        if (tag.pid <= 0 || tag.channel == 2) continue;
         const auto child = children_.find(tag.pid);
         if (child != children_.end()) OnReadable(*child->second, tag.channel);
       }
@@ -785,13 +953,20 @@ class HostImpl final : public ProcessHost {
   }
 
   // Constant after Init.
+  const ProcessHostOptions options_;
+  int (*const epoll_ctl_)(int, int, int, epoll_event*);
   const std::shared_ptr<Waker> waker_;
   const std::string mark_;
   Fd epoll_;
-  Fd guard_pipe_;
-  pid_t guard_ = -1;
 
+  std::atomic<pid_t> guard_{-1};
   // The host's thread only.
+  Fd guard_pipe_;
+  Fd guard_pidfd_;
+  absl::Time guard_started_;
+  absl::Time guard_due_ = absl::InfiniteFuture();  // when another one is to be started
+  absl::Time collect_at_ = absl::InfinitePast();
+  bool told_watch_ = false;
   std::map<pid_t, std::shared_ptr<Child>> children_;
 
   Mutex mu_;
@@ -828,6 +1003,7 @@ std::string SignalName(int signal) {
 }
 
 std::string ProcessExit::ToString() const {
+  if (!stuck.empty()) return absl::StrCat("does not end after SIGKILL: ", stuck);
   if (signal == 0) return absl::StrCat("exited with code ", exit_code);
   return absl::StrCat("was killed by signal ", signal, " (", SignalName(signal), ")",
                       core_dumped ? ", core dumped" : "");
@@ -855,8 +1031,17 @@ absl::StatusOr<std::string> FindProgram(absl::string_view program, absl::string_
                         : "; give the path to it"));
 }
 
-absl::StatusOr<std::unique_ptr<ProcessHost>> ProcessHost::Start() {
-  auto host = std::make_unique<HostImpl>();
+absl::StatusOr<std::unique_ptr<ProcessHost>> ProcessHost::Start(ProcessHostOptions options) {
+  // Ignored SIGCHLD is inherited from careless programs, and the kernel then forgets how children
+  // ended.
+  struct sigaction action = {};
+  if (sigaction(SIGCHLD, nullptr, &action) == 0 &&
+      (action.sa_handler == SIG_IGN || (action.sa_flags & SA_NOCLDWAIT) != 0)) {
+    action = {};
+    action.sa_handler = SIG_DFL;
+    sigaction(SIGCHLD, &action, nullptr);
+  }
+  auto host = std::make_unique<HostImpl>(std::move(options));
   MUSTER_RETURN_IF_ERROR(host->Init());
   return std::unique_ptr<ProcessHost>(std::move(host));
 }

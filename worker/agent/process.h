@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_AGENT_PROCESS_H_
 #define MUSTER_WORKER_AGENT_PROCESS_H_
 
+#include <sys/epoll.h>
 #include <sys/types.h>
 
 #include <functional>
@@ -13,6 +14,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "worker/agent/descriptors.h"
 
 namespace muster::agent {
 
@@ -21,9 +23,13 @@ struct ProcessExit {
   int exit_code = 0;  // if it exited by itself
   int signal = 0;     // if a signal ended it; else 0
   bool core_dumped = false;
+  // It has not ended: what it was seen in when it was given up, long after SIGKILL ("uninterruptible
+  // in openat (rpc_wait_bit_killable)"). Empty: it has ended.
+  std::string stuck = "";
 
-  bool ok() const { return exit_code == 0 && signal == 0; }
-  // "exited with code 3" or "was killed by signal 9 (SIGKILL)".
+  bool ok() const { return exit_code == 0 && signal == 0 && stuck.empty(); }
+  // "exited with code 3", "was killed by signal 9 (SIGKILL)" or "does not end after SIGKILL:
+  // uninterruptible in openat".
   std::string ToString() const;
 };
 
@@ -50,11 +56,13 @@ struct ProcessOptions {
   // KiB.
   int kept_lines = 20;
 
-  // All three are called on the host's thread, must not block, and must not call Process::Wait.
+  // All four are called on the host's thread, must not block, and must not call Process::Wait.
   // A finished line, without its end.
   std::function<void(OutputStream, absl::string_view)> on_line;
   // What an unfinished line shows now (progress bars, prompts).
   std::function<void(OutputStream, absl::string_view)> on_partial;
+  // It is still there some seconds after SIGKILL, and what it is seen in (see ProcessExit::stuck).
+  std::function<void(absl::string_view)> on_deaf = nullptr;
   // Once, after the last line.
   std::function<void(const ProcessExit&)> on_exit;
 };
@@ -89,6 +97,19 @@ class Process {
   virtual std::vector<std::string> LastLines() const = 0;
 };
 
+struct ProcessHostOptions {
+  // A process that the kernel does not end (a dead file server, a driver) is told of that long after
+  // SIGKILL, and given up after the second: Wait returns, and it is left to the kernel.
+  absl::Duration deaf_after = absl::Seconds(5);
+  absl::Duration give_up_after = absl::Seconds(30);
+  // Called on the host's thread when a new guard stands in for one that was killed.
+  std::function<void(pid_t)> on_new_guard = nullptr;
+  // What stands in for the system calls in tests.
+  CloseRangeCall close_range = SystemCloseRange;
+  int (*kill)(pid_t, int) = nullptr;
+  int (*epoll_ctl)(int, int, int, epoll_event*) = nullptr;
+};
+
 // Starts processes and watches them. Thread-safe. One thread of its own does all the work: it
 // learns of an end by a pidfd, at once and without polling.
 //
@@ -99,12 +120,17 @@ class Process {
 //  - A guard, a small forked process in a session of its own, waits for the end of the host's
 //  process (or of the host)
 //    and then kills all groups, and every process that carries the host's mark in its environment
-//    (MUSTER_PROCESS_TREE): also grandchildren that left their group.
+//    (MUSTER_PROCESS_TREE): also grandchildren that left their group. One that is killed is replaced.
+//  - The end of the host also ends descendants without the mark, see Orphans; when the host's
+//    process is killed, only those survive that have left their group and cleared the mark.
+//
+// A process starts with every signal at its default, except that SIGHUP, SIGINT and SIGQUIT stay
+// ignored where this process ignores them, as nohup and background jobs of shells have it.
 class ProcessHost {
  public:
   // Errors: INTERNAL or RESOURCE_EXHAUSTED when the kernel refuses a descriptor, a process or a
-  // thread.
-  static absl::StatusOr<std::unique_ptr<ProcessHost>> Start();
+  // thread. SIGCHLD gets its default action where it was ignored: ends could not be told otherwise.
+  static absl::StatusOr<std::unique_ptr<ProcessHost>> Start(ProcessHostOptions options = {});
 
   // Kills everything that still runs, waits for it, and for the guard.
   virtual ~ProcessHost() = default;
@@ -119,7 +145,7 @@ class ProcessHost {
   // what is left of one that has ended. For callers whose own output cannot keep up.
   virtual void PauseOutput(bool paused) = 0;
 
-  // The process id of the guard.
+  // The process id of the guard; -1 while there is none.
   virtual pid_t guard_pid() const = 0;
 
   // The host's part of the mark: processes that carry it belong to the host.

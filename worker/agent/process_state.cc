@@ -1,9 +1,11 @@
 #include "worker/agent/process_state.h"
 
+#include <dirent.h>
 #include <fcntl.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "absl/strings/ascii.h"
@@ -46,6 +48,20 @@ const char* StateName(char letter) {
     default:
       return "unknown";
   }
+}
+
+// The names in a folder that are numbers, in order.
+std::vector<int64_t> Numbers(const std::string& folder) {
+  std::vector<int64_t> numbers;
+  DIR* const dir = opendir(folder.c_str());
+  if (dir == nullptr) return numbers;
+  while (const dirent* entry = readdir(dir)) {
+    int64_t number = 0;
+    if (absl::SimpleAtoi(entry->d_name, &number)) numbers.push_back(number);
+  }
+  closedir(dir);
+  std::sort(numbers.begin(), numbers.end());
+  return numbers;
 }
 
 ProcessState Read(const std::string& folder) {
@@ -124,6 +140,9 @@ ProcessState ParseProcessState(const std::string& stat, const std::string& wchan
   state.command = stat.substr(open + 1, close - open - 1);
   // Field 20 of stat; `fields` begins before field 3.
   if (fields.size() > 18 && !absl::SimpleAtoi(fields[18], &state.threads)) state.threads = 0;
+  // Fields 4 and 6.
+  if (fields.size() > 2 && !absl::SimpleAtoi(fields[2], &state.parent)) state.parent = 0;
+  if (fields.size() > 4 && !absl::SimpleAtoi(fields[4], &state.session)) state.session = 0;
   if (wchan != "0") state.wchan = wchan;
   // "NUMBER ARGUMENTS...", "-1 ..." outside of any, or "running".
   int64_t number = -1;
@@ -139,6 +158,23 @@ ProcessState ReadThreadState(int64_t pid, int64_t tid) {
   ProcessState state = Read(absl::StrCat("/proc/", pid, "/task/", tid));
   state.threads = 0;
   return state;
+}
+
+ProcessState ReadStuckState(int64_t pid) {
+  const ProcessState whole = ReadProcessState(pid);
+  for (const int64_t tid : Numbers(absl::StrCat("/proc/", pid, "/task"))) {
+    ProcessState state = ReadThreadState(pid, tid);
+    if (state.name == "uninterruptible") return state;
+  }
+  return whole;
+}
+
+std::vector<int64_t> ListProcesses() {
+  char self[32] = "";
+  if (readlink("/proc/self", self, sizeof(self) - 1) < 0 || absl::StrCat(getpid()) != self) {
+    return {};
+  }
+  return Numbers("/proc");
 }
 
 }  // namespace muster::agent

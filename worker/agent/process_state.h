@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace muster::agent {
 
@@ -19,6 +20,8 @@ struct ProcessState {
   std::string wchan;
   std::string command;  // as in ps
   int threads = 0;      // 0 for a thread's own state
+  int64_t parent = 0;   // process ids; 0: none that can be seen here
+  int64_t session = 0;
 
   bool exists() const { return name != "gone"; }
   // "sleeping in futex (futex_wait_queue)".
@@ -29,6 +32,13 @@ struct ProcessState {
 // what may not be read is empty.
 ProcessState ReadProcessState(int64_t pid);
 ProcessState ReadThreadState(int64_t pid, int64_t tid);
+// The first thread of `pid` that is uninterruptible, which is the one that keeps a killed process
+// from ending; else the process.
+ProcessState ReadStuckState(int64_t pid);
+
+// The ids of all processes that can be seen. Empty where /proc is not that of this process's own
+// pid namespace: its numbers would name others here.
+std::vector<int64_t> ListProcesses();
 
 // The same from the texts of /proc/PID/stat, wchan and syscall, whatever they hold; "gone" if
 // `stat` is none.

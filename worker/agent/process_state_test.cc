@@ -6,7 +6,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <random>
+#include <vector>
 
 #include "base/mutate.h"
 
@@ -32,6 +34,22 @@ TEST(ProcessState, Self_IsRunningAndNamed) {
 TEST(ProcessState, NoSuchProcess_IsGone) {
   EXPECT_EQ(ReadProcessState(-1).name, "gone");
   EXPECT_FALSE(ReadProcessState(0).exists());
+}
+
+TEST(ProcessState, Self_HasItsParentAndSession) {
+  const ProcessState state = ReadProcessState(getpid());
+  EXPECT_EQ(state.parent, getppid());
+  EXPECT_EQ(state.session, getsid(0));
+  EXPECT_EQ(ReadStuckState(getpid()).name, "running");
+}
+
+TEST(ListProcesses, HoldsThisOneAndItsChild) {
+  const pid_t pid = ForkPausing();
+  const std::vector<int64_t> all = ListProcesses();
+  EXPECT_TRUE(std::binary_search(all.begin(), all.end(), getpid()));
+  EXPECT_TRUE(std::binary_search(all.begin(), all.end(), pid));
+  kill(pid, SIGKILL);
+  waitpid(pid, nullptr, 0);
 }
 
 TEST(ProcessState, StoppedThenKilled_SaysSo) {

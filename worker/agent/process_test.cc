@@ -4,12 +4,15 @@
 #include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/epoll.h>
 #include <sys/prctl.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
+#include <cerrno>
 #include <fstream>
 #include <string>
 #include <vector>
@@ -68,12 +71,62 @@ class Output {
   std::vector<std::string> lines_ ABSL_GUARDED_BY(mu_);
 };
 
+// Ignores a signal until the end of its scope.
+class Ignored {
+ public:
+  explicit Ignored(int signal) : signal_(signal), before_(::signal(signal, SIG_IGN)) {}
+  ~Ignored() { ::signal(signal_, before_); }
+
+ private:
+  const int signal_;
+  const sighandler_t before_;
+};
+
+// As kernels before 5.9.
+int NoCloseRange(unsigned, unsigned, unsigned) {
+  errno = ENOSYS;
+  return -1;
+}
+
+// As if the kernel could not end the process.
+int DeafToKill(pid_t pid, int signal) { return signal == SIGKILL ? 0 : kill(pid, signal); }
+
+// Refuses to add descriptors while this is above 0.
+std::atomic<int> g_refusals{0};
+int RefusingEpollCtl(int epoll, int op, int fd, epoll_event* event) {
+  if (op == EPOLL_CTL_ADD && g_refusals > 0) {
+    --g_refusals;
+    errno = ENOSPC;
+    return -1;
+  }
+  return epoll_ctl(epoll, op, fd, event);
+}
+
+// A process that has left the group, the session, the pipes and the environment behind, as daemons
+// do; and a line that names it.
+constexpr char kCleanedStray[] =
+    "/usr/bin/env -i /usr/bin/setsid /bin/sh -c "
+    "'echo stray $$; exec sleep 1000 </dev/null >/dev/null 2>&1' & ";
+
 class ProcessTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    auto host = ProcessHost::Start();
+    // Whatever the tests were started from.
+    for (const int signal : {SIGHUP, SIGINT, SIGQUIT}) ::signal(signal, SIG_DFL);
+    StartHost({});
+  }
+
+  void StartHost(ProcessHostOptions options) {
+    host_.reset();
+    auto host = ProcessHost::Start(std::move(options));
     ASSERT_TRUE(host.ok()) << host.status();
     host_ = *std::move(host);
+  }
+
+  pid_t WaitForStray() {
+    int stray = 0;
+    EXPECT_TRUE(absl::SimpleAtoi(output_.WaitForLine("out:stray "), &stray));
+    return stray;
   }
 
   ProcessOptions Shell(const std::string& script) {
@@ -164,6 +217,37 @@ TEST_F(ProcessTest, SignalState_IsFreshForTheProcess) {
   signal(SIGUSR1, SIG_DFL);
 }
 
+// nohup and the background jobs of shells: the process is as if it had been started without us.
+TEST_F(ProcessTest, IgnoredHangUpInterruptAndQuit_StayIgnored) {
+  for (const int signal : {SIGHUP, SIGINT, SIGQUIT}) {
+    const Ignored ignored(signal);
+    auto process = Spawn(Shell(absl::StrCat("kill -", signal, " $$; exit 4")));
+    EXPECT_EQ(process->Wait().exit_code, 4) << signal;
+  }
+  // Else the job could not be stopped, and pipelines of scripts would not end.
+  for (const int signal : {SIGTERM, SIGPIPE}) {
+    const Ignored ignored(signal);
+    auto process = Spawn(Shell(absl::StrCat("kill -", signal, " $$; exit 4")));
+    EXPECT_EQ(process->Wait().signal, signal);
+  }
+}
+
+TEST_F(ProcessTest, IgnoredSigchldInherited_ExitIsKnown) {
+  const Ignored ignored(SIGCHLD);
+  StartHost({});
+  EXPECT_EQ(Spawn(Shell("exit 7"))->Wait().exit_code, 7);
+}
+
+TEST_F(ProcessTest, KernelWithoutCloseRange_NothingLeaksAndTheHostEnds) {
+  StartHost({.close_range = NoCloseRange});
+  const int leaked = open("/etc/passwd", O_RDONLY);
+  ASSERT_GT(leaked, 2);
+  EXPECT_TRUE(Spawn(Shell(absl::StrCat("! test -e /proc/self/fd/", leaked)))->Wait().ok());
+  close(leaked);
+  // A guard that held the other end of its own pipe would wait for ever, and so would this.
+  host_.reset();
+}
+
 TEST_F(ProcessTest, Stop_ProcessThatCleansUp_ExitsByItself) {
   auto process =
       Spawn(Shell("trap 'echo bye; exit 5' TERM; echo up; while :; do sleep 1000 & wait; done"));
@@ -186,6 +270,48 @@ TEST_F(ProcessTest, Stop_StoppedProcess_HearsTheTerm) {
   process->Signal(SIGSTOP);
   process->Stop(absl::Hours(1));
   EXPECT_EQ(process->Wait().exit_code, 6);
+}
+
+TEST_F(ProcessTest, DeafToSigkill_IsToldAndGivenUp) {
+  StartHost({.deaf_after = absl::ZeroDuration(),
+             .give_up_after = absl::Milliseconds(1),
+             .kill = DeafToKill});
+  ProcessOptions options = Shell("trap '' TERM; echo up; while :; do sleep 1000; done");
+  std::string seen_in;
+  options.on_deaf = [&](absl::string_view state) { seen_in = std::string(state); };
+  auto process = Spawn(std::move(options));
+  output_.WaitForLine("out:up");
+  process->Stop(absl::ZeroDuration());
+  const ProcessExit exit = process->Wait();
+  EXPECT_FALSE(exit.ok());
+  EXPECT_NE(exit.stuck, "");
+  EXPECT_NE(seen_in, "");
+  EXPECT_EQ(exit.ToString(), absl::StrCat("does not end after SIGKILL: ", exit.stuck));
+  const pid_t pid = process->pid();
+  process->Signal(SIGKILL);  // no effect any more
+  EXPECT_EQ(kill(pid, 0), 0);
+  // It does not hold up the host either; the guard knows it still.
+  host_.reset();
+  EXPECT_TRUE(WaitUntilEnded(pid));
+  waitpid(pid, nullptr, 0);
+}
+
+TEST_F(ProcessTest, EpollRefuses_SpawnFailsAndTheHostGoesOn) {
+  StartHost({.epoll_ctl = RefusingEpollCtl});
+  g_refusals = 1;
+  const auto refused = host_->Spawn(Shell("exit 0"));
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kResourceExhausted) << refused.status();
+  EXPECT_EQ(Spawn(Shell("exit 3"))->Wait().exit_code, 3);
+}
+
+TEST_F(ProcessTest, EpollRefusesTheOutput_ItArrivesLater) {
+  StartHost({.epoll_ctl = RefusingEpollCtl});
+  host_->PauseOutput(true);
+  auto process = Spawn(Shell("echo late; exec sleep 1000"));
+  g_refusals = 3;
+  host_->PauseOutput(false);
+  output_.WaitForLine("out:late");
+  process->Stop(absl::ZeroDuration());
 }
 
 TEST_F(ProcessTest, LeaderEnds_RestOfItsGroupIsKilled) {
@@ -244,23 +370,101 @@ TEST_F(ProcessTest, HostDestroyed_ProcessesAreGoneAndHandlesStayValid) {
   process->Stop(absl::ZeroDuration());
 }
 
+TEST_F(ProcessTest, CleanedStray_EndsWithTheHost) {
+  auto process = Spawn(Shell(absl::StrCat(kCleanedStray, "wait")));
+  const pid_t stray = WaitForStray();
+  process->Stop(absl::ZeroDuration());
+  process->Wait();
+  EXPECT_EQ(kill(stray, 0), 0);
+  host_.reset();
+  EXPECT_TRUE(WaitUntilEnded(stray));
+}
+
+TEST_F(ProcessTest, CleanedStrayOfAnotherHost_LivesAsLongAsThat) {
+  auto process = Spawn(Shell(absl::StrCat(kCleanedStray, "wait")));
+  const pid_t stray = WaitForStray();
+  process->Stop(absl::ZeroDuration());
+  process->Wait();
+  std::move(*ProcessHost::Start()).reset();
+  EXPECT_EQ(kill(stray, 0), 0);
+  host_.reset();
+  EXPECT_TRUE(WaitUntilEnded(stray));
+}
+
+TEST_F(ProcessTest, StrayThatEnds_IsCollected) {
+  auto process = Spawn(Shell("(setsid sh -c 'echo stray $$' &); exec sleep 1000"));
+  const pid_t stray = WaitForStray();
+  EXPECT_TRUE(WaitUntilEnded(stray));
+  process->Stop(absl::ZeroDuration());
+  process->Wait();
+  Spawn(Shell("exit 0"))->Wait();
+  Spawn(Shell("exit 0"))->Wait();  // begins after the one before has been dealt with
+  EXPECT_EQ(kill(stray, 0), -1);
+}
+
+// What is no host's: children that this process had before, in a session of their own or not.
+TEST(ProcessHost, ChildrenOfSomebodyElse_AreLeftAlone) {
+  std::vector<pid_t> others;
+  for (const bool own_session : {false, true}) {
+    int ready[2];
+    ASSERT_EQ(pipe2(ready, O_CLOEXEC), 0);
+    const pid_t pid = fork();
+    if (pid == 0) {
+      if (own_session) setsid();
+      if (write(ready[1], "x", 1) != 1) _exit(1);
+      for (;;) pause();
+    }
+    char c;
+    ASSERT_EQ(read(ready[0], &c, 1), 1);
+    close(ready[0]);
+    close(ready[1]);
+    others.push_back(pid);
+  }
+  auto host = *ProcessHost::Start();
+  Output output;
+  ProcessOptions options;
+  options.argv = {"/bin/sh", "-c", "setsid sh -c 'echo stray $$; exec sleep 1000' & wait"};
+  options.env = {"PATH=/usr/bin:/bin"};
+  options.on_line = [&](OutputStream stream, absl::string_view line) { output.Add(stream, line); };
+  ASSERT_TRUE(host->Spawn(std::move(options)).ok());
+  int stray = 0;
+  ASSERT_TRUE(absl::SimpleAtoi(output.WaitForLine("out:stray "), &stray));
+  host.reset();
+  EXPECT_TRUE(WaitUntilEnded(stray));
+  for (const pid_t pid : others) {
+    EXPECT_EQ(waitpid(pid, nullptr, WNOHANG), 0);
+    kill(pid, SIGKILL);
+    waitpid(pid, nullptr, 0);
+  }
+}
+
 // The host's process is killed with -9: the direct child, its child in the same group, and one that
 // left for a session of its own must all end.
-TEST(ProcessHost, OwnerKilled_NothingSurvives) {
+void KillOwner(ProcessHostOptions host_options, bool kill_guard_first) {
   int fds[2];
   ASSERT_EQ(pipe2(fds, O_CLOEXEC), 0);
   const pid_t owner = fork();
   if (owner == 0) {
-    auto host = ProcessHost::Start();
+    Notification new_guard;
+    host_options.on_new_guard = [&](pid_t) { new_guard.Notify(); };
+    auto host = ProcessHost::Start(std::move(host_options));
     ProcessOptions options;
     options.argv = {"/bin/sh", "-c",
                     "sleep 1000 & g=$!; setsid sleep 1001 & echo pids $$ $g $!; wait"};
     options.env = {"PATH=/usr/bin:/bin"};
+    Notification started;
+    std::string text;
     options.on_line = [&](OutputStream, absl::string_view line) {
-      const std::string text = absl::StrCat(line, "\n");
-      if (write(fds[1], text.data(), text.size()) < 0) _exit(1);
+      text = absl::StrCat(line, "\n");
+      started.Notify();
     };
     auto process = (*host)->Spawn(std::move(options));
+    started.WaitForNotification();
+    if (kill_guard_first) {
+      kill((*host)->guard_pid(), SIGKILL);
+      new_guard.WaitForNotification();
+    }
+    if (write(fds[1], text.data(), text.size()) < 0) _exit(1);
     (*process)->Wait();
     _exit(0);
   }
@@ -279,6 +483,17 @@ TEST(ProcessHost, OwnerKilled_NothingSurvives) {
   waitpid(owner, nullptr, 0);
   for (const int pid : pids) EXPECT_TRUE(WaitUntilEnded(pid)) << pid;
   close(fds[0]);
+}
+
+TEST(ProcessHost, OwnerKilled_NothingSurvives) { KillOwner({}, /*kill_guard_first=*/false); }
+
+TEST(ProcessHost, OwnerKilledOnAKernelWithoutCloseRange_NothingSurvives) {
+  KillOwner({.close_range = NoCloseRange}, /*kill_guard_first=*/false);
+}
+
+// The one that follows a killed guard knows what was started before it.
+TEST(ProcessHost, GuardAndThenOwnerKilled_NothingSurvives) {
+  KillOwner({}, /*kill_guard_first=*/true);
 }
 
 TEST_F(ProcessTest, StartErrors_NameTheFileAndTheWayOut) {

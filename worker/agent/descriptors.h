@@ -1,0 +1,21 @@
+#ifndef MUSTER_WORKER_AGENT_DESCRIPTORS_H_
+#define MUSTER_WORKER_AGENT_DESCRIPTORS_H_
+
+namespace muster::agent {
+
+// The system call; what stands in for it in tests. Returns 0, or -1 and errno.
+using CloseRangeCall = int (*)(unsigned first, unsigned last, unsigned flags);
+int SystemCloseRange(unsigned first, unsigned last, unsigned flags);
+
+// Both do what a signal handler may: they are for a process between fork and exec. Kernels before
+// 5.9 have no close_range and those before 5.11 no CLOSE_RANGE_CLOEXEC, and a sandbox may refuse
+// it: then /proc/self/fd is read, or, without /proc, all numbers up to the limit are tried.
+
+// Closes all descriptors from `first` on.
+void CloseFrom(int first, CloseRangeCall close_range = SystemCloseRange);
+// Makes exec close them.
+void CloseOnExecFrom(int first, CloseRangeCall close_range = SystemCloseRange);
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_WORKER_AGENT_DESCRIPTORS_H_

@@ -1,0 +1,80 @@
+#include "worker/agent/descriptors.h"
+
+#include <fcntl.h>
+#include <linux/close_range.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+
+#include "gtest/gtest.h"
+
+namespace muster::agent {
+namespace {
+
+// As kernels before 5.9.
+int NoSuchCall(unsigned, unsigned, unsigned) {
+  errno = ENOSYS;
+  return -1;
+}
+
+// As kernels 5.9 and 5.10.
+int NoSuchFlag(unsigned first, unsigned last, unsigned flags) {
+  if (flags == 0) return SystemCloseRange(first, last, flags);
+  errno = EINVAL;
+  return -1;
+}
+
+bool IsOpen(int fd) { return fcntl(fd, F_GETFD) >= 0; }
+
+// Whether `check` holds in a forked process, whose descriptors are its own.
+template <typename Check>
+bool HoldsInChild(Check check) {
+  const pid_t child = fork();
+  if (child == 0) _exit(check() ? 0 : 1);
+  int status = 0;
+  return waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+class DescriptorsTest : public ::testing::TestWithParam<CloseRangeCall> {};
+
+TEST_P(DescriptorsTest, CloseFrom_ClosesThatAndAllAboveAndNothingBelow) {
+  EXPECT_TRUE(HoldsInChild([] {
+    const int low = fcntl(0, F_DUPFD, 40);
+    const int first = fcntl(0, F_DUPFD, 41);
+    // More than one page of a folder holds.
+    for (int i = 0; i < 300; ++i) {
+      if (fcntl(0, F_DUPFD, 42) < 0) return false;
+    }
+    const int high = fcntl(0, F_DUPFD, 900);
+    if (low < 0 || first < 0 || high < 0) return false;
+    CloseFrom(first, GetParam());
+    if (!IsOpen(low) || !IsOpen(0) || !IsOpen(2)) return false;
+    for (int fd = first; fd <= high; ++fd) {
+      if (IsOpen(fd)) return false;
+    }
+    return true;
+  }));
+}
+
+TEST_P(DescriptorsTest, CloseOnExecFrom_MarksThemAndLeavesThemOpen) {
+  EXPECT_TRUE(HoldsInChild([] {
+    const int low = fcntl(0, F_DUPFD, 40);
+    const int first = fcntl(0, F_DUPFD, 41);
+    const int high = fcntl(0, F_DUPFD, 500);
+    CloseOnExecFrom(first, GetParam());
+    return fcntl(low, F_GETFD) == 0 && fcntl(first, F_GETFD) == FD_CLOEXEC &&
+           fcntl(high, F_GETFD) == FD_CLOEXEC;
+  }));
+}
+
+INSTANTIATE_TEST_SUITE_P(Kernels, DescriptorsTest,
+                         ::testing::Values(&SystemCloseRange, &NoSuchCall, &NoSuchFlag),
+                         [](const auto& info) {
+                           return info.param == &NoSuchCall   ? "NoSuchCall"
+                                  : info.param == &NoSuchFlag ? "NoSuchFlag"
+                                                              : "System";
+                         });
+
+}  // namespace
+}  // namespace muster::agent
