@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "base/defaults.h"
 #include "worker/process/progress_board.h"
 
 namespace muster {
@@ -160,7 +161,7 @@ class CoordinatorClient {
     absl::Duration connect_timeout = absl::Seconds(30);
     absl::Duration call_timeout = absl::Seconds(30);
     // How much longer than its timeout a call waits for an answer: a coordinator that is away for less fails nothing.
-    absl::Duration outage_tolerance = absl::Seconds(90);
+    absl::Duration outage_tolerance = kDefaultOutageTolerance;
     // How long triggers, beats and the goodbye may hold up a process that ends, all together: see BeginExit.
     absl::Duration exit_patience = absl::Seconds(3);
     // Between heartbeats once seated. Zero: none (an agent speaks for this worker).

@@ -9,6 +9,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "base/defaults.h"
 
 namespace muster {
 
@@ -84,7 +85,7 @@ struct Environment {
   // Of collectives and of the meeting at start.
   Setting<absl::Duration> timeout{absl::Minutes(10)};
   // How long the coordinator may be away before calls fail.
-  Setting<absl::Duration> outage_tolerance{absl::Seconds(90)};
+  Setting<absl::Duration> outage_tolerance{kDefaultOutageTolerance};
 
   // Things that are legal but probably not meant, one line each. For the caller to log.
   std::vector<std::string> warnings;

@@ -18,6 +18,7 @@
 #include "torch/csrc/distributed/c10d/PrefixStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/TCPStore.hpp"
+#include "worker/process/broken_pipe.h"
 #include "worker/process/c10d_comm.h"
 #include "worker/process/checked_comm.h"
 #include "worker/process/coordinator_store.h"
@@ -232,6 +233,8 @@ absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
   }
   MUSTER_ASSIGN_OR_RETURN(joined.device, ChooseDevice(env));
   MakeCurrent(joined.device);
+  // A process alone keeps the default: `./train | head` ends, as programs do.
+  if (!env.coordinator.value.empty() || env.world_size.value > 1) SurviveBrokenPipes();
   if (!env.coordinator.value.empty()) {
     MUSTER_RETURN_IF_ERROR(MeetAtCoordinator(options, &joined));
   } else if (env.world_size.value > 1) {

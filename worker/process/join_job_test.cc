@@ -2,6 +2,7 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -67,6 +68,31 @@ TEST(JoinJob, Alone_LocalCommAndNothingElse) {
   EXPECT_EQ(joined->coordinator, nullptr);
   EXPECT_EQ(joined->store, nullptr);
   EXPECT_TRUE(joined->device.is_cpu());
+}
+
+// What a write to a peer that has gone does is up to SIGPIPE.
+TEST(JoinJob, WithPeers_SurvivesThatTheyVanishAndAloneKeepsTheDefault) {
+  signal(SIGPIPE, SIG_DFL);
+  const auto action = [] {
+    struct sigaction now = {};
+    sigaction(SIGPIPE, nullptr, &now);
+    return now.sa_handler;
+  };
+  ASSERT_TRUE(JoinJob(Env({})).ok());
+  EXPECT_EQ(action(), SIG_DFL);
+  FakeCoordinator fake;
+  ExpectWorldOf(
+      2,
+      [&](int i) -> Variables {
+        return {{"MUSTER_COORDINATOR", fake.address()},
+                {"MUSTER_JOB", "job"},
+                {"MUSTER_WORKER_ID", "w" + std::to_string(i)}};
+      },
+      [&](const JoinedProcess&, int) {
+        EXPECT_NE(action(), SIG_DFL);
+        EXPECT_NE(action(), SIG_IGN);
+      },
+      {.min_workers = 2});
 }
 
 TEST(JoinJob, AloneWithGroup_HasAProcessGroup) {

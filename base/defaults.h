@@ -1,0 +1,15 @@
+#ifndef MUSTER_BASE_DEFAULTS_H_
+#define MUSTER_BASE_DEFAULTS_H_
+
+#include "absl/time/time.h"
+
+namespace muster {
+
+// What more than one part must agree on where nobody says otherwise.
+
+// How long the coordinator may be away before a job is given up (`outage_tolerance`).
+inline constexpr absl::Duration kDefaultOutageTolerance = absl::Seconds(90);
+
+}  // namespace muster
+
+#endif  // MUSTER_BASE_DEFAULTS_H_
