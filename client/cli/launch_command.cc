@@ -94,9 +94,11 @@ int Report(const LaunchOutcome& outcome, const LaunchConfig& config, const Comma
     context.err << " after " << outcome.restarts
                 << (outcome.restarts == 1 ? " restart" : " restarts");
   context.err << "\n";
+  // The output of a lone process stands just above, unless it went to a file.
+  const bool shown = config.num_processes == 1 && (config.log_dir.empty() || config.tee);
   if (outcome.last_lines.empty()) {
     context.err << "  it wrote nothing\n";
-  } else {
+  } else if (!shown) {
     context.err << "  its last lines:\n";
     for (const std::string& line : outcome.last_lines) context.err << "  | " << line << "\n";
   }

@@ -93,11 +93,24 @@ TEST_F(LaunchCommandTest, FailedJob_NamesTheWorkerAndItsLastLines) {
   outcome_.kind = LaunchOutcome::Kind::kFailed;
   outcome_.why = "rank 1 (pid 12 on box) was killed by signal 9 (SIGKILL)";
   outcome_.last_lines = {"step 7", "step 8"};
-  EXPECT_EQ(Run({"x"}), kExitJobFailed);
+  EXPECT_EQ(Run({"--num_processes=2", "x"}), kExitJobFailed);
   EXPECT_EQ(
       err_.str(),
       "muster launch: rank 1 (pid 12 on box) was killed by signal 9 (SIGKILL); the job has failed\n"
       "  its last lines:\n  | step 7\n  | step 8\n");
+}
+
+// Its last lines are those just above; in a file they are not.
+TEST_F(LaunchCommandTest, FailedJobOfOneProcess_IsToldOnce) {
+  outcome_.kind = LaunchOutcome::Kind::kFailed;
+  outcome_.why = "rank 0 (pid 12 on box) exited with code 3";
+  outcome_.last_lines = {"step 7"};
+  EXPECT_EQ(Run({"--num_processes=1", "x"}), kExitJobFailed);
+  EXPECT_EQ(err_.str(),
+            "muster launch: rank 0 (pid 12 on box) exited with code 3; the job has failed\n");
+  err_.str("");
+  EXPECT_EQ(Run({"--num_processes=1", "--log_dir=logs", "x"}), kExitJobFailed);
+  EXPECT_THAT(err_.str(), HasSubstr("  | step 7\n"));
 }
 
 TEST_F(LaunchCommandTest, Outcomes_HaveTheirExitCodes) {

@@ -7,6 +7,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "worker/agent/job_signals.h"
 #include "worker/agent/node_job.h"
 #include "worker/agent/process.h"
 #include "worker/agent/worker_environment.h"
@@ -67,7 +68,8 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
           "env: ", name, " cannot be set: it tells each process its place in the job")));
     }
   }
-  // First, while this process has one thread.
+  // First, while this process has one thread. Not for other commands: Ctrl-C ends those as usual.
+  agent::BlockJobSignals();
   absl::StatusOr<std::unique_ptr<agent::ProcessHost>> host = agent::ProcessHost::Start();
   if (!host.ok()) return Refused(host.status());
 
@@ -92,7 +94,7 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   options.host = config.machine_rank == 0 ? ip : "";
   options.join_timeout = config.join_timeout;
   options.outage_tolerance = config.outage_tolerance;
-  options.tell_late = coordinator == nullptr;
+  options.log_limits = {.max_bytes = int64_t{config.log_max_mib} << 20, .files = config.log_files};
   options.show_output = config.log_dir.empty() || config.tee;
   options.prefix = config.prefix.value_or(isatty(STDOUT_FILENO) != 0);
   const agent::NodeJobResult result = agent::RunNodeJob(std::move(options), **host);

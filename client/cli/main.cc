@@ -16,7 +16,6 @@
 #include "client/cli/local_job.h"
 #include "client/cli/muster_command.h"
 #include "coordinator/service/server.h"
-#include "worker/agent/node_job.h"
 
 namespace {
 
@@ -31,8 +30,9 @@ class ServerInThisProcess final : public muster::client::EmbeddedCoordinator {
 };
 
 absl::StatusOr<std::unique_ptr<muster::client::EmbeddedCoordinator>> StartCoordinator(
-    const muster::client::EmbeddedCoordinatorOptions& options) {
+    const muster::client::EmbeddedCoordinatorOptions& options, bool log_notices) {
   muster::coordinator::CoordinatorServer::Options server;
+  server.engine.log_notices = log_notices;
   server.rpc.listen = options.listen;
   server.rpc.tls_ca = options.tls_ca;
   server.rpc.tls_cert = options.tls_cert;
@@ -46,7 +46,6 @@ absl::StatusOr<std::unique_ptr<muster::client::EmbeddedCoordinator>> StartCoordi
 }  // namespace
 
 int main(int argc, char** argv) {
-  muster::agent::BlockJobSignals();
   if (const absl::Status armed = muster::ArmFailpointsFromEnvironment(); !armed.ok()) {
     std::cerr << "muster: " << armed.message() << std::endl;
     return 2;
@@ -59,10 +58,16 @@ int main(int argc, char** argv) {
       variables.emplace(text.substr(0, equals), text.substr(equals + 1));
     }
   }
-  // What the embedded coordinator logs for operators is not for the user's terminal.
-  if (variables.count("MUSTER_LOG_LEVEL") == 0) muster::SetLogLevel(muster::LogLevel::kWarning);
+  // What the embedded coordinator logs for operators is not for the user's terminal, where the
+  // launcher tells each failure once.
+  const bool for_operators = variables.count("MUSTER_LOG_LEVEL") != 0;
+  if (!for_operators) muster::SetLogLevel(muster::LogLevel::kWarning);
   char self[PATH_MAX] = "";
   if (readlink("/proc/self/exe", self, sizeof(self) - 1) < 0) self[0] = '\0';
-  return muster::client::RunMuster({argv + 1, argv + argc}, {variables, std::cout, std::cerr},
-                                   muster::client::LocalBackend(StartCoordinator), self);
+  return muster::client::RunMuster(
+      {argv + 1, argv + argc}, {variables, std::cout, std::cerr},
+      muster::client::LocalBackend([for_operators](const auto& options) {
+        return StartCoordinator(options, for_operators);
+      }),
+      self);
 }

@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "base/defaults.h"
 #include "base/file.h"
 #include "base/json.h"
 #include "base/status_macros.h"
@@ -216,6 +217,22 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .value_name = "FOLDER",
        .help =
            "Write each process's output to FOLDER/attempt_A/rank_R.log instead of the terminal"},
+      {.name = "log_max_mib",
+       .variable = "MUSTER_LOG_MAX_MIB",
+       .type = Type::kInt,
+       .min = 0,
+       .max = kMaxCount,
+       .fallback = "128",
+       .value_name = "N",
+       .help = "MiB of a file in log_dir before it becomes rank_R.log.1; 0: no limit"},
+      {.name = "log_files",
+       .variable = "MUSTER_LOG_FILES",
+       .type = Type::kInt,
+       .min = 1,
+       .max = kMaxCount,
+       .fallback = "8",
+       .value_name = "N",
+       .help = "How many such files there are for each process; the oldest is removed"},
       {.name = "tee",
        .variable = "MUSTER_TEE",
        .type = Type::kBool,
@@ -246,7 +263,7 @@ const std::vector<SettingSpec>& LaunchSettings() {
       {.name = "outage_tolerance",
        .variable = "MUSTER_OUTAGE_TOLERANCE",
        .type = Type::kDuration,
-       .fallback = "60s",
+       .fallback = absl::StrCat(absl::ToInt64Seconds(kDefaultOutageTolerance), "s"),
        .value_name = "TIME",
        .help = "How long the coordinator may be away before the job is given up"},
       {.name = "debug",
@@ -437,6 +454,8 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
   config.max_restarts = values.Int("max_restarts");
   config.job_name = values.Text("job_name");
   config.log_dir = values.Text("log_dir");
+  config.log_max_mib = values.Int("log_max_mib");
+  config.log_files = values.Int("log_files");
   config.tee = values.Bool("tee");
   if (values.Has("prefix")) config.prefix = values.Bool("prefix");
   config.stop_grace = values.Duration("stop_grace");

@@ -93,6 +93,8 @@ struct LaunchConfig {
   int max_restarts = 0;
   std::string job_name;  // empty: made up
   std::string log_dir;
+  int log_max_mib = 0;  // 0: no limit
+  int log_files = 1;
   bool tee = false;
   std::optional<bool> prefix;  // nullopt: on a terminal
   absl::Duration stop_grace;

@@ -4,6 +4,7 @@
 
 #include <string>
 
+#include "base/defaults.h"
 #include "base/file.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -68,6 +69,13 @@ TEST(ResolveLaunch, FirstLayerWins_AndSaysSo) {
   EXPECT_EQ(SourceOf(*config, "mixed_precision"), "fp16 from MUSTER_MIXED_PRECISION");
   EXPECT_EQ(SourceOf(*config, "cpu"), "true from c.yaml:3");
   EXPECT_EQ(SourceOf(*config, "max_restarts"), "0 from default");
+}
+
+// Agents and workers that are started without a launcher use the constant.
+TEST(ResolveLaunch, OutageTolerance_DefaultIsTheOneOfAgentsAndWorkers) {
+  const auto config = ResolveLaunch({}, {});
+  ASSERT_TRUE(config.ok()) << config.status();
+  EXPECT_EQ(config->outage_tolerance, kDefaultOutageTolerance);
 }
 
 TEST(ResolveLaunch, BadValues_NameTheSettingItsSourceAndTheWayOut) {

@@ -501,6 +501,7 @@ void Engine::Drain() {
   }
   changed_jobs_.insert(changed_jobs_.end(), out_.changed_jobs.begin(), out_.changed_jobs.end());
   for (const Notice& notice : out_.notices) {
+    if (!options_.log_notices) break;
     if (notice.warning) {
       MUSTER_LOG(Warning) << "job " << notice.job_id << ": " << notice.text;
     } else {

@@ -93,6 +93,9 @@ class Engine {
     uint64_t snapshot_records = 64 * 1024;
     uint64_t snapshot_bytes = 64 << 20;
     Limits limits;
+    // The cores' notices for operators. Whoever runs the coordinator inside of a job's launcher hears
+    // of all of it from the launcher.
+    bool log_notices = true;
     const Clock* clock = &Clock::Real();
   };
 

@@ -72,6 +72,39 @@ TEST_F(AcceleratorBarrierTest, RanksInDifferentBarriers_AreToldSoAtOnce) {
                                      HasSubstr("absent_rank.cc:"), Not(HasSubstr("timed out"))));
 }
 
+// The coordinator inside of the launcher hears of it too and keeps it to itself.
+class ToldOnceTest : public LaunchFixture {
+ protected:
+  // Two workers that have joined and wait; the pid of the second.
+  int Start() {
+    launch_ =
+        Launch({"--num_processes", "2", "--cpu"},
+               absl::StrCat("echo pid $$; exec ", Runfile("tests/e2e/barrier_worker"), " slow"));
+    launch_->WaitForLine("[0]: stepped");
+    launch_->WaitForLine("[1]: stepped");
+    return Numbers(launch_->WaitForLine("[1]: pid")).at(0);
+  }
+  std::unique_ptr<Command> launch_;
+};
+
+TEST_F(ToldOnceTest, WorkerKilled_ByTheLauncherAlone) {
+  kill(Start(), SIGKILL);
+  EXPECT_EQ(launch_->Wait(), 1);
+  int told = 0;
+  for (const std::string& line : launch_->err()) {
+    told +=
+        absl::StrContains(line, "rank 1 (") && absl::StrContains(line, "was killed by signal 9");
+  }
+  EXPECT_EQ(told, 1) << launch_->err_text();
+}
+
+TEST_F(ToldOnceTest, JobStopped_InOneLine) {
+  Start();
+  launch_->Signal(SIGINT);
+  EXPECT_EQ(launch_->Wait(), 130);
+  EXPECT_THAT(launch_->err(), ElementsAre(StartsWith("muster: stopping (SIGINT)")));
+}
+
 class BarrierTest : public ClusterFixture {
  protected:
   void SetUp() override {

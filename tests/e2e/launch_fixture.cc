@@ -1,6 +1,7 @@
 #include "tests/e2e/launch_fixture.h"
 
 #include <poll.h>
+#include <signal.h>
 #include <stdlib.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -102,6 +103,8 @@ void LaunchFixture::SetUp() {
           {"HOME", temp_},
           {"CUDA_VISIBLE_DEVICES", ""},
           {"MUSTER_PREFIX", "true"}};
+  // Commands inherit what is ignored, and these tests may run in the background of a shell.
+  for (const int signal : {SIGHUP, SIGINT, SIGQUIT}) ::signal(signal, SIG_DFL);
   auto host = agent::ProcessHost::Start();
   ASSERT_TRUE(host.ok()) << host.status();
   host_ = *std::move(host);

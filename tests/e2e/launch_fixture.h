@@ -13,6 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "base/file.h"
 #include "base/mutex.h"
 #include "gtest/gtest.h"
@@ -39,6 +40,8 @@ class Command {
   std::string WaitForLine(absl::string_view prefix, int count = 1);
   // Ends when the command has; -N if signal N ended it.
   int Wait();
+  // Whether it has ended, after waiting for at most `timeout`.
+  bool EndsWithin(absl::Duration timeout) { return process_->WaitFor(timeout).has_value(); }
   void Signal(int signal) { process_->Signal(signal); }
   pid_t pid() const { return process_->pid(); }
   std::vector<std::string> out() const { return Lines(agent::OutputStream::kStdout); }

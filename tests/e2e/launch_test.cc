@@ -1,12 +1,18 @@
 #include <netinet/in.h>
+#include <sched.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
+#include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_split.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"
@@ -196,9 +202,99 @@ TEST_F(LaunchTest, StopTwice_KillsWorkersThatDoNotListen) {
   const int pid = Numbers(launch->WaitForLine("pid")).at(0);
   launch->Signal(SIGINT);
   launch->WaitForLine("no");
-  launch->Signal(SIGINT);
+  // Within the first second it is still the same wish.
+  do {
+    launch->Signal(SIGINT);
+  } while (!launch->EndsWithin(absl::Milliseconds(100)));
   EXPECT_EQ(launch->Wait(), 130);
   EXPECT_TRUE(WaitUntilEnded(pid));
+}
+
+// nohup, and INT of the background jobs of shells.
+TEST_F(LaunchTest, SignalsInheritedAsIgnored_StayIgnored) {
+  for (const int ignored : {SIGHUP, SIGINT}) {
+    const auto before = signal(ignored, SIG_IGN);
+    auto launch = Launch({}, kWorkUntilTold);
+    signal(ignored, before);
+    const int pid = Numbers(launch->WaitForLine("pid")).at(0);
+    launch->Signal(ignored);
+    kill(pid, ignored);
+    launch->Signal(SIGTERM);
+    EXPECT_EQ(launch->Wait(), 143);
+    EXPECT_THAT(launch->err_text(), HasSubstr("muster: stopping (SIGTERM)"));
+    EXPECT_THAT(launch->out(), Contains("told to stop"));
+  }
+}
+
+// Whether a signal waits for the process.
+bool HasPendingSignal(pid_t pid) {
+  std::ifstream status(absl::StrCat("/proc/", pid, "/status"));
+  for (std::string line; std::getline(status, line);) {
+    if (absl::StartsWith(line, "ShdPnd:"))
+      return line.find_first_of("123456789abcdef", 7) != line.npos;
+  }
+  return false;
+}
+
+// timeout(1) signals the command and then its group; systemd sends a second signal after the first.
+TEST_F(LaunchTest, TwoSignalsAtOnce_AreOneWishAndWorkersSave) {
+  ASSERT_EQ(mkfifo(Temp("go").c_str(), 0600), 0);
+  auto launch =
+      Launch({"--stop_grace", "1h"}, absl::StrCat("trap 'read go < ", Temp("go"),
+                                                  "; echo saved; exit 0' TERM; echo pid $$; "
+                                                  "while :; do sleep 1000 & wait; done"));
+  launch->WaitForLine("pid");
+  // Both are there when it looks.
+  kill(launch->pid(), SIGSTOP);
+  kill(launch->pid(), SIGTERM);
+  kill(launch->pid(), SIGHUP);
+  kill(launch->pid(), SIGCONT);
+  launch->WaitForLine("muster: stopping");
+  while (HasPendingSignal(launch->pid())) sched_yield();
+  std::ofstream(Temp("go")) << "go\n";
+  EXPECT_THAT(launch->Wait(), ::testing::AnyOf(128 + SIGTERM, 128 + SIGHUP));
+  EXPECT_THAT(launch->out(), Contains("saved"));
+}
+
+// Once the workers are done, nothing is left to stop but the wait for the reader.
+TEST_F(LaunchTest, ReaderThatDoesNotRead_SignalEndsTheLauncher) {
+  ASSERT_EQ(mkfifo(Temp("fifo").c_str(), 0600), 0);
+  auto launch =
+      Launch({}, absl::StrCat("echo $MUSTER_COORDINATOR > ", Temp("fifo"), "; read go < ",
+                              Temp("fifo"), "; yes ", std::string(999, 'y'), " | head -n 400"));
+  std::string relay;
+  std::ifstream(Temp("fifo")) >> relay;
+  const int watch = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_un address = {};
+  address.sun_family = AF_UNIX;
+  relay.copy(address.sun_path, sizeof(address.sun_path) - 1, strlen("unix:"));
+  ASSERT_EQ(connect(watch, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0) << relay;
+  host_->PauseOutput(true);
+  std::ofstream(Temp("fifo")) << "go\n";
+  // The agent hangs up when the workers are done.
+  char buffer[4096];
+  while (read(watch, buffer, sizeof(buffer)) > 0) {
+  }
+  close(watch);
+  launch->Signal(SIGTERM);
+  EXPECT_EQ(launch->Wait(), 143);
+}
+
+// A daemon that shows nothing of where it comes from.
+TEST_F(LaunchTest, CleanedDaemon_EndsWithTheJob) {
+  auto launch = Launch({},
+                       "(env -i setsid sh -c 'echo stray $$; exec sleep 1000 </dev/null "
+                       ">/dev/null 2>&1' &); trap 'exit 0' TERM; while :; do sleep 1000 & "
+                       "wait; done");
+  const int stray = Numbers(launch->WaitForLine("stray")).at(0);
+  launch->Signal(SIGTERM);
+  EXPECT_EQ(launch->Wait(), 143);
+  EXPECT_TRUE(WaitUntilEnded(stray));
+}
+
+TEST_F(LaunchTest, GrandchildThatKeepsWriting_DoesNotKeepTheLauncher) {
+  auto launch = Launch({}, absl::StrCat("(setsid yes ", std::string(9999, 'y'), " &); exit 0"));
+  EXPECT_EQ(launch->Wait(), 0);
 }
 
 TEST_F(LaunchTest, StopGraceUsedUp_Kills) {

@@ -9,7 +9,9 @@
 #include <thread>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "base/clock.h"
 #include "base/file.h"
 #include "base/log.h"
@@ -118,9 +120,16 @@ absl::Status Agent::StartWorker(const Meeting& meeting, int attempt, int local_r
   process.on_partial = [this, rank](OutputStream stream, absl::string_view text) {
     output_.Partial(rank, stream, text);
   };
+  process.on_deaf = [this, rank](absl::string_view state) {
+    output_.Note(absl::StrCat("muster: rank ", rank, " on ", hostname_,
+                              " has not ended after SIGKILL: ", state, "; still waiting for it"));
+  };
   process.on_exit = [this, local_rank](const ProcessExit& exit) { Post(Ended{local_rank, exit}); };
   MUSTER_ASSIGN_OR_RETURN(worker.process, host_.Spawn(std::move(process)));
   ++running_;
+  if (options_.processes != nullptr) {
+    options_.processes->Started(worker.worker_id, worker.incarnation, worker.process->pid());
+  }
   return absl::OkStatus();
 }
 
@@ -137,6 +146,9 @@ WorkerEnd Agent::OnEnded(const Ended& event) {
   Worker& worker = workers_[event.local_rank];
   worker.ended = true;
   --running_;
+  if (options_.processes != nullptr) {
+    options_.processes->Ended(worker.worker_id, worker.incarnation);
+  }
   WorkerEnd end;
   end.rank = worker.rank;
   end.worker_id = worker.worker_id;
@@ -146,6 +158,7 @@ WorkerEnd Agent::OnEnded(const Ended& event) {
   end.exit = event.exit;
   end.killed_because = worker.killed_because;
   end.last_lines = worker.process->LastLines();
+  if (!end.exit.stuck.empty()) stuck_.push_back(end.ToString());
   link_.ReportEnd(end);
   return end;
 }
@@ -278,6 +291,19 @@ JobResult Agent::Run() {
     }
     absl::Status refused;
     std::optional<AttemptEnd> end = RunAttempt(*meeting, attempt, &refused);
+    if (!stuck_.empty()) {
+      // It may hold its GPU and its files yet: nothing is started beside it.
+      result.outcome = JobResult::Outcome::kFailed;
+      const std::string stuck = absl::StrCat(absl::StrJoin(stuck_, "; "),
+                                             ": left behind, it ends when the kernel lets it");
+      if (end.has_value()) result.failure = *std::move(end);
+      if (result.failure.why.empty()) {
+        result.failure.why = stuck;
+      } else if (!absl::StrContains(result.failure.why, stuck_[0])) {
+        absl::StrAppend(&result.failure.why, "; and ", stuck);
+      }
+      return result;
+    }
     if (stopped_) {
       result.outcome = JobResult::Outcome::kStopped;
       return result;

@@ -17,6 +17,7 @@
 #include "worker/agent/output.h"
 #include "worker/agent/process.h"
 #include "worker/agent/worker_environment.h"
+#include "worker/agent/worker_processes.h"
 
 namespace muster::agent {
 
@@ -47,6 +48,8 @@ struct AgentOptions {
   bool stdout_terminal = false;
   bool stderr_terminal = false;
   int kept_lines = 20;
+  // Learns of the workers' processes; borrowed. Null: nobody asks.
+  WorkerProcesses* processes = nullptr;
 };
 
 struct JobResult {
@@ -132,6 +135,7 @@ class Agent {
   std::vector<Worker> workers_;
   int running_ = 0;
   bool stopped_ = false;
+  std::vector<std::string> stuck_;  // workers that could not be killed
 
   Mutex mu_;
   CondVar changed_;

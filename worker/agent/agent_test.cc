@@ -205,6 +205,39 @@ TEST_F(AgentTest, StopTwice_KillsAtOnce) {
   EXPECT_EQ(link_.ends()[0].exit.signal, SIGKILL);
 }
 
+// As if the kernel could not end it.
+int DeafToKill(pid_t pid, int signal) { return signal == SIGKILL ? 0 : kill(pid, signal); }
+
+ProcessHostOptions WithDeafProcesses() {
+  return {.deaf_after = absl::ZeroDuration(),
+          .give_up_after = absl::Milliseconds(1),
+          .kill = DeafToKill};
+}
+
+TEST_F(AgentTest, StoppedWorkerDeafToSigkill_IsNamedAndTheJobHasFailed) {
+  host_ = *ProcessHost::Start(WithDeafProcesses());
+  options_.stop_grace = absl::ZeroDuration();
+  Start("echo $$; while :; do sleep 1000; done");
+  const std::string pid = ReadValues(1).at(0);
+  agent_->Stop();
+  const JobResult result = Join();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_THAT(result.failure.why, HasSubstr(absl::StrCat("rank 0 (pid ", pid)));
+  EXPECT_THAT(result.failure.why, HasSubstr("does not end after SIGKILL: "));
+  EXPECT_THAT(ReadLine(), HasSubstr("muster: rank 0 on "));
+}
+
+TEST_F(AgentTest, WorkerDeafToSigkill_NothingIsStartedBesideIt) {
+  host_ = *ProcessHost::Start(WithDeafProcesses());
+  options_.slots = 2;
+  options_.max_restarts = 3;
+  options_.failure_grace = absl::ZeroDuration();
+  const JobResult result = Run("if [ $RANK = 0 ]; then exit 3; fi; while :; do sleep 1000; done");
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_THAT(result.failure.why, HasSubstr("exited with code 3; and rank 1 "));
+  EXPECT_THAT(link_.attempts(), ElementsAre(0));
+}
+
 TEST_F(AgentTest, AnotherNodeFails_WorkersHereAreStopped) {
   options_.slots = 2;
   Start("echo up; exec sleep 1000");

@@ -1,67 +1,31 @@
 #include "worker/agent/node_job.h"
 
 #include <poll.h>
-#include <pthread.h>
-#include <signal.h>
-#include <sys/eventfd.h>
-#include <sys/signalfd.h>
 #include <unistd.h>
 
-#include <atomic>
-#include <functional>
 #include <memory>
-#include <thread>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/clock.h"
 #include "base/log.h"
+#include "base/mutex.h"
+#include "worker/agent/job_signals.h"
 #include "worker/agent/node_session.h"
 #include "worker/agent/rpc_job_link.h"
 #include "worker/agent/stack_capture.h"
+#include "worker/agent/worker_processes.h"
 
 namespace muster::agent {
 namespace {
 
-sigset_t JobSignals() {
-  sigset_t signals;
-  sigemptyset(&signals);
-  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) sigaddset(&signals, signal);
-  return signals;
+// For what is left of the output when the job is stopped.
+constexpr absl::Duration kHurriedFlush = absl::Seconds(1);
+
+bool CanWrite(int fd) {
+  pollfd event = {fd, POLLOUT, 0};
+  return poll(&event, 1, 0) == 1 && (event.revents & POLLOUT) != 0;
 }
-
-// Calls back for each signal of the job until destroyed.
-class SignalWatcher {
- public:
-  explicit SignalWatcher(std::function<void(int)> on_signal)
-      : stop_fd_(eventfd(0, EFD_CLOEXEC)),
-        thread_([this, on_signal = std::move(on_signal)] { Loop(on_signal); }) {}
-  ~SignalWatcher() {
-    const uint64_t one = 1;
-    ssize_t ignored = write(stop_fd_, &one, sizeof(one));
-    static_cast<void>(ignored);
-    thread_.join();
-    close(stop_fd_);
-  }
-
- private:
-  void Loop(const std::function<void(int)>& on_signal) {
-    const sigset_t signals = JobSignals();
-    const int fd = signalfd(-1, &signals, SFD_CLOEXEC);
-    for (;;) {
-      pollfd fds[2] = {{fd, POLLIN, 0}, {stop_fd_, POLLIN, 0}};
-      poll(fds, 2, -1);
-      if (fds[1].revents != 0) break;
-      signalfd_siginfo info;
-      if (fds[0].revents != 0 && read(fd, &info, sizeof(info)) == sizeof(info)) {
-        on_signal(static_cast<int>(info.ssi_signo));
-      }
-    }
-    close(fd);
-  }
-
-  const int stop_fd_;
-  std::thread thread_;
-};
 
 // What must be equal on all nodes.
 std::string Settings(const NodeJobOptions& options) {
@@ -74,12 +38,6 @@ std::string Settings(const NodeJobOptions& options) {
 
 }  // namespace
 
-void BlockJobSignals() {
-  const sigset_t signals = JobSignals();
-  pthread_sigmask(SIG_BLOCK, &signals, nullptr);
-  signal(SIGPIPE, SIG_IGN);
-}
-
 NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   NodeJobResult result;
   const int here = options.agent.slots;
@@ -89,19 +47,26 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
       .stderr_fd = options.show_output ? STDERR_FILENO : -1,
       .prefix = options.prefix && world > 1,
       .progress_rank = options.node_rank > 0 ? options.node_rank * here : 0,
+      .log_limits = options.log_limits,
       .on_backpressure = [&host](bool pressed) { host.PauseOutput(pressed); },
   });
   StackCapture stacks;
-  const auto tell_late = [job = options.agent.worker.job,
-                          tell = options.tell_late](const v1::BarrierLate& late) {
+  const auto tell_late = [job = options.agent.worker.job](const v1::BarrierLate& late) {
     // The agents of a job have barriers of their own, in which waiting is usual.
-    if (tell && late.job_id() == job) MUSTER_LOG(Warning) << late.report().message();
+    if (late.job_id() == job) MUSTER_LOG(Warning) << late.report().message();
   };
+  WorkerProcesses processes(options.agent.worker.job);
+  options.agent.processes = &processes;
   absl::StatusOr<std::unique_ptr<NodeSession>> session = NodeSession::Start({
       .coordinator = options.agent.worker.coordinator,
       .channel = options.channel,
       .outage_tolerance = options.outage_tolerance,
       .stacks = &stacks,
+      .process_of =
+          [&processes](const std::string& job, const std::string& worker_id, uint64_t incarnation,
+                       int64_t claimed) {
+            return processes.Find(job, worker_id, incarnation, claimed);
+          },
       .on_barrier_late = tell_late,
   });
   if (!session.ok()) {
@@ -138,25 +103,55 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   (*session)->SetOnKillWorker([&agent](const v1::KillWorker& kill) {
     agent.Kill(kill.worker_id(), kill.incarnation(), kill.why());
   });
-  std::atomic<int> first_signal{0};
-  {
-    SignalWatcher signals([&](int signal) {
-      int none = 0;
-      if (first_signal.compare_exchange_strong(none, signal)) {
-        output.Note(
-            absl::StrCat("muster: stopping (", SignalName(signal), "); once more to kill at once"));
-      }
+  Mutex mu;
+  StopWishes wishes;    // guarded by mu
+  bool running = true;  // the agent; guarded by mu
+  int first_signal = 0;
+  SignalWatcher signals([&](int signal) {
+    MutexLock lock(&mu);
+    switch (wishes.Take(Clock::Real().Now())) {
+      case StopWishes::Wish::kNothingNew:
+        return;
+      case StopWishes::Wish::kStop:
+        first_signal = signal;
+        if (running) {
+          output.Note(absl::StrCat("muster: stopping (", SignalName(signal),
+                                   "); once more, a second or later from now, to kill at once"));
+        }
+        break;
+      case StopWishes::Wish::kKill:
+        break;
+    }
+    if (running) {
       agent.Stop();
-    });
-    result.job = agent.Run();
+    } else {
+      output.HurryFlush(kHurriedFlush);
+    }
+  });
+  result.job = agent.Run();
+  {
+    MutexLock lock(&mu);
+    running = false;
+    // A reader of our output that stands still must not keep a stopped job from ending.
+    if (first_signal != 0) output.HurryFlush(kHurriedFlush);
   }
   (*session)->SetOnKillWorker(nullptr);
   link.reset();
   (*session)->Finish(absl::Seconds(1));
   session->reset();
-  result.signal = first_signal.load();
-  // A reader of our output that stands still must not keep a stopped job from ending.
-  output.Flush(result.signal == 0 ? absl::InfiniteDuration() : absl::Seconds(1));
+  const bool flushed = output.Flush(absl::InfiniteDuration());
+  {
+    MutexLock lock(&mu);
+    result.signal = first_signal;
+  }
+  // What went on while this waited for its reader is a job that was stopped. How it failed is told
+  // where that can be read.
+  if (!flushed && result.signal != 0 &&
+      (result.job.outcome == JobResult::Outcome::kSucceeded || !CanWrite(STDERR_FILENO))) {
+    result.job.outcome = JobResult::Outcome::kStopped;
+  }
+  // Nothing runs any more that would have to be stopped in an orderly way.
+  UnblockJobSignals();
   return result;
 }
 

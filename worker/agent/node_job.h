@@ -3,8 +3,10 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
+#include "base/defaults.h"
 #include "rpc/channel.h"
 #include "worker/agent/agent.h"
+#include "worker/agent/log_file.h"
 
 namespace muster::agent {
 
@@ -17,11 +19,10 @@ struct NodeJobOptions {
   std::string host = "127.0.0.1";
   absl::Duration join_timeout = absl::Minutes(10);
   // How long the coordinator may be away before the job is given up.
-  absl::Duration outage_tolerance = absl::Seconds(90);
-  bool tell_late =
-      true;  // log barriers that ranks are late for; the coordinator's log has them too
-  bool show_output = true;  // the workers' lines, on standard output and standard error
-  bool prefix = true;       // where several workers write
+  absl::Duration outage_tolerance = kDefaultOutageTolerance;
+  bool show_output = true;    // the workers' lines, on standard output and standard error
+  bool prefix = true;         // where several workers write
+  LogLimits log_limits = {};  // of the files in agent.log_dir
 };
 
 struct NodeJobResult {
@@ -29,13 +30,11 @@ struct NodeJobResult {
   int signal = 0;  // that stopped it
 };
 
-// Keeps SIGINT, SIGTERM and SIGHUP for RunNodeJob. Call at the start of main, before any thread is
-// started.
-void BlockJobSignals();
-
-// Runs the job on the terminal: the workers' lines go to standard output and standard error,
-// SIGINT, SIGTERM and SIGHUP stop it (a second one kills). Blocks until nothing of it is left.
-// `host` is borrowed and should have been started before any other thread of the process.
+// Runs the job on the terminal: the workers' lines go to standard output and standard error; the
+// signals of the job, which BlockJobSignals has kept, stop it, one that comes a second or more after
+// the first kills, and one that comes when the workers are done ends the wait for a reader that does
+// not read. Blocks until nothing of it is left. Afterwards the signals are unblocked. `host` is
+// borrowed and should have been started before any other thread of the process.
 NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host);
 
 }  // namespace muster::agent

@@ -3,6 +3,7 @@
 #include <sys/random.h>
 #include <unistd.h>
 
+#include <optional>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -65,6 +66,7 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
   RelayCore::Options core;
   core.node = stream.node;
   core.incarnation = stream.incarnation;
+  core.process_of = std::move(options.process_of);
   core.process_state = [](int64_t pid) { return ReadProcessState(pid).name; };
   core.refresh = std::move(options.refresh);
   core.connected = [raw] { return raw->stream_->connected(); };
@@ -157,17 +159,20 @@ void NodeSession::StackLoop() {
       wanted_.pop_front();
     }
     // Nobody may have us look into processes that are not our workers.
-    if (!core_->IsLocal(wanted.worker_id(), wanted.pid())) continue;
+    const std::optional<int64_t> pid = core_->ProcessOf(wanted.worker_id(), wanted.pid());
+    if (!pid.has_value()) continue;
     v1::StackReply reply;
     reply.set_query_id(wanted.query_id());
     reply.set_worker_id(wanted.worker_id());
     reply.set_pid(wanted.pid());
-    if (stacks_ != nullptr) {
-      StackSnapshot snapshot = stacks_->Capture(wanted.pid(), stack_budget_);
+    if (*pid == 0) {
+      reply.set_process_state("unknown");
+    } else if (stacks_ != nullptr) {
+      StackSnapshot snapshot = stacks_->Capture(*pid, stack_budget_);
       reply.set_process_state(std::move(snapshot.process_state));
       reply.set_native_stack(std::move(snapshot.native_stack));
     } else {
-      reply.set_process_state(ReadProcessState(wanted.pid()).name);
+      reply.set_process_state(ReadProcessState(*pid).name);
     }
     stream_->SendStack(std::move(reply));
   }

@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "base/defaults.h"
 #include "base/mutex.h"
 #include "proto/muster/v1/session.pb.h"
 #include "rpc/channel.h"
@@ -30,10 +31,14 @@ class NodeSession {
   struct Options {
     std::string coordinator;  // "10.0.0.1:29400"
     rpc::ChannelOptions channel = {};
-    absl::Duration outage_tolerance = absl::Seconds(90);
+    absl::Duration outage_tolerance = kDefaultOutageTolerance;
     std::string relay_parent = {};  // see Relay::Options
     StackSource* stacks = nullptr;  // borrowed; null: stacks are answered without frames
     absl::Duration stack_budget = absl::Milliseconds(1500);
+    // See RelayCore::Options. Null: the numbers that workers say are believed.
+    std::function<int64_t(const std::string& job, const std::string& worker_id,
+                          uint64_t incarnation, int64_t claimed)>
+        process_of = nullptr;
     std::function<void(v1::WorkerBeat*)> refresh = nullptr;  // see RelayCore::Options
     // Ranks of this node wait in a barrier that others are late for. Called on threads of the
     // session, must not block.

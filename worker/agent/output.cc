@@ -1,6 +1,5 @@
 #include "worker/agent/output.h"
 
-#include <fcntl.h>
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
@@ -10,6 +9,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
@@ -53,16 +53,14 @@ OutputMux::~OutputMux() {
   static_cast<void>(ignored);
   writer_.join();
   close(wake_fd_);
-  MutexLock lock(&mu_);
-  for (const auto& [rank, fd] : logs_) close(fd);
 }
 
 absl::Status OutputMux::AddLog(int rank, const std::string& path) {
-  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0666);
-  if (fd < 0) return absl::ErrnoToStatus(errno, path);
+  absl::StatusOr<std::unique_ptr<LogFile>> log = LogFile::Open(path, options_.log_limits);
+  if (!log.ok()) return log.status();
   MutexLock lock(&mu_);
-  const auto [it, added] = logs_.emplace(rank, fd);
-  if (!added) close(std::exchange(it->second, fd));
+  // Lines that wait keep the one before.
+  logs_[rank] = *std::move(log);
   return absl::OkStatus();
 }
 
@@ -82,6 +80,9 @@ void OutputMux::Note(absl::string_view line) {
 
 void OutputMux::Push(Item item) {
   MutexLock lock(&mu_);
+  if (item.kind == Kind::kLine) {
+    if (const auto it = logs_.find(item.rank); it != logs_.end()) item.log = it->second;
+  }
   queued_bytes_ += item.text.size() + sizeof(Item);
   queue_.push_back(std::move(item));
   ++pushed_;
@@ -97,11 +98,17 @@ bool OutputMux::Flush(absl::Duration timeout) {
   MutexLock lock(&mu_);
   const uint64_t goal = pushed_;
   while (written_ < goal) {
-    const absl::Duration left = deadline - Clock::Real().Now();
+    const absl::Duration left = std::min(deadline, flush_until_) - Clock::Real().Now();
     if (left <= absl::ZeroDuration()) return false;
     changed_.WaitWithTimeout(&mu_, left);
   }
   return true;
+}
+
+void OutputMux::HurryFlush(absl::Duration timeout) {
+  MutexLock lock(&mu_);
+  flush_until_ = std::min(flush_until_, Clock::Real().Now() + timeout);
+  changed_.SignalAll();
 }
 
 void OutputMux::WriteLoop() {
@@ -151,14 +158,10 @@ void OutputMux::Show(const Item& item) {
   if (item.kind == Kind::kLine && item.rank == options_.progress_rank && fd == progress_fd_) {
     progress_fd_ = -1;
   }
-  if (item.kind == Kind::kLine) {
-    int log = -1;
-    {
-      MutexLock lock(&mu_);
-      const auto it = logs_.find(item.rank);
-      if (it != logs_.end()) log = it->second;
+  if (item.log != nullptr) {
+    if (const std::string note = item.log->Append(item.text); !note.empty()) {
+      Note(absl::StrCat("muster: ", note));
     }
-    if (log >= 0) Write(log, absl::StrCat(item.text, "\n"));
   }
   if (fd >= 0) Write(fd, text);
 }
@@ -174,24 +177,48 @@ void OutputMux::DrawProgress() {
   progress_drawn_ = true;
 }
 
-bool OutputMux::Write(int fd, absl::string_view text) {
-  if (std::find(dead_fds_.begin(), dead_fds_.end(), fd) != dead_fds_.end()) return true;
-  while (!text.empty()) {
+void OutputMux::Write(int fd, absl::string_view text) {
+  Target& target = targets_[fd];
+  if (target.gone) return;
+  std::string missing;
+  if (target.lost > 0) {
+    missing = absl::StrCat(target.torn ? "\n" : "", "muster: ", target.lost,
+                           target.lost == 1 ? " line is" : " lines are",
+                           " missing here: ", strerror(target.error), "\n", text);
+    text = missing;
+  }
+  int error = 0;
+  const size_t written = WriteSome(fd, text, &error);
+  if (error == 0) {
+    if (written == text.size()) target = Target();
+    return;
+  }
+  // A full disk is cleared up some time, also if it is full of what stands here.
+  target.gone = error != ENOSPC && error != EDQUOT && error != EFBIG;
+  target.error = error;
+  ++target.lost;
+  if (written > 0) target.torn = text[written - 1] != '\n';
+}
+
+size_t OutputMux::WriteSome(int fd, absl::string_view text, int* error) {
+  size_t written = 0;
+  while (written < text.size()) {
     // Asked before each piece so that a reader that stands still cannot keep the mux from being
     // destroyed; a pipe that is writable takes 4 KiB without blocking.
     pollfd fds[2] = {{fd, POLLOUT, 0}, {wake_fd_, POLLIN, 0}};
-    if (poll(fds, 2, -1) < 0 && errno != EINTR) return true;
-    if (fds[1].revents != 0 && fds[0].revents == 0) return false;
+    if (poll(fds, 2, -1) < 0 && errno != EINTR) break;
+    if (fds[1].revents != 0 && fds[0].revents == 0) break;
     if (fds[0].revents == 0) continue;
-    const ssize_t n = write(fd, text.data(), std::min<size_t>(text.size(), 4096));
+    const ssize_t n =
+        write(fd, text.data() + written, std::min<size_t>(text.size() - written, 4096));
     if (n < 0 && (errno == EINTR || errno == EAGAIN)) continue;
     if (n < 0) {
-      dead_fds_.push_back(fd);
-      return true;
+      *error = errno;
+      break;
     }
-    text.remove_prefix(n);
+    written += static_cast<size_t>(n);
   }
-  return true;
+  return written;
 }
 
 }  // namespace muster::agent

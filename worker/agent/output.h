@@ -2,8 +2,10 @@
 #define MUSTER_WORKER_AGENT_OUTPUT_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
@@ -12,6 +14,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "base/mutex.h"
+#include "worker/agent/log_file.h"
 #include "worker/agent/process.h"
 
 namespace muster::agent {
@@ -28,12 +31,14 @@ struct OutputOptions {
   // Queued text beyond this makes `on_backpressure(true)` be called, and half of it
   // `on_backpressure(false)`. It is called with a lock held: it must not block or call back.
   size_t max_queued_bytes = 4 << 20;
+  LogLimits log_limits = {};  // see AddLog
   std::function<void(bool)> on_backpressure = nullptr;
 };
 
 // Brings the lines of many workers to one terminal or file: whole lines, in the order in which they
 // arrived, each at once, and a progress bar below them. Thread-safe; only Flush blocks. A reader
-// that has gone away (`| head`) ends the showing, not the job.
+// that has gone away (`| head`) ends the showing, not the job; what does not fit on a full disk is
+// lost, and the next line that does is preceded by one that says how many are.
 class OutputMux {
  public:
   explicit OutputMux(OutputOptions options);
@@ -42,8 +47,8 @@ class OutputMux {
   OutputMux(const OutputMux&) = delete;
   OutputMux& operator=(const OutputMux&) = delete;
 
-  // Also writes the lines of `rank` (both streams, without prefix) to a new file. Call before the
-  // rank's first line. Errors: the system's words and the path.
+  // Also writes the lines of `rank` that come from now on (both streams, without prefix) to a new
+  // file instead of the one before. Errors: the system's words and the path.
   absl::Status AddLog(int rank, const std::string& path);
 
   void Line(int rank, OutputStream stream, absl::string_view line);
@@ -55,6 +60,8 @@ class OutputMux {
   // Blocks until all that was queued before has been written, for at most `timeout`. Returns
   // whether it has.
   bool Flush(absl::Duration timeout);
+  // From now on Flush waits for at most `timeout` from now, also one that waits already.
+  void HurryFlush(absl::Duration timeout);
 
  private:
   enum class Kind { kLine, kPartial, kNote };
@@ -63,6 +70,14 @@ class OutputMux {
     int rank;
     OutputStream stream;
     std::string text;
+    std::shared_ptr<LogFile> log = nullptr;  // of the rank when the line came
+  };
+  // What is known of standard output and standard error, whose numbers stay theirs.
+  struct Target {
+    bool gone = false;  // its reader
+    int64_t lost = 0;   // lines that could not be written
+    bool torn = false;  // it ends within a line
+    int error = 0;
   };
 
   void Push(Item item);
@@ -70,8 +85,9 @@ class OutputMux {
   void Show(const Item& item);
   void ClearProgress();
   void DrawProgress();
-  // False if the mux is being destroyed.
-  bool Write(int fd, absl::string_view text);
+  void Write(int fd, absl::string_view text);
+  // How much of it was written; less after an error (in `error`), or if the mux is being destroyed.
+  size_t WriteSome(int fd, absl::string_view text, int* error);
 
   const OutputOptions options_;
   const bool stdout_terminal_;
@@ -82,17 +98,18 @@ class OutputMux {
   std::string progress_;  // the text of the progress line
   int progress_fd_ = -1;  // and where it is
   bool progress_drawn_ = false;
-  std::vector<int> dead_fds_;  // whose reader has gone
+  std::map<int, Target> targets_;
 
   Mutex mu_;
   CondVar changed_;
   std::vector<Item> queue_ ABSL_GUARDED_BY(mu_);
   size_t queued_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   bool pressed_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Time flush_until_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   uint64_t pushed_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t written_ ABSL_GUARDED_BY(mu_) = 0;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
-  std::map<int, int> logs_ ABSL_GUARDED_BY(mu_);  // rank to descriptor
+  std::map<int, std::shared_ptr<LogFile>> logs_ ABSL_GUARDED_BY(mu_);  // by rank
 
   std::thread writer_;
 };

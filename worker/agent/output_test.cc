@@ -121,6 +121,46 @@ TEST(OutputMux, LogFile_HasTheRanksLinesWithoutPrefix) {
   EXPECT_THAT(std::string(mux.AddLog(1, "/nowhere/x.log").message()), HasSubstr("/nowhere/x.log"));
 }
 
+// Each attempt of a job has its own file, whatever became of those before, whose descriptors have
+// the same numbers.
+TEST(OutputMux, LogOfAnAttemptOnAFullDisk_NextAttemptsHaveTheirs) {
+  Pipe err;
+  const std::string folder = ::testing::TempDir();
+  const std::string full = folder + "/full.log";
+  unlink(full.c_str());
+  ASSERT_EQ(symlink("/dev/full", full.c_str()), 0);
+  OutputMux mux({.stdout_fd = -1, .stderr_fd = err.writer()});
+  ASSERT_TRUE(mux.AddLog(0, full).ok());
+  mux.Line(0, kOut, "lost");
+  for (int attempt = 1; attempt <= 4; ++attempt) {
+    const std::string path = absl::StrCat(folder, "/attempt_", attempt, ".log");
+    ASSERT_TRUE(mux.AddLog(0, path).ok());
+    mux.Line(0, kOut, absl::StrCat("attempt ", attempt));
+    EXPECT_TRUE(mux.Flush(absl::InfiniteDuration()));
+    std::stringstream text;
+    text << std::ifstream(path).rdbuf();
+    EXPECT_EQ(text.str(), absl::StrCat("attempt ", attempt, "\n"));
+  }
+  EXPECT_THAT(err.ReadAll(), HasSubstr("full.log cannot be written: No space left on device"));
+}
+
+TEST(OutputMux, OutputOnAFullDisk_GoesOnWhenThereIsRoom) {
+  Pipe out, err;
+  const int fd = open("/dev/full", O_WRONLY | O_CLOEXEC);
+  ASSERT_GE(fd, 0);
+  OutputMux mux({.stdout_fd = fd, .stderr_fd = err.writer()});
+  mux.Line(0, kOut, "one");
+  mux.Line(0, kOut, "two");
+  EXPECT_TRUE(mux.Flush(absl::InfiniteDuration()));
+  ASSERT_EQ(dup3(out.writer(), fd, O_CLOEXEC), fd);
+  mux.Line(0, kOut, "three");
+  mux.Line(0, kOut, "four");
+  EXPECT_TRUE(mux.Flush(absl::InfiniteDuration()));
+  close(fd);
+  EXPECT_EQ(out.ReadAll(),
+            "muster: 2 lines are missing here: No space left on device\nthree\nfour\n");
+}
+
 TEST(OutputMux, ReaderGone_TheRestGoesOn) {
   Pipe out, err;
   close(out.fds[0]);
@@ -153,6 +193,15 @@ TEST(OutputMux, SlowReader_PressesBackAndReleases) {
   }
   released.WaitForNotification();
   EXPECT_THAT(all, Not(HasSubstr(" ")));
+}
+
+TEST(OutputMux, HurryFlush_EndsAFlushWithoutEnd) {
+  Pipe out;
+  OutputMux mux({.stdout_fd = out.writer()});
+  for (int i = 0; i < 400; ++i) mux.Line(0, kOut, std::string(999, 'x'));
+  std::thread flush([&] { EXPECT_FALSE(mux.Flush(absl::InfiniteDuration())); });
+  mux.HurryFlush(absl::ZeroDuration());
+  flush.join();
 }
 
 TEST(OutputMux, ReaderStandsStill_CanBeDestroyed) {

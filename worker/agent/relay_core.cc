@@ -79,7 +79,7 @@ void RelayCore::Seated(const v1::JoinRequest& request, const v1::JoinReply& repl
   worker.incarnation = fence.incarnation();
   worker.generation = reply.generation();
   worker.rank = reply.rank();
-  worker.pid = request.pid();
+  worker.claimed_pid = request.pid();
   worker.heard = options_.clock->Now();
   worker.checked = true;
   worker.beat.set_job_id(fence.job_id());
@@ -176,19 +176,20 @@ v1::Beat RelayCore::MakeBeat() {
   struct Seen {
     WorkerKey key;
     uint64_t incarnation;
-    int64_t pid;
+    int64_t claimed_pid;
     std::string state;
   };
   std::vector<Seen> seen;
   {
     MutexLock lock(&mu_);
     for (const auto& [key, worker] : workers_) {
-      if (!worker.ended) seen.push_back({key, worker.incarnation, worker.pid, ""});
+      if (!worker.ended) seen.push_back({key, worker.incarnation, worker.claimed_pid, ""});
     }
   }
   // The kernel may take its time to tell of a process: no call waits for it.
   for (Seen& one : seen) {
-    if (options_.process_state) one.state = options_.process_state(one.pid);
+    const int64_t pid = ProcessOf(one.key, one.incarnation, one.claimed_pid);
+    if (options_.process_state && pid != 0) one.state = options_.process_state(pid);
     if (one.state == "gone") one.state.clear();
   }
   const absl::Time now = options_.clock->Now();
@@ -218,12 +219,24 @@ v1::Beat RelayCore::MakeBeat() {
   return beat;
 }
 
-bool RelayCore::IsLocal(const std::string& worker_id, int64_t pid) const {
-  MutexLock lock(&mu_);
-  for (const auto& [key, worker] : workers_) {
-    if (key.second == worker_id && worker.pid == pid) return true;
+int64_t RelayCore::ProcessOf(const WorkerKey& key, uint64_t incarnation, int64_t claimed) const {
+  if (!options_.process_of) return claimed;
+  return options_.process_of(key.first, key.second, incarnation, claimed);
+}
+
+std::optional<int64_t> RelayCore::ProcessOf(const std::string& worker_id, int64_t claimed) const {
+  WorkerKey found;
+  uint64_t incarnation = 0;
+  {
+    MutexLock lock(&mu_);
+    for (const auto& [key, worker] : workers_) {
+      if (key.second != worker_id || worker.claimed_pid != claimed) continue;
+      found = key;
+      incarnation = worker.incarnation;
+    }
   }
-  return false;
+  if (found.second.empty()) return std::nullopt;
+  return ProcessOf(found, incarnation, claimed);
 }
 
 size_t RelayCore::LocalRanks(const v1::ArriveRequest& request) const {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -37,6 +38,11 @@ class RelayCore final : public OpSender {
     uint64_t incarnation = 0;
     absl::Duration arrival_window = absl::Milliseconds(1);
     absl::Duration heard_within = absl::Seconds(6);
+    // The process of a worker that says its number is `claimed`; 0: none to be seen (see
+    // WorkerProcesses). Null: the number is believed.
+    std::function<int64_t(const std::string& job, const std::string& worker_id,
+                          uint64_t incarnation, int64_t claimed)>
+        process_of = nullptr;
     // Of a process of this machine, see process_state.h; empty or "gone": none to be seen.
     std::function<std::string(int64_t pid)> process_state = nullptr;
     // Adds newer facts to the beat of a worker, if there are any.
@@ -66,8 +72,9 @@ class RelayCore final : public OpSender {
   // The process is gone.
   void WorkerEnded(const std::string& job_id, const std::string& worker_id, uint64_t incarnation);
 
-  // Whether a seated local worker of that name has that process.
-  bool IsLocal(const std::string& worker_id, int64_t pid) const;
+  // The process of the seated local worker of that name that says its number is `claimed`. Nothing:
+  // there is no such worker; 0: its process cannot be seen.
+  std::optional<int64_t> ProcessOf(const std::string& worker_id, int64_t claimed) const;
 
  private:
   using WorkerKey = std::pair<std::string, std::string>;  // job, worker
@@ -75,7 +82,7 @@ class RelayCore final : public OpSender {
     uint64_t incarnation = 0;
     uint64_t generation = 0;
     int32_t rank = 0;
-    int64_t pid = 0;
+    int64_t claimed_pid = 0;
     v1::WorkerBeat beat;  // what it last said
     absl::Time heard;
     bool checked = false;       // the coordinator has agreed since the last connection
@@ -99,6 +106,7 @@ class RelayCore final : public OpSender {
   uint64_t Leave(v1::Op op, Done done);
   uint64_t Heartbeat(v1::Op op, Done done);
   uint64_t Arrive(v1::Op op, Done done);
+  int64_t ProcessOf(const WorkerKey& key, uint64_t incarnation, int64_t claimed) const;
   void Seated(const v1::JoinRequest& request, const v1::JoinReply& reply);
   // Of the barrier's participants, those that are local.
   size_t LocalRanks(const v1::ArriveRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

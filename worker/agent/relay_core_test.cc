@@ -297,11 +297,38 @@ TEST_F(RelayCoreTest, ProcessThatCannotBeSeen_CountsAsLongAsItIsHeardOf) {
   EXPECT_THAT(BeatStates(), IsEmpty());
 }
 
+// In a pid namespace of its own a worker says 1, which here is somebody else.
+TEST_F(RelayCoreTest, NumberThatAWorkerSays_IsNotWhatIsWatched) {
+  int64_t kernels = 77;
+  RelayCore::Options options;
+  options.clock = &clock_;
+  options.process_of = [&](const std::string& job, const std::string& worker_id,
+                           uint64_t incarnation, int64_t claimed) {
+    EXPECT_EQ(absl::StrCat(job, " ", worker_id, " ", incarnation, " ", claimed), "job w0 100 1000");
+    return kernels;
+  };
+  options.process_state = [this](int64_t pid) {
+    EXPECT_EQ(pid, 77);
+    return states_[pid];
+  };
+  core_ = std::make_unique<RelayCore>(std::move(options), &upstream_);
+  Seat(0);  // says 1000, of which states_ says that it runs
+  states_[77] = "stopped";
+  EXPECT_THAT(BeatStates(), ElementsAre("w0 stopped"));
+  EXPECT_EQ(core_->ProcessOf("w0", 1000), 77);
+  // Not known to the kernel as ours: it lives as long as it is heard of.
+  kernels = 0;
+  EXPECT_THAT(BeatStates(), ElementsAre("w0 unknown"));
+  clock_.Advance(absl::Seconds(6));
+  EXPECT_THAT(BeatStates(), IsEmpty());
+  EXPECT_EQ(core_->ProcessOf("w0", 1000), 0);
+}
+
 TEST_F(RelayCoreTest, LookingAtProcesses_HoldsUpNoCall) {
   RelayCore::Options options;
   options.clock = &clock_;
   options.process_state = [this](int64_t pid) {
-    EXPECT_TRUE(core_->IsLocal("w0", pid)) << "a call beside it goes through";
+    EXPECT_EQ(core_->ProcessOf("w0", pid), pid) << "a call beside it goes through";
     return "running";
   };
   options.refresh = [this](v1::WorkerBeat* beat) {
@@ -324,9 +351,9 @@ TEST_F(RelayCoreTest, EndedAndLeft_AreInNoBeat) {
   result.mutable_leave();
   upstream_.Answer(result);
   EXPECT_THAT(BeatStates(), ElementsAre("w1 running"));
-  EXPECT_TRUE(core_->IsLocal("w1", 1001));
-  EXPECT_FALSE(core_->IsLocal("w1", 1));
-  EXPECT_FALSE(core_->IsLocal("w0", 1000));
+  EXPECT_EQ(core_->ProcessOf("w1", 1001), 1001);
+  EXPECT_EQ(core_->ProcessOf("w1", 1), std::nullopt);
+  EXPECT_EQ(core_->ProcessOf("w0", 1000), std::nullopt);
 }
 
 TEST_F(RelayCoreTest, OtherOperations_ArePassedOn) {

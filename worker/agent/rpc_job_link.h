@@ -5,6 +5,7 @@
 #include <string>
 
 #include "absl/time/time.h"
+#include "base/defaults.h"
 #include "worker/agent/job_link.h"
 #include "worker/agent/node_session.h"
 
@@ -26,7 +27,7 @@ struct RpcJobLinkOptions {
   std::string nvlink_domain = {};
   absl::Duration join_timeout = absl::Minutes(10);
   absl::Duration lease = absl::Seconds(6);
-  absl::Duration outage_tolerance = absl::Seconds(90);  // of the session
+  absl::Duration outage_tolerance = kDefaultOutageTolerance;  // of the session
 };
 
 // A JobLink over this node's session. With several nodes, the agents form a job of their own,

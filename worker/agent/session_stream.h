@@ -17,6 +17,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "base/clock.h"
+#include "base/defaults.h"
 #include "base/mutex.h"
 #include "proto/muster/v1/session.pb.h"
 #include "worker/agent/frame_link.h"
@@ -63,7 +64,7 @@ class SessionStream final : public OpSender {
     absl::Duration first_backoff = absl::Milliseconds(50);
     absl::Duration last_backoff = absl::Seconds(5);
     // How long the coordinator may be away once it has been there. Infinite: for ever.
-    absl::Duration outage_tolerance = absl::Seconds(90);
+    absl::Duration outage_tolerance = kDefaultOutageTolerance;
     // Beyond these, Submit answers UNAVAILABLE / OVERLOADED.
     size_t max_held_ops = 65536;
     size_t max_held_bytes = 64 << 20;

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "absl/time/time.h"
+#include "base/defaults.h"
 
 namespace muster::agent {
 
@@ -39,7 +40,7 @@ struct WorkerEnvironment {
   int master_port = 0;
   int restart_count = 0;
   int max_restarts = 0;
-  absl::Duration outage_tolerance = absl::Seconds(90);
+  absl::Duration outage_tolerance = kDefaultOutageTolerance;
 
   std::string mixed_precision = "no";
   bool cpu = false;

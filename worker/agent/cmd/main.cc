@@ -10,8 +10,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "base/defaults.h"
 #include "base/failpoint.h"
 #include "rpc/address.h"
+#include "worker/agent/job_signals.h"
 #include "worker/agent/node_job.h"
 #include "worker/agent/process.h"
 
@@ -87,8 +89,10 @@ int Run(int argc, char** argv) {
   NodeJobOptions options;
   WorkerEnvironment& worker = options.agent.worker;
   int processes = 0;
-  std::string join_timeout = "10m", stop_grace = "10s", outage_tolerance = "90s";
+  std::string join_timeout = "10m", stop_grace = "10s";
+  std::string outage_tolerance = absl::StrCat(absl::ToInt64Seconds(kDefaultOutageTolerance), "s");
   bool no_prefix = false, tee = false;
+  int log_max_mib = static_cast<int>(options.log_limits.max_bytes >> 20);
   worker.job = "launch";
   CLI::App app(kAbout, "muster-agent");
   app.footer(kFooter);
@@ -123,6 +127,13 @@ int Run(int argc, char** argv) {
       ->check(CLI::Range(0, 1'000'000))
       ->capture_default_str();
   app.add_option("--log_dir", options.agent.log_dir, "write output to FOLDER/attempt_A/rank_R.log");
+  app.add_option("--log_max_mib", log_max_mib,
+                 "MiB of such a file before it becomes rank_R.log.1; 0: no limit")
+      ->check(CLI::Range(0, 1'000'000))
+      ->capture_default_str();
+  app.add_option("--log_files", options.log_limits.files, "how many there are for each process")
+      ->check(CLI::Range(1, 1'000'000))
+      ->capture_default_str();
   app.add_flag("--tee", tee, "with --log_dir: to the terminal as well");
   app.add_flag("--no_prefix", no_prefix, "do not begin lines with [rank]:");
   app.add_option("--stop_grace", stop_grace, "time between SIGTERM and SIGKILL")
@@ -189,6 +200,7 @@ int Run(int argc, char** argv) {
   options.host = address->host;
   options.show_output = options.agent.log_dir.empty() || tee;
   options.prefix = !no_prefix;
+  options.log_limits.max_bytes = int64_t{log_max_mib} << 20;
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof(cores), &cores) == 0) worker.cores = CPU_COUNT(&cores);
   for (char** entry = environ; *entry != nullptr; ++entry) {

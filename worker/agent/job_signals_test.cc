@@ -1,0 +1,71 @@
+#include "worker/agent/job_signals.h"
+
+#include <poll.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "base/mutex.h"
+#include "gtest/gtest.h"
+
+namespace muster::agent {
+namespace {
+
+using Wish = StopWishes::Wish;
+
+TEST(StopWishes, TwoWithinASecond_AreOne) {
+  StopWishes wishes;
+  const absl::Time t = absl::FromUnixSeconds(1'700'000'000);
+  EXPECT_EQ(wishes.Take(t), Wish::kStop);
+  EXPECT_EQ(wishes.Take(t), Wish::kNothingNew);
+  EXPECT_EQ(wishes.Take(t + absl::Milliseconds(999)), Wish::kNothingNew);
+  // A second after the first, not after the last.
+  EXPECT_EQ(wishes.Take(t + absl::Seconds(1)), Wish::kKill);
+  EXPECT_EQ(wishes.Take(t + absl::Seconds(1)), Wish::kKill);
+}
+
+// Runs `body` in a process of its own, in which the signals are as at its start. Its exit code, or
+// minus the signal that ended it.
+template <typename Body>
+int InChild(Body body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) ::signal(signal, SIG_DFL);
+    _exit(body());
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
+}
+
+TEST(JobSignals, InheritedAsIgnored_StayIgnored) {
+  EXPECT_EQ(InChild([] {
+              ::signal(SIGHUP, SIG_IGN);
+              BlockJobSignals();
+              int seen = 0;
+              Notification term;
+              SignalWatcher watcher([&](int signal) {
+                seen = signal;
+                if (signal == SIGTERM) term.Notify();
+              });
+              kill(getpid(), SIGHUP);
+              if (seen != 0) return 1;
+              kill(getpid(), SIGTERM);
+              term.WaitForNotification();
+              return seen == SIGTERM ? 0 : 2;
+            }),
+            0);
+}
+
+TEST(JobSignals, Unblocked_HaveTheirUsualEffect) {
+  EXPECT_EQ(InChild([] {
+              BlockJobSignals();
+              kill(getpid(), SIGINT);
+              UnblockJobSignals();
+              return 0;
+            }),
+            -SIGINT);
+}
+
+}  // namespace
+}  // namespace muster::agent
