@@ -84,6 +84,14 @@ v1::ErrorReason GetReason(const absl::Status& status) {
   return detail.has_value() ? detail->reason() : v1::ERROR_REASON_UNSPECIFIED;
 }
 
+absl::Duration RetryAfter(const absl::Status& status) {
+  const std::optional<v1::ErrorDetail> detail = GetDetail(status);
+  if (!detail.has_value()) return absl::ZeroDuration();
+  const absl::Duration asked = absl::Seconds(detail->retry_after().seconds()) +
+                               absl::Nanoseconds(detail->retry_after().nanos());
+  return std::clamp(asked, absl::ZeroDuration(), absl::Duration(absl::Minutes(1)));
+}
+
 bool IsLost(const absl::Status& status) {
   return status.code() == absl::StatusCode::kUnavailable ||
          (status.code() == absl::StatusCode::kCancelled &&

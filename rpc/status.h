@@ -7,6 +7,7 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
 #include "proto/muster/v1/barrier.pb.h"
 #include "proto/muster/v1/error.pb.h"
 
@@ -31,6 +32,10 @@ std::optional<v1::ErrorDetail> GetDetail(const absl::Status& status);
 
 // The reason in `status`, ERROR_REASON_UNSPECIFIED if it has none.
 v1::ErrorReason GetReason(const absl::Status& status);
+
+// How long `status` asks its caller to wait before the call is repeated; 0: it does not. A minute at
+// most, whatever it says.
+absl::Duration RetryAfter(const absl::Status& status);
 
 // Whether `status`, of a call that its caller did not cancel, says that the call got lost rather than what came of it:
 // UNAVAILABLE, or the bare CANCELLED with which gRPC's server drops what reaches it while it stops.

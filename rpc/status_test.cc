@@ -114,5 +114,17 @@ TEST(ToGrpc, MessageOfAnyBytes_FitsItsTrailer) {
   EXPECT_EQ(cut.substr(cut.size() - 3), "...");
 }
 
+TEST(RetryAfter, WhatIsAsked_WithinReason) {
+  const auto asking = [](int64_t seconds) {
+    v1::ErrorDetail detail;
+    detail.mutable_retry_after()->set_seconds(seconds);
+    return RetryAfter(WithDetail(absl::UnavailableError("later"), detail));
+  };
+  EXPECT_EQ(asking(3), absl::Seconds(3));
+  EXPECT_EQ(asking(-3), absl::ZeroDuration());
+  EXPECT_EQ(asking(INT64_MAX), absl::Minutes(1));
+  EXPECT_EQ(RetryAfter(absl::UnavailableError("later")), absl::ZeroDuration());
+}
+
 }  // namespace
 }  // namespace muster::rpc

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "base/backoff.h"
 #include "base/clock.h"
 #include "base/failpoint.h"
 #include "base/log.h"
@@ -503,7 +504,8 @@ class RpcJobLink final : public JobLink {
       default:
         // Overloaded, or away: then on_lost ends the attempt, if it must end.
         if (result.error().code() == static_cast<int>(absl::StatusCode::kUnavailable)) {
-          again(kWaitAgain);
+          again(Backoff(kWaitAgain, kWaitAgain)
+                    .Next(RandomShare(), rpc::RetryAfter(rpc::FromOpError(result.error()))));
         } else {
           shared->End({result.error().message(), {}});
         }

@@ -12,6 +12,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "base/backoff.h"
 #include "base/clock.h"
 #include "base/failpoint.h"
 #include "base/log.h"
@@ -549,7 +550,7 @@ class CoordinatorClient::Impl {
                           const Request* request, Reply* reply, AtExit at_exit = AtExit::kGoesOn) {
     const Clock& clock = Clock::Real();
     const absl::Time begun = clock.Now();
-    absl::Duration backoff = kFirstBackoff;
+    Backoff backoff(kFirstBackoff, kLastBackoff);
     while (true) {
       grpc::ClientContext context;
       // A coordinator that is away or starting is waited for.
@@ -578,7 +579,8 @@ class CoordinatorClient::Impl {
       }
       const bool lost = rpc::IsLost(status);
       if (lost && exit_began && clock.Now() < deadline) continue;
-      if (!lost || clock.Now() + backoff >= deadline) {
+      const absl::Duration wait = backoff.Next(RandomShare(), rpc::RetryAfter(status));
+      if (!lost || clock.Now() + wait >= deadline) {
         if (rpc::GetReason(status) == v1::ERROR_REASON_UNSPECIFIED &&
             (lost || status.code() == absl::StatusCode::kDeadlineExceeded)) {
           return absl::UnavailableError(
@@ -588,10 +590,9 @@ class CoordinatorClient::Impl {
         }
         return Prefixed(what, status);
       }
-      if (stop_.WaitForNotificationWithTimeout(backoff)) {
+      if (stop_.WaitForNotificationWithTimeout(wait)) {
         return absl::CancelledError(absl::StrCat(what, ": the client is closing"));
       }
-      backoff = std::min(backoff * 2, kLastBackoff);
     }
   }
 

@@ -186,6 +186,16 @@ TEST(CoordinatorClient, LostAnswers_EveryChangeHappensOnce) {
   EXPECT_EQ(fake.writes(), 2);
 }
 
+TEST(CoordinatorClient, RetryAfter_IsWaitedFor) {
+  FakeCoordinator fake;
+  auto client = ConnectTo(fake);
+  // Longer than what would be waited for without it.
+  fake.Overload(absl::Milliseconds(400));
+  const auto begun = std::chrono::steady_clock::now();
+  EXPECT_EQ(*client->Add("n", 1), 1);
+  EXPECT_GE(std::chrono::steady_clock::now() - begun, std::chrono::milliseconds(400));
+}
+
 TEST(CoordinatorClient, Barrier_RepeatsByNameAndCarriesPayloads) {
   FakeCoordinator fake;
   RunSeated(fake, 3, [](CoordinatorClient& client, const Seat& seat) {

@@ -62,6 +62,10 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
     MutexLock lock(&mu_);
     lose_ = n;
   }
+  void Overload(absl::Duration retry_after) {
+    MutexLock lock(&mu_);
+    overload_ = retry_after;
+  }
   void EndGeneration(const std::string& why) {
     MutexLock lock(&mu_);
     ended_ = why;
@@ -87,6 +91,14 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
                    v1::TxnReply* reply) override {
     MutexLock lock(&mu_);
     if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
+    if (overload_ > absl::ZeroDuration()) {
+      v1::ErrorDetail detail;
+      detail.set_reason(v1::ERROR_REASON_OVERLOADED);
+      detail.mutable_retry_after()->set_nanos(
+          static_cast<int32_t>(absl::ToInt64Nanoseconds(overload_)));
+      overload_ = absl::ZeroDuration();
+      return rpc::ToGrpc(rpc::WithDetail(absl::UnavailableError("too much to do"), detail));
+    }
     bool lost = false;
     if (lose_ > 0) {
       lost = true;
@@ -387,6 +399,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
   int world_ ABSL_GUARDED_BY(mu_) = 0;
   std::string ended_ ABSL_GUARDED_BY(mu_);
   int lose_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::Duration overload_ ABSL_GUARDED_BY(mu_) = absl::ZeroDuration();
   int64_t writes_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t rows_sent_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t beats_ ABSL_GUARDED_BY(mu_) = 0;
@@ -399,6 +412,7 @@ FakeCoordinator::FakeCoordinator() : impl_(std::make_unique<Impl>()) {}
 FakeCoordinator::~FakeCoordinator() = default;
 std::string FakeCoordinator::address() const { return absl::StrCat("127.0.0.1:", impl_->port()); }
 void FakeCoordinator::LoseAnswers(int n) { impl_->LoseAnswers(n); }
+void FakeCoordinator::Overload(absl::Duration retry_after) { impl_->Overload(retry_after); }
 void FakeCoordinator::EndGeneration(const std::string& why) { impl_->EndGeneration(why); }
 int64_t FakeCoordinator::writes() const { return impl_->writes(); }
 int64_t FakeCoordinator::rows_sent() const { return impl_->rows_sent(); }

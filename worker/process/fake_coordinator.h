@@ -5,6 +5,8 @@
 #include <memory>
 #include <string>
 
+#include "absl/time/time.h"
+
 namespace muster {
 
 // A coordinator in memory behind a real gRPC server on a free loopback port, for tests of its clients: one job, fixed
@@ -20,6 +22,8 @@ class FakeCoordinator {
   // The next `n` calls are answered with UNAVAILABLE; every other one of them after it has been carried out, as when an
   // answer is lost.
   void LoseAnswers(int n);
+  // The next change is answered with UNAVAILABLE that asks to wait for `retry_after`, below a second.
+  void Overload(absl::Duration retry_after);
   // Ends the generation: heartbeats say so, fenced calls fail.
   void EndGeneration(const std::string& why);
   // How many changes were carried out, repeats not counted.

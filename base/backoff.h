@@ -1,0 +1,29 @@
+#ifndef MUSTER_BASE_BACKOFF_H_
+#define MUSTER_BASE_BACKOFF_H_
+
+#include "absl/time/time.h"
+
+namespace muster {
+
+// How long to wait before each repeat of one thing: a random part, at least half, of a span that
+// doubles from the first to the last, so that those who failed together do not come back together.
+// Pure; not thread-safe.
+class Backoff {
+ public:
+  Backoff(absl::Duration first, absl::Duration last) : span_(first), last_(last) {}
+
+  // `share`: random, from 0 to 1. `retry_after`: what the other side asked for; it is waited for, and
+  // then the random part, since everybody was asked the same.
+  absl::Duration Next(double share, absl::Duration retry_after = absl::ZeroDuration());
+
+ private:
+  absl::Duration span_;
+  const absl::Duration last_;
+};
+
+// From 0 to 1, another one in each process and each time. Thread-safe.
+double RandomShare();
+
+}  // namespace muster
+
+#endif  // MUSTER_BASE_BACKOFF_H_
