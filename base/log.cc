@@ -2,6 +2,7 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstdint>
@@ -129,6 +130,41 @@ absl::string_view BaseName(absl::string_view path) {
 
 }  // namespace
 
+std::string OneLine(absl::string_view text) {
+  std::string out;
+  out.reserve(text.size());
+  for (size_t i = 0; i < text.size();) {
+    const size_t size = CharacterBytes(text.substr(i));
+    const auto at = [&](size_t k) { return static_cast<unsigned char>(text[i + k]); };
+    const bool control = size == 1 && (at(0) < 0x20 || at(0) == 0x7f);
+    // U+0080 to U+009F, which some terminals obey; U+2028 and U+2029 end lines.
+    const bool hidden = (size == 2 && at(0) == 0xc2 && at(1) < 0xa0) ||
+                        (size == 3 && at(0) == 0xe2 && at(1) == 0x80 && (at(2) & 0xfe) == 0xa8);
+    if (size != 0 && !control && !hidden) {
+      out.append(text.data() + i, size);
+      i += size;
+      continue;
+    }
+    for (size_t k = 0; k < std::max<size_t>(size, 1); ++k) {
+      switch (at(k)) {
+        case '\n':
+          out += "\\n";
+          break;
+        case '\r':
+          out += "\\r";
+          break;
+        case '\t':
+          out += "\\t";
+          break;
+        default:
+          absl::StrAppendFormat(&out, "\\x%02x", at(k));
+      }
+    }
+    i += std::max<size_t>(size, 1);
+  }
+  return out;
+}
+
 void SetLogLevel(LogLevel level) { Level().store(level, std::memory_order_relaxed); }
 LogLevel GetLogLevel() { return Level().load(std::memory_order_relaxed); }
 
@@ -175,12 +211,13 @@ Line::~Line() {
   }
   WriteAll(absl::StrFormat("%c %s %s%s] %s\n", absl::ascii_toupper(Name(level_)[0]),
                            absl::FormatTime("%m-%d %H:%M:%E3S", now, absl::LocalTimeZone()),
-                           who.empty() ? "" : absl::StrCat("[", who, "] "),
-                           absl::StrCat(BaseName(file_), ":", line_), stream_.str()));
+                           who.empty() ? "" : absl::StrCat("[", OneLine(who), "] "),
+                           absl::StrCat(BaseName(file_), ":", line_), OneLine(stream_.str())));
 }
 
 void CheckFailed(const char* file, int line, const char* condition, const std::string& text) {
-  WriteAll(absl::StrFormat("E %s:%d] broken invariant: %s %s\n", file, line, condition, text));
+  WriteAll(
+      absl::StrFormat("E %s:%d] broken invariant: %s %s\n", file, line, condition, OneLine(text)));
   std::abort();
 }
 

@@ -59,6 +59,23 @@ TEST_F(LogTest, Json_IsUtf8WhateverTheMessageHolds) {
                         "\\ufffd\\ufffd \\ufffd\\ufffd\\ufffd \\ufffd\\ufffd\"}"));
 }
 
+TEST_F(LogTest, Text_OfOthersCannotForgeALineOrReachTheTerminal) {
+  SetLogIdentity("rank 1\nE");
+  CaptureStderr();
+  MUSTER_LOG(Info)
+      << "job a\nE 01-01 00:00:00.000 log.cc:1] forged\r\t\x1b[2J\x7f \xc2\x9b \xe2\x80\xa8 \xff";
+  const std::string line = GetCapturedStderr();
+  EXPECT_EQ(line.find('\n'), line.size() - 1);
+  EXPECT_THAT(line, HasSubstr("[rank 1\\nE] "));
+  EXPECT_THAT(line, HasSubstr("] job a\\nE 01-01 00:00:00.000 log.cc:1] forged\\r\\t\\x1b[2J\\x7f "
+                              "\\xc2\\x9b \\xe2\\x80\\xa8 \\xff\n"));
+}
+
+TEST_F(LogTest, OneLine_LeavesWordsOfAnyLanguageAlone) {
+  EXPECT_EQ(OneLine("h\xc3\xb6he \xe2\x82\xac \xf0\x9f\x98\x80 \"a\\b\""),
+            "h\xc3\xb6he \xe2\x82\xac \xf0\x9f\x98\x80 \"a\\b\"");
+}
+
 TEST_F(LogTest, LevelNames_AreReadInAnyCase) {
   LogLevel level = LogLevel::kError;
   EXPECT_TRUE(ParseLogLevel("Debug", &level));

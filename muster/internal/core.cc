@@ -6,6 +6,8 @@
 #include "ATen/Functions.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/clock.h"
 #include "base/log.h"
 #include "base/status_macros.h"
@@ -163,8 +165,11 @@ void Core::WaitForEveryone(absl::Duration timeout, const std::string& name,
   if (report.ok() && report->first_rank == rank()) {
     for (const AbsentRank& absent : report->absent) {
       if (absent.native_stack.empty()) continue;
-      MUSTER_LOG(Error) << "rank " << absent.rank << " did not come; it stands at\n"
-                        << absent.native_stack;
+      MUSTER_LOG(Error) << "rank " << absent.rank << " did not come; it stands at";
+      for (const absl::string_view frame :
+           absl::StrSplit(absent.native_stack, '\n', absl::SkipEmpty())) {
+        MUSTER_LOG(Error) << "  " << frame;
+      }
     }
   }
   TORCH_CHECK(false, std::string(result.status().message()));
