@@ -38,6 +38,9 @@ class Journal {
   virtual const std::string& cluster_id() const = 0;
   // One more at each start; durable before the constructor returned.
   virtual uint64_t term() const = 0;
+  // The term below which an operator said that this is a copy of an earlier state, whose later part is
+  // lost; 0: never. A start whose state has not taken note of it must do so.
+  virtual uint64_t restored() const { return 0; }
   // "memory", or the file.
   virtual const std::string& description() const = 0;
 

@@ -1,6 +1,7 @@
 #include "coordinator/journal/journal.h"
 
 #include <sqlite3.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -367,6 +368,140 @@ TEST_F(SqliteJournalTest, BadNewestSnapshot_FallsBackToTheOneBefore) {
   ASSERT_TRUE(content.ok()) << content.status();
   EXPECT_EQ(content->snapshot, "snapshot-state-20");
   ExpectRecords(*content, 21, 30);
+}
+
+// Damages the snapshot with this state, and nothing else.
+void DamageSnapshot(const std::string& directory, const std::string& state) {
+  sqlite3* db = nullptr;
+  ASSERT_EQ(sqlite3_open((directory + "/journal.db").c_str(), &db), SQLITE_OK);
+  const std::string sql =
+      "UPDATE snapshots SET crc = crc + 1 WHERE CAST(state AS TEXT) = '" + state + "'";
+  EXPECT_EQ(sqlite3_exec(db, sql.c_str(), nullptr, nullptr, nullptr), SQLITE_OK);
+  EXPECT_EQ(sqlite3_changes(db), 1);
+  sqlite3_close(db);
+}
+
+TEST_F(SqliteJournalTest, BadNewestSnapshot_IsReplacedByTheNextAndTheGoodOneKept) {
+  uint64_t last = 0;
+  // Appends ten records and writes a snapshot of the last.
+  const auto snapshot = [&](SqliteJournal& journal, int times) {
+    Listener listener;
+    journal.Start(listener.Callback());
+    for (int i = 0; i < times; ++i) {
+      for (int r = 0; r < 10; ++r) {
+        ++last;
+        journal.Append(last, Payload(last, 50));
+      }
+      journal.WriteSnapshot(last, "snapshot-state-" + std::to_string(last),
+                            [](absl::Status status) { EXPECT_TRUE(status.ok()) << status; });
+    }
+    journal.Stop();
+  };
+  {
+    auto journal = Open();
+    ASSERT_TRUE(Read(*journal).ok());
+    snapshot(*journal, 2);
+  }
+  DamageSnapshot(dir_, "snapshot-state-20");
+  {
+    auto journal = Open();
+    EXPECT_EQ(Read(*journal)->snapshot, "snapshot-state-10");
+    snapshot(*journal, 1);
+  }
+  EXPECT_THAT(*Verify(dir_), HasSubstr("snapshot of revision 30"));
+  // The newest is damaged again: the one of 10 is still there, with all records since.
+  DamageSnapshot(dir_, "snapshot-state-30");
+  EXPECT_THAT(*Verify(dir_), HasSubstr("passed over 1 damaged snapshots"));
+  auto journal = Open();
+  const auto content = Read(*journal);
+  ASSERT_TRUE(content.ok()) << content.status();
+  EXPECT_EQ(content->snapshot, "snapshot-state-10");
+  ExpectRecords(*content, 11, 30);
+}
+
+TEST_F(SqliteJournalTest, SnapshotOfTheSameState_LeavesTheOneBefore) {
+  {
+    auto journal = Open();
+    ASSERT_TRUE(Read(*journal).ok());
+    Listener listener;
+    journal->Start(listener.Callback());
+    const auto written = [](absl::Status status) { EXPECT_TRUE(status.ok()) << status; };
+    journal->Append(1, Payload(1, 50));
+    journal->WriteSnapshot(1, "snapshot-state-1", written);
+    journal->Append(2, Payload(2, 50));
+    journal->WriteSnapshot(2, "snapshot-state-2", written);
+    journal->WriteSnapshot(2, "snapshot-state-2", written);
+    journal->Stop();
+  }
+  DamageSnapshot(dir_, "snapshot-state-2");
+  auto journal = Open();
+  const auto content = Read(*journal);
+  ASSERT_TRUE(content.ok()) << content.status();
+  EXPECT_EQ(content->snapshot, "snapshot-state-1");
+  ExpectRecords(*content, 2, 2);
+}
+
+TEST_F(SqliteJournalTest, Files_AreTheirOwnersOnly) {
+  const auto mode = [](const std::string& path) {
+    return fs::status(path).permissions() & fs::perms::all;
+  };
+  const auto owner_only = fs::perms::owner_read | fs::perms::owner_write;
+  const mode_t umask_before = umask(0);
+  auto journal = Open();
+  umask(umask_before);
+  ASSERT_TRUE(Read(*journal).ok());
+  Listener listener;
+  journal->Start(listener.Callback());
+  journal->Append(1, Payload(1, 50));
+  listener.WaitDurable(1);
+  EXPECT_EQ(mode(dir_), owner_only | fs::perms::owner_exec);
+  for (const char* file : {"/journal.db", "/journal.db-wal", "/LOCK"})
+    EXPECT_EQ(mode(dir_ + file), owner_only) << file;
+  journal.reset();
+  // One of an earlier version is closed to others; a mode that its owner chose for a group stays.
+  const auto all = owner_only | fs::perms::group_read | fs::perms::others_read;
+  fs::permissions(dir_ + "/journal.db", all);
+  Open().reset();
+  EXPECT_EQ(mode(dir_ + "/journal.db"), owner_only);
+  fs::permissions(dir_ + "/journal.db", owner_only | fs::perms::group_read);
+  Open().reset();
+  EXPECT_EQ(mode(dir_ + "/journal.db"), owner_only | fs::perms::group_read);
+}
+
+TEST_F(SqliteJournalTest, MarkRestored_RaisesTheTermOnce) {
+  EXPECT_EQ(SqliteJournal::MarkRestored(dir_).status().code(), absl::StatusCode::kNotFound);
+  const std::string copy = CrashedWith(2, 2);
+  const auto done = SqliteJournal::MarkRestored(copy);
+  ASSERT_TRUE(done.ok()) << done.status();
+  EXPECT_THAT(*done, HasSubstr("the next start begins term 65538"));
+  for (const uint64_t term : {65538, 65539}) {
+    auto journal = OpenAt(copy);
+    EXPECT_EQ(journal->term(), term);
+    EXPECT_EQ(journal->restored(), 65537u);
+    ExpectRecords(*Read(*journal), 1, 4);
+    EXPECT_EQ(SqliteJournal::MarkRestored(copy).status().code(), absl::StatusCode::kAlreadyExists)
+        << "it is in use";
+  }
+  EXPECT_EQ(Open()->restored(), 0u);
+}
+
+TEST_F(SqliteJournalTest, SnapshotThatFails_CountsItsRecordsAgain) {
+  auto journal = Open(FaultyVfs());
+  ASSERT_TRUE(Read(*journal).ok());
+  Listener listener;
+  journal->Start(listener.Callback());
+  for (uint64_t r = 1; r <= 5; ++r) journal->Append(r, Payload(r, 50));
+  listener.WaitDurable(5);
+  g_fail_code = SQLITE_FULL;
+  Notification done;
+  journal->WriteSnapshot(5, "state", [&](absl::Status status) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
+    done.Notify();
+  });
+  done.WaitForNotification();
+  g_fail_code = SQLITE_OK;
+  EXPECT_EQ(journal->records_since_snapshot(), 5u);
+  EXPECT_GT(journal->bytes_since_snapshot(), 250u);
 }
 
 TEST_F(SqliteJournalTest, DiskFull_AcknowledgesNothingAndGoesOnLater) {

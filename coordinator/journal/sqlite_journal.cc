@@ -1,5 +1,6 @@
 #include "coordinator/journal/sqlite_journal.h"
 
+#include <fcntl.h>
 #include <sqlite3.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -77,6 +78,29 @@ std::string NewId() {
   return absl::StrFormat("%08x%08x%08x%08x", random(), random(), random(), random());
 }
 
+// The journal holds what users keep in it: only its owner reads it. Makes the file, as SQLite would
+// make it readable for all; the log beside it gets the same mode.
+absl::Status MakePrivate(const std::string& path) {
+  const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
+  if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("journal: cannot open '", path, "'"));
+  struct stat info;
+  const bool open_to_others = fstat(fd, &info) == 0 && (info.st_mode & 07) != 0;
+  if (open_to_others &&
+      (fchmod(fd, 0600) != 0 || (chmod((path + "-wal").c_str(), 0600) != 0 && errno != ENOENT))) {
+    MUSTER_LOG(Warning) << "journal '" << path << "' can be read by others, and its mode cannot be "
+                        << "changed (" << std::strerror(errno) << "): make it 0600";
+  }
+  close(fd);
+  return absl::OkStatus();
+}
+
+absl::Status CheckThere(const std::string& directory) {
+  const std::string path = directory + "/journal.db";
+  struct stat info;
+  if (stat(path.c_str(), &info) == 0) return absl::OkStatus();
+  return absl::ErrnoToStatus(errno, absl::StrCat("no journal at '", path, "'"));
+}
+
 int LastErrnoOfLog(sqlite3* db) {
   sqlite3_file* log = nullptr;
   int error = 0;
@@ -135,6 +159,7 @@ absl::StatusOr<sqlite3_stmt*> SqliteJournal::Prepare(const char* sql) {
 }
 
 absl::Status SqliteJournal::OpenFile() {
+  MUSTER_RETURN_IF_ERROR(MakePrivate(path_));
   MUSTER_ASSIGN_OR_RETURN(const WalReport wal, CheckWal(path_ + "-wal"));
   if (wal.torn_tail_bytes > 0) {
     MUSTER_LOG(Warning)
@@ -184,27 +209,32 @@ absl::StatusOr<std::unique_ptr<SqliteJournal>> SqliteJournal::Open(const Options
       return journal->Error(rc, "write cluster_id");
   }
   MUSTER_RETURN_IF_ERROR(journal->CheckSchema());
-  {
-    MUSTER_ASSIGN_OR_RETURN(sqlite3_stmt * raw, journal->Prepare("SELECT name, value FROM meta"));
-    const Statement select(raw);
-    int rc;
-    while ((rc = sqlite3_step(select.get())) == SQLITE_ROW) {
-      const std::string name(reinterpret_cast<const char*>(sqlite3_column_text(select.get(), 0)));
-      const std::string value(reinterpret_cast<const char*>(sqlite3_column_text(select.get(), 1)));
-      if (name == "cluster_id") journal->cluster_id_ = value;
-      if (name == "term" && !absl::SimpleAtoi(value, &journal->term_)) {
-        return absl::DataLossError(
-            absl::StrCat("journal '", journal->path_, "': term '", value, "' is no number"));
-      }
-    }
-    if (rc != SQLITE_DONE) return journal->Error(rc, "read meta");
-  }
+  MUSTER_RETURN_IF_ERROR(journal->ReadMeta());
   MUSTER_FAILPOINT_STATUS("journal.term_bump");
   MUSTER_RETURN_IF_ERROR(journal->Exec("COMMIT"));
   MUSTER_FAILPOINT_STATUS("journal.term_durable");
   MUSTER_RETURN_IF_ERROR(SyncDirectory(options.directory));
   MUSTER_FAILPOINT_STATUS("journal.opened");
   return journal;
+}
+
+absl::Status SqliteJournal::ReadMeta() {
+  MUSTER_ASSIGN_OR_RETURN(sqlite3_stmt * raw, Prepare("SELECT name, value FROM meta"));
+  const Statement select(raw);
+  int rc;
+  while ((rc = sqlite3_step(select.get())) == SQLITE_ROW) {
+    const std::string name(reinterpret_cast<const char*>(sqlite3_column_text(select.get(), 0)));
+    const std::string value(reinterpret_cast<const char*>(sqlite3_column_text(select.get(), 1)));
+    if (name == "cluster_id") cluster_id_ = value;
+    const auto number = [&](uint64_t* to) {
+      if (absl::SimpleAtoi(value, to)) return absl::OkStatus();
+      return absl::DataLossError(
+          absl::StrCat("journal '", path_, "': ", name, " '", value, "' is no number"));
+    };
+    if (name == "term") MUSTER_RETURN_IF_ERROR(number(&term_));
+    if (name == "restored") MUSTER_RETURN_IF_ERROR(number(&restored_));
+  }
+  return rc == SQLITE_DONE ? absl::OkStatus() : Error(rc, "read meta");
 }
 
 absl::Status SqliteJournal::ReplayRecords(
@@ -272,27 +302,25 @@ absl::Status SqliteJournal::Replay(
         Prepare("SELECT seq, revision, crc, state FROM snapshots ORDER BY seq DESC"));
     const Statement select(raw);
     int rc;
-    uint64_t bad_seq = 0;
     bool found = false;
     while (!found && (rc = sqlite3_step(select.get())) == SQLITE_ROW) {
       const uint64_t seq = static_cast<uint64_t>(sqlite3_column_int64(select.get(), 0));
       const uint64_t revision = static_cast<uint64_t>(sqlite3_column_int64(select.get(), 1));
       const absl::string_view state = Blob(select.get(), 3);
       if (Crc32c(state) != static_cast<uint32_t>(sqlite3_column_int64(select.get(), 2))) {
-        if (bad_seq == 0) bad_seq = seq;
+        ++bad_snapshots_;
         MUSTER_LOG(Warning) << "journal '" << path_ << "': the snapshot after record " << seq
                             << " has a wrong checksum; using the one before it";
         continue;
       }
       MUSTER_RETURN_IF_ERROR(snapshot(revision, state));
-      after_seq = seq;
+      after_seq = good_seq_ = seq;
       durable_revision_ = revision;
       found = true;
     }
     if (!found && rc != SQLITE_DONE) return Error(rc, "read snapshots");
-    // The first snapshot deletes no record, so after it alone everything can still be replayed from
-    // the start.
-    if (!found && bad_seq != 0) after_seq = 0;
+    // Without a good one: the first snapshot deletes no record, so after it alone everything can
+    // still be replayed from the start.
   }
   MUSTER_RETURN_IF_ERROR(ReplayRecords(after_seq, record));
   MUSTER_FAILPOINT_STATUS("journal.replay_end");
@@ -333,13 +361,15 @@ void SqliteJournal::Append(uint64_t revision, std::string record) {
 
 void SqliteJournal::WriteSnapshot(uint64_t revision, std::string state,
                                   std::function<void(absl::Status)> done) {
-  records_since_snapshot_ = 0;
-  bytes_since_snapshot_ = 0;
+  const uint64_t records = records_since_snapshot_.exchange(0);
+  const uint64_t bytes = bytes_since_snapshot_.exchange(0);
   {
     MutexLock lock(&mu_);
     Chunk& tail = TailLocked();
     tail.snapshot = std::make_unique<Snapshot>(Snapshot{.revision = revision,
                                                         .seq = next_seq_ - 1,
+                                                        .records = records,
+                                                        .bytes = bytes,
                                                         .state = std::move(state),
                                                         .done = std::move(done)});
   }
@@ -380,9 +410,13 @@ absl::Status SqliteJournal::CommitSnapshot(const Snapshot& snapshot) {
   const auto write = [&]() -> absl::Status {
     MUSTER_FAILPOINT_STATUS("journal.snapshot_begin");
     MUSTER_RETURN_IF_ERROR(Exec("BEGIN IMMEDIATE"));
-    MUSTER_RETURN_IF_ERROR(
-        Exec("DELETE FROM batches WHERE last_seq <= (SELECT COALESCE(MAX(seq), 0) FROM snapshots);"
-             "DELETE FROM snapshots WHERE seq < (SELECT MAX(seq) FROM snapshots)"));
+    // The one that is kept beside the new one is the last that is known to be good: a damaged one
+    // would be worth nothing when it is needed. Of the same state, the new one replaces that alone.
+    if (snapshot.seq != good_seq_) {
+      MUSTER_RETURN_IF_ERROR(Exec(absl::StrCat("DELETE FROM batches WHERE last_seq <= ", good_seq_,
+                                               "; DELETE FROM snapshots WHERE seq <> ", good_seq_)
+                                      .c_str()));
+    }
     MUSTER_FAILPOINT_STATUS("journal.snapshot_truncated");
     {
       MUSTER_ASSIGN_OR_RETURN(sqlite3_stmt * raw,
@@ -400,7 +434,11 @@ absl::Status SqliteJournal::CommitSnapshot(const Snapshot& snapshot) {
     return Exec("COMMIT");
   };
   const absl::Status status = write();
-  if (!status.ok()) sqlite3_exec(db_, "ROLLBACK", nullptr, nullptr, nullptr);
+  if (status.ok()) {
+    good_seq_ = snapshot.seq;
+  } else {
+    sqlite3_exec(db_, "ROLLBACK", nullptr, nullptr, nullptr);
+  }
   return status;
 }
 
@@ -469,6 +507,11 @@ void SqliteJournal::Run() {
     batch.clear();
     if (snapshot != nullptr) {
       const absl::Status status = CommitSnapshot(*snapshot);
+      if (!status.ok()) {
+        // What it would have stood for is still to be replayed.
+        records_since_snapshot_ += snapshot->records;
+        bytes_since_snapshot_ += snapshot->bytes;
+      }
       MUSTER_FAILPOINT("journal.snapshot_durable");
       snapshot->done(status);
     }
@@ -498,12 +541,29 @@ absl::Status SqliteJournal::CheckSchema() {
                    ", this program writes 1: use the program that wrote it"));
 }
 
+absl::StatusOr<std::string> SqliteJournal::MarkRestored(const std::string& directory) {
+  MUSTER_RETURN_IF_ERROR(CheckThere(directory));
+  MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<DataDirLock> lock, DataDirLock::Take(directory));
+  SqliteJournal journal({.directory = directory}, std::move(lock));
+  MUSTER_RETURN_IF_ERROR(journal.OpenFile());
+  MUSTER_RETURN_IF_ERROR(journal.CheckSchema());
+  MUSTER_RETURN_IF_ERROR(journal.ReadMeta());
+  const uint64_t copied = journal.term_;
+  journal.restored_ = copied + kLostTerms;
+  MUSTER_RETURN_IF_ERROR(journal.Exec(
+      absl::StrCat("BEGIN IMMEDIATE; UPDATE meta SET value = '", journal.restored_,
+                   "' WHERE name = 'term'; INSERT OR REPLACE INTO meta VALUES('restored', '",
+                   journal.restored_, "'); COMMIT")
+          .c_str()));
+  return absl::StrCat(journal.path_, ": marked as restored from a copy made in term ", copied,
+                      "; the next start begins term ", journal.restored_ + 1,
+                      " and ends every generation that the copy holds");
+}
+
 absl::StatusOr<std::string> SqliteJournal::Verify(const std::string& directory,
                                                   const Check& snapshot, const Check& record) {
   const std::string path = directory + "/journal.db";
-  struct stat info;
-  if (stat(path.c_str(), &info) != 0)
-    return absl::ErrnoToStatus(errno, absl::StrCat("no journal at '", path, "'"));
+  MUSTER_RETURN_IF_ERROR(CheckThere(directory));
   MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<DataDirLock> lock, DataDirLock::Take(directory));
   MUSTER_ASSIGN_OR_RETURN(const WalReport wal, CheckWal(path + "-wal"));
   SqliteJournal journal({.directory = directory}, std::move(lock));
@@ -535,6 +595,9 @@ absl::StatusOr<std::string> SqliteJournal::Verify(const std::string& directory,
       records, " records after it (", bytes, " bytes), last revision ", journal.durable_revision_,
       wal.torn_tail_bytes > 0
           ? absl::StrCat("; cut an unfinished transaction of ", wal.torn_tail_bytes, " bytes")
+          : "",
+      journal.bad_snapshots_ > 0
+          ? absl::StrCat("; passed over ", journal.bad_snapshots_, " damaged snapshots")
           : "");
 }
 

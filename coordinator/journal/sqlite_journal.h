@@ -33,8 +33,9 @@ namespace muster::coordinator {
 //   payload
 // A snapshot is a row too. It is written, and the records before the previous snapshot deleted, in
 // one transaction: SQLite makes it whole or not at all, which is what writing a temporary file,
-// fsync, rename and fsync of the directory do for a file. Two snapshots are kept: when the newest
-// has a wrong checksum, the one before it and the records since then give the same state.
+// fsync, rename and fsync of the directory do for a file. Two snapshots are kept, the new one and the
+// last that was good: when the newest has a wrong checksum, the one before it and the records since
+// then give the same state.
 //
 // On opening, a transaction that a crash tore off is cut; anything else that is wrong (see
 // wal_check.h, a wrong checksum, a gap in seq) is refused with its place. A second process on the
@@ -54,6 +55,13 @@ class SqliteJournal final : public Journal {
   static absl::StatusOr<std::unique_ptr<SqliteJournal>> Open(const Options& options);
   ~SqliteJournal() override;
 
+  // So many terms may have begun between a backup and the loss of what came after it.
+  static constexpr uint64_t kLostTerms = 65536;
+  // Notes that `directory` is a copy of an earlier state: the next start begins kLostTerms later, and
+  // its restored() says so. Returns what was done, for people. Errors: as Open; NOT_FOUND there is no
+  // journal.
+  static absl::StatusOr<std::string> MarkRestored(const std::string& directory);
+
   // Looks at everything in the journal of `directory`, and says what was found, for people. What it
   // holds stays as it is, except that a torn transaction is cut. `snapshot` and `record` get what
   // Replay would hand over, and their errors are errors. Errors: as Open and Replay; NOT_FOUND there
@@ -64,6 +72,7 @@ class SqliteJournal final : public Journal {
 
   const std::string& cluster_id() const override { return cluster_id_; }
   uint64_t term() const override { return term_; }
+  uint64_t restored() const override { return restored_; }
   const std::string& description() const override { return path_; }
   absl::Status Replay(
       const std::function<absl::Status(uint64_t, absl::string_view)>& snapshot,
@@ -80,6 +89,8 @@ class SqliteJournal final : public Journal {
   struct Snapshot {
     uint64_t revision = 0;
     uint64_t seq = 0;
+    uint64_t records = 0;  // since the one before
+    uint64_t bytes = 0;
     std::string state;
     std::function<void(absl::Status)> done;
   };
@@ -95,6 +106,7 @@ class SqliteJournal final : public Journal {
   SqliteJournal(const Options& options, std::unique_ptr<DataDirLock> lock);
   absl::Status OpenFile();
   absl::Status CheckSchema();
+  absl::Status ReadMeta();
   absl::Status Exec(const char* sql);
   absl::Status Error(int rc, absl::string_view what) const;
   absl::StatusOr<sqlite3_stmt*> Prepare(const char* sql);
@@ -112,12 +124,15 @@ class SqliteJournal final : public Journal {
   const std::string path_;
   std::string cluster_id_;
   uint64_t term_ = 0;
+  uint64_t restored_ = 0;
 
   // Used by Open and Replay, then only by the writer thread.
   sqlite3* db_ = nullptr;
   sqlite3_stmt* insert_ = nullptr;
   std::function<void(const Progress&)> progress_;
   uint64_t durable_revision_ = 0;
+  uint64_t good_seq_ = 0;  // of the last snapshot that was read or written whole; 0: none
+  uint64_t bad_snapshots_ = 0;
 
   std::atomic<uint64_t> records_since_snapshot_{0};
   std::atomic<uint64_t> bytes_since_snapshot_{0};
