@@ -10,13 +10,15 @@
 namespace muster::coordinator {
 namespace {
 
-constexpr size_t kMaxNames = 65536;
 constexpr int kNamedInMessage = 4;
 constexpr int kLatestInReport = 3;
 constexpr int kCompared = 1024;
 
-int32_t ClampUs(int64_t us) {
-  return static_cast<int32_t>(std::clamp<int64_t>(us, -2'000'000'000, 2'000'000'000));
+// Beyond it nobody waits; it keeps sums of microseconds from overflowing.
+constexpr absl::Duration kLongest = absl::Hours(24 * 365);
+
+int64_t EarlierUs(int64_t now_us, int64_t by_us) {
+  return now_us - std::clamp<int64_t>(by_us, 0, absl::ToInt64Microseconds(kLongest));
 }
 
 std::string DurationText(absl::Duration duration) {
@@ -103,10 +105,10 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
     Recall(arrival.barrier_id, arrival.counter - 1, arrival.previous_state);
   }
 
-  if (names_.size() >= kMaxNames && !names_.contains(arrival.barrier_id)) {
-    return TooLarge("barrier_id",
-                    absl::StrCat("this generation has used ", kMaxNames,
-                                 " barrier names: use one name again, with its next counter"));
+  if (!HasRoomFor(arrival.barrier_id)) {
+    return TooLarge("barrier_id", absl::StrCat("this generation has ", names_.size(),
+                                               " barrier names whose results are kept: use one "
+                                               "name again, with its next counter"));
   }
   Name& name = names_[arrival.barrier_id];
   Instance* instance = name.open;
@@ -149,7 +151,9 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
       return error;
     }
     const uint64_t expected = name.next.value_or(0);
-    if (arrival.counter != expected && (counters_known_ || name.anchored)) {
+    const bool forgotten = forgot_names_ && !name.next.has_value();
+    if (arrival.counter != expected && (counters_known_ || name.anchored) && !forgotten) {
+      ForgetUnused(arrival.barrier_id);
       v1::OpError error = MakeError(
           absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_BARRIER_COUNTER,
           absl::StrCat("barrier ", Quoted(arrival.barrier_id), " is at counter ", expected,
@@ -159,6 +163,7 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
       return error;
     }
     if (open_.size() >= kMaxOpen) {
+      ForgetUnused(arrival.barrier_id);
       return TooLarge("barrier_id",
                       absl::StrCat("this job has ", open_.size(),
                                    " open barriers: wait for some of them before opening ",
@@ -177,13 +182,16 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
     return std::nullopt;
   }
   const int64_t now_us = absl::ToInt64Microseconds(now - instance->opened);
+  const absl::Duration waited =
+      counters_known_ ? absl::ZeroDuration() : std::min(arrival.waited, kLongest);
+  CountWaited(instance, waited, now);
   for (size_t i = 0; i < arrival.ranks.size(); ++i) {
     const int position = Position(*instance, arrival.ranks[i]);
-    int32_t& at = instance->at_us[position];
+    int64_t& at = instance->at_us[position];
     if (at == kAbsent) {
       ++instance->arrived;
-      at =
-          ClampUs(now_us - (arrival.lateness_us.empty() ? 0 : std::max(0, arrival.lateness_us[i])));
+      at = EarlierUs(now_us, std::max(arrival.lateness_us.empty() ? 0 : arrival.lateness_us[i],
+                                      absl::ToInt64Microseconds(waited)));
     }
     if (!arrival.payloads.empty()) {
       if (!instance->has_payloads) {
@@ -202,6 +210,43 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
   }
   if (arrival.call_site != 0 && open_checked_ > 1) CheckOrder(instance, arrival, now);
   return std::nullopt;
+}
+
+void BarrierSet::CountWaited(Instance* instance, absl::Duration waited, absl::Time now) {
+  if (waited <= absl::ZeroDuration() || instance->timeout == absl::InfiniteDuration()) return;
+  const absl::Time deadline =
+      std::max(now + std::max(instance->timeout - waited, absl::ZeroDuration()), hold_until_);
+  if (deadline >= instance->deadline) return;
+  const absl::Duration earlier = instance->deadline - deadline;
+  instance->deadline = deadline;
+  instance->diag_at = std::max(now, instance->diag_at - earlier);
+  if (instance->soft_at >= deadline)
+    instance->soft_at = instance->soft_diag_at = absl::InfiniteFuture();
+  Schedule(instance);
+}
+
+void BarrierSet::ForgetUnused(absl::string_view id) {
+  const auto it = names_.find(id);
+  if (it->second.open == nullptr && !it->second.next.has_value()) names_.erase(it);
+}
+
+bool BarrierSet::HasRoomFor(absl::string_view id) {
+  if (names_.size() < kMaxNames || names_.contains(id)) return true;
+  while (!idle_names_.empty()) {
+    const auto it = names_.find(idle_names_.front());
+    idle_names_.pop_front();
+    if (it == names_.end()) continue;
+    Name& name = it->second;
+    name.idle = false;
+    if (name.open != nullptr) continue;
+    // Used again since: it comes back when that result is dropped.
+    if (name.next.has_value() && kept_at_.contains(std::make_pair(it->first, *name.next - 1)))
+      continue;
+    names_.erase(it);
+    forgot_names_ = true;
+    return true;
+  }
+  return false;
 }
 
 bool BarrierSet::FailIfGone(Instance* instance, absl::Time now) {
@@ -351,11 +396,11 @@ v1::BarrierReport BarrierSet::MakeReport(const Instance& instance, v1::BarrierSt
   report.set_first_rank(-1);
   report.set_last_rank(-1);
   // The latest few, by one pass: (arrival, rank).
-  std::pair<int32_t, int> latest[kLatestInReport];
+  std::pair<int64_t, int> latest[kLatestInReport];
   int count = 0;
-  int32_t first = std::numeric_limits<int32_t>::max();
+  int64_t first = std::numeric_limits<int64_t>::max();
   for (int i = 0; i < instance.expected; ++i) {
-    const int32_t at = instance.at_us[i];
+    const int64_t at = instance.at_us[i];
     if (at == kAbsent) continue;
     if (at < first) {
       first = at;
@@ -492,6 +537,12 @@ void BarrierSet::Keep(std::string id, uint64_t counter, std::shared_ptr<const An
          (kept_bytes_ > options_.kept_bytes && kept_.size() > 1)) {
     const auto at = kept_at_.find(std::make_pair(kept_.front().id, kept_.front().counter));
     if (at != kept_at_.end() && at->second == kept_base_) kept_at_.erase(at);
+    if (const auto name = names_.find(kept_.front().id);
+        name != names_.end() && !name->second.idle && name->second.next.has_value() &&
+        *name->second.next == kept_.front().counter + 1) {
+      name->second.idle = true;
+      idle_names_.push_back(kept_.front().id);
+    }
     kept_bytes_ -= kept_.front().bytes;
     kept_.pop_front();
     ++kept_base_;
@@ -526,7 +577,7 @@ void BarrierSet::Recall(absl::string_view barrier_id, uint64_t counter, v1::Barr
   // everything.
   if (counters_known_ || state != v1::BARRIER_STATE_PASSED || barrier_id.empty() ||
       barrier_id.size() > kMaxId || counter == std::numeric_limits<uint64_t>::max() ||
-      names_.size() >= kMaxNames) {
+      !HasRoomFor(barrier_id)) {
     return;
   }
   const std::string id(barrier_id);

@@ -28,9 +28,10 @@ struct Arrival {
   absl::string_view barrier_id;
   uint64_t counter = 0;
   absl::Span<const int32_t> ranks;
-  absl::Span<const int32_t> lateness_us;    // how long ago each arrived; empty: just now
+  absl::Span<const int64_t> lateness_us;    // how long ago each arrived; empty: just now
   absl::Duration timeout;                   // zero: the default; negative: never
   absl::Duration soft_timeout;              // zero: the default
+  absl::Duration waited;                    // as v1::ArriveRequest has it
   absl::Span<const int32_t> participants;   // empty: every rank
   std::vector<absl::string_view> payloads;  // empty, or one for each rank
   uint64_t call_site = 0;
@@ -103,13 +104,18 @@ struct BarrierCounts {
 //
 // That a barrier without payloads passed is not journaled. After a restart (`counters_known` false)
 // the set takes the counters its callers bring, and learns from previous_state and Recall what had
-// passed.
+// passed. An instance is given what is left of its timeout, as the caller that has waited longest
+// says, so that the callers hear who is missing before they give up.
+//
+// Of names, the latest kMaxNames are known, and all whose results are kept. One that is older counts
+// as never used; as nobody knows its counter, it goes on with the one that is brought.
 class BarrierSet {
  public:
   static constexpr size_t kMaxId = 256;
   static constexpr size_t kMaxPayload = 4096;
   static constexpr size_t kMaxPayloads = 3 << 20;  // of one instance
   static constexpr int kMaxOpen = 4096;
+  static constexpr size_t kMaxNames = 65536;
 
   BarrierSet(const BarrierOptions& options, uint64_t generation, int world_size,
              bool counters_known, BarrierHost* host);
@@ -175,7 +181,7 @@ class BarrierSet {
     std::vector<int32_t> members;  // sorted; empty: every rank
     int expected = 0;
     int arrived = 0;
-    std::vector<int32_t> at_us;  // by position: arrival relative to `opened`; kAbsent: not yet
+    std::vector<int64_t> at_us;  // by position: arrival relative to `opened`; kAbsent: not yet
     std::vector<std::string> payloads;
     bool has_payloads = false;
     uint64_t call_site = 0;
@@ -196,6 +202,7 @@ class BarrierSet {
         next;  // the counter after the last finished one; nullopt: none finished
     Instance* open = nullptr;
     bool anchored = false;  // an instance passed in this term by the arrival of all
+    bool idle = false;      // is in idle_names_
   };
   struct RankScore {
     uint64_t barriers = 0;
@@ -203,11 +210,18 @@ class BarrierSet {
     int64_t sum_us = 0;
     int64_t max_us = 0;
   };
-  static constexpr int32_t kAbsent = INT32_MIN;
+  static constexpr int64_t kAbsent = INT64_MIN;
 
   int Position(const Instance& instance, int rank) const;  // -1: not a participant
   int RankAt(const Instance& instance, int position) const;
   Instance* Open(const Arrival& arrival, absl::Time now);
+  // An instance of a set that began with a restart: its deadline is not later than what is left.
+  void CountWaited(Instance* instance, absl::Duration waited, absl::Time now);
+  // Whether `id` is known or there is room for it, after forgetting the name that was used least
+  // recently.
+  bool HasRoomFor(absl::string_view id);
+  // After a refusal: a name without an instance takes no room.
+  void ForgetUnused(absl::string_view id);
   std::optional<v1::OpError> CheckSame(const Instance& instance, const Arrival& arrival);
   // Ends `instance` and another one as DESYNC if each waits for a rank that waits in the other.
   void CheckOrder(Instance* instance, const Arrival& arrival, absl::Time now);
@@ -247,6 +261,8 @@ class BarrierSet {
   std::deque<Kept> kept_;
   uint64_t kept_base_ = 0;  // the number of kept_.front() among all ever kept
   size_t kept_bytes_ = 0;
+  std::deque<std::string> idle_names_;  // whose latest result was dropped; may be in use again
+  bool forgot_names_ = false;
   absl::flat_hash_map<std::pair<std::string, uint64_t>, uint64_t> kept_at_;
   absl::btree_map<std::pair<absl::Time, uint64_t>, Instance*> timers_;
   // Two windows of half the kept history each, so that scores follow what is recent at O(ranks)

@@ -60,6 +60,8 @@ struct Extra {
   uint64_t site = 0;
   std::string site_text = {};
   v1::BarrierState previous = v1::BARRIER_STATE_UNSPECIFIED;
+  absl::Duration waited = absl::ZeroDuration();
+  int64_t lateness_us = 0;
 };
 
 class BarrierTest : public ::testing::Test {
@@ -83,6 +85,8 @@ class BarrierTest : public ::testing::Test {
     arrival.call_site = extra.site;
     arrival.call_site_text = extra.site_text;
     arrival.previous_state = extra.previous;
+    arrival.waited = extra.waited;
+    if (extra.lateness_us != 0) arrival.lateness_us = absl::MakeConstSpan(&extra.lateness_us, 1);
     if (auto error = set_->Arrive(arrival, now_)) {
       v1::OpResult result;
       *result.mutable_error() = *error;
@@ -580,6 +584,91 @@ TEST_F(BarrierTest, Restarted_JournaledResultComesBackWhole) {
   v1::BarrierReport report;
   set_->Describe("b", 0, now_, &report);
   EXPECT_EQ(report.state(), v1::BARRIER_STATE_TIMED_OUT);
+}
+
+TEST_F(BarrierTest, Report_OfHours_IsExact) {
+  Make(3);
+  Arrive(0, "b", 0, {.timeout = absl::Hours(100), .lateness_us = 1'000'000});
+  now_ += absl::Hours(20);
+  Arrive(1, "b", 0, {.timeout = absl::Hours(100)});
+  const CallId last =
+      Arrive(2, "b", 0, {.timeout = absl::Hours(100), .lateness_us = 3'600'000'000});
+  const v1::BarrierReport report = Result(last).arrive().report();
+  EXPECT_EQ(FromProto(report.open_for()), absl::Hours(20) + absl::Seconds(1));
+  EXPECT_EQ(report.last_rank(), 1);
+  EXPECT_EQ(FromProto(report.latest(0).lateness()), absl::Hours(20) + absl::Seconds(1));
+  EXPECT_EQ(FromProto(report.latest(1).lateness()), absl::Hours(19) + absl::Seconds(1));
+  v1::StragglerReportReply stragglers;
+  set_->Stragglers(&stragglers);
+  EXPECT_EQ(FromProto(stragglers.rows(0).max_lateness()), absl::Hours(20) + absl::Seconds(1));
+}
+
+TEST_F(BarrierTest, Restarted_Waited_ShortensTheDeadlineButNotBelowTheHold) {
+  Make(2, /*counters_known=*/false);
+  set_->HoldFailuresUntil(now_ + absl::Seconds(6));
+  const CallId call = Arrive(0, "b", 7, {.timeout = absl::Seconds(100), .waited = absl::Hours(9)});
+  now_ += absl::Seconds(5);
+  set_->Tick(now_);
+  EXPECT_FALSE(Answered(call)) << "others may still be on their way back";
+  now_ += absl::Seconds(1);
+  set_->Tick(now_);
+  EXPECT_EQ(Reason(call), v1::ERROR_REASON_BARRIER_TIMEOUT);
+}
+
+TEST_F(BarrierTest, NotRestarted_Waited_ChangesNothing) {
+  Make(2);
+  const CallId call = Arrive(0, "b", 0, {.timeout = absl::Seconds(100), .waited = absl::Hours(9)});
+  now_ += absl::Seconds(99);
+  set_->Tick(now_);
+  EXPECT_FALSE(Answered(call));
+  now_ += absl::Seconds(1);
+  set_->Tick(now_);
+  EXPECT_EQ(Reason(call), v1::ERROR_REASON_BARRIER_TIMEOUT);
+}
+
+TEST_F(BarrierTest, Names_BeyondTheLimit_AreRecycledFromTheOldest) {
+  BarrierOptions options;
+  options.kept_results = 10;
+  Make(2, /*counters_known=*/true, options);
+  const CallId open = Arrive(0, "open", 0);
+  const auto pass = [&](const std::string& id, uint64_t counter) {
+    const CallId call = Arrive(0, id, counter);
+    Arrive(1, id, counter);
+    const bool passed = Passed(call);
+    host_.answers.erase(call);
+    host_.answers.erase(call + 1);
+    parsed_.clear();
+    return passed;
+  };
+  ASSERT_TRUE(pass("often", 0));
+  ASSERT_TRUE(pass("once", 0));
+  uint64_t often = 0;
+  const int names = static_cast<int>(BarrierSet::kMaxNames) + 1000;
+  for (int i = 0; i < names; ++i) {
+    ASSERT_TRUE(pass(absl::StrCat("n", i), 0)) << i;
+    if (i % 8 == 0) {
+      ASSERT_TRUE(pass("often", ++often)) << i;
+    }
+  }
+  // What is in use is known: another counter is a mistake, and who waits goes on waiting.
+  EXPECT_EQ(Reason(Arrive(0, "often", often + 5)), v1::ERROR_REASON_BARRIER_COUNTER);
+  EXPECT_FALSE(Answered(open));
+  Arrive(1, "open", 0);
+  EXPECT_TRUE(Passed(open));
+  // Of what is not, nobody knows how often it was used.
+  EXPECT_TRUE(pass("once", 1));
+  EXPECT_EQ(Reason(Arrive(0, "once", 5)), v1::ERROR_REASON_BARRIER_COUNTER);
+}
+
+TEST_F(BarrierTest, Names_ThatOnlyMadeErrors_TakeNoRoom) {
+  Make(2, /*counters_known=*/true);
+  for (size_t i = 0; i < BarrierSet::kMaxNames + 10; ++i) {
+    const CallId call = Arrive(0, absl::StrCat("n", i), 3);
+    ASSERT_EQ(Reason(call), v1::ERROR_REASON_BARRIER_COUNTER) << i;
+    host_.answers.erase(call);
+    parsed_.clear();
+  }
+  EXPECT_FALSE(Answered(Arrive(0, "b", 0)));
 }
 
 TEST_F(BarrierTest, ManyOpenSubsets_StayCheap) {

@@ -24,6 +24,7 @@ void Output::Clear() {
   reports.clear();
   notices.clear();
   deposed = false;
+  deposed_why.clear();
 }
 
 void Core::Impl::Begin(absl::Time now, Output* out) {
@@ -34,8 +35,9 @@ void Core::Impl::Begin(absl::Time now, Output* out) {
     const absl::Duration gap = now - now_;
     now_ = now;
     if (gap > absl::Milliseconds(20)) {
-      for (auto& [id, job] : jobs_) {
-        if (job->sealed_ && gap > job->Lease() / 2) job->Resume();
+      for (auto it = leases_.begin(); it != leases_.end() && gap > it->first / 2; ++it) {
+        ++stats_.jobs_visited;
+        FindJob(it->second)->Resume();
       }
     }
   }
@@ -94,6 +96,13 @@ void Core::Impl::End(Job* job) {
     job->seen_counts_ = counts;
   }
   job->touched_ = now_;
+  const absl::Duration lease =
+      job->sealed_ && job->alive_ > 0 ? job->Lease() : absl::InfiniteDuration();
+  if (lease != job->running_lease_) {
+    leases_.erase({job->running_lease_, job->id_});
+    job->running_lease_ = lease;
+    if (lease != absl::InfiniteDuration()) leases_.insert({lease, job->id_});
+  }
   const absl::Time next = job->NextDeadline();
   if (next != job->scheduled_) {
     deadlines_.erase({job->scheduled_, job->id_});
@@ -115,6 +124,7 @@ bool Core::NeedsJournal(const v1::Op& op) {
     case v1::Op::kEndGeneration:
     case v1::Op::kRaiseTrigger:
     case v1::Op::kQuarantine:
+    case v1::Op::kRemoveJob:
       return true;
     case v1::Op::kTxn:
       return durable(op.txn().then()) || durable(op.txn().otherwise());
@@ -166,6 +176,7 @@ void Core::AttachAgent(absl::string_view node, const v1::Hello& hello, absl::Tim
                        Output* out) {
   impl_->Begin(now, out);
   impl_->agents_[node] = hello.host();
+  impl_->CheckAgent(node, hello);
 }
 
 void Core::DetachAgent(absl::string_view node, absl::Time now, Output* out) {
@@ -219,15 +230,14 @@ void Core::Tick(absl::Time now, Output* out) {
   impl_->Begin(now, out);
   while (impl_->serving_ && !impl_->deadlines_.empty() &&
          impl_->deadlines_.begin()->first <= impl_->now_) {
+    ++impl_->stats_.jobs_visited;
     const std::string job_id = impl_->deadlines_.begin()->second;
     Impl::Job* const job = impl_->FindJob(job_id);
     MUSTER_CHECK(job != nullptr) << "a deadline of no job: " << job_id;
     job->Tick();
     if (job->expired_) {
-      impl_->Note(job_id, false,
-                  absl::StrCat("removed: no worker of it for ",
-                               absl::FormatDuration(impl_->options_.job_retention)));
-      impl_->Remove(job);
+      impl_->Remove(job, absl::StrCat("no worker of it for ",
+                                      absl::FormatDuration(impl_->options_.job_retention)));
     } else {
       impl_->End(job);
     }
@@ -238,14 +248,15 @@ absl::Time Core::NextDeadline() const {
   absl::Time next =
       impl_->deadlines_.empty() ? absl::InfiniteFuture() : impl_->deadlines_.begin()->first;
   // Regular ticks while leases run: their absence shows that this process was paused.
-  for (const auto& [id, job] : impl_->jobs_) {
-    if (!job->sealed_ || job->alive_ == 0) continue;
-    next = std::min(next, impl_->now_ + std::min(absl::Seconds(1), job->Lease() / 4));
+  if (!impl_->leases_.empty()) {
+    const absl::Duration shortest = impl_->leases_.begin()->first;
+    next = std::min(next, impl_->now_ + std::min(absl::Seconds(1), shortest / 4));
   }
   return next;
 }
 
 uint64_t Core::last_term() const { return impl_->term_; }
+uint64_t Core::restored_term() const { return impl_->restored_term_; }
 uint64_t Core::revision() const { return impl_->revision_; }
 uint64_t Core::last_record_revision() const { return impl_->last_record_; }
 
@@ -259,23 +270,21 @@ void Core::CloseJob(absl::string_view job_id, absl::string_view why, absl::Time 
 
 void Core::RemoveJob(absl::string_view job_id, absl::Time now, Output* out) {
   impl_->Begin(now, out);
-  if (Impl::Job* const job = impl_->FindJob(job_id)) impl_->Remove(job);
+  if (Impl::Job* const job = impl_->FindJob(job_id)) impl_->Remove(job, "by its owner");
 }
 
-void Core::Impl::Remove(Job* job) {
+void Core::Impl::Remove(Job* job, const std::string& why) {
+  Note(job->id_, false, absl::StrCat("removed: ", why));
   job->Close("removed");
   Change()->mutable_job_removed()->set_job_id(job->id_);
   job->watch_touched_ = true;  // its watchers must learn that it is gone
   End(job);
   ++stats_.jobs_removed;
   deadlines_.erase({job->scheduled_, job->id_});
-  // What operators still wait for will never come.
-  std::vector<CallId> orphans;
-  for (const auto& [call, held] : held_) {
-    if (held.job_id == job->id_) orphans.push_back(call);
-  }
-  std::sort(orphans.begin(), orphans.end());
-  for (const CallId call : orphans) {
+  leases_.erase({job->running_lease_, job->id_});
+  // What operators still wait for will never come. What workers waited for has ended with their
+  // generation.
+  for (const CallId call : job->kv_.TakeWaits(/*only_workers=*/false)) {
     held_.erase(call);
     SendError(call, UnknownJob(job->id_), last_record_);
   }
@@ -289,6 +298,16 @@ std::optional<v1::OpError> Core::ReadWatch(const v1::WatchRequest& request, uint
   if (job == nullptr) return Impl::UnknownJob(request.job_id());
   *batch->mutable_header() = impl_->Header();
   if (from == 0) from = impl_->revision_ + 1;
+  if (from > impl_->revision_ + 1) {
+    v1::OpError error = MakeError(
+        absl::StatusCode::kOutOfRange, v1::ERROR_REASON_COMPACTED,
+        absl::StrCat("revision ", from, " has not been reached here (the last is ",
+                     impl_->revision_,
+                     "): it is of a state that was lost; read the keys again and watch from the "
+                     "revision of that reply"));
+    error.mutable_detail()->set_compacted_revision(impl_->revision_);
+    return error;
+  }
   if (impl_->options_.mutants.watch_skips_a_revision && from % 5 == 0) ++from;
   return job->log_->Read(request, from, durable_revision, impl_->revision_, max_bytes, batch);
 }

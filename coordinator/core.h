@@ -66,7 +66,9 @@ struct Output {
   std::vector<v1::BarrierReport>
       reports;  // of barriers at their soft deadline and of those that failed
   std::vector<Notice> notices;
-  bool deposed = false;  // a caller has seen a higher term: stop serving at once
+  // A member of a job has seen what this coordinator has not: stop serving at once.
+  bool deposed = false;
+  std::string deposed_why;  // one line for the log, with the way out
 
   void Clear();
 };
@@ -85,10 +87,15 @@ struct CoreStats {
   uint64_t workers_lost = 0;
   uint64_t workers_failed = 0;
   uint64_t fenced_calls = 0;
+  // Callers that had seen a higher term or revision and did not prove that they belong here.
+  uint64_t unproven_deposals = 0;
   uint64_t repeated_requests = 0;
   uint64_t kv_writes = 0;
   uint64_t triggers_raised = 0;
   uint64_t jobs_removed = 0;
+  // Jobs that an event looked at beyond the one it was for: whose deadline came, or whose leases begin
+  // anew after a pause.
+  uint64_t jobs_visited = 0;
 };
 
 // Deliberate faults, so that tests/simulation can prove that it would notice them. All false
@@ -167,7 +174,7 @@ class Core {
   // stands.
   void Abandon(CallId call, absl::Time now, Output* out);
 
-  // The first frame of an agent's stream; also after each reconnect.
+  // The first frame of an agent's stream; also after each reconnect. What it has seen may depose.
   void AttachAgent(absl::string_view node, const v1::Hello& hello, absl::Time now, Output* out);
   // Its session is over for good (the server's resume window has passed, or it said Bye).
   void DetachAgent(absl::string_view node, absl::Time now, Output* out);
@@ -187,10 +194,17 @@ class Core {
   // The durable state as of last_record_revision(): what Restore takes. Large: proportional to the
   // state. Empty if that is more than 2 GiB, which no message can have.
   std::string Snapshot() const;
-  // Begins to serve as `term`, which must be higher than last_term(). Seated workers get one full
-  // lease.
-  void StartTerm(uint64_t term, absl::Time now, Output* out);
+  // Begins to serve as `term`, which must be higher than last_term() and at most kMaxTerm. Seated
+  // workers get one full lease.
+  //
+  // `restored`: what was replayed is a copy of an earlier state, whose later part is lost. Nothing
+  // that a client has seen of that part may be taken for something new: all generations end, the
+  // numbers of generations and the versions of keys jump (revisions do with the term), and triggers
+  // are dropped.
+  void StartTerm(uint64_t term, absl::Time now, Output* out, bool restored = false);
+  static constexpr uint64_t kMaxTerm = (uint64_t{1} << 24) - 1;
   uint64_t last_term() const;             // 0: none yet
+  uint64_t restored_term() const;         // of the last StartTerm with `restored`; 0: none
   uint64_t revision() const;              // of the last change
   uint64_t last_record_revision() const;  // of the last change that went into a Record
 

@@ -64,6 +64,7 @@ struct Waiting {
   std::string node;
   uint64_t order = 0;
   Kind kind = Kind::kOrdinary;
+  absl::Time deadline = absl::InfiniteFuture();  // of its own; a spare has none
 };
 
 struct HostState {
@@ -156,6 +157,15 @@ class Core::Impl {
   bool CheckRank(CallId call, const v1::Fence& fence, int32_t rank, Who* who, Job** touched);
   // The part that is the same for all: the job exists, the coordinator is not deposed.
   std::optional<v1::OpError> CheckJob(const v1::Fence& fence, Job** job);
+  // The caller has seen more of this cluster than this coordinator.
+  bool IsAhead(const v1::Fence& fence) const {
+    return fence.term_seen() > term_ || fence.revision_seen() > revision_;
+  }
+  // Who is ahead deposes this coordinator if it belongs to `job` and to this cluster, and is refused
+  // otherwise: one packet from anywhere must not end the jobs of all.
+  v1::OpError Ahead(const v1::Fence& fence, const Job* job);
+  // The same for an agent that comes: it belongs to every job that has a seat on its node.
+  void CheckAgent(absl::string_view node, const v1::Hello& hello);
   Job* FindJob(absl::string_view job_id) {
     const auto it = jobs_.find(job_id);
     return it == jobs_.end() ? nullptr : it->second.get();
@@ -181,6 +191,7 @@ class Core::Impl {
   void AgreeAlive(CallId call, const v1::AgreeAliveRequest& request, Job** touched);
   void PollTriggers(CallId call, const v1::PollTriggersRequest& request, Job** touched);
   void GetRankTable(CallId call, const v1::GetRankTableRequest& request);
+  void RemoveJob(CallId call, const v1::RemoveJobRequest& request);
   // Runs f(who, result) -> error once for each (worker_id, incarnation, request_id). `operators`:
   // not only a seated worker may call. `reads`: the answer tells of earlier durable changes.
   // `writes`: it may change something; else it may as well be run again, and is not remembered.
@@ -193,18 +204,23 @@ class Core::Impl {
   void Once(CallId call, const Request& request, int kind, Rules rules, Job** touched, F f);
 
   absl::Status ApplyChange(const v1::JournalChange& change);
-  void Remove(Job* job);
+  // At replay and at the start of `term` alike, so that its record need not hold what it does.
+  void BecomeRestored(uint64_t term);
+  void Remove(Job* job, const std::string& why);
 
   CoreOptions options_;
   uint64_t cluster_ = 0;  // as Fence has it; 0: unknown, not checked
   CoreStats stats_;
   uint64_t term_ = 0;  // of the journal until StartTerm
+  uint64_t restored_term_ = 0;
   bool serving_ = false;
   uint64_t revision_ = 0;
   uint64_t last_record_ = 0;
   absl::flat_hash_map<std::string, std::unique_ptr<Job>> jobs_;
   absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // of jobs
-  absl::flat_hash_map<std::string, std::string> agents_;           // node -> host
+  // Of jobs with living workers in a sealed generation: while there are any, ticks come regularly.
+  absl::btree_set<std::pair<absl::Duration, std::string>> leases_;
+  absl::flat_hash_map<std::string, std::string> agents_;  // node -> host
   absl::flat_hash_map<uint64_t, std::pair<std::string, std::string>>
       queries_;  // -> (job_id, worker_id)
   uint64_t next_query_ = 1;
@@ -219,6 +235,7 @@ class Core::Impl {
   alignas(8) char arena_block_[16 << 10];
   google::protobuf::Arena arena_{arena_block_, sizeof(arena_block_)};
   absl::Time now_ = absl::InfinitePast();
+  absl::string_view caller_node_;  // as Caller has it
   Output* out_ = nullptr;
   uint64_t event_revision_ = 0;
   v1::JournalRecord* record_ = nullptr;  // in the arena; null: nothing to write
@@ -249,7 +266,8 @@ class Core::Impl::Job : public BarrierHost {
     return has && duration > absl::ZeroDuration() ? duration : otherwise;
   }
   absl::Time NextDeadline() const {
-    absl::Time next = std::min({attempt_deadline_, last_call_at_, quarantine_check_});
+    absl::Time next = std::min(last_call_at_, quarantine_check_);
+    if (!join_deadlines_.empty()) next = std::min(next, join_deadlines_.begin()->first);
     next = std::min(next, kv_.NextDeadline());
     if (barriers_ != nullptr) next = std::min(next, barriers_->NextDeadline());
     if (agree_ != nullptr) next = std::min(next, agree_->NextDeadline());
@@ -265,6 +283,10 @@ class Core::Impl::Job : public BarrierHost {
     hold_until_ = impl_->now_ + std::min(absl::Seconds(1), Lease() / 4);
   }
 
+  // Whether the caller holds a seat here, waits for one or held one last; or is the agent that
+  // speaks for one.
+  bool IsMember(const v1::Fence& fence, absl::string_view node) const;
+  bool HasNode(absl::string_view node) const;
   Seat* FindSeat(absl::string_view worker_id) {
     const auto it = rank_of_.find(worker_id);
     return it == rank_of_.end() ? nullptr : &seats_[it->second];
@@ -278,8 +300,18 @@ class Core::Impl::Job : public BarrierHost {
   void RememberDeparted(const std::string& worker_id, uint64_t incarnation);
   void RememberAnswer(const std::string& worker_id, uint64_t incarnation, uint64_t request_id,
                       uint64_t hash, StoredAnswer answer);
+  void RememberForgotten(const std::string& worker_id, uint64_t incarnation, uint64_t up_to);
+  // Before something is remembered of a client: if it is a new operator, one too many is dropped.
+  void RememberClient(const std::string& worker_id, const std::string& client);
+  // See Core::StartTerm.
+  void BecomeRestored();
+  // Whether a generation was sealed since the job began, or since it was restored.
+  bool HasSealed() const { return barriers_ != nullptr; }
   // Nothing of the job is alive: it is kept for those who ask what became of it.
   bool Idle() const { return !sealed_ && waiting_.empty(); }
+  // Nor can any of its workers come back: each has ended or was not heard of for its lease. Between
+  // two generations survivors live.
+  bool Over() const;
   // A worker that is listed by its agent without a seat: tells it again what it must have missed.
   void TellAgain(const std::string& node, const v1::WorkerBeat& worker);
   void Kill(const std::string& node, const std::string& worker_id, uint64_t incarnation);
@@ -294,6 +326,7 @@ class Core::Impl::Job : public BarrierHost {
   void Enqueue(CallId call, const v1::JoinRequest& request, const Caller& caller);
   void DropWaiting(const std::string& worker_id, const v1::OpError& error);
   void Unqueue(absl::flat_hash_map<std::string, Waiting>::iterator it);
+  void SetJoinDeadline(const std::string& worker_id, Waiting* waiting, absl::Time deadline);
   Kind KindOf(const v1::JoinRequest& request) const;
   // How many workers the last generation had that did not leave it on purpose.
   int FormerWorld() const;
@@ -322,6 +355,7 @@ class Core::Impl::Job : public BarrierHost {
                                  v1::OpResult* result);
   void KvChanged(const std::vector<KvChange>& changes);
   void TriggersChanged(std::vector<v1::TriggerChanged> changes);
+  void DropTriggers(const std::string& why);
   void AgreeDone(std::vector<AgreeSet::Done> done);
   uint64_t AllRecords() const {
     return std::max({membership_record_, kv_record_, barrier_record_});
@@ -345,6 +379,7 @@ class Core::Impl::Job : public BarrierHost {
   bool sealed_ = false;      // and not ended
   bool closed_ = false;
   std::string why_ended_;
+  absl::Time ended_at_ = absl::InfiniteFuture();  // of the last generation, in this term
   std::vector<v1::Culprit> end_culprits_;
   std::vector<Seat> seats_;  // by rank
   absl::flat_hash_map<std::string, int> rank_of_;
@@ -358,7 +393,7 @@ class Core::Impl::Job : public BarrierHost {
   absl::flat_hash_map<std::string, Waiting> waiting_;
   std::array<int, 4> waiting_kinds_ = {};
   uint64_t next_order_ = 1;
-  absl::Time attempt_deadline_ = absl::InfiniteFuture();
+  absl::btree_set<std::pair<absl::Time, std::string>> join_deadlines_;  // of waiting_, by worker_id
   absl::Time last_call_at_ = absl::InfiniteFuture();
   absl::Time quarantine_check_ =
       absl::InfiniteFuture();  // when the next host may be used again, if anyone waits
@@ -388,6 +423,7 @@ class Core::Impl::Job : public BarrierHost {
   bool watch_touched_ = false;
   BarrierCounts seen_counts_;
   absl::Time scheduled_ = absl::InfiniteFuture();
+  absl::Duration running_lease_ = absl::InfiniteDuration();  // in leases_; infinite: it is not
   absl::Time touched_ = absl::InfinitePast();  // by an event, or by a beat of one of its workers
   bool expired_ = false;                       // to be removed
 };

@@ -56,6 +56,31 @@ void FillRow(const v1::SeatRecord& seat, v1::RankRow* row) {
   row->set_pid(seat.pid());
 }
 
+bool Core::Impl::Job::Over() const {
+  return Idle() && std::none_of(seats_.begin(), seats_.end(), [this](const Seat& seat) {
+           return seat.alive() && std::max(seat.last_seen, lease_floor_) + Lease() > impl_->now_;
+         });
+}
+
+bool Core::Impl::Job::IsMember(const v1::Fence& fence, absl::string_view node) const {
+  if (const auto it = rank_of_.find(fence.worker_id());
+      it != rank_of_.end() && seats_[it->second].record.incarnation() == fence.incarnation())
+    return true;
+  if (const auto it = waiting_.find(fence.worker_id());
+      it != waiting_.end() && it->second.request.fence().incarnation() == fence.incarnation())
+    return true;
+  if (const auto it = departed_.find(fence.worker_id());
+      it != departed_.end() && it->second == fence.incarnation())
+    return true;
+  return HasNode(node);
+}
+
+bool Core::Impl::Job::HasNode(absl::string_view node) const {
+  return !node.empty() && std::any_of(seats_.begin(), seats_.end(), [node](const Seat& seat) {
+    return seat.record.node() == node;
+  });
+}
+
 v1::OpError Core::Impl::Job::Superseded(const std::string& worker_id, uint64_t newer) const {
   v1::OpError error =
       MakeError(absl::StatusCode::kAborted, v1::ERROR_REASON_SUPERSEDED,
@@ -92,11 +117,13 @@ std::optional<v1::OpError> Core::Impl::Job::CheckGeneration(const v1::Fence& fen
   if (fence.generation() < generation_ && !impl_->options_.mutants.accepts_stale_generation)
     return Stale(fence);
   if (fence.generation() > generation_) {
-    v1::OpError error =
-        MakeError(absl::StatusCode::kInternal, v1::ERROR_REASON_FUTURE_GENERATION,
-                  absl::StrCat("generation ", fence.generation(), " of job ", Quoted(id_),
-                               " was never sealed (", generation_,
-                               " is the last): the caller or the journal is broken"));
+    v1::OpError error = MakeError(
+        absl::StatusCode::kInternal, v1::ERROR_REASON_FUTURE_GENERATION,
+        absl::StrCat("generation ", fence.generation(), " of job ", Quoted(id_),
+                     " was never sealed here (", generation_,
+                     " is the last): the caller is broken, or this coordinator began from "
+                     "an older copy of the data directory: stop it, run "
+                     "muster-coordinator --restored DIRECTORY and start it again"));
     error.mutable_detail()->set_current_generation(generation_);
     error.mutable_detail()->set_current_term(impl_->term_);
     return error;
@@ -225,15 +252,24 @@ void Core::Impl::Job::NoteDeparted(const std::vector<Seat>& old_seats) {
 void Core::Impl::Job::RememberAnswer(const std::string& worker_id, uint64_t incarnation,
                                      uint64_t request_id, uint64_t hash, StoredAnswer answer) {
   const std::string client = ClientOf(worker_id, incarnation);
-  if (worker_id.empty() && !dedupe_.Knows(client)) {
-    operators_.push_back(client);
-    if (operators_.size() > kMaxOperators) {
-      dedupe_.Forget(operators_.front());
-      operators_.pop_front();
-    }
-  }
+  RememberClient(worker_id, client);
   const size_t bytes = kStoredAnswerBytes + answer.answer->bytes().size();
   dedupe_.Store(client, incarnation, request_id, hash, std::move(answer), bytes);
+}
+
+void Core::Impl::Job::RememberForgotten(const std::string& worker_id, uint64_t incarnation,
+                                        uint64_t up_to) {
+  const std::string client = ClientOf(worker_id, incarnation);
+  RememberClient(worker_id, client);
+  dedupe_.ForgetUpTo(client, incarnation, up_to);
+}
+
+void Core::Impl::Job::RememberClient(const std::string& worker_id, const std::string& client) {
+  if (!worker_id.empty() || dedupe_.Knows(client)) return;
+  operators_.push_back(client);
+  if (operators_.size() <= kMaxOperators) return;
+  dedupe_.Forget(operators_.front());
+  operators_.pop_front();
 }
 
 void Core::Impl::Job::Kill(const std::string& node, const std::string& worker_id,
@@ -298,11 +334,20 @@ void Core::Impl::Job::Recount() {
 void Core::Impl::Job::Unqueue(absl::flat_hash_map<std::string, Waiting>::iterator it) {
   --waiting_kinds_[static_cast<int>(it->second.kind)];
   for (const CallId call : it->second.calls) impl_->held_.erase(call);
+  SetJoinDeadline(it->first, &it->second, absl::InfiniteFuture());
   waiting_.erase(it);
   if (waiting_.empty()) {
     FreeIfLarge(&waiting_);
-    attempt_deadline_ = last_call_at_ = quarantine_check_ = absl::InfiniteFuture();
+    last_call_at_ = quarantine_check_ = absl::InfiniteFuture();
   }
+}
+
+void Core::Impl::Job::SetJoinDeadline(const std::string& worker_id, Waiting* waiting,
+                                      absl::Time deadline) {
+  if (waiting->deadline == deadline) return;
+  join_deadlines_.erase({waiting->deadline, worker_id});
+  waiting->deadline = deadline;
+  if (deadline != absl::InfiniteFuture()) join_deadlines_.insert({deadline, worker_id});
 }
 
 void Core::Impl::Job::DropWaiting(const std::string& worker_id, const v1::OpError& error) {
@@ -350,8 +395,11 @@ void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const
   }
   waiting.calls.push_back(call);
   impl_->held_[call] = {id_, Held::kJoin, worker_id};
-  if (attempt_deadline_ == absl::InfiniteFuture() && !request.spare()) {
-    attempt_deadline_ = impl_->now_ + JoinTimeout();
+  // A retry does not begin anew.
+  if (request.spare()) {
+    SetJoinDeadline(worker_id, &waiting, absl::InfiniteFuture());
+  } else if (waiting.deadline == absl::InfiniteFuture()) {
+    SetJoinDeadline(worker_id, &waiting, impl_->now_ + JoinTimeout());
   }
   // A kind may have changed with its request.
   const Kind kind = KindOf(request);
@@ -402,7 +450,7 @@ void Core::Impl::Job::Evaluate() {
   if (last_call_at_ == absl::InfiniteFuture()) {
     absl::Duration last_call =
         spec_.has_last_call() ? FromProto(spec_.last_call()) : impl_->options_.default_last_call;
-    if (generation_ > 0 && spares > 0)
+    if (HasSealed() && spares > 0)
       last_call = std::min(last_call, impl_->options_.recovery_last_call);
     last_call_at_ = impl_->now_ + last_call;
   }
@@ -477,10 +525,7 @@ void Core::Impl::Job::Seal(int world_size) {
   why_ended_.clear();
   end_culprits_.clear();
   digest_ = FingerprintTable(seats_);
-  last_call_at_ = attempt_deadline_ = absl::InfiniteFuture();
-  for (const auto& [worker_id, waiting] : waiting_) {
-    if (!waiting.request.spare()) attempt_deadline_ = impl_->now_ + JoinTimeout();
-  }
+  last_call_at_ = absl::InfiniteFuture();
 
   v1::GenerationSealed* sealed = impl_->Change()->mutable_generation_sealed();
   sealed->set_job_id(id_);
@@ -508,6 +553,10 @@ void Core::Impl::Job::Seal(int world_size) {
       kv_.DropLease(seat.record.worker_id(), &changes);
   }
   KvChanged(changes);
+  // A restart follows its failure at once; what comes so late is another run.
+  if (ended_at_ + JoinTimeout() <= impl_->now_)
+    DropTriggers(absl::StrCat("the job has stood still for ",
+                              absl::FormatDuration(impl_->now_ - ended_at_)));
   std::vector<v1::TriggerChanged> triggers;
   triggers_.StartGeneration(world_size, &triggers);
   TriggersChanged(std::move(triggers));
@@ -617,6 +666,7 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
   sealed_ = false;
   why_ended_ = why;
   end_culprits_ = std::move(culprits);
+  ended_at_ = impl_->now_;
   ++impl_->stats_.generations_ended;
   v1::GenerationClosed* ended = impl_->Change()->mutable_generation_closed();
   ended->set_job_id(id_);
@@ -630,7 +680,7 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
   std::vector<AgreeSet::Done> done;
   agree_->EndAll(error, &done);
   AgreeDone(std::move(done));
-  const std::vector<CallId> waits = kv_.TakeWorkerWaits();
+  const std::vector<CallId> waits = kv_.TakeWaits(/*only_workers=*/true);
   if (!waits.empty()) {
     v1::OpResult result;
     *result.mutable_error() = error;
@@ -664,11 +714,9 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
   impl_->Note(id_, !end_culprits_.empty(),
               absl::StrCat("generation ", generation_, " ended: ", why));
 
-  attempt_deadline_ = last_call_at_ = absl::InfiniteFuture();
+  if (FormerWorld() == 0) DropTriggers("all workers have left the job");
+  last_call_at_ = absl::InfiniteFuture();
   if (closed_) return;
-  for (const auto& [worker_id, waiting] : waiting_) {
-    if (!waiting.request.spare()) attempt_deadline_ = impl_->now_ + JoinTimeout();
-  }
   Recount();
   Evaluate();
 }
@@ -882,16 +930,13 @@ void Core::Impl::Job::Tick() {
     cause.set_lease_expired(true);
     WorkerGone(&seat, v1::WORKER_STATE_LOST, cause);
   }
-  if (attempt_deadline_ <= now) {
+  if (!join_deadlines_.empty() && join_deadlines_.begin()->first <= now) {
+    // One text for all whose time is up now: who was there with them counts as come.
     const v1::OpError error = RendezvousTimeout();
-    std::vector<std::string> late;
-    for (const auto& [worker_id, waiting] : waiting_) {
-      if (!waiting.request.spare()) late.push_back(worker_id);
-    }
-    std::sort(late.begin(), late.end());
-    for (const std::string& worker_id : late) DropWaiting(worker_id, error);
-    attempt_deadline_ = last_call_at_ = absl::InfiniteFuture();
+    while (!join_deadlines_.empty() && join_deadlines_.begin()->first <= now)
+      DropWaiting(std::string(join_deadlines_.begin()->second), error);
     impl_->Note(id_, true, error.message());
+    Evaluate();
   }
   if (last_call_at_ <= now || quarantine_check_ <= now) {
     Recount();
@@ -1030,6 +1075,16 @@ void Core::Impl::Job::TriggersChanged(std::vector<v1::TriggerChanged> changes) {
   }
 }
 
+void Core::Impl::Job::DropTriggers(const std::string& why) {
+  std::vector<v1::TriggerChanged> changes;
+  triggers_.DropAll(&changes);
+  if (changes.empty()) return;
+  impl_->Note(id_, true,
+              absl::StrCat("dropped ", changes.size(), " triggers, the first ",
+                           Quoted(changes[0].trigger().name()), ": ", why));
+  TriggersChanged(std::move(changes));
+}
+
 std::optional<v1::OpError> Core::Impl::Job::Txn(const v1::TxnRequest& request, const Seat* seat,
                                                 v1::OpResult* result) {
   const absl::string_view lease =
@@ -1051,7 +1106,7 @@ const char* Core::Impl::Job::StateName() const {
   if (closed_) return "CLOSED";
   if (sealed_) return "SEALED";
   if (last_call_at_ != absl::InfiniteFuture()) return "LAST_CALL";
-  if (!waiting_.empty() || generation_ == 0) return "COLLECTING";
+  if (!waiting_.empty() || !HasSealed()) return "COLLECTING";
   return "ENDED";
 }
 

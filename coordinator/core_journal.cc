@@ -16,14 +16,46 @@ namespace {
 // Revisions of one term; the term is above them, so that a restarted coordinator never gives a
 // number out twice.
 constexpr int kRevisionBits = 40;
+static_assert(Core::kMaxTerm << kRevisionBits >> kRevisionBits == Core::kMaxTerm);
+// More than a lost part of the history can have: of a job's generations, of a key's writes.
+constexpr uint64_t kLostGenerations = 65536;
+constexpr uint64_t kLostVersions = uint64_t{1} << 32;
 
 }  // namespace
+
+void Core::Impl::Job::BecomeRestored() {
+  // Who sits where now is not known. Whoever comes back is asked to join again, also a newer start
+  // of a worker than the one seated here, which must not be taken for an older one.
+  for (const Seat& seat : seats_)
+    RememberDeparted(seat.record.worker_id(), seat.record.incarnation());
+  seats_.clear();
+  rank_of_.clear();
+  lease_checks_.clear();
+  alive_ = 0;
+  barriers_.reset();
+  agree_.reset();
+  std::vector<KvChange> changes;
+  kv_.DropPrefix(absl::StrCat("gen/", generation_, "/"), &changes);
+  kv_.RaiseVersions(kLostVersions);
+  generation_ += kLostGenerations;
+  sealed_ = false;
+  if (!closed_) why_ended_ = "the coordinator was restored from a copy of its data";
+  end_culprits_.clear();
+  triggers_.Clear();
+  triggers_.RestoreGeneration(0);
+}
+
+void Core::Impl::BecomeRestored(uint64_t term) {
+  restored_term_ = term;
+  for (auto& [id, job] : jobs_) job->BecomeRestored();
+}
 
 void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
   const auto add = [&] { return snapshot->add_changes(); };
   v1::JobCreated* created = add()->mutable_job_created();
   created->set_job_id(id_);
   *created->mutable_spec() = spec_;
+  if (!HasSealed()) created->set_generation(generation_);
   for (const std::string& worker_id : fenced_order_) {
     for (const uint64_t incarnation : fenced_.find(worker_id)->second) {
       v1::IncarnationFenced* fenced = add()->mutable_incarnation_fenced();
@@ -32,7 +64,7 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
       fenced->set_incarnation(incarnation);
     }
   }
-  if (generation_ > 0) {
+  if (HasSealed()) {
     v1::GenerationSealed* sealed = add()->mutable_generation_sealed();
     sealed->set_job_id(id_);
     sealed->set_generation(generation_);
@@ -46,14 +78,6 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
       ended->set_why(why_ended_);
       for (const v1::Culprit& culprit : end_culprits_) *ended->add_culprits() = culprit;
     }
-    for (const std::string& worker_id : departed_order_) {
-      const auto it = departed_.find(worker_id);
-      if (it == departed_.end()) continue;
-      v1::WorkerDeparted* departed = add()->mutable_worker_departed();
-      departed->set_job_id(id_);
-      departed->set_worker_id(worker_id);
-      departed->set_incarnation(it->second);
-    }
     const auto end = [&](const std::string& id, uint64_t counter, const Answer& answer) {
       v1::BarrierEnded* ended = add()->mutable_barrier_ended();
       ended->set_job_id(id_);
@@ -64,6 +88,14 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
     };
     barriers_->ForEachJournaled(end);
     agree_->ForEachKept([&](uint64_t counter, const Answer& answer) { end("", counter, answer); });
+  }
+  for (const std::string& worker_id : departed_order_) {
+    const auto it = departed_.find(worker_id);
+    if (it == departed_.end()) continue;
+    v1::WorkerDeparted* departed = add()->mutable_worker_departed();
+    departed->set_job_id(id_);
+    departed->set_worker_id(worker_id);
+    departed->set_incarnation(it->second);
   }
   if (closed_) {
     v1::JobClosed* closed = add()->mutable_job_closed();
@@ -78,10 +110,20 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
     }
     entry.CopyTo(kv->add_puts());
   });
-  triggers_.ForEach([&](const v1::TriggerRecord& record) {
+  triggers_.ForEach([&](const v1::TriggerRecord& record, const std::vector<bool>& acked_by) {
     v1::TriggerChanged* trigger = add()->mutable_trigger_changed();
     trigger->set_job_id(id_);
     *trigger->mutable_trigger() = record;
+    v1::TriggerAcked* acked = nullptr;
+    for (size_t rank = 0; rank < acked_by.size(); ++rank) {
+      if (!acked_by[rank]) continue;
+      if (acked == nullptr) {
+        acked = add()->mutable_trigger_acked();
+        acked->set_job_id(id_);
+        acked->set_trigger_id(record.trigger_id());
+      }
+      acked->add_ranks(static_cast<int>(rank));
+    }
   });
   for (const auto& [host, state] : hosts_) {
     const int strikes =
@@ -103,7 +145,7 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
     }
   }
   dedupe_.ForEach([&](const std::string& client, uint64_t incarnation, uint64_t request_id,
-                      uint64_t hash, const StoredAnswer& stored, uint64_t forgotten) {
+                      uint64_t hash, const StoredAnswer& stored) {
     if (stored.durable_revision == 0) return;
     v1::RequestAnswered* answered = add()->mutable_request_answered();
     answered->set_job_id(id_);
@@ -111,8 +153,14 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
     answered->set_incarnation(incarnation);
     answered->set_request_id(request_id);
     answered->set_request_hash(hash);
-    answered->set_forgotten(forgotten);
     *answered->mutable_answer() = stored.answer->Parse();
+  });
+  dedupe_.ForEachForgotten([&](const std::string& client, uint64_t incarnation, uint64_t up_to) {
+    v1::RequestsForgotten* forgotten = add()->mutable_requests_forgotten();
+    forgotten->set_job_id(id_);
+    if (client[0] != '\n') forgotten->set_worker_id(client);
+    forgotten->set_incarnation(incarnation);
+    forgotten->set_up_to(up_to);
   });
 }
 
@@ -141,6 +189,7 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       const v1::JobCreated& created = change.job_created();
       auto job = std::make_unique<Job>(this, created.job_id());
       job->spec_ = created.spec();
+      job->generation_ = created.generation();
       jobs_[created.job_id()] = std::move(job);
       return absl::OkStatus();
     }
@@ -174,6 +223,7 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       }
       (*job)->BeginGeneration(false);
       (*job)->NoteDeparted(old_seats);
+      (*job)->triggers_.RestoreGeneration(sealed.seats_size());
       return absl::OkStatus();
     }
     case v1::JournalChange::kGenerationClosed: {
@@ -196,6 +246,7 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       (*job)->seats_[rank] = Seat();
       (*job)->seats_[rank].record = taken.seat();
       (*job)->digest_ = taken.table_digest();
+      (*job)->triggers_.RankReplaced(rank);
       return absl::OkStatus();
     }
     case v1::JournalChange::kWorkerEnded: {
@@ -276,8 +327,27 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
           answered.worker_id(), answered.incarnation(), answered.request_id(),
           answered.request_hash(),
           {std::make_shared<Answer>(answered.answer()), std::max<uint64_t>(1, last_record_)});
-      (*job)->dedupe_.ForgetUpTo(ClientOf(answered.worker_id(), answered.incarnation()),
-                                 answered.forgotten());
+      if (answered.forgotten() > 0) {
+        (*job)->RememberForgotten(answered.worker_id(), answered.incarnation(),
+                                  answered.forgotten());
+      }
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kHistoryRestored:
+      BecomeRestored(change.history_restored().term());
+      return absl::OkStatus();
+    case v1::JournalChange::kTriggerAcked: {
+      const auto job = find(change.trigger_acked().job_id());
+      if (!job.ok()) return job.status();
+      for (const int rank : change.trigger_acked().ranks())
+        (*job)->triggers_.RestoreAck(change.trigger_acked().trigger_id(), rank);
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kRequestsForgotten: {
+      const v1::RequestsForgotten& forgotten = change.requests_forgotten();
+      const auto job = find(forgotten.job_id());
+      if (!job.ok()) return job.status();
+      (*job)->RememberForgotten(forgotten.worker_id(), forgotten.incarnation(), forgotten.up_to());
       return absl::OkStatus();
     }
     case v1::JournalChange::KIND_NOT_SET:
@@ -298,6 +368,7 @@ absl::Status Core::Restore(absl::string_view bytes) {
   }
   impl_->revision_ = impl_->last_record_ = snapshot.revision();
   impl_->term_ = snapshot.term();
+  impl_->restored_term_ = snapshot.restored_term();
   for (const v1::JournalChange& change : snapshot.changes()) {
     if (absl::Status status = impl_->ApplyChange(change); !status.ok()) return status;
   }
@@ -327,6 +398,7 @@ std::string Core::Snapshot() const {
   v1::CoordinatorSnapshot snapshot;
   snapshot.set_revision(impl_->last_record_);
   snapshot.set_term(impl_->term_);
+  snapshot.set_restored_term(impl_->restored_term_);
   std::vector<const Impl::Job*> jobs;
   for (const auto& [id, job] : impl_->jobs_) jobs.push_back(job.get());
   std::sort(jobs.begin(), jobs.end(),
@@ -336,14 +408,23 @@ std::string Core::Snapshot() const {
   return snapshot.SerializeAsString();
 }
 
-void Core::StartTerm(uint64_t term, absl::Time now, Output* out) {
-  MUSTER_CHECK(!impl_->serving_ && term > impl_->term_)
+void Core::StartTerm(uint64_t term, absl::Time now, Output* out, bool restored) {
+  MUSTER_CHECK(!impl_->serving_ && term > impl_->term_ && term <= kMaxTerm)
       << "term " << term << " cannot begin after term " << impl_->term_;
   impl_->Begin(now, out);
   impl_->term_ = term;
   impl_->serving_ = true;
   impl_->revision_ = std::max(impl_->revision_, term << kRevisionBits);
   impl_->Change()->mutable_term_started()->set_term(term);
+  if (restored) {
+    impl_->Change()->mutable_history_restored()->set_term(term);
+    impl_->BecomeRestored(term);
+    for (const auto& [id, job] : impl_->jobs_) {
+      impl_->Note(id, true,
+                  absl::StrCat("restored from a copy: generations up to ", job->generation_,
+                               " are over, its workers join again"));
+    }
+  }
   impl_->End(nullptr);
   for (auto& [id, job] : impl_->jobs_) {
     job->log_ = std::make_unique<WatchLog>(impl_->options_.watch_events,
@@ -365,7 +446,8 @@ void Core::StartTerm(uint64_t term, absl::Time now, Output* out) {
       if (job->sealed_) job->lease_checks_.insert({now + job->Lease(), seat.rank()});
     }
     if (job->barriers_ != nullptr) job->barriers_->HoldFailuresUntil(now + job->Lease());
-    job->triggers_.ResumeGeneration(static_cast<int>(job->seats_.size()));
+    job->triggers_.Resume();
+    if (!job->sealed_) job->ended_at_ = now;
     if (job->sealed_) {
       for (const Seat& seat : job->seats_) {
         if (seat.alive()) continue;

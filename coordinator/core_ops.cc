@@ -91,17 +91,63 @@ std::optional<v1::OpError> Core::Impl::CheckJob(const v1::Fence& fence, Job** jo
     error.mutable_detail()->set_current_term(term_);
     return error;
   }
-  if (fence.term_seen() > term_) {
-    out_->deposed = true;
-    v1::OpError error =
-        MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_STOPPING,
-                  absl::StrCat("this coordinator serves term ", term_, ", but term ",
-                               fence.term_seen(), " has begun elsewhere: ask the newer one"));
-    error.mutable_detail()->set_current_term(term_);
-    return error;
-  }
+  if (IsAhead(fence)) return Ahead(fence, *job);
   if (*job == nullptr) return UnknownJob(fence.job_id());
   return std::nullopt;
+}
+
+v1::OpError Core::Impl::Ahead(const v1::Fence& fence, const Job* job) {
+  const std::string seen =
+      fence.term_seen() > term_
+          ? absl::StrCat("this coordinator serves term ", term_, ", but the caller has seen term ",
+                         fence.term_seen())
+          : absl::StrCat("this coordinator is at revision ", revision_,
+                         ", but the caller has seen revision ", fence.revision_seen());
+  constexpr absl::string_view kWayOut =
+      ": if another coordinator took over, that one serves; if this one began from an older copy "
+      "of the data directory, stop it, run muster-coordinator --restored DIRECTORY and start it "
+      "again";
+  const bool same_cluster = cluster_ != 0 && fence.cluster() == cluster_;
+  const bool proven = same_cluster && job != nullptr && job->IsMember(fence, caller_node_);
+  v1::OpError error;
+  if (proven) {
+    out_->deposed = true;
+    out_->deposed_why = absl::StrCat(seen, " (job ", Quoted(fence.job_id()), ", worker ",
+                                     Quoted(fence.worker_id()), ")", kWayOut);
+    error = MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_STOPPING,
+                      absl::StrCat(seen, kWayOut));
+  } else {
+    const std::string refusal = absl::StrCat(
+        seen,
+        same_cluster ? ", and it is no member of a job here"
+                     : ", and it does not say of which cluster",
+        same_cluster ? kWayOut : ": join with what this coordinator's replies say, or start again");
+    // Anybody can send these: the log has the first, the second, the fourth and so on.
+    const uint64_t count = ++stats_.unproven_deposals;
+    if ((count & (count - 1)) == 0)
+      Note(Cut(fence.job_id(), kMaxName), true,
+           absl::StrCat(refusal, "; refused, ", count, " so far"));
+    error = MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_STALE_TERM, refusal);
+  }
+  error.mutable_detail()->set_current_term(term_);
+  return error;
+}
+
+void Core::Impl::CheckAgent(absl::string_view node, const v1::Hello& hello) {
+  v1::Fence fence;
+  fence.set_term_seen(hello.term_seen());
+  if (!serving_ || !IsAhead(fence) || hello.cluster_id() != options_.cluster_id) return;
+  fence.set_cluster(cluster_);
+  fence.set_worker_id(std::string(node));
+  caller_node_ = node;
+  const Job* job = nullptr;
+  for (const auto& [id, one] : jobs_) {
+    if (!one->HasNode(node)) continue;
+    fence.set_job_id(id);
+    job = one.get();
+    break;
+  }
+  Ahead(fence, job);
 }
 
 std::optional<v1::OpError> Core::Impl::CheckFence(const v1::Fence& fence, bool operators,
@@ -138,7 +184,7 @@ std::optional<v1::OpError> Core::Impl::CheckFence(const v1::Fence& fence, bool o
     return refuse(job->Superseded(fence.worker_id(), newest));
   }
   if (auto error = job->CheckGeneration(fence)) return refuse(*std::move(error));
-  if (!job->sealed_ && job->generation_ > 0 && seat != nullptr) return refuse(job->Ended());
+  if (!job->sealed_ && seat != nullptr) return refuse(job->Ended());
   if (seat == nullptr || seat->record.incarnation() != fence.incarnation()) {
     return refuse(
         MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_NOT_MEMBER,
@@ -174,7 +220,7 @@ void Core::Impl::Once(CallId call, const Request& request, int kind, Rules rules
   const std::string client = ClientOf(fence.worker_id(), fence.incarnation());
   uint64_t hash = 0;
   if (dedupe) {
-    if (Job* const job = FindJob(fence.job_id()); job != nullptr && fence.term_seen() <= term_) {
+    if (Job* const job = FindJob(fence.job_id()); job != nullptr && !IsAhead(fence)) {
       hash = HashRequest(request, kind);
       StoredAnswer stored;
       switch (job->dedupe_.Find(client, fence.incarnation(), fence.request_id(), hash, &stored)) {
@@ -268,12 +314,18 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
   if (auto error = CheckJob(fence, &job)) {
     // That the job is unknown is no error here: this is how it begins, also for whoever comes from
     // another cluster.
-    if (error->detail().reason() == v1::ERROR_REASON_STOPPING) return fail(*std::move(error));
+    const v1::ErrorReason reason = error->detail().reason();
+    if (reason == v1::ERROR_REASON_STOPPING || reason == v1::ERROR_REASON_STALE_TERM)
+      return fail(*std::move(error));
   }
   if (request.has_spec()) {
     if (auto error = CheckSpec(request.spec())) return fail(*std::move(error));
   }
-  const int max_workers = job != nullptr ? job->spec_.max_workers() : request.spec().max_workers();
+  const bool other_spec = job != nullptr && request.has_spec() &&
+                          request.spec().SerializeAsString() != job->spec_.SerializeAsString();
+  // The name of a job that is over is free for another one.
+  const bool begins = job == nullptr || (other_spec && !job->closed_ && job->Over());
+  const int max_workers = begins ? request.spec().max_workers() : job->spec_.max_workers();
   if (job == nullptr && !request.has_spec()) {
     return fail(
         BadField("spec", absl::StrCat("job ", Quoted(fence.job_id()), " is new and worker ",
@@ -287,27 +339,37 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
                               request.preferred_rank(), " in a job of at most ", max_workers,
                               " workers: use 0 to ", max_workers - 1, ", or -1 for any")));
   }
-  if (job == nullptr) {
+  if (begins) {
+    // Its generations are counted on, so that whoever is left over of the former one is behind.
+    const uint64_t generation = job != nullptr ? job->generation_ : 0;
+    if (job != nullptr) {
+      Remove(job, absl::StrCat("it is over, and another job of this name begins (",
+                               request.spec().min_workers(), ":", request.spec().max_workers(),
+                               " workers)"));
+    }
     auto owned = std::make_unique<Job>(this, fence.job_id());
     job = owned.get();
     job->spec_ = request.spec();
+    job->generation_ = generation;
     jobs_[fence.job_id()] = std::move(owned);
     v1::JobCreated* created = Change()->mutable_job_created();
     created->set_job_id(job->id_);
     *created->mutable_spec() = job->spec_;
+    created->set_generation(generation);
     job->membership_touched_ = true;
   } else if (job->closed_) {
     return fail(MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_RENDEZVOUS_CLOSED,
                           absl::StrCat("job ", Quoted(job->id_), " is over: ", job->why_ended_)),
                 job->membership_record_);
-  } else if (request.has_spec() &&
-             request.spec().SerializeAsString() != job->spec_.SerializeAsString()) {
+  } else if (other_spec) {
     return fail(BadField(
         "spec",
         absl::StrCat("worker ", Quoted(fence.worker_id()), " brings another rendezvous spec (",
                      request.spec().min_workers(), ":", request.spec().max_workers(), ") than job ",
                      Quoted(job->id_), " was begun with (", job->spec_.min_workers(), ":",
-                     job->spec_.max_workers(), "): use the same, or another job id")));
+                     job->spec_.max_workers(),
+                     ") and workers of it are alive: use the same, or "
+                     "another job id, or wait until they have ended")));
   }
   *touched = job;
   Seat* const seat = job->FindSeat(fence.worker_id());
@@ -385,6 +447,7 @@ void Core::Impl::Arrive(CallId call, const v1::ArriveRequest& request, Job** tou
   arrival.ranks = absl::MakeConstSpan(&rank, 1);
   arrival.timeout = FromProto(request.timeout());
   arrival.soft_timeout = FromProto(request.soft_timeout());
+  arrival.waited = FromProto(request.waited());
   arrival.participants =
       absl::MakeConstSpan(request.participants().data(), request.participants_size());
   if (!request.payload().empty()) arrival.payloads.push_back(request.payload());
@@ -454,6 +517,7 @@ void Core::Impl::ArriveMany(CallId call, const v1::ArriveManyRequest& request, c
       absl::MakeConstSpan(request.lateness_us().data(), request.lateness_us_size());
   arrival.timeout = FromProto(request.timeout());
   arrival.soft_timeout = FromProto(request.soft_timeout());
+  arrival.waited = FromProto(request.waited());
   arrival.participants =
       absl::MakeConstSpan(request.participants().data(), request.participants_size());
   arrival.payloads.assign(request.payloads().begin(), request.payloads().end());
@@ -587,9 +651,16 @@ void Core::Impl::PollTriggers(CallId call, const v1::PollTriggersRequest& reques
   if (!CheckRank(call, request.fence(), request.rank(), &who, touched)) return;
   v1::OpResult result;
   std::vector<v1::TriggerChanged> changes;
+  std::vector<uint64_t> acked;
   if (auto error = who.job->triggers_.Poll(request, request.rank(), result.mutable_poll_triggers(),
-                                           &changes)) {
+                                           &changes, &acked)) {
     return SendError(call, *std::move(error), 0);
+  }
+  for (const uint64_t trigger_id : acked) {
+    v1::TriggerAcked* change = Change()->mutable_trigger_acked();
+    change->set_job_id(who.job->id_);
+    change->set_trigger_id(trigger_id);
+    change->add_ranks(request.rank());
   }
   who.seat->step = std::max(who.seat->step, request.step());
   who.job->TriggersChanged(std::move(changes));
@@ -600,14 +671,14 @@ void Core::Impl::PollTriggers(CallId call, const v1::PollTriggersRequest& reques
 void Core::Impl::GetRankTable(CallId call, const v1::GetRankTableRequest& request) {
   const Job* const job = FindJob(request.job_id());
   if (job == nullptr) return SendError(call, UnknownJob(request.job_id()), 0);
-  if (job->generation_ == 0 ||
+  if (!job->HasSealed() ||
       (request.generation() != 0 && request.generation() != job->generation_)) {
-    v1::OpError error = MakeError(
-        absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
-        absl::StrCat("the rank table of generation ", request.generation(), " of job ",
-                     Quoted(job->id_), " is not kept: ",
-                     job->generation_ == 0 ? "none has been sealed yet"
-                                           : absl::StrCat(job->generation_, " is current")));
+    v1::OpError error =
+        MakeError(absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
+                  absl::StrCat("the rank table of generation ", request.generation(), " of job ",
+                               Quoted(job->id_), " is not kept: ",
+                               !job->HasSealed() ? "none has been sealed yet"
+                                                 : absl::StrCat(job->generation_, " is current")));
     error.mutable_detail()->set_current_generation(job->generation_);
     return SendError(call, std::move(error), job->membership_record_);
   }
@@ -640,8 +711,27 @@ void Core::Impl::GetRankTable(CallId call, const v1::GetRankTableRequest& reques
   Send(call, result, job->membership_record_);
 }
 
+void Core::Impl::RemoveJob(CallId call, const v1::RemoveJobRequest& request) {
+  Job* job = nullptr;
+  if (auto error = CheckJob(request.fence(), &job)) return SendError(call, *std::move(error), 0);
+  if (!job->Over()) {
+    v1::OpError error =
+        MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_RUNS,
+                  absl::StrCat("job ", Quoted(job->id_), " has workers (", job->alive_, " seated, ",
+                               job->waiting_.size(), " waiting, state ", job->StateName(),
+                               "): stop them, then remove it"));
+    error.mutable_detail()->set_current_generation(job->generation_);
+    return SendError(call, std::move(error), job->membership_record_);
+  }
+  Remove(job, "on request of an operator");
+  v1::OpResult result;
+  *result.mutable_remove_job()->mutable_header() = Header();
+  Send(call, result, last_record_);
+}
+
 Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Caller& caller) {
   Job* touched = nullptr;
+  caller_node_ = caller.node;
   const int kind = op.kind_case();
   switch (op.kind_case()) {
     case v1::Op::kJoin:
@@ -753,6 +843,16 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
     case v1::Op::kRaiseTrigger:
       Once(call, op.raise_trigger(), kind, {.operators = true}, &touched,
            [&](Who who, v1::OpResult* result) {
+             if (who.job->Over()) {
+               v1::OpError error = MakeError(
+                   absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_ENDED,
+                   absl::StrCat("no worker of job ", Quoted(who.job->id_),
+                                " is left to act upon trigger ", Quoted(op.raise_trigger().name()),
+                                who.job->why_ended_.empty() ? "" : ": ", who.job->why_ended_,
+                                "; raise it when the job runs again"));
+               error.mutable_detail()->set_current_generation(who.job->generation_);
+               return std::optional<v1::OpError>(std::move(error));
+             }
              std::vector<v1::TriggerChanged> changes;
              v1::RaiseTriggerReply* reply = result->mutable_raise_trigger();
              if (auto error = who.job->triggers_.Raise(
@@ -801,6 +901,9 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
             *result->mutable_quarantine()->mutable_header() = Header();
             return std::optional<v1::OpError>();
           });
+      break;
+    case v1::Op::kRemoveJob:
+      RemoveJob(call, op.remove_job());
       break;
     case v1::Op::kGetRankTable:
       GetRankTable(call, op.get_rank_table());

@@ -26,9 +26,9 @@ const absl::Time kStart = absl::FromUnixSeconds(1'700'000'000);
 // A core with a journal that is durable when told so, and all replies by call.
 class Bench {
  public:
-  explicit Bench(CoreOptions options = {})
-      : options_(options), core_(std::make_unique<Core>(options)) {
+  explicit Bench(CoreOptions options = {}) : options_(options) {
     options_.cluster_id = "c1";
+    core_ = std::make_unique<Core>(options_);
     Start();
   }
 
@@ -53,6 +53,16 @@ class Bench {
     Start();
   }
 
+  // Another process begins with `journal`, a copy of an earlier state.
+  void StartFromCopy(const std::vector<Record>& journal, bool restored) {
+    core_ = std::make_unique<Core>(options_);
+    journal_ = journal;
+    for (const Record& record : journal_) ASSERT_TRUE(core_->Replay(record.payload).ok());
+    replies_.clear();
+    core_->StartTerm(core_->last_term() + (restored ? 65537 : 1), now_, &out_, restored);
+    Collect();
+  }
+
   CallId Do(const v1::Op& op, absl::string_view node = "") {
     const CallId call = next_call_++;
     core_->Handle(call, op, {node}, now_, &out_);
@@ -69,6 +79,7 @@ class Bench {
     for (v1::BarrierReport& report : out_.reports) reports_.push_back(report);
     for (Notice& notice : out_.notices) notices_.push_back(notice.text);
     deposed_ = deposed_ || out_.deposed;
+    if (out_.deposed) deposed_why_ = out_.deposed_why;
     out_.Clear();
   }
   void Advance(absl::Duration duration) {
@@ -108,6 +119,7 @@ class Bench {
   std::vector<v1::BarrierReport> reports_;
   std::vector<std::string> notices_;
   bool deposed_ = false;
+  std::string deposed_why_;
 };
 
 // One worker process of the test: knows who it is and where it sits.
@@ -896,12 +908,232 @@ TEST_F(CoreTest, Fence_FutureGeneration_IsABug) {
             v1::ERROR_REASON_FUTURE_GENERATION);
 }
 
-TEST_F(CoreTest, Fence_HigherTerm_DeposesTheCoordinator) {
+TEST_F(CoreTest, Fence_HigherTermOfAMember_DeposesTheCoordinator) {
   std::vector<Worker> workers = Form(1);
   v1::Op op = PutOp(workers[0], "k", "v");
   op.mutable_txn()->mutable_fence()->set_term_seen(5);
+  op.mutable_txn()->mutable_fence()->set_cluster(0xc1);
   EXPECT_EQ(bench_.Reason(bench_.Do(op)), v1::ERROR_REASON_STOPPING);
   EXPECT_TRUE(bench_.deposed_);
+  EXPECT_THAT(bench_.deposed_why_, HasSubstr("--restored"));
+  EXPECT_EQ(bench_.core_->stats().unproven_deposals, 0u);
+}
+
+TEST_F(CoreTest, Fence_HigherTermOfAMembersAgent_DeposesTheCoordinator) {
+  std::vector<Worker> workers = Form(1);
+  v1::Op op;
+  v1::ArriveManyRequest* arrive = op.mutable_arrive_many();
+  arrive->mutable_fence()->set_job_id("j");
+  arrive->mutable_fence()->set_worker_id("node-h0");
+  arrive->mutable_fence()->set_incarnation(7);
+  arrive->mutable_fence()->set_generation(1);
+  arrive->mutable_fence()->set_term_seen(5);
+  arrive->mutable_fence()->set_cluster(0xc1);
+  bench_.Do(op, "node-of-nobody");
+  EXPECT_FALSE(bench_.deposed_);
+  bench_.Do(op, "node-h0");
+  EXPECT_TRUE(bench_.deposed_);
+}
+
+TEST_F(CoreTest, Fence_HigherTermWithoutProof_IsRefusedAndDeposesNobody) {
+  std::vector<Worker> workers = Form(1);
+  const auto ahead = [](v1::Fence* fence, uint64_t cluster) {
+    fence->set_term_seen(99);
+    fence->set_cluster(cluster);
+  };
+  std::vector<v1::Op> ops;
+  // A member that does not say which cluster's term that was.
+  ops.push_back(PutOp(workers[0], "k", "v"));
+  ahead(ops.back().mutable_txn()->mutable_fence(), 0);
+  // Strangers that name the cluster: another process of the worker, another worker, another job, an operator.
+  for (const Worker& worker : {Worker{"w0", 5, "h0", 1}, Worker{"x", 100, "h0", 1}}) {
+    ops.push_back(PutOp(worker, "k", "v"));
+    ahead(ops.back().mutable_txn()->mutable_fence(), 0xc1);
+    ops.push_back(JoinOp(worker, spec_));
+    ahead(ops.back().mutable_join()->mutable_fence(), 0xc1);
+  }
+  ops.emplace_back().mutable_heartbeat()->mutable_fence()->set_job_id("unknown");
+  ahead(ops.back().mutable_heartbeat()->mutable_fence(), 0xc1);
+  ops.emplace_back().mutable_end_generation()->mutable_fence()->set_job_id("j");
+  ahead(ops.back().mutable_end_generation()->mutable_fence(), 0xc1);
+  ops.emplace_back().mutable_report_exit()->mutable_fence()->set_job_id("j");
+  ahead(ops.back().mutable_report_exit()->mutable_fence(), 0xc1);
+  ops.emplace_back().mutable_recall_barriers()->mutable_fence()->set_job_id("j");
+  ahead(ops.back().mutable_recall_barriers()->mutable_fence(), 0xc1);
+  for (const v1::Op& op : ops) {
+    const CallId call = bench_.Do(op);
+    EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_STALE_TERM) << op.DebugString();
+    EXPECT_EQ(bench_.Error(call).code(), static_cast<int>(absl::StatusCode::kFailedPrecondition));
+    EXPECT_EQ(bench_.Error(call).detail().current_term(), 1u);
+  }
+  EXPECT_FALSE(bench_.deposed_);
+  EXPECT_EQ(bench_.core_->stats().unproven_deposals, ops.size());
+  EXPECT_EQ(Get("k"), "(absent)");
+  EXPECT_FALSE(bench_.Result(Beat(workers[0])).has_error());
+}
+
+TEST_F(CoreTest, Agent_ThatHasSeenAHigherTerm_DeposesIfItSpeaksForASeat) {
+  Form(1);
+  v1::Hello hello;
+  hello.set_term_seen(5);
+  hello.set_cluster_id("another");
+  bench_.core_->AttachAgent("node-h0", hello, bench_.now_, &bench_.out_);
+  hello.set_cluster_id("c1");
+  bench_.core_->AttachAgent("node-of-nobody", hello, bench_.now_, &bench_.out_);
+  bench_.Collect();
+  EXPECT_FALSE(bench_.deposed_);
+  EXPECT_EQ(bench_.core_->stats().unproven_deposals, 1u);
+  bench_.core_->AttachAgent("node-h0", hello, bench_.now_, &bench_.out_);
+  bench_.Collect();
+  EXPECT_TRUE(bench_.deposed_);
+  EXPECT_THAT(bench_.deposed_why_, HasSubstr("--restored"));
+}
+
+// What a client of a state that was lost has in hand.
+struct Lost {
+  std::vector<Record> copy;  // of the journal, before it was lost
+  Worker survivor, young;    // the young one was started after the copy was made
+  uint64_t generation = 0, revision = 0, key_version = 0, key_revision = 0;
+};
+
+class RestoredCoreTest : public CoreTest {
+ protected:
+  // A job goes on after a copy of the journal was made: "k" is written again, a worker is started
+  // anew, a generation is sealed, over a restart of the coordinator.
+  Lost LoseAState() {
+    Lost lost;
+    std::vector<Worker> workers = Form(2);
+    bench_.Do(PutOp(workers[0], "k", "copied", /*durable=*/true));
+    v1::Op raise;
+    raise.mutable_raise_trigger()->mutable_fence()->set_job_id("j");
+    raise.mutable_raise_trigger()->set_name("stop");
+    bench_.Do(raise);
+    lost.copy = bench_.journal_;
+    bench_.Restart();
+    Worker young = workers[1];
+    young.incarnation = 999;
+    std::vector<CallId> calls = {bench_.Do(JoinOp(young, spec_), "node-h0")};
+    calls.push_back(bench_.Do(JoinOp(workers[0], spec_), "node-h0"));
+    Sit(&young, calls[0]);
+    Sit(&workers[0], calls[1]);
+    const CallId put = bench_.Do(PutOp(workers[0], "k", "lost", /*durable=*/true));
+    lost.key_revision = bench_.Result(put).txn().results(0).mod_revision();
+    lost.key_version = 2;
+    lost.survivor = workers[0];
+    lost.young = young;
+    lost.generation = young.generation;
+    lost.revision = bench_.core_->revision();
+    EXPECT_EQ(lost.generation, 2u);
+    return lost;
+  }
+  bool Holds(v1::Compare::Target target, uint64_t number) {
+    v1::Op op;
+    op.mutable_txn()->mutable_fence()->set_job_id("j");
+    v1::Compare* compare = op.mutable_txn()->add_compares();
+    compare->set_key("k");
+    compare->set_target(target);
+    compare->set_number(number);
+    return bench_.Result(bench_.Do(op)).txn().succeeded();
+  }
+  std::optional<v1::OpError> Watch(uint64_t from) {
+    v1::WatchRequest request;
+    request.set_job_id("j");
+    request.set_keys(true);
+    v1::WatchBatch batch;
+    return bench_.core_->ReadWatch(request, from, ~0ull, 1 << 20, &batch);
+  }
+};
+
+TEST_F(RestoredCoreTest, Marked_NothingSeenOfTheLostStateIsTakenForNew) {
+  const Lost lost = LoseAState();
+  bench_.StartFromCopy(lost.copy, /*restored=*/true);
+  // Revisions and versions.
+  EXPECT_GT(bench_.core_->revision(), lost.revision);
+  EXPECT_EQ(Get("k"), "copied");
+  EXPECT_FALSE(Holds(v1::Compare::MOD_REVISION, lost.key_revision));
+  for (int writes = 0; writes < 3; ++writes) {
+    EXPECT_FALSE(Holds(v1::Compare::VERSION, lost.key_version)) << "after " << writes;
+    v1::Op put;
+    put.mutable_txn()->mutable_fence()->set_job_id("j");
+    put.mutable_txn()->add_then()->mutable_put()->set_key("k");
+    put.mutable_txn()->mutable_then(0)->mutable_put()->set_klass(v1::KV_CLASS_DURABLE);
+    bench_.Do(put);
+  }
+  // Watchers.
+  const std::optional<v1::OpError> watch = Watch(lost.revision + 1);
+  ASSERT_TRUE(watch.has_value());
+  EXPECT_EQ(watch->detail().reason(), v1::ERROR_REASON_COMPACTED);
+  // Generations, also the one that the copy does not know; and a worker it does not know is not
+  // taken for an older one.
+  for (const Worker& worker : {lost.survivor, lost.young}) {
+    const CallId call = bench_.Do(PutOp(worker, "k", "v"));
+    EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_STALE_GENERATION);
+    EXPECT_GT(bench_.Error(call).detail().current_generation(), lost.generation);
+    EXPECT_TRUE(bench_.Result(Beat(worker)).heartbeat().generation_ended());
+  }
+  // Triggers: nobody knows which were acted upon.
+  EXPECT_FALSE(bench_.deposed_);
+  std::vector<Worker> workers = {lost.survivor, lost.young};
+  JoinAll(&workers);
+  EXPECT_GT(workers[0].generation, lost.generation);
+  v1::Op poll;
+  workers[0].FillFence(poll.mutable_poll_triggers()->mutable_fence());
+  poll.mutable_poll_triggers()->set_rank(workers[0].rank);
+  EXPECT_EQ(bench_.Result(bench_.Do(poll)).poll_triggers().triggers_size(), 0);
+}
+
+TEST_F(RestoredCoreTest, Marked_TheNextStartsReadTheSame) {
+  const Lost lost = LoseAState();
+  bench_.StartFromCopy(lost.copy, /*restored=*/true);
+  const uint64_t term = bench_.core_->last_term();
+  EXPECT_EQ(bench_.core_->restored_term(), term);
+  const std::string state = bench_.core_->Snapshot();
+  Core replayed{bench_.options_}, loaded{bench_.options_};
+  for (const Record& record : bench_.journal_) ASSERT_TRUE(replayed.Replay(record.payload).ok());
+  ASSERT_TRUE(loaded.Restore(state).ok());
+  EXPECT_EQ(replayed.Snapshot(), state);
+  EXPECT_EQ(loaded.Snapshot(), state);
+  EXPECT_EQ(replayed.restored_term(), term);
+  EXPECT_EQ(loaded.restored_term(), term);
+  bench_.Restart(true);
+  EXPECT_EQ(bench_.Reason(bench_.Do(PutOp(lost.survivor, "k", "v"))),
+            v1::ERROR_REASON_STALE_GENERATION);
+}
+
+TEST_F(RestoredCoreTest, NotMarked_AMemberThatHasSeenMoreEndsTheCoordinator) {
+  const Lost lost = LoseAState();
+  bench_.StartFromCopy(lost.copy, /*restored=*/false);
+  EXPECT_EQ(bench_.core_->last_term(), 2u) << "the lost term again";
+  v1::Op op = PutOp(lost.survivor, "k", "v");
+  v1::Fence* fence = op.mutable_txn()->mutable_fence();
+  fence->set_cluster(0xc1);
+  fence->set_term_seen(2);
+  fence->set_revision_seen(bench_.core_->revision());
+  EXPECT_EQ(bench_.Reason(bench_.Do(op)), v1::ERROR_REASON_FUTURE_GENERATION);
+  EXPECT_FALSE(bench_.deposed_);
+  fence->set_revision_seen(lost.revision);
+  EXPECT_EQ(bench_.Reason(bench_.Do(op)), v1::ERROR_REASON_STOPPING);
+  EXPECT_TRUE(bench_.deposed_);
+  EXPECT_THAT(bench_.deposed_why_, HasSubstr("muster-coordinator --restored"));
+}
+
+TEST_F(RestoredCoreTest, NotMarked_EveryErrorOfTheLostStateNamesTheWayOut) {
+  const Lost lost = LoseAState();
+  bench_.StartFromCopy(lost.copy, /*restored=*/false);
+  const CallId future = bench_.Do(PutOp(lost.survivor, "k", "v"));
+  EXPECT_THAT(bench_.Error(future).message(), HasSubstr("--restored"));
+  // Its worker was started after the copy was made: no proof, so it is only refused.
+  v1::Op op = PutOp(lost.young, "k", "v");
+  op.mutable_txn()->mutable_fence()->set_cluster(0xc1);
+  op.mutable_txn()->mutable_fence()->set_revision_seen(lost.revision);
+  const CallId ahead = bench_.Do(op);
+  EXPECT_EQ(bench_.Reason(ahead), v1::ERROR_REASON_STALE_TERM);
+  EXPECT_THAT(bench_.Error(ahead).message(), HasSubstr("--restored"));
+  EXPECT_FALSE(bench_.deposed_);
+  const std::optional<v1::OpError> watch = Watch(lost.revision + 1);
+  ASSERT_TRUE(watch.has_value());
+  EXPECT_EQ(watch->detail().reason(), v1::ERROR_REASON_COMPACTED);
+  EXPECT_FALSE(Watch(bench_.core_->revision() + 1).has_value());
 }
 
 TEST_F(CoreTest, GetMembers_OfManyThatFailedWithLastWords_FitsAMessage) {
@@ -1612,6 +1844,308 @@ TEST_F(CoreTest, RemoveJob_OperatorsWaitsEndAndTheNameIsFree) {
   bench_.Restart();
   spec_ = Spec(2, 2);
   EXPECT_FALSE(bench_.Answered(bench_.Do(JoinOp({"a", 1}, spec_))));
+}
+
+TEST_F(CoreTest, Job_ThatIsOver_GivesItsNameToAnotherSizeAtOnce) {
+  std::vector<Worker> old = Form(2);
+  bench_.Do(PutOp(old[0], "k", "v", /*durable=*/true));
+  Exit(old[0], 0);
+  Exit(old[1], 0);
+  spec_ = Spec(3, 3);
+  std::vector<Worker> young = {{"w0", 500, "h0"}, {"w1", 501, "h0"}, {"w2", 502, "h0"}};
+  JoinAll(&young);
+  EXPECT_EQ(young[2].generation, 2u) << "numbers go on, so that the old ones are behind";
+  EXPECT_EQ(Get("k"), "(absent)") << "it is another job";
+  EXPECT_EQ(bench_.Reason(bench_.Do(PutOp(old[0], "k", "v"))), v1::ERROR_REASON_SUPERSEDED);
+  Worker stray = old[1];
+  stray.id = "stray";
+  EXPECT_EQ(bench_.Reason(bench_.Do(PutOp(stray, "k", "v"))), v1::ERROR_REASON_STALE_GENERATION);
+  for (const bool snapshot : {false, true}) {
+    bench_.Restart(snapshot);
+    EXPECT_FALSE(bench_.Result(Beat(young[1])).heartbeat().generation_ended());
+  }
+}
+
+TEST_F(CoreTest, Job_ThatIsOver_BeforeItsSuccessorSeals_KeepsItsNumbersOverARestart) {
+  std::vector<Worker> old = Form(2);
+  Exit(old[0], 0);
+  Exit(old[1], 0);
+  for (const bool snapshot : {false, true}) {
+    SCOPED_TRACE(snapshot);
+    spec_ = Spec(3, 3);
+    bench_.Do(JoinOp({"w0", 500, "h0"}, spec_));
+    bench_.Restart(snapshot);
+  }
+  std::vector<Worker> young = {{"w0", 500, "h0"}, {"w1", 501, "h0"}, {"w2", 502, "h0"}};
+  JoinAll(&young);
+  EXPECT_EQ(young[2].generation, 2u);
+}
+
+TEST_F(CoreTest, Job_WithWorkersThatMayComeBack_KeepsItsName) {
+  std::vector<Worker> workers = Form(2);
+  // Between two generations: one has failed, the other lives.
+  Exit(workers[0], 1);
+  const v1::RendezvousSpec other = Spec(3, 3);
+  CallId call = bench_.Do(JoinOp({"x", 9}, other));
+  EXPECT_EQ(bench_.Error(call).detail().field(), "spec");
+  EXPECT_THAT(bench_.Error(call).message(), HasSubstr("alive"));
+  // Nothing is heard of the other one any more.
+  bench_.Advance(absl::Seconds(7));
+  call = bench_.Do(JoinOp({"x", 9}, other));
+  EXPECT_FALSE(bench_.Answered(call)) << "it waits for the other two";
+}
+
+TEST_F(CoreTest, Job_WhoseJoinersGaveUp_GivesItsNameToAnotherSize) {
+  spec_ = Spec(2, 2);
+  bench_.Do(JoinOp({"a", 1}, spec_));
+  EXPECT_EQ(bench_.Error(bench_.Do(JoinOp({"b", 2}, Spec(1, 1)))).detail().field(), "spec");
+  bench_.Advance(absl::Seconds(600));
+  EXPECT_TRUE(bench_.Result(bench_.Do(JoinOp({"b", 2}, Spec(1, 1)))).has_join());
+}
+
+TEST_F(CoreTest, Job_ReplacedByAnother_WatchersReadAgain) {
+  std::vector<Worker> old = Form(1);
+  Exit(old[0], 0);
+  v1::WatchRequest request;
+  request.set_job_id("j");
+  request.set_members(true);
+  v1::WatchBatch batch;
+  const uint64_t from = bench_.core_->revision() + 1;
+  ASSERT_FALSE(bench_.core_->ReadWatch(request, from, ~0ull, 1 << 20, &batch).has_value());
+  spec_ = Spec(2, 2);
+  bench_.Do(JoinOp({"a", 1}, spec_));
+  const auto error = bench_.core_->ReadWatch(request, from, ~0ull, 1 << 20, &batch);
+  ASSERT_TRUE(error.has_value());
+  EXPECT_EQ(error->detail().reason(), v1::ERROR_REASON_COMPACTED);
+}
+
+TEST_F(CoreTest, RemoveJobOp_OnlyOfAJobThatIsOver) {
+  v1::Op remove;
+  remove.mutable_remove_job()->mutable_fence()->set_job_id("j");
+  EXPECT_TRUE(Core::NeedsJournal(remove));
+  EXPECT_EQ(bench_.Error(bench_.Do(remove)).code(), static_cast<int>(absl::StatusCode::kNotFound));
+  std::vector<Worker> workers = Form(2);
+  CallId call = bench_.Do(remove);
+  EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_JOB_RUNS);
+  EXPECT_THAT(bench_.Error(call).message(), HasSubstr("2 seated"));
+  Exit(workers[0], 0);
+  Exit(workers[1], 0);
+  const CallId waiting = bench_.Do(JoinOp({"w0", 500, "h0"}, spec_));
+  EXPECT_EQ(bench_.Reason(bench_.Do(remove)), v1::ERROR_REASON_JOB_RUNS);
+  bench_.core_->Abandon(waiting, bench_.now_, &bench_.out_);
+  bench_.Collect();
+  call = bench_.Do(remove);
+  EXPECT_TRUE(bench_.Result(call).has_remove_job()) << bench_.Result(call).DebugString();
+  EXPECT_EQ(bench_.replies_[call].durable_revision, bench_.journal_.back().revision);
+  bench_.Restart();
+  v1::StatusReply status;
+  bench_.core_->FillStatus(&status);
+  EXPECT_EQ(status.jobs_size(), 0);
+}
+
+TEST_F(CoreTest, Trigger_OnAJobThatIsOver_IsRefused) {
+  v1::Op raise;
+  raise.mutable_raise_trigger()->mutable_fence()->set_job_id("j");
+  raise.mutable_raise_trigger()->set_name("stop");
+  std::vector<Worker> workers = Form(2);
+  Exit(workers[0], 0, 9);
+  // One lives and joins again: the trigger is for the next generation.
+  EXPECT_TRUE(bench_.Result(bench_.Do(raise)).has_raise_trigger());
+  Exit(workers[1], 1);
+  const CallId call = bench_.Do(raise);
+  EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_JOB_ENDED);
+  EXPECT_EQ(bench_.Error(call).code(), static_cast<int>(absl::StatusCode::kFailedPrecondition));
+  EXPECT_THAT(bench_.Error(call).message(), HasSubstr("\"stop\""));
+}
+
+TEST_F(CoreTest, Trigger_OfARunThatIsDone_IsNotPassedOn) {
+  v1::Op raise;
+  raise.mutable_raise_trigger()->mutable_fence()->set_job_id("j");
+  raise.mutable_raise_trigger()->set_name("stop");
+  const auto triggers_told = [&](std::vector<Worker> workers) {
+    JoinAll(&workers);
+    v1::Op poll;
+    workers[0].FillFence(poll.mutable_poll_triggers()->mutable_fence());
+    poll.mutable_poll_triggers()->set_rank(workers[0].rank);
+    const int told = bench_.Result(bench_.Do(poll)).poll_triggers().triggers_size();
+    bench_.Do(raise);
+    return told;
+  };
+  std::vector<Worker> workers = Form(1);
+  bench_.Do(raise);
+  // All have left: the next run is another one.
+  Exit(workers[0], 0);
+  workers[0].incarnation = 200;
+  EXPECT_EQ(triggers_told(workers), 0);
+  // A failure is followed by a restart, which is the same run.
+  Exit(workers[0], 1);
+  workers[0].incarnation = 201;
+  EXPECT_EQ(triggers_told(workers), 1);
+  // Nobody restarted it for long.
+  Exit(workers[0], 1);
+  bench_.Advance(absl::Seconds(600));
+  workers[0].incarnation = 202;
+  EXPECT_EQ(triggers_told(workers), 0);
+}
+
+TEST_F(CoreTest, Trigger_Acknowledged_IsNotToldAgainAfterARestart) {
+  std::vector<Worker> workers = Form(2);
+  v1::Op raise;
+  raise.mutable_raise_trigger()->mutable_fence()->set_job_id("j");
+  raise.mutable_raise_trigger()->set_name("checkpoint");
+  const uint64_t id = bench_.Result(bench_.Do(raise)).raise_trigger().trigger_id();
+  const auto poll = [&](const Worker& worker, bool ack) {
+    v1::Op op;
+    worker.FillFence(op.mutable_poll_triggers()->mutable_fence());
+    op.mutable_poll_triggers()->set_rank(worker.rank);
+    op.mutable_poll_triggers()->add_pending(id);
+    if (ack) op.mutable_poll_triggers()->add_acked(id);
+    return bench_.Result(bench_.Do(op)).poll_triggers().triggers_size();
+  };
+  poll(workers[0], false);
+  poll(workers[1], false);
+  poll(workers[0], true);
+  for (const bool snapshot : {false, true}) {
+    bench_.Restart(snapshot);
+    EXPECT_EQ(poll(workers[0], false), 0) << "it has acted upon it";
+    EXPECT_EQ(poll(workers[1], false), 1);
+  }
+  // The last one: it is gone, also for the next coordinator.
+  poll(workers[1], true);
+  bench_.Restart();
+  EXPECT_EQ(poll(workers[1], false), 0);
+}
+
+TEST_F(CoreTest, Trigger_AcknowledgedByAProcessThatWasReplaced_IsToldToTheNewOne) {
+  std::vector<Worker> workers = Form(2, /*end_on_failure=*/false);
+  v1::Op raise;
+  raise.mutable_raise_trigger()->mutable_fence()->set_job_id("j");
+  raise.mutable_raise_trigger()->set_name("profile");
+  raise.mutable_raise_trigger()->set_align(v1::TRIGGER_ALIGN_NOW);
+  const uint64_t id = bench_.Result(bench_.Do(raise)).raise_trigger().trigger_id();
+  v1::Op poll;
+  workers[0].FillFence(poll.mutable_poll_triggers()->mutable_fence());
+  poll.mutable_poll_triggers()->set_rank(workers[0].rank);
+  poll.mutable_poll_triggers()->add_acked(id);
+  EXPECT_EQ(bench_.Result(bench_.Do(poll)).poll_triggers().triggers_size(), 0);
+  workers[0].incarnation = 777;
+  Sit(&workers[0], bench_.Do(JoinOp(workers[0], spec_)));
+  bench_.Restart();
+  v1::Op again;
+  workers[0].FillFence(again.mutable_poll_triggers()->mutable_fence());
+  again.mutable_poll_triggers()->set_rank(workers[0].rank);
+  EXPECT_EQ(bench_.Result(bench_.Do(again)).poll_triggers().triggers_size(), 1);
+}
+
+TEST_F(CoreTest, Join_Deadline_IsEachOnesOwn) {
+  spec_ = Spec(3, 3);
+  *spec_.mutable_join_timeout() = ToProto(absl::Seconds(10));
+  const CallId first = bench_.Do(JoinOp({"a", 1}, spec_));
+  bench_.Advance(absl::Seconds(8));
+  const CallId second = bench_.Do(JoinOp({"b", 2}, spec_));
+  const CallId retry = bench_.Do(JoinOp({"a", 1}, spec_));
+  bench_.Advance(absl::Seconds(2));
+  EXPECT_EQ(bench_.Reason(first), v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
+  EXPECT_EQ(bench_.Reason(retry), v1::ERROR_REASON_RENDEZVOUS_TIMEOUT) << "a retry begins nothing";
+  EXPECT_THAT(bench_.Error(first).message(), HasSubstr("2 of 3 workers"));
+  EXPECT_FALSE(bench_.Answered(second));
+  bench_.Advance(absl::Seconds(7));
+  EXPECT_FALSE(bench_.Answered(second));
+  const CallId anew = bench_.Do(JoinOp({"a", 7}, spec_));
+  bench_.Advance(absl::Seconds(1));
+  EXPECT_EQ(bench_.Reason(second), v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
+  EXPECT_FALSE(bench_.Answered(anew));
+}
+
+TEST_F(CoreTest, Dedupe_WhatWasForgotten_IsForgottenAfterASnapshotToo) {
+  bench_.options_.kept_answers = 2;
+  bench_.Restart();
+  std::vector<Worker> workers = Form(1);
+  const v1::Op durable = PutOp(workers[0], "k", "v", /*durable=*/true, 1);
+  bench_.Do(durable);
+  // Only answers that no snapshot holds are left of this worker.
+  for (uint64_t id = 2; id <= 4; ++id) bench_.Do(PutOp(workers[0], "e", "v", false, id));
+  EXPECT_EQ(bench_.Reason(bench_.Do(durable)), v1::ERROR_REASON_RESULT_FORGOTTEN);
+  bench_.Restart(/*snapshot=*/true);
+  EXPECT_EQ(bench_.Reason(bench_.Do(durable)), v1::ERROR_REASON_RESULT_FORGOTTEN);
+  bench_.Restart(/*snapshot=*/true);
+  EXPECT_EQ(bench_.Reason(bench_.Do(durable)), v1::ERROR_REASON_RESULT_FORGOTTEN);
+}
+
+TEST_F(CoreTest, Barrier_AfterARestart_IsGivenWhatIsLeftOfItsTimeout) {
+  std::vector<Worker> workers = Form(3);
+  Arrive(workers[0], "b", 0, absl::Seconds(100));
+  bench_.Advance(absl::Seconds(3));
+  Beat(workers[1]);
+  Beat(workers[2]);
+  bench_.Restart();
+  const auto again = [&](const Worker& worker, absl::Duration waited) {
+    v1::Op op;
+    v1::ArriveRequest* arrive = op.mutable_arrive();
+    worker.FillFence(arrive->mutable_fence());
+    arrive->set_barrier_id("b");
+    arrive->set_rank(worker.rank);
+    *arrive->mutable_timeout() = ToProto(absl::Seconds(100));
+    *arrive->mutable_waited() = ToProto(waited);
+    return bench_.Do(op);
+  };
+  const CallId late = again(workers[1], absl::Seconds(1));
+  const CallId early = again(workers[0], absl::Seconds(60));
+  const absl::Time end = bench_.now_ + absl::Seconds(40);
+  while (bench_.now_ + absl::Seconds(1) < end) {
+    bench_.Advance(absl::Seconds(1));
+    for (const Worker& worker : workers) Beat(worker);
+    ASSERT_FALSE(bench_.Answered(early));
+  }
+  bench_.Advance(absl::Seconds(1));
+  EXPECT_EQ(bench_.Reason(early), v1::ERROR_REASON_BARRIER_TIMEOUT);
+  EXPECT_EQ(bench_.Reason(late), v1::ERROR_REASON_BARRIER_TIMEOUT);
+  EXPECT_THAT(bench_.Error(early).detail().missing_ranks(), ElementsAre(workers[2].rank));
+}
+
+TEST_F(CoreTest, Event_WithManyJobs_LooksAtItsOwnOnly) {
+  // What an event costs is told by the jobs it looks at. Pauses above 20 ms between events make it
+  // look for leases that ran meanwhile.
+  const auto visited = [](int jobs) {
+    Bench bench;
+    std::vector<v1::Op> joins;
+    for (int i = 0; i < jobs; ++i) {
+      v1::Op join = JoinOp({"w0", 1, "h"}, Spec(1, 1));
+      join.mutable_join()->mutable_fence()->set_job_id(absl::StrCat("j", i));
+      *join.mutable_join()->mutable_spec()->mutable_lease() = ToProto(absl::Hours(1));
+      EXPECT_TRUE(bench.Result(bench.Do(join)).has_join());
+    }
+    const uint64_t before = bench.core_->stats().jobs_visited;
+    for (int i = 0; i < 100; ++i) {
+      bench.now_ += absl::Milliseconds(50);
+      v1::Op beat;
+      beat.mutable_heartbeat()->mutable_fence()->set_job_id("j0");
+      beat.mutable_heartbeat()->mutable_fence()->set_worker_id("w0");
+      beat.mutable_heartbeat()->mutable_fence()->set_incarnation(1);
+      beat.mutable_heartbeat()->mutable_fence()->set_generation(1);
+      EXPECT_TRUE(bench.Result(bench.Do(beat)).has_heartbeat());
+      bench.core_->Tick(bench.now_, &bench.out_);
+      EXPECT_LE(bench.core_->NextDeadline(), bench.now_ + absl::Seconds(1));
+    }
+    return bench.core_->stats().jobs_visited - before;
+  };
+  EXPECT_EQ(visited(2000), visited(1));
+}
+
+TEST_F(CoreTest, Pause_WithManyJobs_GivesOnlyThoseTheirLeaseAnewThatItConcerns) {
+  for (const int seconds : {6, 60, 600}) {
+    v1::Op join = JoinOp({"w0", 1, "h"}, Spec(1, 1));
+    join.mutable_join()->mutable_fence()->set_job_id(absl::StrCat("j", seconds));
+    *join.mutable_join()->mutable_spec()->mutable_lease() = ToProto(absl::Seconds(seconds));
+    bench_.Do(join);
+  }
+  bench_.now_ += absl::Seconds(100);
+  const uint64_t before = bench_.core_->stats().jobs_visited;
+  bench_.core_->AttachAgent("n", v1::Hello(), bench_.now_, &bench_.out_);
+  EXPECT_EQ(bench_.core_->stats().jobs_visited - before, 2u) << "600 s of lease are left alone";
+  bench_.core_->Tick(bench_.now_, &bench_.out_);
+  bench_.Collect();
+  EXPECT_EQ(bench_.core_->MembersByState()[v1::WORKER_STATE_RUNNING], 3) << "nobody was lost";
 }
 
 TEST_F(CoreTest, Status_TellsJobsAndStates) {

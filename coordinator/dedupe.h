@@ -64,20 +64,33 @@ class Dedupe {
 
   void Forget(absl::string_view worker_id) { workers_.erase(worker_id); }
   bool Knows(absl::string_view worker_id) const { return workers_.contains(worker_id); }
-  // Of a worker that is known: ids up to this one that are not kept were answered once.
-  void ForgetUpTo(absl::string_view worker_id, uint64_t request_id) {
-    uint64_t& forgotten = workers_.find(worker_id)->second.forgotten;
-    forgotten = std::max(forgotten, request_id);
+  // Ids of this worker up to this one that are not kept were answered once.
+  void ForgetUpTo(absl::string_view worker_id, uint64_t incarnation, uint64_t request_id) {
+    Worker& worker = workers_[worker_id];
+    if (worker.incarnation != incarnation) {
+      worker = Worker();
+      worker.incarnation = incarnation;
+    }
+    worker.forgotten = std::max(worker.forgotten, request_id);
   }
 
-  // Calls f(worker_id, incarnation, request_id, hash, value, forgotten) in no particular order of
-  // workers, oldest first in each.
+  // Calls f(worker_id, incarnation, request_id) for each worker of which something was dropped: the
+  // largest id of that.
+  template <typename F>
+  void ForEachForgotten(F f) const {
+    for (const auto& [worker_id, worker] : workers_) {
+      if (worker.forgotten > 0) f(worker_id, worker.incarnation, worker.forgotten);
+    }
+  }
+
+  // Calls f(worker_id, incarnation, request_id, hash, value) in no particular order of workers,
+  // oldest first in each.
   template <typename F>
   void ForEach(F f) const {
     for (const auto& [worker_id, worker] : workers_) {
       for (const uint64_t id : worker.order) {
         const Stored& stored = worker.answers.find(id)->second;
-        f(worker_id, worker.incarnation, id, stored.hash, stored.value, worker.forgotten);
+        f(worker_id, worker.incarnation, id, stored.hash, stored.value);
       }
     }
   }

@@ -332,6 +332,19 @@ void KvStore::RestorePut(const v1::KeyValue& kv) {
 }
 void KvStore::RestoreDelete(absl::string_view key) { Delete(key); }
 
+void KvStore::RaiseVersions(uint64_t by) {
+  for (const Slot& slot : entries_) {
+    const KvEntry& entry = *slot.entry;
+    slot.entry = KvEntry::Make({.key = entry.key(),
+                                .value = entry.value(),
+                                .lease_worker_id = entry.lease_worker_id(),
+                                .create_revision = entry.create_revision(),
+                                .mod_revision = entry.mod_revision(),
+                                .version = entry.version() + by,
+                                .klass = entry.klass()});
+  }
+}
+
 std::optional<v1::OpError> KvStore::CheckWait(const v1::WaitRequest& request) const {
   if (request.keys_size() == 0) return BadField("keys", "a wait names at least one key");
   if (request.keys_size() > kMaxWaitKeys) {
@@ -452,10 +465,10 @@ void KvStore::TakeExpired(absl::Time now, std::vector<Ready>* ready) {
   }
 }
 
-std::vector<CallId> KvStore::TakeWorkerWaits() {
+std::vector<CallId> KvStore::TakeWaits(bool only_workers) {
   std::vector<CallId> calls;
   for (const auto& [call, wait] : waits_) {
-    if (wait.by_worker) calls.push_back(call);
+    if (wait.by_worker || !only_workers) calls.push_back(call);
   }
   std::sort(calls.begin(), calls.end());
   for (const CallId call : calls) ForgetWait(call);

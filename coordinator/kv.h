@@ -65,6 +65,8 @@ class KvStore {
   // Puts a key as it was, at replay; deletes one.
   void RestorePut(const v1::KeyValue& kv);
   void RestoreDelete(absl::string_view key);
+  // Raises the version of every key: nobody can have seen one of those that it gets.
+  void RaiseVersions(uint64_t by);
 
   // Null: there is none. Valid until the next change.
   const KvEntry* Find(absl::string_view key) const {
@@ -95,8 +97,8 @@ class KvStore {
   void TakeReady(const std::vector<KvChange>& changes, std::vector<Ready>* ready);
   // The waits whose deadline is at or before `now`, with WAIT_TIMEOUT naming the first missing key.
   void TakeExpired(absl::Time now, std::vector<Ready>* ready);
-  // The calls of all waits by workers (not operators).
-  std::vector<CallId> TakeWorkerWaits();
+  // The calls of all waits, or only of those by workers (not operators).
+  std::vector<CallId> TakeWaits(bool only_workers);
   absl::Time NextDeadline() const;
 
  private:

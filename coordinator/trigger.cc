@@ -16,11 +16,32 @@ void TriggerSet::ResetRanks(Trigger* trigger) {
   trigger->unacked = trigger->unpromised = static_cast<int>(living);
 }
 
-void TriggerSet::ResumeGeneration(int world_size) {
+void TriggerSet::RestoreGeneration(int world_size) {
   world_size_ = world_size;
   gone_.assign(world_size, false);
   max_step_ = 0;
   for (auto& [id, trigger] : triggers_) ResetRanks(&trigger);
+}
+
+void TriggerSet::Resume() {
+  gone_.assign(world_size_, false);
+  max_step_ = 0;
+  for (auto& [id, trigger] : triggers_) {
+    const std::vector<bool> acked = std::move(trigger.acked);
+    ResetRanks(&trigger);
+    trigger.acked = acked;
+    trigger.unacked -= static_cast<int>(std::count(acked.begin(), acked.end(), true));
+  }
+}
+
+void TriggerSet::DropAll(std::vector<v1::TriggerChanged>* changes) {
+  for (const auto& [id, trigger] : triggers_) {
+    v1::TriggerChanged change;
+    *change.mutable_trigger() = trigger.record;
+    change.set_removed(true);
+    changes->push_back(std::move(change));
+  }
+  triggers_.clear();
 }
 
 void TriggerSet::StartGeneration(int world_size, std::vector<v1::TriggerChanged>* changes) {
@@ -41,7 +62,7 @@ void TriggerSet::StartGeneration(int world_size, std::vector<v1::TriggerChanged>
     }
     ++it;
   }
-  ResumeGeneration(world_size);
+  RestoreGeneration(world_size);
 }
 
 std::optional<v1::OpError> TriggerSet::Raise(const v1::RaiseTriggerRequest& request, int rank,
@@ -136,7 +157,8 @@ void TriggerSet::Decide(std::vector<v1::TriggerChanged>* changes) {
 
 std::optional<v1::OpError> TriggerSet::Poll(const v1::PollTriggersRequest& request, int rank,
                                             v1::PollTriggersReply* reply,
-                                            std::vector<v1::TriggerChanged>* changes) {
+                                            std::vector<v1::TriggerChanged>* changes,
+                                            std::vector<uint64_t>* acked) {
   if (request.step() < 0 || request.step() > kMaxStep) {
     return BadField("step", absl::StrCat("rank ", rank, " says that its last finished step is ",
                                          request.step(), ": count steps from 0"));
@@ -151,8 +173,12 @@ std::optional<v1::OpError> TriggerSet::Poll(const v1::PollTriggersRequest& reque
     if (it == triggers_.end() || it->second.acked[rank]) continue;
     it->second.acked[rank] = true;
     if (!gone_[rank]) --it->second.unacked;
+    acked->push_back(id);
   }
   RemoveDone(changes);
+  acked->erase(std::remove_if(acked->begin(), acked->end(),
+                              [this](uint64_t id) { return !triggers_.contains(id); }),
+               acked->end());
   max_step_ = std::max(max_step_, request.step());
   for (const uint64_t id : request.pending()) {
     const auto it = triggers_.find(id);
@@ -220,9 +246,16 @@ void TriggerSet::Restore(const v1::TriggerChanged& change) {
     triggers_.erase(change.trigger().trigger_id());
     return;
   }
-  Trigger& trigger = triggers_[change.trigger().trigger_id()];
-  trigger.record = change.trigger();
-  ResetRanks(&trigger);
+  const auto [it, is_new] = triggers_.try_emplace(change.trigger().trigger_id());
+  it->second.record = change.trigger();
+  if (is_new) ResetRanks(&it->second);
+}
+
+void TriggerSet::RestoreAck(uint64_t trigger_id, int rank) {
+  const auto it = triggers_.find(trigger_id);
+  if (it == triggers_.end() || rank < 0 || rank >= world_size_ || it->second.acked[rank]) return;
+  it->second.acked[rank] = true;
+  --it->second.unacked;
 }
 
 }  // namespace muster::coordinator

@@ -25,9 +25,10 @@ namespace muster::coordinator {
 // each rank acts when it sees it. Promises are not journaled: after a restart every rank promises
 // again.
 //
-// Each rank is told of a trigger at every poll until it acknowledges it. Ranks must remember the
-// trigger_ids they have acted upon: acknowledgements are not journaled, so a restarted coordinator
-// tells of them again.
+// Each rank is told of a trigger at every poll until it acknowledges it. Acknowledgements are
+// journaled, so that none acts upon it again after a restart. Ranks must remember the trigger_ids
+// they have acted upon all the same: what the coordinator had not written when it died it tells
+// again.
 class TriggerSet {
  public:
   static constexpr size_t kMaxName = 128;
@@ -45,27 +46,38 @@ class TriggerSet {
   // one before are dropped (their steps may be undone by a restore), those of operators wait to be
   // decided anew.
   void StartGeneration(int world_size, std::vector<v1::TriggerChanged>* changes);
-  // Forgets promises and acknowledgements only: the same generation under a new coordinator.
-  void ResumeGeneration(int world_size);
+  // The same at replay: what happens to the triggers themselves is replayed by Restore.
+  void RestoreGeneration(int world_size);
+  // Forgets promises only: the same generation under a new coordinator.
+  void Resume();
+  // All ranks have left on purpose: nobody will act upon what is left, and another run of the job is
+  // not meant.
+  void DropAll(std::vector<v1::TriggerChanged>* changes);
 
   // `rank` is -1 for an operator. Errors: BAD_FIELD, LIMIT; FAILED_PRECONDITION if a rank may have
   // passed `step`.
   std::optional<v1::OpError> Raise(const v1::RaiseTriggerRequest& request, int rank,
                                    uint64_t trigger_id, v1::RaiseTriggerReply* reply,
                                    std::vector<v1::TriggerChanged>* changes);
+  // `acked` gets the triggers that are not removed and that `rank` acknowledges for the first time.
   // Errors: BAD_FIELD.
   std::optional<v1::OpError> Poll(const v1::PollTriggersRequest& request, int rank,
                                   v1::PollTriggersReply* reply,
-                                  std::vector<v1::TriggerChanged>* changes);
+                                  std::vector<v1::TriggerChanged>* changes,
+                                  std::vector<uint64_t>* acked);
   // `rank` will not poll again: nobody waits for its promise or acknowledgement.
   void RankGone(int rank, std::vector<v1::TriggerChanged>* changes);
   // Another incarnation took the seat.
   void RankReplaced(int rank);
 
   void Restore(const v1::TriggerChanged& change);
+  void RestoreAck(uint64_t trigger_id, int rank);
+  // Forgets all, told to nobody.
+  void Clear() { triggers_.clear(); }
+  // Calls f(record, acknowledged), the latter by rank.
   template <typename F>
   void ForEach(F f) const {
-    for (const auto& [id, trigger] : triggers_) f(trigger.record);
+    for (const auto& [id, trigger] : triggers_) f(trigger.record, trigger.acked);
   }
   size_t size() const { return triggers_.size(); }
 

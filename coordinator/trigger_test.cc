@@ -12,6 +12,9 @@
 namespace muster::coordinator {
 namespace {
 
+using ::testing::ElementsAre;
+using ::testing::IsEmpty;
+
 class TriggerTest : public ::testing::Test {
  protected:
   TriggerTest() { set_.StartGeneration(3, &changes_); }
@@ -36,7 +39,8 @@ class TriggerTest : public ::testing::Test {
     for (const uint64_t id : acked) request.add_acked(id);
     for (const uint64_t id : pending) request.add_pending(id);
     v1::PollTriggersReply reply;
-    error_ = set_.Poll(request, rank, &reply, &changes_);
+    acked_.clear();
+    error_ = set_.Poll(request, rank, &reply, &changes_, &acked_);
     return reply;
   }
   // What `rank` is told once it has promised for trigger `id`; -1: undecided.
@@ -51,6 +55,7 @@ class TriggerTest : public ::testing::Test {
   TriggerSet set_;
   uint64_t next_id_ = 100;
   std::vector<v1::TriggerChanged> changes_;
+  std::vector<uint64_t> acked_;
   std::optional<v1::OpError> error_;
 };
 
@@ -205,9 +210,25 @@ TEST_F(TriggerTest, Restart_ForgetsPromisesAndKeepsDecisions) {
   const uint64_t open = Raise(0).trigger_id();
   Promise(0, open, 5);
   Promise(1, open, 5);
-  set_.ResumeGeneration(3);
+  set_.Resume();
   EXPECT_EQ(Promise(2, open, 5), -1);
   EXPECT_EQ(Promise(2, decided, 5), 6);
+}
+
+TEST_F(TriggerTest, Restart_KeepsAcknowledgements) {
+  const uint64_t id = Raise(0).trigger_id();
+  for (int rank = 0; rank < 3; ++rank) Promise(rank, id, 5);
+  Poll(0, 6, 0, {id});
+  EXPECT_THAT(acked_, ElementsAre(id));
+  Poll(0, 6, 0, {id});
+  EXPECT_THAT(acked_, IsEmpty()) << "it is known already";
+  set_.Resume();
+  EXPECT_EQ(Poll(0, 6).triggers_size(), 0);
+  EXPECT_EQ(Poll(1, 6).triggers_size(), 1);
+  set_.RankGone(2, &changes_);
+  Poll(1, 7, 0, {id});
+  EXPECT_THAT(acked_, IsEmpty()) << "that was the last one: its removal says so";
+  EXPECT_EQ(set_.size(), 0u);
 }
 
 TEST_F(TriggerTest, NextGeneration_DropsRanksTriggersAndKeepsOperators) {
@@ -235,7 +256,7 @@ TEST_F(TriggerTest, LargePayloads_AreRefusedBeforeAPollIsTooLargeForAMessage) {
   v1::PollTriggersRequest poll;
   poll.set_step(1);
   v1::PollTriggersReply told;
-  EXPECT_FALSE(set_.Poll(poll, 0, &told, &changes_).has_value());
+  EXPECT_FALSE(set_.Poll(poll, 0, &told, &changes_, &acked_).has_value());
   EXPECT_LT(told.ByteSizeLong(), size_t{1} << 20);
 }
 

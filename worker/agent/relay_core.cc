@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <set>
+#include <utility>
 
 #include "base/failpoint.h"
 
@@ -21,6 +22,11 @@ bool SameCall(const v1::ArriveRequest& a, const v1::ArriveRequest& b) {
          a.previous_state() == b.previous_state() &&
          std::equal(a.participants().begin(), a.participants().end(), b.participants().begin(),
                     b.participants().end());
+}
+
+template <typename Request>
+std::pair<int64_t, int32_t> Waited(const Request& request) {
+  return {request.waited().seconds(), request.waited().nanos()};
 }
 
 // An error of a message of several ranks that may be about one of them only.
@@ -351,11 +357,13 @@ void RelayCore::SendTogether(std::vector<Arrival> arrivals) {
   std::set<int32_t> ranks;  // a call that was repeated stands here twice
   for (const Arrival& arrival : arrivals) {
     fence.set_term_seen(std::max(fence.term_seen(), arrival.request.fence().term_seen()));
+    fence.set_revision_seen(
+        std::max(fence.revision_seen(), arrival.request.fence().revision_seen()));
+    if (Waited(arrival.request) > Waited(many)) *many.mutable_waited() = arrival.request.waited();
     if (!ranks.insert(arrival.request.rank()).second) continue;
     many.add_ranks(arrival.request.rank());
     many.add_incarnations(arrival.request.fence().incarnation());
-    many.add_lateness_us(static_cast<int32_t>(
-        std::min<int64_t>(absl::ToInt64Microseconds(now - arrival.at), INT32_MAX)));
+    many.add_lateness_us(absl::ToInt64Microseconds(now - arrival.at));
     if (!first.payload().empty()) many.add_payloads(arrival.request.payload());
   }
   auto waiting = std::make_shared<std::vector<Arrival>>(std::move(arrivals));

@@ -128,6 +128,20 @@ TEST_F(RelayCoreTest, AllLocalRanksArrive_OneOperationWithTheLastOfThem) {
   EXPECT_THAT(results_, SizeIs(3));
 }
 
+TEST_F(RelayCoreTest, AllLocalRanksArrive_WhatTheyHaveSeenAndWaitedIsTheMost) {
+  for (int rank : {0, 1, 2}) Seat(rank);
+  for (int rank : {0, 1, 2}) {
+    v1::Op op = Arrive(rank);
+    op.mutable_arrive()->mutable_fence()->set_revision_seen(rank == 1 ? 70 : 50);
+    op.mutable_arrive()->mutable_waited()->set_seconds(rank == 1 ? 0 : 10 + rank);
+    Submit(absl::StrCat("a", rank), op);
+  }
+  ASSERT_THAT(upstream_.ops(), SizeIs(1));
+  const v1::ArriveManyRequest many = upstream_.ops()[0].arrive_many();
+  EXPECT_EQ(many.fence().revision_seen(), 70u);
+  EXPECT_EQ(many.waited().seconds(), 12);
+}
+
 TEST_F(RelayCoreTest, LateLocalRank_TheOthersGoAfterTheWindow) {
   for (int rank : {0, 1, 2}) Seat(rank);
   Submit("a0", Arrive(0));

@@ -72,6 +72,23 @@ bool Answers(const v1::OpResult& result, const v1::Op& op) {
   return result.kind_case() == wanted;
 }
 
+// How long the caller of an arrival had waited when it called; how long it has now.
+absl::Duration WaitedBefore(const v1::Op& op) {
+  const google::protobuf::Duration& waited =
+      op.has_arrive_many() ? op.arrive_many().waited() : op.arrive().waited();
+  return std::max(absl::ZeroDuration(),
+                  absl::Seconds(waited.seconds()) + absl::Nanoseconds(waited.nanos()));
+}
+void SetWaited(absl::Duration waited, v1::Op* op) {
+  if (!op->has_arrive() && !op->has_arrive_many()) return;
+  google::protobuf::Duration* const to = op->has_arrive()
+                                             ? op->mutable_arrive()->mutable_waited()
+                                             : op->mutable_arrive_many()->mutable_waited();
+  absl::Duration rest;
+  to->set_seconds(absl::IDivDuration(waited, absl::Seconds(1), &rest));
+  to->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
+}
+
 absl::Duration RetryAfter(const v1::Goodbye& goodbye) {
   const absl::Duration asked = absl::Seconds(goodbye.retry_after().seconds()) +
                                absl::Nanoseconds(goodbye.retry_after().nanos());
@@ -212,7 +229,8 @@ uint64_t SessionStream::Submit(v1::Op op, Done done) {
           v1::ERROR_REASON_OVERLOADED, /*retryable=*/true);
     } else {
       held_bytes_ += bytes;
-      held_.emplace(op_id, Held{std::move(op), std::move(done), bytes, false});
+      const absl::Time since = options_.clock->Now() - WaitedBefore(op);
+      held_.emplace(op_id, Held{std::move(op), std::move(done), bytes, since});
       queue_.push_back(op_id);
       Pump(&todo);
     }
@@ -401,7 +419,9 @@ void SessionStream::FailAll(const absl::Status& status, Todo* todo) {
 
 void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
   if (welcome.term() < term_) {
-    last_error_ = absl::StrCat("term ", term_, " has begun, but it serves term ", welcome.term());
+    last_error_ = absl::StrCat("term ", term_, " has begun, but it serves term ", welcome.term(),
+                               ": an older coordinator, or one on an older copy of its data "
+                               "directory (muster-coordinator --restored)");
     Drop(todo);
     return;
   }
@@ -457,6 +477,11 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
         continue;
       }
       held.again = false;
+      // A restarted coordinator goes on with what is left of a barrier's timeout.
+      held_bytes_ -= held.bytes;
+      SetWaited(options_.clock->Now() - held.since, &held.op);
+      held.bytes = held.op.ByteSizeLong();
+      held_bytes_ += held.bytes;
       queue_.push_back(it->first);
       ++it;
     }
@@ -633,6 +658,8 @@ bool SessionStream::NextFrame(v1::AgentFrame* frame) {
     hello.set_session_id(session_id_);
     hello.set_host(options_.host);
     hello.set_version(options_.version);
+    hello.set_term_seen(term_);
+    hello.set_cluster_id(cluster_id_);
     return true;
   }
   if (state_ != State::kOpen || bye_ == Bye::kSent) return false;

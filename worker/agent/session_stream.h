@@ -125,6 +125,7 @@ class SessionStream final : public OpSender {
     v1::Op op;
     Done done;
     size_t bytes = 0;
+    absl::Time since;  // when its caller began to wait
     bool sent = false;
     bool again = false;  // its answer was that the coordinator stops: for the next stream
   };

@@ -253,6 +253,44 @@ TEST_F(SessionStreamTest, NewSession_EverythingHeldGoesOutOnceMore) {
   EXPECT_THAT(results_, ElementsAre("a: ok", "b: ok"));
 }
 
+TEST_F(SessionStreamTest, NewSession_ArrivalSaysHowLongItHasWaited) {
+  Connect();
+  v1::Op many;
+  many.mutable_arrive_many()->set_barrier_id("b");
+  many.mutable_arrive_many()->mutable_waited()->set_seconds(3);  // before it came here
+  Submit("a", Arrive("b", 0));
+  Submit("m", many);
+  Submit("t", Add(1));
+  link().Drain();
+  EXPECT_FALSE(link().written.back().ops().ops(0).arrive().has_waited());
+  // For each new session anew, from the same beginning.
+  for (const int seconds : {2, 4}) {
+    Reconnect();  // after 2 s
+    Welcome(absl::StrCat("s", seconds), seconds);
+    link().Drain();
+    std::map<std::string, int64_t> waited;
+    for (const v1::AgentFrame& frame : link().written) {
+      for (const v1::Op& op : frame.ops().ops()) {
+        if (op.has_arrive()) waited["a"] = op.arrive().waited().seconds();
+        if (op.has_arrive_many()) waited["m"] = op.arrive_many().waited().seconds();
+      }
+    }
+    EXPECT_EQ(waited["a"], seconds);
+    EXPECT_EQ(waited["m"], seconds + 3);
+  }
+}
+
+TEST_F(SessionStreamTest, Hello_SaysWhichTermOfWhichClusterWasSeen) {
+  Make();
+  EXPECT_EQ(link().written.back().hello().term_seen(), 0u);
+  link().Done();
+  Welcome("s1", 3);
+  link().Drain();
+  Reconnect();
+  EXPECT_EQ(link().written.back().hello().term_seen(), 3u);
+  EXPECT_EQ(link().written.back().hello().cluster_id(), "c");
+}
+
 TEST_F(SessionStreamTest, NewSession_SentOperationWithoutARequestIdIsNotRepeated) {
   Connect();
   Submit("a", Add(0, ""));

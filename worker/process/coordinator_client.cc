@@ -525,6 +525,7 @@ class CoordinatorClient::Impl {
     fence->set_incarnation(options_.incarnation);
     fence->set_term_seen(term_);
     fence->set_cluster(cluster_);
+    fence->set_revision_seen(revision_);
     fence->set_generation(seat_ ? seat_->generation : 0);
     fence->set_request_id(++request_id_);
   }
@@ -541,8 +542,9 @@ class CoordinatorClient::Impl {
                       reply, at_exit);
   }
 
-  // Sends `request` until there is an answer or `patience` has run out. The same bytes each time,
-  // so the coordinator recognises a repeat by its request id.
+  // Sends `request` until there is an answer or `patience` has run out. The same bytes each time, so
+  // the coordinator recognises a repeat by its request id; only an arrival says how long it has
+  // waited.
   template <class Stub, class Request, class Reply>
   absl::Status CallWithin(const std::string& what, absl::Duration patience, Stub& stub,
                           grpc::Status (Stub::*method)(grpc::ClientContext*, const Request&,
@@ -551,7 +553,15 @@ class CoordinatorClient::Impl {
     const Clock& clock = Clock::Real();
     const absl::Time begun = clock.Now();
     Backoff backoff(kFirstBackoff, kLastBackoff);
-    while (true) {
+    Request repeat;
+    for (bool first = true;; first = false) {
+      if constexpr (std::is_same_v<Request, v1::ArriveRequest>) {
+        if (!first) {
+          if (request != &repeat) repeat = *request;
+          SetDuration(clock.Now() - begun, repeat.mutable_waited());
+          request = &repeat;
+        }
+      }
       grpc::ClientContext context;
       // A coordinator that is away or starting is waited for.
       context.set_wait_for_ready(true);
@@ -607,9 +617,10 @@ class CoordinatorClient::Impl {
     uint64_t cluster = 0;
     if (!absl::SimpleHexAtoi(header.cluster_id().substr(0, 16), &cluster)) cluster = 0;
     MutexLock lock(&mu_);
-    // Terms of one cluster say nothing about another.
-    if (cluster != 0 && std::exchange(cluster_, cluster) != cluster) term_ = 0;
+    // Terms and revisions of one cluster say nothing about another.
+    if (cluster != 0 && std::exchange(cluster_, cluster) != cluster) term_ = revision_ = 0;
     term_ = std::max(term_, header.term());
+    revision_ = std::max(revision_, header.revision());
   }
 
   void Pulse() {
@@ -655,6 +666,7 @@ class CoordinatorClient::Impl {
   std::vector<PeerInfo> peers_ ABSL_GUARDED_BY(mu_);
   uint64_t agreements_ ABSL_GUARDED_BY(mu_) = 0;  // that ended in the seat's generation
   uint64_t term_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t revision_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t cluster_ ABSL_GUARDED_BY(mu_) = 0;  // as Fence has it
   uint64_t request_id_ ABSL_GUARDED_BY(mu_) = 0;
   std::map<std::string, Counter> counters_ ABSL_GUARDED_BY(mu_);
