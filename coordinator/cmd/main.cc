@@ -36,17 +36,18 @@ constexpr char kFooter[] =
     "\nExit codes: 0 stopped by a signal; 2 bad flags; 3 cannot serve (port taken, no TLS off "
     "loopback, data\n"
     "directory in use or not writable); 4 the journal is corrupt; 5 a newer coordinator took "
-    "over; 6 the\njournal could not be written (other than a full disk, which is waited out): "
-    "start it "
-    "again.\n\n"
+    "over, or this one\nbegan from an older copy of its directory (the log says so, see "
+    "--restored); 6 the journal could not be\nwritten (other than a full disk, which is waited "
+    "out): start it again.\n\n"
     "Examples:\n"
     "  muster-coordinator --listen 127.0.0.1:29400 --data_dir /var/lib/muster\n"
     "  muster-coordinator --listen 10.0.0.5:29400 --tls_cert c.pem --tls_key k.pem "
     "--metrics_listen 127.0.0.1:9090\n"
-    "  muster-coordinator --verify_journal /var/lib/muster\n";
+    "  muster-coordinator --verify_journal /var/lib/muster\n"
+    "  muster-coordinator --restored /var/lib/muster    # once, after a backup was put back\n";
 
 int Fail(int code, const absl::Status& status) {
-  std::fprintf(stderr, "muster-coordinator: %s\n", std::string(status.message()).c_str());
+  std::fprintf(stderr, "muster-coordinator: %s\n", OneLine(status.message()).c_str());
   return code;
 }
 
@@ -62,7 +63,7 @@ void RaiseDescriptorLimit() {
 
 int Run(int argc, char** argv) {
   CoordinatorServer::Options options;
-  std::string verify, log_level = "info", log_format;
+  std::string verify, restored, log_level = "info", log_format;
   bool insecure = false, version = false, list_failpoints = false;
   double lease = 6, resume = 60;
   int max_message_mib = 4;
@@ -116,6 +117,11 @@ int Run(int argc, char** argv) {
                  "check the journal in this directory as a start would read it, print what was "
                  "found, and exit; cuts what a crash left unfinished")
       ->check(not_empty);
+  app.add_option("--restored", restored,
+                 "say that this directory was put back from a copy (a backup), and exit: the next "
+                 "start on it begins a term that nobody can have seen, ends every generation in it "
+                 "and tells watchers to read again")
+      ->check(not_empty);
   app.add_flag(
       "--list_failpoints", list_failpoints,
       "print the failpoints that MUSTER_FAILPOINTS can arm (docs/failpoints.md), and exit");
@@ -154,6 +160,16 @@ int Run(int argc, char** argv) {
     const absl::StatusOr<std::string> report = SqliteJournal::Verify(
         verify, [&](uint64_t, absl::string_view state) { return core.Restore(state); },
         [&](uint64_t, absl::string_view record) { return core.Replay(record); });
+    if (!report.ok()) {
+      return Fail(report.status().code() == absl::StatusCode::kDataLoss ? kExitJournalCorrupt
+                                                                        : kExitCannotServe,
+                  report.status());
+    }
+    std::printf("%s\n", report->c_str());
+    return 0;
+  }
+  if (!restored.empty()) {
+    const absl::StatusOr<std::string> report = SqliteJournal::MarkRestored(restored);
     if (!report.ok()) {
       return Fail(report.status().code() == absl::StatusCode::kDataLoss ? kExitJournalCorrupt
                                                                         : kExitCannotServe,

@@ -10,13 +10,13 @@
 #include <random>
 #include <utility>
 
-#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "coordinator/errors.h"
+#include "coordinator/kv.h"
 #include "coordinator/session.h"
 #include "rpc/status.h"
 
@@ -127,6 +127,24 @@ bool OnlyReads(const v1::Op& op) {
     default:
       return false;
   }
+}
+
+// Whether `op`, if it is answered without an error, may have changed something that lasts.
+bool MayChange(const v1::Op& op) {
+  return !OnlyReads(op) && !op.has_wait() && (!op.has_txn() || KvStore::Writes(op.txn()));
+}
+
+// ReplyHeader.revision of an answer: the header is field 1 of every reply.
+uint64_t RevisionOf(const Answer& answer) {
+  const v1::OpResult result = answer.Parse();
+  const auto* const kind =
+      v1::OpResult::descriptor()->FindFieldByNumber(static_cast<int>(result.kind_case()));
+  if (kind == nullptr) return 0;
+  const google::protobuf::Message& reply = result.GetReflection()->GetMessage(result, kind);
+  const auto* const header = reply.GetDescriptor()->FindFieldByName("header");
+  if (header == nullptr) return 0;
+  return static_cast<const v1::ReplyHeader&>(reply.GetReflection()->GetMessage(reply, header))
+      .revision();
 }
 
 std::string NewSessionId() {
@@ -290,7 +308,13 @@ absl::Status Engine::Start() {
   });
   MUSTER_FAILPOINT_STATUS("engine.replayed");
   const uint64_t term = std::max(journal_->term(), core_.last_term() + 1);
-  core_.StartTerm(term, options_.clock->Now(), &out_);
+  if (term > Core::kMaxTerm) {
+    return absl::FailedPreconditionError(
+        absl::StrCat("journal '", journal_->description(), "' would begin term ", term, ", and ",
+                     Core::kMaxTerm, " is the last: start with an empty directory"));
+  }
+  const bool restored = journal_->restored() > core_.restored_term();
+  core_.StartTerm(term, options_.clock->Now(), &out_, restored);
   const uint64_t needed = out_.records.empty() ? durable_revision_ : out_.records.back().revision;
   Drain();
   MUSTER_FAILPOINT("engine.term_held");
@@ -499,20 +523,21 @@ void Engine::Drain() {
       held_directives_.emplace(directive.durable_revision, directive);
     }
   }
-  changed_jobs_.insert(changed_jobs_.end(), out_.changed_jobs.begin(), out_.changed_jobs.end());
+  for (const std::string& job_id : out_.changed_jobs) WatchersOf(job_id);
   for (const Notice& notice : out_.notices) {
     if (!options_.log_notices) break;
+    const std::string job = notice.job_id.empty() ? "" : absl::StrCat("job ", notice.job_id, ": ");
     if (notice.warning) {
-      MUSTER_LOG(Warning) << "job " << notice.job_id << ": " << notice.text;
+      MUSTER_LOG(Warning) << job << notice.text;
     } else {
-      MUSTER_LOG(Info) << "job " << notice.job_id << ": " << notice.text;
+      MUSTER_LOG(Info) << job << notice.text;
     }
   }
   const bool deposed = out_.deposed;
+  const std::string deposed_why = std::move(out_.deposed_why);
   out_.Clear();
   if (deposed && !stopped_) {
-    MUSTER_LOG(Error) << "a caller has seen a newer coordinator than term " << core_.last_term()
-                      << ": this one stops serving";
+    MUSTER_LOG(Error) << "this coordinator stops serving: " << deposed_why;
     StopAll();
     if (on_deposed_) on_deposed_();
   }
@@ -523,10 +548,21 @@ void Engine::Deliver(CallId id, std::shared_ptr<const Answer> answer) {
   if (it == calls_.end()) return;  // abandoned
   if (const size_t bytes = answer->bytes().size(); bytes > options_.limits.answer_bytes) {
     v1::OpResult result;
-    *result.mutable_error() =
-        TooLarge("", absl::StrCat("the answer has ", bytes, " bytes, more than the ",
-                                  options_.limits.answer_bytes,
-                                  " that one message may have: ask for less at a time"));
+    if (it->second.changes && answer->kind() != v1::OpResult::KIND_NOT_SET) {
+      const uint64_t revision = RevisionOf(*answer);
+      *result.mutable_error() = MakeError(
+          absl::StatusCode::kOutOfRange, v1::ERROR_REASON_RESULT_TOO_LARGE,
+          absl::StrCat(
+              "the operation was done (by revision ", revision, "), but its answer has ", bytes,
+              " bytes, more than the ", options_.limits.answer_bytes,
+              " that one message may have: do not repeat it; read what it wrote in parts"));
+      result.mutable_error()->mutable_detail()->set_revision(revision);
+    } else {
+      *result.mutable_error() =
+          TooLarge("", absl::StrCat("the answer has ", bytes, " bytes, more than the ",
+                                    options_.limits.answer_bytes,
+                                    " that one message may have: ask for less at a time"));
+    }
     answer = std::make_shared<Answer>(result);
   }
   const OpenCall call = std::move(it->second);
@@ -581,6 +617,10 @@ void Engine::ReleaseDurable() {
 void Engine::DoProgress(const Journal::Progress& progress) {
   if (progress.durable_revision > durable_revision_) {
     durable_revision_ = progress.durable_revision;
+  }
+  while (!undurable_jobs_.empty() && undurable_jobs_.front().first <= durable_revision_) {
+    changed_jobs_.push_back(std::move(undurable_jobs_.front().second));
+    undurable_jobs_.pop_front();
   }
   while (!backlog_.empty() && backlog_.front().first <= durable_revision_) {
     backlog_bytes_.fetch_sub(backlog_.front().second, std::memory_order_relaxed);
@@ -725,6 +765,7 @@ void Engine::DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCal
   const Session* const session = call.session.get();
   const absl::Time now = options_.clock->Now();
   call.kind = op.kind_case();
+  call.changes = MayChange(op);
   call.begun = now;
   if (op.has_wait()) call.bytes += kBytesOfKey * static_cast<size_t>(op.wait().keys_size());
   held_bytes_[call.session != nullptr ? 1 : 0].fetch_add(call.bytes, std::memory_order_relaxed);
@@ -945,11 +986,15 @@ void Engine::WatchOpen(std::shared_ptr<WatchLink> link, v1::WatchRequest request
     watcher.link = link;
     watcher.next = request.from_revision();
     watcher.request = std::move(request);
+    const std::string job_id = watcher.request.job_id();
+    watchers_of_[job_id].insert(link.get());
     MUSTER_FAILPOINT("engine.watch_open");
     watcher_count_.store(watchers_.size(), std::memory_order_relaxed);
     // Everything the core has put out must be in the history before it is read.
     Drain();
-    if (!stopped_) DoWatch(watcher);  // else it has been closed and forgotten
+    if (stopped_) return;  // it has been closed and forgotten
+    DoWatch(watcher);
+    WatchersOf(job_id);
   });
   if (!posted) link->Close(StoppingStatus());
 }
@@ -964,10 +1009,26 @@ void Engine::WatchWritable(const std::shared_ptr<WatchLink>& link) {
 }
 
 void Engine::WatchClosed(const std::shared_ptr<WatchLink>& link) {
-  Post([this, link] {
-    watchers_.erase(link.get());
-    watcher_count_.store(watchers_.size(), std::memory_order_relaxed);
-  });
+  Post([this, link] { ForgetWatcher(link.get()); });
+}
+
+void Engine::ForgetWatcher(WatchLink* link) {
+  const auto it = watchers_.find(link);
+  if (it == watchers_.end()) return;
+  const auto of = watchers_of_.find(it->second.request.job_id());
+  of->second.erase(link);
+  if (of->second.empty()) watchers_of_.erase(of);
+  watchers_.erase(it);
+  watcher_count_.store(watchers_.size(), std::memory_order_relaxed);
+}
+
+void Engine::WatchersOf(const std::string& job_id) {
+  if (!watchers_of_.contains(job_id)) return;
+  changed_jobs_.push_back(job_id);
+  const uint64_t revision = core_.last_record_revision();
+  if (revision > durable_revision_ &&
+      (undurable_jobs_.empty() || undurable_jobs_.back() != std::make_pair(revision, job_id)))
+    undurable_jobs_.emplace_back(revision, job_id);
 }
 
 void Engine::DoWatch(Watcher& watcher) {
@@ -1010,14 +1071,13 @@ void Engine::ServeWatchers() {
   if (changed_jobs_.empty()) return;
   std::sort(changed_jobs_.begin(), changed_jobs_.end());
   changed_jobs_.erase(std::unique(changed_jobs_.begin(), changed_jobs_.end()), changed_jobs_.end());
-  if (!watchers_.empty()) {
-    for (auto& [link, watcher] : watchers_) {
-      if (std::binary_search(changed_jobs_.begin(), changed_jobs_.end(), watcher.request.job_id()))
-        DoWatch(watcher);
-    }
+  for (const std::string& job_id : changed_jobs_) {
+    const auto of = watchers_of_.find(job_id);
+    if (of == watchers_of_.end()) continue;
+    watchers_visited_.fetch_add(of->second.size(), std::memory_order_relaxed);
+    for (WatchLink* const link : of->second) DoWatch(watchers_.find(link)->second);
   }
-  // Events that are not durable yet come when they are.
-  if (durable_revision_ >= core_.last_record_revision()) changed_jobs_.clear();
+  changed_jobs_.clear();
 }
 
 void Engine::Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
@@ -1053,23 +1113,34 @@ void Engine::TakeSnapshot() {
                      " bytes that a snapshot can have: the journal grows until jobs end or keys "
                      "are deleted"));
     MUSTER_LOG(Error) << "no snapshot of revision " << revision << ": " << status.message();
+    SnapshotDone(false);
     snapshot_not_before_ = journal_->records_since_snapshot() + options_.snapshot_records;
     AnswerSnapshot(status);
     return;
   }
-  snapshot_not_before_ = 0;
   snapshot_running_ = true;
   journal_->WriteSnapshot(revision, std::move(state), [this, revision](const absl::Status& status) {
     if (!status.ok())
-      MUSTER_LOG(Warning) << "snapshot of revision " << revision << " failed: " << status.message();
+      MUSTER_LOG(Error) << "snapshot of revision " << revision << " failed: " << status.message()
+                        << "; the journal grows until one can be written";
     Post(
         [this, revision, status] {
           snapshot_running_ = false;
+          SnapshotDone(status.ok());
           AnswerSnapshot(status.ok() ? absl::StatusOr<uint64_t>(revision) : status);
         },
         By::kThread);
   });
   MUSTER_FAILPOINT("engine.snapshot_queued");
+}
+
+void Engine::SnapshotDone(bool ok) {
+  snapshot_ok_ = ok;
+  ++(ok ? snapshots_ : snapshot_failures_);
+  // It is tried again, but not for every record.
+  snapshot_not_before_ = ok ? 0
+                            : journal_->records_since_snapshot() +
+                                  std::max<uint64_t>(1, options_.snapshot_records / 8);
 }
 
 void Engine::WithCore(absl::AnyInvocable<void(Core*)> task) {
@@ -1110,6 +1181,9 @@ void Engine::StopAll() {
   links_.clear();
   sessions_.clear();
   watchers_.clear();
+  watchers_of_.clear();
+  changed_jobs_.clear();
+  undurable_jobs_.clear();
   dirty_.clear();
 }
 

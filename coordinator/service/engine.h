@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -63,7 +64,8 @@ class WatchLink {
 class Engine {
  public:
   struct Limits {
-    // Of a message that goes out. A larger answer becomes LIMIT.
+    // Of a message that goes out. In place of a larger answer goes LIMIT, or RESULT_TOO_LARGE if the
+    // operation has changed something.
     size_t answer_bytes = (4 << 20) - 1024;
     // Calls that wait for their answer, of everybody and of one agent.
     size_t calls = 1 << 20;
@@ -161,6 +163,12 @@ class Engine {
   uint64_t held_bytes(bool agents) const {
     return held_bytes_[agents ? 1 : 0].load(std::memory_order_relaxed);
   }
+  // False: the last snapshot could not be written. The journal grows until one can.
+  bool snapshot_ok() const { return snapshot_ok_.load(std::memory_order_relaxed); }
+  uint64_t snapshots() const { return snapshots_.load(std::memory_order_relaxed); }
+  uint64_t snapshot_failures() const { return snapshot_failures_.load(std::memory_order_relaxed); }
+  // Watches looked at because something of their job had changed.
+  uint64_t watchers_visited() const { return watchers_visited_.load(std::memory_order_relaxed); }
   uint64_t open_calls() const { return open_calls_.load(std::memory_order_relaxed); }
   uint64_t agents() const { return agents_.load(std::memory_order_relaxed); }
   uint64_t watchers() const { return watcher_count_.load(std::memory_order_relaxed); }
@@ -175,6 +183,7 @@ class Engine {
     uint64_t op_id = 0;
     size_t bytes = 0;  // of the request
     v1::Op::KindCase kind = v1::Op::KIND_NOT_SET;
+    bool changes = false;  // it may have had an effect
     absl::Time begun = absl::InfinitePast();
   };
   struct Watcher {
@@ -208,6 +217,10 @@ class Engine {
   void EndSession(const std::shared_ptr<Session>& session);
   void DoProgress(const Journal::Progress& progress);
   void DoWatch(Watcher& watcher);
+  void ForgetWatcher(WatchLink* link);
+  // Looks at the watchers of `job_id` in this batch, and again when all that has happened to it is durable.
+  void WatchersOf(const std::string& job_id);
+  void SnapshotDone(bool ok);
   // Hands over what the core put out.
   void Drain();
   void Deliver(CallId id, std::shared_ptr<const Answer> answer);
@@ -251,7 +264,7 @@ class Engine {
   bool snapshot_running_ = false;
   std::function<void(absl::StatusOr<uint64_t>)>
       snapshot_done_;                 // who asked for the next, or for it
-  uint64_t snapshot_not_before_ = 0;  // records since the last one; set when the state is too large
+  uint64_t snapshot_not_before_ = 0;  // records since the last one; set when one has failed
   bool stopped_ = false;
   absl::flat_hash_map<CallId, OpenCall> calls_;
   std::deque<std::pair<uint64_t, size_t>> backlog_;  // revision and size of records on their way
@@ -264,7 +277,10 @@ class Engine {
   std::vector<std::pair<std::shared_ptr<Session>, std::shared_ptr<AgentLink>>> read_next_;
   std::multimap<absl::Time, std::weak_ptr<Session>> expiring_;
   absl::flat_hash_map<WatchLink*, Watcher> watchers_;
-  std::vector<std::string> changed_jobs_;
+  absl::flat_hash_map<std::string, absl::flat_hash_set<WatchLink*>> watchers_of_;  // by job
+  std::vector<std::string> changed_jobs_;                                          // of this batch
+  // Jobs with events that were not durable, and the revision up to which the journal must be.
+  std::deque<std::pair<uint64_t, std::string>> undurable_jobs_;
 
   std::atomic<std::thread::id> applier_{};
   absl::Time last_trim_ = absl::InfinitePast();
@@ -274,6 +290,10 @@ class Engine {
   std::atomic<uint64_t> journal_records_{0};
   std::atomic<uint64_t> journal_bytes_{0};
   std::atomic<bool> journal_ok_{true};
+  std::atomic<bool> snapshot_ok_{true};
+  std::atomic<uint64_t> snapshots_{0};
+  std::atomic<uint64_t> snapshot_failures_{0};
+  std::atomic<uint64_t> watchers_visited_{0};
   std::atomic<uint64_t> queued_bytes_{0};
   std::atomic<uint64_t> backlog_bytes_{0};
   std::atomic<uint64_t> overloaded_{0};

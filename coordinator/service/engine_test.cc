@@ -667,5 +667,223 @@ TEST_F(EngineTest, WhoBringsACallWhileOthersNeverPause_IsLetGoAfterAWhile) {
   chain.done.WaitForNotification();
 }
 
+// A journal that is durable when the test says so, and hands its records to the next one.
+class HandedJournal final : public Journal {
+ public:
+  using Records = std::vector<std::pair<uint64_t, std::string>>;
+  explicit HandedJournal(Records records = {}, uint64_t term = 1, uint64_t restored = 0)
+      : term_(term), restored_(restored), records_(std::move(records)) {}
+
+  const std::string& cluster_id() const override { return id_; }
+  uint64_t term() const override { return term_; }
+  uint64_t restored() const override { return restored_; }
+  const std::string& description() const override { return id_; }
+  absl::Status Replay(
+      const std::function<absl::Status(uint64_t, absl::string_view)>&,
+      const std::function<absl::Status(uint64_t, absl::string_view)>& record) override {
+    for (const auto& [revision, payload] : records_) {
+      if (absl::Status status = record(revision, payload); !status.ok()) return status;
+    }
+    return absl::OkStatus();
+  }
+  void Start(std::function<void(const Progress&)> progress) override {
+    progress_ = std::move(progress);
+  }
+  void Append(uint64_t revision, std::string record) override {
+    records_.emplace_back(revision, std::move(record));
+    if (!held_) Release();
+  }
+  void WriteSnapshot(uint64_t, std::string, std::function<void(absl::Status)> done) override {
+    done(absl::OkStatus());
+  }
+  uint64_t records_since_snapshot() const override { return 0; }
+  uint64_t bytes_since_snapshot() const override { return 0; }
+  void Stop() override {}
+
+  const Records& records() const { return records_; }
+  void Hold() { held_ = true; }
+  // Within an event.
+  void Release() {
+    Progress progress;
+    progress.durable_revision = records_.back().first;
+    progress_(progress);
+  }
+
+ private:
+  const std::string id_ = "00000000000000000000000000000001";
+  const uint64_t term_;
+  const uint64_t restored_;
+  std::function<void(const Progress&)> progress_;
+  Records records_;
+  bool held_ = false;
+};
+
+TEST_F(EngineTest, CopyMarkedAsRestored_EndsItsGenerationsOnce) {
+  HandedJournal::Records records;
+  // Starts on what the one before has written; returns the generation of "j".
+  const auto run = [&](uint64_t term, uint64_t restored, const v1::Op& op, FakeSink* sink) {
+    auto owned = std::make_unique<HandedJournal>(records, term, restored);
+    HandedJournal* const journal = owned.get();
+    engine_ = std::make_unique<Engine>(Engine::Options{}, std::move(owned));
+    EXPECT_TRUE(engine_->Start().ok());
+    Call(op, sink);
+    uint64_t generation = 0;
+    Notification done;
+    engine_->WithCore([&](Core* core) {
+      v1::StatusReply status;
+      core->FillStatus(&status);
+      generation = status.jobs(0).generation();
+      EXPECT_EQ(status.header().term(), term);
+      done.Notify();
+    });
+    done.WaitForNotification();
+    engine_->Stop();
+    records = journal->records();
+    return generation;
+  };
+  FakeSink join, stale, again;
+  EXPECT_EQ(run(1, 0, JoinAlone(), &join), 1u);
+  generation_ = 1;
+  EXPECT_EQ(run(70000, 69999, Put("k", "v"), &stale), 65537u);
+  EXPECT_EQ(stale.reason(), v1::ERROR_REASON_STALE_GENERATION);
+  EXPECT_EQ(run(70001, 69999, Put("k", "v"), &again), 65537u) << "it has taken note of it";
+}
+
+TEST_F(EngineTest, TermBeyondTheLast_IsRefused) {
+  Engine engine(Engine::Options{},
+                std::make_unique<HandedJournal>(HandedJournal::Records(), Core::kMaxTerm + 1));
+  const absl::Status status = engine.Start();
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("empty directory"));
+}
+
+TEST_F(EngineTest, AnswerLargerThanAMessage_SaysWhetherItWasDone) {
+  Engine::Limits limits;
+  limits.answer_bytes = 10000;
+  Start(limits);
+  PutNow("large", std::string(20000, 'x'));
+  // Only read: as if it had not been asked.
+  FakeSink read;
+  Call(Get("large"), &read);
+  EXPECT_EQ(read.reason(), v1::ERROR_REASON_LIMIT);
+  EXPECT_EQ(read.answer->Parse().error().code(),
+            static_cast<int>(absl::StatusCode::kInvalidArgument));
+  // Written and read: it was done, and a repeat does not do it again.
+  v1::Op op = Put("count", "1");
+  op.mutable_txn()->mutable_fence()->set_request_id(5);
+  op.mutable_txn()->mutable_then(0)->mutable_add()->set_key("count");
+  op.mutable_txn()->mutable_then(0)->mutable_add()->set_delta(1);
+  op.mutable_txn()->add_then()->mutable_get()->set_key("large");
+  uint64_t revision = 0;
+  for (int times = 0; times < 2; ++times) {
+    FakeSink written;
+    Call(op, &written);
+    const v1::OpError error = written.answer->Parse().error();
+    EXPECT_EQ(error.detail().reason(), v1::ERROR_REASON_RESULT_TOO_LARGE);
+    EXPECT_EQ(error.code(), static_cast<int>(absl::StatusCode::kOutOfRange));
+    EXPECT_THAT(error.message(), ::testing::HasSubstr("was done"));
+    EXPECT_GT(error.detail().revision(), 0u);
+    EXPECT_TRUE(times == 0 || error.detail().revision() == revision);
+    revision = error.detail().revision();
+  }
+  FakeSink count;
+  Call(Get("count"), &count);
+  const v1::KeyValue kv = count.answer->Parse().txn().results(0).kvs(0);
+  EXPECT_EQ(kv.value(), "1");
+  EXPECT_EQ(kv.mod_revision(), revision);
+}
+
+TEST_F(EngineTest, Events_OfOneJob_LookAtItsWatchersOnly) {
+  Start({});
+  constexpr int kOthers = 200;
+  std::vector<std::shared_ptr<FakeWatch>> watches;
+  for (int i = 0; i < kOthers; ++i) {
+    v1::Op join = JoinAlone();
+    join.mutable_join()->mutable_fence()->set_job_id(absl::StrCat("other", i));
+    FakeSink sink;
+    Call(join, &sink);
+    v1::WatchRequest request;
+    request.set_job_id(absl::StrCat("other", i));
+    request.set_keys(true);
+    watches.push_back(std::make_shared<FakeWatch>());
+    engine_->WatchOpen(watches.back(), request);
+  }
+  v1::WatchRequest request;
+  request.set_job_id("j");
+  request.set_keys(true);
+  auto watch = std::make_shared<FakeWatch>();
+  engine_->WatchOpen(watch, request);
+  engine_->WatchWritable(watch);
+  const uint64_t before = engine_->watchers_visited();
+  for (int i = 0; i < 10; ++i) PutNow("k", absl::StrCat(i));
+  EXPECT_EQ(engine_->watchers_visited() - before, 10u);
+  EXPECT_EQ(watch->batches.size(), 2u)
+      << "the first says from where it sees, the next waits for it";
+  engine_->WatchClosed(watch);
+  const uint64_t closed = engine_->watchers_visited();
+  PutNow("k", "v");
+  EXPECT_EQ(engine_->watchers_visited(), closed);
+  EXPECT_EQ(engine_->watchers(), static_cast<uint64_t>(kOthers));
+  for (const auto& other : watches) engine_->WatchClosed(other);
+}
+
+// Told on any thread.
+class WaitingWatch final : public WatchLink {
+ public:
+  void Write(v1::WatchBatch batch) override {
+    MutexLock lock(&mu_);
+    batches_.push_back(std::move(batch));
+    changed_.SignalAll();
+  }
+  void Close(const absl::Status&) override {}
+  // Blocks until it was written.
+  v1::WatchBatch Batch(size_t number) {
+    MutexLock lock(&mu_);
+    while (batches_.size() <= number) changed_.Wait(&mu_);
+    return batches_[number];
+  }
+
+ private:
+  Mutex mu_;
+  CondVar changed_;
+  std::vector<v1::WatchBatch> batches_ ABSL_GUARDED_BY(mu_);
+};
+
+TEST_F(EngineTest, Watcher_SeesWhatIsDurableWhenItIs) {
+  auto owned = std::make_unique<HandedJournal>();
+  HandedJournal* const journal = owned.get();
+  engine_ = std::make_unique<Engine>(Engine::Options{}, std::move(owned));
+  ASSERT_TRUE(engine_->Start().ok());
+  FakeSink sink;
+  Call(JoinAlone(), &sink);
+  generation_ = 1;
+  v1::WatchRequest request;
+  request.set_job_id("j");
+  request.set_keys(true);
+  auto early = std::make_shared<WaitingWatch>();
+  engine_->WatchOpen(early, request);
+  engine_->WatchWritable(early);
+  journal->Hold();
+  v1::Op put = Put("k", "v");
+  put.mutable_txn()->mutable_then(0)->mutable_put()->set_klass(v1::KV_CLASS_DURABLE);
+  const uint64_t from = early->Batch(0).next_revision();
+  FakeSink written;
+  Call(put, &written);
+  // One that comes while it is on its way to the disk.
+  auto late = std::make_shared<WaitingWatch>();
+  request.set_from_revision(from);
+  engine_->WatchOpen(late, request);
+  engine_->WatchWritable(late);
+  EXPECT_EQ(late->Batch(0).events_size(), 0);
+  EXPECT_FALSE(written.answered.HasBeenNotified());
+  engine_->WithCore([journal](Core*) { journal->Release(); });
+  for (const auto& watch : {early, late}) {
+    EXPECT_EQ(watch->Batch(1).events(0).put().value(), "v");
+  }
+  written.answered.WaitForNotification();
+  engine_->WatchClosed(early);
+  engine_->WatchClosed(late);
+}
+
 }  // namespace
 }  // namespace muster::coordinator

@@ -570,6 +570,7 @@ constexpr Front::Method Front::kMethods[] = {
                       call->Done(reply);
                     });
                   }),
+    MUSTER_CORE_METHOD("Admin", "RemoveJob", remove_job),
     Method::Other("muster.v1.Admin", "Snapshot",
                   [](Front& front, const std::shared_ptr<UnaryCall>& call, grpc::ByteBuffer&) {
                     front.engine_.Snapshot([call](absl::StatusOr<uint64_t> revision) {

@@ -92,22 +92,16 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
                           }));
   self->front_->Serve();
   if (!options.metrics_listen.empty()) {
-    MUSTER_ASSIGN_OR_RETURN(
-        self->http_,
-        HttpServer::Start(metrics_address.host, metrics_address.port,
-                          {{"/metrics",
-                            [raw] {
-                              return HttpServer::Response{.status = 200,
-                                                          .content_type = kPrometheusContentType,
-                                                          .body = raw->Metrics()};
-                            }},
-                           {"/healthz", [raw] {
-                              const bool ok = raw->engine_->journal_ok();
-                              return HttpServer::Response{
-                                  .status = ok ? 200 : 503,
-                                  .content_type = "text/plain; charset=utf-8",
-                                  .body = ok ? "ok\n" : "the journal cannot be written\n"};
-                            }}}));
+    MUSTER_ASSIGN_OR_RETURN(self->http_,
+                            HttpServer::Start(metrics_address.host, metrics_address.port,
+                                              {{"/metrics",
+                                                [raw] {
+                                                  return HttpServer::Response{
+                                                      .status = 200,
+                                                      .content_type = kPrometheusContentType,
+                                                      .body = raw->Metrics()};
+                                                }},
+                                               {"/healthz", [raw] { return raw->Health(); }}}));
   }
   return self;
 }
@@ -124,6 +118,17 @@ void CoordinatorServer::Shutdown() {
   if (engine_ != nullptr) engine_->Stop();
   if (server_ != nullptr) server_->Shutdown(absl::Seconds(2));
   if (front_ != nullptr) front_->Shutdown();
+}
+
+HttpServer::Response CoordinatorServer::Health() const {
+  const bool ok = engine_->journal_ok();
+  return {.status = ok ? 200 : 503,
+          .content_type = "text/plain; charset=utf-8",
+          .body = !ok ? "the journal cannot be written\n"
+                  : engine_->snapshot_ok()
+                      ? "ok\n"
+                      : "ok, but the last snapshot could not be written: the journal grows, see "
+                        "the log\n"};
 }
 
 std::string CoordinatorServer::Metrics() {
@@ -185,6 +190,10 @@ std::string CoordinatorServer::Metrics() {
   text.Family("muster_fenced_calls_total", Type::kCounter,
               "Calls refused because the caller was behind.");
   text.Sample({}, static_cast<double>(stats.fenced_calls));
+  text.Family("muster_unproven_deposals_total", Type::kCounter,
+              "Callers refused that had seen a higher term or revision without being a member of a "
+              "job here.");
+  text.Sample({}, static_cast<double>(stats.unproven_deposals));
   text.Family("muster_repeated_requests_total", Type::kCounter,
               "Repeated requests that got their first answer again.");
   text.Sample({}, static_cast<double>(stats.repeated_requests));
@@ -218,6 +227,11 @@ std::string CoordinatorServer::Metrics() {
   text.Sample({}, static_cast<double>(engine.journal_backlog_bytes()));
   text.Family("muster_journal_up", Type::kGauge, "1 while the journal can be written.");
   text.Sample({}, engine.journal_ok() ? 1 : 0);
+  text.Family("muster_snapshot_up", Type::kGauge, "0 if the last snapshot could not be written.");
+  text.Sample({}, engine.snapshot_ok() ? 1 : 0);
+  text.Family("muster_snapshots_total", Type::kCounter, "Snapshots by result.");
+  text.Sample({{"result", "written"}}, static_cast<double>(engine.snapshots()));
+  text.Sample({{"result", "failed"}}, static_cast<double>(engine.snapshot_failures()));
   text.Family("muster_journal_records_total", Type::kCounter, "Records made durable.");
   text.Sample({}, static_cast<double>(engine.journal_records()));
   text.Family("muster_journal_written_bytes_total", Type::kCounter,

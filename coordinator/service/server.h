@@ -53,8 +53,9 @@ class CoordinatorServer {
   int metrics_port() const { return http_ == nullptr ? 0 : http_->port(); }
   Engine& engine() { return *engine_; }
 
-  // What GET /metrics serves.
+  // What GET /metrics and GET /healthz serve.
   std::string Metrics();
+  HttpServer::Response Health() const;
 
   // Answers waiting calls with UNAVAILABLE / STOPPING, closes streams, writes what is queued.
   // Blocks up to a few seconds. Repeatable; the destructor does it too.

@@ -408,7 +408,7 @@ TEST(CoordinatorServer, EveryMethodOfTheContract_IsServed) {
       }
     }
   }
-  EXPECT_EQ(methods, 22);
+  EXPECT_EQ(methods, 23);
   EXPECT_EQ(call("/muster.v1.Barrier/Levitate").code(), absl::StatusCode::kUnimplemented);
   EXPECT_EQ(call("/grpc.health.v1.Health/Check").code(), absl::StatusCode::kInvalidArgument);
 }
@@ -1094,6 +1094,12 @@ TEST(Journal, SnapshotThatFails_IsReported) {
   const absl::Status status =
       client.Call<v1::Admin>(&v1::Admin::Stub::Snapshot, v1::SnapshotRequest(), &reply);
   EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  // It serves on, and says so where it is watched.
+  EXPECT_THAT(server->Metrics(), HasSubstr("\nmuster_snapshot_up 0\n"));
+  EXPECT_THAT(server->Metrics(), HasSubstr("muster_snapshots_total{result=\"failed\"} 1\n"));
+  EXPECT_THAT(server->Metrics(), HasSubstr("\nmuster_journal_up 1\n"));
+  EXPECT_EQ(server->Health().status, 200);
+  EXPECT_THAT(server->Health().body, HasSubstr("the last snapshot could not be written"));
 }
 
 // A watch, read to the end of what is asked.
