@@ -32,6 +32,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
 #include "base/clock.h"
+#include "base/descriptor_limit.h"
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "base/mutex.h"
@@ -290,6 +291,7 @@ struct ChildPlan {
     ChildFails(plan.error_fd, StartError::kSetUp);
   }
   CloseOnExecFrom(3, plan.close_range);
+  RestoreDescriptorLimit();
   if (plan.directory != nullptr && chdir(plan.directory) != 0) {
     ChildFails(plan.error_fd, StartError::kDirectory);
   }
