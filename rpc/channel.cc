@@ -6,12 +6,16 @@
 #include <grpcpp/support/channel_arguments.h>
 
 #include <algorithm>
+#include <memory>
+#include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "rpc/address.h"
 #include "rpc/files.h"
 #include "rpc/process.h"
+#include "rpc/token.h"
 
 namespace muster::rpc {
 namespace {
@@ -32,6 +36,21 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
   if (!parsed.is_unix() && parsed.port == 0) {
     return absl::InvalidArgumentError(
         absl::StrCat("address '", address, "': cannot connect to port 0"));
+  }
+  if (!parsed.is_loopback()) {
+    const bool shows_itself = !options.tls_cert.empty() || !options.token_file.empty();
+    if (options.tls_ca.empty() || !shows_itself) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "refusing to connect to ", parsed.ToString(),
+          options.tls_ca.empty() ? " without TLS" : " without saying who calls",
+          ": off the loopback interface a coordinator wants --tls_ca with --tls_cert and "
+          "--tls_key, or --tls_ca with --token_file"));
+    }
+  }
+  std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> interceptors;
+  if (!options.token_file.empty()) {
+    MUSTER_ASSIGN_OR_RETURN(const std::string token, ReadToken(options.token_file, "token_file"));
+    interceptors.push_back(SendToken(token));
   }
   std::shared_ptr<grpc::ChannelCredentials> credentials;
   if (options.tls_ca.empty()) {
@@ -85,7 +104,8 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
           ? parsed.ToString()
           : absl::StrCat(parsed.host.find(':') == std::string::npos ? "ipv4:" : "ipv6:",
                          parsed.ToString());
-  return grpc::CreateCustomChannel(target, credentials, args);
+  return grpc::experimental::CreateCustomChannelWithInterceptors(target, credentials, args,
+                                                                 std::move(interceptors));
 }
 
 absl::Status WaitUntilConnected(grpc::Channel& channel, absl::string_view address,

@@ -22,6 +22,8 @@ struct ChannelOptions {
   std::string tls_key = {};   // file
   // The name in the server's certificate, if it is not the address.
   std::string tls_server_name = {};
+  // File with the coordinator's token, which goes with every call (rpc/token.h).
+  std::string token_file = {};
   absl::Duration keepalive = absl::Seconds(30);
   absl::Duration max_backoff = absl::Seconds(5);  // between attempts to connect
   int max_message_bytes = 4 << 20;
@@ -32,7 +34,9 @@ struct ChannelOptions {
 // A channel to `address` ("127.0.0.1:29400", "[::1]:29400", "unix:/path"). Returns at once: the
 // connection is made on first use, and made again with a backoff of 50 ms to 5 s with jitter for as
 // long as the channel lives. The channel is thread-safe. Errors: INVALID_ARGUMENT for a bad
-// address, or what is wrong with a TLS file.
+// address, or one off the loopback interface without TLS, or without a certificate or a token to
+// show: nobody of ours would answer there, and a token must not travel in clear; or what is wrong
+// with a file.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address,
                                                        const ChannelOptions& options = {});
 

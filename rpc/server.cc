@@ -1,6 +1,6 @@
 #include "rpc/server.h"
 
-#include <grpcpp/ext/proto_server_reflection_plugin.h>
+#include <dlfcn.h>
 #include <grpcpp/health_check_service_interface.h>
 #include <grpcpp/security/server_credentials.h>
 #include <sys/socket.h>
@@ -21,6 +21,7 @@
 #include "rpc/address.h"
 #include "rpc/files.h"
 #include "rpc/process.h"
+#include "third_party/grpc_reflection.h"
 
 namespace muster::rpc {
 namespace {
@@ -54,6 +55,29 @@ absl::Status TryUnixSocket(const Address& address) {
 
 }  // namespace
 
+absl::Status CheckCallersAreKnown(const ServerOptions& options) {
+  MUSTER_ASSIGN_OR_RETURN(const Address address, ParseAddress(options.listen));
+  if (address.is_unix()) return absl::OkStatus();
+  const bool tls = !options.tls_cert.empty();
+  const bool known = (tls && !options.tls_ca.empty()) || options.checks_token;
+  const char* const way_out =
+      address.is_loopback()
+          ? "every user of this machine could command its jobs; give --token_file, or --tls_cert, "
+            "--tls_key and --tls_ca (client certificates), or listen on unix:PATH, or say "
+            "--insecure if that is meant"
+          : "anyone who reaches it could command its jobs; give --tls_cert, --tls_key and --tls_ca "
+            "(client certificates), or --tls_cert, --tls_key and --token_file, or listen on "
+            "127.0.0.1";
+  if (!address.is_loopback() && !tls) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("refusing to listen on ", address.ToString(), " without TLS: ",
+                     options.checks_token ? "the token would travel in clear, and " : "", way_out));
+  }
+  if (known || (options.insecure && address.is_loopback())) return absl::OkStatus();
+  return absl::InvalidArgumentError(absl::StrCat("refusing to listen on ", address.ToString(),
+                                                 " without knowing who calls: ", way_out));
+}
+
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(
     const ServerOptions& options, const std::vector<grpc::Service*>& services,
     absl::FunctionRef<void(grpc::ServerBuilder&)> prepare) {
@@ -63,18 +87,12 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
   if (options.tls_cert.empty() != options.tls_key.empty()) {
     return absl::InvalidArgumentError("tls_cert and tls_key go together: give both or none");
   }
+  if (options.tls_cert.empty() && !options.tls_ca.empty()) {
+    return absl::InvalidArgumentError(
+        "tls_ca without tls_cert and tls_key: give all three to check clients");
+  }
+  MUSTER_RETURN_IF_ERROR(CheckCallersAreKnown(options));
   if (options.tls_cert.empty()) {
-    if (!options.tls_ca.empty()) {
-      return absl::InvalidArgumentError(
-          "tls_ca without tls_cert and tls_key: give all three to check clients");
-    }
-    if (!address.is_loopback()) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("refusing to listen on ", address.ToString(),
-                       " without TLS: anyone who reaches it could command the job; give tls_cert "
-                       "and tls_key, or "
-                       "listen on 127.0.0.1"));
-    }
     credentials = grpc::InsecureServerCredentials();
   } else {
     grpc::SslServerCredentialsOptions ssl(
@@ -95,7 +113,9 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
   address.port = acceptor->port();
 
   grpc::EnableDefaultHealthCheckService(options.health);
-  if (options.reflection) grpc::reflection::InitProtoReflectionServerBuilderPlugin();
+  if (options.reflection && dlopen(kGrpcReflectionLibrary, RTLD_NOW | RTLD_LOCAL) == nullptr) {
+    return absl::UnavailableError(absl::StrCat("no reflection: ", dlerror()));
+  }
   grpc::ServerBuilder builder;
   builder.AddChannelArgument(GRPC_ARG_MAX_CONCURRENT_STREAMS, 1 << 20);
   builder.AddChannelArgument(GRPC_ARG_KEEPALIVE_TIME_MS, 30'000);

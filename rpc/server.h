@@ -28,16 +28,27 @@ struct ServerOptions {
   // Of a unix socket: only processes of this user may connect.
   std::optional<uid_t> only_user = {};
   int max_message_bytes = 4 << 20;
+  // `services` refuse every call that does not carry their token (rpc/token.h).
+  bool checks_token = false;
+  // All who reach the address may call: on the loopback interface that is every user of this
+  // machine, so it must be said. Refused off the loopback interface.
+  bool insecure = false;
   bool health = true;  // gRPC's own health service, on threads of its own
-  bool reflection = true;
+  // What services there are, for grpcurl and the like. Nobody is asked for a token. Once a server
+  // of this process has it, so have those that are started later.
+  bool reflection = false;
 };
 
-// A running gRPC server, with the health service and reflection unless told otherwise. Without TLS it listens on
-// the loopback interface or a unix socket only. Thread-safe.
+// INVALID_ARGUMENT, one line with the ways out, for options under which a server would not know its callers (see
+// Server) or would let a secret travel in clear; or for a bad address. For those who have work to do before they start.
+absl::Status CheckCallersAreKnown(const ServerOptions& options);
+
+// A running gRPC server. It knows its callers in one of three ways: a unix socket, which has an owner and a mode;
+// client certificates; or a token. Off the loopback interface it needs TLS besides. Thread-safe.
 class Server {
  public:
   // Starts serving `services`, which must outlive the server. Errors, each one line that names the
-  // address or file: INVALID_ARGUMENT bad address or TLS files, or no TLS off loopback;
+  // address or file: INVALID_ARGUMENT bad address or TLS files, or callers that nobody would know;
   // ALREADY_EXISTS the port is taken; PERMISSION_DENIED or UNAVAILABLE it cannot be bound.
   // `prepare` may add to the server before it is built, such as a generic service with its queue.
   static absl::StatusOr<std::unique_ptr<Server>> Start(

@@ -1,9 +1,12 @@
 #include "rpc/server.h"
 
 #include <grpc/support/log.h>
+#include <grpcpp/completion_queue.h>
+#include <grpcpp/generic/generic_stub.h>
 #include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,16 +14,19 @@
 #include <fstream>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "proto/muster/v1/trigger.grpc.pb.h"
 #include "rpc/channel.h"
 #include "rpc/status.h"
+#include "rpc/token.h"
 
 namespace muster::rpc {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 class EchoTriggers final : public v1::Triggers::CallbackService {
@@ -56,7 +62,7 @@ absl::StatusOr<int64_t> Raise(const std::shared_ptr<grpc::Channel>& channel,
 
 TEST(Server, PortZero_BindsReportsAndServes) {
   EchoTriggers service;
-  auto server = Server::Start({}, {&service});
+  auto server = Server::Start({.insecure = true}, {&service});
   ASSERT_TRUE(server.ok()) << server.status();
   EXPECT_GT((*server)->port(), 0);
   auto channel = Connect((*server)->address());
@@ -111,25 +117,89 @@ TEST(Server, UnixSocket_ServesAndReplacesADeadOne) {
 
 TEST(Server, SecondOnThePort_FailsWithTheAddress) {
   EchoTriggers service;
-  auto server = Server::Start({}, {&service});
+  auto server = Server::Start({.insecure = true}, {&service});
   ASSERT_TRUE(server.ok());
   EchoTriggers other;
-  const absl::Status status = Server::Start({.listen = (*server)->address()}, {&other}).status();
+  const absl::Status status =
+      Server::Start({.listen = (*server)->address(), .insecure = true}, {&other}).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kAlreadyExists);
   EXPECT_THAT(std::string(status.message()), HasSubstr((*server)->address()));
   EXPECT_THAT(std::string(status.message()), HasSubstr("another process has the port"));
 }
 
-TEST(Server, PlainTextOffLoopback_IsRefused) {
+TEST(Server, CallersThatItWouldNotKnow_AreRefusedWithTheWaysOut) {
+  const struct {
+    ServerOptions options;
+    const char* what;  // null: it may start
+  } kCases[] = {
+      {{.listen = "127.0.0.1:0"}, "without knowing who calls"},
+      {{.listen = "[::1]:0"}, "without knowing who calls"},
+      {{.listen = "127.0.0.1:0", .insecure = true}, nullptr},
+      {{.listen = "127.0.0.1:0", .checks_token = true}, nullptr},
+      {{.listen = "unix:/tmp/x"}, nullptr},
+      {{.listen = "127.0.0.1:0", .tls_cert = "c", .tls_key = "k"}, "without knowing who calls"},
+      {{.listen = "127.0.0.1:0", .tls_cert = "c", .tls_key = "k", .tls_ca = "a"}, nullptr},
+      {{.listen = "0.0.0.0:0"}, "without TLS"},
+      {{.listen = "0.0.0.0:0", .insecure = true}, "without TLS"},
+      {{.listen = "0.0.0.0:0", .checks_token = true}, "travel in clear"},
+      {{.listen = "0.0.0.0:0", .tls_cert = "c", .tls_key = "k"}, "without knowing who calls"},
+      {{.listen = "0.0.0.0:0", .tls_cert = "c", .tls_key = "k", .insecure = true},
+       "without knowing who calls"},
+      {{.listen = "0.0.0.0:0", .tls_cert = "c", .tls_key = "k", .tls_ca = "a"}, nullptr},
+      {{.listen = "0.0.0.0:0", .tls_cert = "c", .tls_key = "k", .checks_token = true}, nullptr},
+  };
+  for (const auto& c : kCases) {
+    const absl::Status status = CheckCallersAreKnown(c.options);
+    if (c.what == nullptr) {
+      EXPECT_TRUE(status.ok()) << c.options.listen << ": " << status;
+      continue;
+    }
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr(c.what), HasSubstr(c.options.listen), HasSubstr("--token_file"),
+                      HasSubstr("--tls_ca")));
+  }
   EchoTriggers service;
-  const absl::Status status = Server::Start({.listen = "0.0.0.0:0"}, {&service}).status();
-  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("without TLS"));
+  EXPECT_EQ(Server::Start({.listen = "127.0.0.1:0"}, {&service}).status().code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+TEST(Server, Reflection_OnlyIfWanted) {
+  const auto answered = [](bool wanted) {
+    EchoTriggers service;
+    auto server = Server::Start({.insecure = true, .reflection = wanted}, {&service});
+    grpc::GenericStub stub(*Connect((*server)->address(), {.own_connection = true}));
+    grpc::ClientContext context;
+    SetTimeout(context, absl::Minutes(1));
+    context.set_wait_for_ready(true);
+    grpc::CompletionQueue queue;
+    auto stream = stub.PrepareCall(
+        &context, "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo", &queue);
+    const auto next = [&] {
+      void* tag = nullptr;
+      bool ok = false;
+      EXPECT_TRUE(queue.Next(&tag, &ok));
+      return ok;
+    };
+    stream->StartCall(nullptr);
+    next();
+    stream->WritesDone(nullptr);
+    next();
+    grpc::Status status;
+    stream->Finish(&status, nullptr);
+    next();
+    queue.Shutdown();
+    return status.error_code() != grpc::StatusCode::UNIMPLEMENTED;
+  };
+  EXPECT_FALSE(answered(false));
+  EXPECT_TRUE(answered(true));
 }
 
 TEST(Server, BadTlsFiles_AreNamed) {
   EchoTriggers service;
-  EXPECT_THAT(std::string(Server::Start({.tls_cert = "/nowhere/c.pem", .tls_key = "/nowhere/k.pem"},
+  EXPECT_THAT(std::string(Server::Start({.tls_cert = "/nowhere/c.pem",
+                                         .tls_key = "/nowhere/k.pem",
+                                         .checks_token = true},
                                         {&service})
                               .status()
                               .message()),
@@ -138,10 +208,11 @@ TEST(Server, BadTlsFiles_AreNamed) {
               HasSubstr("go together"));
   const std::string path = ::testing::TempDir() + "/not.pem";
   std::ofstream(path) << "hello";
-  EXPECT_THAT(
-      std::string(
-          Server::Start({.tls_cert = path, .tls_key = path}, {&service}).status().message()),
-      HasSubstr("not a PEM file"));
+  EXPECT_THAT(std::string(Server::Start({.tls_cert = path, .tls_key = path, .checks_token = true},
+                                        {&service})
+                              .status()
+                              .message()),
+              HasSubstr("not a PEM file"));
 }
 
 TEST(Server, NotOurAddress_IsNamed) {
@@ -160,8 +231,9 @@ TEST(Server, Tls_ServesOnlyThoseWhoTrustIt) {
       key + " -out " + cert + " 2>/dev/null";
   ASSERT_EQ(std::system(make.c_str()), 0);
   EchoTriggers service;
-  auto server =
-      Server::Start({.listen = "127.0.0.1:0", .tls_cert = cert, .tls_key = key}, {&service});
+  auto server = Server::Start(
+      {.listen = "127.0.0.1:0", .tls_cert = cert, .tls_key = key, .checks_token = true},
+      {&service});
   ASSERT_TRUE(server.ok()) << server.status();
   auto trusted = Connect((*server)->address(), {.tls_ca = cert});
   ASSERT_TRUE(trusted.ok()) << trusted.status();
@@ -186,6 +258,58 @@ TEST(Connect, BadInput_IsRefused) {
   EXPECT_EQ(Connect("127.0.0.1:1", {.tls_cert = "x"}).status().code(),
             absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(Connect("127.0.0.1:1", {.tls_ca = "/nowhere"}).status().code(),
+            absl::StatusCode::kNotFound);
+}
+
+TEST(Connect, OffLoopback_WantsTlsAndSomethingToShow) {
+  const struct {
+    ChannelOptions options;
+    const char* what;
+  } kCases[] = {
+      {{}, "without TLS"},
+      {{.token_file = "/nowhere"}, "without TLS"},
+      {{.tls_ca = "/nowhere"}, "without saying who calls"},
+  };
+  for (const char* address : {"10.0.0.1:1", "0.0.0.0:1", "[2001:db8::1]:1"}) {
+    for (const auto& c : kCases) {
+      const absl::Status status = Connect(address, c.options).status();
+      EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+      EXPECT_THAT(std::string(status.message()),
+                  AllOf(HasSubstr(c.what), HasSubstr(address), HasSubstr("--tls_cert"),
+                        HasSubstr("--token_file")));
+    }
+    EXPECT_EQ(Connect(address, {.tls_ca = "/nowhere", .token_file = "/nowhere"}).status().code(),
+              absl::StatusCode::kNotFound);
+  }
+}
+
+class SeenTriggers final : public v1::Triggers::CallbackService {
+ public:
+  explicit SeenTriggers(std::string token) : token_(std::move(token)) {}
+  grpc::ServerUnaryReactor* Raise(grpc::CallbackServerContext* context,
+                                  const v1::RaiseTriggerRequest*, v1::RaiseTriggerReply*) override {
+    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
+    reactor->Finish(ToGrpc(CheckToken(context->client_metadata(), token_)));
+    return reactor;
+  }
+
+ private:
+  const std::string token_;
+};
+
+TEST(Connect, TokenFile_GoesWithEveryCall) {
+  const std::string path = ::testing::TempDir() + "/sent-token";
+  std::ofstream(path) << "s3cret\n";
+  ASSERT_EQ(chmod(path.c_str(), 0600), 0);
+  SeenTriggers service("s3cret");
+  auto server = Server::Start({.checks_token = true}, {&service});
+  ASSERT_TRUE(server.ok()) << server.status();
+  const auto channel = Connect((*server)->address(), {.token_file = path});
+  ASSERT_TRUE(channel.ok()) << channel.status();
+  for (int i = 0; i < 2; ++i) EXPECT_TRUE(Raise(*channel, "x", 1).ok());
+  EXPECT_EQ(GetReason(Raise(*Connect((*server)->address()), "x", 1).status()),
+            v1::ERROR_REASON_BAD_TOKEN);
+  EXPECT_EQ(Connect((*server)->address(), {.token_file = "/nowhere"}).status().code(),
             absl::StatusCode::kNotFound);
 }
 

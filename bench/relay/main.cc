@@ -86,7 +86,7 @@ int Run(int argc, char** argv) {
     return 2;
   }
   SetLogLevel(LogLevel::kWarning);
-  auto server = coordinator::CoordinatorServer::Start({});
+  auto server = coordinator::CoordinatorServer::Start({.rpc = {.insecure = true}});
   Check(server.status());
   auto session = agent::NodeSession::Start({.coordinator = (*server)->address()});
   Check(session.status());

@@ -17,12 +17,14 @@
 #include "base/status_macros.h"
 #include "client/cli/exit_code.h"
 #include "client/cli/machine.h"
+#include "client/cli/running_launch.h"
 #include "client/cli/version.h"
 #include "client/config/suggest.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/membership.grpc.pb.h"
 #include "proto/muster/v1/trigger.grpc.pb.h"
+#include "rpc/address.h"
 #include "rpc/channel.h"
 #include "rpc/status.h"
 
@@ -300,13 +302,18 @@ namespace {
 std::vector<OptionSpec> ConnectionOptions(std::vector<OptionSpec> more) {
   std::vector<OptionSpec> options = {
       {.name = "coordinator",
-       .value_name = "IP:PORT",
-       .help = "Its address. Default: $MUSTER_COORDINATOR"},
+       .value_name = "ADDRESS",
+       .help = "IP:PORT or unix:PATH. Default: $MUSTER_COORDINATOR, else your launch that runs on "
+               "this machine"},
       {.name = "tls_ca",
        .value_name = "FILE",
        .help = "Certificates that the coordinator's must descend from"},
       {.name = "tls_cert", .value_name = "FILE", .help = "Certificate to show"},
       {.name = "tls_key", .value_name = "FILE", .help = "Private key of --tls_cert"},
+      {.name = "token_file",
+       .value_name = "FILE",
+       .help = "Token to bring. Default: $MUSTER_TOKEN_FILE, else that of your launch with this "
+               "address"},
       {.name = "timeout",
        .value_name = "TIME",
        .help = "How long to wait for an answer (default 5s)"}};
@@ -320,19 +327,75 @@ struct Connection {
   std::shared_ptr<grpc::Channel> channel;
 };
 
-// Connects as the options say. Returns the exit code if it cannot, else -1.
+std::string Variable(const CommandContext& context, const char* name) {
+  const auto it = context.variables.find(name);
+  return it == context.variables.end() ? "" : it->second;
+}
+
+// The launch of this user whose coordinator is meant: the only one, or the only one that runs
+// `job`. Returns the exit code if there is none, else -1.
+int ChooseLaunch(const CommandSpec& spec, const CommandContext& context, const std::string& job,
+                 RunningLaunch* chosen) {
+  std::vector<std::string> looked_in;
+  const std::vector<RunningLaunch> launches = ListRunningLaunches(context.variables, &looked_in);
+  if (launches.empty()) {
+    return Fail(spec, context,
+                absl::UnavailableError(
+                    absl::StrCat("no launch of yours runs on this machine (looked into ",
+                                 absl::StrJoin(looked_in, " and "),
+                                 "); name another coordinator with --coordinator IP:PORT")),
+                kExitUnreachable);
+  }
+  const RunningLaunch* found = launches.size() == 1 ? &launches[0] : nullptr;
+  if (found == nullptr) {
+    int fitting = 0;
+    for (const RunningLaunch& launch : launches) {
+      if (launch.job != job) continue;
+      found = &launch;
+      ++fitting;
+    }
+    if (fitting != 1) found = nullptr;
+  }
+  if (found != nullptr) {
+    *chosen = *found;
+    return -1;
+  }
+  context.err << spec.name << ": " << launches.size()
+              << " launches of yours run on this machine: choose one by its job's name, or by "
+                 "--coordinator and its address\n";
+  for (const RunningLaunch& launch : launches) {
+    context.err << "  job " << launch.job << ", pid " << launch.pid << ", started "
+                << absl::FormatTime("%Y-%m-%d %H:%M:%S", launch.started, absl::LocalTimeZone())
+                << ", --coordinator " << launch.address << "\n";
+  }
+  return kExitUsage;
+}
+
+// What a coordinator at `address` wants to see, if a launch of this user holds it.
+RunningLaunch LaunchAt(const CommandContext& context, const std::string& address) {
+  const absl::StatusOr<rpc::Address> wanted = rpc::ParseAddress(address);
+  if (!wanted.ok()) return {};
+  for (RunningLaunch& launch : ListRunningLaunches(context.variables)) {
+    if (launch.address == wanted->ToString()) return std::move(launch);
+  }
+  return {};
+}
+
+// Connects as the options say. The first word of all these commands, if it is there, is a job.
+// Returns the exit code if it cannot, else -1.
 int Dial(const CommandSpec& spec, const CommandLine& line, const CommandContext& context,
          Connection* connection) {
+  const std::string job = line.words.empty() ? "" : line.words[0];
   std::string& address = connection->address;
   address = line.Get("coordinator");
-  if (const auto it = context.variables.find("MUSTER_COORDINATOR");
-      address.empty() && it != context.variables.end()) {
-    address = it->second;
-  }
-  if (address.empty()) {
-    return Fail(spec, context,
-                absl::InvalidArgumentError("which coordinator? give --coordinator IP:PORT"),
-                kExitUsage);
+  if (address.empty()) address = Variable(context, "MUSTER_COORDINATOR");
+  RunningLaunch launch;
+  if (!address.empty()) {
+    launch = LaunchAt(context, address);
+  } else if (const int code = ChooseLaunch(spec, context, job, &launch); code >= 0) {
+    return code;
+  } else {
+    address = launch.address;
   }
   if (line.Has("timeout") && (!absl::ParseDuration(line.Get("timeout"), &connection->timeout) ||
                               connection->timeout <= absl::ZeroDuration())) {
@@ -341,10 +404,25 @@ int Dial(const CommandSpec& spec, const CommandLine& line, const CommandContext&
                     absl::StrCat("--timeout ", line.Get("timeout"), ": write 5s or 1m")),
                 kExitUsage);
   }
-  auto channel = rpc::Connect(address, {.tls_ca = line.Get("tls_ca"),
-                                        .tls_cert = line.Get("tls_cert"),
-                                        .tls_key = line.Get("tls_key")});
-  if (!channel.ok()) return Fail(spec, context, channel.status(), kExitUsage);
+  rpc::ChannelOptions options = {.tls_ca = launch.tls_ca,
+                                 .tls_cert = launch.tls_cert,
+                                 .tls_key = launch.tls_key,
+                                 .token_file = launch.token_file};
+  if (line.Has("tls_ca") || line.Has("tls_cert") || line.Has("tls_key")) {
+    options.tls_ca = line.Get("tls_ca");
+    options.tls_cert = line.Get("tls_cert");
+    options.tls_key = line.Get("tls_key");
+  }
+  if (line.Has("token_file")) {
+    options.token_file = line.Get("token_file");
+  } else if (launch.address.empty()) {
+    options.token_file = Variable(context, "MUSTER_TOKEN_FILE");
+  }
+  auto channel = rpc::Connect(address, options);
+  if (!channel.ok()) {
+    const int code = absl::IsPermissionDenied(channel.status()) ? kExitDenied : kExitUsage;
+    return Fail(spec, context, channel.status(), code);
+  }
   connection->channel = *std::move(channel);
   const absl::Status status =
       rpc::WaitUntilConnected(*connection->channel, address, connection->timeout);
@@ -358,7 +436,9 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
       .name = "muster status",
       .summary = "Shows the jobs and workers of a running coordinator.",
       .usage = "[JOB] [OPTIONS]",
-      .details = "Exit codes: 0 shown; 2 wrong options; 3 no such job; 7 no coordinator answers.",
+      .details =
+          "Exit codes: 0 shown; 2 wrong options; 3 no such job; 7 no coordinator answers;\n8 it "
+          "wants a token, or another one.",
       .options = ConnectionOptions({{.name = "json", .help = "As one JSON object"}}),
       .max_words = 1};
   CommandLine line;
@@ -502,7 +582,8 @@ int RunTriggerCommand(const std::vector<std::string>& args, const CommandContext
       .details =
           "NAME is stop, checkpoint, profile, or what the program checks for. Returns at "
           "once; the job acts when all\nits processes have heard of it.\n"
-          "Exit codes: 0 raised; 2 wrong options; 3 no such job; 7 no coordinator answers.",
+          "Exit codes: 0 raised; 2 wrong options; 3 no such job; 7 no coordinator answers;\n8 it "
+          "wants a token, or another one.",
       .options = ConnectionOptions(
           {{.name = "payload", .value_name = "TEXT", .help = "What the program is told with it"},
            {.name = "at_step",
@@ -553,7 +634,7 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
           "process that waited got it, with\nthe native stacks of the processes that did not "
           "come.\n"
           "Exit codes: 0 done; 2 wrong options; 3 no such job or barrier; 7 no coordinator "
-          "answers.",
+          "answers;\n8 it wants a token, or another one.",
       .options = ConnectionOptions(
           {{.name = "all", .help = "Also those that have ended and are remembered"},
            {.name = "counter", .value_name = "N", .help = "This instance of NAME, not the latest"},
@@ -654,7 +735,8 @@ int RunQuarantineCommand(const std::vector<std::string>& args, const CommandCont
       .details =
           "A host that is named too often is quarantined by itself; muster status shows which "
           "ones.\n"
-          "Exit codes: 0 done; 2 wrong options; 3 no such job; 7 no coordinator answers.",
+          "Exit codes: 0 done; 2 wrong options; 3 no such job; 7 no coordinator answers;\n8 it "
+          "wants a token, or another one.",
       .options = ConnectionOptions(
           {{.name = "for", .value_name = "TIME", .help = "How long (default 30m)"},
            {.name = "reason", .value_name = "TEXT", .help = "Why, for muster status"},

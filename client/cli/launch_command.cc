@@ -21,8 +21,10 @@ constexpr char kExitCodes[] =
     "last lines); 2 wrong\n"
     "options, config or layout; 4 the port is taken; 5 the other machines did not come in time; 7 "
     "the coordinator cannot\n"
-    "be reached; 126 the program cannot be run; 127 the program does not exist; 130 Ctrl-C; 143 "
-    "SIGTERM.\n"
+    "be reached; 8 denied: a token, or a folder that is not yours; 126 the program cannot be run; "
+    "127 "
+    "it does not exist;\n"
+    "130 Ctrl-C; 143 SIGTERM.\n"
     "All are in docs/cli.md.";
 
 std::string Variable(const std::map<std::string, std::string>& variables, const std::string& name) {

@@ -2,11 +2,19 @@
 
 #include <unistd.h>
 
+#include <filesystem>
+#include <map>
+#include <memory>
+#include <string>
 #include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
 #include "base/file.h"
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "client/cli/running_launch.h"
 #include "worker/agent/job_signals.h"
 #include "worker/agent/node_job.h"
 #include "worker/agent/process.h"
@@ -14,6 +22,8 @@
 
 namespace muster::client {
 namespace {
+
+constexpr char kLoopback[] = "127.0.0.1";
 
 LaunchOutcome Refused(absl::Status status) {
   LaunchOutcome outcome;
@@ -26,7 +36,28 @@ std::string AddressText(const std::string& ip, int port) {
   return absl::StrCat(absl::StrContains(ip, ':') ? absl::StrCat("[", ip, "]") : ip, ":", port);
 }
 
-agent::AgentOptions MakeAgentOptions(const LaunchPlan& plan, const std::string& coordinator) {
+std::string JobName(const LaunchConfig& config) {
+  if (!config.job_name.empty()) return config.job_name;
+  // Machines that do not share a made-up name must share a fixed one.
+  return config.num_machines > 1 ? "launch" : absl::StrCat("launch-", RandomHex().substr(0, 8));
+}
+
+// As others find it, who may stand in another folder.
+std::string Absolute(const std::string& path) {
+  std::error_code error;
+  return path.empty() ? "" : std::filesystem::absolute(path, error).string();
+}
+
+// What the agent of this machine shows to the coordinator, and checks of it.
+struct Access {
+  std::string tls_ca = {};
+  std::string tls_cert = {};
+  std::string tls_key = {};
+  std::string token_file = {};
+};
+
+agent::AgentOptions MakeAgentOptions(const LaunchPlan& plan, const std::string& job,
+                                     const std::string& coordinator) {
   const LaunchConfig& config = plan.config;
   agent::AgentOptions options;
   options.argv = plan.argv;
@@ -40,16 +71,8 @@ agent::AgentOptions MakeAgentOptions(const LaunchPlan& plan, const std::string& 
   options.log_dir = config.log_dir;
 
   agent::WorkerEnvironment& worker = options.worker;
-  worker.job = config.job_name;
-  if (worker.job.empty()) {
-    // Machines that do not share a made-up name must share a fixed one.
-    worker.job =
-        config.num_machines > 1 ? "launch" : absl::StrCat("launch-", RandomHex().substr(0, 8));
-  }
+  worker.job = job;
   worker.coordinator = coordinator;
-  worker.tls_ca = config.tls_ca;
-  worker.tls_cert = config.tls_cert;
-  worker.tls_key = config.tls_key;
   worker.mixed_precision = config.mixed_precision;
   worker.cpu = config.cpu;
   worker.gradient_accumulation_steps = config.gradient_accumulation_steps;
@@ -58,6 +81,59 @@ agent::AgentOptions MakeAgentOptions(const LaunchPlan& plan, const std::string& 
   worker.cores = plan.cores;
   worker.extra = config.env;
   return options;
+}
+
+// A coordinator that this launch holds, and what others find it by.
+struct Held {
+  std::unique_ptr<LaunchRecord> record = nullptr;  // outlives the coordinator: its files
+  std::unique_ptr<EmbeddedCoordinator> coordinator = nullptr;
+  Access access = {};
+};
+
+// Where nobody else is to come, it listens on a socket that only this user can reach; an address
+// that was asked for is guarded by certificates or a token, of this job's own if none was given.
+absl::StatusOr<Held> HoldCoordinator(const LaunchConfig& config, const std::string& job,
+                                     const std::map<std::string, std::string>& variables,
+                                     const CoordinatorFactory& start_coordinator) {
+  Held held;
+  absl::StatusOr<std::unique_ptr<LaunchRecord>> record = LaunchRecord::Create(variables);
+  EmbeddedCoordinatorOptions options;
+  const bool one_machine = config.num_machines == 1;
+  if (one_machine && config.coordinator_ip.empty() && config.coordinator_port == 0) {
+    if (!record.ok()) return record.status();
+    options.listen = absl::StrCat("unix:", (*record)->socket_path());
+  } else {
+    const bool certificates = !config.tls_ca.empty() && !config.tls_cert.empty();
+    held.access = {config.tls_ca, config.tls_cert, config.tls_key, config.token_file};
+    if (held.access.token_file.empty() && !certificates) {
+      if (!record.ok()) return record.status();
+      MUSTER_ASSIGN_OR_RETURN(held.access.token_file, (*record)->MakeToken());
+    }
+    options.listen = AddressText(config.coordinator_ip.empty() ? kLoopback : config.coordinator_ip,
+                                 config.coordinator_port);
+    options.tls_cert = config.tls_cert;
+    options.tls_key = config.tls_key;
+    options.token_file = held.access.token_file;
+    // With a token, machines need no certificates of their own.
+    if (options.token_file.empty()) options.tls_ca = config.tls_ca;
+  }
+  MUSTER_ASSIGN_OR_RETURN(held.coordinator, start_coordinator(options));
+  if (record.ok()) {
+    held.record = *std::move(record);
+    const absl::Status published = held.record->Publish({
+        .job = job,
+        .pid = getpid(),
+        .started = absl::Now(),
+        .address = held.coordinator->address(),
+        .token_file = Absolute(held.access.token_file),
+        .tls_ca = Absolute(held.access.tls_ca),
+        .tls_cert = Absolute(held.access.tls_cert),
+        .tls_key = Absolute(held.access.tls_key),
+    });
+    // The job runs as well; muster status wants an address then.
+    if (!published.ok()) MUSTER_LOG(Warning) << published.message();
+  }
+  return held;
 }
 
 LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordinator) {
@@ -73,28 +149,36 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   absl::StatusOr<std::unique_ptr<agent::ProcessHost>> host = agent::ProcessHost::Start();
   if (!host.ok()) return Refused(host.status());
 
-  const std::string ip = config.coordinator_ip.empty() ? "127.0.0.1" : config.coordinator_ip;
+  const std::string ip = config.coordinator_ip.empty() ? kLoopback : config.coordinator_ip;
   std::string address = AddressText(ip, config.coordinator_port);
-  std::unique_ptr<EmbeddedCoordinator> coordinator;
+  const std::string job = JobName(config);
+  Held held = {
+      .access = {config.tls_ca, config.tls_cert, config.tls_key, config.token_file},
+  };
   if (config.machine_rank == 0 && !plan.coordinator_runs) {
-    absl::StatusOr<std::unique_ptr<EmbeddedCoordinator>> started =
-        start_coordinator({address, config.tls_ca, config.tls_cert, config.tls_key});
+    absl::StatusOr<Held> started = HoldCoordinator(config, job, plan.variables, start_coordinator);
+    // As RunNodeJob: NOT_FOUND says that the program is missing.
+    if (absl::IsNotFound(started.status())) {
+      return Refused(absl::InvalidArgumentError(started.status().message()));
+    }
     if (!started.ok()) return Refused(started.status());
-    coordinator = *std::move(started);
-    address = coordinator->address();
+    held = *std::move(started);
+    address = held.coordinator->address();
   }
 
   agent::NodeJobOptions options;
-  options.agent = MakeAgentOptions(plan, address);
-  options.channel.tls_ca = config.tls_ca;
-  options.channel.tls_cert = config.tls_cert;
-  options.channel.tls_key = config.tls_key;
+  options.agent = MakeAgentOptions(plan, job, address);
+  options.channel.tls_ca = held.access.tls_ca;
+  options.channel.tls_cert = held.access.tls_cert;
+  options.channel.tls_key = held.access.tls_key;
+  options.channel.token_file = held.access.token_file;
   options.num_nodes = config.num_machines;
   options.node_rank = config.machine_rank;
   options.host = config.machine_rank == 0 ? ip : "";
   options.join_timeout = config.join_timeout;
   options.outage_tolerance = config.outage_tolerance;
   options.log_limits = {.max_bytes = int64_t{config.log_max_mib} << 20, .files = config.log_files};
+  options.tell_late = held.coordinator == nullptr;
   options.show_output = config.log_dir.empty() || config.tee;
   options.prefix = config.prefix.value_or(isatty(STDOUT_FILENO) != 0);
   const agent::NodeJobResult result = agent::RunNodeJob(std::move(options), **host);

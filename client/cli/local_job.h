@@ -19,11 +19,12 @@ class EmbeddedCoordinator {
 };
 
 struct EmbeddedCoordinatorOptions {
-  std::string listen;  // "127.0.0.1:0"
-  // Files; empty: none. See rpc::ServerOptions.
-  std::string tls_ca;
-  std::string tls_cert;
-  std::string tls_key;
+  std::string listen;  // "127.0.0.1:0", "unix:PATH"
+  // Files; empty: none. See rpc::ServerOptions and CoordinatorServer::Options.
+  std::string tls_ca = {};
+  std::string tls_cert = {};
+  std::string tls_key = {};
+  std::string token_file = {};
 };
 
 using CoordinatorFactory = std::function<absl::StatusOr<std::unique_ptr<EmbeddedCoordinator>>(

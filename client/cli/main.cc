@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "base/descriptor_limit.h"
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "base/status_macros.h"
@@ -37,6 +38,9 @@ absl::StatusOr<std::unique_ptr<muster::client::EmbeddedCoordinator>> StartCoordi
   server.rpc.tls_ca = options.tls_ca;
   server.rpc.tls_cert = options.tls_cert;
   server.rpc.tls_key = options.tls_key;
+  server.token_file = options.token_file;
+  // A job of many machines needs more descriptors than the usual soft limit.
+  muster::RaiseDescriptorLimit();
   MUSTER_ASSIGN_OR_RETURN(auto started,
                           muster::coordinator::CoordinatorServer::Start(std::move(server)));
   return std::unique_ptr<muster::client::EmbeddedCoordinator>(

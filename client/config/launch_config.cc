@@ -128,6 +128,46 @@ class Resolver {
   const std::vector<Layer>& layers_;
 };
 
+// That the coordinator knows who calls it. The launcher sees to it by itself where only processes of
+// this machine's user are meant: by a private socket, or a token of its own.
+absl::Status CheckCallersAreKnown(const LaunchConfig& config, const Resolver& values) {
+  bool local = config.coordinator_ip.empty();
+  if (!local) {
+    const bool v6 = absl::StrContains(config.coordinator_ip, ':');
+    const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(absl::StrCat(
+        v6 ? "[" : "", config.coordinator_ip, v6 ? "]:" : ":", config.coordinator_port));
+    if (!address.ok()) {
+      return absl::InvalidArgumentError(absl::StrCat("coordinator: ", address.status().message(),
+                                                     " (from ",
+                                                     values.Get("main_process_ip").source, ")"));
+    }
+    local = address->is_loopback();
+  }
+  if (local && config.num_machines == 1) return absl::OkStatus();
+  const bool certificates = !config.tls_ca.empty() && !config.tls_cert.empty();
+  const bool token = !config.token_file.empty();
+  const bool tls = !config.tls_ca.empty() && (config.machine_rank != 0 || !config.tls_cert.empty());
+  if (certificates || (token && (local || tls))) return absl::OkStatus();
+  const std::string where = absl::StrCat(
+      config.num_machines > 1 ? absl::StrCat("num_machines: ", config.num_machines, " (from ",
+                                             values.Get("num_machines").source, ")")
+                              : absl::StrCat("coordinator: ", config.coordinator_ip, " (from ",
+                                             values.Get("main_process_ip").source, ")"));
+  if (local) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(where,
+                     " needs a coordinator that knows who calls: give --token_file, the "
+                     "same for all, or --tls_ca, --tls_cert and --tls_key"));
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat(where, " needs ",
+                   token ? "TLS besides the token, which would travel in clear"
+                         : "a coordinator that knows who calls",
+                   ": give --tls_ca, --tls_cert and --tls_key, or --token_file with --tls_ca (and "
+                   "--tls_cert and "
+                   "--tls_key on machine 0)"));
+}
+
 std::string YamlScalar(const SettingSpec& spec, const std::string& text) {
   if (spec.type == Type::kInt || spec.type == Type::kBool) return text;
   return JsonQuote(text);
@@ -196,14 +236,16 @@ const std::vector<SettingSpec>& LaunchSettings() {
       {.name = "main_process_ip",
        .variable = "MUSTER_MAIN_PROCESS_IP",
        .value_name = "IP",
-       .help = "Numeric address of machine 0"},
+       .help =
+           "Numeric address of machine 0. Default with one machine: a private socket, no address"},
       {.name = "main_process_port",
        .variable = "MUSTER_MAIN_PROCESS_PORT",
        .type = Type::kInt,
        .min = 0,
        .max = 65535,
        .value_name = "PORT",
-       .help = "Port of the coordinator on machine 0. Default with one machine: a free one"},
+       .help =
+           "Port of the coordinator on machine 0. Default with one machine: none, or a free one"},
       {.name = "max_restarts",
        .variable = "MUSTER_MAX_RESTARTS",
        .type = Type::kInt,
@@ -283,6 +325,11 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .variable = "MUSTER_TLS_KEY",
        .value_name = "FILE",
        .help = "Private key of --tls_cert"},
+      {.name = "token_file",
+       .variable = "MUSTER_TOKEN_FILE",
+       .value_name = "FILE",
+       .help = "Token that all who call the coordinator must bring; the same on all machines, and "
+               "readable by its owner only. Instead of certificates of the machines"},
   };
   return *settings;
 }
@@ -464,6 +511,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
   config.tls_ca = values.Text("tls_ca");
   config.tls_cert = values.Text("tls_cert");
   config.tls_key = values.Text("tls_key");
+  config.token_file = values.Text("token_file");
 
   int gpus = machine.gpus;
   if (!config.gpu_ids.empty() && config.gpu_ids != "all") {
@@ -533,6 +581,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
             ? absl::StrCat("tls_cert (from ", values.Get("tls_cert").source, ") needs tls_key")
             : absl::StrCat("tls_key (from ", values.Get("tls_key").source, ") needs tls_cert"));
   }
+  MUSTER_RETURN_IF_ERROR(CheckCallersAreKnown(config, values));
 
   for (const SettingSpec& spec : LaunchSettings()) {
     Given given = values.Get(spec.name);

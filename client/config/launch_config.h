@@ -103,6 +103,7 @@ struct LaunchConfig {
   std::string tls_ca;
   std::string tls_cert;
   std::string tls_key;
+  std::string token_file;
   std::map<std::string, std::string> env;
 
   // Every setting with its text and source, in the order of the table, then "env.NAME". For
@@ -113,7 +114,7 @@ struct LaunchConfig {
 // The first layer that has a setting wins: pass flags, variables, file. Errors: INVALID_ARGUMENT,
 // one line that names the setting, where its value came from and the way out: a bad value, counts
 // that do not fit each other (processes that cannot be shared out evenly over the machines, more
-// processes than GPUs, several machines without a coordinator).
+// processes than GPUs, several machines without a coordinator, a coordinator that would not know its callers).
 absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
                                            const MachineFacts& machine);
 

@@ -107,6 +107,47 @@ TEST(ResolveLaunch, MachinesThatCannotMeet_AreRefused) {
               HasSubstr("numbered from 0"));
 }
 
+TEST(ResolveLaunch, CoordinatorThatWouldNotKnowItsCallers_IsRefusedWithTheWays) {
+  using Settings = std::map<std::string, std::string>;
+  const Settings kFar = {{"main_process_ip", "10.0.0.5"}, {"main_process_port", "29400"}};
+  const Settings kNear = {{"main_process_ip", "127.0.0.1"}, {"main_process_port", "29400"}};
+  const Settings kCertificates = {{"tls_ca", "a"}, {"tls_cert", "c"}, {"tls_key", "k"}};
+  const Settings kToken = {{"token_file", "t"}};
+  const Settings kTwo = {{"num_machines", "2"}}, kSecond = {{"machine_rank", "1"}};
+  const Settings kCa = {{"tls_ca", "a"}};
+  const auto of = [](const std::vector<Settings>& parts) {
+    Settings all;
+    for (const Settings& part : parts) all.insert(part.begin(), part.end());
+    return ErrorOf(all);
+  };
+  // One machine, where its launcher sees to it.
+  EXPECT_EQ(of({}), "accepted");
+  EXPECT_EQ(of({kNear}), "accepted");
+  EXPECT_EQ(of({{{"main_process_ip", "localhost"}}}), "accepted");
+  EXPECT_EQ(of({{{"main_process_ip", "::1"}}}), "accepted");
+  // An address that others reach.
+  for (const Settings& machines : {Settings(), kTwo}) {
+    EXPECT_THAT(of({kFar, machines}),
+                AllOf(HasSubstr("knows who calls"), HasSubstr("--tls_ca, --tls_cert and --tls_key"),
+                      HasSubstr("--token_file")));
+    EXPECT_THAT(of({kFar, machines, kToken}), HasSubstr("travel in clear"));
+    EXPECT_THAT(of({kFar, machines, kToken, kCa}), HasSubstr("travel in clear"))
+        << "machine 0 serves, and needs a certificate for that";
+    EXPECT_THAT(of({kFar, machines, kCa}), HasSubstr("knows who calls"));
+    EXPECT_EQ(of({kFar, machines, kCertificates}), "accepted");
+    EXPECT_EQ(of({kFar, machines, kCertificates, kToken}), "accepted");
+  }
+  EXPECT_EQ(of({kFar, kTwo, kSecond, kToken, kCa}), "accepted");
+  EXPECT_THAT(of({kFar, kTwo, kSecond, kCa}), HasSubstr("knows who calls"));
+  EXPECT_THAT(of({{{"main_process_ip", "0.0.0.0"}}}), HasSubstr("knows who calls"));
+  EXPECT_THAT(of({{{"main_process_ip", "here"}}}), HasSubstr("not numeric"));
+  // Several machines on one: no secret travels, but each must know it.
+  EXPECT_THAT(of({kNear, kTwo}), AllOf(HasSubstr("--token_file"), HasSubstr("--tls_ca")));
+  EXPECT_EQ(of({kNear, kTwo, kToken}), "accepted");
+  EXPECT_EQ(of({kNear, kTwo, kSecond, kToken}), "accepted");
+  EXPECT_EQ(of({kNear, kTwo, kCertificates}), "accepted");
+}
+
 TEST(ResolveLaunch, MoreProcessesThanGpus_AreRefusedUnlessOnTheCpu) {
   EXPECT_THAT(ErrorOf({{"num_processes", "4"}}, {.gpus = 2}), HasSubstr("use 2 or --cpu"));
   EXPECT_THAT(ErrorOf({{"gpu_ids", "0,1,2"}}, {.gpus = 2}), HasSubstr("names 3 GPUs"));

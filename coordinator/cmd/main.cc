@@ -1,5 +1,3 @@
-#include <sys/resource.h>
-
 #include <atomic>
 #include <cmath>
 #include <csignal>
@@ -10,6 +8,7 @@
 #include "CLI/CLI.hpp"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "base/descriptor_limit.h"
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "coordinator/core.h"
@@ -33,16 +32,21 @@ constexpr char kAbout[] =
     "runs until\n"
     "SIGTERM or SIGINT.";
 constexpr char kFooter[] =
-    "\nExit codes: 0 stopped by a signal; 2 bad flags; 3 cannot serve (port taken, no TLS off "
-    "loopback, data\n"
-    "directory in use or not writable); 4 the journal is corrupt; 5 a newer coordinator took "
-    "over, or this one\nbegan from an older copy of its directory (the log says so, see "
-    "--restored); 6 the journal could not be\nwritten (other than a full disk, which is waited "
-    "out): start it again.\n\n"
+    "\nWho may call it: on unix:PATH processes of this user; else who shows a certificate "
+    "(--tls_ca) or the token\n"
+    "(--token_file). Off the loopback interface TLS is needed besides.\n\n"
+    "Exit codes: 0 stopped by a signal; 2 bad flags, or nobody would know who calls; 3 cannot "
+    "serve (port taken, a\n"
+    "file that cannot be read, data directory in use or not writable); 4 the journal is corrupt; "
+    "5 a newer coordinator\n"
+    "took over, or this one began from an older copy of its directory (the log says so, see "
+    "--restored); 6 the journal\n"
+    "could not be written (other than a full disk, which is waited out): start it again.\n\n"
     "Examples:\n"
-    "  muster-coordinator --listen 127.0.0.1:29400 --data_dir /var/lib/muster\n"
-    "  muster-coordinator --listen 10.0.0.5:29400 --tls_cert c.pem --tls_key k.pem "
-    "--metrics_listen 127.0.0.1:9090\n"
+    "  muster-coordinator --listen unix:/run/muster/coordinator.sock --data_dir /var/lib/muster\n"
+    "  muster-coordinator --listen 127.0.0.1:29400 --token_file token\n"
+    "  muster-coordinator --listen 10.0.0.5:29400 --tls_cert c.pem --tls_key k.pem --tls_ca "
+    "ca.pem\n"
     "  muster-coordinator --verify_journal /var/lib/muster\n"
     "  muster-coordinator --restored /var/lib/muster    # once, after a backup was put back\n";
 
@@ -51,20 +55,10 @@ int Fail(int code, const absl::Status& status) {
   return code;
 }
 
-// 1,250 agents need more descriptors than the usual soft limit.
-void RaiseDescriptorLimit() {
-  rlimit limit{};
-  if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
-  limit.rlim_cur = limit.rlim_max;
-  setrlimit(RLIMIT_NOFILE, &limit);
-  getrlimit(RLIMIT_NOFILE, &limit);
-  MUSTER_LOG(Info) << "at most " << limit.rlim_cur << " open files";
-}
-
 int Run(int argc, char** argv) {
   CoordinatorServer::Options options;
   std::string verify, restored, log_level = "info", log_format;
-  bool insecure = false, version = false, list_failpoints = false;
+  bool version = false, list_failpoints = false;
   double lease = 6, resume = 60;
   int max_message_mib = 4;
   // An unset variable must not turn into a coordinator that keeps nothing.
@@ -81,14 +75,21 @@ int Run(int argc, char** argv) {
   app.add_option("--data_dir", options.data_dir,
                  "directory of the journal; without it everything is in memory only")
       ->check(not_empty);
-  app.add_flag("--insecure", insecure,
-               "say that plain text is meant; refused off the loopback interface");
+  app.add_flag("--insecure", options.rpc.insecure,
+               "let every user of this machine call it, in plain text; refused off the loopback "
+               "interface");
+  app.add_option("--token_file", options.token_file,
+                 "file with a token that every call must bring; only its owner may read it")
+      ->envname("MUSTER_TOKEN_FILE")
+      ->check(not_empty);
   app.add_option("--tls_cert", options.rpc.tls_cert, "PEM file of the server's certificate")
       ->check(not_empty);
   app.add_option("--tls_key", options.rpc.tls_key, "PEM file of its key")->check(not_empty);
   app.add_option("--tls_ca", options.rpc.tls_ca,
                  "PEM file: clients must show a certificate that descends from these")
       ->check(not_empty);
+  app.add_flag("--reflection", options.rpc.reflection,
+               "tell anybody what services there are, for grpcurl and the like");
   app.add_option("--metrics_listen", options.metrics_listen,
                  "HOST:PORT for HTTP: /metrics for Prometheus, and /healthz")
       ->check(not_empty);
@@ -182,14 +183,18 @@ int Run(int argc, char** argv) {
     return Fail(kExitUsage,
                 absl::InvalidArgumentError("--lease and --resume_window are numbers of seconds"));
   }
-  if (insecure && !options.rpc.tls_cert.empty()) {
+  if (options.rpc.insecure && (!options.rpc.tls_cert.empty() || !options.token_file.empty())) {
     return Fail(kExitUsage,
-                absl::InvalidArgumentError("--insecure and --tls_cert exclude each other"));
+                absl::InvalidArgumentError(absl::StrCat(
+                    "--insecure and ",
+                    options.token_file.empty() ? "--tls_cert" : "--token_file (MUSTER_TOKEN_FILE)",
+                    " exclude each other: it says that nobody is asked who calls")));
   }
   options.engine.core.default_lease = absl::Seconds(lease);
   options.engine.resume_window = absl::Seconds(resume);
   options.rpc.max_message_bytes = max_message_mib << 20;
-  RaiseDescriptorLimit();
+  // 1,250 agents need more descriptors than the usual soft limit.
+  MUSTER_LOG(Info) << "at most " << RaiseDescriptorLimit() << " open files";
   // Else gRPC 1.51 keeps 8 KiB for every connection to read into, whatever rpc/server.cc asks for.
   // Its experiments are chosen by the environment only.
   setenv("GRPC_EXPERIMENTS", "-tcp_read_chunks", /*overwrite=*/0);

@@ -19,6 +19,7 @@
 #include "proto/muster/v1/session.pb.h"
 #include "proto/muster/v1/watch.pb.h"
 #include "rpc/status.h"
+#include "rpc/token.h"
 
 namespace muster::coordinator {
 namespace {
@@ -113,6 +114,9 @@ class alignas(16) Front::GrpcCall final : public RpcCall {
  public:
   const std::string& method() const override { return context_.method(); }
   std::chrono::system_clock::time_point deadline() const override { return context_.deadline(); }
+  const std::multimap<grpc::string_ref, grpc::string_ref>& metadata() const override {
+    return context_.client_metadata();
+  }
 
   void Request(grpc::AsyncGenericService& service, grpc::ServerCompletionQueue* queue) {
     context_.AsyncNotifyWhenDone(Tag(RpcEvent::kGone));
@@ -599,8 +603,13 @@ constexpr Front::Method Front::kMethods[] = {
 };
 #undef MUSTER_CORE_METHOD
 
-Front::Front(Engine* engine, RpcMetrics* metrics, absl::Time started, const Limits& limits)
-    : engine_(*engine), metrics_(*metrics), started_(started), limits_(limits) {
+Front::Front(Engine* engine, RpcMetrics* metrics, absl::Time started, const Limits& limits,
+             std::string token)
+    : engine_(*engine),
+      metrics_(*metrics),
+      started_(started),
+      limits_(limits),
+      token_(std::move(token)) {
   for (const Method& method : kMethods) {
     methods_[absl::StrCat("/", method.service, "/", method.name)] = {
         &method, metrics_.Add(method.service, method.name, method.type)};
@@ -802,32 +811,49 @@ void Front::ReadOn() {
 }
 
 void Front::Begin(RpcCall* rpc) {
-  const std::string& method = rpc->method();
-  std::shared_ptr<Handler> handler;
-  if (const auto it = methods_.find(method); it != methods_.end()) {
-    handler = it->second.method->handle(*this, rpc, *it->second.method, it->second.metrics);
-    rpc->handler_ = handler;
-    if (silent_.size() >= limits_.silent_calls) {
-      refused_.fetch_add(1, std::memory_order_relaxed);
-      handler->OnSilent(rpc::ErrorWithReason(
-          absl::StatusCode::kUnavailable,
-          "too many calls have begun and sent nothing: nothing was done; try again later",
-          v1::ERROR_REASON_OVERLOADED, /*retryable=*/true));
-      return;
-    }
-    rpc->begun_ = absl::Now();
-    rpc->silent_ = silent_.insert(silent_.end(), rpc);
-    rpc->is_silent_ = true;
-    silent_count_.store(silent_.size(), std::memory_order_relaxed);
-    handler->OnBegun();
+  static MethodMetrics unknown_metrics;
+  const auto it = methods_.find(rpc->method());
+  const Method* const method = it == methods_.end() ? nullptr : it->second.method;
+  MethodMetrics* const metrics = method == nullptr ? &unknown_metrics : it->second.metrics;
+  if (const absl::Status allowed = CheckCaller(*rpc, method); !allowed.ok()) {
+    Refuse(rpc, metrics, allowed);
     return;
   }
-  static constexpr Method unknown = Method::Other("", "", nullptr);
-  static MethodMetrics unknown_metrics;
-  auto call = std::make_shared<UnaryCall>(*this, rpc, unknown, &unknown_metrics);
+  if (method == nullptr) {
+    Refuse(rpc, metrics,
+           absl::UnimplementedError(absl::StrCat("this coordinator (", kVersion, ") has no method ",
+                                                 rpc->method())));
+    return;
+  }
+  if (silent_.size() >= limits_.silent_calls) {
+    refused_.fetch_add(1, std::memory_order_relaxed);
+    Refuse(rpc, metrics,
+           rpc::ErrorWithReason(
+               absl::StatusCode::kUnavailable,
+               "too many calls have begun and sent nothing: nothing was done; try again later",
+               v1::ERROR_REASON_OVERLOADED, /*retryable=*/true));
+    return;
+  }
+  const std::shared_ptr<Handler> handler = method->handle(*this, rpc, *method, metrics);
+  rpc->handler_ = handler;
+  rpc->begun_ = absl::Now();
+  rpc->silent_ = silent_.insert(silent_.end(), rpc);
+  rpc->is_silent_ = true;
+  silent_count_.store(silent_.size(), std::memory_order_relaxed);
+  handler->OnBegun();
+}
+
+absl::Status Front::CheckCaller(const RpcCall& rpc, const Method* method) const {
+  // Those who watch over the process, such as a load balancer, hold no token.
+  if (token_.empty() || (method != nullptr && method->service == kHealth)) return absl::OkStatus();
+  return rpc::CheckToken(rpc.metadata(), token_);
+}
+
+void Front::Refuse(RpcCall* rpc, MethodMetrics* metrics, const absl::Status& status) {
+  static constexpr Method none = Method::Other("", "", nullptr);
+  auto call = std::make_shared<UnaryCall>(*this, rpc, none, metrics);
   rpc->handler_ = call;
-  call->Done(absl::UnimplementedError(
-      absl::StrCat("this coordinator (", kVersion, ") has no method ", method)));
+  call->Done(status);
 }
 
 void Front::Handle(RpcCall* rpc, RpcEvent event, bool ok) {

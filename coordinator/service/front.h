@@ -5,11 +5,13 @@
 #include <grpcpp/server_builder.h>
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/status.h>
+#include <grpcpp/support/string_ref.h>
 
 #include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <list>
+#include <map>
 #include <memory>
 #include <string>
 #include <thread>
@@ -44,6 +46,7 @@ class RpcCall {
   // The path, such as "/muster.v1.Admin/Status".
   virtual const std::string& method() const = 0;
   virtual std::chrono::system_clock::time_point deadline() const = 0;
+  virtual const std::multimap<grpc::string_ref, grpc::string_ref>& metadata() const = 0;
 
  protected:
   friend class Front;
@@ -88,8 +91,10 @@ class Front {
     size_t health_watches = 1 << 12;
   };
 
-  // `engine` and `metrics` outlive it.
-  Front(Engine* engine, RpcMetrics* metrics, absl::Time started, const Limits& limits);
+  // `engine` and `metrics` outlive it. With a `token`, every call and stream must bring it
+  // (rpc/token.h), except those of the health service.
+  Front(Engine* engine, RpcMetrics* metrics, absl::Time started, const Limits& limits,
+        std::string token = {});
   ~Front();  // only after Shutdown, or before Serve
   Front(const Front&) = delete;
   Front& operator=(const Front&) = delete;
@@ -142,12 +147,17 @@ class Front {
   void ReadOn();
   void Begin(RpcCall* rpc);
   void Heard(RpcCall* rpc);
+  // OK if a call to `method` (null: an unknown one) may go on.
+  absl::Status CheckCaller(const RpcCall& rpc, const Method* method) const;
+  // Ends a call that no handler takes.
+  void Refuse(RpcCall* rpc, MethodMetrics* metrics, const absl::Status& status);
   void Closed();
 
   Engine& engine_;
   RpcMetrics& metrics_;
   const absl::Time started_;
   const Limits limits_;
+  const std::string token_;  // empty: none
   std::atomic<bool> serving_{true};
   struct Served {
     const Method* method;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -51,6 +52,9 @@ class FakeCall final : public RpcCall {
   std::chrono::system_clock::time_point deadline() const override {
     return std::chrono::system_clock::now() + std::chrono::hours(1);
   }
+  const std::multimap<grpc::string_ref, grpc::string_ref>& metadata() const override {
+    return metadata_;
+  }
 
  private:
   void StartRead(grpc::ByteBuffer* message) override {
@@ -73,6 +77,7 @@ class FakeCall final : public RpcCall {
   }
 
   const std::string method_;
+  const std::multimap<grpc::string_ref, grpc::string_ref> metadata_;
   const std::shared_ptr<Life> life_;
 };
 

@@ -18,6 +18,7 @@
 #include "coordinator/journal/sqlite_journal.h"
 #include "coordinator/web/prometheus.h"
 #include "rpc/address.h"
+#include "rpc/token.h"
 
 namespace muster::coordinator {
 namespace {
@@ -58,7 +59,15 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
   std::unique_ptr<CoordinatorServer> self(new CoordinatorServer());
   self->started_ = absl::Now();
   MUSTER_ASSIGN_OR_RETURN(const rpc::Address address, rpc::ParseAddress(options.rpc.listen));
-  (void)address;
+  std::string token;
+  if (!options.token_file.empty()) {
+    MUSTER_ASSIGN_OR_RETURN(token, rpc::ReadToken(options.token_file, "token_file"));
+  } else if (address.is_unix() && !options.rpc.only_user.has_value()) {
+    options.rpc.only_user = geteuid();
+  }
+  options.rpc.checks_token = !token.empty();
+  // Before the journal is touched.
+  MUSTER_RETURN_IF_ERROR(rpc::CheckCallersAreKnown(options.rpc));
   rpc::Address metrics_address;
   if (!options.metrics_listen.empty()) {
     MUSTER_ASSIGN_OR_RETURN(metrics_address, rpc::ParseAddress(options.metrics_listen));
@@ -76,7 +85,7 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
   self->engine_ = std::make_unique<Engine>(options.engine, std::move(journal));
   CoordinatorServer* raw = self.get();
   self->front_ = std::make_unique<Front>(self->engine_.get(), &self->rpc_metrics_, self->started_,
-                                         options.front);
+                                         options.front, std::move(token));
   self->engine_->set_on_deposed(std::move(options.on_deposed));
   self->engine_->set_on_journal_health(
       [raw, broken = std::move(options.on_journal_broken)](const absl::Status& status) {

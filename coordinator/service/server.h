@@ -20,15 +20,19 @@ namespace muster::coordinator {
 // A whole coordinator: journal, core, gRPC services, and the metrics page. `muster-coordinator`
 // runs one; `muster launch` and tests embed one. Thread-safe.
 //
-//   MUSTER_ASSIGN_OR_RETURN(auto server, CoordinatorServer::Start({}));   // 127.0.0.1, a free
-//   port, in memory Tell(server->address());                                             //
-//   "127.0.0.1:41234"
+//   // 127.0.0.1, a free port, in memory; open to every user of this machine.
+//   MUSTER_ASSIGN_OR_RETURN(auto server, CoordinatorServer::Start({.rpc = {.insecure = true}}));
+//   Tell(server->address());  // "127.0.0.1:41234"
 //   ...
 //   server->Shutdown();
 class CoordinatorServer {
  public:
   struct Options {
-    rpc::ServerOptions rpc;           // where to listen, TLS
+    // Where to listen, TLS. A unix socket is this user's alone unless there is a token, or
+    // `only_user` says otherwise.
+    rpc::ServerOptions rpc;
+    // Every call must bring the token in this file (rpc/token.h); empty: none is asked for.
+    std::string token_file = {};
     std::string data_dir = {};        // the journal's; empty: in memory
     std::string metrics_listen = {};  // HOST:PORT of the HTTP page /metrics; empty: none
     Engine::Options engine = {};
@@ -42,8 +46,8 @@ class CoordinatorServer {
     std::unique_ptr<Journal> journal = nullptr;  // instead of data_dir, for tests
   };
 
-  // Opens and replays the journal, then serves. Errors: as rpc::Server::Start, SqliteJournal::Open,
-  // Engine::Start and HttpServer::Start.
+  // Opens and replays the journal, then serves. Errors: as rpc::Server::Start, rpc::ReadToken,
+  // SqliteJournal::Open, Engine::Start and HttpServer::Start.
   static absl::StatusOr<std::unique_ptr<CoordinatorServer>> Start(Options options);
   ~CoordinatorServer();
 

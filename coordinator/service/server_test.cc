@@ -2,11 +2,13 @@
 
 #include <grpcpp/create_channel.h>
 #include <grpcpp/generic/generic_stub.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <atomic>
 #include <deque>
 #include <filesystem>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <random>
@@ -40,6 +42,7 @@ using ::testing::HasSubstr;
 constexpr absl::Duration kPatience = absl::Seconds(60);
 
 std::unique_ptr<CoordinatorServer> StartServer(CoordinatorServer::Options options = {}) {
+  options.rpc.insecure = options.token_file.empty();
   auto server = CoordinatorServer::Start(std::move(options));
   EXPECT_TRUE(server.ok()) << server.status();
   return server.ok() ? *std::move(server) : nullptr;
@@ -149,8 +152,8 @@ v1::Fence FenceOf(const std::string& job, int rank, uint64_t generation, uint64_
 // The unary calls of one client, each with a deadline.
 class Client {
  public:
-  explicit Client(const std::string& address)
-      : channel_(*rpc::Connect(address, {.own_connection = true})) {}
+  explicit Client(const std::string& address, const std::string& token_file = "")
+      : channel_(*rpc::Connect(address, {.token_file = token_file, .own_connection = true})) {}
 
   template <typename Service, typename Request, typename Reply>
   absl::Status Call(grpc::Status (Service::Stub::*method)(grpc::ClientContext*, const Request&,
@@ -221,8 +224,9 @@ uint64_t SeatOne(Client& client, const std::string& job) {
 // An agent's stream, as an agent would use it.
 class AgentClient {
  public:
-  AgentClient(const std::string& address, const std::string& node, uint64_t incarnation)
-      : channel_(*rpc::Connect(address, {.own_connection = true})),
+  AgentClient(const std::string& address, const std::string& node, uint64_t incarnation,
+              const std::string& token_file = "")
+      : channel_(*rpc::Connect(address, {.token_file = token_file, .own_connection = true})),
         node_(node),
         incarnation_(incarnation) {}
   ~AgentClient() { Break(); }
@@ -367,52 +371,6 @@ TEST(CoordinatorServer, UnaryWithoutDeadline_IsRefused) {
   EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_DEADLINE_REQUIRED);
 }
 
-// Every method of the contract has its row in the table of methods.
-TEST(CoordinatorServer, EveryMethodOfTheContract_IsServed) {
-  auto server = StartServer();
-  Client client(server->address());
-  grpc::GenericStub stub(client.channel());
-  const auto call = [&](const std::string& path) {
-    grpc::CompletionQueue queue;
-    grpc::ClientContext context;
-    rpc::SetTimeout(context, kPatience);
-    const grpc::Slice garbage("\xff\xff\xff");  // is not parsed as any message
-    auto reader = stub.PrepareUnaryCall(&context, path, grpc::ByteBuffer(&garbage, 1), &queue);
-    grpc::ByteBuffer reply;
-    grpc::Status status;
-    reader->StartCall();
-    reader->Finish(&reply, &status, nullptr);
-    void* tag;
-    bool ok;
-    EXPECT_TRUE(queue.Next(&tag, &ok));
-    return rpc::FromGrpc(status);
-  };
-  int methods = 0;
-  for (const google::protobuf::Descriptor* message :
-       {v1::StatusReply::descriptor(), v1::ArriveRequest::descriptor(),
-        v1::TxnRequest::descriptor(), v1::Member::descriptor(), v1::JoinRequest::descriptor(),
-        v1::AgentFrame::descriptor(), v1::PollTriggersRequest::descriptor(),
-        v1::WatchRequest::descriptor()}) {
-    const google::protobuf::FileDescriptor* file = message->file();
-    for (int s = 0; s < file->service_count(); ++s) {
-      for (int m = 0; m < file->service(s)->method_count(); ++m) {
-        const google::protobuf::MethodDescriptor* method = file->service(s)->method(m);
-        const std::string path =
-            absl::StrCat("/", file->service(s)->full_name(), "/", method->name());
-        const absl::Status status = call(path);
-        const bool no_input = method->input_type()->field_count() == 0;
-        EXPECT_EQ(status.code(),
-                  no_input ? absl::StatusCode::kOk : absl::StatusCode::kInvalidArgument)
-            << path << ": " << status;
-        ++methods;
-      }
-    }
-  }
-  EXPECT_EQ(methods, 23);
-  EXPECT_EQ(call("/muster.v1.Barrier/Levitate").code(), absl::StatusCode::kUnimplemented);
-  EXPECT_EQ(call("/grpc.health.v1.Health/Check").code(), absl::StatusCode::kInvalidArgument);
-}
-
 // A stream of raw messages, for services whose messages are not ours.
 class RawStream {
  public:
@@ -460,8 +418,133 @@ class RawStream {
   std::unique_ptr<grpc::GenericClientAsyncReaderWriter> stream_;
 };
 
-TEST(CoordinatorServer, Reflection_ListsAndDescribesTheContract) {
+// "/muster.v1.Barrier/Arrive" and all the others.
+std::vector<const google::protobuf::MethodDescriptor*> MethodsOfTheContract() {
+  std::vector<const google::protobuf::MethodDescriptor*> methods;
+  for (const google::protobuf::Descriptor* message :
+       {v1::StatusReply::descriptor(), v1::ArriveRequest::descriptor(),
+        v1::TxnRequest::descriptor(), v1::Member::descriptor(), v1::JoinRequest::descriptor(),
+        v1::AgentFrame::descriptor(), v1::PollTriggersRequest::descriptor(),
+        v1::WatchRequest::descriptor()}) {
+    const google::protobuf::FileDescriptor* file = message->file();
+    for (int s = 0; s < file->service_count(); ++s) {
+      for (int m = 0; m < file->service(s)->method_count(); ++m) {
+        methods.push_back(file->service(s)->method(m));
+      }
+    }
+  }
+  return methods;
+}
+
+std::string PathOf(const google::protobuf::MethodDescriptor& method) {
+  return absl::StrCat("/", method.service()->full_name(), "/", method.name());
+}
+
+// How a call with bytes that are not parsed as any message ends.
+absl::Status CallWithGarbage(Client& client, const std::string& path) {
+  grpc::GenericStub stub(client.channel());
+  grpc::CompletionQueue queue;
+  grpc::ClientContext context;
+  rpc::SetTimeout(context, kPatience);
+  context.set_wait_for_ready(true);
+  const grpc::Slice garbage("\xff\xff\xff");
+  auto reader = stub.PrepareUnaryCall(&context, path, grpc::ByteBuffer(&garbage, 1), &queue);
+  grpc::ByteBuffer reply;
+  grpc::Status status;
+  reader->StartCall();
+  reader->Finish(&reply, &status, nullptr);
+  void* tag;
+  bool ok;
+  EXPECT_TRUE(queue.Next(&tag, &ok));
+  return rpc::FromGrpc(status);
+}
+
+// Every method of the contract has its row in the table of methods.
+TEST(CoordinatorServer, EveryMethodOfTheContract_IsServed) {
   auto server = StartServer();
+  Client client(server->address());
+  for (const auto* method : MethodsOfTheContract()) {
+    const absl::Status status = CallWithGarbage(client, PathOf(*method));
+    const bool no_input = method->input_type()->field_count() == 0;
+    EXPECT_EQ(status.code(), no_input ? absl::StatusCode::kOk : absl::StatusCode::kInvalidArgument)
+        << PathOf(*method) << ": " << status;
+  }
+  EXPECT_EQ(MethodsOfTheContract().size(), 23u);
+  EXPECT_EQ(CallWithGarbage(client, "/muster.v1.Barrier/Levitate").code(),
+            absl::StatusCode::kUnimplemented);
+  EXPECT_EQ(CallWithGarbage(client, "/grpc.health.v1.Health/Check").code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+std::string WriteToken(const std::string& name, const std::string& token) {
+  const std::string path = absl::StrCat(::testing::TempDir(), "/", name);
+  std::ofstream(path) << token;
+  EXPECT_EQ(chmod(path.c_str(), 0600), 0);
+  return path;
+}
+
+TEST(CoordinatorServer, Token_EveryCallAndStreamWithoutIt_IsRefused) {
+  const std::string token = WriteToken("token", "s3cret"), wrong = WriteToken("wrong", "s3creT");
+  CoordinatorServer::Options options;
+  options.token_file = token;
+  auto server = StartServer(std::move(options));
+  Client nobody(server->address()), somebody(server->address(), wrong);
+  for (Client* client : {&nobody, &somebody}) {
+    std::vector<std::string> paths = {"/muster.v1.Barrier/Levitate", "/nothing"};
+    for (const auto* method : MethodsOfTheContract()) paths.push_back(PathOf(*method));
+    for (const std::string& path : paths) {
+      const absl::Status status = CallWithGarbage(*client, path);
+      EXPECT_EQ(status.code(), absl::StatusCode::kUnauthenticated) << path << ": " << status;
+      EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_BAD_TOKEN) << path;
+      EXPECT_THAT(std::string(status.message()), HasSubstr("--token_file")) << path;
+    }
+  }
+  // Nothing of them has reached the core.
+  Client friendly(server->address(), token);
+  const auto status = friendly.Status();
+  ASSERT_TRUE(status.ok()) << status.status();
+  EXPECT_EQ(status->jobs_size(), 0);
+  EXPECT_EQ(status->agents(), 0);
+  // Health is for those who hold no token.
+  EXPECT_EQ(RawStream(nobody, "/grpc.health.v1.Health/Check", "").Read(), "\x08\x01");
+  EXPECT_EQ(RawStream(nobody, "/grpc.health.v1.Health/Watch", "").Read(), "\x08\x01");
+}
+
+TEST(CoordinatorServer, Token_CallsAndStreamsWithIt_AreServed) {
+  const std::string token = WriteToken("token", "s3cret");
+  CoordinatorServer::Options options;
+  options.token_file = token;
+  auto server = StartServer(std::move(options));
+  Client client(server->address(), token);
+  EXPECT_GT(SeatOne(client, "j"), 0u);
+  AgentClient agent(server->address(), "n", 1, token);
+  EXPECT_NE(agent.Attach().session_id(), "");
+  EXPECT_EQ(client.Status()->agents(), 1);
+}
+
+TEST(CoordinatorServer, TokenFileThatCannotBeUsed_IsRefusedBeforeTheJournalIsTouched) {
+  const std::string dir = ::testing::TempDir() + "/server_untouched";
+  const std::string open = WriteToken("open", "s3cret");
+  ASSERT_EQ(chmod(open.c_str(), 0644), 0);
+  const struct {
+    std::string token_file;
+    absl::StatusCode code;
+  } kCases[] = {{"/nowhere/token", absl::StatusCode::kNotFound},
+                {open, absl::StatusCode::kPermissionDenied},
+                {"", absl::StatusCode::kInvalidArgument}};  // every user of the machine
+  for (const auto& c : kCases) {
+    CoordinatorServer::Options options;
+    options.data_dir = dir;
+    options.token_file = c.token_file;
+    EXPECT_EQ(CoordinatorServer::Start(std::move(options)).status().code(), c.code);
+    EXPECT_FALSE(std::filesystem::exists(dir));
+  }
+}
+
+TEST(CoordinatorServer, Reflection_ListsAndDescribesTheContract) {
+  CoordinatorServer::Options options;
+  options.rpc.reflection = true;
+  auto server = StartServer(std::move(options));
   Client client(server->address());
   const std::string path = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo";
   const std::string services = RawStream(client, path, "\x3A\x01*").Read();  // list_services
@@ -998,6 +1081,7 @@ TEST(Journal, SecondCoordinatorOnTheDirectory_IsRefused) {
   auto server = StartServer(std::move(options));
   CoordinatorServer::Options second;
   second.data_dir = dir;
+  second.rpc.insecure = true;
   const absl::Status status = CoordinatorServer::Start(std::move(second)).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kAlreadyExists);
   EXPECT_THAT(std::string(status.message()), HasSubstr(absl::StrCat("process ", getpid())));

@@ -100,8 +100,9 @@ void Cluster::StartCoordinator() {
   const std::string failpoints = At(plan_.coordinator_failpoints, coordinators_.size());
   if (!failpoints.empty()) env["MUSTER_FAILPOINTS"] = failpoints;
   std::vector<std::string> argv = plan_.coordinator_prefix;
-  argv.insert(argv.end(), {ProgramPath("coordinator/cmd/muster-coordinator"), "--listen", address_,
-                           "--data_dir", data_dir_, "--snapshot_records", "25"});
+  argv.insert(argv.end(),
+              {ProgramPath("coordinator/cmd/muster-coordinator"), "--insecure", "--listen",
+               address_, "--data_dir", data_dir_, "--snapshot_records", "25"});
   argv.insert(argv.end(), plan_.coordinator_flags.begin(), plan_.coordinator_flags.end());
   const auto changed = [this] {
     MutexLock lock(&mu_);

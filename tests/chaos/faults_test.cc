@@ -48,7 +48,7 @@ std::string Folder(const std::string& name) {
 }
 
 Child Coordinator(agent::ProcessHost& host, std::vector<std::string> flags) {
-  flags.insert(flags.begin(), ProgramPath("coordinator/cmd/muster-coordinator"));
+  flags.insert(flags.begin(), {ProgramPath("coordinator/cmd/muster-coordinator"), "--insecure"});
   return Child(host, std::move(flags), {}, [] {});
 }
 

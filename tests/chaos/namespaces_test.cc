@@ -163,8 +163,8 @@ TEST_F(SmallDisk, FullAtTheStart_IsRefusedInOneLine) {
   Fill();
   auto host = *agent::ProcessHost::Start();
   Child coordinator(*host,
-                    {ProgramPath("coordinator/cmd/muster-coordinator"), "--listen", "127.0.0.1:0",
-                     "--data_dir", disk_ + "/data"},
+                    {ProgramPath("coordinator/cmd/muster-coordinator"), "--insecure", "--listen",
+                     "127.0.0.1:0", "--data_dir", disk_ + "/data"},
                     {}, [] {});
   EXPECT_EQ(coordinator.Wait(), 3) << coordinator.text();
   EXPECT_THAT(coordinator.text(), HasSubstr("full")) << coordinator.text();

@@ -160,7 +160,7 @@ class OtherAgents : public ::testing::Test {
     coordinator_ = std::make_unique<Child>(
         *host_,
         std::vector<std::string>{ProgramPath("coordinator/cmd/muster-coordinator"), "--listen",
-                                 "127.0.0.1:0"},
+                                 "127.0.0.1:0", "--insecure"},
         std::map<std::string, std::string>{}, [] {});
     ASSERT_TRUE(coordinator_->WaitFor("127.0.0.1:", absl::Seconds(20))) << coordinator_->text();
   }

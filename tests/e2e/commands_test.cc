@@ -68,7 +68,7 @@ TEST_F(CommandsTest, Help_OfLaunch_ShowsTheDefaults) {
     if (!absl::StartsWith(line, "  --")) continue;
     ++settings;
     // What has no default is empty, or said to be worked out.
-    for (const char* name : {"--gpu_ids", "--main_process_ip", "--log_dir", "--tls_", "--env",
+    for (const char* name : {"--gpu_ids", "--log_dir", "--tls_", "--token_file", "--env",
                              "--coordinator", "--dry_run"}) {
       if (absl::StartsWith(line, absl::StrCat("  ", name))) --settings;
     }
@@ -78,10 +78,10 @@ TEST_F(CommandsTest, Help_OfLaunch_ShowsTheDefaults) {
 }
 
 TEST_F(CommandsTest, Coordinator_PortZero_TellsTheAddressAndStopsOnSigterm) {
-  auto coordinator = Coordinator({});
+  auto coordinator = Coordinator({"--insecure"});
   const std::string port = coordinator->WaitForLine("127.0.0.1:");
   EXPECT_THAT(port, Not("0"));
-  auto second = Coordinator({"--listen", "127.0.0.1:" + port});
+  auto second = Coordinator({"--insecure", "--listen", "127.0.0.1:" + port});
   EXPECT_EQ(second->Wait(), 3);
   EXPECT_THAT(second->err(), ElementsAre(AllOf(StartsWith("muster-coordinator: "),
                                                HasSubstr("127.0.0.1:" + port))));
@@ -92,7 +92,7 @@ TEST_F(CommandsTest, Coordinator_PortZero_TellsTheAddressAndStopsOnSigterm) {
 }
 
 TEST_F(CommandsTest, Coordinator_SignalsThatItUsesInside_SayNothingWhenOthersSendThem) {
-  auto coordinator = Coordinator({});
+  auto coordinator = Coordinator({"--insecure"});
   coordinator->WaitForLine("127.0.0.1:");
   coordinator->Signal(SIGUSR1);  // not "deposed"
   coordinator->Signal(SIGUSR2);  // not "the journal has failed"
@@ -113,8 +113,12 @@ TEST_F(CommandsTest, Mistakes_AreOneLineEach) {
       {coordinator, {"--listen", "nonsense"}, "nonsense"},
       {coordinator, {"--listen", "0.0.0.0:0"}, "without TLS"},
       {coordinator, {"--listen", "0.0.0.0:0", "--insecure"}, "without TLS"},
-      {coordinator, {"--tls_cert", "/nowhere.pem", "--tls_key", "/nowhere.pem"}, "/nowhere.pem"},
-      {coordinator, {"--data_dir", "/proc/nowhere"}, "/proc/nowhere"},
+      {coordinator, {}, "--insecure"},
+      {coordinator,
+       {"--tls_cert", "/nowhere.pem", "--tls_key", "/nowhere.pem", "--tls_ca", "/nowhere.pem"},
+       "/nowhere.pem"},
+      {coordinator, {"--token_file", "/nowhere"}, "/nowhere"},
+      {coordinator, {"--insecure", "--data_dir", "/proc/nowhere"}, "/proc/nowhere"},
       {coordinator, {"--lease", "0"}, "--lease"},
       {coordinator, {"--lease", "nan"}, "--lease"},
       {coordinator, {"--data_dir", ""}, "--data_dir"},

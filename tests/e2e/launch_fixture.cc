@@ -3,6 +3,7 @@
 #include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -105,9 +106,22 @@ void LaunchFixture::SetUp() {
           {"MUSTER_PREFIX", "true"}};
   // Commands inherit what is ignored, and these tests may run in the background of a shell.
   for (const int signal : {SIGHUP, SIGINT, SIGQUIT}) ::signal(signal, SIG_DFL);
+  char runtime[] = "/tmp/muster-test-XXXXXX";  // temp_ is too long for a socket's path
+  ASSERT_NE(mkdtemp(runtime), nullptr);
+  runtime_ = runtime;
+  env_["MUSTER_RUNTIME_DIR"] = runtime_;
   auto host = agent::ProcessHost::Start();
   ASSERT_TRUE(host.ok()) << host.status();
   host_ = *std::move(host);
+}
+
+void LaunchFixture::TearDown() { EXPECT_TRUE(RemoveTree(runtime_).ok()); }
+
+std::string LaunchFixture::TokenFile(const std::string& token) {
+  const std::string path = Temp("token");
+  EXPECT_TRUE(WriteFileAtomically(path, token).ok());
+  EXPECT_EQ(chmod(path.c_str(), 0600), 0);
+  return path;
 }
 
 std::unique_ptr<Command> LaunchFixture::Muster(std::vector<std::string> args, bool terminal) {
@@ -122,11 +136,13 @@ std::unique_ptr<Command> LaunchFixture::Launch(std::vector<std::string> args,
   return Muster(std::move(args), terminal);
 }
 
-std::unique_ptr<Command> ClusterFixture::StartCoordinator(std::vector<std::string> more) {
+std::unique_ptr<Command> ClusterFixture::StartCoordinator(std::vector<std::string> more,
+                                                          std::vector<std::string> callers) {
   std::vector<std::string> args = {Runfile("coordinator/cmd/muster-coordinator"), "--data_dir",
                                    Temp("journal"), "--listen",
                                    address_.empty() ? "127.0.0.1:0" : address_};
   args.insert(args.end(), more.begin(), more.end());
+  args.insert(args.end(), callers.begin(), callers.end());
   auto coordinator = std::make_unique<Command>(*host_, std::move(args), env_);
   address_ = absl::StrCat("127.0.0.1:", coordinator->WaitForLine("127.0.0.1:"));
   return coordinator;

@@ -63,6 +63,7 @@ class Command {
 class LaunchFixture : public ::testing::Test {
  protected:
   void SetUp() override;
+  void TearDown() override;
 
   // `muster ARGS...`.
   std::unique_ptr<Command> Muster(std::vector<std::string> args, bool terminal = false);
@@ -74,17 +75,23 @@ class LaunchFixture : public ::testing::Test {
   static std::string Runfile(const std::string& path);
   std::string Temp(const std::string& name) const { return absl::StrCat(temp_, "/", name); }
 
+  // A file with a token, as --token_file wants it.
+  std::string TokenFile(const std::string& token = "of-this-test");
+
   std::map<std::string, std::string> env_;
   std::string temp_;
+  std::string runtime_;  // where launches keep their sockets: those of other tests are not seen
   std::unique_ptr<agent::ProcessHost> host_;
 };
 
 // A coordinator and agents as processes of their own. The test depends on both programs.
 class ClusterFixture : public LaunchFixture {
  protected:
-  // Starts a coordinator that keeps its journal over restarts, and learns its address.
+  // Starts a coordinator that keeps its journal over restarts, and learns its address. `callers`
+  // says whom it lets in.
   std::unique_ptr<Command> StartCoordinator(std::vector<std::string> more = {"--log_level",
-                                                                             "warning"});
+                                                                             "warning"},
+                                            std::vector<std::string> callers = {"--insecure"});
   // One node of `num_machines` of `job`, whose `num_processes` run `program`.
   std::unique_ptr<Command> Agent(const std::string& job, int num_machines, int num_processes,
                                  std::vector<std::string> program,

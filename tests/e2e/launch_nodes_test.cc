@@ -24,11 +24,10 @@ class NodesTest : public LaunchFixture {
   }
   std::unique_ptr<Command> Machine(int rank, const std::string& script,
                                    std::vector<std::string> more = {}) {
-    std::vector<std::string> args = {"--num_machines",  "2",
-                                     "--num_processes", "4",
-                                     "--cpu",           "--coordinator",
-                                     address_,          "--machine_rank",
-                                     absl::StrCat(rank)};
+    std::vector<std::string> args = {
+        "--num_machines",  "2",      "--num_processes", "4",         "--cpu",
+        "--coordinator",   address_, "--token_file",    TokenFile(), "--machine_rank",
+        absl::StrCat(rank)};
     args.insert(args.end(), more.begin(), more.end());
     return Launch(std::move(args), script);
   }
@@ -131,9 +130,9 @@ TEST_F(NodesTest, NoCoordinator_EndsAtTheTimeoutAndSaysWhere) {
 
 TEST_F(NodesTest, Agent_JoinsALaunchAsAnotherMachine) {
   auto first = Machine(0, "echo $RANK");
-  auto second =
-      AgentProgram({"--coordinator", address_, "--num-machines", "2", "--num_processes=4", "--cpu"},
-                   "echo $RANK of $WORLD_SIZE");
+  auto second = AgentProgram({"--coordinator", address_, "--num-machines", "2", "--num_processes=4",
+                              "--cpu", "--job_name", "launch", "--token_file", TokenFile()},
+                             "echo $RANK of $WORLD_SIZE");
   EXPECT_EQ(first->Wait(), 0) << first->err_text();
   EXPECT_EQ(second->Wait(), 0) << second->err_text();
   EXPECT_THAT(second->out(), UnorderedElementsAre("[2]: 2 of 4", "[3]: 3 of 4"));
@@ -174,7 +173,12 @@ TEST_F(NodesTest, AgentMistakes_AreOneLineEach) {
       {{"--coordinator", "here"}, 2, "here"},
       {{"--coordinator", address_, "--wrong"}, 2, "--wrong"},
       {{"--coordinator", address_, "--num_machines", "2", "--num_processes", "3"}, 2, "evenly"},
-      {{"--coordinator", address_, "--num_machines", "2", "--join_timeout", "100ms"}, 7, address_},
+      {{"--coordinator", address_, "--num_machines", "2"}, 2, "--job_name"},
+      {{"--coordinator", "10.0.0.5:29400"}, 2, "without TLS"},
+      {{"--coordinator", address_, "--num_machines", "2", "--job_name", "j", "--join_timeout",
+        "100ms"},
+       7,
+       address_},
   };
   for (const auto& c : kCases) {
     auto agent = AgentProgram(c.args, "exit 0");

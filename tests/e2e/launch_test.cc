@@ -432,7 +432,8 @@ TEST_F(LaunchTest, Mistakes_AreOneLineEach) {
       {{"config", "shew"}, 2, "did you mean show?"},
       {{"config", "validate", Temp("bad.yaml")}, 2, "unknown key"},
       {{"status", "--coordinator", "127.0.0.1:1", "--timeout", "100ms"}, 7, "127.0.0.1:1"},
-      {{"status"}, 2, "--coordinator"},
+      {{"status"}, 7, "--coordinator"},
+      {{"status", "--coordinator", "10.0.0.5:29400"}, 2, "without TLS"},
       {{"env", "--jsn"}, 2, "did you mean --json?"},
   };
   for (const auto& c : kCases) {

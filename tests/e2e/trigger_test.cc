@@ -14,12 +14,13 @@
 namespace muster {
 namespace {
 
-class TriggerTest : public LaunchFixture {
+class TriggerTest : public ClusterFixture {
  protected:
-  std::unique_ptr<Command> Train(std::vector<std::string> options = {}) {
+  std::unique_ptr<Command> Train(std::vector<std::string> options = {},
+                                 const std::string& folder = "run") {
     std::vector<std::string> args = {"launch", "--cpu", "--num_processes", "3", "--no_prefix"};
     args.insert(args.end(), options.begin(), options.end());
-    args.insert(args.end(), {"--", Runfile("tests/e2e/triggered"), Temp("run")});
+    args.insert(args.end(), {"--", Runfile("tests/e2e/triggered"), Temp(folder)});
     return Muster(std::move(args));
   }
   // What follows `prefix` in each line that begins with it.
@@ -86,6 +87,49 @@ TEST_F(TriggerTest, Operator_StopsAllAfterTheSameStep) {
   EXPECT_EQ(operator_->out_text(), "raised stop for night");
   EXPECT_EQ(command->Wait(), 0) << command->err_text();
   ExpectSameStepAndCheckpoint(*command);
+}
+
+// Without an address: the job's name is enough, also where another launch runs.
+TEST_F(TriggerTest, OperatorNamesOnlyTheJob_ItsLaunchIsFound) {
+  const auto night = Train({"--job_name", "night"});
+  const auto day = Train({"--job_name", "day"}, "another");
+  night->WaitForLine("marked after ", 3);
+  day->WaitForLine("marked after ", 3);
+  const auto status = Muster({"status", "night"});
+  EXPECT_EQ(status->Wait(), 0) << status->err_text();
+  EXPECT_NE(status->out_text().find("night: generation 1"), std::string::npos)
+      << status->out_text();
+  const auto nobody = Muster({"trigger", "dusk", "stop"});
+  EXPECT_EQ(nobody->Wait(), 2) << nobody->out_text();
+  for (const auto& [job, command] :
+       {std::pair("night", night.get()), std::pair("day", day.get())}) {
+    const auto operator_ = Muster({"trigger", job, "stop"});
+    EXPECT_EQ(operator_->Wait(), 0) << operator_->err_text();
+    EXPECT_EQ(command->Wait(), 0) << command->err_text();
+  }
+  ExpectSameStepAndCheckpoint(*night);
+}
+
+TEST_F(TriggerTest, WorkerWithoutAnAgent_BringsTheTokenOfItsEnvironment) {
+  const std::string token = TokenFile();
+  const auto coordinator = StartCoordinator({"--log_level", "error"}, {"--token_file", token});
+  env_.insert({{"MUSTER_COORDINATOR", address_},
+               {"MUSTER_JOB", "alone"},
+               {"MUSTER_WORKER_ID", "w0"},
+               {"MUSTER_RANK", "0"},
+               {"MUSTER_WORLD_SIZE", "1"},
+               {"MUSTER_CPU", "true"}});
+  const std::vector<std::string> program = {Runfile("tests/e2e/triggered"), Temp("run")};
+  Command stranger(*host_, program, env_);
+  EXPECT_NE(stranger.Wait(), 0);
+  EXPECT_NE(stranger.err_text().find("MUSTER_TOKEN_FILE"), std::string::npos)
+      << stranger.err_text();
+  env_["MUSTER_TOKEN_FILE"] = token;
+  Command worker(*host_, program, env_);
+  worker.WaitForLine("pid ");
+  const auto operator_ = Muster({"trigger", "alone", "stop"});  // both by their variables
+  EXPECT_EQ(operator_->Wait(), 0) << operator_->err_text();
+  EXPECT_EQ(worker.Wait(), 0) << worker.err_text();
 }
 
 TEST_F(TriggerTest, OperatorsOwnTrigger_ReachesAllWithItsPayloadAtTheSameStep) {

@@ -6,7 +6,7 @@
 namespace muster {
 
 RealCoordinator::RealCoordinator() {
-  auto server = coordinator::CoordinatorServer::Start({});
+  auto server = coordinator::CoordinatorServer::Start({.rpc = {.insecure = true}});
   MUSTER_CHECK(server.ok()) << server.status();
   address_ = (*server)->address();
   server_ = std::shared_ptr<coordinator::CoordinatorServer>(*std::move(server));

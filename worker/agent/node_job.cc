@@ -72,6 +72,10 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   if (!session.ok()) {
     result.job.outcome = JobResult::Outcome::kRefused;
     result.job.status = session.status();
+    // A certificate or token that is missing; NOT_FOUND says here that the program is.
+    if (absl::IsNotFound(result.job.status)) {
+      result.job.status = absl::InvalidArgumentError(result.job.status.message());
+    }
     return result;
   }
   std::unique_ptr<JobLink> link = MakeRpcJobLink(

@@ -38,7 +38,7 @@ struct FakeStacks final : public StackSource {
 class NodeSessionTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    server_ = *rpc::Server::Start({}, {&sessions_});
+    server_ = *rpc::Server::Start({.insecure = true}, {&sessions_});
     NodeSession::Options options;
     options.coordinator = server_->address();
     options.stacks = &stacks_;
@@ -186,6 +186,7 @@ TEST_F(NodeSessionTest, CoordinatorThatCameBack_IsNotReportedAsLost) {
 
   rpc::ServerOptions again;
   again.listen = address;
+  again.insecure = true;
   server_ = *rpc::Server::Start(again, {&sessions_});
   ASSERT_TRUE(session_->stream().WaitUntilConnected(absl::Minutes(1)).ok());
   ASSERT_TRUE(Put().ok());
@@ -288,7 +289,7 @@ class WildSessions final : public v1::Session::WithRawCallbackMethod_Attach<v1::
 
 TEST(NodeSession, MutatedFrames_NeverBreakIt) {
   WildSessions sessions;
-  auto server = *rpc::Server::Start({}, {&sessions});
+  auto server = *rpc::Server::Start({.insecure = true}, {&sessions});
   FakeStacks stacks;
   NodeSession::Options options;
   options.coordinator = server->address();

@@ -300,7 +300,7 @@ class SlowAdmin final : public v1::Admin::CallbackService {
 TEST(Relay, StatusWhoseCallerGoesAway_IsGivenUpAtTheCoordinatorToo) {
   for (const bool relay_ends : {false, true}) {
     SlowAdmin admin;
-    auto coordinator = *rpc::Server::Start({}, {&admin});
+    auto coordinator = *rpc::Server::Start({.insecure = true}, {&admin});
     FakeOpSender upstream;
     auto relay = *Relay::Start(
         {.parent = "/tmp", .coordinator = *rpc::Connect(coordinator->address())}, &upstream);

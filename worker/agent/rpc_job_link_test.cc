@@ -25,7 +25,7 @@ using ::testing::HasSubstr;
 class RpcJobLinkTest : public ::testing::Test {
  protected:
   void StartCoordinator() {
-    server_ = *rpc::Server::Start({.listen = address_}, {&sessions_});
+    server_ = *rpc::Server::Start({.listen = address_, .insecure = true}, {&sessions_});
     address_ = server_->address();
   }
   void StopCoordinator() {

@@ -73,6 +73,7 @@ std::map<std::string, std::string> MakeWorkerVariables(
   set_if("MUSTER_TLS_CA", worker.tls_ca);
   set_if("MUSTER_TLS_CERT", worker.tls_cert);
   set_if("MUSTER_TLS_KEY", worker.tls_key);
+  set_if("MUSTER_TOKEN_FILE", worker.token_file);
   if (!worker.rack.empty()) set("MUSTER_RACK", worker.rack);
   if (!worker.nvlink_domain.empty()) set("MUSTER_NVLINK_DOMAIN", worker.nvlink_domain);
   set("MUSTER_JOB", worker.job);

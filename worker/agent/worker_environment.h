@@ -31,10 +31,11 @@ struct WorkerEnvironment {
   // Where this node stands; empty: not known.
   std::string rack;
   std::string nvlink_domain;
-  // Certificates to reach the coordinator with; empty: none.
+  // Files to reach the coordinator with; empty: none.
   std::string tls_ca;
   std::string tls_cert;
   std::string tls_key;
+  std::string token_file;
   // For programs that meet the way torchrun's do: rank 0 may listen there.
   std::string master_addr = "127.0.0.1";
   int master_port = 0;

@@ -698,6 +698,7 @@ absl::StatusOr<std::unique_ptr<CoordinatorClient>> CoordinatorClient::Connect(Op
   channel_options.tls_ca = options.tls_ca;
   channel_options.tls_cert = options.tls_cert;
   channel_options.tls_key = options.tls_key;
+  channel_options.token_file = options.token_file;
   MUSTER_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel,
                           rpc::Connect(address, channel_options));
   MUSTER_RETURN_IF_ERROR(

@@ -169,6 +169,7 @@ class CoordinatorClient {
     std::string tls_ca = "";
     std::string tls_cert = "";
     std::string tls_key = "";
+    std::string token_file = "";  // see rpc/token.h
     // What heartbeats and barriers tell of this worker. Null: what ReportProgress said.
     std::shared_ptr<const ProgressBoard> progress = nullptr;
     // Called once per generation, on the heartbeat thread, when the coordinator says that it is over or that another

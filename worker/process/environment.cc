@@ -406,6 +406,7 @@ absl::StatusOr<Environment> ReadEnvironment(const std::map<std::string, std::str
   ReadText(variables, "MUSTER_TLS_CA", &env.tls_ca);
   ReadText(variables, "MUSTER_TLS_CERT", &env.tls_cert);
   ReadText(variables, "MUSTER_TLS_KEY", &env.tls_key);
+  ReadText(variables, "MUSTER_TOKEN_FILE", &env.token_file);
   MUSTER_RETURN_IF_ERROR(ReadPlace(variables, &env));
   MUSTER_RETURN_IF_ERROR(CheckPlace(&env));
   MUSTER_RETURN_IF_ERROR(ReadMeetingPoint(variables, &env));

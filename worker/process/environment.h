@@ -73,6 +73,8 @@ struct Environment {
   Setting<std::string> tls_ca;
   Setting<std::string> tls_cert;
   Setting<std::string> tls_key;
+  // File with the coordinator's token; empty: none.
+  Setting<std::string> token_file;
 
   // "no", "fp16" or "bf16".
   Setting<std::string> mixed_precision{"no"};

@@ -119,13 +119,15 @@ TEST(Environment, AgentStoreRestartCountAndTls_AreRead) {
                                                 {"GLOO_SOCKET_IFNAME", "eth1"},
                                                 {"MUSTER_RACK", "r7"},
                                                 {"MUSTER_NVLINK_DOMAIN", "d2"},
-                                                {"MUSTER_TLS_CA", "ca.pem"}}));
+                                                {"MUSTER_TLS_CA", "ca.pem"},
+                                                {"MUSTER_TOKEN_FILE", "token"}}));
   EXPECT_EQ(env.interface.value, "eth1");
   EXPECT_TRUE(env.agent_store.value);
   EXPECT_EQ(env.restart_count.value, 2);
   EXPECT_EQ(env.rack.value, "r7");
   EXPECT_EQ(env.nvlink_domain.value, "d2");
   EXPECT_EQ(env.tls_ca.value, "ca.pem");
+  EXPECT_EQ(env.token_file.value, "token");
 }
 
 TEST(Environment, D28_TorchrunWithoutAccelerator_IsOneJobNotManyMains) {

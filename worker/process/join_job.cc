@@ -97,6 +97,7 @@ absl::Status MeetAtCoordinator(const JoinJobOptions& options, JoinedProcess* joi
   client.tls_ca = env.tls_ca.value;
   client.tls_cert = env.tls_cert.value;
   client.tls_key = env.tls_key.value;
+  client.token_file = env.token_file.value;
   client.progress = joined->progress;
   client.on_generation_ended = options.on_generation_ended;
   MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<CoordinatorClient> connected,

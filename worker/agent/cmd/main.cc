@@ -25,6 +25,7 @@ constexpr int kExitUsage = 2;
 constexpr int kExitConflict = 4;
 constexpr int kExitTimeout = 5;
 constexpr int kExitUnreachable = 7;
+constexpr int kExitDenied = 8;
 constexpr int kExitInternal = 70;
 constexpr int kExitNotExecutable = 126;
 constexpr int kExitProgramMissing = 127;
@@ -37,8 +38,9 @@ constexpr char kUsage[] =
 constexpr char kFooter[] =
     "\nExit codes are those of muster launch (docs/cli.md): 0 the job succeeded; 1 a worker "
     "failed; 2 wrong options;\n"
-    "5 the other machines did not come in time; 7 no coordinator; 126, 127 the program; 130, 143 "
-    "stopped.";
+    "5 the other machines did not come in time; 7 no coordinator; 8 it refuses this agent's token; "
+    "126, 127 the\n"
+    "program; 130, 143 stopped.";
 
 int Fail(int code, absl::string_view message) {
   std::fprintf(stderr, "muster-agent: %s\n", std::string(message).c_str());
@@ -56,6 +58,9 @@ int CodeOf(const absl::Status& status) {
       return kExitTimeout;
     case absl::StatusCode::kUnavailable:
       return kExitUnreachable;
+    case absl::StatusCode::kPermissionDenied:
+    case absl::StatusCode::kUnauthenticated:
+      return kExitDenied;
     case absl::StatusCode::kNotFound:
       return kExitProgramMissing;
     default:
@@ -147,6 +152,9 @@ int Run(int argc, char** argv) {
                  "certificates that the coordinator's must descend from");
   app.add_option("--tls_cert", worker.tls_cert, "certificate of this machine");
   app.add_option("--tls_key", worker.tls_key, "its private key");
+  app.add_option("--token_file", options.channel.token_file,
+                 "file with the coordinator's token; only its owner may read it")
+      ->envname("MUSTER_TOKEN_FILE");
 
   std::vector<std::string> flags(args.begin(), dashes);
   for (std::string& flag : flags) {
@@ -193,11 +201,12 @@ int Run(int argc, char** argv) {
   const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(worker.coordinator);
   if (!address.ok()) return Fail(kExitUsage, address.status().message());
   options.agent.slots = processes / options.num_nodes;
-  options.channel = {
-      .tls_ca = worker.tls_ca, .tls_cert = worker.tls_cert, .tls_key = worker.tls_key};
+  options.channel.tls_ca = worker.tls_ca;
+  options.channel.tls_cert = worker.tls_cert;
+  options.channel.tls_key = worker.tls_key;
   // Where programs meet if this is machine 0: only there is it the coordinator's own address as a
   // rule.
-  options.host = address->host;
+  if (!address->is_unix()) options.host = address->host;
   options.show_output = options.agent.log_dir.empty() || tee;
   options.prefix = !no_prefix;
   options.log_limits.max_bytes = int64_t{log_max_mib} << 20;

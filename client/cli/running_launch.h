@@ -1,0 +1,67 @@
+#ifndef MUSTER_CLIENT_CLI_RUNNING_LAUNCH_H_
+#define MUSTER_CLIENT_CLI_RUNNING_LAUNCH_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+
+namespace muster::client {
+
+// What reaches the coordinator of a `muster launch` that runs on this machine.
+struct RunningLaunch {
+  std::string job;
+  int64_t pid = 0;
+  absl::Time started = absl::InfinitePast();
+  std::string address;  // of its coordinator
+  // What its coordinator wants to see; empty: nothing.
+  std::string token_file = {};
+  std::string tls_ca = {};
+  std::string tls_cert = {};
+  std::string tls_key = {};
+};
+
+// What one launch keeps in a folder that its user alone can enter (mode 0700): the socket of its coordinator, a token,
+// and a note by which the same user's `muster status` and its like find it. All of it goes with the record; what a
+// killed launch leaves is removed by the next one that looks into the folder. Not thread-safe.
+//
+// The folder is $MUSTER_RUNTIME_DIR, if that is set. Else $XDG_RUNTIME_DIR/muster, if that folder can be had and is
+// this user's alone, else /tmp/muster-UID. A folder that belongs to somebody else, or that others may enter, is refused:
+// its owner could stand in for the coordinator.
+class LaunchRecord {
+ public:
+  // Errors: PERMISSION_DENIED for a folder that is not this user's alone, INVALID_ARGUMENT for one whose name is too
+  // long for a socket, or what the system says; all name the folder and MUSTER_RUNTIME_DIR.
+  static absl::StatusOr<std::unique_ptr<LaunchRecord>> Create(
+      const std::map<std::string, std::string>& variables);
+  ~LaunchRecord();
+  LaunchRecord(const LaunchRecord&) = delete;
+  LaunchRecord& operator=(const LaunchRecord&) = delete;
+
+  // Where the coordinator may listen: a path that is short enough for a socket. Nothing is there yet.
+  std::string socket_path() const;
+  // Makes a file with a fresh token, mode 0600, and returns its path. Once.
+  absl::StatusOr<std::string> MakeToken();
+  // From now on others see `launch`.
+  absl::Status Publish(const RunningLaunch& launch);
+
+ private:
+  LaunchRecord(std::string stem, int note) : stem_(std::move(stem)), note_(note) {}
+
+  const std::string stem_;  // of the files' paths
+  const int note_;          // holds the lock by which others see that this launch lives
+};
+
+// The launches of this user that run on this machine, oldest first. `looked_in` (may be null) gets the folders. Never
+// fails: a folder that is not this user's alone tells nothing.
+std::vector<RunningLaunch> ListRunningLaunches(const std::map<std::string, std::string>& variables,
+                                               std::vector<std::string>* looked_in = nullptr);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CLI_RUNNING_LAUNCH_H_

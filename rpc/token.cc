@@ -1,0 +1,135 @@
+#include "rpc/token.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdint>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/strip.h"
+#include "base/file.h"
+#include "rpc/status.h"
+
+namespace muster::rpc {
+namespace {
+
+constexpr char kHeader[] = "authorization";
+constexpr absl::string_view kScheme = "Bearer ";
+constexpr size_t kLongestToken = 1024;  // gRPC refuses headers of more than 8 KiB, all together
+
+// Compares all of them, whatever the first bytes are. How long the token is may be found out.
+bool SameSecret(absl::string_view given, absl::string_view wanted) {
+  const absl::string_view other = given.size() == wanted.size() ? given : wanted;
+  volatile uint8_t difference = given.size() == wanted.size() ? 0 : 1;
+  for (size_t i = 0; i < wanted.size(); ++i) {
+    difference = static_cast<uint8_t>(
+        difference | (static_cast<uint8_t>(other[i]) ^ static_cast<uint8_t>(wanted[i])));
+  }
+  return difference == 0;
+}
+
+class TokenSender final : public grpc::experimental::Interceptor {
+ public:
+  explicit TokenSender(const std::string& value) : value_(value) {}
+  void Intercept(grpc::experimental::InterceptorBatchMethods* methods) override {
+    if (methods->QueryInterceptionHookPoint(
+            grpc::experimental::InterceptionHookPoints::PRE_SEND_INITIAL_METADATA)) {
+      methods->GetSendInitialMetadata()->emplace(kHeader, value_);
+    }
+    methods->Proceed();
+  }
+
+ private:
+  const std::string& value_;  // the factory's, which lives as long as the channel
+};
+
+class TokenSenders final : public grpc::experimental::ClientInterceptorFactoryInterface {
+ public:
+  explicit TokenSenders(absl::string_view token) : value_(absl::StrCat(kScheme, token)) {}
+  grpc::experimental::Interceptor* CreateClientInterceptor(
+      grpc::experimental::ClientRpcInfo*) override {
+    return new TokenSender(value_);
+  }
+
+ private:
+  const std::string value_;
+};
+
+}  // namespace
+
+absl::StatusOr<std::string> ReadToken(const std::string& path, absl::string_view what) {
+  // What is no file, a pipe say, must not make the caller wait.
+  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
+  if (fd < 0) {
+    return absl::ErrnoToStatus(errno, absl::StrCat(what, ": cannot open '", path, "'"));
+  }
+  struct stat info {};
+  std::string text(kLongestToken + 2, '\0');
+  ssize_t size = -1;
+  if (fstat(fd, &info) == 0 && S_ISREG(info.st_mode)) {
+    do {
+      size = read(fd, text.data(), text.size());
+    } while (size < 0 && errno == EINTR);
+  }
+  close(fd);
+  if (!S_ISREG(info.st_mode) || size < 0) {
+    return absl::InvalidArgumentError(absl::StrCat(what, ": '", path, "' is no file to read"));
+  }
+  const uid_t user = geteuid();
+  if (info.st_uid != user && info.st_uid != 0 && user != 0) {
+    return absl::PermissionDeniedError(absl::StrCat(what, ": '", path, "' belongs to user ",
+                                                    info.st_uid, ": use a file of your own"));
+  }
+  const mode_t closed = info.st_uid == 0 && user != 0 ? 037 : 077;
+  if ((info.st_mode & closed) != 0) {
+    return absl::PermissionDeniedError(
+        absl::StrCat(what, ": others can reach the token in '", path, "' (mode ",
+                     absl::StrFormat("%03o", info.st_mode & 0777),
+                     "): make it yours alone with chmod 600, and change the token"));
+  }
+  text.resize(static_cast<size_t>(size));
+  const absl::string_view token = absl::StripAsciiWhitespace(text);
+  if (token.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(what, ": '", path, "' is empty: write a random token into it"));
+  }
+  if (token.size() > kLongestToken || !std::all_of(token.begin(), token.end(), [](char c) {
+        return absl::ascii_isgraph(static_cast<unsigned char>(c));
+      })) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(what, ": '", path, "' holds no token: one line of at most ", kLongestToken,
+                     " letters, digits and punctuation is needed"));
+  }
+  return std::string(token);
+}
+
+std::string NewToken() { return absl::StrCat(RandomHex(), RandomHex(), RandomHex(), RandomHex()); }
+
+absl::Status CheckToken(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata,
+                        absl::string_view token) {
+  const auto it = metadata.find(kHeader);
+  absl::string_view given =
+      it == metadata.end() ? "" : absl::string_view(it->second.data(), it->second.size());
+  const bool is_token = absl::ConsumePrefix(&given, kScheme);
+  if (is_token && SameSecret(given, token)) return absl::OkStatus();
+  return ErrorWithReason(
+      absl::StatusCode::kUnauthenticated,
+      absl::StrCat(is_token ? "the token of this call is not the coordinator's"
+                            : "this coordinator wants a token with every call",
+                   ": give --token_file (or MUSTER_TOKEN_FILE), a file with the token that the "
+                   "coordinator was started with"),
+      v1::ERROR_REASON_BAD_TOKEN);
+}
+
+std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface> SendToken(
+    absl::string_view token) {
+  return std::make_unique<TokenSenders>(token);
+}
+
+}  // namespace muster::rpc
