@@ -12,6 +12,7 @@
 #include "absl/strings/str_replace.h"
 #include "base/defaults.h"
 #include "base/failpoint.h"
+#include "base/file.h"
 #include "rpc/address.h"
 #include "worker/agent/job_signals.h"
 #include "worker/agent/node_job.h"
@@ -98,10 +99,9 @@ int Run(int argc, char** argv) {
   std::string outage_tolerance = absl::StrCat(absl::ToInt64Seconds(kDefaultOutageTolerance), "s");
   bool no_prefix = false, tee = false;
   int log_max_mib = static_cast<int>(options.log_limits.max_bytes >> 20);
-  worker.job = "launch";
   CLI::App app(kAbout, "muster-agent");
   app.footer(kFooter);
-  app.add_option("--coordinator", worker.coordinator, "IP:PORT of the coordinator");
+  app.add_option("--coordinator", worker.coordinator, "IP:PORT or unix:PATH of the coordinator");
   app.add_option("--num_processes", processes,
                  "processes of the whole job (default: one for each machine)")
       ->check(CLI::Range(1, 1'000'000));
@@ -117,7 +117,9 @@ int Run(int argc, char** argv) {
   app.add_option("--nvlink_domain", worker.nvlink_domain,
                  "NVLink domain of this machine, within its rack")
       ->envname("MUSTER_NVLINK_DOMAIN");
-  app.add_option("--job_name", worker.job, "name of the job")->capture_default_str();
+  app.add_option("--job_name", worker.job,
+                 "name of the job at the coordinator (default: made up); needed with several "
+                 "machines, the same for all");
   app.add_option("--mixed_precision", worker.mixed_precision, "precision of the forward pass")
       ->check(CLI::IsMember({"no", "bf16", "fp16"}))
       ->capture_default_str();
@@ -191,6 +193,13 @@ int Run(int argc, char** argv) {
                 absl::StrCat("--machine_rank ", options.node_rank, " is not below --num_machines ",
                              options.num_nodes, ": machines are numbered from 0"));
   }
+  if (worker.job.empty() && options.num_nodes > 1) {
+    return Fail(kExitUsage,
+                "--job_name is required with --num_machines above 1: the machines of a job find "
+                "each other by it");
+  }
+  // Two jobs of one name would take each other's places.
+  if (worker.job.empty()) worker.job = absl::StrCat("agent-", RandomHex().substr(0, 8));
   if (!absl::ParseDuration(stop_grace, &options.agent.stop_grace) ||
       !absl::ParseDuration(join_timeout, &options.join_timeout) ||
       !absl::ParseDuration(outage_tolerance, &options.outage_tolerance)) {
