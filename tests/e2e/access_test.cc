@@ -37,6 +37,10 @@ class AccessTest : public ClusterFixture {
     ClusterFixture::SetUp();
     env_.erase("MUSTER_PREFIX");
   }
+  void TearDown() override {
+    EXPECT_TRUE(open_.empty() || RemoveTree(open_).ok());
+    ClusterFixture::TearDown();
+  }
   // Runs until it is told to stop.
   std::unique_ptr<Command> Job(const std::string& name, std::vector<std::string> more = {}) {
     more.insert(more.end(), {"--job_name", name, "--cpu"});
@@ -65,6 +69,31 @@ class AccessTest : public ClusterFixture {
   std::unique_ptr<Command> Run(std::vector<std::string> argv) {
     return std::make_unique<Command>(*host_, std::move(argv), env_);
   }
+  // A program (the last part of its path) as somebody who knows of no launch; where the test is
+  // root, as another user.
+  std::unique_ptr<Command> AsAnother(std::vector<std::string> argv) {
+    if (open_.empty()) {
+      // Where anybody can reach the programs.
+      open_ = absl::StrCat(runtime_, "-open");
+      EXPECT_TRUE(MakeDirectories(open_).ok());
+      EXPECT_EQ(chmod(open_.c_str(), 0755), 0);
+      for (const char* path : {"client/cli/muster", "worker/agent/cmd/muster-agent"}) {
+        std::filesystem::copy_file(std::filesystem::canonical(Runfile(path)),
+                                   absl::StrCat(open_, "/", BaseName(path)));
+      }
+    }
+    argv[0] = absl::StrCat(open_, "/", argv[0]);
+    if (geteuid() == 0) {
+      argv.insert(argv.begin(), {"/usr/bin/setpriv", "--reuid=65534", "--regid=65534",
+                                 "--clear-groups", "--inh-caps=-all"});
+    }
+    return std::make_unique<Command>(
+        *host_, std::move(argv),
+        std::map<std::string, std::string>{{"PATH", "/usr/bin:/bin"},
+                                           {"HOME", "/"},
+                                           {"CUDA_VISIBLE_DEVICES", ""},
+                                           {"MUSTER_RUNTIME_DIR", absl::StrCat(open_, "/none")}});
+  }
   std::unique_ptr<Command> Coordinator(std::vector<std::string> args) {
     args.insert(args.begin(), {Runfile("coordinator/cmd/muster-coordinator"), "--log_level=error"});
     return Run(std::move(args));
@@ -87,6 +116,8 @@ class AccessTest : public ClusterFixture {
     a.insert(a.end(), b.begin(), b.end());
     return a;
   }
+
+  std::string open_;
 };
 
 TEST_F(AccessTest, OneLaunch_IsFoundWithoutAnAddress) {
@@ -154,28 +185,7 @@ TEST_F(AccessTest, AnotherUser_CanNeitherListNorJoinNorStopALaunch) {
   const auto quiet = Job("quiet");
   const auto tcp = Job("tcp", {"--coordinator", "127.0.0.1:0"});
   const std::string socket = AddressOf("quiet"), port = AddressOf("tcp");
-  // The programs where anybody can reach them; somewhere else to look for launches.
-  const std::string open = absl::StrCat(runtime_, "-open");
-  ASSERT_TRUE(RemoveTree(open).ok());
-  ASSERT_EQ(mkdir(open.c_str(), 0755), 0);
-  ASSERT_EQ(chmod(open.c_str(), 0755), 0);
-  for (const char* path : {"client/cli/muster", "worker/agent/cmd/muster-agent"}) {
-    std::filesystem::copy_file(std::filesystem::canonical(Runfile(path)),
-                               open + "/" + BaseName(path));
-  }
-  env_.erase("MUSTER_RUNTIME_DIR");
-  env_["XDG_RUNTIME_DIR"] = "/nowhere";
-  env_["HOME"] = "/";
-  const bool root = geteuid() == 0;
-  const auto other = [&](std::vector<std::string> argv) {
-    argv[0] = open + "/" + argv[0];
-    if (root) {
-      argv.insert(argv.begin(), {"/usr/bin/setpriv", "--reuid=65534", "--regid=65534",
-                                 "--clear-groups", "--inh-caps=-all"});
-    }
-    return Run(std::move(argv));
-  };
-  // Without a token, on the port: refused by name, whoever it is.
+  // Without a token, on the port: refused by name, also as the same user.
   const struct {
     std::vector<std::string> args;
   } kRefused[] = {
@@ -186,12 +196,12 @@ TEST_F(AccessTest, AnotherUser_CanNeitherListNorJoinNorStopALaunch) {
       {{"muster-agent", "--coordinator", port, "--job_name", "tcp", "--cpu", "--", "/bin/true"}},
   };
   for (const auto& c : kRefused) {
-    const auto command = other(c.args);
+    const auto command = AsAnother(c.args);
     EXPECT_EQ(command->Wait(), 8) << absl::StrJoin(c.args, " ") << ": " << command->err_text();
     EXPECT_THAT(command->err(), ElementsAre(HasSubstr("--token_file")));
   }
   // Another user cannot even reach the socket, nor read the token.
-  if (root) {
+  if (geteuid() == 0) {
     const std::vector<std::string> kUnreachable[] = {
         {"muster", "status"},
         {"muster", "status", "--coordinator", socket, "--timeout", "300ms"},
@@ -200,7 +210,7 @@ TEST_F(AccessTest, AnotherUser_CanNeitherListNorJoinNorStopALaunch) {
          "300ms", "--", "/bin/true"},
     };
     for (const auto& args : kUnreachable) {
-      const auto command = other(args);
+      const auto command = AsAnother(args);
       EXPECT_EQ(command->Wait(), 7) << absl::StrJoin(args, " ") << ": " << command->err_text();
     }
     std::string token;
@@ -208,14 +218,14 @@ TEST_F(AccessTest, AnotherUser_CanNeitherListNorJoinNorStopALaunch) {
     for (const std::string& name : names) {
       if (absl::EndsWith(name, ".token")) token = absl::StrCat(runtime_, "/", name);
     }
-    const auto thief = other({"muster", "status", "--coordinator", port, "--token_file", token});
+    const auto thief =
+        AsAnother({"muster", "status", "--coordinator", port, "--token_file", token});
     EXPECT_EQ(thief->Wait(), 8) << thief->err_text();
     EXPECT_THAT(thief->err_text(), HasSubstr("cannot open"));
   }
   // Both run as if nothing had been.
   Stop(*quiet);
   Stop(*tcp);
-  EXPECT_TRUE(RemoveTree(open).ok());
 }
 
 TEST_F(AccessTest, RuntimeFolderOfAnotherUser_IsRefusedInOneLine) {
@@ -295,8 +305,32 @@ TEST_F(AccessTest, CoordinatorOnASocket_NeedsNothingElse) {
   const auto agent = Agent("j", 1, 2, {"/bin/sh", "-c", "echo $MASTER_ADDR"});
   EXPECT_EQ(agent->Wait(), 0) << agent->err_text();
   EXPECT_THAT(agent->out(), ElementsAre("[0]: 127.0.0.1", "[1]: 127.0.0.1"));
+  // Also where others may open it, it asks the kernel who they are.
+  ASSERT_EQ(chmod(runtime_.c_str(), 0755), 0);
+  ASSERT_EQ(chmod((runtime_ + "/own").c_str(), 0777), 0);
+  const auto other =
+      AsAnother({"muster", "status", "--coordinator", address, "--timeout", "300ms"});
+  EXPECT_EQ(other->Wait(), geteuid() == 0 ? 7 : 0) << other->err_text();
   coordinator->Signal(SIGTERM);
   EXPECT_EQ(coordinator->Wait(), 0);
+}
+
+TEST_F(AccessTest, CoordinatorOnASocketWithAToken_LetsInOthersWhoBringIt) {
+  const std::string address = absl::StrCat("unix:", runtime_, "/shared");
+  const auto coordinator = Coordinator({"--listen", address, "--token_file", TokenFile()});
+  coordinator->WaitForLine("unix:");
+  ASSERT_EQ(chmod(runtime_.c_str(), 0755), 0);
+  ASSERT_EQ(chmod((runtime_ + "/shared").c_str(), 0777), 0);
+  const std::vector<std::string> status = {"muster", "status", "--coordinator", address};
+  const auto stranger = AsAnother(status);
+  EXPECT_EQ(stranger->Wait(), 8);
+  EXPECT_THAT(stranger->err(), ElementsAre(HasSubstr("--token_file")));
+  // A copy of their own.
+  const std::string copy = absl::StrCat(open_, "/token");
+  std::filesystem::copy_file(Temp("token"), copy);
+  ASSERT_TRUE(geteuid() != 0 || chown(copy.c_str(), 65534, 65534) == 0);
+  const auto friendly = AsAnother(Plus(status, {"--token_file", copy}));
+  EXPECT_EQ(friendly->Wait(), 0) << friendly->err_text();
 }
 
 TEST_F(AccessTest, CoordinatorsToken_LetsInWhoBringsItAndNobodyElse) {
