@@ -228,6 +228,16 @@ TEST_F(AccessTest, AnotherUser_CanNeitherListNorJoinNorStopALaunch) {
   Stop(*tcp);
 }
 
+// As the system does at logout.
+TEST_F(AccessTest, RuntimeFolderRemoved_JobGoesOnToItsEnd) {
+  const auto launch =
+      Launch({"--cpu"}, absl::StrCat("echo up; while test -e ", runtime_, "; do :; done; exit 0"));
+  launch->WaitForLine("up");
+  ASSERT_TRUE(RemoveTree(runtime_).ok());
+  EXPECT_EQ(launch->Wait(), 0);
+  EXPECT_THAT(launch->err(), IsEmpty());
+}
+
 TEST_F(AccessTest, RuntimeFolderOfAnotherUser_IsRefusedInOneLine) {
   ASSERT_EQ(chmod(runtime_.c_str(), 0755), 0);
   const auto launch = Launch({}, "exit 0");
