@@ -821,8 +821,8 @@ void Front::Begin(RpcCall* rpc) {
   }
   if (method == nullptr) {
     Refuse(rpc, metrics,
-           absl::UnimplementedError(absl::StrCat("this coordinator (", kVersion, ") has no method ",
-                                                 rpc->method())));
+           absl::UnimplementedError(
+               absl::StrCat("this coordinator (", kVersion, ") has no method ", rpc->method())));
     return;
   }
   if (silent_.size() >= limits_.silent_calls) {
