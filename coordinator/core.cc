@@ -348,6 +348,8 @@ void Core::FillStatus(v1::StatusReply* status) const {
 v1::ReplyHeader Core::Header() const { return impl_->Header(); }
 const CoreStats& Core::stats() const { return impl_->stats_; }
 
+size_t Core::kv_bytes() const { return impl_->kv_budget_.used; }
+
 std::map<v1::WorkerState, int64_t> Core::MembersByState() const {
   std::map<v1::WorkerState, int64_t> counts;
   for (const auto& [id, job] : impl_->jobs_) {

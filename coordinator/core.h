@@ -139,6 +139,9 @@ struct CoreOptions {
   absl::Duration job_retention = absl::Hours(24);
   // What one row of SQLite takes, less a little; protobuf's own limit is 2 GiB.
   size_t max_snapshot_bytes = 999'000'000;
+  // What the keys of one job and of all may have, about as a snapshot counts them: it must fit.
+  size_t job_kv_bytes = 256 << 20;
+  size_t kv_bytes = 768 << 20;
   Mutants mutants;
 };
 
@@ -225,6 +228,8 @@ class Core {
   // Fills what the core knows: header, jobs, agents.
   void FillStatus(v1::StatusReply* status) const;
   v1::ReplyHeader Header() const;
+  // Of the keys of all jobs, against CoreOptions.kv_bytes.
+  size_t kv_bytes() const;
   const CoreStats& stats() const;
   // Workers of all jobs by state, for the metrics page.
   std::map<v1::WorkerState, int64_t> MembersByState() const;

@@ -139,6 +139,16 @@ class Core::Impl {
     header.set_revision(revision_);
     return header;
   }
+  // After a write to the keys of `job_id`: warns once when four fifths of what all may have is used.
+  void WatchKeys(const std::string& job_id) {
+    const size_t used = kv_budget_.used, most = kv_budget_.of_all;
+    if (used < most / 4 * 3) kv_warned_ = false;
+    if (used < most / 5 * 4 || kv_warned_) return;
+    kv_warned_ = true;
+    Note(job_id, true,
+         absl::StrCat("the keys of all jobs have ", used >> 20, " of at most ", most >> 20,
+                      " MiB: writes are refused beyond; delete keys or remove jobs that are over"));
+  }
   void Note(const std::string& job_id, bool warning, std::string text) {
     out_->notices.push_back({warning, job_id, std::move(text)});
   }
@@ -211,6 +221,8 @@ class Core::Impl {
   CoreOptions options_;
   uint64_t cluster_ = 0;  // as Fence has it; 0: unknown, not checked
   CoreStats stats_;
+  KvBudget kv_budget_{.of_job = options_.job_kv_bytes, .of_all = options_.kv_bytes};
+  bool kv_warned_ = false;
   uint64_t term_ = 0;  // of the journal until StartTerm
   uint64_t restored_term_ = 0;
   bool serving_ = false;
@@ -406,7 +418,7 @@ class Core::Impl::Job : public BarrierHost {
   std::deque<std::string> operators_;       // clients in dedupe_ that are no workers, oldest first
   absl::btree_map<std::string, HostState> hosts_;
 
-  KvStore kv_;
+  KvStore kv_{&impl_->kv_budget_};
   std::unique_ptr<WatchLog> log_;
   Dedupe<StoredAnswer> dedupe_;
   TriggerSet triggers_;

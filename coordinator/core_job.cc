@@ -1097,6 +1097,7 @@ std::optional<v1::OpError> Core::Impl::Job::Txn(const v1::TxnRequest& request, c
   if (!changes.empty()) {
     impl_->Rev();
     KvChanged(changes);
+    impl_->WatchKeys(id_);
   }
   *reply->mutable_header() = impl_->Header();
   return std::nullopt;

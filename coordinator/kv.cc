@@ -58,6 +58,10 @@ KvEntry::Ptr KvStore::Set(Slots::iterator at, KvEntry::Ptr after) {
       entries_.erase(at);
     }
   }
+  const size_t more = after != nullptr ? after->bytes() : 0;
+  const size_t less = before != nullptr ? before->bytes() : 0;
+  bytes_ += more - less;
+  if (budget_ != nullptr) budget_->used += more - less;
   const absl::string_view old_lease = before != nullptr ? before->lease_worker_id() : "";
   if (old_lease != new_lease) {
     if (!old_lease.empty()) {
@@ -255,17 +259,25 @@ std::optional<v1::OpError> KvStore::Txn(const v1::TxnRequest& request,
   size_t reply_bytes = 0;
   int index = 0;
   const size_t first_change = changes->size();
+  const size_t bytes_before = bytes_;
   for (const v1::KvOp& op : holds ? request.then() : request.otherwise()) {
     if (auto error = Apply(op, index++, lease_worker, revision, &reply_bytes, reply->add_results(),
                            changes)) {
-      while (changes->size() > first_change) {
-        KvChange& change = changes->back();
-        const auto at = entries_.find(change.key());
-        Set(at, std::move(change.before));
-        changes->pop_back();
-      }
+      Undo(first_change, changes);
       return error;
     }
+  }
+  if (budget_ != nullptr && bytes_ > bytes_before &&
+      (bytes_ > budget_->of_job || budget_->used > budget_->of_all)) {
+    const bool of_job = bytes_ > budget_->of_job;
+    const size_t bytes = of_job ? bytes_ : budget_->used;
+    Undo(first_change, changes);
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT,
+        absl::StrCat("the keys of ", of_job ? "this job" : "all jobs", " would have ", bytes >> 20,
+                     " MiB, more than ", (of_job ? budget_->of_job : budget_->of_all) >> 20,
+                     ": nothing was written; delete keys, ", of_job ? "" : "remove jobs, ",
+                     "or store paths to files in place of values"));
   }
   // A key that comes again was written or deleted by this transaction before.
   if (std::any_of(changes->begin() + first_change, changes->end(), [revision](const KvChange& one) {
@@ -291,6 +303,15 @@ std::optional<v1::OpError> KvStore::Txn(const v1::TxnRequest& request,
     }
   }
   return std::nullopt;
+}
+
+void KvStore::Undo(size_t first_change, std::vector<KvChange>* changes) {
+  while (changes->size() > first_change) {
+    KvChange& change = changes->back();
+    const auto at = entries_.find(change.key());
+    Set(at, std::move(change.before));
+    changes->pop_back();
+  }
 }
 
 bool KvStore::Reads(const v1::TxnRequest& request) {

@@ -31,6 +31,14 @@ struct KvChange {
   absl::string_view key() const { return after != nullptr ? after->key() : before->key(); }
 };
 
+// What the stores of all jobs may hold, in memory, which is about what a snapshot of them has: the
+// journal can be cut only while the state fits into one.
+struct KvBudget {
+  size_t of_job = 256 << 20;
+  size_t of_all = 768 << 20;
+  size_t used = 0;  // by all
+};
+
 // The key-value store of one job: hash look-ups, ordered prefixes, transactions, leases and held
 // waits. Not thread-safe. Revisions are the caller's: one for each event that changes something.
 class KvStore {
@@ -44,10 +52,19 @@ class KvStore {
   // Of all values in one answer. A message has 4 MiB.
   static constexpr size_t kMaxAnswerBytes = 15 << 18;
 
+  // `budget` (null: unlimited) outlives it.
+  explicit KvStore(KvBudget* budget = nullptr) : budget_(budget) {}
+  ~KvStore() {
+    if (budget_ != nullptr) budget_->used -= bytes_;
+  }
+  KvStore(const KvStore&) = delete;
+  KvStore& operator=(const KvStore&) = delete;
+
   // Runs a transaction: all or nothing. Writes carry `revision`; `changes` gets one entry for each
   // key that differs afterwards (none: nothing was written and the revision is unused). Keys put
   // with_lease belong to `lease_worker`. Errors: INVALID_ARGUMENT / BAD_FIELD or LIMIT, naming the
-  // operation; nothing is changed then.
+  // operation; RESOURCE_EXHAUSTED / LIMIT, if it would leave more than before and more than the budget;
+  // nothing is changed then.
   std::optional<v1::OpError> Txn(const v1::TxnRequest& request, absl::string_view lease_worker,
                                  uint64_t revision, v1::TxnReply* reply,
                                  std::vector<KvChange>* changes);
@@ -74,6 +91,7 @@ class KvStore {
     return it == entries_.end() ? nullptr : it->entry.get();
   }
   size_t size() const { return entries_.size(); }
+  size_t bytes() const { return bytes_; }
   // Calls f(const KvEntry&) for each durable key, in key order.
   template <typename F>
   void ForEachDurable(F f) const {
@@ -139,8 +157,11 @@ class KvStore {
   void Write(absl::string_view key, absl::string_view value, v1::KvClass klass,
              absl::string_view lease_worker, uint64_t revision, std::vector<KvChange>* changes);
   std::vector<std::string> KeysUnder(absl::string_view prefix) const;
+  void Undo(size_t first_change, std::vector<KvChange>* changes);
   void ForgetWait(CallId call);
 
+  KvBudget* const budget_;
+  size_t bytes_ = 0;  // of entries_
   Slots entries_;
   absl::btree_set<std::string> order_;                                     // their keys
   absl::flat_hash_map<std::string, absl::btree_set<std::string>> leased_;  // by worker_id

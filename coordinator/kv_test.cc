@@ -399,5 +399,55 @@ TEST_F(KvTest, Reads_TellsBlindWritesFromOthers) {
   EXPECT_TRUE(KvStore::Reads(request));
 }
 
+v1::TxnRequest PutOf(const std::string& key, size_t bytes) {
+  v1::TxnRequest request;
+  v1::PutOp& put = *request.add_then()->mutable_put();
+  put.set_key(key);
+  put.set_value(std::string(bytes, 'x'));
+  return request;
+}
+
+TEST(KvBudget, StoreBeyondIts_RefusesWhatGrowsItAndKeepsTheRest) {
+  KvBudget budget{.of_job = 10'000, .of_all = 100'000};
+  KvStore store(&budget);
+  std::vector<KvChange> changes;
+  v1::TxnReply reply;
+  EXPECT_FALSE(store.Txn(PutOf("a", 6000), "", 1, &reply, &changes).has_value());
+  const size_t used = store.bytes();
+  EXPECT_GE(used, 6000u);
+  v1::TxnRequest two = PutOf("b", 10);
+  *two.add_then() = PutOf("c", 6000).then(0);
+  changes.clear();
+  const std::optional<v1::OpError> error = store.Txn(two, "", 2, &reply, &changes);
+  ASSERT_TRUE(error.has_value());
+  EXPECT_EQ(error->code(), static_cast<int>(absl::StatusCode::kResourceExhausted));
+  EXPECT_EQ(error->detail().reason(), v1::ERROR_REASON_LIMIT);
+  EXPECT_THAT(error->message(), ::testing::HasSubstr("the keys of this job"));
+  EXPECT_TRUE(changes.empty());
+  EXPECT_EQ(store.Find("b"), nullptr);
+  EXPECT_EQ(store.bytes(), used);
+  // What makes it smaller is let through, also from beyond.
+  budget.of_job = 100;
+  EXPECT_FALSE(store.Txn(PutOf("a", 5000), "", 2, &reply, &changes).has_value());
+  EXPECT_EQ(budget.used, store.bytes());
+}
+
+TEST(KvBudget, AllStoresTogether_AreBoundedAndGiveBackWhatTheyHeld) {
+  KvBudget budget{.of_job = 10'000, .of_all = 12'000};
+  std::vector<KvChange> changes;
+  v1::TxnReply reply;
+  KvStore second(&budget);
+  {
+    KvStore first(&budget);
+    EXPECT_FALSE(first.Txn(PutOf("a", 8000), "", 1, &reply, &changes).has_value());
+    const std::optional<v1::OpError> error = second.Txn(PutOf("a", 8000), "", 2, &reply, &changes);
+    ASSERT_TRUE(error.has_value());
+    EXPECT_THAT(error->message(), ::testing::HasSubstr("the keys of all jobs"));
+    changes.clear();
+  }
+  EXPECT_EQ(budget.used, 0u);
+  EXPECT_FALSE(second.Txn(PutOf("a", 8000), "", 2, &reply, &changes).has_value());
+}
+
 }  // namespace
 }  // namespace muster::coordinator

@@ -82,6 +82,7 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
   // Both ends have the same limit: what would go beyond is said in an answer that fits.
   options.engine.limits.answer_bytes =
       static_cast<size_t>(std::max(4096, options.rpc.max_message_bytes) - 1024);
+  self->kv_limit_ = options.engine.core.kv_bytes;
   self->engine_ = std::make_unique<Engine>(options.engine, std::move(journal));
   CoordinatorServer* raw = self.get();
   self->front_ = std::make_unique<Front>(self->engine_.get(), &self->rpc_metrics_, self->started_,
@@ -147,12 +148,14 @@ std::string CoordinatorServer::Metrics() {
   const Engine& engine = *engine_;
 
   CoreStats stats;
+  size_t kv_bytes = 0;
   std::map<v1::WorkerState, int64_t> members;
   v1::StatusReply status;
   Notification done;
   engine_->WithCore([&](Core* core) {
     if (core != nullptr) {
       stats = core->stats();
+      kv_bytes = core->kv_bytes();
       members = core->MembersByState();
       core->FillStatus(&status);
     }
@@ -208,6 +211,10 @@ std::string CoordinatorServer::Metrics() {
   text.Sample({}, static_cast<double>(stats.repeated_requests));
   text.Family("muster_kv_writes_total", Type::kCounter, "Keys written.");
   text.Sample({}, static_cast<double>(stats.kv_writes));
+  text.Family("muster_kv_bytes", Type::kGauge, "What the keys of all jobs have.");
+  text.Sample({}, static_cast<double>(kv_bytes));
+  text.Family("muster_kv_limit_bytes", Type::kGauge, "What they may have: beyond it writes fail.");
+  text.Sample({}, static_cast<double>(kv_limit_));
   text.Family("muster_triggers_raised_total", Type::kCounter, "Triggers raised.");
   text.Sample({}, static_cast<double>(stats.triggers_raised));
 

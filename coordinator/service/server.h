@@ -70,6 +70,7 @@ class CoordinatorServer {
 
   // In the order in which they are made; shut down in reverse.
   RpcMetrics rpc_metrics_;
+  size_t kv_limit_ = 0;
   absl::Time started_;
   std::unique_ptr<Engine> engine_;
   std::unique_ptr<Front> front_;
