@@ -97,10 +97,12 @@ bool Orphans::Belongs(const std::string& mark, pid_t pid, pid_t session) const {
   for (const auto& [host, sessions] : hosts_) {
     if (sessions.count(session) != 0) return host == mark;
   }
+  // Before any environment is read: that may wait for a process that the kernel holds.
+  if (hosts_.size() == 1 && !had_children_) return true;
   for (const auto& [host, sessions] : hosts_) {
     if (StartedWith(pid, host.data(), host.size())) return host == mark;
   }
-  return hosts_.size() == 1 && !had_children_;
+  return false;
 }
 
 std::vector<pid_t> Orphans::Find(const std::string& mark, bool ended) {

@@ -90,6 +90,19 @@ absl::Status ErrnoStatus(absl::string_view what, int error) {
   }
 }
 
+// Or has been closed by all writers. False after `timeout`.
+bool BecomesReadable(int fd, absl::Duration timeout) {
+  const absl::Time deadline = Clock::Real().Now() + timeout;
+  for (;;) {
+    const absl::Duration left = std::clamp(deadline - Clock::Real().Now(), absl::ZeroDuration(),
+                                           absl::Duration(absl::Hours(24)));
+    pollfd event = {fd, POLLIN, 0};
+    const int ready = poll(&event, 1, static_cast<int>(absl::ToInt64Milliseconds(left)));
+    if (ready > 0) return true;
+    if (ready == 0 && left <= absl::Milliseconds(1)) return false;
+  }
+}
+
 absl::Status MakePipe(Fd* read_end, Fd* write_end) {
   int fds[2];
   if (pipe2(fds, O_CLOEXEC) != 0) return ErrnoStatus("pipe", errno);
@@ -585,12 +598,7 @@ class HostImpl final : public ProcessHost {
     waker_->Wake();
     if (thread_.joinable()) thread_.join();
     EndOrphans();
-    guard_pipe_.Close();
-    if (guard_ > 0) {
-      while (waitpid(guard_, nullptr, 0) < 0 && errno == EINTR) {
-      }
-      Orphans::Get().Forget(guard_);
-    }
+    EndGuard();
     // What the guard has killed.
     Orphans::Get().Collect(mark_);
     Orphans::Get().RemoveHost(mark_);
@@ -666,6 +674,23 @@ class HostImpl final : public ProcessHost {
     guard_pidfd_ = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
     if (!guard_pidfd_.open()) return absl::OkStatus();  // its end goes unnoticed
     return Watch(guard_pidfd_.get(), {-1, 2});
+  }
+
+  void EndGuard() {
+    guard_pipe_.Close();
+    if (guard_ < 0) return;
+    // To look at a process that the kernel holds may hold the guard, too.
+    const absl::Duration patience = absl::Seconds(2 * kGuardSeconds);
+    if (guard_pidfd_.open() && !BecomesReadable(guard_pidfd_.get(), patience)) {
+      MUSTER_LOG(Warning) << "the guard process " << guard_
+                          << " does not end: " << ReadStuckState(guard_).ToString()
+                          << "; it is left behind";
+      kill(guard_, SIGKILL);
+      return;
+    }
+    while (waitpid(guard_, nullptr, 0) < 0 && errno == EINTR) {
+    }
+    Orphans::Get().Forget(guard_);
   }
 
   // Somebody has killed it, or the kernel for want of memory.
@@ -774,6 +799,15 @@ class HostImpl final : public ProcessHost {
     };
 
     error_write.Close();
+    if (!BecomesReadable(error_read.get(), options_.start_timeout)) {
+      const std::string state = ReadStuckState(pid).ToString();
+      kill(pid, SIGKILL);
+      // It stays uncollected, so that its id stays its own.
+      TellGuard(pid, true);
+      return absl::FailedPreconditionError(absl::StrCat(
+          path, " does not start: process ", pid, " is ", state, " for more than ",
+          absl::FormatDuration(options_.start_timeout), "; look at the file server that holds it"));
+    }
     StartError report;
     ssize_t got;
     do {
@@ -859,9 +893,7 @@ class HostImpl final : public ProcessHost {
     while (!(left = Orphans::Get().Kill(mark_)).empty()) {
       for (const pid_t pid : left) {
         const Fd pidfd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
-        pollfd ended = {pidfd.get(), POLLIN, 0};
-        const absl::Duration wait = give_up - Clock::Real().Now();
-        poll(&ended, 1, static_cast<int>(std::max<int64_t>(0, absl::ToInt64Milliseconds(wait))));
+        BecomesReadable(pidfd.get(), give_up - Clock::Real().Now());
       }
       Orphans::Get().Collect(mark_);
       if (Clock::Real().Now() >= give_up) break;

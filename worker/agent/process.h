@@ -98,10 +98,13 @@ class Process {
 };
 
 struct ProcessHostOptions {
-  // A process that the kernel does not end (a dead file server, a driver) is told of that long after
-  // SIGKILL, and given up after the second: Wait returns, and it is left to the kernel.
+  // Of a process that the kernel does not end (a dead file server, a driver) on_deaf tells that long
+  // after SIGKILL, and after the second span it is given up: Wait returns, and it is left to the
+  // kernel.
   absl::Duration deaf_after = absl::Seconds(5);
   absl::Duration give_up_after = absl::Seconds(30);
+  // And one that does not get to its program: on a dead file server.
+  absl::Duration start_timeout = absl::Seconds(30);
   // Called on the host's thread when a new guard stands in for one that was killed.
   std::function<void(pid_t)> on_new_guard = nullptr;
   // What stands in for the system calls in tests.
@@ -137,8 +140,8 @@ class ProcessHost {
 
   // Starts a process. Blocks until it runs its program (so every start error is known here).
   // Errors: INVALID_ARGUMENT empty argv; NOT_FOUND and PERMISSION_DENIED as FindProgram, or the
-  // working directory; FAILED_PRECONDITION the file is no program (bad format); RESOURCE_EXHAUSTED
-  // no more processes or descriptors.
+  // working directory; FAILED_PRECONDITION the file is no program (bad format), or the kernel does
+  // not get to it; RESOURCE_EXHAUSTED no more processes or descriptors.
   virtual absl::StatusOr<std::shared_ptr<Process>> Spawn(ProcessOptions options) = 0;
 
   // While paused nothing is read from the processes (they block once their pipes are full), except

@@ -296,6 +296,22 @@ TEST_F(ProcessTest, DeafToSigkill_IsToldAndGivenUp) {
   waitpid(pid, nullptr, 0);
 }
 
+// As if the kernel did not get to the program: on a dead file server.
+int HangBeforeExec(unsigned first, unsigned last, unsigned flags) {
+  if (flags == 0) return SystemCloseRange(first, last, flags);  // the guard
+  for (;;) pause();
+}
+
+TEST_F(ProcessTest, ProgramThatDoesNotBegin_IsGivenUp) {
+  StartHost({.start_timeout = absl::Milliseconds(1), .close_range = HangBeforeExec});
+  const auto process = host_->Spawn(Shell("exit 0"));
+  EXPECT_EQ(process.status().code(), absl::StatusCode::kFailedPrecondition) << process.status();
+  EXPECT_THAT(process.status().message(), HasSubstr("/bin/sh does not start"));
+  host_.reset();
+  // Nobody else collects it.
+  EXPECT_GT(waitpid(-1, nullptr, 0), 0);
+}
+
 TEST_F(ProcessTest, EpollRefuses_SpawnFailsAndTheHostGoesOn) {
   StartHost({.epoll_ctl = RefusingEpollCtl});
   g_refusals = 1;
