@@ -116,10 +116,15 @@ void Subset(Worker& w) {
     Check(passed.status());
     Say(absl::StrCat("pair ", absl::StrJoin(passed->payloads, ", ")));
     Check(w.client->Set("paired", "yes"));
+    // Or the barrier may have passed before the outsider comes.
+    if (w.seat.rank == 2) Check(w.client->Wait({"outsider"}, kLong).status());
     w.Tell("other", w.client->Barrier("other", kLong, call).status());
   } else {
     Check(w.client->Wait({"paired"}, kLong).status());
-    if (w.seat.rank == 1) w.Tell("other", w.client->Barrier("other", kLong, call).status());
+    if (w.seat.rank != 1) return;
+    const absl::Status came = w.client->Barrier("other", kLong, call).status();
+    Check(w.client->Set("outsider", "came"));
+    w.Tell("other", came);
   }
 }
 
