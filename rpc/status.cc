@@ -108,6 +108,8 @@ v1::BarrierState BarrierVerdict(v1::ErrorReason reason) {
       return v1::BARRIER_STATE_CANCELLED;
     case v1::ERROR_REASON_DESYNC:
       return v1::BARRIER_STATE_DESYNC;
+    case v1::ERROR_REASON_RESULT_TOO_LARGE:  // its payloads do not fit a message
+      return v1::BARRIER_STATE_PASSED;
     default:
       return v1::BARRIER_STATE_UNSPECIFIED;
   }

@@ -776,4 +776,36 @@ int RunQuarantineCommand(const std::vector<std::string>& args, const CommandCont
   return kExitOk;
 }
 
+int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const CommandSpec spec = {
+      .name = "muster remove",
+      .summary = "Removes a job that is over from a coordinator, with its keys and its history.",
+      .usage = "JOB [OPTIONS]",
+      .details =
+          "Exit codes: 0 done; 2 wrong options; 3 no such job; 4 it has workers: stop them "
+          "first; 7 no coordinator answers.",
+      .options = ConnectionOptions({}),
+      .max_words = 1};
+  CommandLine line;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  if (line.words.size() != 1)
+    return Fail(spec, context, absl::InvalidArgumentError("write muster remove JOB"), kExitUsage);
+  Connection connection;
+  if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
+  v1::RemoveJobRequest request;
+  request.mutable_fence()->set_job_id(line.words[0]);
+  v1::RemoveJobReply reply;
+  grpc::ClientContext call;
+  rpc::SetTimeout(call, connection.timeout);
+  const absl::Status status =
+      rpc::FromGrpc(v1::Admin::NewStub(connection.channel)->RemoveJob(&call, request, &reply));
+  if (!status.ok()) {
+    return Fail(
+        spec, context, status,
+        rpc::GetReason(status) == v1::ERROR_REASON_JOB_RUNS ? kExitConflict : ExitCodeOf(status));
+  }
+  context.out << "job " << line.words[0] << " is removed\n";
+  return kExitOk;
+}
+
 }  // namespace muster::client

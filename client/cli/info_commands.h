@@ -27,6 +27,9 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
 // `muster quarantine`: keeps a host out of a job's next generations, or lets it in again.
 int RunQuarantineCommand(const std::vector<std::string>& args, const CommandContext& context);
 
+// `muster remove`: forgets a job that is over.
+int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext& context);
+
 // `muster version`.
 int RunVersionCommand(const std::vector<std::string>& args, const CommandContext& context);
 

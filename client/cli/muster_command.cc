@@ -47,6 +47,8 @@ int RunMuster(const std::vector<std::string>& args, const CommandContext& contex
        [&](const Args& rest) { return RunBarrierCommand(rest, context); }},
       {"quarantine", "Keep a host out of a job, or let it in again",
        [&](const Args& rest) { return RunQuarantineCommand(rest, context); }},
+      {"remove", "Remove a job that is over, with its keys and its history",
+       [&](const Args& rest) { return RunRemoveCommand(rest, context); }},
       {"version", "Print the version",
        [&](const Args& rest) { return RunVersionCommand(rest, context); }},
   };

@@ -548,7 +548,16 @@ void Engine::Deliver(CallId id, std::shared_ptr<const Answer> answer) {
   if (it == calls_.end()) return;  // abandoned
   if (const size_t bytes = answer->bytes().size(); bytes > options_.limits.answer_bytes) {
     v1::OpResult result;
-    if (it->second.changes && answer->kind() != v1::OpResult::KIND_NOT_SET) {
+    if (answer->kind() == v1::OpResult::KIND_NOT_SET) {
+      // What has failed is told all the same, with less about whom.
+      result = answer->Parse();
+      v1::ErrorDetail& detail = *result.mutable_error()->mutable_detail();
+      for (v1::Culprit& culprit : *detail.mutable_culprits()) culprit.clear_native_stack();
+      if (result.ByteSizeLong() > options_.limits.answer_bytes) {
+        detail.clear_culprits();
+        detail.clear_missing_ranks();
+      }
+    } else if (it->second.changes) {
       const uint64_t revision = RevisionOf(*answer);
       *result.mutable_error() = MakeError(
           absl::StatusCode::kOutOfRange, v1::ERROR_REASON_RESULT_TOO_LARGE,

@@ -793,6 +793,45 @@ TEST_F(EngineTest, AnswerLargerThanAMessage_SaysWhetherItWasDone) {
   EXPECT_EQ(kv.mod_revision(), revision);
 }
 
+TEST_F(EngineTest, ErrorLargerThanAMessage_KeepsItsReasonAndSaysLess) {
+  Engine::Limits limits;
+  limits.answer_bytes = 10000;
+  Start(limits);
+  constexpr int kWorkers = 100;
+  std::vector<std::unique_ptr<FakeSink>> sinks;
+  for (int i = 0; i < kWorkers; ++i) {
+    v1::Op join = JoinAlone();
+    v1::JoinRequest& request = *join.mutable_join();
+    request.mutable_fence()->set_job_id("large");
+    request.mutable_fence()->set_worker_id(absl::StrCat(std::string(200, 'w'), i));
+    request.mutable_spec()->set_min_workers(kWorkers);
+    request.mutable_spec()->set_max_workers(kWorkers);
+    sinks.push_back(std::make_unique<FakeSink>());
+    Call(join, sinks.back().get());
+  }
+  const v1::JoinReply seat = sinks[0]->answer->Parse().join();
+  v1::Op arrive;
+  v1::ArriveRequest& request = *arrive.mutable_arrive();
+  request.mutable_fence()->set_job_id("large");
+  request.mutable_fence()->set_worker_id(absl::StrCat(std::string(200, 'w'), 0));
+  request.mutable_fence()->set_incarnation(1);
+  request.mutable_fence()->set_generation(seat.generation());
+  request.set_barrier_id("b");
+  request.set_rank(seat.rank());
+  FakeSink waiting;
+  Call(arrive, &waiting);
+  v1::Op cancel;
+  cancel.mutable_cancel_barrier()->mutable_fence()->set_job_id("large");
+  cancel.mutable_cancel_barrier()->set_barrier_id("b");
+  cancel.mutable_cancel_barrier()->set_reason("enough");
+  FakeSink cancelled;
+  Call(cancel, &cancelled);
+  const v1::OpError error = waiting.answer->Parse().error();
+  EXPECT_EQ(error.detail().reason(), v1::ERROR_REASON_CANCELLED_BY_PEER);
+  EXPECT_THAT(error.message(), ::testing::HasSubstr("enough"));
+  EXPECT_LE(waiting.answer->bytes().size(), limits.answer_bytes);
+}
+
 TEST_F(EngineTest, Events_OfOneJob_LookAtItsWatchersOnly) {
   Start({});
   constexpr int kOthers = 200;

@@ -353,6 +353,24 @@ TEST_F(BarrierTest, QuarantinedHost_IsShownAndGetsNoSeatUntilItIsPardoned) {
   ExpectSuccess();
 }
 
+TEST_F(BarrierTest, Remove_OfAJob_OnlyWhenItIsOver) {
+  const auto remove = [&] {
+    auto command = Muster({"remove", "j", "--coordinator", address_});
+    const int code = command->Wait();
+    return std::make_pair(code, code == 0 ? command->out_text() : command->err_text());
+  };
+  Run("slow");
+  nodes_[0]->WaitForLine("[2]: stepped");
+  const auto [refused, why] = remove();
+  EXPECT_EQ(refused, 4);
+  EXPECT_THAT(why, HasSubstr("has workers"));
+  Put("shown");
+  ExpectSuccess();
+  nodes_.clear();
+  EXPECT_EQ(remove(), std::make_pair(0, std::string("job j is removed")));
+  EXPECT_EQ(remove().first, 3);
+}
+
 // Workers without an agent, which would end the job with the first of them: the test says what one
 // would.
 class WorkersTest : public BarrierTest {

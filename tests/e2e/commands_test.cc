@@ -52,7 +52,7 @@ TEST_F(CommandsTest, Help_IsEverywhere) {
     ExpectEveryOptionExplained(help->out(), path);
   }
   for (const char* command : {"launch", "test", "config", "env", "status", "trigger", "barrier",
-                              "quarantine", "version"}) {
+                              "quarantine", "remove", "version"}) {
     auto help = Muster({command, "--help"});
     EXPECT_EQ(help->Wait(), 0) << command;
     EXPECT_THAT(help->out_text(), HasSubstr(absl::StrCat("\nUsage: muster ", command)));
@@ -124,6 +124,8 @@ TEST_F(CommandsTest, Mistakes_AreOneLineEach) {
       {coordinator, {"--data_dir", ""}, "--data_dir"},
       {coordinator, {"--data_dir="}, "--data_dir"},
       {coordinator, {"--verify_journal", ""}, "--verify_journal"},
+      {coordinator, {"--restored", ""}, "--restored"},
+      {coordinator, {"--restored", "/nowhere"}, "no journal at '/nowhere"},
       {coordinator, {"--snapshot_records", "0"}, "--snapshot_records"},
       {coordinator, {"--snapshot_records", "-1"}, "--snapshot_records"},
       {agent, {"--bogus"}, "--bogus"},

@@ -39,6 +39,8 @@ v1::AgentFrame AgentClient::Hello() {
   hello->set_agent_incarnation(incarnation_);
   hello->set_last_received_seq(received_);
   hello->set_session_id(session_id_);
+  hello->set_term_seen(term_);
+  hello->set_cluster_id(cluster_id_);
   return frame;
 }
 
@@ -68,6 +70,7 @@ AgentClient::Received AgentClient::OnFrame(const v1::CoordinatorFrame& frame) {
       received.violation = absl::StrCat("term ", welcome.term(), " came after term ", term_);
     }
     term_ = std::max(term_, welcome.term());
+    cluster_id_ = welcome.cluster_id();
     return received;
   }
   if (!welcomed_) {

@@ -63,6 +63,7 @@ class AgentClient {
   bool welcomed_ = false;
   std::string session_id_;
   uint64_t term_ = 0;
+  std::string cluster_id_;
 };
 
 }  // namespace muster::simulation

@@ -29,6 +29,7 @@ using coordinator::Output;
 using coordinator::ToProto;
 
 constexpr char kJob[] = "job";
+constexpr uint64_t kCluster = 0x51;  // as Fence has it
 const absl::Time kStart = absl::FromUnixSeconds(1'000'000);
 const absl::Duration kLease = absl::Seconds(2);
 const char* const kDurableKeys[] = {"d0", "d1", "count"};
@@ -137,6 +138,7 @@ class Process {
   int rank_ = -1;
   int world_size_ = 0;
   uint64_t term_ = 0;
+  uint64_t revision_ = 0;
   int64_t step_ = 1;     // the next one to begin
   int passed_here_ = 0;  // barriers passed since the last (re)join
 
@@ -415,6 +417,9 @@ void Process::FillFence(v1::Fence* fence, bool request) {
   fence->set_worker_id(worker_id());
   fence->set_incarnation(incarnation_);
   fence->set_generation(generation_);
+  fence->set_cluster(kCluster);
+  fence->set_term_seen(term_);
+  fence->set_revision_seen(revision_);
   if (request) fence->set_request_id(next_request_++);
 }
 
@@ -477,10 +482,14 @@ void Process::Receive(uint64_t tag, const std::shared_ptr<const v1::OpResult>& r
 }
 
 void Process::SawTerm(const v1::OpResult& result) {
-  uint64_t term = 0;
-  if (result.has_heartbeat()) term = result.heartbeat().header().term();
-  if (result.has_txn()) term = result.txn().header().term();
-  if (result.has_join()) term = result.join().header().term();
+  v1::ReplyHeader header;
+  if (result.has_heartbeat()) header = result.heartbeat().header();
+  if (result.has_txn()) header = result.txn().header();
+  if (result.has_join()) header = result.join().header();
+  if (result.error().detail().reason() == v1::ERROR_REASON_STALE_TERM)
+    sim_->Violation(absl::StrCat("the only coordinator is behind: ", result.error().message()));
+  revision_ = std::max(revision_, header.revision());
+  const uint64_t term = header.term();
   if (term <= term_) return;
   const bool first = term_ == 0;
   term_ = term;
@@ -880,7 +889,7 @@ Sim::Sim(const SimulationOptions& options)
   slow_ = absl::Milliseconds(1 + Draw(30));
   cut_.assign(slots_, {absl::InfinitePast(), absl::InfinitePast()});
   current_.resize(slots_);
-  core_options_.cluster_id = "sim";
+  core_options_.cluster_id = absl::StrCat(absl::Hex(kCluster, absl::kZeroPad16));
   core_options_.mutants = options.mutants;
   core_options_.strikes_to_quarantine = Chance(0.3) ? 3 : 0;
   core_options_.quarantine_for = absl::Seconds(2);
@@ -2105,7 +2114,7 @@ void Sim::HelloAtServer(const std::shared_ptr<Stream>& stream, const v1::Hello& 
   by_stream_[stream->id] = session;
   session->expires = absl::InfiniteFuture();
   session->stream = stream;
-  session->agent.Welcome(1, core_->last_term(), "sim", kLease);
+  session->agent.Welcome(1, core_->last_term(), core_options_.cluster_id, kLease);
   core_->AttachAgent(session->agent.node(), hello, now_, &out_);
   Absorb(nullptr, 0);
   FlushSession(session);

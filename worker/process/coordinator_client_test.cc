@@ -208,6 +208,18 @@ TEST(CoordinatorClient, Barrier_RepeatsByNameAndCarriesPayloads) {
   });
 }
 
+TEST(CoordinatorClient, ArrivalThatIsRepeated_SaysHowLongItHasWaited) {
+  FakeCoordinator fake;
+  RunSeated(fake, 1, [&](CoordinatorClient& client, const Seat&) {
+    ASSERT_TRUE(client.Barrier("b", absl::Seconds(60)).ok());
+    EXPECT_EQ(fake.waited_us(), 0);
+    EXPECT_EQ(fake.revision_seen(), FakeCoordinator::kRevision);
+    fake.LoseArrivals(2);
+    ASSERT_TRUE(client.Barrier("b", absl::Seconds(60)).ok());
+    EXPECT_GT(fake.waited_us(), 0);
+  });
+}
+
 TEST(CoordinatorClient, BarrierThatOneRankNeverReaches_NamesIt_NextOneWorks) {
   FakeCoordinator fake;
   Notification failed;

@@ -66,6 +66,18 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
     MutexLock lock(&mu_);
     overload_ = retry_after;
   }
+  void LoseArrivals(int n) {
+    MutexLock lock(&mu_);
+    lose_arrivals_ = n;
+  }
+  int64_t waited_us() const {
+    MutexLock lock(&mu_);
+    return absl::ToInt64Microseconds(ToDuration(last_arrival_.waited()));
+  }
+  uint64_t revision_seen() const {
+    MutexLock lock(&mu_);
+    return last_arrival_.fence().revision_seen();
+  }
   void EndGeneration(const std::string& why) {
     MutexLock lock(&mu_);
     ended_ = why;
@@ -175,6 +187,8 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
       if (member.fence().worker_id() == request->fence().worker_id()) reply->set_rank(rank);
     }
     reply->mutable_header()->set_term(1);
+    reply->mutable_header()->set_cluster_id("0000000000000051");
+    reply->mutable_header()->set_revision(FakeCoordinator::kRevision);
     return grpc::Status::OK;
   }
 
@@ -207,6 +221,11 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
                       v1::ArriveReply* reply) override {
     MutexLock lock(&mu_);
     if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
+    if (lose_arrivals_ > 0) {
+      --lose_arrivals_;
+      return Lost();
+    }
+    last_arrival_ = *request;
     const std::string& id = request->barrier_id();
     if (request->counter() > 0 &&
         !barriers_.contains({request->fence().generation(), id, request->counter() - 1})) {
@@ -400,6 +419,8 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
   std::string ended_ ABSL_GUARDED_BY(mu_);
   int lose_ ABSL_GUARDED_BY(mu_) = 0;
   absl::Duration overload_ ABSL_GUARDED_BY(mu_) = absl::ZeroDuration();
+  int lose_arrivals_ ABSL_GUARDED_BY(mu_) = 0;
+  v1::ArriveRequest last_arrival_ ABSL_GUARDED_BY(mu_);
   int64_t writes_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t rows_sent_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t beats_ ABSL_GUARDED_BY(mu_) = 0;
@@ -413,6 +434,9 @@ FakeCoordinator::~FakeCoordinator() = default;
 std::string FakeCoordinator::address() const { return absl::StrCat("127.0.0.1:", impl_->port()); }
 void FakeCoordinator::LoseAnswers(int n) { impl_->LoseAnswers(n); }
 void FakeCoordinator::Overload(absl::Duration retry_after) { impl_->Overload(retry_after); }
+void FakeCoordinator::LoseArrivals(int n) { impl_->LoseArrivals(n); }
+int64_t FakeCoordinator::waited_us() const { return impl_->waited_us(); }
+uint64_t FakeCoordinator::revision_seen() const { return impl_->revision_seen(); }
 void FakeCoordinator::EndGeneration(const std::string& why) { impl_->EndGeneration(why); }
 int64_t FakeCoordinator::writes() const { return impl_->writes(); }
 int64_t FakeCoordinator::rows_sent() const { return impl_->rows_sent(); }

@@ -24,6 +24,14 @@ class FakeCoordinator {
   void LoseAnswers(int n);
   // The next change is answered with UNAVAILABLE that asks to wait for `retry_after`, below a second.
   void Overload(absl::Duration retry_after);
+  // The next `n` arrivals at barriers are not heard of, and answered with UNAVAILABLE.
+  void LoseArrivals(int n);
+  // Of the last arrival that was: for how long it said that it had waited, in microseconds, and the
+  // revision that it had seen.
+  int64_t waited_us() const;
+  uint64_t revision_seen() const;
+  // What the next seats are told.
+  static constexpr uint64_t kRevision = 77;
   // Ends the generation: heartbeats say so, fenced calls fail.
   void EndGeneration(const std::string& why);
   // How many changes were carried out, repeats not counted.

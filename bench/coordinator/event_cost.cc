@@ -1,0 +1,169 @@
+// What one event costs a coordinator that holds one job, and one that holds many.
+//
+// The engine runs in this process with its journal in memory and without a network: what is
+// measured is CPU of its core, its calls and its watches. Each job has one seated worker and one
+// watcher. The clock of the engine moves by 25 ms from event to event, as on a coordinator that
+// has little to do, so that looking for a pause is part of the cost.
+#include <cstdio>
+#include <cstdlib>
+#include <ctime>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "CLI/CLI.hpp"
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/mutex.h"
+#include "coordinator/journal/memory_journal.h"
+#include "coordinator/service/engine.h"
+
+namespace muster::coordinator {
+namespace {
+
+class SteppedClock final : public Clock {
+ public:
+  absl::Time Now() const override {
+    MutexLock lock(&mu_);
+    return now_;
+  }
+  absl::Time WallNow() const override { return Now(); }
+  void Advance(absl::Duration by) {
+    MutexLock lock(&mu_);
+    now_ += by;
+  }
+
+ private:
+  mutable Mutex mu_;
+  absl::Time now_ ABSL_GUARDED_BY(mu_) = absl::FromUnixSeconds(1'700'000'000);
+};
+
+class Sink final : public CallSink {
+ public:
+  void OnAnswer(const std::shared_ptr<const Answer>& answer) override {
+    ok = answer->kind() != v1::OpResult::KIND_NOT_SET;
+    answered.Notify();
+  }
+  bool ok = false;
+  Notification answered;
+};
+
+// Takes every batch at once.
+class Watch final : public WatchLink, public std::enable_shared_from_this<Watch> {
+ public:
+  explicit Watch(Engine* engine) : engine_(engine) {}
+  void Write(v1::WatchBatch) override { engine_->WatchWritable(shared_from_this()); }
+  void Close(const absl::Status&) override {}
+
+ private:
+  Engine* const engine_;
+};
+
+void Do(Engine& engine, v1::Op op) {
+  Sink sink;
+  const size_t bytes = op.ByteSizeLong();
+  engine.Call(engine.NewCallId(), std::make_unique<v1::Op>(std::move(op)), bytes, &sink);
+  sink.answered.WaitForNotification();
+  MUSTER_CHECK(sink.ok) << "an event was refused";
+}
+
+void FillFence(v1::Fence* fence, int job, uint64_t generation) {
+  fence->set_job_id(absl::StrCat("job-", job));
+  fence->set_worker_id("w0");
+  fence->set_incarnation(1);
+  fence->set_generation(generation);
+}
+
+double CpuMicroseconds() {
+  timespec time{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) * 1e6 + static_cast<double>(time.tv_nsec) / 1e3;
+}
+
+uint64_t JobsVisited(Engine& engine) {
+  uint64_t visited = 0;
+  Notification done;
+  engine.WithCore([&](Core* core) {
+    visited = core->stats().jobs_visited;
+    done.Notify();
+  });
+  done.WaitForNotification();
+  return visited;
+}
+
+void Measure(int jobs, int events) {
+  SteppedClock clock;
+  Engine::Options options;
+  options.clock = &clock;
+  Engine engine(options, std::make_unique<MemoryJournal>());
+  MUSTER_CHECK(engine.Start().ok());
+  std::vector<std::shared_ptr<Watch>> watches;
+  for (int i = 0; i < jobs; ++i) {
+    v1::Op join;
+    FillFence(join.mutable_join()->mutable_fence(), i, 0);
+    v1::RendezvousSpec& spec = *join.mutable_join()->mutable_spec();
+    spec.set_min_workers(1);
+    spec.set_max_workers(1);
+    spec.mutable_lease()->set_seconds(24 * 3600);
+    Do(engine, std::move(join));
+    v1::WatchRequest request;
+    request.set_job_id(absl::StrCat("job-", i));
+    request.set_keys(true);
+    watches.push_back(std::make_shared<Watch>(&engine));
+    engine.WatchOpen(watches.back(), request);
+  }
+  const auto heartbeat = [] {
+    v1::Op op;
+    FillFence(op.mutable_heartbeat()->mutable_fence(), 0, 1);
+    return op;
+  };
+  const auto put = [] {
+    v1::Op op;
+    FillFence(op.mutable_txn()->mutable_fence(), 0, 1);
+    op.mutable_txn()->add_then()->mutable_put()->set_key("k");
+    return op;
+  };
+  const std::pair<const char*, v1::Op (*)()> kinds[] = {{"heartbeat", heartbeat}, {"put", put}};
+  for (const auto& [name, make] : kinds) {
+    const uint64_t jobs_before = JobsVisited(engine);
+    const uint64_t watchers_before = engine.watchers_visited();
+    const double before = CpuMicroseconds();
+    for (int i = 0; i < events; ++i) {
+      clock.Advance(absl::Milliseconds(25));
+      Do(engine, make());
+    }
+    const double cpu = CpuMicroseconds() - before;
+    double load = 0;
+    getloadavg(&load, 1);
+    std::printf(
+        "{\"event\": \"%s\", \"jobs\": %d, \"cpu_us\": %.2f, \"jobs_visited\": %.3f, "
+        "\"watchers_visited\": %.3f, \"load\": %.2f}\n",
+        name, jobs, cpu / events, static_cast<double>(JobsVisited(engine) - jobs_before) / events,
+        static_cast<double>(engine.watchers_visited() - watchers_before) / events, load);
+    std::fflush(stdout);
+  }
+  engine.Stop();
+}
+
+int Run(int argc, char** argv) {
+  std::vector<int> jobs = {1, 20000};
+  int events = 5000;
+  CLI::App app(
+      "Measures what one event costs a coordinator, by the number of its jobs; one JSON object a "
+      "line.",
+      "event_cost");
+  app.add_option("--jobs", jobs, "numbers of jobs")->delimiter(',')->capture_default_str();
+  app.add_option("--events", events, "events of each kind")->capture_default_str();
+  CLI11_PARSE(app, argc, argv);
+  SetLogLevel(LogLevel::kError);
+  for (const int count : jobs) Measure(count, events);
+  return 0;
+}
+
+}  // namespace
+}  // namespace muster::coordinator
+
+int main(int argc, char** argv) { return muster::coordinator::Run(argc, argv); }
