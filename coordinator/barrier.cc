@@ -190,8 +190,8 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
     int64_t& at = instance->at_us[position];
     if (at == kAbsent) {
       ++instance->arrived;
-      at = EarlierUs(now_us, std::max(arrival.lateness_us.empty() ? 0 : arrival.lateness_us[i],
-                                      absl::ToInt64Microseconds(waited)));
+      const int64_t late = arrival.lateness_us.empty() ? 0 : arrival.lateness_us[i];
+      at = EarlierUs(now_us, std::max(late, absl::ToInt64Microseconds(waited)));
     }
     if (!arrival.payloads.empty()) {
       if (!instance->has_payloads) {

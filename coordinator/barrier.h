@@ -28,7 +28,7 @@ struct Arrival {
   absl::string_view barrier_id;
   uint64_t counter = 0;
   absl::Span<const int32_t> ranks;
-  absl::Span<const int64_t> lateness_us;    // how long ago each arrived; empty: just now
+  absl::Span<const int32_t> lateness_us;    // how long ago each arrived; empty: just now
   absl::Duration timeout;                   // zero: the default; negative: never
   absl::Duration soft_timeout;              // zero: the default
   absl::Duration waited;                    // as v1::ArriveRequest has it

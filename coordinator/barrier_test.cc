@@ -61,7 +61,7 @@ struct Extra {
   std::string site_text = {};
   v1::BarrierState previous = v1::BARRIER_STATE_UNSPECIFIED;
   absl::Duration waited = absl::ZeroDuration();
-  int64_t lateness_us = 0;
+  int32_t lateness_us = 0;
 };
 
 class BarrierTest : public ::testing::Test {
@@ -592,12 +592,13 @@ TEST_F(BarrierTest, Report_OfHours_IsExact) {
   now_ += absl::Hours(20);
   Arrive(1, "b", 0, {.timeout = absl::Hours(100)});
   const CallId last =
-      Arrive(2, "b", 0, {.timeout = absl::Hours(100), .lateness_us = 3'600'000'000});
+      Arrive(2, "b", 0, {.timeout = absl::Hours(100), .lateness_us = 1'800'000'000});
   const v1::BarrierReport report = Result(last).arrive().report();
   EXPECT_EQ(FromProto(report.open_for()), absl::Hours(20) + absl::Seconds(1));
   EXPECT_EQ(report.last_rank(), 1);
   EXPECT_EQ(FromProto(report.latest(0).lateness()), absl::Hours(20) + absl::Seconds(1));
-  EXPECT_EQ(FromProto(report.latest(1).lateness()), absl::Hours(19) + absl::Seconds(1));
+  EXPECT_EQ(FromProto(report.latest(1).lateness()),
+            absl::Hours(20) + absl::Seconds(1) - absl::Seconds(1800));
   v1::StragglerReportReply stragglers;
   set_->Stragglers(&stragglers);
   EXPECT_EQ(FromProto(stragglers.rows(0).max_lateness()), absl::Hours(20) + absl::Seconds(1));

@@ -363,7 +363,8 @@ void RelayCore::SendTogether(std::vector<Arrival> arrivals) {
     if (!ranks.insert(arrival.request.rank()).second) continue;
     many.add_ranks(arrival.request.rank());
     many.add_incarnations(arrival.request.fence().incarnation());
-    many.add_lateness_us(absl::ToInt64Microseconds(now - arrival.at));
+    many.add_lateness_us(static_cast<int32_t>(
+        std::min<int64_t>(absl::ToInt64Microseconds(now - arrival.at), INT32_MAX)));
     if (!first.payload().empty()) many.add_payloads(arrival.request.payload());
   }
   auto waiting = std::make_shared<std::vector<Arrival>>(std::move(arrivals));
