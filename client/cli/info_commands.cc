@@ -312,8 +312,8 @@ std::vector<OptionSpec> ConnectionOptions(std::vector<OptionSpec> more) {
       {.name = "tls_key", .value_name = "FILE", .help = "Private key of --tls_cert"},
       {.name = "token_file",
        .value_name = "FILE",
-       .help = "Token to bring. Default: $MUSTER_TOKEN_FILE, else that of your launch with this "
-               "address"},
+       .help = "Token to bring. Default: that of your launch with this address, else "
+               "$MUSTER_TOKEN_FILE"},
       {.name = "timeout",
        .value_name = "TIME",
        .help = "How long to wait for an answer (default 5s)"}};

@@ -161,11 +161,11 @@ absl::Status CheckCallersAreKnown(const LaunchConfig& config, const Resolver& va
   }
   return absl::InvalidArgumentError(
       absl::StrCat(where, " needs ",
-                   token ? "TLS besides the token, which would travel in clear"
-                         : "a coordinator that knows who calls",
+                   !token                  ? "a coordinator that knows who calls"
+                   : config.tls_ca.empty() ? "TLS besides the token, which would travel in clear"
+                                           : "a certificate of machine 0, which serves TLS",
                    ": give --tls_ca, --tls_cert and --tls_key, or --token_file with --tls_ca (and "
-                   "--tls_cert and "
-                   "--tls_key on machine 0)"));
+                   "--tls_cert and --tls_key on machine 0)"));
 }
 
 std::string YamlScalar(const SettingSpec& spec, const std::string& text) {

@@ -1,6 +1,7 @@
 #include <atomic>
 #include <cmath>
 #include <csignal>
+#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -32,9 +33,9 @@ constexpr char kAbout[] =
     "runs until\n"
     "SIGTERM or SIGINT.";
 constexpr char kFooter[] =
-    "\nWho may call it: on unix:PATH processes of this user; else who shows a certificate "
-    "(--tls_ca) or the token\n"
-    "(--token_file). Off the loopback interface TLS is needed besides.\n\n"
+    "\nWho may call it: on unix:PATH processes of this user; else those who show a certificate "
+    "(--tls_ca) or the\n"
+    "token (--token_file). Off the loopback interface TLS is needed besides.\n\n"
     "Exit codes: 0 stopped by a signal; 2 bad flags, or nobody would know who calls; 3 cannot "
     "serve (port taken, a\n"
     "file that cannot be read, data directory in use or not writable); 4 the journal is corrupt; "
@@ -194,7 +195,7 @@ int Run(int argc, char** argv) {
   options.engine.resume_window = absl::Seconds(resume);
   options.rpc.max_message_bytes = max_message_mib << 20;
   // 1,250 agents need more descriptors than the usual soft limit.
-  MUSTER_LOG(Info) << "at most " << RaiseDescriptorLimit() << " open files";
+  const uint64_t descriptors = RaiseDescriptorLimit();
   // Else gRPC 1.51 keeps 8 KiB for every connection to read into, whatever rpc/server.cc asks for.
   // Its experiments are chosen by the environment only.
   setenv("GRPC_EXPERIMENTS", "-tcp_read_chunks", /*overwrite=*/0);
@@ -232,6 +233,7 @@ int Run(int argc, char** argv) {
   }
   std::printf("%s\n", (*server)->address().c_str());
   std::fflush(stdout);
+  MUSTER_LOG(Info) << "at most " << descriptors << " open files";
   MUSTER_LOG(Info) << "serving on " << (*server)->address() << ", journal "
                    << (*server)->engine().journal().description();
   if ((*server)->metrics_port() != 0)

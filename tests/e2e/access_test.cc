@@ -95,7 +95,7 @@ class AccessTest : public ClusterFixture {
                                            {"MUSTER_RUNTIME_DIR", absl::StrCat(open_, "/none")}});
   }
   std::unique_ptr<Command> Coordinator(std::vector<std::string> args) {
-    args.insert(args.begin(), {Runfile("coordinator/cmd/muster-coordinator"), "--log_level=error"});
+    args.insert(args.begin(), Runfile("coordinator/cmd/muster-coordinator"));
     return Run(std::move(args));
   }
   // A certificate that the test makes: nothing that expires is kept in the tree.
