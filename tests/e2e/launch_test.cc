@@ -299,6 +299,25 @@ TEST_F(LaunchTest, GrandchildThatKeepsWriting_DoesNotKeepTheLauncher) {
   EXPECT_EQ(launch->Wait(), 0);
 }
 
+// Only a job is stopped in an orderly way.
+TEST_F(LaunchTest, OtherCommandThatWaits_EndsByCtrlC) {
+  const int silent = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  ASSERT_EQ(bind(silent, reinterpret_cast<sockaddr*>(&address), size), 0);
+  ASSERT_EQ(listen(silent, 16), 0);
+  ASSERT_EQ(getsockname(silent, reinterpret_cast<sockaddr*>(&address), &size), 0);
+  auto status = Muster({"status", "--coordinator",
+                        absl::StrCat("127.0.0.1:", ntohs(address.sin_port)), "--timeout", "1h"});
+  const int connection = accept(silent, nullptr, nullptr);
+  status->Signal(SIGINT);
+  EXPECT_EQ(status->Wait(), -SIGINT);
+  close(connection);
+  close(silent);
+}
+
 TEST_F(LaunchTest, StopGraceUsedUp_Kills) {
   auto launch =
       Launch({"--stop_grace", "10ms"}, "trap '' TERM; echo pid $$; while :; do sleep 1000; done");

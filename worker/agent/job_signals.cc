@@ -34,8 +34,15 @@ void BlockJobSignals() {
   signal(SIGPIPE, SIG_IGN);
 }
 
-void UnblockJobSignals() {
+void EndByJobSignals() {
   const sigset_t signals = JobSignals();
+  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+    if (sigismember(&signals, signal) == 0) continue;
+    struct sigaction action = {};
+    // Not by the default: whoever started us then sees the same code however late a signal came.
+    action.sa_handler = [](int number) { _exit(128 + number); };
+    sigaction(signal, &action, nullptr);
+  }
   pthread_sigmask(SIG_UNBLOCK, &signals, nullptr);
 }
 

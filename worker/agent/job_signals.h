@@ -14,8 +14,8 @@ namespace muster::agent {
 
 // Keeps them for SignalWatcher, and ignores SIGPIPE. Call before any thread is started.
 void BlockJobSignals();
-// From now on they do what they do in any program.
-void UnblockJobSignals();
+// From now on each ends this process at once, with exit code 128 + its number.
+void EndByJobSignals();
 
 // Calls back on a thread of its own for each signal of the job until destroyed.
 class SignalWatcher {

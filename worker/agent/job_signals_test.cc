@@ -57,14 +57,14 @@ TEST(JobSignals, InheritedAsIgnored_StayIgnored) {
             0);
 }
 
-TEST(JobSignals, Unblocked_HaveTheirUsualEffect) {
+TEST(JobSignals, AfterTheJob_EndTheProcess) {
   EXPECT_EQ(InChild([] {
               BlockJobSignals();
               kill(getpid(), SIGINT);
-              UnblockJobSignals();
+              EndByJobSignals();
               return 0;
             }),
-            -SIGINT);
+            128 + SIGINT);
 }
 
 }  // namespace

@@ -155,7 +155,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
     result.job.outcome = JobResult::Outcome::kStopped;
   }
   // Nothing runs any more that would have to be stopped in an orderly way.
-  UnblockJobSignals();
+  EndByJobSignals();
   return result;
 }
 

@@ -69,14 +69,21 @@ void RelayCore::Forget(uint64_t op_id) {
 
 uint64_t RelayCore::Join(v1::Op op, Done done) {
   auto request = std::make_shared<v1::JoinRequest>(op.join());
-  return upstream_->Submit(std::move(op),
-                           [this, request, done = std::move(done)](const v1::OpResult& result) {
-                             if (!result.has_error()) Seated(*request, result.join());
-                             done(result);
-                           });
+  // Reports name the process by the number that it has on this machine.
+  const v1::Fence& fence = request->fence();
+  const int64_t pid =
+      ProcessOf({fence.job_id(), fence.worker_id()}, fence.incarnation(), request->pid());
+  if (pid != 0) op.mutable_join()->set_pid(pid);
+  const int64_t told = op.join().pid();
+  return upstream_->Submit(
+      std::move(op), [this, request, told, done = std::move(done)](const v1::OpResult& result) {
+        if (!result.has_error()) Seated(*request, told, result.join());
+        done(result);
+      });
 }
 
-void RelayCore::Seated(const v1::JoinRequest& request, const v1::JoinReply& reply) {
+void RelayCore::Seated(const v1::JoinRequest& request, int64_t told_pid,
+                       const v1::JoinReply& reply) {
   const v1::Fence& fence = request.fence();
   MUSTER_FAILPOINT("agent.seated");
   MutexLock lock(&mu_);
@@ -86,6 +93,7 @@ void RelayCore::Seated(const v1::JoinRequest& request, const v1::JoinReply& repl
   worker.generation = reply.generation();
   worker.rank = reply.rank();
   worker.claimed_pid = request.pid();
+  worker.told_pid = told_pid;
   worker.heard = options_.clock->Now();
   worker.checked = true;
   worker.beat.set_job_id(fence.job_id());
@@ -230,14 +238,16 @@ int64_t RelayCore::ProcessOf(const WorkerKey& key, uint64_t incarnation, int64_t
   return options_.process_of(key.first, key.second, incarnation, claimed);
 }
 
-std::optional<int64_t> RelayCore::ProcessOf(const std::string& worker_id, int64_t claimed) const {
+std::optional<int64_t> RelayCore::ProcessOf(const std::string& worker_id, int64_t pid) const {
   WorkerKey found;
   uint64_t incarnation = 0;
+  int64_t claimed = 0;
   {
     MutexLock lock(&mu_);
     for (const auto& [key, worker] : workers_) {
-      if (key.second != worker_id || worker.claimed_pid != claimed) continue;
+      if (key.second != worker_id || worker.told_pid != pid) continue;
       found = key;
+      claimed = worker.claimed_pid;
       incarnation = worker.incarnation;
     }
   }

@@ -30,7 +30,7 @@ namespace muster::agent {
 // process to be seen here and were not heard of lately, are left out of the beats: their leases run
 // out.
 //
-// Thread-safe; nothing blocks. The owner calls Tick when due (see TimerThread).
+// Thread-safe; nothing blocks but a look into /proc when a worker joins. The owner calls Tick when due (see TimerThread).
 class RelayCore final : public OpSender {
  public:
   struct Options {
@@ -72,9 +72,9 @@ class RelayCore final : public OpSender {
   // The process is gone.
   void WorkerEnded(const std::string& job_id, const std::string& worker_id, uint64_t incarnation);
 
-  // The process of the seated local worker of that name that says its number is `claimed`. Nothing:
-  // there is no such worker; 0: its process cannot be seen.
-  std::optional<int64_t> ProcessOf(const std::string& worker_id, int64_t claimed) const;
+  // The process of the seated local worker of that name whose number the coordinator was told is
+  // `pid`. Nothing: there is no such worker; 0: its process cannot be seen.
+  std::optional<int64_t> ProcessOf(const std::string& worker_id, int64_t pid) const;
 
  private:
   using WorkerKey = std::pair<std::string, std::string>;  // job, worker
@@ -82,8 +82,9 @@ class RelayCore final : public OpSender {
     uint64_t incarnation = 0;
     uint64_t generation = 0;
     int32_t rank = 0;
-    int64_t claimed_pid = 0;
-    v1::WorkerBeat beat;  // what it last said
+    int64_t claimed_pid = 0;  // by itself
+    int64_t told_pid = 0;     // to the coordinator
+    v1::WorkerBeat beat;      // what it last said
     absl::Time heard;
     bool checked = false;       // the coordinator has agreed since the last connection
     bool told_stopped = false;  // the coordinator knows that the process stands still
@@ -107,7 +108,7 @@ class RelayCore final : public OpSender {
   uint64_t Heartbeat(v1::Op op, Done done);
   uint64_t Arrive(v1::Op op, Done done);
   int64_t ProcessOf(const WorkerKey& key, uint64_t incarnation, int64_t claimed) const;
-  void Seated(const v1::JoinRequest& request, const v1::JoinReply& reply);
+  void Seated(const v1::JoinRequest& request, int64_t told_pid, const v1::JoinReply& reply);
   // Of the barrier's participants, those that are local.
   size_t LocalRanks(const v1::ArriveRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Send(std::vector<Arrival> arrivals);

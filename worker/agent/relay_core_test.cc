@@ -326,16 +326,24 @@ TEST_F(RelayCoreTest, NumberThatAWorkerSays_IsNotWhatIsWatched) {
     return states_[pid];
   };
   core_ = std::make_unique<RelayCore>(std::move(options), &upstream_);
+  v1::Op join;
+  *join.mutable_join()->mutable_fence() = Fence(0, 0);
+  join.mutable_join()->set_pid(1000);
+  Submit("join", std::move(join));
+  ASSERT_THAT(upstream_.ops(), SizeIs(1));
+  EXPECT_EQ(upstream_.ops()[0].join().pid(), 77) << "what the coordinator is told";
+  upstream_.Answer({});
   Seat(0);  // says 1000, of which states_ says that it runs
   states_[77] = "stopped";
   EXPECT_THAT(BeatStates(), ElementsAre("w0 stopped"));
-  EXPECT_EQ(core_->ProcessOf("w0", 1000), 77);
+  EXPECT_EQ(core_->ProcessOf("w0", 77), 77);
+  EXPECT_EQ(core_->ProcessOf("w0", 1000), std::nullopt);
   // Not known to the kernel as ours: it lives as long as it is heard of.
   kernels = 0;
   EXPECT_THAT(BeatStates(), ElementsAre("w0 unknown"));
   clock_.Advance(absl::Seconds(6));
   EXPECT_THAT(BeatStates(), IsEmpty());
-  EXPECT_EQ(core_->ProcessOf("w0", 1000), 0);
+  EXPECT_EQ(core_->ProcessOf("w0", 77), 0);
 }
 
 TEST_F(RelayCoreTest, LookingAtProcesses_HoldsUpNoCall) {
