@@ -381,11 +381,19 @@ struct StackCapture::Job {
   Notification given_up;
 };
 
-StackCapture::StackCapture(StackCaptureOptions options) : options_(std::move(options)) {}
+StackCapture::StackCapture(StackCaptureOptions options)
+    : options_(std::make_shared<const StackCaptureOptions>(std::move(options))) {}
 
 StackCapture::~StackCapture() {
+  const absl::Time give_up = Clock::Real().Now() + options_->end_timeout;
   MutexLock lock(&mu_);
-  for (auto& [job, thread] : late_) thread.join();
+  for (auto& [job, thread] : late_) {
+    if (job->done.WaitForNotificationWithTimeout(give_up - Clock::Real().Now())) {
+      thread.join();
+    } else {
+      thread.detach();
+    }
+  }
 }
 
 StackSnapshot StackCapture::Capture(int64_t pid, absl::Duration budget) {
@@ -401,8 +409,8 @@ StackSnapshot StackCapture::Capture(int64_t pid, absl::Duration budget) {
   const auto job = std::make_shared<Job>();
   // A part is kept for what cannot be interrupted on the way.
   const absl::Time deadline = Clock::Real().Now() + budget * 3 / 4;
-  std::thread thread([this, job, pid, deadline] {
-    job->snapshot = Capturer(static_cast<pid_t>(pid), options_, deadline, job->given_up).Run();
+  std::thread thread([options = options_, job, pid, deadline] {
+    job->snapshot = Capturer(static_cast<pid_t>(pid), *options, deadline, job->given_up).Run();
     job->done.Notify();
   });
   if (job->done.WaitForNotificationWithTimeout(budget)) {

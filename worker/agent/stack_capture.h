@@ -22,6 +22,9 @@ struct StackCaptureOptions {
   int max_frames = 64;
   // How long one thread may take to stop. One that is deaf to signals (state D) never does.
   absl::Duration stop_timeout = absl::Milliseconds(200);
+  // How long the end waits for captures that outran their budget: to look at a process that the
+  // kernel holds may hold whoever looks.
+  absl::Duration end_timeout = absl::Seconds(2);
   // What stands in for ptrace(PTRACE_SEIZE); returns an errno. Tests refuse with it.
   std::function<int(pid_t)> seize = nullptr;
 };
@@ -53,7 +56,7 @@ struct StackCaptureOptions {
 class StackCapture final : public StackSource {
  public:
   explicit StackCapture(StackCaptureOptions options = {});
-  // Waits for captures that outran their budget.
+  // Waits for captures that outran their budget, within reason: what is left of them ends by itself.
   ~StackCapture() override;
 
   StackSnapshot Capture(int64_t pid, absl::Duration budget) override;
@@ -61,7 +64,7 @@ class StackCapture final : public StackSource {
  private:
   struct Job;
 
-  const StackCaptureOptions options_;
+  const std::shared_ptr<const StackCaptureOptions> options_;  // captures may outlive this
   Mutex mu_;
   // Threads of captures whose callers did not wait for the end.
   std::list<std::pair<std::shared_ptr<Job>, std::thread>> late_ ABSL_GUARDED_BY(mu_);

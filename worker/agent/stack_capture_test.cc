@@ -9,12 +9,14 @@
 
 #include <cerrno>
 #include <functional>
+#include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "base/mutex.h"
 #include "worker/agent/process_state.h"
 
 namespace muster::agent {
@@ -252,6 +254,30 @@ TEST(StackCapture, SeveralAtOnce_DoNotDisturbEachOther) {
   // Two at the same process: one of them may find it traced.
   EXPECT_TRUE(absl::StrContains(texts[0] + texts[2], "LoadBatch")) << texts[0] << texts[2];
   EXPECT_TRUE(absl::StrContains(texts[1] + texts[3], "SpinForever")) << texts[1] << texts[3];
+}
+
+// A process that the kernel holds may hold who looks at it.
+TEST(StackCapture, LookThatHangs_KeepsNobody) {
+  const Child child([](int ready) { ImageLoader::LoadBatch(ready, 7); });
+  struct Look {
+    Notification release, hung, done;
+  };
+  const auto look = std::make_shared<Look>();
+  {
+    StackCapture capture({.end_timeout = absl::ZeroDuration(), .seize = [look](pid_t) {
+                            look->hung.Notify();
+                            look->release.WaitForNotification();
+                            look->done.Notify();
+                            return EPERM;
+                          }});
+    // On a busy machine its time may be up before it looks.
+    do {
+      capture.Capture(child.pid(), absl::Seconds(1));
+    } while (!look->hung.HasBeenNotified());
+  }
+  EXPECT_FALSE(look->done.HasBeenNotified());
+  look->release.Notify();
+  look->done.WaitForNotification();
 }
 
 }  // namespace
