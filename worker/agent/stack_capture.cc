@@ -12,6 +12,7 @@
 #include <cerrno>
 #include <cstdlib>
 #include <cstring>
+#include <list>
 #include <map>
 #include <utility>
 #include <vector>
@@ -373,6 +374,14 @@ class Capturer {
   int more_threads_ = 0;
 };
 
+// From now on the thread belongs to the process, which ends whether it has or not.
+void Abandon(std::thread thread) {
+  static auto* const mu = new Mutex;
+  static auto* const threads = new std::list<std::thread>;
+  MutexLock lock(mu);
+  threads->push_back(std::move(thread));
+}
+
 }  // namespace
 
 struct StackCapture::Job {
@@ -391,7 +400,7 @@ StackCapture::~StackCapture() {
     if (job->done.WaitForNotificationWithTimeout(give_up - Clock::Real().Now())) {
       thread.join();
     } else {
-      thread.detach();
+      Abandon(std::move(thread));
     }
   }
 }
