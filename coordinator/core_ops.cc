@@ -117,11 +117,11 @@ v1::OpError Core::Impl::Ahead(const v1::Fence& fence, const Job* job) {
     error = MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_STOPPING,
                       absl::StrCat(seen, kWayOut));
   } else {
-    const std::string refusal = absl::StrCat(
-        seen,
-        same_cluster ? ", and it is no member of a job here"
-                     : ", and it does not say of which cluster",
-        same_cluster ? kWayOut : ": join with what this coordinator's replies say, or start again");
+    const std::string refusal =
+        same_cluster ? absl::StrCat(seen, ", and it is no member of a job here", kWayOut)
+                     : absl::StrCat(seen,
+                                    " and does not say of which cluster: name the cluster of "
+                                    "the reply that said so (Fence.cluster)");
     // Anybody can send these: the log has the first, the second, the fourth and so on.
     const uint64_t count = ++stats_.unproven_deposals;
     if ((count & (count - 1)) == 0)

@@ -627,9 +627,9 @@ void Engine::DoProgress(const Journal::Progress& progress) {
   if (progress.durable_revision > durable_revision_) {
     durable_revision_ = progress.durable_revision;
   }
-  while (!undurable_jobs_.empty() && undurable_jobs_.front().first <= durable_revision_) {
-    changed_jobs_.push_back(std::move(undurable_jobs_.front().second));
-    undurable_jobs_.pop_front();
+  while (!undurable_jobs_.empty() && undurable_jobs_.begin()->first <= durable_revision_) {
+    changed_jobs_.push_back(undurable_jobs_.begin()->second);
+    undurable_jobs_.erase(undurable_jobs_.begin());
   }
   while (!backlog_.empty() && backlog_.front().first <= durable_revision_) {
     backlog_bytes_.fetch_sub(backlog_.front().second, std::memory_order_relaxed);
@@ -1035,9 +1035,7 @@ void Engine::WatchersOf(const std::string& job_id) {
   if (!watchers_of_.contains(job_id)) return;
   changed_jobs_.push_back(job_id);
   const uint64_t revision = core_.last_record_revision();
-  if (revision > durable_revision_ &&
-      (undurable_jobs_.empty() || undurable_jobs_.back() != std::make_pair(revision, job_id)))
-    undurable_jobs_.emplace_back(revision, job_id);
+  if (revision > durable_revision_) undurable_jobs_.emplace(revision, job_id);
 }
 
 void Engine::DoWatch(Watcher& watcher) {

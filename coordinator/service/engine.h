@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/functional/any_invocable.h"
@@ -280,7 +281,7 @@ class Engine {
   absl::flat_hash_map<std::string, absl::flat_hash_set<WatchLink*>> watchers_of_;  // by job
   std::vector<std::string> changed_jobs_;                                          // of this batch
   // Jobs with events that were not durable, and the revision up to which the journal must be.
-  std::deque<std::pair<uint64_t, std::string>> undurable_jobs_;
+  absl::btree_set<std::pair<uint64_t, std::string>> undurable_jobs_;
 
   std::atomic<std::thread::id> applier_{};
   absl::Time last_trim_ = absl::InfinitePast();
