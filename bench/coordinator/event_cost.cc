@@ -63,11 +63,11 @@ class Watch final : public WatchLink, public std::enable_shared_from_this<Watch>
 };
 
 void Do(Engine& engine, v1::Op op) {
-  Sink sink;
+  const auto sink = std::make_shared<Sink>();
   const size_t bytes = op.ByteSizeLong();
-  engine.Call(engine.NewCallId(), std::make_unique<v1::Op>(std::move(op)), bytes, &sink);
-  sink.answered.WaitForNotification();
-  MUSTER_CHECK(sink.ok) << "an event was refused";
+  engine.Call(engine.NewCallId(), std::make_unique<v1::Op>(std::move(op)), bytes, sink);
+  sink->answered.WaitForNotification();
+  MUSTER_CHECK(sink->ok) << "an event was refused";
 }
 
 void FillFence(v1::Fence* fence, int job, uint64_t generation) {
