@@ -14,6 +14,7 @@
 #include <cstring>
 #include <list>
 #include <map>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -374,14 +375,6 @@ class Capturer {
   int more_threads_ = 0;
 };
 
-// From now on the thread belongs to the process, which ends whether it has or not.
-void Abandon(std::thread thread) {
-  static auto* const mu = new Mutex;
-  static auto* const threads = new std::list<std::thread>;
-  MutexLock lock(mu);
-  threads->push_back(std::move(thread));
-}
-
 }  // namespace
 
 struct StackCapture::Job {
@@ -393,27 +386,42 @@ struct StackCapture::Job {
 StackCapture::StackCapture(StackCaptureOptions options)
     : options_(std::make_shared<const StackCaptureOptions>(std::move(options))) {}
 
+// Of all captures of the process, because a thread may outlive the one that began it.
+struct StackCapture::Late {
+  struct One {
+    std::shared_ptr<Job> job;
+    std::thread thread;
+  };
+  static Late& Get() {
+    static Late* const late = new Late;
+    return *late;
+  }
+  Mutex mu;
+  std::list<One> threads ABSL_GUARDED_BY(mu);
+};
+
+int StackCapture::CollectLate() {
+  Late& late = Late::Get();
+  MutexLock lock(&late.mu);
+  late.threads.remove_if([](Late::One& one) {
+    if (!one.job->done.HasBeenNotified()) return false;
+    one.thread.join();
+    return true;
+  });
+  return static_cast<int>(late.threads.size());
+}
+
 StackCapture::~StackCapture() {
   const absl::Time give_up = Clock::Real().Now() + options_->end_timeout;
   MutexLock lock(&mu_);
-  for (auto& [job, thread] : late_) {
-    if (job->done.WaitForNotificationWithTimeout(give_up - Clock::Real().Now())) {
-      thread.join();
-    } else {
-      Abandon(std::move(thread));
-    }
+  for (const auto& job : late_jobs_) {
+    job->done.WaitForNotificationWithTimeout(give_up - Clock::Real().Now());
   }
+  CollectLate();
 }
 
 StackSnapshot StackCapture::Capture(int64_t pid, absl::Duration budget) {
-  {
-    MutexLock lock(&mu_);
-    late_.remove_if([](auto& late) {
-      if (!late.first->done.HasBeenNotified()) return false;
-      late.second.join();
-      return true;
-    });
-  }
+  CollectLate();
   if (pid <= 0 || pid > INT32_MAX) return {.process_state = "gone", .native_stack = ""};
   const auto job = std::make_shared<Job>();
   // A part is kept for what cannot be interrupted on the way.
@@ -433,8 +441,14 @@ StackSnapshot StackCapture::Capture(int64_t pid, absl::Duration budget) {
   late.native_stack =
       absl::StrCat("pid ", pid, " (", state.command, "), ", state.ToString(),
                    "\nno stack: it took longer than ", absl::FormatDuration(budget), "\n");
+  {
+    Late& all = Late::Get();
+    MutexLock lock(&all.mu);
+    all.threads.push_back({job, std::move(thread)});
+  }
   MutexLock lock(&mu_);
-  late_.emplace_back(job, std::move(thread));
+  late_jobs_.remove_if([](const auto& one) { return one->done.HasBeenNotified(); });
+  late_jobs_.push_back(job);
   return late;
 }
 

@@ -8,7 +8,6 @@
 #include <list>
 #include <memory>
 #include <string>
-#include <thread>
 
 #include "base/mutex.h"
 #include "worker/agent/stack_source.h"
@@ -61,13 +60,17 @@ class StackCapture final : public StackSource {
 
   StackSnapshot Capture(int64_t pid, absl::Duration budget) override;
 
+  // Joins the threads of captures that outran their budget and have ended since, of this object and
+  // others; returns how many have not ended.
+  static int CollectLate();
+
  private:
   struct Job;
+  struct Late;
 
   const std::shared_ptr<const StackCaptureOptions> options_;  // captures may outlive this
   Mutex mu_;
-  // Threads of captures whose callers did not wait for the end.
-  std::list<std::pair<std::shared_ptr<Job>, std::thread>> late_ ABSL_GUARDED_BY(mu_);
+  std::list<std::shared_ptr<Job>> late_jobs_ ABSL_GUARDED_BY(mu_);
 };
 
 }  // namespace muster::agent

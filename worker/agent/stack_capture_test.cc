@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <sys/ptrace.h>
 #include <sys/wait.h>
@@ -278,6 +279,7 @@ TEST(StackCapture, LookThatHangs_KeepsNobody) {
   EXPECT_FALSE(look->done.HasBeenNotified());
   look->release.Notify();
   look->done.WaitForNotification();
+  while (StackCapture::CollectLate() > 0) sched_yield();
 }
 
 }  // namespace
