@@ -100,6 +100,24 @@ TEST_F(CommandsTest, Coordinator_SignalsThatItUsesInside_SayNothingWhenOthersSen
   EXPECT_EQ(coordinator->Wait(), 0);
 }
 
+TEST_F(CommandsTest, Coordinator_OnACopyThatWasPutBack_BeginsALaterTerm) {
+  const std::string directory = Temp("journal");
+  const auto serve = [&](const std::string& text) {
+    auto coordinator = Program("coordinator/cmd/muster-coordinator",
+                               {"--log_level", "info", "--data_dir", directory});
+    coordinator->WaitForLine("127.0.0.1:");
+    coordinator->Signal(SIGTERM);
+    EXPECT_EQ(coordinator->Wait(), 0);
+    EXPECT_THAT(coordinator->err_text(), HasSubstr(text));
+  };
+  serve("serving on");
+  auto restored = Coordinator({"--restored", directory});
+  EXPECT_EQ(restored->Wait(), 0) << restored->err_text();
+  EXPECT_THAT(restored->out_text(), HasSubstr("the next start begins term 65538"));
+  serve("term 65538 from");
+  serve("term 65539 from");
+}
+
 TEST_F(CommandsTest, Mistakes_AreOneLineEach) {
   const std::string coordinator = "coordinator/cmd/muster-coordinator";
   const std::string agent = "worker/agent/cmd/muster-agent";
