@@ -57,6 +57,8 @@ void FillRow(const v1::SeatRecord& seat, v1::RankRow* row) {
 }
 
 bool Core::Impl::Job::Over() const {
+  // Its workers have no seats after a restore, but may live: they have a lease to come back.
+  if (impl_->restored_term_ == impl_->term_ && lease_floor_ + Lease() > impl_->now_) return false;
   return Idle() && std::none_of(seats_.begin(), seats_.end(), [this](const Seat& seat) {
            return seat.alive() && std::max(seat.last_seen, lease_floor_) + Lease() > impl_->now_;
          });
@@ -220,7 +222,9 @@ void Core::Impl::Job::RememberFenced(absl::string_view worker_id, uint64_t incar
   if (it->second.size() > kMaxFenced) it->second.erase(it->second.begin());
   if (!is_new) return;
   fenced_order_.emplace_back(worker_id);
-  if (fenced_order_.size() <= kMaxDeparted + 4 * seats_.size()) return;
+  // The seats come after the fences in a snapshot, and late after a restore; the spec is there.
+  const size_t world = std::max(seats_.size(), static_cast<size_t>(spec_.max_workers()));
+  if (fenced_order_.size() <= kMaxDeparted + 4 * world) return;
   fenced_.erase(fenced_order_.front());
   fenced_order_.pop_front();
 }

@@ -1100,6 +1100,31 @@ TEST_F(RestoredCoreTest, Marked_TheNextStartsReadTheSame) {
             v1::ERROR_REASON_STALE_GENERATION);
 }
 
+TEST_F(RestoredCoreTest, Marked_JobsAreNotOverBeforeTheirWorkersHadALeaseToComeBack) {
+  const Lost lost = LoseAState();
+  bench_.StartFromCopy(lost.copy, /*restored=*/true);
+  v1::Op remove;
+  remove.mutable_remove_job()->mutable_fence()->set_job_id("j");
+  EXPECT_EQ(bench_.Reason(bench_.Do(remove)), v1::ERROR_REASON_JOB_RUNS);
+  bench_.Advance(absl::Seconds(7));
+  EXPECT_TRUE(bench_.Result(bench_.Do(remove)).has_remove_job());
+}
+
+TEST_F(CoreTest, Fences_OfAWholeWorld_AreThereAfterASnapshot) {
+  const int world = 1200;
+  const std::vector<Worker> old = Form(world);
+  Exit(old[0], 1);
+  std::vector<Worker> young = old;
+  for (Worker& worker : young) worker.incarnation += 10'000;
+  JoinAll(&young);
+  bench_.Restart(/*snapshot=*/true);
+  for (const Worker& worker : old) {
+    EXPECT_EQ(bench_.Reason(bench_.Do(JoinOp(worker, spec_), "node-h0")),
+              v1::ERROR_REASON_SUPERSEDED)
+        << worker.id;
+  }
+}
+
 TEST_F(RestoredCoreTest, NotMarked_AMemberThatHasSeenMoreEndsTheCoordinator) {
   const Lost lost = LoseAState();
   bench_.StartFromCopy(lost.copy, /*restored=*/false);

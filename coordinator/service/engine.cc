@@ -38,6 +38,8 @@ constexpr size_t kWritesAtATime = 8;
 constexpr int kRounds = 64;
 // What the core keeps of a key that is waited for, beside its bytes.
 constexpr size_t kBytesOfKey = 128;
+// Calls of so many bytes may be held until twice as many bytes are.
+constexpr size_t kSmallCall = 2048;
 
 std::shared_ptr<const Answer> ErrorAnswer(absl::StatusCode code, absl::string_view message,
                                           v1::ErrorReason reason, bool retryable) {
@@ -111,7 +113,8 @@ void FailAtReply(const Answer& answer) {
 
 // Whether its answer may wait for somebody else's operation.
 bool MayBeHeld(const v1::Op& op) {
-  return op.has_join() || op.has_arrive() || op.has_wait() || op.has_agree_alive();
+  return op.has_join() || op.has_arrive() || op.has_arrive_many() || op.has_wait() ||
+         op.has_agree_alive();
 }
 
 bool OnlyReads(const v1::Op& op) {
@@ -748,7 +751,8 @@ void Engine::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes,
   if (!posted) sink->OnAnswer(stopping_answer_);
 }
 
-std::shared_ptr<const Answer> Engine::Refusal(const v1::Op& op, const Session* session) {
+std::shared_ptr<const Answer> Engine::Refusal(const v1::Op& op, const Session* session,
+                                              size_t bytes) {
   const bool needs_journal = Core::NeedsJournal(op);
   if (needs_journal && !journal_status_.ok()) return journal_failed_;
   const Limits& limits = options_.limits;
@@ -760,10 +764,12 @@ std::shared_ptr<const Answer> Engine::Refusal(const v1::Op& op, const Session* s
   } else if (calls_.size() > limits.calls ||
              (session != nullptr && session->calls.size() > limits.calls_of_agent)) {
     refusal = too_many_calls_;
-  } else if (MayBeHeld(op) &&
-             (session == nullptr ? held_bytes(false) > limits.held_bytes_of_callers
-                                 : held_bytes(true) > limits.held_bytes_of_agents ||
-                                       session->held_bytes > limits.held_bytes_of_agent)) {
+  } else if (const size_t share =
+                 bytes <= kSmallCall ? 2 : 1;  // so that large ones stop no rendezvous
+             MayBeHeld(op) &&
+             (session == nullptr ? held_bytes(false) > share * limits.held_bytes_of_callers
+                                 : held_bytes(true) > share * limits.held_bytes_of_agents ||
+                                       session->held_bytes > share * limits.held_bytes_of_agent)) {
     refusal = too_many_bytes_;
   }
   if (refusal != nullptr) overloaded_.fetch_add(1, std::memory_order_relaxed);
@@ -782,11 +788,12 @@ void Engine::DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCal
     call.session->calls.insert(id);
     call.session->held_bytes += call.bytes;
   }
+  const size_t bytes = call.bytes;
   calls_.emplace(id, std::move(call));
   open_calls_.fetch_add(1, std::memory_order_relaxed);
   if (stopped_) {
     Deliver(id, stopping_answer_);
-  } else if (std::shared_ptr<const Answer> refusal = Refusal(op, session)) {
+  } else if (std::shared_ptr<const Answer> refusal = Refusal(op, session, bytes)) {
     Deliver(id, std::move(refusal));
   } else {
     if (op.has_join()) MUSTER_FAILPOINT("engine.join");

@@ -73,7 +73,8 @@ class Engine {
     size_t calls_of_agent = 1 << 16;
     // Bytes of the requests of those calls: the core keeps what it needs of them (keys waited for,
     // payloads of barriers). Of all agents, of one, and of all who call by themselves, who then
-    // cannot take the agents' share.
+    // cannot take the agents' share. Small calls, as those of a rendezvous are, may go to twice as
+    // much.
     size_t held_bytes_of_agents = 512 << 20;
     size_t held_bytes_of_agent = 64 << 20;
     size_t held_bytes_of_callers = 128 << 20;
@@ -228,7 +229,8 @@ class Engine {
   // Takes an open call off the books.
   void Close(const OpenCall& call);
   // Whether `op` is refused because something has grown too large; nullptr: it is not.
-  std::shared_ptr<const Answer> Refusal(const v1::Op& op, const Session* session);
+  // `bytes` is what is counted of the call.
+  std::shared_ptr<const Answer> Refusal(const v1::Op& op, const Session* session, size_t bytes);
   void Direct(const NodeDirective& directive);
   void ReleaseDurable();
   void MarkDirty(const std::shared_ptr<Session>& session);

@@ -283,9 +283,13 @@ TEST_F(EngineTest, CallsThatHoldTooManyBytes_AreRefusedUntilSomeAreAnswered) {
   FakeSink held, refused;
   const CallId id = Call(Wait("k"), &held, 3000);
   EXPECT_GE(engine_->held_bytes(false), 3000u);
-  Call(Wait("k"), &refused, 1000);
+  Call(Wait("k"), &refused, 3000);
   ASSERT_TRUE(refused.answered.HasBeenNotified());
   EXPECT_EQ(refused.reason(), v1::ERROR_REASON_OVERLOADED);
+  FakeSink small;  // as those of a rendezvous are: held all the same
+  const CallId small_id = Call(Wait("k"), &small, 1500);
+  EXPECT_FALSE(small.answered.HasBeenNotified());
+  engine_->Abandon(small_id);
   FakeSink at_once;  // is not held
   Call(Get("k"), &at_once, 1000);
   EXPECT_TRUE(at_once.answer->Parse().has_txn());

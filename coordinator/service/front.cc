@@ -764,6 +764,7 @@ void Front::EndSilent(absl::Time now) {
 void Front::Heard(RpcCall* rpc) {
   if (!std::exchange(rpc->is_silent_, false)) return;
   silent_.erase(rpc->silent_);
+  silent_health_ -= rpc->is_health_ ? 1 : 0;
   silent_count_.store(silent_.size(), std::memory_order_relaxed);
 }
 
@@ -825,7 +826,9 @@ void Front::Begin(RpcCall* rpc) {
                absl::StrCat("this coordinator (", kVersion, ") has no method ", rpc->method())));
     return;
   }
-  if (silent_.size() >= limits_.silent_calls) {
+  const bool health = method->service == kHealth;
+  if (health ? silent_health_ >= limits_.silent_health_calls
+             : silent_.size() - silent_health_ >= limits_.silent_calls) {
     refused_.fetch_add(1, std::memory_order_relaxed);
     Refuse(rpc, metrics,
            rpc::ErrorWithReason(
@@ -839,6 +842,8 @@ void Front::Begin(RpcCall* rpc) {
   rpc->begun_ = absl::Now();
   rpc->silent_ = silent_.insert(silent_.end(), rpc);
   rpc->is_silent_ = true;
+  rpc->is_health_ = health;
+  silent_health_ += health ? 1 : 0;
   silent_count_.store(silent_.size(), std::memory_order_relaxed);
   handler->OnBegun();
 }

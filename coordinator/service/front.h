@@ -66,6 +66,7 @@ class RpcCall {
   // While no message of it has come: its place among all such calls.
   std::list<RpcCall*>::iterator silent_;
   bool is_silent_ = false;
+  bool is_health_ = false;
   absl::Time begun_ = absl::InfinitePast();
 };
 
@@ -85,8 +86,10 @@ class Front {
   struct Limits {
     // From the begin of a call or stream to its first message; then it is ended.
     absl::Duration first_message = absl::Seconds(30);
-    // Calls and streams of which no message has come; more are refused with OVERLOADED.
+    // Calls and streams of which no message has come; more are refused with OVERLOADED. Those of the
+    // health service, which anybody may call, are counted apart.
     size_t silent_calls = 1 << 14;
+    size_t silent_health_calls = 1 << 10;
     // Open watches of the health service.
     size_t health_watches = 1 << 12;
   };
@@ -178,6 +181,7 @@ class Front {
 
   // Calls of which no message has come, by the time they began. Queue's thread.
   std::list<RpcCall*> silent_;
+  size_t silent_health_ = 0;  // of these, to the health service
   std::atomic<size_t> silent_count_{0};
   std::atomic<uint64_t> refused_{0};
 

@@ -331,8 +331,26 @@ TEST_F(SilentTest, TooManySilentCalls_AreRefusedUntilOneSpeaks) {
 
 class HealthTest : public FrontTest {
  protected:
-  HealthTest() : FrontTest({.health_watches = 1}) {}
+  HealthTest() : FrontTest({.silent_calls = 1, .silent_health_calls = 1, .health_watches = 1}) {}
 };
+
+// Which anybody may call who holds no token.
+TEST_F(HealthTest, SilentCallsToIt_TakeNoRoomFromOthers) {
+  const Opened first = Open("/grpc.health.v1.Health/Check");
+  const Opened second = Open("/grpc.health.v1.Health/Watch");
+  EXPECT_EQ(second.life->status, grpc::StatusCode::UNAVAILABLE);
+  const Opened other = Open("/muster.v1.KeyValueStore/Wait");
+  EXPECT_FALSE(other.life->status.has_value());
+  front_.EndSilent(absl::Now() + absl::Hours(1));
+  Happen(second, RpcEvent::kFinished, true);
+  Happen(second, RpcEvent::kGone, false);
+  for (const Opened& call : {first, other}) {
+    Happen(call, RpcEvent::kRead, false);
+    Happen(call, RpcEvent::kFinished, true);
+    Happen(call, RpcEvent::kGone, false);
+    EXPECT_TRUE(call.life->deleted);
+  }
+}
 
 TEST_F(HealthTest, TooManyHealthWatches_AreRefused) {
   const Opened first = Open("/grpc.health.v1.Health/Watch");

@@ -104,7 +104,7 @@ TEST_F(CommandsTest, Coordinator_OnACopyThatWasPutBack_BeginsALaterTerm) {
   const std::string directory = Temp("journal");
   const auto serve = [&](const std::string& text) {
     auto coordinator = Program("coordinator/cmd/muster-coordinator",
-                               {"--log_level", "info", "--data_dir", directory});
+                               {"--insecure", "--log_level", "info", "--data_dir", directory});
     coordinator->WaitForLine("127.0.0.1:");
     coordinator->Signal(SIGTERM);
     EXPECT_EQ(coordinator->Wait(), 0);

@@ -418,7 +418,8 @@ void SessionStream::FailAll(const absl::Status& status, Todo* todo) {
 }
 
 void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
-  if (welcome.term() < term_) {
+  // Terms of another cluster say nothing about this one.
+  if (welcome.cluster_id() == cluster_id_ && welcome.term() < term_) {
     last_error_ = absl::StrCat("term ", term_, " has begun, but it serves term ", welcome.term(),
                                ": an older coordinator, or one on an older copy of its data "
                                "directory (muster-coordinator --restored)");

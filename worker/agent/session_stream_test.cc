@@ -85,14 +85,15 @@ class SessionStreamTest : public ::testing::Test {
     }
     return frame;
   }
-  void Welcome(const std::string& session, uint64_t term = 1, uint64_t received = 0) {
+  void Welcome(const std::string& session, uint64_t term = 1, uint64_t received = 0,
+               const std::string& cluster = "c") {
     v1::CoordinatorFrame frame;
     v1::Welcome& welcome = *frame.mutable_welcome();
     welcome.set_protocol(1);
     welcome.set_term(term);
     welcome.set_session_id(session);
     welcome.set_last_received_seq(received);
-    welcome.set_cluster_id("c");
+    welcome.set_cluster_id(cluster);
     welcome.mutable_lease()->set_seconds(6);
     link().events->OnFrame(frame);
   }
@@ -381,6 +382,17 @@ TEST_F(SessionStreamTest, OlderTerm_IsLeftAlone) {
   EXPECT_TRUE(link().closing);
   EXPECT_FALSE(stream_->connected());
   EXPECT_EQ(stream_->term(), 3u);
+}
+
+TEST_F(SessionStreamTest, EarlyTermOfAnotherCluster_IsTaken) {
+  Connect();
+  Reconnect();
+  Welcome("s2", 3);
+  Reconnect();
+  Welcome("s3", 1, 0, "d");
+  EXPECT_FALSE(link().closing);
+  EXPECT_TRUE(stream_->connected());
+  EXPECT_EQ(stream_->term(), 1u);
 }
 
 TEST_F(SessionStreamTest, BrokenAgainBeforeWelcome_LosesNothing) {
