@@ -140,6 +140,17 @@ TEST_F(LaunchTest, StandardInput_GoesToTheFirstProcess) {
   EXPECT_THAT(launch->out(), UnorderedElementsAre("[0]: end", "[1]: end"));
 }
 
+// As some daemons start programs. The numbers would go to what the launcher opens for itself.
+TEST_F(LaunchTest, StartedWithoutStandardInput_ProcessesHaveAnEmptyOne) {
+  Command launch(*host_,
+                 {"/bin/sh", "-c",
+                  absl::StrCat("exec ", Runfile("client/cli/muster"),
+                               " launch -- readlink /proc/self/fd/0 <&-")},
+                 env_);
+  EXPECT_EQ(launch.Wait(), 0);
+  EXPECT_THAT(launch.out(), ElementsAre("/dev/null"));
+}
+
 TEST_F(LaunchTest, Terminal_ProcessesSeeOne) {
   auto launch = Launch({}, "test -t 1 && test -t 2 && printf '10%%\\r20%%\\r' && echo done",
                        /*terminal=*/true);

@@ -61,6 +61,16 @@ int SystemCloseRange(unsigned first, unsigned last, unsigned flags) {
   return static_cast<int>(syscall(SYS_close_range, first, last, flags));
 }
 
+void OpenStandardDescriptors() {
+  int fd;
+  do {
+    fd = open("/dev/null", O_RDWR);
+  } while (fd >= 0 && fd <= STDERR_FILENO);
+  if (fd >= 0) close(fd);
+}
+
+bool IsStandardDescriptor(int fd) { return fcntl(fd, F_GETFD) == 0; }
+
 void CloseFrom(int first, CloseRangeCall close_range) {
   if (close_range(first, ~0U, 0) == 0) return;
   ForEachFrom(first, [](int fd) { close(fd); });

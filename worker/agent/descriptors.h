@@ -7,6 +7,13 @@ namespace muster::agent {
 using CloseRangeCall = int (*)(unsigned first, unsigned last, unsigned flags);
 int SystemCloseRange(unsigned first, unsigned last, unsigned flags);
 
+// Opens /dev/null in place of standard input, output and error where this process was started without
+// them. What it opens next would get their numbers, and then what processes read and write.
+void OpenStandardDescriptors();
+// Whether a standard descriptor is what its number says. Where it was missing, a library may have
+// taken the number while it was loaded (gRPC does); such are closed by exec.
+bool IsStandardDescriptor(int fd);
+
 // Both do what a signal handler may: they are for a process between fork and exec. Kernels before
 // 5.9 have no close_range and those before 5.11 no CLOSE_RANGE_CLOEXEC, and a sandbox may refuse
 // it: then /proc/self/fd is read, or, without /proc, all numbers up to the limit are tried.

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <linux/close_range.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -65,6 +66,23 @@ TEST_P(DescriptorsTest, CloseOnExecFrom_MarksThemAndLeavesThemOpen) {
     CloseOnExecFrom(first, GetParam());
     return fcntl(low, F_GETFD) == 0 && fcntl(first, F_GETFD) == FD_CLOEXEC &&
            fcntl(high, F_GETFD) == FD_CLOEXEC;
+  }));
+}
+
+TEST(Descriptors, StandardOnesMissing_AreNullAndNothingElse) {
+  EXPECT_TRUE(HoldsInChild([] {
+    for (const int fd : {0, 2}) close(fd);
+    OpenStandardDescriptors();
+    struct stat null, in, err;
+    if (stat("/dev/null", &null) != 0 || fstat(0, &in) != 0 || fstat(2, &err) != 0) return false;
+    const int next = dup(1);
+    const bool right = in.st_rdev == null.st_rdev && err.st_rdev == null.st_rdev && next > 2;
+    close(next);
+    OpenStandardDescriptors();  // no effect
+    if (!right || dup(1) != next || !IsStandardDescriptor(0)) return false;
+    // A library came first.
+    close(0);
+    return open("/dev/null", O_RDONLY | O_CLOEXEC) == 0 && !IsStandardDescriptor(0);
   }));
 }
 

@@ -10,6 +10,7 @@
 #include "base/clock.h"
 #include "base/log.h"
 #include "base/mutex.h"
+#include "worker/agent/descriptors.h"
 #include "worker/agent/job_signals.h"
 #include "worker/agent/node_session.h"
 #include "worker/agent/rpc_job_link.h"
@@ -43,8 +44,8 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   const int here = options.agent.slots;
   const int world = here * options.num_nodes;
   OutputMux output({
-      .stdout_fd = options.show_output ? STDOUT_FILENO : -1,
-      .stderr_fd = options.show_output ? STDERR_FILENO : -1,
+      .stdout_fd = options.show_output && IsStandardDescriptor(STDOUT_FILENO) ? STDOUT_FILENO : -1,
+      .stderr_fd = options.show_output && IsStandardDescriptor(STDERR_FILENO) ? STDERR_FILENO : -1,
       .prefix = options.prefix && world > 1,
       .progress_rank = options.node_rank > 0 ? options.node_rank * here : 0,
       .log_limits = options.log_limits,
@@ -102,7 +103,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   const bool show = options.show_output;
   options.agent.stdout_terminal = show && isatty(STDOUT_FILENO) != 0;
   options.agent.stderr_terminal = show && isatty(STDERR_FILENO) != 0;
-  options.agent.stdin_fd = STDIN_FILENO;
+  options.agent.stdin_fd = IsStandardDescriptor(STDIN_FILENO) ? STDIN_FILENO : -1;
   Agent agent(std::move(options.agent), host, output, *link);
   (*session)->SetOnKillWorker([&agent](const v1::KillWorker& kill) {
     agent.Kill(kill.worker_id(), kill.incarnation(), kill.why());

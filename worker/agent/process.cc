@@ -1066,6 +1066,7 @@ absl::StatusOr<std::string> FindProgram(absl::string_view program, absl::string_
 }
 
 absl::StatusOr<std::unique_ptr<ProcessHost>> ProcessHost::Start(ProcessHostOptions options) {
+  OpenStandardDescriptors();
   // Ignored SIGCHLD is inherited from careless programs, and the kernel then forgets how children
   // ended.
   struct sigaction action = {};

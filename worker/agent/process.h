@@ -133,6 +133,7 @@ class ProcessHost {
  public:
   // Errors: INTERNAL or RESOURCE_EXHAUSTED when the kernel refuses a descriptor, a process or a
   // thread. SIGCHLD gets its default action where it was ignored: ends could not be told otherwise.
+  // Standard descriptors that are closed are opened on /dev/null.
   static absl::StatusOr<std::unique_ptr<ProcessHost>> Start(ProcessHostOptions options = {});
 
   // Kills everything that still runs, waits for it, and for the guard.
