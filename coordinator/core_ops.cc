@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/log.h"
 #include "coordinator/core_impl.h"
 #include "coordinator/errors.h"
 
@@ -40,6 +41,9 @@ std::optional<v1::OpError> CheckName(absl::string_view field, absl::string_view 
   }
   return std::nullopt;
 }
+
+// What somebody gives as a reason stands in errors, each of which is one line.
+std::string Reason(absl::string_view text) { return Cut(OneLine(Cut(text, 1024)), 1024); }
 
 std::string CallerText(const Seat* seat) {
   return seat != nullptr ? absl::StrCat("rank ", seat->rank()) : "an operator";
@@ -579,7 +583,7 @@ void Core::Impl::ReportExit(CallId call, const v1::ReportExitRequest& request, J
   Seat* const seat = job->FindSeat(request.worker_id());
   const auto waiting = job->waiting_.find(request.worker_id());
   v1::ExitCause cause = request.cause();
-  cause.set_message(Cut(cause.message(), 1024));
+  cause.set_message(Reason(cause.message()));
   while (cause.last_log_lines_size() > 64) cause.mutable_last_log_lines()->RemoveLast();
   for (std::string& line : *cause.mutable_last_log_lines()) line = Cut(line, 1024);
   if (waiting != job->waiting_.end() &&
@@ -741,7 +745,7 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
       Once(call, op.leave(), kind, {.operators = false}, &touched,
            [&](Who who, v1::OpResult* result) {
              v1::ExitCause cause;
-             cause.set_message(Cut(op.leave().reason(), 1024));
+             cause.set_message(Reason(op.leave().reason()));
              who.job->WorkerGone(who.seat, v1::WORKER_STATE_LEFT, cause);
              *result->mutable_leave()->mutable_header() = Header();
              return std::optional<v1::OpError>();
@@ -769,7 +773,7 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
            [&](Who who, v1::OpResult* result) {
              who.job->EndGeneration(absl::StrCat("ended on request of ", CallerText(who.seat),
                                                  op.end_generation().reason().empty() ? "" : ": ",
-                                                 Cut(op.end_generation().reason(), 1024)),
+                                                 Reason(op.end_generation().reason())),
                                     {});
              v1::EndGenerationReply* reply = result->mutable_end_generation();
              *reply->mutable_header() = Header();
@@ -791,7 +795,7 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
              if (who.job->sealed_) {
                if (auto error = who.job->barriers_->Cancel(
                        op.cancel_barrier().barrier_id(), op.cancel_barrier().counter(),
-                       CallerText(who.seat), Cut(op.cancel_barrier().reason(), 1024), now_)) {
+                       CallerText(who.seat), Reason(op.cancel_barrier().reason()), now_)) {
                  return error;
                }
              }
@@ -896,7 +900,7 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
                   BadField("for", "the length of a quarantine is negative: 0 lifts it"));
             }
             who.job->QuarantineHost(op.quarantine().host(), std::min(length, absl::Hours(24 * 365)),
-                                    Cut(op.quarantine().reason(), 1024), false);
+                                    Reason(op.quarantine().reason()), false);
             who.job->Evaluate();
             *result->mutable_quarantine()->mutable_header() = Header();
             return std::optional<v1::OpError>();

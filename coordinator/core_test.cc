@@ -2062,6 +2062,35 @@ TEST_F(CoreTest, Trigger_AcknowledgedByAProcessThatWasReplaced_IsToldToTheNewOne
   EXPECT_EQ(bench_.Result(bench_.Do(again)).poll_triggers().triggers_size(), 1);
 }
 
+TEST_F(CoreTest, ReasonsOfOthers_AreOneLineInErrorsAndReports) {
+  std::vector<Worker> workers = Form(2);
+  const std::string reason = "because\nE 01-01 forged\x1b[2J";
+  const CallId waiting = Arrive(workers[0], "b", 0);
+  v1::Op cancel;
+  cancel.mutable_cancel_barrier()->mutable_fence()->set_job_id("j");
+  cancel.mutable_cancel_barrier()->set_barrier_id("b");
+  cancel.mutable_cancel_barrier()->set_reason(reason);
+  bench_.Do(cancel);
+  const CallId in_the_next = Arrive(workers[0], "b", 1);
+  v1::Op end;
+  end.mutable_end_generation()->mutable_fence()->set_job_id("j");
+  end.mutable_end_generation()->set_reason(reason);
+  bench_.Do(end);
+  v1::Op quarantine;
+  quarantine.mutable_quarantine()->mutable_fence()->set_job_id("j");
+  quarantine.mutable_quarantine()->set_host("h0");
+  quarantine.mutable_quarantine()->mutable_for_()->set_seconds(30);
+  quarantine.mutable_quarantine()->set_reason(reason);
+  bench_.Do(quarantine);
+  std::vector<std::string> texts = {bench_.Error(waiting).message(),
+                                    bench_.Error(in_the_next).message(),
+                                    bench_.reports_.back().message(), bench_.notices_.back()};
+  for (const std::string& text : texts) {
+    EXPECT_THAT(text, HasSubstr("because\\nE 01-01 forged\\x1b[2J"));
+    EXPECT_EQ(text.find_first_of("\n\x1b"), std::string::npos) << text;
+  }
+}
+
 TEST_F(CoreTest, Join_Deadline_IsEachOnesOwn) {
   spec_ = Spec(3, 3);
   *spec_.mutable_join_timeout() = ToProto(absl::Seconds(10));

@@ -36,7 +36,7 @@ class Journal {
 
   // Made at the first start, the same ever after. 32 hex digits.
   virtual const std::string& cluster_id() const = 0;
-  // One more at each start; durable before the constructor returned.
+  // Higher at each start, by one as a rule; durable before the constructor returned.
   virtual uint64_t term() const = 0;
   // The term below which an operator said that this is a copy of an earlier state, whose later part is
   // lost; 0: never. A start whose state has not taken note of it must do so.

@@ -164,7 +164,8 @@ std::string CoordinatorServer::Metrics() {
   done.WaitForNotification();
 
   text.Family("muster_coordinator_term", Type::kGauge,
-              "Starts of coordinators on this journal, this one included.");
+              "Starts of coordinators on this journal, this one included; 65,536 more for each "
+              "--restored.");
   text.Sample({}, static_cast<double>(status.header().term()));
   text.Family("muster_jobs", Type::kGauge, "Jobs known.");
   text.Sample({}, status.jobs_size());
