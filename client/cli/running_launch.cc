@@ -8,10 +8,13 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstring>
 #include <filesystem>
 #include <nlohmann/json.hpp>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -30,14 +33,17 @@ using nlohmann::json;
 constexpr char kNote[] = ".json";
 constexpr char kSocket[] = ".sock";
 constexpr char kToken[] = ".token";
-constexpr size_t kNameSize = 8;  // of RandomHex
+// No other file is touched: the user's own folder may be the one that is named.
+constexpr char kPrefix[] = "muster-";
+constexpr size_t kHexSize = 8;  // of RandomHex
+constexpr size_t kNameSize = sizeof(kPrefix) - 1 + kHexSize;
+constexpr int kTries = 100;
 constexpr int64_t kLongestNote = 64 << 10;
 
-// A folder that may be used, and whether it is the user's own choice: no other is tried then.
+// A folder that may be used.
 struct Place {
   std::string folder;
   std::string parent = {};  // must be this user's too; empty: any
-  bool last = false;        // why it cannot be had is why there is none
 };
 
 std::string Variable(const std::map<std::string, std::string>& variables, const char* name) {
@@ -45,20 +51,33 @@ std::string Variable(const std::map<std::string, std::string>& variables, const 
   return it == variables.end() ? "" : it->second;
 }
 
-std::vector<Place> Places(const std::map<std::string, std::string>& variables) {
+// Without a slash at the end, which would follow a link.
+std::string Plain(const std::filesystem::path& path) {
+  std::string folder = path.lexically_normal().string();
+  while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
+  return folder;
+}
+
+// The best one first.
+std::vector<Place> Places(const std::map<std::string, std::string>& variables,
+                          const LaunchSystem& system) {
   if (const std::string own = Variable(variables, "MUSTER_RUNTIME_DIR"); !own.empty()) {
-    // The address is told to processes that stand elsewhere. A slash at the end would follow a link.
+    // The address is told to processes that stand elsewhere.
     std::error_code error;
-    std::string folder = std::filesystem::absolute(own, error).lexically_normal().string();
-    while (folder.size() > 1 && folder.back() == '/') folder.pop_back();
-    return {{.folder = folder, .last = true}};
+    return {{.folder = Plain(std::filesystem::absolute(own, error))}};
   }
-  std::vector<Place> places;
-  // Not the one that `sudo -E` brought along from another user.
+  const std::string name = absl::StrCat("muster-", geteuid());
+  std::vector<Place> places = {{.folder = JoinPath(system.tmp, name)}};
+  // After /tmp: it is removed when the user logs out, and jobs go on. Not the one that `sudo -E`
+  // brought along from another user.
   if (const std::string run = Variable(variables, "XDG_RUNTIME_DIR"); absl::StartsWith(run, "/")) {
-    places.push_back({.folder = JoinPath(run, "muster"), .parent = run});
+    places.push_back({.folder = JoinPath(Plain(run), "muster"), .parent = Plain(run)});
   }
-  places.push_back({.folder = absl::StrCat("/tmp/muster-", geteuid()), .last = true});
+  // Last: not every shell of a user has the same one.
+  if (const std::string temp = Variable(variables, "TMPDIR");
+      absl::StartsWith(temp, "/") && Plain(temp) != system.tmp) {
+    places.push_back({.folder = JoinPath(Plain(temp), name)});
+  }
   return places;
 }
 
@@ -93,11 +112,12 @@ absl::Status MakePrivate(const Place& place) {
   return CheckPrivate(place.folder);
 }
 
-// Of the note of a launch that has ended; false if it lives.
-bool LockNote(int fd, int how) {
+// False, and errno, if it is not had at once.
+bool LockNote(int fd, const LaunchSystem& system) {
+  const auto lock = system.lock != nullptr ? system.lock : ::flock;
   int result;
   do {
-    result = flock(fd, how);
+    result = lock(fd, LOCK_EX | LOCK_NB);
   } while (result != 0 && errno == EINTR);
   return result == 0;
 }
@@ -106,33 +126,53 @@ void RemoveFiles(const std::string& stem) {
   for (const char* ending : {kSocket, kToken, kNote}) unlink(absl::StrCat(stem, ending).c_str());
 }
 
+// Whether the file `stem`.json may be the note of a launch.
+bool IsOurs(absl::string_view stem) {
+  return stem.size() == kNameSize && absl::ConsumePrefix(&stem, kPrefix) &&
+         std::all_of(stem.begin(), stem.end(),
+                     [](unsigned char c) { return absl::ascii_isxdigit(c); });
+}
+
+std::string HostName(const LaunchSystem& system) {
+  if (!system.host.empty()) return system.host;
+  char name[256] = "";
+  gethostname(name, sizeof(name) - 1);
+  return name;
+}
+
 std::string Text(const json& note, const char* name) {
   const auto it = note.find(name);
   return it != note.end() && it->is_string() ? it->get<std::string>() : "";
 }
 
 // The launches that live, after removing what is left of the others.
-std::vector<RunningLaunch> Read(const std::string& folder) {
+std::vector<RunningLaunch> Read(const std::string& folder, const LaunchSystem& system) {
   std::vector<RunningLaunch> launches;
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(folder);
   if (!names.ok()) return launches;
   for (const std::string& name : *names) {
     absl::string_view stem = name;
-    if (!absl::ConsumeSuffix(&stem, kNote) || stem.size() != kNameSize) continue;
+    if (!absl::ConsumeSuffix(&stem, kNote) || !IsOurs(stem)) continue;
     const std::string path = JoinPath(folder, name);
-    const int fd = open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+    // For writing: NFS locks no file for one writer that is open for reading.
+    const int fd = open(path.c_str(), O_RDWR | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0) continue;
-    if (LockNote(fd, LOCK_EX | LOCK_NB)) {
-      RemoveFiles(JoinPath(folder, stem));
-      close(fd);
-      continue;
-    }
-    close(fd);
+    const bool dead = LockNote(fd, system);
+    const bool alive = !dead && errno == EWOULDBLOCK;
+    const auto unlock = absl::MakeCleanup([fd] { close(fd); });
+    // Where nothing can be locked, nobody knows.
+    if (!dead && !alive) continue;
     const absl::StatusOr<std::string> text = ReadFile(path, kLongestNote);
-    // Empty until the coordinator serves.
     if (!text.ok() || text->empty()) continue;
     const absl::StatusOr<json> note = ParseJson(*text, path);
     if (!note.ok() || !note->is_object()) continue;
+    // Several machines may share the folder: some servers' locks hold on one machine only, and a
+    // process of another one cannot be reached at its socket.
+    if (Text(*note, "host") != HostName(system)) continue;
+    if (dead) {
+      RemoveFiles(JoinPath(folder, stem));
+      continue;
+    }
     RunningLaunch launch;
     launch.job = Text(*note, "job");
     launch.address = Text(*note, "address");
@@ -142,45 +182,74 @@ std::vector<RunningLaunch> Read(const std::string& folder) {
     launch.tls_key = Text(*note, "tls_key");
     if (note->contains("pid") && (*note)["pid"].is_number_integer()) launch.pid = (*note)["pid"];
     absl::ParseTime(absl::RFC3339_full, Text(*note, "started"), &launch.started, nullptr);
+    // Not told until the coordinator serves.
     if (!launch.address.empty()) launches.push_back(std::move(launch));
   }
   return launches;
 }
 
+// In one piece: a reader sees nothing or all of it.
+absl::Status WriteNote(int fd, const json& note, const std::string& path) {
+  const std::string text = note.dump(-1, ' ', false, json::error_handler_t::replace);
+  const ssize_t written = pwrite(fd, text.data(), text.size(), 0);
+  if (written == static_cast<ssize_t>(text.size())) return absl::OkStatus();
+  return absl::ErrnoToStatus(written < 0 ? errno : ENOSPC, path);
+}
+
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<LaunchRecord>> LaunchRecord::Create(
-    const std::map<std::string, std::string>& variables) {
-  std::string folder;
-  for (const Place& place : Places(variables)) {
-    const absl::Status status = MakePrivate(place);
-    if (status.ok()) {
-      folder = place.folder;
-      break;
-    }
-    if (place.last) {
-      return absl::Status(
-          status.code(),
-          absl::StrCat("no folder for the socket of the coordinator: ", status.message(),
-                       "; remove it, or set MUSTER_RUNTIME_DIR to a folder that is yours alone"));
-    }
-  }
-  Read(folder);
-  for (;;) {
-    const std::string stem = JoinPath(folder, RandomHex().substr(0, kNameSize));
-    const int note = open(absl::StrCat(stem, kNote).c_str(),
-                          O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+absl::StatusOr<std::unique_ptr<LaunchRecord>> LaunchRecord::CreateIn(const std::string& folder,
+                                                                     const LaunchSystem& system) {
+  Read(folder, system);
+  for (int i = 0; i < kTries; ++i) {
+    const std::string stem =
+        JoinPath(folder, absl::StrCat(kPrefix, RandomHex().substr(0, kHexSize)));
+    const std::string path = absl::StrCat(stem, kNote);
+    const int note = open(path.c_str(), O_RDWR | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
     if (note < 0) {
       if (errno == EEXIST) continue;
       return absl::ErrnoToStatus(errno, absl::StrCat("no room for a launch in ", folder));
     }
-    struct stat info {};
-    // Somebody who looks for dead launches may have held the lock first, and taken it for one.
-    if (LockNote(note, LOCK_EX) && fstat(note, &info) == 0 && info.st_nlink > 0) {
-      return std::unique_ptr<LaunchRecord>(new LaunchRecord(stem, note));
+    const std::string host = HostName(system);
+    // Before the lock: a launch of another machine must not take it for its own dead one.
+    absl::Status status = WriteNote(note, {{"host", host}}, path);
+    if (status.ok()) {
+      struct stat info {};
+      if (LockNote(note, system)) {
+        // Somebody who looks for dead launches may have held the lock first, and taken it for one.
+        if (fstat(note, &info) == 0 && info.st_nlink > 0) {
+          return std::unique_ptr<LaunchRecord>(new LaunchRecord(stem, host, note));
+        }
+      } else if (errno != EWOULDBLOCK) {
+        status = absl::FailedPreconditionError(
+            absl::StrCat("files cannot be locked in ", folder, " (", strerror(errno), ")"));
+      }
     }
+    unlink(path.c_str());
     close(note);
+    MUSTER_RETURN_IF_ERROR(status);
   }
+  return absl::UnavailableError(absl::StrCat("others hold the lock of each new file in ", folder));
+}
+
+absl::StatusOr<std::unique_ptr<LaunchRecord>> LaunchRecord::Create(
+    const std::map<std::string, std::string>& variables, const LaunchSystem& system) {
+  absl::StatusCode code = absl::StatusCode::kUnknown;
+  std::vector<std::string> reasons;
+  for (const Place& place : Places(variables, system)) {
+    absl::Status status = MakePrivate(place);
+    if (status.ok()) {
+      absl::StatusOr<std::unique_ptr<LaunchRecord>> record = CreateIn(place.folder, system);
+      if (record.ok()) return record;
+      status = record.status();
+    }
+    if (reasons.empty()) code = status.code();
+    reasons.emplace_back(status.message());
+  }
+  return absl::Status(code, absl::StrCat("no folder for the socket of the coordinator: ",
+                                         absl::StrJoin(reasons, "; "),
+                                         "; set MUSTER_RUNTIME_DIR to a local folder that is yours "
+                                         "alone"));
 }
 
 LaunchRecord::~LaunchRecord() {
@@ -205,7 +274,8 @@ absl::StatusOr<std::string> LaunchRecord::MakeToken() {
 }
 
 absl::Status LaunchRecord::Publish(const RunningLaunch& launch) {
-  const json note = {{"job", launch.job},
+  const json note = {{"host", host_},
+                     {"job", launch.job},
                      {"pid", launch.pid},
                      {"started", absl::FormatTime(launch.started, absl::UTCTimeZone())},
                      {"address", launch.address},
@@ -213,20 +283,17 @@ absl::Status LaunchRecord::Publish(const RunningLaunch& launch) {
                      {"tls_ca", launch.tls_ca},
                      {"tls_cert", launch.tls_cert},
                      {"tls_key", launch.tls_key}};
-  const std::string text = note.dump(-1, ' ', false, json::error_handler_t::replace);
-  // In one piece: a reader sees nothing or all of it.
-  const ssize_t written = pwrite(note_, text.data(), text.size(), 0);
-  if (written == static_cast<ssize_t>(text.size())) return absl::OkStatus();
-  return absl::ErrnoToStatus(written < 0 ? errno : ENOSPC, absl::StrCat(stem_, kNote));
+  return WriteNote(note_, note, absl::StrCat(stem_, kNote));
 }
 
 std::vector<RunningLaunch> ListRunningLaunches(const std::map<std::string, std::string>& variables,
-                                               std::vector<std::string>* looked_in) {
+                                               std::vector<std::string>* looked_in,
+                                               const LaunchSystem& system) {
   std::vector<RunningLaunch> launches;
-  for (const Place& place : Places(variables)) {
+  for (const Place& place : Places(variables, system)) {
     if (looked_in != nullptr) looked_in->push_back(place.folder);
     if (!CheckPrivate(place.folder).ok()) continue;
-    for (RunningLaunch& launch : Read(place.folder)) launches.push_back(std::move(launch));
+    for (RunningLaunch& launch : Read(place.folder, system)) launches.push_back(std::move(launch));
   }
   std::stable_sort(
       launches.begin(), launches.end(),

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
@@ -26,19 +27,28 @@ struct RunningLaunch {
   std::string tls_key = {};
 };
 
+// What stands in for the system in tests.
+struct LaunchSystem {
+  std::string tmp = "/tmp";
+  std::string host = {};                   // empty: this machine's name
+  int (*lock)(int fd, int how) = nullptr;  // null: flock
+};
+
 // What one launch keeps in a folder that its user alone can enter (mode 0700): the socket of its coordinator, a token,
 // and a note by which the same user's `muster status` and its like find it. All of it goes with the record; what a
-// killed launch leaves is removed by the next one that looks into the folder. Not thread-safe.
+// killed launch leaves is removed by the next one on the same machine that looks into the folder. Other files there, and
+// the launches of other machines, are left alone. Not thread-safe.
 //
-// The folder is $MUSTER_RUNTIME_DIR, if that is set. Else $XDG_RUNTIME_DIR/muster, if that folder can be had and is
-// this user's alone, else /tmp/muster-UID. A folder that belongs to somebody else, or that others may enter, is refused:
-// its owner could stand in for the coordinator.
+// The folder is $MUSTER_RUNTIME_DIR, if that is set. Else the first that can be had and is this user's alone of
+// /tmp/muster-UID, $XDG_RUNTIME_DIR/muster and $TMPDIR/muster-UID. A folder that belongs to somebody else, or that others
+// may enter, is refused: its owner could stand in for the coordinator.
 class LaunchRecord {
  public:
   // Errors: PERMISSION_DENIED for a folder that is not this user's alone, INVALID_ARGUMENT for one whose name is too
-  // long for a socket, or what the system says; all name the folder and MUSTER_RUNTIME_DIR.
+  // long for a socket, FAILED_PRECONDITION for one without locks, or what the system says; all name the folders and
+  // MUSTER_RUNTIME_DIR.
   static absl::StatusOr<std::unique_ptr<LaunchRecord>> Create(
-      const std::map<std::string, std::string>& variables);
+      const std::map<std::string, std::string>& variables, const LaunchSystem& system = {});
   ~LaunchRecord();
   LaunchRecord(const LaunchRecord&) = delete;
   LaunchRecord& operator=(const LaunchRecord&) = delete;
@@ -51,16 +61,21 @@ class LaunchRecord {
   absl::Status Publish(const RunningLaunch& launch);
 
  private:
-  LaunchRecord(std::string stem, int note) : stem_(std::move(stem)), note_(note) {}
+  LaunchRecord(std::string stem, std::string host, int note)
+      : stem_(std::move(stem)), host_(std::move(host)), note_(note) {}
+  static absl::StatusOr<std::unique_ptr<LaunchRecord>> CreateIn(const std::string& folder,
+                                                                const LaunchSystem& system);
 
   const std::string stem_;  // of the files' paths
-  const int note_;          // holds the lock by which others see that this launch lives
+  const std::string host_;
+  const int note_;  // holds the lock by which others see that this launch lives
 };
 
 // The launches of this user that run on this machine, oldest first. `looked_in` (may be null) gets the folders. Never
 // fails: a folder that is not this user's alone tells nothing.
 std::vector<RunningLaunch> ListRunningLaunches(const std::map<std::string, std::string>& variables,
-                                               std::vector<std::string>* looked_in = nullptr);
+                                               std::vector<std::string>* looked_in = nullptr,
+                                               const LaunchSystem& system = {});
 
 }  // namespace muster::client
 

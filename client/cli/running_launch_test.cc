@@ -6,6 +6,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdlib>
 #include <filesystem>
 #include <map>
@@ -27,6 +28,7 @@ using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 using ::testing::SizeIs;
 using ::testing::StartsWith;
+using ::testing::UnorderedElementsAreArray;
 
 class RunningLaunchTest : public ::testing::Test {
  protected:
@@ -41,7 +43,7 @@ class RunningLaunchTest : public ::testing::Test {
   void TearDown() override { EXPECT_TRUE(RemoveTree(temp_).ok()); }
 
   std::unique_ptr<LaunchRecord> Create() {
-    auto record = LaunchRecord::Create(variables_);
+    auto record = LaunchRecord::Create(variables_, system_);
     EXPECT_TRUE(record.ok()) << record.status();
     return record.ok() ? *std::move(record) : nullptr;
   }
@@ -53,12 +55,14 @@ class RunningLaunchTest : public ::testing::Test {
   }
   std::vector<std::string> Jobs() {
     std::vector<std::string> jobs;
-    for (const RunningLaunch& launch : ListRunningLaunches(variables_)) jobs.push_back(launch.job);
+    for (const RunningLaunch& launch : ListRunningLaunches(variables_, nullptr, system_)) {
+      jobs.push_back(launch.job);
+    }
     return jobs;
   }
   std::vector<std::string> Files() { return *ListDirectory(folder_); }
   std::string Refusal() {
-    const absl::Status status = LaunchRecord::Create(variables_).status();
+    const absl::Status status = LaunchRecord::Create(variables_, system_).status();
     EXPECT_FALSE(status.ok());
     return std::string(status.message());
   }
@@ -66,6 +70,7 @@ class RunningLaunchTest : public ::testing::Test {
   std::string temp_;
   std::string folder_;
   std::map<std::string, std::string> variables_;
+  LaunchSystem system_;
 };
 
 TEST_F(RunningLaunchTest, Published_IsFoundAsItWasAndGoneWithTheRecord) {
@@ -109,9 +114,9 @@ TEST_F(RunningLaunchTest, SocketPath_FitsASocket) {
   // The longest folder that is taken, and one more.
   for (const bool fits : {true, false}) {
     const std::string folder =
-        temp_ + "/" + std::string(107 - 14 - temp_.size() - (fits ? 1 : 0), 'x');
+        temp_ + "/" + std::string(107 - 21 - temp_.size() - (fits ? 1 : 0), 'x');
     variables_["MUSTER_RUNTIME_DIR"] = folder;
-    const auto made = LaunchRecord::Create(variables_);
+    const auto made = LaunchRecord::Create(variables_, system_);
     ASSERT_EQ(made.ok(), fits) << made.status();
     if (fits) {
       EXPECT_EQ((*made)->socket_path().size(), 107u);
@@ -139,7 +144,7 @@ TEST_F(RunningLaunchTest, FilesOfADeadLaunch_AreRemovedByTheNextOneAndNeverListe
     const pid_t child = fork();
     ASSERT_GE(child, 0);
     if (child == 0) {
-      auto record = *LaunchRecord::Create(variables_);
+      auto record = *LaunchRecord::Create(variables_, system_);
       const bool made = record->MakeToken().ok() &&
                         WriteFileAtomically(record->socket_path(), "").ok() &&
                         record->Publish(Of("dead")).ok();
@@ -197,24 +202,105 @@ TEST_F(RunningLaunchTest, RelativeFolder_IsNamedAsOthersFindIt) {
   std::filesystem::current_path("/", error);
 }
 
-TEST_F(RunningLaunchTest, XdgRuntimeDir_IsUsedIfItIsThisUsersAlone) {
-  const std::string fallback = absl::StrCat("/tmp/muster-", geteuid());
-  variables_ = {{"XDG_RUNTIME_DIR", temp_}};
+TEST_F(RunningLaunchTest, WithoutAFolderOfItsOwn_TheFirstThatThisUserHasAloneIsUsed) {
+  const std::string name = absl::StrCat("/muster-", geteuid());
+  for (const char* folder : {"/tmp", "/run", "/other"}) {
+    ASSERT_EQ(mkdir((temp_ + folder).c_str(), 0700), 0);
+  }
+  system_.tmp = temp_ + "/tmp";
+  const std::string tmp = system_.tmp + name, run = temp_ + "/run/muster",
+                    other = temp_ + "/other" + name;
+  variables_ = {{"XDG_RUNTIME_DIR", temp_ + "/run/"}, {"TMPDIR", temp_ + "/other"}};
   std::vector<std::string> looked_in;
-  ListRunningLaunches(variables_, &looked_in);
-  EXPECT_THAT(looked_in, ElementsAre(temp_ + "/muster", fallback));
-  EXPECT_THAT(Create()->socket_path(), StartsWith(temp_ + "/muster/"));
-  // Others may change what is in it.
-  ASSERT_EQ(chmod(temp_.c_str(), 0777), 0);
-  EXPECT_THAT(Create()->socket_path(), StartsWith(fallback + "/"));
-  ASSERT_EQ(chmod(temp_.c_str(), 0700), 0);
+  ListRunningLaunches(variables_, &looked_in, system_);
+  EXPECT_THAT(looked_in, ElementsAre(tmp, run, other));
+  const auto first = Create();
+  EXPECT_THAT(first->socket_path(), StartsWith(tmp + "/"));
+  ASSERT_TRUE(first->Publish(Of("first", 1)).ok());
   // Others may enter it.
-  ASSERT_EQ(chmod((temp_ + "/muster").c_str(), 0755), 0);
-  EXPECT_THAT(Create()->socket_path(), StartsWith(fallback + "/"));
-  variables_ = {{"XDG_RUNTIME_DIR", "/nowhere"}};
-  EXPECT_THAT(Create()->socket_path(), StartsWith(fallback + "/"));
-  variables_.clear();
-  EXPECT_THAT(Create()->socket_path(), StartsWith(fallback + "/"));
+  ASSERT_EQ(chmod(tmp.c_str(), 0755), 0);
+  const auto second = Create();
+  EXPECT_THAT(second->socket_path(), StartsWith(run + "/"));
+  ASSERT_TRUE(second->Publish(Of("second", 2)).ok());
+  // Others may change what is in it.
+  ASSERT_EQ(chmod((temp_ + "/run").c_str(), 0777), 0);
+  const auto third = Create();
+  EXPECT_THAT(third->socket_path(), StartsWith(other + "/"));
+  ASSERT_TRUE(third->Publish(Of("third", 3)).ok());
+  ASSERT_EQ(chmod(other.c_str(), 0755), 0);
+  EXPECT_THAT(Refusal(), AllOf(HasSubstr(tmp), HasSubstr(temp_ + "/run"), HasSubstr(other),
+                               HasSubstr("MUSTER_RUNTIME_DIR")));
+  for (const std::string& folder : {tmp, other}) ASSERT_EQ(chmod(folder.c_str(), 0700), 0);
+  EXPECT_THAT(Jobs(), ElementsAre("first", "second", "third"));
+  // Named twice, relative or empty.
+  for (const std::string& temp : {system_.tmp + "/", std::string("other"), std::string()}) {
+    variables_ = {{"TMPDIR", temp}, {"XDG_RUNTIME_DIR", "run"}};
+    looked_in.clear();
+    ListRunningLaunches(variables_, &looked_in, system_);
+    EXPECT_THAT(looked_in, ElementsAre(tmp));
+  }
+}
+
+TEST_F(RunningLaunchTest, FilesOfTheUser_AreLeftAlone) {
+  ASSERT_EQ(mkdir(folder_.c_str(), 0700), 0);
+  std::vector<std::string> names;
+  for (const char* stem : {"settings", "01234567", "muster-settings", "muster-01234567x",
+                           "muster-0123456", "Muster-01234567", "muster-0123456g"}) {
+    for (const char* ending : {".json", ".sock", ".token"}) {
+      names.push_back(absl::StrCat(stem, ending));
+      ASSERT_TRUE(WriteFileAtomically(folder_ + "/" + names.back(), "{}").ok());
+    }
+  }
+  // Named like a launch's, but no note of one.
+  names.push_back("muster-01234567.json");
+  ASSERT_TRUE(WriteFileAtomically(folder_ + "/" + names.back(), R"({"a": 1})").ok());
+  Create();
+  EXPECT_THAT(Jobs(), IsEmpty());
+  EXPECT_THAT(Files(), UnorderedElementsAreArray(names));
+}
+
+int WithoutLocks(int, int) {
+  errno = ENOLCK;
+  return -1;
+}
+int AlwaysHeld(int, int) {
+  errno = EWOULDBLOCK;
+  return -1;
+}
+
+TEST_F(RunningLaunchTest, FolderWithoutLocks_IsRefusedAndKeepsWhatIsThere) {
+  auto record = Create();
+  ASSERT_TRUE(record->Publish(Of("digits")).ok());
+  system_.lock = WithoutLocks;
+  EXPECT_THAT(Refusal(), AllOf(HasSubstr("files cannot be locked in " + folder_),
+                               HasSubstr("set MUSTER_RUNTIME_DIR to a local folder")));
+  EXPECT_THAT(Jobs(), IsEmpty()) << "nobody knows whether it lives";
+  EXPECT_THAT(Files(), SizeIs(1));
+  system_.lock = AlwaysHeld;
+  EXPECT_THAT(Refusal(), HasSubstr(folder_));
+  EXPECT_THAT(Files(), SizeIs(1));
+  system_.lock = nullptr;
+  EXPECT_THAT(Jobs(), ElementsAre("digits"));
+}
+
+TEST_F(RunningLaunchTest, LaunchesOfAnotherMachine_AreNeitherListedNorRemoved) {
+  auto record = Create();
+  ASSERT_TRUE(record->Publish(Of("here")).ok());
+  system_.host = "elsewhere";
+  EXPECT_THAT(Jobs(), IsEmpty());
+  auto other = Create();
+  ASSERT_TRUE(other->Publish(Of("there")).ok());
+  EXPECT_THAT(Jobs(), ElementsAre("there"));
+  system_.host = "";
+  EXPECT_THAT(Jobs(), ElementsAre("here"));
+  // One that has died.
+  ASSERT_TRUE(WriteFileAtomically(folder_ + "/muster-01234567.json", R"({"host": "x"})").ok());
+  Create();
+  EXPECT_THAT(Jobs(), ElementsAre("here"));
+  EXPECT_THAT(Files(), SizeIs(3));
+  system_.host = "x";
+  EXPECT_THAT(Jobs(), IsEmpty());
+  EXPECT_THAT(Files(), SizeIs(2));
 }
 
 TEST_F(RunningLaunchTest, NotesThatCannotBeRead_AreLeftOut) {
@@ -223,7 +309,7 @@ TEST_F(RunningLaunchTest, NotesThatCannotBeRead_AreLeftOut) {
   std::vector<int> held;
   int number = 0;
   for (const char* text : {"", "{", "[]", "{}", R"({"address": 7})", R"({"job": "x"})"}) {
-    const std::string path = absl::StrCat(folder_, "/0000000", number++, ".json");
+    const std::string path = absl::StrCat(folder_, "/muster-0000000", number++, ".json");
     ASSERT_TRUE(WriteFileAtomically(path, text).ok());
     const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
     ASSERT_EQ(flock(fd, LOCK_EX), 0);  // as one that lives
