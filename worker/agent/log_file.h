@@ -14,8 +14,8 @@
 namespace muster::agent {
 
 struct LogLimits {
-  // A file that would grow beyond becomes FILE.1, what was FILE.1 becomes FILE.2, and so on. 0: no
-  // limit.
+  // A file that would grow beyond becomes FILE.1, what was FILE.1 becomes FILE.2, and so on. One
+  // that cannot be renamed grows on, and is tried again after as many bytes. 0: no limit.
   int64_t max_bytes = int64_t{128} << 20;
   // How many there are at most, with the one that is written.
   int files = 8;

@@ -83,6 +83,21 @@ TEST_F(LogFileTest, OneFile_BeginsAgain) {
   EXPECT_FALSE(PathExists(path_ + ".1"));
 }
 
+TEST_F(LogFileTest, FileThatCannotBeRenamed_GrowsOn) {
+  ASSERT_TRUE(MakeDirectories(path_ + ".1/full").ok());
+  auto log = *LogFile::Open(path_, {.max_bytes = 8, .files = 2});
+  for (const char* line : {"aaa", "bbb", "ccc", "ddd"}) EXPECT_EQ(log->Append(line), "");
+  EXPECT_EQ(*ReadFile(path_), "aaa\nbbb\nccc\nddd\n");
+  ASSERT_TRUE(RemoveTree(path_ + ".1").ok());
+  log->Append("eee");
+  EXPECT_EQ(*ReadFile(path_), "eee\n");
+  EXPECT_EQ(*ReadFile(path_ + ".1"), "aaa\nbbb\nccc\nddd\n");
+  // Removed by somebody.
+  ASSERT_EQ(unlink(path_.c_str()), 0);
+  for (const char* line : {"fff", "ggg"}) log->Append(line);
+  EXPECT_EQ(*ReadFile(path_), "ggg\n");
+}
+
 TEST_F(LogFileTest, NoLimit_IsOneFile) {
   auto log = *LogFile::Open(path_, {.max_bytes = 0});
   for (int i = 0; i < 100; ++i) log->Append("line");
