@@ -86,7 +86,7 @@ absl::StatusOr<std::string> ReadToken(const std::string& path, absl::string_view
     return absl::PermissionDeniedError(absl::StrCat(what, ": '", path, "' belongs to user ",
                                                     info.st_uid, ": use a file of your own"));
   }
-  const mode_t closed = info.st_uid == 0 && user != 0 ? 037 : 077;
+  const mode_t closed = info.st_uid == 0 ? 037 : 077;
   if ((info.st_mode & closed) != 0) {
     return absl::PermissionDeniedError(
         absl::StrCat(what, ": others can reach the token in '", path, "' (mode ",

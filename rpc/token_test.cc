@@ -39,8 +39,16 @@ TEST(ReadToken, WhiteSpaceAroundIt_IsNoPartOfIt) {
   EXPECT_TRUE(ReadToken(Write("s3cret", 0400), "token_file").ok());
 }
 
+// As a service's token that its group may read; root, who made it, may read it as well.
+TEST(ReadToken, FileOfRootThatAGroupMayRead_IsTaken) {
+  for (const mode_t mode : {0640, 0440}) {
+    // Only root makes such a file.
+    EXPECT_EQ(ReadToken(Write("s3cret", mode), "token_file").ok(), geteuid() == 0) << mode;
+  }
+}
+
 TEST(ReadToken, FileThatOthersCanReach_IsRefusedWithItsModeAndTheWayOut) {
-  for (const mode_t mode : {0640, 0604, 0620, 0602, 0644, 0610}) {
+  for (const mode_t mode : {0604, 0620, 0602, 0644, 0610, 0660}) {
     const absl::Status status = ReadToken(Write("s3cret", mode), "--token_file").status();
     EXPECT_EQ(status.code(), absl::StatusCode::kPermissionDenied) << mode;
     EXPECT_THAT(std::string(status.message()),
