@@ -97,9 +97,10 @@ Acceptor::~Acceptor() {
     }
     thread_.join();
   }
+  // First: without a listener the next server would take it for dead and put its own there.
+  if (!path_.empty()) unlink(path_.c_str());
   close(listener_);
   close(stop_);
-  if (!path_.empty()) unlink(path_.c_str());
 }
 
 bool Acceptor::MayEnter(int fd) const {

@@ -42,12 +42,18 @@ absl::Status TryUnixSocket(const Address& address) {
     return absl::AlreadyExistsError(absl::StrCat("cannot listen on ", address.ToString(),
                                                  ": a file that is no socket is there"));
   }
-  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  const bool alive = fd >= 0 && connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof(name)) == 0;
+  int error = 0;
+  // Not waiting for one whose queue is full.
+  const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (fd < 0 || connect(fd, reinterpret_cast<sockaddr*>(&name), sizeof(name)) != 0) error = errno;
   if (fd >= 0) close(fd);
-  if (alive) {
+  if (error == 0 || error == EAGAIN) {
     return absl::AlreadyExistsError(absl::StrCat("cannot listen on ", address.ToString(),
                                                  ": another process is listening there"));
+  }
+  if (error != ECONNREFUSED && error != ENOENT) {
+    return absl::ErrnoToStatus(
+        error, absl::StrCat("cannot tell whether anybody listens on ", address.ToString()));
   }
   unlink(address.path.c_str());  // left behind by a process that died
   return absl::OkStatus();

@@ -7,10 +7,12 @@
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <memory>
 #include <string>
@@ -113,6 +115,26 @@ TEST(Server, UnixSocket_ServesAndReplacesADeadOne) {
   const absl::Status nowhere = Server::Start({.listen = "unix:" + path}, {&service}).status();
   EXPECT_EQ(nowhere.code(), absl::StatusCode::kNotFound);
   EXPECT_NE(nowhere.message().find(dir), absl::string_view::npos) << nowhere;
+}
+
+TEST(Server, UnixSocketThatTellsNothing_IsLeftAlone) {
+  char dir[] = "/tmp/muster-rpc-XXXXXX";
+  ASSERT_NE(mkdtemp(dir), nullptr);
+  const std::string path = std::string(dir) + "/s";
+  // Of another kind: connecting fails although somebody holds it.
+  const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+  sockaddr_un name{};
+  name.sun_family = AF_UNIX;
+  memcpy(name.sun_path, path.c_str(), path.size() + 1);
+  ASSERT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&name), sizeof(name)), 0);
+  EchoTriggers service;
+  const absl::Status status = Server::Start({.listen = "unix:" + path}, {&service}).status();
+  EXPECT_NE(status.message().find("cannot tell whether anybody listens on unix:" + path),
+            absl::string_view::npos)
+      << status;
+  EXPECT_EQ(unlink(path.c_str()), 0) << "it is still there";
+  close(fd);
+  rmdir(dir);
 }
 
 TEST(Server, SecondOnThePort_FailsWithTheAddress) {
