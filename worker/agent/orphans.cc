@@ -111,7 +111,7 @@ std::vector<pid_t> Orphans::Find(const std::string& mark, bool ended) {
   std::vector<pid_t> found;
   for (const int64_t pid : ListProcesses()) {
     if (children_.count(static_cast<pid_t>(pid)) != 0) continue;
-    const ProcessState state = ReadProcessState(pid);
+    const ProcessState state = ReadProcessStat(pid);
     // Where only the first thread has ended, the process goes on.
     const bool has_ended = state.name == "zombie" && state.threads <= 1;
     if (state.parent != self || state.session == own_session || has_ended != ended) continue;
@@ -128,11 +128,18 @@ void Orphans::Collect(const std::string& mark) {
   for (const pid_t pid : Find(mark, /*ended=*/true)) waitpid(pid, nullptr, WNOHANG);
 }
 
-std::vector<pid_t> Orphans::Kill(const std::string& mark) {
+std::vector<pid_t> Orphans::Kill(const std::string& mark, std::set<pid_t>* foreign,
+                                 int (*kill)(pid_t, int)) {
   MutexLock lock(&mu_);
-  const std::vector<pid_t> found = Find(mark, /*ended=*/false);
-  for (const pid_t pid : found) kill(pid, SIGKILL);
-  return found;
+  std::vector<pid_t> killed;
+  for (const pid_t pid : Find(mark, /*ended=*/false)) {
+    if ((kill != nullptr ? kill : ::kill)(pid, SIGKILL) != 0 && errno == EPERM) {
+      foreign->insert(pid);
+    } else {
+      killed.push_back(pid);
+    }
+  }
+  return killed;
 }
 
 }  // namespace muster::agent

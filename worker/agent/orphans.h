@@ -41,8 +41,11 @@ class Orphans {
   // Collects those that have ended; what little that costs when there are none.
   void Collect(const std::string& mark);
   // Sends SIGKILL to those that have not. They are children, so their ids name them until they are
-  // collected; theirs come to this process when they end: call again until there are none.
-  std::vector<pid_t> Kill(const std::string& mark);
+  // collected; theirs come to this process when they end: call again until there are none. Those
+  // that it may not kill, of another user, are put into `foreign` instead. `kill`: what stands in
+  // for the system call in tests; null: that.
+  std::vector<pid_t> Kill(const std::string& mark, std::set<pid_t>* foreign,
+                          int (*kill)(pid_t, int) = nullptr);
 
  private:
   Orphans() = default;

@@ -24,6 +24,7 @@
 #include <cerrno>
 #include <deque>
 #include <map>
+#include <set>
 #include <thread>
 #include <utility>
 
@@ -884,13 +885,13 @@ class HostImpl final : public ProcessHost {
     Release(pid)->Reap();
     Orphans::Get().Forget(pid);
     TellGuard(pid, false);
-    Orphans::Get().Collect(mark_);
   }
 
   void EndOrphans() {
     const absl::Time give_up = Clock::Real().Now() + kOrphansTimeout;
     std::vector<pid_t> left;
-    while (!(left = Orphans::Get().Kill(mark_)).empty()) {
+    std::set<pid_t> foreign;
+    while (!(left = Orphans::Get().Kill(mark_, &foreign, options_.kill)).empty()) {
       for (const pid_t pid : left) {
         const Fd pidfd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
         BecomesReadable(pidfd.get(), give_up - Clock::Real().Now());
@@ -899,6 +900,9 @@ class HostImpl final : public ProcessHost {
       if (Clock::Real().Now() >= give_up) break;
     }
     Orphans::Get().Collect(mark_);
+    for (const pid_t pid : foreign) {
+      MUSTER_LOG(Warning) << "process " << pid << " belongs to another user; it is left behind";
+    }
     for (const pid_t pid : left) {
       MUSTER_LOG(Warning) << "process " << pid << " of the job does not end after SIGKILL: "
                           << ReadStuckState(pid).ToString() << "; it is left behind";
@@ -976,6 +980,9 @@ class HostImpl final : public ProcessHost {
         }
       }
       for (const pid_t pid : ended) OnExit(pid);
+      // Once, and after all: it may look at every process of the machine, and the ends of others
+      // must not seem later for that.
+      if (!ended.empty()) Orphans::Get().Collect(mark_);
       for (int i = 0; i < count; ++i) {
         Tag tag;
         memcpy(&tag, &events[i].data, sizeof(tag));

@@ -154,6 +154,10 @@ ProcessState ParseProcessState(const std::string& stat, const std::string& wchan
 
 ProcessState ReadProcessState(int64_t pid) { return Read(absl::StrCat("/proc/", pid)); }
 
+ProcessState ReadProcessStat(int64_t pid) {
+  return ParseProcessState(ReadProc(absl::StrCat("/proc/", pid, "/stat")), "", "");
+}
+
 ProcessState ReadThreadState(int64_t pid, int64_t tid) {
   ProcessState state = Read(absl::StrCat("/proc/", pid, "/task/", tid));
   state.threads = 0;

@@ -32,6 +32,8 @@ struct ProcessState {
 // what may not be read is empty.
 ProcessState ReadProcessState(int64_t pid);
 ProcessState ReadThreadState(int64_t pid, int64_t tid);
+// Without `syscall` and `wchan`: one file, for who looks at many.
+ProcessState ReadProcessStat(int64_t pid);
 // The first thread of `pid` that is uninterruptible, which is the one that keeps a killed process
 // from ending; else the process.
 ProcessState ReadStuckState(int64_t pid);

@@ -21,6 +21,8 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "base/mutex.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -90,6 +92,14 @@ int NoCloseRange(unsigned, unsigned, unsigned) {
 
 // As if the kernel could not end the process.
 int DeafToKill(pid_t pid, int signal) { return signal == SIGKILL ? 0 : kill(pid, signal); }
+
+// As if the process belonged to somebody else.
+std::atomic<pid_t> g_foreign{0};
+int KillOwn(pid_t pid, int signal) {
+  if (pid != g_foreign) return kill(pid, signal);
+  errno = EPERM;
+  return -1;
+}
 
 // Refuses to add descriptors while this is above 0.
 std::atomic<int> g_refusals{0};
@@ -394,6 +404,26 @@ TEST_F(ProcessTest, CleanedStray_EndsWithTheHost) {
   EXPECT_EQ(kill(stray, 0), 0);
   host_.reset();
   EXPECT_TRUE(WaitUntilEnded(stray));
+}
+
+TEST_F(ProcessTest, StrayThatMayNotBeKilled_IsNotWaitedFor) {
+  StartHost({.kill = KillOwn});
+  auto process = Spawn(Shell(absl::StrCat(kCleanedStray, "wait")));
+  const pid_t stray = WaitForStray();
+  g_foreign = stray;
+  process->Stop(absl::ZeroDuration());
+  process->Wait();
+  ::testing::internal::CaptureStderr();
+  const absl::Time begun = absl::Now();
+  host_.reset();
+  EXPECT_LT(absl::Now() - begun, absl::Seconds(4));
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  const std::string line =
+      absl::StrCat("process ", stray, " belongs to another user; it is left behind");
+  EXPECT_THAT(said, HasSubstr(line));
+  EXPECT_EQ(said.find(line), said.rfind(line)) << said;
+  EXPECT_EQ(kill(stray, SIGKILL), 0);
+  EXPECT_EQ(waitpid(stray, nullptr, 0), stray);
 }
 
 TEST_F(ProcessTest, CleanedStrayOfAnotherHost_LivesAsLongAsThat) {
