@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <fstream>
 #include <vector>
 
 #include "absl/strings/ascii.h"
@@ -62,6 +63,12 @@ std::vector<int64_t> Numbers(const std::string& folder) {
   closedir(dir);
   std::sort(numbers.begin(), numbers.end());
   return numbers;
+}
+
+// Whether /proc is that of this process's own pid namespace.
+bool SeesOwnNumbers() {
+  char self[32] = "";
+  return readlink("/proc/self", self, sizeof(self) - 1) >= 0 && absl::StrCat(getpid()) == self;
 }
 
 ProcessState Read(const std::string& folder) {
@@ -174,11 +181,23 @@ ProcessState ReadStuckState(int64_t pid) {
 }
 
 std::vector<int64_t> ListProcesses() {
-  char self[32] = "";
-  if (readlink("/proc/self", self, sizeof(self) - 1) < 0 || absl::StrCat(getpid()) != self) {
-    return {};
-  }
+  if (!SeesOwnNumbers()) return {};
   return Numbers("/proc");
+}
+
+std::optional<std::vector<int64_t>> ListChildren(int64_t pid) {
+  std::vector<int64_t> children;
+  if (!SeesOwnNumbers()) return children;
+  const auto file_of = [](int64_t process, int64_t thread) {
+    return absl::StrCat("/proc/", process, "/task/", thread, "/children");
+  };
+  // Of a thread that is there for certain: that of `pid` may have ended.
+  if (access(file_of(getpid(), getpid()).c_str(), R_OK) != 0) return std::nullopt;
+  for (const int64_t tid : Numbers(absl::StrCat("/proc/", pid, "/task"))) {
+    std::ifstream file(file_of(pid, tid));
+    for (int64_t child; file >> child;) children.push_back(child);
+  }
+  return children;
 }
 
 }  // namespace muster::agent

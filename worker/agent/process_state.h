@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_AGENT_PROCESS_STATE_H_
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -41,6 +42,9 @@ ProcessState ReadStuckState(int64_t pid);
 // The ids of all processes that can be seen. Empty where /proc is not that of this process's own
 // pid namespace: its numbers would name others here.
 std::vector<int64_t> ListProcesses();
+// The children of all threads of `pid`, without a look at other processes. Empty where
+// ListProcesses is; nullopt: this kernel does not tell.
+std::optional<std::vector<int64_t>> ListChildren(int64_t pid);
 
 // The same from the texts of /proc/PID/stat, wchan and syscall, whatever they hold; "gone" if
 // `stat` is none.

@@ -7,13 +7,19 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <future>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "base/mutate.h"
+#include "gmock/gmock.h"
 
 namespace muster::agent {
 namespace {
+
+using ::testing::IsEmpty;
+using ::testing::UnorderedElementsAre;
 
 // A child that waits for ever; `ready` is closed by its end only.
 pid_t ForkPausing() {
@@ -50,6 +56,29 @@ TEST(ListProcesses, HoldsThisOneAndItsChild) {
   EXPECT_TRUE(std::binary_search(all.begin(), all.end(), pid));
   kill(pid, SIGKILL);
   waitpid(pid, nullptr, 0);
+}
+
+TEST(ListChildren, HoldsThoseOfAllThreadsAndNoOthers) {
+  const pid_t pid = ForkPausing();
+  // A child belongs to the thread that forked it, as long as that lives.
+  std::promise<pid_t> forked;
+  std::promise<void> done;
+  std::thread thread([&] {
+    forked.set_value(ForkPausing());
+    done.get_future().wait();
+  });
+  const pid_t threads_own = forked.get_future().get();
+  // Else this kernel does not tell.
+  if (const auto children = ListChildren(getpid()); children.has_value()) {
+    EXPECT_THAT(*children, UnorderedElementsAre(pid, threads_own));
+    EXPECT_THAT(*ListChildren(pid), IsEmpty());
+  }
+  done.set_value();
+  thread.join();
+  for (const pid_t child : {pid, threads_own}) {
+    kill(child, SIGKILL);
+    waitpid(child, nullptr, 0);
+  }
 }
 
 TEST(ProcessState, StoppedThenKilled_SaysSo) {

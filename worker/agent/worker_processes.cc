@@ -2,7 +2,9 @@
 
 #include <cstdio>
 #include <cstring>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
@@ -15,6 +17,7 @@ namespace muster::agent {
 namespace {
 
 constexpr int kDeepest = 64;
+constexpr size_t kMostProcesses = 1 << 16;
 
 // The number that `pid` has in its own pid namespace. 0: it cannot be told.
 int64_t OwnNumber(int64_t pid) {
@@ -40,6 +43,26 @@ bool Descends(int64_t pid, int64_t ancestor) {
     pid = ReadProcessState(pid).parent;
   }
   return false;
+}
+
+// The descendant of `child` that has the number `claimed` in its own pid namespace. 0: none.
+int64_t FindSpeaker(int64_t child, int64_t claimed) {
+  // Downwards: a look at every process of the machine, for each worker, would hold up a beat.
+  std::vector<int64_t> family = {child};
+  for (size_t i = 0; i < family.size() && family.size() < kMostProcesses; ++i) {
+    const std::optional<std::vector<int64_t>> children = ListChildren(family[i]);
+    if (!children.has_value()) {
+      for (const int64_t pid : ListProcesses()) {
+        if (OwnNumber(pid) == claimed && Descends(pid, child)) return pid;
+      }
+      return 0;
+    }
+    for (const int64_t pid : *children) {
+      if (OwnNumber(pid) == claimed) return pid;
+      family.push_back(pid);
+    }
+  }
+  return 0;
 }
 
 }  // namespace
@@ -69,9 +92,7 @@ int64_t WorkerProcesses::Find(const std::string& job, const std::string& worker_
     return entry.speaker != 0 && Descends(entry.speaker, entry.child) ? entry.speaker : entry.child;
   }
   entry.claimed = claimed;
-  for (const int64_t pid : ListProcesses()) {
-    if (OwnNumber(pid) == claimed && Descends(pid, entry.child)) entry.speaker = pid;
-  }
+  if (const int64_t pid = FindSpeaker(entry.child, claimed); pid != 0) entry.speaker = pid;
   MutexLock lock(&mu_);
   const auto it = entries_.find({worker_id, incarnation});
   if (it == entries_.end()) return 0;
