@@ -137,7 +137,8 @@ std::string HostName(const LaunchSystem& system) {
   if (!system.host.empty()) return system.host;
   char name[256] = "";
   gethostname(name, sizeof(name) - 1);
-  return name;
+  // No note without a host is taken for one of this machine.
+  return name[0] != '\0' ? name : "localhost";
 }
 
 std::string Text(const json& note, const char* name) {
@@ -218,7 +219,10 @@ absl::StatusOr<std::unique_ptr<LaunchRecord>> LaunchRecord::CreateIn(const std::
       if (LockNote(note, system)) {
         // Somebody who looks for dead launches may have held the lock first, and taken it for one.
         if (fstat(note, &info) == 0 && info.st_nlink > 0) {
-          return std::unique_ptr<LaunchRecord>(new LaunchRecord(stem, host, note));
+          // systemd-tmpfiles, which removes what is old from /tmp, leaves out a folder with a lock.
+          const int lock = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+          if (lock >= 0) flock(lock, LOCK_SH | LOCK_NB);
+          return std::unique_ptr<LaunchRecord>(new LaunchRecord(stem, host, note, lock));
         }
       } else if (errno != EWOULDBLOCK) {
         status = absl::FailedPreconditionError(
@@ -255,6 +259,7 @@ absl::StatusOr<std::unique_ptr<LaunchRecord>> LaunchRecord::Create(
 LaunchRecord::~LaunchRecord() {
   RemoveFiles(stem_);
   close(note_);
+  if (folder_ >= 0) close(folder_);
 }
 
 std::string LaunchRecord::socket_path() const { return absl::StrCat(stem_, kSocket); }

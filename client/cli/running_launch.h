@@ -61,14 +61,15 @@ class LaunchRecord {
   absl::Status Publish(const RunningLaunch& launch);
 
  private:
-  LaunchRecord(std::string stem, std::string host, int note)
-      : stem_(std::move(stem)), host_(std::move(host)), note_(note) {}
+  LaunchRecord(std::string stem, std::string host, int note, int folder)
+      : stem_(std::move(stem)), host_(std::move(host)), note_(note), folder_(folder) {}
   static absl::StatusOr<std::unique_ptr<LaunchRecord>> CreateIn(const std::string& folder,
                                                                 const LaunchSystem& system);
 
   const std::string stem_;  // of the files' paths
   const std::string host_;
-  const int note_;  // holds the lock by which others see that this launch lives
+  const int note_;    // holds the lock by which others see that this launch lives
+  const int folder_;  // holds a shared lock; below 0: could not be opened
 };
 
 // The launches of this user that run on this machine, oldest first. `looked_in` (may be null) gets the folders. Never

@@ -283,6 +283,19 @@ TEST_F(RunningLaunchTest, FolderWithoutLocks_IsRefusedAndKeepsWhatIsThere) {
   EXPECT_THAT(Jobs(), ElementsAre("digits"));
 }
 
+// By which systemd-tmpfiles knows what not to remove.
+TEST_F(RunningLaunchTest, Folder_IsLockedAsLongAsALaunchLives) {
+  auto first = Create(), second = Create();
+  const int fd = open(folder_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  ASSERT_GE(fd, 0);
+  first.reset();
+  EXPECT_EQ(flock(fd, LOCK_EX | LOCK_NB), -1);
+  second.reset();
+  EXPECT_EQ(flock(fd, LOCK_EX | LOCK_NB), 0);
+  EXPECT_NE(Create(), nullptr) << "it waits for no one else's lock";
+  close(fd);
+}
+
 TEST_F(RunningLaunchTest, LaunchesOfAnotherMachine_AreNeitherListedNorRemoved) {
   auto record = Create();
   ASSERT_TRUE(record->Publish(Of("here")).ok());
