@@ -51,7 +51,9 @@ absl::Status TryUnixSocket(const Address& address) {
     return absl::AlreadyExistsError(absl::StrCat("cannot listen on ", address.ToString(),
                                                  ": another process is listening there"));
   }
-  if (error != ECONNREFUSED && error != ENOENT) {
+  // It has gone meanwhile; another one that comes now is not this call's to remove.
+  if (error == ENOENT) return absl::OkStatus();
+  if (error != ECONNREFUSED) {
     return absl::ErrnoToStatus(
         error, absl::StrCat("cannot tell whether anybody listens on ", address.ToString()));
   }
