@@ -49,6 +49,19 @@ TEST(ProcessState, Self_HasItsParentAndSession) {
   EXPECT_EQ(ReadStuckState(getpid()).name, "running");
 }
 
+TEST(ProcessState, Stat_IsTheSameWithoutWhatItWaitsFor) {
+  const pid_t pid = ForkPausing();
+  const ProcessState state = ReadProcessStat(pid);
+  EXPECT_TRUE(state.exists());
+  EXPECT_EQ(state.parent, getpid());
+  EXPECT_EQ(state.session, getsid(0));
+  EXPECT_EQ(state.threads, 1);
+  EXPECT_EQ(state.syscall + state.wchan, "");
+  kill(pid, SIGKILL);
+  waitpid(pid, nullptr, 0);
+  EXPECT_FALSE(ReadProcessStat(pid).exists());
+}
+
 TEST(ListProcesses, HoldsThisOneAndItsChild) {
   const pid_t pid = ForkPausing();
   const std::vector<int64_t> all = ListProcesses();
