@@ -2,6 +2,7 @@
 
 #include <poll.h>
 #include <signal.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -118,9 +119,11 @@ void LaunchFixture::SetUp() {
 void LaunchFixture::TearDown() { EXPECT_TRUE(RemoveTree(runtime_).ok()); }
 
 std::string LaunchFixture::TokenFile(const std::string& token) {
-  const std::string path = Temp("token");
-  EXPECT_TRUE(WriteFileAtomically(path, token).ok());
-  EXPECT_EQ(chmod(path.c_str(), 0600), 0);
+  // There at once and closed: a command that was given it before may be reading it.
+  const std::string path = Temp("token"), made = Temp("token.new");
+  EXPECT_TRUE(WriteFileAtomically(made, token).ok());
+  EXPECT_EQ(chmod(made.c_str(), 0600), 0);
+  EXPECT_EQ(rename(made.c_str(), path.c_str()), 0);
   return path;
 }
 

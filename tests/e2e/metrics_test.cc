@@ -321,7 +321,7 @@ TEST_F(MetricsTest, Page_IsWellFormedAndMovesWithWhatHappens) {
     EXPECT_GE(ended.samples.at(name), value) << name << " went back";
   }
 
-  // The log: one object a line, whatever the names hold.
+  // The log: one object a line, whatever the names hold; a reason is one line in text too.
   coordinator_->Signal(SIGTERM);
   EXPECT_EQ(coordinator_->Wait(), 0);
   bool told = false;
@@ -333,7 +333,7 @@ TEST_F(MetricsTest, Page_IsWellFormedAndMovesWithWhatHappens) {
     }
     EXPECT_TRUE(entry["line"].is_number_integer()) << line;
     told = told || absl::StrContains(entry["message"].get<std::string>(),
-                                     "a \"reason\"\nof two lines, and a byte \x01");
+                                     "a \"reason\"\\nof two lines, and a byte \\x01");
   }
   EXPECT_TRUE(told) << coordinator_->err_text();
 }
