@@ -147,13 +147,13 @@ void Hostile::Count(absl::string_view what, int64_t by) {
 void Hostile::Start(const char* name, void (Hostile::*round)(uint32_t seed)) {
   const uint32_t first = seed_ * 7919 + static_cast<uint32_t>(threads_.size()) * 104729;
   threads_.emplace_back([this, name, round, first] {
-    // A breath between rounds, as long as the round was, leaves the machine to those who are being
-    // tested.
+    // A breath between rounds, longer than the round was, leaves the machine to those who are being
+    // tested: leases run out on one that has no time for their beats.
     absl::Duration breath;
     for (uint32_t i = 0; !stop_.WaitForNotificationWithTimeout(breath); ++i) {
       const absl::Time begun = absl::Now();
       (this->*round)(first + i);
-      breath = std::max(absl::Now() - begun, absl::Milliseconds(5));
+      breath = std::max(6 * (absl::Now() - begun), absl::Milliseconds(20));
       Count(name);
     }
   });
