@@ -15,7 +15,7 @@
 #include "CLI/CLI.hpp"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
-#include "base/clock.h"
+#include "base/fake_clock.h"
 #include "base/log.h"
 #include "base/mutex.h"
 #include "coordinator/journal/memory_journal.h"
@@ -23,23 +23,6 @@
 
 namespace muster::coordinator {
 namespace {
-
-class SteppedClock final : public Clock {
- public:
-  absl::Time Now() const override {
-    MutexLock lock(&mu_);
-    return now_;
-  }
-  absl::Time WallNow() const override { return Now(); }
-  void Advance(absl::Duration by) {
-    MutexLock lock(&mu_);
-    now_ += by;
-  }
-
- private:
-  mutable Mutex mu_;
-  absl::Time now_ ABSL_GUARDED_BY(mu_) = absl::FromUnixSeconds(1'700'000'000);
-};
 
 class Sink final : public CallSink {
  public:
@@ -95,7 +78,7 @@ uint64_t JobsVisited(Engine& engine) {
 }
 
 void Measure(int jobs, int events) {
-  SteppedClock clock;
+  FakeClock clock;
   Engine::Options options;
   options.clock = &clock;
   Engine engine(options, std::make_unique<MemoryJournal>());

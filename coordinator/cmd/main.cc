@@ -7,6 +7,8 @@
 #include <string>
 
 #include "CLI/CLI.hpp"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "base/descriptor_limit.h"
@@ -54,6 +56,16 @@ constexpr char kFooter[] =
 int Fail(int code, const absl::Status& status) {
   std::fprintf(stderr, "muster-coordinator: %s\n", OneLine(status.message()).c_str());
   return code;
+}
+
+// After a step on a journal that serves nobody: what was found or done, or why it could not be.
+int EndWith(const absl::StatusOr<std::string>& report) {
+  if (!report.ok()) {
+    return Fail(absl::IsDataLoss(report.status()) ? kExitJournalCorrupt : kExitCannotServe,
+                report.status());
+  }
+  std::printf("%s\n", report->c_str());
+  return 0;
 }
 
 int Run(int argc, char** argv) {
@@ -162,24 +174,9 @@ int Run(int argc, char** argv) {
     const absl::StatusOr<std::string> report = SqliteJournal::Verify(
         verify, [&](uint64_t, absl::string_view state) { return core.Restore(state); },
         [&](uint64_t, absl::string_view record) { return core.Replay(record); });
-    if (!report.ok()) {
-      return Fail(report.status().code() == absl::StatusCode::kDataLoss ? kExitJournalCorrupt
-                                                                        : kExitCannotServe,
-                  report.status());
-    }
-    std::printf("%s\n", report->c_str());
-    return 0;
+    return EndWith(report);
   }
-  if (!restored.empty()) {
-    const absl::StatusOr<std::string> report = SqliteJournal::MarkRestored(restored);
-    if (!report.ok()) {
-      return Fail(report.status().code() == absl::StatusCode::kDataLoss ? kExitJournalCorrupt
-                                                                        : kExitCannotServe,
-                  report.status());
-    }
-    std::printf("%s\n", report->c_str());
-    return 0;
-  }
+  if (!restored.empty()) return EndWith(SqliteJournal::MarkRestored(restored));
   if (std::isnan(lease) || std::isnan(resume)) {  // no range holds that
     return Fail(kExitUsage,
                 absl::InvalidArgumentError("--lease and --resume_window are numbers of seconds"));

@@ -163,7 +163,7 @@ class Front::Handler : public RpcHandler {
   // The client has gone away, or knows the end. Finish() must have been called when it returns, or
   // follow from it.
   virtual void OnGone() = 0;
-  // The call has sent nothing for too long, or there are too many of its kind.
+  // The call has sent nothing for too long.
   virtual void OnSilent(const absl::Status& status) { Finish(status); }
 
  protected:

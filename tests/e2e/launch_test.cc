@@ -39,6 +39,22 @@ using LaunchTest = LaunchFixture;
 constexpr char kWorkUntilTold[] =
     "trap 'echo told to stop; exit 0' TERM; echo pid $$; while :; do sleep 1000 & wait; done";
 
+// A socket that listens on a free loopback port and never answers; -1: there is none.
+int ListenSocket(int* port) {
+  const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  if (bind(listener, reinterpret_cast<sockaddr*>(&address), size) != 0 ||
+      listen(listener, 16) != 0 ||
+      getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
+    return -1;
+  }
+  *port = ntohs(address.sin_port);
+  return listener;
+}
+
 TEST_F(LaunchTest, OneProcess_PassesItsOutputAndExitCodeThrough) {
   auto ok = Launch({}, "echo out; echo err >&2");
   EXPECT_EQ(ok->Wait(), 0);
@@ -312,16 +328,11 @@ TEST_F(LaunchTest, GrandchildThatKeepsWriting_DoesNotKeepTheLauncher) {
 
 // Only a job is stopped in an orderly way.
 TEST_F(LaunchTest, OtherCommandThatWaits_EndsByCtrlC) {
-  const int silent = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof(address);
-  ASSERT_EQ(bind(silent, reinterpret_cast<sockaddr*>(&address), size), 0);
-  ASSERT_EQ(listen(silent, 16), 0);
-  ASSERT_EQ(getsockname(silent, reinterpret_cast<sockaddr*>(&address), &size), 0);
-  auto status = Muster({"status", "--coordinator",
-                        absl::StrCat("127.0.0.1:", ntohs(address.sin_port)), "--timeout", "1h"});
+  int port = 0;
+  const int silent = ListenSocket(&port);
+  ASSERT_GE(silent, 0);
+  auto status =
+      Muster({"status", "--coordinator", absl::StrCat("127.0.0.1:", port), "--timeout", "1h"});
   const int connection = accept(silent, nullptr, nullptr);
   status->Signal(SIGINT);
   EXPECT_EQ(status->Wait(), -SIGINT);
@@ -428,15 +439,10 @@ TEST_F(LaunchTest, Mistakes_AreOneLineEach) {
   ASSERT_EQ(chmod(Temp("plain").c_str(), 0644), 0);
   ASSERT_TRUE(WriteFileAtomically(Temp("text"), "hello\n").ok());
   ASSERT_EQ(chmod(Temp("text").c_str(), 0755), 0);
-  const int taken = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof(address);
-  ASSERT_EQ(bind(taken, reinterpret_cast<sockaddr*>(&address), size), 0);
-  ASSERT_EQ(listen(taken, 1), 0);
-  ASSERT_EQ(getsockname(taken, reinterpret_cast<sockaddr*>(&address), &size), 0);
-  const std::string port = absl::StrCat(ntohs(address.sin_port));
+  int taken_port = 0;
+  const int taken = ListenSocket(&taken_port);
+  ASSERT_GE(taken, 0);
+  const std::string port = absl::StrCat(taken_port);
 
   const struct {
     std::vector<std::string> args;
