@@ -783,7 +783,7 @@ int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext&
       .usage = "JOB [OPTIONS]",
       .details =
           "Exit codes: 0 done; 2 wrong options; 3 no such job; 4 it has workers: stop them "
-          "first; 7 no coordinator answers.",
+          "first; 7 no coordinator\nanswers; 8 it wants a token, or another one.",
       .options = ConnectionOptions({}),
       .max_words = 1};
   CommandLine line;
