@@ -3,9 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-#include <fstream>
 #include <nlohmann/json.hpp>
+
+#include "tests/testdata/golden.h"
 
 namespace muster {
 namespace {
@@ -82,19 +82,16 @@ TEST(ClockDuration, HoursAppearWhenNeeded) {
 }
 
 TEST(Sizes, GoldenCases_Match) {
-  const char* golden = std::getenv("MUSTER_GOLDEN");
-  ASSERT_NE(golden, nullptr) << "set MUSTER_GOLDEN to the folder of golden cases";
-  std::ifstream lines(std::string(golden) + "/size_parsing.jsonl");
   int cases = 0;
-  for (std::string line; std::getline(lines, line); ++cases) {
-    const auto item = nlohmann::json::parse(line);
+  for (const nlohmann::json& item : testing_support::GoldenCases("size_parsing")) {
+    ++cases;
     const auto& size = item["in"]["size"];
     if (!size.is_string()) continue;
     const auto got = item["in"]["function"] == "hub" ? ParseShardSize(size.get<std::string>())
                                                      : ParseMemorySize(size.get<std::string>());
-    ASSERT_EQ(got.ok(), item.contains("out")) << line;
+    ASSERT_EQ(got.ok(), item.contains("out")) << item;
     if (got.ok()) {
-      EXPECT_EQ(*got, item["out"]["bytes"].get<int64_t>()) << line;
+      EXPECT_EQ(*got, item["out"]["bytes"].get<int64_t>()) << item;
     }
   }
   EXPECT_GE(cases, 50);

@@ -15,7 +15,7 @@
 #include "worker/data/sampler_shard.h"
 #include "worker/process/thread_comm.h"
 
-// The loaders that data cases describe. Fields are read as shared/golden/README.md names them.
+// The loaders that data cases describe. Fields are read as tests/testdata/README.md names them.
 namespace muster::conformance {
 
 // A stream of the ids 0, 1, ... with or without a length.

@@ -1,4 +1,4 @@
-// Runs every shared golden case of the kinds the runner must know, and holds the answers against
+// Runs every recorded case (tests/testdata) of the kinds the runner must know, and holds the answers against
 // the expected ones.
 #include <gtest/gtest.h>
 
@@ -8,13 +8,14 @@
 #include <string>
 
 #include "tests/conformance/compare.h"
-#include "tests/conformance/golden_cases.h"
 #include "tests/conformance/handlers.h"
+#include "tests/testdata/golden.h"
 
 namespace muster::conformance {
 namespace {
 
 using Json = nlohmann::json;
+using testing_support::GoldenCases;
 
 struct Kind {
   const char* name;
@@ -29,8 +30,8 @@ std::string Lower(std::string text) {
   return text;
 }
 
-TEST_P(GoldenKind, EverySharedCase_GivesTheExpectedAnswer) {
-  for (Json test_case : GoldenCases(std::string(GetParam().name) + ".jsonl", GetParam().name)) {
+TEST_P(GoldenKind, EveryRecordedCase_GivesTheExpectedAnswer) {
+  for (Json test_case : GoldenCases(GetParam().name)) {
     const Json out = test_case.value("out", Json());
     const Json error = test_case.value("error", Json());
     test_case.erase("out");
@@ -72,7 +73,7 @@ TEST(AnswerLine, FieldsOfTheWrongKind_AreErrorsNotCrashes) {
   const std::vector<Json> strange = {nullptr,        -5,    1.5,          "x", true, Json::array(),
                                      Json::object(), 1e300, {{1}, {2, 3}}};
   for (const auto& [kind, handler] : Handlers()) {
-    const std::vector<Json> cases = GoldenCases(kind + ".jsonl", kind);
+    const std::vector<Json> cases = GoldenCases(kind);
     for (size_t i = 0; i < std::min<size_t>(cases.size(), 3); ++i) {
       for (const auto& [field, ignored] : cases[i]["in"].items()) {
         for (const Json& value : strange) {
@@ -88,7 +89,7 @@ TEST(AnswerLine, FieldsOfTheWrongKind_AreErrorsNotCrashes) {
 }
 
 INSTANTIATE_TEST_SUITE_P(
-    Shared, GoldenKind,
+    Recorded, GoldenKind,
     testing::Values(Kind{"batch_sampler_shard", {}}, Kind{"iterable_dataset_shard", {}},
                     Kind{"gather_for_metrics", {}}, Kind{"skip_first_batches", {}},
                     Kind{"split_between_processes", {}}, Kind{"pad_across_processes", {}},

@@ -7,8 +7,8 @@
 
 namespace muster::conformance {
 
-// Computes the `out` of one golden case from its `in` by calling Muster's own code (schemas:
-// shared/golden/README.md). Rejects a case by throwing; the exception's text becomes the `error`.
+// Computes the `out` of one recorded case from its `in` by calling Muster's own code (kinds:
+// tests/testdata/README.md). Rejects a case by throwing; the exception's text becomes the `error`.
 using Handler = nlohmann::json (*)(const nlohmann::json& in);
 
 // The kinds this build knows.

@@ -10,8 +10,8 @@
 #include "tests/conformance/case_fields.h"
 #include "tests/conformance/case_loader.h"
 #include "tests/conformance/compare.h"
-#include "tests/conformance/golden_cases.h"
 #include "tests/conformance/handlers.h"
+#include "tests/testdata/golden.h"
 #include "worker/data/sampler_shard.h"
 
 namespace muster::conformance {
@@ -19,7 +19,9 @@ namespace {
 
 using Json = nlohmann::json;
 
-std::vector<Json> Quirks(const std::string& kind) { return GoldenCases("quirks.jsonl", kind); }
+std::vector<Json> Quirks(const std::string& kind) {
+  return testing_support::GoldenCases(kind, "quirks.jsonl");
+}
 
 Json AnswerTo(const Json& quirk) {
   return Handlers().at(quirk["kind"].get<std::string>())(quirk["in"]);

@@ -1,4 +1,5 @@
-// Reads golden cases on standard input, a JSON object a line, and writes an answer a line. Exits 0.
+// Reads cases (tests/testdata/README.md) on standard input, a JSON object a line, and writes an
+// answer a line. Files that a case names are relative to the working directory. Exits 0.
 #include <iostream>
 #include <string>
 

@@ -9,7 +9,7 @@
 
 namespace muster::parity {
 
-// The models that golden `training` cases describe (shared/golden/README.md, section 14): a
+// The models that recorded `training` cases describe (tests/testdata/README.md): a
 // `sequential` of named layers or a small causal `decoder`. Parameter names are those of the cases'
 // weight files.
 class CaseModelImpl : public torch::nn::Module {

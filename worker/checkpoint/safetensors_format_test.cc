@@ -4,13 +4,13 @@
 #include <gtest/gtest.h>
 #include <openssl/sha.h>
 
-#include <cstdlib>
 #include <fstream>
 #include <nlohmann/json.hpp>
 #include <random>
 
 #include "absl/strings/escaping.h"
 #include "base/file.h"
+#include "tests/testdata/golden.h"
 
 namespace muster {
 namespace {
@@ -19,20 +19,8 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::Not;
 using Json = nlohmann::json;
-
-std::string Golden(const std::string& name) {
-  const char* golden = std::getenv("MUSTER_GOLDEN");
-  EXPECT_NE(golden, nullptr) << "set MUSTER_GOLDEN to the folder of golden cases";
-  return JoinPath(golden == nullptr ? "" : golden, name);
-}
-
-std::vector<Json> Cases(const std::string& kind) {
-  std::vector<Json> cases;
-  std::ifstream lines(Golden(kind + ".jsonl"));
-  for (std::string line; std::getline(lines, line);) cases.push_back(Json::parse(line));
-  EXPECT_FALSE(cases.empty());
-  return cases;
-}
+using testing_support::GoldenCases;
+using testing_support::GoldenPath;
 
 std::string Sha256(absl::string_view bytes) {
   unsigned char digest[SHA256_DIGEST_LENGTH];
@@ -48,8 +36,8 @@ std::string Error(absl::string_view json, uint64_t data_bytes) {
 TEST(ReadSafetensorsHeader, GoldenFiles_AreListedOrRejected) {
   int accepted = 0;
   int rejected = 0;
-  for (const Json& item : Cases("safetensors_files")) {
-    const std::string path = Golden(item["in"]["file"]);
+  for (const Json& item : GoldenCases("safetensors_files")) {
+    const std::string path = GoldenPath(item["in"]["file"]);
     const auto header = ReadSafetensorsHeader(path);
     if (item.contains("error")) {
       ++rejected;
@@ -86,7 +74,7 @@ TEST(ReadSafetensorsHeader, GoldenFiles_AreListedOrRejected) {
 }
 
 TEST(EncodeSafetensors, GoldenFiles_ComeOutByteForByte) {
-  for (const Json& item : Cases("safetensors_write")) {
+  for (const Json& item : GoldenCases("safetensors_write")) {
     std::vector<SafetensorsEntry> tensors;
     std::vector<std::string> data;
     for (const Json& tensor : item["in"]["tensors"]) {
@@ -107,7 +95,7 @@ TEST(EncodeSafetensors, GoldenFiles_ComeOutByteForByte) {
 
 TEST(ParseSafetensorsHeader, Quirks_AreDecidedOnPurpose) {
   const auto read = [](const std::string& name) {
-    return ReadSafetensorsHeader(Golden("safetensors_files/odd_" + name + ".safetensors")).ok();
+    return ReadSafetensorsHeader(GoldenPath("safetensors_files/odd_" + name + ".safetensors")).ok();
   };
   // Harmless and found in real files.
   EXPECT_TRUE(read("leading_blank"));
@@ -181,8 +169,8 @@ TEST(LayOutSafetensors, Prefix_KeepsDataAligned) {
 // written and parses again to the same.
 TEST(ParseSafetensorsHeader, MutatedHeaders_NeverCrashAndRoundTrip) {
   std::vector<std::pair<std::string, uint64_t>> seeds;
-  for (const Json& item : Cases("safetensors_files")) {
-    const std::string contents = *ReadFile(Golden(item["in"]["file"]));
+  for (const Json& item : GoldenCases("safetensors_files")) {
+    const std::string contents = *ReadFile(GoldenPath(item["in"]["file"]));
     if (contents.size() < 8) continue;
     uint64_t length = 0;
     for (int i = 7; i >= 0; --i) length = length << 8 | static_cast<unsigned char>(contents[i]);
@@ -232,7 +220,7 @@ TEST(ReadSafetensorsHeader, MutatedFiles_NeverCrash) {
   const std::string folder = JoinPath(testing::TempDir(), "safetensors-" + RandomHex());
   ASSERT_TRUE(MakeDirectories(folder).ok());
   const std::string path = JoinPath(folder, "f.safetensors");
-  const std::string seed = *ReadFile(Golden("safetensors_files/valid_mixed0.safetensors"));
+  const std::string seed = *ReadFile(GoldenPath("safetensors_files/valid_mixed0.safetensors"));
   std::mt19937_64 random(1);
   for (int round = 0; round < 300; ++round) {
     std::string contents = seed;

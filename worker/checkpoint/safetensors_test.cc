@@ -3,9 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cstdlib>
 #include <cstring>
-#include <fstream>
 #include <nlohmann/json.hpp>
 
 #include "ATen/ops/arange.h"
@@ -15,6 +13,7 @@
 #include "ATen/ops/randn.h"
 #include "ATen/ops/zeros.h"
 #include "base/file.h"
+#include "tests/testdata/golden.h"
 
 namespace muster {
 namespace {
@@ -128,14 +127,10 @@ TEST_F(SafetensorsTest, MissingTensor_NamesFileAndTensor) {
 }
 
 TEST_F(SafetensorsTest, GoldenFiles_LoadWithTheirShapes) {
-  const char* golden = std::getenv("MUSTER_GOLDEN");
-  ASSERT_NE(golden, nullptr) << "set MUSTER_GOLDEN to the folder of golden cases";
-  std::ifstream lines(JoinPath(golden, "safetensors_files.jsonl"));
   int loaded = 0;
-  for (std::string line; std::getline(lines, line);) {
-    const auto item = nlohmann::json::parse(line);
+  for (const nlohmann::json& item : testing_support::GoldenCases("safetensors_files")) {
     if (item.contains("error")) continue;
-    auto reader = SafetensorsReader::Open(JoinPath(golden, item["in"]["file"].get<std::string>()));
+    auto reader = SafetensorsReader::Open(testing_support::GoldenPath(item["in"]["file"]));
     ASSERT_TRUE(reader.ok()) << reader.status();
     for (const auto& entry : item["out"]["tensors"]) {
       const std::string name = entry["name"];

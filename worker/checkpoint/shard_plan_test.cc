@@ -3,12 +3,11 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <cstdlib>
-#include <fstream>
 #include <nlohmann/json.hpp>
 #include <set>
 
 #include "base/units.h"
+#include "tests/testdata/golden.h"
 #include "worker/checkpoint/safetensors_format.h"
 
 namespace muster {
@@ -19,18 +18,15 @@ using ::testing::HasSubstr;
 using Json = nlohmann::json;
 
 TEST(PlanShards, GoldenCases_Match) {
-  const char* golden = std::getenv("MUSTER_GOLDEN");
-  ASSERT_NE(golden, nullptr) << "set MUSTER_GOLDEN to the folder of golden cases";
-  std::ifstream lines(std::string(golden) + "/shard_checkpoint.jsonl");
   int cases = 0;
-  for (std::string line; std::getline(lines, line); ++cases) {
-    const Json item = Json::parse(line);
+  for (const Json& item : testing_support::GoldenCases("shard_checkpoint")) {
+    ++cases;
     const Json& in = item["in"];
     ShardPlanOptions options;
     const Json& size = in["max_shard_size"];
     if (size.is_string()) {
       const auto bytes = ParseShardSize(size.get<std::string>());
-      ASSERT_EQ(bytes.ok(), !item.contains("error")) << line;
+      ASSERT_EQ(bytes.ok(), !item.contains("error")) << item;
       if (!bytes.ok()) continue;
       options.max_shard_bytes = *bytes;
     } else {
@@ -53,7 +49,7 @@ TEST(PlanShards, GoldenCases_Match) {
     const auto plan = PlanShards(tensors, options);
     ASSERT_TRUE(plan.ok()) << plan.status();
     const Json& out = item["out"];
-    ASSERT_EQ(plan->files.size(), out["files"].size()) << line;
+    ASSERT_EQ(plan->files.size(), out["files"].size()) << item;
     for (size_t i = 0; i < plan->files.size(); ++i) {
       EXPECT_EQ(plan->files[i].name, out["files"][i][0].get<std::string>()) << item["id"];
       EXPECT_EQ(std::set<std::string>(plan->files[i].tensors.begin(), plan->files[i].tensors.end()),

@@ -1,0 +1,23 @@
+#ifndef MUSTER_TESTS_TESTDATA_GOLDEN_H_
+#define MUSTER_TESTS_TESTDATA_GOLDEN_H_
+
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+namespace muster::testing_support {
+
+// The folder of the recorded cases (README.md beside this file): $MUSTER_GOLDEN if it is set, else
+// tests/testdata/golden of this repository.
+std::string GoldenFolder();
+
+// A file of that folder.
+std::string GoldenPath(const std::string& file);
+
+// The cases of one kind in `file` of that folder, by default KIND.jsonl, in order. A test failure if
+// there are none.
+std::vector<nlohmann::json> GoldenCases(const std::string& kind, const std::string& file = "");
+
+}  // namespace muster::testing_support
+
+#endif  // MUSTER_TESTS_TESTDATA_GOLDEN_H_
