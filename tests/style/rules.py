@@ -226,6 +226,27 @@ def failpoints(table, sources):
         yield ("base/failpoint.cc", 1, "'%s' is used nowhere" % name)
 
 
+_PATH = re.compile(r"`((?:%s|docs|tools|third_party|cmake)/[\w./-]*[\w-])`" % "|".join(_FOLDERS))
+_PLACE = re.compile(r"`([A-Za-z_][\w:]*)` in\s+`([\w./-]+/[\w.-]+\.\w+)`")
+
+
+def named_paths(text, exists):
+    """What a document names in backquotes that is not there: [(line, message)]. A path may leave out .h, .cc or .proto."""
+    return [(text.count("\n", 0, m.start()) + 1, "no file " + m.group(1)) for m in _PATH.finditer(text)
+            if not any(exists(m.group(1) + end) for end in ("", ".h", ".cc", ".proto"))]
+
+
+def named_places(text, read):
+    """`Name` in `file`, where the file does not have the name: [(line, message)]. `read` gives a file's text or None."""
+    found = []
+    for match in _PLACE.finditer(text):
+        name, path = match.groups()
+        content = read(path)
+        if content is None or not re.search(r"(?<!\w)%s\b" % re.escape(name), content):
+            found.append((text.count("\n", 0, match.start()) + 1, "no %s in %s" % (name, path)))
+    return found
+
+
 FILE_RULES = [include_rules, public_headers, torch_umbrella, quotes, header_guard, words, comments]
 
 # --- BUILD files ----------------------------------------------------------------------------------------------

@@ -83,6 +83,22 @@ class Repository(unittest.TestCase):
         self._expect_none(found)
 
 
+    def test_documents_name_what_is_there(self):
+        found = []
+        for path in _files():
+            if not path.endswith(".md"):
+                continue
+            text = _read(path)
+            found += [(path,) + f for f in rules.named_paths(text, lambda p: os.path.exists(os.path.join(_ROOT, p)))]
+            found += [(path,) + f for f in rules.named_places(
+                text, lambda p: _read(p) if os.path.isfile(os.path.join(_ROOT, p)) else None)]
+        self._expect_none(found)
+
+    def test_newcomers_pages_name_places(self):
+        self.assertGreaterEqual(len(rules.named_places(_read("docs/where_is.md"), lambda _: None)), 20)
+        self.assertGreaterEqual(len(rules.named_places(_read("docs/life_of.md"), lambda _: None)), 20)
+
+
 def _add_file_rule(rule):
     def test(self):
         found = []
@@ -165,6 +181,14 @@ class RulesThemselves(unittest.TestCase):
         self.assertTrue(self._flagged(rules.comments, "a.cc", "// TODO: later"))
         self.assertFalse(self._flagged(rules.comments, "a.cc", "// TODO(#12): when gRPC 1.60 is there"))
         self.assertTrue(self._flagged(rules.comments, "a.cc", "// ----------------"))
+
+    def test_documents(self):
+        self.assertTrue(rules.named_paths("`base/gone.h`", lambda _: False))
+        self.assertTrue(rules.named_paths("see `worker/gone`.", lambda _: False))
+        self.assertFalse(rules.named_paths("`base/log`, `a/b`, `//base:log`", lambda p: p == "base/log.h"))
+        self.assertTrue(rules.named_places("`A::B` in `base/a.cc`", lambda _: "void A::Bc() {}"))
+        self.assertTrue(rules.named_places("`B` in\n`base/a.cc`", lambda _: None))
+        self.assertFalse(rules.named_places("`A::B` in `base/a.cc`", lambda _: "void A::B() {}"))
 
     def test_build_files(self):
         calls = rules.read_build('cc_library(name = "a", srcs = ["a.cc"], deps = ["//third_party:gtest"])')
