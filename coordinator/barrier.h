@@ -87,8 +87,8 @@ struct BarrierCounts {
 //
 //   OPEN -> PASSED     all participants have arrived
 //        -> TIMED_OUT  the deadline came first: DEADLINE_EXCEEDED / BARRIER_TIMEOUT
-//        -> FAILED     a participant that has not arrived is dead or gone: FAILED_PRECONDITION /
-//        RANK_FAILED
+//        -> FAILED     a participant that has not arrived is dead or gone:
+//                      FAILED_PRECONDITION / RANK_FAILED
 //        -> CANCELLED  CANCELLED / CANCELLED_BY_PEER
 //        -> DESYNC     ranks disagree what they are doing: FAILED_PRECONDITION / DESYNC
 //
@@ -198,8 +198,8 @@ class BarrierSet {
     bool journaled = false;
   };
   struct Name {
-    std::optional<uint64_t>
-        next;  // the counter after the last finished one; nullopt: none finished
+    // The counter after the last finished one; nullopt: none finished.
+    std::optional<uint64_t> next;
     Instance* open = nullptr;
     bool anchored = false;  // an instance passed in this term by the arrival of all
     bool idle = false;      // is in idle_names_

@@ -61,10 +61,10 @@ struct Output {
   std::vector<Reply> replies;
   std::vector<Record> records;
   std::vector<NodeDirective> directives;
-  std::vector<std::string>
-      changed_jobs;  // have new watch events: call ReadWatch for their watchers
-  std::vector<v1::BarrierReport>
-      reports;  // of barriers at their soft deadline and of those that failed
+  // Have new watch events: call ReadWatch for their watchers.
+  std::vector<std::string> changed_jobs;
+  // Of barriers at their soft deadline and of those that failed.
+  std::vector<v1::BarrierReport> reports;
   std::vector<Notice> notices;
   // A member of a job has seen what this coordinator has not: stop serving at once.
   bool deposed = false;

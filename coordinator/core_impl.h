@@ -233,8 +233,8 @@ class Core::Impl {
   // Of jobs with living workers in a sealed generation: while there are any, ticks come regularly.
   absl::btree_set<std::pair<absl::Duration, std::string>> leases_;
   absl::flat_hash_map<std::string, std::string> agents_;  // node -> host
-  absl::flat_hash_map<uint64_t, std::pair<std::string, std::string>>
-      queries_;  // -> (job_id, worker_id)
+  // -> (job_id, worker_id).
+  absl::flat_hash_map<uint64_t, std::pair<std::string, std::string>> queries_;
   uint64_t next_query_ = 1;
   struct Held {
     std::string job_id;
@@ -398,8 +398,8 @@ class Core::Impl::Job : public BarrierHost {
   int alive_ = 0;
   uint64_t digest_ = 0;
   int num_nodes_ = 0;
-  absl::btree_set<std::pair<absl::Time, int>>
-      lease_checks_;  // when to look at a rank again: lazy, never too late
+  // When to look at a rank again: lazy, never too late.
+  absl::btree_set<std::pair<absl::Time, int>> lease_checks_;
   absl::Time lease_floor_ = absl::InfinitePast();  // every lease counts at least from here
 
   absl::flat_hash_map<std::string, Waiting> waiting_;

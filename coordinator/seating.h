@@ -18,8 +18,8 @@ struct Candidate {
   int preferred_rank = -1;  // -1: none
   int previous_rank = -1;   // a survivor's rank in the last generation; -1: it had none
   bool spare = false;       // takes a seat only if needed
-  bool last_resort =
-      false;  // on a host that is quarantined by itself: takes a seat only if nothing else helps
+  // On a host that is quarantined by itself: takes a seat only if nothing else helps.
+  bool last_resort = false;
   uint64_t order = 0;  // of arrival
 };
 

@@ -53,8 +53,9 @@ std::map<std::string, at::Tensor> StateDictOf(const ModelSource& model);
 // LibTorch.
 //
 //   muster::Accelerator accelerator;
-//   auto [model, optimizer, loader] = accelerator.prepare(net, adamw, muster::batches(data,
-//   32).shuffle(true)); for (auto& [x, y] : loader) {
+//   auto [model, optimizer, loader] =
+//       accelerator.prepare(net, adamw, muster::batches(data, 32).shuffle(true));
+//   for (auto& [x, y] : loader) {
 //     auto scope = accelerator.accumulate();
 //     accelerator.backward(torch::nll_loss(model(x), y));
 //     optimizer.step();
@@ -109,21 +110,23 @@ class Accelerator {
   // prepare.
   // (collective) Makes models, optimizers, loaders and schedules ready for this job and returns
   // them in the same order:
-  //   a model: a module holder (TORCH_MODULE, Sequential), a std::shared_ptr to a class derived from
-  //   torch::nn::Module, AnyModule, jit::Module
-  //                            -> AcceleratedModel        moved to device(), parameters broadcast
-  //                                                       from process 0
-  //   an optimizer: torch::optim's or Muster's; by reference, then keep it alive, or by shared_ptr
-  //                            -> AcceleratedOptimizer
-  //   batches(dataset, n)      -> a loader of this process's batches
-  //   a schedule, or one for each parameter group (std::vector<LrSchedulePtr>), or a
-  //   torch::optim::LRScheduler (by reference or shared_ptr)
-  //                            -> AcceleratedScheduler    of the optimizer in the same call
-  //   PlateauSchedule, or torch::optim's ReduceLROnPlateauScheduler
-  //                            -> AcceleratedPlateau      likewise
-  // Anything already prepared is returned as it is; anything else does not compile. One argument
-  // gives one object, several a tuple. What nobody holds any more, neither the object nor what
-  // prepare() returned for it, is forgotten: a loop over folds prepares new ones each time. Throws
+  //   model                -> AcceleratedModel       on device(), with process 0's parameters
+  //   optimizer            -> AcceleratedOptimizer
+  //   batches(dataset, n)  -> a loader of this process's batches
+  //   schedule             -> AcceleratedScheduler   of the optimizer in the same call
+  //   plateau schedule     -> AcceleratedPlateau     likewise
+  //
+  // - A model is a module holder (TORCH_MODULE, Sequential), a std::shared_ptr to a class derived
+  //   from torch::nn::Module, an AnyModule or a jit::Module.
+  // - An optimizer is torch::optim's or Muster's, by std::shared_ptr or by reference; the program
+  //   keeps a referenced one alive.
+  // - A schedule is an LrSchedulePtr, a std::vector of them with one per parameter group, or a
+  //   torch::optim::LRScheduler by std::shared_ptr or reference.
+  // - A plateau schedule is a PlateauSchedule or torch::optim's ReduceLROnPlateauScheduler.
+  //
+  // Prepared objects are returned as they are; anything else does not compile. One argument gives
+  // one object, several give a tuple. Objects are forgotten once the program holds neither them nor
+  // what prepare() returned for them, so a loop over folds prepares new ones each time. Throws
   // c10::Error: parameters differ between processes (named), a schedule without an optimizer, a
   // project folder that cannot be written.
   template <class... Objects>

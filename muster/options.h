@@ -37,8 +37,8 @@ struct DataLoaderOptions {
 struct ProjectOptions {
   std::string directory;          // absent: MUSTER_PROJECT_DIR, else "muster-run"
   std::string logging_directory;  // absent: `directory`
-  std::optional<int64_t>
-      total_limit;  // of numbered checkpoints kept; the oldest go once a new one is complete
+  // Of numbered checkpoints kept; the oldest go once a new one is complete.
+  std::optional<int64_t> total_limit;
 };
 
 // What backward() does beside the plain backward pass.

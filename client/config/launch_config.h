@@ -36,8 +36,8 @@ const SettingSpec* FindSetting(absl::string_view name);
 // A value as text and where it came from.
 struct Given {
   std::string text;
-  std::string
-      source;  // "--num_processes", "MUSTER_NUM_PROCESSES", "config.yaml:3", "default", or a rule
+  // "--num_processes", "MUSTER_NUM_PROCESSES", "config.yaml:3", "default", or a rule.
+  std::string source;
 };
 
 // One source of settings, by name.

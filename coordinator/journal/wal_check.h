@@ -12,8 +12,8 @@ namespace muster::coordinator {
 struct WalReport {
   uint64_t frames = 0;  // valid ones of committed transactions
   uint64_t commits = 0;
-  uint64_t torn_tail_bytes =
-      0;  // after them: of a transaction that a crash cut short; SQLite drops it
+  // After them: of a transaction that a crash cut short; SQLite drops it.
+  uint64_t torn_tail_bytes = 0;
 };
 
 // SQLite ends its reading of a write-ahead log at the first frame whose checksum is wrong, be it

@@ -176,7 +176,7 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(
     server.Get(path, [handler = handler](const httplib::Request&, httplib::Response& response) {
       Response made = handler();
       response.status = made.status;
-      response.set_content(std::move(made.body), made.content_type);
+      response.set_content(made.body, made.content_type);
     });
   }
   int bound = port;

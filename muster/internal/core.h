@@ -529,8 +529,8 @@ class Core {
   int64_t window_backwards_ = 0;        // backward passes in this window
   std::unique_ptr<UnevenInputs> join_;  // while a JoinScope lives
   double join_factor_ = 1;
-  std::optional<double>
-      window_factor_;        // what FinishGradients multiplies by; nothing before it is known
+  // What FinishGradients multiplies by; nothing before it is known.
+  std::optional<double> window_factor_;
   size_t scaler_steps_ = 0;  // optimizers stepped since the last update of the loss scale
 
   // Live loops of prepared loaders, outermost first.

@@ -198,6 +198,12 @@ def comments(path, text):
     return found
 
 
+def line_length(path, text):
+    """clang-format breaks code; comments keep their lines, which tools/format breaks only beyond the limit."""
+    return [(number, "%d columns, of 100 at most: run tools/format" % len(line))
+            for number, line in enumerate(text.split("\n"), 1) if len(line) > 100]
+
+
 _FAILPOINT = re.compile(r'\bMUSTER_FAILPOINT(_STATUS)?\("([^"]*)"\)')
 _FAILPOINT_ROW = re.compile(r'^    \{"([^"]+)",\s+(true|false),', re.MULTILINE)
 
@@ -247,7 +253,7 @@ def named_places(text, read):
     return found
 
 
-FILE_RULES = [include_rules, public_headers, torch_umbrella, quotes, header_guard, words, comments]
+FILE_RULES = [include_rules, public_headers, torch_umbrella, quotes, header_guard, words, comments, line_length]
 
 # --- BUILD files ----------------------------------------------------------------------------------------------
 

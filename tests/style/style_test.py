@@ -9,7 +9,9 @@ import unittest
 _HERE = os.path.dirname(os.path.realpath(__file__))
 _ROOT = os.path.dirname(os.path.dirname(_HERE))
 sys.path.insert(0, _HERE)
+sys.path.insert(0, os.path.join(_ROOT, "tools", "internal"))
 import rules  # noqa: E402
+import wrap_comments  # noqa: E402
 
 
 def _files():
@@ -181,6 +183,17 @@ class RulesThemselves(unittest.TestCase):
         self.assertTrue(self._flagged(rules.comments, "a.cc", "// TODO: later"))
         self.assertFalse(self._flagged(rules.comments, "a.cc", "// TODO(#12): when gRPC 1.60 is there"))
         self.assertTrue(self._flagged(rules.comments, "a.cc", "// ----------------"))
+        self.assertTrue(self._flagged(rules.line_length, "a.cc", "// " + "x" * 98))
+        self.assertFalse(self._flagged(rules.line_length, "a.cc", "// " + "\u2588" * 97))
+
+    def test_comments_that_are_too_long_are_broken(self):
+        word = "x" * 60
+        self.assertEqual(wrap_comments.wrap("  // %s %s\n  // y\n  // - z" % (word, word)),
+                         "  // %s\n  // %s y\n  // - z" % (word, word))
+        self.assertEqual(wrap_comments.wrap("// - %s %s\n//   y\n// z" % (word, word)),
+                         "// - %s\n//   %s y\n// z" % (word, word))
+        for kept in ("// short\n// lines", "//   code " + "x" * 80, 'f("// %s");' % (word * 2)):
+            self.assertEqual(wrap_comments.wrap(kept), kept)
 
     def test_documents(self):
         self.assertTrue(rules.named_paths("`base/gone.h`", lambda _: False))

@@ -66,8 +66,7 @@ class JobLink {
   virtual AttemptEnd Fail(const AttemptEnd& end) = 0;
 
   // All local workers are done. Blocks until those of all other nodes are too. Errors: ABORTED the
-  // attempt has ended
-  // (`on_ended` tells why); CANCELLED after Cancel().
+  // attempt has ended (`on_ended` says why); CANCELLED after Cancel().
   virtual absl::Status Finish() = 0;
 
   // Makes Meet and Finish return. Final.

@@ -65,8 +65,8 @@ struct RecipeSettings {
 // number of ranks or another batch size. The same on every rank. A value.
 struct LoaderState {
   int64_t epoch = 0;
-  int64_t position =
-      0;  // samples of this epoch's order that all ranks together have had, padding apart
+  // Samples of this epoch's order that all ranks together have had, padding apart.
+  int64_t position = 0;
   int64_t index = 0;  // batches of this epoch that were given out
   int64_t seed = 0;
   int64_t num_samples = -1;  // of the data set; -1: unknown

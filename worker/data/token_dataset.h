@@ -23,8 +23,8 @@ class TokenDataset {
  public:
   struct Options {
     int64_t context = 1024;  // tokens of a sample
-    int64_t stride =
-        0;  // tokens between the starts of samples; 0: context, so that every token is used once
+    // Tokens between the starts of samples; 0: context, so that every token is used once.
+    int64_t stride = 0;
     int bytes_per_token = 2;  // 1, 2 or 4 (unsigned)
   };
 

@@ -23,8 +23,8 @@ struct UnevenInputsOptions {
 //   for (batch : loader) {
 //     auto d = join.MicroStep(wants_sync);  // Accumulation::WouldSync, or true at the last batch
 //     step = accumulation.Begin(facts, d.sync);  // all ranks sync together
-//     ... one BeforeForward/AfterForward/backward of each model; at a sync multiply gradients by
-//     d.gradient_factor ...
+//     ...  // one BeforeForward/AfterForward/backward of each model
+//     ...  // at a sync: multiply the gradients by d.gradient_factor
 //   }
 //   join.Finish([&](int root) { BroadcastOptimizerState(comm, optimizer, root); ... });
 //

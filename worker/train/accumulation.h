@@ -11,8 +11,8 @@ namespace muster {
 // What the innermost live loader iteration knows about the batch of a micro-step.
 struct BatchFacts {
   bool is_last = false;  // the last batch of this epoch on this rank
-  int64_t batches_left =
-      -1;  // batches that come after this one in the epoch, the same on every rank; -1: unknown
+  // Batches that come after this one in the epoch, the same on every rank; -1: unknown.
+  int64_t batches_left = -1;
 };
 
 // How the loss is divided in a window that a loader's end makes shorter than num_steps.
@@ -20,16 +20,16 @@ enum class ShortWindow {
   // By the real length of the window: every micro-step of it counts the same, as in a full window.
   kRescale,
   // By num_steps, as Accelerate does: the gradient of a window of k micro-steps is k/num_steps of
-  // the mean. For
-  // trajectories that have to equal Accelerate's; the shared `training` cases are of this kind.
+  // the mean. For trajectories that have to equal Accelerate's, such as the recorded `training`
+  // cases (tests/testdata).
   kLikeAccelerate,
 };
 
 struct AccumulationOptions {
   int64_t num_steps = 1;             // micro-steps per optimizer step, at least 1
   bool sync_with_dataloader = true;  // the last batch of a loader ends the window
-  bool sync_each_batch =
-      false;  // exchange gradients in every micro-step; the optimizer still waits
+  // Exchange gradients in every micro-step; the optimizer still waits.
+  bool sync_each_batch = false;
   // The schedule was made for the number of micro-steps: every optimizer step moves it on by the
   // length of its window, so it ends with the training. Off by default, which is what Accelerate's
   // flag of this name amounts to (it is never read); see PreparedScheduler.
@@ -40,8 +40,8 @@ struct AccumulationOptions {
 // What one micro-step has to do.
 struct MicroStep {
   bool sync = true;  // the window ends here: reduce, clip, step, zero
-  bool communicate =
-      true;  // gradients are exchanged in this backward pass (matters with several ranks only)
+  // Gradients are exchanged in this backward pass (matters with several ranks only).
+  bool communicate = true;
   double divisor = 1;  // divide the loss of this micro-step by it
   // If not 1: multiply the gradients by it after they are reduced and unscaled and before they are
   // clipped. Only ever differs from 1 when `sync`, and only if the window turned out shorter than
@@ -52,9 +52,10 @@ struct MicroStep {
 
 // Counts micro-steps into windows that end in an optimizer step.
 //
-//            micro-step, window not full                 window full, or last batch of a loader
-//   [0 in window] ------> [1 .. num_steps-1 in window] ------------------------------> [0 in
-//   window], sync
+//   0 in the window
+//     -- micro-step, window not full --------------------> 1 .. num_steps-1 in the window
+//   1 .. num_steps-1 in the window
+//     -- window full, or the last batch of a loader -----> 0 in the window, sync
 //
 // A window outlives the loader it began in when `sync_with_dataloader` is off, when a loop is left
 // early, and when micro-steps are made outside any loader. Nothing is remembered of a loader but

@@ -25,8 +25,8 @@ inline bool NeedsGradScaler(MixedPrecision precision) { return precision == Mixe
 
 struct AutocastOptions {
   bool enabled = true;
-  bool cache_enabled =
-      true;  // keep the low-precision copies of weights until the outermost guard ends
+  // Keep the low-precision copies of weights until the outermost guard ends.
+  bool cache_enabled = true;
 };
 
 // Runs the operations of this thread in low precision while it lives, those that LibTorch's lists
