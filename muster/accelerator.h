@@ -49,8 +49,8 @@ std::map<std::string, at::Tensor> StateDictOf(const ModelSource& model);
 
 }  // namespace internal
 
-// Your training loop on one process or on a cluster, in any precision: Accelerate's Accelerator for
-// LibTorch.
+// Runs your training loop on one process or on a cluster, in any precision: Accelerate's
+// Accelerator for LibTorch.
 //
 //   muster::Accelerator accelerator;
 //   auto [model, optimizer, loader] =
@@ -62,17 +62,18 @@ std::map<std::string, at::Tensor> StateDictOf(const ModelSource& model);
 //     optimizer.zero_grad();
 //   }
 //
-// It reads its place in the job from the environment (docs/environment.md); alone it is a job of
-// one process. All calls go through the object: there is no global state, and two of them in one
-// process do not meet. Not thread-safe: one training thread. Methods marked (collective) must be
-// called by every process, in the same order; they block. Errors inside tensor code are thrown
-// (c10::Error); methods that touch files or the coordinator return absl::Status.
+// It reads its place in the job from the environment (docs/environment.md); without one it is a job
+// of one process. There is no global state: two Accelerators in one process are independent. Not
+// thread-safe: one training thread. Every process must call the methods marked (collective), in the
+// same order; they block. Tensor code throws c10::Error; methods that use files or the coordinator
+// return absl::Status.
 class Accelerator {
  public:
   using Options = AcceleratorOptions;
 
-  // Joins the job (collective): blocks until all processes are here, at most Options::timeout.
-  // Throws c10::Error with one line that says what is wrong with the environment or who is missing.
+  // Joins the job (collective): blocks until all processes have joined, at most Options::timeout.
+  // Throws c10::Error with one line that names the fault in the environment or the missing
+  // processes.
   Accelerator();
   explicit Accelerator(const Options& options);
   // For programs that build the process group themselves, such as tests.
@@ -81,7 +82,7 @@ class Accelerator {
   Accelerator(const Accelerator&) = delete;
   Accelerator& operator=(const Accelerator&) = delete;
 
-  // Where am I.
+  // The place of this process in the job.
   at::Device device() const { return core_->device(); }
   int num_processes() const { return core_->size(); }
   int process_index() const { return core_->rank(); }
@@ -132,8 +133,8 @@ class Accelerator {
   template <class... Objects>
   [[nodiscard]] auto prepare(Objects&&... objects);
 
-  // As prepare(), for one object. `evaluation_mode`: the model is not going to be trained, so its
-  // gradients are not exchanged.
+  // Like prepare(), for one object. `evaluation_mode`: the model is not trained, and its gradients
+  // are not exchanged.
   template <class M>
   [[nodiscard]] auto prepare_model(M module, bool evaluation_mode = false) {
     static_assert(
@@ -162,10 +163,10 @@ class Accelerator {
   }
 
   // The step.
-  // Begins a micro-step; hold the result until its end. Says whether gradients are exchanged and
-  // the optimizer steps: every gradient_accumulation_steps, and at the last batch of a loader.
-  // Reads the facts of the batch from the innermost loop of a prepared loader of this Accelerator,
-  // or from `batch`.
+  // Begins a micro-step, which ends with the result's scope. Decides whether gradients are
+  // exchanged and the optimizer steps: every gradient_accumulation_steps, and at the last batch of
+  // a loader. Takes the facts of the batch from the innermost loop over a prepared loader of this
+  // Accelerator, or from `batch`.
   [[nodiscard]] internal::AccumulateScope accumulate();
   template <class T>
   [[nodiscard]] internal::AccumulateScope accumulate(const Batch<T>& batch) {
@@ -198,7 +199,7 @@ class Accelerator {
   void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value) {
     core_->ClipGradValue(parameters, clip_value);
   }
-  // Divides the gradients by the fp16 loss scale now instead of in step(); nothing without a
+  // Divides the gradients by the fp16 loss scale now instead of in step(). Does nothing without a
   // scaler.
   void unscale_gradients() { core_->FinishGradients(); }
   // Of one optimizer only.
@@ -210,7 +211,7 @@ class Accelerator {
 
   // Backward passes in this scope do not exchange gradients.
   [[nodiscard]] internal::NoSyncScope no_sync() { return internal::NoSyncScope(core_.get()); }
-  // After forward passes under no_sync(): the next backward pass exchanges gradients all the same.
+  // After forward passes under no_sync(): the next backward pass exchanges gradients anyway.
   template <class M>
   void trigger_sync_in_backward(AcceleratedModel<M>& model) {
     if (model.slot()->ddp() != nullptr) model.slot()->ddp()->ArmBackward();
@@ -220,9 +221,9 @@ class Accelerator {
   [[nodiscard]] AutocastGuard autocast(const AutocastOptions& autocast_options) {
     return core_->Autocast(autocast_options);
   }
-  // The gradients of all processes may come from different numbers of batches in this scope:
-  // processes that ran out take part in the others' exchanges. `even_batches` holds for the passes
-  // over prepared loaders that begin in it. (collective) on entry.
+  // In this scope processes may have different numbers of batches: a process without batches takes
+  // part in the others' exchanges. `even_batches` applies to the passes over prepared loaders that
+  // begin in it. (collective) on entry.
   [[nodiscard]] internal::JoinScope join_uneven_inputs(bool even_batches = false) {
     return internal::JoinScope(core_.get(), even_batches);
   }
@@ -323,7 +324,7 @@ class Accelerator {
     core_->CheckAllTakePart("broadcast_object_list()");
     BroadcastObjectList(core_->comm(), list, from_process);
   }
-  // This process's part of a vector, map or tensor; the input is left alone. No communication.
+  // This process's part of a vector, map or tensor; the input stays unchanged. No communication.
   template <class T>
   T split_between_processes(const T& inputs, bool apply_padding = false) {
     return SplitBetweenProcesses(core_->size(), core_->rank(), inputs, apply_padding);
@@ -339,10 +340,10 @@ class Accelerator {
   // Process control.
   // printf on one process of each host.
   void print(const char* format, ...) __attribute__((format(printf, 2, 3)));
-  // (collective) Returns when every process has come. With a coordinator an absentee is an error
-  // for all at the deadline (zero: Options::timeout), thrown as c10::Error: it names the absentee's
-  // host, pid, state, last step and last collective, and one process prints the absentee's stack.
-  // Processes that wait under different names at the same time are told so at once.
+  // (collective) Returns when every process has arrived. With a coordinator, all processes throw
+  // c10::Error at the deadline (zero: Options::timeout) if one is missing: the error names its
+  // host, pid, state, last step and last collective, and one process prints its stack. Processes
+  // that wait under different names at the same time get an error at once.
   void wait_for_everyone(absl::Duration timeout = absl::ZeroDuration(),
                          const std::string& name = "wait_for_everyone",
                          std::source_location where = std::source_location::current()) {
@@ -378,7 +379,7 @@ class Accelerator {
   }
 
   // (collective) Process 0 (of the job, of each host) runs the scope before the others. The scope
-  // is released also when an exception leaves it, so the others never wait for ever.
+  // also ends when an exception leaves it, so the others never wait forever.
   [[nodiscard]] internal::FirstScope main_process_first() {
     return internal::FirstScope(core_.get(), false);
   }
@@ -399,15 +400,15 @@ class Accelerator {
   //   if (accelerator.check_trigger("checkpoint")) accelerator.save_state();
   //   if (accelerator.should_stop()) { accelerator.save_state(); return absl::OkStatus(); }
   //
-  // Not a collective: a check looks at memory (tens of nanoseconds), and the coordinator sees to it
-  // that all act after the same global_step(). From the first check on all processes must be
-  // checking, or nothing takes effect. Without a coordinator (torchrun) a check is a collective.
+  // Not a collective: a check reads memory (tens of nanoseconds), and the coordinator ensures that
+  // all processes act after the same global_step(). A trigger takes effect only once all processes
+  // have begun to check. Without a coordinator (torchrun) a check is a collective.
   //
-  // Each trigger is told once. Throws c10::Error when the generation has ended.
+  // Returns each trigger once. Throws c10::Error when the generation has ended.
   std::optional<Trigger> check_trigger(const std::string& name) {
     return core_->triggers().Check(name, core_->trigger_step());
   }
-  // Does not wait for anybody to act. `payload`: at most 64 KiB. Errors: INVALID_ARGUMENT,
+  // Does not wait until processes act. `payload`: at most 64 KiB. Errors: INVALID_ARGUMENT,
   // UNAVAILABLE, RESOURCE_EXHAUSTED.
   absl::Status set_trigger(const std::string& name, const std::string& payload = "") {
     return core_->triggers().Raise(name, payload);
@@ -432,8 +433,8 @@ class Accelerator {
   absl::Status load_state_if_present(const std::string& directory = "");
   // Where the last save_state or load_state of this process was.
   const std::string& last_checkpoint() const { return core_->last_checkpoint(); }
-  // The number that the next save_state() without a directory is going to have, as far as this
-  // process has saved and loaded.
+  // The number of the next save_state() without a directory, as far as this process has saved and
+  // loaded.
   int64_t save_iteration() const { return core_->save_iteration(); }
   // Adds objects to the state: `StateDict state_dict() const` is asked on process 0 when it is
   // saved, `load_state_dict(const StateDict&)` is called on all when it is loaded. Keep them alive.
@@ -485,7 +486,7 @@ class Accelerator {
     return SkipFirstBatches(loader, num_batches);
   }
 
-  // Gives back the models and optimizers this object keeps for save_state, and forgets
+  // Releases the models and optimizers that this object keeps for save_state, and forgets
   // accumulation.
   void free_memory() { core_->FreeMemory(); }
   void clear() { free_memory(); }
@@ -548,10 +549,10 @@ class Accelerator {
 // The arguments of a job's function, less the program's name.
 using Arguments = std::vector<std::string>;
 
-// Makes the Accelerator, calls `train(accelerator)` or `train(accelerator, arguments)`, which return
-// absl::Status or nothing, and turns what comes back into the exit code of main(): 0, or 1 after one
-// line on standard error that names the process and what failed. Exceptions of any kind are caught
-// here.
+// Makes the Accelerator, calls `train(accelerator)` or `train(accelerator, arguments)`, which
+// return absl::Status or nothing, and turns what comes back into the exit code of main(): 0, or 1
+// after one line on standard error that names the process and what failed. Exceptions of any kind
+// are caught here.
 template <class F>
 int run(int argc, char** argv, const AcceleratorOptions& options, F train);
 template <class F>

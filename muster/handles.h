@@ -125,7 +125,7 @@ struct ModelTraits<M> {
 
 }  // namespace internal
 
-// A prepared model: call it as you call the model. Each call runs under the configured autocast,
+// A prepared model; call it like the model itself. Each call runs under the configured autocast,
 // returns float32, and takes part in the gradient exchange. `M` is what was prepared: a module
 // holder (TORCH_MODULE), a std::shared_ptr to a class derived from torch::nn::Module, a
 // torch::nn::AnyModule or a torch::jit::Module. A value; copies are the same model. One that was
@@ -161,8 +161,9 @@ class AcceleratedModel {
   requires std::is_same_v<M, torch::nn::AnyModule> R forward(Args&&... args) {
     return Run([&] { return module().template forward<R>(std::forward<Args>(args)...); });
   }
-  // Another way through the module, with all that a forward pass has: a member function,
-  // model.call(&Net::encode, x), or any function of the module, model.call([&](Net& net) { ... }).
+  // Another method of the module as a forward pass, with autocast and gradient exchange: a member
+  // function, model.call(&Net::encode, x), or any function of the module,
+  // model.call([&](Net& net) { ... }).
   template <class F, class... Args>
   auto call(F&& function, Args&&... args) {
     static_assert(std::is_invocable_v<F, ModuleType&, Args...>,
@@ -174,7 +175,7 @@ class AcceleratedModel {
   }
 
   // The module itself: parameters(), train(), eval(), its own members. What is computed through it
-  // goes around autocast and the gradient exchange; step() refuses such gradients.
+  // bypasses autocast and the gradient exchange; step() refuses such gradients.
   auto* operator->() const {
     if constexpr (std::is_same_v<M, torch::nn::AnyModule>) {
       return module().ptr().get();
@@ -238,10 +239,10 @@ class AcceleratedOptimizer {
   explicit AcceleratedOptimizer(std::shared_ptr<internal::OptimizerSlot> slot)
       : slot_(std::move(slot)) {}
 
-  // One update at the end of an accumulation window; nothing between. Under a gradient scaler an
-  // update whose gradients hold inf or NaN is skipped. Throws c10::Error, naming a parameter, if its
-  // gradient is not that of this window over all processes: it came from a call around the prepared
-  // model, belongs to no prepared model, or was zeroed by other means.
+  // One update at the end of an accumulation window; between, it does nothing. Under a gradient
+  // scaler an update whose gradients hold inf or NaN is skipped. Throws c10::Error, naming a
+  // parameter, if its gradient is not that of this window over all processes: it came from a call
+  // around the prepared model, belongs to no prepared model, or was zeroed by other means.
   void step() { slot()->Step(); }
   // (collective) An update by an optimizer that evaluates the loss itself, such as LBFGS. `closure`
   // zeroes the gradients, computes the loss through the prepared model, calls

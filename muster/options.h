@@ -18,7 +18,7 @@ namespace muster {
 
 // How prepared loaders share out the data.
 struct DataLoaderOptions {
-  // true: a batch is cut over the processes; false: every process gets whole batches.
+  // true: processes split each batch; false: every process gets whole batches.
   bool split_batches = false;
   // Every process gets the same number of equally long batches, filled up with samples from the
   // epoch's start.
@@ -43,7 +43,7 @@ struct ProjectOptions {
 
 // What backward() does beside the plain backward pass.
 struct BackwardOptions {
-  // The graph can be gone through again.
+  // Keeps the graph for another backward pass.
   bool retain_graph = false;
   // The backward pass becomes part of the graph, for derivatives of higher order. Retains it too.
   bool create_graph = false;
@@ -52,8 +52,7 @@ struct BackwardOptions {
   std::vector<at::Tensor> inputs = {};
 };
 
-// A choice left absent is taken from the environment, then from the default. An explicit one always
-// wins.
+// An absent setting comes from the environment, then from the default. An explicit one always wins.
 struct AcceleratorOptions {
   std::optional<std::string> mixed_precision;  // "no", "bf16", "fp16". MUSTER_MIXED_PRECISION, "no"
   std::optional<int64_t> gradient_accumulation_steps;  // MUSTER_GRADIENT_ACCUMULATION_STEPS, 1
@@ -67,7 +66,7 @@ struct AcceleratorOptions {
   AutocastOptions autocast;
   // Models and batches are moved to device(). false: the program moves them.
   bool device_placement = true;
-  // What every process takes over from process 0 when a pass over a prepared loader begins:
+  // What every process copies from process 0 when a pass over a prepared loader begins:
   // "generator" (the order of the samples, which is always agreed), "torch" (the random numbers of
   // the CPU), "cuda" (those of the GPU).
   std::vector<std::string> rng_types = {"generator"};

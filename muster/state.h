@@ -30,11 +30,11 @@ using SaveStateHook = std::function<void(std::vector<NamedTensors>& weights, Sta
 using LoadStateHook =
     std::function<void(std::vector<NamedTensors>& weights, const StateReader& reader)>;
 
-// Takes a hook back. A value; copies are the same handle. Letting it go keeps the hook.
+// Removes a hook. A value; copies are the same handle. Destroying the handle keeps the hook.
 class HookHandle {
  public:
   explicit HookHandle(std::function<void()> remove) : remove_(std::move(remove)) {}
-  // A second time does nothing.
+  // Does nothing when called again.
   void remove() { remove_(); }
 
  private:

@@ -13,10 +13,11 @@
 
 namespace muster {
 
-// Some of the job's processes, for collectives among them alone: what Accelerator::new_group() gives.
-// Numbers of processes in here count within the group, in the order of the job's. Methods marked
-// (collective) must be called by every member, in the same order, and block; elsewhere they throw
-// c10::Error. A value; copies are the same group. Keep the Accelerator alive. Not thread-safe.
+// Some of the job's processes, for collectives among them alone: what Accelerator::new_group()
+// gives. Numbers of processes in here count within the group, in the order of the job's. Methods
+// marked (collective) must be called by every member, in the same order, and block; elsewhere they
+// throw c10::Error. A value; copies are the same group. Keep the Accelerator alive. Not
+// thread-safe.
 class Subgroup {
  public:
   Subgroup() = default;

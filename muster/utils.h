@@ -25,11 +25,11 @@ namespace muster {
 
 // Random numbers.
 
-// Seeds LibTorch's generators. Call it before weights are made, and alike on every process.
-// `device_specific` adds the number of the process, so that each draws its own (of dropout, say);
-// it is read from the environment as Accelerator does, and a process that gets its number only at
-// the rendezvous is refused: use the other form there. `deterministic`: only kernels that give the
-// same bits each time. Throws c10::Error.
+// Seeds LibTorch's generators. Call it before creating weights, with the same seed on every
+// process. `device_specific` adds the number of the process, so that each draws its own (of
+// dropout, say); it is read from the environment as Accelerator does, and a process that gets its
+// number only at the rendezvous is refused: use the other form there. `deterministic`: only kernels
+// that give the same bits each time. Throws c10::Error.
 void set_seed(uint64_t seed, bool device_specific = false, bool deterministic = false);
 void set_seed(const Accelerator& accelerator, uint64_t seed, bool device_specific = false,
               bool deterministic = false);
@@ -44,8 +44,8 @@ void synchronize_rng_states(Accelerator& accelerator, at::Generator& generator);
 // Memory.
 
 // (collective) The largest batch size, of those tried, that fits into memory on every process.
-// `attempt` is called with `starting_batch_size` and, as long as memory runs out, with smaller ones;
-// `reduce_batch_size` gives the next one; absent: nine tenths. It may be the whole training.
+// `attempt` is called with `starting_batch_size` and, as long as memory runs out, with smaller
+// ones; `reduce_batch_size` gives the next one; absent: nine tenths. It may be the whole training.
 //
 //   muster::find_executable_batch_size(accelerator, 128, [&](int64_t batch_size) {
 //     Net net;
@@ -55,12 +55,13 @@ void synchronize_rng_states(Accelerator& accelerator, at::Generator& generator);
 //     for (int64_t epoch : accelerator.epochs(3)) { ... }
 //   });
 //
-// So make models, optimizers and loaders inside: after a failed call this Accelerator forgets all
-// that was prepared, in it or before, and the accumulation window, as free_memory() does. What the
-// last call made ends with it: call save_state() and save_model() inside. Memory runs
-// out on all processes at the same place where they have equal models and batches; one that runs out
-// alone leaves the others waiting in their next exchange, until that times out. For trying a single
-// step beside a training that goes on, use FindExecutableBatchSize. Throws c10::Error if no size fits.
+// Create models, optimizers and loaders inside: after a failed call this Accelerator forgets
+// everything that was prepared, in it or before, and the accumulation window, as free_memory()
+// does. Objects of the last call end with it, so call save_state() and save_model() inside. Memory
+// runs out on all processes at the same place where they have equal models and batches; one that
+// runs out alone leaves the others waiting in their next exchange, until that times out. For trying
+// a single step beside a training that goes on, use FindExecutableBatchSize. Throws c10::Error if
+// no size fits.
 int64_t find_executable_batch_size(
     Accelerator& accelerator, int64_t starting_batch_size,
     const std::function<void(int64_t)>& attempt,
@@ -128,7 +129,7 @@ inline RankLogger get_logger(Accelerator& accelerator) { return RankLogger(accel
 
 // Local SGD: in this scope every process trains alone, and after every `local_sgd_steps` calls of
 // step(), and at the end of the scope, the parameters of all processes are averaged. Optimizers and
-// schedules step as ever.
+// schedules step as usual.
 //
 //   muster::LocalSGD local_sgd(accelerator, model, 8);
 //   for (auto& [x, y] : loader) { ...; optimizer.step(); optimizer.zero_grad(); local_sgd.step(); }
@@ -161,8 +162,8 @@ class LocalSGD {
   const int exceptions_;
 };
 
-// The exponential moving average of a prepared model's weights (see EmaOptions; fp16 and bf16 weights
-// are averaged in fp32).
+// The exponential moving average of a prepared model's weights (see EmaOptions; fp16 and bf16
+// weights are averaged in fp32).
 //
 //   muster::Ema ema(accelerator, model, {.decay = 0.999});
 //   accelerator.register_for_checkpointing(ema);
@@ -187,13 +188,13 @@ class Ema {
   // whether it was one. Throws inside LocalSGD, where processes have different weights.
   bool update();
 
-  // While the result lives, the model's weights are the average; at its end they are what they were.
-  // Buffers (BatchNorm's statistics) are the model's own throughout. Throws, at its end, if the
-  // weights were changed in between. save_state() and step() are refused in it.
+  // While the result lives, the model's weights are the average; at its end they are what they
+  // were. Buffers (BatchNorm's statistics) are the model's own throughout. Throws, at its end, if
+  // the weights were changed in between. save_state() and step() are refused in it.
   [[nodiscard]] internal::AveragedScope apply() { return {core_, *weights_}; }
 
-  // Writes the average, and the model's buffers, into `module`: its own, for good, or another one of
-  // the same class. Refuses one with other names or shapes before anything is changed.
+  // Writes the average, and the model's buffers, into `module`: its own, for good, or another one
+  // of the same class. Refuses one with other names or shapes before anything is changed.
   template <class Module>
   void copy_to(Module& module) const {
     CopyTo(Names(module.named_parameters()), Names(module.named_buffers()));

@@ -70,6 +70,10 @@ class Repository(unittest.TestCase):
         self.assertTrue(rows)
         self.assertEqual(rows - tests, set(), "docs/accelerate.md names tests that are gone")
 
+    def test_the_table_of_includes_is_the_one_that_is_kept(self):
+        rows = re.findall(r"^\| `([\w/]+)` \| ([\w/, ]+) \|$", _read("docs/architecture.md"), re.MULTILINE)
+        self.assertEqual({folder: set(names.split(", ")) for folder, names in rows}, rules._ALLOWED)
+
     def test_the_loop_in_the_readme_is_the_one_that_is_built(self):
         self.assertIn("```cpp\n" + _read("examples/cmake_consumer/main.cc") + "```", _read("README.md"))
 
