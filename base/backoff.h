@@ -12,8 +12,8 @@ class Backoff {
  public:
   Backoff(absl::Duration first, absl::Duration last) : span_(first), last_(last) {}
 
-  // `share`: random, from 0 to 1. `retry_after`: what the other side asked for; it is waited for, and
-  // then the random part, since everybody was asked the same.
+  // `share`: random, from 0 to 1. `retry_after`: what the other side asked for; it is waited for,
+  // and then the random part, since everybody was asked the same.
   absl::Duration Next(double share, absl::Duration retry_after = absl::ZeroDuration());
 
  private:

@@ -29,7 +29,8 @@ struct FailpointInfo {
 // Arms what $MUSTER_FAILPOINTS names; with the variable unset or empty nothing is armed. To be
 // called once at the start of a program, before its threads; a library that is not asked by its
 // program may call it from several threads, and all but the first call are without effect and
-// return what the first did. Errors: INVALID_ARGUMENT naming the part of the variable that is wrong.
+// return what the first did. Errors: INVALID_ARGUMENT naming the part of the variable that is
+// wrong.
 absl::Status ArmFailpointsFromEnvironment();
 
 // The same from given texts, in place of what was armed before. For tests.

@@ -1,6 +1,6 @@
 // CPU nanoseconds that a training step pays for triggers and for being observed while nothing is
-// raised: one TriggerWatch::Check, and one step and collective on the ProgressBoard. Prints one JSON
-// line.
+// raised: one TriggerWatch::Check, and one step and collective on the ProgressBoard. Prints one
+// JSON line.
 #include <stdlib.h>
 #include <time.h>
 

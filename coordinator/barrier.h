@@ -107,8 +107,8 @@ struct BarrierCounts {
 // passed. An instance is given what is left of its timeout, as the caller that has waited longest
 // says, so that the callers hear who is missing before they give up.
 //
-// Of names, the latest kMaxNames are known, and all whose results are kept. One that is older counts
-// as never used; as nobody knows its counter, it goes on with the one that is brought.
+// Of names, the latest kMaxNames are known, and all whose results are kept. One that is older
+// counts as never used; as nobody knows its counter, it goes on with the one that is brought.
 class BarrierSet {
  public:
   static constexpr size_t kMaxId = 256;

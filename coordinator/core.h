@@ -93,8 +93,8 @@ struct CoreStats {
   uint64_t kv_writes = 0;
   uint64_t triggers_raised = 0;
   uint64_t jobs_removed = 0;
-  // Jobs that an event looked at beyond the one it was for: whose deadline came, or whose leases begin
-  // anew after a pause.
+  // Jobs that an event looked at beyond the one it was for: whose deadline came, or whose leases
+  // begin anew after a pause.
   uint64_t jobs_visited = 0;
 };
 

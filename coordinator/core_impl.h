@@ -139,7 +139,8 @@ class Core::Impl {
     header.set_revision(revision_);
     return header;
   }
-  // After a write to the keys of `job_id`: warns once when four fifths of what all may have is used.
+  // After a write to the keys of `job_id`: warns once when four fifths of what all may have is
+  // used.
   void WatchKeys(const std::string& job_id) {
     const size_t used = kv_budget_.used, most = kv_budget_.of_all;
     if (used < most / 4 * 3) kv_warned_ = false;
@@ -171,8 +172,8 @@ class Core::Impl {
   bool IsAhead(const v1::Fence& fence) const {
     return fence.term_seen() > term_ || fence.revision_seen() > revision_;
   }
-  // Who is ahead deposes this coordinator if it belongs to `job` and to this cluster, and is refused
-  // otherwise: one packet from anywhere must not end the jobs of all.
+  // Who is ahead deposes this coordinator if it belongs to `job` and to this cluster, and is
+  // refused otherwise: one packet from anywhere must not end the jobs of all.
   v1::OpError Ahead(const v1::Fence& fence, const Job* job);
   // The same for an agent that comes: it belongs to every job that has a seat on its node.
   void CheckAgent(absl::string_view node, const v1::Hello& hello);

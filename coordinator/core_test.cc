@@ -945,7 +945,8 @@ TEST_F(CoreTest, Fence_HigherTermWithoutProof_IsRefusedAndDeposesNobody) {
   // A member that does not say which cluster's term that was.
   ops.push_back(PutOp(workers[0], "k", "v"));
   ahead(ops.back().mutable_txn()->mutable_fence(), 0);
-  // Strangers that name the cluster: another process of the worker, another worker, another job, an operator.
+  // Strangers that name the cluster: another process of the worker, another worker, another job, an
+  // operator.
   for (const Worker& worker : {Worker{"w0", 5, "h0", 1}, Worker{"x", 100, "h0", 1}}) {
     ops.push_back(PutOp(worker, "k", "v"));
     ahead(ops.back().mutable_txn()->mutable_fence(), 0xc1);

@@ -63,8 +63,8 @@ class KvStore {
   // Runs a transaction: all or nothing. Writes carry `revision`; `changes` gets one entry for each
   // key that differs afterwards (none: nothing was written and the revision is unused). Keys put
   // with_lease belong to `lease_worker`. Errors: INVALID_ARGUMENT / BAD_FIELD or LIMIT, naming the
-  // operation; RESOURCE_EXHAUSTED / LIMIT, if it would leave more than before and more than the budget;
-  // nothing is changed then.
+  // operation; RESOURCE_EXHAUSTED / LIMIT, if it would leave more than before and more than the
+  // budget; nothing is changed then.
   std::optional<v1::OpError> Txn(const v1::TxnRequest& request, absl::string_view lease_worker,
                                  uint64_t revision, v1::TxnReply* reply,
                                  std::vector<KvChange>* changes);
@@ -101,8 +101,8 @@ class KvStore {
   }
 
   // Held waits. StartWait answers at once (true) if all keys exist, else holds `call`. `worker_id`
-  // is who waits (empty: an operator). Errors: BAD_FIELD, LIMIT, DEADLINE_REQUIRED. LIMIT also comes
-  // with the last key, if the values are then more than kMaxAnswerBytes.
+  // is who waits (empty: an operator). Errors: BAD_FIELD, LIMIT, DEADLINE_REQUIRED. LIMIT also
+  // comes with the last key, if the values are then more than kMaxAnswerBytes.
   struct Ready {
     CallId call = 0;
     std::shared_ptr<const v1::WaitReply> reply;  // null: failed

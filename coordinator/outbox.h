@@ -23,8 +23,8 @@ using FrameBytes = std::vector<FramePiece>;
 
 // What an agent still has to be told, in order, as frames that can be sent again on another stream
 // until the agent has acknowledged them. Results that wait are merged into one frame of at most
-// 1 MiB, unless a single one is larger. An answer is copied (or, if large, referred to) as the bytes
-// it already has.
+// 1 MiB, unless a single one is larger. An answer is copied (or, if large, referred to) as the
+// bytes it already has.
 //
 // Not thread-safe. Frames are written by hand in protobuf's wire format: CoordinatorFrame{seq = 1,
 // ack = 2, results = 4 {results = 1 {op_id = 1, rest of the answer}}, directive = 5}.

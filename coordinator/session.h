@@ -20,11 +20,11 @@ namespace muster::coordinator {
 //   are acknowledged, and sent again, in order, on the next stream. A frame whose seq is not above
 //   the last one received is dropped. Frames without a seq (hello, welcome, beats, bare
 //   acknowledgements) are sent once.
-// - Hello and Welcome tell the other side from where to send again, and name the session whose frames
-//   they count. When Welcome's is not the one the agent was in, nothing is left of that one. The agent then counts the
-//   coordinator's frames from 0 again, and sends every operation it has no result for anew, in new
-//   frames; whether it was done before is decided by the request_id and by the barrier's counter,
-//   not here.
+// - Hello and Welcome tell the other side from where to send again, and name the session whose
+//   frames they count. When Welcome's is not the one the agent was in, nothing is left of that one.
+//   The agent then counts the coordinator's frames from 0 again, and sends every operation it has
+//   no result for anew, in new frames; whether it was done before is decided by the request_id and
+//   by the barrier's counter, not here.
 //
 // Not thread-safe; pure: used by the server and by tests/simulation alike.
 class AgentSession {
@@ -44,8 +44,8 @@ class AgentSession {
                absl::Duration lease);
   // False: frames before this one are missing, which no correct agent can send. End the stream.
   bool Follows(const v1::AgentFrame& frame) const { return frame.seq() <= received_ + 1; }
-  // A frame other than hello, that follows. True: apply it. False: it was applied when it came on an earlier
-  // stream.
+  // A frame other than hello, that follows. True: apply it. False: it was applied when it came on
+  // an earlier stream.
   bool Receive(const v1::AgentFrame& frame);
 
  private:

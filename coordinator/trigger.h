@@ -42,16 +42,16 @@ class TriggerSet {
   // `decides_early`: a deliberate fault, see Mutants.
   explicit TriggerSet(bool decides_early = false) : decides_early_(decides_early) {}
 
-  // Starts a generation of `world_size` ranks: nobody has promised anything. Triggers raised by ranks of the
-  // one before are dropped (their steps may be undone by a restore), those of operators wait to be
-  // decided anew.
+  // Starts a generation of `world_size` ranks: nobody has promised anything. Triggers raised by
+  // ranks of the one before are dropped (their steps may be undone by a restore), those of
+  // operators wait to be decided anew.
   void StartGeneration(int world_size, std::vector<v1::TriggerChanged>* changes);
   // The same at replay: what happens to the triggers themselves is replayed by Restore.
   void RestoreGeneration(int world_size);
   // Forgets promises only: the same generation under a new coordinator.
   void Resume();
-  // All ranks have left on purpose: nobody will act upon what is left, and another run of the job is
-  // not meant.
+  // All ranks have left on purpose: nobody will act upon what is left, and another run of the job
+  // is not meant.
   void DropAll(std::vector<v1::TriggerChanged>* changes);
 
   // `rank` is -1 for an operator. Errors: BAD_FIELD, LIMIT; FAILED_PRECONDITION if a rank may have

@@ -27,8 +27,8 @@ Accelerator::Accelerator() : Accelerator(Options{}) {}
 Accelerator::Accelerator(const Options& options)
     : core_(std::make_shared<internal::Core>(options)) {}
 Accelerator::Accelerator(std::shared_ptr<internal::Core> core) : core_(std::move(core)) {}
-// Handles keep the core alive; the job ends with the Accelerator all the same. A process that leaves
-// by an exception has not ended its training: the others learn that from its exit.
+// Handles keep the core alive; the job ends with the Accelerator all the same. A process that
+// leaves by an exception has not ended its training: the others learn that from its exit.
 Accelerator::~Accelerator() {
   if (std::uncaught_exceptions() > 0) {
     core_->FinishTrackers();

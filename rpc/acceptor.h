@@ -15,13 +15,14 @@
 
 namespace muster::rpc {
 
-// Accepts the connections of one TCP port or unix socket on a thread of its own and hands them to a gRPC server.
-// gRPC (1.51) closes its own listener for good when accept() fails once for want of descriptors;
-// here newcomers wait in the kernel's queue until one is free.
+// Accepts the connections of one TCP port or unix socket on a thread of its own and hands them to a
+// gRPC server. gRPC (1.51) closes its own listener for good when accept() fails once for want of
+// descriptors; here newcomers wait in the kernel's queue until one is free.
 class Acceptor {
  public:
-  // Binds and listens; connections wait until Start. With `only_user`, a connection to a unix socket by a process of
-  // another user is closed at once (SO_PEERCRED). Errors as of Server::Start.
+  // Binds and listens; connections wait until Start. With `only_user`, a connection to a unix
+  // socket by a process of another user is closed at once (SO_PEERCRED). Errors as of
+  // Server::Start.
   static absl::StatusOr<std::unique_ptr<Acceptor>> Listen(const Address& address,
                                                           std::optional<uid_t> only_user = {});
   // Ends the thread, closes the port, removes the socket's file.

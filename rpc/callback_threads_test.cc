@@ -26,7 +26,8 @@ struct Call {
   grpc::ByteBuffer request{&text, 1}, reply;
 };
 
-// What gRPC does too, where ThreadSanitizer does not see it: what was written before a call is seen in its callback.
+// What gRPC does too, where ThreadSanitizer does not see it: what was written before a call is seen
+// in its callback.
 std::atomic<bool> begun = false;
 
 TEST(KeepCallbackThreads, LastReferenceToAChannel_MayDropOnACallbackThread) {

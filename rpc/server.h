@@ -39,12 +39,14 @@ struct ServerOptions {
   bool reflection = false;
 };
 
-// INVALID_ARGUMENT, one line with the ways out, for options under which a server would not know its callers (see
-// Server) or would let a secret travel in clear; or for a bad address. For those who have work to do before they start.
+// INVALID_ARGUMENT, one line with the ways out, for options under which a server would not know its
+// callers (see Server) or would let a secret travel in clear; or for a bad address. For those who
+// have work to do before they start.
 absl::Status CheckCallersAreKnown(const ServerOptions& options);
 
-// A running gRPC server. It knows its callers in one of three ways: a unix socket, which has an owner and a mode;
-// client certificates; or a token. Off the loopback interface it needs TLS besides. Thread-safe.
+// A running gRPC server. It knows its callers in one of three ways: a unix socket, which has an
+// owner and a mode; client certificates; or a token. Off the loopback interface it needs TLS
+// besides. Thread-safe.
 class Server {
  public:
   // Starts serving `services`, which must outlive the server. Errors, each one line that names the

@@ -33,20 +33,22 @@ std::optional<v1::ErrorDetail> GetDetail(const absl::Status& status);
 // The reason in `status`, ERROR_REASON_UNSPECIFIED if it has none.
 v1::ErrorReason GetReason(const absl::Status& status);
 
-// How long `status` asks its caller to wait before the call is repeated; 0: it does not. A minute at
-// most, whatever it says.
+// How long `status` asks its caller to wait before the call is repeated; 0: it does not. A minute
+// at most, whatever it says.
 absl::Duration RetryAfter(const absl::Status& status);
 
-// Whether `status`, of a call that its caller did not cancel, says that the call got lost rather than what came of it:
-// UNAVAILABLE, or the bare CANCELLED with which gRPC's server drops what reaches it while it stops.
+// Whether `status`, of a call that its caller did not cancel, says that the call got lost rather
+// than what came of it: UNAVAILABLE, or the bare CANCELLED with which gRPC's server drops what
+// reaches it while it stops.
 bool IsLost(const absl::Status& status);
 
-// How a barrier ended whose error has this reason; UNSPECIFIED: the error says nothing about the instance.
+// How a barrier ended whose error has this reason; UNSPECIFIED: the error says nothing about the
+// instance.
 v1::BarrierState BarrierVerdict(v1::ErrorReason reason);
 
-// Trailers over 8 KiB break peers. The message is cut at 2 KiB (as gRPC encodes it), and a larger detail loses first its
-// stacks, then its longest lists from the end, until it fits 4 KiB: Barrier.Describe tells the
-// whole.
+// Trailers over 8 KiB break peers. The message is cut at 2 KiB (as gRPC encodes it), and a larger
+// detail loses first its stacks, then its longest lists from the end, until it fits 4 KiB:
+// Barrier.Describe tells the whole.
 grpc::Status ToGrpc(const absl::Status& status);
 absl::Status FromGrpc(const grpc::Status& status);
 

@@ -14,20 +14,21 @@
 
 namespace muster::rpc {
 
-// A token is a secret that all callers of one coordinator share. It lies in a file and travels with every call and
-// stream as metadata, `authorization: Bearer TOKEN`. All functions are thread-safe.
+// A token is a secret that all callers of one coordinator share. It lies in a file and travels with
+// every call and stream as metadata, `authorization: Bearer TOKEN`. All functions are thread-safe.
 
-// The token in a file, without the white space around it. `what` names the file's flag or variable in errors. The file
-// must be this user's and closed to all others (mode 0600); one of root's may be open to a group (0640), as those that
-// a cluster hands to its containers are. Root may use anybody's that is closed. Errors: NOT_FOUND; PERMISSION_DENIED, also for a file that others can read;
-// INVALID_ARGUMENT if it is empty, too long, or has characters that a header cannot carry.
+// The token in a file, without the white space around it. `what` names the file's flag or variable
+// in errors. The file must be this user's and closed to all others (mode 0600); one of root's may
+// be open to a group (0640), as those that a cluster hands to its containers are. Root may use
+// anybody's that is closed. Errors: NOT_FOUND; PERMISSION_DENIED, also for a file that others can
+// read; INVALID_ARGUMENT if it is empty, too long, or has characters that a header cannot carry.
 absl::StatusOr<std::string> ReadToken(const std::string& path, absl::string_view what);
 
 // A new one: 256 bits from the system's random source.
 std::string NewToken();
 
-// Whether a call with this metadata may go on. Takes equally long wherever the two tokens differ. Errors:
-// UNAUTHENTICATED / BAD_TOKEN that names the flag.
+// Whether a call with this metadata may go on. Takes equally long wherever the two tokens differ.
+// Errors: UNAUTHENTICATED / BAD_TOKEN that names the flag.
 absl::Status CheckToken(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata,
                         absl::string_view token);
 

@@ -1,7 +1,8 @@
-// What ThreadSanitizer must not report. gRPC's templates are compiled into our (instrumented) code, but the queues
-// that hand a call from one gRPC thread to another, and the shutdown that waits for all calls, are in Debian's
-// library, which is not instrumented: TSan cannot see that they order these accesses. Named are places that call
-// none of our code, never whole namespaces, because our own handlers run below gRPC's frames.
+// What ThreadSanitizer must not report. gRPC's templates are compiled into our (instrumented) code,
+// but the queues that hand a call from one gRPC thread to another, and the shutdown that waits for
+// all calls, are in Debian's library, which is not instrumented: TSan cannot see that they order
+// these accesses. Named are places that call none of our code, never whole namespaces, because our
+// own handlers run below gRPC's frames.
 #if defined(__SANITIZE_THREAD__)
 extern "C" const char* __tsan_default_suppressions() {
   return "race_top:^grpc::\n"
@@ -37,8 +38,8 @@ extern "C" const char* __tsan_default_suppressions() {
          "race_top:^std::function<void (bool)>::operator()\n"
          "race_top:^std::function<grpc::\n"
          "race_top:::WithCallbackMethod_\n"
-         // The relay's own call (worker/agent/relay.cc) is let go when gRPC says that it is over, on a
-         // thread other than those that gRPC called it on before.
+         // The relay's own call (worker/agent/relay.cc) is let go when gRPC says that it is over,
+         // on a thread other than those that gRPC called it on before.
          "race_top:^~Call$\n"
          "race:::~WithCallbackMethod_\n";
 }

@@ -34,26 +34,29 @@ struct LaunchSystem {
   int (*lock)(int fd, int how) = nullptr;  // null: flock
 };
 
-// What one launch keeps in a folder that its user alone can enter (mode 0700): the socket of its coordinator, a token,
-// and a note by which the same user's `muster status` and its like find it. All of it goes with the record; what a
-// killed launch leaves is removed by the next one on the same machine that looks into the folder. Other files there, and
-// the launches of other machines, are left alone. Not thread-safe.
+// What one launch keeps in a folder that its user alone can enter (mode 0700): the socket of its
+// coordinator, a token, and a note by which the same user's `muster status` and its like find it.
+// All of it goes with the record; what a killed launch leaves is removed by the next one on the
+// same machine that looks into the folder. Other files there, and the launches of other machines,
+// are left alone. Not thread-safe.
 //
-// The folder is $MUSTER_RUNTIME_DIR, if that is set. Else the first that can be had and is this user's alone of
-// /tmp/muster-UID, $XDG_RUNTIME_DIR/muster and $TMPDIR/muster-UID. A folder that belongs to somebody else, or that others
-// may enter, is refused: its owner could stand in for the coordinator.
+// The folder is $MUSTER_RUNTIME_DIR, if that is set. Else the first that can be had and is this
+// user's alone of /tmp/muster-UID, $XDG_RUNTIME_DIR/muster and $TMPDIR/muster-UID. A folder that
+// belongs to somebody else, or that others may enter, is refused: its owner could stand in for the
+// coordinator.
 class LaunchRecord {
  public:
-  // Errors: PERMISSION_DENIED for a folder that is not this user's alone, INVALID_ARGUMENT for one whose name is too
-  // long for a socket, FAILED_PRECONDITION for one without locks, or what the system says; all name the folders and
-  // MUSTER_RUNTIME_DIR.
+  // Errors: PERMISSION_DENIED for a folder that is not this user's alone, INVALID_ARGUMENT for one
+  // whose name is too long for a socket, FAILED_PRECONDITION for one without locks, or what the
+  // system says; all name the folders and MUSTER_RUNTIME_DIR.
   static absl::StatusOr<std::unique_ptr<LaunchRecord>> Create(
       const std::map<std::string, std::string>& variables, const LaunchSystem& system = {});
   ~LaunchRecord();
   LaunchRecord(const LaunchRecord&) = delete;
   LaunchRecord& operator=(const LaunchRecord&) = delete;
 
-  // Where the coordinator may listen: a path that is short enough for a socket. Nothing is there yet.
+  // Where the coordinator may listen: a path that is short enough for a socket. Nothing is there
+  // yet.
   std::string socket_path() const;
   // Makes a file with a fresh token, mode 0600, and returns its path. Once.
   absl::StatusOr<std::string> MakeToken();
@@ -72,8 +75,8 @@ class LaunchRecord {
   const int folder_;  // holds a shared lock; below 0: could not be opened
 };
 
-// The launches of this user that run on this machine, oldest first. `looked_in` (may be null) gets the folders. Never
-// fails: a folder that is not this user's alone tells nothing.
+// The launches of this user that run on this machine, oldest first. `looked_in` (may be null) gets
+// the folders. Never fails: a folder that is not this user's alone tells nothing.
 std::vector<RunningLaunch> ListRunningLaunches(const std::map<std::string, std::string>& variables,
                                                std::vector<std::string>* looked_in = nullptr,
                                                const LaunchSystem& system = {});

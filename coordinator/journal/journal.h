@@ -23,8 +23,8 @@ class Journal {
   struct Progress {
     uint64_t durable_revision = 0;  // every record up to this one is on disk
     // OK, or why no record can be written: RESOURCE_EXHAUSTED disk full (it is tried again; a later
-    // OK says that it works again), UNAVAILABLE an I/O error (final: what a failed fsync left on disk
-    // is unknown, so nothing is acknowledged until a restart has replayed it). Nothing after
+    // OK says that it works again), UNAVAILABLE an I/O error (final: what a failed fsync left on
+    // disk is unknown, so nothing is acknowledged until a restart has replayed it). Nothing after
     // durable_revision has been acknowledged.
     absl::Status status;
     absl::Duration took;   // of the commit with its fsync; zero if there was none
@@ -38,8 +38,8 @@ class Journal {
   virtual const std::string& cluster_id() const = 0;
   // Higher at each start, by one as a rule; durable before the constructor returned.
   virtual uint64_t term() const = 0;
-  // The term below which an operator said that this is a copy of an earlier state, whose later part is
-  // lost; 0: never. A start whose state has not taken note of it must do so.
+  // The term below which an operator said that this is a copy of an earlier state, whose later part
+  // is lost; 0: never. A start whose state has not taken note of it must do so.
   virtual uint64_t restored() const { return 0; }
   // "memory", or the file.
   virtual const std::string& description() const = 0;

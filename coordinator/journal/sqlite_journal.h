@@ -33,9 +33,9 @@ namespace muster::coordinator {
 //   payload
 // A snapshot is a row too. It is written, and the records before the previous snapshot deleted, in
 // one transaction: SQLite makes it whole or not at all, which is what writing a temporary file,
-// fsync, rename and fsync of the directory do for a file. Two snapshots are kept, the new one and the
-// last that was good: when the newest has a wrong checksum, the one before it and the records since
-// then give the same state.
+// fsync, rename and fsync of the directory do for a file. Two snapshots are kept, the new one and
+// the last that was good: when the newest has a wrong checksum, the one before it and the records
+// since then give the same state.
 //
 // On opening, a transaction that a crash tore off is cut; anything else that is wrong (see
 // wal_check.h, a wrong checksum, a gap in seq) is refused with its place. A second process on the
@@ -57,15 +57,15 @@ class SqliteJournal final : public Journal {
 
   // So many terms may have begun between a backup and the loss of what came after it.
   static constexpr uint64_t kLostTerms = 65536;
-  // Notes that `directory` is a copy of an earlier state: the next start begins kLostTerms later, and
-  // its restored() says so. Returns what was done, for people. Errors: as Open; NOT_FOUND there is no
-  // journal.
+  // Notes that `directory` is a copy of an earlier state: the next start begins kLostTerms later,
+  // and its restored() says so. Returns what was done, for people. Errors: as Open; NOT_FOUND there
+  // is no journal.
   static absl::StatusOr<std::string> MarkRestored(const std::string& directory);
 
   // Looks at everything in the journal of `directory`, and says what was found, for people. What it
   // holds stays as it is, except that a torn transaction is cut. `snapshot` and `record` get what
-  // Replay would hand over, and their errors are errors. Errors: as Open and Replay; NOT_FOUND there
-  // is none.
+  // Replay would hand over, and their errors are errors. Errors: as Open and Replay; NOT_FOUND
+  // there is none.
   using Check = std::function<absl::Status(uint64_t revision, absl::string_view bytes)>;
   static absl::StatusOr<std::string> Verify(const std::string& directory, const Check& snapshot,
                                             const Check& record);

@@ -1067,8 +1067,8 @@ void Engine::DoWatch(Watcher& watcher) {
     return;
   }
   watcher.next = batch.next_revision();
-  // The first batch is sent even if empty: it tells the watcher from where on it sees everything. So
-  // is one now and then: who watches what seldom changes would else resume from where nothing is
+  // The first batch is sent even if empty: it tells the watcher from where on it sees everything.
+  // So is one now and then: who watches what seldom changes would else resume from where nothing is
   // kept any more.
   if (batch.events_size() == 0 && watcher.greeted &&
       watcher.next - watcher.told < kRevisionsBetweenProgress)

@@ -65,8 +65,8 @@ class WatchLink {
 class Engine {
  public:
   struct Limits {
-    // Of a message that goes out. In place of a larger answer goes LIMIT, or RESULT_TOO_LARGE if the
-    // operation has changed something.
+    // Of a message that goes out. In place of a larger answer goes LIMIT, or RESULT_TOO_LARGE if
+    // the operation has changed something.
     size_t answer_bytes = (4 << 20) - 1024;
     // Calls that wait for their answer, of everybody and of one agent.
     size_t calls = 1 << 20;
@@ -97,8 +97,8 @@ class Engine {
     uint64_t snapshot_records = 64 * 1024;
     uint64_t snapshot_bytes = 64 << 20;
     Limits limits;
-    // The cores' notices for operators. Whoever runs the coordinator inside of a job's launcher hears
-    // of all of it from the launcher.
+    // The cores' notices for operators. Whoever runs the coordinator inside of a job's launcher
+    // hears of all of it from the launcher.
     bool log_notices = true;
     const Clock* clock = &Clock::Real();
   };
@@ -133,8 +133,8 @@ class Engine {
   void WatchClosed(const std::shared_ptr<WatchLink>& link);
 
   // Writes a snapshot; `done` gets its revision once it is durable. Errors: UNAVAILABLE with
-  // JOURNAL_FAILED, STOPPING, or OVERLOADED (one is being written); those of Journal::WriteSnapshot;
-  // RESOURCE_EXHAUSTED the state is too large for one.
+  // JOURNAL_FAILED, STOPPING, or OVERLOADED (one is being written); those of
+  // Journal::WriteSnapshot; RESOURCE_EXHAUSTED the state is too large for one.
   void Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done);
   // Runs `task` with the core, in turn with all other events. After Stop, or when stopping, it is
   // run with nullptr.
@@ -220,7 +220,8 @@ class Engine {
   void DoProgress(const Journal::Progress& progress);
   void DoWatch(Watcher& watcher);
   void ForgetWatcher(WatchLink* link);
-  // Looks at the watchers of `job_id` in this batch, and again when all that has happened to it is durable.
+  // Looks at the watchers of `job_id` in this batch, and again when all that has happened to it is
+  // durable.
   void WatchersOf(const std::string& job_id);
   void SnapshotDone(bool ok);
   // Hands over what the core put out.

@@ -86,8 +86,8 @@ class Front {
   struct Limits {
     // From the begin of a call or stream to its first message; then it is ended.
     absl::Duration first_message = absl::Seconds(30);
-    // Calls and streams of which no message has come; more are refused with OVERLOADED. Those of the
-    // health service, which anybody may call, are counted apart.
+    // Calls and streams of which no message has come; more are refused with OVERLOADED. Those of
+    // the health service, which anybody may call, are counted apart.
     size_t silent_calls = 1 << 14;
     size_t silent_health_calls = 1 << 10;
     // Open watches of the health service.

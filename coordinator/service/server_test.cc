@@ -700,8 +700,8 @@ TEST(CoordinatorServer, Shutdown_AnswersThoseWhoWait) {
   server->Shutdown();  // repeatable
 }
 
-// Calls that begin while the front goes down are answered or refused; nothing hangs, nothing is used
-// after it is gone.
+// Calls that begin while the front goes down are answered or refused; nothing hangs, nothing is
+// used after it is gone.
 TEST(CoordinatorServer, ShutdownWhileCallsBegin_EndsEachTime) {
   for (int round = 0; round < 20; ++round) {
     auto server = StartServer();
@@ -1459,7 +1459,8 @@ TEST(Mutated, Requests_NeverBreakTheServer) {
     const std::unique_ptr<Pending> call(static_cast<Pending*>(tag));
     --in_flight;
     ++answered;
-    // The unchanged one shows that the method's name is right; gRPC says "unimplemented" to what does not parse.
+    // The unchanged one shows that the method's name is right; gRPC says "unimplemented" to what
+    // does not parse.
     if (call->unchanged) {
       EXPECT_NE(call->status.error_code(), grpc::StatusCode::UNIMPLEMENTED);
     }

@@ -1,5 +1,5 @@
-// Samples of different lengths: a plain struct as sample, a function that pads a list of them into a
-// batch, which is a plain struct, too.
+// Samples of different lengths: a plain struct as sample, a function that pads a list of them into
+// a batch, which is a plain struct, too.
 #include <algorithm>
 #include <string>
 #include <vector>

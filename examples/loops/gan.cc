@@ -49,7 +49,8 @@ absl::Status Train(muster::Accelerator& accelerator) {
       accelerator.backward(loss(discriminator(fake.detach()), 0));
       discriminator_optimizer.step();
 
-      // This pass leaves gradients in the discriminator, too: the next step's zero_grad() drops them.
+      // This pass leaves gradients in the discriminator, too: the next step's zero_grad() drops
+      // them.
       generator_optimizer.zero_grad();
       accelerator.backward(loss(discriminator(fake), 1));
       generator_optimizer.step();

@@ -386,7 +386,8 @@ class Core {
   const BatchInfo* current_batch() const { return live_.empty() ? nullptr : &live_.back().info; }
   // As current_batch(), where two loops side by side do not disagree about it.
   const BatchInfo* BatchOfMetrics() const;
-  // (collective) The mean over all processes of a tensor of one number; double, where there are several.
+  // (collective) The mean over all processes of a tensor of one number; double, where there are
+  // several.
   at::Tensor MeanOfAll(const at::Tensor& number);
   // Throws where processes that have run out of batches would not take part in `call`.
   void CheckAllTakePart(const char* call) const;
@@ -473,7 +474,8 @@ class Core {
   LoaderState PlaceToSave(const LoaderStateHandle& loader) const;
   struct LiveLoop;
   static bool TrainedToTheEnd(const LiveLoop& loop);
-  // As finished_passes_, with those whose last batch has been trained on while the loop still lives.
+  // As finished_passes_, with those whose last batch has been trained on while the loop still
+  // lives.
   std::vector<int64_t> FinishedPasses() const;
   std::string CheckpointRoot() const;
   // Parts of LoadState.
@@ -544,8 +546,8 @@ class Core {
   std::vector<LiveLoop> live_;
   void MarkTrained();
   const LiveLoop* FindLoop(uint64_t pass) const;
-  // The innermost loop's batch; throws `why` if another loop goes on beside that one and `same` does
-  // not hold for the two batches.
+  // The innermost loop's batch; throws `why` if another loop goes on beside that one and `same`
+  // does not hold for the two batches.
   const BatchInfo* BatchBesideOthers(
       absl::FunctionRef<bool(const BatchInfo&, const BatchInfo&)> same,
       absl::FunctionRef<std::string(const BatchInfo&, const BatchInfo&)> why) const;

@@ -168,8 +168,8 @@ bool Core::EpochIsDone() const {
   for (size_t i = 0; i < passes_per_epoch_.size(); ++i) {
     if (finished_passes_[i] < passes_per_epoch_[i]) return false;
     if (i >= loaders_.size()) continue;
-    // Before an epoch has been seen whole, shuffling tells whether a loader that has never been used
-    // is for training.
+    // Before an epoch has been seen whole, shuffling tells whether a loader that has never been
+    // used is for training.
     if (!epoch_seen && passes_per_epoch_[i] == 0 && finished_passes_[i] == 0 &&
         loaders_[i]->passes() == 0 && loaders_[i]->shuffles()) {
       return false;

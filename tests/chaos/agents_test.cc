@@ -63,8 +63,8 @@ double Squares() {
   return squares;
 }
 
-// Not to the bit, as with two workers (launch_test): from three on, sums depend on which rank begins
-// them, and a process's first step sums in other buckets than its later ones.
+// Not to the bit, as with two workers (launch_test): from three on, sums depend on which rank
+// begins them, and a process's first step sums in other buckets than its later ones.
 TEST_P(TrainingUnderAgents, AllEndWithTheWeightsOfARunThatNothingDisturbs) {
   EXPECT_NEAR(Expect(TrainingPlan(GetParam())), Squares(), 1e-4);
 }

@@ -224,7 +224,8 @@ class Worker {
     return reply.status();
   }
 
-  // The client has no transaction of several additions. Repeated with the same request id until it is answered.
+  // The client has no transaction of several additions. Repeated with the same request id until it
+  // is answered.
   absl::StatusOr<v1::TxnReply> Txn(const Seat& seat, v1::TxnRequest request) {
     v1::Fence& fence = *request.mutable_fence();
     fence.set_job_id(flags_.job);

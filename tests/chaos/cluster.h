@@ -21,7 +21,8 @@ namespace muster::chaos {
 inline constexpr int kCoordinator = -1;
 constexpr int TargetOfAgent(int agent) { return -2 - agent; }
 
-// What is done when worker `worker` first says "round ROUND": a signal is sent, and `action` called.
+// What is done when worker `worker` first says "round ROUND": a signal is sent, and `action`
+// called.
 struct SignalAt {
   int worker = 0;
   int round = 0;
@@ -71,13 +72,14 @@ struct Plan {
 };
 
 // A coordinator with its journal on disk, agents or none, workers and a watcher, as real processes.
-// Whatever dies is started again: the coordinator on the same port and journal, an agent or a worker
-// as a new process. Run() returns what was wrong, one line each; empty: nothing. It checks that
+// Whatever dies is started again: the coordinator on the same port and journal, an agent or a
+// worker as a new process. Run() returns what was wrong, one line each; empty: nothing. It checks
+// that
 //   - every worker came to its end, every armed failpoint fired,
 //   - no acknowledged write is lost and none was done twice, before and after one more restart,
 //   - no barrier instance had two results, no trigger was acted upon on two steps,
-//   - all workers end with the same weights, those of chaos_worker with the ones of a run that nothing
-//     disturbs,
+//   - all workers end with the same weights, those of chaos_worker with the ones of a run that
+//     nothing disturbs,
 //   - the watch missed nothing,
 //   - the journal verifies, the coordinator stops on SIGTERM, and no process or socket is left.
 class Cluster {

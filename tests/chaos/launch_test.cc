@@ -47,8 +47,8 @@ class Launch {
                                  ProgramPath("tests/chaos/training")},
         env, [] {});
   }
-  // Waits until no process of these launches lives: all carry the run's folder in their environment.
-  // False after 20 s.
+  // Waits until no process of these launches lives: all carry the run's folder in their
+  // environment. False after 20 s.
   bool NobodyIsLeft() const {
     for (int i = 0; i < 2000; ++i) {
       bool found = false;
@@ -108,8 +108,8 @@ INSTANTIATE_TEST_SUITE_P(At, KilledTraining,
 
 class KilledAgent : public ::testing::TestWithParam<std::string> {};
 
-// The launcher holds agent and coordinator, so a failpoint of either kills both. Nothing is left of it, and the next
-// launch goes on from what was saved.
+// The launcher holds agent and coordinator, so a failpoint of either kills both. Nothing is left of
+// it, and the next launch goes on from what was saved.
 TEST_P(KilledAgent, LeavesNothingBehind_AndTheNextLaunchGoesOn) {
   Launch launch("agent");
   const auto killed = launch.Start(GetParam());

@@ -31,8 +31,8 @@ Plan TrainingPlan(const std::string& failpoint, const std::string& action = "kil
                   uint64_t at = 0);
 std::vector<std::string> TrainingFailpoints();
 
-// The coordinator dies in the middle of a job and stays away that long: one job that waits for it in
-// a barrier meanwhile, and one that trains on.
+// The coordinator dies in the middle of a job and stays away that long: one job that waits for it
+// in a barrier meanwhile, and one that trains on.
 std::vector<Plan> OutagePlans(absl::Duration outage);
 
 // One round of the long set, drawn from `seed`: every failpoint with every action that it takes, at

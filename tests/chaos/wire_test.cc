@@ -238,8 +238,8 @@ M WithUnknownField(M message) {
   return message;
 }
 
-// One job of an agent that acknowledges nothing, sends no beats and recalls nothing, and of a worker
-// that is newer than the coordinator and tells it more than it understands.
+// One job of an agent that acknowledges nothing, sends no beats and recalls nothing, and of a
+// worker that is newer than the coordinator and tells it more than it understands.
 TEST_F(OtherAgents, OldAgentAndNewerWorker_RunAJobTogether) {
   const auto fence = [](int rank, uint64_t generation) {
     v1::Fence fence;

@@ -1,5 +1,5 @@
-// Runs every recorded case (tests/testdata) of the kinds the runner must know, and holds the answers against
-// the expected ones.
+// Runs every recorded case (tests/testdata) of the kinds the runner must know, and holds the
+// answers against the expected ones.
 #include <gtest/gtest.h>
 
 #include <algorithm>

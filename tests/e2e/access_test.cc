@@ -1,5 +1,5 @@
-// Who may list, join and stop a job, with the real programs: a launch is its user's alone, a coordinator lets in nobody
-// that it does not know.
+// Who may list, join and stop a job, with the real programs: a launch is its user's alone, a
+// coordinator lets in nobody that it does not know.
 #include <sys/stat.h>
 #include <unistd.h>
 

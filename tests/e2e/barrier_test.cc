@@ -1,5 +1,5 @@
-// Barriers that not all ranks reach, with real processes: through the public API, and by jobs of two
-// agents with three workers each whose workers say what they were told.
+// Barriers that not all ranks reach, with real processes: through the public API, and by jobs of
+// two agents with three workers each whose workers say what they were told.
 #include <grpcpp/client_context.h>
 #include <unistd.h>
 

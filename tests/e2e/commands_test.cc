@@ -1,5 +1,5 @@
-// The programs beside `muster`, as somebody who mistypes meets them: each mistake is one line that names the thing,
-// and an exit code that is not 0.
+// The programs beside `muster`, as somebody who mistypes meets them: each mistake is one line that
+// names the thing, and an exit code that is not 0.
 #include "absl/strings/str_split.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"

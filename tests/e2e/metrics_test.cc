@@ -1,4 +1,5 @@
-// The metrics page and the structured log of a real coordinator, read as strictly as any reader may.
+// The metrics page and the structured log of a real coordinator, read as strictly as any reader
+// may.
 #include <grpcpp/client_context.h>
 #include <httplib.h>
 

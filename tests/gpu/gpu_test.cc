@@ -34,8 +34,8 @@ class Gpu : public testing::Test {
     ASSERT_TRUE(loaded.ok()) << loaded;
   }
 
-  // Trains the example's net on one batch, which any loop must be able to learn by heart. Returns the first and the
-  // last loss.
+  // Trains the example's net on one batch, which any loop must be able to learn by heart. Returns
+  // the first and the last loss.
   static std::pair<double, double> Train(const std::string& precision) {
     AcceleratorOptions options;
     options.mixed_precision = precision;

@@ -26,8 +26,8 @@ class SimDisk {
   // Power is lost: of what was not synced, any beginning may have reached the platter, its last
   // bytes damaged. Whether anything was lost.
   bool Crash(std::mt19937_64* random);
-  // Reads back the snapshot (empty: none) and the whole records after it; cuts a torn tail off, and says whether
-  // there was one.
+  // Reads back the snapshot (empty: none) and the whole records after it; cuts a torn tail off, and
+  // says whether there was one.
   bool Recover(std::string* snapshot, std::vector<std::string>* records);
 
   // Takes the place of all records with revisions up to `revision`, atomically.

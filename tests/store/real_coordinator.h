@@ -6,8 +6,8 @@
 
 namespace muster {
 
-// A coordinator in memory on a free loopback port, behind a header without protobuf: LibTorch's headers bring an old copy
-// of it, so the two cannot meet in one file.
+// A coordinator in memory on a free loopback port, behind a header without protobuf: LibTorch's
+// headers bring an old copy of it, so the two cannot meet in one file.
 class RealCoordinator {
  public:
   RealCoordinator();

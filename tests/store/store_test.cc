@@ -1,5 +1,6 @@
-// One suite over every store that process groups may meet through: LibTorch's HashStore and TCPStore, and Muster's
-// CoordinatorStore on a real coordinator, each plainly and behind a c10d::PrefixStore.
+// One suite over every store that process groups may meet through: LibTorch's HashStore and
+// TCPStore, and Muster's CoordinatorStore on a real coordinator, each plainly and behind a
+// c10d::PrefixStore.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -367,7 +368,8 @@ class Script {
   size_t Below(size_t bound) {
     return std::uniform_int_distribution<size_t>(0, bound - 1)(random_);
   }
-  // Numbers and text live under different keys: what add() makes of text is not part of the contract.
+  // Numbers and text live under different keys: what add() makes of text is not part of the
+  // contract.
   std::string Key() { return "k" + std::to_string(Below(6)); }
   std::string Number() { return "n" + std::to_string(Below(3)); }
   std::string Any() { return Below(3) == 0 ? Number() : Key(); }
@@ -404,7 +406,8 @@ class Script {
       case 2: {
         const std::string key = Any();
         return {"get " + key, [=](c10d::Store& store) {
-                  // What is there must come however slow the machine is; what is not needs no long wait.
+                  // What is there must come however slow the machine is; what is not needs no long
+                  // wait.
                   store.setTimeout(store.check({key}) ? kLong : Millis(1));
                   return Shown(store.get(key));
                 }};

@@ -14,8 +14,8 @@ std::string GoldenFolder();
 // A file of that folder.
 std::string GoldenPath(const std::string& file);
 
-// The cases of one kind in `file` of that folder, by default KIND.jsonl, in order. A test failure if
-// there are none.
+// The cases of one kind in `file` of that folder, by default KIND.jsonl, in order. A test failure
+// if there are none.
 std::vector<nlohmann::json> GoldenCases(const std::string& kind, const std::string& file = "");
 
 }  // namespace muster::testing_support

@@ -7,8 +7,8 @@ namespace muster::agent {
 using CloseRangeCall = int (*)(unsigned first, unsigned last, unsigned flags);
 int SystemCloseRange(unsigned first, unsigned last, unsigned flags);
 
-// Opens /dev/null in place of standard input, output and error where this process was started without
-// them. What it opens next would get their numbers, and then what processes read and write.
+// Opens /dev/null in place of standard input, output and error where this process was started
+// without them. What it opens next would get their numbers, and then what processes read and write.
 void OpenStandardDescriptors();
 // Whether a standard descriptor is what its number says. Where it was missing, a library may have
 // taken the number while it was loaded (gRPC does); such are closed by exec.

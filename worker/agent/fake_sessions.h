@@ -17,8 +17,8 @@
 
 namespace muster::agent {
 
-// A coordinator's end of the agents' streams: welcomes everybody, answers each operation as `answer`
-// says, or with an empty result of its kind, and says what the test wants. Thread-safe.
+// A coordinator's end of the agents' streams: welcomes everybody, answers each operation as
+// `answer` says, or with an empty result of its kind, and says what the test wants. Thread-safe.
 class FakeSessions final : public v1::Session::Service {
  public:
   // Fills in what an operation is answered with; false: it is not answered. Called under a lock.

@@ -644,8 +644,8 @@ class HostImpl final : public ProcessHost {
     absl::StatusOr<std::shared_ptr<Process>> result = absl::InternalError("not started");
     Notification done;
   };
-  // What an epoll event is about. pid 0: the waker; -1: the guard. channel 0, 1: the streams; 2: the
-  // pidfd.
+  // What an epoll event is about. pid 0: the waker; -1: the guard. channel 0, 1: the streams; 2:
+  // the pidfd.
   struct Tag {
     int32_t pid;
     int32_t channel;

@@ -23,8 +23,8 @@ struct ProcessExit {
   int exit_code = 0;  // if it exited by itself
   int signal = 0;     // if a signal ended it; else 0
   bool core_dumped = false;
-  // It has not ended: what it was seen in when it was given up, long after SIGKILL ("uninterruptible
-  // in openat (rpc_wait_bit_killable)"). Empty: it has ended.
+  // It has not ended: what it was seen in when it was given up, long after SIGKILL
+  // ("uninterruptible in openat (rpc_wait_bit_killable)"). Empty: it has ended.
   std::string stuck = "";
 
   bool ok() const { return exit_code == 0 && signal == 0 && stuck.empty(); }
@@ -98,9 +98,9 @@ class Process {
 };
 
 struct ProcessHostOptions {
-  // Of a process that the kernel does not end (a dead file server, a driver) on_deaf tells that long
-  // after SIGKILL, and after the second span it is given up: Wait returns, and it is left to the
-  // kernel.
+  // Of a process that the kernel does not end (a dead file server, a driver) on_deaf tells that
+  // long after SIGKILL, and after the second span it is given up: Wait returns, and it is left to
+  // the kernel.
   absl::Duration deaf_after = absl::Seconds(5);
   absl::Duration give_up_after = absl::Seconds(30);
   // And one that does not get to its program: on a dead file server.
@@ -123,7 +123,8 @@ struct ProcessHostOptions {
 //  - A guard, a small forked process in a session of its own, waits for the end of the host's
 //  process (or of the host)
 //    and then kills all groups, and every process that carries the host's mark in its environment
-//    (MUSTER_PROCESS_TREE): also grandchildren that left their group. One that is killed is replaced.
+//    (MUSTER_PROCESS_TREE): also grandchildren that left their group. One that is killed is
+//    replaced.
 //  - The end of the host also ends descendants without the mark, see Orphans; when the host's
 //    process is killed, only those survive that have left their group and cleared the mark.
 //

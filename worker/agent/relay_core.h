@@ -30,7 +30,8 @@ namespace muster::agent {
 // process to be seen here and were not heard of lately, are left out of the beats: their leases run
 // out.
 //
-// Thread-safe; nothing blocks but a look into /proc when a worker joins. The owner calls Tick when due (see TimerThread).
+// Thread-safe; nothing blocks but a look into /proc when a worker joins. The owner calls Tick when
+// due (see TimerThread).
 class RelayCore final : public OpSender {
  public:
   struct Options {

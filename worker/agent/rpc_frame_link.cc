@@ -22,7 +22,8 @@ class RpcFrameTransport::Link final
   Link(RpcFrameTransport* transport, std::shared_ptr<FrameEvents> events)
       : transport_(transport), events_(std::move(events)) {}
 
-  // gRPC orders its calls of a link; the lock in each shows it to ThreadSanitizer, which does not see into gRPC.
+  // gRPC orders its calls of a link; the lock in each shows it to ThreadSanitizer, which does not
+  // see into gRPC.
   void Start() {
     MutexLock lock(&mu_);
     self_ = shared_from_this();

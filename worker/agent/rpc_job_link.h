@@ -31,9 +31,9 @@ struct RpcJobLinkOptions {
 };
 
 // A JobLink over this node's session. With several nodes, the agents form a job of their own,
-// "JOB.agents": its rendezvous numbers the nodes, a key "end" in the generation tells why an attempt
-// ended, a barrier "finish" waits for all nodes, and each agent's lease shows whether its node still
-// lives. `session` is borrowed; the link is its listener.
+// "JOB.agents": its rendezvous numbers the nodes, a key "end" in the generation tells why an
+// attempt ended, a barrier "finish" waits for all nodes, and each agent's lease shows whether its
+// node still lives. `session` is borrowed; the link is its listener.
 std::unique_ptr<JobLink> MakeRpcJobLink(const RpcJobLinkOptions& options, NodeSession* session);
 
 }  // namespace muster::agent

@@ -34,8 +34,8 @@ namespace muster::agent {
 //   restarted) gets everything that is held once more; the operations' own request ids and counters
 //   keep that from having a second effect. One that has none and was sent before is answered
 //   UNAVAILABLE instead.
-// - A coordinator that stops in order answers what waits with STOPPING: those operations are held for
-//   the next one all the same.
+// - A coordinator that stops in order answers what waits with STOPPING: those operations are held
+//   for the next one all the same.
 // - A coordinator of a new term is first told how the latest instance of each barrier ended as this
 //   node saw it.
 // - A frame is written as soon as the one before has been; what comes meanwhile goes into the next.

@@ -55,7 +55,8 @@ struct StackCaptureOptions {
 class StackCapture final : public StackSource {
  public:
   explicit StackCapture(StackCaptureOptions options = {});
-  // Waits for captures that outran their budget, within reason: what is left of them ends by itself.
+  // Waits for captures that outran their budget, within reason: what is left of them ends by
+  // itself.
   ~StackCapture() override;
 
   StackSnapshot Capture(int64_t pid, absl::Duration budget) override;

@@ -20,9 +20,9 @@ class WorkerProcesses {
   void Started(const std::string& worker_id, uint64_t incarnation, int64_t child);
   void Ended(const std::string& worker_id, uint64_t incarnation);
 
-  // The process that speaks for this start of the worker and has the number `claimed` where it runs:
-  // the agent's child or a descendant of it. The child, if none of them has that number (a client of
-  // a container engine). 0: the agent has not started it. Reads /proc.
+  // The process that speaks for this start of the worker and has the number `claimed` where it
+  // runs: the agent's child or a descendant of it. The child, if none of them has that number (a
+  // client of a container engine). 0: the agent has not started it. Reads /proc.
   int64_t Find(const std::string& job, const std::string& worker_id, uint64_t incarnation,
                int64_t claimed);
 

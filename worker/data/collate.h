@@ -154,13 +154,13 @@ auto CollateAll(const std::vector<const E*>& examples) {
 
 }  // namespace collate_internal
 
-// Joins examples into a batch, field by field: tensors are stacked (undefined if all are), numbers become a tensor
-// (integers of any width int64, as labels must be), vectors of numbers a tensor with a row each,
-// texts and anything else a vector. Pairs, tuples, arrays, maps and vectors of these keep their
-// shape (a map becomes a std::map). A struct (nested.h), such as LibTorch's Example, stays what it
-// is if all its members keep their types, as tensors do; else it becomes a std::tuple (of two: a
-// std::pair) of the joined members, in their order. Errors (c10::Error): no examples; shapes, keys
-// or lengths that differ; a number too large for int64.
+// Joins examples into a batch, field by field: tensors are stacked (undefined if all are), numbers
+// become a tensor (integers of any width int64, as labels must be), vectors of numbers a tensor
+// with a row each, texts and anything else a vector. Pairs, tuples, arrays, maps and vectors of
+// these keep their shape (a map becomes a std::map). A struct (nested.h), such as LibTorch's
+// Example, stays what it is if all its members keep their types, as tensors do; else it becomes a
+// std::tuple (of two: a std::pair) of the joined members, in their order. Errors (c10::Error): no
+// examples; shapes, keys or lengths that differ; a number too large for int64.
 struct DefaultCollate {
   template <class E>
   auto operator()(const std::vector<E>& examples) const {

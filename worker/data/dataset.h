@@ -43,9 +43,10 @@ namespace muster {
 //
 // and perhaps shard(rank, world_size) (integers), for streams that can be divided at their source
 // (by files, by a query, ...): asked once, when the loader is prepared, it makes the stream that of
-// this rank's part, or returns (by value or std::shared_ptr) a stream that is. Then every rank reads
-// its own part and nothing else. One that returns nothing is called on a copy of the stream where it
-// can be copied. Parts may differ in length: ranks end together all the same, see batches().
+// this rank's part, or returns (by value or std::shared_ptr) a stream that is. Then every rank
+// reads its own part and nothing else. One that returns nothing is called on a copy of the stream
+// where it can be copied. Parts may differ in length: ranks end together all the same, see
+// batches().
 //
 // Any: `set_epoch(int64_t)`, called before each pass.
 //

@@ -1006,7 +1006,8 @@ class BatchRecipe {
     return Set([&](auto& s) { s.batch_sampler = std::move(function); });
   }
   // How examples become a batch: a function of std::vector<example> (of the batch, where the data
-  // set gives finished batches). It is copied for each worker, once, and keeps what it has over passes.
+  // set gives finished batches). It is copied for each worker, once, and keeps what it has over
+  // passes.
   template <class F>
   BatchRecipe<D, F> collate(F function) const {
     using Input = typename decltype(dataset_internal::CollateInputOf<D>())::type;

@@ -97,8 +97,8 @@ class LoaderObserver {
   virtual ~LoaderObserver() = default;
   // A pass is about to begin; on every rank, as that is. May be a collective.
   virtual void OnStart() {}
-  // Asked where a pass would begin: true leaves it without a batch and the loader where it is, for a
-  // pass that was finished before the state was saved that the program resumes from.
+  // Asked where a pass would begin: true leaves it without a batch and the loader where it is, for
+  // a pass that was finished before the state was saved that the program resumes from.
   virtual bool SkipsPass(const LoaderStateHandle& loader) {
     static_cast<void>(loader);
     return false;

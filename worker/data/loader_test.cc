@@ -922,7 +922,8 @@ TEST(DataRandom, DataSetThatReadingChanges_GoesOnOverPasses) {
       }
     }
   }
-  // However the threads shared the work: no copy gave the same twice, and no pass brought new copies.
+  // However the threads shared the work: no copy gave the same twice, and no pass brought new
+  // copies.
   EXPECT_EQ(drawn.size(), 48U);
   EXPECT_LE(readers.size(), 2U);
   // Loops of one loader inside of each other share no copies.

@@ -645,9 +645,9 @@ T Concatenate(const std::vector<T>& parts, int64_t dim = 0) {
   return nested_internal::ConcatenateParts<T>(pointers, dim);
 }
 
-// Every tensor on `device`; those already there, and undefined ones, are kept. With non_blocking, copies from pinned
-// memory to a GPU do not wait: they are ordered before later work on the current stream. Copies to
-// the CPU always wait, since nothing orders the reads that follow.
+// Every tensor on `device`; those already there, and undefined ones, are kept. With non_blocking,
+// copies from pinned memory to a GPU do not wait: they are ordered before later work on the current
+// stream. Copies to the CPU always wait, since nothing orders the reads that follow.
 template <class T>
 T SendToDevice(const T& value, c10::Device device, bool non_blocking = false) {
   non_blocking = non_blocking && !device.is_cpu();

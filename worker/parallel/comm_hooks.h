@@ -50,8 +50,8 @@ enum class CommWrapper { kNone, kFp16, kBf16 };
 // "no", "fp16", "bf16". Throws c10::Error for anything else.
 CommWrapper ParseCommWrapper(absl::string_view text);
 
-// A hook of the user's, as torch's register_comm_hook has them: starts the exchange of one bucket of
-// gradients over `group` and returns at once with a future of the tensor that takes the bucket's
+// A hook of the user's, as torch's register_comm_hook has them: starts the exchange of one bucket
+// of gradients over `group` and returns at once with a future of the tensor that takes the bucket's
 // place (same numel and dtype). Nothing divides by the number of ranks but the hook. It must start
 // the same collectives in the same order on every rank; with buckets of zeros it also speaks for a
 // rank that ran out of batches. Include torch/csrc/distributed/c10d/comm.hpp to write one:

@@ -31,7 +31,8 @@ struct DataParallelOptions {
   CommHook comm_hook = CommHook::kNone;
   CommWrapper comm_wrapper = CommWrapper::kNone;
   PowerSgdOptions power_sgd = {};
-  // In place of comm_hook and comm_wrapper; refused together with them, and without a process group.
+  // In place of comm_hook and comm_wrapper; refused together with them, and without a process
+  // group.
   GradientHook gradient_hook = nullptr;
 };
 
@@ -52,7 +53,8 @@ struct DataParallelOptions {
 // Parameters may be frozen and unfrozen later (requires_grad), by all ranks before the same forward
 // pass: the exchange follows at the next BeforeForward. If only some ranks do, it throws and names
 // parameter and rank; ranks that did not come are named after the group's timeout. While all
-// parameters are frozen nothing is exchanged. Dtype and device may not change: BeforeForward throws.
+// parameters are frozen nothing is exchanged. Dtype and device may not change: BeforeForward
+// throws.
 //
 // With a Comm of one rank nothing is done. With one that has no process group (threads), gradients
 // are averaged at the end of the backward pass in one piece; comm_hook and the Reducer's options
@@ -66,8 +68,8 @@ struct DataParallelOptions {
 class DataParallel {
  public:
   // One name per parameter. `buffers` may be empty. `sparse[i]`: the gradient of parameter i is
-  // sparse (an Embedding's with sparse(true)); empty: none is. A gradient of the other layout throws
-  // in backward and names the parameter. Sparse gradients and hooks exclude each other.
+  // sparse (an Embedding's with sparse(true)); empty: none is. A gradient of the other layout
+  // throws in backward and names the parameter. Sparse gradients and hooks exclude each other.
   DataParallel(Comm& comm, std::vector<at::Tensor> parameters, std::vector<std::string> names,
                std::vector<at::Tensor> buffers, const DataParallelOptions& options = {},
                std::vector<bool> sparse = {});
@@ -97,11 +99,11 @@ class DataParallel {
   // find_unused_parameters, whose graph is gone: UnexchangedGradients() tells then.
   void ArmAgain();
 
-  // Names of the parameters whose gradients hold something that was not averaged over the ranks: from
-  // a backward pass past BeforeForward/AfterForward, or one that did not communicate and was not
-  // followed by one that does. Throws as BeforeForward if the last communicating backward pass left
-  // parameters out. For the moment before an optimizer steps, on every rank; no collective, well
-  // below a microsecond for a hundred parameters. Undefined gradients count as nothing.
+  // Names of the parameters whose gradients hold something that was not averaged over the ranks:
+  // from a backward pass past BeforeForward/AfterForward, or one that did not communicate and was
+  // not followed by one that does. Throws as BeforeForward if the last communicating backward pass
+  // left parameters out. For the moment before an optimizer steps, on every rank; no collective,
+  // well below a microsecond for a hundred parameters. Undefined gradients count as nothing.
   std::vector<std::string> UnexchangedGradients();
 
   // The gradients of all, or of `parameters`, were zeroed in place. (Not needed for those that were

@@ -6,9 +6,9 @@
 
 namespace muster {
 
-// While it lives, collectives of this thread are said to come from `where`: the user's line, not ours. Functions that
-// users call take a std::source_location with the default current() and open one. The outermost wins, so a function of
-// ours that calls another one keeps the user's line.
+// While it lives, collectives of this thread are said to come from `where`: the user's line, not
+// ours. Functions that users call take a std::source_location with the default current() and open
+// one. The outermost wins, so a function of ours that calls another one keeps the user's line.
 class CallSite {
  public:
   explicit CallSite(std::source_location where);

@@ -15,13 +15,15 @@ namespace muster {
 
 enum class ReduceOp { kSum, kMean, kMax, kMin };
 
-// One process's handle on the ranks of its generation: the collectives that everything above is written with.
-// Every method but rank() and size() is a collective: all ranks must call it, in the same order, and it blocks until
-// the result is here. Not thread-safe: one collective at a time per Comm. Errors are thrown as c10::Error (or its
-// DistBackendError) and name the operation; after one the group is unusable.
+// One process's handle on the ranks of its generation: the collectives that everything above is
+// written with. Every method but rank() and size() is a collective: all ranks must call it, in the
+// same order, and it blocks until the result is here. Not thread-safe: one collective at a time per
+// Comm. Errors are thrown as c10::Error (or its DistBackendError) and name the operation; after one
+// the group is unusable.
 //
-// Implementations: LocalComm (one process, every collective is the identity), ThreadComm (ranks are threads of one
-// process; tests and the conformance runner), C10dComm (a c10d process group: Gloo or NCCL).
+// Implementations: LocalComm (one process, every collective is the identity), ThreadComm (ranks are
+// threads of one process; tests and the conformance runner), C10dComm (a c10d process group: Gloo
+// or NCCL).
 class Comm {
  public:
   virtual ~Comm() = default;
@@ -29,7 +31,8 @@ class Comm {
   virtual int rank() const = 0;
   virtual int size() const = 0;
 
-  // Reduces `tensor` in place over all ranks. Same shape and dtype everywhere. kMean needs a floating dtype.
+  // Reduces `tensor` in place over all ranks. Same shape and dtype everywhere. kMean needs a
+  // floating dtype.
   virtual void AllReduce(at::Tensor& tensor, ReduceOp op) = 0;
 
   // The tensors of all ranks, in rank order. Same shape and dtype everywhere; a copy, contiguous.
@@ -38,8 +41,9 @@ class Comm {
   // Overwrites `tensor` with that of rank `root`. Same shape and dtype everywhere.
   virtual void Broadcast(at::Tensor& tensor, int root) = 0;
 
-  // Rank i gets parts[i] of rank `root` into `out` (allocated by the caller with the right shape and dtype, which may
-  // differ from rank to rank). `parts` is read on `root` only, where it has size() entries.
+  // Rank i gets parts[i] of rank `root` into `out` (allocated by the caller with the right shape
+  // and dtype, which may differ from rank to rank). `parts` is read on `root` only, where it has
+  // size() entries.
   virtual void Scatter(const std::vector<at::Tensor>& parts, at::Tensor& out, int root) = 0;
 
   // The byte strings of all ranks, in rank order; lengths may differ.

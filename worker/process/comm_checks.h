@@ -6,8 +6,8 @@
 
 #include "worker/process/comm.h"
 
-// The argument checks every Comm makes before it talks to anybody. Each throws c10::Error with one line that names
-// the operation, the rank and what is wrong.
+// The argument checks every Comm makes before it talks to anybody. Each throws c10::Error with one
+// line that names the operation, the rank and what is wrong.
 namespace muster::comm_checks {
 
 // "sum", "mean", "max" or "min".

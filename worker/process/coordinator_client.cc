@@ -542,8 +542,8 @@ class CoordinatorClient::Impl {
                       reply, at_exit);
   }
 
-  // Sends `request` until there is an answer or `patience` has run out. The same bytes each time, so
-  // the coordinator recognises a repeat by its request id; only an arrival says how long it has
+  // Sends `request` until there is an answer or `patience` has run out. The same bytes each time,
+  // so the coordinator recognises a repeat by its request id; only an arrival says how long it has
   // waited.
   template <class Stub, class Request, class Reply>
   absl::Status CallWithin(const std::string& what, absl::Duration patience, Stub& stub,

@@ -142,15 +142,18 @@ struct Heartbeat {
   std::string why = "";
 };
 
-// A worker's line to the coordinator: rendezvous, key-value, barriers, triggers and heartbeats over gRPC.
+// A worker's line to the coordinator: rendezvous, key-value, barriers, triggers and heartbeats over
+// gRPC.
 //
-// Every call carries the fence (job, term, generation, incarnation) and a deadline; a call that the transport loses is
-// sent again, with the same request id, until its deadline, so that it happens once. While the coordinator is away,
-// calls wait for it. Thread-safe; methods block, at most for their timeout, the outage tolerance and a short grace.
+// Every call carries the fence (job, term, generation, incarnation) and a deadline; a call that the
+// transport loses is sent again, with the same request id, until its deadline, so that it happens
+// once. While the coordinator is away, calls wait for it. Thread-safe; methods block, at most for
+// their timeout, the outage tolerance and a short grace.
 //
-// Errors of every call, in the coordinator's words: UNAVAILABLE (no coordinator until the deadline), FAILED_PRECONDITION
-// (this worker's generation is over), ABORTED (a newer incarnation took the seat, or the generation ended while the call
-// waited: join again), DEADLINE_EXCEEDED (who is missing), INVALID_ARGUMENT, UNAUTHENTICATED.
+// Errors of every call, in the coordinator's words: UNAVAILABLE (no coordinator until the
+// deadline), FAILED_PRECONDITION (this worker's generation is over), ABORTED (a newer incarnation
+// took the seat, or the generation ended while the call waited: join again), DEADLINE_EXCEEDED (who
+// is missing), INVALID_ARGUMENT, UNAUTHENTICATED.
 class CoordinatorClient {
  public:
   struct Options {
@@ -160,9 +163,11 @@ class CoordinatorClient {
     uint64_t incarnation = 0;  // 0: drawn
     absl::Duration connect_timeout = absl::Seconds(30);
     absl::Duration call_timeout = absl::Seconds(30);
-    // How much longer than its timeout a call waits for an answer: a coordinator that is away for less fails nothing.
+    // How much longer than its timeout a call waits for an answer: a coordinator that is away for
+    // less fails nothing.
     absl::Duration outage_tolerance = kDefaultOutageTolerance;
-    // How long triggers, beats and the goodbye may hold up a process that ends, all together: see BeginExit.
+    // How long triggers, beats and the goodbye may hold up a process that ends, all together: see
+    // BeginExit.
     absl::Duration exit_patience = absl::Seconds(3);
     // Between heartbeats once seated. Zero: none (an agent speaks for this worker).
     absl::Duration heartbeat_period = absl::Seconds(2);
@@ -172,27 +177,29 @@ class CoordinatorClient {
     std::string token_file = "";  // see rpc/token.h
     // What heartbeats and barriers tell of this worker. Null: what ReportProgress said.
     std::shared_ptr<const ProgressBoard> progress = nullptr;
-    // Called once per generation, on the heartbeat thread, when the coordinator says that it is over or that another
-    // incarnation holds the seat. Must not call back into the client's destructor.
+    // Called once per generation, on the heartbeat thread, when the coordinator says that it is
+    // over or that another incarnation holds the seat. Must not call back into the client's
+    // destructor.
     std::function<void(const absl::Status&)> on_generation_ended = nullptr;
   };
 
-  // Connects and waits until the coordinator answers. Errors: INVALID_ARGUMENT (address, missing job or worker id),
-  // UNAVAILABLE naming the address.
+  // Connects and waits until the coordinator answers. Errors: INVALID_ARGUMENT (address, missing
+  // job or worker id), UNAVAILABLE naming the address.
   static absl::StatusOr<std::unique_ptr<CoordinatorClient>> Connect(Options options);
   ~CoordinatorClient();
   CoordinatorClient(const CoordinatorClient&) = delete;
   CoordinatorClient& operator=(const CoordinatorClient&) = delete;
 
-  // Takes a seat; blocks until the generation is sealed. Further calls are fenced by that generation.
+  // Takes a seat; blocks until the generation is sealed. Further calls are fenced by that
+  // generation.
   absl::StatusOr<Seat> Join(const JoinOptions& options);
   // The seat of the last Join; nothing before it.
   std::optional<Seat> seat() const;
   // Gives it up on purpose. Does not wait for a coordinator that is away.
   absl::Status Leave(const std::string& reason);
-  // This process is about to end. Triggers that are raised or polled, beats, descriptions and Leave, also those in
-  // flight, have Options::exit_patience from here, all together: a coordinator that is away holds up no exit for longer.
-  // The first call counts. Does not block.
+  // This process is about to end. Triggers that are raised or polled, beats, descriptions and
+  // Leave, also those in flight, have Options::exit_patience from here, all together: a coordinator
+  // that is away holds up no exit for longer. The first call counts. Does not block.
   void BeginExit();
   // All ranks of the seat's generation, in rank order. Fetched by pages, and again only if a rank
   // has been taken over since.
@@ -202,8 +209,8 @@ class CoordinatorClient {
   absl::StatusOr<std::vector<MemberInfo>> Members();
   uint64_t incarnation() const;
 
-  // Keys are bytes, 1 to 1,024 of them; values at most 1 MiB. What was written outlives a crash of the coordinator:
-  // nobody would put a lost key again, and others wait for it.
+  // Keys are bytes, 1 to 1,024 of them; values at most 1 MiB. What was written outlives a crash of
+  // the coordinator: nobody would put a lost key again, and others wait for it.
   absl::Status Set(const std::string& key, const std::string& value);
   absl::Status SetAll(const std::vector<std::pair<std::string, std::string>>& entries);  // atomic
   absl::StatusOr<std::optional<std::string>> Find(const std::string& key);
@@ -214,19 +221,20 @@ class CoordinatorClient {
   absl::Status Append(const std::string& key, const std::string& value);
   absl::StatusOr<bool> Delete(const std::string& key);
   absl::StatusOr<bool> AllExist(const std::vector<std::string>& keys);
-  // As c10d::Store: if the key holds `expected`, or is absent and `expected` is empty, it becomes `desired`. Returns what
-  // it holds afterwards; `expected` if it is absent.
+  // As c10d::Store: if the key holds `expected`, or is absent and `expected` is empty, it becomes
+  // `desired`. Returns what it holds afterwards; `expected` if it is absent.
   absl::StatusOr<std::string> CompareSet(const std::string& key, const std::string& expected,
                                          const std::string& desired);
-  // Keys and values below `prefix`, sorted by key. Errors: RESOURCE_EXHAUSTED if there are more than the coordinator
-  // sends at once.
+  // Keys and values below `prefix`, sorted by key. Errors: RESOURCE_EXHAUSTED if there are more
+  // than the coordinator sends at once.
   absl::StatusOr<std::vector<std::pair<std::string, std::string>>> List(const std::string& prefix,
                                                                         bool keys_only = false);
 
-  // Waits for all ranks of the generation. `name` may be used again and again: instances are counted here, so every rank
-  // must pass the barriers of a name in the same number. The first arrival's timeout counts. `payload` (at most 4 KiB)
-  // reaches every rank. Errors: DEADLINE_EXCEEDED and FAILED_PRECONDITION naming the ranks that are missing or dead, on
-  // which host and doing what; FAILED_PRECONDITION if ranks stand at different lines.
+  // Waits for all ranks of the generation. `name` may be used again and again: instances are
+  // counted here, so every rank must pass the barriers of a name in the same number. The first
+  // arrival's timeout counts. `payload` (at most 4 KiB) reaches every rank. Errors:
+  // DEADLINE_EXCEEDED and FAILED_PRECONDITION naming the ranks that are missing or dead, on which
+  // host and doing what; FAILED_PRECONDITION if ranks stand at different lines.
   absl::StatusOr<BarrierResult> Barrier(
       const std::string& name, absl::Duration timeout, const std::string& payload = "",
       std::source_location where = std::source_location::current());
@@ -234,9 +242,8 @@ class CoordinatorClient {
   absl::StatusOr<BarrierResult> Barrier(
       const std::string& name, absl::Duration timeout, const BarrierCall& call,
       std::source_location where = std::source_location::current());
-  // Fails the instance of `name` that others wait in, for all of them: CANCELLED, with this rank and
-  // the reason.
-  // This rank's next Barrier() of that name is the one after it. Errors: NOT_FOUND.
+  // Fails the instance of `name` that others wait in, for all of them: CANCELLED, with this rank
+  // and the reason. This rank's next Barrier() of that name is the one after it. Errors: NOT_FOUND.
   absl::Status CancelBarrier(const std::string& name, const std::string& reason);
   // The report of the last instance of `name` that ended for this rank. Waits 5 s at most. Errors:
   // NOT_FOUND.

@@ -13,8 +13,8 @@
 
 namespace muster {
 
-// A value and where it came from: the name of a variable ("RANK"), "argument", "default", or a rule such as
-// "MASTER_ADDR of one node".
+// A value and where it came from: the name of a variable ("RANK"), "argument", "default", or a rule
+// such as "MASTER_ADDR of one node".
 template <typename T>
 struct Setting {
   T value{};
@@ -31,12 +31,13 @@ const char* LauncherName(Launcher launcher);
 
 // Where this process stands in its job and what its surroundings ask of it. A plain value.
 //
-// docs/environment.md lists every variable, the order of the families and what happens when they disagree.
+// docs/environment.md lists every variable, the order of the families and what happens when they
+// disagree.
 struct Environment {
   Launcher launcher = Launcher::kNone;
 
-  // False: MUSTER_COORDINATOR is set but no rank is. The rendezvous gives this process its seat; rank, world_size and
-  // the fields beside them hold 0, 1, ... until then.
+  // False: MUSTER_COORDINATOR is set but no rank is. The rendezvous gives this process its seat;
+  // rank, world_size and the fields beside them hold 0, 1, ... until then.
   bool seated = true;
 
   Setting<int> rank{0};
@@ -46,7 +47,8 @@ struct Environment {
   Setting<int> node_rank{0};
   Setting<int> num_nodes{1};
 
-  // "host:port" of the coordinator, or "unix:/PATH" of the agent that speaks for this node; empty without one.
+  // "host:port" of the coordinator, or "unix:/PATH" of the agent that speaks for this node; empty
+  // without one.
   Setting<std::string> coordinator;
   Setting<std::string> job;
   Setting<std::string> worker_id;
@@ -58,7 +60,8 @@ struct Environment {
   Setting<std::string> master_addr;
   Setting<int> master_port{0};
 
-  // The network interface that Gloo uses ("eth0"); empty: the one that routes towards the meeting point.
+  // The network interface that Gloo uses ("eth0"); empty: the one that routes towards the meeting
+  // point.
   Setting<std::string> interface;
   // torchrun's agent serves the TCPStore itself: rank 0 is a client like the others.
   Setting<bool> agent_store{false};
@@ -81,7 +84,8 @@ struct Environment {
   Setting<bool> use_cpu{false};
   Setting<int> gradient_accumulation_steps{1};
   Setting<bool> debug{false};
-  // Ranks of a job that has one node exchange CPU tensors through shared memory rather than Gloo's sockets.
+  // Ranks of a job that has one node exchange CPU tensors through shared memory rather than Gloo's
+  // sockets.
   Setting<bool> shared_memory{false};
   Setting<std::string> project_dir;
   // Of collectives and of the meeting at start.
@@ -103,10 +107,10 @@ struct EnvironmentArguments {
   std::optional<absl::Duration> timeout = std::nullopt;
 };
 
-// Works out the environment from `variables` (names to values; an empty value counts as not set). Pure.
-// Errors: INVALID_ARGUMENT, one line that names the variable, its value and the way out: not a number, a rank
-// outside its world, half a family (RANK without WORLD_SIZE), two launchers that contradict each other, nowhere to
-// meet, an unknown precision.
+// Works out the environment from `variables` (names to values; an empty value counts as not set).
+// Pure. Errors: INVALID_ARGUMENT, one line that names the variable, its value and the way out: not
+// a number, a rank outside its world, half a family (RANK without WORLD_SIZE), two launchers that
+// contradict each other, nowhere to meet, an unknown precision.
 absl::StatusOr<Environment> ReadEnvironment(const std::map<std::string, std::string>& variables,
                                             const EnvironmentArguments& arguments = {});
 
@@ -116,7 +120,8 @@ std::map<std::string, std::string> ProcessVariables();
 // One line per field: "rank 3 (from RANK)". For `muster env` and for debugging.
 std::string Describe(const Environment& environment);
 
-// The first host of a SLURM node list: "gpu[03-05,9],login" gives "gpu03". Empty if it cannot be read.
+// The first host of a SLURM node list: "gpu[03-05,9],login" gives "gpu03". Empty if it cannot be
+// read.
 std::string FirstSlurmHost(const std::string& node_list);
 
 }  // namespace muster

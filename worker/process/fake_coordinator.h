@@ -9,8 +9,9 @@
 
 namespace muster {
 
-// A coordinator in memory behind a real gRPC server on a free loopback port, for tests of its clients: one job, fixed
-// worlds, no journal, no leases. Follows the contract of proto/muster/v1 in what it does. Thread-safe.
+// A coordinator in memory behind a real gRPC server on a free loopback port, for tests of its
+// clients: one job, fixed worlds, no journal, no leases. Follows the contract of proto/muster/v1 in
+// what it does. Thread-safe.
 class FakeCoordinator {
  public:
   FakeCoordinator();
@@ -19,10 +20,11 @@ class FakeCoordinator {
   // "127.0.0.1:PORT".
   std::string address() const;
 
-  // The next `n` calls are answered with UNAVAILABLE; every other one of them after it has been carried out, as when an
-  // answer is lost.
+  // The next `n` calls are answered with UNAVAILABLE; every other one of them after it has been
+  // carried out, as when an answer is lost.
   void LoseAnswers(int n);
-  // The next change is answered with UNAVAILABLE that asks to wait for `retry_after`, below a second.
+  // The next change is answered with UNAVAILABLE that asks to wait for `retry_after`, below a
+  // second.
   void Overload(absl::Duration retry_after);
   // The next `n` arrivals at barriers are not heard of, and answered with UNAVAILABLE.
   void LoseArrivals(int n);

@@ -20,7 +20,8 @@
 namespace muster {
 
 struct JoinJobOptions {
-  // Of a process whose variables give it no rank (Environment::seated is false); 0: such a process is refused.
+  // Of a process whose variables give it no rank (Environment::seated is false); 0: such a process
+  // is refused.
   int min_workers = 0;
   int max_workers = 0;
   // A process group even for a job of one process, for code that needs a c10d::ProcessGroup.
@@ -38,7 +39,8 @@ struct JoinedProcess {
   c10::intrusive_ptr<c10d::Store> store;           // null for a process alone without a coordinator
   // Written by whoever knows how far this process is; told with its heartbeats.
   std::shared_ptr<ProgressBoard> progress = std::make_shared<ProgressBoard>();
-  // LocalComm for a process alone, else over Gloo, with NCCL beside it if `device` is a GPU. In debug mode checked.
+  // LocalComm for a process alone, else over Gloo, with NCCL beside it if `device` is a GPU. In
+  // debug mode checked.
   std::unique_ptr<Comm> comm;
   // Says of a collective over all ranks that was lost past `comm` (gradients in a backward pass)
   // which ranks did not take part: see RethrowExplained. Null for a process alone.
@@ -46,22 +48,25 @@ struct JoinedProcess {
   int subgroups = 0;  // made so far
 };
 
-// Takes this process's place in its job: picks the device; joins the rendezvous if there is a coordinator (also alone),
-// or meets the others through a TCPStore at MASTER_ADDR:MASTER_PORT; builds the process group. Blocks until all ranks
-// have come, at most environment.timeout. Makes `device` the current one of this thread.
+// Takes this process's place in its job: picks the device; joins the rendezvous if there is a
+// coordinator (also alone), or meets the others through a TCPStore at MASTER_ADDR:MASTER_PORT;
+// builds the process group. Blocks until all ranks have come, at most environment.timeout. Makes
+// `device` the current one of this thread.
 //
-// A process may join again, while the first time lasts or after it, if all ranks do so in the same order: each time has
-// keys of its own. Under a coordinator the first must have ended, since a process has one place there:
-// FAILED_PRECONDITION. Errors, each one line with what was tried: those of ChooseDevice,
-// CoordinatorClient and MakeGlooGroup; UNAVAILABLE for a TCPStore that cannot be reached or whose port is taken.
+// A process may join again, while the first time lasts or after it, if all ranks do so in the same
+// order: each time has keys of its own. Under a coordinator the first must have ended, since a
+// process has one place there: FAILED_PRECONDITION. Errors, each one line with what was tried:
+// those of ChooseDevice, CoordinatorClient and MakeGlooGroup; UNAVAILABLE for a TCPStore that
+// cannot be reached or whose port is taken.
 absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
                                       const JoinJobOptions& options = {});
 
-// A Comm over some ranks of the job, over the same transports. A collective over all ranks, which pass the same
-// `ranks` (of the job, distinct; in any order: ranks of the group follow those of the job). Null on ranks that are not
-// listed. Its collectives are those of the listed ranks alone; they may alternate with the job's if every rank calls
-// them in one order. Blocks until the listed ranks have connected. Errors: INVALID_ARGUMENT, on every rank, naming the
-// rank or the difference; those of JoinJob.
+// A Comm over some ranks of the job, over the same transports. A collective over all ranks, which
+// pass the same `ranks` (of the job, distinct; in any order: ranks of the group follow those of the
+// job). Null on ranks that are not listed. Its collectives are those of the listed ranks alone;
+// they may alternate with the job's if every rank calls them in one order. Blocks until the listed
+// ranks have connected. Errors: INVALID_ARGUMENT, on every rank, naming the rank or the difference;
+// those of JoinJob.
 absl::StatusOr<std::unique_ptr<Comm>> MakeSubgroup(JoinedProcess& process, std::vector<int> ranks);
 
 }  // namespace muster

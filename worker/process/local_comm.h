@@ -8,9 +8,9 @@
 
 namespace muster {
 
-// The Comm of a job of one process: every collective is the identity and returns at once. It checks its arguments as
-// the others do (root, parts, a mean of integers), so that a program which runs alone does not first fail on a
-// cluster. Thread-safe.
+// The Comm of a job of one process: every collective is the identity and returns at once. It checks
+// its arguments as the others do (root, parts, a mean of integers), so that a program which runs
+// alone does not first fail on a cluster. Thread-safe.
 class LocalComm : public Comm {
  public:
   int rank() const override { return 0; }

@@ -73,8 +73,8 @@ std::string What(const ProgressBoard::Facts& mine) {
   return absl::StrCat(mine.last_collective, " after step ", mine.step);
 }
 
-// Whether a rank waits where this one does. What goes past the board (a GPU's collectives, which are
-// done for the host when they are queued) is told by the phase.
+// Whether a rank waits where this one does. What goes past the board (a GPU's collectives, which
+// are done for the host when they are queued) is told by the phase.
 bool Waits(const MemberInfo& member, const ProgressBoard::Facts& mine) {
   if (!member.gone.empty() || Call(member.last_collective) != Call(mine.last_collective)) {
     return false;

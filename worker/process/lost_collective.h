@@ -53,8 +53,8 @@ std::string ExplainLostCollective(const LostCollectiveSources& sources, absl::st
 using CollectiveExplainer = std::function<std::string(absl::string_view error)>;
 
 // In a catch block: throws a c10::DistBackendError that says what `explain` says if the exception
-// in flight is a lost collective, otherwise the exception itself. For exceptions of a backward pass,
-// where collectives run past the Comm. `explain` may be null.
+// in flight is a lost collective, otherwise the exception itself. For exceptions of a backward
+// pass, where collectives run past the Comm. `explain` may be null.
 [[noreturn]] void RethrowExplained(const CollectiveExplainer& explain);
 
 }  // namespace muster

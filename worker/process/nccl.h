@@ -17,27 +17,30 @@ class Store;
 
 namespace muster {
 
-// GPUs that this process may use (CUDA_VISIBLE_DEVICES counts); 0 where there is no driver. Loads nothing.
+// GPUs that this process may use (CUDA_VISIBLE_DEVICES counts); 0 where there is no driver. Loads
+// nothing.
 int VisibleGpus();
 
-// Opens LibTorch's CUDA half, which makes CUDA tensors work in this process from here on. Once; later calls give the
-// same answer. Thread-safe, 0.3 s. Errors: FAILED_PRECONDITION without a GPU, NOT_FOUND naming the library that is
-// missing and the way out.
+// Opens LibTorch's CUDA half, which makes CUDA tensors work in this process from here on. Once;
+// later calls give the same answer. Thread-safe, 0.3 s. Errors: FAILED_PRECONDITION without a GPU,
+// NOT_FOUND naming the library that is missing and the way out.
 absl::Status LoadCuda();
 
-// The device of this process: the CPU if the environment asks for it or no GPU is visible (in a job of several
-// processes too: they are still one job), else GPU number local_rank. Loads CUDA in that case. Errors:
-// INVALID_ARGUMENT for more local processes than GPUs (NCCL cannot share one), and those of LoadCuda.
+// The device of this process: the CPU if the environment asks for it or no GPU is visible (in a job
+// of several processes too: they are still one job), else GPU number local_rank. Loads CUDA in that
+// case. Errors: INVALID_ARGUMENT for more local processes than GPUs (NCCL cannot share one), and
+// those of LoadCuda.
 absl::StatusOr<c10::Device> ChooseDevice(const Environment& environment);
 
-// Makes `device` the calling thread's current one if it is a GPU: tensors of plain "cuda", streams and
-// allocations of libraries go there, and not to GPU 0. After ChooseDevice. Throws c10::Error for a
-// GPU that is not there.
+// Makes `device` the calling thread's current one if it is a GPU: tensors of plain "cuda", streams
+// and allocations of libraries go there, and not to GPU 0. After ChooseDevice. Throws c10::Error
+// for a GPU that is not there.
 void MakeCurrent(c10::Device device);
 
-// Adds NCCL to `group` for CUDA tensors and makes it the default. Collective: blocks until all ranks have come.
-// Errors: those of LoadCuda; NOT_FOUND if libmuster_nccl.so is not where it is looked for ($MUSTER_NCCL_PLUGIN, beside
-// the program, ../lib, beside libmuster.so); FAILED_PRECONDITION for a plug-in of another build; UNAVAILABLE with NCCL's words.
+// Adds NCCL to `group` for CUDA tensors and makes it the default. Collective: blocks until all
+// ranks have come. Errors: those of LoadCuda; NOT_FOUND if libmuster_nccl.so is not where it is
+// looked for ($MUSTER_NCCL_PLUGIN, beside the program, ../lib, beside libmuster.so);
+// FAILED_PRECONDITION for a plug-in of another build; UNAVAILABLE with NCCL's words.
 absl::Status AddNcclBackend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                             const c10::intrusive_ptr<c10d::Store>& store, c10::Device device,
                             std::chrono::milliseconds timeout, const std::string& name = "world");

@@ -14,9 +14,10 @@
 #include "worker/process/comm.h"
 #include "worker/process/object_codec.h"
 
-// The collectives over structures of tensors (nested.h says what a structure is). The structure must be the same on
-// all ranks; arguments are never changed unless the function says so. Plain values in a structure stay this rank's own.
-// `where` is the caller's line, for debug mode (checked_comm.h).
+// The collectives over structures of tensors (nested.h says what a structure is). The structure
+// must be the same on all ranks; arguments are never changed unless the function says so. Plain
+// values in a structure stay this rank's own. `where` is the caller's line, for debug mode
+// (checked_comm.h).
 namespace muster {
 
 namespace nested_internal {
@@ -51,9 +52,10 @@ T Gather(Comm& comm, const T& value, std::source_location where = std::source_lo
                                       GatherTensors(comm, nested_internal::TensorsOf(value)));
 }
 
-// Objects of all ranks in rank order (object_codec.h says which types travel). Flattening: a std::vector<E> of each
-// rank gives one std::vector<E> with all elements; any other T gives a std::vector<T> with one element per rank (a
-// text is not cut into characters, a map not into its keys). The same for one process.
+// Objects of all ranks in rank order (object_codec.h says which types travel). Flattening: a
+// std::vector<E> of each rank gives one std::vector<E> with all elements; any other T gives a
+// std::vector<T> with one element per rank (a text is not cut into characters, a map not into its
+// keys). The same for one process.
 template <class T>
 auto GatherObject(Comm& comm, const T& value,
                   std::source_location where = std::source_location::current()) {
@@ -72,8 +74,8 @@ auto GatherObject(Comm& comm, const T& value,
   }
 }
 
-// Every tensor reduced over the ranks and multiplied by `scale`: see ReduceTensors. `reduction` is one of sum, mean,
-// max, min; anything else is an error.
+// Every tensor reduced over the ranks and multiplied by `scale`: see ReduceTensors. `reduction` is
+// one of sum, mean, max, min; anything else is an error.
 template <class T>
 T Reduce(Comm& comm, const T& value, const std::string& reduction = "sum", double scale = 1,
          std::source_location where = std::source_location::current()) {
@@ -118,7 +120,8 @@ T PadAcrossProcesses(Comm& comm, const T& value, int64_t dim = 0, const at::Scal
                                        pad_first));
 }
 
-// Every tensor with zero rows appended until its batch divides evenly: see PadInputTensor. Not a collective.
+// Every tensor with zero rows appended until its batch divides evenly: see PadInputTensor. Not a
+// collective.
 template <class T>
 T PadInputTensors(const T& value, int64_t batch_size, int num_processes) {
   return MapTensors(value, [&](const at::Tensor& tensor) {
@@ -172,11 +175,12 @@ T SplitValue(const T& value, const SplitRange& range) {
 
 }  // namespace nested_internal
 
-// This process's contiguous part of `inputs`: a std::vector by elements (whatever they are), a tensor by rows, a map, a
-// tuple or a struct by splitting every value alike. The first ranks get one more where it does not divide evenly; with
-// apply_padding the others repeat the last element of the whole, so that all parts are equally long. Anything else
-// (texts, numbers) and the input of a single process come back whole. Needs no communication and never changes
-// `inputs` (tensors of the result are views where nothing was padded). Errors: values of different length.
+// This process's contiguous part of `inputs`: a std::vector by elements (whatever they are), a
+// tensor by rows, a map, a tuple or a struct by splitting every value alike. The first ranks get
+// one more where it does not divide evenly; with apply_padding the others repeat the last element
+// of the whole, so that all parts are equally long. Anything else (texts, numbers) and the input of
+// a single process come back whole. Needs no communication and never changes `inputs` (tensors of
+// the result are views where nothing was padded). Errors: values of different length.
 template <class T>
 T SplitBetweenProcesses(int num_processes, int rank, const T& inputs, bool apply_padding = false) {
   if (num_processes == 1) return inputs;

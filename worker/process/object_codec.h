@@ -20,9 +20,10 @@
 
 namespace muster {
 
-// Objects as bytes, for gather_object and its relatives: numbers, bool, enums, std::string, at::Tensor, and vector,
-// array, set, map, unordered_map, optional, pair, tuple, c10::List, c10::Dict and structs (nested.h) of such. Both ends
-// are the same program, so nothing of the type travels; nothing is executed when reading. Tensors arrive on the CPU.
+// Objects as bytes, for gather_object and its relatives: numbers, bool, enums, std::string,
+// at::Tensor, and vector, array, set, map, unordered_map, optional, pair, tuple, c10::List,
+// c10::Dict and structs (nested.h) of such. Both ends are the same program, so nothing of the type
+// travels; nothing is executed when reading. Tensors arrive on the CPU.
 
 namespace codec_internal {
 

@@ -28,20 +28,22 @@ struct ShmCall {
 //
 //   header | cells: one per rank | slots: kBuffers per rank | results: kBuffers
 //
-// The ranks move in steps, counted alike by all. In a step each rank writes its slot and its call, arrives, waits for all
-// others, and then reads. A second arrival in the same step is possible (to read what others have made of it). Buffers
-// alternate: who writes in step s + 2 has seen all ranks arrive in step s + 1, hence done with reading in step s.
+// The ranks move in steps, counted alike by all. In a step each rank writes its slot and its call,
+// arrives, waits for all others, and then reads. A second arrival in the same step is possible (to
+// read what others have made of it). Buffers alternate: who writes in step s + 2 has seen all ranks
+// arrive in step s + 1, hence done with reading in step s.
 //
-// The memory has no name (memfd): nothing is left behind however the processes end. Waiting spins shortly, then sleeps on
-// a futex. A rank that died is found by its pidfd, one that left by its flag; who waits for it throws
-// c10::DistBackendError and marks the segment broken, so that everybody leaves. One thread per rank at a time.
+// The memory has no name (memfd): nothing is left behind however the processes end. Waiting spins
+// shortly, then sleeps on a futex. A rank that died is found by its pidfd, one that left by its
+// flag; who waits for it throws c10::DistBackendError and marks the segment broken, so that
+// everybody leaves. One thread per rank at a time.
 class ShmSegment {
  public:
   static constexpr int64_t kSlotBytes = 512 << 10;
   static constexpr int kBuffers = 2;
 
-  // Collective over `store`. Null, on every rank alike and with the reason in `*why`, if the ranks cannot share memory:
-  // other hosts, other pid namespaces, no permission. Throws like the store.
+  // Collective over `store`. Null, on every rank alike and with the reason in `*why`, if the ranks
+  // cannot share memory: other hosts, other pid namespaces, no permission. Throws like the store.
   static std::unique_ptr<ShmSegment> Open(const c10::intrusive_ptr<c10d::Store>& store, int rank,
                                           int size, std::string* why);
   ~ShmSegment();

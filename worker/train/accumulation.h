@@ -84,8 +84,8 @@ class Accumulation {
   MicroStep Begin(const std::optional<BatchFacts>& batch);
   MicroStep Begin(const std::optional<BatchFacts>& batch, bool agreed_sync);
 
-  // A micro-step outside of any accumulation: a window of its own whose loss is divided by num_steps. A window that is
-  // open stays so.
+  // A micro-step outside of any accumulation: a window of its own whose loss is divided by
+  // num_steps. A window that is open stays so.
   void BeginAlone();
 
   // What Begin() would answer as `sync`; changes nothing.

@@ -24,9 +24,9 @@ struct BatchSizeOptions {
 // same one. Everything that a failed attempt held is destroyed before the next one begins, its
 // exception included.
 //
-// `attempt` may be a step to try or a whole training. If it contains collectives, all ranks must run
-// out of memory at the same place in it, as equal ranks with equal batches do: a rank that runs out
-// alone leaves the others waiting in theirs, until that times out or fails.
+// `attempt` may be a step to try or a whole training. If it contains collectives, all ranks must
+// run out of memory at the same place in it, as equal ranks with equal batches do: a rank that runs
+// out alone leaves the others waiting in theirs, until that times out or fails.
 //
 // Errors, on every rank alike: c10::Error if no size fits ("no executable batch size found, reached
 // zero"), and, where an attempt fails for another reason, that exception on the rank it happened on

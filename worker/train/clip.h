@@ -16,15 +16,15 @@ namespace muster {
 // The gradients of `parameters` that exist and hold something, each once: LibTorch's parameters()
 // lists a tied weight for each module that has it. Of a sparse one (COO, as an embedding
 // with sparse(true) makes), its values, after the gradient was coalesced in place: rows that occur
-// several times are added up, so norms and limits mean what they mean for a dense gradient. Throws for
-// other layouts, naming the parameter by its number.
+// several times are added up, so norms and limits mean what they mean for a dense gradient. Throws
+// for other layouts, naming the parameter by its number.
 std::vector<at::Tensor> Gradients(const std::vector<at::Tensor>& parameters);
 // The same of one defined gradient of any size. `what` names its parameter in the error.
 at::Tensor GradientValues(const at::Tensor& parameter, const std::string& what);
 
-// The p-norm of all elements of `tensors` together, taken as torch takes it: the norm of the tensors'
-// own norms. p is any number, inf (the largest absolute value) or -inf (the smallest). A 0-d tensor
-// on the device of the first one; 0 if there are none.
+// The p-norm of all elements of `tensors` together, taken as torch takes it: the norm of the
+// tensors' own norms. p is any number, inf (the largest absolute value) or -inf (the smallest). A
+// 0-d tensor on the device of the first one; 0 if there are none.
 at::Tensor TotalNorm(const std::vector<at::Tensor>& tensors, double norm_type = 2);
 
 // Multiplies `tensors` in place by max_norm / (total_norm + 1e-6), at most 1. Always multiplies: a
@@ -33,9 +33,9 @@ void ScaleToNorm(const std::vector<at::Tensor>& tensors, double max_norm,
                  const at::Tensor& total_norm);
 
 // Both of the above on the gradients of `parameters`: returns the norm before clipping.
-// Throws c10::Error for a negative max_norm, a NaN norm_type, a norm_type of 0 or less with a sparse
-// gradient (whose zeros would count), or, with `error_if_nonfinite`, for a NaN
-// or infinite norm.
+// Throws c10::Error for a negative max_norm, a NaN norm_type, a norm_type of 0 or less with a
+// sparse gradient (whose zeros would count), or, with `error_if_nonfinite`, for a NaN or infinite
+// norm.
 at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm,
                         double norm_type = 2, bool error_if_nonfinite = false);
 

@@ -25,8 +25,8 @@ struct EmaOptions {
 
 // The exponential moving average of a model's weights, of which evaluation often gives better
 // numbers. fp16 and bf16 weights are averaged in fp32 (a thousandth of a change is nothing in
-// bf16), integers are copied. Buffers, such as BatchNorm's running statistics, are averages already:
-// the model's own ones serve.
+// bf16), integers are copied. Buffers, such as BatchNorm's running statistics, are averages
+// already: the model's own ones serve.
 //
 //   EmaWeights ema(parameters, {.decay = 0.999});
 //   for (...) { ...; optimizer.Step(); ema.Update(); }
@@ -51,7 +51,8 @@ class EmaWeights {
 
   // While it lives, the model's weights are the average. Costs a copy of the weights. At its end,
   // also by an exception, they are what they were; weights that were changed in between (a step, a
-  // load) would be lost with that, and its end throws. Do not save the model's training state in it.
+  // load) would be lost with that, and its end throws. Do not save the model's training state in
+  // it.
   class Scope {
    public:
     explicit Scope(EmaWeights& ema);
@@ -70,8 +71,8 @@ class EmaWeights {
   // same names and shapes. Nothing is changed unless all fit.
   void CopyTo(const std::vector<std::pair<std::string, at::Tensor>>& parameters) const;
 
-  // The averages under "average.<parameter>" (not copied) and the counters. Loading refuses what does
-  // not fit, with nothing changed.
+  // The averages under "average.<parameter>" (not copied) and the counters. Loading refuses what
+  // does not fit, with nothing changed.
   StateDict SaveState() const;
   void LoadState(const StateDict& state);
 

@@ -145,10 +145,10 @@ class Chain : public LrSchedule {
 };
 
 // The base rate with which `schedule` has the rate `lr` at `step`; nothing if there is none. Rates
-// are straight lines in the base rate; one that is not (of a class of the user's) misses `lr`. Nothing
-// either where a rise to come would multiply what is tiny now far beyond both `lr` and the rates of
-// `base`: at the bottom of a cosine before its restart, say. Rises of a function of the user's are
-// not known.
+// are straight lines in the base rate; one that is not (of a class of the user's) misses `lr`.
+// Nothing either where a rise to come would multiply what is tiny now far beyond both `lr` and the
+// rates of `base`: at the bottom of a cosine before its restart, say. Rises of a function of the
+// user's are not known.
 std::optional<double> BaseFor(const LrSchedule& schedule, int64_t step, double lr, double base) {
   const double probe = base > 0 ? base : 1;
   const double at_zero = schedule.Lr(step, 0);

@@ -116,15 +116,16 @@ class Scheduler {
 // rates the target had before are the base rates. `target` is borrowed and must outlive it. Not
 // thread-safe.
 //
-// Rates that are set by hand (target.set_lr) stay: the next Step() gives the group the base rate with
-// which the schedule has that rate at the present step, and goes on from there, as torch's recursive
-// schedulers do (StepLR: half the rate now is half the rate ever after). Where no base rate does
-// that, the schedule takes over again at the next Step(), and a warning says so once: OneCycleLR
-// ignores base rates, the first step of a warm-up has rate 0 whatever the base, and close to it a
-// base rate in proportion would blow up the rates to come.
+// Rates that are set by hand (target.set_lr) stay: the next Step() gives the group the base rate
+// with which the schedule has that rate at the present step, and goes on from there, as torch's
+// recursive schedulers do (StepLR: half the rate now is half the rate ever after). Where no base
+// rate does that, the schedule takes over again at the next Step(), and a warning says so once:
+// OneCycleLR ignores base rates, the first step of a warm-up has rate 0 whatever the base, and
+// close to it a base rate in proportion would blow up the rates to come.
 //
-// A parameter group that the target is given later follows the schedule of the others, from the rate
-// that it came with; among schedules of their own for each group it is refused at the next Step().
+// A parameter group that the target is given later follows the schedule of the others, from the
+// rate that it came with; among schedules of their own for each group it is refused at the next
+// Step().
 class LrScheduler : public Scheduler {
  public:
   LrScheduler(LrTarget& target, LrSchedulePtr schedule);
@@ -185,8 +186,8 @@ class MetricScheduler {
 };
 
 // torch's ReduceLROnPlateau: multiplies the rates by `factor` when a metric has not improved for
-// more than `patience` steps. Rates set by hand, and groups added later, are reduced from where they
-// are. `target` is borrowed.
+// more than `patience` steps. Rates set by hand, and groups added later, are reduced from where
+// they are. `target` is borrowed.
 class ReduceLROnPlateau : public MetricScheduler {
  public:
   ReduceLROnPlateau(LrTarget& target, const PlateauOptions& options = {});

@@ -14,10 +14,10 @@ namespace muster {
 
 // Optimizers on LibTorch's fused kernels (one pass over a parameter and its state instead of a
 // dozen). Numbers are torch::optim's within float rounding; hyper-parameters have torch's names and
-// defaults. Floating parameters on CPU or CUDA, of any strides that do not overlap; gradients of the
-// parameter's dtype, not sparse. State is made in the first step of a parameter, in its dtype and
-// memory format, and follows it if it moves to another device, dtype or memory format. A parameter
-// with holes (every other column of a matrix) costs a copy in each step.
+// defaults. Floating parameters on CPU or CUDA, of any strides that do not overlap; gradients of
+// the parameter's dtype, not sparse. State is made in the first step of a parameter, in its dtype
+// and memory format, and follows it if it moves to another device, dtype or memory format. A
+// parameter with holes (every other column of a matrix) costs a copy in each step.
 
 struct AdamWOptions {
   double lr = 1e-3;

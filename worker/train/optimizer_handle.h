@@ -43,10 +43,10 @@ class OptimizerHandle : public LrTarget {
   // means another optimizer. A copy gets its own.
   uint64_t id() const { return id_.value; }
 
-  // Whether this is a handle on `optimizer`, and on that very one: a new optimizer at the address of
-  // one that is gone has another type, lacks some parameter that this handle has seen, or lost the
-  // state that this handle's steps made. Touches nothing but its argument and what the handle keeps
-  // itself, so the wrapped optimizer may be dead.
+  // Whether this is a handle on `optimizer`, and on that very one: a new optimizer at the address
+  // of one that is gone has another type, lacks some parameter that this handle has seen, or lost
+  // the state that this handle's steps made. Touches nothing but its argument and what the handle
+  // keeps itself, so the wrapped optimizer may be dead.
   virtual bool Wraps(const torch::optim::Optimizer& /*optimizer*/) const { return false; }
 
   // Whether both hold the same tensors in the same order.
@@ -63,14 +63,14 @@ class OptimizerHandle : public LrTarget {
 
   // Whether the update must evaluate the loss itself (LBFGS): Step() then throws.
   virtual bool needs_closure() const { return false; }
-  // torch's step(closure): `closure` zeroes the gradients, runs the forward and the backward pass and
-  // returns the loss. It is called with grad mode on, once, or as often as the optimizer wants.
+  // torch's step(closure): `closure` zeroes the gradients, runs the forward and the backward pass
+  // and returns the loss. It is called with grad mode on, once, or as often as the optimizer wants.
   // Returns the loss of the first call.
   virtual at::Tensor StepWithClosure(const std::function<at::Tensor()>& closure);
 
-  // All parameters that the optimizer holds at this moment, group after group; a group that was added
-  // since is in it. The reference is good until the optimizer is given other parameters. Looks at
-  // every parameter: take it out of loops.
+  // All parameters that the optimizer holds at this moment, group after group; a group that was
+  // added since is in it. The reference is good until the optimizer is given other parameters.
+  // Looks at every parameter: take it out of loops.
   const std::vector<at::Tensor>& parameters() const {
     Refresh();
     return parameters_;
@@ -105,9 +105,9 @@ class OptimizerHandle : public LrTarget {
   virtual void Refresh() const {}
   const std::vector<at::Tensor>& seen_parameters() const { return parameters_; }
 
-  // To be called by the constructor of a subclass, and whenever parameters have changed. Throws, with
-  // nothing changed, for a tensor that cannot be optimized: undefined, no leaf, twice in the list, or
-  // with elements that share memory.
+  // To be called by the constructor of a subclass, and whenever parameters have changed. Throws,
+  // with nothing changed, for a tensor that cannot be optimized: undefined, no leaf, twice in the
+  // list, or with elements that share memory.
   void SetParameters(std::vector<at::Tensor> parameters) const;
 
   // The slots of parameter `i` in a state to load: slot name to tensor. Checks that every tensor of
@@ -131,8 +131,8 @@ class OptimizerHandle : public LrTarget {
   mutable int64_t version_ = 0;
 };
 
-// To be called when weights have changed. Inside an autocast scope that began before, LibTorch would
-// go on with the low-precision copies that it made of the old ones.
+// To be called when weights have changed. Inside an autocast scope that began before, LibTorch
+// would go on with the low-precision copies that it made of the old ones.
 void ForgetCastWeights();
 
 // Throws unless `groups` is of `size` parameter groups.

@@ -31,8 +31,8 @@ inline bool Fits(const at::Tensor& slot, const at::Tensor& parameter) {
          slot.device() == parameter.device() && SameLayout(slot, parameter);
 }
 
-// The values of `slot` (zeros, if it is undefined) as a tensor that fits: a parameter may have moved
-// to another device, dtype or memory format since its last step.
+// The values of `slot` (zeros, if it is undefined) as a tensor that fits: a parameter may have
+// moved to another device, dtype or memory format since its last step.
 inline at::Tensor Refit(const at::Tensor& slot, const at::Tensor& parameter) {
   at::Tensor fitting = at::zeros_like(parameter).detach();
   if (slot.defined()) fitting.copy_(slot);

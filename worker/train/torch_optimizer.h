@@ -18,12 +18,13 @@ struct TorchOptimizerOptions {
 };
 
 // A handle on any torch::optim optimizer, which is borrowed and must outlive it. Its state stays in
-// the optimizer, so both can be used side by side, and parameters and groups can be added at any time.
+// the optimizer, so both can be used side by side, and parameters and groups can be added at any
+// time.
 //
-// Saving: states of AdamW, Adam, SGD and Adagrad fit those of FusedAdamW, ... and the other way round;
-// RMSprop and LBFGS fit themselves. Classes of the user's (derived from any of these or not) are saved
-// and loaded by their own save() and load(), as one tensor of bytes; those that do not override them
-// say so in CannotSave(). One whose own load() throws may be changed in part.
+// Saving: states of AdamW, Adam, SGD and Adagrad fit those of FusedAdamW, ... and the other way
+// round; RMSprop and LBFGS fit themselves. Classes of the user's (derived from any of these or not)
+// are saved and loaded by their own save() and load(), as one tensor of bytes; those that do not
+// override them say so in CannotSave(). One whose own load() throws may be changed in part.
 //
 // LBFGS steps by StepWithClosure() only. Sparse gradients go into SGD without momentum and weight
 // decay, Adagrad without weight decay, LBFGS, and classes of the user's, which must know what they

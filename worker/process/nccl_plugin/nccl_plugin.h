@@ -4,9 +4,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// The C boundary of libmuster_nccl.so, the only part of Muster that names CUDA or NCCL. The library is opened at run
-// time, after libtorch_cuda.so, and only where a GPU is. No exception crosses it: functions that can fail return 0 and
-// write one line, cut to `error_size` bytes and ended by a zero, to `error`.
+// The C boundary of libmuster_nccl.so, the only part of Muster that names CUDA or NCCL. The library
+// is opened at run time, after libtorch_cuda.so, and only where a GPU is. No exception crosses it:
+// functions that can fail return 0 and write one line, cut to `error_size` bytes and ended by a
+// zero, to `error`.
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -15,7 +16,8 @@ extern "C" {
 
 // MUSTER_NCCL_ABI of the library.
 typedef int (*MusterNcclAbi)(void);
-// "2.11.0": of the LibTorch it was compiled against. C++ objects cross as pointers, so it must be ours exactly.
+// "2.11.0": of the LibTorch it was compiled against. C++ objects cross as pointers, so it must be
+// ours exactly.
 typedef const char* (*MusterNcclTorchVersion)(void);
 // Writes NCCL's version at run time ("2.28.9") to `version`.
 typedef void (*MusterNcclVersion)(char* version, size_t version_size);
@@ -30,7 +32,8 @@ typedef struct MusterNcclOptions {
   const char* name;    // of the group
 } MusterNcclOptions;
 
-// A connected c10d::Backend*, whose one reference the caller owns; null on failure. Blocks until all ranks have come.
+// A connected c10d::Backend*, whose one reference the caller owns; null on failure. Blocks until
+// all ranks have come.
 typedef void* (*MusterNcclMakeBackend)(const MusterNcclOptions* options, char* error,
                                        size_t error_size);
 
