@@ -143,9 +143,9 @@ std::string RandomHex() {
   return absl::StrFormat("%016x", bits);
 }
 
-absl::StatusOr<AtomicFile> AtomicFile::Create(const std::string& path) {
+absl::StatusOr<AtomicFile> AtomicFile::Create(const std::string& path, mode_t mode) {
   std::string temporary = absl::StrCat(path, ".tmp-", RandomHex());
-  const int fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
+  const int fd = open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode);
   if (fd < 0) return Failed("create", path);
   return AtomicFile(fd, path, std::move(temporary));
 }
@@ -186,6 +186,11 @@ absl::Status AtomicFile::Append(absl::string_view bytes) {
     if (n < 0) return Failed("write", path_);
     bytes.remove_prefix(n);
   }
+  return absl::OkStatus();
+}
+
+absl::Status AtomicFile::Sync() {
+  if (fdatasync(fd_) != 0) return Failed("sync", path_);
   return absl::OkStatus();
 }
 

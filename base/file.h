@@ -1,6 +1,8 @@
 #ifndef MUSTER_BASE_FILE_H_
 #define MUSTER_BASE_FILE_H_
 
+#include <sys/types.h>
+
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -52,13 +54,17 @@ std::string RandomHex();
 // Commit it is removed when destroyed. Not thread-safe. Movable.
 class AtomicFile {
  public:
-  static absl::StatusOr<AtomicFile> Create(const std::string& path);
+  // `mode` is reduced by the umask.
+  static absl::StatusOr<AtomicFile> Create(const std::string& path, mode_t mode = 0666);
   AtomicFile(AtomicFile&& other) noexcept;
   AtomicFile& operator=(AtomicFile&& other) noexcept;
   ~AtomicFile();
 
   // Appends all bytes.
   absl::Status Append(absl::string_view bytes);
+
+  // What was appended is on disk, still under the temporary name.
+  absl::Status Sync();
 
   // Sync, close, rename over `path`, sync the folder. Nothing may be called after it.
   absl::Status Commit();

@@ -37,6 +37,21 @@ TEST(AtomicFile, WithoutCommit_LeavesNothing) {
   EXPECT_TRUE(ListDirectory(folder)->empty());
 }
 
+TEST(AtomicFile, ModeAndSync_AreThoseAskedFor) {
+  const std::string folder = Scratch();
+  const std::string path = JoinPath(folder, "a");
+  auto file = AtomicFile::Create(path, 0600);
+  ASSERT_TRUE(file.ok()) << file.status();
+  ASSERT_TRUE(file->Append("half").ok());
+  ASSERT_TRUE(file->Sync().ok());
+  EXPECT_FALSE(PathExists(path));
+  ASSERT_TRUE(file->Commit().ok());
+  EXPECT_EQ(*ReadFile(path), "half");
+  struct stat info;
+  ASSERT_EQ(stat(path.c_str(), &info), 0);
+  EXPECT_EQ(info.st_mode & 0777, 0600u);
+}
+
 TEST(AtomicFile, MissingFolder_NamesPath) {
   const auto file = AtomicFile::Create("/nowhere/at/all");
   ASSERT_FALSE(file.ok());

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
@@ -137,9 +138,7 @@ struct CoreOptions {
   // A job without seated or waiting workers that nobody has written to for so long is removed, with
   // its keys and history. Counted anew after a restart.
   absl::Duration job_retention = absl::Hours(24);
-  // What one row of SQLite takes, less a little; protobuf's own limit is 2 GiB.
-  size_t max_snapshot_bytes = 999'000'000;
-  // What the keys of one job and of all may have, about as a snapshot counts them: it must fit.
+  // What the keys of one job and of all may have, about as memory and a snapshot count them.
   size_t job_kv_bytes = 256 << 20;
   size_t kv_bytes = 768 << 20;
   Mutants mutants;
@@ -190,13 +189,22 @@ class Core {
   // When Tick has something to do; InfiniteFuture: nothing waits.
   absl::Time NextDeadline() const;
 
-  // Only before StartTerm. Errors: DATA_LOSS for bytes that are not a snapshot or a record, or a
-  // revision out of order.
-  absl::Status Restore(absl::string_view snapshot);
+  // Only before StartTerm. A snapshot is restored part by part, or whole, before any record. Errors:
+  // DATA_LOSS for bytes that are not a snapshot or a record, or a revision out of order.
+  absl::Status Restore(absl::string_view part);
   absl::Status Replay(absl::string_view record_payload);
-  // The durable state as of last_record_revision(): what Restore takes. Large: proportional to the
-  // state. Empty if that is more than 2 GiB, which no message can have.
+  // The durable state as of last_record_revision(): hands over parts of about `part_bytes` (one seat
+  // table, and one answer, are not divided) for Restore to take in this order. Stops at the first
+  // error of `part` and returns it.
+  absl::Status WriteSnapshot(size_t part_bytes,
+                             absl::FunctionRef<absl::Status(std::string part)> part) const;
+  // All parts together, which are one part again. For small states: no message has more than 2 GiB.
   std::string Snapshot() const;
+  // Of strikes and quarantines no record says that they have run out. What is left of them now, for
+  // RestoreHosts of a core that was restored from the records up to last_record_revision(): it then
+  // has the same state as this one. Only before StartTerm. Errors: DATA_LOSS.
+  std::string SnapshotHosts() const;
+  absl::Status RestoreHosts(absl::string_view hosts);
   // Begins to serve as `term`, which must be higher than last_term() and at most kMaxTerm. Seated
   // workers get one full lease.
   //

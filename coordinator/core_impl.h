@@ -99,6 +99,7 @@ void FillRow(const v1::SeatRecord& seat, v1::RankRow* row);
 class Core::Impl {
  public:
   class Job;
+  class SnapshotParts;
   friend class Core;
 
   explicit Impl(CoreOptions options) : options_(std::move(options)) {
@@ -185,6 +186,7 @@ class Core::Impl {
     const auto it = jobs_.find(job_id);
     return it == jobs_.end() ? nullptr : it->second.get();
   }
+  std::vector<const Job*> JobsById() const;
   static v1::OpError UnknownJob(absl::string_view job_id) {
     return MakeError(
         absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
@@ -227,6 +229,7 @@ class Core::Impl {
   uint64_t term_ = 0;  // of the journal until StartTerm
   uint64_t restored_term_ = 0;
   bool serving_ = false;
+  bool restoring_ = false;  // a part of a snapshot has come, and no record
   uint64_t revision_ = 0;
   uint64_t last_record_ = 0;
   absl::flat_hash_map<std::string, std::unique_ptr<Job>> jobs_;
@@ -373,7 +376,8 @@ class Core::Impl::Job : public BarrierHost {
   uint64_t AllRecords() const {
     return std::max({membership_record_, kv_record_, barrier_record_});
   }
-  void SnapshotTo(v1::CoordinatorSnapshot* snapshot) const;
+  void SnapshotTo(SnapshotParts* parts) const;
+  void SnapshotHostsTo(SnapshotParts* parts) const;
   const char* StateName() const;
 
   v1::ReplyHeader Header() const override { return impl_->Header(); }

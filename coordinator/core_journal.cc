@@ -21,7 +21,55 @@ static_assert(Core::kMaxTerm << kRevisionBits >> kRevisionBits == Core::kMaxTerm
 constexpr uint64_t kLostGenerations = 65536;
 constexpr uint64_t kLostVersions = uint64_t{1} << 32;
 
+// Keys of one change: a part is divided between changes only.
+constexpr size_t kKeysBytes = 256 << 10;
+constexpr int kKeys = 1000;
+// Of a snapshot in one string.
+constexpr size_t kPartBytes = 2 << 20;
+
 }  // namespace
+
+// Divides the changes of a snapshot into parts.
+class Core::Impl::SnapshotParts {
+ public:
+  SnapshotParts(const Impl& core, size_t part_bytes,
+                absl::FunctionRef<absl::Status(std::string)> part);
+
+  // The next change. Valid until the one after it is asked for.
+  v1::JournalChange* Add() {
+    Count();
+    if (bytes_ >= part_bytes_) Flush();
+    change_ = snapshot_.add_changes();
+    return change_;
+  }
+  const absl::Status& status() const { return status_; }
+  absl::Status Finish() {
+    Count();
+    // A state without a job is a part too.
+    if (!flushed_ || bytes_ > 0) Flush();
+    return status_;
+  }
+
+ private:
+  void Count() {
+    if (change_ != nullptr) bytes_ += change_->ByteSizeLong();
+    change_ = nullptr;
+  }
+  void Flush() {
+    if (status_.ok()) status_ = part_(snapshot_.SerializeAsString());
+    snapshot_.clear_changes();
+    bytes_ = 0;
+    flushed_ = true;
+  }
+
+  const size_t part_bytes_;
+  const absl::FunctionRef<absl::Status(std::string)> part_;
+  v1::CoordinatorSnapshot snapshot_;
+  v1::JournalChange* change_ = nullptr;  // not counted yet
+  size_t bytes_ = 0;
+  bool flushed_ = false;
+  absl::Status status_;
+};
 
 void Core::Impl::Job::BecomeRestored() {
   // Who sits where now is not known. Whoever comes back is asked to join again, also a newer start
@@ -50,8 +98,15 @@ void Core::Impl::BecomeRestored(uint64_t term) {
   for (auto& [id, job] : jobs_) job->BecomeRestored();
 }
 
-void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
-  const auto add = [&] { return snapshot->add_changes(); };
+std::vector<const Core::Impl::Job*> Core::Impl::JobsById() const {
+  std::vector<const Job*> jobs;
+  for (const auto& [id, job] : jobs_) jobs.push_back(job.get());
+  std::sort(jobs.begin(), jobs.end(), [](const Job* a, const Job* b) { return a->id_ < b->id_; });
+  return jobs;
+}
+
+void Core::Impl::Job::SnapshotTo(SnapshotParts* parts) const {
+  const auto add = [&] { return parts->Add(); };
   v1::JobCreated* created = add()->mutable_job_created();
   created->set_job_id(id_);
   *created->mutable_spec() = spec_;
@@ -86,8 +141,15 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
       ended->set_counter(counter);
       *ended->mutable_answer() = answer.Parse();
     };
-    barriers_->ForEachJournaled(end);
-    agree_->ForEachKept([&](uint64_t counter, const Answer& answer) { end("", counter, answer); });
+    // Who repeats an arrival in a generation that has ended is told so: payloads are for nobody any
+    // more. What failed is kept for those who ask what became of the job.
+    barriers_->ForEachJournaled([&](const std::string& id, uint64_t counter, const Answer& answer) {
+      if (sealed_ || answer.kind() == v1::OpResult::KIND_NOT_SET) end(id, counter, answer);
+    });
+    if (sealed_) {
+      agree_->ForEachKept(
+          [&](uint64_t counter, const Answer& answer) { end("", counter, answer); });
+    }
   }
   for (const std::string& worker_id : departed_order_) {
     const auto it = departed_.find(worker_id);
@@ -103,12 +165,15 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
     closed->set_why(why_ended_);
   }
   v1::KvChanged* kv = nullptr;
+  size_t kv_bytes = 0;
   kv_.ForEachDurable([&](const KvEntry& entry) {
-    if (kv == nullptr || kv->puts_size() >= 1000) {
+    if (kv == nullptr || kv->puts_size() >= kKeys || kv_bytes >= kKeysBytes) {
       kv = add()->mutable_kv_changed();
       kv->set_job_id(id_);
+      kv_bytes = 0;
     }
     entry.CopyTo(kv->add_puts());
+    kv_bytes += entry.bytes();
   });
   triggers_.ForEach([&](const v1::TriggerRecord& record, const std::vector<bool>& acked_by) {
     v1::TriggerChanged* trigger = add()->mutable_trigger_changed();
@@ -125,25 +190,7 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
       acked->add_ranks(static_cast<int>(rank));
     }
   });
-  for (const auto& [host, state] : hosts_) {
-    const int strikes =
-        impl_->serving_ ? static_cast<int>(state.strikes.size()) : state.replayed_strikes;
-    if (strikes > 0) {
-      v1::HostStruck* struck = add()->mutable_host_struck();
-      struck->set_job_id(id_);
-      struck->set_host(host);
-      struck->set_strikes(strikes);
-    }
-    const absl::Duration left = impl_->serving_ ? state.until - impl_->now_ : state.left;
-    if (left > absl::ZeroDuration()) {
-      v1::HostQuarantined* quarantined = add()->mutable_host_quarantined();
-      quarantined->set_job_id(id_);
-      quarantined->set_host(host);
-      *quarantined->mutable_for_() = ToProto(left);
-      quarantined->set_reason(state.reason);
-      quarantined->set_automatic(state.automatic);
-    }
-  }
+  SnapshotHostsTo(parts);
   dedupe_.ForEach([&](const std::string& client, uint64_t incarnation, uint64_t request_id,
                       uint64_t hash, const StoredAnswer& stored) {
     if (stored.durable_revision == 0) return;
@@ -162,6 +209,28 @@ void Core::Impl::Job::SnapshotTo(v1::CoordinatorSnapshot* snapshot) const {
     forgotten->set_incarnation(incarnation);
     forgotten->set_up_to(up_to);
   });
+}
+
+void Core::Impl::Job::SnapshotHostsTo(SnapshotParts* parts) const {
+  for (const auto& [host, state] : hosts_) {
+    const int strikes =
+        impl_->serving_ ? static_cast<int>(state.strikes.size()) : state.replayed_strikes;
+    if (strikes > 0) {
+      v1::HostStruck* struck = parts->Add()->mutable_host_struck();
+      struck->set_job_id(id_);
+      struck->set_host(host);
+      struck->set_strikes(strikes);
+    }
+    const absl::Duration left = impl_->serving_ ? state.until - impl_->now_ : state.left;
+    if (left > absl::ZeroDuration()) {
+      v1::HostQuarantined* quarantined = parts->Add()->mutable_host_quarantined();
+      quarantined->set_job_id(id_);
+      quarantined->set_host(host);
+      *quarantined->mutable_for_() = ToProto(left);
+      quarantined->set_reason(state.reason);
+      quarantined->set_automatic(state.automatic);
+    }
+  }
 }
 
 absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
@@ -359,13 +428,19 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
 
 absl::Status Core::Restore(absl::string_view bytes) {
   v1::CoordinatorSnapshot snapshot;
-  if (impl_->serving_ || impl_->revision_ != 0) {
+  if (impl_->serving_ || (impl_->revision_ != 0 && !impl_->restoring_)) {
     return absl::FailedPreconditionError("a snapshot can only be restored into a new core");
   }
   if (!snapshot.ParseFromArray(bytes.data(), static_cast<int>(bytes.size()))) {
     return absl::DataLossError(
         absl::StrCat("the snapshot of ", bytes.size(), " bytes cannot be read: it is not one"));
   }
+  if (impl_->restoring_ && snapshot.revision() != impl_->revision_) {
+    return absl::DataLossError(absl::StrCat("a part of the snapshot of revision ",
+                                            snapshot.revision(), " comes after one of revision ",
+                                            impl_->revision_));
+  }
+  impl_->restoring_ = true;
   impl_->revision_ = impl_->last_record_ = snapshot.revision();
   impl_->term_ = snapshot.term();
   impl_->restored_term_ = snapshot.restored_term();
@@ -387,6 +462,7 @@ absl::Status Core::Replay(absl::string_view payload) {
     return absl::DataLossError(absl::StrCat("the journal holds revision ", record.revision(),
                                             " after revision ", impl_->last_record_));
   }
+  impl_->restoring_ = false;
   impl_->revision_ = impl_->last_record_ = record.revision();
   for (const v1::JournalChange& change : record.changes()) {
     if (absl::Status status = impl_->ApplyChange(change); !status.ok()) return status;
@@ -394,18 +470,58 @@ absl::Status Core::Replay(absl::string_view payload) {
   return absl::OkStatus();
 }
 
+Core::Impl::SnapshotParts::SnapshotParts(const Impl& core, size_t part_bytes,
+                                         absl::FunctionRef<absl::Status(std::string)> part)
+    : part_bytes_(part_bytes), part_(part) {
+  snapshot_.set_revision(core.last_record_);
+  snapshot_.set_term(core.term_);
+  snapshot_.set_restored_term(core.restored_term_);
+}
+
+absl::Status Core::WriteSnapshot(size_t part_bytes,
+                                 absl::FunctionRef<absl::Status(std::string part)> part) const {
+  Impl::SnapshotParts parts(*impl_, part_bytes, part);
+  for (const Impl::Job* job : impl_->JobsById()) {
+    job->SnapshotTo(&parts);
+    if (!parts.status().ok()) return parts.status();
+  }
+  return parts.Finish();
+}
+
 std::string Core::Snapshot() const {
-  v1::CoordinatorSnapshot snapshot;
-  snapshot.set_revision(impl_->last_record_);
-  snapshot.set_term(impl_->term_);
-  snapshot.set_restored_term(impl_->restored_term_);
-  std::vector<const Impl::Job*> jobs;
-  for (const auto& [id, job] : impl_->jobs_) jobs.push_back(job.get());
-  std::sort(jobs.begin(), jobs.end(),
-            [](const Impl::Job* a, const Impl::Job* b) { return a->id_ < b->id_; });
-  for (const Impl::Job* job : jobs) job->SnapshotTo(&snapshot);
-  if (snapshot.ByteSizeLong() > impl_->options_.max_snapshot_bytes) return "";
-  return snapshot.SerializeAsString();
+  // Parsing messages that follow one another merges them.
+  std::string all;
+  (void)WriteSnapshot(kPartBytes, [&](const std::string& part) {
+    all += part;
+    return absl::OkStatus();
+  });
+  return all;
+}
+
+std::string Core::SnapshotHosts() const {
+  std::string all;
+  const auto append = [&](const std::string& part) {
+    all += part;
+    return absl::OkStatus();
+  };
+  Impl::SnapshotParts parts(*impl_, kPartBytes, append);
+  for (const Impl::Job* job : impl_->JobsById()) job->SnapshotHostsTo(&parts);
+  (void)parts.Finish();
+  return all;
+}
+
+absl::Status Core::RestoreHosts(absl::string_view bytes) {
+  v1::CoordinatorSnapshot hosts;
+  if (!hosts.ParseFromArray(bytes.data(), static_cast<int>(bytes.size())) ||
+      hosts.revision() != impl_->last_record_) {
+    return absl::DataLossError(absl::StrCat("the quarantines of revision ", hosts.revision(),
+                                            " do not belong to revision ", impl_->last_record_));
+  }
+  for (auto& [id, job] : impl_->jobs_) job->hosts_.clear();
+  for (const v1::JournalChange& change : hosts.changes()) {
+    if (absl::Status status = impl_->ApplyChange(change); !status.ok()) return status;
+  }
+  return absl::OkStatus();
 }
 
 void Core::StartTerm(uint64_t term, absl::Time now, Output* out, bool restored) {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -1581,6 +1582,68 @@ TEST_F(CoreTest, Barrier_FailedOrWithPayloads_IsRememberedAcrossARestart) {
     const CallId gathered = Arrive(workers[1], "gather", 0, absl::Seconds(9), "y");
     EXPECT_THAT(bench_.Result(gathered).arrive().payloads(), ElementsAre("x", "y"));
   }
+}
+
+TEST_F(CoreTest, Snapshot_OfAGenerationThatHasEnded_HasWhatFailedAndNoPayloads) {
+  std::vector<Worker> workers = Form(2);
+  Arrive(workers[0], "late", 0, absl::Seconds(1));
+  bench_.Advance(absl::Seconds(1));
+  for (const Worker& worker : workers)
+    Arrive(worker, "gather", 0, absl::Seconds(9), "payload-of-a-rank");
+  EXPECT_THAT(bench_.core_->Snapshot(), HasSubstr("payload-of-a-rank"));
+  v1::Op end;
+  end.mutable_end_generation()->mutable_fence()->set_job_id("j");
+  bench_.Do(end);
+  EXPECT_THAT(bench_.core_->Snapshot(),
+              ::testing::AllOf(HasSubstr("late"), ::testing::Not(HasSubstr("payload-of-a-rank"))));
+  for (const bool snapshot : {false, true}) {
+    EXPECT_EQ(bench_.Reason(Arrive(workers[0], "gather", 0, absl::Seconds(9), "payload-of-a-rank")),
+              v1::ERROR_REASON_GENERATION_ENDED);
+    bench_.Restart(snapshot);
+  }
+}
+
+TEST_F(CoreTest, Snapshot_InParts_IsTheSameStateWhateverTheirSize) {
+  std::vector<Worker> workers = Form(2);
+  for (int i = 0; i < 100; ++i)
+    bench_.Do(PutOp(workers[0], absl::StrCat("k", i), std::string(10'000, 'v'), true));
+  const std::string state = bench_.core_->Snapshot();
+  for (const size_t part_bytes : {size_t{1}, size_t{100'000}, size_t{300'000}, size_t{1} << 30}) {
+    std::vector<std::string> parts;
+    ASSERT_TRUE(bench_.core_
+                    ->WriteSnapshot(part_bytes,
+                                    [&](std::string part) {
+                                      parts.push_back(std::move(part));
+                                      return absl::OkStatus();
+                                    })
+                    .ok());
+    if (part_bytes <= 300'000) {
+      EXPECT_GE(parts.size(), 2u);
+      for (const std::string& part : parts) EXPECT_LT(part.size(), part_bytes + 300'000);
+    }
+    Core restored(bench_.options_);
+    for (const std::string& part : parts) ASSERT_TRUE(restored.Restore(part).ok());
+    EXPECT_TRUE(restored.Snapshot() == state);
+    EXPECT_EQ(restored.last_record_revision(), bench_.core_->last_record_revision());
+  }
+  // Parts of two snapshots are not mixed, and none comes after a record.
+  Core mixed(bench_.options_);
+  ASSERT_TRUE(mixed.Restore(state).ok());
+  bench_.Do(PutOp(workers[0], "k", "v", true));
+  EXPECT_EQ(mixed.Restore(bench_.core_->Snapshot()).code(), absl::StatusCode::kDataLoss);
+  ASSERT_TRUE(mixed.Replay(bench_.journal_.back().payload).ok());
+  EXPECT_FALSE(mixed.Restore(state).ok());
+  // Whoever takes the parts can have no more of them.
+  int taken = 0;
+  EXPECT_EQ(bench_.core_
+                ->WriteSnapshot(1,
+                                [&](const std::string&) {
+                                  ++taken;
+                                  return absl::CancelledError("enough");
+                                })
+                .code(),
+            absl::StatusCode::kCancelled);
+  EXPECT_EQ(taken, 1);
 }
 
 TEST_F(CoreTest, Kv_DurablePut_WaitsForItsRecordAndSurvives) {

@@ -3,19 +3,35 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 
 namespace muster::coordinator {
 
+// The state that the records of a journal make, built beside the one that serves, so that a
+// snapshot of it stops nobody. Used by one thread at a time.
+class Replica {
+ public:
+  virtual ~Replica() = default;
+  // False: it has the whole state already, and is only asked to write it.
+  virtual bool NeedsHistory() const { return true; }
+  // The parts of the last snapshot, then the records after it, in order.
+  virtual absl::Status Restore(absl::string_view part) = 0;
+  virtual absl::Status Replay(absl::string_view record) = 0;
+  // Hands over the state in parts of a few MiB. Stops at the first error of `part` and returns it.
+  virtual absl::Status Write(absl::FunctionRef<absl::Status(absl::string_view)> part) = 0;
+};
+
 // The durable log of the coordinator: records in order, and now and then a snapshot that stands for
 // all records up to its revision. It knows nothing of what is in them.
 //
 // Order of use: construct (see the implementations), Replay(), Start(), then Append() and
-// WriteSnapshot() from one thread, Stop(). Callbacks run on the journal's own thread, never inside
+// WriteSnapshot() from one thread, Stop(). Callbacks run on the journal's own threads, never inside
 // a call, and must not block.
 class Journal {
  public:
@@ -44,10 +60,11 @@ class Journal {
   // "memory", or the file.
   virtual const std::string& description() const = 0;
 
-  // Hands over the newest snapshot, if there is one, then every record after it, in order. Stops at
-  // the first error of a callback and returns it. Errors: DATA_LOSS naming the file and the place.
+  // Hands over the newest snapshot, if there is one, part by part, then every record after it, in
+  // order. Stops at the first error of a callback and returns it. Errors: DATA_LOSS naming the file
+  // and the place.
   virtual absl::Status Replay(
-      const std::function<absl::Status(uint64_t revision, absl::string_view state)>& snapshot,
+      const std::function<absl::Status(uint64_t revision, absl::string_view part)>& snapshot,
       const std::function<absl::Status(uint64_t revision, absl::string_view record)>& record) = 0;
 
   // Begins to write. `progress` is called after every group commit.
@@ -57,17 +74,23 @@ class Journal {
   // appended is collected for the next.
   virtual void Append(uint64_t revision, std::string record) = 0;
 
-  // Queues a snapshot of the state after `revision`, which stands for all records appended so far.
-  // `done` is told when it is durable and the records before the previous snapshot are gone, or why
-  // not (then nothing is gone).
-  virtual void WriteSnapshot(uint64_t revision, std::string state,
+  // Begins a snapshot of the state after `revision`, which stands for all records appended so far.
+  // `replica` is brought to that state from the last snapshot and the records after it, and written,
+  // on a thread of the journal's own, while Append and commits go on; then it is gone. `done` is told
+  // when the snapshot is durable and the records before the previous one are gone, or why not (then
+  // nothing is gone): DATA_LOSS if what the journal holds cannot be read (a replica that needs no
+  // history can still be written), CANCELLED by Stop. One at a time: the next one after `done`.
+  virtual void WriteSnapshot(uint64_t revision, std::unique_ptr<Replica> replica,
                              std::function<void(absl::Status)> done) = 0;
 
   // Appended since the last snapshot (or since ever).
   virtual uint64_t records_since_snapshot() const = 0;
   virtual uint64_t bytes_since_snapshot() const = 0;
+  // Bytes of the last snapshot; 0: there is none.
+  virtual uint64_t snapshot_bytes() const { return 0; }
 
-  // Writes what is queued, then stops. Blocks. Repeatable.
+  // Writes what is queued, then stops. A snapshot that is being written is given up. Blocks.
+  // Repeatable.
   virtual void Stop() = 0;
 };
 

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <cstring>
@@ -15,6 +16,9 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_cat.h"
+#include "base/crc32c.h"
+#include "base/failpoint.h"
 #include "base/mutex.h"
 #include "coordinator/journal/memory_journal.h"
 #include "coordinator/journal/sqlite_journal.h"
@@ -73,7 +77,7 @@ absl::StatusOr<Content> Read(Journal& journal) {
   const absl::Status status = journal.Replay(
       [&](uint64_t revision, absl::string_view state) {
         content.snapshot_revision = revision;
-        content.snapshot = std::string(state);
+        content.snapshot += std::string(state);
         return absl::OkStatus();
       },
       [&](uint64_t revision, absl::string_view record) {
@@ -87,6 +91,94 @@ absl::StatusOr<Content> Read(Journal& journal) {
 absl::StatusOr<std::string> Verify(const std::string& directory) {
   const auto any = [](uint64_t, absl::string_view) { return absl::OkStatus(); };
   return SqliteJournal::Verify(directory, any, any);
+}
+
+// What a replica was built of.
+struct Built {
+  std::string restored;
+  std::vector<std::string> replayed;
+};
+
+// Says that it has the state it is given, whatever it is built of.
+class FakeReplica final : public Replica {
+ public:
+  explicit FakeReplica(std::vector<std::string> parts, Built* built = nullptr)
+      : parts_(std::move(parts)), built_(built) {}
+  bool NeedsHistory() const override { return needs_history; }
+  absl::Status Restore(absl::string_view part) override {
+    if (built_ != nullptr) built_->restored += std::string(part);
+    return absl::OkStatus();
+  }
+  absl::Status Replay(absl::string_view record) override {
+    if (on_replay) on_replay();
+    if (built_ != nullptr) built_->replayed.push_back(std::string(record));
+    return absl::OkStatus();
+  }
+  absl::Status Write(absl::FunctionRef<absl::Status(absl::string_view)> part) override {
+    do {
+      for (const std::string& one : parts_) {
+        if (absl::Status status = part(one); !status.ok()) return status;
+        if (on_part) on_part();
+      }
+    } while (endless);
+    return absl::OkStatus();
+  }
+
+  bool needs_history = true;
+  bool endless = false;  // its parts come again and again
+  std::function<void()> on_replay;
+  std::function<void()> on_part;  // after each
+
+ private:
+  const std::vector<std::string> parts_;
+  Built* const built_;
+};
+
+// Writes a snapshot and waits for what comes of it.
+absl::Status WriteSnapshot(Journal& journal, uint64_t revision, std::unique_ptr<Replica> replica) {
+  absl::Status result;
+  Notification done;
+  journal.WriteSnapshot(revision, std::move(replica), [&](const absl::Status& status) {
+    result = status;
+    done.Notify();
+  });
+  done.WaitForNotification();
+  return result;
+}
+absl::Status WriteSnapshot(Journal& journal, uint64_t revision, const std::string& state,
+                           Built* built = nullptr) {
+  return WriteSnapshot(journal, revision,
+                       std::make_unique<FakeReplica>(std::vector<std::string>{state}, built));
+}
+
+std::vector<std::string> SnapshotFiles(const std::string& directory) {
+  std::vector<std::string> names;
+  for (const auto& entry : fs::directory_iterator(directory)) {
+    if (entry.path().filename().string().rfind("snapshot-", 0) == 0)
+      names.push_back(entry.path().filename());
+  }
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+void Execute(const std::string& directory, const std::string& sql) {
+  sqlite3* db = nullptr;
+  ASSERT_EQ(sqlite3_open((directory + "/journal.db").c_str(), &db), SQLITE_OK);
+  char* error = nullptr;
+  EXPECT_EQ(sqlite3_exec(db, sql.c_str(), nullptr, nullptr, &error), SQLITE_OK) << error;
+  sqlite3_close(db);
+}
+
+int64_t Number(const std::string& directory, const std::string& sql) {
+  sqlite3* db = nullptr;
+  sqlite3_stmt* statement = nullptr;
+  EXPECT_EQ(sqlite3_open((directory + "/journal.db").c_str(), &db), SQLITE_OK);
+  EXPECT_EQ(sqlite3_prepare_v2(db, sql.c_str(), -1, &statement, nullptr), SQLITE_OK);
+  EXPECT_EQ(sqlite3_step(statement), SQLITE_ROW);
+  const int64_t number = sqlite3_column_int64(statement, 0);
+  sqlite3_finalize(statement);
+  sqlite3_close(db);
+  return number;
 }
 
 // Faults below SQLite: its default file system with writes and syncs that fail on demand.
@@ -152,11 +244,12 @@ class SqliteJournalTest : public ::testing::Test {
   }
   // As a power cut now would leave the files: a running process is copied away.
   std::string CopyOfDisk(const std::string& name) {
-    const std::string to = dir_ + "_" + name;
+    const fs::path to = dir_ + "_" + name;
     fs::remove_all(to);
     fs::create_directory(to);
-    for (const char* file : {"journal.db", "journal.db-wal"}) {
-      if (fs::exists(dir_ + "/" + file)) fs::copy_file(dir_ + "/" + file, to + "/" + file);
+    for (const auto& entry : fs::directory_iterator(dir_)) {
+      if (entry.path().filename() != "LOCK")
+        fs::copy_file(entry.path(), to / entry.path().filename());
     }
     return to;
   }
@@ -207,7 +300,8 @@ TEST(MemoryJournal, Append_IsDurableAtOnce) {
   journal.Append(7, "x");
   EXPECT_EQ(listener.durable(), 7u);
   absl::Status done = absl::UnknownError("not called");
-  journal.WriteSnapshot(7, "s", [&](absl::Status status) { done = status; });
+  journal.WriteSnapshot(7, std::make_unique<FakeReplica>(std::vector<std::string>{"s"}),
+                        [&](absl::Status status) { done = status; });
   EXPECT_TRUE(done.ok());
 }
 
@@ -324,13 +418,16 @@ TEST_F(SqliteJournalTest, Snapshot_StandsForWhatWasBeforeIt) {
     journal->Start(listener.Callback());
     for (uint64_t r = 1; r <= 10; ++r) journal->Append(r, Payload(r, 50));
     Notification done;
-    journal->WriteSnapshot(10, "state of 10", [&](absl::Status status) {
-      EXPECT_TRUE(status.ok()) << status;
-      done.Notify();
-    });
+    journal->WriteSnapshot(10,
+                           std::make_unique<FakeReplica>(std::vector<std::string>{"state of 10"}),
+                           [&](const absl::Status& status) {
+                             EXPECT_TRUE(status.ok()) << status;
+                             done.Notify();
+                           });
     for (uint64_t r = 11; r <= 15; ++r) journal->Append(r, Payload(r, 50));
     done.WaitForNotification();
     EXPECT_EQ(journal->records_since_snapshot(), 5u);
+    EXPECT_GT(journal->snapshot_bytes(), 10u);
   }
   auto journal = Open();
   const auto content = Read(*journal);
@@ -339,106 +436,327 @@ TEST_F(SqliteJournalTest, Snapshot_StandsForWhatWasBeforeIt) {
   EXPECT_EQ(content->snapshot, "state of 10");
   ExpectRecords(*content, 11, 15);
   journal.reset();
-  EXPECT_THAT(*Verify(dir_), HasSubstr("ok; snapshot of revision 10"));
+  EXPECT_THAT(*Verify(dir_), HasSubstr("ok; snapshot of revision 10 (11 bytes)"));
 }
 
-TEST_F(SqliteJournalTest, BadNewestSnapshot_FallsBackToTheOneBefore) {
-  {
-    auto journal = Open();
-    ASSERT_TRUE(Read(*journal).ok());
-    Listener listener;
-    journal->Start(listener.Callback());
-    for (uint64_t r = 1; r <= 30; ++r) {
-      journal->Append(r, Payload(r, 50));
-      if (r % 10 == 0) {
-        journal->WriteSnapshot(r, "snapshot-state-" + std::to_string(r),
-                               [](absl::Status status) { EXPECT_TRUE(status.ok()); });
-      }
-    }
-    journal->Stop();
+// Ten records, a snapshot, and so on.
+class SnapshotsTest : public SqliteJournalTest {
+ protected:
+  void Begin(const std::string& dir, const char* vfs = nullptr) {
+    journal_ = OpenAt(dir, vfs);
+    ASSERT_TRUE(Read(*journal_).ok());
+    journal_->Start(listener_.Callback());
   }
-  std::string db = Slurp(dir_ + "/journal.db");
-  EXPECT_EQ(db.find("record 3a"), std::string::npos);
-  const size_t at = db.find("snapshot-state-30");
-  ASSERT_NE(at, std::string::npos);
-  db[at] ^= 1;
-  Spill(dir_ + "/journal.db", db);
-  auto journal = Open();
-  const auto content = Read(*journal);
-  ASSERT_TRUE(content.ok()) << content.status();
-  EXPECT_EQ(content->snapshot, "snapshot-state-20");
-  ExpectRecords(*content, 21, 30);
-}
-
-// Damages the snapshot with this state, and nothing else.
-void DamageSnapshot(const std::string& directory, const std::string& state) {
-  sqlite3* db = nullptr;
-  ASSERT_EQ(sqlite3_open((directory + "/journal.db").c_str(), &db), SQLITE_OK);
-  const std::string sql =
-      "UPDATE snapshots SET crc = crc + 1 WHERE CAST(state AS TEXT) = '" + state + "'";
-  EXPECT_EQ(sqlite3_exec(db, sql.c_str(), nullptr, nullptr, nullptr), SQLITE_OK);
-  EXPECT_EQ(sqlite3_changes(db), 1);
-  sqlite3_close(db);
-}
-
-TEST_F(SqliteJournalTest, BadNewestSnapshot_IsReplacedByTheNextAndTheGoodOneKept) {
-  uint64_t last = 0;
-  // Appends ten records and writes a snapshot of the last.
-  const auto snapshot = [&](SqliteJournal& journal, int times) {
-    Listener listener;
-    journal.Start(listener.Callback());
+  void TearDown() override {
+    ASSERT_TRUE(ArmFailpoints("", "", "").ok());
+    SqliteJournalTest::TearDown();
+  }
+  void Append(int records = 10, size_t bytes = 50) {
+    for (int i = 0; i < records; ++i) {
+      ++last_;
+      journal_->Append(last_, Payload(last_, bytes));
+      listener_.WaitDurable(last_);
+    }
+  }
+  static std::string State(uint64_t revision) {
+    return "snapshot-state-" + std::to_string(revision);
+  }
+  void Snapshots(int times) {
     for (int i = 0; i < times; ++i) {
-      for (int r = 0; r < 10; ++r) {
-        ++last;
-        journal.Append(last, Payload(last, 50));
-      }
-      journal.WriteSnapshot(last, "snapshot-state-" + std::to_string(last),
-                            [](absl::Status status) { EXPECT_TRUE(status.ok()) << status; });
+      Append();
+      const absl::Status status = WriteSnapshot(*journal_, last_, State(last_));
+      EXPECT_TRUE(status.ok()) << status;
     }
-    journal.Stop();
+  }
+  // As a start now would find it.
+  static void ExpectState(const std::string& dir, uint64_t snapshot, uint64_t last,
+                          size_t bytes = 50) {
+    auto journal = OpenAt(dir);
+    const auto content = Read(*journal);
+    ASSERT_TRUE(content.ok()) << content.status();
+    EXPECT_EQ(content->snapshot, snapshot == 0 ? "" : State(snapshot));
+    ExpectRecords(*content, snapshot + 1, last, bytes);
+  }
+  std::string FileOf(uint64_t revision) const {
+    for (const std::string& name : SnapshotFiles(dir_)) {
+      if (Slurp(dir_ + "/" + name).find(State(revision)) != std::string::npos)
+        return dir_ + "/" + name;
+    }
+    ADD_FAILURE() << "no file has the snapshot of " << revision;
+    return "";
+  }
+  void Damage(uint64_t revision) {
+    const std::string path = FileOf(revision);
+    std::string bytes = Slurp(path);
+    bytes[bytes.find("snapshot-state")] ^= 1;
+    Spill(path, bytes);
+  }
+
+  Listener listener_;
+  uint64_t last_ = 0;
+  std::unique_ptr<SqliteJournal> journal_;
+};
+
+TEST_F(SnapshotsTest, Snapshot_IsBuiltFromTheOneBeforeAndTheRecordsSince) {
+  Begin(dir_);
+  Snapshots(1);
+  Append();
+  Built built;
+  ASSERT_TRUE(WriteSnapshot(*journal_, 20, State(20), &built).ok());
+  EXPECT_EQ(built.restored, State(10));
+  ASSERT_EQ(built.replayed.size(), 10u);
+  for (uint64_t r = 11; r <= 20; ++r) EXPECT_EQ(built.replayed[r - 11], Payload(r, 50));
+  // After a restart likewise, and across what it has not written yet.
+  journal_.reset();
+  Begin(dir_);
+  for (int i = 0; i < 5; ++i) {
+    ++last_;
+    journal_->Append(last_, Payload(last_, 50));
+  }
+  built = Built();
+  ASSERT_TRUE(WriteSnapshot(*journal_, 25, State(25), &built).ok());
+  EXPECT_EQ(built.restored, State(20));
+  EXPECT_EQ(built.replayed.size(), 5u);
+}
+
+TEST_F(SnapshotsTest, CommitsGoOn_WhileASnapshotIsBuiltAndWritten) {
+  Begin(dir_);
+  Append();
+  Notification building, built, writing, written, done;
+  auto replica = std::make_unique<FakeReplica>(std::vector<std::string>{State(10), ""});
+  replica->on_replay = [&] {
+    if (building.HasBeenNotified()) return;
+    building.Notify();
+    built.WaitForNotification();
   };
-  {
-    auto journal = Open();
-    ASSERT_TRUE(Read(*journal).ok());
-    snapshot(*journal, 2);
+  replica->on_part = [&] {
+    if (writing.HasBeenNotified()) return;
+    writing.Notify();
+    written.WaitForNotification();
+  };
+  journal_->WriteSnapshot(10, std::move(replica), [&](const absl::Status& status) {
+    EXPECT_TRUE(status.ok()) << status;
+    done.Notify();
+  });
+  building.WaitForNotification();
+  Append();  // durable, each
+  built.Notify();
+  writing.WaitForNotification();
+  Append();
+  EXPECT_FALSE(done.HasBeenNotified());
+  ExpectState(CopyOfDisk("crashed"), 0, 30);
+  written.Notify();
+  done.WaitForNotification();
+  EXPECT_EQ(journal_->records_since_snapshot(), 20u);
+  journal_.reset();
+  ExpectState(dir_, 10, 30);
+}
+
+TEST_F(SnapshotsTest, LargeSnapshot_IsReadBackPartByPart) {
+  std::vector<std::string> parts;
+  std::string all;
+  for (int i = 0; i < 23; ++i) {
+    parts.push_back(std::string(700'000 + i, static_cast<char>('a' + i)));
+    all += parts.back();
   }
-  DamageSnapshot(dir_, "snapshot-state-20");
-  {
-    auto journal = Open();
-    EXPECT_EQ(Read(*journal)->snapshot, "snapshot-state-10");
-    snapshot(*journal, 1);
-  }
+  Begin(dir_);
+  Append();
+  ASSERT_TRUE(WriteSnapshot(*journal_, 10, std::make_unique<FakeReplica>(parts)).ok());
+  journal_.reset();
+  auto journal = Open();
+  std::vector<size_t> sizes;
+  ASSERT_TRUE(journal
+                  ->Replay(
+                      [&](uint64_t, absl::string_view part) {
+                        sizes.push_back(part.size());
+                        return absl::OkStatus();
+                      },
+                      [](uint64_t, absl::string_view) { return absl::OkStatus(); })
+                  .ok());
+  ASSERT_EQ(sizes.size(), parts.size());
+  EXPECT_EQ(sizes[22], parts[22].size());
+  EXPECT_TRUE(Read(*journal)->snapshot == all);  // not printed
+}
+
+TEST_F(SnapshotsTest, RecordsBeforeTheOlderOne_AreDeletedWhateverTheirSize) {
+  Begin(dir_);
+  // More rows, and more bytes, than one step deletes.
+  Append(600);
+  Append(5, 3 << 20);
+  ASSERT_TRUE(WriteSnapshot(*journal_, last_, State(last_)).ok());
+  Append();
+  EXPECT_EQ(Number(CopyOfDisk("one"), "SELECT COUNT(*) FROM batches"), 615) << "all, beside one";
+  ASSERT_TRUE(WriteSnapshot(*journal_, last_, State(last_)).ok());
+  Append();
+  journal_.reset();
+  EXPECT_EQ(Number(dir_, "SELECT MIN(first_seq) FROM batches"), 606);
+  EXPECT_EQ(SnapshotFiles(dir_).size(), 2u);
+  ExpectState(dir_, 615, 625);
+}
+
+TEST_F(SnapshotsTest, BadNewestSnapshot_FallsBackToTheOneBefore) {
+  Begin(dir_);
+  Snapshots(3);
+  journal_.reset();
+  EXPECT_EQ(SnapshotFiles(dir_).size(), 2u);
+  const std::string newest = FileOf(30);
+  Damage(30);
+  ExpectState(dir_, 20, 30);
+  EXPECT_THAT(*Verify(dir_), HasSubstr("passed over 1 damaged snapshots"));
+  fs::resize_file(newest, fs::file_size(newest) - 1);
+  ExpectState(dir_, 20, 30);
+  fs::remove(newest);
+  ExpectState(dir_, 20, 30);
+  fs::remove(FileOf(20));
+  auto journal = Open();
+  const absl::Status status = Read(*journal).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("records 1 to 20 are missing"));
+}
+
+TEST_F(SnapshotsTest, BadNewestSnapshot_IsReplacedByTheNextAndTheGoodOneKept) {
+  Begin(dir_);
+  Snapshots(2);
+  journal_.reset();
+  Damage(20);
+  Begin(dir_);
+  Built built;
+  Append();
+  ASSERT_TRUE(WriteSnapshot(*journal_, 30, State(30), &built).ok());
+  EXPECT_EQ(built.restored, State(10));
+  EXPECT_EQ(built.replayed.size(), 20u);
+  journal_.reset();
   EXPECT_THAT(*Verify(dir_), HasSubstr("snapshot of revision 30"));
   // The newest is damaged again: the one of 10 is still there, with all records since.
-  DamageSnapshot(dir_, "snapshot-state-30");
+  Damage(30);
   EXPECT_THAT(*Verify(dir_), HasSubstr("passed over 1 damaged snapshots"));
-  auto journal = Open();
-  const auto content = Read(*journal);
-  ASSERT_TRUE(content.ok()) << content.status();
-  EXPECT_EQ(content->snapshot, "snapshot-state-10");
-  ExpectRecords(*content, 11, 30);
+  ExpectState(dir_, 10, 30);
 }
 
-TEST_F(SqliteJournalTest, SnapshotOfTheSameState_LeavesTheOneBefore) {
+TEST_F(SnapshotsTest, DamageWhileItRuns_IsNoticedAndASnapshotOfTheWholeStateHelps) {
+  Begin(dir_);
+  Snapshots(2);
+  Append();
+  Damage(10);
+  Damage(20);
+  const absl::Status status = WriteSnapshot(*journal_, 30, State(30));
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss) << status;
+  auto whole = std::make_unique<FakeReplica>(std::vector<std::string>{State(30)});
+  whole->needs_history = false;
+  ASSERT_TRUE(WriteSnapshot(*journal_, 30, std::move(whole)).ok());
+  Append();
+  ExpectState(CopyOfDisk("again"), 30, 40);
+  ASSERT_TRUE(WriteSnapshot(*journal_, 40, State(40)).ok());
+  journal_.reset();
+  EXPECT_EQ(SnapshotFiles(dir_).size(), 2u);
+  ExpectState(dir_, 40, 40);
+}
+
+TEST_F(SnapshotsTest, SnapshotOfTheSameState_LeavesTheOneBefore) {
+  Begin(dir_);
+  Snapshots(2);
+  ASSERT_TRUE(WriteSnapshot(*journal_, 20, "not written").ok());
+  journal_.reset();
+  ExpectState(dir_, 20, 20);
+  Damage(20);
+  Begin(dir_);
+  // Of a damaged one it takes the place.
+  ASSERT_TRUE(WriteSnapshot(*journal_, 20, State(20)).ok());
+  journal_.reset();
+  ExpectState(dir_, 20, 20);
+  Damage(20);
+  ExpectState(dir_, 10, 20);
+}
+
+TEST_F(SnapshotsTest, SnapshotInARow_OfAnEarlierVersion_IsReadAndReplaced) {
   {
-    auto journal = Open();
-    ASSERT_TRUE(Read(*journal).ok());
-    Listener listener;
-    journal->Start(listener.Callback());
-    const auto written = [](absl::Status status) { EXPECT_TRUE(status.ok()) << status; };
-    journal->Append(1, Payload(1, 50));
-    journal->WriteSnapshot(1, "snapshot-state-1", written);
-    journal->Append(2, Payload(2, 50));
-    journal->WriteSnapshot(2, "snapshot-state-2", written);
-    journal->WriteSnapshot(2, "snapshot-state-2", written);
-    journal->Stop();
+    Begin(dir_);
+    Append(20);
+    journal_.reset();
   }
-  DamageSnapshot(dir_, "snapshot-state-2");
-  auto journal = Open();
-  const auto content = Read(*journal);
-  ASSERT_TRUE(content.ok()) << content.status();
-  EXPECT_EQ(content->snapshot, "snapshot-state-1");
-  ExpectRecords(*content, 2, 2);
+  const std::string state = "snapshot-state-10";
+  Execute(dir_,
+          absl::StrCat("INSERT INTO snapshots VALUES(10, 10, ", Crc32c(state), ", CAST('", state,
+                       "' AS BLOB)); DELETE FROM batches WHERE last_seq <= 5; "
+                       "DROP TABLE snapshot_files"));
+  EXPECT_THAT(*Verify(dir_), HasSubstr("snapshot of revision 10"));
+  ExpectState(dir_, 10, 20);
+  Begin(dir_);
+  Built built;
+  ASSERT_TRUE(WriteSnapshot(*journal_, 20, State(20), &built).ok());
+  EXPECT_EQ(built.restored, state);
+  EXPECT_EQ(built.replayed.size(), 10u);
+  journal_.reset();
+  // The row is the older of the two now.
+  Damage(20);
+  ExpectState(dir_, 10, 20);
+  EXPECT_EQ(Number(dir_, "SELECT value FROM meta WHERE name = 'schema'"), 2)
+      << "earlier versions must refuse it";
+  Begin(dir_);
+  Snapshots(2);
+  journal_.reset();
+  Open().reset();
+  EXPECT_EQ(Number(dir_, "SELECT COUNT(*) FROM snapshots"), 0);
+  ExpectState(dir_, 40, 40);
+}
+
+TEST_F(SnapshotsTest, ErrorAtAnyStep_LosesNothingAndTheNextOneSucceeds) {
+  Begin(dir_);
+  Snapshots(2);
+  for (const char* step : {"begin", "built", "part", "written", "named", "publish"}) {
+    SCOPED_TRACE(step);
+    Append();
+    const uint64_t good = last_ - 10;
+    ASSERT_TRUE(
+        ArmFailpoints(absl::StrCat("journal.snapshot_", step, "=error:RESOURCE_EXHAUSTED"), "", "")
+            .ok());
+    EXPECT_EQ(WriteSnapshot(*journal_, last_, State(last_)).code(),
+              absl::StatusCode::kResourceExhausted);
+    EXPECT_EQ(journal_->records_since_snapshot(), 10u);
+    EXPECT_GT(journal_->bytes_since_snapshot(), 500u);
+    const std::string copy = CopyOfDisk(step);
+    ExpectState(copy, good, last_);
+    EXPECT_EQ(SnapshotFiles(copy).size(), 2u) << "a start removes what was left";
+    EXPECT_TRUE(WriteSnapshot(*journal_, last_, State(last_)).ok());
+    EXPECT_EQ(SnapshotFiles(dir_).size(), 2u);
+  }
+}
+
+TEST_F(SnapshotsTest, PowerCutAtAnyMoment_LosesNothing) {
+  Begin(dir_);
+  Snapshots(2);
+  Append();
+  auto replica = std::make_unique<FakeReplica>(std::vector<std::string>{State(30), "", ""});
+  int parts = 0;
+  replica->on_part = [&] {
+    const std::string copy = CopyOfDisk(absl::StrCat("part", ++parts));
+    ExpectState(copy, 20, 30);
+    EXPECT_EQ(SnapshotFiles(copy).size(), 2u);
+  };
+  ASSERT_TRUE(WriteSnapshot(*journal_, 30, std::move(replica)).ok());
+  EXPECT_EQ(parts, 3);
+  ExpectState(CopyOfDisk("done"), 30, 30);
+}
+
+TEST_F(SnapshotsTest, Stop_GivesUpTheOneThatIsBeingWritten) {
+  Begin(dir_);
+  Snapshots(1);
+  Append();
+  Notification writing;
+  absl::Status result;
+  auto replica = std::make_unique<FakeReplica>(std::vector<std::string>{State(20)});
+  replica->endless = true;
+  replica->on_part = [&] {
+    if (!writing.HasBeenNotified()) writing.Notify();
+  };
+  journal_->WriteSnapshot(20, std::move(replica),
+                          [&](const absl::Status& status) { result = status; });
+  writing.WaitForNotification();
+  journal_->Stop();
+  EXPECT_EQ(result.code(), absl::StatusCode::kCancelled);
+  journal_.reset();
+  EXPECT_EQ(SnapshotFiles(dir_).size(), 1u);
+  ExpectState(dir_, 10, 20);
 }
 
 TEST_F(SqliteJournalTest, Files_AreTheirOwnersOnly) {
@@ -455,8 +773,15 @@ TEST_F(SqliteJournalTest, Files_AreTheirOwnersOnly) {
   journal->Append(1, Payload(1, 50));
   listener.WaitDurable(1);
   EXPECT_EQ(mode(dir_), owner_only | fs::perms::owner_exec);
-  for (const char* file : {"/journal.db", "/journal.db-wal", "/LOCK"})
-    EXPECT_EQ(mode(dir_ + file), owner_only) << file;
+  const mode_t umask_of_test = umask(0);
+  ASSERT_TRUE(WriteSnapshot(*journal, 1, "state").ok());
+  umask(umask_of_test);
+  int files = 0;
+  for (const auto& entry : fs::directory_iterator(dir_)) {
+    EXPECT_EQ(mode(entry.path()), owner_only) << entry.path();
+    ++files;
+  }
+  EXPECT_EQ(files, 4) << "the journal, its log, the snapshot, the lock";
   journal.reset();
   // One of an earlier version is closed to others; a mode that its owner chose for a group stays.
   const auto all = owner_only | fs::perms::group_read | fs::perms::others_read;
@@ -493,12 +818,7 @@ TEST_F(SqliteJournalTest, SnapshotThatFails_CountsItsRecordsAgain) {
   for (uint64_t r = 1; r <= 5; ++r) journal->Append(r, Payload(r, 50));
   listener.WaitDurable(5);
   g_fail_code = SQLITE_FULL;
-  Notification done;
-  journal->WriteSnapshot(5, "state", [&](absl::Status status) {
-    EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted) << status;
-    done.Notify();
-  });
-  done.WaitForNotification();
+  EXPECT_EQ(WriteSnapshot(*journal, 5, "state").code(), absl::StatusCode::kResourceExhausted);
   g_fail_code = SQLITE_OK;
   EXPECT_EQ(journal->records_since_snapshot(), 5u);
   EXPECT_GT(journal->bytes_since_snapshot(), 250u);
@@ -551,14 +871,7 @@ TEST_F(SqliteJournalTest, FailedFsync_IsFinal) {
     EXPECT_EQ(listener.WaitFailure().code(), absl::StatusCode::kUnavailable);
     g_fail_code = SQLITE_OK;
     journal->Append(3, Payload(3, 50));
-    absl::Status told;
-    Notification answered;
-    journal->WriteSnapshot(3, "state", [&](const absl::Status& status) {
-      told = status;
-      answered.Notify();
-    });
-    answered.WaitForNotification();
-    EXPECT_EQ(told.code(), absl::StatusCode::kUnavailable);
+    EXPECT_EQ(WriteSnapshot(*journal, 3, "state").code(), absl::StatusCode::kUnavailable);
     journal->Stop();
     EXPECT_EQ(listener.durable(), 1u);
   }
@@ -582,14 +895,14 @@ TEST_F(SqliteJournalTest, SchemaOfANewerProgram_IsRefused) {
   { auto journal = Open(); }
   sqlite3* db = nullptr;
   ASSERT_EQ(sqlite3_open((dir_ + "/journal.db").c_str(), &db), SQLITE_OK);
-  ASSERT_EQ(sqlite3_exec(db, "UPDATE meta SET value = '2' WHERE name = 'schema'", nullptr, nullptr,
+  ASSERT_EQ(sqlite3_exec(db, "UPDATE meta SET value = '3' WHERE name = 'schema'", nullptr, nullptr,
                          nullptr),
             SQLITE_OK);
   sqlite3_close(db);
   for (const absl::Status& status :
        {SqliteJournal::Open({.directory = dir_}).status(), Verify(dir_).status()}) {
     EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
-    EXPECT_THAT(std::string(status.message()), HasSubstr("schema 2"));
+    EXPECT_THAT(std::string(status.message()), HasSubstr("schema 3"));
   }
 }
 

@@ -25,7 +25,7 @@ class MemoryJournal final : public Journal {
       const std::function<absl::Status(uint64_t, absl::string_view)>& record) override;
   void Start(std::function<void(const Progress&)> progress) override;
   void Append(uint64_t revision, std::string record) override;
-  void WriteSnapshot(uint64_t revision, std::string state,
+  void WriteSnapshot(uint64_t revision, std::unique_ptr<Replica> replica,
                      std::function<void(absl::Status)> done) override;
   uint64_t records_since_snapshot() const override { return 0; }
   uint64_t bytes_since_snapshot() const override { return 0; }

@@ -2,14 +2,18 @@
 
 #include <fcntl.h>
 #include <sqlite3.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <limits>
 #include <random>
 #include <utility>
 
+#include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -19,41 +23,25 @@
 #include "base/file.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "coordinator/journal/record_format.h"
+#include "coordinator/journal/snapshot_file.h"
 #include "coordinator/journal/wal_check.h"
 
 namespace muster::coordinator {
 namespace {
 
-constexpr size_t kRecordHeaderBytes = 4 + 4 + 8 + 8 + 8;
 // One row is at most about this long, so that replay needs little memory; a commit may have many
 // rows.
 constexpr size_t kRowBytes = 4 << 20;
 
-template <typename T>
-void PutLittle(std::string& out, T value) {
-  for (size_t i = 0; i < sizeof(T); ++i) out.push_back(static_cast<char>(value >> (8 * i)));
-}
-
-template <typename T>
-T GetLittle(const char* p) {
-  T value = 0;
-  for (size_t i = 0; i < sizeof(T); ++i)
-    value |= static_cast<T>(static_cast<unsigned char>(p[i])) << (8 * i);
-  return value;
-}
-
-void EncodeRecord(std::string& out, uint64_t seq, uint64_t revision, uint64_t term,
-                  absl::string_view payload) {
-  PutLittle<uint32_t>(out, static_cast<uint32_t>(payload.size()));
-  const size_t crc_at = out.size();
-  PutLittle<uint32_t>(out, 0);
-  PutLittle<uint64_t>(out, seq);
-  PutLittle<uint64_t>(out, revision);
-  PutLittle<uint64_t>(out, term);
-  out.append(payload.data(), payload.size());
-  const uint32_t crc = Crc32c(absl::string_view(out).substr(crc_at + 4));
-  for (size_t i = 0; i < 4; ++i) out[crc_at + i] = static_cast<char>(crc >> (8 * i));
-}
+// What the thread that commits reads or deletes for a snapshot before it looks for a commit again.
+constexpr size_t kStepBytes = 1 << 20;
+constexpr int kStepRows = 256;
+// A snapshot is synced after so much, so that no sync of the log waits for much of it.
+constexpr size_t kSyncBytes = 4 << 20;
+constexpr char kSnapshotPrefix[] = "snapshot-";
+// Below the threads that answer, where cores are few.
+constexpr int kSnapshotNice = 10;
 
 class Statement {
  public:
@@ -196,6 +184,11 @@ absl::StatusOr<std::unique_ptr<SqliteJournal>> SqliteJournal::Open(const Options
                     "CREATE TABLE IF NOT EXISTS snapshots(seq INTEGER PRIMARY KEY, revision "
                     "INTEGER NOT NULL, crc INTEGER NOT NULL, "
                     "state BLOB NOT NULL);"
+                    "CREATE TABLE IF NOT EXISTS snapshot_files(seq INTEGER PRIMARY KEY, revision "
+                    "INTEGER NOT NULL, parts INTEGER NOT NULL, bytes INTEGER NOT NULL);"
+                    // Those of schema 1 are large, and nobody waits here.
+                    "DELETE FROM snapshots WHERE (SELECT COUNT(*) FROM snapshot_files) >= 2 AND "
+                    "seq < (SELECT MIN(seq) FROM snapshot_files);"
                     "INSERT OR IGNORE INTO meta VALUES('schema', '1');"
                     "INSERT OR IGNORE INTO meta VALUES('term', '0');"
                     "UPDATE meta SET value = CAST(value AS INTEGER) + 1 WHERE name = 'term';"));
@@ -213,6 +206,10 @@ absl::StatusOr<std::unique_ptr<SqliteJournal>> SqliteJournal::Open(const Options
   MUSTER_FAILPOINT_STATUS("journal.term_bump");
   MUSTER_RETURN_IF_ERROR(journal->Exec("COMMIT"));
   MUSTER_FAILPOINT_STATUS("journal.term_durable");
+  {
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<Snapshot> snapshots, journal->ListSnapshots());
+    journal->RemoveLeftFiles(snapshots);
+  }
   MUSTER_RETURN_IF_ERROR(SyncDirectory(options.directory));
   MUSTER_FAILPOINT_STATUS("journal.opened");
   return journal;
@@ -237,8 +234,93 @@ absl::Status SqliteJournal::ReadMeta() {
   return rc == SQLITE_DONE ? absl::OkStatus() : Error(rc, "read meta");
 }
 
-absl::Status SqliteJournal::ReplayRecords(
-    uint64_t after_seq, const std::function<absl::Status(uint64_t, absl::string_view)>& record) {
+std::string SqliteJournal::SnapshotPath(uint64_t seq) const {
+  return absl::StrFormat("%s/%s%020d", options_.directory, kSnapshotPrefix, seq);
+}
+
+absl::StatusOr<std::vector<SqliteJournal::Snapshot>> SqliteJournal::ListSnapshots() {
+  std::vector<Snapshot> snapshots;
+  MUSTER_ASSIGN_OR_RETURN(
+      sqlite3_stmt * raw,
+      // Those of schema 1 come first; it has no files.
+      Prepare(schema_ == 1 ? "SELECT seq, revision, 0, 0, 1 FROM snapshots ORDER BY seq DESC"
+                           : "SELECT seq, revision, 0, 0, 1 FROM snapshots UNION ALL "
+                             "SELECT seq, revision, parts, bytes, 0 FROM snapshot_files "
+                             "ORDER BY 1 DESC"));
+  const Statement select(raw);
+  const auto number = [&](int column) {
+    return static_cast<uint64_t>(sqlite3_column_int64(select.get(), column));
+  };
+  int rc;
+  while ((rc = sqlite3_step(select.get())) == SQLITE_ROW) {
+    snapshots.push_back({.seq = number(0),
+                         .revision = number(1),
+                         .in_row = number(4) != 0,
+                         .parts = number(2),
+                         .bytes = number(3)});
+  }
+  if (rc != SQLITE_DONE) return Error(rc, "list snapshots");
+  return snapshots;
+}
+
+// What a crash left of snapshots that never became current, or that were replaced.
+void SqliteJournal::RemoveLeftFiles(const std::vector<Snapshot>& snapshots) const {
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(options_.directory);
+  if (!names.ok()) return;
+  for (const std::string& name : *names) {
+    if (!absl::StartsWith(name, kSnapshotPrefix)) continue;
+    const std::string path = JoinPath(options_.directory, name);
+    const bool current =
+        std::any_of(snapshots.begin(), snapshots.end(), [&](const Snapshot& snapshot) {
+          return !snapshot.in_row && SnapshotPath(snapshot.seq) == path;
+        });
+    if (!current && unlink(path.c_str()) != 0)
+      MUSTER_LOG(Warning) << "journal: cannot remove '" << path << "': " << std::strerror(errno);
+  }
+}
+
+absl::Status SqliteJournal::ReadSnapshotRow(const Snapshot& snapshot, Part part) {
+  MUSTER_ASSIGN_OR_RETURN(sqlite3_stmt * raw,
+                          Prepare("SELECT crc, state FROM snapshots WHERE seq = ?"));
+  const Statement select(raw);
+  sqlite3_bind_int64(select.get(), 1, static_cast<sqlite3_int64>(snapshot.seq));
+  if (const int rc = sqlite3_step(select.get()); rc != SQLITE_ROW)
+    return Error(rc, "read snapshot");
+  const absl::string_view state = Blob(select.get(), 1);
+  if (Crc32c(state) != static_cast<uint32_t>(sqlite3_column_int64(select.get(), 0))) {
+    return absl::DataLossError(absl::StrCat("journal '", path_, "': the snapshot after record ",
+                                            snapshot.seq, " has a wrong checksum"));
+  }
+  return part(state);
+}
+
+absl::Status SqliteJournal::DecodeRow(uint64_t first_seq, uint64_t last_seq, absl::string_view data,
+                                      uint64_t last, uint64_t* next, Record record) const {
+  uint64_t seq = first_seq;
+  size_t offset = 0;
+  const auto corrupt = [&](absl::string_view what) {
+    return absl::DataLossError(absl::StrCat("journal '", path_, "' is corrupt at record ", seq,
+                                            " (row ", first_seq, ", offset ", offset, "): ", what,
+                                            "; restore the directory from a copy, or start with an "
+                                            "empty one"));
+  };
+  while (offset < data.size()) {
+    if (seq > last) return absl::OkStatus();
+    const absl::StatusOr<DecodedRecord> decoded = DecodeRecord(data.substr(offset), seq);
+    if (!decoded.ok()) return corrupt(decoded.status().message());
+    if (seq >= *next) {
+      if (seq != *next)
+        return corrupt(absl::StrCat("records ", *next, " to ", seq - 1, " are missing"));
+      MUSTER_RETURN_IF_ERROR(record(decoded->revision, decoded->payload));
+      ++*next;
+    }
+    offset += decoded->bytes;
+    ++seq;
+  }
+  return seq == last_seq + 1 ? absl::OkStatus() : corrupt("its row is short");
+}
+
+absl::Status SqliteJournal::ReplayRecords(uint64_t after_seq, Record record) {
   MUSTER_ASSIGN_OR_RETURN(
       sqlite3_stmt * raw,
       Prepare(
@@ -246,49 +328,46 @@ absl::Status SqliteJournal::ReplayRecords(
   const Statement select(raw);
   sqlite3_bind_int64(select.get(), 1, static_cast<sqlite3_int64>(after_seq));
   uint64_t next = after_seq + 1;
-  uint64_t records = 0, bytes = 0;
+  uint64_t bytes = 0;
   int rc;
   while ((rc = sqlite3_step(select.get())) == SQLITE_ROW) {
-    const uint64_t first = static_cast<uint64_t>(sqlite3_column_int64(select.get(), 0));
-    const uint64_t last = static_cast<uint64_t>(sqlite3_column_int64(select.get(), 1));
-    const absl::string_view data = Blob(select.get(), 2);
-    uint64_t seq = first;
-    size_t offset = 0;
-    const auto corrupt = [&](absl::string_view what) {
-      return absl::DataLossError(absl::StrCat(
-          "journal '", path_, "' is corrupt at record ", seq, " (row ", first, ", offset ", offset,
-          "): ", what, "; restore the directory from a copy, or start with an empty one"));
-    };
-    while (offset < data.size()) {
-      if (data.size() - offset < kRecordHeaderBytes) return corrupt("its header is cut off");
-      const char* p = data.data() + offset;
-      const uint32_t length = GetLittle<uint32_t>(p);
-      if (data.size() - offset - kRecordHeaderBytes < length) return corrupt("it is cut off");
-      const absl::string_view covered(p + 8, kRecordHeaderBytes - 8 + length);
-      if (Crc32c(covered) != GetLittle<uint32_t>(p + 4)) return corrupt("its checksum is wrong");
-      if (GetLittle<uint64_t>(p + 8) != seq) return corrupt("it has another number");
-      if (seq >= next) {
-        if (seq != next)
-          return corrupt(absl::StrCat("records ", next, " to ", seq - 1, " are missing"));
-        const uint64_t revision = GetLittle<uint64_t>(p + 16);
-        MUSTER_RETURN_IF_ERROR(record(revision, absl::string_view(p + kRecordHeaderBytes, length)));
-        durable_revision_ = revision;
-        MUSTER_FAILPOINT_STATUS("journal.replay_record");
-        ++next;
-        ++records;
-        bytes += length;
-      }
-      offset += kRecordHeaderBytes + length;
-      ++seq;
-    }
-    if (seq != last + 1) return corrupt("its row is short");
+    MUSTER_RETURN_IF_ERROR(
+        DecodeRow(static_cast<uint64_t>(sqlite3_column_int64(select.get(), 0)),
+                  static_cast<uint64_t>(sqlite3_column_int64(select.get(), 1)),
+                  Blob(select.get(), 2), std::numeric_limits<uint64_t>::max(), &next,
+                  [&](uint64_t revision, absl::string_view payload) -> absl::Status {
+                    MUSTER_RETURN_IF_ERROR(record(revision, payload));
+                    durable_revision_ = revision;
+                    bytes += payload.size();
+                    MUSTER_FAILPOINT_STATUS("journal.replay_record");
+                    return absl::OkStatus();
+                  }));
   }
   if (rc != SQLITE_DONE) return Error(rc, "read records");
-  records_since_snapshot_ = records;
+  records_since_snapshot_ = next - 1 - after_seq;
   bytes_since_snapshot_ = bytes;
+  durable_seq_ = next - 1;
   MutexLock lock(&mu_);
   next_seq_ = next;
   return absl::OkStatus();
+}
+
+absl::Status SqliteJournal::ReadWhole(const Snapshot& snapshot, Part part) {
+  if (snapshot.in_row) {
+    std::string state;
+    MUSTER_RETURN_IF_ERROR(BetweenCommits([&] {
+      return ReadSnapshotRow(snapshot, [&](absl::string_view bytes) {
+        state = std::string(bytes);
+        return absl::OkStatus();
+      });
+    }));
+    return part(state);
+  }
+  const std::string path = SnapshotPath(snapshot.seq);
+  MUSTER_RETURN_IF_ERROR(
+      ReadSnapshotFile(path, snapshot.revision, snapshot.parts, snapshot.bytes,
+                       [&](absl::string_view) { return Pause(absl::ZeroDuration()); }));
+  return ReadSnapshotFile(path, snapshot.revision, snapshot.parts, snapshot.bytes, part);
 }
 
 absl::Status SqliteJournal::Replay(
@@ -296,32 +375,26 @@ absl::Status SqliteJournal::Replay(
     const std::function<absl::Status(uint64_t, absl::string_view)>& record) {
   MUSTER_FAILPOINT_STATUS("journal.replay_start");
   uint64_t after_seq = 0;
-  {
-    MUSTER_ASSIGN_OR_RETURN(
-        sqlite3_stmt * raw,
-        Prepare("SELECT seq, revision, crc, state FROM snapshots ORDER BY seq DESC"));
-    const Statement select(raw);
-    int rc;
-    bool found = false;
-    while (!found && (rc = sqlite3_step(select.get())) == SQLITE_ROW) {
-      const uint64_t seq = static_cast<uint64_t>(sqlite3_column_int64(select.get(), 0));
-      const uint64_t revision = static_cast<uint64_t>(sqlite3_column_int64(select.get(), 1));
-      const absl::string_view state = Blob(select.get(), 3);
-      if (Crc32c(state) != static_cast<uint32_t>(sqlite3_column_int64(select.get(), 2))) {
-        ++bad_snapshots_;
-        MUSTER_LOG(Warning) << "journal '" << path_ << "': the snapshot after record " << seq
-                            << " has a wrong checksum; using the one before it";
-        continue;
-      }
-      MUSTER_RETURN_IF_ERROR(snapshot(revision, state));
-      after_seq = good_seq_ = seq;
-      durable_revision_ = revision;
-      found = true;
+  MUSTER_ASSIGN_OR_RETURN(snapshots_, ListSnapshots());
+  for (const Snapshot& one : snapshots_) {
+    absl::Status refused;  // by `snapshot`
+    const auto part = [&](absl::string_view bytes) {
+      return refused = snapshot(one.revision, bytes);
+    };
+    const absl::Status status = one.in_row ? ReadSnapshotRow(one, part) : ReadWhole(one, part);
+    MUSTER_RETURN_IF_ERROR(refused);
+    if (!status.ok()) {
+      ++bad_snapshots_;
+      MUSTER_LOG(Warning) << status.message() << "; using the one before it";
+      continue;
     }
-    if (!found && rc != SQLITE_DONE) return Error(rc, "read snapshots");
-    // Without a good one: the first snapshot deletes no record, so after it alone everything can
-    // still be replayed from the start.
+    after_seq = good_seq_ = one.seq;
+    durable_revision_ = one.revision;
+    snapshot_bytes_ = one.bytes;
+    break;
   }
+  // Without a good one: the first snapshot deletes no record, so after it alone everything can
+  // still be replayed from the start.
   MUSTER_RETURN_IF_ERROR(ReplayRecords(after_seq, record));
   MUSTER_FAILPOINT_STATUS("journal.replay_end");
   return absl::OkStatus();
@@ -330,11 +403,11 @@ absl::Status SqliteJournal::Replay(
 void SqliteJournal::Start(std::function<void(const Progress&)> progress) {
   progress_ = std::move(progress);
   writer_ = std::thread([this] { Run(); });
+  snapshot_writer_ = std::thread([this] { RunSnapshots(); });
 }
 
 SqliteJournal::Chunk& SqliteJournal::TailLocked() {
-  if (queue_.empty() || queue_.back().snapshot != nullptr ||
-      queue_.back().encoded.size() >= kRowBytes) {
+  if (queue_.empty() || queue_.back().encoded.size() >= kRowBytes) {
     queue_.emplace_back();
     queue_.back().first_seq = next_seq_;
     queue_.back().last_seq = next_seq_ - 1;
@@ -359,21 +432,21 @@ void SqliteJournal::Append(uint64_t revision, std::string record) {
   MUSTER_FAILPOINT("journal.after_append");
 }
 
-void SqliteJournal::WriteSnapshot(uint64_t revision, std::string state,
+void SqliteJournal::WriteSnapshot(uint64_t revision, std::unique_ptr<Replica> replica,
                                   std::function<void(absl::Status)> done) {
-  const uint64_t records = records_since_snapshot_.exchange(0);
-  const uint64_t bytes = bytes_since_snapshot_.exchange(0);
+  auto task = std::make_unique<Task>();
+  task->revision = revision;
+  task->records = records_since_snapshot_.exchange(0);
+  task->bytes = bytes_since_snapshot_.exchange(0);
+  task->replica = std::move(replica);
+  task->done = std::move(done);
   {
     MutexLock lock(&mu_);
-    Chunk& tail = TailLocked();
-    tail.snapshot = std::make_unique<Snapshot>(Snapshot{.revision = revision,
-                                                        .seq = next_seq_ - 1,
-                                                        .records = records,
-                                                        .bytes = bytes,
-                                                        .state = std::move(state),
-                                                        .done = std::move(done)});
+    MUSTER_CHECK(task_ == nullptr) << "a snapshot begins before the one before it is done";
+    task->seq = next_seq_ - 1;
+    task_ = std::move(task);
   }
-  wake_.Signal();
+  snapshot_wake_.SignalAll();
 }
 
 absl::Status SqliteJournal::Insert(const Chunk& chunk) {
@@ -406,69 +479,38 @@ absl::Status SqliteJournal::Commit(const std::deque<Chunk>& chunks) {
   return status;
 }
 
-absl::Status SqliteJournal::CommitSnapshot(const Snapshot& snapshot) {
-  const auto write = [&]() -> absl::Status {
-    MUSTER_FAILPOINT_STATUS("journal.snapshot_begin");
-    MUSTER_RETURN_IF_ERROR(Exec("BEGIN IMMEDIATE"));
-    // The one that is kept beside the new one is the last that is known to be good: a damaged one
-    // would be worth nothing when it is needed. Of the same state, the new one replaces that alone.
-    if (snapshot.seq != good_seq_) {
-      MUSTER_RETURN_IF_ERROR(Exec(absl::StrCat("DELETE FROM batches WHERE last_seq <= ", good_seq_,
-                                               "; DELETE FROM snapshots WHERE seq <> ", good_seq_)
-                                      .c_str()));
-    }
-    MUSTER_FAILPOINT_STATUS("journal.snapshot_truncated");
-    {
-      MUSTER_ASSIGN_OR_RETURN(sqlite3_stmt * raw,
-                              Prepare("INSERT OR REPLACE INTO snapshots VALUES(?, ?, ?, ?)"));
-      const Statement insert(raw);
-      sqlite3_bind_int64(insert.get(), 1, static_cast<sqlite3_int64>(snapshot.seq));
-      sqlite3_bind_int64(insert.get(), 2, static_cast<sqlite3_int64>(snapshot.revision));
-      sqlite3_bind_int64(insert.get(), 3, Crc32c(snapshot.state));
-      sqlite3_bind_blob64(insert.get(), 4, snapshot.state.data(), snapshot.state.size(),
-                          SQLITE_STATIC);
-      if (const int rc = sqlite3_step(insert.get()); rc != SQLITE_DONE)
-        return Error(rc, "write snapshot");
-    }
-    MUSTER_FAILPOINT_STATUS("journal.snapshot_written");
-    return Exec("COMMIT");
-  };
-  const absl::Status status = write();
-  if (status.ok()) {
-    good_seq_ = snapshot.seq;
-  } else {
-    sqlite3_exec(db_, "ROLLBACK", nullptr, nullptr, nullptr);
-  }
-  return status;
-}
-
 void SqliteJournal::Run() {
   std::deque<Chunk> batch;  // taken from the queue and not yet durable
   absl::Status last_status;
+  absl::Status broken;  // not OK: nothing is written any more
   while (true) {
+    const absl::FunctionRef<absl::Status()>* step;
     {
       MutexLock lock(&mu_);
-      while (batch.empty() && queue_.empty() && !stop_) wake_.Wait(&mu_);
-      if (batch.empty() && queue_.empty()) return;
-      while (!queue_.empty() && (batch.empty() || batch.back().snapshot == nullptr)) {
+      while (batch.empty() && queue_.empty() && step_ == nullptr && !stop_) wake_.Wait(&mu_);
+      if (batch.empty() && queue_.empty() && step_ == nullptr) return;
+      while (!queue_.empty()) {
         batch.push_back(std::move(queue_.front()));
         queue_.pop_front();
       }
+      step = std::exchange(step_, nullptr);
     }
+    if (!broken.ok()) batch.clear();
     Progress progress;
-    uint64_t last_revision = durable_revision_;
-    for (const Chunk& chunk : batch) {
-      if (chunk.encoded.empty()) continue;
-      progress.records += chunk.last_seq - chunk.first_seq + 1;
-      progress.bytes += chunk.encoded.size();
-      last_revision = chunk.last_revision;
-    }
-    if (progress.records > 0) {
+    if (!batch.empty()) {
+      for (const Chunk& chunk : batch) {
+        progress.records += chunk.last_seq - chunk.first_seq + 1;
+        progress.bytes += chunk.encoded.size();
+      }
       const absl::Time start = Clock::Real().Now();
       progress.status = Commit(batch);
       progress.took = Clock::Real().Now() - start;
       MUSTER_FAILPOINT("journal.after_fsync");
-      if (progress.status.ok()) durable_revision_ = last_revision;
+      if (progress.status.ok()) {
+        durable_revision_ = batch.back().last_revision;
+        durable_seq_ = batch.back().last_seq;
+        batch.clear();
+      }
       progress.durable_revision = durable_revision_;
       if (progress.status.code() != last_status.code()) {
         if (progress.status.ok()) {
@@ -482,40 +524,258 @@ void SqliteJournal::Run() {
       progress_(progress);
       MUSTER_FAILPOINT("journal.after_progress");
     }
-    if (!progress.status.ok()) {
-      const bool again = progress.status.code() == absl::StatusCode::kResourceExhausted;
-      if (again) {
-        MutexLock lock(&mu_);
-        if (!stop_) {
-          wake_.WaitWithTimeout(&mu_, options_.retry_full);
-          continue;
-        }
-      }
-      // After a failed write or fsync nobody knows what is on disk: this process must not
-      // acknowledge anything more.
-      while (true) {
-        for (const Chunk& chunk : batch)
-          if (chunk.snapshot != nullptr) chunk.snapshot->done(progress.status);
-        batch.clear();
-        MutexLock lock(&mu_);
-        while (queue_.empty() && !stop_) wake_.Wait(&mu_);
-        if (queue_.empty()) return;
-        batch.swap(queue_);
-      }
+    // After a failed write or fsync nobody knows what is on disk: this process must not acknowledge
+    // anything more. A full disk is tried again.
+    if (!progress.status.ok() && progress.status.code() != absl::StatusCode::kResourceExhausted)
+      broken = progress.status;
+    if (step != nullptr) {
+      const absl::Status status = broken.ok() ? (*step)() : broken;
+      MutexLock lock(&mu_);
+      step_status_ = status;
+      step_done_ = true;
+      snapshot_wake_.SignalAll();
     }
-    const std::unique_ptr<Snapshot> snapshot = std::move(batch.back().snapshot);
-    batch.clear();
-    if (snapshot != nullptr) {
-      const absl::Status status = CommitSnapshot(*snapshot);
-      if (!status.ok()) {
-        // What it would have stood for is still to be replayed.
-        records_since_snapshot_ += snapshot->records;
-        bytes_since_snapshot_ += snapshot->bytes;
+    if (broken.ok() && !progress.status.ok()) {
+      MutexLock lock(&mu_);
+      if (stop_) {
+        broken = progress.status;
+      } else if (step_ == nullptr) {
+        wake_.WaitWithTimeout(&mu_, options_.retry_full);
       }
-      MUSTER_FAILPOINT("journal.snapshot_durable");
-      snapshot->done(status);
     }
   }
+}
+
+absl::Status SqliteJournal::BetweenCommits(absl::FunctionRef<absl::Status()> step) {
+  MutexLock lock(&mu_);
+  if (stop_) return absl::CancelledError("the journal is stopping");
+  step_ = &step;
+  step_done_ = false;
+  wake_.Signal();
+  while (!step_done_) snapshot_wake_.Wait(&mu_);
+  return step_status_;
+}
+
+absl::Status SqliteJournal::Pause(absl::Duration length) {
+  const absl::Time end = Clock::Real().Now() + length;
+  MutexLock lock(&mu_);
+  while (!stop_) {
+    const absl::Duration left = end - Clock::Real().Now();
+    if (left <= absl::ZeroDuration()) return absl::OkStatus();
+    snapshot_wake_.WaitWithTimeout(&mu_, left);
+  }
+  return absl::CancelledError("the journal is stopping");
+}
+
+void SqliteJournal::RunSnapshots() {
+  // Of this thread, as Linux has it.
+  (void)setpriority(PRIO_PROCESS, 0, kSnapshotNice);
+  while (true) {
+    std::unique_ptr<Task> task;
+    {
+      MutexLock lock(&mu_);
+      while (task_ == nullptr && !stop_) snapshot_wake_.Wait(&mu_);
+      if (task_ == nullptr) return;
+      task = std::move(task_);
+    }
+    const absl::Status status = WriteSnapshotOf(task.get());
+    task->replica = nullptr;
+    if (!status.ok()) {
+      // What it would have stood for is still to be replayed.
+      records_since_snapshot_ += task->records;
+      bytes_since_snapshot_ += task->bytes;
+    }
+    task->done(status);
+  }
+}
+
+absl::Status SqliteJournal::WriteSnapshotOf(Task* task) {
+  MUSTER_FAILPOINT_STATUS("journal.snapshot_begin");
+  MUSTER_RETURN_IF_ERROR(BetweenCommits([&] {
+    return durable_seq_ >= task->seq
+               ? absl::OkStatus()
+               : absl::ResourceExhaustedError(absl::StrCat(
+                     "journal '", path_, "': the records before the snapshot cannot be written"));
+  }));
+  MUSTER_ASSIGN_OR_RETURN(const bool is_new, BuildState(task));
+  if (!is_new) return absl::OkStatus();
+  MUSTER_FAILPOINT_STATUS("journal.snapshot_built");
+  Snapshot snapshot{.seq = task->seq, .revision = task->revision};
+  const std::string path = SnapshotPath(snapshot.seq);
+  {
+    MUSTER_ASSIGN_OR_RETURN(SnapshotWriter file,
+                            SnapshotWriter::Create(path, snapshot.revision, term_));
+    uint64_t synced = 0;
+    absl::Time start = Clock::Real().Now();
+    MUSTER_RETURN_IF_ERROR(task->replica->Write([&](absl::string_view part) -> absl::Status {
+      MUSTER_RETURN_IF_ERROR(Pause(absl::ZeroDuration()));
+      MUSTER_RETURN_IF_ERROR(file.Append(part));
+      MUSTER_FAILPOINT_STATUS("journal.snapshot_part");
+      if (file.bytes() < synced + kSyncBytes) return absl::OkStatus();
+      MUSTER_RETURN_IF_ERROR(file.Sync());
+      synced = file.bytes();
+      MUSTER_RETURN_IF_ERROR(Pause(Clock::Real().Now() - start));
+      start = Clock::Real().Now();
+      return absl::OkStatus();
+    }));
+    // Its memory is not needed any more.
+    task->replica = nullptr;
+    MUSTER_FAILPOINT_STATUS("journal.snapshot_written");
+    MUSTER_RETURN_IF_ERROR(file.Commit());
+    snapshot.parts = file.parts();
+    snapshot.bytes = file.bytes();
+  }
+  MUSTER_FAILPOINT_STATUS("journal.snapshot_named");
+  if (const absl::Status status = BetweenCommits([&] { return Publish(snapshot); }); !status.ok()) {
+    // Not if it may be current all the same.
+    if (absl::IsResourceExhausted(status)) unlink(path.c_str());
+    return status;
+  }
+  MUSTER_FAILPOINT("journal.snapshot_durable");
+  snapshot_bytes_ = snapshot.bytes;
+  std::vector<Snapshot> kept = {snapshot};
+  for (const Snapshot& one : snapshots_) {
+    if (one.seq == snapshot.seq) continue;
+    if (one.seq == good_seq_ || one.in_row) {
+      kept.push_back(one);
+    } else if (unlink(SnapshotPath(one.seq).c_str()) != 0 && errno != ENOENT) {
+      MUSTER_LOG(Warning) << "journal: cannot remove '" << SnapshotPath(one.seq)
+                          << "': " << std::strerror(errno);
+    }
+  }
+  snapshots_ = std::move(kept);
+  if (const absl::Status status = DeleteOldRecords(); !status.ok() && !absl::IsCancelled(status)) {
+    MUSTER_LOG(Warning) << "old records stay until the next snapshot: " << status.message();
+  }
+  good_seq_ = snapshot.seq;
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> SqliteJournal::BuildState(Task* task) {
+  if (!task->replica->NeedsHistory()) return true;
+  good_seq_ = 0;
+  for (const Snapshot& one : snapshots_) {
+    absl::Status refused;  // by the replica, or it is time to stop
+    const absl::Status status = ReadWhole(one, [&](absl::string_view part) {
+      refused = Pause(absl::ZeroDuration());
+      if (refused.ok()) refused = task->replica->Restore(part);
+      return refused;
+    });
+    MUSTER_RETURN_IF_ERROR(refused);
+    if (absl::IsCancelled(status)) return status;
+    if (!status.ok()) {
+      MUSTER_LOG(Warning) << status.message() << "; using the one before it";
+      continue;
+    }
+    good_seq_ = one.seq;
+    break;
+  }
+  // Of the same state, a new one would only take the place of a good one.
+  if (good_seq_ == task->seq && good_seq_ != 0) return false;
+  MUSTER_RETURN_IF_ERROR(ReplayForSnapshot(good_seq_, task->seq, task->replica.get()));
+  return true;
+}
+
+absl::Status SqliteJournal::ReplayForSnapshot(uint64_t after_seq, uint64_t to_seq,
+                                              Replica* replica) {
+  uint64_t next = after_seq + 1;
+  while (next <= to_seq) {
+    const uint64_t from = next;
+    std::vector<Row> rows;
+    MUSTER_RETURN_IF_ERROR(BetweenCommits([&] { return ReadRows(from, &rows); }));
+    for (const Row& row : rows) {
+      MUSTER_RETURN_IF_ERROR(
+          DecodeRow(row.first_seq, row.last_seq, row.data, to_seq, &next,
+                    [&](uint64_t, absl::string_view record) { return replica->Replay(record); }));
+    }
+    if (next == from) {
+      return absl::DataLossError(absl::StrCat("journal '", path_, "' is corrupt: records ", next,
+                                              " to ", to_seq, " are missing"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SqliteJournal::ReadRows(uint64_t from_seq, std::vector<Row>* rows) {
+  MUSTER_ASSIGN_OR_RETURN(
+      sqlite3_stmt * raw,
+      Prepare("SELECT first_seq, last_seq, data FROM batches WHERE first_seq >= (SELECT "
+              "COALESCE(MAX(first_seq), 0) FROM batches WHERE first_seq <= ?) ORDER BY first_seq"));
+  const Statement select(raw);
+  sqlite3_bind_int64(select.get(), 1, static_cast<sqlite3_int64>(from_seq));
+  size_t bytes = 0;
+  while (bytes < kStepBytes && rows->size() < kStepRows) {
+    const int rc = sqlite3_step(select.get());
+    if (rc == SQLITE_DONE) break;
+    if (rc != SQLITE_ROW) return Error(rc, "read records");
+    rows->push_back({.first_seq = static_cast<uint64_t>(sqlite3_column_int64(select.get(), 0)),
+                     .last_seq = static_cast<uint64_t>(sqlite3_column_int64(select.get(), 1)),
+                     .data = std::string(Blob(select.get(), 2))});
+    bytes += rows->back().data.size();
+  }
+  return absl::OkStatus();
+}
+
+absl::Status SqliteJournal::Publish(const Snapshot& snapshot) {
+  const auto write = [&]() -> absl::Status {
+    MUSTER_RETURN_IF_ERROR(Exec("BEGIN IMMEDIATE"));
+    // The one that is kept beside the new one is the last that is known to be good: a damaged one
+    // would be worth nothing when it is needed.
+    MUSTER_RETURN_IF_ERROR(
+        Exec(absl::StrCat("DELETE FROM snapshot_files WHERE seq <> ", good_seq_,
+                          "; INSERT OR REPLACE INTO snapshot_files VALUES(", snapshot.seq, ", ",
+                          snapshot.revision, ", ", snapshot.parts, ", ", snapshot.bytes,
+                          "); UPDATE meta SET value = '2' WHERE name = 'schema'")
+                 .c_str()));
+    MUSTER_FAILPOINT_STATUS("journal.snapshot_publish");
+    return Exec("COMMIT");
+  };
+  const absl::Status status = write();
+  if (!status.ok()) sqlite3_exec(db_, "ROLLBACK", nullptr, nullptr, nullptr);
+  if (status.ok()) schema_ = 2;
+  return status;
+}
+
+absl::Status SqliteJournal::DeleteOldRecords() {
+  // Of what is before the older of the two snapshots; without one nothing, see Replay.
+  bool more = good_seq_ > 0;
+  while (more) {
+    MUSTER_RETURN_IF_ERROR(BetweenCommits([&]() -> absl::Status {
+      MUSTER_ASSIGN_OR_RETURN(more, DeleteSomeRecords(good_seq_));
+      return absl::OkStatus();
+    }));
+    MUSTER_FAILPOINT("journal.snapshot_truncated");
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<bool> SqliteJournal::DeleteSomeRecords(uint64_t up_to_seq) {
+  uint64_t last = 0;  // of those to delete
+  bool more = false;
+  {
+    MUSTER_ASSIGN_OR_RETURN(
+        sqlite3_stmt * raw,
+        Prepare("SELECT last_seq, length(data) FROM batches ORDER BY first_seq"));
+    const Statement select(raw);
+    uint64_t bytes = 0;
+    for (int rows = 0;; ++rows) {
+      const int rc = sqlite3_step(select.get());
+      if (rc == SQLITE_DONE) break;
+      if (rc != SQLITE_ROW) return Error(rc, "look for old records");
+      const auto last_of_row = static_cast<uint64_t>(sqlite3_column_int64(select.get(), 0));
+      if (last_of_row > up_to_seq) break;
+      if (rows == kStepRows || bytes >= kStepBytes) {
+        more = true;
+        break;
+      }
+      last = last_of_row;
+      bytes += static_cast<uint64_t>(sqlite3_column_int64(select.get(), 1));
+    }
+  }
+  if (last == 0) return false;
+  MUSTER_RETURN_IF_ERROR(
+      Exec(absl::StrCat("DELETE FROM batches WHERE first_seq <= ", last).c_str()));
+  return more;
 }
 
 void SqliteJournal::Stop() {
@@ -525,6 +785,8 @@ void SqliteJournal::Stop() {
     stop_ = true;
   }
   wake_.SignalAll();
+  snapshot_wake_.SignalAll();
+  if (snapshot_writer_.joinable()) snapshot_writer_.join();
   if (writer_.joinable()) writer_.join();
 }
 
@@ -535,10 +797,10 @@ absl::Status SqliteJournal::CheckSchema() {
   const int rc = sqlite3_step(select.get());
   if (rc != SQLITE_ROW && rc != SQLITE_DONE) return Error(rc, "read meta");
   const std::string schema(rc == SQLITE_ROW ? Blob(select.get(), 0) : "(none)");
-  if (schema == "1") return absl::OkStatus();
+  if (absl::SimpleAtoi(schema, &schema_) && (schema_ == 1 || schema_ == 2)) return absl::OkStatus();
   return absl::FailedPreconditionError(
       absl::StrCat("journal '", path_, "' has schema ", schema,
-                   ", this program writes 1: use the program that wrote it"));
+                   ", this program knows 1 and 2: use the program that wrote it"));
 }
 
 absl::StatusOr<std::string> SqliteJournal::MarkRestored(const std::string& directory) {
@@ -582,7 +844,7 @@ absl::StatusOr<std::string> SqliteJournal::Verify(const std::string& directory,
   MUSTER_RETURN_IF_ERROR(journal.Replay(
       [&](uint64_t revision, absl::string_view state) {
         snapshot_revision = revision;
-        snapshot_bytes = state.size();
+        snapshot_bytes += state.size();
         return snapshot(revision, state);
       },
       [&](uint64_t revision, absl::string_view payload) {

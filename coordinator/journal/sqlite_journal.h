@@ -7,7 +7,9 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
@@ -23,19 +25,22 @@ namespace muster::coordinator {
 // A journal in one SQLite file, DIRECTORY/journal.db, in WAL mode with synchronous=FULL: a commit
 // has been fsynced when it returns, so what was acknowledged survives a power cut.
 //
-// A group commit is one row: all records that were appended while the commit before it was syncing.
-// Each record is
-//   length of the payload  u32   little-endian, as all numbers here
-//   crc32c                 u32   of everything behind it
-//   seq                    u64   1, 2, 3, ... without a gap
-//   revision               u64
-//   term                   u64
-//   payload
-// A snapshot is a row too. It is written, and the records before the previous snapshot deleted, in
-// one transaction: SQLite makes it whole or not at all, which is what writing a temporary file,
-// fsync, rename and fsync of the directory do for a file. Two snapshots are kept, the new one and
-// the last that was good: when the newest has a wrong checksum, the one before it and the records
-// since then give the same state.
+// A group commit is one row: all records that were appended while the commit before it was syncing,
+// framed as record_format.h says.
+//
+// Snapshots are files of their own, DIRECTORY/snapshot-SEQ (snapshot_file.h). A thread beside the one
+// that commits builds the state from the last snapshot and the records after it, and writes and syncs
+// the file; a row that names it then makes it current, in one transaction that is as small as any.
+// Two snapshots are kept, the new one and the last that was good: when the newest is damaged, the one
+// before it and the records since then give the same state. Older records are deleted a few MiB at a
+// time, between commits. Of a crash in between, files and records are left that nobody reads; the
+// next start and the next snapshot remove them.
+//
+// What is done with the database is done by the thread that commits, or before it begins: whoever
+// writes a snapshot has it read and delete in steps of a few MiB, so that no commit waits for long.
+//
+// Earlier versions kept a snapshot in one row (schema 1). Those are read, and replaced by files; the
+// schema is 2 from the first file on, so that those versions refuse it.
 //
 // On opening, a transaction that a crash tore off is cut; anything else that is wrong (see
 // wal_check.h, a wrong checksum, a gap in seq) is refused with its place. A second process on the
@@ -79,29 +84,45 @@ class SqliteJournal final : public Journal {
       const std::function<absl::Status(uint64_t, absl::string_view)>& record) override;
   void Start(std::function<void(const Progress&)> progress) override;
   void Append(uint64_t revision, std::string record) override;
-  void WriteSnapshot(uint64_t revision, std::string state,
+  void WriteSnapshot(uint64_t revision, std::unique_ptr<Replica> replica,
                      std::function<void(absl::Status)> done) override;
   uint64_t records_since_snapshot() const override { return records_since_snapshot_; }
   uint64_t bytes_since_snapshot() const override { return bytes_since_snapshot_; }
+  uint64_t snapshot_bytes() const override { return snapshot_bytes_; }
   void Stop() override;
 
  private:
+  // One that the journal holds.
   struct Snapshot {
-    uint64_t revision = 0;
     uint64_t seq = 0;
+    uint64_t revision = 0;
+    bool in_row = false;  // of schema 1
+    uint64_t parts = 0;   // of the file
+    uint64_t bytes = 0;
+  };
+  // One to be written.
+  struct Task {
+    uint64_t seq = 0;
+    uint64_t revision = 0;
     uint64_t records = 0;  // since the one before
     uint64_t bytes = 0;
-    std::string state;
+    std::unique_ptr<Replica> replica;
     std::function<void(absl::Status)> done;
   };
-  // Consecutive encoded records, and then perhaps a snapshot.
+  // Consecutive encoded records.
   struct Chunk {
     std::string encoded;
     uint64_t first_seq = 0;
     uint64_t last_seq = 0;
     uint64_t last_revision = 0;
-    std::unique_ptr<Snapshot> snapshot;
   };
+  struct Row {
+    uint64_t first_seq = 0;
+    uint64_t last_seq = 0;
+    std::string data;
+  };
+  using Part = absl::FunctionRef<absl::Status(absl::string_view)>;
+  using Record = absl::FunctionRef<absl::Status(uint64_t revision, absl::string_view payload)>;
 
   SqliteJournal(const Options& options, std::unique_ptr<DataDirLock> lock);
   absl::Status OpenFile();
@@ -112,11 +133,35 @@ class SqliteJournal final : public Journal {
   absl::StatusOr<sqlite3_stmt*> Prepare(const char* sql);
   absl::Status Insert(const Chunk& chunk);
   absl::Status Commit(const std::deque<Chunk>& chunks);
-  absl::Status CommitSnapshot(const Snapshot& snapshot);
-  absl::Status ReplayRecords(
-      uint64_t after_seq, const std::function<absl::Status(uint64_t, absl::string_view)>& record);
+  absl::StatusOr<std::vector<Snapshot>> ListSnapshots();
+  std::string SnapshotPath(uint64_t seq) const;
+  absl::Status ReadSnapshotRow(const Snapshot& snapshot, Part part);
+  absl::Status ReplayRecords(uint64_t after_seq, Record record);
+  // Hands over the records of one row from `*next` to `last`, and moves `*next` behind them.
+  absl::Status DecodeRow(uint64_t first_seq, uint64_t last_seq, absl::string_view data,
+                         uint64_t last, uint64_t* next, Record record) const;
+  void RemoveLeftFiles(const std::vector<Snapshot>& snapshots) const;
   void Run();
   Chunk& TailLocked() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  // By the thread that writes snapshots.
+  void RunSnapshots();
+  absl::Status WriteSnapshotOf(Task* task);
+  // Brings the replica to the state of the task. False: the newest snapshot has it already.
+  absl::StatusOr<bool> BuildState(Task* task);
+  // Hands over a snapshot that has been read to its end before, so that nothing of a damaged one is.
+  absl::Status ReadWhole(const Snapshot& snapshot, Part part);
+  absl::Status ReplayForSnapshot(uint64_t after_seq, uint64_t to_seq, Replica* replica);
+  absl::Status DeleteOldRecords();
+  // Has `step` run by the thread that commits, between two commits, and waits for it. Errors: those
+  // of `step`; CANCELLED when stopping; why nothing can be written, once that is final.
+  absl::Status BetweenCommits(absl::FunctionRef<absl::Status()> step);
+  // Lets the disk serve others for as long as it has served us. CANCELLED when stopping.
+  absl::Status Pause(absl::Duration length);
+  // By the thread that commits.
+  absl::Status ReadRows(uint64_t from_seq, std::vector<Row>* rows);
+  absl::Status Publish(const Snapshot& snapshot);
+  absl::StatusOr<bool> DeleteSomeRecords(uint64_t up_to_seq);
 
   // Constant after Open.
   const Options options_;
@@ -130,20 +175,33 @@ class SqliteJournal final : public Journal {
   sqlite3* db_ = nullptr;
   sqlite3_stmt* insert_ = nullptr;
   std::function<void(const Progress&)> progress_;
+  int schema_ = 0;
   uint64_t durable_revision_ = 0;
-  uint64_t good_seq_ = 0;  // of the last snapshot that was read or written whole; 0: none
+  uint64_t durable_seq_ = 0;
+
+  // Used by Replay, then only by the thread that writes snapshots.
+  std::vector<Snapshot> snapshots_;  // newest first
+  uint64_t good_seq_ = 0;            // of the last one that was read or written whole; 0: none
   uint64_t bad_snapshots_ = 0;
 
   std::atomic<uint64_t> records_since_snapshot_{0};
   std::atomic<uint64_t> bytes_since_snapshot_{0};
+  std::atomic<uint64_t> snapshot_bytes_{0};
 
   Mutex mu_;
   CondVar wake_;
   std::deque<Chunk> queue_ ABSL_GUARDED_BY(mu_);
   uint64_t next_seq_ ABSL_GUARDED_BY(mu_) = 1;
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
+  std::unique_ptr<Task> task_ ABSL_GUARDED_BY(mu_);
+  // Set while a step waits or runs.
+  const absl::FunctionRef<absl::Status()>* step_ ABSL_GUARDED_BY(mu_) = nullptr;
+  bool step_done_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Status step_status_ ABSL_GUARDED_BY(mu_);
+  CondVar snapshot_wake_;  // a task, the end of a step, or stop_
 
   std::thread writer_;
+  std::thread snapshot_writer_;
 };
 
 }  // namespace muster::coordinator

@@ -30,6 +30,7 @@ constexpr uint64_t kRevisionsBetweenProgress = 1024;
 constexpr size_t kCopyBytes = 8 << 10;
 constexpr absl::Duration kTrimPeriod = absl::Seconds(5);
 constexpr size_t kTrimBytes = 8 << 20;
+constexpr size_t kSnapshotPartBytes = 1 << 20;
 // So many frames to write are shared with the writer, in portions. Waking it costs as much as
 // several of them.
 constexpr size_t kManyWrites = 48;
@@ -187,6 +188,47 @@ grpc::ByteBuffer ToByteBuffer(const FrameBytes& frame) {
   }
   return grpc::ByteBuffer(slices.data(), slices.size());
 }
+
+// A second core, which has no callers: it becomes what a restart would make of the journal. Its
+// memory is that of a thread of its own, so the allocator gives it back when it is freed; MaybeTrim
+// finds the rest (not that thread: with its low priority it would hold the allocator's locks for long).
+class CoreReplica final : public Replica {
+ public:
+  CoreReplica(const CoreOptions& options, std::string hosts)
+      : core_(options), hosts_(std::move(hosts)) {}
+  absl::Status Restore(absl::string_view part) override { return core_.Restore(part); }
+  absl::Status Replay(absl::string_view record) override { return core_.Replay(record); }
+  absl::Status Write(absl::FunctionRef<absl::Status(absl::string_view)> part) override {
+    MUSTER_RETURN_IF_ERROR(core_.RestoreHosts(hosts_));
+    return core_.WriteSnapshot(kSnapshotPartBytes,
+                               [&](const std::string& bytes) { return part(bytes); });
+  }
+
+ private:
+  Core core_;
+  const std::string hosts_;
+};
+
+// The state of a core at the time that this is made.
+class WholeState final : public Replica {
+ public:
+  explicit WholeState(const Core& core) {
+    (void)core.WriteSnapshot(kSnapshotPartBytes, [this](std::string part) {
+      parts_.push_back(std::move(part));
+      return absl::OkStatus();
+    });
+  }
+  bool NeedsHistory() const override { return false; }
+  absl::Status Restore(absl::string_view) override { return absl::OkStatus(); }
+  absl::Status Replay(absl::string_view) override { return absl::OkStatus(); }
+  absl::Status Write(absl::FunctionRef<absl::Status(absl::string_view)> part) override {
+    for (const std::string& one : parts_) MUSTER_RETURN_IF_ERROR(part(one));
+    return absl::OkStatus();
+  }
+
+ private:
+  std::vector<std::string> parts_;
+};
 
 }  // namespace
 
@@ -435,10 +477,15 @@ absl::Time Engine::NextDeadline() const {
 
 bool Engine::SnapshotDue() const {
   if (snapshot_running_ || stopped_ || !journal_status_.ok()) return false;
-  return snapshot_done_ != nullptr ||
-         (journal_->records_since_snapshot() >= snapshot_not_before_ &&
-          (journal_->records_since_snapshot() >= options_.snapshot_records ||
-           journal_->bytes_since_snapshot() >= options_.snapshot_bytes));
+  if (snapshot_done_ != nullptr || snapshot_of_core_) return true;
+  // Of a large state one is written later, by half of its bytes, so that it does not cost more and
+  // more for each record.
+  const uint64_t times =
+      1 + journal_->snapshot_bytes() / std::max<uint64_t>(1, 2 * options_.snapshot_bytes);
+  const uint64_t records = journal_->records_since_snapshot();
+  return records >= snapshot_not_before_ &&
+         (records >= times * options_.snapshot_records ||
+          journal_->bytes_since_snapshot() >= times * options_.snapshot_bytes);
 }
 
 // A burst (ten thousand joins) leaves memory that the allocator keeps for the thread that made it:
@@ -1120,41 +1167,51 @@ void Engine::AnswerSnapshot(const absl::StatusOr<uint64_t>& result) {
 void Engine::TakeSnapshot() {
   MUSTER_FAILPOINT("engine.snapshot");
   const uint64_t revision = core_.last_record_revision();
-  std::string state = core_.Snapshot();
-  if (state.empty()) {
-    const absl::Status status = absl::ResourceExhaustedError(
-        absl::StrCat("the state has more than the ", options_.core.max_snapshot_bytes,
-                     " bytes that a snapshot can have: the journal grows until jobs end or keys "
-                     "are deleted"));
-    MUSTER_LOG(Error) << "no snapshot of revision " << revision << ": " << status.message();
-    SnapshotDone(false);
-    snapshot_not_before_ = journal_->records_since_snapshot() + options_.snapshot_records;
-    AnswerSnapshot(status);
-    return;
+  std::unique_ptr<Replica> replica;
+  if (std::exchange(snapshot_of_core_, false)) {
+    replica = std::make_unique<WholeState>(core_);
+  } else {
+    CoreOptions options = options_.core;
+    options.cluster_id = journal_->cluster_id();
+    replica = std::make_unique<CoreReplica>(options, core_.SnapshotHosts());
   }
   snapshot_running_ = true;
-  journal_->WriteSnapshot(revision, std::move(state), [this, revision](const absl::Status& status) {
-    if (!status.ok())
-      MUSTER_LOG(Error) << "snapshot of revision " << revision << " failed: " << status.message()
-                        << "; the journal grows until one can be written";
-    Post(
-        [this, revision, status] {
-          snapshot_running_ = false;
-          SnapshotDone(status.ok());
-          AnswerSnapshot(status.ok() ? absl::StatusOr<uint64_t>(revision) : status);
-        },
-        By::kThread);
-  });
+  snapshot_begun_ = options_.clock->Now();
+  const bool history = replica->NeedsHistory();
+  journal_->WriteSnapshot(
+      revision, std::move(replica), [this, revision, history](const absl::Status& status) {
+        const bool damaged = history && absl::IsDataLoss(status);
+        if (!status.ok() && !absl::IsCancelled(status)) {
+          MUSTER_LOG(Error) << "snapshot of revision " << revision
+                            << " failed: " << status.message()
+                            << (damaged ? "; the state in memory is written in its place"
+                                        : "; the journal grows until one can be written");
+        }
+        Post(
+            [this, revision, status, damaged] {
+              snapshot_running_ = false;
+              SnapshotDone(status);
+              // What is damaged is needed no more once there is a snapshot without it. Taking it
+              // from the core stops everybody for a moment.
+              snapshot_of_core_ = damaged;
+              if (!damaged)
+                AnswerSnapshot(status.ok() ? absl::StatusOr<uint64_t>(revision) : status);
+            },
+            By::kThread);
+      });
   MUSTER_FAILPOINT("engine.snapshot_queued");
 }
 
-void Engine::SnapshotDone(bool ok) {
-  snapshot_ok_ = ok;
-  ++(ok ? snapshots_ : snapshot_failures_);
+void Engine::SnapshotDone(const absl::Status& status) {
+  snapshot_ok_ = status.ok();
+  ++(status.ok() ? snapshots_ : snapshot_failures_);
+  if (status.ok()) {
+    snapshot_nanoseconds_ = absl::ToInt64Nanoseconds(options_.clock->Now() - snapshot_begun_);
+  }
   // It is tried again, but not for every record.
-  snapshot_not_before_ = ok ? 0
-                            : journal_->records_since_snapshot() +
-                                  std::max<uint64_t>(1, options_.snapshot_records / 8);
+  snapshot_not_before_ = status.ok() ? 0
+                                     : journal_->records_since_snapshot() +
+                                           std::max<uint64_t>(1, options_.snapshot_records / 8);
 }
 
 void Engine::WithCore(absl::AnyInvocable<void(Core*)> task) {

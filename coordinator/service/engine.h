@@ -94,6 +94,8 @@ class Engine {
     CoreOptions core;
     // How long an agent's session survives without a stream before its calls are abandoned.
     absl::Duration resume_window = absl::Seconds(60);
+    // After so many records or bytes of them a snapshot is written, and later if the last one had
+    // more bytes than that: see SnapshotDue.
     uint64_t snapshot_records = 64 * 1024;
     uint64_t snapshot_bytes = 64 << 20;
     Limits limits;
@@ -133,8 +135,7 @@ class Engine {
   void WatchClosed(const std::shared_ptr<WatchLink>& link);
 
   // Writes a snapshot; `done` gets its revision once it is durable. Errors: UNAVAILABLE with
-  // JOURNAL_FAILED, STOPPING, or OVERLOADED (one is being written); those of
-  // Journal::WriteSnapshot; RESOURCE_EXHAUSTED the state is too large for one.
+  // JOURNAL_FAILED, STOPPING, or OVERLOADED (one is being written); those of Journal::WriteSnapshot.
   void Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done);
   // Runs `task` with the core, in turn with all other events. After Stop, or when stopping, it is
   // run with nullptr.
@@ -169,6 +170,12 @@ class Engine {
   bool snapshot_ok() const { return snapshot_ok_.load(std::memory_order_relaxed); }
   uint64_t snapshots() const { return snapshots_.load(std::memory_order_relaxed); }
   uint64_t snapshot_failures() const { return snapshot_failures_.load(std::memory_order_relaxed); }
+  // Of the last one that was written, or read at the start.
+  uint64_t snapshot_bytes() const { return journal_->snapshot_bytes(); }
+  // How long the last one took that was written; zero: none was.
+  absl::Duration snapshot_took() const {
+    return absl::Nanoseconds(snapshot_nanoseconds_.load(std::memory_order_relaxed));
+  }
   // Watches looked at because something of their job had changed.
   uint64_t watchers_visited() const { return watchers_visited_.load(std::memory_order_relaxed); }
   uint64_t open_calls() const { return open_calls_.load(std::memory_order_relaxed); }
@@ -223,7 +230,7 @@ class Engine {
   // Looks at the watchers of `job_id` in this batch, and again when all that has happened to it is
   // durable.
   void WatchersOf(const std::string& job_id);
-  void SnapshotDone(bool ok);
+  void SnapshotDone(const absl::Status& status);
   // Hands over what the core put out.
   void Drain();
   void Deliver(CallId id, std::shared_ptr<const Answer> answer);
@@ -266,6 +273,8 @@ class Engine {
   uint64_t durable_revision_ = 0;
   absl::Status journal_status_;
   bool snapshot_running_ = false;
+  bool snapshot_of_core_ = false;  // the next one is taken from core_: the journal has damage
+  absl::Time snapshot_begun_ = absl::InfinitePast();
   std::function<void(absl::StatusOr<uint64_t>)>
       snapshot_done_;                 // who asked for the next, or for it
   uint64_t snapshot_not_before_ = 0;  // records since the last one; set when one has failed
@@ -297,6 +306,7 @@ class Engine {
   std::atomic<bool> snapshot_ok_{true};
   std::atomic<uint64_t> snapshots_{0};
   std::atomic<uint64_t> snapshot_failures_{0};
+  std::atomic<int64_t> snapshot_nanoseconds_{0};
   std::atomic<uint64_t> watchers_visited_{0};
   std::atomic<uint64_t> queued_bytes_{0};
   std::atomic<uint64_t> backlog_bytes_{0};

@@ -12,6 +12,7 @@
 #include "coordinator/journal/memory_journal.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "proto/muster/v1/journal.pb.h"
 #include "rpc/status.h"
 
 namespace muster::coordinator {
@@ -514,11 +515,14 @@ class SlowSnapshots final : public Journal {
     memory_.Start(std::move(progress));
   }
   void Append(uint64_t revision, std::string record) override {
+    records.emplace_back(revision, record);
     memory_.Append(revision, std::move(record));
   }
-  void WriteSnapshot(uint64_t, std::string, std::function<void(absl::Status)> done) override {
+  void WriteSnapshot(uint64_t, std::unique_ptr<Replica> given,
+                     std::function<void(absl::Status)> done) override {
+    replica = std::move(given);
     done_ = std::move(done);
-    asked.Notify();
+    (asked.HasBeenNotified() ? asked_again : asked).Notify();
   }
   uint64_t records_since_snapshot() const override { return 0; }
   uint64_t bytes_since_snapshot() const override { return 0; }
@@ -529,9 +533,12 @@ class SlowSnapshots final : public Journal {
     progress.status = absl::DataLossError("I/O error");
     progress_(progress);
   }
-  void Finish(const absl::Status& status) { done_(status); }
+  void Finish(const absl::Status& status) { std::exchange(done_, nullptr)(status); }
 
-  Notification asked;
+  // Once, and once more.
+  Notification asked, asked_again;
+  std::vector<std::pair<uint64_t, std::string>> records;
+  std::unique_ptr<Replica> replica;
 
  private:
   MemoryJournal memory_;
@@ -557,9 +564,9 @@ class SnapshotTest : public ::testing::Test {
     Notification answered;
   };
 
-  explicit SnapshotTest(CoreOptions core = {})
+  SnapshotTest()
       : journal_(new SlowSnapshots),
-        engine_({.core = core, .limits = {}}, std::unique_ptr<Journal>(journal_)) {
+        engine_({.core = {}, .limits = {}}, std::unique_ptr<Journal>(journal_)) {
     EXPECT_TRUE(engine_.Start().ok());
   }
 
@@ -596,46 +603,50 @@ TEST_F(SnapshotTest, Stop_AnswersWhoWaits) {
   EXPECT_EQ(rpc::GetReason(second.Wait()), v1::ERROR_REASON_STOPPING);
 }
 
-class SmallSnapshotTest : public SnapshotTest {
+class WrittenSnapshotTest : public SnapshotTest {
  protected:
-  SmallSnapshotTest() : SnapshotTest(Small()) {}
-  static CoreOptions Small() {
-    CoreOptions core;
-    core.max_snapshot_bytes = 20'000;
-    return core;
-  }
-
-  v1::OpResult Put(const std::string& key, size_t bytes) {
-    v1::Op op;
-    op.mutable_txn()->mutable_fence()->set_job_id("j");
-    v1::PutOp& put = *op.mutable_txn()->add_then()->mutable_put();
-    put.set_key(key);
-    put.set_value(std::string(bytes, 'x'));
-    put.set_klass(v1::KV_CLASS_DURABLE);
-    return Call(op);
-  }
   v1::OpResult Call(const v1::Op& op) {
     FakeSink sink;
     engine_.Call(engine_.NewCallId(), std::make_unique<v1::Op>(op), 0, Borrowed(&sink));
     sink.answered.WaitForNotification();
     return sink.answer->Parse();
   }
+  // The parts that the journal is given, as one snapshot.
+  v1::CoordinatorSnapshot Written(Replica* replica) {
+    std::string all;
+    EXPECT_TRUE(replica
+                    ->Write([&](absl::string_view part) {
+                      all += std::string(part);
+                      return absl::OkStatus();
+                    })
+                    .ok());
+    v1::CoordinatorSnapshot snapshot;
+    EXPECT_TRUE(snapshot.ParseFromString(all));
+    return snapshot;
+  }
 };
 
-TEST_F(SmallSnapshotTest, StateBeyondTheLimit_IsRefusedInWordsAndServedOn) {
+TEST_F(WrittenSnapshotTest, IsBuiltBesideTheCore_AndOfTheCoreOnlyIfTheJournalIsDamaged) {
   ASSERT_TRUE(Call(JoinAlone()).has_join());
-  ASSERT_TRUE(Put("large", 30'000).has_txn());
-  Asked refused(&engine_);
-  EXPECT_EQ(refused.Wait().code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_THAT(std::string(refused.Wait().message()),
-              ::testing::HasSubstr("more than the 20000 bytes that a snapshot can have"));
-  EXPECT_FALSE(journal_->asked.HasBeenNotified());
-  // Small again: the next one is written.
-  ASSERT_TRUE(Put("large", 3).has_txn());
-  Asked second(&engine_);
+  Asked asked(&engine_);
   journal_->asked.WaitForNotification();
+  ASSERT_TRUE(journal_->replica->NeedsHistory());
+  for (const auto& [revision, record] : journal_->records)
+    ASSERT_TRUE(journal_->replica->Replay(record).ok());
+  const v1::CoordinatorSnapshot built = Written(journal_->replica.get());
+  EXPECT_EQ(built.revision(), journal_->records.back().first);
+  // What the journal holds cannot be read: the snapshot is the state in memory, and who asked for
+  // one gets it.
+  journal_->Finish(absl::DataLossError("a record has a wrong checksum"));
+  journal_->asked_again.WaitForNotification();
+  EXPECT_FALSE(asked.answered.HasBeenNotified());
+  ASSERT_FALSE(journal_->replica->NeedsHistory());
+  EXPECT_EQ(Written(journal_->replica.get()).SerializeAsString(), built.SerializeAsString());
   journal_->Finish(absl::OkStatus());
-  EXPECT_TRUE(second.Wait().ok()) << second.result.status();
+  EXPECT_TRUE(asked.Wait().ok()) << asked.result.status();
+  EXPECT_EQ(*asked.result, built.revision());
+  EXPECT_EQ(engine_.snapshot_failures(), 1u);
+  EXPECT_TRUE(engine_.snapshot_ok());
 }
 
 // Answers a call by making the next one, as clients do that never pause.
@@ -697,7 +708,8 @@ class HandedJournal final : public Journal {
     records_.emplace_back(revision, std::move(record));
     if (!held_) Release();
   }
-  void WriteSnapshot(uint64_t, std::string, std::function<void(absl::Status)> done) override {
+  void WriteSnapshot(uint64_t, std::unique_ptr<Replica>,
+                     std::function<void(absl::Status)> done) override {
     done(absl::OkStatus());
   }
   uint64_t records_since_snapshot() const override { return 0; }

@@ -249,6 +249,11 @@ std::string CoordinatorServer::Metrics() {
   text.Family("muster_snapshots_total", Type::kCounter, "Snapshots by result.");
   text.Sample({{"result", "written"}}, static_cast<double>(engine.snapshots()));
   text.Sample({{"result", "failed"}}, static_cast<double>(engine.snapshot_failures()));
+  text.Family("muster_snapshot_bytes", Type::kGauge, "Size of the last snapshot.");
+  text.Sample({}, static_cast<double>(engine.snapshot_bytes()));
+  text.Family("muster_snapshot_seconds", Type::kGauge,
+              "How long the last snapshot took; 0: none was written.");
+  text.Sample({}, absl::ToDoubleSeconds(engine.snapshot_took()));
   text.Family("muster_journal_records_total", Type::kCounter, "Records made durable.");
   text.Sample({}, static_cast<double>(engine.journal_records()));
   text.Family("muster_journal_written_bytes_total", Type::kCounter,

@@ -71,7 +71,8 @@ class HeldJournal final : public Journal {
     }
     if (!held) Tell(revision, absl::OkStatus());
   }
-  void WriteSnapshot(uint64_t, std::string, std::function<void(absl::Status)> done) override {
+  void WriteSnapshot(uint64_t, std::unique_ptr<Replica>,
+                     std::function<void(absl::Status)> done) override {
     done(absl::ResourceExhaustedError("no room"));
   }
   uint64_t records_since_snapshot() const override { return 0; }

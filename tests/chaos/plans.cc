@@ -50,10 +50,15 @@ constexpr Place kPlaces[] = {
     {"journal.after_fsync", Scene::kWork, 10},
     {"journal.after_progress", Scene::kWork, 10},
     {"journal.snapshot_begin", Scene::kWork, 1},
-    // From the second snapshot on there are records to delete.
-    {"journal.snapshot_truncated", Scene::kWork, 2},
+    // The second snapshot is the first one that is built of another.
+    {"journal.snapshot_built", Scene::kWork, 2},
+    {"journal.snapshot_part", Scene::kWork, 2},
     {"journal.snapshot_written", Scene::kWork, 2},
+    {"journal.snapshot_named", Scene::kWork, 2},
+    {"journal.snapshot_publish", Scene::kWork, 2},
     {"journal.snapshot_durable", Scene::kWork, 1},
+    // From the second snapshot on there are records to delete.
+    {"journal.snapshot_truncated", Scene::kWork, 1},
     // The one that makes the rendezvous complete.
     {"engine.join", Scene::kWork, 2},
     {"engine.apply", Scene::kWork, 40},

@@ -89,6 +89,27 @@ bool SimDisk::Recover(std::string* snapshot, std::vector<std::string>* records) 
   return torn;
 }
 
+bool SimDisk::Read(uint64_t revision, std::string* snapshot,
+                   std::vector<std::string>* records) const {
+  *snapshot = snapshot_;
+  uint64_t after = 0;
+  if (!snapshot_.empty()) {
+    v1::CoordinatorSnapshot parsed;
+    parsed.ParseFromString(snapshot_);
+    after = parsed.revision();
+  }
+  if (after > revision) return false;
+  size_t at = 0;
+  std::string record;
+  for (size_t next = 0; at < synced_ && ReadFrame(log_, at, &record, &next); at = next) {
+    v1::JournalRecord parsed;
+    parsed.ParseFromString(record);
+    if (parsed.revision() > revision) break;
+    if (parsed.revision() > after) records->push_back(record);
+  }
+  return true;
+}
+
 void SimDisk::PublishSnapshot(const std::string& image, uint64_t revision) {
   snapshot_ = image;
   size_t at = 0;

@@ -1207,15 +1207,25 @@ void Sim::ScheduleTick() {
 
 void Sim::TakeSnapshot() {
   if (!serving_ || journal_failed_ || !unwritten_.empty()) return;
-  const std::string image = core_->Snapshot();
   const uint64_t revision = core_->last_record_revision();
-  Trace(absl::StrCat("snapshot of ", image.size(), " bytes"));
-  // Written beside, synced, renamed: it exists whole or not at all. Records it holds go only
-  // afterwards.
+  Trace(absl::StrCat("snapshot of revision ", revision));
+  // Built of what is on the disk, while the core goes on; written beside, synced, renamed: it exists
+  // whole or not at all. Records it holds go only afterwards.
   At(now_ + Between(absl::Milliseconds(1), absl::Milliseconds(100)),
-     [this, life = life_, image, revision] {
+     [this, life = life_, hosts = core_->SnapshotHosts(), revision] {
        if (life != life_ || !up_ || durable_ < revision) return;
-       disk_.PublishSnapshot(image, revision);
+       std::string snapshot;
+       std::vector<std::string> records;
+       if (!disk_.Read(revision, &snapshot, &records)) return;
+       Core replica(core_options_);
+       absl::Status status = snapshot.empty() ? absl::OkStatus() : replica.Restore(snapshot);
+       for (const std::string& record : records) {
+         if (status.ok()) status = replica.Replay(record);
+       }
+       if (status.ok()) status = replica.RestoreHosts(hosts);
+       if (!status.ok())
+         return Violation(absl::StrCat("a snapshot cannot be built: ", status.ToString()));
+       disk_.PublishSnapshot(replica.Snapshot(), revision);
      });
 }
 

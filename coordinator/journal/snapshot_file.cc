@@ -1,0 +1,61 @@
+#include "coordinator/journal/snapshot_file.h"
+
+#include <cerrno>
+#include <cstdio>
+#include <memory>
+
+#include "absl/strings/str_cat.h"
+#include "base/status_macros.h"
+#include "coordinator/journal/record_format.h"
+
+namespace muster::coordinator {
+
+absl::StatusOr<SnapshotWriter> SnapshotWriter::Create(const std::string& path, uint64_t revision,
+                                                      uint64_t term) {
+  MUSTER_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(path, 0600));
+  return SnapshotWriter(std::move(file), revision, term);
+}
+
+absl::Status SnapshotWriter::Append(absl::string_view part) {
+  std::string framed;
+  framed.reserve(kRecordHeaderBytes + part.size());
+  EncodeRecord(framed, parts_ + 1, revision_, term_, part);
+  MUSTER_RETURN_IF_ERROR(file_.Append(framed));
+  ++parts_;
+  bytes_ += framed.size();
+  return absl::OkStatus();
+}
+
+absl::Status ReadSnapshotFile(const std::string& path, uint64_t revision, uint64_t parts,
+                              uint64_t bytes,
+                              absl::FunctionRef<absl::Status(absl::string_view)> part) {
+  const std::unique_ptr<FILE, int (*)(FILE*)> file(std::fopen(path.c_str(), "rbe"), std::fclose);
+  if (file == nullptr) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open '", path, "'"));
+  uint64_t offset = 0;
+  const auto damaged = [&](uint64_t number, absl::string_view what) {
+    return absl::DataLossError(absl::StrCat("snapshot '", path, "' is damaged in part ", number,
+                                            " (offset ", offset, "): ", what));
+  };
+  std::string record;
+  for (uint64_t number = 1; number <= parts; ++number) {
+    record.resize(kRecordHeaderBytes);
+    if (bytes - offset < kRecordHeaderBytes ||
+        std::fread(record.data(), 1, kRecordHeaderBytes, file.get()) < kRecordHeaderBytes)
+      return damaged(number, "its header is cut off");
+    const uint32_t length = PayloadBytes(record.data());
+    // Before memory is taken for what a damaged length says.
+    if (bytes - offset - kRecordHeaderBytes < length) return damaged(number, "it is cut off");
+    record.resize(kRecordHeaderBytes + length);
+    if (std::fread(record.data() + kRecordHeaderBytes, 1, length, file.get()) < length)
+      return damaged(number, "it is cut off");
+    const absl::StatusOr<DecodedRecord> decoded = DecodeRecord(record, number);
+    if (!decoded.ok()) return damaged(number, decoded.status().message());
+    if (decoded->revision != revision) return damaged(number, "it is of another snapshot");
+    MUSTER_RETURN_IF_ERROR(part(decoded->payload));
+    offset += decoded->bytes;
+  }
+  if (offset != bytes) return damaged(parts, "it is not the last");
+  return absl::OkStatus();
+}
+
+}  // namespace muster::coordinator

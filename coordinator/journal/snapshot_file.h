@@ -1,0 +1,54 @@
+#ifndef MUSTER_COORDINATOR_JOURNAL_SNAPSHOT_FILE_H_
+#define MUSTER_COORDINATOR_JOURNAL_SNAPSHOT_FILE_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "base/file.h"
+
+namespace muster::coordinator {
+
+// A snapshot in a file: its parts, each framed as a record (record_format.h) of the snapshot's
+// revision and numbered from 1. How many there are, and of how many bytes, is known to who reads it.
+// All functions block on the disk.
+
+// Writes one under a temporary name. Only its owner can read it. Not thread-safe.
+class SnapshotWriter {
+ public:
+  static absl::StatusOr<SnapshotWriter> Create(const std::string& path, uint64_t revision,
+                                               uint64_t term);
+
+  absl::Status Append(absl::string_view part);
+  // What was appended is on disk.
+  absl::Status Sync() { return file_.Sync(); }
+  // It is on disk under its name. Nothing may be called after it but the numbers.
+  absl::Status Commit() { return file_.Commit(); }
+
+  uint64_t parts() const { return parts_; }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  SnapshotWriter(AtomicFile file, uint64_t revision, uint64_t term)
+      : file_(std::move(file)), revision_(revision), term_(term) {}
+
+  AtomicFile file_;
+  uint64_t revision_;
+  uint64_t term_;
+  uint64_t parts_ = 0;
+  uint64_t bytes_ = 0;
+};
+
+// Hands over every part, in order, as it is read: what comes before a damaged one too. Stops at the
+// first error of `part` and returns it. Errors: DATA_LOSS naming the file and the place; those of
+// the disk.
+absl::Status ReadSnapshotFile(const std::string& path, uint64_t revision, uint64_t parts,
+                              uint64_t bytes,
+                              absl::FunctionRef<absl::Status(absl::string_view)> part);
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_JOURNAL_SNAPSHOT_FILE_H_
