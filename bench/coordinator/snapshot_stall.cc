@@ -7,7 +7,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -25,6 +24,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "base/log.h"
+#include "base/mutex.h"
 #include "bench/coordinator/server_process.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/kv.grpc.pb.h"
@@ -38,6 +38,8 @@ constexpr int kJobs = 2;  // one may have 256 MiB of keys
 constexpr int kPutsAtATime = 1000;
 constexpr int kWriters = 4;
 constexpr absl::Duration kPatience = absl::Seconds(120);
+
+void WaitFor(absl::Duration length) { Notification().WaitForNotificationWithTimeout(length); }
 
 template <typename F>
 grpc::Status Call(F call) {
@@ -85,7 +87,7 @@ class Client {
       });
       if (status.ok()) return absl::Now() - start;
       MUSTER_CHECK(status.error_code() == grpc::StatusCode::UNAVAILABLE) << status.error_message();
-      absl::SleepFor(absl::Milliseconds(50));
+      WaitFor(absl::Milliseconds(50));
     }
   }
 
@@ -117,8 +119,8 @@ double Percentile(const Times& sorted, double p) {
 // What readers and writers see while `body` runs.
 template <typename F>
 Seen Watch(const std::string& address, const v1::Fence& fence, F body) {
-  std::atomic<bool> stop{false};
-  std::atomic<int> begun{0};
+  Notification stop;
+  std::vector<Notification> begun(kWriters + 1);
   std::vector<Times> times(kWriters + 1);
   std::vector<std::thread> threads;
   for (int i = 0; i <= kWriters; ++i) {
@@ -132,21 +134,21 @@ Seen Watch(const std::string& address, const v1::Fence& fence, F body) {
         AddPut(&request, absl::StrCat("probe-", i), std::string(64, 'x'));
       }
       client.Txn(request);  // connects
-      ++begun;
-      while (!stop) {
+      begun[i].Notify();
+      while (!stop.HasBeenNotified()) {
         const absl::Time start = absl::Now();
         client.Txn(request);
         times[i].push_back(absl::ToDoubleMilliseconds(absl::Now() - start));
-        if (i == 0) absl::SleepFor(absl::Milliseconds(1));
+        if (i == 0) stop.WaitForNotificationWithTimeout(absl::Milliseconds(1));
       }
     });
   }
-  while (begun <= kWriters) absl::SleepFor(absl::Milliseconds(1));
+  for (const Notification& one : begun) one.WaitForNotification();
   const absl::Time start = absl::Now();
   body();
   Seen seen;
   seen.length = absl::Now() - start;
-  stop = true;
+  stop.Notify();
   for (std::thread& thread : threads) thread.join();
   seen.reads = std::move(times[0]);
   for (int i = 1; i <= kWriters; ++i)
@@ -205,7 +207,7 @@ int Main(int argc, char** argv) {
     client.Snapshot();
     std::vector<std::vector<double>> figures;
     for (int round = 0; round < rounds; ++round) {
-      const Seen quiet = Watch(address, fence, [] { absl::SleepFor(absl::Seconds(3)); });
+      const Seen quiet = Watch(address, fence, [] { WaitFor(absl::Seconds(5)); });
       const double rss = (*process)->RssMb();
       ForgetPeak((*process)->pid());
       absl::Duration took;
@@ -216,7 +218,7 @@ int Main(int argc, char** argv) {
       };
       const double peak = PeakMb((*process)->pid());
       const absl::Duration spent = (*process)->CpuTime() - cpu;
-      absl::SleepFor(absl::Seconds(6));  // a burst is given back by then
+      WaitFor(absl::Seconds(6));  // a burst is given back by then
       figures.push_back({Percentile(quiet.reads, 0.99), Percentile(quiet.reads, 1),
                          Percentile(busy.reads, 0.99), Percentile(busy.reads, 1),
                          Percentile(quiet.puts, 0.99), Percentile(quiet.puts, 1),
