@@ -178,9 +178,10 @@ void Hubs::Attach(absl::string_view node, const v1::Hello& hello, absl::Time now
   const bool fresh = hello.session_id().empty();
   if (fresh && hello.failed_hub().empty()) past_.erase(name);
   if (!resumed) {
+    // Who comes from a hub was none itself.
+    const bool may_be_hub = !fresh && !agent->address.empty() && hello.failed_hub().empty();
     agent->movable_at =
-        std::max(MayMoveAt(name),
-                 fresh || agent->address.empty() ? absl::InfinitePast() : now_ + kFirstBeat);
+        std::max(MayMoveAt(name), may_be_hub ? now_ + kFirstBeat : absl::InfinitePast());
   }
   Index(agent);
   if (hello.failed_hub().empty() || hello.failed_hub().size() > kMaxName) return;
