@@ -175,6 +175,8 @@ absl::Status Barriers(const Settings& settings, const Shape& shape, bool idle) {
          {key + "_server_cpu_us", cpu.ServerUs() / (rounds + warm_up)},
          {key + "_client_cpu_us", cpu.ClientUs() / (rounds + warm_up)}});
   if (idle) {
+    // What the burst before has left is over by then.
+    MUSTER_RETURN_IF_ERROR(cluster.Beat(absl::Seconds(2), absl::Seconds(12)));
     const CpuMeter idle_cpu(*server);
     const absl::Time start = absl::Now();
     MUSTER_RETURN_IF_ERROR(cluster.Beat(absl::Seconds(2), absl::Seconds(10)));

@@ -30,7 +30,7 @@ constexpr uint64_t kRevisionsBetweenProgress = 1024;
 constexpr size_t kCopyBytes = 8 << 10;
 constexpr absl::Duration kTrimPeriod = absl::Seconds(5);
 constexpr size_t kTrimBytes = 8 << 20;
-constexpr int kTrims = 3;
+constexpr int kTrims = 2;
 constexpr size_t kBytesOfCall = 512;  // beside its request and its answer, while it is open
 // So many frames to write are shared with the writer, in portions. Waking it costs as much as
 // several of them.
