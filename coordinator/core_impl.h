@@ -25,6 +25,7 @@
 #include "coordinator/core.h"
 #include "coordinator/dedupe.h"
 #include "coordinator/errors.h"
+#include "coordinator/hubs.h"
 #include "coordinator/kv.h"
 #include "coordinator/trigger.h"
 #include "coordinator/watch_log.h"
@@ -45,6 +46,7 @@ constexpr size_t kMaxHosts = 65536;         // of one job: struck or quarantined
 // One worker's place in the current generation. What must survive a crash is in `record`.
 struct Seat {
   v1::SeatRecord record;
+  uint64_t via = 0;  // Impl::AgentNumber of record.node(), once that was looked up; else 0
   absl::Time last_seen;
   int64_t step = 0;
   std::string phase;
@@ -159,6 +161,14 @@ class Core::Impl {
     if (!node.empty()) out_->directives.push_back({node, std::move(directive), durable});
   }
 
+  // Of an agent that has a session, never used for another one; 0: it has none.
+  uint64_t AgentNumber(absl::string_view node) const {
+    const auto it = agents_.find(node);
+    return it == agents_.end() ? 0 : it->second;
+  }
+  // After each event of hubs_: tells the agents that move.
+  void MoveAgents();
+
   struct Who {
     Job* job = nullptr;
     Seat* seat = nullptr;  // null: an operator
@@ -236,9 +246,11 @@ class Core::Impl {
   absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // of jobs
   // Of jobs with living workers in a sealed generation: while there are any, ticks come regularly.
   absl::btree_set<std::pair<absl::Duration, std::string>> leases_;
-  absl::flat_hash_map<std::string, std::string> agents_;  // node -> host
-  // -> (job_id, worker_id).
-  absl::flat_hash_map<uint64_t, std::pair<std::string, std::string>> queries_;
+  absl::flat_hash_map<std::string, uint64_t> agents_;  // that have a session, by node
+  uint64_t next_agent_ = 1;
+  Hubs hubs_{options_.hubs};
+  absl::flat_hash_map<uint64_t, std::pair<std::string, std::string>>
+      queries_;  // -> (job_id, worker_id)
   uint64_t next_query_ = 1;
   struct Held {
     std::string job_id;
@@ -328,8 +340,9 @@ class Core::Impl::Job : public BarrierHost {
   // Nor can any of its workers come back: each has ended or was not heard of for its lease. Between
   // two generations survivors live.
   bool Over() const;
-  // A worker that is listed by its agent without a seat: tells it again what it must have missed.
-  void TellAgain(const std::string& node, const v1::WorkerBeat& worker);
+  // A worker that is listed by its agent without a seat: tells it again what it must have missed,
+  // unless `told`, which it sets, says that this beat's agent was told of the end of the generation.
+  void TellAgain(const std::string& node, const v1::WorkerBeat& worker, bool* told);
   void Kill(const std::string& node, const std::string& worker_id, uint64_t incarnation);
   void FenceIncarnation(const std::string& worker_id, uint64_t incarnation);
   // After a seal: who of `old_seats` has no seat now is remembered, who has one is not.
@@ -366,6 +379,13 @@ class Core::Impl::Job : public BarrierHost {
   void EmitMember(const Seat& seat);
   v1::Member MakeMember(const Seat& seat) const;
   void RenewLease(Seat* seat) { seat->last_seen = impl_->now_; }
+  // Its worker was heard of through the agent of `node`, whose number is `agent`: a hub's messages
+  // name hundreds of workers, whose names need not be compared each time.
+  void HeardThrough(Seat* seat, absl::string_view node, uint64_t agent) {
+    if (agent != 0 && seat->via == agent) return;
+    if (seat->record.node() != node) seat->record.set_node(std::string(node));
+    seat->via = agent;
+  }
 
   std::optional<v1::OpError> Txn(const v1::TxnRequest& request, const Seat* seat,
                                  v1::OpResult* result);
