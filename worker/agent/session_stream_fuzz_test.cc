@@ -36,6 +36,13 @@ class Fuzzer final : public RandomMessage {
     if (name == "job_id") return Draw(3) == 0 ? "k" : "j";
     if (name == "worker_id") return absl::StrCat("w", Draw(4));
     if (name == "barrier_id") return Draw(2) == 0 ? "b" : "c";
+    if (name == "address") {
+      const char* const addresses[] = {"10.0.0.2:1", "10.0.0.3:1", "10.0.0.4:1", "10.0.0.9:1",
+                                       "somewhere"};
+      return addresses[Draw(5)];
+    }
+    if (name == "node") return Draw(8) == 0 ? "node" : absl::StrCat("hub", Draw(3));
+    if (name == "cluster_id") return Draw(20) == 0 ? "d" : "c";
     if (name == "session_id") return Draw(3) == 0 ? absl::StrCat("s", Draw(3)) : session;
     return RandomMessage::Text(name);
   }
@@ -67,6 +74,7 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
   SessionStream::Options options;
   options.node = "node";
   options.address = "10.0.0.1:29400";
+  options.hub_address = "10.0.0.9:1";
   options.incarnation = 7;
   options.max_held_ops = 200;
   options.max_held_bytes = 1 << 20;
@@ -127,6 +135,7 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
     hello.set_term(term);
     hello.set_session_id(fuzz.session);
     hello.set_last_received_seq(fuzz.sent_seq);
+    hello.set_cluster_id("c");
     to->events->OnFrame(frame);
   };
 
@@ -194,7 +203,12 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
             EXPECT_NE(op.kind_case(), v1::Op::KIND_NOT_SET);
             fuzz.ops.push_back(op.op_id());
           }
+          const bool bye = frame.has_bye();
           to->events->OnWritten();
+          if (bye && fuzz.Draw(3) != 0) {
+            to->closed = true;
+            to->events->OnClosed(absl::OkStatus());
+          }
         }
         break;
       case 11:
@@ -210,6 +224,9 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
         if (to != nullptr) {
           v1::CoordinatorFrame frame;
           fuzz.FillKind(&frame, fuzz.Draw(2) == 0 ? "" : "results");
+          if (frame.has_directive() && fuzz.Draw(3) == 0) {
+            fuzz.Fill(frame.mutable_directive()->mutable_use_hub());
+          }
           frame.set_seq(fuzz.Draw(60) == 0 ? fuzz.Draw(fuzz.next_seq + 3) : fuzz.next_seq++);
           frame.set_ack(fuzz.Draw(10) == 0 ? fuzz.Draw(UINT64_MAX) : fuzz.sent_seq);
           if (fuzz.Draw(8) == 0) {
@@ -229,6 +246,10 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
     EXPECT_GT(connected, 3);
     EXPECT_GT(directives, 3);
     EXPECT_GT(transport.links.size(), 3u);
+    std::set<std::string> hubs;
+    for (const std::shared_ptr<FakeLink>& opened : transport.links) hubs.insert(opened->hub);
+    EXPECT_GE(hubs.size(), 2u);
+    EXPECT_EQ(hubs.count("10.0.0.9:1"), 0u);
   }
 
   // The coordinator goes for good: everything that waits is told so.
