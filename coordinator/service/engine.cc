@@ -17,7 +17,7 @@
 #include "base/status_macros.h"
 #include "coordinator/errors.h"
 #include "coordinator/kv.h"
-#include "coordinator/session.h"
+#include "rpc/session/agent_session.h"
 #include "rpc/status.h"
 
 namespace muster::coordinator {
@@ -167,13 +167,13 @@ struct SliceOwner {
   std::atomic<bool> made;
 };
 
-grpc::ByteBuffer ToByteBuffer(const FrameBytes& frame) {
+grpc::ByteBuffer ToByteBuffer(const rpc::FrameBytes& frame) {
   size_t total = 0;
-  for (const FramePiece& piece : frame) total += piece.bytes.size();
+  for (const rpc::FramePiece& piece : frame) total += piece.bytes.size();
   if (total <= kCopyBytes) {
     grpc::Slice slice(total);
     auto* out = const_cast<uint8_t*>(slice.begin());
-    for (const FramePiece& piece : frame) {
+    for (const rpc::FramePiece& piece : frame) {
       std::memcpy(out, piece.bytes.data(), piece.bytes.size());
       out += piece.bytes.size();
     }
@@ -181,7 +181,7 @@ grpc::ByteBuffer ToByteBuffer(const FrameBytes& frame) {
   }
   std::vector<grpc::Slice> slices;
   slices.reserve(frame.size());
-  for (const FramePiece& piece : frame) {
+  for (const rpc::FramePiece& piece : frame) {
     slices.emplace_back(const_cast<char*>(piece.bytes.data()), piece.bytes.size(),
                         SliceOwner::Delete, new SliceOwner(piece.owner));
   }
@@ -235,7 +235,7 @@ struct Engine::Session final : public FrameSource {
   absl::Time expires = absl::InfiniteFuture();  // while it has no stream
 
   Mutex mu;
-  AgentSession agent ABSL_GUARDED_BY(mu);
+  rpc::AgentSession agent ABSL_GUARDED_BY(mu);
   std::shared_ptr<AgentLink> link ABSL_GUARDED_BY(mu);
   std::shared_ptr<AgentLink> paused ABSL_GUARDED_BY(mu);  // is read from when there is room again
 };

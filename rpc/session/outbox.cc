@@ -1,6 +1,6 @@
-#include "coordinator/outbox.h"
+#include "rpc/session/outbox.h"
 
-namespace muster::coordinator {
+namespace muster::rpc {
 namespace {
 
 // A frame stays below the message limit of 4 MiB unless a single result is larger.
@@ -149,4 +149,4 @@ FrameBytes Outbox::Next() {
   return frame;
 }
 
-}  // namespace muster::coordinator
+}  // namespace muster::rpc

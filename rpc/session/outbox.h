@@ -1,5 +1,5 @@
-#ifndef MUSTER_COORDINATOR_OUTBOX_H_
-#define MUSTER_COORDINATOR_OUTBOX_H_
+#ifndef MUSTER_RPC_SESSION_OUTBOX_H_
+#define MUSTER_RPC_SESSION_OUTBOX_H_
 
 #include <cstdint>
 #include <deque>
@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "absl/strings/string_view.h"
-#include "coordinator/answer.h"
 #include "proto/muster/v1/session.pb.h"
+#include "rpc/session/answer.h"
 
-namespace muster::coordinator {
+namespace muster::rpc {
 
 // One v1::CoordinatorFrame as it goes out: the pieces in order. Copies share the bytes.
 struct FramePiece {
@@ -89,6 +89,6 @@ class Outbox {
   bool ack_wanted_ = false;
 };
 
-}  // namespace muster::coordinator
+}  // namespace muster::rpc
 
-#endif  // MUSTER_COORDINATOR_OUTBOX_H_
+#endif  // MUSTER_RPC_SESSION_OUTBOX_H_
