@@ -42,12 +42,14 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
   options.channel.keepalive = absl::Seconds(10);
   options.channel.max_backoff = absl::Seconds(2);
   options.channel.max_message_bytes = 64 << 20;
+  // While a hub speaks for this node, the coordinator has no connection of it.
+  options.channel.idle_timeout = absl::Seconds(5);
   MUSTER_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
                           rpc::Connect(options.coordinator, options.channel));
   raw->stacks_ = options.stacks;
   raw->stack_budget_ = options.stack_budget;
   raw->on_barrier_late_ = std::move(options.on_barrier_late);
-  raw->transport_ = std::make_unique<RpcFrameTransport>(channel);
+  raw->transport_ = std::make_unique<RpcFrameTransport>(channel, options.channel);
 
   SessionStream::Options stream;
   stream.address = options.coordinator;
@@ -143,6 +145,7 @@ void NodeSession::OnDirective(const v1::Directive& directive) {
     case v1::Directive::kBarrierLate:
       if (on_barrier_late_) on_barrier_late_(directive.barrier_late());
       break;
+    case v1::Directive::kUseHub:  // the stream's
     case v1::Directive::KIND_NOT_SET:
       break;
   }

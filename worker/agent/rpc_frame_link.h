@@ -19,8 +19,7 @@ namespace muster::agent {
 class RpcFrameTransport final : public FrameTransport {
  public:
   // `channel` leads to the coordinator, `hubs` is how to connect to hubs.
-  explicit RpcFrameTransport(std::shared_ptr<grpc::Channel> channel,
-                             rpc::ChannelOptions hubs = {});
+  explicit RpcFrameTransport(std::shared_ptr<grpc::Channel> channel, rpc::ChannelOptions hubs = {});
   // Waits until all links have closed: close them first.
   ~RpcFrameTransport() override;
 

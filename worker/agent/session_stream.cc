@@ -20,6 +20,8 @@ constexpr size_t kSeenJobs = 1024;
 // Of one job; a coordinator takes as many.
 constexpr size_t kSeenBarriers = 1 << 16;
 constexpr int kBarriersInRecall = 1000;
+// An agent that tolerates less does not follow hubs: one that fails is a short outage.
+constexpr absl::Duration kToleranceForHubs = absl::Seconds(10);
 // Of a coordinator that does not say.
 constexpr absl::Duration kUsualLease = absl::Seconds(6);
 
@@ -194,6 +196,7 @@ SessionStream::SessionStream(Options options, FrameTransport* transport)
       guard_(std::make_shared<Guard>(this)),
       backoff_(options_.first_backoff),
       max_backoff_(options_.last_backoff),
+      beat_period_(options_.beat_period),
       lease_(kUsualLease),
       random_(static_cast<uint32_t>(options_.incarnation ^ (options_.incarnation >> 32))) {}
 
@@ -281,6 +284,24 @@ void SessionStream::SendStack(v1::StackReply reply) {
   Run(std::move(todo));
 }
 
+void SessionStream::OfferHub(std::string address) {
+  MutexLock lock(&mu_);
+  hub_address_ = std::move(address);
+}
+
+void SessionStream::SetBeatPeriod(absl::Duration period) {
+  Todo todo;
+  {
+    MutexLock lock(&mu_);
+    beat_period_ = period;
+    if (state_ == State::kOpen) {
+      next_beat_ = std::min(next_beat_, options_.clock->Now() + period);
+      todo.wake = true;
+    }
+  }
+  Run(std::move(todo));
+}
+
 absl::Time SessionStream::Tick() {
   const absl::Time now = options_.clock->Now();
   {
@@ -316,7 +337,7 @@ absl::Time SessionStream::Tick() {
     }
     if (state_ == State::kOpen && next_beat_ <= now) {
       beat_due = true;
-      next_beat_ = now + options_.beat_period;
+      next_beat_ = now + beat_period_;
       if (at_hub_) answer_by_ = std::min(answer_by_, now + Patience(4));
     }
   }
@@ -441,7 +462,8 @@ void SessionStream::Drop(Todo* todo) {
   const absl::Time now = options_.clock->Now();
   const bool open = state_ == State::kOpen;
   const bool lasted = now - opened_ >= max_backoff_;
-  if (ever_connected_) away_since_ = std::min(away_since_, AwayFrom(now));
+  // A move is no outage.
+  if (ever_connected_ && !leaving_) away_since_ = std::min(away_since_, AwayFrom(now));
   // It has been there for good, not to let everybody in and fall again.
   if (lasted) backoff_ = options_.first_backoff;
   if (moving_to_.has_value()) {
@@ -452,9 +474,8 @@ void SessionStream::Drop(Todo* todo) {
     next_attempt_ = now + retry_after_;
   } else {
     ChooseNext(open, lasted);
-    const double share = options_.random
-                             ? options_.random()
-                             : std::uniform_real_distribution<double>(0, 1)(random_);
+    const double share =
+        options_.random ? options_.random() : std::uniform_real_distribution<double>(0, 1)(random_);
     next_attempt_ = now + std::max(backoff_ * share, retry_after_);
     backoff_ = std::min(backoff_ * 2, max_backoff_);
   }
@@ -524,11 +545,10 @@ void SessionStream::UseHub(const v1::UseHub& use, Todo* todo) {
   // Agents behind a hub are moved by nobody, and one that ends has better things to do.
   if (at_hub_ || leaving_ || bye_ != Bye::kNo) return;
   const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(use.address());
-  if (!address.ok() || (!address->is_unix() && address->port == 0) ||
-      use.node().empty() || use.node() == options_.node ||
-      use.address() == options_.hub_address) {
-    MUSTER_LOG(Warning) << "the coordinator at " << options_.address << " names hub '"
-                        << use.node() << "' at '" << use.address()
+  if (!address.ok() || (!address->is_unix() && address->port == 0) || use.node().empty() ||
+      use.node() == options_.node || use.address() == hub_address_) {
+    MUSTER_LOG(Warning) << "the coordinator at " << options_.address << " names hub '" << use.node()
+                        << "' at '" << use.address()
                         << "', which this agent cannot use: is its --hub_listen an address that "
                            "other machines reach?";
     failed_hub_ = use.node();
@@ -601,8 +621,8 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
     return;
   }
   if (at_hub_ && welcome.cluster_id() != cluster_id_) {
-    NoteError(absl::StrCat("it is in cluster ", welcome.cluster_id(), ", this agent in ",
-                           cluster_id_));
+    NoteError(
+        absl::StrCat("it is in cluster ", welcome.cluster_id(), ", this agent in ", cluster_id_));
     Drop(todo);
     return;
   }
@@ -861,10 +881,10 @@ bool SessionStream::NextFrame(v1::AgentFrame* frame) {
       hello.set_session_id(session_id_);
     }
     if (!at_hub_) {
-      hello.set_hub_address(options_.hub_address);
+      hello.set_hub_address(hub_address_);
       hello.set_failed_hub(failed_hub_);
     }
-    hello.add_features("hub");
+    if (options_.outage_tolerance >= kToleranceForHubs) hello.add_features("hub");
     hello.set_host(options_.host);
     hello.set_version(options_.version);
     hello.set_term_seen(term_);
@@ -999,7 +1019,7 @@ uint64_t SessionStream::term() const {
   return term_;
 }
 
-SessionStream::Upstream SessionStream::upstream() const {
+Upstream SessionStream::upstream() const {
   MutexLock lock(&mu_);
   Upstream upstream;
   upstream.connected = state_ == State::kOpen && !hub_away_;

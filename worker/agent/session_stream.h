@@ -24,6 +24,7 @@
 #include "proto/muster/v1/session.pb.h"
 #include "worker/agent/frame_link.h"
 #include "worker/agent/op_sender.h"
+#include "worker/agent/upstream.h"
 
 namespace muster::agent {
 
@@ -72,8 +73,6 @@ class SessionStream final : public OpSender {
     absl::Duration last_backoff = absl::Seconds(5);
     // How long the coordinator may be away once it has been there. Infinite: for ever.
     absl::Duration outage_tolerance = kDefaultOutageTolerance;
-    // Where other agents reach this one as their hub; empty: it does not offer itself.
-    std::string hub_address = {};
     // How long a move to a hub waits for operations that cannot be repeated, and for its Bye.
     absl::Duration move_patience = absl::Seconds(1);
     // Beyond these, Submit answers UNAVAILABLE / OVERLOADED.
@@ -97,17 +96,6 @@ class SessionStream final : public OpSender {
     const Clock* clock = &Clock::Real();
   };
 
-  // What this node speaks to, at one moment.
-  struct Upstream {
-    bool connected = false;
-    uint64_t session = 0;  // counts the sessions: nothing is left of what an earlier one was told
-    uint64_t term = 0;
-    std::string cluster_id = {};
-    absl::Duration lease;  // as the last welcome says
-    std::string hub = {};  // the node that speaks for this one; empty: the coordinator itself
-    std::string why_away = {};
-  };
-
   // `transport` is borrowed.
   SessionStream(Options options, FrameTransport* transport);
   // Closes the stream. What is held is dropped; nothing is called any more.
@@ -119,6 +107,11 @@ class SessionStream final : public OpSender {
   void Forget(uint64_t op_id) override;
   // The answer to a CollectStack directive. Dropped if the coordinator has forgotten the question.
   void SendStack(v1::StackReply reply);
+
+  // Other agents reach this one as their hub at `address`. Before the first Tick.
+  void OfferHub(std::string address);
+  // Of Options::beat_period, from now on.
+  void SetBeatPeriod(absl::Duration period);
 
   // Does what is due and returns when to call again. Call at the start, then at that time and when
   // woken.
@@ -217,6 +210,7 @@ class SessionStream final : public OpSender {
   absl::Duration max_backoff_ ABSL_GUARDED_BY(mu_);
   absl::Time opened_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   absl::Duration retry_after_ ABSL_GUARDED_BY(mu_);  // the coordinator asked for
+  absl::Duration beat_period_ ABSL_GUARDED_BY(mu_);
   absl::Time next_beat_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   std::optional<v1::Beat> beat_ ABSL_GUARDED_BY(mu_);
   absl::Time away_since_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
@@ -227,9 +221,10 @@ class SessionStream final : public OpSender {
   enum class Bye { kNo, kDue, kWriting, kSent };
   Bye bye_ ABSL_GUARDED_BY(mu_) = Bye::kNo;
 
+  std::string hub_address_ ABSL_GUARDED_BY(mu_);
   // The hub to use. Kept while the coordinator is tried instead, until that one welcomes this agent.
   std::optional<Hub> hub_ ABSL_GUARDED_BY(mu_);
-  bool at_hub_ ABSL_GUARDED_BY(mu_) = false;  // the attempt, or if there is none the next one
+  bool at_hub_ ABSL_GUARDED_BY(mu_) = false;     // the attempt, or if there is none the next one
   std::string failed_hub_ ABSL_GUARDED_BY(mu_);  // to be told to the coordinator
   std::string away_hub_ ABSL_GUARDED_BY(mu_);    // left because it had lost the coordinator
   bool told_left_ ABSL_GUARDED_BY(mu_) = false;  // the log, in this outage

@@ -74,7 +74,6 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
   SessionStream::Options options;
   options.node = "node";
   options.address = "10.0.0.1:29400";
-  options.hub_address = "10.0.0.9:1";
   options.incarnation = 7;
   options.max_held_ops = 200;
   options.max_held_bytes = 1 << 20;
@@ -93,6 +92,7 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
                               directive.collect_stack().pid());
   };
   auto stream = std::make_unique<SessionStream>(options, &transport);
+  stream->OfferHub("10.0.0.9:1");
   RelayCore::Options core_options;
   core_options.node = "node";
   core_options.incarnation = 7;
@@ -145,6 +145,10 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
   if (welcomed) welcome(link(), 0);
   for (int i = 0; i < 6000; ++i) {
     FakeLink* const to = link();
+    if (to == nullptr || to->closing) {  // a stream soon, or little is tried
+      clock.Advance(absl::Milliseconds(100));
+      stream->Tick();
+    }
     switch (fuzz.Draw(16)) {
       case 0:
         clock.Advance(absl::Milliseconds(fuzz.Draw(fuzz.Draw(4) == 0 ? 30'000 : 400)));
@@ -220,13 +224,18 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
           if (!old.closed) old.events->OnFrame(frame);
         }
         break;
+      case 12:
+        if (to != nullptr && fuzz.Draw(8) == 0) {
+          v1::CoordinatorFrame frame;
+          frame.set_seq(fuzz.next_seq++);
+          fuzz.Fill(frame.mutable_directive()->mutable_use_hub());
+          to->events->OnFrame(frame);
+        }
+        break;
       default:
         if (to != nullptr) {
           v1::CoordinatorFrame frame;
           fuzz.FillKind(&frame, fuzz.Draw(2) == 0 ? "" : "results");
-          if (frame.has_directive() && fuzz.Draw(3) == 0) {
-            fuzz.Fill(frame.mutable_directive()->mutable_use_hub());
-          }
           frame.set_seq(fuzz.Draw(60) == 0 ? fuzz.Draw(fuzz.next_seq + 3) : fuzz.next_seq++);
           frame.set_ack(fuzz.Draw(10) == 0 ? fuzz.Draw(UINT64_MAX) : fuzz.sent_seq);
           if (fuzz.Draw(8) == 0) {

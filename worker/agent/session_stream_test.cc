@@ -38,6 +38,7 @@ class SessionStreamTest : public ::testing::Test {
 
   void Make() {
     stream_ = std::make_unique<SessionStream>(options_, &transport_);
+    stream_->OfferHub(hub_address_);
     stream_->Tick();
   }
   FakeLink& link() { return *transport_.links.back(); }
@@ -182,6 +183,7 @@ class SessionStreamTest : public ::testing::Test {
   FakeClock clock_;
   FakeTransport transport_;
   SessionStream::Options options_;
+  std::string hub_address_;
   std::vector<std::string> connected_;
   std::vector<std::string> results_;
   std::vector<v1::Directive> directives_;
@@ -190,6 +192,7 @@ class SessionStreamTest : public ::testing::Test {
 };
 
 TEST_F(SessionStreamTest, Start_SaysHelloAndHoldsEverythingUntilWelcome) {
+  hub_address_ = "10.0.0.9:29500";
   Make();
   Submit("a", Add(1));
   ASSERT_EQ(link().written.size(), 1u);
@@ -197,6 +200,7 @@ TEST_F(SessionStreamTest, Start_SaysHelloAndHoldsEverythingUntilWelcome) {
   EXPECT_EQ(hello.node(), "node-a");
   EXPECT_EQ(hello.agent_incarnation(), 77u);
   EXPECT_EQ(hello.last_received_seq(), 0u);
+  EXPECT_EQ(hello.hub_address(), "10.0.0.9:29500");
   link().Done();
   EXPECT_EQ(link().written.size(), 1u);
   EXPECT_FALSE(stream_->connected());
@@ -686,6 +690,18 @@ TEST_F(SessionStreamTest, Beats_ComeAtOnceAndThenEveryPeriod) {
   EXPECT_EQ(link().written.back().beat().workers(0).step(), 4);
 }
 
+TEST_F(SessionStreamTest, BeatPeriod_CanChange) {
+  Connect();
+  stream_->SetBeatPeriod(absl::Seconds(1));
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(1));
+  clock_.Advance(absl::Seconds(1));
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(1));
+  EXPECT_TRUE(link().written.back().has_beat());
+  stream_->SetBeatPeriod(absl::Seconds(2));
+  clock_.Advance(absl::Seconds(1));
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(2));
+}
+
 TEST_F(SessionStreamTest, Outage_FailsNothingUntilToleratedThenNamesAddressAndTime) {
   Connect();
   Submit("a", Add(1));
@@ -816,7 +832,7 @@ TEST_F(SessionStreamTest, Destroyed_LateEventsReachNobody) {
 }
 
 TEST_F(SessionStreamTest, UseHub_MovesWhatIsHeldToANewSessionThere) {
-  options_.hub_address = "10.0.0.9:1";
+  hub_address_ = "10.0.0.9:1";
   Connect();
   EXPECT_THAT(stream_->upstream().hub, IsEmpty());
   Submit("a", Add(1));
@@ -844,6 +860,21 @@ TEST_F(SessionStreamTest, UseHub_MovesWhatIsHeldToANewSessionThere) {
   EXPECT_EQ(stream_->upstream().hub, "node-h");
   EXPECT_EQ(stream_->upstream().session, 2u);
   EXPECT_THAT(directives_, IsEmpty());
+}
+
+TEST_F(SessionStreamTest, MoveToAHub_IsNoOutage) {
+  options_.outage_tolerance = absl::ZeroDuration();
+  Make();
+  EXPECT_THAT(hello().features(), IsEmpty());  // it would not tolerate one that fails
+  link().Done();
+  Welcome("s1");
+  Use("node-h", "10.0.0.2:29500");
+  link().Drain();
+  Leave("10.0.0.2:29500");
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  Welcome("h1");
+  EXPECT_THAT(lost_, IsEmpty());
 }
 
 TEST_F(SessionStreamTest, UseHubWhileWriting_ByeFollowsTheWrite) {
@@ -927,7 +958,7 @@ TEST_F(SessionStreamTest, TwoHubsInARow_TheLastOneCounts) {
 }
 
 TEST_F(SessionStreamTest, HubThatCannotBeUsed_CoordinatorHearsOfIt) {
-  options_.hub_address = "10.0.0.9:29500";
+  hub_address_ = "10.0.0.9:29500";
   Connect();
   Submit("a", Add(1));
   link().Drain();
@@ -1299,7 +1330,7 @@ TEST_F(SessionStreamTest, FinishAtAHub_SaysGoodbyeThere) {
 TEST_F(SessionStreamTest, Upstream_TellsOfEachChange) {
   std::vector<std::string> seen;
   options_.on_upstream = [&] {
-    const SessionStream::Upstream up = stream_->upstream();
+    const Upstream up = stream_->upstream();
     seen.push_back(absl::StrCat(up.session, up.connected ? " up " : " away ", up.term, " ",
                                 up.cluster_id, up.hub.empty() ? "" : " through ", up.hub));
   };
