@@ -1,14 +1,23 @@
 #include "worker/agent/hub_listen.h"
 
+#include <arpa/inet.h>
 #include <unistd.h>
 
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
 #include "rpc/address.h"
+#include "rpc/server.h"
+#include "rpc/token.h"
 
 namespace muster::agent {
 namespace {
+
+bool IsWildcard(const rpc::Address& address) {
+  in6_addr v6;
+  return address.host == "0.0.0.0" ||
+         (inet_pton(AF_INET6, address.host.c_str(), &v6) == 1 && IN6_IS_ADDR_UNSPECIFIED(&v6));
+}
 
 absl::Status Refused(const std::string& hub_listen, const char* why) {
   return absl::InvalidArgumentError(absl::StrCat("hub_listen ", hub_listen, ": ", why));
@@ -16,7 +25,7 @@ absl::Status Refused(const std::string& hub_listen, const char* why) {
 
 }  // namespace
 
-absl::StatusOr<rpc::ServerOptions> HubListenOptions(const std::string& hub_listen,
+absl::StatusOr<HubServer::Options> HubListenOptions(const std::string& hub_listen,
                                                     const std::string& coordinator,
                                                     const rpc::ChannelOptions& channel) {
   const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(hub_listen);
@@ -24,7 +33,7 @@ absl::StatusOr<rpc::ServerOptions> HubListenOptions(const std::string& hub_liste
     return absl::InvalidArgumentError(absl::StrCat("hub_listen: ", address.status().message()));
   }
   MUSTER_ASSIGN_OR_RETURN(const rpc::Address upstream, rpc::ParseAddress(coordinator));
-  if (address->host == "0.0.0.0" || address->host == "::") {
+  if (IsWildcard(*address)) {
     return Refused(hub_listen,
                    "other agents connect to the address that is given here; name one of this "
                    "machine that they reach, port 0 takes a free one");
@@ -34,7 +43,8 @@ absl::StatusOr<rpc::ServerOptions> HubListenOptions(const std::string& hub_liste
                    "the coordinator is on another address, and so may be the agents that would "
                    "use this hub; name an address of this machine that they reach");
   }
-  rpc::ServerOptions options;
+  HubServer::Options hub;
+  rpc::ServerOptions& options = hub.server;
   options.listen = hub_listen;
   options.tls_cert = channel.tls_cert;
   options.tls_key = channel.tls_key;
@@ -43,14 +53,11 @@ absl::StatusOr<rpc::ServerOptions> HubListenOptions(const std::string& hub_liste
   options.health = false;
   if (address->is_unix()) {
     options.only_user = geteuid();
-    return options;
-  }
-  if (!address->is_loopback() && options.tls_cert.empty()) {
+  } else if (!address->is_loopback() && options.tls_cert.empty()) {
     return Refused(hub_listen,
                    "off the loopback interface a hub proves who it is: give --tls_cert and "
                    "--tls_key, valid for this address");
-  }
-  if (!options.checks_token && options.tls_ca.empty()) {
+  } else if (!options.checks_token && options.tls_ca.empty()) {
     if (upstream.is_unix()) {
       return Refused(hub_listen,
                      "every user of this machine could speak for its workers, which the "
@@ -59,7 +66,10 @@ absl::StatusOr<rpc::ServerOptions> HubListenOptions(const std::string& hub_liste
     // As the coordinator does, which takes this agent without anything to show.
     options.insecure = true;
   }
-  return options;
+  if (options.checks_token) {
+    MUSTER_ASSIGN_OR_RETURN(hub.token, rpc::ReadToken(channel.token_file, "token_file"));
+  }
+  return hub;
 }
 
 }  // namespace muster::agent

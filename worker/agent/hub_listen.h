@@ -5,7 +5,7 @@
 
 #include "absl/status/statusor.h"
 #include "rpc/channel.h"
-#include "rpc/server.h"
+#include "worker/agent/hub_server.h"
 
 namespace muster::agent {
 
@@ -16,8 +16,8 @@ namespace muster::agent {
 //
 // Errors: INVALID_ARGUMENT, one line that names `hub_listen`, for an address that others cannot
 // connect to (a wildcard; the loopback interface while the coordinator is elsewhere), or under which
-// the hub would not know its callers.
-absl::StatusOr<rpc::ServerOptions> HubListenOptions(const std::string& hub_listen,
+// the hub would not know its callers. As rpc::ReadToken.
+absl::StatusOr<HubServer::Options> HubListenOptions(const std::string& hub_listen,
                                                     const std::string& coordinator,
                                                     const rpc::ChannelOptions& channel);
 

