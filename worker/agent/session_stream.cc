@@ -470,6 +470,7 @@ void SessionStream::Drop(Todo* todo) {
     hub_ = *std::move(moving_to_);
     moving_to_.reset();
     at_hub_ = true;
+    in_turn_ = false;
     hub_breaks_ = 0;
     next_attempt_ = now + retry_after_;
   } else {
@@ -498,7 +499,7 @@ void SessionStream::Drop(Todo* todo) {
 void SessionStream::ChooseNext(bool open, bool lasted) {
   if (!hub_.has_value()) return;
   if (!at_hub_) {  // neither is there: in turn
-    at_hub_ = true;
+    at_hub_ = in_turn_ = true;
     // It was right about the coordinator.
     away_hub_.clear();
     return;
@@ -517,6 +518,8 @@ void SessionStream::ChooseNext(bool open, bool lasted) {
     MUSTER_LOG(Warning) << "this node goes back to the coordinator at " << options_.address << ": "
                         << last_error_;
   }
+  // What became of it while the coordinator was away is nothing to tell.
+  if (in_turn_) return;
   if (left_ == Left::kAway && std::exchange(away_hub_, hub_->node) != hub_->node) {
     // Most likely the coordinator was restarted: its hubs are not to blame. If it is there and
     // names this hub again, the line between the two is.
@@ -704,6 +707,7 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
   opened_ = options_.clock->Now();
   open_by_ = absl::InfiniteFuture();
   failed_hub_.clear();
+  in_turn_ = false;
   const absl::Duration lease =
       absl::Seconds(welcome.lease().seconds()) + absl::Nanoseconds(welcome.lease().nanos());
   lease_ = lease > absl::ZeroDuration() ? lease : kUsualLease;

@@ -225,6 +225,7 @@ class SessionStream final : public OpSender {
   // The hub to use. Kept while the coordinator is tried instead, until that one welcomes this agent.
   std::optional<Hub> hub_ ABSL_GUARDED_BY(mu_);
   bool at_hub_ ABSL_GUARDED_BY(mu_) = false;     // the attempt, or if there is none the next one
+  bool in_turn_ ABSL_GUARDED_BY(mu_) = false;    // both have failed since one was there
   std::string failed_hub_ ABSL_GUARDED_BY(mu_);  // to be told to the coordinator
   std::string away_hub_ ABSL_GUARDED_BY(mu_);    // left because it had lost the coordinator
   bool told_left_ ABSL_GUARDED_BY(mu_) = false;  // the log, in this outage

@@ -1125,6 +1125,34 @@ TEST_F(SessionStreamTest, HubThatWasRightAboutTheCoordinator_IsNotToBlame) {
   }
 }
 
+TEST_F(SessionStreamTest, HubThatTakesNobodyWithoutTheCoordinator_IsNotToBlame) {
+  ConnectToHub();
+  SayAway(true);
+  clock_.Advance(absl::Seconds(2));
+  stream_->Tick();
+  for (int i = 0; i < 3; ++i) {
+    ExpectHello("", absl::Seconds(2));
+    EXPECT_EQ(hello().failed_hub(), "");
+    link().events->OnClosed(absl::UnavailableError("connection refused"));
+    ExpectHello("10.0.0.2:29500", absl::Seconds(2));
+    link().events->OnClosed(absl::UnavailableError("no stream to the coordinator"));
+  }
+}
+
+TEST_F(SessionStreamTest, HubThatFailed_IsNamedHoweverLongTheCoordinatorIsAway) {
+  ConnectToHub();
+  link().events->OnClosed(absl::UnavailableError("connection reset"));
+  ExpectHello("10.0.0.2:29500", absl::Seconds(1));
+  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  for (int i = 0; i < 3; ++i) {
+    ExpectHello("", absl::Seconds(2));
+    EXPECT_EQ(hello().failed_hub(), "node-h");
+    link().events->OnClosed(absl::UnavailableError("connection refused"));
+    ExpectHello("10.0.0.2:29500", absl::Seconds(2));
+    link().events->OnClosed(absl::UnavailableError("connection refused"));
+  }
+}
+
 TEST_F(SessionStreamTest, BeatThatAHubDoesNotAcknowledge_IsTheEndOfIt) {
   int beats = 0;
   options_.beat = [&] {
