@@ -706,6 +706,7 @@ void HubCore::OnWritten(const std::shared_ptr<HubLink>& link) {
     if (it == streams_.end()) return;
     const std::shared_ptr<Stream> stream = it->second;
     stream->writing = false;
+    if (stream->closed) return;
     if (stream->ended) {
       if (stream->last.has_value()) {
         stream->writing = true;
