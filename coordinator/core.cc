@@ -175,26 +175,50 @@ void Core::Abandon(CallId call, absl::Time now, Output* out) {
 void Core::AttachAgent(absl::string_view node, const v1::Hello& hello, absl::Time now,
                        Output* out) {
   impl_->Begin(now, out);
-  impl_->agents_[node] = hello.host();
+  impl_->agents_.emplace(node);
   impl_->CheckAgent(node, hello);
+  impl_->hubs_.Attach(node, hello, impl_->now_);
+  impl_->MoveAgents();
 }
 
 void Core::DetachAgent(absl::string_view node, absl::Time now, Output* out) {
   impl_->Begin(now, out);
   impl_->agents_.erase(node);
+  impl_->hubs_.Detach(node, impl_->now_);
+  impl_->MoveAgents();
+}
+
+void Core::Impl::MoveAgents() {
+  for (HubMove& move : hubs_.Decide()) {
+    auto directive = std::make_shared<v1::Directive>();
+    v1::UseHub* use = directive->mutable_use_hub();
+    use->set_node(std::move(move.hub));
+    use->set_address(std::move(move.address));
+    use->set_why(std::move(move.why));
+    Direct(move.node, std::move(directive), 0);
+  }
+  if (std::optional<std::string> notice = hubs_.TakeNotice()) Note("", true, *std::move(notice));
 }
 
 void Core::HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time now, Output* out) {
   impl_->Begin(now, out);
+  if (beat.has_hub()) {
+    impl_->hubs_.Roster(node, beat.hub(), impl_->now_);
+    impl_->MoveAgents();
+  }
   Impl::Job* job = nullptr;
+  bool told = false;
   for (const v1::WorkerBeat& worker : beat.workers()) {
-    if (job == nullptr || job->id_ != worker.job_id()) job = impl_->FindJob(worker.job_id());
+    if (job == nullptr || job->id_ != worker.job_id()) {
+      job = impl_->FindJob(worker.job_id());
+      told = false;
+    }
     if (job == nullptr) continue;
     Seat* const seat = job->FindSeat(worker.worker_id());
     const bool same = seat != nullptr && (seat->record.incarnation() == worker.incarnation() ||
                                           impl_->options_.mutants.dead_incarnation_renews_lease);
     if (!job->sealed_ || !same) {
-      job->TellAgain(std::string(node), worker);
+      job->TellAgain(std::string(node), worker, &told);
       job->touched_ = impl_->now_;
     }
     if (!same || !seat->alive()) continue;
@@ -228,6 +252,10 @@ void Core::HandleStack(absl::string_view, const v1::StackReply& stack, absl::Tim
 
 void Core::Tick(absl::Time now, Output* out) {
   impl_->Begin(now, out);
+  if (impl_->hubs_.NextDeadline() <= impl_->now_) {
+    impl_->hubs_.Tick(impl_->now_);
+    impl_->MoveAgents();
+  }
   while (impl_->serving_ && !impl_->deadlines_.empty() &&
          impl_->deadlines_.begin()->first <= impl_->now_) {
     ++impl_->stats_.jobs_visited;
@@ -247,6 +275,7 @@ void Core::Tick(absl::Time now, Output* out) {
 absl::Time Core::NextDeadline() const {
   absl::Time next =
       impl_->deadlines_.empty() ? absl::InfiniteFuture() : impl_->deadlines_.begin()->first;
+  next = std::min(next, impl_->hubs_.NextDeadline());
   // Regular ticks while leases run: their absence shows that this process was paused.
   if (!impl_->leases_.empty()) {
     const absl::Duration shortest = impl_->leases_.begin()->first;
@@ -314,7 +343,9 @@ std::optional<v1::OpError> Core::ReadWatch(const v1::WatchRequest& request, uint
 
 void Core::FillStatus(v1::StatusReply* status) const {
   *status->mutable_header() = impl_->Header();
-  status->set_agents(static_cast<int>(impl_->agents_.size()));
+  status->set_agents(static_cast<int>(impl_->agents_.size()) + agents_behind_hubs());
+  status->set_agents_behind_hubs(agents_behind_hubs());
+  status->set_hubs(hubs());
   std::vector<const Impl::Job*> jobs;
   for (const auto& [id, job] : impl_->jobs_) jobs.push_back(job.get());
   std::sort(jobs.begin(), jobs.end(),
@@ -349,6 +380,9 @@ v1::ReplyHeader Core::Header() const { return impl_->Header(); }
 const CoreStats& Core::stats() const { return impl_->stats_; }
 
 size_t Core::kv_bytes() const { return impl_->kv_budget_.used; }
+
+int Core::agents_behind_hubs() const { return impl_->hubs_.agents_behind(); }
+int Core::hubs() const { return impl_->hubs_.hubs(); }
 
 std::map<v1::WorkerState, int64_t> Core::MembersByState() const {
   std::map<v1::WorkerState, int64_t> counts;

@@ -13,6 +13,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "coordinator/answer.h"
+#include "coordinator/hubs.h"
 #include "proto/muster/v1/admin.pb.h"
 #include "proto/muster/v1/error.pb.h"
 #include "proto/muster/v1/session.pb.h"
@@ -142,6 +143,7 @@ struct CoreOptions {
   // What the keys of one job and of all may have, about as a snapshot counts them: it must fit.
   size_t job_kv_bytes = 256 << 20;
   size_t kv_bytes = 768 << 20;
+  HubOptions hubs;
   Mutants mutants;
 };
 
@@ -178,6 +180,7 @@ class Core {
   void Abandon(CallId call, absl::Time now, Output* out);
 
   // The first frame of an agent's stream; also after each reconnect. What it has seen may depose.
+  // Agents that should reach the coordinator through another one get the directive UseHub.
   void AttachAgent(absl::string_view node, const v1::Hello& hello, absl::Time now, Output* out);
   // Its session is over for good (the server's resume window has passed, or it said Bye).
   void DetachAgent(absl::string_view node, absl::Time now, Output* out);
@@ -225,12 +228,15 @@ class Core {
                                        uint64_t durable_revision, size_t max_bytes,
                                        v1::WatchBatch* batch) const;
 
-  // Fills what the core knows: header, jobs, agents.
+  // Fills what the core knows: header, jobs, agents: those attached and those behind hubs.
   void FillStatus(v1::StatusReply* status) const;
   v1::ReplyHeader Header() const;
   // Of the keys of all jobs, against CoreOptions.kv_bytes.
   size_t kv_bytes() const;
   const CoreStats& stats() const;
+  // Agents that hubs speak for, and how many hubs that are.
+  int agents_behind_hubs() const;
+  int hubs() const;
   // Workers of all jobs by state, for the metrics page.
   std::map<v1::WorkerState, int64_t> MembersByState() const;
 

@@ -18,6 +18,7 @@
 #include "absl/container/btree_map.h"
 #include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "coordinator/agree.h"
@@ -25,6 +26,7 @@
 #include "coordinator/core.h"
 #include "coordinator/dedupe.h"
 #include "coordinator/errors.h"
+#include "coordinator/hubs.h"
 #include "coordinator/kv.h"
 #include "coordinator/trigger.h"
 #include "coordinator/watch_log.h"
@@ -157,6 +159,9 @@ class Core::Impl {
     if (!node.empty()) out_->directives.push_back({node, std::move(directive), durable});
   }
 
+  // After each event of hubs_: tells the agents that move.
+  void MoveAgents();
+
   struct Who {
     Job* job = nullptr;
     Seat* seat = nullptr;  // null: an operator
@@ -232,7 +237,8 @@ class Core::Impl {
   absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // of jobs
   // Of jobs with living workers in a sealed generation: while there are any, ticks come regularly.
   absl::btree_set<std::pair<absl::Duration, std::string>> leases_;
-  absl::flat_hash_map<std::string, std::string> agents_;  // node -> host
+  absl::flat_hash_set<std::string> agents_;  // that have a session, by node
+  Hubs hubs_{options_.hubs};
   absl::flat_hash_map<uint64_t, std::pair<std::string, std::string>>
       queries_;  // -> (job_id, worker_id)
   uint64_t next_query_ = 1;
@@ -324,8 +330,9 @@ class Core::Impl::Job : public BarrierHost {
   // Nor can any of its workers come back: each has ended or was not heard of for its lease. Between
   // two generations survivors live.
   bool Over() const;
-  // A worker that is listed by its agent without a seat: tells it again what it must have missed.
-  void TellAgain(const std::string& node, const v1::WorkerBeat& worker);
+  // A worker that is listed by its agent without a seat: tells it again what it must have missed,
+  // unless `told`, which it sets, says that this beat's agent was told of the end of the generation.
+  void TellAgain(const std::string& node, const v1::WorkerBeat& worker, bool* told);
   void Kill(const std::string& node, const std::string& worker_id, uint64_t incarnation);
   void FenceIncarnation(const std::string& worker_id, uint64_t incarnation);
   // After a seal: who of `old_seats` has no seat now is remembered, who has one is not.

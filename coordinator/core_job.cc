@@ -287,9 +287,11 @@ void Core::Impl::Job::Kill(const std::string& node, const std::string& worker_id
   impl_->Direct(node, std::move(directive), membership_record_);
 }
 
-void Core::Impl::Job::TellAgain(const std::string& node, const v1::WorkerBeat& worker) {
+void Core::Impl::Job::TellAgain(const std::string& node, const v1::WorkerBeat& worker,
+                                bool* told_node) {
   if (IsFenced(worker.worker_id(), worker.incarnation()))
     return Kill(node, worker.worker_id(), worker.incarnation());
+  if (*told_node) return;
   const auto waiting = waiting_.find(worker.worker_id());
   if (waiting != waiting_.end() &&
       waiting->second.request.fence().incarnation() == worker.incarnation())
@@ -302,6 +304,7 @@ void Core::Impl::Job::TellAgain(const std::string& node, const v1::WorkerBeat& w
                              seat->record.state() != v1::WORKER_STATE_EXITED
                        : departed != departed_.end() && departed->second == worker.incarnation();
   if (!sat) return;
+  *told_node = true;  // what follows is the same for all workers of the job
   auto directive = std::make_shared<v1::Directive>();
   v1::GenerationEnded* told = directive->mutable_generation_ended();
   told->set_job_id(id_);

@@ -729,6 +729,130 @@ TEST_F(CoreTest, Beat_OfAWorkerWhoseGenerationEnded_IsToldAgain) {
   EXPECT_EQ(bench_.directives_.size(), 1u);
 }
 
+class HubCoreTest : public CoreTest {
+ protected:
+  HubCoreTest() { Limit(1); }
+  void Limit(int direct_agents) {
+    CoreOptions options;
+    options.hubs.direct_agents = direct_agents;
+    options.hubs.agents_per_hub = 4;
+    bench_ = Bench(options);
+  }
+  void Attach(const std::string& node) {
+    v1::Hello hello;
+    hello.set_hub_address(node + ":29401");
+    hello.add_features("hub");
+    bench_.core_->AttachAgent(node, hello, bench_.now_, &bench_.out_);
+    bench_.Collect();
+  }
+  void BeatOf(const std::string& node, const std::vector<Worker>& workers,
+              const std::vector<std::string>& agents = {}) {
+    v1::Beat beat;
+    for (const Worker& worker : workers) {
+      v1::WorkerBeat* one = beat.add_workers();
+      one->set_job_id("j");
+      one->set_worker_id(worker.id);
+      one->set_incarnation(worker.incarnation);
+    }
+    for (const std::string& agent : agents) beat.mutable_hub()->add_agents()->set_node(agent);
+    bench_.core_->HandleBeat(node, beat, bench_.now_, &bench_.out_);
+    bench_.Collect();
+  }
+  v1::StatusReply Status() {
+    v1::StatusReply status;
+    bench_.core_->FillStatus(&status);
+    return status;
+  }
+};
+
+TEST_F(HubCoreTest, AgentBeyondTheLimit_IsToldToUseAHub) {
+  Attach("a");
+  EXPECT_THAT(bench_.directives_, IsEmpty());
+  Attach("b");
+  ASSERT_EQ(bench_.directives_.size(), 1u);
+  EXPECT_EQ(bench_.directives_[0].node, "b");
+  EXPECT_EQ(bench_.directives_[0].durable_revision, 0u);
+  const v1::UseHub& use = bench_.directives_[0].directive->use_hub();
+  EXPECT_EQ(use.node(), "a");
+  EXPECT_EQ(use.address(), "a:29401");
+  EXPECT_THAT(use.why(), HasSubstr("--direct_agents"));
+}
+
+TEST_F(HubCoreTest, Roster_IsCountedInTheStatus) {
+  Attach("a");
+  BeatOf("a", {}, {"b", "c"});
+  EXPECT_EQ(Status().agents(), 3);
+  EXPECT_EQ(Status().agents_behind_hubs(), 2);
+  EXPECT_EQ(Status().hubs(), 1);
+  BeatOf("a", {});  // no roster: nothing has changed
+  EXPECT_EQ(Status().agents_behind_hubs(), 2);
+  bench_.core_->DetachAgent("a", bench_.now_, &bench_.out_);
+  EXPECT_EQ(Status().agents(), 0);
+}
+
+TEST_F(HubCoreTest, MovesThatWaitForTime_ComeWithATick) {
+  v1::Hello hello;
+  hello.set_hub_address("a:1");
+  hello.add_features("hub");
+  hello.set_session_id("of an earlier term");
+  for (const char* node : {"a", "b"})
+    bench_.core_->AttachAgent(node, hello, bench_.now_, &bench_.out_);
+  bench_.Collect();
+  EXPECT_THAT(bench_.directives_, IsEmpty());
+  BeatOf("b", {}, {"x"});
+  bench_.Advance(Hubs::kFirstBeat);
+  EXPECT_THAT(bench_.directives_, IsEmpty()) << "b is a hub, and a is the only one beside it";
+  Attach("c");
+  ASSERT_EQ(bench_.directives_.size(), 1u);
+  EXPECT_EQ(bench_.directives_[0].directive->use_hub().node(), "b");
+}
+
+TEST_F(HubCoreTest, Seat_IsOnTheNodeThatItsBeatsComeThrough) {
+  std::vector<Worker> workers = Form(2, true, 2);
+  Attach("hub");
+  Attach("old hub");
+  BeatOf("hub", workers);
+  // What the hub before it still had in hand does not last.
+  BeatOf("old hub", {workers[1]});
+  BeatOf("hub", workers);
+  bench_.directives_.clear();
+  Exit(workers[0], 1);
+  ASSERT_EQ(bench_.directives_.size(), 1u);
+  EXPECT_EQ(bench_.directives_[0].node, "hub");
+  EXPECT_EQ(bench_.directives_[0].directive->generation_ended().generation(), 1u);
+}
+
+TEST_F(HubCoreTest, BeatAfterTheEnd_TellsAHubOnceForAllItsWorkers) {
+  std::vector<Worker> workers = Form(8, true, 4);
+  Exit(workers[0], 1);
+  bench_.directives_.clear();
+  BeatOf("hub", workers);
+  ASSERT_EQ(bench_.directives_.size(), 1u);
+  EXPECT_TRUE(bench_.directives_[0].directive->has_generation_ended());
+}
+
+TEST_F(HubCoreTest, HubThatHasSeenAHigherTerm_DeposesForThoseItSpeaksFor) {
+  std::vector<Worker> workers = Form(1);
+  Attach("hub");
+  BeatOf("hub", workers);
+  v1::Hello hello;
+  hello.set_term_seen(5);
+  hello.set_cluster_id("c1");
+  bench_.core_->AttachAgent("hub", hello, bench_.now_, &bench_.out_);
+  bench_.Collect();
+  EXPECT_TRUE(bench_.deposed_);
+}
+
+TEST_F(HubCoreTest, NobodyOffersItself_IsANotice) {
+  v1::Hello hello;
+  hello.add_features("hub");
+  for (const char* node : {"a", "b", "c"})
+    bench_.core_->AttachAgent(node, hello, bench_.now_, &bench_.out_);
+  bench_.Collect();
+  ASSERT_EQ(bench_.notices_.size(), 1u);
+  EXPECT_THAT(bench_.notices_[0], HasSubstr("--hub_listen"));
+}
+
 TEST_F(CoreTest, Beat_OfASupersededIncarnation_IsToldAgainToKillIt) {
   std::vector<Worker> workers = Form(1, false);
   Worker young = workers[0];

@@ -15,6 +15,7 @@
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "coordinator/core.h"
+#include "coordinator/hubs.h"
 #include "coordinator/journal/sqlite_journal.h"
 #include "coordinator/service/front.h"
 #include "coordinator/service/server.h"
@@ -115,6 +116,15 @@ int Run(int argc, char** argv) {
                  "seconds for which an agent that lost its connection may come back")
       ->capture_default_str()
       ->check(CLI::Range(0.0, 86400.0));
+  app.add_option("--direct_agents", options.engine.core.hubs.direct_agents,
+                 "agents beyond so many reach the coordinator through a hub: an agent with "
+                 "--hub_listen that speaks for others")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 1'000'000));
+  app.add_option("--agents_per_hub", options.engine.core.hubs.agents_per_hub,
+                 "for how many agents a hub speaks at most; 0: every agent has a stream of its own")
+      ->capture_default_str()
+      ->check(CLI::Range(0, static_cast<int>(Hubs::kMaxRoster)));
   app.add_option("--max_message_mib", max_message_mib, "largest message accepted, in MiB")
       ->capture_default_str()
       ->check(CLI::Range(1, 1024));

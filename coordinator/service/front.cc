@@ -569,7 +569,6 @@ constexpr Front::Method Front::kMethods[] = {
                       reply.set_version(kVersion);
                       reply.mutable_uptime()->set_seconds(
                           absl::ToInt64Seconds(absl::Now() - front.started_));
-                      reply.set_agents(static_cast<int32_t>(front.engine_.agents()));
                       reply.set_journal(front.engine_.journal().description());
                       call->Done(reply);
                     });

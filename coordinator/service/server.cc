@@ -221,6 +221,10 @@ std::string CoordinatorServer::Metrics() {
 
   text.Family("muster_agents", Type::kGauge, "Agents with a session.");
   text.Sample({}, static_cast<double>(engine.agents()));
+  text.Family("muster_agents_behind_hubs", Type::kGauge, "Agents that hubs speak for.");
+  text.Sample({}, status.agents_behind_hubs());
+  text.Family("muster_hubs", Type::kGauge, "Agents that speak for others, or are about to.");
+  text.Sample({}, status.hubs());
   text.Family("muster_watchers", Type::kGauge, "Open watch streams.");
   text.Sample({}, static_cast<double>(engine.watchers()));
   text.Family("muster_open_calls", Type::kGauge, "Calls that wait for their answer.");

@@ -231,12 +231,15 @@ class AgentClient {
         incarnation_(incarnation) {}
   ~AgentClient() { Break(); }
 
+  // What its Hello has besides who it is.
+  void SetHello(const v1::Hello& hello) { more_ = hello; }
   v1::Welcome Attach() {
     Break();
     context_ = std::make_unique<grpc::ClientContext>();
     context_->set_wait_for_ready(true);
     stream_ = v1::Session::NewStub(channel_)->Attach(context_.get());
     v1::AgentFrame hello;
+    *hello.mutable_hello() = more_;
     hello.mutable_hello()->set_protocol_min(1);
     hello.mutable_hello()->set_protocol_max(1);
     hello.mutable_hello()->set_node(node_);
@@ -330,6 +333,7 @@ class AgentClient {
   const std::shared_ptr<grpc::Channel> channel_;
   const std::string node_;
   const uint64_t incarnation_;
+  v1::Hello more_;
   std::unique_ptr<grpc::ClientContext> context_;
   std::unique_ptr<grpc::ClientReaderWriter<v1::AgentFrame, v1::CoordinatorFrame>> stream_;
   uint64_t seq_ = 0;
@@ -885,6 +889,44 @@ TEST(AgentStream, UnacknowledgedResults_AreSentAgainAfterEveryBreak) {
     if (agent.Attach().last_received_seq() < seq) agent.SendAgain();
     EXPECT_EQ(agent.Result(2 + i).arrive().report().counter(), i);
   }
+}
+
+TEST(AgentStream, BeyondTheLimit_IsSentToAHubThatTellsWhomItSpeaksFor) {
+  CoordinatorServer::Options options;
+  options.engine.core.hubs.direct_agents = 1;
+  auto server = StartServer(std::move(options));
+  Client client(server->address());
+  v1::Hello hello;
+  hello.add_features("hub");
+  AgentClient leaf(server->address(), "leaf", 2);
+  AgentClient hub(server->address(), "hub", 1);
+  leaf.SetHello(hello);
+  leaf.Attach();
+  hello.set_hub_address("10.0.0.1:29401");
+  hub.SetHello(hello);
+  hub.Attach();
+  const v1::Directive directive = leaf.NextDirective();
+  EXPECT_EQ(directive.use_hub().node(), "hub");
+  EXPECT_EQ(directive.use_hub().address(), "10.0.0.1:29401");
+  v1::AgentFrame bye;
+  bye.mutable_bye()->set_reason("goes to a hub");
+  leaf.SendRaw(bye);
+  EXPECT_TRUE(leaf.Finish().ok());
+  v1::AgentFrame beat;
+  beat.mutable_beat()->mutable_hub()->add_agents()->set_node("leaf");
+  hub.SendRaw(beat);
+  // Another frame behind it: once that is answered, the beat has been applied.
+  v1::Op op;
+  op.set_op_id(1);
+  op.mutable_get_members()->set_job_id("j");
+  hub.Send({op});
+  hub.Result(1);
+  const auto status = client.Status();
+  ASSERT_TRUE(status.ok()) << status.status();
+  EXPECT_EQ(status->agents(), 2);
+  EXPECT_EQ(status->agents_behind_hubs(), 1);
+  EXPECT_EQ(status->hubs(), 1);
+  EXPECT_THAT(server->Metrics(), HasSubstr("\nmuster_agents_behind_hubs 1\n"));
 }
 
 TEST(AgentStream, NewIncarnation_StartsANewSession) {

@@ -1,0 +1,164 @@
+#ifndef MUSTER_COORDINATOR_HUBS_H_
+#define MUSTER_COORDINATOR_HUBS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/btree_set.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "proto/muster/v1/session.pb.h"
+
+namespace muster::coordinator {
+
+struct HubOptions {
+  int direct_agents = 64;   // hubs come on top
+  int agents_per_hub = 48;  // 0: there are no hubs
+};
+
+// The agent `node` reaches the coordinator through `hub` from now on.
+struct HubMove {
+  std::string node;
+  std::string hub;
+  std::string address;
+  std::string why;
+};
+
+// Decides which agents keep a stream to the coordinator and which reach it through another agent,
+// their hub (docs/protocol.md, "Hubs"). It is told who comes, who goes and whom each hub speaks for;
+// Decide() yields what follows from that.
+//
+// Rules. While more than `direct_agents` agents that are no hubs are attached, the newest of them
+// that knows UseHub goes to the hub that has the most agents and still room, else to the agent that
+// has been attached longest among those that offer an address, which is a hub from then on. An
+// agent that has others behind it, or on their way to it, never moves. An agent on its way counts
+// for its hub until the hub lists it or kArrival has passed. A hub that failed an agent is not given
+// to it for kBarred, and to nobody if it is not attached or has failed another agent within that time; each
+// repetition doubles the time. An agent that has moved twice within kMemory waits before it moves
+// again, twice as long each time: agents that reach no hub do not wander about for ever.
+//
+// Any bytes are fine as input. Thread-safety: none. Nothing depends on the order of a hash map. An
+// event costs O(log n) of the agents, a roster its own length besides.
+class Hubs {
+ public:
+  static constexpr absl::Duration kArrival = absl::Seconds(30);
+  static constexpr absl::Duration kBarred = absl::Minutes(1);
+  static constexpr absl::Duration kMemory = absl::Hours(1);
+  // An agent that has had a session before may be a hub of an earlier term: for so long it has
+  // the time to say so with its first beat.
+  static constexpr absl::Duration kFirstBeat = absl::Seconds(3);
+  static constexpr size_t kMaxRoster = 1024;     // more agents behind one hub are not looked at
+  static constexpr size_t kMaxListed = 1 << 18;  // nor more behind all hubs together
+
+  explicit Hubs(const HubOptions& options) : options_(options) {}
+
+  // A stream of the agent began. Without a Detach before it, its session goes on.
+  void Attach(absl::string_view node, const v1::Hello& hello, absl::Time now);
+  // The agent's session is over: it ended, moved, or was away for too long.
+  void Detach(absl::string_view node, absl::Time now);
+  // From the agent `node`: all those it speaks for.
+  void Roster(absl::string_view node, const v1::HubRoster& roster, absl::Time now);
+  void Tick(absl::Time now);
+  // When Tick has something to do; InfiniteFuture: nothing waits.
+  absl::Time NextDeadline() const;
+
+  // Who moves now. Call it after each of the above.
+  std::vector<HubMove> Decide();
+  // One line for operators, once for each time that agents ought to move and no agent can be a hub.
+  std::optional<std::string> TakeNotice();
+
+  int agents_behind() const { return behind_; }
+  int hubs() const { return hubs_; }  // that speak for others
+
+ private:
+  struct Agent {
+    std::string node;
+    std::string address;  // empty: it cannot be a hub
+    bool follows = false;
+    uint64_t order = 0;                            // of its coming
+    absl::Time movable_at = absl::InfinitePast();  // not before
+    absl::Time barred_until = absl::InfinitePast();
+    bool under_way = false;  // to its hub
+    bool gone = false;       // its hub lists it, though its session here has not ended yet
+    bool lost = false;       // it was sent to a hub and never came there: let alone in this session
+    std::vector<std::string> roster;
+    int coming = 0;  // under way to it
+
+    int load() const { return static_cast<int>(roster.size()) + coming; }
+    bool plain() const { return load() == 0 && !under_way && !gone; }
+  };
+  struct UnderWay {
+    std::string hub;
+    absl::Time until;
+  };
+  // What is known of a node beyond its session.
+  struct Past {
+    int moves = 0;
+    absl::Time last = absl::InfinitePast();                  // move or failure
+    std::vector<std::pair<std::string, absl::Time>> failed;  // hubs that failed it, until when
+  };
+  struct Suspect {
+    std::string reporter;
+    absl::Time reported = absl::InfinitePast();
+    int times = 0;                              // it was barred, since it last had agents
+    absl::Time until = absl::InfinitePast();    // it is barred
+    absl::Time look_at = absl::InfinitePast();  // in bars_
+  };
+  using ByOrder = absl::btree_set<std::pair<uint64_t, Agent*>>;
+  using ByTime = absl::btree_set<std::pair<absl::Time, std::string>>;
+
+  Agent* Find(absl::string_view node);
+  // An agent is changed between these two only: they keep it in, and out of, the indices.
+  void Unindex(Agent* agent);
+  void Index(Agent* agent);
+  // The agent's `coming`, also of one that is not attached at the moment.
+  void AddComing(const std::string& hub, int n);
+  void EndMove(const std::string& node);
+  void List(Agent* hub, const v1::HubRoster* roster);
+  void HubFailed(const std::string& hub, const std::string& reporter);
+  // After a change of `suspect`: when it is looked at again, and whether its agent is barred.
+  void LookAgain(const std::string& hub, Suspect* suspect);
+  // Whether `node` does not count as behind a hub although one lists it.
+  bool IsDirect(absl::string_view node) const;
+  bool Failed(const std::string& node, const std::string& hub) const;
+  Agent* HubFor(const Agent& agent);
+  absl::Time MayMoveAt(const std::string& node) const;
+  Past& Remember(const std::string& node);
+  void Advance(absl::Time now);
+
+  const HubOptions options_;
+  absl::Time now_ = absl::InfinitePast();
+  uint64_t next_order_ = 1;
+  absl::flat_hash_map<std::string, std::unique_ptr<Agent>> agents_;  // by node
+  absl::flat_hash_map<std::string, Agent*> listed_;       // node -> the last hub to list it
+  absl::flat_hash_map<std::string, UnderWay> under_way_;  // by node
+  absl::flat_hash_map<std::string, int> coming_;          // by hub
+  absl::flat_hash_map<std::string, Past> past_;           // by node
+  std::deque<std::pair<absl::Time, std::string>> past_order_;
+  absl::flat_hash_map<std::string, Suspect> suspects_;  // by hub
+
+  // Indices of agents_. Plain: neither a hub nor on the way to one.
+  int plain_ = 0;
+  int hubs_ = 0;
+  int behind_ = 0;
+  ByOrder movable_;  // plain, may move now
+  ByOrder able_;     // plain, may become a hub
+  absl::btree_set<std::pair<std::pair<int, uint64_t>, Agent*>>
+      rooms_;        // hubs with room, the fullest first
+  ByTime waiting_;   // plain, may move then
+  ByTime arrivals_;  // of under_way_
+  ByTime bars_;      // of suspects_
+  bool said_ = false;
+  std::optional<std::string> notice_;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_HUBS_H_
