@@ -88,7 +88,7 @@ FrameBytes Outbox::Next() {
 
   std::string head;
   told_ = received_;
-  ack_wanted_ = false;
+  ack_wanted_ = ack_again_ = false;
   if (pending_.empty()) {  // only an acknowledgement: no seq, it is not repeated
     head.push_back(0x10);
     PutVarint(head, received_);

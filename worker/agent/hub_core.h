@@ -67,7 +67,7 @@ class HubCore final : public OpSender, public HubEvents {
     // Answers that an agent's stream has not taken: from then on no frame of it is read.
     size_t unsent_bytes = 8 << 20;
     // Answers that an agent has not acknowledged: its session ends.
-    size_t unacknowledged_bytes = 64 << 20;
+    size_t unacknowledged_bytes = 32 << 20;
     // Of an agent's beats between two of the hub; a larger one ends the stream. Of a beat of the hub: what
     // goes beyond waits for the next.
     size_t beat_bytes_of_agent = 256 << 10;
@@ -78,7 +78,8 @@ class HubCore final : public OpSender, public HubEvents {
     size_t jobs_of_agent = 64;
     // Of one job.
     size_t ranks_of_agent = 4096;
-    size_t stacks_of_agent = 256;  // asked for and not answered
+    size_t stacks_of_agent = 256;    // asked for and not answered
+    size_t stack_bytes = 512 << 10;  // of an answer; a larger one is dropped
   };
   struct Options {
     std::string node;
@@ -97,8 +98,6 @@ class HubCore final : public OpSender, public HubEvents {
     std::function<void(v1::StackReply)> send_stack = nullptr;
     // Tick is due earlier than it said.
     std::function<void()> wake = nullptr;
-    // A hub that has agents should beat every second: called when the first has come or the last has gone.
-    std::function<void(bool has_agents)> on_agents = nullptr;
     const Clock* clock = &Clock::Real();
   };
 
@@ -131,46 +130,59 @@ class HubCore final : public OpSender, public HubEvents {
   void OnWritten(const std::shared_ptr<HubLink>& link) override;
   void OnClosed(const std::shared_ptr<HubLink>& link) override;
 
-  // With a session, whether they have a stream or not.
+  // With a session, whether they have a stream or not. A node with any beats every second.
   size_t agents() const;
 
  private:
   struct Agent;
   struct Call;
-  struct Ranks;
   struct Stream;
   struct Todo;
+  // The ranks of an agent, by job: those of the latest generation seen.
+  struct JobRanks {
+    uint64_t generation = 0;
+    absl::flat_hash_set<int32_t> ranks;
+  };
+  using Ranks = absl::flat_hash_map<std::string, JobRanks>;
 
-  void DoHello(const std::shared_ptr<HubLink>& link, const v1::Hello& hello, Todo* todo)
+  void DoHello(const std::shared_ptr<Stream>& stream, const v1::Hello& hello, Todo* todo)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void DoOps(const std::shared_ptr<Agent>& agent, const v1::AgentFrame& frame, size_t bytes,
-             Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status CheckHello(const v1::Hello& hello) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void DoFrame(const std::shared_ptr<Stream>& stream, const v1::AgentFrame& frame, Todo* todo)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void DoOp(const std::shared_ptr<Agent>& agent, const v1::Op& op, Todo* todo)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status DoBeat(Agent* agent, const v1::Beat& beat) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void DoUpstream(Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Answers one call; an unknown one is forgotten.
-  void Deliver(uint64_t call_id, const std::shared_ptr<const rpc::Answer>& answer,
-               const v1::OpResult& result, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The answer to these calls; those that are over are left out.
   void Answered(const std::vector<uint64_t>& calls, const v1::OpResult& result);
-  // What an operation or its result says of the ranks behind this hub.
-  void Learn(Ranks* ranks, const v1::Op& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void LearnSeat(Ranks* ranks, const std::string& job_id, const v1::JoinReply& reply)
+
+  // What an operation says of the workers and ranks behind this hub.
+  void LearnWorker(Agent* agent, const std::string& job_id, const std::string& worker_id,
+                   uint64_t incarnation) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void LearnRank(Ranks* ranks, const std::string& job_id, uint64_t generation, int32_t rank)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void LearnArrival(Ranks* ranks, const v1::Op& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // How many ranks behind this hub, as far as known, take part in this arrival's barrier.
   size_t Expected(const v1::Op& op) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void Tell(Agent* agent, const std::shared_ptr<const v1::Directive>& directive, Todo* todo)
+  // The agents that a directive is for.
+  std::vector<std::shared_ptr<Agent>> Concerned(const v1::Directive& directive) const
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void TellState(Agent* agent) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Starts a write if one can be started; ends the session of an agent that takes nothing.
+
+  // Starts a write if one can be started; ends the session of an agent that acknowledges nothing.
   void Pump(const std::shared_ptr<Agent>& agent, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Nothing is left of the session; its stream, if it has one, ends with `status`.
-  void EndSession(const std::shared_ptr<Agent>& agent, const absl::Status& status, Todo* todo)
+  // The agent has no stream any more.
+  void Detach(std::shared_ptr<Stream> stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void CloseStream(std::shared_ptr<Stream> stream, const absl::Status& status, Todo* todo)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // As EndSession, after a Goodbye.
-  void SayGoodbye(const std::shared_ptr<Agent>& agent, const std::string& reason, bool come_back,
-                  Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Nothing is left of the session; its stream, if it has one, ends with `status`.
+  void EndSession(std::shared_ptr<Agent> agent, const absl::Status& status, Todo* todo)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Ends all sessions; their streams end after a Goodbye, which asks the agents to `come_back` or not.
   void EndAll(const std::string& reason, bool come_back, Todo* todo)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Run(Todo todo);
+  void Submit(uint64_t call_id, v1::Op op, size_t expected);
 
   const Options options_;
   OpSender* const upstream_;
@@ -187,7 +199,7 @@ class HubCore final : public OpSender, public HubEvents {
   uint64_t next_call_ ABSL_GUARDED_BY(mu_) = 1;
   uint64_t next_session_ ABSL_GUARDED_BY(mu_) = 1;
   std::string beat_after_ ABSL_GUARDED_BY(mu_);  // whose beat was the last to find room
-  std::unique_ptr<Ranks> own_ ABSL_GUARDED_BY(mu_);
+  Ranks own_ ABSL_GUARDED_BY(mu_);               // of this node itself
 
   ArrivalMerger arrivals_;
 };
