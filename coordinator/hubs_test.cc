@@ -353,9 +353,10 @@ class World {
       for (const auto& [node, agent] : agents_) Tell(node);
       Apply();
       Check();
+      if (!sent_.empty()) continue;
       const absl::Time next = hubs_.NextDeadline();
-      if (sent_.empty() && next == absl::InfiniteFuture()) break;
-      if (next != absl::InfiniteFuture()) now_ = std::max(now_, next);
+      if (next == absl::InfiniteFuture()) break;
+      now_ = std::max(now_, next);
       hubs_.Tick(now_);
       Apply();
     }
