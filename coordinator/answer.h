@@ -2,37 +2,16 @@
 #define MUSTER_COORDINATOR_ANSWER_H_
 
 #include <cstdint>
-#include <string>
 
-#include "absl/strings/string_view.h"
-#include "proto/muster/v1/session.pb.h"
+#include "rpc/session/answer.h"
 
 namespace muster::coordinator {
 
 // The server's name for one call that the core may hold open. Never reused while the process lives.
 using CallId = uint64_t;
 
-// A finished result, as the bytes that go out. Immutable, so any thread may read it; shared by all
-// calls that get the same (the ranks of a barrier).
-class Answer {
- public:
-  // The op_id of `result` is not set: it differs from call to call.
-  explicit Answer(const v1::OpResult& result)
-      : kind_(result.kind_case()), bytes_(result.SerializeAsString()) {}
-
-  // What it was made of.
-  v1::OpResult Parse() const;
-  // KIND_NOT_SET: an error.
-  v1::OpResult::KindCase kind() const { return kind_; }
-  // Serialised. The OpResult of one call is `op_id` as field 1 followed by these.
-  const std::string& bytes() const { return bytes_; }
-  // Of these, the reply in it: what a unary call gets. Not of an error.
-  absl::string_view reply() const;
-
- private:
-  const v1::OpResult::KindCase kind_;
-  const std::string bytes_;
-};
+// What the core answers with.
+using rpc::Answer;
 
 }  // namespace muster::coordinator
 

@@ -341,7 +341,8 @@ class Core::Impl::Job : public BarrierHost {
   // two generations survivors live.
   bool Over() const;
   // A worker that is listed by its agent without a seat: tells it again what it must have missed,
-  // unless `told`, which it sets, says that this beat's agent was told of the end of the generation.
+  // unless `told`, which it sets, says that this beat's agent was told of the end of the
+  // generation.
   void TellAgain(const std::string& node, const v1::WorkerBeat& worker, bool* told);
   void Kill(const std::string& node, const std::string& worker_id, uint64_t incarnation);
   void FenceIncarnation(const std::string& worker_id, uint64_t incarnation);

@@ -4,6 +4,7 @@
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 
 namespace muster::coordinator {
 
@@ -30,18 +31,6 @@ v1::OpError TooLarge(absl::string_view field, std::string message) {
       MakeError(absl::StatusCode::kInvalidArgument, v1::ERROR_REASON_LIMIT, std::move(message));
   error.mutable_detail()->set_field(field.data(), field.size());
   return error;
-}
-
-absl::Duration FromProto(const google::protobuf::Duration& duration) {
-  return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
-}
-
-google::protobuf::Duration ToProto(absl::Duration duration) {
-  google::protobuf::Duration result;
-  absl::Duration rest;
-  result.set_seconds(absl::IDivDuration(duration, absl::Seconds(1), &rest));
-  result.set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
-  return result;
 }
 
 std::string Quoted(absl::string_view name) {

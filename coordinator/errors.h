@@ -6,9 +6,8 @@
 
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
-#include "absl/time/time.h"
-#include "google/protobuf/duration.pb.h"
 #include "proto/muster/v1/error.pb.h"
+#include "rpc/session/duration.h"
 
 namespace muster::coordinator {
 
@@ -21,9 +20,8 @@ v1::OpError BadField(absl::string_view field, std::string message);
 // INVALID_ARGUMENT / LIMIT: `field` is too large.
 v1::OpError TooLarge(absl::string_view field, std::string message);
 
-// Any bytes are fine: values beyond absl's range become infinite.
-absl::Duration FromProto(const google::protobuf::Duration& duration);
-google::protobuf::Duration ToProto(absl::Duration duration);
+using rpc::FromProto;
+using rpc::ToProto;
 
 // "barrier" -> "\"barrier\"", cut at 80 bytes, non-printing bytes escaped: for names in messages.
 std::string Quoted(absl::string_view name);

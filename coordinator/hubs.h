@@ -32,17 +32,18 @@ struct HubMove {
 };
 
 // Decides which agents keep a stream to the coordinator and which reach it through another agent,
-// their hub (docs/protocol.md, "Hubs"). It is told who comes, who goes and whom each hub speaks for;
-// Decide() yields what follows from that.
+// their hub (docs/protocol.md, "Hubs"). It is told who comes, who goes and whom each hub speaks
+// for; Decide() yields what follows from that.
 //
 // Rules. While more than `direct_agents` agents that are no hubs are attached, the newest of them
 // that knows UseHub goes to the hub that has the most agents and still room, else to the agent that
 // has been attached longest among those that offer an address, which is a hub from then on. An
 // agent that has others behind it, or on their way to it, never moves. An agent on its way counts
-// for its hub until the hub lists it or kArrival has passed. A hub that failed an agent is not given
-// to it for kBarred, and to nobody if it is not attached or has failed another agent within that time; each
-// repetition doubles the time. An agent that has moved twice within kMemory waits before it moves
-// again, twice as long each time: agents that reach no hub do not wander about for ever.
+// for its hub until the hub lists it or kArrival has passed. A hub that failed an agent is not
+// given to it for kBarred, and to nobody if it is not attached or has failed another agent within
+// that time; each repetition doubles the time. An agent that has moved twice within kMemory waits
+// before it moves again, twice as long each time: agents that reach no hub do not wander about for
+// ever.
 //
 // Any bytes are fine as input. Thread-safety: none. Nothing depends on the order of a hash map. An
 // event costs O(log n) of the agents, a roster its own length besides.

@@ -326,8 +326,8 @@ TEST_F(HubsTest, Roster_IsBounded) {
   EXPECT_EQ(hubs_->agents_behind(), static_cast<int>(Hubs::kMaxRoster));
 }
 
-// A little world around the decisions: what agents do with them, and what can go wrong. It keeps its
-// own books and compares.
+// A little world around the decisions: what agents do with them, and what can go wrong. It keeps
+// its own books and compares.
 class World {
  public:
   World(int seed, HubOptions options)

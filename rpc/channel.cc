@@ -84,6 +84,10 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
   args.SetInt(GRPC_ARG_MIN_RECONNECT_BACKOFF_MS, 10'000);
   args.SetInt(GRPC_ARG_MAX_RECONNECT_BACKOFF_MS,
               static_cast<int>(absl::ToInt64Milliseconds(options.max_backoff)));
+  if (options.idle_timeout > absl::ZeroDuration()) {
+    args.SetInt(GRPC_ARG_CLIENT_IDLE_TIMEOUT_MS,
+                static_cast<int>(absl::ToInt64Milliseconds(options.idle_timeout)));
+  }
   args.SetInt(GRPC_ARG_MAX_RECEIVE_MESSAGE_LENGTH, options.max_message_bytes);
   args.SetInt(GRPC_ARG_MAX_SEND_MESSAGE_LENGTH, options.max_message_bytes);
   // Measuring the bandwidth costs a ping for each message of a quiet connection; a fixed window

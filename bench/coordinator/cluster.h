@@ -35,8 +35,8 @@ class Cluster {
     std::string job = "bench";
     int agents = 1;  // with streams of their own, besides hubs
     int ranks_per_agent = 1;
-    // Streams that are those of hubs, each of which speaks for so many agents, itself among them: what
-    // the others say comes in its messages, as docs/protocol.md has it.
+    // Streams that are those of hubs, each of which speaks for so many agents, itself among them:
+    // what the others say comes in its messages, as docs/protocol.md has it.
     int hubs = 0;
     int agents_per_hub = 0;
     absl::Duration lease = absl::Seconds(600);
@@ -65,8 +65,8 @@ class Cluster {
   // Every stream says for all its ranks that they live, spread evenly over `period`, for `total`; a
   // hub in two beats, each for half of its agents.
   absl::Status Beat(absl::Duration period, absl::Duration total);
-  // The server went away: every stream is opened again until it is welcome. Hubs say whom they speak
-  // for.
+  // The server went away: every stream is opened again until it is welcome. Hubs say whom they
+  // speak for.
   absl::Status Reattach(absl::Duration timeout);
 
  private:

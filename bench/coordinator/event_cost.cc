@@ -133,8 +133,8 @@ void Measure(int jobs, int events) {
   engine.Stop();
 }
 
-// An agent that comes, is sent to a hub, is listed there and ends its session, while `agents` others
-// are there, those beyond --direct_agents behind hubs.
+// An agent that comes, is sent to a hub, is listed there and ends its session, while `agents`
+// others are there, those beyond --direct_agents behind hubs.
 void MeasureHubs(int agents, int events) {
   const HubOptions options;
   Hubs hubs(options);

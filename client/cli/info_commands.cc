@@ -465,7 +465,8 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     grpc::ClientContext call;
     rpc::SetTimeout(call, timeout);
     status = rpc::FromGrpc(v1::Membership::NewStub(channel)->GetMembers(&call, request, &members));
-    // Of tens of thousands of workers the list is larger than a message: the rest is shown without it.
+    // Of tens of thousands of workers the list is larger than a message: the rest is shown without
+    // it.
     const bool too_many = rpc::GetReason(status) == v1::ERROR_REASON_LIMIT;
     if (!status.ok() && !too_many) return Fail(spec, context, status, ExitCodeOf(status));
     ordered_json rows = ordered_json::array();

@@ -308,6 +308,10 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .fallback = absl::StrCat(absl::ToInt64Seconds(kDefaultOutageTolerance), "s"),
        .value_name = "TIME",
        .help = "How long the coordinator may be away before the job is given up"},
+      {.name = "hub_listen",
+       .value_name = "IP:PORT",
+       .help = "Where this machine's agent offers to speak for others at the coordinator, if there "
+               "are so many that not all may do so by themselves; port 0 takes a free one"},
       {.name = "debug",
        .variable = "MUSTER_DEBUG",
        .type = Type::kBool,
@@ -508,6 +512,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
   config.stop_grace = values.Duration("stop_grace");
   config.join_timeout = values.Duration("join_timeout");
   config.outage_tolerance = values.Duration("outage_tolerance");
+  config.hub_listen = values.Text("hub_listen");
   config.tls_ca = values.Text("tls_ca");
   config.tls_cert = values.Text("tls_cert");
   config.tls_key = values.Text("tls_key");

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <atomic>
-#include <cstring>
 #include <random>
 #include <utility>
 
@@ -17,7 +16,8 @@
 #include "base/status_macros.h"
 #include "coordinator/errors.h"
 #include "coordinator/kv.h"
-#include "coordinator/session.h"
+#include "rpc/frame_bytes.h"
+#include "rpc/session/agent_session.h"
 #include "rpc/status.h"
 
 namespace muster::coordinator {
@@ -26,8 +26,6 @@ namespace {
 constexpr uint32_t kProtocol = 1;
 constexpr size_t kWatchBatchBytes = 256 << 10;
 constexpr uint64_t kRevisionsBetweenProgress = 1024;
-// Up to here a frame is copied into one piece, which is cheaper than sending several.
-constexpr size_t kCopyBytes = 8 << 10;
 constexpr absl::Duration kTrimPeriod = absl::Seconds(5);
 constexpr size_t kTrimBytes = 8 << 20;
 constexpr size_t kSnapshotPartBytes = 1 << 20;
@@ -158,39 +156,6 @@ std::string NewSessionId() {
   return absl::StrFormat("%08x%08x", random(), random());
 }
 
-// Keeps a shared answer alive until gRPC has sent it. gRPC's threads are not instrumented: the
-// atomic shows ThreadSanitizer that they come after.
-struct SliceOwner {
-  explicit SliceOwner(std::shared_ptr<const void> bytes) : owner(std::move(bytes)), made(true) {}
-  static void Delete(void* self) {
-    auto* slice = static_cast<SliceOwner*>(self);
-    if (slice->made.load(std::memory_order_acquire)) delete slice;
-  }
-  const std::shared_ptr<const void> owner;
-  std::atomic<bool> made;
-};
-
-grpc::ByteBuffer ToByteBuffer(const FrameBytes& frame) {
-  size_t total = 0;
-  for (const FramePiece& piece : frame) total += piece.bytes.size();
-  if (total <= kCopyBytes) {
-    grpc::Slice slice(total);
-    auto* out = const_cast<uint8_t*>(slice.begin());
-    for (const FramePiece& piece : frame) {
-      std::memcpy(out, piece.bytes.data(), piece.bytes.size());
-      out += piece.bytes.size();
-    }
-    return grpc::ByteBuffer(&slice, 1);
-  }
-  std::vector<grpc::Slice> slices;
-  slices.reserve(frame.size());
-  for (const FramePiece& piece : frame) {
-    slices.emplace_back(const_cast<char*>(piece.bytes.data()), piece.bytes.size(),
-                        SliceOwner::Delete, new SliceOwner(piece.owner));
-  }
-  return grpc::ByteBuffer(slices.data(), slices.size());
-}
-
 // A second core, which has no callers: it becomes what a restart would make of the journal. Its
 // memory is that of a thread of its own, so the allocator gives it back when it is freed; MaybeTrim
 // finds the rest (not that thread: with its low priority it would hold the allocator's locks for
@@ -248,7 +213,7 @@ struct Engine::Session final : public FrameSource {
       if (link == nullptr) return;
       if (agent.outbox().HasWork()) {
         link->TryWrite([this]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-          return ToByteBuffer(agent.outbox().Next());
+          return rpc::ToByteBuffer(agent.outbox().Next());
         });
       }
       if (paused != nullptr && agent.outbox().unsent_bytes() <= pause_bytes / 2)
@@ -280,7 +245,7 @@ struct Engine::Session final : public FrameSource {
   absl::Time expires = absl::InfiniteFuture();  // while it has no stream
 
   Mutex mu;
-  AgentSession agent ABSL_GUARDED_BY(mu);
+  rpc::AgentSession agent ABSL_GUARDED_BY(mu);
   std::shared_ptr<AgentLink> link ABSL_GUARDED_BY(mu);
   std::shared_ptr<AgentLink> paused ABSL_GUARDED_BY(mu);  // is read from when there is room again
 };
@@ -1257,7 +1222,7 @@ void Engine::StopAll() {
     if (session->link == nullptr) continue;
     session->agent.outbox().AddFirst(goodbye);
     session->link->TryWrite([&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-      return ToByteBuffer(session->agent.outbox().Next());
+      return rpc::ToByteBuffer(session->agent.outbox().Next());
     });
     open.push_back(std::move(session->link));
     session->link = nullptr;

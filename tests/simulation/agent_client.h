@@ -13,9 +13,9 @@
 
 namespace muster::simulation {
 
-// An agent's half of a session (coordinator/session.h is the other one), without any transport:
-// numbers frames, keeps them until they are acknowledged, drops what it has had, and sends every
-// operation without a result anew when the coordinator has lost the session.
+// An agent's half of a session (rpc/session/agent_session.h is the other one), without any
+// transport: numbers frames, keeps them until they are acknowledged, drops what it has had, and
+// sends every operation without a result anew when the coordinator has lost the session.
 class AgentClient {
  public:
   // `eager`: on a new stream of a session, sends also those frames again that the coordinator has

@@ -13,8 +13,8 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "coordinator/errors.h"
-#include "coordinator/session.h"
 #include "proto/muster/v1/journal.pb.h"
+#include "rpc/session/agent_session.h"
 #include "tests/simulation/agent_client.h"
 #include "tests/simulation/linearizability.h"
 #include "tests/simulation/sim_disk.h"
@@ -107,7 +107,7 @@ struct Agent {
 struct ServerSession {
   explicit ServerSession(const v1::Hello& hello, std::string id)
       : agent(hello.node(), hello.agent_incarnation(), std::move(id)) {}
-  coordinator::AgentSession agent;
+  rpc::AgentSession agent;
   std::set<CallId> calls;
   std::shared_ptr<Stream> stream;
   bool ended = false;
@@ -2168,7 +2168,7 @@ void Sim::FlushSession(const std::shared_ptr<ServerSession>& session) {
     if (life != life_ || session->stream == nullptr) return;
     while (session->agent.outbox().HasWork()) {
       std::string bytes;
-      for (const coordinator::FramePiece& piece : session->agent.outbox().Next())
+      for (const rpc::FramePiece& piece : session->agent.outbox().Next())
         bytes.append(piece.bytes.data(), piece.bytes.size());
       v1::CoordinatorFrame frame;
       if (!frame.ParseFromString(bytes)) Violation("a frame that cannot be read");

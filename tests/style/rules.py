@@ -27,6 +27,8 @@ _THIRD_PARTY = [
     ("elfutils", r"elfutils/"),
     ("test", r"(gtest|gmock|benchmark)/"),
 ]
+# Folders that are named apart from the one they are in.
+_ROOMS = ("rpc/session", "worker/agent")
 _FOLDERS = ("base", "proto", "rpc", "coordinator", "worker", "client", "muster", "examples", "tests", "bench")
 
 # What the files below a folder may include; the longest matching folder counts. "stubs" are *.grpc.pb.h,
@@ -35,7 +37,8 @@ _FILES = {"absl", "json", "yaml", "hash"}
 _ALLOWED = {
     "base": _FILES | {"base"},
     "rpc": {"absl", "base", "proto", "stubs", "protobuf", "grpc", "openssl", "rpc"},
-    "coordinator": _FILES | {"base", "proto", "protobuf", "sqlite", "coordinator"},
+    "rpc/session": {"absl", "base", "proto", "protobuf", "rpc/session"},
+    "coordinator": _FILES | {"base", "proto", "protobuf", "sqlite", "rpc/session", "coordinator"},
     "coordinator/service": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "coordinator"},
     "coordinator/web": _FILES | {"base", "proto", "protobuf", "grpc", "httplib", "openssl", "rpc", "coordinator"},
     "coordinator/cmd": {"absl", "base", "proto", "protobuf", "cli11", "rpc", "coordinator"},
@@ -75,7 +78,7 @@ def classify(name):
         return "proto"
     folder = name.split("/")[0]
     if folder in _FOLDERS and "/" in name:
-        return "worker/agent" if name.startswith("worker/agent/") else folder
+        return next((f for f in _ROOMS if name.startswith(f + "/")), folder)
     for label, pattern in _THIRD_PARTY:
         if re.match(pattern, name):
             return label
@@ -91,7 +94,7 @@ def include_rules(path, text):
     if not folders:
         return []
     folder = max(folders, key=len)
-    allowed = _ALLOWED[folder] | {"worker/agent"} if "worker" in _ALLOWED[folder] else _ALLOWED[folder]
+    allowed = _ALLOWED[folder] | {room for room in _ROOMS if room.split("/")[0] in _ALLOWED[folder]}
     allowed = allowed | _EXCEPTIONS.get(path, set())
     if _is_test_only(path):
         allowed = allowed | {"test", "openssl", "tests/testdata/golden.h"}

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -13,7 +14,8 @@ namespace muster::agent {
 
 // A stream that the test plays the coordinator of.
 struct FakeLink final : public FrameLink {
-  explicit FakeLink(std::shared_ptr<FrameEvents> to) : events(std::move(to)) {}
+  explicit FakeLink(std::shared_ptr<FrameEvents> to, std::string at = "")
+      : events(std::move(to)), hub(std::move(at)) {}
   void Write(v1::AgentFrame frame) override {
     EXPECT_FALSE(writing) << "two writes in flight";
     writing = true;
@@ -32,6 +34,7 @@ struct FakeLink final : public FrameLink {
   }
 
   const std::shared_ptr<FrameEvents> events;
+  const std::string hub;  // that it was opened to; empty: the coordinator
   std::vector<v1::AgentFrame> written;
   bool writing = false;
   bool closing = false;  // we asked for the end
@@ -39,11 +42,14 @@ struct FakeLink final : public FrameLink {
 };
 
 struct FakeTransport final : public FrameTransport {
-  std::shared_ptr<FrameLink> Open(std::shared_ptr<FrameEvents> events) override {
-    links.push_back(std::make_shared<FakeLink>(std::move(events)));
+  absl::StatusOr<std::shared_ptr<FrameLink>> Open(const std::string& hub,
+                                                  std::shared_ptr<FrameEvents> events) override {
+    if (hub == refuses) return absl::InvalidArgumentError("it is not for us");
+    links.push_back(std::make_shared<FakeLink>(std::move(events), hub));
     return links.back();
   }
   std::vector<std::shared_ptr<FakeLink>> links;
+  std::string refuses = "-";  // a hub that nothing is opened to
 };
 
 }  // namespace muster::agent

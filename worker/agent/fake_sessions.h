@@ -17,8 +17,9 @@
 
 namespace muster::agent {
 
-// A coordinator's end of the agents' streams: welcomes everybody, answers each operation as
-// `answer` says, or with an empty result of its kind, and says what the test wants. Thread-safe.
+// A coordinator's end, or a hub's, of the agents' streams: welcomes everybody, answers each
+// operation as `answer` says, or with an empty result of its kind, and says what the test wants.
+// Thread-safe.
 class FakeSessions final : public v1::Session::Service {
  public:
   // Fills in what an operation is answered with; false: it is not answered. Called under a lock.
@@ -38,6 +39,8 @@ class FakeSessions final : public v1::Session::Service {
       if (frame.has_hello()) {
         reply.mutable_welcome()->set_protocol(1);
         reply.mutable_welcome()->set_term(1);
+        // A busy machine takes its time.
+        reply.mutable_welcome()->mutable_lease()->set_seconds(60);
         // Each stream begins anew.
         reply.mutable_welcome()->set_session_id(
             absl::StrCat("s", frame.hello().node(), "/", NextSession()));
@@ -58,9 +61,11 @@ class FakeSessions final : public v1::Session::Service {
           stream->Write(reply);
         }
       }
+      if (frame.has_beat()) stream->Write(v1::CoordinatorFrame());  // an acknowledgement
       MutexLock lock(&mu_);
       frames_.push_back(frame);
       changed_.SignalAll();
+      if (frame.has_bye()) break;
       while (!directives_.empty()) {
         v1::CoordinatorFrame directive;
         directive.set_seq(++seq);

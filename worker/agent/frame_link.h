@@ -2,14 +2,16 @@
 #define MUSTER_WORKER_AGENT_FRAME_LINK_H_
 
 #include <memory>
+#include <string>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "proto/muster/v1/session.pb.h"
 
 namespace muster::agent {
 
-// What happens on one attempt at a stream to the coordinator. One call at a time, but OnWritten may
-// run beside OnFrame. None comes from within a call of FrameLink.
+// What happens on one attempt at a stream to the coordinator or a hub. One call at a time, but
+// OnWritten may run beside OnFrame. None comes from within a call of FrameLink.
 class FrameEvents {
  public:
   virtual ~FrameEvents() = default;
@@ -34,7 +36,11 @@ class FrameLink {
 class FrameTransport {
  public:
   virtual ~FrameTransport() = default;
-  virtual std::shared_ptr<FrameLink> Open(std::shared_ptr<FrameEvents> events) = 0;
+  // A stream to the hub at `hub`, "10.0.0.2:29500"; empty: to the coordinator. One to a hub fails
+  // if nobody answers there now, one to the coordinator goes on trying to connect. Errors: nothing
+  // can be opened there, and no event comes.
+  virtual absl::StatusOr<std::shared_ptr<FrameLink>> Open(const std::string& hub,
+                                                          std::shared_ptr<FrameEvents> events) = 0;
 };
 
 }  // namespace muster::agent

@@ -62,6 +62,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
       .coordinator = options.agent.worker.coordinator,
       .channel = options.channel,
       .outage_tolerance = options.outage_tolerance,
+      .hub_listen = options.hub_listen,
       .stacks = &stacks,
       .process_of =
           [&processes](const std::string& job, const std::string& worker_id, uint64_t incarnation,

@@ -1,6 +1,8 @@
 #ifndef MUSTER_WORKER_AGENT_NODE_JOB_H_
 #define MUSTER_WORKER_AGENT_NODE_JOB_H_
 
+#include <string>
+
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "base/defaults.h"
@@ -20,9 +22,10 @@ struct NodeJobOptions {
   absl::Duration join_timeout = absl::Minutes(10);
   // How long the coordinator may be away before the job is given up.
   absl::Duration outage_tolerance = kDefaultOutageTolerance;
-  bool show_output = true;    // the workers' lines, on standard output and standard error
-  bool prefix = true;         // where several workers write
-  LogLimits log_limits = {};  // of the files in agent.log_dir
+  std::string hub_listen = {};  // see NodeSession::Options
+  bool show_output = true;      // the workers' lines, on standard output and standard error
+  bool prefix = true;           // where several workers write
+  LogLimits log_limits = {};    // of the files in agent.log_dir
 };
 
 struct NodeJobResult {

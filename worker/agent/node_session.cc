@@ -3,6 +3,7 @@
 #include <sys/random.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -10,12 +11,18 @@
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "worker/agent/hub_listen.h"
 #include "worker/agent/process_state.h"
 
 namespace muster::agent {
 namespace {
 
 constexpr size_t kStacksWanted = 256;
+constexpr absl::Duration kBeatPeriod = absl::Seconds(2);
+// What agents say to their hub waits for its beat.
+constexpr absl::Duration kHubBeatPeriod = absl::Seconds(1);
+// Of streams to the hub, to take its goodbye.
+constexpr absl::Duration kHubGrace = absl::Milliseconds(200);
 
 std::string HostName() {
   char name[256] = "";
@@ -42,12 +49,19 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
   options.channel.keepalive = absl::Seconds(10);
   options.channel.max_backoff = absl::Seconds(2);
   options.channel.max_message_bytes = 64 << 20;
+  // While a hub speaks for this node, the coordinator has no connection of it.
+  options.channel.idle_timeout = absl::Seconds(5);
   MUSTER_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
                           rpc::Connect(options.coordinator, options.channel));
+  HubServer::Options hub_server;
+  if (!options.hub_listen.empty()) {
+    MUSTER_ASSIGN_OR_RETURN(
+        hub_server, HubListenOptions(options.hub_listen, options.coordinator, options.channel));
+  }
   raw->stacks_ = options.stacks;
   raw->stack_budget_ = options.stack_budget;
   raw->on_barrier_late_ = std::move(options.on_barrier_late);
-  raw->transport_ = std::make_unique<RpcFrameTransport>(channel);
+  raw->transport_ = std::make_unique<RpcFrameTransport>(channel, options.channel);
 
   SessionStream::Options stream;
   stream.address = options.coordinator;
@@ -57,10 +71,12 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
   stream.node = absl::StrCat(stream.host.substr(0, 64), "/", absl::Hex(stream.incarnation));
   stream.version = std::string("1");
   stream.outage_tolerance = options.outage_tolerance;
-  stream.beat = [raw] { return raw->core_->MakeBeat(); };
+  stream.beat_period = kBeatPeriod;
+  stream.beat = [raw] { return raw->MakeBeat(); };
   stream.on_directive = [raw](const v1::Directive& directive) { raw->OnDirective(directive); };
   stream.on_connected = [raw](uint64_t term, bool) { raw->core_->Connected(term); };
   stream.on_lost = [raw](const absl::Status& status) { raw->OnLost(status); };
+  if (!options.hub_listen.empty()) stream.on_upstream = [raw] { raw->hub_->OnUpstream(); };
   stream.wake = [raw] { raw->stream_timer_->Wake(); };
 
   RelayCore::Options core;
@@ -72,13 +88,31 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
   core.connected = [raw] { return raw->stream_->connected(); };
   core.wake = [raw] { raw->core_timer_->Wake(); };
 
+  HubCore::Options hub;
+  hub.node = stream.node;
+  hub.incarnation = stream.incarnation;
+  hub.upstream = [raw] { return raw->stream_->upstream(); };
+  hub.send_stack = [raw](v1::StackReply reply) { raw->stream_->SendStack(std::move(reply)); };
+  hub.wake = [raw] { raw->hub_timer_->Wake(); };
+
   raw->stream_ = std::make_unique<SessionStream>(std::move(stream), raw->transport_.get());
-  raw->core_ = std::make_unique<RelayCore>(std::move(core), raw->stream_.get());
+  OpSender* upstream = raw->stream_.get();
+  if (!options.hub_listen.empty()) {
+    raw->hub_ = std::make_unique<HubCore>(std::move(hub), raw->stream_.get());
+    raw->hub_timer_ = std::make_unique<TimerThread>([raw] { return raw->hub_->Tick(); });
+    upstream = raw->hub_.get();
+  }
+  raw->core_ = std::make_unique<RelayCore>(std::move(core), upstream);
   raw->core_timer_ = std::make_unique<TimerThread>([raw] { return raw->core_->Tick(); });
   raw->stream_timer_ = std::make_unique<TimerThread>([raw] { return raw->stream_->Tick(); });
   MUSTER_ASSIGN_OR_RETURN(
       raw->relay_,
       Relay::Start({.parent = options.relay_parent, .coordinator = channel}, raw->core_.get()));
+  if (raw->hub_ != nullptr) {
+    MUSTER_ASSIGN_OR_RETURN(raw->hub_server_, HubServer::Start(hub_server, raw->hub_.get()));
+    raw->stream_->OfferHub(raw->hub_server_->address());
+    raw->hub_timer_->Start();
+  }
   raw->stack_thread_ = std::thread([raw] { raw->StackLoop(); });
   raw->core_timer_->Start();
   raw->stream_timer_->Start();
@@ -87,6 +121,7 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
 
 NodeSession::~NodeSession() {
   relay_.reset();
+  hub_server_.reset();
   // It sends on the stream.
   if (stack_thread_.joinable()) {
     {
@@ -96,6 +131,7 @@ NodeSession::~NodeSession() {
     }
     stack_thread_.join();
   }
+  if (hub_timer_ != nullptr) hub_timer_->Stop();
   if (core_timer_ != nullptr) core_timer_->Stop();
   if (stream_timer_ != nullptr) stream_timer_->Stop();
   stream_.reset();
@@ -118,8 +154,18 @@ void NodeSession::OnLost(const absl::Status& status) {
   if (listener_.on_lost) listener_.on_lost(status);
 }
 
+v1::Beat NodeSession::MakeBeat() {
+  v1::Beat beat = core_->MakeBeat();
+  if (hub_ != nullptr) {
+    hub_->AddToBeat(&beat);
+    stream_->SetBeatPeriod(hub_->agents() > 0 ? kHubBeatPeriod : kBeatPeriod);
+  }
+  return beat;
+}
+
 void NodeSession::OnDirective(const v1::Directive& directive) {
   MUSTER_FAILPOINT("agent.directive");
+  if (hub_ != nullptr) hub_->OnDirective(directive);
   switch (directive.kind_case()) {
     case v1::Directive::kGenerationEnded: {
       core_->GenerationEnded(directive.generation_ended());
@@ -143,6 +189,7 @@ void NodeSession::OnDirective(const v1::Directive& directive) {
     case v1::Directive::kBarrierLate:
       if (on_barrier_late_) on_barrier_late_(directive.barrier_late());
       break;
+    case v1::Directive::kUseHub:  // the stream's
     case v1::Directive::KIND_NOT_SET:
       break;
   }
@@ -178,6 +225,13 @@ void NodeSession::StackLoop() {
   }
 }
 
-void NodeSession::Finish(absl::Duration within) { stream_->Finish(Clock::Real().Now() + within); }
+void NodeSession::Finish(absl::Duration within) {
+  const absl::Time deadline = Clock::Real().Now() + within;
+  if (hub_ != nullptr) {
+    hub_->Finish();
+    hub_server_->Shutdown(std::min(kHubGrace, within));
+  }
+  stream_->Finish(deadline);
+}
 
 }  // namespace muster::agent

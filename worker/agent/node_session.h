@@ -15,6 +15,8 @@
 #include "base/mutex.h"
 #include "proto/muster/v1/session.pb.h"
 #include "rpc/channel.h"
+#include "worker/agent/hub_core.h"
+#include "worker/agent/hub_server.h"
 #include "worker/agent/relay.h"
 #include "worker/agent/relay_core.h"
 #include "worker/agent/rpc_frame_link.h"
@@ -24,14 +26,17 @@
 
 namespace muster::agent {
 
-// This node's line to the coordinator, put together: the stream, the relay for the workers, and the
-// threads that drive them. Thread-safe.
+// This node's line to the coordinator, put together: the stream, the relay for the workers, the hub
+// for other agents if it offers itself as one, and the threads that drive them. Thread-safe.
 class NodeSession {
  public:
   struct Options {
     std::string coordinator;  // "10.0.0.1:29400"
     rpc::ChannelOptions channel = {};
     absl::Duration outage_tolerance = kDefaultOutageTolerance;
+    // Where other agents reach this one as their hub (see HubListenOptions); empty: it does not
+    // offer itself.
+    std::string hub_listen = {};
     std::string relay_parent = {};  // see Relay::Options
     StackSource* stacks = nullptr;  // borrowed; null: stacks are answered without frames
     absl::Duration stack_budget = absl::Milliseconds(1500);
@@ -52,13 +57,15 @@ class NodeSession {
   };
 
   // Begins to connect and serves the relay. Does not wait for the coordinator. Errors: as
-  // rpc::Connect and Relay::Start.
+  // rpc::Connect, Relay::Start, HubListenOptions and HubServer::Start.
   static absl::StatusOr<std::unique_ptr<NodeSession>> Start(Options options);
   // Closes the stream; what is held is dropped.
   ~NodeSession();
   NodeSession(const NodeSession&) = delete;
   NodeSession& operator=(const NodeSession&) = delete;
 
+  // Where other agents reach this one as their hub, with the bound port; empty: nowhere.
+  std::string hub_address() const { return hub_server_ == nullptr ? "" : hub_server_->address(); }
   // What workers are given as their coordinator.
   const std::string& relay_address() const { return relay_->address(); }
   // Takes operations of this node as the relay does.
@@ -80,15 +87,19 @@ class NodeSession {
 
  private:
   NodeSession() = default;
+  v1::Beat MakeBeat();
   void OnDirective(const v1::Directive& directive);
   void OnLost(const absl::Status& status);
   void StackLoop();
 
   std::unique_ptr<TimerThread> stream_timer_;
   std::unique_ptr<TimerThread> core_timer_;
+  std::unique_ptr<TimerThread> hub_timer_;
   std::unique_ptr<RelayCore> core_;
+  std::unique_ptr<HubCore> hub_;  // null: it does not offer itself
   std::unique_ptr<RpcFrameTransport> transport_;
   std::unique_ptr<SessionStream> stream_;
+  std::unique_ptr<HubServer> hub_server_;
   std::unique_ptr<Relay> relay_;
   StackSource* stacks_ = nullptr;
   absl::Duration stack_budget_;

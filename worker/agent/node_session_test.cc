@@ -42,7 +42,7 @@ class NodeSessionTest : public ::testing::Test {
     NodeSession::Options options;
     options.coordinator = server_->address();
     options.stacks = &stacks_;
-    options.outage_tolerance = absl::Milliseconds(1);
+    options.outage_tolerance = tolerance();
     options.on_barrier_late = [this](const v1::BarrierLate& late) {
       late_message_ = late.report().message();
       late_.Notify();
@@ -57,6 +57,7 @@ class NodeSessionTest : public ::testing::Test {
     if (server_ != nullptr) server_->Shutdown(absl::ZeroDuration());
   }
 
+  virtual absl::Duration tolerance() const { return absl::Milliseconds(1); }
   absl::Status Join(const std::string& worker_id) {
     auto stub = v1::Rendezvous::NewStub(channel_);
     grpc::ClientContext context;
@@ -69,11 +70,14 @@ class NodeSessionTest : public ::testing::Test {
     v1::JoinReply reply;
     return rpc::FromGrpc(stub->Join(&context, request, &reply));
   }
-  absl::Status Put() {
+  // With a request id it can be repeated.
+  absl::Status Put(uint64_t request_id = 0) {
     auto stub = v1::KeyValueStore::NewStub(channel_);
     grpc::ClientContext context;
     rpc::SetTimeout(context, absl::Minutes(1));
     v1::TxnRequest request;
+    if (request_id != 0) request.mutable_fence()->set_worker_id("w0");
+    request.mutable_fence()->set_request_id(request_id);
     request.add_then()->mutable_put()->set_key("k");
     v1::TxnReply reply;
     return rpc::FromGrpc(stub->Txn(&context, request, &reply));
@@ -195,6 +199,34 @@ TEST_F(NodeSessionTest, CoordinatorThatCameBack_IsNotReportedAsLost) {
   session_->SetListener(std::move(listener));
   EXPECT_FALSE(told);
   session_->SetListener({});
+}
+
+class PatientNodeSessionTest : public NodeSessionTest {
+  absl::Duration tolerance() const override { return absl::Minutes(10); }
+};
+
+TEST_F(PatientNodeSessionTest, HubThatGoes_IsLeftForTheCoordinatorAndNothingFails) {
+  FakeSessions hub;
+  std::unique_ptr<rpc::Server> hub_server = *rpc::Server::Start({.insecure = true}, {&hub});
+  ASSERT_TRUE(session_->stream().WaitUntilConnected(absl::Minutes(1)).ok());
+  hub.SetAnswer([](const v1::Op& op, v1::OpResult*) { return !op.has_txn(); });
+  v1::Directive directive;
+  directive.mutable_use_hub()->set_node("the hub");
+  directive.mutable_use_hub()->set_address(hub_server->address());
+  sessions_.Say(directive);
+  ASSERT_TRUE(Join("w0").ok());
+  sessions_.WaitFor([](const v1::AgentFrame& f) { return f.has_bye(); });
+  std::thread held([this] { EXPECT_TRUE(Put(1).ok()); });
+  hub.WaitFor([](const v1::AgentFrame& f) { return f.has_beat() && f.beat().workers_size() > 0; });
+  hub.WaitFor([](const v1::AgentFrame& f) {
+    return f.has_ops() && f.ops().ops(f.ops().ops_size() - 1).has_txn();
+  });
+  EXPECT_EQ(session_->stream().upstream().hub, "the hub");
+  hub_server->Shutdown(absl::ZeroDuration());
+  held.join();
+  sessions_.WaitFor(
+      [](const v1::AgentFrame& f) { return f.has_hello() && f.hello().failed_hub() == "the hub"; });
+  EXPECT_EQ(session_->stream().upstream().hub, "");
 }
 
 TEST_F(NodeSessionTest, Finish_SaysGoodbye) {

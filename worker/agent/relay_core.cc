@@ -2,51 +2,20 @@
 
 #include <algorithm>
 #include <memory>
-#include <set>
 #include <utility>
 
 #include "base/failpoint.h"
 
 namespace muster::agent {
-namespace {
-
-// Whether two arrivals at one barrier differ in nothing but who comes and with what.
-bool SameCall(const v1::ArriveRequest& a, const v1::ArriveRequest& b) {
-  const auto same_time = [](const google::protobuf::Duration& x,
-                            const google::protobuf::Duration& y) {
-    return x.seconds() == y.seconds() && x.nanos() == y.nanos();
-  };
-  return same_time(a.timeout(), b.timeout()) && same_time(a.soft_timeout(), b.soft_timeout()) &&
-         a.payload().empty() == b.payload().empty() && a.call_site() == b.call_site() &&
-         a.call_site_text() == b.call_site_text() && a.step() == b.step() &&
-         a.previous_state() == b.previous_state() &&
-         std::equal(a.participants().begin(), a.participants().end(), b.participants().begin(),
-                    b.participants().end());
-}
-
-template <typename Request>
-std::pair<int64_t, int32_t> Waited(const Request& request) {
-  return {request.waited().seconds(), request.waited().nanos()};
-}
-
-// An error of a message of several ranks that may be about one of them only.
-bool ConcernsOneRank(const v1::OpResult& result) {
-  switch (result.error().detail().reason()) {
-    case v1::ERROR_REASON_SUPERSEDED:
-    case v1::ERROR_REASON_LEASE_EXPIRED:
-    case v1::ERROR_REASON_NOT_MEMBER:
-    case v1::ERROR_REASON_BAD_FIELD:
-    case v1::ERROR_REASON_LIMIT:
-      return true;
-    default:
-      return false;
-  }
-}
-
-}  // namespace
-
 RelayCore::RelayCore(Options options, OpSender* upstream)
-    : options_(std::move(options)), upstream_(upstream) {}
+    : options_(std::move(options)),
+      upstream_(upstream),
+      arrivals_({.node = options_.node,
+                 .incarnation = options_.incarnation,
+                 .window = options_.arrival_window,
+                 .wake = options_.wake,
+                 .clock = options_.clock},
+                upstream) {}
 
 uint64_t RelayCore::Submit(v1::Op op, Done done) {
   switch (op.kind_case()) {
@@ -270,123 +239,21 @@ size_t RelayCore::LocalRanks(const v1::ArriveRequest& request) const {
 }
 
 uint64_t RelayCore::Arrive(v1::Op op, Done done) {
-  v1::ArriveRequest request = std::move(*op.mutable_arrive());
-  BarrierKey key(request.fence().job_id(), request.fence().generation(), request.barrier_id(),
-                 request.counter());
-  const absl::Time now = options_.clock->Now();
-  std::vector<Arrival> ready;
+  const v1::ArriveRequest& request = op.arrive();
+  size_t local;
   {
     MutexLock lock(&mu_);
     const auto worker = workers_.find({request.fence().job_id(), request.fence().worker_id()});
     if (worker != workers_.end() && worker->second.incarnation == request.fence().incarnation()) {
-      worker->second.heard = now;
+      worker->second.heard = options_.clock->Now();
       worker->second.beat.set_step(std::max(worker->second.beat.step(), request.step()));
     }
-    const size_t local = LocalRanks(request);
-    Group& group = groups_[key];
-    if (group.arrivals.empty()) group.due = now + options_.arrival_window;
-    group.arrivals.push_back({std::move(request), std::move(done), now});
-    std::set<int32_t> ranks;
-    for (const Arrival& arrival : group.arrivals) ranks.insert(arrival.request.rank());
-    if (ranks.size() >= local) {
-      ready = std::move(group.arrivals);
-      groups_.erase(key);
-    }
+    local = LocalRanks(request);
   }
-  if (ready.empty()) {
-    if (options_.wake) options_.wake();
-  } else {
-    Send(std::move(ready));
-  }
+  arrivals_.Add(std::move(op), std::move(done), local);
   return 0;
 }
 
-absl::Time RelayCore::Tick() {
-  const absl::Time now = options_.clock->Now();
-  std::vector<std::vector<Arrival>> ready;
-  absl::Time next = absl::InfiniteFuture();
-  {
-    MutexLock lock(&mu_);
-    for (auto it = groups_.begin(); it != groups_.end();) {
-      if (it->second.due > now) {
-        next = std::min(next, it->second.due);
-        ++it;
-        continue;
-      }
-      ready.push_back(std::move(it->second.arrivals));
-      it = groups_.erase(it);
-    }
-  }
-  for (std::vector<Arrival>& arrivals : ready) Send(std::move(arrivals));
-  return next;
-}
-
-void RelayCore::Send(std::vector<Arrival> arrivals) {
-  while (!arrivals.empty()) {
-    const auto rest = std::stable_partition(
-        arrivals.begin(), arrivals.end(), [&, first = arrivals[0].request](const Arrival& arrival) {
-          return SameCall(arrival.request, first);
-        });
-    std::vector<Arrival> same(std::make_move_iterator(arrivals.begin()),
-                              std::make_move_iterator(rest));
-    arrivals.erase(arrivals.begin(), rest);
-    if (same.size() == 1) {
-      SendAlone(std::move(same[0]));
-    } else {
-      SendTogether(std::move(same));
-    }
-  }
-}
-
-void RelayCore::SendAlone(Arrival arrival) {
-  v1::Op op;
-  *op.mutable_arrive() = std::move(arrival.request);
-  upstream_->Submit(std::move(op), std::move(arrival.done));
-}
-
-void RelayCore::SendTogether(std::vector<Arrival> arrivals) {
-  const absl::Time now = options_.clock->Now();
-  const v1::ArriveRequest& first = arrivals[0].request;
-  v1::Op op;
-  v1::ArriveManyRequest& many = *op.mutable_arrive_many();
-  v1::Fence& fence = *many.mutable_fence();
-  fence.set_job_id(first.fence().job_id());
-  fence.set_generation(first.fence().generation());
-  fence.set_worker_id(options_.node);
-  fence.set_incarnation(options_.incarnation);
-  fence.set_cluster(first.fence().cluster());
-  many.set_barrier_id(first.barrier_id());
-  many.set_counter(first.counter());
-  *many.mutable_timeout() = first.timeout();
-  if (first.has_soft_timeout()) *many.mutable_soft_timeout() = first.soft_timeout();
-  *many.mutable_participants() = first.participants();
-  many.set_call_site(first.call_site());
-  many.set_call_site_text(first.call_site_text());
-  many.set_step(first.step());
-  many.set_previous_state(first.previous_state());
-  std::set<int32_t> ranks;  // a call that was repeated stands here twice
-  for (const Arrival& arrival : arrivals) {
-    fence.set_term_seen(std::max(fence.term_seen(), arrival.request.fence().term_seen()));
-    fence.set_revision_seen(
-        std::max(fence.revision_seen(), arrival.request.fence().revision_seen()));
-    if (Waited(arrival.request) > Waited(many)) *many.mutable_waited() = arrival.request.waited();
-    if (!ranks.insert(arrival.request.rank()).second) continue;
-    many.add_ranks(arrival.request.rank());
-    many.add_incarnations(arrival.request.fence().incarnation());
-    many.add_lateness_us(static_cast<int32_t>(
-        std::min<int64_t>(absl::ToInt64Microseconds(now - arrival.at), INT32_MAX)));
-    if (!first.payload().empty()) many.add_payloads(arrival.request.payload());
-  }
-  auto waiting = std::make_shared<std::vector<Arrival>>(std::move(arrivals));
-  MUSTER_FAILPOINT("agent.send_together");
-  upstream_->Submit(std::move(op), [this, waiting](const v1::OpResult& result) {
-    MUSTER_FAILPOINT("agent.answer_together");
-    if (result.has_error() && ConcernsOneRank(result)) {
-      for (Arrival& arrival : *waiting) SendAlone(std::move(arrival));
-      return;
-    }
-    for (const Arrival& arrival : *waiting) arrival.done(result);
-  });
-}
+absl::Time RelayCore::Tick() { return arrivals_.Tick(); }
 
 }  // namespace muster::agent

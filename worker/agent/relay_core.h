@@ -6,7 +6,6 @@
 #include <map>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -14,6 +13,7 @@
 #include "base/clock.h"
 #include "base/mutex.h"
 #include "proto/muster/v1/session.pb.h"
+#include "worker/agent/arrivals.h"
 #include "worker/agent/op_sender.h"
 
 namespace muster::agent {
@@ -92,17 +92,6 @@ class RelayCore final : public OpSender {
     bool ended = false;         // its generation is over
     std::string why_ended;
   };
-  struct Arrival {
-    v1::ArriveRequest request;
-    Done done;
-    absl::Time at;
-  };
-  // job, generation, barrier, counter
-  using BarrierKey = std::tuple<std::string, uint64_t, std::string, uint64_t>;
-  struct Group {
-    absl::Time due;
-    std::vector<Arrival> arrivals;
-  };
 
   uint64_t Join(v1::Op op, Done done);
   uint64_t Leave(v1::Op op, Done done);
@@ -112,17 +101,15 @@ class RelayCore final : public OpSender {
   void Seated(const v1::JoinRequest& request, int64_t told_pid, const v1::JoinReply& reply);
   // Of the barrier's participants, those that are local.
   size_t LocalRanks(const v1::ArriveRequest& request) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void Send(std::vector<Arrival> arrivals);
-  void SendTogether(std::vector<Arrival> arrivals);
-  void SendAlone(Arrival arrival);
 
   const Options options_;
   OpSender* const upstream_;
 
   mutable Mutex mu_;
   std::map<WorkerKey, Worker> workers_ ABSL_GUARDED_BY(mu_);
-  std::map<BarrierKey, Group> groups_ ABSL_GUARDED_BY(mu_);
   v1::ReplyHeader header_ ABSL_GUARDED_BY(mu_);  // of what is answered here
+
+  ArrivalMerger arrivals_;
 };
 
 }  // namespace muster::agent

@@ -1,6 +1,7 @@
 #include "worker/agent/rpc_frame_link.h"
 
 #include <grpcpp/client_context.h>
+#include <grpcpp/generic/generic_stub.h>
 #include <grpcpp/impl/codegen/proto_utils.h>
 #include <grpcpp/support/client_callback.h>
 
@@ -8,6 +9,7 @@
 #include <utility>
 
 #include "absl/status/status.h"
+#include "base/status_macros.h"
 #include "rpc/callback_threads.h"
 #include "rpc/status.h"
 
@@ -19,8 +21,10 @@ class RpcFrameTransport::Link final
       public FrameLink,
       public std::enable_shared_from_this<Link> {
  public:
-  Link(RpcFrameTransport* transport, std::shared_ptr<FrameEvents> events)
-      : transport_(transport), events_(std::move(events)) {}
+  // `at_once`: fails if nobody answers now.
+  Link(RpcFrameTransport* transport, const std::shared_ptr<grpc::Channel>& channel, bool at_once,
+       std::shared_ptr<FrameEvents> events)
+      : transport_(transport), stub_(channel), at_once_(at_once), events_(std::move(events)) {}
 
   // gRPC orders its calls of a link; the lock in each shows it to ThreadSanitizer, which does not
   // see into gRPC.
@@ -28,8 +32,8 @@ class RpcFrameTransport::Link final
     MutexLock lock(&mu_);
     self_ = shared_from_this();
     // The channel looks after connecting, with its own backoff.
-    context_.set_wait_for_ready(true);
-    transport_->stub_.PrepareBidiStreamingCall(&context_, "/muster.v1.Session/Attach", {}, this);
+    context_.set_wait_for_ready(!at_once_);
+    stub_.PrepareBidiStreamingCall(&context_, "/muster.v1.Session/Attach", {}, this);
     AddHold();  // for writes that begin outside of gRPC's calls
     StartRead(&in_);
     StartCall();
@@ -84,6 +88,9 @@ class RpcFrameTransport::Link final
 
  private:
   RpcFrameTransport* const transport_;
+  // gRPC's own stub would stop reading at bytes that it cannot parse, and leave the stream open.
+  grpc::TemplatedGenericStub<v1::AgentFrame, grpc::ByteBuffer> stub_;
+  const bool at_once_;
   const std::shared_ptr<FrameEvents> events_;
   std::shared_ptr<Link> self_;
   grpc::ClientContext context_;
@@ -94,9 +101,10 @@ class RpcFrameTransport::Link final
   v1::AgentFrame out_ ABSL_GUARDED_BY(mu_);
 };
 
-RpcFrameTransport::RpcFrameTransport(const std::shared_ptr<grpc::Channel>& channel)
-    : stub_(channel) {
-  rpc::KeepCallbackThreads(channel);
+RpcFrameTransport::RpcFrameTransport(std::shared_ptr<grpc::Channel> channel,
+                                     rpc::ChannelOptions hubs)
+    : channel_(std::move(channel)), hubs_(std::move(hubs)) {
+  rpc::KeepCallbackThreads(channel_);
 }
 
 RpcFrameTransport::~RpcFrameTransport() {
@@ -104,12 +112,17 @@ RpcFrameTransport::~RpcFrameTransport() {
   while (open_ > 0) changed_.Wait(&mu_);
 }
 
-std::shared_ptr<FrameLink> RpcFrameTransport::Open(std::shared_ptr<FrameEvents> events) {
+absl::StatusOr<std::shared_ptr<FrameLink>> RpcFrameTransport::Open(
+    const std::string& hub, std::shared_ptr<FrameEvents> events) {
+  std::shared_ptr<grpc::Channel> channel = channel_;
+  if (!hub.empty()) {
+    MUSTER_ASSIGN_OR_RETURN(channel, rpc::Connect(hub, hubs_));
+  }
   {
     MutexLock lock(&mu_);
     ++open_;
   }
-  auto link = std::make_shared<Link>(this, std::move(events));
+  auto link = std::make_shared<Link>(this, channel, !hub.empty(), std::move(events));
   link->Start();
   return link;
 }

@@ -2,31 +2,37 @@
 #define MUSTER_WORKER_AGENT_RPC_FRAME_LINK_H_
 
 #include <grpcpp/channel.h>
-#include <grpcpp/generic/generic_stub.h>
 
 #include <memory>
+#include <string>
 
+#include "absl/status/statusor.h"
 #include "base/mutex.h"
 #include "proto/muster/v1/session.pb.h"
+#include "rpc/channel.h"
 #include "worker/agent/frame_link.h"
 
 namespace muster::agent {
 
-// Session.Attach over gRPC. A message that is no frame ends the stream with DATA_LOSS.
+// Session.Attach over gRPC. A message that is no frame ends the stream with DATA_LOSS. Each stream
+// to a hub has a connection of its own, which ends with it.
 class RpcFrameTransport final : public FrameTransport {
  public:
-  explicit RpcFrameTransport(const std::shared_ptr<grpc::Channel>& channel);
+  // `channel` leads to the coordinator, `hubs` is how to connect to hubs.
+  explicit RpcFrameTransport(std::shared_ptr<grpc::Channel> channel, rpc::ChannelOptions hubs = {});
   // Waits until all links have closed: close them first.
   ~RpcFrameTransport() override;
 
-  std::shared_ptr<FrameLink> Open(std::shared_ptr<FrameEvents> events) override;
+  // Errors: as rpc::Connect.
+  absl::StatusOr<std::shared_ptr<FrameLink>> Open(const std::string& hub,
+                                                  std::shared_ptr<FrameEvents> events) override;
 
  private:
   class Link;
   void Ended();
 
-  // gRPC's own stub would stop reading at bytes that it cannot parse, and leave the stream open.
-  grpc::TemplatedGenericStub<v1::AgentFrame, grpc::ByteBuffer> stub_;
+  const std::shared_ptr<grpc::Channel> channel_;
+  const rpc::ChannelOptions hubs_;
   Mutex mu_;
   CondVar changed_;
   int open_ ABSL_GUARDED_BY(mu_) = 0;

@@ -5,6 +5,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
 #include "base/log.h"
+#include "rpc/address.h"
 #include "rpc/status.h"
 
 namespace muster::agent {
@@ -19,6 +20,10 @@ constexpr size_t kSeenJobs = 1024;
 // Of one job; a coordinator takes as many.
 constexpr size_t kSeenBarriers = 1 << 16;
 constexpr int kBarriersInRecall = 1000;
+// An agent that tolerates less does not follow hubs: one that fails is a short outage.
+constexpr absl::Duration kToleranceForHubs = absl::Seconds(10);
+// Of a coordinator that does not say.
+constexpr absl::Duration kUsualLease = absl::Seconds(6);
 
 v1::OpResult ErrorResult(uint64_t op_id, const absl::Status& status) {
   v1::OpResult result;
@@ -127,6 +132,7 @@ struct SessionStream::Todo {
   std::shared_ptr<FrameLink> write;
   v1::AgentFrame frame;
   std::optional<std::pair<uint64_t, bool>> connected;
+  bool upstream = false;
   std::vector<std::pair<Done, v1::OpResult>> results;
   std::vector<v1::Directive> directives;
   absl::Status lost;
@@ -190,6 +196,8 @@ SessionStream::SessionStream(Options options, FrameTransport* transport)
       guard_(std::make_shared<Guard>(this)),
       backoff_(options_.first_backoff),
       max_backoff_(options_.last_backoff),
+      beat_period_(options_.beat_period),
+      lease_(kUsualLease),
       random_(static_cast<uint32_t>(options_.incarnation ^ (options_.incarnation >> 32))) {}
 
 SessionStream::~SessionStream() {
@@ -242,21 +250,26 @@ uint64_t SessionStream::Submit(v1::Op op, Done done) {
 
 void SessionStream::Forget(uint64_t op_id) {
   Done dropped;  // outside of the lock
-  MutexLock lock(&mu_);
-  const auto it = held_.find(op_id);
-  if (it == held_.end()) return;
-  dropped = std::move(it->second.done);
-  held_bytes_ -= it->second.bytes;
-  held_.erase(it);
-  if (held_.empty()) changed_.SignalAll();
-  // While nothing can be sent, what was forgotten would pile up.
-  if (queue_.size() > 2 * (held_.size() + stacks_queued_) + 64) {
-    const auto gone = [this](const Item& item) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-      const auto* const id = std::get_if<uint64_t>(&item);
-      return id != nullptr && held_.count(*id) == 0;
-    };
-    queue_.erase(std::remove_if(queue_.begin(), queue_.end(), gone), queue_.end());
+  Todo todo;
+  {
+    MutexLock lock(&mu_);
+    const auto it = held_.find(op_id);
+    if (it == held_.end()) return;
+    dropped = std::move(it->second.done);
+    held_bytes_ -= it->second.bytes;
+    held_.erase(it);
+    if (held_.empty()) changed_.SignalAll();
+    // While nothing can be sent, what was forgotten would pile up.
+    if (queue_.size() > 2 * (held_.size() + stacks_queued_) + 64) {
+      const auto gone = [this](const Item& item) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+        const auto* const id = std::get_if<uint64_t>(&item);
+        return id != nullptr && held_.count(*id) == 0;
+      };
+      queue_.erase(std::remove_if(queue_.begin(), queue_.end(), gone), queue_.end());
+    }
+    if (waited_for_.erase(op_id) > 0) Pump(&todo);
   }
+  Run(std::move(todo));
 }
 
 void SessionStream::SendStack(v1::StackReply reply) {
@@ -271,10 +284,37 @@ void SessionStream::SendStack(v1::StackReply reply) {
   Run(std::move(todo));
 }
 
+void SessionStream::OfferHub(std::string address) {
+  MutexLock lock(&mu_);
+  hub_address_ = std::move(address);
+}
+
+void SessionStream::SetBeatPeriod(absl::Duration period) {
+  Todo todo;
+  {
+    MutexLock lock(&mu_);
+    beat_period_ = period;
+    if (state_ == State::kOpen) {
+      next_beat_ = std::min(next_beat_, options_.clock->Now() + period);
+      todo.wake = true;
+    }
+  }
+  Run(std::move(todo));
+}
+
 absl::Time SessionStream::Tick() {
   const absl::Time now = options_.clock->Now();
+  {
+    Todo todo;
+    {
+      MutexLock lock(&mu_);
+      CheckStream(now, &todo);
+    }
+    Run(std::move(todo));
+  }
   Todo todo;
   std::shared_ptr<Attempt> opening;
+  std::string hub;
   bool beat_due = false;
   {
     MutexLock lock(&mu_);
@@ -292,20 +332,27 @@ absl::Time SessionStream::Tick() {
       state_ = State::kOpening;
       hello_due_ = true;
       writing_ = false;
+      if (at_hub_) hub = hub_->address;
+      if (hub_.has_value()) open_by_ = now + Patience(3);
     }
     if (state_ == State::kOpen && next_beat_ <= now) {
       beat_due = true;
-      next_beat_ = now + options_.beat_period;
+      next_beat_ = now + beat_period_;
+      if (at_hub_) answer_by_ = std::min(answer_by_, now + Patience(4));
     }
   }
   if (opening != nullptr) {
-    std::shared_ptr<FrameLink> link = transport_->Open(opening);
-    MutexLock lock(&mu_);
-    if (attempt_ == opening) {
-      link_ = std::move(link);
-      Pump(&todo);
-    } else {  // it was dropped before it could be named
-      todo.close = std::move(link);
+    absl::StatusOr<std::shared_ptr<FrameLink>> link = transport_->Open(hub, opening);
+    if (!link.ok()) {
+      OnClosed(opening.get(), link.status());
+    } else {
+      MutexLock lock(&mu_);
+      if (attempt_ == opening) {
+        link_ = *std::move(link);
+        Pump(&todo);
+      } else {  // it was dropped before it could be named
+        todo.close = *std::move(link);
+      }
     }
   }
   if (beat_due) {
@@ -327,7 +374,35 @@ absl::Time SessionStream::NextDeadline() const {
   if (state_ == State::kIdle && !refused_ && bye_ != Bye::kSent) next = next_attempt_;
   if (state_ == State::kOpen) next = next_beat_;
   if (lost_.ok()) next = std::min(next, away_since_ + options_.outage_tolerance);
-  return next;
+  return std::min({next, open_by_, answer_by_, leave_by_, doubt_until_, move_by_});
+}
+
+absl::Duration SessionStream::Patience(int part) const {
+  return std::max(lease_ / part, options_.first_backoff);
+}
+
+void SessionStream::CheckStream(absl::Time now, Todo* todo) {
+  if (state_ == State::kOpening && open_by_ <= now) {
+    NoteError("it has not welcomed this agent in time");
+    Drop(todo);
+  } else if (answer_by_ <= now) {
+    NoteError("it has not acknowledged a beat in time");
+    left_ = Left::kFailed;
+    Drop(todo);
+  } else if (leave_by_ <= now) {
+    left_ = Left::kAway;
+    Drop(todo);
+  } else if (move_by_ <= now) {
+    if (leaving_) {
+      Drop(todo);
+    } else {
+      waited_for_.clear();
+      move_by_ = now + options_.move_patience;
+      Pump(todo);
+    }
+  } else if (doubt_until_ <= now) {
+    Back();
+  }
 }
 
 void SessionStream::OnWritten(const Attempt* attempt) {
@@ -350,14 +425,15 @@ void SessionStream::OnFrame(const Attempt* attempt, const v1::CoordinatorFrame& 
   {
     MutexLock lock(&mu_);
     if (attempt != attempt_.get()) return;
+    answer_by_ = absl::InfiniteFuture();
     if (frame.has_welcome() && state_ == State::kOpening) {
       Welcomed(frame.welcome(), &todo);
     } else if (state_ == State::kOpen) {
       Received(frame, &todo);
     } else if (frame.has_goodbye()) {
-      retry_after_ = RetryAfter(frame.goodbye());
+      TakeGoodbye(frame.goodbye());
     } else {
-      last_error_ = "it did not begin with a welcome";
+      NoteError("it did not begin with a welcome");
       Drop(&todo);
     }
     Pump(&todo);
@@ -370,7 +446,7 @@ void SessionStream::OnClosed(const Attempt* attempt, const absl::Status& status)
   {
     MutexLock lock(&mu_);
     if (attempt != attempt_.get()) return;
-    if (!status.ok()) last_error_ = std::string(status.message());
+    if (!status.ok()) NoteError(std::string(status.message()));
     Drop(&todo);
     if (!ever_connected_ && IsRefusal(status)) {
       refused_ = true;
@@ -383,24 +459,144 @@ void SessionStream::OnClosed(const Attempt* attempt, const absl::Status& status)
 }
 
 void SessionStream::Drop(Todo* todo) {
+  const absl::Time now = options_.clock->Now();
+  const bool open = state_ == State::kOpen;
+  const bool lasted = now - opened_ >= max_backoff_;
+  // A move is no outage.
+  if (ever_connected_ && !leaving_) away_since_ = std::min(away_since_, AwayFrom(now));
+  // It has been there for good, not to let everybody in and fall again.
+  if (lasted) backoff_ = options_.first_backoff;
+  if (moving_to_.has_value()) {
+    hub_ = *std::move(moving_to_);
+    moving_to_.reset();
+    at_hub_ = true;
+    in_turn_ = false;
+    hub_breaks_ = 0;
+    next_attempt_ = now + retry_after_;
+  } else {
+    ChooseNext(open, lasted);
+    const double share =
+        options_.random ? options_.random() : std::uniform_real_distribution<double>(0, 1)(random_);
+    next_attempt_ = now + std::max(backoff_ * share, retry_after_);
+    backoff_ = std::min(backoff_ * 2, max_backoff_);
+  }
+  retry_after_ = absl::ZeroDuration();
   todo->close = std::move(link_);
   link_ = nullptr;
   attempt_ = nullptr;
   state_ = State::kIdle;
   writing_ = false;
   beat_.reset();
-  const absl::Time now = options_.clock->Now();
-  if (ever_connected_) away_since_ = std::min(away_since_, now);
-  // It has been there for good, not to let everybody in and fall again.
-  if (now - opened_ >= max_backoff_) backoff_ = options_.first_backoff;
-  opened_ = absl::InfiniteFuture();
-  const double share =
-      options_.random ? options_.random() : std::uniform_real_distribution<double>(0, 1)(random_);
-  next_attempt_ = now + std::max(backoff_ * share, retry_after_);
-  backoff_ = std::min(backoff_ * 2, max_backoff_);
-  retry_after_ = absl::ZeroDuration();
+  opened_ = open_by_ = answer_by_ = leave_by_ = doubt_until_ = move_by_ = absl::InfiniteFuture();
+  hub_away_ = leaving_ = false;
+  left_ = Left::kNo;
+  waited_for_.clear();
+  todo->upstream |= open;
   todo->wake = true;
   changed_.SignalAll();
+}
+
+void SessionStream::ChooseNext(bool open, bool lasted) {
+  if (!hub_.has_value()) return;
+  if (!at_hub_) {  // neither is there: in turn
+    at_hub_ = in_turn_ = true;
+    // It was right about the coordinator.
+    away_hub_.clear();
+    return;
+  }
+  if (left_ == Left::kEnds) {
+    at_hub_ = false;
+    hub_.reset();
+    return;
+  }
+  // A hub whose own session is new ends the streams of its agents; one that is gone does not take
+  // them again.
+  if (lasted) hub_breaks_ = 0;
+  if (open && left_ == Left::kNo && ++hub_breaks_ == 1) return;
+  at_hub_ = false;
+  if (!std::exchange(told_left_, true)) {
+    MUSTER_LOG(Warning) << "this node goes back to the coordinator at " << options_.address << ": "
+                        << last_error_;
+  }
+  // What became of it while the coordinator was away is nothing to tell.
+  if (in_turn_) return;
+  if (left_ == Left::kAway && std::exchange(away_hub_, hub_->node) != hub_->node) {
+    // Most likely the coordinator was restarted: its hubs are not to blame. If it is there and
+    // names this hub again, the line between the two is.
+    return;
+  }
+  failed_hub_ = hub_->node;
+}
+
+void SessionStream::Back() {
+  away_since_ = doubt_until_ = absl::InfiniteFuture();
+  lost_ = absl::OkStatus();
+  last_error_.clear();
+  told_left_ = false;
+}
+
+absl::Time SessionStream::AwayFrom(absl::Time now) const {
+  return doubt_until_ == absl::InfiniteFuture() ? now : std::min(away_before_, now);
+}
+
+void SessionStream::NoteError(absl::string_view what) {
+  last_error_ = at_hub_ ? absl::StrCat("hub ", hub_->node, " at ", hub_->address, ": ", what)
+                        : std::string(what);
+}
+
+void SessionStream::UseHub(const v1::UseHub& use, Todo* todo) {
+  // Agents behind a hub are moved by nobody, and one that ends has better things to do.
+  if (at_hub_ || leaving_ || bye_ != Bye::kNo) return;
+  const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(use.address());
+  if (!address.ok() || (!address->is_unix() && address->port == 0) || use.node().empty() ||
+      use.node() == options_.node || use.address() == hub_address_) {
+    MUSTER_LOG(Warning) << "the coordinator at " << options_.address << " names hub '" << use.node()
+                        << "' at '" << use.address()
+                        << "', which this agent cannot use: is its --hub_listen an address that "
+                           "other machines reach?";
+    failed_hub_ = use.node();
+    moving_to_.reset();
+    NoteError("it named a hub that cannot be used");
+    Drop(todo);
+    return;
+  }
+  MUSTER_LOG(Info) << "this node uses hub " << use.node() << " at " << use.address() << ": "
+                   << use.why();
+  if (!moving_to_.has_value()) {
+    move_by_ = options_.clock->Now() + options_.move_patience;
+    for (const auto& [op_id, held] : held_) {
+      if (held.sent && !held.again && !RepeatSafe(held.op)) waited_for_.insert(op_id);
+    }
+  }
+  moving_to_ = Hub{use.node(), use.address()};
+  todo->wake = true;
+}
+
+void SessionStream::TakeHubState(const v1::HubState& state, Todo* todo) {
+  if (!at_hub_) return;
+  const absl::Time now = options_.clock->Now();
+  if (state.coordinator_away()) {
+    if (hub_away_) return;
+    NoteError(state.why());
+    away_since_ = AwayFrom(now);
+    doubt_until_ = absl::InfiniteFuture();
+    leave_by_ = now + Patience(3);
+    hub_away_ = true;
+  } else {
+    Back();
+    away_hub_.clear();
+    leave_by_ = absl::InfiniteFuture();
+    if (!std::exchange(hub_away_, false)) return;
+    todo->connected = {term_, /*resumed=*/true};
+  }
+  todo->upstream = true;
+  todo->wake = true;
+}
+
+void SessionStream::TakeGoodbye(const v1::Goodbye& goodbye) {
+  NoteError(goodbye.reason());
+  retry_after_ = RetryAfter(goodbye);
+  if (at_hub_ && !goodbye.has_retry_after()) left_ = Left::kEnds;
 }
 
 void SessionStream::FailAll(const absl::Status& status, Todo* todo) {
@@ -414,21 +610,28 @@ void SessionStream::FailAll(const absl::Status& status, Todo* todo) {
   queue_.clear();
   stacks_queued_ = 0;
   unacked_.clear();
+  waited_for_.clear();
   changed_.SignalAll();
 }
 
 void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
   // Terms of another cluster say nothing about this one.
   if (welcome.cluster_id() == cluster_id_ && welcome.term() < term_) {
-    last_error_ = absl::StrCat("term ", term_, " has begun, but it serves term ", welcome.term(),
-                               ": an older coordinator, or one on an older copy of its data "
-                               "directory (muster-coordinator --restored)");
+    NoteError(absl::StrCat("term ", term_, " has begun, but it serves term ", welcome.term(),
+                           ": an older coordinator, or one on an older copy of its data "
+                           "directory (muster-coordinator --restored)"));
+    Drop(todo);
+    return;
+  }
+  if (at_hub_ && welcome.cluster_id() != cluster_id_) {
+    NoteError(
+        absl::StrCat("it is in cluster ", welcome.cluster_id(), ", this agent in ", cluster_id_));
     Drop(todo);
     return;
   }
   if (welcome.protocol() != kProtocol) {
-    last_error_ = absl::StrCat("it speaks protocol ", welcome.protocol(),
-                               ", but was offered no other than ", kProtocol);
+    NoteError(absl::StrCat("it speaks protocol ", welcome.protocol(),
+                           ", but was offered no other than ", kProtocol));
     Drop(todo);
     return;
   }
@@ -438,7 +641,9 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
                         << ", not " << cluster_id_ << "): it does not know this job";
   }
   MUSTER_FAILPOINT("agent.welcomed");
-  const bool resumed = ever_connected_ && welcome.session_id() == session_id_;
+  const std::string hub = at_hub_ ? hub_->node : "";
+  const bool resumed =
+      ever_connected_ && hub == session_hub_ && welcome.session_id() == session_id_;
   if (resumed) {
     while (!unacked_.empty() && unacked_.front().seq <= welcome.last_received_seq()) {
       unacked_.pop_front();
@@ -493,16 +698,27 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
   told_ = 0;
   next_seq_ = welcome.last_received_seq() + 1;
   session_id_ = welcome.session_id();
+  session_hub_ = hub;
+  if (!resumed) ++sessions_;
   cluster_id_ = welcome.cluster_id();
   term_ = welcome.term();
   state_ = State::kOpen;
   ever_connected_ = true;
-  away_since_ = absl::InfiniteFuture();
-  lost_ = absl::OkStatus();
-  last_error_.clear();
   opened_ = options_.clock->Now();
+  open_by_ = absl::InfiniteFuture();
+  failed_hub_.clear();
+  in_turn_ = false;
   const absl::Duration lease =
       absl::Seconds(welcome.lease().seconds()) + absl::Nanoseconds(welcome.lease().nanos());
+  lease_ = lease > absl::ZeroDuration() ? lease : kUsualLease;
+  if (at_hub_) {
+    away_before_ = away_since_;
+    doubt_until_ = opened_ + Patience(4);
+    if (lost_.ok()) away_since_ = absl::InfiniteFuture();
+  } else {
+    hub_.reset();
+    Back();
+  }
   max_backoff_ = options_.last_backoff;
   // A restarted coordinator gives everybody one lease to come back.
   if (lease > absl::ZeroDuration()) {
@@ -511,6 +727,7 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
   }
   next_beat_ = options_.clock->Now();
   todo->connected = {term_, resumed};
+  todo->upstream = true;
   todo->wake = true;
   changed_.SignalAll();
 }
@@ -571,14 +788,14 @@ void SessionStream::NoteBarrier(const v1::Op& op, const v1::OpResult& result) {
 
 void SessionStream::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
   if (const absl::Status broken = FailAtReceived(); !broken.ok()) {
-    last_error_ = std::string(broken.message());
+    NoteError(std::string(broken.message()));
     Drop(todo);
     return;
   }
   if (frame.seq() != 0) {
     if (frame.seq() <= received_) return;  // seen on an earlier stream
     if (frame.seq() != received_ + 1) {
-      last_error_ = absl::StrCat("its frame ", frame.seq(), " came after ", received_);
+      NoteError(absl::StrCat("its frame ", frame.seq(), " came after ", received_));
       Drop(todo);
       return;
     }
@@ -586,7 +803,7 @@ void SessionStream::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
   }
   while (!unacked_.empty() && unacked_.front().seq <= frame.ack()) unacked_.pop_front();
   if (unacked_.size() > kUnacknowledgedFrames) {
-    last_error_ = absl::StrCat("it has acknowledged none of ", unacked_.size(), " frames");
+    NoteError(absl::StrCat("it has acknowledged none of ", unacked_.size(), " frames"));
     Drop(todo);
     return;
   }
@@ -614,17 +831,25 @@ void SessionStream::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
                                         " gave an answer of another kind than the request: "
                                         "do both come from the same version of Muster?"))));
         }
+        waited_for_.erase(it->first);
         held_bytes_ -= it->second.bytes;
         held_.erase(it);
       }
       if (held_.empty()) changed_.SignalAll();
+      if (at_hub_) away_hub_.clear();
       break;
     case v1::CoordinatorFrame::kDirective:
-      todo->directives.push_back(frame.directive());
+      if (frame.directive().has_use_hub()) {
+        UseHub(frame.directive().use_hub(), todo);
+      } else {
+        todo->directives.push_back(frame.directive());
+      }
       break;
     case v1::CoordinatorFrame::kGoodbye:
-      last_error_ = frame.goodbye().reason();
-      retry_after_ = RetryAfter(frame.goodbye());
+      TakeGoodbye(frame.goodbye());
+      break;
+    case v1::CoordinatorFrame::kHubState:
+      TakeHubState(frame.hub_state(), todo);
       break;
     case v1::CoordinatorFrame::kWelcome:
     case v1::CoordinatorFrame::KIND_NOT_SET:
@@ -637,7 +862,7 @@ void SessionStream::Pump(Todo* todo) {
   if (!NextFrame(&todo->frame)) return;
   if (todo->frame.has_ops()) {
     if (const absl::Status broken = FailAtFrame(); !broken.ok()) {
-      last_error_ = std::string(broken.message());
+      NoteError(std::string(broken.message()));
       Drop(todo);
       return;
     }
@@ -657,20 +882,29 @@ bool SessionStream::NextFrame(v1::AgentFrame* frame) {
     hello.set_agent_incarnation(options_.incarnation);
     hello.set_last_received_seq(received_);
     hello.set_session_id(session_id_);
+    if (!at_hub_) {
+      hello.set_hub_address(hub_address_);
+      hello.set_failed_hub(failed_hub_);
+    }
+    if (options_.outage_tolerance >= kToleranceForHubs) hello.add_features("hub");
     hello.set_host(options_.host);
     hello.set_version(options_.version);
     hello.set_term_seen(term_);
     hello.set_cluster_id(cluster_id_);
     return true;
   }
-  if (state_ != State::kOpen || bye_ == Bye::kSent) return false;
-  if (beat_.has_value()) {
+  if (state_ != State::kOpen || bye_ == Bye::kSent || leaving_) return false;
+  if (moving_to_.has_value() && waited_for_.empty()) {
+    leaving_ = true;
+    frame->mutable_bye()->set_reason(absl::StrCat("uses hub ", moving_to_->node));
+  } else if (beat_.has_value()) {
     *frame->mutable_beat() = *std::move(beat_);
     beat_.reset();
   } else {
     Sent sent;
     size_t bytes = 0;
-    while (!queue_.empty()) {
+    // What is sent now could not be repeated after a move, or waits in a hub that is away.
+    while (!queue_.empty() && !moving_to_.has_value() && !hub_away_) {
       Item& item = queue_.front();
       if (auto* const stack = std::get_if<v1::StackReply>(&item)) {
         if (!sent.items.empty()) break;
@@ -714,6 +948,7 @@ void SessionStream::Run(Todo todo) {
   if (todo.connected.has_value() && options_.on_connected) {
     options_.on_connected(todo.connected->first, todo.connected->second);
   }
+  if (todo.upstream && options_.on_upstream) options_.on_upstream();
   if (todo.write != nullptr) todo.write->Write(std::move(todo.frame));
   for (auto& [done, result] : todo.results) done(result);
   if (options_.on_directive) {
@@ -733,6 +968,11 @@ void SessionStream::Finish(absl::Time deadline) {
       changed_.WaitWithTimeout(&mu_, left);
     }
     bye_ = Bye::kDue;
+    if (!leaving_) {
+      moving_to_.reset();
+      waited_for_.clear();
+      move_by_ = absl::InfiniteFuture();
+    }
     Pump(&todo);
   }
   Run(std::move(todo));
@@ -747,7 +987,7 @@ void SessionStream::Finish(absl::Time deadline) {
 
 bool SessionStream::connected() const {
   MutexLock lock(&mu_);
-  return state_ == State::kOpen;
+  return state_ == State::kOpen && !hub_away_;
 }
 
 bool SessionStream::ever_connected() const {
@@ -779,6 +1019,19 @@ absl::Status SessionStream::lost() const {
 uint64_t SessionStream::term() const {
   MutexLock lock(&mu_);
   return term_;
+}
+
+Upstream SessionStream::upstream() const {
+  MutexLock lock(&mu_);
+  Upstream upstream;
+  upstream.connected = state_ == State::kOpen && !hub_away_;
+  upstream.session = sessions_;
+  upstream.term = term_;
+  upstream.cluster_id = cluster_id_;
+  upstream.lease = lease_;
+  upstream.hub = session_hub_;
+  upstream.why_away = last_error_;
+  return upstream;
 }
 
 size_t SessionStream::held_ops() const {

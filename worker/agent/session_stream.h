@@ -9,12 +9,14 @@
 #include <memory>
 #include <optional>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <variant>
 #include <vector>
 
 #include "absl/status/status.h"
+#include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "base/clock.h"
 #include "base/defaults.h"
@@ -22,12 +24,14 @@
 #include "proto/muster/v1/session.pb.h"
 #include "worker/agent/frame_link.h"
 #include "worker/agent/op_sender.h"
+#include "worker/agent/upstream.h"
 
 namespace muster::agent {
 
-// This node's one stream to the coordinator (docs/protocol.md): operations of all local workers go
-// out merged into as few frames as the stream takes, and each gets its result once, however often
-// the stream breaks or the coordinator restarts.
+// This node's one stream to the coordinator, or to the hub that speaks for this node there
+// (docs/protocol.md): operations of all local workers go out merged into as few frames as the
+// stream takes, and each gets its result once, however often the stream breaks, moves or the
+// coordinator restarts.
 //
 // - Every operation is held until its result has come. What a resumed session has not seen is sent
 //   again under the same numbers. A new session (the coordinator forgot this agent, or was
@@ -47,6 +51,10 @@ namespace muster::agent {
 // - While the coordinator is away nothing fails, until the tolerance has passed: then all that is
 //   held fails with one line that names the address and how long it was. It goes on trying, and
 //   works again if the coordinator comes back.
+// - Told to use a hub, it waits for the operations that cannot be repeated and are on their way,
+//   says Bye and opens a new session there. A hub that has lost the coordinator counts as one that
+//   is away. A hub that fails is left for the coordinator, which hears of it; while neither of them
+//   is there, it tries one after the other.
 //
 // Thread-safe; nothing blocks. Callbacks run without locks, those for frames in the order of the
 // frames. The owner calls Tick when due (see TimerThread).
@@ -65,6 +73,8 @@ class SessionStream final : public OpSender {
     absl::Duration last_backoff = absl::Seconds(5);
     // How long the coordinator may be away once it has been there. Infinite: for ever.
     absl::Duration outage_tolerance = kDefaultOutageTolerance;
+    // How long a move to a hub waits for operations that cannot be repeated, and for its Bye.
+    absl::Duration move_patience = absl::Seconds(1);
     // Beyond these, Submit answers UNAVAILABLE / OVERLOADED.
     size_t max_held_ops = 65536;
     size_t max_held_bytes = 64 << 20;
@@ -76,6 +86,8 @@ class SessionStream final : public OpSender {
     std::function<void(const v1::Directive&)> on_directive = nullptr;
     // A stream is open. `resumed`: the session goes on, nothing was missed.
     std::function<void(uint64_t term, bool resumed)> on_connected = nullptr;
+    // What upstream() says has changed.
+    std::function<void()> on_upstream = nullptr;
     // Once for each outage beyond the tolerance, and once if the coordinator refuses this agent.
     std::function<void(const absl::Status&)> on_lost = nullptr;
     // Tick is due earlier than it said.
@@ -96,6 +108,11 @@ class SessionStream final : public OpSender {
   // The answer to a CollectStack directive. Dropped if the coordinator has forgotten the question.
   void SendStack(v1::StackReply reply);
 
+  // Other agents reach this one as their hub at `address`. Before the first Tick.
+  void OfferHub(std::string address);
+  // Of Options::beat_period, from now on.
+  void SetBeatPeriod(absl::Duration period);
+
   // Does what is due and returns when to call again. Call at the start, then at that time and when
   // woken.
   absl::Time Tick();
@@ -105,7 +122,7 @@ class SessionStream final : public OpSender {
   // stream. Submit nothing afterwards.
   void Finish(absl::Time deadline);
 
-  // Whether a stream is open now, and ever was.
+  // Whether a stream is open now, and leads to the coordinator; and whether one ever was open.
   bool connected() const;
   bool ever_connected() const;
   // Blocks until it ever was and the coordinator has not been away beyond the tolerance since, or
@@ -115,6 +132,7 @@ class SessionStream final : public OpSender {
   // Why everything fails now: as told by on_lost. OK: nothing does.
   absl::Status lost() const;
   uint64_t term() const;
+  Upstream upstream() const;
   size_t held_ops() const;
 
  private:
@@ -138,6 +156,10 @@ class SessionStream final : public OpSender {
     uint64_t generation = 0;
     std::map<std::string, std::pair<uint64_t, v1::BarrierState>> barriers;
   };
+  struct Hub {
+    std::string node;
+    std::string address;
+  };
   // What to do once the lock is given back.
   struct Todo;
 
@@ -149,8 +171,22 @@ class SessionStream final : public OpSender {
   void Received(const v1::CoordinatorFrame& frame, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void QueueRecalls() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void NoteBarrier(const v1::Op& op, const v1::OpResult& result) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // Ends this attempt; the next one comes after the backoff.
+  // Ends this attempt; the next one comes after the backoff, or at once if it moves to a hub.
   void Drop(Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Where the next attempt goes, after a stream that was `open` or not and has `lasted` or not.
+  void ChooseNext(bool open, bool lasted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The coordinator is there, by all that is known.
+  void Back() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Since when it is away, if it turns out so now.
+  absl::Time AwayFrom(absl::Time now) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void NoteError(absl::string_view what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void UseHub(const v1::UseHub& use, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void TakeHubState(const v1::HubState& state, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void TakeGoodbye(const v1::Goodbye& goodbye) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // What is due of opening, moving, and watching the hub.
+  void CheckStream(absl::Time now, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // A part of the lease.
+  absl::Duration Patience(int part) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void FailAll(const absl::Status& status, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Starts a write if one can be started.
   void Pump(Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -174,6 +210,7 @@ class SessionStream final : public OpSender {
   absl::Duration max_backoff_ ABSL_GUARDED_BY(mu_);
   absl::Time opened_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   absl::Duration retry_after_ ABSL_GUARDED_BY(mu_);  // the coordinator asked for
+  absl::Duration beat_period_ ABSL_GUARDED_BY(mu_);
   absl::Time next_beat_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   std::optional<v1::Beat> beat_ ABSL_GUARDED_BY(mu_);
   absl::Time away_since_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
@@ -184,7 +221,37 @@ class SessionStream final : public OpSender {
   enum class Bye { kNo, kDue, kWriting, kSent };
   Bye bye_ ABSL_GUARDED_BY(mu_) = Bye::kNo;
 
+  std::string hub_address_ ABSL_GUARDED_BY(mu_);
+  // The hub to use. Kept while the coordinator is tried instead, until that one welcomes this
+  // agent.
+  std::optional<Hub> hub_ ABSL_GUARDED_BY(mu_);
+  bool at_hub_ ABSL_GUARDED_BY(mu_) = false;     // the attempt, or if there is none the next one
+  bool in_turn_ ABSL_GUARDED_BY(mu_) = false;    // both have failed since one was there
+  std::string failed_hub_ ABSL_GUARDED_BY(mu_);  // to be told to the coordinator
+  std::string away_hub_ ABSL_GUARDED_BY(mu_);    // left because it had lost the coordinator
+  bool told_left_ ABSL_GUARDED_BY(mu_) = false;  // the log, in this outage
+  int hub_breaks_ ABSL_GUARDED_BY(mu_) = 0;      // streams that did not last, one after the other
+  absl::Time open_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // where there are two to try
+  // Of a stream to the hub:
+  absl::Time answer_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // to a beat
+  bool hub_away_ ABSL_GUARDED_BY(mu_) = false;  // it has lost the coordinator
+  absl::Time leave_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // if it stays away
+  enum class Left { kNo, kEnds, kFailed, kAway };
+  Left left_ ABSL_GUARDED_BY(mu_) = Left::kNo;
+  // A hub may say only after its welcome that the coordinator is away; until then that has been
+  // away for as long as it was before.
+  absl::Time away_before_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  absl::Time doubt_until_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  // A move to a hub that is under way.
+  std::optional<Hub> moving_to_ ABSL_GUARDED_BY(mu_);
+  std::set<uint64_t> waited_for_ ABSL_GUARDED_BY(mu_);  // operations that cannot be repeated
+  absl::Time move_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  bool leaving_ ABSL_GUARDED_BY(mu_) = false;  // Bye is written: the coordinator ends the stream
+
   std::string session_id_ ABSL_GUARDED_BY(mu_);
+  std::string session_hub_ ABSL_GUARDED_BY(mu_);  // whose session it is; empty: the coordinator's
+  uint64_t sessions_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::Duration lease_ ABSL_GUARDED_BY(mu_);
   std::string cluster_id_ ABSL_GUARDED_BY(mu_);
   uint64_t term_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t received_ ABSL_GUARDED_BY(mu_) = 0;  // the last frame of the coordinator

@@ -36,6 +36,13 @@ class Fuzzer final : public RandomMessage {
     if (name == "job_id") return Draw(3) == 0 ? "k" : "j";
     if (name == "worker_id") return absl::StrCat("w", Draw(4));
     if (name == "barrier_id") return Draw(2) == 0 ? "b" : "c";
+    if (name == "address") {
+      const char* const addresses[] = {"10.0.0.2:1", "10.0.0.3:1", "10.0.0.4:1", "10.0.0.9:1",
+                                       "somewhere"};
+      return addresses[Draw(5)];
+    }
+    if (name == "node") return Draw(8) == 0 ? "node" : absl::StrCat("hub", Draw(3));
+    if (name == "cluster_id") return Draw(20) == 0 ? "d" : "c";
     if (name == "session_id") return Draw(3) == 0 ? absl::StrCat("s", Draw(3)) : session;
     return RandomMessage::Text(name);
   }
@@ -85,6 +92,7 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
                               directive.collect_stack().pid());
   };
   auto stream = std::make_unique<SessionStream>(options, &transport);
+  stream->OfferHub("10.0.0.9:1");
   RelayCore::Options core_options;
   core_options.node = "node";
   core_options.incarnation = 7;
@@ -127,6 +135,7 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
     hello.set_term(term);
     hello.set_session_id(fuzz.session);
     hello.set_last_received_seq(fuzz.sent_seq);
+    hello.set_cluster_id("c");
     to->events->OnFrame(frame);
   };
 
@@ -136,6 +145,10 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
   if (welcomed) welcome(link(), 0);
   for (int i = 0; i < 6000; ++i) {
     FakeLink* const to = link();
+    if (to == nullptr || to->closing) {  // a stream soon, or little is tried
+      clock.Advance(absl::Milliseconds(100));
+      stream->Tick();
+    }
     switch (fuzz.Draw(16)) {
       case 0:
         clock.Advance(absl::Milliseconds(fuzz.Draw(fuzz.Draw(4) == 0 ? 30'000 : 400)));
@@ -194,7 +207,12 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
             EXPECT_NE(op.kind_case(), v1::Op::KIND_NOT_SET);
             fuzz.ops.push_back(op.op_id());
           }
+          const bool bye = frame.has_bye();
           to->events->OnWritten();
+          if (bye && fuzz.Draw(3) != 0) {
+            to->closed = true;
+            to->events->OnClosed(absl::OkStatus());
+          }
         }
         break;
       case 11:
@@ -204,6 +222,16 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
           v1::CoordinatorFrame frame;
           fuzz.FillKind(&frame);
           if (!old.closed) old.events->OnFrame(frame);
+        }
+        break;
+      case 12:
+        if (to != nullptr && stream->connected() && fuzz.Draw(4) == 0) {
+          v1::CoordinatorFrame frame;
+          frame.set_seq(fuzz.next_seq++);
+          v1::UseHub& use = *frame.mutable_directive()->mutable_use_hub();
+          use.set_node(absl::StrCat("hub", fuzz.Draw(3)));
+          use.set_address(absl::StrCat("10.0.0.", 2 + fuzz.Draw(3), ":1"));
+          to->events->OnFrame(frame);
         }
         break;
       default:
@@ -229,6 +257,10 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
     EXPECT_GT(connected, 3);
     EXPECT_GT(directives, 3);
     EXPECT_GT(transport.links.size(), 3u);
+    std::set<std::string> hubs;
+    for (const std::shared_ptr<FakeLink>& opened : transport.links) hubs.insert(opened->hub);
+    EXPECT_GE(hubs.size(), 2u);
+    EXPECT_EQ(hubs.count("10.0.0.9:1"), 0u);
   }
 
   // The coordinator goes for good: everything that waits is told so.
@@ -241,9 +273,11 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
     to->closed = true;
     to->events->OnClosed(absl::UnavailableError("gone"));
   }
-  clock.Advance(absl::Hours(1));
-  core.Tick();
-  stream->Tick();
+  for (int i = 0; i < 4; ++i) {  // a move to a hub is no outage until the hub does not answer
+    clock.Advance(absl::Hours(1));
+    core.Tick();
+    stream->Tick();
+  }
   EXPECT_EQ(stream->held_ops(), 0u);
   EXPECT_TRUE(waiting.empty()) << waiting.size() << " calls wait for ever";
   stream.reset();

@@ -4,6 +4,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -37,6 +38,7 @@ class SessionStreamTest : public ::testing::Test {
 
   void Make() {
     stream_ = std::make_unique<SessionStream>(options_, &transport_);
+    stream_->OfferHub(hub_address_);
     stream_->Tick();
   }
   FakeLink& link() { return *transport_.links.back(); }
@@ -114,6 +116,53 @@ class SessionStreamTest : public ::testing::Test {
     ASSERT_TRUE(link().written.back().has_hello());
     link().Done();
   }
+  // The coordinator names a hub.
+  void Use(const std::string& node, const std::string& address, uint64_t seq = 1) {
+    v1::CoordinatorFrame frame;
+    frame.set_seq(seq);
+    v1::UseHub& use = *frame.mutable_directive()->mutable_use_hub();
+    use.set_node(node);
+    use.set_address(address);
+    use.set_why("65 agents are attached");
+    link().events->OnFrame(frame);
+  }
+  // The agent has said Bye, and the coordinator ends the stream. The agent opens one to `address`.
+  void Leave(const std::string& address) {
+    ASSERT_TRUE(link().written.back().has_bye()) << link().written.back().ShortDebugString();
+    link().Drain();
+    link().events->OnClosed(absl::OkStatus());
+    ExpectHello(address);
+  }
+  // The next attempt is due within `wait` and goes to `address`.
+  void ExpectHello(const std::string& address, absl::Duration wait = absl::ZeroDuration()) {
+    const size_t before = transport_.links.size();
+    clock_.Advance(wait);
+    stream_->Tick();
+    ASSERT_EQ(transport_.links.size(), before + 1);
+    EXPECT_EQ(link().hub, address);
+    ASSERT_TRUE(link().written.back().has_hello());
+    link().Done();
+  }
+  // Connects, and moves to hub "node-h" in session "h1".
+  void ConnectToHub() {
+    Connect();
+    Use("node-h", "10.0.0.2:29500");
+    Leave("10.0.0.2:29500");
+    Welcome("h1");
+    stream_->Tick();
+    link().Drain();
+    Acknowledge();
+    link().written.clear();
+  }
+  // What follows a beat.
+  void Acknowledge() { link().events->OnFrame(v1::CoordinatorFrame()); }
+  void SayAway(bool away) {
+    v1::CoordinatorFrame frame;
+    frame.mutable_hub_state()->set_coordinator_away(away);
+    if (away) frame.mutable_hub_state()->set_why("connection refused");
+    link().events->OnFrame(frame);
+  }
+  const v1::Hello& hello() { return link().written.front().hello(); }
   static std::vector<uint64_t> OpIds(const v1::AgentFrame& frame) {
     std::vector<uint64_t> ids;
     for (const v1::Op& op : frame.ops().ops()) ids.push_back(op.op_id());
@@ -134,6 +183,7 @@ class SessionStreamTest : public ::testing::Test {
   FakeClock clock_;
   FakeTransport transport_;
   SessionStream::Options options_;
+  std::string hub_address_;
   std::vector<std::string> connected_;
   std::vector<std::string> results_;
   std::vector<v1::Directive> directives_;
@@ -142,6 +192,7 @@ class SessionStreamTest : public ::testing::Test {
 };
 
 TEST_F(SessionStreamTest, Start_SaysHelloAndHoldsEverythingUntilWelcome) {
+  hub_address_ = "10.0.0.9:29500";
   Make();
   Submit("a", Add(1));
   ASSERT_EQ(link().written.size(), 1u);
@@ -149,6 +200,7 @@ TEST_F(SessionStreamTest, Start_SaysHelloAndHoldsEverythingUntilWelcome) {
   EXPECT_EQ(hello.node(), "node-a");
   EXPECT_EQ(hello.agent_incarnation(), 77u);
   EXPECT_EQ(hello.last_received_seq(), 0u);
+  EXPECT_EQ(hello.hub_address(), "10.0.0.9:29500");
   link().Done();
   EXPECT_EQ(link().written.size(), 1u);
   EXPECT_FALSE(stream_->connected());
@@ -529,7 +581,8 @@ TEST_F(SessionStreamTest, ProtocolThatWasNotOffered_IsLeftAlone) {
 // A transport whose stream breaks before it is handed over.
 TEST_F(SessionStreamTest, DroppedWhileOpening_IsClosedAllTheSame) {
   struct Hasty final : public FrameTransport {
-    std::shared_ptr<FrameLink> Open(std::shared_ptr<FrameEvents> events) override {
+    absl::StatusOr<std::shared_ptr<FrameLink>> Open(const std::string&,
+                                                    std::shared_ptr<FrameEvents> events) override {
       link = std::make_shared<FakeLink>(events);
       v1::CoordinatorFrame frame;
       frame.mutable_directive();  // instead of a welcome
@@ -635,6 +688,18 @@ TEST_F(SessionStreamTest, Beats_ComeAtOnceAndThenEveryPeriod) {
   link().Drain();
   ASSERT_EQ(link().written.size(), before + 1);
   EXPECT_EQ(link().written.back().beat().workers(0).step(), 4);
+}
+
+TEST_F(SessionStreamTest, BeatPeriod_CanChange) {
+  Connect();
+  stream_->SetBeatPeriod(absl::Seconds(1));
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(1));
+  clock_.Advance(absl::Seconds(1));
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(1));
+  EXPECT_TRUE(link().written.back().has_beat());
+  stream_->SetBeatPeriod(absl::Seconds(2));
+  clock_.Advance(absl::Seconds(1));
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(2));
 }
 
 TEST_F(SessionStreamTest, Outage_FailsNothingUntilToleratedThenNamesAddressAndTime) {
@@ -764,6 +829,545 @@ TEST_F(SessionStreamTest, Destroyed_LateEventsReachNobody) {
   old->events->OnFrame(Results(1, {1}));
   old->events->OnClosed(absl::CancelledError(""));
   EXPECT_THAT(results_, IsEmpty());
+}
+
+TEST_F(SessionStreamTest, UseHub_MovesWhatIsHeldToANewSessionThere) {
+  hub_address_ = "10.0.0.9:1";
+  Connect();
+  EXPECT_THAT(stream_->upstream().hub, IsEmpty());
+  Submit("a", Add(1));
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  EXPECT_EQ(link().written.back().bye().reason(), "uses hub node-h");
+  Submit("b", Add(2));
+  Leave("10.0.0.2:29500");
+  EXPECT_FALSE(stream_->connected());
+  EXPECT_EQ(hello().node(), "node-a");
+  EXPECT_THAT(hello().features(), ElementsAre("hub"));
+  EXPECT_EQ(hello().term_seen(), 1u);
+  EXPECT_EQ(hello().cluster_id(), "c");
+  EXPECT_EQ(hello().session_id(), "s1");
+  EXPECT_EQ(hello().hub_address(), "");
+  Welcome("s1");  // by chance the name of the coordinator's, but another one
+  EXPECT_TRUE(stream_->connected());
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1 2"));
+  EXPECT_THAT(connected_, ElementsAre("term 1 new", "term 1 new"));
+  link().events->OnFrame(Results(1, {1, 2}));
+  EXPECT_THAT(results_, ElementsAre("a: ok", "b: ok"));
+  EXPECT_EQ(stream_->upstream().hub, "node-h");
+  EXPECT_EQ(stream_->upstream().session, 2u);
+  EXPECT_THAT(directives_, IsEmpty());
+}
+
+TEST_F(SessionStreamTest, MoveToAHub_IsNoOutage) {
+  options_.outage_tolerance = absl::ZeroDuration();
+  Make();
+  EXPECT_THAT(hello().features(), IsEmpty());  // it would not tolerate one that fails
+  link().Done();
+  Welcome("s1");
+  Use("node-h", "10.0.0.2:29500");
+  link().Drain();
+  Leave("10.0.0.2:29500");
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  Welcome("h1");
+  EXPECT_THAT(lost_, IsEmpty());
+}
+
+TEST_F(SessionStreamTest, UseHubWhileWriting_ByeFollowsTheWrite) {
+  Connect();
+  Submit("a", Add(1));
+  Use("node-h", "10.0.0.2:29500");
+  EXPECT_TRUE(link().written.back().has_ops());
+  link().Done();
+  Leave("10.0.0.2:29500");
+  Welcome("h1");
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+}
+
+TEST_F(SessionStreamTest, UseHub_WaitsForOperationsThatCannotBeRepeated) {
+  Connect();
+  Submit("operator", Add(0, ""));
+  Submit("worker", Add(1));
+  link().Drain();
+  link().written.clear();
+  Use("node-h", "10.0.0.2:29500");
+  Submit("later", Add(0, ""));
+  EXPECT_THAT(link().written, IsEmpty());
+  link().events->OnFrame(Results(2, {1}));
+  Leave("10.0.0.2:29500");
+  Welcome("h1");
+  link().Drain();
+  EXPECT_THAT(results_, ElementsAre("operator: ok"));
+  EXPECT_THAT(Written(), ElementsAre("1: 2 3"));
+}
+
+TEST_F(SessionStreamTest, UseHub_DoesNotWaitForWhatItsCallerHasForgotten) {
+  Connect();
+  const uint64_t op = Submit("operator", Add(0, ""));
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  stream_->Forget(op);
+  Leave("10.0.0.2:29500");
+}
+
+TEST_F(SessionStreamTest, UseHub_WaitsOneSecondAtMost) {
+  Connect();
+  Submit("operator", Add(0, ""));
+  Submit("worker", Add(1));
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  link().Drain();
+  EXPECT_TRUE(link().written.back().has_bye());
+  // And one more for a coordinator that does not end the stream.
+  const absl::Time next = stream_->Tick();
+  EXPECT_LE(next - clock_.Now(), absl::Seconds(1));
+  ExpectHello("10.0.0.2:29500", absl::Seconds(1));
+  EXPECT_TRUE(transport_.links.front()->closing);
+  Welcome("h1");
+  link().Drain();
+  EXPECT_THAT(results_, ElementsAre(HasSubstr("whether the request was done cannot be told")));
+  EXPECT_THAT(Written(), ElementsAre("1: 2"));
+}
+
+TEST_F(SessionStreamTest, StreamThatBreaksDuringAMove_MovesAllTheSame) {
+  Connect();
+  Submit("operator", Add(0, ""));
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  link().events->OnClosed(absl::UnavailableError("broken pipe"));
+  ExpectHello("10.0.0.2:29500");
+}
+
+TEST_F(SessionStreamTest, TwoHubsInARow_TheLastOneCounts) {
+  Connect();
+  Submit("operator", Add(0, ""));
+  link().Drain();
+  Use("node-g", "10.0.0.3:29500", 1);
+  Use("node-h", "10.0.0.2:29500", 2);
+  link().events->OnFrame(Results(3, {1}));
+  EXPECT_EQ(link().written.back().bye().reason(), "uses hub node-h");
+  Use("node-g", "10.0.0.3:29500", 4);  // too late
+  Leave("10.0.0.2:29500");
+}
+
+TEST_F(SessionStreamTest, HubThatCannotBeUsed_CoordinatorHearsOfIt) {
+  hub_address_ = "10.0.0.9:29500";
+  Connect();
+  Submit("a", Add(1));
+  link().Drain();
+  uint64_t seq = 0;
+  for (const auto& [node, address] : std::vector<std::pair<std::string, std::string>>{
+           {"node-h", ""},
+           {"node-h", "somewhere"},
+           {"node-h", "10.0.0.2:0"},
+           {"node-h", "10.0.0.9:29500"},  // leads back to itself
+           {"node-a", "10.0.0.2:29500"},  // itself
+           {"", "10.0.0.2:29500"}}) {
+    SCOPED_TRACE(node + " at " + address);
+    Use(node, address, ++seq);
+    EXPECT_TRUE(link().closing);
+    ExpectHello("", absl::Seconds(2));
+    EXPECT_EQ(hello().failed_hub(), node);
+    EXPECT_EQ(hello().session_id(), "s1");
+    EXPECT_EQ(hello().last_received_seq(), seq);
+    Welcome("s1", 1, 1);
+    link().Drain();
+  }
+  EXPECT_EQ(connected_.back(), "term 1 resumed");
+  EXPECT_EQ(stream_->held_ops(), 1u);
+  Reconnect();
+  EXPECT_EQ(hello().failed_hub(), "");
+}
+
+TEST_F(SessionStreamTest, HubThatNothingIsOpenedTo_IsLeftForTheCoordinator) {
+  Connect();
+  transport_.refuses = "10.0.0.2:29500";  // no TLS, for instance
+  Use("node-h", "10.0.0.2:29500");
+  link().Drain();
+  link().events->OnClosed(absl::OkStatus());
+  stream_->Tick();
+  ExpectHello("", absl::Seconds(2));
+  EXPECT_EQ(hello().failed_hub(), "node-h");
+}
+
+TEST_F(SessionStreamTest, HubThatClosesBeforeWelcome_IsLeftForTheCoordinator) {
+  Connect();
+  Submit("a", Add(1));
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  Leave("10.0.0.2:29500");
+  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  ExpectHello("", absl::Seconds(1));
+  EXPECT_EQ(hello().failed_hub(), "node-h");
+  EXPECT_EQ(hello().session_id(), "s1");
+  Welcome("s2");
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  link().events->OnFrame(Results(1, {1}));
+  EXPECT_THAT(results_, ElementsAre("a: ok"));
+  Reconnect();
+  EXPECT_EQ(link().hub, "");
+  EXPECT_EQ(hello().failed_hub(), "");
+}
+
+TEST_F(SessionStreamTest, HubThatDoesNotWelcome_IsLeftAfterAThirdOfTheLease) {
+  Connect();
+  Use("node-h", "10.0.0.2:29500");
+  Leave("10.0.0.2:29500");
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(2));
+  clock_.Advance(absl::Seconds(2));
+  stream_->Tick();
+  EXPECT_TRUE(link().closing);
+  ExpectHello("", absl::Seconds(1));
+  EXPECT_EQ(hello().failed_hub(), "node-h");
+}
+
+TEST_F(SessionStreamTest, HubOfAnotherClusterOrAnOlderTerm_IsLeftForTheCoordinator) {
+  for (const auto& [term, cluster] :
+       std::vector<std::pair<uint64_t, std::string>>{{2, "d"}, {1, "c"}, {2, ""}}) {
+    SCOPED_TRACE(absl::StrCat("term ", term, " of ", cluster));
+    transport_.links.clear();
+    Make();
+    link().Done();
+    Welcome("s1", 2);
+    Use("node-h", "10.0.0.2:29500");
+    link().Drain();
+    Leave("10.0.0.2:29500");
+    Welcome("h1", term, 0, cluster);
+    EXPECT_FALSE(stream_->connected());
+    EXPECT_TRUE(link().closing);
+    ExpectHello("", absl::Seconds(1));
+    EXPECT_EQ(hello().failed_hub(), "node-h");
+    EXPECT_EQ(hello().term_seen(), 2u);
+    EXPECT_EQ(hello().cluster_id(), "c");
+  }
+}
+
+TEST_F(SessionStreamTest, HubOfANewerTerm_IsToldOfBarriersBeforeWhatIsHeld) {
+  Connect();
+  Submit("a0", Arrive("a", 0));
+  Submit("b0", Arrive("b", 0));
+  link().Drain();
+  link().events->OnFrame(Passed(1, {1}));
+  Use("node-h", "10.0.0.2:29500", 2);
+  Leave("10.0.0.2:29500");
+  Welcome("h1", 2);
+  link().Drain();
+  const v1::OpBatch& batch = link().written.back().ops();
+  ASSERT_EQ(batch.ops_size(), 2);
+  EXPECT_EQ(batch.ops(0).recall_barriers().seen(0).barrier_id(), "a");
+  EXPECT_EQ(batch.ops(1).arrive().barrier_id(), "b");
+  EXPECT_EQ(stream_->term(), 2u);
+}
+
+TEST_F(SessionStreamTest, HubThatHasLostTheCoordinator_IsAnOutage) {
+  ConnectToHub();
+  SayAway(true);
+  EXPECT_FALSE(stream_->connected());
+  EXPECT_THAT(stream_->upstream().why_away, HasSubstr("connection refused"));
+  Submit("a", Add(1));
+  EXPECT_THAT(link().written, IsEmpty());  // nothing that might be lost there
+  // It is alive all the same.
+  clock_.Advance(absl::Seconds(1.9));
+  stream_->Tick();
+  EXPECT_FALSE(link().closing);
+  SayAway(true);
+  SayAway(false);
+  EXPECT_TRUE(stream_->connected());
+  EXPECT_EQ(connected_.back(), "term 1 resumed");
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  clock_.Advance(absl::Seconds(0.2));
+  stream_->Tick();
+  EXPECT_FALSE(link().closing);
+}
+
+TEST_F(SessionStreamTest, HubThatDoesNotFindTheCoordinator_IsLeftAfterAThirdOfTheLease) {
+  ConnectToHub();
+  SayAway(true);
+  clock_.Advance(absl::Seconds(2));
+  stream_->Tick();
+  EXPECT_TRUE(link().closing);
+  ExpectHello("", absl::Seconds(1));
+  // The coordinator knows which hubs it has lost.
+  EXPECT_EQ(hello().failed_hub(), "");
+  // But not that it cannot be reached from one that it believes to have.
+  Welcome("s2");
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  link().Drain();
+  Leave("10.0.0.2:29500");
+  Welcome("h2");
+  SayAway(true);
+  clock_.Advance(absl::Seconds(2));
+  stream_->Tick();
+  ExpectHello("", absl::Seconds(2));
+  EXPECT_EQ(hello().failed_hub(), "node-h");
+}
+
+TEST_F(SessionStreamTest, HubThatWasRightAboutTheCoordinator_IsNotToBlame) {
+  ConnectToHub();
+  for (int i = 0; i < 3; ++i) {
+    SayAway(true);
+    clock_.Advance(absl::Seconds(2));
+    stream_->Tick();
+    ExpectHello("", absl::Seconds(2));
+    EXPECT_EQ(hello().failed_hub(), "");
+    link().events->OnClosed(absl::UnavailableError("connection refused"));
+    ExpectHello("10.0.0.2:29500", absl::Seconds(2));
+    EXPECT_EQ(hello().session_id(), "h1");
+    Welcome("h1");
+  }
+}
+
+TEST_F(SessionStreamTest, HubThatTakesNobodyWithoutTheCoordinator_IsNotToBlame) {
+  ConnectToHub();
+  SayAway(true);
+  clock_.Advance(absl::Seconds(2));
+  stream_->Tick();
+  for (int i = 0; i < 3; ++i) {
+    ExpectHello("", absl::Seconds(2));
+    EXPECT_EQ(hello().failed_hub(), "");
+    link().events->OnClosed(absl::UnavailableError("connection refused"));
+    ExpectHello("10.0.0.2:29500", absl::Seconds(2));
+    link().events->OnClosed(absl::UnavailableError("no stream to the coordinator"));
+  }
+}
+
+TEST_F(SessionStreamTest, HubThatFailed_IsNamedHoweverLongTheCoordinatorIsAway) {
+  ConnectToHub();
+  link().events->OnClosed(absl::UnavailableError("connection reset"));
+  ExpectHello("10.0.0.2:29500", absl::Seconds(1));
+  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  for (int i = 0; i < 3; ++i) {
+    ExpectHello("", absl::Seconds(2));
+    EXPECT_EQ(hello().failed_hub(), "node-h");
+    link().events->OnClosed(absl::UnavailableError("connection refused"));
+    ExpectHello("10.0.0.2:29500", absl::Seconds(2));
+    link().events->OnClosed(absl::UnavailableError("connection refused"));
+  }
+}
+
+TEST_F(SessionStreamTest, BeatThatAHubDoesNotAcknowledge_IsTheEndOfIt) {
+  int beats = 0;
+  options_.beat = [&] {
+    ++beats;
+    return v1::Beat();
+  };
+  ConnectToHub();
+  Submit("a", Add(1));
+  link().Drain();
+  for (int i = 0; i < 3; ++i) {
+    clock_.Advance(absl::Seconds(2));
+    stream_->Tick();
+    link().Drain();
+    Acknowledge();
+  }
+  clock_.Advance(absl::Seconds(2));
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Milliseconds(1500));
+  EXPECT_EQ(beats, 6);
+  link().Drain();
+  EXPECT_TRUE(stream_->connected());
+  clock_.Advance(absl::Milliseconds(1500));
+  stream_->Tick();
+  EXPECT_FALSE(stream_->connected());
+  ExpectHello("", absl::Seconds(1));
+  EXPECT_EQ(hello().failed_hub(), "node-h");
+  Welcome("s2");
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  // The coordinator itself may take its time: an outage is what the connection says.
+  clock_.Advance(absl::Seconds(20));
+  stream_->Tick();
+  EXPECT_TRUE(stream_->connected());
+}
+
+TEST_F(SessionStreamTest, HubWhoseStreamBreaks_IsTriedOnceMore) {
+  ConnectToHub();
+  Submit("a", Add(1));
+  link().Drain();
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  // It has a new session with the coordinator: all of it comes back.
+  link().events->OnClosed(absl::AbortedError("a new session"));
+  ExpectHello("10.0.0.2:29500", absl::Seconds(1));
+  EXPECT_EQ(hello().session_id(), "h1");
+  Welcome("h2", 2);
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  EXPECT_EQ(stream_->upstream().session, 3u);
+  // One that stays is trusted again.
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  link().Drain();
+  Acknowledge();
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  link().events->OnClosed(absl::AbortedError("another session"));
+  ExpectHello("10.0.0.2:29500", absl::Seconds(1));
+  Welcome("h3", 2);
+  link().events->OnClosed(absl::AbortedError("and another"));
+  ExpectHello("", absl::Seconds(1));
+  EXPECT_EQ(hello().failed_hub(), "node-h");
+}
+
+TEST_F(SessionStreamTest, HubThatIsKilled_IsTriedOnceMoreAndLeft) {
+  ConnectToHub();
+  clock_.Advance(absl::Seconds(10));
+  link().events->OnClosed(absl::UnavailableError("connection reset"));
+  ExpectHello("10.0.0.2:29500", absl::Milliseconds(50));
+  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  ExpectHello("", absl::Milliseconds(100));
+  EXPECT_EQ(hello().failed_hub(), "node-h");
+}
+
+TEST_F(SessionStreamTest, HubThatEndsInOrder_IsLeftAndNotToBlame) {
+  ConnectToHub();
+  v1::CoordinatorFrame goodbye;
+  goodbye.mutable_goodbye()->set_reason("the agent ends");
+  link().events->OnFrame(goodbye);
+  link().events->OnClosed(absl::OkStatus());
+  ExpectHello("", absl::Seconds(1));
+  EXPECT_EQ(hello().failed_hub(), "");
+  // Nor is it an alternative.
+  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  ExpectHello("", absl::Seconds(1));
+}
+
+TEST_F(SessionStreamTest, HubThatAsksForPatience_IsComeBackTo) {
+  ConnectToHub();
+  v1::CoordinatorFrame goodbye;
+  goodbye.mutable_goodbye()->set_reason("a new session");
+  goodbye.mutable_goodbye()->mutable_retry_after()->set_seconds(3);
+  link().events->OnFrame(goodbye);
+  link().events->OnClosed(absl::OkStatus());
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(3));
+  ExpectHello("10.0.0.2:29500", absl::Seconds(3));
+}
+
+TEST_F(SessionStreamTest, NeitherHubNorCoordinator_InTurnUntilTheOutageIsNotTolerated) {
+  ConnectToHub();
+  Submit("a", Add(1));
+  link().Drain();
+  link().events->OnClosed(absl::UnavailableError("broken pipe"));
+  std::string tried;
+  absl::Duration away;
+  // A hub that is there does not make the coordinator be there.
+  const auto step = [&] {
+    if (tried.back() == 'H') Acknowledge();
+    if (tried.back() == 'h') {
+      Welcome("h2");
+      SayAway(true);
+      tried.back() = 'H';
+    }
+    clock_.Advance(absl::Milliseconds(100));
+    away += absl::Milliseconds(100);
+    const size_t before = transport_.links.size();
+    stream_->Tick();
+    if (link().writing) link().Done();
+    if (transport_.links.size() != before) tried += link().hub.empty() ? 'c' : 'h';
+  };
+  tried = "-";
+  while (lost_.empty() && away < absl::Minutes(5)) step();
+  EXPECT_EQ(tried.substr(0, 7), "-HcHcHc");
+  ASSERT_EQ(lost_.size(), 1u);
+  EXPECT_EQ(away, absl::Seconds(90));
+  EXPECT_THAT(results_, ElementsAre(HasSubstr("a: the coordinator at 10.0.0.1:29400 has been away "
+                                              "for 1m30s")));
+  // Once for each outage.
+  for (int i = 0; i < 100; ++i) step();
+  EXPECT_EQ(lost_.size(), 1u);
+  Submit("b", Add(2));
+  EXPECT_THAT(results_.back(), HasSubstr("b: the coordinator at 10.0.0.1:29400 has been away"));
+  // It is back: the hub says nothing to the contrary for a while, or the coordinator welcomes.
+  while (tried.back() != 'h') step();
+  Welcome("h3");
+  stream_->Tick();
+  link().Drain();
+  Acknowledge();
+  clock_.Advance(absl::Milliseconds(1500));
+  stream_->Tick();
+  EXPECT_TRUE(stream_->lost().ok());
+}
+
+TEST_F(SessionStreamTest, CoordinatorThatRestartsDuringAMove_IsFoundThroughTheHub) {
+  Connect();
+  Submit("b0", Arrive("b", 0));
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  v1::CoordinatorFrame goodbye;
+  goodbye.mutable_goodbye()->set_reason("stopping");
+  goodbye.mutable_goodbye()->mutable_retry_after()->set_seconds(1);
+  link().events->OnFrame(goodbye);
+  link().events->OnClosed(absl::UnavailableError("stopping"));
+  ExpectHello("10.0.0.2:29500", absl::Seconds(1));
+  Welcome("h1");
+  SayAway(true);
+  EXPECT_FALSE(stream_->connected());
+  link().events->OnClosed(absl::AbortedError("a new session"));
+  ExpectHello("10.0.0.2:29500", absl::Seconds(1));
+  Welcome("h2", 2);
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  link().events->OnFrame(Passed(1, {1}));
+  EXPECT_THAT(results_, ElementsAre("b0: ok"));
+}
+
+TEST_F(SessionStreamTest, FinishDuringAMove_SaysGoodbyeWhereItIs) {
+  Connect();
+  Submit("operator", Add(0, ""));
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  stream_->Finish(absl::InfinitePast());
+  EXPECT_EQ(link().written.back().bye().reason(), "the agent ends");
+  link().Drain();
+  link().events->OnClosed(absl::OkStatus());
+  clock_.Advance(absl::Seconds(10));
+  stream_->Tick();
+  EXPECT_EQ(transport_.links.size(), 1u);
+}
+
+TEST_F(SessionStreamTest, FinishBetweenCoordinatorAndHub_IsTheEnd) {
+  Connect();
+  Use("node-h", "10.0.0.2:29500");
+  Leave("10.0.0.2:29500");
+  stream_->Finish(absl::InfinitePast());
+  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  clock_.Advance(absl::Seconds(10));
+  stream_->Tick();
+  EXPECT_EQ(transport_.links.size(), 2u);
+}
+
+TEST_F(SessionStreamTest, FinishAtAHub_SaysGoodbyeThere) {
+  ConnectToHub();
+  stream_->Finish(absl::InfinitePast());
+  EXPECT_EQ(link().written.back().bye().reason(), "the agent ends");
+  // Who ends is not moved any more.
+  Use("node-g", "10.0.0.3:29500");
+  link().Drain();
+  EXPECT_TRUE(link().written.back().has_bye());
+}
+
+TEST_F(SessionStreamTest, Upstream_TellsOfEachChange) {
+  std::vector<std::string> seen;
+  options_.on_upstream = [&] {
+    const Upstream up = stream_->upstream();
+    seen.push_back(absl::StrCat(up.session, up.connected ? " up " : " away ", up.term, " ",
+                                up.cluster_id, up.hub.empty() ? "" : " through ", up.hub));
+  };
+  ConnectToHub();
+  SayAway(true);
+  SayAway(false);
+  link().events->OnClosed(absl::UnavailableError("broken pipe"));
+  EXPECT_THAT(seen, ElementsAre("1 up 1 c", "1 away 1 c", "2 up 1 c through node-h",
+                                "2 away 1 c through node-h", "2 up 1 c through node-h",
+                                "2 away 1 c through node-h"));
+  EXPECT_EQ(stream_->upstream().lease, absl::Seconds(6));
 }
 
 }  // namespace

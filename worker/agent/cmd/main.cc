@@ -54,6 +54,7 @@ int CodeOf(const absl::Status& status) {
     case absl::StatusCode::kFailedPrecondition:
       return kExitUsage;
     case absl::StatusCode::kAborted:
+    case absl::StatusCode::kAlreadyExists:  // the port of --hub_listen
       return kExitConflict;
     case absl::StatusCode::kDeadlineExceeded:
       return kExitTimeout;
@@ -150,6 +151,9 @@ int Run(int argc, char** argv) {
   app.add_option("--outage_tolerance", outage_tolerance,
                  "how long the coordinator may be away before the job is given up")
       ->capture_default_str();
+  app.add_option("--hub_listen", options.hub_listen,
+                 "IP:PORT or unix:PATH where this agent offers to speak for others at the "
+                 "coordinator, as their hub; port 0 takes a free one");
   app.add_option("--tls_ca", worker.tls_ca,
                  "certificates that the coordinator's must descend from");
   app.add_option("--tls_cert", worker.tls_cert, "certificate of this machine");

@@ -1,10 +1,10 @@
-#include "coordinator/answer.h"
+#include "rpc/session/answer.h"
 
 #include <gtest/gtest.h>
 
 #include <string>
 
-namespace muster::coordinator {
+namespace muster::rpc {
 namespace {
 
 TEST(Answer, Reply_IsTheSerialisedReplyOfAnySizeAndKind) {
@@ -32,4 +32,4 @@ TEST(Answer, Error_HasNoKind) {
 }
 
 }  // namespace
-}  // namespace muster::coordinator
+}  // namespace muster::rpc

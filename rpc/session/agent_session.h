@@ -1,19 +1,19 @@
-#ifndef MUSTER_COORDINATOR_SESSION_H_
-#define MUSTER_COORDINATOR_SESSION_H_
+#ifndef MUSTER_RPC_SESSION_AGENT_SESSION_H_
+#define MUSTER_RPC_SESSION_AGENT_SESSION_H_
 
 #include <cstdint>
 #include <string>
 
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "coordinator/outbox.h"
 #include "proto/muster/v1/session.pb.h"
+#include "rpc/session/outbox.h"
 
-namespace muster::coordinator {
+namespace muster::rpc {
 
-// The coordinator's half of an agent session: what it remembers of one agent process across its
-// streams, so that every frame with a seq takes effect at most once and every result arrives,
-// however often the stream breaks.
+// The serving half of an agent session, the coordinator's or a hub's: what it remembers of one
+// agent process across its streams, so that every frame with a seq takes effect at most once and
+// every result arrives, however often the stream breaks.
 //
 // The rules both halves keep:
 // - Frames with a seq are numbered 1, 2, ... by their sender within the session, kept until they
@@ -26,7 +26,7 @@ namespace muster::coordinator {
 //   no result for anew, in new frames; whether it was done before is decided by the request_id and
 //   by the barrier's counter, not here.
 //
-// Not thread-safe; pure: used by the server and by tests/simulation alike.
+// Not thread-safe; pure: used by servers and by tests/simulation alike.
 class AgentSession {
  public:
   AgentSession(std::string node, uint64_t incarnation, std::string id);
@@ -57,6 +57,6 @@ class AgentSession {
   Outbox outbox_;
 };
 
-}  // namespace muster::coordinator
+}  // namespace muster::rpc
 
-#endif  // MUSTER_COORDINATOR_SESSION_H_
+#endif  // MUSTER_RPC_SESSION_AGENT_SESSION_H_

@@ -1,6 +1,6 @@
-#include "coordinator/outbox.h"
+#include "rpc/session/outbox.h"
 
-namespace muster::coordinator {
+namespace muster::rpc {
 namespace {
 
 // A frame stays below the message limit of 4 MiB unless a single result is larger.
@@ -88,7 +88,7 @@ FrameBytes Outbox::Next() {
 
   std::string head;
   told_ = received_;
-  ack_wanted_ = false;
+  ack_wanted_ = ack_again_ = false;
   if (pending_.empty()) {  // only an acknowledgement: no seq, it is not repeated
     head.push_back(0x10);
     PutVarint(head, received_);
@@ -149,4 +149,4 @@ FrameBytes Outbox::Next() {
   return frame;
 }
 
-}  // namespace muster::coordinator
+}  // namespace muster::rpc

@@ -1,5 +1,5 @@
-#ifndef MUSTER_COORDINATOR_OUTBOX_H_
-#define MUSTER_COORDINATOR_OUTBOX_H_
+#ifndef MUSTER_RPC_SESSION_OUTBOX_H_
+#define MUSTER_RPC_SESSION_OUTBOX_H_
 
 #include <cstdint>
 #include <deque>
@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "absl/strings/string_view.h"
-#include "coordinator/answer.h"
 #include "proto/muster/v1/session.pb.h"
+#include "rpc/session/answer.h"
 
-namespace muster::coordinator {
+namespace muster::rpc {
 
 // One v1::CoordinatorFrame as it goes out: the pieces in order. Copies share the bytes.
 struct FramePiece {
@@ -36,6 +36,8 @@ class Outbox {
   void AddFirst(const v1::CoordinatorFrame& frame);
   // Sends an acknowledgement even if there is nothing else to tell.
   void AckSoon() { ack_wanted_ = true; }
+  // Likewise, also what was acknowledged before: the agent wants to see that somebody is there.
+  void AckAgain() { ack_again_ = true; }
 
   // The last frame received from the agent; goes out with every frame.
   void set_received(uint64_t seq) { received_ = seq; }
@@ -48,7 +50,7 @@ class Outbox {
   bool Resume(uint64_t seq);
 
   bool HasWork() const {
-    return !first_.empty() || resend_ < unacked_.size() || !pending_.empty() ||
+    return !first_.empty() || resend_ < unacked_.size() || !pending_.empty() || ack_again_ ||
            (ack_wanted_ && received_ > told_);
   }
   // The next frame. Requires HasWork().
@@ -87,8 +89,9 @@ class Outbox {
   uint64_t received_ = 0;
   uint64_t told_ = 0;  // the last received_ that was sent
   bool ack_wanted_ = false;
+  bool ack_again_ = false;
 };
 
-}  // namespace muster::coordinator
+}  // namespace muster::rpc
 
-#endif  // MUSTER_COORDINATOR_OUTBOX_H_
+#endif  // MUSTER_RPC_SESSION_OUTBOX_H_

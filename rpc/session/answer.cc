@@ -1,6 +1,6 @@
-#include "coordinator/answer.h"
+#include "rpc/session/answer.h"
 
-namespace muster::coordinator {
+namespace muster::rpc {
 
 v1::OpResult Answer::Parse() const {
   v1::OpResult result;
@@ -18,4 +18,4 @@ absl::string_view Answer::reply() const {
   return rest;
 }
 
-}  // namespace muster::coordinator
+}  // namespace muster::rpc

@@ -1,12 +1,12 @@
-#include "coordinator/session.h"
+#include "rpc/session/agent_session.h"
 
 #include <memory>
 #include <string>
 
-#include "coordinator/answer.h"
 #include "gtest/gtest.h"
+#include "rpc/session/answer.h"
 
-namespace muster::coordinator {
+namespace muster::rpc {
 namespace {
 
 v1::CoordinatorFrame Next(AgentSession* session) {
@@ -128,4 +128,4 @@ TEST(AgentSession, ManyFrames_AreAcknowledgedNowAndThen) {
 }
 
 }  // namespace
-}  // namespace muster::coordinator
+}  // namespace muster::rpc

@@ -1,10 +1,10 @@
-#include "coordinator/session.h"
+#include "rpc/session/agent_session.h"
 
 #include <utility>
 
-#include "coordinator/errors.h"
+#include "rpc/session/duration.h"
 
-namespace muster::coordinator {
+namespace muster::rpc {
 namespace {
 // The agent is told of received frames at least this often.
 constexpr int kFramesBetweenAcks = 32;
@@ -48,4 +48,4 @@ bool AgentSession::Receive(const v1::AgentFrame& frame) {
   return true;
 }
 
-}  // namespace muster::coordinator
+}  // namespace muster::rpc

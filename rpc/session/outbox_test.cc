@@ -1,4 +1,4 @@
-#include "coordinator/outbox.h"
+#include "rpc/session/outbox.h"
 
 #include <memory>
 #include <string>
@@ -6,7 +6,7 @@
 
 #include "gtest/gtest.h"
 
-namespace muster::coordinator {
+namespace muster::rpc {
 namespace {
 
 std::shared_ptr<const Answer> MakeAnswer(const std::string& payload) {
@@ -126,4 +126,4 @@ TEST(Outbox, AckWanted_GoesOutAloneOnce) {
 }
 
 }  // namespace
-}  // namespace muster::coordinator
+}  // namespace muster::rpc

@@ -1,0 +1,24 @@
+#include "rpc/session/duration.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <limits>
+
+namespace muster::rpc {
+namespace {
+
+TEST(Duration, AnyBytes_RoundTripsOrSaturates) {
+  for (const absl::Duration duration : {absl::ZeroDuration(), absl::Milliseconds(1500),
+                                        -absl::Milliseconds(1500), absl::Hours(9)}) {
+    EXPECT_EQ(FromProto(ToProto(duration)), duration);
+  }
+  google::protobuf::Duration wild;
+  wild.set_seconds(std::numeric_limits<int64_t>::max());
+  wild.set_nanos(std::numeric_limits<int32_t>::min());
+  EXPECT_GT(FromProto(wild), absl::Hours(1));
+  ToProto(absl::InfiniteDuration());
+}
+
+}  // namespace
+}  // namespace muster::rpc
