@@ -18,6 +18,7 @@
 #include "absl/container/btree_map.h"
 #include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "coordinator/agree.h"
@@ -39,6 +40,13 @@
 namespace muster::coordinator {
 
 constexpr size_t kMaxName = 256;
+// Of the revisions of one term; the term is above them, so that a restarted coordinator never gives
+// a number out twice.
+constexpr int kRevisionBits = 40;
+static_assert(Core::kMaxTerm << kRevisionBits >> kRevisionBits == Core::kMaxTerm);
+// How many terms a coordinator can have fallen behind a later one: a million starts, or sixteen
+// with --restored (65,537 terms each) on the way.
+constexpr uint64_t kMaxTermsAhead = 1 << 20;
 constexpr size_t kStoredAnswerBytes = 128;  // of memory, besides the answer's own bytes
 constexpr size_t kMaxHosts = 65536;         // of one job: struck or quarantined
 
@@ -51,6 +59,9 @@ struct Seat {
   std::string last_collective;
   std::string process_state;
   std::string stack;
+  bool silent = false;  // its lease has run out, and it is not given up yet
+  absl::Duration
+      lost_after;  // for how long it was silent when it was; zero: it was not, or before a restart
 
   int rank() const { return record.rank(); }
   bool alive() const { return record.state() == v1::WORKER_STATE_RUNNING; }
@@ -63,6 +74,7 @@ struct Waiting {
   std::vector<CallId> calls;
   std::string node;
   uint64_t order = 0;
+  absl::Time asked = absl::InfinitePast();  // when it last called
   Kind kind = Kind::kOrdinary;
   absl::Time deadline = absl::InfiniteFuture();  // of its own; a spare has none
 };
@@ -74,6 +86,12 @@ struct HostState {
   absl::Duration left;  // at replay: counted from the start of the term
   std::string reason;
   bool automatic = false;
+};
+
+struct AgentState {
+  std::string host;
+  absl::Time heard;                        // last
+  absl::Time beat = absl::InfinitePast();  // last: who is not in it, it does not speak for
 };
 
 struct StoredAnswer {
@@ -174,8 +192,22 @@ class Core::Impl {
   // Who is ahead deposes this coordinator if it belongs to `job` and to this cluster, and is refused
   // otherwise: one packet from anywhere must not end the jobs of all.
   v1::OpError Ahead(const v1::Fence& fence, const Job* job);
+  // Why nobody can have seen this, if so.
+  std::string Impossible(const v1::Fence& fence) const;
   // The same for an agent that comes: it belongs to every job that has a seat on its node.
   void CheckAgent(absl::string_view node, const v1::Hello& hello);
+  // How many agents are heard, and how many have stopped within about a lease. O(agents), but not
+  // every time.
+  void CountAgents(absl::Duration lease);
+  void BeginCut(absl::Duration lease);
+  // Something came from `agent`.
+  void Heard(absl::string_view node, AgentState* agent);
+  // For how long `node` has sent no beat; nothing: it has sent none yet, or is not attached.
+  std::optional<absl::Duration> SinceBeat(absl::string_view node) const {
+    const auto it = agents_.find(node);
+    if (it == agents_.end() || it->second.beat == absl::InfinitePast()) return std::nullopt;
+    return now_ - it->second.beat;
+  }
   Job* FindJob(absl::string_view job_id) {
     const auto it = jobs_.find(job_id);
     return it == jobs_.end() ? nullptr : it->second.get();
@@ -216,7 +248,8 @@ class Core::Impl {
   absl::Status ApplyChange(const v1::JournalChange& change);
   // At replay and at the start of `term` alike, so that its record need not hold what it does.
   void BecomeRestored(uint64_t term);
-  void Remove(Job* job, const std::string& why);
+  // `replaced`: another job of its name is made by the same event.
+  void Remove(Job* job, const std::string& why, bool replaced = false);
 
   CoreOptions options_;
   uint64_t cluster_ = 0;  // as Fence has it; 0: unknown, not checked
@@ -232,7 +265,17 @@ class Core::Impl {
   absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // of jobs
   // Of jobs with living workers in a sealed generation: while there are any, ticks come regularly.
   absl::btree_set<std::pair<absl::Duration, std::string>> leases_;
-  absl::flat_hash_map<std::string, std::string> agents_;  // node -> host
+  absl::Time caught_up_ = absl::InfinitePast();          // as CaughtUp was told
+  std::vector<std::string> unread_jobs_;                 // whose unread_ is not empty
+  absl::flat_hash_map<std::string, AgentState> agents_;  // by node
+  // Agents that fell silent at once, and how many there were in all; without those that are back.
+  // Empty: there is no cut, or most are back.
+  absl::flat_hash_set<std::string> cut_off_;
+  int agents_before_cut_ = 0;
+  absl::Time cut_began_ = absl::InfinitePast();
+  absl::Time cut_ended_ = absl::InfinitePast();
+  int agents_heard_ = 0, agents_silent_ = 0;  // as CountAgents found them last
+  absl::Time agents_counted_ = absl::InfinitePast();
   absl::flat_hash_map<uint64_t, std::pair<std::string, std::string>>
       queries_;  // -> (job_id, worker_id)
   uint64_t next_query_ = 1;
@@ -269,6 +312,10 @@ class Core::Impl::Job : public BarrierHost {
   absl::Duration Lease() const {
     return Or(spec_.has_lease(), spec_.lease(), impl_->options_.default_lease);
   }
+  absl::Duration OutageTolerance() const {
+    if (!spec_.has_outage_tolerance()) return impl_->options_.default_outage_tolerance;
+    return std::max(FromProto(spec_.outage_tolerance()), absl::ZeroDuration());
+  }
   absl::Duration JoinTimeout() const {
     return Or(spec_.has_join_timeout(), spec_.join_timeout(), impl_->options_.default_join_timeout);
   }
@@ -284,6 +331,7 @@ class Core::Impl::Job : public BarrierHost {
     if (barriers_ != nullptr) next = std::min(next, barriers_->NextDeadline());
     if (agree_ != nullptr) next = std::min(next, agree_->NextDeadline());
     if (!lease_checks_.empty()) next = std::min(next, lease_checks_.begin()->first);
+    next = std::min(next, judge_at_);
     if (Idle()) next = std::min(next, touched_ + impl_->options_.job_retention);
     return std::max(next, hold_until_);
   }
@@ -324,6 +372,9 @@ class Core::Impl::Job : public BarrierHost {
   // Nor can any of its workers come back: each has ended or was not heard of for its lease. Between
   // two generations survivors live.
   bool Over() const;
+  // The agent that may start this job's workers again, in words; empty: none will. An attempt of it has
+  // failed, and its agent is attached or has a lease to come back to a restarted coordinator.
+  std::string RestartedBy() const;
   // A worker that is listed by its agent without a seat: tells it again what it must have missed.
   void TellAgain(const std::string& node, const v1::WorkerBeat& worker);
   void Kill(const std::string& node, const std::string& worker_id, uint64_t incarnation);
@@ -361,7 +412,23 @@ class Core::Impl::Job : public BarrierHost {
   void Close(const std::string& why);
   void EmitMember(const Seat& seat);
   v1::Member MakeMember(const Seat& seat) const;
-  void RenewLease(Seat* seat) { seat->last_seen = impl_->now_; }
+  void RenewLease(Seat* seat) {
+    seat->last_seen = heard_ = impl_->now_;
+    if (seat->silent) Returned(seat);
+  }
+  // When the lease of `seat` runs out.
+  absl::Time LeaseEnd(const Seat& seat) const {
+    return std::max({seat.last_seen, lease_floor_, returned_at_, impl_->cut_ended_}) + Lease();
+  }
+  // Whether more than what has been applied may have come from `rank` before its lease ended.
+  bool MayBeUnread(int rank, absl::Time lease_end);
+  // Whether `seat`, whose lease has run out, is kept for now; why not goes to `why_lost`.
+  bool KeepSilent(Seat* seat, std::string* why_lost);
+  // A worker that was silent is heard again: the others have a lease to come back too.
+  void Returned(Seat* seat);
+  void NoLongerSilent(Seat* seat);
+  // Somebody who waits for a seat is there now.
+  bool IsAwaited() const;
 
   std::optional<v1::OpError> Txn(const v1::TxnRequest& request, const Seat* seat,
                                  v1::OpResult* result);
@@ -401,6 +468,14 @@ class Core::Impl::Job : public BarrierHost {
   absl::btree_set<std::pair<absl::Time, int>>
       lease_checks_;  // when to look at a rank again: lazy, never too late
   absl::Time lease_floor_ = absl::InfinitePast();  // every lease counts at least from here
+  absl::Time heard_ = absl::InfinitePast();        // of any worker of this generation
+  int silent_ = 0;                                 // of seats_
+  std::vector<int>
+      unread_;  // ranks whose lease has run out, but what they sent may not have been read
+  std::string silent_why_;
+  absl::Time judge_at_ =
+      absl::InfiniteFuture();  // silent workers anew: somebody has come who waits
+  absl::Time returned_at_ = absl::InfinitePast();  // the last of those that were silent
 
   absl::flat_hash_map<std::string, Waiting> waiting_;
   std::array<int, 4> waiting_kinds_ = {};

@@ -177,6 +177,7 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   options.host = config.machine_rank == 0 ? ip : "";
   options.join_timeout = config.join_timeout;
   options.outage_tolerance = config.outage_tolerance;
+  options.lease = config.lease;
   options.log_limits = {.max_bytes = int64_t{config.log_max_mib} << 20, .files = config.log_files};
   options.show_output = config.log_dir.empty() || config.tee;
   options.prefix = config.prefix.value_or(isatty(STDOUT_FILENO) != 0);

@@ -308,6 +308,12 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .fallback = absl::StrCat(absl::ToInt64Seconds(kDefaultOutageTolerance), "s"),
        .value_name = "TIME",
        .help = "How long the coordinator may be away before the job is given up"},
+      {.name = "lease",
+       .variable = "MUSTER_LEASE",
+       .type = Type::kDuration,
+       .fallback = absl::StrCat(absl::ToInt64Seconds(kDefaultLease), "s"),
+       .value_name = "TIME",
+       .help = "After what silence a machine or worker counts as lost while others are heard"},
       {.name = "debug",
        .variable = "MUSTER_DEBUG",
        .type = Type::kBool,
@@ -508,6 +514,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
   config.stop_grace = values.Duration("stop_grace");
   config.join_timeout = values.Duration("join_timeout");
   config.outage_tolerance = values.Duration("outage_tolerance");
+  config.lease = values.Duration("lease");
   config.tls_ca = values.Text("tls_ca");
   config.tls_cert = values.Text("tls_cert");
   config.tls_key = values.Text("tls_key");
@@ -570,6 +577,11 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
     return absl::InvalidArgumentError(absl::StrCat(
         "num_machines: ", config.num_machines, " (from ", values.Get("num_machines").source,
         ") needs --coordinator IP:PORT, an address of machine 0 that all machines reach"));
+  }
+  if (config.lease < kShortestLease) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "lease: ", values.Text("lease"), " (from ", values.Get("lease").source, ") is too short: ",
+        "give at least ", absl::FormatDuration(kShortestLease), ", agents beat every 2 s"));
   }
   if (config.tee && config.log_dir.empty()) {
     return absl::InvalidArgumentError(

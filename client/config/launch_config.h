@@ -100,6 +100,7 @@ struct LaunchConfig {
   absl::Duration stop_grace;
   absl::Duration join_timeout;
   absl::Duration outage_tolerance;
+  absl::Duration lease;
   std::string tls_ca;
   std::string tls_cert;
   std::string tls_key;

@@ -20,6 +20,8 @@ struct NodeJobOptions {
   absl::Duration join_timeout = absl::Minutes(10);
   // How long the coordinator may be away before the job is given up.
   absl::Duration outage_tolerance = kDefaultOutageTolerance;
+  // After what silence a machine or a worker counts as lost while others are heard.
+  absl::Duration lease = kDefaultLease;
   bool show_output = true;    // the workers' lines, on standard output and standard error
   bool prefix = true;         // where several workers write
   LogLimits log_limits = {};  // of the files in agent.log_dir

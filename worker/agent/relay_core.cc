@@ -29,6 +29,11 @@ std::pair<int64_t, int32_t> Waited(const Request& request) {
   return {request.waited().seconds(), request.waited().nanos()};
 }
 
+template <typename Request>
+int64_t WaitedUs(const Request& request) {
+  return request.waited().seconds() * 1'000'000 + request.waited().nanos() / 1000;
+}
+
 // An error of a message of several ranks that may be about one of them only.
 bool ConcernsOneRank(const v1::OpResult& result) {
   switch (result.error().detail().reason()) {
@@ -364,6 +369,7 @@ void RelayCore::SendTogether(std::vector<Arrival> arrivals) {
   many.set_call_site_text(first.call_site_text());
   many.set_step(first.step());
   many.set_previous_state(first.previous_state());
+  std::vector<int64_t> waited_us;
   std::set<int32_t> ranks;  // a call that was repeated stands here twice
   for (const Arrival& arrival : arrivals) {
     fence.set_term_seen(std::max(fence.term_seen(), arrival.request.fence().term_seen()));
@@ -373,10 +379,14 @@ void RelayCore::SendTogether(std::vector<Arrival> arrivals) {
     if (!ranks.insert(arrival.request.rank()).second) continue;
     many.add_ranks(arrival.request.rank());
     many.add_incarnations(arrival.request.fence().incarnation());
+    waited_us.push_back(WaitedUs(arrival.request));
     many.add_lateness_us(static_cast<int32_t>(
         std::min<int64_t>(absl::ToInt64Microseconds(now - arrival.at), INT32_MAX)));
     if (!first.payload().empty()) many.add_payloads(arrival.request.payload());
   }
+  // How it grows while the message waits to be sent, it grows for all.
+  for (size_t i = 0; many.has_waited() && i < waited_us.size(); ++i)
+    many.add_waited_less_us(WaitedUs(many) - waited_us[i]);
   auto waiting = std::make_shared<std::vector<Arrival>>(std::move(arrivals));
   MUSTER_FAILPOINT("agent.send_together");
   upstream_->Submit(std::move(op), [this, waiting](const v1::OpResult& result) {
