@@ -233,7 +233,7 @@ class Core::Impl {
   void AgreeAlive(CallId call, const v1::AgreeAliveRequest& request, Job** touched);
   void PollTriggers(CallId call, const v1::PollTriggersRequest& request, Job** touched);
   void GetRankTable(CallId call, const v1::GetRankTableRequest& request);
-  void RemoveJob(CallId call, const v1::RemoveJobRequest& request);
+  void RemoveJob(CallId call, const v1::RemoveJobRequest& request, Job** touched);
   // Runs f(who, result) -> error once for each (worker_id, incarnation, request_id). `operators`:
   // not only a seated worker may call. `reads`: the answer tells of earlier durable changes.
   // `writes`: it may change something; else it may as well be run again, and is not remembered.
@@ -427,6 +427,9 @@ class Core::Impl::Job : public BarrierHost {
   // A worker that was silent is heard again: the others have a lease to come back too.
   void Returned(Seat* seat);
   void NoLongerSilent(Seat* seat);
+  // Somebody needs the name of the job: ends a generation whose leases have all run out, and that is
+  // kept only in case its workers come back.
+  void EndIfNobodyIsHeard(absl::string_view for_what);
   // Somebody who waits for a seat is there now.
   bool IsAwaited() const;
 

@@ -1050,6 +1050,11 @@ void Core::Impl::Job::Returned(Seat* seat) {
   }
 }
 
+void Core::Impl::Job::EndIfNobodyIsHeard(absl::string_view for_what) {
+  if (!sealed_ || silent_ == 0 || silent_ < alive_) return;
+  EndGeneration(absl::StrCat("no worker was heard of for a lease, and ", for_what), {});
+}
+
 void Core::Impl::Job::NoLongerSilent(Seat* seat) {
   if (!std::exchange(seat->silent, false)) return;
   --silent_;

@@ -359,6 +359,7 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
   }
   const bool other_spec =
       job != nullptr && request.has_spec() && !SameSpec(request.spec(), job->spec_);
+  if (other_spec) job->EndIfNobodyIsHeard("another job of this name begins");
   // The name of a job that is over is free for another one.
   const bool begins = job == nullptr || (other_spec && !job->closed_ && job->Over());
   const int max_workers = begins ? request.spec().max_workers() : job->spec_.max_workers();
@@ -754,10 +755,12 @@ void Core::Impl::GetRankTable(CallId call, const v1::GetRankTableRequest& reques
   Send(call, result, job->membership_record_);
 }
 
-void Core::Impl::RemoveJob(CallId call, const v1::RemoveJobRequest& request) {
+void Core::Impl::RemoveJob(CallId call, const v1::RemoveJobRequest& request, Job** touched) {
   Job* job = nullptr;
   if (auto error = CheckJob(request.fence(), &job)) return SendError(call, *std::move(error), 0);
+  job->EndIfNobodyIsHeard("an operator removes the job");
   if (!job->Over()) {
+    *touched = job;
     const std::string restarted_by = job->RestartedBy();
     v1::OpError error =
         MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_RUNS,
@@ -950,7 +953,7 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
           });
       break;
     case v1::Op::kRemoveJob:
-      RemoveJob(call, op.remove_job());
+      RemoveJob(call, op.remove_job(), &touched);
       break;
     case v1::Op::kGetRankTable:
       GetRankTable(call, op.get_rank_table());

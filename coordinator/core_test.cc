@@ -1466,6 +1466,23 @@ TEST_F(CutTest, SomebodyJoinsMeanwhile_EndsTheGenerationForIt) {
   EXPECT_EQ(lost(), 1u);
 }
 
+TEST_F(CutTest, NameIsNeededMeanwhile_IsFreeAfterTheLease) {
+  for (const bool remove : {true, false}) {
+    SCOPED_TRACE(remove);
+    FormWithAgents(2);
+    Pass(4, {});
+    v1::Op op = JoinOp({"other", 900, "h9"}, Spec(1, 1));
+    if (remove) op = v1::Op();
+    if (remove) op.mutable_remove_job()->mutable_fence()->set_job_id("j");
+    EXPECT_TRUE(bench_.Result(bench_.Do(op)).has_error());
+    Pass(8, {});
+    EXPECT_EQ(Job().silent(), 2);
+    const CallId call = bench_.Do(op);
+    EXPECT_FALSE(bench_.Result(call).has_error()) << bench_.Error(call).ShortDebugString();
+    EXPECT_EQ(Job().world_size(), remove ? 0 : 1);
+  }
+}
+
 TEST_F(CutTest, MostAgentsFallSilentAtOnce_AreWaitedFor) {
   FormWithAgents(5);
   Pass(4, {0, 1, 2, 3, 4});
