@@ -10,6 +10,11 @@ namespace muster {
 // How long the coordinator may be away before a job is given up (`outage_tolerance`).
 inline constexpr absl::Duration kDefaultOutageTolerance = absl::Seconds(90);
 
+// After what time without a sign of life a worker counts as lost (`lease`), and the shortest that
+// leaves time for two beats.
+inline constexpr absl::Duration kDefaultLease = absl::Seconds(6);
+inline constexpr absl::Duration kShortestLease = absl::Seconds(4);
+
 }  // namespace muster
 
 #endif  // MUSTER_BASE_DEFAULTS_H_

@@ -76,6 +76,12 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
         absl::StrCat("barrier ", Quoted(arrival.barrier_id), " got ", arrival.lateness_us.size(),
                      " entries for ", arrival.ranks.size(), " ranks: give one for each, or none"));
   }
+  if (!arrival.waited_less_us.empty() && arrival.waited_less_us.size() != arrival.ranks.size()) {
+    return BadField(
+        "waited_less_us",
+        absl::StrCat("barrier ", Quoted(arrival.barrier_id), " got ", arrival.waited_less_us.size(),
+                     " entries for ", arrival.ranks.size(), " ranks: give one for each, or none"));
+  }
   for (const int rank : arrival.ranks) {
     if (rank < 0 || rank >= world_size_) {
       return BadField("rank", absl::StrCat("rank ", rank, " does not exist in a world of ",
@@ -194,7 +200,8 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
     if (at == kAbsent) {
       ++instance->arrived;
       const int64_t late = arrival.lateness_us.empty() ? 0 : arrival.lateness_us[i];
-      at = EarlierUs(now_us, std::max(late, waited_us));
+      const int64_t less = arrival.waited_less_us.empty() ? 0 : arrival.waited_less_us[i];
+      at = EarlierUs(now_us, std::max(late, waited_us - std::clamp<int64_t>(less, 0, waited_us)));
     }
     if (!arrival.payloads.empty()) {
       if (!instance->has_payloads) {

@@ -28,12 +28,13 @@ struct Arrival {
   absl::string_view barrier_id;
   uint64_t counter = 0;
   absl::Span<const int32_t> ranks;
-  absl::Span<const int32_t> lateness_us;    // how long ago each arrived; empty: just now
-  absl::Duration timeout;                   // zero: the default; negative: never
-  absl::Duration soft_timeout;              // zero: the default
-  absl::Duration waited;                    // as v1::ArriveRequest has it
-  absl::Span<const int32_t> participants;   // empty: every rank
-  std::vector<absl::string_view> payloads;  // empty, or one for each rank
+  absl::Span<const int32_t> lateness_us;          // how long ago each arrived; empty: just now
+  absl::Duration timeout;                         // zero: the default; negative: never
+  absl::Duration soft_timeout;                    // zero: the default
+  absl::Duration waited;                          // as v1::ArriveRequest has it
+  absl::Span<const int64_t> waited_less_us = {};  // as v1::ArriveManyRequest has it
+  absl::Span<const int32_t> participants;         // empty: every rank
+  std::vector<absl::string_view> payloads;        // empty, or one for each rank
   uint64_t call_site = 0;
   absl::string_view call_site_text;
   v1::BarrierState previous_state = v1::BARRIER_STATE_UNSPECIFIED;

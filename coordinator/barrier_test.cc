@@ -61,6 +61,8 @@ struct Extra {
   std::string site_text = {};
   v1::BarrierState previous = v1::BARRIER_STATE_UNSPECIFIED;
   absl::Duration waited = absl::ZeroDuration();
+  std::vector<int32_t> ranks = {};  // who comes together, instead of one
+  std::vector<int64_t> waited_less_us = {};
   int32_t lateness_us = 0;
 };
 
@@ -78,6 +80,8 @@ class BarrierTest : public ::testing::Test {
     arrival.barrier_id = id;
     arrival.counter = counter;
     arrival.ranks = ranks;
+    if (!extra.ranks.empty()) arrival.ranks = extra.ranks;
+    arrival.waited_less_us = extra.waited_less_us;
     arrival.timeout = extra.timeout;
     arrival.soft_timeout = extra.soft;
     arrival.participants = extra.participants;
@@ -115,6 +119,22 @@ class BarrierTest : public ::testing::Test {
   absl::Time now_ = kStart;
   CallId next_call_ = 1;
 };
+
+TEST_F(BarrierTest, RanksOfOneNodeAfterARestart_AreAsLateAsEachWas) {
+  Make(3, /*counters_known=*/false);
+  // Rank 0 has waited for 10 s, rank 1, which was 7 s later, for 3 s.
+  const CallId call = Arrive(
+      0, "b", 4, {.waited = absl::Seconds(10), .ranks = {0, 1}, .waited_less_us = {0, 7'000'000}});
+  Arrive(2, "b", 4);
+  ASSERT_TRUE(Passed(call));
+  const v1::BarrierReport& report = Result(call).arrive().report();
+  EXPECT_EQ(report.first_rank(), 0);
+  ASSERT_EQ(report.latest_size(), 3);
+  EXPECT_EQ(report.latest(0).rank(), 2);
+  EXPECT_EQ(report.latest(0).lateness().seconds(), 10);
+  EXPECT_EQ(report.latest(1).rank(), 1);
+  EXPECT_EQ(report.latest(1).lateness().seconds(), 7);
+}
 
 TEST_F(BarrierTest, LastArrival_ReleasesAllWithOneAnswer) {
   Make(3);

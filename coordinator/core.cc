@@ -23,6 +23,7 @@ void Output::Clear() {
   changed_jobs.clear();
   reports.clear();
   notices.clear();
+  catch_up = false;
   deposed = false;
   deposed_why.clear();
 }
@@ -175,7 +176,10 @@ void Core::Abandon(CallId call, absl::Time now, Output* out) {
 void Core::AttachAgent(absl::string_view node, const v1::Hello& hello, absl::Time now,
                        Output* out) {
   impl_->Begin(now, out);
-  if (!impl_->agents_.contains(node)) impl_->agents_[node] = impl_->next_agent_++;
+  AgentState& agent = impl_->agents_[node];
+  if (agent.number == 0) agent.number = impl_->next_agent_++;
+  agent.host = hello.host();
+  impl_->Heard(node, &agent);
   impl_->CheckAgent(node, hello);
   impl_->hubs_.Attach(node, hello, impl_->now_);
   impl_->MoveAgents();
@@ -206,7 +210,12 @@ void Core::HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time n
     impl_->hubs_.Roster(node, beat.hub(), impl_->now_);
     impl_->MoveAgents();
   }
-  const uint64_t agent = impl_->AgentNumber(node);
+  uint64_t agent = 0;
+  if (const auto it = impl_->agents_.find(node); it != impl_->agents_.end()) {
+    impl_->Heard(node, &it->second);
+    agent = it->second.number;
+    it->second.beat = impl_->now_;
+  }
   Impl::Job* job = nullptr;
   Seat* seat = nullptr;
   // The workers of a node mostly have neighbouring ranks: less to look up for a hub's hundreds.
@@ -258,6 +267,18 @@ void Core::HandleStack(absl::string_view, const v1::StackReply& stack, absl::Tim
     return;
   seat->stack = Cut(stack.native_stack(), kMaxStack);
   if (!stack.process_state().empty()) seat->process_state = Cut(stack.process_state(), 64);
+}
+
+void Core::CaughtUp(absl::Time until, absl::Time now, Output* out) {
+  impl_->Begin(now, out);
+  impl_->caught_up_ = std::max(impl_->caught_up_, until);
+  for (const std::string& job_id : std::exchange(impl_->unread_jobs_, {})) {
+    Impl::Job* const job = impl_->FindJob(job_id);
+    if (job == nullptr) continue;
+    for (const int rank : std::exchange(job->unread_, {}))
+      job->lease_checks_.insert({impl_->now_, rank});
+    impl_->End(job);
+  }
 }
 
 void Core::Tick(absl::Time now, Output* out) {
@@ -312,12 +333,17 @@ void Core::RemoveJob(absl::string_view job_id, absl::Time now, Output* out) {
   if (Impl::Job* const job = impl_->FindJob(job_id)) impl_->Remove(job, "by its owner");
 }
 
-void Core::Impl::Remove(Job* job, const std::string& why) {
+void Core::Impl::Remove(Job* job, const std::string& why, bool replaced) {
   Note(job->id_, false, absl::StrCat("removed: ", why));
   job->Close("removed");
   Change()->mutable_job_removed()->set_job_id(job->id_);
   job->watch_touched_ = true;  // its watchers must learn that it is gone
-  End(job);
+  if (replaced) {
+    Rev();  // the history of the new job begins after what is told of this one
+    out_->changed_jobs.push_back(job->id_);
+  } else {
+    End(job);
+  }
   ++stats_.jobs_removed;
   deadlines_.erase({job->scheduled_, job->id_});
   leases_.erase({job->running_lease_, job->id_});
@@ -375,6 +401,15 @@ void Core::FillStatus(v1::StatusReply* status) const {
     }
     one->set_min_step(job->seats_.empty() ? 0 : min_step);
     one->set_max_step(max_step);
+    if (job->silent_ > 0) {
+      one->set_silent(job->silent_);
+      absl::Duration silent_for = absl::InfiniteDuration();
+      for (const Seat& seat : job->seats_) {
+        if (seat.silent) silent_for = std::min(silent_for, impl_->now_ - seat.last_seen);
+      }
+      *one->mutable_silent_for() = ToProto(silent_for);
+      one->set_silent_why(job->silent_why_);
+    }
     for (const auto& [host, state] : job->hosts_) {
       if (state.until <= impl_->now_) continue;
       v1::QuarantinedHost* out = one->add_quarantined();

@@ -13,6 +13,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "base/defaults.h"
 #include "coordinator/answer.h"
 #include "coordinator/hubs.h"
 #include "proto/muster/v1/admin.pb.h"
@@ -68,6 +69,9 @@ struct Output {
   // Of barriers at their soft deadline and of those that failed.
   std::vector<v1::BarrierReport> reports;
   std::vector<Notice> notices;
+  // The lease of a worker has run out. Before it is given up, what it may have sent must have been
+  // read: see Core::CaughtUp.
+  bool catch_up = false;
   // A member of a job has seen what this coordinator has not: stop serving at once.
   bool deposed = false;
   std::string deposed_why;  // one line for the log, with the way out
@@ -116,7 +120,8 @@ struct Mutants {
 
 struct CoreOptions {
   std::string cluster_id;
-  absl::Duration default_lease = absl::Seconds(6);
+  absl::Duration default_lease = kDefaultLease;
+  absl::Duration default_outage_tolerance = kDefaultOutageTolerance;
   absl::Duration default_join_timeout = absl::Seconds(600);
   absl::Duration default_last_call = absl::Seconds(5);
   absl::Duration recovery_last_call =
@@ -143,6 +148,8 @@ struct CoreOptions {
   size_t job_kv_bytes = 256 << 20;
   size_t kv_bytes = 768 << 20;
   HubOptions hubs;
+  // Output::catch_up is heeded. False: all that has come is applied at once, as in a simulation.
+  bool catches_up = false;
   Mutants mutants;
 };
 
@@ -187,6 +194,11 @@ class Core {
   void HandleStack(absl::string_view node, const v1::StackReply& stack, absl::Time now,
                    Output* out);
 
+  // Everything that had come by `until` has been applied, so that leases which ended before may run
+  // out. A coordinator that is behind (flooded, short of CPU) would else take workers for lost
+  // whose beats it has not read. Due when Output::catch_up says so; if it does not come within the
+  // outage_tolerance of a job, its leases run out all the same.
+  void CaughtUp(absl::Time until, absl::Time now, Output* out);
   // Lets deadlines up to `now` pass.
   void Tick(absl::Time now, Output* out);
   // When Tick has something to do; InfiniteFuture: nothing waits.

@@ -18,6 +18,7 @@
 #include "absl/container/btree_map.h"
 #include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "coordinator/agree.h"
@@ -40,6 +41,13 @@
 namespace muster::coordinator {
 
 constexpr size_t kMaxName = 256;
+// Of the revisions of one term; the term is above them, so that a restarted coordinator never gives
+// a number out twice.
+constexpr int kRevisionBits = 40;
+static_assert(Core::kMaxTerm << kRevisionBits >> kRevisionBits == Core::kMaxTerm);
+// How many terms a coordinator can have fallen behind a later one: a million starts, or sixteen
+// with --restored (65,537 terms each) on the way.
+constexpr uint64_t kMaxTermsAhead = 1 << 20;
 constexpr size_t kStoredAnswerBytes = 128;  // of memory, besides the answer's own bytes
 constexpr size_t kMaxHosts = 65536;         // of one job: struck or quarantined
 
@@ -53,6 +61,9 @@ struct Seat {
   std::string last_collective;
   std::string process_state;
   std::string stack;
+  bool silent = false;  // its lease has run out, and it is not given up yet
+  absl::Duration
+      lost_after;  // for how long it was silent when it was; zero: it was not, or before a restart
 
   int rank() const { return record.rank(); }
   bool alive() const { return record.state() == v1::WORKER_STATE_RUNNING; }
@@ -65,6 +76,7 @@ struct Waiting {
   std::vector<CallId> calls;
   std::string node;
   uint64_t order = 0;
+  absl::Time asked = absl::InfinitePast();  // when it last called
   Kind kind = Kind::kOrdinary;
   absl::Time deadline = absl::InfiniteFuture();  // of its own; a spare has none
 };
@@ -76,6 +88,13 @@ struct HostState {
   absl::Duration left;  // at replay: counted from the start of the term
   std::string reason;
   bool automatic = false;
+};
+
+struct AgentState {
+  uint64_t number = 0;  // from 1: what Seat::via names it by
+  std::string host;
+  absl::Time heard;                        // last
+  absl::Time beat = absl::InfinitePast();  // last: who is not in it, it does not speak for
 };
 
 struct StoredAnswer {
@@ -164,7 +183,7 @@ class Core::Impl {
   // Of an agent that has a session, never used for another one; 0: it has none.
   uint64_t AgentNumber(absl::string_view node) const {
     const auto it = agents_.find(node);
-    return it == agents_.end() ? 0 : it->second;
+    return it == agents_.end() ? 0 : it->second.number;
   }
   // After each event of hubs_: tells the agents that move.
   void MoveAgents();
@@ -186,8 +205,22 @@ class Core::Impl {
   // Who is ahead deposes this coordinator if it belongs to `job` and to this cluster, and is
   // refused otherwise: one packet from anywhere must not end the jobs of all.
   v1::OpError Ahead(const v1::Fence& fence, const Job* job);
+  // Why nobody can have seen this, if so.
+  std::string Impossible(const v1::Fence& fence) const;
   // The same for an agent that comes: it belongs to every job that has a seat on its node.
   void CheckAgent(absl::string_view node, const v1::Hello& hello);
+  // How many agents are heard, and how many have stopped within about a lease. O(agents), but not
+  // every time.
+  void CountAgents(absl::Duration lease);
+  void BeginCut(absl::Duration lease);
+  // Something came from `agent`.
+  void Heard(absl::string_view node, AgentState* agent);
+  // For how long `node` has sent no beat; nothing: it has sent none yet, or is not attached.
+  std::optional<absl::Duration> SinceBeat(absl::string_view node) const {
+    const auto it = agents_.find(node);
+    if (it == agents_.end() || it->second.beat == absl::InfinitePast()) return std::nullopt;
+    return now_ - it->second.beat;
+  }
   Job* FindJob(absl::string_view job_id) {
     const auto it = jobs_.find(job_id);
     return it == jobs_.end() ? nullptr : it->second.get();
@@ -214,7 +247,7 @@ class Core::Impl {
   void AgreeAlive(CallId call, const v1::AgreeAliveRequest& request, Job** touched);
   void PollTriggers(CallId call, const v1::PollTriggersRequest& request, Job** touched);
   void GetRankTable(CallId call, const v1::GetRankTableRequest& request);
-  void RemoveJob(CallId call, const v1::RemoveJobRequest& request);
+  void RemoveJob(CallId call, const v1::RemoveJobRequest& request, Job** touched);
   // Runs f(who, result) -> error once for each (worker_id, incarnation, request_id). `operators`:
   // not only a seated worker may call. `reads`: the answer tells of earlier durable changes.
   // `writes`: it may change something; else it may as well be run again, and is not remembered.
@@ -229,7 +262,8 @@ class Core::Impl {
   absl::Status ApplyChange(const v1::JournalChange& change);
   // At replay and at the start of `term` alike, so that its record need not hold what it does.
   void BecomeRestored(uint64_t term);
-  void Remove(Job* job, const std::string& why);
+  // `replaced`: another job of its name is made by the same event.
+  void Remove(Job* job, const std::string& why, bool replaced = false);
 
   CoreOptions options_;
   uint64_t cluster_ = 0;  // as Fence has it; 0: unknown, not checked
@@ -246,9 +280,19 @@ class Core::Impl {
   absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // of jobs
   // Of jobs with living workers in a sealed generation: while there are any, ticks come regularly.
   absl::btree_set<std::pair<absl::Duration, std::string>> leases_;
-  absl::flat_hash_map<std::string, uint64_t> agents_;  // that have a session, by node
+  absl::Time caught_up_ = absl::InfinitePast();          // as CaughtUp was told
+  std::vector<std::string> unread_jobs_;                 // whose unread_ is not empty
+  absl::flat_hash_map<std::string, AgentState> agents_;  // that have a session, by node
   uint64_t next_agent_ = 1;
   Hubs hubs_{options_.hubs};
+  // Agents that fell silent at once, and how many there were in all; without those that are back.
+  // Empty: there is no cut, or most are back.
+  absl::flat_hash_set<std::string> cut_off_;
+  int agents_before_cut_ = 0;
+  absl::Time cut_began_ = absl::InfinitePast();
+  absl::Time cut_ended_ = absl::InfinitePast();
+  int agents_heard_ = 0, agents_silent_ = 0;  // as CountAgents found them last
+  absl::Time agents_counted_ = absl::InfinitePast();
   absl::flat_hash_map<uint64_t, std::pair<std::string, std::string>>
       queries_;  // -> (job_id, worker_id)
   uint64_t next_query_ = 1;
@@ -285,6 +329,10 @@ class Core::Impl::Job : public BarrierHost {
   absl::Duration Lease() const {
     return Or(spec_.has_lease(), spec_.lease(), impl_->options_.default_lease);
   }
+  absl::Duration OutageTolerance() const {
+    if (!spec_.has_outage_tolerance()) return impl_->options_.default_outage_tolerance;
+    return std::max(FromProto(spec_.outage_tolerance()), absl::ZeroDuration());
+  }
   absl::Duration JoinTimeout() const {
     return Or(spec_.has_join_timeout(), spec_.join_timeout(), impl_->options_.default_join_timeout);
   }
@@ -300,6 +348,7 @@ class Core::Impl::Job : public BarrierHost {
     if (barriers_ != nullptr) next = std::min(next, barriers_->NextDeadline());
     if (agree_ != nullptr) next = std::min(next, agree_->NextDeadline());
     if (!lease_checks_.empty()) next = std::min(next, lease_checks_.begin()->first);
+    next = std::min(next, judge_at_);
     if (Idle()) next = std::min(next, touched_ + impl_->options_.job_retention);
     return std::max(next, hold_until_);
   }
@@ -340,6 +389,9 @@ class Core::Impl::Job : public BarrierHost {
   // Nor can any of its workers come back: each has ended or was not heard of for its lease. Between
   // two generations survivors live.
   bool Over() const;
+  // The agent that may start this job's workers again, in words; empty: none will. An attempt of it
+  // has failed, and its agent is attached or has a lease to come back to a restarted coordinator.
+  std::string RestartedBy() const;
   // A worker that is listed by its agent without a seat: tells it again what it must have missed,
   // unless `told`, which it sets, says that this beat's agent was told of the end of the
   // generation.
@@ -379,7 +431,26 @@ class Core::Impl::Job : public BarrierHost {
   void Close(const std::string& why);
   void EmitMember(const Seat& seat);
   v1::Member MakeMember(const Seat& seat) const;
-  void RenewLease(Seat* seat) { seat->last_seen = impl_->now_; }
+  void RenewLease(Seat* seat) {
+    seat->last_seen = heard_ = impl_->now_;
+    if (seat->silent) Returned(seat);
+  }
+  // When the lease of `seat` runs out.
+  absl::Time LeaseEnd(const Seat& seat) const {
+    return std::max({seat.last_seen, lease_floor_, returned_at_, impl_->cut_ended_}) + Lease();
+  }
+  // Whether more than what has been applied may have come from `rank` before its lease ended.
+  bool MayBeUnread(int rank, absl::Time lease_end);
+  // Whether `seat`, whose lease has run out, is kept for now; why not goes to `why_lost`.
+  bool KeepSilent(Seat* seat, std::string* why_lost);
+  // A worker that was silent is heard again: the others have a lease to come back too.
+  void Returned(Seat* seat);
+  void NoLongerSilent(Seat* seat);
+  // Somebody needs the name of the job: ends a generation whose leases have all run out, and that
+  // is kept only in case its workers come back.
+  void EndIfNobodyIsHeard(absl::string_view for_what);
+  // Somebody who waits for a seat is there now.
+  bool IsAwaited() const;
   // Its worker was heard of through the agent of `node`, whose number is `agent`: a hub's messages
   // name hundreds of workers, whose names need not be compared each time.
   void HeardThrough(Seat* seat, absl::string_view node, uint64_t agent) {
@@ -427,6 +498,14 @@ class Core::Impl::Job : public BarrierHost {
   // When to look at a rank again: lazy, never too late.
   absl::btree_set<std::pair<absl::Time, int>> lease_checks_;
   absl::Time lease_floor_ = absl::InfinitePast();  // every lease counts at least from here
+  absl::Time heard_ = absl::InfinitePast();        // of any worker of this generation
+  int silent_ = 0;                                 // of seats_
+  std::vector<int>
+      unread_;  // ranks whose lease has run out, but what they sent may not have been read
+  std::string silent_why_;
+  absl::Time judge_at_ =
+      absl::InfiniteFuture();  // silent workers anew: somebody has come who waits
+  absl::Time returned_at_ = absl::InfinitePast();  // the last of those that were silent
 
   absl::flat_hash_map<std::string, Waiting> waiting_;
   std::array<int, 4> waiting_kinds_ = {};

@@ -14,6 +14,7 @@
 #include "coordinator/core_impl.h"
 #include "coordinator/errors.h"
 #include "coordinator/seating.h"
+#include "coordinator/silence.h"
 
 namespace muster::coordinator {
 namespace {
@@ -59,9 +60,24 @@ void FillRow(const v1::SeatRecord& seat, v1::RankRow* row) {
 bool Core::Impl::Job::Over() const {
   // Its workers have no seats after a restore, but may live: they have a lease to come back.
   if (impl_->restored_term_ == impl_->term_ && lease_floor_ + Lease() > impl_->now_) return false;
-  return Idle() && std::none_of(seats_.begin(), seats_.end(), [this](const Seat& seat) {
+  return Idle() && RestartedBy().empty() &&
+         std::none_of(seats_.begin(), seats_.end(), [this](const Seat& seat) {
            return seat.alive() && std::max(seat.last_seen, lease_floor_) + Lease() > impl_->now_;
          });
+}
+
+std::string Core::Impl::Job::RestartedBy() const {
+  if (!Idle() || closed_ || FormerWorld() == 0) return "";
+  if (ended_at_ + JoinTimeout() <= impl_->now_) return "";  // what comes so late is another run
+  for (const Seat& seat : seats_) {
+    if (seat.record.state() != v1::WORKER_STATE_EXITED || !seat.record.exit().may_restart())
+      continue;
+    if (impl_->agents_.contains(seat.record.node()) || lease_floor_ + Lease() > impl_->now_) {
+      return absl::StrCat("agent ", Quoted(seat.record.node()), " on host ",
+                          Quoted(seat.record.topology().host()));
+    }
+  }
+  return "";
 }
 
 bool Core::Impl::Job::IsMember(const v1::Fence& fence, absl::string_view node) const {
@@ -172,7 +188,9 @@ std::string Core::Impl::Job::GoneText(const Seat& seat) const {
       return exit.signal() != 0 ? absl::StrCat("was killed by signal ", exit.signal())
                                 : absl::StrCat("exited with code ", exit.exit_code());
     case v1::WORKER_STATE_LOST:
-      return absl::StrCat("gave no sign of life for ", absl::FormatDuration(Lease()));
+      return absl::StrCat("gave no sign of life for ",
+                          absl::FormatDuration(absl::Trunc(std::max(Lease(), seat.lost_after),
+                                                           absl::Milliseconds(100))));
     case v1::WORKER_STATE_LEFT:
       return "left the job";
     case v1::WORKER_STATE_FENCED:
@@ -391,6 +409,8 @@ void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const
   Waiting& waiting = it->second;
   waiting.request = request;
   waiting.node = std::string(caller.node);
+  waiting.asked = impl_->now_;
+  if (silent_ > 0) judge_at_ = impl_->now_;
   if (waiting.calls.size() >= kMaxCallsOfJoin) {
     impl_->SendError(
         waiting.calls.front(),
@@ -524,6 +544,7 @@ void Core::Impl::Job::Seal(int world_size) {
     seat.record.set_node_rank(node->second);
     seat.last_seen = impl_->now_;
     calls[rank] = it->second.calls;
+    heard_ = impl_->now_;
     Unqueue(it);
   }
   num_nodes_ = static_cast<int>(nodes.size());
@@ -582,7 +603,8 @@ void Core::Impl::Job::Seal(int world_size) {
 void Core::Impl::Job::BeginGeneration(bool counters_known) {
   rank_of_.clear();
   lease_checks_.clear();
-  alive_ = 0;
+  unread_.clear();
+  alive_ = silent_ = 0;
   const int world_size = static_cast<int>(seats_.size());
   const absl::Time check =
       impl_->now_ == absl::InfinitePast() ? absl::InfinitePast() : impl_->now_ + Lease();
@@ -648,11 +670,12 @@ void Core::Impl::Job::Reseat(Seat* seat, CallId call, const v1::JoinRequest& req
   } else {
     ++alive_;
   }
+  NoLongerSilent(seat);
   *seat = Seat();
   FillSeat(request, std::string(caller.node), &seat->record);
   seat->record.set_rank(rank);
   seat->record.set_node_rank(node_rank);
-  seat->last_seen = impl_->now_;
+  seat->last_seen = heard_ = impl_->now_;
   lease_checks_.insert({impl_->now_ + Lease(), rank});
   digest_ = FingerprintTable(seats_);
   barriers_->RankReplaced(rank, impl_->now_);
@@ -698,9 +721,10 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
   KvChanged(changes);
   // Keys that are tied to a lease outlive the generation with their worker, not without it.
   lease_checks_.clear();
-  for (const Seat& seat : seats_) {
+  for (Seat& seat : seats_) {
+    NoLongerSilent(&seat);
     if (seat.alive() && kv_.HasLease(seat.record.worker_id()))
-      lease_checks_.insert({std::max(seat.last_seen, lease_floor_) + Lease(), seat.rank()});
+      lease_checks_.insert({LeaseEnd(seat), seat.rank()});
   }
 
   v1::WatchEvent event;
@@ -730,6 +754,7 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
 
 void Core::Impl::Job::WorkerGone(Seat* seat, v1::WorkerState state, const v1::ExitCause& cause) {
   const bool was_alive = seat->alive();
+  NoLongerSilent(seat);
   seat->record.set_state(state);
   *seat->record.mutable_exit() = cause;
   const int rank = seat->rank();
@@ -914,17 +939,27 @@ void Core::Impl::Job::Tick() {
     impl_->held_.erase(ready.call);
     impl_->SendError(ready.call, std::move(ready.error), AllRecords());
   }
+  if (judge_at_ <= now) {
+    judge_at_ = absl::InfiniteFuture();
+    for (const Seat& seat : seats_) {
+      if (seat.silent) lease_checks_.insert({now, seat.rank()});
+    }
+  }
   // A loss may end the generation, and with it change the checks.
   while (!lease_checks_.empty() && lease_checks_.begin()->first <= now) {
     const int rank = lease_checks_.begin()->second;
     lease_checks_.erase(lease_checks_.begin());
     Seat& seat = seats_[rank];
     if (!seat.alive()) continue;
-    absl::Time expiry = std::max(seat.last_seen, lease_floor_) + Lease();
+    absl::Time expiry = LeaseEnd(seat);
     // Who waits for its next seat is there.
     if (!sealed_ && waiting_.contains(seat.record.worker_id())) expiry = now + Lease();
     if (expiry > now) {
       lease_checks_.insert({expiry, rank});
+      continue;
+    }
+    if (MayBeUnread(rank, expiry)) {
+      lease_checks_.insert({now + Lease() / 2, rank});
       continue;
     }
     if (!sealed_) {
@@ -935,6 +970,10 @@ void Core::Impl::Job::Tick() {
     }
     v1::ExitCause cause;
     cause.set_lease_expired(true);
+    if (KeepSilent(&seat, cause.mutable_message())) {
+      lease_checks_.insert({now + Lease() / 4, rank});
+      continue;
+    }
     WorkerGone(&seat, v1::WORKER_STATE_LOST, cause);
   }
   if (!join_deadlines_.empty() && join_deadlines_.begin()->first <= now) {
@@ -949,6 +988,119 @@ void Core::Impl::Job::Tick() {
     Recount();
     Evaluate();
   }
+}
+
+bool Core::Impl::Job::MayBeUnread(int rank, absl::Time lease_end) {
+  if (!impl_->options_.catches_up || impl_->caught_up_ >= lease_end) return false;
+  if (impl_->now_ >= lease_end + std::max(OutageTolerance(), Lease())) {
+    if (impl_->unread_jobs_.empty()) return false;
+    impl_->Note(
+        id_, true,
+        absl::StrCat("this coordinator has not caught up with what it is sent for ",
+                     absl::FormatDuration(absl::Trunc(impl_->now_ - lease_end, absl::Seconds(1))),
+                     ": workers whose messages wait may be taken for lost"));
+    return false;
+  }
+  if (unread_.empty()) impl_->unread_jobs_.push_back(id_);
+  unread_.push_back(rank);
+  impl_->out_->catch_up = true;
+  return true;
+}
+
+bool Core::Impl::Job::KeepSilent(Seat* seat, std::string* why_lost) {
+  const absl::Time now = impl_->now_;
+  Silence silence;
+  silence.lease = Lease();
+  silence.outage_tolerance = OutageTolerance();
+  silence.worker = now - std::max(seat->last_seen, lease_floor_);
+  silence.generation = now - std::max(heard_, lease_floor_);
+  silence.agent = impl_->SinceBeat(seat->record.node());
+  silence.awaited = silence.generation >= Lease() / 2 && IsAwaited();
+  const bool in_cut = !impl_->cut_off_.empty() && seat->last_seen <= impl_->cut_began_;
+  if (in_cut) {
+    silence.agents_silent = static_cast<int>(impl_->cut_off_.size());
+    silence.agents_heard = impl_->agents_before_cut_ - silence.agents_silent;
+  } else {
+    impl_->CountAgents(Lease());
+    silence.agents_heard = impl_->agents_heard_;
+    silence.agents_silent = impl_->agents_silent_;
+    if (IsCut(silence)) impl_->BeginCut(Lease());
+  }
+  const SilenceVerdict verdict = JudgeSilence(silence);
+  if (!verdict.keep) {
+    seat->lost_after = silence.worker;
+    if (seat->silent) *why_lost = verdict.why;
+    return false;
+  }
+  if (seat->silent) return true;
+  seat->silent = true;
+  if (++silent_ > 1) return true;
+  silent_why_ = verdict.why;
+  impl_->Note(id_, true,
+              absl::StrCat(CulpritText(DescribeRank(seat->rank())), " and maybe others gave no ",
+                           "sign of life for ", absl::FormatDuration(Lease()), ", but ",
+                           verdict.why, "; generation ", generation_, " goes on if they are back ",
+                           "within ", absl::FormatDuration(OutageTolerance())));
+  return true;
+}
+
+void Core::Impl::Job::Returned(Seat* seat) {
+  NoLongerSilent(seat);
+  returned_at_ = impl_->now_;
+  if (silent_ == 0) {
+    impl_->Note(id_, false,
+                absl::StrCat("all workers are heard again: generation ", generation_, " goes on"));
+  }
+}
+
+void Core::Impl::Job::EndIfNobodyIsHeard(absl::string_view for_what) {
+  if (!sealed_ || silent_ == 0 || silent_ < alive_) return;
+  EndGeneration(absl::StrCat("no worker was heard of for a lease, and ", for_what), {});
+}
+
+void Core::Impl::Job::NoLongerSilent(Seat* seat) {
+  if (!std::exchange(seat->silent, false)) return;
+  --silent_;
+}
+
+bool Core::Impl::Job::IsAwaited() const {
+  const absl::Duration recent = Lease() / 2;
+  return std::any_of(waiting_.begin(), waiting_.end(), [&](const auto& entry) {
+    const Waiting& waiting = entry.second;
+    if (waiting.asked + recent > impl_->now_) return true;
+    const std::optional<absl::Duration> silence = impl_->SinceBeat(waiting.node);
+    return silence.has_value() && *silence < recent;
+  });
+}
+
+void Core::Impl::CountAgents(absl::Duration lease) {
+  if (agents_counted_ + lease / 8 > now_) return;
+  agents_counted_ = now_;
+  agents_heard_ = agents_silent_ = 0;
+  for (const auto& [node, agent] : agents_) {
+    const absl::Duration silence = now_ - agent.heard;
+    agents_heard_ += silence < lease / 2 ? 1 : 0;
+    agents_silent_ += silence >= lease / 2 && silence < 2 * lease ? 1 : 0;
+  }
+}
+
+void Core::Impl::BeginCut(absl::Duration lease) {
+  cut_began_ = now_;
+  cut_off_.clear();
+  agents_before_cut_ = agents_heard_ + agents_silent_;
+  for (const auto& [node, agent] : agents_) {
+    const absl::Duration silence = now_ - agent.heard;
+    if (silence >= lease / 2 && silence < 2 * lease) cut_off_.insert(node);
+  }
+}
+
+void Core::Impl::Heard(absl::string_view node, AgentState* agent) {
+  agent->heard = now_;
+  if (cut_off_.empty() || cut_off_.erase(node) == 0) return;
+  if (2 * static_cast<int>(cut_off_.size()) > agents_before_cut_) return;
+  // Most are back: the rest has a lease to follow.
+  cut_off_.clear();
+  cut_ended_ = now_;
 }
 
 void Core::Impl::Job::AskStack(int rank) {

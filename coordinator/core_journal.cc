@@ -13,10 +13,6 @@
 namespace muster::coordinator {
 namespace {
 
-// Revisions of one term; the term is above them, so that a restarted coordinator never gives a
-// number out twice.
-constexpr int kRevisionBits = 40;
-static_assert(Core::kMaxTerm << kRevisionBits >> kRevisionBits == Core::kMaxTerm);
 // More than a lost part of the history can have: of a job's generations, of a key's writes.
 constexpr uint64_t kLostGenerations = 65536;
 constexpr uint64_t kLostVersions = uint64_t{1} << 32;

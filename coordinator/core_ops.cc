@@ -69,7 +69,8 @@ std::optional<v1::OpError> CheckSpec(const v1::RendezvousSpec& spec) {
   const std::pair<const char*, const google::protobuf::Duration*> durations[] = {
       {"spec.join_timeout", &spec.join_timeout()},
       {"spec.last_call", &spec.last_call()},
-      {"spec.lease", &spec.lease()}};
+      {"spec.lease", &spec.lease()},
+      {"spec.outage_tolerance", &spec.outage_tolerance()}};
   for (const auto& [field, duration] : durations) {
     if (FromProto(*duration) < absl::ZeroDuration()) {
       return BadField(
@@ -77,6 +78,14 @@ std::optional<v1::OpError> CheckSpec(const v1::RendezvousSpec& spec) {
     }
   }
   return std::nullopt;
+}
+
+// Whether both ask for the same job. How long each goes on without the coordinator is its own
+// affair.
+bool SameSpec(v1::RendezvousSpec a, v1::RendezvousSpec b) {
+  a.clear_outage_tolerance();
+  b.clear_outage_tolerance();
+  return a.SerializeAsString() == b.SerializeAsString();
 }
 
 }  // namespace
@@ -100,6 +109,21 @@ std::optional<v1::OpError> Core::Impl::CheckJob(const v1::Fence& fence, Job** jo
   return std::nullopt;
 }
 
+std::string Core::Impl::Impossible(const v1::Fence& fence) const {
+  const uint64_t seen = fence.term_seen();
+  if (seen > std::min(kMaxTerm, term_ + kMaxTermsAhead)) {
+    return absl::StrCat("no coordinator of this cluster can have begun more than ",
+                        std::min(kMaxTermsAhead, kMaxTerm - term_),
+                        " terms since: the caller is broken; start it again");
+  }
+  const uint64_t term_of_revision = fence.revision_seen() >> kRevisionBits;
+  if (term_of_revision > std::max(seen, term_)) {
+    return absl::StrCat("that revision is of term ", term_of_revision,
+                        ", which the caller has not seen: the caller is broken; start it again");
+  }
+  return "";
+}
+
 v1::OpError Core::Impl::Ahead(const v1::Fence& fence, const Job* job) {
   const std::string seen =
       fence.term_seen() > term_
@@ -112,6 +136,14 @@ v1::OpError Core::Impl::Ahead(const v1::Fence& fence, const Job* job) {
       "of the data directory, stop it, run muster-coordinator --restored DIRECTORY and start it "
       "again";
   const bool same_cluster = cluster_ != 0 && fence.cluster() == cluster_;
+  // Numbers that no coordinator of this cluster can have given out prove a broken caller, member or
+  // not.
+  if (const std::string why = same_cluster ? Impossible(fence) : ""; !why.empty()) {
+    ++stats_.unproven_deposals;
+    v1::OpError error = BadField("fence.term_seen", absl::StrCat(seen, ", and ", why));
+    error.mutable_detail()->set_current_term(term_);
+    return error;
+  }
   const bool proven = same_cluster && job != nullptr && job->IsMember(fence, caller_node_);
   v1::OpError error;
   if (proven) {
@@ -319,14 +351,16 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
     // That the job is unknown is no error here: this is how it begins, also for whoever comes from
     // another cluster.
     const v1::ErrorReason reason = error->detail().reason();
-    if (reason == v1::ERROR_REASON_STOPPING || reason == v1::ERROR_REASON_STALE_TERM)
+    if (reason == v1::ERROR_REASON_STOPPING || reason == v1::ERROR_REASON_STALE_TERM ||
+        reason == v1::ERROR_REASON_BAD_FIELD)
       return fail(*std::move(error));
   }
   if (request.has_spec()) {
     if (auto error = CheckSpec(request.spec())) return fail(*std::move(error));
   }
-  const bool other_spec = job != nullptr && request.has_spec() &&
-                          request.spec().SerializeAsString() != job->spec_.SerializeAsString();
+  const bool other_spec =
+      job != nullptr && request.has_spec() && !SameSpec(request.spec(), job->spec_);
+  if (other_spec) job->EndIfNobodyIsHeard("another job of this name begins");
   // The name of a job that is over is free for another one.
   const bool begins = job == nullptr || (other_spec && !job->closed_ && job->Over());
   const int max_workers = begins ? request.spec().max_workers() : job->spec_.max_workers();
@@ -347,9 +381,12 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
     // Its generations are counted on, so that whoever is left over of the former one is behind.
     const uint64_t generation = job != nullptr ? job->generation_ : 0;
     if (job != nullptr) {
-      Remove(job, absl::StrCat("it is over, and another job of this name begins (",
-                               request.spec().min_workers(), ":", request.spec().max_workers(),
-                               " workers)"));
+      // In one record with the begin of the new one: a crash leaves both jobs or the new one.
+      Remove(job,
+             absl::StrCat("it is over, and another job of this name begins (",
+                          request.spec().min_workers(), ":", request.spec().max_workers(),
+                          " workers)"),
+             /*replaced=*/true);
     }
     auto owned = std::make_unique<Job>(this, fence.job_id());
     job = owned.get();
@@ -371,9 +408,11 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
         absl::StrCat("worker ", Quoted(fence.worker_id()), " brings another rendezvous spec (",
                      request.spec().min_workers(), ":", request.spec().max_workers(), ") than job ",
                      Quoted(job->id_), " was begun with (", job->spec_.min_workers(), ":",
-                     job->spec_.max_workers(),
-                     ") and workers of it are alive: use the same, or "
-                     "another job id, or wait until they have ended")));
+                     job->spec_.max_workers(), ") and ",
+                     job->RestartedBy().empty()
+                         ? "workers of it are alive"
+                         : absl::StrCat("it is being started again by ", job->RestartedBy()),
+                     ": use the same, or another job id, or wait until it has ended")));
   }
   *touched = job;
   Seat* const seat = job->FindSeat(fence.worker_id());
@@ -522,6 +561,8 @@ void Core::Impl::ArriveMany(CallId call, const v1::ArriveManyRequest& request, c
   arrival.timeout = FromProto(request.timeout());
   arrival.soft_timeout = FromProto(request.soft_timeout());
   arrival.waited = FromProto(request.waited());
+  arrival.waited_less_us =
+      absl::MakeConstSpan(request.waited_less_us().data(), request.waited_less_us_size());
   arrival.participants =
       absl::MakeConstSpan(request.participants().data(), request.participants_size());
   arrival.payloads.assign(request.payloads().begin(), request.payloads().end());
@@ -715,15 +756,21 @@ void Core::Impl::GetRankTable(CallId call, const v1::GetRankTableRequest& reques
   Send(call, result, job->membership_record_);
 }
 
-void Core::Impl::RemoveJob(CallId call, const v1::RemoveJobRequest& request) {
+void Core::Impl::RemoveJob(CallId call, const v1::RemoveJobRequest& request, Job** touched) {
   Job* job = nullptr;
   if (auto error = CheckJob(request.fence(), &job)) return SendError(call, *std::move(error), 0);
+  job->EndIfNobodyIsHeard("an operator removes the job");
   if (!job->Over()) {
+    *touched = job;
+    const std::string restarted_by = job->RestartedBy();
     v1::OpError error =
         MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_RUNS,
-                  absl::StrCat("job ", Quoted(job->id_), " has workers (", job->alive_, " seated, ",
-                               job->waiting_.size(), " waiting, state ", job->StateName(),
-                               "): stop them, then remove it"));
+                  !restarted_by.empty()
+                      ? absl::StrCat("job ", Quoted(job->id_), " is being started again by ",
+                                     restarted_by, ": stop that agent, then remove the job")
+                      : absl::StrCat("job ", Quoted(job->id_), " has workers (", job->alive_,
+                                     " seated, ", job->waiting_.size(), " waiting, state ",
+                                     job->StateName(), "): stop them, then remove it"));
     error.mutable_detail()->set_current_generation(job->generation_);
     return SendError(call, std::move(error), job->membership_record_);
   }
@@ -907,7 +954,7 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
           });
       break;
     case v1::Op::kRemoveJob:
-      RemoveJob(call, op.remove_job());
+      RemoveJob(call, op.remove_job(), &touched);
       break;
     case v1::Op::kGetRankTable:
       GetRankTable(call, op.get_rank_table());

@@ -80,6 +80,7 @@ class Bench {
     for (v1::BarrierReport& report : out_.reports) reports_.push_back(report);
     for (Notice& notice : out_.notices) notices_.push_back(notice.text);
     deposed_ = deposed_ || out_.deposed;
+    asked_to_catch_up_ = asked_to_catch_up_ || out_.catch_up;
     if (out_.deposed) deposed_why_ = out_.deposed_why;
     out_.Clear();
   }
@@ -120,6 +121,7 @@ class Bench {
   std::vector<v1::BarrierReport> reports_;
   std::vector<std::string> notices_;
   bool deposed_ = false;
+  bool asked_to_catch_up_ = false;
   std::string deposed_why_;
 };
 
@@ -229,7 +231,7 @@ class CoreTest : public ::testing::Test {
       return "(absent)";
     return result.txn().results(0).kvs(0).value();
   }
-  CallId Exit(const Worker& worker, int code, int signal = 0) {
+  CallId Exit(const Worker& worker, int code, int signal = 0, bool may_restart = false) {
     v1::Op op;
     op.mutable_report_exit()->mutable_fence()->set_job_id("j");
     op.mutable_report_exit()->mutable_fence()->set_worker_id("agent");
@@ -237,6 +239,7 @@ class CoreTest : public ::testing::Test {
     op.mutable_report_exit()->set_incarnation(worker.incarnation);
     op.mutable_report_exit()->mutable_cause()->set_exit_code(code);
     op.mutable_report_exit()->mutable_cause()->set_signal(signal);
+    op.mutable_report_exit()->mutable_cause()->set_may_restart(may_restart);
     return bench_.Do(op);
   }
 
@@ -1044,6 +1047,36 @@ TEST_F(CoreTest, Fence_HigherTermOfAMember_DeposesTheCoordinator) {
   EXPECT_EQ(bench_.core_->stats().unproven_deposals, 0u);
 }
 
+TEST_F(CoreTest, Fence_OfAMemberWithNumbersThatNobodyCanHaveSeen_DeposesNobody) {
+  std::vector<Worker> workers = Form(1);
+  const uint64_t term = bench_.core_->last_term();
+  struct Seen {
+    uint64_t term, revision;
+  };
+  uint64_t refused = 0;
+  for (const Seen& seen :
+       {Seen{Core::kMaxTerm + 1, 0}, Seen{~uint64_t{0}, 0}, Seen{term + (1 << 20) + 1, 0},
+        Seen{term, (term + 1) << 40}, Seen{0, ~uint64_t{0}}, Seen{term + 5, (term + 6) << 40}}) {
+    SCOPED_TRACE(absl::StrCat(seen.term, " ", seen.revision));
+    v1::Op op = PutOp(workers[0], "k", "v");
+    op.mutable_txn()->mutable_fence()->set_term_seen(seen.term);
+    op.mutable_txn()->mutable_fence()->set_revision_seen(seen.revision);
+    op.mutable_txn()->mutable_fence()->set_cluster(0xc1);
+    const CallId call = bench_.Do(op);
+    EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_BAD_FIELD);
+    EXPECT_THAT(bench_.Error(call).message(), HasSubstr("the caller is broken"));
+    EXPECT_FALSE(bench_.deposed_);
+    EXPECT_EQ(bench_.core_->stats().unproven_deposals, ++refused);
+  }
+  // What a later coordinator does give out.
+  v1::Op op = PutOp(workers[0], "k", "v");
+  op.mutable_txn()->mutable_fence()->set_term_seen(term + 65537);
+  op.mutable_txn()->mutable_fence()->set_revision_seen(((term + 65537) << 40) + 7);
+  op.mutable_txn()->mutable_fence()->set_cluster(0xc1);
+  bench_.Do(op);
+  EXPECT_TRUE(bench_.deposed_);
+}
+
 TEST_F(CoreTest, Fence_HigherTermOfAMembersAgent_DeposesTheCoordinator) {
   std::vector<Worker> workers = Form(1);
   v1::Op op;
@@ -1376,8 +1409,9 @@ TEST_F(CoreTest, Lease_RenewedByBeats_DoesNotRunOut) {
 }
 
 TEST_F(CoreTest, Lease_BeatsOfAnotherIncarnation_DoNotRenew) {
-  std::vector<Worker> workers = Form(1);
+  std::vector<Worker> workers = Form(2);
   for (int i = 0; i < 4; ++i) {
+    Beat(workers[1]);
     v1::Beat beat;
     v1::WorkerBeat* one = beat.add_workers();
     one->set_job_id("j");
@@ -1412,9 +1446,241 @@ TEST_F(CoreTest, Pause_OfTheCoordinator_GrantsAFullLease) {
   bench_.Collect();
   EXPECT_EQ(bench_.core_->stats().workers_lost, 0u);
   bench_.Advance(absl::Seconds(5));
+  Beat(workers[0]);
   EXPECT_EQ(bench_.core_->stats().workers_lost, 0u);
   bench_.Advance(absl::Seconds(2));
   EXPECT_EQ(bench_.core_->stats().workers_lost, 1u);
+}
+
+// What the agent of `host` says of those workers.
+v1::Beat BeatOf(const std::vector<Worker>& workers, const std::string& host) {
+  v1::Beat beat;
+  for (const Worker& worker : workers) {
+    if (worker.host != host) continue;
+    v1::WorkerBeat* one = beat.add_workers();
+    one->set_job_id("j");
+    one->set_worker_id(worker.id);
+    one->set_incarnation(worker.incarnation);
+  }
+  return beat;
+}
+
+class CutTest : public CoreTest {
+ protected:
+  // One worker on each of so many hosts, each with its agent.
+  void FormWithAgents(int hosts) {
+    workers_ = Form(hosts, true, hosts);
+    for (int i = 0; i < hosts; ++i) Attach(i);
+  }
+  void Attach(int host) {
+    bench_.core_->AttachAgent(absl::StrCat("node-h", host), v1::Hello(), bench_.now_, &bench_.out_);
+    bench_.Collect();
+  }
+  void AgentBeats(int host, bool with_workers = true) {
+    const std::string name = absl::StrCat("h", host);
+    bench_.core_->HandleBeat("node-" + name, with_workers ? BeatOf(workers_, name) : v1::Beat(),
+                             bench_.now_, &bench_.out_);
+    bench_.Collect();
+  }
+  // Seconds in which only these hosts are heard, each twice in a lease or more.
+  void Pass(int seconds, const std::vector<int>& heard) {
+    for (int i = 0; i < seconds; ++i) {
+      bench_.Advance(absl::Seconds(1));
+      for (const int host : heard) AgentBeats(host);
+    }
+  }
+  v1::JobStatus Job() {
+    v1::StatusReply status;
+    bench_.core_->FillStatus(&status);
+    return status.jobs_size() == 1 ? status.jobs(0) : v1::JobStatus();
+  }
+  uint64_t lost() const { return bench_.core_->stats().workers_lost; }
+
+  std::vector<Worker> workers_;
+};
+
+TEST_F(CutTest, NobodyIsHeard_TheGenerationIsThereWhenTheyAreBack) {
+  FormWithAgents(3);
+  const CallId a = Arrive(workers_[0], "b", 0, absl::Minutes(10));
+  Pass(4, {0, 1, 2});
+  bench_.Advance(absl::Seconds(1.9));
+  AgentBeats(2);  // each beats in its own time
+  Pass(80, {});
+  EXPECT_EQ(lost(), 0u);
+  EXPECT_EQ(Job().rendezvous_state(), "SEALED");
+  EXPECT_EQ(Job().silent(), 3);
+  EXPECT_EQ(Job().silent_for().seconds(), 80);
+  EXPECT_THAT(Job().silent_why(), HasSubstr("nobody of its generation is heard"));
+  EXPECT_THAT(bench_.notices_,
+              ::testing::Contains(HasSubstr("generation 1 goes on if they are back within 1m30s")));
+  AgentBeats(1);  // the others reconnect a little later
+  Pass(4, {1});
+  AgentBeats(0);
+  AgentBeats(2);
+  Pass(10, {0, 1, 2});
+  EXPECT_EQ(lost(), 0u);
+  EXPECT_EQ(Job().silent(), 0);
+  EXPECT_THAT(bench_.notices_, ::testing::Contains(HasSubstr("all workers are heard again")));
+  const CallId b = Arrive(workers_[1], "b", 0, absl::Minutes(10));
+  const CallId c = Arrive(workers_[2], "b", 0, absl::Minutes(10));
+  for (const CallId call : {a, b, c}) EXPECT_TRUE(bench_.Result(call).has_arrive());
+}
+
+TEST_F(CutTest, NobodyIsHeardForLongerThanTheTolerance_EndsTheGeneration) {
+  FormWithAgents(2);
+  Pass(95, {});
+  EXPECT_EQ(lost(), 0u);
+  Pass(3, {});
+  EXPECT_EQ(lost(), 1u);
+  EXPECT_EQ(Job().rendezvous_state(), "ENDED");
+  EXPECT_THAT(bench_.notices_,
+              ::testing::Contains(HasSubstr("the outage_tolerance of 1m30s is over too")));
+}
+
+TEST_F(CutTest, ToleranceOfTheJob_CountsInsteadOfTheDefault) {
+  spec_ = Spec(1, 1);
+  *spec_.mutable_outage_tolerance() = ToProto(absl::Seconds(4));
+  workers_ = {{"w0", 100, "h0"}};
+  JoinAll(&workers_);
+  Pass(9, {});
+  EXPECT_EQ(lost(), 0u);
+  Pass(3, {});
+  EXPECT_EQ(lost(), 1u);
+}
+
+TEST_F(CutTest, WorkersWithOtherTolerances_AreOfTheSameJob) {
+  workers_ = {{"w0", 100, "h0"}, {"w1", 101, "h1"}};
+  spec_ = Spec(2, 2);
+  const CallId a = bench_.Do(JoinOp(workers_[0], spec_));
+  *spec_.mutable_outage_tolerance() = ToProto(absl::Seconds(4));
+  const CallId b = bench_.Do(JoinOp(workers_[1], spec_));
+  EXPECT_TRUE(bench_.Result(a).has_join());
+  EXPECT_TRUE(bench_.Result(b).has_join());
+}
+
+TEST_F(CutTest, OneMachineIsSilent_IsLostAfterTheLease) {
+  FormWithAgents(2);
+  Pass(7, {0});
+  EXPECT_EQ(lost(), 1u);
+}
+
+TEST_F(CutTest, OneDoesNotComeBackFromTheCut_IsLostALeaseAfterTheOthersReturn) {
+  FormWithAgents(3);
+  Pass(30, {});
+  EXPECT_EQ(lost(), 0u);
+  Pass(5, {0, 1});
+  EXPECT_EQ(lost(), 0u);
+  Pass(3, {0, 1});
+  EXPECT_EQ(lost(), 1u);
+}
+
+TEST_F(CutTest, AgentThatNoLongerListsItsOnlyWorker_IsNoCut) {
+  FormWithAgents(1);
+  for (int i = 0; i < 8; ++i) {
+    bench_.Advance(absl::Seconds(1));
+    AgentBeats(0, /*with_workers=*/false);
+  }
+  EXPECT_EQ(lost(), 1u);
+}
+
+TEST_F(CutTest, SomebodyJoinsMeanwhile_EndsTheGenerationForIt) {
+  FormWithAgents(1);
+  Pass(20, {});
+  EXPECT_EQ(lost(), 0u);
+  bench_.Do(JoinOp({"other", 900, "h9"}, spec_));
+  bench_.Advance(absl::Milliseconds(10));
+  EXPECT_EQ(lost(), 1u);
+}
+
+TEST_F(CutTest, NameIsNeededMeanwhile_IsFreeAfterTheLease) {
+  for (const bool remove : {true, false}) {
+    SCOPED_TRACE(remove);
+    FormWithAgents(2);
+    Pass(4, {});
+    v1::Op op = JoinOp({"other", 900, "h9"}, Spec(1, 1));
+    if (remove) op = v1::Op();
+    if (remove) op.mutable_remove_job()->mutable_fence()->set_job_id("j");
+    EXPECT_TRUE(bench_.Result(bench_.Do(op)).has_error());
+    Pass(8, {});
+    EXPECT_EQ(Job().silent(), 2);
+    const CallId call = bench_.Do(op);
+    EXPECT_FALSE(bench_.Result(call).has_error()) << bench_.Error(call).ShortDebugString();
+    EXPECT_EQ(Job().world_size(), remove ? 0 : 1);
+  }
+}
+
+TEST_F(CutTest, MostAgentsFallSilentAtOnce_AreWaitedFor) {
+  FormWithAgents(5);
+  Pass(4, {0, 1, 2, 3, 4});
+  Pass(40, {0, 1});
+  EXPECT_EQ(lost(), 0u);
+  EXPECT_EQ(Job().silent(), 3);
+  EXPECT_THAT(Job().silent_why(), HasSubstr("3 of 5 agents fell silent at once"));
+  Pass(10, {0, 1, 2, 3, 4});
+  EXPECT_EQ(lost(), 0u);
+  EXPECT_EQ(Job().silent(), 0);
+}
+
+TEST_F(CutTest, AgentThatReconnects_IsNotTakenAtItsWordBeforeItsFirstBeat) {
+  FormWithAgents(2);
+  Pass(30, {});
+  Attach(0);
+  Attach(1);
+  bench_.Advance(absl::Seconds(1));
+  EXPECT_EQ(lost(), 0u);
+}
+
+class CatchUpTest : public CutTest {
+ protected:
+  CatchUpTest() {
+    CoreOptions options;
+    options.catches_up = true;
+    bench_ = Bench(options);
+  }
+};
+
+TEST_F(CatchUpTest, LeaseThatEnded_RunsOutOnlyWhenAllThatCameIsRead) {
+  FormWithAgents(2);
+  Pass(4, {0, 1});
+  Pass(7, {0});  // the beats of the other are there, but unread
+  EXPECT_TRUE(bench_.asked_to_catch_up_);
+  EXPECT_EQ(lost(), 0u);
+  AgentBeats(1);
+  bench_.core_->CaughtUp(bench_.now_, bench_.now_, &bench_.out_);
+  Pass(3, {0});
+  EXPECT_EQ(lost(), 0u);
+}
+
+TEST_F(CatchUpTest, NothingCameThatWasUnread_IsLost) {
+  FormWithAgents(2);
+  Pass(6, {0});
+  bench_.Advance(absl::Milliseconds(10));
+  EXPECT_EQ(lost(), 0u);
+  bench_.core_->CaughtUp(bench_.now_, bench_.now_, &bench_.out_);
+  bench_.Collect();
+  bench_.Advance(absl::Milliseconds(1));
+  EXPECT_EQ(lost(), 1u);
+}
+
+TEST_F(CatchUpTest, CoordinatorThatNeverCatchesUp_StillFindsTheDead) {
+  FormWithAgents(2);
+  Pass(95, {0});
+  EXPECT_EQ(lost(), 0u);
+  Pass(6, {0});
+  EXPECT_EQ(lost(), 1u);
+  EXPECT_THAT(bench_.notices_, ::testing::Contains(HasSubstr("has not caught up")));
+}
+
+TEST_F(CutTest, RestartedCoordinatorThatHearsNobody_WaitsForThem) {
+  FormWithAgents(2);
+  bench_.Restart();
+  Pass(80, {});
+  EXPECT_EQ(lost(), 0u);
+  Attach(0);
+  Attach(1);
+  Pass(10, {0, 1});
+  EXPECT_EQ(lost(), 0u);
+  EXPECT_EQ(Job().rendezvous_state(), "SEALED");
 }
 
 TEST_F(CoreTest, Pause_OfTheCoordinator_LetsQueuedArrivalsInBeforeDeadlines) {
@@ -2079,6 +2345,31 @@ TEST_F(CoreTest, Job_ThatIsOver_GivesItsNameToAnotherSizeAtOnce) {
   }
 }
 
+TEST_F(CoreTest, Job_ThatIsOver_IsReplacedInOneRecord) {
+  std::vector<Worker> old = Form(2);
+  Exit(old[0], 0);
+  Exit(old[1], 0);
+  const size_t records = bench_.journal_.size();
+  spec_ = Spec(3, 3);
+  bench_.Do(JoinOp({"w0", 500, "h0"}, spec_));
+  ASSERT_EQ(bench_.journal_.size(), records + 1);
+  v1::JournalRecord record;
+  ASSERT_TRUE(record.ParseFromString(bench_.journal_.back().payload));
+  bool removed = false, created = false;
+  for (const v1::JournalChange& change : record.changes()) {
+    removed = removed || change.has_job_removed();
+    created = created || (removed && change.has_job_created());
+  }
+  EXPECT_TRUE(removed && created) << record.ShortDebugString();
+  // Killed before that record is on disk: the former job is there, with its numbers.
+  bench_.journal_.pop_back();
+  bench_.Restart();
+  v1::StatusReply status;
+  bench_.core_->FillStatus(&status);
+  ASSERT_EQ(status.jobs_size(), 1);
+  EXPECT_EQ(status.jobs(0).generation(), 1u);
+}
+
 TEST_F(CoreTest, Job_ThatIsOver_BeforeItsSuccessorSeals_KeepsItsNumbersOverARestart) {
   std::vector<Worker> old = Form(2);
   Exit(old[0], 0);
@@ -2169,6 +2460,78 @@ TEST_F(CoreTest, Trigger_OnAJobThatIsOver_IsRefused) {
   EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_JOB_ENDED);
   EXPECT_EQ(bench_.Error(call).code(), static_cast<int>(absl::StatusCode::kFailedPrecondition));
   EXPECT_THAT(bench_.Error(call).message(), HasSubstr("\"stop\""));
+}
+
+class BetweenAttemptsTest : public CoreTest {
+ protected:
+  // All workers have ended, one of them badly, and their agent may start them again.
+  void FailAnAttempt() {
+    workers_ = Form(2);
+    bench_.core_->AttachAgent("node-h0", v1::Hello(), bench_.now_, &bench_.out_);
+    bench_.Collect();
+    Exit(workers_[0], 1, 0, /*may_restart=*/true);
+    Exit(workers_[1], 0, 0, /*may_restart=*/true);
+  }
+  static v1::Op Raise() {
+    v1::Op raise;
+    raise.mutable_raise_trigger()->mutable_fence()->set_job_id("j");
+    raise.mutable_raise_trigger()->set_name("stop");
+    return raise;
+  }
+  static v1::Op Remove() {
+    v1::Op remove;
+    remove.mutable_remove_job()->mutable_fence()->set_job_id("j");
+    return remove;
+  }
+  std::vector<Worker> workers_;
+};
+
+TEST_F(BetweenAttemptsTest, Trigger_ReachesTheNextAttempt) {
+  FailAnAttempt();
+  EXPECT_TRUE(bench_.Result(bench_.Do(Raise())).has_raise_trigger());
+  workers_ = {{"w0", 200, "h0"}, {"w1", 201, "h0"}};
+  JoinAll(&workers_);
+  v1::Op poll;
+  workers_[0].FillFence(poll.mutable_poll_triggers()->mutable_fence());
+  poll.mutable_poll_triggers()->set_rank(workers_[0].rank);
+  const CallId call = bench_.Do(poll);
+  ASSERT_EQ(bench_.Result(call).poll_triggers().triggers_size(), 1);
+  EXPECT_EQ(bench_.Result(call).poll_triggers().triggers(0).name(), "stop");
+}
+
+TEST_F(BetweenAttemptsTest, RemoveAndAnotherSize_AreRefusedAndNameTheAgent) {
+  FailAnAttempt();
+  CallId call = bench_.Do(Remove());
+  EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_JOB_RUNS);
+  EXPECT_THAT(bench_.Error(call).message(),
+              HasSubstr("is being started again by agent \"node-h0\" on host \"h0\""));
+  call = bench_.Do(JoinOp({"x", 9}, Spec(3, 3)));
+  EXPECT_EQ(bench_.Error(call).detail().field(), "spec");
+  EXPECT_THAT(bench_.Error(call).message(), HasSubstr("started again by agent \"node-h0\""));
+}
+
+TEST_F(BetweenAttemptsTest, AgentThatGivesUp_LeavesAJobThatIsOver) {
+  FailAnAttempt();
+  bench_.core_->DetachAgent("node-h0", bench_.now_, &bench_.out_);
+  bench_.Collect();
+  EXPECT_EQ(bench_.Reason(bench_.Do(Raise())), v1::ERROR_REASON_JOB_ENDED);
+  EXPECT_TRUE(bench_.Result(bench_.Do(Remove())).has_remove_job());
+}
+
+TEST_F(BetweenAttemptsTest, RestartedCoordinator_GivesTheAgentALeaseToComeBack) {
+  FailAnAttempt();
+  bench_.Restart(/*snapshot=*/true);
+  EXPECT_EQ(bench_.Reason(bench_.Do(Remove())), v1::ERROR_REASON_JOB_RUNS);
+  bench_.Advance(absl::Seconds(7));
+  EXPECT_TRUE(bench_.Result(bench_.Do(Remove())).has_remove_job());
+}
+
+TEST_F(BetweenAttemptsTest, RunThatSucceeded_IsOverAtOnce) {
+  workers_ = Form(2);
+  bench_.core_->AttachAgent("node-h0", v1::Hello(), bench_.now_, &bench_.out_);
+  bench_.Collect();
+  for (const Worker& worker : workers_) Exit(worker, 0, 0, /*may_restart=*/true);
+  EXPECT_TRUE(bench_.Result(bench_.Do(Remove())).has_remove_job());
 }
 
 TEST_F(CoreTest, Trigger_OfARunThatIsDone_IsNotPassedOn) {

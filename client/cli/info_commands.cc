@@ -536,6 +536,11 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
                       " for another ", DurationText(host.left(), 0),
                       host.reason().empty() ? "" : ": ", host.reason(), "\n");
     }
+    if (job.silent() > 0) {
+      absl::StrAppend(&table, "  ", job.silent(), job.silent() == 1 ? " worker" : " workers",
+                      " silent for ", DurationText(job.silent_for(), 0),
+                      ", not given up yet: ", job.silent_why(), "\n");
+    }
     ordered_json barriers = ordered_json::array();
     v1::ListBarriersReply open;
     status = ListBarriers(channel, job.job_id(), /*only_open=*/true, timeout, &open);
@@ -554,6 +559,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
                     {"state", job.rendezvous_state()},
                     {"world_size", job.world_size()},
                     {"waiting", job.waiting()},
+                    {"silent", job.silent()},
                     {"min_step", job.min_step()},
                     {"max_step", job.max_step()},
                     {"workers", rows},

@@ -178,6 +178,7 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   options.join_timeout = config.join_timeout;
   options.outage_tolerance = config.outage_tolerance;
   options.hub_listen = config.hub_listen;
+  options.lease = config.lease;
   options.log_limits = {.max_bytes = int64_t{config.log_max_mib} << 20, .files = config.log_files};
   options.show_output = config.log_dir.empty() || config.tee;
   options.prefix = config.prefix.value_or(isatty(STDOUT_FILENO) != 0);

@@ -312,6 +312,12 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .value_name = "IP:PORT",
        .help = "Where this machine's agent offers to speak for others at the coordinator, if there "
                "are so many that not all may do so by themselves; port 0 takes a free one"},
+      {.name = "lease",
+       .variable = "MUSTER_LEASE",
+       .type = Type::kDuration,
+       .fallback = absl::StrCat(absl::ToInt64Seconds(kDefaultLease), "s"),
+       .value_name = "TIME",
+       .help = "After what silence a machine or worker counts as lost while others are heard"},
       {.name = "debug",
        .variable = "MUSTER_DEBUG",
        .type = Type::kBool,
@@ -513,6 +519,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
   config.join_timeout = values.Duration("join_timeout");
   config.outage_tolerance = values.Duration("outage_tolerance");
   config.hub_listen = values.Text("hub_listen");
+  config.lease = values.Duration("lease");
   config.tls_ca = values.Text("tls_ca");
   config.tls_cert = values.Text("tls_cert");
   config.tls_key = values.Text("tls_key");
@@ -575,6 +582,11 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
     return absl::InvalidArgumentError(absl::StrCat(
         "num_machines: ", config.num_machines, " (from ", values.Get("num_machines").source,
         ") needs --coordinator IP:PORT, an address of machine 0 that all machines reach"));
+  }
+  if (config.lease < kShortestLease) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "lease: ", values.Text("lease"), " (from ", values.Get("lease").source, ") is too short: ",
+        "give at least ", absl::FormatDuration(kShortestLease), ", agents beat every 2 s"));
   }
   if (config.tee && config.log_dir.empty()) {
     return absl::InvalidArgumentError(

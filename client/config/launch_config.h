@@ -101,6 +101,7 @@ struct LaunchConfig {
   absl::Duration join_timeout;
   absl::Duration outage_tolerance;
   std::string hub_listen;  // empty: the agent is no hub
+  absl::Duration lease;
   std::string tls_ca;
   std::string tls_cert;
   std::string tls_key;

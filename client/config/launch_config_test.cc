@@ -76,9 +76,12 @@ TEST(ResolveLaunch, OutageTolerance_DefaultIsTheOneOfAgentsAndWorkers) {
   const auto config = ResolveLaunch({}, {});
   ASSERT_TRUE(config.ok()) << config.status();
   EXPECT_EQ(config->outage_tolerance, kDefaultOutageTolerance);
+  EXPECT_EQ(config->lease, kDefaultLease);
 }
 
 TEST(ResolveLaunch, BadValues_NameTheSettingItsSourceAndTheWayOut) {
+  EXPECT_THAT(ErrorOf({{"lease", "3s"}}),
+              HasSubstr("lease: 3s (from --lease) is too short: give at least 4s"));
   EXPECT_EQ(ErrorOf({{"num_processes", "0"}}),
             "num_processes: 0 (from --num_processes) is not allowed: it must be a whole number of "
             "at least 1");

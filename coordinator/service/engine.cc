@@ -39,8 +39,6 @@ constexpr size_t kWritesAtATime = 8;
 constexpr int kRounds = 64;
 // What the core keeps of a key that is waited for, beside its bytes.
 constexpr size_t kBytesOfKey = 128;
-// Calls of so many bytes may be held until twice as many bytes are.
-constexpr size_t kSmallCall = 2048;
 
 std::shared_ptr<const Answer> ErrorAnswer(absl::StatusCode code, absl::string_view message,
                                           v1::ErrorReason reason, bool retryable) {
@@ -110,12 +108,6 @@ void FailAtReply(const Answer& answer) {
     default:
       break;
   }
-}
-
-// Whether its answer may wait for somebody else's operation.
-bool MayBeHeld(const v1::Op& op) {
-  return op.has_join() || op.has_arrive() || op.has_arrive_many() || op.has_wait() ||
-         op.has_agree_alive();
 }
 
 bool OnlyReads(const v1::Op& op) {
@@ -291,6 +283,7 @@ Engine::Engine(const Options& options, std::unique_ptr<Journal> journal)
       core_([this] {
         CoreOptions core = options_.core;
         core.cluster_id = journal_->cluster_id();
+        core.catches_up = true;
         return core;
       }()) {}
 
@@ -559,6 +552,15 @@ void Engine::Drain() {
       MUSTER_LOG(Info) << job << notice.text;
     }
   }
+  if (out_.catch_up && !catching_up_ && !stopped_) {
+    catching_up_ = true;
+    const absl::Time asked = options_.clock->Now();
+    if (on_catch_up_) {
+      on_catch_up_(asked);
+    } else {
+      CaughtUp(asked);
+    }
+  }
   const bool deposed = out_.deposed;
   const std::string deposed_why = std::move(out_.deposed_why);
   out_.Clear();
@@ -761,6 +763,15 @@ void Engine::RunWriter() {
   }
 }
 
+bool Engine::MayBeHeld(const v1::Op& op) {
+  return op.has_join() || op.has_arrive() || op.has_arrive_many() || op.has_wait() ||
+         op.has_agree_alive();
+}
+
+size_t Engine::HeldBytes(const v1::Op& op, size_t bytes) {
+  return bytes + (op.has_wait() ? kBytesOfKey * static_cast<size_t>(op.wait().keys_size()) : 0);
+}
+
 void Engine::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes,
                   std::shared_ptr<CallSink> sink) {
   if (queued_bytes_.fetch_add(bytes) + bytes > options_.limits.queued_bytes) {
@@ -807,7 +818,7 @@ void Engine::DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCal
   call.kind = op.kind_case();
   call.changes = MayChange(op);
   call.begun = now;
-  if (op.has_wait()) call.bytes += kBytesOfKey * static_cast<size_t>(op.wait().keys_size());
+  call.bytes = HeldBytes(op, call.bytes);
   held_bytes_[call.session != nullptr ? 1 : 0].fetch_add(call.bytes, std::memory_order_relaxed);
   if (call.session != nullptr) {
     call.session->calls.insert(id);
@@ -1192,6 +1203,15 @@ void Engine::SnapshotDone(const absl::Status& status) {
   snapshot_not_before_ = status.ok() ? 0
                                      : journal_->records_since_snapshot() +
                                            std::max<uint64_t>(1, options_.snapshot_records / 8);
+}
+
+void Engine::CaughtUp(absl::Time asked) {
+  Post(
+      [this, asked] {
+        catching_up_ = false;
+        if (!stopped_) core_.CaughtUp(asked, options_.clock->Now(), &out_);
+      },
+      By::kThread);
 }
 
 void Engine::WithCore(absl::AnyInvocable<void(Core*)> task) {

@@ -117,6 +117,13 @@ class Engine {
   // queued to the journal. Blocks. Repeatable. Calls that come later are answered the same way.
   void Stop();
 
+  // Whether the answer of `op` may wait for somebody else's operation, and what is counted of it
+  // meanwhile if its message has `bytes`.
+  static bool MayBeHeld(const v1::Op& op);
+  static size_t HeldBytes(const v1::Op& op, size_t bytes);
+  // Calls of so many bytes may be held until twice as many bytes are as limits say.
+  static constexpr size_t kSmallCall = 2048;
+
   CallId NewCallId() { return next_call_.fetch_add(1, std::memory_order_relaxed); }
   // `sink` is let go of once it was answered. `bytes` is the size of the request.
   void Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, std::shared_ptr<CallSink> sink);
@@ -138,6 +145,8 @@ class Engine {
   // JOURNAL_FAILED, STOPPING, or OVERLOADED (one is being written); those of
   // Journal::WriteSnapshot.
   void Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done);
+  // All that had come to this process at `asked` has been handed over: see set_on_catch_up.
+  void CaughtUp(absl::Time asked);
   // Runs `task` with the core, in turn with all other events. After Stop, or when stopping, it is
   // run with nullptr.
   void WithCore(absl::AnyInvocable<void(Core*)> task);
@@ -148,6 +157,14 @@ class Engine {
   // Set before Start.
   void set_on_journal_health(std::function<void(const absl::Status&)> callback) {
     on_journal_health_ = std::move(callback);
+  }
+
+  // Called when a lease has run out, before anybody is given up, so that what the worker has sent
+  // is not left unread: read what has come, hand it over, then call CaughtUp(asked). At most one
+  // such call is under way. By whoever applies; must not block. Without it what is queued here
+  // counts as all that has come. Set before Start.
+  void set_on_catch_up(std::function<void(absl::Time asked)> callback) {
+    on_catch_up_ = std::move(callback);
   }
 
   // For the metrics page.
@@ -259,6 +276,7 @@ class Engine {
   const std::unique_ptr<Journal> journal_;
   std::function<void()> on_deposed_;
   std::function<void(const absl::Status&)> on_journal_health_;
+  std::function<void(absl::Time)> on_catch_up_;
   std::shared_ptr<const Answer> journal_failed_;
   std::shared_ptr<const Answer> stopping_answer_;
   std::shared_ptr<const Answer> cancelled_;
@@ -273,6 +291,7 @@ class Engine {
   Output out_;
   uint64_t durable_revision_ = 0;
   absl::Status journal_status_;
+  bool catching_up_ = false;
   bool snapshot_running_ = false;
   bool snapshot_of_core_ = false;  // the next one is taken from core_: the journal has damage
   absl::Time snapshot_begun_ = absl::InfinitePast();

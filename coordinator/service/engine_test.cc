@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/fake_clock.h"
 #include "base/mutex.h"
 #include "coordinator/journal/memory_journal.h"
 #include "gmock/gmock.h"
@@ -277,6 +278,82 @@ TEST_F(EngineTest, TooManyCalls_AreRefused) {
   Call(Put("k", "v"), &fourth);
   EXPECT_TRUE(fourth.answer->Parse().has_txn());
   EXPECT_TRUE(held[1].answer->Parse().has_wait());
+}
+
+// A coordinator that has no time to read: a beat that has come counts, however late its turn is.
+class BehindTest : public EngineTest {
+ protected:
+  void SetUp() override {
+    engine_ = std::make_unique<Engine>(Engine::Options{.core = {}, .limits = {}, .clock = &clock_},
+                                       std::make_unique<MemoryJournal>());
+    engine_->set_on_catch_up([this](absl::Time asked) { asked_.push_back(asked); });
+    ASSERT_TRUE(engine_->Start().ok());
+    link_ = Attach();
+    for (const char* worker : {"w0", "w1"}) {
+      v1::Op op = JoinAlone();
+      v1::JoinRequest& join = *op.mutable_join();
+      join.mutable_fence()->set_worker_id(worker);
+      join.mutable_spec()->set_min_workers(2);
+      join.mutable_spec()->set_max_workers(2);
+      join.mutable_spec()->mutable_lease()->set_seconds(6);
+      Send(link_, op, ++ops_);
+    }
+    link_->WriteAll();
+    ASSERT_TRUE(link_->Result(2).has_join());
+  }
+  void Beat(const std::vector<std::string>& workers) {
+    auto frame = std::make_unique<v1::AgentFrame>();
+    for (const std::string& worker : workers) {
+      v1::WorkerBeat& beat = *frame->mutable_beat()->add_workers();
+      beat.set_job_id("j");
+      beat.set_worker_id(worker);
+      beat.set_incarnation(1);
+    }
+    engine_->AgentFrame(link_, std::move(frame));
+    link_->WriteAll();
+  }
+  // In turn with all other events.
+  uint64_t Lost() {
+    uint64_t lost = 0;
+    for (int turn = 0; turn < 2; ++turn) {
+      Notification done;
+      engine_->WithCore([&](Core* core) {
+        lost = core->stats().workers_lost;
+        done.Notify();
+      });
+      done.WaitForNotification();
+    }
+    return lost;
+  }
+  // Time in which w0 alone is read of.
+  void Pass(int seconds) {
+    for (int i = 0; i < seconds; ++i) {
+      clock_.Advance(absl::Seconds(1));
+      Beat({"w0"});
+    }
+    EXPECT_EQ(Lost(), 0u);
+  }
+
+  FakeClock clock_;
+  std::shared_ptr<FakeLink> link_;
+  uint64_t ops_ = 0;
+  std::vector<absl::Time> asked_;  // by whoever applies, which nobody does between events
+};
+
+TEST_F(BehindTest, BeatThatWasNotReadYet_KeepsItsWorker) {
+  Pass(7);
+  ASSERT_EQ(asked_.size(), 1u);
+  clock_.Advance(absl::Seconds(1));
+  Beat({"w0", "w1"});  // it had come in time
+  engine_->CaughtUp(asked_[0]);
+  EXPECT_EQ(Lost(), 0u);
+}
+
+TEST_F(BehindTest, NothingWasUnread_WorkerIsLost) {
+  Pass(7);
+  ASSERT_EQ(asked_.size(), 1u);
+  engine_->CaughtUp(asked_[0]);
+  EXPECT_EQ(Lost(), 1u);
 }
 
 TEST_F(EngineTest, CallsThatHoldTooManyBytes_AreRefusedUntilSomeAreAnswered) {

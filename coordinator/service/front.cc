@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "coordinator/service/agent_link.h"
@@ -35,6 +36,9 @@ constexpr size_t kSilentEvents = 1024;
 // After an event that came this soon, the next one is looked for awhile before the thread sleeps.
 constexpr absl::Duration kSoon = absl::Microseconds(150);
 constexpr absl::Duration kAwhile = absl::Microseconds(100);
+// After so many looks that found nothing, everything that had come has been seen: one look may deal
+// with a part of a message of one connection only.
+constexpr int kEmptyLooks = 64;
 // The front whose queue this thread serves.
 thread_local const void* serving_queue_of = nullptr;
 constexpr uintptr_t kEventMask = 7;
@@ -117,6 +121,13 @@ class alignas(16) Front::GrpcCall final : public RpcCall {
   const std::multimap<grpc::string_ref, grpc::string_ref>& metadata() const override {
     return context_.client_metadata();
   }
+  std::string peer() const override { return context_.peer(); }
+  std::string identity() const override {
+    const std::shared_ptr<const grpc::AuthContext> auth = context_.auth_context();
+    if (auth == nullptr || !auth->IsPeerAuthenticated()) return "";
+    const std::vector<grpc::string_ref> names = auth->GetPeerIdentity();
+    return names.empty() ? "" : std::string(names[0].data(), names[0].size());
+  }
 
   void Request(grpc::AsyncGenericService& service, grpc::ServerCompletionQueue* queue) {
     context_.AsyncNotifyWhenDone(Tag(RpcEvent::kGone));
@@ -178,6 +189,8 @@ class Front::Handler : public RpcHandler {
     MutexLock lock(&mu_);
     return done_;
   }
+  // Valid while an event of it is being handled.
+  RpcCall* rpc() { return rpc_; }
   bool StartWrite(const grpc::ByteBuffer& bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     if (done_) return false;
     ++rpc_->in_flight_;
@@ -271,6 +284,13 @@ class Front::UnaryCall final : public Handler,
       return;
     }
     bytes.Clear();
+    if (Engine::MayBeHeld(*op)) {
+      const absl::Status allowed = front_.TakeBytes(rpc(), Engine::HeldBytes(*op, size));
+      if (!allowed.ok()) {
+        Finish(allowed);
+        return;
+      }
+    }
     calling_ = true;
     front_.engine_.Call(id_, std::move(op), size, shared_from_this());
   }
@@ -678,6 +698,10 @@ void Front::Register(grpc::ServerBuilder& builder) {
 
 void Front::Serve() {
   for (int i = 0; i < kAcceptors; ++i) Accept();
+  {
+    MutexLock lock(&mu_);
+    running_ = true;
+  }
   thread_ = std::thread([this] { Run(); });
 }
 
@@ -688,6 +712,7 @@ void Front::Shutdown() {
     while (open_ > 0) ended_.Wait(&mu_);
     if (stopping_) return;
     stopping_ = true;
+    running_ = false;
     queue_->Shutdown();
   }
   if (thread_.joinable()) {
@@ -710,6 +735,41 @@ void Front::Adopt(std::unique_ptr<RpcCall> rpc) {
     ++open_;
   }
   Begin(rpc.release());
+}
+
+void Front::CatchUp(absl::Time asked) {
+  {
+    MutexLock lock(&mu_);
+    if (running_) {
+      ++open_;
+      catch_up_asked_ = asked;
+      catch_up_alarm_.Set(queue_.get(), gpr_now(GPR_CLOCK_MONOTONIC), &catch_up_alarm_);
+      return;
+    }
+  }
+  engine_.CaughtUp(asked);
+}
+
+template <typename OnEvent>
+bool Front::LookFurther(const OnEvent& handle) {
+  void* tag;
+  bool ok;
+  switch (queue_->AsyncNext(&tag, &ok, std::chrono::system_clock::time_point())) {
+    case grpc::CompletionQueue::GOT_EVENT:
+      empty_looks_ = 0;
+      handle(tag, ok);
+      break;
+    case grpc::CompletionQueue::TIMEOUT:
+      ReadOn();
+      if (++empty_looks_ < kEmptyLooks) break;
+      engine_.CaughtUp(*catching_up_);
+      catching_up_.reset();
+      Closed();
+      break;
+    case grpc::CompletionQueue::SHUTDOWN:
+      return false;
+  }
+  return true;
 }
 
 bool Front::Next(void** tag, bool* ok) {
@@ -764,6 +824,10 @@ void Front::Heard(RpcCall* rpc) {
   if (!std::exchange(rpc->is_silent_, false)) return;
   silent_.erase(rpc->silent_);
   silent_health_ -= rpc->is_health_ ? 1 : 0;
+  if (rpc->caller_ != nullptr) {
+    --rpc->caller_->silent;
+    --rpc->caller_->user->silent;
+  }
   silent_count_.store(silent_.size(), std::memory_order_relaxed);
 }
 
@@ -771,7 +835,13 @@ void Front::Run() {
   serving_queue_of = this;
   void* tag;
   bool ok;
-  const auto handle = [&] {
+  const auto handle = [&](void* tag, bool ok) {
+    if (tag == &catch_up_alarm_) {
+      MutexLock lock(&mu_);
+      catching_up_ = catch_up_asked_;
+      empty_looks_ = 0;
+      return;
+    }
     if (++events_since_silent_ >= kSilentEvents) {  // where no time is left to wait
       events_since_silent_ = 0;
       EndSilent(absl::Now());
@@ -781,15 +851,19 @@ void Front::Run() {
            static_cast<RpcEvent>(bits & kEventMask), ok);
   };
   while (true) {
+    if (catching_up_.has_value()) {
+      if (!LookFurther(handle)) return;
+      continue;
+    }
     if (put_off_.empty()) {
       if (!Next(&tag, &ok)) return;
-      handle();
+      handle(tag, ok);
       events_since_put_off_ = 0;
       continue;
     }
     switch (queue_->AsyncNext(&tag, &ok, std::chrono::system_clock::time_point())) {
       case grpc::CompletionQueue::GOT_EVENT:
-        handle();
+        handle(tag, ok);
         if (++events_since_put_off_ > kPutOffEvents + 2 * put_off_.size() ||
             put_off_.size() > kPutOffReads) {
           ReadOn();
@@ -836,6 +910,11 @@ void Front::Begin(RpcCall* rpc) {
                v1::ERROR_REASON_OVERLOADED, /*retryable=*/true));
     return;
   }
+  rpc->is_stream_ = absl::string_view(method->type) != "unary";
+  if (const absl::Status allowed = health ? absl::OkStatus() : TakeShare(rpc); !allowed.ok()) {
+    Refuse(rpc, metrics, allowed);
+    return;
+  }
   const std::shared_ptr<Handler> handler = method->handle(*this, rpc, *method, metrics);
   rpc->handler_ = handler;
   rpc->begun_ = absl::Now();
@@ -851,6 +930,90 @@ absl::Status Front::CheckCaller(const RpcCall& rpc, const Method* method) const 
   // Those who watch over the process, such as a load balancer, hold no token.
   if (token_.empty() || (method != nullptr && method->service == kHealth)) return absl::OkStatus();
   return rpc::CheckToken(rpc.metadata(), token_);
+}
+
+CallerShare* Front::FindCaller(const RpcCall& rpc) {
+  const std::string peer = rpc.peer();
+  if (peer.empty() || absl::StartsWith(peer, "unix")) return nullptr;
+  std::unique_ptr<CallerShare>& connection = connections_[peer];
+  if (connection == nullptr) {
+    std::string name = rpc.identity();
+    if (name.empty()) name = peer.substr(0, peer.rfind(':'));
+    std::unique_ptr<CallerShare>& user = users_[name];
+    if (user == nullptr) user = std::make_unique<CallerShare>(CallerShare{.name = name});
+    connection = std::make_unique<CallerShare>(CallerShare{.name = peer, .user = user.get()});
+  }
+  return connection.get();
+}
+
+absl::Status Front::BeyondQuota(const CallerShare& caller, absl::string_view what, size_t most) {
+  const bool user = caller.user == nullptr;
+  quota_refused_[user ? 1 : 0].fetch_add(1, std::memory_order_relaxed);
+  refused_.fetch_add(1, std::memory_order_relaxed);
+  return rpc::ErrorWithReason(
+      absl::StatusCode::kUnavailable,
+      absl::StrCat(user ? "user " : "connection ", caller.name, " is at its quota of ", most, " ",
+                   what, ": nothing was done; end some, or try again later"),
+      v1::ERROR_REASON_OVERLOADED, /*retryable=*/true);
+}
+
+absl::Status Front::TakeShare(RpcCall* rpc) {
+  CallerShare* const connection = FindCaller(*rpc);
+  if (connection == nullptr) return absl::OkStatus();
+  const std::pair<CallerShare*, const CallerQuota*> both[] = {{connection, &limits_.connection},
+                                                              {connection->user, &limits_.user}};
+  absl::Status refusal;
+  for (const auto& [caller, quota] : both) {
+    if (caller->calls >= quota->calls) {
+      refusal = BeyondQuota(*caller, "open calls and streams", quota->calls);
+    } else if (rpc->is_stream_ && caller->streams >= quota->streams) {
+      refusal = BeyondQuota(*caller, "open streams and watches", quota->streams);
+    } else if (caller->silent >= quota->silent) {
+      refusal = BeyondQuota(*caller, "calls and streams that have sent nothing", quota->silent);
+    }
+    if (refusal.ok()) continue;
+    ForgetCaller(connection);
+    return refusal;
+  }
+  for (const auto& [caller, quota] : both) {
+    ++caller->calls;
+    ++caller->silent;  // until it is heard of
+    caller->streams += rpc->is_stream_ ? 1 : 0;
+  }
+  rpc->caller_ = connection;
+  return absl::OkStatus();
+}
+
+absl::Status Front::TakeBytes(RpcCall* rpc, size_t bytes) {
+  if (rpc->caller_ == nullptr) return absl::OkStatus();
+  const size_t share = bytes <= Engine::kSmallCall ? 2 : 1;
+  const std::pair<CallerShare*, size_t> both[] = {{rpc->caller_, limits_.connection.held_bytes},
+                                                  {rpc->caller_->user, limits_.user.held_bytes}};
+  for (const auto& [caller, most] : both) {
+    if (caller->held_bytes + bytes > share * most)
+      return BeyondQuota(*caller, "bytes in calls that wait for their answer", share * most);
+  }
+  for (const auto& [caller, most] : both) caller->held_bytes += bytes;
+  rpc->held_bytes_ = bytes;
+  return absl::OkStatus();
+}
+
+void Front::GiveShareBack(RpcCall* rpc) {
+  CallerShare* const connection = std::exchange(rpc->caller_, nullptr);
+  if (connection == nullptr) return;
+  CallerShare* const user = connection->user;
+  for (CallerShare* const caller : {connection, user}) {
+    --caller->calls;
+    caller->streams -= rpc->is_stream_ ? 1 : 0;
+    caller->held_bytes -= rpc->held_bytes_;
+  }
+  ForgetCaller(connection);
+}
+
+void Front::ForgetCaller(CallerShare* connection) {
+  CallerShare* const user = connection->user;
+  if (connection->calls == 0) connections_.erase(std::string(connection->name));
+  if (user->calls == 0) users_.erase(std::string(user->name));
 }
 
 void Front::Refuse(RpcCall* rpc, MethodMetrics* metrics, const absl::Status& status) {
@@ -895,6 +1058,7 @@ void Front::Handle(RpcCall* rpc, RpcEvent event, bool ok) {
     if (event != RpcEvent::kGone) --rpc->in_flight_;
     if (!rpc->gone_ || !rpc->finished_ || rpc->in_flight_ > 0) return;
   }
+  GiveShareBack(rpc);
   delete rpc;
   Closed();
 }

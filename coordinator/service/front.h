@@ -1,18 +1,22 @@
 #ifndef MUSTER_COORDINATOR_SERVICE_FRONT_H_
 #define MUSTER_COORDINATOR_SERVICE_FRONT_H_
 
+#include <grpcpp/alarm.h>
 #include <grpcpp/generic/async_generic_service.h>
 #include <grpcpp/server_builder.h>
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/status.h>
 #include <grpcpp/support/string_ref.h>
 
+#include <array>
 #include <atomic>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <list>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -28,6 +32,23 @@ namespace muster::coordinator {
 
 // The value of AdminStatus.version and Welcome.version.
 inline constexpr char kVersion[] = "0.1.0";
+
+// What one caller may have open at a time.
+struct CallerQuota {
+  size_t calls;    // calls and streams
+  size_t streams;  // of these, agents' streams and watches
+  size_t silent;   // of these, calls and streams that have sent nothing yet
+  // Of the requests of calls that wait for their answer; small ones (Engine::kSmallCall) may go to
+  // twice as much.
+  size_t held_bytes;
+};
+
+// What a caller, which is a connection or a user, has open.
+struct CallerShare {
+  std::string name;
+  CallerShare* user = nullptr;  // of a connection
+  size_t calls = 0, streams = 0, silent = 0, held_bytes = 0;
+};
 
 // What happens to a call.
 enum class RpcEvent : uintptr_t { kBegun, kRead, kWritten, kFinished, kGone };
@@ -47,6 +68,10 @@ class RpcCall {
   virtual const std::string& method() const = 0;
   virtual std::chrono::system_clock::time_point deadline() const = 0;
   virtual const std::multimap<grpc::string_ref, grpc::string_ref>& metadata() const = 0;
+  // The connection it came by, such as "ipv4:10.0.0.7:4711"; empty: not known.
+  virtual std::string peer() const { return ""; }
+  // Whom the certificate of that connection names; empty: nobody.
+  virtual std::string identity() const { return ""; }
 
  protected:
   friend class Front;
@@ -59,6 +84,9 @@ class RpcCall {
 
  private:
   std::shared_ptr<RpcHandler> handler_;
+  CallerShare* caller_ = nullptr;  // whose it counts to; null: nobody's
+  bool is_stream_ = false;
+  size_t held_bytes_ = 0;
   int in_flight_ = 0;  // under the handler's lock
   // Queue's thread.
   bool gone_ = false;
@@ -92,6 +120,13 @@ class Front {
     size_t silent_health_calls = 1 << 10;
     // Open watches of the health service.
     size_t health_watches = 1 << 12;
+    // So that one caller cannot take what there is for all. A connection is that of gRPC; a user is
+    // whom a certificate names, else the address that connections come from. Who comes by a unix
+    // socket is this machine's own user and has no quota; the health service has its own limits.
+    CallerQuota connection = {
+        .calls = 1 << 16, .streams = 1 << 14, .silent = 1 << 12, .held_bytes = 32 << 20};
+    CallerQuota user = {
+        .calls = 1 << 18, .streams = 1 << 15, .silent = 1 << 13, .held_bytes = 64 << 20};
   };
 
   // `engine` and `metrics` outlive it. With a `token`, every call and stream must bring it
@@ -112,6 +147,10 @@ class Front {
   // server's Shutdown() see to. Repeatable.
   void Shutdown();
 
+  // Has everything handed to the engine that has come by now, then tells it (Engine::CaughtUp). One
+  // at a time. Thread-safe; does not block.
+  void CatchUp(absl::Time asked);
+
   // A call of another transport than gRPC's, which tests have, has begun: as kBegun of one of its
   // own. Like Handle(), from one thread at a time.
   void Adopt(std::unique_ptr<RpcCall> rpc);
@@ -121,6 +160,10 @@ class Front {
   void EndSilent(absl::Time now);
 
   size_t silent_calls() const { return silent_count_.load(std::memory_order_relaxed); }
+  // Of these, because of the quota of a connection, or of a user.
+  uint64_t quota_refusals(bool user) const {
+    return quota_refused_[user ? 1 : 0].load(std::memory_order_relaxed);
+  }
   uint64_t refused_calls() const { return refused_.load(std::memory_order_relaxed); }
 
  private:
@@ -148,10 +191,22 @@ class Front {
   bool Wait(void** tag, bool* ok);
   // Posts the reads that were put off.
   void ReadOn();
+  // One event, if any is at hand, on the way to have seen all; false: none will come.
+  template <typename OnEvent>
+  bool LookFurther(const OnEvent& handle);
   void Begin(RpcCall* rpc);
   void Heard(RpcCall* rpc);
   // OK if a call to `method` (null: an unknown one) may go on.
   absl::Status CheckCaller(const RpcCall& rpc, const Method* method) const;
+  // Counts a call that begins, or says which quota it is beyond.
+  absl::Status TakeShare(RpcCall* rpc);
+  // Counts the bytes of a request whose answer may have to wait.
+  absl::Status TakeBytes(RpcCall* rpc, size_t bytes);
+  void GiveShareBack(RpcCall* rpc);
+  CallerShare* FindCaller(const RpcCall& rpc);
+  // If nothing of it is open any more.
+  void ForgetCaller(CallerShare* connection);
+  absl::Status BeyondQuota(const CallerShare& caller, absl::string_view what, size_t most);
   // Ends a call that no handler takes.
   void Refuse(RpcCall* rpc, MethodMetrics* metrics, const absl::Status& status);
   void Closed();
@@ -175,20 +230,29 @@ class Front {
   std::thread thread_;
   // Streams whose next read waits for the queue to have nothing at hand. Queue's thread.
   std::vector<std::shared_ptr<AgentStream>> put_off_;
-  size_t events_since_silent_ = 0;   // were looked at
-  size_t events_since_put_off_ = 0;  // since the first of them
-  bool soon_ = false;                // whether the last event came soon; queue's thread
+  size_t events_since_silent_ = 0;         // were looked at
+  size_t events_since_put_off_ = 0;        // since the first of them
+  std::optional<absl::Time> catching_up_;  // what Engine::CaughtUp is to be told; queue's thread
+  int empty_looks_ = 0;                    // in a row, while catching up
+  bool soon_ = false;                      // whether the last event came soon; queue's thread
 
   // Calls of which no message has come, by the time they began. Queue's thread.
   std::list<RpcCall*> silent_;
   size_t silent_health_ = 0;  // of these, to the health service
   std::atomic<size_t> silent_count_{0};
   std::atomic<uint64_t> refused_{0};
+  std::array<std::atomic<uint64_t>, 2> quota_refused_{};
+  // Callers with something open, by name. Queue's thread.
+  absl::flat_hash_map<std::string, std::unique_ptr<CallerShare>> connections_;
+  absl::flat_hash_map<std::string, std::unique_ptr<CallerShare>> users_;
 
   Mutex mu_;
   CondVar ended_;
   int open_ ABSL_GUARDED_BY(mu_) = 0;  // calls wished for that have not ended
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  bool running_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Time catch_up_asked_ ABSL_GUARDED_BY(mu_);
+  grpc::Alarm catch_up_alarm_;
   bool health_ended_ ABSL_GUARDED_BY(mu_) = false;
   std::vector<std::weak_ptr<HealthWatch>> health_watches_ ABSL_GUARDED_BY(mu_);
 };

@@ -38,12 +38,16 @@ struct Life {
   int in_flight_when_deleted = 0;
   grpc::ByteBuffer* read_into = nullptr;
   std::optional<grpc::StatusCode> status;  // once finished
+  std::string message;
 };
 
 class FakeCall final : public RpcCall {
  public:
-  FakeCall(std::string method, std::shared_ptr<Life> life)
-      : method_(std::move(method)), life_(std::move(life)) {}
+  FakeCall(std::string method, std::shared_ptr<Life> life, std::string peer, std::string identity)
+      : method_(std::move(method)),
+        peer_(std::move(peer)),
+        identity_(std::move(identity)),
+        life_(std::move(life)) {}
   ~FakeCall() override {
     life_->deleted = true;
     life_->in_flight_when_deleted = static_cast<int>(life_->in_flight.size());
@@ -55,6 +59,8 @@ class FakeCall final : public RpcCall {
   const std::multimap<grpc::string_ref, grpc::string_ref>& metadata() const override {
     return metadata_;
   }
+  std::string peer() const override { return peer_; }
+  std::string identity() const override { return identity_; }
 
  private:
   void StartRead(grpc::ByteBuffer* message) override {
@@ -65,6 +71,7 @@ class FakeCall final : public RpcCall {
   void StartFinish(const grpc::Status& status) override {
     Start(RpcEvent::kFinished);
     life_->status = status.error_code();
+    life_->message = status.error_message();
   }
   void StartWriteAndFinish(const grpc::ByteBuffer&) override {
     Start(RpcEvent::kFinished);
@@ -76,7 +83,7 @@ class FakeCall final : public RpcCall {
     life_->in_flight.push_back(event);
   }
 
-  const std::string method_;
+  const std::string method_, peer_, identity_;
   const std::multimap<grpc::string_ref, grpc::string_ref> metadata_;
   const std::shared_ptr<Life> life_;
 };
@@ -148,9 +155,10 @@ class FrontTest : public ::testing::Test {
     RpcCall* call;
     std::shared_ptr<Life> life;
   };
-  Opened Open(const std::string& method) {
+  Opened Open(const std::string& method, const std::string& peer = "",
+              const std::string& identity = "") {
     auto life = std::make_shared<Life>();
-    auto call = std::make_unique<FakeCall>(method, life);
+    auto call = std::make_unique<FakeCall>(method, life, peer, identity);
     RpcCall* const raw = call.get();
     front_.Adopt(std::move(call));
     return {raw, life};
@@ -327,6 +335,114 @@ TEST_F(SilentTest, TooManySilentCalls_AreRefusedUntilOneSpeaks) {
   Happen(first, RpcEvent::kGone, false);
   Happen(first, RpcEvent::kFinished, true);
   EXPECT_TRUE(first.life->deleted);
+}
+
+class QuotaTest : public FrontTest {
+ protected:
+  QuotaTest()
+      : FrontTest({.connection = {.calls = 2, .streams = 1, .silent = 2, .held_bytes = 3000},
+                   .user = {.calls = 3, .streams = 2, .silent = 3, .held_bytes = 5000}}) {}
+  static constexpr char kWait[] = "/muster.v1.KeyValueStore/Wait";
+  static constexpr char kAttach[] = "/muster.v1.Session/Attach";
+
+  // A call that waits, of `keys` keys, each of which counts 128 bytes and its own.
+  Opened Hold(const std::string& peer, int keys = 1) {
+    const Opened opened = Open(kWait, peer);
+    if (opened.life->status.has_value()) return opened;
+    v1::WaitRequest wait;
+    wait.mutable_fence()->set_job_id("j");
+    for (int i = 0; i < keys; ++i) wait.add_keys(absl::StrCat("never", i));
+    wait.mutable_timeout()->set_seconds(3000);
+    Happen(opened, RpcEvent::kRead, true, wait.SerializeAsString());
+    return opened;
+  }
+  // Its caller goes away, or has been told its end.
+  void End(const Opened& opened) {
+    Happen(opened, RpcEvent::kGone, false);
+    for (const RpcEvent event : {RpcEvent::kRead, RpcEvent::kFinished}) {
+      const auto& in_flight = opened.life->in_flight;
+      if (std::count(in_flight.begin(), in_flight.end(), event) > 0)
+        Happen(opened, event, event != RpcEvent::kRead);
+    }
+    EXPECT_TRUE(opened.life->deleted);
+  }
+  static bool Refused(const Opened& opened, const std::string& whose) {
+    return opened.life->status == grpc::StatusCode::UNAVAILABLE &&
+           opened.life->message.find(whose) != std::string::npos;
+  }
+};
+
+TEST_F(QuotaTest, CallsOfOneConnection_TakeNoRoomFromOthers) {
+  std::vector<Opened> open = {Hold("ipv4:10.0.0.1:5"), Hold("ipv4:10.0.0.1:5")};
+  const Opened third = Hold("ipv4:10.0.0.1:5");
+  EXPECT_TRUE(Refused(third, "connection ipv4:10.0.0.1:5 is at its quota of 2 open calls"))
+      << third.life->message;
+  EXPECT_EQ(front_.quota_refusals(false), 1u);
+  open.push_back(Hold("ipv4:10.0.0.2:5"));
+  EXPECT_FALSE(open.back().life->status.has_value());
+  End(third);
+  End(open[0]);
+  open[0] = Hold("ipv4:10.0.0.1:5");
+  EXPECT_FALSE(open[0].life->status.has_value());
+  for (const Opened& one : open) End(one);
+}
+
+TEST_F(QuotaTest, ConnectionsOfOneAddress_AreOneUser) {
+  std::vector<Opened> open;
+  for (const char* peer : {"ipv4:10.0.0.1:5", "ipv4:10.0.0.1:6", "ipv4:10.0.0.1:7"})
+    open.push_back(Hold(peer));
+  open.push_back(Hold("ipv4:10.0.0.1:8"));
+  EXPECT_TRUE(Refused(open.back(), "user ipv4:10.0.0.1 is at its quota of 3 open calls"))
+      << open.back().life->message;
+  EXPECT_EQ(front_.quota_refusals(true), 1u);
+  for (const Opened& one : open) End(one);
+}
+
+TEST_F(QuotaTest, CertificateOfTheConnection_IsTheUser) {
+  std::vector<Opened> open;
+  for (const char* peer : {"ipv4:10.0.0.1:5", "ipv4:10.0.0.2:5", "ipv4:10.0.0.3:5"})
+    open.push_back(Open(kWait, peer, "alice"));
+  open.push_back(Open(kWait, "ipv4:10.0.0.4:5", "alice"));
+  EXPECT_TRUE(Refused(open.back(), "user alice is at its quota of 3")) << open.back().life->message;
+  open.push_back(Open(kWait, "ipv4:10.0.0.4:5", "bob"));
+  EXPECT_FALSE(open.back().life->status.has_value());
+  for (const Opened& one : open) End(one);
+}
+
+TEST_F(QuotaTest, BytesOfOneConnectionAndUser_AreBounded) {
+  std::vector<Opened> open = {Hold("ipv4:10.0.0.1:5", 20)};
+  open.push_back(Hold("ipv4:10.0.0.1:5", 20));
+  EXPECT_TRUE(Refused(open[1], "connection ipv4:10.0.0.1:5 is at its quota of 3000 bytes"))
+      << open[1].life->message;
+  open.push_back(Hold("ipv4:10.0.0.1:6", 20));
+  EXPECT_TRUE(Refused(open[2], "user ipv4:10.0.0.1 is at its quota of 5000 bytes"))
+      << open[2].life->message;
+  End(open[1]);
+  End(open[2]);
+  open.resize(1);
+  open.push_back(Hold("ipv4:10.0.0.1:6"));  // as those of a rendezvous are
+  EXPECT_FALSE(open[1].life->status.has_value());
+  for (const Opened& one : open) End(one);
+  const Opened again = Hold("ipv4:10.0.0.1:5", 20);
+  EXPECT_FALSE(again.life->status.has_value());
+  End(again);
+}
+
+TEST_F(QuotaTest, StreamsAndSilentCalls_HaveTheirOwn) {
+  std::vector<Opened> open = {Open(kAttach, "ipv4:10.0.0.1:5"), Open(kAttach, "ipv4:10.0.0.1:5")};
+  EXPECT_TRUE(Refused(open[1], "quota of 1 open streams and watches")) << open[1].life->message;
+  open.push_back(Open(kAttach, "ipv4:10.0.0.1:6"));
+  open.push_back(Open(kWait, "ipv4:10.0.0.1:6"));
+  open.push_back(Open(kWait, "ipv4:10.0.0.1:7"));
+  EXPECT_TRUE(Refused(open[4], "user ipv4:10.0.0.1 is at its quota of 3")) << open[4].life->message;
+  for (const Opened& one : open) End(one);
+}
+
+TEST_F(QuotaTest, UnixSocket_HasNone) {
+  std::vector<Opened> open;
+  for (int i = 0; i < 5; ++i) open.push_back(Hold("unix:"));
+  for (const Opened& one : open) EXPECT_FALSE(one.life->status.has_value());
+  for (const Opened& one : open) End(one);
 }
 
 class HealthTest : public FrontTest {

@@ -88,6 +88,7 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
   self->front_ = std::make_unique<Front>(self->engine_.get(), &self->rpc_metrics_, self->started_,
                                          options.front, std::move(token));
   self->engine_->set_on_deposed(std::move(options.on_deposed));
+  self->engine_->set_on_catch_up([raw](absl::Time asked) { raw->front_->CatchUp(asked); });
   self->engine_->set_on_journal_health(
       [raw, broken = std::move(options.on_journal_broken)](const absl::Status& status) {
         raw->front_->SetServing(status.ok());
@@ -243,6 +244,10 @@ std::string CoordinatorServer::Metrics() {
   text.Family("muster_overloaded_total", Type::kCounter,
               "Calls and sessions refused because something had grown to its limit.");
   text.Sample({}, static_cast<double>(engine.overloaded() + front_->refused_calls()));
+  text.Family("muster_quota_refusals_total", Type::kCounter,
+              "Of these, calls beyond what one connection or one user may have open.");
+  text.Sample({{"of", "connection"}}, static_cast<double>(front_->quota_refusals(false)));
+  text.Sample({{"of", "user"}}, static_cast<double>(front_->quota_refusals(true)));
   text.Family("muster_journal_backlog_bytes", Type::kGauge,
               "Records that the disk has not taken yet.");
   text.Sample({}, static_cast<double>(engine.journal_backlog_bytes()));

@@ -22,6 +22,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "base/clock.h"
+#include "base/defaults.h"
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/log.h"
@@ -46,6 +47,7 @@ struct Flags {
   int world = 2;
   int rounds = 20;
   double lease = 5;
+  double outage_tolerance = absl::ToDoubleSeconds(kDefaultOutageTolerance);
   uint64_t incarnation = 0;  // 0: the client draws one
 };
 
@@ -90,6 +92,7 @@ class Worker {
     options.worker_id = id_;
     options.incarnation = flags_.incarnation;
     options.heartbeat_period = absl::Seconds(flags_.lease) / 5;
+    options.outage_tolerance = absl::Seconds(flags_.outage_tolerance);
     options.on_generation_ended = [](const absl::Status&) {};
     MUSTER_ASSIGN_OR_RETURN(client_, CoordinatorClient::Connect(options));
     MUSTER_ASSIGN_OR_RETURN(channel_, rpc::Connect(flags_.address));
@@ -331,6 +334,7 @@ int Main(int argc, char** argv) {
   app.add_option("--world", flags.world);
   app.add_option("--rounds", flags.rounds);
   app.add_option("--lease", flags.lease);
+  app.add_option("--outage_tolerance", flags.outage_tolerance);
   CLI11_PARSE(app, argc, argv);
   if (flags.address.empty() && !FromAgent(&flags)) {
     std::fprintf(stderr, "--address, or an agent, is needed\n");

@@ -126,10 +126,11 @@ void Cluster::StartWorker(int index) {
   };
   starts.push_back(std::make_unique<Child>(
       *host_,
-      std::vector<std::string>{ProgramPath("tests/chaos/chaos_worker"), "--address", address_,
-                               "--dir", dir_, "--index", absl::StrCat(index), "--world",
-                               absl::StrCat(plan_.workers), "--rounds", absl::StrCat(plan_.rounds),
-                               "--lease", absl::StrCat(absl::ToDoubleSeconds(plan_.lease))},
+      std::vector<std::string>{
+          ProgramPath("tests/chaos/chaos_worker"), "--address", address_, "--dir", dir_, "--index",
+          absl::StrCat(index), "--world", absl::StrCat(plan_.workers), "--rounds",
+          absl::StrCat(plan_.rounds), "--lease", absl::StrCat(absl::ToDoubleSeconds(plan_.lease)),
+          "--outage_tolerance", absl::StrCat(absl::ToDoubleSeconds(plan_.outage_tolerance))},
       env, changed));
 }
 

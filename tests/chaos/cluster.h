@@ -10,6 +10,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "base/defaults.h"
 #include "base/mutex.h"
 #include "tests/chaos/child.h"
 #include "tests/chaos/watcher.h"
@@ -45,6 +46,8 @@ struct Plan {
   bool trains = false;
   int rounds = 20;
   absl::Duration lease = absl::Seconds(5);
+  // Of chaos_worker.
+  absl::Duration outage_tolerance = kDefaultOutageTolerance;
   // MUSTER_FAILPOINTS of the coordinator's first, second, ... start; later starts have none.
   std::vector<std::string> coordinator_failpoints = {};
   // The same for the workers; with agents each start of an agent hands its own to one of its

@@ -8,6 +8,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "base/defaults.h"
 #include "base/failpoint.h"
 #include "base/log.h"
 
@@ -239,7 +240,11 @@ static void SetScene(Plan& plan, Scene scene, const std::string& armed) {
                        .round = 6,
                        .target = 1,
                        .signal = SIGSTOP,
-                       .stopped_for = absl::Milliseconds(1000)}};
+                       .stopped_for = absl::Milliseconds(1500)}};
+      if (plan.agents > 0) {  // which beat every 2 s
+        plan.lease = kShortestLease;
+        plan.signals[0].stopped_for = absl::Seconds(10);
+      }
       break;
     case Scene::kKilledWorker:
       plan.signals = {{.worker = 0, .round = 6, .target = 1, .signal = SIGKILL}};

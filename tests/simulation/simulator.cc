@@ -259,6 +259,7 @@ class Sim {
   }
 
   void Chaos();
+  void CutAll();
   void Heal();
   void StartWorker(int slot);
   void Kill(const std::shared_ptr<Process>& process, bool told);
@@ -882,11 +883,15 @@ Sim::Sim(const SimulationOptions& options)
   }
   *spec_.mutable_last_call() = ToProto(absl::Milliseconds(300));
   *spec_.mutable_lease() = ToProto(kLease);
+  // Most seeds find the dead soon; the others wait for those who may only be cut off.
+  *spec_.mutable_outage_tolerance() =
+      ToProto(options.one_cut || options.seed % 4 == 0 ? absl::Seconds(8) : absl::ZeroDuration());
   *spec_.mutable_join_timeout() = ToProto(absl::Seconds(20));
   spec_.set_end_generation_on_failure(Chance(0.7));
   drop_ = Chance(0.3) ? 0 : 0.05 * static_cast<double>(Draw(4));
   repeat_ = Chance(0.5) ? 0 : 0.05;
   slow_ = absl::Milliseconds(1 + Draw(30));
+  if (options.one_cut) drop_ = repeat_ = 0;
   cut_.assign(slots_, {absl::InfinitePast(), absl::InfinitePast()});
   current_.resize(slots_);
   core_options_.cluster_id = absl::StrCat(absl::Hex(kCluster, absl::kZeroPad16));
@@ -1278,6 +1283,15 @@ void Sim::Kill(const std::shared_ptr<Process>& process, bool told) {
          if (current_[slot] == process) StartWorker(slot);
        });
   }
+}
+
+// The coordinator alone on its side, for longer than a lease.
+void Sim::CutAll() {
+  if (healed_) return;
+  const absl::Time until = now_ + 5 * kLease / 2;
+  Fault("partitioned");
+  for (auto& [to_server, from_server] : cut_) to_server = from_server = until;
+  Trace(absl::StrCat("everybody is cut off until ", absl::FormatDuration(until - kStart)));
 }
 
 void Sim::Chaos() {
@@ -2189,7 +2203,12 @@ SimulationResult Sim::Run() {
   }
   At(now_ + absl::Milliseconds(500), [this] { Watch(); });
   At(now_ + absl::Milliseconds(600), [this] { OperatorKv(); });
-  At(now_ + absl::Milliseconds(800), [this] { Chaos(); });
+  if (!options_.one_cut) {
+    At(now_ + absl::Milliseconds(800), [this] { Chaos(); });
+  }
+  if (options_.one_cut || options_.seed % 4 == 0) {
+    At(now_ + absl::Seconds(2) + absl::Milliseconds(options_.seed % 1000), [this] { CutAll(); });
+  }
   At(kStart + options_.chaos, [this] { Heal(); });
   At(kStart + options_.chaos + absl::Seconds(4), [this] { CheckProgress(); });
   const absl::Time limit = kStart + options_.chaos + absl::Seconds(60);
@@ -2207,6 +2226,7 @@ SimulationResult Sim::Run() {
     if (healed_ && healed_at_ == absl::InfinitePast()) break;
   }
   result_.generations = static_cast<int64_t>(tables_.size());
+  if (core_ != nullptr) result_.lost = static_cast<int64_t>(core_->stats().workers_lost);
   if (result_.violation.empty()) CheckAtEnd();
   return std::move(result_);
 }

@@ -14,7 +14,10 @@ namespace muster::simulation {
 struct SimulationOptions {
   uint64_t seed = 1;
   coordinator::Mutants mutants;
-  bool applies_frames_again = false;         // a fault too: what an agent sends again is done again
+  bool applies_frames_again = false;  // a fault too: what an agent sends again is done again
+  // Nothing happens but one cut between the coordinator and all others, longer than the lease and
+  // shorter than the outage_tolerance.
+  bool one_cut = false;
   absl::Duration chaos = absl::Seconds(12);  // virtual; after it everything is healed
   bool trace = false;
 };
@@ -34,6 +37,7 @@ struct SimulationResult {
   int64_t restarts = 0;
   int64_t generations = 0;
   int64_t barriers = 0;  // passed
+  int64_t lost = 0;      // workers whose lease ran out, of the last coordinator
   int64_t watch_events = 0;
   int64_t resumed = 0;  // agents' sessions that went on with another stream
   // How often each fault of network and disk happened; all of kFaults are there.

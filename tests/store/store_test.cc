@@ -17,6 +17,7 @@
 #include "ATen/core/Tensor.h"
 #include "ATen/ops/full.h"
 #include "absl/time/time.h"
+#include "base/defaults.h"
 #include "base/mutex.h"
 #include "c10/util/Exception.h"
 #include "gmock/gmock.h"
@@ -58,12 +59,15 @@ void InThreads(int n, const std::function<void(int)>& fn) {
 class SeatedWorkers {
  public:
   // The lease is long by default: a busy machine must not cost anyone a seat.
-  explicit SeatedWorkers(int n, absl::Duration lease = absl::Minutes(10)) : clients_(n), seats_(n) {
+  explicit SeatedWorkers(int n, absl::Duration lease = absl::Minutes(10),
+                         absl::Duration outage_tolerance = kDefaultOutageTolerance)
+      : clients_(n), seats_(n) {
     InThreads(n, [&](int i) {
       CoordinatorClient::Options options;
       options.address = coordinator_.address();
       options.job = "job";
       options.worker_id = "w" + std::to_string(i);
+      options.outage_tolerance = outage_tolerance;
       auto client = CoordinatorClient::Connect(options);
       ASSERT_TRUE(client.ok()) << client.status();
       clients_[i] = *std::move(client);
@@ -529,7 +533,8 @@ TEST(CoordinatorStore, ListKeys_AreThoseOfTheStoreAlone) {
 }
 
 TEST(CoordinatorStore, LeaseRunsOut_WaitersHearThatTheGenerationIsOver) {
-  SeatedWorkers workers(2, absl::Milliseconds(100));  // and a heartbeat every two seconds
+  // And a heartbeat every two seconds. With patience nobody would be given up: all are silent.
+  SeatedWorkers workers(2, absl::Milliseconds(100), absl::ZeroDuration());
   const StorePtr store = workers.Store(0);
   store->setTimeout(kLong);
   EXPECT_THROW(store->get("never"), c10::DistStoreError);

@@ -158,6 +158,7 @@ WorkerEnd Agent::OnEnded(const Ended& event) {
   end.exit = event.exit;
   end.killed_because = worker.killed_because;
   end.last_lines = worker.process->LastLines();
+  end.may_restart = attempt_ < options_.max_restarts && !stopped_;
   if (!end.exit.stuck.empty()) stuck_.push_back(end.ToString());
   link_.ReportEnd(end);
   return end;
@@ -270,7 +271,7 @@ std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
 JobResult Agent::Run() {
   JobResult result;
   for (int attempt = 0;; ++attempt) {
-    result.restarts = attempt;
+    result.restarts = attempt_ = attempt;
     const absl::StatusOr<Meeting> meeting = link_.Meet(attempt);
     bool stop_wanted;
     {

@@ -134,6 +134,7 @@ class Agent {
   // The thread of Run only.
   std::vector<Worker> workers_;
   int running_ = 0;
+  int attempt_ = 0;  // 0 is the first
   bool stopped_ = false;
   std::vector<std::string> stuck_;  // workers that could not be killed
 

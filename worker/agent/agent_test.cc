@@ -183,6 +183,11 @@ TEST_F(AgentTest, RestartsUsedUp_Fails) {
   EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
   EXPECT_EQ(result.restarts, 1);
   EXPECT_THAT(result.failure.why, HasSubstr("exited with code 4"));
+  // So that the coordinator knows after which attempt the job is over.
+  const std::vector<WorkerEnd> ends = link_.ends();
+  ASSERT_THAT(ends, SizeIs(2));
+  EXPECT_TRUE(ends[0].may_restart);
+  EXPECT_FALSE(ends[1].may_restart);
 }
 
 TEST_F(AgentTest, Stop_WorkersMayCleanUp) {

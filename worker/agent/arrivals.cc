@@ -33,6 +33,7 @@ bool IsWhole(const v1::Op& op) {
   const v1::ArriveManyRequest& many = op.arrive_many();
   return many.ranks_size() > 0 && many.incarnations_size() == many.ranks_size() &&
          (many.lateness_us_size() == 0 || many.lateness_us_size() == many.ranks_size()) &&
+         (many.waited_less_us_size() == 0 || many.waited_less_us_size() == many.ranks_size()) &&
          (many.payloads_size() == 0 || many.payloads_size() == many.ranks_size());
 }
 
@@ -58,6 +59,20 @@ bool SameCall(const v1::Op& op, const v1::Op& other) {
 std::pair<int64_t, int32_t> Waited(const google::protobuf::Duration& waited) {
   return {waited.seconds(), waited.nanos()};
 }
+// Within a century, so that nothing a stranger sends overflows.
+int64_t WaitedUs(const google::protobuf::Duration& waited) {
+  constexpr int64_t kCentury = int64_t{100} * 366 * 86400;
+  return std::clamp<int64_t>(waited.seconds(), 0, kCentury) * 1'000'000 +
+         std::clamp(waited.nanos(), 0, 999'999'999) / 1000;
+}
+// How long the i-th rank of `op` had waited.
+int64_t RankWaitedUs(const v1::Op& op, size_t i) {
+  if (op.has_arrive()) return WaitedUs(op.arrive().waited());
+  const v1::ArriveManyRequest& many = op.arrive_many();
+  const int64_t waited = WaitedUs(many.waited());
+  if (many.waited_less_us_size() == 0) return waited;
+  return waited - std::clamp<int64_t>(many.waited_less_us(static_cast<int>(i)), 0, waited);
+}
 
 // `before`, and the time since `at`.
 int32_t LatenessUs(int32_t before, absl::Time at, absl::Time now) {
@@ -81,12 +96,14 @@ bool ConcernsOneRank(const v1::OpResult& result) {
 }
 
 void AddRanks(const ArrivalMerger::Arrival& arrival, absl::Time now,
-              absl::flat_hash_set<int32_t>* taken, v1::ArriveManyRequest* many) {
+              absl::flat_hash_set<int32_t>* taken, std::vector<int64_t>* waited_us,
+              v1::ArriveManyRequest* many) {
   const v1::Op& op = arrival.op;
   for (size_t i = 0; i < Ranks(op); ++i) {
     if (!taken->insert(Rank(op, i)).second) continue;  // a call that was repeated
     many->add_ranks(Rank(op, i));
     many->add_incarnations(Incarnation(op, i));
+    waited_us->push_back(RankWaitedUs(op, i));
     const bool told = op.has_arrive_many() && op.arrive_many().lateness_us_size() > 0;
     many->add_lateness_us(
         LatenessUs(told ? op.arrive_many().lateness_us(static_cast<int>(i)) : 0, arrival.at, now));
@@ -120,14 +137,18 @@ v1::Op Joint(const std::vector<ArrivalMerger::Arrival>& arrivals, const std::str
     many.set_previous_state(first.previous_state());
   });
   absl::flat_hash_set<int32_t> taken;
+  std::vector<int64_t> waited_us;
   for (const ArrivalMerger::Arrival& arrival : arrivals) {
     With(arrival.op, [&](const auto& one) {
       fence.set_term_seen(std::max(fence.term_seen(), one.fence().term_seen()));
       fence.set_revision_seen(std::max(fence.revision_seen(), one.fence().revision_seen()));
       if (Waited(one.waited()) > Waited(many.waited())) *many.mutable_waited() = one.waited();
     });
-    AddRanks(arrival, now, &taken, &many);
+    AddRanks(arrival, now, &taken, &waited_us, &many);
   }
+  // How it grows while the message waits to be sent, it grows for all.
+  for (size_t i = 0; many.has_waited() && i < waited_us.size(); ++i)
+    many.add_waited_less_us(WaitedUs(many.waited()) - waited_us[i]);
   return op;
 }
 

@@ -133,6 +133,22 @@ TEST_F(ArrivalMergerTest, PayloadsOfJointMessages_StayWithTheirRanks) {
   EXPECT_THAT(upstream_.ops()[0].arrive_many().payloads(), ElementsAre("five", "six", "three"));
 }
 
+TEST_F(ArrivalMergerTest, RanksThatWaitedBefore_KeepWhatEachHasWaited) {
+  v1::Op a = Many({1, 2});
+  a.mutable_arrive_many()->mutable_waited()->set_seconds(10);
+  a.mutable_arrive_many()->add_waited_less_us(0);
+  a.mutable_arrive_many()->add_waited_less_us(7'000'000);
+  v1::Op b = One(3, 103);
+  b.mutable_arrive()->mutable_waited()->set_seconds(12);
+  Add("a", std::move(a), 4);
+  Add("b", std::move(b), 4);
+  Add("c", Many({4}), 4);
+  ASSERT_THAT(upstream_.ops(), SizeIs(1));
+  const v1::ArriveManyRequest& many = upstream_.ops()[0].arrive_many();
+  EXPECT_EQ(many.waited().seconds(), 12);
+  EXPECT_THAT(many.waited_less_us(), ElementsAre(2'000'000, 9'000'000, 0, 12'000'000));
+}
+
 TEST_F(ArrivalMergerTest, ErrorOfOneRank_EachAgentsOwnMessageIsSent) {
   Add("a", Many({1, 2}), 3);
   Add("b", Many({3}), 3);

@@ -23,6 +23,7 @@ struct WorkerEnd {
   ProcessExit exit;
   std::vector<std::string> last_lines;
   std::string killed_because = "";  // why the coordinator had it killed; empty: it had not
+  bool may_restart = false;         // if its attempt fails, all are started again
 
   // "rank 1 (pid 1234 on node7) was killed by signal 9 (SIGKILL)"
   std::string ToString() const;

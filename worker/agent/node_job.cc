@@ -91,6 +91,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
           .rack = options.agent.worker.rack,
           .nvlink_domain = options.agent.worker.nvlink_domain,
           .join_timeout = options.join_timeout,
+          .lease = options.lease,
           .outage_tolerance = options.outage_tolerance,
       },
       session->get());
@@ -98,6 +99,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   WorkerEnvironment& worker = options.agent.worker;
   worker.coordinator = (*session)->relay_address();
   worker.outage_tolerance = options.outage_tolerance;
+  worker.lease = options.lease;
   worker.tls_ca.clear();
   worker.tls_cert.clear();
   worker.tls_key.clear();

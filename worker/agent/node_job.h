@@ -22,6 +22,8 @@ struct NodeJobOptions {
   absl::Duration join_timeout = absl::Minutes(10);
   // How long the coordinator may be away before the job is given up.
   absl::Duration outage_tolerance = kDefaultOutageTolerance;
+  // After what silence a machine or a worker counts as lost while others are heard.
+  absl::Duration lease = kDefaultLease;
   std::string hub_listen = {};  // see NodeSession::Options
   bool show_output = true;      // the workers' lines, on standard output and standard error
   bool prefix = true;           // where several workers write

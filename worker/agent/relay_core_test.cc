@@ -140,6 +140,7 @@ TEST_F(RelayCoreTest, AllLocalRanksArrive_WhatTheyHaveSeenAndWaitedIsTheMost) {
   const v1::ArriveManyRequest many = upstream_.ops()[0].arrive_many();
   EXPECT_EQ(many.fence().revision_seen(), 70u);
   EXPECT_EQ(many.waited().seconds(), 12);
+  EXPECT_THAT(many.waited_less_us(), ElementsAre(2'000'000, 12'000'000, 0));
 }
 
 TEST_F(RelayCoreTest, LateLocalRank_TheOthersGoAfterTheWindow) {

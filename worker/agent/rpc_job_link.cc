@@ -166,6 +166,7 @@ class RpcJobLink final : public JobLink {
     v1::ExitCause* const cause = request.mutable_cause();
     cause->set_exit_code(end.exit.exit_code);
     cause->set_signal(end.exit.signal);
+    cause->set_may_restart(end.may_restart);
     cause->set_message(end.ToString());
     for (const std::string& line : end.last_lines) cause->add_last_log_lines(line);
     // A program that never joined is unknown to the coordinator: no matter.
@@ -354,6 +355,7 @@ class RpcJobLink final : public JobLink {
     *spec->mutable_join_timeout() = ToProto(options_.join_timeout);
     spec->set_end_generation_on_failure(true);
     *spec->mutable_lease() = ToProto(options_.lease);
+    *spec->mutable_outage_tolerance() = ToProto(options_.outage_tolerance);
     request.mutable_topology()->set_host(hostname_);
     request.mutable_topology()->set_rack(options_.rack);
     request.mutable_topology()->set_nvlink_domain(options_.nvlink_domain);

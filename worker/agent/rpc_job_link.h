@@ -26,7 +26,7 @@ struct RpcJobLinkOptions {
   std::string rack = {};
   std::string nvlink_domain = {};
   absl::Duration join_timeout = absl::Minutes(10);
-  absl::Duration lease = absl::Seconds(6);
+  absl::Duration lease = kDefaultLease;
   absl::Duration outage_tolerance = kDefaultOutageTolerance;  // of the session
 };
 

@@ -82,6 +82,7 @@ std::map<std::string, std::string> MakeWorkerVariables(
   out.erase("MUSTER_GENERATION");
   set("MUSTER_RESTART_COUNT", worker.restart_count);
   set("MUSTER_OUTAGE_TOLERANCE", absl::FormatDuration(worker.outage_tolerance));
+  set("MUSTER_LEASE", absl::FormatDuration(worker.lease));
 
   set("MUSTER_MIXED_PRECISION", worker.mixed_precision);
   set("MUSTER_CPU", YesNo(worker.cpu));

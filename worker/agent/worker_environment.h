@@ -42,6 +42,7 @@ struct WorkerEnvironment {
   int restart_count = 0;
   int max_restarts = 0;
   absl::Duration outage_tolerance = kDefaultOutageTolerance;
+  absl::Duration lease = kDefaultLease;
 
   std::string mixed_precision = "no";
   bool cpu = false;

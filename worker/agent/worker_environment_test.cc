@@ -49,6 +49,7 @@ TEST(MakeWorkerVariables, MusterAndTorchrunNames_SayTheSame) {
       {"MUSTER_WORKER_ID", "w3"},
       {"MUSTER_INCARNATION", "18446744073709551615"},
       {"MUSTER_OUTAGE_TOLERANCE", "1m30s"},
+      {"MUSTER_LEASE", "6s"},
       {"MUSTER_RESTART_COUNT", "1"},
       {"MUSTER_MIXED_PRECISION", "bf16"},
       {"MUSTER_CPU", "true"},

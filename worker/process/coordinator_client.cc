@@ -109,6 +109,7 @@ class CoordinatorClient::Impl {
     spec.set_divisible_by(join.divisible_by);
     spec.set_end_generation_on_failure(join.end_generation_on_failure);
     SetDuration(join.lease, spec.mutable_lease());
+    SetDuration(options_.outage_tolerance, spec.mutable_outage_tolerance());
     v1::Topology& topology = *request.mutable_topology();
     topology.set_host(join.host.empty() ? HostName() : join.host);
     topology.set_rack(join.rack);

@@ -26,7 +26,7 @@ struct JoinOptions {
   absl::Duration last_call = absl::Seconds(5);  // elastic only
   int divisible_by = 1;
   bool end_generation_on_failure = true;
-  absl::Duration lease = absl::Seconds(6);
+  absl::Duration lease = kDefaultLease;
   int preferred_rank = -1;  // -1: none
   bool spare = false;
   std::string host = "";  // empty: this machine's name

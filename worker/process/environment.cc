@@ -341,6 +341,15 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
     }
     env->outage_tolerance = {tolerance, "MUSTER_OUTAGE_TOLERANCE"};
   }
+  if (const std::string* text = Find(variables, "MUSTER_LEASE")) {
+    absl::Duration lease;
+    if (!absl::ParseDuration(*text, &lease) || lease < kShortestLease) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("MUSTER_LEASE='", *text, "' is not a duration of at least ",
+                       absl::FormatDuration(kShortestLease), ", such as 6s or 1m"));
+    }
+    env->lease = {lease, "MUSTER_LEASE"};
+  }
 
   if (arguments.mixed_precision) env->mixed_precision = {*arguments.mixed_precision, "argument"};
   if (arguments.use_cpu) env->use_cpu = {*arguments.use_cpu, "argument"};
@@ -467,6 +476,8 @@ std::string Describe(const Environment& env) {
     add("outage_tolerance", absl::FormatDuration(env.outage_tolerance.value),
         env.outage_tolerance.source);
   }
+  if (!env.lease.is_default())
+    add("lease", absl::FormatDuration(env.lease.value), env.lease.source);
   return text;
 }
 

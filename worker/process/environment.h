@@ -92,6 +92,8 @@ struct Environment {
   Setting<absl::Duration> timeout{absl::Minutes(10)};
   // How long the coordinator may be away before calls fail.
   Setting<absl::Duration> outage_tolerance{kDefaultOutageTolerance};
+  // After what silence the coordinator gives this process up while others are heard.
+  Setting<absl::Duration> lease{kDefaultLease};
 
   // Things that are legal but probably not meant, one line each. For the caller to log.
   std::vector<std::string> warnings;

@@ -325,6 +325,7 @@ TEST(Environment, BadWishes_AreRefusedByName) {
   EXPECT_THAT(Error({{"MUSTER_TIMEOUT", "90"}}), HasSubstr("MUSTER_TIMEOUT='90'"));
   EXPECT_THAT(Error({{"MUSTER_OUTAGE_TOLERANCE", "-1s"}}),
               HasSubstr("MUSTER_OUTAGE_TOLERANCE='-1s'"));
+  EXPECT_THAT(Error({{"MUSTER_LEASE", "2s"}}), HasSubstr("not a duration of at least 4s"));
   EXPECT_THAT(Error({}, {.timeout = absl::ZeroDuration()}), HasSubstr("timeout"));
 }
 
@@ -349,6 +350,7 @@ TEST(ReadEnvironment, MutatedVariables_AreReadOrRefusedInOneLine) {
        {"MUSTER_INCARNATION", "18446744073709551615"},
        {"MUSTER_TIMEOUT", "90s"},
        {"MUSTER_OUTAGE_TOLERANCE", "2m"},
+       {"MUSTER_LEASE", "20s"},
        {"MUSTER_DEBUG", "1"}},
       {{"RANK", "0"},
        {"WORLD_SIZE", "2"},

@@ -110,6 +110,7 @@ absl::Status MeetAtCoordinator(const JoinJobOptions& options, JoinedProcess* joi
   join.max_workers =
       env.seated ? env.world_size.value : std::max(options.min_workers, options.max_workers);
   join.timeout = env.timeout.value;
+  join.lease = env.lease.value;
   join.preferred_rank = env.seated ? env.rank.value : -1;
   join.rack = env.rack.value;
   join.nvlink_domain = env.nvlink_domain.value;

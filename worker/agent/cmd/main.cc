@@ -98,6 +98,7 @@ int Run(int argc, char** argv) {
   int processes = 0;
   std::string join_timeout = "10m", stop_grace = "10s";
   std::string outage_tolerance = absl::StrCat(absl::ToInt64Seconds(kDefaultOutageTolerance), "s");
+  std::string lease = absl::StrCat(absl::ToInt64Seconds(kDefaultLease), "s");
   bool no_prefix = false, tee = false;
   int log_max_mib = static_cast<int>(options.log_limits.max_bytes >> 20);
   CLI::App app(kAbout, "muster-agent");
@@ -154,6 +155,9 @@ int Run(int argc, char** argv) {
   app.add_option("--hub_listen", options.hub_listen,
                  "IP:PORT or unix:PATH where this agent offers to speak for others at the "
                  "coordinator, as their hub; port 0 takes a free one");
+  app.add_option("--lease", lease,
+                 "after what silence a machine or worker counts as lost while others are heard")
+      ->capture_default_str();
   app.add_option("--tls_ca", worker.tls_ca,
                  "certificates that the coordinator's must descend from");
   app.add_option("--tls_cert", worker.tls_cert, "certificate of this machine");
@@ -206,10 +210,16 @@ int Run(int argc, char** argv) {
   if (worker.job.empty()) worker.job = absl::StrCat("agent-", RandomHex().substr(0, 8));
   if (!absl::ParseDuration(stop_grace, &options.agent.stop_grace) ||
       !absl::ParseDuration(join_timeout, &options.join_timeout) ||
-      !absl::ParseDuration(outage_tolerance, &options.outage_tolerance)) {
+      !absl::ParseDuration(outage_tolerance, &options.outage_tolerance) ||
+      !absl::ParseDuration(lease, &options.lease)) {
     return Fail(kExitUsage,
-                "--stop_grace, --join_timeout and --outage_tolerance are durations with a unit, "
-                "such as 30s or 10m");
+                "--stop_grace, --join_timeout, --outage_tolerance and --lease are durations with a "
+                "unit, such as 30s or 10m");
+  }
+  if (options.lease < kShortestLease) {
+    return Fail(kExitUsage,
+                absl::StrCat("--lease is ", lease, ": give at least ",
+                             absl::FormatDuration(kShortestLease), ", agents beat every 2 s"));
   }
   const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(worker.coordinator);
   if (!address.ok()) return Fail(kExitUsage, address.status().message());
