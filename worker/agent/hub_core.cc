@@ -130,14 +130,15 @@ HubCore::~HubCore() = default;
 
 uint64_t HubCore::Submit(v1::Op op, Done done) {
   if (op.has_join()) {
-    return upstream_->Submit(std::move(op), [this, job_id = op.join().fence().job_id(),
-                                             done = std::move(done)](const v1::OpResult& result) {
-      if (result.has_join()) {
-        MutexLock lock(&mu_);
-        LearnRank(&own_, job_id, result.join().generation(), result.join().rank());
-      }
-      done(result);
-    });
+    const std::string job_id = op.join().fence().job_id();
+    return upstream_->Submit(
+        std::move(op), [this, job_id, done = std::move(done)](const v1::OpResult& result) {
+          if (result.has_join()) {
+            MutexLock lock(&mu_);
+            LearnRank(&own_, job_id, result.join().generation(), result.join().rank());
+          }
+          done(result);
+        });
   }
   if (!op.has_arrive() && !op.has_arrive_many()) {
     return upstream_->Submit(std::move(op), std::move(done));

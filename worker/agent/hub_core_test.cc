@@ -211,6 +211,15 @@ TEST_F(HubCoreTest, ArrivalsOfAllAgentsAndThisNode_BecomeOneWithTheLast) {
   EXPECT_EQ(own, 1);
 }
 
+TEST_F(HubCoreTest, RankOfThisNode_IsWaitedForFromItsJoinOn) {
+  FakeHubAgent a = Agent("a");
+  Join(nullptr, {4});
+  a.Op(Arrive(1, {0}));
+  EXPECT_THAT(upstream_.ops(), IsEmpty());
+  core_->Submit(Arrive(0, {4}), [](const v1::OpResult&) {});
+  EXPECT_THAT(upstream_.ops(), SizeIs(1));
+}
+
 TEST_F(HubCoreTest, RanksThatAreNotKnown_AreLearnedFromTheirFirstArrival) {
   FakeHubAgent a = Agent("a"), b = Agent("b");
   a.Op(Arrive(1, {0, 1}, 0));
