@@ -130,14 +130,15 @@ HubCore::~HubCore() = default;
 
 uint64_t HubCore::Submit(v1::Op op, Done done) {
   if (op.has_join()) {
-    return upstream_->Submit(std::move(op), [this, job_id = op.join().fence().job_id(),
-                                             done = std::move(done)](const v1::OpResult& result) {
-      if (result.has_join()) {
-        MutexLock lock(&mu_);
-        LearnRank(&own_, job_id, result.join().generation(), result.join().rank());
-      }
-      done(result);
-    });
+    const std::string job_id = op.join().fence().job_id();
+    return upstream_->Submit(
+        std::move(op), [this, job_id, done = std::move(done)](const v1::OpResult& result) {
+          if (result.has_join()) {
+            MutexLock lock(&mu_);
+            LearnRank(&own_, job_id, result.join().generation(), result.join().rank());
+          }
+          done(result);
+        });
   }
   if (!op.has_arrive() && !op.has_arrive_many()) {
     return upstream_->Submit(std::move(op), std::move(done));
@@ -216,7 +217,7 @@ absl::Time HubCore::Tick() {
 
 void HubCore::AddToBeat(v1::Beat* beat) {
   MutexLock lock(&mu_);
-  const absl::Time now = options_.clock->Now();
+  const absl::Time now = beat_made_ = options_.clock->Now();
   size_t bytes = 0;
   // In turn, so that everybody finds room.
   auto it = agents_.upper_bound(beat_after_);
@@ -246,6 +247,22 @@ void HubCore::AddToBeat(v1::Beat* beat) {
   if (roster.agents_size() == 0 && !roster_told_) return;
   roster_told_ = true;
   *beat->mutable_hub() = std::move(roster);
+}
+
+void HubCore::TakeBack(const v1::Beat& beat) {
+  MutexLock lock(&mu_);
+  if (beat.has_hub()) roster_due_ = true;
+  for (const v1::WorkerBeat& worker : beat.workers()) {
+    const Agent::WorkerKey key(worker.job_id(), worker.worker_id());
+    for (const auto& [node, agent] : agents_) {
+      const auto it = agent->workers.find(key);
+      if (it == agent->workers.end() || it->second != worker.incarnation()) continue;
+      const auto [said, fresh] = agent->said.try_emplace(key);
+      if (!fresh) continue;
+      said->second = {.beat = worker, .at = beat_made_, .bytes = worker.ByteSizeLong()};
+      agent->said_bytes += said->second.bytes;
+    }
+  }
 }
 
 void HubCore::OnUpstream() {

@@ -211,6 +211,15 @@ TEST_F(HubCoreTest, ArrivalsOfAllAgentsAndThisNode_BecomeOneWithTheLast) {
   EXPECT_EQ(own, 1);
 }
 
+TEST_F(HubCoreTest, RankOfThisNode_IsWaitedForFromItsJoinOn) {
+  FakeHubAgent a = Agent("a");
+  Join(nullptr, {4});
+  a.Op(Arrive(1, {0}));
+  EXPECT_THAT(upstream_.ops(), IsEmpty());
+  core_->Submit(Arrive(0, {4}), [](const v1::OpResult&) {});
+  EXPECT_THAT(upstream_.ops(), SizeIs(1));
+}
+
 TEST_F(HubCoreTest, RanksThatAreNotKnown_AreLearnedFromTheirFirstArrival) {
   FakeHubAgent a = Agent("a"), b = Agent("b");
   a.Op(Arrive(1, {0, 1}, 0));
@@ -304,6 +313,26 @@ TEST_F(HubCoreTest, Beats_OfManyAgentsFindRoomInTurn) {
   a.Beat(Beat("w0", 2));
   EXPECT_THAT(PassedOn(), ElementsAre("w1 at 1"));
   EXPECT_THAT(PassedOn(), ElementsAre("w0 at 2"));
+}
+
+TEST_F(HubCoreTest, BeatThatWasNotSent_GoesIntoTheNext) {
+  FakeHubAgent a = Agent("a"), b = Agent("b");
+  a.Beat(Beat("w0", 1));
+  b.Beat(Beat("w1", 1));
+  v1::Beat beat;
+  *beat.add_workers() = Beat("own").workers(0);
+  core_->AddToBeat(&beat);
+  ASSERT_EQ(beat.workers_size(), 3);
+  ASSERT_TRUE(beat.has_hub());
+  a.Beat(Beat("w0", 2));
+  core_->TakeBack(beat);
+  EXPECT_THAT(PassedOn(), UnorderedElementsAre("w0 at 2", "w1 at 1"));
+  core_->TakeBack(beat);
+  EXPECT_THAT(Roster(), SizeIs(2));
+  // As old as it is.
+  core_->TakeBack(beat);
+  clock_.Advance(absl::Seconds(4));
+  EXPECT_THAT(PassedOn(), IsEmpty());
 }
 
 TEST_F(HubCoreTest, Beat_IsAcknowledgedAtOnceAlsoIfNothingIsNew) {

@@ -76,7 +76,10 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
   stream.on_directive = [raw](const v1::Directive& directive) { raw->OnDirective(directive); };
   stream.on_connected = [raw](uint64_t term, bool) { raw->core_->Connected(term); };
   stream.on_lost = [raw](const absl::Status& status) { raw->OnLost(status); };
-  if (!options.hub_listen.empty()) stream.on_upstream = [raw] { raw->hub_->OnUpstream(); };
+  if (!options.hub_listen.empty()) {
+    stream.on_upstream = [raw] { raw->hub_->OnUpstream(); };
+    stream.on_unsent_beat = [raw](const v1::Beat& beat) { raw->hub_->TakeBack(beat); };
+  }
   stream.wake = [raw] { raw->stream_timer_->Wake(); };
 
   RelayCore::Options core;

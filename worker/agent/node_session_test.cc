@@ -4,6 +4,7 @@
 #include <grpcpp/server_builder.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <memory>
 #include <string>
@@ -15,6 +16,7 @@
 #include "base/mutex.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/kv.grpc.pb.h"
 #include "proto/muster/v1/rendezvous.grpc.pb.h"
 #include "proto/muster/v1/session.grpc.pb.h"
@@ -347,6 +349,145 @@ TEST(NodeSession, MutatedFrames_NeverBreakIt) {
   session->Finish(absl::ZeroDuration());
   session.reset();
   EXPECT_LE(answered, sent);
+}
+
+// Two agents that another coordinator has sent to the hub under test, each with the workers of a job.
+class HubSessionTest : public ::testing::Test {
+ protected:
+  struct Node {
+    std::unique_ptr<NodeSession> session;
+    std::shared_ptr<grpc::Channel> channel;
+  };
+  HubSessionTest() {
+    of_hub_.SetAnswer([](const v1::Op& op, v1::OpResult* result) {
+      if (op.has_join()) {
+        result->mutable_join()->set_generation(1);
+        result->mutable_join()->set_rank(op.join().fence().worker_id() == "w1" ? 1 : 0);
+      }
+      return true;
+    });
+    NodeSession::Options options;
+    options.coordinator = hub_server_->address();
+    options.hub_listen = "127.0.0.1:0";
+    options.outage_tolerance = absl::Minutes(10);
+    hub_ = *NodeSession::Start(std::move(options));
+    EXPECT_TRUE(hub_->stream().WaitUntilConnected(absl::Minutes(1)).ok());
+    int agents = 0;
+    for (Node& node : nodes_) {
+      node = StartNode();
+      ++agents;
+      // One after the other, so that each gets its directive.
+      of_hub_.WaitFor([agents](const v1::AgentFrame& frame) {
+        return frame.beat().hub().agents_size() == agents;
+      });
+    }
+  }
+  ~HubSessionTest() override {
+    for (Node& node : nodes_) node.session.reset();
+    hub_.reset();
+    hub_server_->Shutdown(absl::ZeroDuration());
+    agents_server_->Shutdown(absl::ZeroDuration());
+  }
+  Node StartNode() {
+    v1::Directive directive;
+    directive.mutable_use_hub()->set_node("the hub");
+    directive.mutable_use_hub()->set_address(hub_->hub_address());
+    of_agents_.Say(directive);
+    NodeSession::Options options;
+    options.coordinator = agents_server_->address();
+    options.outage_tolerance = absl::Minutes(10);
+    auto session = *NodeSession::Start(std::move(options));
+    // A frame of it, which the directive follows.
+    v1::Op op;
+    op.mutable_get_members()->set_job_id("job");
+    Notification answered;
+    session->sender().Submit(std::move(op), [&](const v1::OpResult&) { answered.Notify(); });
+    answered.WaitForNotification();
+    const std::shared_ptr<grpc::Channel> channel = *rpc::Connect(session->relay_address());
+    return {std::move(session), channel};
+  }
+  static v1::Fence Fence(const std::string& worker_id) {
+    v1::Fence fence;
+    fence.set_job_id("job");
+    fence.set_worker_id(worker_id);
+    fence.set_incarnation(5);
+    return fence;
+  }
+  static void Join(const Node& node, const std::string& worker_id) {
+    grpc::ClientContext context;
+    rpc::SetTimeout(context, absl::Minutes(5));
+    v1::JoinRequest request;
+    *request.mutable_fence() = Fence(worker_id);
+    request.set_pid(getpid());
+    v1::JoinReply reply;
+    const grpc::Status status =
+        v1::Rendezvous::NewStub(node.channel)->Join(&context, request, &reply);
+    EXPECT_TRUE(status.ok()) << status.error_message();
+  }
+  static void Arrive(const Node& node, const std::string& worker_id, int rank, uint64_t counter) {
+    grpc::ClientContext context;
+    rpc::SetTimeout(context, absl::Minutes(5));
+    v1::ArriveRequest request;
+    *request.mutable_fence() = Fence(worker_id);
+    request.mutable_fence()->set_generation(1);
+    request.set_barrier_id("b");
+    request.set_counter(counter);
+    request.set_rank(rank);
+    v1::ArriveReply reply;
+    const grpc::Status status =
+        v1::Barrier::NewStub(node.channel)->Arrive(&context, request, &reply);
+    EXPECT_TRUE(status.ok()) << status.error_message();
+  }
+
+  FakeSessions of_agents_, of_hub_;
+  std::unique_ptr<rpc::Server> agents_server_ =
+      *rpc::Server::Start({.insecure = true}, {&of_agents_});
+  std::unique_ptr<rpc::Server> hub_server_ = *rpc::Server::Start({.insecure = true}, {&of_hub_});
+  std::unique_ptr<NodeSession> hub_;
+  Node nodes_[2];
+};
+
+TEST_F(HubSessionTest, TwoAgentsBehindOneHub_PassABarrierAndAreSpokenFor) {
+  const v1::AgentFrame told = of_hub_.WaitFor(
+      [](const v1::AgentFrame& frame) { return frame.beat().hub().agents_size() == 2; });
+  EXPECT_NE(told.beat().hub().agents(0).node(), told.beat().hub().agents(1).node());
+  Join(nodes_[0], "w0");
+  Join(nodes_[1], "w1");
+  for (uint64_t counter = 0; counter < 3; ++counter) {
+    std::thread other([&] { Arrive(nodes_[1], "w1", 1, counter); });
+    Arrive(nodes_[0], "w0", 0, counter);
+    other.join();
+  }
+  for (const std::string worker : {"w0", "w1"}) {
+    of_hub_.WaitFor([&](const v1::AgentFrame& frame) {
+      return std::any_of(frame.beat().workers().begin(), frame.beat().workers().end(),
+                         [&](const v1::WorkerBeat& beat) { return beat.worker_id() == worker; });
+    });
+  }
+  // What is said to a worker finds its agent.
+  Notification killed;
+  nodes_[1].session->SetOnKillWorker([&](const v1::KillWorker& kill) {
+    EXPECT_EQ(kill.worker_id(), "w1");
+    killed.Notify();
+  });
+  v1::Directive kill;
+  kill.mutable_kill_worker()->set_job_id("job");
+  kill.mutable_kill_worker()->set_worker_id("w1");
+  kill.mutable_kill_worker()->set_incarnation(5);
+  of_hub_.Say(kill);
+  killed.WaitForNotification();
+  nodes_[1].session->SetOnKillWorker(nullptr);
+}
+
+TEST_F(HubSessionTest, HubThatEnds_ItsAgentsGoOnWithTheCoordinator) {
+  hub_->Finish(absl::Minutes(1));
+  hub_.reset();
+  Join(nodes_[0], "w0");
+  Join(nodes_[1], "w1");
+  of_agents_.WaitFor([](const v1::AgentFrame& frame) {
+    return frame.has_ops() && frame.ops().ops(0).has_join() &&
+           frame.ops().ops(0).join().fence().worker_id() == "w1";
+  });
 }
 
 TEST(NodeSession, BadAddress_IsRefused) {

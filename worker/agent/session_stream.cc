@@ -135,6 +135,7 @@ struct SessionStream::Todo {
   bool upstream = false;
   std::vector<std::pair<Done, v1::OpResult>> results;
   std::vector<v1::Directive> directives;
+  std::optional<v1::Beat> unsent;
   absl::Status lost;
   bool wake = false;
 };
@@ -316,6 +317,7 @@ absl::Time SessionStream::Tick() {
   std::shared_ptr<Attempt> opening;
   std::string hub;
   bool beat_due = false;
+  std::optional<v1::Beat> unsent;
   {
     MutexLock lock(&mu_);
     if (away_since_ + options_.outage_tolerance <= now && lost_.ok()) {
@@ -337,6 +339,7 @@ absl::Time SessionStream::Tick() {
     }
     if (state_ == State::kOpen && next_beat_ <= now) {
       beat_due = true;
+      unsent = std::exchange(beat_, std::nullopt);
       next_beat_ = now + beat_period_;
       if (at_hub_) answer_by_ = std::min(answer_by_, now + Patience(4));
     }
@@ -355,6 +358,7 @@ absl::Time SessionStream::Tick() {
       }
     }
   }
+  if (unsent.has_value() && options_.on_unsent_beat) options_.on_unsent_beat(*unsent);
   if (beat_due) {
     v1::Beat beat;
     if (options_.beat) beat = options_.beat();
@@ -362,6 +366,8 @@ absl::Time SessionStream::Tick() {
     if (state_ == State::kOpen) {
       beat_ = std::move(beat);
       Pump(&todo);
+    } else {
+      todo.unsent = std::move(beat);
     }
   }
   Run(std::move(todo));
@@ -486,7 +492,7 @@ void SessionStream::Drop(Todo* todo) {
   attempt_ = nullptr;
   state_ = State::kIdle;
   writing_ = false;
-  beat_.reset();
+  todo->unsent = std::exchange(beat_, std::nullopt);
   opened_ = open_by_ = answer_by_ = leave_by_ = doubt_until_ = move_by_ = absl::InfiniteFuture();
   hub_away_ = leaving_ = false;
   left_ = Left::kNo;
@@ -945,6 +951,7 @@ bool SessionStream::NextFrame(v1::AgentFrame* frame) {
 
 void SessionStream::Run(Todo todo) {
   if (todo.close != nullptr) todo.close->Close();
+  if (todo.unsent.has_value() && options_.on_unsent_beat) options_.on_unsent_beat(*todo.unsent);
   if (todo.connected.has_value() && options_.on_connected) {
     options_.on_connected(todo.connected->first, todo.connected->second);
   }

@@ -83,6 +83,8 @@ class SessionStream final : public OpSender {
     size_t frame_bytes = 1 << 20;  // of a frame of several operations
     // What the next beat says; called from Tick.
     std::function<v1::Beat()> beat = nullptr;
+    // A beat was not sent: the stream broke, or a newer one, which is asked for next, takes its place.
+    std::function<void(const v1::Beat&)> on_unsent_beat = nullptr;
     std::function<void(const v1::Directive&)> on_directive = nullptr;
     // A stream is open. `resumed`: the session goes on, nothing was missed.
     std::function<void(uint64_t term, bool resumed)> on_connected = nullptr;

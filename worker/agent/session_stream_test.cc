@@ -690,6 +690,28 @@ TEST_F(SessionStreamTest, Beats_ComeAtOnceAndThenEveryPeriod) {
   EXPECT_EQ(link().written.back().beat().workers(0).step(), 4);
 }
 
+TEST_F(SessionStreamTest, BeatThatIsNotSent_IsHandedBackBeforeTheNext) {
+  int made = 0;
+  std::vector<int64_t> unsent;
+  options_.beat = [&] {
+    v1::Beat beat;
+    beat.add_workers()->set_step(++made);
+    return beat;
+  };
+  options_.on_unsent_beat = [&](const v1::Beat& beat) { unsent.push_back(beat.workers(0).step()); };
+  Make();
+  link().Done();
+  Welcome("s1");
+  stream_->Tick();  // the first is being written
+  for (int i = 0; i < 3; ++i) {
+    clock_.Advance(absl::Seconds(2));
+    stream_->Tick();
+  }
+  EXPECT_THAT(unsent, ElementsAre(2, 3));
+  link().events->OnClosed(absl::UnavailableError("cut"));
+  EXPECT_THAT(unsent, ElementsAre(2, 3, 4));
+}
+
 TEST_F(SessionStreamTest, BeatPeriod_CanChange) {
   Connect();
   stream_->SetBeatPeriod(absl::Seconds(1));
