@@ -68,7 +68,9 @@ class Engine {
     // Of a message that goes out. In place of a larger answer goes LIMIT, or RESULT_TOO_LARGE if
     // the operation has changed something.
     size_t answer_bytes = (4 << 20) - 1024;
-    // Calls that wait for their answer, of everybody and of one agent.
+    // Calls that wait for their answer, of everybody and of one agent. A hub is one agent here: with
+    // 400 workers behind it, each has room for 160 calls, and for 160 KiB of requests below, where a
+    // worker seldom has more than a barrier and a wait at a time.
     size_t calls = 1 << 20;
     size_t calls_of_agent = 1 << 16;
     // Bytes of the requests of those calls: the core keeps what it needs of them (keys waited for,
