@@ -189,13 +189,13 @@ class Core {
   // When Tick has something to do; InfiniteFuture: nothing waits.
   absl::Time NextDeadline() const;
 
-  // Only before StartTerm. A snapshot is restored part by part, or whole, before any record. Errors:
-  // DATA_LOSS for bytes that are not a snapshot or a record, or a revision out of order.
+  // Only before StartTerm. A snapshot is restored part by part, or whole, before any record.
+  // Errors: DATA_LOSS for bytes that are not a snapshot or a record, or a revision out of order.
   absl::Status Restore(absl::string_view part);
   absl::Status Replay(absl::string_view record_payload);
-  // The durable state as of last_record_revision(): hands over parts of about `part_bytes` (one seat
-  // table, and one answer, are not divided) for Restore to take in this order. Stops at the first
-  // error of `part` and returns it.
+  // The durable state as of last_record_revision(): hands over parts of about `part_bytes` (one
+  // seat table, and one answer, are not divided) for Restore to take in this order. Stops at the
+  // first error of `part` and returns it.
   absl::Status WriteSnapshot(size_t part_bytes,
                              absl::FunctionRef<absl::Status(std::string part)> part) const;
   // All parts together, which are one part again. For small states: no message has more than 2 GiB.

@@ -96,8 +96,8 @@ std::multiset<std::string> Meaning(const Core& core, bool with_hosts = false) {
   return changes;
 }
 
-// A snapshot in small parts, as the journal's other thread makes it: of a second core that knows the
-// last such snapshot and the records after it. `parts` becomes it.
+// A snapshot in small parts, as the journal's other thread makes it: of a second core that knows
+// the last such snapshot and the records after it. `parts` becomes it.
 void SnapshotByReplica(const CoreOptions& options, const Core& core,
                        const std::vector<std::string>& journal, size_t* replayed,
                        std::vector<std::string>* parts) {

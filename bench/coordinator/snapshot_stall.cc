@@ -1,8 +1,9 @@
-// For how long reads and durable puts stop while the coordinator writes a snapshot of a large state.
+// For how long reads and durable puts stop while the coordinator writes a snapshot of a large
+// state.
 //
-// The coordinator runs in its own process. Two jobs hold the state as durable keys. One thread reads
-// a key and four put durable ones, each one call at a time, while nothing else happens and then while
-// a snapshot is written that was asked for. Prints one JSON object.
+// The coordinator runs in its own process. Two jobs hold the state as durable keys. One thread
+// reads a key and four put durable ones, each one call at a time, while nothing else happens and
+// then while a snapshot is written that was asked for. Prints one JSON object.
 #include <unistd.h>
 
 #include <algorithm>

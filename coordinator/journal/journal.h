@@ -75,11 +75,12 @@ class Journal {
   virtual void Append(uint64_t revision, std::string record) = 0;
 
   // Begins a snapshot of the state after `revision`, which stands for all records appended so far.
-  // `replica` is brought to that state from the last snapshot and the records after it, and written,
-  // on a thread of the journal's own, while Append and commits go on; then it is gone. `done` is told
-  // when the snapshot is durable and the records before the previous one are gone, or why not (then
-  // nothing is gone): DATA_LOSS if what the journal holds cannot be read (a replica that needs no
-  // history can still be written), CANCELLED by Stop. One at a time: the next one after `done`.
+  // `replica` is brought to that state from the last snapshot and the records after it, and
+  // written, on a thread of the journal's own, while Append and commits go on; then it is gone.
+  // `done` is told when the snapshot is durable and the records before the previous one are gone,
+  // or why not (then nothing is gone): DATA_LOSS if what the journal holds cannot be read (a
+  // replica that needs no history can still be written), CANCELLED by Stop. One at a time: the next
+  // one after `done`.
   virtual void WriteSnapshot(uint64_t revision, std::unique_ptr<Replica> replica,
                              std::function<void(absl::Status)> done) = 0;
 

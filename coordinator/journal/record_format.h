@@ -32,8 +32,8 @@ struct DecodedRecord {
   size_t bytes = 0;           // of the record, with its header
 };
 
-// The record at the beginning of `bytes`, which must have this `seq`. Errors: DATA_LOSS with what is
-// wrong, for a message that says where.
+// The record at the beginning of `bytes`, which must have this `seq`. Errors: DATA_LOSS with what
+// is wrong, for a message that says where.
 absl::StatusOr<DecodedRecord> DecodeRecord(absl::string_view bytes, uint64_t seq);
 
 }  // namespace muster::coordinator

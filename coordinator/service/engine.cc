@@ -191,7 +191,8 @@ grpc::ByteBuffer ToByteBuffer(const FrameBytes& frame) {
 
 // A second core, which has no callers: it becomes what a restart would make of the journal. Its
 // memory is that of a thread of its own, so the allocator gives it back when it is freed; MaybeTrim
-// finds the rest (not that thread: with its low priority it would hold the allocator's locks for long).
+// finds the rest (not that thread: with its low priority it would hold the allocator's locks for
+// long).
 class CoreReplica final : public Replica {
  public:
   CoreReplica(const CoreOptions& options, std::string hosts)

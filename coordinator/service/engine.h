@@ -135,7 +135,8 @@ class Engine {
   void WatchClosed(const std::shared_ptr<WatchLink>& link);
 
   // Writes a snapshot; `done` gets its revision once it is durable. Errors: UNAVAILABLE with
-  // JOURNAL_FAILED, STOPPING, or OVERLOADED (one is being written); those of Journal::WriteSnapshot.
+  // JOURNAL_FAILED, STOPPING, or OVERLOADED (one is being written); those of
+  // Journal::WriteSnapshot.
   void Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done);
   // Runs `task` with the core, in turn with all other events. After Stop, or when stopping, it is
   // run with nullptr.

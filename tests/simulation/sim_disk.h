@@ -30,8 +30,8 @@ class SimDisk {
   // there was one.
   bool Recover(std::string* snapshot, std::vector<std::string>* records);
 
-  // What a snapshot of `revision` is built of: the snapshot, and the synced records after it up to that
-  // revision. False: there is a later snapshot.
+  // What a snapshot of `revision` is built of: the snapshot, and the synced records after it up to
+  // that revision. False: there is a later snapshot.
   bool Read(uint64_t revision, std::string* snapshot, std::vector<std::string>* records) const;
 
   // Takes the place of all records with revisions up to `revision`, atomically.

@@ -1209,8 +1209,8 @@ void Sim::TakeSnapshot() {
   if (!serving_ || journal_failed_ || !unwritten_.empty()) return;
   const uint64_t revision = core_->last_record_revision();
   Trace(absl::StrCat("snapshot of revision ", revision));
-  // Built of what is on the disk, while the core goes on; written beside, synced, renamed: it exists
-  // whole or not at all. Records it holds go only afterwards.
+  // Built of what is on the disk, while the core goes on; written beside, synced, renamed: it
+  // exists whole or not at all. Records it holds go only afterwards.
   At(now_ + Between(absl::Milliseconds(1), absl::Milliseconds(100)),
      [this, life = life_, hosts = core_->SnapshotHosts(), revision] {
        if (life != life_ || !up_ || durable_ < revision) return;
