@@ -40,8 +40,8 @@ constexpr int kStepRows = 256;
 // A snapshot is synced after so much, so that no sync of the log waits for much of it.
 constexpr size_t kSyncBytes = 4 << 20;
 constexpr char kSnapshotPrefix[] = "snapshot-";
-// Below the threads that answer, where cores are few.
-constexpr int kSnapshotNice = 10;
+// Below the threads that answer, where cores are few; not so far that a busy machine starves it.
+constexpr int kSnapshotNice = 5;
 
 class Statement {
  public:
