@@ -436,14 +436,12 @@ class Core::Impl::Job : public BarrierHost {
     if (seat->silent) Returned(seat);
   }
   // When the lease of `seat` runs out.
-  absl::Time LeaseEnd(const Seat& seat) const {
-    return std::max({seat.last_seen, lease_floor_, returned_at_, impl_->cut_ended_}) + Lease();
-  }
+  absl::Time LeaseEnd(const Seat& seat) const;
   // Whether more than what has been applied may have come from `rank` before its lease ended.
   bool MayBeUnread(int rank, absl::Time lease_end);
   // Whether `seat`, whose lease has run out, is kept for now; why not goes to `why_lost`.
   bool KeepSilent(Seat* seat, std::string* why_lost);
-  // A worker that was silent is heard again: the others have a lease to come back too.
+  // A worker that was silent is heard again: the others have some time to come back too.
   void Returned(Seat* seat);
   void NoLongerSilent(Seat* seat);
   // Somebody needs the name of the job: ends a generation whose leases have all run out, and that

@@ -955,7 +955,8 @@ void Core::Impl::Job::Tick() {
     // Who waits for its next seat is there.
     if (!sealed_ && waiting_.contains(seat.record.worker_id())) expiry = now + Lease();
     if (expiry > now) {
-      lease_checks_.insert({expiry, rank});
+      // What its agent says may shorten the time it has to return.
+      lease_checks_.insert({seat.silent ? std::min(expiry, now + Lease() / 4) : expiry, rank});
       continue;
     }
     if (MayBeUnread(rank, expiry)) {
@@ -988,6 +989,16 @@ void Core::Impl::Job::Tick() {
     Recount();
     Evaluate();
   }
+}
+
+absl::Time Core::Impl::Job::LeaseEnd(const Seat& seat) const {
+  const absl::Time end = std::max(seat.last_seen, lease_floor_) + Lease();
+  const absl::Time back = std::max(returned_at_, impl_->cut_ended_);
+  if (seat.last_seen > back) return end;
+  // Its agent is back too, and leaves it out.
+  const auto agent = impl_->agents_.find(seat.record.node());
+  if (agent != impl_->agents_.end() && agent->second.beat > back) return end;
+  return std::max(end, back + std::max(Lease(), kTimeToReturn));
 }
 
 bool Core::Impl::Job::MayBeUnread(int rank, absl::Time lease_end) {
@@ -1098,7 +1109,7 @@ void Core::Impl::Heard(absl::string_view node, AgentState* agent) {
   agent->heard = now_;
   if (cut_off_.empty() || cut_off_.erase(node) == 0) return;
   if (2 * static_cast<int>(cut_off_.size()) > agents_before_cut_) return;
-  // Most are back: the rest has a lease to follow.
+  // Most are back: the rest has some time to follow.
   cut_off_.clear();
   cut_ended_ = now_;
 }

@@ -1564,13 +1564,24 @@ TEST_F(CutTest, OneMachineIsSilent_IsLostAfterTheLease) {
   EXPECT_EQ(lost(), 1u);
 }
 
-TEST_F(CutTest, OneDoesNotComeBackFromTheCut_IsLostALeaseAfterTheOthersReturn) {
+TEST_F(CutTest, OneDoesNotComeBackFromTheCut_IsLostAWhileAfterTheOthersReturn) {
   FormWithAgents(3);
   Pass(30, {});
   EXPECT_EQ(lost(), 0u);
-  Pass(5, {0, 1});
+  Pass(15, {0, 1});
   EXPECT_EQ(lost(), 0u);
   Pass(3, {0, 1});
+  EXPECT_EQ(lost(), 1u);
+}
+
+TEST_F(CutTest, AgentThatIsBackWithoutItsWorker_IsBelieved) {
+  FormWithAgents(2);
+  Pass(30, {});
+  for (int i = 0; i < 4; ++i) {
+    bench_.Advance(absl::Seconds(1));
+    AgentBeats(0);
+    AgentBeats(1, /*with_workers=*/false);
+  }
   EXPECT_EQ(lost(), 1u);
 }
 
