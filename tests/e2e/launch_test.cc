@@ -1,6 +1,7 @@
 #include <netinet/in.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/ptrace.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -222,6 +223,22 @@ TEST_P(StopTest, Signal_WorkersCleanUpAndTheExitCodeTells) {
 
 INSTANTIATE_TEST_SUITE_P(Signals, StopTest, ::testing::Values(SIGINT, SIGTERM, SIGHUP),
                          [](const auto& info) { return agent::SignalName(info.param); });
+
+// A real process that SIGKILL does not end: a debugger that asked for the stop at exit holds it.
+TEST_F(LaunchTest, WorkerHeldByADebugger_IsNamedAndTheJobEndsWhenItLetsGo) {
+  auto launch = Launch({"--num_processes", "2", "--cpu"}, "echo pid $$; exec sleep 1000");
+  const int held = Numbers(launch->WaitForLine("[1]: pid")).at(0);
+  const int killed = Numbers(launch->WaitForLine("[0]: pid")).at(0);
+  ASSERT_EQ(ptrace(PTRACE_SEIZE, held, nullptr, PTRACE_O_TRACEEXIT), 0) << strerror(errno);
+  kill(killed, SIGKILL);
+  EXPECT_THAT(launch->WaitForLine("muster: rank 1 on "),
+              HasSubstr(absl::StrCat("has not ended after SIGKILL: traced by process ", getpid(),
+                                     " (launch_test)")));
+  EXPECT_EQ(ptrace(PTRACE_DETACH, held, nullptr, nullptr), 0) << strerror(errno);
+  EXPECT_EQ(launch->Wait(), 1);
+  EXPECT_THAT(launch->err_text(), HasSubstr(absl::StrCat("rank 0 (pid ", killed, " on ")));
+  EXPECT_TRUE(WaitUntilEnded(held));
+}
 
 TEST_F(LaunchTest, StopTwice_KillsWorkersThatDoNotListen) {
   auto launch = Launch({"--stop_grace", "1h"},
