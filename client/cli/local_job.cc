@@ -42,6 +42,21 @@ std::string JobName(const LaunchConfig& config) {
   return config.num_machines > 1 ? "launch" : absl::StrCat("launch-", RandomHex().substr(0, 8));
 }
 
+// For the other machines.
+std::string WhyEnded(const LaunchOutcome& outcome) {
+  switch (outcome.kind) {
+    case LaunchOutcome::Kind::kSucceeded:
+      return "the job has succeeded";
+    case LaunchOutcome::Kind::kFailed:
+      return outcome.why;
+    case LaunchOutcome::Kind::kStopped:
+      return absl::StrCat("it was stopped by ", agent::SignalName(outcome.signal));
+    case LaunchOutcome::Kind::kRefused:
+      return std::string(outcome.status.message());
+  }
+  return "";
+}
+
 // As others find it, who may stand in another folder.
 std::string Absolute(const std::string& path) {
   std::error_code error;
@@ -200,8 +215,10 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
       outcome.kind = LaunchOutcome::Kind::kStopped;
       break;
     case agent::JobResult::Outcome::kRefused:
-      return Refused(result.job.status);
+      outcome = Refused(result.job.status);
+      break;
   }
+  if (held.coordinator != nullptr) held.coordinator->End(WhyEnded(outcome));
   return outcome;
 }
 

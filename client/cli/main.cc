@@ -25,6 +25,10 @@ class ServerInThisProcess final : public muster::client::EmbeddedCoordinator {
   explicit ServerInThisProcess(std::unique_ptr<muster::coordinator::CoordinatorServer> server)
       : server_(std::move(server)) {}
   std::string address() const override { return server_->address(); }
+  void End(const std::string& why) override {
+    server_->engine().SetEndsForGood(why);
+    server_->Shutdown();
+  }
 
  private:
   const std::unique_ptr<muster::coordinator::CoordinatorServer> server_;
@@ -68,10 +72,9 @@ int main(int argc, char** argv) {
   if (!for_operators) muster::SetLogLevel(muster::LogLevel::kWarning);
   char self[PATH_MAX] = "";
   if (readlink("/proc/self/exe", self, sizeof(self) - 1) < 0) self[0] = '\0';
-  return muster::client::RunMuster(
-      {argv + 1, argv + argc}, {variables, std::cout, std::cerr},
-      muster::client::LocalBackend([for_operators](const auto& options) {
-        return StartCoordinator(options, for_operators);
-      }),
-      self);
+  return muster::client::RunMuster({argv + 1, argv + argc}, {variables, std::cout, std::cerr},
+                                muster::client::LocalBackend([for_operators](const auto& options) {
+                                  return StartCoordinator(options, for_operators);
+                                }),
+                                self);
 }

@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -111,6 +112,8 @@ class Engine {
   // Errors: DATA_LOSS corrupt journal; RESOURCE_EXHAUSTED or UNAVAILABLE it cannot be written.
   absl::Status Start();
 
+  // Tells the agents, when Stop comes, that this coordinator does not come back, and why.
+  void SetEndsForGood(const std::string& why);
   // Answers everything that waits with UNAVAILABLE / STOPPING, ends all streams, writes what is
   // queued to the journal. Blocks. Repeatable. Calls that come later are answered the same way.
   void Stop();
@@ -317,6 +320,7 @@ class Engine {
   absl::Time armed_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   bool handed_over_ ABSL_GUARDED_BY(mu_) = false;  // the thread applies next
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
+  std::optional<std::string> ends_for_good_ ABSL_GUARDED_BY(mu_);  // why
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
 
   std::thread thread_;

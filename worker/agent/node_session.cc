@@ -10,6 +10,7 @@
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "proto/muster/v1/admin.grpc.pb.h"
 #include "worker/agent/process_state.h"
 
 namespace muster::agent {
@@ -44,6 +45,7 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
   options.channel.max_message_bytes = 64 << 20;
   MUSTER_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
                           rpc::Connect(options.coordinator, options.channel));
+  raw->channel_ = channel;
   raw->stacks_ = options.stacks;
   raw->stack_budget_ = options.stack_budget;
   raw->on_barrier_late_ = std::move(options.on_barrier_late);
@@ -118,6 +120,20 @@ void NodeSession::OnLost(const absl::Status& status) {
   if (listener_.on_lost) listener_.on_lost(status);
 }
 
+std::string NodeSession::WhyNotConnected() {
+  // The stream waits for a connection and does not hear why there is none; a call that does not wait
+  // is told at once.
+  grpc::ClientContext context;
+  rpc::SetTimeout(context, absl::Seconds(1));
+  v1::StatusReply reply;
+  const grpc::Status status = v1::Admin::NewStub(channel_)->Status(&context, {}, &reply);
+  if (status.error_code() != grpc::StatusCode::UNAVAILABLE) return "";
+  const std::string& text = status.error_message();
+  const std::string before_cause = "last error: ";
+  const size_t last = text.rfind(before_cause);
+  return last == std::string::npos ? text : text.substr(last + before_cause.size());
+}
+
 void NodeSession::OnDirective(const v1::Directive& directive) {
   MUSTER_FAILPOINT("agent.directive");
   switch (directive.kind_case()) {
@@ -143,6 +159,7 @@ void NodeSession::OnDirective(const v1::Directive& directive) {
     case v1::Directive::kBarrierLate:
       if (on_barrier_late_) on_barrier_late_(directive.barrier_late());
       break;
+    case v1::Directive::kUseHub:
     case v1::Directive::KIND_NOT_SET:
       break;
   }

@@ -287,7 +287,8 @@ absl::Time SessionStream::Tick() {
                   last_error_.empty() ? "" : absl::StrCat(" (", last_error_, ")"))),
               &todo);
     }
-    if (state_ == State::kIdle && !refused_ && bye_ != Bye::kSent && next_attempt_ <= now) {
+    if (state_ == State::kIdle && !refused_ && !ended_ && bye_ != Bye::kSent &&
+        next_attempt_ <= now) {
       opening = attempt_ = std::make_shared<Attempt>(guard_);
       state_ = State::kOpening;
       hello_due_ = true;
@@ -324,7 +325,7 @@ absl::Time SessionStream::Tick() {
 
 absl::Time SessionStream::NextDeadline() const {
   absl::Time next = absl::InfiniteFuture();
-  if (state_ == State::kIdle && !refused_ && bye_ != Bye::kSent) next = next_attempt_;
+  if (state_ == State::kIdle && !refused_ && !ended_ && bye_ != Bye::kSent) next = next_attempt_;
   if (state_ == State::kOpen) next = next_beat_;
   if (lost_.ok()) next = std::min(next, away_since_ + options_.outage_tolerance);
   return next;
@@ -625,7 +626,15 @@ void SessionStream::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
     case v1::CoordinatorFrame::kGoodbye:
       last_error_ = frame.goodbye().reason();
       retry_after_ = RetryAfter(frame.goodbye());
+      if (frame.goodbye().final()) {
+        ended_ = true;
+        FailAll(absl::UnavailableError(absl::StrCat("the launch that held the coordinator at ",
+                                                    options_.address,
+                                                    " has ended: ", frame.goodbye().reason())),
+                todo);
+      }
       break;
+    case v1::CoordinatorFrame::kHubState:
     case v1::CoordinatorFrame::kWelcome:
     case v1::CoordinatorFrame::KIND_NOT_SET:
       break;
@@ -758,7 +767,7 @@ bool SessionStream::ever_connected() const {
 absl::Status SessionStream::WaitUntilConnected(absl::Duration timeout) {
   const absl::Time deadline = Clock::Real().Now() + timeout;
   MutexLock lock(&mu_);
-  while (!refused_ && !(ever_connected_ && lost_.ok())) {
+  while (!refused_ && !ended_ && !(ever_connected_ && lost_.ok())) {
     const absl::Duration left = deadline - Clock::Real().Now();
     if (left <= absl::ZeroDuration()) {
       if (!lost_.ok()) return lost_;
@@ -769,6 +778,16 @@ absl::Status SessionStream::WaitUntilConnected(absl::Duration timeout) {
     changed_.WaitWithTimeout(&mu_, left);
   }
   return lost_;
+}
+
+bool SessionStream::ended() const {
+  MutexLock lock(&mu_);
+  return ended_;
+}
+
+std::string SessionStream::last_error() const {
+  MutexLock lock(&mu_);
+  return last_error_;
 }
 
 absl::Status SessionStream::lost() const {

@@ -76,7 +76,8 @@ class SessionStream final : public OpSender {
     std::function<void(const v1::Directive&)> on_directive = nullptr;
     // A stream is open. `resumed`: the session goes on, nothing was missed.
     std::function<void(uint64_t term, bool resumed)> on_connected = nullptr;
-    // Once for each outage beyond the tolerance, and once if the coordinator refuses this agent.
+    // Once for each outage beyond the tolerance, and once if the coordinator refuses this agent
+    // or has ended for good.
     std::function<void(const absl::Status&)> on_lost = nullptr;
     // Tick is due earlier than it said.
     std::function<void()> wake = nullptr;
@@ -108,10 +109,14 @@ class SessionStream final : public OpSender {
   // Whether a stream is open now, and ever was.
   bool connected() const;
   bool ever_connected() const;
+  // The coordinator has said that it does not come back: no further attempt is made.
+  bool ended() const;
   // Blocks until it ever was and the coordinator has not been away beyond the tolerance since, or
-  // `timeout` of real time has passed, or the coordinator refused this agent. Errors: UNAVAILABLE
+  // `timeout` of real time has passed, or the coordinator refused this agent or has ended. Errors: UNAVAILABLE
   // naming the address; what the coordinator refused it with.
   absl::Status WaitUntilConnected(absl::Duration timeout);
+  // What the last attempt to connect ended with; empty: none did, or there is a stream.
+  std::string last_error() const;
   // Why everything fails now: as told by on_lost. OK: nothing does.
   absl::Status lost() const;
   uint64_t term() const;
@@ -181,6 +186,7 @@ class SessionStream final : public OpSender {
   absl::Status lost_ ABSL_GUARDED_BY(mu_);  // why everything fails now
   std::string last_error_ ABSL_GUARDED_BY(mu_);
   bool refused_ ABSL_GUARDED_BY(mu_) = false;
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;  // the coordinator, for good
   enum class Bye { kNo, kDue, kWriting, kSent };
   Bye bye_ ABSL_GUARDED_BY(mu_) = Bye::kNo;
 
