@@ -18,6 +18,7 @@
 #include "worker/agent/job_signals.h"
 #include "worker/agent/node_job.h"
 #include "worker/agent/process.h"
+#include "worker/agent/process_limits.h"
 #include "worker/agent/worker_environment.h"
 
 namespace muster::client {
@@ -159,6 +160,9 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
           "env: ", name, " cannot be set: it tells each process its place in the job")));
     }
   }
+  absl::Status enough = agent::EnsureDescriptors(config.processes_here);
+  enough.Update(agent::EnsureThreads(config.processes_here));
+  if (!enough.ok()) return Refused(std::move(enough));
   // First, while this process has one thread. Not for other commands: Ctrl-C ends those as usual.
   agent::BlockJobSignals();
   absl::StatusOr<std::unique_ptr<agent::ProcessHost>> host = agent::ProcessHost::Start();

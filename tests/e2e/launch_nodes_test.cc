@@ -205,6 +205,7 @@ TEST_F(NodesTest, AgentMistakes_AreOneLineEach) {
       {{"--coordinator", address_, "--num_machines", "2", "--num_processes", "3"}, 2, "evenly"},
       {{"--coordinator", address_, "--num_machines", "2"}, 2, "--job_name"},
       {{"--coordinator", "10.0.0.5:29400"}, 2, "without TLS"},
+      {{"--coordinator", address_, "--stop_grace", "-5s"}, 2, "--stop_grace"},
       {{"--coordinator", address_, "--num_machines", "2", "--job_name", "j", "--join_timeout",
         "100ms"},
        7,

@@ -502,6 +502,27 @@ TEST_F(LaunchTest, Mistakes_AreOneLineEach) {
   close(taken);
 }
 
+// A table on a full disk must not pass for whole.
+TEST_F(LaunchTest, OutputThatCannotBeWritten_IsAnError) {
+  for (const char* args : {"version", "env --json", "launch --help", "config show"}) {
+    const auto full = std::make_unique<Command>(
+        *host_,
+        std::vector<std::string>{
+            "/bin/sh", "-c", absl::StrCat(Runfile("client/cli/muster"), " ", args, " > /dev/full")},
+        env_);
+    EXPECT_EQ(full->Wait(), 70) << args;
+    EXPECT_THAT(full->err(), ElementsAre(HasSubstr("standard output cannot be written"))) << args;
+  }
+  const auto job = std::make_unique<Command>(
+      *host_,
+      std::vector<std::string>{
+          "/bin/sh", "-c",
+          absl::StrCat(Runfile("client/cli/muster"), " launch --cpu -- echo lost > /dev/full")},
+      env_);
+  EXPECT_EQ(job->Wait(), 0) << "the job itself is well";
+  EXPECT_THAT(job->err(), ElementsAre(HasSubstr("standard output cannot be written")));
+}
+
 TEST_F(LaunchTest, Help_IsEverywhere) {
   for (const std::vector<std::string>& args :
        std::vector<std::vector<std::string>>{{"--help"},
