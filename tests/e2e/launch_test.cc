@@ -102,6 +102,7 @@ TEST_F(LaunchTest, Workers_SeeTheirPlaceInMustersAndTorchrunsVariables) {
     EXPECT_EQ(env["MUSTER_MIXED_PRECISION"], "bf16");
     EXPECT_EQ(env["MUSTER_GRADIENT_ACCUMULATION_STEPS"], "4");
     EXPECT_EQ(env["MUSTER_DEBUG"], "false");
+    EXPECT_EQ(env["MUSTER_AGENT_TELLS"], "true");
     EXPECT_EQ(env["MUSTER_JOB"], "digits");
     EXPECT_EQ(env["MUSTER_WORKER_ID"], "w" + text);
     EXPECT_EQ(env["TORCHELASTIC_RUN_ID"], "digits");
