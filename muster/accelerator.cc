@@ -7,8 +7,14 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "base/clock.h"
 #include "base/log.h"
+#include "base/mutex.h"
 #include "muster/checkpoint.h"
+#include "worker/process/agent_tells.h"
+#include "worker/process/environment.h"
+#include "worker/process/stop_signal.h"
 #include "worker/train/guard.h"
 
 namespace muster {
@@ -96,10 +102,28 @@ Profile Accelerator::profile(ProfileOptions options) {
   return Profile(std::move(options));
 }
 
+namespace {
+
+// Of a process that another one's failure ends. Its agent stops it within milliseconds.
+constexpr absl::Duration kStopPatience = absl::Seconds(30);
+
+// Where SIGTERM is not noted it ends the process.
+bool WaitForStop(absl::Duration timeout) {
+  const absl::Time give_up = Clock::Real().Now() + timeout;
+  while (!StopSignal::Received()) {
+    if (Clock::Real().Now() >= give_up) return false;
+    Notification().WaitForNotificationWithTimeout(absl::Milliseconds(10));
+  }
+  return true;
+}
+
+}  // namespace
+
 int internal::Run(int argc, char** argv, const AcceleratorOptions& options,
                   const std::function<absl::Status(Accelerator&, const Arguments&)>& train) {
   const Arguments arguments(argv + std::min(argc, 1), argv + argc);
   std::string who = absl::StrCat("pid ", getpid());
+  bool told = false;
   const absl::Status status = Guard([&] {
     Accelerator accelerator(options);
     if (accelerator.use_distributed()) {
@@ -110,10 +134,15 @@ int internal::Run(int argc, char** argv, const AcceleratorOptions& options,
       accelerator.end_training();
     });
     // Before this process lets go of the others.
-    ThrowIfError(accelerator.core().NameCulprit(trained));
+    const absl::Status named = accelerator.core().NameCulprit(trained);
+    told = AgentTells(named, ProcessVariables());
+    ThrowIfError(named);
   });
   std::fflush(stdout);
   if (status.ok()) return 0;
+  // The agent knows who failed first and stops the others. One that went before that might be taken
+  // for the culprit.
+  if (told && WaitForStop(kStopPatience)) return 1;
   const absl::string_view program = argc > 0 ? argv[0] : "muster";
   std::fprintf(stderr, "%s: %s: %s\n", std::string(program.substr(program.rfind('/') + 1)).c_str(),
                who.c_str(), status.ToString().c_str());

@@ -18,6 +18,7 @@
 #include "worker/agent/job_signals.h"
 #include "worker/agent/node_job.h"
 #include "worker/agent/process.h"
+#include "worker/agent/process_limits.h"
 #include "worker/agent/worker_environment.h"
 
 namespace muster::client {
@@ -40,6 +41,21 @@ std::string JobName(const LaunchConfig& config) {
   if (!config.job_name.empty()) return config.job_name;
   // Machines that do not share a made-up name must share a fixed one.
   return config.num_machines > 1 ? "launch" : absl::StrCat("launch-", RandomHex().substr(0, 8));
+}
+
+// For the other machines.
+std::string WhyEnded(const LaunchOutcome& outcome) {
+  switch (outcome.kind) {
+    case LaunchOutcome::Kind::kSucceeded:
+      return "the job has succeeded";
+    case LaunchOutcome::Kind::kFailed:
+      return outcome.why;
+    case LaunchOutcome::Kind::kStopped:
+      return absl::StrCat("it was stopped by ", agent::SignalName(outcome.signal));
+    case LaunchOutcome::Kind::kRefused:
+      return std::string(outcome.status.message());
+  }
+  return "";
 }
 
 // As others find it, who may stand in another folder.
@@ -144,6 +160,9 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
           "env: ", name, " cannot be set: it tells each process its place in the job")));
     }
   }
+  absl::Status enough = agent::EnsureDescriptors(config.processes_here);
+  enough.Update(agent::EnsureThreads(config.processes_here));
+  if (!enough.ok()) return Refused(std::move(enough));
   // First, while this process has one thread. Not for other commands: Ctrl-C ends those as usual.
   agent::BlockJobSignals();
   absl::StatusOr<std::unique_ptr<agent::ProcessHost>> host = agent::ProcessHost::Start();
@@ -202,8 +221,10 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
       outcome.kind = LaunchOutcome::Kind::kStopped;
       break;
     case agent::JobResult::Outcome::kRefused:
-      return Refused(result.job.status);
+      outcome = Refused(result.job.status);
+      break;
   }
+  if (held.coordinator != nullptr) held.coordinator->End(WhyEnded(outcome));
   return outcome;
 }
 

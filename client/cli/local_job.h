@@ -16,6 +16,8 @@ class EmbeddedCoordinator {
   virtual ~EmbeddedCoordinator() = default;
   // What workers connect to, with the port that was bound.
   virtual std::string address() const = 0;
+  // Stops serving. The agents of other machines learn that it does not come back, and why.
+  virtual void End(const std::string& why) = 0;
 };
 
 struct EmbeddedCoordinatorOptions {

@@ -1,6 +1,8 @@
 #include <limits.h>
+#include <string.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <iostream>
 #include <map>
 #include <memory>
@@ -14,6 +16,7 @@
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "client/cli/exit_code.h"
 #include "client/cli/local_job.h"
 #include "client/cli/muster_command.h"
 #include "coordinator/service/server.h"
@@ -25,6 +28,10 @@ class ServerInThisProcess final : public muster::client::EmbeddedCoordinator {
   explicit ServerInThisProcess(std::unique_ptr<muster::coordinator::CoordinatorServer> server)
       : server_(std::move(server)) {}
   std::string address() const override { return server_->address(); }
+  void End(const std::string& why) override {
+    server_->engine().SetEndsForGood(why);
+    server_->Shutdown();
+  }
 
  private:
   const std::unique_ptr<muster::coordinator::CoordinatorServer> server_;
@@ -68,10 +75,16 @@ int main(int argc, char** argv) {
   if (!for_operators) muster::SetLogLevel(muster::LogLevel::kWarning);
   char self[PATH_MAX] = "";
   if (readlink("/proc/self/exe", self, sizeof(self) - 1) < 0) self[0] = '\0';
-  return muster::client::RunMuster(
-      {argv + 1, argv + argc}, {variables, std::cout, std::cerr},
-      muster::client::LocalBackend([for_operators](const auto& options) {
-        return StartCoordinator(options, for_operators);
-      }),
-      self);
+  const int code =
+      muster::client::RunMuster({argv + 1, argv + argc}, {variables, std::cout, std::cerr},
+                                muster::client::LocalBackend([for_operators](const auto& options) {
+                                  return StartCoordinator(options, for_operators);
+                                }),
+                                self);
+  // A table or a config file that went to a full disk must not pass for whole.
+  if (!std::cout.flush()) {
+    std::cerr << "muster: standard output cannot be written: " << strerror(errno) << std::endl;
+    return code == 0 ? muster::client::kExitInternal : code;
+  }
+  return code;
 }

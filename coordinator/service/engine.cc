@@ -351,6 +351,11 @@ absl::Status Engine::Start() {
   return absl::OkStatus();
 }
 
+void Engine::SetEndsForGood(const std::string& why) {
+  MutexLock lock(&mu_);
+  ends_for_good_ = why;
+}
+
 void Engine::Stop() {
   {
     MutexLock lock(&mu_);
@@ -1232,7 +1237,11 @@ void Engine::StopAll() {
   held_directives_.clear();
   AnswerSnapshot(StoppingStatus());
   v1::CoordinatorFrame goodbye;
-  goodbye.mutable_goodbye()->set_reason("the coordinator is stopping");
+  {
+    MutexLock lock(&mu_);
+    goodbye.mutable_goodbye()->set_final(ends_for_good_.has_value());
+    goodbye.mutable_goodbye()->set_reason(ends_for_good_.value_or("the coordinator is stopping"));
+  }
   *goodbye.mutable_goodbye()->mutable_retry_after() = ToProto(absl::Milliseconds(50));
   std::vector<std::shared_ptr<AgentLink>> open;
   for (const auto& entry : sessions_) {

@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <thread>
 #include <utility>
@@ -68,9 +69,9 @@ class Engine {
     // Of a message that goes out. In place of a larger answer goes LIMIT, or RESULT_TOO_LARGE if
     // the operation has changed something.
     size_t answer_bytes = (4 << 20) - 1024;
-    // Calls that wait for their answer, of everybody and of one agent. A hub is one agent here: with
-    // 400 workers behind it, each has room for 160 calls, and for 160 KiB of requests below, where a
-    // worker seldom has more than a barrier and a wait at a time.
+    // Calls that wait for their answer, of everybody and of one agent. A hub is one agent here:
+    // with 400 workers behind it, each has room for 160 calls, and for 160 KiB of requests below,
+    // where a worker seldom has more than a barrier and a wait at a time.
     size_t calls = 1 << 20;
     size_t calls_of_agent = 1 << 16;
     // Bytes of the requests of those calls: the core keeps what it needs of them (keys waited for,
@@ -115,6 +116,8 @@ class Engine {
   // Errors: DATA_LOSS corrupt journal; RESOURCE_EXHAUSTED or UNAVAILABLE it cannot be written.
   absl::Status Start();
 
+  // Tells the agents, when Stop comes, that this coordinator does not come back, and why.
+  void SetEndsForGood(const std::string& why);
   // Answers everything that waits with UNAVAILABLE / STOPPING, ends all streams, writes what is
   // queued to the journal. Blocks. Repeatable. Calls that come later are answered the same way.
   void Stop();
@@ -352,6 +355,7 @@ class Engine {
   absl::Time armed_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
   bool handed_over_ ABSL_GUARDED_BY(mu_) = false;  // the thread applies next
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
+  std::optional<std::string> ends_for_good_ ABSL_GUARDED_BY(mu_);  // why
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
 
   std::thread thread_;

@@ -12,6 +12,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "muster/internal/loops.h"
+#include "worker/process/agent_tells.h"
 #include "worker/process/coordinator_client.h"
 #include "worker/process/lost_collective.h"
 #include "worker/train/guard.h"
@@ -33,6 +34,7 @@ JoinedProcess Join(const AcceleratorOptions& options) {
   ThrowIfError(environment.status());
   JoinJobOptions join;
   join.on_generation_ended = [](const absl::Status& why) {
+    if (AgentTells(why, ProcessVariables())) return;
     MUSTER_LOG(Error) << "this generation of the job is over: " << why.message();
   };
   absl::StatusOr<JoinedProcess> process = JoinJob(*environment, join);

@@ -518,6 +518,14 @@ void Cluster::CheckWeights() {
 }
 
 // All processes below the agents carry the run's folder in their environment.
+std::vector<pid_t> Cluster::AgentPids() const {
+  std::vector<pid_t> pids;
+  for (const auto& starts : agents_) {
+    if (!starts.empty()) pids.push_back(starts.back()->pid());
+  }
+  return pids;
+}
+
 void Cluster::CheckNothingIsLeft() {
   if (plan_.agents == 0) return;
   const std::string mark = "TMPDIR=" + socket_dir_;

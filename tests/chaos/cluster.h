@@ -100,6 +100,8 @@ class Cluster {
   int coordinator_starts() const { return static_cast<int>(coordinators_.size()); }
   const std::string& address() const { return address_; }
   Child& coordinator() { return *coordinators_.back(); }
+  // The newest start of each.
+  std::vector<pid_t> AgentPids() const;
 
  private:
   struct History {

@@ -431,5 +431,19 @@ TEST_F(AccessTest, DescriptorLimit_IsRaisedInTheLauncherAndAsItWasInTheWorkers) 
   EXPECT_EQ(numbers[2], numbers[1]) << "the launcher's soft limit is the hard one";
 }
 
+// gRPC without descriptors aborts, or waits for ever.
+TEST_F(AccessTest, TooFewDescriptors_AreOneLine) {
+  for (const char* limit : {"8", "16", "20", "24", "50"}) {
+    const auto launch =
+        Run({"/bin/sh", "-c",
+             absl::StrCat("ulimit -n ", limit, "; exec ", Runfile("client/cli/muster"),
+                          " launch --cpu -- /bin/true")});
+    EXPECT_EQ(launch->Wait(), 70) << limit;
+    EXPECT_THAT(launch->err_text(),
+                AllOf(HasSubstr(absl::StrCat("may have ", limit, " open files")),
+                      HasSubstr("1 process needs 54")));
+  }
+}
+
 }  // namespace
 }  // namespace muster

@@ -16,6 +16,7 @@ namespace {
 
 using testing::AllOf;
 using testing::HasSubstr;
+using testing::Not;
 using testing_support::RunCommand;
 
 struct Outcome {
@@ -85,6 +86,19 @@ INSTANTIATE_TEST_SUITE_P(
     testing::Values(std::vector<std::string>{"exception", "the user's own trouble"},
                     std::vector<std::string>{"thread", "cannot decode image 13"}),
     [](const auto& info) { return info.param[0]; });
+
+// Three survivors need not repeat what the launcher says.
+TEST(BadInput, OneRankOfFourFails_IsToldOnce) {
+  for (const char* name : {"exception", "exit"}) {
+    const auto run = RunCommand(absl::StrCat(
+        "client/cli/muster launch --cpu --num_processes 4 -- tests/e2e/bad_input ", name, " 2>&1"));
+    EXPECT_EQ(run.exit_code, 1) << run.output;
+    EXPECT_THAT(run.output, HasSubstr("muster launch: rank 1 (pid")) << run.output;
+    EXPECT_THAT(run.output, Not(HasSubstr("lost another process"))) << run.output;
+    EXPECT_THAT(run.output, Not(HasSubstr("did not take part"))) << run.output;
+    EXPECT_THAT(run.output, Not(HasSubstr("has ended"))) << run.output;
+  }
+}
 
 TEST(BadInput, RankThatEndsEarly_IsNamedByThoseThatNeedIt) {
   const Outcome outcome = RunCase("leaves");

@@ -1,3 +1,6 @@
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"
@@ -125,7 +128,34 @@ TEST_F(NodesTest, OtherMachineDoesNotCome_EndsAtTheTimeoutAndSaysWho) {
 TEST_F(NodesTest, NoCoordinator_EndsAtTheTimeoutAndSaysWhere) {
   auto second = Machine(1, "exit 0", {"--join_timeout", "300ms"});
   EXPECT_EQ(second->Wait(), 7);
-  EXPECT_THAT(second->err_text(), HasSubstr(absl::StrCat("no coordinator answers at ", address_)));
+  EXPECT_THAT(second->err_text(),
+              AllOf(HasSubstr(absl::StrCat("no coordinator answers at ", address_)),
+                    HasSubstr("Connection refused")));
+}
+
+// It need not find out by an outage of 90 s.
+TEST_F(NodesTest, MachineZeroStoppedBeforeAllCame_TheOthersLearnItAtOnce) {
+  const auto machine_of_three = [&](const std::string& rank) {
+    return Launch({"--num_machines", "3", "--num_processes", "3", "--cpu", "--coordinator",
+                   address_, "--token_file", TokenFile(), "--machine_rank", rank},
+                  "exit 0");
+  };
+  auto first = machine_of_three("0");
+  auto second = machine_of_three("1");
+  // Until the second one is there and waits for the third.
+  for (bool there = false; !there;) {
+    auto status =
+        Muster({"status", "--coordinator", address_, "--token_file", TokenFile(), "--json"});
+    status->Wait();
+    there = absl::StrContains(absl::StrReplaceAll(status->out_text(), {{" ", ""}}), "\"agents\":2");
+    ASSERT_FALSE(second->EndsWithin(absl::ZeroDuration())) << second->err_text();
+  }
+  first->Signal(SIGINT);
+  EXPECT_EQ(first->Wait(), 130);
+  EXPECT_EQ(second->Wait(), 7);
+  EXPECT_THAT(second->err_text(),
+              HasSubstr(absl::StrCat("the launch that held the coordinator at ", address_,
+                                     " has ended: it was stopped by SIGINT")));
 }
 
 TEST_F(NodesTest, Agent_JoinsALaunchAsAnotherMachine) {
@@ -175,6 +205,7 @@ TEST_F(NodesTest, AgentMistakes_AreOneLineEach) {
       {{"--coordinator", address_, "--num_machines", "2", "--num_processes", "3"}, 2, "evenly"},
       {{"--coordinator", address_, "--num_machines", "2"}, 2, "--job_name"},
       {{"--coordinator", "10.0.0.5:29400"}, 2, "without TLS"},
+      {{"--coordinator", address_, "--stop_grace", "-5s"}, 2, "--stop_grace"},
       {{"--coordinator", address_, "--num_machines", "2", "--job_name", "j", "--join_timeout",
         "100ms"},
        7,

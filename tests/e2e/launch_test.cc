@@ -1,6 +1,7 @@
 #include <netinet/in.h>
 #include <sched.h>
 #include <signal.h>
+#include <sys/ptrace.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
@@ -101,6 +102,7 @@ TEST_F(LaunchTest, Workers_SeeTheirPlaceInMustersAndTorchrunsVariables) {
     EXPECT_EQ(env["MUSTER_MIXED_PRECISION"], "bf16");
     EXPECT_EQ(env["MUSTER_GRADIENT_ACCUMULATION_STEPS"], "4");
     EXPECT_EQ(env["MUSTER_DEBUG"], "false");
+    EXPECT_EQ(env["MUSTER_AGENT_TELLS"], "true");
     EXPECT_EQ(env["MUSTER_JOB"], "digits");
     EXPECT_EQ(env["MUSTER_WORKER_ID"], "w" + text);
     EXPECT_EQ(env["TORCHELASTIC_RUN_ID"], "digits");
@@ -222,6 +224,22 @@ TEST_P(StopTest, Signal_WorkersCleanUpAndTheExitCodeTells) {
 
 INSTANTIATE_TEST_SUITE_P(Signals, StopTest, ::testing::Values(SIGINT, SIGTERM, SIGHUP),
                          [](const auto& info) { return agent::SignalName(info.param); });
+
+// A real process that SIGKILL does not end: a debugger that asked for the stop at exit holds it.
+TEST_F(LaunchTest, WorkerHeldByADebugger_IsNamedAndTheJobEndsWhenItLetsGo) {
+  auto launch = Launch({"--num_processes", "2", "--cpu"}, "echo pid $$; exec sleep 1000");
+  const int held = Numbers(launch->WaitForLine("[1]: pid")).at(0);
+  const int killed = Numbers(launch->WaitForLine("[0]: pid")).at(0);
+  ASSERT_EQ(ptrace(PTRACE_SEIZE, held, nullptr, PTRACE_O_TRACEEXIT), 0) << strerror(errno);
+  kill(killed, SIGKILL);
+  EXPECT_THAT(launch->WaitForLine("muster: rank 1 on "),
+              HasSubstr(absl::StrCat("has not ended after SIGKILL: traced by process ", getpid(),
+                                     " (launch_test)")));
+  EXPECT_EQ(ptrace(PTRACE_DETACH, held, nullptr, nullptr), 0) << strerror(errno);
+  EXPECT_EQ(launch->Wait(), 1);
+  EXPECT_THAT(launch->err_text(), HasSubstr(absl::StrCat("rank 0 (pid ", killed, " on ")));
+  EXPECT_TRUE(WaitUntilEnded(held));
+}
 
 TEST_F(LaunchTest, StopTwice_KillsWorkersThatDoNotListen) {
   auto launch = Launch({"--stop_grace", "1h"},
@@ -483,6 +501,27 @@ TEST_F(LaunchTest, Mistakes_AreOneLineEach) {
     EXPECT_THAT(command->out(), IsEmpty());
   }
   close(taken);
+}
+
+// A table on a full disk must not pass for whole.
+TEST_F(LaunchTest, OutputThatCannotBeWritten_IsAnError) {
+  for (const char* args : {"version", "env --json", "launch --help", "config show"}) {
+    const auto full = std::make_unique<Command>(
+        *host_,
+        std::vector<std::string>{
+            "/bin/sh", "-c", absl::StrCat(Runfile("client/cli/muster"), " ", args, " > /dev/full")},
+        env_);
+    EXPECT_EQ(full->Wait(), 70) << args;
+    EXPECT_THAT(full->err(), ElementsAre(HasSubstr("standard output cannot be written"))) << args;
+  }
+  const auto job = std::make_unique<Command>(
+      *host_,
+      std::vector<std::string>{
+          "/bin/sh", "-c",
+          absl::StrCat(Runfile("client/cli/muster"), " launch --cpu -- echo lost > /dev/full")},
+      env_);
+  EXPECT_EQ(job->Wait(), 0) << "the job itself is well";
+  EXPECT_THAT(job->err(), ElementsAre(HasSubstr("standard output cannot be written")));
 }
 
 TEST_F(LaunchTest, Help_IsEverywhere) {

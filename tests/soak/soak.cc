@@ -72,11 +72,14 @@ std::vector<std::string> Soak(const SoakOptions& options) {
   const absl::Time end = absl::Now() + options.duration;
   for (uint32_t seed = options.seed; absl::Now() < end; ++seed) {
     Plan plan = DrawPlan(seed);
-    int64_t most = 0;
+    int64_t most = 0, most_agent = 0;
     chaos::Cluster* running = nullptr;
     for (int round = 1; round < plan.rounds; ++round) {
       plan.signals.push_back({.worker = 0, .round = round, .action = [&] {
                                 most = std::max(most, Memory(running->coordinator().pid()));
+                                for (const pid_t agent : running->AgentPids()) {
+                                  most_agent = std::max(most_agent, Memory(agent));
+                                }
                               }});
     }
     const std::string name = plan.name;
@@ -97,9 +100,14 @@ std::vector<std::string> Soak(const SoakOptions& options) {
       of_job.push_back(absl::StrCat("the coordinator held ", most >> 20, " MiB, more than ",
                                     options.memory_bytes >> 20));
     }
+    // Strangers do not reach it: what it holds is its own.
+    if (most_agent > options.memory_bytes / 4) {
+      of_job.push_back(absl::StrCat("an agent held ", most_agent >> 20, " MiB, more than ",
+                                    options.memory_bytes >> 22));
+    }
     options.report(absl::StrCat(name, ": ", of_job.empty() ? "good" : "WRONG", ", coordinator ",
                                 cluster.coordinator_starts(), " starts, at most ", most >> 20,
-                                " MiB", counts));
+                                " MiB, an agent ", most_agent >> 20, " MiB", counts));
     if (!of_job.empty() && logs.empty()) logs = cluster.Logs();
     for (const std::string& line : of_job) wrong.push_back(absl::StrCat(name, ": ", line));
   }

@@ -13,7 +13,7 @@ namespace muster::soak {
 struct SoakOptions {
   absl::Duration duration = absl::Minutes(30);
   uint32_t seed = 1;  // of the first job; each further one has the next
-  // What the coordinator may hold at any time, of resident memory.
+  // What the coordinator may hold at any time, of resident memory; an agent a quarter of it.
   int64_t memory_bytes = int64_t{1} << 30;
   // Called after each job with a line about it.
   std::function<void(const std::string&)> report = [](const std::string&) {};

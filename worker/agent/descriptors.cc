@@ -1,7 +1,6 @@
 #include "worker/agent/descriptors.h"
 
 #include <fcntl.h>
-#include <linux/close_range.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -74,11 +73,6 @@ bool IsStandardDescriptor(int fd) { return fcntl(fd, F_GETFD) == 0; }
 void CloseFrom(int first, CloseRangeCall close_range) {
   if (close_range(first, ~0U, 0) == 0) return;
   ForEachFrom(first, [](int fd) { close(fd); });
-}
-
-void CloseOnExecFrom(int first, CloseRangeCall close_range) {
-  if (close_range(first, ~0U, CLOSE_RANGE_CLOEXEC) == 0) return;
-  ForEachFrom(first, [](int fd) { fcntl(fd, F_SETFD, FD_CLOEXEC); });
 }
 
 }  // namespace muster::agent

@@ -14,14 +14,10 @@ void OpenStandardDescriptors();
 // taken the number while it was loaded (gRPC does); such are closed by exec.
 bool IsStandardDescriptor(int fd);
 
-// Both do what a signal handler may: they are for a process between fork and exec. Kernels before
-// 5.9 have no close_range and those before 5.11 no CLOSE_RANGE_CLOEXEC, and a sandbox may refuse
-// it: then /proc/self/fd is read, or, without /proc, all numbers up to the limit are tried.
-
-// Closes all descriptors from `first` on.
+// Closes all descriptors from `first` on. Does what a signal handler may: it is for a process
+// between fork and exec. Kernels before 5.9 have no close_range, and a sandbox may refuse it: then
+// /proc/self/fd is read, or, without /proc, all numbers up to the limit are tried.
 void CloseFrom(int first, CloseRangeCall close_range = SystemCloseRange);
-// Makes exec close them.
-void CloseOnExecFrom(int first, CloseRangeCall close_range = SystemCloseRange);
 
 }  // namespace muster::agent
 

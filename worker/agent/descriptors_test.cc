@@ -1,7 +1,6 @@
 #include "worker/agent/descriptors.h"
 
 #include <fcntl.h>
-#include <linux/close_range.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -16,13 +15,6 @@ namespace {
 // As kernels before 5.9.
 int NoSuchCall(unsigned, unsigned, unsigned) {
   errno = ENOSYS;
-  return -1;
-}
-
-// As kernels 5.9 and 5.10.
-int NoSuchFlag(unsigned first, unsigned last, unsigned flags) {
-  if (flags == 0) return SystemCloseRange(first, last, flags);
-  errno = EINVAL;
   return -1;
 }
 
@@ -58,17 +50,6 @@ TEST_P(DescriptorsTest, CloseFrom_ClosesThatAndAllAboveAndNothingBelow) {
   }));
 }
 
-TEST_P(DescriptorsTest, CloseOnExecFrom_MarksThemAndLeavesThemOpen) {
-  EXPECT_TRUE(HoldsInChild([] {
-    const int low = fcntl(0, F_DUPFD, 40);
-    const int first = fcntl(0, F_DUPFD, 41);
-    const int high = fcntl(0, F_DUPFD, 500);
-    CloseOnExecFrom(first, GetParam());
-    return fcntl(low, F_GETFD) == 0 && fcntl(first, F_GETFD) == FD_CLOEXEC &&
-           fcntl(high, F_GETFD) == FD_CLOEXEC;
-  }));
-}
-
 TEST(Descriptors, StandardOnesMissing_AreNullAndNothingElse) {
   EXPECT_TRUE(HoldsInChild([] {
     for (const int fd : {0, 2}) close(fd);
@@ -87,11 +68,8 @@ TEST(Descriptors, StandardOnesMissing_AreNullAndNothingElse) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Kernels, DescriptorsTest,
-                         ::testing::Values(&SystemCloseRange, &NoSuchCall, &NoSuchFlag),
-                         [](const auto& info) {
-                           return info.param == &NoSuchCall   ? "NoSuchCall"
-                                  : info.param == &NoSuchFlag ? "NoSuchFlag"
-                                                              : "System";
+                         ::testing::Values(&SystemCloseRange, &NoSuchCall), [](const auto& info) {
+                           return info.param == &NoSuchCall ? "NoSuchCall" : "System";
                          });
 
 }  // namespace

@@ -63,6 +63,12 @@ class FakeSessions final : public v1::Session::Service {
       }
       if (frame.has_beat()) stream->Write(v1::CoordinatorFrame());  // an acknowledgement
       MutexLock lock(&mu_);
+      if (frame.has_ops() && !goodbye_.empty()) {
+        v1::CoordinatorFrame goodbye;
+        goodbye.mutable_goodbye()->set_reason(goodbye_);
+        goodbye.mutable_goodbye()->set_final(true);
+        stream->Write(goodbye);
+      }
       frames_.push_back(frame);
       changed_.SignalAll();
       if (frame.has_bye()) break;
@@ -81,6 +87,11 @@ class FakeSessions final : public v1::Session::Service {
   void Say(v1::Directive directive) {
     MutexLock lock(&mu_);
     directives_.push_back(std::move(directive));
+  }
+  // Says after an agent's first operations that it ends for good.
+  void SayGoodbye(const std::string& why) {
+    MutexLock lock(&mu_);
+    goodbye_ = why;
   }
   // Blocks until a frame is as wanted, and returns it.
   v1::AgentFrame WaitFor(const std::function<bool(const v1::AgentFrame&)>& wanted) {
@@ -108,6 +119,7 @@ class FakeSessions final : public v1::Session::Service {
   Answer answer_ ABSL_GUARDED_BY(mu_);
   int sessions_ ABSL_GUARDED_BY(mu_) = 0;
   std::deque<v1::AgentFrame> frames_ ABSL_GUARDED_BY(mu_);
+  std::string goodbye_ ABSL_GUARDED_BY(mu_);
   std::deque<v1::Directive> directives_ ABSL_GUARDED_BY(mu_);
 };
 

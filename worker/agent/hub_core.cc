@@ -285,6 +285,7 @@ void HubCore::DoUpstream(Todo* todo) {
     EndAll(absl::StrCat("this node is behind hub ", now_.hub, " itself"), /*come_back=*/false,
            todo);
   }
+  if (now_.ended) EndAll(now_.why_away, /*come_back=*/false, todo);
   if (before.connected == now_.connected) return;
   // A copy: who takes nothing is ended.
   const auto agents = agents_;
@@ -801,6 +802,7 @@ void HubCore::EndAll(const std::string& reason, bool come_back, Todo* todo) {
     v1::CoordinatorFrame goodbye;
     goodbye.mutable_goodbye()->set_reason(reason);
     if (come_back) goodbye.mutable_goodbye()->mutable_retry_after();
+    goodbye.mutable_goodbye()->set_final(now_.ended);
     stream->close_by = options_.clock->Now() + options_.goodbye_patience;
     todo->wake = true;
     if (stream->writing) {

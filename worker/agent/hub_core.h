@@ -59,8 +59,8 @@ class HubCore final : public OpSender, public HubEvents {
   struct Limits {
     // With a session. Beyond it, streams of others are refused.
     size_t agents = 1024;
-    // Operations of one agent that wait for their answer and the bytes of their requests; the same of
-    // all together, so that this node's own workers have a share of what the stream holds.
+    // Operations of one agent that wait for their answer and the bytes of their requests; the same
+    // of all together, so that this node's own workers have a share of what the stream holds.
     size_t calls_of_agent = 8192;
     size_t held_bytes_of_agent = 16 << 20;
     size_t calls = 49152;
@@ -116,8 +116,8 @@ class HubCore final : public OpSender, public HubEvents {
   // Adds to this node's beat what the agents have said since the last one, and who they are if that
   // is due.
   void AddToBeat(v1::Beat* beat);
-  // The last beat was not sent: what the agents said in it goes into the next, unless they have said
-  // something newer.
+  // The last beat was not sent: what the agents said in it goes into the next, unless they have
+  // said something newer.
   void TakeBack(const v1::Beat& beat);
 
   // What Options::upstream says has changed.

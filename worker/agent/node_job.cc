@@ -104,6 +104,8 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   worker.tls_cert.clear();
   worker.tls_key.clear();
   const bool show = options.show_output;
+  // Files of single ranks have to say it themselves.
+  worker.agent_tells = show && options.agent.log_dir.empty();
   options.agent.stdout_terminal = show && isatty(STDOUT_FILENO) != 0;
   options.agent.stderr_terminal = show && isatty(STDERR_FILENO) != 0;
   options.agent.stdin_fd = IsStandardDescriptor(STDIN_FILENO) ? STDIN_FILENO : -1;

@@ -11,6 +11,7 @@
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "proto/muster/v1/admin.grpc.pb.h"
 #include "worker/agent/hub_listen.h"
 #include "worker/agent/process_state.h"
 
@@ -58,6 +59,7 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
     MUSTER_ASSIGN_OR_RETURN(
         hub_server, HubListenOptions(options.hub_listen, options.coordinator, options.channel));
   }
+  raw->channel_ = channel;
   raw->stacks_ = options.stacks;
   raw->stack_budget_ = options.stack_budget;
   raw->on_barrier_late_ = std::move(options.on_barrier_late);
@@ -164,6 +166,20 @@ v1::Beat NodeSession::MakeBeat() {
     stream_->SetBeatPeriod(hub_->agents() > 0 ? kHubBeatPeriod : kBeatPeriod);
   }
   return beat;
+}
+
+std::string NodeSession::WhyNotConnected() {
+  // The stream waits for a connection and does not hear why there is none; a call that does not
+  // wait is told at once.
+  grpc::ClientContext context;
+  rpc::SetTimeout(context, absl::Seconds(1));
+  v1::StatusReply reply;
+  const grpc::Status status = v1::Admin::NewStub(channel_)->Status(&context, {}, &reply);
+  if (status.error_code() != grpc::StatusCode::UNAVAILABLE) return "";
+  const std::string& text = status.error_message();
+  const std::string before_cause = "last error: ";
+  const size_t last = text.rfind(before_cause);
+  return last == std::string::npos ? text : text.substr(last + before_cause.size());
 }
 
 void NodeSession::OnDirective(const v1::Directive& directive) {

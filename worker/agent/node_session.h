@@ -82,6 +82,9 @@ class NodeSession {
     core_->WorkerEnded(job_id, worker_id, incarnation);
   }
 
+  // What keeps this node from the coordinator, by one attempt now: "Connection refused", a
+  // certificate that is not believed. Empty: nothing that shows within a second. Blocks until then.
+  std::string WhyNotConnected();
   // See SessionStream::Finish.
   void Finish(absl::Duration within);
 
@@ -92,6 +95,7 @@ class NodeSession {
   void OnLost(const absl::Status& status);
   void StackLoop();
 
+  std::shared_ptr<grpc::Channel> channel_;
   std::unique_ptr<TimerThread> stream_timer_;
   std::unique_ptr<TimerThread> core_timer_;
   std::unique_ptr<TimerThread> hub_timer_;

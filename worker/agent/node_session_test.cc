@@ -351,7 +351,8 @@ TEST(NodeSession, MutatedFrames_NeverBreakIt) {
   EXPECT_LE(answered, sent);
 }
 
-// Two agents that another coordinator has sent to the hub under test, each with the workers of a job.
+// Two agents that another coordinator has sent to the hub under test, each with the workers of a
+// job.
 class HubSessionTest : public ::testing::Test {
  protected:
   struct Node {

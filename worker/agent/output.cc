@@ -197,6 +197,13 @@ void OutputMux::Write(int fd, absl::string_view text) {
   target.gone = error != ENOSPC && error != EDQUOT && error != EFBIG;
   target.error = error;
   ++target.lost;
+  // A reader that has gone away knows; and where standard error is the same file, this is lost,
+  // too.
+  if (fd == options_.stdout_fd && error != EPIPE && !std::exchange(told_lost_, true)) {
+    Write(options_.stderr_fd >= 0 ? options_.stderr_fd : STDERR_FILENO,
+          absl::StrCat("muster: standard output cannot be written (", strerror(error),
+                       "): what the processes write there is lost\n"));
+  }
   if (written > 0) target.torn = text[written - 1] != '\n';
 }
 

@@ -99,6 +99,7 @@ class OutputMux {
   int progress_fd_ = -1;  // and where it is
   bool progress_drawn_ = false;
   std::map<int, Target> targets_;
+  bool told_lost_ = false;  // that standard output cannot be written
 
   Mutex mu_;
   CondVar changed_;

@@ -256,6 +256,9 @@ int KillMarked(const char* mark, size_t mark_size) {
 
 // --- The child between fork and exec: same rule. ---
 
+// Where the child writes why it cannot start its program; exec closes it.
+constexpr int kChildErrorFd = 3;
+
 struct StartError {
   enum Stage : int32_t { kSetUp, kDirectory, kExec };
   int32_t stage;
@@ -297,20 +300,24 @@ struct ChildPlan {
   sigset_t none;
   sigemptyset(&none);
   sigprocmask(SIG_SETMASK, &none, nullptr);
-  // Moved above 2 first: a source may itself be one of the targets.
-  const int in = fcntl(plan.stdin_fd, F_DUPFD_CLOEXEC, 3);
-  const int out = fcntl(plan.stdout_fd, F_DUPFD_CLOEXEC, 3);
-  const int err = fcntl(plan.stderr_fd, F_DUPFD_CLOEXEC, 3);
-  if (in < 0 || out < 0 || err < 0 || dup2(in, 0) < 0 || dup2(out, 1) < 0 || dup2(err, 2) < 0) {
-    ChildFails(plan.error_fd, StartError::kSetUp);
+  // Moved above the targets first: a source may itself be one of them.
+  const int in = fcntl(plan.stdin_fd, F_DUPFD_CLOEXEC, kChildErrorFd + 1);
+  const int out = fcntl(plan.stdout_fd, F_DUPFD_CLOEXEC, kChildErrorFd + 1);
+  const int err = fcntl(plan.stderr_fd, F_DUPFD_CLOEXEC, kChildErrorFd + 1);
+  const int error = fcntl(plan.error_fd, F_DUPFD_CLOEXEC, kChildErrorFd + 1);
+  if (in < 0 || out < 0 || err < 0 || error < 0 || dup2(in, 0) < 0 || dup2(out, 1) < 0 ||
+      dup2(err, 2) < 0 || dup3(error, kChildErrorFd, O_CLOEXEC) < 0) {
+    ChildFails(error >= 0 ? error : plan.error_fd, StartError::kSetUp);
   }
-  CloseOnExecFrom(3, plan.close_range);
+  // Now, not by exec, which may never come to that on a dead file server: the child would hold the
+  // ports, the sockets and the guard's pipe of a launcher that is gone.
+  CloseFrom(kChildErrorFd + 1, plan.close_range);
   RestoreDescriptorLimit();
   if (plan.directory != nullptr && chdir(plan.directory) != 0) {
-    ChildFails(plan.error_fd, StartError::kDirectory);
+    ChildFails(kChildErrorFd, StartError::kDirectory);
   }
   execve(plan.path, plan.argv, plan.envp);
-  ChildFails(plan.error_fd, StartError::kExec);
+  ChildFails(kChildErrorFd, StartError::kExec);
 }
 
 std::vector<char*> Pointers(std::vector<std::string>& strings) {

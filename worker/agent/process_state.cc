@@ -13,6 +13,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 
 namespace muster::agent {
 namespace {
@@ -76,6 +77,20 @@ ProcessState Read(const std::string& folder) {
                            ReadProc(folder + "/syscall"));
 }
 
+// The process that traces the one of this status file; empty: none that can be seen.
+std::string TracerOf(const std::string& status_path) {
+  for (const absl::string_view line : absl::StrSplit(ReadProc(status_path), '\n')) {
+    absl::string_view rest = line;
+    int64_t tracer = 0;
+    if (!absl::ConsumePrefix(&rest, "TracerPid:") ||
+        !absl::SimpleAtoi(absl::StripAsciiWhitespace(rest), &tracer) || tracer == 0) {
+      continue;
+    }
+    return absl::StrCat("process ", tracer, " (", ReadProcessStat(tracer).command, ")");
+  }
+  return "";
+}
+
 }  // namespace
 
 std::string SyscallName(int64_t number) {
@@ -116,6 +131,15 @@ std::string SyscallName(int64_t number) {
     MUSTER_SYSCALL(pause);
     MUSTER_SYSCALL(rt_sigtimedwait);
     MUSTER_SYSCALL(rt_sigsuspend);
+    MUSTER_SYSCALL(newfstatat);
+    MUSTER_SYSCALL(getdents64);
+    MUSTER_SYSCALL(unlink);
+    MUSTER_SYSCALL(rename);
+    MUSTER_SYSCALL(mkdir);
+    MUSTER_SYSCALL(execve);
+    MUSTER_SYSCALL(clone);
+    MUSTER_SYSCALL(vfork);
+    MUSTER_SYSCALL(exit_group);
     MUSTER_SYSCALL(wait4);
     MUSTER_SYSCALL(waitid);
     MUSTER_SYSCALL(mmap);
@@ -131,8 +155,8 @@ std::string SyscallName(int64_t number) {
 }
 
 std::string ProcessState::ToString() const {
-  return absl::StrCat(name, syscall.empty() ? "" : " in ", syscall, wchan.empty() ? "" : " (",
-                      wchan, wchan.empty() ? "" : ")");
+  return absl::StrCat(name, held_by.empty() ? "" : " by ", held_by, syscall.empty() ? "" : " in ",
+                      syscall, wchan.empty() ? "" : " (", wchan, wchan.empty() ? "" : ")");
 }
 
 ProcessState ParseProcessState(const std::string& stat, const std::string& wchan,
@@ -172,12 +196,15 @@ ProcessState ReadThreadState(int64_t pid, int64_t tid) {
 }
 
 ProcessState ReadStuckState(int64_t pid) {
-  const ProcessState whole = ReadProcessState(pid);
+  ProcessState stuck = ReadProcessState(pid);
   for (const int64_t tid : Numbers(absl::StrCat("/proc/", pid, "/task"))) {
     ProcessState state = ReadThreadState(pid, tid);
     if (state.name == "uninterruptible") return state;
+    if (state.name != "traced") continue;
+    state.held_by = TracerOf(absl::StrCat("/proc/", pid, "/task/", tid, "/status"));
+    stuck = std::move(state);
   }
-  return whole;
+  return stuck;
 }
 
 std::vector<int64_t> ListProcesses() {

@@ -20,12 +20,13 @@ struct ProcessState {
   // The kernel function it sleeps in; empty: none, or not told.
   std::string wchan;
   std::string command;  // as in ps
+  std::string held_by;  // "process 71 (gdb)", of a traced one; only from ReadStuckState
   int threads = 0;      // 0 for a thread's own state
   int64_t parent = 0;   // process ids; 0: none that can be seen here
   int64_t session = 0;
 
   bool exists() const { return name != "gone"; }
-  // "sleeping in futex (futex_wait_queue)".
+  // "sleeping in futex (futex_wait_queue)"; "traced by process 71 (gdb)".
   std::string ToString() const;
 };
 
@@ -35,8 +36,8 @@ ProcessState ReadProcessState(int64_t pid);
 ProcessState ReadThreadState(int64_t pid, int64_t tid);
 // Without `syscall` and `wchan`: one file, for who looks at many.
 ProcessState ReadProcessStat(int64_t pid);
-// The first thread of `pid` that is uninterruptible, which is the one that keeps a killed process
-// from ending; else the process.
+// The first thread of `pid` that keeps a killed process from ending: an uninterruptible one, else
+// one that a debugger holds; else the process.
 ProcessState ReadStuckState(int64_t pid);
 
 // The ids of all processes that can be seen. Empty where /proc is not that of this process's own

@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sys/prctl.h>
+#include <sys/ptrace.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -9,6 +11,7 @@
 #include <algorithm>
 #include <future>
 #include <random>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -19,6 +22,7 @@ namespace muster::agent {
 namespace {
 
 using ::testing::IsEmpty;
+using ::testing::StartsWith;
 using ::testing::UnorderedElementsAre;
 
 // A child that waits for ever; `ready` is closed by its end only.
@@ -105,6 +109,38 @@ TEST(ProcessState, StoppedThenKilled_SaysSo) {
   EXPECT_EQ(ReadProcessState(pid).name, "zombie");
   ASSERT_EQ(waitid(P_PID, pid, &info, WEXITED), 0);
   EXPECT_EQ(ReadProcessState(pid).name, "gone");
+}
+
+// The state of who waits on a dead file server, without one: a parent waits in the kernel for the
+// child of its vfork.
+TEST(ProcessState, WaitsInTheKernel_IsUninterruptibleInThatCall) {
+  const pid_t pid = fork();
+  if (pid == 0) {
+    if (vfork() == 0) {
+      prctl(PR_SET_PDEATHSIG, SIGKILL);
+      for (;;) pause();
+    }
+    _exit(0);
+  }
+  ProcessState state;
+  do {
+    state = ReadStuckState(pid);
+  } while (state.name != "uninterruptible" && state.exists());
+  // In which call it is, the kernel tells a moment later, or not at all.
+  EXPECT_EQ(state.name, "uninterruptible");
+  kill(pid, SIGKILL);
+  EXPECT_EQ(waitpid(pid, nullptr, 0), pid);
+}
+
+TEST(ProcessState, HeldByADebugger_NamesIt) {
+  const pid_t pid = ForkPausing();
+  ASSERT_EQ(ptrace(PTRACE_SEIZE, pid, nullptr, nullptr), 0);
+  ASSERT_EQ(ptrace(PTRACE_INTERRUPT, pid, nullptr, nullptr), 0);
+  ASSERT_EQ(waitpid(pid, nullptr, __WALL), pid);
+  EXPECT_THAT(ReadStuckState(pid).ToString(),
+              StartsWith("traced by process " + std::to_string(getpid()) + " ("));
+  kill(pid, SIGKILL);
+  EXPECT_EQ(waitpid(pid, nullptr, 0), pid);
 }
 
 TEST(ProcessState, SyscallWithoutAName_IsANumber) {

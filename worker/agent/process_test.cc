@@ -4,8 +4,11 @@
 #include <poll.h>
 #include <signal.h>
 #include <stdlib.h>
+#include <string.h>
 #include <sys/epoll.h>
 #include <sys/prctl.h>
+#include <sys/ptrace.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -15,6 +18,7 @@
 #include <cerrno>
 #include <fstream>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/strings/match.h"
@@ -26,6 +30,7 @@
 #include "base/mutex.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "worker/agent/process_state.h"
 
 namespace muster::agent {
 namespace {
@@ -306,10 +311,44 @@ TEST_F(ProcessTest, DeafToSigkill_IsToldAndGivenUp) {
   waitpid(pid, nullptr, 0);
 }
 
+// A debugger that asked for the stop at exit and stands still: the process takes SIGKILL, does not
+// end, and the kernel drops further ones. No stand-in, and it needs no privilege.
+TEST_F(ProcessTest, HeldByADebuggerAfterSigkill_IsGivenUpWithItsState) {
+  StartHost({.deaf_after = absl::ZeroDuration(), .give_up_after = absl::Milliseconds(1)});
+  ProcessOptions options = Shell("echo up; exec sleep 1000");
+  std::string seen_in;
+  options.on_deaf = [&](absl::string_view state) { seen_in = std::string(state); };
+  auto process = Spawn(std::move(options));
+  output_.WaitForLine("out:up");
+  const pid_t pid = process->pid();
+  ASSERT_EQ(ptrace(PTRACE_SEIZE, pid, nullptr, PTRACE_O_TRACEEXIT), 0) << strerror(errno);
+  process->Stop(absl::ZeroDuration());
+  const ProcessExit exit = process->Wait();
+  EXPECT_NE(seen_in, "");
+  EXPECT_NE(exit.stuck, "");
+  EXPECT_EQ(kill(pid, 0), 0);
+  siginfo_t info = {};
+  EXPECT_EQ(waitid(P_PID, pid, &info, WSTOPPED), 0) << strerror(errno);
+  EXPECT_EQ(info.si_status, SIGTRAP | (PTRACE_EVENT_EXIT << 8));
+  EXPECT_THAT(ReadStuckState(pid).ToString(),
+              HasSubstr(absl::StrCat("traced by process ", getpid(), " (process_test)")));
+  EXPECT_EQ(ptrace(PTRACE_DETACH, pid, nullptr, nullptr), 0);
+  EXPECT_EQ(waitpid(pid, nullptr, 0), pid);
+}
+
 // As if the kernel did not get to the program: on a dead file server.
 int HangBeforeExec(unsigned first, unsigned last, unsigned flags) {
-  if (flags == 0) return SystemCloseRange(first, last, flags);  // the guard
+  if (first == 1) return SystemCloseRange(first, last, flags);  // the guard
   for (;;) pause();
+}
+
+// Says so on its standard input, a socket, and goes on when that says something.
+int WaitBeforeExec(unsigned first, unsigned last, unsigned flags) {
+  const int result = SystemCloseRange(first, last, flags);
+  if (first == 1) return result;
+  char c = 'c';
+  if (write(STDIN_FILENO, &c, 1) != 1 || read(STDIN_FILENO, &c, 1) != 1) _exit(1);
+  return result;
 }
 
 TEST_F(ProcessTest, ProgramThatDoesNotBegin_IsGivenUp) {
@@ -320,6 +359,25 @@ TEST_F(ProcessTest, ProgramThatDoesNotBegin_IsGivenUp) {
   host_.reset();
   // Nobody else collects it.
   EXPECT_GT(waitpid(-1, nullptr, 0), 0);
+}
+
+// Or ports and sockets of a launcher that is gone stay taken, and its guard waits for its end.
+TEST_F(ProcessTest, ProgramThatDoesNotBegin_HoldsNothingOfTheHost) {
+  StartHost({.close_range = WaitBeforeExec});
+  int input[2], held[2];
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, input), 0);
+  ASSERT_EQ(pipe2(held, O_CLOEXEC), 0);
+  ProcessOptions options = Shell("exit 3");
+  options.stdin_fd = input[0];
+  std::thread starter([&] { EXPECT_EQ(Spawn(std::move(options))->Wait().exit_code, 3); });
+  char c = 0;
+  EXPECT_EQ(read(input[1], &c, 1), 1);
+  close(held[1]);
+  pollfd end = {held[0], POLLIN, 0};
+  EXPECT_EQ(poll(&end, 1, 60'000), 1) << "the child holds the other end";
+  EXPECT_EQ(write(input[1], &c, 1), 1);
+  starter.join();
+  for (const int fd : {input[0], input[1], held[0]}) close(fd);
 }
 
 TEST_F(ProcessTest, EpollRefuses_SpawnFailsAndTheHostGoesOn) {

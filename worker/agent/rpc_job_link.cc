@@ -274,30 +274,42 @@ class RpcJobLink final : public JobLink {
     const absl::Duration timeout = options_.num_nodes == 1 && attempt == 0
                                        ? std::min(options_.join_timeout, kFirstContact)
                                        : options_.join_timeout;
-    const absl::Time give_up = Clock::Real().Now() + timeout;
+    const absl::Time start = Clock::Real().Now();
+    const absl::Time give_up = start + timeout;
+    absl::Time tell_at = start + options_.tell_after;
     bool told = false;
     while (true) {
       {
         MutexLock lock(&shared_->mu);
         if (shared_->cancelled) return absl::CancelledError("stopped");
       }
-      const absl::Duration left = give_up - Clock::Real().Now();
+      const absl::Time now = Clock::Real().Now();
+      const absl::Duration left = give_up - now;
       const absl::Status status = session_->stream().WaitUntilConnected(
           std::clamp(left, absl::ZeroDuration(), absl::Milliseconds(100)));
-      if (status.ok() || !absl::IsUnavailable(status)) return status;
+      if (status.ok() || !absl::IsUnavailable(status) || session_->stream().ended()) return status;
       const bool lost = session_->stream().ever_connected();
       if (lost && !std::exchange(told, true)) {
         MUSTER_LOG(Warning) << "waiting up to " << absl::FormatDuration(timeout)
                             << " for the coordinator to come back: " << status.message();
       }
+      if (left <= absl::ZeroDuration() && lost) return status;
+      if (left > absl::ZeroDuration() && (lost || now < tell_at)) continue;
+      std::string why = session_->stream().last_error();
+      if (why.empty()) why = session_->WhyNotConnected();
+      const std::string cause = why.empty() ? "" : absl::StrCat(" (", why, ")");
+      const char* const hint = options_.num_nodes == 1
+                                   ? ": is it running, and is the address right?"
+                                   : ": is machine 0 launched, and is the address right?";
       if (left <= absl::ZeroDuration()) {
-        if (lost) return status;
-        return absl::UnavailableError(absl::StrCat(
-            "no coordinator answers at ", options_.coordinator, " after ",
-            absl::FormatDuration(timeout),
-            options_.num_nodes == 1 ? ": is it running, and is the address right?"
-                                    : ": is machine 0 launched, and is the address right?"));
+        return absl::UnavailableError(absl::StrCat("no coordinator answers at ",
+                                                   options_.coordinator, " after ",
+                                                   absl::FormatDuration(timeout), hint, cause));
       }
+      MUSTER_LOG(Warning) << "no coordinator answers at " << options_.coordinator << " for "
+                          << absl::FormatDuration(absl::Floor(now - start, absl::Seconds(1)))
+                          << hint << " Waiting up to " << absl::FormatDuration(timeout) << cause;
+      tell_at = now + options_.tell_again;
     }
   }
 

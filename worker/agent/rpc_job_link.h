@@ -28,6 +28,10 @@ struct RpcJobLinkOptions {
   absl::Duration join_timeout = absl::Minutes(10);
   absl::Duration lease = kDefaultLease;
   absl::Duration outage_tolerance = kDefaultOutageTolerance;  // of the session
+  // Who waits for a coordinator that was never there says so after the first span, and again after
+  // each further one.
+  absl::Duration tell_after = absl::Seconds(10);
+  absl::Duration tell_again = absl::Seconds(30);
 };
 
 // A JobLink over this node's session. With several nodes, the agents form a job of their own,

@@ -19,6 +19,7 @@
 namespace muster::agent {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -43,7 +44,8 @@ class RpcJobLinkTest : public ::testing::Test {
                             .num_nodes = num_nodes,
                             .settings = "num_processes 2",
                             .join_timeout = join_timeout,
-                            .outage_tolerance = absl::Milliseconds(1)},
+                            .outage_tolerance = absl::Milliseconds(1),
+                            .tell_after = absl::ZeroDuration()},
                            session_.get());
   }
   // An address nobody listens at.
@@ -87,10 +89,33 @@ TEST_F(RpcJobLinkTest, NobodyThere_SaysWhereAndWhatToLookAt) {
   MakeLink(1, absl::Milliseconds(20));
   EXPECT_THAT(std::string(link_->Meet(0).status().message()),
               HasSubstr(absl::StrCat("no coordinator answers at ", address_,
-                                     " after 20ms: is it running, and is the address right?")));
+                                     " after 20ms: is it running, and is the address right? (")));
   link_.reset();
   MakeLink(2, absl::Milliseconds(20));
   EXPECT_THAT(std::string(link_->Meet(0).status().message()), HasSubstr("is machine 0 launched"));
+}
+
+TEST_F(RpcJobLinkTest, NobodyThere_SaysSoWhileItWaits) {
+  TakeAddress();
+  MakeLink(2, absl::Milliseconds(300));
+  ::testing::internal::CaptureStderr();
+  EXPECT_FALSE(link_->Meet(0).ok());
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              AllOf(HasSubstr(absl::StrCat("no coordinator answers at ", address_, " for ")),
+                    HasSubstr("is machine 0 launched"), HasSubstr("Waiting up to 300ms"),
+                    HasSubstr("Connection refused")));
+}
+
+// Machine 0's launch was refused, stopped or failed while this one waited for the others.
+TEST_F(RpcJobLinkTest, CoordinatorEndsForGood_MeetEndsWithItsReason) {
+  sessions_.SetAnswer([](const v1::Op&, v1::OpResult*) { return false; });
+  sessions_.SayGoodbye("stopped by SIGINT");
+  StartCoordinator();
+  MakeLink(2, absl::Hours(1));
+  const absl::Status status = link_->Meet(0).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("has ended: stopped by SIGINT"));
+  EXPECT_EQ(link_->Meet(1).status(), status) << "nobody comes back";
 }
 
 TEST_F(RpcJobLinkTest, CoordinatorThatComesLate_IsWaitedFor) {

@@ -329,7 +329,8 @@ absl::Time SessionStream::Tick() {
                   last_error_.empty() ? "" : absl::StrCat(" (", last_error_, ")"))),
               &todo);
     }
-    if (state_ == State::kIdle && !refused_ && bye_ != Bye::kSent && next_attempt_ <= now) {
+    if (state_ == State::kIdle && !refused_ && !ended_ && bye_ != Bye::kSent &&
+        next_attempt_ <= now) {
       opening = attempt_ = std::make_shared<Attempt>(guard_);
       state_ = State::kOpening;
       hello_due_ = true;
@@ -377,7 +378,7 @@ absl::Time SessionStream::Tick() {
 
 absl::Time SessionStream::NextDeadline() const {
   absl::Time next = absl::InfiniteFuture();
-  if (state_ == State::kIdle && !refused_ && bye_ != Bye::kSent) next = next_attempt_;
+  if (state_ == State::kIdle && !refused_ && !ended_ && bye_ != Bye::kSent) next = next_attempt_;
   if (state_ == State::kOpen) next = next_beat_;
   if (lost_.ok()) next = std::min(next, away_since_ + options_.outage_tolerance);
   return std::min({next, open_by_, answer_by_, leave_by_, doubt_until_, move_by_});
@@ -437,7 +438,7 @@ void SessionStream::OnFrame(const Attempt* attempt, const v1::CoordinatorFrame& 
     } else if (state_ == State::kOpen) {
       Received(frame, &todo);
     } else if (frame.has_goodbye()) {
-      TakeGoodbye(frame.goodbye());
+      TakeGoodbye(frame.goodbye(), &todo);
     } else {
       NoteError("it did not begin with a welcome");
       Drop(&todo);
@@ -599,9 +600,18 @@ void SessionStream::TakeHubState(const v1::HubState& state, Todo* todo) {
   todo->wake = true;
 }
 
-void SessionStream::TakeGoodbye(const v1::Goodbye& goodbye) {
+void SessionStream::TakeGoodbye(const v1::Goodbye& goodbye, Todo* todo) {
   NoteError(goodbye.reason());
   retry_after_ = RetryAfter(goodbye);
+  if (goodbye.final()) {
+    ended_ = true;
+    todo->upstream = true;
+    FailAll(
+        absl::UnavailableError(absl::StrCat("the launch that held the coordinator at ",
+                                            options_.address, " has ended: ", goodbye.reason())),
+        todo);
+    return;
+  }
   if (at_hub_ && !goodbye.has_retry_after()) left_ = Left::kEnds;
 }
 
@@ -852,7 +862,7 @@ void SessionStream::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
       }
       break;
     case v1::CoordinatorFrame::kGoodbye:
-      TakeGoodbye(frame.goodbye());
+      TakeGoodbye(frame.goodbye(), todo);
       break;
     case v1::CoordinatorFrame::kHubState:
       TakeHubState(frame.hub_state(), todo);
@@ -1005,7 +1015,7 @@ bool SessionStream::ever_connected() const {
 absl::Status SessionStream::WaitUntilConnected(absl::Duration timeout) {
   const absl::Time deadline = Clock::Real().Now() + timeout;
   MutexLock lock(&mu_);
-  while (!refused_ && !(ever_connected_ && lost_.ok())) {
+  while (!refused_ && !ended_ && !(ever_connected_ && lost_.ok())) {
     const absl::Duration left = deadline - Clock::Real().Now();
     if (left <= absl::ZeroDuration()) {
       if (!lost_.ok()) return lost_;
@@ -1016,6 +1026,16 @@ absl::Status SessionStream::WaitUntilConnected(absl::Duration timeout) {
     changed_.WaitWithTimeout(&mu_, left);
   }
   return lost_;
+}
+
+bool SessionStream::ended() const {
+  MutexLock lock(&mu_);
+  return ended_;
+}
+
+std::string SessionStream::last_error() const {
+  MutexLock lock(&mu_);
+  return last_error_;
 }
 
 absl::Status SessionStream::lost() const {
@@ -1038,6 +1058,7 @@ Upstream SessionStream::upstream() const {
   upstream.lease = lease_;
   upstream.hub = session_hub_;
   upstream.why_away = last_error_;
+  upstream.ended = ended_;
   return upstream;
 }
 

@@ -83,14 +83,16 @@ class SessionStream final : public OpSender {
     size_t frame_bytes = 1 << 20;  // of a frame of several operations
     // What the next beat says; called from Tick.
     std::function<v1::Beat()> beat = nullptr;
-    // A beat was not sent: the stream broke, or a newer one, which is asked for next, takes its place.
+    // A beat was not sent: the stream broke, or a newer one, which is asked for next, takes its
+    // place.
     std::function<void(const v1::Beat&)> on_unsent_beat = nullptr;
     std::function<void(const v1::Directive&)> on_directive = nullptr;
     // A stream is open. `resumed`: the session goes on, nothing was missed.
     std::function<void(uint64_t term, bool resumed)> on_connected = nullptr;
     // What upstream() says has changed.
     std::function<void()> on_upstream = nullptr;
-    // Once for each outage beyond the tolerance, and once if the coordinator refuses this agent.
+    // Once for each outage beyond the tolerance, and once if the coordinator refuses this agent
+    // or has ended for good.
     std::function<void(const absl::Status&)> on_lost = nullptr;
     // Tick is due earlier than it said.
     std::function<void()> wake = nullptr;
@@ -127,10 +129,14 @@ class SessionStream final : public OpSender {
   // Whether a stream is open now, and leads to the coordinator; and whether one ever was open.
   bool connected() const;
   bool ever_connected() const;
+  // The coordinator has said that it does not come back: no further attempt is made.
+  bool ended() const;
   // Blocks until it ever was and the coordinator has not been away beyond the tolerance since, or
-  // `timeout` of real time has passed, or the coordinator refused this agent. Errors: UNAVAILABLE
-  // naming the address; what the coordinator refused it with.
+  // `timeout` of real time has passed, or the coordinator refused this agent or has ended. Errors:
+  // UNAVAILABLE naming the address; what the coordinator refused it with.
   absl::Status WaitUntilConnected(absl::Duration timeout);
+  // What the last attempt to connect ended with; empty: none did, or there is a stream.
+  std::string last_error() const;
   // Why everything fails now: as told by on_lost. OK: nothing does.
   absl::Status lost() const;
   uint64_t term() const;
@@ -184,7 +190,7 @@ class SessionStream final : public OpSender {
   void NoteError(absl::string_view what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void UseHub(const v1::UseHub& use, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void TakeHubState(const v1::HubState& state, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void TakeGoodbye(const v1::Goodbye& goodbye) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void TakeGoodbye(const v1::Goodbye& goodbye, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // What is due of opening, moving, and watching the hub.
   void CheckStream(absl::Time now, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // A part of the lease.
@@ -220,6 +226,7 @@ class SessionStream final : public OpSender {
   absl::Status lost_ ABSL_GUARDED_BY(mu_);  // why everything fails now
   std::string last_error_ ABSL_GUARDED_BY(mu_);
   bool refused_ ABSL_GUARDED_BY(mu_) = false;
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;  // the coordinator, for good
   enum class Bye { kNo, kDue, kWriting, kSent };
   Bye bye_ ABSL_GUARDED_BY(mu_) = Bye::kNo;
 

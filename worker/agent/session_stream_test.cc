@@ -517,6 +517,21 @@ TEST_F(SessionStreamTest, GoodbyeForEver_IsOneOfAMinute) {
   EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Minutes(1));
 }
 
+// The coordinator of a launch that is over: nobody waits for its return.
+TEST_F(SessionStreamTest, GoodbyeForGood_FailsAllAtOnceAndTriesNoMore) {
+  Connect();
+  v1::CoordinatorFrame goodbye;
+  goodbye.mutable_goodbye()->set_reason("rank 0 was killed");
+  goodbye.mutable_goodbye()->set_final(true);
+  link().events->OnFrame(goodbye);
+  EXPECT_TRUE(stream_->ended());
+  EXPECT_EQ(stream_->lost().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(stream_->lost().message()), HasSubstr("has ended: rank 0 was killed"));
+  EXPECT_EQ(stream_->WaitUntilConnected(absl::InfiniteDuration()), stream_->lost());
+  link().events->OnClosed(absl::UnavailableError("stopping"));
+  EXPECT_EQ(stream_->Tick(), absl::InfiniteFuture());
+}
+
 TEST_F(SessionStreamTest, WelcomedAndDropped_BacksOffAllTheSame) {
   Connect();
   std::vector<absl::Duration> waits;

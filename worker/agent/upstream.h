@@ -17,6 +17,7 @@ struct Upstream {
   absl::Duration lease;  // as the last welcome says
   std::string hub = {};  // the node that speaks for this one; empty: the coordinator itself
   std::string why_away = {};
+  bool ended = false;  // the coordinator does not come back; `why_away` says why
 };
 
 }  // namespace muster::agent

@@ -88,6 +88,7 @@ std::map<std::string, std::string> MakeWorkerVariables(
   set("MUSTER_CPU", YesNo(worker.cpu));
   set("MUSTER_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);
   set("MUSTER_DEBUG", YesNo(worker.debug));
+  set("MUSTER_AGENT_TELLS", YesNo(worker.agent_tells));
   set("ACCELERATE_MIXED_PRECISION", worker.mixed_precision);
   set("ACCELERATE_USE_CPU", YesNo(worker.cpu));
   set("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);

@@ -48,6 +48,8 @@ struct WorkerEnvironment {
   bool cpu = false;
   int gradient_accumulation_steps = 1;
   bool debug = false;
+  // Who reads what the workers write reads what the agent writes, too.
+  bool agent_tells = false;
   // OMP_NUM_THREADS. 0: the inherited value, or `cores` shared out evenly.
   int threads = 0;
   int cores = 1;

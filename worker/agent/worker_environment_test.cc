@@ -55,6 +55,7 @@ TEST(MakeWorkerVariables, MusterAndTorchrunNames_SayTheSame) {
       {"MUSTER_CPU", "true"},
       {"MUSTER_GRADIENT_ACCUMULATION_STEPS", "8"},
       {"MUSTER_DEBUG", "false"},
+      {"MUSTER_AGENT_TELLS", "false"},
       {"ACCELERATE_MIXED_PRECISION", "bf16"},
       {"ACCELERATE_USE_CPU", "true"},
       {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "8"},

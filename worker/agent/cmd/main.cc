@@ -17,6 +17,7 @@
 #include "worker/agent/job_signals.h"
 #include "worker/agent/node_job.h"
 #include "worker/agent/process.h"
+#include "worker/agent/process_limits.h"
 
 namespace muster::agent {
 namespace {
@@ -211,7 +212,9 @@ int Run(int argc, char** argv) {
   if (!absl::ParseDuration(stop_grace, &options.agent.stop_grace) ||
       !absl::ParseDuration(join_timeout, &options.join_timeout) ||
       !absl::ParseDuration(outage_tolerance, &options.outage_tolerance) ||
-      !absl::ParseDuration(lease, &options.lease)) {
+      !absl::ParseDuration(lease, &options.lease) ||
+      std::min({options.agent.stop_grace, options.join_timeout, options.outage_tolerance}) <
+          absl::ZeroDuration()) {
     return Fail(kExitUsage,
                 "--stop_grace, --join_timeout, --outage_tolerance and --lease are durations with a "
                 "unit, such as 30s or 10m");
@@ -248,6 +251,9 @@ int Run(int argc, char** argv) {
     return Fail(absl::IsNotFound(program.status()) ? kExitProgramMissing : kExitNotExecutable,
                 program.status().message());
   }
+  absl::Status enough = EnsureDescriptors(options.agent.slots);
+  enough.Update(EnsureThreads(options.agent.slots));
+  if (!enough.ok()) return Fail(kExitInternal, enough.message());
   absl::StatusOr<std::unique_ptr<ProcessHost>> host = ProcessHost::Start();
   if (!host.ok()) return Fail(kExitInternal, host.status().message());
   return Report(RunNodeJob(std::move(options), **host));
