@@ -368,11 +368,6 @@ void HubCore::Finish() {
   Run(std::move(todo));
 }
 
-size_t HubCore::agents() const {
-  MutexLock lock(&mu_);
-  return agents_.size();
-}
-
 void HubCore::OnFrame(const std::shared_ptr<HubLink>& link, const v1::AgentFrame& frame, size_t) {
   Todo todo;
   {
@@ -517,6 +512,7 @@ void HubCore::DoHello(const std::shared_ptr<Stream>& stream, const v1::Hello& he
     agent = std::make_shared<Agent>(
         hello, absl::StrCat(absl::Hex(options_.incarnation), "/", next_session_++));
     agents_[agent->node] = agent;
+    agent_count_ = agents_.size();
   }
   stream->agent = agent;
   agent->stream = stream;
@@ -789,6 +785,7 @@ void HubCore::EndSession(std::shared_ptr<Agent> agent, const absl::Status& statu
   }
   agent->calls.clear();
   agents_.erase(agent->node);
+  agent_count_ = agents_.size();
   roster_due_ = true;
 }
 

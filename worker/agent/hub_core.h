@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_AGENT_HUB_CORE_H_
 #define MUSTER_WORKER_AGENT_HUB_CORE_H_
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -135,7 +136,7 @@ class HubCore final : public OpSender, public HubEvents {
   void OnClosed(const std::shared_ptr<HubLink>& link) override;
 
   // With a session, whether they have a stream or not. A node with any beats every second.
-  size_t agents() const;
+  size_t agents() const { return agent_count_.load(std::memory_order_relaxed); }
 
  private:
   struct Agent;
@@ -198,6 +199,8 @@ class HubCore final : public OpSender, public HubEvents {
   bool roster_due_ ABSL_GUARDED_BY(mu_) = false;
   bool roster_told_ ABSL_GUARDED_BY(mu_) = false;                              // on this stream
   std::map<std::string, std::shared_ptr<Agent>> agents_ ABSL_GUARDED_BY(mu_);  // by node
+  // Of agents_: the stream, whose lock others hold while they take ours, asks for it.
+  std::atomic<size_t> agent_count_{0};
   absl::flat_hash_map<HubLink*, std::shared_ptr<Stream>> streams_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<uint64_t, Call> calls_ ABSL_GUARDED_BY(mu_);
   size_t held_bytes_ ABSL_GUARDED_BY(mu_) = 0;

@@ -79,6 +79,7 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
   stream.on_connected = [raw](uint64_t term, bool) { raw->core_->Connected(term); };
   stream.on_lost = [raw](const absl::Status& status) { raw->OnLost(status); };
   if (!options.hub_listen.empty()) {
+    stream.is_hub = [raw] { return raw->hub_ != nullptr && raw->hub_->agents() > 0; };
     stream.on_upstream = [raw] { raw->hub_->OnUpstream(); };
     stream.on_unsent_beat = [raw](const v1::Beat& beat) { raw->hub_->TakeBack(beat); };
   }

@@ -554,6 +554,8 @@ void SessionStream::NoteError(absl::string_view what) {
 void SessionStream::UseHub(const v1::UseHub& use, Todo* todo) {
   // Agents behind a hub are moved by nobody, and one that ends has better things to do.
   if (at_hub_ || leaving_ || bye_ != Bye::kNo) return;
+  // The coordinator may not know yet that it is one: a restarted one learns it from the next beat.
+  if (options_.is_hub && options_.is_hub()) return;
   const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(use.address());
   if (!address.ok() || (!address->is_unix() && address->port == 0) || use.node().empty() ||
       use.node() == options_.node || use.address() == hub_address_) {

@@ -89,6 +89,9 @@ class SessionStream final : public OpSender {
     std::function<void(const v1::Directive&)> on_directive = nullptr;
     // A stream is open. `resumed`: the session goes on, nothing was missed.
     std::function<void(uint64_t term, bool resumed)> on_connected = nullptr;
+    // Whether this agent is the hub of others now: then it follows no UseHub. Called under a lock:
+    // must neither block nor call back. Null: it is not.
+    std::function<bool()> is_hub = nullptr;
     // What upstream() says has changed.
     std::function<void()> on_upstream = nullptr;
     // Once for each outage beyond the tolerance, and once if the coordinator refuses this agent

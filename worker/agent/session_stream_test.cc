@@ -897,6 +897,23 @@ TEST_F(SessionStreamTest, UseHub_MovesWhatIsHeldToANewSessionThere) {
   EXPECT_THAT(directives_, IsEmpty());
 }
 
+TEST_F(SessionStreamTest, UseHubWhileOthersAreBehindThisAgent_IsNotFollowed) {
+  bool is_hub = true;
+  options_.is_hub = [&is_hub] { return is_hub; };
+  Make();
+  link().Done();
+  Welcome("s1");
+  Use("node-h", "10.0.0.2:29500");
+  Submit("a", Add(1));
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  EXPECT_TRUE(stream_->connected());
+  is_hub = false;
+  Use("node-h", "10.0.0.2:29500", 2);
+  link().Drain();
+  EXPECT_EQ(link().written.back().bye().reason(), "uses hub node-h");
+}
+
 TEST_F(SessionStreamTest, MoveToAHub_IsNoOutage) {
   options_.outage_tolerance = absl::ZeroDuration();
   Make();
