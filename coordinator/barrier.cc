@@ -17,8 +17,10 @@ constexpr int kCompared = 1024;
 // Beyond it nobody waits; it keeps sums of microseconds from overflowing.
 constexpr absl::Duration kLongest = absl::Hours(24 * 365);
 
+constexpr int64_t kLongestUs = int64_t{24} * 365 * 3600 * 1'000'000;
+
 int64_t EarlierUs(int64_t now_us, int64_t by_us) {
-  return now_us - std::clamp<int64_t>(by_us, 0, absl::ToInt64Microseconds(kLongest));
+  return now_us - std::clamp<int64_t>(by_us, 0, kLongestUs);
 }
 
 std::string DurationText(absl::Duration duration) {
@@ -185,13 +187,14 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
   const absl::Duration waited =
       counters_known_ ? absl::ZeroDuration() : std::min(arrival.waited, kLongest);
   CountWaited(instance, waited, now);
+  const int64_t waited_us = absl::ToInt64Microseconds(waited);
   for (size_t i = 0; i < arrival.ranks.size(); ++i) {
     const int position = Position(*instance, arrival.ranks[i]);
     int64_t& at = instance->at_us[position];
     if (at == kAbsent) {
       ++instance->arrived;
       const int64_t late = arrival.lateness_us.empty() ? 0 : arrival.lateness_us[i];
-      at = EarlierUs(now_us, std::max(late, absl::ToInt64Microseconds(waited)));
+      at = EarlierUs(now_us, std::max(late, waited_us));
     }
     if (!arrival.payloads.empty()) {
       if (!instance->has_payloads) {

@@ -175,7 +175,7 @@ void Core::Abandon(CallId call, absl::Time now, Output* out) {
 void Core::AttachAgent(absl::string_view node, const v1::Hello& hello, absl::Time now,
                        Output* out) {
   impl_->Begin(now, out);
-  impl_->agents_.emplace(node);
+  if (!impl_->agents_.contains(node)) impl_->agents_[node] = impl_->next_agent_++;
   impl_->CheckAgent(node, hello);
   impl_->hubs_.Attach(node, hello, impl_->now_);
   impl_->MoveAgents();
@@ -206,6 +206,7 @@ void Core::HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time n
     impl_->hubs_.Roster(node, beat.hub(), impl_->now_);
     impl_->MoveAgents();
   }
+  const uint64_t agent = impl_->AgentNumber(node);
   Impl::Job* job = nullptr;
   bool told = false;
   for (const v1::WorkerBeat& worker : beat.workers()) {
@@ -230,7 +231,7 @@ void Core::HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time n
     if (seat->last_collective != worker.last_collective()) {
       seat->last_collective = Cut(worker.last_collective(), kMaxName);
     }
-    if (seat->record.node() != node) seat->record.set_node(std::string(node));
+    job->HeardThrough(seat, node, agent);
   }
 }
 

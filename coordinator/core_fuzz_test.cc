@@ -103,6 +103,7 @@ TEST_P(CoreFuzzTest, AnyOperations_RulesHold) {
   options.kept_answers = 1 << 20;
   options.kept_barrier_results = 1 << 20;
   options.strikes_to_quarantine = static_cast<int>(GetParam() % 3);
+  options.hubs = {.direct_agents = 1, .agents_per_hub = static_cast<int>(GetParam() % 3)};
   auto core = std::make_unique<Core>(options);
   Fuzzer fuzz(GetParam());
   absl::Time now = kStart;
@@ -160,6 +161,8 @@ TEST_P(CoreFuzzTest, AnyOperations_RulesHold) {
     out.Clear();
   };
 
+  const auto node = [&] { return std::string(1, static_cast<char>('n' + fuzz.Draw(4))); };
+
   core->StartTerm(1, now, &out);
   absorb();
   for (int i = 0; i < 8000 && !HasFatalFailure(); ++i) {
@@ -167,7 +170,7 @@ TEST_P(CoreFuzzTest, AnyOperations_RulesHold) {
       case 0: {
         v1::Beat beat;
         fuzz.Fill(&beat);
-        core->HandleBeat("n", beat, now, &out);
+        core->HandleBeat(node(), beat, now, &out);
         break;
       }
       case 1: {
@@ -176,6 +179,17 @@ TEST_P(CoreFuzzTest, AnyOperations_RulesHold) {
         core->HandleStack("n", stack, now, &out);
         break;
       }
+      case 8: {
+        v1::Hello hello;
+        fuzz.Fill(&hello);
+        hello.add_features("hub");
+        hello.set_failed_hub(fuzz.Draw(2) == 0 ? node() : "");
+        core->AttachAgent(node(), hello, now, &out);
+        break;
+      }
+      case 9:
+        if (fuzz.Draw(4) == 0) core->DetachAgent(node(), now, &out);
+        break;
       case 2:
         if (!open.empty()) {
           auto it = open.lower_bound(fuzz.Draw(next_call));

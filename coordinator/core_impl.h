@@ -18,7 +18,6 @@
 #include "absl/container/btree_map.h"
 #include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "coordinator/agree.h"
@@ -47,6 +46,7 @@ constexpr size_t kMaxHosts = 65536;         // of one job: struck or quarantined
 // One worker's place in the current generation. What must survive a crash is in `record`.
 struct Seat {
   v1::SeatRecord record;
+  uint64_t via = 0;  // Impl::AgentNumber of record.node(), once that was looked up; else 0
   absl::Time last_seen;
   int64_t step = 0;
   std::string phase;
@@ -159,6 +159,11 @@ class Core::Impl {
     if (!node.empty()) out_->directives.push_back({node, std::move(directive), durable});
   }
 
+  // Of an agent that has a session, never used for another one; 0: it has none.
+  uint64_t AgentNumber(absl::string_view node) const {
+    const auto it = agents_.find(node);
+    return it == agents_.end() ? 0 : it->second;
+  }
   // After each event of hubs_: tells the agents that move.
   void MoveAgents();
 
@@ -237,7 +242,8 @@ class Core::Impl {
   absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // of jobs
   // Of jobs with living workers in a sealed generation: while there are any, ticks come regularly.
   absl::btree_set<std::pair<absl::Duration, std::string>> leases_;
-  absl::flat_hash_set<std::string> agents_;  // that have a session, by node
+  absl::flat_hash_map<std::string, uint64_t> agents_;  // that have a session, by node
+  uint64_t next_agent_ = 1;
   Hubs hubs_{options_.hubs};
   absl::flat_hash_map<uint64_t, std::pair<std::string, std::string>>
       queries_;  // -> (job_id, worker_id)
@@ -369,6 +375,13 @@ class Core::Impl::Job : public BarrierHost {
   void EmitMember(const Seat& seat);
   v1::Member MakeMember(const Seat& seat) const;
   void RenewLease(Seat* seat) { seat->last_seen = impl_->now_; }
+  // Its worker was heard of through the agent of `node`, whose number is `agent`: a hub's messages
+  // name hundreds of workers, whose names need not be compared each time.
+  void HeardThrough(Seat* seat, absl::string_view node, uint64_t agent) {
+    if (agent != 0 && seat->via == agent) return;
+    if (seat->record.node() != node) seat->record.set_node(std::string(node));
+    seat->via = agent;
+  }
 
   std::optional<v1::OpError> Txn(const v1::TxnRequest& request, const Seat* seat,
                                  v1::OpResult* result);

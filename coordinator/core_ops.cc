@@ -505,12 +505,12 @@ void Core::Impl::ArriveMany(CallId call, const v1::ArriveManyRequest& request, c
                                  job->GoneText(seat), ": it cannot arrive at a barrier")));
     }
   }
+  const uint64_t agent = AgentNumber(caller.node);
   for (const int rank : request.ranks()) {
     Seat& seat = job->seats_[rank];
     job->RenewLease(&seat);
     seat.step = std::max(seat.step, request.step());
-    if (seat.record.node() != caller.node && !caller.node.empty())
-      seat.record.set_node(std::string(caller.node));
+    if (!caller.node.empty()) job->HeardThrough(&seat, caller.node, agent);
   }
   Arrival arrival;
   arrival.call = call;

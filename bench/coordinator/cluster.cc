@@ -60,6 +60,8 @@ struct Cluster::Agent {
 
   Cluster* cluster = nullptr;
   int index = 0;
+  int first_node = 0;  // of those it speaks for, itself
+  int nodes = 1;
   std::string node;
   uint64_t incarnation = 0;
 
@@ -79,6 +81,8 @@ struct Cluster::Agent {
   uint64_t received = 0;
   std::string session;
   uint64_t generation = 0;
+  // Of the workers of its nodes, one node after the other.
+  std::vector<std::string> workers;
   std::vector<int> ranks;
   std::vector<uint64_t> incarnations;
   int frames_left = 0;
@@ -149,15 +153,21 @@ Cluster::Cluster(const Options& options)
     : options_(options),
       epoll_(epoll_create1(EPOLL_CLOEXEC)),
       frame_(std::make_unique<v1::CoordinatorFrame>()) {
-  for (int i = 0; i < options.agents; ++i) {
+  int node = 0;
+  for (int i = 0; i < streams(); ++i) {
     auto agent = std::make_unique<Agent>();
     agent->cluster = this;
     agent->index = i;
-    agent->node = absl::StrCat("node-", i);
+    agent->first_node = node;
+    agent->nodes = i < options.hubs ? options.agents_per_hub : 1;
+    agent->node = absl::StrCat("node-", node);
     agent->incarnation = 1'000'000 + i;
-    for (int r = 0; r < options.ranks_per_agent; ++r) {
-      agent->ranks.push_back(i * options.ranks_per_agent + r);
-      agent->incarnations.push_back(0x1234567800000000u + i * 64 + r);
+    for (const int end = node + agent->nodes; node < end; ++node) {
+      for (int r = 0; r < options.ranks_per_agent; ++r) {
+        agent->workers.push_back(absl::StrCat("node-", node, "/", r));
+        agent->ranks.push_back(node * options.ranks_per_agent + r);
+        agent->incarnations.push_back(0x1234567800000000u + node * 64 + r);
+      }
     }
     agents_.push_back(std::move(agent));
   }
@@ -168,8 +178,10 @@ Cluster::~Cluster() {
   close(epoll_);
 }
 
-int Cluster::agents() const { return options_.agents; }
-int Cluster::ranks() const { return options_.agents * options_.ranks_per_agent; }
+int Cluster::streams() const { return options_.hubs + options_.agents; }
+int Cluster::ranks() const {
+  return (options_.hubs * options_.agents_per_hub + options_.agents) * options_.ranks_per_agent;
+}
 
 void Cluster::Watch(Agent& agent, bool writable) {
   epoll_event event{};
@@ -288,6 +300,16 @@ void Cluster::Readable(Agent& agent) {
   }
 }
 
+void Cluster::SendRoster(Agent& agent) {
+  v1::AgentFrame frame;
+  for (int node = agent.first_node + 1; node < agent.first_node + agent.nodes; ++node) {
+    v1::HubAgent& one = *frame.mutable_beat()->mutable_hub()->add_agents();
+    one.set_node(absl::StrCat("node-", node));
+    one.set_host(one.node());
+  }
+  Send(agent, frame);
+}
+
 void Cluster::Received(Agent& agent, const char* bytes, size_t size) {
   v1::CoordinatorFrame& frame = *frame_;
   if (!frame.ParseFromArray(bytes, static_cast<int>(size))) {
@@ -303,6 +325,7 @@ void Cluster::Received(Agent& agent, const char* bytes, size_t size) {
         agent.welcome = true;
         ++welcome_;
       }
+      if (agent.nodes > 1) SendRoster(agent);
       break;
     case v1::CoordinatorFrame::kResults:
       for (const v1::OpResult& result : frame.results().results()) {
@@ -315,6 +338,7 @@ void Cluster::Received(Agent& agent, const char* bytes, size_t size) {
       if (frame.directive().has_generation_ended() && on_ended_) on_ended_(agent);
       break;
     case v1::CoordinatorFrame::kGoodbye:
+    case v1::CoordinatorFrame::kHubState:
     case v1::CoordinatorFrame::KIND_NOT_SET:
       break;
   }
@@ -371,7 +395,7 @@ absl::Status Cluster::RunUntil(const std::function<bool()>& done, absl::Duration
 
 absl::Status Cluster::Attach(absl::Duration timeout) {
   for (auto& agent : agents_) Open(*agent);
-  return RunUntil([this] { return welcome_ == agents(); }, timeout, "attaching");
+  return RunUntil([this] { return welcome_ == streams(); }, timeout, "attaching");
 }
 
 absl::Status Cluster::Reattach(absl::Duration timeout) {
@@ -384,7 +408,7 @@ absl::Status Cluster::Reattach(absl::Duration timeout) {
     agent->received = 0;
   }
   const absl::Status status =
-      RunUntil([this] { return welcome_ == agents(); }, timeout, "attaching again");
+      RunUntil([this] { return welcome_ == streams(); }, timeout, "attaching again");
   reconnect_ = false;
   return status;
 }
@@ -398,25 +422,26 @@ absl::Status Cluster::Join(absl::Duration timeout) {
   for (auto& agent : agents_) {
     v1::AgentFrame frame;
     frame.set_seq(++agent->seq);
-    for (int r = 0; r < options_.ranks_per_agent; ++r) {
+    for (size_t i = 0; i < agent->workers.size(); ++i) {
+      const int node = agent->first_node + static_cast<int>(i) / options_.ranks_per_agent;
+      const int r = static_cast<int>(i) % options_.ranks_per_agent;
       v1::Op& op = *frame.mutable_ops()->add_ops();
-      op.set_op_id(r + 1);
+      op.set_op_id(i + 1);
       v1::JoinRequest& join = *op.mutable_join();
       join.mutable_fence()->set_job_id(options_.job);
-      join.mutable_fence()->set_worker_id(absl::StrCat(agent->node, "/", r));
-      join.mutable_fence()->set_incarnation(agent->incarnations[r]);
+      join.mutable_fence()->set_worker_id(agent->workers[i]);
+      join.mutable_fence()->set_incarnation(agent->incarnations[i]);
       join.mutable_spec()->set_min_workers(ranks());
       join.mutable_spec()->set_max_workers(ranks());
       join.mutable_spec()->mutable_join_timeout()->set_seconds(600);
       join.mutable_spec()->mutable_lease()->set_seconds(absl::ToInt64Seconds(options_.lease));
       join.mutable_spec()->set_end_generation_on_failure(true);
-      join.mutable_topology()->set_host(agent->node);
+      join.mutable_topology()->set_host(absl::StrCat("node-", node));
       join.mutable_topology()->set_local_rank(r);
       join.mutable_topology()->set_local_world_size(options_.ranks_per_agent);
-      join.set_endpoint(
-          absl::StrCat("10.", agent->index / 250, ".", agent->index % 250, ".1:", 20000 + r));
+      join.set_endpoint(absl::StrCat("10.", node / 250, ".", node % 250, ".1:", 20000 + r));
       join.set_pid(1000 + r);
-      join.set_preferred_rank(agent->index * options_.ranks_per_agent + r);
+      join.set_preferred_rank(node * options_.ranks_per_agent + r);
     }
     Send(*agent, frame);
   }
@@ -425,7 +450,7 @@ absl::Status Cluster::Join(absl::Duration timeout) {
 
 absl::StatusOr<absl::Duration> Cluster::Barrier(const std::string& id, uint64_t counter,
                                                 absl::Duration timeout) {
-  results_wanted_ = agents();
+  results_wanted_ = streams();
   on_result_ = nullptr;
   const absl::Time start = absl::Now();
   for (auto& agent : agents_) {
@@ -443,6 +468,7 @@ absl::StatusOr<absl::Duration> Cluster::Barrier(const std::string& id, uint64_t 
     for (size_t r = 0; r < agent->ranks.size(); ++r) {
       arrive.add_ranks(agent->ranks[r]);
       arrive.add_incarnations(agent->incarnations[r]);
+      if (agent->nodes > 1) arrive.add_lateness_us(static_cast<int>(r));
     }
     arrive.set_step(static_cast<int64_t>(counter));
     arrive.mutable_timeout()->set_seconds(60);
@@ -456,7 +482,7 @@ absl::StatusOr<absl::Duration> Cluster::Barrier(const std::string& id, uint64_t 
 
 absl::StatusOr<absl::Duration> Cluster::Puts(int frames, int puts, int in_flight, bool durable,
                                              absl::Duration timeout) {
-  results_wanted_ = frames * agents();
+  results_wanted_ = frames * streams();
   // The op's bytes but for its fence's request_id are the same each time: what is measured is the
   // coordinator.
   const auto send = [&](Agent& agent) {
@@ -495,7 +521,7 @@ absl::StatusOr<std::vector<absl::Duration>> Cluster::ReportKill(absl::Time kille
                                                                 absl::Duration timeout) {
   std::vector<absl::Duration> told;
   results_wanted_ = 1;
-  told_wanted_ = agents();
+  told_wanted_ = streams();
   on_result_ = nullptr;
   on_ended_ = [&](Agent&) {
     told.push_back(absl::Now() - killed);
@@ -527,21 +553,32 @@ absl::StatusOr<std::vector<absl::Duration>> Cluster::ReportKill(absl::Time kille
 
 absl::Status Cluster::Beat(absl::Duration period, absl::Duration total) {
   const absl::Time start = absl::Now();
-  const absl::Duration gap = period / agents();
+  struct One {
+    Agent* agent;
+    int part;
+  };
+  std::vector<One> beats;  // of one period
+  for (const int part : {0, 1}) {
+    for (const auto& agent : agents_)
+      if (agent->nodes > 1 || agent->index % 2 == part) beats.push_back({agent.get(), part});
+  }
+  const absl::Duration gap = period / static_cast<int64_t>(beats.size());
   int64_t sent = 0;
   while (absl::Now() < start + total) {
     while (start + gap * sent <= absl::Now()) {
-      Agent& agent = *agents_[sent % agents()];
+      const auto [agent, part] = beats[static_cast<size_t>(sent) % beats.size()];
       v1::AgentFrame frame;
-      for (size_t r = 0; r < agent.ranks.size(); ++r) {
+      for (size_t r = 0; r < agent->ranks.size(); ++r) {
+        const int node = static_cast<int>(r) / options_.ranks_per_agent;
+        if (agent->nodes > 1 && node % 2 != part) continue;
         v1::WorkerBeat& beat = *frame.mutable_beat()->add_workers();
         beat.set_job_id(options_.job);
-        beat.set_worker_id(absl::StrCat(agent.node, "/", r));
-        beat.set_incarnation(agent.incarnations[r]);
-        beat.set_step(sent / agents());
+        beat.set_worker_id(agent->workers[r]);
+        beat.set_incarnation(agent->incarnations[r]);
+        beat.set_step(sent / static_cast<int64_t>(beats.size()));
         beat.set_process_state("running");
       }
-      Send(agent, frame);
+      Send(*agent, frame);
       ++sent;
     }
     if (!error_.ok()) return error_;

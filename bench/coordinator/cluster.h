@@ -33,21 +33,25 @@ class Cluster {
   struct Options {
     std::string address;
     std::string job = "bench";
-    int agents = 1;
+    int agents = 1;  // with streams of their own, besides hubs
     int ranks_per_agent = 1;
+    // Streams that are those of hubs, each of which speaks for so many agents, itself among them: what
+    // the others say comes in its messages, as docs/protocol.md has it.
+    int hubs = 0;
+    int agents_per_hub = 0;
     absl::Duration lease = absl::Seconds(600);
   };
   explicit Cluster(const Options& options);
   ~Cluster();
 
-  int agents() const;
+  int streams() const;
   int ranks() const;
 
   // Opens every agent's stream and waits for every Welcome.
   absl::Status Attach(absl::Duration timeout);
   // Every rank asks for a seat; waits until all are seated.
   absl::Status Join(absl::Duration timeout);
-  // All ranks arrive at one barrier (one message an agent); waits until every agent was told that
+  // All ranks arrive at one barrier (one message a stream); waits until every agent was told that
   // it passed.
   absl::StatusOr<absl::Duration> Barrier(const std::string& id, uint64_t counter,
                                          absl::Duration timeout);
@@ -58,9 +62,11 @@ class Cluster {
   // Tells by agent 0 that its first rank was killed; waits until every agent was told. The time of
   // each agent.
   absl::StatusOr<std::vector<absl::Duration>> ReportKill(absl::Time killed, absl::Duration timeout);
-  // Sends a beat for all ranks from every agent, spread evenly over `period`, for `total`.
+  // Every stream says for all its ranks that they live, spread evenly over `period`, for `total`; a
+  // hub in two beats, each for half of its agents.
   absl::Status Beat(absl::Duration period, absl::Duration total);
-  // The server went away: every agent connects again until it is welcome.
+  // The server went away: every stream is opened again until it is welcome. Hubs say whom they speak
+  // for.
   absl::Status Reattach(absl::Duration timeout);
 
  private:
@@ -72,6 +78,8 @@ class Cluster {
   void Connected(Agent& agent);
   // Queues `frame` and, if the stream is open, writes what is queued.
   void Send(Agent& agent, v1::AgentFrame& frame);
+  // A hub's first beat: for whom it speaks.
+  void SendRoster(Agent& agent);
   void Write(Agent& agent);
   // Arms epoll for what the agent waits for.
   void Watch(Agent& agent, bool writable);

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <ctime>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -18,6 +19,7 @@
 #include "base/fake_clock.h"
 #include "base/log.h"
 #include "base/mutex.h"
+#include "coordinator/hubs.h"
 #include "coordinator/journal/memory_journal.h"
 #include "coordinator/service/engine.h"
 
@@ -131,17 +133,57 @@ void Measure(int jobs, int events) {
   engine.Stop();
 }
 
+// An agent that comes, is sent to a hub, is listed there and ends its session, while `agents` others
+// are there, those beyond --direct_agents behind hubs.
+void MeasureHubs(int agents, int events) {
+  const HubOptions options;
+  Hubs hubs(options);
+  absl::Time now = absl::UnixEpoch();
+  std::map<std::string, v1::HubRoster> rosters;
+  int moves = 0;
+  const auto come = [&](const std::string& node) {
+    now += absl::Milliseconds(1);
+    v1::Hello hello;
+    hello.add_features("hub");
+    hello.set_hub_address(absl::StrCat(node, ":29401"));
+    hubs.Attach(node, hello, now);
+    for (const HubMove& move : hubs.Decide()) {
+      ++moves;
+      v1::HubRoster& roster = rosters[move.hub];
+      roster.add_agents()->set_node(move.node);
+      hubs.Detach(move.node, now);
+      hubs.Roster(move.hub, roster, now);
+      MUSTER_CHECK(hubs.Decide().empty()) << "one agent too many was moved";
+    }
+  };
+  for (int i = 0; i < agents; ++i) come(absl::StrCat("node-", i));
+  const double before = CpuMicroseconds();
+  const int moves_before = moves;
+  for (int i = 0; i < events; ++i) come(absl::StrCat("node-", agents + i));
+  const double cpu = CpuMicroseconds() - before;
+  double load = 0;
+  getloadavg(&load, 1);
+  std::printf(
+      "{\"event\": \"agent comes\", \"agents\": %d, \"cpu_us\": %.2f, \"moved\": %.2f, "
+      "\"hubs\": %d, \"load\": %.2f}\n",
+      agents, cpu / events, static_cast<double>(moves - moves_before) / events, hubs.hubs(), load);
+  std::fflush(stdout);
+}
+
 int Run(int argc, char** argv) {
   std::vector<int> jobs = {1, 20000};
+  std::vector<int> agents = {1000, 12500, 100000};
   int events = 5000;
   CLI::App app(
-      "Measures what one event costs a coordinator, by the number of its jobs; one JSON object a "
-      "line.",
+      "Measures what one event costs a coordinator, by the number of its jobs and of its agents; "
+      "one JSON object a line.",
       "event_cost");
   app.add_option("--jobs", jobs, "numbers of jobs")->delimiter(',')->capture_default_str();
+  app.add_option("--agents", agents, "numbers of agents")->delimiter(',')->capture_default_str();
   app.add_option("--events", events, "events of each kind")->capture_default_str();
   CLI11_PARSE(app, argc, argv);
   SetLogLevel(LogLevel::kError);
+  for (const int count : agents) MeasureHubs(count, events);
   for (const int count : jobs) Measure(count, events);
   return 0;
 }

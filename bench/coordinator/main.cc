@@ -85,8 +85,38 @@ absl::Status Medians(const Settings& settings,
   return absl::OkStatus();
 }
 
+// Who is there: streams of single agents with 8 workers each, and those of hubs.
+struct Shape {
+  int agents = 0;
+  int hubs = 0;
+  int agents_per_hub = 0;  // the hub itself among them
+  int ranks_per_agent = 8;
+
+  Cluster::Options At(const std::string& address) const {
+    return {.address = address,
+            .agents = agents,
+            .ranks_per_agent = ranks_per_agent,
+            .hubs = hubs,
+            .agents_per_hub = agents_per_hub};
+  }
+  int ranks() const { return (agents + hubs * agents_per_hub) * ranks_per_agent; }
+  // In names of results.
+  std::string Name() const { return absl::StrCat(ranks(), hubs > 0 ? "_hubs" : ""); }
+};
+
+constexpr Shape k1024 = {.agents = 128};
+constexpr Shape k10000 = {.agents = 1250};
+// As --direct_agents 64 and --agents_per_hub 48 divide them.
+constexpr Shape k1024Hubs = {.agents = 64, .hubs = 2, .agents_per_hub = 32};
+constexpr Shape k10000Hubs = {.agents = 75, .hubs = 25, .agents_per_hub = 47};
+constexpr Shape k100000Hubs = {.agents = 54, .hubs = 254, .agents_per_hub = 49};
+
 int Rounds(const Settings& settings, int ranks) {
-  const int rounds = ranks <= 2 ? 3000 : ranks <= 64 ? 1000 : ranks <= 1024 ? 200 : 40;
+  const int rounds = ranks <= 2       ? 3000
+                     : ranks <= 64    ? 1000
+                     : ranks <= 1024  ? 200
+                     : ranks <= 10000 ? 40
+                                      : 20;
   return std::max(5, static_cast<int>(rounds * settings.scale));
 }
 
@@ -110,23 +140,26 @@ class CpuMeter {
   const absl::Duration client_start_;
 };
 
-absl::StatusOr<Values> Rendezvous(const Settings& settings) {
+absl::StatusOr<Values> Rendezvous(const Settings& settings, const Shape& shape) {
   MUSTER_ASSIGN_OR_RETURN(const auto server, StartServer(settings));
+  const CpuMeter cpu(*server);
   const absl::Time start = absl::Now();
-  Cluster cluster({.address = server->line(), .agents = 1250, .ranks_per_agent = 8});
+  Cluster cluster(shape.At(server->line()));
   MUSTER_RETURN_IF_ERROR(cluster.Attach(absl::Seconds(60)));
   const double attach = absl::ToDoubleSeconds(absl::Now() - start);
   MUSTER_RETURN_IF_ERROR(cluster.Join(absl::Seconds(60)));
-  return Values{{"rendezvous_10000_s", absl::ToDoubleSeconds(absl::Now() - start)},
-                {"rendezvous_attach_s", attach}};
+  const std::string key = absl::StrCat("rendezvous_", shape.Name());
+  return Values{{key + "_s", absl::ToDoubleSeconds(absl::Now() - start)},
+                {key + "_attach_s", attach},
+                {key + "_server_cpu_s", cpu.ServerUs() / 1e6},
+                {key + "_client_cpu_s", cpu.ClientUs() / 1e6}};
 }
 
 // With `idle`, also what the coordinator needs while nothing but beats comes, afterwards.
-absl::Status Barriers(const Settings& settings, int agents, int ranks_per_agent, bool idle) {
+absl::Status Barriers(const Settings& settings, const Shape& shape, bool idle) {
   MUSTER_ASSIGN_OR_RETURN(const auto server, StartServer(settings));
-  const int ranks = agents * ranks_per_agent;
-  Cluster cluster(
-      {.address = server->line(), .agents = agents, .ranks_per_agent = ranks_per_agent});
+  const int ranks = shape.ranks();
+  Cluster cluster(shape.At(server->line()));
   MUSTER_RETURN_IF_ERROR(cluster.Attach(absl::Seconds(60)));
   MUSTER_RETURN_IF_ERROR(cluster.Join(absl::Seconds(60)));
   std::vector<absl::Duration> times;
@@ -136,7 +169,7 @@ absl::Status Barriers(const Settings& settings, int agents, int ranks_per_agent,
     MUSTER_ASSIGN_OR_RETURN(const absl::Duration took, cluster.Barrier("b", i, absl::Seconds(60)));
     if (i >= warm_up) times.push_back(took);
   }
-  const std::string key = absl::StrCat("barrier_", ranks);
+  const std::string key = absl::StrCat("barrier_", shape.Name());
   Print({{key + "_p50_ms", Percentile(times, 0.5)},
          {key + "_p99_ms", Percentile(times, 0.99)},
          {key + "_server_cpu_us", cpu.ServerUs() / (rounds + warm_up)},
@@ -145,8 +178,9 @@ absl::Status Barriers(const Settings& settings, int agents, int ranks_per_agent,
     const CpuMeter idle_cpu(*server);
     const absl::Time start = absl::Now();
     MUSTER_RETURN_IF_ERROR(cluster.Beat(absl::Seconds(2), absl::Seconds(10)));
-    Print({{"rss_mb", server->RssMb()},
-           {"idle_cpu_pct",
+    const std::string name = shape.hubs > 0 ? absl::StrCat("_", shape.Name()) : "";
+    Print({{absl::StrCat("rss", name, "_mb"), server->RssMb()},
+           {absl::StrCat("idle", name, "_cpu_pct"),
             100 * idle_cpu.ServerUs() / absl::ToDoubleMicroseconds(absl::Now() - start)}});
   }
   return absl::OkStatus();
@@ -228,16 +262,17 @@ absl::Status KillNotice(const Settings& settings) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<Values> Restart(const Settings& settings, int run) {
-  const std::string dir = absl::StrCat(settings.scratch, "/restart", run);
+absl::StatusOr<Values> Restart(const Settings& settings, const Shape& shape, int run) {
+  const std::string dir = absl::StrCat(settings.scratch, "/restart", shape.ranks(), "_", run);
   MUSTER_ASSIGN_OR_RETURN(
       auto server, StartServer(settings, {"--data_dir", dir, "--snapshot_records", "1000000000"}));
   const std::string address = server->line();
-  Cluster cluster({.address = address, .agents = 1250, .ranks_per_agent = 8});
+  Cluster cluster(shape.At(address));
   MUSTER_RETURN_IF_ERROR(cluster.Attach(absl::Seconds(60)));
   MUSTER_RETURN_IF_ERROR(cluster.Join(absl::Seconds(60)));
+  constexpr int kRecords = 100'000;
   MUSTER_RETURN_IF_ERROR(
-      cluster.Puts(80, 1, 4, true, absl::Seconds(120)).status());  // 100,000 records
+      cluster.Puts(kRecords / cluster.streams(), 1, 4, true, absl::Seconds(120)).status());
   MUSTER_RETURN_IF_ERROR(cluster.Barrier("before", 0, absl::Seconds(60)).status());
   const absl::Time killed = absl::Now();
   server->Kill();
@@ -247,9 +282,11 @@ absl::StatusOr<Values> Restart(const Settings& settings, int run) {
   const double attached = absl::ToDoubleSeconds(absl::Now() - killed);
   // Nobody has lost a seat: the same ranks, in the same generation, pass a barrier.
   MUSTER_RETURN_IF_ERROR(cluster.Barrier("after", 0, absl::Seconds(60)).status());
-  return Values{{"restart_s", serving},
-                {"restart_all_agents_back_s", attached},
-                {"restart_barrier_passed_s", absl::ToDoubleSeconds(absl::Now() - killed)}};
+  const std::string key =
+      shape.hubs > 0 ? absl::StrCat("restart_", shape.Name()) : std::string("restart");
+  return Values{{key + "_s", serving},
+                {key + "_all_agents_back_s", attached},
+                {key + "_barrier_passed_s", absl::ToDoubleSeconds(absl::Now() - killed)}};
 }
 
 absl::Status RawSocket(const Settings& settings) {
@@ -291,6 +328,7 @@ int Main(int argc, char** argv) {
   Settings settings;
   std::string only =
       "rawsocket,tcpstore,barrier_2,barrier_64,barrier_1024,rendezvous,barrier_10000,idle,"
+      "barrier_1024_hubs,barrier_10000_hubs,barrier_100k,rendezvous_100k,restart_100k,"
       "put_volatile,put_durable,kill_notice,restart,etcd";
   CLI::App app("Measures the coordinator and its peers on this machine; one JSON object a line.",
                "bench_coordinator");
@@ -298,7 +336,10 @@ int Main(int argc, char** argv) {
                     "/../../coordinator/cmd/muster-coordinator";
   app.add_option("--server", settings.server, "the muster-coordinator program")
       ->capture_default_str();
-  app.add_option("--only", only, "which to run, separated by commas; idle goes with barrier_10000")
+  app.add_option(
+         "--only", only,
+         "which to run, separated by commas; idle goes with barriers of 10,000 and more: memory, "
+         "and CPU while nothing but beats comes")
       ->capture_default_str();
   app.add_option("--scale", settings.scale,
                  "factor on the number of rounds; below 1, fewer than three runs where "
@@ -328,17 +369,27 @@ int Main(int argc, char** argv) {
   // The peers that fork come before gRPC has threads.
   run("rawsocket", [&] { return RawSocket(settings); });
   run("tcpstore", [&] { return TcpStore(settings); });
-  run("barrier_2", [&] { return Barriers(settings, 2, 1, false); });
-  run("barrier_64", [&] { return Barriers(settings, 8, 8, false); });
-  run("barrier_1024", [&] { return Barriers(settings, 128, 8, false); });
-  run("rendezvous", [&] { return Medians(settings, [&](int) { return Rendezvous(settings); }); });
-  run("barrier_10000", [&] { return Barriers(settings, 1250, 8, chosen.contains("idle")); });
+  const bool idle = chosen.contains("idle");
+  run("barrier_2", [&] { return Barriers(settings, {.agents = 2, .ranks_per_agent = 1}, false); });
+  run("barrier_64", [&] { return Barriers(settings, {.agents = 8}, false); });
+  run("barrier_1024", [&] { return Barriers(settings, k1024, false); });
+  run("rendezvous",
+      [&] { return Medians(settings, [&](int) { return Rendezvous(settings, k10000); }); });
+  run("barrier_10000", [&] { return Barriers(settings, k10000, idle); });
+  run("barrier_1024_hubs", [&] { return Barriers(settings, k1024Hubs, false); });
+  run("barrier_10000_hubs", [&] { return Barriers(settings, k10000Hubs, idle); });
+  run("barrier_100k", [&] { return Barriers(settings, k100000Hubs, idle); });
+  run("rendezvous_100k",
+      [&] { return Medians(settings, [&](int) { return Rendezvous(settings, k100000Hubs); }); });
+  run("restart_100k", [&] {
+    return Medians(settings, [&](int run) { return Restart(settings, k100000Hubs, run); });
+  });
   run("put_volatile",
       [&] { return Medians(settings, [&](int) { return PutsVolatile(settings); }); });
   run("put_durable", [&] { return PutsDurable(settings); });
   run("kill_notice", [&] { return KillNotice(settings); });
   run("restart",
-      [&] { return Medians(settings, [&](int run) { return Restart(settings, run); }); });
+      [&] { return Medians(settings, [&](int run) { return Restart(settings, k10000, run); }); });
   run("etcd", [&] { return Etcd(settings); });
   std::error_code ignored;
   std::filesystem::remove_all(settings.scratch, ignored);

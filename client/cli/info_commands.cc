@@ -465,13 +465,19 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     grpc::ClientContext call;
     rpc::SetTimeout(call, timeout);
     status = rpc::FromGrpc(v1::Membership::NewStub(channel)->GetMembers(&call, request, &members));
-    if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+    // Of tens of thousands of workers the list is larger than a message: the rest is shown without it.
+    const bool too_many = rpc::GetReason(status) == v1::ERROR_REASON_LIMIT;
+    if (!status.ok() && !too_many) return Fail(spec, context, status, ExitCodeOf(status));
     ordered_json rows = ordered_json::array();
     absl::StrAppendFormat(&table, "\n%s: generation %d, %s, %d workers, steps %d to %d\n",
                           job.job_id(), job.generation(), job.rendezvous_state(), job.world_size(),
                           job.min_step(), job.max_step());
-    absl::StrAppendFormat(&table, "  %5s %-12s %-9s %-20s %8s %8s %9s  %s\n", "RANK", "WORKER",
-                          "STATE", "HOST", "PID", "STEP", "HEARTBEAT", "DOING");
+    if (too_many) {
+      absl::StrAppend(&table, "  (more workers than one message can list)\n");
+    } else {
+      absl::StrAppendFormat(&table, "  %5s %-12s %-9s %-20s %8s %8s %9s  %s\n", "RANK", "WORKER",
+                            "STATE", "HOST", "PID", "STEP", "HEARTBEAT", "DOING");
+    }
     for (const v1::Member& member : members.members()) {
       rows.push_back({{"rank", member.rank()},
                       {"worker_id", member.worker_id()},
@@ -499,7 +505,8 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
       rpc::SetTimeout(report_call, timeout);
       status =
           rpc::FromGrpc(v1::Barrier::NewStub(channel)->StragglerReport(&report_call, ask, &report));
-      if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+      if (!status.ok() && rpc::GetReason(status) != v1::ERROR_REASON_LIMIT)
+        return Fail(spec, context, status, ExitCodeOf(status));
       for (const v1::StragglerRow& row : report.rows()) {
         if (row.barriers() == 0) continue;
         if (stragglers.size() < kShownStragglers) {
@@ -564,13 +571,19 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
                          {"version", reply.version()},
                          {"uptime", DurationText(reply.uptime())},
                          {"agents", reply.agents()},
+                         {"agents_behind_hubs", reply.agents_behind_hubs()},
+                         {"hubs", reply.hubs()},
                          {"journal", reply.journal()},
                          {"jobs", jobs}});
     return kExitOk;
   }
   context.out << "coordinator " << address << ", version " << reply.version() << ", up "
-              << DurationText(reply.uptime()) << ", " << reply.agents() << " agents, "
-              << jobs.size() << (jobs.size() == 1 ? " job\n" : " jobs\n") << table;
+              << DurationText(reply.uptime()) << ", " << reply.agents() << " agents"
+              << (reply.agents_behind_hubs() == 0
+                      ? std::string()
+                      : absl::StrCat(" (", reply.agents_behind_hubs(), " behind ", reply.hubs(),
+                                     reply.hubs() == 1 ? " hub)" : " hubs)"))
+              << ", " << jobs.size() << (jobs.size() == 1 ? " job\n" : " jobs\n") << table;
   return kExitOk;
 }
 

@@ -287,6 +287,8 @@ class Engine {
 
   std::atomic<std::thread::id> applier_{};
   absl::Time last_trim_ = absl::InfinitePast();
+  int trims_left_ = 0;
+  std::atomic<uint64_t> passed_bytes_{0};  // of calls answered and snapshots made
   std::atomic<CallId> next_call_{1};
   std::atomic<uint64_t> queue_depth_{0};
   std::atomic<uint64_t> events_{0};
