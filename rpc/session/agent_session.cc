@@ -15,8 +15,11 @@ AgentSession::AgentSession(std::string node, uint64_t incarnation, std::string i
 
 bool AgentSession::Resume(const v1::Hello& hello) {
   if (hello.agent_incarnation() != incarnation_) return false;
-  // An agent that never got the welcome still counts the frames of an earlier session.
-  return outbox_.Resume(hello.session_id() == id_ ? hello.last_received_seq() : 0);
+  if (hello.session_id() == id_) return outbox_.Resume(hello.last_received_seq());
+  // An agent that never got the welcome still counts the frames of an earlier session, and has sent
+  // nothing in this one. One that has was in another session since (with a hub, say) and numbers
+  // its frames from 1 again.
+  return received_ == 0 && outbox_.Resume(0);
 }
 
 void AgentSession::Welcome(uint32_t protocol, uint64_t term, absl::string_view cluster_id,

@@ -19,6 +19,7 @@
 #include "base/clock.h"
 #include "base/file.h"
 #include "base/log.h"
+#include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/kv.grpc.pb.h"
 #include "proto/muster/v1/rendezvous.grpc.pb.h"
 #include "rpc/channel.h"
@@ -84,6 +85,7 @@ Cluster::Cluster(Plan plan)
       address_(absl::StrCat("127.0.0.1:", port_)),
       workers_(plan_.agents == 0 ? plan_.workers : 0),
       agents_(plan_.agents),
+      hubs_(plan_.hubs),
       sent_(plan_.signals.size()),
       host_(*agent::ProcessHost::Start()) {}
 
@@ -171,8 +173,11 @@ void Cluster::StartAgent(int index) {
                                    "--max_restarts",
                                    "5",
                                    "--stop_grace",
-                                   "2s",
-                                   "--"};
+                                   "2s"};
+  if (plan_.first_agent_is_hub && index == 0) {
+    argv.insert(argv.end(), {"--hub_listen", "127.0.0.1:0"});
+  }
+  argv.push_back("--");
   if (plan_.trains) {
     argv.insert(argv.end(), {ProgramPath("tests/chaos/training"), absl::StrCat(plan_.rounds)});
   } else {
@@ -181,6 +186,42 @@ void Cluster::StartAgent(int index) {
                              absl::StrCat(absl::ToDoubleSeconds(plan_.lease))});
   }
   starts.push_back(std::make_unique<Child>(*host_, std::move(argv), env, changed));
+}
+
+void Cluster::StartHub(int index) {
+  const auto changed = [this] {
+    MutexLock lock(&mu_);
+    ++changes_;
+    changed_.SignalAll();
+  };
+  hubs_[index].push_back(std::make_unique<Child>(
+      *host_,
+      std::vector<std::string>{ProgramPath("worker/agent/cmd/muster-agent"),
+                               "--coordinator",
+                               address_,
+                               "--job_name",
+                               absl::StrCat("hub", index),
+                               "--cpu",
+                               "--num_machines",
+                               "1",
+                               "--num_processes",
+                               "1",
+                               "--machine_rank",
+                               "0",
+                               "--hub_listen",
+                               "127.0.0.1:0",
+                               "--stop_grace",
+                               "2s",
+                               "--",
+                               "/usr/bin/tail",
+                               "-f",
+                               "/dev/null"},
+      std::map<std::string, std::string>{{"PATH", "/usr/bin:/bin"},
+                                         {"HOME", dir_},
+                                         {"TMPDIR", socket_dir_},
+                                         {"CUDA_VISIBLE_DEVICES", ""},
+                                         {"MUSTER_PROJECT_DIR", absl::StrCat(dir_, "/hub", index)}},
+      changed));
 }
 
 const Child& Cluster::Speaker(int worker, std::string* prefix) const {
@@ -196,6 +237,7 @@ std::string Cluster::SaidByFirst(const std::string& prefix) const {
 
 std::optional<pid_t> Cluster::PidOf(int target) const {
   if (target == kCoordinator) return coordinators_.back()->pid();
+  if (target <= TargetOfHub(0)) return hubs_[TargetOfHub(0) - target].back()->pid();
   if (target < 0) return agents_[-2 - target].back()->pid();
   std::string prefix;
   const Child& speaker = Speaker(target, &prefix);
@@ -235,6 +277,13 @@ void Cluster::SendDueSignals() {
     const Child& speaker = Speaker(signal.worker, &said);
     absl::StrAppend(&said, "round ", signal.round);
     if (!speaker.Says(said)) continue;
+    const auto first = agents_.begin() + (plan_.first_agent_is_hub ? 1 : 0);
+    if (!signal.once_agents_say.empty() &&
+        !std::all_of(first, agents_.end(), [&](const auto& starts) {
+          return starts.back()->Says(signal.once_agents_say);
+        })) {
+      continue;
+    }
     const std::optional<pid_t> target = PidOf(signal.target);
     if (!target.has_value()) continue;
     sent_[i] = true;
@@ -275,7 +324,8 @@ void Cluster::ContinueStopped() {
 }
 
 bool Cluster::RestartWhatEnded() {
-  return RestartCoordinator() && (plan_.agents == 0 ? RestartWorkers() : RestartAgents());
+  return RestartCoordinator() &&
+         (plan_.agents == 0 ? RestartWorkers() : RestartAgents() && RestartHubs());
 }
 
 bool Cluster::RestartCoordinator() {
@@ -326,6 +376,46 @@ bool Cluster::RestartAgents() {
     if (!job_has_ended) StartAgent(i);
   }
   return true;
+}
+
+bool Cluster::RestartHubs() {
+  for (int i = 0; i < plan_.hubs && !hubs_may_end_; ++i) {
+    if (hubs_[i].empty()) continue;
+    const std::optional<int> code = hubs_[i].back()->ended();
+    if (!code.has_value()) continue;
+    if (*code != -SIGKILL || hubs_[i].size() >= kMaxStarts) {
+      Wrong(absl::StrCat("hub ", i, " ended with ", *code));
+      return false;
+    }
+    StartHub(i);
+  }
+  return true;
+}
+
+void Cluster::EndHubs() {
+  hubs_may_end_ = true;
+  for (const auto& starts : hubs_) {
+    starts.back()->Signal(SIGCONT);
+    starts.back()->Signal(SIGTERM);
+  }
+  for (auto& starts : hubs_) {
+    if (const int code = starts.back()->Wait(); code < 0) {
+      Wrong(absl::StrCat("a hub ended with ", code, " after SIGTERM"));
+    }
+  }
+}
+
+bool Cluster::WaitForAgents(int agents, absl::Time deadline) {
+  const auto stub = v1::Admin::NewStub(*rpc::Connect(address_));
+  while (Clock::Real().Now() < deadline) {
+    v1::StatusReply reply;
+    grpc::ClientContext context;
+    rpc::SetTimeout(context, absl::Seconds(20));
+    context.set_wait_for_ready(true);
+    if (stub->Status(&context, {}, &reply).ok() && reply.agents() >= agents) return true;
+    WaitForChange(Clock::Real().Now() + absl::Milliseconds(20));
+  }
+  return false;
 }
 
 bool Cluster::RestartWorkers() {
@@ -584,7 +674,13 @@ std::vector<std::string> Cluster::Run() {
     for (int i = 0; i < plan_.workers; ++i) StartWorker(i);
   } else {
     MUSTER_CHECK(plan_.workers % plan_.agents == 0 && MakeDirectories(socket_dir_).ok());
-    for (int i = 0; i < plan_.agents; ++i) StartAgent(i);
+    for (int i = 0; i < plan_.hubs; ++i) StartHub(i);
+    if (plan_.hubs > 0 && !WaitForAgents(plan_.hubs, deadline)) Wrong("the hubs never came");
+    for (int i = 0; i < plan_.agents; ++i) {
+      StartAgent(i);
+      if (i > 0 || !plan_.first_agent_is_hub) continue;
+      if (!WaitForAgents(plan_.hubs + 1, deadline)) Wrong("the hubs never came");
+    }
   }
   if (plan_.watch && !plan_.trains) watcher_ = std::make_unique<Watcher>(address_, kJob, "count/");
   if (plan_.abandons) CallAndGoAway();
@@ -598,6 +694,7 @@ std::vector<std::string> Cluster::Run() {
       return wrong_;
     }
   }
+  EndHubs();
   CheckWeights();
   CheckNothingIsLeft();
   const auto values = ReadCounters();
@@ -639,6 +736,11 @@ std::string Cluster::Logs() const {
   for (size_t a = 0; a < agents_.size(); ++a) {
     for (size_t i = 0; i < agents_[a].size(); ++i) {
       absl::StrAppend(&text, "agent ", a, ", start ", i, ":\n", agents_[a][i]->text());
+    }
+  }
+  for (size_t h = 0; h < hubs_.size(); ++h) {
+    for (size_t i = 0; i < hubs_[h].size(); ++i) {
+      absl::StrAppend(&text, "hub ", h, ", start ", i, ":\n", hubs_[h][i]->text());
     }
   }
   for (int w = 0; w < plan_.workers; ++w) {

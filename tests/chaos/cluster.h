@@ -21,9 +21,10 @@ namespace muster::chaos {
 // Whom a signal goes to, besides a worker by its number.
 inline constexpr int kCoordinator = -1;
 constexpr int TargetOfAgent(int agent) { return -2 - agent; }
+constexpr int TargetOfHub(int hub) { return -1000 - hub; }
 
-// What is done when worker `worker` first says "round ROUND": a signal is sent, and `action`
-// called.
+// What is done when worker `worker` has said "round ROUND", and all agents that can be behind a hub
+// `once_agents_say`: a signal is sent, and `action` called.
 struct SignalAt {
   int worker = 0;
   int round = 0;
@@ -32,6 +33,7 @@ struct SignalAt {
   // Of SIGSTOP: when SIGCONT follows.
   absl::Duration stopped_for = {};
   std::function<void()> action = {};
+  std::string once_agents_say = {};
 };
 
 // What happens in one run.
@@ -41,6 +43,10 @@ struct Plan {
   // 0: workers reach the coordinator by themselves, and are started by the test. Else so many
   // muster-agents share them out evenly, start them and speak for them.
   int agents = 0;
+  // With agents: so many agents of jobs of their own, which are attached before the others start
+  // and offer themselves as hubs; and whether the job's first agent does too.
+  int hubs = 0;
+  bool first_agent_is_hub = false;
   // With agents: the workers are tests/chaos/training, which trains with LibTorch, in epochs for
   // rounds; else chaos_worker.
   bool trains = false;
@@ -113,6 +119,7 @@ class Cluster {
   void StartCoordinator();
   void StartWorker(int index);
   void StartAgent(int index);
+  void StartHub(int index);
   int AgentOf(int worker) const { return worker * plan_.agents / plan_.workers; }
   // The process whose output has that worker's, which begins with `prefix` there.
   const Child& Speaker(int worker, std::string* prefix) const;
@@ -121,6 +128,8 @@ class Cluster {
   bool RestartCoordinator();  // these: false: something ended that must not
   bool RestartWorkers();
   bool RestartAgents();
+  bool RestartHubs();
+  void EndHubs();
   // Waits for something to happen, at most until `deadline`.
   void WaitForChange(absl::Time deadline);
   void SendDueSignals();
@@ -133,7 +142,8 @@ class Cluster {
   void CheckWeights();
   void CheckNothingIsLeft();
   absl::StatusOr<std::map<std::string, int64_t>> ReadCounters();
-  bool WaitUntilServing(absl::Time deadline);
+  // False: fewer than so many agents were attached in time.
+  bool WaitForAgents(int agents, absl::Time deadline);
   void Wrong(std::string what) { wrong_.push_back(std::move(what)); }
 
   const Plan plan_;
@@ -151,6 +161,8 @@ class Cluster {
   std::vector<std::unique_ptr<Child>> coordinators_;          // one for each start
   std::vector<std::vector<std::unique_ptr<Child>>> workers_;  // by index, one for each start
   std::vector<std::vector<std::unique_ptr<Child>>> agents_;   // likewise; empty: there are none
+  std::vector<std::vector<std::unique_ptr<Child>>> hubs_;     // likewise
+  bool hubs_may_end_ = false;                                 // the job is over
   absl::Time coordinator_due_ = absl::InfinitePast();         // an outage ends
   size_t said_before_outage_ = 0;
   std::string weights_;

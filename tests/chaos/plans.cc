@@ -339,6 +339,75 @@ std::vector<Plan> OutagePlans(absl::Duration outage) {
   return {waits, trains};
 }
 
+namespace {
+
+Plan BehindHubs(const std::string& name, int hubs) {
+  Plan plan;
+  plan.name = absl::StrCat("hubs.", name);
+  plan.agents = 3;
+  plan.workers = 6;
+  plan.hubs = hubs;
+  plan.coordinator_flags = {"--direct_agents", "0"};
+  plan.lease = absl::Seconds(16);
+  plan.expected_generations = 1;
+  plan.timeout = absl::Seconds(120);
+  return plan;
+}
+
+SignalAt OnceBehindHubs(int round, int target, int signal) {
+  return {.worker = 0,
+          .round = round,
+          .target = target,
+          .signal = signal,
+          .once_agents_say = "this node uses hub "};
+}
+
+}  // namespace
+
+Plan HubKilledPlan() {
+  Plan plan = BehindHubs("killed", 2);
+  plan.signals = {OnceBehindHubs(6, TargetOfHub(0), SIGKILL)};
+  return plan;
+}
+
+Plan OnlyHubKilledPlan() {
+  Plan plan = BehindHubs("only_killed", 1);
+  // The second one, which the agents that come back are sent to, or will be.
+  plan.signals = {OnceBehindHubs(6, TargetOfHub(0), SIGKILL),
+                  OnceBehindHubs(13, TargetOfHub(0), SIGKILL)};
+  return plan;
+}
+
+Plan HubStoppedPlan() {
+  Plan plan = BehindHubs("stopped", 1);
+  plan.signals = {OnceBehindHubs(6, TargetOfHub(0), SIGSTOP),
+                  OnceBehindHubs(12, TargetOfHub(0), SIGCONT)};
+  plan.signals[0].stopped_for = plan.timeout;
+  return plan;
+}
+
+Plan HubWithWorkersKilledPlan() {
+  Plan plan = BehindHubs("with_workers_killed", 0);
+  plan.first_agent_is_hub = true;
+  plan.signals = {OnceBehindHubs(6, TargetOfAgent(0), SIGKILL)};
+  plan.expected_generations = 2;
+  return plan;
+}
+
+Plan HubAndCoordinatorKilledPlan() {
+  Plan plan = BehindHubs("both_killed", 1);
+  plan.signals = {OnceBehindHubs(6, TargetOfHub(0), SIGKILL),
+                  OnceBehindHubs(6, kCoordinator, SIGKILL)};
+  return plan;
+}
+
+Plan CoordinatorKilledPlan(absl::Duration outage) {
+  Plan plan = BehindHubs("coordinator_killed", 2);
+  plan.signals = {OnceBehindHubs(6, kCoordinator, SIGKILL)};
+  plan.outage = outage;
+  return plan;
+}
+
 std::vector<Plan> LongPlans(uint32_t seed) {
   std::mt19937 random(seed);
   std::vector<Plan> plans;

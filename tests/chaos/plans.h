@@ -35,6 +35,16 @@ std::vector<std::string> TrainingFailpoints();
 // in a barrier meanwhile, and one that trains on.
 std::vector<Plan> OutagePlans(absl::Duration outage);
 
+// Three agents with two workers each, behind hubs, and what happens to those in the middle of the
+// job. The lease is long enough for a busy machine; an agent leaves a hub that stands still after a
+// quarter of it.
+Plan HubKilledPlan();      // one that has no worker of the job; there is another
+Plan OnlyHubKilledPlan();  // none is left until it is there again
+Plan HubStoppedPlan();     // until all are back at the coordinator, then it goes on
+Plan HubWithWorkersKilledPlan();
+Plan HubAndCoordinatorKilledPlan();
+Plan CoordinatorKilledPlan(absl::Duration outage);
+
 // One round of the long set, drawn from `seed`: every failpoint with every action that it takes, at
 // drawn passes, with other deaths besides.
 std::vector<Plan> LongPlans(uint32_t seed);

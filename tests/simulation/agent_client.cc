@@ -29,7 +29,13 @@ uint64_t AgentClient::SubmitFirst(const v1::Op& op) {
   return id;
 }
 
-v1::AgentFrame AgentClient::Hello() {
+void AgentClient::Forget(uint64_t op_id) {
+  pending_.erase(op_id);
+  first_.erase(op_id);
+  queue_.erase(std::remove(queue_.begin(), queue_.end(), op_id), queue_.end());
+}
+
+v1::AgentFrame AgentClient::Hello(const std::string& hub_address, const std::string& failed_hub) {
   v1::AgentFrame frame;
   v1::Hello* hello = frame.mutable_hello();
   hello->set_protocol_min(1);
@@ -41,6 +47,9 @@ v1::AgentFrame AgentClient::Hello() {
   hello->set_session_id(session_id_);
   hello->set_term_seen(term_);
   hello->set_cluster_id(cluster_id_);
+  hello->add_features("hub");
+  hello->set_hub_address(hub_address);
+  hello->set_failed_hub(failed_hub);
   return frame;
 }
 
@@ -49,9 +58,11 @@ AgentClient::Received AgentClient::OnFrame(const v1::CoordinatorFrame& frame) {
   if (frame.has_welcome()) {
     const v1::Welcome& welcome = frame.welcome();
     welcomed_ = true;
+    coordinator_away_ = false;
     resend_ = 0;
     if (welcome.session_id() != session_id_) {
       session_id_ = welcome.session_id();
+      ++sessions_;
       received_ = 0;
       next_seq_ = welcome.last_received_seq() + 1;
       unacked_.clear();
@@ -75,6 +86,10 @@ AgentClient::Received AgentClient::OnFrame(const v1::CoordinatorFrame& frame) {
   }
   if (!welcomed_) {
     received.violation = "a stream did not begin with a welcome";
+    return received;
+  }
+  if (frame.has_hub_state()) {
+    coordinator_away_ = frame.hub_state().coordinator_away();
     return received;
   }
   while (!unacked_.empty() && unacked_.front().seq() <= frame.ack()) {
@@ -101,7 +116,7 @@ AgentClient::Received AgentClient::OnFrame(const v1::CoordinatorFrame& frame) {
 
 std::vector<v1::AgentFrame> AgentClient::TakeFrames() {
   std::vector<v1::AgentFrame> frames;
-  if (!welcomed_) return frames;
+  if (!welcomed_ || coordinator_away_) return frames;
   for (; resend_ < unacked_.size(); ++resend_) frames.push_back(unacked_[resend_]);
   const auto add = [&](v1::AgentFrame frame) {
     frame.set_seq(next_seq_++);

@@ -26,14 +26,21 @@ class AgentClient {
   uint64_t Submit(const v1::Op& op);
   // The same, ahead of all that is queued.
   uint64_t SubmitFirst(const v1::Op& op);
+  // Nobody waits for its result any more: it is not sent in another session.
+  void Forget(uint64_t op_id);
   void ReplyStack(v1::StackReply stack) { stacks_.push_back(std::move(stack)); }
 
   // The first frame of a new stream. Nothing else is sent on it before it was answered.
-  v1::AgentFrame Hello();
+  v1::AgentFrame Hello(const std::string& hub_address, const std::string& failed_hub);
   void StreamLost() { welcomed_ = false; }
   bool welcomed() const { return welcomed_; }
   uint64_t incarnation() const { return incarnation_; }
   uint64_t term() const { return term_; }
+  // Counts the sessions.
+  uint64_t sessions() const { return sessions_; }
+  const std::string& cluster_id() const { return cluster_id_; }
+  // Its hub has lost the coordinator: nothing but beats is sent.
+  bool coordinator_away() const { return coordinator_away_; }
 
   struct Received {
     std::vector<v1::OpResult> results;
@@ -61,6 +68,8 @@ class AgentClient {
   uint64_t next_seq_ = 1;
   uint64_t received_ = 0;
   bool welcomed_ = false;
+  bool coordinator_away_ = false;
+  uint64_t sessions_ = 0;
   std::string session_id_;
   uint64_t term_ = 0;
   std::string cluster_id_;

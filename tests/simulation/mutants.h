@@ -33,6 +33,8 @@ inline constexpr Mutant kMutants[] = {
      [](SimulationOptions* options) { options->mutants.forgets_departed = true; }},
     {"applies_frames_again", "was applied twice",
      [](SimulationOptions* options) { options->applies_frames_again = true; }},
+    {"hub_speaks_for_the_silent", "has said nothing since",
+     [](SimulationOptions* options) { options->hub_speaks_for_the_silent = true; }},
 };
 
 // Switches the fault of this name on; false: there is none.

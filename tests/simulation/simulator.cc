@@ -12,12 +12,17 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/clock.h"
 #include "coordinator/errors.h"
 #include "proto/muster/v1/journal.pb.h"
 #include "rpc/session/agent_session.h"
 #include "tests/simulation/agent_client.h"
 #include "tests/simulation/linearizability.h"
 #include "tests/simulation/sim_disk.h"
+#include "worker/agent/hub_core.h"
+#include "worker/agent/hub_link.h"
+#include "worker/agent/op_sender.h"
+#include "worker/agent/upstream.h"
 
 namespace muster::simulation {
 namespace {
@@ -71,17 +76,56 @@ bool ArrivalOf(const v1::Op& op, InstanceId* id) {
 class Process;
 class Sim;
 
-// One stream of an agent. Each way frames arrive in order, up to where it breaks; the two ends
-// learn of that at different times.
+constexpr int kNoHub = -1;
+
+// One stream of an agent, to the coordinator or a hub. Each way frames arrive in order, up to where
+// it breaks; the two ends learn of that at different times.
 struct Stream {
   uint64_t id = 0;
   int host = 0;
-  uint64_t life = 0;       // of the coordinator it leads to
+  int hub = kNoHub;        // the host whose agent it leads to
+  uint64_t life = 0;       // of the process it leads to
   bool agent_open = true;  // the agent still believes in it
   bool up_works = true;    // false: nothing more arrives
   bool down_works = true;
   absl::Time last_up = absl::InfinitePast();  // arrival of the latest frame
   absl::Time last_down = absl::InfinitePast();
+  std::shared_ptr<agent::HubLink> link;  // the hub's end
+  bool hub_open = true;                  // the hub still believes in it
+};
+
+class SimClock final : public Clock {
+ public:
+  explicit SimClock(const absl::Time* now) : now_(now) {}
+  absl::Time Now() const override { return *now_; }
+  absl::Time WallNow() const override { return *now_; }
+
+ private:
+  const absl::Time* const now_;
+};
+
+// How the hub in an agent reaches that agent's session.
+class HubSender final : public agent::OpSender {
+ public:
+  HubSender(Sim* sim, int host) : sim_(sim), host_(host) {}
+  uint64_t Submit(v1::Op op, Done done) override;
+  void Forget(uint64_t op_id) override;
+
+ private:
+  Sim* const sim_;
+  const int host_;
+};
+
+class SimHubLink final : public agent::HubLink {
+ public:
+  SimHubLink(Sim* sim, std::weak_ptr<Stream> stream) : sim_(sim), stream_(std::move(stream)) {}
+  void Write(rpc::FrameBytes frame) override;
+  void Read() override {}
+  void Close(const absl::Status& status) override;
+
+ private:
+  Sim* const sim_;
+  const std::weak_ptr<Stream> stream_;
 };
 
 // The agent of a host: speaks for its processes on one stream.
@@ -100,7 +144,19 @@ struct Agent {
   bool pump_scheduled = false;
   bool flush_scheduled = false;
   std::map<std::pair<uint64_t, std::string>, std::pair<uint64_t, v1::BarrierState>>
-      seen;  // (generation, barrier_id) -> the latest (counter, state)
+      seen;                // (generation, barrier_id) -> the latest (counter, state)
+  int route = kNoHub;      // whom it speaks to
+  std::string failed_hub;  // it tells the coordinator
+  absl::Time away_since;   // its hub has lost the coordinator
+  // Of a hub.
+  absl::Time stopped_until = absl::InfinitePast();
+  std::unique_ptr<HubSender> sender;
+  std::unique_ptr<agent::HubCore> hub;
+  absl::Time next_tick = absl::InfiniteFuture();
+  std::map<uint64_t, agent::OpSender::Done> hub_calls;  // by op_id
+  std::map<uint64_t, absl::Time>
+      said;  // when an agent listed it, by incarnation; until the next beat
+  std::vector<v1::WorkerBeat> said_before;
 };
 
 // The coordinator's side of an agent, as coordinator/service/engine.cc keeps it.
@@ -239,6 +295,27 @@ class Sim {
   void Pump(int host);
   void Connect(int host);
   void AgentBeat(int host, uint64_t life);
+  void SubmitOf(int host, const v1::Op& op, std::vector<Agent::Target> targets);
+  void Deliver(int host, const std::vector<Agent::Target>& targets, const v1::OpResult& result);
+  // Hubs. `f` is called at once, or after the pause of the agent, or never if its process ends
+  // before.
+  void WhenAgentRuns(int host, uint64_t life, std::function<void()> f);
+  void StartHub(int host);
+  void TickHub(int host);
+  void AddAgentsTo(v1::Beat* beat, int host);
+  void AtHub(const std::shared_ptr<Stream>& stream, const v1::AgentFrame& frame);
+  void ClosedAtHub(const std::shared_ptr<Stream>& stream);
+  void Written(const std::shared_ptr<Stream>& stream);
+  void MoveTo(int host, int hub, bool in_order);
+  void HubChaos();
+  absl::Time CutUntil(const Stream& stream, bool up) const {
+    const auto until = [&](int host) { return up ? cut_[2 * host].first : cut_[2 * host].second; };
+    return stream.hub == kNoHub ? until(stream.host)
+                                : std::max(until(stream.host), until(stream.hub));
+  }
+  uint64_t LifeAt(const Stream& stream) const {
+    return stream.hub == kNoHub ? life_ : agents_[stream.hub].life;
+  }
   void LoseStream(std::shared_ptr<Stream> stream);
   void SendUp(const std::shared_ptr<Stream>& stream, const v1::AgentFrame& frame);
   void SendDown(const std::shared_ptr<Stream>& stream, const v1::CoordinatorFrame& frame);
@@ -316,6 +393,8 @@ class Sim {
   uint64_t next_incarnation_ = 1000;
   std::vector<bool> has_agent_;  // by host: two slots each
   std::vector<Agent> agents_;
+  std::vector<int> hubs_;  // hosts whose agents can be hubs
+  const SimClock clock_{&now_};
   uint64_t next_stream_ = 1;
   uint64_t next_agent_ = 1;
 
@@ -395,6 +474,8 @@ class Sim {
   std::vector<Watcher> watchers_;
   int64_t next_value_ = 1;
   friend class Process;
+  friend class HubSender;
+  friend class SimHubLink;
 };
 
 Process::Process(Sim* sim, int slot, uint64_t incarnation)
@@ -905,6 +986,18 @@ Sim::Sim(const SimulationOptions& options)
   const uint64_t agents = Draw(10);  // none, all, or some hosts have one
   for (int host = 0; host < (slots_ + 1) / 2; ++host)
     has_agent_.push_back(agents >= 3 && (agents < 8 || Chance(0.5)));
+  // One seed in three has hubs; the others are what they were without. All hosts have agents then,
+  // and up to two more without workers; the first one's can be a hub too.
+  if (options.seed % 3 == 0) {
+    has_agent_.assign(has_agent_.size(), true);
+    if (Chance(0.5)) hubs_.push_back(0);
+    for (uint64_t more = 1 + Draw(2); more > 0; --more) {
+      hubs_.push_back(static_cast<int>(has_agent_.size()));
+      has_agent_.push_back(true);
+    }
+    core_options_.hubs.direct_agents = 0;
+    cut_.resize(2 * has_agent_.size(), {absl::InfinitePast(), absl::InfinitePast()});
+  }
   agents_.resize(has_agent_.size());
 }
 
@@ -1015,7 +1108,7 @@ void Sim::CrashServer(bool by_disk_error) {
   sessions_.clear();
   by_stream_.clear();
   for (const Agent& agent : agents_) {
-    if (agent.stream == nullptr) continue;
+    if (agent.stream == nullptr || agent.stream->hub != kNoHub) continue;
     At(now_ + Between(absl::Milliseconds(1), absl::Milliseconds(100)),
        [this, stream = agent.stream] { LoseStream(stream); });
   }
@@ -1296,6 +1389,10 @@ void Sim::CutAll() {
 
 void Sim::Chaos() {
   if (healed_) return;
+  if (!hubs_.empty() && Chance(0.4)) {
+    HubChaos();
+    return At(now_ + Between(absl::Milliseconds(20), absl::Milliseconds(800)), [this] { Chaos(); });
+  }
   const int slot = static_cast<int>(Draw(slots_));
   const std::shared_ptr<Process> process = current_[slot];
   switch (Draw(16)) {
@@ -1373,6 +1470,37 @@ void Sim::Chaos() {
     }
   }
   At(now_ + Between(absl::Milliseconds(20), absl::Milliseconds(1200)), [this] { Chaos(); });
+}
+
+void Sim::HubChaos() {
+  const int hub = hubs_[Draw(hubs_.size())];
+  switch (Draw(8)) {
+    case 0:
+      if (agents_[hub].client == nullptr) break;
+      Fault("hub killed");
+      CrashAgent(hub);
+      break;
+    case 1:
+      // Not twice, as with the coordinator.
+      if (agents_[hub].client == nullptr || now_ < agents_[hub].stopped_until) break;
+      Fault("hub stopped");
+      agents_[hub].stopped_until = now_ + Between(absl::Milliseconds(100), absl::Seconds(5));
+      Trace(absl::StrCat("hub h", hub, " is stopped until ",
+                         absl::FormatDuration(agents_[hub].stopped_until - kStart)));
+      break;
+    case 2:
+      cut_[2 * hub].first = cut_[2 * hub].second =
+          now_ + Between(absl::Milliseconds(300), absl::Seconds(4));
+      break;
+    case 3:
+      if (agents_[hub].stream != nullptr) LoseStream(agents_[hub].stream);
+      break;
+    default: {
+      // Without regard to what the coordinator has decided.
+      const int host = static_cast<int>(Draw((slots_ + 1) / 2));
+      MoveTo(host, Chance(0.2) ? kNoHub : hub, Chance(0.5));
+    }
+  }
 }
 
 void Sim::Watch() {
@@ -1803,6 +1931,7 @@ void Sim::StartAgent(int host) {
         },
         true);
   }
+  if (std::find(hubs_.begin(), hubs_.end(), host) != hubs_.end()) StartHub(host);
   Connect(host);
   AgentBeat(host, agent.life);
 }
@@ -1813,8 +1942,15 @@ void Sim::CrashAgent(int host) {
   Trace(absl::StrCat("agent h", host, " is killed"));
   const uint64_t life = agent.life;
   if (agent.stream != nullptr) LoseStream(agent.stream);
+  agent.hub.reset();
   agent = Agent();
-  agent.life = life;
+  // Nothing that led to this process leads to the next.
+  agent.life = life + 1;
+  for (const Agent& other : agents_) {
+    if (other.stream == nullptr || other.stream->hub != host) continue;
+    At(now_ + Between(absl::Milliseconds(1), absl::Milliseconds(100)),
+       [this, stream = other.stream] { LoseStream(stream); });
+  }
   // Its workers die with it, or find the next one.
   const bool all = Chance(0.5);
   for (int slot = 2 * host; all && slot < std::min(slots_, 2 * host + 2); ++slot) {
@@ -1840,8 +1976,10 @@ void Sim::SubmitToAgent(Agent::Target target) {
        });
     return;
   }
-  const uint64_t id = agent.client->Submit(*target.op);
-  if (target.process != nullptr) agent.waiting[id].push_back(std::move(target));
+  const std::shared_ptr<const v1::Op> op = target.op;
+  SubmitOf(
+      host, *op,
+      target.process == nullptr ? std::vector<Agent::Target>() : std::vector{std::move(target)});
   Pump(host);
 }
 
@@ -1888,10 +2026,23 @@ void Sim::FlushArrivals(int host) {
         many->set_step(std::max(many->step(), one.step()));
       }
     }
-    const uint64_t id = agent.client->Submit(op);
-    agent.waiting[id] = std::move(same);
+    SubmitOf(host, op, std::move(same));
   }
   Pump(host);
+}
+
+void Sim::SubmitOf(int host, const v1::Op& op, std::vector<Agent::Target> targets) {
+  Agent& agent = agents_[host];
+  if (agent.hub == nullptr) {
+    const uint64_t id = agent.client->Submit(op);
+    if (!targets.empty()) agent.waiting[id] = std::move(targets);
+    return;
+  }
+  // What this node says itself goes through its hub too.
+  agent.hub->Submit(op, [this, host, life = agent.life,
+                         targets = std::move(targets)](const v1::OpResult& result) {
+    if (agents_[host].life == life && !targets.empty()) Deliver(host, targets, result);
+  });
 }
 
 void Sim::Pump(int host) {
@@ -1904,6 +2055,9 @@ void Sim::Pump(int host) {
        if (one.life != life || one.client == nullptr) return;
        one.pump_scheduled = false;
        if (one.stream == nullptr) return;
+       if (now_ < one.stopped_until) {
+         return WhenAgentRuns(host, one.life, [this, host] { Pump(host); });
+       }
        for (const v1::AgentFrame& frame : one.client->TakeFrames()) SendUp(one.stream, frame);
      });
 }
@@ -1911,13 +2065,20 @@ void Sim::Pump(int host) {
 void Sim::Connect(int host) {
   Agent& agent = agents_[host];
   if (agent.client == nullptr || agent.stream != nullptr) return;
+  if (now_ < agent.stopped_until) {
+    return WhenAgentRuns(host, agent.life, [this, host] { Connect(host); });
+  }
   auto stream = std::make_shared<Stream>();
   stream->id = next_stream_++;
   stream->host = host;
-  stream->life = life_;
+  stream->hub = agent.route;
+  stream->life = LifeAt(*stream);
+  if (stream->hub != kNoHub) stream->link = std::make_shared<SimHubLink>(this, stream);
   agent.stream = stream;
   agent.last_heard = now_;
-  SendUp(stream, agent.client->Hello());
+  SendUp(stream,
+         agent.client->Hello(agent.hub == nullptr ? "" : absl::StrCat(host),
+                             stream->hub == kNoHub ? std::exchange(agent.failed_hub, "") : ""));
   At(now_ + absl::Milliseconds(700), [this, host, stream] {
     const Agent& one = agents_[host];
     if (one.stream == stream && !one.client->welcomed()) LoseStream(stream);
@@ -1927,8 +2088,13 @@ void Sim::Connect(int host) {
 void Sim::AgentBeat(int host, uint64_t life) {
   Agent& agent = agents_[host];
   if (agent.life != life || agent.client == nullptr) return;
+  if (now_ < agent.stopped_until) {
+    return WhenAgentRuns(host, life, [this, host, life] { AgentBeat(host, life); });
+  }
   if (agent.stream != nullptr && agent.client->welcomed()) {
-    if (now_ > agent.last_heard + absl::Milliseconds(1300)) {
+    const bool away =
+        agent.client->coordinator_away() && now_ > agent.away_since + absl::Milliseconds(700);
+    if (now_ > agent.last_heard + absl::Milliseconds(1300) || away) {
       LoseStream(agent.stream);
     } else {
       v1::Beat beat;
@@ -1941,6 +2107,7 @@ void Sim::AgentBeat(int host, uint64_t life) {
         worker->set_step(process->step_);
         worker->set_process_state(now_ < process->paused_until_ ? "stopped" : "running");
       }
+      if (agent.hub != nullptr) AddAgentsTo(&beat, host);
       SendUp(agent.stream, agent.client->Beat(beat));
     }
   }
@@ -1959,30 +2126,36 @@ void Sim::LoseStream(std::shared_ptr<Stream> stream) {
   if (agent.stream == stream) {
     agent.stream = nullptr;
     if (agent.client != nullptr) agent.client->StreamLost();
+    if (agent.hub != nullptr) agent.hub->OnUpstream();
+    if (stream->hub != kNoHub && agent.route == stream->hub && Chance(0.5)) {
+      agent.failed_hub = absl::StrCat("h", stream->hub);
+      agent.route = kNoHub;
+    }
     At(now_ + Between(absl::Milliseconds(1), absl::Milliseconds(300)),
        [this, host = stream->host] { Connect(host); });
   }
   At(now_ + (Chance(0.5) ? Delay() : Between(absl::Milliseconds(1), absl::Seconds(5))),
      [this, stream] {
-       if (stream->life != life_) return;
+       if (stream->life != LifeAt(*stream)) return;
        stream->up_works = false;
+       if (stream->hub != kNoHub) return ClosedAtHub(stream);
        WhenServerRuns([this, stream] { ClosedAtServer(stream->id); });
      });
 }
 
 void Sim::SendUp(const std::shared_ptr<Stream>& stream, const v1::AgentFrame& frame) {
-  if (!healed_ && (now_ < cut_[2 * stream->host].first || Chance(drop_ / 20)))
-    stream->up_works = false;
+  if (!healed_ && (now_ < CutUntil(*stream, true) || Chance(drop_ / 20))) stream->up_works = false;
   if (!stream->up_works) return;
   stream->last_up = std::max(stream->last_up, now_ + Delay());
   At(stream->last_up, [this, stream, frame] {
-    if (!stream->up_works || stream->life != life_) return;
+    if (!stream->up_works || stream->life != LifeAt(*stream)) return;
+    if (stream->hub != kNoHub) return AtHub(stream, frame);
     WhenServerRuns([this, stream, frame] { AtServer(stream, frame); });
   });
 }
 
 void Sim::SendDown(const std::shared_ptr<Stream>& stream, const v1::CoordinatorFrame& frame) {
-  if (!healed_ && (now_ < cut_[2 * stream->host].second || Chance(drop_ / 20)))
+  if (!healed_ && (now_ < CutUntil(*stream, false) || Chance(drop_ / 20)))
     stream->down_works = false;
   if (!stream->down_works) return;
   stream->last_down = std::max(stream->last_down, now_ + Delay());
@@ -2017,42 +2190,71 @@ void Sim::RecallAt(int host) {
   agent.client->SubmitFirst(op);
 }
 
+void Sim::Deliver(int host, const std::vector<Agent::Target>& targets, const v1::OpResult& result) {
+  Agent& agent = agents_[host];
+  InstanceId instance;
+  const bool arrival = ArrivalOf(*targets[0].op, &instance);
+  const v1::ErrorReason reason = result.error().detail().reason();
+  if (arrival && !Verdict(result).empty()) {
+    auto& seen = agent.seen[instance.first];
+    if (instance.second >= seen.first) {
+      seen = {instance.second,
+              result.has_arrive()                          ? v1::BARRIER_STATE_PASSED
+              : reason == v1::ERROR_REASON_BARRIER_TIMEOUT ? v1::BARRIER_STATE_TIMED_OUT
+              : reason == v1::ERROR_REASON_RANK_FAILED     ? v1::BARRIER_STATE_FAILED
+                                                           : v1::BARRIER_STATE_CANCELLED};
+    }
+  }
+  if (arrival && targets.size() > 1 &&
+      (reason == v1::ERROR_REASON_SUPERSEDED || reason == v1::ERROR_REASON_LEASE_EXPIRED ||
+       reason == v1::ERROR_REASON_NOT_MEMBER)) {
+    // One of them is at fault: each on its own.
+    for (const Agent::Target& target : targets) SubmitOf(host, *target.op, {target});
+    return;
+  }
+  for (const Agent::Target& target : targets) ToLocal(target, result);
+}
+
 void Sim::AtAgent(const std::shared_ptr<Stream>& stream, const v1::CoordinatorFrame& frame) {
   Agent& agent = agents_[stream->host];
   if (agent.stream != stream) return;
+  if (now_ < agent.stopped_until) {
+    return WhenAgentRuns(stream->host, agent.life,
+                         [this, stream, frame] { AtAgent(stream, frame); });
+  }
   agent.last_heard = now_;
+  if (stream->hub != kNoHub &&
+      (frame.has_goodbye() ||
+       (frame.has_welcome() && frame.welcome().term() < agent.client->term()))) {
+    // A hub that has not heard of the newest term is left.
+    if (!frame.goodbye().has_retry_after()) agent.route = kNoHub;
+    return LoseStream(stream);
+  }
+  const bool was_away = agent.client->coordinator_away();
   const AgentClient::Received received = agent.client->OnFrame(frame);
+  if (agent.client->coordinator_away() && !was_away) agent.away_since = now_;
   if (!received.violation.empty()) Violation(received.violation);
   if (received.new_term) RecallAt(stream->host);
+  if (frame.has_welcome() && agent.hub != nullptr) agent.hub->OnUpstream();
   for (const v1::OpResult& result : received.results) {
+    if (const auto call = agent.hub_calls.find(result.op_id()); call != agent.hub_calls.end()) {
+      const agent::OpSender::Done done = std::move(call->second);
+      agent.hub_calls.erase(call);
+      done(result);
+      continue;
+    }
     const auto it = agent.waiting.find(result.op_id());
     if (it == agent.waiting.end()) continue;
     const std::vector<Agent::Target> targets = std::move(it->second);
     agent.waiting.erase(it);
-    InstanceId instance;
-    const bool arrival = ArrivalOf(*targets[0].op, &instance);
-    const v1::ErrorReason reason = result.error().detail().reason();
-    if (arrival && !Verdict(result).empty()) {
-      auto& seen = agent.seen[instance.first];
-      if (instance.second >= seen.first) {
-        seen = {instance.second,
-                result.has_arrive()                          ? v1::BARRIER_STATE_PASSED
-                : reason == v1::ERROR_REASON_BARRIER_TIMEOUT ? v1::BARRIER_STATE_TIMED_OUT
-                : reason == v1::ERROR_REASON_RANK_FAILED     ? v1::BARRIER_STATE_FAILED
-                                                             : v1::BARRIER_STATE_CANCELLED};
-      }
-    }
-    if (arrival && targets.size() > 1 &&
-        (reason == v1::ERROR_REASON_SUPERSEDED || reason == v1::ERROR_REASON_LEASE_EXPIRED ||
-         reason == v1::ERROR_REASON_NOT_MEMBER)) {
-      // One of them is at fault: each on its own.
-      for (const Agent::Target& target : targets)
-        agent.waiting[agent.client->Submit(*target.op)].push_back(target);
-      continue;
-    }
-    for (const Agent::Target& target : targets) ToLocal(target, result);
+    Deliver(stream->host, targets, result);
   }
   for (const v1::Directive& directive : received.directives) {
+    if (agent.hub != nullptr) agent.hub->OnDirective(directive);
+    if (directive.has_use_hub()) {
+      MoveTo(stream->host, std::stoi(directive.use_hub().address()), true);
+      continue;
+    }
     if (directive.has_collect_stack()) {
       v1::StackReply stack;
       stack.set_query_id(directive.collect_stack().query_id());
@@ -2092,6 +2294,12 @@ void Sim::AtServer(const std::shared_ptr<Stream>& stream, const v1::AgentFrame& 
     return;
   }
   const std::shared_ptr<ServerSession> session = it->second;
+  if (frame.has_bye()) {
+    by_stream_.erase(it);
+    EndSession(session);
+    Absorb(nullptr, 0);
+    return At(now_ + Delay(), [this, stream] { LoseStream(stream); });
+  }
   if (!session->agent.Receive(frame) && !options_.applies_frames_again) return;
   FlushSession(session);
   if (frame.has_beat()) {
@@ -2134,6 +2342,8 @@ void Sim::HelloAtServer(const std::shared_ptr<Stream>& stream, const v1::Hello& 
     sessions_[hello.node()] = session;
   } else {
     ++result_.resumed;
+    // It has had a session with a hub since, and sends again what has no result.
+    if (hello.session_id() != session->agent.id()) session->applied.clear();
   }
   by_stream_[stream->id] = session;
   session->expires = absl::InfiniteFuture();
@@ -2189,6 +2399,153 @@ void Sim::FlushSession(const std::shared_ptr<ServerSession>& session) {
       SendDown(session->stream, frame);
     }
   });
+}
+
+uint64_t HubSender::Submit(v1::Op op, Done done) {
+  Agent& agent = sim_->agents_[host_];
+  const uint64_t id = agent.client->Submit(op);
+  agent.hub_calls[id] = std::move(done);
+  ++sim_->result_.through_hubs;
+  sim_->Pump(host_);
+  return id;
+}
+
+void HubSender::Forget(uint64_t op_id) {
+  Agent& agent = sim_->agents_[host_];
+  agent.hub_calls.erase(op_id);
+  agent.client->Forget(op_id);
+}
+
+void SimHubLink::Write(rpc::FrameBytes frame) {
+  const std::shared_ptr<Stream> stream = stream_.lock();
+  if (stream == nullptr) return;
+  std::string bytes;
+  for (const rpc::FramePiece& piece : frame) bytes.append(piece.bytes.data(), piece.bytes.size());
+  v1::CoordinatorFrame parsed;
+  if (!parsed.ParseFromString(bytes)) sim_->Violation("a frame of a hub that cannot be read");
+  sim_->SendDown(stream, parsed);
+  sim_->At(sim_->now() + sim_->Between(absl::Microseconds(1), absl::Microseconds(200)),
+           [sim = sim_, stream] { sim->Written(stream); });
+}
+
+void SimHubLink::Close(const absl::Status&) {
+  const std::shared_ptr<Stream> stream = stream_.lock();
+  if (stream == nullptr) return;
+  // What the hub has written still arrives, and then the end.
+  stream->up_works = false;
+  stream->last_down = std::max(stream->last_down, sim_->now() + sim_->Delay());
+  sim_->At(stream->last_down, [sim = sim_, stream] { sim->LoseStream(stream); });
+  sim_->At(sim_->now() + absl::Microseconds(1), [sim = sim_, stream] { sim->ClosedAtHub(stream); });
+}
+
+void Sim::WhenAgentRuns(int host, uint64_t life, std::function<void()> f) {
+  if (agents_[host].life != life || agents_[host].client == nullptr) return;
+  if (now_ >= agents_[host].stopped_until) return f();
+  At(agents_[host].stopped_until,
+     [this, host, life, f = std::move(f)] { WhenAgentRuns(host, life, f); });
+}
+
+void Sim::StartHub(int host) {
+  Agent& agent = agents_[host];
+  agent::HubCore::Options options;
+  options.node = absl::StrCat("h", host);
+  options.incarnation = agent.client->incarnation();
+  options.resume_window = absl::Seconds(3);
+  options.beat_fresh = absl::Seconds(1);
+  options.upstream = [this, host] {
+    const Agent& one = agents_[host];
+    agent::Upstream upstream;
+    upstream.connected = one.stream != nullptr && one.client->welcomed();
+    upstream.session = one.client->sessions();
+    upstream.term = one.client->term();
+    upstream.cluster_id = one.client->cluster_id();
+    upstream.lease = kLease;
+    upstream.why_away = "the stream broke";
+    return upstream;
+  };
+  options.send_stack = [this, host](v1::StackReply stack) {
+    agents_[host].client->ReplyStack(std::move(stack));
+    Pump(host);
+  };
+  options.wake = [this, host, life = agent.life] {
+    At(now_, [this, host, life] { WhenAgentRuns(host, life, [this, host] { TickHub(host); }); });
+  };
+  options.clock = &clock_;
+  agent.sender = std::make_unique<HubSender>(this, host);
+  agent.hub = std::make_unique<agent::HubCore>(std::move(options), agent.sender.get());
+}
+
+void Sim::TickHub(int host) {
+  Agent& agent = agents_[host];
+  if (agent.next_tick <= now_) agent.next_tick = absl::InfiniteFuture();
+  const absl::Time next = agent.hub->Tick();
+  if (next >= agent.next_tick) return;
+  agent.next_tick = next;
+  At(next, [this, host, next, life = agent.life] {
+    WhenAgentRuns(host, life, [this, host, next] {
+      if (agents_[host].next_tick == next) TickHub(host);
+    });
+  });
+}
+
+// A hub speaks for nobody who was silent since its last beat, nor of what was said long ago.
+void Sim::AddAgentsTo(v1::Beat* beat, int host) {
+  Agent& agent = agents_[host];
+  const int own = beat->workers_size();
+  agent.hub->AddToBeat(beat);
+  if (options_.hub_speaks_for_the_silent) {
+    for (const v1::WorkerBeat& worker : agent.said_before) *beat->add_workers() = worker;
+  }
+  agent.said_before.assign(beat->workers().begin() + own, beat->workers().end());
+  for (const v1::WorkerBeat& worker : agent.said_before) {
+    const auto said = agent.said.find(worker.incarnation());
+    if (said == agent.said.end() ||
+        (said->second + absl::Seconds(1) < now_ && worker.process_state() == "running")) {
+      Violation(absl::StrCat("hub h", host, " speaks for ", worker.worker_id(), "/",
+                             worker.incarnation(), ", whose agent has said nothing since ",
+                             said == agent.said.end() ? "its last beat" : "long ago"));
+    }
+  }
+  agent.said.clear();
+}
+
+void Sim::AtHub(const std::shared_ptr<Stream>& stream, const v1::AgentFrame& frame) {
+  WhenAgentRuns(stream->hub, stream->life, [this, stream, frame] {
+    if (!stream->hub_open || !stream->up_works) return;
+    Agent& agent = agents_[stream->hub];
+    for (const v1::WorkerBeat& worker : frame.beat().workers())
+      agent.said[worker.incarnation()] = now_;
+    agent.hub->OnFrame(stream->link, frame, frame.ByteSizeLong());
+  });
+}
+
+void Sim::Written(const std::shared_ptr<Stream>& stream) {
+  WhenAgentRuns(stream->hub, stream->life, [this, stream] {
+    if (stream->hub_open) agents_[stream->hub].hub->OnWritten(stream->link);
+  });
+}
+
+void Sim::ClosedAtHub(const std::shared_ptr<Stream>& stream) {
+  WhenAgentRuns(stream->hub, stream->life, [this, stream] {
+    if (std::exchange(stream->hub_open, false)) agents_[stream->hub].hub->OnClosed(stream->link);
+  });
+}
+
+// In order: with a Bye, and to the hub when the other side has ended the stream; else at once,
+// while what is under way may still arrive.
+void Sim::MoveTo(int host, int hub, bool in_order) {
+  Agent& agent = agents_[host];
+  if (agent.client == nullptr || agent.hub != nullptr || agent.route == hub) return;
+  Fault("moved");
+  Trace(absl::StrCat("agent h", host, " moves to ",
+                     hub == kNoHub ? "the coordinator" : absl::StrCat("hub h", hub)));
+  agent.route = hub;
+  if (agent.stream == nullptr) return;
+  if (!in_order || !agent.client->welcomed()) return LoseStream(agent.stream);
+  v1::AgentFrame bye;
+  bye.mutable_bye()->set_reason("moves");
+  SendUp(agent.stream, bye);
+  At(now_ + absl::Seconds(1), [this, stream = agent.stream] { LoseStream(stream); });
 }
 
 SimulationResult Sim::Run() {

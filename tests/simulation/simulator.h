@@ -14,7 +14,8 @@ namespace muster::simulation {
 struct SimulationOptions {
   uint64_t seed = 1;
   coordinator::Mutants mutants;
-  bool applies_frames_again = false;  // a fault too: what an agent sends again is done again
+  bool applies_frames_again = false;       // a fault too: what an agent sends again is done again
+  bool hub_speaks_for_the_silent = false;  // says again what agents said with earlier beats
   // Nothing happens but one cut between the coordinator and all others, longer than the lease and
   // shorter than the outage_tolerance.
   bool one_cut = false;
@@ -24,9 +25,9 @@ struct SimulationOptions {
 
 // docs/simulation.md says what they are.
 inline constexpr const char* kFaults[] = {
-    "delayed",           "dropped",      "repeated",  "overtaken", "partitioned",
-    "half-open",         "broke stream", "lost tail", "torn tail", "disk full",
-    "torn by full disk", "disk failed",  "slow fsync"};
+    "delayed",      "dropped",    "repeated",    "overtaken", "partitioned",       "half-open",
+    "broke stream", "lost tail",  "torn tail",   "disk full", "torn by full disk", "disk failed",
+    "slow fsync",   "hub killed", "hub stopped", "moved"};
 
 struct SimulationResult {
   std::string violation;           // empty: none
@@ -39,16 +40,17 @@ struct SimulationResult {
   int64_t barriers = 0;  // passed
   int64_t lost = 0;      // workers whose lease ran out, of the last coordinator
   int64_t watch_events = 0;
-  int64_t resumed = 0;  // agents' sessions that went on with another stream
+  int64_t through_hubs = 0;  // operations that hubs sent for other agents
+  int64_t resumed = 0;       // agents' sessions that went on with another stream
   // How often each fault of network and disk happened; all of kFaults are there.
   std::map<std::string, int64_t> faults;
 };
 
-// Runs one coordinator core with its journal, several workers, an operator and watchers under
-// virtual time, with a network that delays, drops, duplicates, reorders and partitions, a disk that
-// loses, tears, fills and stalls, and processes that crash, pause and come back as zombies, all
-// drawn from the seed. Checks while it runs and at the end (docs/simulation.md lists the rules).
-// Stops at the first violation.
+// Runs one coordinator core with its journal, several workers, agents and hubs, an operator and
+// watchers under virtual time, with a network that delays, drops, duplicates, reorders and
+// partitions, a disk that loses, tears, fills and stalls, and processes that crash, pause and come
+// back as zombies, all drawn from the seed. Checks while it runs and at the end (docs/simulation.md
+// lists the rules). Stops at the first violation.
 SimulationResult Simulate(const SimulationOptions& options);
 
 }  // namespace muster::simulation
