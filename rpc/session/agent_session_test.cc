@@ -119,6 +119,15 @@ TEST(AgentSession, Resume_AgentThatNeverGotTheWelcome_GetsEveryFrame) {
   EXPECT_FALSE(session.Resume(hello));
 }
 
+TEST(AgentSession, Resume_AgentThatWasInAnotherSessionSince_IsRefused) {
+  AgentSession session("n", 7, "s");
+  EXPECT_TRUE(session.Receive(Frame(1)));
+  v1::Hello hello = Hello(7, 0);
+  hello.set_session_id("of a hub");
+  // It counts its frames from 1 again: they would be taken for those that were received here.
+  EXPECT_FALSE(session.Resume(hello));
+}
+
 TEST(AgentSession, ManyFrames_AreAcknowledgedNowAndThen) {
   AgentSession session("n", 7, "s");
   uint64_t seq = 0;

@@ -2342,8 +2342,6 @@ void Sim::HelloAtServer(const std::shared_ptr<Stream>& stream, const v1::Hello& 
     sessions_[hello.node()] = session;
   } else {
     ++result_.resumed;
-    // It has had a session with a hub since, and sends again what has no result.
-    if (hello.session_id() != session->agent.id()) session->applied.clear();
   }
   by_stream_[stream->id] = session;
   session->expires = absl::InfiniteFuture();
