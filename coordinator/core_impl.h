@@ -28,6 +28,7 @@
 #include "coordinator/errors.h"
 #include "coordinator/hubs.h"
 #include "coordinator/kv.h"
+#include "coordinator/silence.h"
 #include "coordinator/trigger.h"
 #include "coordinator/watch_log.h"
 #include "proto/muster/v1/journal.pb.h"
@@ -77,6 +78,8 @@ struct Waiting {
   std::string node;
   uint64_t order = 0;
   absl::Time asked = absl::InfinitePast();  // when it last called
+  absl::Time back = absl::InfinitePast();   // when it called after a silence: its own, or that of
+                                            // the generation
   Kind kind = Kind::kOrdinary;
   absl::Time deadline = absl::InfiniteFuture();  // of its own; a spare has none
 };
@@ -93,8 +96,9 @@ struct HostState {
 struct AgentState {
   uint64_t number = 0;  // from 1: what Seat::via names it by
   std::string host;
-  absl::Time heard;                        // last
-  absl::Time beat = absl::InfinitePast();  // last: who is not in it, it does not speak for
+  absl::Time heard = absl::InfinitePast();  // last
+  absl::Time back = absl::InfinitePast();   // heard after it had missed beats, or at first
+  absl::Time beat = absl::InfinitePast();   // last: who is not in it, it does not speak for
 };
 
 struct StoredAnswer {
@@ -447,7 +451,11 @@ class Core::Impl::Job : public BarrierHost {
   // Somebody needs the name of the job: ends a generation whose leases have all run out, and that
   // is kept only in case its workers come back.
   void EndIfNobodyIsHeard(absl::string_view for_what);
-  // Somebody who waits for a seat is there now.
+  // When the last sign of life of this generation came, or all its leases began anew.
+  absl::Time LastHeard() const { return std::max(heard_, lease_floor_); }
+  absl::Duration TimeToReturn() const { return std::max(Lease(), kTimeToReturn); }
+  // Somebody who waits for a seat is there now, and proves that the coordinator is not cut off: it
+  // has been heard all along, or for so long that the workers of the generation would be back too.
   bool IsAwaited() const;
   // Its worker was heard of through the agent of `node`, whose number is `agent`: a hub's messages
   // name hundreds of workers, whose names need not be compared each time.

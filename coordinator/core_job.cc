@@ -409,6 +409,8 @@ void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const
   Waiting& waiting = it->second;
   waiting.request = request;
   waiting.node = std::string(caller.node);
+  if (waiting.asked <= LastHeard() || waiting.asked + Lease() <= impl_->now_)
+    waiting.back = impl_->now_;
   waiting.asked = impl_->now_;
   if (silent_ > 0) judge_at_ = impl_->now_;
   if (waiting.calls.size() >= kMaxCallsOfJoin) {
@@ -998,7 +1000,7 @@ absl::Time Core::Impl::Job::LeaseEnd(const Seat& seat) const {
   // Its agent is back too, and leaves it out.
   const auto agent = impl_->agents_.find(seat.record.node());
   if (agent != impl_->agents_.end() && agent->second.beat > back) return end;
-  return std::max(end, back + std::max(Lease(), kTimeToReturn));
+  return std::max(end, back + TimeToReturn());
 }
 
 bool Core::Impl::Job::MayBeUnread(int rank, absl::Time lease_end) {
@@ -1024,7 +1026,7 @@ bool Core::Impl::Job::KeepSilent(Seat* seat, std::string* why_lost) {
   silence.lease = Lease();
   silence.outage_tolerance = OutageTolerance();
   silence.worker = now - std::max(seat->last_seen, lease_floor_);
-  silence.generation = now - std::max(heard_, lease_floor_);
+  silence.generation = now - LastHeard();
   silence.agent = impl_->SinceBeat(seat->record.node());
   silence.awaited = silence.generation >= Lease() / 2 && IsAwaited();
   const bool in_cut = !impl_->cut_off_.empty() && seat->last_seen <= impl_->cut_began_;
@@ -1075,12 +1077,17 @@ void Core::Impl::Job::NoLongerSilent(Seat* seat) {
 }
 
 bool Core::Impl::Job::IsAwaited() const {
-  const absl::Duration recent = Lease() / 2;
+  const absl::Time recent = impl_->now_ - Lease() / 2;
+  const absl::Time long_ago = impl_->now_ - TimeToReturn();
   return std::any_of(waiting_.begin(), waiting_.end(), [&](const auto& entry) {
     const Waiting& waiting = entry.second;
-    if (waiting.asked + recent > impl_->now_) return true;
-    const std::optional<absl::Duration> silence = impl_->SinceBeat(waiting.node);
-    return silence.has_value() && *silence < recent;
+    const auto agent = impl_->agents_.find(waiting.node);
+    if (agent != impl_->agents_.end() && agent->second.beat != absl::InfinitePast()) {
+      const absl::Time back = agent->second.back;
+      return agent->second.beat > recent && (back <= LastHeard() || back <= long_ago);
+    }
+    // Its call is all that is known of it: it came through, when the others could have come too.
+    return waiting.back > LastHeard() && waiting.back <= long_ago;
   });
 }
 
@@ -1106,6 +1113,7 @@ void Core::Impl::BeginCut(absl::Duration lease) {
 }
 
 void Core::Impl::Heard(absl::string_view node, AgentState* agent) {
+  if (agent->heard + kMissedBeats <= now_) agent->back = now_;
   agent->heard = now_;
   if (cut_off_.empty() || cut_off_.erase(node) == 0) return;
   if (2 * static_cast<int>(cut_off_.size()) > agents_before_cut_) return;

@@ -1594,13 +1594,79 @@ TEST_F(CutTest, AgentThatNoLongerListsItsOnlyWorker_IsNoCut) {
   EXPECT_EQ(lost(), 1u);
 }
 
-TEST_F(CutTest, SomebodyJoinsMeanwhile_EndsTheGenerationForIt) {
+TEST_F(CutTest, SomebodyJoinsMeanwhile_EndsTheGenerationForItIfNobodyFollows) {
   FormWithAgents(1);
   Pass(20, {});
-  EXPECT_EQ(lost(), 0u);
   bench_.Do(JoinOp({"other", 900, "h9"}, spec_));
+  Pass(14, {});
+  EXPECT_EQ(lost(), 0u);  // it may be the first that is back from a cut
+  Pass(4, {});
+  EXPECT_EQ(lost(), 1u);
+}
+
+TEST_F(CutTest, SomebodyJoinsThroughAnAgentThatWasHeardThroughout_EndsTheGenerationAtOnce) {
+  FormWithAgents(1);
+  Attach(9);
+  Pass(20, {9});
+  EXPECT_EQ(lost(), 0u);
+  bench_.Do(JoinOp({"other", 900, "h9"}, spec_), "node-h9");
   bench_.Advance(absl::Milliseconds(10));
   EXPECT_EQ(lost(), 1u);
+}
+
+TEST_F(CutTest, SpareThatIsBackFirst_LeavesTheOthersTimeToReturn) {
+  for (const bool restart : {false, true}) {
+    SCOPED_TRACE(restart);
+    FormWithAgents(2);
+    v1::Op spare = JoinOp({"spare", 900, "h9"}, spec_);
+    spare.mutable_join()->set_spare(true);
+    const CallId waits = bench_.Do(spare, "node-h9");
+    Attach(9);
+    Pass(4, {0, 1, 9});
+    Pass(20, {});
+    if (restart) {
+      bench_.Restart();
+      Pass(7, {});
+    }
+    Attach(9);
+    if (restart) bench_.Do(spare, "node-h9");
+    Pass(13, {9});
+    EXPECT_EQ(lost(), 0u);
+    AgentBeats(0);
+    Pass(10, {0, 9});
+    EXPECT_EQ(lost(), 0u);
+    AgentBeats(1);
+    Pass(20, {0, 1, 9});
+    EXPECT_EQ(lost(), 0u);
+    EXPECT_EQ(Job().silent(), 0);
+    EXPECT_FALSE(bench_.Answered(waits));
+    bench_ = Bench(CoreOptions());
+  }
+}
+
+TEST_F(CutTest, SpareThatIsBackAlone_EndsTheGenerationAWhileAfterItsReturn) {
+  FormWithAgents(2);
+  v1::Op spare = JoinOp({"spare", 900, "h9"}, spec_);
+  spare.mutable_join()->set_spare(true);
+  bench_.Do(spare, "node-h9");
+  Attach(9);
+  Pass(4, {0, 1, 9});
+  Pass(20, {});
+  Pass(15, {9});
+  EXPECT_EQ(lost(), 0u);
+  Pass(3, {9});
+  EXPECT_GE(lost(), 1u);
+}
+
+TEST_F(CutTest, SpareThatWasHeardThroughout_EndsTheGenerationAfterTheLease) {
+  FormWithAgents(2);
+  v1::Op spare = JoinOp({"spare", 900, "h9"}, spec_);
+  spare.mutable_join()->set_spare(true);
+  bench_.Do(spare, "node-h9");
+  Attach(9);
+  Pass(4, {0, 1, 9});
+  Pass(7, {9});
+  EXPECT_GE(lost(), 1u);
 }
 
 TEST_F(CutTest, NameIsNeededMeanwhile_IsFreeAfterTheLease) {

@@ -18,7 +18,8 @@ struct Silence {
   absl::Duration worker;
   absl::Duration generation;
   std::optional<absl::Duration> agent;
-  // Somebody waits for the generation to end, and is heard.
+  // Somebody waits for the generation to end, and is heard: throughout the silence, or for
+  // kTimeToReturn. After a cut, somebody who waits may well be the first that is back.
   bool awaited = false;
   // Of the agents of all jobs: how many speak, and how many have stopped when the worker did,
   // within about a lease.
@@ -46,6 +47,8 @@ inline constexpr int kAgentsOfACut = 3;
 // After a cut, how much later than the first the others may be back: an attempt to connect that
 // began before its end takes up to 10 s, and the wait for the next one up to 5 s.
 inline constexpr absl::Duration kTimeToReturn = absl::Seconds(15);
+// An agent that sent nothing for so long was away: it beats every second.
+inline constexpr absl::Duration kMissedBeats = absl::Seconds(3);
 inline bool IsCut(const Silence& silence) {
   return silence.agents_silent >= kAgentsOfACut && silence.agents_silent > silence.agents_heard;
 }

@@ -1,5 +1,5 @@
-// simulate [--seed=N] [--seeds=N] [--mutant=NAME]: runs seeds N, N+1, ... of the simulation; with
-// one seed it prints the whole trace. Exit code 1: a violation was found.
+// simulate [--seed=N] [--seeds=N] [--mutant=NAME] [--one_cut]: runs seeds N, N+1, ... of the
+// simulation; with one seed it prints the whole trace. Exit code 1: a violation was found.
 #include <cstdint>
 #include <cstdio>
 #include <string>
@@ -22,13 +22,15 @@ int main(int argc, char** argv) {
       ok = absl::SimpleAtoi(arg, &seeds);
     } else if (absl::ConsumePrefix(&arg, "--mutant=")) {
       ok = muster::simulation::SetMutant(arg, &options);
+    } else if (arg == "--one_cut") {
+      options.one_cut = true;
     } else {
       ok = false;
     }
     if (!ok) {
       std::fprintf(stderr,
                    "simulate: %s is not understood; usage: simulate [--seed=N] [--seeds=N] "
-                   "[--mutant=NAME]\n",
+                   "[--mutant=NAME] [--one_cut]\n",
                    argv[i]);
       return 2;
     }
@@ -36,7 +38,7 @@ int main(int argc, char** argv) {
   options.trace = seeds == 1;
   const absl::Time begin = absl::Now();
   int64_t events = 0, operations = 0, restarts = 0, generations = 0, barriers = 0, watched = 0,
-          resumed = 0, failed = 0;
+          resumed = 0, lost = 0, failed = 0;
   for (uint64_t i = 0; i < seeds; ++i, ++options.seed) {
     const muster::simulation::SimulationResult result = muster::simulation::Simulate(options);
     for (const std::string& line : result.trace) std::printf("%s\n", line.c_str());
@@ -52,14 +54,17 @@ int main(int argc, char** argv) {
     barriers += result.barriers;
     watched += result.watch_events;
     resumed += result.resumed;
+    lost += result.lost;
   }
   std::printf(
       "%llu seeds, %lld violations, %lld events, %lld operations, %lld restarts, %lld generations, "
-      "%lld barriers passed, %lld watch events, %lld sessions resumed, %.1f s\n",
+      "%lld barriers passed, %lld watch events, %lld sessions resumed, %lld workers lost, "
+      "%.1f s\n",
       static_cast<unsigned long long>(seeds), static_cast<long long>(failed),
       static_cast<long long>(events), static_cast<long long>(operations),
       static_cast<long long>(restarts), static_cast<long long>(generations),
       static_cast<long long>(barriers), static_cast<long long>(watched),
-      static_cast<long long>(resumed), absl::ToDoubleSeconds(absl::Now() - begin));
+      static_cast<long long>(resumed), static_cast<long long>(lost),
+      absl::ToDoubleSeconds(absl::Now() - begin));
   return failed == 0 ? 0 : 1;
 }

@@ -36,6 +36,17 @@ TEST_P(SimulationTest, Seeds_AllRulesHold) {
 
 INSTANTIATE_TEST_SUITE_P(Part, SimulationTest, ::testing::Range(uint64_t{0}, kParts));
 
+TEST(Simulation, CutOfAllBeyondTheLease_LosesNobody) {
+  SimulationOptions options;
+  options.one_cut = true;
+  for (options.seed = 1; options.seed <= 400; ++options.seed) {
+    const SimulationResult result = Simulate(options);
+    ASSERT_EQ(result.violation, "") << "seed " << options.seed;
+    ASSERT_EQ(result.lost, 0) << "replay it with simulate --one_cut --seed=" << options.seed;
+    ASSERT_GT(result.faults.at("partitioned"), 0);
+  }
+}
+
 TEST(Simulation, SameSeed_SameRun) {
   SimulationOptions options;
   for (options.seed = 1; options.seed <= 5; ++options.seed) {

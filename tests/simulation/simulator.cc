@@ -1099,6 +1099,7 @@ void Sim::CrashServer(bool by_disk_error) {
   ++result_.restarts;
   up_ = serving_ = false;
   ++life_;
+  result_.lost += static_cast<int64_t>(core_->stats().workers_lost);
   core_.reset();
   if (disk_.Crash(&random_)) Fault("lost tail");
   origins_.clear();
@@ -2581,7 +2582,7 @@ SimulationResult Sim::Run() {
     if (healed_ && healed_at_ == absl::InfinitePast()) break;
   }
   result_.generations = static_cast<int64_t>(tables_.size());
-  if (core_ != nullptr) result_.lost = static_cast<int64_t>(core_->stats().workers_lost);
+  if (core_ != nullptr) result_.lost += static_cast<int64_t>(core_->stats().workers_lost);
   if (result_.violation.empty()) CheckAtEnd();
   return std::move(result_);
 }
