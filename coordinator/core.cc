@@ -215,6 +215,7 @@ void Core::HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time n
     impl_->Heard(node, &it->second);
     agent = it->second.number;
     it->second.beat = impl_->now_;
+    it->second.was_hub |= beat.hub().agents_size() > 0;
   }
   Impl::Job* job = nullptr;
   Seat* seat = nullptr;

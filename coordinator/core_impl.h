@@ -99,6 +99,8 @@ struct AgentState {
   absl::Time heard = absl::InfinitePast();  // last
   absl::Time back = absl::InfinitePast();   // heard after it had missed beats, or at first
   absl::Time beat = absl::InfinitePast();   // last: who is not in it, it does not speak for
+  bool was_hub =
+      false;  // in this session: that it speaks says nothing of one whom it does not name
 };
 
 struct StoredAnswer {
@@ -219,10 +221,12 @@ class Core::Impl {
   void BeginCut(absl::Duration lease);
   // Something came from `agent`.
   void Heard(absl::string_view node, AgentState* agent);
-  // For how long `node` has sent no beat; nothing: it has sent none yet, or is not attached.
+  // For how long `node` has sent no beat; nothing: it has sent none yet, is not attached, or is a
+  // hub, which speaks whether the worker's own agent does or not.
   std::optional<absl::Duration> SinceBeat(absl::string_view node) const {
     const auto it = agents_.find(node);
-    if (it == agents_.end() || it->second.beat == absl::InfinitePast()) return std::nullopt;
+    if (it == agents_.end() || it->second.was_hub) return std::nullopt;
+    if (it->second.beat == absl::InfinitePast()) return std::nullopt;
     return now_ - it->second.beat;
   }
   Job* FindJob(absl::string_view job_id) {

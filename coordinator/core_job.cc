@@ -997,9 +997,10 @@ absl::Time Core::Impl::Job::LeaseEnd(const Seat& seat) const {
   const absl::Time end = std::max(seat.last_seen, lease_floor_) + Lease();
   const absl::Time back = std::max(returned_at_, impl_->cut_ended_);
   if (seat.last_seen > back) return end;
-  // Its agent is back too, and leaves it out.
+  // Its agent is back too, and leaves it out. A hub that is back may wait for the worker's agent.
   const auto agent = impl_->agents_.find(seat.record.node());
-  if (agent != impl_->agents_.end() && agent->second.beat > back) return end;
+  if (agent != impl_->agents_.end() && !agent->second.was_hub && agent->second.beat > back)
+    return end;
   return std::max(end, back + TimeToReturn());
 }
 

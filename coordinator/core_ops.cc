@@ -360,7 +360,10 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
   }
   const bool other_spec =
       job != nullptr && request.has_spec() && !SameSpec(request.spec(), job->spec_);
-  if (other_spec) job->EndIfNobodyIsHeard("another job of this name begins");
+  if (other_spec) {
+    *touched = job;
+    job->EndIfNobodyIsHeard("another job of this name begins");
+  }
   // The name of a job that is over is free for another one.
   const bool begins = job == nullptr || (other_spec && !job->closed_ && job->Over());
   const int max_workers = begins ? request.spec().max_workers() : job->spec_.max_workers();
@@ -381,6 +384,7 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
     // Its generations are counted on, so that whoever is left over of the former one is behind.
     const uint64_t generation = job != nullptr ? job->generation_ : 0;
     if (job != nullptr) {
+      *touched = nullptr;
       // In one record with the begin of the new one: a crash leaves both jobs or the new one.
       Remove(job,
              absl::StrCat("it is over, and another job of this name begins (",

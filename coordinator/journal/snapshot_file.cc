@@ -33,6 +33,9 @@ absl::Status ReadSnapshotFile(const std::string& path, uint64_t revision, uint64
   if (file == nullptr) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open '", path, "'"));
   uint64_t offset = 0;
   const auto damaged = [&](uint64_t number, absl::string_view what) {
+    // What cannot be read now may be whole.
+    if (std::ferror(file.get()) != 0)
+      return absl::ErrnoToStatus(errno, absl::StrCat("cannot read '", path, "'"));
     return absl::DataLossError(absl::StrCat("snapshot '", path, "' is damaged in part ", number,
                                             " (offset ", offset, "): ", what));
   };

@@ -30,6 +30,12 @@
 namespace muster::coordinator {
 namespace {
 
+// Of a snapshot: the one before it is taken in its place. Other errors (no descriptor, no memory, a
+// disk that does not answer) say nothing about it, and may be over a moment later.
+bool IsDamage(const absl::Status& status) {
+  return absl::IsDataLoss(status) || absl::IsNotFound(status);
+}
+
 // One row is at most about this long, so that replay needs little memory; a commit may have many
 // rows.
 constexpr size_t kRowBytes = 4 << 20;
@@ -384,6 +390,7 @@ absl::Status SqliteJournal::Replay(
     const absl::Status status = one.in_row ? ReadSnapshotRow(one, part) : ReadWhole(one, part);
     MUSTER_RETURN_IF_ERROR(refused);
     if (!status.ok()) {
+      if (!IsDamage(status)) return status;
       ++bad_snapshots_;
       MUSTER_LOG(Warning) << status.message() << "; using the one before it";
       continue;
@@ -662,8 +669,8 @@ absl::StatusOr<bool> SqliteJournal::BuildState(Task* task) {
       return refused;
     });
     MUSTER_RETURN_IF_ERROR(refused);
-    if (absl::IsCancelled(status)) return status;
     if (!status.ok()) {
+      if (!IsDamage(status)) return status;
       MUSTER_LOG(Warning) << status.message() << "; using the one before it";
       continue;
     }

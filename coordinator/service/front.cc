@@ -39,6 +39,8 @@ constexpr absl::Duration kAwhile = absl::Microseconds(100);
 // After so many looks that found nothing, everything that had come has been seen: one look may deal
 // with a part of a message of one connection only.
 constexpr int kEmptyLooks = 64;
+// And so many events for all that were open, and a few for each, are all that was at hand.
+constexpr uint64_t kLooks = 4096;
 // The front whose queue this thread serves.
 thread_local const void* serving_queue_of = nullptr;
 constexpr uintptr_t kEventMask = 7;
@@ -758,17 +760,20 @@ bool Front::LookFurther(const OnEvent& handle) {
     case grpc::CompletionQueue::GOT_EVENT:
       empty_looks_ = 0;
       handle(tag, ok);
+      if (++events_since_put_off_ > kPutOffEvents + 2 * put_off_.size()) ReadOn();
+      // Where there is never a quiet moment, those that were open have had their turn by now.
+      if (++looks_ < kLooks + 4 * (engine_.open_calls() + engine_.agents())) return true;
       break;
     case grpc::CompletionQueue::TIMEOUT:
       ReadOn();
-      if (++empty_looks_ < kEmptyLooks) break;
-      engine_.CaughtUp(*catching_up_);
-      catching_up_.reset();
-      Closed();
+      if (++empty_looks_ < kEmptyLooks) return true;
       break;
     case grpc::CompletionQueue::SHUTDOWN:
       return false;
   }
+  engine_.CaughtUp(*catching_up_);
+  catching_up_.reset();
+  Closed();
   return true;
 }
 
@@ -840,6 +845,7 @@ void Front::Run() {
       MutexLock lock(&mu_);
       catching_up_ = catch_up_asked_;
       empty_looks_ = 0;
+      looks_ = 0;
       return;
     }
     if (++events_since_silent_ >= kSilentEvents) {  // where no time is left to wait

@@ -234,6 +234,7 @@ class Front {
   size_t events_since_put_off_ = 0;        // since the first of them
   std::optional<absl::Time> catching_up_;  // what Engine::CaughtUp is to be told; queue's thread
   int empty_looks_ = 0;                    // in a row, while catching up
+  uint64_t looks_ = 0;                     // that found something, while catching up
   bool soon_ = false;                      // whether the last event came soon; queue's thread
 
   // Calls of which no message has come, by the time they began. Queue's thread.

@@ -217,7 +217,8 @@ absl::Time HubCore::Tick() {
 
 void HubCore::AddToBeat(v1::Beat* beat) {
   MutexLock lock(&mu_);
-  const absl::Time now = beat_made_ = options_.clock->Now();
+  const absl::Time now = options_.clock->Now();
+  heard_.clear();
   size_t bytes = 0;
   // In turn, so that everybody finds room.
   auto it = agents_.upper_bound(beat_after_);
@@ -232,6 +233,7 @@ void HubCore::AddToBeat(v1::Beat* beat) {
           said.beat.process_state() == "stopped" || said.beat.process_state() == "zombie";
       if (said.at + options_.beat_fresh < now && !stands_still) continue;
       *beat->add_workers() = std::move(said.beat);
+      heard_[key] = said.at;
     }
     agent.said.clear();
     agent.said_bytes = 0;
@@ -254,12 +256,14 @@ void HubCore::TakeBack(const v1::Beat& beat) {
   if (beat.has_hub()) roster_due_ = true;
   for (const v1::WorkerBeat& worker : beat.workers()) {
     const Agent::WorkerKey key(worker.job_id(), worker.worker_id());
+    const auto heard = heard_.find(key);
+    if (heard == heard_.end()) continue;  // this node's own
     for (const auto& [node, agent] : agents_) {
       const auto it = agent->workers.find(key);
       if (it == agent->workers.end() || it->second != worker.incarnation()) continue;
       const auto [said, fresh] = agent->said.try_emplace(key);
       if (!fresh) continue;
-      said->second = {.beat = worker, .at = beat_made_, .bytes = worker.ByteSizeLong()};
+      said->second = {.beat = worker, .at = heard->second, .bytes = worker.ByteSizeLong()};
       agent->said_bytes += said->second.bytes;
     }
   }
@@ -415,7 +419,12 @@ void HubCore::DoFrame(const std::shared_ptr<Stream>& stream, const v1::AgentFram
   if (!agent->session.Receive(frame)) return;
   switch (frame.kind_case()) {
     case v1::AgentFrame::kOps:
-      for (const v1::Op& op : frame.ops().ops()) DoOp(agent, op, todo);
+      overloaded_.reset();
+      for (const v1::Op& op : frame.ops().ops()) {
+        DoOp(agent, op, todo);
+        // Refusals too: a frame has room for two million operations.
+        if (agent->session.outbox().bytes() > options_.limits.unacknowledged_bytes) break;
+      }
       break;
     case v1::AgentFrame::kBeat:
       if (const absl::Status taken = DoBeat(agent.get(), frame.beat()); !taken.ok()) {
@@ -529,12 +538,13 @@ void HubCore::DoOp(const std::shared_ptr<Agent>& agent, const v1::Op& op, Todo* 
   if (agent->calls.size() >= limits.calls_of_agent || calls_.size() >= limits.calls ||
       agent->held_bytes + bytes > limits.held_bytes_of_agent ||
       held_bytes_ + bytes > limits.held_bytes) {
-    agent->session.outbox().AddResult(
-        op.op_id(),
-        std::make_shared<const rpc::Answer>(Overloaded(absl::StrCat(
-            "hub ", options_.node, " holds ", agent->calls.size(), " requests of ",
-            agent->held_bytes, " bytes for agent ", agent->node, ", and ", calls_.size(), " of ",
-            held_bytes_, " bytes together: nothing was done; try again later"))));
+    if (overloaded_ == nullptr) {
+      overloaded_ = std::make_shared<const rpc::Answer>(Overloaded(
+          absl::StrCat("hub ", options_.node, " holds ", agent->calls.size(), " requests of ",
+                       agent->held_bytes, " bytes for agent ", agent->node, ", and ", calls_.size(),
+                       " of ", held_bytes_, " bytes together: nothing was done; try again later")));
+    }
+    agent->session.outbox().AddResult(op.op_id(), overloaded_);
     return;
   }
   const uint64_t call_id = next_call_++;

@@ -97,12 +97,16 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
   HubCore::Options hub;
   hub.node = stream.node;
   hub.incarnation = stream.incarnation;
-  hub.upstream = [raw] { return raw->stream_->upstream(); };
-  hub.send_stack = [raw](v1::StackReply reply) { raw->stream_->SendStack(std::move(reply)); };
   hub.wake = [raw] { raw->hub_timer_->Wake(); };
 
   raw->stream_ = std::make_unique<SessionStream>(std::move(stream), raw->transport_.get());
-  OpSender* upstream = raw->stream_.get();
+  // Not raw->stream_: that is null already while the stream's end waits for its last callback.
+  SessionStream* const to_coordinator = raw->stream_.get();
+  hub.upstream = [to_coordinator] { return to_coordinator->upstream(); };
+  hub.send_stack = [to_coordinator](v1::StackReply reply) {
+    to_coordinator->SendStack(std::move(reply));
+  };
+  OpSender* upstream = to_coordinator;
   if (!options.hub_listen.empty()) {
     raw->hub_ = std::make_unique<HubCore>(std::move(hub), raw->stream_.get());
     raw->hub_timer_ = std::make_unique<TimerThread>([raw] { return raw->hub_->Tick(); });
