@@ -294,6 +294,8 @@ class WildSessions final : public v1::Session::WithRawCallbackMethod_Attach<v1::
         frame.mutable_welcome()->mutable_lease()->set_nanos(1);  // back soon
       } else {
         random_.FillKind(&frame);
+        // Else it would not come again.
+        if (frame.has_goodbye()) frame.mutable_goodbye()->clear_final();
         frame.set_seq(random_.Draw(4) == 0 ? 0 : ++seq_);
         if (frame.has_goodbye()) frame.mutable_goodbye()->clear_retry_after();
       }
