@@ -144,7 +144,7 @@ TEST_F(ArrivalMergerTest, RanksThatWaitedBefore_KeepWhatEachHasWaited) {
   Add("b", std::move(b), 4);
   Add("c", Many({4}), 4);
   ASSERT_THAT(upstream_.ops(), SizeIs(1));
-  const v1::ArriveManyRequest& many = upstream_.ops()[0].arrive_many();
+  const v1::ArriveManyRequest many = upstream_.ops()[0].arrive_many();
   EXPECT_EQ(many.waited().seconds(), 12);
   EXPECT_THAT(many.waited_less_us(), ElementsAre(2'000'000, 9'000'000, 0, 12'000'000));
 }
