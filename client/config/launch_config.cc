@@ -310,8 +310,8 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .help = "How long the coordinator may be away before the job is given up"},
       {.name = "hub_listen",
        .value_name = "IP:PORT",
-       .help = "Where this machine's agent offers to speak for others at the coordinator, if there "
-               "are so many that not all may do so by themselves; port 0 takes a free one"},
+       .help = "Where this machine's agent offers to be a hub for other agents, of use beyond 64 "
+               "machines; port 0 takes a free one. Default: no offer"},
       {.name = "lease",
        .variable = "MUSTER_LEASE",
        .type = Type::kDuration,
