@@ -221,13 +221,19 @@ class Core::Impl {
   void BeginCut(absl::Duration lease);
   // Something came from `agent`.
   void Heard(absl::string_view node, AgentState* agent);
-  // For how long `node` has sent no beat; nothing: it has sent none yet, is not attached, or is a
-  // hub, which speaks whether the worker's own agent does or not.
-  std::optional<absl::Duration> SinceBeat(absl::string_view node) const {
-    const auto it = agents_.find(node);
-    if (it == agents_.end() || it->second.was_hub) return std::nullopt;
-    if (it->second.beat == absl::InfinitePast()) return std::nullopt;
-    return now_ - it->second.beat;
+  // The agent of `seat`, if its beats prove something about the worker: not if it has not spoken of
+  // it in this session, nor if it is a hub, which speaks whether the worker's own agent does or
+  // not.
+  const AgentState* Witness(const Seat& seat) const {
+    const auto it = agents_.find(seat.record.node());
+    if (it == agents_.end() || it->second.was_hub || it->second.number != seat.via) return nullptr;
+    return it->second.beat == absl::InfinitePast() ? nullptr : &it->second;
+  }
+  // For how long it has sent no beat.
+  std::optional<absl::Duration> SinceBeat(const Seat& seat) const {
+    const AgentState* const agent = Witness(seat);
+    if (agent == nullptr) return std::nullopt;
+    return now_ - agent->beat;
   }
   Job* FindJob(absl::string_view job_id) {
     const auto it = jobs_.find(job_id);

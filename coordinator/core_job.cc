@@ -998,9 +998,8 @@ absl::Time Core::Impl::Job::LeaseEnd(const Seat& seat) const {
   const absl::Time back = std::max(returned_at_, impl_->cut_ended_);
   if (seat.last_seen > back) return end;
   // Its agent is back too, and leaves it out. A hub that is back may wait for the worker's agent.
-  const auto agent = impl_->agents_.find(seat.record.node());
-  if (agent != impl_->agents_.end() && !agent->second.was_hub && agent->second.beat > back)
-    return end;
+  const AgentState* const agent = impl_->Witness(seat);
+  if (agent != nullptr && agent->beat > back) return end;
   return std::max(end, back + TimeToReturn());
 }
 
@@ -1028,7 +1027,7 @@ bool Core::Impl::Job::KeepSilent(Seat* seat, std::string* why_lost) {
   silence.outage_tolerance = OutageTolerance();
   silence.worker = now - std::max(seat->last_seen, lease_floor_);
   silence.generation = now - LastHeard();
-  silence.agent = impl_->SinceBeat(seat->record.node());
+  silence.agent = impl_->SinceBeat(*seat);
   silence.awaited = silence.generation >= Lease() / 2 && IsAwaited();
   const bool in_cut = !impl_->cut_off_.empty() && seat->last_seen <= impl_->cut_began_;
   if (in_cut) {
