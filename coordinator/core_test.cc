@@ -1576,6 +1576,8 @@ TEST_F(CutTest, OneDoesNotComeBackFromTheCut_IsLostAWhileAfterTheOthersReturn) {
 
 TEST_F(CutTest, AgentThatIsBackWithoutItsWorker_IsBelieved) {
   FormWithAgents(2);
+  AgentBeats(0);
+  AgentBeats(1);
   Pass(30, {});
   for (int i = 0; i < 4; ++i) {
     bench_.Advance(absl::Seconds(1));
