@@ -1589,6 +1589,7 @@ TEST_F(CutTest, AgentThatIsBackWithoutItsWorker_IsBelieved) {
 
 TEST_F(CutTest, AgentThatNoLongerListsItsOnlyWorker_IsNoCut) {
   FormWithAgents(1);
+  AgentBeats(0);
   for (int i = 0; i < 8; ++i) {
     bench_.Advance(absl::Seconds(1));
     AgentBeats(0, /*with_workers=*/false);
