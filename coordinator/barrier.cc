@@ -15,9 +15,8 @@ constexpr int kLatestInReport = 3;
 constexpr int kCompared = 1024;
 
 // Beyond it nobody waits; it keeps sums of microseconds from overflowing.
-constexpr absl::Duration kLongest = absl::Hours(24 * 365);
-
 constexpr int64_t kLongestUs = int64_t{24} * 365 * 3600 * 1'000'000;
+constexpr absl::Duration kLongest = absl::Microseconds(kLongestUs);
 
 int64_t EarlierUs(int64_t now_us, int64_t by_us) {
   return now_us - std::clamp<int64_t>(by_us, 0, kLongestUs);

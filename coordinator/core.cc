@@ -178,7 +178,6 @@ void Core::AttachAgent(absl::string_view node, const v1::Hello& hello, absl::Tim
   impl_->Begin(now, out);
   AgentState& agent = impl_->agents_[node];
   if (agent.number == 0) agent.number = impl_->next_agent_++;
-  agent.host = hello.host();
   impl_->Heard(node, &agent);
   impl_->CheckAgent(node, hello);
   impl_->hubs_.Attach(node, hello, impl_->now_);

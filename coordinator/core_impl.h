@@ -94,13 +94,12 @@ struct HostState {
 };
 
 struct AgentState {
-  uint64_t number = 0;  // from 1: what Seat::via names it by
-  std::string host;
+  uint64_t number = 0;                      // from 1: what Seat::via names it by
   absl::Time heard = absl::InfinitePast();  // last
   absl::Time back = absl::InfinitePast();   // heard after it had missed beats, or at first
   absl::Time beat = absl::InfinitePast();   // last: who is not in it, it does not speak for
-  bool was_hub =
-      false;  // in this session: that it speaks says nothing of one whom it does not name
+  // In this session: that it speaks says nothing of a worker that it does not name.
+  bool was_hub = false;
 };
 
 struct StoredAnswer {

@@ -1482,6 +1482,12 @@ class CutTest : public CoreTest {
                              bench_.now_, &bench_.out_);
     bench_.Collect();
   }
+  // A spare on host 9.
+  CallId SpareJoins() {
+    v1::Op spare = JoinOp({"spare", 900, "h9"}, spec_);
+    spare.mutable_join()->set_spare(true);
+    return bench_.Do(spare, "node-h9");
+  }
   // Seconds in which only these hosts are heard, each twice in a lease or more.
   void Pass(int seconds, const std::vector<int>& heard) {
     for (int i = 0; i < seconds; ++i) {
@@ -1621,9 +1627,7 @@ TEST_F(CutTest, SpareThatIsBackFirst_LeavesTheOthersTimeToReturn) {
   for (const bool restart : {false, true}) {
     SCOPED_TRACE(restart);
     FormWithAgents(2);
-    v1::Op spare = JoinOp({"spare", 900, "h9"}, spec_);
-    spare.mutable_join()->set_spare(true);
-    const CallId waits = bench_.Do(spare, "node-h9");
+    const CallId waits = SpareJoins();
     Attach(9);
     Pass(4, {0, 1, 9});
     Pass(20, {});
@@ -1632,7 +1636,7 @@ TEST_F(CutTest, SpareThatIsBackFirst_LeavesTheOthersTimeToReturn) {
       Pass(7, {});
     }
     Attach(9);
-    if (restart) bench_.Do(spare, "node-h9");
+    if (restart) SpareJoins();
     Pass(13, {9});
     EXPECT_EQ(lost(), 0u);
     AgentBeats(0);
@@ -1649,9 +1653,7 @@ TEST_F(CutTest, SpareThatIsBackFirst_LeavesTheOthersTimeToReturn) {
 
 TEST_F(CutTest, SpareThatIsBackAlone_EndsTheGenerationAWhileAfterItsReturn) {
   FormWithAgents(2);
-  v1::Op spare = JoinOp({"spare", 900, "h9"}, spec_);
-  spare.mutable_join()->set_spare(true);
-  bench_.Do(spare, "node-h9");
+  SpareJoins();
   Attach(9);
   Pass(4, {0, 1, 9});
   Pass(20, {});
@@ -1663,9 +1665,7 @@ TEST_F(CutTest, SpareThatIsBackAlone_EndsTheGenerationAWhileAfterItsReturn) {
 
 TEST_F(CutTest, SpareThatWasHeardThroughout_EndsTheGenerationAfterTheLease) {
   FormWithAgents(2);
-  v1::Op spare = JoinOp({"spare", 900, "h9"}, spec_);
-  spare.mutable_join()->set_spare(true);
-  bench_.Do(spare, "node-h9");
+  SpareJoins();
   Attach(9);
   Pass(4, {0, 1, 9});
   Pass(7, {9});

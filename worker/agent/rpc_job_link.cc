@@ -16,6 +16,7 @@
 #include "base/mutex.h"
 #include "base/status_macros.h"
 #include "proto/muster/v1/session.pb.h"
+#include "rpc/session/duration.h"
 #include "rpc/status.h"
 #include "worker/agent/timer_thread.h"
 
@@ -30,13 +31,6 @@ constexpr absl::Duration kWaitAgain = absl::Seconds(1);
 constexpr absl::Duration kLongest = absl::Hours(24);  // what a coordinator is asked for
 // A job of one node has nobody else to wait for.
 constexpr absl::Duration kFirstContact = absl::Seconds(30);
-
-google::protobuf::Duration ToProto(absl::Duration duration) {
-  google::protobuf::Duration out;
-  out.set_seconds(absl::IDivDuration(duration, absl::Seconds(1), &duration));
-  out.set_nanos(static_cast<int32_t>(duration / absl::Nanoseconds(1)));
-  return out;
-}
 
 uint64_t RandomNumber() {
   uint64_t number = 0;
@@ -214,7 +208,7 @@ class RpcJobLink final : public JobLink {
     request.set_counter(0);
     request.set_rank(node_rank_);
     // The slowest machine may take as long as it likes.
-    *request.mutable_timeout() = ToProto(absl::Seconds(-1));
+    *request.mutable_timeout() = rpc::ToProto(absl::Seconds(-1));
     return Call(std::move(op), absl::InfiniteDuration(), Until::kEnded).status();
   }
 
@@ -364,10 +358,10 @@ class RpcJobLink final : public JobLink {
     v1::RendezvousSpec* const spec = request.mutable_spec();
     spec->set_min_workers(options_.num_nodes);
     spec->set_max_workers(options_.num_nodes);
-    *spec->mutable_join_timeout() = ToProto(options_.join_timeout);
+    *spec->mutable_join_timeout() = rpc::ToProto(options_.join_timeout);
     spec->set_end_generation_on_failure(true);
-    *spec->mutable_lease() = ToProto(options_.lease);
-    *spec->mutable_outage_tolerance() = ToProto(options_.outage_tolerance);
+    *spec->mutable_lease() = rpc::ToProto(options_.lease);
+    *spec->mutable_outage_tolerance() = rpc::ToProto(options_.outage_tolerance);
     request.mutable_topology()->set_host(hostname_);
     request.mutable_topology()->set_rack(options_.rack);
     request.mutable_topology()->set_nvlink_domain(options_.nvlink_domain);
@@ -421,7 +415,7 @@ class RpcJobLink final : public JobLink {
     *op.mutable_wait()->mutable_fence() = AgentFence();
     op.mutable_wait()->add_keys(SettingsKey());
     const absl::Duration patience = std::min(options_.outage_tolerance + kAgree, kLongest);
-    *op.mutable_wait()->mutable_timeout() = ToProto(patience);
+    *op.mutable_wait()->mutable_timeout() = rpc::ToProto(patience);
     MUSTER_ASSIGN_OR_RETURN(const v1::OpResult result,
                             Call(std::move(op), patience + kShortCall, Until::kCancelled));
     const v1::WaitReply& reply = result.wait();
@@ -457,7 +451,7 @@ class RpcJobLink final : public JobLink {
     v1::Op op;
     *op.mutable_wait()->mutable_fence() = AgentFence();
     op.mutable_wait()->add_keys(EndKey());
-    *op.mutable_wait()->mutable_timeout() = ToProto(kLongest);
+    *op.mutable_wait()->mutable_timeout() = rpc::ToProto(kLongest);
     return op;
   }
 

@@ -6,6 +6,7 @@
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "rpc/address.h"
+#include "rpc/session/duration.h"
 #include "rpc/status.h"
 
 namespace muster::agent {
@@ -81,23 +82,17 @@ bool Answers(const v1::OpResult& result, const v1::Op& op) {
 absl::Duration WaitedBefore(const v1::Op& op) {
   const google::protobuf::Duration& waited =
       op.has_arrive_many() ? op.arrive_many().waited() : op.arrive().waited();
-  return std::max(absl::ZeroDuration(),
-                  absl::Seconds(waited.seconds()) + absl::Nanoseconds(waited.nanos()));
+  return std::max(absl::ZeroDuration(), rpc::FromProto(waited));
 }
 void SetWaited(absl::Duration waited, v1::Op* op) {
   if (!op->has_arrive() && !op->has_arrive_many()) return;
-  google::protobuf::Duration* const to = op->has_arrive()
-                                             ? op->mutable_arrive()->mutable_waited()
-                                             : op->mutable_arrive_many()->mutable_waited();
-  absl::Duration rest;
-  to->set_seconds(absl::IDivDuration(waited, absl::Seconds(1), &rest));
-  to->set_nanos(static_cast<int32_t>(absl::ToInt64Nanoseconds(rest)));
+  *(op->has_arrive() ? op->mutable_arrive()->mutable_waited()
+                     : op->mutable_arrive_many()->mutable_waited()) = rpc::ToProto(waited);
 }
 
 absl::Duration RetryAfter(const v1::Goodbye& goodbye) {
-  const absl::Duration asked = absl::Seconds(goodbye.retry_after().seconds()) +
-                               absl::Nanoseconds(goodbye.retry_after().nanos());
-  return std::clamp(asked, absl::ZeroDuration(), kLongestRetryAfter);
+  return std::clamp(rpc::FromProto(goodbye.retry_after()), absl::ZeroDuration(),
+                    kLongestRetryAfter);
 }
 
 // Where an error stands for a stream that breaks with this frame on the way.
@@ -726,8 +721,7 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
   open_by_ = absl::InfiniteFuture();
   failed_hub_.clear();
   in_turn_ = false;
-  const absl::Duration lease =
-      absl::Seconds(welcome.lease().seconds()) + absl::Nanoseconds(welcome.lease().nanos());
+  const absl::Duration lease = rpc::FromProto(welcome.lease());
   lease_ = lease > absl::ZeroDuration() ? lease : kUsualLease;
   if (at_hub_) {
     away_before_ = away_since_;
