@@ -126,7 +126,11 @@ HubCore::HubCore(Options options, OpSender* upstream)
                  .clock = options_.clock},
                 upstream) {}
 
-HubCore::~HubCore() = default;
+HubCore::~HubCore() {
+  MutexLock lock(&mu_);
+  // An agent and its stream own each other.
+  for (const auto& [node, agent] : agents_) agent->stream = nullptr;
+}
 
 uint64_t HubCore::Submit(v1::Op op, Done done) {
   if (op.has_join()) {
