@@ -16,7 +16,7 @@
 
 #include "ATen/Parallel.h"
 #include "muster/data.h"
-#include "worker/process/local_comm.h"
+#include "worker/collective/local_comm.h"
 
 namespace {
 

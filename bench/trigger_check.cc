@@ -8,8 +8,8 @@
 #include <cstdio>
 #include <vector>
 
-#include "worker/process/progress_board.h"
-#include "worker/process/trigger_watch.h"
+#include "worker/collective/progress_board.h"
+#include "worker/job/trigger_watch.h"
 
 namespace {
 

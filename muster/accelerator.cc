@@ -12,9 +12,9 @@
 #include "base/log.h"
 #include "base/mutex.h"
 #include "muster/checkpoint.h"
-#include "worker/process/agent_tells.h"
-#include "worker/process/environment.h"
-#include "worker/process/stop_signal.h"
+#include "worker/job/agent_tells.h"
+#include "worker/job/environment.h"
+#include "worker/job/stop_signal.h"
 #include "worker/train/guard.h"
 
 namespace muster {

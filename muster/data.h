@@ -5,7 +5,7 @@
 #include "worker/data/batch.h"
 #include "worker/data/dataset.h"
 #include "worker/data/loader.h"
-#include "worker/data/nested.h"
 #include "worker/data/token_dataset.h"
+#include "worker/nested/nested.h"
 
 #endif  // MUSTER_DATA_H_

@@ -14,7 +14,7 @@
 #include "muster/internal/core.h"
 #include "torch/nn/module.h"
 #include "torch/nn/pimpl.h"
-#include "worker/data/nested.h"
+#include "worker/nested/nested.h"
 
 namespace torch::nn {
 class AnyModule;

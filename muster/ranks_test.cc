@@ -15,8 +15,8 @@
 #include "muster/test_ranks.h"
 #include "muster/utils.h"
 #include "torch/nn/modules/linear.h"
-#include "worker/process/borrowed_comm.h"
-#include "worker/process/gloo_ranks.h"
+#include "worker/collective/borrowed_comm.h"
+#include "worker/collective/gloo_ranks.h"
 
 namespace muster {
 namespace {

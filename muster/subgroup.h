@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "c10/util/Exception.h"
-#include "worker/data/nested.h"
-#include "worker/process/comm.h"
-#include "worker/process/nested_collectives.h"
+#include "worker/collective/comm.h"
+#include "worker/collective/nested_collectives.h"
+#include "worker/nested/nested.h"
 
 namespace muster {
 

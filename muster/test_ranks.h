@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "muster/accelerator.h"
-#include "worker/process/borrowed_comm.h"
-#include "worker/process/gloo_ranks.h"
+#include "worker/collective/borrowed_comm.h"
+#include "worker/collective/gloo_ranks.h"
 
 // Accelerators on several ranks: threads of one process over Gloo.
 namespace muster {

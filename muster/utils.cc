@@ -4,7 +4,7 @@
 #include <map>
 
 #include "ATen/core/grad_mode.h"
-#include "worker/process/environment.h"
+#include "worker/job/environment.h"
 #include "worker/train/guard.h"
 
 namespace muster {

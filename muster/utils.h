@@ -12,8 +12,8 @@
 
 #include "ATen/core/Generator.h"
 #include "muster/accelerator.h"
-#include "worker/data/nested.h"
-#include "worker/process/nested_collectives.h"
+#include "worker/collective/nested_collectives.h"
+#include "worker/nested/nested.h"
 #include "worker/track/logger.h"
 #include "worker/train/autocast.h"
 #include "worker/train/batch_size_finder.h"
@@ -67,7 +67,7 @@ int64_t find_executable_batch_size(
     const std::function<void(int64_t)>& attempt,
     const std::function<int64_t(int64_t)>& reduce_batch_size = nullptr);
 
-// Structures of tensors (worker/data/nested.h says what these are), by Accelerate's names.
+// Structures of tensors (worker/nested/nested.h says what these are), by Accelerate's names.
 
 // Every tensor on `device`. With non_blocking, copies from pinned memory to a GPU do not wait.
 template <class T>

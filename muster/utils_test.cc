@@ -16,8 +16,8 @@
 #include "torch/nn/modules/batchnorm.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/optim/sgd.h"
-#include "worker/process/borrowed_comm.h"
-#include "worker/process/gloo_ranks.h"
+#include "worker/collective/borrowed_comm.h"
+#include "worker/collective/gloo_ranks.h"
 
 namespace muster {
 namespace {

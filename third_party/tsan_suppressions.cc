@@ -38,7 +38,7 @@ extern "C" const char* __tsan_default_suppressions() {
          "race_top:^std::function<void (bool)>::operator()\n"
          "race_top:^std::function<grpc::\n"
          "race_top:::WithCallbackMethod_\n"
-         // The relay's own call (worker/agent/relay.cc) is let go when gRPC says that it is over,
+         // The relay's own call (agent/relay.cc) is let go when gRPC says that it is over,
          // on a thread other than those that gRPC called it on before.
          "race_top:^~Call$\n"
          "race:::~WithCallbackMethod_\n";

@@ -13,10 +13,10 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "agent/node_session.h"
 #include "base/log.h"
 #include "coordinator/service/server.h"
-#include "worker/agent/node_session.h"
-#include "worker/process/coordinator_client.h"
+#include "worker/job/coordinator_client.h"
 
 namespace muster::bench {
 namespace {

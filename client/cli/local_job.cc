@@ -11,15 +11,15 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "agent/job_signals.h"
+#include "agent/node_job.h"
+#include "agent/process.h"
+#include "agent/process_limits.h"
+#include "agent/worker_environment.h"
 #include "base/file.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "client/cli/running_launch.h"
-#include "worker/agent/job_signals.h"
-#include "worker/agent/node_job.h"
-#include "worker/agent/process.h"
-#include "worker/agent/process_limits.h"
-#include "worker/agent/worker_environment.h"
 
 namespace muster::client {
 namespace {

@@ -21,7 +21,7 @@
 #include "muster/internal/core.h"
 #include "muster/utils.h"
 #include "torch/nn/modules/linear.h"
-#include "worker/process/borrowed_comm.h"
+#include "worker/collective/borrowed_comm.h"
 
 namespace {
 

@@ -19,7 +19,7 @@
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/state.h"
-#include "worker/process/nested_collectives.h"
+#include "worker/collective/nested_collectives.h"
 #include "worker/train/guard.h"
 #include "worker/train/seed.h"
 

@@ -11,9 +11,9 @@
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "muster/internal/core.h"
+#include "worker/collective/collective_error.h"
+#include "worker/collective/nested_collectives.h"
 #include "worker/parallel/sync_batch_norm.h"
-#include "worker/process/lost_collective.h"
-#include "worker/process/nested_collectives.h"
 #include "worker/train/clip.h"
 #include "worker/train/sync_state.h"
 

@@ -32,7 +32,7 @@
 #include "rpc/channel.h"
 #include "rpc/status.h"
 #include "tests/chaos/weights.h"
-#include "worker/process/coordinator_client.h"
+#include "worker/job/coordinator_client.h"
 
 namespace muster::chaos {
 namespace {

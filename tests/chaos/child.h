@@ -10,8 +10,8 @@
 
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "agent/process.h"
 #include "base/mutex.h"
-#include "worker/agent/process.h"
 
 namespace muster::chaos {
 

@@ -158,7 +158,7 @@ void Cluster::StartAgent(int index) {
     ++changes_;
     changed_.SignalAll();
   };
-  std::vector<std::string> argv = {ProgramPath("worker/agent/cmd/muster-agent"),
+  std::vector<std::string> argv = {ProgramPath("agent/cmd/muster-agent"),
                                    "--coordinator",
                                    address_,
                                    "--job_name",
@@ -196,7 +196,7 @@ void Cluster::StartHub(int index) {
   };
   hubs_[index].push_back(std::make_unique<Child>(
       *host_,
-      std::vector<std::string>{ProgramPath("worker/agent/cmd/muster-agent"),
+      std::vector<std::string>{ProgramPath("agent/cmd/muster-agent"),
                                "--coordinator",
                                address_,
                                "--job_name",

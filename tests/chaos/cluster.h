@@ -10,11 +10,11 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "agent/process.h"
 #include "base/defaults.h"
 #include "base/mutex.h"
 #include "tests/chaos/child.h"
 #include "tests/chaos/watcher.h"
-#include "worker/agent/process.h"
 
 namespace muster::chaos {
 

@@ -11,9 +11,9 @@
 #include "ATen/ops/arange.h"
 #include "ATen/ops/full.h"
 #include "tests/conformance/case_fields.h"
+#include "worker/collective/thread_comm.h"
 #include "worker/data/loader.h"
 #include "worker/data/sampler_shard.h"
-#include "worker/process/thread_comm.h"
 
 // The loaders that data cases describe. Fields are read as tests/testdata/README.md names them.
 namespace muster::conformance {

@@ -8,8 +8,8 @@
 #include "tests/conformance/case_fields.h"
 #include "tests/conformance/handlers.h"
 #include "tests/conformance/tensor_json.h"
-#include "worker/process/nested_collectives.h"
-#include "worker/process/thread_comm.h"
+#include "worker/collective/nested_collectives.h"
+#include "worker/collective/thread_comm.h"
 
 namespace muster::conformance {
 namespace {

@@ -7,9 +7,9 @@
 #include "tests/conformance/case_fields.h"
 #include "tests/conformance/case_loader.h"
 #include "tests/conformance/handlers.h"
+#include "worker/data/gather_for_metrics.h"
 #include "worker/data/loader.h"
 #include "worker/data/sampler_shard.h"
-#include "worker/metrics/gather_for_metrics.h"
 
 namespace muster::conformance {
 namespace {

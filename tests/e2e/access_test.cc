@@ -10,11 +10,11 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "agent/job_link.h"
 #include "base/file.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"
 #include "tests/support/command.h"
-#include "worker/agent/job_link.h"
 
 namespace muster {
 namespace {
@@ -77,7 +77,7 @@ class AccessTest : public ClusterFixture {
       open_ = absl::StrCat(runtime_, "-open");
       EXPECT_TRUE(MakeDirectories(open_).ok());
       EXPECT_EQ(chmod(open_.c_str(), 0755), 0);
-      for (const char* path : {"client/cli/muster", "worker/agent/cmd/muster-agent"}) {
+      for (const char* path : {"client/cli/muster", "agent/cmd/muster-agent"}) {
         std::filesystem::copy_file(std::filesystem::canonical(Runfile(path)),
                                    absl::StrCat(open_, "/", BaseName(path)));
       }
@@ -372,7 +372,7 @@ TEST_F(AccessTest, CoordinatorsToken_LetsInWhoBringsItAndNobodyElse) {
 }
 
 TEST_F(AccessTest, MissingFiles_AreWrongOptionsAndNoMissingProgram) {
-  const std::string agent = Runfile("worker/agent/cmd/muster-agent");
+  const std::string agent = Runfile("agent/cmd/muster-agent");
   const std::string muster = Runfile("client/cli/muster");
   for (const char* flag : {"--token_file", "--tls_ca"}) {
     for (const std::vector<std::string>& argv :
@@ -401,7 +401,7 @@ TEST_F(AccessTest, CoordinatorWithClientCertificates_LetsInWhoShowsOne) {
 TEST_F(AccessTest, AgentsWithoutAJobName_AreJobsOfTheirOwn) {
   const auto coordinator = StartCoordinator();
   const auto bare = [&](const std::string& script) {
-    return Run({Runfile("worker/agent/cmd/muster-agent"), "--coordinator", address_, "--cpu", "--",
+    return Run({Runfile("agent/cmd/muster-agent"), "--coordinator", address_, "--cpu", "--",
                 "/bin/sh", "-c", script});
   };
   const auto first = bare(absl::StrCat("echo job $MUSTER_JOB; ", kWorkUntilTold));
@@ -412,7 +412,7 @@ TEST_F(AccessTest, AgentsWithoutAJobName_AreJobsOfTheirOwn) {
   EXPECT_NE(second->WaitForLine("job "), job);
   // The first one has not noticed.
   Stop(*first);
-  const auto two = Run({Runfile("worker/agent/cmd/muster-agent"), "--coordinator", address_,
+  const auto two = Run({Runfile("agent/cmd/muster-agent"), "--coordinator", address_,
                         "--num_machines", "2", "--", "/bin/true"});
   EXPECT_EQ(two->Wait(), 2);
   EXPECT_THAT(two->err(), ElementsAre(HasSubstr("--job_name is required")));

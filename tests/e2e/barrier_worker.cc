@@ -14,7 +14,7 @@
 #include "rpc/channel.h"
 #include "rpc/status.h"
 #include "tests/e2e/worker_talk.h"
-#include "worker/process/coordinator_client.h"
+#include "worker/job/coordinator_client.h"
 
 volatile bool g_forever = true;
 

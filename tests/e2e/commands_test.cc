@@ -42,8 +42,8 @@ void ExpectEveryOptionExplained(const std::vector<std::string>& lines, const std
 }
 
 TEST_F(CommandsTest, Help_IsEverywhere) {
-  for (const char* path : {"coordinator/cmd/muster-coordinator", "worker/agent/cmd/muster-agent",
-                           "examples/mnist/mnist"}) {
+  for (const char* path :
+       {"coordinator/cmd/muster-coordinator", "agent/cmd/muster-agent", "examples/mnist/mnist"}) {
     auto help = Program(path, {"--help"});
     EXPECT_EQ(help->Wait(), 0) << path;
     const std::string name = std::string(path).substr(std::string(path).rfind('/') + 1);
@@ -120,7 +120,7 @@ TEST_F(CommandsTest, Coordinator_OnACopyThatWasPutBack_BeginsALaterTerm) {
 
 TEST_F(CommandsTest, Mistakes_AreOneLineEach) {
   const std::string coordinator = "coordinator/cmd/muster-coordinator";
-  const std::string agent = "worker/agent/cmd/muster-agent";
+  const std::string agent = "agent/cmd/muster-agent";
   const std::string mnist = "examples/mnist/mnist";
   const struct {
     std::string path;

@@ -154,7 +154,7 @@ std::unique_ptr<Command> ClusterFixture::StartCoordinator(std::vector<std::strin
 std::unique_ptr<Command> ClusterFixture::Agent(const std::string& job, int num_machines,
                                                int num_processes, std::vector<std::string> program,
                                                std::vector<std::string> more) {
-  std::vector<std::string> args = {Runfile("worker/agent/cmd/muster-agent"),
+  std::vector<std::string> args = {Runfile("agent/cmd/muster-agent"),
                                    "--coordinator",
                                    address_,
                                    "--job_name",

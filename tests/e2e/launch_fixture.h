@@ -14,10 +14,10 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "agent/process.h"
 #include "base/file.h"
 #include "base/mutex.h"
 #include "gtest/gtest.h"
-#include "worker/agent/process.h"
 
 namespace muster {
 

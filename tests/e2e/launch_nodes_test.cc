@@ -2,9 +2,9 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "agent/job_link.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"
-#include "worker/agent/job_link.h"
 
 namespace muster {
 namespace {
@@ -35,7 +35,7 @@ class NodesTest : public LaunchFixture {
     return Launch(std::move(args), script);
   }
   std::unique_ptr<Command> AgentProgram(std::vector<std::string> args, const std::string& script) {
-    args.insert(args.begin(), Runfile("worker/agent/cmd/muster-agent"));
+    args.insert(args.begin(), Runfile("agent/cmd/muster-agent"));
     args.insert(args.end(), {"--", "/bin/sh", "-c", script});
     return std::make_unique<Command>(*host_, std::move(args), env_);
   }

@@ -15,9 +15,9 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_split.h"
+#include "agent/job_link.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"
-#include "worker/agent/job_link.h"
 
 namespace muster {
 namespace {

@@ -9,7 +9,7 @@
 #include "proto/muster/v1/kv.grpc.pb.h"
 #include "rpc/channel.h"
 #include "tests/e2e/worker_talk.h"
-#include "worker/process/coordinator_client.h"
+#include "worker/job/coordinator_client.h"
 
 namespace {
 

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "agent/job_link.h"
 #include "tests/e2e/launch_fixture.h"
-#include "worker/agent/job_link.h"
 
 namespace muster {
 namespace {

@@ -10,9 +10,9 @@
 #include "muster/accelerator.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
-#include "worker/process/c10d_comm.h"
-#include "worker/process/nccl.h"
-#include "worker/process/process_group.h"
+#include "worker/collective/c10d_comm.h"
+#include "worker/collective/nccl.h"
+#include "worker/collective/process_group.h"
 
 namespace muster {
 namespace {
@@ -23,7 +23,7 @@ class Gpu : public testing::Test {
     // The plug-in of this build, not one that is installed.
     if (const char* const root = getenv("TEST_SRCDIR")) {
       const std::string plugin =
-          std::string(root) + "/muster/worker/process/nccl_plugin/libmuster_nccl.so";
+          std::string(root) + "/muster/worker/collective/nccl_plugin/libmuster_nccl.so";
       setenv("MUSTER_NCCL_PLUGIN", plugin.c_str(), 1);
     }
   }

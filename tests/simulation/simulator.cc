@@ -12,6 +12,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "agent/hub_core.h"
+#include "agent/hub_link.h"
+#include "agent/op_sender.h"
+#include "agent/upstream.h"
 #include "base/clock.h"
 #include "coordinator/errors.h"
 #include "proto/muster/v1/journal.pb.h"
@@ -19,10 +23,6 @@
 #include "tests/simulation/agent_client.h"
 #include "tests/simulation/linearizability.h"
 #include "tests/simulation/sim_disk.h"
-#include "worker/agent/hub_core.h"
-#include "worker/agent/hub_link.h"
-#include "worker/agent/op_sender.h"
-#include "worker/agent/upstream.h"
 
 namespace muster::simulation {
 namespace {

@@ -27,10 +27,10 @@
 #include "torch/csrc/distributed/c10d/PrefixStore.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/TCPStore.hpp"
-#include "worker/process/c10d_comm.h"
-#include "worker/process/coordinator_client.h"
-#include "worker/process/coordinator_store.h"
-#include "worker/process/process_group.h"
+#include "worker/collective/c10d_comm.h"
+#include "worker/collective/process_group.h"
+#include "worker/job/coordinator_client.h"
+#include "worker/job/coordinator_store.h"
 
 namespace muster {
 namespace {

@@ -57,7 +57,7 @@ class Repository(unittest.TestCase):
 
     def test_every_failpoint_is_in_one_place(self):
         sources = {f: _read(f) for f in _files()
-                   if re.match(r"(rpc|coordinator|worker|client|muster)/.*\.(h|cc)$", f)}
+                   if re.match(r"(rpc|coordinator|agent|worker|client|muster)/.*\.(h|cc)$", f)}
         self._expect_none(list(rules.failpoints(_read("base/failpoint.cc"), sources)))
 
     def test_the_table_of_accelerates_defects_names_tests_that_exist(self):
@@ -134,7 +134,14 @@ class RulesThemselves(unittest.TestCase):
             ("coordinator/barrier.h", '#include "rpc/status.h"'),
             ("coordinator/barrier.h", '#include "proto/muster/v1/barrier.grpc.pb.h"'),
             ("coordinator/service/a.cc", "#include <ATen/core/Tensor.h>"),
-            ("worker/agent/a.cc", '#include "worker/data/loader.h"'),
+            ("agent/a.cc", '#include "worker/data/loader.h"'),
+            ("worker/job/a.cc", '#include "agent/relay.h"'),
+            ("worker/nested/a.cc", '#include "worker/collective/comm.h"'),
+            ("worker/data/a.cc", '#include "worker/train/seed.h"'),
+            ("worker/job/a.cc", '#include "worker/data/loader.h"'),
+            ("muster/a.cc", '#include "agent/relay.h"'),
+            ("coordinator/core.cc", "#include <sqlite3.h>"),
+            ("coordinator/core.cc", '#include "coordinator/journal/sqlite_journal.h"'),
             ("worker/train/a.cc", '#include "rpc/channel.h"'),
             ("worker/train/a.cc", '#include "client/job_client.h"'),
             ("client/a.cc", '#include "coordinator/core.h"'),
@@ -149,8 +156,11 @@ class RulesThemselves(unittest.TestCase):
             ("coordinator/barrier.h", '#include "rpc/session/answer.h"'),
             ("coordinator/service/a.cc", "#include <grpcpp/grpcpp.h>"),
             ("coordinator/service/a.cc", '#include "rpc/session/answer.h"'),
-            ("worker/agent/a.cc", '#include "rpc/session/answer.h"'),
-            ("worker/process/store.cc", '#include "rpc/channel.h"'),
+            ("agent/a.cc", '#include "rpc/session/answer.h"'),
+            ("worker/job/store.cc", '#include "rpc/channel.h"'),
+            ("worker/data/a.cc", '#include "worker/collective/comm.h"'),
+            ("worker/parallel/a_test.cc", '#include "worker/train/optimizer.h"'),
+            ("coordinator/journal/a.cc", "#include <sqlite3.h>"),
             ("worker/train/a.cc", "#include <ATen/core/Tensor.h>"),
             ("examples/mnist/main.cc", '#include "muster/muster.h"'),
             ("tests/e2e/a_test.cc", '#include "coordinator/core.h"'),

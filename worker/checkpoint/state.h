@@ -11,7 +11,7 @@
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/state_dict.h"
-#include "worker/process/comm.h"
+#include "worker/collective/comm.h"
 
 namespace muster {
 

@@ -9,7 +9,7 @@
 #include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
 #include "base/file.h"
-#include "worker/process/thread_comm.h"
+#include "worker/collective/thread_comm.h"
 
 namespace muster {
 namespace {

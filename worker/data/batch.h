@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "worker/data/nested.h"
+#include "worker/nested/nested.h"
 
 namespace muster {
 

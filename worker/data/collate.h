@@ -12,7 +12,7 @@
 
 #include "ATen/ops/empty.h"
 #include "ATen/ops/stack.h"
-#include "worker/data/nested.h"
+#include "worker/nested/nested.h"
 
 namespace muster {
 

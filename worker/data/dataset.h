@@ -16,7 +16,7 @@
 #include "worker/data/collate.h"
 #include "worker/data/data_error.h"
 #include "worker/data/data_random.h"
-#include "worker/data/nested.h"
+#include "worker/nested/nested.h"
 
 namespace torch::data::datasets {
 template <typename Self, typename SingleExample>

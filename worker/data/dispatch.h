@@ -10,8 +10,8 @@
 #include "ATen/core/Tensor.h"
 #include "ATen/ops/empty.h"
 #include "ATen/ops/empty_like.h"
-#include "worker/data/nested.h"
-#include "worker/process/comm.h"
+#include "worker/collective/comm.h"
+#include "worker/nested/nested.h"
 
 namespace muster {
 

@@ -17,6 +17,7 @@
 #include "ATen/core/Tensor.h"
 #include "ATen/ops/cat.h"
 #include "ATen/ops/zeros.h"
+#include "worker/collective/comm.h"
 #include "worker/data/batch.h"
 #include "worker/data/collate.h"
 #include "worker/data/data_error.h"
@@ -24,9 +25,8 @@
 #include "worker/data/dataset.h"
 #include "worker/data/dispatch.h"
 #include "worker/data/loader_core.h"
-#include "worker/data/nested.h"
 #include "worker/data/prefetcher.h"
-#include "worker/process/comm.h"
+#include "worker/nested/nested.h"
 
 namespace torch::data::samplers {
 template <typename BatchRequest>

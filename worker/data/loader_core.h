@@ -11,9 +11,9 @@
 
 #include "ATen/core/Tensor.h"
 #include "absl/status/statusor.h"
+#include "worker/collective/comm.h"
 #include "worker/data/batch.h"
 #include "worker/data/sampler_shard.h"
-#include "worker/process/comm.h"
 
 namespace muster {
 

@@ -25,7 +25,7 @@
 #include "ATen/ops/zeros.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "worker/process/thread_comm.h"
+#include "worker/collective/thread_comm.h"
 
 namespace muster {
 namespace {

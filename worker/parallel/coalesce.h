@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
-#include "worker/process/comm.h"
+#include "worker/collective/comm.h"
 
 namespace muster {
 

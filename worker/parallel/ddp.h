@@ -7,10 +7,10 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
-#include "worker/data/nested.h"
+#include "worker/collective/comm.h"
+#include "worker/collective/progress_board.h"
+#include "worker/nested/nested.h"
 #include "worker/parallel/comm_hooks.h"
-#include "worker/process/comm.h"
-#include "worker/process/progress_board.h"
 
 namespace muster {
 
@@ -80,7 +80,7 @@ class DataParallel {
   // Throws, naming them, if parameters got no gradient in the last communicating backward pass.
   void BeforeForward(bool communicate);
 
-  // `output`: a nest of tensors as worker/data/nested.h describes them.
+  // `output`: a nest of tensors as worker/nested/nested.h describes them.
   template <typename T>
   T AfterForward(const T& output) {
     std::vector<at::Tensor> tensors;

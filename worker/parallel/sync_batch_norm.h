@@ -6,7 +6,7 @@
 #include "ATen/core/Tensor.h"
 #include "torch/nn/modules/batchnorm.h"
 #include "torch/nn/pimpl.h"
-#include "worker/process/comm.h"
+#include "worker/collective/comm.h"
 
 namespace muster {
 

@@ -8,10 +8,10 @@
 #include "ATen/ops/zeros.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "worker/collective/gloo_ranks.h"
+#include "worker/collective/test_error.h"
+#include "worker/collective/thread_comm.h"
 #include "worker/parallel/test_net.h"
-#include "worker/process/gloo_ranks.h"
-#include "worker/process/test_error.h"
-#include "worker/process/thread_comm.h"
 
 namespace muster {
 namespace {

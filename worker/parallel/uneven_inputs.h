@@ -4,8 +4,8 @@
 #include <functional>
 #include <vector>
 
+#include "worker/collective/comm.h"
 #include "worker/parallel/ddp.h"
-#include "worker/process/comm.h"
 
 namespace muster {
 

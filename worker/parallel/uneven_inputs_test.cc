@@ -1,9 +1,9 @@
 #include "worker/parallel/uneven_inputs.h"
 
 #include "gtest/gtest.h"
+#include "worker/collective/gloo_ranks.h"
+#include "worker/collective/thread_comm.h"
 #include "worker/parallel/test_net.h"
-#include "worker/process/gloo_ranks.h"
-#include "worker/process/thread_comm.h"
 #include "worker/train/accumulation.h"
 #include "worker/train/clip.h"
 #include "worker/train/optimizer.h"

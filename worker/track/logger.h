@@ -8,7 +8,7 @@
 #include "absl/strings/string_view.h"
 #include "base/log.h"
 #include "base/mutex.h"
-#include "worker/process/comm.h"
+#include "worker/collective/comm.h"
 
 namespace muster {
 

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "worker/process/thread_comm.h"
+#include "worker/collective/thread_comm.h"
 
 namespace muster {
 namespace {

@@ -5,7 +5,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "absl/strings/string_view.h"
-#include "worker/data/nested.h"
+#include "worker/nested/nested.h"
 
 namespace muster {
 

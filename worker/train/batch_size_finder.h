@@ -5,7 +5,7 @@
 #include <exception>
 #include <functional>
 
-#include "worker/process/comm.h"
+#include "worker/collective/comm.h"
 
 namespace muster {
 

@@ -8,8 +8,8 @@
 #include "c10/util/Exception.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "worker/process/local_comm.h"
-#include "worker/process/thread_comm.h"
+#include "worker/collective/local_comm.h"
+#include "worker/collective/thread_comm.h"
 
 namespace muster {
 namespace {

@@ -12,7 +12,7 @@
 #include "c10/util/Exception.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
-#include "worker/process/test_error.h"
+#include "worker/collective/test_error.h"
 
 namespace muster {
 namespace {

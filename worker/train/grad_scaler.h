@@ -5,7 +5,7 @@
 #include <map>
 
 #include "ATen/core/Tensor.h"
-#include "worker/process/comm.h"
+#include "worker/collective/comm.h"
 #include "worker/train/optimizer_handle.h"
 #include "worker/train/plain_state.h"
 

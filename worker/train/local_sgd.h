@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
-#include "worker/process/comm.h"
+#include "worker/collective/comm.h"
 
 namespace muster {
 

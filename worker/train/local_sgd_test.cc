@@ -2,7 +2,7 @@
 
 #include "ATen/ops/full.h"
 #include "gtest/gtest.h"
-#include "worker/process/thread_comm.h"
+#include "worker/collective/thread_comm.h"
 #include "worker/train/optimizer.h"
 
 namespace muster {

@@ -14,7 +14,7 @@
 #include "torch/optim/adamw.h"
 #include "torch/optim/rmsprop.h"
 #include "torch/optim/sgd.h"
-#include "worker/process/test_error.h"
+#include "worker/collective/test_error.h"
 #include "worker/train/torch_optimizer.h"
 
 namespace muster {

@@ -7,7 +7,7 @@
 
 #include "ATen/core/Generator.h"
 #include "ATen/core/Tensor.h"
-#include "worker/process/comm.h"
+#include "worker/collective/comm.h"
 
 namespace muster {
 

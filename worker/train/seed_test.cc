@@ -5,7 +5,7 @@
 #include "ATen/ops/rand.h"
 #include "ATen/ops/zeros.h"
 #include "gtest/gtest.h"
-#include "worker/process/thread_comm.h"
+#include "worker/collective/thread_comm.h"
 
 namespace muster {
 namespace {

@@ -1,7 +1,7 @@
 #ifndef MUSTER_WORKER_TRAIN_SYNC_STATE_H_
 #define MUSTER_WORKER_TRAIN_SYNC_STATE_H_
 
-#include "worker/process/comm.h"
+#include "worker/collective/comm.h"
 #include "worker/train/optimizer_handle.h"
 #include "worker/train/plain_state.h"
 

@@ -25,7 +25,7 @@
 #include "torch/optim/rmsprop.h"
 #include "torch/optim/sgd.h"
 #include "torch/serialize/archive.h"
-#include "worker/process/test_error.h"
+#include "worker/collective/test_error.h"
 #include "worker/train/autocast.h"
 #include "worker/train/optimizer.h"
 

@@ -11,7 +11,7 @@
 #include "torch/optim/schedulers/reduce_on_plateau_scheduler.h"
 #include "torch/optim/schedulers/step_lr.h"
 #include "torch/optim/sgd.h"
-#include "worker/process/test_error.h"
+#include "worker/collective/test_error.h"
 #include "worker/train/accumulation.h"
 #include "worker/train/prepared_scheduler.h"
 #include "worker/train/torch_optimizer.h"

@@ -1,0 +1,333 @@
+#include "agent/agent.h"
+
+#include <signal.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/clock.h"
+#include "base/file.h"
+#include "base/log.h"
+#include "base/status_macros.h"
+
+namespace muster::agent {
+namespace {
+
+std::string HostName() {
+  char name[256] = "";
+  gethostname(name, sizeof(name) - 1);
+  return name;
+}
+
+uint64_t NewIncarnation() {
+  uint64_t incarnation = 0;
+  while (incarnation == 0) {
+    MUSTER_CHECK(getrandom(&incarnation, sizeof(incarnation), 0) == sizeof(incarnation));
+  }
+  return incarnation;
+}
+
+}  // namespace
+
+Agent::Agent(AgentOptions options, ProcessHost& host, OutputMux& output, JobLink& link)
+    : options_(std::move(options)),
+      host_(host),
+      output_(output),
+      link_(link),
+      hostname_(HostName()) {}
+
+void Agent::Stop() {
+  {
+    MutexLock lock(&mu_);
+    stop_wanted_ = true;
+  }
+  Post(StopWanted{});
+  link_.Cancel();
+}
+
+void Agent::Kill(const std::string& worker_id, uint64_t incarnation, const std::string& why) {
+  Post(KillWanted{worker_id, incarnation, why});
+}
+
+void Agent::Post(Event event) {
+  MutexLock lock(&mu_);
+  events_.push_back(std::move(event));
+  changed_.SignalAll();
+}
+
+Agent::Event Agent::Next() { return *NextWithin(absl::InfiniteDuration()); }
+
+std::optional<Agent::Event> Agent::NextWithin(absl::Duration timeout) {
+  const absl::Time deadline = Clock::Real().Now() + timeout;
+  MutexLock lock(&mu_);
+  while (events_.empty()) {
+    const absl::Duration left = deadline - Clock::Real().Now();
+    if (left <= absl::ZeroDuration()) return std::nullopt;
+    changed_.WaitWithTimeout(&mu_, left);
+  }
+  Event event = std::move(events_.front());
+  events_.pop_front();
+  return event;
+}
+
+absl::Status Agent::StartWorker(const Meeting& meeting, int attempt, int local_rank) {
+  Worker& worker = workers_[local_rank];
+  worker.rank = meeting.node_rank * options_.slots + local_rank;
+  worker.worker_id = absl::StrCat("w", worker.rank);
+  worker.incarnation = NewIncarnation();
+
+  WorkerEnvironment told = options_.worker;
+  told.place = {.rank = worker.rank,
+                .world_size = meeting.num_nodes * options_.slots,
+                .local_rank = local_rank,
+                .local_world_size = options_.slots,
+                .node_rank = meeting.node_rank,
+                .num_nodes = meeting.num_nodes};
+  told.worker_id = worker.worker_id;
+  told.incarnation = worker.incarnation;
+  told.master_addr = meeting.master_addr;
+  told.master_port = meeting.master_port;
+  told.restart_count = attempt;
+  told.max_restarts = options_.max_restarts;
+
+  if (!options_.log_dir.empty()) {
+    const std::string folder = absl::StrCat(options_.log_dir, "/attempt_", attempt);
+    absl::Status status = MakeDirectories(folder);
+    if (status.ok()) {
+      status = output_.AddLog(worker.rank, absl::StrCat(folder, "/rank_", worker.rank, ".log"));
+    }
+    if (!status.ok())
+      return absl::InvalidArgumentError(absl::StrCat("log_dir: ", status.message()));
+  }
+  ProcessOptions process;
+  process.argv = options_.argv;
+  process.env = ToEnvironmentBlock(MakeWorkerVariables(told, options_.inherited));
+  process.stdin_fd = worker.rank == 0 ? options_.stdin_fd : -1;
+  process.stdout_terminal = options_.stdout_terminal;
+  process.stderr_terminal = options_.stderr_terminal;
+  process.kept_lines = options_.kept_lines;
+  const int rank = worker.rank;
+  process.on_line = [this, rank](OutputStream stream, absl::string_view line) {
+    output_.Line(rank, stream, line);
+  };
+  process.on_partial = [this, rank](OutputStream stream, absl::string_view text) {
+    output_.Partial(rank, stream, text);
+  };
+  process.on_deaf = [this, rank](absl::string_view state) {
+    output_.Note(absl::StrCat("muster: rank ", rank, " on ", hostname_,
+                              " has not ended after SIGKILL: ", state, "; still waiting for it"));
+  };
+  process.on_exit = [this, local_rank](const ProcessExit& exit) { Post(Ended{local_rank, exit}); };
+  MUSTER_ASSIGN_OR_RETURN(worker.process, host_.Spawn(std::move(process)));
+  ++running_;
+  if (options_.processes != nullptr) {
+    options_.processes->Started(worker.worker_id, worker.incarnation, worker.process->pid());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Agent::StartWorkers(const Meeting& meeting, int attempt) {
+  workers_.assign(options_.slots, Worker());
+  running_ = 0;
+  for (int local_rank = 0; local_rank < options_.slots; ++local_rank) {
+    MUSTER_RETURN_IF_ERROR(StartWorker(meeting, attempt, local_rank));
+  }
+  return absl::OkStatus();
+}
+
+WorkerEnd Agent::OnEnded(const Ended& event) {
+  Worker& worker = workers_[event.local_rank];
+  worker.ended = true;
+  --running_;
+  if (options_.processes != nullptr) {
+    options_.processes->Ended(worker.worker_id, worker.incarnation);
+  }
+  WorkerEnd end;
+  end.rank = worker.rank;
+  end.worker_id = worker.worker_id;
+  end.incarnation = worker.incarnation;
+  end.pid = worker.process->pid();
+  end.host = hostname_;
+  end.exit = event.exit;
+  end.killed_because = worker.killed_because;
+  end.last_lines = worker.process->LastLines();
+  end.may_restart = attempt_ < options_.max_restarts && !stopped_;
+  if (!end.exit.stuck.empty()) stuck_.push_back(end.ToString());
+  link_.ReportEnd(end);
+  return end;
+}
+
+void Agent::StopWorkers(absl::Duration grace) {
+  for (Worker& worker : workers_) {
+    if (worker.process != nullptr && !worker.ended) worker.process->Stop(grace);
+  }
+}
+
+void Agent::KillWorker(const KillWanted& wanted) {
+  for (Worker& worker : workers_) {
+    if (worker.worker_id != wanted.worker_id || worker.incarnation != wanted.incarnation ||
+        worker.process == nullptr || worker.ended || !worker.killed_because.empty()) {
+      continue;
+    }
+    worker.killed_because = wanted.why.empty() ? "the coordinator wants it" : wanted.why;
+    worker.process->Stop(options_.failure_grace);
+  }
+}
+
+void Agent::WaitForWorkers() {
+  while (running_ > 0) {
+    const Event event = Next();
+    if (const auto* ended = std::get_if<Ended>(&event)) OnEnded(*ended);
+    if (const auto* kill = std::get_if<KillWanted>(&event)) KillWorker(*kill);
+    if (std::holds_alternative<StopWanted>(event)) {
+      StopWorkers(stopped_ ? absl::ZeroDuration() : options_.stop_grace);
+      stopped_ = true;
+    }
+  }
+}
+
+AttemptEnd Agent::Culprit(const Ended& first) {
+  WorkerEnd culprit = OnEnded(first);
+  const absl::Time deadline = Clock::Real().Now() + options_.settle;
+  while (culprit.exit.signal == 0 && running_ > 0) {
+    std::optional<Event> event = NextWithin(deadline - Clock::Real().Now());
+    if (!event.has_value()) break;
+    const auto* ended = std::get_if<Ended>(&*event);
+    if (ended == nullptr) {
+      Post(*std::move(event));
+      break;
+    }
+    WorkerEnd end = OnEnded(*ended);
+    if (end.exit.signal != 0) culprit = std::move(end);
+  }
+  AttemptEnd end;
+  end.why = culprit.ToString();
+  end.last_lines = std::move(culprit.last_lines);
+  return end;
+}
+
+std::optional<AttemptEnd> Agent::RunAttempt(const Meeting& meeting, int attempt,
+                                            absl::Status* refused) {
+  link_.Watch([this](AttemptEnd end) { Post(EndedElsewhere{std::move(end)}); });
+  if (absl::Status status = StartWorkers(meeting, attempt); !status.ok()) {
+    StopWorkers(absl::ZeroDuration());
+    WaitForWorkers();
+    *refused = status;
+    return link_.Fail(
+        {absl::StrCat("a worker could not be started on ", hostname_, ": ", status.message()), {}});
+  }
+  while (running_ > 0) {
+    const Event event = Next();
+    if (const auto* ended = std::get_if<Ended>(&event)) {
+      if (ended->exit.ok() && workers_[ended->local_rank].killed_because.empty()) {
+        OnEnded(*ended);
+        continue;
+      }
+      const AttemptEnd local = Culprit(*ended);
+      StopWorkers(options_.failure_grace);
+      const AttemptEnd end = link_.Fail(local);
+      WaitForWorkers();
+      return end;
+    }
+    if (const auto* elsewhere = std::get_if<EndedElsewhere>(&event)) {
+      StopWorkers(options_.failure_grace);
+      WaitForWorkers();
+      return elsewhere->end;
+    }
+    if (const auto* kill = std::get_if<KillWanted>(&event)) {
+      KillWorker(*kill);
+      continue;
+    }
+    StopWorkers(options_.stop_grace);
+    stopped_ = true;
+    WaitForWorkers();
+    link_.Fail({absl::StrCat("the job was stopped on ", hostname_), {}});
+    return std::nullopt;
+  }
+  const absl::Status finished = link_.Finish();
+  if (finished.ok()) return std::nullopt;
+  {
+    MutexLock lock(&mu_);
+    if (stop_wanted_) {
+      stopped_ = true;
+      return std::nullopt;
+    }
+  }
+  // Another node failed after the workers of this one were done.
+  while (true) {
+    std::optional<Event> event = NextWithin(absl::Seconds(1));
+    if (!event.has_value()) return AttemptEnd{std::string(finished.message()), {}};
+    if (auto* elsewhere = std::get_if<EndedElsewhere>(&*event)) return std::move(elsewhere->end);
+  }
+}
+
+JobResult Agent::Run() {
+  JobResult result;
+  for (int attempt = 0;; ++attempt) {
+    result.restarts = attempt_ = attempt;
+    const absl::StatusOr<Meeting> meeting = link_.Meet(attempt);
+    bool stop_wanted;
+    {
+      MutexLock lock(&mu_);
+      stop_wanted = stop_wanted_;
+      // What is left from the attempt before.
+      events_.clear();
+    }
+    if (stop_wanted) {
+      result.outcome = JobResult::Outcome::kStopped;
+      return result;
+    }
+    if (!meeting.ok()) {
+      result.outcome = attempt == 0 ? JobResult::Outcome::kRefused : JobResult::Outcome::kFailed;
+      result.status = meeting.status();
+      if (attempt > 0) result.failure = {std::string(meeting.status().message()), {}};
+      return result;
+    }
+    absl::Status refused;
+    std::optional<AttemptEnd> end = RunAttempt(*meeting, attempt, &refused);
+    if (!stuck_.empty()) {
+      // It may hold its GPU and its files yet: nothing is started beside it.
+      result.outcome = JobResult::Outcome::kFailed;
+      const std::string stuck = absl::StrCat(absl::StrJoin(stuck_, "; "),
+                                             ": left behind, it ends when the kernel lets it");
+      if (end.has_value()) result.failure = *std::move(end);
+      if (result.failure.why.empty()) {
+        result.failure.why = stuck;
+      } else if (!absl::StrContains(result.failure.why, stuck_[0])) {
+        absl::StrAppend(&result.failure.why, "; and ", stuck);
+      }
+      return result;
+    }
+    if (stopped_) {
+      result.outcome = JobResult::Outcome::kStopped;
+      return result;
+    }
+    if (!end.has_value()) {
+      result.outcome = JobResult::Outcome::kSucceeded;
+      return result;
+    }
+    result.failure = *std::move(end);
+    if (!refused.ok()) {
+      result.outcome = JobResult::Outcome::kRefused;
+      result.status = refused;
+      return result;
+    }
+    if (attempt == options_.max_restarts) {
+      result.outcome = JobResult::Outcome::kFailed;
+      return result;
+    }
+    output_.Note(absl::StrCat("muster: ", result.failure.why,
+                              "; starting all workers again (restart ", attempt + 1, " of ",
+                              options_.max_restarts, ")"));
+    output_.Flush(options_.failure_grace);
+  }
+}
+
+}  // namespace muster::agent

@@ -1,0 +1,149 @@
+#ifndef MUSTER_AGENT_AGENT_H_
+#define MUSTER_AGENT_AGENT_H_
+
+#include <cstdint>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "agent/job_link.h"
+#include "agent/output.h"
+#include "agent/process.h"
+#include "agent/worker_environment.h"
+#include "agent/worker_processes.h"
+#include "base/mutex.h"
+
+namespace muster::agent {
+
+struct AgentOptions {
+  // The program and its arguments, the same for every worker.
+  std::vector<std::string> argv;
+  // Workers on this node.
+  int slots = 1;
+  // What all workers are told. The agent fills in the place, the identity, the restarts and where
+  // to meet.
+  WorkerEnvironment worker;
+  // The environment that workers inherit.
+  std::map<std::string, std::string> inherited;
+  // How often all workers are started again after a failure.
+  int max_restarts = 0;
+  // How long workers have between SIGTERM and SIGKILL, when the user stops the job and when a
+  // worker has failed.
+  absl::Duration stop_grace = absl::Seconds(10);
+  absl::Duration failure_grace = absl::Seconds(3);
+  // After a worker failed with an exit code, wait this long for another one that a signal killed:
+  // the first error to be seen is often the echo of the second.
+  absl::Duration settle = absl::Milliseconds(50);
+  // Each worker's lines go to FOLDER/attempt_N/rank_R.log. Empty: no.
+  std::string log_dir;
+  // The first worker's standard input; borrowed. -1: none.
+  int stdin_fd = -1;
+  // Workers write to pseudo-terminals (see ProcessOptions).
+  bool stdout_terminal = false;
+  bool stderr_terminal = false;
+  int kept_lines = 20;
+  // Learns of the workers' processes; borrowed. Null: nobody asks.
+  WorkerProcesses* processes = nullptr;
+};
+
+struct JobResult {
+  enum class Outcome {
+    kSucceeded,
+    kFailed,   // `failure` says why
+    kStopped,  // by Stop()
+    kRefused,  // nothing was run: `status` says why
+  };
+  Outcome outcome = Outcome::kSucceeded;
+  AttemptEnd failure;
+  absl::Status status;
+  int restarts = 0;
+};
+
+// Runs the workers of one job on this node: starts them, watches them, stops all when one fails,
+// starts all again as often as allowed. Thread-safe.
+class Agent {
+ public:
+  // All are borrowed.
+  Agent(AgentOptions options, ProcessHost& host, OutputMux& output, JobLink& link);
+  Agent(const Agent&) = delete;
+  Agent& operator=(const Agent&) = delete;
+
+  // Blocks until the job has ended and no worker of this node is left. Call once.
+  JobResult Run();
+
+  // Ends the job: workers get SIGTERM, and SIGKILL after the grace. Again: SIGKILL now. Does not
+  // block.
+  void Stop();
+
+  // The coordinator wants this start of this worker to end: SIGTERM, and SIGKILL after the grace.
+  // Its end counts as a failure. Nothing if it is not running here. Does not block.
+  void Kill(const std::string& worker_id, uint64_t incarnation, const std::string& why);
+
+ private:
+  struct Worker {
+    int rank = 0;
+    std::string worker_id;
+    uint64_t incarnation = 0;
+    std::shared_ptr<Process> process;
+    bool ended = false;
+    std::string killed_because;  // empty: nobody killed it
+  };
+  struct Ended {
+    int local_rank;
+    ProcessExit exit;
+  };
+  struct EndedElsewhere {
+    AttemptEnd end;
+  };
+  struct StopWanted {};
+  struct KillWanted {
+    std::string worker_id;
+    uint64_t incarnation;
+    std::string why;
+  };
+  using Event = std::variant<Ended, EndedElsewhere, StopWanted, KillWanted>;
+
+  void Post(Event event);
+  Event Next();
+  std::optional<Event> NextWithin(absl::Duration timeout);
+
+  absl::Status StartWorkers(const Meeting& meeting, int attempt);
+  absl::Status StartWorker(const Meeting& meeting, int attempt, int local_rank);
+  WorkerEnd OnEnded(const Ended& event);
+  void StopWorkers(absl::Duration grace);
+  void KillWorker(const KillWanted& wanted);
+  // Takes events until no worker is left. A wish to stop makes it faster and is noted in stopped_.
+  void WaitForWorkers();
+  // One start of all workers. Returns why it failed, or nothing if it succeeded or was stopped
+  // (stopped_).
+  std::optional<AttemptEnd> RunAttempt(const Meeting& meeting, int attempt, absl::Status* refused);
+  AttemptEnd Culprit(const Ended& first);
+
+  const AgentOptions options_;
+  ProcessHost& host_;
+  OutputMux& output_;
+  JobLink& link_;
+  const std::string hostname_;
+
+  // The thread of Run only.
+  std::vector<Worker> workers_;
+  int running_ = 0;
+  int attempt_ = 0;  // 0 is the first
+  bool stopped_ = false;
+  std::vector<std::string> stuck_;  // workers that could not be killed
+
+  Mutex mu_;
+  CondVar changed_;
+  std::deque<Event> events_ ABSL_GUARDED_BY(mu_);
+  bool stop_wanted_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_AGENT_H_

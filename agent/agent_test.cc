@@ -1,0 +1,324 @@
+#include "agent/agent.h"
+
+#include <fcntl.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "agent/fake_job_link.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace muster::agent {
+namespace {
+
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+using ::testing::UnorderedElementsAre;
+
+// Runs an agent on a thread; what the workers write comes line by line.
+class AgentTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    host_ = *ProcessHost::Start();
+    ASSERT_EQ(pipe2(pipe_, O_CLOEXEC), 0);
+    output_ = std::make_unique<OutputMux>(
+        OutputOptions{.stdout_fd = pipe_[1], .stderr_fd = pipe_[1], .prefix = true});
+    options_.inherited = {{"PATH", "/usr/bin:/bin"}};
+    options_.stop_grace = absl::Hours(1);
+    options_.failure_grace = absl::Hours(1);
+  }
+  void TearDown() override {
+    if (thread_.joinable()) thread_.join();
+    output_.reset();
+    close(pipe_[0]);
+    close(pipe_[1]);
+  }
+
+  void Start(const std::string& script) {
+    options_.argv = {"/bin/sh", "-c", script};
+    agent_ = std::make_unique<Agent>(options_, *host_, *output_, link_);
+    thread_ = std::thread([this] { result_ = agent_->Run(); });
+  }
+  JobResult Join() {
+    thread_.join();
+    output_->Flush(absl::InfiniteDuration());
+    return result_;
+  }
+  JobResult Run(const std::string& script) {
+    Start(script);
+    return Join();
+  }
+  std::string ReadLine() {
+    std::string line;
+    char c;
+    while (read(pipe_[0], &c, 1) == 1 && c != '\n') line += c;
+    return line;
+  }
+  // "[RANK]: NAME VALUE" lines of `count` workers: value by rank.
+  std::map<int, std::string> ReadValues(int count) {
+    std::map<int, std::string> values;
+    for (int i = 0; i < count; ++i) {
+      const std::vector<std::string> parts = absl::StrSplit(ReadLine(), absl::MaxSplits(": ", 1));
+      int rank = -1;
+      if (parts.size() == 2 && absl::SimpleAtoi(parts[0].substr(1, parts[0].size() - 2), &rank)) {
+        values[rank] = parts[1];
+      }
+    }
+    return values;
+  }
+
+  int pipe_[2];
+  AgentOptions options_;
+  FakeJobLink link_;
+  std::unique_ptr<ProcessHost> host_;
+  std::unique_ptr<OutputMux> output_;
+  std::unique_ptr<Agent> agent_;
+  JobResult result_;
+  std::thread thread_;
+};
+
+TEST_F(AgentTest, AllSucceed_EachSawItsPlace) {
+  options_.slots = 3;
+  const JobResult result =
+      Run("echo $MUSTER_RANK/$MUSTER_WORLD_SIZE $LOCAL_RANK $MUSTER_WORKER_ID");
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kSucceeded);
+  const std::map<int, std::string> expected = {{0, "0/3 0 w0"}, {1, "1/3 1 w1"}, {2, "2/3 2 w2"}};
+  EXPECT_EQ(ReadValues(3), expected);
+  EXPECT_THAT(link_.ends(), SizeIs(3));
+}
+
+TEST_F(AgentTest, OneFails_OthersAreStoppedAndTheCauseIsTold) {
+  options_.slots = 3;
+  const JobResult result =
+      Run("if [ $RANK = 1 ]; then echo last words; exit 3; fi; trap 'exit 0' TERM; while :; do "
+          "sleep 1000 & wait; done");
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_THAT(result.failure.why,
+              ::testing::MatchesRegex("rank 1 \\(pid [0-9]+ on .*\\) exited with code 3"));
+  EXPECT_THAT(result.failure.last_lines, ElementsAre("last words"));
+  EXPECT_THAT(link_.failures(), SizeIs(1));
+  EXPECT_THAT(link_.ends(), SizeIs(3));
+}
+
+TEST_F(AgentTest, WorkerKilled_CoordinatorLearnsWhichStartOfWhichWorker) {
+  options_.slots = 2;
+  Start("echo $MUSTER_INCARNATION $$; exec sleep 1000");
+  const std::map<int, std::string> values = ReadValues(2);
+  const std::vector<std::string> first = absl::StrSplit(values.at(1), ' ');
+  int pid = 0;
+  ASSERT_TRUE(absl::SimpleAtoi(first[1], &pid));
+  kill(pid, SIGKILL);
+  const JobResult result = Join();
+  EXPECT_THAT(result.failure.why, HasSubstr("rank 1"));
+  EXPECT_THAT(result.failure.why, HasSubstr("was killed by signal 9 (SIGKILL)"));
+  const WorkerEnd end = link_.ends()[0];
+  EXPECT_EQ(end.worker_id, "w1");
+  EXPECT_EQ(absl::StrCat(end.incarnation), first[0]);
+  EXPECT_EQ(end.pid, pid);
+  EXPECT_EQ(end.exit.signal, SIGKILL);
+}
+
+TEST_F(AgentTest, Kill_EndsThatStartOfThatWorkerAndSaysWhy) {
+  options_.slots = 2;
+  Start("trap 'exit 0' TERM; echo $MUSTER_INCARNATION; while :; do sleep 1000 & wait; done");
+  const std::map<int, std::string> values = ReadValues(2);
+  uint64_t incarnation = 0;
+  ASSERT_TRUE(absl::SimpleAtoi(values.at(1), &incarnation));
+  agent_->Kill("w1", incarnation + 1, "of another start");
+  agent_->Kill("w7", incarnation, "of another worker");
+  agent_->Kill("w1", incarnation, "a newer incarnation took its seat");
+  const JobResult result = Join();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_THAT(result.failure.why, HasSubstr("rank 1"));
+  EXPECT_THAT(result.failure.why, HasSubstr(", because a newer incarnation took its seat"));
+}
+
+TEST_F(AgentTest, EchoOfADeath_TheKilledWorkerIsTheCulprit) {
+  options_.slots = 2;
+  options_.settle = absl::Hours(1);
+  // Rank 0 notices at once and fails first, as a collective would; rank 1 is killed a little later.
+  const JobResult result = Run("if [ $RANK = 0 ]; then exit 1; fi; kill -9 $$");
+  EXPECT_THAT(result.failure.why, HasSubstr("rank 1"));
+}
+
+TEST_F(AgentTest, Restart_AllStartAgainWithNewIncarnations) {
+  options_.slots = 2;
+  options_.max_restarts = 2;
+  const JobResult result =
+      Run("echo $TORCHELASTIC_RESTART_COUNT $MUSTER_INCARNATION; if [ $TORCHELASTIC_RESTART_COUNT "
+          "= 0 -a $RANK = 1 ]; "
+          "then exit 9; fi");
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kSucceeded);
+  EXPECT_EQ(result.restarts, 1);
+  EXPECT_THAT(link_.attempts(), ElementsAre(0, 1));
+  output_.reset();
+  close(std::exchange(pipe_[1], -1));
+  std::string text;
+  char buffer[4096];
+  for (ssize_t n; (n = read(pipe_[0], buffer, sizeof(buffer))) > 0;) text.append(buffer, n);
+  EXPECT_THAT(text, HasSubstr("exited with code 9; starting all workers again (restart 1 of 2)"));
+  std::map<std::string, int> incarnations;
+  for (const absl::string_view line : absl::StrSplit(text, '\n')) {
+    const std::vector<std::string> words = absl::StrSplit(line, ' ');
+    if (words.size() == 3) ++incarnations[words[2]];
+  }
+  EXPECT_THAT(incarnations, SizeIs(::testing::Ge(3u)));
+}
+
+TEST_F(AgentTest, RestartsUsedUp_Fails) {
+  options_.max_restarts = 1;
+  const JobResult result = Run("exit 4");
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_EQ(result.restarts, 1);
+  EXPECT_THAT(result.failure.why, HasSubstr("exited with code 4"));
+  // So that the coordinator knows after which attempt the job is over.
+  const std::vector<WorkerEnd> ends = link_.ends();
+  ASSERT_THAT(ends, SizeIs(2));
+  EXPECT_TRUE(ends[0].may_restart);
+  EXPECT_FALSE(ends[1].may_restart);
+}
+
+TEST_F(AgentTest, Stop_WorkersMayCleanUp) {
+  options_.slots = 2;
+  Start("trap 'echo bye; exit 0' TERM; echo up; while :; do sleep 1000 & wait; done");
+  EXPECT_THAT(ReadValues(2), SizeIs(2));
+  agent_->Stop();
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kStopped);
+  const std::map<int, std::string> expected = {{0, "bye"}, {1, "bye"}};
+  EXPECT_EQ(ReadValues(2), expected);
+}
+
+TEST_F(AgentTest, StopTwice_KillsAtOnce) {
+  Start("trap 'echo asked' TERM; echo up; while :; do sleep 1000 & wait; done");
+  EXPECT_EQ(ReadLine(), "[0]: up");
+  agent_->Stop();
+  EXPECT_EQ(ReadLine(), "[0]: asked");
+  agent_->Stop();
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kStopped);
+  EXPECT_EQ(link_.ends()[0].exit.signal, SIGKILL);
+}
+
+// As if the kernel could not end it.
+int DeafToKill(pid_t pid, int signal) { return signal == SIGKILL ? 0 : kill(pid, signal); }
+
+ProcessHostOptions WithDeafProcesses() {
+  return {.deaf_after = absl::ZeroDuration(),
+          .give_up_after = absl::Milliseconds(1),
+          .kill = DeafToKill};
+}
+
+TEST_F(AgentTest, StoppedWorkerDeafToSigkill_IsNamedAndTheJobHasFailed) {
+  host_ = *ProcessHost::Start(WithDeafProcesses());
+  options_.stop_grace = absl::ZeroDuration();
+  Start("echo $$; while :; do sleep 1000; done");
+  const std::string pid = ReadValues(1).at(0);
+  agent_->Stop();
+  const JobResult result = Join();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_THAT(result.failure.why, HasSubstr(absl::StrCat("rank 0 (pid ", pid)));
+  EXPECT_THAT(result.failure.why, HasSubstr("does not end after SIGKILL: "));
+  EXPECT_THAT(ReadLine(), HasSubstr("muster: rank 0 on "));
+}
+
+TEST_F(AgentTest, WorkerDeafToSigkill_NothingIsStartedBesideIt) {
+  host_ = *ProcessHost::Start(WithDeafProcesses());
+  options_.slots = 2;
+  options_.max_restarts = 3;
+  options_.failure_grace = absl::ZeroDuration();
+  const JobResult result = Run("if [ $RANK = 0 ]; then exit 3; fi; while :; do sleep 1000; done");
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_THAT(result.failure.why, HasSubstr("exited with code 3; and rank 1 "));
+  EXPECT_THAT(link_.attempts(), ElementsAre(0));
+}
+
+TEST_F(AgentTest, AnotherNodeFails_WorkersHereAreStopped) {
+  options_.slots = 2;
+  Start("echo up; exec sleep 1000");
+  ReadValues(2);
+  link_.EndElsewhere({"rank 5 (pid 7 on other) exited with code 1", {"there"}});
+  const JobResult result = Join();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_EQ(result.failure.why, "rank 5 (pid 7 on other) exited with code 1");
+  EXPECT_THAT(link_.failures(), IsEmpty());
+}
+
+TEST_F(AgentTest, AnotherNodeFailsAfterWorkersHereAreDone_JobHasFailed) {
+  link_.HoldFinish();
+  Start("exit 0");
+  link_.WaitForFinish();
+  link_.EndElsewhere({"rank 5 failed", {}});
+  link_.ReleaseFinish(absl::AbortedError("the attempt has ended"));
+  const JobResult result = Join();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
+  EXPECT_EQ(result.failure.why, "rank 5 failed");
+}
+
+TEST_F(AgentTest, StopWhileWaitingForOtherNodes_Ends) {
+  link_.HoldFinish();
+  Start("exit 0");
+  link_.WaitForFinish();
+  agent_->Stop();
+  EXPECT_EQ(Join().outcome, JobResult::Outcome::kStopped);
+}
+
+TEST_F(AgentTest, NodesDoNotMeet_NothingIsStarted) {
+  link_.FailMeet(absl::DeadlineExceededError("machine 1 did not come"));
+  const JobResult result = Run("echo started");
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kRefused);
+  EXPECT_EQ(result.status.message(), "machine 1 did not come");
+  EXPECT_THAT(link_.ends(), IsEmpty());
+}
+
+TEST_F(AgentTest, ProgramMissing_IsRefusedWithoutRestarts) {
+  options_.max_restarts = 3;
+  options_.argv = {"/nowhere/train"};
+  agent_ = std::make_unique<Agent>(options_, *host_, *output_, link_);
+  const JobResult result = agent_->Run();
+  EXPECT_EQ(result.outcome, JobResult::Outcome::kRefused);
+  EXPECT_EQ(result.status.code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(link_.attempts(), ElementsAre(0));
+}
+
+TEST_F(AgentTest, LogFolder_HasAFilePerWorkerAndAttempt) {
+  options_.slots = 2;
+  options_.log_dir = ::testing::TempDir() + "/agent_logs";
+  EXPECT_EQ(Run("echo hello $RANK").outcome, JobResult::Outcome::kSucceeded);
+  char buffer[64] = "";
+  const int fd = open((options_.log_dir + "/attempt_0/rank_1.log").c_str(), O_RDONLY);
+  ASSERT_GE(fd, 0);
+  ASSERT_GT(read(fd, buffer, sizeof(buffer) - 1), 0);
+  EXPECT_STREQ(buffer, "hello 1\n");
+  close(fd);
+}
+
+TEST_F(AgentTest, SecondNode_RanksGoOn) {
+  FakeJobLink link({.node_rank = 1, .num_nodes = 3, .master_addr = "10.0.0.1", .master_port = 7});
+  options_.slots = 2;
+  options_.argv = {"/bin/sh", "-c", "echo $RANK/$WORLD_SIZE $GROUP_RANK $MASTER_ADDR:$MASTER_PORT"};
+  Agent agent(options_, *host_, *output_, link);
+  EXPECT_EQ(agent.Run().outcome, JobResult::Outcome::kSucceeded);
+  const std::map<int, std::string> expected = {{2, "2/6 1 10.0.0.1:7"}, {3, "3/6 1 10.0.0.1:7"}};
+  EXPECT_EQ(ReadValues(2), expected);
+}
+
+TEST(FindFreePort, IsAPort) {
+  const auto port = FindFreePort();
+  ASSERT_TRUE(port.ok());
+  EXPECT_GT(*port, 0);
+  EXPECT_LT(*port, 65536);
+}
+
+}  // namespace
+}  // namespace muster::agent

@@ -1,0 +1,95 @@
+#ifndef MUSTER_AGENT_ARRIVALS_H_
+#define MUSTER_AGENT_ARRIVALS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/time/time.h"
+#include "agent/op_sender.h"
+#include "base/clock.h"
+#include "base/mutex.h"
+#include "proto/muster/v1/session.pb.h"
+
+namespace muster::agent {
+
+// Makes one ArriveMany of the arrivals at one barrier instance, for a relay (of its workers) and a
+// hub (of its agents).
+//
+// - Arrivals wait until the ranks that their caller expects have come, at most for a window after
+//   the first, or until together they have grown to a bound. Each rank's lateness travels along.
+// - Those that differ in call site, payload (some have one, some not), timeout or step, and those
+//   that name one rank with two incarnations, go apart, so that the coordinator sees it.
+// - If a joint message is refused because of one rank, each arrival is sent as its caller made it,
+//   and has its own answer.
+//
+// Thread-safe; nothing blocks. No lock is held over a call. The owner calls Tick when due.
+class ArrivalMerger {
+ public:
+  struct Arrival {
+    v1::Op op;  // arrive or arrive_many
+    OpSender::Done done;
+    uint64_t tag = 0;  // the owner's name for it
+    size_t bytes = 0;
+    absl::Time at;
+  };
+  struct Options {
+    std::string node;  // whose the joint messages are
+    uint64_t incarnation = 0;
+    absl::Duration window;
+    size_t max_bytes = 1 << 20;  // of a joint message
+    // The answer to all of these. Null: the `done` of each is called.
+    std::function<void(const std::vector<Arrival>&, const v1::OpResult&)> answer = nullptr;
+    // Tick is due earlier than it said.
+    std::function<void()> wake = nullptr;
+    const Clock* clock = &Clock::Real();
+  };
+
+  // `upstream` is borrowed.
+  ArrivalMerger(Options options, OpSender* upstream);
+
+  // `op` is an arrive or arrive_many. It is sent, with those that wait for the same instance, as
+  // soon as `expected` ranks have come.
+  void Add(v1::Op op, OpSender::Done done, size_t expected, uint64_t tag = 0);
+  // Sends what has waited long enough; returns when to call again.
+  absl::Time Tick();
+  // Nobody waits for these any more: none of them is answered. What was sent may be done.
+  void Drop(const absl::flat_hash_set<uint64_t>& tags);
+
+ private:
+  // job, generation, barrier, counter
+  using Instance = std::tuple<std::string, uint64_t, std::string, uint64_t>;
+  struct Group {
+    absl::Time due;
+    std::vector<Arrival> arrivals;
+    absl::flat_hash_set<int32_t> ranks;
+    size_t bytes = 0;
+  };
+  struct Sent {
+    uint64_t op_id = 0;  // once it is known
+    bool dropped = false;
+    std::vector<Arrival> arrivals;
+  };
+
+  void Send(std::vector<Arrival> arrivals);
+  void SendOne(std::vector<Arrival> arrivals);
+  void OnAnswer(uint64_t serial, const v1::OpResult& result);
+
+  const Options options_;
+  OpSender* const upstream_;
+
+  Mutex mu_;
+  std::map<Instance, Group> groups_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<uint64_t, Sent> sent_ ABSL_GUARDED_BY(mu_);
+  uint64_t next_ ABSL_GUARDED_BY(mu_) = 1;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_ARRIVALS_H_

@@ -1,0 +1,268 @@
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_replace.h"
+#include "agent/job_signals.h"
+#include "agent/node_job.h"
+#include "agent/process.h"
+#include "agent/process_limits.h"
+#include "base/defaults.h"
+#include "base/failpoint.h"
+#include "base/file.h"
+#include "rpc/address.h"
+
+namespace muster::agent {
+namespace {
+
+constexpr int kExitJobFailed = 1;
+constexpr int kExitUsage = 2;
+constexpr int kExitConflict = 4;
+constexpr int kExitTimeout = 5;
+constexpr int kExitUnreachable = 7;
+constexpr int kExitDenied = 8;
+constexpr int kExitInternal = 70;
+constexpr int kExitNotExecutable = 126;
+constexpr int kExitProgramMissing = 127;
+
+constexpr char kAbout[] =
+    "Muster's node agent: starts and watches this machine's workers of a job whose coordinator "
+    "already runs.";
+constexpr char kUsage[] =
+    "Usage: muster-agent --coordinator IP:PORT [OPTIONS] -- PROGRAM [ARGS...]";
+constexpr char kFooter[] =
+    "\nExit codes are those of muster launch (docs/cli.md): 0 the job succeeded; 1 a worker "
+    "failed; 2 wrong options;\n"
+    "5 the other machines did not come in time; 7 no coordinator; 8 it refuses this agent's token; "
+    "126, 127 the\n"
+    "program; 130, 143 stopped.";
+
+int Fail(int code, absl::string_view message) {
+  std::fprintf(stderr, "muster-agent: %s\n", std::string(message).c_str());
+  return code;
+}
+
+int CodeOf(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kInvalidArgument:
+    case absl::StatusCode::kFailedPrecondition:
+      return kExitUsage;
+    case absl::StatusCode::kAborted:
+    case absl::StatusCode::kAlreadyExists:  // the port of --hub_listen
+      return kExitConflict;
+    case absl::StatusCode::kDeadlineExceeded:
+      return kExitTimeout;
+    case absl::StatusCode::kUnavailable:
+      return kExitUnreachable;
+    case absl::StatusCode::kPermissionDenied:
+    case absl::StatusCode::kUnauthenticated:
+      return kExitDenied;
+    case absl::StatusCode::kNotFound:
+      return kExitProgramMissing;
+    default:
+      return kExitInternal;
+  }
+}
+
+int Report(const NodeJobResult& result) {
+  switch (result.job.outcome) {
+    case JobResult::Outcome::kSucceeded:
+      return 0;
+    case JobResult::Outcome::kStopped:
+      return 128 + result.signal;
+    case JobResult::Outcome::kRefused:
+      return Fail(CodeOf(result.job.status), result.job.status.message());
+    case JobResult::Outcome::kFailed:
+      break;
+  }
+  std::string text = absl::StrCat(result.job.failure.why, "; the job has failed");
+  for (const std::string& line : result.job.failure.last_lines)
+    absl::StrAppend(&text, "\n  | ", line);
+  return Fail(kExitJobFailed, text);
+}
+
+int Run(int argc, char** argv) {
+  if (const absl::Status armed = ArmFailpointsFromEnvironment(); !armed.ok()) {
+    return Fail(kExitUsage, armed.message());
+  }
+  const std::vector<std::string> args(argv + 1, argv + argc);
+  const auto dashes = std::find(args.begin(), args.end(), "--");
+  NodeJobOptions options;
+  WorkerEnvironment& worker = options.agent.worker;
+  int processes = 0;
+  std::string join_timeout = "10m", stop_grace = "10s";
+  std::string outage_tolerance = absl::StrCat(absl::ToInt64Seconds(kDefaultOutageTolerance), "s");
+  std::string lease = absl::StrCat(absl::ToInt64Seconds(kDefaultLease), "s");
+  bool no_prefix = false, tee = false;
+  int log_max_mib = static_cast<int>(options.log_limits.max_bytes >> 20);
+  CLI::App app(kAbout, "muster-agent");
+  app.footer(kFooter);
+  app.add_option("--coordinator", worker.coordinator, "IP:PORT or unix:PATH of the coordinator");
+  app.add_option("--num_processes", processes,
+                 "processes of the whole job (default: one for each machine)")
+      ->check(CLI::Range(1, 1'000'000));
+  app.add_option("--num_machines", options.num_nodes, "machines of the job")
+      ->check(CLI::Range(1, 1'000'000))
+      ->capture_default_str();
+  app.add_option("--machine_rank", options.node_rank,
+                 "which of them this is; -1: the coordinator says")
+      ->capture_default_str();
+  app.add_option("--rack", worker.rack,
+                 "rack of this machine: without --machine_rank, neighbours get neighbouring ranks")
+      ->envname("MUSTER_RACK");
+  app.add_option("--nvlink_domain", worker.nvlink_domain,
+                 "NVLink domain of this machine, within its rack")
+      ->envname("MUSTER_NVLINK_DOMAIN");
+  app.add_option("--job_name", worker.job,
+                 "name of the job at the coordinator (default: made up); needed with several "
+                 "machines, the same for all");
+  app.add_option("--mixed_precision", worker.mixed_precision, "precision of the forward pass")
+      ->check(CLI::IsMember({"no", "bf16", "fp16"}))
+      ->capture_default_str();
+  app.add_option("--gradient_accumulation_steps", worker.gradient_accumulation_steps,
+                 "backward passes for each optimizer step")
+      ->check(CLI::Range(1, 1'000'000))
+      ->capture_default_str();
+  app.add_flag("--cpu", worker.cpu, "train on the CPU");
+  app.add_flag("--debug", worker.debug, "check every collective across processes");
+  app.add_option("--max_restarts", options.agent.max_restarts,
+                 "how often all processes are started again")
+      ->check(CLI::Range(0, 1'000'000))
+      ->capture_default_str();
+  app.add_option("--log_dir", options.agent.log_dir, "write output to FOLDER/attempt_A/rank_R.log");
+  app.add_option("--log_max_mib", log_max_mib,
+                 "MiB of such a file before it becomes rank_R.log.1; 0: no limit")
+      ->check(CLI::Range(0, 1'000'000))
+      ->capture_default_str();
+  app.add_option("--log_files", options.log_limits.files, "how many there are for each process")
+      ->check(CLI::Range(1, 1'000'000))
+      ->capture_default_str();
+  app.add_flag("--tee", tee, "with --log_dir: to the terminal as well");
+  app.add_flag("--no_prefix", no_prefix, "do not begin lines with [rank]:");
+  app.add_option("--stop_grace", stop_grace, "time between SIGTERM and SIGKILL")
+      ->capture_default_str();
+  app.add_option("--join_timeout", join_timeout, "how long to wait for the other machines")
+      ->capture_default_str();
+  app.add_option("--outage_tolerance", outage_tolerance,
+                 "how long the coordinator may be away before the job is given up")
+      ->capture_default_str();
+  app.add_option("--hub_listen", options.hub_listen,
+                 "IP:PORT or unix:PATH where this agent offers to speak for others at the "
+                 "coordinator, as their hub; port 0 takes a free one");
+  app.add_option("--lease", lease,
+                 "after what silence a machine or worker counts as lost while others are heard")
+      ->capture_default_str();
+  app.add_option("--tls_ca", worker.tls_ca,
+                 "certificates that the coordinator's must descend from");
+  app.add_option("--tls_cert", worker.tls_cert, "certificate of this machine");
+  app.add_option("--tls_key", worker.tls_key, "its private key");
+  app.add_option("--token_file", options.channel.token_file,
+                 "file with the coordinator's token; only its owner may read it")
+      ->envname("MUSTER_TOKEN_FILE");
+
+  std::vector<std::string> flags(args.begin(), dashes);
+  for (std::string& flag : flags) {
+    if (flag.rfind("--", 0) == 0)
+      std::replace(flag.begin() + 2, flag.begin() + std::min(flag.find('='), flag.size()), '-',
+                   '_');
+  }
+  std::reverse(flags.begin(), flags.end());
+  try {
+    app.parse(flags);
+  } catch (const CLI::CallForHelp&) {
+    std::printf(
+        "%s\n",
+        absl::StrReplaceAll(app.help(), {{"Usage: muster-agent [OPTIONS]", kUsage}}).c_str());
+    return 0;
+  } catch (const CLI::ParseError& error) {
+    return Fail(kExitUsage, absl::StrCat(error.what(), "; see muster-agent --help"));
+  }
+  if (worker.coordinator.empty()) {
+    return Fail(kExitUsage, "--coordinator is required; see muster-agent --help");
+  }
+  if (dashes == args.end() || dashes + 1 == args.end()) {
+    return Fail(kExitUsage, "no program: write muster-agent [OPTIONS] -- PROGRAM [ARGS...]");
+  }
+  options.agent.argv.assign(dashes + 1, args.end());
+  if (processes == 0) processes = options.num_nodes;
+  if (processes % options.num_nodes != 0) {
+    return Fail(kExitUsage,
+                absl::StrCat("--num_processes ", processes, " cannot be shared out evenly over ",
+                             options.num_nodes, " machines"));
+  }
+  if (options.node_rank >= options.num_nodes) {
+    return Fail(kExitUsage,
+                absl::StrCat("--machine_rank ", options.node_rank, " is not below --num_machines ",
+                             options.num_nodes, ": machines are numbered from 0"));
+  }
+  if (worker.job.empty() && options.num_nodes > 1) {
+    return Fail(kExitUsage,
+                "--job_name is required with --num_machines above 1: the machines of a job find "
+                "each other by it");
+  }
+  // Two jobs of one name would take each other's places.
+  if (worker.job.empty()) worker.job = absl::StrCat("agent-", RandomHex().substr(0, 8));
+  if (!absl::ParseDuration(stop_grace, &options.agent.stop_grace) ||
+      !absl::ParseDuration(join_timeout, &options.join_timeout) ||
+      !absl::ParseDuration(outage_tolerance, &options.outage_tolerance) ||
+      !absl::ParseDuration(lease, &options.lease) ||
+      std::min({options.agent.stop_grace, options.join_timeout, options.outage_tolerance}) <
+          absl::ZeroDuration()) {
+    return Fail(kExitUsage,
+                "--stop_grace, --join_timeout, --outage_tolerance and --lease are durations with a "
+                "unit, such as 30s or 10m");
+  }
+  if (options.lease < kShortestLease) {
+    return Fail(kExitUsage,
+                absl::StrCat("--lease is ", lease, ": give at least ",
+                             absl::FormatDuration(kShortestLease), ", agents beat every 2 s"));
+  }
+  const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(worker.coordinator);
+  if (!address.ok()) return Fail(kExitUsage, address.status().message());
+  options.agent.slots = processes / options.num_nodes;
+  options.channel.tls_ca = worker.tls_ca;
+  options.channel.tls_cert = worker.tls_cert;
+  options.channel.tls_key = worker.tls_key;
+  // Where programs meet if this is machine 0: only there is it the coordinator's own address as a
+  // rule.
+  if (!address->is_unix()) options.host = address->host;
+  options.show_output = options.agent.log_dir.empty() || tee;
+  options.prefix = !no_prefix;
+  options.log_limits.max_bytes = int64_t{log_max_mib} << 20;
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof(cores), &cores) == 0) worker.cores = CPU_COUNT(&cores);
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string text = *entry;
+    const size_t equals = text.find('=');
+    if (equals != std::string::npos)
+      options.agent.inherited[text.substr(0, equals)] = text.substr(equals + 1);
+  }
+
+  const absl::StatusOr<std::string> program =
+      FindProgram(options.agent.argv[0], options.agent.inherited["PATH"]);
+  if (!program.ok()) {
+    return Fail(absl::IsNotFound(program.status()) ? kExitProgramMissing : kExitNotExecutable,
+                program.status().message());
+  }
+  absl::Status enough = EnsureDescriptors(options.agent.slots);
+  enough.Update(EnsureThreads(options.agent.slots));
+  if (!enough.ok()) return Fail(kExitInternal, enough.message());
+  absl::StatusOr<std::unique_ptr<ProcessHost>> host = ProcessHost::Start();
+  if (!host.ok()) return Fail(kExitInternal, host.status().message());
+  return Report(RunNodeJob(std::move(options), **host));
+}
+
+}  // namespace
+}  // namespace muster::agent
+
+int main(int argc, char** argv) {
+  muster::agent::BlockJobSignals();
+  return muster::agent::Run(argc, argv);
+}

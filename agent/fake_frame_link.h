@@ -1,0 +1,57 @@
+#ifndef MUSTER_AGENT_FAKE_FRAME_LINK_H_
+#define MUSTER_AGENT_FAKE_FRAME_LINK_H_
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "agent/frame_link.h"
+
+namespace muster::agent {
+
+// A stream that the test plays the coordinator of.
+struct FakeLink final : public FrameLink {
+  explicit FakeLink(std::shared_ptr<FrameEvents> to, std::string at = "")
+      : events(std::move(to)), hub(std::move(at)) {}
+  void Write(v1::AgentFrame frame) override {
+    EXPECT_FALSE(writing) << "two writes in flight";
+    writing = true;
+    written.push_back(std::move(frame));
+  }
+  void Close() override { closing = true; }
+  // The write is done.
+  void Done() {
+    ASSERT_TRUE(writing);
+    writing = false;
+    events->OnWritten();
+  }
+  // Lets all writes be done that follow from each other.
+  void Drain() {
+    while (writing) Done();
+  }
+
+  const std::shared_ptr<FrameEvents> events;
+  const std::string hub;  // that it was opened to; empty: the coordinator
+  std::vector<v1::AgentFrame> written;
+  bool writing = false;
+  bool closing = false;  // we asked for the end
+  bool closed = false;   // the test has told it
+};
+
+struct FakeTransport final : public FrameTransport {
+  absl::StatusOr<std::shared_ptr<FrameLink>> Open(const std::string& hub,
+                                                  std::shared_ptr<FrameEvents> events) override {
+    if (hub == refuses) return absl::InvalidArgumentError("it is not for us");
+    links.push_back(std::make_shared<FakeLink>(std::move(events), hub));
+    return links.back();
+  }
+  std::vector<std::shared_ptr<FakeLink>> links;
+  std::string refuses = "-";  // a hub that nothing is opened to
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_FAKE_FRAME_LINK_H_

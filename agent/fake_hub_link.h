@@ -1,0 +1,113 @@
+#ifndef MUSTER_AGENT_FAKE_HUB_LINK_H_
+#define MUSTER_AGENT_FAKE_HUB_LINK_H_
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "agent/hub_link.h"
+#include "proto/muster/v1/session.pb.h"
+
+namespace muster::agent {
+
+// The hub's end of a stream whose agent the test plays. What is written stays in flight until the
+// test takes it.
+struct FakeHubLink final : public HubLink {
+  void Write(rpc::FrameBytes frame) override {
+    EXPECT_FALSE(in_flight.has_value()) << "two writes in flight";
+    EXPECT_FALSE(status.has_value()) << "a write after the end";
+    std::string bytes;
+    for (const rpc::FramePiece& piece : frame) bytes.append(piece.bytes.data(), piece.bytes.size());
+    EXPECT_TRUE(in_flight.emplace().ParseFromString(bytes));
+  }
+  void Read() override {
+    EXPECT_FALSE(reading) << "two reads in flight";
+    reading = true;
+  }
+  void Close(const absl::Status& why) override {
+    EXPECT_FALSE(status.has_value()) << "closed twice";
+    status = why;
+  }
+
+  std::optional<v1::CoordinatorFrame> in_flight;
+  std::optional<absl::Status> status;  // we asked for the end
+  bool reading = true;                 // the next frame may come
+};
+
+// Speaks on one stream after the other, as an agent does.
+class FakeHubAgent {
+ public:
+  FakeHubAgent(HubEvents* hub, std::string node) : hub_(hub), node_(std::move(node)) {}
+
+  // Opens a stream; what was open before is left as it is.
+  void Open() {
+    link_ = std::make_shared<FakeHubLink>();
+    v1::AgentFrame frame;
+    v1::Hello& hello = *frame.mutable_hello();
+    hello.set_protocol_min(1);
+    hello.set_protocol_max(1);
+    hello.set_node(node_);
+    hello.set_host(node_ + "-host");
+    hello.set_agent_incarnation(incarnation);
+    hello.set_session_id(session);
+    hello.set_last_received_seq(received);
+    Send(frame);
+  }
+  void Send(const v1::AgentFrame& frame) {
+    EXPECT_TRUE(link_->reading) << "a frame that the hub did not read";
+    link_->reading = false;
+    hub_->OnFrame(link_, frame, frame.ByteSizeLong());
+  }
+  // An operation in a frame of its own.
+  void Op(v1::Op op) {
+    v1::AgentFrame frame;
+    frame.set_seq(++seq);
+    frame.set_ack(received);
+    *frame.mutable_ops()->add_ops() = std::move(op);
+    Send(frame);
+  }
+  void Beat(v1::Beat beat) {
+    v1::AgentFrame frame;
+    frame.set_ack(received);
+    *frame.mutable_beat() = std::move(beat);
+    Send(frame);
+  }
+  // What the hub has written, until it has nothing more.
+  std::vector<v1::CoordinatorFrame> Take() {
+    std::vector<v1::CoordinatorFrame> frames;
+    while (link_->in_flight.has_value()) {
+      frames.push_back(*std::exchange(link_->in_flight, std::nullopt));
+      if (frames.back().has_welcome()) {
+        if (session != frames.back().welcome().session_id()) seq = received = 0;
+        session = frames.back().welcome().session_id();
+      }
+      if (frames.back().seq() != 0) {
+        EXPECT_EQ(frames.back().seq(), received + 1);
+        received = frames.back().seq();
+      }
+      hub_->OnWritten(link_);
+    }
+    return frames;
+  }
+  // The stream breaks, or ends as the hub asked.
+  void Close() { hub_->OnClosed(link_); }
+  FakeHubLink& link() { return *link_; }
+
+  uint64_t incarnation = 77;
+  std::string session;
+  uint64_t seq = 0;
+  uint64_t received = 0;
+
+ private:
+  HubEvents* const hub_;
+  const std::string node_;
+  std::shared_ptr<FakeHubLink> link_;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_FAKE_HUB_LINK_H_

@@ -1,0 +1,109 @@
+#ifndef MUSTER_AGENT_FAKE_JOB_LINK_H_
+#define MUSTER_AGENT_FAKE_JOB_LINK_H_
+
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "agent/job_link.h"
+#include "base/mutex.h"
+
+namespace muster::agent {
+
+// A job of one node without a coordinator, or of several whose other nodes the test plays.
+// Thread-safe.
+class FakeJobLink final : public JobLink {
+ public:
+  explicit FakeJobLink(Meeting meeting = {}) : meeting_(std::move(meeting)) {}
+
+  absl::StatusOr<Meeting> Meet(int attempt) override {
+    MutexLock lock(&mu_);
+    attempts_.push_back(attempt);
+    if (!meet_error_.ok()) return meet_error_;
+    return meeting_;
+  }
+  void Watch(std::function<void(AttemptEnd)> on_ended) override {
+    MutexLock lock(&mu_);
+    on_ended_ = std::move(on_ended);
+  }
+  void ReportEnd(const WorkerEnd& end) override {
+    MutexLock lock(&mu_);
+    ends_.push_back(end);
+  }
+  AttemptEnd Fail(const AttemptEnd& end) override {
+    MutexLock lock(&mu_);
+    failures_.push_back(end);
+    return end;
+  }
+  absl::Status Finish() override {
+    MutexLock lock(&mu_);
+    ++finished_;
+    changed_.SignalAll();
+    while (hold_finish_ && !cancelled_) changed_.Wait(&mu_);
+    return cancelled_ ? absl::CancelledError("cancelled") : finish_status_;
+  }
+  void Cancel() override {
+    MutexLock lock(&mu_);
+    cancelled_ = true;
+    changed_.SignalAll();
+  }
+
+  // What the other nodes do.
+  void EndElsewhere(AttemptEnd end) {
+    std::function<void(AttemptEnd)> on_ended;
+    {
+      MutexLock lock(&mu_);
+      on_ended = on_ended_;
+    }
+    on_ended(std::move(end));
+  }
+  void FailMeet(absl::Status status) {
+    MutexLock lock(&mu_);
+    meet_error_ = std::move(status);
+  }
+  void HoldFinish() {
+    MutexLock lock(&mu_);
+    hold_finish_ = true;
+  }
+  void ReleaseFinish(absl::Status status) {
+    MutexLock lock(&mu_);
+    finish_status_ = std::move(status);
+    hold_finish_ = false;
+    changed_.SignalAll();
+  }
+  void WaitForFinish() {
+    MutexLock lock(&mu_);
+    while (finished_ == 0) changed_.Wait(&mu_);
+  }
+
+  std::vector<int> attempts() const {
+    MutexLock lock(&mu_);
+    return attempts_;
+  }
+  std::vector<WorkerEnd> ends() const {
+    MutexLock lock(&mu_);
+    return ends_;
+  }
+  std::vector<AttemptEnd> failures() const {
+    MutexLock lock(&mu_);
+    return failures_;
+  }
+
+ private:
+  const Meeting meeting_;
+  mutable Mutex mu_;
+  CondVar changed_;
+  std::function<void(AttemptEnd)> on_ended_ ABSL_GUARDED_BY(mu_);
+  std::vector<int> attempts_ ABSL_GUARDED_BY(mu_);
+  std::vector<WorkerEnd> ends_ ABSL_GUARDED_BY(mu_);
+  std::vector<AttemptEnd> failures_ ABSL_GUARDED_BY(mu_);
+  absl::Status meet_error_ ABSL_GUARDED_BY(mu_);
+  absl::Status finish_status_ ABSL_GUARDED_BY(mu_);
+  int finished_ ABSL_GUARDED_BY(mu_) = 0;
+  bool hold_finish_ ABSL_GUARDED_BY(mu_) = false;
+  bool cancelled_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_FAKE_JOB_LINK_H_

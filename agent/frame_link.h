@@ -1,0 +1,48 @@
+#ifndef MUSTER_AGENT_FRAME_LINK_H_
+#define MUSTER_AGENT_FRAME_LINK_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "proto/muster/v1/session.pb.h"
+
+namespace muster::agent {
+
+// What happens on one attempt at a stream to the coordinator or a hub. One call at a time, but
+// OnWritten may run beside OnFrame. None comes from within a call of FrameLink.
+class FrameEvents {
+ public:
+  virtual ~FrameEvents() = default;
+  // The write is done: the next one may begin.
+  virtual void OnWritten() = 0;
+  virtual void OnFrame(const v1::CoordinatorFrame& frame) = 0;
+  // Last, also of a link that was never connected.
+  virtual void OnClosed(const absl::Status& status) = 0;
+};
+
+// One attempt at a stream. It connects by itself; what is written before waits. Thread-safe.
+class FrameLink {
+ public:
+  virtual ~FrameLink() = default;
+  // Not while a write is in flight. A link that is closed drops it.
+  virtual void Write(v1::AgentFrame frame) = 0;
+  // Ends it soon; OnClosed comes unless it has come.
+  virtual void Close() = 0;
+};
+
+// Opens links. Thread-safe.
+class FrameTransport {
+ public:
+  virtual ~FrameTransport() = default;
+  // A stream to the hub at `hub`, "10.0.0.2:29500"; empty: to the coordinator. One to a hub fails
+  // if nobody answers there now, one to the coordinator goes on trying to connect. Errors: nothing
+  // can be opened there, and no event comes.
+  virtual absl::StatusOr<std::shared_ptr<FrameLink>> Open(const std::string& hub,
+                                                          std::shared_ptr<FrameEvents> events) = 0;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_FRAME_LINK_H_

@@ -1,0 +1,221 @@
+#ifndef MUSTER_AGENT_HUB_CORE_H_
+#define MUSTER_AGENT_HUB_CORE_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "agent/arrivals.h"
+#include "agent/hub_link.h"
+#include "agent/op_sender.h"
+#include "agent/upstream.h"
+#include "base/clock.h"
+#include "base/mutex.h"
+#include "proto/muster/v1/session.pb.h"
+#include "rpc/session/agent_session.h"
+#include "rpc/session/answer.h"
+
+namespace muster::agent {
+
+// The hub in an agent (docs/protocol.md, "Hubs"): other agents have their sessions here, and what
+// they say goes on over this node's own stream. It stands between this node's relay and that
+// stream:
+//
+//   relay ---\                                              /--- other agents (HubLink)
+//             > HubCore --- OpSender: the session stream   <
+//   (own operations go through it too, so that arrivals meet)
+//
+// - To the agents it is a coordinator of the upstream's term and cluster. A session here is never
+//   longer than the session of the upstream: when that one is new, all streams end with a Goodbye
+//   that has retry_after, and the agents come back in new sessions. Nor does it outlive Finish, or
+//   that this node is itself sent behind a hub: then Goodbye has no retry_after.
+// - Arrivals at one barrier instance become one operation (arrivals.h): when all ranks known to be
+//   behind the hub that take part have come, at the latest after a short window. Ranks are known
+//   from joins and from arrivals at earlier barriers.
+// - Each agent's beats are kept until the hub's own next one and passed on once. What is too old by
+//   then renews no lease.
+// - Directives go to the agent whose worker they are about, or to all that have workers of the job.
+// - After each beat an agent is sent a frame, if only an acknowledgement, so that it sees a hub
+//   that stands still; and HubState when the upstream is lost or found.
+// - Nothing that an agent does makes it keep more than Limits says: what goes beyond is refused, or
+//   the stream is not read from until it has taken its answers, or the session ends.
+//
+// What agents send is taken as bytes that anybody may have written. Pure: the owner has the clock,
+// the streams (see HubServer) and the threads. Thread-safe; nothing blocks. No lock is held over a
+// call to a link or the upstream. The owner calls Tick when due (see TimerThread).
+class HubCore final : public OpSender, public HubEvents {
+ public:
+  struct Limits {
+    // With a session. Beyond it, streams of others are refused.
+    size_t agents = 1024;
+    // Operations of one agent that wait for their answer and the bytes of their requests; the same
+    // of all together, so that this node's own workers have a share of what the stream holds.
+    size_t calls_of_agent = 8192;
+    size_t held_bytes_of_agent = 16 << 20;
+    size_t calls = 49152;
+    size_t held_bytes = 48 << 20;
+    // Answers that an agent's stream has not taken: from then on no frame of it is read.
+    size_t unsent_bytes = 8 << 20;
+    // Answers that an agent has not acknowledged: its session ends.
+    size_t unacknowledged_bytes = 32 << 20;
+    // Of an agent's beats between two of the hub; a larger one ends the stream. Of a beat of the
+    // hub: what goes beyond waits for the next.
+    size_t beat_bytes_of_agent = 256 << 10;
+    size_t beat_bytes = 2 << 20;
+    // What is remembered of one agent. Beyond it nothing is wrong: arrivals wait for the window,
+    // and directives go to more agents than need them.
+    size_t workers_of_agent = 4096;
+    size_t jobs_of_agent = 64;
+    // Of one job.
+    size_t ranks_of_agent = 4096;
+    size_t stacks_of_agent = 256;    // asked for and not answered
+    size_t stack_bytes = 512 << 10;  // of an answer; a larger one is dropped
+  };
+  struct Options {
+    std::string node;
+    uint64_t incarnation = 0;
+    absl::Duration arrival_window = absl::Milliseconds(2);
+    // How long an agent's session survives without a stream.
+    absl::Duration resume_window = absl::Seconds(60);
+    // What an agent said longer ago is not passed on with a beat.
+    absl::Duration beat_fresh = absl::Seconds(3);
+    // How long a stream that ends has to take its Goodbye.
+    absl::Duration goodbye_patience = absl::Seconds(1);
+    Limits limits = {};
+    // What the stream speaks to now. Called with a lock held: must not call back.
+    std::function<Upstream()> upstream = nullptr;
+    // Takes an agent's answer to CollectStack to the coordinator.
+    std::function<void(v1::StackReply)> send_stack = nullptr;
+    // Tick is due earlier than it said.
+    std::function<void()> wake = nullptr;
+    const Clock* clock = &Clock::Real();
+  };
+
+  // `upstream` is borrowed.
+  HubCore(Options options, OpSender* upstream);
+  ~HubCore() override;
+
+  // This node's own operations.
+  uint64_t Submit(v1::Op op, Done done) override;
+  void Forget(uint64_t op_id) override;
+
+  // Does what is due and returns when to call again.
+  absl::Time Tick();
+
+  // Adds to this node's beat what the agents have said since the last one, and who they are if that
+  // is due.
+  void AddToBeat(v1::Beat* beat);
+  // The last beat was not sent: what the agents said in it goes into the next, unless they have
+  // said something newer.
+  void TakeBack(const v1::Beat& beat);
+
+  // What Options::upstream says has changed.
+  void OnUpstream();
+  // Passes on what concerns the agents. This node's own part is the caller's.
+  void OnDirective(const v1::Directive& directive);
+
+  // Ends all sessions with a Goodbye and takes no more. Does not wait for the agents.
+  void Finish();
+
+  // The agents' streams. One of which OnClosed came is never called again.
+  void OnFrame(const std::shared_ptr<HubLink>& link, const v1::AgentFrame& frame,
+               size_t bytes) override;
+  void OnWritten(const std::shared_ptr<HubLink>& link) override;
+  void OnClosed(const std::shared_ptr<HubLink>& link) override;
+
+  // With a session, whether they have a stream or not. A node with any beats every second.
+  size_t agents() const { return agent_count_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Agent;
+  struct Call;
+  struct Stream;
+  struct Todo;
+  // The ranks of an agent, by job: those of the latest generation seen.
+  struct JobRanks {
+    uint64_t generation = 0;
+    absl::flat_hash_set<int32_t> ranks;
+  };
+  using Ranks = absl::flat_hash_map<std::string, JobRanks>;
+
+  void DoHello(const std::shared_ptr<Stream>& stream, const v1::Hello& hello, Todo* todo)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status CheckHello(const v1::Hello& hello) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void DoFrame(const std::shared_ptr<Stream>& stream, const v1::AgentFrame& frame, Todo* todo)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void DoOp(const std::shared_ptr<Agent>& agent, const v1::Op& op, Todo* todo)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Status DoBeat(Agent* agent, const v1::Beat& beat) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void DoUpstream(Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The answer to these calls; those that are over are left out.
+  void Answered(const std::vector<uint64_t>& calls, const v1::OpResult& result);
+
+  // What an operation says of the workers and ranks behind this hub.
+  void LearnWorker(Agent* agent, const std::string& job_id, const std::string& worker_id,
+                   uint64_t incarnation) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void LearnRank(Ranks* ranks, const std::string& job_id, uint64_t generation, int32_t rank)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void LearnArrival(Ranks* ranks, const v1::Op& op) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // How many ranks behind this hub, as far as known, take part in this arrival's barrier.
+  size_t Expected(const v1::Op& op) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The agents that a directive is for.
+  std::vector<std::shared_ptr<Agent>> Concerned(const v1::Directive& directive) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  // Starts a write if one can be started; ends the session of an agent that acknowledges nothing.
+  void Pump(const std::shared_ptr<Agent>& agent, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The agent has no stream any more.
+  void Detach(std::shared_ptr<Stream> stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void CloseStream(std::shared_ptr<Stream> stream, const absl::Status& status, Todo* todo)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Nothing is left of the session; its stream, if it has one, ends with `status`.
+  void EndSession(std::shared_ptr<Agent> agent, const absl::Status& status, Todo* todo)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Ends all sessions; their streams end after a Goodbye, which asks the agents to `come_back` or
+  // not.
+  void EndAll(const std::string& reason, bool come_back, Todo* todo)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Run(Todo todo);
+  void Submit(uint64_t call_id, v1::Op op, size_t expected);
+
+  const Options options_;
+  OpSender* const upstream_;
+
+  mutable Mutex mu_;
+  Upstream now_ ABSL_GUARDED_BY(mu_);  // as Options::upstream said last
+  bool finished_ ABSL_GUARDED_BY(mu_) = false;
+  bool roster_due_ ABSL_GUARDED_BY(mu_) = false;
+  bool roster_told_ ABSL_GUARDED_BY(mu_) = false;                              // on this stream
+  std::map<std::string, std::shared_ptr<Agent>> agents_ ABSL_GUARDED_BY(mu_);  // by node
+  // Of agents_: the stream, whose lock others hold while they take ours, asks for it.
+  std::atomic<size_t> agent_count_{0};
+  absl::flat_hash_map<HubLink*, std::shared_ptr<Stream>> streams_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<uint64_t, Call> calls_ ABSL_GUARDED_BY(mu_);
+  size_t held_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t next_call_ ABSL_GUARDED_BY(mu_) = 1;
+  uint64_t next_session_ ABSL_GUARDED_BY(mu_) = 1;
+  std::string beat_after_ ABSL_GUARDED_BY(mu_);  // whose beat was the last to find room
+  // When the agents said what the last beat passes on, by job and worker: for TakeBack.
+  absl::flat_hash_map<std::pair<std::string, std::string>, absl::Time> heard_ ABSL_GUARDED_BY(mu_);
+  // Answers what one frame has too much.
+  std::shared_ptr<const rpc::Answer> overloaded_ ABSL_GUARDED_BY(mu_);
+  Ranks own_ ABSL_GUARDED_BY(mu_);  // of this node itself
+
+  ArrivalMerger arrivals_;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_HUB_CORE_H_

@@ -1,0 +1,42 @@
+#ifndef MUSTER_AGENT_HUB_LINK_H_
+#define MUSTER_AGENT_HUB_LINK_H_
+
+#include <cstddef>
+#include <memory>
+
+#include "absl/status/status.h"
+#include "proto/muster/v1/session.pb.h"
+#include "rpc/session/outbox.h"
+
+namespace muster::agent {
+
+// The hub's end of one stream of an agent. Thread-safe; no event comes from within a call.
+class HubLink {
+ public:
+  virtual ~HubLink() = default;
+  // Writes a frame. Not while a write is in flight.
+  virtual void Write(rpc::FrameBytes frame) = 0;
+  // The frame that came last has been dealt with: the next may come. A stream has at most one frame
+  // on its way, so an agent that sends faster than it is served is slowed down by TCP.
+  virtual void Read() = 0;
+  // Ends the stream, once; later calls of anything do nothing.
+  virtual void Close(const absl::Status& status) = 0;
+};
+
+// What happens on the streams of agents to this hub. The events of one stream come one after
+// another, but OnWritten may run beside OnFrame.
+class HubEvents {
+ public:
+  virtual ~HubEvents() = default;
+  // `bytes` is the size of the frame. Read follows, unless the stream ends.
+  virtual void OnFrame(const std::shared_ptr<HubLink>& link, const v1::AgentFrame& frame,
+                       size_t bytes) = 0;
+  // The last Write has ended.
+  virtual void OnWritten(const std::shared_ptr<HubLink>& link) = 0;
+  // Nothing follows. Once for each stream that had a frame, whoever ended it.
+  virtual void OnClosed(const std::shared_ptr<HubLink>& link) = 0;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_HUB_LINK_H_

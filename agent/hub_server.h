@@ -1,0 +1,55 @@
+#ifndef MUSTER_AGENT_HUB_SERVER_H_
+#define MUSTER_AGENT_HUB_SERVER_H_
+
+#include <grpcpp/impl/codegen/service_type.h>
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "agent/hub_link.h"
+#include "rpc/server.h"
+
+namespace muster::agent {
+
+// Session.Attach for the agents behind this hub, over gRPC. Each stream becomes a HubLink: one
+// frame at a time is on its way to the core, one write in flight. Thread-safe.
+class HubServer {
+ public:
+  struct Options {
+    rpc::ServerOptions server = {};
+    std::string token = {};  // that streams must show; empty: none
+    // A stream that sends nothing for so long ends with DEADLINE_EXCEEDED.
+    absl::Duration first_message = absl::Seconds(30);
+    // Streams that have sent nothing yet; more are refused with OVERLOADED.
+    size_t silent_streams = 1024;
+  };
+
+  // `hub` is borrowed. Errors: as rpc::Server::Start.
+  static absl::StatusOr<std::unique_ptr<HubServer>> Start(const Options& options, HubEvents* hub);
+  // As Shutdown without a grace.
+  ~HubServer();
+  HubServer(const HubServer&) = delete;
+  HubServer& operator=(const HubServer&) = delete;
+
+  // Where agents reach it, with the bound port.
+  const std::string& address() const { return server_->address(); }
+
+  // Accepts no more streams, cancels those that are open after `grace`, and waits for all of them
+  // to end: the core has heard of each. Repeatable.
+  void Shutdown(absl::Duration grace);
+
+ private:
+  class Service;
+  class Stream;
+  HubServer();
+
+  std::unique_ptr<Service> service_;
+  std::unique_ptr<rpc::Server> server_;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_HUB_SERVER_H_

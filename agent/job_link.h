@@ -1,0 +1,82 @@
+#ifndef MUSTER_AGENT_JOB_LINK_H_
+#define MUSTER_AGENT_JOB_LINK_H_
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "agent/process.h"
+
+namespace muster::agent {
+
+// One start of one worker and how it ended.
+struct WorkerEnd {
+  int rank = 0;
+  std::string worker_id;
+  uint64_t incarnation = 0;
+  int64_t pid = 0;
+  std::string host;
+  ProcessExit exit;
+  std::vector<std::string> last_lines;
+  std::string killed_because = "";  // why the coordinator had it killed; empty: it had not
+  bool may_restart = false;         // if its attempt fails, all are started again
+
+  // "rank 1 (pid 1234 on node7) was killed by signal 9 (SIGKILL)"
+  std::string ToString() const;
+};
+
+// Why an attempt ended before all workers were done.
+struct AttemptEnd {
+  std::string why;  // one line
+  std::vector<std::string> last_lines;
+};
+
+// What the agents of a job agree on before each attempt.
+struct Meeting {
+  int node_rank = 0;
+  int num_nodes = 1;
+  // Where programs without a coordinator may meet. Rank 0's node chooses.
+  std::string master_addr = "127.0.0.1";
+  int master_port = 0;
+};
+
+// What an agent needs from the rest of its job: the coordinator and, through it, the agents of the
+// other nodes. An attempt is one start of all workers; attempts are numbered 0, 1, ... as restarts.
+class JobLink {
+ public:
+  virtual ~JobLink() = default;
+
+  // Meets the agents of all nodes. Blocks until all are there. Errors: DEADLINE_EXCEEDED naming the
+  // nodes that did not come; INVALID_ARGUMENT the nodes were started with different settings;
+  // UNAVAILABLE no coordinator; CANCELLED after Cancel().
+  virtual absl::StatusOr<Meeting> Meet(int attempt) = 0;
+
+  // From now on `on_ended` is called (once at most, on any thread) if the current attempt ends on
+  // another node's account or because the coordinator is gone.
+  virtual void Watch(std::function<void(AttemptEnd)> on_ended) = 0;
+
+  // A local worker has ended, well or not. Does not block.
+  virtual void ReportEnd(const WorkerEnd& end) = 0;
+
+  // Ends the attempt on all nodes. Blocks shortly. Returns what ended it: another node may have
+  // been first.
+  virtual AttemptEnd Fail(const AttemptEnd& end) = 0;
+
+  // All local workers are done. Blocks until those of all other nodes are too. Errors: ABORTED the
+  // attempt has ended (`on_ended` says why); CANCELLED after Cancel().
+  virtual absl::Status Finish() = 0;
+
+  // Makes Meet and Finish return. Final.
+  virtual void Cancel() = 0;
+};
+
+// A port on this machine that was free a moment ago. Errors: RESOURCE_EXHAUSTED, INTERNAL.
+absl::StatusOr<int> FindFreePort();
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_JOB_LINK_H_

@@ -1,0 +1,51 @@
+#ifndef MUSTER_AGENT_JOB_SIGNALS_H_
+#define MUSTER_AGENT_JOB_SIGNALS_H_
+
+#include <functional>
+#include <optional>
+#include <thread>
+
+#include "absl/time/time.h"
+
+namespace muster::agent {
+
+// The signals that stop a job are SIGINT, SIGTERM and SIGHUP, without those that this process
+// ignored when it was started (nohup, background jobs of shells): they stay ignored.
+
+// Keeps them for SignalWatcher, and ignores SIGPIPE. Call before any thread is started.
+void BlockJobSignals();
+// From now on each ends this process at once, with exit code 128 + its number.
+void EndByJobSignals();
+
+// Calls back on a thread of its own for each signal of the job until destroyed.
+class SignalWatcher {
+ public:
+  explicit SignalWatcher(std::function<void(int)> on_signal);
+  ~SignalWatcher();
+  SignalWatcher(const SignalWatcher&) = delete;
+  SignalWatcher& operator=(const SignalWatcher&) = delete;
+
+ private:
+  void Loop(const std::function<void(int)>& on_signal);
+
+  const int stop_fd_;
+  std::thread thread_;
+};
+
+// What signals wish for. Pure.
+class StopWishes {
+ public:
+  // A second signal within that long is the same wish: timeout(1), SLURM and a closing terminal
+  // signal a process and then its group, systemd sends SIGHUP after SIGTERM.
+  static constexpr absl::Duration kSameWish = absl::Seconds(1);
+
+  enum class Wish { kStop, kNothingNew, kKill };
+  Wish Take(absl::Time now);
+
+ private:
+  std::optional<absl::Time> first_;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_JOB_SIGNALS_H_

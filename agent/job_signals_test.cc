@@ -1,0 +1,73 @@
+#include "agent/job_signals.h"
+
+#include <poll.h>
+#include <signal.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+
+#include "base/mutex.h"
+#include "gtest/gtest.h"
+
+namespace muster::agent {
+namespace {
+
+using Wish = StopWishes::Wish;
+
+TEST(StopWishes, TwoWithinASecond_AreOne) {
+  StopWishes wishes;
+  const absl::Time t = absl::FromUnixSeconds(1'700'000'000);
+  EXPECT_EQ(wishes.Take(t), Wish::kStop);
+  EXPECT_EQ(wishes.Take(t), Wish::kNothingNew);
+  EXPECT_EQ(wishes.Take(t + absl::Milliseconds(999)), Wish::kNothingNew);
+  // A second after the first, not after the last.
+  EXPECT_EQ(wishes.Take(t + absl::Seconds(1)), Wish::kKill);
+  EXPECT_EQ(wishes.Take(t + absl::Seconds(1)), Wish::kKill);
+}
+
+// Runs `body` in a process of its own, in which the signals are as at its start. Its exit code, or
+// minus the signal that ended it.
+template <typename Body>
+int InChild(Body body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) ::signal(signal, SIG_DFL);
+    _exit(body());
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  return WIFSIGNALED(status) ? -WTERMSIG(status) : WEXITSTATUS(status);
+}
+
+TEST(JobSignals, InheritedAsIgnored_StayIgnored) {
+  EXPECT_EQ(InChild([] {
+              ::signal(SIGHUP, SIG_IGN);
+              BlockJobSignals();
+              std::atomic<bool> hang_up = false;
+              Notification term;
+              SignalWatcher watcher([&](int signal) {
+                if (signal == SIGHUP) hang_up = true;
+                if (signal == SIGTERM) term.Notify();
+              });
+              // Of two that wait, the one with the smaller number comes first.
+              kill(getpid(), SIGHUP);
+              kill(getpid(), SIGTERM);
+              term.WaitForNotification();
+              return hang_up ? 1 : 0;
+            }),
+            0);
+}
+
+TEST(JobSignals, AfterTheJob_EndTheProcess) {
+  EXPECT_EQ(InChild([] {
+              BlockJobSignals();
+              kill(getpid(), SIGINT);
+              EndByJobSignals();
+              return 0;
+            }),
+            128 + SIGINT);
+}
+
+}  // namespace
+}  // namespace muster::agent

@@ -1,0 +1,41 @@
+#ifndef MUSTER_AGENT_LINE_SPLITTER_H_
+#define MUSTER_AGENT_LINE_SPLITTER_H_
+
+#include <cstddef>
+#include <functional>
+#include <string>
+
+#include "absl/strings/string_view.h"
+
+namespace muster::agent {
+
+// Cuts what a process writes into lines, the way a terminal would show them: "\n" and "\r\n" end a
+// line, a lone "\r" takes the cursor back so that what follows replaces what was there (a progress
+// bar). Not thread-safe.
+class LineSplitter {
+ public:
+  // Lines longer than this are cut into pieces of this size.
+  static constexpr size_t kMaxLine = 64 * 1024;
+
+  // `on_line` gets each finished line without its end. `on_partial` (may be null) gets what the
+  // unfinished line shows, once at the end of each Append() that changed it.
+  using Callback = std::function<void(absl::string_view)>;
+  LineSplitter(Callback on_line, Callback on_partial);
+
+  void Append(absl::string_view bytes);
+
+  // End of input: what is left is a line too.
+  void Finish();
+
+ private:
+  void EndLine();
+
+  const Callback on_line_;
+  const Callback on_partial_;
+  std::string line_;       // since the last "\r" that something followed
+  bool returned_ = false;  // the last byte was "\r": it clears the line unless "\n" comes next
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_LINE_SPLITTER_H_

@@ -1,0 +1,87 @@
+#include "agent/log_file.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+
+namespace muster::agent {
+namespace {
+
+int Begin(const std::string& path) {
+  return open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_APPEND | O_CLOEXEC, 0666);
+}
+
+std::string Part(const std::string& path, int number) { return absl::StrCat(path, ".", number); }
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<LogFile>> LogFile::Open(const std::string& path,
+                                                       const LogLimits& limits, WriteCall write) {
+  const int fd = Begin(path);
+  if (fd < 0) return absl::ErrnoToStatus(errno, path);
+  for (int number = 1; unlink(Part(path, number).c_str()) == 0; ++number) {
+  }
+  return std::unique_ptr<LogFile>(
+      new LogFile(path, limits, write != nullptr ? write : ::write, fd));
+}
+
+LogFile::LogFile(std::string path, const LogLimits& limits, WriteCall write, int fd)
+    : path_(std::move(path)), limits_(limits), write_(write), fd_(fd) {}
+
+LogFile::~LogFile() { close(fd_); }
+
+void LogFile::Rotate() {
+  size_ = 0;
+  for (int number = limits_.files - 1; number > 1; --number) {
+    rename(Part(path_, number - 1).c_str(), Part(path_, number).c_str());
+  }
+  // What cannot be put aside is not thrown away: it goes on in the file it has, and tries again
+  // when as much has been written once more. Somebody may have removed the file.
+  if (limits_.files > 1 && rename(path_.c_str(), Part(path_, 1).c_str()) != 0 && errno != ENOENT) {
+    return;
+  }
+  // The same where none can be made.
+  if (const int fd = Begin(path_); fd >= 0) close(std::exchange(fd_, fd));
+}
+
+std::string LogFile::Append(absl::string_view line) {
+  const int64_t line_size = static_cast<int64_t>(line.size()) + 1;
+  if (limits_.max_bytes > 0 && size_ > 0 && size_ + line_size > limits_.max_bytes) Rotate();
+  const std::string text = absl::StrCat(
+      torn_ ? "\n" : "",
+      lost_ > 0 ? absl::StrCat("[muster: ", lost_, lost_ == 1 ? " line is" : " lines are",
+                               " missing here: ", strerror(error_), "]\n")
+                : "",
+      line, "\n");
+  size_t written = 0;
+  while (written < text.size()) {
+    const ssize_t n = write_(fd_, text.data() + written, text.size() - written);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) {
+      error_ = errno;
+      break;
+    }
+    written += static_cast<size_t>(n);
+  }
+  size_ += static_cast<int64_t>(written);
+  if (written == text.size()) {
+    torn_ = false;
+    const int64_t lost = std::exchange(lost_, 0);
+    return lost == 0 ? ""
+                     : absl::StrCat("the log ", path_, " is written again; ", lost,
+                                    lost == 1 ? " line is" : " lines are", " missing in it");
+  }
+  if (written > 0) torn_ = text[written - 1] != '\n';
+  return ++lost_ > 1 ? ""
+                     : absl::StrCat("the log ", path_, " cannot be written: ", strerror(error_),
+                                    "; its lines are lost until it can, the job goes on");
+}
+
+}  // namespace muster::agent

@@ -1,0 +1,58 @@
+#ifndef MUSTER_AGENT_LOG_FILE_H_
+#define MUSTER_AGENT_LOG_FILE_H_
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace muster::agent {
+
+struct LogLimits {
+  // A file that would grow beyond becomes FILE.1, what was FILE.1 becomes FILE.2, and so on. One
+  // that cannot be renamed grows on, and is tried again after as many bytes. 0: no limit.
+  int64_t max_bytes = int64_t{128} << 20;
+  // How many there are at most, with the one that is written.
+  int files = 8;
+};
+
+// The lines of one process in a file. What cannot be written (a full disk) is lost, and the file
+// says how many lines are missing where it goes on. Not thread-safe; blocks on the disk.
+class LogFile {
+ public:
+  using WriteCall = ssize_t (*)(int fd, const void* data, size_t size);
+
+  // Begins an empty file and removes what an earlier one of this name was split into. Errors: the
+  // system's words and the path. `write`: what stands in for the system call in tests.
+  static absl::StatusOr<std::unique_ptr<LogFile>> Open(const std::string& path,
+                                                       const LogLimits& limits = {},
+                                                       WriteCall write = nullptr);
+  ~LogFile();
+  LogFile(const LogFile&) = delete;
+  LogFile& operator=(const LogFile&) = delete;
+
+  // Returns one line for the user when writing begins to fail, or works again; else "".
+  std::string Append(absl::string_view line);
+
+ private:
+  LogFile(std::string path, const LogLimits& limits, WriteCall write, int fd);
+  void Rotate();
+
+  const std::string path_;
+  const LogLimits limits_;
+  const WriteCall write_;
+  int fd_;
+  int64_t size_ = 0;
+  int64_t lost_ = 0;   // lines since writing began to fail
+  bool torn_ = false;  // the file ends within a line
+  int error_ = 0;      // the last one
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_LOG_FILE_H_

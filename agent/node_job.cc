@@ -1,0 +1,168 @@
+#include "agent/node_job.h"
+
+#include <poll.h>
+#include <unistd.h>
+
+#include <memory>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "agent/descriptors.h"
+#include "agent/job_signals.h"
+#include "agent/node_session.h"
+#include "agent/rpc_job_link.h"
+#include "agent/stack_capture.h"
+#include "agent/worker_processes.h"
+#include "base/clock.h"
+#include "base/log.h"
+#include "base/mutex.h"
+
+namespace muster::agent {
+namespace {
+
+// For what is left of the output when the job is stopped.
+constexpr absl::Duration kHurriedFlush = absl::Seconds(1);
+
+bool CanWrite(int fd) {
+  pollfd event = {fd, POLLOUT, 0};
+  return poll(&event, 1, 0) == 1 && (event.revents & POLLOUT) != 0;
+}
+
+// What must be equal on all nodes.
+std::string Settings(const NodeJobOptions& options) {
+  const WorkerEnvironment& worker = options.agent.worker;
+  return absl::StrCat("num_processes ", options.num_nodes * options.agent.slots, ", num_machines ",
+                      options.num_nodes, ", mixed_precision ", worker.mixed_precision,
+                      ", gradient_accumulation_steps ", worker.gradient_accumulation_steps,
+                      ", max_restarts ", options.agent.max_restarts);
+}
+
+}  // namespace
+
+NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
+  NodeJobResult result;
+  const int here = options.agent.slots;
+  const int world = here * options.num_nodes;
+  OutputMux output({
+      .stdout_fd = options.show_output && IsStandardDescriptor(STDOUT_FILENO) ? STDOUT_FILENO : -1,
+      .stderr_fd = options.show_output && IsStandardDescriptor(STDERR_FILENO) ? STDERR_FILENO : -1,
+      .prefix = options.prefix && world > 1,
+      .progress_rank = options.node_rank > 0 ? options.node_rank * here : 0,
+      .log_limits = options.log_limits,
+      .on_backpressure = [&host](bool pressed) { host.PauseOutput(pressed); },
+  });
+  StackCapture stacks;
+  const auto tell_late = [job = options.agent.worker.job](const v1::BarrierLate& late) {
+    // The agents of a job have barriers of their own, in which waiting is usual.
+    if (late.job_id() == job) MUSTER_LOG(Warning) << late.report().message();
+  };
+  WorkerProcesses processes(options.agent.worker.job);
+  options.agent.processes = &processes;
+  absl::StatusOr<std::unique_ptr<NodeSession>> session = NodeSession::Start({
+      .coordinator = options.agent.worker.coordinator,
+      .channel = options.channel,
+      .outage_tolerance = options.outage_tolerance,
+      .hub_listen = options.hub_listen,
+      .stacks = &stacks,
+      .process_of =
+          [&processes](const std::string& job, const std::string& worker_id, uint64_t incarnation,
+                       int64_t claimed) {
+            return processes.Find(job, worker_id, incarnation, claimed);
+          },
+      .on_barrier_late = tell_late,
+  });
+  if (!session.ok()) {
+    result.job.outcome = JobResult::Outcome::kRefused;
+    result.job.status = session.status();
+    // A certificate or token that is missing; NOT_FOUND says here that the program is.
+    if (absl::IsNotFound(result.job.status)) {
+      result.job.status = absl::InvalidArgumentError(result.job.status.message());
+    }
+    return result;
+  }
+  std::unique_ptr<JobLink> link = MakeRpcJobLink(
+      {
+          .coordinator = options.agent.worker.coordinator,
+          .job = options.agent.worker.job,
+          .num_nodes = options.num_nodes,
+          .node_rank = options.node_rank,
+          .settings = Settings(options),
+          .host = options.host,
+          .rack = options.agent.worker.rack,
+          .nvlink_domain = options.agent.worker.nvlink_domain,
+          .join_timeout = options.join_timeout,
+          .lease = options.lease,
+          .outage_tolerance = options.outage_tolerance,
+      },
+      session->get());
+  // Workers reach the coordinator through this agent; certificates are its business.
+  WorkerEnvironment& worker = options.agent.worker;
+  worker.coordinator = (*session)->relay_address();
+  worker.outage_tolerance = options.outage_tolerance;
+  worker.lease = options.lease;
+  worker.tls_ca.clear();
+  worker.tls_cert.clear();
+  worker.tls_key.clear();
+  const bool show = options.show_output;
+  // Files of single ranks have to say it themselves.
+  worker.agent_tells = show && options.agent.log_dir.empty();
+  options.agent.stdout_terminal = show && isatty(STDOUT_FILENO) != 0;
+  options.agent.stderr_terminal = show && isatty(STDERR_FILENO) != 0;
+  options.agent.stdin_fd = IsStandardDescriptor(STDIN_FILENO) ? STDIN_FILENO : -1;
+  Agent agent(std::move(options.agent), host, output, *link);
+  (*session)->SetOnKillWorker([&agent](const v1::KillWorker& kill) {
+    agent.Kill(kill.worker_id(), kill.incarnation(), kill.why());
+  });
+  Mutex mu;
+  StopWishes wishes;    // guarded by mu
+  bool running = true;  // the agent; guarded by mu
+  int first_signal = 0;
+  SignalWatcher signals([&](int signal) {
+    MutexLock lock(&mu);
+    switch (wishes.Take(Clock::Real().Now())) {
+      case StopWishes::Wish::kNothingNew:
+        return;
+      case StopWishes::Wish::kStop:
+        first_signal = signal;
+        if (running) {
+          output.Note(absl::StrCat("muster: stopping (", SignalName(signal),
+                                   "); once more, a second or later from now, to kill at once"));
+        }
+        break;
+      case StopWishes::Wish::kKill:
+        break;
+    }
+    if (running) {
+      agent.Stop();
+    } else {
+      output.HurryFlush(kHurriedFlush);
+    }
+  });
+  result.job = agent.Run();
+  {
+    MutexLock lock(&mu);
+    running = false;
+    // A reader of our output that stands still must not keep a stopped job from ending.
+    if (first_signal != 0) output.HurryFlush(kHurriedFlush);
+  }
+  (*session)->SetOnKillWorker(nullptr);
+  link.reset();
+  (*session)->Finish(absl::Seconds(1));
+  session->reset();
+  const bool flushed = output.Flush(absl::InfiniteDuration());
+  {
+    MutexLock lock(&mu);
+    result.signal = first_signal;
+  }
+  // What went on while this waited for its reader is a job that was stopped. How it failed is told
+  // where that can be read.
+  if (!flushed && result.signal != 0 &&
+      (result.job.outcome == JobResult::Outcome::kSucceeded || !CanWrite(STDERR_FILENO))) {
+    result.job.outcome = JobResult::Outcome::kStopped;
+  }
+  // Nothing runs any more that would have to be stopped in an orderly way.
+  EndByJobSignals();
+  return result;
+}
+
+}  // namespace muster::agent

@@ -1,0 +1,47 @@
+#ifndef MUSTER_AGENT_NODE_JOB_H_
+#define MUSTER_AGENT_NODE_JOB_H_
+
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "agent/agent.h"
+#include "agent/log_file.h"
+#include "base/defaults.h"
+#include "rpc/channel.h"
+
+namespace muster::agent {
+
+// One node's part of one job, as a process of its own: `muster launch` and `muster-agent`.
+struct NodeJobOptions {
+  AgentOptions agent;  // worker.coordinator is where to connect
+  rpc::ChannelOptions channel = {};
+  int num_nodes = 1;
+  int node_rank = -1;  // -1: any
+  std::string host = "127.0.0.1";
+  absl::Duration join_timeout = absl::Minutes(10);
+  // How long the coordinator may be away before the job is given up.
+  absl::Duration outage_tolerance = kDefaultOutageTolerance;
+  // After what silence a machine or a worker counts as lost while others are heard.
+  absl::Duration lease = kDefaultLease;
+  std::string hub_listen = {};  // see NodeSession::Options
+  bool show_output = true;      // the workers' lines, on standard output and standard error
+  bool prefix = true;           // where several workers write
+  LogLimits log_limits = {};    // of the files in agent.log_dir
+};
+
+struct NodeJobResult {
+  JobResult job;
+  int signal = 0;  // that stopped it
+};
+
+// Runs the job on the terminal: the workers' lines go to standard output and standard error; the
+// signals of the job, which BlockJobSignals has kept, stop it, one that comes a second or more
+// after the first kills, and one that comes when the workers are done ends the wait for a reader
+// that does not read. Blocks until nothing of it is left. Afterwards they end the process. `host`
+// is borrowed and should have been started before any other thread of the process.
+NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host);
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_NODE_JOB_H_

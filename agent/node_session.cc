@@ -1,0 +1,261 @@
+#include "agent/node_session.h"
+
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "agent/hub_listen.h"
+#include "agent/process_state.h"
+#include "base/failpoint.h"
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "proto/muster/v1/admin.grpc.pb.h"
+
+namespace muster::agent {
+namespace {
+
+constexpr size_t kStacksWanted = 256;
+constexpr absl::Duration kBeatPeriod = absl::Seconds(2);
+// What agents say to their hub waits for its beat.
+constexpr absl::Duration kHubBeatPeriod = absl::Seconds(1);
+// Of streams to the hub, to take its goodbye.
+constexpr absl::Duration kHubGrace = absl::Milliseconds(200);
+
+std::string HostName() {
+  char name[256] = "";
+  gethostname(name, sizeof(name) - 1);
+  return name;
+}
+
+uint64_t RandomNumber() {
+  uint64_t number = 0;
+  while (number == 0) {
+    MUSTER_CHECK(getrandom(&number, sizeof(number), 0) == sizeof(number));
+  }
+  return number;
+}
+
+}  // namespace
+
+absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options) {
+  std::unique_ptr<NodeSession> session(new NodeSession());
+  NodeSession* const raw = session.get();
+  // Found dead sooner than a worker's call would be; reconnecting within a lease; answers of the
+  // coordinator are not ours to refuse.
+  options.channel.own_connection = true;
+  options.channel.keepalive = absl::Seconds(10);
+  options.channel.max_backoff = absl::Seconds(2);
+  options.channel.max_message_bytes = 64 << 20;
+  // While a hub speaks for this node, the coordinator has no connection of it.
+  options.channel.idle_timeout = absl::Seconds(5);
+  MUSTER_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::Channel> channel,
+                          rpc::Connect(options.coordinator, options.channel));
+  HubServer::Options hub_server;
+  if (!options.hub_listen.empty()) {
+    MUSTER_ASSIGN_OR_RETURN(
+        hub_server, HubListenOptions(options.hub_listen, options.coordinator, options.channel));
+  }
+  raw->channel_ = channel;
+  raw->stacks_ = options.stacks;
+  raw->stack_budget_ = options.stack_budget;
+  raw->on_barrier_late_ = std::move(options.on_barrier_late);
+  raw->transport_ = std::make_unique<RpcFrameTransport>(channel, options.channel);
+
+  SessionStream::Options stream;
+  stream.address = options.coordinator;
+  stream.incarnation = RandomNumber();
+  stream.host = HostName();
+  // Several agents of one host must not take each other's sessions.
+  stream.node = absl::StrCat(stream.host.substr(0, 64), "/", absl::Hex(stream.incarnation));
+  stream.version = std::string("1");
+  stream.outage_tolerance = options.outage_tolerance;
+  stream.beat_period = kBeatPeriod;
+  stream.beat = [raw] { return raw->MakeBeat(); };
+  stream.on_directive = [raw](const v1::Directive& directive) { raw->OnDirective(directive); };
+  stream.on_connected = [raw](uint64_t term, bool) { raw->core_->Connected(term); };
+  stream.on_lost = [raw](const absl::Status& status) { raw->OnLost(status); };
+  if (!options.hub_listen.empty()) {
+    stream.is_hub = [raw] { return raw->hub_ != nullptr && raw->hub_->agents() > 0; };
+    stream.on_upstream = [raw] { raw->hub_->OnUpstream(); };
+    stream.on_unsent_beat = [raw](const v1::Beat& beat) { raw->hub_->TakeBack(beat); };
+  }
+  stream.wake = [raw] { raw->stream_timer_->Wake(); };
+
+  RelayCore::Options core;
+  core.node = stream.node;
+  core.incarnation = stream.incarnation;
+  core.process_of = std::move(options.process_of);
+  core.process_state = [](int64_t pid) { return ReadProcessState(pid).name; };
+  core.refresh = std::move(options.refresh);
+  core.connected = [raw] { return raw->stream_->connected(); };
+  core.wake = [raw] { raw->core_timer_->Wake(); };
+
+  HubCore::Options hub;
+  hub.node = stream.node;
+  hub.incarnation = stream.incarnation;
+  hub.wake = [raw] { raw->hub_timer_->Wake(); };
+
+  raw->stream_ = std::make_unique<SessionStream>(std::move(stream), raw->transport_.get());
+  // Not raw->stream_: that is null already while the stream's end waits for its last callback.
+  SessionStream* const to_coordinator = raw->stream_.get();
+  hub.upstream = [to_coordinator] { return to_coordinator->upstream(); };
+  hub.send_stack = [to_coordinator](v1::StackReply reply) {
+    to_coordinator->SendStack(std::move(reply));
+  };
+  OpSender* upstream = to_coordinator;
+  if (!options.hub_listen.empty()) {
+    raw->hub_ = std::make_unique<HubCore>(std::move(hub), raw->stream_.get());
+    raw->hub_timer_ = std::make_unique<TimerThread>([raw] { return raw->hub_->Tick(); });
+    upstream = raw->hub_.get();
+  }
+  raw->core_ = std::make_unique<RelayCore>(std::move(core), upstream);
+  raw->core_timer_ = std::make_unique<TimerThread>([raw] { return raw->core_->Tick(); });
+  raw->stream_timer_ = std::make_unique<TimerThread>([raw] { return raw->stream_->Tick(); });
+  MUSTER_ASSIGN_OR_RETURN(
+      raw->relay_,
+      Relay::Start({.parent = options.relay_parent, .coordinator = channel}, raw->core_.get()));
+  if (raw->hub_ != nullptr) {
+    MUSTER_ASSIGN_OR_RETURN(raw->hub_server_, HubServer::Start(hub_server, raw->hub_.get()));
+    raw->stream_->OfferHub(raw->hub_server_->address());
+    raw->hub_timer_->Start();
+  }
+  raw->stack_thread_ = std::thread([raw] { raw->StackLoop(); });
+  raw->core_timer_->Start();
+  raw->stream_timer_->Start();
+  return session;
+}
+
+NodeSession::~NodeSession() {
+  relay_.reset();
+  hub_server_.reset();
+  // It sends on the stream.
+  if (stack_thread_.joinable()) {
+    {
+      MutexLock lock(&mu_);
+      stop_ = true;
+      changed_.SignalAll();
+    }
+    stack_thread_.join();
+  }
+  if (hub_timer_ != nullptr) hub_timer_->Stop();
+  if (core_timer_ != nullptr) core_timer_->Stop();
+  if (stream_timer_ != nullptr) stream_timer_->Stop();
+  stream_.reset();
+}
+
+void NodeSession::SetListener(Listener listener) {
+  MutexLock lock(&listener_mu_);
+  listener_ = std::move(listener);
+  const absl::Status lost = stream_->lost();
+  if (!lost.ok() && listener_.on_lost) listener_.on_lost(lost);
+}
+
+void NodeSession::SetOnKillWorker(std::function<void(const v1::KillWorker&)> on_kill_worker) {
+  MutexLock lock(&listener_mu_);
+  on_kill_worker_ = std::move(on_kill_worker);
+}
+
+void NodeSession::OnLost(const absl::Status& status) {
+  MutexLock lock(&listener_mu_);
+  if (listener_.on_lost) listener_.on_lost(status);
+}
+
+v1::Beat NodeSession::MakeBeat() {
+  v1::Beat beat = core_->MakeBeat();
+  if (hub_ != nullptr) {
+    hub_->AddToBeat(&beat);
+    stream_->SetBeatPeriod(hub_->agents() > 0 ? kHubBeatPeriod : kBeatPeriod);
+  }
+  return beat;
+}
+
+std::string NodeSession::WhyNotConnected() {
+  // The stream waits for a connection and does not hear why there is none; a call that does not
+  // wait is told at once.
+  grpc::ClientContext context;
+  rpc::SetTimeout(context, absl::Seconds(1));
+  v1::StatusReply reply;
+  const grpc::Status status = v1::Admin::NewStub(channel_)->Status(&context, {}, &reply);
+  if (status.error_code() != grpc::StatusCode::UNAVAILABLE) return "";
+  const std::string& text = status.error_message();
+  const std::string before_cause = "last error: ";
+  const size_t last = text.rfind(before_cause);
+  return last == std::string::npos ? text : text.substr(last + before_cause.size());
+}
+
+void NodeSession::OnDirective(const v1::Directive& directive) {
+  MUSTER_FAILPOINT("agent.directive");
+  if (hub_ != nullptr) hub_->OnDirective(directive);
+  switch (directive.kind_case()) {
+    case v1::Directive::kGenerationEnded: {
+      core_->GenerationEnded(directive.generation_ended());
+      MutexLock lock(&listener_mu_);
+      if (listener_.on_generation_ended) {
+        listener_.on_generation_ended(directive.generation_ended());
+      }
+      break;
+    }
+    case v1::Directive::kKillWorker: {
+      MutexLock lock(&listener_mu_);
+      if (on_kill_worker_) on_kill_worker_(directive.kill_worker());
+      break;
+    }
+    case v1::Directive::kCollectStack: {
+      MutexLock lock(&mu_);
+      if (wanted_.size() < kStacksWanted) wanted_.push_back(directive.collect_stack());
+      changed_.SignalAll();
+      break;
+    }
+    case v1::Directive::kBarrierLate:
+      if (on_barrier_late_) on_barrier_late_(directive.barrier_late());
+      break;
+    case v1::Directive::kUseHub:  // the stream's
+    case v1::Directive::KIND_NOT_SET:
+      break;
+  }
+}
+
+void NodeSession::StackLoop() {
+  while (true) {
+    v1::CollectStack wanted;
+    {
+      MutexLock lock(&mu_);
+      while (!stop_ && wanted_.empty()) changed_.Wait(&mu_);
+      if (stop_) return;
+      wanted = std::move(wanted_.front());
+      wanted_.pop_front();
+    }
+    // Nobody may have us look into processes that are not our workers.
+    const std::optional<int64_t> pid = core_->ProcessOf(wanted.worker_id(), wanted.pid());
+    if (!pid.has_value()) continue;
+    v1::StackReply reply;
+    reply.set_query_id(wanted.query_id());
+    reply.set_worker_id(wanted.worker_id());
+    reply.set_pid(wanted.pid());
+    if (*pid == 0) {
+      reply.set_process_state("unknown");
+    } else if (stacks_ != nullptr) {
+      StackSnapshot snapshot = stacks_->Capture(*pid, stack_budget_);
+      reply.set_process_state(std::move(snapshot.process_state));
+      reply.set_native_stack(std::move(snapshot.native_stack));
+    } else {
+      reply.set_process_state(ReadProcessState(*pid).name);
+    }
+    stream_->SendStack(std::move(reply));
+  }
+}
+
+void NodeSession::Finish(absl::Duration within) {
+  const absl::Time deadline = Clock::Real().Now() + within;
+  if (hub_ != nullptr) {
+    hub_->Finish();
+    hub_server_->Shutdown(std::min(kHubGrace, within));
+  }
+  stream_->Finish(deadline);
+}
+
+}  // namespace muster::agent

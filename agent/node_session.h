@@ -1,0 +1,125 @@
+#ifndef MUSTER_AGENT_NODE_SESSION_H_
+#define MUSTER_AGENT_NODE_SESSION_H_
+
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "agent/hub_core.h"
+#include "agent/hub_server.h"
+#include "agent/relay.h"
+#include "agent/relay_core.h"
+#include "agent/rpc_frame_link.h"
+#include "agent/session_stream.h"
+#include "agent/stack_source.h"
+#include "agent/timer_thread.h"
+#include "base/defaults.h"
+#include "base/mutex.h"
+#include "proto/muster/v1/session.pb.h"
+#include "rpc/channel.h"
+
+namespace muster::agent {
+
+// This node's line to the coordinator, put together: the stream, the relay for the workers, the hub
+// for other agents if it offers itself as one, and the threads that drive them. Thread-safe.
+class NodeSession {
+ public:
+  struct Options {
+    std::string coordinator;  // "10.0.0.1:29400"
+    rpc::ChannelOptions channel = {};
+    absl::Duration outage_tolerance = kDefaultOutageTolerance;
+    // Where other agents reach this one as their hub (see HubListenOptions); empty: it does not
+    // offer itself.
+    std::string hub_listen = {};
+    std::string relay_parent = {};  // see Relay::Options
+    StackSource* stacks = nullptr;  // borrowed; null: stacks are answered without frames
+    absl::Duration stack_budget = absl::Milliseconds(1500);
+    // See RelayCore::Options. Null: the numbers that workers say are believed.
+    std::function<int64_t(const std::string& job, const std::string& worker_id,
+                          uint64_t incarnation, int64_t claimed)>
+        process_of = nullptr;
+    std::function<void(v1::WorkerBeat*)> refresh = nullptr;  // see RelayCore::Options
+    // Ranks of this node wait in a barrier that others are late for. Called on threads of the
+    // session, must not block.
+    std::function<void(const v1::BarrierLate&)> on_barrier_late = nullptr;
+  };
+  // What the coordinator tells. Called on threads of the session, must not block.
+  struct Listener {
+    std::function<void(const v1::GenerationEnded&)> on_generation_ended = nullptr;
+    // The coordinator has been away for too long, or refuses this agent.
+    std::function<void(const absl::Status&)> on_lost = nullptr;
+  };
+
+  // Begins to connect and serves the relay. Does not wait for the coordinator. Errors: as
+  // rpc::Connect, Relay::Start, HubListenOptions and HubServer::Start.
+  static absl::StatusOr<std::unique_ptr<NodeSession>> Start(Options options);
+  // Closes the stream; what is held is dropped.
+  ~NodeSession();
+  NodeSession(const NodeSession&) = delete;
+  NodeSession& operator=(const NodeSession&) = delete;
+
+  // Where other agents reach this one as their hub, with the bound port; empty: nowhere.
+  std::string hub_address() const { return hub_server_ == nullptr ? "" : hub_server_->address(); }
+  // What workers are given as their coordinator.
+  const std::string& relay_address() const { return relay_->address(); }
+  // Takes operations of this node as the relay does.
+  OpSender& sender() { return *core_; }
+  SessionStream& stream() { return *stream_; }
+
+  // Replaces the listener. When it returns, the old one is called no more. Not from a callback.
+  void SetListener(Listener listener);
+  // Likewise, for the directive that a worker's process must end.
+  void SetOnKillWorker(std::function<void(const v1::KillWorker&)> on_kill_worker);
+
+  // The process is gone: its lease is left alone.
+  void WorkerEnded(const std::string& job_id, const std::string& worker_id, uint64_t incarnation) {
+    core_->WorkerEnded(job_id, worker_id, incarnation);
+  }
+
+  // What keeps this node from the coordinator, by one attempt now: "Connection refused", a
+  // certificate that is not believed. Empty: nothing that shows within a second. Blocks until then.
+  std::string WhyNotConnected();
+  // See SessionStream::Finish.
+  void Finish(absl::Duration within);
+
+ private:
+  NodeSession() = default;
+  v1::Beat MakeBeat();
+  void OnDirective(const v1::Directive& directive);
+  void OnLost(const absl::Status& status);
+  void StackLoop();
+
+  std::shared_ptr<grpc::Channel> channel_;
+  std::unique_ptr<TimerThread> stream_timer_;
+  std::unique_ptr<TimerThread> core_timer_;
+  std::unique_ptr<TimerThread> hub_timer_;
+  std::unique_ptr<RelayCore> core_;
+  std::unique_ptr<HubCore> hub_;  // null: it does not offer itself
+  std::unique_ptr<RpcFrameTransport> transport_;
+  std::unique_ptr<SessionStream> stream_;
+  std::unique_ptr<HubServer> hub_server_;
+  std::unique_ptr<Relay> relay_;
+  StackSource* stacks_ = nullptr;
+  absl::Duration stack_budget_;
+  std::function<void(const v1::BarrierLate&)> on_barrier_late_;
+
+  Mutex listener_mu_;  // held while the listener is called
+  Listener listener_ ABSL_GUARDED_BY(listener_mu_);
+  std::function<void(const v1::KillWorker&)> on_kill_worker_ ABSL_GUARDED_BY(listener_mu_);
+
+  Mutex mu_;
+  CondVar changed_;
+  std::deque<v1::CollectStack> wanted_ ABSL_GUARDED_BY(mu_);
+  bool stop_ ABSL_GUARDED_BY(mu_) = false;
+  std::thread stack_thread_;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_NODE_SESSION_H_

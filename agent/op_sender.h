@@ -1,0 +1,26 @@
+#ifndef MUSTER_AGENT_OP_SENDER_H_
+#define MUSTER_AGENT_OP_SENDER_H_
+
+#include <cstdint>
+#include <functional>
+
+#include "proto/muster/v1/session.pb.h"
+
+namespace muster::agent {
+
+// Takes operations to the coordinator. Thread-safe, does not block.
+class OpSender {
+ public:
+  using Done = std::function<void(const v1::OpResult&)>;
+
+  virtual ~OpSender() = default;
+  // `done` is called exactly once unless Forget comes first, on any thread, also from within
+  // Submit; it must not block. The sender gives the operation its op_id, which is returned.
+  virtual uint64_t Submit(v1::Op op, Done done) = 0;
+  // Nobody waits for the result any more. The operation may have been done, or be done.
+  virtual void Forget(uint64_t op_id) = 0;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_OP_SENDER_H_

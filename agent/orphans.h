@@ -1,0 +1,71 @@
+#ifndef MUSTER_AGENT_ORPHANS_H_
+#define MUSTER_AGENT_ORPHANS_H_
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/mutex.h"
+
+namespace muster::agent {
+
+// Finds what the processes of a host have left behind. From the first host on this process is a
+// subreaper (PR_SET_CHILD_SUBREAPER): a descendant that loses its parent becomes its child, so none
+// hides by a session of its own, closed pipes or an empty environment.
+//
+// A child that this process did not fork itself is a host's orphan if
+//  - its session is one that a process of the host began, or
+//  - its first environment has the host's mark, or
+//  - it shows neither, and the host is the only one, in a process that had no children before it.
+// Children in this process's own session never are: code beside the hosts has forked them. No child
+// is touched that is none of this.
+//
+// One for the whole process. Thread-safe.
+class Orphans {
+ public:
+  static Orphans& Get();
+
+  void AddHost(const std::string& mark);
+  void RemoveHost(const std::string& mark);
+
+  // fork() for a host, whose child begins a session of its own at once. The child must call
+  // nothing here.
+  pid_t Fork(const std::string& mark);
+  // The child has been collected, or is given up.
+  void Forget(pid_t child);
+
+  // Collects those that have ended; what little that costs when there are none.
+  void Collect(const std::string& mark);
+  // Sends SIGKILL to those that have not. They are children, so their ids name them until they are
+  // collected; theirs come to this process when they end: call again until there are none. Those
+  // that it may not kill, of another user, are put into `foreign` instead. `kill`: what stands in
+  // for the system call in tests; null: that.
+  std::vector<pid_t> Kill(const std::string& mark, std::set<pid_t>* foreign,
+                          int (*kill)(pid_t, int) = nullptr);
+
+ private:
+  Orphans() = default;
+  std::vector<pid_t> Find(const std::string& mark, bool ended) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool Belongs(const std::string& mark, pid_t pid, pid_t session) const
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+
+  Mutex mu_;
+  pid_t process_ ABSL_GUARDED_BY(mu_) = 0;  // whose the rest is
+  // The sessions that each host's processes began, by mark. Of ended ones too: a session lives as
+  // long as any of its processes.
+  std::map<std::string, std::set<pid_t>> hosts_ ABSL_GUARDED_BY(mu_);
+  std::set<pid_t> children_ ABSL_GUARDED_BY(mu_);  // forked here, not collected yet
+  bool had_children_ ABSL_GUARDED_BY(mu_) = false;
+};
+
+// Whether the environment that `pid` started with contains `text`. Does what a signal handler may,
+// on one thread at a time.
+bool StartedWith(pid_t pid, const char* text, size_t size);
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_ORPHANS_H_

@@ -1,0 +1,1098 @@
+#include "agent/process.h"
+
+#include <dirent.h>
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/ioctl.h>
+#include <sys/prctl.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <termios.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <deque>
+#include <map>
+#include <set>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
+#include "agent/line_splitter.h"
+#include "agent/orphans.h"
+#include "agent/process_state.h"
+#include "base/clock.h"
+#include "base/descriptor_limit.h"
+#include "base/failpoint.h"
+#include "base/log.h"
+#include "base/mutex.h"
+#include "base/status_macros.h"
+
+namespace muster::agent {
+namespace {
+
+constexpr char kMarkVariable[] = "MUSTER_PROCESS_TREE=";
+// Between looks for orphans that have ended, while processes run.
+constexpr absl::Duration kCollectPeriod = absl::Seconds(10);
+// What the end of the host takes at most for orphans that the kernel does not end.
+constexpr absl::Duration kOrphansTimeout = absl::Seconds(5);
+constexpr absl::Duration kGuardPeriod = absl::Seconds(1);  // a new guard at most that often
+constexpr absl::Duration kWatchAgain = absl::Milliseconds(100);
+constexpr size_t kKeptLineBytes = 4096;
+// What is read from a process that has ended: its pipes hold 64 KiB, but a child it left behind may
+// go on writing.
+constexpr size_t kDrainBytes = 4 << 20;
+
+class Fd {
+ public:
+  Fd() = default;
+  explicit Fd(int fd) : fd_(fd) {}
+  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  Fd& operator=(Fd&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~Fd() { Close(); }
+  int get() const { return fd_; }
+  bool open() const { return fd_ >= 0; }
+  void Close() {
+    if (fd_ >= 0) close(std::exchange(fd_, -1));
+  }
+
+ private:
+  int fd_ = -1;
+};
+
+absl::Status ErrnoStatus(absl::string_view what, int error) {
+  const std::string text = absl::StrCat(what, ": ", strerror(error));
+  switch (error) {
+    case EAGAIN:
+    case ENOMEM:
+    case EMFILE:
+    case ENFILE:
+    case ENOSPC:  // fs.epoll.max_user_watches
+      return absl::ResourceExhaustedError(text);
+    default:
+      return absl::InternalError(text);
+  }
+}
+
+// Or has been closed by all writers. False after `timeout`.
+bool BecomesReadable(int fd, absl::Duration timeout) {
+  const absl::Time deadline = Clock::Real().Now() + timeout;
+  for (;;) {
+    const absl::Duration left = std::clamp(deadline - Clock::Real().Now(), absl::ZeroDuration(),
+                                           absl::Duration(absl::Hours(24)));
+    pollfd event = {fd, POLLIN, 0};
+    const int ready = poll(&event, 1, static_cast<int>(absl::ToInt64Milliseconds(left)));
+    if (ready > 0) return true;
+    if (ready == 0 && left <= absl::Milliseconds(1)) return false;
+  }
+}
+
+absl::Status MakePipe(Fd* read_end, Fd* write_end) {
+  int fds[2];
+  if (pipe2(fds, O_CLOEXEC) != 0) return ErrnoStatus("pipe", errno);
+  *read_end = Fd(fds[0]);
+  *write_end = Fd(fds[1]);
+  return absl::OkStatus();
+}
+
+// A pseudo-terminal with the size of the terminal on `like_fd`, if it is one.
+absl::Status MakeTerminal(int like_fd, Fd* read_end, Fd* write_end) {
+  Fd master(posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC));
+  char name[64];
+  if (!master.open() || grantpt(master.get()) != 0 || unlockpt(master.get()) != 0 ||
+      ptsname_r(master.get(), name, sizeof(name)) != 0) {
+    return ErrnoStatus("pseudo-terminal", errno);
+  }
+  Fd slave(open(name, O_RDWR | O_NOCTTY | O_CLOEXEC));
+  if (!slave.open()) return ErrnoStatus(name, errno);
+  termios mode;
+  if (tcgetattr(slave.get(), &mode) == 0) {
+    mode.c_oflag &= ~OPOST;
+    mode.c_lflag &= ~(ECHO | ICANON | ISIG);
+    tcsetattr(slave.get(), TCSANOW, &mode);
+  }
+  winsize size;
+  if (ioctl(like_fd, TIOCGWINSZ, &size) == 0) ioctl(slave.get(), TIOCSWINSZ, &size);
+  *read_end = std::move(master);
+  *write_end = std::move(slave);
+  return absl::OkStatus();
+}
+
+std::string RandomMark() {
+  unsigned char bytes[16];
+  MUSTER_CHECK(getrandom(bytes, sizeof(bytes), 0) == sizeof(bytes));
+  std::string text;
+  for (const unsigned char byte : bytes) absl::StrAppendFormat(&text, "%02x", byte);
+  return text;
+}
+
+// --- The guard. Forked from a process with threads, so it may only do what a signal handler may:
+// no allocation. ---
+
+struct GuardNote {
+  int32_t pid;
+  int32_t added;  // else removed
+};
+constexpr int kGuardSlots = 16384;
+constexpr time_t kGuardSeconds = 3;
+
+struct LinuxDirent {
+  uint64_t ino;
+  int64_t off;
+  unsigned short reclen;
+  unsigned char type;
+  char name[1];
+};
+
+int NumberOf(const char* digits) {
+  int number = 0;
+  while (*digits >= '0' && *digits <= '9') number = number * 10 + (*digits++ - '0');
+  return *digits == '\0' ? number : 0;
+}
+
+// Kills all processes that carry the mark; returns how many it found.
+int KillMarked(const char* mark, size_t mark_size) {
+  const int dir = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (dir < 0) return 0;
+  const int self = getpid();
+  int found = 0;
+  // The numbers of another pid namespace's /proc name other processes here.
+  char name[16] = "";
+  const ssize_t size_of_name = readlinkat(dir, "self", name, sizeof(name) - 1);
+  if (size_of_name <= 0 || NumberOf(name) != self) {
+    close(dir);
+    return 0;
+  }
+  alignas(LinuxDirent) static char entries[32768];
+  for (;;) {
+    const long size = syscall(SYS_getdents64, dir, entries, sizeof(entries));
+    if (size <= 0) break;
+    for (long at = 0; at < size;) {
+      const auto* entry = reinterpret_cast<const LinuxDirent*>(entries + at);
+      at += entry->reclen;
+      const int pid = NumberOf(entry->name);
+      if (pid <= 1 || pid == self || !StartedWith(pid, mark, mark_size)) continue;
+      // Looked at again through a descriptor: the number may be another's by now.
+      const int pidfd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+      if (pidfd < 0) continue;
+      if (StartedWith(pid, mark, mark_size)) {
+        syscall(SYS_pidfd_send_signal, pidfd, SIGKILL, nullptr, 0);
+        ++found;
+      }
+      close(pidfd);
+    }
+  }
+  close(dir);
+  return found;
+}
+
+[[noreturn]] void GuardMain(int pipe_fd, int write_end, const char* mark, size_t mark_size,
+                            CloseRangeCall close_range) {
+  setsid();
+  prctl(PR_SET_NAME, "muster-guard");
+  for (int signal = 1; signal < NSIG; ++signal) {
+    struct sigaction action = {};
+    action.sa_handler = SIG_IGN;
+    if (signal == SIGSEGV || signal == SIGBUS || signal == SIGABRT) action.sa_handler = SIG_DFL;
+    sigaction(signal, &action, nullptr);
+  }
+  sigset_t none;
+  sigemptyset(&none);
+  sigprocmask(SIG_SETMASK, &none, nullptr);
+  // Holding the host's standard output open would keep its reader waiting; holding its sockets, its
+  // ports taken.
+  if (dup2(pipe_fd, 0) < 0) _exit(1);
+  // Before all: its own copy would keep it from seeing the end.
+  close(write_end);
+  CloseFrom(1, close_range);
+  static int32_t groups[kGuardSlots];
+  int used = 0;
+  for (;;) {
+    GuardNote note;
+    const ssize_t got = read(0, &note, sizeof(note));
+    if (got < 0 && errno == EINTR) continue;
+    if (got != sizeof(note)) break;
+    if (note.added != 0) {
+      if (used < kGuardSlots) groups[used++] = note.pid;
+    } else {
+      for (int i = 0; i < used; ++i) {
+        if (groups[i] == note.pid) {
+          groups[i] = groups[--used];
+          break;
+        }
+      }
+    }
+  }
+  for (int i = 0; i < used; ++i) kill(-groups[i], SIGKILL);
+  // Again until nothing is found: a process may fork while it is being looked for. A few seconds at
+  // most, for one that the kernel cannot end.
+  timespec begun, now;
+  clock_gettime(CLOCK_MONOTONIC, &begun);
+  do {
+    if (KillMarked(mark, mark_size) == 0) break;
+    const timespec pause = {0, 2'000'000};
+    nanosleep(&pause, nullptr);
+    clock_gettime(CLOCK_MONOTONIC, &now);
+  } while (now.tv_sec - begun.tv_sec < kGuardSeconds);
+  _exit(0);
+}
+
+// --- The child between fork and exec: same rule. ---
+
+// Where the child writes why it cannot start its program; exec closes it.
+constexpr int kChildErrorFd = 3;
+
+struct StartError {
+  enum Stage : int32_t { kSetUp, kDirectory, kExec };
+  int32_t stage;
+  int32_t error;
+};
+
+struct ChildPlan {
+  const char* path;
+  char* const* argv;
+  char* const* envp;
+  const char* directory;  // null: stay
+  int stdin_fd, stdout_fd, stderr_fd, error_fd;
+  pid_t parent;
+  CloseRangeCall close_range;
+};
+
+[[noreturn]] void ChildFails(int error_fd, StartError::Stage stage) {
+  const StartError report = {stage, errno};
+  ssize_t ignored = write(error_fd, &report, sizeof(report));
+  static_cast<void>(ignored);
+  _exit(127);
+}
+
+[[noreturn]] void ChildMain(const ChildPlan& plan) {
+  setsid();
+  prctl(PR_SET_PDEATHSIG, SIGKILL);
+  // The parent may have died before the line above.
+  if (getppid() != plan.parent) _exit(127);
+  for (int signal = 1; signal < NSIG; ++signal) {
+    struct sigaction action = {};
+    const bool inherited = signal == SIGHUP || signal == SIGINT || signal == SIGQUIT;
+    if (inherited && sigaction(signal, nullptr, &action) == 0 && action.sa_handler == SIG_IGN) {
+      continue;
+    }
+    action = {};
+    action.sa_handler = SIG_DFL;
+    sigaction(signal, &action, nullptr);
+  }
+  sigset_t none;
+  sigemptyset(&none);
+  sigprocmask(SIG_SETMASK, &none, nullptr);
+  // Moved above the targets first: a source may itself be one of them.
+  const int in = fcntl(plan.stdin_fd, F_DUPFD_CLOEXEC, kChildErrorFd + 1);
+  const int out = fcntl(plan.stdout_fd, F_DUPFD_CLOEXEC, kChildErrorFd + 1);
+  const int err = fcntl(plan.stderr_fd, F_DUPFD_CLOEXEC, kChildErrorFd + 1);
+  const int error = fcntl(plan.error_fd, F_DUPFD_CLOEXEC, kChildErrorFd + 1);
+  if (in < 0 || out < 0 || err < 0 || error < 0 || dup2(in, 0) < 0 || dup2(out, 1) < 0 ||
+      dup2(err, 2) < 0 || dup3(error, kChildErrorFd, O_CLOEXEC) < 0) {
+    ChildFails(error >= 0 ? error : plan.error_fd, StartError::kSetUp);
+  }
+  // Now, not by exec, which may never come to that on a dead file server: the child would hold the
+  // ports, the sockets and the guard's pipe of a launcher that is gone.
+  CloseFrom(kChildErrorFd + 1, plan.close_range);
+  RestoreDescriptorLimit();
+  if (plan.directory != nullptr && chdir(plan.directory) != 0) {
+    ChildFails(kChildErrorFd, StartError::kDirectory);
+  }
+  execve(plan.path, plan.argv, plan.envp);
+  ChildFails(kChildErrorFd, StartError::kExec);
+}
+
+std::vector<char*> Pointers(std::vector<std::string>& strings) {
+  std::vector<char*> pointers;
+  for (std::string& text : strings) pointers.push_back(text.data());
+  pointers.push_back(nullptr);
+  return pointers;
+}
+
+absl::string_view Variable(const std::vector<std::string>& env, absl::string_view name) {
+  for (const std::string& entry : env) {
+    if (entry.size() > name.size() && absl::StartsWith(entry, name) && entry[name.size()] == '=') {
+      return absl::string_view(entry).substr(name.size() + 1);
+    }
+  }
+  return "";
+}
+
+absl::Status StartErrorStatus(const StartError& report, const ProcessOptions& options,
+                              const std::string& path) {
+  const char* why = strerror(report.error);
+  switch (report.stage) {
+    case StartError::kDirectory:
+      return absl::NotFoundError(
+          absl::StrCat("working directory ", options.working_directory, ": ", why));
+    case StartError::kExec:
+      if (report.error == ENOEXEC) {
+        return absl::FailedPreconditionError(
+            absl::StrCat(path,
+                         " is not a program: it is no binary of this machine and has no #! line; "
+                         "name its interpreter "
+                         "before it"));
+      }
+      if (report.error == ENOENT) {
+        return absl::NotFoundError(
+            absl::StrCat(path, ": its interpreter (#! line or dynamic loader) does not exist"));
+      }
+      if (report.error == EACCES || report.error == EPERM) {
+        return absl::PermissionDeniedError(absl::StrCat(path, ": ", why));
+      }
+      return ErrnoStatus(path, report.error);
+    default:
+      return ErrnoStatus(absl::StrCat("cannot start ", path), report.error);
+  }
+}
+
+// Wakes the host's thread. Shared with the processes, which may outlive the host.
+struct Waker {
+  Fd fd{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
+  void Wake() {
+    const uint64_t one = 1;
+    ssize_t ignored = write(fd.get(), &one, sizeof(one));
+    static_cast<void>(ignored);
+  }
+};
+
+class Child final : public Process {
+ public:
+  struct Stream {
+    OutputStream which;
+    Fd fd;
+    std::unique_ptr<LineSplitter> splitter;
+    bool watched = false;  // in the epoll set
+  };
+
+  Child(ProcessOptions options, std::shared_ptr<Waker> waker, const ProcessHostOptions& host)
+      : options_(std::move(options)),
+        waker_(std::move(waker)),
+        deaf_after_(host.deaf_after),
+        give_up_after_(host.give_up_after),
+        kill_(host.kill != nullptr ? host.kill : ::kill) {}
+
+  pid_t pid() const override { return pid_; }
+
+  void Signal(int signal) override {
+    MutexLock lock(&mu_);
+    if (!reaped_) kill_(-pid_, signal);
+  }
+
+  void Stop(absl::Duration grace) override {
+    {
+      MutexLock lock(&mu_);
+      if (reaped_) return;
+      if (grace > absl::ZeroDuration()) {
+        MUSTER_FAILPOINT("agent.stop_worker");
+        kill_(-pid_, SIGTERM);
+        kill_(-pid_, SIGCONT);
+      }
+      kill_at_ = std::min(kill_at_, Clock::Real().Now() + grace);
+    }
+    waker_->Wake();
+  }
+
+  ProcessExit Wait() override { return *WaitFor(absl::InfiniteDuration()); }
+
+  std::optional<ProcessExit> WaitFor(absl::Duration timeout) override {
+    if (!done_.WaitForNotificationWithTimeout(timeout)) {
+      if (timeout != absl::InfiniteDuration()) return std::nullopt;
+      done_.WaitForNotification();
+    }
+    MutexLock lock(&mu_);
+    return exit_;
+  }
+
+  std::vector<std::string> LastLines() const override {
+    MutexLock lock(&mu_);
+    return {last_lines_.begin(), last_lines_.end()};
+  }
+
+  // --- The rest is for the host's thread only. ---
+
+  const ProcessOptions& options() const { return options_; }
+
+  void Attach(pid_t pid, Fd pidfd, Fd out, Fd err) {
+    pid_ = pid;
+    pidfd_ = std::move(pidfd);
+    streams_[0].which = OutputStream::kStdout;
+    streams_[0].fd = std::move(out);
+    streams_[1].which = OutputStream::kStderr;
+    streams_[1].fd = std::move(err);
+    for (Stream& stream : streams_) {
+      const OutputStream which = stream.which;
+      fcntl(stream.fd.get(), F_SETFL, O_NONBLOCK);
+      LineSplitter::Callback partial;
+      if (options_.on_partial) {
+        partial = [this, which](absl::string_view text) { options_.on_partial(which, text); };
+      }
+      stream.splitter = std::make_unique<LineSplitter>(
+          [this, which](absl::string_view line) { OnLine(which, line); }, std::move(partial));
+    }
+  }
+
+  std::array<Stream, 2>& streams() { return streams_; }
+  int pidfd() const { return pidfd_.get(); }
+
+  // One read. Returns false at the end of the stream or if nothing is there.
+  bool ReadSome(Stream& stream, size_t* bytes, bool* at_end) {
+    char buffer[65536];
+    ssize_t got;
+    do {
+      MUSTER_FAILPOINT("agent.output");
+      got = read(stream.fd.get(), buffer, sizeof(buffer));
+    } while (got < 0 && errno == EINTR);
+    if (got <= 0) {
+      // EIO: every holder of the pseudo-terminal has closed it.
+      *at_end = got == 0 || errno != EAGAIN;
+      return false;
+    }
+    *at_end = false;
+    *bytes = got;
+    stream.splitter->Append(absl::string_view(buffer, got));
+    return true;
+  }
+
+  // Does what is due at `now`; returns when to call again, and whether it is to be given up.
+  absl::Time Tick(absl::Time now, bool* give_up) {
+    bool deaf = false;
+    absl::Time next;
+    {
+      MutexLock lock(&mu_);
+      if (reaped_) return absl::InfiniteFuture();
+      if (kill_at_ <= now) SendKill(now);
+      *give_up = killed_at_ + give_up_after_ <= now;
+      deaf = !told_deaf_ && killed_at_ + deaf_after_ <= now;
+      told_deaf_ |= deaf;
+      next = std::min(kill_at_, killed_at_ + (told_deaf_ ? give_up_after_
+                                                         : std::min(deaf_after_, give_up_after_)));
+    }
+    if (deaf && options_.on_deaf) options_.on_deaf(ReadStuckState(pid_).ToString());
+    return next;
+  }
+
+  // The process is a zombie: ends the rest of its group, takes what it wrote last, and lets go of
+  // its id.
+  void Reap() {
+    {
+      MutexLock lock(&mu_);
+      SendKill(Clock::Real().Now());
+    }
+    Drain();
+    ProcessExit result;
+    siginfo_t info = {};
+    {
+      MutexLock lock(&mu_);
+      int failed;
+      do {
+        failed = waitid(P_PIDFD, pidfd_.get(), &info, WEXITED);
+      } while (failed != 0 && errno == EINTR);
+      if (failed != 0) {
+        // Somebody else has collected it. Nobody may take that for a success.
+        result.exit_code = 255;
+      } else if (info.si_code == CLD_EXITED) {
+        result.exit_code = info.si_status;
+      } else {
+        result.signal = info.si_status;
+        result.core_dumped = info.si_code == CLD_DUMPED;
+      }
+      reaped_ = true;
+      exit_ = result;
+    }
+    MUSTER_FAILPOINT("agent.reaped");
+    End(result);
+  }
+
+  // The kernel does not end it: it is left behind, uncollected, so that its id stays its own.
+  void GiveUp() {
+    ProcessExit result;
+    result.stuck = ReadStuckState(pid_).ToString();
+    Drain();
+    {
+      MutexLock lock(&mu_);
+      reaped_ = true;
+      exit_ = result;
+    }
+    End(result);
+  }
+
+ private:
+  void SendKill(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    kill_at_ = absl::InfiniteFuture();
+    killed_at_ = std::min(killed_at_, now);
+    if (!reaped_) kill_(-pid_, SIGKILL);
+  }
+
+  void Drain() {
+    for (Stream& stream : streams_) {
+      bool at_end = false;
+      size_t bytes = 0;
+      for (size_t total = 0; stream.fd.open() && total < kDrainBytes; total += bytes) {
+        if (!ReadSome(stream, &bytes, &at_end)) break;
+      }
+      stream.fd.Close();
+      stream.splitter->Finish();
+    }
+  }
+
+  void End(const ProcessExit& result) {
+    pidfd_.Close();
+    if (options_.on_exit) options_.on_exit(result);
+    done_.Notify();
+  }
+
+  void OnLine(OutputStream which, absl::string_view line) {
+    if (options_.kept_lines > 0) {
+      MutexLock lock(&mu_);
+      if (last_lines_.size() == static_cast<size_t>(options_.kept_lines)) last_lines_.pop_front();
+      last_lines_.emplace_back(line.substr(0, kKeptLineBytes));
+    }
+    if (options_.on_line) options_.on_line(which, line);
+  }
+
+  const ProcessOptions options_;
+  const std::shared_ptr<Waker> waker_;
+  const absl::Duration deaf_after_;
+  const absl::Duration give_up_after_;
+  int (*const kill_)(pid_t, int);
+  pid_t pid_ = -1;  // set before the handle is given out
+  Fd pidfd_;
+  std::array<Stream, 2> streams_;
+
+  Notification done_;
+  mutable Mutex mu_;
+  bool reaped_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Time kill_at_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  absl::Time killed_at_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // first
+  bool told_deaf_ ABSL_GUARDED_BY(mu_) = false;
+  std::optional<ProcessExit> exit_ ABSL_GUARDED_BY(mu_);
+  std::deque<std::string> last_lines_ ABSL_GUARDED_BY(mu_);
+};
+
+class HostImpl final : public ProcessHost {
+ public:
+  explicit HostImpl(ProcessHostOptions options)
+      : options_(std::move(options)),
+        epoll_ctl_(options_.epoll_ctl != nullptr ? options_.epoll_ctl : ::epoll_ctl),
+        waker_(std::make_shared<Waker>()),
+        mark_(RandomMark()) {
+    Orphans::Get().AddHost(mark_);
+  }
+
+  ~HostImpl() override {
+    {
+      MutexLock lock(&mu_);
+      stopping_ = true;
+    }
+    waker_->Wake();
+    if (thread_.joinable()) thread_.join();
+    EndOrphans();
+    EndGuard();
+    // What the guard has killed.
+    Orphans::Get().Collect(mark_);
+    Orphans::Get().RemoveHost(mark_);
+  }
+
+  absl::Status Init() {
+    epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
+    if (!epoll_.open() || !waker_->fd.open()) return ErrnoStatus("event loop", errno);
+    MUSTER_RETURN_IF_ERROR(Watch(waker_->fd.get(), {0, 0}));
+    MUSTER_RETURN_IF_ERROR(StartGuard());
+    thread_ = std::thread([this] { Loop(); });
+    return absl::OkStatus();
+  }
+
+  absl::StatusOr<std::shared_ptr<Process>> Spawn(ProcessOptions options) override {
+    Request request(&options);
+    {
+      MutexLock lock(&mu_);
+      if (stopping_) return absl::FailedPreconditionError("the process host is being destroyed");
+      requests_.push_back(&request);
+    }
+    waker_->Wake();
+    request.done.WaitForNotification();
+    return std::move(request.result);
+  }
+
+  void PauseOutput(bool paused) override {
+    {
+      MutexLock lock(&mu_);
+      paused_ = paused;
+    }
+    waker_->Wake();
+  }
+
+  pid_t guard_pid() const override { return guard_; }
+  const std::string& mark() const override { return mark_; }
+
+ private:
+  struct Request {
+    explicit Request(ProcessOptions* o) : options(o) {}
+    ProcessOptions* const options;
+    absl::StatusOr<std::shared_ptr<Process>> result = absl::InternalError("not started");
+    Notification done;
+  };
+  // What an epoll event is about. pid 0: the waker; -1: the guard. channel 0, 1: the streams; 2:
+  // the pidfd.
+  struct Tag {
+    int32_t pid;
+    int32_t channel;
+  };
+
+  absl::Status Watch(int fd, Tag tag) {
+    epoll_event event = {};
+    event.events = EPOLLIN;
+    memcpy(&event.data, &tag, sizeof(tag));
+    if (epoll_ctl_(epoll_.get(), EPOLL_CTL_ADD, fd, &event) == 0) return absl::OkStatus();
+    return ErrnoStatus("epoll_ctl", errno);
+  }
+  void Unwatch(int fd) { epoll_ctl_(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
+
+  absl::Status StartGuard() {
+    Fd read_end, write_end;
+    MUSTER_RETURN_IF_ERROR(MakePipe(&read_end, &write_end));
+    const pid_t pid = Orphans::Get().Fork(mark_);
+    if (pid < 0) return ErrnoStatus("fork", errno);
+    if (pid == 0) {
+      GuardMain(read_end.get(), write_end.get(), mark_.data(), mark_.size(), options_.close_range);
+    }
+    guard_ = pid;
+    guard_pipe_ = std::move(write_end);
+    guard_started_ = Clock::Real().Now();
+    for (const auto& [child, handle] : children_) TellGuard(child, true);
+    guard_pidfd_ = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+    if (!guard_pidfd_.open()) return absl::OkStatus();  // its end goes unnoticed
+    return Watch(guard_pidfd_.get(), {-1, 2});
+  }
+
+  void EndGuard() {
+    guard_pipe_.Close();
+    if (guard_ < 0) return;
+    // To look at a process that the kernel holds may hold the guard, too.
+    const absl::Duration patience = absl::Seconds(2 * kGuardSeconds);
+    if (guard_pidfd_.open() && !BecomesReadable(guard_pidfd_.get(), patience)) {
+      MUSTER_LOG(Warning) << "the guard process " << guard_
+                          << " does not end: " << ReadStuckState(guard_).ToString()
+                          << "; it is left behind";
+      kill(guard_, SIGKILL);
+      return;
+    }
+    while (waitpid(guard_, nullptr, 0) < 0 && errno == EINTR) {
+    }
+    Orphans::Get().Forget(guard_);
+  }
+
+  // Somebody has killed it, or the kernel for want of memory.
+  void OnGuardEnded() {
+    siginfo_t info = {};
+    waitid(P_PID, guard_, &info, WEXITED | WNOHANG);
+    Unwatch(guard_pidfd_.get());
+    guard_pidfd_.Close();
+    guard_pipe_.Close();
+    Orphans::Get().Forget(guard_);
+    MUSTER_LOG(Warning) << "the guard process " << guard_
+                        << (info.si_code == CLD_EXITED
+                                ? absl::StrCat(" ended with code ", info.si_status)
+                                : absl::StrCat(" was killed by ", SignalName(info.si_status)))
+                        << ": another one is started; without it, processes of the job may survive "
+                           "the launcher";
+    guard_ = -1;
+    guard_due_ = std::max(Clock::Real().Now(), guard_started_ + kGuardPeriod);
+  }
+
+  void StartGuardIfDue(absl::Time now) {
+    if (guard_due_ > now) return;
+    guard_due_ = absl::InfiniteFuture();
+    const absl::Status status = StartGuard();
+    if (guard_ < 0) {
+      MUSTER_LOG(Warning) << "no guard process can be started, tried again: " << status.message();
+      guard_due_ = now + kGuardPeriod;
+    } else if (options_.on_new_guard) {
+      options_.on_new_guard(guard_);
+    }
+  }
+
+  void TellGuard(pid_t pid, bool added) {
+    const GuardNote note = {pid, added ? 1 : 0};
+    // SIGPIPE is blocked on this thread: the guard may have been killed by somebody.
+    if (write(guard_pipe_.get(), &note, sizeof(note)) != sizeof(note)) {
+      MUSTER_LOG(Debug) << "the guard process is gone";  // its pidfd tells, too
+    }
+  }
+
+  absl::StatusOr<std::shared_ptr<Process>> Start(ProcessOptions& options) {
+    if (options.argv.empty() || options.argv[0].empty()) {
+      return absl::InvalidArgumentError("no program to start");
+    }
+    std::string program = options.argv[0];
+    if (!options.working_directory.empty() && absl::StrContains(program, '/') &&
+        program[0] != '/') {
+      program = absl::StrCat(options.working_directory, "/", program);
+    }
+    MUSTER_ASSIGN_OR_RETURN(const std::string path,
+                            FindProgram(program, Variable(options.env, "PATH")));
+
+    std::vector<std::string> argv = options.argv;
+    std::vector<std::string> env;
+    std::string outer;
+    for (const std::string& entry : options.env) {
+      if (absl::StartsWith(entry, kMarkVariable)) {
+        outer = entry.substr(sizeof(kMarkVariable) - 1) + "/";
+      } else {
+        env.push_back(entry);
+      }
+    }
+    // A host inside a process of another host carries both marks, so that the outer one can end it
+    // too.
+    env.push_back(absl::StrCat(kMarkVariable, outer, mark_));
+    const std::vector<char*> argv_pointers = Pointers(argv);
+    const std::vector<char*> env_pointers = Pointers(env);
+
+    Fd out_read, out_write, err_read, err_write, error_read, error_write;
+    MUSTER_RETURN_IF_ERROR(options.stdout_terminal
+                               ? MakeTerminal(STDOUT_FILENO, &out_read, &out_write)
+                               : MakePipe(&out_read, &out_write));
+    MUSTER_RETURN_IF_ERROR(options.stderr_terminal
+                               ? MakeTerminal(STDERR_FILENO, &err_read, &err_write)
+                               : MakePipe(&err_read, &err_write));
+    MUSTER_RETURN_IF_ERROR(MakePipe(&error_read, &error_write));
+    Fd null;
+    int stdin_fd = options.stdin_fd;
+    if (stdin_fd < 0) {
+      null = Fd(open("/dev/null", O_RDONLY | O_CLOEXEC));
+      if (!null.open()) return ErrnoStatus("/dev/null", errno);
+      stdin_fd = null.get();
+    }
+
+    const ChildPlan plan = {
+        .path = path.c_str(),
+        .argv = argv_pointers.data(),
+        .envp = env_pointers.data(),
+        .directory =
+            options.working_directory.empty() ? nullptr : options.working_directory.c_str(),
+        .stdin_fd = stdin_fd,
+        .stdout_fd = out_write.get(),
+        .stderr_fd = err_write.get(),
+        .error_fd = error_write.get(),
+        .parent = getpid(),
+        .close_range = options_.close_range,
+    };
+    MUSTER_FAILPOINT_STATUS("agent.before_fork");
+    const pid_t pid = Orphans::Get().Fork(mark_);
+    if (pid < 0) return ErrnoStatus("fork", errno);
+    if (pid == 0) ChildMain(plan);
+    MUSTER_FAILPOINT("agent.after_fork");
+    const auto collect = [pid] {
+      waitpid(pid, nullptr, 0);
+      Orphans::Get().Forget(pid);
+    };
+
+    error_write.Close();
+    if (!BecomesReadable(error_read.get(), options_.start_timeout)) {
+      const std::string state = ReadStuckState(pid).ToString();
+      kill(pid, SIGKILL);
+      // It stays uncollected, so that its id stays its own.
+      TellGuard(pid, true);
+      return absl::FailedPreconditionError(absl::StrCat(
+          path, " does not start: process ", pid, " is ", state, " for more than ",
+          absl::FormatDuration(options_.start_timeout), "; look at the file server that holds it"));
+    }
+    StartError report;
+    ssize_t got;
+    do {
+      got = read(error_read.get(), &report, sizeof(report));
+    } while (got < 0 && errno == EINTR);
+    if (got == sizeof(report)) {
+      collect();
+      return StartErrorStatus(report, options, path);
+    }
+    TellGuard(pid, true);
+    MUSTER_FAILPOINT("agent.spawned");
+    Fd pidfd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+    const absl::Status watched =
+        pidfd.open() ? Watch(pidfd.get(), {pid, 2}) : ErrnoStatus("pidfd_open", errno);
+    if (!watched.ok()) {
+      kill(-pid, SIGKILL);
+      collect();
+      TellGuard(pid, false);
+      return watched;
+    }
+    auto child = std::make_shared<Child>(std::move(options), waker_, options_);
+    child->Attach(pid, std::move(pidfd), std::move(out_read), std::move(err_read));
+    children_[pid] = child;
+    return std::shared_ptr<Process>(child);
+  }
+
+  // Brings the epoll set in line with `paused`. False: the kernel refuses, try again.
+  bool WatchStreams(Child& child, bool paused) {
+    bool done = true;
+    for (int i = 0; i < 2; ++i) {
+      Child::Stream& stream = child.streams()[i];
+      const bool wanted = !paused && stream.fd.open();
+      if (wanted == stream.watched) continue;
+      if (wanted) {
+        const absl::Status status = Watch(stream.fd.get(), {child.pid(), i});
+        if (!status.ok()) {
+          if (!std::exchange(told_watch_, true)) {
+            MUSTER_LOG(Warning) << "output of process " << child.pid()
+                                << " waits: " << status.message() << "; tried again";
+          }
+          done = false;
+          continue;
+        }
+      } else {
+        Unwatch(stream.fd.get());
+      }
+      stream.watched = wanted;
+    }
+    return done;
+  }
+
+  void OnReadable(Child& child, int channel) {
+    Child::Stream& stream = child.streams()[channel];
+    if (!stream.fd.open() || !stream.watched) return;
+    size_t bytes = 0;
+    bool at_end = false;
+    child.ReadSome(stream, &bytes, &at_end);
+    if (!at_end) return;
+    Unwatch(stream.fd.get());
+    stream.watched = false;
+    stream.fd.Close();
+    stream.splitter->Finish();
+  }
+
+  std::shared_ptr<Child> Release(pid_t pid) {
+    std::shared_ptr<Child> child = children_[pid];
+    WatchStreams(*child, /*paused=*/true);
+    Unwatch(child->pidfd());
+    children_.erase(pid);
+    return child;
+  }
+
+  void OnExit(pid_t pid) {
+    Release(pid)->Reap();
+    Orphans::Get().Forget(pid);
+    TellGuard(pid, false);
+  }
+
+  void EndOrphans() {
+    const absl::Time give_up = Clock::Real().Now() + kOrphansTimeout;
+    std::vector<pid_t> left;
+    std::set<pid_t> foreign;
+    while (!(left = Orphans::Get().Kill(mark_, &foreign, options_.kill)).empty()) {
+      for (const pid_t pid : left) {
+        const Fd pidfd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+        BecomesReadable(pidfd.get(), give_up - Clock::Real().Now());
+      }
+      Orphans::Get().Collect(mark_);
+      if (Clock::Real().Now() >= give_up) break;
+    }
+    Orphans::Get().Collect(mark_);
+    for (const pid_t pid : foreign) {
+      MUSTER_LOG(Warning) << "process " << pid << " belongs to another user; it is left behind";
+    }
+    for (const pid_t pid : left) {
+      MUSTER_LOG(Warning) << "process " << pid << " of the job does not end after SIGKILL: "
+                          << ReadStuckState(pid).ToString() << "; it is left behind";
+    }
+  }
+
+  void Loop() {
+    prctl(PR_SET_NAME, "process-host");
+    // Signals are the business of other threads; and a write to a dead guard must not end the
+    // process.
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_BLOCK, &all, nullptr);
+    bool stopping = false;
+    while (true) {
+      bool paused;
+      std::vector<Request*> requests;
+      {
+        MutexLock lock(&mu_);
+        requests.swap(requests_);
+        paused = paused_;
+        if (stopping_ && !stopping) {
+          stopping = true;
+          for (auto& [pid, child] : children_) child->Stop(absl::ZeroDuration());
+        }
+      }
+      for (Request* request : requests) {
+        request->result = stopping
+                              ? absl::FailedPreconditionError("the process host is being destroyed")
+                              : Start(*request->options);
+        request->done.Notify();
+      }
+      if (stopping && children_.empty()) return;
+
+      const absl::Time now = Clock::Real().Now();
+      StartGuardIfDue(now);
+      absl::Time next = guard_due_;
+      std::vector<pid_t> given_up;
+      for (auto& [pid, child] : children_) {
+        if (!WatchStreams(*child, paused)) next = std::min(next, now + kWatchAgain);
+        bool give_up = false;
+        next = std::min(next, child->Tick(now, &give_up));
+        if (give_up) given_up.push_back(pid);
+      }
+      // The guard goes on knowing them.
+      for (const pid_t pid : given_up) Release(pid)->GiveUp();
+      if (!given_up.empty()) continue;
+      if (!children_.empty()) {
+        if (collect_at_ <= now) {
+          Orphans::Get().Collect(mark_);
+          collect_at_ = now + kCollectPeriod;
+        }
+        next = std::min(next, collect_at_);
+      }
+      const int timeout = next == absl::InfiniteFuture()
+                              ? -1
+                              : static_cast<int>(std::min<int64_t>(
+                                    absl::ToInt64Milliseconds(next - now) + 1, 1'000'000));
+      std::array<epoll_event, 64> events;
+      const int count = epoll_wait(epoll_.get(), events.data(), events.size(), timeout);
+      // Ends come first, in the order of the kernel's list, so that who reads them knows the cause
+      // before its echo.
+      std::vector<pid_t> ended;
+      for (int i = 0; i < count; ++i) {
+        Tag tag;
+        memcpy(&tag, &events[i].data, sizeof(tag));
+        if (tag.pid == 0) {
+          uint64_t ignored;
+          ssize_t got = read(waker_->fd.get(), &ignored, sizeof(ignored));
+          static_cast<void>(got);
+        } else if (tag.pid < 0) {
+          OnGuardEnded();
+        } else if (tag.channel == 2) {
+          ended.push_back(tag.pid);
+        }
+      }
+      for (const pid_t pid : ended) OnExit(pid);
+      // Once, and after all: it may look at every process of the machine, and the ends of others
+      // must not seem later for that.
+      if (!ended.empty()) Orphans::Get().Collect(mark_);
+      for (int i = 0; i < count; ++i) {
+        Tag tag;
+        memcpy(&tag, &events[i].data, sizeof(tag));
+        if (tag.pid <= 0 || tag.channel == 2) continue;
+        const auto child = children_.find(tag.pid);
+        if (child != children_.end()) OnReadable(*child->second, tag.channel);
+      }
+    }
+  }
+
+  // Constant after Init.
+  const ProcessHostOptions options_;
+  int (*const epoll_ctl_)(int, int, int, epoll_event*);
+  const std::shared_ptr<Waker> waker_;
+  const std::string mark_;
+  Fd epoll_;
+
+  std::atomic<pid_t> guard_{-1};
+  // The host's thread only.
+  Fd guard_pipe_;
+  Fd guard_pidfd_;
+  absl::Time guard_started_;
+  absl::Time guard_due_ = absl::InfiniteFuture();  // when another one is to be started
+  absl::Time collect_at_ = absl::InfinitePast();
+  bool told_watch_ = false;
+  std::map<pid_t, std::shared_ptr<Child>> children_;
+
+  Mutex mu_;
+  bool stopping_ ABSL_GUARDED_BY(mu_) = false;
+  bool paused_ ABSL_GUARDED_BY(mu_) = false;
+  std::vector<Request*> requests_ ABSL_GUARDED_BY(mu_);
+
+  std::thread thread_;
+};
+
+// OK, or why `path` cannot be run.
+absl::Status CheckExecutable(const std::string& path) {
+  struct stat info;
+  if (stat(path.c_str(), &info) != 0) {
+    if (errno == EACCES)
+      return absl::PermissionDeniedError(absl::StrCat(path, ": ", strerror(errno)));
+    return absl::NotFoundError(absl::StrCat("program ", path, " not found"));
+  }
+  if (S_ISDIR(info.st_mode)) {
+    return absl::PermissionDeniedError(absl::StrCat(path, " is a directory, not a program"));
+  }
+  if (access(path.c_str(), X_OK) != 0) {
+    return absl::PermissionDeniedError(absl::StrCat(
+        path, " is not executable: run chmod +x on it, or name its interpreter before it"));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+std::string SignalName(int signal) {
+  const char* name = sigabbrev_np(signal);
+  return name != nullptr ? absl::StrCat("SIG", name) : absl::StrCat("signal ", signal);
+}
+
+std::string ProcessExit::ToString() const {
+  if (!stuck.empty()) return absl::StrCat("does not end after SIGKILL: ", stuck);
+  if (signal == 0) return absl::StrCat("exited with code ", exit_code);
+  return absl::StrCat("was killed by signal ", signal, " (", SignalName(signal), ")",
+                      core_dumped ? ", core dumped" : "");
+}
+
+absl::StatusOr<std::string> FindProgram(absl::string_view program, absl::string_view path) {
+  if (program.empty()) return absl::NotFoundError("the program's name is empty");
+  if (absl::StrContains(program, '/')) {
+    MUSTER_RETURN_IF_ERROR(CheckExecutable(std::string(program)));
+    return std::string(program);
+  }
+  absl::Status denied;
+  for (const absl::string_view dir : absl::StrSplit(path, ':')) {
+    const std::string candidate = absl::StrCat(dir.empty() ? "." : dir, "/", program);
+    const absl::Status status = CheckExecutable(candidate);
+    if (status.ok()) return candidate;
+    if (absl::IsPermissionDenied(status)) denied.Update(status);
+  }
+  if (!denied.ok()) return denied;
+  const bool here =
+      CheckExecutable(absl::StrCat("./", program)).code() != absl::StatusCode::kNotFound;
+  return absl::NotFoundError(
+      absl::StrCat("program ", program, " not found in PATH",
+                   here ? absl::StrCat("; for the file in this folder write ./", program)
+                        : "; give the path to it"));
+}
+
+absl::StatusOr<std::unique_ptr<ProcessHost>> ProcessHost::Start(ProcessHostOptions options) {
+  OpenStandardDescriptors();
+  // Ignored SIGCHLD is inherited from careless programs, and the kernel then forgets how children
+  // ended.
+  struct sigaction action = {};
+  if (sigaction(SIGCHLD, nullptr, &action) == 0 &&
+      (action.sa_handler == SIG_IGN || (action.sa_flags & SA_NOCLDWAIT) != 0)) {
+    action = {};
+    action.sa_handler = SIG_DFL;
+    sigaction(SIGCHLD, &action, nullptr);
+  }
+  auto host = std::make_unique<HostImpl>(std::move(options));
+  MUSTER_RETURN_IF_ERROR(host->Init());
+  return std::unique_ptr<ProcessHost>(std::move(host));
+}
+
+}  // namespace muster::agent

@@ -1,0 +1,60 @@
+#include "agent/process_limits.h"
+
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include "absl/strings/match.h"
+#include "gtest/gtest.h"
+
+namespace muster::agent {
+namespace {
+
+// Whether `check` holds in a forked process, whose limits are its own.
+template <typename Check>
+bool HoldsInChild(Check check) {
+  const pid_t child = fork();
+  if (child == 0) _exit(check() ? 0 : 1);
+  int status = 0;
+  return waitpid(child, &status, 0) == child && WIFEXITED(status) && WEXITSTATUS(status) == 0;
+}
+
+TEST(ProcessLimits, AsTheyUsuallyAre_AreEnough) {
+  EXPECT_TRUE(EnsureDescriptors(8).ok());
+  EXPECT_TRUE(EnsureThreads(8).ok()) << EnsureThreads(8);
+}
+
+TEST(ProcessLimits, FewDescriptors_AreRefusedWithBothNumbers) {
+  EXPECT_TRUE(HoldsInChild([] {
+    const rlimit few = {50, 50};
+    if (setrlimit(RLIMIT_NOFILE, &few) != 0) return false;
+    const absl::Status status = EnsureDescriptors(2);
+    return absl::IsResourceExhausted(status) &&
+           absl::StrContains(status.message(), "may have 50 open files") &&
+           absl::StrContains(status.message(), "2 processes need 60");
+  }));
+}
+
+TEST(ProcessLimits, SoftLimitBelowTheHardOne_IsRaised) {
+  EXPECT_TRUE(HoldsInChild([] {
+    rlimit limit = {};
+    if (getrlimit(RLIMIT_NOFILE, &limit) != 0) return false;
+    limit.rlim_cur = 20;
+    return setrlimit(RLIMIT_NOFILE, &limit) == 0 && EnsureDescriptors(1).ok();
+  }));
+}
+
+TEST(ProcessLimits, FewThreads_AreRefused) {
+  EXPECT_TRUE(HoldsInChild([] {
+    const rlimit few = {4, 4};
+    if (setrlimit(RLIMIT_NPROC, &few) != 0) return false;
+    // The limit is not root's.
+    if (geteuid() == 0 && setresuid(54321, 54321, 54321) != 0) return false;
+    const absl::Status status = EnsureThreads(2);
+    return absl::IsResourceExhausted(status) &&
+           absl::StrContains(status.message(), "2 processes need 26");
+  }));
+}
+
+}  // namespace
+}  // namespace muster::agent

@@ -1,0 +1,60 @@
+#ifndef MUSTER_AGENT_PROCESS_STATE_H_
+#define MUSTER_AGENT_PROCESS_STATE_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace muster::agent {
+
+// What the kernel says of one process or thread.
+struct ProcessState {
+  // "running", "sleeping", "uninterruptible" (in the kernel, deaf to signals: a disk, a driver, a
+  // dead NFS server), "stopped" (SIGSTOP), "traced" (a debugger), "zombie" (ended, not yet
+  // collected), "gone" (no such process), "unknown" (a letter of another kernel).
+  std::string name = "gone";
+  // The system call it is in, "futex"; a number where it has no name here; empty: in none, or not
+  // told.
+  std::string syscall;
+  // The kernel function it sleeps in; empty: none, or not told.
+  std::string wchan;
+  std::string command;  // as in ps
+  std::string held_by;  // "process 71 (gdb)", of a traced one; only from ReadStuckState
+  int threads = 0;      // 0 for a thread's own state
+  int64_t parent = 0;   // process ids; 0: none that can be seen here
+  int64_t session = 0;
+
+  bool exists() const { return name != "gone"; }
+  // "sleeping in futex (futex_wait_queue)"; "traced by process 71 (gdb)".
+  std::string ToString() const;
+};
+
+// Reads /proc; microseconds, never blocks on the process. Works for processes of the same user;
+// what may not be read is empty.
+ProcessState ReadProcessState(int64_t pid);
+ProcessState ReadThreadState(int64_t pid, int64_t tid);
+// Without `syscall` and `wchan`: one file, for who looks at many.
+ProcessState ReadProcessStat(int64_t pid);
+// The first thread of `pid` that keeps a killed process from ending: an uninterruptible one, else
+// one that a debugger holds; else the process.
+ProcessState ReadStuckState(int64_t pid);
+
+// The ids of all processes that can be seen. Empty where /proc is not that of this process's own
+// pid namespace: its numbers would name others here.
+std::vector<int64_t> ListProcesses();
+// The children of all threads of `pid`, without a look at other processes. Empty where
+// ListProcesses is; nullopt: this kernel does not tell.
+std::optional<std::vector<int64_t>> ListChildren(int64_t pid);
+
+// The same from the texts of /proc/PID/stat, wchan and syscall, whatever they hold; "gone" if
+// `stat` is none.
+ProcessState ParseProcessState(const std::string& stat, const std::string& wchan,
+                               const std::string& syscall);
+
+// "futex"; the number where this table has no name.
+std::string SyscallName(int64_t number);
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_PROCESS_STATE_H_

@@ -1,0 +1,653 @@
+#include "agent/process.h"
+
+#include <fcntl.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/prctl.h>
+#include <sys/ptrace.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cerrno>
+#include <fstream>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "agent/process_state.h"
+#include "base/mutex.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace muster::agent {
+namespace {
+
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+// Waits until `pid` has ended (it may still be a zombie of somebody else). False after a minute.
+bool WaitUntilEnded(pid_t pid) {
+  const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+  if (fd < 0) return errno == ESRCH;
+  pollfd event = {fd, POLLIN, 0};
+  const bool ended = poll(&event, 1, 60'000) == 1;
+  close(fd);
+  return ended;
+}
+
+// What a process wrote, and a way to wait for a line.
+class Output {
+ public:
+  void Add(OutputStream stream, absl::string_view line) {
+    MutexLock lock(&mu_);
+    lines_.push_back(absl::StrCat(stream == OutputStream::kStdout ? "out:" : "err:", line));
+    changed_.SignalAll();
+  }
+  std::string WaitForLine(absl::string_view prefix) {
+    MutexLock lock(&mu_);
+    for (;;) {
+      for (const std::string& line : lines_) {
+        if (absl::StartsWith(line, prefix)) return line.substr(prefix.size());
+      }
+      if (changed_.WaitWithTimeout(&mu_, absl::Minutes(1))) return "no such line";
+    }
+  }
+  std::vector<std::string> lines() {
+    MutexLock lock(&mu_);
+    return lines_;
+  }
+
+ private:
+  Mutex mu_;
+  CondVar changed_;
+  std::vector<std::string> lines_ ABSL_GUARDED_BY(mu_);
+};
+
+// Ignores a signal until the end of its scope.
+class Ignored {
+ public:
+  explicit Ignored(int signal) : signal_(signal), before_(::signal(signal, SIG_IGN)) {}
+  ~Ignored() { ::signal(signal_, before_); }
+
+ private:
+  const int signal_;
+  const sighandler_t before_;
+};
+
+// As kernels before 5.9.
+int NoCloseRange(unsigned, unsigned, unsigned) {
+  errno = ENOSYS;
+  return -1;
+}
+
+// As if the kernel could not end the process.
+int DeafToKill(pid_t pid, int signal) { return signal == SIGKILL ? 0 : kill(pid, signal); }
+
+// As if the process belonged to somebody else.
+std::atomic<pid_t> g_foreign{0};
+int KillOwn(pid_t pid, int signal) {
+  if (pid != g_foreign) return kill(pid, signal);
+  errno = EPERM;
+  return -1;
+}
+
+// Refuses to add descriptors while this is above 0.
+std::atomic<int> g_refusals{0};
+int RefusingEpollCtl(int epoll, int op, int fd, epoll_event* event) {
+  if (op == EPOLL_CTL_ADD && g_refusals > 0) {
+    --g_refusals;
+    errno = ENOSPC;
+    return -1;
+  }
+  return epoll_ctl(epoll, op, fd, event);
+}
+
+// A process that has left the group, the session, the pipes and the environment behind, as daemons
+// do; and a line that names it.
+constexpr char kCleanedStray[] =
+    "/usr/bin/env -i /usr/bin/setsid /bin/sh -c "
+    "'echo stray $$; exec sleep 1000 </dev/null >/dev/null 2>&1' & ";
+
+class ProcessTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    // Whatever the tests were started from.
+    for (const int signal : {SIGHUP, SIGINT, SIGQUIT}) ::signal(signal, SIG_DFL);
+    StartHost({});
+  }
+
+  void StartHost(ProcessHostOptions options) {
+    host_.reset();
+    auto host = ProcessHost::Start(std::move(options));
+    ASSERT_TRUE(host.ok()) << host.status();
+    host_ = *std::move(host);
+  }
+
+  pid_t WaitForStray() {
+    int stray = 0;
+    EXPECT_TRUE(absl::SimpleAtoi(output_.WaitForLine("out:stray "), &stray));
+    return stray;
+  }
+
+  ProcessOptions Shell(const std::string& script) {
+    ProcessOptions options;
+    options.argv = {"/bin/sh", "-c", script};
+    options.env = {"PATH=/usr/bin:/bin"};
+    options.on_line = [this](OutputStream stream, absl::string_view line) {
+      output_.Add(stream, line);
+    };
+    return options;
+  }
+
+  std::shared_ptr<Process> Spawn(ProcessOptions options) {
+    auto process = host_->Spawn(std::move(options));
+    EXPECT_TRUE(process.ok()) << process.status();
+    return process.ok() ? *process : nullptr;
+  }
+
+  Output output_;
+  std::unique_ptr<ProcessHost> host_;
+};
+
+TEST_F(ProcessTest, Output_BothStreams_ArrivesInLinesBeforeTheExit) {
+  Notification exited;
+  ProcessOptions options = Shell("echo one; echo two >&2; printf three");
+  std::vector<std::string> at_exit;
+  options.on_exit = [&](const ProcessExit&) {
+    at_exit = output_.lines();
+    exited.Notify();
+  };
+  auto process = Spawn(std::move(options));
+  EXPECT_TRUE(process->Wait().ok());
+  ASSERT_TRUE(exited.HasBeenNotified());
+  EXPECT_THAT(at_exit, ::testing::UnorderedElementsAre("out:one", "err:two", "out:three"));
+}
+
+TEST_F(ProcessTest, ExitCode_IsTold) {
+  const ProcessExit exit = Spawn(Shell("exit 7"))->Wait();
+  EXPECT_EQ(exit.exit_code, 7);
+  EXPECT_EQ(exit.signal, 0);
+  EXPECT_EQ(exit.ToString(), "exited with code 7");
+}
+
+TEST_F(ProcessTest, KilledBySignal_IsTold) {
+  auto process = Spawn(Shell("echo up; read never <&0; exec sleep 1000"));
+  output_.WaitForLine("out:up");
+  kill(process->pid(), SIGKILL);
+  const ProcessExit exit = process->Wait();
+  EXPECT_EQ(exit.signal, SIGKILL);
+  EXPECT_FALSE(exit.ok());
+  EXPECT_EQ(exit.ToString(), "was killed by signal 9 (SIGKILL)");
+}
+
+TEST_F(ProcessTest, Environment_IsExactlyWhatWasGivenAndTheMark) {
+  ProcessOptions options = Shell("");
+  options.argv = {"env"};
+  options.env = {"PATH=/usr/bin:/bin", "A=b c", "MUSTER_PROCESS_TREE=outer"};
+  Spawn(std::move(options))->Wait();
+  EXPECT_THAT(output_.lines(),
+              ElementsAre("out:PATH=/usr/bin:/bin", "out:A=b c",
+                          absl::StrCat("out:MUSTER_PROCESS_TREE=outer/", host_->mark())));
+}
+
+TEST_F(ProcessTest, Arguments_PassThroughNoShell) {
+  ProcessOptions options = Shell("");
+  options.argv = {"/usr/bin/printf", "%s\\n", "a b", "$HOME", "*", "", "; exit 3"};
+  EXPECT_TRUE(Spawn(std::move(options))->Wait().ok());
+  EXPECT_THAT(output_.lines(),
+              ElementsAre("out:a b", "out:$HOME", "out:*", "out:", "out:; exit 3"));
+}
+
+TEST_F(ProcessTest, OpenDescriptorsOfTheHost_AreNotInherited) {
+  const int leaked =
+      open("/etc/passwd", O_RDONLY);  // Without O_CLOEXEC, as a careless library would.
+  ASSERT_GT(leaked, 2);
+  EXPECT_TRUE(Spawn(Shell(absl::StrCat("! test -e /proc/self/fd/", leaked)))->Wait().ok());
+  close(leaked);
+}
+
+TEST_F(ProcessTest, StandardInput_DefaultIsEmpty) {
+  EXPECT_EQ(Spawn(Shell("read line"))->Wait().exit_code, 1);
+}
+
+TEST_F(ProcessTest, SignalState_IsFreshForTheProcess) {
+  signal(SIGUSR1, SIG_IGN);
+  auto process = Spawn(Shell("kill -USR1 $$; echo survived"));
+  EXPECT_EQ(process->Wait().signal, SIGUSR1);
+  signal(SIGUSR1, SIG_DFL);
+}
+
+// nohup and the background jobs of shells: the process is as if it had been started without us.
+TEST_F(ProcessTest, IgnoredHangUpInterruptAndQuit_StayIgnored) {
+  for (const int signal : {SIGHUP, SIGINT, SIGQUIT}) {
+    const Ignored ignored(signal);
+    auto process = Spawn(Shell(absl::StrCat("kill -", signal, " $$; exit 4")));
+    EXPECT_EQ(process->Wait().exit_code, 4) << signal;
+  }
+  // Else the job could not be stopped, and pipelines of scripts would not end.
+  for (const int signal : {SIGTERM, SIGPIPE}) {
+    const Ignored ignored(signal);
+    auto process = Spawn(Shell(absl::StrCat("kill -", signal, " $$; exit 4")));
+    EXPECT_EQ(process->Wait().signal, signal);
+  }
+}
+
+TEST_F(ProcessTest, IgnoredSigchldInherited_ExitIsKnown) {
+  const Ignored ignored(SIGCHLD);
+  StartHost({});
+  EXPECT_EQ(Spawn(Shell("exit 7"))->Wait().exit_code, 7);
+}
+
+TEST_F(ProcessTest, KernelWithoutCloseRange_NothingLeaksAndTheHostEnds) {
+  StartHost({.close_range = NoCloseRange});
+  const int leaked = open("/etc/passwd", O_RDONLY);
+  ASSERT_GT(leaked, 2);
+  EXPECT_TRUE(Spawn(Shell(absl::StrCat("! test -e /proc/self/fd/", leaked)))->Wait().ok());
+  close(leaked);
+  // A guard that held the other end of its own pipe would wait for ever, and so would this.
+  host_.reset();
+}
+
+TEST_F(ProcessTest, Stop_ProcessThatCleansUp_ExitsByItself) {
+  auto process =
+      Spawn(Shell("trap 'echo bye; exit 5' TERM; echo up; while :; do sleep 1000 & wait; done"));
+  output_.WaitForLine("out:up");
+  process->Stop(absl::Hours(1));
+  EXPECT_EQ(process->Wait().exit_code, 5);
+  EXPECT_THAT(output_.lines(), Contains("out:bye"));
+}
+
+TEST_F(ProcessTest, Stop_ProcessThatIgnoresTerm_IsKilledAfterTheGrace) {
+  auto process = Spawn(Shell("trap '' TERM; echo up; while :; do sleep 1000; done"));
+  output_.WaitForLine("out:up");
+  process->Stop(absl::Milliseconds(20));
+  EXPECT_EQ(process->Wait().signal, SIGKILL);
+}
+
+TEST_F(ProcessTest, Stop_StoppedProcess_HearsTheTerm) {
+  auto process = Spawn(Shell("trap 'exit 6' TERM; echo up; while :; do sleep 1000 & wait; done"));
+  output_.WaitForLine("out:up");
+  process->Signal(SIGSTOP);
+  process->Stop(absl::Hours(1));
+  EXPECT_EQ(process->Wait().exit_code, 6);
+}
+
+TEST_F(ProcessTest, DeafToSigkill_IsToldAndGivenUp) {
+  StartHost({.deaf_after = absl::ZeroDuration(),
+             .give_up_after = absl::Milliseconds(1),
+             .kill = DeafToKill});
+  ProcessOptions options = Shell("trap '' TERM; echo up; while :; do sleep 1000; done");
+  std::string seen_in;
+  options.on_deaf = [&](absl::string_view state) { seen_in = std::string(state); };
+  auto process = Spawn(std::move(options));
+  output_.WaitForLine("out:up");
+  process->Stop(absl::ZeroDuration());
+  const ProcessExit exit = process->Wait();
+  EXPECT_FALSE(exit.ok());
+  EXPECT_NE(exit.stuck, "");
+  EXPECT_NE(seen_in, "");
+  EXPECT_EQ(exit.ToString(), absl::StrCat("does not end after SIGKILL: ", exit.stuck));
+  const pid_t pid = process->pid();
+  process->Signal(SIGKILL);  // no effect any more
+  EXPECT_EQ(kill(pid, 0), 0);
+  // It does not hold up the host either; the guard knows it still.
+  host_.reset();
+  EXPECT_TRUE(WaitUntilEnded(pid));
+  waitpid(pid, nullptr, 0);
+}
+
+// A debugger that asked for the stop at exit and stands still: the process takes SIGKILL, does not
+// end, and the kernel drops further ones. No stand-in, and it needs no privilege.
+TEST_F(ProcessTest, HeldByADebuggerAfterSigkill_IsGivenUpWithItsState) {
+  StartHost({.deaf_after = absl::ZeroDuration(), .give_up_after = absl::Milliseconds(1)});
+  ProcessOptions options = Shell("echo up; exec sleep 1000");
+  std::string seen_in;
+  options.on_deaf = [&](absl::string_view state) { seen_in = std::string(state); };
+  auto process = Spawn(std::move(options));
+  output_.WaitForLine("out:up");
+  const pid_t pid = process->pid();
+  ASSERT_EQ(ptrace(PTRACE_SEIZE, pid, nullptr, PTRACE_O_TRACEEXIT), 0) << strerror(errno);
+  process->Stop(absl::ZeroDuration());
+  const ProcessExit exit = process->Wait();
+  EXPECT_NE(seen_in, "");
+  EXPECT_NE(exit.stuck, "");
+  EXPECT_EQ(kill(pid, 0), 0);
+  siginfo_t info = {};
+  EXPECT_EQ(waitid(P_PID, pid, &info, WSTOPPED), 0) << strerror(errno);
+  EXPECT_EQ(info.si_status, SIGTRAP | (PTRACE_EVENT_EXIT << 8));
+  EXPECT_THAT(ReadStuckState(pid).ToString(),
+              HasSubstr(absl::StrCat("traced by process ", getpid(), " (process_test)")));
+  EXPECT_EQ(ptrace(PTRACE_DETACH, pid, nullptr, nullptr), 0);
+  EXPECT_EQ(waitpid(pid, nullptr, 0), pid);
+}
+
+// As if the kernel did not get to the program: on a dead file server.
+int HangBeforeExec(unsigned first, unsigned last, unsigned flags) {
+  if (first == 1) return SystemCloseRange(first, last, flags);  // the guard
+  for (;;) pause();
+}
+
+// Says so on its standard input, a socket, and goes on when that says something.
+int WaitBeforeExec(unsigned first, unsigned last, unsigned flags) {
+  const int result = SystemCloseRange(first, last, flags);
+  if (first == 1) return result;
+  char c = 'c';
+  if (write(STDIN_FILENO, &c, 1) != 1 || read(STDIN_FILENO, &c, 1) != 1) _exit(1);
+  return result;
+}
+
+TEST_F(ProcessTest, ProgramThatDoesNotBegin_IsGivenUp) {
+  StartHost({.start_timeout = absl::Milliseconds(1), .close_range = HangBeforeExec});
+  const auto process = host_->Spawn(Shell("exit 0"));
+  EXPECT_EQ(process.status().code(), absl::StatusCode::kFailedPrecondition) << process.status();
+  EXPECT_THAT(process.status().message(), HasSubstr("/bin/sh does not start"));
+  host_.reset();
+  // Nobody else collects it.
+  EXPECT_GT(waitpid(-1, nullptr, 0), 0);
+}
+
+// Or ports and sockets of a launcher that is gone stay taken, and its guard waits for its end.
+TEST_F(ProcessTest, ProgramThatDoesNotBegin_HoldsNothingOfTheHost) {
+  StartHost({.close_range = WaitBeforeExec});
+  int input[2], held[2];
+  ASSERT_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, input), 0);
+  ASSERT_EQ(pipe2(held, O_CLOEXEC), 0);
+  ProcessOptions options = Shell("exit 3");
+  options.stdin_fd = input[0];
+  std::thread starter([&] { EXPECT_EQ(Spawn(std::move(options))->Wait().exit_code, 3); });
+  char c = 0;
+  EXPECT_EQ(read(input[1], &c, 1), 1);
+  close(held[1]);
+  pollfd end = {held[0], POLLIN, 0};
+  EXPECT_EQ(poll(&end, 1, 60'000), 1) << "the child holds the other end";
+  EXPECT_EQ(write(input[1], &c, 1), 1);
+  starter.join();
+  for (const int fd : {input[0], input[1], held[0]}) close(fd);
+}
+
+TEST_F(ProcessTest, EpollRefuses_SpawnFailsAndTheHostGoesOn) {
+  StartHost({.epoll_ctl = RefusingEpollCtl});
+  g_refusals = 1;
+  const auto refused = host_->Spawn(Shell("exit 0"));
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kResourceExhausted) << refused.status();
+  EXPECT_EQ(Spawn(Shell("exit 3"))->Wait().exit_code, 3);
+}
+
+TEST_F(ProcessTest, EpollRefusesTheOutput_ItArrivesLater) {
+  StartHost({.epoll_ctl = RefusingEpollCtl});
+  host_->PauseOutput(true);
+  auto process = Spawn(Shell("echo late; exec sleep 1000"));
+  g_refusals = 3;
+  host_->PauseOutput(false);
+  output_.WaitForLine("out:late");
+  process->Stop(absl::ZeroDuration());
+}
+
+TEST_F(ProcessTest, LeaderEnds_RestOfItsGroupIsKilled) {
+  auto process = Spawn(Shell("sleep 1000 & echo child $!; exit 0"));
+  EXPECT_TRUE(process->Wait().ok());
+  int child = 0;
+  ASSERT_TRUE(absl::SimpleAtoi(output_.WaitForLine("out:child "), &child));
+  EXPECT_TRUE(WaitUntilEnded(child));
+}
+
+TEST_F(ProcessTest, LastLines_KeepsTheNewest) {
+  ProcessOptions options = Shell("for i in 1 2 3 4 5; do echo line $i; done");
+  options.kept_lines = 2;
+  auto process = Spawn(std::move(options));
+  process->Wait();
+  EXPECT_THAT(process->LastLines(), ElementsAre("line 4", "line 5"));
+}
+
+TEST_F(ProcessTest, Terminal_ProcessSeesOneAndNewlinesStay) {
+  ProcessOptions options = Shell("test -t 1 && echo yes; test -t 2 || echo no >&2");
+  options.stdout_terminal = true;
+  Spawn(std::move(options))->Wait();
+  EXPECT_THAT(output_.lines(), ::testing::UnorderedElementsAre("out:yes", "err:no"));
+}
+
+TEST_F(ProcessTest, PausedOutput_NothingIsLost) {
+  host_->PauseOutput(true);
+  ProcessOptions options =
+      Shell("i=0; while [ $i -lt 20000 ]; do echo 0123456789; i=$((i+1)); done; echo end");
+  int lines = 0;
+  options.on_line = [&](OutputStream, absl::string_view) { ++lines; };
+  auto process = Spawn(std::move(options));
+  host_->PauseOutput(false);
+  EXPECT_TRUE(process->Wait().ok());
+  EXPECT_EQ(lines, 20001);
+}
+
+TEST_F(ProcessTest, WaitFor_StillRunning_SaysSo) {
+  auto process = Spawn(Shell("exec sleep 1000"));
+  EXPECT_EQ(process->WaitFor(absl::ZeroDuration()), std::nullopt);
+  process->Stop(absl::ZeroDuration());
+  EXPECT_EQ(process->Wait().signal, SIGKILL);
+  EXPECT_TRUE(process->WaitFor(absl::ZeroDuration()).has_value());
+}
+
+TEST_F(ProcessTest, HostDestroyed_ProcessesAreGoneAndHandlesStayValid) {
+  auto process =
+      Spawn(Shell("setsid sleep 1000 & echo stray $!; trap '' TERM; while :; do sleep 1000; done"));
+  int stray = 0;
+  ASSERT_TRUE(absl::SimpleAtoi(output_.WaitForLine("out:stray "), &stray));
+  const pid_t guard = host_->guard_pid();
+  host_.reset();
+  EXPECT_EQ(process->Wait().signal, SIGKILL);
+  EXPECT_EQ(kill(guard, 0), -1);
+  EXPECT_TRUE(WaitUntilEnded(stray));
+  process->Stop(absl::ZeroDuration());
+}
+
+TEST_F(ProcessTest, CleanedStray_EndsWithTheHost) {
+  auto process = Spawn(Shell(absl::StrCat(kCleanedStray, "wait")));
+  const pid_t stray = WaitForStray();
+  process->Stop(absl::ZeroDuration());
+  process->Wait();
+  EXPECT_EQ(kill(stray, 0), 0);
+  host_.reset();
+  EXPECT_TRUE(WaitUntilEnded(stray));
+}
+
+TEST_F(ProcessTest, StrayThatMayNotBeKilled_IsNotWaitedFor) {
+  StartHost({.kill = KillOwn});
+  auto process = Spawn(Shell(absl::StrCat(kCleanedStray, "wait")));
+  const pid_t stray = WaitForStray();
+  g_foreign = stray;
+  process->Stop(absl::ZeroDuration());
+  process->Wait();
+  ::testing::internal::CaptureStderr();
+  const absl::Time begun = absl::Now();
+  host_.reset();
+  EXPECT_LT(absl::Now() - begun, absl::Seconds(4));
+  const std::string said = ::testing::internal::GetCapturedStderr();
+  const std::string line =
+      absl::StrCat("process ", stray, " belongs to another user; it is left behind");
+  EXPECT_THAT(said, HasSubstr(line));
+  EXPECT_EQ(said.find(line), said.rfind(line)) << said;
+  EXPECT_EQ(kill(stray, SIGKILL), 0);
+  EXPECT_EQ(waitpid(stray, nullptr, 0), stray);
+}
+
+TEST_F(ProcessTest, CleanedStrayOfAnotherHost_LivesAsLongAsThat) {
+  auto process = Spawn(Shell(absl::StrCat(kCleanedStray, "wait")));
+  const pid_t stray = WaitForStray();
+  process->Stop(absl::ZeroDuration());
+  process->Wait();
+  std::move(*ProcessHost::Start()).reset();
+  EXPECT_EQ(kill(stray, 0), 0);
+  host_.reset();
+  EXPECT_TRUE(WaitUntilEnded(stray));
+}
+
+TEST_F(ProcessTest, StrayThatEnds_IsCollected) {
+  auto process = Spawn(Shell("(setsid sh -c 'echo stray $$' &); exec sleep 1000"));
+  const pid_t stray = WaitForStray();
+  EXPECT_TRUE(WaitUntilEnded(stray));
+  process->Stop(absl::ZeroDuration());
+  process->Wait();
+  Spawn(Shell("exit 0"))->Wait();
+  Spawn(Shell("exit 0"))->Wait();  // begins after the one before has been dealt with
+  EXPECT_EQ(kill(stray, 0), -1);
+}
+
+// What is no host's: children that this process had before, in a session of their own or not.
+TEST(ProcessHost, ChildrenOfSomebodyElse_AreLeftAlone) {
+  std::vector<pid_t> others;
+  for (const bool own_session : {false, true}) {
+    int ready[2];
+    ASSERT_EQ(pipe2(ready, O_CLOEXEC), 0);
+    const pid_t pid = fork();
+    if (pid == 0) {
+      if (own_session) setsid();
+      if (write(ready[1], "x", 1) != 1) _exit(1);
+      for (;;) pause();
+    }
+    char c;
+    ASSERT_EQ(read(ready[0], &c, 1), 1);
+    close(ready[0]);
+    close(ready[1]);
+    others.push_back(pid);
+  }
+  auto host = *ProcessHost::Start();
+  Output output;
+  ProcessOptions options;
+  options.argv = {"/bin/sh", "-c", "setsid sh -c 'echo stray $$; exec sleep 1000' & wait"};
+  options.env = {"PATH=/usr/bin:/bin"};
+  options.on_line = [&](OutputStream stream, absl::string_view line) { output.Add(stream, line); };
+  ASSERT_TRUE(host->Spawn(std::move(options)).ok());
+  int stray = 0;
+  ASSERT_TRUE(absl::SimpleAtoi(output.WaitForLine("out:stray "), &stray));
+  host.reset();
+  EXPECT_TRUE(WaitUntilEnded(stray));
+  for (const pid_t pid : others) {
+    EXPECT_EQ(waitpid(pid, nullptr, WNOHANG), 0);
+    kill(pid, SIGKILL);
+    waitpid(pid, nullptr, 0);
+  }
+}
+
+// The host's process is killed with -9: the direct child, its child in the same group, and one that
+// left for a session of its own must all end.
+void KillOwner(ProcessHostOptions host_options, bool kill_guard_first) {
+  int fds[2];
+  ASSERT_EQ(pipe2(fds, O_CLOEXEC), 0);
+  const pid_t owner = fork();
+  if (owner == 0) {
+    Notification new_guard;
+    host_options.on_new_guard = [&](pid_t) { new_guard.Notify(); };
+    auto host = ProcessHost::Start(std::move(host_options));
+    ProcessOptions options;
+    options.argv = {"/bin/sh", "-c",
+                    "sleep 1000 & g=$!; setsid sleep 1001 & echo pids $$ $g $!; wait"};
+    options.env = {"PATH=/usr/bin:/bin"};
+    Notification started;
+    std::string text;
+    options.on_line = [&](OutputStream, absl::string_view line) {
+      text = absl::StrCat(line, "\n");
+      started.Notify();
+    };
+    auto process = (*host)->Spawn(std::move(options));
+    started.WaitForNotification();
+    if (kill_guard_first) {
+      kill((*host)->guard_pid(), SIGKILL);
+      new_guard.WaitForNotification();
+    }
+    if (write(fds[1], text.data(), text.size()) < 0) _exit(1);
+    (*process)->Wait();
+    _exit(0);
+  }
+  close(fds[1]);
+  std::string line;
+  char c;
+  while (read(fds[0], &c, 1) == 1 && c != '\n') line += c;
+  std::vector<int> pids;
+  for (absl::string_view word : absl::StrSplit(line, ' ')) {
+    int pid = 0;
+    if (absl::SimpleAtoi(word, &pid)) pids.push_back(pid);
+  }
+  ASSERT_EQ(pids.size(), 3u) << line;
+  for (const int pid : pids) EXPECT_EQ(kill(pid, 0), 0);
+  kill(owner, SIGKILL);
+  waitpid(owner, nullptr, 0);
+  for (const int pid : pids) EXPECT_TRUE(WaitUntilEnded(pid)) << pid;
+  close(fds[0]);
+}
+
+TEST(ProcessHost, OwnerKilled_NothingSurvives) { KillOwner({}, /*kill_guard_first=*/false); }
+
+TEST(ProcessHost, OwnerKilledOnAKernelWithoutCloseRange_NothingSurvives) {
+  KillOwner({.close_range = NoCloseRange}, /*kill_guard_first=*/false);
+}
+
+// The one that follows a killed guard knows what was started before it.
+TEST(ProcessHost, GuardAndThenOwnerKilled_NothingSurvives) {
+  KillOwner({}, /*kill_guard_first=*/true);
+}
+
+TEST_F(ProcessTest, StartErrors_NameTheFileAndTheWayOut) {
+  const std::string dir = ::testing::TempDir();
+  const auto spawn = [&](const std::string& program, const std::string& cwd = "") {
+    ProcessOptions options = Shell("");
+    options.argv = {program};
+    options.working_directory = cwd;
+    return host_->Spawn(std::move(options)).status();
+  };
+  absl::Status status = spawn(dir + "/missing");
+  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(status.message(), HasSubstr("missing not found"));
+
+  status = spawn("no-such-program-anywhere");
+  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(status.message(), HasSubstr("not found in PATH"));
+
+  status = spawn(dir);
+  EXPECT_EQ(status.code(), absl::StatusCode::kPermissionDenied);
+  EXPECT_THAT(status.message(), HasSubstr("is a directory"));
+
+  const std::string plain = dir + "/plain.txt";
+  std::ofstream(plain) << "hello\n";
+  ASSERT_EQ(chmod(plain.c_str(), 0644), 0);
+  status = spawn(plain);
+  EXPECT_EQ(status.code(), absl::StatusCode::kPermissionDenied);
+  EXPECT_THAT(status.message(), HasSubstr("chmod +x"));
+
+  ASSERT_EQ(chmod(plain.c_str(), 0755), 0);
+  status = spawn(plain);
+  EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_THAT(status.message(), HasSubstr("#!"));
+
+  status = spawn("/bin/true", dir + "/nowhere");
+  EXPECT_EQ(status.code(), absl::StatusCode::kNotFound);
+  EXPECT_THAT(status.message(), HasSubstr("working directory"));
+
+  EXPECT_EQ(spawn("").code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST(FindProgram, NameInPath_FirstExecutableWins) {
+  EXPECT_EQ(*FindProgram("sh", "/nowhere:/bin:/usr/bin"), "/bin/sh");
+  EXPECT_EQ(*FindProgram("/bin/sh", ""), "/bin/sh");
+}
+
+TEST(SignalName, KnownAndUnknown) {
+  EXPECT_EQ(SignalName(SIGKILL), "SIGKILL");
+  EXPECT_EQ(SignalName(77), "signal 77");
+}
+
+}  // namespace
+}  // namespace muster::agent

@@ -1,0 +1,259 @@
+#include "agent/relay_core.h"
+
+#include <algorithm>
+#include <memory>
+#include <utility>
+
+#include "base/failpoint.h"
+
+namespace muster::agent {
+RelayCore::RelayCore(Options options, OpSender* upstream)
+    : options_(std::move(options)),
+      upstream_(upstream),
+      arrivals_({.node = options_.node,
+                 .incarnation = options_.incarnation,
+                 .window = options_.arrival_window,
+                 .wake = options_.wake,
+                 .clock = options_.clock},
+                upstream) {}
+
+uint64_t RelayCore::Submit(v1::Op op, Done done) {
+  switch (op.kind_case()) {
+    case v1::Op::kJoin:
+      return Join(std::move(op), std::move(done));
+    case v1::Op::kLeave:
+      return Leave(std::move(op), std::move(done));
+    case v1::Op::kHeartbeat:
+      return Heartbeat(std::move(op), std::move(done));
+    case v1::Op::kArrive:
+      return Arrive(std::move(op), std::move(done));
+    default:
+      return upstream_->Submit(std::move(op), std::move(done));
+  }
+}
+
+void RelayCore::Forget(uint64_t op_id) {
+  if (op_id != 0) upstream_->Forget(op_id);
+}
+
+uint64_t RelayCore::Join(v1::Op op, Done done) {
+  auto request = std::make_shared<v1::JoinRequest>(op.join());
+  // Reports name the process by the number that it has on this machine.
+  const v1::Fence& fence = request->fence();
+  const int64_t pid =
+      ProcessOf({fence.job_id(), fence.worker_id()}, fence.incarnation(), request->pid());
+  if (pid != 0) op.mutable_join()->set_pid(pid);
+  const int64_t told = op.join().pid();
+  return upstream_->Submit(
+      std::move(op), [this, request, told, done = std::move(done)](const v1::OpResult& result) {
+        if (!result.has_error()) Seated(*request, told, result.join());
+        done(result);
+      });
+}
+
+void RelayCore::Seated(const v1::JoinRequest& request, int64_t told_pid,
+                       const v1::JoinReply& reply) {
+  const v1::Fence& fence = request.fence();
+  MUSTER_FAILPOINT("agent.seated");
+  MutexLock lock(&mu_);
+  Worker& worker = workers_[{fence.job_id(), fence.worker_id()}];
+  worker = Worker();
+  worker.incarnation = fence.incarnation();
+  worker.generation = reply.generation();
+  worker.rank = reply.rank();
+  worker.claimed_pid = request.pid();
+  worker.told_pid = told_pid;
+  worker.heard = options_.clock->Now();
+  worker.checked = true;
+  worker.beat.set_job_id(fence.job_id());
+  worker.beat.set_worker_id(fence.worker_id());
+  worker.beat.set_incarnation(fence.incarnation());
+  if (reply.header().term() >= header_.term()) header_ = reply.header();
+}
+
+uint64_t RelayCore::Leave(v1::Op op, Done done) {
+  const v1::Fence fence = op.leave().fence();
+  return upstream_->Submit(std::move(op),
+                           [this, fence, done = std::move(done)](const v1::OpResult& result) {
+                             if (!result.has_error()) {
+                               WorkerEnded(fence.job_id(), fence.worker_id(), fence.incarnation());
+                             }
+                             done(result);
+                           });
+}
+
+void RelayCore::WorkerEnded(const std::string& job_id, const std::string& worker_id,
+                            uint64_t incarnation) {
+  MutexLock lock(&mu_);
+  const auto it = workers_.find({job_id, worker_id});
+  if (it != workers_.end() && it->second.incarnation == incarnation) workers_.erase(it);
+}
+
+uint64_t RelayCore::Heartbeat(v1::Op op, Done done) {
+  const v1::HeartbeatRequest& request = op.heartbeat();
+  const v1::Fence fence = request.fence();
+  const bool connected = !options_.connected || options_.connected();
+  v1::OpResult result;
+  {
+    MutexLock lock(&mu_);
+    const auto it = workers_.find({fence.job_id(), fence.worker_id()});
+    if (it != workers_.end() && it->second.incarnation == fence.incarnation()) {
+      Worker& worker = it->second;
+      worker.heard = options_.clock->Now();
+      worker.beat.set_step(std::max(worker.beat.step(), request.step()));
+      worker.beat.set_phase(request.phase());
+      worker.beat.set_last_collective(request.last_collective());
+      const bool known = worker.ended || worker.checked || !connected;
+      if (known && fence.generation() == worker.generation) {
+        v1::HeartbeatReply& reply = *result.mutable_heartbeat();
+        *reply.mutable_header() = header_;
+        reply.set_generation(worker.generation);
+        reply.set_generation_ended(worker.ended);
+        reply.set_why(worker.why_ended);
+      }
+    }
+  }
+  if (result.has_heartbeat()) {
+    done(result);
+    return 0;
+  }
+  return upstream_->Submit(
+      std::move(op), [this, fence, done = std::move(done)](const v1::OpResult& answer) {
+        if (!answer.has_error()) {
+          MutexLock lock(&mu_);
+          const auto it = workers_.find({fence.job_id(), fence.worker_id()});
+          if (it != workers_.end() && it->second.incarnation == fence.incarnation() &&
+              it->second.generation == fence.generation()) {
+            it->second.checked = true;
+            if (answer.heartbeat().generation_ended()) {
+              it->second.ended = true;
+              it->second.why_ended = answer.heartbeat().why();
+            }
+          }
+        }
+        done(answer);
+      });
+}
+
+void RelayCore::Connected(uint64_t term) {
+  MutexLock lock(&mu_);
+  header_.set_term(std::max(header_.term(), term));
+  for (auto& [key, worker] : workers_) {
+    worker.checked = false;
+    worker.told_stopped = false;
+  }
+}
+
+void RelayCore::GenerationEnded(const v1::GenerationEnded& ended) {
+  MutexLock lock(&mu_);
+  for (auto it = workers_.lower_bound({ended.job_id(), ""});
+       it != workers_.end() && it->first.first == ended.job_id(); ++it) {
+    Worker& worker = it->second;
+    if (worker.ended || worker.generation > ended.generation()) continue;
+    worker.ended = true;
+    worker.why_ended = ended.why();
+  }
+}
+
+v1::Beat RelayCore::MakeBeat() {
+  struct Seen {
+    WorkerKey key;
+    uint64_t incarnation;
+    int64_t claimed_pid;
+    std::string state;
+  };
+  std::vector<Seen> seen;
+  {
+    MutexLock lock(&mu_);
+    for (const auto& [key, worker] : workers_) {
+      if (!worker.ended) seen.push_back({key, worker.incarnation, worker.claimed_pid, ""});
+    }
+  }
+  // The kernel may take its time to tell of a process: no call waits for it.
+  for (Seen& one : seen) {
+    const int64_t pid = ProcessOf(one.key, one.incarnation, one.claimed_pid);
+    if (options_.process_state && pid != 0) one.state = options_.process_state(pid);
+    if (one.state == "gone") one.state.clear();
+  }
+  const absl::Time now = options_.clock->Now();
+  v1::Beat beat;
+  {
+    MutexLock lock(&mu_);
+    for (const Seen& one : seen) {
+      const auto it = workers_.find(one.key);
+      if (it == workers_.end() || it->second.incarnation != one.incarnation) continue;
+      Worker& worker = it->second;
+      if (worker.ended) continue;
+      const bool stands_still = one.state == "stopped" || one.state == "zombie";
+      const bool alive =
+          !stands_still && (!one.state.empty() || worker.heard + options_.heard_within > now);
+      // Once more, so that the coordinator can say why the lease ran out.
+      const bool news = stands_still && !worker.told_stopped;
+      worker.told_stopped = stands_still;
+      if (!alive && !news) continue;
+      v1::WorkerBeat& told = *beat.add_workers();
+      told = worker.beat;
+      told.set_process_state(one.state.empty() ? "unknown" : one.state);
+    }
+  }
+  if (options_.refresh) {
+    for (v1::WorkerBeat& one : *beat.mutable_workers()) options_.refresh(&one);
+  }
+  return beat;
+}
+
+int64_t RelayCore::ProcessOf(const WorkerKey& key, uint64_t incarnation, int64_t claimed) const {
+  if (!options_.process_of) return claimed;
+  return options_.process_of(key.first, key.second, incarnation, claimed);
+}
+
+std::optional<int64_t> RelayCore::ProcessOf(const std::string& worker_id, int64_t pid) const {
+  WorkerKey found;
+  uint64_t incarnation = 0;
+  int64_t claimed = 0;
+  {
+    MutexLock lock(&mu_);
+    for (const auto& [key, worker] : workers_) {
+      if (key.second != worker_id || worker.told_pid != pid) continue;
+      found = key;
+      claimed = worker.claimed_pid;
+      incarnation = worker.incarnation;
+    }
+  }
+  if (found.second.empty()) return std::nullopt;
+  return ProcessOf(found, incarnation, claimed);
+}
+
+size_t RelayCore::LocalRanks(const v1::ArriveRequest& request) const {
+  const std::string& job_id = request.fence().job_id();
+  size_t count = 0;
+  for (auto it = workers_.lower_bound({job_id, ""});
+       it != workers_.end() && it->first.first == job_id; ++it) {
+    const Worker& worker = it->second;
+    if (worker.ended || worker.generation != request.fence().generation()) continue;
+    count += request.participants_size() == 0 ||
+             std::binary_search(request.participants().begin(), request.participants().end(),
+                                worker.rank);
+  }
+  return count;
+}
+
+uint64_t RelayCore::Arrive(v1::Op op, Done done) {
+  const v1::ArriveRequest& request = op.arrive();
+  size_t local;
+  {
+    MutexLock lock(&mu_);
+    const auto worker = workers_.find({request.fence().job_id(), request.fence().worker_id()});
+    if (worker != workers_.end() && worker->second.incarnation == request.fence().incarnation()) {
+      worker->second.heard = options_.clock->Now();
+      worker->second.beat.set_step(std::max(worker->second.beat.step(), request.step()));
+    }
+    local = LocalRanks(request);
+  }
+  arrivals_.Add(std::move(op), std::move(done), local);
+  return 0;
+}
+
+absl::Time RelayCore::Tick() { return arrivals_.Tick(); }
+
+}  // namespace muster::agent

@@ -1,0 +1,136 @@
+#include "agent/rpc_frame_link.h"
+
+#include <grpcpp/client_context.h>
+#include <grpcpp/generic/generic_stub.h>
+#include <grpcpp/impl/codegen/proto_utils.h>
+#include <grpcpp/support/client_callback.h>
+
+#include <atomic>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "base/status_macros.h"
+#include "rpc/callback_threads.h"
+#include "rpc/status.h"
+
+namespace muster::agent {
+
+// gRPC owns a share of it until OnDone.
+class RpcFrameTransport::Link final
+    : public grpc::ClientBidiReactor<v1::AgentFrame, grpc::ByteBuffer>,
+      public FrameLink,
+      public std::enable_shared_from_this<Link> {
+ public:
+  // `at_once`: fails if nobody answers now.
+  Link(RpcFrameTransport* transport, const std::shared_ptr<grpc::Channel>& channel, bool at_once,
+       std::shared_ptr<FrameEvents> events)
+      : transport_(transport), stub_(channel), at_once_(at_once), events_(std::move(events)) {}
+
+  // gRPC orders its calls of a link; the lock in each shows it to ThreadSanitizer, which does not
+  // see into gRPC.
+  void Start() {
+    MutexLock lock(&mu_);
+    self_ = shared_from_this();
+    // The channel looks after connecting, with its own backoff.
+    context_.set_wait_for_ready(!at_once_);
+    stub_.PrepareBidiStreamingCall(&context_, "/muster.v1.Session/Attach", {}, this);
+    AddHold();  // for writes that begin outside of gRPC's calls
+    StartRead(&in_);
+    StartCall();
+  }
+
+  void Write(v1::AgentFrame frame) override {
+    MutexLock lock(&mu_);
+    if (closed_) return;
+    out_ = std::move(frame);
+    StartWrite(&out_);
+  }
+  void Close() override { context_.TryCancel(); }
+
+  void OnReadDone(bool ok) override {
+    if (!ok) {
+      {
+        MutexLock lock(&mu_);
+        closed_ = true;
+      }
+      RemoveHold();
+      return;
+    }
+    v1::CoordinatorFrame frame;
+    grpc::Status parsed;
+    {
+      MutexLock lock(&mu_);
+      parsed = grpc::SerializationTraits<v1::CoordinatorFrame>::Deserialize(&in_, &frame);
+    }
+    if (parsed.ok()) {
+      events_->OnFrame(frame);
+    } else {
+      unreadable_ = true;
+      context_.TryCancel();  // the next read fails
+    }
+    MutexLock lock(&mu_);
+    StartRead(&in_);
+  }
+  void OnWriteDone(bool ok) override {
+    { MutexLock lock(&mu_); }
+    if (ok) events_->OnWritten();
+  }
+  void OnDone(const grpc::Status& status) override {
+    { MutexLock lock(&mu_); }
+    events_->OnClosed(unreadable_ ? absl::DataLossError("the coordinator sent what is no frame")
+                                  : rpc::FromGrpc(status));
+    { MutexLock lock(&mu_); }  // after the last Write
+    RpcFrameTransport* const transport = transport_;
+    // Before the transport may go, and with it perhaps the process: `this` ends here.
+    std::exchange(self_, nullptr).reset();
+    transport->Ended();
+  }
+
+ private:
+  RpcFrameTransport* const transport_;
+  // gRPC's own stub would stop reading at bytes that it cannot parse, and leave the stream open.
+  grpc::TemplatedGenericStub<v1::AgentFrame, grpc::ByteBuffer> stub_;
+  const bool at_once_;
+  const std::shared_ptr<FrameEvents> events_;
+  std::shared_ptr<Link> self_;
+  grpc::ClientContext context_;
+  grpc::ByteBuffer in_;  // gRPC's while a read is in flight
+  std::atomic<bool> unreadable_{false};
+  Mutex mu_;
+  bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  v1::AgentFrame out_ ABSL_GUARDED_BY(mu_);
+};
+
+RpcFrameTransport::RpcFrameTransport(std::shared_ptr<grpc::Channel> channel,
+                                     rpc::ChannelOptions hubs)
+    : channel_(std::move(channel)), hubs_(std::move(hubs)) {
+  rpc::KeepCallbackThreads(channel_);
+}
+
+RpcFrameTransport::~RpcFrameTransport() {
+  MutexLock lock(&mu_);
+  while (open_ > 0) changed_.Wait(&mu_);
+}
+
+absl::StatusOr<std::shared_ptr<FrameLink>> RpcFrameTransport::Open(
+    const std::string& hub, std::shared_ptr<FrameEvents> events) {
+  std::shared_ptr<grpc::Channel> channel = channel_;
+  if (!hub.empty()) {
+    MUSTER_ASSIGN_OR_RETURN(channel, rpc::Connect(hub, hubs_));
+  }
+  {
+    MutexLock lock(&mu_);
+    ++open_;
+  }
+  auto link = std::make_shared<Link>(this, channel, !hub.empty(), std::move(events));
+  link->Start();
+  return link;
+}
+
+void RpcFrameTransport::Ended() {
+  MutexLock lock(&mu_);
+  --open_;
+  changed_.SignalAll();
+}
+
+}  // namespace muster::agent

@@ -1,0 +1,43 @@
+#ifndef MUSTER_AGENT_RPC_FRAME_LINK_H_
+#define MUSTER_AGENT_RPC_FRAME_LINK_H_
+
+#include <grpcpp/channel.h>
+
+#include <memory>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "agent/frame_link.h"
+#include "base/mutex.h"
+#include "proto/muster/v1/session.pb.h"
+#include "rpc/channel.h"
+
+namespace muster::agent {
+
+// Session.Attach over gRPC. A message that is no frame ends the stream with DATA_LOSS. Each stream
+// to a hub has a connection of its own, which ends with it.
+class RpcFrameTransport final : public FrameTransport {
+ public:
+  // `channel` leads to the coordinator, `hubs` is how to connect to hubs.
+  explicit RpcFrameTransport(std::shared_ptr<grpc::Channel> channel, rpc::ChannelOptions hubs = {});
+  // Waits until all links have closed: close them first.
+  ~RpcFrameTransport() override;
+
+  // Errors: as rpc::Connect.
+  absl::StatusOr<std::shared_ptr<FrameLink>> Open(const std::string& hub,
+                                                  std::shared_ptr<FrameEvents> events) override;
+
+ private:
+  class Link;
+  void Ended();
+
+  const std::shared_ptr<grpc::Channel> channel_;
+  const rpc::ChannelOptions hubs_;
+  Mutex mu_;
+  CondVar changed_;
+  int open_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_RPC_FRAME_LINK_H_

@@ -1,0 +1,563 @@
+#include "agent/rpc_job_link.h"
+
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "agent/timer_thread.h"
+#include "base/backoff.h"
+#include "base/clock.h"
+#include "base/failpoint.h"
+#include "base/log.h"
+#include "base/mutex.h"
+#include "base/status_macros.h"
+#include "proto/muster/v1/session.pb.h"
+#include "rpc/session/duration.h"
+#include "rpc/status.h"
+
+namespace muster::agent {
+namespace {
+
+using nlohmann::json;
+
+constexpr absl::Duration kShortCall = absl::Seconds(5);
+constexpr absl::Duration kAgree = absl::Seconds(30);  // besides an outage that is tolerated
+constexpr absl::Duration kWaitAgain = absl::Seconds(1);
+constexpr absl::Duration kLongest = absl::Hours(24);  // what a coordinator is asked for
+// A job of one node has nobody else to wait for.
+constexpr absl::Duration kFirstContact = absl::Seconds(30);
+
+uint64_t RandomNumber() {
+  uint64_t number = 0;
+  while (number == 0) {
+    MUSTER_CHECK(getrandom(&number, sizeof(number), 0) == sizeof(number));
+  }
+  return number;
+}
+
+std::string ToJson(const AttemptEnd& end) {
+  return json{{"why", end.why}, {"last_lines", end.last_lines}}.dump(
+      -1, ' ', false, json::error_handler_t::replace);
+}
+
+// What others wrote need not be what we expect of them.
+std::string TextOf(const json& value, const char* name) {
+  const auto it = value.find(name);
+  return it != value.end() && it->is_string() ? it->get<std::string>() : "";
+}
+
+AttemptEnd EndFromJson(const std::string& text) {
+  const json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  AttemptEnd end;
+  if (!value.is_object()) return {text, {}};
+  end.why = TextOf(value, "why");
+  if (const auto lines = value.find("last_lines"); lines != value.end() && lines->is_array()) {
+    for (const json& line : *lines) {
+      if (line.is_string()) end.last_lines.push_back(line.get<std::string>());
+    }
+  }
+  return end;
+}
+
+class RpcJobLink final : public JobLink {
+ public:
+  RpcJobLink(const RpcJobLinkOptions& options, NodeSession* session)
+      : options_(options),
+        session_(session),
+        agents_job_(options.job + ".agents"),
+        incarnation_(RandomNumber()) {
+    char name[256] = "";
+    gethostname(name, sizeof(name) - 1);
+    hostname_ = name;
+    // Two launches with the same machine rank are the same worker: the coordinator tells the first
+    // one.
+    worker_id_ = options.node_rank >= 0 ? absl::StrCat("node", options.node_rank)
+                                        : absl::StrCat("node-", hostname_, "-", incarnation_);
+    if (options.num_nodes > 1) wait_timer_->Start();
+  }
+
+  ~RpcJobLink() override {
+    StopWatching();
+    wait_timer_->Stop();
+    if (generation_ == 0) return;
+    v1::Op op;
+    *op.mutable_leave()->mutable_fence() = AgentFence();
+    op.mutable_leave()->set_reason("the agent ends");
+    Call(std::move(op), absl::Seconds(1), Until::kAnswered, Late::kHeld).IgnoreError();
+  }
+
+  absl::StatusOr<Meeting> Meet(int attempt) override {
+    StopWatching();
+    MUSTER_RETURN_IF_ERROR(AwaitCoordinator(attempt));
+    Meeting meeting;
+    if (options_.num_nodes == 1) {
+      MUSTER_ASSIGN_OR_RETURN(meeting.master_port, FindFreePort());
+      return meeting;
+    }
+    if (attempt > 0) {
+      // Or the next attempt would begin inside of the generation that fails.
+      EndGeneration("another attempt begins", options_.outage_tolerance + kShortCall,
+                    Until::kCancelled);
+    }
+    MUSTER_RETURN_IF_ERROR(Join());
+    meeting.node_rank = node_rank_;
+    meeting.num_nodes = options_.num_nodes;
+    absl::Status agreed = Agree(&meeting);
+    if (!agreed.ok()) {
+      EndGeneration(absl::StrCat("machine ", node_rank_, " gave up: ", agreed.message()),
+                    kShortCall, Until::kAnswered);
+      return agreed;
+    }
+    return meeting;
+  }
+
+  void Watch(std::function<void(AttemptEnd)> on_ended) override {
+    {
+      MutexLock lock(&shared_->mu);
+      shared_->ended = false;
+      shared_->on_ended = std::move(on_ended);
+    }
+    const std::shared_ptr<Shared> shared = shared_;
+    NodeSession::Listener listener;
+    listener.on_lost = [shared](const absl::Status& status) {
+      shared->End({std::string(status.message()), {}});
+    };
+    if (options_.num_nodes > 1) {
+      listener.on_generation_ended = [shared, job = agents_job_,
+                                      generation = generation_](const v1::GenerationEnded& ended) {
+        if (ended.job_id() == job && ended.generation() >= generation) {
+          shared->End({ended.why(), {}});
+        }
+      };
+    }
+    session_->SetListener(std::move(listener));
+    if (options_.num_nodes > 1) {
+      {
+        MutexLock lock(&shared_->mu);
+        shared_->wait = EndWait();
+        shared_->wait_at = absl::InfinitePast();
+      }
+      wait_timer_->Wake();
+    }
+  }
+
+  void ReportEnd(const WorkerEnd& end) override {
+    MUSTER_FAILPOINT("agent.report_exit");
+    session_->WorkerEnded(options_.job, end.worker_id, end.incarnation);
+    v1::Op op;
+    v1::ReportExitRequest& request = *op.mutable_report_exit();
+    v1::Fence* const fence = request.mutable_fence();
+    fence->set_job_id(options_.job);
+    fence->set_worker_id(end.worker_id);
+    fence->set_incarnation(end.incarnation);
+    request.set_worker_id(end.worker_id);
+    request.set_incarnation(end.incarnation);
+    v1::ExitCause* const cause = request.mutable_cause();
+    cause->set_exit_code(end.exit.exit_code);
+    cause->set_signal(end.exit.signal);
+    cause->set_may_restart(end.may_restart);
+    cause->set_message(end.ToString());
+    for (const std::string& line : end.last_lines) cause->add_last_log_lines(line);
+    // A program that never joined is unknown to the coordinator: no matter.
+    session_->sender().Submit(std::move(op), [](const v1::OpResult& result) {
+      if (result.has_error()) MUSTER_LOG(Debug) << "ReportExit: " << result.error().message();
+    });
+  }
+
+  AttemptEnd Fail(const AttemptEnd& end) override {
+    MUSTER_FAILPOINT("agent.fail");
+    if (options_.num_nodes == 1) return end;
+    v1::Op op;
+    v1::TxnRequest& request = *op.mutable_txn();
+    *request.mutable_fence() = AgentFence();
+    v1::Compare* const absent = request.add_compares();
+    absent->set_key(EndKey());
+    absent->set_target(v1::Compare::EXISTS);
+    absent->set_number(0);
+    v1::PutOp* const put = request.add_then()->mutable_put();
+    put->set_key(EndKey());
+    put->set_value(ToJson(end));
+    request.add_otherwise()->mutable_get()->set_key(EndKey());
+    // A job that ends does not wait for a coordinator that is away.
+    const absl::Duration patience = session_->stream().connected() ? kShortCall : absl::Seconds(1);
+    const absl::StatusOr<v1::OpResult> result =
+        Call(std::move(op), patience, Until::kAnswered, Late::kHeld);
+    if (!result.ok()) {
+      MUSTER_LOG(Debug) << "cannot tell the other machines: " << result.status().message();
+      return end;
+    }
+    const v1::TxnReply& reply = result->txn();
+    if (!reply.succeeded() && reply.results_size() == 1 && reply.results(0).kvs_size() == 1) {
+      return EndFromJson(reply.results(0).kvs(0).value());
+    }
+    return end;
+  }
+
+  absl::Status Finish() override {
+    MUSTER_FAILPOINT("agent.finish");
+    if (options_.num_nodes == 1) return absl::OkStatus();
+    v1::Op op;
+    v1::ArriveRequest& request = *op.mutable_arrive();
+    *request.mutable_fence() = AgentFence();
+    request.set_barrier_id("finish");
+    request.set_counter(0);
+    request.set_rank(node_rank_);
+    // The slowest machine may take as long as it likes.
+    *request.mutable_timeout() = rpc::ToProto(absl::Seconds(-1));
+    return Call(std::move(op), absl::InfiniteDuration(), Until::kEnded).status();
+  }
+
+  void Cancel() override {
+    MutexLock lock(&shared_->mu);
+    shared_->cancelled = true;
+    shared_->changed.SignalAll();
+  }
+
+ private:
+  // What results and directives, which may come late, know of the link.
+  struct Shared {
+    // Ends the attempt that is watched, once.
+    void End(AttemptEnd end) {
+      std::function<void(AttemptEnd)> told;
+      {
+        MutexLock lock(&mu);
+        ended = true;
+        told.swap(on_ended);
+        changed.SignalAll();
+      }
+      if (told) told(std::move(end));
+    }
+
+    Mutex mu;
+    CondVar changed;
+    bool cancelled ABSL_GUARDED_BY(mu) = false;
+    bool ended ABSL_GUARDED_BY(mu) = false;  // the attempt
+    std::function<void(AttemptEnd)> on_ended ABSL_GUARDED_BY(mu);
+    // The operation that waits for the key "end", the latest one that was submitted (0: none), and
+    // when it is to be submitted (again).
+    v1::Op wait ABSL_GUARDED_BY(mu);
+    uint64_t end_wait ABSL_GUARDED_BY(mu) = 0;
+    absl::Time wait_at ABSL_GUARDED_BY(mu) = absl::InfiniteFuture();
+    uint64_t watch ABSL_GUARDED_BY(mu) = 0;  // counts what was watched
+  };
+  // What makes a call return without an answer, besides its timeout.
+  enum class Until { kAnswered, kCancelled, kEnded };
+  // An operation whose answer is waited for no longer: does not happen if it was not sent yet, or
+  // happens when the coordinator is back.
+  enum class Late { kForgotten, kHeld };
+
+  v1::Fence AgentFence() {
+    v1::Fence fence;
+    fence.set_job_id(agents_job_);
+    fence.set_worker_id(worker_id_);
+    fence.set_incarnation(incarnation_);
+    fence.set_generation(generation_);
+    fence.set_request_id(++last_request_);
+    return fence;
+  }
+  std::string EndKey() const { return prefix_ + "end"; }
+  std::string SettingsKey() const { return prefix_ + "settings"; }
+
+  // Machine 0 may come up last: until then nobody answers.
+  absl::Status AwaitCoordinator(int attempt) {
+    const absl::Duration timeout = options_.num_nodes == 1 && attempt == 0
+                                       ? std::min(options_.join_timeout, kFirstContact)
+                                       : options_.join_timeout;
+    const absl::Time start = Clock::Real().Now();
+    const absl::Time give_up = start + timeout;
+    absl::Time tell_at = start + options_.tell_after;
+    bool told = false;
+    while (true) {
+      {
+        MutexLock lock(&shared_->mu);
+        if (shared_->cancelled) return absl::CancelledError("stopped");
+      }
+      const absl::Time now = Clock::Real().Now();
+      const absl::Duration left = give_up - now;
+      const absl::Status status = session_->stream().WaitUntilConnected(
+          std::clamp(left, absl::ZeroDuration(), absl::Milliseconds(100)));
+      if (status.ok() || !absl::IsUnavailable(status) || session_->stream().ended()) return status;
+      const bool lost = session_->stream().ever_connected();
+      if (lost && !std::exchange(told, true)) {
+        MUSTER_LOG(Warning) << "waiting up to " << absl::FormatDuration(timeout)
+                            << " for the coordinator to come back: " << status.message();
+      }
+      if (left <= absl::ZeroDuration() && lost) return status;
+      if (left > absl::ZeroDuration() && (lost || now < tell_at)) continue;
+      std::string why = session_->stream().last_error();
+      if (why.empty()) why = session_->WhyNotConnected();
+      const std::string cause = why.empty() ? "" : absl::StrCat(" (", why, ")");
+      const char* const hint = options_.num_nodes == 1
+                                   ? ": is it running, and is the address right?"
+                                   : ": is machine 0 launched, and is the address right?";
+      if (left <= absl::ZeroDuration()) {
+        return absl::UnavailableError(absl::StrCat("no coordinator answers at ",
+                                                   options_.coordinator, " after ",
+                                                   absl::FormatDuration(timeout), hint, cause));
+      }
+      MUSTER_LOG(Warning) << "no coordinator answers at " << options_.coordinator << " for "
+                          << absl::FormatDuration(absl::Floor(now - start, absl::Seconds(1)))
+                          << hint << " Waiting up to " << absl::FormatDuration(timeout) << cause;
+      tell_at = now + options_.tell_again;
+    }
+  }
+
+  absl::StatusOr<v1::OpResult> Call(v1::Op op, absl::Duration timeout, Until until,
+                                    Late late = Late::kForgotten) {
+    struct Answer {
+      bool came = false;  // under the lock of Shared
+      v1::OpResult result;
+    };
+    const absl::Time deadline = Clock::Real().Now() + timeout;
+    auto answer = std::make_shared<Answer>();
+    const uint64_t op_id = session_->sender().Submit(
+        std::move(op), [shared = shared_, answer](const v1::OpResult& result) {
+          MutexLock lock(&shared->mu);
+          answer->came = true;
+          answer->result = result;
+          shared->changed.SignalAll();
+        });
+    absl::Status status;
+    {
+      MutexLock lock(&shared_->mu);
+      while (!answer->came) {
+        if (shared_->cancelled && until != Until::kAnswered) {
+          status = absl::CancelledError("stopped");
+          break;
+        }
+        if (shared_->ended && until == Until::kEnded) {
+          status = absl::AbortedError("the attempt has ended");
+          break;
+        }
+        const absl::Duration left = deadline - Clock::Real().Now();
+        if (left <= absl::ZeroDuration()) {
+          status = absl::UnavailableError(absl::StrCat("no answer from the coordinator at ",
+                                                       options_.coordinator, " within ",
+                                                       absl::FormatDuration(timeout)));
+          break;
+        }
+        shared_->changed.WaitWithTimeout(&shared_->mu, left);
+      }
+    }
+    if (!status.ok()) {
+      if (late == Late::kForgotten) session_->sender().Forget(op_id);
+      return status;
+    }
+    if (answer->result.has_error()) return rpc::FromOpError(answer->result.error());
+    return std::move(answer->result);
+  }
+
+  absl::Status Join() {
+    v1::Op op;
+    v1::JoinRequest& request = *op.mutable_join();
+    v1::RendezvousSpec* const spec = request.mutable_spec();
+    spec->set_min_workers(options_.num_nodes);
+    spec->set_max_workers(options_.num_nodes);
+    *spec->mutable_join_timeout() = rpc::ToProto(options_.join_timeout);
+    spec->set_end_generation_on_failure(true);
+    *spec->mutable_lease() = rpc::ToProto(options_.lease);
+    *spec->mutable_outage_tolerance() = rpc::ToProto(options_.outage_tolerance);
+    request.mutable_topology()->set_host(hostname_);
+    request.mutable_topology()->set_rack(options_.rack);
+    request.mutable_topology()->set_nvlink_domain(options_.nvlink_domain);
+    request.mutable_topology()->set_local_world_size(1);
+    request.set_endpoint(options_.host);
+    request.set_pid(getpid());
+    request.set_preferred_rank(node_rank_ >= 0 ? node_rank_ : options_.node_rank);
+    *request.mutable_fence() = AgentFence();
+    request.mutable_fence()->set_generation(0);
+    const absl::StatusOr<v1::OpResult> result =
+        Call(std::move(op), options_.join_timeout + kShortCall, Until::kCancelled);
+    const absl::Status& status = result.status();
+    if (status.ok()) {
+      node_rank_ = result->join().rank();
+      generation_ = result->join().generation();
+      prefix_ = result->join().generation_prefix();
+      return status;
+    }
+    if (rpc::GetReason(status) == v1::ERROR_REASON_SUPERSEDED) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("another launch with machine_rank ", options_.node_rank,
+                       " took this one's place in job ", options_.job));
+    }
+    if (absl::IsInvalidArgument(status)) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "the machines of job ", options_.job, " were launched differently: ", status.message()));
+    }
+    if (absl::IsDeadlineExceeded(status)) {
+      return absl::DeadlineExceededError(
+          absl::StrCat("not all ", options_.num_nodes, " machines came within ",
+                       absl::FormatDuration(options_.join_timeout), ": ", status.message()));
+    }
+    return status;
+  }
+
+  // Machine 0 writes what must be the same everywhere, the others compare.
+  absl::Status Agree(Meeting* meeting) {
+    v1::Op op;
+    if (node_rank_ == 0) {
+      MUSTER_ASSIGN_OR_RETURN(meeting->master_port, FindFreePort());
+      meeting->master_addr = options_.host;
+      *op.mutable_txn()->mutable_fence() = AgentFence();
+      v1::PutOp* const put = op.mutable_txn()->add_then()->mutable_put();
+      put->set_key(SettingsKey());
+      put->set_value(json{{"settings", options_.settings},
+                          {"master_addr", meeting->master_addr},
+                          {"master_port", meeting->master_port}}
+                         .dump());
+      return Call(std::move(op), options_.outage_tolerance + kAgree, Until::kCancelled).status();
+    }
+    *op.mutable_wait()->mutable_fence() = AgentFence();
+    op.mutable_wait()->add_keys(SettingsKey());
+    const absl::Duration patience = std::min(options_.outage_tolerance + kAgree, kLongest);
+    *op.mutable_wait()->mutable_timeout() = rpc::ToProto(patience);
+    MUSTER_ASSIGN_OR_RETURN(const v1::OpResult result,
+                            Call(std::move(op), patience + kShortCall, Until::kCancelled));
+    const v1::WaitReply& reply = result.wait();
+    const json value = reply.kvs_size() == 1
+                           ? json::parse(reply.kvs(0).value(), nullptr, /*allow_exceptions=*/false)
+                           : json();
+    if (!value.is_object())
+      return absl::InternalError("machine 0 wrote settings that cannot be read");
+    const std::string theirs = TextOf(value, "settings");
+    if (theirs != options_.settings) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "machine ", node_rank_, " was launched with ", options_.settings, ", but machine 0 with ",
+          theirs, ": launch all machines with the same settings"));
+    }
+    meeting->master_addr = TextOf(value, "master_addr");
+    const auto port = value.find("master_port");
+    meeting->master_port = port != value.end() && port->is_number_integer() ? port->get<int>() : 0;
+    if (meeting->master_port < 1 || meeting->master_port > 65535) {
+      return absl::InternalError("machine 0 wrote a master_port that is none");
+    }
+    return absl::OkStatus();
+  }
+
+  void EndGeneration(absl::string_view reason, absl::Duration timeout, Until until) {
+    v1::Op op;
+    *op.mutable_end_generation()->mutable_fence() = AgentFence();
+    op.mutable_end_generation()->set_reason(std::string(reason));
+    // Another machine may have done it already.
+    Call(std::move(op), timeout, until, Late::kHeld).IgnoreError();
+  }
+
+  v1::Op EndWait() {
+    v1::Op op;
+    *op.mutable_wait()->mutable_fence() = AgentFence();
+    op.mutable_wait()->add_keys(EndKey());
+    *op.mutable_wait()->mutable_timeout() = rpc::ToProto(kLongest);
+    return op;
+  }
+
+  // The tick of the timer: submits what ends the attempt when another node has written why.
+  static absl::Time WaitForEnd(const std::shared_ptr<Shared>& shared, OpSender* sender,
+                               const std::shared_ptr<TimerThread>& timer) {
+    v1::Op op;
+    uint64_t watch;
+    {
+      MutexLock lock(&shared->mu);
+      if (shared->wait_at > Clock::Real().Now()) return shared->wait_at;
+      shared->wait_at = absl::InfiniteFuture();
+      op = shared->wait;
+      watch = shared->watch;
+    }
+    const uint64_t op_id =
+        sender->Submit(std::move(op), [shared, timer, watch](const v1::OpResult& result) {
+          WaitAnswered(shared.get(), timer.get(), watch, result);
+        });
+    bool stale;
+    absl::Time next;
+    {
+      MutexLock lock(&shared->mu);
+      stale = shared->watch != watch;
+      if (!stale) shared->end_wait = op_id;
+      next = shared->wait_at;
+    }
+    if (stale) sender->Forget(op_id);
+    return next;
+  }
+
+  static void WaitAnswered(Shared* shared, TimerThread* timer, uint64_t watch,
+                           const v1::OpResult& result) {
+    const auto again = [&](absl::Duration after) {
+      {
+        MutexLock lock(&shared->mu);
+        if (shared->watch != watch || shared->ended) return;
+        shared->wait_at = Clock::Real().Now() + after;
+      }
+      timer->Wake();
+    };
+    {
+      MutexLock lock(&shared->mu);
+      if (shared->watch != watch) return;
+    }
+    if (!result.has_error()) {
+      if (result.wait().kvs_size() == 1) {
+        shared->End(EndFromJson(result.wait().kvs(0).value()));
+      }
+      return;
+    }
+    switch (result.error().detail().reason()) {
+      case v1::ERROR_REASON_WAIT_TIMEOUT:
+        again(absl::ZeroDuration());
+        break;
+      case v1::ERROR_REASON_GENERATION_ENDED:  // a directive says it better
+        break;
+      default:
+        // Overloaded, or away: then on_lost ends the attempt, if it must end.
+        if (result.error().code() == static_cast<int>(absl::StatusCode::kUnavailable)) {
+          again(Backoff(kWaitAgain, kWaitAgain)
+                    .Next(RandomShare(), rpc::RetryAfter(rpc::FromOpError(result.error()))));
+        } else {
+          shared->End({result.error().message(), {}});
+        }
+    }
+  }
+
+  void StopWatching() {
+    session_->SetListener({});
+    uint64_t op_id;
+    {
+      MutexLock lock(&shared_->mu);
+      shared_->on_ended = nullptr;
+      ++shared_->watch;
+      shared_->wait_at = absl::InfiniteFuture();
+      op_id = shared_->end_wait;
+      shared_->end_wait = 0;
+    }
+    if (op_id != 0) session_->sender().Forget(op_id);
+  }
+
+  // Constant after construction.
+  const RpcJobLinkOptions options_;
+  NodeSession* const session_;
+  const std::string agents_job_;
+  const uint64_t incarnation_;
+  std::string hostname_;
+  std::string worker_id_;
+
+  // Written by Join, while nobody watches.
+  int node_rank_ = -1;
+  uint64_t generation_ = 0;
+  std::string prefix_;
+
+  std::atomic<uint64_t> last_request_{0};
+  const std::shared_ptr<Shared> shared_ = std::make_shared<Shared>();
+  // Asks for the end of the attempt. Answers that come late wake it, in vain.
+  const std::shared_ptr<TimerThread> wait_timer_ = std::make_shared<TimerThread>(
+      [this] { return WaitForEnd(shared_, &session_->sender(), wait_timer_); });
+};
+
+}  // namespace
+
+std::unique_ptr<JobLink> MakeRpcJobLink(const RpcJobLinkOptions& options, NodeSession* session) {
+  return std::make_unique<RpcJobLink>(options, session);
+}
+
+}  // namespace muster::agent

@@ -1,0 +1,45 @@
+#ifndef MUSTER_AGENT_RPC_JOB_LINK_H_
+#define MUSTER_AGENT_RPC_JOB_LINK_H_
+
+#include <memory>
+#include <string>
+
+#include "absl/time/time.h"
+#include "agent/job_link.h"
+#include "agent/node_session.h"
+#include "base/defaults.h"
+
+namespace muster::agent {
+
+struct RpcJobLinkOptions {
+  std::string coordinator;  // for messages
+  std::string job;
+  int num_nodes = 1;
+  int node_rank = -1;  // -1: any
+  // Must be the same on all nodes, for example "num_processes 4, max_restarts 0". Shown when it is
+  // not.
+  std::string settings = {};
+  // Of this node: where the other nodes reach a program here.
+  std::string host = "127.0.0.1";
+  // Where it stands, if known: nodes without a rank of their own are numbered so that neighbours
+  // get neighbouring ranks.
+  std::string rack = {};
+  std::string nvlink_domain = {};
+  absl::Duration join_timeout = absl::Minutes(10);
+  absl::Duration lease = kDefaultLease;
+  absl::Duration outage_tolerance = kDefaultOutageTolerance;  // of the session
+  // Who waits for a coordinator that was never there says so after the first span, and again after
+  // each further one.
+  absl::Duration tell_after = absl::Seconds(10);
+  absl::Duration tell_again = absl::Seconds(30);
+};
+
+// A JobLink over this node's session. With several nodes, the agents form a job of their own,
+// "JOB.agents": its rendezvous numbers the nodes, a key "end" in the generation tells why an
+// attempt ended, a barrier "finish" waits for all nodes, and each agent's lease shows whether its
+// node still lives. `session` is borrowed; the link is its listener.
+std::unique_ptr<JobLink> MakeRpcJobLink(const RpcJobLinkOptions& options, NodeSession* session);
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_RPC_JOB_LINK_H_

@@ -1,0 +1,246 @@
+#include "agent/rpc_job_link.h"
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "agent/fake_sessions.h"
+#include "agent/node_session.h"
+#include "base/mutex.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "proto/random_message.h"
+#include "rpc/server.h"
+
+namespace muster::agent {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+class RpcJobLinkTest : public ::testing::Test {
+ protected:
+  void StartCoordinator() {
+    server_ = *rpc::Server::Start({.listen = address_, .insecure = true}, {&sessions_});
+    address_ = server_->address();
+  }
+  void StopCoordinator() {
+    server_->Shutdown(absl::ZeroDuration());
+    server_ = nullptr;
+  }
+  // The coordinator may not be there yet.
+  void MakeLink(int num_nodes, absl::Duration join_timeout) {
+    NodeSession::Options options;
+    options.coordinator = address_;
+    options.outage_tolerance = absl::Milliseconds(1);
+    session_ = *NodeSession::Start(std::move(options));
+    link_ = MakeRpcJobLink({.coordinator = address_,
+                            .job = "job",
+                            .num_nodes = num_nodes,
+                            .settings = "num_processes 2",
+                            .join_timeout = join_timeout,
+                            .outage_tolerance = absl::Milliseconds(1),
+                            .tell_after = absl::ZeroDuration()},
+                           session_.get());
+  }
+  // An address nobody listens at.
+  void TakeAddress() {
+    StartCoordinator();
+    StopCoordinator();
+  }
+  // This machine is the second of two; what the first one and the coordinator wrote.
+  void AnswerWith(const std::string& settings, const std::string& end) {
+    sessions_.SetAnswer([settings, end](const v1::Op& op, v1::OpResult* result) {
+      if (op.has_join()) {
+        result->mutable_join()->set_rank(1);
+        result->mutable_join()->set_generation(1);
+        result->mutable_join()->set_generation_prefix("gen/1/");
+      }
+      if (!op.has_wait()) return true;
+      const bool is_end = op.wait().keys(0) == "gen/1/end";
+      if (is_end && end.empty()) return false;
+      result->mutable_wait()->add_kvs()->set_value(is_end ? end : settings);
+      return true;
+    });
+  }
+  void TearDown() override {
+    link_.reset();
+    session_.reset();
+    if (server_ != nullptr) StopCoordinator();
+  }
+
+  FakeSessions sessions_;
+  std::string address_ = "127.0.0.1:0";
+  std::unique_ptr<rpc::Server> server_;
+  std::unique_ptr<NodeSession> session_;
+  std::unique_ptr<JobLink> link_;
+};
+
+constexpr char kSettings[] =
+    R"({"settings": "num_processes 2", "master_addr": "10.0.0.1", "master_port": 1234})";
+
+TEST_F(RpcJobLinkTest, NobodyThere_SaysWhereAndWhatToLookAt) {
+  TakeAddress();
+  MakeLink(1, absl::Milliseconds(20));
+  EXPECT_THAT(std::string(link_->Meet(0).status().message()),
+              HasSubstr(absl::StrCat("no coordinator answers at ", address_,
+                                     " after 20ms: is it running, and is the address right? (")));
+  link_.reset();
+  MakeLink(2, absl::Milliseconds(20));
+  EXPECT_THAT(std::string(link_->Meet(0).status().message()), HasSubstr("is machine 0 launched"));
+}
+
+TEST_F(RpcJobLinkTest, NobodyThere_SaysSoWhileItWaits) {
+  TakeAddress();
+  MakeLink(2, absl::Milliseconds(300));
+  ::testing::internal::CaptureStderr();
+  EXPECT_FALSE(link_->Meet(0).ok());
+  EXPECT_THAT(::testing::internal::GetCapturedStderr(),
+              AllOf(HasSubstr(absl::StrCat("no coordinator answers at ", address_, " for ")),
+                    HasSubstr("is machine 0 launched"), HasSubstr("Waiting up to 300ms"),
+                    HasSubstr("Connection refused")));
+}
+
+// Machine 0's launch was refused, stopped or failed while this one waited for the others.
+TEST_F(RpcJobLinkTest, CoordinatorEndsForGood_MeetEndsWithItsReason) {
+  sessions_.SetAnswer([](const v1::Op&, v1::OpResult*) { return false; });
+  sessions_.SayGoodbye("stopped by SIGINT");
+  StartCoordinator();
+  MakeLink(2, absl::Hours(1));
+  const absl::Status status = link_->Meet(0).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("has ended: stopped by SIGINT"));
+  EXPECT_EQ(link_->Meet(1).status(), status) << "nobody comes back";
+}
+
+TEST_F(RpcJobLinkTest, CoordinatorThatComesLate_IsWaitedFor) {
+  TakeAddress();
+  MakeLink(1, absl::Minutes(2));
+  std::thread late([this] { StartCoordinator(); });
+  EXPECT_TRUE(link_->Meet(0).ok());
+  late.join();
+}
+
+TEST_F(RpcJobLinkTest, Cancel_EndsTheWaitForACoordinator) {
+  TakeAddress();
+  MakeLink(2, absl::Hours(1));
+  std::thread user([this] { link_->Cancel(); });
+  EXPECT_EQ(link_->Meet(0).status().code(), absl::StatusCode::kCancelled);
+  user.join();
+}
+
+TEST_F(RpcJobLinkTest, CoordinatorGoneTooLong_EndsTheAttemptAndTheNextOneJoinsOnItsReturn) {
+  StartCoordinator();
+  AnswerWith(kSettings, "");
+  MakeLink(2, absl::Minutes(2));
+  const absl::StatusOr<Meeting> first = link_->Meet(0);
+  ASSERT_TRUE(first.ok()) << first.status();
+  EXPECT_EQ(first->node_rank, 1);
+  EXPECT_EQ(first->master_addr, "10.0.0.1");
+  EXPECT_EQ(first->master_port, 1234);
+  Notification ended;
+  std::string why;
+  link_->Watch([&](AttemptEnd end) {
+    why = end.why;
+    ended.Notify();
+  });
+  StopCoordinator();
+  ended.WaitForNotification();
+  EXPECT_THAT(why, HasSubstr(absl::StrCat("the coordinator at ", address_, " has been away")));
+
+  std::thread operator_again([this] { StartCoordinator(); });
+  const absl::StatusOr<Meeting> second = link_->Meet(1);
+  operator_again.join();
+  ASSERT_TRUE(second.ok()) << second.status();
+  std::atomic<bool> told{false};
+  link_->Watch([&](AttemptEnd) { told = true; });
+  EXPECT_TRUE(link_->Finish().ok());
+  EXPECT_FALSE(told) << "an outage that is over ends no attempt";
+}
+
+TEST_F(RpcJobLinkTest, AnotherMachineWroteTheEnd_AttemptEndsWithItsWords) {
+  StartCoordinator();
+  AnswerWith(kSettings, R"({"why": "rank 0 died", "last_lines": ["a", "b"]})");
+  MakeLink(2, absl::Minutes(2));
+  ASSERT_TRUE(link_->Meet(0).ok());
+  Notification ended;
+  AttemptEnd end;
+  link_->Watch([&](AttemptEnd told) {
+    end = std::move(told);
+    ended.Notify();
+  });
+  ended.WaitForNotification();
+  EXPECT_EQ(end.why, "rank 0 died");
+  EXPECT_THAT(end.last_lines, ElementsAre("a", "b"));
+}
+
+TEST_F(RpcJobLinkTest, ValuesThatAreNoneOfOurs_EndTheAttemptWithoutACrash) {
+  StartCoordinator();
+  for (const char* const end : {"{", "[]", "{\"why\": 3}", "{\"why\": [\"a\"], \"last_lines\": {}}",
+                                "{\"why\": \"w\", \"last_lines\": [1, null, \"x\"]}", "\xff\xfe"}) {
+    AnswerWith(kSettings, end);
+    MakeLink(2, absl::Minutes(2));
+    ASSERT_TRUE(link_->Meet(0).ok());
+    Notification ended;
+    link_->Watch([&](AttemptEnd) { ended.Notify(); });
+    ended.WaitForNotification();
+    link_.reset();
+    session_.reset();
+  }
+  for (const char* const settings :
+       {"", "{", "7", "{\"settings\": 7}", "{\"settings\": \"num_processes 2\"}",
+        "{\"settings\": \"num_processes 2\", \"master_addr\": 4, \"master_port\": \"x\"}",
+        "{\"settings\": \"num_processes 2\", \"master_port\": 123456789012}"}) {
+    AnswerWith(settings, "");
+    MakeLink(2, absl::Minutes(2));
+    EXPECT_FALSE(link_->Meet(0).ok()) << settings;
+    link_.reset();
+    session_.reset();
+  }
+}
+
+TEST_F(RpcJobLinkTest, RandomAnswers_EveryCallReturns) {
+  // An answer may still be made when the test's body has ended.
+  const auto shared = std::make_shared<RandomMessage>(20261121);
+  sessions_.SetAnswer([shared](const v1::Op&, v1::OpResult* result) {
+    RandomMessage& random = *shared;
+    const uint64_t op_id = result->op_id();
+    const auto* const kind = result->GetDescriptor()->FindFieldByNumber(result->kind_case());
+    result->Clear();
+    switch (random.Draw(4)) {
+      case 0:
+        random.Fill(result->mutable_error());
+        // Who stops answers later, on another stream.
+        if (result->error().detail().reason() == v1::ERROR_REASON_STOPPING) {
+          result->mutable_error()->clear_detail();
+        }
+        break;
+      case 1:
+        random.FillKind(result);
+        break;
+      default:
+        random.FillKind(result, kind->name());
+    }
+    result->set_op_id(op_id);
+    return true;
+  });
+  StartCoordinator();
+  for (int round = 0; round < 8; ++round) {
+    MakeLink(2, absl::Minutes(2));
+    const absl::StatusOr<Meeting> meeting = link_->Meet(round % 2);
+    link_->Watch([](AttemptEnd) {});
+    link_->ReportEnd(WorkerEnd());
+    link_->Fail({"why", {"line"}});
+    link_->Finish().IgnoreError();
+    link_.reset();
+    session_.reset();
+  }
+}
+
+}  // namespace
+}  // namespace muster::agent

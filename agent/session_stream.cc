@@ -1,0 +1,1066 @@
+#include "agent/session_stream.h"
+
+#include <algorithm>
+
+#include "absl/strings/str_cat.h"
+#include "base/failpoint.h"
+#include "base/log.h"
+#include "rpc/address.h"
+#include "rpc/session/duration.h"
+#include "rpc/status.h"
+
+namespace muster::agent {
+namespace {
+
+constexpr uint32_t kProtocol = 1;
+constexpr uint64_t kFramesBetweenAcks = 32;
+constexpr size_t kStacksQueued = 256;
+constexpr size_t kUnacknowledgedFrames = 1 << 16;
+constexpr absl::Duration kLongestRetryAfter = absl::Minutes(1);
+constexpr size_t kSeenJobs = 1024;
+// Of one job; a coordinator takes as many.
+constexpr size_t kSeenBarriers = 1 << 16;
+constexpr int kBarriersInRecall = 1000;
+// An agent that tolerates less does not follow hubs: one that fails is a short outage.
+constexpr absl::Duration kToleranceForHubs = absl::Seconds(10);
+// Of a coordinator that does not say.
+constexpr absl::Duration kUsualLease = absl::Seconds(6);
+
+v1::OpResult ErrorResult(uint64_t op_id, const absl::Status& status) {
+  v1::OpResult result;
+  result.set_op_id(op_id);
+  *result.mutable_error() = rpc::ToOpError(status);
+  return result;
+}
+
+bool OnlyReads(const v1::TxnRequest& txn) {
+  for (const auto* ops : {&txn.then(), &txn.otherwise()}) {
+    for (const v1::KvOp& op : *ops) {
+      if (!op.has_get()) return false;
+    }
+  }
+  return true;
+}
+
+// Whether the coordinator recognises a second copy of `op`, also after a restart.
+bool RepeatSafe(const v1::Op& op) {
+  const auto named = [](const v1::Fence& fence) {
+    return fence.request_id() != 0 && !fence.worker_id().empty();
+  };
+  switch (op.kind_case()) {
+    case v1::Op::kTxn:
+      return named(op.txn().fence()) || OnlyReads(op.txn());
+    case v1::Op::kLeave:
+      return named(op.leave().fence());
+    case v1::Op::kEndGeneration:
+      return named(op.end_generation().fence());
+    case v1::Op::kCancelBarrier:
+      return named(op.cancel_barrier().fence());
+    case v1::Op::kRaiseTrigger:
+      return named(op.raise_trigger().fence());
+    case v1::Op::kQuarantine:
+      return named(op.quarantine().fence());
+    default:
+      return true;
+  }
+}
+
+v1::BarrierState StateOf(const v1::OpResult& result) {
+  if (result.has_arrive()) return result.arrive().report().state();
+  return rpc::BarrierVerdict(result.error().detail().reason());
+}
+
+// Whether `result` is what an operation like `op` is answered with: both have the same field
+// numbers, except that an arrival of many is answered as one of one.
+bool Answers(const v1::OpResult& result, const v1::Op& op) {
+  if (result.has_error()) return true;
+  const int wanted = op.has_arrive_many() ? static_cast<int>(v1::Op::kArrive) : op.kind_case();
+  return result.kind_case() == wanted;
+}
+
+// How long the caller of an arrival had waited when it called; how long it has now.
+absl::Duration WaitedBefore(const v1::Op& op) {
+  const google::protobuf::Duration& waited =
+      op.has_arrive_many() ? op.arrive_many().waited() : op.arrive().waited();
+  return std::max(absl::ZeroDuration(), rpc::FromProto(waited));
+}
+void SetWaited(absl::Duration waited, v1::Op* op) {
+  if (!op->has_arrive() && !op->has_arrive_many()) return;
+  *(op->has_arrive() ? op->mutable_arrive()->mutable_waited()
+                     : op->mutable_arrive_many()->mutable_waited()) = rpc::ToProto(waited);
+}
+
+absl::Duration RetryAfter(const v1::Goodbye& goodbye) {
+  return std::clamp(rpc::FromProto(goodbye.retry_after()), absl::ZeroDuration(),
+                    kLongestRetryAfter);
+}
+
+// Where an error stands for a stream that breaks with this frame on the way.
+absl::Status FailAtFrame() {
+  MUSTER_FAILPOINT_STATUS("agent.frame");
+  return absl::OkStatus();
+}
+
+absl::Status FailAtReceived() {
+  MUSTER_FAILPOINT_STATUS("agent.received");
+  return absl::OkStatus();
+}
+
+// The same call again would be refused again.
+bool IsRefusal(const absl::Status& status) {
+  switch (status.code()) {
+    case absl::StatusCode::kInvalidArgument:
+    case absl::StatusCode::kFailedPrecondition:
+    case absl::StatusCode::kUnimplemented:
+    case absl::StatusCode::kUnauthenticated:
+    case absl::StatusCode::kPermissionDenied:
+      return true;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+struct SessionStream::Todo {
+  std::shared_ptr<FrameLink> close;
+  std::shared_ptr<FrameLink> write;
+  v1::AgentFrame frame;
+  std::optional<std::pair<uint64_t, bool>> connected;
+  bool upstream = false;
+  std::vector<std::pair<Done, v1::OpResult>> results;
+  std::vector<v1::Directive> directives;
+  std::optional<v1::Beat> unsent;
+  absl::Status lost;
+  bool wake = false;
+};
+
+// What events of links, which may outlive the stream, reach it through.
+class SessionStream::Guard {
+ public:
+  explicit Guard(SessionStream* stream) : stream_(stream) {}
+  // Null once the stream is gone; else call Leave afterwards.
+  SessionStream* Enter() {
+    MutexLock lock(&mu_);
+    if (stream_ != nullptr) ++inside_;
+    return stream_;
+  }
+  void Leave() {
+    MutexLock lock(&mu_);
+    if (--inside_ == 0) changed_.SignalAll();
+  }
+  void Close() {
+    MutexLock lock(&mu_);
+    stream_ = nullptr;
+    while (inside_ > 0) changed_.Wait(&mu_);
+  }
+
+ private:
+  Mutex mu_;
+  CondVar changed_;
+  SessionStream* stream_ ABSL_GUARDED_BY(mu_);
+  int inside_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+class SessionStream::Attempt final : public FrameEvents {
+ public:
+  explicit Attempt(std::shared_ptr<Guard> guard) : guard_(std::move(guard)) {}
+  void OnWritten() override {
+    With([this](SessionStream* stream) { stream->OnWritten(this); });
+  }
+  void OnFrame(const v1::CoordinatorFrame& frame) override {
+    With([&](SessionStream* stream) { stream->OnFrame(this, frame); });
+  }
+  void OnClosed(const absl::Status& status) override {
+    With([&](SessionStream* stream) { stream->OnClosed(this, status); });
+  }
+
+ private:
+  template <typename F>
+  void With(F f) {
+    SessionStream* const stream = guard_->Enter();
+    if (stream == nullptr) return;
+    f(stream);
+    guard_->Leave();
+  }
+  const std::shared_ptr<Guard> guard_;
+};
+
+SessionStream::SessionStream(Options options, FrameTransport* transport)
+    : options_(std::move(options)),
+      transport_(transport),
+      guard_(std::make_shared<Guard>(this)),
+      backoff_(options_.first_backoff),
+      max_backoff_(options_.last_backoff),
+      beat_period_(options_.beat_period),
+      lease_(kUsualLease),
+      random_(static_cast<uint32_t>(options_.incarnation ^ (options_.incarnation >> 32))) {}
+
+SessionStream::~SessionStream() {
+  guard_->Close();
+  std::shared_ptr<FrameLink> link;
+  {
+    MutexLock lock(&mu_);
+    link = std::move(link_);
+  }
+  if (link != nullptr) link->Close();
+}
+
+uint64_t SessionStream::Submit(v1::Op op, Done done) {
+  Todo todo;
+  uint64_t op_id = 0;
+  absl::Status refused;
+  {
+    MutexLock lock(&mu_);
+    op_id = next_op_++;
+    op.set_op_id(op_id);
+    const size_t bytes = op.ByteSizeLong();
+    if (!lost_.ok()) {
+      refused = lost_;
+    } else if (bytes > options_.max_op_bytes) {
+      refused = rpc::ErrorWithReason(
+          absl::StatusCode::kInvalidArgument,
+          absl::StrCat("the request has ", bytes, " bytes: at most ", options_.max_op_bytes,
+                       " go through the agent; facts belong here, tensors and files do not"),
+          v1::ERROR_REASON_LIMIT);
+    } else if (held_.size() >= options_.max_held_ops ||
+               held_bytes_ + bytes > options_.max_held_bytes) {
+      refused = rpc::ErrorWithReason(
+          absl::StatusCode::kUnavailable,
+          absl::StrCat("the agent holds ", held_.size(), " requests of ", held_bytes_,
+                       " bytes that the coordinator at ", options_.address,
+                       " has not answered yet: try again later"),
+          v1::ERROR_REASON_OVERLOADED, /*retryable=*/true);
+    } else {
+      held_bytes_ += bytes;
+      const absl::Time since = options_.clock->Now() - WaitedBefore(op);
+      held_.emplace(op_id, Held{std::move(op), std::move(done), bytes, since});
+      queue_.push_back(op_id);
+      Pump(&todo);
+    }
+  }
+  if (!refused.ok() && done) done(ErrorResult(op_id, refused));
+  Run(std::move(todo));
+  return op_id;
+}
+
+void SessionStream::Forget(uint64_t op_id) {
+  Done dropped;  // outside of the lock
+  Todo todo;
+  {
+    MutexLock lock(&mu_);
+    const auto it = held_.find(op_id);
+    if (it == held_.end()) return;
+    dropped = std::move(it->second.done);
+    held_bytes_ -= it->second.bytes;
+    held_.erase(it);
+    if (held_.empty()) changed_.SignalAll();
+    // While nothing can be sent, what was forgotten would pile up.
+    if (queue_.size() > 2 * (held_.size() + stacks_queued_) + 64) {
+      const auto gone = [this](const Item& item) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+        const auto* const id = std::get_if<uint64_t>(&item);
+        return id != nullptr && held_.count(*id) == 0;
+      };
+      queue_.erase(std::remove_if(queue_.begin(), queue_.end(), gone), queue_.end());
+    }
+    if (waited_for_.erase(op_id) > 0) Pump(&todo);
+  }
+  Run(std::move(todo));
+}
+
+void SessionStream::SendStack(v1::StackReply reply) {
+  Todo todo;
+  {
+    MutexLock lock(&mu_);
+    if (stacks_queued_ >= kStacksQueued || !lost_.ok()) return;
+    queue_.push_back(std::move(reply));
+    ++stacks_queued_;
+    Pump(&todo);
+  }
+  Run(std::move(todo));
+}
+
+void SessionStream::OfferHub(std::string address) {
+  MutexLock lock(&mu_);
+  hub_address_ = std::move(address);
+}
+
+void SessionStream::SetBeatPeriod(absl::Duration period) {
+  Todo todo;
+  {
+    MutexLock lock(&mu_);
+    beat_period_ = period;
+    if (state_ == State::kOpen) {
+      next_beat_ = std::min(next_beat_, options_.clock->Now() + period);
+      todo.wake = true;
+    }
+  }
+  Run(std::move(todo));
+}
+
+absl::Time SessionStream::Tick() {
+  const absl::Time now = options_.clock->Now();
+  {
+    Todo todo;
+    {
+      MutexLock lock(&mu_);
+      CheckStream(now, &todo);
+    }
+    Run(std::move(todo));
+  }
+  Todo todo;
+  std::shared_ptr<Attempt> opening;
+  std::string hub;
+  bool beat_due = false;
+  std::optional<v1::Beat> unsent;
+  {
+    MutexLock lock(&mu_);
+    if (away_since_ + options_.outage_tolerance <= now && lost_.ok()) {
+      FailAll(absl::UnavailableError(absl::StrCat(
+                  "the coordinator at ", options_.address, " has been away for ",
+                  absl::FormatDuration(absl::Trunc(now - away_since_, absl::Milliseconds(100))),
+                  ", longer than the ", absl::FormatDuration(options_.outage_tolerance),
+                  " that are tolerated: is it down, or the network to it?",
+                  last_error_.empty() ? "" : absl::StrCat(" (", last_error_, ")"))),
+              &todo);
+    }
+    if (state_ == State::kIdle && !refused_ && !ended_ && bye_ != Bye::kSent &&
+        next_attempt_ <= now) {
+      opening = attempt_ = std::make_shared<Attempt>(guard_);
+      state_ = State::kOpening;
+      hello_due_ = true;
+      writing_ = false;
+      if (at_hub_) hub = hub_->address;
+      if (hub_.has_value()) open_by_ = now + Patience(3);
+    }
+    if (state_ == State::kOpen && next_beat_ <= now) {
+      beat_due = true;
+      unsent = std::exchange(beat_, std::nullopt);
+      next_beat_ = now + beat_period_;
+      if (at_hub_) answer_by_ = std::min(answer_by_, now + Patience(4));
+    }
+  }
+  if (opening != nullptr) {
+    absl::StatusOr<std::shared_ptr<FrameLink>> link = transport_->Open(hub, opening);
+    if (!link.ok()) {
+      OnClosed(opening.get(), link.status());
+    } else {
+      MutexLock lock(&mu_);
+      if (attempt_ == opening) {
+        link_ = *std::move(link);
+        Pump(&todo);
+      } else {  // it was dropped before it could be named
+        todo.close = *std::move(link);
+      }
+    }
+  }
+  if (unsent.has_value() && options_.on_unsent_beat) options_.on_unsent_beat(*unsent);
+  if (beat_due) {
+    v1::Beat beat;
+    if (options_.beat) beat = options_.beat();
+    MutexLock lock(&mu_);
+    if (state_ == State::kOpen) {
+      beat_ = std::move(beat);
+      Pump(&todo);
+    } else {
+      todo.unsent = std::move(beat);
+    }
+  }
+  Run(std::move(todo));
+  MutexLock lock(&mu_);
+  return NextDeadline();
+}
+
+absl::Time SessionStream::NextDeadline() const {
+  absl::Time next = absl::InfiniteFuture();
+  if (state_ == State::kIdle && !refused_ && !ended_ && bye_ != Bye::kSent) next = next_attempt_;
+  if (state_ == State::kOpen) next = next_beat_;
+  if (lost_.ok()) next = std::min(next, away_since_ + options_.outage_tolerance);
+  return std::min({next, open_by_, answer_by_, leave_by_, doubt_until_, move_by_});
+}
+
+absl::Duration SessionStream::Patience(int part) const {
+  return std::max(lease_ / part, options_.first_backoff);
+}
+
+void SessionStream::CheckStream(absl::Time now, Todo* todo) {
+  if (state_ == State::kOpening && open_by_ <= now) {
+    NoteError("it has not welcomed this agent in time");
+    Drop(todo);
+  } else if (answer_by_ <= now) {
+    NoteError("it has not acknowledged a beat in time");
+    left_ = Left::kFailed;
+    Drop(todo);
+  } else if (leave_by_ <= now) {
+    left_ = Left::kAway;
+    Drop(todo);
+  } else if (move_by_ <= now) {
+    if (leaving_) {
+      Drop(todo);
+    } else {
+      waited_for_.clear();
+      move_by_ = now + options_.move_patience;
+      Pump(todo);
+    }
+  } else if (doubt_until_ <= now) {
+    Back();
+  }
+}
+
+void SessionStream::OnWritten(const Attempt* attempt) {
+  Todo todo;
+  {
+    MutexLock lock(&mu_);
+    if (attempt != attempt_.get()) return;
+    writing_ = false;
+    if (bye_ == Bye::kWriting) {
+      bye_ = Bye::kSent;
+      changed_.SignalAll();
+    }
+    Pump(&todo);
+  }
+  Run(std::move(todo));
+}
+
+void SessionStream::OnFrame(const Attempt* attempt, const v1::CoordinatorFrame& frame) {
+  Todo todo;
+  {
+    MutexLock lock(&mu_);
+    if (attempt != attempt_.get()) return;
+    answer_by_ = absl::InfiniteFuture();
+    if (frame.has_welcome() && state_ == State::kOpening) {
+      Welcomed(frame.welcome(), &todo);
+    } else if (state_ == State::kOpen) {
+      Received(frame, &todo);
+    } else if (frame.has_goodbye()) {
+      TakeGoodbye(frame.goodbye(), &todo);
+    } else {
+      NoteError("it did not begin with a welcome");
+      Drop(&todo);
+    }
+    Pump(&todo);
+  }
+  Run(std::move(todo));
+}
+
+void SessionStream::OnClosed(const Attempt* attempt, const absl::Status& status) {
+  Todo todo;
+  {
+    MutexLock lock(&mu_);
+    if (attempt != attempt_.get()) return;
+    if (!status.ok()) NoteError(std::string(status.message()));
+    Drop(&todo);
+    if (!ever_connected_ && IsRefusal(status)) {
+      refused_ = true;
+      absl::Status why(status.code(), absl::StrCat("the coordinator at ", options_.address,
+                                                   " refuses this agent: ", status.message()));
+      FailAll(why, &todo);
+    }
+  }
+  Run(std::move(todo));
+}
+
+void SessionStream::Drop(Todo* todo) {
+  const absl::Time now = options_.clock->Now();
+  const bool open = state_ == State::kOpen;
+  const bool lasted = now - opened_ >= max_backoff_;
+  // A move is no outage.
+  if (ever_connected_ && !leaving_) away_since_ = std::min(away_since_, AwayFrom(now));
+  // It has been there for good, not to let everybody in and fall again.
+  if (lasted) backoff_ = options_.first_backoff;
+  if (moving_to_.has_value()) {
+    hub_ = *std::move(moving_to_);
+    moving_to_.reset();
+    at_hub_ = true;
+    in_turn_ = false;
+    hub_breaks_ = 0;
+    next_attempt_ = now + retry_after_;
+  } else {
+    ChooseNext(open, lasted);
+    const double share =
+        options_.random ? options_.random() : std::uniform_real_distribution<double>(0, 1)(random_);
+    next_attempt_ = now + std::max(backoff_ * share, retry_after_);
+    backoff_ = std::min(backoff_ * 2, max_backoff_);
+  }
+  retry_after_ = absl::ZeroDuration();
+  todo->close = std::move(link_);
+  link_ = nullptr;
+  attempt_ = nullptr;
+  state_ = State::kIdle;
+  writing_ = false;
+  todo->unsent = std::exchange(beat_, std::nullopt);
+  opened_ = open_by_ = answer_by_ = leave_by_ = doubt_until_ = move_by_ = absl::InfiniteFuture();
+  hub_away_ = leaving_ = false;
+  left_ = Left::kNo;
+  waited_for_.clear();
+  todo->upstream |= open;
+  todo->wake = true;
+  changed_.SignalAll();
+}
+
+void SessionStream::ChooseNext(bool open, bool lasted) {
+  if (!hub_.has_value()) return;
+  if (!at_hub_) {  // neither is there: in turn
+    at_hub_ = in_turn_ = true;
+    // It was right about the coordinator.
+    away_hub_.clear();
+    return;
+  }
+  if (left_ == Left::kEnds) {
+    at_hub_ = false;
+    hub_.reset();
+    return;
+  }
+  // A hub whose own session is new ends the streams of its agents; one that is gone does not take
+  // them again.
+  if (lasted) hub_breaks_ = 0;
+  if (open && left_ == Left::kNo && ++hub_breaks_ == 1) return;
+  at_hub_ = false;
+  if (!std::exchange(told_left_, true)) {
+    MUSTER_LOG(Warning) << "this node goes back to the coordinator at " << options_.address << ": "
+                        << last_error_;
+  }
+  // What became of it while the coordinator was away is nothing to tell.
+  if (in_turn_) return;
+  if (left_ == Left::kAway && std::exchange(away_hub_, hub_->node) != hub_->node) {
+    // Most likely the coordinator was restarted: its hubs are not to blame. If it is there and
+    // names this hub again, the line between the two is.
+    return;
+  }
+  failed_hub_ = hub_->node;
+}
+
+void SessionStream::Back() {
+  away_since_ = doubt_until_ = absl::InfiniteFuture();
+  lost_ = absl::OkStatus();
+  last_error_.clear();
+  told_left_ = false;
+}
+
+absl::Time SessionStream::AwayFrom(absl::Time now) const {
+  return doubt_until_ == absl::InfiniteFuture() ? now : std::min(away_before_, now);
+}
+
+void SessionStream::NoteError(absl::string_view what) {
+  last_error_ = at_hub_ ? absl::StrCat("hub ", hub_->node, " at ", hub_->address, ": ", what)
+                        : std::string(what);
+}
+
+void SessionStream::UseHub(const v1::UseHub& use, Todo* todo) {
+  // Agents behind a hub are moved by nobody, and one that ends has better things to do.
+  if (at_hub_ || leaving_ || bye_ != Bye::kNo) return;
+  // The coordinator may not know yet that it is one: a restarted one learns it from the next beat.
+  if (options_.is_hub && options_.is_hub()) return;
+  const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(use.address());
+  if (!address.ok() || (!address->is_unix() && address->port == 0) || use.node().empty() ||
+      use.node() == options_.node || use.address() == hub_address_) {
+    MUSTER_LOG(Warning) << "the coordinator at " << options_.address << " names hub '" << use.node()
+                        << "' at '" << use.address()
+                        << "', which this agent cannot use: is its --hub_listen an address that "
+                           "other machines reach?";
+    failed_hub_ = use.node();
+    moving_to_.reset();
+    NoteError("it named a hub that cannot be used");
+    Drop(todo);
+    return;
+  }
+  MUSTER_LOG(Info) << "this node uses hub " << use.node() << " at " << use.address() << ": "
+                   << use.why();
+  if (!moving_to_.has_value()) {
+    move_by_ = options_.clock->Now() + options_.move_patience;
+    for (const auto& [op_id, held] : held_) {
+      if (held.sent && !held.again && !RepeatSafe(held.op)) waited_for_.insert(op_id);
+    }
+  }
+  moving_to_ = Hub{use.node(), use.address()};
+  todo->wake = true;
+}
+
+void SessionStream::TakeHubState(const v1::HubState& state, Todo* todo) {
+  if (!at_hub_) return;
+  const absl::Time now = options_.clock->Now();
+  if (state.coordinator_away()) {
+    if (hub_away_) return;
+    NoteError(state.why());
+    away_since_ = AwayFrom(now);
+    doubt_until_ = absl::InfiniteFuture();
+    leave_by_ = now + Patience(3);
+    hub_away_ = true;
+  } else {
+    Back();
+    away_hub_.clear();
+    leave_by_ = absl::InfiniteFuture();
+    if (!std::exchange(hub_away_, false)) return;
+    todo->connected = {term_, /*resumed=*/true};
+  }
+  todo->upstream = true;
+  todo->wake = true;
+}
+
+void SessionStream::TakeGoodbye(const v1::Goodbye& goodbye, Todo* todo) {
+  NoteError(goodbye.reason());
+  retry_after_ = RetryAfter(goodbye);
+  if (goodbye.final()) {
+    ended_ = true;
+    todo->upstream = true;
+    FailAll(
+        absl::UnavailableError(absl::StrCat("the launch that held the coordinator at ",
+                                            options_.address, " has ended: ", goodbye.reason())),
+        todo);
+    return;
+  }
+  if (at_hub_ && !goodbye.has_retry_after()) left_ = Left::kEnds;
+}
+
+void SessionStream::FailAll(const absl::Status& status, Todo* todo) {
+  lost_ = status;
+  todo->lost = status;
+  for (auto& [op_id, held] : held_) {
+    if (held.done) todo->results.emplace_back(std::move(held.done), ErrorResult(op_id, status));
+  }
+  held_.clear();
+  held_bytes_ = 0;
+  queue_.clear();
+  stacks_queued_ = 0;
+  unacked_.clear();
+  waited_for_.clear();
+  changed_.SignalAll();
+}
+
+void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
+  // Terms of another cluster say nothing about this one.
+  if (welcome.cluster_id() == cluster_id_ && welcome.term() < term_) {
+    NoteError(absl::StrCat("term ", term_, " has begun, but it serves term ", welcome.term(),
+                           ": an older coordinator, or one on an older copy of its data "
+                           "directory (muster-coordinator --restored)"));
+    Drop(todo);
+    return;
+  }
+  if (at_hub_ && welcome.cluster_id() != cluster_id_) {
+    NoteError(
+        absl::StrCat("it is in cluster ", welcome.cluster_id(), ", this agent in ", cluster_id_));
+    Drop(todo);
+    return;
+  }
+  if (welcome.protocol() != kProtocol) {
+    NoteError(absl::StrCat("it speaks protocol ", welcome.protocol(),
+                           ", but was offered no other than ", kProtocol));
+    Drop(todo);
+    return;
+  }
+  if (!cluster_id_.empty() && cluster_id_ != welcome.cluster_id()) {
+    MUSTER_LOG(Warning) << "the coordinator at " << options_.address
+                        << " is another one than before (cluster " << welcome.cluster_id()
+                        << ", not " << cluster_id_ << "): it does not know this job";
+  }
+  MUSTER_FAILPOINT("agent.welcomed");
+  const std::string hub = at_hub_ ? hub_->node : "";
+  const bool resumed =
+      ever_connected_ && hub == session_hub_ && welcome.session_id() == session_id_;
+  if (resumed) {
+    while (!unacked_.empty() && unacked_.front().seq <= welcome.last_received_seq()) {
+      unacked_.pop_front();
+    }
+    // It has not seen these: their contents go out again, first.
+    for (auto sent = unacked_.rbegin(); sent != unacked_.rend(); ++sent) {
+      for (auto item = sent->items.rbegin(); item != sent->items.rend(); ++item) {
+        stacks_queued_ += std::holds_alternative<v1::StackReply>(*item);
+        queue_.push_front(std::move(*item));
+      }
+    }
+    for (auto& [op_id, held] : held_) {
+      if (!std::exchange(held.again, false)) continue;
+      queue_.push_back(op_id);
+    }
+  } else {
+    received_ = 0;
+    queue_.clear();
+    stacks_queued_ = 0;
+    for (auto it = held_.begin(); it != held_.end();) {
+      Held& held = it->second;
+      if (held.op.has_recall_barriers() && !held.done) {  // made anew below
+        held_bytes_ -= held.bytes;
+        it = held_.erase(it);
+        continue;
+      }
+      if (held.sent && !RepeatSafe(held.op)) {
+        if (held.done) {
+          todo->results.emplace_back(
+              std::move(held.done),
+              ErrorResult(it->first, absl::UnavailableError(absl::StrCat(
+                                         "the connection to the coordinator at ", options_.address,
+                                         " broke: whether the request was done cannot be told"))));
+        }
+        held_bytes_ -= held.bytes;
+        it = held_.erase(it);
+        continue;
+      }
+      held.again = false;
+      // A restarted coordinator goes on with what is left of a barrier's timeout.
+      held_bytes_ -= held.bytes;
+      SetWaited(options_.clock->Now() - held.since, &held.op);
+      held.bytes = held.op.ByteSizeLong();
+      held_bytes_ += held.bytes;
+      queue_.push_back(it->first);
+      ++it;
+    }
+    // Also to a session of a term that was told before: what it was told may have been lost.
+    QueueRecalls();
+  }
+  unacked_.clear();
+  told_ = 0;
+  next_seq_ = welcome.last_received_seq() + 1;
+  session_id_ = welcome.session_id();
+  session_hub_ = hub;
+  if (!resumed) ++sessions_;
+  cluster_id_ = welcome.cluster_id();
+  term_ = welcome.term();
+  state_ = State::kOpen;
+  ever_connected_ = true;
+  opened_ = options_.clock->Now();
+  open_by_ = absl::InfiniteFuture();
+  failed_hub_.clear();
+  in_turn_ = false;
+  const absl::Duration lease = rpc::FromProto(welcome.lease());
+  lease_ = lease > absl::ZeroDuration() ? lease : kUsualLease;
+  if (at_hub_) {
+    away_before_ = away_since_;
+    doubt_until_ = opened_ + Patience(4);
+    if (lost_.ok()) away_since_ = absl::InfiniteFuture();
+  } else {
+    hub_.reset();
+    Back();
+  }
+  max_backoff_ = options_.last_backoff;
+  // A restarted coordinator gives everybody one lease to come back.
+  if (lease > absl::ZeroDuration()) {
+    max_backoff_ =
+        std::clamp(lease / 3, std::min(options_.first_backoff, max_backoff_), max_backoff_);
+  }
+  next_beat_ = options_.clock->Now();
+  todo->connected = {term_, resumed};
+  todo->upstream = true;
+  todo->wake = true;
+  changed_.SignalAll();
+}
+
+void SessionStream::QueueRecalls() {
+  std::vector<uint64_t> ids;
+  for (const auto& [job_id, job] : seen_) {
+    v1::RecallBarriersRequest* request = nullptr;
+    for (const auto& [barrier_id, last] : job.barriers) {
+      if (request == nullptr || request->seen_size() == kBarriersInRecall) {
+        const uint64_t op_id = next_op_++;
+        ids.push_back(op_id);
+        v1::Op& op = held_[op_id].op;
+        op.set_op_id(op_id);
+        request = op.mutable_recall_barriers();
+        request->mutable_fence()->set_job_id(job_id);
+        request->mutable_fence()->set_generation(job.generation);
+      }
+      v1::SeenBarrier* const seen = request->add_seen();
+      seen->set_barrier_id(barrier_id);
+      seen->set_counter(last.first);
+      seen->set_state(last.second);
+    }
+  }
+  for (const uint64_t op_id : ids) {
+    Held& held = held_[op_id];
+    held.bytes = held.op.ByteSizeLong();
+    held_bytes_ += held.bytes;
+  }
+  queue_.insert(queue_.begin(), ids.begin(), ids.end());
+}
+
+void SessionStream::NoteBarrier(const v1::Op& op, const v1::OpResult& result) {
+  const v1::Fence& fence = op.has_arrive() ? op.arrive().fence() : op.arrive_many().fence();
+  const v1::BarrierState state = StateOf(result);
+  if (seen_.count(fence.job_id()) == 0 &&
+      (state == v1::BARRIER_STATE_UNSPECIFIED || seen_.size() >= kSeenJobs)) {
+    return;
+  }
+  SeenJob& job = seen_[fence.job_id()];
+  if (fence.generation() < job.generation) return;
+  if (fence.generation() > job.generation ||
+      result.error().detail().reason() == v1::ERROR_REASON_GENERATION_ENDED) {
+    job.barriers.clear();
+    job.generation = fence.generation();
+  }
+  if (state == v1::BARRIER_STATE_UNSPECIFIED) return;
+  const std::string& id =
+      op.has_arrive() ? op.arrive().barrier_id() : op.arrive_many().barrier_id();
+  const uint64_t counter = op.has_arrive() ? op.arrive().counter() : op.arrive_many().counter();
+  const auto it = job.barriers.find(id);
+  if (it != job.barriers.end()) {
+    if (counter >= it->second.first) it->second = {counter, state};
+  } else if (job.barriers.size() < kSeenBarriers) {
+    job.barriers.emplace(id, std::make_pair(counter, state));
+  }
+}
+
+void SessionStream::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
+  if (const absl::Status broken = FailAtReceived(); !broken.ok()) {
+    NoteError(std::string(broken.message()));
+    Drop(todo);
+    return;
+  }
+  if (frame.seq() != 0) {
+    if (frame.seq() <= received_) return;  // seen on an earlier stream
+    if (frame.seq() != received_ + 1) {
+      NoteError(absl::StrCat("its frame ", frame.seq(), " came after ", received_));
+      Drop(todo);
+      return;
+    }
+    received_ = frame.seq();
+  }
+  while (!unacked_.empty() && unacked_.front().seq <= frame.ack()) unacked_.pop_front();
+  if (unacked_.size() > kUnacknowledgedFrames) {
+    NoteError(absl::StrCat("it has acknowledged none of ", unacked_.size(), " frames"));
+    Drop(todo);
+    return;
+  }
+  switch (frame.kind_case()) {
+    case v1::CoordinatorFrame::kResults:
+      for (const v1::OpResult& result : frame.results().results()) {
+        const auto it = held_.find(result.op_id());
+        if (it == held_.end()) continue;  // forgotten
+        if (result.error().detail().reason() == v1::ERROR_REASON_STOPPING &&
+            RepeatSafe(it->second.op)) {
+          it->second.again = true;
+          continue;
+        }
+        const bool answers = Answers(result, it->second.op);
+        if (answers && (it->second.op.has_arrive() || it->second.op.has_arrive_many())) {
+          NoteBarrier(it->second.op, result);
+        }
+        if (it->second.done) {
+          todo->results.emplace_back(
+              std::move(it->second.done),
+              answers ? result
+                      : ErrorResult(result.op_id(),
+                                    absl::InternalError(absl::StrCat(
+                                        "the coordinator at ", options_.address,
+                                        " gave an answer of another kind than the request: "
+                                        "do both come from the same version of Muster?"))));
+        }
+        waited_for_.erase(it->first);
+        held_bytes_ -= it->second.bytes;
+        held_.erase(it);
+      }
+      if (held_.empty()) changed_.SignalAll();
+      if (at_hub_) away_hub_.clear();
+      break;
+    case v1::CoordinatorFrame::kDirective:
+      if (frame.directive().has_use_hub()) {
+        UseHub(frame.directive().use_hub(), todo);
+      } else {
+        todo->directives.push_back(frame.directive());
+      }
+      break;
+    case v1::CoordinatorFrame::kGoodbye:
+      TakeGoodbye(frame.goodbye(), todo);
+      break;
+    case v1::CoordinatorFrame::kHubState:
+      TakeHubState(frame.hub_state(), todo);
+      break;
+    case v1::CoordinatorFrame::kWelcome:
+    case v1::CoordinatorFrame::KIND_NOT_SET:
+      break;
+  }
+}
+
+void SessionStream::Pump(Todo* todo) {
+  if (link_ == nullptr || writing_) return;
+  if (!NextFrame(&todo->frame)) return;
+  if (todo->frame.has_ops()) {
+    if (const absl::Status broken = FailAtFrame(); !broken.ok()) {
+      NoteError(std::string(broken.message()));
+      Drop(todo);
+      return;
+    }
+  }
+  writing_ = true;
+  todo->write = link_;
+}
+
+bool SessionStream::NextFrame(v1::AgentFrame* frame) {
+  if (hello_due_) {
+    hello_due_ = false;
+    MUSTER_FAILPOINT("agent.hello");
+    v1::Hello& hello = *frame->mutable_hello();
+    hello.set_protocol_min(kProtocol);
+    hello.set_protocol_max(kProtocol);
+    hello.set_node(options_.node);
+    hello.set_agent_incarnation(options_.incarnation);
+    hello.set_last_received_seq(received_);
+    hello.set_session_id(session_id_);
+    if (!at_hub_) {
+      hello.set_hub_address(hub_address_);
+      hello.set_failed_hub(failed_hub_);
+    }
+    if (options_.outage_tolerance >= kToleranceForHubs) hello.add_features("hub");
+    hello.set_host(options_.host);
+    hello.set_version(options_.version);
+    hello.set_term_seen(term_);
+    hello.set_cluster_id(cluster_id_);
+    return true;
+  }
+  if (state_ != State::kOpen || bye_ == Bye::kSent || leaving_) return false;
+  if (moving_to_.has_value() && waited_for_.empty()) {
+    leaving_ = true;
+    frame->mutable_bye()->set_reason(absl::StrCat("uses hub ", moving_to_->node));
+  } else if (beat_.has_value()) {
+    *frame->mutable_beat() = *std::move(beat_);
+    beat_.reset();
+  } else {
+    Sent sent;
+    size_t bytes = 0;
+    // What is sent now could not be repeated after a move, or waits in a hub that is away.
+    while (!queue_.empty() && !moving_to_.has_value() && !hub_away_) {
+      Item& item = queue_.front();
+      if (auto* const stack = std::get_if<v1::StackReply>(&item)) {
+        if (!sent.items.empty()) break;
+        *frame->mutable_stack() = *stack;
+        --stacks_queued_;
+        sent.items.push_back(std::move(item));
+        queue_.pop_front();
+        break;
+      }
+      const auto it = held_.find(std::get<uint64_t>(item));
+      if (it == held_.end()) {
+        queue_.pop_front();
+        continue;
+      }
+      Held& held = it->second;
+      if (!sent.items.empty() && bytes + held.bytes > options_.frame_bytes) break;
+      bytes += held.bytes;
+      held.sent = true;
+      *frame->mutable_ops()->add_ops() = held.op;
+      sent.items.push_back(std::move(item));
+      queue_.pop_front();
+    }
+    if (!sent.items.empty()) {
+      sent.seq = next_seq_++;
+      frame->set_seq(sent.seq);
+      unacked_.push_back(std::move(sent));
+    } else if (bye_ == Bye::kDue) {
+      bye_ = Bye::kWriting;
+      frame->mutable_bye()->set_reason("the agent ends");
+    } else if (received_ - told_ < kFramesBetweenAcks) {
+      return false;
+    }
+  }
+  frame->set_ack(received_);
+  told_ = received_;
+  return true;
+}
+
+void SessionStream::Run(Todo todo) {
+  if (todo.close != nullptr) todo.close->Close();
+  if (todo.unsent.has_value() && options_.on_unsent_beat) options_.on_unsent_beat(*todo.unsent);
+  if (todo.connected.has_value() && options_.on_connected) {
+    options_.on_connected(todo.connected->first, todo.connected->second);
+  }
+  if (todo.upstream && options_.on_upstream) options_.on_upstream();
+  if (todo.write != nullptr) todo.write->Write(std::move(todo.frame));
+  for (auto& [done, result] : todo.results) done(result);
+  if (options_.on_directive) {
+    for (const v1::Directive& directive : todo.directives) options_.on_directive(directive);
+  }
+  if (!todo.lost.ok() && options_.on_lost) options_.on_lost(todo.lost);
+  if (todo.wake && options_.wake) options_.wake();
+}
+
+void SessionStream::Finish(absl::Time deadline) {
+  Todo todo;
+  {
+    MutexLock lock(&mu_);
+    while (!held_.empty() && lost_.ok()) {
+      const absl::Duration left = deadline - Clock::Real().Now();
+      if (left <= absl::ZeroDuration()) break;
+      changed_.WaitWithTimeout(&mu_, left);
+    }
+    bye_ = Bye::kDue;
+    if (!leaving_) {
+      moving_to_.reset();
+      waited_for_.clear();
+      move_by_ = absl::InfiniteFuture();
+    }
+    Pump(&todo);
+  }
+  Run(std::move(todo));
+  MutexLock lock(&mu_);
+  while (state_ == State::kOpen && bye_ != Bye::kSent) {
+    const absl::Duration left = deadline - Clock::Real().Now();
+    if (left <= absl::ZeroDuration()) break;
+    changed_.WaitWithTimeout(&mu_, left);
+  }
+  bye_ = Bye::kSent;
+}
+
+bool SessionStream::connected() const {
+  MutexLock lock(&mu_);
+  return state_ == State::kOpen && !hub_away_;
+}
+
+bool SessionStream::ever_connected() const {
+  MutexLock lock(&mu_);
+  return ever_connected_;
+}
+
+absl::Status SessionStream::WaitUntilConnected(absl::Duration timeout) {
+  const absl::Time deadline = Clock::Real().Now() + timeout;
+  MutexLock lock(&mu_);
+  while (!refused_ && !ended_ && !(ever_connected_ && lost_.ok())) {
+    const absl::Duration left = deadline - Clock::Real().Now();
+    if (left <= absl::ZeroDuration()) {
+      if (!lost_.ok()) return lost_;
+      return absl::UnavailableError(absl::StrCat("no coordinator answers at ", options_.address,
+                                                 " within ", absl::FormatDuration(timeout),
+                                                 ": is it running, and is the address right?"));
+    }
+    changed_.WaitWithTimeout(&mu_, left);
+  }
+  return lost_;
+}
+
+bool SessionStream::ended() const {
+  MutexLock lock(&mu_);
+  return ended_;
+}
+
+std::string SessionStream::last_error() const {
+  MutexLock lock(&mu_);
+  return last_error_;
+}
+
+absl::Status SessionStream::lost() const {
+  MutexLock lock(&mu_);
+  return lost_;
+}
+
+uint64_t SessionStream::term() const {
+  MutexLock lock(&mu_);
+  return term_;
+}
+
+Upstream SessionStream::upstream() const {
+  MutexLock lock(&mu_);
+  Upstream upstream;
+  upstream.connected = state_ == State::kOpen && !hub_away_;
+  upstream.session = sessions_;
+  upstream.term = term_;
+  upstream.cluster_id = cluster_id_;
+  upstream.lease = lease_;
+  upstream.hub = session_hub_;
+  upstream.why_away = last_error_;
+  upstream.ended = ended_;
+  return upstream;
+}
+
+size_t SessionStream::held_ops() const {
+  MutexLock lock(&mu_);
+  return held_.size();
+}
+
+}  // namespace muster::agent

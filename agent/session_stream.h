@@ -1,0 +1,284 @@
+#ifndef MUSTER_AGENT_SESSION_STREAM_H_
+#define MUSTER_AGENT_SESSION_STREAM_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <set>
+#include <string>
+#include <utility>
+#include <variant>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "agent/frame_link.h"
+#include "agent/op_sender.h"
+#include "agent/upstream.h"
+#include "base/clock.h"
+#include "base/defaults.h"
+#include "base/mutex.h"
+#include "proto/muster/v1/session.pb.h"
+
+namespace muster::agent {
+
+// This node's one stream to the coordinator, or to the hub that speaks for this node there
+// (docs/protocol.md): operations of all local workers go out merged into as few frames as the
+// stream takes, and each gets its result once, however often the stream breaks, moves or the
+// coordinator restarts.
+//
+// - Every operation is held until its result has come. What a resumed session has not seen is sent
+//   again under the same numbers. A new session (the coordinator forgot this agent, or was
+//   restarted) gets everything that is held once more; the operations' own request ids and counters
+//   keep that from having a second effect. One that has none and was sent before is answered
+//   UNAVAILABLE instead.
+// - A coordinator that stops in order answers what waits with STOPPING: those operations are held
+//   for the next one all the same.
+// - A coordinator of a new term is first told how the latest instance of each barrier ended as this
+//   node saw it.
+// - A frame is written as soon as the one before has been; what comes meanwhile goes into the next.
+// - Beats renew the leases of the local workers.
+// - Streams that break soon after they were opened do not end the backoff: a coordinator that lets
+//   agents in and falls is not kept busy with them.
+// - What the coordinator says is taken as bytes that anybody may have written: an answer of another
+//   kind than the operation is an INTERNAL error, never a success.
+// - While the coordinator is away nothing fails, until the tolerance has passed: then all that is
+//   held fails with one line that names the address and how long it was. It goes on trying, and
+//   works again if the coordinator comes back.
+// - Told to use a hub, it waits for the operations that cannot be repeated and are on their way,
+//   says Bye and opens a new session there. A hub that has lost the coordinator counts as one that
+//   is away. A hub that fails is left for the coordinator, which hears of it; while neither of them
+//   is there, it tries one after the other.
+//
+// Thread-safe; nothing blocks. Callbacks run without locks, those for frames in the order of the
+// frames. The owner calls Tick when due (see TimerThread).
+class SessionStream final : public OpSender {
+ public:
+  struct Options {
+    std::string node;     // unique among the agents of this coordinator
+    std::string address;  // of the coordinator, for messages
+    uint64_t incarnation = 0;
+    std::string host = {};
+    std::string version = {};
+    absl::Duration beat_period = absl::Seconds(2);
+    // Between attempts: random up to the backoff, which doubles from the first to the last value,
+    // but never more than a third of the lease.
+    absl::Duration first_backoff = absl::Milliseconds(50);
+    absl::Duration last_backoff = absl::Seconds(5);
+    // How long the coordinator may be away once it has been there. Infinite: for ever.
+    absl::Duration outage_tolerance = kDefaultOutageTolerance;
+    // How long a move to a hub waits for operations that cannot be repeated, and for its Bye.
+    absl::Duration move_patience = absl::Seconds(1);
+    // Beyond these, Submit answers UNAVAILABLE / OVERLOADED.
+    size_t max_held_ops = 65536;
+    size_t max_held_bytes = 64 << 20;
+    size_t max_op_bytes =
+        (4 << 20) - 1024;          // INVALID_ARGUMENT / LIMIT: a message has at most 4 MiB
+    size_t frame_bytes = 1 << 20;  // of a frame of several operations
+    // What the next beat says; called from Tick.
+    std::function<v1::Beat()> beat = nullptr;
+    // A beat was not sent: the stream broke, or a newer one, which is asked for next, takes its
+    // place.
+    std::function<void(const v1::Beat&)> on_unsent_beat = nullptr;
+    std::function<void(const v1::Directive&)> on_directive = nullptr;
+    // A stream is open. `resumed`: the session goes on, nothing was missed.
+    std::function<void(uint64_t term, bool resumed)> on_connected = nullptr;
+    // Whether this agent is the hub of others now: then it follows no UseHub. Called under a lock:
+    // must neither block nor call back. Null: it is not.
+    std::function<bool()> is_hub = nullptr;
+    // What upstream() says has changed.
+    std::function<void()> on_upstream = nullptr;
+    // Once for each outage beyond the tolerance, and once if the coordinator refuses this agent
+    // or has ended for good.
+    std::function<void(const absl::Status&)> on_lost = nullptr;
+    // Tick is due earlier than it said.
+    std::function<void()> wake = nullptr;
+    std::function<double()> random = nullptr;  // [0, 1); null: a generator of its own
+    const Clock* clock = &Clock::Real();
+  };
+
+  // `transport` is borrowed.
+  SessionStream(Options options, FrameTransport* transport);
+  // Closes the stream. What is held is dropped; nothing is called any more.
+  ~SessionStream() override;
+  SessionStream(const SessionStream&) = delete;
+  SessionStream& operator=(const SessionStream&) = delete;
+
+  uint64_t Submit(v1::Op op, Done done) override;
+  void Forget(uint64_t op_id) override;
+  // The answer to a CollectStack directive. Dropped if the coordinator has forgotten the question.
+  void SendStack(v1::StackReply reply);
+
+  // Other agents reach this one as their hub at `address`. Before the first Tick.
+  void OfferHub(std::string address);
+  // Of Options::beat_period, from now on.
+  void SetBeatPeriod(absl::Duration period);
+
+  // Does what is due and returns when to call again. Call at the start, then at that time and when
+  // woken.
+  absl::Time Tick();
+
+  // Ends the session in order: after all that is held has been answered, or at `deadline` (of real
+  // time), the coordinator is told that this agent goes. Blocks until then, shortly if there is no
+  // stream. Submit nothing afterwards.
+  void Finish(absl::Time deadline);
+
+  // Whether a stream is open now, and leads to the coordinator; and whether one ever was open.
+  bool connected() const;
+  bool ever_connected() const;
+  // The coordinator has said that it does not come back: no further attempt is made.
+  bool ended() const;
+  // Blocks until it ever was and the coordinator has not been away beyond the tolerance since, or
+  // `timeout` of real time has passed, or the coordinator refused this agent or has ended. Errors:
+  // UNAVAILABLE naming the address; what the coordinator refused it with.
+  absl::Status WaitUntilConnected(absl::Duration timeout);
+  // What the last attempt to connect ended with; empty: none did, or there is a stream.
+  std::string last_error() const;
+  // Why everything fails now: as told by on_lost. OK: nothing does.
+  absl::Status lost() const;
+  uint64_t term() const;
+  Upstream upstream() const;
+  size_t held_ops() const;
+
+ private:
+  class Guard;
+  class Attempt;
+  enum class State { kIdle, kOpening, kOpen };
+  struct Held {
+    v1::Op op;
+    Done done;
+    size_t bytes = 0;
+    absl::Time since;  // when its caller began to wait
+    bool sent = false;
+    bool again = false;  // its answer was that the coordinator stops: for the next stream
+  };
+  using Item = std::variant<uint64_t, v1::StackReply>;  // an op_id, or
+  struct Sent {
+    uint64_t seq = 0;
+    std::vector<Item> items;
+  };
+  struct SeenJob {
+    uint64_t generation = 0;
+    std::map<std::string, std::pair<uint64_t, v1::BarrierState>> barriers;
+  };
+  struct Hub {
+    std::string node;
+    std::string address;
+  };
+  // What to do once the lock is given back.
+  struct Todo;
+
+  void OnWritten(const Attempt* attempt);
+  void OnFrame(const Attempt* attempt, const v1::CoordinatorFrame& frame);
+  void OnClosed(const Attempt* attempt, const absl::Status& status);
+
+  void Welcomed(const v1::Welcome& welcome, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Received(const v1::CoordinatorFrame& frame, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void QueueRecalls() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void NoteBarrier(const v1::Op& op, const v1::OpResult& result) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Ends this attempt; the next one comes after the backoff, or at once if it moves to a hub.
+  void Drop(Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Where the next attempt goes, after a stream that was `open` or not and has `lasted` or not.
+  void ChooseNext(bool open, bool lasted) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The coordinator is there, by all that is known.
+  void Back() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Since when it is away, if it turns out so now.
+  absl::Time AwayFrom(absl::Time now) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void NoteError(absl::string_view what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void UseHub(const v1::UseHub& use, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void TakeHubState(const v1::HubState& state, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void TakeGoodbye(const v1::Goodbye& goodbye, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // What is due of opening, moving, and watching the hub.
+  void CheckStream(absl::Time now, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // A part of the lease.
+  absl::Duration Patience(int part) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void FailAll(const absl::Status& status, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Starts a write if one can be started.
+  void Pump(Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool NextFrame(v1::AgentFrame* frame) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  absl::Time NextDeadline() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void Run(Todo todo);
+
+  const Options options_;
+  FrameTransport* const transport_;
+  const std::shared_ptr<Guard> guard_;
+
+  mutable Mutex mu_;
+  CondVar changed_;
+  State state_ ABSL_GUARDED_BY(mu_) = State::kIdle;
+  std::shared_ptr<Attempt> attempt_ ABSL_GUARDED_BY(mu_);
+  std::shared_ptr<FrameLink> link_ ABSL_GUARDED_BY(mu_);
+  bool writing_ ABSL_GUARDED_BY(mu_) = false;
+  bool hello_due_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Time next_attempt_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+  absl::Duration backoff_ ABSL_GUARDED_BY(mu_);
+  absl::Duration max_backoff_ ABSL_GUARDED_BY(mu_);
+  absl::Time opened_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  absl::Duration retry_after_ ABSL_GUARDED_BY(mu_);  // the coordinator asked for
+  absl::Duration beat_period_ ABSL_GUARDED_BY(mu_);
+  absl::Time next_beat_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  std::optional<v1::Beat> beat_ ABSL_GUARDED_BY(mu_);
+  absl::Time away_since_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  bool ever_connected_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Status lost_ ABSL_GUARDED_BY(mu_);  // why everything fails now
+  std::string last_error_ ABSL_GUARDED_BY(mu_);
+  bool refused_ ABSL_GUARDED_BY(mu_) = false;
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;  // the coordinator, for good
+  enum class Bye { kNo, kDue, kWriting, kSent };
+  Bye bye_ ABSL_GUARDED_BY(mu_) = Bye::kNo;
+
+  std::string hub_address_ ABSL_GUARDED_BY(mu_);
+  // The hub to use. Kept while the coordinator is tried instead, until that one welcomes this
+  // agent.
+  std::optional<Hub> hub_ ABSL_GUARDED_BY(mu_);
+  bool at_hub_ ABSL_GUARDED_BY(mu_) = false;     // the attempt, or if there is none the next one
+  bool in_turn_ ABSL_GUARDED_BY(mu_) = false;    // both have failed since one was there
+  std::string failed_hub_ ABSL_GUARDED_BY(mu_);  // to be told to the coordinator
+  std::string away_hub_ ABSL_GUARDED_BY(mu_);    // left because it had lost the coordinator
+  bool told_left_ ABSL_GUARDED_BY(mu_) = false;  // the log, in this outage
+  int hub_breaks_ ABSL_GUARDED_BY(mu_) = 0;      // streams that did not last, one after the other
+  absl::Time open_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // where there are two to try
+  // Of a stream to the hub:
+  absl::Time answer_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // to a beat
+  bool hub_away_ ABSL_GUARDED_BY(mu_) = false;  // it has lost the coordinator
+  absl::Time leave_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // if it stays away
+  enum class Left { kNo, kEnds, kFailed, kAway };
+  Left left_ ABSL_GUARDED_BY(mu_) = Left::kNo;
+  // A hub may say only after its welcome that the coordinator is away; until then that has been
+  // away for as long as it was before.
+  absl::Time away_before_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  absl::Time doubt_until_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  // A move to a hub that is under way.
+  std::optional<Hub> moving_to_ ABSL_GUARDED_BY(mu_);
+  std::set<uint64_t> waited_for_ ABSL_GUARDED_BY(mu_);  // operations that cannot be repeated
+  absl::Time move_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  bool leaving_ ABSL_GUARDED_BY(mu_) = false;  // Bye is written: the coordinator ends the stream
+
+  std::string session_id_ ABSL_GUARDED_BY(mu_);
+  std::string session_hub_ ABSL_GUARDED_BY(mu_);  // whose session it is; empty: the coordinator's
+  uint64_t sessions_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::Duration lease_ ABSL_GUARDED_BY(mu_);
+  std::string cluster_id_ ABSL_GUARDED_BY(mu_);
+  uint64_t term_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t received_ ABSL_GUARDED_BY(mu_) = 0;  // the last frame of the coordinator
+  uint64_t told_ ABSL_GUARDED_BY(mu_) = 0;      // as far as it knows
+  uint64_t next_seq_ ABSL_GUARDED_BY(mu_) = 1;
+  uint64_t next_op_ ABSL_GUARDED_BY(mu_) = 1;
+  std::map<uint64_t, Held> held_ ABSL_GUARDED_BY(mu_);
+  size_t held_bytes_ ABSL_GUARDED_BY(mu_) = 0;
+  std::deque<Item> queue_ ABSL_GUARDED_BY(mu_);    // to be sent
+  size_t stacks_queued_ ABSL_GUARDED_BY(mu_) = 0;  // of them
+  std::deque<Sent> unacked_ ABSL_GUARDED_BY(mu_);  // by seq
+  std::map<std::string, SeenJob> seen_ ABSL_GUARDED_BY(mu_);
+  std::minstd_rand random_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_SESSION_STREAM_H_

@@ -1,0 +1,1428 @@
+#include "agent/session_stream.h"
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "agent/fake_frame_link.h"
+#include "base/fake_clock.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "rpc/status.h"
+
+namespace muster::agent {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+class SessionStreamTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    options_.node = "node-a";
+    options_.address = "10.0.0.1:29400";
+    options_.incarnation = 77;
+    options_.clock = &clock_;
+    options_.random = [] { return 0.5; };
+    options_.on_connected = [this](uint64_t term, bool resumed) {
+      connected_.push_back(absl::StrCat("term ", term, resumed ? " resumed" : " new"));
+    };
+    options_.on_directive = [this](const v1::Directive& d) { directives_.push_back(d); };
+    options_.on_lost = [this](const absl::Status& status) { lost_.push_back(status); };
+  }
+
+  void Make() {
+    stream_ = std::make_unique<SessionStream>(options_, &transport_);
+    stream_->OfferHub(hub_address_);
+    stream_->Tick();
+  }
+  FakeLink& link() { return *transport_.links.back(); }
+
+  // Results by op: "ok" or the message of the error.
+  uint64_t Submit(const std::string& name, v1::Op op) {
+    return stream_->Submit(std::move(op), [this, name](const v1::OpResult& result) {
+      results_.push_back(
+          absl::StrCat(name, ": ", result.has_error() ? result.error().message() : "ok"));
+    });
+  }
+  static v1::Op Add(uint64_t request_id, const std::string& worker = "w0") {
+    v1::Op op;
+    op.mutable_txn()->mutable_fence()->set_job_id("job");
+    op.mutable_txn()->mutable_fence()->set_worker_id(worker);
+    op.mutable_txn()->mutable_fence()->set_request_id(request_id);
+    op.mutable_txn()->add_then()->mutable_add()->set_key("k");
+    return op;
+  }
+  static v1::Op Arrive(const std::string& id, uint64_t counter, uint64_t generation = 1) {
+    v1::Op op;
+    op.mutable_arrive()->mutable_fence()->set_job_id("job");
+    op.mutable_arrive()->mutable_fence()->set_generation(generation);
+    op.mutable_arrive()->set_barrier_id(id);
+    op.mutable_arrive()->set_counter(counter);
+    return op;
+  }
+  static v1::CoordinatorFrame Passed(uint64_t seq, std::vector<uint64_t> ops) {
+    v1::CoordinatorFrame frame;
+    frame.set_seq(seq);
+    for (const uint64_t op : ops) {
+      v1::OpResult& result = *frame.mutable_results()->add_results();
+      result.set_op_id(op);
+      result.mutable_arrive()->mutable_report()->set_state(v1::BARRIER_STATE_PASSED);
+    }
+    return frame;
+  }
+  static v1::CoordinatorFrame Results(uint64_t seq, std::vector<uint64_t> ops, uint64_t ack = 0) {
+    v1::CoordinatorFrame frame;
+    frame.set_seq(seq);
+    frame.set_ack(ack);
+    for (const uint64_t op : ops) {
+      v1::OpResult& result = *frame.mutable_results()->add_results();
+      result.set_op_id(op);
+      result.mutable_txn();
+    }
+    return frame;
+  }
+  void Welcome(const std::string& session, uint64_t term = 1, uint64_t received = 0,
+               const std::string& cluster = "c") {
+    v1::CoordinatorFrame frame;
+    v1::Welcome& welcome = *frame.mutable_welcome();
+    welcome.set_protocol(1);
+    welcome.set_term(term);
+    welcome.set_session_id(session);
+    welcome.set_last_received_seq(received);
+    welcome.set_cluster_id(cluster);
+    welcome.mutable_lease()->set_seconds(6);
+    link().events->OnFrame(frame);
+  }
+  // Connects for the first time; what was written so far is forgotten.
+  void Connect() {
+    Make();
+    link().Done();
+    Welcome("s1");
+    stream_->Tick();
+    link().Drain();
+    link().written.clear();
+  }
+  // The stream breaks and a new one is opened; `last` of its frames is hello.
+  void Reconnect() {
+    link().events->OnClosed(absl::UnavailableError("broken pipe"));
+    clock_.Advance(absl::Seconds(2));
+    stream_->Tick();
+    ASSERT_TRUE(link().written.back().has_hello());
+    link().Done();
+  }
+  // The coordinator names a hub.
+  void Use(const std::string& node, const std::string& address, uint64_t seq = 1) {
+    v1::CoordinatorFrame frame;
+    frame.set_seq(seq);
+    v1::UseHub& use = *frame.mutable_directive()->mutable_use_hub();
+    use.set_node(node);
+    use.set_address(address);
+    use.set_why("65 agents are attached");
+    link().events->OnFrame(frame);
+  }
+  // The agent has said Bye, and the coordinator ends the stream. The agent opens one to `address`.
+  void Leave(const std::string& address) {
+    ASSERT_TRUE(link().written.back().has_bye()) << link().written.back().ShortDebugString();
+    link().Drain();
+    link().events->OnClosed(absl::OkStatus());
+    ExpectHello(address);
+  }
+  // The next attempt is due within `wait` and goes to `address`.
+  void ExpectHello(const std::string& address, absl::Duration wait = absl::ZeroDuration()) {
+    const size_t before = transport_.links.size();
+    clock_.Advance(wait);
+    stream_->Tick();
+    ASSERT_EQ(transport_.links.size(), before + 1);
+    EXPECT_EQ(link().hub, address);
+    ASSERT_TRUE(link().written.back().has_hello());
+    link().Done();
+  }
+  // Connects, and moves to hub "node-h" in session "h1".
+  void ConnectToHub() {
+    Connect();
+    Use("node-h", "10.0.0.2:29500");
+    Leave("10.0.0.2:29500");
+    Welcome("h1");
+    stream_->Tick();
+    link().Drain();
+    Acknowledge();
+    link().written.clear();
+  }
+  // What follows a beat.
+  void Acknowledge() { link().events->OnFrame(v1::CoordinatorFrame()); }
+  void SayAway(bool away) {
+    v1::CoordinatorFrame frame;
+    frame.mutable_hub_state()->set_coordinator_away(away);
+    if (away) frame.mutable_hub_state()->set_why("connection refused");
+    link().events->OnFrame(frame);
+  }
+  const v1::Hello& hello() { return link().written.front().hello(); }
+  static std::vector<uint64_t> OpIds(const v1::AgentFrame& frame) {
+    std::vector<uint64_t> ids;
+    for (const v1::Op& op : frame.ops().ops()) ids.push_back(op.op_id());
+    return ids;
+  }
+  // "seq: op op" of each frame with operations that this link has written.
+  std::vector<std::string> Written() {
+    std::vector<std::string> out;
+    for (const v1::AgentFrame& frame : link().written) {
+      if (!frame.has_ops()) continue;
+      std::string text = absl::StrCat(frame.seq(), ":");
+      for (const uint64_t id : OpIds(frame)) absl::StrAppend(&text, " ", id);
+      out.push_back(text);
+    }
+    return out;
+  }
+
+  FakeClock clock_;
+  FakeTransport transport_;
+  SessionStream::Options options_;
+  std::string hub_address_;
+  std::vector<std::string> connected_;
+  std::vector<std::string> results_;
+  std::vector<v1::Directive> directives_;
+  std::vector<absl::Status> lost_;
+  std::unique_ptr<SessionStream> stream_;  // last: its end calls nobody
+};
+
+TEST_F(SessionStreamTest, Start_SaysHelloAndHoldsEverythingUntilWelcome) {
+  hub_address_ = "10.0.0.9:29500";
+  Make();
+  Submit("a", Add(1));
+  ASSERT_EQ(link().written.size(), 1u);
+  const v1::Hello& hello = link().written[0].hello();
+  EXPECT_EQ(hello.node(), "node-a");
+  EXPECT_EQ(hello.agent_incarnation(), 77u);
+  EXPECT_EQ(hello.last_received_seq(), 0u);
+  EXPECT_EQ(hello.hub_address(), "10.0.0.9:29500");
+  link().Done();
+  EXPECT_EQ(link().written.size(), 1u);
+  EXPECT_FALSE(stream_->connected());
+  Welcome("s1");
+  EXPECT_TRUE(stream_->connected());
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  EXPECT_THAT(connected_, ElementsAre("term 1 new"));
+}
+
+TEST_F(SessionStreamTest, SlowWriter_MergesWhatComesMeanwhileIntoOneFrame) {
+  Connect();
+  for (int i = 1; i <= 5; ++i) Submit("x", Add(i));
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  link().Done();
+  EXPECT_THAT(Written(), ElementsAre("1: 1", "2: 2 3 4 5"));
+  link().Done();
+  EXPECT_FALSE(link().writing);
+}
+
+TEST_F(SessionStreamTest, LargeBatch_IsCutIntoFramesOfTheLimit) {
+  options_.frame_bytes = 3 * Add(1).ByteSizeLong() + 10;
+  Connect();
+  for (int i = 1; i <= 8; ++i) Submit("x", Add(i));
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1", "2: 2 3 4", "3: 5 6 7", "4: 8"));
+}
+
+TEST_F(SessionStreamTest, Results_ReachTheirCallersOnceAndAreAcknowledged) {
+  Connect();
+  Submit("a", Add(1));
+  Submit("b", Add(2));
+  link().Drain();
+  link().events->OnFrame(Results(1, {2, 1}, 2));
+  EXPECT_THAT(results_, ElementsAre("b: ok", "a: ok"));
+  link().events->OnFrame(Results(1, {2, 1}, 2));  // a duplicate
+  EXPECT_EQ(results_.size(), 2u);
+  EXPECT_EQ(stream_->held_ops(), 0u);
+  Submit("c", Add(3));
+  EXPECT_EQ(link().written.back().ack(), 1u);
+}
+
+TEST_F(SessionStreamTest, ManyFramesAndNothingToSay_AreAcknowledgedAllTheSame) {
+  Connect();
+  v1::CoordinatorFrame frame;
+  frame.mutable_directive()->mutable_generation_ended()->set_job_id("job");
+  for (int i = 1; i <= 32; ++i) {
+    frame.set_seq(i);
+    link().events->OnFrame(frame);
+  }
+  EXPECT_EQ(directives_.size(), 32u);
+  ASSERT_EQ(link().written.size(), 1u);
+  EXPECT_EQ(link().written[0].ack(), 32u);
+  EXPECT_EQ(link().written[0].seq(), 0u);
+}
+
+TEST_F(SessionStreamTest, Resume_SendsOnlyWhatWasNotSeenUnderTheSameNumbers) {
+  Connect();
+  for (int i = 1; i <= 3; ++i) {
+    Submit("x", Add(i));
+    link().Drain();
+  }
+  Submit("y", Add(4));  // its write never ends
+  link().events->OnFrame(Results(1, {1}));
+  Reconnect();
+  EXPECT_EQ(link().written.back().hello().last_received_seq(), 1u);
+  Submit("z", Add(5));
+  Welcome("s1", 1, 2);  // it has seen frames 1 and 2: operations 1 and 2
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("3: 3 4 5"));
+  EXPECT_THAT(connected_, ElementsAre("term 1 new", "term 1 resumed"));
+  // The result of operation 2 was lost on the way and is sent again.
+  link().events->OnFrame(Results(2, {2, 3, 4, 5}));
+  EXPECT_EQ(results_.size(), 5u);
+}
+
+TEST_F(SessionStreamTest, LostAck_FrameThatWasSeenIsNotSentAgain) {
+  Connect();
+  Submit("a", Add(1));
+  link().Drain();
+  Reconnect();
+  Welcome("s1", 1, 1);
+  stream_->Tick();
+  link().Drain();
+  EXPECT_THAT(Written(), IsEmpty());
+  EXPECT_EQ(stream_->held_ops(), 1u);
+  link().events->OnFrame(Results(1, {1}));
+  EXPECT_THAT(results_, ElementsAre("a: ok"));
+}
+
+TEST_F(SessionStreamTest, NewSession_EverythingHeldGoesOutOnceMore) {
+  Connect();
+  Submit("a", Add(1));
+  Submit("b", Add(2));
+  link().Drain();
+  link().events->OnFrame(Results(1, {1}, 2));
+  Reconnect();
+  Welcome("s2");
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 2"));
+  EXPECT_THAT(connected_, ElementsAre("term 1 new", "term 1 new"));
+  link().events->OnFrame(Results(1, {2}));  // the new session counts from 1
+  EXPECT_THAT(results_, ElementsAre("a: ok", "b: ok"));
+}
+
+TEST_F(SessionStreamTest, NewSession_ArrivalSaysHowLongItHasWaited) {
+  Connect();
+  v1::Op many;
+  many.mutable_arrive_many()->set_barrier_id("b");
+  many.mutable_arrive_many()->mutable_waited()->set_seconds(3);  // before it came here
+  Submit("a", Arrive("b", 0));
+  Submit("m", many);
+  Submit("t", Add(1));
+  link().Drain();
+  EXPECT_FALSE(link().written.back().ops().ops(0).arrive().has_waited());
+  // For each new session anew, from the same beginning.
+  for (const int seconds : {2, 4}) {
+    Reconnect();  // after 2 s
+    Welcome(absl::StrCat("s", seconds), seconds);
+    link().Drain();
+    std::map<std::string, int64_t> waited;
+    for (const v1::AgentFrame& frame : link().written) {
+      for (const v1::Op& op : frame.ops().ops()) {
+        if (op.has_arrive()) waited["a"] = op.arrive().waited().seconds();
+        if (op.has_arrive_many()) waited["m"] = op.arrive_many().waited().seconds();
+      }
+    }
+    EXPECT_EQ(waited["a"], seconds);
+    EXPECT_EQ(waited["m"], seconds + 3);
+  }
+}
+
+TEST_F(SessionStreamTest, Hello_SaysWhichTermOfWhichClusterWasSeen) {
+  Make();
+  EXPECT_EQ(link().written.back().hello().term_seen(), 0u);
+  link().Done();
+  Welcome("s1", 3);
+  link().Drain();
+  Reconnect();
+  EXPECT_EQ(link().written.back().hello().term_seen(), 3u);
+  EXPECT_EQ(link().written.back().hello().cluster_id(), "c");
+}
+
+TEST_F(SessionStreamTest, NewSession_SentOperationWithoutARequestIdIsNotRepeated) {
+  Connect();
+  Submit("a", Add(0, ""));
+  link().Drain();
+  Submit("b", Add(0, ""));
+  link().events->OnClosed(absl::UnavailableError("broken pipe"));
+  Submit("c", Add(0, ""));
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  link().Done();
+  Welcome("s2");
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 3"));  // never sent before
+  ASSERT_EQ(results_.size(), 2u);
+  EXPECT_THAT(results_[0], HasSubstr("whether the request was done cannot be told"));
+}
+
+TEST_F(SessionStreamTest, NewTerm_IsToldOfBarriersBeforeWhatIsHeld) {
+  Connect();
+  Submit("a0", Arrive("a", 0));
+  Submit("b0", Arrive("b", 0));
+  Submit("a1", Arrive("a", 1));
+  Submit("b1", Arrive("b", 1));
+  link().Drain();
+  link().events->OnFrame(Passed(1, {1, 2, 3}));
+  Reconnect();
+  Welcome("s9", 2);
+  ASSERT_EQ(link().written.size(), 2u);
+  const v1::OpBatch& batch = link().written[1].ops();
+  ASSERT_EQ(batch.ops_size(), 2);
+  const v1::RecallBarriersRequest& recall = batch.ops(0).recall_barriers();
+  EXPECT_EQ(recall.fence().job_id(), "job");
+  EXPECT_EQ(recall.fence().generation(), 1u);
+  ASSERT_EQ(recall.seen_size(), 2);
+  EXPECT_EQ(recall.seen(0).barrier_id(), "a");
+  EXPECT_EQ(recall.seen(0).counter(), 1u);
+  EXPECT_EQ(recall.seen(0).state(), v1::BARRIER_STATE_PASSED);
+  EXPECT_EQ(recall.seen(1).barrier_id(), "b");
+  EXPECT_EQ(recall.seen(1).counter(), 0u);
+  EXPECT_EQ(batch.ops(1).arrive().barrier_id(), "b");
+  EXPECT_EQ(stream_->term(), 2u);
+  // The answer to the recall is nobody's business.
+  v1::CoordinatorFrame frame = Passed(1, {4});
+  frame.mutable_results()->add_results()->set_op_id(batch.ops(0).op_id());
+  link().Drain();
+  link().events->OnFrame(frame);
+  EXPECT_EQ(stream_->held_ops(), 0u);
+  EXPECT_EQ(results_.size(), 4u);
+}
+
+TEST_F(SessionStreamTest, NewTermWhoseFirstStreamBreaks_IsToldAgainInItsNextSession) {
+  Connect();
+  Submit("a0", Arrive("a", 0));
+  Submit("b0", Arrive("b", 0));
+  link().Drain();
+  link().events->OnFrame(Passed(1, {1}));
+  for (const char* session : {"s8", "s9"}) {
+    Reconnect();
+    Welcome(session, 2);
+    const v1::OpBatch& batch = link().written.back().ops();
+    ASSERT_EQ(batch.ops_size(), 2);
+    EXPECT_EQ(batch.ops(0).recall_barriers().seen_size(), 1);
+    EXPECT_EQ(batch.ops(1).arrive().barrier_id(), "b");
+  }
+}
+
+TEST_F(SessionStreamTest, NewTerm_BarriersOfAnOlderGenerationAreNotRecalled) {
+  Connect();
+  Submit("a", Arrive("a", 0, 1));
+  Submit("b", Arrive("b", 0, 2));
+  link().Drain();
+  link().events->OnFrame(Passed(1, {1, 2}));
+  Reconnect();
+  Welcome("s9", 2);
+  const v1::OpBatch& batch = link().written.back().ops();
+  ASSERT_EQ(batch.ops_size(), 1);
+  EXPECT_EQ(batch.ops(0).recall_barriers().fence().generation(), 2u);
+  ASSERT_EQ(batch.ops(0).recall_barriers().seen_size(), 1);
+  EXPECT_EQ(batch.ops(0).recall_barriers().seen(0).barrier_id(), "b");
+}
+
+TEST_F(SessionStreamTest, OlderTerm_IsLeftAlone) {
+  Connect();
+  Reconnect();
+  Welcome("s2", 3);
+  Reconnect();
+  Welcome("s3", 2);
+  EXPECT_TRUE(link().closing);
+  EXPECT_FALSE(stream_->connected());
+  EXPECT_EQ(stream_->term(), 3u);
+}
+
+TEST_F(SessionStreamTest, EarlyTermOfAnotherCluster_IsTaken) {
+  Connect();
+  Reconnect();
+  Welcome("s2", 3);
+  Reconnect();
+  Welcome("s3", 1, 0, "d");
+  EXPECT_FALSE(link().closing);
+  EXPECT_TRUE(stream_->connected());
+  EXPECT_EQ(stream_->term(), 1u);
+}
+
+TEST_F(SessionStreamTest, BrokenAgainBeforeWelcome_LosesNothing) {
+  Connect();
+  Submit("a", Add(1));
+  link().Drain();
+  Reconnect();
+  Reconnect();
+  Welcome("s1", 1, 0);
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+}
+
+TEST_F(SessionStreamTest, EventsOfAnOldStream_AreIgnored) {
+  Connect();
+  Submit("a", Add(1));
+  link().Drain();
+  const std::shared_ptr<FakeLink> old = transport_.links.back();
+  Reconnect();
+  Welcome("s1", 1, 1);
+  old->events->OnFrame(Results(1, {1}));
+  old->events->OnWritten();
+  old->events->OnClosed(absl::UnavailableError("late"));
+  EXPECT_TRUE(stream_->connected());
+  EXPECT_THAT(results_, IsEmpty());
+}
+
+TEST_F(SessionStreamTest, GapInTheCoordinatorsFrames_StartsAgain) {
+  Connect();
+  Submit("a", Add(1));
+  link().Drain();
+  link().events->OnFrame(Results(2, {1}));
+  EXPECT_TRUE(link().closing);
+  EXPECT_THAT(results_, IsEmpty());
+  EXPECT_FALSE(stream_->connected());
+}
+
+TEST_F(SessionStreamTest, Backoff_DoublesFromTheFirstToAThirdOfTheLease) {
+  Connect();
+  std::vector<absl::Duration> waits;
+  for (int i = 0; i < 9; ++i) {
+    link().events->OnClosed(absl::UnavailableError("refused"));
+    const absl::Time next = stream_->Tick();
+    waits.push_back(next - clock_.Now());
+    clock_.Advance(next - clock_.Now());
+    stream_->Tick();
+  }
+  EXPECT_THAT(waits,
+              ElementsAre(absl::Milliseconds(25), absl::Milliseconds(50), absl::Milliseconds(100),
+                          absl::Milliseconds(200), absl::Milliseconds(400), absl::Milliseconds(800),
+                          absl::Seconds(1), absl::Seconds(1), absl::Seconds(1)));
+}
+
+TEST_F(SessionStreamTest, Goodbye_WaitsAsLongAsItWasAskedTo) {
+  Connect();
+  v1::CoordinatorFrame goodbye;
+  goodbye.mutable_goodbye()->set_reason("stopping");
+  goodbye.mutable_goodbye()->mutable_retry_after()->set_seconds(3);
+  link().events->OnFrame(goodbye);
+  link().events->OnClosed(absl::UnavailableError("stopping"));
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(3));
+}
+
+TEST_F(SessionStreamTest, GoodbyeForEver_IsOneOfAMinute) {
+  Connect();
+  v1::CoordinatorFrame goodbye;
+  goodbye.mutable_goodbye()->mutable_retry_after()->set_seconds(INT64_MAX);
+  link().events->OnFrame(goodbye);
+  link().events->OnClosed(absl::OkStatus());
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Minutes(1));
+}
+
+// The coordinator of a launch that is over: nobody waits for its return.
+TEST_F(SessionStreamTest, GoodbyeForGood_FailsAllAtOnceAndTriesNoMore) {
+  Connect();
+  v1::CoordinatorFrame goodbye;
+  goodbye.mutable_goodbye()->set_reason("rank 0 was killed");
+  goodbye.mutable_goodbye()->set_final(true);
+  link().events->OnFrame(goodbye);
+  EXPECT_TRUE(stream_->ended());
+  EXPECT_EQ(stream_->lost().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(stream_->lost().message()), HasSubstr("has ended: rank 0 was killed"));
+  EXPECT_EQ(stream_->WaitUntilConnected(absl::InfiniteDuration()), stream_->lost());
+  link().events->OnClosed(absl::UnavailableError("stopping"));
+  EXPECT_EQ(stream_->Tick(), absl::InfiniteFuture());
+}
+
+TEST_F(SessionStreamTest, WelcomedAndDropped_BacksOffAllTheSame) {
+  Connect();
+  std::vector<absl::Duration> waits;
+  for (int i = 0; i < 8; ++i) {
+    link().events->OnClosed(absl::UnavailableError("it falls"));
+    const absl::Time next = stream_->Tick();
+    waits.push_back(next - clock_.Now());
+    clock_.Advance(next - clock_.Now());
+    stream_->Tick();
+    link().Done();
+    Welcome("s1");
+  }
+  EXPECT_EQ(waits[0], absl::Milliseconds(25));
+  EXPECT_EQ(waits[1], absl::Milliseconds(50));
+  EXPECT_EQ(waits[7], absl::Seconds(1));  // half of a third of the lease
+  // One that stays is forgiven.
+  clock_.Advance(absl::Seconds(10));
+  link().events->OnClosed(absl::UnavailableError("it falls"));
+  EXPECT_EQ(stream_->Tick() - clock_.Now(), absl::Milliseconds(25));
+}
+
+TEST_F(SessionStreamTest, TinyLease_DoesNotMakeItSpin) {
+  Make();
+  link().Done();
+  v1::CoordinatorFrame frame;
+  frame.mutable_welcome()->set_protocol(1);
+  frame.mutable_welcome()->mutable_lease()->set_nanos(1);
+  link().events->OnFrame(frame);
+  for (int i = 0; i < 3; ++i) {
+    link().events->OnClosed(absl::UnavailableError("it falls"));
+    const absl::Time next = stream_->Tick();
+    EXPECT_EQ(next - clock_.Now(), absl::Milliseconds(25));
+    clock_.Advance(next - clock_.Now());
+    stream_->Tick();
+  }
+}
+
+TEST_F(SessionStreamTest, AnswerOfAnotherKind_IsAnErrorAndNoBarrierPassed) {
+  Connect();
+  Submit("a", Arrive("b", 0));
+  link().Drain();
+  link().events->OnFrame(Results(1, {1}));  // of a transaction
+  EXPECT_THAT(results_, ElementsAre(HasSubstr("a: the coordinator at 10.0.0.1:29400 gave an answer "
+                                              "of another kind than the request")));
+  // And it is not recalled as one that passed.
+  Reconnect();
+  Welcome("s2", 2);
+  link().Drain();
+  EXPECT_THAT(Written(), IsEmpty());
+}
+
+TEST_F(SessionStreamTest, ProtocolThatWasNotOffered_IsLeftAlone) {
+  Make();
+  link().Done();
+  v1::CoordinatorFrame frame;
+  frame.mutable_welcome()->set_protocol(2);
+  link().events->OnFrame(frame);
+  EXPECT_FALSE(stream_->connected());
+  EXPECT_TRUE(link().closing);
+}
+
+// A transport whose stream breaks before it is handed over.
+TEST_F(SessionStreamTest, DroppedWhileOpening_IsClosedAllTheSame) {
+  struct Hasty final : public FrameTransport {
+    absl::StatusOr<std::shared_ptr<FrameLink>> Open(const std::string&,
+                                                    std::shared_ptr<FrameEvents> events) override {
+      link = std::make_shared<FakeLink>(events);
+      v1::CoordinatorFrame frame;
+      frame.mutable_directive();  // instead of a welcome
+      events->OnFrame(frame);
+      return link;
+    }
+    std::shared_ptr<FakeLink> link;
+  };
+  Hasty hasty;
+  SessionStream stream(options_, &hasty);
+  stream.Tick();
+  EXPECT_TRUE(hasty.link->closing);
+}
+
+TEST_F(SessionStreamTest, SubmittedAndForgottenWhileAway_IsNotKept) {
+  Make();
+  for (int i = 0; i < 100'000; ++i) stream_->Forget(Submit("x", Add(i + 1)));
+  EXPECT_EQ(stream_->held_ops(), 0u);
+  Submit("last", Add(1));
+  link().Done();
+  Welcome("s1");
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 100001"));
+}
+
+TEST_F(SessionStreamTest, StacksWhileAway_AreBounded) {
+  Make();
+  v1::StackReply stack;
+  for (int i = 0; i < 1000; ++i) stream_->SendStack(stack);
+  link().Done();
+  // The first welcome forgets them, as the new session did not ask; what comes then is bounded too.
+  Welcome("s1");
+  link().Drain();
+  for (int i = 0; i < 1000; ++i) stream_->SendStack(stack);
+  link().Drain();
+  const auto stacks = std::count_if(link().written.begin(), link().written.end(),
+                                    [](const v1::AgentFrame& f) { return f.has_stack(); });
+  EXPECT_EQ(stacks, 1 + 256);  // the one that goes out at once, and the queue
+}
+
+TEST_F(SessionStreamTest, CoordinatorThatAcknowledgesNothing_IsConnectedAnew) {
+  Connect();
+  int sent = 0;
+  for (; sent < 70'000 && !link().closing; ++sent) {
+    const uint64_t op = Submit("x", Add(sent + 1));
+    link().Drain();
+    link().written.clear();
+    link().events->OnFrame(Results(sent + 1, {op}));
+  }
+  EXPECT_LT(sent, 70'000);
+  EXPECT_EQ(results_.back(), "x: ok");
+}
+
+TEST_F(SessionStreamTest, CoordinatorStopsInOrder_WhatItHeldGoesToTheNextOne) {
+  Connect();
+  Submit("barrier", Arrive("a", 0));
+  Submit("operator", Add(0, ""));
+  link().Drain();
+  v1::CoordinatorFrame frame;
+  frame.set_seq(1);
+  for (const uint64_t op : {1, 2}) {
+    v1::OpResult& result = *frame.mutable_results()->add_results();
+    result.set_op_id(op);
+    *result.mutable_error() = rpc::ToOpError(rpc::ErrorWithReason(
+        absl::StatusCode::kUnavailable, "stopping", v1::ERROR_REASON_STOPPING, true));
+  }
+  link().events->OnFrame(frame);
+  EXPECT_THAT(results_, ElementsAre("operator: stopping"));
+  for (const char* session : {"s1", "s2"}) {  // whichever the next stream is
+    Reconnect();
+    Welcome(session, 1, session == std::string("s1") ? 2 : 0);
+    link().Drain();
+    EXPECT_EQ(OpIds(link().written.back()).back(), 1u);
+    if (session == std::string("s1")) {
+      frame.set_seq(2);
+      link().events->OnFrame(frame);
+    }
+  }
+  link().events->OnFrame(Passed(1, {1}));
+  EXPECT_THAT(results_, ElementsAre("operator: stopping", "barrier: ok"));
+}
+
+TEST_F(SessionStreamTest, Beats_ComeAtOnceAndThenEveryPeriod) {
+  int made = 0;
+  options_.beat = [&made] {
+    v1::Beat beat;
+    beat.add_workers()->set_step(++made);
+    return beat;
+  };
+  Make();
+  link().Done();
+  Welcome("s1");
+  const absl::Time next = stream_->Tick();
+  EXPECT_EQ(next, clock_.Now() + absl::Seconds(2));
+  ASSERT_TRUE(link().written.back().has_beat());
+  EXPECT_EQ(link().written.back().seq(), 0u);
+  // A writer that stands still gets the newest beat only.
+  for (int i = 0; i < 3; ++i) {
+    clock_.Advance(absl::Seconds(2));
+    stream_->Tick();
+  }
+  const size_t before = link().written.size();
+  link().Drain();
+  ASSERT_EQ(link().written.size(), before + 1);
+  EXPECT_EQ(link().written.back().beat().workers(0).step(), 4);
+}
+
+TEST_F(SessionStreamTest, BeatThatIsNotSent_IsHandedBackBeforeTheNext) {
+  int made = 0;
+  std::vector<int64_t> unsent;
+  options_.beat = [&] {
+    v1::Beat beat;
+    beat.add_workers()->set_step(++made);
+    return beat;
+  };
+  options_.on_unsent_beat = [&](const v1::Beat& beat) { unsent.push_back(beat.workers(0).step()); };
+  Make();
+  link().Done();
+  Welcome("s1");
+  stream_->Tick();  // the first is being written
+  for (int i = 0; i < 3; ++i) {
+    clock_.Advance(absl::Seconds(2));
+    stream_->Tick();
+  }
+  EXPECT_THAT(unsent, ElementsAre(2, 3));
+  link().events->OnClosed(absl::UnavailableError("cut"));
+  EXPECT_THAT(unsent, ElementsAre(2, 3, 4));
+}
+
+TEST_F(SessionStreamTest, BeatPeriod_CanChange) {
+  Connect();
+  stream_->SetBeatPeriod(absl::Seconds(1));
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(1));
+  clock_.Advance(absl::Seconds(1));
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(1));
+  EXPECT_TRUE(link().written.back().has_beat());
+  stream_->SetBeatPeriod(absl::Seconds(2));
+  clock_.Advance(absl::Seconds(1));
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(2));
+}
+
+TEST_F(SessionStreamTest, Outage_FailsNothingUntilToleratedThenNamesAddressAndTime) {
+  Connect();
+  Submit("a", Add(1));
+  link().Drain();
+  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  clock_.Advance(absl::Seconds(89));
+  stream_->Tick();
+  Submit("b", Add(2));
+  EXPECT_THAT(results_, IsEmpty());
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  const std::string text =
+      "the coordinator at 10.0.0.1:29400 has been away for 1m30s, longer than the 1m30s that are "
+      "tolerated: is it down, or the network to it? (connection refused)";
+  EXPECT_THAT(results_, ElementsAre("a: " + text, "b: " + text));
+  ASSERT_EQ(lost_.size(), 1u);
+  EXPECT_EQ(lost_[0].code(), absl::StatusCode::kUnavailable);
+  Submit("c", Add(3));
+  EXPECT_THAT(results_.back(), HasSubstr("c: the coordinator at 10.0.0.1:29400"));
+  // It comes back all the same.
+  link().Drain();
+  Welcome("s2", 2);
+  Submit("d", Add(4));
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 4"));
+  EXPECT_EQ(lost_.size(), 1u);
+}
+
+TEST_F(SessionStreamTest, NeverThere_IsNotAnOutage) {
+  Make();
+  Submit("a", Add(1));
+  for (int i = 0; i < 20; ++i) {
+    link().events->OnClosed(absl::UnavailableError("connection refused"));
+    clock_.Advance(absl::Seconds(10));
+    stream_->Tick();
+  }
+  EXPECT_THAT(results_, IsEmpty());
+  EXPECT_THAT(lost_, IsEmpty());
+  const absl::Status status = stream_->WaitUntilConnected(absl::ZeroDuration());
+  EXPECT_THAT(std::string(status.message()), HasSubstr("10.0.0.1:29400"));
+}
+
+TEST_F(SessionStreamTest, RefusedAgent_FailsAtOnceAndDoesNotTryAgain) {
+  Make();
+  Submit("a", Add(1));
+  link().events->OnClosed(absl::FailedPreconditionError("speaks protocol 1, not 2"));
+  ASSERT_EQ(results_.size(), 1u);
+  EXPECT_THAT(results_[0], HasSubstr("refuses this agent: speaks protocol 1, not 2"));
+  EXPECT_EQ(stream_->Tick(), absl::InfiniteFuture());
+  EXPECT_EQ(stream_->WaitUntilConnected(absl::InfiniteDuration()).code(),
+            absl::StatusCode::kFailedPrecondition);
+}
+
+TEST_F(SessionStreamTest, TooMuchHeld_IsOverloadedUntilThereIsRoom) {
+  options_.max_held_ops = 2;
+  Connect();
+  Submit("a", Add(1));
+  Submit("b", Add(2));
+  absl::Status status;
+  stream_->Submit(Add(3),
+                  [&](const v1::OpResult& result) { status = rpc::FromOpError(result.error()); });
+  EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
+  EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_OVERLOADED);
+  link().Drain();
+  link().events->OnFrame(Results(1, {1}));
+  Submit("d", Add(4));
+  EXPECT_EQ(stream_->held_ops(), 2u);
+}
+
+TEST_F(SessionStreamTest, OperationLargerThanAMessage_IsRefusedHere) {
+  options_.max_op_bytes = 1000;
+  Connect();
+  v1::Op op = Add(1);
+  op.mutable_txn()->add_then()->mutable_put()->set_value(std::string(1000, 'x'));
+  absl::Status status;
+  stream_->Submit(op,
+                  [&](const v1::OpResult& result) { status = rpc::FromOpError(result.error()); });
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_LIMIT);
+  EXPECT_THAT(Written(), IsEmpty());
+}
+
+TEST_F(SessionStreamTest, Forgotten_IsNeitherSentNorAnswered) {
+  Connect();
+  const uint64_t sent = Submit("a", Add(1));
+  const uint64_t waiting = Submit("b", Add(2));
+  stream_->Forget(waiting);
+  stream_->Forget(sent);
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  link().events->OnFrame(Results(1, {1, 2}));
+  EXPECT_THAT(results_, IsEmpty());
+}
+
+TEST_F(SessionStreamTest, Stack_GoesOutAndSurvivesAResume) {
+  Connect();
+  v1::StackReply stack;
+  stack.set_query_id(5);
+  stream_->SendStack(stack);
+  ASSERT_TRUE(link().written.back().has_stack());
+  EXPECT_EQ(link().written.back().seq(), 1u);
+  Reconnect();
+  Welcome("s1", 1, 0);
+  ASSERT_TRUE(link().written.back().has_stack());
+  EXPECT_EQ(link().written.back().stack().query_id(), 5u);
+  EXPECT_EQ(link().written.back().seq(), 1u);
+}
+
+TEST_F(SessionStreamTest, SubmitFromWithinAResult_Works) {
+  Connect();
+  stream_->Submit(Add(1), [this](const v1::OpResult&) { Submit("second", Add(2)); });
+  link().Drain();
+  link().events->OnFrame(Results(1, {1}));
+  link().Drain();
+  link().events->OnFrame(Results(2, {2}));
+  EXPECT_THAT(results_, ElementsAre("second: ok"));
+}
+
+TEST_F(SessionStreamTest, Destroyed_LateEventsReachNobody) {
+  Connect();
+  Submit("a", Add(1));
+  const std::shared_ptr<FakeLink> old = transport_.links.back();
+  stream_.reset();
+  EXPECT_TRUE(old->closing);
+  old->events->OnFrame(Results(1, {1}));
+  old->events->OnClosed(absl::CancelledError(""));
+  EXPECT_THAT(results_, IsEmpty());
+}
+
+TEST_F(SessionStreamTest, UseHub_MovesWhatIsHeldToANewSessionThere) {
+  hub_address_ = "10.0.0.9:1";
+  Connect();
+  EXPECT_THAT(stream_->upstream().hub, IsEmpty());
+  Submit("a", Add(1));
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  EXPECT_EQ(link().written.back().bye().reason(), "uses hub node-h");
+  Submit("b", Add(2));
+  Leave("10.0.0.2:29500");
+  EXPECT_FALSE(stream_->connected());
+  EXPECT_EQ(hello().node(), "node-a");
+  EXPECT_THAT(hello().features(), ElementsAre("hub"));
+  EXPECT_EQ(hello().term_seen(), 1u);
+  EXPECT_EQ(hello().cluster_id(), "c");
+  EXPECT_EQ(hello().session_id(), "s1");
+  EXPECT_EQ(hello().hub_address(), "");
+  Welcome("s1");  // by chance the name of the coordinator's, but another one
+  EXPECT_TRUE(stream_->connected());
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1 2"));
+  EXPECT_THAT(connected_, ElementsAre("term 1 new", "term 1 new"));
+  link().events->OnFrame(Results(1, {1, 2}));
+  EXPECT_THAT(results_, ElementsAre("a: ok", "b: ok"));
+  EXPECT_EQ(stream_->upstream().hub, "node-h");
+  EXPECT_EQ(stream_->upstream().session, 2u);
+  EXPECT_THAT(directives_, IsEmpty());
+}
+
+TEST_F(SessionStreamTest, UseHubWhileOthersAreBehindThisAgent_IsNotFollowed) {
+  bool is_hub = true;
+  options_.is_hub = [&is_hub] { return is_hub; };
+  Make();
+  link().Done();
+  Welcome("s1");
+  Use("node-h", "10.0.0.2:29500");
+  Submit("a", Add(1));
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  EXPECT_TRUE(stream_->connected());
+  is_hub = false;
+  Use("node-h", "10.0.0.2:29500", 2);
+  link().Drain();
+  EXPECT_EQ(link().written.back().bye().reason(), "uses hub node-h");
+}
+
+TEST_F(SessionStreamTest, MoveToAHub_IsNoOutage) {
+  options_.outage_tolerance = absl::ZeroDuration();
+  Make();
+  EXPECT_THAT(hello().features(), IsEmpty());  // it would not tolerate one that fails
+  link().Done();
+  Welcome("s1");
+  Use("node-h", "10.0.0.2:29500");
+  link().Drain();
+  Leave("10.0.0.2:29500");
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  Welcome("h1");
+  EXPECT_THAT(lost_, IsEmpty());
+}
+
+TEST_F(SessionStreamTest, UseHubWhileWriting_ByeFollowsTheWrite) {
+  Connect();
+  Submit("a", Add(1));
+  Use("node-h", "10.0.0.2:29500");
+  EXPECT_TRUE(link().written.back().has_ops());
+  link().Done();
+  Leave("10.0.0.2:29500");
+  Welcome("h1");
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+}
+
+TEST_F(SessionStreamTest, UseHub_WaitsForOperationsThatCannotBeRepeated) {
+  Connect();
+  Submit("operator", Add(0, ""));
+  Submit("worker", Add(1));
+  link().Drain();
+  link().written.clear();
+  Use("node-h", "10.0.0.2:29500");
+  Submit("later", Add(0, ""));
+  EXPECT_THAT(link().written, IsEmpty());
+  link().events->OnFrame(Results(2, {1}));
+  Leave("10.0.0.2:29500");
+  Welcome("h1");
+  link().Drain();
+  EXPECT_THAT(results_, ElementsAre("operator: ok"));
+  EXPECT_THAT(Written(), ElementsAre("1: 2 3"));
+}
+
+TEST_F(SessionStreamTest, UseHub_DoesNotWaitForWhatItsCallerHasForgotten) {
+  Connect();
+  const uint64_t op = Submit("operator", Add(0, ""));
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  stream_->Forget(op);
+  Leave("10.0.0.2:29500");
+}
+
+TEST_F(SessionStreamTest, UseHub_WaitsOneSecondAtMost) {
+  Connect();
+  Submit("operator", Add(0, ""));
+  Submit("worker", Add(1));
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  link().Drain();
+  EXPECT_TRUE(link().written.back().has_bye());
+  // And one more for a coordinator that does not end the stream.
+  const absl::Time next = stream_->Tick();
+  EXPECT_LE(next - clock_.Now(), absl::Seconds(1));
+  ExpectHello("10.0.0.2:29500", absl::Seconds(1));
+  EXPECT_TRUE(transport_.links.front()->closing);
+  Welcome("h1");
+  link().Drain();
+  EXPECT_THAT(results_, ElementsAre(HasSubstr("whether the request was done cannot be told")));
+  EXPECT_THAT(Written(), ElementsAre("1: 2"));
+}
+
+TEST_F(SessionStreamTest, StreamThatBreaksDuringAMove_MovesAllTheSame) {
+  Connect();
+  Submit("operator", Add(0, ""));
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  link().events->OnClosed(absl::UnavailableError("broken pipe"));
+  ExpectHello("10.0.0.2:29500");
+}
+
+TEST_F(SessionStreamTest, TwoHubsInARow_TheLastOneCounts) {
+  Connect();
+  Submit("operator", Add(0, ""));
+  link().Drain();
+  Use("node-g", "10.0.0.3:29500", 1);
+  Use("node-h", "10.0.0.2:29500", 2);
+  link().events->OnFrame(Results(3, {1}));
+  EXPECT_EQ(link().written.back().bye().reason(), "uses hub node-h");
+  Use("node-g", "10.0.0.3:29500", 4);  // too late
+  Leave("10.0.0.2:29500");
+}
+
+TEST_F(SessionStreamTest, HubThatCannotBeUsed_CoordinatorHearsOfIt) {
+  hub_address_ = "10.0.0.9:29500";
+  Connect();
+  Submit("a", Add(1));
+  link().Drain();
+  uint64_t seq = 0;
+  for (const auto& [node, address] : std::vector<std::pair<std::string, std::string>>{
+           {"node-h", ""},
+           {"node-h", "somewhere"},
+           {"node-h", "10.0.0.2:0"},
+           {"node-h", "10.0.0.9:29500"},  // leads back to itself
+           {"node-a", "10.0.0.2:29500"},  // itself
+           {"", "10.0.0.2:29500"}}) {
+    SCOPED_TRACE(node + " at " + address);
+    Use(node, address, ++seq);
+    EXPECT_TRUE(link().closing);
+    ExpectHello("", absl::Seconds(2));
+    EXPECT_EQ(hello().failed_hub(), node);
+    EXPECT_EQ(hello().session_id(), "s1");
+    EXPECT_EQ(hello().last_received_seq(), seq);
+    Welcome("s1", 1, 1);
+    link().Drain();
+  }
+  EXPECT_EQ(connected_.back(), "term 1 resumed");
+  EXPECT_EQ(stream_->held_ops(), 1u);
+  Reconnect();
+  EXPECT_EQ(hello().failed_hub(), "");
+}
+
+TEST_F(SessionStreamTest, HubThatNothingIsOpenedTo_IsLeftForTheCoordinator) {
+  Connect();
+  transport_.refuses = "10.0.0.2:29500";  // no TLS, for instance
+  Use("node-h", "10.0.0.2:29500");
+  link().Drain();
+  link().events->OnClosed(absl::OkStatus());
+  stream_->Tick();
+  ExpectHello("", absl::Seconds(2));
+  EXPECT_EQ(hello().failed_hub(), "node-h");
+}
+
+TEST_F(SessionStreamTest, HubThatClosesBeforeWelcome_IsLeftForTheCoordinator) {
+  Connect();
+  Submit("a", Add(1));
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  Leave("10.0.0.2:29500");
+  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  ExpectHello("", absl::Seconds(1));
+  EXPECT_EQ(hello().failed_hub(), "node-h");
+  EXPECT_EQ(hello().session_id(), "s1");
+  Welcome("s2");
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  link().events->OnFrame(Results(1, {1}));
+  EXPECT_THAT(results_, ElementsAre("a: ok"));
+  Reconnect();
+  EXPECT_EQ(link().hub, "");
+  EXPECT_EQ(hello().failed_hub(), "");
+}
+
+TEST_F(SessionStreamTest, HubThatDoesNotWelcome_IsLeftAfterAThirdOfTheLease) {
+  Connect();
+  Use("node-h", "10.0.0.2:29500");
+  Leave("10.0.0.2:29500");
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(2));
+  clock_.Advance(absl::Seconds(2));
+  stream_->Tick();
+  EXPECT_TRUE(link().closing);
+  ExpectHello("", absl::Seconds(1));
+  EXPECT_EQ(hello().failed_hub(), "node-h");
+}
+
+TEST_F(SessionStreamTest, HubOfAnotherClusterOrAnOlderTerm_IsLeftForTheCoordinator) {
+  for (const auto& [term, cluster] :
+       std::vector<std::pair<uint64_t, std::string>>{{2, "d"}, {1, "c"}, {2, ""}}) {
+    SCOPED_TRACE(absl::StrCat("term ", term, " of ", cluster));
+    transport_.links.clear();
+    Make();
+    link().Done();
+    Welcome("s1", 2);
+    Use("node-h", "10.0.0.2:29500");
+    link().Drain();
+    Leave("10.0.0.2:29500");
+    Welcome("h1", term, 0, cluster);
+    EXPECT_FALSE(stream_->connected());
+    EXPECT_TRUE(link().closing);
+    ExpectHello("", absl::Seconds(1));
+    EXPECT_EQ(hello().failed_hub(), "node-h");
+    EXPECT_EQ(hello().term_seen(), 2u);
+    EXPECT_EQ(hello().cluster_id(), "c");
+  }
+}
+
+TEST_F(SessionStreamTest, HubOfANewerTerm_IsToldOfBarriersBeforeWhatIsHeld) {
+  Connect();
+  Submit("a0", Arrive("a", 0));
+  Submit("b0", Arrive("b", 0));
+  link().Drain();
+  link().events->OnFrame(Passed(1, {1}));
+  Use("node-h", "10.0.0.2:29500", 2);
+  Leave("10.0.0.2:29500");
+  Welcome("h1", 2);
+  link().Drain();
+  const v1::OpBatch& batch = link().written.back().ops();
+  ASSERT_EQ(batch.ops_size(), 2);
+  EXPECT_EQ(batch.ops(0).recall_barriers().seen(0).barrier_id(), "a");
+  EXPECT_EQ(batch.ops(1).arrive().barrier_id(), "b");
+  EXPECT_EQ(stream_->term(), 2u);
+}
+
+TEST_F(SessionStreamTest, HubThatHasLostTheCoordinator_IsAnOutage) {
+  ConnectToHub();
+  SayAway(true);
+  EXPECT_FALSE(stream_->connected());
+  EXPECT_THAT(stream_->upstream().why_away, HasSubstr("connection refused"));
+  Submit("a", Add(1));
+  EXPECT_THAT(link().written, IsEmpty());  // nothing that might be lost there
+  // It is alive all the same.
+  clock_.Advance(absl::Seconds(1.9));
+  stream_->Tick();
+  EXPECT_FALSE(link().closing);
+  SayAway(true);
+  SayAway(false);
+  EXPECT_TRUE(stream_->connected());
+  EXPECT_EQ(connected_.back(), "term 1 resumed");
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  clock_.Advance(absl::Seconds(0.2));
+  stream_->Tick();
+  EXPECT_FALSE(link().closing);
+}
+
+TEST_F(SessionStreamTest, HubThatDoesNotFindTheCoordinator_IsLeftAfterAThirdOfTheLease) {
+  ConnectToHub();
+  SayAway(true);
+  clock_.Advance(absl::Seconds(2));
+  stream_->Tick();
+  EXPECT_TRUE(link().closing);
+  ExpectHello("", absl::Seconds(1));
+  // The coordinator knows which hubs it has lost.
+  EXPECT_EQ(hello().failed_hub(), "");
+  // But not that it cannot be reached from one that it believes to have.
+  Welcome("s2");
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  link().Drain();
+  Leave("10.0.0.2:29500");
+  Welcome("h2");
+  SayAway(true);
+  clock_.Advance(absl::Seconds(2));
+  stream_->Tick();
+  ExpectHello("", absl::Seconds(2));
+  EXPECT_EQ(hello().failed_hub(), "node-h");
+}
+
+TEST_F(SessionStreamTest, HubThatWasRightAboutTheCoordinator_IsNotToBlame) {
+  ConnectToHub();
+  for (int i = 0; i < 3; ++i) {
+    SayAway(true);
+    clock_.Advance(absl::Seconds(2));
+    stream_->Tick();
+    ExpectHello("", absl::Seconds(2));
+    EXPECT_EQ(hello().failed_hub(), "");
+    link().events->OnClosed(absl::UnavailableError("connection refused"));
+    ExpectHello("10.0.0.2:29500", absl::Seconds(2));
+    EXPECT_EQ(hello().session_id(), "h1");
+    Welcome("h1");
+  }
+}
+
+TEST_F(SessionStreamTest, HubThatTakesNobodyWithoutTheCoordinator_IsNotToBlame) {
+  ConnectToHub();
+  SayAway(true);
+  clock_.Advance(absl::Seconds(2));
+  stream_->Tick();
+  for (int i = 0; i < 3; ++i) {
+    ExpectHello("", absl::Seconds(2));
+    EXPECT_EQ(hello().failed_hub(), "");
+    link().events->OnClosed(absl::UnavailableError("connection refused"));
+    ExpectHello("10.0.0.2:29500", absl::Seconds(2));
+    link().events->OnClosed(absl::UnavailableError("no stream to the coordinator"));
+  }
+}
+
+TEST_F(SessionStreamTest, HubThatFailed_IsNamedHoweverLongTheCoordinatorIsAway) {
+  ConnectToHub();
+  link().events->OnClosed(absl::UnavailableError("connection reset"));
+  ExpectHello("10.0.0.2:29500", absl::Seconds(1));
+  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  for (int i = 0; i < 3; ++i) {
+    ExpectHello("", absl::Seconds(2));
+    EXPECT_EQ(hello().failed_hub(), "node-h");
+    link().events->OnClosed(absl::UnavailableError("connection refused"));
+    ExpectHello("10.0.0.2:29500", absl::Seconds(2));
+    link().events->OnClosed(absl::UnavailableError("connection refused"));
+  }
+}
+
+TEST_F(SessionStreamTest, BeatThatAHubDoesNotAcknowledge_IsTheEndOfIt) {
+  int beats = 0;
+  options_.beat = [&] {
+    ++beats;
+    return v1::Beat();
+  };
+  ConnectToHub();
+  Submit("a", Add(1));
+  link().Drain();
+  for (int i = 0; i < 3; ++i) {
+    clock_.Advance(absl::Seconds(2));
+    stream_->Tick();
+    link().Drain();
+    Acknowledge();
+  }
+  clock_.Advance(absl::Seconds(2));
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Milliseconds(1500));
+  EXPECT_EQ(beats, 6);
+  link().Drain();
+  EXPECT_TRUE(stream_->connected());
+  clock_.Advance(absl::Milliseconds(1500));
+  stream_->Tick();
+  EXPECT_FALSE(stream_->connected());
+  ExpectHello("", absl::Seconds(1));
+  EXPECT_EQ(hello().failed_hub(), "node-h");
+  Welcome("s2");
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  // The coordinator itself may take its time: an outage is what the connection says.
+  clock_.Advance(absl::Seconds(20));
+  stream_->Tick();
+  EXPECT_TRUE(stream_->connected());
+}
+
+TEST_F(SessionStreamTest, HubWhoseStreamBreaks_IsTriedOnceMore) {
+  ConnectToHub();
+  Submit("a", Add(1));
+  link().Drain();
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  // It has a new session with the coordinator: all of it comes back.
+  link().events->OnClosed(absl::AbortedError("a new session"));
+  ExpectHello("10.0.0.2:29500", absl::Seconds(1));
+  EXPECT_EQ(hello().session_id(), "h1");
+  Welcome("h2", 2);
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  EXPECT_EQ(stream_->upstream().session, 3u);
+  // One that stays is trusted again.
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  link().Drain();
+  Acknowledge();
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  link().events->OnClosed(absl::AbortedError("another session"));
+  ExpectHello("10.0.0.2:29500", absl::Seconds(1));
+  Welcome("h3", 2);
+  link().events->OnClosed(absl::AbortedError("and another"));
+  ExpectHello("", absl::Seconds(1));
+  EXPECT_EQ(hello().failed_hub(), "node-h");
+}
+
+TEST_F(SessionStreamTest, HubThatIsKilled_IsTriedOnceMoreAndLeft) {
+  ConnectToHub();
+  clock_.Advance(absl::Seconds(10));
+  link().events->OnClosed(absl::UnavailableError("connection reset"));
+  ExpectHello("10.0.0.2:29500", absl::Milliseconds(50));
+  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  ExpectHello("", absl::Milliseconds(100));
+  EXPECT_EQ(hello().failed_hub(), "node-h");
+}
+
+TEST_F(SessionStreamTest, HubThatEndsInOrder_IsLeftAndNotToBlame) {
+  ConnectToHub();
+  v1::CoordinatorFrame goodbye;
+  goodbye.mutable_goodbye()->set_reason("the agent ends");
+  link().events->OnFrame(goodbye);
+  link().events->OnClosed(absl::OkStatus());
+  ExpectHello("", absl::Seconds(1));
+  EXPECT_EQ(hello().failed_hub(), "");
+  // Nor is it an alternative.
+  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  ExpectHello("", absl::Seconds(1));
+}
+
+TEST_F(SessionStreamTest, HubThatAsksForPatience_IsComeBackTo) {
+  ConnectToHub();
+  v1::CoordinatorFrame goodbye;
+  goodbye.mutable_goodbye()->set_reason("a new session");
+  goodbye.mutable_goodbye()->mutable_retry_after()->set_seconds(3);
+  link().events->OnFrame(goodbye);
+  link().events->OnClosed(absl::OkStatus());
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(3));
+  ExpectHello("10.0.0.2:29500", absl::Seconds(3));
+}
+
+TEST_F(SessionStreamTest, NeitherHubNorCoordinator_InTurnUntilTheOutageIsNotTolerated) {
+  ConnectToHub();
+  Submit("a", Add(1));
+  link().Drain();
+  link().events->OnClosed(absl::UnavailableError("broken pipe"));
+  std::string tried;
+  absl::Duration away;
+  // A hub that is there does not make the coordinator be there.
+  const auto step = [&] {
+    if (tried.back() == 'H') Acknowledge();
+    if (tried.back() == 'h') {
+      Welcome("h2");
+      SayAway(true);
+      tried.back() = 'H';
+    }
+    clock_.Advance(absl::Milliseconds(100));
+    away += absl::Milliseconds(100);
+    const size_t before = transport_.links.size();
+    stream_->Tick();
+    if (link().writing) link().Done();
+    if (transport_.links.size() != before) tried += link().hub.empty() ? 'c' : 'h';
+  };
+  tried = "-";
+  while (lost_.empty() && away < absl::Minutes(5)) step();
+  EXPECT_EQ(tried.substr(0, 7), "-HcHcHc");
+  ASSERT_EQ(lost_.size(), 1u);
+  EXPECT_EQ(away, absl::Seconds(90));
+  EXPECT_THAT(results_, ElementsAre(HasSubstr("a: the coordinator at 10.0.0.1:29400 has been away "
+                                              "for 1m30s")));
+  // Once for each outage.
+  for (int i = 0; i < 100; ++i) step();
+  EXPECT_EQ(lost_.size(), 1u);
+  Submit("b", Add(2));
+  EXPECT_THAT(results_.back(), HasSubstr("b: the coordinator at 10.0.0.1:29400 has been away"));
+  // It is back: the hub says nothing to the contrary for a while, or the coordinator welcomes.
+  while (tried.back() != 'h') step();
+  Welcome("h3");
+  stream_->Tick();
+  link().Drain();
+  Acknowledge();
+  clock_.Advance(absl::Milliseconds(1500));
+  stream_->Tick();
+  EXPECT_TRUE(stream_->lost().ok());
+}
+
+TEST_F(SessionStreamTest, CoordinatorThatRestartsDuringAMove_IsFoundThroughTheHub) {
+  Connect();
+  Submit("b0", Arrive("b", 0));
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  v1::CoordinatorFrame goodbye;
+  goodbye.mutable_goodbye()->set_reason("stopping");
+  goodbye.mutable_goodbye()->mutable_retry_after()->set_seconds(1);
+  link().events->OnFrame(goodbye);
+  link().events->OnClosed(absl::UnavailableError("stopping"));
+  ExpectHello("10.0.0.2:29500", absl::Seconds(1));
+  Welcome("h1");
+  SayAway(true);
+  EXPECT_FALSE(stream_->connected());
+  link().events->OnClosed(absl::AbortedError("a new session"));
+  ExpectHello("10.0.0.2:29500", absl::Seconds(1));
+  Welcome("h2", 2);
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("1: 1"));
+  link().events->OnFrame(Passed(1, {1}));
+  EXPECT_THAT(results_, ElementsAre("b0: ok"));
+}
+
+TEST_F(SessionStreamTest, FinishDuringAMove_SaysGoodbyeWhereItIs) {
+  Connect();
+  Submit("operator", Add(0, ""));
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  stream_->Finish(absl::InfinitePast());
+  EXPECT_EQ(link().written.back().bye().reason(), "the agent ends");
+  link().Drain();
+  link().events->OnClosed(absl::OkStatus());
+  clock_.Advance(absl::Seconds(10));
+  stream_->Tick();
+  EXPECT_EQ(transport_.links.size(), 1u);
+}
+
+TEST_F(SessionStreamTest, FinishBetweenCoordinatorAndHub_IsTheEnd) {
+  Connect();
+  Use("node-h", "10.0.0.2:29500");
+  Leave("10.0.0.2:29500");
+  stream_->Finish(absl::InfinitePast());
+  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  clock_.Advance(absl::Seconds(10));
+  stream_->Tick();
+  EXPECT_EQ(transport_.links.size(), 2u);
+}
+
+TEST_F(SessionStreamTest, FinishAtAHub_SaysGoodbyeThere) {
+  ConnectToHub();
+  stream_->Finish(absl::InfinitePast());
+  EXPECT_EQ(link().written.back().bye().reason(), "the agent ends");
+  // Who ends is not moved any more.
+  Use("node-g", "10.0.0.3:29500");
+  link().Drain();
+  EXPECT_TRUE(link().written.back().has_bye());
+}
+
+TEST_F(SessionStreamTest, Upstream_TellsOfEachChange) {
+  std::vector<std::string> seen;
+  options_.on_upstream = [&] {
+    const Upstream up = stream_->upstream();
+    seen.push_back(absl::StrCat(up.session, up.connected ? " up " : " away ", up.term, " ",
+                                up.cluster_id, up.hub.empty() ? "" : " through ", up.hub));
+  };
+  ConnectToHub();
+  SayAway(true);
+  SayAway(false);
+  link().events->OnClosed(absl::UnavailableError("broken pipe"));
+  EXPECT_THAT(seen, ElementsAre("1 up 1 c", "1 away 1 c", "2 up 1 c through node-h",
+                                "2 away 1 c through node-h", "2 up 1 c through node-h",
+                                "2 away 1 c through node-h"));
+  EXPECT_EQ(stream_->upstream().lease, absl::Seconds(6));
+}
+
+}  // namespace
+}  // namespace muster::agent

@@ -1,0 +1,455 @@
+#include "agent/stack_capture.h"
+
+#include <cxxabi.h>
+#include <dirent.h>
+#include <elfutils/libdwfl.h>
+#include <signal.h>
+#include <sys/ptrace.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <list>
+#include <map>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "agent/process_state.h"
+#include "base/clock.h"
+
+namespace muster::agent {
+namespace {
+
+constexpr int kNamedThreads = 8;  // of a group that stands in one place
+// libdw goes on by itself when a stack never ends (a broken one may be a circle).
+constexpr int kWalkedFrames = 512;
+constexpr size_t kMaxName = 256;
+
+struct Frame {
+  uint64_t pc = 0;  // of the call, not of the return
+  bool operator==(const Frame& other) const { return pc == other.pc; }
+};
+
+struct ThreadStack {
+  pid_t tid = 0;
+  ProcessState state;
+  std::vector<Frame> frames;
+  int more_frames = 0;
+  std::string why;  // no frames: the reason
+};
+
+// A thread stopped by us; goes on when this is destroyed.
+class StoppedThread {
+ public:
+  StoppedThread() = default;
+  ~StoppedThread() {
+    if (tid_ != 0) ptrace(PTRACE_DETACH, tid_, nullptr, reinterpret_cast<void*>(signal_));
+  }
+  StoppedThread(const StoppedThread&) = delete;
+  StoppedThread& operator=(const StoppedThread&) = delete;
+
+  // Empty: it is stopped; else why not. One that was seized and did not stop is let go by the
+  // kernel when the calling thread ends.
+  std::string Stop(pid_t tid, absl::Time deadline, const Notification& given_up) {
+    if (ptrace(PTRACE_INTERRUPT, tid, nullptr, nullptr) != 0) {
+      return errno == ESRCH ? "it has ended" : strerror(errno);
+    }
+    const Clock& clock = Clock::Real();
+    // Nobody tells when a thread has stopped: it must be asked.
+    absl::Duration wait = absl::Microseconds(20);
+    for (;; wait = std::min(wait * 2, absl::Milliseconds(2))) {
+      siginfo_t info = {};
+      // Not WEXITED: the end of the process is for whoever started it to collect.
+      if (waitid(P_PID, tid, &info, WSTOPPED | WNOHANG | __WALL) != 0) {
+        return errno == ECHILD ? "it has ended" : strerror(errno);
+      }
+      if (info.si_pid == tid) {
+        tid_ = tid;
+        // A signal that was about to be delivered goes on its way with the detach.
+        const bool interrupted = info.si_status >> 8 == PTRACE_EVENT_STOP;
+        signal_ = interrupted ? 0 : info.si_status & 0x7f;
+        return "";
+      }
+      if (clock.Now() >= deadline || given_up.WaitForNotificationWithTimeout(wait)) {
+        return "it does not stop (deaf in the kernel?)";
+      }
+    }
+  }
+
+ private:
+  pid_t tid_ = 0;
+  intptr_t signal_ = 0;
+};
+
+std::vector<pid_t> ThreadsOf(pid_t pid) {
+  std::vector<pid_t> tids;
+  DIR* const folder = opendir(absl::StrCat("/proc/", pid, "/task").c_str());
+  if (folder == nullptr) return tids;
+  while (const dirent* entry = readdir(folder)) {
+    pid_t tid = 0;
+    if (absl::SimpleAtoi(entry->d_name, &tid)) tids.push_back(tid);
+  }
+  closedir(folder);
+  std::sort(tids.begin(), tids.end(),
+            [pid](pid_t a, pid_t b) { return std::pair(a != pid, a) < std::pair(b != pid, b); });
+  return tids;
+}
+
+// Who traces `pid` already; 0: nobody.
+int64_t TracerOf(pid_t pid) {
+  FILE* const file = fopen(absl::StrCat("/proc/", pid, "/status").c_str(), "re");
+  if (file == nullptr) return 0;
+  char line[256];
+  long tracer = 0;  // NOLINT: what %ld reads
+  while (fgets(line, sizeof(line), file) != nullptr) {
+    if (sscanf(line, "TracerPid: %ld", &tracer) == 1) break;
+  }
+  fclose(file);
+  return tracer;
+}
+
+std::string PtraceScope() {
+  FILE* const file = fopen("/proc/sys/kernel/yama/ptrace_scope", "re");
+  if (file == nullptr) return "";
+  const int scope = fgetc(file);
+  fclose(file);
+  return scope == EOF || scope == '0' ? ""
+                                      : absl::StrCat("kernel.yama.ptrace_scope is ",
+                                                     std::string(1, static_cast<char>(scope)));
+}
+
+std::string Refusal(pid_t pid, int error) {
+  if (error == ESRCH) return "it has ended";
+  std::string text = absl::StrCat("ptrace was refused (", strerror(error), ")");
+  if (const int64_t tracer = TracerOf(pid); tracer != 0 && tracer != getpid()) {
+    absl::StrAppend(&text, ": process ", tracer, " traces it already");
+  } else if (const std::string scope = PtraceScope(); !scope.empty()) {
+    absl::StrAppend(&text, ": ", scope);
+  } else {
+    absl::StrAppend(&text, ": another user's process, or a container without CAP_SYS_PTRACE");
+  }
+  return text;
+}
+
+// Separate debug files are not looked for: that may ask servers.
+int NoDebugFile(Dwfl_Module*, void**, const char*, Dwarf_Addr, const char*, const char*, GElf_Word,
+                char**) {
+  return -1;
+}
+
+const Dwfl_Callbacks kCallbacks = {
+    .find_elf = dwfl_linux_proc_find_elf,
+    .find_debuginfo = NoDebugFile,
+    .section_address = nullptr,
+    .debuginfo_path = nullptr,
+};
+
+struct DwflEnd {
+  void operator()(Dwfl* dwfl) const { dwfl_end(dwfl); }
+};
+
+std::string Demangled(const char* name) {
+  int status = 0;
+  char* const text = abi::__cxa_demangle(name, nullptr, nullptr, &status);
+  std::string result = status == 0 && text != nullptr ? text : name;
+  free(text);
+  if (result.size() > kMaxName) result = result.substr(0, kMaxName) + "...";
+  return result;
+}
+
+std::string BaseName(const char* path) {
+  if (path == nullptr) return "?";
+  const char* const slash = strrchr(path, '/');
+  return slash == nullptr ? path : slash + 1;
+}
+
+// Names of places in one process.
+class Symbols {
+ public:
+  explicit Symbols(Dwfl* dwfl) : dwfl_(dwfl) {}
+
+  const std::string& At(uint64_t pc) {
+    const auto [it, is_new] = known_.try_emplace(pc);
+    if (is_new) it->second = LookUp(pc);
+    return it->second;
+  }
+
+ private:
+  std::string LookUp(uint64_t pc) {
+    Dwfl_Module* const module = dwfl_addrmodule(dwfl_, pc);
+    if (module == nullptr) return absl::StrFormat("%#x (no module)", pc);
+    const char* file = nullptr;
+    dwfl_module_info(module, nullptr, nullptr, nullptr, nullptr, nullptr, &file, nullptr);
+    if (file == nullptr) {
+      file =
+          dwfl_module_info(module, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr, nullptr);
+    }
+    GElf_Off offset = 0;
+    GElf_Sym symbol;
+    const char* const name =
+        dwfl_module_addrinfo(module, pc, &offset, &symbol, nullptr, nullptr, nullptr);
+    std::string text = name == nullptr ? absl::StrFormat("%#x", pc) : Demangled(name);
+    if (Dwfl_Line* const line = dwfl_module_getsrc(module, pc); line != nullptr) {
+      int number = 0;
+      const char* const source = dwfl_lineinfo(line, nullptr, &number, nullptr, nullptr, nullptr);
+      if (source != nullptr) absl::StrAppend(&text, " ", BaseName(source), ":", number);
+    }
+    return absl::StrCat(text, " (", BaseName(file), ")");
+  }
+
+  Dwfl* const dwfl_;
+  std::map<uint64_t, std::string> known_;
+};
+
+struct Walk {
+  ThreadStack* stack;
+  int max_frames;
+  int seen = 0;
+  absl::Time deadline;
+};
+
+int OnFrame(Dwfl_Frame* frame, void* argument) {
+  Walk& walk = *static_cast<Walk*>(argument);
+  Dwarf_Addr pc = 0;
+  bool is_activation = false;
+  if (!dwfl_frame_pc(frame, &pc, &is_activation)) return DWARF_CB_ABORT;
+  if (++walk.seen > walk.max_frames) {
+    ++walk.stack->more_frames;
+  } else {
+    walk.stack->frames.push_back({is_activation ? pc : pc - 1});
+  }
+  return walk.seen >= kWalkedFrames || Clock::Real().Now() >= walk.deadline ? DWARF_CB_ABORT
+                                                                            : DWARF_CB_OK;
+}
+
+// Text that grows up to a limit, by whole lines.
+class Text {
+ public:
+  explicit Text(size_t max_bytes) : max_bytes_(max_bytes) {}
+  // False: it does not fit, and nothing does any more.
+  bool Line(absl::string_view line) {
+    constexpr absl::string_view kCut = "... (cut)\n";
+    if (full_ || text_.size() + line.size() + 1 + kCut.size() > max_bytes_) {
+      if (!full_) absl::StrAppend(&text_, kCut);
+      full_ = true;
+      return false;
+    }
+    absl::StrAppend(&text_, line, "\n");
+    return true;
+  }
+  std::string Take() { return std::move(text_); }
+
+ private:
+  const size_t max_bytes_;
+  std::string text_;
+  bool full_ = false;
+};
+
+// The whole capture, on a thread of its own: whatever it traces is let go when that ends.
+class Capturer {
+ public:
+  Capturer(pid_t pid, const StackCaptureOptions& options, absl::Time deadline,
+           const Notification& given_up)
+      : pid_(pid), options_(options), deadline_(deadline), given_up_(given_up) {}
+
+  StackSnapshot Run() {
+    StackSnapshot snapshot;
+    const ProcessState state = ReadProcessState(pid_);
+    snapshot.process_state = state.name;
+    if (!state.exists()) return snapshot;
+    Text text(options_.max_bytes);
+    text.Line(absl::StrCat("pid ", pid_, " (", state.command, "), ", state.ToString(), ", ",
+                           state.threads, state.threads == 1 ? " thread" : " threads"));
+    if (state.name == "zombie") {
+      text.Line("no stack: it has ended and waits to be collected");
+      snapshot.native_stack = text.Take();
+      return snapshot;
+    }
+    Collect();
+    Print(&text);
+    snapshot.native_stack = text.Take();
+    return snapshot;
+  }
+
+ private:
+  bool OutOfTime() const { return Clock::Real().Now() >= deadline_; }
+
+  void Collect() {
+    // All that needs no stopped process comes first.
+    dwfl_.reset(dwfl_begin(&kCallbacks));
+    std::string why;
+    if (dwfl_ == nullptr || dwfl_linux_proc_report(dwfl_.get(), pid_) != 0 ||
+        dwfl_report_end(dwfl_.get(), nullptr, nullptr) != 0) {
+      why = "its memory map cannot be read";
+    } else if (const int error = dwfl_linux_proc_attach(dwfl_.get(), pid_, true); error != 0) {
+      why = error > 0 ? strerror(error) : dwfl_errmsg(-1);
+    }
+    std::vector<pid_t> tids = ThreadsOf(pid_);
+    if (tids.size() > static_cast<size_t>(options_.max_threads)) {
+      more_threads_ = static_cast<int>(tids.size()) - options_.max_threads;
+      tids.resize(options_.max_threads);
+    }
+    for (const pid_t tid : tids) {
+      ThreadStack stack;
+      stack.tid = tid;
+      stack.state = ReadThreadState(pid_, tid);
+      if (!stack.state.exists()) continue;
+      stack.why = OutOfTime() ? "the time was up" : why.empty() ? WalkThread(&stack) : why;
+      threads_.push_back(std::move(stack));
+    }
+  }
+
+  // Empty, or why there are no frames.
+  std::string WalkThread(ThreadStack* stack) {
+    const int refused = options_.seize ? options_.seize(stack->tid)
+                        : ptrace(PTRACE_SEIZE, stack->tid, nullptr, nullptr) == 0 ? 0
+                                                                                  : errno;
+    if (refused != 0) return Refusal(pid_, refused);
+    StoppedThread stopped;
+    const absl::Time patience = Clock::Real().Now() + options_.stop_timeout;
+    std::string why = stopped.Stop(stack->tid, std::min(deadline_, patience), given_up_);
+    if (!why.empty()) return why;
+    Walk walk = {.stack = stack, .max_frames = options_.max_frames, .deadline = deadline_};
+    // The walk ends with an error where no unwind table leads on; what it found stands.
+    dwfl_getthread_frames(dwfl_.get(), stack->tid, OnFrame, &walk);
+    return stack->frames.empty() ? absl::StrCat("no frame could be read: ", dwfl_errmsg(-1)) : "";
+  }
+
+  void Print(Text* text) {
+    Symbols symbols(dwfl_.get());
+    std::vector<bool> printed(threads_.size(), false);
+    for (size_t i = 0; i < threads_.size(); ++i) {
+      if (printed[i]) continue;
+      const ThreadStack& first = threads_[i];
+      std::vector<const ThreadStack*> group;
+      for (size_t j = i; j < threads_.size(); ++j) {
+        const ThreadStack& other = threads_[j];
+        // The main thread stands alone: it is the one that is asked about.
+        const bool same =
+            j == i || (first.tid != pid_ && other.frames == first.frames &&
+                       other.why == first.why && other.state.ToString() == first.state.ToString());
+        if (!same) continue;
+        printed[j] = true;
+        group.push_back(&other);
+      }
+      std::string title = group.size() == 1 ? "thread " : "threads ";
+      for (size_t j = 0; j < std::min<size_t>(group.size(), kNamedThreads); ++j) {
+        absl::StrAppend(&title, j == 0 ? "" : ", ", group[j]->tid, " (", group[j]->state.command,
+                        ")");
+      }
+      if (group.size() > kNamedThreads) {
+        absl::StrAppend(&title, " and ", group.size() - kNamedThreads, " more");
+      }
+      absl::StrAppend(&title, ", ", first.state.ToString(), ":");
+      if (!text->Line(title)) return;
+      if (first.frames.empty()) {
+        if (!text->Line(absl::StrCat("  no stack: ", first.why))) return;
+        continue;
+      }
+      for (size_t f = 0; f < first.frames.size(); ++f) {
+        const std::string place = OutOfTime() ? absl::StrFormat("%#x", first.frames[f].pc)
+                                              : symbols.At(first.frames[f].pc);
+        if (!text->Line(absl::StrCat("  #", f, " ", place))) return;
+      }
+      if (first.more_frames > 0 &&
+          !text->Line(absl::StrCat("  ... ", first.more_frames, " more frames"))) {
+        return;
+      }
+    }
+    if (more_threads_ > 0) text->Line(absl::StrCat("... ", more_threads_, " more threads"));
+  }
+
+  const pid_t pid_;
+  const StackCaptureOptions& options_;
+  const absl::Time deadline_;
+  const Notification& given_up_;
+  std::unique_ptr<Dwfl, DwflEnd> dwfl_;
+  std::vector<ThreadStack> threads_;
+  int more_threads_ = 0;
+};
+
+}  // namespace
+
+struct StackCapture::Job {
+  StackSnapshot snapshot;
+  Notification done;
+  Notification given_up;
+};
+
+StackCapture::StackCapture(StackCaptureOptions options)
+    : options_(std::make_shared<const StackCaptureOptions>(std::move(options))) {}
+
+// Of all captures of the process, because a thread may outlive the one that began it.
+struct StackCapture::Late {
+  struct One {
+    std::shared_ptr<Job> job;
+    std::thread thread;
+  };
+  static Late& Get() {
+    static Late* const late = new Late;
+    return *late;
+  }
+  Mutex mu;
+  std::list<One> threads ABSL_GUARDED_BY(mu);
+};
+
+int StackCapture::CollectLate() {
+  Late& late = Late::Get();
+  MutexLock lock(&late.mu);
+  late.threads.remove_if([](Late::One& one) {
+    if (!one.job->done.HasBeenNotified()) return false;
+    one.thread.join();
+    return true;
+  });
+  return static_cast<int>(late.threads.size());
+}
+
+StackCapture::~StackCapture() {
+  const absl::Time give_up = Clock::Real().Now() + options_->end_timeout;
+  MutexLock lock(&mu_);
+  for (const auto& job : late_jobs_) {
+    job->done.WaitForNotificationWithTimeout(give_up - Clock::Real().Now());
+  }
+  CollectLate();
+}
+
+StackSnapshot StackCapture::Capture(int64_t pid, absl::Duration budget) {
+  CollectLate();
+  if (pid <= 0 || pid > INT32_MAX) return {.process_state = "gone", .native_stack = ""};
+  const auto job = std::make_shared<Job>();
+  // A part is kept for what cannot be interrupted on the way.
+  const absl::Time deadline = Clock::Real().Now() + budget * 3 / 4;
+  std::thread thread([options = options_, job, pid, deadline] {
+    job->snapshot = Capturer(static_cast<pid_t>(pid), *options, deadline, job->given_up).Run();
+    job->done.Notify();
+  });
+  if (job->done.WaitForNotificationWithTimeout(budget)) {
+    thread.join();
+    return std::move(job->snapshot);
+  }
+  job->given_up.Notify();
+  StackSnapshot late;
+  const ProcessState state = ReadProcessState(pid);
+  late.process_state = state.name;
+  late.native_stack =
+      absl::StrCat("pid ", pid, " (", state.command, "), ", state.ToString(),
+                   "\nno stack: it took longer than ", absl::FormatDuration(budget), "\n");
+  {
+    Late& all = Late::Get();
+    MutexLock lock(&all.mu);
+    all.threads.push_back({job, std::move(thread)});
+  }
+  MutexLock lock(&mu_);
+  late_jobs_.remove_if([](const auto& one) { return one->done.HasBeenNotified(); });
+  late_jobs_.push_back(job);
+  return late;
+}
+
+}  // namespace muster::agent

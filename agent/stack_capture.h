@@ -1,0 +1,79 @@
+#ifndef MUSTER_AGENT_STACK_CAPTURE_H_
+#define MUSTER_AGENT_STACK_CAPTURE_H_
+
+#include <sys/types.h>
+
+#include <cstddef>
+#include <functional>
+#include <list>
+#include <memory>
+#include <string>
+
+#include "agent/stack_source.h"
+#include "base/mutex.h"
+
+namespace muster::agent {
+
+struct StackCaptureOptions {
+  // Beyond each, the text says how much was left out.
+  size_t max_bytes = 64 << 10;
+  int max_threads = 256;
+  int max_frames = 64;
+  // How long one thread may take to stop. One that is deaf to signals (state D) never does.
+  absl::Duration stop_timeout = absl::Milliseconds(200);
+  // How long the end waits for captures that outran their budget: to look at a process that the
+  // kernel holds may hold whoever looks.
+  absl::Duration end_timeout = absl::Seconds(2);
+  // What stands in for ptrace(PTRACE_SEIZE); returns an errno. Tests refuse with it.
+  std::function<int(pid_t)> seize = nullptr;
+};
+
+// Takes the stacks of a running process as a debugger does: stops one thread after the other for as
+// long as its frames take to walk (a millisecond or so), then lets it go on; a process that was
+// stopped before stays stopped. Nothing is written to the process, no signal is delivered to it.
+// System calls that restart by themselves do; a few others (epoll_wait, semop) may return EINTR, as
+// they may at any time.
+//
+// The text has a line on the process and then the threads, the main one first, those that stand in
+// the same place together:
+//
+//   pid 4242 (train), sleeping in futex (futex_wait_queue), 3 threads
+//   thread 4242 (train), sleeping in clock_nanosleep:
+//     #0 clock_nanosleep (libc.so.6)
+//     #1 Augment(Image const&) augment.cc:41 (train)
+//   threads 4243 (grpc), 4244 (grpc), sleeping in futex:
+//     #0 ...
+//
+// Names come from the symbol tables of the program and its libraries, demangled; lines where the
+// program has debug information of its own. No network is asked for any.
+//
+// Where the stack cannot be had (the kernel refuses ptrace, another debugger is attached, the
+// process has ended), the text says so and why, and still gives the state, system call and kernel
+// function of each thread that /proc tells.
+//
+// Thread-safe. Must run in the parent of the process, or with the right to trace it.
+class StackCapture final : public StackSource {
+ public:
+  explicit StackCapture(StackCaptureOptions options = {});
+  // Waits for captures that outran their budget, within reason: what is left of them ends by
+  // itself.
+  ~StackCapture() override;
+
+  StackSnapshot Capture(int64_t pid, absl::Duration budget) override;
+
+  // Joins the threads of captures that outran their budget and have ended since, of this object and
+  // others; returns how many have not ended.
+  static int CollectLate();
+
+ private:
+  struct Job;
+  struct Late;
+
+  const std::shared_ptr<const StackCaptureOptions> options_;  // captures may outlive this
+  Mutex mu_;
+  std::list<std::shared_ptr<Job>> late_jobs_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_STACK_CAPTURE_H_

@@ -1,0 +1,286 @@
+#include "agent/stack_capture.h"
+
+#include <gtest/gtest.h>
+#include <pthread.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/ptrace.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "agent/process_state.h"
+#include "base/mutex.h"
+
+namespace muster::agent {
+
+volatile bool g_forever = true;
+
+// ThreadSanitizer adds one to each process.
+#if defined(__SANITIZE_THREAD__)
+constexpr int kThreadsOfRuntime = 1;
+#else
+constexpr int kThreadsOfRuntime = 0;
+#endif
+
+// With linkage and names that a reader of the stack must find again.
+__attribute__((noinline)) void AugmentForever(int ready) {
+  const char byte = 'x';
+  if (write(ready, &byte, 1) != 1) _exit(1);
+  // A variable, lest the compiler knows that nothing comes after.
+  while (g_forever) pause();
+}
+struct ImageLoader {
+  __attribute__((noinline)) static void LoadBatch(int ready, int index) {
+    AugmentForever(ready);
+    asm volatile("" ::"r"(index));  // keeps the call from being the last thing, a jump
+  }
+};
+__attribute__((noinline)) void SpinForever(int ready) {
+  const char byte = 'x';
+  if (write(ready, &byte, 1) != 1) _exit(1);
+  for (;;) asm volatile("" ::: "memory");
+}
+__attribute__((noinline)) int Recurse(int ready, int depth) {
+  if (depth == 0) {
+    ImageLoader::LoadBatch(ready, 1);
+    return 0;
+  }
+  const int result = Recurse(ready, depth - 1);
+  asm volatile("" ::: "memory");
+  return result + 1;
+}
+
+namespace {
+
+constexpr absl::Duration kBudget = absl::Seconds(30);
+
+// A child that runs `body(fd)` once `body` has written a byte to fd; killed at the end.
+class Child {
+ public:
+  explicit Child(const std::function<void(int)>& body) {
+    int pipe_fds[2];
+    if (pipe(pipe_fds) != 0) abort();
+    pid_ = fork();
+    if (pid_ == 0) {
+      body(pipe_fds[1]);
+      _exit(0);
+    }
+    close(pipe_fds[1]);
+    char byte = 0;
+    EXPECT_EQ(read(pipe_fds[0], &byte, 1), 1);
+    close(pipe_fds[0]);
+  }
+  ~Child() {
+    kill(pid_, SIGKILL);
+    waitpid(pid_, nullptr, 0);
+  }
+  pid_t pid() const { return pid_; }
+
+ private:
+  pid_t pid_ = 0;
+};
+
+TEST(StackCapture, ProcessInUserCode_NamesTheFunctions) {
+  const Child child([](int ready) { ImageLoader::LoadBatch(ready, 7); });
+  StackCapture capture;
+  const StackSnapshot snapshot = capture.Capture(child.pid(), kBudget);
+  EXPECT_TRUE(absl::StrContains(snapshot.native_stack, "muster::agent::AugmentForever(int)"))
+      << snapshot.native_stack;
+  EXPECT_TRUE(
+      absl::StrContains(snapshot.native_stack, "muster::agent::ImageLoader::LoadBatch(int, int)"))
+      << snapshot.native_stack;
+  EXPECT_TRUE(absl::StrContains(snapshot.native_stack, "(stack_capture_test)"))
+      << snapshot.native_stack;
+  // The process lives on, untraced.
+  EXPECT_EQ(kill(child.pid(), 0), 0);
+  EXPECT_NE(ReadProcessState(child.pid()).name, "traced");
+}
+
+TEST(StackCapture, BusyProcess_IsCaughtInItsLoop) {
+  const Child child(SpinForever);
+  StackCapture capture;
+  const StackSnapshot snapshot = capture.Capture(child.pid(), kBudget);
+  EXPECT_EQ(snapshot.process_state, "running");
+  EXPECT_TRUE(absl::StrContains(snapshot.native_stack, "SpinForever(int)"))
+      << snapshot.native_stack;
+}
+
+TEST(StackCapture, ManyThreadsInOnePlace_AreOneEntry) {
+  const Child child([](int ready) {
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 12; ++i) {
+      threads.emplace_back([] {
+        for (;;) pause();
+      });
+    }
+    AugmentForever(ready);
+  });
+  StackCapture capture;
+  // The threads may not have reached their place at the first look.
+  std::string text;
+  do {
+    text = capture.Capture(child.pid(), kBudget).native_stack;
+  } while (!absl::StrContains(text, "and 4 more, sleeping in pause"));
+  EXPECT_TRUE(absl::StrContains(text, absl::StrCat(13 + kThreadsOfRuntime, " threads"))) << text;
+  EXPECT_TRUE(absl::StrContains(text, "AugmentForever(int)")) << text;
+}
+
+TEST(StackCapture, StoppedProcess_IsReadAndStaysStopped) {
+  const Child child([](int ready) { ImageLoader::LoadBatch(ready, 7); });
+  kill(child.pid(), SIGSTOP);
+  siginfo_t info = {};
+  ASSERT_EQ(waitid(P_PID, child.pid(), &info, WSTOPPED), 0);
+  StackCapture capture;
+  const StackSnapshot snapshot = capture.Capture(child.pid(), kBudget);
+  EXPECT_EQ(snapshot.process_state, "stopped");
+  EXPECT_TRUE(absl::StrContains(snapshot.native_stack, "LoadBatch")) << snapshot.native_stack;
+  EXPECT_EQ(ReadProcessState(child.pid()).name, "stopped");
+  kill(child.pid(), SIGCONT);
+  ASSERT_EQ(waitid(P_PID, child.pid(), &info, WCONTINUED), 0);
+}
+
+TEST(StackCapture, ProcessThatIsGone_HasNoStack) {
+  pid_t pid = fork();
+  if (pid == 0) _exit(0);
+  siginfo_t info = {};
+  ASSERT_EQ(waitid(P_PID, pid, &info, WEXITED | WNOWAIT), 0);
+  StackCapture capture;
+  StackSnapshot snapshot = capture.Capture(pid, kBudget);
+  EXPECT_EQ(snapshot.process_state, "zombie");
+  EXPECT_TRUE(absl::StrContains(snapshot.native_stack, "no stack: it has ended"));
+  ASSERT_EQ(waitpid(pid, nullptr, 0), pid);
+  snapshot = capture.Capture(pid, kBudget);
+  EXPECT_EQ(snapshot.process_state, "gone");
+  EXPECT_EQ(snapshot.native_stack, "");
+  EXPECT_EQ(capture.Capture(-5, kBudget).process_state, "gone");
+}
+
+TEST(StackCapture, PtraceRefused_SaysSoAndStillGivesTheState) {
+  const Child child(AugmentForever);
+  StackCapture capture({.seize = [](pid_t) { return EPERM; }});
+  const StackSnapshot snapshot = capture.Capture(child.pid(), kBudget);
+  EXPECT_TRUE(absl::StrContains(snapshot.native_stack, "no stack: ptrace was refused"))
+      << snapshot.native_stack;
+  EXPECT_FALSE(snapshot.process_state.empty());
+  EXPECT_TRUE(absl::StrContains(snapshot.native_stack, snapshot.process_state));
+}
+
+TEST(StackCapture, TracedByAnother_NamesTheTracer) {
+  const Child child(AugmentForever);
+  const pid_t debugged = child.pid();
+  // The tracer is another process: a child of its own that seizes its sibling.
+  const Child tracer([debugged](int ready) {
+    if (ptrace(PTRACE_SEIZE, debugged, nullptr, nullptr) != 0) _exit(1);
+    AugmentForever(ready);
+  });
+  StackCapture capture;
+  const StackSnapshot snapshot = capture.Capture(debugged, kBudget);
+  EXPECT_TRUE(absl::StrContains(snapshot.native_stack,
+                                absl::StrCat("process ", tracer.pid(), " traces it already")))
+      << snapshot.native_stack;
+}
+
+TEST(StackCapture, DeepStack_IsCutWithACount) {
+  const Child child([](int ready) { Recurse(ready, 100); });
+  StackCapture capture({.max_frames = 10});
+  const std::string text = capture.Capture(child.pid(), kBudget).native_stack;
+  EXPECT_TRUE(absl::StrContains(text, "AugmentForever(int)")) << text;
+  EXPECT_TRUE(absl::StrContains(text, " more frames")) << text;
+}
+
+TEST(StackCapture, Limits_HoldForThreadsAndBytes) {
+  const Child child([](int ready) {
+    std::vector<std::thread> threads;
+    for (int i = 0; i < 5; ++i) {
+      threads.emplace_back([] {
+        for (;;) pause();
+      });
+    }
+    Recurse(ready, 40);
+  });
+  StackCapture few({.max_threads = 2});
+  EXPECT_TRUE(absl::StrContains(few.Capture(child.pid(), kBudget).native_stack,
+                                absl::StrCat("... ", 4 + kThreadsOfRuntime, " more threads")));
+  StackCapture tight({.max_bytes = 600});
+  const std::string text = tight.Capture(child.pid(), kBudget).native_stack;
+  EXPECT_LE(text.size(), 600u);
+  EXPECT_TRUE(absl::EndsWith(text, "... (cut)\n")) << text;
+}
+
+TEST(StackCapture, NoTime_StillTellsTheState) {
+  const Child child(AugmentForever);
+  StackCapture capture;
+  const StackSnapshot snapshot = capture.Capture(child.pid(), absl::ZeroDuration());
+  EXPECT_FALSE(snapshot.process_state.empty());
+  EXPECT_TRUE(absl::StrContains(snapshot.native_stack, "no stack:")) << snapshot.native_stack;
+}
+
+TEST(StackCapture, Exit_IsLeftForTheParentToCollect) {
+  StackCapture capture;
+  const pid_t pid = fork();
+  if (pid == 0) {
+    for (;;) pause();
+  }
+  for (int i = 0; i < 20; ++i) {
+    if (i == 10) kill(pid, SIGTERM);
+    capture.Capture(pid, kBudget);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(pid, &status, 0), pid);
+  EXPECT_TRUE(WIFSIGNALED(status));
+  EXPECT_EQ(WTERMSIG(status), SIGTERM);
+}
+
+TEST(StackCapture, SeveralAtOnce_DoNotDisturbEachOther) {
+  const Child child([](int ready) { ImageLoader::LoadBatch(ready, 7); });
+  const Child other(SpinForever);
+  StackCapture capture;
+  std::vector<std::thread> threads;
+  std::string texts[4];
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&, i] {
+      texts[i] = capture.Capture(i % 2 == 0 ? child.pid() : other.pid(), kBudget).native_stack;
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  // Two at the same process: one of them may find it traced.
+  EXPECT_TRUE(absl::StrContains(texts[0] + texts[2], "LoadBatch")) << texts[0] << texts[2];
+  EXPECT_TRUE(absl::StrContains(texts[1] + texts[3], "SpinForever")) << texts[1] << texts[3];
+}
+
+// A process that the kernel holds may hold who looks at it.
+TEST(StackCapture, LookThatHangs_KeepsNobody) {
+  const Child child([](int ready) { ImageLoader::LoadBatch(ready, 7); });
+  struct Look {
+    Notification release, hung, done;
+  };
+  const auto look = std::make_shared<Look>();
+  {
+    StackCapture capture({.end_timeout = absl::ZeroDuration(), .seize = [look](pid_t) {
+                            look->hung.Notify();
+                            look->release.WaitForNotification();
+                            look->done.Notify();
+                            return EPERM;
+                          }});
+    // On a busy machine its time may be up before it looks.
+    do {
+      capture.Capture(child.pid(), absl::Seconds(1));
+    } while (!look->hung.HasBeenNotified());
+  }
+  EXPECT_FALSE(look->done.HasBeenNotified());
+  look->release.Notify();
+  look->done.WaitForNotification();
+  while (StackCapture::CollectLate() > 0) sched_yield();
+}
+
+}  // namespace
+}  // namespace muster::agent

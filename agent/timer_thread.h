@@ -1,0 +1,44 @@
+#ifndef MUSTER_AGENT_TIMER_THREAD_H_
+#define MUSTER_AGENT_TIMER_THREAD_H_
+
+#include <functional>
+#include <thread>
+
+#include "absl/time/time.h"
+#include "base/clock.h"
+#include "base/mutex.h"
+
+namespace muster::agent {
+
+// A thread that calls `tick` when it is due. Thread-safe.
+class TimerThread {
+ public:
+  // `tick` returns when to be called next (by `clock`); InfiniteFuture: when woken.
+  explicit TimerThread(std::function<absl::Time()> tick, const Clock* clock = &Clock::Real());
+  ~TimerThread();
+  TimerThread(const TimerThread&) = delete;
+  TimerThread& operator=(const TimerThread&) = delete;
+
+  // Calls `tick` for the first time, on the thread. Once.
+  void Start();
+  // Waits for a call of `tick` that runs; it is called no more. Repeatable; the destructor does it
+  // too. Not from `tick`.
+  void Stop();
+  // Calls `tick` now, also if it runs at this moment. Does not block. Does nothing when stopped.
+  void Wake();
+
+ private:
+  void Loop();
+
+  const std::function<absl::Time()> tick_;
+  const Clock* const clock_;
+  Mutex mu_;
+  CondVar changed_;
+  bool wanted_ ABSL_GUARDED_BY(mu_) = true;
+  bool stop_ ABSL_GUARDED_BY(mu_) = false;
+  std::thread thread_;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_TIMER_THREAD_H_

@@ -1,0 +1,25 @@
+#ifndef MUSTER_AGENT_UPSTREAM_H_
+#define MUSTER_AGENT_UPSTREAM_H_
+
+#include <cstdint>
+#include <string>
+
+#include "absl/time/time.h"
+
+namespace muster::agent {
+
+// What this node speaks to, at one moment.
+struct Upstream {
+  bool connected = false;
+  uint64_t session = 0;  // counts the sessions: nothing is left of what an earlier one was told
+  uint64_t term = 0;
+  std::string cluster_id = {};
+  absl::Duration lease;  // as the last welcome says
+  std::string hub = {};  // the node that speaks for this one; empty: the coordinator itself
+  std::string why_away = {};
+  bool ended = false;  // the coordinator does not come back; `why_away` says why
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_UPSTREAM_H_

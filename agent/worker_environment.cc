@@ -1,0 +1,128 @@
+#include "agent/worker_environment.h"
+
+#include <algorithm>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+
+namespace muster::agent {
+namespace {
+
+const char* YesNo(bool value) { return value ? "true" : "false"; }
+
+// Of a launcher further out: true for the process it started, wrong for each of ours.
+bool IsPlaceOfOtherLauncher(const std::string& name) {
+  for (const char* prefix : {"OMPI_COMM_WORLD_", "MV2_COMM_WORLD_", "PMI_", "PMIX_", "MPI_LOCAL"}) {
+    if (absl::StartsWith(name, prefix)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+bool IsPlaceVariable(const std::string& name) {
+  static const char* const kNames[] = {
+      "MUSTER_RANK",
+      "MUSTER_WORLD_SIZE",
+      "MUSTER_LOCAL_RANK",
+      "MUSTER_LOCAL_WORLD_SIZE",
+      "MUSTER_NODE_RANK",
+      "MUSTER_NUM_NODES",
+      "MUSTER_COORDINATOR",
+      "MUSTER_JOB",
+      "MUSTER_WORKER_ID",
+      "MUSTER_INCARNATION",
+      "MUSTER_GENERATION",
+      "MUSTER_PROCESS_TREE",
+      "RANK",
+      "WORLD_SIZE",
+      "LOCAL_RANK",
+      "LOCAL_WORLD_SIZE",
+      "GROUP_RANK",
+      "GROUP_WORLD_SIZE",
+      "ROLE_RANK",
+      "ROLE_WORLD_SIZE",
+  };
+  return std::find(std::begin(kNames), std::end(kNames), name) != std::end(kNames);
+}
+
+std::map<std::string, std::string> MakeWorkerVariables(
+    const WorkerEnvironment& worker, const std::map<std::string, std::string>& inherited) {
+  std::map<std::string, std::string> out;
+  for (const auto& [name, value] : inherited) {
+    if (!IsPlaceOfOtherLauncher(name)) out[name] = value;
+  }
+  for (const auto& [name, value] : worker.extra) out[name] = value;
+  const auto set = [&out](const char* name, const auto& value) { out[name] = absl::StrCat(value); };
+  const auto set_if = [&](const char* name, const std::string& value) {
+    if (value.empty()) {
+      out.erase(name);
+    } else {
+      out[name] = value;
+    }
+  };
+
+  const Place& place = worker.place;
+  set("MUSTER_RANK", place.rank);
+  set("MUSTER_WORLD_SIZE", place.world_size);
+  set("MUSTER_LOCAL_RANK", place.local_rank);
+  set("MUSTER_LOCAL_WORLD_SIZE", place.local_world_size);
+  set("MUSTER_NODE_RANK", place.node_rank);
+  set("MUSTER_NUM_NODES", place.num_nodes);
+  set_if("MUSTER_COORDINATOR", worker.coordinator);
+  set_if("MUSTER_TLS_CA", worker.tls_ca);
+  set_if("MUSTER_TLS_CERT", worker.tls_cert);
+  set_if("MUSTER_TLS_KEY", worker.tls_key);
+  set_if("MUSTER_TOKEN_FILE", worker.token_file);
+  if (!worker.rack.empty()) set("MUSTER_RACK", worker.rack);
+  if (!worker.nvlink_domain.empty()) set("MUSTER_NVLINK_DOMAIN", worker.nvlink_domain);
+  set("MUSTER_JOB", worker.job);
+  set("MUSTER_WORKER_ID", worker.worker_id);
+  set("MUSTER_INCARNATION", worker.incarnation);
+  out.erase("MUSTER_GENERATION");
+  set("MUSTER_RESTART_COUNT", worker.restart_count);
+  set("MUSTER_OUTAGE_TOLERANCE", absl::FormatDuration(worker.outage_tolerance));
+  set("MUSTER_LEASE", absl::FormatDuration(worker.lease));
+
+  set("MUSTER_MIXED_PRECISION", worker.mixed_precision);
+  set("MUSTER_CPU", YesNo(worker.cpu));
+  set("MUSTER_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);
+  set("MUSTER_DEBUG", YesNo(worker.debug));
+  set("MUSTER_AGENT_TELLS", YesNo(worker.agent_tells));
+  set("ACCELERATE_MIXED_PRECISION", worker.mixed_precision);
+  set("ACCELERATE_USE_CPU", YesNo(worker.cpu));
+  set("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);
+  set("ACCELERATE_DEBUG_MODE", YesNo(worker.debug));
+
+  set("RANK", place.rank);
+  set("WORLD_SIZE", place.world_size);
+  set("LOCAL_RANK", place.local_rank);
+  set("LOCAL_WORLD_SIZE", place.local_world_size);
+  set("GROUP_RANK", place.node_rank);
+  set("GROUP_WORLD_SIZE", place.num_nodes);
+  set("ROLE_RANK", place.rank);
+  set("ROLE_WORLD_SIZE", place.world_size);
+  set("ROLE_NAME", "default");
+  set("MASTER_ADDR", worker.master_addr);
+  set("MASTER_PORT", worker.master_port);
+  set("TORCHELASTIC_RESTART_COUNT", worker.restart_count);
+  set("TORCHELASTIC_MAX_RESTARTS", worker.max_restarts);
+  set("TORCHELASTIC_RUN_ID", worker.job);
+  // True would tell torch that the launcher already serves a TCPStore at MASTER_PORT.
+  set("TORCHELASTIC_USE_AGENT_STORE", "False");
+
+  if (worker.threads > 0) {
+    set("OMP_NUM_THREADS", worker.threads);
+  } else if (const auto it = out.find("OMP_NUM_THREADS"); it == out.end() || it->second.empty()) {
+    set("OMP_NUM_THREADS", std::max(1, worker.cores / std::max(1, place.local_world_size)));
+  }
+  return out;
+}
+
+std::vector<std::string> ToEnvironmentBlock(const std::map<std::string, std::string>& variables) {
+  std::vector<std::string> block;
+  for (const auto& [name, value] : variables) block.push_back(absl::StrCat(name, "=", value));
+  return block;
+}
+
+}  // namespace muster::agent

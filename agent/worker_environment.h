@@ -1,0 +1,75 @@
+#ifndef MUSTER_AGENT_WORKER_ENVIRONMENT_H_
+#define MUSTER_AGENT_WORKER_ENVIRONMENT_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "base/defaults.h"
+
+namespace muster::agent {
+
+// Where a worker stands. Every node of a job has the same number of workers.
+struct Place {
+  int rank = 0;
+  int world_size = 1;
+  int local_rank = 0;
+  int local_world_size = 1;
+  int node_rank = 0;
+  int num_nodes = 1;
+};
+
+// What a worker is told through its environment.
+struct WorkerEnvironment {
+  Place place;
+  std::string job;
+  std::string worker_id;
+  uint64_t incarnation = 0;
+  std::string coordinator;  // "host:port"
+  // Where this node stands; empty: not known.
+  std::string rack;
+  std::string nvlink_domain;
+  // Files to reach the coordinator with; empty: none.
+  std::string tls_ca;
+  std::string tls_cert;
+  std::string tls_key;
+  std::string token_file;
+  // For programs that meet the way torchrun's do: rank 0 may listen there.
+  std::string master_addr = "127.0.0.1";
+  int master_port = 0;
+  int restart_count = 0;
+  int max_restarts = 0;
+  absl::Duration outage_tolerance = kDefaultOutageTolerance;
+  absl::Duration lease = kDefaultLease;
+
+  std::string mixed_precision = "no";
+  bool cpu = false;
+  int gradient_accumulation_steps = 1;
+  bool debug = false;
+  // Who reads what the workers write reads what the agent writes, too.
+  bool agent_tells = false;
+  // OMP_NUM_THREADS. 0: the inherited value, or `cores` shared out evenly.
+  int threads = 0;
+  int cores = 1;
+  // Names that the user gave for all workers; they win over inherited ones, not over the place in
+  // the job.
+  std::map<std::string, std::string> extra;
+};
+
+// The whole environment of one worker, sorted: `inherited` without what other launchers say about
+// the place of the process they started, then `extra`, then Muster's variables
+// (docs/environment.md), torchrun's, and Accelerate's for the wishes. Pure.
+std::map<std::string, std::string> MakeWorkerVariables(
+    const WorkerEnvironment& worker, const std::map<std::string, std::string>& inherited);
+
+// "NAME=value" each.
+std::vector<std::string> ToEnvironmentBlock(const std::map<std::string, std::string>& variables);
+
+// Whether the user may not set this name for workers, because it says where a worker stands.
+bool IsPlaceVariable(const std::string& name);
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_WORKER_ENVIRONMENT_H_

@@ -1,0 +1,44 @@
+#ifndef MUSTER_AGENT_WORKER_PROCESSES_H_
+#define MUSTER_AGENT_WORKER_PROCESSES_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
+
+#include "base/mutex.h"
+
+namespace muster::agent {
+
+// The processes of this node's workers, as the kernel knows them and not as they say: in a pid
+// namespace of its own a worker is process 1 or 7, which here is somebody else. Thread-safe.
+class WorkerProcesses {
+ public:
+  explicit WorkerProcesses(std::string job) : job_(std::move(job)) {}
+
+  // The agent has started this child, or its end is known.
+  void Started(const std::string& worker_id, uint64_t incarnation, int64_t child);
+  void Ended(const std::string& worker_id, uint64_t incarnation);
+
+  // The process that speaks for this start of the worker and has the number `claimed` where it
+  // runs: the agent's child or a descendant of it. The child, if none of them has that number (a
+  // client of a container engine). 0: the agent has not started it. Reads /proc.
+  int64_t Find(const std::string& job, const std::string& worker_id, uint64_t incarnation,
+               int64_t claimed);
+
+ private:
+  struct Entry {
+    int64_t child = 0;
+    int64_t claimed = 0;  // what was looked for, once
+    int64_t speaker = 0;  // 0: none found
+  };
+  using Key = std::pair<std::string, uint64_t>;
+
+  const std::string job_;
+  Mutex mu_;
+  std::map<Key, Entry> entries_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_WORKER_PROCESSES_H_

@@ -1,0 +1,488 @@
+#include "worker/collective/c10d_comm.h"
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <sstream>
+#include <string>
+#include <utility>
+
+#include "ATen/ops/empty.h"
+#include "ATen/ops/from_blob.h"
+#include "c10/core/GradMode.h"
+#include "c10/util/Exception.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "worker/collective/comm_checks.h"
+#include "worker/collective/rank_order_reduce.h"
+
+namespace muster {
+namespace {
+
+enum class Operation : uint8_t {
+  kAllReduce = 1,
+  kAllGather,
+  kBroadcast,
+  kScatter,
+  kAllGatherBytes,
+  kBroadcastBytes,
+  kBarrier,
+  kAgree,
+};
+
+const char* Name(Operation operation) {
+  switch (operation) {
+    case Operation::kAllReduce:
+      return "AllReduce";
+    case Operation::kAllGather:
+      return "AllGather";
+    case Operation::kBroadcast:
+      return "Broadcast";
+    case Operation::kScatter:
+      return "Scatter";
+    case Operation::kAllGatherBytes:
+      return "AllGatherBytes";
+    case Operation::kBroadcastBytes:
+      return "BroadcastBytes";
+    case Operation::kBarrier:
+      return "Barrier";
+    case Operation::kAgree:
+      return "Scatter (check of the parts)";
+  }
+  return "an unknown operation";
+}
+
+constexpr int kFrameBytes = 512;
+constexpr int kFrameDims = 8;
+
+struct FrameHeader {
+  uint64_t sequence;
+  // Bytes of payload inside the frame; -1: they follow in a collective of their own.
+  int64_t inline_bytes;
+  int64_t total_bytes;
+  int64_t dims[kFrameDims];
+  int32_t detail;  // reduction or root
+  int16_t ndim;    // -1: no tensor
+  int8_t dtype;
+  Operation operation;
+};
+constexpr int kInlineBytes = kFrameBytes - static_cast<int>(sizeof(FrameHeader));
+static_assert(kInlineBytes > 256);
+
+// What a rank does, as a comparable text that is only built when there is something to say.
+std::string DescribeFrame(const FrameHeader& header, bool with_tensor) {
+  std::ostringstream text;
+  text << Name(header.operation);
+  switch (header.operation) {
+    case Operation::kAllReduce:
+      text << "(" << comm_checks::OpName(static_cast<ReduceOp>(header.detail)) << ")";
+      break;
+    case Operation::kBroadcast:
+    case Operation::kBroadcastBytes:
+    case Operation::kScatter:
+      text << "(root " << header.detail << ")";
+      break;
+    default:
+      break;
+  }
+  text << " #" << header.sequence;
+  if (with_tensor && header.ndim >= 0) {
+    std::vector<int64_t> dims(header.dims, header.dims + std::min<int>(header.ndim, kFrameDims));
+    text << " " << comm_checks::DescribeShape(static_cast<at::ScalarType>(header.dtype), dims);
+  }
+  return text.str();
+}
+
+bool SameCall(const FrameHeader& a, const FrameHeader& b, bool with_tensor) {
+  if (a.operation != b.operation || a.sequence != b.sequence || a.detail != b.detail) return false;
+  return !with_tensor || (a.ndim == b.ndim && a.dtype == b.dtype &&
+                          std::equal(a.dims, a.dims + kFrameDims, b.dims));
+}
+
+// The bytes of a contiguous tensor, as a flat tensor of the same storage.
+at::Tensor Bytes(const at::Tensor& contiguous) { return contiguous.reshape({-1}).view(at::kByte); }
+
+class C10dComm : public Comm {
+ public:
+  C10dComm(c10::intrusive_ptr<c10d::ProcessGroup> group, const C10dCommOptions& options)
+      : group_(std::move(group)),
+        options_(options),
+        rank_(group_->getRank()),
+        size_(group_->getSize()),
+        frame_(at::empty({kFrameBytes}, at::kByte)),
+        frames_(at::empty({static_cast<int64_t>(kFrameBytes) * size_}, at::kByte)) {}
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  c10d::ProcessGroup* process_group() override { return group_.get(); }
+
+  void AllReduce(at::Tensor& tensor, ReduceOp op) override {
+    comm_checks::CheckReduce(tensor, op, rank_);
+    at::NoGradGuard no_grad;
+    Begin(Operation::kAllReduce, static_cast<int>(op), &tensor);
+    if (options_.check) {
+      if (Exchange(/*same_tensors=*/true)) {
+        std::vector<at::Tensor> inputs;
+        for (int r = 0; r < size_; ++r) inputs.push_back(InlineTensor(r, tensor));
+        tensor.copy_(ReduceInRankOrder(inputs, op));
+        return;
+      }
+    }
+    if (tensor.numel() == 0) return;
+    // Gloo knows no bool and no 16-bit integers.
+    const at::ScalarType dtype = tensor.scalar_type();
+    const bool is_bool = dtype == at::kBool;
+    at::Tensor work = tensor.detach();
+    if (is_bool) {
+      work = work.to(at::kByte);
+    } else if (dtype == at::kShort) {
+      work = work.to(at::kInt);
+    }
+    work = work.contiguous();
+    c10d::AllreduceOptions opts;
+    opts.timeout = options_.timeout;
+    switch (op) {
+      case ReduceOp::kSum:
+        // The sum of truths is "any", and 256 of them must not be none.
+        opts.reduceOp = is_bool ? c10d::ReduceOp::MAX : c10d::ReduceOp::SUM;
+        break;
+      case ReduceOp::kMean:
+        opts.reduceOp = c10d::ReduceOp::SUM;
+        break;
+      case ReduceOp::kMax:
+        opts.reduceOp = c10d::ReduceOp::MAX;
+        break;
+      case ReduceOp::kMin:
+        opts.reduceOp = c10d::ReduceOp::MIN;
+        break;
+    }
+    std::vector<at::Tensor> tensors = {work};
+    Run([&] { return BackendOf(work)->allreduce(tensors, opts); });
+    if (op == ReduceOp::kMean) work.div_(size_);
+    if (!work.is_same(tensor) && work.data_ptr() != tensor.data_ptr()) tensor.copy_(work);
+  }
+
+  std::vector<at::Tensor> AllGather(const at::Tensor& tensor) override {
+    comm_checks::CheckTensor(tensor, "AllGather", rank_);
+    at::NoGradGuard no_grad;
+    Begin(Operation::kAllGather, 0, &tensor);
+    std::vector<at::Tensor> all;
+    if (options_.check && Exchange(/*same_tensors=*/true)) {
+      for (int r = 0; r < size_; ++r) all.push_back(InlineTensor(r, tensor));
+      return all;
+    }
+    at::Tensor input = tensor.detach().contiguous();
+    const int64_t bytes = static_cast<int64_t>(input.nbytes());
+    at::Tensor flat_in = Bytes(input);
+    at::Tensor flat_out = at::empty({bytes * size_}, flat_in.options());
+    if (bytes > 0) {
+      c10d::AllgatherOptions opts;
+      opts.timeout = options_.timeout;
+      Run([&] { return BackendOf(input)->_allgather_base(flat_out, flat_in, opts); });
+    }
+    for (int r = 0; r < size_; ++r) {
+      all.push_back(
+          flat_out.narrow(0, r * bytes, bytes).view(input.scalar_type()).view(input.sizes()));
+    }
+    return all;
+  }
+
+  void Broadcast(at::Tensor& tensor, int root) override {
+    comm_checks::CheckTensor(tensor, "Broadcast", rank_);
+    comm_checks::CheckRoot(root, size_, "Broadcast", rank_);
+    at::NoGradGuard no_grad;
+    Begin(Operation::kBroadcast, root, &tensor);
+    if (options_.check && Exchange(/*same_tensors=*/true)) {
+      if (rank_ != root) tensor.copy_(InlineTensor(root, tensor));
+      return;
+    }
+    if (tensor.numel() == 0) return;
+    at::Tensor work = tensor.detach().contiguous();
+    BroadcastFlat(Bytes(work), root);
+    if (rank_ != root && work.data_ptr() != tensor.data_ptr()) tensor.copy_(work);
+  }
+
+  void Scatter(const std::vector<at::Tensor>& parts, at::Tensor& out, int root) override {
+    comm_checks::CheckRoot(root, size_, "Scatter", rank_);
+    comm_checks::CheckTensor(out, "Scatter", rank_);
+    at::NoGradGuard no_grad;
+    Begin(Operation::kScatter, root, &out, /*allow_inline=*/false);
+    if (options_.check) {
+      Exchange(/*same_tensors=*/false);
+      // Only the root can compare its parts with the outputs it has just heard of, and all must
+      // know.
+      Agree(rank_ == root ? PartsError(parts) : "");
+    } else if (rank_ == root) {
+      comm_checks::CheckParts(parts, size_, rank_);
+    }
+    if (rank_ != root) {
+      if (out.numel() == 0) return;
+      at::Tensor work = out.is_contiguous() ? out.detach() : at::empty(out.sizes(), out.options());
+      std::vector<at::Tensor> tensors = {Bytes(work)};
+      Run([&] { return BackendOf(work)->recv(tensors, root, Tag()); });
+      if (work.data_ptr() != out.data_ptr()) out.copy_(work);
+      return;
+    }
+    std::vector<std::vector<at::Tensor>> sent;
+    std::vector<c10::intrusive_ptr<c10d::Work>> works;
+    for (int r = 0; r < size_; ++r) {
+      if (r == rank_ || parts[r].numel() == 0) continue;
+      sent.push_back({Bytes(parts[r].detach().contiguous())});
+      Guard([&] { works.push_back(BackendOf(parts[r])->send(sent.back(), r, Tag())); });
+    }
+    out.copy_(parts[rank_]);
+    for (const auto& work : works) Run([&] { return work; });
+  }
+
+  std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
+    Begin(Operation::kAllGatherBytes, 0, nullptr);
+    PutBytes(bytes);
+    const bool all_inline = Exchange(/*same_tensors=*/false);
+    std::vector<std::string> all;
+    int64_t longest = 0;
+    int64_t sum = 0;
+    for (int r = 0; r < size_; ++r) {
+      if (all_inline) all.push_back(InlineBytes(r));
+      longest = std::max(longest, Header(r).total_bytes);
+      sum += Header(r).total_bytes;
+    }
+    if (all_inline) return all;
+    all.resize(size_);
+    if (longest * size_ <= 4 * sum) {
+      at::Tensor mine = at::empty({longest}, at::kByte);
+      std::memcpy(mine.data_ptr(), bytes.data(), bytes.size());
+      std::memset(mine.data_ptr<uint8_t>() + bytes.size(), 0, longest - bytes.size());
+      at::Tensor out = at::empty({longest * size_}, at::kByte);
+      c10d::AllgatherOptions opts;
+      opts.timeout = options_.timeout;
+      Run([&] { return BackendOf(out)->_allgather_base(out, mine, opts); });
+      for (int r = 0; r < size_; ++r) {
+        all[r].assign(reinterpret_cast<const char*>(out.data_ptr<uint8_t>()) + r * longest,
+                      Header(r).total_bytes);
+      }
+      return all;
+    }
+    // A few ranks hold nearly everything: padding the others to their length would cost more than
+    // turns.
+    for (int r = 0; r < size_; ++r) {
+      all[r] = r == rank_ ? bytes : std::string(Header(r).total_bytes, '\0');
+      if (!all[r].empty()) BroadcastString(&all[r], r);
+    }
+    return all;
+  }
+
+  std::string BroadcastBytes(const std::string& bytes, int root) override {
+    comm_checks::CheckRoot(root, size_, "BroadcastBytes", rank_);
+    Begin(Operation::kBroadcastBytes, root, nullptr);
+    PutBytes(rank_ == root ? bytes : std::string());
+    Exchange(/*same_tensors=*/false);
+    if (Header(root).inline_bytes >= 0) return InlineBytes(root);
+    std::string result = rank_ == root ? bytes : std::string(Header(root).total_bytes, '\0');
+    BroadcastString(&result, root);
+    return result;
+  }
+
+  void Barrier() override {
+    Begin(Operation::kBarrier, 0, nullptr);
+    Exchange(/*same_tensors=*/false);
+  }
+
+ private:
+  // Starts collective sequence_ and writes this rank's frame.
+  void Begin(Operation operation, int detail, const at::Tensor* tensor, bool allow_inline = true) {
+    if (operation != Operation::kAgree) ++sequence_;
+    operation_ = operation;
+    what_ = tensor == nullptr ? "" : comm_checks::Describe(*tensor);
+    if (!broken_.empty()) {
+      C10_THROW_ERROR(DistBackendError,
+                      c10::str(Where(), ": the group is unusable since ", broken_));
+    }
+    FrameHeader header = {};
+    header.sequence = sequence_;
+    header.operation = operation;
+    header.detail = detail;
+    header.ndim = -1;
+    if (tensor != nullptr) {
+      header.ndim = static_cast<int16_t>(tensor->dim());
+      header.dtype = static_cast<int8_t>(tensor->scalar_type());
+      for (int64_t d = 0; d < tensor->dim(); ++d) {
+        if (d < kFrameDims) {
+          header.dims[d] = tensor->size(d);
+        } else {
+          // Rare; still told apart, though not shown.
+          header.dims[kFrameDims - 1] = header.dims[kFrameDims - 1] * 1000003 + tensor->size(d);
+        }
+      }
+      header.total_bytes = static_cast<int64_t>(tensor->numel() * tensor->element_size());
+      header.inline_bytes = -1;
+      if (allow_inline && options_.check && tensor->is_cpu() &&
+          header.total_bytes <= kInlineBytes) {
+        header.inline_bytes = header.total_bytes;
+        const at::Tensor contiguous = tensor->detach().contiguous();
+        if (header.total_bytes > 0) {
+          std::memcpy(FrameData() + sizeof(FrameHeader), contiguous.const_data_ptr(),
+                      header.total_bytes);
+        }
+      }
+    }
+    std::memcpy(FrameData(), &header, sizeof(header));
+  }
+
+  void PutBytes(const std::string& bytes) {
+    FrameHeader header;
+    std::memcpy(&header, FrameData(), sizeof(header));
+    header.total_bytes = static_cast<int64_t>(bytes.size());
+    header.inline_bytes = -1;
+    if (header.total_bytes <= kInlineBytes) {
+      header.inline_bytes = header.total_bytes;
+      std::memcpy(FrameData() + sizeof(header), bytes.data(), bytes.size());
+    }
+    std::memcpy(FrameData(), &header, sizeof(header));
+  }
+
+  // Gathers the frames and compares them. Returns whether every rank's data came inside its frame.
+  // Throws, on every rank alike, if ranks disagree.
+  bool Exchange(bool same_tensors) {
+    if (size_ == 1) {
+      std::memcpy(frames_.data_ptr(), frame_.const_data_ptr(), kFrameBytes);
+    } else {
+      c10d::AllgatherOptions opts;
+      opts.timeout = options_.timeout;
+      Run([&] { return BackendOf(frames_)->_allgather_base(frames_, frame_, opts); });
+    }
+    bool all_inline = true;
+    bool same = true;
+    for (int r = 0; r < size_; ++r) {
+      all_inline = all_inline && Header(r).inline_bytes >= 0;
+      same = same && SameCall(Header(r), Header(0), same_tensors);
+    }
+    if (same) return all_inline;
+    std::string text = "ranks disagree about a collective:";
+    for (int r = 0; r < size_; ++r) {
+      text += c10::str(r == 0 ? " " : "; ", "rank ", r, " called ",
+                       DescribeFrame(Header(r), same_tensors));
+    }
+    // Ranks may stand at different numbers; from here on they count alike again.
+    for (int r = 0; r < size_; ++r) sequence_ = std::max(sequence_, Header(r).sequence);
+    TORCH_CHECK(false, text);
+  }
+
+  // Every rank throws if one of them has something to complain about.
+  void Agree(const std::string& complaint) {
+    Begin(Operation::kAgree, 0, nullptr);
+    PutBytes(complaint.substr(0, kInlineBytes));
+    Exchange(/*same_tensors=*/false);
+    for (int r = 0; r < size_; ++r) TORCH_CHECK(Header(r).total_bytes == 0, InlineBytes(r));
+  }
+
+  std::string PartsError(const std::vector<at::Tensor>& parts) {
+    try {
+      comm_checks::CheckParts(parts, size_, rank_);
+    } catch (const c10::Error& e) {
+      return e.what_without_backtrace();
+    }
+    for (int r = 0; r < size_; ++r) {
+      const FrameHeader header = Header(r);
+      const std::vector<int64_t> dims(header.dims,
+                                      header.dims + std::min<int>(header.ndim, kFrameDims));
+      if (parts[r].scalar_type() == static_cast<at::ScalarType>(header.dtype) &&
+          parts[r].dim() == header.ndim &&
+          (header.ndim > kFrameDims || parts[r].sizes() == at::IntArrayRef(dims))) {
+        continue;
+      }
+      return c10::str("Scatter on rank ", r, ": the part for this rank is ",
+                      comm_checks::Describe(parts[r]), " but its output is ",
+                      comm_checks::DescribeShape(static_cast<at::ScalarType>(header.dtype), dims));
+    }
+    return "";
+  }
+
+  FrameHeader Header(int r) const {
+    FrameHeader header;
+    std::memcpy(&header, frames_.const_data_ptr<uint8_t>() + static_cast<size_t>(r) * kFrameBytes,
+                sizeof(header));
+    return header;
+  }
+  std::string InlineBytes(int r) const {
+    return std::string(reinterpret_cast<const char*>(frames_.const_data_ptr<uint8_t>()) +
+                           static_cast<size_t>(r) * kFrameBytes + sizeof(FrameHeader),
+                       Header(r).total_bytes);
+  }
+  // A copy of what rank `r` sent inside its frame, shaped as `like`.
+  at::Tensor InlineTensor(int r, const at::Tensor& like) const {
+    at::Tensor result = at::empty(like.sizes(), like.options().requires_grad(false));
+    if (result.numel() > 0) {
+      std::memcpy(result.data_ptr(),
+                  frames_.const_data_ptr<uint8_t>() + static_cast<size_t>(r) * kFrameBytes +
+                      sizeof(FrameHeader),
+                  result.nbytes());
+    }
+    return result;
+  }
+  uint8_t* FrameData() { return frame_.data_ptr<uint8_t>(); }
+
+  void BroadcastFlat(const at::Tensor& flat, int root) {
+    std::vector<at::Tensor> tensors = {flat};
+    c10d::BroadcastOptions opts;
+    opts.rootRank = root;
+    opts.timeout = options_.timeout;
+    Run([&] { return BackendOf(flat)->broadcast(tensors, opts); });
+  }
+
+  void BroadcastString(std::string* text, int root) {
+    BroadcastFlat(at::from_blob(text->data(), {static_cast<int64_t>(text->size())}, at::kByte),
+                  root);
+  }
+
+  c10::intrusive_ptr<c10d::Backend> BackendOf(const at::Tensor& tensor) {
+    return group_->getBackend(tensor.device().type());
+  }
+
+  int Tag() const { return static_cast<int>(sequence_ % 1000000); }
+
+  std::string Where() const {
+    return c10::str(Name(operation_), " #", sequence_, " on rank ", rank_, " of ", size_,
+                    what_.empty() ? "" : " (" + what_ + ")");
+  }
+
+  void Run(const std::function<c10::intrusive_ptr<c10d::Work>()>& start) {
+    Guard([&] { TORCH_CHECK(start()->wait(), "the operation was aborted"); });
+  }
+
+  void Guard(const std::function<void()>& body) {
+    std::string why;
+    try {
+      body();
+      return;
+    } catch (const c10::Error& e) {
+      why = e.what_without_backtrace();
+    } catch (const std::exception& e) {
+      why = e.what();
+    }
+    broken_ = c10::str(Where(), ": ", why);
+    C10_THROW_ERROR(DistBackendError,
+                    c10::str(broken_, " (timeout ", options_.timeout.count(), " ms)"));
+  }
+
+  const c10::intrusive_ptr<c10d::ProcessGroup> group_;
+  const C10dCommOptions options_;
+  const int rank_;
+  const int size_;
+  at::Tensor frame_;
+  at::Tensor frames_;
+  uint64_t sequence_ = 0;
+  // The collective under way, for messages.
+  Operation operation_ = Operation::kBarrier;
+  std::string what_;
+  // What broke the transport; empty while it works.
+  std::string broken_;
+};
+
+}  // namespace
+
+std::unique_ptr<Comm> MakeC10dComm(c10::intrusive_ptr<c10d::ProcessGroup> group,
+                                   const C10dCommOptions& options) {
+  TORCH_CHECK(group, "MakeC10dComm: no process group");
+  return std::make_unique<C10dComm>(std::move(group), options);
+}
+
+}  // namespace muster

@@ -1,0 +1,338 @@
+#include "worker/collective/c10d_comm.h"
+
+#include <atomic>
+#include <functional>
+#include <stdexcept>
+
+#include "ATen/ops/arange.h"
+#include "ATen/ops/equal.h"
+#include "ATen/ops/full.h"
+#include "ATen/ops/ones.h"
+#include "ATen/ops/rand.h"
+#include "ATen/ops/zeros.h"
+#include "base/mutex.h"
+#include "c10/util/Exception.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
+#include "worker/collective/gloo_ranks.h"
+#include "worker/collective/thread_comm.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+using Body = std::function<void(Comm&)>;
+
+enum class Kind { kThread, kGloo, kGlooUnchecked, kShm, kShmUnchecked };
+
+std::string KindName(const ::testing::TestParamInfo<Kind>& info) {
+  switch (info.param) {
+    case Kind::kThread:
+      return "Thread";
+    case Kind::kGloo:
+      return "Gloo";
+    case Kind::kGlooUnchecked:
+      return "GlooUnchecked";
+    case Kind::kShm:
+      return "Shm";
+    case Kind::kShmUnchecked:
+      return "ShmUnchecked";
+  }
+  return "";
+}
+
+class CommTest : public ::testing::TestWithParam<Kind> {
+ protected:
+  void Run(int n, const Body& body) {
+    switch (GetParam()) {
+      case Kind::kThread:
+        RunRanks(n, body);
+        break;
+      case Kind::kGloo:
+        RunGlooRanks(n, body);
+        break;
+      case Kind::kGlooUnchecked:
+        RunGlooRanks(n, body, {.check = false});
+        break;
+      case Kind::kShm:
+        RunShmRanks(n, body);
+        break;
+      case Kind::kShmUnchecked:
+        RunShmRanks(n, body, {.check = false});
+        break;
+    }
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(Every, CommTest,
+                         ::testing::Values(Kind::kThread, Kind::kGloo, Kind::kGlooUnchecked,
+                                           Kind::kShm, Kind::kShmUnchecked),
+                         KindName);
+
+// Small ones travel inside a frame, large ones do not.
+const int64_t kSizes[] = {0, 1, 3, 5000};
+
+TEST_P(CommTest, AllReduce_EveryOpSizeAndDtype) {
+  Run(3, [](Comm& comm) {
+    for (const int64_t n : kSizes) {
+      for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16, at::kLong,
+                               at::kInt, at::kShort, at::kByte}) {
+        const struct {
+          ReduceOp op;
+          int want;
+        } cases[] = {
+            {ReduceOp::kSum, 12}, {ReduceOp::kMean, 4}, {ReduceOp::kMax, 6}, {ReduceOp::kMin, 2}};
+        for (const auto& c : cases) {
+          at::Tensor x = at::full({n}, 2 * (comm.rank() + 1), dtype);
+          if (c.op == ReduceOp::kMean && !x.is_floating_point()) continue;
+          comm.AllReduce(x, c.op);
+          EXPECT_TRUE(at::equal(x, at::full({n}, c.want, dtype))) << dtype << " " << n;
+        }
+      }
+      at::Tensor flags = at::full({n}, comm.rank() == 1, at::kBool);
+      comm.AllReduce(flags, ReduceOp::kMax);
+      EXPECT_TRUE(at::equal(flags, at::ones({n}, at::kBool)));
+      comm.AllReduce(flags, ReduceOp::kSum);
+      EXPECT_TRUE(at::equal(flags, at::ones({n}, at::kBool)));
+    }
+  });
+}
+
+TEST_P(CommTest, AllReduce_SameBitsOnEveryRank) {
+  Run(3, [](Comm& comm) {
+    for (const int64_t n : kSizes) {
+      at::Tensor x = at::rand({n});
+      comm.AllReduce(x, ReduceOp::kMean);
+      for (const at::Tensor& other : comm.AllGather(x)) EXPECT_TRUE(at::equal(other, x));
+    }
+  });
+}
+
+TEST_P(CommTest, AllReduce_ScalarsViewsAndLeaves_InPlace) {
+  Run(2, [](Comm& comm) {
+    at::Tensor scalar = at::full({}, comm.rank());
+    comm.AllReduce(scalar, ReduceOp::kSum);
+    EXPECT_EQ(scalar.item<int64_t>(), 1);
+    for (const int64_t n : {2, 200}) {
+      at::Tensor base = at::ones({n, 3});
+      at::Tensor view = base.t();
+      comm.AllReduce(view, ReduceOp::kSum);
+      EXPECT_TRUE(at::equal(base, at::full({n, 3}, 2.0)));
+      at::Tensor leaf = at::ones({n});
+      leaf.requires_grad_();
+      comm.AllReduce(leaf, ReduceOp::kSum);
+      EXPECT_TRUE(leaf.is_leaf());
+      EXPECT_EQ(leaf[0].item<float>(), 2);
+    }
+  });
+}
+
+TEST_P(CommTest, AllGatherAndBroadcast_EverySizeAndDtype) {
+  Run(3, [](Comm& comm) {
+    const int r = comm.rank();
+    for (const int64_t n : kSizes) {
+      for (const auto dtype : {at::kFloat, at::kLong, at::kBool, at::kShort, at::kBFloat16,
+                               at::kComplexFloat, at::kFloat8_e4m3fn}) {
+        const auto make = [&](int rank) {
+          return at::full({2, n}, static_cast<float>(rank == 1), at::kFloat).to(dtype);
+        };
+        // Transposed: not contiguous.
+        const auto all = comm.AllGather(make(r).t());
+        ASSERT_EQ(all.size(), 3u);
+        for (int i = 0; i < 3; ++i) {
+          EXPECT_EQ(all[i].sizes(), (at::IntArrayRef{n, 2}));
+          EXPECT_TRUE(all[i].is_contiguous());
+          EXPECT_TRUE(at::equal(all[i].to(at::kComplexDouble), make(i).t().to(at::kComplexDouble)));
+        }
+        at::Tensor x = make(r).t();
+        comm.Broadcast(x, 1);
+        EXPECT_TRUE(at::equal(x.to(at::kComplexDouble), make(1).t().to(at::kComplexDouble)));
+      }
+    }
+    const auto scalars = comm.AllGather(at::full({}, r));
+    EXPECT_EQ(scalars[2].dim(), 0);
+    EXPECT_EQ(scalars[2].item<int64_t>(), 2);
+  });
+}
+
+TEST_P(CommTest, Scatter_PartsOfDifferentShapes) {
+  Run(3, [](Comm& comm) {
+    const int r = comm.rank();
+    for (const int64_t n : kSizes) {
+      std::vector<at::Tensor> parts;
+      if (r == 1) {
+        for (int i = 0; i < 3; ++i) parts.push_back(at::full({2, n * i}, static_cast<float>(i)));
+      }
+      at::Tensor out = at::zeros({n * r, 2}).t();
+      comm.Scatter(parts, out, 1);
+      EXPECT_TRUE(at::equal(out, at::full({2, n * r}, static_cast<float>(r))));
+    }
+  });
+}
+
+TEST_P(CommTest, Bytes_AnyLengthEvenVeryUneven) {
+  Run(3, [](Comm& comm) {
+    for (const size_t n : {0, 10, 1000, 100000}) {
+      const auto make = [&](int rank) { return std::string(rank == 2 ? n : rank, 'a' + rank); };
+      const auto all = comm.AllGatherBytes(make(comm.rank()));
+      EXPECT_EQ(all, (std::vector<std::string>{make(0), make(1), make(2)}));
+      const auto even = comm.AllGatherBytes(std::string(n, 'a' + comm.rank()));
+      for (int r = 0; r < 3; ++r) EXPECT_EQ(even[r], std::string(n, 'a' + r));
+      EXPECT_EQ(comm.BroadcastBytes(comm.rank() == 2 ? std::string(n, '\0') : "ignored", 2),
+                std::string(n, '\0'));
+    }
+    comm.Barrier();
+  });
+}
+
+TEST_P(CommTest, OneRank_Works) {
+  Run(1, [](Comm& comm) {
+    at::Tensor x = at::ones({2});
+    comm.AllReduce(x, ReduceOp::kMean);
+    EXPECT_EQ(x[1].item<float>(), 1);
+    comm.Barrier();
+    EXPECT_EQ(comm.AllGather(x).size(), 1u);
+  });
+}
+
+class CheckedCommTest : public CommTest {};
+INSTANTIATE_TEST_SUITE_P(Every, CheckedCommTest,
+                         ::testing::Values(Kind::kThread, Kind::kGloo, Kind::kShm), KindName);
+
+TEST_P(CheckedCommTest, WrongUse_EveryRankThrowsTheSame_GroupStaysUsable) {
+  struct Case {
+    const char* name;
+    Body body;
+    std::vector<std::string> want;
+  };
+  const std::vector<Case> cases = {
+      {"shape",
+       [](Comm& c) { c.AllGather(at::zeros({c.rank() == 1 ? 5 : 4})); },
+       {"rank 0 called AllGather", "float32[4]", "float32[5]"}},
+      {"large shape",
+       [](Comm& c) {
+         at::Tensor x = at::zeros({c.rank() == 1 ? 5000 : 1});
+         c.AllReduce(x, ReduceOp::kSum);
+       },
+       {"rank 1 called AllReduce(sum)", "float32[5000]"}},
+      {"dtype",
+       [](Comm& c) {
+         at::Tensor x = at::zeros({2}, c.rank() == 0 ? at::kFloat : at::kHalf);
+         c.Broadcast(x, 0);
+       },
+       {"float32[2]", "float16[2]"}},
+      {"reduction",
+       [](Comm& c) {
+         at::Tensor x = at::zeros({2});
+         c.AllReduce(x, c.rank() == 2 ? ReduceOp::kMax : ReduceOp::kSum);
+       },
+       {"rank 2 called AllReduce(max)", "rank 0 called AllReduce(sum)"}},
+      {"root",
+       [](Comm& c) {
+         at::Tensor x = at::zeros({2});
+         c.Broadcast(x, c.rank());
+       },
+       {"Broadcast(root 2)"}},
+      {"operation",
+       [](Comm& c) {
+         if (c.rank() == 0) {
+           c.Barrier();
+         } else {
+           c.AllGatherBytes("x");
+         }
+       },
+       {"rank 0 called Barrier", "rank 1 called AllGatherBytes"}},
+      {"scatter part",
+       [](Comm& c) {
+         std::vector<at::Tensor> parts = {at::zeros({1}), at::zeros({1}), at::zeros({1})};
+         at::Tensor out = at::zeros({c.rank() == 2 ? 2 : 1});
+         c.Scatter(parts, out, 0);
+       },
+       {"Scatter on rank 2", "part for this rank is float32[1] but its output is float32[2]"}},
+  };
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.name);
+    std::atomic<int> threw = 0;
+    Run(3, [&](Comm& comm) {
+      try {
+        c.body(comm);
+      } catch (const c10::Error& e) {
+        for (const std::string& want : c.want) EXPECT_THAT(e.what(), HasSubstr(want));
+        ++threw;
+      }
+      at::Tensor x = at::ones({1});
+      comm.AllReduce(x, ReduceOp::kSum);
+      EXPECT_EQ(x.item<float>(), 3);
+    });
+    EXPECT_EQ(threw, 3);
+  }
+}
+
+TEST(C10dComm, PeerGone_ErrorNamesOperationSequenceAndRank_ThenFailsAtOnce) {
+  RunGlooRanks(2,
+               [](Comm& comm) {
+                 comm.Barrier();
+                 if (comm.rank() == 1) return;
+                 try {
+                   comm.Barrier();
+                   ADD_FAILURE() << "must throw";
+                 } catch (const c10::DistBackendError& e) {
+                   EXPECT_THAT(e.what(), HasSubstr("Barrier #2 on rank 0 of 2: "));
+                 }
+                 try {
+                   at::Tensor x = at::ones({1});
+                   comm.AllReduce(x, ReduceOp::kSum);
+                   ADD_FAILURE() << "must throw";
+                 } catch (const c10::DistBackendError& e) {
+                   EXPECT_THAT(e.what(),
+                               AllOf(HasSubstr("AllReduce #3 on rank 0 of 2 (float32[1])"),
+                                     HasSubstr("unusable since Barrier #2")));
+                 }
+               },
+               {});
+}
+
+TEST(C10dComm, D30_PeerThatNeverComes_TimesOutAfterTheGivenTime) {
+  std::atomic<bool> timed_out = false;
+  Notification done;
+  RunGlooRanks(2,
+               [&](Comm& comm) {
+                 // Alive, but elsewhere.
+                 if (comm.rank() == 1) return done.WaitForNotification();
+                 try {
+                   comm.Barrier();
+                 } catch (const c10::DistBackendError& e) {
+                   timed_out = true;
+                   EXPECT_THAT(e.what(), AllOf(HasSubstr("Barrier #1 on rank 0 of 2"),
+                                               HasSubstr("timeout 300 ms")));
+                 }
+                 done.Notify();
+               },
+               {.timeout = std::chrono::milliseconds(300)});
+  EXPECT_TRUE(timed_out);
+}
+
+TEST(RunGlooRanks, OneRankThrows_ItsErrorIsRethrown) {
+  try {
+    RunGlooRanks(2, [](Comm& comm) {
+      if (comm.rank() == 1) throw std::runtime_error("disk on fire");
+      comm.Barrier();
+    });
+    ADD_FAILURE() << "must throw";
+  } catch (const std::runtime_error& e) {
+    EXPECT_STREQ(e.what(), "disk on fire");
+  }
+}
+
+TEST(C10dComm, ProcessGroup_IsTheOneGiven) {
+  RunGlooRanks(1, [](Comm& comm) {
+    ASSERT_NE(comm.process_group(), nullptr);
+    EXPECT_EQ(comm.process_group()->getSize(), 1);
+  });
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,115 @@
+#include "worker/collective/checked_comm.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/log.h"
+#include "c10/util/Exception.h"
+#include "worker/collective/call_site.h"
+#include "worker/collective/comm_checks.h"
+
+namespace muster {
+namespace {
+
+// "ranks 0, 2 and 3" of those where `texts` equals `text`; long lists are cut.
+std::string RanksWith(const std::vector<std::string>& texts, const std::string& text) {
+  std::vector<size_t> ranks;
+  for (size_t r = 0; r < texts.size(); ++r) {
+    if (texts[r] == text) ranks.push_back(r);
+  }
+  std::string result = ranks.size() == 1 ? "rank " : "ranks ";
+  constexpr size_t kShown = 8;
+  for (size_t i = 0; i < std::min(ranks.size(), kShown); ++i) {
+    result += (i == 0 ? "" : ", ") + std::to_string(ranks[i]);
+  }
+  if (ranks.size() > kShown) result += " and " + std::to_string(ranks.size() - kShown) + " more";
+  return result;
+}
+
+class CheckedComm : public Comm {
+ public:
+  explicit CheckedComm(std::unique_ptr<Comm> inner) : inner_(std::move(inner)) {}
+
+  int rank() const override { return inner_->rank(); }
+  int size() const override { return inner_->size(); }
+  c10d::ProcessGroup* process_group() override { return inner_->process_group(); }
+
+  void AllReduce(at::Tensor& tensor, ReduceOp op) override {
+    Check(c10::str("AllReduce(", comm_checks::OpName(op), ") ", comm_checks::Describe(tensor)));
+    inner_->AllReduce(tensor, op);
+  }
+  std::vector<at::Tensor> AllGather(const at::Tensor& tensor) override {
+    Check("AllGather " + comm_checks::Describe(tensor));
+    return inner_->AllGather(tensor);
+  }
+  void Broadcast(at::Tensor& tensor, int root) override {
+    Check(c10::str("Broadcast(root ", root, ") ", comm_checks::Describe(tensor)));
+    inner_->Broadcast(tensor, root);
+  }
+  void Scatter(const std::vector<at::Tensor>& parts, at::Tensor& out, int root) override {
+    Check(c10::str("Scatter(root ", root, ")"));
+    inner_->Scatter(parts, out, root);
+  }
+  std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
+    Check("AllGatherBytes");
+    return inner_->AllGatherBytes(bytes);
+  }
+  std::string BroadcastBytes(const std::string& bytes, int root) override {
+    Check(c10::str("BroadcastBytes(root ", root, ")"));
+    return inner_->BroadcastBytes(bytes, root);
+  }
+  void Barrier() override {
+    Check("Barrier");
+    inner_->Barrier();
+  }
+
+ private:
+  void Check(const std::string& call) {
+    ++sequence_;
+    const std::string mine = c10::str(call, " #", sequence_) + '\n' + CurrentCallSite();
+    const std::vector<std::string> all = inner_->AllGatherBytes(mine);
+    bool same_calls = true;
+    bool same_sites = true;
+    std::vector<std::string> texts;
+    for (const std::string& other : all) {
+      const size_t newline = other.find('\n');
+      const std::string site = other.substr(newline + 1);
+      same_calls = same_calls && other.substr(0, newline) == mine.substr(0, newline);
+      same_sites = same_sites && other == mine;
+      texts.push_back(other.substr(0, newline) + (site.empty() ? "" : " at " + site));
+    }
+    if (same_calls && (same_sites || warned_)) return;
+    std::string groups;
+    std::vector<std::string> distinct = texts;
+    std::sort(distinct.begin(), distinct.end());
+    distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
+    // In the order of the first rank of each group.
+    std::sort(distinct.begin(), distinct.end(), [&](const auto& a, const auto& b) {
+      return std::find(texts.begin(), texts.end(), a) < std::find(texts.begin(), texts.end(), b);
+    });
+    for (const std::string& text : distinct) {
+      groups += (groups.empty() ? "" : "; ") + RanksWith(texts, text) + " called " + text;
+    }
+    TORCH_CHECK(same_calls, "debug mode: ranks disagree about a collective: ", groups);
+    warned_ = true;
+    if (rank() == 0) {
+      MUSTER_LOG(Warning) << "debug mode: ranks meet in one collective from different lines: "
+                          << groups;
+    }
+  }
+
+  const std::unique_ptr<Comm> inner_;
+  uint64_t sequence_ = 0;
+  bool warned_ = false;
+};
+
+}  // namespace
+
+std::unique_ptr<Comm> MakeCheckedComm(std::unique_ptr<Comm> inner) {
+  TORCH_CHECK(inner, "MakeCheckedComm: no Comm to check");
+  return std::make_unique<CheckedComm>(std::move(inner));
+}
+
+}  // namespace muster

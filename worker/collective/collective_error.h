@@ -1,0 +1,36 @@
+#ifndef MUSTER_WORKER_COLLECTIVE_COLLECTIVE_ERROR_H_
+#define MUSTER_WORKER_COLLECTIVE_COLLECTIVE_ERROR_H_
+
+#include <functional>
+#include <string>
+
+#include "absl/strings/string_view.h"
+
+namespace muster {
+
+// Every explanation of a lost collective has one of these phrases (worker/job/lost_collective.h
+// writes them), so that none is explained twice.
+inline constexpr absl::string_view kDidNotTakePart = "did not take part in ";
+inline constexpr absl::string_view kDidNotFinish = " did not finish within ";
+
+// Whether `error` says that a transport (Gloo, shared memory, NCCL) waited too long for a peer.
+bool IsCollectiveTimeout(absl::string_view error);
+
+// Whether `error` is a transport's word for a peer that did not come in time or whose connection
+// was lost.
+bool IsLostCollective(absl::string_view error);
+
+// Whether `error` is an explanation: it names the ranks already.
+bool IsExplained(absl::string_view error);
+
+// Takes the transport's words and returns a line that says which ranks did not take part.
+using CollectiveExplainer = std::function<std::string(absl::string_view error)>;
+
+// In a catch block: throws a c10::DistBackendError that says what `explain` says if the exception
+// in flight is a lost collective, otherwise the exception itself. For exceptions of a backward
+// pass, where collectives run past the Comm. `explain` may be null.
+[[noreturn]] void RethrowExplained(const CollectiveExplainer& explain);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_COLLECTIVE_COLLECTIVE_ERROR_H_

@@ -1,0 +1,64 @@
+#ifndef MUSTER_WORKER_COLLECTIVE_COMM_H_
+#define MUSTER_WORKER_COLLECTIVE_COMM_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+
+namespace c10d {
+class ProcessGroup;
+}
+
+namespace muster {
+
+enum class ReduceOp { kSum, kMean, kMax, kMin };
+
+// One process's handle on the ranks of its generation: the collectives that everything above is
+// written with. Every method but rank() and size() is a collective: all ranks must call it, in the
+// same order, and it blocks until the result is here. Not thread-safe: one collective at a time per
+// Comm. Errors are thrown as c10::Error (or its DistBackendError) and name the operation; after one
+// the group is unusable.
+//
+// Implementations: LocalComm (one process, every collective is the identity), ThreadComm (ranks are
+// threads of one process; tests and the conformance runner), C10dComm (a c10d process group: Gloo
+// or NCCL).
+class Comm {
+ public:
+  virtual ~Comm() = default;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+
+  // Reduces `tensor` in place over all ranks. Same shape and dtype everywhere. kMean needs a
+  // floating dtype.
+  virtual void AllReduce(at::Tensor& tensor, ReduceOp op) = 0;
+
+  // The tensors of all ranks, in rank order. Same shape and dtype everywhere; a copy, contiguous.
+  virtual std::vector<at::Tensor> AllGather(const at::Tensor& tensor) = 0;
+
+  // Overwrites `tensor` with that of rank `root`. Same shape and dtype everywhere.
+  virtual void Broadcast(at::Tensor& tensor, int root) = 0;
+
+  // Rank i gets parts[i] of rank `root` into `out` (allocated by the caller with the right shape
+  // and dtype, which may differ from rank to rank). `parts` is read on `root` only, where it has
+  // size() entries.
+  virtual void Scatter(const std::vector<at::Tensor>& parts, at::Tensor& out, int root) = 0;
+
+  // The byte strings of all ranks, in rank order; lengths may differ.
+  virtual std::vector<std::string> AllGatherBytes(const std::string& bytes) = 0;
+
+  // The byte string of rank `root`.
+  virtual std::string BroadcastBytes(const std::string& bytes, int root) = 0;
+
+  // Returns when every rank has called it.
+  virtual void Barrier() = 0;
+
+  // The c10d group behind it, for c10d::Reducer; null where there is none (LocalComm, ThreadComm).
+  virtual c10d::ProcessGroup* process_group() { return nullptr; }
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_COLLECTIVE_COMM_H_

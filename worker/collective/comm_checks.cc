@@ -1,0 +1,107 @@
+#include "worker/collective/comm_checks.h"
+
+#include <sstream>
+
+#include "c10/core/ScalarType.h"
+#include "c10/util/Exception.h"
+
+namespace muster::comm_checks {
+
+const char* OpName(ReduceOp op) {
+  switch (op) {
+    case ReduceOp::kSum:
+      return "sum";
+    case ReduceOp::kMean:
+      return "mean";
+    case ReduceOp::kMax:
+      return "max";
+    case ReduceOp::kMin:
+      return "min";
+  }
+  return "unknown";
+}
+
+std::string DescribeShape(at::ScalarType dtype, at::IntArrayRef shape) {
+  std::ostringstream text;
+  switch (dtype) {
+    case at::kFloat:
+      text << "float32";
+      break;
+    case at::kDouble:
+      text << "float64";
+      break;
+    case at::kHalf:
+      text << "float16";
+      break;
+    case at::kBFloat16:
+      text << "bfloat16";
+      break;
+    case at::kLong:
+      text << "int64";
+      break;
+    case at::kInt:
+      text << "int32";
+      break;
+    case at::kShort:
+      text << "int16";
+      break;
+    case at::kChar:
+      text << "int8";
+      break;
+    case at::kByte:
+      text << "uint8";
+      break;
+    case at::kBool:
+      text << "bool";
+      break;
+    default:
+      text << c10::toString(dtype);
+  }
+  text << shape;
+  return text.str();
+}
+
+std::string Describe(const at::Tensor& tensor) {
+  if (!tensor.defined()) return "undefined";
+  std::string text = DescribeShape(tensor.scalar_type(), tensor.sizes());
+  if (!tensor.device().is_cpu()) text += c10::str("@", tensor.device());
+  return text;
+}
+
+void CheckTensor(const at::Tensor& tensor, const char* operation, int rank) {
+  TORCH_CHECK(tensor.defined(), operation, " on rank ", rank, ": the tensor is undefined");
+  TORCH_CHECK(tensor.layout() == at::kStrided, operation, " on rank ", rank, ": ", tensor.layout(),
+              " tensors are not supported; call to_dense() first");
+}
+
+void CheckReduce(const at::Tensor& tensor, ReduceOp op, int rank) {
+  CheckTensor(tensor, "AllReduce", rank);
+  if (op == ReduceOp::kMean) {
+    TORCH_CHECK(tensor.is_floating_point() || tensor.is_complex(), "AllReduce on rank ", rank,
+                ": the mean of ", Describe(tensor),
+                " is not an integer; convert it to a floating dtype or use sum");
+  }
+  if (op == ReduceOp::kMax || op == ReduceOp::kMin) {
+    TORCH_CHECK(!tensor.is_complex(), "AllReduce on rank ", rank, ": complex numbers have no ",
+                OpName(op));
+  }
+}
+
+void CheckRoot(int root, int size, const char* operation, int rank) {
+  TORCH_CHECK(root >= 0 && root < size, operation, " on rank ", rank, ": there is no rank ", root,
+              " among ", size, " ranks");
+}
+
+void CheckParts(const std::vector<at::Tensor>& parts, int size, int rank) {
+  TORCH_CHECK(parts.size() == static_cast<size_t>(size), "Scatter on rank ", rank, ": ",
+              parts.size(), " parts for ", size, " ranks");
+  for (const at::Tensor& part : parts) CheckTensor(part, "Scatter", rank);
+}
+
+void CheckPart(const at::Tensor& part, const at::Tensor& out, int rank) {
+  TORCH_CHECK(part.sizes() == out.sizes() && part.scalar_type() == out.scalar_type(),
+              "Scatter on rank ", rank, ": the part for this rank is ", Describe(part),
+              " but its output is ", Describe(out));
+}
+
+}  // namespace muster::comm_checks

@@ -1,0 +1,32 @@
+#ifndef MUSTER_WORKER_COLLECTIVE_COMM_CHECKS_H_
+#define MUSTER_WORKER_COLLECTIVE_COMM_CHECKS_H_
+
+#include <string>
+#include <vector>
+
+#include "worker/collective/comm.h"
+
+// The argument checks every Comm makes before it talks to anybody. Each throws c10::Error with one
+// line that names the operation, the rank and what is wrong.
+namespace muster::comm_checks {
+
+// "sum", "mean", "max" or "min".
+const char* OpName(ReduceOp op);
+
+// "float32[2, 3]"; "undefined" for an undefined tensor.
+std::string Describe(const at::Tensor& tensor);
+std::string DescribeShape(at::ScalarType dtype, at::IntArrayRef shape);
+
+// Defined and dense.
+void CheckTensor(const at::Tensor& tensor, const char* operation, int rank);
+// CheckTensor, and kMean only of floating or complex tensors.
+void CheckReduce(const at::Tensor& tensor, ReduceOp op, int rank);
+void CheckRoot(int root, int size, const char* operation, int rank);
+// As many parts as ranks, all defined. For the root of a scatter.
+void CheckParts(const std::vector<at::Tensor>& parts, int size, int rank);
+// `part` fits into `out` of rank `rank`.
+void CheckPart(const at::Tensor& part, const at::Tensor& out, int rank);
+
+}  // namespace muster::comm_checks
+
+#endif  // MUSTER_WORKER_COLLECTIVE_COMM_CHECKS_H_

@@ -1,0 +1,24 @@
+#ifndef MUSTER_WORKER_COLLECTIVE_GLOO_RANKS_H_
+#define MUSTER_WORKER_COLLECTIVE_GLOO_RANKS_H_
+
+#include <functional>
+
+#include "worker/collective/c10d_comm.h"
+
+namespace muster {
+
+// For tests that need real process groups (c10d::Reducer) without starting processes: as RunRanks,
+// but each thread's Comm stands on a Gloo group over loopback, so comm.process_group() is set.
+// Rethrows the first exception; a rank that throws closes its connections, which ends the
+// collectives of the others.
+//
+// Switches c10d's flight recorder off for this process: it is one object without a lock around its
+// first use, and several groups in one process, each on a thread of its own, crash in it.
+void RunGlooRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options = {});
+
+// The same with shared memory in front (AddShmBackend).
+void RunShmRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options = {});
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_COLLECTIVE_GLOO_RANKS_H_

@@ -1,0 +1,41 @@
+#ifndef MUSTER_WORKER_COLLECTIVE_NCCL_H_
+#define MUSTER_WORKER_COLLECTIVE_NCCL_H_
+
+#include <chrono>
+#include <string>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "c10/core/Device.h"
+#include "c10/util/intrusive_ptr.h"
+
+namespace c10d {
+class ProcessGroup;
+class Store;
+}  // namespace c10d
+
+namespace muster {
+
+// GPUs that this process may use (CUDA_VISIBLE_DEVICES counts); 0 where there is no driver. Loads
+// nothing.
+int VisibleGpus();
+
+// Opens LibTorch's CUDA half, which makes CUDA tensors work in this process from here on. Once;
+// later calls give the same answer. Thread-safe, 0.3 s. Errors: FAILED_PRECONDITION without a GPU,
+// NOT_FOUND naming the library that is missing and the way out.
+absl::Status LoadCuda();
+
+// Adds NCCL to `group` for CUDA tensors and makes it the default. Collective: blocks until all
+// ranks have come. Errors: those of LoadCuda; NOT_FOUND if libmuster_nccl.so is not where it is
+// looked for ($MUSTER_NCCL_PLUGIN, beside the program, ../lib, beside libmuster.so);
+// FAILED_PRECONDITION for a plug-in of another build; UNAVAILABLE with NCCL's words.
+absl::Status AddNcclBackend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                            const c10::intrusive_ptr<c10d::Store>& store, c10::Device device,
+                            std::chrono::milliseconds timeout, const std::string& name = "world");
+
+// "2.28.9". Errors: as AddNcclBackend.
+absl::StatusOr<std::string> NcclVersion();
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_COLLECTIVE_NCCL_H_

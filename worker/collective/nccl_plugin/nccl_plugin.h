@@ -1,0 +1,49 @@
+#ifndef MUSTER_WORKER_COLLECTIVE_NCCL_PLUGIN_NCCL_PLUGIN_H_
+#define MUSTER_WORKER_COLLECTIVE_NCCL_PLUGIN_NCCL_PLUGIN_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+// The C boundary of libmuster_nccl.so, the only part of Muster that names CUDA or NCCL. The library
+// is opened at run time, after libtorch_cuda.so, and only where a GPU is. No exception crosses it:
+// functions that can fail return 0 and write one line, cut to `error_size` bytes and ended by a
+// zero, to `error`.
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define MUSTER_NCCL_ABI 1
+
+// MUSTER_NCCL_ABI of the library.
+typedef int (*MusterNcclAbi)(void);
+// "2.11.0": of the LibTorch it was compiled against. C++ objects cross as pointers, so it must be
+// ours exactly.
+typedef const char* (*MusterNcclTorchVersion)(void);
+// Writes NCCL's version at run time ("2.28.9") to `version`.
+typedef void (*MusterNcclVersion)(char* version, size_t version_size);
+
+// What a backend is made of.
+typedef struct MusterNcclOptions {
+  void* store;  // c10d::Store*, borrowed; the backend takes its own reference
+  int rank;
+  int size;
+  int device;          // index of the GPU
+  int64_t timeout_ms;  // of every collective
+  const char* name;    // of the group
+} MusterNcclOptions;
+
+// A connected c10d::Backend*, whose one reference the caller owns; null on failure. Blocks until
+// all ranks have come.
+typedef void* (*MusterNcclMakeBackend)(const MusterNcclOptions* options, char* error,
+                                       size_t error_size);
+
+int muster_nccl_abi(void);
+const char* muster_nccl_torch_version(void);
+void muster_nccl_version(char* version, size_t version_size);
+void* muster_nccl_make_backend(const MusterNcclOptions* options, char* error, size_t error_size);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif  // MUSTER_WORKER_COLLECTIVE_NCCL_PLUGIN_NCCL_PLUGIN_H_

@@ -1,0 +1,201 @@
+#ifndef MUSTER_WORKER_COLLECTIVE_NESTED_COLLECTIVES_H_
+#define MUSTER_WORKER_COLLECTIVE_NESTED_COLLECTIVES_H_
+
+#include <optional>
+#include <source_location>
+#include <string>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "worker/collective/call_site.h"
+#include "worker/collective/collectives.h"
+#include "worker/collective/comm.h"
+#include "worker/collective/object_codec.h"
+#include "worker/nested/nested.h"
+
+// The collectives over structures of tensors (nested.h says what a structure is). The structure
+// must be the same on all ranks; arguments are never changed unless the function says so. Plain
+// values in a structure stay this rank's own. `where` is the caller's line, for debug mode
+// (checked_comm.h).
+namespace muster {
+
+namespace nested_internal {
+
+// Members that hold no tensor (on any rank, since the structure is the same) stay as they are.
+template <class T>
+std::vector<at::Tensor> TensorsOf(const T& value) {
+  std::vector<at::Tensor> tensors;
+  ForEachTensor(value, [&](const at::Tensor& tensor) {
+    if (tensor.defined()) tensors.push_back(tensor);
+  });
+  return tensors;
+}
+
+template <class T>
+T WithTensors(const T& value, const std::vector<at::Tensor>& tensors) {
+  size_t next = 0;
+  return MapTensors(
+      value, [&](const at::Tensor& tensor) { return tensor.defined() ? tensors[next++] : tensor; });
+}
+
+}  // namespace nested_internal
+
+// Every tensor joined along dimension 0 in rank order: see GatherTensors.
+template <class T>
+T Gather(Comm& comm, const T& value, std::source_location where = std::source_location::current()) {
+  nested_internal::RequireTransparent<T>();
+  static_assert(!IsTransparent<T>() || nested_internal::HoldsTensor<T>(),
+                "no tensor to gather: use gather_object()");
+  const CallSite site(where);
+  return nested_internal::WithTensors(value,
+                                      GatherTensors(comm, nested_internal::TensorsOf(value)));
+}
+
+// Objects of all ranks in rank order (object_codec.h says which types travel). Flattening: a
+// std::vector<E> of each rank gives one std::vector<E> with all elements; any other T gives a
+// std::vector<T> with one element per rank (a text is not cut into characters, a map not into its
+// keys). The same for one process.
+template <class T>
+auto GatherObject(Comm& comm, const T& value,
+                  std::source_location where = std::source_location::current()) {
+  const CallSite site(where);
+  const std::vector<std::string> all = comm.AllGatherBytes(EncodeObject(value));
+  if constexpr (nested_internal::IsVector<T>) {
+    T result;
+    for (const std::string& bytes : all) {
+      for (auto&& element : DecodeObject<T>(bytes)) result.push_back(std::move(element));
+    }
+    return result;
+  } else {
+    std::vector<T> result;
+    for (const std::string& bytes : all) result.push_back(DecodeObject<T>(bytes));
+    return result;
+  }
+}
+
+// Every tensor reduced over the ranks and multiplied by `scale`: see ReduceTensors. `reduction` is
+// one of sum, mean, max, min; anything else is an error.
+template <class T>
+T Reduce(Comm& comm, const T& value, const std::string& reduction = "sum", double scale = 1,
+         std::source_location where = std::source_location::current()) {
+  const CallSite site(where);
+  return nested_internal::WithTensors(value, ReduceTensors(comm, nested_internal::TensorsOf(value),
+                                                           ParseReduceOp(reduction), scale));
+}
+
+// Overwrites every tensor in place with that of rank `from`. Returns the structure, for chaining.
+template <class T>
+T Broadcast(Comm& comm, const T& value, int from = 0,
+            std::source_location where = std::source_location::current()) {
+  const CallSite site(where);
+  BroadcastTensors(comm, nested_internal::TensorsOf(value), from);
+  return value;
+}
+
+// The object of rank `from`, on every rank.
+template <class T>
+T BroadcastObject(Comm& comm, const T& value, int from = 0,
+                  std::source_location where = std::source_location::current()) {
+  const CallSite site(where);
+  return DecodeObject<T>(
+      comm.BroadcastBytes(comm.rank() == from ? EncodeObject(value) : std::string(), from));
+}
+
+// Overwrites `list` in place with that of rank `from`, whatever its length was.
+template <class E>
+void BroadcastObjectList(Comm& comm, std::vector<E>& list, int from = 0,
+                         std::source_location where = std::source_location::current()) {
+  list = BroadcastObject(comm, list, from, where);
+}
+
+// Every tensor padded along `dim` to the longest of any rank: see PadTensorsAcrossProcesses.
+template <class T>
+T PadAcrossProcesses(Comm& comm, const T& value, int64_t dim = 0, const at::Scalar& pad_value = 0,
+                     bool pad_first = false,
+                     std::source_location where = std::source_location::current()) {
+  const CallSite site(where);
+  return nested_internal::WithTensors(
+      value, PadTensorsAcrossProcesses(comm, nested_internal::TensorsOf(value), dim, pad_value,
+                                       pad_first));
+}
+
+// Every tensor with zero rows appended until its batch divides evenly: see PadInputTensor. Not a
+// collective.
+template <class T>
+T PadInputTensors(const T& value, int64_t batch_size, int num_processes) {
+  return MapTensors(value, [&](const at::Tensor& tensor) {
+    return PadInputTensor(tensor, batch_size, num_processes);
+  });
+}
+
+namespace nested_internal {
+
+template <class T>
+void SplitLength(const T& value, std::optional<int64_t>* length) {
+  const auto meet = [&](int64_t n) {
+    TORCH_CHECK(!length->has_value() || **length == n,
+                "split_between_processes: all values must have the same length, not ", **length,
+                " and ", n);
+    *length = n;
+  };
+  if constexpr (IsTensor<T>) {
+    TORCH_CHECK(value.defined() && value.dim() > 0,
+                "split_between_processes: a tensor without dimensions cannot be split");
+    meet(value.size(0));
+  } else if constexpr (IsVector<T>) {
+    meet(static_cast<int64_t>(value.size()));
+  } else if constexpr (IsMap<T>) {
+    for (const auto* key : SortedKeys(value)) SplitLength(value.at(*key), length);
+  } else if constexpr (IsProduct<T>) {
+    std::apply([&](const auto&... fields) { (SplitLength(fields, length), ...); }, Fields(value));
+  }
+}
+
+template <class T>
+T SplitValue(const T& value, const SplitRange& range) {
+  if constexpr (IsTensor<T>) {
+    return SplitTensor(value, range);
+  } else if constexpr (IsVector<T>) {
+    T part(value.begin() + range.begin, value.begin() + range.end);
+    for (int64_t i = 0; i < range.padding; ++i) part.push_back(value.back());
+    return part;
+  } else if constexpr (IsMap<T>) {
+    T part;
+    for (const auto& entry : value) part.emplace(entry.first, SplitValue(entry.second, range));
+    return part;
+  } else if constexpr (IsProduct<T>) {
+    return std::apply(
+        [&](const auto&... fields) { return MakeProduct<T>(SplitValue(fields, range)...); },
+        Fields(value));
+  } else {
+    return value;
+  }
+}
+
+}  // namespace nested_internal
+
+// This process's contiguous part of `inputs`: a std::vector by elements (whatever they are), a
+// tensor by rows, a map, a tuple or a struct by splitting every value alike. The first ranks get
+// one more where it does not divide evenly; with apply_padding the others repeat the last element
+// of the whole, so that all parts are equally long. Anything else (texts, numbers) and the input of
+// a single process come back whole. Needs no communication and never changes `inputs` (tensors of
+// the result are views where nothing was padded). Errors: values of different length.
+template <class T>
+T SplitBetweenProcesses(int num_processes, int rank, const T& inputs, bool apply_padding = false) {
+  if (num_processes == 1) return inputs;
+  std::optional<int64_t> length;
+  nested_internal::SplitLength(inputs, &length);
+  if (!length.has_value()) return inputs;
+  return nested_internal::SplitValue(inputs,
+                                     SplitRangeOf(*length, num_processes, rank, apply_padding));
+}
+
+template <class T>
+T SplitBetweenProcesses(const Comm& comm, const T& inputs, bool apply_padding = false) {
+  return SplitBetweenProcesses(comm.size(), comm.rank(), inputs, apply_padding);
+}
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_COLLECTIVE_NESTED_COLLECTIVES_H_

@@ -1,0 +1,21 @@
+#ifndef MUSTER_WORKER_COLLECTIVE_OBSERVED_COMM_H_
+#define MUSTER_WORKER_COLLECTIVE_OBSERVED_COMM_H_
+
+#include <memory>
+
+#include "worker/collective/collective_error.h"
+#include "worker/collective/comm.h"
+#include "worker/collective/progress_board.h"
+
+namespace muster {
+
+// `inner`, each of whose collectives stands on `board` while it goes on. process_group() is
+// inner's: what goes past the Comm is not seen. A collective that is lost (a peer that did not come
+// in time, a connection that broke) throws a c10::DistBackendError that says what `explain` says.
+std::unique_ptr<Comm> MakeObservedComm(std::unique_ptr<Comm> inner,
+                                       std::shared_ptr<ProgressBoard> board,
+                                       CollectiveExplainer explain = nullptr);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_COLLECTIVE_OBSERVED_COMM_H_

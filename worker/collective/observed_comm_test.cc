@@ -1,0 +1,79 @@
+#include "worker/collective/observed_comm.h"
+
+#include <functional>
+#include <memory>
+#include <string>
+
+#include "ATen/ops/ones.h"
+#include "c10/util/Exception.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "worker/collective/local_comm.h"
+
+namespace muster {
+namespace {
+
+// Looks at the board from within a collective, as a heartbeat of a hanging worker does.
+class LookingComm : public LocalComm {
+ public:
+  LookingComm(const ProgressBoard& board, std::string* seen) : board_(board), seen_(seen) {}
+  void Barrier() override { *seen_ = board_.Read().last_collective; }
+
+ private:
+  const ProgressBoard& board_;
+  std::string* const seen_;
+};
+
+TEST(ObservedComm, LastCollective_IsNamedWhileItGoesOnAndAfter) {
+  const auto board = std::make_shared<ProgressBoard>();
+  std::string seen;
+  const auto comm = MakeObservedComm(std::make_unique<LookingComm>(*board, &seen), board);
+  EXPECT_EQ(board->Read().last_collective, "");
+  at::Tensor tensor = at::ones({4, 2});
+  comm->AllReduce(tensor, ReduceOp::kSum);
+  EXPECT_EQ(board->Read().last_collective, "AllReduce #1 (8 Float), done");
+  EXPECT_EQ(comm->AllGatherBytes("abc").front(), "abc");
+  EXPECT_EQ(board->Read().last_collective, "AllGatherBytes #2 (3 bytes), done");
+  comm->Barrier();
+  EXPECT_EQ(seen, "Barrier #3 (0 bytes)");
+  EXPECT_EQ(comm->size(), 1);
+}
+
+class LosingComm : public LocalComm {
+ public:
+  void Barrier() override {
+    C10_THROW_ERROR(DistBackendError, "Barrier #1: Timed out waiting 10ms for recv");
+  }
+  std::string BroadcastBytes(const std::string&, int) override { TORCH_CHECK(false, "no root"); }
+};
+
+TEST(ObservedComm, LostCollective_IsExplainedWhileItStands) {
+  const auto board = std::make_shared<ProgressBoard>();
+  const auto comm =
+      MakeObservedComm(std::make_unique<LosingComm>(), board, [&](absl::string_view error) {
+        return c10::str("stands in ", board->Read().last_collective, ": ", std::string(error));
+      });
+  const auto error_of = [](const std::function<void()>& fn) -> std::string {
+    try {
+      fn();
+    } catch (const c10::Error& error) {
+      return error.what_without_backtrace();
+    }
+    return "no error";
+  };
+  EXPECT_EQ(error_of([&] { comm->Barrier(); }),
+            "stands in Barrier #1 (0 bytes): Barrier #1: Timed out waiting 10ms for recv");
+  EXPECT_THAT(error_of([&] { comm->BroadcastBytes("", 0); }), ::testing::HasSubstr("no root"));
+  EXPECT_EQ(board->Read().last_collective, "BroadcastBytes #2 (0 bytes), done");
+}
+
+TEST(ProgressBoard, StepAndPhase_AreRead) {
+  ProgressBoard board;
+  board.SetStep(7);
+  board.SetPhase("backward");
+  EXPECT_EQ(board.Read().step, 7);
+  EXPECT_EQ(board.Read().phase, "backward");
+}
+
+}  // namespace
+}  // namespace muster

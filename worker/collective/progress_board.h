@@ -1,0 +1,67 @@
+#ifndef MUSTER_WORKER_COLLECTIVE_PROGRESS_BOARD_H_
+#define MUSTER_WORKER_COLLECTIVE_PROGRESS_BOARD_H_
+
+#include <atomic>
+#include <cstdint>
+#include <string>
+
+namespace muster {
+
+// How far a worker is: written by its training thread at a nanosecond or two each, read by the
+// thread that sends its heartbeats, which goes on when the training thread hangs. So the
+// coordinator can say of a rank that never came what it was doing.
+//
+// Thread-safe for one writer. What is read together was not always true together: it is for
+// reports. Names are literals: they are kept as pointers.
+class ProgressBoard {
+ public:
+  struct Facts {
+    int64_t step = 0;
+    std::string phase = "";
+    // "AllReduce #41 (1024 Float)", and ", done" unless it is still going on. Empty: none yet.
+    std::string last_collective = "";
+  };
+
+  void SetStep(int64_t step) { step_.store(step, std::memory_order_relaxed); }
+  void SetPhase(const char* phase) { phase_.store(phase, std::memory_order_relaxed); }
+  // `elements` of type `dtype` on this rank.
+  void BeginCollective(const char* name, int64_t elements, const char* dtype) {
+    name_.store(name, std::memory_order_relaxed);
+    elements_.store(elements, std::memory_order_relaxed);
+    dtype_.store(dtype, std::memory_order_relaxed);
+    // One writer: no read-modify-write needed.
+    count_.store(count_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+    going_on_.store(true, std::memory_order_relaxed);
+  }
+  void EndCollective() { going_on_.store(false, std::memory_order_relaxed); }
+
+  Facts Read() const;
+
+ private:
+  std::atomic<int64_t> step_{0};
+  std::atomic<const char*> phase_{""};
+  std::atomic<const char*> name_{nullptr};
+  std::atomic<const char*> dtype_{""};
+  std::atomic<int64_t> elements_{0};
+  std::atomic<uint64_t> count_{0};
+  std::atomic<bool> going_on_{false};
+};
+
+// A collective for as long as it lives.
+class CollectiveOnBoard {
+ public:
+  CollectiveOnBoard(ProgressBoard& board, const char* name, int64_t elements, const char* dtype)
+      : board_(board) {
+    board_.BeginCollective(name, elements, dtype);
+  }
+  ~CollectiveOnBoard() { board_.EndCollective(); }
+  CollectiveOnBoard(const CollectiveOnBoard&) = delete;
+  CollectiveOnBoard& operator=(const CollectiveOnBoard&) = delete;
+
+ private:
+  ProgressBoard& board_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_COLLECTIVE_PROGRESS_BOARD_H_

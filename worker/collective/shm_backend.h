@@ -1,0 +1,35 @@
+#ifndef MUSTER_WORKER_COLLECTIVE_SHM_BACKEND_H_
+#define MUSTER_WORKER_COLLECTIVE_SHM_BACKEND_H_
+
+#include <chrono>
+#include <string>
+
+#include "c10/util/intrusive_ptr.h"
+
+namespace c10d {
+class ProcessGroup;
+class Store;
+}  // namespace c10d
+
+namespace muster {
+
+// Puts shared memory in front of Gloo in `group` for CPU tensors: all-reduce, broadcast,
+// all-gather, reduce-scatter and barrier between ranks of one host no longer go through sockets.
+// Everything else (send and receive, gather, scatter, dtypes it does not know) is passed on to the
+// Gloo backend that is already there. c10d::Reducer works on it.
+//
+// Reductions add in rank order: the same bits on every rank, for every split into buckets and in
+// every run; half and bfloat16 are summed in float. Operations run in order on a helper thread, so
+// that they overlap with the caller's work; small ones at once. If ranks call different operations,
+// all throw; a rank that died, left or did not come in time is named by all others
+// (c10::DistBackendError) and the backend is unusable.
+//
+// Collective. False, on every rank alike and with the reason in `*why`, if the ranks cannot share
+// memory: then `group` is as before.
+bool AddShmBackend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
+                   const c10::intrusive_ptr<c10d::Store>& store, std::chrono::milliseconds timeout,
+                   std::string* why = nullptr);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_COLLECTIVE_SHM_BACKEND_H_

@@ -1,0 +1,94 @@
+#ifndef MUSTER_WORKER_COLLECTIVE_SHM_SEGMENT_H_
+#define MUSTER_WORKER_COLLECTIVE_SHM_SEGMENT_H_
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "c10/util/intrusive_ptr.h"
+#include "torch/csrc/distributed/c10d/Store.hpp"
+
+namespace muster {
+
+// What a rank is about to do in one step; compared by all before anything is used.
+struct ShmCall {
+  uint64_t sequence = 0;
+  int64_t bytes = 0;
+  int32_t root = 0;
+  uint8_t operation = 0;
+  uint8_t dtype = 0;
+  uint8_t reduction = 0;
+  bool operator==(const ShmCall& other) const = default;
+};
+
+// Memory that the ranks of one host share, and their steps through it.
+//
+//   header | cells: one per rank | slots: kBuffers per rank | results: kBuffers
+//
+// The ranks move in steps, counted alike by all. In a step each rank writes its slot and its call,
+// arrives, waits for all others, and then reads. A second arrival in the same step is possible (to
+// read what others have made of it). Buffers alternate: who writes in step s + 2 has seen all ranks
+// arrive in step s + 1, hence done with reading in step s.
+//
+// The memory has no name (memfd): nothing is left behind however the processes end. Waiting spins
+// shortly, then sleeps on a futex. A rank that died is found by its pidfd, one that left by its
+// flag; who waits for it throws c10::DistBackendError and marks the segment broken, so that
+// everybody leaves. One thread per rank at a time.
+class ShmSegment {
+ public:
+  static constexpr int64_t kSlotBytes = 512 << 10;
+  static constexpr int kBuffers = 2;
+
+  // Collective over `store`. Null, on every rank alike and with the reason in `*why`, if the ranks
+  // cannot share memory: other hosts, other pid namespaces, no permission. Throws like the store.
+  static std::unique_ptr<ShmSegment> Open(const c10::intrusive_ptr<c10d::Store>& store, int rank,
+                                          int size, std::string* why);
+  ~ShmSegment();
+  ShmSegment(const ShmSegment&) = delete;
+  ShmSegment& operator=(const ShmSegment&) = delete;
+
+  // Begins a step: says what this rank will do and where it may write.
+  void Begin(const ShmCall& call);
+  // This rank's slot and rank r's, of the current step; kSlotBytes each.
+  char* slot() { return slot(rank_); }
+  char* slot(int r);
+  // One more buffer of the step, written by agreement (each rank its own part).
+  char* result();
+  // Arrives and waits for all others until `deadline`. `what` is for messages.
+  void Meet(std::chrono::steady_clock::time_point deadline, const std::string& what);
+  // Call of rank r in the current step, after the first Meet.
+  const ShmCall& call(int r) const;
+
+  // Lets everybody who waits, now or later, leave with an error.
+  void Break(const std::string& why);
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+
+ private:
+  struct Header;
+  struct Cell;
+  ShmSegment(int rank, int size) : rank_(rank), size_(size) {}
+
+  bool Map(int fd, size_t bytes);
+  Cell& cell(int r) const;
+  void WaitFor(int peer, uint32_t phase, std::chrono::steady_clock::time_point deadline,
+               const std::string& what);
+  [[noreturn]] void Fail(const std::string& why);
+
+  const int rank_;
+  const int size_;
+  char* base_ = nullptr;
+  size_t bytes_ = 0;
+  size_t data_offset_ = 0;
+  std::vector<int> pidfds_;  // of the others; -1 where there is none
+  uint64_t step_ = 0;
+  uint32_t phase_ = 0;
+  int spins_ = 0;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_COLLECTIVE_SHM_SEGMENT_H_

@@ -1,0 +1,118 @@
+#include "worker/data/gather_for_metrics.h"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "ATen/TensorOperators.h"
+#include "worker/collective/thread_comm.h"
+
+namespace muster {
+namespace {
+
+// The last batch of 9 samples on 2 ranks of 4: rank 0 has 1 real sample, rank 1 none, and both are
+// filled up.
+BatchInfo LastOfNine(int rank) {
+  BatchInfo info;
+  info.size = 4;
+  info.rank_sizes = {4, 4};
+  info.rank_real_samples = {1, 0};
+  info.real_samples = info.rank_real_samples[rank];
+  return info;
+}
+
+TEST(GatherForMetrics, ShortLastBatch_KeepsEachRanksRealSamples) {
+  RunRanks(3, [](Comm& comm) {
+    BatchInfo info;
+    info.size = 4;
+    info.rank_sizes = {4, 4, 4};
+    info.rank_real_samples = {4, 2, 0};
+    info.real_samples = info.rank_real_samples[comm.rank()];
+    const at::Tensor mine = at::arange(4) + 10 * comm.rank();
+    const at::Tensor all = GatherForMetrics(comm, mine, info);
+    EXPECT_TRUE(at::equal(all, at::tensor({0, 1, 2, 3, 10, 11}, at::kLong))) << all;
+  });
+}
+
+TEST(GatherForMetrics, D06_ValuePerRankOnTheLastBatch_IsNotCutByPosition) {
+  RunRanks(2, [](Comm& comm) {
+    const at::Tensor loss = at::full({}, 1.0);
+    EXPECT_EQ(GatherForMetrics(comm, loss, LastOfNine(comm.rank())).numel(), 2);
+    const at::Tensor pair = at::full({1}, 1.0);
+    EXPECT_EQ(GatherForMetrics(comm, pair, LastOfNine(comm.rank())).numel(), 2);
+  });
+}
+
+TEST(GatherForMetrics, D06_ListOfObjectsPerBatch_KeepsAllRanks) {
+  RunRanks(2, [](Comm& comm) {
+    const std::vector<std::string> one = {"rank " + std::to_string(comm.rank())};
+    EXPECT_EQ(GatherObjectForMetrics(comm, one, LastOfNine(comm.rank())).size(), 2u);
+    const std::vector<std::string> per_sample(4, "x");
+    EXPECT_EQ(GatherObjectForMetrics(comm, per_sample, LastOfNine(comm.rank())).size(), 1u);
+  });
+}
+
+TEST(GatherForMetrics, FullBatch_IsGatheredWhole) {
+  RunRanks(2, [](Comm& comm) {
+    BatchInfo info;
+    info.size = info.real_samples = 3;
+    EXPECT_EQ(GatherForMetrics(comm, at::ones({3, 2}), info).size(0), 6);
+  });
+}
+
+std::string ErrorOf(const std::function<void()>& function) {
+  try {
+    function();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "no error";
+}
+
+TEST(GatherForMetrics, HistogramOfTheBatchsSize_IsWholeWherePerProcessIsSaid) {
+  RunRanks(2, [](Comm& comm) {
+    const BatchInfo info = LastOfNine(comm.rank());
+    const at::Tensor histogram = at::ones({4});
+    EXPECT_EQ(GatherForMetrics(comm, histogram, info, MetricRows::kPerProcess).numel(), 8);
+    EXPECT_EQ(GatherForMetrics(comm, histogram, info, MetricRows::kPerSample).numel(), 1);
+    const std::vector<int> bins(4, 7);
+    EXPECT_EQ(GatherObjectForMetrics(comm, bins, info, MetricRows::kPerProcess).size(), 8u);
+    EXPECT_EQ(GatherObjectForMetrics(comm, bins, info, MetricRows::kPerSample).size(), 1u);
+  });
+}
+
+TEST(GatherForMetrics, PerSampleWithOtherRows_IsAnErrorThatNamesBothSizes) {
+  RunRanks(2, [](Comm& comm) {
+    const BatchInfo info = LastOfNine(comm.rank());
+    const std::string error =
+        ErrorOf([&] { GatherForMetrics(comm, at::ones({3}), info, MetricRows::kPerSample); });
+    EXPECT_NE(error.find("3 rows, but the batch has 4 samples"), std::string::npos) << error;
+    const std::string scalar =
+        ErrorOf([&] { GatherForMetrics(comm, at::ones({}), info, MetricRows::kPerSample); });
+    EXPECT_NE(scalar.find("without dimensions"), std::string::npos) << scalar;
+    const std::string objects = ErrorOf(
+        [&] { GatherObjectForMetrics(comm, std::vector<int>(5), info, MetricRows::kPerSample); });
+    EXPECT_NE(objects.find("5 rows, but the batch has 4 samples"), std::string::npos) << objects;
+  });
+}
+
+// Two samples per process with a text and a number, as a plain struct.
+struct Prediction {
+  std::string name;
+  int64_t label;
+};
+
+TEST(GatherForMetrics, PlainStructs_AreGatheredPerSample) {
+  RunRanks(2, [](Comm& comm) {
+    std::vector<Prediction> mine(4, {"rank " + std::to_string(comm.rank()), comm.rank()});
+    const auto all = GatherObjectForMetrics(comm, mine, LastOfNine(comm.rank()));
+    ASSERT_EQ(all.size(), 1u);
+    EXPECT_EQ(all[0].name, "rank 0");
+  });
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,26 @@
+#ifndef MUSTER_WORKER_JOB_COORDINATOR_STORE_H_
+#define MUSTER_WORKER_JOB_COORDINATOR_STORE_H_
+
+#include <memory>
+#include <string>
+
+#include "torch/csrc/distributed/c10d/Store.hpp"
+
+namespace muster {
+
+class CoordinatorClient;
+
+// The coordinator's key-value namespace of a job as a c10d::Store: process groups meet through it
+// without a port and a server of their own, and the coordinator sees the meeting.
+//
+// `prefix` is put before every key; the seat's key_prefix makes the keys die with the generation.
+// Thread-safe, and so are clones. Blocking calls wait at most getTimeout() (300 s unless set) and
+// throw c10::DistStoreError naming the missing key; other failures throw c10::DistStoreError with
+// the coordinator's words. compareSet, append, multiGet and multiSet (atomic) are there. Queues are
+// not: a pop that times out could lose what it had claimed.
+c10::intrusive_ptr<c10d::Store> MakeCoordinatorStore(std::shared_ptr<CoordinatorClient> client,
+                                                     std::string prefix);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_JOB_COORDINATOR_STORE_H_

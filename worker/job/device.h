@@ -1,0 +1,23 @@
+#ifndef MUSTER_WORKER_JOB_DEVICE_H_
+#define MUSTER_WORKER_JOB_DEVICE_H_
+
+#include "absl/status/statusor.h"
+#include "c10/core/Device.h"
+#include "worker/job/environment.h"
+
+namespace muster {
+
+// The device of this process: the CPU if the environment asks for it or no GPU is visible (in a job
+// of several processes too: they are still one job), else GPU number local_rank. Loads CUDA in that
+// case. Errors: INVALID_ARGUMENT for more local processes than GPUs (NCCL cannot share one), and
+// those of LoadCuda.
+absl::StatusOr<c10::Device> ChooseDevice(const Environment& environment);
+
+// Makes `device` the calling thread's current one if it is a GPU: tensors of plain "cuda", streams
+// and allocations of libraries go there, and not to GPU 0. After ChooseDevice. Throws c10::Error
+// for a GPU that is not there.
+void MakeCurrent(c10::Device device);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_JOB_DEVICE_H_

@@ -1,0 +1,501 @@
+#include "worker/job/environment.h"
+
+#include <unistd.h>
+
+#include <cctype>
+#include <limits>
+
+#include "absl/status/status.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/string_view.h"
+#include "base/status_macros.h"
+
+namespace muster {
+namespace {
+
+using Variables = std::map<std::string, std::string>;
+
+constexpr int kDefaultMasterPort = 29500;
+
+// The names by which one kind of launcher tells a process its place. An empty name: that launcher
+// does not say.
+struct Family {
+  Launcher launcher;
+  const char* rank;
+  const char* world_size;
+  const char* local_rank;
+  const char* local_world_size;
+  const char* node_rank;
+  const char* num_nodes;
+};
+
+// In order of preference: the nearer the launcher stands to Muster, the earlier. MPI comes before
+// SLURM because an mpirun inside an allocation hands every process the SLURM variables of the batch
+// script.
+constexpr Family kFamilies[] = {
+    {Launcher::kMuster, "MUSTER_RANK", "MUSTER_WORLD_SIZE", "MUSTER_LOCAL_RANK",
+     "MUSTER_LOCAL_WORLD_SIZE", "MUSTER_NODE_RANK", "MUSTER_NUM_NODES"},
+    {Launcher::kTorchrun, "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK",
+     "GROUP_WORLD_SIZE"},
+    {Launcher::kMpi, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+     "OMPI_COMM_WORLD_LOCAL_SIZE", "", ""},
+    {Launcher::kMpi, "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+     "MV2_COMM_WORLD_LOCAL_SIZE", "", ""},
+    {Launcher::kMpi, "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "", ""},
+};
+
+const std::string* Find(const Variables& variables, const std::string& name) {
+  if (name.empty()) return nullptr;
+  const auto it = variables.find(name);
+  return it == variables.end() || it->second.empty() ? nullptr : &it->second;
+}
+
+template <typename T>
+absl::StatusOr<T> ParseNumber(const std::string& name, const std::string& text, T min) {
+  T value;
+  if (!absl::SimpleAtoi(text, &value) || value < min) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(name, "='", text, "' is not an integer of at least ", min));
+  }
+  return value;
+}
+
+// Leaves `setting` alone if the variable is not set.
+template <typename T>
+absl::Status ReadNumber(const Variables& variables, const std::string& name, T min,
+                        Setting<T>* setting) {
+  const std::string* text = Find(variables, name);
+  if (text == nullptr) return absl::OkStatus();
+  MUSTER_ASSIGN_OR_RETURN(setting->value, ParseNumber<T>(name, *text, min));
+  setting->source = name;
+  return absl::OkStatus();
+}
+
+void ReadText(const Variables& variables, const std::string& name, Setting<std::string>* setting) {
+  if (const std::string* text = Find(variables, name)) *setting = {*text, name};
+}
+
+absl::Status ReadBool(const Variables& variables, const std::string& name, Setting<bool>* setting) {
+  const std::string* text = Find(variables, name);
+  if (text == nullptr) return absl::OkStatus();
+  const std::string word = absl::AsciiStrToLower(*text);
+  for (const char* yes : {"1", "y", "yes", "t", "true", "on"}) {
+    if (word == yes) {
+      *setting = {true, name};
+      return absl::OkStatus();
+    }
+  }
+  for (const char* no : {"0", "n", "no", "f", "false", "off"}) {
+    if (word == no) {
+      *setting = {false, name};
+      return absl::OkStatus();
+    }
+  }
+  return absl::InvalidArgumentError(
+      absl::StrCat(name, "='", *text, "' is neither true nor false (write 1 or 0)"));
+}
+
+// "2(x3),1" with node 3 gives 1; 0 if it cannot be read.
+int TasksOnNode(const std::string& tasks_per_node, int node) {
+  int first = 0;
+  for (absl::string_view part : absl::StrSplit(tasks_per_node, ',')) {
+    const std::vector<std::string> pieces = absl::StrSplit(part, "(x");
+    int tasks = 0;
+    int nodes = 1;
+    if (!absl::SimpleAtoi(pieces[0], &tasks)) return 0;
+    if (pieces.size() == 2 &&
+        (pieces[1].empty() || pieces[1].back() != ')' ||
+         !absl::SimpleAtoi(pieces[1].substr(0, pieces[1].size() - 1), &nodes))) {
+      return 0;
+    }
+    if (node < first + nodes) return tasks;
+    first += nodes;
+  }
+  return 0;
+}
+
+absl::Status ReadFamily(const Variables& variables, const Family& family, Environment* env) {
+  env->launcher = family.launcher;
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, family.world_size, 1, &env->world_size));
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, family.rank, 0, &env->rank));
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, family.local_rank, 0, &env->local_rank));
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, family.local_world_size, 1, &env->local_world_size));
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, family.node_rank, 0, &env->node_rank));
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, family.num_nodes, 1, &env->num_nodes));
+  if (env->local_rank.is_default() != env->local_world_size.is_default() &&
+      env->world_size.value > 1) {
+    const bool rank_missing = env->local_rank.is_default();
+    return absl::InvalidArgumentError(
+        absl::StrCat(rank_missing ? family.local_world_size : family.local_rank, " is set but ",
+                     rank_missing ? family.local_rank : family.local_world_size,
+                     " is not: set both or neither"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReadSlurm(const Variables& variables, Environment* env) {
+  // Only a task that srun started has a step; a batch script or an interactive shell inherits the
+  // rest.
+  Setting<int> tasks{1};
+  const bool in_step = Find(variables, "SLURM_STEP_ID") != nullptr ||
+                       Find(variables, "SLURM_STEP_NUM_TASKS") != nullptr;
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "SLURM_NTASKS", 1, &tasks));
+  if (in_step) MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "SLURM_STEP_NUM_TASKS", 1, &tasks));
+  if (tasks.value == 1) return absl::OkStatus();
+  if (!in_step || Find(variables, "SLURM_PROCID") == nullptr) {
+    env->warnings.push_back(absl::StrCat("SLURM allocated ", tasks.value,
+                                         " tasks but did not start this process as one of them: it "
+                                         "runs alone. Start it with srun."));
+    return absl::OkStatus();
+  }
+  env->launcher = Launcher::kSlurm;
+  env->world_size = tasks;
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "SLURM_PROCID", 0, &env->rank));
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "SLURM_NODEID", 0, &env->node_rank));
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "SLURM_NNODES", 1, &env->num_nodes));
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "SLURM_STEP_NUM_NODES", 1, &env->num_nodes));
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "SLURM_LOCALID", 0, &env->local_rank));
+  for (const char* name : {"SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"}) {
+    const std::string* text = Find(variables, name);
+    if (text == nullptr) continue;
+    const int tasks_here = TasksOnNode(*text, env->node_rank.value);
+    if (tasks_here < 1) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(name, "='", *text, "' says nothing about node ", env->node_rank.value));
+    }
+    env->local_world_size = {tasks_here, name};
+    break;
+  }
+  if (env->local_world_size.is_default() && env->num_nodes.value == 1) {
+    env->local_world_size = env->world_size;
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReadPlace(const Variables& variables, Environment* env) {
+  for (const Family& family : kFamilies) {
+    const std::string* rank = Find(variables, family.rank);
+    const std::string* world = Find(variables, family.world_size);
+    if (rank == nullptr && world == nullptr) continue;
+    if (rank != nullptr && world != nullptr) {
+      MUSTER_RETURN_IF_ERROR(ReadFamily(variables, family, env));
+      break;
+    }
+    // A lone WORLD_SIZE=1 is what many containers set; it says that this process is alone.
+    if (world != nullptr && *world == "1") continue;
+    return absl::InvalidArgumentError(
+        absl::StrCat(rank != nullptr ? family.rank : family.world_size, " is set but ",
+                     rank != nullptr ? family.world_size : family.rank,
+                     " is not: without both, every process would take itself for the only one. Set "
+                     "both or neither"));
+  }
+  if (env->launcher == Launcher::kNone) MUSTER_RETURN_IF_ERROR(ReadSlurm(variables, env));
+
+  // A Muster agent sets torchrun's names too, to the same values. Others mean a second launcher in
+  // between.
+  if (env->launcher == Launcher::kMuster) {
+    const Family& ours = kFamilies[0];
+    const Family& theirs = kFamilies[1];
+    const struct {
+      const char* our_name;
+      const char* their_name;
+      int our_value;
+    } pairs[] = {{ours.rank, theirs.rank, env->rank.value},
+                 {ours.world_size, theirs.world_size, env->world_size.value}};
+    for (const auto& pair : pairs) {
+      const std::string* text = Find(variables, pair.their_name);
+      if (text == nullptr) continue;
+      MUSTER_ASSIGN_OR_RETURN(const int value, ParseNumber<int>(pair.their_name, *text, 0));
+      if (value != pair.our_value) {
+        return absl::InvalidArgumentError(
+            absl::StrCat(pair.our_name, "=", pair.our_value, " but ", pair.their_name, "=", value,
+                         ": two launchers disagree; start the program with one of them, or unset "
+                         "the other's variables"));
+      }
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckPlace(Environment* env) {
+  if (env->rank.value >= env->world_size.value) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        env->rank.source, "=", env->rank.value, " is outside the world of ", env->world_size.value,
+        " processes (", env->world_size.source, "); ranks count from 0"));
+  }
+  if (env->local_rank.value >= env->local_world_size.value) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(env->local_rank.source, "=", env->local_rank.value, " is outside the ",
+                     env->local_world_size.value, " processes of this node (",
+                     env->local_world_size.source, ")"));
+  }
+  if (env->local_world_size.value > env->world_size.value) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        env->local_world_size.source, "=", env->local_world_size.value, " is more than the ",
+        env->world_size.value, " processes of the whole job (", env->world_size.source, ")"));
+  }
+  const bool even = env->world_size.value % env->local_world_size.value == 0;
+  if (env->num_nodes.is_default() && even) {
+    const int nodes = env->world_size.value / env->local_world_size.value;
+    if (nodes > 1) env->num_nodes = {nodes, "world size / local world size"};
+    if (env->node_rank.is_default() && nodes > 1) {
+      env->node_rank = {env->rank.value / env->local_world_size.value, "rank / local world size"};
+    }
+  }
+  if (env->num_nodes.value > env->world_size.value) {
+    return absl::InvalidArgumentError(absl::StrCat(env->num_nodes.source, "=", env->num_nodes.value,
+                                                   " nodes for ", env->world_size.value,
+                                                   " processes: a node would be empty"));
+  }
+  if (env->node_rank.value >= env->num_nodes.value) {
+    return absl::InvalidArgumentError(absl::StrCat(env->node_rank.source, "=", env->node_rank.value,
+                                                   " is outside the ", env->num_nodes.value,
+                                                   " nodes of the job"));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status ReadMeetingPoint(const Variables& variables, Environment* env) {
+  if (!env->coordinator.value.empty() && !absl::StartsWith(env->coordinator.value, "unix:/")) {
+    const std::string& address = env->coordinator.value;
+    const size_t colon = address.rfind(':');
+    int port = 0;
+    if (colon == std::string::npos || colon == 0 ||
+        !absl::SimpleAtoi(address.substr(colon + 1), &port) || port < 1 || port > 65535) {
+      return absl::InvalidArgumentError(absl::StrCat(env->coordinator.source, "='", address,
+                                                     "' is not host:port, such as 10.0.0.1:29400"));
+    }
+  }
+  ReadText(variables, "MASTER_ADDR", &env->master_addr);
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "MASTER_PORT", 1, &env->master_port));
+  if (env->master_port.value > 65535) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("MASTER_PORT=", env->master_port.value, " is not a port (1 to 65535)"));
+  }
+  if (env->world_size.value == 1 || !env->coordinator.value.empty()) return absl::OkStatus();
+
+  if (env->master_addr.value.empty() && env->launcher == Launcher::kSlurm) {
+    for (const char* name : {"SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"}) {
+      const std::string* list = Find(variables, name);
+      if (list == nullptr) continue;
+      env->master_addr = {FirstSlurmHost(*list), name};
+      if (!env->master_addr.value.empty()) break;
+    }
+  }
+  if (env->master_addr.value.empty() && env->local_world_size.value == env->world_size.value) {
+    env->master_addr = {"127.0.0.1", "all processes are on this node"};
+  }
+  if (env->master_addr.value.empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "the ", env->world_size.value,
+        " processes have nowhere to meet: set MUSTER_COORDINATOR, or MASTER_ADDR and MASTER_PORT, "
+        "or start them with `muster launch`"));
+  }
+  if (env->master_port.value == 0) {
+    // Two jobs of one user on one node must not meet each other.
+    int64_t job = 0;
+    const std::string* id = Find(variables, "SLURM_JOB_ID");
+    if (env->launcher == Launcher::kSlurm && id != nullptr && absl::SimpleAtoi(*id, &job) &&
+        job >= 0) {
+      env->master_port = {static_cast<int>(15000 + job % 10000), "SLURM_JOB_ID"};
+    } else {
+      env->master_port = {kDefaultMasterPort, "default"};
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Muster's own name wins over Accelerate's, which is read so that programs started by its launcher
+// behave.
+absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& arguments,
+                        Environment* env) {
+  ReadText(variables, "ACCELERATE_MIXED_PRECISION", &env->mixed_precision);
+  ReadText(variables, "MUSTER_MIXED_PRECISION", &env->mixed_precision);
+  MUSTER_RETURN_IF_ERROR(ReadBool(variables, "ACCELERATE_USE_CPU", &env->use_cpu));
+  MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_CPU", &env->use_cpu));
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1,
+                                    &env->gradient_accumulation_steps));
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "MUSTER_GRADIENT_ACCUMULATION_STEPS", 1,
+                                    &env->gradient_accumulation_steps));
+  MUSTER_RETURN_IF_ERROR(ReadBool(variables, "ACCELERATE_DEBUG_MODE", &env->debug));
+  MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_DEBUG", &env->debug));
+  MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_SHM", &env->shared_memory));
+  ReadText(variables, "MUSTER_PROJECT_DIR", &env->project_dir);
+  if (const std::string* text = Find(variables, "MUSTER_TIMEOUT")) {
+    absl::Duration timeout;
+    if (!absl::ParseDuration(*text, &timeout) || timeout <= absl::ZeroDuration()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("MUSTER_TIMEOUT='", *text, "' is not a duration such as 90s or 10m"));
+    }
+    env->timeout = {timeout, "MUSTER_TIMEOUT"};
+  }
+  if (const std::string* text = Find(variables, "MUSTER_OUTAGE_TOLERANCE")) {
+    absl::Duration tolerance;
+    if (!absl::ParseDuration(*text, &tolerance) || tolerance < absl::ZeroDuration()) {
+      return absl::InvalidArgumentError(absl::StrCat("MUSTER_OUTAGE_TOLERANCE='", *text,
+                                                     "' is not a duration such as 60s or 5m"));
+    }
+    env->outage_tolerance = {tolerance, "MUSTER_OUTAGE_TOLERANCE"};
+  }
+  if (const std::string* text = Find(variables, "MUSTER_LEASE")) {
+    absl::Duration lease;
+    if (!absl::ParseDuration(*text, &lease) || lease < kShortestLease) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("MUSTER_LEASE='", *text, "' is not a duration of at least ",
+                       absl::FormatDuration(kShortestLease), ", such as 6s or 1m"));
+    }
+    env->lease = {lease, "MUSTER_LEASE"};
+  }
+
+  if (arguments.mixed_precision) env->mixed_precision = {*arguments.mixed_precision, "argument"};
+  if (arguments.use_cpu) env->use_cpu = {*arguments.use_cpu, "argument"};
+  if (arguments.gradient_accumulation_steps) {
+    env->gradient_accumulation_steps = {*arguments.gradient_accumulation_steps, "argument"};
+  }
+  if (arguments.debug) env->debug = {*arguments.debug, "argument"};
+  if (arguments.project_dir) env->project_dir = {*arguments.project_dir, "argument"};
+  if (arguments.timeout) env->timeout = {*arguments.timeout, "argument"};
+
+  const std::string& precision = env->mixed_precision.value;
+  if (precision != "no" && precision != "fp16" && precision != "bf16") {
+    return absl::InvalidArgumentError(absl::StrCat("mixed precision '", precision, "' (from ",
+                                                   env->mixed_precision.source,
+                                                   ") is not one of no, fp16, bf16"));
+  }
+  if (env->gradient_accumulation_steps.value < 1) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("gradient_accumulation_steps=", env->gradient_accumulation_steps.value,
+                     " (from ", env->gradient_accumulation_steps.source, ") is not at least 1"));
+  }
+  if (env->timeout.value <= absl::ZeroDuration()) {
+    return absl::InvalidArgumentError("the timeout (from argument) must be positive");
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+const char* LauncherName(Launcher launcher) {
+  switch (launcher) {
+    case Launcher::kNone:
+      return "no launcher";
+    case Launcher::kMuster:
+      return "muster";
+    case Launcher::kTorchrun:
+      return "torchrun";
+    case Launcher::kMpi:
+      return "mpi";
+    case Launcher::kSlurm:
+      return "slurm";
+  }
+  return "unknown";
+}
+
+absl::StatusOr<Environment> ReadEnvironment(const std::map<std::string, std::string>& variables,
+                                            const EnvironmentArguments& arguments) {
+  Environment env;
+  ReadText(variables, "MUSTER_COORDINATOR", &env.coordinator);
+  ReadText(variables, "MUSTER_JOB", &env.job);
+  ReadText(variables, "MUSTER_WORKER_ID", &env.worker_id);
+  MUSTER_RETURN_IF_ERROR(ReadNumber<int64_t>(variables, "MUSTER_GENERATION", 0, &env.generation));
+  MUSTER_RETURN_IF_ERROR(
+      ReadNumber<uint64_t>(variables, "MUSTER_INCARNATION", 0, &env.incarnation));
+  MUSTER_RETURN_IF_ERROR(ReadBool(variables, "TORCHELASTIC_USE_AGENT_STORE", &env.agent_store));
+  MUSTER_RETURN_IF_ERROR(
+      ReadNumber(variables, "TORCHELASTIC_RESTART_COUNT", 0, &env.restart_count));
+  MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "MUSTER_RESTART_COUNT", 0, &env.restart_count));
+  ReadText(variables, "GLOO_SOCKET_IFNAME", &env.interface);
+  ReadText(variables, "MUSTER_INTERFACE", &env.interface);
+  ReadText(variables, "MUSTER_RACK", &env.rack);
+  ReadText(variables, "MUSTER_NVLINK_DOMAIN", &env.nvlink_domain);
+  ReadText(variables, "MUSTER_TLS_CA", &env.tls_ca);
+  ReadText(variables, "MUSTER_TLS_CERT", &env.tls_cert);
+  ReadText(variables, "MUSTER_TLS_KEY", &env.tls_key);
+  ReadText(variables, "MUSTER_TOKEN_FILE", &env.token_file);
+  MUSTER_RETURN_IF_ERROR(ReadPlace(variables, &env));
+  MUSTER_RETURN_IF_ERROR(CheckPlace(&env));
+  MUSTER_RETURN_IF_ERROR(ReadMeetingPoint(variables, &env));
+  MUSTER_RETURN_IF_ERROR(ReadWishes(variables, arguments, &env));
+  if (env.launcher == Launcher::kNone && !env.coordinator.value.empty()) {
+    env.launcher = Launcher::kMuster;
+    env.seated = false;
+  }
+  return env;
+}
+
+std::map<std::string, std::string> ProcessVariables() {
+  std::map<std::string, std::string> variables;
+  for (char** entry = environ; entry != nullptr && *entry != nullptr; ++entry) {
+    const std::string text = *entry;
+    const size_t equals = text.find('=');
+    if (equals != std::string::npos) variables[text.substr(0, equals)] = text.substr(equals + 1);
+  }
+  return variables;
+}
+
+std::string Describe(const Environment& env) {
+  std::string text = absl::StrCat("launcher ", LauncherName(env.launcher), "\n");
+  const auto add = [&text](absl::string_view name, const auto& value, const std::string& source) {
+    absl::StrAppend(&text, name, " ", value, " (from ", source, ")\n");
+  };
+  if (!env.seated) {
+    absl::StrAppend(&text, "rank and world_size: given by the rendezvous\n");
+  } else {
+    add("rank", env.rank.value, env.rank.source);
+    add("world_size", env.world_size.value, env.world_size.source);
+    add("local_rank", env.local_rank.value, env.local_rank.source);
+    add("local_world_size", env.local_world_size.value, env.local_world_size.source);
+    add("node_rank", env.node_rank.value, env.node_rank.source);
+    add("num_nodes", env.num_nodes.value, env.num_nodes.source);
+  }
+  for (const auto& [name, setting] :
+       {std::pair<const char*, const Setting<std::string>*>{"coordinator", &env.coordinator},
+        {"job", &env.job},
+        {"worker_id", &env.worker_id},
+        {"master_addr", &env.master_addr},
+        {"project_dir", &env.project_dir}}) {
+    if (!setting->value.empty()) add(name, setting->value, setting->source);
+  }
+  if (env.master_port.value != 0) add("master_port", env.master_port.value, env.master_port.source);
+  if (!env.generation.is_default()) add("generation", env.generation.value, env.generation.source);
+  if (!env.incarnation.is_default()) {
+    add("incarnation", env.incarnation.value, env.incarnation.source);
+  }
+  add("mixed_precision", env.mixed_precision.value, env.mixed_precision.source);
+  add("cpu", env.use_cpu.value ? "yes" : "no", env.use_cpu.source);
+  add("gradient_accumulation_steps", env.gradient_accumulation_steps.value,
+      env.gradient_accumulation_steps.source);
+  add("debug", env.debug.value ? "yes" : "no", env.debug.source);
+  add("shared_memory", env.shared_memory.value ? "yes" : "no", env.shared_memory.source);
+  add("timeout", absl::FormatDuration(env.timeout.value), env.timeout.source);
+  if (!env.outage_tolerance.is_default()) {
+    add("outage_tolerance", absl::FormatDuration(env.outage_tolerance.value),
+        env.outage_tolerance.source);
+  }
+  if (!env.lease.is_default())
+    add("lease", absl::FormatDuration(env.lease.value), env.lease.source);
+  return text;
+}
+
+std::string FirstSlurmHost(const std::string& node_list) {
+  std::string host;
+  for (size_t i = 0; i < node_list.size() && node_list[i] != ','; ++i) {
+    if (node_list[i] != '[') {
+      host += node_list[i];
+      continue;
+    }
+    // "[03-05,9]": the first number, with its zeros, stands for the bracket.
+    const size_t close = node_list.find(']', i);
+    if (close == std::string::npos) return "";
+    const std::string inside = node_list.substr(i + 1, close - i - 1);
+    host += inside.substr(0, inside.find_first_of("-,"));
+    i = close;
+  }
+  return host;
+}
+
+}  // namespace muster

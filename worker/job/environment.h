@@ -1,0 +1,131 @@
+#ifndef MUSTER_WORKER_JOB_ENVIRONMENT_H_
+#define MUSTER_WORKER_JOB_ENVIRONMENT_H_
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "base/defaults.h"
+
+namespace muster {
+
+// A value and where it came from: the name of a variable ("RANK"), "argument", "default", or a rule
+// such as "MASTER_ADDR of one node".
+template <typename T>
+struct Setting {
+  T value{};
+  std::string source = "default";
+
+  bool is_default() const { return source == "default"; }
+};
+
+// Who started this process, as far as its variables say.
+enum class Launcher { kNone, kMuster, kTorchrun, kMpi, kSlurm };
+
+// "no launcher", "muster", "torchrun", "mpi" or "slurm".
+const char* LauncherName(Launcher launcher);
+
+// Where this process stands in its job and what its surroundings ask of it. A plain value.
+//
+// docs/environment.md lists every variable, the order of the families and what happens when they
+// disagree.
+struct Environment {
+  Launcher launcher = Launcher::kNone;
+
+  // False: MUSTER_COORDINATOR is set but no rank is. The rendezvous gives this process its seat;
+  // rank, world_size and the fields beside them hold 0, 1, ... until then.
+  bool seated = true;
+
+  Setting<int> rank{0};
+  Setting<int> world_size{1};
+  Setting<int> local_rank{0};
+  Setting<int> local_world_size{1};
+  Setting<int> node_rank{0};
+  Setting<int> num_nodes{1};
+
+  // "host:port" of the coordinator, or "unix:/PATH" of the agent that speaks for this node; empty
+  // without one.
+  Setting<std::string> coordinator;
+  Setting<std::string> job;
+  Setting<std::string> worker_id;
+  Setting<int64_t> generation{0};
+  // 0: not given; the worker draws one.
+  Setting<uint64_t> incarnation{0};
+
+  // Where a TCPStore meets when there is no coordinator. Empty and 0 when nothing needs it.
+  Setting<std::string> master_addr;
+  Setting<int> master_port{0};
+
+  // The network interface that Gloo uses ("eth0"); empty: the one that routes towards the meeting
+  // point.
+  Setting<std::string> interface;
+  // torchrun's agent serves the TCPStore itself: rank 0 is a client like the others.
+  Setting<bool> agent_store{false};
+  // How often the launcher has restarted this process; keys of earlier attempts must not be met.
+  Setting<int> restart_count{0};
+
+  // Where this machine stands, for the order of ranks; empty: not known.
+  Setting<std::string> rack;
+  Setting<std::string> nvlink_domain;
+
+  // Files, for TLS towards the coordinator; empty: no TLS.
+  Setting<std::string> tls_ca;
+  Setting<std::string> tls_cert;
+  Setting<std::string> tls_key;
+  // File with the coordinator's token; empty: none.
+  Setting<std::string> token_file;
+
+  // "no", "fp16" or "bf16".
+  Setting<std::string> mixed_precision{"no"};
+  Setting<bool> use_cpu{false};
+  Setting<int> gradient_accumulation_steps{1};
+  Setting<bool> debug{false};
+  // Ranks of a job that has one node exchange CPU tensors through shared memory rather than Gloo's
+  // sockets.
+  Setting<bool> shared_memory{false};
+  Setting<std::string> project_dir;
+  // Of collectives and of the meeting at start.
+  Setting<absl::Duration> timeout{absl::Minutes(10)};
+  // How long the coordinator may be away before calls fail.
+  Setting<absl::Duration> outage_tolerance{kDefaultOutageTolerance};
+  // After what silence the coordinator gives this process up while others are heard.
+  Setting<absl::Duration> lease{kDefaultLease};
+
+  // Things that are legal but probably not meant, one line each. For the caller to log.
+  std::vector<std::string> warnings;
+};
+
+// What the program itself says. A field that is set wins over every variable.
+struct EnvironmentArguments {
+  std::optional<std::string> mixed_precision = std::nullopt;
+  std::optional<bool> use_cpu = std::nullopt;
+  std::optional<int> gradient_accumulation_steps = std::nullopt;
+  std::optional<bool> debug = std::nullopt;
+  std::optional<std::string> project_dir = std::nullopt;
+  std::optional<absl::Duration> timeout = std::nullopt;
+};
+
+// Works out the environment from `variables` (names to values; an empty value counts as not set).
+// Pure. Errors: INVALID_ARGUMENT, one line that names the variable, its value and the way out: not
+// a number, a rank outside its world, half a family (RANK without WORLD_SIZE), two launchers that
+// contradict each other, nowhere to meet, an unknown precision.
+absl::StatusOr<Environment> ReadEnvironment(const std::map<std::string, std::string>& variables,
+                                            const EnvironmentArguments& arguments = {});
+
+// The variables of this process.
+std::map<std::string, std::string> ProcessVariables();
+
+// One line per field: "rank 3 (from RANK)". For `muster env` and for debugging.
+std::string Describe(const Environment& environment);
+
+// The first host of a SLURM node list: "gpu[03-05,9],login" gives "gpu03". Empty if it cannot be
+// read.
+std::string FirstSlurmHost(const std::string& node_list);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_JOB_ENVIRONMENT_H_

@@ -1,0 +1,445 @@
+#include "worker/job/fake_coordinator.h"
+
+#include <grpcpp/security/server_credentials.h>
+#include <grpcpp/server.h>
+#include <grpcpp/server_builder.h>
+
+#include <map>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "base/mutex.h"
+#include "proto/muster/v1/barrier.grpc.pb.h"
+#include "proto/muster/v1/kv.grpc.pb.h"
+#include "proto/muster/v1/membership.grpc.pb.h"
+#include "proto/muster/v1/rendezvous.grpc.pb.h"
+#include "proto/muster/v1/trigger.grpc.pb.h"
+#include "rpc/status.h"
+
+namespace muster {
+namespace {
+
+absl::Duration ToDuration(const google::protobuf::Duration& d) {
+  return absl::Seconds(d.seconds()) + absl::Nanoseconds(d.nanos());
+}
+
+struct FakeTrigger {
+  v1::TriggerEvent event;
+  std::map<int, int64_t> promised;  // by rank
+};
+
+grpc::Status Error(absl::StatusCode code, const std::string& text, v1::ErrorReason reason) {
+  return rpc::ToGrpc(rpc::ErrorWithReason(code, text, reason));
+}
+
+}  // namespace
+
+class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
+                              public v1::Rendezvous::Service,
+                              public v1::Barrier::Service,
+                              public v1::Triggers::Service,
+                              public v1::Membership::Service {
+ public:
+  Impl() {
+    grpc::ServerBuilder builder;
+    builder.AddListeningPort("127.0.0.1:0", grpc::InsecureServerCredentials(), &port_);
+    builder.RegisterService(static_cast<v1::KeyValueStore::Service*>(this));
+    builder.RegisterService(static_cast<v1::Rendezvous::Service*>(this));
+    builder.RegisterService(static_cast<v1::Barrier::Service*>(this));
+    builder.RegisterService(static_cast<v1::Triggers::Service*>(this));
+    builder.RegisterService(static_cast<v1::Membership::Service*>(this));
+    server_ = builder.BuildAndStart();
+  }
+  ~Impl() override { server_->Shutdown(std::chrono::system_clock::now()); }
+
+  int port() const { return port_; }
+
+  void LoseAnswers(int n) {
+    MutexLock lock(&mu_);
+    lose_ = n;
+  }
+  void Overload(absl::Duration retry_after) {
+    MutexLock lock(&mu_);
+    overload_ = retry_after;
+  }
+  void LoseArrivals(int n) {
+    MutexLock lock(&mu_);
+    lose_arrivals_ = n;
+  }
+  int64_t waited_us() const {
+    MutexLock lock(&mu_);
+    return absl::ToInt64Microseconds(ToDuration(last_arrival_.waited()));
+  }
+  uint64_t revision_seen() const {
+    MutexLock lock(&mu_);
+    return last_arrival_.fence().revision_seen();
+  }
+  void EndGeneration(const std::string& why) {
+    MutexLock lock(&mu_);
+    ended_ = why;
+    ++generation_;
+    cv_.SignalAll();
+  }
+  int64_t writes() const {
+    MutexLock lock(&mu_);
+    return writes_;
+  }
+  int64_t rows_sent() const {
+    MutexLock lock(&mu_);
+    return rows_sent_;
+  }
+  std::string WaitForHeartbeat() {
+    MutexLock lock(&mu_);
+    const int64_t seen = beats_;
+    while (beats_ == seen) cv_.Wait(&mu_);
+    return last_beat_;
+  }
+
+  grpc::Status Txn(grpc::ServerContext*, const v1::TxnRequest* request,
+                   v1::TxnReply* reply) override {
+    MutexLock lock(&mu_);
+    if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
+    if (overload_ > absl::ZeroDuration()) {
+      v1::ErrorDetail detail;
+      detail.set_reason(v1::ERROR_REASON_OVERLOADED);
+      detail.mutable_retry_after()->set_nanos(
+          static_cast<int32_t>(absl::ToInt64Nanoseconds(overload_)));
+      overload_ = absl::ZeroDuration();
+      return rpc::ToGrpc(rpc::WithDetail(absl::UnavailableError("too much to do"), detail));
+    }
+    bool lost = false;
+    if (lose_ > 0) {
+      lost = true;
+      if (lose_-- % 2 == 1) return Lost();
+    }
+    const auto key = std::make_pair(request->fence().worker_id(), request->fence().request_id());
+    const auto known = answers_.find(key);
+    if (known != answers_.end()) {
+      *reply = known->second;
+    } else {
+      if (const grpc::Status status = Apply(*request, reply); !status.ok()) return status;
+      answers_[key] = *reply;
+      cv_.SignalAll();
+    }
+    return lost ? Lost() : grpc::Status::OK;
+  }
+
+  grpc::Status Wait(grpc::ServerContext*, const v1::WaitRequest* request,
+                    v1::WaitReply* reply) override {
+    MutexLock lock(&mu_);
+    const absl::Time deadline = absl::Now() + ToDuration(request->timeout());
+    while (true) {
+      if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
+      std::string missing;
+      for (const std::string& key : request->keys()) {
+        if (!values_.contains(key)) missing = key;
+      }
+      if (missing.empty()) break;
+      const absl::Duration left = deadline - absl::Now();
+      if (left <= absl::ZeroDuration()) {
+        return Error(absl::StatusCode::kDeadlineExceeded,
+                     absl::StrCat("key '", missing, "' was not set in time"),
+                     v1::ERROR_REASON_WAIT_TIMEOUT);
+      }
+      cv_.WaitWithTimeout(&mu_, left);
+    }
+    for (const std::string& key : request->keys()) {
+      v1::KeyValue& kv = *reply->add_kvs();
+      kv.set_key(key);
+      kv.set_value(values_[key]);
+    }
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Join(grpc::ServerContext*, const v1::JoinRequest* request,
+                    v1::JoinReply* reply) override {
+    MutexLock lock(&mu_);
+    const size_t size = request->spec().min_workers();
+    const uint64_t joining = generation_ + 1;
+    auto& members = members_[joining];
+    members[request->preferred_rank() >= 0 ? request->preferred_rank()
+                                           : static_cast<int>(members.size())] = *request;
+    cv_.SignalAll();
+    const absl::Time deadline = absl::Now() + ToDuration(request->spec().join_timeout());
+    while (members.size() < size) {
+      const absl::Duration left = deadline - absl::Now();
+      if (left <= absl::ZeroDuration()) {
+        return Error(absl::StatusCode::kDeadlineExceeded,
+                     absl::StrCat(members.size(), " of ", size, " workers came"),
+                     v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
+      }
+      cv_.WaitWithTimeout(&mu_, left);
+    }
+    if (generation_ < joining) {
+      generation_ = joining;
+      world_ = static_cast<int>(size);
+      ended_.clear();
+    }
+    reply->set_generation(joining);
+    reply->set_world_size(world_);
+    reply->set_num_nodes(1);
+    reply->set_generation_prefix(absl::StrCat("gen/", joining, "/"));
+    for (const auto& [rank, member] : members) {
+      if (member.fence().worker_id() == request->fence().worker_id()) reply->set_rank(rank);
+    }
+    reply->mutable_header()->set_term(1);
+    reply->mutable_header()->set_cluster_id("0000000000000051");
+    reply->mutable_header()->set_revision(FakeCoordinator::kRevision);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status GetRankTable(grpc::ServerContext*, const v1::GetRankTableRequest* request,
+                            v1::GetRankTableReply* reply) override {
+    MutexLock lock(&mu_);
+    // One row a page, so that paging is tested.
+    const auto& members = members_[request->generation()];
+    reply->set_table_digest(1000 + request->generation());
+    reply->set_next_rank(-1);
+    if (request->if_digest_differs() == reply->table_digest()) return grpc::Status::OK;
+    ++rows_sent_;
+    const auto row = members.find(request->first_rank());
+    if (row == members.end()) return {grpc::StatusCode::NOT_FOUND, "no such rank"};
+    v1::RankRow& out = *reply->add_rows();
+    out.set_rank(row->first);
+    out.set_worker_id(row->second.fence().worker_id());
+    out.set_incarnation(row->second.fence().incarnation());
+    out.set_host(row->second.topology().host());
+    out.set_pid(row->second.pid());
+    reply->set_next_rank(members.contains(row->first + 1) ? row->first + 1 : -1);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Leave(grpc::ServerContext*, const v1::LeaveRequest*, v1::LeaveReply*) override {
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Arrive(grpc::ServerContext*, const v1::ArriveRequest* request,
+                      v1::ArriveReply* reply) override {
+    MutexLock lock(&mu_);
+    if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
+    if (lose_arrivals_ > 0) {
+      --lose_arrivals_;
+      return Lost();
+    }
+    last_arrival_ = *request;
+    const std::string& id = request->barrier_id();
+    if (request->counter() > 0 &&
+        !barriers_.contains({request->fence().generation(), id, request->counter() - 1})) {
+      return Error(absl::StatusCode::kFailedPrecondition, "not the next counter",
+                   v1::ERROR_REASON_BARRIER_COUNTER);
+    }
+    Instance& barrier = barriers_[{request->fence().generation(), id, request->counter()}];
+    if (barrier.arrived.empty()) barrier.deadline = absl::Now() + ToDuration(request->timeout());
+    barrier.arrived[request->rank()] = request->payload();
+    cv_.SignalAll();
+    while (!barrier.failed && static_cast<int>(barrier.arrived.size()) < world_) {
+      const absl::Duration left = barrier.deadline - absl::Now();
+      if (left <= absl::ZeroDuration()) {
+        barrier.failed = true;
+        cv_.SignalAll();
+        break;
+      }
+      cv_.WaitWithTimeout(&mu_, left);
+    }
+    if (barrier.failed) {
+      v1::ErrorDetail detail;
+      detail.set_reason(v1::ERROR_REASON_BARRIER_TIMEOUT);
+      std::string text =
+          absl::StrCat(barrier.arrived.size(), " of ", world_, " ranks came; missing:");
+      for (int rank = 0; rank < world_; ++rank) {
+        if (barrier.arrived.contains(rank)) continue;
+        detail.add_missing_ranks(rank);
+        absl::StrAppend(&text, " rank ", rank);
+      }
+      return rpc::ToGrpc(rpc::WithDetail(absl::DeadlineExceededError(text), detail));
+    }
+    reply->mutable_report()->set_last_rank(request->rank());
+    for (const auto& [rank, payload] : barrier.arrived) reply->add_payloads(payload);
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Raise(grpc::ServerContext*, const v1::RaiseTriggerRequest* request,
+                     v1::RaiseTriggerReply* reply) override {
+    MutexLock lock(&mu_);
+    if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
+    FakeTrigger& trigger = triggers_.emplace_back();
+    trigger.event.set_trigger_id(triggers_.size());
+    trigger.event.set_name(request->name());
+    trigger.event.set_payload(request->payload());
+    trigger.event.set_align(v1::TRIGGER_ALIGN_NEXT_STEP);
+    trigger.event.set_effective_step(-1);
+    reply->set_trigger_id(trigger.event.trigger_id());
+    return grpc::Status::OK;
+  }
+
+  // The coordinator's rule: decided once all ranks have promised, as the largest horizon.
+  grpc::Status Poll(grpc::ServerContext*, const v1::PollTriggersRequest* request,
+                    v1::PollTriggersReply* reply) override {
+    MutexLock lock(&mu_);
+    if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
+    const int64_t horizon = request->horizon() == 0 ? request->step() + 1 : request->horizon();
+    for (const uint64_t id : request->pending()) {
+      if (id == 0 || id > triggers_.size()) continue;
+      FakeTrigger& trigger = triggers_[id - 1];
+      if (trigger.event.effective_step() >= 0) continue;
+      int64_t& promised = trigger.promised[request->rank()];
+      promised = std::max(promised, horizon);
+      if (static_cast<int>(trigger.promised.size()) < world_) continue;
+      int64_t largest = 0;
+      for (const auto& [rank, one] : trigger.promised) largest = std::max(largest, one);
+      trigger.event.set_effective_step(largest);
+    }
+    for (const uint64_t id : request->acked()) acked_.insert({request->rank(), id});
+    for (const FakeTrigger& trigger : triggers_) {
+      if (!acked_.contains({request->rank(), trigger.event.trigger_id()})) {
+        *reply->add_triggers() = trigger.event;
+      }
+    }
+    return grpc::Status::OK;
+  }
+
+  grpc::Status GetMembers(grpc::ServerContext*, const v1::GetMembersRequest*,
+                          v1::GetMembersReply* reply) override {
+    MutexLock lock(&mu_);
+    reply->set_generation(generation_);
+    for (const auto& [rank, member] : members_[generation_]) {
+      v1::Member& out = *reply->add_members();
+      out.set_rank(rank);
+      out.set_worker_id(member.fence().worker_id());
+      out.set_state(v1::WORKER_STATE_RUNNING);
+      out.set_host(member.topology().host());
+      out.set_pid(member.pid());
+      const v1::HeartbeatRequest& facts = facts_[member.fence().worker_id()];
+      out.set_last_step(facts.step());
+      out.set_phase(facts.phase());
+      out.set_last_collective(facts.last_collective());
+    }
+    return grpc::Status::OK;
+  }
+
+  grpc::Status Heartbeat(grpc::ServerContext*, const v1::HeartbeatRequest* request,
+                         v1::HeartbeatReply* reply) override {
+    MutexLock lock(&mu_);
+    last_beat_ =
+        absl::StrCat(request->step(), " ", request->phase(), " ", request->last_collective());
+    ++beats_;
+    facts_[request->fence().worker_id()] = *request;
+    cv_.SignalAll();
+    reply->set_generation(generation_);
+    reply->set_generation_ended(!ended_.empty());
+    reply->set_why(ended_);
+    return grpc::Status::OK;
+  }
+
+ private:
+  struct Instance {
+    absl::Time deadline;
+    std::map<int, std::string> arrived;
+    bool failed = false;
+  };
+
+  static grpc::Status Lost() { return {grpc::StatusCode::UNAVAILABLE, "connection reset"}; }
+
+  grpc::Status Check(const v1::Fence& fence) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (fence.generation() != 0 && fence.generation() < generation_) {
+      return Error(absl::StatusCode::kFailedPrecondition,
+                   absl::StrCat("generation ", fence.generation(), " is over; the current one is ",
+                                generation_),
+                   v1::ERROR_REASON_STALE_GENERATION);
+    }
+    return grpc::Status::OK;
+  }
+
+  bool Holds(const v1::Compare& compare) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const auto value = values_.find(compare.key());
+    if (compare.target() == v1::Compare::EXISTS) {
+      return (value != values_.end()) == (compare.number() == 1);
+    }
+    return value != values_.end() && value->second == compare.value();
+  }
+
+  grpc::Status Apply(const v1::TxnRequest& request, v1::TxnReply* reply)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    bool holds = true;
+    for (const v1::Compare& compare : request.compares()) holds = holds && Holds(compare);
+    reply->set_succeeded(holds);
+    reply->mutable_header()->set_term(1);
+    for (const v1::KvOp& op : holds ? request.then() : request.otherwise()) {
+      v1::KvOpResult& result = *reply->add_results();
+      if (op.has_put()) {
+        values_[op.put().key()] = op.put().value();
+        ++writes_;
+      } else if (op.has_get()) {
+        for (const auto& [key, value] : values_) {
+          if (key != op.get().key() && !(op.get().prefix() && key.rfind(op.get().key(), 0) == 0)) {
+            continue;
+          }
+          v1::KeyValue& kv = *result.add_kvs();
+          kv.set_key(key);
+          if (!op.get().keys_only()) kv.set_value(value);
+        }
+      } else if (op.has_delete_()) {
+        result.set_number(static_cast<int64_t>(values_.erase(op.delete_().key())));
+        ++writes_;
+      } else if (op.has_add()) {
+        int64_t number = 0;
+        std::string& value = values_[op.add().key()];
+        if (!value.empty() && !absl::SimpleAtoi(value, &number)) {
+          return {grpc::StatusCode::INVALID_ARGUMENT, "not a number"};
+        }
+        number += op.add().delta();
+        value = absl::StrCat(number);
+        result.set_number(number);
+        ++writes_;
+      } else if (op.has_append()) {
+        std::string& value = values_[op.append().key()];
+        value += op.append().value();
+        result.set_number(static_cast<int64_t>(value.size()));
+        ++writes_;
+      }
+    }
+    return grpc::Status::OK;
+  }
+
+  int port_ = 0;
+  mutable Mutex mu_;
+  CondVar cv_;
+  std::map<std::string, std::string> values_ ABSL_GUARDED_BY(mu_);
+  std::map<std::pair<std::string, uint64_t>, v1::TxnReply> answers_ ABSL_GUARDED_BY(mu_);
+  std::map<uint64_t, std::map<int, v1::JoinRequest>> members_ ABSL_GUARDED_BY(mu_);
+  std::map<std::tuple<uint64_t, std::string, uint64_t>, Instance> barriers_ ABSL_GUARDED_BY(mu_);
+  std::vector<FakeTrigger> triggers_ ABSL_GUARDED_BY(mu_);
+  std::set<std::pair<int, uint64_t>> acked_ ABSL_GUARDED_BY(mu_);
+  uint64_t generation_ ABSL_GUARDED_BY(mu_) = 0;
+  int world_ ABSL_GUARDED_BY(mu_) = 0;
+  std::string ended_ ABSL_GUARDED_BY(mu_);
+  int lose_ ABSL_GUARDED_BY(mu_) = 0;
+  absl::Duration overload_ ABSL_GUARDED_BY(mu_) = absl::ZeroDuration();
+  int lose_arrivals_ ABSL_GUARDED_BY(mu_) = 0;
+  v1::ArriveRequest last_arrival_ ABSL_GUARDED_BY(mu_);
+  int64_t writes_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t rows_sent_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t beats_ ABSL_GUARDED_BY(mu_) = 0;
+  std::string last_beat_ ABSL_GUARDED_BY(mu_);
+  std::map<std::string, v1::HeartbeatRequest> facts_ ABSL_GUARDED_BY(mu_);  // by worker
+  std::unique_ptr<grpc::Server> server_;
+};
+
+FakeCoordinator::FakeCoordinator() : impl_(std::make_unique<Impl>()) {}
+FakeCoordinator::~FakeCoordinator() = default;
+std::string FakeCoordinator::address() const { return absl::StrCat("127.0.0.1:", impl_->port()); }
+void FakeCoordinator::LoseAnswers(int n) { impl_->LoseAnswers(n); }
+void FakeCoordinator::Overload(absl::Duration retry_after) { impl_->Overload(retry_after); }
+void FakeCoordinator::LoseArrivals(int n) { impl_->LoseArrivals(n); }
+int64_t FakeCoordinator::waited_us() const { return impl_->waited_us(); }
+uint64_t FakeCoordinator::revision_seen() const { return impl_->revision_seen(); }
+void FakeCoordinator::EndGeneration(const std::string& why) { impl_->EndGeneration(why); }
+int64_t FakeCoordinator::writes() const { return impl_->writes(); }
+int64_t FakeCoordinator::rows_sent() const { return impl_->rows_sent(); }
+std::string FakeCoordinator::WaitForHeartbeat() { return impl_->WaitForHeartbeat(); }
+
+}  // namespace muster

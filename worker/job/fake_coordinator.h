@@ -1,0 +1,53 @@
+#ifndef MUSTER_WORKER_JOB_FAKE_COORDINATOR_H_
+#define MUSTER_WORKER_JOB_FAKE_COORDINATOR_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "absl/time/time.h"
+
+namespace muster {
+
+// A coordinator in memory behind a real gRPC server on a free loopback port, for tests of its
+// clients: one job, fixed worlds, no journal, no leases. Follows the contract of proto/muster/v1 in
+// what it does. Thread-safe.
+class FakeCoordinator {
+ public:
+  FakeCoordinator();
+  ~FakeCoordinator();
+
+  // "127.0.0.1:PORT".
+  std::string address() const;
+
+  // The next `n` calls are answered with UNAVAILABLE; every other one of them after it has been
+  // carried out, as when an answer is lost.
+  void LoseAnswers(int n);
+  // The next change is answered with UNAVAILABLE that asks to wait for `retry_after`, below a
+  // second.
+  void Overload(absl::Duration retry_after);
+  // The next `n` arrivals at barriers are not heard of, and answered with UNAVAILABLE.
+  void LoseArrivals(int n);
+  // Of the last arrival that was: for how long it said that it had waited, in microseconds, and the
+  // revision that it had seen.
+  int64_t waited_us() const;
+  uint64_t revision_seen() const;
+  // What the next seats are told.
+  static constexpr uint64_t kRevision = 77;
+  // Ends the generation: heartbeats say so, fenced calls fail.
+  void EndGeneration(const std::string& why);
+  // How many changes were carried out, repeats not counted.
+  int64_t writes() const;
+  // Rows of the rank table that were sent.
+  int64_t rows_sent() const;
+  // The last heartbeat, as "step phase last_collective".
+  std::string WaitForHeartbeat();
+
+ private:
+  class Impl;
+  const std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_JOB_FAKE_COORDINATOR_H_

@@ -1,0 +1,74 @@
+#ifndef MUSTER_WORKER_JOB_JOIN_JOB_H_
+#define MUSTER_WORKER_JOB_JOIN_JOB_H_
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "c10/core/Device.h"
+#include "c10/util/intrusive_ptr.h"
+#include "torch/csrc/distributed/c10d/Store.hpp"
+#include "worker/collective/collective_error.h"
+#include "worker/collective/comm.h"
+#include "worker/collective/progress_board.h"
+#include "worker/job/coordinator_client.h"
+#include "worker/job/environment.h"
+
+namespace muster {
+
+struct JoinJobOptions {
+  // Of a process whose variables give it no rank (Environment::seated is false); 0: such a process
+  // is refused.
+  int min_workers = 0;
+  int max_workers = 0;
+  // A process group even for a job of one process, for code that needs a c10d::ProcessGroup.
+  bool always_group = false;
+  // See CoordinatorClient::Options.
+  std::function<void(const absl::Status&)> on_generation_ended = nullptr;
+};
+
+// A process that has met its peers.
+struct JoinedProcess {
+  // As given, with the place and generation that the rendezvous gave.
+  Environment environment;
+  c10::Device device = c10::Device(c10::kCPU);
+  std::shared_ptr<CoordinatorClient> coordinator;  // null without one
+  c10::intrusive_ptr<c10d::Store> store;           // null for a process alone without a coordinator
+  // Written by whoever knows how far this process is; told with its heartbeats.
+  std::shared_ptr<ProgressBoard> progress = std::make_shared<ProgressBoard>();
+  // LocalComm for a process alone, else over Gloo, with NCCL beside it if `device` is a GPU. In
+  // debug mode checked.
+  std::unique_ptr<Comm> comm;
+  // Says of a collective over all ranks that was lost past `comm` (gradients in a backward pass)
+  // which ranks did not take part: see RethrowExplained. Null for a process alone.
+  CollectiveExplainer explain;
+  int subgroups = 0;  // made so far
+};
+
+// Takes this process's place in its job: picks the device; joins the rendezvous if there is a
+// coordinator (also alone), or meets the others through a TCPStore at MASTER_ADDR:MASTER_PORT;
+// builds the process group. Blocks until all ranks have come, at most environment.timeout. Makes
+// `device` the current one of this thread.
+//
+// A process may join again, while the first time lasts or after it, if all ranks do so in the same
+// order: each time has keys of its own. Under a coordinator the first must have ended, since a
+// process has one place there: FAILED_PRECONDITION. Errors, each one line with what was tried:
+// those of ChooseDevice, CoordinatorClient and MakeGlooGroup; UNAVAILABLE for a TCPStore that
+// cannot be reached or whose port is taken.
+absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
+                                      const JoinJobOptions& options = {});
+
+// A Comm over some ranks of the job, over the same transports. A collective over all ranks, which
+// pass the same `ranks` (of the job, distinct; in any order: ranks of the group follow those of the
+// job). Null on ranks that are not listed. Its collectives are those of the listed ranks alone;
+// they may alternate with the job's if every rank calls them in one order. Blocks until the listed
+// ranks have connected. Errors: INVALID_ARGUMENT, on every rank, naming the rank or the difference;
+// those of JoinJob.
+absl::StatusOr<std::unique_ptr<Comm>> MakeSubgroup(JoinedProcess& process, std::vector<int> ranks);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_JOB_JOIN_JOB_H_

@@ -1,0 +1,177 @@
+#include "worker/job/lost_collective.h"
+
+#include <algorithm>
+#include <exception>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "absl/time/clock.h"
+#include "c10/util/Exception.h"
+#include "worker/collective/collective_error.h"
+
+namespace muster {
+namespace {
+
+// How old what the coordinator knows may be without being called old.
+constexpr absl::Duration kFresh = absl::Seconds(6);
+
+constexpr absl::string_view kWithin = " within ";
+
+bool GoesOn(absl::string_view collective) {
+  return !collective.empty() && !absl::EndsWith(collective, ", done");
+}
+
+// Without the number of elements: ranks that call with other shapes stand in the same call.
+absl::string_view Call(absl::string_view collective) {
+  return collective.substr(0, collective.find(" ("));
+}
+
+std::string Ranks(const std::vector<int>& ranks) {
+  constexpr size_t kShown = 16;
+  std::string text = absl::StrCat(
+      ranks.size() == 1 ? "rank " : "ranks ",
+      absl::StrJoin(ranks.begin(), ranks.begin() + std::min(ranks.size(), kShown), ", "));
+  if (ranks.size() > kShown) absl::StrAppend(&text, " and ", ranks.size() - kShown, " more");
+  return text;
+}
+
+std::string Where(const MemberInfo& member) {
+  if (!member.gone.empty()) return member.gone;
+  std::string text =
+      member.phase.empty() ? "it runs" : absl::StrCat("it is in phase '", member.phase, "'");
+  absl::StrAppend(&text, " after step ", member.step);
+  if (!member.last_collective.empty()) {
+    absl::StrAppend(&text, ", last collective ", member.last_collective);
+  }
+  if (member.heartbeat_age > kFresh) {
+    absl::StrAppend(&text, ", last heard of ",
+                    absl::FormatDuration(absl::Trunc(member.heartbeat_age, absl::Seconds(1))),
+                    " ago");
+  }
+  return text;
+}
+
+std::string What(const ProgressBoard::Facts& mine) {
+  if (!GoesOn(mine.last_collective)) {
+    return absl::StrCat("the exchange of phase '", mine.phase, "' after step ", mine.step);
+  }
+  return absl::StrCat(mine.last_collective, " after step ", mine.step);
+}
+
+// Whether a rank waits where this one does. What goes past the board (a GPU's collectives, which
+// are done for the host when they are queued) is told by the phase.
+bool Waits(const MemberInfo& member, const ProgressBoard::Facts& mine) {
+  if (!member.gone.empty() || Call(member.last_collective) != Call(mine.last_collective)) {
+    return false;
+  }
+  if (GoesOn(mine.last_collective)) return GoesOn(member.last_collective);
+  return member.phase == mine.phase && member.step == mine.step;
+}
+
+std::string FirstLine(absl::string_view text) {
+  return std::string(absl::StripAsciiWhitespace(text.substr(0, text.find('\n'))));
+}
+
+// Ranks that wait leave a note in the store and wait for each other's: those without one are
+// missing.
+std::string AskStore(const LostCollectiveSources& sources, const ProgressBoard::Facts& mine) {
+  const auto key = [&](int rank) {
+    return absl::StrCat("muster/lost/", Call(mine.last_collective), "/", rank);
+  };
+  std::vector<int> waiting, missing;
+  try {
+    std::vector<std::string> keys;
+    for (const int rank : sources.ranks) keys.push_back(key(rank));
+    sources.store->set(key(sources.rank), std::vector<uint8_t>{1});
+    try {
+      sources.store->wait(keys, absl::ToChronoMilliseconds(sources.grace));
+    } catch (const c10::Error&) {
+      // Some have none: the next calls tell which.
+    }
+    for (const int rank : sources.ranks) {
+      (sources.store->check({key(rank)}) ? waiting : missing).push_back(rank);
+    }
+  } catch (const std::exception&) {
+    return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout),
+                        ", and the store that could tell which ranks are missing is gone");
+  }
+  if (missing.empty()) {
+    return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout),
+                        " though all of ", Ranks(waiting),
+                        " wait in it: look at the network between them");
+  }
+  return absl::StrCat(Ranks(missing), " ", kDidNotTakePart, What(mine), " within ",
+                      absl::FormatDuration(sources.timeout), "; ", Ranks(waiting),
+                      waiting.size() == 1 ? " waits" : " wait",
+                      "; where the missing ones stand is known only to a coordinator: start the "
+                      "job with muster launch");
+}
+
+}  // namespace
+
+std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
+                                   const LostCollectiveSources& sources,
+                                   const std::vector<MemberInfo>& members) {
+  constexpr int kNamed = 8;
+  std::vector<int> waiting;
+  std::string absent;
+  int named = 0;
+  for (const int rank : sources.ranks) {
+    const auto member = std::find_if(members.begin(), members.end(),
+                                     [&](const MemberInfo& m) { return m.rank == rank; });
+    const bool here = rank == sources.rank || (member != members.end() && Waits(*member, mine));
+    if (here) {
+      waiting.push_back(rank);
+      continue;
+    }
+    if (++named > kNamed) continue;
+    absl::StrAppend(&absent, absent.empty() ? "" : "; ", "rank ", rank);
+    if (member == members.end()) {
+      absl::StrAppend(&absent, ", of which nothing is known, ", kDidNotTakePart);
+    } else {
+      absl::StrAppend(&absent, " (", member->host, ", pid ", member->pid, ") ", kDidNotTakePart);
+    }
+    absl::StrAppend(&absent, named == 1 ? What(mine) : "it");
+    // For a rank that is gone nobody has waited that long.
+    if (named == 1 && (member == members.end() || member->gone.empty())) {
+      absl::StrAppend(&absent, kWithin, absl::FormatDuration(sources.timeout));
+    }
+    if (member != members.end()) absl::StrAppend(&absent, ": ", Where(*member));
+  }
+  if (absent.empty()) {
+    return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout),
+                        " though all of ", Ranks(waiting),
+                        " wait in it: look at the network between them");
+  }
+  if (named > kNamed) absl::StrAppend(&absent, "; and so for ", named - kNamed, " more");
+  return absl::StrCat(absent, "; ", Ranks(waiting), waiting.size() == 1 ? " waits" : " wait");
+}
+
+std::string ExplainLostCollective(const LostCollectiveSources& sources, absl::string_view error) {
+  const ProgressBoard::Facts mine = sources.board->Read();
+  const std::string cause = absl::StrCat(" (", FirstLine(error), ")");
+  if (sources.coordinator == nullptr) {
+    if (sources.store != nullptr) return AskStore(sources, mine) + cause;
+    return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout), cause);
+  }
+  if (!IsCollectiveTimeout(error)) {
+    // Who lost a connection is here before the coordinator hears of the exit of whoever closed it;
+    // a barrier ends as soon as one of its ranks is known to be gone.
+    sources.coordinator
+        ->Barrier("after a lost collective", sources.grace, BarrierCall{.same_line = false})
+        .status()
+        .IgnoreError();
+  }
+  const absl::StatusOr<std::vector<MemberInfo>> members = sources.coordinator->Members();
+  if (!members.ok()) {
+    return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout),
+                        ", and the coordinator does not tell why: ", members.status().message(),
+                        cause);
+  }
+  return DescribeLostCollective(mine, sources, *members) + cause;
+}
+
+}  // namespace muster

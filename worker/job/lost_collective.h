@@ -1,0 +1,47 @@
+#ifndef MUSTER_WORKER_JOB_LOST_COLLECTIVE_H_
+#define MUSTER_WORKER_JOB_LOST_COLLECTIVE_H_
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "c10/util/intrusive_ptr.h"
+#include "torch/csrc/distributed/c10d/Store.hpp"
+#include "worker/collective/progress_board.h"
+#include "worker/job/coordinator_client.h"
+
+namespace muster {
+
+// Who can tell about the ranks of a group when one of its collectives is lost.
+struct LostCollectiveSources {
+  // Knows of every rank where it stands. Null without one.
+  std::shared_ptr<CoordinatorClient> coordinator;
+  // Without a coordinator: where the ranks that wait leave a note. May be null.
+  c10::intrusive_ptr<c10d::Store> store;
+  // This rank's.
+  std::shared_ptr<ProgressBoard> board;
+  int rank = 0;            // of the job
+  std::vector<int> ranks;  // of the group, as ranks of the job
+  absl::Duration timeout;  // of a collective
+  // How long ranks that wait in the same collective may take to come here one after the other.
+  absl::Duration grace = absl::Seconds(10);
+};
+
+// One line: which ranks did not take part in the collective that stands on `mine`, where each of
+// them stands, and which ranks wait. `members` is what the coordinator knows, at most a heartbeat
+// old. Ranks of `ranks` that wait in the same collective have taken part.
+std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
+                                   const LostCollectiveSources& sources,
+                                   const std::vector<MemberInfo>& members);
+
+// The same, asked of `sources` now, with the transport's first line at the end. To be called while
+// the collective still stands on the board. Blocks up to `grace` and the patience of a call. Never
+// fails: at worst it says that nobody knows.
+std::string ExplainLostCollective(const LostCollectiveSources& sources, absl::string_view error);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_JOB_LOST_COLLECTIVE_H_

@@ -1,0 +1,158 @@
+#include "worker/job/lost_collective.h"
+
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "c10/util/Exception.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "torch/csrc/distributed/c10d/HashStore.hpp"
+#include "worker/collective/collective_error.h"
+#include "worker/job/fake_coordinator.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+LostCollectiveSources Sources(int rank, std::vector<int> ranks) {
+  LostCollectiveSources sources;
+  sources.board = std::make_shared<ProgressBoard>();
+  sources.rank = rank;
+  sources.ranks = std::move(ranks);
+  sources.timeout = absl::Seconds(600);
+  sources.grace = absl::Milliseconds(200);
+  return sources;
+}
+
+TEST(LostCollective, RanksElsewhere_AreNamedWithWhereTheyStand) {
+  ProgressBoard::Facts mine;
+  mine.step = 4;
+  mine.last_collective = "gradient exchange #7 (163 Float)";
+  std::vector<MemberInfo> members(4);
+  for (int rank = 0; rank < 4; ++rank) {
+    members[rank].rank = rank;
+    members[rank].host = "host";
+    members[rank].pid = 100 + rank;
+    members[rank].step = 4;
+    members[rank].last_collective = mine.last_collective;
+  }
+  members[1].phase = "between steps";
+  members[1].last_collective = "AllGather #6 (8 Float), done";
+  members[1].heartbeat_age = absl::Seconds(40);
+  EXPECT_EQ(DescribeLostCollective(mine, Sources(0, {0, 1, 2}), members),
+            "rank 1 (host, pid 101) did not take part in gradient exchange #7 (163 Float) after "
+            "step 4 within 10m: it is in phase 'between steps' after step 4, last collective "
+            "AllGather #6 (8 Float), done, last heard of 40s ago; ranks 0, 2 wait");
+  // Two that are missing, one of them dead, one in the next call of the same kind.
+  members[2].gone = "it was killed by signal 9";
+  members[3].last_collective = "gradient exchange #8 (163 Float)";
+  const std::string text = DescribeLostCollective(mine, Sources(0, {0, 2, 3, 5}), members);
+  EXPECT_THAT(text, AllOf(HasSubstr("rank 2 (host, pid 102) did not take part in gradient"),
+                          HasSubstr(": it was killed by signal 9; rank 3 (host, pid 103) did not "
+                                    "take part in it: it runs after step 4, last collective "
+                                    "gradient exchange #8"),
+                          HasSubstr("rank 5, of which nothing is known"),
+                          HasSubstr("; rank 0 waits"), Not(HasSubstr("rank 1 "))));
+}
+
+TEST(LostCollective, AllWaitInIt_BlamesTheNetwork) {
+  ProgressBoard::Facts mine;
+  mine.last_collective = "Barrier #3 (0 bytes)";
+  std::vector<MemberInfo> members(2);
+  members[1].rank = 1;
+  members[1].last_collective = mine.last_collective;
+  EXPECT_THAT(DescribeLostCollective(mine, Sources(0, {0, 1}), members),
+              HasSubstr("though all of ranks 0, 1 wait in it: look at the network"));
+  EXPECT_TRUE(IsExplained(DescribeLostCollective(mine, Sources(0, {0, 1}), members)));
+  EXPECT_TRUE(IsExplained(DescribeLostCollective(mine, Sources(0, {0, 1}), {})));
+  EXPECT_FALSE(IsExplained("Timed out waiting 600000ms"));
+}
+
+TEST(LostCollective, NoneOnTheBoard_IsToldByThePhase) {
+  ProgressBoard::Facts mine;
+  mine.step = 4;
+  mine.phase = "backward and gradient exchange";
+  mine.last_collective = "AllReduce #8 (7 Double), done";
+  std::vector<MemberInfo> members(3);
+  for (int rank = 0; rank < 3; ++rank) {
+    members[rank].rank = rank;
+    members[rank].step = 4;
+    members[rank].phase = rank == 1 ? "forward" : mine.phase;
+    members[rank].last_collective = mine.last_collective;
+  }
+  EXPECT_THAT(DescribeLostCollective(mine, Sources(0, {0, 1, 2}), members),
+              AllOf(HasSubstr("did not take part in the exchange of phase 'backward and gradient "
+                              "exchange' after step 4 within 10m: it is in phase 'forward'"),
+                    HasSubstr("; ranks 0, 2 wait")));
+}
+
+TEST(LostCollective, CoordinatorIsAsked) {
+  FakeCoordinator fake;
+  std::vector<LostCollectiveSources> sources;
+  for (int rank = 0; rank < 3; ++rank) sources.push_back(Sources(rank, {0, 1, 2}));
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < 3; ++rank) {
+    threads.emplace_back([&, rank] {
+      CoordinatorClient::Options options;
+      options.address = fake.address();
+      options.job = "job";
+      options.worker_id = "w" + std::to_string(rank);
+      options.heartbeat_period = absl::ZeroDuration();
+      options.progress = sources[rank].board;
+      auto client = CoordinatorClient::Connect(std::move(options));
+      ASSERT_TRUE(client.ok()) << client.status();
+      JoinOptions join;
+      join.min_workers = join.max_workers = 3;
+      join.preferred_rank = rank;
+      join.host = "host";
+      ASSERT_TRUE((*client)->Join(join).ok());
+      sources[rank].coordinator = *std::move(client);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (int rank = 0; rank < 3; ++rank) {
+    ASSERT_NE(sources[rank].coordinator, nullptr);
+    sources[rank].board->SetStep(4);
+    sources[rank].board->SetPhase(rank == 1 ? "wait_for_everyone" : "backward");
+    if (rank != 1) sources[rank].board->BeginCollective("gradient exchange", 163, "Float");
+    ASSERT_TRUE(sources[rank].coordinator->Beat().ok());
+  }
+  const std::string text =
+      ExplainLostCollective(sources[0], "[gloo/transport] Timed out waiting 600000ms\nframe #0");
+  EXPECT_THAT(text, AllOf(HasSubstr("rank 1 (host, pid "),
+                          HasSubstr(") did not take part in gradient exchange #1 (163 Float) after "
+                                    "step 4 within 10m: it is in phase 'wait_for_everyone' after "
+                                    "step 4; ranks 0, 2 wait"),
+                          HasSubstr("([gloo/transport] Timed out waiting 600000ms)"),
+                          Not(HasSubstr("frame #0"))));
+}
+
+TEST(LostCollective, WithoutCoordinator_TheStoreTellsWhoWaits) {
+  auto store = c10::make_intrusive<c10d::HashStore>();
+  const auto explain = [&](int rank, std::vector<int> ranks, const char* collective,
+                           absl::Duration grace) {
+    LostCollectiveSources sources = Sources(rank, std::move(ranks));
+    sources.store = store;
+    sources.grace = grace;
+    sources.board->BeginCollective(collective, 8, "Float");
+    return ExplainLostCollective(sources, "Timed out");
+  };
+  explain(2, {0, 1, 2}, "AllReduce", absl::Milliseconds(1));  // leaves its note
+  for (const int rank : {0, 2}) {
+    EXPECT_THAT(explain(rank, {0, 1, 2}, "AllReduce", absl::Milliseconds(1)),
+                AllOf(HasSubstr("rank 1 did not take part in AllReduce #1 (8 Float) after step 0"),
+                      HasSubstr("; ranks 0, 2 wait;"), HasSubstr("known only to a coordinator")));
+  }
+  // Those who come one after the other are waited for, no longer than until they are there.
+  std::thread other([&] { explain(2, {0, 2}, "Barrier", absl::Minutes(5)); });
+  EXPECT_THAT(explain(0, {0, 2}, "Barrier", absl::Minutes(5)),
+              HasSubstr("though all of ranks 0, 2 wait in it"));
+  other.join();
+}
+
+}  // namespace
+}  // namespace muster
