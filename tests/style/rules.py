@@ -43,6 +43,8 @@ _ALLOWED = {
     # The cores are pure: only the journal sees the database, only what wires the server sees the journal.
     "coordinator": _FILES | {"base", "proto", "protobuf", "rpc/session", "coordinator"},
     "coordinator/journal": _FILES | {"base", "proto", "protobuf", "sqlite", "coordinator", "coordinator/journal"},
+    # SHA-256 and signatures of bytes.
+    "coordinator/checkpoint": _FILES | {"base", "proto", "protobuf", "openssl", "coordinator"},
     "coordinator/service": _FILES
     | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "rpc/session", "coordinator", "coordinator/journal"},
     "coordinator/web": _FILES | {"base", "proto", "protobuf", "grpc", "httplib", "openssl", "rpc", "coordinator"},

@@ -1,0 +1,512 @@
+#include "coordinator/checkpoint/checkpoint_set.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "coordinator/checkpoint/chain.h"
+#include "coordinator/errors.h"
+
+namespace muster::coordinator {
+namespace {
+
+v1::OpError Conflict(std::string message) {
+  return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_CHECKPOINT_CONFLICT,
+                   std::move(message));
+}
+
+std::string Name(const v1::CheckpointRecord& record) {
+  return absl::StrCat("checkpoint ", record.checkpoint_id(), " (", Quoted(record.path()), ", step ",
+                      record.step(), ")");
+}
+
+std::string StateText(v1::CheckpointState state) {
+  switch (state) {
+    case v1::CHECKPOINT_STATE_PREPARING:
+      return "being prepared";
+    case v1::CHECKPOINT_STATE_SEALED:
+      return "sealed and not published";
+    case v1::CHECKPOINT_STATE_PUBLISHED:
+      return "published";
+    case v1::CHECKPOINT_STATE_DELETING:
+      return "being deleted";
+    default:
+      return "in no known state";
+  }
+}
+
+std::optional<v1::OpError> CheckPath(absl::string_view field, absl::string_view path) {
+  if (path.empty()) return BadField(field, absl::StrCat(field, " is empty: name a folder"));
+  if (path.size() > CheckpointSet::kMaxPath) {
+    return TooLarge(field, absl::StrCat(field, " has ", path.size(), " bytes: at most ",
+                                        CheckpointSet::kMaxPath));
+  }
+  return std::nullopt;
+}
+
+std::optional<v1::OpError> CheckFile(const v1::ShardFile& file) {
+  const std::string& name = file.name();
+  const bool plain = !name.empty() && name.size() <= CheckpointSet::kMaxFileName && name != "." &&
+                     name != ".." && std::none_of(name.begin(), name.end(), [](unsigned char c) {
+                       return c < 0x20 || c == 0x7f || c == '/';
+                     });
+  if (!plain) {
+    return BadField("files.name", absl::StrCat(Quoted(name), " is no plain file name of 1 to ",
+                                               CheckpointSet::kMaxFileName, " bytes"));
+  }
+  const bool digest =
+      file.xxh3().size() == 32 && std::all_of(file.xxh3().begin(), file.xxh3().end(), [](char c) {
+        return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f');
+      });
+  if (!digest) {
+    return BadField("files.xxh3", absl::StrCat("file ", Quoted(name), ": ", Quoted(file.xxh3()),
+                                               " is no digest of 32 hexadecimal digits"));
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+CheckpointSet::CheckpointSet(std::string job_id, Faults faults)
+    : job_id_(std::move(job_id)), faults_(faults) {}
+
+CheckpointSet::Entry* CheckpointSet::Find(uint64_t id) {
+  const auto it = entries_.find(id);
+  return it == entries_.end() ? nullptr : &it->second;
+}
+
+CheckpointSet::Error CheckpointSet::NoCheckpoint(uint64_t id) const {
+  return MakeError(absl::StatusCode::kNotFound, v1::ERROR_REASON_NO_CHECKPOINT,
+                   absl::StrCat("job ", Quoted(job_id_), " has no checkpoint ", id,
+                                ": it was aborted or deleted, or belongs to a generation that has "
+                                "ended; begin a new one"));
+}
+
+void CheckpointSet::Changed(const v1::CheckpointRecord& record, Changes* changes) const {
+  v1::CheckpointChanged& change = changes->emplace_back();
+  change.set_job_id(job_id_);
+  *change.mutable_record() = record;
+}
+
+void CheckpointSet::Remove(uint64_t id, Changes* changes) {
+  entries_.erase(id);
+  v1::CheckpointChanged& change = changes->emplace_back();
+  change.set_job_id(job_id_);
+  change.set_removed(id);
+}
+
+void CheckpointSet::StartReports(Entry* entry) {
+  entry->reports = std::make_unique<Entry::Reports>();
+  const int ranks = std::clamp(entry->record.ranks(), 0, kMaxRanks);
+  entry->reports->parts.resize(ranks);
+  for (int rank = 0; rank < ranks; ++rank) {
+    entry->reports->open.insert(entry->reports->open.end(), rank);
+  }
+}
+
+CheckpointSet::Error CheckpointSet::Begin(const v1::BeginCheckpointRequest& request,
+                                          uint64_t generation, uint64_t id,
+                                          v1::BeginCheckpointReply* reply, Changes* changes) {
+  if (auto error = CheckPath("path", request.path())) return error;
+  if (auto error = CheckPath("staging", request.staging())) return error;
+  if (request.path() == request.staging()) {
+    return BadField("staging", absl::StrCat("staging is the path itself, ", Quoted(request.path()),
+                                            ": files must not be seen before they are complete"));
+  }
+  if (request.ranks() < 1 || request.ranks() > kMaxRanks) {
+    return BadField("ranks", absl::StrCat("ranks is ", request.ranks(),
+                                          ": a checkpoint is written by 1 to ", kMaxRanks));
+  }
+  if (request.step() < 0 || request.iteration() < 0 || request.keep() < 0 ||
+      request.keep_every() < 0) {
+    return BadField("step", "step, iteration, keep and keep_every must not be negative");
+  }
+  size_t preparing = 0;
+  for (const auto& [other_id, entry] : entries_) {
+    const v1::CheckpointRecord& record = entry.record;
+    if (record.state() != v1::CHECKPOINT_STATE_PREPARING) continue;
+    ++preparing;
+    if (record.path() != request.path()) continue;
+    if (record.step() != request.step() || record.plan_digest() != request.plan_digest() ||
+        record.ranks() != request.ranks() || record.staging() != request.staging()) {
+      return Conflict(absl::StrCat(
+          Name(record), " is being prepared by ", record.ranks(), " ranks with plan ",
+          absl::StrCat(absl::Hex(record.plan_digest(), absl::kZeroPad16)),
+          "; this caller begins step ", request.step(), " with ", request.ranks(),
+          " ranks and plan ", absl::StrCat(absl::Hex(request.plan_digest(), absl::kZeroPad16)),
+          ": all ranks must save the same state at the same step"));
+    }
+    reply->set_checkpoint_id(other_id);
+    return std::nullopt;
+  }
+  if (preparing >= kMaxPreparing) {
+    return TooLarge("path", absl::StrCat(preparing, " checkpoints of job ", Quoted(job_id_),
+                                         " are being prepared: finish or abort one first"));
+  }
+  if (entries_.size() >= kMaxRecords) {
+    return TooLarge("path", absl::StrCat("job ", Quoted(job_id_), " has ", entries_.size(),
+                                         " checkpoints: delete some, or let retention do it "
+                                         "(keep)"));
+  }
+  Entry& entry = entries_[id];
+  v1::CheckpointRecord& record = entry.record;
+  record.set_checkpoint_id(id);
+  record.set_state(v1::CHECKPOINT_STATE_PREPARING);
+  record.set_path(request.path());
+  record.set_staging(request.staging());
+  record.set_iteration(request.iteration());
+  record.set_step(request.step());
+  record.set_plan_digest(request.plan_digest());
+  record.set_ranks(request.ranks());
+  record.set_generation(generation);
+  record.set_keep(request.keep());
+  record.set_keep_every(request.keep_every());
+  record.set_promoted(!request.hold_back());
+  StartReports(&entry);
+  Changed(record, changes);
+  reply->set_checkpoint_id(id);
+  return std::nullopt;
+}
+
+CheckpointSet::Error CheckpointSet::Report(const v1::ReportShardsRequest& request) {
+  Entry* const entry = Find(request.checkpoint_id());
+  if (entry == nullptr) return NoCheckpoint(request.checkpoint_id());
+  // A repeat after the end: all that it says is known.
+  if (entry->reports == nullptr) return std::nullopt;
+  Entry::Reports& reports = *entry->reports;
+  const int rank = request.rank();
+  if (rank < 0 || rank >= entry->record.ranks()) {
+    return BadField("rank", absl::StrCat("rank ", rank, " writes nothing of ", Name(entry->record),
+                                         ": its ranks are 0 to ", entry->record.ranks() - 1));
+  }
+  if (request.part() < 0 || request.part() >= kMaxParts) {
+    return BadField(
+        "part", absl::StrCat("part ", request.part(), ": parts count from 0 to ", kMaxParts - 1));
+  }
+  int& next = reports.parts[rank];
+  if (request.part() < next || !reports.open.contains(rank)) return std::nullopt;
+  if (request.part() > next) {
+    return BadField("part", absl::StrCat("part ", request.part(), " of rank ", rank,
+                                         " comes before part ", next,
+                                         ": send the parts in order, all anew after a restart of "
+                                         "the coordinator"));
+  }
+  absl::flat_hash_set<absl::string_view> names;
+  size_t bytes = 0;
+  Coverage trial;  // so that nothing of a refused part is kept
+  for (const v1::ShardFile& file : request.files()) {
+    if (auto error = CheckFile(file)) return error;
+    const auto known = reports.files.find(file.name());
+    if (known != reports.files.end() || !names.insert(file.name()).second) {
+      const int other = known != reports.files.end() ? known->second.second : rank;
+      return BadField("files.name",
+                      absl::StrCat("rank ", rank, " reports file ", Quoted(file.name()),
+                                   ", which rank ", other, " has reported before"));
+    }
+    bytes += 2 * file.name().size() + 192;
+    for (const v1::TensorSlice& slice : file.slices()) {
+      if (auto error = trial.Add(slice, file.name())) return error;
+    }
+  }
+  if (reports.bytes + bytes + reports.coverage.bytes() + trial.bytes() > kMaxReportBytes) {
+    return TooLarge("files", absl::StrCat("the reports of ", Name(entry->record),
+                                          " have more than ", kMaxReportBytes >> 20,
+                                          " MiB: report fewer slices, for example one for each "
+                                          "rank and tensor"));
+  }
+  // Against what others have reported.
+  for (const v1::ShardFile& file : request.files()) {
+    for (const v1::TensorSlice& slice : file.slices()) {
+      if (auto error = reports.coverage.Check(slice, file.name())) return error;
+    }
+  }
+  for (const v1::ShardFile& file : request.files()) {
+    for (const v1::TensorSlice& slice : file.slices()) {
+      reports.coverage.Add(slice, file.name());
+    }
+    v1::ShardFile kept;
+    kept.set_name(file.name());
+    kept.set_bytes(file.bytes());
+    kept.set_xxh3(file.xxh3());
+    reports.files[file.name()] = {std::move(kept), rank};
+  }
+  reports.bytes += bytes;
+  ++next;
+  if (request.last()) reports.open.erase(rank);
+  return std::nullopt;
+}
+
+CheckpointSet::Error CheckpointSet::Seal(const v1::SealCheckpointRequest& request,
+                                         v1::SealCheckpointReply* reply, Changes* changes) {
+  Entry* const entry = Find(request.checkpoint_id());
+  if (entry == nullptr) return NoCheckpoint(request.checkpoint_id());
+  v1::CheckpointRecord& record = entry->record;
+  if (entry->reports == nullptr) {
+    if (record.state() == v1::CHECKPOINT_STATE_DELETING) {
+      return Conflict(absl::StrCat(Name(record), " is being deleted"));
+    }
+    *reply->mutable_checkpoint() = record;
+    return std::nullopt;
+  }
+  const Entry::Reports& reports = *entry->reports;
+  if (!reports.open.empty() && !faults_.seals_before_coverage) {
+    constexpr size_t kNamed = 16;
+    std::vector<int> named;
+    for (const int rank : reports.open) {
+      if (named.size() < kNamed) named.push_back(rank);
+    }
+    v1::OpError error = MakeError(
+        absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_SHARDS_MISSING,
+        absl::StrCat(Name(record), " cannot be sealed: ", reports.open.size(), " of ",
+                     record.ranks(), " ranks have not reported what they wrote: ranks ",
+                     absl::StrJoin(named, ", "), reports.open.size() > kNamed ? ", ..." : ""));
+    for (const int rank : reports.open) {
+      if (error.detail().culprits_size() >= 64) break;
+      error.mutable_detail()->add_culprits()->set_rank(rank);
+    }
+    return error;
+  }
+  if (const std::string problem = reports.coverage.FirstProblem();
+      !problem.empty() && !faults_.seals_before_coverage) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_NOT_COVERED,
+                     absl::StrCat(Name(record), " cannot be sealed: ", problem));
+  }
+  std::vector<v1::ShardFile> files;
+  files.reserve(reports.files.size());
+  uint64_t bytes = 0;
+  for (const auto& [name, file] : reports.files) {
+    files.push_back(file.first);
+    bytes += file.first.bytes();
+  }
+  record.set_state(v1::CHECKPOINT_STATE_SEALED);
+  record.set_created_unix_us(request.created_unix_us());
+  record.set_files(static_cast<int64_t>(files.size()));
+  record.set_bytes(bytes);
+  record.set_files_sha256(FilesSha256(files));
+  record.set_previous_sha256(head_);
+  record.set_sha256(RecordSha256(job_id_, record));
+  head_ = record.sha256();
+  entry->reports.reset();
+  Changed(record, changes);
+  changes->back().set_head_sha256(head_);
+  *reply->mutable_checkpoint() = record;
+  return std::nullopt;
+}
+
+std::vector<uint64_t> CheckpointSet::Superfluous(int keep, int64_t keep_every) const {
+  std::vector<uint64_t> found;
+  if (keep <= 0) return found;
+  int newer = 0;
+  bool resumable = false;  // a newer one that a resume may take
+  for (auto it = entries_.rbegin(); it != entries_.rend(); ++it) {
+    const v1::CheckpointRecord& record = it->second.record;
+    if (record.state() != v1::CHECKPOINT_STATE_PUBLISHED) continue;
+    // What a resume would take now is never let go, however many were held back since.
+    const bool newest_to_resume =
+        record.promoted() && !resumable && !faults_.deletes_last_resumable;
+    resumable = resumable || record.promoted();
+    if (++newer <= keep || newest_to_resume || record.pinned()) continue;
+    if (keep_every > 0 && record.step() % keep_every == 0) continue;
+    found.push_back(it->first);
+  }
+  std::reverse(found.begin(), found.end());
+  return found;
+}
+
+CheckpointSet::Error CheckpointSet::Publish(const v1::PublishCheckpointRequest& request,
+                                            v1::PublishCheckpointReply* reply, Changes* changes) {
+  const uint64_t id = request.checkpoint_id();
+  Entry* const entry = Find(id);
+  if (entry == nullptr) return NoCheckpoint(id);
+  v1::CheckpointRecord& record = entry->record;
+  if (record.state() != v1::CHECKPOINT_STATE_SEALED &&
+      record.state() != v1::CHECKPOINT_STATE_PUBLISHED) {
+    return Conflict(absl::StrCat(Name(record), " is ", StateText(record.state()),
+                                 ": only a sealed one can be published"));
+  }
+  if (record.state() == v1::CHECKPOINT_STATE_SEALED) {
+    record.set_state(v1::CHECKPOINT_STATE_PUBLISHED);
+    Changed(record, changes);
+  }
+  *reply->mutable_checkpoint() = record;
+  // It took the place of what was published under its path before.
+  std::vector<uint64_t> replaced, go = Superfluous(record.keep(), record.keep_every());
+  for (const auto& [other_id, other] : entries_) {
+    if (other_id == id) continue;
+    const v1::CheckpointState state = other.record.state();
+    if (other_id < id && other.record.path() == record.path() &&
+        (state == v1::CHECKPOINT_STATE_PUBLISHED || state == v1::CHECKPOINT_STATE_DELETING)) {
+      replaced.push_back(other_id);
+    } else if (state == v1::CHECKPOINT_STATE_DELETING ||
+               // Sealed by a generation that is over, and never asked for.
+               (state == v1::CHECKPOINT_STATE_SEALED && other_id < id &&
+                other.record.generation() < record.generation() && !other.record.pinned())) {
+      go.push_back(other_id);
+    }
+  }
+  for (const uint64_t other : replaced) Remove(other, changes);
+  std::sort(go.begin(), go.end());
+  for (const uint64_t other : go) {
+    Entry* const old = Find(other);
+    if (old == nullptr) continue;
+    if (reply->to_delete_size() >= kDeleteLimit) break;
+    if (old->record.state() != v1::CHECKPOINT_STATE_DELETING) {
+      old->record.set_state(v1::CHECKPOINT_STATE_DELETING);
+      Changed(old->record, changes);
+    }
+    *reply->add_to_delete() = old->record;
+  }
+  return std::nullopt;
+}
+
+CheckpointSet::Error CheckpointSet::Abort(uint64_t id, Changes* changes) {
+  const Entry* const entry = Find(id);
+  if (entry == nullptr) return std::nullopt;
+  if (entry->record.state() != v1::CHECKPOINT_STATE_PREPARING) {
+    return Conflict(absl::StrCat(Name(entry->record), " is ", StateText(entry->record.state()),
+                                 ": only one that is being prepared can be aborted"));
+  }
+  Remove(id, changes);
+  return std::nullopt;
+}
+
+CheckpointSet::Error CheckpointSet::Deleted(const v1::CheckpointDeletedRequest& request,
+                                            Changes* changes) {
+  for (const uint64_t id : request.checkpoint_ids()) {
+    const Entry* const entry = Find(id);
+    if (entry != nullptr && entry->record.state() != v1::CHECKPOINT_STATE_DELETING) {
+      return Conflict(absl::StrCat(Name(entry->record), " is ", StateText(entry->record.state()),
+                                   ": nobody was asked to delete it"));
+    }
+  }
+  for (const uint64_t id : request.checkpoint_ids()) {
+    if (Find(id) != nullptr) Remove(id, changes);
+  }
+  return std::nullopt;
+}
+
+CheckpointSet::Error CheckpointSet::Mark(const v1::MarkCheckpointRequest& request,
+                                         v1::MarkCheckpointReply* reply, Changes* changes) {
+  Entry* const entry = Find(request.checkpoint_id());
+  if (entry == nullptr) return NoCheckpoint(request.checkpoint_id());
+  v1::CheckpointRecord& record = entry->record;
+  if (record.state() != v1::CHECKPOINT_STATE_SEALED &&
+      record.state() != v1::CHECKPOINT_STATE_PUBLISHED) {
+    return Conflict(absl::StrCat(Name(record), " is ", StateText(record.state()),
+                                 ": only a sealed or published one can be marked"));
+  }
+  const bool was_pinned = record.pinned(), was_promoted = record.promoted();
+  switch (request.mark()) {
+    case v1::MarkCheckpointRequest::PIN:
+      record.set_pinned(true);
+      break;
+    case v1::MarkCheckpointRequest::UNPIN:
+      record.set_pinned(false);
+      break;
+    case v1::MarkCheckpointRequest::PROMOTE:
+      record.set_promoted(true);
+      break;
+    case v1::MarkCheckpointRequest::HOLD_BACK:
+      record.set_promoted(false);
+      break;
+    default:
+      return BadField("mark", absl::StrCat("mark ", static_cast<int>(request.mark()),
+                                           " is not known: PIN, UNPIN, PROMOTE or HOLD_BACK"));
+  }
+  if (record.pinned() != was_pinned || record.promoted() != was_promoted) Changed(record, changes);
+  *reply->mutable_checkpoint() = record;
+  return std::nullopt;
+}
+
+CheckpointSet::Error CheckpointSet::Collect(const v1::CollectCheckpointsRequest& request,
+                                            v1::CollectCheckpointsReply* reply, Changes* changes) {
+  if (request.keep() < 1) {
+    return BadField(
+        "keep", absl::StrCat("keep is ", request.keep(), ": at least one checkpoint has to stay"));
+  }
+  if (request.keep_every() < 0) return BadField("keep_every", "keep_every must not be negative");
+  for (const uint64_t id : Superfluous(request.keep(), request.keep_every())) {
+    if (reply->to_delete_size() >= kDeleteLimit) break;
+    v1::CheckpointRecord& record = Find(id)->record;
+    if (!request.dry_run()) {
+      record.set_state(v1::CHECKPOINT_STATE_DELETING);
+      Changed(record, changes);
+    }
+    *reply->add_to_delete() = record;
+  }
+  return std::nullopt;
+}
+
+CheckpointSet::Error CheckpointSet::Resolve(const v1::ResolveCheckpointRequest& request,
+                                            v1::ResolveCheckpointReply* reply) const {
+  const bool by_id = request.checkpoint_id() != 0, by_step = request.step() != 0;
+  for (auto it = entries_.rbegin(); it != entries_.rend(); ++it) {
+    const v1::CheckpointRecord& record = it->second.record;
+    if (record.state() == v1::CHECKPOINT_STATE_SEALED) {
+      if (!by_id && !by_step && reply->unpublished_size() < kDeleteLimit) {
+        *reply->add_unpublished() = record;
+      }
+      continue;
+    }
+    if (record.state() != v1::CHECKPOINT_STATE_PUBLISHED) continue;
+    if (by_id && it->first != request.checkpoint_id()) continue;
+    if (by_step && record.step() != request.step()) continue;
+    if (!by_id && !request.any() && !record.promoted()) continue;
+    *reply->mutable_checkpoint() = record;
+    return std::nullopt;
+  }
+  // Nothing is published yet, but what is sealed is whole.
+  if (reply->unpublished_size() > 0) return std::nullopt;
+  if (by_id) return NoCheckpoint(request.checkpoint_id());
+  return MakeError(absl::StatusCode::kNotFound, v1::ERROR_REASON_NO_CHECKPOINT,
+                   absl::StrCat("job ", Quoted(job_id_), " has no published ",
+                                request.any() ? "" : "and promoted ", "checkpoint",
+                                by_step ? absl::StrCat(" of step ", request.step()) : ""));
+}
+
+void CheckpointSet::List(const v1::ListCheckpointsRequest& request,
+                         v1::ListCheckpointsReply* reply) const {
+  const int limit = request.limit() > 0 ? std::min(request.limit(), kListLimit) : kListLimit;
+  for (auto it = entries_.upper_bound(request.after()); it != entries_.end(); ++it) {
+    if (reply->checkpoints_size() >= limit) {
+      reply->set_more(true);
+      return;
+    }
+    *reply->add_checkpoints() = it->second.record;
+  }
+}
+
+void CheckpointSet::StartGeneration(uint64_t generation, Changes* changes) {
+  std::vector<uint64_t> over;
+  for (const auto& [id, entry] : entries_) {
+    if (entry.record.state() == v1::CHECKPOINT_STATE_PREPARING &&
+        entry.record.generation() < generation) {
+      over.push_back(id);
+    }
+  }
+  for (const uint64_t id : over) Remove(id, changes);
+}
+
+void CheckpointSet::Restore(const v1::CheckpointChanged& change) {
+  if (!change.head_sha256().empty()) head_ = change.head_sha256();
+  if (change.removed() != 0) entries_.erase(change.removed());
+  if (!change.has_record()) return;
+  Entry& entry = entries_[change.record().checkpoint_id()];
+  entry.record = change.record();
+  entry.reports.reset();
+  if (entry.record.state() == v1::CHECKPOINT_STATE_PREPARING) StartReports(&entry);
+}
+
+size_t CheckpointSet::report_bytes() const {
+  size_t bytes = 0;
+  for (const auto& [id, entry] : entries_) {
+    if (entry.reports == nullptr) continue;
+    bytes +=
+        entry.reports->bytes + entry.reports->coverage.bytes() + entry.reports->parts.size() * 32;
+  }
+  return bytes;
+}
+
+}  // namespace muster::coordinator

@@ -1,0 +1,139 @@
+#ifndef MUSTER_COORDINATOR_CHECKPOINT_CHECKPOINT_SET_H_
+#define MUSTER_COORDINATOR_CHECKPOINT_CHECKPOINT_SET_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/container/btree_map.h"
+#include "absl/container/btree_set.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/string_view.h"
+#include "coordinator/checkpoint/coverage.h"
+#include "proto/muster/v1/checkpoint.pb.h"
+#include "proto/muster/v1/error.pb.h"
+#include "proto/muster/v1/journal.pb.h"
+
+namespace muster::coordinator {
+
+// The checkpoints of one job: which are whole, which one a resume takes, which may go.
+// proto/muster/v1/checkpoint.proto has the states. Not thread-safe; pure.
+//
+// What must survive a crash is in the records: that a checkpoint began, is sealed, published,
+// marked, about to be deleted, gone. What ranks report of a checkpoint that is being prepared is
+// not: after a restart they report it again.
+//
+// Every method that changes a record appends to `changes`; the caller journals these before it
+// answers.
+class CheckpointSet {
+ public:
+  static constexpr size_t kMaxPath = 4096;
+  static constexpr size_t kMaxFileName = 255;
+  static constexpr size_t kMaxRecords = 4096;  // of one job, until they are deleted
+  static constexpr size_t kMaxPreparing = 4;   // at a time
+  static constexpr int kMaxRanks = 1 << 20;
+  static constexpr int kMaxParts = 1 << 20;
+  static constexpr int kListLimit = 256;    // records of a page
+  static constexpr int kDeleteLimit = 128;  // asked for in one reply
+  // Of what is reported of one checkpoint that is being prepared.
+  static constexpr size_t kMaxReportBytes = 128 << 20;
+
+  // Deliberate faults, see Mutants.
+  struct Faults {
+    bool seals_before_coverage = false;
+    bool deletes_last_resumable = false;
+  };
+  CheckpointSet(std::string job_id, Faults faults);
+  explicit CheckpointSet(std::string job_id) : CheckpointSet(std::move(job_id), Faults()) {}
+
+  using Changes = std::vector<v1::CheckpointChanged>;
+  using Error = std::optional<v1::OpError>;
+
+  // `id` is new; it is used if no checkpoint of this path, step and plan is there. Errors:
+  // BAD_FIELD, LIMIT; CHECKPOINT_CONFLICT if another plan or step is being prepared for the path.
+  Error Begin(const v1::BeginCheckpointRequest& request, uint64_t generation, uint64_t id,
+              v1::BeginCheckpointReply* reply, Changes* changes);
+  // Errors: BAD_FIELD, LIMIT; NO_CHECKPOINT. Nothing of a part that is refused is kept, and it can
+  // be sent again.
+  Error Report(const v1::ReportShardsRequest& request);
+  // Errors: NO_CHECKPOINT; SHARDS_MISSING; NOT_COVERED.
+  Error Seal(const v1::SealCheckpointRequest& request, v1::SealCheckpointReply* reply,
+             Changes* changes);
+  // Errors: NO_CHECKPOINT, also for one that is not sealed.
+  Error Publish(const v1::PublishCheckpointRequest& request, v1::PublishCheckpointReply* reply,
+                Changes* changes);
+  // Of one that is being prepared; one that is gone is no error. Errors: CHECKPOINT_CONFLICT for
+  // one that is sealed.
+  Error Abort(uint64_t id, Changes* changes);
+  // The caller has deleted the files. Ids that are gone are no error. Errors: CHECKPOINT_CONFLICT
+  // for one that nobody asked to delete.
+  Error Deleted(const v1::CheckpointDeletedRequest& request, Changes* changes);
+  Error Mark(const v1::MarkCheckpointRequest& request, v1::MarkCheckpointReply* reply,
+             Changes* changes);
+  // What retention lets go; with dry_run nothing changes. Errors: BAD_FIELD.
+  Error Collect(const v1::CollectCheckpointsRequest& request, v1::CollectCheckpointsReply* reply,
+                Changes* changes);
+  // Errors: NO_CHECKPOINT.
+  Error Resolve(const v1::ResolveCheckpointRequest& request,
+                v1::ResolveCheckpointReply* reply) const;
+  void List(const v1::ListCheckpointsRequest& request, v1::ListCheckpointsReply* reply) const;
+
+  // Ranks of earlier generations no longer finish what they prepared.
+  void StartGeneration(uint64_t generation, Changes* changes);
+
+  // At replay, and of a snapshot's records.
+  void Restore(const v1::CheckpointChanged& change);
+  // Calls f(const v1::CheckpointChanged&) for each record, by id, then for the head of the chain.
+  template <typename F>
+  void ForEach(F f) const {
+    v1::CheckpointChanged change;
+    change.set_job_id(job_id_);
+    for (const auto& [id, entry] : entries_) {
+      *change.mutable_record() = entry.record;
+      f(change);
+    }
+    if (head_.empty()) return;
+    change.clear_record();
+    change.set_head_sha256(head_);
+    f(change);
+  }
+  size_t size() const { return entries_.size(); }
+  // Of what is kept of reports.
+  size_t report_bytes() const;
+  const std::string& head_sha256() const { return head_; }
+
+ private:
+  struct Entry {
+    v1::CheckpointRecord record;
+    // While it is being prepared:
+    struct Reports {
+      Coverage coverage;
+      // By name, without their slices.
+      absl::btree_map<std::string, std::pair<v1::ShardFile, int>> files;  // and who reported it
+      std::vector<int> parts;                                             // by rank: of the next
+      absl::btree_set<int> open;                                          // ranks without `last`
+      size_t bytes = 0;
+    };
+    std::unique_ptr<Reports> reports;
+  };
+
+  Entry* Find(uint64_t id);
+  Error NoCheckpoint(uint64_t id) const;
+  void Changed(const v1::CheckpointRecord& record, Changes* changes) const;
+  void Remove(uint64_t id, Changes* changes);
+  // The ids of those that `keep` and `keep_every` let go, oldest first.
+  std::vector<uint64_t> Superfluous(int keep, int64_t keep_every) const;
+  static void StartReports(Entry* entry);
+
+  const std::string job_id_;
+  const Faults faults_;
+  absl::btree_map<uint64_t, Entry> entries_;  // by id: in the order of their beginning
+  std::string head_;                          // sha256 of the last one that was sealed
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_CHECKPOINT_CHECKPOINT_SET_H_

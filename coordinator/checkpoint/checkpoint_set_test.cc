@@ -1,0 +1,379 @@
+#include "coordinator/checkpoint/checkpoint_set.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
+#include "coordinator/checkpoint/chain.h"
+
+namespace muster::coordinator {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+class CheckpointSetTest : public ::testing::Test {
+ protected:
+  uint64_t Begin(const std::string& path, int64_t step, int ranks = 2, int keep = 0,
+                 bool hold_back = false, int64_t keep_every = 0) {
+    v1::BeginCheckpointRequest request;
+    request.set_path(path);
+    request.set_staging(path + ".tmp-1");
+    request.set_step(step);
+    request.set_plan_digest(7);
+    request.set_ranks(ranks);
+    request.set_keep(keep);
+    request.set_keep_every(keep_every);
+    request.set_hold_back(hold_back);
+    v1::BeginCheckpointReply reply;
+    error_ = set_.Begin(request, generation_, next_id_++, &reply, &changes_);
+    return reply.checkpoint_id();
+  }
+  // Rank `rank` has its half of tensor "w" in a file of its own.
+  std::string Report(uint64_t id, int rank, int ranks = 2, int part = 0, bool last = true) {
+    v1::ReportShardsRequest request;
+    request.set_checkpoint_id(id);
+    request.set_rank(rank);
+    request.set_part(part);
+    request.set_last(last);
+    v1::ShardFile* const file = request.add_files();
+    file->set_name(absl::StrCat("w_", rank, "_", part));
+    file->set_bytes(100);
+    file->set_xxh3(std::string(32, 'a'));
+    v1::TensorSlice* const slice = file->add_slices();
+    slice->set_tensor("w");
+    slice->set_dtype("F32");
+    slice->add_global_shape(ranks);
+    slice->add_offset(rank);
+    slice->add_extent(1);
+    return Message(set_.Report(request));
+  }
+  std::string Seal(uint64_t id) {
+    v1::SealCheckpointRequest request;
+    request.set_checkpoint_id(id);
+    request.set_created_unix_us(1'790'000'000'000'000);
+    sealed_.Clear();
+    return Message(set_.Seal(request, &sealed_, &changes_));
+  }
+  std::vector<uint64_t> Publish(uint64_t id) {
+    v1::PublishCheckpointRequest request;
+    request.set_checkpoint_id(id);
+    v1::PublishCheckpointReply reply;
+    error_ = set_.Publish(request, &reply, &changes_);
+    std::vector<uint64_t> ids;
+    for (const auto& record : reply.to_delete()) ids.push_back(record.checkpoint_id());
+    return ids;
+  }
+  // All of it.
+  uint64_t Save(const std::string& path, int64_t step, int keep = 0, bool hold_back = false,
+                int64_t keep_every = 0) {
+    const uint64_t id = Begin(path, step, 1, keep, hold_back, keep_every);
+    EXPECT_EQ(Report(id, 0, 1), "");
+    EXPECT_EQ(Seal(id), "");
+    to_delete_ = Publish(id);
+    EXPECT_EQ(error_, std::nullopt);
+    return id;
+  }
+  std::string Mark(uint64_t id, v1::MarkCheckpointRequest::Mark mark) {
+    v1::MarkCheckpointRequest request;
+    request.set_checkpoint_id(id);
+    request.set_mark(mark);
+    v1::MarkCheckpointReply reply;
+    return Message(set_.Mark(request, &reply, &changes_));
+  }
+  std::string Deleted(std::vector<uint64_t> ids) {
+    v1::CheckpointDeletedRequest request;
+    for (const uint64_t id : ids) request.add_checkpoint_ids(id);
+    return Message(set_.Deleted(request, &changes_));
+  }
+  // 0: none.
+  uint64_t Resolve(bool any = false) {
+    v1::ResolveCheckpointRequest request;
+    request.set_any(any);
+    resolved_.Clear();
+    error_ = set_.Resolve(request, &resolved_);
+    return resolved_.checkpoint().checkpoint_id();
+  }
+  std::vector<uint64_t> Ids() {
+    v1::ListCheckpointsReply reply;
+    set_.List({}, &reply);
+    std::vector<uint64_t> ids;
+    for (const auto& record : reply.checkpoints()) ids.push_back(record.checkpoint_id());
+    return ids;
+  }
+  static std::string Message(const CheckpointSet::Error& error) {
+    return error.has_value() ? error->message() : "";
+  }
+
+  CheckpointSet set_{"job"};
+  uint64_t generation_ = 1;
+  uint64_t next_id_ = 10;
+  CheckpointSet::Changes changes_;
+  CheckpointSet::Error error_;
+  v1::SealCheckpointReply sealed_;
+  v1::ResolveCheckpointReply resolved_;
+  std::vector<uint64_t> to_delete_;
+};
+
+TEST_F(CheckpointSetTest, AllRanksReport_IsSealedThenPublished) {
+  const uint64_t id = Begin("/ckpt/1", 100);
+  EXPECT_EQ(Begin("/ckpt/1", 100), id) << "the other rank gets the same one";
+  EXPECT_EQ(Report(id, 0), "");
+  EXPECT_THAT(Seal(id), AllOf(HasSubstr("\"/ckpt/1\", step 100"),
+                              HasSubstr("1 of 2 ranks have not reported"), HasSubstr("ranks 1")));
+  EXPECT_EQ(Report(id, 1), "");
+  EXPECT_EQ(Resolve(), 0u) << "nothing is sealed";
+  EXPECT_EQ(Seal(id), "");
+  EXPECT_EQ(sealed_.checkpoint().files(), 2);
+  EXPECT_EQ(sealed_.checkpoint().bytes(), 200u);
+  EXPECT_EQ(Resolve(), 0u);
+  EXPECT_THAT(resolved_.unpublished(), SizeIs(1)) << "whole, but not under its name";
+  EXPECT_THAT(Publish(id), IsEmpty());
+  EXPECT_EQ(Resolve(), id);
+  EXPECT_THAT(resolved_.unpublished(), IsEmpty());
+}
+
+TEST_F(CheckpointSetTest, RepeatsOfEachStep_ChangeNothing) {
+  const uint64_t id = Begin("/ckpt/1", 100, 1);
+  EXPECT_EQ(Report(id, 0, 1, 0, /*last=*/false), "");
+  EXPECT_EQ(Report(id, 0, 1, 0, /*last=*/false), "") << "the answer was lost";
+  v1::ReportShardsRequest empty;
+  empty.set_checkpoint_id(id);
+  empty.set_part(1);
+  empty.set_last(true);
+  EXPECT_EQ(Message(set_.Report(empty)), "");
+  EXPECT_EQ(Seal(id), "");
+  const std::string first = sealed_.SerializeAsString();
+  const size_t changes = changes_.size();
+  EXPECT_EQ(Seal(id), "");
+  EXPECT_EQ(sealed_.SerializeAsString(), first);
+  EXPECT_EQ(Report(id, 0, 1), "") << "late, and known";
+  Publish(id);
+  Publish(id);
+  EXPECT_EQ(error_, std::nullopt);
+  EXPECT_EQ(changes_.size(), changes + 1);
+}
+
+TEST_F(CheckpointSetTest, ShardsThatDoNotCoverATensor_AreNotSealed) {
+  const uint64_t id = Begin("/ckpt/1", 100, 1);
+  EXPECT_EQ(Report(id, 0, /*ranks=*/3), "") << "a third of the tensor";
+  EXPECT_THAT(Seal(id), HasSubstr("tensor \"w\" of [3]: the files have 1 of its 3 elements"));
+  EXPECT_EQ(set_.head_sha256(), "");
+}
+
+TEST_F(CheckpointSetTest, RanksThatDisagree_AreRefusedAndNamed) {
+  const uint64_t id = Begin("/ckpt/1", 100);
+  Begin("/ckpt/1", 101);
+  EXPECT_THAT(Message(error_), AllOf(HasSubstr("step 100"), HasSubstr("begins step 101"),
+                                     HasSubstr("same state at the same step")));
+  EXPECT_EQ(error_->detail().reason(), v1::ERROR_REASON_CHECKPOINT_CONFLICT);
+  EXPECT_EQ(Report(id, 0), "");
+  EXPECT_THAT(Report(id, 1, /*ranks=*/5), HasSubstr("of [5] here and \"F32\" of [2]"));
+  EXPECT_EQ(Report(id, 1), "") << "nothing of the refused part was kept";
+  EXPECT_EQ(Seal(id), "");
+}
+
+TEST_F(CheckpointSetTest, ReportThatIsWrong_IsRefused) {
+  const uint64_t id = Begin("/ckpt/1", 100);
+  EXPECT_THAT(Report(id, 2), HasSubstr("its ranks are 0 to 1"));
+  EXPECT_THAT(Report(id, -1), HasSubstr("its ranks are 0 to 1"));
+  EXPECT_THAT(Report(id, 0, 2, 1), HasSubstr("comes before part 0"));
+  EXPECT_THAT(Report(99, 0), HasSubstr("no checkpoint 99"));
+  const auto file = [&](const std::string& name, const std::string& digest) {
+    v1::ReportShardsRequest request;
+    request.set_checkpoint_id(id);
+    request.add_files()->set_name(name);
+    request.mutable_files(0)->set_xxh3(digest);
+    return Message(set_.Report(request));
+  };
+  const std::string good(32, '0');
+  for (const char* name : {"", ".", "..", "a/b", "../x", "a\nb"}) {
+    EXPECT_THAT(file(name, good), HasSubstr("no plain file name")) << name;
+  }
+  EXPECT_THAT(file("a", "00"), HasSubstr("32 hexadecimal digits"));
+  EXPECT_THAT(file("a", std::string(32, 'G')), HasSubstr("32 hexadecimal digits"));
+  EXPECT_EQ(Report(id, 0), "");
+  v1::ReportShardsRequest taken;
+  taken.set_checkpoint_id(id);
+  taken.set_rank(1);
+  taken.add_files()->set_name("w_0_0");
+  taken.mutable_files(0)->set_xxh3(good);
+  EXPECT_THAT(Message(set_.Report(taken)), HasSubstr("which rank 0 has reported before"));
+}
+
+TEST_F(CheckpointSetTest, BeginThatIsWrong_IsRefused) {
+  Begin("", 1);
+  EXPECT_THAT(Message(error_), HasSubstr("path is empty"));
+  Begin("/p", -1);
+  EXPECT_THAT(Message(error_), HasSubstr("negative"));
+  Begin("/p", 1, 0);
+  EXPECT_THAT(Message(error_), HasSubstr("ranks is 0"));
+  Begin(std::string(5000, 'x'), 1);
+  EXPECT_THAT(Message(error_), HasSubstr("at most 4096"));
+  for (size_t i = 0; i < CheckpointSet::kMaxPreparing; ++i) {
+    Begin(absl::StrCat("/p/", i), 1);
+    EXPECT_EQ(error_, std::nullopt);
+  }
+  Begin("/p/more", 1);
+  EXPECT_THAT(Message(error_), HasSubstr("finish or abort one"));
+  EXPECT_THAT(changes_, SizeIs(CheckpointSet::kMaxPreparing));
+}
+
+TEST_F(CheckpointSetTest, Retention_LetsTheOldestGoOnlyAfterTheNewIsPublished) {
+  const uint64_t a = Save("/c/1", 1), b = Save("/c/2", 2);
+  const uint64_t c = Begin("/c/3", 3, 1, /*keep=*/2);
+  Report(c, 0, 1);
+  EXPECT_EQ(Seal(c), "");
+  EXPECT_THAT(Ids(), ElementsAre(a, b, c));
+  EXPECT_THAT(Publish(c), ElementsAre(a));
+  EXPECT_EQ(Resolve(), c);
+  EXPECT_THAT(Publish(c), ElementsAre(a)) << "asked for again until it is deleted";
+  EXPECT_EQ(Deleted({a}), "");
+  EXPECT_EQ(Deleted({a}), "") << "a repeat";
+  EXPECT_THAT(Deleted({b}), HasSubstr("nobody was asked to delete it"));
+  EXPECT_THAT(Ids(), ElementsAre(b, c));
+}
+
+TEST_F(CheckpointSetTest, Retention_SparesPinnedEveryNthAndTheOneThatAResumeTakes) {
+  const uint64_t pinned = Save("/c/1", 1);
+  EXPECT_EQ(Mark(pinned, v1::MarkCheckpointRequest::PIN), "");
+  const uint64_t tenth = Save("/c/10", 10);
+  const uint64_t resumed = Save("/c/11", 11);
+  const uint64_t held_1 = Save("/c/12", 12, 1, /*hold_back=*/true, 10);
+  EXPECT_THAT(to_delete_, IsEmpty()) << "11 is the newest that a resume may take";
+  const uint64_t held_2 = Save("/c/13", 13, 1, /*hold_back=*/true, 10);
+  EXPECT_THAT(to_delete_, ElementsAre(held_1));
+  EXPECT_EQ(Resolve(), resumed);
+  EXPECT_EQ(Resolve(/*any=*/true), held_2);
+  EXPECT_EQ(Mark(held_2, v1::MarkCheckpointRequest::PROMOTE), "");
+  EXPECT_EQ(Resolve(), held_2);
+  EXPECT_THAT(Mark(held_1, v1::MarkCheckpointRequest::PIN), HasSubstr("being deleted"));
+  EXPECT_THAT(Ids(), ElementsAre(pinned, tenth, resumed, held_1, held_2));
+}
+
+TEST_F(CheckpointSetTest, Collect_DryRunChangesNothing) {
+  const uint64_t a = Save("/c/1", 1), b = Save("/c/2", 2);
+  v1::CollectCheckpointsRequest request;
+  v1::CollectCheckpointsReply reply;
+  EXPECT_THAT(Message(set_.Collect(request, &reply, &changes_)), HasSubstr("keep is 0"));
+  request.set_keep(1);
+  request.set_dry_run(true);
+  const size_t changes = changes_.size();
+  EXPECT_EQ(Message(set_.Collect(request, &reply, &changes_)), "");
+  ASSERT_EQ(reply.to_delete_size(), 1);
+  EXPECT_EQ(reply.to_delete(0).checkpoint_id(), a);
+  EXPECT_EQ(changes_.size(), changes);
+  request.set_dry_run(false);
+  reply.Clear();
+  set_.Collect(request, &reply, &changes_);
+  EXPECT_EQ(reply.to_delete(0).state(), v1::CHECKPOINT_STATE_DELETING);
+  EXPECT_EQ(Resolve(), b);
+}
+
+TEST_F(CheckpointSetTest, SamePathAgain_TakesTheOldOnesPlace) {
+  const uint64_t old = Save("/c/last", 1);
+  const uint64_t now = Save("/c/last", 2);
+  EXPECT_NE(old, now);
+  EXPECT_THAT(Ids(), ElementsAre(now));
+}
+
+TEST_F(CheckpointSetTest, GenerationEnds_WhatItPreparedIsGoneAndWhatItSealedStays) {
+  const uint64_t sealed = Begin("/c/1", 1, 1);
+  Report(sealed, 0, 1);
+  Seal(sealed);
+  const uint64_t half = Begin("/c/2", 2);
+  generation_ = 2;
+  set_.StartGeneration(2, &changes_);
+  EXPECT_THAT(Report(half, 0), HasSubstr("begin a new one"));
+  EXPECT_EQ(Resolve(), 0u);
+  EXPECT_EQ(error_, std::nullopt);
+  EXPECT_EQ(resolved_.unpublished(0).staging(), "/c/1.tmp-1");
+  // Nobody asked for it: the next one that is published lets it go.
+  const uint64_t next = Save("/c/3", 3);
+  EXPECT_THAT(to_delete_, ElementsAre(sealed));
+  EXPECT_EQ(Resolve(), next);
+}
+
+TEST_F(CheckpointSetTest, Abort_OnlyOfWhatIsBeingPrepared) {
+  const uint64_t a = Begin("/c/1", 1, 1);
+  EXPECT_EQ(Message(set_.Abort(a, &changes_)), "");
+  EXPECT_EQ(Message(set_.Abort(a, &changes_)), "");
+  EXPECT_THAT(Ids(), IsEmpty());
+  const uint64_t b = Save("/c/2", 2);
+  EXPECT_THAT(Message(set_.Abort(b, &changes_)), HasSubstr("is published"));
+}
+
+TEST_F(CheckpointSetTest, Chain_ShowsEveryChangeAndOmission) {
+  Save("/c/1", 1);
+  const v1::CheckpointRecord first = sealed_.checkpoint();
+  Save("/c/2", 2);
+  const v1::CheckpointRecord second = sealed_.checkpoint();
+  EXPECT_EQ(first.previous_sha256(), "");
+  EXPECT_EQ(second.previous_sha256(), first.sha256());
+  EXPECT_EQ(set_.head_sha256(), second.sha256());
+  EXPECT_EQ(RecordSha256("job", second), second.sha256());
+  v1::CheckpointRecord forged = second;
+  forged.set_step(3);
+  EXPECT_NE(RecordSha256("job", forged), second.sha256());
+  EXPECT_NE(RecordSha256("other", second), second.sha256());
+  // The format is a promise: docs/checkpoint_format.md.
+  EXPECT_EQ(absl::BytesToHexString(Sha256("abc")),
+            "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad");
+  v1::ShardFile file;
+  file.set_name("w_0_0");
+  file.set_bytes(100);
+  file.set_xxh3(std::string(32, 'a'));
+  EXPECT_EQ(FilesSha256({file}), Sha256("w_0_0\t100\t" + std::string(32, 'a') + "\n"));
+  EXPECT_EQ(first.files_sha256(), FilesSha256({file}));
+}
+
+TEST_F(CheckpointSetTest, Replay_GivesTheSameSetAndAsksForTheReportsAgain) {
+  Save("/c/1", 1);
+  Save("/c/2", 2);
+  const uint64_t open = Begin("/c/3", 3);
+  Report(open, 0);
+  Report(open, 1);
+  CheckpointSet replayed("job"), from_snapshot("job");
+  for (const v1::CheckpointChanged& change : changes_) replayed.Restore(change);
+  set_.ForEach([&](const v1::CheckpointChanged& change) { from_snapshot.Restore(change); });
+  for (CheckpointSet* const set : {&replayed, &from_snapshot}) {
+    v1::ListCheckpointsReply before, after;
+    set_.List({}, &before);
+    set->List({}, &after);
+    EXPECT_EQ(after.SerializeAsString(), before.SerializeAsString());
+    EXPECT_EQ(set->head_sha256(), set_.head_sha256());
+    v1::SealCheckpointRequest request;
+    request.set_checkpoint_id(open);
+    EXPECT_THAT(Message(set->Seal(request, &sealed_, &changes_)),
+                HasSubstr("2 of 2 ranks have not reported"));
+  }
+}
+
+TEST_F(CheckpointSetTest, ReportsThatAreTooLarge_AreRefused) {
+  const uint64_t id = Begin("/c/1", 1);
+  v1::ReportShardsRequest request;
+  request.set_checkpoint_id(id);
+  std::string message;
+  for (int part = 0; message.empty() && part < 4000; ++part) {
+    request.set_part(part);
+    request.clear_files();
+    for (int i = 0; i < 500; ++i) {
+      v1::ShardFile* const file = request.add_files();
+      file->set_name(absl::StrCat(std::string(200, 'n'), part, "_", i));
+      file->set_xxh3(std::string(32, 'a'));
+    }
+    message = Message(set_.Report(request));
+  }
+  EXPECT_THAT(message, HasSubstr("128 MiB"));
+  EXPECT_LE(set_.report_bytes(), CheckpointSet::kMaxReportBytes + 1024);
+}
+
+}  // namespace
+}  // namespace muster::coordinator
