@@ -23,6 +23,7 @@
 #include "base/status_macros.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
+#include "proto/muster/v1/checkpoint.grpc.pb.h"
 #include "proto/muster/v1/kv.grpc.pb.h"
 #include "proto/muster/v1/membership.grpc.pb.h"
 #include "proto/muster/v1/rendezvous.grpc.pb.h"
@@ -138,6 +139,24 @@ class TriggersRelay final : public v1::Triggers::CallbackService {
   explicit TriggersRelay(OpSender& upstream) : upstream_(upstream) {}
   MUSTER_RELAYED_NAMED(Raise, RaiseTrigger, raise_trigger)
   MUSTER_RELAYED_NAMED(Poll, PollTriggers, poll_triggers)
+
+ private:
+  OpSender& upstream_;
+};
+
+class CheckpointsRelay final : public v1::Checkpoints::CallbackService {
+ public:
+  explicit CheckpointsRelay(OpSender& upstream) : upstream_(upstream) {}
+  MUSTER_RELAYED_NAMED(Begin, BeginCheckpoint, begin_checkpoint)
+  MUSTER_RELAYED(ReportShards, report_shards)
+  MUSTER_RELAYED_NAMED(Seal, SealCheckpoint, seal_checkpoint)
+  MUSTER_RELAYED_NAMED(Publish, PublishCheckpoint, publish_checkpoint)
+  MUSTER_RELAYED_NAMED(Abort, AbortCheckpoint, abort_checkpoint)
+  MUSTER_RELAYED_NAMED(Deleted, CheckpointDeleted, checkpoint_deleted)
+  MUSTER_RELAYED_NAMED(Resolve, ResolveCheckpoint, resolve_checkpoint)
+  MUSTER_RELAYED_NAMED(List, ListCheckpoints, list_checkpoints)
+  MUSTER_RELAYED_NAMED(Mark, MarkCheckpoint, mark_checkpoint)
+  MUSTER_RELAYED_NAMED(Collect, CollectCheckpoints, collect_checkpoints)
 
  private:
   OpSender& upstream_;
@@ -278,6 +297,7 @@ absl::StatusOr<std::unique_ptr<Relay>> Relay::Start(const Options& options, OpSe
     relay->services_.push_back(std::make_unique<BarrierRelay>(*upstream));
     relay->services_.push_back(std::make_unique<KeyValueRelay>(*upstream));
     relay->services_.push_back(std::make_unique<TriggersRelay>(*upstream));
+    relay->services_.push_back(std::make_unique<CheckpointsRelay>(*upstream));
     relay->services_.push_back(std::make_unique<MembershipRelay>(*upstream));
     if (options.coordinator != nullptr) {
       relay->services_.push_back(std::make_unique<AdminRelay>(options.coordinator));

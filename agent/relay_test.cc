@@ -223,7 +223,7 @@ TEST(Mutated, Requests_NeverBreakTheRelay) {
   };
   const auto* const pool = google::protobuf::DescriptorPool::generated_pool();
   for (const char* const name :
-       {"Rendezvous", "Barrier", "KeyValueStore", "Triggers", "Membership"}) {
+       {"Rendezvous", "Barrier", "KeyValueStore", "Triggers", "Checkpoints", "Membership"}) {
     const auto* const service = pool->FindServiceByName(absl::StrCat("muster.v1.", name));
     ASSERT_NE(service, nullptr) << name;
     for (int m = 0; m < service->method_count(); ++m) {
@@ -260,7 +260,7 @@ TEST(Mutated, Requests_NeverBreakTheRelay) {
   }
   queue.Shutdown();
   EXPECT_EQ(answered, sent);
-  EXPECT_GE(methods, 18);
+  EXPECT_GE(methods, 28);
   EXPECT_GT(codes[grpc::StatusCode::OK], sent / 10);
   relay->reset();
   wild.AnswerTheRest();  // reaches nobody

@@ -126,6 +126,12 @@ bool Core::NeedsJournal(const v1::Op& op) {
     case v1::Op::kRaiseTrigger:
     case v1::Op::kQuarantine:
     case v1::Op::kRemoveJob:
+    case v1::Op::kBeginCheckpoint:
+    case v1::Op::kSealCheckpoint:
+    case v1::Op::kPublishCheckpoint:
+    case v1::Op::kCheckpointDeleted:
+    case v1::Op::kMarkCheckpoint:
+    case v1::Op::kCollectCheckpoints:
       return true;
     case v1::Op::kTxn:
       return durable(op.txn().then()) || durable(op.txn().otherwise());

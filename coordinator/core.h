@@ -116,6 +116,8 @@ struct Mutants {
   bool ignores_recall = false;
   bool spare_moves_survivors = false;
   bool forgets_departed = false;
+  bool seals_before_coverage = false;
+  bool deletes_last_resumable = false;
 };
 
 struct CoreOptions {

@@ -23,6 +23,7 @@
 #include "absl/strings/str_cat.h"
 #include "coordinator/agree.h"
 #include "coordinator/barrier.h"
+#include "coordinator/checkpoint/checkpoint_set.h"
 #include "coordinator/core.h"
 #include "coordinator/dedupe.h"
 #include "coordinator/errors.h"
@@ -37,6 +38,7 @@
 //   core.cc          events come in, records and answers go out
 //   core_ops.cc      fences, repeated requests, and what each operation does
 //   core_job.cc      one job: rendezvous, seats, leases, quarantine, the end of a generation
+//   core_checkpoint.cc  the operations on checkpoints
 //   core_journal.cc  snapshot, replay, the start of a term
 
 namespace muster::coordinator {
@@ -337,7 +339,10 @@ class Core::Impl::Job : public BarrierHost {
         log_(std::make_unique<WatchLog>(impl->options_.watch_events, impl->options_.watch_bytes,
                                         impl->revision_)),
         dedupe_(impl->options_.kept_answers, impl->options_.kept_answer_bytes),
-        triggers_(impl->options_.mutants.trigger_below_a_horizon) {}
+        triggers_(impl->options_.mutants.trigger_below_a_horizon),
+        checkpoints_(id_,
+                     {.seals_before_coverage = impl->options_.mutants.seals_before_coverage,
+                      .deletes_last_resumable = impl->options_.mutants.deletes_last_resumable}) {}
 
   absl::Duration Lease() const {
     return Or(spec_.has_lease(), spec_.lease(), impl_->options_.default_lease);
@@ -478,6 +483,9 @@ class Core::Impl::Job : public BarrierHost {
                                  v1::OpResult* result);
   void KvChanged(const std::vector<KvChange>& changes);
   void TriggersChanged(std::vector<v1::TriggerChanged> changes);
+  // One of the operations on checkpoints; `seat` is null for an operator.
+  std::optional<v1::OpError> CheckpointOp(const v1::Op& op, const Seat* seat, v1::OpResult* result);
+  void CheckpointsChanged(std::vector<v1::CheckpointChanged> changes);
   void DropTriggers(const std::string& why);
   void AgreeDone(std::vector<AgreeSet::Done> done);
   uint64_t AllRecords() const {
@@ -542,6 +550,7 @@ class Core::Impl::Job : public BarrierHost {
   std::unique_ptr<WatchLog> log_;
   Dedupe<StoredAnswer> dedupe_;
   TriggerSet triggers_;
+  CheckpointSet checkpoints_;
   std::unique_ptr<BarrierSet> barriers_;
   std::unique_ptr<AgreeSet> agree_;
 

@@ -590,6 +590,9 @@ void Core::Impl::Job::Seal(int world_size) {
   std::vector<v1::TriggerChanged> triggers;
   triggers_.StartGeneration(world_size, &triggers);
   TriggersChanged(std::move(triggers));
+  CheckpointSet::Changes checkpoints;
+  checkpoints_.StartGeneration(generation_, &checkpoints);
+  CheckpointsChanged(std::move(checkpoints));
   v1::WatchEvent event;
   event.set_generation_sealed(generation_);
   log_->Other(impl_->Rev(), std::move(event));

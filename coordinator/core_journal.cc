@@ -186,6 +186,9 @@ void Core::Impl::Job::SnapshotTo(SnapshotParts* parts) const {
       acked->add_ranks(static_cast<int>(rank));
     }
   });
+  checkpoints_.ForEach([&](const v1::CheckpointChanged& checkpoint) {
+    *add()->mutable_checkpoint_changed() = checkpoint;
+  });
   SnapshotHostsTo(parts);
   dedupe_.ForEach([&](const std::string& client, uint64_t incarnation, uint64_t request_id,
                       uint64_t hash, const StoredAnswer& stored) {
@@ -413,6 +416,12 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       const auto job = find(forgotten.job_id());
       if (!job.ok()) return job.status();
       (*job)->RememberForgotten(forgotten.worker_id(), forgotten.incarnation(), forgotten.up_to());
+      return absl::OkStatus();
+    }
+    case v1::JournalChange::kCheckpointChanged: {
+      const auto job = find(change.checkpoint_changed().job_id());
+      if (!job.ok()) return job.status();
+      (*job)->checkpoints_.Restore(change.checkpoint_changed());
       return absl::OkStatus();
     }
     case v1::JournalChange::KIND_NOT_SET:

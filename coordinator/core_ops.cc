@@ -788,6 +788,11 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
   Job* touched = nullptr;
   caller_node_ = caller.node;
   const int kind = op.kind_case();
+  const auto checkpoint = [&](const auto& request, Rules rules) {
+    Once(call, request, kind, rules, &touched, [&](Who who, v1::OpResult* result) {
+      return who.job->CheckpointOp(op, who.seat, result);
+    });
+  };
   switch (op.kind_case()) {
     case v1::Op::kJoin:
       Join(call, op.join(), caller, &touched);
@@ -1041,6 +1046,37 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
       Send(call, result, job->membership_record_);
       break;
     }
+    case v1::Op::kBeginCheckpoint:
+      checkpoint(op.begin_checkpoint(), {.reads = true});
+      break;
+    case v1::Op::kReportShards:
+      // Not remembered: a repeat of a part is known by its number.
+      checkpoint(op.report_shards(), {.reads = true, .writes = false});
+      break;
+    case v1::Op::kSealCheckpoint:
+      checkpoint(op.seal_checkpoint(), {.reads = true});
+      break;
+    case v1::Op::kPublishCheckpoint:
+      checkpoint(op.publish_checkpoint(), {.reads = true});
+      break;
+    case v1::Op::kAbortCheckpoint:
+      checkpoint(op.abort_checkpoint(), {.operators = true, .reads = true});
+      break;
+    case v1::Op::kCheckpointDeleted:
+      checkpoint(op.checkpoint_deleted(), {.operators = true, .reads = true});
+      break;
+    case v1::Op::kMarkCheckpoint:
+      checkpoint(op.mark_checkpoint(), {.operators = true, .reads = true});
+      break;
+    case v1::Op::kCollectCheckpoints:
+      checkpoint(op.collect_checkpoints(), {.operators = true, .reads = true});
+      break;
+    case v1::Op::kResolveCheckpoint:
+      checkpoint(op.resolve_checkpoint(), {.operators = true, .reads = true, .writes = false});
+      break;
+    case v1::Op::kListCheckpoints:
+      checkpoint(op.list_checkpoints(), {.operators = true, .reads = true, .writes = false});
+      break;
     case v1::Op::KIND_NOT_SET:
       SendError(
           call,

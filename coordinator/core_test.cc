@@ -3065,5 +3065,118 @@ TEST_F(CoreTest, Replay_MutatedRecords_NeverCrash) {
   }
 }
 
+class CheckpointTest : public CoreTest {
+ protected:
+  v1::Op BeginOp(const Worker& worker, int64_t step, int ranks) {
+    v1::Op op;
+    v1::BeginCheckpointRequest* const begin = op.mutable_begin_checkpoint();
+    worker.FillFence(begin->mutable_fence());
+    begin->set_path(absl::StrCat("/c/", step));
+    begin->set_staging(absl::StrCat("/c/", step, ".tmp"));
+    begin->set_step(step);
+    begin->set_ranks(ranks);
+    return op;
+  }
+  v1::Op ReportOp(const Worker& worker, uint64_t id) {
+    v1::Op op;
+    v1::ReportShardsRequest* const report = op.mutable_report_shards();
+    worker.FillFence(report->mutable_fence());
+    report->set_checkpoint_id(id);
+    report->set_rank(worker.rank);
+    report->set_last(true);
+    v1::ShardFile* const file = report->add_files();
+    file->set_name(absl::StrCat("rank", worker.rank));
+    file->set_xxh3(std::string(32, '0'));
+    return op;
+  }
+  v1::Op SealOp(const Worker& worker, uint64_t id) {
+    v1::Op op;
+    worker.FillFence(op.mutable_seal_checkpoint()->mutable_fence());
+    op.mutable_seal_checkpoint()->set_checkpoint_id(id);
+    return op;
+  }
+  v1::Op PublishOp(const Worker& worker, uint64_t id) {
+    v1::Op op;
+    worker.FillFence(op.mutable_publish_checkpoint()->mutable_fence());
+    op.mutable_publish_checkpoint()->set_checkpoint_id(id);
+    return op;
+  }
+  uint64_t Begin(const Worker& worker, int64_t step, int ranks) {
+    return bench_.Result(bench_.Do(BeginOp(worker, step, ranks)))
+        .begin_checkpoint()
+        .checkpoint_id();
+  }
+  // As an operator asks.
+  CallId Resolve() {
+    v1::Op op;
+    op.mutable_resolve_checkpoint()->mutable_fence()->set_job_id("j");
+    return bench_.Do(op);
+  }
+};
+
+TEST_F(CheckpointTest, SealedOne_IsDurableBeforeItIsAnswered) {
+  std::vector<Worker> workers = Form(2);
+  const uint64_t id = Begin(workers[0], 10, 2);
+  EXPECT_EQ(Begin(workers[1], 10, 2), id);
+  for (const Worker& worker : workers) {
+    EXPECT_TRUE(bench_.Result(bench_.Do(ReportOp(worker, id))).has_report_shards());
+  }
+  const size_t records = bench_.journal_.size();
+  const CallId seal = bench_.Do(SealOp(workers[0], id));
+  EXPECT_EQ(bench_.Result(seal).seal_checkpoint().checkpoint().state(),
+            v1::CHECKPOINT_STATE_SEALED);
+  ASSERT_EQ(bench_.journal_.size(), records + 1);
+  EXPECT_EQ(bench_.replies_[seal].durable_revision, bench_.journal_.back().revision);
+  // Whoever reads of it waits for the same record.
+  EXPECT_EQ(bench_.replies_[Resolve()].durable_revision, bench_.journal_.back().revision);
+  EXPECT_TRUE(bench_.Result(bench_.Do(PublishOp(workers[0], id))).has_publish_checkpoint());
+  EXPECT_EQ(bench_.Result(Resolve()).resolve_checkpoint().checkpoint().step(), 10);
+}
+
+TEST_F(CheckpointTest, Restart_KeepsWhatIsSealedAndAsksForReportsAgain) {
+  for (const bool snapshot : {false, true}) {
+    SCOPED_TRACE(snapshot);
+    bench_ = Bench();
+    std::vector<Worker> workers = Form(2);
+    const uint64_t id = Begin(workers[0], 10, 2);
+    for (const Worker& worker : workers) bench_.Do(ReportOp(worker, id));
+    bench_.Restart(snapshot);
+    CallId seal = bench_.Do(SealOp(workers[0], id));
+    EXPECT_EQ(bench_.Reason(seal), v1::ERROR_REASON_SHARDS_MISSING);
+    EXPECT_EQ(bench_.Error(seal).detail().culprits_size(), 2);
+    for (const Worker& worker : workers) bench_.Do(ReportOp(worker, id));
+    bench_.Do(SealOp(workers[0], id));
+    bench_.Restart(snapshot);
+    // The answer was lost: the same again.
+    seal = bench_.Do(SealOp(workers[0], id));
+    EXPECT_EQ(bench_.Result(seal).seal_checkpoint().checkpoint().files(), 2);
+    bench_.Do(PublishOp(workers[0], id));
+    bench_.Restart(snapshot);
+    EXPECT_EQ(bench_.Result(Resolve()).resolve_checkpoint().checkpoint().checkpoint_id(), id);
+  }
+}
+
+TEST_F(CheckpointTest, StrangersAndTheGenerationBefore_AreRefused) {
+  std::vector<Worker> workers = Form(2);
+  const uint64_t id = Begin(workers[0], 10, 2);
+  v1::Op other = ReportOp(workers[0], id);
+  other.mutable_report_shards()->set_rank(1);
+  EXPECT_THAT(bench_.Error(bench_.Do(other)).message(), HasSubstr("holds rank 0, not 1"));
+  Worker stranger = workers[0];
+  stranger.incarnation = 999;
+  EXPECT_TRUE(bench_.Result(bench_.Do(SealOp(stranger, id))).has_error());
+  v1::Op nobody = SealOp(workers[0], id);
+  nobody.mutable_seal_checkpoint()->mutable_fence()->clear_worker_id();
+  EXPECT_EQ(bench_.Reason(bench_.Do(nobody)), v1::ERROR_REASON_BAD_FIELD);
+
+  Exit(workers[1], 1);
+  std::vector<Worker> next = workers;
+  for (Worker& worker : next) worker.incarnation += 1000;
+  JoinAll(&next);
+  EXPECT_TRUE(bench_.Result(bench_.Do(SealOp(workers[0], id))).has_error());
+  const CallId seal = bench_.Do(SealOp(next[0], id));
+  EXPECT_EQ(bench_.Reason(seal), v1::ERROR_REASON_NO_CHECKPOINT) << "its generation is over";
+}
+
 }  // namespace
 }  // namespace muster::coordinator

@@ -117,6 +117,8 @@ bool OnlyReads(const v1::Op& op) {
     case v1::Op::kListBarriers:
     case v1::Op::kStragglerReport:
     case v1::Op::kGetMembers:
+    case v1::Op::kResolveCheckpoint:
+    case v1::Op::kListCheckpoints:
     case v1::Op::kHeartbeat:
     case v1::Op::kPollTriggers:
       return true;
