@@ -347,7 +347,9 @@ std::vector<std::shared_ptr<HubCore::Agent>> HubCore::Concerned(
       case v1::Directive::kCollectStack:
         return agent.forgot_workers ||
                std::any_of(agent.workers.begin(), agent.workers.end(), [&](const auto& worker) {
-                 return worker.first.second == directive.collect_stack().worker_id();
+                 const v1::CollectStack& ask = directive.collect_stack();
+                 return worker.first.second == ask.worker_id() &&
+                        (ask.job_id().empty() || worker.first.first == ask.job_id());
                });
       default:  // this node's own
         return false;

@@ -402,6 +402,30 @@ TEST_F(HubCoreTest, Directives_GoToThoseTheyConcern) {
   core_->OnDirective(stack);
   EXPECT_FALSE(told(a));
   EXPECT_TRUE(told(b));
+  stack.mutable_collect_stack()->set_job_id("job");
+  core_->OnDirective(stack);
+  EXPECT_TRUE(told(b));
+}
+
+TEST_F(HubCoreTest, CollectStack_SameWorkerNameInAnotherJob_GoesToItsOwnAgent) {
+  FakeHubAgent a = Agent("a"), b = Agent("b");
+  v1::Beat beat = Beat("w0");
+  a.Beat(beat);
+  beat.mutable_workers(0)->set_job_id("other");
+  b.Beat(beat);
+  a.Take();
+  b.Take();
+  v1::Directive stack;
+  stack.mutable_collect_stack()->set_query_id(4);
+  stack.mutable_collect_stack()->set_job_id("other");
+  stack.mutable_collect_stack()->set_worker_id("w0");
+  core_->OnDirective(stack);
+  const auto asked = [](FakeHubAgent& agent) {
+    const std::vector<v1::CoordinatorFrame> frames = agent.Take();
+    return !frames.empty() && frames.back().directive().has_collect_stack();
+  };
+  EXPECT_FALSE(asked(a));
+  EXPECT_TRUE(asked(b));
 }
 
 TEST_F(HubCoreTest, Stack_IsPassedOnFromWhomItWasAskedOfOnce) {

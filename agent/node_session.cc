@@ -230,7 +230,8 @@ void NodeSession::StackLoop() {
       wanted_.pop_front();
     }
     // Nobody may have us look into processes that are not our workers.
-    const std::optional<int64_t> pid = core_->ProcessOf(wanted.worker_id(), wanted.pid());
+    const std::optional<int64_t> pid =
+        core_->ProcessOf(wanted.job_id(), wanted.worker_id(), wanted.pid());
     if (!pid.has_value()) continue;
     v1::StackReply reply;
     reply.set_query_id(wanted.query_id());

@@ -207,7 +207,8 @@ int64_t RelayCore::ProcessOf(const WorkerKey& key, uint64_t incarnation, int64_t
   return options_.process_of(key.first, key.second, incarnation, claimed);
 }
 
-std::optional<int64_t> RelayCore::ProcessOf(const std::string& worker_id, int64_t pid) const {
+std::optional<int64_t> RelayCore::ProcessOf(const std::string& job_id, const std::string& worker_id,
+                                            int64_t pid) const {
   WorkerKey found;
   uint64_t incarnation = 0;
   int64_t claimed = 0;
@@ -215,6 +216,7 @@ std::optional<int64_t> RelayCore::ProcessOf(const std::string& worker_id, int64_
     MutexLock lock(&mu_);
     for (const auto& [key, worker] : workers_) {
       if (key.second != worker_id || worker.told_pid != pid) continue;
+      if (!job_id.empty() && key.first != job_id) continue;
       found = key;
       claimed = worker.claimed_pid;
       incarnation = worker.incarnation;

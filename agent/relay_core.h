@@ -74,8 +74,10 @@ class RelayCore final : public OpSender {
   void WorkerEnded(const std::string& job_id, const std::string& worker_id, uint64_t incarnation);
 
   // The process of the seated local worker of that name whose number the coordinator was told is
-  // `pid`. Nothing: there is no such worker; 0: its process cannot be seen.
-  std::optional<int64_t> ProcessOf(const std::string& worker_id, int64_t pid) const;
+  // `pid`; `job_id` is empty: of any job. Nothing: there is no such worker; 0: its process cannot
+  // be seen.
+  std::optional<int64_t> ProcessOf(const std::string& job_id, const std::string& worker_id,
+                                   int64_t pid) const;
 
  private:
   using WorkerKey = std::pair<std::string, std::string>;  // job, worker

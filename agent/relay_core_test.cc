@@ -337,21 +337,23 @@ TEST_F(RelayCoreTest, NumberThatAWorkerSays_IsNotWhatIsWatched) {
   Seat(0);  // says 1000, of which states_ says that it runs
   states_[77] = "stopped";
   EXPECT_THAT(BeatStates(), ElementsAre("w0 stopped"));
-  EXPECT_EQ(core_->ProcessOf("w0", 77), 77);
-  EXPECT_EQ(core_->ProcessOf("w0", 1000), std::nullopt);
+  EXPECT_EQ(core_->ProcessOf("job", "w0", 77), 77);
+  EXPECT_EQ(core_->ProcessOf("job", "w0", 1000), std::nullopt);
+  EXPECT_EQ(core_->ProcessOf("other job", "w0", 77), std::nullopt);
+  EXPECT_EQ(core_->ProcessOf("", "w0", 77), 77);  // an older coordinator names no job
   // Not known to the kernel as ours: it lives as long as it is heard of.
   kernels = 0;
   EXPECT_THAT(BeatStates(), ElementsAre("w0 unknown"));
   clock_.Advance(absl::Seconds(6));
   EXPECT_THAT(BeatStates(), IsEmpty());
-  EXPECT_EQ(core_->ProcessOf("w0", 77), 0);
+  EXPECT_EQ(core_->ProcessOf("job", "w0", 77), 0);
 }
 
 TEST_F(RelayCoreTest, LookingAtProcesses_HoldsUpNoCall) {
   RelayCore::Options options;
   options.clock = &clock_;
   options.process_state = [this](int64_t pid) {
-    EXPECT_EQ(core_->ProcessOf("w0", pid), pid) << "a call beside it goes through";
+    EXPECT_EQ(core_->ProcessOf("job", "w0", pid), pid) << "a call beside it goes through";
     return "running";
   };
   options.refresh = [this](v1::WorkerBeat* beat) {
@@ -374,9 +376,9 @@ TEST_F(RelayCoreTest, EndedAndLeft_AreInNoBeat) {
   result.mutable_leave();
   upstream_.Answer(result);
   EXPECT_THAT(BeatStates(), ElementsAre("w1 running"));
-  EXPECT_EQ(core_->ProcessOf("w1", 1001), 1001);
-  EXPECT_EQ(core_->ProcessOf("w1", 1), std::nullopt);
-  EXPECT_EQ(core_->ProcessOf("w0", 1000), std::nullopt);
+  EXPECT_EQ(core_->ProcessOf("job", "w1", 1001), 1001);
+  EXPECT_EQ(core_->ProcessOf("job", "w1", 1), std::nullopt);
+  EXPECT_EQ(core_->ProcessOf("job", "w0", 1000), std::nullopt);
 }
 
 TEST_F(RelayCoreTest, OtherOperations_ArePassedOn) {

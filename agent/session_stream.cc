@@ -427,7 +427,8 @@ void SessionStream::OnFrame(const Attempt* attempt, const v1::CoordinatorFrame& 
   {
     MutexLock lock(&mu_);
     if (attempt != attempt_.get()) return;
-    answer_by_ = absl::InfiniteFuture();
+    // What a hub says of itself does not show that it has heard this agent.
+    if (!frame.has_hub_state()) answer_by_ = absl::InfiniteFuture();
     if (frame.has_welcome() && state_ == State::kOpening) {
       Welcomed(frame.welcome(), &todo);
     } else if (state_ == State::kOpen) {

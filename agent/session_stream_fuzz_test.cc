@@ -88,7 +88,8 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
   options.on_directive = [&](const v1::Directive& directive) {
     ++directives;
     core_of_stream->GenerationEnded(directive.generation_ended());
-    core_of_stream->ProcessOf(directive.collect_stack().worker_id(),
+    core_of_stream->ProcessOf(directive.collect_stack().job_id(),
+                              directive.collect_stack().worker_id(),
                               directive.collect_stack().pid());
   };
   auto stream = std::make_unique<SessionStream>(options, &transport);

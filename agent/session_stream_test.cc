@@ -1241,6 +1241,22 @@ TEST_F(SessionStreamTest, BeatThatAHubDoesNotAcknowledge_IsTheEndOfIt) {
   EXPECT_TRUE(stream_->connected());
 }
 
+TEST_F(SessionStreamTest, HubThatTalksButDoesNotAcknowledge_IsLeftToo) {
+  ConnectToHub();
+  clock_.Advance(absl::Seconds(2));
+  stream_->Tick();
+  link().Drain();
+  clock_.Advance(absl::Seconds(1));
+  SayAway(true);
+  SayAway(false);
+  EXPECT_TRUE(stream_->connected());
+  clock_.Advance(absl::Milliseconds(500));
+  stream_->Tick();
+  EXPECT_FALSE(stream_->connected());
+  ExpectHello("", absl::Seconds(1));
+  EXPECT_EQ(hello().failed_hub(), "node-h");
+}
+
 TEST_F(SessionStreamTest, HubWhoseStreamBreaks_IsTriedOnceMore) {
   ConnectToHub();
   Submit("a", Add(1));

@@ -223,7 +223,7 @@ class Core {
   std::string SnapshotHosts() const;
   absl::Status RestoreHosts(absl::string_view hosts);
   // Begins to serve as `term`, which must be higher than last_term() and at most kMaxTerm. Seated
-  // workers get one full lease.
+  // workers get one full lease, and those whose agent takes longer to connect again kTimeToReturn.
   //
   // `restored`: what was replayed is a copy of an earlier state, whose later part is lost. Nothing
   // that a client has seen of that part may be taken for something new: all generations end, the

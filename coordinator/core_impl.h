@@ -262,6 +262,7 @@ class Core::Impl {
   void AgreeAlive(CallId call, const v1::AgreeAliveRequest& request, Job** touched);
   void PollTriggers(CallId call, const v1::PollTriggersRequest& request, Job** touched);
   void GetRankTable(CallId call, const v1::GetRankTableRequest& request);
+  void GetMembers(CallId call, const v1::GetMembersRequest& request);
   void RemoveJob(CallId call, const v1::RemoveJobRequest& request, Job** touched);
   // Runs f(who, result) -> error once for each (worker_id, incarnation, request_id). `operators`:
   // not only a seated worker may call. `reads`: the answer tells of earlier durable changes.

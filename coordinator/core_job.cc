@@ -1134,6 +1134,7 @@ void Core::Impl::Job::AskStack(int rank) {
   auto directive = std::make_shared<v1::Directive>();
   v1::CollectStack* ask = directive->mutable_collect_stack();
   ask->set_query_id(query);
+  ask->set_job_id(id_);
   ask->set_worker_id(seat.record.worker_id());
   ask->set_pid(seat.record.pid());
   impl_->Direct(seat.record.node(), std::move(directive), membership_record_);

@@ -555,7 +555,8 @@ void Core::StartTerm(uint64_t term, absl::Time now, Output* out, bool restored) 
       if (state.left > absl::ZeroDuration()) state.until = now + state.left;
       state.strikes.assign(std::max(0, state.replayed_strikes), now);
     }
-    job->lease_floor_ = now;
+    // Others are back sooner than an agent whose attempt to connect began while nobody listened.
+    job->lease_floor_ = job->returned_at_ = now;
     job->rank_of_.clear();
     job->lease_checks_.clear();
     job->alive_ = 0;

@@ -16,7 +16,8 @@ namespace muster::coordinator {
 namespace {
 
 constexpr int kMaxWorkers = 1 << 20;
-constexpr size_t kMaxMembersBytes = 1 << 20;
+constexpr size_t kMaxMembersBytes = 3 << 20;  // of one page: a message has at most 4 MiB
+constexpr size_t kMemberOverhead = 4;         // tag and length
 
 // Of everything but the fence, which a retry may bring newer.
 template <typename Request>
@@ -760,6 +761,57 @@ void Core::Impl::GetRankTable(CallId call, const v1::GetRankTableRequest& reques
   Send(call, result, job->membership_record_);
 }
 
+void Core::Impl::GetMembers(CallId call, const v1::GetMembersRequest& request) {
+  const Job* const job = FindJob(request.job_id());
+  if (job == nullptr) return SendError(call, UnknownJob(request.job_id()), 0);
+  const int seats = static_cast<int>(job->seats_.size());
+  const int all = seats + static_cast<int>(job->waiting_.size());
+  if (request.first() < 0 || (request.first() > all)) {
+    return SendError(call,
+                     BadField("first", absl::StrCat("job ", Quoted(request.job_id()), " has ", all,
+                                                    " members, so no page begins at ",
+                                                    request.first(), ": list them from 0 again")),
+                     job->membership_record_);
+  }
+  v1::OpResult result;
+  v1::GetMembersReply* reply = result.mutable_get_members();
+  *reply->mutable_header() = Header();
+  reply->set_generation(job->generation_);
+  std::vector<const Waiting*> waiting;
+  if (all > seats) {
+    for (const auto& [worker_id, one] : job->waiting_) waiting.push_back(&one);
+    std::sort(waiting.begin(), waiting.end(),
+              [](const Waiting* a, const Waiting* b) { return a->order < b->order; });
+  }
+  size_t bytes = 0;
+  for (int i = request.first(); i < all; ++i) {
+    v1::Member member;
+    if (i < seats) {
+      member = job->MakeMember(job->seats_[i]);
+    } else {
+      const Waiting& one = *waiting[i - seats];
+      member.set_rank(-1);
+      member.set_worker_id(one.request.fence().worker_id());
+      member.set_incarnation(one.request.fence().incarnation());
+      member.set_state(v1::WORKER_STATE_JOINING);
+      member.set_host(one.request.topology().host());
+      member.set_pid(one.request.pid());
+    }
+    if (bytes > kMaxMembersBytes / 3 && member.has_exit()) {
+      // Of ten thousand that failed, all fit into one message, if not what each of them said.
+      member.mutable_exit()->clear_last_log_lines();
+      member.mutable_exit()->set_message(Cut(member.exit().message(), 64));
+    }
+    bytes += member.ByteSizeLong() + kMemberOverhead;
+    if (bytes > kMaxMembersBytes && i > request.first()) {
+      reply->set_next(i);
+      break;
+    }
+    *reply->add_members() = std::move(member);
+  }
+  Send(call, result, job->membership_record_);
+}
+
 void Core::Impl::RemoveJob(CallId call, const v1::RemoveJobRequest& request, Job** touched) {
   Job* job = nullptr;
   if (auto error = CheckJob(request.fence(), &job)) return SendError(call, *std::move(error), 0);
@@ -1010,42 +1062,9 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
       Send(call, result, job->AllRecords());
       break;
     }
-    case v1::Op::kGetMembers: {
-      const Job* const job = FindJob(op.get_members().job_id());
-      if (job == nullptr) {
-        SendError(call, UnknownJob(op.get_members().job_id()), 0);
-        break;
-      }
-      v1::OpResult result;
-      v1::GetMembersReply* reply = result.mutable_get_members();
-      *reply->mutable_header() = Header();
-      reply->set_generation(job->generation_);
-      size_t bytes = 0;
-      for (const Seat& seat : job->seats_) {
-        v1::Member* const member = reply->add_members();
-        *member = job->MakeMember(seat);
-        bytes += member->ByteSizeLong();
-        if (bytes <= kMaxMembersBytes || !member->has_exit()) continue;
-        // Of ten thousand that failed, all fit into one message, if not what each of them said.
-        member->mutable_exit()->clear_last_log_lines();
-        member->mutable_exit()->set_message(Cut(member->exit().message(), 64));
-      }
-      std::vector<const Waiting*> waiting;
-      for (const auto& [worker_id, one] : job->waiting_) waiting.push_back(&one);
-      std::sort(waiting.begin(), waiting.end(),
-                [](const Waiting* a, const Waiting* b) { return a->order < b->order; });
-      for (const Waiting* one : waiting) {
-        v1::Member* member = reply->add_members();
-        member->set_rank(-1);
-        member->set_worker_id(one->request.fence().worker_id());
-        member->set_incarnation(one->request.fence().incarnation());
-        member->set_state(v1::WORKER_STATE_JOINING);
-        member->set_host(one->request.topology().host());
-        member->set_pid(one->request.pid());
-      }
-      Send(call, result, job->membership_record_);
+    case v1::Op::kGetMembers:
+      GetMembers(call, op.get_members());
       break;
-    }
     case v1::Op::kBeginCheckpoint:
       checkpoint(op.begin_checkpoint(), {.reads = true});
       break;

@@ -1341,6 +1341,37 @@ TEST_F(CoreTest, GetMembers_OfManyThatFailedWithLastWords_FitsAMessage) {
   EXPECT_EQ(reply.members(99).exit().exit_code(), 3);
 }
 
+TEST_F(CoreTest, GetMembers_MoreThanAMessageHolds_ComeInPages) {
+  constexpr int kWorkers = 9000;
+  for (int i = 0; i < kWorkers; ++i) {
+    Worker worker = {absl::StrCat(std::string(200, 'w'), i), static_cast<uint64_t>(i + 1),
+                     std::string(200, 'h')};
+    spec_.set_min_workers(kWorkers + 1);  // nobody is seated: all wait
+    spec_.set_max_workers(kWorkers + 1);
+    bench_.Do(JoinOp(worker, spec_));
+  }
+  v1::Op op;
+  op.mutable_get_members()->set_job_id("j");
+  std::vector<std::string> seen;
+  int pages = 0;
+  do {
+    const v1::GetMembersReply reply = bench_.Result(bench_.Do(op)).get_members();
+    EXPECT_LT(reply.ByteSizeLong(), size_t{4} << 20);
+    for (const v1::Member& member : reply.members()) seen.push_back(member.worker_id());
+    op.mutable_get_members()->set_first(reply.next());
+    ++pages;
+  } while (op.get_members().first() > 0);
+  EXPECT_EQ(pages, 2);
+  ASSERT_EQ(seen.size(), static_cast<size_t>(kWorkers));
+  for (int i = 0; i < kWorkers; ++i) {
+    ASSERT_EQ(seen[i], absl::StrCat(std::string(200, 'w'), i));
+  }
+  for (const int first : {-1, kWorkers + 1}) {
+    op.mutable_get_members()->set_first(first);
+    EXPECT_EQ(bench_.Reason(bench_.Do(op)), v1::ERROR_REASON_BAD_FIELD);
+  }
+}
+
 TEST_F(CoreTest, Fence_OfAnotherCluster_IsRefusedAndDeposesNobody) {
   bench_.Restart();  // with its cluster_id
   std::vector<Worker> workers = Form(1);
@@ -1763,6 +1794,26 @@ TEST_F(CutTest, RestartedCoordinatorThatHearsNobody_WaitsForThem) {
   EXPECT_EQ(Job().rendezvous_state(), "SEALED");
 }
 
+TEST_F(CutTest, Restart_AgentThatConnectsLate_KeepsItsWorkers) {
+  FormWithAgents(2);
+  bench_.Restart();
+  Attach(0);
+  Pass(12, {0});  // the other's attempt to connect takes 10 s
+  EXPECT_EQ(lost(), 0u);
+  Attach(1);
+  Pass(10, {0, 1});
+  EXPECT_EQ(lost(), 0u);
+  EXPECT_EQ(Job().rendezvous_state(), "SEALED");
+}
+
+TEST_F(CutTest, Restart_AgentThatNeverConnects_LosesItsWorkers) {
+  FormWithAgents(2);
+  bench_.Restart();
+  Attach(0);
+  Pass(17, {0});
+  EXPECT_GT(lost(), 0u);
+}
+
 TEST_F(CoreTest, Pause_OfTheCoordinator_LetsQueuedArrivalsInBeforeDeadlines) {
   std::vector<Worker> workers = Form(2);
   const CallId a = Arrive(workers[0], "b", 0, absl::Seconds(10));
@@ -1943,6 +1994,7 @@ TEST_F(CoreTest, Barrier_Timeout_SameBytesForAllWithHostPidStepAndStack) {
   bench_.Advance(absl::Seconds(3));
   ASSERT_FALSE(bench_.directives_.empty());
   EXPECT_EQ(bench_.directives_[0].node, "node-h2");
+  EXPECT_EQ(bench_.directives_[0].directive->collect_stack().job_id(), "j");
   v1::StackReply stack;
   stack.set_query_id(bench_.directives_[0].directive->collect_stack().query_id());
   stack.set_native_stack("#0 read()");

@@ -462,11 +462,16 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     v1::GetMembersRequest request;
     request.set_job_id(job.job_id());
     v1::GetMembersReply members;
-    grpc::ClientContext call;
-    rpc::SetTimeout(call, timeout);
-    status = rpc::FromGrpc(v1::Membership::NewStub(channel)->GetMembers(&call, request, &members));
-    // Of tens of thousands of workers the list is larger than a message: the rest is shown without
-    // it.
+    do {
+      v1::GetMembersReply page;
+      grpc::ClientContext call;
+      rpc::SetTimeout(call, timeout);
+      status = rpc::FromGrpc(v1::Membership::NewStub(channel)->GetMembers(&call, request, &page));
+      request.set_first(page.next());
+      members.MergeFrom(page);
+    } while (status.ok() && request.first() > 0);
+    // An older coordinator knows no pages: of tens of thousands of workers the rest is shown
+    // without the list.
     const bool too_many = rpc::GetReason(status) == v1::ERROR_REASON_LIMIT;
     if (!status.ok() && !too_many) return Fail(spec, context, status, ExitCodeOf(status));
     ordered_json rows = ordered_json::array();

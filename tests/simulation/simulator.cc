@@ -2223,7 +2223,8 @@ void Sim::AtAgent(const std::shared_ptr<Stream>& stream, const v1::CoordinatorFr
     return WhenAgentRuns(stream->host, agent.life,
                          [this, stream, frame] { AtAgent(stream, frame); });
   }
-  agent.last_heard = now_;
+  // Beats are acknowledged; what a hub says of itself proves that only one way works.
+  if (!frame.has_hub_state()) agent.last_heard = now_;
   if (stream->hub != kNoHub &&
       (frame.has_goodbye() ||
        (frame.has_welcome() && frame.welcome().term() < agent.client->term()))) {

@@ -359,9 +359,14 @@ class CoordinatorClient::Impl {
     v1::GetMembersRequest request;
     request.set_job_id(options_.job);
     v1::GetMembersReply reply;
-    MUSTER_RETURN_IF_ERROR(CallWithin("members", kGrace, *membership_,
-                                      &v1::Membership::Stub::GetMembers, &request, &reply,
-                                      AtExit::kCutShort));
+    do {
+      v1::GetMembersReply page;
+      MUSTER_RETURN_IF_ERROR(CallWithin("members", kGrace, *membership_,
+                                        &v1::Membership::Stub::GetMembers, &request, &page,
+                                        AtExit::kCutShort));
+      request.set_first(page.next());
+      reply.MergeFrom(page);
+    } while (request.first() > 0);
     std::vector<MemberInfo> members;
     for (const v1::Member& member : reply.members()) {
       if (member.rank() < 0) continue;
