@@ -6,6 +6,7 @@
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "rpc/address.h"
+#include "rpc/session/agent_session.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
 
@@ -312,6 +313,7 @@ absl::Time SessionStream::Tick() {
   std::shared_ptr<Attempt> opening;
   std::string hub;
   bool beat_due = false;
+  bool wants_answer = false;
   std::optional<v1::Beat> unsent;
   {
     MutexLock lock(&mu_);
@@ -337,7 +339,9 @@ absl::Time SessionStream::Tick() {
       beat_due = true;
       unsent = std::exchange(beat_, std::nullopt);
       next_beat_ = now + beat_period_;
-      if (at_hub_) answer_by_ = std::min(answer_by_, now + Patience(4));
+      // Others depend on a hub: it must not be the last to see that its own stream is dead.
+      wants_answer = at_hub_ || (coordinator_answers_ && options_.is_hub && options_.is_hub());
+      if (wants_answer) answer_by_ = std::min(answer_by_, now + Patience(4));
     }
   }
   if (opening != nullptr) {
@@ -358,6 +362,7 @@ absl::Time SessionStream::Tick() {
   if (beat_due) {
     v1::Beat beat;
     if (options_.beat) beat = options_.beat();
+    if (wants_answer) beat.set_wants_answer(true);
     MutexLock lock(&mu_);
     if (state_ == State::kOpen) {
       beat_ = std::move(beat);
@@ -716,6 +721,8 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
   cluster_id_ = welcome.cluster_id();
   term_ = welcome.term();
   state_ = State::kOpen;
+  coordinator_answers_ = std::find(welcome.features().begin(), welcome.features().end(),
+                                   rpc::kAnswersBeats) != welcome.features().end();
   ever_connected_ = true;
   opened_ = options_.clock->Now();
   open_by_ = absl::InfiniteFuture();

@@ -89,8 +89,9 @@ class SessionStream final : public OpSender {
     std::function<void(const v1::Directive&)> on_directive = nullptr;
     // A stream is open. `resumed`: the session goes on, nothing was missed.
     std::function<void(uint64_t term, bool resumed)> on_connected = nullptr;
-    // Whether this agent is the hub of others now: then it follows no UseHub. Called under a lock:
-    // must neither block nor call back. Null: it is not.
+    // Whether this agent is the hub of others now: then it follows no UseHub, and a coordinator
+    // that does not answer its beats is away. Called under a lock: must neither block nor call
+    // back. Null: it is not.
     std::function<bool()> is_hub = nullptr;
     // What upstream() says has changed.
     std::function<void()> on_upstream = nullptr;
@@ -244,8 +245,10 @@ class SessionStream final : public OpSender {
   bool told_left_ ABSL_GUARDED_BY(mu_) = false;  // the log, in this outage
   int hub_breaks_ ABSL_GUARDED_BY(mu_) = 0;      // streams that did not last, one after the other
   absl::Time open_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // where there are two to try
-  // Of a stream to the hub:
+  // Of the stream that is open, to a hub or of a hub:
   absl::Time answer_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // to a beat
+  bool coordinator_answers_ ABSL_GUARDED_BY(mu_) = false;               // beats that ask for it
+  // Of a stream to the hub:
   bool hub_away_ ABSL_GUARDED_BY(mu_) = false;  // it has lost the coordinator
   absl::Time leave_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // if it stays away
   enum class Left { kNo, kEnds, kFailed, kAway };

@@ -97,6 +97,7 @@ class SessionStreamTest : public ::testing::Test {
     welcome.set_last_received_seq(received);
     welcome.set_cluster_id(cluster);
     welcome.mutable_lease()->set_seconds(6);
+    for (const std::string& feature : features_) welcome.add_features(feature);
     link().events->OnFrame(frame);
   }
   // Connects for the first time; what was written so far is forgotten.
@@ -184,6 +185,7 @@ class SessionStreamTest : public ::testing::Test {
   FakeTransport transport_;
   SessionStream::Options options_;
   std::string hub_address_;
+  std::vector<std::string> features_;  // of the coordinator
   std::vector<std::string> connected_;
   std::vector<std::string> results_;
   std::vector<v1::Directive> directives_;
@@ -1236,6 +1238,49 @@ TEST_F(SessionStreamTest, BeatThatAHubDoesNotAcknowledge_IsTheEndOfIt) {
   link().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
   // The coordinator itself may take its time: an outage is what the connection says.
+  clock_.Advance(absl::Seconds(20));
+  stream_->Tick();
+  EXPECT_TRUE(stream_->connected());
+}
+
+TEST_F(SessionStreamTest, HubWhoseBeatTheCoordinatorDoesNotAnswer_OpensAnotherStream) {
+  bool is_hub = true;
+  options_.is_hub = [&] { return is_hub; };
+  features_ = {"answers_beats"};
+  Make();
+  link().Done();
+  Welcome("s1");
+  stream_->Tick();
+  EXPECT_TRUE(link().written.back().beat().wants_answer());
+  link().Drain();
+  Acknowledge();
+  clock_.Advance(absl::Seconds(2));
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Milliseconds(1500));
+  link().Drain();
+  EXPECT_TRUE(stream_->connected());
+  clock_.Advance(absl::Milliseconds(1500));
+  stream_->Tick();
+  EXPECT_FALSE(stream_->connected());
+  EXPECT_THAT(stream_->upstream().why_away, HasSubstr("has not acknowledged a beat"));
+  ExpectHello("", absl::Seconds(1));
+  EXPECT_EQ(hello().session_id(), "s1");  // which goes on
+  Welcome("s1");
+  // Without agents behind it, the connection says when it is broken.
+  is_hub = false;
+  stream_->Tick();
+  EXPECT_FALSE(link().written.back().beat().wants_answer());
+  link().Drain();
+  clock_.Advance(absl::Seconds(20));
+  stream_->Tick();
+  EXPECT_TRUE(stream_->connected());
+}
+
+TEST_F(SessionStreamTest, HubOfACoordinatorThatAnswersNoBeats_StaysWithIt) {
+  options_.is_hub = [] { return true; };
+  Connect();
+  clock_.Advance(absl::Seconds(20));
+  stream_->Tick();
+  link().Drain();
   clock_.Advance(absl::Seconds(20));
   stream_->Tick();
   EXPECT_TRUE(stream_->connected());

@@ -39,6 +39,8 @@ class AgentLink {
 
   // Ends the stream, once; later calls do nothing.
   virtual void Close(const absl::Status& status) = 0;
+  // Likewise, after `last`, which waits for a write that is in flight.
+  virtual void CloseAfter(grpc::ByteBuffer last, const absl::Status& status) = 0;
 };
 
 }  // namespace muster::coordinator

@@ -1244,19 +1244,14 @@ void Engine::StopAll() {
   }
   *goodbye.mutable_goodbye()->mutable_retry_after() = ToProto(absl::Milliseconds(50));
   std::vector<std::shared_ptr<AgentLink>> open;
-  for (const auto& entry : sessions_) {
-    const auto& session =
-        entry.second;  // named, because a lambda cannot capture a binding (clang 14)
+  for (const auto& [node, session] : sessions_) {
     MutexLock lock(&session->mu);
     if (session->link == nullptr) continue;
-    session->agent.outbox().AddFirst(goodbye);
-    session->link->TryWrite([&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-      return rpc::ToByteBuffer(session->agent.outbox().Next());
-    });
     open.push_back(std::move(session->link));
     session->link = nullptr;
   }
-  for (const auto& link : open) link->Close(StoppingStatus());
+  const grpc::Slice last(goodbye.SerializeAsString());
+  for (const auto& link : open) link->CloseAfter(grpc::ByteBuffer(&last, 1), StoppingStatus());
   for (const auto& [raw, watcher] : watchers_) watcher.link->Close(StoppingStatus());
   links_.clear();
   sessions_.clear();

@@ -42,6 +42,10 @@ class FakeLink final : public AgentLink {
     return true;
   }
   void ReadNext(bool) override { ++reads; }
+  void CloseAfter(grpc::ByteBuffer last, const absl::Status& status) override {
+    if (!closed_.has_value()) frames.push_back(Parse(last));
+    Close(status);
+  }
   void Close(const absl::Status& status) override {
     if (!closed_.has_value()) closed_ = status;
     source_ = nullptr;  // as a real stream once it has ended
@@ -85,6 +89,7 @@ class TakingLink final : public AgentLink {
   }
   void ReadNext(bool) override {}
   void Close(const absl::Status&) override {}
+  void CloseAfter(grpc::ByteBuffer, const absl::Status&) override {}
   // Blocks until it has so many results.
   void WaitForResults(int count) {
     MutexLock lock(&mu_);
@@ -242,6 +247,17 @@ TEST_F(EngineTest, FanOutToManyAgents_ReachesEachOnce) {
     PutNow(key, "v");
     for (const auto& link : links) link->WaitForResults(round);
   }
+}
+
+TEST_F(EngineTest, Stop_SaysGoodbyeAlsoToAnAgentThatIsBeingWrittenTo) {
+  Start({});
+  const auto link = Attach();
+  Send(link, Get("k"), 1);  // the write of its answer does not end
+  engine_->SetEndsForGood("the job is over");
+  engine_->Stop();
+  EXPECT_TRUE(link->frames.back().goodbye().final()) << link->frames.back().ShortDebugString();
+  EXPECT_EQ(link->frames.back().goodbye().reason(), "the job is over");
+  EXPECT_TRUE(link->closed().has_value());
 }
 
 TEST_F(EngineTest, TooManyCallsOfAnAgent_AreRefusedUntilSomeAreAnswered) {

@@ -414,8 +414,24 @@ class Front::AgentStream final : public Handler,
     // the server has its own patience.
     if (writing_ && !status.ok() && !absl::IsUnavailable(status)) Cancel();
   }
+  void CloseAfter(grpc::ByteBuffer last, const absl::Status& status) override {
+    std::shared_ptr<FrameSource> source;  // let go of after the lock
+    MutexLock lock(&mu_);
+    if (closed_) return;
+    closed_ = true;
+    source.swap(source_);
+    last_ = std::move(last);
+    last_status_ = status;
+    if (!writing_) WriteLast();
+  }
 
  private:
+  void WriteLast() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    writing_ = true;
+    StartWrite(*last_);
+    last_.reset();
+    FinishLocked(last_status_);
+  }
   void OnRead(bool ok, grpc::ByteBuffer& bytes) override {
     {
       MutexLock lock(&mu_);
@@ -446,13 +462,26 @@ class Front::AgentStream final : public Handler,
       MutexLock lock(&mu_);
       writing_ = false;
       if (ok) source = source_;
+      if (last_.has_value()) {
+        if (ok) {
+          WriteLast();
+        } else {
+          last_.reset();
+          FinishLocked(last_status_);
+        }
+      }
     }
     // Not under the lock: it comes back through TryWrite.
     if (source != nullptr) source->Writable();
   }
   void OnGone() override {
     engine_.AgentClosed(shared_from_this());
-    Close(absl::CancelledError("the agent went away"));
+    const absl::Status status = absl::CancelledError("the agent went away");
+    Close(status);
+    MutexLock lock(&mu_);
+    if (!last_.has_value()) return;
+    last_.reset();
+    FinishLocked(status);
   }
 
   void OnSilent(const absl::Status& status) override { Close(status); }
@@ -464,6 +493,8 @@ class Front::AgentStream final : public Handler,
   std::shared_ptr<FrameSource> source_ ABSL_GUARDED_BY(mu_);
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  std::optional<grpc::ByteBuffer> last_ ABSL_GUARDED_BY(mu_);  // when the write in flight has ended
+  absl::Status last_status_ ABSL_GUARDED_BY(mu_);              // and then this
 };
 
 // Somebody who wants to be told of changes of the health.

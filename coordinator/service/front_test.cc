@@ -39,6 +39,7 @@ struct Life {
   grpc::ByteBuffer* read_into = nullptr;
   std::optional<grpc::StatusCode> status;  // once finished
   std::string message;
+  std::vector<std::string> written;
 };
 
 class FakeCall final : public RpcCall {
@@ -67,7 +68,14 @@ class FakeCall final : public RpcCall {
     Start(RpcEvent::kRead);
     life_->read_into = message;
   }
-  void StartWrite(const grpc::ByteBuffer&) override { Start(RpcEvent::kWritten); }
+  void StartWrite(const grpc::ByteBuffer& message) override {
+    Start(RpcEvent::kWritten);
+    std::vector<grpc::Slice> slices;
+    ASSERT_TRUE(message.Dump(&slices).ok());
+    life_->written.emplace_back();
+    for (const grpc::Slice& slice : slices)
+      life_->written.back().append(reinterpret_cast<const char*>(slice.begin()), slice.size());
+  }
   void StartFinish(const grpc::Status& status) override {
     Start(RpcEvent::kFinished);
     life_->status = status.error_code();
@@ -224,6 +232,35 @@ class FrontTest : public ::testing::Test {
     EXPECT_GT(rounds, 2);
   }
 
+  // An agent's stream, to which the welcome is being written when the coordinator ends for good.
+  Opened StopWhileWriting() {
+    v1::AgentFrame hello;
+    hello.mutable_hello()->set_protocol_min(1);
+    hello.mutable_hello()->set_protocol_max(1);
+    hello.mutable_hello()->set_node("node");
+    hello.mutable_hello()->set_agent_incarnation(7);
+    const Opened opened = Open("/muster.v1.Session/Attach");
+    Happen(opened, RpcEvent::kRead, true, hello.SerializeAsString());
+    EXPECT_EQ(opened.life->written.size(), 1u);
+    engine_.SetEndsForGood("the job is over");
+    engine_.Stop();
+    EXPECT_EQ(opened.life->written.size(), 1u);
+    EXPECT_FALSE(opened.life->status.has_value());
+    return opened;
+  }
+
+  // All of `events` fail; the first of them ends the stream, and nothing more is written.
+  void EndInOrder(const Opened& opened, const std::vector<RpcEvent>& events) {
+    for (const RpcEvent event : events) {
+      Happen(opened, event, false);
+      EXPECT_TRUE(opened.life->status.has_value());
+    }
+    Happen(opened, RpcEvent::kRead, false);
+    Happen(opened, RpcEvent::kFinished, true);
+    EXPECT_TRUE(opened.life->deleted);
+    EXPECT_EQ(opened.life->written.size(), 1u);
+  }
+
   Engine engine_;
   RpcMetrics metrics_;
   Front front_;
@@ -278,6 +315,31 @@ TEST_F(FrontTest, AgentStreamInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
   bye.set_seq(1);
   bye.mutable_bye();
   TryEveryOrder("/muster.v1.Session/Attach", {hello.SerializeAsString(), bye.SerializeAsString()});
+}
+
+TEST_F(FrontTest, StopDuringAWriteToAnAgent_GoodbyeFollowsTheWrite) {
+  const Opened opened = StopWhileWriting();
+  Happen(opened, RpcEvent::kWritten, true);
+  ASSERT_EQ(opened.life->written.size(), 2u);
+  v1::CoordinatorFrame last;
+  ASSERT_TRUE(last.ParseFromString(opened.life->written[1]));
+  EXPECT_TRUE(last.goodbye().final());
+  EXPECT_EQ(opened.life->status, grpc::StatusCode::UNAVAILABLE);
+  Happen(opened, RpcEvent::kWritten, true);
+  Happen(opened, RpcEvent::kRead, false);
+  Happen(opened, RpcEvent::kFinished, true);
+  Happen(opened, RpcEvent::kGone, false);
+  EXPECT_TRUE(opened.life->deleted);
+}
+
+TEST_F(FrontTest, StopDuringAWriteThatFails_EndsTheStream) {
+  const Opened opened = StopWhileWriting();
+  EndInOrder(opened, {RpcEvent::kWritten, RpcEvent::kGone});
+}
+
+TEST_F(FrontTest, StopDuringAWriteToAnAgentThatGoes_EndsTheStream) {
+  const Opened opened = StopWhileWriting();
+  EndInOrder(opened, {RpcEvent::kGone, RpcEvent::kWritten});
 }
 
 class SilentTest : public FrontTest {
