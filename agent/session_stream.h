@@ -75,6 +75,9 @@ class SessionStream final : public OpSender {
     absl::Duration outage_tolerance = kDefaultOutageTolerance;
     // How long a move to a hub waits for operations that cannot be repeated, and for its Bye.
     absl::Duration move_patience = absl::Seconds(1);
+    // How long a move waits before that for workers that wait for seats, whose place in the queue
+    // would be lost. The coordinator gives up on a move after 30 s.
+    absl::Duration seat_patience = absl::Seconds(20);
     // Beyond these, Submit answers UNAVAILABLE / OVERLOADED.
     size_t max_held_ops = 65536;
     size_t max_held_bytes = 64 << 20;
@@ -192,7 +195,10 @@ class SessionStream final : public OpSender {
   // Since when it is away, if it turns out so now.
   absl::Time AwayFrom(absl::Time now) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void NoteError(absl::string_view what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void UseHub(const v1::UseHub& use, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void UseHub(const v1::UseHub& use, bool wait_for_seats, Todo* todo)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void MoveAfterSeats(Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool HoldsSentJoin() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void TakeHubState(const v1::HubState& state, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void TakeGoodbye(const v1::Goodbye& goodbye, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // What is due of opening, moving, and watching the hub.
@@ -200,6 +206,8 @@ class SessionStream final : public OpSender {
   // A part of the lease.
   absl::Duration Patience(int part) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void FailAll(const absl::Status& status, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Drops all that is held.
+  void Clear() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Starts a write if one can be started.
   void Pump(Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool NextFrame(v1::AgentFrame* frame) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -257,6 +265,9 @@ class SessionStream final : public OpSender {
   // away for as long as it was before.
   absl::Time away_before_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   absl::Time doubt_until_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  // A move to a hub that waits until the workers have their seats.
+  std::optional<v1::UseHub> after_seats_ ABSL_GUARDED_BY(mu_);
+  absl::Time seats_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   // A move to a hub that is under way.
   std::optional<Hub> moving_to_ ABSL_GUARDED_BY(mu_);
   std::set<uint64_t> waited_for_ ABSL_GUARDED_BY(mu_);  // operations that cannot be repeated

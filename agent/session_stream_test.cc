@@ -960,6 +960,60 @@ TEST_F(SessionStreamTest, UseHub_WaitsForOperationsThatCannotBeRepeated) {
   EXPECT_THAT(Written(), ElementsAre("1: 2 3"));
 }
 
+TEST_F(SessionStreamTest, UseHubWhileAWorkerWaitsForItsSeat_MovesOnceItHasIt) {
+  Connect();
+  v1::Op join;
+  join.mutable_join()->mutable_fence()->set_worker_id("w0");
+  Submit("join", join);
+  link().Drain();
+  link().written.clear();
+  Use("node-h", "10.0.0.2:29500");
+  // A move would end the session that holds its place in the queue. What else there is goes on.
+  Submit("other", Add(1));
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("2: 2"));
+  EXPECT_FALSE(link().written.back().has_bye());
+  v1::CoordinatorFrame seated;
+  seated.set_seq(2);
+  seated.mutable_results()->add_results()->set_op_id(1);
+  seated.mutable_results()->mutable_results(0)->mutable_join();
+  link().events->OnFrame(seated);
+  EXPECT_THAT(results_, ElementsAre("join: ok"));
+  Leave("10.0.0.2:29500");
+}
+
+TEST_F(SessionStreamTest, UseHubWhileNoSeatIsGiven_MovesInTheEnd) {
+  Connect();
+  v1::Op join;
+  join.mutable_join()->mutable_fence()->set_worker_id("w0");
+  Submit("join", join);
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  for (int i = 0; i < 19; ++i) {
+    clock_.Advance(absl::Seconds(1));
+    stream_->Tick();
+    link().Drain();
+  }
+  EXPECT_FALSE(link().written.back().has_bye());
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  link().Drain();
+  Leave("10.0.0.2:29500");
+  EXPECT_LT(clock_.Now(), stream_->Tick());  // nothing is left to wait for
+}
+
+TEST_F(SessionStreamTest, UseHubWhileAWorkerWaitsThatGoes_MovesAtOnce) {
+  Connect();
+  v1::Op join;
+  join.mutable_join()->mutable_fence()->set_worker_id("w0");
+  const uint64_t op = Submit("join", join);
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  stream_->Forget(op);
+  link().Drain();
+  Leave("10.0.0.2:29500");
+}
+
 TEST_F(SessionStreamTest, UseHub_DoesNotWaitForWhatItsCallerHasForgotten) {
   Connect();
   const uint64_t op = Submit("operator", Add(0, ""));
@@ -1234,6 +1288,7 @@ TEST_F(SessionStreamTest, BeatThatAHubDoesNotAcknowledge_IsTheEndOfIt) {
   EXPECT_FALSE(stream_->connected());
   ExpectHello("", absl::Seconds(1));
   EXPECT_EQ(hello().failed_hub(), "node-h");
+  EXPECT_EQ(transport_.reconnects, 0);
   Welcome("s2");
   link().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
@@ -1262,6 +1317,7 @@ TEST_F(SessionStreamTest, HubWhoseBeatTheCoordinatorDoesNotAnswer_OpensAnotherSt
   stream_->Tick();
   EXPECT_FALSE(stream_->connected());
   EXPECT_THAT(stream_->upstream().why_away, HasSubstr("has not acknowledged a beat"));
+  EXPECT_EQ(transport_.reconnects, 1);
   ExpectHello("", absl::Seconds(1));
   EXPECT_EQ(hello().session_id(), "s1");  // which goes on
   Welcome("s1");
