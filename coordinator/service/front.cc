@@ -160,7 +160,7 @@ class alignas(16) Front::GrpcCall final : public RpcCall {
   grpc::GenericServerAsyncReaderWriter stream_{&context_};
 };
 
-// Our half of a call. Events come one after another on the queue's thread; the engine may call from
+// Our half of a call. Events come one after another on the queue's thread; the runner may call from
 // any thread. At most one read and one write are in flight.
 class Front::Handler : public RpcHandler {
  public:
@@ -260,7 +260,7 @@ class Front::UnaryCall final : public Handler,
       : Handler(rpc, metrics),
         front_(front),
         method_(method),
-        id_(front.engine_.NewCallId()),
+        id_(front.runner_.NewCallId()),
         deadline_(method.service == kHealth ? absl::OkStatus() : CheckDeadline(*rpc)) {}
 
   void OnBegun() override {
@@ -286,20 +286,20 @@ class Front::UnaryCall final : public Handler,
       return;
     }
     bytes.Clear();
-    if (Engine::MayBeHeld(*op)) {
-      const absl::Status allowed = front_.TakeBytes(rpc(), Engine::HeldBytes(*op, size));
+    if (CoreRunner::MayBeHeld(*op)) {
+      const absl::Status allowed = front_.TakeBytes(rpc(), CoreRunner::HeldBytes(*op, size));
       if (!allowed.ok()) {
         Finish(allowed);
         return;
       }
     }
     calling_ = true;
-    front_.engine_.Call(id_, std::move(op), size, shared_from_this());
+    front_.runner_.Call(id_, std::move(op), size, shared_from_this());
   }
   void OnWritten(bool) override {}
   void OnGone() override {
     if (calling_) {
-      front_.engine_.Abandon(id_);  // answers, unless it has
+      front_.runner_.Abandon(id_);  // answers, unless it has
     } else {
       Finish(absl::CancelledError("the caller went away"));
     }
@@ -335,7 +335,7 @@ class Front::WatchStream final : public Handler,
                                  public std::enable_shared_from_this<WatchStream> {
  public:
   WatchStream(Front& front, RpcCall* rpc, const Method&, MethodMetrics* metrics)
-      : Handler(rpc, metrics), engine_(front.engine_) {}
+      : Handler(rpc, metrics), runner_(front.runner_) {}
 
   void Write(v1::WatchBatch batch) override {
     MutexLock lock(&mu_);
@@ -351,30 +351,30 @@ class Front::WatchStream final : public Handler,
       return;
     }
     bytes.Clear();
-    engine_.WatchOpen(shared_from_this(), std::move(request));
+    runner_.WatchOpen(shared_from_this(), std::move(request));
   }
   void OnWritten(bool ok) override {
     if (ok) {
-      engine_.WatchWritable(shared_from_this());
+      runner_.WatchWritable(shared_from_this());
     } else {
       Finish(absl::CancelledError("the watcher went away"));
     }
   }
   void OnGone() override {
-    engine_.WatchClosed(shared_from_this());
+    runner_.WatchClosed(shared_from_this());
     Finish(absl::CancelledError("the watcher went away"));
   }
 
-  Engine& engine_;
+  CoreRunner& runner_;
 };
 
-// An agent's stream: frames go out as the bytes the engine made.
+// An agent's stream: frames go out as the bytes the runner made.
 class Front::AgentStream final : public Handler,
                                  public AgentLink,
                                  public std::enable_shared_from_this<AgentStream> {
  public:
   AgentStream(Front& front, RpcCall* rpc, const Method&, MethodMetrics* metrics)
-      : Handler(rpc, metrics), front_(front), engine_(front.engine_) {}
+      : Handler(rpc, metrics), front_(front), runner_(front.runner_) {}
 
   void Bind(std::shared_ptr<FrameSource> source) override {
     MutexLock lock(&mu_);
@@ -439,7 +439,7 @@ class Front::AgentStream final : public Handler,
       window_told_ = false;
     }
     if (!ok) {
-      engine_.AgentClosed(shared_from_this());
+      runner_.AgentClosed(shared_from_this());
       Close(absl::OkStatus());
       return;
     }
@@ -448,12 +448,12 @@ class Front::AgentStream final : public Handler,
     auto arena = std::make_shared<google::protobuf::Arena>(FrameArena(size));
     auto* frame = google::protobuf::Arena::CreateMessage<v1::AgentFrame>(arena.get());
     if (!Parse(bytes, frame)) {
-      engine_.AgentClosed(shared_from_this());
+      runner_.AgentClosed(shared_from_this());
       Close(NotAMessage("AgentFrame"));
       return;
     }
     bytes.Clear();
-    engine_.AgentFrame(shared_from_this(),
+    runner_.AgentFrame(shared_from_this(),
                        std::shared_ptr<const v1::AgentFrame>(std::move(arena), frame), size);
   }
   void OnWritten(bool ok) override {
@@ -475,7 +475,7 @@ class Front::AgentStream final : public Handler,
     if (source != nullptr) source->Writable();
   }
   void OnGone() override {
-    engine_.AgentClosed(shared_from_this());
+    runner_.AgentClosed(shared_from_this());
     const absl::Status status = absl::CancelledError("the agent went away");
     Close(status);
     MutexLock lock(&mu_);
@@ -488,7 +488,7 @@ class Front::AgentStream final : public Handler,
 
   friend class Front;
   Front& front_;
-  Engine& engine_;
+  CoreRunner& runner_;
   bool window_told_ ABSL_GUARDED_BY(mu_) = false;  // by a write since the last frame
   std::shared_ptr<FrameSource> source_ ABSL_GUARDED_BY(mu_);
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
@@ -612,7 +612,7 @@ constexpr Front::Method Front::kMethods[] = {
     MUSTER_CORE_METHOD("Membership", "Quarantine", quarantine),
     Method::Other("muster.v1.Admin", "Status",
                   [](Front& front, const std::shared_ptr<UnaryCall>& call, grpc::ByteBuffer&) {
-                    front.engine_.WithCore([&front, call](class Core* core) {
+                    front.runner_.WithCore([&front, call](class Core* core) {
                       if (core == nullptr) {
                         call->Done(Stopping());
                         return;
@@ -622,14 +622,14 @@ constexpr Front::Method Front::kMethods[] = {
                       reply.set_version(kVersion);
                       reply.mutable_uptime()->set_seconds(
                           absl::ToInt64Seconds(absl::Now() - front.started_));
-                      reply.set_journal(front.engine_.journal().description());
+                      reply.set_journal(front.runner_.journal().description());
                       call->Done(reply);
                     });
                   }),
     MUSTER_CORE_METHOD("Admin", "RemoveJob", remove_job),
     Method::Other("muster.v1.Admin", "Snapshot",
                   [](Front& front, const std::shared_ptr<UnaryCall>& call, grpc::ByteBuffer&) {
-                    front.engine_.Snapshot([call](absl::StatusOr<uint64_t> revision) {
+                    front.runner_.Snapshot([call](absl::StatusOr<uint64_t> revision) {
                       if (!revision.ok()) {
                         call->Done(revision.status());
                         return;
@@ -655,9 +655,9 @@ constexpr Front::Method Front::kMethods[] = {
 };
 #undef MUSTER_CORE_METHOD
 
-Front::Front(Engine* engine, RpcMetrics* metrics, absl::Time started, const Limits& limits,
+Front::Front(CoreRunner* runner, RpcMetrics* metrics, absl::Time started, const Limits& limits,
              std::string token)
-    : engine_(*engine),
+    : runner_(*runner),
       metrics_(*metrics),
       started_(started),
       limits_(limits),
@@ -780,7 +780,7 @@ void Front::CatchUp(absl::Time asked) {
       return;
     }
   }
-  engine_.CaughtUp(asked);
+  runner_.CaughtUp(asked);
 }
 
 template <typename OnEvent>
@@ -793,7 +793,7 @@ bool Front::LookFurther(const OnEvent& handle) {
       handle(tag, ok);
       if (++events_since_put_off_ > kPutOffEvents + 2 * put_off_.size()) ReadOn();
       // Where there is never a quiet moment, those that were open have had their turn by now.
-      if (++looks_ < kLooks + 4 * (engine_.open_calls() + engine_.agents())) return true;
+      if (++looks_ < kLooks + 4 * (runner_.open_calls() + runner_.agents())) return true;
       break;
     case grpc::CompletionQueue::TIMEOUT:
       ReadOn();
@@ -802,7 +802,7 @@ bool Front::LookFurther(const OnEvent& handle) {
     case grpc::CompletionQueue::SHUTDOWN:
       return false;
   }
-  engine_.CaughtUp(*catching_up_);
+  runner_.CaughtUp(*catching_up_);
   catching_up_.reset();
   Closed();
   return true;
@@ -1023,7 +1023,7 @@ absl::Status Front::TakeShare(RpcCall* rpc) {
 
 absl::Status Front::TakeBytes(RpcCall* rpc, size_t bytes) {
   if (rpc->caller_ == nullptr) return absl::OkStatus();
-  const size_t share = bytes <= Engine::kSmallCall ? 2 : 1;
+  const size_t share = bytes <= CoreRunner::kSmallCall ? 2 : 1;
   const std::pair<CallerShare*, size_t> both[] = {{rpc->caller_, limits_.connection.held_bytes},
                                                   {rpc->caller_->user, limits_.user.held_bytes}};
   for (const auto& [caller, most] : both) {

@@ -125,9 +125,9 @@ class FrontTest : public ::testing::Test {
  protected:
   FrontTest() : FrontTest(Front::Limits()) {}
   explicit FrontTest(const Front::Limits& limits)
-      : engine_(Engine::Options(), std::make_unique<MemoryJournal>()),
-        front_(&engine_, &metrics_, absl::Now(), limits) {
-    EXPECT_TRUE(engine_.Start().ok());
+      : runner_(CoreRunner::Options(), std::make_unique<MemoryJournal>()),
+        front_(&runner_, &metrics_, absl::Now(), limits) {
+    EXPECT_TRUE(runner_.Start().ok());
   }
   // Worker w0 is all of job "j".
   void SetUp() override {
@@ -146,15 +146,15 @@ class FrontTest : public ::testing::Test {
   }
   void TearDown() override {
     front_.EndHealthWatches();
-    engine_.Stop();
+    runner_.Stop();
   }
 
-  // Until the engine has applied what it was handed, and given out what came of it: that it does
+  // Until the runner has applied what it was handed, and given out what came of it: that it does
   // before it turns to a task that came later.
   void Settle() {
     for (int turn = 0; turn < 2; ++turn) {
       Notification done;
-      engine_.WithCore([&](Core*) { done.Notify(); });
+      runner_.WithCore([&](Core*) { done.Notify(); });
       done.WaitForNotification();
     }
   }
@@ -186,7 +186,7 @@ class FrontTest : public ::testing::Test {
 
   // In every order: each message is read or the read fails, each write ends well or not, the caller
   // goes away at any time, also between a read and its event. Each call must end, once, with
-  // nothing of it left in the engine.
+  // nothing of it left in the runner.
   void TryEveryOrder(const std::string& method, const std::vector<std::string>& messages) {
     Choices choices;
     int rounds = 0;
@@ -225,8 +225,8 @@ class FrontTest : public ::testing::Test {
       }
       ASSERT_EQ(life.in_flight_when_deleted, 0) << history;
       ASSERT_TRUE(life.status.has_value()) << history;
-      ASSERT_EQ(engine_.open_calls(), 0u) << "the engine holds a call that is over:" << history;
-      ASSERT_EQ(engine_.watchers(), 0u) << "the engine holds a watch that is over:" << history;
+      ASSERT_EQ(runner_.open_calls(), 0u) << "the runner holds a call that is over:" << history;
+      ASSERT_EQ(runner_.watchers(), 0u) << "the runner holds a watch that is over:" << history;
       ASSERT_EQ(front_.silent_calls(), 0u) << history;
     } while (choices.NextRound());
     EXPECT_GT(rounds, 2);
@@ -242,8 +242,8 @@ class FrontTest : public ::testing::Test {
     const Opened opened = Open("/muster.v1.Session/Attach");
     Happen(opened, RpcEvent::kRead, true, hello.SerializeAsString());
     EXPECT_EQ(opened.life->written.size(), 1u);
-    engine_.SetEndsForGood("the job is over");
-    engine_.Stop();
+    runner_.SetEndsForGood("the job is over");
+    runner_.Stop();
     EXPECT_EQ(opened.life->written.size(), 1u);
     EXPECT_FALSE(opened.life->status.has_value());
     return opened;
@@ -261,7 +261,7 @@ class FrontTest : public ::testing::Test {
     EXPECT_EQ(opened.life->written.size(), 1u);
   }
 
-  Engine engine_;
+  CoreRunner runner_;
   RpcMetrics metrics_;
   Front front_;
 };
