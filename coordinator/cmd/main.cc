@@ -17,7 +17,7 @@
 #include "coordinator/core.h"
 #include "coordinator/hubs.h"
 #include "coordinator/journal/sqlite_journal.h"
-#include "coordinator/service/front.h"
+#include "coordinator/service/grpc_frontend.h"
 #include "coordinator/service/server.h"
 
 namespace muster::coordinator {

@@ -85,23 +85,23 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
   self->kv_limit_ = options.runner.core.kv_bytes;
   self->runner_ = std::make_unique<CoreRunner>(options.runner, std::move(journal));
   CoordinatorServer* raw = self.get();
-  self->front_ = std::make_unique<Front>(self->runner_.get(), &self->rpc_metrics_, self->started_,
-                                         options.front, std::move(token));
+  self->frontend_ = std::make_unique<GrpcFrontend>(
+      self->runner_.get(), &self->rpc_metrics_, self->started_, options.frontend, std::move(token));
   self->runner_->set_on_deposed(std::move(options.on_deposed));
-  self->runner_->set_on_catch_up([raw](absl::Time asked) { raw->front_->CatchUp(asked); });
+  self->runner_->set_on_catch_up([raw](absl::Time asked) { raw->frontend_->CatchUp(asked); });
   self->runner_->set_on_journal_health(
       [raw, broken = std::move(options.on_journal_broken)](const absl::Status& status) {
-        raw->front_->SetServing(status.ok());
+        raw->frontend_->SetServing(status.ok());
         if (!status.ok() && !absl::IsResourceExhausted(status) && broken) broken();
       });
   MUSTER_RETURN_IF_ERROR(self->runner_->Start());
   MUSTER_FAILPOINT_STATUS("server.listen");
-  options.rpc.health = false;  // Front has it: gRPC's own would bring more polling threads
+  options.rpc.health = false;  // GrpcFrontend has it: gRPC's own would bring more polling threads
   MUSTER_ASSIGN_OR_RETURN(self->server_,
                           rpc::Server::Start(options.rpc, {}, [raw](grpc::ServerBuilder& builder) {
-                            raw->front_->Register(builder);
+                            raw->frontend_->Register(builder);
                           }));
-  self->front_->Serve();
+  self->frontend_->Serve();
   if (!options.metrics_listen.empty()) {
     MUSTER_ASSIGN_OR_RETURN(self->http_,
                             HttpServer::Start(metrics_address.host, metrics_address.port,
@@ -122,13 +122,13 @@ CoordinatorServer::~CoordinatorServer() { Shutdown(); }
 void CoordinatorServer::Shutdown() {
   MUSTER_FAILPOINT("server.shutdown");
   http_.reset();
-  if (front_ != nullptr) {
-    front_->SetServing(false);
-    front_->EndHealthWatches();
+  if (frontend_ != nullptr) {
+    frontend_->SetServing(false);
+    frontend_->EndHealthWatches();
   }
   if (runner_ != nullptr) runner_->Stop();
   if (server_ != nullptr) server_->Shutdown(absl::Seconds(2));
-  if (front_ != nullptr) front_->Shutdown();
+  if (frontend_ != nullptr) frontend_->Shutdown();
 }
 
 HttpServer::Response CoordinatorServer::Health() const {
@@ -232,7 +232,7 @@ std::string CoordinatorServer::Metrics() {
   text.Sample({}, static_cast<double>(runner.open_calls()));
   text.Family("muster_silent_calls", Type::kGauge,
               "Calls and streams that have begun and sent nothing.");
-  text.Sample({}, static_cast<double>(front_->silent_calls()));
+  text.Sample({}, static_cast<double>(frontend_->silent_calls()));
   text.Family("muster_held_bytes", Type::kGauge,
               "Bytes of the requests of calls that wait for their answer.");
   text.Sample({{"of", "agents"}}, static_cast<double>(runner.held_bytes(true)));
@@ -243,11 +243,11 @@ std::string CoordinatorServer::Metrics() {
   text.Sample({}, static_cast<double>(runner.events()));
   text.Family("muster_overloaded_total", Type::kCounter,
               "Calls and sessions refused because something had grown to its limit.");
-  text.Sample({}, static_cast<double>(runner.overloaded() + front_->refused_calls()));
+  text.Sample({}, static_cast<double>(runner.overloaded() + frontend_->refused_calls()));
   text.Family("muster_quota_refusals_total", Type::kCounter,
               "Of these, calls beyond what one connection or one user may have open.");
-  text.Sample({{"of", "connection"}}, static_cast<double>(front_->quota_refusals(false)));
-  text.Sample({{"of", "user"}}, static_cast<double>(front_->quota_refusals(true)));
+  text.Sample({{"of", "connection"}}, static_cast<double>(frontend_->quota_refusals(false)));
+  text.Sample({{"of", "user"}}, static_cast<double>(frontend_->quota_refusals(true)));
   text.Family("muster_journal_backlog_bytes", Type::kGauge,
               "Records that the disk has not taken yet.");
   text.Sample({}, static_cast<double>(runner.journal_backlog_bytes()));

@@ -10,7 +10,7 @@
 #include "absl/time/time.h"
 #include "coordinator/core.h"
 #include "coordinator/service/core_runner.h"
-#include "coordinator/service/front.h"
+#include "coordinator/service/grpc_frontend.h"
 #include "coordinator/service/rpc_metrics.h"
 #include "coordinator/web/http_server.h"
 #include "rpc/server.h"
@@ -36,7 +36,7 @@ class CoordinatorServer {
     std::string data_dir = {};        // the journal's; empty: in memory
     std::string metrics_listen = {};  // HOST:PORT of the HTTP page /metrics; empty: none
     CoreRunner::Options runner = {};
-    Front::Limits front = {};
+    GrpcFrontend::Limits frontend = {};
     // When a caller has seen a newer coordinator: this one has stopped serving and should be shut
     // down. Runs on the apply thread, must not block or call Shutdown.
     std::function<void()> on_deposed = nullptr;
@@ -73,7 +73,7 @@ class CoordinatorServer {
   size_t kv_limit_ = 0;
   absl::Time started_;
   std::unique_ptr<CoreRunner> runner_;
-  std::unique_ptr<Front> front_;
+  std::unique_ptr<GrpcFrontend> frontend_;
   std::unique_ptr<rpc::Server> server_;
   std::unique_ptr<HttpServer> http_;
 };

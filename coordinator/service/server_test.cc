@@ -705,7 +705,7 @@ TEST(CoordinatorServer, Shutdown_AnswersThoseWhoWait) {
   server->Shutdown();  // repeatable
 }
 
-// Calls that begin while the front goes down are answered or refused; nothing hangs, nothing is
+// Calls that begin while the frontend goes down are answered or refused; nothing hangs, nothing is
 // used after it is gone.
 TEST(CoordinatorServer, ShutdownWhileCallsBegin_EndsEachTime) {
   for (int round = 0; round < 20; ++round) {

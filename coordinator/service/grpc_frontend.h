@@ -1,5 +1,5 @@
-#ifndef MUSTER_COORDINATOR_SERVICE_FRONT_H_
-#define MUSTER_COORDINATOR_SERVICE_FRONT_H_
+#ifndef MUSTER_COORDINATOR_SERVICE_GRPC_FRONTEND_H_
+#define MUSTER_COORDINATOR_SERVICE_GRPC_FRONTEND_H_
 
 #include <grpcpp/alarm.h>
 #include <grpcpp/generic/async_generic_service.h>
@@ -60,7 +60,7 @@ class RpcHandler {
 
 // The transport's half of a call: gRPC's, or that of a test. What a Start... begins ends with an
 // event, which may come after any other, also after kGone (the caller went away or knows the end).
-// Deleted by the front once kGone has come and everything begun has ended.
+// Deleted by the frontend once kGone has come and everything begun has ended.
 class RpcCall {
  public:
   virtual ~RpcCall() = default;
@@ -74,7 +74,7 @@ class RpcCall {
   virtual std::string identity() const { return ""; }
 
  protected:
-  friend class Front;
+  friend class GrpcFrontend;
   virtual void StartRead(grpc::ByteBuffer* message) = 0;                  // kRead
   virtual void StartWrite(const grpc::ByteBuffer& message) = 0;           // kWritten
   virtual void StartFinish(const grpc::Status& status) = 0;               // kFinished
@@ -99,16 +99,17 @@ class RpcCall {
 };
 
 // The gRPC face of the coordinator: every method of muster.v1 and the standard health service, in
-// front of an CoreRunner. No policy: it turns messages into operations and answers into messages.
+// frontend of an CoreRunner. No policy: it turns messages into operations and answers into
+// messages.
 //
 // All connections share one completion queue and one thread, which reads, applies (the runner lets
 // whoever brings an event apply it) and writes. With gRPC's own callback threads the same message
 // costs twice the CPU: they hand each event to one another. So methods are not registered one by
-// one but looked up in a table (front.cc) behind a generic service.
+// one but looked up in a table (grpc_frontend.cc) behind a generic service.
 //
 // Order of use: construct; Register() with the builder; Serve() once the server runs; after
 // grpc::Server::Shutdown() has returned, Shutdown(). Thread-safe.
-class Front {
+class GrpcFrontend {
  public:
   // For those who open calls and send nothing, whom the runner never sees.
   struct Limits {
@@ -131,11 +132,11 @@ class Front {
 
   // `runner` and `metrics` outlive it. With a `token`, every call and stream must bring it
   // (rpc/token.h), except those of the health service.
-  Front(CoreRunner* runner, RpcMetrics* metrics, absl::Time started, const Limits& limits,
-        std::string token = {});
-  ~Front();  // only after Shutdown, or before Serve
-  Front(const Front&) = delete;
-  Front& operator=(const Front&) = delete;
+  GrpcFrontend(CoreRunner* runner, RpcMetrics* metrics, absl::Time started, const Limits& limits,
+               std::string token = {});
+  ~GrpcFrontend();  // only after Shutdown, or before Serve
+  GrpcFrontend(const GrpcFrontend&) = delete;
+  GrpcFrontend& operator=(const GrpcFrontend&) = delete;
 
   void Register(grpc::ServerBuilder& builder);
   void Serve();
@@ -261,4 +262,4 @@ class Front {
 
 }  // namespace muster::coordinator
 
-#endif  // MUSTER_COORDINATOR_SERVICE_FRONT_H_
+#endif  // MUSTER_COORDINATOR_SERVICE_GRPC_FRONTEND_H_
