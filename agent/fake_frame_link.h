@@ -48,7 +48,9 @@ struct FakeTransport final : public FrameTransport {
     links.push_back(std::make_shared<FakeLink>(std::move(events), hub));
     return links.back();
   }
+  void Reconnect() override { ++reconnects; }
   std::vector<std::shared_ptr<FakeLink>> links;
+  int reconnects = 0;
   std::string refuses = "-";  // a hub that nothing is opened to
 };
 

@@ -30,8 +30,12 @@ class FakeSessions final : public v1::Session::Service {
   }
 
   grpc::Status Attach(
-      grpc::ServerContext*,
+      grpc::ServerContext* context,
       grpc::ServerReaderWriter<v1::CoordinatorFrame, v1::AgentFrame>* stream) override {
+    {
+      MutexLock lock(&mu_);
+      peers_.push_back(context->peer());
+    }
     v1::AgentFrame frame;
     uint64_t seq = 0;
     while (stream->Read(&frame)) {
@@ -104,6 +108,12 @@ class FakeSessions final : public v1::Session::Service {
     }
   }
 
+  // The connection that each stream came by.
+  std::vector<std::string> peers() {
+    MutexLock lock(&mu_);
+    return peers_;
+  }
+
  private:
   bool Fill(const v1::Op& op, v1::OpResult* result) {
     MutexLock lock(&mu_);
@@ -119,6 +129,7 @@ class FakeSessions final : public v1::Session::Service {
   Answer answer_ ABSL_GUARDED_BY(mu_);
   int sessions_ ABSL_GUARDED_BY(mu_) = 0;
   std::deque<v1::AgentFrame> frames_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::string> peers_ ABSL_GUARDED_BY(mu_);
   std::string goodbye_ ABSL_GUARDED_BY(mu_);
   std::deque<v1::Directive> directives_ ABSL_GUARDED_BY(mu_);
 };

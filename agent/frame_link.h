@@ -41,6 +41,9 @@ class FrameTransport {
   // can be opened there, and no event comes.
   virtual absl::StatusOr<std::shared_ptr<FrameLink>> Open(const std::string& hub,
                                                           std::shared_ptr<FrameEvents> events) = 0;
+  // The connection to the coordinator has gone silent: the next stream there gets a new one. Until
+  // the operating system finds it broken, streams on it would only wait.
+  virtual void Reconnect() {}
 };
 
 }  // namespace muster::agent

@@ -10,9 +10,11 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/strings/str_cat.h"
 #include "agent/fake_sessions.h"
+#include "agent/rpc_frame_link.h"
 #include "base/mutate.h"
 #include "base/mutex.h"
 #include "gmock/gmock.h"
@@ -491,6 +493,40 @@ TEST_F(HubSessionTest, HubThatEnds_ItsAgentsGoOnWithTheCoordinator) {
     return frame.has_ops() && frame.ops().ops(0).has_join() &&
            frame.ops().ops(0).join().fence().worker_id() == "w1";
   });
+}
+
+// Blocks until the coordinator has welcomed, or the link has closed.
+struct Greeted final : public FrameEvents {
+  void OnWritten() override {}
+  void OnFrame(const v1::CoordinatorFrame&) override { welcomed.Notify(); }
+  void OnClosed(const absl::Status&) override { closed.Notify(); }
+  Notification welcomed, closed;
+};
+
+TEST(RpcFrameTransport, Reconnect_NextStreamHasAConnectionOfItsOwn) {
+  FakeSessions sessions;
+  const auto server = *rpc::Server::Start({.insecure = true}, {&sessions});
+  {
+    const rpc::ChannelOptions options = {.own_connection = true};
+    RpcFrameTransport transport(*rpc::Connect(server->address(), options), server->address(),
+                                options);
+    for (int i = 0; i < 3; ++i) {
+      if (i == 2) transport.Reconnect();
+      const auto greeted = std::make_shared<Greeted>();
+      const auto link = *transport.Open("", greeted);
+      v1::AgentFrame hello;
+      hello.mutable_hello()->set_node("n");
+      link->Write(hello);
+      greeted->welcomed.WaitForNotification();
+      link->Close();
+      greeted->closed.WaitForNotification();
+    }
+  }
+  const std::vector<std::string> peers = sessions.peers();
+  ASSERT_EQ(peers.size(), 3u);
+  EXPECT_EQ(peers[1], peers[0]);
+  EXPECT_NE(peers[2], peers[0]);
+  server->Shutdown(absl::ZeroDuration());
 }
 
 TEST(NodeSession, BadAddress_IsRefused) {

@@ -102,8 +102,10 @@ class RpcFrameTransport::Link final
 };
 
 RpcFrameTransport::RpcFrameTransport(std::shared_ptr<grpc::Channel> channel,
-                                     rpc::ChannelOptions hubs)
-    : channel_(std::move(channel)), hubs_(std::move(hubs)) {
+                                     std::string coordinator, rpc::ChannelOptions options)
+    : coordinator_(std::move(coordinator)),
+      options_(std::move(options)),
+      channel_(std::move(channel)) {
   rpc::KeepCallbackThreads(channel_);
 }
 
@@ -114,17 +116,26 @@ RpcFrameTransport::~RpcFrameTransport() {
 
 absl::StatusOr<std::shared_ptr<FrameLink>> RpcFrameTransport::Open(
     const std::string& hub, std::shared_ptr<FrameEvents> events) {
-  std::shared_ptr<grpc::Channel> channel = channel_;
+  std::shared_ptr<grpc::Channel> channel;
   if (!hub.empty()) {
-    MUSTER_ASSIGN_OR_RETURN(channel, rpc::Connect(hub, hubs_));
+    MUSTER_ASSIGN_OR_RETURN(channel, rpc::Connect(hub, options_));
   }
   {
     MutexLock lock(&mu_);
+    if (hub.empty()) channel = channel_;
     ++open_;
   }
   auto link = std::make_shared<Link>(this, channel, !hub.empty(), std::move(events));
   link->Start();
   return link;
+}
+
+void RpcFrameTransport::Reconnect() {
+  absl::StatusOr<std::shared_ptr<grpc::Channel>> channel = rpc::Connect(coordinator_, options_);
+  // Certificates that cannot be read at the moment: the connection there is must do.
+  if (!channel.ok()) return;
+  MutexLock lock(&mu_);
+  channel_ = *std::move(channel);
 }
 
 void RpcFrameTransport::Ended() {

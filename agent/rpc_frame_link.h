@@ -18,22 +18,26 @@ namespace muster::agent {
 // to a hub has a connection of its own, which ends with it.
 class RpcFrameTransport final : public FrameTransport {
  public:
-  // `channel` leads to the coordinator, `hubs` is how to connect to hubs.
-  explicit RpcFrameTransport(std::shared_ptr<grpc::Channel> channel, rpc::ChannelOptions hubs = {});
+  // `channel` leads to the coordinator at `coordinator`, `options` is how to connect to hubs, and
+  // to the coordinator again.
+  explicit RpcFrameTransport(std::shared_ptr<grpc::Channel> channel, std::string coordinator = "",
+                             rpc::ChannelOptions options = {});
   // Waits until all links have closed: close them first.
   ~RpcFrameTransport() override;
 
   // Errors: as rpc::Connect.
   absl::StatusOr<std::shared_ptr<FrameLink>> Open(const std::string& hub,
                                                   std::shared_ptr<FrameEvents> events) override;
+  void Reconnect() override;
 
  private:
   class Link;
   void Ended();
 
-  const std::shared_ptr<grpc::Channel> channel_;
-  const rpc::ChannelOptions hubs_;
+  const std::string coordinator_;
+  const rpc::ChannelOptions options_;
   Mutex mu_;
+  std::shared_ptr<grpc::Channel> channel_ ABSL_GUARDED_BY(mu_);
   CondVar changed_;
   int open_ ABSL_GUARDED_BY(mu_) = 0;
 };

@@ -6,6 +6,7 @@
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "rpc/address.h"
+#include "rpc/session/agent_session.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
 
@@ -132,6 +133,7 @@ struct SessionStream::Todo {
   std::vector<v1::Directive> directives;
   std::optional<v1::Beat> unsent;
   absl::Status lost;
+  bool reconnect = false;
   bool wake = false;
 };
 
@@ -263,6 +265,10 @@ void SessionStream::Forget(uint64_t op_id) {
       };
       queue_.erase(std::remove_if(queue_.begin(), queue_.end(), gone), queue_.end());
     }
+    if (after_seats_.has_value() && !HoldsSentJoin()) {
+      MoveAfterSeats(&todo);
+      Pump(&todo);
+    }
     if (waited_for_.erase(op_id) > 0) Pump(&todo);
   }
   Run(std::move(todo));
@@ -312,6 +318,7 @@ absl::Time SessionStream::Tick() {
   std::shared_ptr<Attempt> opening;
   std::string hub;
   bool beat_due = false;
+  bool wants_answer = false;
   std::optional<v1::Beat> unsent;
   {
     MutexLock lock(&mu_);
@@ -337,7 +344,9 @@ absl::Time SessionStream::Tick() {
       beat_due = true;
       unsent = std::exchange(beat_, std::nullopt);
       next_beat_ = now + beat_period_;
-      if (at_hub_) answer_by_ = std::min(answer_by_, now + Patience(4));
+      // Others depend on a hub: it must not be the last to see that its own stream is dead.
+      wants_answer = at_hub_ || (coordinator_answers_ && options_.is_hub && options_.is_hub());
+      if (wants_answer) answer_by_ = std::min(answer_by_, now + Patience(4));
     }
   }
   if (opening != nullptr) {
@@ -358,6 +367,7 @@ absl::Time SessionStream::Tick() {
   if (beat_due) {
     v1::Beat beat;
     if (options_.beat) beat = options_.beat();
+    if (wants_answer) beat.set_wants_answer(true);
     MutexLock lock(&mu_);
     if (state_ == State::kOpen) {
       beat_ = std::move(beat);
@@ -374,7 +384,7 @@ absl::Time SessionStream::Tick() {
 absl::Time SessionStream::NextDeadline() const {
   absl::Time next = absl::InfiniteFuture();
   if (state_ == State::kIdle && !refused_ && !ended_ && bye_ != Bye::kSent) next = next_attempt_;
-  if (state_ == State::kOpen) next = next_beat_;
+  if (state_ == State::kOpen) next = std::min(next_beat_, seats_by_);
   if (lost_.ok()) next = std::min(next, away_since_ + options_.outage_tolerance);
   return std::min({next, open_by_, answer_by_, leave_by_, doubt_until_, move_by_});
 }
@@ -390,6 +400,7 @@ void SessionStream::CheckStream(absl::Time now, Todo* todo) {
   } else if (answer_by_ <= now) {
     NoteError("it has not acknowledged a beat in time");
     left_ = Left::kFailed;
+    todo->reconnect = !at_hub_;
     Drop(todo);
   } else if (leave_by_ <= now) {
     left_ = Left::kAway;
@@ -404,6 +415,9 @@ void SessionStream::CheckStream(absl::Time now, Todo* todo) {
     }
   } else if (doubt_until_ <= now) {
     Back();
+  } else if (state_ == State::kOpen && seats_by_ <= now) {
+    MoveAfterSeats(todo);
+    Pump(todo);
   }
 }
 
@@ -490,6 +504,8 @@ void SessionStream::Drop(Todo* todo) {
   state_ = State::kIdle;
   writing_ = false;
   todo->unsent = std::exchange(beat_, std::nullopt);
+  // All callers have been failed: what is left are recalls, which the next session gets anew.
+  if (!lost_.ok()) Clear();
   opened_ = open_by_ = answer_by_ = leave_by_ = doubt_until_ = move_by_ = absl::InfiniteFuture();
   hub_away_ = leaving_ = false;
   left_ = Left::kNo;
@@ -547,7 +563,7 @@ void SessionStream::NoteError(absl::string_view what) {
                         : std::string(what);
 }
 
-void SessionStream::UseHub(const v1::UseHub& use, Todo* todo) {
+void SessionStream::UseHub(const v1::UseHub& use, bool wait_for_seats, Todo* todo) {
   // Agents behind a hub are moved by nobody, and one that ends has better things to do.
   if (at_hub_ || leaving_ || bye_ != Bye::kNo) return;
   // The coordinator may not know yet that it is one: a restarted one learns it from the next beat.
@@ -568,6 +584,12 @@ void SessionStream::UseHub(const v1::UseHub& use, Todo* todo) {
   MUSTER_LOG(Info) << "this node uses hub " << use.node() << " at " << use.address() << ": "
                    << use.why();
   if (!moving_to_.has_value()) {
+    if (wait_for_seats && HoldsSentJoin()) {
+      after_seats_ = use;
+      seats_by_ = std::min(seats_by_, options_.clock->Now() + options_.seat_patience);
+      todo->wake = true;
+      return;
+    }
     move_by_ = options_.clock->Now() + options_.move_patience;
     for (const auto& [op_id, held] : held_) {
       if (held.sent && !held.again && !RepeatSafe(held.op)) waited_for_.insert(op_id);
@@ -575,6 +597,17 @@ void SessionStream::UseHub(const v1::UseHub& use, Todo* todo) {
   }
   moving_to_ = Hub{use.node(), use.address()};
   todo->wake = true;
+}
+
+void SessionStream::MoveAfterSeats(Todo* todo) {
+  seats_by_ = absl::InfiniteFuture();
+  UseHub(*std::exchange(after_seats_, std::nullopt), /*wait_for_seats=*/false, todo);
+}
+
+bool SessionStream::HoldsSentJoin() const {
+  return std::any_of(held_.begin(), held_.end(), [](const auto& entry) {
+    return entry.second.sent && entry.second.op.has_join();
+  });
 }
 
 void SessionStream::TakeHubState(const v1::HubState& state, Todo* todo) {
@@ -619,6 +652,10 @@ void SessionStream::FailAll(const absl::Status& status, Todo* todo) {
   for (auto& [op_id, held] : held_) {
     if (held.done) todo->results.emplace_back(std::move(held.done), ErrorResult(op_id, status));
   }
+  Clear();
+}
+
+void SessionStream::Clear() {
   held_.clear();
   held_bytes_ = 0;
   queue_.clear();
@@ -674,6 +711,8 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
       queue_.push_back(op_id);
     }
   } else {
+    after_seats_.reset();
+    seats_by_ = absl::InfiniteFuture();
     received_ = 0;
     queue_.clear();
     stacks_queued_ = 0;
@@ -717,6 +756,8 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
   cluster_id_ = welcome.cluster_id();
   term_ = welcome.term();
   state_ = State::kOpen;
+  coordinator_answers_ = std::find(welcome.features().begin(), welcome.features().end(),
+                                   rpc::kAnswersBeats) != welcome.features().end();
   ever_connected_ = true;
   opened_ = options_.clock->Now();
   open_by_ = absl::InfiniteFuture();
@@ -850,10 +891,11 @@ void SessionStream::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
       }
       if (held_.empty()) changed_.SignalAll();
       if (at_hub_) away_hub_.clear();
+      if (after_seats_.has_value() && !HoldsSentJoin()) MoveAfterSeats(todo);
       break;
     case v1::CoordinatorFrame::kDirective:
       if (frame.directive().has_use_hub()) {
-        UseHub(frame.directive().use_hub(), todo);
+        UseHub(frame.directive().use_hub(), /*wait_for_seats=*/true, todo);
       } else {
         todo->directives.push_back(frame.directive());
       }
@@ -958,6 +1000,7 @@ bool SessionStream::NextFrame(v1::AgentFrame* frame) {
 
 void SessionStream::Run(Todo todo) {
   if (todo.close != nullptr) todo.close->Close();
+  if (todo.reconnect) transport_->Reconnect();
   if (todo.unsent.has_value() && options_.on_unsent_beat) options_.on_unsent_beat(*todo.unsent);
   if (todo.connected.has_value() && options_.on_connected) {
     options_.on_connected(todo.connected->first, todo.connected->second);

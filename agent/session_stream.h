@@ -75,6 +75,9 @@ class SessionStream final : public OpSender {
     absl::Duration outage_tolerance = kDefaultOutageTolerance;
     // How long a move to a hub waits for operations that cannot be repeated, and for its Bye.
     absl::Duration move_patience = absl::Seconds(1);
+    // How long a move waits before that for workers that wait for seats, whose place in the queue
+    // would be lost. The coordinator gives up on a move after 30 s.
+    absl::Duration seat_patience = absl::Seconds(20);
     // Beyond these, Submit answers UNAVAILABLE / OVERLOADED.
     size_t max_held_ops = 65536;
     size_t max_held_bytes = 64 << 20;
@@ -89,8 +92,9 @@ class SessionStream final : public OpSender {
     std::function<void(const v1::Directive&)> on_directive = nullptr;
     // A stream is open. `resumed`: the session goes on, nothing was missed.
     std::function<void(uint64_t term, bool resumed)> on_connected = nullptr;
-    // Whether this agent is the hub of others now: then it follows no UseHub. Called under a lock:
-    // must neither block nor call back. Null: it is not.
+    // Whether this agent is the hub of others now: then it follows no UseHub, and a coordinator
+    // that does not answer its beats is away. Called under a lock: must neither block nor call
+    // back. Null: it is not.
     std::function<bool()> is_hub = nullptr;
     // What upstream() says has changed.
     std::function<void()> on_upstream = nullptr;
@@ -191,7 +195,10 @@ class SessionStream final : public OpSender {
   // Since when it is away, if it turns out so now.
   absl::Time AwayFrom(absl::Time now) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void NoteError(absl::string_view what) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  void UseHub(const v1::UseHub& use, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void UseHub(const v1::UseHub& use, bool wait_for_seats, Todo* todo)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  void MoveAfterSeats(Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  bool HoldsSentJoin() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void TakeHubState(const v1::HubState& state, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void TakeGoodbye(const v1::Goodbye& goodbye, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // What is due of opening, moving, and watching the hub.
@@ -199,6 +206,8 @@ class SessionStream final : public OpSender {
   // A part of the lease.
   absl::Duration Patience(int part) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void FailAll(const absl::Status& status, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Drops all that is held.
+  void Clear() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // Starts a write if one can be started.
   void Pump(Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   bool NextFrame(v1::AgentFrame* frame) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
@@ -244,8 +253,10 @@ class SessionStream final : public OpSender {
   bool told_left_ ABSL_GUARDED_BY(mu_) = false;  // the log, in this outage
   int hub_breaks_ ABSL_GUARDED_BY(mu_) = 0;      // streams that did not last, one after the other
   absl::Time open_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // where there are two to try
-  // Of a stream to the hub:
+  // Of the stream that is open, to a hub or of a hub:
   absl::Time answer_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // to a beat
+  bool coordinator_answers_ ABSL_GUARDED_BY(mu_) = false;               // beats that ask for it
+  // Of a stream to the hub:
   bool hub_away_ ABSL_GUARDED_BY(mu_) = false;  // it has lost the coordinator
   absl::Time leave_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // if it stays away
   enum class Left { kNo, kEnds, kFailed, kAway };
@@ -254,6 +265,9 @@ class SessionStream final : public OpSender {
   // away for as long as it was before.
   absl::Time away_before_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   absl::Time doubt_until_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
+  // A move to a hub that waits until the workers have their seats.
+  std::optional<v1::UseHub> after_seats_ ABSL_GUARDED_BY(mu_);
+  absl::Time seats_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   // A move to a hub that is under way.
   std::optional<Hub> moving_to_ ABSL_GUARDED_BY(mu_);
   std::set<uint64_t> waited_for_ ABSL_GUARDED_BY(mu_);  // operations that cannot be repeated

@@ -97,6 +97,7 @@ class SessionStreamTest : public ::testing::Test {
     welcome.set_last_received_seq(received);
     welcome.set_cluster_id(cluster);
     welcome.mutable_lease()->set_seconds(6);
+    for (const std::string& feature : features_) welcome.add_features(feature);
     link().events->OnFrame(frame);
   }
   // Connects for the first time; what was written so far is forgotten.
@@ -184,6 +185,7 @@ class SessionStreamTest : public ::testing::Test {
   FakeTransport transport_;
   SessionStream::Options options_;
   std::string hub_address_;
+  std::vector<std::string> features_;  // of the coordinator
   std::vector<std::string> connected_;
   std::vector<std::string> results_;
   std::vector<v1::Directive> directives_;
@@ -958,6 +960,60 @@ TEST_F(SessionStreamTest, UseHub_WaitsForOperationsThatCannotBeRepeated) {
   EXPECT_THAT(Written(), ElementsAre("1: 2 3"));
 }
 
+TEST_F(SessionStreamTest, UseHubWhileAWorkerWaitsForItsSeat_MovesOnceItHasIt) {
+  Connect();
+  v1::Op join;
+  join.mutable_join()->mutable_fence()->set_worker_id("w0");
+  Submit("join", join);
+  link().Drain();
+  link().written.clear();
+  Use("node-h", "10.0.0.2:29500");
+  // A move would end the session that holds its place in the queue. What else there is goes on.
+  Submit("other", Add(1));
+  link().Drain();
+  EXPECT_THAT(Written(), ElementsAre("2: 2"));
+  EXPECT_FALSE(link().written.back().has_bye());
+  v1::CoordinatorFrame seated;
+  seated.set_seq(2);
+  seated.mutable_results()->add_results()->set_op_id(1);
+  seated.mutable_results()->mutable_results(0)->mutable_join();
+  link().events->OnFrame(seated);
+  EXPECT_THAT(results_, ElementsAre("join: ok"));
+  Leave("10.0.0.2:29500");
+}
+
+TEST_F(SessionStreamTest, UseHubWhileNoSeatIsGiven_MovesInTheEnd) {
+  Connect();
+  v1::Op join;
+  join.mutable_join()->mutable_fence()->set_worker_id("w0");
+  Submit("join", join);
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  for (int i = 0; i < 19; ++i) {
+    clock_.Advance(absl::Seconds(1));
+    stream_->Tick();
+    link().Drain();
+  }
+  EXPECT_FALSE(link().written.back().has_bye());
+  clock_.Advance(absl::Seconds(1));
+  stream_->Tick();
+  link().Drain();
+  Leave("10.0.0.2:29500");
+  EXPECT_LT(clock_.Now(), stream_->Tick());  // nothing is left to wait for
+}
+
+TEST_F(SessionStreamTest, UseHubWhileAWorkerWaitsThatGoes_MovesAtOnce) {
+  Connect();
+  v1::Op join;
+  join.mutable_join()->mutable_fence()->set_worker_id("w0");
+  const uint64_t op = Submit("join", join);
+  link().Drain();
+  Use("node-h", "10.0.0.2:29500");
+  stream_->Forget(op);
+  link().Drain();
+  Leave("10.0.0.2:29500");
+}
+
 TEST_F(SessionStreamTest, UseHub_DoesNotWaitForWhatItsCallerHasForgotten) {
   Connect();
   const uint64_t op = Submit("operator", Add(0, ""));
@@ -1232,6 +1288,7 @@ TEST_F(SessionStreamTest, BeatThatAHubDoesNotAcknowledge_IsTheEndOfIt) {
   EXPECT_FALSE(stream_->connected());
   ExpectHello("", absl::Seconds(1));
   EXPECT_EQ(hello().failed_hub(), "node-h");
+  EXPECT_EQ(transport_.reconnects, 0);
   Welcome("s2");
   link().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
@@ -1255,6 +1312,50 @@ TEST_F(SessionStreamTest, HubThatTalksButDoesNotAcknowledge_IsLeftToo) {
   EXPECT_FALSE(stream_->connected());
   ExpectHello("", absl::Seconds(1));
   EXPECT_EQ(hello().failed_hub(), "node-h");
+}
+
+TEST_F(SessionStreamTest, HubWhoseBeatTheCoordinatorDoesNotAnswer_OpensAnotherStream) {
+  bool is_hub = true;
+  options_.is_hub = [&] { return is_hub; };
+  features_ = {"answers_beats"};
+  Make();
+  link().Done();
+  Welcome("s1");
+  stream_->Tick();
+  EXPECT_TRUE(link().written.back().beat().wants_answer());
+  link().Drain();
+  Acknowledge();
+  clock_.Advance(absl::Seconds(2));
+  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Milliseconds(1500));
+  link().Drain();
+  EXPECT_TRUE(stream_->connected());
+  clock_.Advance(absl::Milliseconds(1500));
+  stream_->Tick();
+  EXPECT_FALSE(stream_->connected());
+  EXPECT_THAT(stream_->upstream().why_away, HasSubstr("has not acknowledged a beat"));
+  EXPECT_EQ(transport_.reconnects, 1);
+  ExpectHello("", absl::Seconds(1));
+  EXPECT_EQ(hello().session_id(), "s1");  // which goes on
+  Welcome("s1");
+  // Without agents behind it, the connection says when it is broken.
+  is_hub = false;
+  stream_->Tick();
+  EXPECT_FALSE(link().written.back().beat().wants_answer());
+  link().Drain();
+  clock_.Advance(absl::Seconds(20));
+  stream_->Tick();
+  EXPECT_TRUE(stream_->connected());
+}
+
+TEST_F(SessionStreamTest, HubOfACoordinatorThatAnswersNoBeats_StaysWithIt) {
+  options_.is_hub = [] { return true; };
+  Connect();
+  clock_.Advance(absl::Seconds(20));
+  stream_->Tick();
+  link().Drain();
+  clock_.Advance(absl::Seconds(20));
+  stream_->Tick();
+  EXPECT_TRUE(stream_->connected());
 }
 
 TEST_F(SessionStreamTest, HubWhoseStreamBreaks_IsTriedOnceMore) {

@@ -1,8 +1,8 @@
 // What one event costs a coordinator that holds one job, and one that holds many.
 //
-// The engine runs in this process with its journal in memory and without a network: what is
+// The runner runs in this process with its journal in memory and without a network: what is
 // measured is CPU of its core, its calls and its watches. Each job has one seated worker and one
-// watcher. The clock of the engine moves by 25 ms from event to event, as on a coordinator that
+// watcher. The clock of the runner moves by 25 ms from event to event, as on a coordinator that
 // has little to do, so that looking for a pause is part of the cost.
 #include <cstdio>
 #include <cstdlib>
@@ -21,7 +21,7 @@
 #include "base/mutex.h"
 #include "coordinator/hubs.h"
 #include "coordinator/journal/memory_journal.h"
-#include "coordinator/service/engine.h"
+#include "coordinator/service/core_runner.h"
 
 namespace muster::coordinator {
 namespace {
@@ -39,18 +39,18 @@ class Sink final : public CallSink {
 // Takes every batch at once.
 class Watch final : public WatchLink, public std::enable_shared_from_this<Watch> {
  public:
-  explicit Watch(Engine* engine) : engine_(engine) {}
-  void Write(v1::WatchBatch) override { engine_->WatchWritable(shared_from_this()); }
+  explicit Watch(CoreRunner* runner) : runner_(runner) {}
+  void Write(v1::WatchBatch) override { runner_->WatchWritable(shared_from_this()); }
   void Close(const absl::Status&) override {}
 
  private:
-  Engine* const engine_;
+  CoreRunner* const runner_;
 };
 
-void Do(Engine& engine, v1::Op op) {
+void Do(CoreRunner& runner, v1::Op op) {
   const auto sink = std::make_shared<Sink>();
   const size_t bytes = op.ByteSizeLong();
-  engine.Call(engine.NewCallId(), std::make_unique<v1::Op>(std::move(op)), bytes, sink);
+  runner.Call(runner.NewCallId(), std::make_unique<v1::Op>(std::move(op)), bytes, sink);
   sink->answered.WaitForNotification();
   MUSTER_CHECK(sink->ok) << "an event was refused";
 }
@@ -68,10 +68,10 @@ double CpuMicroseconds() {
   return static_cast<double>(time.tv_sec) * 1e6 + static_cast<double>(time.tv_nsec) / 1e3;
 }
 
-uint64_t JobsVisited(Engine& engine) {
+uint64_t JobsVisited(CoreRunner& runner) {
   uint64_t visited = 0;
   Notification done;
-  engine.WithCore([&](Core* core) {
+  runner.WithCore([&](Core* core) {
     visited = core->stats().jobs_visited;
     done.Notify();
   });
@@ -81,10 +81,10 @@ uint64_t JobsVisited(Engine& engine) {
 
 void Measure(int jobs, int events) {
   FakeClock clock;
-  Engine::Options options;
+  CoreRunner::Options options;
   options.clock = &clock;
-  Engine engine(options, std::make_unique<MemoryJournal>());
-  MUSTER_CHECK(engine.Start().ok());
+  CoreRunner runner(options, std::make_unique<MemoryJournal>());
+  MUSTER_CHECK(runner.Start().ok());
   std::vector<std::shared_ptr<Watch>> watches;
   for (int i = 0; i < jobs; ++i) {
     v1::Op join;
@@ -93,12 +93,12 @@ void Measure(int jobs, int events) {
     spec.set_min_workers(1);
     spec.set_max_workers(1);
     spec.mutable_lease()->set_seconds(24 * 3600);
-    Do(engine, std::move(join));
+    Do(runner, std::move(join));
     v1::WatchRequest request;
     request.set_job_id(absl::StrCat("job-", i));
     request.set_keys(true);
-    watches.push_back(std::make_shared<Watch>(&engine));
-    engine.WatchOpen(watches.back(), request);
+    watches.push_back(std::make_shared<Watch>(&runner));
+    runner.WatchOpen(watches.back(), request);
   }
   const auto heartbeat = [] {
     v1::Op op;
@@ -113,12 +113,12 @@ void Measure(int jobs, int events) {
   };
   const std::pair<const char*, v1::Op (*)()> kinds[] = {{"heartbeat", heartbeat}, {"put", put}};
   for (const auto& [name, make] : kinds) {
-    const uint64_t jobs_before = JobsVisited(engine);
-    const uint64_t watchers_before = engine.watchers_visited();
+    const uint64_t jobs_before = JobsVisited(runner);
+    const uint64_t watchers_before = runner.watchers_visited();
     const double before = CpuMicroseconds();
     for (int i = 0; i < events; ++i) {
       clock.Advance(absl::Milliseconds(25));
-      Do(engine, make());
+      Do(runner, make());
     }
     const double cpu = CpuMicroseconds() - before;
     double load = 0;
@@ -126,11 +126,11 @@ void Measure(int jobs, int events) {
     std::printf(
         "{\"event\": \"%s\", \"jobs\": %d, \"cpu_us\": %.2f, \"jobs_visited\": %.3f, "
         "\"watchers_visited\": %.3f, \"load\": %.2f}\n",
-        name, jobs, cpu / events, static_cast<double>(JobsVisited(engine) - jobs_before) / events,
-        static_cast<double>(engine.watchers_visited() - watchers_before) / events, load);
+        name, jobs, cpu / events, static_cast<double>(JobsVisited(runner) - jobs_before) / events,
+        static_cast<double>(runner.watchers_visited() - watchers_before) / events, load);
     std::fflush(stdout);
   }
-  engine.Stop();
+  runner.Stop();
 }
 
 // An agent that comes, is sent to a hub, is listed there and ends its session, while `agents`

@@ -29,7 +29,7 @@ class ServerInThisProcess final : public muster::client::EmbeddedCoordinator {
       : server_(std::move(server)) {}
   std::string address() const override { return server_->address(); }
   void End(const std::string& why) override {
-    server_->engine().SetEndsForGood(why);
+    server_->runner().SetEndsForGood(why);
     server_->Shutdown();
   }
 
@@ -40,7 +40,7 @@ class ServerInThisProcess final : public muster::client::EmbeddedCoordinator {
 absl::StatusOr<std::unique_ptr<muster::client::EmbeddedCoordinator>> StartCoordinator(
     const muster::client::EmbeddedCoordinatorOptions& options, bool log_notices) {
   muster::coordinator::CoordinatorServer::Options server;
-  server.engine.log_notices = log_notices;
+  server.runner.log_notices = log_notices;
   server.rpc.listen = options.listen;
   server.rpc.tls_ca = options.tls_ca;
   server.rpc.tls_cert = options.tls_cert;

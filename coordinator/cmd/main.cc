@@ -17,7 +17,7 @@
 #include "coordinator/core.h"
 #include "coordinator/hubs.h"
 #include "coordinator/journal/sqlite_journal.h"
-#include "coordinator/service/front.h"
+#include "coordinator/service/grpc_frontend.h"
 #include "coordinator/service/server.h"
 
 namespace muster::coordinator {
@@ -116,19 +116,19 @@ int Run(int argc, char** argv) {
                  "seconds for which an agent that lost its connection may come back")
       ->capture_default_str()
       ->check(CLI::Range(0.0, 86400.0));
-  app.add_option("--direct_agents", options.engine.core.hubs.direct_agents,
+  app.add_option("--direct_agents", options.runner.core.hubs.direct_agents,
                  "agents beyond so many reach the coordinator through a hub: an agent with "
                  "--hub_listen that speaks for others")
       ->capture_default_str()
       ->check(CLI::Range(0, 1'000'000));
-  app.add_option("--agents_per_hub", options.engine.core.hubs.agents_per_hub,
+  app.add_option("--agents_per_hub", options.runner.core.hubs.agents_per_hub,
                  "for how many agents a hub speaks at most; 0: every agent has a stream of its own")
       ->capture_default_str()
       ->check(CLI::Range(0, static_cast<int>(Hubs::kMaxRoster)));
   app.add_option("--max_message_mib", max_message_mib, "largest message accepted, in MiB")
       ->capture_default_str()
       ->check(CLI::Range(1, 1024));
-  app.add_option("--snapshot_records", options.engine.snapshot_records,
+  app.add_option("--snapshot_records", options.runner.snapshot_records,
                  "records after which a snapshot is written")
       ->capture_default_str()
       ->check(CLI::Range(uint64_t{1}, uint64_t{1'000'000'000}));
@@ -198,8 +198,8 @@ int Run(int argc, char** argv) {
                     options.token_file.empty() ? "--tls_cert" : "--token_file (MUSTER_TOKEN_FILE)",
                     " exclude each other: it says that nobody is asked who calls")));
   }
-  options.engine.core.default_lease = absl::Seconds(lease);
-  options.engine.resume_window = absl::Seconds(resume);
+  options.runner.core.default_lease = absl::Seconds(lease);
+  options.runner.resume_window = absl::Seconds(resume);
   options.rpc.max_message_bytes = max_message_mib << 20;
   // 1,250 agents need more descriptors than the usual soft limit.
   const uint64_t descriptors = RaiseDescriptorLimit();
@@ -242,7 +242,7 @@ int Run(int argc, char** argv) {
   std::fflush(stdout);
   MUSTER_LOG(Info) << "at most " << descriptors << " open files";
   MUSTER_LOG(Info) << "serving on " << (*server)->address() << ", journal "
-                   << (*server)->engine().journal().description();
+                   << (*server)->runner().journal().description();
   if ((*server)->metrics_port() != 0)
     MUSTER_LOG(Info) << "metrics on port " << (*server)->metrics_port();
   int signal = 0;

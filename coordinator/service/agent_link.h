@@ -18,7 +18,7 @@ class FrameSource {
   virtual void Writable() = 0;
 };
 
-// One stream of an agent, as the engine sees it. Thread-safe.
+// One stream of an agent, as the runner sees it. Thread-safe.
 class AgentLink {
  public:
   virtual ~AgentLink() = default;
@@ -31,7 +31,7 @@ class AgentLink {
   virtual bool TryWrite(absl::FunctionRef<grpc::ByteBuffer()> next) = 0;
 
   // The frame that was read last has been dealt with: read the next one. A stream has at most one
-  // frame on its way to the engine, so an agent that sends faster than it is served is slowed down
+  // frame on its way to the runner, so an agent that sends faster than it is served is slowed down
   // by TCP. Called after the frame's answers were handed to TryWrite. With `answer_follows` more
   // answers are on their way: if one comes before others' frames have been dealt with, the link
   // tells the agent of its new window with it instead of on its own.
@@ -39,6 +39,8 @@ class AgentLink {
 
   // Ends the stream, once; later calls do nothing.
   virtual void Close(const absl::Status& status) = 0;
+  // Likewise, after `last`, which waits for a write that is in flight.
+  virtual void CloseAfter(grpc::ByteBuffer last, const absl::Status& status) = 0;
 };
 
 }  // namespace muster::coordinator

@@ -80,28 +80,28 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
     MUSTER_ASSIGN_OR_RETURN(journal, SqliteJournal::Open({.directory = options.data_dir}));
   }
   // Both ends have the same limit: what would go beyond is said in an answer that fits.
-  options.engine.limits.answer_bytes =
+  options.runner.limits.answer_bytes =
       static_cast<size_t>(std::max(4096, options.rpc.max_message_bytes) - 1024);
-  self->kv_limit_ = options.engine.core.kv_bytes;
-  self->engine_ = std::make_unique<Engine>(options.engine, std::move(journal));
+  self->kv_limit_ = options.runner.core.kv_bytes;
+  self->runner_ = std::make_unique<CoreRunner>(options.runner, std::move(journal));
   CoordinatorServer* raw = self.get();
-  self->front_ = std::make_unique<Front>(self->engine_.get(), &self->rpc_metrics_, self->started_,
-                                         options.front, std::move(token));
-  self->engine_->set_on_deposed(std::move(options.on_deposed));
-  self->engine_->set_on_catch_up([raw](absl::Time asked) { raw->front_->CatchUp(asked); });
-  self->engine_->set_on_journal_health(
+  self->frontend_ = std::make_unique<GrpcFrontend>(
+      self->runner_.get(), &self->rpc_metrics_, self->started_, options.frontend, std::move(token));
+  self->runner_->set_on_deposed(std::move(options.on_deposed));
+  self->runner_->set_on_catch_up([raw](absl::Time asked) { raw->frontend_->CatchUp(asked); });
+  self->runner_->set_on_journal_health(
       [raw, broken = std::move(options.on_journal_broken)](const absl::Status& status) {
-        raw->front_->SetServing(status.ok());
+        raw->frontend_->SetServing(status.ok());
         if (!status.ok() && !absl::IsResourceExhausted(status) && broken) broken();
       });
-  MUSTER_RETURN_IF_ERROR(self->engine_->Start());
+  MUSTER_RETURN_IF_ERROR(self->runner_->Start());
   MUSTER_FAILPOINT_STATUS("server.listen");
-  options.rpc.health = false;  // Front has it: gRPC's own would bring more polling threads
+  options.rpc.health = false;  // GrpcFrontend has it: gRPC's own would bring more polling threads
   MUSTER_ASSIGN_OR_RETURN(self->server_,
                           rpc::Server::Start(options.rpc, {}, [raw](grpc::ServerBuilder& builder) {
-                            raw->front_->Register(builder);
+                            raw->frontend_->Register(builder);
                           }));
-  self->front_->Serve();
+  self->frontend_->Serve();
   if (!options.metrics_listen.empty()) {
     MUSTER_ASSIGN_OR_RETURN(self->http_,
                             HttpServer::Start(metrics_address.host, metrics_address.port,
@@ -122,21 +122,21 @@ CoordinatorServer::~CoordinatorServer() { Shutdown(); }
 void CoordinatorServer::Shutdown() {
   MUSTER_FAILPOINT("server.shutdown");
   http_.reset();
-  if (front_ != nullptr) {
-    front_->SetServing(false);
-    front_->EndHealthWatches();
+  if (frontend_ != nullptr) {
+    frontend_->SetServing(false);
+    frontend_->EndHealthWatches();
   }
-  if (engine_ != nullptr) engine_->Stop();
+  if (runner_ != nullptr) runner_->Stop();
   if (server_ != nullptr) server_->Shutdown(absl::Seconds(2));
-  if (front_ != nullptr) front_->Shutdown();
+  if (frontend_ != nullptr) frontend_->Shutdown();
 }
 
 HttpServer::Response CoordinatorServer::Health() const {
-  const bool ok = engine_->journal_ok();
+  const bool ok = runner_->journal_ok();
   return {.status = ok ? 200 : 503,
           .content_type = "text/plain; charset=utf-8",
           .body = !ok ? "the journal cannot be written\n"
-                  : engine_->snapshot_ok()
+                  : runner_->snapshot_ok()
                       ? "ok\n"
                       : "ok, but the last snapshot could not be written: the journal grows, see "
                         "the log\n"};
@@ -146,14 +146,14 @@ std::string CoordinatorServer::Metrics() {
   using Type = PrometheusText::Type;
   PrometheusText text;
   rpc_metrics_.Write(&text);
-  const Engine& engine = *engine_;
+  const CoreRunner& runner = *runner_;
 
   CoreStats stats;
   size_t kv_bytes = 0;
   std::map<v1::WorkerState, int64_t> members;
   v1::StatusReply status;
   Notification done;
-  engine_->WithCore([&](Core* core) {
+  runner_->WithCore([&](Core* core) {
     if (core != nullptr) {
       stats = core->stats();
       kv_bytes = core->kv_bytes();
@@ -221,67 +221,67 @@ std::string CoordinatorServer::Metrics() {
   text.Sample({}, static_cast<double>(stats.triggers_raised));
 
   text.Family("muster_agents", Type::kGauge, "Agents with a session.");
-  text.Sample({}, static_cast<double>(engine.agents()));
+  text.Sample({}, static_cast<double>(runner.agents()));
   text.Family("muster_agents_behind_hubs", Type::kGauge, "Agents that hubs speak for.");
   text.Sample({}, status.agents_behind_hubs());
   text.Family("muster_hubs", Type::kGauge, "Agents that speak for others, or are about to.");
   text.Sample({}, status.hubs());
   text.Family("muster_watchers", Type::kGauge, "Open watch streams.");
-  text.Sample({}, static_cast<double>(engine.watchers()));
+  text.Sample({}, static_cast<double>(runner.watchers()));
   text.Family("muster_open_calls", Type::kGauge, "Calls that wait for their answer.");
-  text.Sample({}, static_cast<double>(engine.open_calls()));
+  text.Sample({}, static_cast<double>(runner.open_calls()));
   text.Family("muster_silent_calls", Type::kGauge,
               "Calls and streams that have begun and sent nothing.");
-  text.Sample({}, static_cast<double>(front_->silent_calls()));
+  text.Sample({}, static_cast<double>(frontend_->silent_calls()));
   text.Family("muster_held_bytes", Type::kGauge,
               "Bytes of the requests of calls that wait for their answer.");
-  text.Sample({{"of", "agents"}}, static_cast<double>(engine.held_bytes(true)));
-  text.Sample({{"of", "callers"}}, static_cast<double>(engine.held_bytes(false)));
+  text.Sample({{"of", "agents"}}, static_cast<double>(runner.held_bytes(true)));
+  text.Sample({{"of", "callers"}}, static_cast<double>(runner.held_bytes(false)));
   text.Family("muster_apply_queue_depth", Type::kGauge, "Events that wait for the apply thread.");
-  text.Sample({}, static_cast<double>(engine.queue_depth()));
+  text.Sample({}, static_cast<double>(runner.queue_depth()));
   text.Family("muster_applied_events_total", Type::kCounter, "Events applied.");
-  text.Sample({}, static_cast<double>(engine.events()));
+  text.Sample({}, static_cast<double>(runner.events()));
   text.Family("muster_overloaded_total", Type::kCounter,
               "Calls and sessions refused because something had grown to its limit.");
-  text.Sample({}, static_cast<double>(engine.overloaded() + front_->refused_calls()));
+  text.Sample({}, static_cast<double>(runner.overloaded() + frontend_->refused_calls()));
   text.Family("muster_quota_refusals_total", Type::kCounter,
               "Of these, calls beyond what one connection or one user may have open.");
-  text.Sample({{"of", "connection"}}, static_cast<double>(front_->quota_refusals(false)));
-  text.Sample({{"of", "user"}}, static_cast<double>(front_->quota_refusals(true)));
+  text.Sample({{"of", "connection"}}, static_cast<double>(frontend_->quota_refusals(false)));
+  text.Sample({{"of", "user"}}, static_cast<double>(frontend_->quota_refusals(true)));
   text.Family("muster_journal_backlog_bytes", Type::kGauge,
               "Records that the disk has not taken yet.");
-  text.Sample({}, static_cast<double>(engine.journal_backlog_bytes()));
+  text.Sample({}, static_cast<double>(runner.journal_backlog_bytes()));
   text.Family("muster_journal_up", Type::kGauge, "1 while the journal can be written.");
-  text.Sample({}, engine.journal_ok() ? 1 : 0);
+  text.Sample({}, runner.journal_ok() ? 1 : 0);
   text.Family("muster_snapshot_up", Type::kGauge, "0 if the last snapshot could not be written.");
-  text.Sample({}, engine.snapshot_ok() ? 1 : 0);
+  text.Sample({}, runner.snapshot_ok() ? 1 : 0);
   text.Family("muster_snapshots_total", Type::kCounter, "Snapshots by result.");
-  text.Sample({{"result", "written"}}, static_cast<double>(engine.snapshots()));
-  text.Sample({{"result", "failed"}}, static_cast<double>(engine.snapshot_failures()));
+  text.Sample({{"result", "written"}}, static_cast<double>(runner.snapshots()));
+  text.Sample({{"result", "failed"}}, static_cast<double>(runner.snapshot_failures()));
   text.Family("muster_snapshot_bytes", Type::kGauge, "Size of the last snapshot.");
-  text.Sample({}, static_cast<double>(engine.snapshot_bytes()));
+  text.Sample({}, static_cast<double>(runner.snapshot_bytes()));
   text.Family("muster_snapshot_seconds", Type::kGauge,
               "How long the last snapshot took; 0: none was written.");
-  text.Sample({}, absl::ToDoubleSeconds(engine.snapshot_took()));
+  text.Sample({}, absl::ToDoubleSeconds(runner.snapshot_took()));
   text.Family("muster_journal_records_total", Type::kCounter, "Records made durable.");
-  text.Sample({}, static_cast<double>(engine.journal_records()));
+  text.Sample({}, static_cast<double>(runner.journal_records()));
   text.Family("muster_journal_written_bytes_total", Type::kCounter,
               "Bytes of records made durable.");
-  text.Sample({}, static_cast<double>(engine.journal_bytes()));
+  text.Sample({}, static_cast<double>(runner.journal_bytes()));
   text.Family("muster_op_seconds", Type::kHistogram,
               "Time from an operation's turn to its answer, durable where it must be; of calls and "
               "of agents' streams. Operations that wait by design wait here too.");
-  for (int kind = 0; kind < Engine::kOpKinds; ++kind) {
+  for (int kind = 0; kind < CoreRunner::kOpKinds; ++kind) {
     const auto* field = v1::Op::descriptor()->FindFieldByNumber(kind);
     if (field == nullptr || field->containing_oneof() == nullptr) continue;
-    const DurationHistogram& seconds = engine.op_seconds(kind);
+    const DurationHistogram& seconds = runner.op_seconds(kind);
     text.Histogram({{"op", field->name()}}, DurationHistogram::BoundsInSeconds(), seconds.Counts(),
                    seconds.SumSeconds());
   }
   text.Family("muster_journal_fsync_seconds", Type::kHistogram,
               "Time of a group commit with its fsync.");
-  text.Histogram({}, DurationHistogram::BoundsInSeconds(), engine.fsync_seconds().Counts(),
-                 engine.fsync_seconds().SumSeconds());
+  text.Histogram({}, DurationHistogram::BoundsInSeconds(), runner.fsync_seconds().Counts(),
+                 runner.fsync_seconds().SumSeconds());
   WriteProcess(&text);
   return text.text();
 }

@@ -9,8 +9,8 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "coordinator/core.h"
-#include "coordinator/service/engine.h"
-#include "coordinator/service/front.h"
+#include "coordinator/service/core_runner.h"
+#include "coordinator/service/grpc_frontend.h"
 #include "coordinator/service/rpc_metrics.h"
 #include "coordinator/web/http_server.h"
 #include "rpc/server.h"
@@ -35,8 +35,8 @@ class CoordinatorServer {
     std::string token_file = {};
     std::string data_dir = {};        // the journal's; empty: in memory
     std::string metrics_listen = {};  // HOST:PORT of the HTTP page /metrics; empty: none
-    Engine::Options engine = {};
-    Front::Limits front = {};
+    CoreRunner::Options runner = {};
+    GrpcFrontend::Limits frontend = {};
     // When a caller has seen a newer coordinator: this one has stopped serving and should be shut
     // down. Runs on the apply thread, must not block or call Shutdown.
     std::function<void()> on_deposed = nullptr;
@@ -47,7 +47,7 @@ class CoordinatorServer {
   };
 
   // Opens and replays the journal, then serves. Errors: as rpc::Server::Start, rpc::ReadToken,
-  // SqliteJournal::Open, Engine::Start and HttpServer::Start.
+  // SqliteJournal::Open, CoreRunner::Start and HttpServer::Start.
   static absl::StatusOr<std::unique_ptr<CoordinatorServer>> Start(Options options);
   ~CoordinatorServer();
 
@@ -55,7 +55,7 @@ class CoordinatorServer {
   const std::string& address() const { return server_->address(); }
   int port() const { return server_->port(); }
   int metrics_port() const { return http_ == nullptr ? 0 : http_->port(); }
-  Engine& engine() { return *engine_; }
+  CoreRunner& runner() { return *runner_; }
 
   // What GET /metrics and GET /healthz serve.
   std::string Metrics();
@@ -72,8 +72,8 @@ class CoordinatorServer {
   RpcMetrics rpc_metrics_;
   size_t kv_limit_ = 0;
   absl::Time started_;
-  std::unique_ptr<Engine> engine_;
-  std::unique_ptr<Front> front_;
+  std::unique_ptr<CoreRunner> runner_;
+  std::unique_ptr<GrpcFrontend> frontend_;
   std::unique_ptr<rpc::Server> server_;
   std::unique_ptr<HttpServer> http_;
 };

@@ -652,7 +652,7 @@ TEST(CoordinatorServer, LateWorker_IsWaitedFor) {
   Client first(server->address()), late(server->address());
   v1::JoinReply first_reply, late_reply;
   std::thread waiting([&] { EXPECT_TRUE(first.Join(JoinOf("j", 0, 2), &first_reply).ok()); });
-  while (server->engine().open_calls() == 0) std::this_thread::yield();
+  while (server->runner().open_calls() == 0) std::this_thread::yield();
   EXPECT_TRUE(late.Join(JoinOf("j", 1, 2), &late_reply).ok());
   waiting.join();
   EXPECT_EQ(first_reply.rank(), 0);
@@ -670,7 +670,7 @@ TEST(CoordinatorServer, WaitingGet_EndsWhenTheKeyIsPut) {
     const absl::Status status = other.Wait(FenceOf("j", 0, generation), "k");
     EXPECT_TRUE(status.ok()) << status;
   });
-  while (server->engine().open_calls() == 0) std::this_thread::yield();
+  while (server->runner().open_calls() == 0) std::this_thread::yield();
   EXPECT_TRUE(client.Put(FenceOf("j", 0, generation), "k", "v", false).ok());
   waiting.join();
   EXPECT_EQ(*client.Get(FenceOf("j", 0, generation), "k"), "v");
@@ -683,7 +683,7 @@ TEST(CoordinatorServer, CallerGone_IsForgotten) {
   const absl::Status status =
       client.Wait(FenceOf("j", 0, generation), "never", absl::Milliseconds(50));
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
-  while (server->engine().open_calls() != 0) std::this_thread::yield();
+  while (server->runner().open_calls() != 0) std::this_thread::yield();
   EXPECT_TRUE(client.Put(FenceOf("j", 0, generation), "never", "v", false).ok());
 }
 
@@ -698,14 +698,14 @@ TEST(CoordinatorServer, Shutdown_AnswersThoseWhoWait) {
     EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
     EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_STOPPING);
   });
-  while (server->engine().open_calls() == 0) std::this_thread::yield();
+  while (server->runner().open_calls() == 0) std::this_thread::yield();
   server->Shutdown();
   waiting.join();
   EXPECT_EQ(agent.Finish().code(), absl::StatusCode::kUnavailable);
   server->Shutdown();  // repeatable
 }
 
-// Calls that begin while the front goes down are answered or refused; nothing hangs, nothing is
+// Calls that begin while the frontend goes down are answered or refused; nothing hangs, nothing is
 // used after it is gone.
 TEST(CoordinatorServer, ShutdownWhileCallsBegin_EndsEachTime) {
   for (int round = 0; round < 20; ++round) {
@@ -785,7 +785,7 @@ Started FirstInABarrier(CoordinatorServer& server, AgentClient& a, AgentClient& 
   started.generation = a.Result(1).join().generation();
   b.Result(1);
   a.Send({ArriveOp(2, "j", 0, started.generation)});
-  while (server.engine().open_calls() == 0) std::this_thread::yield();
+  while (server.runner().open_calls() == 0) std::this_thread::yield();
   return started;
 }
 
@@ -894,7 +894,7 @@ TEST(AgentStream, UnacknowledgedResults_AreSentAgainAfterEveryBreak) {
 
 TEST(AgentStream, BeyondTheLimit_IsSentToAHubThatTellsWhomItSpeaksFor) {
   CoordinatorServer::Options options;
-  options.engine.core.hubs.direct_agents = 1;
+  options.runner.core.hubs.direct_agents = 1;
   auto server = StartServer(std::move(options));
   Client client(server->address());
   v1::Hello hello;
@@ -939,19 +939,19 @@ TEST(AgentStream, NewIncarnation_StartsANewSession) {
   EXPECT_NE(welcome.session_id(), session);
   EXPECT_EQ(welcome.last_received_seq(), 0u);
   EXPECT_EQ(old_agent.Finish().code(), absl::StatusCode::kAborted);
-  EXPECT_EQ(server->engine().agents(), 1u);
+  EXPECT_EQ(server->runner().agents(), 1u);
 }
 
 TEST(AgentStream, ResumeWindowOver_AbandonsItsCalls) {
   CoordinatorServer::Options options;
-  options.engine.resume_window = absl::ZeroDuration();
+  options.runner.resume_window = absl::ZeroDuration();
   auto server = StartServer(std::move(options));
   AgentClient agent(server->address(), "node", 1);
   agent.Attach();
   agent.Send({JoinOp(1, "j", 0, 2)});
-  while (server->engine().open_calls() == 0) std::this_thread::yield();
+  while (server->runner().open_calls() == 0) std::this_thread::yield();
   agent.Break();
-  while (server->engine().open_calls() != 0 || server->engine().agents() != 0)
+  while (server->runner().open_calls() != 0 || server->runner().agents() != 0)
     std::this_thread::yield();
   Client client(server->address());
   EXPECT_EQ(client.Status()->jobs(0).waiting(), 0);
@@ -1016,13 +1016,13 @@ TEST(AgentStream, Bye_EndsTheSession) {
   bye.mutable_bye()->set_reason("done");
   agent.SendRaw(bye);
   EXPECT_TRUE(agent.Finish().ok());
-  EXPECT_EQ(server->engine().agents(), 0u);
+  EXPECT_EQ(server->runner().agents(), 0u);
 }
 
 // Its stream is reset: the status alone would wait behind answers that it never takes.
 TEST(AgentStream, AgentThatReadsNothing_LosesItsStreamAllTheSame) {
   CoordinatorServer::Options options;
-  options.engine.limits.unacknowledged_bytes = 1 << 20;
+  options.runner.limits.unacknowledged_bytes = 1 << 20;
   auto server = StartServer(std::move(options));
   Client client(server->address());
   const uint64_t generation = SeatOne(client, "j");
@@ -1193,7 +1193,7 @@ TEST(Journal, SlowDisk_BoundsWhatWaitsForIt) {
     HeldJournal* raw = journal.get();
     CoordinatorServer::Options options;
     options.journal = std::move(journal);
-    options.engine.limits.journal_backlog_bytes = 1000;
+    options.runner.limits.journal_backlog_bytes = 1000;
     auto server = StartServer(std::move(options));
     Client client(server->address()), other(server->address());
     const uint64_t generation = SeatOne(client, "j");
@@ -1295,7 +1295,7 @@ TEST(Watch, Resumed_SeesEveryWriteOnceInOrder) {
 
 TEST(Watch, Compacted_SaysFromWhereToGoOn) {
   CoordinatorServer::Options options;
-  options.engine.core.watch_events = 8;
+  options.runner.core.watch_events = 8;
   auto server = StartServer(std::move(options));
   Client client(server->address());
   const uint64_t generation = SeatOne(client, "j");
@@ -1342,9 +1342,9 @@ TEST(Watch, WatcherGone_IsForgotten) {
     Watcher watcher(client, "j", 0);
     v1::WatchBatch batch;
     ASSERT_TRUE(watcher.Read(&batch));
-    EXPECT_EQ(server->engine().watchers(), 1u);
+    EXPECT_EQ(server->runner().watchers(), 1u);
   }
-  while (server->engine().watchers() != 0) std::this_thread::yield();
+  while (server->runner().watchers() != 0) std::this_thread::yield();
 }
 
 TEST(Metrics, Page_HasTheStandardFamilies) {

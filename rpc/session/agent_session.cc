@@ -32,11 +32,13 @@ void AgentSession::Welcome(uint32_t protocol, uint64_t term, absl::string_view c
   *welcome.mutable_lease() = ToProto(lease);
   welcome.set_last_received_seq(received_);
   welcome.set_cluster_id(std::string(cluster_id));
+  welcome.add_features(std::string(kAnswersBeats));
   outbox_.AddFirst(frame);
 }
 
 bool AgentSession::Receive(const v1::AgentFrame& frame) {
   outbox_.Acknowledged(frame.ack());
+  if (frame.beat().wants_answer()) outbox_.AckAgain();
   if (frame.seq() == 0) {
     outbox_.AckSoon();
     return true;

@@ -11,6 +11,9 @@
 
 namespace muster::rpc {
 
+// Of Welcome.features: whoever serves the session answers each beat that asks for it.
+inline constexpr absl::string_view kAnswersBeats = "answers_beats";
+
 // The serving half of an agent session, the coordinator's or a hub's: what it remembers of one
 // agent process across its streams, so that every frame with a seq takes effect at most once and
 // every result arrives, however often the stream breaks.

@@ -80,6 +80,23 @@ TEST(AgentSession, FramesWithoutSeq_AreAlwaysApplied) {
   EXPECT_EQ(Next(&session).ack(), 4u);
 }
 
+TEST(AgentSession, BeatThatWantsAnAnswer_GetsAFrameEachTime) {
+  AgentSession session("n", 7, "s");
+  session.Welcome(1, 1, "", absl::Seconds(6));
+  EXPECT_EQ(Next(&session).welcome().features(0), kAnswersBeats);
+  v1::AgentFrame beat;
+  beat.mutable_beat();
+  EXPECT_TRUE(session.Receive(beat));
+  EXPECT_FALSE(session.outbox().HasWork());  // most agents see a broken connection by themselves
+  beat.mutable_beat()->set_wants_answer(true);
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_TRUE(session.Receive(beat));
+    ASSERT_TRUE(session.outbox().HasWork());
+    EXPECT_EQ(Next(&session).seq(), 0u);
+    EXPECT_FALSE(session.outbox().HasWork());
+  }
+}
+
 TEST(AgentSession, Resume_ResultsNotAcknowledged_AreSentAgainAfterTheWelcome) {
   AgentSession session("n", 7, "s");
   for (uint64_t op = 1; op <= 3; ++op) {

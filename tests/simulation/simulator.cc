@@ -159,7 +159,7 @@ struct Agent {
   std::vector<v1::WorkerBeat> said_before;
 };
 
-// The coordinator's side of an agent, as coordinator/service/engine.cc keeps it.
+// The coordinator's side of an agent, as coordinator/service/core_runner.cc keeps it.
 struct ServerSession {
   explicit ServerSession(const v1::Hello& hello, std::string id)
       : agent(hello.node(), hello.agent_incarnation(), std::move(id)) {}
@@ -322,7 +322,7 @@ class Sim {
   void AtAgent(const std::shared_ptr<Stream>& stream, const v1::CoordinatorFrame& frame);
   void ToLocal(const Agent::Target& target, const v1::OpResult& result);
   void RecallAt(int host);
-  // The coordinator's end, after coordinator/service/engine.cc.
+  // The coordinator's end, after coordinator/service/core_runner.cc.
   void AtServer(const std::shared_ptr<Stream>& stream, const v1::AgentFrame& frame);
   void HelloAtServer(const std::shared_ptr<Stream>& stream, const v1::Hello& hello);
   void ClosedAtServer(uint64_t stream);
@@ -1151,7 +1151,7 @@ void Sim::Absorb(const v1::Op* op, CallId call) {
         ArrivalOf(*origin->second.op, &instance)) {
       failed_at_.try_emplace(instance, result_.events);
     }
-    // As in the engine: while the journal fails, whatever waits for it is refused.
+    // As in the runner: while the journal fails, whatever waits for it is refused.
     if (journal_failed_ && reply.durable_revision > durable_) FailReply(&reply);
     held_.push_back(std::move(reply));
   }

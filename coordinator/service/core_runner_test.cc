@@ -1,4 +1,4 @@
-#include "coordinator/service/engine.h"
+#include "coordinator/service/core_runner.h"
 
 #include <atomic>
 #include <memory>
@@ -19,7 +19,7 @@
 namespace muster::coordinator {
 namespace {
 
-// The engine's bounds, with fake streams: what is sent and when a write ends is up to the test.
+// The runner's bounds, with fake streams: what is sent and when a write ends is up to the test.
 
 v1::CoordinatorFrame Parse(const grpc::ByteBuffer& buffer) {
   std::vector<grpc::Slice> slices;
@@ -42,6 +42,10 @@ class FakeLink final : public AgentLink {
     return true;
   }
   void ReadNext(bool) override { ++reads; }
+  void CloseAfter(grpc::ByteBuffer last, const absl::Status& status) override {
+    if (!closed_.has_value()) frames.push_back(Parse(last));
+    Close(status);
+  }
   void Close(const absl::Status& status) override {
     if (!closed_.has_value()) closed_ = status;
     source_ = nullptr;  // as a real stream once it has ended
@@ -85,6 +89,7 @@ class TakingLink final : public AgentLink {
   }
   void ReadNext(bool) override {}
   void Close(const absl::Status&) override {}
+  void CloseAfter(grpc::ByteBuffer, const absl::Status&) override {}
   // Blocks until it has so many results.
   void WaitForResults(int count) {
     MutexLock lock(&mu_);
@@ -135,25 +140,25 @@ v1::Op JoinAlone() {
   return op;
 }
 
-class EngineTest : public ::testing::Test {
+class CoreRunnerTest : public ::testing::Test {
  protected:
-  // An engine with worker w0 seated alone in job "j".
-  void Start(const Engine::Limits& limits, CoreOptions core = {}) {
-    engine_ = std::make_unique<Engine>(Engine::Options{.core = core, .limits = limits},
-                                       std::make_unique<MemoryJournal>());
-    ASSERT_TRUE(engine_->Start().ok());
+  // An runner with worker w0 seated alone in job "j".
+  void Start(const CoreRunner::Limits& limits, CoreOptions core = {}) {
+    runner_ = std::make_unique<CoreRunner>(CoreRunner::Options{.core = core, .limits = limits},
+                                           std::make_unique<MemoryJournal>());
+    ASSERT_TRUE(runner_->Start().ok());
     FakeSink sink;
     Call(JoinAlone(), &sink);
     ASSERT_TRUE(sink.answer->Parse().has_join());
     generation_ = sink.answer->Parse().join().generation();
   }
   void TearDown() override {
-    if (engine_ != nullptr) engine_->Stop();
+    if (runner_ != nullptr) runner_->Stop();
   }
 
   CallId Call(const v1::Op& op, FakeSink* sink, size_t bytes = 0) {
-    const CallId id = engine_->NewCallId();
-    engine_->Call(id, std::make_unique<v1::Op>(op), bytes, Borrowed(sink));
+    const CallId id = runner_->NewCallId();
+    runner_->Call(id, std::make_unique<v1::Op>(op), bytes, Borrowed(sink));
     return id;
   }
   v1::Fence Fence() const {
@@ -197,7 +202,7 @@ class EngineTest : public ::testing::Test {
     hello->mutable_hello()->set_protocol_max(1);
     hello->mutable_hello()->set_node(node);
     hello->mutable_hello()->set_agent_incarnation(7);
-    engine_->AgentFrame(link, std::move(hello));
+    runner_->AgentFrame(link, std::move(hello));
   }
   std::shared_ptr<FakeLink> Attach() {
     auto link = std::make_shared<FakeLink>();
@@ -213,15 +218,15 @@ class EngineTest : public ::testing::Test {
     frame->set_ack(ack);
     op.set_op_id(op_id);
     *frame->mutable_ops()->add_ops() = std::move(op);
-    engine_->AgentFrame(link, std::move(frame), bytes);
+    runner_->AgentFrame(link, std::move(frame), bytes);
   }
 
-  std::unique_ptr<Engine> engine_;
+  std::unique_ptr<CoreRunner> runner_;
   uint64_t generation_ = 0;
   uint64_t seq_ = 0;
 };
 
-TEST_F(EngineTest, FanOutToManyAgents_ReachesEachOnce) {
+TEST_F(CoreRunnerTest, FanOutToManyAgents_ReachesEachOnce) {
   Start({});
   constexpr int kAgents = 300, kRounds = 20;
   std::vector<std::shared_ptr<TakingLink>> links;
@@ -237,14 +242,25 @@ TEST_F(EngineTest, FanOutToManyAgents_ReachesEachOnce) {
       v1::Op& op = *frame->mutable_ops()->add_ops();
       op = Wait(key);
       op.set_op_id(round);
-      engine_->AgentFrame(link, std::move(frame));
+      runner_->AgentFrame(link, std::move(frame));
     }
     PutNow(key, "v");
     for (const auto& link : links) link->WaitForResults(round);
   }
 }
 
-TEST_F(EngineTest, TooManyCallsOfAnAgent_AreRefusedUntilSomeAreAnswered) {
+TEST_F(CoreRunnerTest, Stop_SaysGoodbyeAlsoToAnAgentThatIsBeingWrittenTo) {
+  Start({});
+  const auto link = Attach();
+  Send(link, Get("k"), 1);  // the write of its answer does not end
+  runner_->SetEndsForGood("the job is over");
+  runner_->Stop();
+  EXPECT_TRUE(link->frames.back().goodbye().final()) << link->frames.back().ShortDebugString();
+  EXPECT_EQ(link->frames.back().goodbye().reason(), "the job is over");
+  EXPECT_TRUE(link->closed().has_value());
+}
+
+TEST_F(CoreRunnerTest, TooManyCallsOfAnAgent_AreRefusedUntilSomeAreAnswered) {
   Start({.calls_of_agent = 2});
   const auto link = Attach();
   for (uint64_t op = 1; op <= 3; ++op) Send(link, Wait("k"), op);
@@ -255,7 +271,7 @@ TEST_F(EngineTest, TooManyCallsOfAnAgent_AreRefusedUntilSomeAreAnswered) {
   EXPECT_EQ(refused.detail().reason(), v1::ERROR_REASON_OVERLOADED);
   EXPECT_TRUE(refused.detail().retryable());
   EXPECT_GT(refused.detail().retry_after().nanos(), 0);
-  EXPECT_EQ(engine_->overloaded(), 1u);
+  EXPECT_EQ(runner_->overloaded(), 1u);
   PutNow("k", "v");  // by a unary call: not the agent's
   link->WriteAll();
   EXPECT_TRUE(link->Result(1).has_wait());
@@ -265,7 +281,7 @@ TEST_F(EngineTest, TooManyCallsOfAnAgent_AreRefusedUntilSomeAreAnswered) {
   EXPECT_TRUE(link->Result(4).has_wait());
 }
 
-TEST_F(EngineTest, TooManyCalls_AreRefused) {
+TEST_F(CoreRunnerTest, TooManyCalls_AreRefused) {
   Start({.calls = 2});
   FakeSink held[2], third;
   CallId ids[2];
@@ -273,7 +289,7 @@ TEST_F(EngineTest, TooManyCalls_AreRefused) {
   Call(Wait("k"), &third);
   ASSERT_TRUE(third.answered.HasBeenNotified());
   EXPECT_EQ(third.reason(), v1::ERROR_REASON_OVERLOADED);
-  engine_->Abandon(ids[0]);
+  runner_->Abandon(ids[0]);
   FakeSink fourth;
   Call(Put("k", "v"), &fourth);
   EXPECT_TRUE(fourth.answer->Parse().has_txn());
@@ -281,13 +297,14 @@ TEST_F(EngineTest, TooManyCalls_AreRefused) {
 }
 
 // A coordinator that has no time to read: a beat that has come counts, however late its turn is.
-class BehindTest : public EngineTest {
+class BehindTest : public CoreRunnerTest {
  protected:
   void SetUp() override {
-    engine_ = std::make_unique<Engine>(Engine::Options{.core = {}, .limits = {}, .clock = &clock_},
-                                       std::make_unique<MemoryJournal>());
-    engine_->set_on_catch_up([this](absl::Time asked) { asked_.push_back(asked); });
-    ASSERT_TRUE(engine_->Start().ok());
+    runner_ = std::make_unique<CoreRunner>(
+        CoreRunner::Options{.core = {}, .limits = {}, .clock = &clock_},
+        std::make_unique<MemoryJournal>());
+    runner_->set_on_catch_up([this](absl::Time asked) { asked_.push_back(asked); });
+    ASSERT_TRUE(runner_->Start().ok());
     link_ = Attach();
     for (const char* worker : {"w0", "w1"}) {
       v1::Op op = JoinAlone();
@@ -309,7 +326,7 @@ class BehindTest : public EngineTest {
       beat.set_worker_id(worker);
       beat.set_incarnation(1);
     }
-    engine_->AgentFrame(link_, std::move(frame));
+    runner_->AgentFrame(link_, std::move(frame));
     link_->WriteAll();
   }
   // In turn with all other events.
@@ -317,7 +334,7 @@ class BehindTest : public EngineTest {
     uint64_t lost = 0;
     for (int turn = 0; turn < 2; ++turn) {
       Notification done;
-      engine_->WithCore([&](Core* core) {
+      runner_->WithCore([&](Core* core) {
         lost = core->stats().workers_lost;
         done.Notify();
       });
@@ -345,43 +362,43 @@ TEST_F(BehindTest, BeatThatWasNotReadYet_KeepsItsWorker) {
   ASSERT_EQ(asked_.size(), 1u);
   clock_.Advance(absl::Seconds(1));
   Beat({"w0", "w1"});  // it had come in time
-  engine_->CaughtUp(asked_[0]);
+  runner_->CaughtUp(asked_[0]);
   EXPECT_EQ(Lost(), 0u);
 }
 
 TEST_F(BehindTest, NothingWasUnread_WorkerIsLost) {
   Pass(7);
   ASSERT_EQ(asked_.size(), 1u);
-  engine_->CaughtUp(asked_[0]);
+  runner_->CaughtUp(asked_[0]);
   EXPECT_EQ(Lost(), 1u);
 }
 
-TEST_F(EngineTest, CallsThatHoldTooManyBytes_AreRefusedUntilSomeAreAnswered) {
+TEST_F(CoreRunnerTest, CallsThatHoldTooManyBytes_AreRefusedUntilSomeAreAnswered) {
   Start({.held_bytes_of_callers = 4000});
   FakeSink held, refused;
   const CallId id = Call(Wait("k"), &held, 3000);
-  EXPECT_GE(engine_->held_bytes(false), 3000u);
+  EXPECT_GE(runner_->held_bytes(false), 3000u);
   Call(Wait("k"), &refused, 3000);
   ASSERT_TRUE(refused.answered.HasBeenNotified());
   EXPECT_EQ(refused.reason(), v1::ERROR_REASON_OVERLOADED);
   FakeSink small;  // as those of a rendezvous are: held all the same
   const CallId small_id = Call(Wait("k"), &small, 1500);
   EXPECT_FALSE(small.answered.HasBeenNotified());
-  engine_->Abandon(small_id);
+  runner_->Abandon(small_id);
   FakeSink at_once;  // is not held
   Call(Get("k"), &at_once, 1000);
   EXPECT_TRUE(at_once.answer->Parse().has_txn());
-  engine_->Abandon(id);
-  EXPECT_EQ(engine_->held_bytes(false), 0u);
+  runner_->Abandon(id);
+  EXPECT_EQ(runner_->held_bytes(false), 0u);
   FakeSink served;
   Call(Wait("k"), &served, 1000);
   EXPECT_FALSE(served.answered.HasBeenNotified());
   PutNow("k", "v");
   EXPECT_TRUE(served.answer->Parse().has_wait());
-  EXPECT_EQ(engine_->held_bytes(false), 0u);
+  EXPECT_EQ(runner_->held_bytes(false), 0u);
 }
 
-TEST_F(EngineTest, ManyKeysInOneWait_CountByTheirNumber) {
+TEST_F(CoreRunnerTest, ManyKeysInOneWait_CountByTheirNumber) {
   Start({.held_bytes_of_callers = 4000});
   v1::Op wait = Wait("k");
   for (int i = 0; i < 100; ++i) wait.mutable_wait()->add_keys(absl::StrCat(i));
@@ -391,7 +408,7 @@ TEST_F(EngineTest, ManyKeysInOneWait_CountByTheirNumber) {
   EXPECT_EQ(refused.reason(), v1::ERROR_REASON_OVERLOADED);
 }
 
-TEST_F(EngineTest, BytesThatAnAgentHolds_AreRefusedToItAlone) {
+TEST_F(CoreRunnerTest, BytesThatAnAgentHolds_AreRefusedToItAlone) {
   Start({.held_bytes_of_agent = 2000, .held_bytes_of_callers = 100});
   const auto link = Attach();
   Send(link, Wait("k"), 1, /*ack=*/0, /*bytes=*/3000);
@@ -402,14 +419,14 @@ TEST_F(EngineTest, BytesThatAnAgentHolds_AreRefusedToItAlone) {
   PutNow("k", "v");                        // by a unary call: not the agent's
   link->WriteAll();
   EXPECT_TRUE(link->Result(2).has_wait());
-  EXPECT_EQ(engine_->held_bytes(true), 0u);
+  EXPECT_EQ(runner_->held_bytes(true), 0u);
 }
 
-TEST_F(EngineTest, RequestsBehindABusyEngine_AreBoundedInBytes) {
+TEST_F(CoreRunnerTest, RequestsBehindABusyRunner_AreBoundedInBytes) {
   Start({.queued_bytes = 1000});
   Notification busy, go_on;
   std::thread applying([&] {
-    engine_->WithCore([&](Core*) {
+    runner_->WithCore([&](Core*) {
       busy.Notify();
       go_on.WaitForNotification();
     });
@@ -430,7 +447,7 @@ TEST_F(EngineTest, RequestsBehindABusyEngine_AreBoundedInBytes) {
   EXPECT_TRUE(later.answer->Parse().has_txn());
 }
 
-TEST_F(EngineTest, AgentThatTakesNoAnswers_IsNotReadFromUntilItDoes) {
+TEST_F(CoreRunnerTest, AgentThatTakesNoAnswers_IsNotReadFromUntilItDoes) {
   Start({.unsent_bytes = 100'000});
   PutNow("k", std::string(60'000, 'x'));
   const auto link = Attach();
@@ -446,7 +463,7 @@ TEST_F(EngineTest, AgentThatTakesNoAnswers_IsNotReadFromUntilItDoes) {
   for (uint64_t op = 1; op <= 3; ++op) EXPECT_TRUE(link->Result(op).has_txn()) << op;
 }
 
-TEST_F(EngineTest, AgentThatNeverAcknowledges_LosesItsSession) {
+TEST_F(CoreRunnerTest, AgentThatNeverAcknowledges_LosesItsSession) {
   Start({.unacknowledged_bytes = 200'000});
   PutNow("k", std::string(60'000, 'x'));
   const auto link = Attach();
@@ -462,7 +479,7 @@ TEST_F(EngineTest, AgentThatNeverAcknowledges_LosesItsSession) {
   ASSERT_TRUE(link->closed().has_value());
   EXPECT_EQ(link->closed()->code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(rpc::GetReason(*link->closed()), v1::ERROR_REASON_OVERLOADED);
-  EXPECT_EQ(engine_->agents(), 0u);
+  EXPECT_EQ(runner_->agents(), 0u);
   seq_ = 0;
   const auto again = Attach();
   Send(again, Get("k"), 1);
@@ -470,13 +487,13 @@ TEST_F(EngineTest, AgentThatNeverAcknowledges_LosesItsSession) {
   EXPECT_TRUE(again->Result(1).has_txn());
 }
 
-TEST_F(EngineTest, AnswerLargerThanAMessage_BecomesAnError) {
+TEST_F(CoreRunnerTest, AnswerLargerThanAMessage_BecomesAnError) {
   Start({});
   PutNow("k", std::string(5000, 'x'));
   FakeSink whole;
   Call(Get("k"), &whole);
   const size_t size = whole.answer->bytes().size();
-  engine_->Stop();
+  runner_->Stop();
   for (const size_t limit : {size, size - 1}) {
     Start({.answer_bytes = limit});
     PutNow("k", std::string(5000, 'x'));
@@ -489,11 +506,11 @@ TEST_F(EngineTest, AnswerLargerThanAMessage_BecomesAnError) {
       EXPECT_NE(sink.answer->Parse().error().message().find(absl::StrCat(size, " bytes")),
                 std::string::npos);
     }
-    engine_->Stop();
+    runner_->Stop();
   }
 }
 
-TEST_F(EngineTest, SlowWatcher_HoldsOneBatchAndIsToldToReadAgain) {
+TEST_F(CoreRunnerTest, SlowWatcher_HoldsOneBatchAndIsToldToReadAgain) {
   CoreOptions core;
   core.watch_bytes = 100'000;
   Start({}, core);
@@ -501,10 +518,10 @@ TEST_F(EngineTest, SlowWatcher_HoldsOneBatchAndIsToldToReadAgain) {
   v1::WatchRequest request;
   request.set_job_id("j");
   request.set_keys(true);
-  for (const auto& watch : {slow, quick}) engine_->WatchOpen(watch, request);
+  for (const auto& watch : {slow, quick}) runner_->WatchOpen(watch, request);
   size_t seen = 0;
   for (int i = 0; i < 30; ++i) {
-    engine_->WatchWritable(quick);
+    runner_->WatchWritable(quick);
     PutNow("k", std::string(10'000, 'x'));
   }
   for (const v1::WatchBatch& batch : quick->batches) seen += batch.events_size();
@@ -512,62 +529,62 @@ TEST_F(EngineTest, SlowWatcher_HoldsOneBatchAndIsToldToReadAgain) {
   EXPECT_FALSE(quick->closed.has_value());
   EXPECT_EQ(slow->batches.size(), 1u);  // the greeting, never taken
   const uint64_t resume = slow->batches[0].next_revision();
-  engine_->WatchWritable(slow);
+  runner_->WatchWritable(slow);
   ASSERT_TRUE(slow->closed.has_value());
   EXPECT_EQ(rpc::GetReason(*slow->closed), v1::ERROR_REASON_COMPACTED);
   EXPECT_GE(rpc::GetDetail(*slow->closed)->compacted_revision(), resume);
-  for (const auto& watch : {slow, quick}) engine_->WatchClosed(watch);
-  EXPECT_EQ(engine_->watchers(), 0u);
+  for (const auto& watch : {slow, quick}) runner_->WatchClosed(watch);
+  EXPECT_EQ(runner_->watchers(), 0u);
 }
 
-TEST_F(EngineTest, RevisionLargerThanAMessage_IsToldAsCompacted) {
+TEST_F(CoreRunnerTest, RevisionLargerThanAMessage_IsToldAsCompacted) {
   Start({.answer_bytes = 3000});
   auto watch = std::make_shared<FakeWatch>();
   v1::WatchRequest request;
   request.set_job_id("j");
   request.set_keys(true);
-  engine_->WatchOpen(watch, request);
-  engine_->WatchWritable(watch);
+  runner_->WatchOpen(watch, request);
+  runner_->WatchWritable(watch);
   PutNow("small", std::string(2000, 'x'));
   ASSERT_EQ(watch->batches.size(), 2u);
   EXPECT_EQ(watch->batches[1].events_size(), 1);
-  engine_->WatchWritable(watch);
+  runner_->WatchWritable(watch);
   PutNow("large", std::string(3000, 'x'));
   ASSERT_TRUE(watch->closed.has_value());
   EXPECT_EQ(rpc::GetReason(*watch->closed), v1::ERROR_REASON_COMPACTED);
   // From behind it, a new watch sees what comes.
   auto next = std::make_shared<FakeWatch>();
   request.set_from_revision(rpc::GetDetail(*watch->closed)->compacted_revision() + 1);
-  engine_->WatchOpen(next, request);
-  engine_->WatchWritable(next);
+  runner_->WatchOpen(next, request);
+  runner_->WatchWritable(next);
   PutNow("small", "y");
   EXPECT_EQ(next->batches.back().events(0).put().value(), "y");
-  for (const auto& each : {watch, next}) engine_->WatchClosed(each);
+  for (const auto& each : {watch, next}) runner_->WatchClosed(each);
 }
 
-TEST_F(EngineTest, TooManyWatches_AreRefused) {
+TEST_F(CoreRunnerTest, TooManyWatches_AreRefused) {
   Start({.watchers = 1});
   v1::WatchRequest request;
   request.set_job_id("j");
   request.set_keys(true);
   auto first = std::make_shared<FakeWatch>(), second = std::make_shared<FakeWatch>();
-  engine_->WatchOpen(first, request);
-  engine_->WatchOpen(second, request);
+  runner_->WatchOpen(first, request);
+  runner_->WatchOpen(second, request);
   EXPECT_FALSE(first->closed.has_value());
   ASSERT_TRUE(second->closed.has_value());
   EXPECT_EQ(rpc::GetReason(*second->closed), v1::ERROR_REASON_OVERLOADED);
-  engine_->WatchClosed(second);
-  engine_->WatchClosed(first);
+  runner_->WatchClosed(second);
+  runner_->WatchClosed(first);
   auto third = std::make_shared<FakeWatch>();
-  engine_->WatchOpen(third, request);
+  runner_->WatchOpen(third, request);
   EXPECT_FALSE(third->closed.has_value());
-  engine_->WatchClosed(third);
+  runner_->WatchClosed(third);
 }
 
-TEST_F(EngineTest, FrameAfterStop_EndsItsStream) {
+TEST_F(CoreRunnerTest, FrameAfterStop_EndsItsStream) {
   Start({});
   const auto link = Attach();
-  engine_->Stop();
+  runner_->Stop();
   ASSERT_TRUE(link->closed().has_value());
   EXPECT_TRUE(link->frames.back().has_goodbye());
   const auto late = std::make_shared<FakeLink>();
@@ -627,8 +644,8 @@ class SnapshotTest : public ::testing::Test {
  protected:
   // What somebody who asks for a snapshot is told.
   struct Asked {
-    explicit Asked(Engine* engine) {
-      engine->Snapshot([this](absl::StatusOr<uint64_t> told) {
+    explicit Asked(CoreRunner* runner) {
+      runner->Snapshot([this](absl::StatusOr<uint64_t> told) {
         result = std::move(told);
         answered.Notify();
       });
@@ -643,18 +660,18 @@ class SnapshotTest : public ::testing::Test {
 
   SnapshotTest()
       : journal_(new SlowSnapshots),
-        engine_({.core = {}, .limits = {}}, std::unique_ptr<Journal>(journal_)) {
-    EXPECT_TRUE(engine_.Start().ok());
+        runner_({.core = {}, .limits = {}}, std::unique_ptr<Journal>(journal_)) {
+    EXPECT_TRUE(runner_.Start().ok());
   }
 
   SlowSnapshots* const journal_;
-  Engine engine_;
+  CoreRunner runner_;
 };
 
 TEST_F(SnapshotTest, OneIsWrittenAtATime) {
-  Asked first(&engine_);
+  Asked first(&runner_);
   journal_->asked.WaitForNotification();
-  Asked second(&engine_);
+  Asked second(&runner_);
   EXPECT_EQ(rpc::GetReason(second.Wait()), v1::ERROR_REASON_OVERLOADED);
   EXPECT_FALSE(first.answered.HasBeenNotified());
   journal_->Finish(absl::OkStatus());
@@ -662,21 +679,21 @@ TEST_F(SnapshotTest, OneIsWrittenAtATime) {
 }
 
 TEST_F(SnapshotTest, JournalThatFails_AnswersWhoWaitsAndRefusesTheNext) {
-  Asked first(&engine_);
+  Asked first(&runner_);
   journal_->asked.WaitForNotification();
   journal_->Fail();
   EXPECT_EQ(rpc::GetReason(first.Wait()), v1::ERROR_REASON_JOURNAL_FAILED);
-  Asked second(&engine_);
+  Asked second(&runner_);
   EXPECT_EQ(rpc::GetReason(second.Wait()), v1::ERROR_REASON_JOURNAL_FAILED);
   journal_->Finish(absl::DataLossError("I/O error"));
 }
 
 TEST_F(SnapshotTest, Stop_AnswersWhoWaits) {
-  Asked first(&engine_);
+  Asked first(&runner_);
   journal_->asked.WaitForNotification();
-  engine_.Stop();
+  runner_.Stop();
   EXPECT_EQ(rpc::GetReason(first.Wait()), v1::ERROR_REASON_STOPPING);
-  Asked second(&engine_);
+  Asked second(&runner_);
   EXPECT_EQ(rpc::GetReason(second.Wait()), v1::ERROR_REASON_STOPPING);
 }
 
@@ -684,7 +701,7 @@ class WrittenSnapshotTest : public SnapshotTest {
  protected:
   v1::OpResult Call(const v1::Op& op) {
     FakeSink sink;
-    engine_.Call(engine_.NewCallId(), std::make_unique<v1::Op>(op), 0, Borrowed(&sink));
+    runner_.Call(runner_.NewCallId(), std::make_unique<v1::Op>(op), 0, Borrowed(&sink));
     sink.answered.WaitForNotification();
     return sink.answer->Parse();
   }
@@ -705,7 +722,7 @@ class WrittenSnapshotTest : public SnapshotTest {
 
 TEST_F(WrittenSnapshotTest, IsBuiltBesideTheCore_AndOfTheCoreOnlyIfTheJournalIsDamaged) {
   ASSERT_TRUE(Call(JoinAlone()).has_join());
-  Asked asked(&engine_);
+  Asked asked(&runner_);
   journal_->asked.WaitForNotification();
   ASSERT_TRUE(journal_->replica->NeedsHistory());
   for (const auto& [revision, record] : journal_->records)
@@ -722,17 +739,17 @@ TEST_F(WrittenSnapshotTest, IsBuiltBesideTheCore_AndOfTheCoreOnlyIfTheJournalIsD
   journal_->Finish(absl::OkStatus());
   EXPECT_TRUE(asked.Wait().ok()) << asked.result.status();
   EXPECT_EQ(*asked.result, built.revision());
-  EXPECT_EQ(engine_.snapshot_failures(), 1u);
-  EXPECT_TRUE(engine_.snapshot_ok());
+  EXPECT_EQ(runner_.snapshot_failures(), 1u);
+  EXPECT_TRUE(runner_.snapshot_ok());
 }
 
 // Answers a call by making the next one, as clients do that never pause.
 class ChainSink final : public CallSink {
  public:
-  ChainSink(Engine* engine, v1::Op op, int calls)
-      : engine_(engine), op_(std::move(op)), left_(calls) {}
+  ChainSink(CoreRunner* runner, v1::Op op, int calls)
+      : runner_(runner), op_(std::move(op)), left_(calls) {}
   void Next() {
-    engine_->Call(engine_->NewCallId(), std::make_unique<v1::Op>(op_), 0, Borrowed(this));
+    runner_->Call(runner_->NewCallId(), std::make_unique<v1::Op>(op_), 0, Borrowed(this));
   }
   void OnAnswer(const std::shared_ptr<const Answer>&) override {
     if (--left_ > 0) {
@@ -745,15 +762,15 @@ class ChainSink final : public CallSink {
   Notification done;
 
  private:
-  Engine* const engine_;
+  CoreRunner* const runner_;
   const v1::Op op_;
   std::atomic<int> left_;
 };
 
-TEST_F(EngineTest, WhoBringsACallWhileOthersNeverPause_IsLetGoAfterAWhile) {
+TEST_F(CoreRunnerTest, WhoBringsACallWhileOthersNeverPause_IsLetGoAfterAWhile) {
   Start({});
   // Each answer, on the thread that applies, brings the next call: there is always one more.
-  ChainSink chain(engine_.get(), Get("k"), 100'000);
+  ChainSink chain(runner_.get(), Get("k"), 100'000);
   chain.Next();
   EXPECT_GT(chain.left(), 1'000) << "the caller of the first applied those of all others";
   chain.done.WaitForNotification();
@@ -811,18 +828,18 @@ class HandedJournal final : public Journal {
   bool held_ = false;
 };
 
-TEST_F(EngineTest, CopyMarkedAsRestored_EndsItsGenerationsOnce) {
+TEST_F(CoreRunnerTest, CopyMarkedAsRestored_EndsItsGenerationsOnce) {
   HandedJournal::Records records;
   // Starts on what the one before has written; returns the generation of "j".
   const auto run = [&](uint64_t term, uint64_t restored, const v1::Op& op, FakeSink* sink) {
     auto owned = std::make_unique<HandedJournal>(records, term, restored);
     HandedJournal* const journal = owned.get();
-    engine_ = std::make_unique<Engine>(Engine::Options{}, std::move(owned));
-    EXPECT_TRUE(engine_->Start().ok());
+    runner_ = std::make_unique<CoreRunner>(CoreRunner::Options{}, std::move(owned));
+    EXPECT_TRUE(runner_->Start().ok());
     Call(op, sink);
     uint64_t generation = 0;
     Notification done;
-    engine_->WithCore([&](Core* core) {
+    runner_->WithCore([&](Core* core) {
       v1::StatusReply status;
       core->FillStatus(&status);
       generation = status.jobs(0).generation();
@@ -830,7 +847,7 @@ TEST_F(EngineTest, CopyMarkedAsRestored_EndsItsGenerationsOnce) {
       done.Notify();
     });
     done.WaitForNotification();
-    engine_->Stop();
+    runner_->Stop();
     records = journal->records();
     return generation;
   };
@@ -842,16 +859,16 @@ TEST_F(EngineTest, CopyMarkedAsRestored_EndsItsGenerationsOnce) {
   EXPECT_EQ(run(70001, 69999, Put("k", "v"), &again), 65537u) << "it has taken note of it";
 }
 
-TEST_F(EngineTest, TermBeyondTheLast_IsRefused) {
-  Engine engine(Engine::Options{},
-                std::make_unique<HandedJournal>(HandedJournal::Records(), Core::kMaxTerm + 1));
-  const absl::Status status = engine.Start();
+TEST_F(CoreRunnerTest, TermBeyondTheLast_IsRefused) {
+  CoreRunner runner(CoreRunner::Options{},
+                    std::make_unique<HandedJournal>(HandedJournal::Records(), Core::kMaxTerm + 1));
+  const absl::Status status = runner.Start();
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_THAT(std::string(status.message()), ::testing::HasSubstr("empty directory"));
 }
 
-TEST_F(EngineTest, AnswerLargerThanAMessage_SaysWhetherItWasDone) {
-  Engine::Limits limits;
+TEST_F(CoreRunnerTest, AnswerLargerThanAMessage_SaysWhetherItWasDone) {
+  CoreRunner::Limits limits;
   limits.answer_bytes = 10000;
   Start(limits);
   PutNow("large", std::string(20000, 'x'));
@@ -886,8 +903,8 @@ TEST_F(EngineTest, AnswerLargerThanAMessage_SaysWhetherItWasDone) {
   EXPECT_EQ(kv.mod_revision(), revision);
 }
 
-TEST_F(EngineTest, ErrorLargerThanAMessage_KeepsItsReasonAndSaysLess) {
-  Engine::Limits limits;
+TEST_F(CoreRunnerTest, ErrorLargerThanAMessage_KeepsItsReasonAndSaysLess) {
+  CoreRunner::Limits limits;
   limits.answer_bytes = 10000;
   Start(limits);
   constexpr int kWorkers = 100;
@@ -925,7 +942,7 @@ TEST_F(EngineTest, ErrorLargerThanAMessage_KeepsItsReasonAndSaysLess) {
   EXPECT_LE(waiting.answer->bytes().size(), limits.answer_bytes);
 }
 
-TEST_F(EngineTest, Events_OfOneJob_LookAtItsWatchersOnly) {
+TEST_F(CoreRunnerTest, Events_OfOneJob_LookAtItsWatchersOnly) {
   Start({});
   constexpr int kOthers = 200;
   std::vector<std::shared_ptr<FakeWatch>> watches;
@@ -938,25 +955,25 @@ TEST_F(EngineTest, Events_OfOneJob_LookAtItsWatchersOnly) {
     request.set_job_id(absl::StrCat("other", i));
     request.set_keys(true);
     watches.push_back(std::make_shared<FakeWatch>());
-    engine_->WatchOpen(watches.back(), request);
+    runner_->WatchOpen(watches.back(), request);
   }
   v1::WatchRequest request;
   request.set_job_id("j");
   request.set_keys(true);
   auto watch = std::make_shared<FakeWatch>();
-  engine_->WatchOpen(watch, request);
-  engine_->WatchWritable(watch);
-  const uint64_t before = engine_->watchers_visited();
+  runner_->WatchOpen(watch, request);
+  runner_->WatchWritable(watch);
+  const uint64_t before = runner_->watchers_visited();
   for (int i = 0; i < 10; ++i) PutNow("k", absl::StrCat(i));
-  EXPECT_EQ(engine_->watchers_visited() - before, 10u);
+  EXPECT_EQ(runner_->watchers_visited() - before, 10u);
   EXPECT_EQ(watch->batches.size(), 2u)
       << "the first says from where it sees, the next waits for it";
-  engine_->WatchClosed(watch);
-  const uint64_t closed = engine_->watchers_visited();
+  runner_->WatchClosed(watch);
+  const uint64_t closed = runner_->watchers_visited();
   PutNow("k", "v");
-  EXPECT_EQ(engine_->watchers_visited(), closed);
-  EXPECT_EQ(engine_->watchers(), static_cast<uint64_t>(kOthers));
-  for (const auto& other : watches) engine_->WatchClosed(other);
+  EXPECT_EQ(runner_->watchers_visited(), closed);
+  EXPECT_EQ(runner_->watchers(), static_cast<uint64_t>(kOthers));
+  for (const auto& other : watches) runner_->WatchClosed(other);
 }
 
 // Told on any thread.
@@ -981,11 +998,11 @@ class WaitingWatch final : public WatchLink {
   std::vector<v1::WatchBatch> batches_ ABSL_GUARDED_BY(mu_);
 };
 
-TEST_F(EngineTest, Watcher_SeesWhatIsDurableWhenItIs) {
+TEST_F(CoreRunnerTest, Watcher_SeesWhatIsDurableWhenItIs) {
   auto owned = std::make_unique<HandedJournal>();
   HandedJournal* const journal = owned.get();
-  engine_ = std::make_unique<Engine>(Engine::Options{}, std::move(owned));
-  ASSERT_TRUE(engine_->Start().ok());
+  runner_ = std::make_unique<CoreRunner>(CoreRunner::Options{}, std::move(owned));
+  ASSERT_TRUE(runner_->Start().ok());
   FakeSink sink;
   Call(JoinAlone(), &sink);
   generation_ = 1;
@@ -993,8 +1010,8 @@ TEST_F(EngineTest, Watcher_SeesWhatIsDurableWhenItIs) {
   request.set_job_id("j");
   request.set_keys(true);
   auto early = std::make_shared<WaitingWatch>();
-  engine_->WatchOpen(early, request);
-  engine_->WatchWritable(early);
+  runner_->WatchOpen(early, request);
+  runner_->WatchWritable(early);
   journal->Hold();
   v1::Op put = Put("k", "v");
   put.mutable_txn()->mutable_then(0)->mutable_put()->set_klass(v1::KV_CLASS_DURABLE);
@@ -1004,17 +1021,17 @@ TEST_F(EngineTest, Watcher_SeesWhatIsDurableWhenItIs) {
   // One that comes while it is on its way to the disk.
   auto late = std::make_shared<WaitingWatch>();
   request.set_from_revision(from);
-  engine_->WatchOpen(late, request);
-  engine_->WatchWritable(late);
+  runner_->WatchOpen(late, request);
+  runner_->WatchWritable(late);
   EXPECT_EQ(late->Batch(0).events_size(), 0);
   EXPECT_FALSE(written.answered.HasBeenNotified());
-  engine_->WithCore([journal](Core*) { journal->Release(); });
+  runner_->WithCore([journal](Core*) { journal->Release(); });
   for (const auto& watch : {early, late}) {
     EXPECT_EQ(watch->Batch(1).events(0).put().value(), "v");
   }
   written.answered.WaitForNotification();
-  engine_->WatchClosed(early);
-  engine_->WatchClosed(late);
+  runner_->WatchClosed(early);
+  runner_->WatchClosed(late);
 }
 
 }  // namespace

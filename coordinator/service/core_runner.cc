@@ -1,4 +1,4 @@
-#include "coordinator/service/engine.h"
+#include "coordinator/service/core_runner.h"
 
 #include <grpcpp/support/byte_buffer.h>
 #include <grpcpp/support/slice.h>
@@ -194,7 +194,7 @@ class WholeState final : public Replica {
 
 }  // namespace
 
-struct Engine::Session final : public FrameSource {
+struct CoreRunner::Session final : public FrameSource {
   Session(const v1::Hello& hello, size_t unsent_bytes)
       : node(hello.node()),
         pause_bytes(unsent_bytes),
@@ -244,7 +244,7 @@ struct Engine::Session final : public FrameSource {
   std::shared_ptr<AgentLink> paused ABSL_GUARDED_BY(mu);  // is read from when there is room again
 };
 
-struct Engine::Writes {
+struct CoreRunner::Writes {
   explicit Writes(std::vector<std::shared_ptr<Session>> list) : sessions(std::move(list)) {}
   // Until all are done or taken by the other.
   void Work() {
@@ -257,7 +257,7 @@ struct Engine::Writes {
   std::atomic<size_t> next{0};
 };
 
-Engine::Engine(const Options& options, std::unique_ptr<Journal> journal)
+CoreRunner::CoreRunner(const Options& options, std::unique_ptr<Journal> journal)
     : options_(options),
       journal_(std::move(journal)),
       journal_failed_(ErrorAnswer(
@@ -289,9 +289,9 @@ Engine::Engine(const Options& options, std::unique_ptr<Journal> journal)
         return core;
       }()) {}
 
-Engine::~Engine() { Stop(); }
+CoreRunner::~CoreRunner() { Stop(); }
 
-absl::Status Engine::Start() {
+absl::Status CoreRunner::Start() {
   uint64_t records = 0;
   const absl::Time start = absl::Now();
   MUSTER_RETURN_IF_ERROR(
@@ -353,12 +353,12 @@ absl::Status Engine::Start() {
   return absl::OkStatus();
 }
 
-void Engine::SetEndsForGood(const std::string& why) {
+void CoreRunner::SetEndsForGood(const std::string& why) {
   MutexLock lock(&mu_);
   ends_for_good_ = why;
 }
 
-void Engine::Stop() {
+void CoreRunner::Stop() {
   {
     MutexLock lock(&mu_);
     stop_ = true;
@@ -376,7 +376,7 @@ void Engine::Stop() {
   ended_ = true;
 }
 
-bool Engine::Post(Task&& task, By by) {
+bool CoreRunner::Post(Task&& task, By by) {
   {
     MutexLock lock(&mu_);
     if (ended_) return false;
@@ -397,7 +397,7 @@ bool Engine::Post(Task&& task, By by) {
   return true;
 }
 
-void Engine::ApplyAll() {
+void CoreRunner::ApplyAll() {
   applier_ = std::this_thread::get_id();
   std::vector<Task> tasks;
   bool wake = false;
@@ -422,7 +422,7 @@ void Engine::ApplyAll() {
   if (wake) wake_.SignalAll();
 }
 
-void Engine::ApplyBatch(std::vector<Task>& tasks) {
+void CoreRunner::ApplyBatch(std::vector<Task>& tasks) {
   events_.fetch_add(tasks.size(), std::memory_order_relaxed);
   const absl::Time now = options_.clock->Now();
   if (!stopped_ && core_.NextDeadline() <= now) {
@@ -437,13 +437,13 @@ void Engine::ApplyBatch(std::vector<Task>& tasks) {
   ServeWatchers();
 }
 
-absl::Time Engine::NextDeadline() const {
+absl::Time CoreRunner::NextDeadline() const {
   if (stopped_) return absl::InfiniteFuture();
   const absl::Time core = core_.NextDeadline();
   return expiring_.empty() ? core : std::min(core, expiring_.begin()->first);
 }
 
-bool Engine::SnapshotDue() const {
+bool CoreRunner::SnapshotDue() const {
   if (snapshot_running_ || stopped_ || !journal_status_.ok()) return false;
   if (snapshot_done_ != nullptr || snapshot_of_core_) return true;
   // Of a large state one is written later, by half of its bytes, so that it does not cost more and
@@ -460,7 +460,7 @@ bool Engine::SnapshotDue() const {
 // give it back. To ask how much it is costs a walk over all free pieces, tens of milliseconds with
 // 100,000 workers: a few times after a burst, since agents let go of answers later, and not while
 // only beats come.
-void Engine::MaybeTrim(absl::Time now) {
+void CoreRunner::MaybeTrim(absl::Time now) {
   if (now < last_trim_ + kTrimPeriod) return;
   if (passed_bytes_.load(std::memory_order_relaxed) >= kTrimBytes) {
     passed_bytes_ = 0;
@@ -473,7 +473,7 @@ void Engine::MaybeTrim(absl::Time now) {
   if (info.fordblks > kTrimBytes) malloc_trim(0);
 }
 
-void Engine::Run() {
+void CoreRunner::Run() {
   std::vector<Task> nothing;
   mu_.Lock();
   while (true) {
@@ -524,7 +524,7 @@ void Engine::Run() {
   }
 }
 
-void Engine::Drain() {
+void CoreRunner::Drain() {
   // A memory journal tells of progress inside Append, which only moves durable_revision_.
   for (Record& record : out_.records) {
     backlog_.emplace_back(record.revision, record.payload.size());
@@ -578,7 +578,7 @@ void Engine::Drain() {
   }
 }
 
-void Engine::Deliver(CallId id, std::shared_ptr<const Answer> answer) {
+void CoreRunner::Deliver(CallId id, std::shared_ptr<const Answer> answer) {
   const auto it = calls_.find(id);
   if (it == calls_.end()) return;  // abandoned
   if (const size_t bytes = answer->bytes().size(); bytes > options_.limits.answer_bytes) {
@@ -629,13 +629,13 @@ void Engine::Deliver(CallId id, std::shared_ptr<const Answer> answer) {
   MarkDirty(call.session);
 }
 
-void Engine::Close(const OpenCall& call) {
+void CoreRunner::Close(const OpenCall& call) {
   open_calls_.fetch_sub(1, std::memory_order_relaxed);
   held_bytes_[call.session != nullptr ? 1 : 0].fetch_sub(call.bytes, std::memory_order_relaxed);
   if (call.session != nullptr) call.session->held_bytes -= call.bytes;
 }
 
-void Engine::Direct(const NodeDirective& directive) {
+void CoreRunner::Direct(const NodeDirective& directive) {
   const auto it = sessions_.find(directive.node);
   if (it == sessions_.end()) return;
   MUSTER_FAILPOINT("engine.directive");
@@ -646,7 +646,7 @@ void Engine::Direct(const NodeDirective& directive) {
   MarkDirty(it->second);
 }
 
-void Engine::ReleaseDurable() {
+void CoreRunner::ReleaseDurable() {
   MUSTER_FAILPOINT("engine.release");
   while (!held_replies_.empty() && held_replies_.begin()->first <= durable_revision_) {
     const Reply reply = std::move(held_replies_.begin()->second);
@@ -660,7 +660,7 @@ void Engine::ReleaseDurable() {
   }
 }
 
-void Engine::DoProgress(const Journal::Progress& progress) {
+void CoreRunner::DoProgress(const Journal::Progress& progress) {
   if (progress.durable_revision > durable_revision_) {
     durable_revision_ = progress.durable_revision;
   }
@@ -693,13 +693,13 @@ void Engine::DoProgress(const Journal::Progress& progress) {
   }
 }
 
-void Engine::MarkDirty(const std::shared_ptr<Session>& session) {
+void CoreRunner::MarkDirty(const std::shared_ptr<Session>& session) {
   if (session->dirty) return;
   session->dirty = true;
   dirty_.push_back(session);
 }
 
-bool Engine::FlushSessions() {
+bool CoreRunner::FlushSessions() {
   bool ended = false;
   std::vector<std::shared_ptr<Session>> writable;
   writable.reserve(dirty_.size());
@@ -743,7 +743,7 @@ bool Engine::FlushSessions() {
   return ended;
 }
 
-void Engine::WriteAll(std::vector<std::shared_ptr<Session>> sessions) {
+void CoreRunner::WriteAll(std::vector<std::shared_ptr<Session>> sessions) {
   if (sessions.size() < kManyWrites) {
     for (const auto& session : sessions) session->Writable();
     return;
@@ -757,7 +757,7 @@ void Engine::WriteAll(std::vector<std::shared_ptr<Session>> sessions) {
   writes->Work();
 }
 
-void Engine::RunWriter() {
+void CoreRunner::RunWriter() {
   while (true) {
     std::shared_ptr<Writes> writes;
     {
@@ -770,17 +770,17 @@ void Engine::RunWriter() {
   }
 }
 
-bool Engine::MayBeHeld(const v1::Op& op) {
+bool CoreRunner::MayBeHeld(const v1::Op& op) {
   return op.has_join() || op.has_arrive() || op.has_arrive_many() || op.has_wait() ||
          op.has_agree_alive();
 }
 
-size_t Engine::HeldBytes(const v1::Op& op, size_t bytes) {
+size_t CoreRunner::HeldBytes(const v1::Op& op, size_t bytes) {
   return bytes + (op.has_wait() ? kBytesOfKey * static_cast<size_t>(op.wait().keys_size()) : 0);
 }
 
-void Engine::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes,
-                  std::shared_ptr<CallSink> sink) {
+void CoreRunner::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes,
+                      std::shared_ptr<CallSink> sink) {
   if (queued_bytes_.fetch_add(bytes) + bytes > options_.limits.queued_bytes) {
     queued_bytes_.fetch_sub(bytes);
     overloaded_.fetch_add(1, std::memory_order_relaxed);
@@ -794,8 +794,8 @@ void Engine::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes,
   if (!posted) sink->OnAnswer(stopping_answer_);
 }
 
-std::shared_ptr<const Answer> Engine::Refusal(const v1::Op& op, const Session* session,
-                                              size_t bytes) {
+std::shared_ptr<const Answer> CoreRunner::Refusal(const v1::Op& op, const Session* session,
+                                                  size_t bytes) {
   const bool needs_journal = Core::NeedsJournal(op);
   if (needs_journal && !journal_status_.ok()) return journal_failed_;
   const Limits& limits = options_.limits;
@@ -819,7 +819,7 @@ std::shared_ptr<const Answer> Engine::Refusal(const v1::Op& op, const Session* s
   return refusal;
 }
 
-void Engine::DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCall call) {
+void CoreRunner::DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCall call) {
   const Session* const session = call.session.get();
   const absl::Time now = options_.clock->Now();
   call.kind = op.kind_case();
@@ -847,7 +847,7 @@ void Engine::DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCal
   }
 }
 
-void Engine::Abandon(CallId id) {
+void CoreRunner::Abandon(CallId id) {
   Post([this, id] {
     if (!calls_.contains(id)) return;
     MUSTER_FAILPOINT("engine.abandon");
@@ -856,8 +856,8 @@ void Engine::Abandon(CallId id) {
   });
 }
 
-void Engine::AgentFrame(const std::shared_ptr<AgentLink>& link,
-                        std::shared_ptr<const v1::AgentFrame> frame, size_t bytes) {
+void CoreRunner::AgentFrame(const std::shared_ptr<AgentLink>& link,
+                            std::shared_ptr<const v1::AgentFrame> frame, size_t bytes) {
   const bool posted = Post([this, link, frame = std::move(frame), bytes] {
     if (stopped_) {
       link->Close(StoppingStatus());
@@ -870,8 +870,8 @@ void Engine::AgentFrame(const std::shared_ptr<AgentLink>& link,
   if (!posted) link->Close(StoppingStatus());
 }
 
-void Engine::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFrame& frame,
-                     size_t bytes) {
+void CoreRunner::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFrame& frame,
+                         size_t bytes) {
   const auto it = links_.find(link.get());
   if (it == links_.end()) {
     if (frame.has_hello()) {
@@ -925,7 +925,7 @@ void Engine::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFram
   }
 }
 
-void Engine::DoHello(const std::shared_ptr<AgentLink>& link, const v1::Hello& hello) {
+void CoreRunner::DoHello(const std::shared_ptr<AgentLink>& link, const v1::Hello& hello) {
   MUSTER_FAILPOINT("engine.hello");
   if (hello.node().empty() || hello.node().size() > 256) {
     link->Close(rpc::ErrorWithReason(absl::StatusCode::kInvalidArgument,
@@ -983,11 +983,11 @@ void Engine::DoHello(const std::shared_ptr<AgentLink>& link, const v1::Hello& he
   core_.AttachAgent(session->node, hello, options_.clock->Now(), &out_);
 }
 
-void Engine::AgentClosed(const std::shared_ptr<AgentLink>& link) {
+void CoreRunner::AgentClosed(const std::shared_ptr<AgentLink>& link) {
   Post([this, link] { DoClosed(link); });
 }
 
-void Engine::DoClosed(const std::shared_ptr<AgentLink>& link) {
+void CoreRunner::DoClosed(const std::shared_ptr<AgentLink>& link) {
   const auto it = links_.find(link.get());
   if (it == links_.end()) return;
   const std::shared_ptr<Session> session = std::move(it->second);
@@ -1001,7 +1001,7 @@ void Engine::DoClosed(const std::shared_ptr<AgentLink>& link) {
   expiring_.emplace(session->expires, session);
 }
 
-void Engine::CheckSessions(absl::Time now) {
+void CoreRunner::CheckSessions(absl::Time now) {
   while (!expiring_.empty() && expiring_.begin()->first <= now) {
     const std::shared_ptr<Session> session = expiring_.begin()->second.lock();
     expiring_.erase(expiring_.begin());
@@ -1009,7 +1009,7 @@ void Engine::CheckSessions(absl::Time now) {
   }
 }
 
-void Engine::EndSession(const std::shared_ptr<Session>& session) {
+void CoreRunner::EndSession(const std::shared_ptr<Session>& session) {
   if (session->ended) return;
   session->ended = true;
   MUSTER_FAILPOINT("engine.session_end");
@@ -1030,7 +1030,7 @@ void Engine::EndSession(const std::shared_ptr<Session>& session) {
   core_.DetachAgent(session->node, now, &out_);
 }
 
-void Engine::WatchOpen(std::shared_ptr<WatchLink> link, v1::WatchRequest request) {
+void CoreRunner::WatchOpen(std::shared_ptr<WatchLink> link, v1::WatchRequest request) {
   const bool posted = Post([this, link, request = std::move(request)]() mutable {
     if (stopped_) {
       link->Close(StoppingStatus());
@@ -1058,7 +1058,7 @@ void Engine::WatchOpen(std::shared_ptr<WatchLink> link, v1::WatchRequest request
   if (!posted) link->Close(StoppingStatus());
 }
 
-void Engine::WatchWritable(const std::shared_ptr<WatchLink>& link) {
+void CoreRunner::WatchWritable(const std::shared_ptr<WatchLink>& link) {
   Post([this, link] {
     const auto it = watchers_.find(link.get());
     if (it == watchers_.end()) return;
@@ -1067,11 +1067,11 @@ void Engine::WatchWritable(const std::shared_ptr<WatchLink>& link) {
   });
 }
 
-void Engine::WatchClosed(const std::shared_ptr<WatchLink>& link) {
+void CoreRunner::WatchClosed(const std::shared_ptr<WatchLink>& link) {
   Post([this, link] { ForgetWatcher(link.get()); });
 }
 
-void Engine::ForgetWatcher(WatchLink* link) {
+void CoreRunner::ForgetWatcher(WatchLink* link) {
   const auto it = watchers_.find(link);
   if (it == watchers_.end()) return;
   const auto of = watchers_of_.find(it->second.request.job_id());
@@ -1081,14 +1081,14 @@ void Engine::ForgetWatcher(WatchLink* link) {
   watcher_count_.store(watchers_.size(), std::memory_order_relaxed);
 }
 
-void Engine::WatchersOf(const std::string& job_id) {
+void CoreRunner::WatchersOf(const std::string& job_id) {
   if (!watchers_of_.contains(job_id)) return;
   changed_jobs_.push_back(job_id);
   const uint64_t revision = core_.last_record_revision();
   if (revision > durable_revision_) undurable_jobs_.emplace(revision, job_id);
 }
 
-void Engine::DoWatch(Watcher& watcher) {
+void CoreRunner::DoWatch(Watcher& watcher) {
   if (watcher.writing || stopped_) return;
   v1::WatchBatch batch;
   const std::optional<v1::OpError> error =
@@ -1124,7 +1124,7 @@ void Engine::DoWatch(Watcher& watcher) {
   watcher.link->Write(std::move(batch));
 }
 
-void Engine::ServeWatchers() {
+void CoreRunner::ServeWatchers() {
   if (changed_jobs_.empty()) return;
   std::sort(changed_jobs_.begin(), changed_jobs_.end());
   changed_jobs_.erase(std::unique(changed_jobs_.begin(), changed_jobs_.end()), changed_jobs_.end());
@@ -1137,7 +1137,7 @@ void Engine::ServeWatchers() {
   changed_jobs_.clear();
 }
 
-void Engine::Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
+void CoreRunner::Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
   // Only noted here: the thread writes it, so that nobody who brings events is held by it.
   const bool posted = Post(
       [this, done] {
@@ -1156,11 +1156,11 @@ void Engine::Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
   if (!posted) done(StoppingStatus());
 }
 
-void Engine::AnswerSnapshot(const absl::StatusOr<uint64_t>& result) {
+void CoreRunner::AnswerSnapshot(const absl::StatusOr<uint64_t>& result) {
   if (const auto done = std::exchange(snapshot_done_, nullptr)) done(result);
 }
 
-void Engine::TakeSnapshot() {
+void CoreRunner::TakeSnapshot() {
   MUSTER_FAILPOINT("engine.snapshot");
   const uint64_t revision = core_.last_record_revision();
   std::unique_ptr<Replica> replica;
@@ -1198,7 +1198,7 @@ void Engine::TakeSnapshot() {
   MUSTER_FAILPOINT("engine.snapshot_queued");
 }
 
-void Engine::SnapshotDone(const absl::Status& status) {
+void CoreRunner::SnapshotDone(const absl::Status& status) {
   // The replica that it was built with is free: what of it the allocator keeps is given back.
   passed_bytes_.fetch_add(kTrimBytes, std::memory_order_relaxed);
   snapshot_ok_ = status.ok();
@@ -1212,7 +1212,7 @@ void Engine::SnapshotDone(const absl::Status& status) {
                                            std::max<uint64_t>(1, options_.snapshot_records / 8);
 }
 
-void Engine::CaughtUp(absl::Time asked) {
+void CoreRunner::CaughtUp(absl::Time asked) {
   Post(
       [this, asked] {
         catching_up_ = false;
@@ -1221,13 +1221,13 @@ void Engine::CaughtUp(absl::Time asked) {
       By::kThread);
 }
 
-void Engine::WithCore(absl::AnyInvocable<void(Core*)> task) {
+void CoreRunner::WithCore(absl::AnyInvocable<void(Core*)> task) {
   auto shared = std::make_shared<absl::AnyInvocable<void(Core*)>>(std::move(task));
   const bool posted = Post([this, shared] { (*shared)(stopped_ ? nullptr : &core_); }, By::kThread);
   if (!posted) (*shared)(nullptr);
 }
 
-void Engine::StopAll() {
+void CoreRunner::StopAll() {
   if (stopped_) return;
   stopped_ = true;
   MUSTER_FAILPOINT("engine.stopping");
@@ -1246,19 +1246,14 @@ void Engine::StopAll() {
   }
   *goodbye.mutable_goodbye()->mutable_retry_after() = ToProto(absl::Milliseconds(50));
   std::vector<std::shared_ptr<AgentLink>> open;
-  for (const auto& entry : sessions_) {
-    const auto& session =
-        entry.second;  // named, because a lambda cannot capture a binding (clang 14)
+  for (const auto& [node, session] : sessions_) {
     MutexLock lock(&session->mu);
     if (session->link == nullptr) continue;
-    session->agent.outbox().AddFirst(goodbye);
-    session->link->TryWrite([&]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-      return rpc::ToByteBuffer(session->agent.outbox().Next());
-    });
     open.push_back(std::move(session->link));
     session->link = nullptr;
   }
-  for (const auto& link : open) link->Close(StoppingStatus());
+  const grpc::Slice last(goodbye.SerializeAsString());
+  for (const auto& link : open) link->CloseAfter(grpc::ByteBuffer(&last, 1), StoppingStatus());
   for (const auto& [raw, watcher] : watchers_) watcher.link->Close(StoppingStatus());
   links_.clear();
   sessions_.clear();

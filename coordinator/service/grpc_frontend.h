@@ -1,5 +1,5 @@
-#ifndef MUSTER_COORDINATOR_SERVICE_FRONT_H_
-#define MUSTER_COORDINATOR_SERVICE_FRONT_H_
+#ifndef MUSTER_COORDINATOR_SERVICE_GRPC_FRONTEND_H_
+#define MUSTER_COORDINATOR_SERVICE_GRPC_FRONTEND_H_
 
 #include <grpcpp/alarm.h>
 #include <grpcpp/generic/async_generic_service.h>
@@ -25,7 +25,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "base/mutex.h"
-#include "coordinator/service/engine.h"
+#include "coordinator/service/core_runner.h"
 #include "coordinator/service/rpc_metrics.h"
 
 namespace muster::coordinator {
@@ -38,8 +38,8 @@ struct CallerQuota {
   size_t calls;    // calls and streams
   size_t streams;  // of these, agents' streams and watches
   size_t silent;   // of these, calls and streams that have sent nothing yet
-  // Of the requests of calls that wait for their answer; small ones (Engine::kSmallCall) may go to
-  // twice as much.
+  // Of the requests of calls that wait for their answer; small ones (CoreRunner::kSmallCall) may go
+  // to twice as much.
   size_t held_bytes;
 };
 
@@ -60,7 +60,7 @@ class RpcHandler {
 
 // The transport's half of a call: gRPC's, or that of a test. What a Start... begins ends with an
 // event, which may come after any other, also after kGone (the caller went away or knows the end).
-// Deleted by the front once kGone has come and everything begun has ended.
+// Deleted by the frontend once kGone has come and everything begun has ended.
 class RpcCall {
  public:
   virtual ~RpcCall() = default;
@@ -74,7 +74,7 @@ class RpcCall {
   virtual std::string identity() const { return ""; }
 
  protected:
-  friend class Front;
+  friend class GrpcFrontend;
   virtual void StartRead(grpc::ByteBuffer* message) = 0;                  // kRead
   virtual void StartWrite(const grpc::ByteBuffer& message) = 0;           // kWritten
   virtual void StartFinish(const grpc::Status& status) = 0;               // kFinished
@@ -99,18 +99,19 @@ class RpcCall {
 };
 
 // The gRPC face of the coordinator: every method of muster.v1 and the standard health service, in
-// front of an Engine. No policy: it turns messages into operations and answers into messages.
+// frontend of an CoreRunner. No policy: it turns messages into operations and answers into
+// messages.
 //
-// All connections share one completion queue and one thread, which reads, applies (the engine lets
+// All connections share one completion queue and one thread, which reads, applies (the runner lets
 // whoever brings an event apply it) and writes. With gRPC's own callback threads the same message
 // costs twice the CPU: they hand each event to one another. So methods are not registered one by
-// one but looked up in a table (front.cc) behind a generic service.
+// one but looked up in a table (grpc_frontend.cc) behind a generic service.
 //
 // Order of use: construct; Register() with the builder; Serve() once the server runs; after
 // grpc::Server::Shutdown() has returned, Shutdown(). Thread-safe.
-class Front {
+class GrpcFrontend {
  public:
-  // For those who open calls and send nothing, whom the engine never sees.
+  // For those who open calls and send nothing, whom the runner never sees.
   struct Limits {
     // From the begin of a call or stream to its first message; then it is ended.
     absl::Duration first_message = absl::Seconds(30);
@@ -129,13 +130,13 @@ class Front {
         .calls = 1 << 18, .streams = 1 << 15, .silent = 1 << 13, .held_bytes = 64 << 20};
   };
 
-  // `engine` and `metrics` outlive it. With a `token`, every call and stream must bring it
+  // `runner` and `metrics` outlive it. With a `token`, every call and stream must bring it
   // (rpc/token.h), except those of the health service.
-  Front(Engine* engine, RpcMetrics* metrics, absl::Time started, const Limits& limits,
-        std::string token = {});
-  ~Front();  // only after Shutdown, or before Serve
-  Front(const Front&) = delete;
-  Front& operator=(const Front&) = delete;
+  GrpcFrontend(CoreRunner* runner, RpcMetrics* metrics, absl::Time started, const Limits& limits,
+               std::string token = {});
+  ~GrpcFrontend();  // only after Shutdown, or before Serve
+  GrpcFrontend(const GrpcFrontend&) = delete;
+  GrpcFrontend& operator=(const GrpcFrontend&) = delete;
 
   void Register(grpc::ServerBuilder& builder);
   void Serve();
@@ -143,12 +144,12 @@ class Front {
   void SetServing(bool serving);
   // Ends the streams of those who watch the health, which end by nothing else.
   void EndHealthWatches();
-  // Blocks until every call has ended, and every wish for one, which the engine's Stop() and the
+  // Blocks until every call has ended, and every wish for one, which the runner's Stop() and the
   // server's Shutdown() see to. Repeatable.
   void Shutdown();
 
-  // Has everything handed to the engine that has come by now, then tells it (Engine::CaughtUp). One
-  // at a time. Thread-safe; does not block.
+  // Has everything handed to the runner that has come by now, then tells it (CoreRunner::CaughtUp).
+  // One at a time. Thread-safe; does not block.
   void CatchUp(absl::Time asked);
 
   // A call of another transport than gRPC's, which tests have, has begun: as kBegun of one of its
@@ -211,7 +212,7 @@ class Front {
   void Refuse(RpcCall* rpc, MethodMetrics* metrics, const absl::Status& status);
   void Closed();
 
-  Engine& engine_;
+  CoreRunner& runner_;
   RpcMetrics& metrics_;
   const absl::Time started_;
   const Limits limits_;
@@ -230,12 +231,13 @@ class Front {
   std::thread thread_;
   // Streams whose next read waits for the queue to have nothing at hand. Queue's thread.
   std::vector<std::shared_ptr<AgentStream>> put_off_;
-  size_t events_since_silent_ = 0;         // were looked at
-  size_t events_since_put_off_ = 0;        // since the first of them
-  std::optional<absl::Time> catching_up_;  // what Engine::CaughtUp is to be told; queue's thread
-  int empty_looks_ = 0;                    // in a row, while catching up
-  uint64_t looks_ = 0;                     // that found something, while catching up
-  bool soon_ = false;                      // whether the last event came soon; queue's thread
+  size_t events_since_silent_ = 0;   // were looked at
+  size_t events_since_put_off_ = 0;  // since the first of them
+  std::optional<absl::Time>
+      catching_up_;      // what CoreRunner::CaughtUp is to be told; queue's thread
+  int empty_looks_ = 0;  // in a row, while catching up
+  uint64_t looks_ = 0;   // that found something, while catching up
+  bool soon_ = false;    // whether the last event came soon; queue's thread
 
   // Calls of which no message has come, by the time they began. Queue's thread.
   std::list<RpcCall*> silent_;
@@ -260,4 +262,4 @@ class Front {
 
 }  // namespace muster::coordinator
 
-#endif  // MUSTER_COORDINATOR_SERVICE_FRONT_H_
+#endif  // MUSTER_COORDINATOR_SERVICE_GRPC_FRONTEND_H_

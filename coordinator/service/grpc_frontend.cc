@@ -1,4 +1,4 @@
-#include "coordinator/service/front.h"
+#include "coordinator/service/grpc_frontend.h"
 
 #include <google/protobuf/arena.h>
 #include <grpc/support/time.h>
@@ -41,7 +41,7 @@ constexpr absl::Duration kAwhile = absl::Microseconds(100);
 constexpr int kEmptyLooks = 64;
 // And so many events for all that were open, and a few for each, are all that was at hand.
 constexpr uint64_t kLooks = 4096;
-// The front whose queue this thread serves.
+// The frontend whose queue this thread serves.
 thread_local const void* serving_queue_of = nullptr;
 constexpr uintptr_t kEventMask = 7;
 
@@ -116,7 +116,7 @@ absl::Status NotAMessage(absl::string_view what) {
 
 // gRPC's own. Its address is the tag of everything that happens to it, with the event in the low
 // bits.
-class alignas(16) Front::GrpcCall final : public RpcCall {
+class alignas(16) GrpcFrontend::GrpcCall final : public RpcCall {
  public:
   const std::string& method() const override { return context_.method(); }
   std::chrono::system_clock::time_point deadline() const override { return context_.deadline(); }
@@ -160,9 +160,9 @@ class alignas(16) Front::GrpcCall final : public RpcCall {
   grpc::GenericServerAsyncReaderWriter stream_{&context_};
 };
 
-// Our half of a call. Events come one after another on the queue's thread; the engine may call from
+// Our half of a call. Events come one after another on the queue's thread; the runner may call from
 // any thread. At most one read and one write are in flight.
-class Front::Handler : public RpcHandler {
+class GrpcFrontend::Handler : public RpcHandler {
  public:
   Handler(RpcCall* rpc, MethodMetrics* metrics) : metrics_(metrics), rpc_(rpc) {
     metrics->Started();
@@ -180,7 +180,7 @@ class Front::Handler : public RpcHandler {
   virtual void OnSilent(const absl::Status& status) { Finish(status); }
 
  protected:
-  friend class Front;
+  friend class GrpcFrontend;
   void Read() {
     MutexLock lock(&mu_);
     if (done_) return;
@@ -232,14 +232,14 @@ class Front::Handler : public RpcHandler {
 
 // One row of the table of methods: how its call is made, and for those that the core answers how a
 // request becomes an Op.
-struct Front::Method {
+struct GrpcFrontend::Method {
   const char* service;
   const char* name;
   const char* type;
-  std::shared_ptr<Handler> (*handle)(Front& front, RpcCall* rpc, const Method& method,
+  std::shared_ptr<Handler> (*handle)(GrpcFrontend& frontend, RpcCall* rpc, const Method& method,
                                      MethodMetrics* metrics);
   bool (*parse)(grpc::ByteBuffer& bytes, v1::Op* op) = nullptr;
-  using Run = void (*)(Front& front, const std::shared_ptr<UnaryCall>& call,
+  using Run = void (*)(GrpcFrontend& frontend, const std::shared_ptr<UnaryCall>& call,
                        grpc::ByteBuffer& request);
   Run run = nullptr;
 
@@ -252,15 +252,15 @@ struct Front::Method {
   static constexpr Method Streaming(const char* service, const char* name, const char* type);
 };
 
-class Front::UnaryCall final : public Handler,
-                               public CallSink,
-                               public std::enable_shared_from_this<UnaryCall> {
+class GrpcFrontend::UnaryCall final : public Handler,
+                                      public CallSink,
+                                      public std::enable_shared_from_this<UnaryCall> {
  public:
-  UnaryCall(Front& front, RpcCall* rpc, const Method& method, MethodMetrics* metrics)
+  UnaryCall(GrpcFrontend& frontend, RpcCall* rpc, const Method& method, MethodMetrics* metrics)
       : Handler(rpc, metrics),
-        front_(front),
+        frontend_(frontend),
         method_(method),
-        id_(front.engine_.NewCallId()),
+        id_(frontend.runner_.NewCallId()),
         deadline_(method.service == kHealth ? absl::OkStatus() : CheckDeadline(*rpc)) {}
 
   void OnBegun() override {
@@ -276,7 +276,7 @@ class Front::UnaryCall final : public Handler,
       return;
     }
     if (method_.run != nullptr) {
-      method_.run(front_, shared_from_this(), bytes);
+      method_.run(frontend_, shared_from_this(), bytes);
       return;
     }
     const size_t size = bytes.Length();
@@ -286,20 +286,20 @@ class Front::UnaryCall final : public Handler,
       return;
     }
     bytes.Clear();
-    if (Engine::MayBeHeld(*op)) {
-      const absl::Status allowed = front_.TakeBytes(rpc(), Engine::HeldBytes(*op, size));
+    if (CoreRunner::MayBeHeld(*op)) {
+      const absl::Status allowed = frontend_.TakeBytes(rpc(), CoreRunner::HeldBytes(*op, size));
       if (!allowed.ok()) {
         Finish(allowed);
         return;
       }
     }
     calling_ = true;
-    front_.engine_.Call(id_, std::move(op), size, shared_from_this());
+    frontend_.runner_.Call(id_, std::move(op), size, shared_from_this());
   }
   void OnWritten(bool) override {}
   void OnGone() override {
     if (calling_) {
-      front_.engine_.Abandon(id_);  // answers, unless it has
+      frontend_.runner_.Abandon(id_);  // answers, unless it has
     } else {
       Finish(absl::CancelledError("the caller went away"));
     }
@@ -322,7 +322,7 @@ class Front::UnaryCall final : public Handler,
   void Done(const grpc::ByteBuffer& reply) { Finish(absl::OkStatus(), &reply); }
 
  private:
-  Front& front_;
+  GrpcFrontend& frontend_;
   const Method& method_;
   const CallId id_;
   const absl::Status deadline_;
@@ -330,12 +330,12 @@ class Front::UnaryCall final : public Handler,
 };
 
 // A watch: one request, then batches until the client goes away.
-class Front::WatchStream final : public Handler,
-                                 public WatchLink,
-                                 public std::enable_shared_from_this<WatchStream> {
+class GrpcFrontend::WatchStream final : public Handler,
+                                        public WatchLink,
+                                        public std::enable_shared_from_this<WatchStream> {
  public:
-  WatchStream(Front& front, RpcCall* rpc, const Method&, MethodMetrics* metrics)
-      : Handler(rpc, metrics), engine_(front.engine_) {}
+  WatchStream(GrpcFrontend& frontend, RpcCall* rpc, const Method&, MethodMetrics* metrics)
+      : Handler(rpc, metrics), runner_(frontend.runner_) {}
 
   void Write(v1::WatchBatch batch) override {
     MutexLock lock(&mu_);
@@ -351,30 +351,30 @@ class Front::WatchStream final : public Handler,
       return;
     }
     bytes.Clear();
-    engine_.WatchOpen(shared_from_this(), std::move(request));
+    runner_.WatchOpen(shared_from_this(), std::move(request));
   }
   void OnWritten(bool ok) override {
     if (ok) {
-      engine_.WatchWritable(shared_from_this());
+      runner_.WatchWritable(shared_from_this());
     } else {
       Finish(absl::CancelledError("the watcher went away"));
     }
   }
   void OnGone() override {
-    engine_.WatchClosed(shared_from_this());
+    runner_.WatchClosed(shared_from_this());
     Finish(absl::CancelledError("the watcher went away"));
   }
 
-  Engine& engine_;
+  CoreRunner& runner_;
 };
 
-// An agent's stream: frames go out as the bytes the engine made.
-class Front::AgentStream final : public Handler,
-                                 public AgentLink,
-                                 public std::enable_shared_from_this<AgentStream> {
+// An agent's stream: frames go out as the bytes the runner made.
+class GrpcFrontend::AgentStream final : public Handler,
+                                        public AgentLink,
+                                        public std::enable_shared_from_this<AgentStream> {
  public:
-  AgentStream(Front& front, RpcCall* rpc, const Method&, MethodMetrics* metrics)
-      : Handler(rpc, metrics), front_(front), engine_(front.engine_) {}
+  AgentStream(GrpcFrontend& frontend, RpcCall* rpc, const Method&, MethodMetrics* metrics)
+      : Handler(rpc, metrics), frontend_(frontend), runner_(frontend.runner_) {}
 
   void Bind(std::shared_ptr<FrameSource> source) override {
     MutexLock lock(&mu_);
@@ -392,7 +392,7 @@ class Front::AgentStream final : public Handler,
   // a write has told of it since the last frame. A frame that is not answered at once (an arrival
   // at a barrier) often is a moment later: the read waits until the queue has nothing at hand.
   void ReadNext(bool answer_follows) override {
-    bool now = !answer_follows || serving_queue_of != &front_;
+    bool now = !answer_follows || serving_queue_of != &frontend_;
     if (!now) {
       MutexLock lock(&mu_);
       now = window_told_;
@@ -400,7 +400,7 @@ class Front::AgentStream final : public Handler,
     if (now) {
       Read();
     } else {
-      front_.put_off_.push_back(shared_from_this());
+      frontend_.put_off_.push_back(shared_from_this());
     }
   }
   void Close(const absl::Status& status) override {
@@ -414,8 +414,24 @@ class Front::AgentStream final : public Handler,
     // the server has its own patience.
     if (writing_ && !status.ok() && !absl::IsUnavailable(status)) Cancel();
   }
+  void CloseAfter(grpc::ByteBuffer last, const absl::Status& status) override {
+    std::shared_ptr<FrameSource> source;  // let go of after the lock
+    MutexLock lock(&mu_);
+    if (closed_) return;
+    closed_ = true;
+    source.swap(source_);
+    last_ = std::move(last);
+    last_status_ = status;
+    if (!writing_) WriteLast();
+  }
 
  private:
+  void WriteLast() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    writing_ = true;
+    StartWrite(*last_);
+    last_.reset();
+    FinishLocked(last_status_);
+  }
   void OnRead(bool ok, grpc::ByteBuffer& bytes) override {
     {
       MutexLock lock(&mu_);
@@ -423,7 +439,7 @@ class Front::AgentStream final : public Handler,
       window_told_ = false;
     }
     if (!ok) {
-      engine_.AgentClosed(shared_from_this());
+      runner_.AgentClosed(shared_from_this());
       Close(absl::OkStatus());
       return;
     }
@@ -432,12 +448,12 @@ class Front::AgentStream final : public Handler,
     auto arena = std::make_shared<google::protobuf::Arena>(FrameArena(size));
     auto* frame = google::protobuf::Arena::CreateMessage<v1::AgentFrame>(arena.get());
     if (!Parse(bytes, frame)) {
-      engine_.AgentClosed(shared_from_this());
+      runner_.AgentClosed(shared_from_this());
       Close(NotAMessage("AgentFrame"));
       return;
     }
     bytes.Clear();
-    engine_.AgentFrame(shared_from_this(),
+    runner_.AgentFrame(shared_from_this(),
                        std::shared_ptr<const v1::AgentFrame>(std::move(arena), frame), size);
   }
   void OnWritten(bool ok) override {
@@ -446,36 +462,52 @@ class Front::AgentStream final : public Handler,
       MutexLock lock(&mu_);
       writing_ = false;
       if (ok) source = source_;
+      if (last_.has_value()) {
+        if (ok) {
+          WriteLast();
+        } else {
+          last_.reset();
+          FinishLocked(last_status_);
+        }
+      }
     }
     // Not under the lock: it comes back through TryWrite.
     if (source != nullptr) source->Writable();
   }
   void OnGone() override {
-    engine_.AgentClosed(shared_from_this());
-    Close(absl::CancelledError("the agent went away"));
+    runner_.AgentClosed(shared_from_this());
+    const absl::Status status = absl::CancelledError("the agent went away");
+    Close(status);
+    MutexLock lock(&mu_);
+    if (!last_.has_value()) return;
+    last_.reset();
+    FinishLocked(status);
   }
 
   void OnSilent(const absl::Status& status) override { Close(status); }
 
-  friend class Front;
-  Front& front_;
-  Engine& engine_;
+  friend class GrpcFrontend;
+  GrpcFrontend& frontend_;
+  CoreRunner& runner_;
   bool window_told_ ABSL_GUARDED_BY(mu_) = false;  // by a write since the last frame
   std::shared_ptr<FrameSource> source_ ABSL_GUARDED_BY(mu_);
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool closed_ ABSL_GUARDED_BY(mu_) = false;
+  std::optional<grpc::ByteBuffer> last_ ABSL_GUARDED_BY(mu_);  // when the write in flight has ended
+  absl::Status last_status_ ABSL_GUARDED_BY(mu_);              // and then this
 };
 
 // Somebody who wants to be told of changes of the health.
-class Front::HealthWatch final : public Handler, public std::enable_shared_from_this<HealthWatch> {
+class GrpcFrontend::HealthWatch final : public Handler,
+                                        public std::enable_shared_from_this<HealthWatch> {
  public:
-  HealthWatch(Front& front, RpcCall* rpc, const Method&, MethodMetrics* metrics)
-      : Handler(rpc, metrics), front_(front) {}
+  HealthWatch(GrpcFrontend& frontend, RpcCall* rpc, const Method&, MethodMetrics* metrics)
+      : Handler(rpc, metrics), frontend_(frontend) {}
 
   // Tells the present state if it was not told last.
   void Tell() {
     MutexLock lock(&mu_);
-    const Health health = !known_ ? kUnknownService : front_.serving_ ? kServing : kNotServing;
+    const Health health = !known_ ? kUnknownService : frontend_.serving_ ? kServing : kNotServing;
     if (!asked_ || writing_ || health == told_) return;
     told_ = health;
     writing_ = StartWrite(HealthReply(health));
@@ -492,9 +524,9 @@ class Front::HealthWatch final : public Handler, public std::enable_shared_from_
     {
       MutexLock lock(&mu_);
       asked_ = true;
-      known_ = front_.Knows(service);
+      known_ = frontend_.Knows(service);
     }
-    if (const absl::Status added = front_.AddHealthWatch(shared_from_this()); added.ok()) {
+    if (const absl::Status added = frontend_.AddHealthWatch(shared_from_this()); added.ok()) {
       Tell();
     } else {
       Finish(added);
@@ -509,7 +541,7 @@ class Front::HealthWatch final : public Handler, public std::enable_shared_from_
   }
   void OnGone() override { Finish(absl::CancelledError("the watcher went away")); }
 
-  Front& front_;
+  GrpcFrontend& frontend_;
   bool asked_ ABSL_GUARDED_BY(mu_) = false;
   bool known_ ABSL_GUARDED_BY(mu_) = false;
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
@@ -517,7 +549,7 @@ class Front::HealthWatch final : public Handler, public std::enable_shared_from_
 };
 
 // Registers a name without a method that anybody would call: the generic service answers those.
-class Front::NamedService final : public grpc::Service {
+class GrpcFrontend::NamedService final : public grpc::Service {
  public:
   explicit NamedService(absl::string_view name) : path_(absl::StrCat("/", name, "/")) {
     AddMethod(new grpc::internal::RpcServiceMethod(
@@ -531,25 +563,26 @@ class Front::NamedService final : public grpc::Service {
 
 // Each before its first use: clang wants to know them there.
 template <typename Stream>
-constexpr Front::Method Front::Method::Streaming(const char* service, const char* name,
-                                                 const char* type) {
+constexpr GrpcFrontend::Method GrpcFrontend::Method::Streaming(const char* service,
+                                                               const char* name, const char* type) {
   return {.service = service,
           .name = name,
           .type = type,
-          .handle = [](Front& front, RpcCall* rpc, const Method& method,
+          .handle = [](GrpcFrontend& frontend, RpcCall* rpc, const Method& method,
                        MethodMetrics* metrics) -> std::shared_ptr<Handler> {
-            return std::make_shared<Stream>(front, rpc, method, metrics);
+            return std::make_shared<Stream>(frontend, rpc, method, metrics);
           }};
 }
 
-constexpr Front::Method Front::Method::Other(const char* service, const char* name, Run run) {
+constexpr GrpcFrontend::Method GrpcFrontend::Method::Other(const char* service, const char* name,
+                                                           Run run) {
   Method method = Streaming<UnaryCall>(service, name, "unary");
   method.run = run;
   return method;
 }
 
 template <auto put>
-constexpr Front::Method Front::Method::Core(const char* service, const char* name) {
+constexpr GrpcFrontend::Method GrpcFrontend::Method::Core(const char* service, const char* name) {
   Method method = Other(service, name, nullptr);
   method.parse = [](grpc::ByteBuffer& bytes, v1::Op* op) { return Parse(bytes, (op->*put)()); };
   return method;
@@ -558,7 +591,7 @@ constexpr Front::Method Front::Method::Core(const char* service, const char* nam
 #define MUSTER_CORE_METHOD(service, name, member) \
   Method::Core<&v1::Op::mutable_##member>("muster.v1." service, name)
 
-constexpr Front::Method Front::kMethods[] = {
+constexpr GrpcFrontend::Method GrpcFrontend::kMethods[] = {
     Method::Streaming<AgentStream>("muster.v1.Session", "Attach", "bidi_stream"),
     Method::Streaming<WatchStream>("muster.v1.Watch", "Watch", "server_stream"),
     MUSTER_CORE_METHOD("Rendezvous", "Join", join),
@@ -589,54 +622,56 @@ constexpr Front::Method Front::kMethods[] = {
     MUSTER_CORE_METHOD("Membership", "GetMembers", get_members),
     MUSTER_CORE_METHOD("Membership", "AgreeAlive", agree_alive),
     MUSTER_CORE_METHOD("Membership", "Quarantine", quarantine),
-    Method::Other("muster.v1.Admin", "Status",
-                  [](Front& front, const std::shared_ptr<UnaryCall>& call, grpc::ByteBuffer&) {
-                    front.engine_.WithCore([&front, call](class Core* core) {
-                      if (core == nullptr) {
-                        call->Done(Stopping());
-                        return;
-                      }
-                      v1::StatusReply reply;
-                      core->FillStatus(&reply);
-                      reply.set_version(kVersion);
-                      reply.mutable_uptime()->set_seconds(
-                          absl::ToInt64Seconds(absl::Now() - front.started_));
-                      reply.set_journal(front.engine_.journal().description());
-                      call->Done(reply);
-                    });
-                  }),
-    MUSTER_CORE_METHOD("Admin", "RemoveJob", remove_job),
-    Method::Other("muster.v1.Admin", "Snapshot",
-                  [](Front& front, const std::shared_ptr<UnaryCall>& call, grpc::ByteBuffer&) {
-                    front.engine_.Snapshot([call](absl::StatusOr<uint64_t> revision) {
-                      if (!revision.ok()) {
-                        call->Done(revision.status());
-                        return;
-                      }
-                      v1::SnapshotReply reply;
-                      reply.set_revision(*revision);
-                      call->Done(reply);
-                    });
-                  }),
     Method::Other(
-        kHealth, "Check",
-        [](Front& front, const std::shared_ptr<UnaryCall>& call, grpc::ByteBuffer& request) {
-          std::string service;
-          if (!ParseHealthRequest(request, &service)) {
-            call->Done(NotAMessage("HealthCheckRequest"));
-          } else if (!front.Knows(service)) {
-            call->Done(absl::NotFoundError("no such service"));
-          } else {
-            call->Done(HealthReply(front.serving_ ? kServing : kNotServing));
-          }
+        "muster.v1.Admin", "Status",
+        [](GrpcFrontend& frontend, const std::shared_ptr<UnaryCall>& call, grpc::ByteBuffer&) {
+          frontend.runner_.WithCore([&frontend, call](class Core* core) {
+            if (core == nullptr) {
+              call->Done(Stopping());
+              return;
+            }
+            v1::StatusReply reply;
+            core->FillStatus(&reply);
+            reply.set_version(kVersion);
+            reply.mutable_uptime()->set_seconds(
+                absl::ToInt64Seconds(absl::Now() - frontend.started_));
+            reply.set_journal(frontend.runner_.journal().description());
+            call->Done(reply);
+          });
         }),
+    MUSTER_CORE_METHOD("Admin", "RemoveJob", remove_job),
+    Method::Other(
+        "muster.v1.Admin", "Snapshot",
+        [](GrpcFrontend& frontend, const std::shared_ptr<UnaryCall>& call, grpc::ByteBuffer&) {
+          frontend.runner_.Snapshot([call](absl::StatusOr<uint64_t> revision) {
+            if (!revision.ok()) {
+              call->Done(revision.status());
+              return;
+            }
+            v1::SnapshotReply reply;
+            reply.set_revision(*revision);
+            call->Done(reply);
+          });
+        }),
+    Method::Other(kHealth, "Check",
+                  [](GrpcFrontend& frontend, const std::shared_ptr<UnaryCall>& call,
+                     grpc::ByteBuffer& request) {
+                    std::string service;
+                    if (!ParseHealthRequest(request, &service)) {
+                      call->Done(NotAMessage("HealthCheckRequest"));
+                    } else if (!frontend.Knows(service)) {
+                      call->Done(absl::NotFoundError("no such service"));
+                    } else {
+                      call->Done(HealthReply(frontend.serving_ ? kServing : kNotServing));
+                    }
+                  }),
     Method::Streaming<HealthWatch>(kHealth, "Watch", "server_stream"),
 };
 #undef MUSTER_CORE_METHOD
 
-Front::Front(Engine* engine, RpcMetrics* metrics, absl::Time started, const Limits& limits,
-             std::string token)
-    : engine_(*engine),
+GrpcFrontend::GrpcFrontend(CoreRunner* runner, RpcMetrics* metrics, absl::Time started,
+                           const Limits& limits, std::string token)
+    : runner_(*runner),
       metrics_(*metrics),
       started_(started),
       limits_(limits),
@@ -647,16 +682,16 @@ Front::Front(Engine* engine, RpcMetrics* metrics, absl::Time started, const Limi
   }
 }
 
-Front::~Front() { Shutdown(); }
+GrpcFrontend::~GrpcFrontend() { Shutdown(); }
 
-bool Front::Knows(absl::string_view service) const {
+bool GrpcFrontend::Knows(absl::string_view service) const {
   if (service.empty()) return true;
   for (const Method& method : kMethods)
     if (service == method.service) return true;
   return false;
 }
 
-absl::Status Front::AddHealthWatch(const std::shared_ptr<HealthWatch>& watch) {
+absl::Status GrpcFrontend::AddHealthWatch(const std::shared_ptr<HealthWatch>& watch) {
   MutexLock lock(&mu_);
   if (health_ended_) return Stopping();
   health_watches_.erase(
@@ -675,7 +710,7 @@ absl::Status Front::AddHealthWatch(const std::shared_ptr<HealthWatch>& watch) {
   return absl::OkStatus();
 }
 
-void Front::SetServing(bool serving) {
+void GrpcFrontend::SetServing(bool serving) {
   serving_ = serving;
   std::vector<std::weak_ptr<HealthWatch>> watches;
   {
@@ -686,7 +721,7 @@ void Front::SetServing(bool serving) {
     if (const auto alive = watch.lock()) alive->Tell();
 }
 
-void Front::EndHealthWatches() {
+void GrpcFrontend::EndHealthWatches() {
   std::vector<std::weak_ptr<HealthWatch>> watches;
   {
     MutexLock lock(&mu_);
@@ -697,7 +732,7 @@ void Front::EndHealthWatches() {
     if (const auto alive = watch.lock()) alive->End();
 }
 
-void Front::Register(grpc::ServerBuilder& builder) {
+void GrpcFrontend::Register(grpc::ServerBuilder& builder) {
   std::string last;
   for (const Method& method : kMethods) {  // those of one service stand together
     if (std::exchange(last, method.service) == method.service) continue;
@@ -708,7 +743,7 @@ void Front::Register(grpc::ServerBuilder& builder) {
   queue_ = builder.AddCompletionQueue();
 }
 
-void Front::Serve() {
+void GrpcFrontend::Serve() {
   for (int i = 0; i < kAcceptors; ++i) Accept();
   {
     MutexLock lock(&mu_);
@@ -717,7 +752,7 @@ void Front::Serve() {
   thread_ = std::thread([this] { Run(); });
 }
 
-void Front::Shutdown() {
+void GrpcFrontend::Shutdown() {
   if (queue_ == nullptr) return;
   {
     MutexLock lock(&mu_);
@@ -734,14 +769,14 @@ void Front::Shutdown() {
   }
 }
 
-void Front::Accept() {
+void GrpcFrontend::Accept() {
   MutexLock lock(&mu_);
   if (stopping_) return;
   ++open_;
   (new GrpcCall)->Request(service_, queue_.get());
 }
 
-void Front::Adopt(std::unique_ptr<RpcCall> rpc) {
+void GrpcFrontend::Adopt(std::unique_ptr<RpcCall> rpc) {
   {
     MutexLock lock(&mu_);
     ++open_;
@@ -749,7 +784,7 @@ void Front::Adopt(std::unique_ptr<RpcCall> rpc) {
   Begin(rpc.release());
 }
 
-void Front::CatchUp(absl::Time asked) {
+void GrpcFrontend::CatchUp(absl::Time asked) {
   {
     MutexLock lock(&mu_);
     if (running_) {
@@ -759,11 +794,11 @@ void Front::CatchUp(absl::Time asked) {
       return;
     }
   }
-  engine_.CaughtUp(asked);
+  runner_.CaughtUp(asked);
 }
 
 template <typename OnEvent>
-bool Front::LookFurther(const OnEvent& handle) {
+bool GrpcFrontend::LookFurther(const OnEvent& handle) {
   void* tag;
   bool ok;
   switch (queue_->AsyncNext(&tag, &ok, std::chrono::system_clock::time_point())) {
@@ -772,7 +807,7 @@ bool Front::LookFurther(const OnEvent& handle) {
       handle(tag, ok);
       if (++events_since_put_off_ > kPutOffEvents + 2 * put_off_.size()) ReadOn();
       // Where there is never a quiet moment, those that were open have had their turn by now.
-      if (++looks_ < kLooks + 4 * (engine_.open_calls() + engine_.agents())) return true;
+      if (++looks_ < kLooks + 4 * (runner_.open_calls() + runner_.agents())) return true;
       break;
     case grpc::CompletionQueue::TIMEOUT:
       ReadOn();
@@ -781,13 +816,13 @@ bool Front::LookFurther(const OnEvent& handle) {
     case grpc::CompletionQueue::SHUTDOWN:
       return false;
   }
-  engine_.CaughtUp(*catching_up_);
+  runner_.CaughtUp(*catching_up_);
   catching_up_.reset();
   Closed();
   return true;
 }
 
-bool Front::Next(void** tag, bool* ok) {
+bool GrpcFrontend::Next(void** tag, bool* ok) {
   const absl::Time begun = absl::Now();
   while (soon_) {
     switch (queue_->AsyncNext(tag, ok, std::chrono::system_clock::time_point())) {
@@ -805,7 +840,7 @@ bool Front::Next(void** tag, bool* ok) {
   return true;
 }
 
-bool Front::Wait(void** tag, bool* ok) {
+bool GrpcFrontend::Wait(void** tag, bool* ok) {
   while (!silent_.empty()) {
     const absl::Duration left = silent_.front()->begun_ + limits_.first_message - absl::Now();
     const gpr_timespec until =
@@ -824,7 +859,7 @@ bool Front::Wait(void** tag, bool* ok) {
   return queue_->Next(tag, ok);
 }
 
-void Front::EndSilent(absl::Time now) {
+void GrpcFrontend::EndSilent(absl::Time now) {
   while (!silent_.empty() && silent_.front()->begun_ + limits_.first_message <= now) {
     RpcCall* const rpc = silent_.front();
     Heard(rpc);
@@ -835,7 +870,7 @@ void Front::EndSilent(absl::Time now) {
   }
 }
 
-void Front::Heard(RpcCall* rpc) {
+void GrpcFrontend::Heard(RpcCall* rpc) {
   if (!std::exchange(rpc->is_silent_, false)) return;
   silent_.erase(rpc->silent_);
   silent_health_ -= rpc->is_health_ ? 1 : 0;
@@ -846,7 +881,7 @@ void Front::Heard(RpcCall* rpc) {
   silent_count_.store(silent_.size(), std::memory_order_relaxed);
 }
 
-void Front::Run() {
+void GrpcFrontend::Run() {
   serving_queue_of = this;
   void* tag;
   bool ok;
@@ -895,12 +930,12 @@ void Front::Run() {
   }
 }
 
-void Front::ReadOn() {
+void GrpcFrontend::ReadOn() {
   for (const auto& stream : put_off_) stream->Read();
   put_off_.clear();
 }
 
-void Front::Begin(RpcCall* rpc) {
+void GrpcFrontend::Begin(RpcCall* rpc) {
   static MethodMetrics unknown_metrics;
   const auto it = methods_.find(rpc->method());
   const Method* const method = it == methods_.end() ? nullptr : it->second.method;
@@ -942,13 +977,13 @@ void Front::Begin(RpcCall* rpc) {
   handler->OnBegun();
 }
 
-absl::Status Front::CheckCaller(const RpcCall& rpc, const Method* method) const {
+absl::Status GrpcFrontend::CheckCaller(const RpcCall& rpc, const Method* method) const {
   // Those who watch over the process, such as a load balancer, hold no token.
   if (token_.empty() || (method != nullptr && method->service == kHealth)) return absl::OkStatus();
   return rpc::CheckToken(rpc.metadata(), token_);
 }
 
-CallerShare* Front::FindCaller(const RpcCall& rpc) {
+CallerShare* GrpcFrontend::FindCaller(const RpcCall& rpc) {
   const std::string peer = rpc.peer();
   if (peer.empty() || absl::StartsWith(peer, "unix")) return nullptr;
   std::unique_ptr<CallerShare>& connection = connections_[peer];
@@ -962,7 +997,8 @@ CallerShare* Front::FindCaller(const RpcCall& rpc) {
   return connection.get();
 }
 
-absl::Status Front::BeyondQuota(const CallerShare& caller, absl::string_view what, size_t most) {
+absl::Status GrpcFrontend::BeyondQuota(const CallerShare& caller, absl::string_view what,
+                                       size_t most) {
   const bool user = caller.user == nullptr;
   quota_refused_[user ? 1 : 0].fetch_add(1, std::memory_order_relaxed);
   refused_.fetch_add(1, std::memory_order_relaxed);
@@ -973,7 +1009,7 @@ absl::Status Front::BeyondQuota(const CallerShare& caller, absl::string_view wha
       v1::ERROR_REASON_OVERLOADED, /*retryable=*/true);
 }
 
-absl::Status Front::TakeShare(RpcCall* rpc) {
+absl::Status GrpcFrontend::TakeShare(RpcCall* rpc) {
   CallerShare* const connection = FindCaller(*rpc);
   if (connection == nullptr) return absl::OkStatus();
   const std::pair<CallerShare*, const CallerQuota*> both[] = {{connection, &limits_.connection},
@@ -1000,9 +1036,9 @@ absl::Status Front::TakeShare(RpcCall* rpc) {
   return absl::OkStatus();
 }
 
-absl::Status Front::TakeBytes(RpcCall* rpc, size_t bytes) {
+absl::Status GrpcFrontend::TakeBytes(RpcCall* rpc, size_t bytes) {
   if (rpc->caller_ == nullptr) return absl::OkStatus();
-  const size_t share = bytes <= Engine::kSmallCall ? 2 : 1;
+  const size_t share = bytes <= CoreRunner::kSmallCall ? 2 : 1;
   const std::pair<CallerShare*, size_t> both[] = {{rpc->caller_, limits_.connection.held_bytes},
                                                   {rpc->caller_->user, limits_.user.held_bytes}};
   for (const auto& [caller, most] : both) {
@@ -1014,7 +1050,7 @@ absl::Status Front::TakeBytes(RpcCall* rpc, size_t bytes) {
   return absl::OkStatus();
 }
 
-void Front::GiveShareBack(RpcCall* rpc) {
+void GrpcFrontend::GiveShareBack(RpcCall* rpc) {
   CallerShare* const connection = std::exchange(rpc->caller_, nullptr);
   if (connection == nullptr) return;
   CallerShare* const user = connection->user;
@@ -1026,20 +1062,20 @@ void Front::GiveShareBack(RpcCall* rpc) {
   ForgetCaller(connection);
 }
 
-void Front::ForgetCaller(CallerShare* connection) {
+void GrpcFrontend::ForgetCaller(CallerShare* connection) {
   CallerShare* const user = connection->user;
   if (connection->calls == 0) connections_.erase(std::string(connection->name));
   if (user->calls == 0) users_.erase(std::string(user->name));
 }
 
-void Front::Refuse(RpcCall* rpc, MethodMetrics* metrics, const absl::Status& status) {
+void GrpcFrontend::Refuse(RpcCall* rpc, MethodMetrics* metrics, const absl::Status& status) {
   static constexpr Method none = Method::Other("", "", nullptr);
   auto call = std::make_shared<UnaryCall>(*this, rpc, none, metrics);
   rpc->handler_ = call;
   call->Done(status);
 }
 
-void Front::Handle(RpcCall* rpc, RpcEvent event, bool ok) {
+void GrpcFrontend::Handle(RpcCall* rpc, RpcEvent event, bool ok) {
   if (event == RpcEvent::kBegun) {
     if (ok) {
       Accept();
@@ -1079,7 +1115,7 @@ void Front::Handle(RpcCall* rpc, RpcEvent event, bool ok) {
   Closed();
 }
 
-void Front::Closed() {
+void GrpcFrontend::Closed() {
   MutexLock lock(&mu_);
   if (--open_ == 0) ended_.SignalAll();
 }

@@ -1,4 +1,4 @@
-#include "coordinator/service/front.h"
+#include "coordinator/service/grpc_frontend.h"
 
 #include <algorithm>
 #include <chrono>
@@ -31,7 +31,7 @@ grpc::ByteBuffer Bytes(const std::string& bytes) {
   return grpc::ByteBuffer(&slice, 1);
 }
 
-// What the test knows of a call, also once the front has deleted it.
+// What the test knows of a call, also once the frontend has deleted it.
 struct Life {
   bool deleted = false;
   std::vector<RpcEvent> in_flight;
@@ -39,6 +39,7 @@ struct Life {
   grpc::ByteBuffer* read_into = nullptr;
   std::optional<grpc::StatusCode> status;  // once finished
   std::string message;
+  std::vector<std::string> written;
 };
 
 class FakeCall final : public RpcCall {
@@ -67,7 +68,14 @@ class FakeCall final : public RpcCall {
     Start(RpcEvent::kRead);
     life_->read_into = message;
   }
-  void StartWrite(const grpc::ByteBuffer&) override { Start(RpcEvent::kWritten); }
+  void StartWrite(const grpc::ByteBuffer& message) override {
+    Start(RpcEvent::kWritten);
+    std::vector<grpc::Slice> slices;
+    ASSERT_TRUE(message.Dump(&slices).ok());
+    life_->written.emplace_back();
+    for (const grpc::Slice& slice : slices)
+      life_->written.back().append(reinterpret_cast<const char*>(slice.begin()), slice.size());
+  }
   void StartFinish(const grpc::Status& status) override {
     Start(RpcEvent::kFinished);
     life_->status = status.error_code();
@@ -113,13 +121,13 @@ class Choices {
   size_t at_ = 0;
 };
 
-class FrontTest : public ::testing::Test {
+class GrpcFrontendTest : public ::testing::Test {
  protected:
-  FrontTest() : FrontTest(Front::Limits()) {}
-  explicit FrontTest(const Front::Limits& limits)
-      : engine_(Engine::Options(), std::make_unique<MemoryJournal>()),
-        front_(&engine_, &metrics_, absl::Now(), limits) {
-    EXPECT_TRUE(engine_.Start().ok());
+  GrpcFrontendTest() : GrpcFrontendTest(GrpcFrontend::Limits()) {}
+  explicit GrpcFrontendTest(const GrpcFrontend::Limits& limits)
+      : runner_(CoreRunner::Options(), std::make_unique<MemoryJournal>()),
+        frontend_(&runner_, &metrics_, absl::Now(), limits) {
+    EXPECT_TRUE(runner_.Start().ok());
   }
   // Worker w0 is all of job "j".
   void SetUp() override {
@@ -137,16 +145,16 @@ class FrontTest : public ::testing::Test {
     Happen(opened, RpcEvent::kGone, false);
   }
   void TearDown() override {
-    front_.EndHealthWatches();
-    engine_.Stop();
+    frontend_.EndHealthWatches();
+    runner_.Stop();
   }
 
-  // Until the engine has applied what it was handed, and given out what came of it: that it does
+  // Until the runner has applied what it was handed, and given out what came of it: that it does
   // before it turns to a task that came later.
   void Settle() {
     for (int turn = 0; turn < 2; ++turn) {
       Notification done;
-      engine_.WithCore([&](Core*) { done.Notify(); });
+      runner_.WithCore([&](Core*) { done.Notify(); });
       done.WaitForNotification();
     }
   }
@@ -160,7 +168,7 @@ class FrontTest : public ::testing::Test {
     auto life = std::make_shared<Life>();
     auto call = std::make_unique<FakeCall>(method, life, peer, identity);
     RpcCall* const raw = call.get();
-    front_.Adopt(std::move(call));
+    frontend_.Adopt(std::move(call));
     return {raw, life};
   }
 
@@ -172,13 +180,13 @@ class FrontTest : public ::testing::Test {
       life.in_flight.erase(it);
     }
     if (event == RpcEvent::kRead && ok) *life.read_into = Bytes(message);
-    front_.Handle(opened.call, event, ok);
+    frontend_.Handle(opened.call, event, ok);
     Settle();
   }
 
   // In every order: each message is read or the read fails, each write ends well or not, the caller
   // goes away at any time, also between a read and its event. Each call must end, once, with
-  // nothing of it left in the engine.
+  // nothing of it left in the runner.
   void TryEveryOrder(const std::string& method, const std::vector<std::string>& messages) {
     Choices choices;
     int rounds = 0;
@@ -217,16 +225,45 @@ class FrontTest : public ::testing::Test {
       }
       ASSERT_EQ(life.in_flight_when_deleted, 0) << history;
       ASSERT_TRUE(life.status.has_value()) << history;
-      ASSERT_EQ(engine_.open_calls(), 0u) << "the engine holds a call that is over:" << history;
-      ASSERT_EQ(engine_.watchers(), 0u) << "the engine holds a watch that is over:" << history;
-      ASSERT_EQ(front_.silent_calls(), 0u) << history;
+      ASSERT_EQ(runner_.open_calls(), 0u) << "the runner holds a call that is over:" << history;
+      ASSERT_EQ(runner_.watchers(), 0u) << "the runner holds a watch that is over:" << history;
+      ASSERT_EQ(frontend_.silent_calls(), 0u) << history;
     } while (choices.NextRound());
     EXPECT_GT(rounds, 2);
   }
 
-  Engine engine_;
+  // An agent's stream, to which the welcome is being written when the coordinator ends for good.
+  Opened StopWhileWriting() {
+    v1::AgentFrame hello;
+    hello.mutable_hello()->set_protocol_min(1);
+    hello.mutable_hello()->set_protocol_max(1);
+    hello.mutable_hello()->set_node("node");
+    hello.mutable_hello()->set_agent_incarnation(7);
+    const Opened opened = Open("/muster.v1.Session/Attach");
+    Happen(opened, RpcEvent::kRead, true, hello.SerializeAsString());
+    EXPECT_EQ(opened.life->written.size(), 1u);
+    runner_.SetEndsForGood("the job is over");
+    runner_.Stop();
+    EXPECT_EQ(opened.life->written.size(), 1u);
+    EXPECT_FALSE(opened.life->status.has_value());
+    return opened;
+  }
+
+  // All of `events` fail; the first of them ends the stream, and nothing more is written.
+  void EndInOrder(const Opened& opened, const std::vector<RpcEvent>& events) {
+    for (const RpcEvent event : events) {
+      Happen(opened, event, false);
+      EXPECT_TRUE(opened.life->status.has_value());
+    }
+    Happen(opened, RpcEvent::kRead, false);
+    Happen(opened, RpcEvent::kFinished, true);
+    EXPECT_TRUE(opened.life->deleted);
+    EXPECT_EQ(opened.life->written.size(), 1u);
+  }
+
+  CoreRunner runner_;
   RpcMetrics metrics_;
-  Front front_;
+  GrpcFrontend frontend_;
 };
 
 std::string WaitForAKey() {
@@ -237,11 +274,11 @@ std::string WaitForAKey() {
   return wait.SerializeAsString();
 }
 
-TEST_F(FrontTest, HeldCallInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
+TEST_F(GrpcFrontendTest, HeldCallInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
   TryEveryOrder("/muster.v1.KeyValueStore/Wait", {WaitForAKey()});
 }
 
-TEST_F(FrontTest, AnsweredCallInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
+TEST_F(GrpcFrontendTest, AnsweredCallInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
   v1::TxnRequest txn;
   txn.mutable_fence()->set_job_id("j");
   txn.add_then()->mutable_get()->set_key("k");
@@ -250,25 +287,25 @@ TEST_F(FrontTest, AnsweredCallInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
   TryEveryOrder("/grpc.health.v1.Health/Check", {""});
 }
 
-TEST_F(FrontTest, CallThatIsNoMessage_EndsOnceAndLeavesNothing) {
+TEST_F(GrpcFrontendTest, CallThatIsNoMessage_EndsOnceAndLeavesNothing) {
   TryEveryOrder("/muster.v1.KeyValueStore/Wait", {"\xff\xff\xff"});
   TryEveryOrder("/muster.v1.Watch/Watch", {"\xff\xff\xff"});
   TryEveryOrder("/muster.v1.Session/Attach", {"\xff\xff\xff"});
 }
 
-TEST_F(FrontTest, WatchInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
+TEST_F(GrpcFrontendTest, WatchInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
   v1::WatchRequest watch;
   watch.set_job_id("j");
   watch.set_keys(true);
   TryEveryOrder("/muster.v1.Watch/Watch", {watch.SerializeAsString()});
 }
 
-TEST_F(FrontTest, HealthWatchInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
+TEST_F(GrpcFrontendTest, HealthWatchInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
   // A watch of the health ends by its caller's going away alone.
   TryEveryOrder("/grpc.health.v1.Health/Watch", {""});
 }
 
-TEST_F(FrontTest, AgentStreamInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
+TEST_F(GrpcFrontendTest, AgentStreamInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
   v1::AgentFrame hello;
   hello.mutable_hello()->set_protocol_min(1);
   hello.mutable_hello()->set_protocol_max(1);
@@ -280,9 +317,34 @@ TEST_F(FrontTest, AgentStreamInEveryOrderOfEvents_EndsOnceAndLeavesNothing) {
   TryEveryOrder("/muster.v1.Session/Attach", {hello.SerializeAsString(), bye.SerializeAsString()});
 }
 
-class SilentTest : public FrontTest {
+TEST_F(GrpcFrontendTest, StopDuringAWriteToAnAgent_GoodbyeFollowsTheWrite) {
+  const Opened opened = StopWhileWriting();
+  Happen(opened, RpcEvent::kWritten, true);
+  ASSERT_EQ(opened.life->written.size(), 2u);
+  v1::CoordinatorFrame last;
+  ASSERT_TRUE(last.ParseFromString(opened.life->written[1]));
+  EXPECT_TRUE(last.goodbye().final());
+  EXPECT_EQ(opened.life->status, grpc::StatusCode::UNAVAILABLE);
+  Happen(opened, RpcEvent::kWritten, true);
+  Happen(opened, RpcEvent::kRead, false);
+  Happen(opened, RpcEvent::kFinished, true);
+  Happen(opened, RpcEvent::kGone, false);
+  EXPECT_TRUE(opened.life->deleted);
+}
+
+TEST_F(GrpcFrontendTest, StopDuringAWriteThatFails_EndsTheStream) {
+  const Opened opened = StopWhileWriting();
+  EndInOrder(opened, {RpcEvent::kWritten, RpcEvent::kGone});
+}
+
+TEST_F(GrpcFrontendTest, StopDuringAWriteToAnAgentThatGoes_EndsTheStream) {
+  const Opened opened = StopWhileWriting();
+  EndInOrder(opened, {RpcEvent::kGone, RpcEvent::kWritten});
+}
+
+class SilentTest : public GrpcFrontendTest {
  protected:
-  SilentTest() : FrontTest({.first_message = absl::Seconds(30), .silent_calls = 2}) {}
+  SilentTest() : GrpcFrontendTest({.first_message = absl::Seconds(30), .silent_calls = 2}) {}
   static constexpr char kWait[] = "/muster.v1.KeyValueStore/Wait";
   static constexpr char kAttach[] = "/muster.v1.Session/Attach";
 
@@ -300,9 +362,9 @@ TEST_F(SilentTest, CallOrStreamWithoutAMessage_IsEndedInTime) {
     const absl::Time before = absl::Now();
     const Opened opened = Open(method);
     const absl::Time after = absl::Now();
-    front_.EndSilent(before + absl::Seconds(29));
+    frontend_.EndSilent(before + absl::Seconds(29));
     EXPECT_FALSE(opened.life->status.has_value()) << method;
-    front_.EndSilent(after + absl::Seconds(30));
+    frontend_.EndSilent(after + absl::Seconds(30));
     EXPECT_EQ(opened.life->status, grpc::StatusCode::DEADLINE_EXCEEDED) << method;
     End(opened);
   }
@@ -311,7 +373,7 @@ TEST_F(SilentTest, CallOrStreamWithoutAMessage_IsEndedInTime) {
 TEST_F(SilentTest, CallThatHasSentItsMessage_IsNotEnded) {
   const Opened opened = Open(kWait);
   Happen(opened, RpcEvent::kRead, true, WaitForAKey());
-  front_.EndSilent(absl::Now() + absl::Hours(1));
+  frontend_.EndSilent(absl::Now() + absl::Hours(1));
   EXPECT_FALSE(opened.life->status.has_value());
   Happen(opened, RpcEvent::kGone, false);
   Happen(opened, RpcEvent::kFinished, true);
@@ -320,8 +382,8 @@ TEST_F(SilentTest, CallThatHasSentItsMessage_IsNotEnded) {
 
 TEST_F(SilentTest, TooManySilentCalls_AreRefusedUntilOneSpeaks) {
   const Opened first = Open(kWait), second = Open(kAttach), third = Open(kWait);
-  EXPECT_EQ(front_.silent_calls(), 2u);
-  EXPECT_EQ(front_.refused_calls(), 1u);
+  EXPECT_EQ(frontend_.silent_calls(), 2u);
+  EXPECT_EQ(frontend_.refused_calls(), 1u);
   EXPECT_EQ(third.life->status, grpc::StatusCode::UNAVAILABLE);
   Happen(third, RpcEvent::kFinished, true);
   Happen(third, RpcEvent::kGone, false);
@@ -329,7 +391,7 @@ TEST_F(SilentTest, TooManySilentCalls_AreRefusedUntilOneSpeaks) {
   Happen(first, RpcEvent::kRead, true, WaitForAKey());
   const Opened fourth = Open(kWait);
   EXPECT_FALSE(fourth.life->status.has_value());
-  front_.EndSilent(absl::Now() + absl::Hours(1));
+  frontend_.EndSilent(absl::Now() + absl::Hours(1));
   End(second);
   End(fourth);
   Happen(first, RpcEvent::kGone, false);
@@ -337,11 +399,11 @@ TEST_F(SilentTest, TooManySilentCalls_AreRefusedUntilOneSpeaks) {
   EXPECT_TRUE(first.life->deleted);
 }
 
-class QuotaTest : public FrontTest {
+class QuotaTest : public GrpcFrontendTest {
  protected:
   QuotaTest()
-      : FrontTest({.connection = {.calls = 2, .streams = 1, .silent = 2, .held_bytes = 3000},
-                   .user = {.calls = 3, .streams = 2, .silent = 3, .held_bytes = 5000}}) {}
+      : GrpcFrontendTest({.connection = {.calls = 2, .streams = 1, .silent = 2, .held_bytes = 3000},
+                          .user = {.calls = 3, .streams = 2, .silent = 3, .held_bytes = 5000}}) {}
   static constexpr char kWait[] = "/muster.v1.KeyValueStore/Wait";
   static constexpr char kAttach[] = "/muster.v1.Session/Attach";
 
@@ -377,7 +439,7 @@ TEST_F(QuotaTest, CallsOfOneConnection_TakeNoRoomFromOthers) {
   const Opened third = Hold("ipv4:10.0.0.1:5");
   EXPECT_TRUE(Refused(third, "connection ipv4:10.0.0.1:5 is at its quota of 2 open calls"))
       << third.life->message;
-  EXPECT_EQ(front_.quota_refusals(false), 1u);
+  EXPECT_EQ(frontend_.quota_refusals(false), 1u);
   open.push_back(Hold("ipv4:10.0.0.2:5"));
   EXPECT_FALSE(open.back().life->status.has_value());
   End(third);
@@ -394,7 +456,7 @@ TEST_F(QuotaTest, ConnectionsOfOneAddress_AreOneUser) {
   open.push_back(Hold("ipv4:10.0.0.1:8"));
   EXPECT_TRUE(Refused(open.back(), "user ipv4:10.0.0.1 is at its quota of 3 open calls"))
       << open.back().life->message;
-  EXPECT_EQ(front_.quota_refusals(true), 1u);
+  EXPECT_EQ(frontend_.quota_refusals(true), 1u);
   for (const Opened& one : open) End(one);
 }
 
@@ -445,9 +507,10 @@ TEST_F(QuotaTest, UnixSocket_HasNone) {
   for (const Opened& one : open) End(one);
 }
 
-class HealthTest : public FrontTest {
+class HealthTest : public GrpcFrontendTest {
  protected:
-  HealthTest() : FrontTest({.silent_calls = 1, .silent_health_calls = 1, .health_watches = 1}) {}
+  HealthTest()
+      : GrpcFrontendTest({.silent_calls = 1, .silent_health_calls = 1, .health_watches = 1}) {}
 };
 
 // Which anybody may call who holds no token.
@@ -457,7 +520,7 @@ TEST_F(HealthTest, SilentCallsToIt_TakeNoRoomFromOthers) {
   EXPECT_EQ(second.life->status, grpc::StatusCode::UNAVAILABLE);
   const Opened other = Open("/muster.v1.KeyValueStore/Wait");
   EXPECT_FALSE(other.life->status.has_value());
-  front_.EndSilent(absl::Now() + absl::Hours(1));
+  frontend_.EndSilent(absl::Now() + absl::Hours(1));
   Happen(second, RpcEvent::kFinished, true);
   Happen(second, RpcEvent::kGone, false);
   for (const Opened& call : {first, other}) {

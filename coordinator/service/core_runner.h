@@ -1,5 +1,5 @@
-#ifndef MUSTER_COORDINATOR_SERVICE_ENGINE_H_
-#define MUSTER_COORDINATOR_SERVICE_ENGINE_H_
+#ifndef MUSTER_COORDINATOR_SERVICE_CORE_RUNNER_H_
+#define MUSTER_COORDINATOR_SERVICE_CORE_RUNNER_H_
 
 #include <array>
 #include <atomic>
@@ -40,7 +40,7 @@ class CallSink {
   virtual void OnAnswer(const std::shared_ptr<const Answer>& answer) = 0;
 };
 
-// A watch stream, as the engine sees it. Thread-safe.
+// A watch stream, as the runner sees it. Thread-safe.
 class WatchLink {
  public:
   virtual ~WatchLink() = default;
@@ -63,7 +63,7 @@ class WatchLink {
 // answers.
 //
 // All public methods are thread-safe and do not block, except Start and Stop.
-class Engine {
+class CoreRunner {
  public:
   struct Limits {
     // Of a message that goes out. In place of a larger answer goes LIMIT, or RESULT_TOO_LARGE if
@@ -109,8 +109,8 @@ class Engine {
   };
 
   // `journal` has been opened and not replayed.
-  Engine(const Options& options, std::unique_ptr<Journal> journal);
-  ~Engine();
+  CoreRunner(const Options& options, std::unique_ptr<Journal> journal);
+  ~CoreRunner();
 
   // Replays the journal, makes the new term durable, and begins to apply. Blocks on the disk.
   // Errors: DATA_LOSS corrupt journal; RESOURCE_EXHAUSTED or UNAVAILABLE it cannot be written.
@@ -230,7 +230,7 @@ class Engine {
 
   enum class By { kCaller, kThread };
   // `task` is applied by the caller if nobody is applying and `by` allows it, else by another
-  // thread. False, and `task` is not kept, once the engine has ended.
+  // thread. False, and `task` is not kept, once the runner has ended.
   bool Post(Task&& task, By by = By::kCaller);
   void Run();
   // Applies until the queue is empty, or hands over to the thread: to write a snapshot, to stop, or
@@ -369,4 +369,4 @@ class Engine {
 
 }  // namespace muster::coordinator
 
-#endif  // MUSTER_COORDINATOR_SERVICE_ENGINE_H_
+#endif  // MUSTER_COORDINATOR_SERVICE_CORE_RUNNER_H_
