@@ -188,10 +188,11 @@ CheckpointSet::Error CheckpointSet::Report(const v1::ReportShardsRequest& reques
   int& next = reports.parts[rank];
   if (request.part() < next || !reports.open.contains(rank)) return std::nullopt;
   if (request.part() > next) {
-    return BadField("part", absl::StrCat("part ", request.part(), " of rank ", rank,
-                                         " comes before part ", next,
-                                         ": send the parts in order, all anew after a restart of "
-                                         "the coordinator"));
+    return BadField(
+        "part",
+        absl::StrCat("part ", request.part(), " of rank ", rank, " comes before part ", next,
+                     ": send the parts in order, and all of them again after a restart of "
+                     "the coordinator"));
   }
   absl::flat_hash_set<absl::string_view> names;
   size_t bytes = 0;
@@ -378,7 +379,7 @@ CheckpointSet::Error CheckpointSet::Deleted(const v1::CheckpointDeletedRequest& 
     const Entry* const entry = Find(id);
     if (entry != nullptr && entry->record.state() != v1::CHECKPOINT_STATE_DELETING) {
       return Conflict(absl::StrCat(Name(entry->record), " is ", StateText(entry->record.state()),
-                                   ": nobody was asked to delete it"));
+                                   ": it is not marked for deletion"));
     }
   }
   for (const uint64_t id : request.checkpoint_ids()) {

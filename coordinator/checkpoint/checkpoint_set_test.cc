@@ -237,7 +237,7 @@ TEST_F(CheckpointSetTest, Retention_LetsTheOldestGoOnlyAfterTheNewIsPublished) {
   EXPECT_THAT(Publish(c), ElementsAre(a)) << "asked for again until it is deleted";
   EXPECT_EQ(Deleted({a}), "");
   EXPECT_EQ(Deleted({a}), "") << "a repeat";
-  EXPECT_THAT(Deleted({b}), HasSubstr("nobody was asked to delete it"));
+  EXPECT_THAT(Deleted({b}), HasSubstr("it is not marked for deletion"));
   EXPECT_THAT(Ids(), ElementsAre(b, c));
 }
 

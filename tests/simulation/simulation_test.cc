@@ -60,12 +60,14 @@ TEST(Simulation, SameSeed_SameRun) {
 TEST(Simulation, Seeds_DoSomething) {
   SimulationOptions options;
   int64_t restarts = 0, generations = 0, barriers = 0, watched = 0, through_hubs = 0;
+  int64_t checkpoints = 0;
   std::map<std::string, int64_t> faults;
   for (options.seed = 1; options.seed <= 50; ++options.seed) {
     const SimulationResult result = Simulate(options);
     restarts += result.restarts;
     generations += result.generations;
     barriers += result.barriers;
+    checkpoints += result.checkpoints;
     watched += result.watch_events;
     through_hubs += result.through_hubs;
     for (const auto& [name, count] : result.faults) faults[name] += count;
@@ -73,6 +75,7 @@ TEST(Simulation, Seeds_DoSomething) {
   EXPECT_GT(restarts, 50);
   EXPECT_GT(generations, 100);
   EXPECT_GT(barriers, 5000);
+  EXPECT_GT(checkpoints, 200);
   EXPECT_GT(watched, 2000);
   EXPECT_GT(through_hubs, 500);
   for (const char* fault : kFaults) {

@@ -224,6 +224,12 @@ class Process {
   void KvThen(std::function<void()> next);
   void PollTriggers();
   void GateThen(std::function<void()> next);
+  // Every few steps all ranks write a checkpoint together; rank 0 seals and publishes it.
+  void CheckpointThen(std::function<void()> next);
+  std::shared_ptr<v1::Op> ReportOp(uint64_t id);
+  void ReportShards(uint64_t id, std::function<void()> next);
+  void Seal(uint64_t id, int tries, std::function<void()> next);
+  void Publish(uint64_t id, std::function<void()> next);
   void Collective();
   void AfterCollective();
 
@@ -342,7 +348,11 @@ class Sim {
   void Kill(const std::shared_ptr<Process>& process, bool told);
   void Watch();
   void OperatorKv();
+  void OperatorCheckpoints();
   void CheckProgress();
+
+  void SawSealed(const v1::CheckpointRecord& record, int ranks);
+  void SawPublished(const v1::CheckpointRecord& record);
 
   void CheckHandled(const v1::Op& op, const std::optional<v1::OpResult>& immediate);
   void CheckRecord(const coordinator::Record& record);
@@ -458,6 +468,12 @@ class Sim {
   std::map<std::pair<uint64_t, int>, uint64_t> seats_;     // (generation, rank) -> incarnation
   std::map<uint64_t, std::map<std::string, int>> sealed_;  // generation -> worker -> rank
   std::map<uint64_t, std::pair<int, uint64_t>> tables_;    // generation -> (world size, digest)
+  // Checkpoints: by (generation, step); whose ranks have written; the digest that was told.
+  std::map<std::pair<uint64_t, int64_t>, uint64_t> checkpoint_of_;
+  std::map<uint64_t, std::set<int>> shards_;
+  std::map<uint64_t, std::string> sealed_digests_;
+  std::set<uint64_t> deleted_checkpoints_;
+  bool resumable_ = false;                                          // a promoted one was published
   std::map<std::pair<uint64_t, uint64_t>, int64_t> trigger_steps_;  // (generation, trigger) -> step
   struct Write {
     uint64_t revision = 0;
@@ -701,7 +717,9 @@ void Process::Heartbeat() {
 void Process::Step() {
   const absl::Duration think =
       sim_->Between(absl::Milliseconds(1), absl::Milliseconds(sim_->Chance(0.1) ? 400 : 40));
-  At(sim_->now() + think, [this] { KvThen([this] { GateThen([this] { Collective(); }); }); });
+  At(sim_->now() + think, [this] {
+    KvThen([this] { GateThen([this] { CheckpointThen([this] { Collective(); }); }); });
+  });
 }
 
 void Process::KvThen(std::function<void()> next) {
@@ -790,6 +808,141 @@ void Process::GateThen(std::function<void()> next) {
   }
   begun_ = step_;
   next();
+}
+
+void Process::CheckpointThen(std::function<void()> next) {
+  // Where workers take their seats again, each is at a step of its own.
+  if (step_ % 6 != 4 || !sim_->spec_.end_generation_on_failure()) return next();
+  // As if rank 0 had broadcast it.
+  const uint64_t id = sim_->checkpoint_of_[{generation_, step_}];
+  if (rank_ != 0) {
+    if (id != 0) return ReportShards(id, next);
+    return At(sim_->now() + absl::Milliseconds(10), [this, next] { CheckpointThen(next); });
+  }
+  auto op = std::make_shared<v1::Op>();
+  v1::BeginCheckpointRequest* const begin = op->mutable_begin_checkpoint();
+  FillFence(begin->mutable_fence(), true);
+  begin->set_path(absl::StrCat("g", generation_, ".s", step_));
+  begin->set_staging(absl::StrCat("g", generation_, ".s", step_, ".tmp"));
+  begin->set_step(step_);
+  begin->set_ranks(world_size_);
+  begin->set_keep(2);
+  begin->set_hold_back(step_ % 18 != 4);
+  Begin(op, absl::Milliseconds(250), [this, next](const v1::OpResult& result) {
+    if (result.has_error()) {
+      if (Leaves(result.error())) return;
+      sim_->Violation("a checkpoint did not begin: " + result.error().ShortDebugString());
+      return;
+    }
+    const uint64_t id = result.begin_checkpoint().checkpoint_id();
+    sim_->checkpoint_of_[{generation_, step_}] = id;
+    ReportShards(id, next);
+  });
+}
+
+std::shared_ptr<v1::Op> Process::ReportOp(uint64_t id) {
+  auto op = std::make_shared<v1::Op>();
+  v1::ReportShardsRequest* const report = op->mutable_report_shards();
+  FillFence(report->mutable_fence(), false);
+  report->set_checkpoint_id(id);
+  report->set_rank(rank_);
+  report->set_last(true);
+  v1::ShardFile* const file = report->add_files();
+  file->set_name(absl::StrCat("rank", rank_));
+  file->set_bytes(rank_ + 1);
+  file->set_xxh3(std::string(32, 'a'));
+  v1::TensorSlice* const slice = file->add_slices();
+  slice->set_tensor("w");
+  slice->add_global_shape(world_size_);
+  slice->add_offset(rank_);
+  slice->add_extent(1);
+  return op;
+}
+
+void Process::ReportShards(uint64_t id, std::function<void()> next) {
+  // Its file is on the disk when it says so.
+  sim_->shards_[id].insert(rank_);
+  Begin(ReportOp(id), absl::Milliseconds(250), [this, id, next](const v1::OpResult& result) {
+    if (result.has_error()) {
+      if (Leaves(result.error())) return;
+      // Rank 0 gave it up, as somebody was late.
+      if (result.error().detail().reason() != v1::ERROR_REASON_NO_CHECKPOINT) {
+        sim_->Violation("shards were refused: " + result.error().ShortDebugString());
+        return;
+      }
+    }
+    if (rank_ != 0) return next();
+    Seal(id, 0, next);
+  });
+}
+
+void Process::Seal(uint64_t id, int tries, std::function<void()> next) {
+  auto op = std::make_shared<v1::Op>();
+  FillFence(op->mutable_seal_checkpoint()->mutable_fence(), true);
+  op->mutable_seal_checkpoint()->set_checkpoint_id(id);
+  Begin(op, absl::Milliseconds(250), [this, id, tries, next](const v1::OpResult& result) {
+    if (!result.has_error()) {
+      sim_->SawSealed(result.seal_checkpoint().checkpoint(), world_size_);
+      return Publish(id, next);
+    }
+    if (Leaves(result.error())) return;
+    if (result.error().detail().reason() != v1::ERROR_REASON_SHARDS_MISSING) {
+      sim_->Violation("a checkpoint was not sealed: " + result.error().ShortDebugString());
+      return;
+    }
+    if (tries < 8) {
+      return At(sim_->now() + absl::Milliseconds(60), [this, id, tries, next] {
+        // A new coordinator knows nothing of this rank's report.
+        if (tries % 2 == 0) return Seal(id, tries + 1, next);
+        Begin(ReportOp(id), absl::Milliseconds(250), [this, id, tries, next](const auto& told) {
+          if (told.has_error() && Leaves(told.error())) return;
+          Seal(id, tries + 1, next);
+        });
+      });
+    }
+    auto abort = std::make_shared<v1::Op>();
+    FillFence(abort->mutable_abort_checkpoint()->mutable_fence(), true);
+    abort->mutable_abort_checkpoint()->set_checkpoint_id(id);
+    Begin(abort, absl::Milliseconds(250), [this, next](const v1::OpResult& aborted) {
+      if (aborted.has_error()) {
+        if (Leaves(aborted.error())) return;
+        sim_->Violation("an abort was refused: " + aborted.error().ShortDebugString());
+        return;
+      }
+      next();
+    });
+  });
+}
+
+void Process::Publish(uint64_t id, std::function<void()> next) {
+  auto op = std::make_shared<v1::Op>();
+  FillFence(op->mutable_publish_checkpoint()->mutable_fence(), true);
+  op->mutable_publish_checkpoint()->set_checkpoint_id(id);
+  Begin(op, absl::Milliseconds(250), [this, next](const v1::OpResult& result) {
+    if (result.has_error()) {
+      if (Leaves(result.error())) return;
+      sim_->Violation("a checkpoint was not published: " + result.error().ShortDebugString());
+      return;
+    }
+    const v1::PublishCheckpointReply& reply = result.publish_checkpoint();
+    sim_->SawPublished(reply.checkpoint());
+    if (reply.to_delete_size() == 0) return next();
+    auto op = std::make_shared<v1::Op>();
+    v1::CheckpointDeletedRequest* const deleted = op->mutable_checkpoint_deleted();
+    FillFence(deleted->mutable_fence(), true);
+    for (const v1::CheckpointRecord& record : reply.to_delete()) {
+      sim_->deleted_checkpoints_.insert(record.checkpoint_id());
+      deleted->add_checkpoint_ids(record.checkpoint_id());
+    }
+    Begin(op, absl::Milliseconds(250), [this, next](const v1::OpResult& told) {
+      if (told.has_error()) {
+        if (Leaves(told.error())) return;
+        sim_->Violation("a deletion was refused: " + told.error().ShortDebugString());
+        return;
+      }
+      next();
+    });
+  });
 }
 
 void Process::PollTriggers() {
@@ -1578,6 +1731,65 @@ void Sim::OperatorKv() {
     KvEnd(key, index, one);
   });
   At(now_ + Between(absl::Milliseconds(50), absl::Milliseconds(600)), [this] { OperatorKv(); });
+}
+
+void Sim::SawSealed(const v1::CheckpointRecord& record, int ranks) {
+  const uint64_t id = record.checkpoint_id();
+  ++result_.checkpoints;
+  if (static_cast<int>(shards_[id].size()) != ranks) {
+    Violation(absl::StrCat("checkpoint ", id, " is sealed, but only ", shards_[id].size(), " of ",
+                           ranks, " ranks had written their shards"));
+  }
+  const auto [it, is_new] = sealed_digests_.try_emplace(id, record.sha256());
+  if (!is_new && it->second != record.sha256()) {
+    Violation(absl::StrCat("checkpoint ", id, " was sealed with two digests"));
+  }
+}
+
+void Sim::SawPublished(const v1::CheckpointRecord& record) {
+  if (record.promoted()) resumable_ = true;
+}
+
+// What a resume would ask, and whether what was sealed is still known.
+void Sim::OperatorCheckpoints() {
+  v1::Op op;
+  op.mutable_resolve_checkpoint()->mutable_fence()->set_job_id(kJob);
+  const bool resumable = resumable_;
+  const std::set<uint64_t> gone = deleted_checkpoints_;
+  FromOperator(op, [this, resumable, gone](const v1::OpResult& result) {
+    const v1::CheckpointRecord& record = result.resolve_checkpoint().checkpoint();
+    if (result.error().detail().reason() == v1::ERROR_REASON_NO_CHECKPOINT ||
+        (result.has_resolve_checkpoint() && record.checkpoint_id() == 0)) {
+      if (resumable) Violation("a resume finds no checkpoint, although one was published");
+      return;
+    }
+    if (!result.has_resolve_checkpoint()) return;
+    if (record.state() != v1::CHECKPOINT_STATE_PUBLISHED || !record.promoted() ||
+        gone.contains(record.checkpoint_id()) ||
+        static_cast<int>(shards_[record.checkpoint_id()].size()) != record.ranks()) {
+      Violation("a resume is given a checkpoint that is not whole: " + record.ShortDebugString());
+    }
+  });
+  op.Clear();
+  op.mutable_list_checkpoints()->mutable_fence()->set_job_id(kJob);
+  const std::map<uint64_t, std::string> sealed = sealed_digests_;
+  FromOperator(op, [this, sealed](const v1::OpResult& result) {
+    if (!result.has_list_checkpoints()) return;
+    std::map<uint64_t, std::string> listed;
+    for (const v1::CheckpointRecord& record : result.list_checkpoints().checkpoints()) {
+      listed[record.checkpoint_id()] = record.sha256();
+    }
+    for (const auto& [id, sha256] : sealed) {
+      // Let go meanwhile.
+      if (deleted_checkpoints_.contains(id)) continue;
+      const auto it = listed.find(id);
+      if (it == listed.end() || it->second != sha256) {
+        Violation(absl::StrCat("checkpoint ", id, " was sealed and is not listed"));
+      }
+    }
+  });
+  At(now_ + Between(absl::Milliseconds(100), absl::Milliseconds(900)),
+     [this] { OperatorCheckpoints(); });
 }
 
 void Sim::Heal() {
@@ -2560,6 +2772,7 @@ SimulationResult Sim::Run() {
   }
   At(now_ + absl::Milliseconds(500), [this] { Watch(); });
   At(now_ + absl::Milliseconds(600), [this] { OperatorKv(); });
+  At(now_ + absl::Milliseconds(700), [this] { OperatorCheckpoints(); });
   if (!options_.one_cut) {
     At(now_ + absl::Milliseconds(800), [this] { Chaos(); });
   }

@@ -37,8 +37,9 @@ struct SimulationResult {
   int64_t operations = 0;  // handled by the core
   int64_t restarts = 0;
   int64_t generations = 0;
-  int64_t barriers = 0;  // passed
-  int64_t lost = 0;      // workers that were given up
+  int64_t barriers = 0;     // passed
+  int64_t checkpoints = 0;  // sealed
+  int64_t lost = 0;         // workers that were given up
   int64_t watch_events = 0;
   int64_t through_hubs = 0;  // operations that hubs sent for other agents
   int64_t resumed = 0;       // agents' sessions that went on with another stream
