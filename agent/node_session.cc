@@ -64,7 +64,7 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
   raw->stack_budget_ = options.stack_budget;
   raw->on_barrier_late_ = std::move(options.on_barrier_late);
   raw->transport_ =
-      std::make_unique<RpcFrameTransport>(channel, options.coordinator, options.channel);
+      std::make_unique<GrpcStreamOpener>(channel, options.coordinator, options.channel);
 
   SessionStream::Options stream;
   stream.address = options.coordinator;

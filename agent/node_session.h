@@ -11,11 +11,11 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "agent/grpc_outgoing_stream.h"
 #include "agent/hub_core.h"
 #include "agent/hub_server.h"
 #include "agent/relay.h"
 #include "agent/relay_core.h"
-#include "agent/rpc_frame_link.h"
 #include "agent/session_stream.h"
 #include "agent/stack_source.h"
 #include "agent/timer_thread.h"
@@ -101,7 +101,7 @@ class NodeSession {
   std::unique_ptr<TimerThread> hub_timer_;
   std::unique_ptr<RelayCore> core_;
   std::unique_ptr<HubCore> hub_;  // null: it does not offer itself
-  std::unique_ptr<RpcFrameTransport> transport_;
+  std::unique_ptr<GrpcStreamOpener> transport_;
   std::unique_ptr<SessionStream> stream_;
   std::unique_ptr<HubServer> hub_server_;
   std::unique_ptr<Relay> relay_;

@@ -14,7 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "agent/fake_sessions.h"
-#include "agent/rpc_frame_link.h"
+#include "agent/grpc_outgoing_stream.h"
 #include "base/mutate.h"
 #include "base/mutex.h"
 #include "gmock/gmock.h"
@@ -496,20 +496,20 @@ TEST_F(HubSessionTest, HubThatEnds_ItsAgentsGoOnWithTheCoordinator) {
 }
 
 // Blocks until the coordinator has welcomed, or the link has closed.
-struct Greeted final : public FrameEvents {
+struct Greeted final : public OutgoingStreamEvents {
   void OnWritten() override {}
   void OnFrame(const v1::CoordinatorFrame&) override { welcomed.Notify(); }
   void OnClosed(const absl::Status&) override { closed.Notify(); }
   Notification welcomed, closed;
 };
 
-TEST(RpcFrameTransport, Reconnect_NextStreamHasAConnectionOfItsOwn) {
+TEST(GrpcStreamOpener, Reconnect_NextStreamHasAConnectionOfItsOwn) {
   FakeSessions sessions;
   const auto server = *rpc::Server::Start({.insecure = true}, {&sessions});
   {
     const rpc::ChannelOptions options = {.own_connection = true};
-    RpcFrameTransport transport(*rpc::Connect(server->address(), options), server->address(),
-                                options);
+    GrpcStreamOpener transport(*rpc::Connect(server->address(), options), server->address(),
+                               options);
     for (int i = 0; i < 3; ++i) {
       if (i == 2) transport.Reconnect();
       const auto greeted = std::make_shared<Greeted>();

@@ -124,8 +124,8 @@ bool IsRefusal(const absl::Status& status) {
 }  // namespace
 
 struct SessionStream::Todo {
-  std::shared_ptr<FrameLink> close;
-  std::shared_ptr<FrameLink> write;
+  std::shared_ptr<OutgoingStream> close;
+  std::shared_ptr<OutgoingStream> write;
   v1::AgentFrame frame;
   std::optional<std::pair<uint64_t, bool>> connected;
   bool upstream = false;
@@ -164,7 +164,7 @@ class SessionStream::Guard {
   int inside_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
-class SessionStream::Attempt final : public FrameEvents {
+class SessionStream::Attempt final : public OutgoingStreamEvents {
  public:
   explicit Attempt(std::shared_ptr<Guard> guard) : guard_(std::move(guard)) {}
   void OnWritten() override {
@@ -188,7 +188,7 @@ class SessionStream::Attempt final : public FrameEvents {
   const std::shared_ptr<Guard> guard_;
 };
 
-SessionStream::SessionStream(Options options, FrameTransport* transport)
+SessionStream::SessionStream(Options options, StreamOpener* transport)
     : options_(std::move(options)),
       transport_(transport),
       guard_(std::make_shared<Guard>(this)),
@@ -200,7 +200,7 @@ SessionStream::SessionStream(Options options, FrameTransport* transport)
 
 SessionStream::~SessionStream() {
   guard_->Close();
-  std::shared_ptr<FrameLink> link;
+  std::shared_ptr<OutgoingStream> link;
   {
     MutexLock lock(&mu_);
     link = std::move(link_);
@@ -350,7 +350,7 @@ absl::Time SessionStream::Tick() {
     }
   }
   if (opening != nullptr) {
-    absl::StatusOr<std::shared_ptr<FrameLink>> link = transport_->Open(hub, opening);
+    absl::StatusOr<std::shared_ptr<OutgoingStream>> link = transport_->Open(hub, opening);
     if (!link.ok()) {
       OnClosed(opening.get(), link.status());
     } else {

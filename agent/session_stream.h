@@ -18,8 +18,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "agent/frame_link.h"
 #include "agent/op_sender.h"
+#include "agent/outgoing_stream.h"
 #include "agent/upstream.h"
 #include "base/clock.h"
 #include "base/defaults.h"
@@ -108,7 +108,7 @@ class SessionStream final : public OpSender {
   };
 
   // `transport` is borrowed.
-  SessionStream(Options options, FrameTransport* transport);
+  SessionStream(Options options, StreamOpener* transport);
   // Closes the stream. What is held is dropped; nothing is called any more.
   ~SessionStream() override;
   SessionStream(const SessionStream&) = delete;
@@ -215,14 +215,14 @@ class SessionStream final : public OpSender {
   void Run(Todo todo);
 
   const Options options_;
-  FrameTransport* const transport_;
+  StreamOpener* const transport_;
   const std::shared_ptr<Guard> guard_;
 
   mutable Mutex mu_;
   CondVar changed_;
   State state_ ABSL_GUARDED_BY(mu_) = State::kIdle;
   std::shared_ptr<Attempt> attempt_ ABSL_GUARDED_BY(mu_);
-  std::shared_ptr<FrameLink> link_ ABSL_GUARDED_BY(mu_);
+  std::shared_ptr<OutgoingStream> link_ ABSL_GUARDED_BY(mu_);
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool hello_due_ ABSL_GUARDED_BY(mu_) = false;
   absl::Time next_attempt_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "agent/fake_frame_link.h"
+#include "agent/fake_outgoing_stream.h"
 #include "agent/relay_core.h"
 #include "agent/session_stream.h"
 #include "base/fake_clock.h"
@@ -67,7 +67,7 @@ class StreamFuzzTest : public ::testing::TestWithParam<uint64_t> {};
 TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
   Fuzzer fuzz(GetParam());
   FakeClock clock;
-  FakeTransport transport;
+  FakeStreamOpener transport;
   int connected = 0, directives = 0;
   RelayCore* core_of_stream = nullptr;
 

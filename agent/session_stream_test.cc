@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "agent/fake_frame_link.h"
+#include "agent/fake_outgoing_stream.h"
 #include "base/fake_clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -182,7 +182,7 @@ class SessionStreamTest : public ::testing::Test {
   }
 
   FakeClock clock_;
-  FakeTransport transport_;
+  FakeStreamOpener transport_;
   SessionStream::Options options_;
   std::string hub_address_;
   std::vector<std::string> features_;  // of the coordinator
@@ -597,9 +597,9 @@ TEST_F(SessionStreamTest, ProtocolThatWasNotOffered_IsLeftAlone) {
 
 // A transport whose stream breaks before it is handed over.
 TEST_F(SessionStreamTest, DroppedWhileOpening_IsClosedAllTheSame) {
-  struct Hasty final : public FrameTransport {
-    absl::StatusOr<std::shared_ptr<FrameLink>> Open(const std::string&,
-                                                    std::shared_ptr<FrameEvents> events) override {
+  struct Hasty final : public StreamOpener {
+    absl::StatusOr<std::shared_ptr<OutgoingStream>> Open(
+        const std::string&, std::shared_ptr<OutgoingStreamEvents> events) override {
       link = std::make_shared<FakeLink>(events);
       v1::CoordinatorFrame frame;
       frame.mutable_directive();  // instead of a welcome

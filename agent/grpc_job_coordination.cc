@@ -1,4 +1,4 @@
-#include "agent/rpc_job_link.h"
+#include "agent/grpc_job_coordination.h"
 
 #include <sys/random.h>
 #include <unistd.h>
@@ -64,9 +64,9 @@ AttemptEnd EndFromJson(const std::string& text) {
   return end;
 }
 
-class RpcJobLink final : public JobLink {
+class GrpcJobCoordination final : public JobCoordination {
  public:
-  RpcJobLink(const RpcJobLinkOptions& options, NodeSession* session)
+  GrpcJobCoordination(const GrpcJobCoordinationOptions& options, NodeSession* session)
       : options_(options),
         session_(session),
         agents_job_(options.job + ".agents"),
@@ -81,7 +81,7 @@ class RpcJobLink final : public JobLink {
     if (options.num_nodes > 1) wait_timer_->Start();
   }
 
-  ~RpcJobLink() override {
+  ~GrpcJobCoordination() override {
     StopWatching();
     wait_timer_->Stop();
     if (generation_ == 0) return;
@@ -535,7 +535,7 @@ class RpcJobLink final : public JobLink {
   }
 
   // Constant after construction.
-  const RpcJobLinkOptions options_;
+  const GrpcJobCoordinationOptions options_;
   NodeSession* const session_;
   const std::string agents_job_;
   const uint64_t incarnation_;
@@ -556,8 +556,9 @@ class RpcJobLink final : public JobLink {
 
 }  // namespace
 
-std::unique_ptr<JobLink> MakeRpcJobLink(const RpcJobLinkOptions& options, NodeSession* session) {
-  return std::make_unique<RpcJobLink>(options, session);
+std::unique_ptr<JobCoordination> MakeGrpcJobCoordination(const GrpcJobCoordinationOptions& options,
+                                                         NodeSession* session) {
+  return std::make_unique<GrpcJobCoordination>(options, session);
 }
 
 }  // namespace muster::agent
