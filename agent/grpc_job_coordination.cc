@@ -66,7 +66,7 @@ AttemptEnd EndFromJson(const std::string& text) {
 
 class GrpcJobCoordination final : public JobCoordination {
  public:
-  GrpcJobCoordination(const GrpcJobCoordinationOptions& options, NodeSession* session)
+  GrpcJobCoordination(const GrpcJobCoordinationOptions& options, NodeUplink* session)
       : options_(options),
         session_(session),
         agents_job_(options.job + ".agents"),
@@ -123,7 +123,7 @@ class GrpcJobCoordination final : public JobCoordination {
       shared_->on_ended = std::move(on_ended);
     }
     const std::shared_ptr<Shared> shared = shared_;
-    NodeSession::Listener listener;
+    NodeUplink::Listener listener;
     listener.on_lost = [shared](const absl::Status& status) {
       shared->End({std::string(status.message()), {}});
     };
@@ -536,7 +536,7 @@ class GrpcJobCoordination final : public JobCoordination {
 
   // Constant after construction.
   const GrpcJobCoordinationOptions options_;
-  NodeSession* const session_;
+  NodeUplink* const session_;
   const std::string agents_job_;
   const uint64_t incarnation_;
   std::string hostname_;
@@ -557,7 +557,7 @@ class GrpcJobCoordination final : public JobCoordination {
 }  // namespace
 
 std::unique_ptr<JobCoordination> MakeGrpcJobCoordination(const GrpcJobCoordinationOptions& options,
-                                                         NodeSession* session) {
+                                                         NodeUplink* session) {
   return std::make_unique<GrpcJobCoordination>(options, session);
 }
 

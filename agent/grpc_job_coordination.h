@@ -6,7 +6,7 @@
 
 #include "absl/time/time.h"
 #include "agent/job_coordination.h"
-#include "agent/node_session.h"
+#include "agent/node_uplink.h"
 #include "base/defaults.h"
 
 namespace muster::agent {
@@ -39,7 +39,7 @@ struct GrpcJobCoordinationOptions {
 // attempt ended, a barrier "finish" waits for all nodes, and each agent's lease shows whether its
 // node still lives. `session` is borrowed; the link is its listener.
 std::unique_ptr<JobCoordination> MakeGrpcJobCoordination(const GrpcJobCoordinationOptions& options,
-                                                         NodeSession* session);
+                                                         NodeUplink* session);
 
 }  // namespace muster::agent
 

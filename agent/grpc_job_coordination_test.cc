@@ -9,7 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "agent/fake_sessions.h"
-#include "agent/node_session.h"
+#include "agent/node_uplink.h"
 #include "base/mutex.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -35,10 +35,10 @@ class GrpcJobCoordinationTest : public ::testing::Test {
   }
   // The coordinator may not be there yet.
   void MakeLink(int num_nodes, absl::Duration join_timeout) {
-    NodeSession::Options options;
+    NodeUplink::Options options;
     options.coordinator = address_;
     options.outage_tolerance = absl::Milliseconds(1);
-    session_ = *NodeSession::Start(std::move(options));
+    session_ = *NodeUplink::Start(std::move(options));
     link_ = MakeGrpcJobCoordination({.coordinator = address_,
                                      .job = "job",
                                      .num_nodes = num_nodes,
@@ -77,7 +77,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
   FakeSessions sessions_;
   std::string address_ = "127.0.0.1:0";
   std::unique_ptr<rpc::Server> server_;
-  std::unique_ptr<NodeSession> session_;
+  std::unique_ptr<NodeUplink> session_;
   std::unique_ptr<JobCoordination> link_;
 };
 

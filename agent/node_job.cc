@@ -10,7 +10,7 @@
 #include "agent/descriptors.h"
 #include "agent/grpc_job_coordination.h"
 #include "agent/job_signals.h"
-#include "agent/node_session.h"
+#include "agent/node_uplink.h"
 #include "agent/stack_capture.h"
 #include "agent/worker_processes.h"
 #include "base/clock.h"
@@ -58,7 +58,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   };
   WorkerProcesses processes(options.agent.worker.job);
   options.agent.processes = &processes;
-  absl::StatusOr<std::unique_ptr<NodeSession>> session = NodeSession::Start({
+  absl::StatusOr<std::unique_ptr<NodeUplink>> session = NodeUplink::Start({
       .coordinator = options.agent.worker.coordinator,
       .channel = options.channel,
       .outage_tolerance = options.outage_tolerance,

@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "agent/fake_outgoing_stream.h"
 #include "agent/relay_core.h"
-#include "agent/session_stream.h"
+#include "agent/session_client.h"
 #include "base/fake_clock.h"
 #include "base/mutate.h"
 #include "proto/random_message.h"
@@ -71,7 +71,7 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
   int connected = 0, directives = 0;
   RelayCore* core_of_stream = nullptr;
 
-  SessionStream::Options options;
+  SessionClient::Options options;
   options.node = "node";
   options.address = "10.0.0.1:29400";
   options.incarnation = 7;
@@ -91,7 +91,7 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
     core_of_stream->ProcessOf(directive.collect_stack().worker_id(),
                               directive.collect_stack().pid());
   };
-  auto stream = std::make_unique<SessionStream>(options, &transport);
+  auto stream = std::make_unique<SessionClient>(options, &transport);
   stream->OfferHub("10.0.0.9:1");
   RelayCore::Options core_options;
   core_options.node = "node";

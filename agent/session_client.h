@@ -1,5 +1,5 @@
-#ifndef MUSTER_AGENT_SESSION_STREAM_H_
-#define MUSTER_AGENT_SESSION_STREAM_H_
+#ifndef MUSTER_AGENT_SESSION_CLIENT_H_
+#define MUSTER_AGENT_SESSION_CLIENT_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -58,7 +58,7 @@ namespace muster::agent {
 //
 // Thread-safe; nothing blocks. Callbacks run without locks, those for frames in the order of the
 // frames. The owner calls Tick when due (see TimerThread).
-class SessionStream final : public OpSender {
+class SessionClient final : public OpSender {
  public:
   struct Options {
     std::string node;     // unique among the agents of this coordinator
@@ -108,11 +108,11 @@ class SessionStream final : public OpSender {
   };
 
   // `transport` is borrowed.
-  SessionStream(Options options, StreamOpener* transport);
+  SessionClient(Options options, StreamOpener* transport);
   // Closes the stream. What is held is dropped; nothing is called any more.
-  ~SessionStream() override;
-  SessionStream(const SessionStream&) = delete;
-  SessionStream& operator=(const SessionStream&) = delete;
+  ~SessionClient() override;
+  SessionClient(const SessionClient&) = delete;
+  SessionClient& operator=(const SessionClient&) = delete;
 
   uint64_t Submit(v1::Op op, Done done) override;
   void Forget(uint64_t op_id) override;
@@ -295,4 +295,4 @@ class SessionStream final : public OpSender {
 
 }  // namespace muster::agent
 
-#endif  // MUSTER_AGENT_SESSION_STREAM_H_
+#endif  // MUSTER_AGENT_SESSION_CLIENT_H_
