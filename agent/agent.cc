@@ -36,7 +36,7 @@ uint64_t NewIncarnation() {
 
 }  // namespace
 
-Agent::Agent(AgentOptions options, ProcessHost& host, OutputMux& output, JobLink& link)
+Agent::Agent(AgentOptions options, ProcessHost& host, OutputMux& output, JobCoordination& link)
     : options_(std::move(options)),
       host_(host),
       output_(output),

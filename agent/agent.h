@@ -12,7 +12,7 @@
 
 #include "absl/status/status.h"
 #include "absl/time/time.h"
-#include "agent/job_link.h"
+#include "agent/job_coordination.h"
 #include "agent/output.h"
 #include "agent/process.h"
 #include "agent/worker_environment.h"
@@ -70,7 +70,7 @@ struct JobResult {
 class Agent {
  public:
   // All are borrowed.
-  Agent(AgentOptions options, ProcessHost& host, OutputMux& output, JobLink& link);
+  Agent(AgentOptions options, ProcessHost& host, OutputMux& output, JobCoordination& link);
   Agent(const Agent&) = delete;
   Agent& operator=(const Agent&) = delete;
 
@@ -128,7 +128,7 @@ class Agent {
   const AgentOptions options_;
   ProcessHost& host_;
   OutputMux& output_;
-  JobLink& link_;
+  JobCoordination& link_;
   const std::string hostname_;
 
   // The thread of Run only.

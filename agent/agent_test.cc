@@ -13,7 +13,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
-#include "agent/fake_job_link.h"
+#include "agent/fake_job_coordination.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -81,7 +81,7 @@ class AgentTest : public ::testing::Test {
 
   int pipe_[2];
   AgentOptions options_;
-  FakeJobLink link_;
+  FakeJobCoordination link_;
   std::unique_ptr<ProcessHost> host_;
   std::unique_ptr<OutputMux> output_;
   std::unique_ptr<Agent> agent_;
@@ -304,7 +304,8 @@ TEST_F(AgentTest, LogFolder_HasAFilePerWorkerAndAttempt) {
 }
 
 TEST_F(AgentTest, SecondNode_RanksGoOn) {
-  FakeJobLink link({.node_rank = 1, .num_nodes = 3, .master_addr = "10.0.0.1", .master_port = 7});
+  FakeJobCoordination link(
+      {.node_rank = 1, .num_nodes = 3, .master_addr = "10.0.0.1", .master_port = 7});
   options_.slots = 2;
   options_.argv = {"/bin/sh", "-c", "echo $RANK/$WORLD_SIZE $GROUP_RANK $MASTER_ADDR:$MASTER_PORT"};
   Agent agent(options_, *host_, *output_, link);

@@ -36,8 +36,8 @@ rpc::FrameBytes Bytes(const v1::CoordinatorFrame& frame) {
 }  // namespace
 
 struct HubCore::Stream {
-  explicit Stream(std::shared_ptr<HubLink> to) : link(std::move(to)) {}
-  const std::shared_ptr<HubLink> link;
+  explicit Stream(std::shared_ptr<IncomingStream> to) : link(std::move(to)) {}
+  const std::shared_ptr<IncomingStream> link;
   std::shared_ptr<Agent> agent;  // once it has said hello
   bool writing = false;
   bool paused = false;  // is read from when there is room again
@@ -94,9 +94,9 @@ struct HubCore::Call {
 // What to do once the lock is given back.
 struct HubCore::Todo {
   std::vector<std::tuple<uint64_t, v1::Op, size_t>> submits;
-  std::vector<std::pair<std::shared_ptr<HubLink>, rpc::FrameBytes>> writes;
-  std::vector<std::shared_ptr<HubLink>> reads;
-  std::vector<std::pair<std::shared_ptr<HubLink>, absl::Status>> closes;
+  std::vector<std::pair<std::shared_ptr<IncomingStream>, rpc::FrameBytes>> writes;
+  std::vector<std::shared_ptr<IncomingStream>> reads;
+  std::vector<std::pair<std::shared_ptr<IncomingStream>, absl::Status>> closes;
   std::vector<uint64_t> forgotten;  // by the upstream
   absl::flat_hash_set<uint64_t> dropped;
   std::optional<v1::StackReply> stack;
@@ -378,7 +378,8 @@ void HubCore::Finish() {
   Run(std::move(todo));
 }
 
-void HubCore::OnFrame(const std::shared_ptr<HubLink>& link, const v1::AgentFrame& frame, size_t) {
+void HubCore::OnFrame(const std::shared_ptr<IncomingStream>& link, const v1::AgentFrame& frame,
+                      size_t) {
   Todo todo;
   {
     MutexLock lock(&mu_);
@@ -728,7 +729,7 @@ void HubCore::Pump(const std::shared_ptr<Agent>& agent, Todo* todo) {
   todo->writes.emplace_back(stream->link, outbox.Next());
 }
 
-void HubCore::OnWritten(const std::shared_ptr<HubLink>& link) {
+void HubCore::OnWritten(const std::shared_ptr<IncomingStream>& link) {
   Todo todo;
   {
     MutexLock lock(&mu_);
@@ -758,7 +759,7 @@ void HubCore::OnWritten(const std::shared_ptr<HubLink>& link) {
   Run(std::move(todo));
 }
 
-void HubCore::OnClosed(const std::shared_ptr<HubLink>& link) {
+void HubCore::OnClosed(const std::shared_ptr<IncomingStream>& link) {
   Todo todo;
   {
     MutexLock lock(&mu_);

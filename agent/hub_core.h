@@ -18,7 +18,7 @@
 #include "absl/status/status.h"
 #include "absl/time/time.h"
 #include "agent/arrivals.h"
-#include "agent/hub_link.h"
+#include "agent/incoming_stream.h"
 #include "agent/op_sender.h"
 #include "agent/upstream.h"
 #include "base/clock.h"
@@ -33,7 +33,7 @@ namespace muster::agent {
 // they say goes on over this node's own stream. It stands between this node's relay and that
 // stream:
 //
-//   relay ---\                                              /--- other agents (HubLink)
+//   relay ---\                                              /--- other agents (IncomingStream)
 //             > HubCore --- OpSender: the session stream   <
 //   (own operations go through it too, so that arrivals meet)
 //
@@ -55,7 +55,7 @@ namespace muster::agent {
 // What agents send is taken as bytes that anybody may have written. Pure: the owner has the clock,
 // the streams (see HubServer) and the threads. Thread-safe; nothing blocks. No lock is held over a
 // call to a link or the upstream. The owner calls Tick when due (see TimerThread).
-class HubCore final : public OpSender, public HubEvents {
+class HubCore final : public OpSender, public IncomingStreamEvents {
  public:
   struct Limits {
     // With a session. Beyond it, streams of others are refused.
@@ -130,10 +130,10 @@ class HubCore final : public OpSender, public HubEvents {
   void Finish();
 
   // The agents' streams. One of which OnClosed came is never called again.
-  void OnFrame(const std::shared_ptr<HubLink>& link, const v1::AgentFrame& frame,
+  void OnFrame(const std::shared_ptr<IncomingStream>& link, const v1::AgentFrame& frame,
                size_t bytes) override;
-  void OnWritten(const std::shared_ptr<HubLink>& link) override;
-  void OnClosed(const std::shared_ptr<HubLink>& link) override;
+  void OnWritten(const std::shared_ptr<IncomingStream>& link) override;
+  void OnClosed(const std::shared_ptr<IncomingStream>& link) override;
 
   // With a session, whether they have a stream or not. A node with any beats every second.
   size_t agents() const { return agent_count_.load(std::memory_order_relaxed); }
@@ -201,7 +201,7 @@ class HubCore final : public OpSender, public HubEvents {
   std::map<std::string, std::shared_ptr<Agent>> agents_ ABSL_GUARDED_BY(mu_);  // by node
   // Of agents_: the stream, whose lock others hold while they take ours, asks for it.
   std::atomic<size_t> agent_count_{0};
-  absl::flat_hash_map<HubLink*, std::shared_ptr<Stream>> streams_ ABSL_GUARDED_BY(mu_);
+  absl::flat_hash_map<IncomingStream*, std::shared_ptr<Stream>> streams_ ABSL_GUARDED_BY(mu_);
   absl::flat_hash_map<uint64_t, Call> calls_ ABSL_GUARDED_BY(mu_);
   size_t held_bytes_ ABSL_GUARDED_BY(mu_) = 0;
   uint64_t next_call_ ABSL_GUARDED_BY(mu_) = 1;

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "agent/fake_hub_link.h"
+#include "agent/fake_incoming_stream.h"
 #include "agent/fake_op_sender.h"
 #include "agent/hub_core.h"
 #include "base/fake_clock.h"
@@ -44,7 +44,7 @@ class Fuzzer final : public RandomMessage {
 
 // An agent's stream with what its agent knows of it.
 struct Stream {
-  std::shared_ptr<FakeHubLink> link;
+  std::shared_ptr<FakeIncomingStream> link;
   uint64_t seq = 0;  // the last sent
   uint64_t received = 0;
   bool closed = false;
@@ -111,7 +111,7 @@ TEST_P(HubFuzzTest, AnyFrames_LimitsHoldAndOwnCallsEndOnce) {
           frame.mutable_hello()->set_protocol_min(1);
           frame.mutable_hello()->set_protocol_max(1);
         }
-        Stream fresh{.link = std::make_shared<FakeHubLink>()};
+        Stream fresh{.link = std::make_shared<FakeIncomingStream>()};
         fresh.link->reading = false;
         core.OnFrame(fresh.link, frame, 0);
         while (fresh.link->in_flight.has_value()) {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "agent/fake_hub_link.h"
+#include "agent/fake_incoming_stream.h"
 #include "agent/fake_op_sender.h"
 #include "base/fake_clock.h"
 #include "gmock/gmock.h"
@@ -604,7 +604,7 @@ TEST_F(HubCoreTest, HubBehindAHub_IsRefused) {
 
 TEST_F(HubCoreTest, BadFirstFrames_EndTheStream) {
   const auto open = [&](const v1::AgentFrame& frame) {
-    const auto link = std::make_shared<FakeHubLink>();
+    const auto link = std::make_shared<FakeIncomingStream>();
     link->reading = false;
     core_->OnFrame(link, frame, 0);
     EXPECT_FALSE(link->reading);
@@ -706,7 +706,8 @@ TEST_F(HubCoreTest, AgentThatTakesNothing_IsNotReadFromAndLosesItsSessionInTheEn
     if (!a.link().status.has_value()) {
       a.received = received;
       a.link().in_flight.reset();
-      core_->OnWritten(std::shared_ptr<HubLink>(std::shared_ptr<HubLink>(), &a.link()));
+      core_->OnWritten(
+          std::shared_ptr<IncomingStream>(std::shared_ptr<IncomingStream>(), &a.link()));
       a.received = 0;
     }
   }

@@ -79,10 +79,10 @@ class SilentStreams {
 // for after the end does nothing. gRPC orders its calls of a stream; the lock in each shows it to
 // ThreadSanitizer, which does not see into gRPC.
 class HubServer::Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer, grpc::ByteBuffer>,
-                                public HubLink,
+                                public IncomingStream,
                                 public std::enable_shared_from_this<Stream> {
  public:
-  Stream(HubEvents* hub, SilentStreams* silent, grpc::CallbackServerContext* context)
+  Stream(IncomingStreamEvents* hub, SilentStreams* silent, grpc::CallbackServerContext* context)
       : hub_(*hub), silent_(*silent), context_(*context) {}
 
   // `allowed`: what the caller showed.
@@ -197,7 +197,7 @@ class HubServer::Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
     if (place.has_value()) silent_.Remove(*place);
   }
 
-  HubEvents& hub_;
+  IncomingStreamEvents& hub_;
   SilentStreams& silent_;
   grpc::CallbackServerContext& context_;  // gRPC's, until OnDone
 
@@ -216,7 +216,7 @@ class HubServer::Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
 class HubServer::Service final
     : public v1::Session::WithRawCallbackMethod_Attach<v1::Session::Service> {
  public:
-  Service(const Options& options, HubEvents* hub)
+  Service(const Options& options, IncomingStreamEvents* hub)
       : token_(options.token),
         patience_(options.first_message),
         hub_(hub),
@@ -234,14 +234,14 @@ class HubServer::Service final
 
   const std::string token_;
   const absl::Duration patience_;
-  HubEvents* const hub_;
+  IncomingStreamEvents* const hub_;
   SilentStreams silent_;
 };
 
 HubServer::HubServer() = default;
 
 absl::StatusOr<std::unique_ptr<HubServer>> HubServer::Start(const Options& options,
-                                                            HubEvents* hub) {
+                                                            IncomingStreamEvents* hub) {
   std::unique_ptr<HubServer> server(new HubServer());
   server->service_ = std::make_unique<Service>(options, hub);
   rpc::ServerOptions of_server = options.server;

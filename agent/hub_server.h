@@ -9,13 +9,13 @@
 
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
-#include "agent/hub_link.h"
+#include "agent/incoming_stream.h"
 #include "rpc/server.h"
 
 namespace muster::agent {
 
-// Session.Attach for the agents behind this hub, over gRPC. Each stream becomes a HubLink: one
-// frame at a time is on its way to the core, one write in flight. Thread-safe.
+// Session.Attach for the agents behind this hub, over gRPC. Each stream becomes a IncomingStream:
+// one frame at a time is on its way to the core, one write in flight. Thread-safe.
 class HubServer {
  public:
   struct Options {
@@ -28,7 +28,8 @@ class HubServer {
   };
 
   // `hub` is borrowed. Errors: as rpc::Server::Start.
-  static absl::StatusOr<std::unique_ptr<HubServer>> Start(const Options& options, HubEvents* hub);
+  static absl::StatusOr<std::unique_ptr<HubServer>> Start(const Options& options,
+                                                          IncomingStreamEvents* hub);
   // As Shutdown without a grace.
   ~HubServer();
   HubServer(const HubServer&) = delete;

@@ -23,7 +23,7 @@ namespace {
 using ::testing::HasSubstr;
 
 // A core, and what it hears of streams.
-class Hub final : public HubEvents {
+class Hub final : public IncomingStreamEvents {
  public:
   Hub()
       : core_({.node = "hub",
@@ -40,12 +40,12 @@ class Hub final : public HubEvents {
                    }},
               &upstream_) {}
 
-  void OnFrame(const std::shared_ptr<HubLink>& link, const v1::AgentFrame& frame,
+  void OnFrame(const std::shared_ptr<IncomingStream>& link, const v1::AgentFrame& frame,
                size_t bytes) override {
     core_.OnFrame(link, frame, bytes);
   }
-  void OnWritten(const std::shared_ptr<HubLink>& link) override { core_.OnWritten(link); }
-  void OnClosed(const std::shared_ptr<HubLink>& link) override {
+  void OnWritten(const std::shared_ptr<IncomingStream>& link) override { core_.OnWritten(link); }
+  void OnClosed(const std::shared_ptr<IncomingStream>& link) override {
     core_.OnClosed(link);
     MutexLock lock(&mu_);
     ++closed_;

@@ -8,9 +8,9 @@
 
 #include "absl/strings/str_cat.h"
 #include "agent/descriptors.h"
+#include "agent/grpc_job_coordination.h"
 #include "agent/job_signals.h"
-#include "agent/node_session.h"
-#include "agent/rpc_job_link.h"
+#include "agent/node_uplink.h"
 #include "agent/stack_capture.h"
 #include "agent/worker_processes.h"
 #include "base/clock.h"
@@ -58,7 +58,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   };
   WorkerProcesses processes(options.agent.worker.job);
   options.agent.processes = &processes;
-  absl::StatusOr<std::unique_ptr<NodeSession>> session = NodeSession::Start({
+  absl::StatusOr<std::unique_ptr<NodeUplink>> session = NodeUplink::Start({
       .coordinator = options.agent.worker.coordinator,
       .channel = options.channel,
       .outage_tolerance = options.outage_tolerance,
@@ -80,7 +80,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
     }
     return result;
   }
-  std::unique_ptr<JobLink> link = MakeRpcJobLink(
+  std::unique_ptr<JobCoordination> link = MakeGrpcJobCoordination(
       {
           .coordinator = options.agent.worker.coordinator,
           .job = options.agent.worker.job,

@@ -24,7 +24,7 @@ struct NodeJobOptions {
   absl::Duration outage_tolerance = kDefaultOutageTolerance;
   // After what silence a machine or a worker counts as lost while others are heard.
   absl::Duration lease = kDefaultLease;
-  std::string hub_listen = {};  // see NodeSession::Options
+  std::string hub_listen = {};  // see NodeUplink::Options
   bool show_output = true;      // the workers' lines, on standard output and standard error
   bool prefix = true;           // where several workers write
   LogLimits log_limits = {};    // of the files in agent.log_dir

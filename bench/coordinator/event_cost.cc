@@ -37,7 +37,7 @@ class Sink final : public CallSink {
 };
 
 // Takes every batch at once.
-class Watch final : public WatchLink, public std::enable_shared_from_this<Watch> {
+class Watch final : public WatchStream, public std::enable_shared_from_this<Watch> {
  public:
   explicit Watch(CoreRunner* runner) : runner_(runner) {}
   void Write(v1::WatchBatch) override { runner_->WatchWritable(shared_from_this()); }

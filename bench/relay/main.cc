@@ -13,7 +13,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "agent/node_session.h"
+#include "agent/node_uplink.h"
 #include "base/log.h"
 #include "coordinator/service/server.h"
 #include "worker/job/coordinator_client.h"
@@ -88,7 +88,7 @@ int Run(int argc, char** argv) {
   SetLogLevel(LogLevel::kWarning);
   auto server = coordinator::CoordinatorServer::Start({.rpc = {.insecure = true}});
   Check(server.status());
-  auto session = agent::NodeSession::Start({.coordinator = (*server)->address()});
+  auto session = agent::NodeUplink::Start({.coordinator = (*server)->address()});
   Check(session.status());
   Check((*session)->stream().WaitUntilConnected(absl::Seconds(30)));
   for (const int workers : {2, 8}) {

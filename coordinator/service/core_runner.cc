@@ -201,12 +201,12 @@ struct CoreRunner::Session final : public FrameSource {
         agent(hello.node(), hello.agent_incarnation(), NewSessionId()) {}
 
   void Writable() override {
-    std::shared_ptr<AgentLink> resumed;
+    std::shared_ptr<AgentStream> resumed;
     {
       MutexLock lock(&mu);
-      if (link == nullptr) return;
+      if (stream == nullptr) return;
       if (agent.outbox().HasWork()) {
-        link->TryWrite([this]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+        stream->TryWrite([this]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
           return rpc::ToByteBuffer(agent.outbox().Next());
         });
       }
@@ -217,10 +217,10 @@ struct CoreRunner::Session final : public FrameSource {
   }
   // Its frame has been dealt with: reads the next one, now or when the agent has taken its answers.
   // By whoever applies.
-  void ReadNext(const std::shared_ptr<AgentLink>& from) {
+  void ReadNext(const std::shared_ptr<AgentStream>& from) {
     {
       MutexLock lock(&mu);
-      if (from == link && agent.outbox().unsent_bytes() > pause_bytes) {
+      if (from == stream && agent.outbox().unsent_bytes() > pause_bytes) {
         paused = from;
         return;
       }
@@ -240,8 +240,8 @@ struct CoreRunner::Session final : public FrameSource {
 
   Mutex mu;
   rpc::AgentSession agent ABSL_GUARDED_BY(mu);
-  std::shared_ptr<AgentLink> link ABSL_GUARDED_BY(mu);
-  std::shared_ptr<AgentLink> paused ABSL_GUARDED_BY(mu);  // is read from when there is room again
+  std::shared_ptr<AgentStream> stream ABSL_GUARDED_BY(mu);
+  std::shared_ptr<AgentStream> paused ABSL_GUARDED_BY(mu);  // is read from when there is room again
 };
 
 struct CoreRunner::Writes {
@@ -706,11 +706,11 @@ bool CoreRunner::FlushSessions() {
   for (std::shared_ptr<Session>& session : dirty_) {
     session->dirty = false;
     bool too_much;
-    std::shared_ptr<AgentLink> link;
+    std::shared_ptr<AgentStream> stream;
     {
       MutexLock lock(&session->mu);
       too_much = session->agent.outbox().bytes() > options_.limits.unacknowledged_bytes;
-      link = session->link;
+      stream = session->stream;
     }
     if (!too_much) {
       writable.push_back(std::move(session));
@@ -720,9 +720,9 @@ bool CoreRunner::FlushSessions() {
                         << (options_.limits.unacknowledged_bytes >> 20)
                         << " MiB of answers: its session ends";
     overloaded_.fetch_add(1, std::memory_order_relaxed);
-    if (link != nullptr) {
-      links_.erase(link.get());
-      link->Close(rpc::ErrorWithReason(
+    if (stream != nullptr) {
+      streams_.erase(stream.get());
+      stream->Close(rpc::ErrorWithReason(
           absl::StatusCode::kResourceExhausted,
           "the agent does not acknowledge what it is sent: its session is over, connect again",
           v1::ERROR_REASON_OVERLOADED, /*retryable=*/true));
@@ -732,11 +732,11 @@ bool CoreRunner::FlushSessions() {
   }
   dirty_.clear();
   WriteAll(std::move(writable));
-  for (auto& [session, link] : read_next_) {
+  for (auto& [session, stream] : read_next_) {
     if (session != nullptr) {
-      session->ReadNext(link);
+      session->ReadNext(stream);
     } else {
-      link->ReadNext(/*answer_follows=*/false);
+      stream->ReadNext(/*answer_follows=*/false);
     }
   }
   read_next_.clear();
@@ -856,34 +856,34 @@ void CoreRunner::Abandon(CallId id) {
   });
 }
 
-void CoreRunner::AgentFrame(const std::shared_ptr<AgentLink>& link,
+void CoreRunner::AgentFrame(const std::shared_ptr<AgentStream>& stream,
                             std::shared_ptr<const v1::AgentFrame> frame, size_t bytes) {
-  const bool posted = Post([this, link, frame = std::move(frame), bytes] {
+  const bool posted = Post([this, stream, frame = std::move(frame), bytes] {
     if (stopped_) {
-      link->Close(StoppingStatus());
+      stream->Close(StoppingStatus());
       return;
     }
-    DoFrame(link, *frame, bytes);
-    const auto it = links_.find(link.get());
-    read_next_.emplace_back(it == links_.end() ? nullptr : it->second, link);
+    DoFrame(stream, *frame, bytes);
+    const auto it = streams_.find(stream.get());
+    read_next_.emplace_back(it == streams_.end() ? nullptr : it->second, stream);
   });
-  if (!posted) link->Close(StoppingStatus());
+  if (!posted) stream->Close(StoppingStatus());
 }
 
-void CoreRunner::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFrame& frame,
+void CoreRunner::DoFrame(const std::shared_ptr<AgentStream>& stream, const v1::AgentFrame& frame,
                          size_t bytes) {
-  const auto it = links_.find(link.get());
-  if (it == links_.end()) {
+  const auto it = streams_.find(stream.get());
+  if (it == streams_.end()) {
     if (frame.has_hello()) {
-      DoHello(link, frame.hello());
+      DoHello(stream, frame.hello());
     } else {
-      link->Close(absl::InvalidArgumentError("the first frame of a stream must be hello"));
+      stream->Close(absl::InvalidArgumentError("the first frame of a stream must be hello"));
     }
     return;
   }
   const std::shared_ptr<Session> session = it->second;
   if (frame.has_hello()) {
-    link->Close(absl::InvalidArgumentError("hello comes once in a stream"));
+    stream->Close(absl::InvalidArgumentError("hello comes once in a stream"));
     return;
   }
   bool follows;
@@ -894,7 +894,7 @@ void CoreRunner::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::Agent
     if (follows && !session->agent.Receive(frame)) return;
   }
   if (!follows) {
-    link->Close(absl::InvalidArgumentError(
+    stream->Close(absl::InvalidArgumentError(
         absl::StrCat("frame ", frame.seq(), " does not follow the last one: frames are missing")));
     return;
   }
@@ -917,7 +917,7 @@ void CoreRunner::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::Agent
       break;
     case v1::AgentFrame::kBye:
       EndSession(session);
-      link->Close(absl::OkStatus());
+      stream->Close(absl::OkStatus());
       break;
     case v1::AgentFrame::kHello:
     case v1::AgentFrame::KIND_NOT_SET:
@@ -925,31 +925,31 @@ void CoreRunner::DoFrame(const std::shared_ptr<AgentLink>& link, const v1::Agent
   }
 }
 
-void CoreRunner::DoHello(const std::shared_ptr<AgentLink>& link, const v1::Hello& hello) {
+void CoreRunner::DoHello(const std::shared_ptr<AgentStream>& stream, const v1::Hello& hello) {
   MUSTER_FAILPOINT("engine.hello");
   if (hello.node().empty() || hello.node().size() > 256) {
-    link->Close(rpc::ErrorWithReason(absl::StatusCode::kInvalidArgument,
-                                     "hello.node: 1 to 256 bytes are needed",
-                                     v1::ERROR_REASON_BAD_FIELD));
+    stream->Close(rpc::ErrorWithReason(absl::StatusCode::kInvalidArgument,
+                                       "hello.node: 1 to 256 bytes are needed",
+                                       v1::ERROR_REASON_BAD_FIELD));
     return;
   }
   if (hello.protocol_min() > kProtocol || hello.protocol_max() < kProtocol) {
-    link->Close(absl::FailedPreconditionError(
+    stream->Close(absl::FailedPreconditionError(
         absl::StrCat("agent '", hello.node(), "' (version ", hello.version(), ") speaks protocol ",
                      hello.protocol_min(), " to ", hello.protocol_max(),
                      ", this coordinator speaks ", kProtocol, ": use matching versions")));
     return;
   }
   std::shared_ptr<Session> session;
-  std::shared_ptr<AgentLink> old_link;
+  std::shared_ptr<AgentStream> old_stream;
   if (const auto it = sessions_.find(hello.node()); it != sessions_.end()) {
     session = it->second;
     {
       MutexLock lock(&session->mu);
-      old_link = std::move(session->link);
-      session->link = nullptr;
+      old_stream = std::move(session->stream);
+      session->stream = nullptr;
     }
-    if (old_link != nullptr) links_.erase(old_link.get());
+    if (old_stream != nullptr) streams_.erase(old_stream.get());
     bool resumed = false;
     {
       MutexLock lock(&session->mu);
@@ -967,34 +967,34 @@ void CoreRunner::DoHello(const std::shared_ptr<AgentLink>& link, const v1::Hello
     sessions_[hello.node()] = session;
     agents_.fetch_add(1, std::memory_order_relaxed);
   }
-  links_[link.get()] = session;
+  streams_[stream.get()] = session;
   session->expires = absl::InfiniteFuture();
   {
     MutexLock lock(&session->mu);
-    session->link = link;
+    session->stream = stream;
     session->agent.Welcome(kProtocol, core_.last_term(), journal_->cluster_id(),
                            options_.core.default_lease);
   }
-  link->Bind(session);
+  stream->Bind(session);
   MUSTER_FAILPOINT("engine.welcome");
   MarkDirty(session);
-  if (old_link != nullptr)
-    old_link->Close(absl::AbortedError("another stream of this agent took over"));
+  if (old_stream != nullptr)
+    old_stream->Close(absl::AbortedError("another stream of this agent took over"));
   core_.AttachAgent(session->node, hello, options_.clock->Now(), &out_);
 }
 
-void CoreRunner::AgentClosed(const std::shared_ptr<AgentLink>& link) {
-  Post([this, link] { DoClosed(link); });
+void CoreRunner::AgentClosed(const std::shared_ptr<AgentStream>& stream) {
+  Post([this, stream] { DoClosed(stream); });
 }
 
-void CoreRunner::DoClosed(const std::shared_ptr<AgentLink>& link) {
-  const auto it = links_.find(link.get());
-  if (it == links_.end()) return;
+void CoreRunner::DoClosed(const std::shared_ptr<AgentStream>& stream) {
+  const auto it = streams_.find(stream.get());
+  if (it == streams_.end()) return;
   const std::shared_ptr<Session> session = std::move(it->second);
-  links_.erase(it);
+  streams_.erase(it);
   {
     MutexLock lock(&session->mu);
-    if (session->link == link) session->link = nullptr;
+    if (session->stream == stream) session->stream = nullptr;
   }
   if (session->ended || stopped_) return;
   session->expires = options_.clock->Now() + options_.resume_window;
@@ -1030,23 +1030,23 @@ void CoreRunner::EndSession(const std::shared_ptr<Session>& session) {
   core_.DetachAgent(session->node, now, &out_);
 }
 
-void CoreRunner::WatchOpen(std::shared_ptr<WatchLink> link, v1::WatchRequest request) {
-  const bool posted = Post([this, link, request = std::move(request)]() mutable {
+void CoreRunner::WatchOpen(std::shared_ptr<WatchStream> stream, v1::WatchRequest request) {
+  const bool posted = Post([this, stream, request = std::move(request)]() mutable {
     if (stopped_) {
-      link->Close(StoppingStatus());
+      stream->Close(StoppingStatus());
       return;
     }
     if (watchers_.size() >= options_.limits.watchers) {
       overloaded_.fetch_add(1, std::memory_order_relaxed);
-      link->Close(rpc::FromOpError(too_many_watchers_->Parse().error()));
+      stream->Close(rpc::FromOpError(too_many_watchers_->Parse().error()));
       return;
     }
-    Watcher& watcher = watchers_[link.get()];
-    watcher.link = link;
+    Watcher& watcher = watchers_[stream.get()];
+    watcher.stream = stream;
     watcher.next = request.from_revision();
     watcher.request = std::move(request);
     const std::string job_id = watcher.request.job_id();
-    watchers_of_[job_id].insert(link.get());
+    watchers_of_[job_id].insert(stream.get());
     MUSTER_FAILPOINT("engine.watch_open");
     watcher_count_.store(watchers_.size(), std::memory_order_relaxed);
     // Everything the core has put out must be in the history before it is read.
@@ -1055,27 +1055,27 @@ void CoreRunner::WatchOpen(std::shared_ptr<WatchLink> link, v1::WatchRequest req
     DoWatch(watcher);
     WatchersOf(job_id);
   });
-  if (!posted) link->Close(StoppingStatus());
+  if (!posted) stream->Close(StoppingStatus());
 }
 
-void CoreRunner::WatchWritable(const std::shared_ptr<WatchLink>& link) {
-  Post([this, link] {
-    const auto it = watchers_.find(link.get());
+void CoreRunner::WatchWritable(const std::shared_ptr<WatchStream>& stream) {
+  Post([this, stream] {
+    const auto it = watchers_.find(stream.get());
     if (it == watchers_.end()) return;
     it->second.writing = false;
     DoWatch(it->second);
   });
 }
 
-void CoreRunner::WatchClosed(const std::shared_ptr<WatchLink>& link) {
-  Post([this, link] { ForgetWatcher(link.get()); });
+void CoreRunner::WatchClosed(const std::shared_ptr<WatchStream>& stream) {
+  Post([this, stream] { ForgetWatcher(stream.get()); });
 }
 
-void CoreRunner::ForgetWatcher(WatchLink* link) {
-  const auto it = watchers_.find(link);
+void CoreRunner::ForgetWatcher(WatchStream* stream) {
+  const auto it = watchers_.find(stream);
   if (it == watchers_.end()) return;
   const auto of = watchers_of_.find(it->second.request.job_id());
-  of->second.erase(link);
+  of->second.erase(stream);
   if (of->second.empty()) watchers_of_.erase(of);
   watchers_.erase(it);
   watcher_count_.store(watchers_.size(), std::memory_order_relaxed);
@@ -1095,7 +1095,7 @@ void CoreRunner::DoWatch(Watcher& watcher) {
       core_.ReadWatch(watcher.request, watcher.next, durable_revision_, kWatchBatchBytes, &batch);
   if (error.has_value()) {
     watcher.writing = true;  // nothing more is written
-    watcher.link->Close(rpc::FromOpError(*error));
+    watcher.stream->Close(rpc::FromOpError(*error));
     return;
   }
   if (const size_t bytes = batch.ByteSizeLong(); bytes > options_.limits.answer_bytes) {
@@ -1106,7 +1106,7 @@ void CoreRunner::DoWatch(Watcher& watcher) {
                      "have: read the keys again and watch from the revision of that reply"));
     too_large.mutable_detail()->set_compacted_revision(batch.next_revision() - 1);
     watcher.writing = true;
-    watcher.link->Close(rpc::FromOpError(too_large));
+    watcher.stream->Close(rpc::FromOpError(too_large));
     return;
   }
   watcher.next = batch.next_revision();
@@ -1121,7 +1121,7 @@ void CoreRunner::DoWatch(Watcher& watcher) {
   watcher.writing = true;
   *batch.mutable_header() = core_.Header();
   MUSTER_FAILPOINT("engine.watch_push");
-  watcher.link->Write(std::move(batch));
+  watcher.stream->Write(std::move(batch));
 }
 
 void CoreRunner::ServeWatchers() {
@@ -1132,7 +1132,7 @@ void CoreRunner::ServeWatchers() {
     const auto of = watchers_of_.find(job_id);
     if (of == watchers_of_.end()) continue;
     watchers_visited_.fetch_add(of->second.size(), std::memory_order_relaxed);
-    for (WatchLink* const link : of->second) DoWatch(watchers_.find(link)->second);
+    for (WatchStream* const stream : of->second) DoWatch(watchers_.find(stream)->second);
   }
   changed_jobs_.clear();
 }
@@ -1245,17 +1245,17 @@ void CoreRunner::StopAll() {
     goodbye.mutable_goodbye()->set_reason(ends_for_good_.value_or("the coordinator is stopping"));
   }
   *goodbye.mutable_goodbye()->mutable_retry_after() = ToProto(absl::Milliseconds(50));
-  std::vector<std::shared_ptr<AgentLink>> open;
+  std::vector<std::shared_ptr<AgentStream>> open;
   for (const auto& [node, session] : sessions_) {
     MutexLock lock(&session->mu);
-    if (session->link == nullptr) continue;
-    open.push_back(std::move(session->link));
-    session->link = nullptr;
+    if (session->stream == nullptr) continue;
+    open.push_back(std::move(session->stream));
+    session->stream = nullptr;
   }
   const grpc::Slice last(goodbye.SerializeAsString());
-  for (const auto& link : open) link->CloseAfter(grpc::ByteBuffer(&last, 1), StoppingStatus());
-  for (const auto& [raw, watcher] : watchers_) watcher.link->Close(StoppingStatus());
-  links_.clear();
+  for (const auto& stream : open) stream->CloseAfter(grpc::ByteBuffer(&last, 1), StoppingStatus());
+  for (const auto& [raw, watcher] : watchers_) watcher.stream->Close(StoppingStatus());
+  streams_.clear();
   sessions_.clear();
   watchers_.clear();
   watchers_of_.clear();

@@ -26,7 +26,7 @@
 #include "base/mutex.h"
 #include "coordinator/core.h"
 #include "coordinator/journal/journal.h"
-#include "coordinator/service/agent_link.h"
+#include "coordinator/service/agent_stream.h"
 #include "coordinator/web/histogram.h"
 #include "proto/muster/v1/session.pb.h"
 
@@ -41,9 +41,9 @@ class CallSink {
 };
 
 // A watch stream, as the runner sees it. Thread-safe.
-class WatchLink {
+class WatchStream {
  public:
-  virtual ~WatchLink() = default;
+  virtual ~WatchStream() = default;
   // Writes `batch`; WatchWritable() is called when it has been written. Never called while a write
   // is in flight.
   virtual void Write(v1::WatchBatch batch) = 0;
@@ -51,7 +51,7 @@ class WatchLink {
 };
 
 // Owns the core and its journal, and is the one thread that touches them. Network threads hand
-// events over by a queue; answers go back through sinks and links. A call that waits holds no
+// events over by a queue; answers go back through sinks and streams. A call that waits holds no
 // thread, only an entry in a table.
 //
 // An answer that depends on a record is held back until the record is durable. If the journal
@@ -137,14 +137,14 @@ class CoreRunner {
 
   // The frames of an agent's stream, in order; the first is a Hello. Ends with Closed. `bytes` is
   // the size of the frame.
-  void AgentFrame(const std::shared_ptr<AgentLink>& link,
+  void AgentFrame(const std::shared_ptr<AgentStream>& stream,
                   std::shared_ptr<const v1::AgentFrame> frame, size_t bytes = 0);
-  void AgentClosed(const std::shared_ptr<AgentLink>& link);
+  void AgentClosed(const std::shared_ptr<AgentStream>& stream);
 
-  // A watch, until WatchClosed. The link stays valid until then.
-  void WatchOpen(std::shared_ptr<WatchLink> link, v1::WatchRequest request);
-  void WatchWritable(const std::shared_ptr<WatchLink>& link);
-  void WatchClosed(const std::shared_ptr<WatchLink>& link);
+  // A watch, until WatchClosed. The stream stays valid until then.
+  void WatchOpen(std::shared_ptr<WatchStream> stream, v1::WatchRequest request);
+  void WatchWritable(const std::shared_ptr<WatchStream>& stream);
+  void WatchClosed(const std::shared_ptr<WatchStream>& stream);
 
   // Writes a snapshot; `done` gets its revision once it is durable. Errors: UNAVAILABLE with
   // JOURNAL_FAILED, STOPPING, or OVERLOADED (one is being written); those of
@@ -219,7 +219,7 @@ class CoreRunner {
     absl::Time begun = absl::InfinitePast();
   };
   struct Watcher {
-    std::shared_ptr<WatchLink> link;
+    std::shared_ptr<WatchStream> stream;
     v1::WatchRequest request;
     uint64_t next = 0;
     uint64_t told = 0;  // the `next` that it knows
@@ -243,13 +243,14 @@ class CoreRunner {
 
   // All below: whoever is applying.
   void DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCall call);
-  void DoFrame(const std::shared_ptr<AgentLink>& link, const v1::AgentFrame& frame, size_t bytes);
-  void DoHello(const std::shared_ptr<AgentLink>& link, const v1::Hello& hello);
-  void DoClosed(const std::shared_ptr<AgentLink>& link);
+  void DoFrame(const std::shared_ptr<AgentStream>& stream, const v1::AgentFrame& frame,
+               size_t bytes);
+  void DoHello(const std::shared_ptr<AgentStream>& stream, const v1::Hello& hello);
+  void DoClosed(const std::shared_ptr<AgentStream>& stream);
   void EndSession(const std::shared_ptr<Session>& session);
   void DoProgress(const Journal::Progress& progress);
   void DoWatch(Watcher& watcher);
-  void ForgetWatcher(WatchLink* link);
+  void ForgetWatcher(WatchStream* stream);
   // Looks at the watchers of `job_id` in this batch, and again when all that has happened to it is
   // durable.
   void WatchersOf(const std::string& job_id);
@@ -309,14 +310,14 @@ class CoreRunner {
   std::multimap<uint64_t, Reply> held_replies_;
   std::multimap<uint64_t, NodeDirective> held_directives_;
   absl::flat_hash_map<std::string, std::shared_ptr<Session>> sessions_;  // by node
-  absl::flat_hash_map<AgentLink*, std::shared_ptr<Session>> links_;
+  absl::flat_hash_map<AgentStream*, std::shared_ptr<Session>> streams_;
   std::vector<std::shared_ptr<Session>> dirty_;
   // Streams whose frame was applied; without a session if it has none (any more).
-  std::vector<std::pair<std::shared_ptr<Session>, std::shared_ptr<AgentLink>>> read_next_;
+  std::vector<std::pair<std::shared_ptr<Session>, std::shared_ptr<AgentStream>>> read_next_;
   std::multimap<absl::Time, std::weak_ptr<Session>> expiring_;
-  absl::flat_hash_map<WatchLink*, Watcher> watchers_;
-  absl::flat_hash_map<std::string, absl::flat_hash_set<WatchLink*>> watchers_of_;  // by job
-  std::vector<std::string> changed_jobs_;                                          // of this batch
+  absl::flat_hash_map<WatchStream*, Watcher> watchers_;
+  absl::flat_hash_map<std::string, absl::flat_hash_set<WatchStream*>> watchers_of_;  // by job
+  std::vector<std::string> changed_jobs_;  // of this batch
   // Jobs with events that were not durable, and the revision up to which the journal must be.
   absl::btree_set<std::pair<uint64_t, std::string>> undurable_jobs_;
 

@@ -32,7 +32,7 @@ v1::CoordinatorFrame Parse(const grpc::ByteBuffer& buffer) {
   return frame;
 }
 
-class FakeLink final : public AgentLink {
+class FakeStream final : public AgentStream {
  public:
   void Bind(std::shared_ptr<FrameSource> source) override { source_ = std::move(source); }
   bool TryWrite(absl::FunctionRef<grpc::ByteBuffer()> next) override {
@@ -78,7 +78,7 @@ class FakeLink final : public AgentLink {
 };
 
 // Takes every frame at once, on any thread.
-class TakingLink final : public AgentLink {
+class TakingStream final : public AgentStream {
  public:
   void Bind(std::shared_ptr<FrameSource>) override {}
   bool TryWrite(absl::FunctionRef<grpc::ByteBuffer()> next) override {
@@ -103,7 +103,7 @@ class TakingLink final : public AgentLink {
   int results_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
-class FakeWatch final : public WatchLink {
+class FakeWatch final : public WatchStream {
  public:
   void Write(v1::WatchBatch batch) override { batches.push_back(std::move(batch)); }
   void Close(const absl::Status& status) override { closed = status; }
@@ -196,29 +196,29 @@ class CoreRunnerTest : public ::testing::Test {
     ASSERT_TRUE(sink.answer->Parse().has_txn()) << sink.answer->Parse().ShortDebugString();
   }
 
-  void Hello(const std::shared_ptr<AgentLink>& link, const std::string& node) {
+  void Hello(const std::shared_ptr<AgentStream>& stream, const std::string& node) {
     auto hello = std::make_unique<v1::AgentFrame>();
     hello->mutable_hello()->set_protocol_min(1);
     hello->mutable_hello()->set_protocol_max(1);
     hello->mutable_hello()->set_node(node);
     hello->mutable_hello()->set_agent_incarnation(7);
-    runner_->AgentFrame(link, std::move(hello));
+    runner_->AgentFrame(stream, std::move(hello));
   }
-  std::shared_ptr<FakeLink> Attach() {
-    auto link = std::make_shared<FakeLink>();
-    Hello(link, "node");
-    EXPECT_EQ(link->frames.size(), 1u);
-    link->WriteAll();
-    return link;
+  std::shared_ptr<FakeStream> Attach() {
+    auto stream = std::make_shared<FakeStream>();
+    Hello(stream, "node");
+    EXPECT_EQ(stream->frames.size(), 1u);
+    stream->WriteAll();
+    return stream;
   }
-  void Send(const std::shared_ptr<FakeLink>& link, v1::Op op, uint64_t op_id, uint64_t ack = 0,
+  void Send(const std::shared_ptr<FakeStream>& stream, v1::Op op, uint64_t op_id, uint64_t ack = 0,
             size_t bytes = 0) {
     auto frame = std::make_unique<v1::AgentFrame>();
     frame->set_seq(++seq_);
     frame->set_ack(ack);
     op.set_op_id(op_id);
     *frame->mutable_ops()->add_ops() = std::move(op);
-    runner_->AgentFrame(link, std::move(frame), bytes);
+    runner_->AgentFrame(stream, std::move(frame), bytes);
   }
 
   std::unique_ptr<CoreRunner> runner_;
@@ -229,56 +229,56 @@ class CoreRunnerTest : public ::testing::Test {
 TEST_F(CoreRunnerTest, FanOutToManyAgents_ReachesEachOnce) {
   Start({});
   constexpr int kAgents = 300, kRounds = 20;
-  std::vector<std::shared_ptr<TakingLink>> links;
+  std::vector<std::shared_ptr<TakingStream>> streams;
   for (int i = 0; i < kAgents; ++i) {
-    links.push_back(std::make_shared<TakingLink>());
-    Hello(links.back(), absl::StrCat("node-", i));
+    streams.push_back(std::make_shared<TakingStream>());
+    Hello(streams.back(), absl::StrCat("node-", i));
   }
   for (int round = 1; round <= kRounds; ++round) {
     const std::string key = absl::StrCat("k", round);
-    for (const auto& link : links) {
+    for (const auto& stream : streams) {
       auto frame = std::make_unique<v1::AgentFrame>();
       frame->set_seq(round);
       v1::Op& op = *frame->mutable_ops()->add_ops();
       op = Wait(key);
       op.set_op_id(round);
-      runner_->AgentFrame(link, std::move(frame));
+      runner_->AgentFrame(stream, std::move(frame));
     }
     PutNow(key, "v");
-    for (const auto& link : links) link->WaitForResults(round);
+    for (const auto& stream : streams) stream->WaitForResults(round);
   }
 }
 
 TEST_F(CoreRunnerTest, Stop_SaysGoodbyeAlsoToAnAgentThatIsBeingWrittenTo) {
   Start({});
-  const auto link = Attach();
-  Send(link, Get("k"), 1);  // the write of its answer does not end
+  const auto stream = Attach();
+  Send(stream, Get("k"), 1);  // the write of its answer does not end
   runner_->SetEndsForGood("the job is over");
   runner_->Stop();
-  EXPECT_TRUE(link->frames.back().goodbye().final()) << link->frames.back().ShortDebugString();
-  EXPECT_EQ(link->frames.back().goodbye().reason(), "the job is over");
-  EXPECT_TRUE(link->closed().has_value());
+  EXPECT_TRUE(stream->frames.back().goodbye().final()) << stream->frames.back().ShortDebugString();
+  EXPECT_EQ(stream->frames.back().goodbye().reason(), "the job is over");
+  EXPECT_TRUE(stream->closed().has_value());
 }
 
 TEST_F(CoreRunnerTest, TooManyCallsOfAnAgent_AreRefusedUntilSomeAreAnswered) {
   Start({.calls_of_agent = 2});
-  const auto link = Attach();
-  for (uint64_t op = 1; op <= 3; ++op) Send(link, Wait("k"), op);
-  link->WriteAll();
-  EXPECT_EQ(link->Result(1).op_id(), 0u);  // held
-  const v1::OpError refused = link->Result(3).error();
+  const auto stream = Attach();
+  for (uint64_t op = 1; op <= 3; ++op) Send(stream, Wait("k"), op);
+  stream->WriteAll();
+  EXPECT_EQ(stream->Result(1).op_id(), 0u);  // held
+  const v1::OpError refused = stream->Result(3).error();
   EXPECT_EQ(refused.code(), static_cast<int>(absl::StatusCode::kUnavailable));
   EXPECT_EQ(refused.detail().reason(), v1::ERROR_REASON_OVERLOADED);
   EXPECT_TRUE(refused.detail().retryable());
   EXPECT_GT(refused.detail().retry_after().nanos(), 0);
   EXPECT_EQ(runner_->overloaded(), 1u);
   PutNow("k", "v");  // by a unary call: not the agent's
-  link->WriteAll();
-  EXPECT_TRUE(link->Result(1).has_wait());
-  EXPECT_TRUE(link->Result(2).has_wait());
-  Send(link, Wait("k"), 4);
-  link->WriteAll();
-  EXPECT_TRUE(link->Result(4).has_wait());
+  stream->WriteAll();
+  EXPECT_TRUE(stream->Result(1).has_wait());
+  EXPECT_TRUE(stream->Result(2).has_wait());
+  Send(stream, Wait("k"), 4);
+  stream->WriteAll();
+  EXPECT_TRUE(stream->Result(4).has_wait());
 }
 
 TEST_F(CoreRunnerTest, TooManyCalls_AreRefused) {
@@ -305,7 +305,7 @@ class BehindTest : public CoreRunnerTest {
         std::make_unique<MemoryJournal>());
     runner_->set_on_catch_up([this](absl::Time asked) { asked_.push_back(asked); });
     ASSERT_TRUE(runner_->Start().ok());
-    link_ = Attach();
+    stream_ = Attach();
     for (const char* worker : {"w0", "w1"}) {
       v1::Op op = JoinAlone();
       v1::JoinRequest& join = *op.mutable_join();
@@ -313,10 +313,10 @@ class BehindTest : public CoreRunnerTest {
       join.mutable_spec()->set_min_workers(2);
       join.mutable_spec()->set_max_workers(2);
       join.mutable_spec()->mutable_lease()->set_seconds(6);
-      Send(link_, op, ++ops_);
+      Send(stream_, op, ++ops_);
     }
-    link_->WriteAll();
-    ASSERT_TRUE(link_->Result(2).has_join());
+    stream_->WriteAll();
+    ASSERT_TRUE(stream_->Result(2).has_join());
   }
   void Beat(const std::vector<std::string>& workers) {
     auto frame = std::make_unique<v1::AgentFrame>();
@@ -326,8 +326,8 @@ class BehindTest : public CoreRunnerTest {
       beat.set_worker_id(worker);
       beat.set_incarnation(1);
     }
-    runner_->AgentFrame(link_, std::move(frame));
-    link_->WriteAll();
+    runner_->AgentFrame(stream_, std::move(frame));
+    stream_->WriteAll();
   }
   // In turn with all other events.
   uint64_t Lost() {
@@ -352,7 +352,7 @@ class BehindTest : public CoreRunnerTest {
   }
 
   FakeClock clock_;
-  std::shared_ptr<FakeLink> link_;
+  std::shared_ptr<FakeStream> stream_;
   uint64_t ops_ = 0;
   std::vector<absl::Time> asked_;  // by whoever applies, which nobody does between events
 };
@@ -410,15 +410,15 @@ TEST_F(CoreRunnerTest, ManyKeysInOneWait_CountByTheirNumber) {
 
 TEST_F(CoreRunnerTest, BytesThatAnAgentHolds_AreRefusedToItAlone) {
   Start({.held_bytes_of_agent = 2000, .held_bytes_of_callers = 100});
-  const auto link = Attach();
-  Send(link, Wait("k"), 1, /*ack=*/0, /*bytes=*/3000);
-  Send(link, Wait("k"), 2, /*ack=*/0, /*bytes=*/100);
-  link->WriteAll();
-  EXPECT_EQ(link->Result(1).error().detail().reason(), v1::ERROR_REASON_OVERLOADED);
-  EXPECT_EQ(link->Result(2).op_id(), 0u);  // held
-  PutNow("k", "v");                        // by a unary call: not the agent's
-  link->WriteAll();
-  EXPECT_TRUE(link->Result(2).has_wait());
+  const auto stream = Attach();
+  Send(stream, Wait("k"), 1, /*ack=*/0, /*bytes=*/3000);
+  Send(stream, Wait("k"), 2, /*ack=*/0, /*bytes=*/100);
+  stream->WriteAll();
+  EXPECT_EQ(stream->Result(1).error().detail().reason(), v1::ERROR_REASON_OVERLOADED);
+  EXPECT_EQ(stream->Result(2).op_id(), 0u);  // held
+  PutNow("k", "v");                          // by a unary call: not the agent's
+  stream->WriteAll();
+  EXPECT_TRUE(stream->Result(2).has_wait());
   EXPECT_EQ(runner_->held_bytes(true), 0u);
 }
 
@@ -450,35 +450,35 @@ TEST_F(CoreRunnerTest, RequestsBehindABusyRunner_AreBoundedInBytes) {
 TEST_F(CoreRunnerTest, AgentThatTakesNoAnswers_IsNotReadFromUntilItDoes) {
   Start({.unsent_bytes = 100'000});
   PutNow("k", std::string(60'000, 'x'));
-  const auto link = Attach();
-  const int reads = link->reads;
-  Send(link, Get("k"), 1);  // being written
-  Send(link, Get("k"), 2);  // waits: 60 kB
-  EXPECT_EQ(link->reads, reads + 2);
-  Send(link, Get("k"), 3);  // 120 kB wait
-  EXPECT_EQ(link->reads, reads + 2);
-  link->Written();  // takes both
-  EXPECT_EQ(link->reads, reads + 3);
-  link->WriteAll();
-  for (uint64_t op = 1; op <= 3; ++op) EXPECT_TRUE(link->Result(op).has_txn()) << op;
+  const auto stream = Attach();
+  const int reads = stream->reads;
+  Send(stream, Get("k"), 1);  // being written
+  Send(stream, Get("k"), 2);  // waits: 60 kB
+  EXPECT_EQ(stream->reads, reads + 2);
+  Send(stream, Get("k"), 3);  // 120 kB wait
+  EXPECT_EQ(stream->reads, reads + 2);
+  stream->Written();  // takes both
+  EXPECT_EQ(stream->reads, reads + 3);
+  stream->WriteAll();
+  for (uint64_t op = 1; op <= 3; ++op) EXPECT_TRUE(stream->Result(op).has_txn()) << op;
 }
 
 TEST_F(CoreRunnerTest, AgentThatNeverAcknowledges_LosesItsSession) {
   Start({.unacknowledged_bytes = 200'000});
   PutNow("k", std::string(60'000, 'x'));
-  const auto link = Attach();
+  const auto stream = Attach();
   for (uint64_t op = 1; op <= 3; ++op) {
-    Send(link, Get("k"), op);
-    link->WriteAll();
+    Send(stream, Get("k"), op);
+    stream->WriteAll();
   }
-  EXPECT_FALSE(link->closed().has_value());
-  Send(link, Get("k"), 4, /*ack=*/1);
-  link->WriteAll();
-  EXPECT_FALSE(link->closed().has_value());
-  Send(link, Get("k"), 5, /*ack=*/1);
-  ASSERT_TRUE(link->closed().has_value());
-  EXPECT_EQ(link->closed()->code(), absl::StatusCode::kResourceExhausted);
-  EXPECT_EQ(rpc::GetReason(*link->closed()), v1::ERROR_REASON_OVERLOADED);
+  EXPECT_FALSE(stream->closed().has_value());
+  Send(stream, Get("k"), 4, /*ack=*/1);
+  stream->WriteAll();
+  EXPECT_FALSE(stream->closed().has_value());
+  Send(stream, Get("k"), 5, /*ack=*/1);
+  ASSERT_TRUE(stream->closed().has_value());
+  EXPECT_EQ(stream->closed()->code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_EQ(rpc::GetReason(*stream->closed()), v1::ERROR_REASON_OVERLOADED);
   EXPECT_EQ(runner_->agents(), 0u);
   seq_ = 0;
   const auto again = Attach();
@@ -583,11 +583,11 @@ TEST_F(CoreRunnerTest, TooManyWatches_AreRefused) {
 
 TEST_F(CoreRunnerTest, FrameAfterStop_EndsItsStream) {
   Start({});
-  const auto link = Attach();
+  const auto stream = Attach();
   runner_->Stop();
-  ASSERT_TRUE(link->closed().has_value());
-  EXPECT_TRUE(link->frames.back().has_goodbye());
-  const auto late = std::make_shared<FakeLink>();
+  ASSERT_TRUE(stream->closed().has_value());
+  EXPECT_TRUE(stream->frames.back().has_goodbye());
+  const auto late = std::make_shared<FakeStream>();
   Send(late, Get("k"), 1);
   ASSERT_TRUE(late->closed().has_value());
   EXPECT_EQ(rpc::GetReason(*late->closed()), v1::ERROR_REASON_STOPPING);
@@ -977,7 +977,7 @@ TEST_F(CoreRunnerTest, Events_OfOneJob_LookAtItsWatchersOnly) {
 }
 
 // Told on any thread.
-class WaitingWatch final : public WatchLink {
+class WaitingWatch final : public WatchStream {
  public:
   void Write(v1::WatchBatch batch) override {
     MutexLock lock(&mu_);

@@ -15,7 +15,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
-#include "coordinator/service/agent_link.h"
+#include "coordinator/service/agent_stream.h"
 #include "proto/muster/v1/admin.pb.h"
 #include "proto/muster/v1/session.pb.h"
 #include "proto/muster/v1/watch.pb.h"
@@ -330,11 +330,11 @@ class GrpcFrontend::UnaryCall final : public Handler,
 };
 
 // A watch: one request, then batches until the client goes away.
-class GrpcFrontend::WatchStream final : public Handler,
-                                        public WatchLink,
-                                        public std::enable_shared_from_this<WatchStream> {
+class GrpcFrontend::GrpcWatchStream final : public Handler,
+                                            public WatchStream,
+                                            public std::enable_shared_from_this<GrpcWatchStream> {
  public:
-  WatchStream(GrpcFrontend& frontend, RpcCall* rpc, const Method&, MethodMetrics* metrics)
+  GrpcWatchStream(GrpcFrontend& frontend, RpcCall* rpc, const Method&, MethodMetrics* metrics)
       : Handler(rpc, metrics), runner_(frontend.runner_) {}
 
   void Write(v1::WatchBatch batch) override {
@@ -369,11 +369,11 @@ class GrpcFrontend::WatchStream final : public Handler,
 };
 
 // An agent's stream: frames go out as the bytes the runner made.
-class GrpcFrontend::AgentStream final : public Handler,
-                                        public AgentLink,
-                                        public std::enable_shared_from_this<AgentStream> {
+class GrpcFrontend::GrpcAgentStream final : public Handler,
+                                            public AgentStream,
+                                            public std::enable_shared_from_this<GrpcAgentStream> {
  public:
-  AgentStream(GrpcFrontend& frontend, RpcCall* rpc, const Method&, MethodMetrics* metrics)
+  GrpcAgentStream(GrpcFrontend& frontend, RpcCall* rpc, const Method&, MethodMetrics* metrics)
       : Handler(rpc, metrics), frontend_(frontend), runner_(frontend.runner_) {}
 
   void Bind(std::shared_ptr<FrameSource> source) override {
@@ -592,8 +592,8 @@ constexpr GrpcFrontend::Method GrpcFrontend::Method::Core(const char* service, c
   Method::Core<&v1::Op::mutable_##member>("muster.v1." service, name)
 
 constexpr GrpcFrontend::Method GrpcFrontend::kMethods[] = {
-    Method::Streaming<AgentStream>("muster.v1.Session", "Attach", "bidi_stream"),
-    Method::Streaming<WatchStream>("muster.v1.Watch", "Watch", "server_stream"),
+    Method::Streaming<GrpcAgentStream>("muster.v1.Session", "Attach", "bidi_stream"),
+    Method::Streaming<GrpcWatchStream>("muster.v1.Watch", "Watch", "server_stream"),
     MUSTER_CORE_METHOD("Rendezvous", "Join", join),
     MUSTER_CORE_METHOD("Rendezvous", "GetRankTable", get_rank_table),
     MUSTER_CORE_METHOD("Rendezvous", "Leave", leave),

@@ -171,8 +171,8 @@ class GrpcFrontend {
   class GrpcCall;
   class Handler;
   class UnaryCall;
-  class AgentStream;
-  class WatchStream;
+  class GrpcAgentStream;
+  class GrpcWatchStream;
   class HealthWatch;
   class NamedService;
   struct Method;
@@ -230,7 +230,7 @@ class GrpcFrontend {
   std::unique_ptr<grpc::ServerCompletionQueue> queue_;
   std::thread thread_;
   // Streams whose next read waits for the queue to have nothing at hand. Queue's thread.
-  std::vector<std::shared_ptr<AgentStream>> put_off_;
+  std::vector<std::shared_ptr<GrpcAgentStream>> put_off_;
   size_t events_since_silent_ = 0;   // were looked at
   size_t events_since_put_off_ = 0;  // since the first of them
   std::optional<absl::Time>

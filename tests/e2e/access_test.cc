@@ -10,7 +10,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "agent/job_link.h"
+#include "agent/job_coordination.h"
 #include "base/file.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"

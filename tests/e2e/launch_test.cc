@@ -15,7 +15,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_split.h"
-#include "agent/job_link.h"
+#include "agent/job_coordination.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "agent/job_link.h"
+#include "agent/job_coordination.h"
 #include "tests/e2e/launch_fixture.h"
 
 namespace muster {

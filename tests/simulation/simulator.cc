@@ -13,7 +13,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "agent/hub_core.h"
-#include "agent/hub_link.h"
+#include "agent/incoming_stream.h"
 #include "agent/op_sender.h"
 #include "agent/upstream.h"
 #include "base/clock.h"
@@ -90,8 +90,8 @@ struct Stream {
   bool down_works = true;
   absl::Time last_up = absl::InfinitePast();  // arrival of the latest frame
   absl::Time last_down = absl::InfinitePast();
-  std::shared_ptr<agent::HubLink> link;  // the hub's end
-  bool hub_open = true;                  // the hub still believes in it
+  std::shared_ptr<agent::IncomingStream> link;  // the hub's end
+  bool hub_open = true;                         // the hub still believes in it
 };
 
 class SimClock final : public Clock {
@@ -116,9 +116,10 @@ class HubSender final : public agent::OpSender {
   const int host_;
 };
 
-class SimHubLink final : public agent::HubLink {
+class SimIncomingStream final : public agent::IncomingStream {
  public:
-  SimHubLink(Sim* sim, std::weak_ptr<Stream> stream) : sim_(sim), stream_(std::move(stream)) {}
+  SimIncomingStream(Sim* sim, std::weak_ptr<Stream> stream)
+      : sim_(sim), stream_(std::move(stream)) {}
   void Write(rpc::FrameBytes frame) override;
   void Read() override {}
   void Close(const absl::Status& status) override;
@@ -491,7 +492,7 @@ class Sim {
   int64_t next_value_ = 1;
   friend class Process;
   friend class HubSender;
-  friend class SimHubLink;
+  friend class SimIncomingStream;
 };
 
 Process::Process(Sim* sim, int slot, uint64_t incarnation)
@@ -2286,7 +2287,7 @@ void Sim::Connect(int host) {
   stream->host = host;
   stream->hub = agent.route;
   stream->life = LifeAt(*stream);
-  if (stream->hub != kNoHub) stream->link = std::make_shared<SimHubLink>(this, stream);
+  if (stream->hub != kNoHub) stream->link = std::make_shared<SimIncomingStream>(this, stream);
   agent.stream = stream;
   agent.last_heard = now_;
   SendUp(stream,
@@ -2628,7 +2629,7 @@ void HubSender::Forget(uint64_t op_id) {
   agent.client->Forget(op_id);
 }
 
-void SimHubLink::Write(rpc::FrameBytes frame) {
+void SimIncomingStream::Write(rpc::FrameBytes frame) {
   const std::shared_ptr<Stream> stream = stream_.lock();
   if (stream == nullptr) return;
   std::string bytes;
@@ -2640,7 +2641,7 @@ void SimHubLink::Write(rpc::FrameBytes frame) {
            [sim = sim_, stream] { sim->Written(stream); });
 }
 
-void SimHubLink::Close(const absl::Status&) {
+void SimIncomingStream::Close(const absl::Status&) {
   const std::shared_ptr<Stream> stream = stream_.lock();
   if (stream == nullptr) return;
   // What the hub has written still arrives, and then the end.

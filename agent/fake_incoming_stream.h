@@ -1,5 +1,5 @@
-#ifndef MUSTER_AGENT_FAKE_HUB_LINK_H_
-#define MUSTER_AGENT_FAKE_HUB_LINK_H_
+#ifndef MUSTER_AGENT_FAKE_INCOMING_STREAM_H_
+#define MUSTER_AGENT_FAKE_INCOMING_STREAM_H_
 
 #include <gtest/gtest.h>
 
@@ -9,14 +9,14 @@
 #include <utility>
 #include <vector>
 
-#include "agent/hub_link.h"
+#include "agent/incoming_stream.h"
 #include "proto/muster/v1/session.pb.h"
 
 namespace muster::agent {
 
 // The hub's end of a stream whose agent the test plays. What is written stays in flight until the
 // test takes it.
-struct FakeHubLink final : public HubLink {
+struct FakeIncomingStream final : public IncomingStream {
   void Write(rpc::FrameBytes frame) override {
     EXPECT_FALSE(in_flight.has_value()) << "two writes in flight";
     EXPECT_FALSE(status.has_value()) << "a write after the end";
@@ -41,11 +41,11 @@ struct FakeHubLink final : public HubLink {
 // Speaks on one stream after the other, as an agent does.
 class FakeHubAgent {
  public:
-  FakeHubAgent(HubEvents* hub, std::string node) : hub_(hub), node_(std::move(node)) {}
+  FakeHubAgent(IncomingStreamEvents* hub, std::string node) : hub_(hub), node_(std::move(node)) {}
 
   // Opens a stream; what was open before is left as it is.
   void Open() {
-    link_ = std::make_shared<FakeHubLink>();
+    link_ = std::make_shared<FakeIncomingStream>();
     v1::AgentFrame frame;
     v1::Hello& hello = *frame.mutable_hello();
     hello.set_protocol_min(1);
@@ -95,7 +95,7 @@ class FakeHubAgent {
   }
   // The stream breaks, or ends as the hub asked.
   void Close() { hub_->OnClosed(link_); }
-  FakeHubLink& link() { return *link_; }
+  FakeIncomingStream& link() { return *link_; }
 
   uint64_t incarnation = 77;
   std::string session;
@@ -103,11 +103,11 @@ class FakeHubAgent {
   uint64_t received = 0;
 
  private:
-  HubEvents* const hub_;
+  IncomingStreamEvents* const hub_;
   const std::string node_;
-  std::shared_ptr<FakeHubLink> link_;
+  std::shared_ptr<FakeIncomingStream> link_;
 };
 
 }  // namespace muster::agent
 
-#endif  // MUSTER_AGENT_FAKE_HUB_LINK_H_
+#endif  // MUSTER_AGENT_FAKE_INCOMING_STREAM_H_

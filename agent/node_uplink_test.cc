@@ -1,4 +1,4 @@
-#include "agent/node_session.h"
+#include "agent/node_uplink.h"
 
 #include <grpcpp/client_context.h>
 #include <grpcpp/server_builder.h>
@@ -14,7 +14,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "agent/fake_sessions.h"
-#include "agent/rpc_frame_link.h"
+#include "agent/grpc_outgoing_stream.h"
 #include "base/mutate.h"
 #include "base/mutex.h"
 #include "gmock/gmock.h"
@@ -39,11 +39,11 @@ struct FakeStacks final : public StackSource {
   }
 };
 
-class NodeSessionTest : public ::testing::Test {
+class NodeUplinkTest : public ::testing::Test {
  protected:
   void SetUp() override {
     server_ = *rpc::Server::Start({.insecure = true}, {&sessions_});
-    NodeSession::Options options;
+    NodeUplink::Options options;
     options.coordinator = server_->address();
     options.stacks = &stacks_;
     options.outage_tolerance = tolerance();
@@ -51,7 +51,7 @@ class NodeSessionTest : public ::testing::Test {
       late_message_ = late.report().message();
       late_.Notify();
     };
-    auto session = NodeSession::Start(std::move(options));
+    auto session = NodeUplink::Start(std::move(options));
     ASSERT_TRUE(session.ok()) << session.status();
     session_ = *std::move(session);
     channel_ = *rpc::Connect(session_->relay_address());
@@ -92,11 +92,11 @@ class NodeSessionTest : public ::testing::Test {
   Notification late_;
   std::string late_message_;  // before late_
   std::unique_ptr<rpc::Server> server_;
-  std::unique_ptr<NodeSession> session_;
+  std::unique_ptr<NodeUplink> session_;
   std::shared_ptr<grpc::Channel> channel_;
 };
 
-TEST_F(NodeSessionTest, CallOfAWorker_GoesOverTheStream) {
+TEST_F(NodeUplinkTest, CallOfAWorker_GoesOverTheStream) {
   EXPECT_TRUE(session_->stream().WaitUntilConnected(absl::Minutes(1)).ok());
   EXPECT_TRUE(Put().ok());
   const v1::AgentFrame frame =
@@ -104,7 +104,7 @@ TEST_F(NodeSessionTest, CallOfAWorker_GoesOverTheStream) {
   EXPECT_EQ(frame.ops().ops(0).txn().then(0).put().key(), "k");
 }
 
-TEST_F(NodeSessionTest, SeatedWorker_IsInTheBeatsWithItsState) {
+TEST_F(NodeUplinkTest, SeatedWorker_IsInTheBeatsWithItsState) {
   ASSERT_TRUE(Join("w0").ok());
   const v1::AgentFrame frame = sessions_.WaitFor(
       [](const v1::AgentFrame& f) { return f.has_beat() && f.beat().workers_size() > 0; });
@@ -112,7 +112,7 @@ TEST_F(NodeSessionTest, SeatedWorker_IsInTheBeatsWithItsState) {
   EXPECT_NE(frame.beat().workers(0).process_state(), "");
 }
 
-TEST_F(NodeSessionTest, CollectStack_IsAnsweredForLocalWorkersOnly) {
+TEST_F(NodeUplinkTest, CollectStack_IsAnsweredForLocalWorkersOnly) {
   ASSERT_TRUE(Join("w0").ok());
   v1::Directive directive;
   directive.mutable_collect_stack()->set_query_id(1);
@@ -130,13 +130,13 @@ TEST_F(NodeSessionTest, CollectStack_IsAnsweredForLocalWorkersOnly) {
   EXPECT_EQ(frame.stack().native_stack(), absl::StrCat("stack of ", getpid()));
 }
 
-TEST_F(NodeSessionTest, Directives_ReachTheirListeners) {
+TEST_F(NodeUplinkTest, Directives_ReachTheirListeners) {
   Notification killed, ended;
   session_->SetOnKillWorker([&](const v1::KillWorker& kill) {
     EXPECT_EQ(kill.worker_id(), "w3");
     killed.Notify();
   });
-  NodeSession::Listener listener;
+  NodeUplink::Listener listener;
   listener.on_generation_ended = [&](const v1::GenerationEnded& generation) {
     EXPECT_EQ(generation.why(), "rank 1 died");
     ended.Notify();
@@ -152,7 +152,7 @@ TEST_F(NodeSessionTest, Directives_ReachTheirListeners) {
   ended.WaitForNotification();
 }
 
-TEST_F(NodeSessionTest, LateBarrier_IsTold) {
+TEST_F(NodeUplinkTest, LateBarrier_IsTold) {
   v1::Directive directive;
   directive.mutable_barrier_late()->mutable_report()->set_message("waits for rank 1");
   sessions_.Say(directive);
@@ -161,11 +161,11 @@ TEST_F(NodeSessionTest, LateBarrier_IsTold) {
   EXPECT_EQ(late_message_, "waits for rank 1");
 }
 
-TEST_F(NodeSessionTest, CoordinatorAwayForTooLong_ListenerAndCallersAreTold) {
+TEST_F(NodeUplinkTest, CoordinatorAwayForTooLong_ListenerAndCallersAreTold) {
   ASSERT_TRUE(session_->stream().WaitUntilConnected(absl::Minutes(1)).ok());
   Notification lost;
   absl::Status why;
-  NodeSession::Listener listener;
+  NodeUplink::Listener listener;
   listener.on_lost = [&](const absl::Status& status) {
     why = status;
     lost.Notify();
@@ -180,10 +180,10 @@ TEST_F(NodeSessionTest, CoordinatorAwayForTooLong_ListenerAndCallersAreTold) {
   EXPECT_THAT(std::string(Put().message()), HasSubstr("has been away for"));
 }
 
-TEST_F(NodeSessionTest, CoordinatorThatCameBack_IsNotReportedAsLost) {
+TEST_F(NodeUplinkTest, CoordinatorThatCameBack_IsNotReportedAsLost) {
   ASSERT_TRUE(session_->stream().WaitUntilConnected(absl::Minutes(1)).ok());
   Notification lost;
-  NodeSession::Listener listener;
+  NodeUplink::Listener listener;
   listener.on_lost = [&](const absl::Status&) { lost.Notify(); };
   session_->SetListener(std::move(listener));
   const std::string address = server_->address();
@@ -205,11 +205,11 @@ TEST_F(NodeSessionTest, CoordinatorThatCameBack_IsNotReportedAsLost) {
   session_->SetListener({});
 }
 
-class PatientNodeSessionTest : public NodeSessionTest {
+class PatientNodeUplinkTest : public NodeUplinkTest {
   absl::Duration tolerance() const override { return absl::Minutes(10); }
 };
 
-TEST_F(PatientNodeSessionTest, HubThatGoes_IsLeftForTheCoordinatorAndNothingFails) {
+TEST_F(PatientNodeUplinkTest, HubThatGoes_IsLeftForTheCoordinatorAndNothingFails) {
   FakeSessions hub;
   std::unique_ptr<rpc::Server> hub_server = *rpc::Server::Start({.insecure = true}, {&hub});
   ASSERT_TRUE(session_->stream().WaitUntilConnected(absl::Minutes(1)).ok());
@@ -233,7 +233,7 @@ TEST_F(PatientNodeSessionTest, HubThatGoes_IsLeftForTheCoordinatorAndNothingFail
   EXPECT_EQ(session_->stream().upstream().hub, "");
 }
 
-TEST_F(NodeSessionTest, Finish_SaysGoodbye) {
+TEST_F(NodeUplinkTest, Finish_SaysGoodbye) {
   ASSERT_TRUE(session_->stream().WaitUntilConnected(absl::Minutes(1)).ok());
   session_->Finish(absl::Minutes(1));
   sessions_.WaitFor([](const v1::AgentFrame& f) { return f.has_bye(); });
@@ -325,14 +325,14 @@ class WildSessions final : public v1::Session::WithRawCallbackMethod_Attach<v1::
   int streams_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
-TEST(NodeSession, MutatedFrames_NeverBreakIt) {
+TEST(NodeUplink, MutatedFrames_NeverBreakIt) {
   WildSessions sessions;
   auto server = *rpc::Server::Start({.insecure = true}, {&sessions});
   FakeStacks stacks;
-  NodeSession::Options options;
+  NodeUplink::Options options;
   options.coordinator = server->address();
   options.stacks = &stacks;
-  auto session = *NodeSession::Start(std::move(options));
+  auto session = *NodeUplink::Start(std::move(options));
   session->SetListener({.on_generation_ended = [](const v1::GenerationEnded&) {},
                         .on_lost = [](const absl::Status&) {}});
   session->SetOnKillWorker([](const v1::KillWorker&) {});
@@ -360,7 +360,7 @@ TEST(NodeSession, MutatedFrames_NeverBreakIt) {
 class HubSessionTest : public ::testing::Test {
  protected:
   struct Node {
-    std::unique_ptr<NodeSession> session;
+    std::unique_ptr<NodeUplink> session;
     std::shared_ptr<grpc::Channel> channel;
   };
   HubSessionTest() {
@@ -371,11 +371,11 @@ class HubSessionTest : public ::testing::Test {
       }
       return true;
     });
-    NodeSession::Options options;
+    NodeUplink::Options options;
     options.coordinator = hub_server_->address();
     options.hub_listen = "127.0.0.1:0";
     options.outage_tolerance = absl::Minutes(10);
-    hub_ = *NodeSession::Start(std::move(options));
+    hub_ = *NodeUplink::Start(std::move(options));
     EXPECT_TRUE(hub_->stream().WaitUntilConnected(absl::Minutes(1)).ok());
     int agents = 0;
     for (Node& node : nodes_) {
@@ -398,10 +398,10 @@ class HubSessionTest : public ::testing::Test {
     directive.mutable_use_hub()->set_node("the hub");
     directive.mutable_use_hub()->set_address(hub_->hub_address());
     of_agents_.Say(directive);
-    NodeSession::Options options;
+    NodeUplink::Options options;
     options.coordinator = agents_server_->address();
     options.outage_tolerance = absl::Minutes(10);
-    auto session = *NodeSession::Start(std::move(options));
+    auto session = *NodeUplink::Start(std::move(options));
     // A frame of it, which the directive follows.
     v1::Op op;
     op.mutable_get_members()->set_job_id("job");
@@ -448,7 +448,7 @@ class HubSessionTest : public ::testing::Test {
   std::unique_ptr<rpc::Server> agents_server_ =
       *rpc::Server::Start({.insecure = true}, {&of_agents_});
   std::unique_ptr<rpc::Server> hub_server_ = *rpc::Server::Start({.insecure = true}, {&of_hub_});
-  std::unique_ptr<NodeSession> hub_;
+  std::unique_ptr<NodeUplink> hub_;
   Node nodes_[2];
 };
 
@@ -496,20 +496,20 @@ TEST_F(HubSessionTest, HubThatEnds_ItsAgentsGoOnWithTheCoordinator) {
 }
 
 // Blocks until the coordinator has welcomed, or the link has closed.
-struct Greeted final : public FrameEvents {
+struct Greeted final : public OutgoingStreamEvents {
   void OnWritten() override {}
   void OnFrame(const v1::CoordinatorFrame&) override { welcomed.Notify(); }
   void OnClosed(const absl::Status&) override { closed.Notify(); }
   Notification welcomed, closed;
 };
 
-TEST(RpcFrameTransport, Reconnect_NextStreamHasAConnectionOfItsOwn) {
+TEST(GrpcStreamOpener, Reconnect_NextStreamHasAConnectionOfItsOwn) {
   FakeSessions sessions;
   const auto server = *rpc::Server::Start({.insecure = true}, {&sessions});
   {
     const rpc::ChannelOptions options = {.own_connection = true};
-    RpcFrameTransport transport(*rpc::Connect(server->address(), options), server->address(),
-                                options);
+    GrpcStreamOpener transport(*rpc::Connect(server->address(), options), server->address(),
+                               options);
     for (int i = 0; i < 3; ++i) {
       if (i == 2) transport.Reconnect();
       const auto greeted = std::make_shared<Greeted>();
@@ -529,8 +529,8 @@ TEST(RpcFrameTransport, Reconnect_NextStreamHasAConnectionOfItsOwn) {
   server->Shutdown(absl::ZeroDuration());
 }
 
-TEST(NodeSession, BadAddress_IsRefused) {
-  EXPECT_EQ(NodeSession::Start({.coordinator = "somewhere"}).status().code(),
+TEST(NodeUplink, BadAddress_IsRefused) {
+  EXPECT_EQ(NodeUplink::Start({.coordinator = "somewhere"}).status().code(),
             absl::StatusCode::kInvalidArgument);
 }
 

@@ -1,5 +1,5 @@
-#ifndef MUSTER_AGENT_FAKE_FRAME_LINK_H_
-#define MUSTER_AGENT_FAKE_FRAME_LINK_H_
+#ifndef MUSTER_AGENT_FAKE_OUTGOING_STREAM_H_
+#define MUSTER_AGENT_FAKE_OUTGOING_STREAM_H_
 
 #include <gtest/gtest.h>
 
@@ -8,13 +8,13 @@
 #include <utility>
 #include <vector>
 
-#include "agent/frame_link.h"
+#include "agent/outgoing_stream.h"
 
 namespace muster::agent {
 
 // A stream that the test plays the coordinator of.
-struct FakeLink final : public FrameLink {
-  explicit FakeLink(std::shared_ptr<FrameEvents> to, std::string at = "")
+struct FakeLink final : public OutgoingStream {
+  explicit FakeLink(std::shared_ptr<OutgoingStreamEvents> to, std::string at = "")
       : events(std::move(to)), hub(std::move(at)) {}
   void Write(v1::AgentFrame frame) override {
     EXPECT_FALSE(writing) << "two writes in flight";
@@ -33,7 +33,7 @@ struct FakeLink final : public FrameLink {
     while (writing) Done();
   }
 
-  const std::shared_ptr<FrameEvents> events;
+  const std::shared_ptr<OutgoingStreamEvents> events;
   const std::string hub;  // that it was opened to; empty: the coordinator
   std::vector<v1::AgentFrame> written;
   bool writing = false;
@@ -41,9 +41,9 @@ struct FakeLink final : public FrameLink {
   bool closed = false;   // the test has told it
 };
 
-struct FakeTransport final : public FrameTransport {
-  absl::StatusOr<std::shared_ptr<FrameLink>> Open(const std::string& hub,
-                                                  std::shared_ptr<FrameEvents> events) override {
+struct FakeStreamOpener final : public StreamOpener {
+  absl::StatusOr<std::shared_ptr<OutgoingStream>> Open(
+      const std::string& hub, std::shared_ptr<OutgoingStreamEvents> events) override {
     if (hub == refuses) return absl::InvalidArgumentError("it is not for us");
     links.push_back(std::make_shared<FakeLink>(std::move(events), hub));
     return links.back();
@@ -56,4 +56,4 @@ struct FakeTransport final : public FrameTransport {
 
 }  // namespace muster::agent
 
-#endif  // MUSTER_AGENT_FAKE_FRAME_LINK_H_
+#endif  // MUSTER_AGENT_FAKE_OUTGOING_STREAM_H_

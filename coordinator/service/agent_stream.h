@@ -1,5 +1,5 @@
-#ifndef MUSTER_COORDINATOR_SERVICE_AGENT_LINK_H_
-#define MUSTER_COORDINATOR_SERVICE_AGENT_LINK_H_
+#ifndef MUSTER_COORDINATOR_SERVICE_AGENT_STREAM_H_
+#define MUSTER_COORDINATOR_SERVICE_AGENT_STREAM_H_
 
 #include <grpcpp/support/byte_buffer.h>
 
@@ -14,14 +14,14 @@ namespace muster::coordinator {
 class FrameSource {
  public:
   virtual ~FrameSource() = default;
-  // The link has no write in flight: hand it the next frame, if there is one.
+  // The stream has no write in flight: hand it the next frame, if there is one.
   virtual void Writable() = 0;
 };
 
 // One stream of an agent, as the runner sees it. Thread-safe.
-class AgentLink {
+class AgentStream {
  public:
-  virtual ~AgentLink() = default;
+  virtual ~AgentStream() = default;
 
   // Who is told when a write has ended. Once.
   virtual void Bind(std::shared_ptr<FrameSource> source) = 0;
@@ -33,7 +33,7 @@ class AgentLink {
   // The frame that was read last has been dealt with: read the next one. A stream has at most one
   // frame on its way to the runner, so an agent that sends faster than it is served is slowed down
   // by TCP. Called after the frame's answers were handed to TryWrite. With `answer_follows` more
-  // answers are on their way: if one comes before others' frames have been dealt with, the link
+  // answers are on their way: if one comes before others' frames have been dealt with, the stream
   // tells the agent of its new window with it instead of on its own.
   virtual void ReadNext(bool answer_follows) = 0;
 
@@ -45,4 +45,4 @@ class AgentLink {
 
 }  // namespace muster::coordinator
 
-#endif  // MUSTER_COORDINATOR_SERVICE_AGENT_LINK_H_
+#endif  // MUSTER_COORDINATOR_SERVICE_AGENT_STREAM_H_

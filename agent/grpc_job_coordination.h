@@ -1,17 +1,17 @@
-#ifndef MUSTER_AGENT_RPC_JOB_LINK_H_
-#define MUSTER_AGENT_RPC_JOB_LINK_H_
+#ifndef MUSTER_AGENT_GRPC_JOB_COORDINATION_H_
+#define MUSTER_AGENT_GRPC_JOB_COORDINATION_H_
 
 #include <memory>
 #include <string>
 
 #include "absl/time/time.h"
-#include "agent/job_link.h"
-#include "agent/node_session.h"
+#include "agent/job_coordination.h"
+#include "agent/node_uplink.h"
 #include "base/defaults.h"
 
 namespace muster::agent {
 
-struct RpcJobLinkOptions {
+struct GrpcJobCoordinationOptions {
   std::string coordinator;  // for messages
   std::string job;
   int num_nodes = 1;
@@ -34,12 +34,13 @@ struct RpcJobLinkOptions {
   absl::Duration tell_again = absl::Seconds(30);
 };
 
-// A JobLink over this node's session. With several nodes, the agents form a job of their own,
-// "JOB.agents": its rendezvous numbers the nodes, a key "end" in the generation tells why an
+// A JobCoordination over this node's session. With several nodes, the agents form a job of their
+// own, "JOB.agents": its rendezvous numbers the nodes, a key "end" in the generation tells why an
 // attempt ended, a barrier "finish" waits for all nodes, and each agent's lease shows whether its
 // node still lives. `session` is borrowed; the link is its listener.
-std::unique_ptr<JobLink> MakeRpcJobLink(const RpcJobLinkOptions& options, NodeSession* session);
+std::unique_ptr<JobCoordination> MakeGrpcJobCoordination(const GrpcJobCoordinationOptions& options,
+                                                         NodeUplink* session);
 
 }  // namespace muster::agent
 
-#endif  // MUSTER_AGENT_RPC_JOB_LINK_H_
+#endif  // MUSTER_AGENT_GRPC_JOB_COORDINATION_H_

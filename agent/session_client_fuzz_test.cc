@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "agent/fake_frame_link.h"
+#include "agent/fake_outgoing_stream.h"
 #include "agent/relay_core.h"
-#include "agent/session_stream.h"
+#include "agent/session_client.h"
 #include "base/fake_clock.h"
 #include "base/mutate.h"
 #include "proto/random_message.h"
@@ -67,11 +67,11 @@ class StreamFuzzTest : public ::testing::TestWithParam<uint64_t> {};
 TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
   Fuzzer fuzz(GetParam());
   FakeClock clock;
-  FakeTransport transport;
+  FakeStreamOpener transport;
   int connected = 0, directives = 0;
   RelayCore* core_of_stream = nullptr;
 
-  SessionStream::Options options;
+  SessionClient::Options options;
   options.node = "node";
   options.address = "10.0.0.1:29400";
   options.incarnation = 7;
@@ -92,7 +92,7 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
                               directive.collect_stack().worker_id(),
                               directive.collect_stack().pid());
   };
-  auto stream = std::make_unique<SessionStream>(options, &transport);
+  auto stream = std::make_unique<SessionClient>(options, &transport);
   stream->OfferHub("10.0.0.9:1");
   RelayCore::Options core_options;
   core_options.node = "node";

@@ -1,4 +1,4 @@
-#include "agent/session_stream.h"
+#include "agent/session_client.h"
 
 #include <algorithm>
 
@@ -123,9 +123,9 @@ bool IsRefusal(const absl::Status& status) {
 
 }  // namespace
 
-struct SessionStream::Todo {
-  std::shared_ptr<FrameLink> close;
-  std::shared_ptr<FrameLink> write;
+struct SessionClient::Todo {
+  std::shared_ptr<OutgoingStream> close;
+  std::shared_ptr<OutgoingStream> write;
   v1::AgentFrame frame;
   std::optional<std::pair<uint64_t, bool>> connected;
   bool upstream = false;
@@ -138,11 +138,11 @@ struct SessionStream::Todo {
 };
 
 // What events of links, which may outlive the stream, reach it through.
-class SessionStream::Guard {
+class SessionClient::Guard {
  public:
-  explicit Guard(SessionStream* stream) : stream_(stream) {}
+  explicit Guard(SessionClient* stream) : stream_(stream) {}
   // Null once the stream is gone; else call Leave afterwards.
-  SessionStream* Enter() {
+  SessionClient* Enter() {
     MutexLock lock(&mu_);
     if (stream_ != nullptr) ++inside_;
     return stream_;
@@ -160,27 +160,27 @@ class SessionStream::Guard {
  private:
   Mutex mu_;
   CondVar changed_;
-  SessionStream* stream_ ABSL_GUARDED_BY(mu_);
+  SessionClient* stream_ ABSL_GUARDED_BY(mu_);
   int inside_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
-class SessionStream::Attempt final : public FrameEvents {
+class SessionClient::Attempt final : public OutgoingStreamEvents {
  public:
   explicit Attempt(std::shared_ptr<Guard> guard) : guard_(std::move(guard)) {}
   void OnWritten() override {
-    With([this](SessionStream* stream) { stream->OnWritten(this); });
+    With([this](SessionClient* stream) { stream->OnWritten(this); });
   }
   void OnFrame(const v1::CoordinatorFrame& frame) override {
-    With([&](SessionStream* stream) { stream->OnFrame(this, frame); });
+    With([&](SessionClient* stream) { stream->OnFrame(this, frame); });
   }
   void OnClosed(const absl::Status& status) override {
-    With([&](SessionStream* stream) { stream->OnClosed(this, status); });
+    With([&](SessionClient* stream) { stream->OnClosed(this, status); });
   }
 
  private:
   template <typename F>
   void With(F f) {
-    SessionStream* const stream = guard_->Enter();
+    SessionClient* const stream = guard_->Enter();
     if (stream == nullptr) return;
     f(stream);
     guard_->Leave();
@@ -188,7 +188,7 @@ class SessionStream::Attempt final : public FrameEvents {
   const std::shared_ptr<Guard> guard_;
 };
 
-SessionStream::SessionStream(Options options, FrameTransport* transport)
+SessionClient::SessionClient(Options options, StreamOpener* transport)
     : options_(std::move(options)),
       transport_(transport),
       guard_(std::make_shared<Guard>(this)),
@@ -198,9 +198,9 @@ SessionStream::SessionStream(Options options, FrameTransport* transport)
       lease_(kUsualLease),
       random_(static_cast<uint32_t>(options_.incarnation ^ (options_.incarnation >> 32))) {}
 
-SessionStream::~SessionStream() {
+SessionClient::~SessionClient() {
   guard_->Close();
-  std::shared_ptr<FrameLink> link;
+  std::shared_ptr<OutgoingStream> link;
   {
     MutexLock lock(&mu_);
     link = std::move(link_);
@@ -208,7 +208,7 @@ SessionStream::~SessionStream() {
   if (link != nullptr) link->Close();
 }
 
-uint64_t SessionStream::Submit(v1::Op op, Done done) {
+uint64_t SessionClient::Submit(v1::Op op, Done done) {
   Todo todo;
   uint64_t op_id = 0;
   absl::Status refused;
@@ -246,7 +246,7 @@ uint64_t SessionStream::Submit(v1::Op op, Done done) {
   return op_id;
 }
 
-void SessionStream::Forget(uint64_t op_id) {
+void SessionClient::Forget(uint64_t op_id) {
   Done dropped;  // outside of the lock
   Todo todo;
   {
@@ -274,7 +274,7 @@ void SessionStream::Forget(uint64_t op_id) {
   Run(std::move(todo));
 }
 
-void SessionStream::SendStack(v1::StackReply reply) {
+void SessionClient::SendStack(v1::StackReply reply) {
   Todo todo;
   {
     MutexLock lock(&mu_);
@@ -286,12 +286,12 @@ void SessionStream::SendStack(v1::StackReply reply) {
   Run(std::move(todo));
 }
 
-void SessionStream::OfferHub(std::string address) {
+void SessionClient::OfferHub(std::string address) {
   MutexLock lock(&mu_);
   hub_address_ = std::move(address);
 }
 
-void SessionStream::SetBeatPeriod(absl::Duration period) {
+void SessionClient::SetBeatPeriod(absl::Duration period) {
   Todo todo;
   {
     MutexLock lock(&mu_);
@@ -304,7 +304,7 @@ void SessionStream::SetBeatPeriod(absl::Duration period) {
   Run(std::move(todo));
 }
 
-absl::Time SessionStream::Tick() {
+absl::Time SessionClient::Tick() {
   const absl::Time now = options_.clock->Now();
   {
     Todo todo;
@@ -350,7 +350,7 @@ absl::Time SessionStream::Tick() {
     }
   }
   if (opening != nullptr) {
-    absl::StatusOr<std::shared_ptr<FrameLink>> link = transport_->Open(hub, opening);
+    absl::StatusOr<std::shared_ptr<OutgoingStream>> link = transport_->Open(hub, opening);
     if (!link.ok()) {
       OnClosed(opening.get(), link.status());
     } else {
@@ -381,7 +381,7 @@ absl::Time SessionStream::Tick() {
   return NextDeadline();
 }
 
-absl::Time SessionStream::NextDeadline() const {
+absl::Time SessionClient::NextDeadline() const {
   absl::Time next = absl::InfiniteFuture();
   if (state_ == State::kIdle && !refused_ && !ended_ && bye_ != Bye::kSent) next = next_attempt_;
   if (state_ == State::kOpen) next = std::min(next_beat_, seats_by_);
@@ -389,11 +389,11 @@ absl::Time SessionStream::NextDeadline() const {
   return std::min({next, open_by_, answer_by_, leave_by_, doubt_until_, move_by_});
 }
 
-absl::Duration SessionStream::Patience(int part) const {
+absl::Duration SessionClient::Patience(int part) const {
   return std::max(lease_ / part, options_.first_backoff);
 }
 
-void SessionStream::CheckStream(absl::Time now, Todo* todo) {
+void SessionClient::CheckStream(absl::Time now, Todo* todo) {
   if (state_ == State::kOpening && open_by_ <= now) {
     NoteError("it has not welcomed this agent in time");
     Drop(todo);
@@ -421,7 +421,7 @@ void SessionStream::CheckStream(absl::Time now, Todo* todo) {
   }
 }
 
-void SessionStream::OnWritten(const Attempt* attempt) {
+void SessionClient::OnWritten(const Attempt* attempt) {
   Todo todo;
   {
     MutexLock lock(&mu_);
@@ -436,7 +436,7 @@ void SessionStream::OnWritten(const Attempt* attempt) {
   Run(std::move(todo));
 }
 
-void SessionStream::OnFrame(const Attempt* attempt, const v1::CoordinatorFrame& frame) {
+void SessionClient::OnFrame(const Attempt* attempt, const v1::CoordinatorFrame& frame) {
   Todo todo;
   {
     MutexLock lock(&mu_);
@@ -458,7 +458,7 @@ void SessionStream::OnFrame(const Attempt* attempt, const v1::CoordinatorFrame& 
   Run(std::move(todo));
 }
 
-void SessionStream::OnClosed(const Attempt* attempt, const absl::Status& status) {
+void SessionClient::OnClosed(const Attempt* attempt, const absl::Status& status) {
   Todo todo;
   {
     MutexLock lock(&mu_);
@@ -475,7 +475,7 @@ void SessionStream::OnClosed(const Attempt* attempt, const absl::Status& status)
   Run(std::move(todo));
 }
 
-void SessionStream::Drop(Todo* todo) {
+void SessionClient::Drop(Todo* todo) {
   const absl::Time now = options_.clock->Now();
   const bool open = state_ == State::kOpen;
   const bool lasted = now - opened_ >= max_backoff_;
@@ -515,7 +515,7 @@ void SessionStream::Drop(Todo* todo) {
   changed_.SignalAll();
 }
 
-void SessionStream::ChooseNext(bool open, bool lasted) {
+void SessionClient::ChooseNext(bool open, bool lasted) {
   if (!hub_.has_value()) return;
   if (!at_hub_) {  // neither is there: in turn
     at_hub_ = in_turn_ = true;
@@ -547,23 +547,23 @@ void SessionStream::ChooseNext(bool open, bool lasted) {
   failed_hub_ = hub_->node;
 }
 
-void SessionStream::Back() {
+void SessionClient::Back() {
   away_since_ = doubt_until_ = absl::InfiniteFuture();
   lost_ = absl::OkStatus();
   last_error_.clear();
   told_left_ = false;
 }
 
-absl::Time SessionStream::AwayFrom(absl::Time now) const {
+absl::Time SessionClient::AwayFrom(absl::Time now) const {
   return doubt_until_ == absl::InfiniteFuture() ? now : std::min(away_before_, now);
 }
 
-void SessionStream::NoteError(absl::string_view what) {
+void SessionClient::NoteError(absl::string_view what) {
   last_error_ = at_hub_ ? absl::StrCat("hub ", hub_->node, " at ", hub_->address, ": ", what)
                         : std::string(what);
 }
 
-void SessionStream::UseHub(const v1::UseHub& use, bool wait_for_seats, Todo* todo) {
+void SessionClient::UseHub(const v1::UseHub& use, bool wait_for_seats, Todo* todo) {
   // Agents behind a hub are moved by nobody, and one that ends has better things to do.
   if (at_hub_ || leaving_ || bye_ != Bye::kNo) return;
   // The coordinator may not know yet that it is one: a restarted one learns it from the next beat.
@@ -599,18 +599,18 @@ void SessionStream::UseHub(const v1::UseHub& use, bool wait_for_seats, Todo* tod
   todo->wake = true;
 }
 
-void SessionStream::MoveAfterSeats(Todo* todo) {
+void SessionClient::MoveAfterSeats(Todo* todo) {
   seats_by_ = absl::InfiniteFuture();
   UseHub(*std::exchange(after_seats_, std::nullopt), /*wait_for_seats=*/false, todo);
 }
 
-bool SessionStream::HoldsSentJoin() const {
+bool SessionClient::HoldsSentJoin() const {
   return std::any_of(held_.begin(), held_.end(), [](const auto& entry) {
     return entry.second.sent && entry.second.op.has_join();
   });
 }
 
-void SessionStream::TakeHubState(const v1::HubState& state, Todo* todo) {
+void SessionClient::TakeHubState(const v1::HubState& state, Todo* todo) {
   if (!at_hub_) return;
   const absl::Time now = options_.clock->Now();
   if (state.coordinator_away()) {
@@ -631,7 +631,7 @@ void SessionStream::TakeHubState(const v1::HubState& state, Todo* todo) {
   todo->wake = true;
 }
 
-void SessionStream::TakeGoodbye(const v1::Goodbye& goodbye, Todo* todo) {
+void SessionClient::TakeGoodbye(const v1::Goodbye& goodbye, Todo* todo) {
   NoteError(goodbye.reason());
   retry_after_ = RetryAfter(goodbye);
   if (goodbye.final()) {
@@ -646,7 +646,7 @@ void SessionStream::TakeGoodbye(const v1::Goodbye& goodbye, Todo* todo) {
   if (at_hub_ && !goodbye.has_retry_after()) left_ = Left::kEnds;
 }
 
-void SessionStream::FailAll(const absl::Status& status, Todo* todo) {
+void SessionClient::FailAll(const absl::Status& status, Todo* todo) {
   lost_ = status;
   todo->lost = status;
   for (auto& [op_id, held] : held_) {
@@ -655,7 +655,7 @@ void SessionStream::FailAll(const absl::Status& status, Todo* todo) {
   Clear();
 }
 
-void SessionStream::Clear() {
+void SessionClient::Clear() {
   held_.clear();
   held_bytes_ = 0;
   queue_.clear();
@@ -665,7 +665,7 @@ void SessionStream::Clear() {
   changed_.SignalAll();
 }
 
-void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
+void SessionClient::Welcomed(const v1::Welcome& welcome, Todo* todo) {
   // Terms of another cluster say nothing about this one.
   if (welcome.cluster_id() == cluster_id_ && welcome.term() < term_) {
     NoteError(absl::StrCat("term ", term_, " has begun, but it serves term ", welcome.term(),
@@ -786,7 +786,7 @@ void SessionStream::Welcomed(const v1::Welcome& welcome, Todo* todo) {
   changed_.SignalAll();
 }
 
-void SessionStream::QueueRecalls() {
+void SessionClient::QueueRecalls() {
   std::vector<uint64_t> ids;
   for (const auto& [job_id, job] : seen_) {
     v1::RecallBarriersRequest* request = nullptr;
@@ -814,7 +814,7 @@ void SessionStream::QueueRecalls() {
   queue_.insert(queue_.begin(), ids.begin(), ids.end());
 }
 
-void SessionStream::NoteBarrier(const v1::Op& op, const v1::OpResult& result) {
+void SessionClient::NoteBarrier(const v1::Op& op, const v1::OpResult& result) {
   const v1::Fence& fence = op.has_arrive() ? op.arrive().fence() : op.arrive_many().fence();
   const v1::BarrierState state = StateOf(result);
   if (seen_.count(fence.job_id()) == 0 &&
@@ -840,7 +840,7 @@ void SessionStream::NoteBarrier(const v1::Op& op, const v1::OpResult& result) {
   }
 }
 
-void SessionStream::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
+void SessionClient::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
   if (const absl::Status broken = FailAtReceived(); !broken.ok()) {
     NoteError(std::string(broken.message()));
     Drop(todo);
@@ -912,7 +912,7 @@ void SessionStream::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
   }
 }
 
-void SessionStream::Pump(Todo* todo) {
+void SessionClient::Pump(Todo* todo) {
   if (link_ == nullptr || writing_) return;
   if (!NextFrame(&todo->frame)) return;
   if (todo->frame.has_ops()) {
@@ -926,7 +926,7 @@ void SessionStream::Pump(Todo* todo) {
   todo->write = link_;
 }
 
-bool SessionStream::NextFrame(v1::AgentFrame* frame) {
+bool SessionClient::NextFrame(v1::AgentFrame* frame) {
   if (hello_due_) {
     hello_due_ = false;
     MUSTER_FAILPOINT("agent.hello");
@@ -998,7 +998,7 @@ bool SessionStream::NextFrame(v1::AgentFrame* frame) {
   return true;
 }
 
-void SessionStream::Run(Todo todo) {
+void SessionClient::Run(Todo todo) {
   if (todo.close != nullptr) todo.close->Close();
   if (todo.reconnect) transport_->Reconnect();
   if (todo.unsent.has_value() && options_.on_unsent_beat) options_.on_unsent_beat(*todo.unsent);
@@ -1015,7 +1015,7 @@ void SessionStream::Run(Todo todo) {
   if (todo.wake && options_.wake) options_.wake();
 }
 
-void SessionStream::Finish(absl::Time deadline) {
+void SessionClient::Finish(absl::Time deadline) {
   Todo todo;
   {
     MutexLock lock(&mu_);
@@ -1042,17 +1042,17 @@ void SessionStream::Finish(absl::Time deadline) {
   bye_ = Bye::kSent;
 }
 
-bool SessionStream::connected() const {
+bool SessionClient::connected() const {
   MutexLock lock(&mu_);
   return state_ == State::kOpen && !hub_away_;
 }
 
-bool SessionStream::ever_connected() const {
+bool SessionClient::ever_connected() const {
   MutexLock lock(&mu_);
   return ever_connected_;
 }
 
-absl::Status SessionStream::WaitUntilConnected(absl::Duration timeout) {
+absl::Status SessionClient::WaitUntilConnected(absl::Duration timeout) {
   const absl::Time deadline = Clock::Real().Now() + timeout;
   MutexLock lock(&mu_);
   while (!refused_ && !ended_ && !(ever_connected_ && lost_.ok())) {
@@ -1068,27 +1068,27 @@ absl::Status SessionStream::WaitUntilConnected(absl::Duration timeout) {
   return lost_;
 }
 
-bool SessionStream::ended() const {
+bool SessionClient::ended() const {
   MutexLock lock(&mu_);
   return ended_;
 }
 
-std::string SessionStream::last_error() const {
+std::string SessionClient::last_error() const {
   MutexLock lock(&mu_);
   return last_error_;
 }
 
-absl::Status SessionStream::lost() const {
+absl::Status SessionClient::lost() const {
   MutexLock lock(&mu_);
   return lost_;
 }
 
-uint64_t SessionStream::term() const {
+uint64_t SessionClient::term() const {
   MutexLock lock(&mu_);
   return term_;
 }
 
-Upstream SessionStream::upstream() const {
+Upstream SessionClient::upstream() const {
   MutexLock lock(&mu_);
   Upstream upstream;
   upstream.connected = state_ == State::kOpen && !hub_away_;
@@ -1102,7 +1102,7 @@ Upstream SessionStream::upstream() const {
   return upstream;
 }
 
-size_t SessionStream::held_ops() const {
+size_t SessionClient::held_ops() const {
   MutexLock lock(&mu_);
   return held_.size();
 }

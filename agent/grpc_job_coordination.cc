@@ -1,4 +1,4 @@
-#include "agent/rpc_job_link.h"
+#include "agent/grpc_job_coordination.h"
 
 #include <sys/random.h>
 #include <unistd.h>
@@ -64,9 +64,9 @@ AttemptEnd EndFromJson(const std::string& text) {
   return end;
 }
 
-class RpcJobLink final : public JobLink {
+class GrpcJobCoordination final : public JobCoordination {
  public:
-  RpcJobLink(const RpcJobLinkOptions& options, NodeSession* session)
+  GrpcJobCoordination(const GrpcJobCoordinationOptions& options, NodeUplink* session)
       : options_(options),
         session_(session),
         agents_job_(options.job + ".agents"),
@@ -81,7 +81,7 @@ class RpcJobLink final : public JobLink {
     if (options.num_nodes > 1) wait_timer_->Start();
   }
 
-  ~RpcJobLink() override {
+  ~GrpcJobCoordination() override {
     StopWatching();
     wait_timer_->Stop();
     if (generation_ == 0) return;
@@ -123,7 +123,7 @@ class RpcJobLink final : public JobLink {
       shared_->on_ended = std::move(on_ended);
     }
     const std::shared_ptr<Shared> shared = shared_;
-    NodeSession::Listener listener;
+    NodeUplink::Listener listener;
     listener.on_lost = [shared](const absl::Status& status) {
       shared->End({std::string(status.message()), {}});
     };
@@ -535,8 +535,8 @@ class RpcJobLink final : public JobLink {
   }
 
   // Constant after construction.
-  const RpcJobLinkOptions options_;
-  NodeSession* const session_;
+  const GrpcJobCoordinationOptions options_;
+  NodeUplink* const session_;
   const std::string agents_job_;
   const uint64_t incarnation_;
   std::string hostname_;
@@ -556,8 +556,9 @@ class RpcJobLink final : public JobLink {
 
 }  // namespace
 
-std::unique_ptr<JobLink> MakeRpcJobLink(const RpcJobLinkOptions& options, NodeSession* session) {
-  return std::make_unique<RpcJobLink>(options, session);
+std::unique_ptr<JobCoordination> MakeGrpcJobCoordination(const GrpcJobCoordinationOptions& options,
+                                                         NodeUplink* session) {
+  return std::make_unique<GrpcJobCoordination>(options, session);
 }
 
 }  // namespace muster::agent

@@ -1,4 +1,4 @@
-#include "agent/job_link.h"
+#include "agent/job_coordination.h"
 
 #include <arpa/inet.h>
 #include <netinet/in.h>

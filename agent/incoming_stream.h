@@ -1,5 +1,5 @@
-#ifndef MUSTER_AGENT_HUB_LINK_H_
-#define MUSTER_AGENT_HUB_LINK_H_
+#ifndef MUSTER_AGENT_INCOMING_STREAM_H_
+#define MUSTER_AGENT_INCOMING_STREAM_H_
 
 #include <cstddef>
 #include <memory>
@@ -11,9 +11,9 @@
 namespace muster::agent {
 
 // The hub's end of one stream of an agent. Thread-safe; no event comes from within a call.
-class HubLink {
+class IncomingStream {
  public:
-  virtual ~HubLink() = default;
+  virtual ~IncomingStream() = default;
   // Writes a frame. Not while a write is in flight.
   virtual void Write(rpc::FrameBytes frame) = 0;
   // The frame that came last has been dealt with: the next may come. A stream has at most one frame
@@ -25,18 +25,18 @@ class HubLink {
 
 // What happens on the streams of agents to this hub. The events of one stream come one after
 // another, but OnWritten may run beside OnFrame.
-class HubEvents {
+class IncomingStreamEvents {
  public:
-  virtual ~HubEvents() = default;
+  virtual ~IncomingStreamEvents() = default;
   // `bytes` is the size of the frame. Read follows, unless the stream ends.
-  virtual void OnFrame(const std::shared_ptr<HubLink>& link, const v1::AgentFrame& frame,
+  virtual void OnFrame(const std::shared_ptr<IncomingStream>& link, const v1::AgentFrame& frame,
                        size_t bytes) = 0;
   // The last Write has ended.
-  virtual void OnWritten(const std::shared_ptr<HubLink>& link) = 0;
+  virtual void OnWritten(const std::shared_ptr<IncomingStream>& link) = 0;
   // Nothing follows. Once for each stream that had a frame, whoever ended it.
-  virtual void OnClosed(const std::shared_ptr<HubLink>& link) = 0;
+  virtual void OnClosed(const std::shared_ptr<IncomingStream>& link) = 0;
 };
 
 }  // namespace muster::agent
 
-#endif  // MUSTER_AGENT_HUB_LINK_H_
+#endif  // MUSTER_AGENT_INCOMING_STREAM_H_

@@ -1,4 +1,4 @@
-#include "agent/node_session.h"
+#include "agent/node_uplink.h"
 
 #include <sys/random.h>
 #include <unistd.h>
@@ -41,9 +41,9 @@ uint64_t RandomNumber() {
 
 }  // namespace
 
-absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options) {
-  std::unique_ptr<NodeSession> session(new NodeSession());
-  NodeSession* const raw = session.get();
+absl::StatusOr<std::unique_ptr<NodeUplink>> NodeUplink::Start(Options options) {
+  std::unique_ptr<NodeUplink> session(new NodeUplink());
+  NodeUplink* const raw = session.get();
   // Found dead sooner than a worker's call would be; reconnecting within a lease; answers of the
   // coordinator are not ours to refuse.
   options.channel.own_connection = true;
@@ -64,9 +64,9 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
   raw->stack_budget_ = options.stack_budget;
   raw->on_barrier_late_ = std::move(options.on_barrier_late);
   raw->transport_ =
-      std::make_unique<RpcFrameTransport>(channel, options.coordinator, options.channel);
+      std::make_unique<GrpcStreamOpener>(channel, options.coordinator, options.channel);
 
-  SessionStream::Options stream;
+  SessionClient::Options stream;
   stream.address = options.coordinator;
   stream.incarnation = RandomNumber();
   stream.host = HostName();
@@ -100,9 +100,9 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
   hub.incarnation = stream.incarnation;
   hub.wake = [raw] { raw->hub_timer_->Wake(); };
 
-  raw->stream_ = std::make_unique<SessionStream>(std::move(stream), raw->transport_.get());
+  raw->stream_ = std::make_unique<SessionClient>(std::move(stream), raw->transport_.get());
   // Not raw->stream_: that is null already while the stream's end waits for its last callback.
-  SessionStream* const to_coordinator = raw->stream_.get();
+  SessionClient* const to_coordinator = raw->stream_.get();
   hub.upstream = [to_coordinator] { return to_coordinator->upstream(); };
   hub.send_stack = [to_coordinator](v1::StackReply reply) {
     to_coordinator->SendStack(std::move(reply));
@@ -130,7 +130,7 @@ absl::StatusOr<std::unique_ptr<NodeSession>> NodeSession::Start(Options options)
   return session;
 }
 
-NodeSession::~NodeSession() {
+NodeUplink::~NodeUplink() {
   relay_.reset();
   hub_server_.reset();
   // It sends on the stream.
@@ -148,24 +148,24 @@ NodeSession::~NodeSession() {
   stream_.reset();
 }
 
-void NodeSession::SetListener(Listener listener) {
+void NodeUplink::SetListener(Listener listener) {
   MutexLock lock(&listener_mu_);
   listener_ = std::move(listener);
   const absl::Status lost = stream_->lost();
   if (!lost.ok() && listener_.on_lost) listener_.on_lost(lost);
 }
 
-void NodeSession::SetOnKillWorker(std::function<void(const v1::KillWorker&)> on_kill_worker) {
+void NodeUplink::SetOnKillWorker(std::function<void(const v1::KillWorker&)> on_kill_worker) {
   MutexLock lock(&listener_mu_);
   on_kill_worker_ = std::move(on_kill_worker);
 }
 
-void NodeSession::OnLost(const absl::Status& status) {
+void NodeUplink::OnLost(const absl::Status& status) {
   MutexLock lock(&listener_mu_);
   if (listener_.on_lost) listener_.on_lost(status);
 }
 
-v1::Beat NodeSession::MakeBeat() {
+v1::Beat NodeUplink::MakeBeat() {
   v1::Beat beat = core_->MakeBeat();
   if (hub_ != nullptr) {
     hub_->AddToBeat(&beat);
@@ -174,7 +174,7 @@ v1::Beat NodeSession::MakeBeat() {
   return beat;
 }
 
-std::string NodeSession::WhyNotConnected() {
+std::string NodeUplink::WhyNotConnected() {
   // The stream waits for a connection and does not hear why there is none; a call that does not
   // wait is told at once.
   grpc::ClientContext context;
@@ -188,7 +188,7 @@ std::string NodeSession::WhyNotConnected() {
   return last == std::string::npos ? text : text.substr(last + before_cause.size());
 }
 
-void NodeSession::OnDirective(const v1::Directive& directive) {
+void NodeUplink::OnDirective(const v1::Directive& directive) {
   MUSTER_FAILPOINT("agent.directive");
   if (hub_ != nullptr) hub_->OnDirective(directive);
   switch (directive.kind_case()) {
@@ -220,7 +220,7 @@ void NodeSession::OnDirective(const v1::Directive& directive) {
   }
 }
 
-void NodeSession::StackLoop() {
+void NodeUplink::StackLoop() {
   while (true) {
     v1::CollectStack wanted;
     {
@@ -251,7 +251,7 @@ void NodeSession::StackLoop() {
   }
 }
 
-void NodeSession::Finish(absl::Duration within) {
+void NodeUplink::Finish(absl::Duration within) {
   const absl::Time deadline = Clock::Real().Now() + within;
   if (hub_ != nullptr) {
     hub_->Finish();

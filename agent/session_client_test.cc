@@ -1,4 +1,4 @@
-#include "agent/session_stream.h"
+#include "agent/session_client.h"
 
 #include <algorithm>
 #include <map>
@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
-#include "agent/fake_frame_link.h"
+#include "agent/fake_outgoing_stream.h"
 #include "base/fake_clock.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -21,7 +21,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-class SessionStreamTest : public ::testing::Test {
+class SessionClientTest : public ::testing::Test {
  protected:
   void SetUp() override {
     options_.node = "node-a";
@@ -37,7 +37,7 @@ class SessionStreamTest : public ::testing::Test {
   }
 
   void Make() {
-    stream_ = std::make_unique<SessionStream>(options_, &transport_);
+    stream_ = std::make_unique<SessionClient>(options_, &transport_);
     stream_->OfferHub(hub_address_);
     stream_->Tick();
   }
@@ -182,18 +182,18 @@ class SessionStreamTest : public ::testing::Test {
   }
 
   FakeClock clock_;
-  FakeTransport transport_;
-  SessionStream::Options options_;
+  FakeStreamOpener transport_;
+  SessionClient::Options options_;
   std::string hub_address_;
   std::vector<std::string> features_;  // of the coordinator
   std::vector<std::string> connected_;
   std::vector<std::string> results_;
   std::vector<v1::Directive> directives_;
   std::vector<absl::Status> lost_;
-  std::unique_ptr<SessionStream> stream_;  // last: its end calls nobody
+  std::unique_ptr<SessionClient> stream_;  // last: its end calls nobody
 };
 
-TEST_F(SessionStreamTest, Start_SaysHelloAndHoldsEverythingUntilWelcome) {
+TEST_F(SessionClientTest, Start_SaysHelloAndHoldsEverythingUntilWelcome) {
   hub_address_ = "10.0.0.9:29500";
   Make();
   Submit("a", Add(1));
@@ -213,7 +213,7 @@ TEST_F(SessionStreamTest, Start_SaysHelloAndHoldsEverythingUntilWelcome) {
   EXPECT_THAT(connected_, ElementsAre("term 1 new"));
 }
 
-TEST_F(SessionStreamTest, SlowWriter_MergesWhatComesMeanwhileIntoOneFrame) {
+TEST_F(SessionClientTest, SlowWriter_MergesWhatComesMeanwhileIntoOneFrame) {
   Connect();
   for (int i = 1; i <= 5; ++i) Submit("x", Add(i));
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
@@ -223,7 +223,7 @@ TEST_F(SessionStreamTest, SlowWriter_MergesWhatComesMeanwhileIntoOneFrame) {
   EXPECT_FALSE(link().writing);
 }
 
-TEST_F(SessionStreamTest, LargeBatch_IsCutIntoFramesOfTheLimit) {
+TEST_F(SessionClientTest, LargeBatch_IsCutIntoFramesOfTheLimit) {
   options_.frame_bytes = 3 * Add(1).ByteSizeLong() + 10;
   Connect();
   for (int i = 1; i <= 8; ++i) Submit("x", Add(i));
@@ -231,7 +231,7 @@ TEST_F(SessionStreamTest, LargeBatch_IsCutIntoFramesOfTheLimit) {
   EXPECT_THAT(Written(), ElementsAre("1: 1", "2: 2 3 4", "3: 5 6 7", "4: 8"));
 }
 
-TEST_F(SessionStreamTest, Results_ReachTheirCallersOnceAndAreAcknowledged) {
+TEST_F(SessionClientTest, Results_ReachTheirCallersOnceAndAreAcknowledged) {
   Connect();
   Submit("a", Add(1));
   Submit("b", Add(2));
@@ -245,7 +245,7 @@ TEST_F(SessionStreamTest, Results_ReachTheirCallersOnceAndAreAcknowledged) {
   EXPECT_EQ(link().written.back().ack(), 1u);
 }
 
-TEST_F(SessionStreamTest, ManyFramesAndNothingToSay_AreAcknowledgedAllTheSame) {
+TEST_F(SessionClientTest, ManyFramesAndNothingToSay_AreAcknowledgedAllTheSame) {
   Connect();
   v1::CoordinatorFrame frame;
   frame.mutable_directive()->mutable_generation_ended()->set_job_id("job");
@@ -259,7 +259,7 @@ TEST_F(SessionStreamTest, ManyFramesAndNothingToSay_AreAcknowledgedAllTheSame) {
   EXPECT_EQ(link().written[0].seq(), 0u);
 }
 
-TEST_F(SessionStreamTest, Resume_SendsOnlyWhatWasNotSeenUnderTheSameNumbers) {
+TEST_F(SessionClientTest, Resume_SendsOnlyWhatWasNotSeenUnderTheSameNumbers) {
   Connect();
   for (int i = 1; i <= 3; ++i) {
     Submit("x", Add(i));
@@ -279,7 +279,7 @@ TEST_F(SessionStreamTest, Resume_SendsOnlyWhatWasNotSeenUnderTheSameNumbers) {
   EXPECT_EQ(results_.size(), 5u);
 }
 
-TEST_F(SessionStreamTest, LostAck_FrameThatWasSeenIsNotSentAgain) {
+TEST_F(SessionClientTest, LostAck_FrameThatWasSeenIsNotSentAgain) {
   Connect();
   Submit("a", Add(1));
   link().Drain();
@@ -293,7 +293,7 @@ TEST_F(SessionStreamTest, LostAck_FrameThatWasSeenIsNotSentAgain) {
   EXPECT_THAT(results_, ElementsAre("a: ok"));
 }
 
-TEST_F(SessionStreamTest, NewSession_EverythingHeldGoesOutOnceMore) {
+TEST_F(SessionClientTest, NewSession_EverythingHeldGoesOutOnceMore) {
   Connect();
   Submit("a", Add(1));
   Submit("b", Add(2));
@@ -308,7 +308,7 @@ TEST_F(SessionStreamTest, NewSession_EverythingHeldGoesOutOnceMore) {
   EXPECT_THAT(results_, ElementsAre("a: ok", "b: ok"));
 }
 
-TEST_F(SessionStreamTest, NewSession_ArrivalSaysHowLongItHasWaited) {
+TEST_F(SessionClientTest, NewSession_ArrivalSaysHowLongItHasWaited) {
   Connect();
   v1::Op many;
   many.mutable_arrive_many()->set_barrier_id("b");
@@ -335,7 +335,7 @@ TEST_F(SessionStreamTest, NewSession_ArrivalSaysHowLongItHasWaited) {
   }
 }
 
-TEST_F(SessionStreamTest, Hello_SaysWhichTermOfWhichClusterWasSeen) {
+TEST_F(SessionClientTest, Hello_SaysWhichTermOfWhichClusterWasSeen) {
   Make();
   EXPECT_EQ(link().written.back().hello().term_seen(), 0u);
   link().Done();
@@ -346,7 +346,7 @@ TEST_F(SessionStreamTest, Hello_SaysWhichTermOfWhichClusterWasSeen) {
   EXPECT_EQ(link().written.back().hello().cluster_id(), "c");
 }
 
-TEST_F(SessionStreamTest, NewSession_SentOperationWithoutARequestIdIsNotRepeated) {
+TEST_F(SessionClientTest, NewSession_SentOperationWithoutARequestIdIsNotRepeated) {
   Connect();
   Submit("a", Add(0, ""));
   link().Drain();
@@ -363,7 +363,7 @@ TEST_F(SessionStreamTest, NewSession_SentOperationWithoutARequestIdIsNotRepeated
   EXPECT_THAT(results_[0], HasSubstr("whether the request was done cannot be told"));
 }
 
-TEST_F(SessionStreamTest, NewTerm_IsToldOfBarriersBeforeWhatIsHeld) {
+TEST_F(SessionClientTest, NewTerm_IsToldOfBarriersBeforeWhatIsHeld) {
   Connect();
   Submit("a0", Arrive("a", 0));
   Submit("b0", Arrive("b", 0));
@@ -396,7 +396,7 @@ TEST_F(SessionStreamTest, NewTerm_IsToldOfBarriersBeforeWhatIsHeld) {
   EXPECT_EQ(results_.size(), 4u);
 }
 
-TEST_F(SessionStreamTest, NewTermWhoseFirstStreamBreaks_IsToldAgainInItsNextSession) {
+TEST_F(SessionClientTest, NewTermWhoseFirstStreamBreaks_IsToldAgainInItsNextSession) {
   Connect();
   Submit("a0", Arrive("a", 0));
   Submit("b0", Arrive("b", 0));
@@ -412,7 +412,7 @@ TEST_F(SessionStreamTest, NewTermWhoseFirstStreamBreaks_IsToldAgainInItsNextSess
   }
 }
 
-TEST_F(SessionStreamTest, NewTerm_BarriersOfAnOlderGenerationAreNotRecalled) {
+TEST_F(SessionClientTest, NewTerm_BarriersOfAnOlderGenerationAreNotRecalled) {
   Connect();
   Submit("a", Arrive("a", 0, 1));
   Submit("b", Arrive("b", 0, 2));
@@ -427,7 +427,7 @@ TEST_F(SessionStreamTest, NewTerm_BarriersOfAnOlderGenerationAreNotRecalled) {
   EXPECT_EQ(batch.ops(0).recall_barriers().seen(0).barrier_id(), "b");
 }
 
-TEST_F(SessionStreamTest, OlderTerm_IsLeftAlone) {
+TEST_F(SessionClientTest, OlderTerm_IsLeftAlone) {
   Connect();
   Reconnect();
   Welcome("s2", 3);
@@ -438,7 +438,7 @@ TEST_F(SessionStreamTest, OlderTerm_IsLeftAlone) {
   EXPECT_EQ(stream_->term(), 3u);
 }
 
-TEST_F(SessionStreamTest, EarlyTermOfAnotherCluster_IsTaken) {
+TEST_F(SessionClientTest, EarlyTermOfAnotherCluster_IsTaken) {
   Connect();
   Reconnect();
   Welcome("s2", 3);
@@ -449,7 +449,7 @@ TEST_F(SessionStreamTest, EarlyTermOfAnotherCluster_IsTaken) {
   EXPECT_EQ(stream_->term(), 1u);
 }
 
-TEST_F(SessionStreamTest, BrokenAgainBeforeWelcome_LosesNothing) {
+TEST_F(SessionClientTest, BrokenAgainBeforeWelcome_LosesNothing) {
   Connect();
   Submit("a", Add(1));
   link().Drain();
@@ -460,7 +460,7 @@ TEST_F(SessionStreamTest, BrokenAgainBeforeWelcome_LosesNothing) {
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
 }
 
-TEST_F(SessionStreamTest, EventsOfAnOldStream_AreIgnored) {
+TEST_F(SessionClientTest, EventsOfAnOldStream_AreIgnored) {
   Connect();
   Submit("a", Add(1));
   link().Drain();
@@ -474,7 +474,7 @@ TEST_F(SessionStreamTest, EventsOfAnOldStream_AreIgnored) {
   EXPECT_THAT(results_, IsEmpty());
 }
 
-TEST_F(SessionStreamTest, GapInTheCoordinatorsFrames_StartsAgain) {
+TEST_F(SessionClientTest, GapInTheCoordinatorsFrames_StartsAgain) {
   Connect();
   Submit("a", Add(1));
   link().Drain();
@@ -484,7 +484,7 @@ TEST_F(SessionStreamTest, GapInTheCoordinatorsFrames_StartsAgain) {
   EXPECT_FALSE(stream_->connected());
 }
 
-TEST_F(SessionStreamTest, Backoff_DoublesFromTheFirstToAThirdOfTheLease) {
+TEST_F(SessionClientTest, Backoff_DoublesFromTheFirstToAThirdOfTheLease) {
   Connect();
   std::vector<absl::Duration> waits;
   for (int i = 0; i < 9; ++i) {
@@ -500,7 +500,7 @@ TEST_F(SessionStreamTest, Backoff_DoublesFromTheFirstToAThirdOfTheLease) {
                           absl::Seconds(1), absl::Seconds(1), absl::Seconds(1)));
 }
 
-TEST_F(SessionStreamTest, Goodbye_WaitsAsLongAsItWasAskedTo) {
+TEST_F(SessionClientTest, Goodbye_WaitsAsLongAsItWasAskedTo) {
   Connect();
   v1::CoordinatorFrame goodbye;
   goodbye.mutable_goodbye()->set_reason("stopping");
@@ -510,7 +510,7 @@ TEST_F(SessionStreamTest, Goodbye_WaitsAsLongAsItWasAskedTo) {
   EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(3));
 }
 
-TEST_F(SessionStreamTest, GoodbyeForEver_IsOneOfAMinute) {
+TEST_F(SessionClientTest, GoodbyeForEver_IsOneOfAMinute) {
   Connect();
   v1::CoordinatorFrame goodbye;
   goodbye.mutable_goodbye()->mutable_retry_after()->set_seconds(INT64_MAX);
@@ -520,7 +520,7 @@ TEST_F(SessionStreamTest, GoodbyeForEver_IsOneOfAMinute) {
 }
 
 // The coordinator of a launch that is over: nobody waits for its return.
-TEST_F(SessionStreamTest, GoodbyeForGood_FailsAllAtOnceAndTriesNoMore) {
+TEST_F(SessionClientTest, GoodbyeForGood_FailsAllAtOnceAndTriesNoMore) {
   Connect();
   v1::CoordinatorFrame goodbye;
   goodbye.mutable_goodbye()->set_reason("rank 0 was killed");
@@ -534,7 +534,7 @@ TEST_F(SessionStreamTest, GoodbyeForGood_FailsAllAtOnceAndTriesNoMore) {
   EXPECT_EQ(stream_->Tick(), absl::InfiniteFuture());
 }
 
-TEST_F(SessionStreamTest, WelcomedAndDropped_BacksOffAllTheSame) {
+TEST_F(SessionClientTest, WelcomedAndDropped_BacksOffAllTheSame) {
   Connect();
   std::vector<absl::Duration> waits;
   for (int i = 0; i < 8; ++i) {
@@ -555,7 +555,7 @@ TEST_F(SessionStreamTest, WelcomedAndDropped_BacksOffAllTheSame) {
   EXPECT_EQ(stream_->Tick() - clock_.Now(), absl::Milliseconds(25));
 }
 
-TEST_F(SessionStreamTest, TinyLease_DoesNotMakeItSpin) {
+TEST_F(SessionClientTest, TinyLease_DoesNotMakeItSpin) {
   Make();
   link().Done();
   v1::CoordinatorFrame frame;
@@ -571,7 +571,7 @@ TEST_F(SessionStreamTest, TinyLease_DoesNotMakeItSpin) {
   }
 }
 
-TEST_F(SessionStreamTest, AnswerOfAnotherKind_IsAnErrorAndNoBarrierPassed) {
+TEST_F(SessionClientTest, AnswerOfAnotherKind_IsAnErrorAndNoBarrierPassed) {
   Connect();
   Submit("a", Arrive("b", 0));
   link().Drain();
@@ -585,7 +585,7 @@ TEST_F(SessionStreamTest, AnswerOfAnotherKind_IsAnErrorAndNoBarrierPassed) {
   EXPECT_THAT(Written(), IsEmpty());
 }
 
-TEST_F(SessionStreamTest, ProtocolThatWasNotOffered_IsLeftAlone) {
+TEST_F(SessionClientTest, ProtocolThatWasNotOffered_IsLeftAlone) {
   Make();
   link().Done();
   v1::CoordinatorFrame frame;
@@ -596,10 +596,10 @@ TEST_F(SessionStreamTest, ProtocolThatWasNotOffered_IsLeftAlone) {
 }
 
 // A transport whose stream breaks before it is handed over.
-TEST_F(SessionStreamTest, DroppedWhileOpening_IsClosedAllTheSame) {
-  struct Hasty final : public FrameTransport {
-    absl::StatusOr<std::shared_ptr<FrameLink>> Open(const std::string&,
-                                                    std::shared_ptr<FrameEvents> events) override {
+TEST_F(SessionClientTest, DroppedWhileOpening_IsClosedAllTheSame) {
+  struct Hasty final : public StreamOpener {
+    absl::StatusOr<std::shared_ptr<OutgoingStream>> Open(
+        const std::string&, std::shared_ptr<OutgoingStreamEvents> events) override {
       link = std::make_shared<FakeLink>(events);
       v1::CoordinatorFrame frame;
       frame.mutable_directive();  // instead of a welcome
@@ -609,12 +609,12 @@ TEST_F(SessionStreamTest, DroppedWhileOpening_IsClosedAllTheSame) {
     std::shared_ptr<FakeLink> link;
   };
   Hasty hasty;
-  SessionStream stream(options_, &hasty);
+  SessionClient stream(options_, &hasty);
   stream.Tick();
   EXPECT_TRUE(hasty.link->closing);
 }
 
-TEST_F(SessionStreamTest, SubmittedAndForgottenWhileAway_IsNotKept) {
+TEST_F(SessionClientTest, SubmittedAndForgottenWhileAway_IsNotKept) {
   Make();
   for (int i = 0; i < 100'000; ++i) stream_->Forget(Submit("x", Add(i + 1)));
   EXPECT_EQ(stream_->held_ops(), 0u);
@@ -625,7 +625,7 @@ TEST_F(SessionStreamTest, SubmittedAndForgottenWhileAway_IsNotKept) {
   EXPECT_THAT(Written(), ElementsAre("1: 100001"));
 }
 
-TEST_F(SessionStreamTest, StacksWhileAway_AreBounded) {
+TEST_F(SessionClientTest, StacksWhileAway_AreBounded) {
   Make();
   v1::StackReply stack;
   for (int i = 0; i < 1000; ++i) stream_->SendStack(stack);
@@ -640,7 +640,7 @@ TEST_F(SessionStreamTest, StacksWhileAway_AreBounded) {
   EXPECT_EQ(stacks, 1 + 256);  // the one that goes out at once, and the queue
 }
 
-TEST_F(SessionStreamTest, CoordinatorThatAcknowledgesNothing_IsConnectedAnew) {
+TEST_F(SessionClientTest, CoordinatorThatAcknowledgesNothing_IsConnectedAnew) {
   Connect();
   int sent = 0;
   for (; sent < 70'000 && !link().closing; ++sent) {
@@ -653,7 +653,7 @@ TEST_F(SessionStreamTest, CoordinatorThatAcknowledgesNothing_IsConnectedAnew) {
   EXPECT_EQ(results_.back(), "x: ok");
 }
 
-TEST_F(SessionStreamTest, CoordinatorStopsInOrder_WhatItHeldGoesToTheNextOne) {
+TEST_F(SessionClientTest, CoordinatorStopsInOrder_WhatItHeldGoesToTheNextOne) {
   Connect();
   Submit("barrier", Arrive("a", 0));
   Submit("operator", Add(0, ""));
@@ -682,7 +682,7 @@ TEST_F(SessionStreamTest, CoordinatorStopsInOrder_WhatItHeldGoesToTheNextOne) {
   EXPECT_THAT(results_, ElementsAre("operator: stopping", "barrier: ok"));
 }
 
-TEST_F(SessionStreamTest, Beats_ComeAtOnceAndThenEveryPeriod) {
+TEST_F(SessionClientTest, Beats_ComeAtOnceAndThenEveryPeriod) {
   int made = 0;
   options_.beat = [&made] {
     v1::Beat beat;
@@ -707,7 +707,7 @@ TEST_F(SessionStreamTest, Beats_ComeAtOnceAndThenEveryPeriod) {
   EXPECT_EQ(link().written.back().beat().workers(0).step(), 4);
 }
 
-TEST_F(SessionStreamTest, BeatThatIsNotSent_IsHandedBackBeforeTheNext) {
+TEST_F(SessionClientTest, BeatThatIsNotSent_IsHandedBackBeforeTheNext) {
   int made = 0;
   std::vector<int64_t> unsent;
   options_.beat = [&] {
@@ -729,7 +729,7 @@ TEST_F(SessionStreamTest, BeatThatIsNotSent_IsHandedBackBeforeTheNext) {
   EXPECT_THAT(unsent, ElementsAre(2, 3, 4));
 }
 
-TEST_F(SessionStreamTest, BeatPeriod_CanChange) {
+TEST_F(SessionClientTest, BeatPeriod_CanChange) {
   Connect();
   stream_->SetBeatPeriod(absl::Seconds(1));
   EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(1));
@@ -741,7 +741,7 @@ TEST_F(SessionStreamTest, BeatPeriod_CanChange) {
   EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(2));
 }
 
-TEST_F(SessionStreamTest, Outage_FailsNothingUntilToleratedThenNamesAddressAndTime) {
+TEST_F(SessionClientTest, Outage_FailsNothingUntilToleratedThenNamesAddressAndTime) {
   Connect();
   Submit("a", Add(1));
   link().Drain();
@@ -769,7 +769,7 @@ TEST_F(SessionStreamTest, Outage_FailsNothingUntilToleratedThenNamesAddressAndTi
   EXPECT_EQ(lost_.size(), 1u);
 }
 
-TEST_F(SessionStreamTest, NeverThere_IsNotAnOutage) {
+TEST_F(SessionClientTest, NeverThere_IsNotAnOutage) {
   Make();
   Submit("a", Add(1));
   for (int i = 0; i < 20; ++i) {
@@ -783,7 +783,7 @@ TEST_F(SessionStreamTest, NeverThere_IsNotAnOutage) {
   EXPECT_THAT(std::string(status.message()), HasSubstr("10.0.0.1:29400"));
 }
 
-TEST_F(SessionStreamTest, RefusedAgent_FailsAtOnceAndDoesNotTryAgain) {
+TEST_F(SessionClientTest, RefusedAgent_FailsAtOnceAndDoesNotTryAgain) {
   Make();
   Submit("a", Add(1));
   link().events->OnClosed(absl::FailedPreconditionError("speaks protocol 1, not 2"));
@@ -794,7 +794,7 @@ TEST_F(SessionStreamTest, RefusedAgent_FailsAtOnceAndDoesNotTryAgain) {
             absl::StatusCode::kFailedPrecondition);
 }
 
-TEST_F(SessionStreamTest, TooMuchHeld_IsOverloadedUntilThereIsRoom) {
+TEST_F(SessionClientTest, TooMuchHeld_IsOverloadedUntilThereIsRoom) {
   options_.max_held_ops = 2;
   Connect();
   Submit("a", Add(1));
@@ -810,7 +810,7 @@ TEST_F(SessionStreamTest, TooMuchHeld_IsOverloadedUntilThereIsRoom) {
   EXPECT_EQ(stream_->held_ops(), 2u);
 }
 
-TEST_F(SessionStreamTest, OperationLargerThanAMessage_IsRefusedHere) {
+TEST_F(SessionClientTest, OperationLargerThanAMessage_IsRefusedHere) {
   options_.max_op_bytes = 1000;
   Connect();
   v1::Op op = Add(1);
@@ -823,7 +823,7 @@ TEST_F(SessionStreamTest, OperationLargerThanAMessage_IsRefusedHere) {
   EXPECT_THAT(Written(), IsEmpty());
 }
 
-TEST_F(SessionStreamTest, Forgotten_IsNeitherSentNorAnswered) {
+TEST_F(SessionClientTest, Forgotten_IsNeitherSentNorAnswered) {
   Connect();
   const uint64_t sent = Submit("a", Add(1));
   const uint64_t waiting = Submit("b", Add(2));
@@ -835,7 +835,7 @@ TEST_F(SessionStreamTest, Forgotten_IsNeitherSentNorAnswered) {
   EXPECT_THAT(results_, IsEmpty());
 }
 
-TEST_F(SessionStreamTest, Stack_GoesOutAndSurvivesAResume) {
+TEST_F(SessionClientTest, Stack_GoesOutAndSurvivesAResume) {
   Connect();
   v1::StackReply stack;
   stack.set_query_id(5);
@@ -849,7 +849,7 @@ TEST_F(SessionStreamTest, Stack_GoesOutAndSurvivesAResume) {
   EXPECT_EQ(link().written.back().seq(), 1u);
 }
 
-TEST_F(SessionStreamTest, SubmitFromWithinAResult_Works) {
+TEST_F(SessionClientTest, SubmitFromWithinAResult_Works) {
   Connect();
   stream_->Submit(Add(1), [this](const v1::OpResult&) { Submit("second", Add(2)); });
   link().Drain();
@@ -859,7 +859,7 @@ TEST_F(SessionStreamTest, SubmitFromWithinAResult_Works) {
   EXPECT_THAT(results_, ElementsAre("second: ok"));
 }
 
-TEST_F(SessionStreamTest, Destroyed_LateEventsReachNobody) {
+TEST_F(SessionClientTest, Destroyed_LateEventsReachNobody) {
   Connect();
   Submit("a", Add(1));
   const std::shared_ptr<FakeLink> old = transport_.links.back();
@@ -870,7 +870,7 @@ TEST_F(SessionStreamTest, Destroyed_LateEventsReachNobody) {
   EXPECT_THAT(results_, IsEmpty());
 }
 
-TEST_F(SessionStreamTest, UseHub_MovesWhatIsHeldToANewSessionThere) {
+TEST_F(SessionClientTest, UseHub_MovesWhatIsHeldToANewSessionThere) {
   hub_address_ = "10.0.0.9:1";
   Connect();
   EXPECT_THAT(stream_->upstream().hub, IsEmpty());
@@ -899,7 +899,7 @@ TEST_F(SessionStreamTest, UseHub_MovesWhatIsHeldToANewSessionThere) {
   EXPECT_THAT(directives_, IsEmpty());
 }
 
-TEST_F(SessionStreamTest, UseHubWhileOthersAreBehindThisAgent_IsNotFollowed) {
+TEST_F(SessionClientTest, UseHubWhileOthersAreBehindThisAgent_IsNotFollowed) {
   bool is_hub = true;
   options_.is_hub = [&is_hub] { return is_hub; };
   Make();
@@ -916,7 +916,7 @@ TEST_F(SessionStreamTest, UseHubWhileOthersAreBehindThisAgent_IsNotFollowed) {
   EXPECT_EQ(link().written.back().bye().reason(), "uses hub node-h");
 }
 
-TEST_F(SessionStreamTest, MoveToAHub_IsNoOutage) {
+TEST_F(SessionClientTest, MoveToAHub_IsNoOutage) {
   options_.outage_tolerance = absl::ZeroDuration();
   Make();
   EXPECT_THAT(hello().features(), IsEmpty());  // it would not tolerate one that fails
@@ -931,7 +931,7 @@ TEST_F(SessionStreamTest, MoveToAHub_IsNoOutage) {
   EXPECT_THAT(lost_, IsEmpty());
 }
 
-TEST_F(SessionStreamTest, UseHubWhileWriting_ByeFollowsTheWrite) {
+TEST_F(SessionClientTest, UseHubWhileWriting_ByeFollowsTheWrite) {
   Connect();
   Submit("a", Add(1));
   Use("node-h", "10.0.0.2:29500");
@@ -943,7 +943,7 @@ TEST_F(SessionStreamTest, UseHubWhileWriting_ByeFollowsTheWrite) {
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
 }
 
-TEST_F(SessionStreamTest, UseHub_WaitsForOperationsThatCannotBeRepeated) {
+TEST_F(SessionClientTest, UseHub_WaitsForOperationsThatCannotBeRepeated) {
   Connect();
   Submit("operator", Add(0, ""));
   Submit("worker", Add(1));
@@ -960,7 +960,7 @@ TEST_F(SessionStreamTest, UseHub_WaitsForOperationsThatCannotBeRepeated) {
   EXPECT_THAT(Written(), ElementsAre("1: 2 3"));
 }
 
-TEST_F(SessionStreamTest, UseHubWhileAWorkerWaitsForItsSeat_MovesOnceItHasIt) {
+TEST_F(SessionClientTest, UseHubWhileAWorkerWaitsForItsSeat_MovesOnceItHasIt) {
   Connect();
   v1::Op join;
   join.mutable_join()->mutable_fence()->set_worker_id("w0");
@@ -982,7 +982,7 @@ TEST_F(SessionStreamTest, UseHubWhileAWorkerWaitsForItsSeat_MovesOnceItHasIt) {
   Leave("10.0.0.2:29500");
 }
 
-TEST_F(SessionStreamTest, UseHubWhileNoSeatIsGiven_MovesInTheEnd) {
+TEST_F(SessionClientTest, UseHubWhileNoSeatIsGiven_MovesInTheEnd) {
   Connect();
   v1::Op join;
   join.mutable_join()->mutable_fence()->set_worker_id("w0");
@@ -1002,7 +1002,7 @@ TEST_F(SessionStreamTest, UseHubWhileNoSeatIsGiven_MovesInTheEnd) {
   EXPECT_LT(clock_.Now(), stream_->Tick());  // nothing is left to wait for
 }
 
-TEST_F(SessionStreamTest, UseHubWhileAWorkerWaitsThatGoes_MovesAtOnce) {
+TEST_F(SessionClientTest, UseHubWhileAWorkerWaitsThatGoes_MovesAtOnce) {
   Connect();
   v1::Op join;
   join.mutable_join()->mutable_fence()->set_worker_id("w0");
@@ -1014,7 +1014,7 @@ TEST_F(SessionStreamTest, UseHubWhileAWorkerWaitsThatGoes_MovesAtOnce) {
   Leave("10.0.0.2:29500");
 }
 
-TEST_F(SessionStreamTest, UseHub_DoesNotWaitForWhatItsCallerHasForgotten) {
+TEST_F(SessionClientTest, UseHub_DoesNotWaitForWhatItsCallerHasForgotten) {
   Connect();
   const uint64_t op = Submit("operator", Add(0, ""));
   link().Drain();
@@ -1023,7 +1023,7 @@ TEST_F(SessionStreamTest, UseHub_DoesNotWaitForWhatItsCallerHasForgotten) {
   Leave("10.0.0.2:29500");
 }
 
-TEST_F(SessionStreamTest, UseHub_WaitsOneSecondAtMost) {
+TEST_F(SessionClientTest, UseHub_WaitsOneSecondAtMost) {
   Connect();
   Submit("operator", Add(0, ""));
   Submit("worker", Add(1));
@@ -1044,7 +1044,7 @@ TEST_F(SessionStreamTest, UseHub_WaitsOneSecondAtMost) {
   EXPECT_THAT(Written(), ElementsAre("1: 2"));
 }
 
-TEST_F(SessionStreamTest, StreamThatBreaksDuringAMove_MovesAllTheSame) {
+TEST_F(SessionClientTest, StreamThatBreaksDuringAMove_MovesAllTheSame) {
   Connect();
   Submit("operator", Add(0, ""));
   link().Drain();
@@ -1053,7 +1053,7 @@ TEST_F(SessionStreamTest, StreamThatBreaksDuringAMove_MovesAllTheSame) {
   ExpectHello("10.0.0.2:29500");
 }
 
-TEST_F(SessionStreamTest, TwoHubsInARow_TheLastOneCounts) {
+TEST_F(SessionClientTest, TwoHubsInARow_TheLastOneCounts) {
   Connect();
   Submit("operator", Add(0, ""));
   link().Drain();
@@ -1065,7 +1065,7 @@ TEST_F(SessionStreamTest, TwoHubsInARow_TheLastOneCounts) {
   Leave("10.0.0.2:29500");
 }
 
-TEST_F(SessionStreamTest, HubThatCannotBeUsed_CoordinatorHearsOfIt) {
+TEST_F(SessionClientTest, HubThatCannotBeUsed_CoordinatorHearsOfIt) {
   hub_address_ = "10.0.0.9:29500";
   Connect();
   Submit("a", Add(1));
@@ -1094,7 +1094,7 @@ TEST_F(SessionStreamTest, HubThatCannotBeUsed_CoordinatorHearsOfIt) {
   EXPECT_EQ(hello().failed_hub(), "");
 }
 
-TEST_F(SessionStreamTest, HubThatNothingIsOpenedTo_IsLeftForTheCoordinator) {
+TEST_F(SessionClientTest, HubThatNothingIsOpenedTo_IsLeftForTheCoordinator) {
   Connect();
   transport_.refuses = "10.0.0.2:29500";  // no TLS, for instance
   Use("node-h", "10.0.0.2:29500");
@@ -1105,7 +1105,7 @@ TEST_F(SessionStreamTest, HubThatNothingIsOpenedTo_IsLeftForTheCoordinator) {
   EXPECT_EQ(hello().failed_hub(), "node-h");
 }
 
-TEST_F(SessionStreamTest, HubThatClosesBeforeWelcome_IsLeftForTheCoordinator) {
+TEST_F(SessionClientTest, HubThatClosesBeforeWelcome_IsLeftForTheCoordinator) {
   Connect();
   Submit("a", Add(1));
   link().Drain();
@@ -1125,7 +1125,7 @@ TEST_F(SessionStreamTest, HubThatClosesBeforeWelcome_IsLeftForTheCoordinator) {
   EXPECT_EQ(hello().failed_hub(), "");
 }
 
-TEST_F(SessionStreamTest, HubThatDoesNotWelcome_IsLeftAfterAThirdOfTheLease) {
+TEST_F(SessionClientTest, HubThatDoesNotWelcome_IsLeftAfterAThirdOfTheLease) {
   Connect();
   Use("node-h", "10.0.0.2:29500");
   Leave("10.0.0.2:29500");
@@ -1137,7 +1137,7 @@ TEST_F(SessionStreamTest, HubThatDoesNotWelcome_IsLeftAfterAThirdOfTheLease) {
   EXPECT_EQ(hello().failed_hub(), "node-h");
 }
 
-TEST_F(SessionStreamTest, HubOfAnotherClusterOrAnOlderTerm_IsLeftForTheCoordinator) {
+TEST_F(SessionClientTest, HubOfAnotherClusterOrAnOlderTerm_IsLeftForTheCoordinator) {
   for (const auto& [term, cluster] :
        std::vector<std::pair<uint64_t, std::string>>{{2, "d"}, {1, "c"}, {2, ""}}) {
     SCOPED_TRACE(absl::StrCat("term ", term, " of ", cluster));
@@ -1158,7 +1158,7 @@ TEST_F(SessionStreamTest, HubOfAnotherClusterOrAnOlderTerm_IsLeftForTheCoordinat
   }
 }
 
-TEST_F(SessionStreamTest, HubOfANewerTerm_IsToldOfBarriersBeforeWhatIsHeld) {
+TEST_F(SessionClientTest, HubOfANewerTerm_IsToldOfBarriersBeforeWhatIsHeld) {
   Connect();
   Submit("a0", Arrive("a", 0));
   Submit("b0", Arrive("b", 0));
@@ -1175,7 +1175,7 @@ TEST_F(SessionStreamTest, HubOfANewerTerm_IsToldOfBarriersBeforeWhatIsHeld) {
   EXPECT_EQ(stream_->term(), 2u);
 }
 
-TEST_F(SessionStreamTest, HubThatHasLostTheCoordinator_IsAnOutage) {
+TEST_F(SessionClientTest, HubThatHasLostTheCoordinator_IsAnOutage) {
   ConnectToHub();
   SayAway(true);
   EXPECT_FALSE(stream_->connected());
@@ -1197,7 +1197,7 @@ TEST_F(SessionStreamTest, HubThatHasLostTheCoordinator_IsAnOutage) {
   EXPECT_FALSE(link().closing);
 }
 
-TEST_F(SessionStreamTest, HubThatDoesNotFindTheCoordinator_IsLeftAfterAThirdOfTheLease) {
+TEST_F(SessionClientTest, HubThatDoesNotFindTheCoordinator_IsLeftAfterAThirdOfTheLease) {
   ConnectToHub();
   SayAway(true);
   clock_.Advance(absl::Seconds(2));
@@ -1220,7 +1220,7 @@ TEST_F(SessionStreamTest, HubThatDoesNotFindTheCoordinator_IsLeftAfterAThirdOfTh
   EXPECT_EQ(hello().failed_hub(), "node-h");
 }
 
-TEST_F(SessionStreamTest, HubThatWasRightAboutTheCoordinator_IsNotToBlame) {
+TEST_F(SessionClientTest, HubThatWasRightAboutTheCoordinator_IsNotToBlame) {
   ConnectToHub();
   for (int i = 0; i < 3; ++i) {
     SayAway(true);
@@ -1235,7 +1235,7 @@ TEST_F(SessionStreamTest, HubThatWasRightAboutTheCoordinator_IsNotToBlame) {
   }
 }
 
-TEST_F(SessionStreamTest, HubThatTakesNobodyWithoutTheCoordinator_IsNotToBlame) {
+TEST_F(SessionClientTest, HubThatTakesNobodyWithoutTheCoordinator_IsNotToBlame) {
   ConnectToHub();
   SayAway(true);
   clock_.Advance(absl::Seconds(2));
@@ -1249,7 +1249,7 @@ TEST_F(SessionStreamTest, HubThatTakesNobodyWithoutTheCoordinator_IsNotToBlame) 
   }
 }
 
-TEST_F(SessionStreamTest, HubThatFailed_IsNamedHoweverLongTheCoordinatorIsAway) {
+TEST_F(SessionClientTest, HubThatFailed_IsNamedHoweverLongTheCoordinatorIsAway) {
   ConnectToHub();
   link().events->OnClosed(absl::UnavailableError("connection reset"));
   ExpectHello("10.0.0.2:29500", absl::Seconds(1));
@@ -1263,7 +1263,7 @@ TEST_F(SessionStreamTest, HubThatFailed_IsNamedHoweverLongTheCoordinatorIsAway) 
   }
 }
 
-TEST_F(SessionStreamTest, BeatThatAHubDoesNotAcknowledge_IsTheEndOfIt) {
+TEST_F(SessionClientTest, BeatThatAHubDoesNotAcknowledge_IsTheEndOfIt) {
   int beats = 0;
   options_.beat = [&] {
     ++beats;
@@ -1298,7 +1298,7 @@ TEST_F(SessionStreamTest, BeatThatAHubDoesNotAcknowledge_IsTheEndOfIt) {
   EXPECT_TRUE(stream_->connected());
 }
 
-TEST_F(SessionStreamTest, HubThatTalksButDoesNotAcknowledge_IsLeftToo) {
+TEST_F(SessionClientTest, HubThatTalksButDoesNotAcknowledge_IsLeftToo) {
   ConnectToHub();
   clock_.Advance(absl::Seconds(2));
   stream_->Tick();
@@ -1314,7 +1314,7 @@ TEST_F(SessionStreamTest, HubThatTalksButDoesNotAcknowledge_IsLeftToo) {
   EXPECT_EQ(hello().failed_hub(), "node-h");
 }
 
-TEST_F(SessionStreamTest, HubWhoseBeatTheCoordinatorDoesNotAnswer_OpensAnotherStream) {
+TEST_F(SessionClientTest, HubWhoseBeatTheCoordinatorDoesNotAnswer_OpensAnotherStream) {
   bool is_hub = true;
   options_.is_hub = [&] { return is_hub; };
   features_ = {"answers_beats"};
@@ -1347,7 +1347,7 @@ TEST_F(SessionStreamTest, HubWhoseBeatTheCoordinatorDoesNotAnswer_OpensAnotherSt
   EXPECT_TRUE(stream_->connected());
 }
 
-TEST_F(SessionStreamTest, HubOfACoordinatorThatAnswersNoBeats_StaysWithIt) {
+TEST_F(SessionClientTest, HubOfACoordinatorThatAnswersNoBeats_StaysWithIt) {
   options_.is_hub = [] { return true; };
   Connect();
   clock_.Advance(absl::Seconds(20));
@@ -1358,7 +1358,7 @@ TEST_F(SessionStreamTest, HubOfACoordinatorThatAnswersNoBeats_StaysWithIt) {
   EXPECT_TRUE(stream_->connected());
 }
 
-TEST_F(SessionStreamTest, HubWhoseStreamBreaks_IsTriedOnceMore) {
+TEST_F(SessionClientTest, HubWhoseStreamBreaks_IsTriedOnceMore) {
   ConnectToHub();
   Submit("a", Add(1));
   link().Drain();
@@ -1387,7 +1387,7 @@ TEST_F(SessionStreamTest, HubWhoseStreamBreaks_IsTriedOnceMore) {
   EXPECT_EQ(hello().failed_hub(), "node-h");
 }
 
-TEST_F(SessionStreamTest, HubThatIsKilled_IsTriedOnceMoreAndLeft) {
+TEST_F(SessionClientTest, HubThatIsKilled_IsTriedOnceMoreAndLeft) {
   ConnectToHub();
   clock_.Advance(absl::Seconds(10));
   link().events->OnClosed(absl::UnavailableError("connection reset"));
@@ -1397,7 +1397,7 @@ TEST_F(SessionStreamTest, HubThatIsKilled_IsTriedOnceMoreAndLeft) {
   EXPECT_EQ(hello().failed_hub(), "node-h");
 }
 
-TEST_F(SessionStreamTest, HubThatEndsInOrder_IsLeftAndNotToBlame) {
+TEST_F(SessionClientTest, HubThatEndsInOrder_IsLeftAndNotToBlame) {
   ConnectToHub();
   v1::CoordinatorFrame goodbye;
   goodbye.mutable_goodbye()->set_reason("the agent ends");
@@ -1410,7 +1410,7 @@ TEST_F(SessionStreamTest, HubThatEndsInOrder_IsLeftAndNotToBlame) {
   ExpectHello("", absl::Seconds(1));
 }
 
-TEST_F(SessionStreamTest, HubThatAsksForPatience_IsComeBackTo) {
+TEST_F(SessionClientTest, HubThatAsksForPatience_IsComeBackTo) {
   ConnectToHub();
   v1::CoordinatorFrame goodbye;
   goodbye.mutable_goodbye()->set_reason("a new session");
@@ -1421,7 +1421,7 @@ TEST_F(SessionStreamTest, HubThatAsksForPatience_IsComeBackTo) {
   ExpectHello("10.0.0.2:29500", absl::Seconds(3));
 }
 
-TEST_F(SessionStreamTest, NeitherHubNorCoordinator_InTurnUntilTheOutageIsNotTolerated) {
+TEST_F(SessionClientTest, NeitherHubNorCoordinator_InTurnUntilTheOutageIsNotTolerated) {
   ConnectToHub();
   Submit("a", Add(1));
   link().Drain();
@@ -1466,7 +1466,7 @@ TEST_F(SessionStreamTest, NeitherHubNorCoordinator_InTurnUntilTheOutageIsNotTole
   EXPECT_TRUE(stream_->lost().ok());
 }
 
-TEST_F(SessionStreamTest, CoordinatorThatRestartsDuringAMove_IsFoundThroughTheHub) {
+TEST_F(SessionClientTest, CoordinatorThatRestartsDuringAMove_IsFoundThroughTheHub) {
   Connect();
   Submit("b0", Arrive("b", 0));
   link().Drain();
@@ -1489,7 +1489,7 @@ TEST_F(SessionStreamTest, CoordinatorThatRestartsDuringAMove_IsFoundThroughTheHu
   EXPECT_THAT(results_, ElementsAre("b0: ok"));
 }
 
-TEST_F(SessionStreamTest, FinishDuringAMove_SaysGoodbyeWhereItIs) {
+TEST_F(SessionClientTest, FinishDuringAMove_SaysGoodbyeWhereItIs) {
   Connect();
   Submit("operator", Add(0, ""));
   link().Drain();
@@ -1503,7 +1503,7 @@ TEST_F(SessionStreamTest, FinishDuringAMove_SaysGoodbyeWhereItIs) {
   EXPECT_EQ(transport_.links.size(), 1u);
 }
 
-TEST_F(SessionStreamTest, FinishBetweenCoordinatorAndHub_IsTheEnd) {
+TEST_F(SessionClientTest, FinishBetweenCoordinatorAndHub_IsTheEnd) {
   Connect();
   Use("node-h", "10.0.0.2:29500");
   Leave("10.0.0.2:29500");
@@ -1514,7 +1514,7 @@ TEST_F(SessionStreamTest, FinishBetweenCoordinatorAndHub_IsTheEnd) {
   EXPECT_EQ(transport_.links.size(), 2u);
 }
 
-TEST_F(SessionStreamTest, FinishAtAHub_SaysGoodbyeThere) {
+TEST_F(SessionClientTest, FinishAtAHub_SaysGoodbyeThere) {
   ConnectToHub();
   stream_->Finish(absl::InfinitePast());
   EXPECT_EQ(link().written.back().bye().reason(), "the agent ends");
@@ -1524,7 +1524,7 @@ TEST_F(SessionStreamTest, FinishAtAHub_SaysGoodbyeThere) {
   EXPECT_TRUE(link().written.back().has_bye());
 }
 
-TEST_F(SessionStreamTest, Upstream_TellsOfEachChange) {
+TEST_F(SessionClientTest, Upstream_TellsOfEachChange) {
   std::vector<std::string> seen;
   options_.on_upstream = [&] {
     const Upstream up = stream_->upstream();

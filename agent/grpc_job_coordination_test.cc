@@ -1,4 +1,4 @@
-#include "agent/rpc_job_link.h"
+#include "agent/grpc_job_coordination.h"
 
 #include <atomic>
 #include <memory>
@@ -9,7 +9,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "agent/fake_sessions.h"
-#include "agent/node_session.h"
+#include "agent/node_uplink.h"
 #include "base/mutex.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -23,7 +23,7 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-class RpcJobLinkTest : public ::testing::Test {
+class GrpcJobCoordinationTest : public ::testing::Test {
  protected:
   void StartCoordinator() {
     server_ = *rpc::Server::Start({.listen = address_, .insecure = true}, {&sessions_});
@@ -35,18 +35,18 @@ class RpcJobLinkTest : public ::testing::Test {
   }
   // The coordinator may not be there yet.
   void MakeLink(int num_nodes, absl::Duration join_timeout) {
-    NodeSession::Options options;
+    NodeUplink::Options options;
     options.coordinator = address_;
     options.outage_tolerance = absl::Milliseconds(1);
-    session_ = *NodeSession::Start(std::move(options));
-    link_ = MakeRpcJobLink({.coordinator = address_,
-                            .job = "job",
-                            .num_nodes = num_nodes,
-                            .settings = "num_processes 2",
-                            .join_timeout = join_timeout,
-                            .outage_tolerance = absl::Milliseconds(1),
-                            .tell_after = absl::ZeroDuration()},
-                           session_.get());
+    session_ = *NodeUplink::Start(std::move(options));
+    link_ = MakeGrpcJobCoordination({.coordinator = address_,
+                                     .job = "job",
+                                     .num_nodes = num_nodes,
+                                     .settings = "num_processes 2",
+                                     .join_timeout = join_timeout,
+                                     .outage_tolerance = absl::Milliseconds(1),
+                                     .tell_after = absl::ZeroDuration()},
+                                    session_.get());
   }
   // An address nobody listens at.
   void TakeAddress() {
@@ -77,14 +77,14 @@ class RpcJobLinkTest : public ::testing::Test {
   FakeSessions sessions_;
   std::string address_ = "127.0.0.1:0";
   std::unique_ptr<rpc::Server> server_;
-  std::unique_ptr<NodeSession> session_;
-  std::unique_ptr<JobLink> link_;
+  std::unique_ptr<NodeUplink> session_;
+  std::unique_ptr<JobCoordination> link_;
 };
 
 constexpr char kSettings[] =
     R"({"settings": "num_processes 2", "master_addr": "10.0.0.1", "master_port": 1234})";
 
-TEST_F(RpcJobLinkTest, NobodyThere_SaysWhereAndWhatToLookAt) {
+TEST_F(GrpcJobCoordinationTest, NobodyThere_SaysWhereAndWhatToLookAt) {
   TakeAddress();
   MakeLink(1, absl::Milliseconds(20));
   EXPECT_THAT(std::string(link_->Meet(0).status().message()),
@@ -95,7 +95,7 @@ TEST_F(RpcJobLinkTest, NobodyThere_SaysWhereAndWhatToLookAt) {
   EXPECT_THAT(std::string(link_->Meet(0).status().message()), HasSubstr("is machine 0 launched"));
 }
 
-TEST_F(RpcJobLinkTest, NobodyThere_SaysSoWhileItWaits) {
+TEST_F(GrpcJobCoordinationTest, NobodyThere_SaysSoWhileItWaits) {
   TakeAddress();
   MakeLink(2, absl::Milliseconds(300));
   ::testing::internal::CaptureStderr();
@@ -107,7 +107,7 @@ TEST_F(RpcJobLinkTest, NobodyThere_SaysSoWhileItWaits) {
 }
 
 // Machine 0's launch was refused, stopped or failed while this one waited for the others.
-TEST_F(RpcJobLinkTest, CoordinatorEndsForGood_MeetEndsWithItsReason) {
+TEST_F(GrpcJobCoordinationTest, CoordinatorEndsForGood_MeetEndsWithItsReason) {
   sessions_.SetAnswer([](const v1::Op&, v1::OpResult*) { return false; });
   sessions_.SayGoodbye("stopped by SIGINT");
   StartCoordinator();
@@ -118,7 +118,7 @@ TEST_F(RpcJobLinkTest, CoordinatorEndsForGood_MeetEndsWithItsReason) {
   EXPECT_EQ(link_->Meet(1).status(), status) << "nobody comes back";
 }
 
-TEST_F(RpcJobLinkTest, CoordinatorThatComesLate_IsWaitedFor) {
+TEST_F(GrpcJobCoordinationTest, CoordinatorThatComesLate_IsWaitedFor) {
   TakeAddress();
   MakeLink(1, absl::Minutes(2));
   std::thread late([this] { StartCoordinator(); });
@@ -126,7 +126,7 @@ TEST_F(RpcJobLinkTest, CoordinatorThatComesLate_IsWaitedFor) {
   late.join();
 }
 
-TEST_F(RpcJobLinkTest, Cancel_EndsTheWaitForACoordinator) {
+TEST_F(GrpcJobCoordinationTest, Cancel_EndsTheWaitForACoordinator) {
   TakeAddress();
   MakeLink(2, absl::Hours(1));
   std::thread user([this] { link_->Cancel(); });
@@ -134,7 +134,8 @@ TEST_F(RpcJobLinkTest, Cancel_EndsTheWaitForACoordinator) {
   user.join();
 }
 
-TEST_F(RpcJobLinkTest, CoordinatorGoneTooLong_EndsTheAttemptAndTheNextOneJoinsOnItsReturn) {
+TEST_F(GrpcJobCoordinationTest,
+       CoordinatorGoneTooLong_EndsTheAttemptAndTheNextOneJoinsOnItsReturn) {
   StartCoordinator();
   AnswerWith(kSettings, "");
   MakeLink(2, absl::Minutes(2));
@@ -163,7 +164,7 @@ TEST_F(RpcJobLinkTest, CoordinatorGoneTooLong_EndsTheAttemptAndTheNextOneJoinsOn
   EXPECT_FALSE(told) << "an outage that is over ends no attempt";
 }
 
-TEST_F(RpcJobLinkTest, AnotherMachineWroteTheEnd_AttemptEndsWithItsWords) {
+TEST_F(GrpcJobCoordinationTest, AnotherMachineWroteTheEnd_AttemptEndsWithItsWords) {
   StartCoordinator();
   AnswerWith(kSettings, R"({"why": "rank 0 died", "last_lines": ["a", "b"]})");
   MakeLink(2, absl::Minutes(2));
@@ -179,7 +180,7 @@ TEST_F(RpcJobLinkTest, AnotherMachineWroteTheEnd_AttemptEndsWithItsWords) {
   EXPECT_THAT(end.last_lines, ElementsAre("a", "b"));
 }
 
-TEST_F(RpcJobLinkTest, ValuesThatAreNoneOfOurs_EndTheAttemptWithoutACrash) {
+TEST_F(GrpcJobCoordinationTest, ValuesThatAreNoneOfOurs_EndTheAttemptWithoutACrash) {
   StartCoordinator();
   for (const char* const end : {"{", "[]", "{\"why\": 3}", "{\"why\": [\"a\"], \"last_lines\": {}}",
                                 "{\"why\": \"w\", \"last_lines\": [1, null, \"x\"]}", "\xff\xfe"}) {
@@ -204,7 +205,7 @@ TEST_F(RpcJobLinkTest, ValuesThatAreNoneOfOurs_EndTheAttemptWithoutACrash) {
   }
 }
 
-TEST_F(RpcJobLinkTest, RandomAnswers_EveryCallReturns) {
+TEST_F(GrpcJobCoordinationTest, RandomAnswers_EveryCallReturns) {
   // An answer may still be made when the test's body has ended.
   const auto shared = std::make_shared<RandomMessage>(20261121);
   sessions_.SetAnswer([shared](const v1::Op&, v1::OpResult* result) {

@@ -1,4 +1,4 @@
-#include "agent/rpc_frame_link.h"
+#include "agent/grpc_outgoing_stream.h"
 
 #include <grpcpp/client_context.h>
 #include <grpcpp/generic/generic_stub.h>
@@ -16,14 +16,14 @@
 namespace muster::agent {
 
 // gRPC owns a share of it until OnDone.
-class RpcFrameTransport::Link final
+class GrpcStreamOpener::Link final
     : public grpc::ClientBidiReactor<v1::AgentFrame, grpc::ByteBuffer>,
-      public FrameLink,
+      public OutgoingStream,
       public std::enable_shared_from_this<Link> {
  public:
   // `at_once`: fails if nobody answers now.
-  Link(RpcFrameTransport* transport, const std::shared_ptr<grpc::Channel>& channel, bool at_once,
-       std::shared_ptr<FrameEvents> events)
+  Link(GrpcStreamOpener* transport, const std::shared_ptr<grpc::Channel>& channel, bool at_once,
+       std::shared_ptr<OutgoingStreamEvents> events)
       : transport_(transport), stub_(channel), at_once_(at_once), events_(std::move(events)) {}
 
   // gRPC orders its calls of a link; the lock in each shows it to ThreadSanitizer, which does not
@@ -80,18 +80,18 @@ class RpcFrameTransport::Link final
     events_->OnClosed(unreadable_ ? absl::DataLossError("the coordinator sent what is no frame")
                                   : rpc::FromGrpc(status));
     { MutexLock lock(&mu_); }  // after the last Write
-    RpcFrameTransport* const transport = transport_;
+    GrpcStreamOpener* const transport = transport_;
     // Before the transport may go, and with it perhaps the process: `this` ends here.
     std::exchange(self_, nullptr).reset();
     transport->Ended();
   }
 
  private:
-  RpcFrameTransport* const transport_;
+  GrpcStreamOpener* const transport_;
   // gRPC's own stub would stop reading at bytes that it cannot parse, and leave the stream open.
   grpc::TemplatedGenericStub<v1::AgentFrame, grpc::ByteBuffer> stub_;
   const bool at_once_;
-  const std::shared_ptr<FrameEvents> events_;
+  const std::shared_ptr<OutgoingStreamEvents> events_;
   std::shared_ptr<Link> self_;
   grpc::ClientContext context_;
   grpc::ByteBuffer in_;  // gRPC's while a read is in flight
@@ -101,21 +101,21 @@ class RpcFrameTransport::Link final
   v1::AgentFrame out_ ABSL_GUARDED_BY(mu_);
 };
 
-RpcFrameTransport::RpcFrameTransport(std::shared_ptr<grpc::Channel> channel,
-                                     std::string coordinator, rpc::ChannelOptions options)
+GrpcStreamOpener::GrpcStreamOpener(std::shared_ptr<grpc::Channel> channel, std::string coordinator,
+                                   rpc::ChannelOptions options)
     : coordinator_(std::move(coordinator)),
       options_(std::move(options)),
       channel_(std::move(channel)) {
   rpc::KeepCallbackThreads(channel_);
 }
 
-RpcFrameTransport::~RpcFrameTransport() {
+GrpcStreamOpener::~GrpcStreamOpener() {
   MutexLock lock(&mu_);
   while (open_ > 0) changed_.Wait(&mu_);
 }
 
-absl::StatusOr<std::shared_ptr<FrameLink>> RpcFrameTransport::Open(
-    const std::string& hub, std::shared_ptr<FrameEvents> events) {
+absl::StatusOr<std::shared_ptr<OutgoingStream>> GrpcStreamOpener::Open(
+    const std::string& hub, std::shared_ptr<OutgoingStreamEvents> events) {
   std::shared_ptr<grpc::Channel> channel;
   if (!hub.empty()) {
     MUSTER_ASSIGN_OR_RETURN(channel, rpc::Connect(hub, options_));
@@ -130,7 +130,7 @@ absl::StatusOr<std::shared_ptr<FrameLink>> RpcFrameTransport::Open(
   return link;
 }
 
-void RpcFrameTransport::Reconnect() {
+void GrpcStreamOpener::Reconnect() {
   absl::StatusOr<std::shared_ptr<grpc::Channel>> channel = rpc::Connect(coordinator_, options_);
   // Certificates that cannot be read at the moment: the connection there is must do.
   if (!channel.ok()) return;
@@ -138,7 +138,7 @@ void RpcFrameTransport::Reconnect() {
   channel_ = *std::move(channel);
 }
 
-void RpcFrameTransport::Ended() {
+void GrpcStreamOpener::Ended() {
   MutexLock lock(&mu_);
   --open_;
   changed_.SignalAll();

@@ -1,20 +1,20 @@
-#ifndef MUSTER_AGENT_FAKE_JOB_LINK_H_
-#define MUSTER_AGENT_FAKE_JOB_LINK_H_
+#ifndef MUSTER_AGENT_FAKE_JOB_COORDINATION_H_
+#define MUSTER_AGENT_FAKE_JOB_COORDINATION_H_
 
 #include <functional>
 #include <utility>
 #include <vector>
 
-#include "agent/job_link.h"
+#include "agent/job_coordination.h"
 #include "base/mutex.h"
 
 namespace muster::agent {
 
 // A job of one node without a coordinator, or of several whose other nodes the test plays.
 // Thread-safe.
-class FakeJobLink final : public JobLink {
+class FakeJobCoordination final : public JobCoordination {
  public:
-  explicit FakeJobLink(Meeting meeting = {}) : meeting_(std::move(meeting)) {}
+  explicit FakeJobCoordination(Meeting meeting = {}) : meeting_(std::move(meeting)) {}
 
   absl::StatusOr<Meeting> Meet(int attempt) override {
     MutexLock lock(&mu_);
@@ -106,4 +106,4 @@ class FakeJobLink final : public JobLink {
 
 }  // namespace muster::agent
 
-#endif  // MUSTER_AGENT_FAKE_JOB_LINK_H_
+#endif  // MUSTER_AGENT_FAKE_JOB_COORDINATION_H_

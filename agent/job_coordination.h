@@ -1,5 +1,5 @@
-#ifndef MUSTER_AGENT_JOB_LINK_H_
-#define MUSTER_AGENT_JOB_LINK_H_
+#ifndef MUSTER_AGENT_JOB_COORDINATION_H_
+#define MUSTER_AGENT_JOB_COORDINATION_H_
 
 #include <cstdint>
 #include <functional>
@@ -46,9 +46,9 @@ struct Meeting {
 
 // What an agent needs from the rest of its job: the coordinator and, through it, the agents of the
 // other nodes. An attempt is one start of all workers; attempts are numbered 0, 1, ... as restarts.
-class JobLink {
+class JobCoordination {
  public:
-  virtual ~JobLink() = default;
+  virtual ~JobCoordination() = default;
 
   // Meets the agents of all nodes. Blocks until all are there. Errors: DEADLINE_EXCEEDED naming the
   // nodes that did not come; INVALID_ARGUMENT the nodes were started with different settings;
@@ -79,4 +79,4 @@ absl::StatusOr<int> FindFreePort();
 
 }  // namespace muster::agent
 
-#endif  // MUSTER_AGENT_JOB_LINK_H_
+#endif  // MUSTER_AGENT_JOB_COORDINATION_H_

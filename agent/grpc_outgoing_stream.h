@@ -1,5 +1,5 @@
-#ifndef MUSTER_AGENT_RPC_FRAME_LINK_H_
-#define MUSTER_AGENT_RPC_FRAME_LINK_H_
+#ifndef MUSTER_AGENT_GRPC_OUTGOING_STREAM_H_
+#define MUSTER_AGENT_GRPC_OUTGOING_STREAM_H_
 
 #include <grpcpp/channel.h>
 
@@ -7,7 +7,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
-#include "agent/frame_link.h"
+#include "agent/outgoing_stream.h"
 #include "base/mutex.h"
 #include "proto/muster/v1/session.pb.h"
 #include "rpc/channel.h"
@@ -16,18 +16,18 @@ namespace muster::agent {
 
 // Session.Attach over gRPC. A message that is no frame ends the stream with DATA_LOSS. Each stream
 // to a hub has a connection of its own, which ends with it.
-class RpcFrameTransport final : public FrameTransport {
+class GrpcStreamOpener final : public StreamOpener {
  public:
   // `channel` leads to the coordinator at `coordinator`, `options` is how to connect to hubs, and
   // to the coordinator again.
-  explicit RpcFrameTransport(std::shared_ptr<grpc::Channel> channel, std::string coordinator = "",
-                             rpc::ChannelOptions options = {});
+  explicit GrpcStreamOpener(std::shared_ptr<grpc::Channel> channel, std::string coordinator = "",
+                            rpc::ChannelOptions options = {});
   // Waits until all links have closed: close them first.
-  ~RpcFrameTransport() override;
+  ~GrpcStreamOpener() override;
 
   // Errors: as rpc::Connect.
-  absl::StatusOr<std::shared_ptr<FrameLink>> Open(const std::string& hub,
-                                                  std::shared_ptr<FrameEvents> events) override;
+  absl::StatusOr<std::shared_ptr<OutgoingStream>> Open(
+      const std::string& hub, std::shared_ptr<OutgoingStreamEvents> events) override;
   void Reconnect() override;
 
  private:
@@ -44,4 +44,4 @@ class RpcFrameTransport final : public FrameTransport {
 
 }  // namespace muster::agent
 
-#endif  // MUSTER_AGENT_RPC_FRAME_LINK_H_
+#endif  // MUSTER_AGENT_GRPC_OUTGOING_STREAM_H_

@@ -1,5 +1,5 @@
-#ifndef MUSTER_AGENT_SESSION_STREAM_H_
-#define MUSTER_AGENT_SESSION_STREAM_H_
+#ifndef MUSTER_AGENT_SESSION_CLIENT_H_
+#define MUSTER_AGENT_SESSION_CLIENT_H_
 
 #include <cstddef>
 #include <cstdint>
@@ -18,8 +18,8 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "agent/frame_link.h"
 #include "agent/op_sender.h"
+#include "agent/outgoing_stream.h"
 #include "agent/upstream.h"
 #include "base/clock.h"
 #include "base/defaults.h"
@@ -58,7 +58,7 @@ namespace muster::agent {
 //
 // Thread-safe; nothing blocks. Callbacks run without locks, those for frames in the order of the
 // frames. The owner calls Tick when due (see TimerThread).
-class SessionStream final : public OpSender {
+class SessionClient final : public OpSender {
  public:
   struct Options {
     std::string node;     // unique among the agents of this coordinator
@@ -108,11 +108,11 @@ class SessionStream final : public OpSender {
   };
 
   // `transport` is borrowed.
-  SessionStream(Options options, FrameTransport* transport);
+  SessionClient(Options options, StreamOpener* transport);
   // Closes the stream. What is held is dropped; nothing is called any more.
-  ~SessionStream() override;
-  SessionStream(const SessionStream&) = delete;
-  SessionStream& operator=(const SessionStream&) = delete;
+  ~SessionClient() override;
+  SessionClient(const SessionClient&) = delete;
+  SessionClient& operator=(const SessionClient&) = delete;
 
   uint64_t Submit(v1::Op op, Done done) override;
   void Forget(uint64_t op_id) override;
@@ -215,14 +215,14 @@ class SessionStream final : public OpSender {
   void Run(Todo todo);
 
   const Options options_;
-  FrameTransport* const transport_;
+  StreamOpener* const transport_;
   const std::shared_ptr<Guard> guard_;
 
   mutable Mutex mu_;
   CondVar changed_;
   State state_ ABSL_GUARDED_BY(mu_) = State::kIdle;
   std::shared_ptr<Attempt> attempt_ ABSL_GUARDED_BY(mu_);
-  std::shared_ptr<FrameLink> link_ ABSL_GUARDED_BY(mu_);
+  std::shared_ptr<OutgoingStream> link_ ABSL_GUARDED_BY(mu_);
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool hello_due_ ABSL_GUARDED_BY(mu_) = false;
   absl::Time next_attempt_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
@@ -295,4 +295,4 @@ class SessionStream final : public OpSender {
 
 }  // namespace muster::agent
 
-#endif  // MUSTER_AGENT_SESSION_STREAM_H_
+#endif  // MUSTER_AGENT_SESSION_CLIENT_H_

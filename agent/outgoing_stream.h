@@ -1,5 +1,5 @@
-#ifndef MUSTER_AGENT_FRAME_LINK_H_
-#define MUSTER_AGENT_FRAME_LINK_H_
+#ifndef MUSTER_AGENT_OUTGOING_STREAM_H_
+#define MUSTER_AGENT_OUTGOING_STREAM_H_
 
 #include <memory>
 #include <string>
@@ -11,10 +11,10 @@
 namespace muster::agent {
 
 // What happens on one attempt at a stream to the coordinator or a hub. One call at a time, but
-// OnWritten may run beside OnFrame. None comes from within a call of FrameLink.
-class FrameEvents {
+// OnWritten may run beside OnFrame. None comes from within a call of OutgoingStream.
+class OutgoingStreamEvents {
  public:
-  virtual ~FrameEvents() = default;
+  virtual ~OutgoingStreamEvents() = default;
   // The write is done: the next one may begin.
   virtual void OnWritten() = 0;
   virtual void OnFrame(const v1::CoordinatorFrame& frame) = 0;
@@ -23,9 +23,9 @@ class FrameEvents {
 };
 
 // One attempt at a stream. It connects by itself; what is written before waits. Thread-safe.
-class FrameLink {
+class OutgoingStream {
  public:
-  virtual ~FrameLink() = default;
+  virtual ~OutgoingStream() = default;
   // Not while a write is in flight. A link that is closed drops it.
   virtual void Write(v1::AgentFrame frame) = 0;
   // Ends it soon; OnClosed comes unless it has come.
@@ -33,14 +33,14 @@ class FrameLink {
 };
 
 // Opens links. Thread-safe.
-class FrameTransport {
+class StreamOpener {
  public:
-  virtual ~FrameTransport() = default;
+  virtual ~StreamOpener() = default;
   // A stream to the hub at `hub`, "10.0.0.2:29500"; empty: to the coordinator. One to a hub fails
   // if nobody answers there now, one to the coordinator goes on trying to connect. Errors: nothing
   // can be opened there, and no event comes.
-  virtual absl::StatusOr<std::shared_ptr<FrameLink>> Open(const std::string& hub,
-                                                          std::shared_ptr<FrameEvents> events) = 0;
+  virtual absl::StatusOr<std::shared_ptr<OutgoingStream>> Open(
+      const std::string& hub, std::shared_ptr<OutgoingStreamEvents> events) = 0;
   // The connection to the coordinator has gone silent: the next stream there gets a new one. Until
   // the operating system finds it broken, streams on it would only wait.
   virtual void Reconnect() {}
@@ -48,4 +48,4 @@ class FrameTransport {
 
 }  // namespace muster::agent
 
-#endif  // MUSTER_AGENT_FRAME_LINK_H_
+#endif  // MUSTER_AGENT_OUTGOING_STREAM_H_

@@ -1,5 +1,5 @@
-#ifndef MUSTER_AGENT_NODE_SESSION_H_
-#define MUSTER_AGENT_NODE_SESSION_H_
+#ifndef MUSTER_AGENT_NODE_UPLINK_H_
+#define MUSTER_AGENT_NODE_UPLINK_H_
 
 #include <cstdint>
 #include <deque>
@@ -11,12 +11,12 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "agent/grpc_outgoing_stream.h"
 #include "agent/hub_core.h"
 #include "agent/hub_server.h"
 #include "agent/relay.h"
 #include "agent/relay_core.h"
-#include "agent/rpc_frame_link.h"
-#include "agent/session_stream.h"
+#include "agent/session_client.h"
 #include "agent/stack_source.h"
 #include "agent/timer_thread.h"
 #include "base/defaults.h"
@@ -28,7 +28,7 @@ namespace muster::agent {
 
 // This node's line to the coordinator, put together: the stream, the relay for the workers, the hub
 // for other agents if it offers itself as one, and the threads that drive them. Thread-safe.
-class NodeSession {
+class NodeUplink {
  public:
   struct Options {
     std::string coordinator;  // "10.0.0.1:29400"
@@ -58,11 +58,11 @@ class NodeSession {
 
   // Begins to connect and serves the relay. Does not wait for the coordinator. Errors: as
   // rpc::Connect, Relay::Start, HubListenOptions and HubServer::Start.
-  static absl::StatusOr<std::unique_ptr<NodeSession>> Start(Options options);
+  static absl::StatusOr<std::unique_ptr<NodeUplink>> Start(Options options);
   // Closes the stream; what is held is dropped.
-  ~NodeSession();
-  NodeSession(const NodeSession&) = delete;
-  NodeSession& operator=(const NodeSession&) = delete;
+  ~NodeUplink();
+  NodeUplink(const NodeUplink&) = delete;
+  NodeUplink& operator=(const NodeUplink&) = delete;
 
   // Where other agents reach this one as their hub, with the bound port; empty: nowhere.
   std::string hub_address() const { return hub_server_ == nullptr ? "" : hub_server_->address(); }
@@ -70,7 +70,7 @@ class NodeSession {
   const std::string& relay_address() const { return relay_->address(); }
   // Takes operations of this node as the relay does.
   OpSender& sender() { return *core_; }
-  SessionStream& stream() { return *stream_; }
+  SessionClient& stream() { return *stream_; }
 
   // Replaces the listener. When it returns, the old one is called no more. Not from a callback.
   void SetListener(Listener listener);
@@ -85,11 +85,11 @@ class NodeSession {
   // What keeps this node from the coordinator, by one attempt now: "Connection refused", a
   // certificate that is not believed. Empty: nothing that shows within a second. Blocks until then.
   std::string WhyNotConnected();
-  // See SessionStream::Finish.
+  // See SessionClient::Finish.
   void Finish(absl::Duration within);
 
  private:
-  NodeSession() = default;
+  NodeUplink() = default;
   v1::Beat MakeBeat();
   void OnDirective(const v1::Directive& directive);
   void OnLost(const absl::Status& status);
@@ -101,8 +101,8 @@ class NodeSession {
   std::unique_ptr<TimerThread> hub_timer_;
   std::unique_ptr<RelayCore> core_;
   std::unique_ptr<HubCore> hub_;  // null: it does not offer itself
-  std::unique_ptr<RpcFrameTransport> transport_;
-  std::unique_ptr<SessionStream> stream_;
+  std::unique_ptr<GrpcStreamOpener> transport_;
+  std::unique_ptr<SessionClient> stream_;
   std::unique_ptr<HubServer> hub_server_;
   std::unique_ptr<Relay> relay_;
   StackSource* stacks_ = nullptr;
@@ -122,4 +122,4 @@ class NodeSession {
 
 }  // namespace muster::agent
 
-#endif  // MUSTER_AGENT_NODE_SESSION_H_
+#endif  // MUSTER_AGENT_NODE_UPLINK_H_
