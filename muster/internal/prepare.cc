@@ -320,7 +320,6 @@ ModelSlot::ModelSlot(Core* core, std::unique_ptr<ModelSource> source, bool evalu
   ddp_ = std::make_unique<DataParallel>(core_->comm(), std::move(parameters), std::move(names),
                                         std::move(buffers), core_->options().data_parallel,
                                         std::move(sparse));
-  ddp_->set_progress(&core_->progress());
 }
 
 ModelSlot::~ModelSlot() = default;
