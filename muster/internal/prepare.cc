@@ -18,7 +18,7 @@
 
 namespace muster::internal {
 
-Core::PrepareCall::PrepareCall(Core* core) : core_(core), exceptions_(std::uncaught_exceptions()) {
+PrepareCall::PrepareCall(Core* core) : core_(core), exceptions_(std::uncaught_exceptions()) {
   if (core_->prepare_depth_++ == 0) {
     core_->call_optimizers_.clear();
     core_->call_schedulers_.clear();
@@ -26,7 +26,7 @@ Core::PrepareCall::PrepareCall(Core* core) : core_(core), exceptions_(std::uncau
   }
 }
 
-Core::PrepareCall::~PrepareCall() noexcept(false) {
+PrepareCall::~PrepareCall() noexcept(false) {
   if (--core_->prepare_depth_ > 0) return;
   const auto schedulers = std::move(core_->call_schedulers_);
   const auto optimizers = std::move(core_->call_optimizers_);
