@@ -12,6 +12,8 @@
 #include "base/log.h"
 #include "base/mutex.h"
 #include "muster/checkpoint.h"
+#include "muster/internal/core.h"
+#include "muster/internal/slots.h"
 #include "worker/job/agent_tells.h"
 #include "worker/job/environment.h"
 #include "worker/job/stop_signal.h"
@@ -41,6 +43,153 @@ Accelerator::~Accelerator() {
   } else {
     core_->EndTraining();
   }
+}
+
+at::Device Accelerator::device() const { return core_->device(); }
+int Accelerator::num_processes() const { return core_->size(); }
+int Accelerator::process_index() const { return core_->rank(); }
+int Accelerator::local_process_index() const { return core_->local_rank(); }
+const std::string& Accelerator::mixed_precision() const { return core_->mixed_precision(); }
+const Environment& Accelerator::environment() const { return core_->environment(); }
+std::string Accelerator::project_dir() const { return core_->ProjectDirectory(); }
+std::string Accelerator::logging_dir() const { return core_->LoggingDirectory(); }
+const Accelerator::Options& Accelerator::options() const { return core_->options(); }
+bool Accelerator::sync_gradients() const { return core_->sync_gradients(); }
+int64_t Accelerator::gradient_accumulation_steps() const {
+  return core_->gradient_accumulation_steps();
+}
+void Accelerator::set_gradient_accumulation_steps(int64_t steps) {
+  core_->set_gradient_accumulation_steps(steps);
+}
+void Accelerator::backward(const at::Tensor& loss) { core_->Backward(loss); }
+void Accelerator::backward(const at::Tensor& loss, const BackwardOptions& how) {
+  core_->Backward(loss, std::nullopt, how);
+}
+void Accelerator::backward(const at::Tensor& loss, double weight) { core_->Backward(loss, weight); }
+at::Tensor Accelerator::clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
+                                        double norm_type) {
+  return core_->ClipGradNorm(parameters, max_norm, norm_type);
+}
+void Accelerator::clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value) {
+  core_->ClipGradValue(parameters, clip_value);
+}
+void Accelerator::unscale_gradients() { core_->FinishGradients(); }
+void Accelerator::unscale_gradients(AcceleratedOptimizer& optimizer) {
+  core_->FinishGradients(optimizer.slot().get());
+}
+bool Accelerator::optimizer_step_was_skipped() const { return core_->optimizer_step_was_skipped(); }
+AutocastGuard Accelerator::autocast() { return core_->Autocast(options().autocast); }
+AutocastGuard Accelerator::autocast(const AutocastOptions& autocast_options) {
+  return core_->Autocast(autocast_options);
+}
+Subgroup Accelerator::new_group(const std::vector<int>& process_indices) {
+  return Subgroup(core_->NewGroup(process_indices));
+}
+void Accelerator::wait_for_everyone(absl::Duration timeout, const std::string& name,
+                                    std::source_location where) {
+  core_->WaitForEveryone(timeout, name, where);
+}
+void Accelerator::set_trigger() { core_->SetTrigger(); }
+bool Accelerator::check_trigger() { return core_->CheckTrigger(); }
+std::optional<Trigger> Accelerator::check_trigger(const std::string& name) {
+  return core_->triggers().Check(name, core_->trigger_step());
+}
+absl::Status Accelerator::set_trigger(const std::string& name, const std::string& payload) {
+  return core_->triggers().Raise(name, payload);
+}
+bool Accelerator::should_stop() { return core_->triggers().ShouldStop(core_->trigger_step()); }
+const std::string& Accelerator::last_checkpoint() const { return core_->last_checkpoint(); }
+int64_t Accelerator::save_iteration() const { return core_->save_iteration(); }
+void Accelerator::register_for_checkpointing(std::function<PlainState()> save,
+                                             std::function<void(const PlainState&)> load) {
+  core_->RegisterForCheckpointing(std::move(save), std::move(load));
+}
+HookHandle Accelerator::register_save_state_pre_hook(SaveStateHook hook) {
+  return HandleOf(core_->AddSaveHook(std::move(hook)));
+}
+HookHandle Accelerator::register_load_state_pre_hook(LoadStateHook hook) {
+  return HandleOf(core_->AddLoadHook(std::move(hook)));
+}
+int64_t Accelerator::global_step() const { return core_->global_step(); }
+void Accelerator::free_memory() { core_->FreeMemory(); }
+void Accelerator::end_training() { core_->EndTraining(); }
+absl::Status Accelerator::init_trackers(const std::string& project_name,
+                                        const TrackerValues& config,
+                                        const std::vector<std::string>& kinds,
+                                        std::vector<std::unique_ptr<GeneralTracker>> own) {
+  return core_->InitTrackers(project_name, config, kinds, std::move(own));
+}
+void Accelerator::log(TrackerValues values, std::optional<int64_t> step) {
+  core_->Log(std::move(values), step);
+}
+Comm& Accelerator::comm() { return core_->comm(); }
+
+template <class Slot>
+std::shared_ptr<Slot> Accelerator::Keep(std::shared_ptr<Slot> slot) const {
+  Slot* const raw = slot.get();
+  auto both = std::make_shared<std::pair<std::shared_ptr<internal::Core>, std::shared_ptr<Slot>>>(
+      core_, std::move(slot));
+  return std::shared_ptr<Slot>(std::move(both), raw);
+}
+
+Comm& Accelerator::CommFor(const char* call) {
+  core_->CheckAllTakePart(call);
+  return core_->comm();
+}
+const BatchInfo* Accelerator::BatchOfMetrics() const { return core_->BatchOfMetrics(); }
+internal::AccumulateScope Accelerator::Accumulate(const BatchInfo& info) {
+  return core_->Accumulate(info);
+}
+void Accelerator::Register(std::function<StateDict()> save,
+                           std::function<void(const StateDict&)> load) {
+  core_->RegisterForCheckpointing(std::move(save), std::move(load));
+}
+absl::Status Accelerator::SaveModel(const internal::ModelSource& model,
+                                    const std::string& directory,
+                                    const std::string& max_shard_size) {
+  return core_->SaveModel(model, directory, max_shard_size);
+}
+
+std::shared_ptr<internal::ModelSlot> Accelerator::PrepareSlot(
+    std::unique_ptr<internal::ModelSource> model, bool evaluation) {
+  return Keep(core_->PrepareModel(std::move(model), evaluation));
+}
+Accelerator::OptimizerSlotPtr Accelerator::PrepareSlot(torch::optim::Optimizer& optimizer,
+                                                       std::shared_ptr<void> keep) {
+  return Keep(core_->PrepareOptimizer(optimizer, std::move(keep)));
+}
+Accelerator::OptimizerSlotPtr Accelerator::PrepareSlot(OptimizerHandle& optimizer,
+                                                       std::shared_ptr<void> keep) {
+  return Keep(core_->PrepareOptimizer(optimizer, std::move(keep)));
+}
+Accelerator::SchedulerSlotPtr Accelerator::PrepareSlot(LrSchedulePtr schedule,
+                                                       const OptimizerSlotPtr& optimizer) {
+  return Keep(core_->PrepareSchedule(std::move(schedule), optimizer));
+}
+Accelerator::SchedulerSlotPtr Accelerator::PrepareSlot(std::vector<LrSchedulePtr> schedules,
+                                                       const OptimizerSlotPtr& optimizer) {
+  return Keep(core_->PrepareSchedule(std::move(schedules), optimizer));
+}
+Accelerator::SchedulerSlotPtr Accelerator::PrepareSlot(const PlateauSchedule& schedule,
+                                                       const OptimizerSlotPtr& optimizer) {
+  return Keep(core_->PrepareSchedule(schedule, optimizer));
+}
+Accelerator::SchedulerSlotPtr Accelerator::PrepareSlot(torch::optim::LRScheduler& schedule,
+                                                       std::shared_ptr<void> keep,
+                                                       const OptimizerSlotPtr& optimizer) {
+  return Keep(core_->PrepareSchedule(schedule, std::move(keep), optimizer));
+}
+Accelerator::SchedulerSlotPtr Accelerator::PrepareSlot(
+    torch::optim::ReduceLROnPlateauScheduler& schedule, std::shared_ptr<void> keep,
+    const OptimizerSlotPtr& optimizer) {
+  return Keep(core_->PrepareSchedule(schedule, std::move(keep), optimizer));
+}
+LoaderOptions Accelerator::loader_options() const { return core_->loader_options(); }
+std::shared_ptr<LoaderObserver> Accelerator::loader_observer() const {
+  return core_->loader_observer();
+}
+void Accelerator::RegisterLoader(std::shared_ptr<LoaderStateHandle> loader) {
+  core_->RegisterLoader(std::move(loader));
 }
 
 internal::AccumulateScope Accelerator::accumulate() { return core_->Accumulate(); }

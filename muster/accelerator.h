@@ -19,30 +19,29 @@
 #include "absl/time/time.h"
 #include "muster/data.h"
 #include "muster/handles.h"
-#include "muster/internal/core.h"
+#include "muster/internal/scopes.h"
 #include "muster/optim.h"
+#include "muster/options.h"
 #include "muster/state.h"
 #include "muster/subgroup.h"
 #include "torch/optim/optimizer.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/data/gather_for_metrics.h"
-#include "worker/job/job_triggers.h"
+#include "worker/job/environment.h"
+#include "worker/job/trigger.h"
 #include "worker/track/profile.h"
 #include "worker/track/progress.h"
-#include "worker/track/tracker_set.h"
+#include "worker/track/tracker.h"
+#include "worker/train/autocast.h"
+
+namespace torch::optim {
+class LRScheduler;
+class ReduceLROnPlateauScheduler;
+}  // namespace torch::optim
 
 namespace muster {
 
 namespace internal {
-
-// `slot` as a pointer that also keeps `core` alive, which the slot refers to.
-template <class Slot>
-std::shared_ptr<Slot> Keep(std::shared_ptr<Core> core, std::shared_ptr<Slot> slot) {
-  Slot* const raw = slot.get();
-  auto both = std::make_shared<std::pair<std::shared_ptr<Core>, std::shared_ptr<Slot>>>(
-      std::move(core), std::move(slot));
-  return std::shared_ptr<Slot>(std::move(both), raw);
-}
 
 // Parameters and buffers by name.
 std::map<std::string, at::Tensor> StateDictOf(const ModelSource& model);
@@ -83,10 +82,10 @@ class Accelerator {
   Accelerator& operator=(const Accelerator&) = delete;
 
   // The place of this process in the job.
-  at::Device device() const { return core_->device(); }
-  int num_processes() const { return core_->size(); }
-  int process_index() const { return core_->rank(); }
-  int local_process_index() const { return core_->local_rank(); }
+  at::Device device() const;
+  int num_processes() const;
+  int process_index() const;
+  int local_process_index() const;
   bool is_main_process() const { return process_index() == 0; }
   bool is_local_main_process() const { return local_process_index() == 0; }
   bool is_last_process() const { return process_index() == num_processes() - 1; }
@@ -97,16 +96,16 @@ class Accelerator {
   const char* distributed_type() const {
     return !use_distributed() ? "NO" : multi_device() ? "MULTI_GPU" : "MULTI_CPU";
   }
-  const std::string& mixed_precision() const { return core_->mixed_precision(); }
-  const Environment& environment() const { return core_->environment(); }
+  const std::string& mixed_precision() const;
+  const Environment& environment() const;
   bool split_batches() const { return options().data_loader.split_batches; }
   std::optional<bool> dispatch_batches() const { return options().data_loader.dispatch_batches; }
   bool even_batches() const { return options().data_loader.even_batches; }
   bool use_seedable_sampler() const { return options().data_loader.use_seedable_sampler; }
   bool non_blocking() const { return options().data_loader.non_blocking; }
-  std::string project_dir() const { return core_->ProjectDirectory(); }
-  std::string logging_dir() const { return core_->LoggingDirectory(); }
-  const Options& options() const { return core_->options(); }
+  std::string project_dir() const;
+  std::string logging_dir() const;
+  const Options& options() const;
 
   // prepare.
   // (collective) Makes models, optimizers, loaders and schedules ready for this job and returns
@@ -142,8 +141,8 @@ class Accelerator {
         "prepare_model() takes a module holder, a std::shared_ptr to a class derived from "
         "torch::nn::Module, a torch::nn::AnyModule or a torch::jit::Module");
     if constexpr (internal::ModelTraits<M>::kIsModel) {
-      auto slot = core_->PrepareModel(internal::ModelTraits<M>::Source(module), evaluation_mode);
-      return AcceleratedModel<M>(std::move(module), internal::Keep(core_, std::move(slot)));
+      auto slot = PrepareSlot(internal::ModelTraits<M>::Source(module), evaluation_mode);
+      return AcceleratedModel<M>(std::move(module), std::move(slot));
     }
   }
   template <class O>
@@ -170,57 +169,45 @@ class Accelerator {
   [[nodiscard]] internal::AccumulateScope accumulate();
   template <class T>
   [[nodiscard]] internal::AccumulateScope accumulate(const Batch<T>& batch) {
-    return core_->Accumulate(batch.info());
+    return Accumulate(batch.info());
   }
-  bool sync_gradients() const { return core_->sync_gradients(); }
-  int64_t gradient_accumulation_steps() const { return core_->gradient_accumulation_steps(); }
-  void set_gradient_accumulation_steps(int64_t steps) {
-    core_->set_gradient_accumulation_steps(steps);
-  }
+  bool sync_gradients() const;
+  int64_t gradient_accumulation_steps() const;
+  void set_gradient_accumulation_steps(int64_t steps);
 
   // Backward pass of `loss` (0-d or one element), divided for the accumulation window and scaled
   // for fp16.
-  void backward(const at::Tensor& loss) { core_->Backward(loss); }
+  void backward(const at::Tensor& loss);
   // With a graph that is kept, derivatives of higher order, or gradients for some tensors only:
   // backward(loss, {.retain_graph = true}).
-  void backward(const at::Tensor& loss, const BackwardOptions& how) {
-    core_->Backward(loss, std::nullopt, how);
-  }
+  void backward(const at::Tensor& loss, const BackwardOptions& how);
   // For a loss that is a mean over `weight` items, such as tokens: the update is then the mean over
   // all items of the window and of all processes. All micro-steps of a window, or none.
-  void backward(const at::Tensor& loss, double weight) { core_->Backward(loss, weight); }
+  void backward(const at::Tensor& loss, double weight);
 
   // Clips the gradients of `parameters` to the total norm; returns the norm before clipping (0-d).
   // Unscales first. Call it where sync_gradients(); elsewhere gradients are partial, and it throws.
   at::Tensor clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
-                             double norm_type = 2.0) {
-    return core_->ClipGradNorm(parameters, max_norm, norm_type);
-  }
-  void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value) {
-    core_->ClipGradValue(parameters, clip_value);
-  }
+                             double norm_type = 2.0);
+  void clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value);
   // Divides the gradients by the fp16 loss scale now instead of in step(). Does nothing without a
   // scaler.
-  void unscale_gradients() { core_->FinishGradients(); }
+  void unscale_gradients();
   // Of one optimizer only.
-  void unscale_gradients(AcceleratedOptimizer& optimizer) {
-    core_->FinishGradients(optimizer.slot().get());
-  }
+  void unscale_gradients(AcceleratedOptimizer& optimizer);
   // Some optimizer skipped its last step because of inf or NaN.
-  bool optimizer_step_was_skipped() const { return core_->optimizer_step_was_skipped(); }
+  bool optimizer_step_was_skipped() const;
 
   // Backward passes in this scope do not exchange gradients.
   [[nodiscard]] internal::NoSyncScope no_sync() { return internal::NoSyncScope(core_.get()); }
   // After forward passes under no_sync(): the next backward pass exchanges gradients anyway.
   template <class M>
   void trigger_sync_in_backward(AcceleratedModel<M>& model) {
-    if (model.slot()->ddp() != nullptr) model.slot()->ddp()->ArmBackward();
+    model.slot()->SyncInBackward();
   }
   // The configured precision for code outside of the model's forward, such as a loss.
-  [[nodiscard]] AutocastGuard autocast() { return core_->Autocast(options().autocast); }
-  [[nodiscard]] AutocastGuard autocast(const AutocastOptions& autocast_options) {
-    return core_->Autocast(autocast_options);
-  }
+  [[nodiscard]] AutocastGuard autocast();
+  [[nodiscard]] AutocastGuard autocast(const AutocastOptions& autocast_options);
   // In this scope processes may have different numbers of batches: a process without batches takes
   // part in the others' exchanges. `even_batches` applies to the passes over prepared loaders that
   // begin in it. (collective) on entry.
@@ -234,8 +221,8 @@ class Accelerator {
   // value per process.
   template <class T>
   T gather(const T& value, std::source_location where = std::source_location::current()) {
-    core_->CheckAllTakePart("gather()");
-    return Gather(core_->comm(), value, where);
+    Comm& comm = CommFor("gather()");
+    return Gather(comm, value, where);
   }
   // (collective) As gather, without the samples that only fill up the last batch: a tensor whose
   // first dimension is the batch's is cut to the real samples of each process; anything else is
@@ -246,13 +233,12 @@ class Accelerator {
   // join_uneven_inputs().
   template <class T>
   auto gather_for_metrics(const T& value, MetricRows rows = MetricRows::kAuto) {
-    core_->CheckAllTakePart("gather_for_metrics()");
+    [[maybe_unused]] Comm& comm = CommFor("gather_for_metrics()");
     if constexpr (nested_internal::HoldsTensor<T>()) {
-      const BatchInfo* batch = core_->BatchOfMetrics();
-      if (batch == nullptr) return Gather(core_->comm(), value);
-      return MapTensors(value, [&](const at::Tensor& t) {
-        return GatherForMetrics(core_->comm(), t, *batch, rows);
-      });
+      const BatchInfo* batch = BatchOfMetrics();
+      if (batch == nullptr) return Gather(comm, value);
+      return MapTensors(
+          value, [&](const at::Tensor& t) { return GatherForMetrics(comm, t, *batch, rows); });
     } else if constexpr (nested_internal::IsVector<T>) {
       return gather_object_for_metrics(value, rows);
     } else {
@@ -270,72 +256,68 @@ class Accelerator {
   template <class Data, class T>
   T gather_for_metrics_of(const Batch<Data>& batch, const T& value,
                           MetricRows rows = MetricRows::kAuto) {
-    core_->CheckAllTakePart("gather_for_metrics_of()");
-    return MapTensors(value, [&](const at::Tensor& t) {
-      return GatherForMetrics(core_->comm(), t, batch.info(), rows);
-    });
+    Comm& comm = CommFor("gather_for_metrics_of()");
+    return MapTensors(
+        value, [&](const at::Tensor& t) { return GatherForMetrics(comm, t, batch.info(), rows); });
   }
   // (collective) The objects of all processes in process order: lists are joined, anything else
   // becomes an element.
   template <class T>
   auto gather_object(const T& object,
                      std::source_location where = std::source_location::current()) {
-    core_->CheckAllTakePart("gather_object()");
-    return GatherObject(core_->comm(), object, where);
+    Comm& comm = CommFor("gather_object()");
+    return GatherObject(comm, object, where);
   }
   // (collective) Lists with an object per sample, without those of samples that only fill up the
   // last batch.
   template <class E>
   std::vector<E> gather_object_for_metrics(const std::vector<E>& objects,
                                            MetricRows rows = MetricRows::kAuto) {
-    core_->CheckAllTakePart("gather_object_for_metrics()");
-    const BatchInfo* batch = core_->BatchOfMetrics();
-    if (batch == nullptr) return GatherObject(core_->comm(), objects);
-    return GatherObjectForMetrics(core_->comm(), objects, *batch, rows);
+    Comm& comm = CommFor("gather_object_for_metrics()");
+    const BatchInfo* batch = BatchOfMetrics();
+    if (batch == nullptr) return GatherObject(comm, objects);
+    return GatherObjectForMetrics(comm, objects, *batch, rows);
   }
   // (collective) "sum", "mean", "max" or "min" over all processes, times `scale`. The input is left
   // alone.
   template <class T>
   T reduce(const T& value, const std::string& reduction = "sum", double scale = 1.0,
            std::source_location where = std::source_location::current()) {
-    core_->CheckAllTakePart("reduce()");
-    return Reduce(core_->comm(), value, reduction, scale, where);
+    Comm& comm = CommFor("reduce()");
+    return Reduce(comm, value, reduction, scale, where);
   }
   // (collective) Pads dimension `dim` to the largest of all processes with `pad_index`.
   template <class T>
   T pad_across_processes(const T& value, int64_t dim = 0, const at::Scalar& pad_index = 0,
                          bool pad_first = false,
                          std::source_location where = std::source_location::current()) {
-    core_->CheckAllTakePart("pad_across_processes()");
-    return PadAcrossProcesses(core_->comm(), value, dim, pad_index, pad_first, where);
+    Comm& comm = CommFor("pad_across_processes()");
+    return PadAcrossProcesses(comm, value, dim, pad_index, pad_first, where);
   }
   // (collective) The value of process `from_process`. The input is left alone.
   template <class T>
   T broadcast(const T& value, int from_process = 0,
               std::source_location where = std::source_location::current()) {
-    core_->CheckAllTakePart("broadcast()");
-    return Broadcast(core_->comm(),
-                     MapTensors(value, [](const at::Tensor& t) { return t.clone(); }), from_process,
-                     where);
+    Comm& comm = CommFor("broadcast()");
+    return Broadcast(comm, MapTensors(value, [](const at::Tensor& t) { return t.clone(); }),
+                     from_process, where);
   }
   // (collective) Overwrites `list` with that of process `from_process`.
   template <class E>
   void broadcast_object_list(std::vector<E>& list, int from_process = 0) {
-    core_->CheckAllTakePart("broadcast_object_list()");
-    BroadcastObjectList(core_->comm(), list, from_process);
+    Comm& comm = CommFor("broadcast_object_list()");
+    BroadcastObjectList(comm, list, from_process);
   }
   // This process's part of a vector, map or tensor; the input stays unchanged. No communication.
   template <class T>
   T split_between_processes(const T& inputs, bool apply_padding = false) {
-    return SplitBetweenProcesses(core_->size(), core_->rank(), inputs, apply_padding);
+    return SplitBetweenProcesses(num_processes(), process_index(), inputs, apply_padding);
   }
 
   // (collective) A group of some processes, for collectives among them: every process of the job
   // passes the same numbers, in any order. Throws c10::Error: a number that is none or comes twice,
   // processes that differ.
-  Subgroup new_group(const std::vector<int>& process_indices) {
-    return Subgroup(core_->NewGroup(process_indices));
-  }
+  Subgroup new_group(const std::vector<int>& process_indices);
 
   // Process control.
   // printf on one process of each host.
@@ -346,36 +328,30 @@ class Accelerator {
   // that wait under different names at the same time get an error at once.
   void wait_for_everyone(absl::Duration timeout = absl::ZeroDuration(),
                          const std::string& name = "wait_for_everyone",
-                         std::source_location where = std::source_location::current()) {
-    core_->WaitForEveryone(timeout, name, where);
-  }
+                         std::source_location where = std::source_location::current());
 
   // Wraps `function` so that it runs on the named process(es) only; elsewhere the call does
-  // nothing. The test is made at the call. A result comes as std::optional, empty elsewhere; a
+  // nothing. A result comes as std::optional, empty elsewhere; a
   // function without a result gives bool (did it run).
   template <class F>
   auto on_main_process(F function) const {
-    return Only([](const internal::Core& c) { return c.rank() == 0; }, std::move(function));
+    return Only(is_main_process(), std::move(function));
   }
   template <class F>
   auto on_local_main_process(F function) const {
-    return Only([](const internal::Core& c) { return c.local_rank() == 0; }, std::move(function));
+    return Only(is_local_main_process(), std::move(function));
   }
   template <class F>
   auto on_last_process(F function) const {
-    return Only([](const internal::Core& c) { return c.rank() == c.size() - 1; },
-                std::move(function));
+    return Only(is_last_process(), std::move(function));
   }
   template <class F>
   auto on_process(int process_index, F function) const {
-    return Only([process_index](const internal::Core& c) { return c.rank() == process_index; },
-                std::move(function));
+    return Only(this->process_index() == process_index, std::move(function));
   }
   template <class F>
   auto on_local_process(int local_process_index, F function) const {
-    return Only([local_process_index](
-                    const internal::Core& c) { return c.local_rank() == local_process_index; },
-                std::move(function));
+    return Only(this->local_process_index() == local_process_index, std::move(function));
   }
 
   // (collective) Process 0 (of the job, of each host) runs the scope before the others. The scope
@@ -389,8 +365,8 @@ class Accelerator {
 
   // A flag that any process can set and all see: check_trigger() (collective) is true on every
   // process if set_trigger() was called on any since the last check that was true.
-  void set_trigger() { core_->SetTrigger(); }
-  bool check_trigger() { return core_->CheckTrigger(); }
+  void set_trigger();
+  bool check_trigger();
 
   // Named triggers: something that any process, or an operator (`muster trigger`), wants all
   // processes to do at the same step. "stop", "checkpoint" and "profile" have that meaning
@@ -405,18 +381,14 @@ class Accelerator {
   // have begun to check. Without a coordinator (torchrun) a check is a collective.
   //
   // Returns each trigger once. Throws c10::Error when the generation has ended.
-  std::optional<Trigger> check_trigger(const std::string& name) {
-    return core_->triggers().Check(name, core_->trigger_step());
-  }
+  std::optional<Trigger> check_trigger(const std::string& name);
   // Does not wait until processes act. `payload`: at most 64 KiB. Errors: INVALID_ARGUMENT,
   // UNAVAILABLE, RESOURCE_EXHAUSTED.
-  absl::Status set_trigger(const std::string& name, const std::string& payload = "") {
-    return core_->triggers().Raise(name, payload);
-  }
+  absl::Status set_trigger(const std::string& name, const std::string& payload = "");
   // Whether the trigger "stop" has taken effect; true from then on. SIGTERM at any process (a
   // preempted node, `muster launch` stopped) raises it, see AcceleratorOptions::stop_on_sigterm:
   // save and return, while the grace lasts.
-  bool should_stop() { return core_->triggers().ShouldStop(core_->trigger_step()); }
+  bool should_stop();
 
   // State.
   // (collective) Writes models, optimizers, schedules, loaders' positions, scaler, random states
@@ -432,32 +404,24 @@ class Accelerator {
   // As load_state; OK if there is none yet.
   absl::Status load_state_if_present(const std::string& directory = "");
   // Where the last save_state or load_state of this process was.
-  const std::string& last_checkpoint() const { return core_->last_checkpoint(); }
+  const std::string& last_checkpoint() const;
   // The number of the next save_state() without a directory, as far as this process has saved and
   // loaded.
-  int64_t save_iteration() const { return core_->save_iteration(); }
+  int64_t save_iteration() const;
   // Adds objects to the state: `StateDict state_dict() const` is asked on process 0 when it is
   // saved, `load_state_dict(const StateDict&)` is called on all when it is loaded. Keep them alive.
   template <Checkpointable... Objects>
   void register_for_checkpointing(Objects&... objects) {
-    (core_->RegisterForCheckpointing(
-         std::function<StateDict()>([&objects] { return StateDict(objects.state_dict()); }),
-         std::function<void(const StateDict&)>(
-             [&objects](const StateDict& state) { objects.load_state_dict(state); })),
+    (Register([&objects] { return StateDict(objects.state_dict()); },
+              [&objects](const StateDict& state) { objects.load_state_dict(state); }),
      ...);
   }
   // An object of a few rows of numbers by its save and load functions.
   void register_for_checkpointing(std::function<PlainState()> save,
-                                  std::function<void(const PlainState&)> load) {
-    core_->RegisterForCheckpointing(std::move(save), std::move(load));
-  }
+                                  std::function<void(const PlainState&)> load);
   // Hooks before models are written and loaded: see muster/state.h.
-  HookHandle register_save_state_pre_hook(SaveStateHook hook) {
-    return HandleOf(core_->AddSaveHook(std::move(hook)));
-  }
-  HookHandle register_load_state_pre_hook(LoadStateHook hook) {
-    return HandleOf(core_->AddLoadHook(std::move(hook)));
-  }
+  HookHandle register_save_state_pre_hook(SaveStateHook hook);
+  HookHandle register_load_state_pre_hook(LoadStateHook hook);
 
   // (collective) Process 0 writes the model's tensors alone, as other libraries read them, to
   // model.safetensors in `directory`, or, above `max_shard_size` ("500MB", "10GB"), to shards with
@@ -466,7 +430,7 @@ class Accelerator {
   template <class M>
   absl::Status save_model(const AcceleratedModel<M>& model, const std::string& directory,
                           const std::string& max_shard_size = "10GB") {
-    return core_->SaveModel(model.slot()->source(), directory, max_shard_size);
+    return SaveModel(model.slot()->source(), directory, max_shard_size);
   }
   // The parameters and buffers of the model by name, as before prepare(). Not copies.
   template <class M>
@@ -476,7 +440,7 @@ class Accelerator {
   // Process 0 writes the tensors to a safetensors file; elsewhere nothing happens.
   absl::Status save(const std::map<std::string, at::Tensor>& tensors, const std::string& path);
   // The number of optimizer steps of the first prepared optimizer, over all runs.
-  int64_t global_step() const { return core_->global_step(); }
+  int64_t global_step() const;
 
   // `for (int64_t epoch : accelerator.epochs(3))`: 0, 1, 2, or the rest of them after load_state.
   internal::EpochRange epochs(int64_t count) { return internal::EpochRange(core_.get(), count); }
@@ -488,7 +452,7 @@ class Accelerator {
 
   // Releases the models and optimizers that this object keeps for save_state, and forgets
   // accumulation.
-  void free_memory() { core_->FreeMemory(); }
+  void free_memory();
   void clear() { free_memory(); }
   // The model as it was before prepare.
   template <class M>
@@ -496,7 +460,7 @@ class Accelerator {
     return model.unwrap();
   }
   // Ends the job for this process: flushes trackers and leaves the rendezvous.
-  void end_training() { core_->EndTraining(); }
+  void end_training();
 
   // Logs and trackers.
   // Opens trackers ("tensorboard", "jsonl", "csv", a class registered with RegisterTrackerClass, or
@@ -505,13 +469,9 @@ class Accelerator {
   // opening files.
   absl::Status init_trackers(const std::string& project_name, const TrackerValues& config = {},
                              const std::vector<std::string>& kinds = {"tensorboard"},
-                             std::vector<std::unique_ptr<GeneralTracker>> own = {}) {
-    return core_->InitTrackers(project_name, config, kinds, std::move(own));
-  }
+                             std::vector<std::unique_ptr<GeneralTracker>> own = {});
   // `accelerator.log({{"loss", 0.5}}, step)`: queued, never waits for a disk.
-  void log(TrackerValues values, std::optional<int64_t> step = std::nullopt) {
-    core_->Log(std::move(values), step);
-  }
+  void log(TrackerValues values, std::optional<int64_t> step = std::nullopt);
   // The tracker of that name, for what log() cannot say; on a process without it one that does
   // nothing.
   absl::StatusOr<GeneralTracker*> get_tracker(const std::string& name);
@@ -529,19 +489,51 @@ class Accelerator {
   [[nodiscard]] Profile profile(ProfileOptions options);
 
   // For code beside the loop that needs the process group: trackers, samplers, own collectives.
-  Comm& comm() { return core_->comm(); }
+  Comm& comm();
   internal::Core& core() { return *core_; }
 
  private:
   HookHandle HandleOf(int64_t hook);
 
-  template <class Test, class F>
-  auto Only(Test test, F function) const;
+  // What the templates need of the Core. The Comm: throws where processes that have run out of
+  // batches would not take part in `call`.
+  Comm& CommFor(const char* call);
+  const BatchInfo* BatchOfMetrics() const;
+  internal::AccumulateScope Accumulate(const BatchInfo& info);
+  void Register(std::function<StateDict()> save, std::function<void(const StateDict&)> load);
+  absl::Status SaveModel(const internal::ModelSource& model, const std::string& directory,
+                         const std::string& max_shard_size);
+
+  // Slots keep the Core alive, which they refer to. `keep`: what must live as long as the slot.
+  template <class Slot>
+  std::shared_ptr<Slot> Keep(std::shared_ptr<Slot> slot) const;
+  std::shared_ptr<internal::ModelSlot> PrepareSlot(std::unique_ptr<internal::ModelSource> model,
+                                                   bool evaluation);
+  using OptimizerSlotPtr = std::shared_ptr<internal::OptimizerSlot>;
+  OptimizerSlotPtr PrepareSlot(torch::optim::Optimizer& optimizer,
+                               std::shared_ptr<void> keep = nullptr);
+  OptimizerSlotPtr PrepareSlot(OptimizerHandle& optimizer, std::shared_ptr<void> keep = nullptr);
+  // For `optimizer` or, if that is null, for the one optimizer of this prepare() call.
+  using SchedulerSlotPtr = std::shared_ptr<internal::SchedulerSlot>;
+  SchedulerSlotPtr PrepareSlot(LrSchedulePtr schedule, const OptimizerSlotPtr& optimizer);
+  SchedulerSlotPtr PrepareSlot(std::vector<LrSchedulePtr> schedules,
+                               const OptimizerSlotPtr& optimizer);
+  SchedulerSlotPtr PrepareSlot(const PlateauSchedule& schedule, const OptimizerSlotPtr& optimizer);
+  SchedulerSlotPtr PrepareSlot(torch::optim::LRScheduler& schedule, std::shared_ptr<void> keep,
+                               const OptimizerSlotPtr& optimizer);
+  SchedulerSlotPtr PrepareSlot(torch::optim::ReduceLROnPlateauScheduler& schedule,
+                               std::shared_ptr<void> keep, const OptimizerSlotPtr& optimizer);
+  LoaderOptions loader_options() const;
+  std::shared_ptr<LoaderObserver> loader_observer() const;
+  void RegisterLoader(std::shared_ptr<LoaderStateHandle> loader);
+
+  template <class F>
+  static auto Only(bool here, F function);
 
   template <class T>
   auto PrepareOne(T&& object);
   template <class S>
-  auto PrepareSchedule(S&& schedule, const std::shared_ptr<internal::OptimizerSlot>& optimizer);
+  auto PrepareSchedule(S&& schedule, const OptimizerSlotPtr& optimizer);
 
   std::shared_ptr<internal::Core> core_;
 };
@@ -690,23 +682,20 @@ int run(int argc, char** argv, const AcceleratorOptions& options, F train) {
 }
 
 template <class S>
-auto Accelerator::PrepareSchedule(S&& schedule,
-                                  const std::shared_ptr<internal::OptimizerSlot>& optimizer) {
+auto Accelerator::PrepareSchedule(S&& schedule, const OptimizerSlotPtr& optimizer) {
   using D = std::decay_t<S>;
   using Pointee = typename internal::PointeeOf<D>::type;
-  using internal::Keep;
   if constexpr (std::is_convertible_v<D, LrSchedulePtr>) {
-    return AcceleratedScheduler(
-        Keep(core_, core_->PrepareSchedule(LrSchedulePtr(schedule), optimizer)));
+    return AcceleratedScheduler(PrepareSlot(LrSchedulePtr(schedule), optimizer));
   } else if constexpr (std::is_same_v<D, std::vector<LrSchedulePtr>>) {
-    return AcceleratedScheduler(Keep(core_, core_->PrepareSchedule(schedule, optimizer)));
+    return AcceleratedScheduler(PrepareSlot(schedule, optimizer));
   } else if constexpr (std::is_same_v<D, PlateauSchedule>) {
-    return AcceleratedPlateau(Keep(core_, core_->PrepareSchedule(schedule, optimizer)));
+    return AcceleratedPlateau(PrepareSlot(schedule, optimizer));
   } else if constexpr (internal::kIsSharedPtr<D>) {
     TORCH_CHECK(schedule != nullptr, "prepare() got an empty pointer to a schedule");
     using Handle = std::conditional_t<internal::kIsTorchPlateau<Pointee>, AcceleratedPlateau,
                                       AcceleratedScheduler>;
-    return Handle(Keep(core_, core_->PrepareSchedule(*schedule, schedule, optimizer)));
+    return Handle(PrepareSlot(*schedule, schedule, optimizer));
   } else {
     static_assert(
         internal::kIsTorchSchedule<D> || internal::kIsTorchPlateau<D>,
@@ -717,7 +706,7 @@ auto Accelerator::PrepareSchedule(S&& schedule,
         "prepare() borrows a schedule of torch::optim's: give it a name and keep it alive");
     using Handle =
         std::conditional_t<internal::kIsTorchPlateau<D>, AcceleratedPlateau, AcceleratedScheduler>;
-    return Handle(Keep(core_, core_->PrepareSchedule(schedule, nullptr, optimizer)));
+    return Handle(PrepareSlot(schedule, nullptr, optimizer));
   }
 }
 
@@ -734,14 +723,13 @@ auto Accelerator::PrepareOne(T&& object) {
                   "prepare() borrows the optimizer: give it a name and keep it alive");
     static_assert(!std::is_const_v<std::remove_reference_t<T>>,
                   "prepare() got a const optimizer, which cannot step");
-    return AcceleratedOptimizer(internal::Keep(core_, core_->PrepareOptimizer(object)));
+    return AcceleratedOptimizer(PrepareSlot(object));
   } else if constexpr (internal::kIsSharedPtr<D> && internal::kIsOptimizer<Pointee>) {
     TORCH_CHECK(object != nullptr, "prepare() got an empty pointer to an optimizer");
-    return AcceleratedOptimizer(internal::Keep(core_, core_->PrepareOptimizer(*object, object)));
+    return AcceleratedOptimizer(PrepareSlot(*object, object));
   } else if constexpr (IsBatchRecipe<D>::value) {
-    auto loader =
-        PrepareLoader(object, core_->loader_options(), &core_->comm(), core_->loader_observer());
-    core_->RegisterLoader(loader.state_handle());
+    auto loader = PrepareLoader(object, loader_options(), &comm(), loader_observer());
+    RegisterLoader(loader.state_handle());
     return loader;
   } else if constexpr (std::is_convertible_v<D, LrSchedulePtr> ||
                        std::is_same_v<D, std::vector<LrSchedulePtr>> ||
@@ -757,7 +745,7 @@ auto Accelerator::PrepareOne(T&& object) {
 
 template <class... Objects>
 auto Accelerator::prepare(Objects&&... objects) {
-  internal::Core::PrepareCall call(core_.get());
+  const internal::PrepareCall call(core_.get());
   if constexpr (sizeof...(Objects) == 1) {
     return PrepareOne(std::forward<Objects>(objects)...);
   } else {
@@ -766,16 +754,16 @@ auto Accelerator::prepare(Objects&&... objects) {
   }
 }
 
-template <class Test, class F>
-auto Accelerator::Only(Test test, F function) const {
-  return [core = core_, test, function = std::move(function)](auto&&... args) mutable {
+template <class F>
+auto Accelerator::Only(bool here, F function) {
+  return [here, function = std::move(function)](auto&&... args) mutable {
     using Result = std::invoke_result_t<F&, decltype(args)...>;
     if constexpr (std::is_void_v<Result>) {
-      if (!test(*core)) return false;
+      if (!here) return false;
       function(std::forward<decltype(args)>(args)...);
       return true;
     } else {
-      if (!test(*core)) return std::optional<Result>();
+      if (!here) return std::optional<Result>();
       return std::optional<Result>(function(std::forward<decltype(args)>(args)...));
     }
   };

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "muster/internal/core.h"
 #include "muster/test_model.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/optim/sgd.h"

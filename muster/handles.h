@@ -11,7 +11,8 @@
 
 #include "ATen/core/Tensor.h"
 #include "c10/util/Exception.h"
-#include "muster/internal/core.h"
+#include "muster/internal/model_slot.h"
+#include "muster/internal/model_source.h"
 #include "torch/nn/module.h"
 #include "torch/nn/pimpl.h"
 #include "worker/nested/nested.h"
@@ -23,7 +24,12 @@ class AnyModule;
 // What prepare() returns for models, optimizers and schedules.
 namespace muster {
 
+class OptimizerHandle;
+
 namespace internal {
+
+class OptimizerSlot;
+class SchedulerSlot;
 
 // The static_asserts below wait for their template's instantiation.
 template <class...>
@@ -243,34 +249,30 @@ class AcceleratedOptimizer {
   // scaler an update whose gradients hold inf or NaN is skipped. Throws c10::Error, naming a
   // parameter, if its gradient is not that of this window over all processes: it came from a call
   // around the prepared model, belongs to no prepared model, or was zeroed by other means.
-  void step() { slot()->Step(); }
+  void step();
   // (collective) An update by an optimizer that evaluates the loss itself, such as LBFGS. `closure`
   // zeroes the gradients, computes the loss through the prepared model, calls
   // accelerator.backward(loss) and returns the loss (one element). It runs several times; each time
   // gradients and loss are averaged over the processes, so all take the same step. Returns the loss
   // of the first evaluation, averaged. Throws c10::Error with gradient accumulation, under fp16 and
   // inside join_uneven_inputs().
-  at::Tensor step(const std::function<at::Tensor()>& closure) {
-    return slot()->StepWithClosure(closure);
-  }
+  at::Tensor step(const std::function<at::Tensor()>& closure);
   // Forgets the gradients, unless that would lose micro-steps of a window that has not been stepped
   // on: it may be called at the head of each micro-step or at its end.
-  void zero_grad(bool set_to_none = true) { slot()->ZeroGrad(set_to_none); }
+  void zero_grad(bool set_to_none = true);
   // Whether the last step() was skipped because of inf or NaN.
-  bool step_was_skipped() const { return slot()->step_was_skipped(); }
+  bool step_was_skipped() const;
   // Parameter groups; one that was added to the optimizer after prepare() is one of them.
-  int64_t num_groups() const { return slot()->handle().num_groups(); }
+  int64_t num_groups() const;
   // Learning rate of a parameter group.
-  double lr(int64_t group = 0) const { return handle_of(group).lr(group); }
+  double lr(int64_t group = 0) const;
   // Sets it, of all groups or of one. A schedule goes on from there.
-  void set_lr(double lr) {
-    for (int64_t group = 0; group < num_groups(); ++group) set_lr(lr, group);
-  }
-  void set_lr(double lr, int64_t group) { handle_of(group).set_lr(group, lr); }
+  void set_lr(double lr);
+  void set_lr(double lr, int64_t group);
   // Updates done so far.
-  int64_t steps() const { return slot()->steps(); }
+  int64_t steps() const;
 
-  OptimizerHandle& handle() { return slot()->handle(); }
+  OptimizerHandle& handle();
   const std::shared_ptr<internal::OptimizerSlot>& slot() const {
     TORCH_CHECK(
         slot_ != nullptr,
@@ -280,12 +282,7 @@ class AcceleratedOptimizer {
   }
 
  private:
-  OptimizerHandle& handle_of(int64_t group) const {
-    OptimizerHandle& handle = slot()->handle();
-    TORCH_CHECK(group >= 0 && group < handle.num_groups(), "the optimizer has ",
-                handle.num_groups(), " parameter groups, none with number ", group);
-    return handle;
-  }
+  OptimizerHandle& handle_of(int64_t group) const;
 
   std::shared_ptr<internal::OptimizerSlot> slot_;
 };
@@ -300,11 +297,11 @@ class ScheduleHandle {
   explicit ScheduleHandle(std::shared_ptr<SchedulerSlot> slot) : slot_(std::move(slot)) {}
 
   // The rate in force, of the first parameter group.
-  double last_lr() const { return slot()->last_lr(); }
+  double last_lr() const;
   // Those of all groups.
-  std::vector<double> get_last_lr() const { return slot()->last_lrs(); }
+  std::vector<double> get_last_lr() const;
   // Steps of the schedule so far; of a plateau schedule, metrics seen.
-  int64_t step_count() const { return slot()->step_count(); }
+  int64_t step_count() const;
 
   const std::shared_ptr<SchedulerSlot>& slot() const {
     TORCH_CHECK(slot_ != nullptr,
@@ -324,7 +321,7 @@ class ScheduleHandle {
 class AcceleratedScheduler : public internal::ScheduleHandle {
  public:
   using ScheduleHandle::ScheduleHandle;
-  void step() { slot()->Step(); }
+  void step();
 };
 
 // A prepared schedule that reduces rates when a metric stops improving.
@@ -333,7 +330,7 @@ class AcceleratedPlateau : public internal::ScheduleHandle {
   using ScheduleHandle::ScheduleHandle;
   // (collective) After each evaluation. Decides by the mean of the processes' metrics, so that all
   // of them decide alike.
-  void step(double metric) { slot()->StepMetric(metric); }
+  void step(double metric);
 };
 
 }  // namespace muster

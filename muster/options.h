@@ -8,11 +8,9 @@
 
 #include "ATen/core/Tensor.h"
 #include "absl/time/time.h"
-#include "worker/parallel/ddp.h"
-#include "worker/train/accumulation.h"
+#include "worker/parallel/data_parallel_options.h"
 #include "worker/train/autocast.h"
-#include "worker/train/grad_scaler.h"
-#include "worker/train/prepared_scheduler.h"
+#include "worker/train/options.h"
 
 namespace muster {
 

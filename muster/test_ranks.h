@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "muster/accelerator.h"
+#include "muster/internal/core.h"
 #include "worker/collective/borrowed_comm.h"
 #include "worker/collective/gloo_ranks.h"
 

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "ATen/core/grad_mode.h"
+#include "muster/internal/core.h"
 #include "worker/job/environment.h"
 #include "worker/train/guard.h"
 

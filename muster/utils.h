@@ -12,6 +12,7 @@
 
 #include "ATen/core/Generator.h"
 #include "muster/accelerator.h"
+#include "muster/internal/averaged_scope.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/nested/nested.h"
 #include "worker/track/logger.h"

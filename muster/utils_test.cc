@@ -12,6 +12,7 @@
 
 #include "ATen/CPUGeneratorImpl.h"
 #include "ATen/Functions.h"
+#include "muster/internal/core.h"
 #include "muster/test_model.h"
 #include "torch/nn/modules/batchnorm.h"
 #include "torch/nn/modules/linear.h"

@@ -17,7 +17,10 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "muster/internal/model_slot.h"
 #include "muster/internal/model_source.h"
+#include "muster/internal/scopes.h"
+#include "muster/internal/slots.h"
 #include "muster/options.h"
 #include "muster/state.h"
 #include "torch/optim/optimizer.h"
@@ -34,7 +37,6 @@
 #include "worker/track/tracker_set.h"
 #include "worker/train/accumulation.h"
 #include "worker/train/autocast.h"
-#include "worker/train/ema.h"
 #include "worker/train/grad_scaler.h"
 #include "worker/train/lr_scheduler.h"
 #include "worker/train/optimizer_handle.h"
@@ -46,238 +48,8 @@ class LRScheduler;
 class ReduceLROnPlateauScheduler;
 }  // namespace torch::optim
 
-// What stands behind Accelerator and the handles it gives out. Users include muster/muster.h and
-// never this.
+// What stands behind Accelerator and the handles it gives out. Not part of what users include.
 namespace muster::internal {
-
-class Core;
-
-// A prepared model: its tensors and, in a job of several processes, its gradient exchange.
-class ModelSlot {
- public:
-  // With `evaluation`, no gradients are exchanged.
-  ModelSlot(Core* core, std::unique_ptr<ModelSource> source, bool evaluation);
-  ~ModelSlot();
-
-  // Runs one forward pass: see AcceleratedModel.
-  template <class F>
-  auto Run(F&& forward) {
-    BeforeForward();
-    if constexpr (std::is_void_v<std::invoke_result_t<F>>) {
-      RunUnderAutocast(std::forward<F>(forward));
-    } else {
-      if (ddp_ == nullptr) return RunUnderAutocast(std::forward<F>(forward));
-      return ddp_->AfterForward(RunUnderAutocast(std::forward<F>(forward)));
-    }
-  }
-
-  ModelSource& source() { return *source_; }
-  DataParallel* ddp() { return ddp_.get(); }
-  bool evaluation() const { return evaluation_; }
-
- private:
-  friend class Core;
-  friend class OptimizerSlot;
-
-  template <class F>
-  auto RunUnderAutocast(F&& forward);
-
-  void BeforeForward();
-
-  Core* const core_;
-  const std::unique_ptr<ModelSource> source_;
-  const bool evaluation_;
-  std::unique_ptr<DataParallel> ddp_;
-  // Passes with gradients so far.
-  int64_t forwards_ = 0;
-  // The exchange is armed by a forward pass; a backward pass has used that up.
-  enum class Armed { kNo, kYes, kUsed };
-  Armed armed_ = Armed::kNo;
-};
-
-// A prepared optimizer.
-class OptimizerSlot {
- public:
-  OptimizerSlot(Core* core, OptimizerHandle* handle, std::unique_ptr<OptimizerHandle> owned);
-
-  void Step();
-  at::Tensor StepWithClosure(const std::function<at::Tensor()>& closure);
-  void ZeroGrad(bool set_to_none);
-  bool step_was_skipped() const { return step_was_skipped_; }
-  int64_t steps() const { return steps_; }
-  void set_steps(int64_t steps) { steps_ = steps; }
-  OptimizerHandle& handle() { return *handle_; }
-
- private:
-  friend class Core;
-
-  void ZeroNow(bool set_to_none);
-  void Stepped();
-
-  Core* const core_;
-  const std::unique_ptr<OptimizerHandle> owned_;
-  OptimizerHandle* const handle_;
-
-  bool step_was_skipped_ = false;
-  bool gradients_finished_ = false;  // in this window
-  // The gradients that are there have been stepped on: the next ZeroGrad() forgets them.
-  bool consumed_ = false;
-  // ZeroGrad() came before the step of this micro-step: done when the micro-step ends.
-  std::optional<bool> zero_at_end_;
-  // A parameter that got its first gradient of the window in a micro-step before this one.
-  at::Tensor witness_;
-  // What prepare() was given: the user's optimizer and, where it came as a shared_ptr, itself.
-  const void* source_ = nullptr;
-  uint64_t source_id_ = 0;
-  std::shared_ptr<void> keep_;
-  // Parameters that no model exchanges, as of these versions of what they are made of.
-  std::vector<size_t> local_;
-  std::vector<std::weak_ptr<ModelSlot>> models_;  // that have parameters of this optimizer
-  std::vector<int64_t> forwards_at_step_;         // of each, when this optimizer stepped last
-  int64_t checked_parameters_ = -1;
-  uint64_t checked_models_ = 0;
-  int64_t steps_ = 0;
-};
-
-// A prepared schedule of any kind. Between PrepareSchedule and the end of the prepare() call it has
-// no optimizer yet.
-class SchedulerSlot {
- public:
-  // Makes the scheduler once its optimizer is known.
-  using Make = std::function<std::unique_ptr<Scheduler>(OptimizerHandle&)>;
-  using MakePlateau = std::function<std::unique_ptr<MetricScheduler>(OptimizerHandle&)>;
-
-  // `source`: a scheduler of LibTorch's, which the slot drives; `keep`: what must live as long.
-  SchedulerSlot(Core* core, Make make, const void* source = nullptr,
-                std::shared_ptr<void> keep = nullptr)
-      : core_(core), make_(std::move(make)), source_(source), keep_(std::move(keep)) {}
-  SchedulerSlot(Core* core, MakePlateau make, const void* source = nullptr,
-                std::shared_ptr<void> keep = nullptr)
-      : core_(core), make_plateau_(std::move(make)), source_(source), keep_(std::move(keep)) {}
-
-  void Bind(std::shared_ptr<OptimizerSlot> optimizer);
-  void Step();
-  // (collective) By the mean of all processes' metrics.
-  void StepMetric(double metric);
-  double last_lr() const;
-  std::vector<double> last_lrs() const;
-  int64_t step_count() const;
-  PlainState SaveState() const;
-  void LoadState(const PlainState& state);
-
- private:
-  friend class Core;
-
-  void CheckBound() const;
-
-  Core* const core_;
-  const Make make_;
-  const MakePlateau make_plateau_;
-  const void* const source_;
-  const std::shared_ptr<void> keep_;
-  std::shared_ptr<OptimizerSlot> optimizer_;
-  std::unique_ptr<Scheduler> scheduler_;  // or:
-  std::unique_ptr<MetricScheduler> plateau_;
-  std::unique_ptr<PreparedScheduler> gate_;
-};
-
-// One micro-step; see Accelerator::accumulate.
-class [[nodiscard]] AccumulateScope {
- public:
-  explicit AccumulateScope(Core* core) : core_(core) {}
-  ~AccumulateScope();
-  AccumulateScope(AccumulateScope&& other) noexcept : core_(std::exchange(other.core_, nullptr)) {}
-  AccumulateScope(const AccumulateScope&) = delete;
-  AccumulateScope& operator=(const AccumulateScope&) = delete;
-
- private:
-  Core* core_;
-};
-
-class [[nodiscard]] NoSyncScope {
- public:
-  explicit NoSyncScope(Core* core);
-  ~NoSyncScope();
-  NoSyncScope(const NoSyncScope&) = delete;
-  NoSyncScope& operator=(const NoSyncScope&) = delete;
-
- private:
-  Core* const core_;
-};
-
-class [[nodiscard]] JoinScope {
- public:
-  JoinScope(Core* core, bool even_batches);
-  // Takes part in the exchanges of the processes that still have batches, until all are here.
-  // Unless an exception is leaving the scope.
-  ~JoinScope() noexcept(false);
-  JoinScope(const JoinScope&) = delete;
-  JoinScope& operator=(const JoinScope&) = delete;
-
- private:
-  Core* const core_;
-  const int exceptions_;
-};
-
-// Backward passes in this scope exchange no gradients, but windows end and optimizers step.
-class [[nodiscard]] LocalScope {
- public:
-  explicit LocalScope(Core* core);
-  ~LocalScope();
-  LocalScope(const LocalScope&) = delete;
-  LocalScope& operator=(const LocalScope&) = delete;
-
- private:
-  Core* const core_;
-};
-
-// In this scope the weights of `ema` are the average; see Ema::apply.
-class [[nodiscard]] AveragedScope {
- public:
-  AveragedScope(Core* core, EmaWeights& ema);
-  ~AveragedScope() noexcept(false);
-  AveragedScope(const AveragedScope&) = delete;
-  AveragedScope& operator=(const AveragedScope&) = delete;
-
- private:
-  Core* const core_;
-  const EmaWeights::Scope scope_;
-};
-
-class [[nodiscard]] FirstScope {
- public:
-  FirstScope(Core* core, bool per_host);
-  ~FirstScope();
-  FirstScope(const FirstScope&) = delete;
-  FirstScope& operator=(const FirstScope&) = delete;
-
- private:
-  Core* const core_;
-  const bool first_;
-};
-
-// 0 ... count-1, less the epochs that a loaded state has finished.
-class EpochRange {
- public:
-  class Iterator {
-   public:
-    Iterator(Core* core, int64_t epoch) : core_(core), epoch_(epoch) {}
-    int64_t operator*() const;
-    Iterator& operator++();
-    bool operator!=(const Iterator& other) const { return epoch_ < other.epoch_; }
-
-   private:
-    Core* const core_;
-    int64_t epoch_;
-  };
-  EpochRange(Core* core, int64_t count) : core_(core), count_(count) {}
-  Iterator begin() const;
-  Iterator end() const { return Iterator(core_, count_); }
-
- private:
-  Core* const core_;
-  const int64_t count_;
-};
 
 // The state of an Accelerator. Not thread-safe.
 class Core {
@@ -298,17 +70,6 @@ class Core {
   Comm& comm() { return *process_.comm; }
   const std::string& mixed_precision() const { return process_.environment.mixed_precision.value; }
 
-  // While it lives, a prepare() call is going on; Finish() ties its schedules to its optimizer.
-  class PrepareCall {
-   public:
-    explicit PrepareCall(Core* core);
-    // Not noexcept: a schedule without an optimizer is refused here, after all objects were seen.
-    ~PrepareCall() noexcept(false);
-
-   private:
-    Core* const core_;
-    const int exceptions_;
-  };
   std::shared_ptr<ModelSlot> PrepareModel(std::unique_ptr<ModelSource> source, bool evaluation);
   // `keep`: what must live as long as the slot.
   std::shared_ptr<OptimizerSlot> PrepareOptimizer(torch::optim::Optimizer& optimizer,
@@ -442,6 +203,7 @@ class Core {
 
  private:
   friend class ModelSlot;
+  friend class PrepareCall;
   friend class OptimizerSlot;
   class Observer;
 
@@ -571,16 +333,6 @@ class Core {
   int64_t save_iteration_ = 0;
   bool ended_ = false;
 };
-
-template <class F>
-auto ModelSlot::RunUnderAutocast(F&& forward) {
-  if (!core_->autocast_on()) return std::forward<F>(forward)();
-  auto out = [&] {
-    AutocastGuard guard = core_->Autocast(core_->options().autocast);
-    return std::forward<F>(forward)();
-  }();
-  return ConvertToFp32(out);
-}
 
 }  // namespace muster::internal
 

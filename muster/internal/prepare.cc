@@ -18,7 +18,7 @@
 
 namespace muster::internal {
 
-Core::PrepareCall::PrepareCall(Core* core) : core_(core), exceptions_(std::uncaught_exceptions()) {
+PrepareCall::PrepareCall(Core* core) : core_(core), exceptions_(std::uncaught_exceptions()) {
   if (core_->prepare_depth_++ == 0) {
     core_->call_optimizers_.clear();
     core_->call_schedulers_.clear();
@@ -26,7 +26,7 @@ Core::PrepareCall::PrepareCall(Core* core) : core_(core), exceptions_(std::uncau
   }
 }
 
-Core::PrepareCall::~PrepareCall() noexcept(false) {
+PrepareCall::~PrepareCall() noexcept(false) {
   if (--core_->prepare_depth_ > 0) return;
   const auto schedulers = std::move(core_->call_schedulers_);
   const auto optimizers = std::move(core_->call_optimizers_);
@@ -320,7 +320,6 @@ ModelSlot::ModelSlot(Core* core, std::unique_ptr<ModelSource> source, bool evalu
   ddp_ = std::make_unique<DataParallel>(core_->comm(), std::move(parameters), std::move(names),
                                         std::move(buffers), core_->options().data_parallel,
                                         std::move(sparse));
-  ddp_->set_progress(&core_->progress());
 }
 
 ModelSlot::~ModelSlot() = default;

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
 #include "base/log.h"
+#include "muster/internal/averaged_scope.h"
 #include "muster/internal/core.h"
 #include "worker/collective/collective_error.h"
 #include "worker/collective/nested_collectives.h"
@@ -441,6 +442,17 @@ void ModelSlot::BeforeForward() {
   armed_ = core_->communicate() ? Armed::kYes : Armed::kNo;
   ddp_->BeforeForward(core_->communicate());
 }
+
+std::vector<at::Tensor> ModelSlot::PassOutputs(std::vector<at::Tensor> outputs) {
+  return ddp_->PassOutputs(std::move(outputs));
+}
+
+void ModelSlot::SyncInBackward() {
+  if (ddp_ != nullptr) ddp_->ArmBackward();
+}
+
+bool ModelSlot::autocast_on() const { return core_->autocast_on(); }
+AutocastGuard ModelSlot::Autocast() const { return core_->Autocast(core_->options().autocast); }
 
 OptimizerSlot::OptimizerSlot(Core* core, OptimizerHandle* handle,
                              std::unique_ptr<OptimizerHandle> owned)

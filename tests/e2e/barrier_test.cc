@@ -228,7 +228,7 @@ TEST_F(BarrierTest, OneRankHangs_EveryWaiterOnBothNodesGetsTheSameBytes) {
   EXPECT_GT(culprit.pid(), 0);
   EXPECT_EQ(culprit.process_state(), "sleeping");
   EXPECT_EQ(culprit.last_step(), 7);
-  EXPECT_EQ(culprit.last_collective(), "AllReduce #1 (1024 Float)");
+  EXPECT_EQ(culprit.last_collective(), "AllReduce #1 (1,024 Float)");
   EXPECT_TRUE(culprit.has_heartbeat_age());
   EXPECT_LT(culprit.heartbeat_age().seconds(), 60);
   EXPECT_THAT(culprit.native_stack(), HasSubstr("ReadShardForever()"));

@@ -10,6 +10,7 @@ _HERE = os.path.dirname(os.path.realpath(__file__))
 _ROOT = os.path.dirname(os.path.dirname(_HERE))
 sys.path.insert(0, _HERE)
 sys.path.insert(0, os.path.join(_ROOT, "tools", "internal"))
+import public_headers  # noqa: E402
 import rules  # noqa: E402
 import wrap_comments  # noqa: E402
 
@@ -73,6 +74,13 @@ class Repository(unittest.TestCase):
     def test_the_table_of_includes_is_the_one_that_is_kept(self):
         rows = re.findall(r"^\| `([\w/]+)` \| ([\w/, ]+) \|$", _read("docs/architecture.md"), re.MULTILINE)
         self.assertEqual({folder: set(names.split(", ")) for folder, names in rows}, rules._ALLOWED)
+
+    def test_public_headers_reach_the_listed_ones_only(self):
+        # What a user compiles with muster/muster.h. A header is added here on purpose or not at all: templates need it.
+        reached = set(public_headers.closure(_ROOT))
+        listed = set(_read("tests/style/public_headers.txt").split())
+        self.assertEqual(reached - listed, set(), "public headers reach these; forward-declare what they declare")
+        self.assertEqual(listed - reached, set(), "no longer reached: take them off tests/style/public_headers.txt")
 
     def test_the_loop_in_the_readme_is_the_one_that_is_built(self):
         self.assertIn("```cpp\n" + _read("examples/cmake_consumer/main.cc") + "```", _read("README.md"))

@@ -32,6 +32,7 @@ class BorrowedComm : public Comm {
   }
   void Barrier() override { comm_.Barrier(); }
   c10d::ProcessGroup* process_group() override { return comm_.process_group(); }
+  ProgressBoard* board() override { return comm_.board(); }
 
  private:
   Comm& comm_;

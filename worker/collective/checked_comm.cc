@@ -35,6 +35,7 @@ class CheckedComm : public Comm {
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
   c10d::ProcessGroup* process_group() override { return inner_->process_group(); }
+  ProgressBoard* board() override { return inner_->board(); }
 
   void AllReduce(at::Tensor& tensor, ReduceOp op) override {
     Check(c10::str("AllReduce(", comm_checks::OpName(op), ") ", comm_checks::Describe(tensor)));

@@ -13,6 +13,8 @@ class ProcessGroup;
 
 namespace muster {
 
+class ProgressBoard;
+
 enum class ReduceOp { kSum, kMean, kMax, kMin };
 
 // One process's handle on the ranks of its generation: the collectives that everything above is
@@ -57,6 +59,10 @@ class Comm {
 
   // The c10d group behind it, for c10d::Reducer; null where there is none (LocalComm, ThreadComm).
   virtual c10d::ProcessGroup* process_group() { return nullptr; }
+
+  // Shows each collective while it is under way; null where nobody looks. Code that uses
+  // process_group() shows its collectives here itself.
+  virtual ProgressBoard* board() { return nullptr; }
 };
 
 }  // namespace muster

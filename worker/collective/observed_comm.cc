@@ -19,6 +19,7 @@ class ObservedComm : public Comm {
   int rank() const override { return inner_->rank(); }
   int size() const override { return inner_->size(); }
   c10d::ProcessGroup* process_group() override { return inner_->process_group(); }
+  ProgressBoard* board() override { return board_.get(); }
 
   void AllReduce(at::Tensor& tensor, ReduceOp op) override {
     Show("AllReduce", tensor, [&] { inner_->AllReduce(tensor, op); });

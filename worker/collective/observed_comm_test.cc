@@ -8,6 +8,8 @@
 #include "c10/util/Exception.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "worker/collective/borrowed_comm.h"
+#include "worker/collective/checked_comm.h"
 #include "worker/collective/local_comm.h"
 
 namespace muster {
@@ -65,6 +67,24 @@ TEST(ObservedComm, LostCollective_IsExplainedWhileItStands) {
             "stands in Barrier #1 (0 bytes): Barrier #1: Timed out waiting 10ms for recv");
   EXPECT_THAT(error_of([&] { comm->BroadcastBytes("", 0); }), ::testing::HasSubstr("no root"));
   EXPECT_EQ(board->Read().last_collective, "BroadcastBytes #2 (0 bytes), done");
+}
+
+TEST(ObservedComm, Board_IsFoundThroughOtherComms) {
+  const auto board = std::make_shared<ProgressBoard>();
+  const auto comm = MakeCheckedComm(MakeObservedComm(std::make_unique<LocalComm>(), board));
+  EXPECT_EQ(BorrowedComm(*comm).board(), board.get());
+  EXPECT_EQ(LocalComm().board(), nullptr);
+}
+
+TEST(ProgressBoard, Buckets_AreNamedUntilTheNextCollective) {
+  ProgressBoard board;
+  board.BeginCollective("AllReduce", 0, "");
+  board.SetBucket(2, 5, 1048576, "Float");
+  EXPECT_EQ(board.Read().last_collective, "AllReduce #1 bucket 2 of 5 (1,048,576 Float)");
+  board.EndCollective();
+  EXPECT_EQ(board.Read().last_collective, "AllReduce #1 bucket 2 of 5 (1,048,576 Float), done");
+  board.BeginCollective("Broadcast", 100, "Float");
+  EXPECT_EQ(board.Read().last_collective, "Broadcast #2 (100 Float)");
 }
 
 TEST(ProgressBoard, StepAndPhase_AreRead) {

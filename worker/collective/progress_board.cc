@@ -3,17 +3,32 @@
 #include "absl/strings/str_cat.h"
 
 namespace muster {
+namespace {
+
+// 1048576 as "1,048,576".
+std::string WithCommas(int64_t number) {
+  std::string text = absl::StrCat(number);
+  for (int64_t at = static_cast<int64_t>(text.size()) - 3; at > 0; at -= 3) text.insert(at, ",");
+  return text;
+}
+
+}  // namespace
 
 ProgressBoard::Facts ProgressBoard::Read() const {
   Facts facts;
   facts.step = step_.load(std::memory_order_relaxed);
   facts.phase = phase_.load(std::memory_order_relaxed);
-  if (const char* const name = name_.load(std::memory_order_relaxed); name != nullptr) {
-    facts.last_collective = absl::StrCat(name, " #", count_.load(std::memory_order_relaxed), " (",
-                                         elements_.load(std::memory_order_relaxed), " ",
-                                         dtype_.load(std::memory_order_relaxed), ")",
-                                         going_on_.load(std::memory_order_relaxed) ? "" : ", done");
+  const char* const name = name_.load(std::memory_order_relaxed);
+  if (name == nullptr) return facts;
+  facts.last_collective = absl::StrCat(name, " #", count_.load(std::memory_order_relaxed));
+  if (const int buckets = buckets_.load(std::memory_order_relaxed); buckets > 0) {
+    absl::StrAppend(&facts.last_collective, " bucket ", bucket_.load(std::memory_order_relaxed),
+                    " of ", buckets);
   }
+  absl::StrAppend(&facts.last_collective, " (",
+                  WithCommas(elements_.load(std::memory_order_relaxed)), " ",
+                  dtype_.load(std::memory_order_relaxed), ")",
+                  going_on_.load(std::memory_order_relaxed) ? "" : ", done");
   return facts;
 }
 

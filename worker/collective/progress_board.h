@@ -18,7 +18,8 @@ class ProgressBoard {
   struct Facts {
     int64_t step = 0;
     std::string phase = "";
-    // "AllReduce #41 (1024 Float)", and ", done" unless it is still going on. Empty: none yet.
+    // "AllReduce #41 (1,024 Float)", or "AllReduce #41 bucket 2 of 5 (1,024 Float)", and ", done"
+    // unless it is still going on. Empty: none yet.
     std::string last_collective = "";
   };
 
@@ -27,11 +28,19 @@ class ProgressBoard {
   // `elements` of type `dtype` on this rank.
   void BeginCollective(const char* name, int64_t elements, const char* dtype) {
     name_.store(name, std::memory_order_relaxed);
+    buckets_.store(0, std::memory_order_relaxed);
     elements_.store(elements, std::memory_order_relaxed);
     dtype_.store(dtype, std::memory_order_relaxed);
     // One writer: no read-modify-write needed.
     count_.store(count_.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
     going_on_.store(true, std::memory_order_relaxed);
+  }
+  // Within a collective that goes through its tensors in buckets: the one under way, from 1.
+  void SetBucket(int bucket, int buckets, int64_t elements, const char* dtype) {
+    bucket_.store(bucket, std::memory_order_relaxed);
+    buckets_.store(buckets, std::memory_order_relaxed);
+    elements_.store(elements, std::memory_order_relaxed);
+    dtype_.store(dtype, std::memory_order_relaxed);
   }
   void EndCollective() { going_on_.store(false, std::memory_order_relaxed); }
 
@@ -43,6 +52,8 @@ class ProgressBoard {
   std::atomic<const char*> name_{nullptr};
   std::atomic<const char*> dtype_{""};
   std::atomic<int64_t> elements_{0};
+  std::atomic<int> bucket_{0};
+  std::atomic<int> buckets_{0};  // 0: the collective has none
   std::atomic<uint64_t> count_{0};
   std::atomic<bool> going_on_{false};
 };

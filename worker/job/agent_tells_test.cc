@@ -12,13 +12,12 @@ const std::map<std::string, std::string> kUnderAgent = {{"MUSTER_AGENT_TELLS", "
 
 TEST(AgentTells, FailureOfAnotherProcess_IsAnEcho) {
   for (const char* text : {
-           "lost another process at step 3: rank 1 (h, pid 7) did not take part in gradient "
-           "exchange "
+           "lost another process at step 3: rank 1 (h, pid 7) did not take part in AllReduce #9 "
            "after step 2: it has exited with code 1; rank 0 waits (Connection closed by peer)",
            "lost another process at step 3: rank 1 (h, pid 7) was killed by signal 9",
-           "rank 0 (h, pid 6) did not take part in gradient exchange after step 3 within 10m: it "
-           "runs "
-           "after step 0; rank 1 (h, pid 7) did not take part in it: it has exited with code 3; "
+           "rank 0 (h, pid 6) did not take part in AllReduce #9 bucket 2 of 5 (1,048,576 Float) "
+           "after step 3 within 10m: it runs after step 0; rank 1 (h, pid 7) did not take part in "
+           "it: it has exited with code 3; "
            "rank 2 "
            "waits",
            "the generation has ended: rank 1 (h, pid 7) exited with code 3: rank 1 exited with "
@@ -42,8 +41,7 @@ TEST(AgentTells, WhatNoAgentKnows_IsSaid) {
            "the user's own trouble",
            "ffmpeg exited with code 1",
            "lost another process at step 3: all are still here, so it is the network between them",
-           "lost another process at step 3: rank 1 (h, pid 7) did not take part in gradient "
-           "exchange "
+           "lost another process at step 3: rank 1 (h, pid 7) did not take part in AllReduce #9 "
            "after step 2: it has left the job; rank 0 waits",
            "lost another process at step 3: rank 1 (h, pid 7): it has exited with code 0; rank 0 "
            "waits",

@@ -12,16 +12,10 @@
 #include "base/mutex.h"
 #include "worker/collective/comm.h"
 #include "worker/job/coordinator_client.h"
+#include "worker/job/trigger.h"
 #include "worker/job/trigger_watch.h"
 
 namespace muster {
-
-// Something that one process or an operator wants all processes of the job to do at the same step.
-struct Trigger {
-  std::string name = "";
-  std::string payload = "";
-  int raised_by = -1;  // a rank; -1: an operator
-};
 
 // The named triggers of one process of a job.
 //

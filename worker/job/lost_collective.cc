@@ -24,9 +24,11 @@ bool GoesOn(absl::string_view collective) {
   return !collective.empty() && !absl::EndsWith(collective, ", done");
 }
 
-// Without the number of elements: ranks that call with other shapes stand in the same call.
+// Without bucket and number of elements: ranks that call with other shapes, or wait for another
+// bucket of the same gradient exchange, stand in the same call.
 absl::string_view Call(absl::string_view collective) {
-  return collective.substr(0, collective.find(" ("));
+  collective = collective.substr(0, collective.find(" ("));
+  return collective.substr(0, collective.find(" bucket "));
 }
 
 std::string Ranks(const std::vector<int>& ranks) {

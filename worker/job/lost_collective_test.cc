@@ -31,7 +31,7 @@ LostCollectiveSources Sources(int rank, std::vector<int> ranks) {
 TEST(LostCollective, RanksElsewhere_AreNamedWithWhereTheyStand) {
   ProgressBoard::Facts mine;
   mine.step = 4;
-  mine.last_collective = "gradient exchange #7 (163 Float)";
+  mine.last_collective = "AllReduce #7 bucket 1 of 2 (163 Float)";
   std::vector<MemberInfo> members(4);
   for (int rank = 0; rank < 4; ++rank) {
     members[rank].rank = rank;
@@ -44,17 +44,21 @@ TEST(LostCollective, RanksElsewhere_AreNamedWithWhereTheyStand) {
   members[1].last_collective = "AllGather #6 (8 Float), done";
   members[1].heartbeat_age = absl::Seconds(40);
   EXPECT_EQ(DescribeLostCollective(mine, Sources(0, {0, 1, 2}), members),
-            "rank 1 (host, pid 101) did not take part in gradient exchange #7 (163 Float) after "
-            "step 4 within 10m: it is in phase 'between steps' after step 4, last collective "
+            "rank 1 (host, pid 101) did not take part in AllReduce #7 bucket 1 of 2 (163 Float) "
+            "after step 4 within 10m: it is in phase 'between steps' after step 4, last collective "
             "AllGather #6 (8 Float), done, last heard of 40s ago; ranks 0, 2 wait");
+  // One that waits for another bucket waits all the same.
+  members[2].last_collective = "AllReduce #7 bucket 2 of 2 (20 Float)";
+  EXPECT_THAT(DescribeLostCollective(mine, Sources(0, {0, 1, 2}), members),
+              HasSubstr("ranks 0, 2 wait"));
   // Two that are missing, one of them dead, one in the next call of the same kind.
   members[2].gone = "it was killed by signal 9";
-  members[3].last_collective = "gradient exchange #8 (163 Float)";
+  members[3].last_collective = "AllReduce #8 bucket 1 of 2 (163 Float)";
   const std::string text = DescribeLostCollective(mine, Sources(0, {0, 2, 3, 5}), members);
-  EXPECT_THAT(text, AllOf(HasSubstr("rank 2 (host, pid 102) did not take part in gradient"),
+  EXPECT_THAT(text, AllOf(HasSubstr("rank 2 (host, pid 102) did not take part in AllReduce"),
                           HasSubstr(": it was killed by signal 9; rank 3 (host, pid 103) did not "
                                     "take part in it: it runs after step 4, last collective "
-                                    "gradient exchange #8"),
+                                    "AllReduce #8 bucket 1 of 2"),
                           HasSubstr("rank 5, of which nothing is known"),
                           HasSubstr("; rank 0 waits"), Not(HasSubstr("rank 1 "))));
 }
@@ -118,13 +122,13 @@ TEST(LostCollective, CoordinatorIsAsked) {
     ASSERT_NE(sources[rank].coordinator, nullptr);
     sources[rank].board->SetStep(4);
     sources[rank].board->SetPhase(rank == 1 ? "wait_for_everyone" : "backward");
-    if (rank != 1) sources[rank].board->BeginCollective("gradient exchange", 163, "Float");
+    if (rank != 1) sources[rank].board->BeginCollective("AllReduce", 163, "Float");
     ASSERT_TRUE(sources[rank].coordinator->Beat().ok());
   }
   const std::string text =
       ExplainLostCollective(sources[0], "[gloo/transport] Timed out waiting 600000ms\nframe #0");
   EXPECT_THAT(text, AllOf(HasSubstr("rank 1 (host, pid "),
-                          HasSubstr(") did not take part in gradient exchange #1 (163 Float) after "
+                          HasSubstr(") did not take part in AllReduce #1 (163 Float) after "
                                     "step 4 within 10m: it is in phase 'wait_for_everyone' after "
                                     "step 4; ranks 0, 2 wait"),
                           HasSubstr("([gloo/transport] Timed out waiting 600000ms)"),

@@ -606,6 +606,17 @@ void ForEachTensor(const T& value, F&& f) {
   }
 }
 
+// The structure with the tensors that f(tensors) returns, one for each of its own, in order. f:
+// std::vector<at::Tensor>(std::vector<at::Tensor>).
+template <class T, class F>
+T MapAllTensors(const T& value, F&& f) {
+  std::vector<at::Tensor> tensors;
+  ForEachTensor(value, [&](const at::Tensor& tensor) { tensors.push_back(tensor); });
+  const std::vector<at::Tensor> mapped = f(std::move(tensors));
+  size_t next = 0;
+  return MapTensors(value, [&](const at::Tensor&) { return mapped[next++]; });
+}
+
 // The first dimension of the first tensor that has one; nullopt if there is none.
 template <class T>
 std::optional<int64_t> FindBatchSize(const T& value) {

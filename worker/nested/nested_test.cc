@@ -123,6 +123,18 @@ TEST(MapTensors, DeepStructure_MapsEveryTensorAndKeepsTheRest) {
   EXPECT_THAT(Values(std::get<0>(before).at("a")), ElementsAre(0, 1));
 }
 
+TEST(MapAllTensors, TensorsOfAStructure_AreReplacedInOrder) {
+  const std::tuple<at::Tensor, std::vector<at::Tensor>, int> before(at::full({1}, 1),
+                                                                    {at::full({1}, 2)}, 7);
+  const auto after = MapAllTensors(before, [](std::vector<at::Tensor> tensors) {
+    EXPECT_EQ(tensors.size(), 2u);
+    return std::vector<at::Tensor>{tensors[0].add(10), tensors[1].add(20)};
+  });
+  EXPECT_EQ(std::get<0>(after).item<int>(), 11);
+  EXPECT_EQ(std::get<1>(after)[0].item<int>(), 22);
+  EXPECT_EQ(std::get<2>(after), 7);
+}
+
 TEST(ForEachTensor, UnorderedMap_VisitsInKeyOrder) {
   std::unordered_map<std::string, at::Tensor> map;
   for (int i = 9; i >= 0; --i) map["key" + std::to_string(i)] = Range(i, i + 1);

@@ -5,6 +5,7 @@
 #include <chrono>
 #include <functional>
 #include <limits>
+#include <optional>
 #include <regex>
 #include <sstream>
 #include <unordered_map>
@@ -22,7 +23,9 @@
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/Store.hpp"
 #include "torch/csrc/distributed/c10d/reducer.hpp"
+#include "worker/collective/progress_board.h"
 #include "worker/parallel/coalesce.h"
+#include "worker/parallel/comm_hooks.h"
 
 namespace muster {
 namespace {
@@ -53,8 +56,31 @@ class Reducer : public c10d::Reducer {
 
   // Between the forward pass that communicates and the end of its reduction.
   bool expecting() const { return expect_autograd_hooks_; }
-  // Every bucket is on its way.
-  bool launched() const { return next_bucket_ == buckets_.size(); }
+  // rebuild_buckets() has something to do.
+  bool rebuilds() const { return should_rebuild_buckets() && !rebuilt_params_.empty(); }
+  // How many buckets are on their way.
+  size_t launched() const { return next_bucket_; }
+  size_t num_buckets() const { return buckets_.size(); }
+
+  void Show(ProgressBoard& board, size_t bucket) const {
+    const Bucket& shown = buckets_[bucket];
+    // A sparse bucket has no flat tensor before its gradient is here.
+    const at::Tensor& tensor =
+        shown.expect_sparse_gradient ? shown.variables.front() : shown.gradients;
+    board.SetBucket(static_cast<int>(bucket) + 1, static_cast<int>(buckets_.size()), tensor.numel(),
+                    c10::toString(tensor.scalar_type()));
+  }
+
+  // Waits for the buckets in the order in which finalize_backward() does, with the one that is
+  // being waited for on `board`. A failed bucket stays there: finalize_backward() throws its error.
+  void AwaitBuckets(ProgressBoard& board) const {
+    for (size_t b = 0; b < buckets_.size(); ++b) {
+      if (buckets_[b].future_work == nullptr) return;
+      Show(board, b);
+      buckets_[b].future_work->wait();
+      if (buckets_[b].future_work->hasError()) return;
+    }
+  }
 };
 
 // Runs `Fn(gradient)` whenever a gradient has been added to a parameter; undefined: nothing was.
@@ -131,7 +157,7 @@ class DataParallel::Impl {
   Impl(Comm& comm, std::vector<at::Tensor> parameters, std::vector<std::string> names,
        std::vector<at::Tensor> buffers, const DataParallelOptions& options,
        std::vector<bool> sparse)
-      : comm_(comm), options_(options), buffers_(std::move(buffers)) {
+      : comm_(comm), board_(comm.board()), options_(options), buffers_(std::move(buffers)) {
     TORCH_CHECK(parameters.size() == names.size(), "got ", names.size(), " names for ",
                 parameters.size(), " parameters");
     TORCH_CHECK(sparse.empty() || sparse.size() == parameters.size(), "got ", sparse.size(),
@@ -254,6 +280,7 @@ class DataParallel::Impl {
     }
     std::vector<c10d::GradBucket> buckets =
         reducer_->get_grad_buckets(/*return_zero_tensors=*/true);
+    BeginOnBoard();
     std::vector<c10::intrusive_ptr<c10::ivalue::Future>> work;
     for (c10d::GradBucket& bucket : buckets) work.push_back(reducer_->run_comm_hook(bucket));
     if (options_.find_unused_parameters) {
@@ -261,7 +288,11 @@ class DataParallel::Impl {
       std::vector<at::Tensor> list = {unused};
       group_->allreduce(list)->wait();
     }
-    for (const auto& future : work) future->waitAndThrow();
+    for (size_t b = 0; b < work.size(); ++b) {
+      if (board_ != nullptr) reducer_->Show(*board_, b);
+      work[b]->waitAndThrow();
+    }
+    if (board_ != nullptr) board_->EndCollective();
     reducer_->push_rebuilt_params_for_all_indices();
     SyncBuffers();
   }
@@ -273,7 +304,6 @@ class DataParallel::Impl {
   }
 
   void set_buffer_root(int rank) { buffer_root_ = rank; }
-  void set_progress(ProgressBoard* board) { progress_ = board; }
   const DataParallelOptions& options() const { return options_; }
   const std::vector<at::Tensor>& parameters() const { return all_; }
   std::string sparse_parameter() const {
@@ -283,6 +313,7 @@ class DataParallel::Impl {
 
  private:
   Comm& comm_;
+  ProgressBoard* const board_;  // may be null
   const DataParallelOptions options_;
   // Of every parameter, frozen or not.
   std::vector<at::Tensor> all_;
@@ -300,8 +331,6 @@ class DataParallel::Impl {
   std::string id_;  // unique in the group's store, the same on all ranks
   std::shared_ptr<Reducer> reducer_;
   std::vector<std::pair<uintptr_t, std::shared_ptr<torch::autograd::Node>>> observers_;
-  ProgressBoard* progress_ = nullptr;
-  int64_t trained_numel_ = 0;
   int buffer_root_ = 0;
   uint64_t changes_ = 0;  // of requires_grad
   uint32_t arms_ = 1;     // exchanges armed so far, and one
@@ -310,6 +339,7 @@ class DataParallel::Impl {
   bool armed_ = false;    // without a Reducer: what Reducer::expecting() says
   bool open_ = false;     // the first gradient of the armed exchange has come
   bool closing_ = false;  // its end is queued
+  size_t shown_ = 0;      // buckets of it that the board has seen launched
   bool delay_enqueued_ = false;
 
   // Whether the gradient of a parameter in trained_ holds what was not exchanged. `open`: an armed
@@ -330,14 +360,12 @@ class DataParallel::Impl {
     reducer_.reset();
     trained_.clear();
     trained_index_.clear();
-    trained_numel_ = 0;
     armed_ = open_ = closing_ = delay_enqueued_ = false;
     for (size_t i = 0; i < all_.size(); ++i) {
       trains_[i] = all_[i].requires_grad();
       if (!trains_[i]) continue;
       trained_.push_back(all_[i]);
       trained_index_.push_back(i);
-      trained_numel_ += all_[i].numel();
     }
     idle_ = trained_.empty();
     if (idle_) return;
@@ -402,7 +430,14 @@ class DataParallel::Impl {
 
   // What every rank does at the start of a micro-step, whether it has a batch or not.
   void FinishPrior() {
-    if (reducer_ != nullptr) Guarded([&] { reducer_->rebuild_buckets(); });
+    if (reducer_ == nullptr) return;
+    // Once, the ranks take over rank 0's assignment of parameters to buckets.
+    std::optional<CollectiveOnBoard> rebuild;
+    if (board_ != nullptr && reducer_->rebuilds()) {
+      rebuild.emplace(*board_, "Broadcast", static_cast<int64_t>(trained_.size()),
+                      "bucket indices");
+    }
+    Guarded([&] { reducer_->rebuild_buckets(); });
   }
 
   // Notices parameters that were frozen, unfrozen, converted or moved since the last forward pass.
@@ -484,6 +519,7 @@ class DataParallel::Impl {
   void Arm(const std::vector<at::Tensor>& outputs) {
     ++arms_;
     open_ = closing_ = false;
+    shown_ = 0;
     if (reducer_ == nullptr) {
       armed_ = true;
       return;
@@ -511,22 +547,44 @@ class DataParallel::Impl {
     local_[i] = 0;
     if (!open_) {
       open_ = true;
-      if (progress_ != nullptr) {
-        progress_->BeginCollective("gradient exchange", trained_numel_,
-                                   c10::toString(trained_[0].scalar_type()));
+      if (reducer_ == nullptr) {
+        AtEndOfBackward([this] { ReduceWithoutReducer(); });
+      } else if (board_ != nullptr) {
+        BeginOnBoard();
+        AtEndOfBackward([this] { AwaitBuckets(); });
       }
-      if (reducer_ == nullptr) AtEndOfBackward([this] { ReduceWithoutReducer(); });
     }
-    if (reducer_ != nullptr && !closing_ && reducer_->launched()) {
+    if (reducer_ == nullptr) return;
+    const size_t launched = reducer_->launched();
+    if (launched == shown_) return;
+    shown_ = launched;
+    const size_t buckets = reducer_->num_buckets();
+    // With all of them on their way, the first one is waited for.
+    if (board_ != nullptr) reducer_->Show(*board_, launched < buckets ? launched : 0);
+    if (launched == buckets && !closing_) {
       closing_ = true;
       // Right behind the Reducer's own, which waits for the buckets.
       AtEndOfBackward([this] { CloseExchange(); });
     }
   }
 
+  // The exchange is one collective on the board, with the bucket that is filled or waited for.
+  void BeginOnBoard() {
+    if (board_ == nullptr) return;
+    board_->BeginCollective(options_.gradient_hook != nullptr ? "gradient_hook" : "AllReduce", 0,
+                            "");
+    reducer_->Show(*board_, 0);
+  }
+
+  // Right before the Reducer's own wait, which does not say what it waits for. (Where the first
+  // gradient launches the last bucket, the Reducer is first; nothing is left to wait for then.)
+  void AwaitBuckets() {
+    if (reducer_->launched() == reducer_->num_buckets()) reducer_->AwaitBuckets(*board_);
+  }
+
   // The last part of an exchange: from here on gradients and buffers of all ranks are equal.
   void CloseExchange() {
-    if (progress_ != nullptr) progress_->EndCollective();
+    if (board_ != nullptr && reducer_ != nullptr) board_->EndCollective();
     SyncBuffers();
   }
 
@@ -653,7 +711,6 @@ void DataParallel::ForgetPending(const std::vector<at::Tensor>& parameters) {
 void DataParallel::Shadow(bool communicate) { impl_->Shadow(communicate); }
 void DataParallel::set_buffer_root(int rank) { impl_->set_buffer_root(rank); }
 void DataParallel::BroadcastModel(int root) { impl_->BroadcastModel(root); }
-void DataParallel::set_progress(ProgressBoard* board) { impl_->set_progress(board); }
 std::string DataParallel::sparse_parameter() const { return impl_->sparse_parameter(); }
 const DataParallelOptions& DataParallel::options() const { return impl_->options(); }
 const std::vector<at::Tensor>& DataParallel::parameters() const { return impl_->parameters(); }

@@ -8,33 +8,10 @@
 
 #include "ATen/core/Tensor.h"
 #include "worker/collective/comm.h"
-#include "worker/collective/progress_board.h"
 #include "worker/nested/nested.h"
-#include "worker/parallel/comm_hooks.h"
+#include "worker/parallel/data_parallel_options.h"
 
 namespace muster {
-
-// Names and defaults as torch's DistributedDataParallel.
-struct DataParallelOptions {
-  double bucket_cap_mb = 25;
-  // At the end of every backward pass that communicates, the buffers of all ranks become those of
-  // rank 0: they are equal, in evaluation too, whenever no accumulation window is open.
-  bool broadcast_buffers = true;
-  bool find_unused_parameters = false;
-  // The set of used parameters and the order of their gradients never change.
-  bool static_graph = false;
-  // Gradients are views of the reduction buckets: saves their memory and a copy. Zero them in place
-  // (grad_zeroing()).
-  bool gradient_as_bucket_view = false;
-  // Parameters and buffers start as those of rank 0. Off, they must be equal already.
-  bool init_sync = true;
-  CommHook comm_hook = CommHook::kNone;
-  CommWrapper comm_wrapper = CommWrapper::kNone;
-  PowerSgdOptions power_sgd = {};
-  // In place of comm_hook and comm_wrapper; refused together with them, and without a process
-  // group.
-  GradientHook gradient_hook = nullptr;
-};
 
 // Averages the gradients of one model over the ranks while the backward pass runs, in buckets, on
 // c10d::Reducer. It takes tensors, not a module: whoever owns the model calls, in this order and on
@@ -55,6 +32,9 @@ struct DataParallelOptions {
 // parameter and rank; ranks that did not come are named after the group's timeout. While all
 // parameters are frozen nothing is exchanged. Dtype and device may not change: BeforeForward
 // throws.
+//
+// Each exchange stands on comm.board() as one collective, with the bucket that it waits for:
+// "AllReduce #7 bucket 2 of 5 (1,048,576 Float)".
 //
 // With a Comm of one rank nothing is done. With one that has no process group (threads), gradients
 // are averaged at the end of the backward pass in one piece; comm_hook and the Reducer's options
@@ -83,11 +63,8 @@ class DataParallel {
   // `output`: a nest of tensors as worker/nested/nested.h describes them.
   template <typename T>
   T AfterForward(const T& output) {
-    std::vector<at::Tensor> tensors;
-    ForEachTensor(output, [&tensors](const at::Tensor& tensor) { tensors.push_back(tensor); });
-    const std::vector<at::Tensor> passed = PassOutputs(std::move(tensors));
-    size_t next = 0;
-    return MapTensors(output, [&](const at::Tensor&) { return passed[next++]; });
+    return MapAllTensors(output,
+                         [this](std::vector<at::Tensor> t) { return PassOutputs(std::move(t)); });
   }
   std::vector<at::Tensor> PassOutputs(std::vector<at::Tensor> outputs);
 
@@ -120,10 +97,6 @@ class DataParallel {
 
   // Overwrites parameters and buffers with those of rank `root`. A collective.
   void BroadcastModel(int root);
-
-  // Shows every exchange of gradients on `board` as the collective "gradient exchange". Borrowed;
-  // null: none.
-  void set_progress(ProgressBoard* board);
 
   const DataParallelOptions& options() const;
   const std::vector<at::Tensor>& parameters() const;  // without duplicates

@@ -2,7 +2,10 @@
 
 #include <chrono>
 #include <latch>
+#include <memory>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 
 #include "ATen/core/grad_mode.h"
 #include "ATen/core/ivalue.h"
@@ -16,9 +19,11 @@
 #include "torch/csrc/distributed/c10d/Backend.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/comm.hpp"
+#include "worker/collective/borrowed_comm.h"
 #include "worker/collective/collective_error.h"
 #include "worker/collective/gloo_ranks.h"
 #include "worker/collective/local_comm.h"
+#include "worker/collective/observed_comm.h"
 #include "worker/collective/progress_board.h"
 #include "worker/collective/test_error.h"
 #include "worker/collective/thread_comm.h"
@@ -33,6 +38,7 @@ using ::testing::AllOf;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 using Runner = void (*)(int, const std::function<void(Comm&)>&);
 void Gloo(int n, const std::function<void(Comm&)>& fn) { RunGlooRanks(n, fn); }
@@ -629,48 +635,115 @@ TEST(GradientHook, WithoutFutureOrWithAnotherHook_IsRefused) {
               HasSubstr("needs a process group"));
 }
 
-TEST(DataParallel, Progress_ShowsTheExchangeAsACollective) {
+// `comm` with a board, as JoinJob() makes it.
+std::unique_ptr<Comm> OnBoard(Comm& comm, const std::shared_ptr<ProgressBoard>& board) {
+  return MakeObservedComm(std::make_unique<BorrowedComm>(comm), board);
+}
+
+// A bucket for each parameter, once the first backward pass has shown their order.
+const DataParallelOptions kSmallBuckets = {.bucket_cap_mb = 1.0 / 1024 / 1024,
+                                           .broadcast_buffers = false};
+
+TEST(DataParallel, Exchange_IsACollectiveOnTheBoard) {
   RunGlooRanks(kRanks, [&](Comm& comm) {
-    ProgressBoard board;
+    const auto board = std::make_shared<ProgressBoard>();
+    const std::unique_ptr<Comm> observed = OnBoard(comm, board);
     TestNet net(7);
-    DataParallel ddp(comm, net.parameters, net.names, {});
-    ddp.set_progress(&board);
+    DataParallel ddp(*observed, net.parameters, net.names, {}, kSmallBuckets);
+    observed->Barrier();
+    const std::string before = board->Read().last_collective;
     ddp.BeforeForward(true);
     const at::Tensor out = ddp.AfterForward(net.Forward(Input(0, comm.rank())));
-    EXPECT_EQ(board.Read().last_collective, "");
+    EXPECT_EQ(board->Read().last_collective, before);
     out.sum().backward();
-    EXPECT_EQ(board.Read().last_collective, "gradient exchange #1 (163 Float), done");
+    EXPECT_THAT(board->Read().last_collective,
+                AllOf(HasSubstr("AllReduce #"), HasSubstr(" bucket 1 of 1 (163 Float), done")));
+    ddp.BeforeForward(true);
+    ddp.AfterForward(net.Forward(Input(1, comm.rank()))).sum().backward();
+    EXPECT_THAT(board->Read().last_collective, HasSubstr(" bucket 4 of 4 (96 Float), done"));
   });
 }
 
-TEST(DataParallel, ExchangeThatTimesOut_IsALostCollectiveOnTheBoard) {
+TEST(DataParallel, RankThatDoesNotComeToBackward_LeavesBucketAndCollectiveOnTheBoard) {
   for (const bool shared_memory : {false, true}) {
     std::latch failed(1);
     const auto rank_main = [&](Comm& comm) {
+      const auto board = std::make_shared<ProgressBoard>();
+      const std::unique_ptr<Comm> observed = OnBoard(comm, board);
       TestNet net(7);
-      DataParallel ddp(comm, net.parameters, net.names, {});
-      // Rank 1 skips this step.
+      DataParallel ddp(*observed, net.parameters, net.names, {}, kSmallBuckets);
+      ddp.BeforeForward(true);
+      ddp.AfterForward(net.Forward(Input(0, comm.rank()))).sum().backward();
+      ddp.BeforeForward(true);
+      const at::Tensor out = ddp.AfterForward(net.Forward(Input(1, comm.rank())));
+      observed->Barrier();
       if (comm.rank() == 1) return failed.wait();
       const absl::Cleanup release = [&] { failed.count_down(); };
-      ProgressBoard board;
-      ddp.set_progress(&board);
       comm.process_group()->getBackend(at::kCPU)->setTimeout(std::chrono::milliseconds(300));
-      ddp.BeforeForward(true);
-      const at::Tensor out = ddp.AfterForward(net.Forward(Input(0, comm.rank())));
       const CollectiveExplainer explain = [&](absl::string_view) {
-        return "stands in " + board.Read().last_collective;
+        return "waits in " + board->Read().last_collective;
       };
-      EXPECT_EQ(ErrorOf([&] {
-                  try {
-                    out.sum().backward();
-                  } catch (...) {
-                    RethrowExplained(explain);
-                  }
-                }),
-                "stands in gradient exchange #1 (163 Float)");
+      EXPECT_THAT(ErrorOf([&] {
+                    try {
+                      out.sum().backward();
+                    } catch (...) {
+                      RethrowExplained(explain);
+                    }
+                  }),
+                  AllOf(HasSubstr("waits in AllReduce #"), HasSubstr(" bucket 1 of 4 (3 Float)"),
+                        Not(HasSubstr("done"))));
     };
     shared_memory ? RunShmRanks(kRanks, rank_main) : RunGlooRanks(kRanks, rank_main);
   }
+}
+
+TEST(DataParallel, BucketThatFails_IsTheOneOnTheBoard) {
+  RunGlooRanks(kRanks, [&](Comm& comm) {
+    const auto board = std::make_shared<ProgressBoard>();
+    const std::unique_ptr<Comm> observed = OnBoard(comm, board);
+    bool fail = false;
+    DataParallelOptions options = kSmallBuckets;
+    options.gradient_hook = [&](c10d::ProcessGroup&, c10d::GradBucket& bucket) {
+      auto future = c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+      if (fail && bucket.getIndex() >= 2) {
+        future->setError(std::make_exception_ptr(std::runtime_error("no third bucket")));
+      } else {
+        future->markCompleted(bucket.getBuffer());
+      }
+      return future;
+    };
+    TestNet net(7);
+    DataParallel ddp(*observed, net.parameters, net.names, {}, options);
+    for (fail = false;; fail = true) {
+      ddp.BeforeForward(true);
+      const at::Tensor out = ddp.AfterForward(net.Forward(Input(0, comm.rank())));
+      if (fail) {
+        EXPECT_THROW(out.sum().backward(), std::exception);
+        break;
+      }
+      out.sum().backward();
+    }
+    EXPECT_THAT(
+        board->Read().last_collective,
+        AllOf(HasSubstr("gradient_hook #"), HasSubstr(" bucket 3 of 4 ("), Not(HasSubstr("done"))));
+  });
+}
+
+TEST(DataParallel, RankWithoutABatch_CountsTheSameCollectives) {
+  RunGlooRanks(kRanks, [&](Comm& comm) {
+    const auto board = std::make_shared<ProgressBoard>();
+    const std::unique_ptr<Comm> observed = OnBoard(comm, board);
+    TestNet net(7);
+    DataParallel ddp(*observed, net.parameters, net.names, {}, kSmallBuckets);
+    if (comm.rank() == 1) {
+      ddp.Shadow(true);
+    } else {
+      ddp.BeforeForward(true);
+      ddp.AfterForward(net.Forward(Input(0, comm.rank()))).sum().backward();
+    }
+    const std::string mine = board->Read().last_collective;
+    EXPECT_THAT(comm.AllGatherBytes(mine), ElementsAre(mine, mine));
+  });
 }
 
 TEST(DataParallel, NestedOutputs_ComeBackInPlace) {

@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/clock.h"
 #include "base/units.h"
 
 namespace muster {
@@ -15,6 +16,11 @@ namespace {
 
 constexpr double kSmoothing = 0.3;
 constexpr int kWidestBar = 30;
+
+ProgressOptions WithClock(ProgressOptions options) {
+  if (options.clock == nullptr) options.clock = &Clock::Real();
+  return options;
+}
 
 int TerminalColumns(int fd) {
   winsize size{};
@@ -60,7 +66,7 @@ std::string Rate(double per_second, const std::string& unit) {
 }  // namespace
 
 Progress::Progress(ProgressOptions options)
-    : options_(std::move(options)),
+    : options_(WithClock(std::move(options))),
       visible_(options_.enabled && options_.terminal.value_or(isatty(options_.fd) == 1)),
       done_(options_.initial),
       start_(options_.clock->Now()),

@@ -9,9 +9,10 @@
 
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
-#include "base/clock.h"
 
 namespace muster {
+
+class Clock;
 
 struct ProgressOptions {
   // Shown before the bar.
@@ -32,7 +33,7 @@ struct ProgressOptions {
   int columns = 0;
   // Redrawn at most this often.
   absl::Duration period = absl::Milliseconds(100);
-  const Clock* clock = &Clock::Real();
+  const Clock* clock = nullptr;  // null: the real one
 };
 
 // One line that shows how far a loop is:

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "worker/train/options.h"
 #include "worker/train/plain_state.h"
 
 namespace muster {
@@ -13,28 +14,6 @@ struct BatchFacts {
   bool is_last = false;  // the last batch of this epoch on this rank
   // Batches that come after this one in the epoch, the same on every rank; -1: unknown.
   int64_t batches_left = -1;
-};
-
-// How the loss is divided in a window that a loader's end makes shorter than num_steps.
-enum class ShortWindow {
-  // By the real length of the window: every micro-step of it counts the same, as in a full window.
-  kRescale,
-  // By num_steps, as Accelerate does: the gradient of a window of k micro-steps is k/num_steps of
-  // the mean. For trajectories that have to equal Accelerate's, such as the recorded `training`
-  // cases (tests/testdata).
-  kLikeAccelerate,
-};
-
-struct AccumulationOptions {
-  int64_t num_steps = 1;             // micro-steps per optimizer step, at least 1
-  bool sync_with_dataloader = true;  // the last batch of a loader ends the window
-  // Exchange gradients in every micro-step; the optimizer still waits.
-  bool sync_each_batch = false;
-  // The schedule was made for the number of micro-steps: every optimizer step moves it on by the
-  // length of its window, so it ends with the training. Off by default, which is what Accelerate's
-  // flag of this name amounts to (it is never read); see PreparedScheduler.
-  bool adjust_scheduler = false;
-  ShortWindow short_window = ShortWindow::kRescale;
 };
 
 // What one micro-step has to do.

@@ -7,17 +7,10 @@
 #include "ATen/core/Tensor.h"
 #include "worker/collective/comm.h"
 #include "worker/train/optimizer_handle.h"
+#include "worker/train/options.h"
 #include "worker/train/plain_state.h"
 
 namespace muster {
-
-struct GradScalerOptions {
-  double init_scale = 65536;
-  double growth_factor = 2;
-  double backoff_factor = 0.5;
-  int64_t growth_interval = 2000;  // good steps in a row before the scale grows
-  bool enabled = true;             // false: everything passes through
-};
 
 // Loss scaling for fp16, with PyTorch's rules. Per optimizer step:
 //

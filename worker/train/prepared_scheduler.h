@@ -5,16 +5,9 @@
 
 #include "worker/train/accumulation.h"
 #include "worker/train/lr_scheduler.h"
+#include "worker/train/options.h"
 
 namespace muster {
-
-// What one optimizer step is worth to a schedule.
-enum class SchedulerUnits {
-  kOptimizerSteps,  // 1
-  // num_processes, or 1 with split_batches: Accelerate's way, for schedules made for the number of
-  // batches that one process alone would see.
-  kProcesses,
-};
 
 struct PreparedSchedulerOptions {
   bool step_with_optimizer = true;  // false: one step at every call, whatever the optimizer does

@@ -1,0 +1,84 @@
+#ifndef MUSTER_INTERNAL_MODEL_SLOT_H_
+#define MUSTER_INTERNAL_MODEL_SLOT_H_
+
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "muster/internal/model_source.h"
+#include "worker/nested/nested.h"
+#include "worker/train/autocast.h"
+
+namespace muster {
+class DataParallel;
+}
+
+namespace muster::internal {
+
+class Core;
+
+// A prepared model: its tensors and, in a job of several processes, its gradient exchange.
+class ModelSlot {
+ public:
+  // With `evaluation`, no gradients are exchanged.
+  ModelSlot(Core* core, std::unique_ptr<ModelSource> source, bool evaluation);
+  ~ModelSlot();
+
+  // Runs one forward pass: see AcceleratedModel.
+  template <class F>
+  auto Run(F&& forward) {
+    BeforeForward();
+    if constexpr (std::is_void_v<std::invoke_result_t<F>>) {
+      RunUnderAutocast(std::forward<F>(forward));
+    } else {
+      if (ddp_ == nullptr) return RunUnderAutocast(std::forward<F>(forward));
+      return MapAllTensors(RunUnderAutocast(std::forward<F>(forward)),
+                           [this](std::vector<at::Tensor> t) { return PassOutputs(std::move(t)); });
+    }
+  }
+
+  ModelSource& source() { return *source_; }
+  DataParallel* ddp() { return ddp_.get(); }
+  // See Accelerator::trigger_sync_in_backward.
+  void SyncInBackward();
+  bool evaluation() const { return evaluation_; }
+
+ private:
+  friend class Core;
+  friend class OptimizerSlot;
+
+  template <class F>
+  auto RunUnderAutocast(F&& forward);
+
+  void BeforeForward();
+  std::vector<at::Tensor> PassOutputs(std::vector<at::Tensor> outputs);
+  bool autocast_on() const;
+  AutocastGuard Autocast() const;
+
+  Core* const core_;
+  const std::unique_ptr<ModelSource> source_;
+  const bool evaluation_;
+  std::unique_ptr<DataParallel> ddp_;
+  // Passes with gradients so far.
+  int64_t forwards_ = 0;
+  // The exchange is armed by a forward pass; a backward pass has used that up.
+  enum class Armed { kNo, kYes, kUsed };
+  Armed armed_ = Armed::kNo;
+};
+
+template <class F>
+auto ModelSlot::RunUnderAutocast(F&& forward) {
+  if (!autocast_on()) return std::forward<F>(forward)();
+  auto out = [&] {
+    AutocastGuard guard = Autocast();
+    return std::forward<F>(forward)();
+  }();
+  return ConvertToFp32(out);
+}
+
+}  // namespace muster::internal
+
+#endif  // MUSTER_INTERNAL_MODEL_SLOT_H_

@@ -1,0 +1,110 @@
+#ifndef MUSTER_INTERNAL_SCOPES_H_
+#define MUSTER_INTERNAL_SCOPES_H_
+
+#include <cstdint>
+#include <utility>
+
+// What methods of Accelerator return for the length of a scope. They borrow the Core.
+namespace muster::internal {
+
+class Core;
+
+// One micro-step; see Accelerator::accumulate.
+class [[nodiscard]] AccumulateScope {
+ public:
+  explicit AccumulateScope(Core* core) : core_(core) {}
+  ~AccumulateScope();
+  AccumulateScope(AccumulateScope&& other) noexcept : core_(std::exchange(other.core_, nullptr)) {}
+  AccumulateScope(const AccumulateScope&) = delete;
+  AccumulateScope& operator=(const AccumulateScope&) = delete;
+
+ private:
+  Core* core_;
+};
+
+class [[nodiscard]] NoSyncScope {
+ public:
+  explicit NoSyncScope(Core* core);
+  ~NoSyncScope();
+  NoSyncScope(const NoSyncScope&) = delete;
+  NoSyncScope& operator=(const NoSyncScope&) = delete;
+
+ private:
+  Core* const core_;
+};
+
+class [[nodiscard]] JoinScope {
+ public:
+  JoinScope(Core* core, bool even_batches);
+  // Takes part in the exchanges of the processes that still have batches, until all are here.
+  // Unless an exception is leaving the scope.
+  ~JoinScope() noexcept(false);
+  JoinScope(const JoinScope&) = delete;
+  JoinScope& operator=(const JoinScope&) = delete;
+
+ private:
+  Core* const core_;
+  const int exceptions_;
+};
+
+// Backward passes in this scope exchange no gradients, but windows end and optimizers step.
+class [[nodiscard]] LocalScope {
+ public:
+  explicit LocalScope(Core* core);
+  ~LocalScope();
+  LocalScope(const LocalScope&) = delete;
+  LocalScope& operator=(const LocalScope&) = delete;
+
+ private:
+  Core* const core_;
+};
+
+class [[nodiscard]] FirstScope {
+ public:
+  FirstScope(Core* core, bool per_host);
+  ~FirstScope();
+  FirstScope(const FirstScope&) = delete;
+  FirstScope& operator=(const FirstScope&) = delete;
+
+ private:
+  Core* const core_;
+  const bool first_;
+};
+
+// 0 ... count-1, less the epochs that a loaded state has finished.
+class EpochRange {
+ public:
+  class Iterator {
+   public:
+    Iterator(Core* core, int64_t epoch) : core_(core), epoch_(epoch) {}
+    int64_t operator*() const;
+    Iterator& operator++();
+    bool operator!=(const Iterator& other) const { return epoch_ < other.epoch_; }
+
+   private:
+    Core* const core_;
+    int64_t epoch_;
+  };
+  EpochRange(Core* core, int64_t count) : core_(core), count_(count) {}
+  Iterator begin() const;
+  Iterator end() const { return Iterator(core_, count_); }
+
+ private:
+  Core* const core_;
+  const int64_t count_;
+};
+
+// While it lives, a prepare() call is going on; Finish() ties its schedules to its optimizer.
+class PrepareCall {
+ public:
+  explicit PrepareCall(Core* core);
+  // Not noexcept: a schedule without an optimizer is refused here, after all objects were seen.
+  ~PrepareCall() noexcept(false);
+
+ private:
+  Core* const core_;
+  const int exceptions_;
+};
+}  // namespace muster::internal
+
+#endif  // MUSTER_INTERNAL_SCOPES_H_

@@ -1,0 +1,111 @@
+#ifndef MUSTER_INTERNAL_SLOTS_H_
+#define MUSTER_INTERNAL_SLOTS_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "muster/internal/model_slot.h"
+#include "worker/train/lr_scheduler.h"
+#include "worker/train/optimizer_handle.h"
+#include "worker/train/plain_state.h"
+#include "worker/train/prepared_scheduler.h"
+
+// What stands behind the handles of prepared optimizers and schedules.
+namespace muster::internal {
+
+class Core;
+
+// A prepared optimizer.
+class OptimizerSlot {
+ public:
+  OptimizerSlot(Core* core, OptimizerHandle* handle, std::unique_ptr<OptimizerHandle> owned);
+
+  void Step();
+  at::Tensor StepWithClosure(const std::function<at::Tensor()>& closure);
+  void ZeroGrad(bool set_to_none);
+  bool step_was_skipped() const { return step_was_skipped_; }
+  int64_t steps() const { return steps_; }
+  void set_steps(int64_t steps) { steps_ = steps; }
+  OptimizerHandle& handle() { return *handle_; }
+
+ private:
+  friend class Core;
+
+  void ZeroNow(bool set_to_none);
+  void Stepped();
+
+  Core* const core_;
+  const std::unique_ptr<OptimizerHandle> owned_;
+  OptimizerHandle* const handle_;
+
+  bool step_was_skipped_ = false;
+  bool gradients_finished_ = false;  // in this window
+  // The gradients that are there have been stepped on: the next ZeroGrad() forgets them.
+  bool consumed_ = false;
+  // ZeroGrad() came before the step of this micro-step: done when the micro-step ends.
+  std::optional<bool> zero_at_end_;
+  // A parameter that got its first gradient of the window in a micro-step before this one.
+  at::Tensor witness_;
+  // What prepare() was given: the user's optimizer and, where it came as a shared_ptr, itself.
+  const void* source_ = nullptr;
+  uint64_t source_id_ = 0;
+  std::shared_ptr<void> keep_;
+  // Parameters that no model exchanges, as of these versions of what they are made of.
+  std::vector<size_t> local_;
+  std::vector<std::weak_ptr<ModelSlot>> models_;  // that have parameters of this optimizer
+  std::vector<int64_t> forwards_at_step_;         // of each, when this optimizer stepped last
+  int64_t checked_parameters_ = -1;
+  uint64_t checked_models_ = 0;
+  int64_t steps_ = 0;
+};
+
+// A prepared schedule of any kind. Between PrepareSchedule and the end of the prepare() call it has
+// no optimizer yet.
+class SchedulerSlot {
+ public:
+  // Makes the scheduler once its optimizer is known.
+  using Make = std::function<std::unique_ptr<Scheduler>(OptimizerHandle&)>;
+  using MakePlateau = std::function<std::unique_ptr<MetricScheduler>(OptimizerHandle&)>;
+
+  // `source`: a scheduler of LibTorch's, which the slot drives; `keep`: what must live as long.
+  SchedulerSlot(Core* core, Make make, const void* source = nullptr,
+                std::shared_ptr<void> keep = nullptr)
+      : core_(core), make_(std::move(make)), source_(source), keep_(std::move(keep)) {}
+  SchedulerSlot(Core* core, MakePlateau make, const void* source = nullptr,
+                std::shared_ptr<void> keep = nullptr)
+      : core_(core), make_plateau_(std::move(make)), source_(source), keep_(std::move(keep)) {}
+
+  void Bind(std::shared_ptr<OptimizerSlot> optimizer);
+  void Step();
+  // (collective) By the mean of all processes' metrics.
+  void StepMetric(double metric);
+  double last_lr() const;
+  std::vector<double> last_lrs() const;
+  int64_t step_count() const;
+  PlainState SaveState() const;
+  void LoadState(const PlainState& state);
+
+ private:
+  friend class Core;
+
+  void CheckBound() const;
+
+  Core* const core_;
+  const Make make_;
+  const MakePlateau make_plateau_;
+  const void* const source_;
+  const std::shared_ptr<void> keep_;
+  std::shared_ptr<OptimizerSlot> optimizer_;
+  std::unique_ptr<Scheduler> scheduler_;  // or:
+  std::unique_ptr<MetricScheduler> plateau_;
+  std::unique_ptr<PreparedScheduler> gate_;
+};
+
+}  // namespace muster::internal
+
+#endif  // MUSTER_INTERNAL_SLOTS_H_

@@ -1,0 +1,32 @@
+#ifndef MUSTER_WORKER_PARALLEL_DATA_PARALLEL_OPTIONS_H_
+#define MUSTER_WORKER_PARALLEL_DATA_PARALLEL_OPTIONS_H_
+
+#include "worker/parallel/comm_hooks.h"
+
+namespace muster {
+
+// Names and defaults as torch's DistributedDataParallel.
+struct DataParallelOptions {
+  double bucket_cap_mb = 25;
+  // At the end of every backward pass that communicates, the buffers of all ranks become those of
+  // rank 0: they are equal, in evaluation too, whenever no accumulation window is open.
+  bool broadcast_buffers = true;
+  bool find_unused_parameters = false;
+  // The set of used parameters and the order of their gradients never change.
+  bool static_graph = false;
+  // Gradients are views of the reduction buckets: saves their memory and a copy. Zero them in place
+  // (grad_zeroing()).
+  bool gradient_as_bucket_view = false;
+  // Parameters and buffers start as those of rank 0. Off, they must be equal already.
+  bool init_sync = true;
+  CommHook comm_hook = CommHook::kNone;
+  CommWrapper comm_wrapper = CommWrapper::kNone;
+  PowerSgdOptions power_sgd = {};
+  // In place of comm_hook and comm_wrapper; refused together with them, and without a process
+  // group.
+  GradientHook gradient_hook = nullptr;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_PARALLEL_DATA_PARALLEL_OPTIONS_H_
