@@ -35,6 +35,10 @@ absl::Status FailedAt(absl::string_view what, const std::string& path, uint64_t 
   return absl::ErrnoToStatus(errno, absl::StrCat("cannot ", what, " ", path, " at byte ", offset));
 }
 
+uint64_t RoundUp(uint64_t number) {
+  return (number + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
+}
+
 bool IsAligned(uint64_t number) { return number % kDirectAlignment == 0; }
 bool IsAligned(const void* address) { return IsAligned(reinterpret_cast<uintptr_t>(address)); }
 
@@ -175,8 +179,7 @@ absl::Status ReadBlock(const DirectFileSystem& system, File& direct, File& cache
     // one that was cut short anywhere else is read through the cache.
     const bool past_cache = !from_cache && direct.direct() && IsAligned(done);
     const size_t rest = size - done;
-    const size_t asked =
-        past_cache ? (rest + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment : rest;
+    const size_t asked = past_cache ? RoundUp(rest) : rest;
     const ssize_t n =
         system.pread(past_cache ? direct.fd() : cached.fd(), to + done, asked, at + done);
     if (n < 0 && errno == EINTR) continue;
@@ -211,8 +214,7 @@ absl::StatusOr<DirectFileWritten> WriteDirectFile(const std::string& path,
                                      IsAligned(contents.data()) && !contents.empty()));
   // A disk that is too full says so before anything is written, and blocks that end the file in any
   // order do not wait for one another to extend it.
-  const uint64_t rounded =
-      (contents.size() + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
+  const uint64_t rounded = RoundUp(contents.size());
   if (!contents.empty() && system.allocate(file.fd(), rounded) != 0 && errno != EOPNOTSUPP &&
       errno != ENOSYS && errno != EINVAL) {
     return absl::ErrnoToStatus(errno,
@@ -293,7 +295,7 @@ absl::Status ReadDirectFile(
         idle.pop_back();
       }
     }
-    MUSTER_RETURN_IF_ERROR(memory.Grow(block_bytes));
+    MUSTER_RETURN_IF_ERROR(memory.Grow(RoundUp(size)));
     MUSTER_RETURN_IF_ERROR(ReadBlock(system, direct, cached, path, memory.data(), size, at));
     const absl::string_view found(memory.data(), size);
     if (const uint64_t digest = DigestBlock(found); digest != blocks.xxh3[block]) {
