@@ -114,6 +114,8 @@ constexpr FailpointInfo kFailpoints[] = {
     {"worker.group_begin", true, "seated, before the process group is built"},
     {"worker.group_built", true, "the process group is built"},
     {"worker.step", false, "the gradients are reduced, before the optimizer's step"},
+    {"worker.checkpoint_block", true, "before each block of an asynchronous save is written"},
+    {"worker.checkpoint_sync", true, "after the last block of each of its files, not synced"},
     {"worker.checkpoint_staged", true, "the shards are staged, before the manifest is written"},
     {"worker.checkpoint_publish", true, "the checkpoint is whole, before it gets its name"},
     {"worker.checkpoint_renamed", true, "it has its name, the directory is not synced"},

@@ -206,6 +206,7 @@ void Accelerator::print(const char* format, ...) {
 absl::Status Accelerator::save_state(const std::string& directory) {
   return core_->SaveState(directory);
 }
+absl::Status Accelerator::wait_for_checkpoint() { return core_->WaitForCheckpoint(); }
 absl::Status Accelerator::load_state(const std::string& directory) {
   return core_->LoadState(directory, /*may_be_missing=*/false);
 }

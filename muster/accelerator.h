@@ -393,17 +393,22 @@ class Accelerator {
   // State.
   // (collective) Writes models, optimizers, schedules, loaders' positions, scaler, random states
   // and registered objects to `directory`, or, if empty, to the next numbered folder under the
-  // project directory. On return on any process all of it is there. Layout:
-  // docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED, PERMISSION_DENIED, FAILED_PRECONDITION
-  // in the middle of an accumulation window, ALREADY_EXISTS.
+  // project directory. On return on any process all of it is there; with
+  // AcceleratorOptions::checkpoint.asynchronous it is copied, and the error may be that of an
+  // earlier save (this one goes on). Layout: docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED,
+  // PERMISSION_DENIED, FAILED_PRECONDITION in the middle of an accumulation window, ALREADY_EXISTS.
   absl::Status save_state(const std::string& directory = "");
+  // Waits until asynchronous saves are on disk; the error of one that failed and that nothing has
+  // reported yet. All processes call it or none, as others wait for this one's part.
+  absl::Status wait_for_checkpoint();
   // (collective) Restores it, also on another number of processes; loaders go on at the exact next
   // sample, epochs() at the epoch. Empty: the newest complete one of the project directory. Errors:
   // NOT_FOUND, DATA_LOSS, FAILED_PRECONDITION.
   absl::Status load_state(const std::string& directory = "");
   // As load_state; OK if there is none yet.
   absl::Status load_state_if_present(const std::string& directory = "");
-  // Where the last save_state or load_state of this process was.
+  // Where the last save_state or load_state of this process was; an asynchronous save may still be
+  // on its way there.
   const std::string& last_checkpoint() const;
   // The number of the next save_state() without a directory, as far as this process has saved and
   // loaded.
@@ -459,7 +464,8 @@ class Accelerator {
   M& unwrap_model(AcceleratedModel<M>& model) {
     return model.unwrap();
   }
-  // Ends the job for this process: flushes trackers and leaves the rendezvous.
+  // Ends the job for this process: flushes trackers, waits for asynchronous saves and leaves the
+  // rendezvous. Throws if a save failed that nothing has reported yet.
   void end_training();
 
   // Logs and trackers.

@@ -39,6 +39,18 @@ struct ProjectOptions {
   std::optional<int64_t> total_limit;
 };
 
+// How save_state() writes.
+struct CheckpointOptions {
+  // save_state() copies the state into memory and returns; a thread writes it beside training. The
+  // memory for two copies is kept on each process, of what that process writes (process 0 writes
+  // nearly all). A save that fails is reported by the next save_state(), by wait_for_checkpoint()
+  // or by end_training(). A process that is killed loses the saves that are not written yet; the
+  // ones before stay.
+  bool asynchronous = false;
+  // Of an asynchronous save, on each process; 0: as fast as the disk takes them.
+  int64_t max_bytes_per_second = 0;
+};
+
 // What backward() does beside the plain backward pass.
 struct BackwardOptions {
   // Keeps the graph for another backward pass.
@@ -69,6 +81,7 @@ struct AcceleratorOptions {
   // the CPU), "cuda" (those of the GPU).
   std::vector<std::string> rng_types = {"generator"};
   ProjectOptions project;
+  CheckpointOptions checkpoint;
   // false: schedules step at every call of step(), whatever the optimizer does.
   bool step_scheduler_with_optimizer = true;
   // kProcesses: Accelerate's num_processes steps of the schedule for each step of the optimizer.

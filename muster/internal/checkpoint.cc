@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -12,10 +13,12 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "absl/time/time.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/units.h"
 #include "muster/internal/core.h"
+#include "worker/checkpoint/async_saver.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/state.h"
@@ -76,6 +79,27 @@ absl::Status Try(const std::string& what, const F& function) {
   const absl::Status status = Guard(function);
   if (status.ok()) return status;
   return absl::Status(status.code(), absl::StrCat(what, ": ", status.message()));
+}
+
+// Says how saves have ended; the first failure.
+absl::Status Report(const std::vector<AsyncSaver::Outcome>& outcomes, int rank) {
+  absl::Status first;
+  for (const AsyncSaver::Outcome& outcome : outcomes) {
+    if (!outcome.status.ok()) {
+      const absl::Status failed(outcome.status.code(),
+                                absl::StrCat("the asynchronous save of ", outcome.path,
+                                             " failed: ", outcome.status.message()));
+      if (!first.ok()) MUSTER_LOG(Error) << failed.message();
+      first.Update(failed);
+    } else if (rank == 0) {
+      MUSTER_LOG(Info) << "saved " << outcome.path << ": training waited "
+                       << absl::FormatDuration(absl::Trunc(outcome.stall, absl::Microseconds(100)))
+                       << ", written "
+                       << absl::FormatDuration(absl::Trunc(outcome.persist, absl::Milliseconds(1)))
+                       << " later, " << outcome.bytes << " bytes by rank 0";
+    }
+  }
+  return first;
 }
 
 }  // namespace
@@ -193,32 +217,80 @@ absl::Status Core::SaveState(const std::string& wanted_directory) {
   };
 
   return Guard([&] {
-    std::string path = directory;
-    if (!directory.empty()) {
+    const CheckpointFolder folder(CheckpointRoot());
+    if (directory.empty()) info.iteration = NextIteration();
+    absl::Status earlier;
+    if (options_.checkpoint.asynchronous) {
+      earlier = SaveBesideTraining(directory, info, write);
+    } else if (!directory.empty()) {
       ThrowIfError(SaveCheckpoint(comm(), directory, info, write));
     } else {
-      const CheckpointFolder folder(CheckpointRoot());
-      // Rank 0 looks; an error there reaches everyone.
-      std::string error;
-      if (rank() == 0) {
-        const absl::StatusOr<int64_t> next = folder.NextNumber();
-        if (next.ok()) {
-          info.iteration = *next;
-        } else {
-          error = std::string(next.status().message());
-        }
-      }
-      std::tie(info.iteration, error) =
-          BroadcastObject(comm(), std::make_tuple(info.iteration, error), 0);
-      if (!error.empty()) ThrowIfError(absl::UnavailableError(error));
       ThrowIfError(SaveNumberedCheckpoint(
           comm(), folder, info, static_cast<int>(options_.project.total_limit.value_or(0)), write));
-      path = folder.PathOf(info.iteration);
     }
-    last_checkpoint_ = path;
+    last_checkpoint_ = directory.empty() ? folder.PathOf(info.iteration) : directory;
     save_iteration_ = info.iteration + 1;
-    claimed_done_ = done && trained_in_epoch_ ? path : "";
+    claimed_done_ = done && trained_in_epoch_ ? last_checkpoint_ : "";
+    ThrowIfError(earlier);
   });
+}
+
+int64_t Core::NextIteration() {
+  int64_t iteration = 0;
+  // Rank 0 looks; an error there reaches everyone.
+  std::string error;
+  if (rank() == 0) {
+    // Asked before the folder is: a save that ends in between is seen there.
+    const bool busy = saver_ != nullptr && saver_->busy();
+    const absl::StatusOr<int64_t> next = CheckpointFolder(CheckpointRoot()).NextNumber();
+    if (next.ok()) {
+      iteration = busy ? std::max(*next, next_numbered_) : *next;
+    } else {
+      error = std::string(next.status().message());
+    }
+  }
+  std::tie(iteration, error) = BroadcastObject(comm(), std::make_tuple(iteration, error), 0);
+  if (!error.empty()) ThrowIfError(absl::UnavailableError(error));
+  return iteration;
+}
+
+absl::Status Core::SaveBesideTraining(const std::string& directory, const CheckpointInfo& info,
+                                      absl::FunctionRef<absl::Status(StateWriter&)> write) {
+  if (saver_ == nullptr) {
+    absl::StatusOr<std::unique_ptr<Comm>> beside = MakeBackgroundComm(process_);
+    ThrowIfError(beside.status());
+    saver_ = std::make_unique<AsyncSaver>(
+        *std::move(beside),
+        AsyncSaver::Options{.max_bytes_per_second = options_.checkpoint.max_bytes_per_second});
+  }
+  AsyncSaver::Request request;
+  request.info = info;
+  if (directory.empty()) {
+    request.folder.emplace(CheckpointRoot());
+    request.total_limit = static_cast<int>(options_.project.total_limit.value_or(0));
+  } else {
+    request.dir = directory;
+  }
+  std::vector<AsyncSaver::Outcome> ended;
+  const absl::Status begun = saver_->Begin(comm(), request, write, &ended);
+  const absl::Status earlier = Report(ended, rank());
+  if (!begun.ok()) {
+    if (!earlier.ok()) MUSTER_LOG(Error) << earlier.message();
+    ThrowIfError(begun);
+  }
+  if (directory.empty()) next_numbered_ = info.iteration + 1;
+  // The process is about to be ended: there may be no later call that waits.
+  if (triggers_->stop().has_value()) {
+    const absl::Status last = WaitForCheckpoint();
+    return earlier.ok() ? last : earlier;
+  }
+  if (earlier.ok()) return earlier;
+  return absl::Status(earlier.code(),
+                      absl::StrCat(earlier.message(), "; ", request.path(), " is being written"));
+}
+
+absl::Status Core::WaitForCheckpoint() {
+  return saver_ == nullptr ? absl::OkStatus() : Report(saver_->Wait(), rank());
 }
 
 absl::Status Core::SaveModel(const ModelSource& model, const std::string& wanted_directory,
@@ -428,6 +500,10 @@ absl::Status Core::LoadState(const std::string& wanted_directory, bool may_be_mi
   const std::string directory = CleanPath(wanted_directory);
   if (absl::Status here = Guard([&] { CheckAllTakePart("load_state()"); }); !here.ok()) return here;
   ForgetUnheld();
+  // What is being written may be what is wanted.
+  if (const absl::Status saved = WaitForCheckpoint(); !saved.ok()) {
+    MUSTER_LOG(Error) << saved.message();
+  }
   progress().SetPhase("load_state");
   return Guard([&] {
     const CheckpointFolder folder(CheckpointRoot());

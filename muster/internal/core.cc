@@ -12,6 +12,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "muster/internal/loops.h"
+#include "worker/checkpoint/async_saver.h"
 #include "worker/collective/collective_error.h"
 #include "worker/job/agent_tells.h"
 #include "worker/job/coordinator_client.h"
@@ -218,6 +219,8 @@ absl::Status Core::NameCulprit(const absl::Status& error) {
 void Core::EndTraining() {
   if (std::exchange(ended_, true)) return;
   FinishTrackers();
+  // A job that has lost its last checkpoint has not ended well.
+  ThrowIfError(WaitForCheckpoint());
   // Before the seat is given up: it tells what was acted upon.
   triggers_->Close();
   if (process_.coordinator == nullptr) return;

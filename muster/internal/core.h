@@ -48,6 +48,10 @@ class LRScheduler;
 class ReduceLROnPlateauScheduler;
 }  // namespace torch::optim
 
+namespace muster {
+class AsyncSaver;
+}  // namespace muster
+
 // What stands behind Accelerator and the handles it gives out. Not part of what users include.
 namespace muster::internal {
 
@@ -165,6 +169,8 @@ class Core {
 
   absl::Status SaveState(const std::string& directory);
   absl::Status LoadState(const std::string& directory, bool may_be_missing);
+  // Waits for asynchronous saves; the error of the first that failed and was not reported yet.
+  absl::Status WaitForCheckpoint();
   const std::string& last_checkpoint() const { return last_checkpoint_; }
   // The number that the next save_state() without a directory is going to have, as far as this
   // process has seen.
@@ -240,6 +246,11 @@ class Core {
   // lives.
   std::vector<int64_t> FinishedPasses() const;
   std::string CheckpointRoot() const;
+  // (collective) The number of the next checkpoint under CheckpointRoot().
+  int64_t NextIteration();
+  // (collective) Copies the state and returns the error of an earlier save, if one failed.
+  absl::Status SaveBesideTraining(const std::string& directory, const CheckpointInfo& info,
+                                  absl::FunctionRef<absl::Status(StateWriter&)> write);
   // Parts of LoadState.
   struct Loaded;
   void CheckPrepared(const StateReader& reader) const;
@@ -331,6 +342,8 @@ class Core {
   std::string claimed_done_;  // the state that was saved in this epoch and takes it for finished
   std::string last_checkpoint_;
   int64_t save_iteration_ = 0;
+  std::unique_ptr<AsyncSaver> saver_;  // from the first asynchronous save on
+  int64_t next_numbered_ = 0;          // after the last numbered asynchronous save
   bool ended_ = false;
 };
 

@@ -30,12 +30,13 @@ class Launch {
   }
 
   // Two processes, started again at most twice.
-  std::unique_ptr<Child> Start(const std::string& failpoints) {
+  std::unique_ptr<Child> Start(const std::string& failpoints, bool asynchronous = false) {
     std::map<std::string, std::string> env = {{"PATH", "/usr/bin:/bin"},
                                               {"HOME", dir_},
                                               {"CUDA_VISIBLE_DEVICES", ""},
                                               {"MUSTER_PREFIX", "true"},
                                               {"MUSTER_PROJECT_DIR", dir_ + "/run"}};
+    if (asynchronous) env["MUSTER_CHAOS_ASYNCHRONOUS"] = "1";
     if (!failpoints.empty()) {
       env["MUSTER_FAILPOINTS"] = failpoints;
       env["MUSTER_FAILPOINTS_ONCE"] = dir_ + "/fired";
@@ -102,6 +103,25 @@ const auto kNameOf = [](const auto& info) {
 INSTANTIATE_TEST_SUITE_P(At, KilledTraining,
                          ::testing::Values("worker.group_begin=kill", "worker.group_built=kill",
                                            "worker.step=kill@8", "worker.checkpoint_staged=kill@2",
+                                           "worker.checkpoint_publish=kill@2",
+                                           "worker.checkpoint_renamed=kill@2"),
+                         kNameOf);
+
+class KilledAsynchronousSave : public ::testing::TestWithParam<std::string> {};
+
+TEST_P(KilledAsynchronousSave, StartsAgainAndEndsWithTheWeightsOfSynchronousSaves) {
+  Launch launch("asynchronous");
+  const auto child = launch.Start(GetParam(), /*asynchronous=*/true);
+  EXPECT_EQ(child->Wait(), 0) << child->text();
+  EXPECT_TRUE(launch.fired()) << GetParam() << " was never reached";
+  EXPECT_THAT(child->text(), HasSubstr("SIGKILL"));
+  EXPECT_EQ(WeightsOf(*child), Weights()) << child->text();
+}
+
+INSTANTIATE_TEST_SUITE_P(At, KilledAsynchronousSave,
+                         ::testing::Values("worker.checkpoint_block=kill@5",
+                                           "worker.checkpoint_sync=kill@5",
+                                           "worker.checkpoint_staged=kill@2",
                                            "worker.checkpoint_publish=kill@2",
                                            "worker.checkpoint_renamed=kill@2"),
                          kNameOf);

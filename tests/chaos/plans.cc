@@ -141,6 +141,8 @@ constexpr WorkerPlace kTrainingPlaces[] = {
     {"worker.group_begin", 1},
     {"worker.group_built", 1},
     {"worker.step", 8},
+    {"worker.checkpoint_block", 5},
+    {"worker.checkpoint_sync", 5},
     {"worker.checkpoint_staged", 2},
     {"worker.checkpoint_publish", 2},
     {"worker.checkpoint_renamed", 2},
@@ -311,6 +313,9 @@ std::vector<std::string> TrainingFailpoints() {
 Plan TrainingPlan(const std::string& failpoint, const std::string& action, uint64_t at) {
   Plan plan = Training(failpoint);
   if (failpoint == "worker.checkpoint_replaced") plan.worker_env["MUSTER_CHAOS_ONE_FOLDER"] = "1";
+  if (failpoint == "worker.checkpoint_block" || failpoint == "worker.checkpoint_sync") {
+    plan.worker_env["MUSTER_CHAOS_ASYNCHRONOUS"] = "1";
+  }
   if (const WorkerPlace* const place = Find(kTrainingPlaces, failpoint)) {
     plan.worker_failpoints[0] = {Arm(failpoint, action, at, place->at)};
     return plan;

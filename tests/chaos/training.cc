@@ -2,6 +2,7 @@
 // and says what its weights are at the end, bit for bit, on every rank.
 //   training [ROUNDS]
 // $MUSTER_CHAOS_ONE_FOLDER: each checkpoint takes the place of the one before.
+// $MUSTER_CHAOS_ASYNCHRONOUS: checkpoints are written beside training.
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
@@ -77,4 +78,8 @@ absl::Status Train(muster::Accelerator& accelerator, const muster::Arguments& ar
 
 }  // namespace
 
-int main(int argc, char** argv) { return muster::run(argc, argv, Train); }
+int main(int argc, char** argv) {
+  muster::AcceleratorOptions options;
+  options.checkpoint.asynchronous = std::getenv("MUSTER_CHAOS_ASYNCHRONOUS") != nullptr;
+  return muster::run(argc, argv, options, Train);
+}

@@ -38,6 +38,8 @@ FileDigest DigestBytes(absl::string_view bytes) {
   return digester.Finish();
 }
 
+uint64_t DigestBlock(absl::string_view block) { return XXH3_64bits(block.data(), block.size()); }
+
 absl::StatusOr<FileDigest> DigestFile(const std::string& path) {
   const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC);
   if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));

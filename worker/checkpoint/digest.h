@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -38,6 +39,21 @@ class Digester {
 };
 
 FileDigest DigestBytes(absl::string_view bytes);
+
+// Digests of the blocks of a file: they say which part of it is damaged, and parts can be checked
+// without the rest.
+struct BlockDigests {
+  // Of every block but the last, which may be shorter. 0: there are no digests of blocks.
+  uint64_t block_bytes = 0;
+  // XXH3-64 of each block, in order.
+  std::vector<uint64_t> xxh3;
+
+  bool empty() const { return xxh3.empty(); }
+  friend bool operator==(const BlockDigests&, const BlockDigests&) = default;
+};
+
+// XXH3-64.
+uint64_t DigestBlock(absl::string_view block);
 
 // Reads the whole file. Errors: those of opening and reading, naming the path.
 absl::StatusOr<FileDigest> DigestFile(const std::string& path);

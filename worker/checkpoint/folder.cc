@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
@@ -20,6 +21,7 @@
 #include "base/file.h"
 #include "base/log.h"
 #include "base/status_macros.h"
+#include "worker/checkpoint/direct_file.h"
 
 namespace muster {
 namespace {
@@ -170,6 +172,12 @@ absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel le
                                               " bytes, but the manifest says ", file.digest.bytes));
     }
     if (level == VerifyLevel::kSizes) continue;
+    if (!file.blocks.empty()) {
+      MUSTER_RETURN_IF_ERROR(
+          ReadDirectFile(path, file.digest.bytes, file.blocks, std::nullopt,
+                         [](uint64_t, absl::string_view) { return absl::OkStatus(); }));
+      continue;
+    }
     MUSTER_ASSIGN_OR_RETURN(const FileDigest found, DigestFile(path));
     if (found != file.digest) {
       return absl::DataLossError(absl::StrCat(path, ": is damaged: its contents have the digest ",

@@ -4,7 +4,10 @@
 #include <nlohmann/json.hpp>
 
 #include "absl/status/status.h"
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "base/json.h"
 
 namespace muster {
@@ -18,6 +21,29 @@ bool IsPlainName(absl::string_view name) {
   return !name.empty() && name != "." && name != ".." && name != kManifestName &&
          name.size() <= 255 && name.find('/') == absl::string_view::npos &&
          name.find('\0') == absl::string_view::npos && IsValidUtf8(name);
+}
+
+Json EncodeBlocks(const BlockDigests& blocks) {
+  Json digests = Json::array();
+  for (const uint64_t digest : blocks.xxh3) digests.push_back(absl::StrFormat("%016x", digest));
+  return {{"bytes", blocks.block_bytes}, {"xxh3", std::move(digests)}};
+}
+
+// False if `json` does not describe the blocks of a file of `bytes` bytes. Throws as Json does.
+bool DecodeBlocks(const Json& json, uint64_t bytes, BlockDigests* blocks) {
+  json.at("bytes").get_to(blocks->block_bytes);
+  if (blocks->block_bytes == 0 || blocks->block_bytes % 4096 != 0) return false;
+  for (const Json& entry : json.at("xxh3")) {
+    const std::string& text = entry.get_ref<const std::string&>();
+    uint64_t digest = 0;
+    if (text.size() != 16 || !std::all_of(text.begin(), text.end(), absl::ascii_isxdigit) ||
+        !absl::SimpleHexAtoi(text, &digest)) {
+      return false;
+    }
+    blocks->xxh3.push_back(digest);
+  }
+  return blocks->xxh3.size() ==
+         bytes / blocks->block_bytes + (bytes % blocks->block_bytes == 0 ? 0 : 1);
 }
 
 // The digest is over the compact form with sorted keys, without "digest" itself.
@@ -54,6 +80,7 @@ absl::StatusOr<std::string> EncodeManifest(Manifest manifest) {
                      {"rank", file.rank},
                      {"bytes", file.digest.bytes},
                      {"xxh3", file.digest.xxh3}});
+    if (!file.blocks.empty()) files.back()["blocks"] = EncodeBlocks(file.blocks);
   }
   Json json = {{"format", kFormat},
                {"version", kManifestVersion},
@@ -100,6 +127,11 @@ absl::StatusOr<Manifest> ParseManifest(absl::string_view text, absl::string_view
       entry.at("rank").get_to(file.rank);
       entry.at("bytes").get_to(file.digest.bytes);
       entry.at("xxh3").get_to(file.digest.xxh3);
+      if (const auto blocks = entry.find("blocks");
+          blocks != entry.end() && !DecodeBlocks(*blocks, file.digest.bytes, &file.blocks)) {
+        return absl::DataLossError(absl::StrCat(source, ": the blocks of \"", Printable(file.name),
+                                                "\" do not fit its size"));
+      }
       if (!IsPlainName(file.name) || manifest.Find(file.name) != nullptr) {
         return absl::DataLossError(absl::StrCat(source, ": has a bad or repeated file name \"",
                                                 Printable(file.name), "\""));

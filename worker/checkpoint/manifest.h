@@ -37,6 +37,8 @@ struct ManifestFile {
   std::string name;
   int rank = 0;  // who wrote it
   FileDigest digest;
+  // Of files of more than one block that an asynchronous save wrote; else empty.
+  BlockDigests blocks = {};
 };
 
 struct Manifest {

@@ -37,6 +37,31 @@ TEST(Manifest, RoundTrip_KeepsEverything) {
   EXPECT_EQ(back->Find("b"), nullptr);
 }
 
+TEST(Manifest, BlocksOfAFile_ComeBack) {
+  Manifest manifest = Sample();
+  manifest.files[0].digest.bytes = 8193;
+  manifest.files[0].blocks = {.block_bytes = 4096, .xxh3 = {0, 0xfedcba9876543210u, 5}};
+  const auto back = ParseManifest(*EncodeManifest(manifest), "m");
+  ASSERT_TRUE(back.ok()) << back.status();
+  EXPECT_EQ(back->Find("model.safetensors")->blocks, manifest.files[0].blocks);
+  EXPECT_TRUE(back->Find("a.json")->blocks.empty());
+}
+
+TEST(Manifest, BlocksThatDoNotFitTheFile_AreDataLoss) {
+  for (const BlockDigests& blocks : {BlockDigests{.block_bytes = 4096, .xxh3 = {1, 2}},
+                                     BlockDigests{.block_bytes = 4096, .xxh3 = {1, 2, 3, 4}},
+                                     BlockDigests{.block_bytes = 0, .xxh3 = {1, 2, 3}},
+                                     BlockDigests{.block_bytes = 4097, .xxh3 = {1, 2}}}) {
+    Manifest manifest = Sample();
+    manifest.files[0].digest.bytes = 8193;
+    manifest.files[0].blocks = blocks;
+    const auto back = ParseManifest(*EncodeManifest(manifest), "m");
+    EXPECT_EQ(back.status().code(), absl::StatusCode::kDataLoss);
+    EXPECT_THAT(std::string(back.status().message()),
+                HasSubstr("the blocks of \"model.safetensors\" do not fit its size"));
+  }
+}
+
 TEST(Manifest, AnyFlippedBitOrCut_IsNoticed) {
   const std::string text = *EncodeManifest(Sample());
   for (size_t at = 0; at + 1 < text.size(); ++at) {

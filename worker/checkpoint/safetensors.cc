@@ -7,10 +7,12 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <set>
 #include <tuple>
 
+#include "ATen/core/grad_mode.h"
 #include "ATen/ops/empty.h"
 #include "ATen/ops/from_blob.h"
 #include "absl/container/flat_hash_map.h"
@@ -20,6 +22,7 @@
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "c10/core/ScalarType.h"
+#include "worker/checkpoint/direct_file.h"
 
 namespace muster {
 namespace {
@@ -218,6 +221,42 @@ absl::StatusOr<NamedTensors> SafetensorsReader::ReadAll(FileDigest* digest) cons
   return tensors;
 }
 
+absl::StatusOr<NamedTensors> SafetensorsReader::ReadAllBlocks(const BlockDigests& blocks) const {
+  NamedTensors tensors;
+  tensors.reserve(header_.tensors.size());
+  struct Place {
+    uint64_t begin, end;
+    char* to;
+  };
+  std::vector<Place> places;
+  for (const SafetensorsEntry& entry : header_.tensors) {
+    MUSTER_ASSIGN_OR_RETURN(at::Tensor tensor, Allocate(entry));
+    if (entry.begin < entry.end) {
+      places.push_back({entry.begin, entry.end, static_cast<char*>(tensor.data_ptr())});
+    }
+    tensors.emplace_back(entry.name, std::move(tensor));
+  }
+  std::sort(places.begin(), places.end(),
+            [](const Place& a, const Place& b) { return a.begin < b.begin; });
+  const uint64_t data = 8 + header_.header_bytes;
+  MUSTER_RETURN_IF_ERROR(ReadDirectFile(
+      path_, file_->size, blocks, std::nullopt, [&](uint64_t offset, absl::string_view block) {
+        // The block as a range of the data; the header has been read.
+        const uint64_t begin = std::max(offset, data) - data;
+        const uint64_t end = std::max(offset + block.size(), data) - data;
+        auto place = std::upper_bound(places.begin(), places.end(), begin,
+                                      [](uint64_t at, const Place& p) { return at < p.end; });
+        for (; place != places.end() && place->begin < end; ++place) {
+          const uint64_t from = std::max(begin, place->begin);
+          const uint64_t to = std::min(end, place->end);
+          std::memcpy(place->to + (from - place->begin), block.data() + (from + data - offset),
+                      to - from);
+        }
+        return absl::OkStatus();
+      }));
+  return tensors;
+}
+
 NamedTensors WithoutSharedTensors(const NamedTensors& tensors) {
   using View = std::tuple<const void*, c10::Device, at::ScalarType, std::vector<int64_t>,
                           std::vector<int64_t>>;
@@ -243,8 +282,9 @@ NamedTensors WithoutSharedTensors(const NamedTensors& tensors) {
   return kept;
 }
 
-absl::StatusOr<FileDigest> WriteSafetensors(const std::string& path, const NamedTensors& tensors,
-                                            const WriteSafetensorsOptions& options) {
+absl::StatusOr<SafetensorsPlan> PlanSafetensors(const std::string& path,
+                                                const NamedTensors& tensors,
+                                                const WriteSafetensorsOptions& options) {
   const NamedTensors kept =
       options.shared == SharedTensors::kKeepFirst ? WithoutSharedTensors(tensors) : tensors;
   std::vector<SafetensorsEntry> entries;
@@ -268,22 +308,46 @@ absl::StatusOr<FileDigest> WriteSafetensors(const std::string& path, const Named
     by_name[name] = &tensor;
   }
   absl::StatusOr<SafetensorsLayout> layout =
-      LayOutSafetensors(std::move(entries), options.metadata);
+      LayOutSafetensors(std::move(entries), options.metadata, options.data_alignment);
   if (!layout.ok()) {
     return absl::Status(layout.status().code(),
                         absl::StrCat(path, ": ", layout.status().message()));
   }
+  SafetensorsPlan plan{.layout = *std::move(layout), .sources = {}};
+  for (const SafetensorsEntry& entry : plan.layout.tensors) {
+    plan.sources.push_back(by_name[entry.name]->detach());
+  }
+  return plan;
+}
+
+void CopySafetensors(const SafetensorsPlan& plan, char* to) {
+  const at::NoGradGuard no_grad;
+  std::memcpy(to, plan.layout.prefix.data(), plan.layout.prefix.size());
+  to += plan.layout.prefix.size();
+  for (size_t i = 0; i < plan.sources.size(); ++i) {
+    const SafetensorsEntry& entry = plan.layout.tensors[i];
+    if (entry.begin == entry.end) continue;
+    const at::Tensor& source = plan.sources[i];
+    at::from_blob(to + entry.begin, source.sizes(), at::TensorOptions().dtype(source.scalar_type()))
+        .copy_(source);
+  }
+}
+
+absl::StatusOr<FileDigest> WriteSafetensors(const std::string& path, const NamedTensors& tensors,
+                                            const WriteSafetensorsOptions& options) {
+  MUSTER_ASSIGN_OR_RETURN(const SafetensorsPlan plan, PlanSafetensors(path, tensors, options));
   MUSTER_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(path));
   Digester digester;
   const auto append = [&](absl::string_view bytes) {
     digester.Update(bytes);
     return file.Append(bytes);
   };
-  MUSTER_RETURN_IF_ERROR(append(layout->prefix));
-  for (const SafetensorsEntry& entry : layout->tensors) {
+  MUSTER_RETURN_IF_ERROR(append(plan.layout.prefix));
+  for (size_t i = 0; i < plan.sources.size(); ++i) {
+    const SafetensorsEntry& entry = plan.layout.tensors[i];
     if (entry.begin == entry.end) continue;
     const at::Tensor tensor =
-        by_name[entry.name]->detach().resolve_conj().resolve_neg().to(at::kCPU).contiguous();
+        plan.sources[i].resolve_conj().resolve_neg().to(at::kCPU).contiguous();
     MUSTER_RETURN_IF_ERROR(append(
         absl::string_view(static_cast<const char*>(tensor.data_ptr()), entry.end - entry.begin)));
   }

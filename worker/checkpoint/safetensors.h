@@ -46,6 +46,10 @@ class SafetensorsReader {
   // over it.
   absl::StatusOr<NamedTensors> ReadAll(FileDigest* digest = nullptr) const;
 
+  // Every tensor, by name, read past the page cache and checked block by block (see
+  // ReadDirectFile).
+  absl::StatusOr<NamedTensors> ReadAllBlocks(const BlockDigests& blocks) const;
+
  private:
   struct File;
   SafetensorsReader(std::string path, SafetensorsHeader header, std::shared_ptr<const File> file);
@@ -67,7 +71,28 @@ enum class SharedTensors {
 struct WriteSafetensorsOptions {
   std::optional<SafetensorsMetadata> metadata = std::nullopt;
   SharedTensors shared = SharedTensors::kKeepFirst;
+  // See LayOutSafetensors.
+  uint64_t data_alignment = kSafetensorsAlignment;
 };
+
+// A file that is laid out, with what goes into it.
+struct SafetensorsPlan {
+  SafetensorsLayout layout;
+  // The data of layout.tensors, in their order, on any device and of any strides.
+  std::vector<at::Tensor> sources;
+
+  uint64_t file_bytes() const { return layout.prefix.size() + layout.data_bytes; }
+};
+
+// Lays out the file that WriteSafetensors writes. Copies nothing. `path` is for messages. Errors:
+// as WriteSafetensors, but for those of the disk.
+absl::StatusOr<SafetensorsPlan> PlanSafetensors(const std::string& path,
+                                                const NamedTensors& tensors,
+                                                const WriteSafetensorsOptions& options);
+
+// Copies the whole file, header and data, to `to`, where plan.file_bytes() bytes are, aligned as
+// the elements of the tensors. Throws c10::Error if a copy from a device fails.
+void CopySafetensors(const SafetensorsPlan& plan, char* to);
 
 // Writes a whole file or nothing: temporary name, sync, rename, sync of the folder. Tensors may be
 // on any device and of any strides; one at a time is copied if need be. Blocks on the disk. Errors:

@@ -432,7 +432,8 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path)
 }
 
 absl::StatusOr<SafetensorsLayout> LayOutSafetensors(
-    std::vector<SafetensorsEntry> tensors, const std::optional<SafetensorsMetadata>& metadata) {
+    std::vector<SafetensorsEntry> tensors, const std::optional<SafetensorsMetadata>& metadata,
+    uint64_t data_alignment) {
   std::sort(tensors.begin(), tensors.end(),
             [](const SafetensorsEntry& a, const SafetensorsEntry& b) {
               return a.type != b.type ? a.type > b.type : a.name < b.name;
@@ -480,7 +481,8 @@ absl::StatusOr<SafetensorsLayout> LayOutSafetensors(
                     entry.begin, ",", entry.end, "]}");
   }
   json += '}';
-  json.append((8 - json.size() % 8) % 8, ' ');
+  const uint64_t over = (sizeof(uint64_t) + json.size()) % data_alignment;
+  json.append((data_alignment - over) % data_alignment, ' ');
   if (json.size() > kMaxSafetensorsHeaderBytes) {
     return absl::InvalidArgumentError(absl::StrCat("a header of ", json.size(),
                                                    " bytes is more than the ",

@@ -101,18 +101,24 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path)
 
 // What stands before the data, and where each tensor's data go.
 struct SafetensorsLayout {
-  // The length, the JSON and its padding: a multiple of 8 bytes.
+  // The length, the JSON and its padding: a multiple of the alignment of the data.
   std::string prefix;
   // In the order of the file: decreasing type rank, then name. Ranges are filled in.
   std::vector<SafetensorsEntry> tensors;
   uint64_t data_bytes = 0;
 };
 
+// Data begin at a multiple of this in files of the reference library.
+inline constexpr uint64_t kSafetensorsAlignment = 8;
+
 // Lays out a file; the ranges of `tensors` are ignored. Byte for byte what the reference library
-// writes (metadata sorted by key). Errors: INVALID_ARGUMENT for a name twice, the name
-// "__metadata__", text that is not UTF-8, a bad size, a header beyond the limit.
+// writes (metadata sorted by key). A larger `data_alignment`, a multiple of 8, pads the JSON with
+// more blanks, so that the data begin at a multiple of it; every reader takes such a file. Errors:
+// INVALID_ARGUMENT for a name twice, the name "__metadata__", text that is not UTF-8, a bad size, a
+// header beyond the limit.
 absl::StatusOr<SafetensorsLayout> LayOutSafetensors(
-    std::vector<SafetensorsEntry> tensors, const std::optional<SafetensorsMetadata>& metadata);
+    std::vector<SafetensorsEntry> tensors, const std::optional<SafetensorsMetadata>& metadata,
+    uint64_t data_alignment = kSafetensorsAlignment);
 
 // A whole file in memory: `data[i]` are the bytes of `tensors[i]`. For tests, tools and small
 // files. Errors: as LayOutSafetensors, and INVALID_ARGUMENT if bytes do not fit shape and dtype.

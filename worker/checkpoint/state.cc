@@ -1,7 +1,6 @@
 #include "worker/checkpoint/state.h"
 
-#include <exception>
-#include <nlohmann/json.hpp>
+#include <algorithm>
 #include <optional>
 #include <utility>
 
@@ -10,79 +9,18 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "base/file.h"
-#include "base/json.h"
 #include "base/status_macros.h"
-#include "c10/util/Exception.h"
+#include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/snapshot.h"
 
 namespace muster {
-namespace {
-
-using Json = nlohmann::json;
-
-std::string FirstLine(absl::string_view text) {
-  return std::string(text.substr(0, text.find('\n')));
-}
-
-// Runs `work`, whose exceptions must not keep this rank from telling the others.
-absl::Status Guarded(absl::FunctionRef<absl::Status()> work) {
-  try {
-    return work();
-  } catch (const c10::Error& error) {
-    return absl::InternalError(FirstLine(error.what_without_backtrace()));
-  } catch (const std::exception& error) {
-    return absl::InternalError(FirstLine(error.what()));
-  }
-}
-
-std::string Encode(const absl::Status& status, const std::vector<ManifestFile>& files = {}) {
-  Json json = {{"code", static_cast<int>(status.code())}, {"files", Json::array()}};
-  const std::string message(status.message());
-  json["message"] = IsValidUtf8(message) ? message : "(a message that is not text)";
-  for (const ManifestFile& file : files) {
-    json["files"].push_back({file.name, file.rank, file.digest.bytes, file.digest.xxh3});
-  }
-  return json.dump();
-}
-
-absl::Status Decode(const std::string& bytes, std::vector<ManifestFile>* files = nullptr) {
-  const Json json = Json::parse(bytes);
-  if (files != nullptr) {
-    for (const Json& file : json["files"]) {
-      files->push_back(
-          {.name = file[0], .rank = file[1], .digest = {.bytes = file[2], .xxh3 = file[3]}});
-    }
-  }
-  return absl::Status(static_cast<absl::StatusCode>(json["code"].get<int>()),
-                      json["message"].get<std::string>());
-}
-
-// One status for all ranks: OK, or the first failure with its rank.
-absl::Status Agree(Comm& comm, const absl::Status& mine, const std::vector<ManifestFile>& my_files,
-                   std::vector<ManifestFile>* files) {
-  const std::vector<std::string> all = comm.AllGatherBytes(Encode(mine, my_files));
-  absl::Status first;
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    const absl::Status status = Decode(all[rank], files);
-    if (status.ok() || !first.ok()) continue;
-    first = all.size() == 1
-                ? status
-                : absl::Status(status.code(), absl::StrCat("rank ", rank, ": ", status.message()));
-  }
-  return first;
-}
-
-// Rank 0's status, on every rank.
-absl::Status FromMain(Comm& comm, const absl::Status& mine) {
-  return Decode(comm.BroadcastBytes(comm.rank() == 0 ? Encode(mine) : "", 0));
-}
-
-}  // namespace
 
 absl::Status StateWriter::CheckName(const std::string& name) const {
-  for (const ManifestFile& file : files_) {
-    if (file.name == name) {
-      return absl::InvalidArgumentError(absl::StrCat("file ", name, " was written already"));
-    }
+  const auto has_name = [&name](const auto& file) { return file.name == name; };
+  if (std::any_of(files_.begin(), files_.end(), has_name) ||
+      (snapshot_ != nullptr &&
+       std::any_of(snapshot_->files().begin(), snapshot_->files().end(), has_name))) {
+    return absl::InvalidArgumentError(absl::StrCat("file ", name, " was written already"));
   }
   if (name.find('/') != std::string::npos || name == kManifestName) {
     return absl::InvalidArgumentError(
@@ -94,6 +32,7 @@ absl::Status StateWriter::CheckName(const std::string& name) const {
 absl::Status StateWriter::Write(const std::string& name, const StateDict& state,
                                 SharedTensors shared) {
   MUSTER_RETURN_IF_ERROR(CheckName(name));
+  if (snapshot_ != nullptr) return snapshot_->Add(name, state, shared);
   MUSTER_ASSIGN_OR_RETURN(const FileDigest digest,
                           WriteStateDict(JoinPath(staging_, name), state, shared));
   files_.push_back({.name = name, .rank = rank_, .digest = digest});
@@ -102,9 +41,10 @@ absl::Status StateWriter::Write(const std::string& name, const StateDict& state,
 
 absl::Status StateWriter::WriteModel(const std::string& name, const NamedTensors& tensors) {
   MUSTER_RETURN_IF_ERROR(CheckName(name));
+  const WriteSafetensorsOptions options{.metadata = SafetensorsMetadata{{"format", "pt"}}};
+  if (snapshot_ != nullptr) return snapshot_->Add(name, tensors, options);
   MUSTER_ASSIGN_OR_RETURN(const FileDigest digest,
-                          WriteSafetensors(JoinPath(staging_, name), tensors,
-                                           {.metadata = SafetensorsMetadata{{"format", "pt"}}}));
+                          WriteSafetensors(JoinPath(staging_, name), tensors, options));
   files_.push_back({.name = name, .rank = rank_, .digest = digest});
   return absl::OkStatus();
 }
@@ -129,7 +69,23 @@ absl::StatusOr<StateDict> StateReader::Read(absl::string_view name) const {
     return absl::NotFoundError(
         absl::StrCat("checkpoint ", dir_, " has no ", name, " (it has ", names, ")"));
   }
-  return ReadStateDict(JoinPath(dir_, name), file->digest);
+  return ReadStateDict(JoinPath(dir_, name), file->digest, file->blocks);
+}
+
+absl::Status CheckStagingIsVisible(const std::string& path) {
+  if (PathExists(path)) return absl::OkStatus();
+  return absl::NotFoundError(absl::StrCat(
+      path, " of rank 0 is not visible here; checkpoints need a file system that all ranks share"));
+}
+
+absl::Status PublishCheckpoint(Staging& staging, const CheckpointInfo& info, int world_size,
+                               std::vector<ManifestFile> files) {
+  Manifest manifest;
+  manifest.info = info;
+  manifest.info.world_size = world_size;
+  manifest.created = absl::FormatTime(absl::RFC3339_sec, absl::Now(), absl::UTCTimeZone());
+  manifest.files = std::move(files);
+  return staging.Publish(manifest);
 }
 
 absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,
@@ -141,28 +97,31 @@ absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const Checkpoint
     begun = created.status();
     if (created.ok()) staging.emplace(*std::move(created));
   }
-  MUSTER_RETURN_IF_ERROR(FromMain(comm, begun));
+  MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, begun));
   const std::string path = comm.BroadcastBytes(staging ? staging->path() : "", 0);
   StateWriter writer(path, comm.rank());
-  const absl::Status written = Guarded([&]() -> absl::Status {
-    if (!PathExists(path)) {
-      return absl::NotFoundError(absl::StrCat(
-          path,
-          " of rank 0 is not visible here; checkpoints need a file system that all ranks "
-          "share"));
-    }
+  const absl::Status written = GuardRank([&]() -> absl::Status {
+    MUSTER_RETURN_IF_ERROR(CheckStagingIsVisible(path));
     return write(writer);
   });
   Manifest manifest;
-  MUSTER_RETURN_IF_ERROR(Agree(comm, written, writer.files(), &manifest.files));
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, writer.files(), &manifest.files));
   absl::Status published;
   if (staging.has_value()) {
-    manifest.info = info;
-    manifest.info.world_size = comm.size();
-    manifest.created = absl::FormatTime(absl::RFC3339_sec, absl::Now(), absl::UTCTimeZone());
-    published = staging->Publish(manifest);
+    published = PublishCheckpoint(*staging, info, comm.size(), std::move(manifest.files));
   }
-  return FromMain(comm, published);
+  return StatusOfMain(comm, published);
+}
+
+absl::Status CheckNumberIsFree(const CheckpointFolder& folder, int64_t iteration, int total_limit) {
+  if (total_limit < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("total_limit is ", total_limit, "; it must be 0 (keep all) or more"));
+  }
+  const std::string dir = folder.PathOf(iteration);
+  if (!PathExists(JoinPath(dir, kManifestName))) return absl::OkStatus();
+  return absl::AlreadyExistsError(absl::StrCat(
+      "checkpoint ", dir, " exists; load it first to go on after it, or name another folder"));
 }
 
 absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
@@ -170,20 +129,12 @@ absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
                                     absl::FunctionRef<absl::Status(StateWriter&)> write) {
   const std::string dir = folder.PathOf(info.iteration);
   absl::Status free;
-  if (comm.rank() == 0) {
-    if (total_limit < 0) {
-      free = absl::InvalidArgumentError(
-          absl::StrCat("total_limit is ", total_limit, "; it must be 0 (keep all) or more"));
-    } else if (PathExists(JoinPath(dir, kManifestName))) {
-      free = absl::AlreadyExistsError(absl::StrCat(
-          "checkpoint ", dir, " exists; load it first to go on after it, or name another folder"));
-    }
-  }
-  MUSTER_RETURN_IF_ERROR(FromMain(comm, free));
+  if (comm.rank() == 0) free = CheckNumberIsFree(folder, info.iteration, total_limit);
+  MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, free));
   MUSTER_RETURN_IF_ERROR(SaveCheckpoint(comm, dir, info, write));
   absl::Status rotated;
   if (comm.rank() == 0 && total_limit > 0) rotated = folder.Rotate(total_limit);
-  return FromMain(comm, rotated);
+  return StatusOfMain(comm, rotated);
 }
 
 absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
@@ -196,11 +147,11 @@ absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
       status = newest.status();
       if (newest.ok()) found = *std::move(newest);
     }
-    MUSTER_RETURN_IF_ERROR(FromMain(comm, status));
+    MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, status));
     found = comm.BroadcastBytes(found, 0);
   }
   absl::StatusOr<StateReader> reader = StateReader::Open(found);
-  MUSTER_RETURN_IF_ERROR(Agree(comm, reader.status(), {}, nullptr));
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, reader.status(), {}, nullptr));
   return reader;
 }
 

@@ -15,16 +15,21 @@
 
 namespace muster {
 
+class Snapshot;
+
 // One rank's hand in a checkpoint that is being written: puts files into the staging folder and
 // notes their digests. Not thread-safe. Where staging folders come from and what makes them a
 // checkpoint is the caller's affair (SaveCheckpoint here).
 class StateWriter {
  public:
   StateWriter(std::string staging, int rank) : staging_(std::move(staging)), rank_(rank) {}
+  // Puts the files into memory, from where they are written later. Borrows `snapshot`.
+  StateWriter(Snapshot* snapshot, int rank) : snapshot_(snapshot), rank_(rank) {}
 
   int rank() const { return rank_; }
 
-  // Writes one file (see folder.h for names). No two ranks may use one name. Blocks on the disk.
+  // Writes one file (see folder.h for names). No two ranks may use one name. Blocks on the disk or,
+  // into memory, on the copy; the tensors may change then.
   // Errors: as WriteStateDict; INVALID_ARGUMENT for a name this writer used already.
   absl::Status Write(const std::string& name, const StateDict& state,
                      SharedTensors shared = SharedTensors::kWriteAll);
@@ -32,13 +37,14 @@ class StateWriter {
   // A model file: tensors alone, the first name of shared ones, metadata {"format": "pt"}.
   absl::Status WriteModel(const std::string& name, const NamedTensors& tensors);
 
-  // What this rank has written.
+  // What this rank has written to the disk.
   const std::vector<ManifestFile>& files() const { return files_; }
 
  private:
   absl::Status CheckName(const std::string& name) const;
 
   const std::string staging_;
+  Snapshot* const snapshot_ = nullptr;
   const int rank_;
   std::vector<ManifestFile> files_;
 };
@@ -86,6 +92,14 @@ absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const Checkpoint
 absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
                                     const CheckpointInfo& info, int total_limit,
                                     absl::FunctionRef<absl::Status(StateWriter&)> write);
+
+// Parts of a save, for those who put it together in another way. Of rank 0: whether the number may
+// be used; what makes the staged files of all ranks a checkpoint. Of any rank: whether the staging
+// folder of rank 0 is there.
+absl::Status CheckNumberIsFree(const CheckpointFolder& folder, int64_t iteration, int total_limit);
+absl::Status PublishCheckpoint(Staging& staging, const CheckpointInfo& info, int world_size,
+                               std::vector<ManifestFile> files);
+absl::Status CheckStagingIsVisible(const std::string& path);
 
 // Opens a checkpoint on every rank; with `dir` empty, the newest good one of `folder`, which rank 0
 // finds. Collective; all ranks return the same error.

@@ -227,31 +227,35 @@ StateDict StateDict::Sub(absl::string_view prefix) const {
   return part;
 }
 
-absl::StatusOr<FileDigest> WriteStateDict(const std::string& path, const StateDict& state,
-                                          SharedTensors shared) {
+namespace {
+
+absl::StatusOr<std::string> EncodeJsonState(const std::string& path, const StateDict& state) {
   MUSTER_ASSIGN_OR_RETURN(Json scalars, ScalarsToJson(state, path));
-  if (absl::EndsWith(path, ".json")) {
-    if (!state.tensors().empty()) {
-      return absl::InvalidArgumentError(absl::StrCat(path, ": a .json file cannot hold the tensor ",
-                                                     Shown(state.tensors().front().first),
-                                                     "; name it .safetensors"));
-    }
-    Json json = {{"scalars", std::move(scalars)}};
-    for (const auto& [key, value] : state.metadata()) {
-      if (!IsValidUtf8(key) || !IsValidUtf8(value)) {
-        return absl::InvalidArgumentError(
-            absl::StrCat(path, ": metadata ", Shown(key), " is not UTF-8"));
-      }
-      json["metadata"][key] = value;
-    }
-    const std::string text = json.dump(1) + "\n";
-    MUSTER_RETURN_IF_ERROR(WriteFileAtomically(path, text));
-    return DigestBytes(text);
+  if (!state.tensors().empty()) {
+    return absl::InvalidArgumentError(absl::StrCat(path, ": a .json file cannot hold the tensor ",
+                                                   Shown(state.tensors().front().first),
+                                                   "; name it .safetensors"));
   }
+  Json json = {{"scalars", std::move(scalars)}};
+  for (const auto& [key, value] : state.metadata()) {
+    if (!IsValidUtf8(key) || !IsValidUtf8(value)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(path, ": metadata ", Shown(key), " is not UTF-8"));
+    }
+    json["metadata"][key] = value;
+  }
+  return json.dump(1) + "\n";
+}
+
+// How the tensors of `state` are written: its scalars and metadata are metadata of the file.
+absl::StatusOr<WriteSafetensorsOptions> SafetensorsOptions(const std::string& path,
+                                                           const StateDict& state,
+                                                           SharedTensors shared) {
   if (!absl::EndsWith(path, ".safetensors")) {
     return absl::InvalidArgumentError(
         absl::StrCat(path, ": a state file ends in .safetensors or .json"));
   }
+  MUSTER_ASSIGN_OR_RETURN(const Json scalars, ScalarsToJson(state, path));
   WriteSafetensorsOptions options{.shared = shared};
   if (!state.metadata().empty()) options.metadata = state.metadata();
   if (!scalars.empty()) {
@@ -261,11 +265,34 @@ absl::StatusOr<FileDigest> WriteStateDict(const std::string& path, const StateDi
           absl::StrCat(path, ": the metadata key ", kScalarsKey, " is reserved"));
     }
   }
+  return options;
+}
+
+}  // namespace
+
+absl::StatusOr<FileDigest> WriteStateDict(const std::string& path, const StateDict& state,
+                                          SharedTensors shared) {
+  if (absl::EndsWith(path, ".json")) {
+    MUSTER_ASSIGN_OR_RETURN(const std::string text, EncodeJsonState(path, state));
+    MUSTER_RETURN_IF_ERROR(WriteFileAtomically(path, text));
+    return DigestBytes(text);
+  }
+  MUSTER_ASSIGN_OR_RETURN(const WriteSafetensorsOptions options,
+                          SafetensorsOptions(path, state, shared));
   return WriteSafetensors(path, state.tensors(), options);
 }
 
+absl::StatusOr<StateFile> PlanStateDict(const std::string& path, const StateDict& state,
+                                        SharedTensors shared, uint64_t data_alignment) {
+  if (absl::EndsWith(path, ".json")) return EncodeJsonState(path, state);
+  MUSTER_ASSIGN_OR_RETURN(WriteSafetensorsOptions options, SafetensorsOptions(path, state, shared));
+  options.data_alignment = data_alignment;
+  return PlanSafetensors(path, state.tensors(), options);
+}
+
 absl::StatusOr<StateDict> ReadStateDict(const std::string& path,
-                                        const std::optional<FileDigest>& expected) {
+                                        const std::optional<FileDigest>& expected,
+                                        const BlockDigests& blocks) {
   if (absl::EndsWith(path, ".json")) return ReadJsonState(path, expected);
   absl::StatusOr<SafetensorsReader> reader = SafetensorsReader::Open(path);
   if (!reader.ok()) {
@@ -277,9 +304,14 @@ absl::StatusOr<StateDict> ReadStateDict(const std::string& path,
     }
     return reader.status();
   }
-  FileDigest found;
-  MUSTER_ASSIGN_OR_RETURN(NamedTensors tensors, reader->ReadAll(expected ? &found : nullptr));
-  if (expected.has_value()) MUSTER_RETURN_IF_ERROR(CheckDigest(path, found, expected));
+  NamedTensors tensors;
+  if (blocks.empty()) {
+    FileDigest found;
+    MUSTER_ASSIGN_OR_RETURN(tensors, reader->ReadAll(expected ? &found : nullptr));
+    if (expected.has_value()) MUSTER_RETURN_IF_ERROR(CheckDigest(path, found, expected));
+  } else {
+    MUSTER_ASSIGN_OR_RETURN(tensors, reader->ReadAllBlocks(blocks));
+  }
   StateDict state;
   for (auto& [name, tensor] : tensors) state.SetTensor(name, std::move(tensor));
   if (!reader->header().metadata.has_value()) return state;

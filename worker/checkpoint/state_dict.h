@@ -62,11 +62,23 @@ class StateDict {
 absl::StatusOr<FileDigest> WriteStateDict(const std::string& path, const StateDict& state,
                                           SharedTensors shared = SharedTensors::kWriteAll);
 
+// The file that WriteStateDict writes, not written yet: its text or, of a safetensors file, its
+// layout and the tensors that go into it.
+using StateFile = std::variant<std::string, SafetensorsPlan>;
+
+// Lays it out, the data of a safetensors file at a multiple of `data_alignment`. Errors: as
+// WriteStateDict, but for those of the disk.
+absl::StatusOr<StateFile> PlanStateDict(const std::string& path, const StateDict& state,
+                                        SharedTensors shared = SharedTensors::kWriteAll,
+                                        uint64_t data_alignment = kSafetensorsAlignment);
+
 // Reads it back, tensors by name. With `expected`, DATA_LOSS unless size and contents are those:
-// the message names the file and both sizes or digests. `path` may be any safetensors file: its
-// metadata come along.
+// the message names the file and both sizes or digests. With `blocks` not empty, these digests are
+// compared in place of the file's, and the message names the block. `path` may be any safetensors
+// file: its metadata come along.
 absl::StatusOr<StateDict> ReadStateDict(const std::string& path,
-                                        const std::optional<FileDigest>& expected = std::nullopt);
+                                        const std::optional<FileDigest>& expected = std::nullopt,
+                                        const BlockDigests& blocks = {});
 
 struct LoadTensorsOptions {
   bool allow_missing = false;

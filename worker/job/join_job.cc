@@ -165,16 +165,14 @@ absl::Status MeetAtMaster(JoinedProcess* joined) {
   }
 }
 
-// The Comm of one group of ranks over every transport that they have. `ranks`: of the job.
-absl::StatusOr<std::unique_ptr<Comm>> BuildComm(const JoinedProcess& joined,
-                                                const std::string& name,
-                                                const std::vector<int>& ranks) {
+// Of one group of ranks. `ranks`: of the job.
+GlooOptions GlooOf(const JoinedProcess& joined, const std::string& name,
+                   const std::vector<int>& ranks) {
   const Environment& env = joined.environment;
-  const int size = static_cast<int>(ranks.size());
   GlooOptions gloo;
   gloo.rank =
       static_cast<int>(std::find(ranks.begin(), ranks.end(), env.rank.value) - ranks.begin());
-  gloo.size = size;
+  gloo.size = static_cast<int>(ranks.size());
   gloo.timeout = absl::ToChronoMilliseconds(env.timeout.value);
   gloo.single_host = env.num_nodes.value == 1 && env.local_world_size.value == env.world_size.value;
   gloo.name = name;
@@ -183,11 +181,20 @@ absl::StatusOr<std::unique_ptr<Comm>> BuildComm(const JoinedProcess& joined,
       !env.coordinator.value.empty() && !absl::StartsWith(env.coordinator.value, "unix:");
   gloo.towards = far ? env.coordinator.value : MasterAddress(env);
   gloo.interface = env.interface.value;
+  return gloo;
+}
+
+// The Comm of one group of ranks over every transport that they have. `ranks`: of the job.
+absl::StatusOr<std::unique_ptr<Comm>> BuildComm(const JoinedProcess& joined,
+                                                const std::string& name,
+                                                const std::vector<int>& ranks) {
+  const Environment& env = joined.environment;
+  const GlooOptions gloo = GlooOf(joined, name, ranks);
   std::unique_ptr<Comm> comm;
   try {
     auto group = MakeGlooGroup(joined.store, gloo);
     std::string why;
-    if (env.shared_memory.value && gloo.single_host && size > 1 &&
+    if (env.shared_memory.value && gloo.single_host && gloo.size > 1 &&
         !AddShmBackend(group, joined.store, gloo.timeout, &why) && gloo.rank == 0) {
       MUSTER_LOG(Warning) << "no shared memory between the ranks, Gloo carries all: " << why;
     }
@@ -293,6 +300,21 @@ absl::StatusOr<std::unique_ptr<Comm>> MakeSubgroup(JoinedProcess& process, std::
   if (ranks.size() == 1) return std::unique_ptr<Comm>(std::make_unique<LocalComm>());
   MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<Comm> comm, BuildComm(process, name, ranks));
   return Watched(process, std::move(comm), ExplainerFor(process, ranks));
+}
+
+absl::StatusOr<std::unique_ptr<Comm>> MakeBackgroundComm(JoinedProcess& process) {
+  if (process.comm->size() == 1) return std::unique_ptr<Comm>(std::make_unique<LocalComm>());
+  std::vector<int> all(process.comm->size());
+  std::iota(all.begin(), all.end(), 0);
+  GlooOptions gloo = GlooOf(process, absl::StrCat("background_", ++process.subgroups), all);
+  try {
+    auto group = MakeGlooGroup(process.store, gloo);
+    // The meeting is over; from here on ranks wait for each other's disks.
+    return MakeC10dComm(std::move(group), {.timeout = std::max<std::chrono::milliseconds>(
+                                               gloo.timeout, std::chrono::hours(1))});
+  } catch (const c10::Error& e) {
+    return absl::UnavailableError(FirstLine(e.what_without_backtrace()));
+  }
 }
 
 }  // namespace muster

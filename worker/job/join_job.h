@@ -69,6 +69,12 @@ absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
 // those of JoinJob.
 absl::StatusOr<std::unique_ptr<Comm>> MakeSubgroup(JoinedProcess& process, std::vector<int> ranks);
 
+// A Comm over all ranks of the job for a thread beside training: over Gloo alone, on no progress
+// board, and for collectives that may wait for the slowest disk (an hour, or the job's timeout if
+// that is longer). A collective over all ranks. Blocks until they have connected. Errors: those of
+// JoinJob.
+absl::StatusOr<std::unique_ptr<Comm>> MakeBackgroundComm(JoinedProcess& process);
+
 }  // namespace muster
 
 #endif  // MUSTER_WORKER_JOB_JOIN_JOB_H_

@@ -1,0 +1,210 @@
+// save_state() beside training: what is written, and where its errors go.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "base/failpoint.h"
+#include "base/file.h"
+#include "muster/accelerator.h"
+#include "muster/test_model.h"
+#include "torch/csrc/distributed/c10d/HashStore.hpp"
+#include "torch/nn/modules/linear.h"
+#include "worker/collective/borrowed_comm.h"
+#include "worker/collective/gloo_ranks.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+// As RunAccelerators, with a store through which the ranks build a second group.
+void RunJob(int ranks, const AcceleratorOptions& options,
+            const std::function<void(Accelerator&)>& function) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  RunGlooRanks(ranks, [&](Comm& comm) {
+    JoinedProcess process;
+    process.environment.rank.value = process.environment.local_rank.value = comm.rank();
+    process.environment.world_size.value = process.environment.local_world_size.value = comm.size();
+    process.environment.mixed_precision.value = "no";
+    process.environment.project_dir.value = options.project.directory;
+    process.store = store;
+    process.comm = std::make_unique<BorrowedComm>(comm);
+    Accelerator accelerator(std::make_shared<internal::Core>(options, std::move(process)));
+    function(accelerator);
+  });
+}
+
+AcceleratorOptions Asynchronous(const std::string& name) {
+  AcceleratorOptions options;
+  options.project.directory = TestDir(name);
+  options.data_loader.data_seed = 3;
+  options.checkpoint.asynchronous = true;
+  return options;
+}
+
+class AsyncCheckpoint : public testing::Test {
+ protected:
+  void TearDown() override { EXPECT_TRUE(ArmFailpoints("", "", "").ok()); }
+};
+
+std::vector<std::string> Saved(const AcceleratorOptions& options) {
+  const auto names = ListDirectory(options.project.directory + "/checkpoints");
+  return names.ok() ? *names : std::vector<std::string>();
+}
+
+// Trains from the newest checkpoint, if any, until optimizer step `until`, saving every five steps.
+// The weights of rank 0.
+at::Tensor TrainUntil(int ranks, const AcceleratorOptions& options, int64_t until) {
+  at::Tensor weights;
+  RunJob(ranks, options, [&](Accelerator& a) {
+    torch::manual_seed(7);
+    torch::nn::Linear net(4, 4);
+    FusedAdamW adamw(net->parameters(), {.lr = 0.1});
+    const at::Tensor rows =
+        at::arange(160, at::kFloat).view({40, 4}).remainder(7);  // 20 or 10 batches
+    auto [model, optimizer, loader] =
+        a.prepare(net, adamw, batches(TensorDataset(rows), 2).shuffle(true));
+    ASSERT_TRUE(a.load_state_if_present().ok());
+    for (int64_t epoch : a.epochs(3)) {
+      (void)epoch;
+      for (auto& batch : loader) {
+        auto scope = a.accumulate();
+        a.backward(Loss(model(batch.value())));
+        optimizer.step();
+        optimizer.zero_grad();
+        if (a.global_step() % 5 == 0) {
+          const absl::Status saved = a.save_state();
+          ASSERT_TRUE(saved.ok()) << saved;
+        }
+        if (a.global_step() == until) break;
+      }
+      if (a.global_step() == until) break;
+    }
+    EXPECT_EQ(a.global_step(), until);
+    if (a.is_main_process()) weights = net->weight.detach().clone();
+  });
+  return weights;
+}
+
+TEST_F(AsyncCheckpoint, TenAndTenSteps_AreTwentyBitForBit) {
+  for (const int ranks : {1, 2}) {
+    const std::string name = std::to_string(ranks);
+    const at::Tensor whole = TrainUntil(ranks, Asynchronous("whole" + name), 20);
+    TrainUntil(ranks, Asynchronous("parts" + name), 10);
+    const at::Tensor parts = TrainUntil(ranks, Asynchronous("parts" + name), 20);
+    EXPECT_TRUE(parts.equal(whole)) << ranks << " ranks";
+    // As if it had been saved in the foreground.
+    AcceleratorOptions synchronous = Asynchronous("synchronous" + name);
+    synchronous.checkpoint.asynchronous = false;
+    TrainUntil(ranks, synchronous, 10);
+    EXPECT_TRUE(TrainUntil(ranks, synchronous, 20).equal(whole)) << ranks << " ranks";
+    EXPECT_THAT(Saved(Asynchronous("parts" + name)),
+                ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3"));
+  }
+}
+
+TEST_F(AsyncCheckpoint, StateThatChangesRightAfterTheCall_IsNotInTheCheckpoint) {
+  RunJob(2, Asynchronous("change"), [&](Accelerator& a) {
+    auto model = a.prepare(OneWeight());
+    at::NoGradGuard no_grad;
+    for (int i = 0; i < 5; ++i) {
+      model->weight.fill_(i);
+      ASSERT_TRUE(a.save_state().ok());
+      model->weight.fill_(-1);
+    }
+    // Waits for what is being written.
+    ASSERT_TRUE(a.load_state().ok());
+    EXPECT_EQ(model->weight.item<double>(), 4);
+    for (int i = 0; i < 5; ++i) {
+      ASSERT_TRUE(
+          a.load_state(TestDir("change") + "/checkpoints/checkpoint_" + std::to_string(i)).ok());
+      EXPECT_EQ(model->weight.item<double>(), i);
+    }
+  });
+}
+
+TEST_F(AsyncCheckpoint, TotalLimit_HoldsOnceAllAreWritten) {
+  AcceleratorOptions options = Asynchronous("limit");
+  options.project.total_limit = 2;
+  RunJob(2, options, [&](Accelerator& a) {
+    auto model = a.prepare(OneWeight());
+    for (int i = 0; i < 4; ++i) ASSERT_TRUE(a.save_state().ok());
+    ASSERT_TRUE(a.wait_for_checkpoint().ok());
+    a.wait_for_everyone();
+    EXPECT_THAT(Saved(options), ElementsAre("checkpoint_2", "checkpoint_3"));
+    a.end_training();
+  });
+}
+
+TEST_F(AsyncCheckpoint, FailedSave_IsReportedByTheNextOneWhichGoesOn) {
+  const AcceleratorOptions options = Asynchronous("failed");
+  const std::string dir = TestDir("failed") + "/one";
+  RunJob(2, options, [&](Accelerator& a) {
+    auto model = a.prepare(OneWeight());
+    at::NoGradGuard no_grad;
+    if (a.is_main_process()) {
+      ASSERT_TRUE(ArmFailpoints("worker.checkpoint_sync=error:RESOURCE_EXHAUSTED", "", "").ok());
+    }
+    a.wait_for_everyone();
+    ASSERT_TRUE(a.save_state(dir).ok());
+    const absl::Status failed = a.wait_for_checkpoint();
+    EXPECT_EQ(failed.code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_THAT(std::string(failed.message()),
+                AllOf(HasSubstr("the asynchronous save of " + dir + " failed: rank "),
+                      HasSubstr("worker.checkpoint_sync")));
+    EXPECT_TRUE(a.wait_for_checkpoint().ok());
+
+    a.wait_for_everyone();
+    if (a.is_main_process()) {
+      ASSERT_TRUE(ArmFailpoints("worker.checkpoint_publish=error:RESOURCE_EXHAUSTED", "", "").ok());
+    }
+    a.wait_for_everyone();
+    ASSERT_TRUE(a.save_state(dir).ok());
+    // Memory for two: by the third call the first save has ended.
+    absl::Status reported = a.save_state(dir);
+    model->weight.fill_(5);
+    if (reported.ok()) reported = a.save_state(dir);
+    EXPECT_THAT(std::string(reported.message()),
+                AllOf(HasSubstr("the asynchronous save of " + dir + " failed: "),
+                      HasSubstr("; " + dir + " is being written")));
+    a.wait_for_everyone();
+    model->weight.fill_(6);
+    ASSERT_TRUE(a.save_state(dir).ok());
+    ASSERT_TRUE(a.load_state(dir).ok());
+    EXPECT_EQ(model->weight.item<double>(), 6);
+  });
+}
+
+TEST_F(AsyncCheckpoint, LastSaveThatFails_FailsTheEndOfTraining) {
+  RunJob(1, Asynchronous("end"), [&](Accelerator& a) {
+    auto model = a.prepare(OneWeight());
+    ASSERT_TRUE(ArmFailpoints("worker.checkpoint_publish=error:RESOURCE_EXHAUSTED", "", "").ok());
+    ASSERT_TRUE(a.save_state().ok());
+    EXPECT_THROW(a.end_training(), c10::Error);
+  });
+}
+
+TEST_F(AsyncCheckpoint, SaveAfterStop_IsThereWhenTheCallReturns) {
+  const AcceleratorOptions options = Asynchronous("stop");
+  RunJob(2, options, [&](Accelerator& a) {
+    auto model = a.prepare(OneWeight());
+    if (a.is_main_process()) {
+      ASSERT_TRUE(ArmFailpoints("worker.checkpoint_publish=delay:100ms", "", "").ok());
+      ASSERT_TRUE(a.set_trigger("stop").ok());
+    }
+    a.wait_for_everyone();
+    ASSERT_TRUE(a.should_stop());
+    ASSERT_TRUE(a.save_state().ok());
+    EXPECT_TRUE(PathExists(TestDir("stop") + "/checkpoints/checkpoint_0/manifest.json"));
+  });
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,33 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_ALIGNED_MEMORY_H_
+#define MUSTER_WORKER_CHECKPOINT_ALIGNED_MEMORY_H_
+
+#include <cstddef>
+
+#include "absl/status/status.h"
+
+namespace muster {
+
+// Memory of its own pages, as direct I/O needs it: begins at a page, zero at first, in huge pages
+// where the kernel has them. Movable. Not thread-safe.
+class AlignedMemory {
+ public:
+  AlignedMemory() = default;
+  AlignedMemory(AlignedMemory&& other) noexcept;
+  AlignedMemory& operator=(AlignedMemory&& other) noexcept;
+  ~AlignedMemory();
+
+  char* data() const { return data_; }
+  size_t size() const { return size_; }
+
+  // Makes it at least `bytes` large. What it holds stays, possibly at another address.
+  // RESOURCE_EXHAUSTED if the system has no such memory; nothing changes then.
+  absl::Status Grow(size_t bytes);
+
+ private:
+  char* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_ALIGNED_MEMORY_H_

@@ -1,0 +1,208 @@
+#include "worker/checkpoint/async_saver.h"
+
+#include <iterator>
+#include <utility>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "base/file.h"
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "c10/util/Exception.h"
+#include "worker/checkpoint/agreement.h"
+
+namespace muster {
+namespace {
+
+// One is copied while the other is written.
+constexpr int kSnapshots = 2;
+
+}  // namespace
+
+AsyncSaver::AsyncSaver(std::unique_ptr<Comm> comm, const Options& options)
+    : comm_(std::move(comm)),
+      limiter_(options.max_bytes_per_second),
+      in_flight_(options.in_flight),
+      rank_(comm_->rank()) {
+  for (int i = 0; i < kSnapshots; ++i) idle_.push_back(std::make_unique<Snapshot>());
+  thread_ = std::thread([this] { Run(); });
+}
+
+AsyncSaver::~AsyncSaver() {
+  {
+    MutexLock lock(&mu_);
+    stop_ = true;
+    changed_.SignalAll();
+  }
+  thread_.join();
+  MutexLock lock(&mu_);
+  for (const Outcome& outcome : outcomes_) {
+    if (outcome.status.ok()) continue;
+    MUSTER_LOG(Error) << "the asynchronous save of " << outcome.path
+                      << " failed: " << outcome.status.message();
+  }
+}
+
+std::unique_ptr<Snapshot> AsyncSaver::TakeSnapshot() {
+  MutexLock lock(&mu_);
+  while (idle_.empty()) changed_.Wait(&mu_);
+  // The one that was used last: the other needs no memory as long as saves do not overlap.
+  std::unique_ptr<Snapshot> snapshot = std::move(idle_.back());
+  idle_.pop_back();
+  return snapshot;
+}
+
+void AsyncSaver::GiveBack(std::unique_ptr<Snapshot> snapshot) {
+  snapshot->Clear();
+  MutexLock lock(&mu_);
+  idle_.push_back(std::move(snapshot));
+  changed_.SignalAll();
+}
+
+absl::Status AsyncSaver::Begin(Comm& comm, const Request& request,
+                               absl::FunctionRef<absl::Status(StateWriter&)> write,
+                               std::vector<Outcome>* earlier) {
+  const absl::Time start = clock_.Now();
+  auto save = std::make_unique<Save>();
+  save->request = request;
+  save->snapshot = TakeSnapshot();
+  absl::Status copied;
+  try {
+    copied = Copy(comm, *save, write, earlier);
+  } catch (...) {
+    GiveBack(std::move(save->snapshot));
+    throw;
+  }
+  if (!copied.ok()) {
+    GiveBack(std::move(save->snapshot));
+    return copied;
+  }
+  save->begun = clock_.Now();
+  save->stall = save->begun - start;
+  MutexLock lock(&mu_);
+  queue_.push_back(std::move(save));
+  ++begun_;
+  changed_.SignalAll();
+  return absl::OkStatus();
+}
+
+absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
+                              absl::FunctionRef<absl::Status(StateWriter&)> write,
+                              std::vector<Outcome>* earlier) {
+  const Request& request = save.request;
+  absl::Status begun;
+  int64_t done = 0;
+  if (rank_ == 0) {
+    {
+      MutexLock lock(&mu_);
+      done = done_;
+    }
+    if (request.dir.empty()) {
+      begun = CheckNumberIsFree(*request.folder, request.info.iteration, request.total_limit);
+    }
+    if (begun.ok()) {
+      absl::StatusOr<Staging> staging = Staging::Create(request.path());
+      begun = staging.status();
+      if (staging.ok()) save.staging.emplace(*std::move(staging));
+    }
+  }
+  // How many saves rank 0 knows the end of, and where this one is written; empty after an error.
+  const std::string main = comm.BroadcastBytes(
+      absl::StrCat(done, " ", save.staging.has_value() ? save.staging->path() : ""), 0);
+  const std::pair<std::string, std::string> parts = absl::StrSplit(main, absl::MaxSplits(' ', 1));
+  TORCH_CHECK(absl::SimpleAtoi(parts.first, &done), "save_state: rank 0 sent ", main);
+  save.staging_path = parts.second;
+  {
+    // What rank 0 knows this rank's thread is about to hear.
+    MutexLock lock(&mu_);
+    while (done_ < done) changed_.Wait(&mu_);
+    for (int64_t i = done_ - static_cast<int64_t>(outcomes_.size()); i < done; ++i) {
+      earlier->push_back(std::move(outcomes_.front()));
+      outcomes_.pop_front();
+    }
+  }
+  if (save.staging_path.empty()) return StatusOfMain(comm, begun);
+  const absl::Status copied = GuardRank([&] {
+    StateWriter writer(save.snapshot.get(), rank_);
+    return write(writer);
+  });
+  return AgreeOnFiles(comm, copied, {}, nullptr);
+}
+
+std::vector<AsyncSaver::Outcome> AsyncSaver::Wait() {
+  MutexLock lock(&mu_);
+  while (done_ < begun_) changed_.Wait(&mu_);
+  std::vector<Outcome> outcomes(std::make_move_iterator(outcomes_.begin()),
+                                std::make_move_iterator(outcomes_.end()));
+  outcomes_.clear();
+  return outcomes;
+}
+
+bool AsyncSaver::busy() const {
+  MutexLock lock(&mu_);
+  return done_ < begun_;
+}
+
+absl::Status AsyncSaver::WriteFiles(const Save& save, std::vector<ManifestFile>* files) {
+  MUSTER_RETURN_IF_ERROR(CheckStagingIsVisible(save.staging_path));
+  for (const Snapshot::File& file : save.snapshot->files()) {
+    MUSTER_ASSIGN_OR_RETURN(
+        DirectFileWritten written,
+        WriteDirectFile(JoinPath(save.staging_path, file.name), save.snapshot->Contents(file),
+                        {.in_flight = in_flight_, .limiter = &limiter_}));
+    // The digest of a single block says no more than that of the file.
+    if (written.blocks.xxh3.size() <= 1) written.blocks = {};
+    files->push_back({.name = file.name,
+                      .rank = rank_,
+                      .digest = std::move(written.digest),
+                      .blocks = std::move(written.blocks)});
+  }
+  return absl::OkStatus();
+}
+
+absl::Status AsyncSaver::Persist(Save& save) {
+  std::vector<ManifestFile> files, all_files;
+  const absl::Status written = GuardRank([&] { return WriteFiles(save, &files); });
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(*comm_, written, files, &all_files));
+  absl::Status published;
+  if (save.staging.has_value()) {
+    published =
+        PublishCheckpoint(*save.staging, save.request.info, comm_->size(), std::move(all_files));
+    if (published.ok() && save.request.dir.empty() && save.request.total_limit > 0) {
+      published = save.request.folder->Rotate(save.request.total_limit);
+    }
+  }
+  return StatusOfMain(*comm_, published);
+}
+
+void AsyncSaver::Run() {
+  while (true) {
+    std::unique_ptr<Save> save;
+    {
+      MutexLock lock(&mu_);
+      while (queue_.empty() && !stop_) changed_.Wait(&mu_);
+      if (queue_.empty()) return;
+      save = std::move(queue_.front());
+      queue_.pop_front();
+    }
+    Outcome outcome;
+    outcome.path = save->request.path();
+    outcome.bytes = save->snapshot->bytes();
+    outcome.stall = save->stall;
+    // A lost peer shows as an exception of the Comm.
+    outcome.status = GuardRank([&] { return Persist(*save); });
+    outcome.persist = clock_.Now() - save->begun;
+    // Before anybody hears of the end: what a failed save leaves is removed then.
+    save->staging.reset();
+    save->snapshot->Clear();
+    // In one step: who gets the memory of a save also hears of its end.
+    MutexLock lock(&mu_);
+    idle_.push_back(std::move(save->snapshot));
+    outcomes_.push_back(std::move(outcome));
+    ++done_;
+    changed_.SignalAll();
+  }
+}
+
+}  // namespace muster

@@ -1,0 +1,301 @@
+#include "worker/checkpoint/async_saver.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "ATen/ops/arange.h"
+#include "ATen/ops/full.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "base/failpoint.h"
+#include "base/file.h"
+#include "worker/collective/local_comm.h"
+#include "worker/collective/thread_comm.h"
+
+namespace muster {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+
+class AsyncSaverTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    root_ = JoinPath(testing::TempDir(), "async-" + RandomHex());
+    ASSERT_TRUE(MakeDirectories(root_).ok());
+    dir_ = JoinPath(root_, "ckpt");
+  }
+  void TearDown() override {
+    EXPECT_TRUE(ArmFailpoints("", "", "").ok());
+    EXPECT_TRUE(RemoveTree(root_).ok());
+  }
+
+  // Runs `fn` on `ranks` ranks, each with a saver.
+  void RunSavers(int ranks, const std::function<void(Comm&, AsyncSaver&)>& fn) {
+    std::vector<std::unique_ptr<Comm>> background = MakeThreadComms(ranks);
+    RunRanks(ranks, [&](Comm& comm) {
+      AsyncSaver saver(std::move(background[comm.rank()]), {});
+      fn(comm, saver);
+    });
+  }
+
+  std::string root_, dir_;
+};
+
+// Rank 0 writes what is the same everywhere, every rank its own state; all of it is `value`.
+absl::Status WriteAll(StateWriter& writer, const at::Tensor& value) {
+  if (writer.rank() == 0) {
+    const absl::Status model = writer.WriteModel(ModelFileName(0), {{"w", value}});
+    if (!model.ok()) return model;
+  }
+  StateDict random;
+  random.SetTensor("cpu", value.select(0, 0).add(writer.rank()));
+  return writer.Write(RandomStatesFileName(writer.rank()), random);
+}
+
+float WeightIn(const std::string& dir) {
+  const auto reader = StateReader::Open(dir);
+  if (!reader.ok()) return -1;
+  return reader->Read(ModelFileName(0))->GetTensor("w")->select(0, 0).item<float>();
+}
+
+TEST_F(AsyncSaverTest, ThreeRanks_SaveWhatWasThereWhenTheCallReturned) {
+  RunSavers(3, [&](Comm& comm, AsyncSaver& saver) {
+    const at::Tensor value = at::full({5000}, 1.5);
+    std::vector<AsyncSaver::Outcome> earlier;
+    const absl::Status begun = saver.Begin(
+        comm, {.dir = dir_, .info = {.step = 9}},
+        [&](StateWriter& writer) { return WriteAll(writer, value); }, &earlier);
+    ASSERT_TRUE(begun.ok()) << begun;
+    value.fill_(7);
+    EXPECT_TRUE(earlier.empty());
+    const std::vector<AsyncSaver::Outcome> outcomes = saver.Wait();
+    ASSERT_EQ(outcomes.size(), 1u);
+    EXPECT_TRUE(outcomes[0].status.ok()) << outcomes[0].status;
+    EXPECT_EQ(outcomes[0].path, dir_);
+    EXPECT_GT(outcomes[0].bytes, 0u);
+    EXPECT_FALSE(saver.busy());
+    EXPECT_TRUE(saver.Wait().empty());
+
+    const auto reader = StateReader::Open(dir_);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(reader->info().world_size, 3);
+    EXPECT_EQ(reader->info().step, 9);
+    EXPECT_EQ(WeightIn(dir_), 1.5);
+    EXPECT_EQ(reader->Read(RandomStatesFileName(comm.rank()))->GetTensor("cpu")->item<float>(),
+              1.5 + comm.rank());
+    EXPECT_TRUE(VerifyCheckpoint(dir_, VerifyLevel::kContents).ok());
+  });
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("ckpt"));
+}
+
+TEST_F(AsyncSaverTest, Destroyed_FinishesWhatHasBegun) {
+  RunSavers(2, [&](Comm& comm, AsyncSaver& saver) {
+    std::vector<AsyncSaver::Outcome> earlier;
+    for (int i = 1; i <= 3; ++i) {
+      ASSERT_TRUE(saver
+                      .Begin(
+                          comm, {.dir = dir_},
+                          [&](StateWriter& writer) { return WriteAll(writer, at::full({10}, i)); },
+                          &earlier)
+                      .ok());
+    }
+  });
+  EXPECT_EQ(WeightIn(dir_), 3);
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("ckpt"));
+}
+
+TEST_F(AsyncSaverTest, RankThatCannotWrite_FailsTheSaveOnAllRanksAndTheOldOneStays) {
+  RunSavers(2, [&](Comm& comm, AsyncSaver& saver) {
+    const auto save = [&](double value) {
+      std::vector<AsyncSaver::Outcome> earlier;
+      const absl::Status begun = saver.Begin(
+          comm, {.dir = dir_},
+          [&](StateWriter& writer) { return WriteAll(writer, at::full({10}, value)); }, &earlier);
+      EXPECT_TRUE(begun.ok()) << begun;
+      const std::vector<AsyncSaver::Outcome> outcomes = saver.Wait();
+      return outcomes.empty() ? absl::InternalError("no outcome") : outcomes[0].status;
+    };
+    EXPECT_TRUE(save(1).ok());
+    if (comm.rank() == 0) {
+      ASSERT_TRUE(ArmFailpoints("worker.checkpoint_block=error:RESOURCE_EXHAUSTED", "", "").ok());
+    }
+    comm.Barrier();
+    const absl::Status status = save(2);
+    EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+    EXPECT_THAT(std::string(status.message()), StartsWith("rank "));
+    // Both ranks hear the same.
+    const std::vector<std::string> all = comm.AllGatherBytes(std::string(status.message()));
+    EXPECT_EQ(all[0], all[1]);
+    EXPECT_EQ(WeightIn(dir_), 1);
+    comm.Barrier();
+    EXPECT_TRUE(save(3).ok());
+    EXPECT_EQ(WeightIn(dir_), 3);
+  });
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("ckpt"));
+}
+
+TEST_F(AsyncSaverTest, RankThatCannotCopy_FailsTheCallOnAllRanks) {
+  RunSavers(2, [&](Comm& comm, AsyncSaver& saver) {
+    std::vector<AsyncSaver::Outcome> earlier;
+    for (int i = 0; i < 3; ++i) {  // More often than there is memory for.
+      const absl::Status status = saver.Begin(
+          comm, {.dir = dir_},
+          [&](StateWriter& writer) -> absl::Status {
+            if (writer.rank() == 1) throw std::runtime_error("no copy");
+            return WriteAll(writer, at::full({10}, 1));
+          },
+          &earlier);
+      EXPECT_EQ(status.code(), absl::StatusCode::kInternal);
+      EXPECT_EQ(status.message(), "rank 1: no copy");
+    }
+    EXPECT_TRUE(saver.Wait().empty());
+  });
+  EXPECT_TRUE(ListDirectory(root_)->empty());
+}
+
+TEST_F(AsyncSaverTest, FolderOfOthers_IsRefusedAtOnce) {
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(root_, "mine"), "x").ok());
+  RunSavers(2, [&](Comm& comm, AsyncSaver& saver) {
+    std::vector<AsyncSaver::Outcome> earlier;
+    const absl::Status status = saver.Begin(
+        comm, {.dir = root_},
+        [&](StateWriter& writer) { return WriteAll(writer, at::full({10}, 1)); }, &earlier);
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("holds other files and no checkpoint"));
+  });
+}
+
+TEST_F(AsyncSaverTest, NumberedSaves_RotateOnceTheNewOneIsThere) {
+  const CheckpointFolder folder(root_);
+  RunSavers(2, [&](Comm& comm, AsyncSaver& saver) {
+    std::vector<AsyncSaver::Outcome> ended;
+    const auto save = [&](int64_t number) {
+      return saver.Begin(
+          comm, {.folder = folder, .total_limit = 2, .info = {.iteration = number}},
+          [&](StateWriter& writer) {
+            return WriteAll(writer, at::full({10}, static_cast<double>(number)));
+          },
+          &ended);
+    };
+    for (int64_t number = 0; number < 4; ++number) ASSERT_TRUE(save(number).ok());
+    for (AsyncSaver::Outcome& outcome : saver.Wait()) ended.push_back(std::move(outcome));
+    ASSERT_EQ(ended.size(), 4u);
+    for (size_t i = 0; i < ended.size(); ++i) {
+      EXPECT_TRUE(ended[i].status.ok()) << ended[i].status;
+      EXPECT_EQ(ended[i].path, folder.PathOf(static_cast<int64_t>(i)));
+    }
+    EXPECT_EQ(save(3).code(), absl::StatusCode::kAlreadyExists);
+  });
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2", "checkpoint_3"));
+  EXPECT_EQ(WeightIn(folder.PathOf(3)), 3);
+}
+
+// A Comm of one rank on which nothing is published before `gate`.
+class GatedComm : public LocalComm {
+ public:
+  explicit GatedComm(Notification* gate) : gate_(gate) {}
+  std::vector<std::string> AllGatherBytes(const std::string& bytes) override {
+    gate_->WaitForNotification();
+    return LocalComm::AllGatherBytes(bytes);
+  }
+
+ private:
+  Notification* const gate_;
+};
+
+TEST_F(AsyncSaverTest, ThirdSave_WaitsUntilTheFirstIsWritten) {
+  Notification gate;
+  LocalComm comm;
+  AsyncSaver saver(std::make_unique<GatedComm>(&gate), {});
+  std::vector<AsyncSaver::Outcome> earlier;
+  const auto save = [&](double value) {
+    return saver.Begin(
+        comm, {.dir = dir_},
+        [&](StateWriter& writer) { return WriteAll(writer, at::full({10}, value)); }, &earlier);
+  };
+  // Two do not wait for the disk.
+  ASSERT_TRUE(save(1).ok());
+  ASSERT_TRUE(save(2).ok());
+  EXPECT_TRUE(saver.busy());
+  EXPECT_TRUE(earlier.empty());
+  EXPECT_FALSE(PathExists(dir_));
+  std::thread opener([&] { gate.Notify(); });
+  ASSERT_TRUE(save(3).ok());
+  ASSERT_GE(earlier.size(), 1u);
+  EXPECT_TRUE(earlier[0].status.ok()) << earlier[0].status;
+  opener.join();
+  saver.Wait();
+  EXPECT_EQ(WeightIn(dir_), 3);
+}
+
+TEST_F(AsyncSaverTest, LostPeer_FailsTheSave) {
+  std::vector<std::unique_ptr<Comm>> background = MakeThreadComms(2);
+  background[1].reset();
+  RunRanks(1, [&](Comm& comm) {
+    AsyncSaver saver(std::move(background[0]), {});
+    std::vector<AsyncSaver::Outcome> earlier;
+    ASSERT_TRUE(saver
+                    .Begin(
+                        comm, {.dir = dir_},
+                        [&](StateWriter& writer) { return WriteAll(writer, at::full({10}, 1)); },
+                        &earlier)
+                    .ok());
+    const std::vector<AsyncSaver::Outcome> outcomes = saver.Wait();
+    ASSERT_EQ(outcomes.size(), 1u);
+    EXPECT_FALSE(outcomes[0].status.ok());
+  });
+  EXPECT_TRUE(ListDirectory(root_)->empty());
+}
+
+TEST_F(AsyncSaverTest, FileOfManyBlocks_ComesBackAndAFlippedBitIsNamedByItsBlock) {
+  // Three blocks, tensors across their borders.
+  const at::Tensor large = at::arange(5'000'000, at::kFloat);
+  const at::Tensor small = at::arange(333, at::kLong);
+  RunSavers(1, [&](Comm& comm, AsyncSaver& saver) {
+    std::vector<AsyncSaver::Outcome> earlier;
+    ASSERT_TRUE(
+        saver
+            .Begin(
+                comm, {.dir = dir_},
+                [&](StateWriter& writer) {
+                  return writer.WriteModel(ModelFileName(0), {{"large", large}, {"small", small}});
+                },
+                &earlier)
+            .ok());
+    saver.Wait();
+  });
+  const auto reader = StateReader::Open(dir_);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  EXPECT_EQ(reader->manifest().Find("model.safetensors")->blocks.xxh3.size(), 3u);
+  const auto model = reader->Read(ModelFileName(0));
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_TRUE(model->GetTensor("large")->equal(large));
+  EXPECT_TRUE(model->GetTensor("small")->equal(small));
+  EXPECT_EQ(model->metadata().at("format"), "pt");
+  EXPECT_TRUE(VerifyCheckpoint(dir_, VerifyLevel::kContents).ok());
+  // The digest of the whole file is right too: readers without blocks use it.
+  EXPECT_EQ(*DigestFile(JoinPath(dir_, "model.safetensors")),
+            reader->manifest().Find("model.safetensors")->digest);
+
+  const std::string path = JoinPath(dir_, "model.safetensors");
+  std::string bytes = *ReadFile(path);
+  bytes[9'000'000] ^= 1;
+  ASSERT_TRUE(WriteFileAtomically(path, bytes).ok());
+  const std::string where = absl::StrCat(path, ": is damaged: block 1 of 3 (bytes 8388608 to ");
+  EXPECT_THAT(std::string(reader->Read(ModelFileName(0)).status().message()), HasSubstr(where));
+  const absl::Status verified = VerifyCheckpoint(dir_, VerifyLevel::kContents).status();
+  EXPECT_EQ(verified.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(verified.message()), HasSubstr(where));
+}
+
+}  // namespace
+}  // namespace muster

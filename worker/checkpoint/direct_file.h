@@ -1,0 +1,86 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_DIRECT_FILE_H_
+#define MUSTER_WORKER_CHECKPOINT_DIRECT_FILE_H_
+
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "worker/checkpoint/digest.h"
+#include "worker/checkpoint/rate_limiter.h"
+
+namespace muster {
+
+// Large files, written and read past the page cache (O_DIRECT) in blocks, several at a time, with
+// the digest of each block from the same pass. Where the file system refuses direct I/O, through
+// the cache. Everything blocks on the disk and is thread-safe.
+
+// What direct I/O asks of addresses, offsets and sizes; more than any common disk needs.
+inline constexpr size_t kDirectAlignment = 4096;
+inline constexpr size_t kDirectBlockBytes = size_t{8} << 20;
+
+// The calls of the system. Tests put others in their place.
+struct DirectFileSystem {
+  std::function<int(const char* path, int flags, mode_t mode)> open;
+  std::function<ssize_t(int fd, const void* from, size_t size, off_t at)> pwrite = ::pwrite;
+  std::function<ssize_t(int fd, void* to, size_t size, off_t at)> pread = ::pread;
+  std::function<int(int fd, off_t size)> allocate;
+  std::function<int(int fd)> fsync = ::fsync;
+  std::function<void(absl::Duration)> wait;
+
+  DirectFileSystem();
+};
+
+struct DirectFileOptions {
+  // A multiple of kDirectAlignment.
+  size_t block_bytes = kDirectBlockBytes;
+  // Blocks under way at a time, each by a thread of its own.
+  int in_flight = 2;
+  // Null: as fast as the disk takes it.
+  RateLimiter* limiter = nullptr;
+  // Null: the system's own.
+  const DirectFileSystem* system = nullptr;
+};
+
+struct DirectFileWritten {
+  FileDigest digest;
+  BlockDigests blocks;
+  // false: the file system refused direct I/O.
+  bool direct = false;
+};
+
+// Writes the file and syncs it; not its folder. A file that is there is overwritten. Direct only
+// from memory that begins at a multiple of kDirectAlignment. After an error part of the file stays.
+// Errors: the system's, with the path and, of a write, the offset (RESOURCE_EXHAUSTED for a full
+// disk).
+absl::StatusOr<DirectFileWritten> WriteDirectFile(const std::string& path,
+                                                  absl::string_view contents,
+                                                  const DirectFileOptions& options = {});
+
+// A range of a file, in bytes.
+struct FileRange {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+// Reads the blocks that `range` touches (absent: all) of a file of `bytes` bytes, compares each
+// with its digest, and hands it to `take` with its offset: from several threads at once, in any
+// order. Needs a block's memory for each thread. Stops at the first error. Errors: the system's;
+// DATA_LOSS if the file is shorter, or naming the block that is damaged; what `take` returns.
+absl::Status ReadDirectFile(
+    const std::string& path, uint64_t bytes, const BlockDigests& blocks,
+    const std::optional<FileRange>& range,
+    absl::FunctionRef<absl::Status(uint64_t offset, absl::string_view block)> take,
+    const DirectFileOptions& options = {});
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_DIRECT_FILE_H_

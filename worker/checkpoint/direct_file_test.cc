@@ -1,0 +1,352 @@
+#include "worker/checkpoint/direct_file.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "base/failpoint.h"
+#include "base/fake_clock.h"
+#include "base/file.h"
+#include "base/mutex.h"
+#include "worker/checkpoint/aligned_memory.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+constexpr size_t kBlock = 3 * kDirectAlignment;
+
+class DirectFileTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    dir_ = JoinPath(testing::TempDir(), "direct-" + RandomHex());
+    ASSERT_TRUE(MakeDirectories(dir_).ok());
+    path_ = JoinPath(dir_, "file");
+  }
+  void TearDown() override {
+    EXPECT_TRUE(ArmFailpoints("", "", "").ok());
+    EXPECT_TRUE(RemoveTree(dir_).ok());
+  }
+
+  // `bytes` bytes in which no two blocks are the same.
+  absl::string_view Contents(size_t bytes) {
+    EXPECT_TRUE(memory_.Grow(bytes + 1).ok());
+    for (size_t i = 0; i < bytes; ++i) memory_.data()[i] = static_cast<char>(i * 7 + i / 251);
+    return absl::string_view(memory_.data(), bytes);
+  }
+
+  absl::StatusOr<DirectFileWritten> Write(absl::string_view contents) {
+    return WriteDirectFile(path_, contents, options_);
+  }
+
+  // Writes, and expects the file to be what was written.
+  DirectFileWritten ExpectWritten(size_t bytes) {
+    const absl::string_view contents = Contents(bytes);
+    const absl::StatusOr<DirectFileWritten> written = Write(contents);
+    EXPECT_TRUE(written.ok()) << written.status();
+    if (!written.ok()) return {};
+    const absl::StatusOr<std::string> found = ReadFile(path_);
+    EXPECT_TRUE(found.ok() && *found == contents) << bytes << " bytes";
+    EXPECT_EQ(written->digest, DigestBytes(contents));
+    EXPECT_EQ(written->blocks.xxh3.size(), (bytes + kBlock - 1) / kBlock);
+    for (size_t i = 0; i < written->blocks.xxh3.size(); ++i) {
+      EXPECT_EQ(written->blocks.xxh3[i], DigestBlock(contents.substr(i * kBlock, kBlock)));
+    }
+    return *written;
+  }
+
+  // What ReadDirectFile hands out, put together; bytes that it does not hand out are '?'.
+  absl::StatusOr<std::string> Read(const DirectFileWritten& written,
+                                   std::optional<FileRange> range = std::nullopt) {
+    std::string found(written.digest.bytes, '?');
+    const absl::Status status = ReadDirectFile(
+        path_, written.digest.bytes, written.blocks, range,
+        [&](uint64_t offset, absl::string_view block) {
+          std::memcpy(found.data() + offset, block.data(), block.size());
+          return absl::OkStatus();
+        },
+        options_);
+    if (!status.ok()) return status;
+    return found;
+  }
+
+  std::string dir_, path_;
+  AlignedMemory memory_;
+  DirectFileSystem system_;
+  DirectFileOptions options_{.block_bytes = kBlock, .in_flight = 3, .system = &system_};
+};
+
+TEST_F(DirectFileTest, FilesOfAllSizes_AreWrittenAndReadBack) {
+  for (const size_t bytes :
+       {size_t{0}, size_t{1}, kDirectAlignment - 1, kDirectAlignment, kDirectAlignment + 1,
+        kBlock - 1, kBlock, kBlock + 1, 7 * kBlock, 7 * kBlock + 5000}) {
+    for (const int in_flight : {1, 4}) {
+      options_.in_flight = in_flight;
+      const DirectFileWritten written = ExpectWritten(bytes);
+      const absl::StatusOr<std::string> found = Read(written);
+      ASSERT_TRUE(found.ok()) << found.status();
+      EXPECT_EQ(*found, Contents(bytes));
+    }
+  }
+}
+
+TEST_F(DirectFileTest, LargerFileOfTheSameName_IsReplaced) {
+  ExpectWritten(9 * kBlock);
+  ExpectWritten(10);
+}
+
+TEST_F(DirectFileTest, MemoryThatIsNotAligned_GoesThroughTheCache) {
+  const absl::string_view contents = Contents(4 * kBlock).substr(1);
+  const absl::StatusOr<DirectFileWritten> written = Write(contents);
+  ASSERT_TRUE(written.ok()) << written.status();
+  EXPECT_FALSE(written->direct);
+  EXPECT_EQ(*ReadFile(path_), contents);
+}
+
+TEST_F(DirectFileTest, FileSystemThatRefusesDirectOpen_IsWrittenAndReadThroughTheCache) {
+  system_.open = [](const char* path, int flags, mode_t mode) {
+    if ((flags & O_DIRECT) == 0) return ::open(path, flags, mode);
+    errno = EINVAL;
+    return -1;
+  };
+  const DirectFileWritten written = ExpectWritten(5 * kBlock + 17);
+  EXPECT_FALSE(written.direct);
+  EXPECT_EQ(*Read(written), Contents(5 * kBlock + 17));
+}
+
+TEST_F(DirectFileTest, FileSystemThatRefusesDirectTransfers_IsWrittenAndReadThroughTheCache) {
+  const auto is_direct = [](int fd) { return (fcntl(fd, F_GETFL) & O_DIRECT) != 0; };
+  system_.pwrite = [&](int fd, const void* from, size_t size, off_t at) -> ssize_t {
+    if (!is_direct(fd)) return ::pwrite(fd, from, size, at);
+    errno = EINVAL;
+    return -1;
+  };
+  std::atomic<bool> refused{false};
+  system_.pread = [&](int fd, void* to, size_t size, off_t at) -> ssize_t {
+    if (!is_direct(fd)) return ::pread(fd, to, size, at);
+    refused = true;
+    errno = EINVAL;
+    return -1;
+  };
+  const DirectFileWritten written = ExpectWritten(5 * kBlock + 17);
+  EXPECT_FALSE(written.direct);
+  EXPECT_EQ(*Read(written), Contents(5 * kBlock + 17));
+}
+
+TEST_F(DirectFileTest, ShortAndInterruptedTransfers_AreContinued) {
+  std::atomic<int> calls{0};
+  system_.pwrite = [&](int fd, const void* from, size_t size, off_t at) -> ssize_t {
+    if (++calls % 3 == 0) {
+      errno = EINTR;
+      return -1;
+    }
+    const ssize_t n = ::pwrite(fd, from, size, at);
+    // Ends where direct I/O cannot go on.
+    return n > static_cast<ssize_t>(kDirectAlignment) ? n / 2 + 1 : n;
+  };
+  system_.pread = [&](int fd, void* to, size_t size, off_t at) -> ssize_t {
+    if (++calls % 3 == 0) {
+      errno = EINTR;
+      return -1;
+    }
+    const ssize_t n = ::pread(fd, to, size, at);
+    return n > 1000 ? n / 2 + 1 : n;
+  };
+  const DirectFileWritten written = ExpectWritten(6 * kBlock + 6000);
+  EXPECT_EQ(*Read(written), Contents(6 * kBlock + 6000));
+}
+
+TEST_F(DirectFileTest, FullDisk_IsFoundBeforeAnythingIsWritten) {
+  system_.allocate = [](int, off_t) {
+    errno = ENOSPC;
+    return -1;
+  };
+  system_.pwrite = [](int, const void*, size_t, off_t) -> ssize_t {
+    ADD_FAILURE() << "written";
+    return -1;
+  };
+  const absl::Status status = Write(Contents(2 * kBlock)).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kResourceExhausted);
+  EXPECT_THAT(std::string(status.message()),
+              HasSubstr(absl::StrCat("cannot reserve ", 2 * kBlock, " bytes for ", path_,
+                                     ": No space left on device")));
+}
+
+TEST_F(DirectFileTest, FileSystemWithoutReservations_IsWritten) {
+  system_.allocate = [](int, off_t) {
+    errno = EOPNOTSUPP;
+    return -1;
+  };
+  ExpectWritten(3 * kBlock + 1);
+}
+
+TEST_F(DirectFileTest, FailedWrite_NamesFileAndOffset) {
+  for (const auto& [error, words] :
+       {std::pair(ENOSPC, "No space left on device"), std::pair(EIO, "Input/output error")}) {
+    system_.pwrite = [error = error](int fd, const void* from, size_t size, off_t at) -> ssize_t {
+      if (at != 2 * kBlock) return ::pwrite(fd, from, size, at);
+      errno = error;
+      return -1;
+    };
+    const absl::Status status = Write(Contents(5 * kBlock)).status();
+    EXPECT_THAT(std::string(status.message()),
+                AllOf(HasSubstr(absl::StrCat("cannot write ", path_, " at byte ", 2 * kBlock)),
+                      HasSubstr(words)));
+    EXPECT_EQ(absl::IsResourceExhausted(status), error == ENOSPC);
+  }
+}
+
+TEST_F(DirectFileTest, FailedSync_IsAnError) {
+  system_.fsync = [](int) {
+    errno = EIO;
+    return -1;
+  };
+  EXPECT_THAT(std::string(Write(Contents(kBlock)).status().message()),
+              HasSubstr(absl::StrCat("cannot sync ", path_)));
+}
+
+TEST_F(DirectFileTest, Failpoints_FailTheWrite) {
+  for (const char* spec : {"worker.checkpoint_block=error:RESOURCE_EXHAUSTED@2",
+                           "worker.checkpoint_sync=error:RESOURCE_EXHAUSTED"}) {
+    ASSERT_TRUE(ArmFailpoints(spec, "", "").ok());
+    EXPECT_EQ(Write(Contents(4 * kBlock)).status().code(), absl::StatusCode::kResourceExhausted);
+  }
+}
+
+TEST_F(DirectFileTest, MissingFolder_IsAnErrorWithThePath) {
+  path_ = JoinPath(dir_, "missing/file");
+  EXPECT_THAT(std::string(Write(Contents(1)).status().message()), HasSubstr(path_));
+}
+
+TEST_F(DirectFileTest, RateLimit_SpreadsTheBlocks) {
+  FakeClock clock;
+  RateLimiter limiter(static_cast<int64_t>(kBlock), clock);  // a block a second
+  options_.limiter = &limiter;
+  Mutex mu;
+  std::vector<absl::Duration> waits;
+  system_.wait = [&](absl::Duration duration) {
+    MutexLock lock(&mu);
+    waits.push_back(duration);
+  };
+  ExpectWritten(4 * kBlock);
+  std::sort(waits.begin(), waits.end());
+  EXPECT_THAT(waits, testing::ElementsAre(absl::Seconds(1), absl::Seconds(2), absl::Seconds(3)));
+}
+
+TEST_F(DirectFileTest, BlocksUnderWay_AreNeverMoreThanAsked) {
+  std::atomic<int> now{0}, most{0};
+  system_.pwrite = [&](int fd, const void* from, size_t size, off_t at) {
+    const int running = ++now;
+    for (int seen = most; running > seen && !most.compare_exchange_weak(seen, running);) {
+    }
+    const ssize_t n = ::pwrite(fd, from, size, at);
+    --now;
+    return n;
+  };
+  ExpectWritten(40 * kBlock);
+  EXPECT_LE(most, 3);
+}
+
+TEST_F(DirectFileTest, Range_ReadsOnlyItsBlocks) {
+  const DirectFileWritten written = ExpectWritten(6 * kBlock + 100);
+  const auto expect = [&](FileRange range, size_t first, size_t end) {
+    const absl::StatusOr<std::string> found = Read(written, range);
+    ASSERT_TRUE(found.ok()) << found.status();
+    std::string expected(found->size(), '?');
+    const absl::string_view contents = Contents(expected.size());
+    for (size_t i = first * kBlock; i < std::min(end * kBlock, expected.size()); ++i) {
+      expected[i] = contents[i];
+    }
+    EXPECT_EQ(*found, expected);
+  };
+  expect({0, 0}, 0, 0);
+  expect({kBlock - 1, kBlock + 1}, 0, 2);
+  expect({2 * kBlock, 3 * kBlock}, 2, 3);
+  expect({6 * kBlock + 99, 6 * kBlock + 100}, 6, 7);
+  EXPECT_EQ(Read(written, FileRange{0, 6 * kBlock + 101}).status().code(),
+            absl::StatusCode::kInvalidArgument);
+}
+
+TEST_F(DirectFileTest, FlippedBit_IsFoundInItsBlockAndOnlyThere) {
+  const DirectFileWritten written = ExpectWritten(4 * kBlock + 100);
+  const std::string good = *ReadFile(path_);
+  for (const size_t byte : {size_t{0}, 2 * kBlock + 77, 4 * kBlock + 99}) {
+    std::string bad = good;
+    bad[byte] ^= 4;
+    ASSERT_TRUE(WriteFileAtomically(path_, bad).ok());
+    const size_t block = byte / kBlock;
+    const absl::Status status = Read(written).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+    EXPECT_THAT(std::string(status.message()),
+                HasSubstr(absl::StrCat(path_, ": is damaged: block ", block, " of 5 (bytes ",
+                                       block * kBlock, " to ")));
+    const size_t other = block == 1 ? 3 : 1;
+    EXPECT_TRUE(Read(written, FileRange{other * kBlock, other * kBlock + 1}).ok());
+  }
+}
+
+TEST_F(DirectFileTest, FileOfAnotherSize_IsDataLoss) {
+  const DirectFileWritten written = ExpectWritten(3 * kBlock);
+  const std::string good = *ReadFile(path_);
+  for (const std::string& bad : {good.substr(1), good + "x", std::string()}) {
+    ASSERT_TRUE(WriteFileAtomically(path_, bad).ok());
+    const absl::Status status = Read(written).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+    EXPECT_THAT(std::string(status.message()), HasSubstr("but the manifest says"));
+  }
+}
+
+TEST_F(DirectFileTest, FileThatShrinksWhileItIsRead_IsDataLoss) {
+  const DirectFileWritten written = ExpectWritten(3 * kBlock);
+  system_.pread = [](int, void*, size_t, off_t) -> ssize_t { return 0; };
+  const absl::Status status = Read(written).status();
+  EXPECT_EQ(status.code(), absl::StatusCode::kDataLoss);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("ends at byte"));
+}
+
+TEST_F(DirectFileTest, FailedRead_NamesFileAndOffset) {
+  const DirectFileWritten written = ExpectWritten(3 * kBlock);
+  system_.pread = [](int fd, void* to, size_t size, off_t at) -> ssize_t {
+    if (at != kBlock) return ::pread(fd, to, size, at);
+    errno = EIO;
+    return -1;
+  };
+  EXPECT_THAT(std::string(Read(written).status().message()),
+              HasSubstr(absl::StrCat("cannot read ", path_, " at byte ", kBlock)));
+}
+
+TEST_F(DirectFileTest, DigestsThatDoNotFit_AreRefused) {
+  DirectFileWritten written = ExpectWritten(3 * kBlock);
+  written.blocks.xxh3.pop_back();
+  EXPECT_EQ(Read(written).status().code(), absl::StatusCode::kInvalidArgument);
+  written.blocks = {.block_bytes = 1000, .xxh3 = std::vector<uint64_t>(37)};
+  EXPECT_EQ(Read(written).status().code(), absl::StatusCode::kInvalidArgument);
+  written.blocks = {};
+  EXPECT_EQ(Read(written).status().code(), absl::StatusCode::kInvalidArgument);
+}
+
+TEST_F(DirectFileTest, TakerThatFails_EndsTheRead) {
+  const DirectFileWritten written = ExpectWritten(30 * kBlock);
+  options_.in_flight = 1;
+  int taken = 0;
+  const absl::Status status = ReadDirectFile(
+      path_, written.digest.bytes, written.blocks, std::nullopt,
+      [&](uint64_t, absl::string_view) {
+        return ++taken == 2 ? absl::AbortedError("enough") : absl::OkStatus();
+      },
+      options_);
+  EXPECT_EQ(status.message(), "enough");
+  EXPECT_EQ(taken, 2);
+}
+
+}  // namespace
+}  // namespace muster

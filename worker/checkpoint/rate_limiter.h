@@ -1,0 +1,33 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_RATE_LIMITER_H_
+#define MUSTER_WORKER_CHECKPOINT_RATE_LIMITER_H_
+
+#include <cstdint>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/time/time.h"
+#include "base/clock.h"
+#include "base/mutex.h"
+
+namespace muster {
+
+// Spreads bytes over time, so that writing in the background leaves the disk to others.
+// Thread-safe.
+class RateLimiter {
+ public:
+  // `bytes_per_second`: 0 for no limit.
+  explicit RateLimiter(int64_t bytes_per_second, const Clock& clock = Clock::Real());
+
+  // Reserves `bytes` and returns how long the caller waits before it moves them. Does not block.
+  // Callers are served in the order of their calls; time in which nobody asked is not saved up.
+  absl::Duration Reserve(int64_t bytes);
+
+ private:
+  const int64_t bytes_per_second_;
+  const Clock& clock_;
+  Mutex mu_;
+  absl::Time next_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_RATE_LIMITER_H_

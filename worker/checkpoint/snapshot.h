@@ -1,0 +1,54 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_SNAPSHOT_H_
+#define MUSTER_WORKER_CHECKPOINT_SNAPSHOT_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "worker/checkpoint/aligned_memory.h"
+#include "worker/checkpoint/safetensors.h"
+#include "worker/checkpoint/state_dict.h"
+
+namespace muster {
+
+// One rank's files of a checkpoint in memory, byte for byte as they go to the disk: each begins at
+// a multiple of kDirectAlignment, and so do the data of each safetensors file. The memory is used
+// again by the next save; it never shrinks. Not thread-safe.
+class Snapshot {
+ public:
+  struct File {
+    std::string name;
+    size_t offset = 0;
+    size_t bytes = 0;
+  };
+
+  // Copies a file in; the tensors may change then. Blocks until copies from devices are done.
+  // Errors: as WriteSafetensors and WriteStateDict, but for those of the disk; RESOURCE_EXHAUSTED
+  // if there is no memory. Throws c10::Error if a copy from a device fails.
+  absl::Status Add(const std::string& name, const NamedTensors& tensors,
+                   WriteSafetensorsOptions options);
+  absl::Status Add(const std::string& name, const StateDict& state, SharedTensors shared);
+
+  const std::vector<File>& files() const { return files_; }
+  absl::string_view Contents(const File& file) const {
+    return absl::string_view(memory_.data() + file.offset, file.bytes);
+  }
+  uint64_t bytes() const;
+
+  // Forgets the files and keeps the memory.
+  void Clear() { files_.clear(); }
+
+ private:
+  // Room for a file of `bytes` at the end.
+  absl::StatusOr<char*> Append(const std::string& name, size_t bytes);
+  absl::Status AddTensors(const std::string& name, const SafetensorsPlan& plan);
+
+  AlignedMemory memory_;
+  std::vector<File> files_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_SNAPSHOT_H_

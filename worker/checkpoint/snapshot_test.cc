@@ -1,0 +1,107 @@
+#include "worker/checkpoint/snapshot.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "ATen/ops/arange.h"
+#include "ATen/ops/full.h"
+#include "ATen/ops/ones.h"
+#include "base/file.h"
+#include "worker/checkpoint/direct_file.h"
+
+namespace muster {
+namespace {
+
+using ::testing::HasSubstr;
+
+class SnapshotTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    dir_ = JoinPath(testing::TempDir(), "snapshot-" + RandomHex());
+    ASSERT_TRUE(MakeDirectories(dir_).ok());
+  }
+  void TearDown() override { EXPECT_TRUE(RemoveTree(dir_).ok()); }
+
+  // Writes all files as they are.
+  void WriteOut(const Snapshot& snapshot) {
+    for (const Snapshot::File& file : snapshot.files()) {
+      EXPECT_EQ(file.offset % kDirectAlignment, 0u);
+      ASSERT_TRUE(WriteFileAtomically(JoinPath(dir_, file.name), snapshot.Contents(file)).ok());
+    }
+  }
+
+  std::string dir_;
+};
+
+TEST_F(SnapshotTest, Files_AreThoseOfASynchronousSaveWithAlignedData) {
+  Snapshot snapshot;
+  const NamedTensors tensors = {{"b", at::arange(10, at::kLong)},
+                                {"a", at::arange(12, at::kFloat).view({3, 4}).t()},
+                                {"empty", at::ones({0, 3})},
+                                {"flag", at::full({}, true, at::kBool)}};
+  ASSERT_TRUE(
+      snapshot
+          .Add("model.safetensors", tensors, {.metadata = SafetensorsMetadata{{"format", "pt"}}})
+          .ok());
+  StateDict state;
+  state.SetTensor("t", at::ones({5}, at::kHalf));
+  state.SetInt("n", 7);
+  ASSERT_TRUE(snapshot.Add("optimizer.safetensors", state, SharedTensors::kWriteAll).ok());
+  StateDict scalars;
+  scalars.SetDouble("x", 0.5);
+  ASSERT_TRUE(snapshot.Add("scheduler.json", scalars, SharedTensors::kWriteAll).ok());
+  WriteOut(snapshot);
+
+  const auto header = ReadSafetensorsHeader(JoinPath(dir_, "model.safetensors"));
+  ASSERT_TRUE(header.ok()) << header.status();
+  EXPECT_EQ((8 + header->header_bytes) % kDirectAlignment, 0u);
+  const auto model = ReadStateDict(JoinPath(dir_, "model.safetensors"));
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_EQ(model->metadata().at("format"), "pt");
+  for (const auto& [name, tensor] : tensors) EXPECT_TRUE(model->GetTensor(name)->equal(tensor));
+  const auto optimizer = ReadStateDict(JoinPath(dir_, "optimizer.safetensors"));
+  EXPECT_TRUE(optimizer->GetTensor("t")->equal(at::ones({5}, at::kHalf)));
+  EXPECT_EQ(*optimizer->GetInt("n"), 7);
+  EXPECT_EQ(*ReadStateDict(JoinPath(dir_, "scheduler.json"))->GetDouble("x"), 0.5);
+  EXPECT_EQ(snapshot.bytes(), (ReadFile(JoinPath(dir_, "model.safetensors"))->size() +
+                               ReadFile(JoinPath(dir_, "optimizer.safetensors"))->size() +
+                               ReadFile(JoinPath(dir_, "scheduler.json"))->size()));
+}
+
+TEST_F(SnapshotTest, TensorsThatChangeLater_AreNotInTheFile) {
+  Snapshot snapshot;
+  const at::Tensor tensor = at::ones({1000});
+  ASSERT_TRUE(snapshot.Add("m.safetensors", NamedTensors{{"t", tensor}}, {}).ok());
+  tensor.fill_(2);
+  WriteOut(snapshot);
+  EXPECT_TRUE(
+      ReadStateDict(JoinPath(dir_, "m.safetensors"))->GetTensor("t")->equal(at::ones(1000)));
+}
+
+TEST_F(SnapshotTest, SecondUse_HoldsTheNewFilesOnly) {
+  Snapshot snapshot;
+  ASSERT_TRUE(snapshot.Add("a.safetensors", NamedTensors{{"t", at::ones({100})}}, {}).ok());
+  const char* const before = snapshot.Contents(snapshot.files()[0]).data();
+  snapshot.Clear();
+  EXPECT_EQ(snapshot.bytes(), 0u);
+  ASSERT_TRUE(snapshot.Add("b.safetensors", NamedTensors{{"t", at::ones({7})}}, {}).ok());
+  EXPECT_EQ(snapshot.Contents(snapshot.files()[0]).data(), before);
+  WriteOut(snapshot);
+  EXPECT_FALSE(PathExists(JoinPath(dir_, "a.safetensors")));
+  EXPECT_TRUE(ReadStateDict(JoinPath(dir_, "b.safetensors"))->GetTensor("t")->equal(at::ones(7)));
+}
+
+TEST_F(SnapshotTest, WhatNoFileCanHold_IsRefusedAsBySaves) {
+  Snapshot snapshot;
+  const absl::Status status = snapshot.Add("m.safetensors", NamedTensors{{"t", at::Tensor()}}, {});
+  EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("tensor \"t\": is undefined"));
+  StateDict state;
+  state.SetTensor("t", at::ones({1}));
+  EXPECT_THAT(std::string(snapshot.Add("m.json", state, SharedTensors::kWriteAll).message()),
+              HasSubstr("a .json file cannot hold the tensor"));
+  EXPECT_EQ(snapshot.files().size(), 0u);
+}
+
+}  // namespace
+}  // namespace muster
