@@ -3221,6 +3221,9 @@ TEST_F(CheckpointTest, StrangersAndTheGenerationBefore_AreRefused) {
   nobody.mutable_seal_checkpoint()->mutable_fence()->clear_worker_id();
   EXPECT_EQ(bench_.Reason(bench_.Do(nobody)), v1::ERROR_REASON_BAD_FIELD);
 
+  EXPECT_THAT(bench_.Error(bench_.Do(BeginOp(workers[0], 11, 3))).message(),
+              HasSubstr("this generation has 2"));
+
   Exit(workers[1], 1);
   std::vector<Worker> next = workers;
   for (Worker& worker : next) worker.incarnation += 1000;

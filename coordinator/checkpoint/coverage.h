@@ -54,7 +54,8 @@ class Coverage {
     Numbers shape;
     std::vector<Box> boxes;
   };
-  static std::string Problem(const Tensor& tensor);
+  // Empty: it is covered. Counts on.
+  static std::string Problem(const Tensor& tensor, size_t* comparisons);
 
   absl::flat_hash_map<std::string, Tensor> tensors_;
   absl::flat_hash_map<std::string, std::unique_ptr<const std::string>> files_;

@@ -157,7 +157,7 @@ TEST(Coverage, SlicesThatMeetEverywhere_AreGivenUp) {
   for (int i = 0; i < 40 * 40 * 40; ++i) {
     coverage.Add(Slice("w", {40, 40, 40}, {i / 1600, i / 40 % 40, i % 40}, {1, 1, 1}), "f");
   }
-  EXPECT_THAT(coverage.FirstProblem(), HasSubstr("meet too often"));
+  EXPECT_THAT(coverage.FirstProblem(), HasSubstr("too many comparisons"));
 }
 
 }  // namespace
