@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 #include <random>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "base/file.h"
 #include "tests/testdata/golden.h"
@@ -142,6 +143,24 @@ TEST(ParseSafetensorsHeader, EachMistake_NamesFileTensorAndField) {
                     R"("data_offsets":[0,0]}})",
                     0),
               HasSubstr("is too large"));
+}
+
+TEST(LayOutSafetensors, LargerAlignment_OnlyAddsBlanksToTheHeader) {
+  for (size_t length = 1; length < 20; ++length) {
+    const std::vector<SafetensorsEntry> tensors = {
+        {.name = std::string(length, 'a'), .type = SafetensorsType::kF32, .shape = {3}}};
+    const auto plain = LayOutSafetensors(tensors, std::nullopt);
+    const auto aligned = LayOutSafetensors(tensors, std::nullopt, 4096);
+    ASSERT_TRUE(plain.ok() && aligned.ok());
+    EXPECT_EQ(plain->prefix.size() % 8, 0u);
+    EXPECT_EQ(aligned->prefix.size(), 4096u);
+    const absl::string_view json = absl::string_view(aligned->prefix).substr(8);
+    EXPECT_EQ(absl::StripTrailingAsciiWhitespace(json),
+              absl::StripTrailingAsciiWhitespace(absl::string_view(plain->prefix).substr(8)));
+    const auto header = ParseSafetensorsHeader(json, aligned->data_bytes, "aligned");
+    ASSERT_TRUE(header.ok()) << header.status();
+    EXPECT_EQ(header->header_bytes, 4088u);
+  }
 }
 
 TEST(LayOutSafetensors, BadNames_AreRefused) {

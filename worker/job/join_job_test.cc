@@ -202,6 +202,36 @@ TEST(JoinJob, TwiceAtOnceUnderACoordinator_IsRefused) {
   EXPECT_TRUE(third.ok()) << third.status();
 }
 
+TEST(MakeBackgroundComm, ThreadBesideTheJob_HasASequenceOfItsOwn) {
+  FakeCoordinator fake;
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([&, i] {
+      auto joined = JoinJob(Env({{"MUSTER_COORDINATOR", fake.address()},
+                                 {"MUSTER_JOB", "job"},
+                                 {"MUSTER_RANK", std::to_string(i)},
+                                 {"MUSTER_WORLD_SIZE", "2"},
+                                 {"MUSTER_LOCAL_RANK", std::to_string(i)},
+                                 {"MUSTER_LOCAL_WORLD_SIZE", "2"}}));
+      ASSERT_TRUE(joined.ok()) << joined.status();
+      auto beside = MakeBackgroundComm(*joined);
+      ASSERT_TRUE(beside.ok()) << beside.status();
+      const auto gather = [i](Comm& comm, const std::string& what) {
+        for (int round = 0; round < 50; ++round) {
+          const auto all = comm.AllGatherBytes(what + std::to_string(i));
+          ASSERT_EQ(all.size(), 2u);
+          EXPECT_EQ(all[0], what + "0");
+          EXPECT_EQ(all[1], what + "1");
+        }
+      };
+      std::thread thread([&] { gather(**beside, "beside"); });
+      gather(*joined->comm, "job");
+      thread.join();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 TEST(MakeSubgroup, ListedRanks_ReduceAmongThemselves) {
   for (const char* const shared_memory : {"0", "1"}) {
     FakeCoordinator fake;
