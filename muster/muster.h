@@ -11,5 +11,6 @@
 #include "muster/optim.h"
 #include "muster/track.h"
 #include "muster/utils.h"
+#include "muster/weights.h"
 
 #endif  // MUSTER_MUSTER_H_

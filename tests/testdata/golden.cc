@@ -8,15 +8,19 @@
 
 namespace muster::testing_support {
 
+std::string TestdataPath(const std::string& file) {
+  // Bazel's runfiles, which every rule that depends on this library has.
+  const char* runfiles = std::getenv("TEST_SRCDIR");
+  const char* workspace = std::getenv("TEST_WORKSPACE");
+  if (runfiles == nullptr || workspace == nullptr) return "tests/testdata/" + file;
+  return std::string(runfiles) + "/" + workspace + "/tests/testdata/" + file;
+}
+
 std::string GoldenFolder() {
   if (const char* folder = std::getenv("MUSTER_GOLDEN"); folder != nullptr && *folder != '\0') {
     return folder;
   }
-  // Bazel's runfiles, which every rule that depends on this library has.
-  const char* runfiles = std::getenv("TEST_SRCDIR");
-  const char* workspace = std::getenv("TEST_WORKSPACE");
-  if (runfiles == nullptr || workspace == nullptr) return "tests/testdata/golden";
-  return std::string(runfiles) + "/" + workspace + "/tests/testdata/golden";
+  return TestdataPath("golden");
 }
 
 std::string GoldenPath(const std::string& file) { return GoldenFolder() + "/" + file; }

@@ -11,7 +11,10 @@ namespace muster::testing_support {
 // tests/testdata/golden of this repository.
 std::string GoldenFolder();
 
-// A file of that folder.
+// A file or folder of tests/testdata.
+std::string TestdataPath(const std::string& file);
+
+// A file of GoldenFolder().
 std::string GoldenPath(const std::string& file);
 
 // The cases of one kind in `file` of that folder, by default KIND.jsonl, in order. A test failure

@@ -1,0 +1,62 @@
+#ifndef MUSTER_WEIGHTS_H_
+#define MUSTER_WEIGHTS_H_
+
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "absl/status/statusor.h"
+#include "torch/nn/module.h"
+#include "torch/nn/modules/container/any.h"
+#include "torch/nn/pimpl.h"
+#include "worker/checkpoint/weight_loader.h"
+
+namespace torch::jit {
+struct Module;
+}
+
+namespace muster {
+
+// Weights that others trained: what save_model, transformers, safetensors or torch.save wrote.
+//
+//   Net net;
+//   auto loaded = muster::load_model(net, "gpt2", {.prefix = "transformer.", .dtype =
+//   torch::kBFloat16}); if (!loaded.ok()) return loaded.status();
+//
+// `path` is a folder (model.safetensors, its index, pytorch_model.bin or its index, in this order)
+// or one of these files. Files of torch.save are read without executing them; they may hold nothing
+// but tensors in plain containers, whose tensors have dotted names: a file {"state_dict": {...}} is
+// read with `.prefix = "state_dict."`. docs/weights.md tells more.
+//
+// Parameters and buffers on any device are filled; the rules, the report and the errors are those
+// of LoadWeights in worker/checkpoint/weight_loader.h. Not collective: call it on every process,
+// before prepare(). Blocks on the disk. Not thread-safe for one model.
+absl::StatusOr<LoadedWeights> load_model(torch::nn::Module& model, const std::string& path,
+                                         const LoadWeightsOptions& options = {});
+absl::StatusOr<LoadedWeights> load_model(const torch::jit::Module& model, const std::string& path,
+                                         const LoadWeightsOptions& options = {});
+inline absl::StatusOr<LoadedWeights> load_model(const torch::nn::AnyModule& model,
+                                                const std::string& path,
+                                                const LoadWeightsOptions& options = {}) {
+  return load_model(*model.ptr(), path, options);
+}
+// Module holders, shared_ptr to a module, and what prepare() returned for one.
+template <class M>
+requires requires(M& model) { static_cast<torch::nn::Module&>(*model); }
+absl::StatusOr<LoadedWeights> load_model(M&& model, const std::string& path,
+                                         const LoadWeightsOptions& options = {}) {
+  return load_model(static_cast<torch::nn::Module&>(*model), path, options);
+}
+
+// The same by Accelerate's name and with its default: names that are missing or unexpected are
+// listed in the result, not refused.
+template <class M>
+absl::StatusOr<LoadedWeights> load_checkpoint_in_model(M&& model, const std::string& checkpoint,
+                                                       LoadWeightsOptions options = {
+                                                           .strict = false}) {
+  return load_model(std::forward<M>(model), checkpoint, options);
+}
+
+}  // namespace muster
+
+#endif  // MUSTER_WEIGHTS_H_

@@ -1,0 +1,183 @@
+#include "worker/checkpoint/weight_files.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <string_view>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/file.h"
+#include "base/status_macros.h"
+#include "base/text.h"
+#include "worker/checkpoint/shard_plan.h"
+
+namespace muster {
+namespace {
+
+constexpr uint64_t kPartBytes = uint64_t{8} << 20;
+
+bool IsFolder(const std::string& path) {
+  struct stat info;
+  return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+}
+
+absl::StatusOr<std::string> FindInFolder(const std::string& folder) {
+  for (const char* const name : {"model.safetensors", "model.safetensors.index.json",
+                                 "pytorch_model.bin", "pytorch_model.bin.index.json"}) {
+    std::string path = JoinPath(folder, name);
+    if (PathExists(path)) return path;
+  }
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(folder));
+  for (const char* const ending : {".index.json", ".safetensors"}) {
+    std::vector<std::string> fitting;
+    for (const std::string& name : names) {
+      if (absl::EndsWith(name, ending)) fitting.push_back(name);
+    }
+    if (fitting.size() == 1) return JoinPath(folder, fitting[0]);
+    if (fitting.size() > 1) {
+      return absl::InvalidArgumentError(absl::StrCat(folder, " holds ", fitting.size(), " files *",
+                                                     ending, " (", fitting[0], ", ", fitting[1],
+                                                     ", ...): name the one that is meant"));
+    }
+  }
+  return absl::NotFoundError(absl::StrCat(
+      folder,
+      " holds no weights: neither model.safetensors nor pytorch_model.bin, nor an index of shards "
+      "(*.index.json)"));
+}
+
+absl::StatusOr<std::vector<StoredTensor>> ReadTensors(const ByteSource& source) {
+  std::string beginning(std::min<uint64_t>(source.size(), 16), '\0');
+  MUSTER_RETURN_IF_ERROR(source.Read(0, beginning.data(), beginning.size()));
+  if (LooksLikeTorchFile(beginning)) return ReadTorchFile(source);
+  MUSTER_ASSIGN_OR_RETURN(const SafetensorsHeader header, ReadSafetensorsHeader(source.name()));
+  std::vector<StoredTensor> tensors;
+  tensors.reserve(header.tensors.size());
+  for (const SafetensorsEntry& entry : header.tensors) {
+    tensors.push_back({.name = entry.name,
+                       .type = entry.type,
+                       .shape = entry.shape,
+                       .begin = 8 + header.header_bytes + entry.begin,
+                       .extent_bytes = entry.end - entry.begin});
+  }
+  return tensors;
+}
+
+}  // namespace
+
+absl::Status WeightFiles::Add(const std::string& file, const std::vector<std::string>* wanted,
+                              const std::string& index) {
+  MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<ByteSource> source, OpenFileSource(file));
+  MUSTER_ASSIGN_OR_RETURN(std::vector<StoredTensor> tensors, ReadTensors(*source));
+  absl::flat_hash_set<absl::string_view> expected;
+  if (wanted != nullptr) expected.insert(wanted->begin(), wanted->end());
+  absl::flat_hash_set<std::string> found;
+  for (StoredTensor& tensor : tensors) {
+    if (wanted != nullptr && !expected.contains(tensor.name)) continue;
+    found.insert(tensor.name);
+    places_.emplace(tensor.name, entries_.size());
+    entries_.push_back({.tensor = std::move(tensor), .file = sources_.size()});
+  }
+  if (wanted != nullptr) {
+    for (const std::string& name : *wanted) {
+      if (found.contains(name)) continue;
+      return absl::NotFoundError(absl::StrCat(index, ": places tensor \"", Printable(name),
+                                              "\" in ", file, ", which does not hold it"));
+    }
+  }
+  sources_.push_back(std::move(source));
+  return absl::OkStatus();
+}
+
+absl::StatusOr<WeightFiles> WeightFiles::Open(const std::string& path) {
+  std::string start = path;
+  if (IsFolder(path)) {
+    MUSTER_ASSIGN_OR_RETURN(start, FindInFolder(path));
+  }
+  WeightFiles files;
+  files.path_ = path;
+  if (!absl::EndsWith(start, ".json")) {
+    MUSTER_RETURN_IF_ERROR(files.Add(start, nullptr, ""));
+    return files;
+  }
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(start));
+  MUSTER_ASSIGN_OR_RETURN(const auto map, ParseShardIndex(text, start));
+  std::map<std::string, std::vector<std::string>> by_file;
+  for (const auto& [name, file] : map) by_file[file].push_back(name);
+  for (const auto& [file, names] : by_file) {
+    MUSTER_RETURN_IF_ERROR(files.Add(JoinPath(ParentPath(start), file), &names, start));
+  }
+  return files;
+}
+
+const WeightFiles::Entry* WeightFiles::Find(absl::string_view name) const {
+  const auto found = places_.find(std::string_view(name.data(), name.size()));
+  return found == places_.end() ? nullptr : &entries_[found->second];
+}
+
+std::vector<std::string> WeightFiles::Files() const {
+  std::vector<std::string> paths;
+  for (const auto& source : sources_) paths.push_back(source->name());
+  return paths;
+}
+
+absl::Status WeightFiles::Read(const Entry& entry, char* to) const {
+  return sources_[entry.file]->Read(entry.tensor.begin, to, entry.tensor.extent_bytes);
+}
+
+uint64_t WeightFiles::BytesOf(const Entry& entry) {
+  const absl::StatusOr<uint64_t> bytes = SafetensorsBytes(entry.tensor.type, entry.tensor.shape);
+  return bytes.ok() ? *bytes : 0;
+}
+
+std::string WeightFiles::StorageOf(const Entry& entry) const {
+  if (entry.tensor.extent_bytes == 0) return "";
+  return absl::StrCat(
+      entry.file, ":", entry.tensor.begin, ":", SafetensorsTypeName(entry.tensor.type), ":",
+      absl::StrJoin(entry.tensor.shape, ","), ":", absl::StrJoin(entry.tensor.strides, ","));
+}
+
+absl::Status WeightFiles::Stream(const Entry& entry,
+                                 absl::FunctionRef<absl::Status(absl::string_view)> sink) const {
+  const StoredTensor& tensor = entry.tensor;
+  if (tensor.extent_bytes == 0) return absl::OkStatus();
+  if (tensor.strides.empty()) {
+    std::string part;
+    for (uint64_t done = 0; done < tensor.extent_bytes; done += part.size()) {
+      part.resize(std::min(kPartBytes, tensor.extent_bytes - done));
+      MUSTER_RETURN_IF_ERROR(
+          sources_[entry.file]->Read(tensor.begin + done, part.data(), part.size()));
+      MUSTER_RETURN_IF_ERROR(sink(part));
+    }
+    return absl::OkStatus();
+  }
+  std::string extent(tensor.extent_bytes, '\0');
+  MUSTER_RETURN_IF_ERROR(Read(entry, extent.data()));
+  const size_t width = SafetensorsTypeBits(tensor.type) / 8;
+  const size_t dimensions = tensor.shape.size();
+  std::vector<uint64_t> place(dimensions, 0);
+  uint64_t at = 0;
+  std::string part;
+  const uint64_t elements = BytesOf(entry) / width;
+  for (uint64_t i = 0; i < elements; ++i) {
+    part.append(extent, at * width, width);
+    if (part.size() >= kPartBytes) {
+      MUSTER_RETURN_IF_ERROR(sink(part));
+      part.clear();
+    }
+    for (size_t d = dimensions; d > 0; --d) {
+      at += tensor.strides[d - 1];
+      if (++place[d - 1] < tensor.shape[d - 1]) break;
+      at -= tensor.strides[d - 1] * tensor.shape[d - 1];
+      place[d - 1] = 0;
+    }
+  }
+  return part.empty() ? absl::OkStatus() : sink(part);
+}
+
+}  // namespace muster

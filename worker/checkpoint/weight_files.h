@@ -1,0 +1,81 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_WEIGHT_FILES_H_
+#define MUSTER_WORKER_CHECKPOINT_WEIGHT_FILES_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "worker/checkpoint/byte_source.h"
+#include "worker/checkpoint/torch_file.h"
+
+namespace muster {
+
+// A tensor, and which of the files it is in.
+struct WeightEntry {
+  StoredTensor tensor;
+  size_t file = 0;
+};
+
+// A model's weights on disk, whoever wrote them: safetensors or torch.save, one file or shards with
+// an index. Without torch: tools use it too. Reading may be called from several threads.
+class WeightFiles {
+ public:
+  using Entry = WeightEntry;
+
+  // `path`: a file of either format, an index (.json), or a folder. In a folder the first of these
+  // counts: model.safetensors, model.safetensors.index.json, pytorch_model.bin,
+  // pytorch_model.bin.index.json, the only *.index.json, the only *.safetensors. A file's contents
+  // tell its format, not its name.
+  //
+  // Checks that every file is there, whole by its header, and holds the tensors that the index
+  // places in it. Errors: NOT_FOUND naming what is missing; INVALID_ARGUMENT and DATA_LOSS as
+  // ReadSafetensorsHeader, ReadTorchFile and ParseShardIndex.
+  static absl::StatusOr<WeightFiles> Open(const std::string& path);
+
+  const std::string& path() const { return path_; }
+  // In the order of the files; no name twice.
+  const std::vector<Entry>& entries() const { return entries_; }
+  // Null if there is no such tensor.
+  const Entry* Find(absl::string_view name) const;
+  // The path of the file that an entry is in.
+  const std::string& FileOf(const Entry& entry) const { return sources_[entry.file]->name(); }
+
+  // The paths of all files.
+  std::vector<std::string> Files() const;
+
+  // The bytes of the entry's extent, of which there are `entry.tensor.extent_bytes`.
+  absl::Status Read(const Entry& entry, char* to) const;
+
+  // Passes the bytes of the tensor to `sink` in parts, contiguous. Holds a part in memory, or the
+  // tensor's extent if it is not contiguous.
+  absl::Status Stream(const Entry& entry,
+                      absl::FunctionRef<absl::Status(absl::string_view)> sink) const;
+
+  // The tensor's bytes, were it contiguous.
+  static uint64_t BytesOf(const Entry& entry);
+
+  // Equal for two names of one tensor in one file (tied weights), else different; empty for a
+  // tensor without elements.
+  std::string StorageOf(const Entry& entry) const;
+
+ private:
+  absl::Status Add(const std::string& file, const std::vector<std::string>* wanted,
+                   const std::string& index);
+
+  std::string path_;
+  std::vector<std::unique_ptr<ByteSource>> sources_;
+  std::vector<Entry> entries_;
+  std::map<std::string, size_t, std::less<>> places_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_WEIGHT_FILES_H_

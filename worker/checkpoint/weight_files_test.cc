@@ -1,0 +1,205 @@
+#include "worker/checkpoint/weight_files.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "base/file.h"
+#include "tests/testdata/golden.h"
+#include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/weight_writer.h"
+
+namespace muster {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::UnorderedElementsAre;
+using testing_support::GoldenPath;
+using testing_support::TestdataPath;
+
+class WeightFilesTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    dir_ = JoinPath(testing::TempDir(), "weight_files-" + RandomHex());
+    ASSERT_TRUE(MakeDirectories(dir_).ok());
+  }
+  void TearDown() override { EXPECT_TRUE(RemoveTree(dir_).ok()); }
+
+  std::string Path(const std::string& name) const { return JoinPath(dir_, name); }
+  void Put(const std::string& name, const std::string& text) {
+    ASSERT_TRUE(MakeDirectories(ParentPath(Path(name))).ok());
+    ASSERT_TRUE(WriteFileAtomically(Path(name), text).ok());
+  }
+  // Copies a file of tests/testdata/torch_files.
+  void Fixture(const std::string& fixture, const std::string& name) {
+    const auto text = ReadFile(TestdataPath("torch_files/" + fixture));
+    ASSERT_TRUE(text.ok()) << text.status();
+    Put(name, *text);
+  }
+
+  std::string dir_;
+};
+
+std::string Tensors(const std::vector<std::string>& names, char value) {
+  std::vector<SafetensorsEntry> entries;
+  std::vector<std::string> data;
+  for (const std::string& name : names) {
+    entries.push_back({.name = name, .type = SafetensorsType::kU8, .shape = {2}});
+    data.push_back(std::string(2, value));
+  }
+  return *EncodeSafetensors(entries, data, std::nullopt);
+}
+
+std::string Bytes(const WeightFiles& files, const std::string& name) {
+  std::string bytes;
+  const WeightFiles::Entry* const entry = files.Find(name);
+  if (entry == nullptr) return "no such tensor";
+  const absl::Status read = files.Stream(*entry, [&](absl::string_view part) {
+    bytes.append(part.data(), part.size());
+    return absl::OkStatus();
+  });
+  EXPECT_TRUE(read.ok()) << read;
+  EXPECT_EQ(bytes.size(), WeightFiles::BytesOf(*entry)) << name;
+  return bytes;
+}
+
+// The same names, types, shapes and bytes.
+void ExpectSame(const WeightFiles& a, const WeightFiles& b) {
+  ASSERT_EQ(a.entries().size(), b.entries().size());
+  for (const WeightFiles::Entry& entry : a.entries()) {
+    const std::string& name = entry.tensor.name;
+    const WeightFiles::Entry* const other = b.Find(name);
+    ASSERT_NE(other, nullptr) << name;
+    EXPECT_EQ(entry.tensor.type, other->tensor.type) << name;
+    EXPECT_EQ(entry.tensor.shape, other->tensor.shape) << name;
+    EXPECT_EQ(Bytes(a, name), Bytes(b, name)) << name;
+  }
+}
+
+TEST_F(WeightFilesTest, TorchFiles_HoldWhatTorchWroteAsSafetensors) {
+  for (const std::string name : {"types", "layouts", "pytorch_model"}) {
+    SCOPED_TRACE(name);
+    const auto pickled = WeightFiles::Open(TestdataPath("torch_files/" + name + ".bin"));
+    const auto plain = WeightFiles::Open(TestdataPath("torch_files/" + name + ".safetensors"));
+    ASSERT_TRUE(pickled.ok()) << pickled.status();
+    ASSERT_TRUE(plain.ok()) << plain.status();
+    ExpectSame(*pickled, *plain);
+  }
+  const auto two = WeightFiles::Open(TestdataPath("torch_files/types.bin"));
+  const auto four = WeightFiles::Open(TestdataPath("torch_files/types_protocol4.bin"));
+  ASSERT_TRUE(two.ok() && four.ok()) << four.status();
+  ExpectSame(*two, *four);
+}
+
+TEST_F(WeightFilesTest, NestedCheckpoint_NamesTensorsByTheirPlace) {
+  const auto files = WeightFiles::Open(TestdataPath("torch_files/nested.pt"));
+  ASSERT_TRUE(files.ok()) << files.status();
+  std::vector<std::string> names;
+  for (const auto& entry : files->entries()) names.push_back(entry.tensor.name);
+  EXPECT_THAT(names,
+              ElementsAre("state_dict.embed.weight", "state_dict.norm.weight",
+                          "state_dict.norm.bias", "state_dict.norm.running_mean",
+                          "state_dict.norm.running_var", "state_dict.norm.num_batches_tracked",
+                          "state_dict.head.weight", "parameter", "optimizer.state.0.step"));
+  EXPECT_EQ(files->StorageOf(*files->Find("state_dict.embed.weight")),
+            files->StorageOf(*files->Find("state_dict.head.weight")));
+}
+
+TEST_F(WeightFilesTest, Folder_PrefersSafetensorsToPickles) {
+  Fixture("pytorch_model.bin", "pytorch_model.bin");
+  EXPECT_NE(WeightFiles::Open(dir_)->Find("embed.weight"), nullptr);
+  Put("a.safetensors", Tensors({"a"}, 'a'));
+  Put("model.safetensors.index.json", R"({"weight_map": {"a": "a.safetensors"}})");
+  EXPECT_NE(WeightFiles::Open(dir_)->Find("a"), nullptr);
+  Put("model.safetensors", Tensors({"b"}, 'b'));
+  EXPECT_NE(WeightFiles::Open(dir_)->Find("b"), nullptr);
+}
+
+TEST_F(WeightFilesTest, FolderWithoutOneAnswer_SaysWhatIsThere) {
+  EXPECT_THAT(WeightFiles::Open(dir_).status().message(), HasSubstr("holds no weights"));
+  Put("one.safetensors", Tensors({"a"}, 'a'));
+  EXPECT_TRUE(WeightFiles::Open(dir_).ok());
+  Put("two.safetensors", Tensors({"a"}, 'a'));
+  EXPECT_THAT(WeightFiles::Open(dir_).status().message(), HasSubstr("holds 2 files *.safetensors"));
+  EXPECT_TRUE(absl::IsNotFound(WeightFiles::Open(Path("nothing")).status()));
+}
+
+TEST_F(WeightFilesTest, Index_OverShardsOfBothFormats) {
+  Fixture("pytorch_model.bin", "pytorch_model-00001-of-00002.bin");
+  Put("pytorch_model-00002-of-00002.bin", Tensors({"extra", "unlisted"}, 'x'));
+  Put("pytorch_model.bin.index.json",
+      R"({"weight_map": {"norm.bias": "pytorch_model-00001-of-00002.bin",
+                         "extra": "pytorch_model-00002-of-00002.bin"}})");
+  const auto files = WeightFiles::Open(dir_);
+  ASSERT_TRUE(files.ok()) << files.status();
+  EXPECT_EQ(files->entries().size(), 2u) << "what the index does not place is not the model's";
+  EXPECT_EQ(Bytes(*files, "extra"), "xx");
+  Put("pytorch_model.bin.index.json",
+      R"({"weight_map": {"gone": "pytorch_model-00001-of-00002.bin"}})");
+  EXPECT_THAT(WeightFiles::Open(dir_).status().message(), HasSubstr("places tensor \"gone\" in"));
+  Put("pytorch_model.bin.index.json", R"({"weight_map": {"gone": "../other.bin"}})");
+  EXPECT_TRUE(absl::IsInvalidArgument(WeightFiles::Open(dir_).status()));
+}
+
+TEST_F(WeightFilesTest, Copy_KeepsBytesAndTheFirstNameOfATiedTensor) {
+  const auto files = WeightFiles::Open(TestdataPath("torch_files/pytorch_model.bin"));
+  ASSERT_TRUE(files.ok()) << files.status();
+  for (const std::string& to : {Path("out"), Path("out.safetensors"), Path("shards")}) {
+    const auto copied = CopyWeights(*files, to, to == Path("shards") ? 70 : 1 << 20);
+    ASSERT_TRUE(copied.ok()) << copied.status();
+    EXPECT_THAT(copied->left_out, ElementsAre("head.weight"));
+    EXPECT_EQ(copied->tensors, 6u);
+    const auto written = WeightFiles::Open(to);
+    ASSERT_TRUE(written.ok()) << written.status();
+    EXPECT_EQ(written->entries().size(), 6u);
+    for (const auto& entry : written->entries()) {
+      EXPECT_EQ(Bytes(*written, entry.tensor.name), Bytes(*files, entry.tensor.name));
+    }
+  }
+  EXPECT_THAT(*ListDirectory(Path("shards")),
+              ElementsAre("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+                          "model.safetensors.index.json"));
+}
+
+TEST_F(WeightFilesTest, Copy_ReplacesAnEarlierOneButNeverItsSource) {
+  Put("in/model.safetensors", Tensors({"a", "b"}, 'a'));
+  Put("out/model-00001-of-00001.safetensors", Tensors({"old"}, 'o'));
+  Put("out/config.json", "{}");
+  const auto files = WeightFiles::Open(Path("in"));
+  ASSERT_TRUE(files.ok()) << files.status();
+  ASSERT_TRUE(CopyWeights(*files, Path("out")).ok());
+  EXPECT_THAT(*ListDirectory(Path("out")),
+              UnorderedElementsAre("config.json", "model.safetensors"));
+  for (const std::string& to : {Path("in"), Path("in/model.safetensors")}) {
+    const auto copied = CopyWeights(*files, to, 2);
+    EXPECT_TRUE(absl::IsAlreadyExists(copied.status())) << copied.status();
+    EXPECT_THAT(copied.status().message(), HasSubstr("is one of the files that are read"));
+  }
+  EXPECT_EQ(Bytes(*WeightFiles::Open(Path("in")), "a"), "aa");
+  EXPECT_FALSE(CopyWeights(*files, "/proc/nowhere").ok());
+}
+
+// Every model that save_pretrained wrote: one file of its shards, and shards of that file, hold the
+// same bytes under the same names.
+TEST_F(WeightFilesTest, RecordedModels_MergeAndDivideWithoutChange) {
+  for (const std::string model : {"bert", "gpt2", "llama", "mixtral", "qwen2"}) {
+    SCOPED_TRACE(model);
+    const auto shards = WeightFiles::Open(GoldenPath("hf_models/" + model + "_shared"));
+    ASSERT_TRUE(shards.ok()) << shards.status();
+    ASSERT_TRUE(CopyWeights(*shards, Path(model + ".safetensors")).ok());
+    const auto merged = WeightFiles::Open(Path(model + ".safetensors"));
+    ASSERT_TRUE(merged.ok()) << merged.status();
+    ExpectSame(*shards, *merged);
+    const auto copied = CopyWeights(*merged, Path(model), 50'000);
+    ASSERT_TRUE(copied.ok()) << copied.status();
+    EXPECT_THAT(copied->left_out, IsEmpty());
+    const auto divided = WeightFiles::Open(Path(model));
+    ASSERT_TRUE(divided.ok()) << divided.status();
+    EXPECT_GT(divided->Files().size(), 1u);
+    ExpectSame(*shards, *divided);
+  }
+}
+
+}  // namespace
+}  // namespace muster

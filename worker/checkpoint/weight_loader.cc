@@ -1,0 +1,243 @@
+#include "worker/checkpoint/weight_loader.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <utility>
+
+#include "ATen/MemoryOverlap.h"
+#include "ATen/core/grad_mode.h"
+#include "ATen/ops/empty.h"
+#include "ATen/ops/empty_like.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/status_macros.h"
+#include "base/text.h"
+#include "worker/checkpoint/weight_files.h"
+
+namespace muster {
+namespace {
+
+constexpr size_t kMaxDimensions = 64;
+constexpr size_t kShownNames = 20;
+
+std::string SomeNames(const std::vector<std::string>& names) {
+  const size_t shown = std::min(names.size(), kShownNames);
+  std::string text = absl::StrJoin(names.begin(), names.begin() + shown, ", ");
+  if (names.size() > shown) absl::StrAppend(&text, " and ", names.size() - shown, " more");
+  return text;
+}
+
+std::string Description(const StoredTensor& tensor) {
+  return absl::StrCat("[", absl::StrJoin(tensor.shape, ", "), "] ",
+                      SafetensorsTypeName(tensor.type));
+}
+
+std::string Description(const at::Tensor& tensor) {
+  return absl::StrCat("[", absl::StrJoin(tensor.sizes(), ", "), "] ",
+                      c10::toString(tensor.scalar_type()));
+}
+
+// Equal for names of one tensor, and different for all others.
+std::string IdentityOf(const at::Tensor& tensor) {
+  const bool in_memory = tensor.layout() == at::kStrided && !tensor.is_meta() && tensor.numel() > 0;
+  if (!in_memory) return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.unsafeGetTensorImpl()));
+  return absl::StrCat(reinterpret_cast<uintptr_t>(tensor.data_ptr()), " ", tensor.device().str(),
+                      " ", c10::toString(tensor.scalar_type()), " ",
+                      absl::StrJoin(tensor.sizes(), ","), " ",
+                      absl::StrJoin(tensor.strides(), ","));
+}
+
+bool SameShape(const StoredTensor& stored, const at::Tensor& tensor) {
+  return stored.shape.size() == static_cast<size_t>(tensor.dim()) &&
+         std::equal(stored.shape.begin(), stored.shape.end(), tensor.sizes().begin(),
+                    [](uint64_t a, int64_t b) { return a == static_cast<uint64_t>(b); });
+}
+
+// A tensor of the model and what it gets.
+struct Copy {
+  size_t target;
+  const WeightFiles::Entry* entry;
+  at::ScalarType type;  // of the target afterwards
+};
+
+// Why a tensor of the file cannot go into this one; empty if it can.
+std::string WhyNot(const StoredTensor& stored, const at::Tensor& target, at::ScalarType type) {
+  const std::string both =
+      absl::StrCat(Description(stored), " in the file, ", Description(target), " here");
+  const absl::StatusOr<at::ScalarType> from = ToScalarType(stored.type);
+  if (!from.ok()) return absl::StrCat(both, ": ", from.status().message());
+  if (target.layout() != at::kStrided) return absl::StrCat(both, ", which is not dense");
+  if (target.is_meta()) return absl::StrCat(both, ", on the meta device: give it memory first");
+  const bool convertible =
+      *from == type || (c10::isFloatingType(*from) && c10::isFloatingType(type));
+  return SameShape(stored, target) && convertible ? "" : both;
+}
+
+// The bytes of both, were they of type `type`.
+absl::StatusOr<bool> AreEqual(const WeightFiles& weights, const WeightFiles::Entry& a,
+                              const WeightFiles::Entry& b, at::ScalarType type) {
+  if (weights.StorageOf(a) == weights.StorageOf(b)) return true;
+  MUSTER_ASSIGN_OR_RETURN(at::Tensor first, ReadWeight(weights, a));
+  MUSTER_ASSIGN_OR_RETURN(at::Tensor second, ReadWeight(weights, b));
+  first = first.to(type).contiguous();
+  second = second.to(type).contiguous();
+  return first.nbytes() == second.nbytes() &&
+         (first.nbytes() == 0 || memcmp(first.data_ptr(), second.data_ptr(), first.nbytes()) == 0);
+}
+
+absl::Status CopyOne(const WeightFiles& weights, const Copy& copy, at::Tensor target) {
+  const bool overlaps = at::has_internal_overlap(target) == at::MemOverlap::Yes;
+  // The old memory goes before the new values come: one tensor at a time besides the model.
+  if (overlaps) {
+    target.set_data(at::empty(target.sizes(), target.options().dtype(copy.type)));
+  } else if (target.scalar_type() != copy.type) {
+    target.set_data(at::empty_like(target, target.options().dtype(copy.type)));
+  }
+  MUSTER_ASSIGN_OR_RETURN(const at::Tensor loaded, ReadWeight(weights, *copy.entry));
+  target.copy_(loaded);
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightFiles::Entry& entry) {
+  const StoredTensor& tensor = entry.tensor;
+  const std::string place =
+      absl::StrCat(weights.FileOf(entry), ": tensor \"", Printable(tensor.name), "\": ");
+  const absl::StatusOr<at::ScalarType> type = ToScalarType(tensor.type);
+  if (!type.ok()) {
+    return absl::Status(type.status().code(), absl::StrCat(place, type.status().message()));
+  }
+  const auto fits = [](uint64_t number) {
+    return number <= static_cast<uint64_t>(std::numeric_limits<int64_t>::max());
+  };
+  if (tensor.shape.size() > kMaxDimensions ||
+      !std::all_of(tensor.shape.begin(), tensor.shape.end(), fits) ||
+      !std::all_of(tensor.strides.begin(), tensor.strides.end(), fits)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(place, "has more dimensions or larger ones than a tensor can have"));
+  }
+  const std::vector<int64_t> shape(tensor.shape.begin(), tensor.shape.end());
+  const auto options = at::TensorOptions().dtype(*type);
+  if (tensor.strides.empty()) {
+    at::Tensor read = at::empty(shape, options);
+    if (tensor.extent_bytes > 0) {
+      MUSTER_RETURN_IF_ERROR(weights.Read(entry, static_cast<char*>(read.data_ptr())));
+    }
+    return read;
+  }
+  const int64_t elements = tensor.extent_bytes / c10::elementSize(*type);
+  at::Tensor extent = at::empty({elements}, options);
+  MUSTER_RETURN_IF_ERROR(weights.Read(entry, static_cast<char*>(extent.data_ptr())));
+  return extent.as_strided(shape,
+                           std::vector<int64_t>(tensor.strides.begin(), tensor.strides.end()));
+}
+
+absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTensors& targets,
+                                          const LoadWeightsOptions& options) {
+  MUSTER_ASSIGN_OR_RETURN(const WeightFiles weights, WeightFiles::Open(path));
+  absl::flat_hash_map<std::string, size_t> places;
+  for (size_t i = 0; i < targets.size(); ++i) places.emplace(targets[i].first, i);
+
+  LoadedWeights report;
+  std::map<size_t, const WeightFiles::Entry*> chosen;  // by place in targets
+  std::vector<std::string> twice;
+  bool any_begins = false;
+  for (const WeightFiles::Entry& entry : weights.entries()) {
+    const std::string& in_file = entry.tensor.name;
+    std::string name = in_file;
+    const bool begins = absl::StartsWith(name, options.prefix);
+    any_begins = any_begins || begins;
+    if (begins) name = name.substr(options.prefix.size());
+    if (begins && options.rename != nullptr) name = options.rename(name);
+    if (!begins || name.empty()) {
+      report.ignored.push_back(in_file);
+      continue;
+    }
+    const auto place = places.find(name);
+    if (place == places.end()) {
+      report.unexpected.push_back(in_file);
+    } else if (!chosen.emplace(place->second, &entry).second) {
+      twice.push_back(
+          absl::StrCat(name, " (from ", chosen[place->second]->tensor.name, " and ", in_file, ")"));
+    }
+  }
+
+  std::vector<Copy> copies;
+  // The first of several names of one tensor, by identity.
+  absl::flat_hash_map<std::string, const Copy*> by_identity;
+  absl::flat_hash_set<std::string> present;
+  copies.reserve(chosen.size());
+  for (const auto& [place, entry] : chosen) {
+    const auto& [name, target] = targets[place];
+    const at::ScalarType type = options.dtype.has_value() && target.is_floating_point()
+                                    ? *options.dtype
+                                    : target.scalar_type();
+    const std::string identity = IdentityOf(target);
+    present.insert(identity);
+    if (const std::string why = WhyNot(entry->tensor, target, type); !why.empty()) {
+      report.mismatched.push_back(absl::StrCat(name, " (", why, ")"));
+      continue;
+    }
+    const auto tied = by_identity.find(identity);
+    if (tied != by_identity.end()) {
+      MUSTER_ASSIGN_OR_RETURN(const bool equal,
+                              AreEqual(weights, *tied->second->entry, *entry, type));
+      if (!equal) {
+        report.mismatched.push_back(absl::StrCat(name, " (the same tensor as ",
+                                                 targets[tied->second->target].first,
+                                                 " here, but another one in the file)"));
+        continue;
+      }
+      report.loaded.push_back(name);
+      continue;
+    }
+    copies.push_back({.target = place, .entry = entry, .type = type});
+    by_identity.emplace(identity, &copies.back());
+    report.loaded.push_back(name);
+  }
+  for (const auto& [name, target] : targets) {
+    if (chosen.count(places[name]) == 0 && !present.contains(IdentityOf(target))) {
+      report.missing.push_back(name);
+    }
+  }
+
+  std::vector<std::string> wrong;
+  if (options.strict && !report.missing.empty()) {
+    wrong.push_back(absl::StrCat("missing: ", SomeNames(report.missing)));
+  }
+  if (options.strict && !report.unexpected.empty()) {
+    wrong.push_back(absl::StrCat("unexpected: ", SomeNames(report.unexpected)));
+  }
+  if (!options.skip_mismatched && !report.mismatched.empty()) {
+    wrong.push_back(absl::StrCat("mismatched: ", SomeNames(report.mismatched)));
+  }
+  if (!twice.empty()) wrong.push_back(absl::StrCat("named twice: ", SomeNames(twice)));
+  if (!options.prefix.empty() && !any_begins) {
+    wrong.push_back(absl::StrCat("no name in the file begins with \"", options.prefix, "\""));
+  }
+  if (!wrong.empty()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(path, ": the weights do not fit this model: ", absl::StrJoin(wrong, "; ")));
+  }
+
+  const at::NoGradGuard no_grad;
+  for (const Copy& copy : copies) {
+    MUSTER_RETURN_IF_ERROR(CopyOne(weights, copy, targets[copy.target].second));
+  }
+  // Tensors that the file leaves out get the type too, tied ones and those that are missing.
+  if (options.dtype.has_value()) {
+    for (const auto& [name, target] : targets) {
+      if (!target.is_floating_point() || target.scalar_type() == *options.dtype) continue;
+      at::Tensor(target).set_data(target.to(*options.dtype));
+    }
+  }
+  return report;
+}
+
+}  // namespace muster

@@ -1,0 +1,69 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_WEIGHT_LOADER_H_
+#define MUSTER_WORKER_CHECKPOINT_WEIGHT_LOADER_H_
+
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/status/statusor.h"
+#include "c10/core/ScalarType.h"
+#include "worker/checkpoint/safetensors.h"
+
+namespace muster {
+
+class WeightFiles;
+struct WeightEntry;
+
+// How muster::load_model reads weights. See muster/weights.h for an example.
+struct LoadWeightsOptions {
+  // Refuse weights that leave a tensor of the model without a value, or hold one that the model
+  // does not have.
+  bool strict = true;
+  // Leave tensors of the model whose shape or type is another one in the file as they are, and list
+  // them. By default they are an error, also without `strict`.
+  bool skip_mismatched = false;
+  // Only tensors whose name begins with this are read, and the model has them without it:
+  // "transformer." reads transformer.wte.weight into wte.weight.
+  std::string prefix = "";
+  // The model's name of a tensor, from its name in the file without the prefix. An empty result
+  // leaves the tensor out.
+  std::function<std::string(const std::string&)> rename = nullptr;
+  // The model's floating-point tensors become this type; integers stay what they are. By default
+  // the model keeps its types, and values convert to them.
+  std::optional<at::ScalarType> dtype = std::nullopt;
+};
+
+// What became of each tensor. Lists are in the order of the model or of the file.
+struct LoadedWeights {
+  // Names in the model. Tensors that are the same under another name are loaded with it.
+  std::vector<std::string> loaded = {};
+  // In the model but not in the file; unexpected: the reverse, by its name in the file.
+  std::vector<std::string> missing = {};
+  std::vector<std::string> unexpected = {};
+  // With `skip_mismatched`: "NAME (what is in the file, what is here)".
+  std::vector<std::string> mismatched = {};
+  // What prefix and rename left out, by its name in the file.
+  std::vector<std::string> ignored = {};
+};
+
+// One tensor in memory of its own, contiguous or with the strides that it has in the file. Blocks
+// on the disk.
+absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightEntry& entry);
+
+// Copies weights into `targets`, the parameters and buffers of a model, on whatever device they are
+// and of any strides. Floating types convert into each other; other types must be equal. Everything
+// is compared before the first tensor changes; one tensor at a time is in memory besides the model.
+//
+// Errors: those of WeightFiles::Open; INVALID_ARGUMENT "PATH: ..." that lists the names that are
+// missing, unexpected (with `strict`) or different in shape or type, targets without memory (meta
+// device), and names of one tensor for which the file has different values. Nothing changes then.
+// DATA_LOSS if the file becomes shorter meanwhile, and the system's error if the disk fails: part
+// of the model may have changed then.
+absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTensors& targets,
+                                          const LoadWeightsOptions& options = {});
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_WEIGHT_LOADER_H_

@@ -1,0 +1,144 @@
+#include "worker/checkpoint/weight_loader.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include "ATen/ops/full.h"
+#include "ATen/ops/ones.h"
+#include "ATen/ops/zeros.h"
+#include "ATen/ops/zeros_like.h"
+#include "base/file.h"
+#include "tests/testdata/golden.h"
+#include "worker/checkpoint/model_files.h"
+
+namespace muster {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using testing_support::TestdataPath;
+
+class WeightLoaderTest : public testing::Test {
+ protected:
+  void SetUp() override { dir_ = JoinPath(testing::TempDir(), "weight_loader-" + RandomHex()); }
+  void TearDown() override { EXPECT_TRUE(RemoveTree(dir_).ok()); }
+
+  void Save(const NamedTensors& tensors) { ASSERT_TRUE(SaveModelFiles(dir_, tensors).ok()); }
+  std::string ErrorOf(const NamedTensors& targets, const LoadWeightsOptions& options = {}) {
+    return std::string(LoadWeights(dir_, targets, options).status().message());
+  }
+
+  std::string dir_;
+};
+
+TEST_F(WeightLoaderTest, ValuesConvertAndFillAnyStrides) {
+  Save({{"a", at::full({2, 3}, 1.5, at::kBFloat16)}, {"n", at::full({}, 7, at::kLong)}});
+  at::Tensor a = at::zeros({3, 2}).t();
+  at::Tensor n = at::zeros({}, at::kLong);
+  const auto report = LoadWeights(dir_, {{"a", a}, {"n", n}});
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_THAT(report->loaded, ElementsAre("a", "n"));
+  EXPECT_TRUE(a.equal(at::full({2, 3}, 1.5)));
+  EXPECT_EQ(a.scalar_type(), at::kFloat);
+  EXPECT_EQ(n.item<int64_t>(), 7);
+}
+
+TEST_F(WeightLoaderTest, WhatDoesNotFit_IsListedAndNothingChanges) {
+  Save({{"a", at::ones({2})},
+        {"b", at::ones({3})},
+        {"c", at::ones({2}, at::kLong)},
+        {"x", at::ones({1})}});
+  at::Tensor a = at::zeros({2}), b = at::zeros({2}), c = at::zeros({2}), d = at::zeros({1});
+  const NamedTensors targets = {{"a", a}, {"b", b}, {"c", c}, {"d", d}};
+  const std::string error = ErrorOf(targets);
+  EXPECT_THAT(error, HasSubstr("missing: d; unexpected: x; mismatched: b ([3] F32 in the file, [2] "
+                               "Float here), c ([2] I64 in the file, [2] Float here)"));
+  EXPECT_THAT(ErrorOf(targets, {.strict = false}), HasSubstr("mismatched: b"));
+  EXPECT_EQ(a.sum().item<double>(), 0);
+  const auto report = LoadWeights(dir_, targets, {.strict = false, .skip_mismatched = true});
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_THAT(report->loaded, ElementsAre("a"));
+  EXPECT_THAT(report->missing, ElementsAre("d"));
+  EXPECT_THAT(report->unexpected, ElementsAre("x"));
+  EXPECT_EQ(report->mismatched.size(), 2u);
+  EXPECT_EQ(a.sum().item<double>(), 2);
+  EXPECT_EQ(b.sum().item<double>(), 0);
+}
+
+TEST_F(WeightLoaderTest, PrefixAndRename_ChooseAndNameTensors) {
+  Save({{"model.a", at::ones({2})}, {"model.skip", at::ones({2})}, {"head", at::ones({2})}});
+  at::Tensor a = at::zeros({2});
+  LoadWeightsOptions options{.prefix = "model.", .rename = [](const std::string& name) {
+                               return name == "skip" ? "" : "block." + name;
+                             }};
+  const auto report = LoadWeights(dir_, {{"block.a", a}}, options);
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_THAT(report->loaded, ElementsAre("block.a"));
+  EXPECT_THAT(report->ignored, ElementsAre("head", "model.skip"));
+  EXPECT_EQ(a.sum().item<double>(), 2);
+  EXPECT_THAT(ErrorOf({{"a", a}}, {.strict = false, .prefix = "none."}),
+              HasSubstr("no name in the file begins with \"none.\""));
+  const auto same = [](const std::string&) { return std::string("a"); };
+  EXPECT_THAT(ErrorOf({{"a", a}}, {.strict = false, .rename = same}), HasSubstr("named twice: a"));
+}
+
+TEST_F(WeightLoaderTest, Dtype_ChangesFloatsAndTheirTiesButNoIntegers) {
+  Save({{"a", at::full({2}, 1.5)}, {"n", at::full({1}, 3, at::kLong)}});
+  at::Tensor a = at::zeros({2}).requires_grad_(), n = at::zeros({1}, at::kLong);
+  at::Tensor rest = at::ones({1}, at::kDouble);
+  const auto report = LoadWeights(dir_, {{"a", a}, {"tied", a}, {"n", n}, {"rest", rest}},
+                                  {.strict = false, .dtype = at::kBFloat16});
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_THAT(report->missing, ElementsAre("rest"));
+  EXPECT_EQ(a.scalar_type(), at::kBFloat16);
+  EXPECT_TRUE(a.requires_grad());
+  EXPECT_EQ(a.sum().item<double>(), 3);
+  EXPECT_EQ(n.scalar_type(), at::kLong);
+  EXPECT_EQ(rest.scalar_type(), at::kBFloat16);
+  EXPECT_EQ(rest.item<double>(), 1);
+}
+
+TEST_F(WeightLoaderTest, TiedTensors_AreOneOrAnError) {
+  Save({{"embed", at::ones({2})}});
+  at::Tensor tied = at::zeros({2});
+  const auto report = LoadWeights(dir_, {{"head", tied}, {"embed", tied}});
+  ASSERT_TRUE(report.ok()) << report.status();
+  EXPECT_THAT(report->missing, IsEmpty());
+  EXPECT_EQ(tied.sum().item<double>(), 2);
+  Save({{"embed", at::ones({2})}, {"head", at::ones({2})}});
+  EXPECT_EQ(ErrorOf({{"embed", tied}, {"head", tied}}), "");
+  Save({{"embed", at::ones({2})}, {"head", at::zeros({2})}});
+  EXPECT_THAT(ErrorOf({{"embed", tied}, {"head", tied}}),
+              HasSubstr("head (the same tensor as embed here, but another one in the file)"));
+}
+
+TEST_F(WeightLoaderTest, TargetsWithoutMemoryOrWithOverlap_AreNotWrittenBlindly) {
+  Save({{"a", at::ones({2, 3})}});
+  EXPECT_THAT(ErrorOf({{"a", at::zeros({2, 3}, at::TensorOptions().device(at::kMeta))}}),
+              HasSubstr("on the meta device: give it memory first"));
+  at::Tensor expanded = at::zeros({2, 1}).expand({2, 3});
+  ASSERT_EQ(ErrorOf({{"a", expanded}}), "");
+  EXPECT_EQ(expanded.sum().item<double>(), 6);
+}
+
+TEST_F(WeightLoaderTest, TorchFile_LoadsEveryTypeAndLayout) {
+  for (const std::string name : {"types", "layouts", "pytorch_model"}) {
+    SCOPED_TRACE(name);
+    const auto plain = ModelFiles::Open(TestdataPath("torch_files/" + name + ".safetensors"));
+    ASSERT_TRUE(plain.ok()) << plain.status();
+    NamedTensors targets;
+    for (const std::string& tensor : plain->Names()) {
+      targets.emplace_back(tensor, at::zeros_like(*plain->Read(tensor)));
+    }
+    const auto report = LoadWeights(TestdataPath("torch_files/" + name + ".bin"), targets);
+    ASSERT_TRUE(report.ok()) << report.status();
+    for (const auto& [tensor, target] : targets) {
+      const at::Tensor wanted = *plain->Read(tensor);
+      EXPECT_EQ(memcmp(target.data_ptr(), wanted.data_ptr(), wanted.nbytes()), 0) << tensor;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace muster
