@@ -1,0 +1,466 @@
+#include "muster/internal/checkpoint_state.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <filesystem>
+#include <map>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <unordered_set>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/file.h"
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "base/units.h"
+#include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/model_files.h"
+#include "worker/checkpoint/state.h"
+#include "worker/collective/nested_collectives.h"
+#include "worker/train/guard.h"
+#include "worker/train/seed.h"
+
+namespace muster::internal {
+namespace {
+
+// "ckpt/" and "./ckpt" are "ckpt".
+std::string CleanPath(const std::string& path) {
+  if (path.empty()) return path;
+  std::string clean = std::filesystem::path(path).lexically_normal().string();
+  while (clean.size() > 1 && clean.back() == '/') clean.pop_back();
+  return clean;
+}
+
+// A row of numbers "name" becomes the scalars "name.0", "name.1", ...
+void PutRows(const PlainState& rows, StateDict* state) {
+  for (const auto& [name, row] : rows) {
+    for (size_t i = 0; i < row.size(); ++i) state->SetDouble(absl::StrCat(name, ".", i), row[i]);
+  }
+}
+
+absl::StatusOr<PlainState> TakeRows(const StateDict& state) {
+  PlainState rows;
+  for (const auto& [key, unused] : state.scalars()) {
+    const size_t dot = key.rfind('.');
+    if (dot == std::string::npos) continue;
+    std::vector<double>& row = rows[key.substr(0, dot)];
+    // Scalars are sorted as texts, so "10" comes before "2": the row is filled by asking for its
+    // places in turn.
+    if (!row.empty()) continue;
+    for (size_t i = 0; state.scalars().count(absl::StrCat(key.substr(0, dot), ".", i)) > 0; ++i) {
+      MUSTER_ASSIGN_OR_RETURN(const double value,
+                              state.GetDouble(absl::StrCat(key.substr(0, dot), ".", i)));
+      row.push_back(value);
+    }
+  }
+  return rows;
+}
+
+PlainState Rows(const StateDict& file) {
+  absl::StatusOr<PlainState> taken = TakeRows(file);
+  ThrowIfError(taken.status());
+  return *std::move(taken);
+}
+
+// After a hook has had them.
+void CheckWeights(const std::vector<NamedTensors>& weights, size_t models, const char* where) {
+  TORCH_CHECK(weights.size() == models, "a hook of ", where, " left ", weights.size(),
+              " lists of weights for ", models, " models: it may empty a list but not remove it");
+}
+
+// Runs tensor code that throws inside of a function that returns Status.
+template <class F>
+absl::Status Try(const std::string& what, const F& function) {
+  const absl::Status status = Guard(function);
+  if (status.ok()) return status;
+  return absl::Status(status.code(), absl::StrCat(what, ": ", status.message()));
+}
+
+}  // namespace
+
+std::string CheckpointState::Root() const {
+  return absl::StrCat(process_.ProjectDirectory(), "/checkpoints");
+}
+
+absl::Status CheckpointState::CheckComplete() const {
+  for (const auto& optimizer : registry_.optimizers()) {
+    const std::string why = optimizer->handle().CannotSave();
+    if (!why.empty()) return absl::FailedPreconditionError(why);
+  }
+  if (registry_.models().empty() && registry_.stepped() && registered_.empty() &&
+      save_hooks_.empty()) {
+    return absl::FailedPreconditionError(
+        "save_state would write no model, although optimizers have stepped: prepare() the model "
+        "that is trained, and save before free_memory()");
+  }
+  if (!registered_.empty() || !save_hooks_.empty()) return absl::OkStatus();
+  std::unordered_set<const void*> written;
+  for (const auto& model : registry_.models()) {
+    for (const auto& [name, tensor] : model->source().parameters()) {
+      written.insert(tensor.unsafeGetTensorImpl());
+    }
+  }
+  for (const auto& optimizer : registry_.optimizers()) {
+    const std::vector<at::Tensor>& parameters = optimizer->handle().parameters();
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      if (written.count(parameters[i].unsafeGetTensorImpl()) > 0) continue;
+      return absl::FailedPreconditionError(absl::StrCat(
+          "save_state would leave out parameter ", optimizer->handle().parameter_names()[i],
+          " of the optimizer (shape ", absl::StrJoin(parameters[i].sizes(), "x"),
+          "), which belongs to no prepared model: prepare() its model, or save it by "
+          "register_for_checkpointing()"));
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointState::WriteShared(StateWriter& writer,
+                                          const std::vector<NamedTensors>& weights) const {
+  for (size_t i = 0; i < registry_.models().size(); ++i) {
+    MUSTER_RETURN_IF_ERROR(writer.WriteModel(ModelFileName(i), weights[i]));
+  }
+  for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
+    const OptimizerState state = registry_.optimizers()[i]->handle().SaveState();
+    StateDict file;
+    for (const auto& [name, tensor] : state.tensors) file.SetTensor(name, tensor);
+    PutRows(state.groups, &file);
+    file.SetInt("steps", registry_.optimizers()[i]->steps());
+    MUSTER_RETURN_IF_ERROR(writer.Write(OptimizerFileName(i), file));
+  }
+  for (size_t i = 0; i < registry_.schedulers().size(); ++i) {
+    StateDict file;
+    PutRows(registry_.schedulers()[i]->SaveState(), &file);
+    MUSTER_RETURN_IF_ERROR(writer.Write(SchedulerFileName(i), file));
+  }
+  for (size_t i = 0; i < registry_.loaders().size(); ++i) {
+    StateDict file;
+    file.SetText("place", loops_.PlaceToSave(*registry_.loaders()[i]).ToString());
+    for (const auto& [name, tensor] : registry_.loaders()[i]->StateTensors())
+      file.SetTensor(name, tensor);
+    MUSTER_RETURN_IF_ERROR(writer.Write(SamplerFileName(i), file));
+  }
+  if (steps_.scaler() != nullptr) {
+    StateDict file;
+    PutRows(steps_.scaler()->SaveState(), &file);
+    MUSTER_RETURN_IF_ERROR(writer.Write(ScalerFileName(0), file));
+  }
+  for (size_t i = 0; i < registered_.size(); ++i) {
+    MUSTER_RETURN_IF_ERROR(writer.Write(CustomFileName(i), registered_[i].save()));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointState::Write(StateWriter& writer) const {
+  std::vector<NamedTensors> weights;
+  for (const auto& model : registry_.models()) weights.push_back(TensorsOf(model->source()));
+  for (const auto& [unused, hook] : save_hooks_) {
+    hook(weights, writer);
+    CheckWeights(weights, registry_.models().size(), "save_state()");
+  }
+  if (process_.rank() == 0) MUSTER_RETURN_IF_ERROR(WriteShared(writer, weights));
+  StateDict random;
+  for (const auto& [name, tensor] : SaveRngState()) random.SetTensor(name, tensor);
+  return writer.Write(RandomStatesFileName(process_.rank()), random);
+}
+
+int64_t CheckpointState::AgreeOnNumber(const CheckpointFolder& folder, int64_t number) const {
+  // Rank 0 looks; an error there reaches everyone.
+  std::string error;
+  if (process_.rank() == 0) {
+    const absl::StatusOr<int64_t> next = folder.NextNumber();
+    if (next.ok()) {
+      number = *next;
+    } else {
+      error = std::string(next.status().message());
+    }
+  }
+  std::tie(number, error) = BroadcastObject(process_.comm(), std::make_tuple(number, error), 0);
+  if (!error.empty()) ThrowIfError(absl::UnavailableError(error));
+  return number;
+}
+
+absl::Status CheckpointState::Save(const std::string& wanted_directory) {
+  const std::string directory = CleanPath(wanted_directory);
+  if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("save_state()"); }); !here.ok())
+    return here;
+  if (steps_.averaged()) {
+    return absl::FailedPreconditionError(
+        "save_state inside ema.apply() would write the average as the model's weights: save before "
+        "or after that scope");
+  }
+  if (steps_.between_windows()) registry_.ForgetUnheld();
+  if (absl::Status complete = CheckComplete(); !complete.ok()) return complete;
+  if (!steps_.at_boundary()) {
+    return absl::FailedPreconditionError(
+        "save_state in the middle of an accumulation window would lose its gradients: save where "
+        "accelerator.sync_gradients(), after optimizer.step()");
+  }
+  process_.progress().SetPhase("save_state");
+  CheckpointInfo info;
+  info.world_size = process_.size();
+  info.step = registry_.global_step();
+  info.iteration = save_iteration_;
+  loops_.SavePlace(&info);
+  const bool done = loops_.EpochIsDone();
+  const auto write = [this](StateWriter& writer) { return Write(writer); };
+  return Guard([&] {
+    std::string path = directory;
+    if (!directory.empty()) {
+      ThrowIfError(SaveCheckpoint(process_.comm(), directory, info, write));
+    } else {
+      const CheckpointFolder folder(Root());
+      info.iteration = AgreeOnNumber(folder, info.iteration);
+      ThrowIfError(SaveNumberedCheckpoint(
+          process_.comm(), folder, info,
+          static_cast<int>(process_.options().project.total_limit.value_or(0)), write));
+      path = folder.PathOf(info.iteration);
+    }
+    last_checkpoint_ = path;
+    save_iteration_ = info.iteration + 1;
+    loops_.NoteSaved(path, done);
+  });
+}
+
+void CheckpointState::CheckProjectWritable(bool always) {
+  // A program that names no folder may never save.
+  if (project_checked_ || (!always && process_.environment().project_dir.value.empty())) return;
+  project_checked_ = true;
+  std::string error;
+  if (process_.rank() == 0) {
+    const std::string folder = process_.ProjectDirectory();
+    absl::Status made = MakeDirectories(folder);
+    if (made.ok() && access(folder.c_str(), W_OK | X_OK) != 0) {
+      made = absl::PermissionDeniedError(absl::StrCat(folder, " is not writable"));
+    }
+    if (!made.ok()) {
+      error = absl::StrCat("the project folder cannot hold checkpoints: ", made.message(),
+                           "; name another one (MUSTER_PROJECT_DIR, or options.project.directory)");
+    }
+  }
+  if (process_.size() > 1) error = process_.comm().BroadcastBytes(error, 0);
+  if (!error.empty()) ThrowIfError(absl::PermissionDeniedError(error));
+}
+
+absl::Status CheckpointState::SaveModel(const ModelSource& model,
+                                        const std::string& wanted_directory,
+                                        const std::string& max_shard_size) const {
+  const std::string directory = CleanPath(wanted_directory);
+  return Guard([&] {
+    steps_.CheckAllTakePart("save_model()");
+    const absl::StatusOr<int64_t> bytes = ParseShardSize(max_shard_size);
+    ThrowIfError(bytes.status());
+    absl::Status status;
+    if (process_.rank() == 0) {
+      status = Guard([&] { ThrowIfError(SaveModelFiles(directory, TensorsOf(model), *bytes)); });
+    }
+    const auto [code, message] = BroadcastObject(
+        process_.comm(),
+        std::make_tuple(static_cast<int>(status.code()), std::string(status.message())), 0);
+    ThrowIfError(absl::Status(static_cast<absl::StatusCode>(code), message));
+  });
+}
+
+void CheckpointState::Register(std::function<StateDict()> save,
+                               std::function<void(const StateDict&)> load) {
+  TORCH_CHECK(save != nullptr && load != nullptr,
+              "register_for_checkpointing() needs both a save and a load function");
+  registered_.push_back({std::move(save), std::move(load)});
+}
+
+void CheckpointState::Register(std::function<PlainState()> save,
+                               std::function<void(const PlainState&)> load) {
+  TORCH_CHECK(save != nullptr && load != nullptr,
+              "register_for_checkpointing() needs both a save and a load function");
+  Register(
+      [save = std::move(save)] {
+        StateDict state;
+        PutRows(save(), &state);
+        return state;
+      },
+      [load = std::move(load)](const StateDict& state) {
+        const absl::StatusOr<PlainState> rows = TakeRows(state);
+        ThrowIfError(rows.status());
+        load(*rows);
+      });
+}
+
+int64_t CheckpointState::AddSaveHook(SaveStateHook hook) {
+  TORCH_CHECK(hook != nullptr, "register_save_state_pre_hook() got an empty function");
+  save_hooks_.emplace(next_hook_, std::move(hook));
+  return next_hook_++;
+}
+
+int64_t CheckpointState::AddLoadHook(LoadStateHook hook) {
+  TORCH_CHECK(hook != nullptr, "register_load_state_pre_hook() got an empty function");
+  load_hooks_.emplace(next_hook_, std::move(hook));
+  return next_hook_++;
+}
+
+void CheckpointState::RemoveHook(int64_t id) {
+  save_hooks_.erase(id);
+  load_hooks_.erase(id);
+}
+
+// What the files of a checkpoint hold.
+struct CheckpointState::Loaded {
+  std::vector<NamedTensors> weights;
+  std::vector<StateDict> optimizers, schedulers, loaders, registered;
+  std::optional<StateDict> scaler, random;
+};
+
+void CheckpointState::CheckPrepared(const StateReader& reader) const {
+  const auto check = [&](const char* what, std::string (*name)(int), size_t here) {
+    const int saved = reader.Count(name);
+    if (saved == static_cast<int>(here)) return;
+    ThrowIfError(absl::FailedPreconditionError(absl::StrCat(
+        reader.dir(), " holds ", saved, " ", what, "(s), but ", here,
+        " are prepared here: prepare the same objects, in the same order, before load_state")));
+  };
+  check("model", ModelFileName, registry_.models().size());
+  check("optimizer", OptimizerFileName, registry_.optimizers().size());
+  check("schedule", SchedulerFileName, registry_.schedulers().size());
+  // Loaders may be prepared after this, as those in the body of an epoch are.
+  const int saved_loaders = reader.Count(SamplerFileName);
+  if (saved_loaders < static_cast<int>(registry_.loaders().size())) {
+    check("loader", SamplerFileName, registry_.loaders().size());
+  }
+  check("registered object", CustomFileName, registered_.size());
+}
+
+CheckpointState::Loaded CheckpointState::Read(const StateReader& reader) const {
+  const auto read = [&](const std::string& name) {
+    absl::StatusOr<StateDict> file = reader.Read(name);
+    ThrowIfError(file.status());
+    return *std::move(file);
+  };
+  const auto read_all = [&](std::string (*name)(int), size_t count) {
+    std::vector<StateDict> files;
+    for (size_t i = 0; i < count; ++i) files.push_back(read(name(static_cast<int>(i))));
+    return files;
+  };
+  Loaded loaded;
+  for (StateDict& file : read_all(ModelFileName, registry_.models().size())) {
+    loaded.weights.push_back(file.tensors());
+  }
+  for (const auto& [unused, hook] : load_hooks_) {
+    hook(loaded.weights, reader);
+    CheckWeights(loaded.weights, registry_.models().size(), "load_state()");
+  }
+  loaded.optimizers = read_all(OptimizerFileName, registry_.optimizers().size());
+  loaded.schedulers = read_all(SchedulerFileName, registry_.schedulers().size());
+  loaded.loaders = read_all(SamplerFileName, reader.Count(SamplerFileName));
+  loaded.registered = read_all(CustomFileName, registered_.size());
+  if (steps_.scaler() != nullptr && reader.Has(ScalerFileName(0)))
+    loaded.scaler = read(ScalerFileName(0));
+  if (reader.Has(RandomStatesFileName(process_.rank())))
+    loaded.random = read(RandomStatesFileName(process_.rank()));
+  return loaded;
+}
+
+void CheckpointState::ApplyObjects(const StateReader& reader, const Loaded& loaded) {
+  for (size_t i = 0; i < registry_.models().size(); ++i) {
+    if (loaded.weights[i].empty() && !load_hooks_.empty()) continue;
+    ThrowIfError(LoadTensors(loaded.weights[i], TensorsOf(registry_.models()[i]->source()),
+                             absl::StrCat(reader.dir(), "/", ModelFileName(i)),
+                             {.allow_missing = !load_hooks_.empty()}));
+  }
+  for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
+    const StateDict& file = loaded.optimizers[i];
+    OptimizerState state;
+    for (const auto& [name, tensor] : file.tensors()) state.tensors.emplace(name, tensor);
+    state.groups = Rows(file);
+    ThrowIfError(
+        Try(OptimizerFileName(i), [&] { registry_.optimizers()[i]->handle().LoadState(state); }));
+    const absl::StatusOr<int64_t> steps = file.GetInt("steps");
+    ThrowIfError(steps.status());
+    registry_.optimizers()[i]->set_steps(*steps);
+  }
+  for (size_t i = 0; i < registry_.schedulers().size(); ++i) {
+    ThrowIfError(Try(SchedulerFileName(i),
+                     [&] { registry_.schedulers()[i]->LoadState(Rows(loaded.schedulers[i])); }));
+  }
+  registry_.ForgetLoadedPlaces();
+  for (size_t i = 0; i < loaded.loaders.size(); ++i) {
+    const absl::StatusOr<std::string> place = loaded.loaders[i].GetText("place");
+    ThrowIfError(place.status());
+    const absl::StatusOr<LoaderState> state = LoaderState::FromString(*place);
+    ThrowIfError(state.status());
+    std::map<std::string, at::Tensor> tensors;
+    for (const auto& [name, tensor] : loaded.loaders[i].tensors()) tensors.emplace(name, tensor);
+    ThrowIfError(
+        Try(SamplerFileName(i), [&] { registry_.LoadLoader(i, *state, std::move(tensors)); }));
+  }
+}
+
+void CheckpointState::ApplyRandom(const StateReader& reader, const Loaded& loaded) const {
+  if (loaded.random.has_value()) {
+    std::map<std::string, at::Tensor> states;
+    for (const auto& [name, tensor] : loaded.random->tensors()) states.emplace(name, tensor);
+    const std::string left_out = RestoreRngState(states);
+    if (!left_out.empty()) MUSTER_LOG(Warning) << "random states: " << left_out;
+  } else {
+    MUSTER_LOG(Warning) << reader.dir() << " was saved by " << reader.info().world_size
+                        << " processes and has no random state for rank " << process_.rank()
+                        << ": it keeps its own";
+  }
+}
+
+void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
+  ApplyObjects(reader, loaded);
+  // Gradients and scaler steps of a window that was open belong to the state that is given up.
+  for (const auto& optimizer : registry_.optimizers()) {
+    optimizer->handle().ZeroGrad(GradZeroing::kInPlace);
+  }
+  steps_.Reset();
+  if (steps_.scaler() != nullptr && loaded.scaler.has_value()) {
+    steps_.scaler()->LoadState(Rows(*loaded.scaler));
+  }
+  for (size_t i = 0; i < registered_.size(); ++i) {
+    ThrowIfError(Try(CustomFileName(i), [&] { registered_[i].load(loaded.registered[i]); }));
+  }
+  ForgetCastWeights();
+  ApplyRandom(reader, loaded);
+  loops_.LoadPlace(reader.info(), loaded.loaders.size());
+  last_checkpoint_ = reader.dir();
+  save_iteration_ = reader.info().iteration + 1;
+}
+
+void CheckpointState::ThrowIfAnyFailed(const absl::Status& mine) const {
+  const std::vector<std::string> errors =
+      process_.comm().AllGatherBytes(mine.ok() ? "" : mine.ToString());
+  ThrowIfError(mine);
+  for (size_t r = 0; r < errors.size(); ++r) {
+    if (errors[r].empty()) continue;
+    ThrowIfError(absl::DataLossError(absl::StrCat("rank ", r, ": ", errors[r])));
+  }
+}
+
+absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may_be_missing) {
+  const std::string directory = CleanPath(wanted_directory);
+  if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("load_state()"); }); !here.ok())
+    return here;
+  if (steps_.between_windows()) registry_.ForgetUnheld();
+  process_.progress().SetPhase("load_state");
+  return Guard([&] {
+    const CheckpointFolder folder(Root());
+    absl::StatusOr<StateReader> reader = OpenCheckpoint(process_.comm(), directory, folder);
+    if (may_be_missing && directory.empty()) CheckProjectWritable(/*always=*/true);
+    if (may_be_missing && absl::IsNotFound(reader.status())) return;
+    ThrowIfError(reader.status());
+    CheckPrepared(*reader);
+    // Every file is read and checked before anything changes, so that a damaged one leaves the
+    // state as it was; and a process that cannot go on must not leave the others in their next
+    // collective.
+    Loaded loaded;
+    ThrowIfAnyFailed(Guard([&] { loaded = Read(*reader); }));
+    ThrowIfAnyFailed(Guard([&] { Apply(*reader, loaded); }));
+  });
+}
+
+}  // namespace muster::internal
