@@ -45,42 +45,48 @@ Accelerator::~Accelerator() {
   }
 }
 
-at::Device Accelerator::device() const { return core_->device(); }
-int Accelerator::num_processes() const { return core_->size(); }
-int Accelerator::process_index() const { return core_->rank(); }
-int Accelerator::local_process_index() const { return core_->local_rank(); }
-const std::string& Accelerator::mixed_precision() const { return core_->mixed_precision(); }
-const Environment& Accelerator::environment() const { return core_->environment(); }
-std::string Accelerator::project_dir() const { return core_->ProjectDirectory(); }
-std::string Accelerator::logging_dir() const { return core_->LoggingDirectory(); }
-const Accelerator::Options& Accelerator::options() const { return core_->options(); }
-bool Accelerator::sync_gradients() const { return core_->sync_gradients(); }
+at::Device Accelerator::device() const { return core_->process().device(); }
+int Accelerator::num_processes() const { return core_->process().size(); }
+int Accelerator::process_index() const { return core_->process().rank(); }
+int Accelerator::local_process_index() const { return core_->process().local_rank(); }
+const std::string& Accelerator::mixed_precision() const {
+  return core_->process().mixed_precision();
+}
+const Environment& Accelerator::environment() const { return core_->process().environment(); }
+std::string Accelerator::project_dir() const { return core_->process().ProjectDirectory(); }
+std::string Accelerator::logging_dir() const { return core_->process().LoggingDirectory(); }
+const Accelerator::Options& Accelerator::options() const { return core_->process().options(); }
+bool Accelerator::sync_gradients() const { return core_->steps().sync_gradients(); }
 int64_t Accelerator::gradient_accumulation_steps() const {
-  return core_->gradient_accumulation_steps();
+  return core_->steps().gradient_accumulation_steps();
 }
 void Accelerator::set_gradient_accumulation_steps(int64_t steps) {
-  core_->set_gradient_accumulation_steps(steps);
+  core_->steps().set_gradient_accumulation_steps(steps);
 }
-void Accelerator::backward(const at::Tensor& loss) { core_->Backward(loss); }
+void Accelerator::backward(const at::Tensor& loss) { core_->steps().Backward(loss); }
 void Accelerator::backward(const at::Tensor& loss, const BackwardOptions& how) {
-  core_->Backward(loss, std::nullopt, how);
+  core_->steps().Backward(loss, std::nullopt, how);
 }
-void Accelerator::backward(const at::Tensor& loss, double weight) { core_->Backward(loss, weight); }
+void Accelerator::backward(const at::Tensor& loss, double weight) {
+  core_->steps().Backward(loss, weight);
+}
 at::Tensor Accelerator::clip_grad_norm_(const std::vector<at::Tensor>& parameters, double max_norm,
                                         double norm_type) {
-  return core_->ClipGradNorm(parameters, max_norm, norm_type);
+  return core_->steps().ClipGradNorm(parameters, max_norm, norm_type);
 }
 void Accelerator::clip_grad_value_(const std::vector<at::Tensor>& parameters, double clip_value) {
-  core_->ClipGradValue(parameters, clip_value);
+  core_->steps().ClipGradValue(parameters, clip_value);
 }
-void Accelerator::unscale_gradients() { core_->FinishGradients(); }
+void Accelerator::unscale_gradients() { core_->steps().FinishGradients(); }
 void Accelerator::unscale_gradients(AcceleratedOptimizer& optimizer) {
-  core_->FinishGradients(optimizer.slot().get());
+  core_->steps().FinishGradients(optimizer.slot().get());
 }
-bool Accelerator::optimizer_step_was_skipped() const { return core_->optimizer_step_was_skipped(); }
-AutocastGuard Accelerator::autocast() { return core_->Autocast(options().autocast); }
+bool Accelerator::optimizer_step_was_skipped() const {
+  return core_->steps().optimizer_step_was_skipped();
+}
+AutocastGuard Accelerator::autocast() { return core_->process().Autocast(options().autocast); }
 AutocastGuard Accelerator::autocast(const AutocastOptions& autocast_options) {
-  return core_->Autocast(autocast_options);
+  return core_->process().Autocast(autocast_options);
 }
 Subgroup Accelerator::new_group(const std::vector<int>& process_indices) {
   return Subgroup(core_->NewGroup(process_indices));
@@ -98,19 +104,21 @@ absl::Status Accelerator::set_trigger(const std::string& name, const std::string
   return core_->triggers().Raise(name, payload);
 }
 bool Accelerator::should_stop() { return core_->triggers().ShouldStop(core_->trigger_step()); }
-const std::string& Accelerator::last_checkpoint() const { return core_->last_checkpoint(); }
-int64_t Accelerator::save_iteration() const { return core_->save_iteration(); }
+const std::string& Accelerator::last_checkpoint() const {
+  return core_->checkpoints().last_checkpoint();
+}
+int64_t Accelerator::save_iteration() const { return core_->checkpoints().save_iteration(); }
 void Accelerator::register_for_checkpointing(std::function<PlainState()> save,
                                              std::function<void(const PlainState&)> load) {
-  core_->RegisterForCheckpointing(std::move(save), std::move(load));
+  core_->checkpoints().Register(std::move(save), std::move(load));
 }
 HookHandle Accelerator::register_save_state_pre_hook(SaveStateHook hook) {
-  return HandleOf(core_->AddSaveHook(std::move(hook)));
+  return HandleOf(core_->checkpoints().AddSaveHook(std::move(hook)));
 }
 HookHandle Accelerator::register_load_state_pre_hook(LoadStateHook hook) {
-  return HandleOf(core_->AddLoadHook(std::move(hook)));
+  return HandleOf(core_->checkpoints().AddLoadHook(std::move(hook)));
 }
-int64_t Accelerator::global_step() const { return core_->global_step(); }
+int64_t Accelerator::global_step() const { return core_->registry().global_step(); }
 void Accelerator::free_memory() { core_->FreeMemory(); }
 void Accelerator::end_training() { core_->EndTraining(); }
 absl::Status Accelerator::init_trackers(const std::string& project_name,
@@ -122,7 +130,7 @@ absl::Status Accelerator::init_trackers(const std::string& project_name,
 void Accelerator::log(TrackerValues values, std::optional<int64_t> step) {
   core_->Log(std::move(values), step);
 }
-Comm& Accelerator::comm() { return core_->comm(); }
+Comm& Accelerator::comm() { return core_->process().comm(); }
 
 template <class Slot>
 std::shared_ptr<Slot> Accelerator::Keep(std::shared_ptr<Slot> slot) const {
@@ -133,21 +141,21 @@ std::shared_ptr<Slot> Accelerator::Keep(std::shared_ptr<Slot> slot) const {
 }
 
 Comm& Accelerator::CommFor(const char* call) {
-  core_->CheckAllTakePart(call);
-  return core_->comm();
+  core_->steps().CheckAllTakePart(call);
+  return core_->process().comm();
 }
 const BatchInfo* Accelerator::BatchOfMetrics() const { return core_->BatchOfMetrics(); }
 internal::AccumulateScope Accelerator::Accumulate(const BatchInfo& info) {
-  return core_->Accumulate(info);
+  return core_->steps().Accumulate(info);
 }
 void Accelerator::Register(std::function<StateDict()> save,
                            std::function<void(const StateDict&)> load) {
-  core_->RegisterForCheckpointing(std::move(save), std::move(load));
+  core_->checkpoints().Register(std::move(save), std::move(load));
 }
 absl::Status Accelerator::SaveModel(const internal::ModelSource& model,
                                     const std::string& directory,
                                     const std::string& max_shard_size) {
-  return core_->SaveModel(model, directory, max_shard_size);
+  return core_->checkpoints().SaveModel(model, directory, max_shard_size);
 }
 
 std::shared_ptr<internal::ModelSlot> Accelerator::PrepareSlot(
@@ -186,13 +194,13 @@ Accelerator::SchedulerSlotPtr Accelerator::PrepareSlot(
 }
 LoaderOptions Accelerator::loader_options() const { return core_->loader_options(); }
 std::shared_ptr<LoaderObserver> Accelerator::loader_observer() const {
-  return core_->loader_observer();
+  return core_->loops().observer();
 }
 void Accelerator::RegisterLoader(std::shared_ptr<LoaderStateHandle> loader) {
   core_->RegisterLoader(std::move(loader));
 }
 
-internal::AccumulateScope Accelerator::accumulate() { return core_->Accumulate(); }
+internal::AccumulateScope Accelerator::accumulate() { return core_->steps().Accumulate(); }
 
 void Accelerator::print(const char* format, ...) {
   if (!is_local_main_process()) return;
@@ -204,14 +212,14 @@ void Accelerator::print(const char* format, ...) {
 }
 
 absl::Status Accelerator::save_state(const std::string& directory) {
-  return core_->SaveState(directory);
+  return core_->checkpoints().Save(directory);
 }
-absl::Status Accelerator::wait_for_checkpoint() { return core_->WaitForCheckpoint(); }
+absl::Status Accelerator::wait_for_checkpoint() { return core_->checkpoints().Wait(); }
 absl::Status Accelerator::load_state(const std::string& directory) {
-  return core_->LoadState(directory, /*may_be_missing=*/false);
+  return core_->checkpoints().Load(directory, /*may_be_missing=*/false);
 }
 absl::Status Accelerator::load_state_if_present(const std::string& directory) {
-  return core_->LoadState(directory, /*may_be_missing=*/true);
+  return core_->checkpoints().Load(directory, /*may_be_missing=*/true);
 }
 
 absl::Status Accelerator::save(const std::map<std::string, at::Tensor>& tensors,
@@ -221,7 +229,7 @@ absl::Status Accelerator::save(const std::map<std::string, at::Tensor>& tensors,
 
 HookHandle Accelerator::HandleOf(int64_t hook) {
   return HookHandle([core = std::weak_ptr<internal::Core>(core_), hook] {
-    if (const auto alive = core.lock()) alive->RemoveHook(hook);
+    if (const auto alive = core.lock()) alive->checkpoints().RemoveHook(hook);
   });
 }
 

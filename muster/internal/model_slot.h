@@ -18,13 +18,13 @@ class DataParallel;
 
 namespace muster::internal {
 
-class Core;
+class StepController;
 
 // A prepared model: its tensors and, in a job of several processes, its gradient exchange.
 class ModelSlot {
  public:
   // With `evaluation`, no gradients are exchanged.
-  ModelSlot(Core* core, std::unique_ptr<ModelSource> source, bool evaluation);
+  ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source, bool evaluation);
   ~ModelSlot();
 
   // Runs one forward pass: see AcceleratedModel.
@@ -47,8 +47,7 @@ class ModelSlot {
   bool evaluation() const { return evaluation_; }
 
  private:
-  friend class Core;
-  friend class OptimizerSlot;
+  friend class StepController;
 
   template <class F>
   auto RunUnderAutocast(F&& forward);
@@ -58,7 +57,7 @@ class ModelSlot {
   bool autocast_on() const;
   AutocastGuard Autocast() const;
 
-  Core* const core_;
+  StepController* const controller_;
   const std::unique_ptr<ModelSource> source_;
   const bool evaluation_;
   std::unique_ptr<DataParallel> ddp_;

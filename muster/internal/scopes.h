@@ -8,18 +8,20 @@
 namespace muster::internal {
 
 class Core;
+class StepController;
 
 // One micro-step; see Accelerator::accumulate.
 class [[nodiscard]] AccumulateScope {
  public:
-  explicit AccumulateScope(Core* core) : core_(core) {}
+  explicit AccumulateScope(StepController* steps) : steps_(steps) {}
   ~AccumulateScope();
-  AccumulateScope(AccumulateScope&& other) noexcept : core_(std::exchange(other.core_, nullptr)) {}
+  AccumulateScope(AccumulateScope&& other) noexcept
+      : steps_(std::exchange(other.steps_, nullptr)) {}
   AccumulateScope(const AccumulateScope&) = delete;
   AccumulateScope& operator=(const AccumulateScope&) = delete;
 
  private:
-  Core* core_;
+  StepController* steps_;
 };
 
 class [[nodiscard]] NoSyncScope {

@@ -18,12 +18,21 @@
 // What stands behind the handles of prepared optimizers and schedules.
 namespace muster::internal {
 
-class Core;
+class Registry;
+class StepController;
 
 // A prepared optimizer.
 class OptimizerSlot {
  public:
-  OptimizerSlot(Core* core, OptimizerHandle* handle, std::unique_ptr<OptimizerHandle> owned);
+  // `handle` is borrowed, or owned by `owned`. `source`: what prepare() was given, and
+  // `source_id` the number that tells it from others at that address; 0: none.
+  OptimizerSlot(StepController* steps, OptimizerHandle* handle,
+                std::unique_ptr<OptimizerHandle> owned, const void* source, uint64_t source_id = 0)
+      : controller_(steps),
+        owned_(std::move(owned)),
+        handle_(handle),
+        source_(source),
+        source_id_(source_id) {}
 
   void Step();
   at::Tensor StepWithClosure(const std::function<at::Tensor()>& closure);
@@ -32,17 +41,23 @@ class OptimizerSlot {
   int64_t steps() const { return steps_; }
   void set_steps(int64_t steps) { steps_ = steps; }
   OptimizerHandle& handle() { return *handle_; }
+  const OptimizerHandle& handle() const { return *handle_; }
+  const void* source() const { return source_; }
+  uint64_t source_id() const { return source_id_; }
+  // Keeps what the optimizer is made of.
+  void Keep(std::shared_ptr<void> keep) { keep_ = std::move(keep); }
 
  private:
-  friend class Core;
+  friend class StepController;
 
-  void ZeroNow(bool set_to_none);
-  void Stepped();
-
-  Core* const core_;
+  StepController* const controller_;
   const std::unique_ptr<OptimizerHandle> owned_;
   OptimizerHandle* const handle_;
+  const void* const source_;
+  const uint64_t source_id_;
+  std::shared_ptr<void> keep_;
 
+  // Written by the StepController.
   bool step_was_skipped_ = false;
   bool gradients_finished_ = false;  // in this window
   // The gradients that are there have been stepped on: the next ZeroGrad() forgets them.
@@ -51,10 +66,6 @@ class OptimizerSlot {
   std::optional<bool> zero_at_end_;
   // A parameter that got its first gradient of the window in a micro-step before this one.
   at::Tensor witness_;
-  // What prepare() was given: the user's optimizer and, where it came as a shared_ptr, itself.
-  const void* source_ = nullptr;
-  uint64_t source_id_ = 0;
-  std::shared_ptr<void> keep_;
   // Parameters that no model exchanges, as of these versions of what they are made of.
   std::vector<size_t> local_;
   std::vector<std::weak_ptr<ModelSlot>> models_;  // that have parameters of this optimizer
@@ -73,12 +84,15 @@ class SchedulerSlot {
   using MakePlateau = std::function<std::unique_ptr<MetricScheduler>(OptimizerHandle&)>;
 
   // `source`: a scheduler of LibTorch's, which the slot drives; `keep`: what must live as long.
-  SchedulerSlot(Core* core, Make make, const void* source = nullptr,
+  SchedulerSlot(StepController* steps, Make make, const void* source = nullptr,
                 std::shared_ptr<void> keep = nullptr)
-      : core_(core), make_(std::move(make)), source_(source), keep_(std::move(keep)) {}
-  SchedulerSlot(Core* core, MakePlateau make, const void* source = nullptr,
+      : controller_(steps), make_(std::move(make)), source_(source), keep_(std::move(keep)) {}
+  SchedulerSlot(StepController* steps, MakePlateau make, const void* source = nullptr,
                 std::shared_ptr<void> keep = nullptr)
-      : core_(core), make_plateau_(std::move(make)), source_(source), keep_(std::move(keep)) {}
+      : controller_(steps),
+        make_plateau_(std::move(make)),
+        source_(source),
+        keep_(std::move(keep)) {}
 
   void Bind(std::shared_ptr<OptimizerSlot> optimizer);
   void Step();
@@ -89,13 +103,13 @@ class SchedulerSlot {
   int64_t step_count() const;
   PlainState SaveState() const;
   void LoadState(const PlainState& state);
+  const void* source() const { return source_; }
+  const std::shared_ptr<OptimizerSlot>& optimizer() const { return optimizer_; }
 
  private:
-  friend class Core;
-
   void CheckBound() const;
 
-  Core* const core_;
+  StepController* const controller_;
   const Make make_;
   const MakePlateau make_plateau_;
   const void* const source_;

@@ -1,4 +1,7 @@
-// Core::SaveState and LoadState: which object goes into which file (docs/checkpoint_format.md).
+#include "muster/internal/checkpoint_state.h"
+
+#include <unistd.h>
+
 #include <algorithm>
 #include <filesystem>
 #include <map>
@@ -14,10 +17,10 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/time.h"
+#include "base/file.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/units.h"
-#include "muster/internal/core.h"
 #include "worker/checkpoint/async_saver.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/model_files.h"
@@ -28,11 +31,6 @@
 
 namespace muster::internal {
 namespace {
-
-constexpr char kFirstEpoch[] = "first_epoch";
-// With a loader's number after it.
-constexpr char kFinishedPasses[] = "finished_passes.";
-constexpr char kPassesPerEpoch[] = "passes_per_epoch.";
 
 // "ckpt/" and "./ckpt" are "ckpt".
 std::string CleanPath(const std::string& path) {
@@ -65,6 +63,12 @@ absl::StatusOr<PlainState> TakeRows(const StateDict& state) {
     }
   }
   return rows;
+}
+
+PlainState Rows(const StateDict& file) {
+  absl::StatusOr<PlainState> taken = TakeRows(file);
+  ThrowIfError(taken.status());
+  return *std::move(taken);
 }
 
 // After a hook has had them.
@@ -104,28 +108,39 @@ absl::Status Report(const std::vector<AsyncSaver::Outcome>& outcomes, int rank) 
 
 }  // namespace
 
-std::string Core::CheckpointRoot() const {
-  return absl::StrCat(ProjectDirectory(), "/checkpoints");
+CheckpointState::CheckpointState(Process& process, Registry& registry, LoopTracker& loops,
+                                 StepController& steps, std::function<bool()> stopping)
+    : process_(process),
+      registry_(registry),
+      loops_(loops),
+      steps_(steps),
+      stopping_(std::move(stopping)) {}
+
+CheckpointState::~CheckpointState() = default;
+
+std::string CheckpointState::Root() const {
+  return absl::StrCat(process_.ProjectDirectory(), "/checkpoints");
 }
 
-absl::Status Core::CheckComplete() const {
-  for (const auto& optimizer : optimizers_) {
+absl::Status CheckpointState::CheckComplete() const {
+  for (const auto& optimizer : registry_.optimizers()) {
     const std::string why = optimizer->handle().CannotSave();
     if (!why.empty()) return absl::FailedPreconditionError(why);
   }
-  if (models_.empty() && total_steps_ > 0 && registered_.empty() && save_hooks_.empty()) {
+  if (registry_.models().empty() && registry_.stepped() && registered_.empty() &&
+      save_hooks_.empty()) {
     return absl::FailedPreconditionError(
         "save_state would write no model, although optimizers have stepped: prepare() the model "
         "that is trained, and save before free_memory()");
   }
   if (!registered_.empty() || !save_hooks_.empty()) return absl::OkStatus();
   std::unordered_set<const void*> written;
-  for (const auto& model : models_) {
+  for (const auto& model : registry_.models()) {
     for (const auto& [name, tensor] : model->source().parameters()) {
       written.insert(tensor.unsafeGetTensorImpl());
     }
   }
-  for (const auto& optimizer : optimizers_) {
+  for (const auto& optimizer : registry_.optimizers()) {
     const std::vector<at::Tensor>& parameters = optimizer->handle().parameters();
     for (size_t i = 0; i < parameters.size(); ++i) {
       if (written.count(parameters[i].unsafeGetTensorImpl()) > 0) continue;
@@ -139,149 +154,147 @@ absl::Status Core::CheckComplete() const {
   return absl::OkStatus();
 }
 
-absl::Status Core::SaveState(const std::string& wanted_directory) {
-  const std::string directory = CleanPath(wanted_directory);
-  if (absl::Status here = Guard([&] { CheckAllTakePart("save_state()"); }); !here.ok()) return here;
-  if (averaged_depth_ > 0) {
-    return absl::FailedPreconditionError(
-        "save_state inside ema.apply() would write the average as the model's weights: save before "
-        "or after that scope");
+absl::Status CheckpointState::WriteShared(StateWriter& writer,
+                                          const std::vector<NamedTensors>& weights) const {
+  for (size_t i = 0; i < registry_.models().size(); ++i) {
+    MUSTER_RETURN_IF_ERROR(writer.WriteModel(ModelFileName(i), weights[i]));
   }
-  ForgetUnheld();
-  if (absl::Status complete = CheckComplete(); !complete.ok()) return complete;
-  if (!accumulation_.at_boundary()) {
-    return absl::FailedPreconditionError(
-        "save_state in the middle of an accumulation window would lose its gradients: save where "
-        "accelerator.sync_gradients(), after optimizer.step()");
+  for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
+    const OptimizerState state = registry_.optimizers()[i]->handle().SaveState();
+    StateDict file;
+    for (const auto& [name, tensor] : state.tensors) file.SetTensor(name, tensor);
+    PutRows(state.groups, &file);
+    file.SetInt("steps", registry_.optimizers()[i]->steps());
+    MUSTER_RETURN_IF_ERROR(writer.Write(OptimizerFileName(i), file));
   }
-  progress().SetPhase("save_state");
-  CheckpointInfo info;
-  info.world_size = size();
-  info.step = global_step();
-  info.epoch = epoch_;
-  info.iteration = save_iteration_;
-  const bool done = EpochIsDone();
-  info.cursor[kFirstEpoch] = done ? epoch_ + 1 : epoch_;
-  const std::vector<int64_t> finished = FinishedPasses();
-  for (size_t i = 0; i < finished.size(); ++i) {
-    const int64_t passes = std::max(passes_per_epoch_[i], epoch_open_ ? finished[i] : 0);
-    if (passes > 0) info.cursor[absl::StrCat(kPassesPerEpoch, i)] = passes;
-    // Training loops that the epoch is through with: a run that goes on in it leaves them out.
-    if (!done && epoch_open_ && finished[i] > 0) {
-      info.cursor[absl::StrCat(kFinishedPasses, i)] = finished[i];
-    }
+  for (size_t i = 0; i < registry_.schedulers().size(); ++i) {
+    StateDict file;
+    PutRows(registry_.schedulers()[i]->SaveState(), &file);
+    MUSTER_RETURN_IF_ERROR(writer.Write(SchedulerFileName(i), file));
   }
-
-  const auto write = [&](StateWriter& writer) -> absl::Status {
-    std::vector<NamedTensors> weights;
-    for (const auto& model : models_) weights.push_back(TensorsOf(model->source()));
-    for (const auto& [unused, hook] : save_hooks_) {
-      hook(weights, writer);
-      CheckWeights(weights, models_.size(), "save_state()");
-    }
-    if (rank() == 0) {
-      for (size_t i = 0; i < models_.size(); ++i) {
-        MUSTER_RETURN_IF_ERROR(writer.WriteModel(ModelFileName(i), weights[i]));
-      }
-      for (size_t i = 0; i < optimizers_.size(); ++i) {
-        const OptimizerState state = optimizers_[i]->handle().SaveState();
-        StateDict file;
-        for (const auto& [name, tensor] : state.tensors) file.SetTensor(name, tensor);
-        PutRows(state.groups, &file);
-        file.SetInt("steps", optimizers_[i]->steps());
-        MUSTER_RETURN_IF_ERROR(writer.Write(OptimizerFileName(i), file));
-      }
-      for (size_t i = 0; i < schedulers_.size(); ++i) {
-        StateDict file;
-        PutRows(schedulers_[i]->SaveState(), &file);
-        MUSTER_RETURN_IF_ERROR(writer.Write(SchedulerFileName(i), file));
-      }
-      for (size_t i = 0; i < loaders_.size(); ++i) {
-        StateDict file;
-        file.SetText("place", PlaceToSave(*loaders_[i]).ToString());
-        for (const auto& [name, tensor] : loaders_[i]->StateTensors()) file.SetTensor(name, tensor);
-        MUSTER_RETURN_IF_ERROR(writer.Write(SamplerFileName(i), file));
-      }
-      if (scaler_ != nullptr) {
-        StateDict file;
-        PutRows(scaler_->SaveState(), &file);
-        MUSTER_RETURN_IF_ERROR(writer.Write(ScalerFileName(0), file));
-      }
-      for (size_t i = 0; i < registered_.size(); ++i) {
-        MUSTER_RETURN_IF_ERROR(writer.Write(CustomFileName(i), registered_[i].save()));
-      }
-    }
-    StateDict random;
-    for (const auto& [name, tensor] : SaveRngState()) random.SetTensor(name, tensor);
-    return writer.Write(RandomStatesFileName(rank()), random);
-  };
-
-  return Guard([&] {
-    const CheckpointFolder folder(CheckpointRoot());
-    if (directory.empty()) info.iteration = NextIteration();
-    absl::Status earlier;
-    if (options_.checkpoint.asynchronous) {
-      earlier = SaveBesideTraining(directory, info, write);
-    } else if (!directory.empty()) {
-      ThrowIfError(SaveCheckpoint(comm(), directory, info, write));
-    } else {
-      ThrowIfError(SaveNumberedCheckpoint(
-          comm(), folder, info, static_cast<int>(options_.project.total_limit.value_or(0)), write));
-    }
-    last_checkpoint_ = directory.empty() ? folder.PathOf(info.iteration) : directory;
-    save_iteration_ = info.iteration + 1;
-    claimed_done_ = done && trained_in_epoch_ ? last_checkpoint_ : "";
-    ThrowIfError(earlier);
-  });
+  for (size_t i = 0; i < registry_.loaders().size(); ++i) {
+    StateDict file;
+    file.SetText("place", loops_.PlaceToSave(*registry_.loaders()[i]).ToString());
+    for (const auto& [name, tensor] : registry_.loaders()[i]->StateTensors())
+      file.SetTensor(name, tensor);
+    MUSTER_RETURN_IF_ERROR(writer.Write(SamplerFileName(i), file));
+  }
+  if (steps_.scaler() != nullptr) {
+    StateDict file;
+    PutRows(steps_.scaler()->SaveState(), &file);
+    MUSTER_RETURN_IF_ERROR(writer.Write(ScalerFileName(0), file));
+  }
+  for (size_t i = 0; i < registered_.size(); ++i) {
+    MUSTER_RETURN_IF_ERROR(writer.Write(CustomFileName(i), registered_[i].save()));
+  }
+  return absl::OkStatus();
 }
 
-int64_t Core::NextIteration() {
-  int64_t iteration = 0;
+absl::Status CheckpointState::Write(StateWriter& writer) const {
+  std::vector<NamedTensors> weights;
+  for (const auto& model : registry_.models()) weights.push_back(TensorsOf(model->source()));
+  for (const auto& [unused, hook] : save_hooks_) {
+    hook(weights, writer);
+    CheckWeights(weights, registry_.models().size(), "save_state()");
+  }
+  if (process_.rank() == 0) MUSTER_RETURN_IF_ERROR(WriteShared(writer, weights));
+  StateDict random;
+  for (const auto& [name, tensor] : SaveRngState()) random.SetTensor(name, tensor);
+  return writer.Write(RandomStatesFileName(process_.rank()), random);
+}
+
+int64_t CheckpointState::AgreeOnNumber(const CheckpointFolder& folder, int64_t number) const {
   // Rank 0 looks; an error there reaches everyone.
   std::string error;
-  if (rank() == 0) {
+  if (process_.rank() == 0) {
     // Asked before the folder is: a save that ends in between is seen there.
     const bool busy = saver_ != nullptr && saver_->busy();
-    const absl::StatusOr<int64_t> next = CheckpointFolder(CheckpointRoot()).NextNumber();
+    const absl::StatusOr<int64_t> next = folder.NextNumber();
     if (next.ok()) {
-      iteration = busy ? std::max(*next, next_numbered_) : *next;
+      number = busy ? std::max(*next, next_numbered_) : *next;
     } else {
       error = std::string(next.status().message());
     }
   }
-  std::tie(iteration, error) = BroadcastObject(comm(), std::make_tuple(iteration, error), 0);
+  std::tie(number, error) = BroadcastObject(process_.comm(), std::make_tuple(number, error), 0);
   if (!error.empty()) ThrowIfError(absl::UnavailableError(error));
-  return iteration;
+  return number;
 }
 
-absl::Status Core::SaveBesideTraining(const std::string& directory, const CheckpointInfo& info,
-                                      absl::FunctionRef<absl::Status(StateWriter&)> write) {
+absl::Status CheckpointState::Save(const std::string& wanted_directory) {
+  const std::string directory = CleanPath(wanted_directory);
+  if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("save_state()"); }); !here.ok())
+    return here;
+  if (steps_.averaged()) {
+    return absl::FailedPreconditionError(
+        "save_state inside ema.apply() would write the average as the model's weights: save before "
+        "or after that scope");
+  }
+  if (steps_.between_windows()) registry_.ForgetUnheld();
+  if (absl::Status complete = CheckComplete(); !complete.ok()) return complete;
+  if (!steps_.at_boundary()) {
+    return absl::FailedPreconditionError(
+        "save_state in the middle of an accumulation window would lose its gradients: save where "
+        "accelerator.sync_gradients(), after optimizer.step()");
+  }
+  process_.progress().SetPhase("save_state");
+  CheckpointInfo info;
+  info.world_size = process_.size();
+  info.step = registry_.global_step();
+  info.iteration = save_iteration_;
+  loops_.SavePlace(&info);
+  const bool done = loops_.EpochIsDone();
+  const auto write = [this](StateWriter& writer) { return Write(writer); };
+  return Guard([&] {
+    const CheckpointFolder folder(Root());
+    if (directory.empty()) info.iteration = AgreeOnNumber(folder, info.iteration);
+    absl::Status earlier;
+    if (process_.options().checkpoint.asynchronous) {
+      earlier = SaveBesideTraining(directory, info, write);
+    } else if (!directory.empty()) {
+      ThrowIfError(SaveCheckpoint(process_.comm(), directory, info, write));
+    } else {
+      ThrowIfError(SaveNumberedCheckpoint(
+          process_.comm(), folder, info,
+          static_cast<int>(process_.options().project.total_limit.value_or(0)), write));
+    }
+    last_checkpoint_ = directory.empty() ? folder.PathOf(info.iteration) : directory;
+    save_iteration_ = info.iteration + 1;
+    loops_.NoteSaved(last_checkpoint_, done);
+    ThrowIfError(earlier);
+  });
+}
+
+absl::Status CheckpointState::SaveBesideTraining(
+    const std::string& directory, const CheckpointInfo& info,
+    absl::FunctionRef<absl::Status(StateWriter&)> write) {
+  const CheckpointOptions& options = process_.options().checkpoint;
   if (saver_ == nullptr) {
-    absl::StatusOr<std::unique_ptr<Comm>> beside = MakeBackgroundComm(process_);
+    absl::StatusOr<std::unique_ptr<Comm>> beside = MakeBackgroundComm(process_.joined());
     ThrowIfError(beside.status());
     saver_ = std::make_unique<AsyncSaver>(
         *std::move(beside),
-        AsyncSaver::Options{.max_bytes_per_second = options_.checkpoint.max_bytes_per_second});
+        AsyncSaver::Options{.max_bytes_per_second = options.max_bytes_per_second});
   }
   AsyncSaver::Request request;
   request.info = info;
   if (directory.empty()) {
-    request.folder.emplace(CheckpointRoot());
-    request.total_limit = static_cast<int>(options_.project.total_limit.value_or(0));
+    request.folder.emplace(Root());
+    request.total_limit = static_cast<int>(process_.options().project.total_limit.value_or(0));
   } else {
     request.dir = directory;
   }
   std::vector<AsyncSaver::Outcome> ended;
-  const absl::Status begun = saver_->Begin(comm(), request, write, &ended);
-  const absl::Status earlier = Report(ended, rank());
+  const absl::Status begun = saver_->Begin(process_.comm(), request, write, &ended);
+  const absl::Status earlier = Report(ended, process_.rank());
   if (!begun.ok()) {
     if (!earlier.ok()) MUSTER_LOG(Error) << earlier.message();
     ThrowIfError(begun);
   }
   if (directory.empty()) next_numbered_ = info.iteration + 1;
   // The process is about to be ended: there may be no later call that waits.
-  if (triggers_->stop().has_value()) {
-    const absl::Status last = WaitForCheckpoint();
+  if (stopping_()) {
+    const absl::Status last = Wait();
     return earlier.ok() ? last : earlier;
   }
   if (earlier.ok()) return earlier;
@@ -289,32 +302,61 @@ absl::Status Core::SaveBesideTraining(const std::string& directory, const Checkp
                       absl::StrCat(earlier.message(), "; ", request.path(), " is being written"));
 }
 
-absl::Status Core::WaitForCheckpoint() {
-  return saver_ == nullptr ? absl::OkStatus() : Report(saver_->Wait(), rank());
+absl::Status CheckpointState::Wait() {
+  return saver_ == nullptr ? absl::OkStatus() : Report(saver_->Wait(), process_.rank());
 }
 
-absl::Status Core::SaveModel(const ModelSource& model, const std::string& wanted_directory,
-                             const std::string& max_shard_size) {
+void CheckpointState::CheckProjectWritable(bool always) {
+  // A program that names no folder may never save.
+  if (project_checked_ || (!always && process_.environment().project_dir.value.empty())) return;
+  project_checked_ = true;
+  std::string error;
+  if (process_.rank() == 0) {
+    const std::string folder = process_.ProjectDirectory();
+    absl::Status made = MakeDirectories(folder);
+    if (made.ok() && access(folder.c_str(), W_OK | X_OK) != 0) {
+      made = absl::PermissionDeniedError(absl::StrCat(folder, " is not writable"));
+    }
+    if (!made.ok()) {
+      error = absl::StrCat("the project folder cannot hold checkpoints: ", made.message(),
+                           "; name another one (MUSTER_PROJECT_DIR, or options.project.directory)");
+    }
+  }
+  if (process_.size() > 1) error = process_.comm().BroadcastBytes(error, 0);
+  if (!error.empty()) ThrowIfError(absl::PermissionDeniedError(error));
+}
+
+absl::Status CheckpointState::SaveModel(const ModelSource& model,
+                                        const std::string& wanted_directory,
+                                        const std::string& max_shard_size) const {
   const std::string directory = CleanPath(wanted_directory);
   return Guard([&] {
-    CheckAllTakePart("save_model()");
+    steps_.CheckAllTakePart("save_model()");
     const absl::StatusOr<int64_t> bytes = ParseShardSize(max_shard_size);
     ThrowIfError(bytes.status());
     absl::Status status;
-    if (rank() == 0) {
+    if (process_.rank() == 0) {
       status = Guard([&] { ThrowIfError(SaveModelFiles(directory, TensorsOf(model), *bytes)); });
     }
     const auto [code, message] = BroadcastObject(
-        comm(), std::make_tuple(static_cast<int>(status.code()), std::string(status.message())), 0);
+        process_.comm(),
+        std::make_tuple(static_cast<int>(status.code()), std::string(status.message())), 0);
     ThrowIfError(absl::Status(static_cast<absl::StatusCode>(code), message));
   });
 }
 
-void Core::RegisterForCheckpointing(std::function<PlainState()> save,
-                                    std::function<void(const PlainState&)> load) {
+void CheckpointState::Register(std::function<StateDict()> save,
+                               std::function<void(const StateDict&)> load) {
   TORCH_CHECK(save != nullptr && load != nullptr,
               "register_for_checkpointing() needs both a save and a load function");
-  RegisterForCheckpointing(
+  registered_.push_back({std::move(save), std::move(load)});
+}
+
+void CheckpointState::Register(std::function<PlainState()> save,
+                               std::function<void(const PlainState&)> load) {
+  TORCH_CHECK(save != nullptr && load != nullptr,
+              "register_for_checkpointing() needs both a save and a load function");
+  Register(
       [save = std::move(save)] {
         StateDict state;
         PutRows(save(), &state);
@@ -327,31 +369,31 @@ void Core::RegisterForCheckpointing(std::function<PlainState()> save,
       });
 }
 
-int64_t Core::AddSaveHook(SaveStateHook hook) {
+int64_t CheckpointState::AddSaveHook(SaveStateHook hook) {
   TORCH_CHECK(hook != nullptr, "register_save_state_pre_hook() got an empty function");
   save_hooks_.emplace(next_hook_, std::move(hook));
   return next_hook_++;
 }
 
-int64_t Core::AddLoadHook(LoadStateHook hook) {
+int64_t CheckpointState::AddLoadHook(LoadStateHook hook) {
   TORCH_CHECK(hook != nullptr, "register_load_state_pre_hook() got an empty function");
   load_hooks_.emplace(next_hook_, std::move(hook));
   return next_hook_++;
 }
 
-void Core::RemoveHook(int64_t id) {
+void CheckpointState::RemoveHook(int64_t id) {
   save_hooks_.erase(id);
   load_hooks_.erase(id);
 }
 
 // What the files of a checkpoint hold.
-struct Core::Loaded {
+struct CheckpointState::Loaded {
   std::vector<NamedTensors> weights;
   std::vector<StateDict> optimizers, schedulers, loaders, registered;
   std::optional<StateDict> scaler, random;
 };
 
-void Core::CheckPrepared(const StateReader& reader) const {
+void CheckpointState::CheckPrepared(const StateReader& reader) const {
   const auto check = [&](const char* what, std::string (*name)(int), size_t here) {
     const int saved = reader.Count(name);
     if (saved == static_cast<int>(here)) return;
@@ -359,18 +401,18 @@ void Core::CheckPrepared(const StateReader& reader) const {
         reader.dir(), " holds ", saved, " ", what, "(s), but ", here,
         " are prepared here: prepare the same objects, in the same order, before load_state")));
   };
-  check("model", ModelFileName, models_.size());
-  check("optimizer", OptimizerFileName, optimizers_.size());
-  check("schedule", SchedulerFileName, schedulers_.size());
+  check("model", ModelFileName, registry_.models().size());
+  check("optimizer", OptimizerFileName, registry_.optimizers().size());
+  check("schedule", SchedulerFileName, registry_.schedulers().size());
   // Loaders may be prepared after this, as those in the body of an epoch are.
   const int saved_loaders = reader.Count(SamplerFileName);
-  if (saved_loaders < static_cast<int>(loaders_.size())) {
-    check("loader", SamplerFileName, loaders_.size());
+  if (saved_loaders < static_cast<int>(registry_.loaders().size())) {
+    check("loader", SamplerFileName, registry_.loaders().size());
   }
   check("registered object", CustomFileName, registered_.size());
 }
 
-Core::Loaded Core::Read(const StateReader& reader) const {
+CheckpointState::Loaded CheckpointState::Read(const StateReader& reader) const {
   const auto read = [&](const std::string& name) {
     absl::StatusOr<StateDict> file = reader.Read(name);
     ThrowIfError(file.status());
@@ -382,49 +424,47 @@ Core::Loaded Core::Read(const StateReader& reader) const {
     return files;
   };
   Loaded loaded;
-  for (StateDict& file : read_all(ModelFileName, models_.size())) {
+  for (StateDict& file : read_all(ModelFileName, registry_.models().size())) {
     loaded.weights.push_back(file.tensors());
   }
   for (const auto& [unused, hook] : load_hooks_) {
     hook(loaded.weights, reader);
-    CheckWeights(loaded.weights, models_.size(), "load_state()");
+    CheckWeights(loaded.weights, registry_.models().size(), "load_state()");
   }
-  loaded.optimizers = read_all(OptimizerFileName, optimizers_.size());
-  loaded.schedulers = read_all(SchedulerFileName, schedulers_.size());
+  loaded.optimizers = read_all(OptimizerFileName, registry_.optimizers().size());
+  loaded.schedulers = read_all(SchedulerFileName, registry_.schedulers().size());
   loaded.loaders = read_all(SamplerFileName, reader.Count(SamplerFileName));
   loaded.registered = read_all(CustomFileName, registered_.size());
-  if (scaler_ != nullptr && reader.Has(ScalerFileName(0))) loaded.scaler = read(ScalerFileName(0));
-  if (reader.Has(RandomStatesFileName(rank()))) loaded.random = read(RandomStatesFileName(rank()));
+  if (steps_.scaler() != nullptr && reader.Has(ScalerFileName(0)))
+    loaded.scaler = read(ScalerFileName(0));
+  if (reader.Has(RandomStatesFileName(process_.rank())))
+    loaded.random = read(RandomStatesFileName(process_.rank()));
   return loaded;
 }
 
-void Core::Apply(const StateReader& reader, const Loaded& loaded) {
-  const auto rows = [](const StateDict& file) {
-    absl::StatusOr<PlainState> taken = TakeRows(file);
-    ThrowIfError(taken.status());
-    return *std::move(taken);
-  };
-  for (size_t i = 0; i < models_.size(); ++i) {
+void CheckpointState::ApplyObjects(const StateReader& reader, const Loaded& loaded) {
+  for (size_t i = 0; i < registry_.models().size(); ++i) {
     if (loaded.weights[i].empty() && !load_hooks_.empty()) continue;
-    ThrowIfError(LoadTensors(loaded.weights[i], TensorsOf(models_[i]->source()),
+    ThrowIfError(LoadTensors(loaded.weights[i], TensorsOf(registry_.models()[i]->source()),
                              absl::StrCat(reader.dir(), "/", ModelFileName(i)),
                              {.allow_missing = !load_hooks_.empty()}));
   }
-  for (size_t i = 0; i < optimizers_.size(); ++i) {
+  for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
     const StateDict& file = loaded.optimizers[i];
     OptimizerState state;
     for (const auto& [name, tensor] : file.tensors()) state.tensors.emplace(name, tensor);
-    state.groups = rows(file);
-    ThrowIfError(Try(OptimizerFileName(i), [&] { optimizers_[i]->handle().LoadState(state); }));
+    state.groups = Rows(file);
+    ThrowIfError(
+        Try(OptimizerFileName(i), [&] { registry_.optimizers()[i]->handle().LoadState(state); }));
     const absl::StatusOr<int64_t> steps = file.GetInt("steps");
     ThrowIfError(steps.status());
-    optimizers_[i]->set_steps(*steps);
+    registry_.optimizers()[i]->set_steps(*steps);
   }
-  for (size_t i = 0; i < schedulers_.size(); ++i) {
-    ThrowIfError(
-        Try(SchedulerFileName(i), [&] { schedulers_[i]->LoadState(rows(loaded.schedulers[i])); }));
+  for (size_t i = 0; i < registry_.schedulers().size(); ++i) {
+    ThrowIfError(Try(SchedulerFileName(i),
+                     [&] { registry_.schedulers()[i]->LoadState(Rows(loaded.schedulers[i])); }));
   }
-  pending_loaders_.clear();
+  registry_.ForgetLoadedPlaces();
   for (size_t i = 0; i < loaded.loaders.size(); ++i) {
     const absl::StatusOr<std::string> place = loaded.loaders[i].GetText("place");
     ThrowIfError(place.status());
@@ -432,32 +472,12 @@ void Core::Apply(const StateReader& reader, const Loaded& loaded) {
     ThrowIfError(state.status());
     std::map<std::string, at::Tensor> tensors;
     for (const auto& [name, tensor] : loaded.loaders[i].tensors()) tensors.emplace(name, tensor);
-    if (i < loaders_.size()) {
-      ThrowIfError(Try(SamplerFileName(i), [&] { loaders_[i]->LoadState(*state, tensors); }));
-    } else {
-      pending_loaders_.insert({i, {*state, std::move(tensors)}});
-    }
+    ThrowIfError(
+        Try(SamplerFileName(i), [&] { registry_.LoadLoader(i, *state, std::move(tensors)); }));
   }
-  // Gradients and scaler steps of a window that was open belong to the state that is given up.
-  for (const auto& optimizer : optimizers_) {
-    optimizer->handle().ZeroGrad(GradZeroing::kInPlace);
-    optimizer->gradients_finished_ = false;
-    optimizer->step_was_skipped_ = false;
-    optimizer->zero_at_end_.reset();
-    optimizer->witness_.reset();
-    optimizer->consumed_ = false;
-  }
-  window_backwards_ = 0;
-  window_factor_.reset();
-  scaler_steps_ = 0;
-  if (scaler_ != nullptr) {
-    scaler_->Reset();
-    if (loaded.scaler.has_value()) scaler_->LoadState(rows(*loaded.scaler));
-  }
-  for (size_t i = 0; i < registered_.size(); ++i) {
-    ThrowIfError(Try(CustomFileName(i), [&] { registered_[i].load(loaded.registered[i]); }));
-  }
-  ForgetCastWeights();
+}
+
+void CheckpointState::ApplyRandom(const StateReader& reader, const Loaded& loaded) const {
   if (loaded.random.has_value()) {
     std::map<std::string, at::Tensor> states;
     for (const auto& [name, tensor] : loaded.random->tensors()) states.emplace(name, tensor);
@@ -465,30 +485,34 @@ void Core::Apply(const StateReader& reader, const Loaded& loaded) {
     if (!left_out.empty()) MUSTER_LOG(Warning) << "random states: " << left_out;
   } else {
     MUSTER_LOG(Warning) << reader.dir() << " was saved by " << reader.info().world_size
-                        << " processes and has no random state for rank " << rank()
+                        << " processes and has no random state for rank " << process_.rank()
                         << ": it keeps its own";
   }
-  accumulation_ = Accumulation(accumulation_.options());
-  const auto first = reader.info().cursor.find(kFirstEpoch);
-  first_epoch_ = first == reader.info().cursor.end() ? reader.info().epoch : first->second;
-  SetEpoch(first_epoch_, /*open=*/false);
-  const auto passes = [&](const char* what, std::vector<int64_t>& list) {
-    list.assign(std::max(loaders_.size(), loaded.loaders.size()), 0);
-    for (size_t i = 0; i < list.size(); ++i) {
-      const auto found = reader.info().cursor.find(absl::StrCat(what, i));
-      if (found != reader.info().cursor.end()) list[i] = found->second;
-    }
-  };
-  passes(kFinishedPasses, passes_to_skip_);
-  passes(kPassesPerEpoch, passes_per_epoch_);
-  finished_passes_.assign(passes_per_epoch_.size(), 0);
-  resumed_ = true;
+}
+
+void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
+  ApplyObjects(reader, loaded);
+  // Gradients and scaler steps of a window that was open belong to the state that is given up.
+  for (const auto& optimizer : registry_.optimizers()) {
+    optimizer->handle().ZeroGrad(GradZeroing::kInPlace);
+  }
+  steps_.Reset();
+  if (steps_.scaler() != nullptr && loaded.scaler.has_value()) {
+    steps_.scaler()->LoadState(Rows(*loaded.scaler));
+  }
+  for (size_t i = 0; i < registered_.size(); ++i) {
+    ThrowIfError(Try(CustomFileName(i), [&] { registered_[i].load(loaded.registered[i]); }));
+  }
+  ForgetCastWeights();
+  ApplyRandom(reader, loaded);
+  loops_.LoadPlace(reader.info(), loaded.loaders.size());
   last_checkpoint_ = reader.dir();
   save_iteration_ = reader.info().iteration + 1;
 }
 
-void Core::ThrowIfAnyFailed(const absl::Status& mine) {
-  const std::vector<std::string> errors = comm().AllGatherBytes(mine.ok() ? "" : mine.ToString());
+void CheckpointState::ThrowIfAnyFailed(const absl::Status& mine) const {
+  const std::vector<std::string> errors =
+      process_.comm().AllGatherBytes(mine.ok() ? "" : mine.ToString());
   ThrowIfError(mine);
   for (size_t r = 0; r < errors.size(); ++r) {
     if (errors[r].empty()) continue;
@@ -496,18 +520,19 @@ void Core::ThrowIfAnyFailed(const absl::Status& mine) {
   }
 }
 
-absl::Status Core::LoadState(const std::string& wanted_directory, bool may_be_missing) {
+absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may_be_missing) {
   const std::string directory = CleanPath(wanted_directory);
-  if (absl::Status here = Guard([&] { CheckAllTakePart("load_state()"); }); !here.ok()) return here;
-  ForgetUnheld();
+  if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("load_state()"); }); !here.ok())
+    return here;
+  if (steps_.between_windows()) registry_.ForgetUnheld();
   // What is being written may be what is wanted.
-  if (const absl::Status saved = WaitForCheckpoint(); !saved.ok()) {
+  if (const absl::Status saved = Wait(); !saved.ok()) {
     MUSTER_LOG(Error) << saved.message();
   }
-  progress().SetPhase("load_state");
+  process_.progress().SetPhase("load_state");
   return Guard([&] {
-    const CheckpointFolder folder(CheckpointRoot());
-    absl::StatusOr<StateReader> reader = OpenCheckpoint(comm(), directory, folder);
+    const CheckpointFolder folder(Root());
+    absl::StatusOr<StateReader> reader = OpenCheckpoint(process_.comm(), directory, folder);
     if (may_be_missing && directory.empty()) CheckProjectWritable(/*always=*/true);
     if (may_be_missing && absl::IsNotFound(reader.status())) return;
     ThrowIfError(reader.status());

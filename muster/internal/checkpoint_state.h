@@ -1,0 +1,111 @@
+#ifndef MUSTER_INTERNAL_CHECKPOINT_STATE_H_
+#define MUSTER_INTERNAL_CHECKPOINT_STATE_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "absl/status/status.h"
+#include "muster/internal/loop_tracker.h"
+#include "muster/internal/model_source.h"
+#include "muster/internal/process.h"
+#include "muster/internal/registry.h"
+#include "muster/internal/step_controller.h"
+#include "muster/state.h"
+#include "worker/checkpoint/state.h"
+#include "worker/train/plain_state.h"
+
+namespace muster {
+class AsyncSaver;
+}  // namespace muster
+
+namespace muster::internal {
+
+// Writes the state of a training to checkpoints and takes it from there
+// (docs/checkpoint_format.md): what the registry holds, where loops and the step are, and what the
+// program has registered. Not thread-safe. Methods marked (collective) block.
+class CheckpointState {
+ public:
+  // All are borrowed.
+  // `stopping`: whether the job has been asked to stop.
+  CheckpointState(Process& process, Registry& registry, LoopTracker& loops, StepController& steps,
+                  std::function<bool()> stopping);
+  ~CheckpointState();
+  CheckpointState(const CheckpointState&) = delete;
+  CheckpointState& operator=(const CheckpointState&) = delete;
+
+  // (collective) See Accelerator. `may_be_missing`: without a checkpoint nothing happens.
+  absl::Status Save(const std::string& directory);
+  absl::Status Load(const std::string& directory, bool may_be_missing);
+  absl::Status SaveModel(const ModelSource& model, const std::string& directory,
+                         const std::string& max_shard_size) const;
+  // Waits for asynchronous saves; the error of the first that failed and was not reported yet.
+  absl::Status Wait();
+
+  void Register(std::function<StateDict()> save, std::function<void(const StateDict&)> load);
+  void Register(std::function<PlainState()> save, std::function<void(const PlainState&)> load);
+  // Returns the hook's number, for RemoveHook().
+  int64_t AddSaveHook(SaveStateHook hook);
+  int64_t AddLoadHook(LoadStateHook hook);
+  void RemoveHook(int64_t id);
+
+  // Of this process's last Save() or Load().
+  const std::string& last_checkpoint() const { return last_checkpoint_; }
+  // The number that the next Save() without a directory is going to have, as far as this process
+  // has seen.
+  int64_t save_iteration() const { return save_iteration_; }
+
+  // (collective) Once, before hours of training end in a save that fails. `always`: also where no
+  // folder was named.
+  void CheckProjectWritable(bool always = false);
+
+ private:
+  struct Registered {
+    std::function<StateDict()> save;
+    std::function<void(const StateDict&)> load;
+  };
+  struct Loaded;
+
+  std::string Root() const;
+  // Whether everything that is trained would be written.
+  absl::Status CheckComplete() const;
+  // This process's files.
+  absl::Status Write(StateWriter& writer) const;
+  absl::Status WriteShared(StateWriter& writer, const std::vector<NamedTensors>& weights) const;
+  // (collective) The number of the next checkpoint.
+  int64_t AgreeOnNumber(const CheckpointFolder& folder, int64_t number) const;
+  // (collective) Copies the state and returns the error of an earlier save, if one failed.
+  absl::Status SaveBesideTraining(const std::string& directory, const CheckpointInfo& info,
+                                  absl::FunctionRef<absl::Status(StateWriter&)> write);
+  // Parts of Load().
+  void CheckPrepared(const StateReader& reader) const;
+  Loaded Read(const StateReader& reader) const;
+  void Apply(const StateReader& reader, const Loaded& loaded);
+  void ApplyObjects(const StateReader& reader, const Loaded& loaded);
+  void ApplyRandom(const StateReader& reader, const Loaded& loaded) const;
+  // (collective) Throws on every process if one of them has failed, naming it.
+  void ThrowIfAnyFailed(const absl::Status& mine) const;
+
+  Process& process_;
+  Registry& registry_;
+  LoopTracker& loops_;
+  StepController& steps_;
+  std::vector<Registered> registered_;
+  std::map<int64_t, SaveStateHook> save_hooks_;  // by number, which is their order
+  std::map<int64_t, LoadStateHook> load_hooks_;
+  int64_t next_hook_ = 0;
+  std::string last_checkpoint_;
+  int64_t save_iteration_ = 0;
+  bool project_checked_ = false;
+  const std::function<bool()> stopping_;
+  std::unique_ptr<AsyncSaver> saver_;  // from the first asynchronous save on
+  int64_t next_numbered_ = 0;          // after the last numbered asynchronous save
+};
+
+}  // namespace muster::internal
+
+#endif  // MUSTER_INTERNAL_CHECKPOINT_STATE_H_

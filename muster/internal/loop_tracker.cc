@@ -1,0 +1,291 @@
+#include "muster/internal/loop_tracker.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "base/log.h"
+#include "c10/util/Exception.h"
+
+namespace muster::internal {
+namespace {
+
+// What a checkpoint's cursor holds; with a loader's number after the last two.
+constexpr char kFirstEpoch[] = "first_epoch";
+constexpr char kFinishedPasses[] = "finished_passes.";
+constexpr char kPassesPerEpoch[] = "passes_per_epoch.";
+
+}  // namespace
+
+// Tells the tracker as long as there is one.
+class LoopTracker::Observer : public LoaderObserver {
+ public:
+  explicit Observer(LoopTracker* tracker) : tracker_(tracker) {}
+
+  void OnStart() override {
+    if (tracker_ != nullptr) tracker_->on_start_();
+  }
+  bool SkipsPass(const LoaderStateHandle& loader) override {
+    return tracker_ != nullptr && tracker_->SkipsPass(loader);
+  }
+  void OnBatch(uint64_t iteration, const BatchInfo& info) override {
+    if (tracker_ != nullptr) tracker_->OnBatch(iteration, info);
+  }
+  bool CountsAsTrained(uint64_t iteration) override {
+    return tracker_ == nullptr || tracker_->CountsAsTrained(iteration);
+  }
+  void OnEnd(uint64_t iteration) override {
+    if (tracker_ != nullptr) tracker_->OnEnd(iteration);
+  }
+
+  void Forget() { tracker_ = nullptr; }
+
+ private:
+  LoopTracker* tracker_;
+};
+
+LoopTracker::LoopTracker(const Registry& registry, std::function<void()> on_start)
+    : registry_(registry),
+      on_start_(std::move(on_start)),
+      observer_(std::make_shared<Observer>(this)) {}
+
+LoopTracker::~LoopTracker() { observer_->Forget(); }
+
+std::shared_ptr<LoaderObserver> LoopTracker::observer() const { return observer_; }
+
+bool LoopTracker::SkipsPass(const LoaderStateHandle& loader) {
+  if (!epoch_open_ || epoch_ != first_epoch_) return false;
+  for (size_t i = 0; i < passes_to_skip_.size() && i < registry_.loaders().size(); ++i) {
+    if (registry_.loaders()[i].get() != &loader || passes_to_skip_[i] == 0) continue;
+    --passes_to_skip_[i];
+    ++finished_passes_[i];
+    trained_in_epoch_ = true;
+    return true;
+  }
+  return false;
+}
+
+void LoopTracker::OnBatch(uint64_t iteration, const BatchInfo& info) {
+  ++batches_;
+  for (size_t i = 0; i < live_.size(); ++i) {
+    if (live_[i].id != iteration) continue;
+    live_[i].info = info;
+    // A loop inside of another one is over before the outer one moves on.
+    const bool has_inner = i + 1 < live_.size();
+    for (size_t k = i; has_inner && k < live_.size(); ++k) live_[k].beside_another = true;
+    return;
+  }
+  LiveLoop loop{.id = iteration, .info = info};
+  for (size_t i = 0; i < registry_.loaders().size(); ++i) {
+    if (registry_.loaders()[i]->live_pass() == iteration) loop.loader = i;
+  }
+  live_.push_back(std::move(loop));
+}
+
+// Asked of a pass that was left before its end, and then only. A training program's pass that was
+// left without a micro-step (a look at the first batch, an evaluation that had seen enough) says
+// nothing about how far the data are trained on.
+bool LoopTracker::CountsAsTrained(uint64_t iteration) {
+  left_early_ = iteration;
+  if (registry_.optimizers().empty()) return true;
+  const LiveLoop* const loop = FindLoop(iteration);
+  return loop != nullptr && loop->trained >= 0;
+}
+
+void LoopTracker::OnEnd(uint64_t iteration) {
+  const LiveLoop* const loop = FindLoop(iteration);
+  if (loop != nullptr && loop->trained >= 0) {
+    // Batches that the program has passed over at the end have been had all the same.
+    if (iteration == left_early_ && !TrainedToTheEnd(*loop)) {
+      interrupted_ = true;
+    } else if (loop->loader.has_value() && *loop->loader < finished_passes_.size()) {
+      ++finished_passes_[*loop->loader];
+    }
+    trained_in_epoch_ = true;
+  }
+  std::erase_if(live_, [&](const LiveLoop& loop) { return loop.id == iteration; });
+}
+
+// What a micro-step trains on is, of each loop under way, its current batch.
+void LoopTracker::MarkTrained() {
+  if (live_.empty()) trained_outside_ = true;
+  for (LiveLoop& loop : live_) {
+    if (loop.trained < 0 && !claimed_done_.empty()) {
+      MUSTER_LOG(Warning)
+          << claimed_done_ << ", saved earlier in epoch " << epoch_
+          << ", takes this epoch for trained, since its last loop over a prepared "
+             "loader had ended; this epoch has another one, which a run resumed from "
+             "there leaves out. Save at the end of the epoch, or from the second "
+             "epoch on";
+      claimed_done_.clear();
+    }
+    loop.trained = loop.info.index;
+  }
+}
+
+const LoopTracker::LiveLoop* LoopTracker::FindLoop(uint64_t pass) const {
+  const auto found = std::find_if(live_.begin(), live_.end(),
+                                  [&](const LiveLoop& loop) { return loop.id == pass; });
+  return found == live_.end() ? nullptr : &*found;
+}
+
+const BatchInfo* LoopTracker::BatchBesideOthers(
+    absl::FunctionRef<bool(const BatchInfo&, const BatchInfo&)> same,
+    absl::FunctionRef<std::string(const BatchInfo&, const BatchInfo&)> why) const {
+  const BatchInfo* const inner = current_batch();
+  if (inner == nullptr || !live_.back().beside_another) return inner;
+  for (const LiveLoop& loop : live_) {
+    if (!loop.beside_another) continue;
+    TORCH_CHECK(same(loop.info, *inner), why(loop.info, *inner));
+  }
+  return inner;
+}
+
+const BatchInfo* LoopTracker::BatchOfMicroStep() const {
+  return BatchBesideOthers(
+      [](const BatchInfo& a, const BatchInfo& b) {
+        return a.is_last == b.is_last && a.batches_left == b.batches_left;
+      },
+      [](const BatchInfo& a, const BatchInfo& b) {
+        return absl::StrCat("accumulate() with several loaders side by side: one of them has ",
+                            a.batches_left, " batches left and another ", b.batches_left,
+                            ", so it is not clear where the accumulation window ends; pass the "
+                            "batch that decides: accelerator.accumulate(batch)");
+      });
+}
+
+const BatchInfo* LoopTracker::BatchOfMetrics() const {
+  return BatchBesideOthers(
+      [](const BatchInfo& a, const BatchInfo& b) {
+        return a.size == b.size && a.rank_real_samples == b.rank_real_samples;
+      },
+      [](const BatchInfo&, const BatchInfo&) -> std::string {
+        return "gather_for_metrics() with several loaders side by side, whose batches differ: use "
+               "gather_for_metrics_of(batch, value)";
+      });
+}
+
+// Epochs.
+
+void LoopTracker::SetEpoch(int64_t epoch, bool open) {
+  if (!open && epoch_open_ && epoch > epoch_ && !interrupted_) {
+    for (size_t i = 0; i < finished_passes_.size(); ++i) {
+      passes_per_epoch_[i] = std::max(passes_per_epoch_[i], finished_passes_[i]);
+    }
+  }
+  if (epoch != first_epoch_) passes_to_skip_.clear();
+  epoch_ = epoch;
+  epoch_open_ = open;
+  interrupted_ = false;
+  trained_in_epoch_ = false;
+  trained_outside_ = false;
+  claimed_done_.clear();
+  std::fill(finished_passes_.begin(), finished_passes_.end(), 0);
+}
+
+int64_t LoopTracker::FirstEpoch(int64_t count, const std::string& resumed_from) {
+  if (!resumed_ || resumed_from.empty() || std::exchange(resume_told_, true)) return first_epoch_;
+  if (first_epoch_ >= count) {
+    MUSTER_LOG(Info) << "resumed from " << resumed_from << " at epoch " << count << " of " << count
+                     << ": nothing left to do";
+  } else {
+    MUSTER_LOG(Info) << "resumed from " << resumed_from << " in epoch " << first_epoch_ + 1
+                     << " of " << count;
+  }
+  return first_epoch_;
+}
+
+bool LoopTracker::EpochIsDone() const {
+  if (!epoch_open_ || !live_.empty() || interrupted_) return false;
+  // Of data that no prepared loader gives the end cannot be seen.
+  if (!trained_in_epoch_) return trained_outside_ || registry_.optimizers().empty();
+  const bool epoch_seen = std::any_of(passes_per_epoch_.begin(), passes_per_epoch_.end(),
+                                      [](int64_t passes) { return passes > 0; });
+  for (size_t i = 0; i < passes_per_epoch_.size(); ++i) {
+    if (finished_passes_[i] < passes_per_epoch_[i]) return false;
+    if (i >= registry_.loaders().size()) continue;
+    // Before an epoch has been seen whole, shuffling tells whether a loader that has never been
+    // used is for training.
+    if (!epoch_seen && passes_per_epoch_[i] == 0 && finished_passes_[i] == 0 &&
+        registry_.loaders()[i]->passes() == 0 && registry_.loaders()[i]->shuffles()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+bool LoopTracker::TrainedToTheEnd(const LiveLoop& loop) {
+  return loop.info.is_last && loop.trained == loop.info.index;
+}
+
+LoaderState LoopTracker::PlaceToSave(const LoaderStateHandle& loader) const {
+  const uint64_t pass = loader.live_pass();
+  if (pass == 0 || registry_.optimizers().empty()) return loader.State();
+  const LiveLoop* const loop = FindLoop(pass);
+  if (loop == nullptr) return loader.State();
+  // What the loop has got but not trained on yet, it gets again.
+  if (loop->trained != loop->info.index) return loader.StateBeforeBatch();
+  // The pass is one that the resumed epoch leaves out.
+  return epoch_open_ && TrainedToTheEnd(*loop) ? loader.NextState() : loader.State();
+}
+
+std::vector<int64_t> LoopTracker::FinishedPasses() const {
+  std::vector<int64_t> finished = finished_passes_;
+  for (const LiveLoop& loop : live_) {
+    if (loop.loader.has_value() && *loop.loader < finished.size() &&
+        !registry_.optimizers().empty() && TrainedToTheEnd(loop)) {
+      ++finished[*loop.loader];
+    }
+  }
+  return finished;
+}
+
+void LoopTracker::SavePlace(CheckpointInfo* info) const {
+  const bool done = EpochIsDone();
+  info->epoch = epoch_;
+  info->cursor[kFirstEpoch] = done ? epoch_ + 1 : epoch_;
+  const std::vector<int64_t> finished = FinishedPasses();
+  for (size_t i = 0; i < finished.size(); ++i) {
+    const int64_t passes = std::max(passes_per_epoch_[i], epoch_open_ ? finished[i] : 0);
+    if (passes > 0) info->cursor[absl::StrCat(kPassesPerEpoch, i)] = passes;
+    // Training loops that the epoch is through with: a run that goes on in it leaves them out.
+    if (!done && epoch_open_ && finished[i] > 0) {
+      info->cursor[absl::StrCat(kFinishedPasses, i)] = finished[i];
+    }
+  }
+}
+
+void LoopTracker::LoadPlace(const CheckpointInfo& info, size_t loaders) {
+  const auto first = info.cursor.find(kFirstEpoch);
+  first_epoch_ = first == info.cursor.end() ? info.epoch : first->second;
+  SetEpoch(first_epoch_, /*open=*/false);
+  const auto passes = [&](const char* what, std::vector<int64_t>& list) {
+    list.assign(std::max(registry_.loaders().size(), loaders), 0);
+    for (size_t i = 0; i < list.size(); ++i) {
+      const auto found = info.cursor.find(absl::StrCat(what, i));
+      if (found != info.cursor.end()) list[i] = found->second;
+    }
+  };
+  passes(kFinishedPasses, passes_to_skip_);
+  passes(kPassesPerEpoch, passes_per_epoch_);
+  finished_passes_.assign(passes_per_epoch_.size(), 0);
+  resumed_ = true;
+}
+
+void LoopTracker::NoteSaved(const std::string& path, bool done) {
+  claimed_done_ = done && trained_in_epoch_ ? path : "";
+}
+
+void LoopTracker::LoadersAdded() {
+  const size_t loaders = registry_.loaders().size();
+  finished_passes_.resize(std::max(finished_passes_.size(), loaders));
+  passes_per_epoch_.resize(std::max(passes_per_epoch_.size(), loaders));
+}
+
+void LoopTracker::LoadersCleared() {
+  finished_passes_.clear();
+  passes_per_epoch_.clear();
+  passes_to_skip_.clear();
+}
+
+}  // namespace muster::internal

@@ -1,0 +1,113 @@
+#ifndef MUSTER_INTERNAL_LOOP_TRACKER_H_
+#define MUSTER_INTERNAL_LOOP_TRACKER_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "muster/internal/registry.h"
+#include "worker/checkpoint/manifest.h"
+#include "worker/data/batch.h"
+#include "worker/data/loader.h"
+
+namespace muster::internal {
+
+// Which loops over prepared loaders are under way, and what of an epoch is done. Loaders tell it of
+// their batches through observer(). Not thread-safe.
+class LoopTracker {
+ public:
+  // Borrows `registry`. `on_start` is called when a pass over a loader begins.
+  LoopTracker(const Registry& registry, std::function<void()> on_start);
+  ~LoopTracker();
+  LoopTracker(const LoopTracker&) = delete;
+  LoopTracker& operator=(const LoopTracker&) = delete;
+
+  // For loaders, which may outlive this object.
+  std::shared_ptr<LoaderObserver> observer() const;
+
+  // What a micro-step trains on is, of each loop under way, its current batch.
+  void MarkTrained();
+  // The facts of the innermost live loop; null outside of any.
+  const BatchInfo* current_batch() const { return live_.empty() ? nullptr : &live_.back().info; }
+  // Of the loop that micro-steps belong to; refuses loops that run side by side and disagree about
+  // the end of the window.
+  const BatchInfo* BatchOfMicroStep() const;
+  // As current_batch(); refuses loops side by side whose batches differ in size.
+  const BatchInfo* BatchOfMetrics() const;
+  // That prepared loaders have yielded here.
+  int64_t batches() const { return batches_; }
+  // What `loader` is saved as.
+  LoaderState PlaceToSave(const LoaderStateHandle& loader) const;
+
+  int64_t epoch() const { return epoch_; }
+  // `open`: its body begins; else it is over.
+  void SetEpoch(int64_t epoch, bool open);
+  // The first of `count` epochs to run. Says so where a loaded state left some out; `resumed_from`
+  // empty: says nothing.
+  int64_t FirstEpoch(int64_t count, const std::string& resumed_from);
+  // Whether the epoch's training is over, as far as can be known.
+  bool EpochIsDone() const;
+
+  // Where epochs and passes are, for a checkpoint, and back; `loaders`: how many that one holds.
+  void SavePlace(CheckpointInfo* info) const;
+  void LoadPlace(const CheckpointInfo& info, size_t loaders);
+  // The state at `path` was saved now; `done`: EpochIsDone() was true.
+  void NoteSaved(const std::string& path, bool done);
+
+  // The registry has grown or was cleared.
+  void LoadersAdded();
+  void LoadersCleared();
+
+ private:
+  class Observer;
+  struct LiveLoop {
+    uint64_t id;
+    BatchInfo info;
+    std::optional<size_t> loader = std::nullopt;  // place among the registry's
+    int64_t trained = -1;                         // index of the last batch with a micro-step
+    bool beside_another = false;  // this one or an inner one moved on while both were under way
+  };
+
+  bool SkipsPass(const LoaderStateHandle& loader);
+  void OnBatch(uint64_t iteration, const BatchInfo& info);
+  bool CountsAsTrained(uint64_t iteration);
+  void OnEnd(uint64_t iteration);
+  const LiveLoop* FindLoop(uint64_t pass) const;
+  static bool TrainedToTheEnd(const LiveLoop& loop);
+  // As finished_passes_, with those whose last batch has been trained on while the loop still
+  // lives.
+  std::vector<int64_t> FinishedPasses() const;
+  // The innermost loop's batch; throws `why` if another loop goes on beside that one and `same`
+  // does not hold for the two batches.
+  const BatchInfo* BatchBesideOthers(
+      absl::FunctionRef<bool(const BatchInfo&, const BatchInfo&)> same,
+      absl::FunctionRef<std::string(const BatchInfo&, const BatchInfo&)> why) const;
+
+  const Registry& registry_;
+  const std::function<void()> on_start_;
+  const std::shared_ptr<Observer> observer_;
+
+  std::vector<LiveLoop> live_;  // outermost first
+  uint64_t left_early_ = 0;     // the pass that was left before its end
+  int64_t batches_ = 0;
+  int64_t epoch_ = 0;
+  int64_t first_epoch_ = 0;
+  bool epoch_open_ = false;   // inside the body of a loop over epochs()
+  bool interrupted_ = false;  // a training loop of this epoch was left before its last batch
+  // By the loader's place: training passes that this epoch has finished, how many an epoch has as
+  // far as seen, and how many are left out of the epoch that a loaded state is in.
+  std::vector<int64_t> finished_passes_, passes_per_epoch_, passes_to_skip_;
+  bool trained_in_epoch_ = false;  // a training loop over a prepared loader has ended in this epoch
+  bool trained_outside_ = false;   // a micro-step was made in this epoch outside of such loops
+  bool resumed_ = false;           // a state was loaded
+  bool resume_told_ = false;
+  std::string claimed_done_;  // the state that was saved in this epoch and takes it for finished
+};
+
+}  // namespace muster::internal
+
+#endif  // MUSTER_INTERNAL_LOOP_TRACKER_H_

@@ -1,0 +1,64 @@
+#ifndef MUSTER_INTERNAL_PROCESS_H_
+#define MUSTER_INTERNAL_PROCESS_H_
+
+#include <memory>
+#include <string>
+
+#include "ATen/core/Tensor.h"
+#include "muster/options.h"
+#include "worker/collective/comm.h"
+#include "worker/collective/progress_board.h"
+#include "worker/job/coordinator_client.h"
+#include "worker/job/environment.h"
+#include "worker/job/join_job.h"
+#include "worker/train/autocast.h"
+
+namespace muster::internal {
+
+// The process of an Accelerator, its place in the job and its settings. Does not change after
+// construction. Methods marked (collective) are collectives of the whole job.
+class Process {
+ public:
+  Process(const AcceleratorOptions& options, JoinedProcess joined);
+  Process(const Process&) = delete;
+  Process& operator=(const Process&) = delete;
+
+  const AcceleratorOptions& options() const { return options_; }
+  const Environment& environment() const { return joined_.environment; }
+  at::Device device() const { return device_; }
+  int rank() const { return joined_.comm->rank(); }
+  int size() const { return joined_.comm->size(); }
+  int local_rank() const { return joined_.environment.local_rank.value; }
+  const std::string& mixed_precision() const { return joined_.environment.mixed_precision.value; }
+  Comm& comm() const { return *joined_.comm; }
+  ProgressBoard& progress() const { return *joined_.progress; }
+  // Null in a job without a coordinator.
+  const std::shared_ptr<CoordinatorClient>& coordinator() const { return joined_.coordinator; }
+  const JoinedProcess& joined() const { return joined_; }
+  JoinedProcess& joined() { return joined_; }
+
+  MixedPrecision precision() const { return precision_; }
+  AutocastGuard Autocast(const AutocastOptions& options) const {
+    return AutocastGuard(precision_, device_.type(), options);
+  }
+  bool autocast_on() const {
+    return precision_ != MixedPrecision::kNo && options_.autocast.enabled;
+  }
+
+  std::string ProjectDirectory() const;
+  std::string LoggingDirectory() const;
+
+  // (collective) The mean over all processes of a tensor of one number; double, where there are
+  // several.
+  at::Tensor MeanOfAll(const at::Tensor& number) const;
+
+ private:
+  const AcceleratorOptions options_;
+  JoinedProcess joined_;
+  const at::Device device_;
+  const MixedPrecision precision_;
+};
+
+}  // namespace muster::internal
+
+#endif  // MUSTER_INTERNAL_PROCESS_H_

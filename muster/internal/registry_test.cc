@@ -1,0 +1,98 @@
+#include "muster/internal/registry.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ATen/ops/ones.h"
+#include "c10/util/Exception.h"
+#include "gtest/gtest.h"
+#include "muster/internal/test_parts.h"
+#include "worker/train/optimizer.h"
+
+namespace muster::internal {
+namespace {
+
+using SlotPtr = std::shared_ptr<OptimizerSlot>;
+
+class RegistryTest : public testing::Test {
+ protected:
+  SlotPtr Slot() {
+    return std::make_shared<OptimizerSlot>(&parts_.steps, &sgd_, nullptr, &sgd_, sgd_.id());
+  }
+  std::shared_ptr<SchedulerSlot> Schedule() {
+    return std::make_shared<SchedulerSlot>(
+        &parts_.steps, SchedulerSlot::Make([](OptimizerHandle& handle) {
+          return std::make_unique<LrScheduler>(handle, StepLR(1));
+        }));
+  }
+
+  FusedSGD sgd_{{at::ones({1}).requires_grad_(true)}, {.lr = 0.1}};
+  Parts parts_;
+  Registry& registry_ = parts_.registry;
+};
+
+TEST_F(RegistryTest, OptimizerOnlyTheRegistryHolds_IsForgotten) {
+  SlotPtr slot = registry_.AddOptimizer(Slot());
+  EXPECT_TRUE(registry_.BeginCall());
+  registry_.EndCall(/*failed=*/false);
+  registry_.ForgetUnheld();
+  EXPECT_EQ(registry_.optimizers().size(), 1u);
+  slot.reset();
+  registry_.ForgetUnheld();
+  EXPECT_TRUE(registry_.optimizers().empty());
+  EXPECT_EQ(parts_.forgotten, 1);
+}
+
+TEST_F(RegistryTest, OtherOptimizerAtTheSameAddress_ReplacesTheOld) {
+  const SlotPtr slot = registry_.AddOptimizer(Slot());
+  EXPECT_EQ(registry_.FindOptimizer(&sgd_, [](const OptimizerSlot&) { return true; }), slot);
+  EXPECT_EQ(registry_.FindOptimizer(&sgd_, [](const OptimizerSlot&) { return false; }), nullptr);
+  EXPECT_TRUE(registry_.optimizers().empty());
+}
+
+TEST_F(RegistryTest, ScheduleOfACall_GetsItsOptimizer) {
+  EXPECT_TRUE(registry_.BeginCall());
+  EXPECT_FALSE(registry_.BeginCall());
+  const auto schedule = registry_.AddSchedule(Schedule(), nullptr);
+  const SlotPtr slot = registry_.AddOptimizer(Slot());
+  registry_.EndCall(false);
+  EXPECT_EQ(schedule->optimizer(), nullptr);
+  registry_.EndCall(false);
+  EXPECT_EQ(schedule->optimizer(), slot);
+}
+
+TEST_F(RegistryTest, ScheduleWithoutOptimizer_IsRefusedAndForgotten) {
+  EXPECT_THROW(registry_.AddSchedule(Schedule(), nullptr), c10::Error);
+  registry_.BeginCall();
+  registry_.AddSchedule(Schedule(), nullptr);
+  EXPECT_THROW(registry_.EndCall(false), c10::Error);
+  EXPECT_TRUE(registry_.schedulers().empty());
+}
+
+TEST_F(RegistryTest, LoaderLikeOneThatIsGone_TakesItsPlace) {
+  auto first = std::make_shared<PlaceOnlyLoader>("a");
+  first->state.epoch = 3;
+  registry_.AddLoader(first);
+  const auto other = std::make_shared<PlaceOnlyLoader>("a");
+  registry_.AddLoader(other);
+  EXPECT_EQ(registry_.loaders().size(), 2u);
+  EXPECT_EQ(other->state.epoch, 0);
+  first.reset();
+  const auto successor = std::make_shared<PlaceOnlyLoader>("a");
+  registry_.AddLoader(successor);
+  EXPECT_EQ(registry_.loaders().size(), 2u);
+  EXPECT_EQ(successor->state.epoch, 3);
+}
+
+TEST_F(RegistryTest, LoadedPlace_WaitsForItsLoader) {
+  LoaderState place;
+  place.epoch = 5;
+  registry_.LoadLoader(0, place, {});
+  const auto loader = std::make_shared<PlaceOnlyLoader>("a");
+  registry_.AddLoader(loader);
+  EXPECT_EQ(loader->state.epoch, 5);
+}
+
+}  // namespace
+}  // namespace muster::internal

@@ -1,0 +1,81 @@
+#include "muster/internal/scopes.h"
+
+#include <exception>
+
+#include "base/log.h"
+#include "c10/util/Exception.h"
+#include "muster/internal/averaged_scope.h"
+#include "muster/internal/core.h"
+
+namespace muster::internal {
+
+AccumulateScope::~AccumulateScope() {
+  if (steps_ != nullptr) steps_->EndMicroStep();
+}
+
+NoSyncScope::NoSyncScope(Core* core) : core_(core) {
+  TORCH_CHECK(!core_->steps().joining(),
+              "no_sync() inside join_uneven_inputs() would leave the processes without batches "
+              "waiting: use "
+              "gradient_accumulation_steps");
+  core_->steps().ChangeNoSync(+1);
+}
+NoSyncScope::~NoSyncScope() { core_->steps().ChangeNoSync(-1); }
+
+LocalScope::LocalScope(Core* core) : core_(core) {
+  TORCH_CHECK(!core_->steps().joining(),
+              "LocalSGD inside join_uneven_inputs(): there is no exchange to take part in");
+  core_->steps().ChangeLocal(+1);
+}
+LocalScope::~LocalScope() { core_->steps().ChangeLocal(-1); }
+
+AveragedScope::AveragedScope(Core* core, EmaWeights& ema) : core_(core), scope_(ema) {
+  core_->steps().ChangeAveraged(+1);
+}
+AveragedScope::~AveragedScope() noexcept(false) { core_->steps().ChangeAveraged(-1); }
+
+JoinScope::JoinScope(Core* core, bool even_batches)
+    : core_(core), exceptions_(std::uncaught_exceptions()) {
+  core_->steps().BeginJoin(even_batches);
+}
+JoinScope::~JoinScope() noexcept(false) {
+  core_->steps().EndJoin(/*finish=*/std::uncaught_exceptions() == exceptions_);
+}
+
+FirstScope::FirstScope(Core* core, bool per_host)
+    : core_(core),
+      first_(per_host ? core->process().local_rank() == 0 : core->process().rank() == 0) {
+  if (!first_) core_->process().comm().Barrier();
+}
+FirstScope::~FirstScope() {
+  if (!first_) return;
+  // Also when an exception is leaving the scope: the others wait for this barrier.
+  try {
+    core_->process().comm().Barrier();
+  } catch (const c10::Error& e) {
+    MUSTER_LOG(Error) << "main_process_first: " << e.what_without_backtrace();
+  }
+}
+
+int64_t EpochRange::Iterator::operator*() const {
+  core_->loops().SetEpoch(epoch_, /*open=*/true);
+  return epoch_;
+}
+EpochRange::Iterator& EpochRange::Iterator::operator++() {
+  ++epoch_;
+  core_->loops().SetEpoch(epoch_, /*open=*/false);
+  return *this;
+}
+EpochRange::Iterator EpochRange::begin() const {
+  return Iterator(core_, core_->FirstEpoch(count_));
+}
+
+PrepareCall::PrepareCall(Core* core) : core_(core), exceptions_(std::uncaught_exceptions()) {
+  if (core_->registry().BeginCall()) core_->ForgetUnheld();
+}
+
+PrepareCall::~PrepareCall() noexcept(false) {
+  core_->registry().EndCall(/*failed=*/std::uncaught_exceptions() > exceptions_);
+}
+
+}  // namespace muster::internal

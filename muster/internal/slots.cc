@@ -1,0 +1,145 @@
+#include "muster/internal/slots.h"
+
+#include <string>
+#include <unordered_set>
+#include <utility>
+
+#include "ATen/Functions.h"
+#include "ATen/core/grad_mode.h"
+#include "muster/internal/step_controller.h"
+#include "worker/parallel/ddp.h"
+#include "worker/parallel/sync_batch_norm.h"
+
+namespace muster::internal {
+
+ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source, bool evaluation)
+    : controller_(steps), source_(std::move(source)), evaluation_(evaluation) {
+  if (controller_->process().options().device_placement)
+    source_->MoveTo(controller_->process().device());
+  if (controller_->process().size() == 1 || evaluation) return;
+  std::unordered_set<const void*> sparse_parameters;
+  if (source_->module() != nullptr) {
+    for (const auto& part : source_->module()->modules()) {
+      if (auto* norm = part->as<SyncBatchNormImpl>()) norm->Bind(&controller_->process().comm());
+    }
+    for (const at::Tensor& parameter : SparseParametersOf(*source_->module())) {
+      sparse_parameters.insert(parameter.unsafeGetTensorImpl());
+    }
+  }
+  std::vector<at::Tensor> parameters, buffers;
+  std::vector<std::string> names;
+  std::vector<bool> sparse;
+  for (const auto& [name, parameter] : source_->parameters()) {
+    names.push_back(name);
+    parameters.push_back(parameter);
+    sparse.push_back(sparse_parameters.count(parameter.unsafeGetTensorImpl()) > 0);
+  }
+  for (const auto& [name, buffer] : source_->buffers()) buffers.push_back(buffer);
+  if (parameters.empty()) return;
+  ddp_ = std::make_unique<DataParallel>(
+      controller_->process().comm(), std::move(parameters), std::move(names), std::move(buffers),
+      controller_->process().options().data_parallel, std::move(sparse));
+}
+
+ModelSlot::~ModelSlot() = default;
+
+void ModelSlot::BeforeForward() {
+  if (!at::GradMode::is_enabled()) {
+    if (ddp_ != nullptr) ddp_->BeforeForward(controller_->communicate());
+    return;
+  }
+  ++forwards_;
+  if (ddp_ == nullptr) return;
+  TORCH_CHECK(!controller_->joining() || controller_->in_micro_step(),
+              "inside join_uneven_inputs() every training step needs accelerator.accumulate(): it "
+              "tells the "
+              "processes that ran out of batches what to take part in");
+  armed_ = controller_->communicate() ? Armed::kYes : Armed::kNo;
+  ddp_->BeforeForward(controller_->communicate());
+}
+
+std::vector<at::Tensor> ModelSlot::PassOutputs(std::vector<at::Tensor> outputs) {
+  return ddp_->PassOutputs(std::move(outputs));
+}
+
+void ModelSlot::SyncInBackward() {
+  if (ddp_ != nullptr) ddp_->ArmBackward();
+}
+
+bool ModelSlot::autocast_on() const { return controller_->process().autocast_on(); }
+AutocastGuard ModelSlot::Autocast() const {
+  return controller_->process().Autocast(controller_->process().options().autocast);
+}
+
+void OptimizerSlot::Step() { controller_->Step(*this); }
+at::Tensor OptimizerSlot::StepWithClosure(const std::function<at::Tensor()>& closure) {
+  return controller_->StepWithClosure(*this, closure);
+}
+void OptimizerSlot::ZeroGrad(bool set_to_none) { controller_->ZeroGrad(*this, set_to_none); }
+
+void SchedulerSlot::Bind(std::shared_ptr<OptimizerSlot> optimizer) {
+  optimizer_ = std::move(optimizer);
+  if (make_plateau_ != nullptr) {
+    plateau_ = make_plateau_(optimizer_->handle());
+    return;
+  }
+  scheduler_ = make_(optimizer_->handle());
+  gate_ = std::make_unique<PreparedScheduler>(
+      *scheduler_,
+      PreparedSchedulerOptions{
+          .step_with_optimizer = controller_->process().options().step_scheduler_with_optimizer,
+          .units = controller_->process().options().scheduler_units,
+          .num_processes = controller_->process().size(),
+          .split_batches = controller_->process().options().data_loader.split_batches,
+          .adjust_scheduler = controller_->process().options().accumulation.adjust_scheduler});
+}
+
+void SchedulerSlot::CheckBound() const {
+  TORCH_CHECK(optimizer_ != nullptr,
+              "this schedule has no optimizer: pass both to one prepare() call");
+}
+
+void SchedulerSlot::Step() {
+  CheckBound();
+  MicroStep step = controller_->micro_step();
+  step.sync = controller_->sync_gradients();
+  gate_->Step(step, optimizer_->step_was_skipped());
+}
+
+void SchedulerSlot::StepMetric(double metric) {
+  CheckBound();
+  controller_->CheckAllTakePart("step(metric) of a schedule");
+  plateau_->Step(
+      controller_->process().MeanOfAll(at::full({1}, metric, at::kDouble)).item<double>());
+}
+
+double SchedulerSlot::last_lr() const {
+  CheckBound();
+  return optimizer_->handle().lr(0);
+}
+std::vector<double> SchedulerSlot::last_lrs() const {
+  CheckBound();
+  std::vector<double> rates;
+  for (int64_t g = 0; g < optimizer_->handle().num_groups(); ++g) {
+    rates.push_back(optimizer_->handle().lr(g));
+  }
+  return rates;
+}
+int64_t SchedulerSlot::step_count() const {
+  CheckBound();
+  return plateau_ != nullptr ? plateau_->step_count() : scheduler_->step_count();
+}
+PlainState SchedulerSlot::SaveState() const {
+  CheckBound();
+  return plateau_ != nullptr ? plateau_->SaveState() : scheduler_->SaveState();
+}
+void SchedulerSlot::LoadState(const PlainState& state) {
+  CheckBound();
+  if (plateau_ != nullptr) {
+    plateau_->LoadState(state);
+  } else {
+    scheduler_->LoadState(state);
+  }
+}
+
+}  // namespace muster::internal

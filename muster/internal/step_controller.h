@@ -1,0 +1,130 @@
+#ifndef MUSTER_INTERNAL_STEP_CONTROLLER_H_
+#define MUSTER_INTERNAL_STEP_CONTROLLER_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "muster/internal/loop_tracker.h"
+#include "muster/internal/process.h"
+#include "muster/internal/registry.h"
+#include "muster/internal/scopes.h"
+#include "muster/options.h"
+#include "worker/data/batch.h"
+#include "worker/parallel/uneven_inputs.h"
+#include "worker/train/accumulation.h"
+#include "worker/train/grad_scaler.h"
+
+namespace muster::internal {
+
+// The training step: windows of micro-steps, where gradients are exchanged, scaled, checked and
+// clipped, and when optimizers may step. Not thread-safe.
+class StepController {
+ public:
+  // All are borrowed.
+  StepController(const Process& process, Registry& registry, LoopTracker& loops);
+  StepController(const StepController&) = delete;
+  StepController& operator=(const StepController&) = delete;
+
+  const Process& process() const { return process_; }
+
+  // Begins a micro-step, by the loop under way or by the facts of a batch.
+  AccumulateScope Accumulate();
+  AccumulateScope Accumulate(const std::optional<BatchFacts>& facts);
+  AccumulateScope Accumulate(const BatchInfo& info);
+  void EndMicroStep();
+  bool in_micro_step() const { return in_micro_step_; }
+  const MicroStep& micro_step() const { return accumulation_.current(); }
+  bool at_boundary() const { return accumulation_.at_boundary(); }
+  // No gradients are on their way to a step.
+  bool between_windows() const { return !in_micro_step_ && at_boundary(); }
+  bool sync_gradients() const { return no_sync_depth_ == 0 && accumulation_.sync_gradients(); }
+  bool communicate() const {
+    return no_sync_depth_ == 0 && local_depth_ == 0 &&
+           (!in_micro_step_ || accumulation_.current().communicate);
+  }
+  int64_t gradient_accumulation_steps() const { return accumulation_.options().num_steps; }
+  void set_gradient_accumulation_steps(int64_t steps) { accumulation_.set_num_steps(steps); }
+
+  void ChangeNoSync(int by) { no_sync_depth_ += by; }
+  void ChangeLocal(int by) { local_depth_ += by; }
+  // The model's weights are, for a time, not those that are trained.
+  void ChangeAveraged(int by) { averaged_depth_ += by; }
+  bool averaged() const { return averaged_depth_ > 0; }
+
+  void BeginJoin(bool even_batches);
+  // `finish`: wait for the processes that still have batches.
+  void EndJoin(bool finish);
+  bool joining() const { return join_ != nullptr; }
+  // Throws where processes that have run out of batches would not take part in `call`.
+  void CheckAllTakePart(const char* call) const;
+
+  void Backward(const at::Tensor& loss, std::optional<double> weight = std::nullopt,
+                const BackwardOptions& how = {});
+  // Makes the gradients of this window final: unscaled, and corrected for a short or weighted
+  // window. Once per window and optimizer; of all optimizers if `only` is null.
+  void FinishGradients(OptimizerSlot* only = nullptr);
+  at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm,
+                          double norm_type);
+  void ClipGradValue(const std::vector<at::Tensor>& parameters, double clip_value);
+
+  // What an OptimizerSlot does with its optimizer.
+  void Step(OptimizerSlot& slot);
+  at::Tensor StepWithClosure(OptimizerSlot& slot, const std::function<at::Tensor()>& closure);
+  void ZeroGrad(OptimizerSlot& slot, bool set_to_none);
+  bool optimizer_step_was_skipped() const;
+
+  // An optimizer is left out: the step ends with those that remain.
+  void OptimizerForgotten();
+  // The window that is open is given up: a state was loaded, or everything is forgotten.
+  void Reset();
+  // Null without loss scaling.
+  GradScaler* scaler() { return scaler_.get(); }
+
+ private:
+  void BeginWindow();
+  double WindowFactor();
+  void CheckLoss(const at::Tensor& loss, const std::optional<double>& weight) const;
+  void CheckFinite(const at::Tensor& loss) const;
+  // Arms the exchange of models whose graph a backward pass has been through before.
+  void ArmAgain(const BackwardOptions& how) const;
+  void CheckWitnesses() const;
+  // Of the optimizers that own some of `parameters`.
+  void FinishGradientsOf(const std::vector<at::Tensor>& parameters);
+  // Throws, naming one, if `slot` is about to step on a gradient that is not what training needs:
+  // not exchanged, of a pass around the prepared model, or emptied within its window.
+  void CheckGradients(OptimizerSlot& slot) const;
+  void CheckExchanged(const OptimizerSlot& slot) const;
+  void CheckForwards(const OptimizerSlot& slot) const;
+  void FindOwners(OptimizerSlot& slot) const;
+  // An optimizer has stepped: the loss scale is updated once all have, or when the next window
+  // begins.
+  void EndScalerStep();
+  void Stepped(OptimizerSlot& slot);
+  void ZeroNow(OptimizerSlot& slot, bool set_to_none) const;
+
+  const Process& process_;
+  Registry& registry_;
+  LoopTracker& loops_;
+  Accumulation accumulation_;
+  std::unique_ptr<GradScaler> scaler_;
+
+  int no_sync_depth_ = 0;
+  int local_depth_ = 0;
+  int averaged_depth_ = 0;
+  bool in_micro_step_ = false;
+  bool in_closure_ = false;             // of an optimizer's step
+  int64_t window_backwards_ = 0;        // backward passes in this window
+  std::unique_ptr<UnevenInputs> join_;  // while a JoinScope lives
+  double join_factor_ = 1;
+  // What FinishGradients multiplies by; nothing before it is known.
+  std::optional<double> window_factor_;
+  size_t scaler_steps_ = 0;  // optimizers stepped since the last update of the loss scale
+};
+
+}  // namespace muster::internal
+
+#endif  // MUSTER_INTERNAL_STEP_CONTROLLER_H_
