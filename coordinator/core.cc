@@ -166,12 +166,11 @@ void Core::Abandon(CallId call, absl::Time now, Output* out) {
   if (job == nullptr) return;
   if (held.kind == Impl::Held::kWait) job->kv_.AbandonWait(call);
   if (held.kind == Impl::Held::kJoin) {
-    const auto waiting = job->waiting_.find(held.worker_id);
-    if (waiting != job->waiting_.end()) {
-      std::vector<CallId>& calls = waiting->second.calls;
+    if (job->rendezvous_.Waits(held.worker_id)) {
+      std::vector<CallId>& calls = job->rendezvous_.Place(held.worker_id, std::nullopt)->calls;
       calls.erase(std::remove(calls.begin(), calls.end(), call), calls.end());
       if (calls.empty()) {
-        job->Unqueue(waiting);
+        job->Unqueue(held.worker_id);
         job->Evaluate();
       }
     }
@@ -182,9 +181,7 @@ void Core::Abandon(CallId call, absl::Time now, Output* out) {
 void Core::AttachAgent(absl::string_view node, const v1::Hello& hello, absl::Time now,
                        Output* out) {
   impl_->Begin(now, out);
-  AgentState& agent = impl_->agents_[node];
-  if (agent.number == 0) agent.number = impl_->next_agent_++;
-  impl_->Heard(node, &agent);
+  impl_->agents_.Attach(node, impl_->now_);
   impl_->CheckAgent(node, hello);
   impl_->hubs_.Attach(node, hello, impl_->now_);
   impl_->MoveAgents();
@@ -192,7 +189,7 @@ void Core::AttachAgent(absl::string_view node, const v1::Hello& hello, absl::Tim
 
 void Core::DetachAgent(absl::string_view node, absl::Time now, Output* out) {
   impl_->Begin(now, out);
-  impl_->agents_.erase(node);
+  impl_->agents_.Detach(node);
   impl_->hubs_.Detach(node, impl_->now_);
   impl_->MoveAgents();
 }
@@ -215,13 +212,7 @@ void Core::HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time n
     impl_->hubs_.Roster(node, beat.hub(), impl_->now_);
     impl_->MoveAgents();
   }
-  uint64_t agent = 0;
-  if (const auto it = impl_->agents_.find(node); it != impl_->agents_.end()) {
-    impl_->Heard(node, &it->second);
-    agent = it->second.number;
-    it->second.beat = impl_->now_;
-    it->second.was_hub |= beat.hub().agents_size() > 0;
-  }
+  const uint64_t agent = impl_->agents_.Beat(node, beat.hub().agents_size() > 0, impl_->now_);
   Impl::Job* job = nullptr;
   Seat* seat = nullptr;
   // The workers of a node mostly have neighbouring ranks: less to look up for a hub's hundreds.
@@ -398,7 +389,11 @@ void Core::FillStatus(v1::StatusReply* status) const {
     one->set_generation(job->generation_);
     one->set_rendezvous_state(job->StateName());
     one->set_world_size(static_cast<int>(job->seats_.size()));
-    one->set_waiting(static_cast<int>(job->waiting_.size()));
+    one->set_waiting(job->rendezvous_.size());
+    one->set_waits_for(job->rendezvous_.why());
+    if (const absl::Time until = job->rendezvous_.waits_until(); until != absl::InfiniteFuture()) {
+      *one->mutable_waits_at_most() = ToProto(std::max(until - impl_->now_, absl::ZeroDuration()));
+    }
     int64_t min_step = std::numeric_limits<int64_t>::max();
     int64_t max_step = 0;
     for (const Seat& seat : job->seats_) {
@@ -416,14 +411,15 @@ void Core::FillStatus(v1::StatusReply* status) const {
       *one->mutable_silent_for() = ToProto(silent_for);
       one->set_silent_why(job->silent_why_);
     }
-    for (const auto& [host, state] : job->hosts_) {
-      if (state.until <= impl_->now_) continue;
-      v1::QuarantinedHost* out = one->add_quarantined();
-      out->set_host(host);
-      *out->mutable_left() = ToProto(state.until - impl_->now_);
-      out->set_reason(state.reason);
-      out->set_automatic(state.automatic);
-    }
+    job->quarantine_.ForEach(impl_->now_,
+                             [&](const std::string& name, const Quarantine::Host& host) {
+                               if (host.left == absl::ZeroDuration()) return;
+                               v1::QuarantinedHost* out = one->add_quarantined();
+                               out->set_host(name);
+                               *out->mutable_left() = ToProto(host.left);
+                               out->set_reason(host.reason);
+                               out->set_automatic(host.automatic);
+                             });
   }
 }
 
@@ -439,8 +435,7 @@ std::map<v1::WorkerState, int64_t> Core::MembersByState() const {
   std::map<v1::WorkerState, int64_t> counts;
   for (const auto& [id, job] : impl_->jobs_) {
     for (const Seat& seat : job->seats_) ++counts[seat.record.state()];
-    if (!job->waiting_.empty())
-      counts[v1::WORKER_STATE_JOINING] += static_cast<int64_t>(job->waiting_.size());
+    if (!job->rendezvous_.empty()) counts[v1::WORKER_STATE_JOINING] += job->rendezvous_.size();
   }
   return counts;
 }

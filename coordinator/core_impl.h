@@ -21,14 +21,19 @@
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "coordinator/agents.h"
 #include "coordinator/agree.h"
 #include "coordinator/barrier.h"
 #include "coordinator/checkpoint/checkpoint_set.h"
 #include "coordinator/core.h"
-#include "coordinator/dedupe.h"
 #include "coordinator/errors.h"
+#include "coordinator/free_if_large.h"
 #include "coordinator/hubs.h"
+#include "coordinator/incarnations.h"
 #include "coordinator/kv.h"
+#include "coordinator/quarantine.h"
+#include "coordinator/remembered_answers.h"
+#include "coordinator/rendezvous.h"
 #include "coordinator/silence.h"
 #include "coordinator/trigger.h"
 #include "coordinator/watch_log.h"
@@ -51,13 +56,11 @@ static_assert(Core::kMaxTerm << kRevisionBits >> kRevisionBits == Core::kMaxTerm
 // How many terms a coordinator can have fallen behind a later one: a million starts, or sixteen
 // with --restored (65,537 terms each) on the way.
 constexpr uint64_t kMaxTermsAhead = 1 << 20;
-constexpr size_t kStoredAnswerBytes = 128;  // of memory, besides the answer's own bytes
-constexpr size_t kMaxHosts = 65536;         // of one job: struck or quarantined
 
 // One worker's place in the current generation. What must survive a crash is in `record`.
 struct Seat {
   v1::SeatRecord record;
-  uint64_t via = 0;  // Impl::AgentNumber of record.node(), once that was looked up; else 0
+  uint64_t via = 0;  // Agents::NumberOf record.node(), once that was looked up; else 0
   absl::Time last_seen;
   int64_t step = 0;
   std::string phase;
@@ -71,56 +74,6 @@ struct Seat {
   int rank() const { return record.rank(); }
   bool alive() const { return record.state() == v1::WORKER_STATE_RUNNING; }
 };
-
-enum class Kind { kOrdinary, kSpare, kLastResort, kBlocked };
-
-struct Waiting {
-  v1::JoinRequest request;
-  std::vector<CallId> calls;
-  std::string node;
-  uint64_t order = 0;
-  absl::Time asked = absl::InfinitePast();  // when it last called
-  absl::Time back = absl::InfinitePast();   // when it called after a silence: its own, or that of
-                                            // the generation
-  Kind kind = Kind::kOrdinary;
-  absl::Time deadline = absl::InfiniteFuture();  // of its own; a spare has none
-};
-
-struct HostState {
-  std::deque<absl::Time> strikes;  // those that count, oldest first
-  int replayed_strikes = 0;        // at replay: as if all were made at the start of the term
-  absl::Time until = absl::InfinitePast();
-  absl::Duration left;  // at replay: counted from the start of the term
-  std::string reason;
-  bool automatic = false;
-};
-
-struct AgentState {
-  uint64_t number = 0;                      // from 1: what Seat::via names it by
-  absl::Time heard = absl::InfinitePast();  // last
-  absl::Time back = absl::InfinitePast();   // heard after it had missed beats, or at first
-  absl::Time beat = absl::InfinitePast();   // last: who is not in it, it does not speak for
-  // In this session: that it speaks says nothing of a worker that it does not name.
-  bool was_hub = false;
-};
-
-struct StoredAnswer {
-  std::shared_ptr<const Answer> answer;
-  uint64_t durable_revision = 0;  // 0: not in the journal
-};
-
-// Gives back what an empty map holds for the many that were in it once: at a rendezvous all ranks
-// wait at the same time.
-template <typename Map>
-void FreeIfLarge(Map* map) {
-  constexpr size_t kLarge = 4096;
-  if (map->empty() && map->capacity() > kLarge) map->rehash(0);
-}
-
-// Whose answers are remembered together: a worker, or one process of an operator's.
-inline std::string ClientOf(const std::string& worker_id, uint64_t incarnation) {
-  return worker_id.empty() ? absl::StrCat("\n", incarnation) : worker_id;
-}
 
 void FillRow(const v1::SeatRecord& seat, v1::RankRow* row);
 
@@ -187,11 +140,6 @@ class Core::Impl {
     if (!node.empty()) out_->directives.push_back({node, std::move(directive), durable});
   }
 
-  // Of an agent that has a session, never used for another one; 0: it has none.
-  uint64_t AgentNumber(absl::string_view node) const {
-    const auto it = agents_.find(node);
-    return it == agents_.end() ? 0 : it->second.number;
-  }
   // After each event of hubs_: tells the agents that move.
   void MoveAgents();
 
@@ -216,26 +164,6 @@ class Core::Impl {
   std::string Impossible(const v1::Fence& fence) const;
   // The same for an agent that comes: it belongs to every job that has a seat on its node.
   void CheckAgent(absl::string_view node, const v1::Hello& hello);
-  // How many agents are heard, and how many have stopped within about a lease. O(agents), but not
-  // every time.
-  void CountAgents(absl::Duration lease);
-  void BeginCut(absl::Duration lease);
-  // Something came from `agent`.
-  void Heard(absl::string_view node, AgentState* agent);
-  // The agent of `seat`, if its beats prove something about the worker: not if it has not spoken of
-  // it in this session, nor if it is a hub, which speaks whether the worker's own agent does or
-  // not.
-  const AgentState* Witness(const Seat& seat) const {
-    const auto it = agents_.find(seat.record.node());
-    if (it == agents_.end() || it->second.was_hub || it->second.number != seat.via) return nullptr;
-    return it->second.beat == absl::InfinitePast() ? nullptr : &it->second;
-  }
-  // For how long it has sent no beat.
-  std::optional<absl::Duration> SinceBeat(const Seat& seat) const {
-    const AgentState* const agent = Witness(seat);
-    if (agent == nullptr) return std::nullopt;
-    return now_ - agent->beat;
-  }
   Job* FindJob(absl::string_view job_id) {
     const auto it = jobs_.find(job_id);
     return it == jobs_.end() ? nullptr : it->second.get();
@@ -296,19 +224,10 @@ class Core::Impl {
   absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // of jobs
   // Of jobs with living workers in a sealed generation: while there are any, ticks come regularly.
   absl::btree_set<std::pair<absl::Duration, std::string>> leases_;
-  absl::Time caught_up_ = absl::InfinitePast();          // as CaughtUp was told
-  std::vector<std::string> unread_jobs_;                 // whose unread_ is not empty
-  absl::flat_hash_map<std::string, AgentState> agents_;  // that have a session, by node
-  uint64_t next_agent_ = 1;
+  absl::Time caught_up_ = absl::InfinitePast();  // as CaughtUp was told
+  std::vector<std::string> unread_jobs_;         // whose unread_ is not empty
+  Agents agents_;
   Hubs hubs_{options_.hubs};
-  // Agents that fell silent at once, and how many there were in all; without those that are back.
-  // Empty: there is no cut, or most are back.
-  absl::flat_hash_set<std::string> cut_off_;
-  int agents_before_cut_ = 0;
-  absl::Time cut_began_ = absl::InfinitePast();
-  absl::Time cut_ended_ = absl::InfinitePast();
-  int agents_heard_ = 0, agents_silent_ = 0;  // as CountAgents found them last
-  absl::Time agents_counted_ = absl::InfinitePast();
   absl::flat_hash_map<uint64_t, std::pair<std::string, std::string>>
       queries_;  // -> (job_id, worker_id)
   uint64_t next_query_ = 1;
@@ -339,7 +258,10 @@ class Core::Impl::Job : public BarrierHost {
         id_(std::move(id)),
         log_(std::make_unique<WatchLog>(impl->options_.watch_events, impl->options_.watch_bytes,
                                         impl->revision_)),
-        dedupe_(impl->options_.kept_answers, impl->options_.kept_answer_bytes),
+        quarantine_({.strikes = impl->options_.strikes_to_quarantine,
+                     .window = impl->options_.strike_window,
+                     .length = impl->options_.quarantine_for}),
+        answers_(impl->options_.kept_answers, impl->options_.kept_answer_bytes),
         triggers_(impl->options_.mutants.trigger_below_a_horizon),
         checkpoints_(id_,
                      {.seals_before_coverage = impl->options_.mutants.seals_before_coverage,
@@ -361,9 +283,7 @@ class Core::Impl::Job : public BarrierHost {
     return has && duration > absl::ZeroDuration() ? duration : otherwise;
   }
   absl::Time NextDeadline() const {
-    absl::Time next = std::min(last_call_at_, quarantine_check_);
-    if (!join_deadlines_.empty()) next = std::min(next, join_deadlines_.begin()->first);
-    next = std::min(next, kv_.NextDeadline());
+    absl::Time next = std::min(rendezvous_.NextDeadline(), kv_.NextDeadline());
     if (barriers_ != nullptr) next = std::min(next, barriers_->NextDeadline());
     if (agree_ != nullptr) next = std::min(next, agree_->NextDeadline());
     if (!lease_checks_.empty()) next = std::min(next, lease_checks_.begin()->first);
@@ -387,24 +307,16 @@ class Core::Impl::Job : public BarrierHost {
     const auto it = rank_of_.find(worker_id);
     return it == rank_of_.end() ? nullptr : &seats_[it->second];
   }
-  bool IsFenced(absl::string_view worker_id, uint64_t incarnation) const {
-    const auto it = fenced_.find(worker_id);
-    return it != fenced_.end() &&
-           std::find(it->second.begin(), it->second.end(), incarnation) != it->second.end();
-  }
-  void RememberFenced(absl::string_view worker_id, uint64_t incarnation);
-  void RememberDeparted(const std::string& worker_id, uint64_t incarnation);
-  void RememberAnswer(const std::string& worker_id, uint64_t incarnation, uint64_t request_id,
-                      uint64_t hash, StoredAnswer answer);
-  void RememberForgotten(const std::string& worker_id, uint64_t incarnation, uint64_t up_to);
-  // Before something is remembered of a client: if it is a new operator, one too many is dropped.
-  void RememberClient(const std::string& worker_id, const std::string& client);
+  // Remembers the same at replay.
+  void RememberFenced(const std::string& worker_id, uint64_t incarnation);
+  // The incarnation that waits for a seat under this name, or holds one; 0: neither.
+  uint64_t NewestOf(absl::string_view worker_id) const;
   // See Core::StartTerm.
   void BecomeRestored();
   // Whether a generation was sealed since the job began, or since it was restored.
   bool HasSealed() const { return barriers_ != nullptr; }
   // Nothing of the job is alive: it is kept for those who ask what became of it.
-  bool Idle() const { return !sealed_ && waiting_.empty(); }
+  bool Idle() const { return !sealed_ && rendezvous_.empty(); }
   // Nor can any of its workers come back: each has ended or was not heard of for its lease. Between
   // two generations survivors live.
   bool Over() const;
@@ -426,13 +338,15 @@ class Core::Impl::Job : public BarrierHost {
 
   void Enqueue(CallId call, const v1::JoinRequest& request, const Caller& caller);
   void DropWaiting(const std::string& worker_id, const v1::OpError& error);
-  void Unqueue(absl::flat_hash_map<std::string, Waiting>::iterator it);
-  void SetJoinDeadline(const std::string& worker_id, Waiting* waiting, absl::Time deadline);
-  Kind KindOf(const v1::JoinRequest& request) const;
+  // Takes a worker out of the queue: its calls are no longer held.
+  Waiter Unqueue(absl::string_view worker_id);
+  WaiterKind KindOf(const v1::JoinRequest& request) const;
   // How many workers the last generation had that did not leave it on purpose.
   int FormerWorld() const;
   bool SurvivorsWait() const;
+  // A host may have become free, or not: classifies those that wait again.
   void Recount();
+  // Seals the next generation if Rendezvous decides so.
   void Evaluate();
   void Seal(int world_size);
   void BeginGeneration(bool counters_known);
@@ -531,25 +445,14 @@ class Core::Impl::Job : public BarrierHost {
       absl::InfiniteFuture();  // silent workers anew: somebody has come who waits
   absl::Time returned_at_ = absl::InfinitePast();  // the last of those that were silent
 
-  absl::flat_hash_map<std::string, Waiting> waiting_;
-  std::array<int, 4> waiting_kinds_ = {};
-  uint64_t next_order_ = 1;
-  absl::btree_set<std::pair<absl::Time, std::string>> join_deadlines_;  // of waiting_, by worker_id
-  absl::Time last_call_at_ = absl::InfiniteFuture();
-  absl::Time quarantine_check_ =
-      absl::InfiniteFuture();  // when the next host may be used again, if anyone waits
+  Rendezvous rendezvous_;
   absl::Time hold_until_ = absl::InfinitePast();
-  absl::flat_hash_map<std::string, std::vector<uint64_t>> fenced_;
-  std::deque<std::string> fenced_order_;  // its keys, oldest first
-  // The last incarnation of workers without a seat in the current generation.
-  absl::flat_hash_map<std::string, uint64_t> departed_;
-  std::deque<std::string> departed_order_;  // oldest first; may name some that came back
-  std::deque<std::string> operators_;       // clients in dedupe_ that are no workers, oldest first
-  absl::btree_map<std::string, HostState> hosts_;
+  Incarnations incarnations_;
 
   KvStore kv_{&impl_->kv_budget_};
   std::unique_ptr<WatchLog> log_;
-  Dedupe<StoredAnswer> dedupe_;
+  Quarantine quarantine_;
+  RememberedAnswers answers_;
   TriggerSet triggers_;
   CheckpointSet checkpoints_;
   std::unique_ptr<BarrierSet> barriers_;

@@ -19,10 +19,7 @@
 namespace muster::coordinator {
 namespace {
 
-constexpr size_t kMaxFenced = 16;  // remembered incarnations of one worker
 constexpr size_t kMaxCallsOfJoin = 8;
-constexpr size_t kMaxDeparted = 1024;
-constexpr size_t kMaxOperators = 1024;  // whose answers are remembered
 constexpr size_t kMaxQueries = 4096;
 constexpr int kNamed = 4;
 
@@ -72,7 +69,7 @@ std::string Core::Impl::Job::RestartedBy() const {
   for (const Seat& seat : seats_) {
     if (seat.record.state() != v1::WORKER_STATE_EXITED || !seat.record.exit().may_restart())
       continue;
-    if (impl_->agents_.contains(seat.record.node()) || lease_floor_ + Lease() > impl_->now_) {
+    if (impl_->agents_.Has(seat.record.node()) || lease_floor_ + Lease() > impl_->now_) {
       return absl::StrCat("agent ", Quoted(seat.record.node()), " on host ",
                           Quoted(seat.record.topology().host()));
     }
@@ -84,13 +81,16 @@ bool Core::Impl::Job::IsMember(const v1::Fence& fence, absl::string_view node) c
   if (const auto it = rank_of_.find(fence.worker_id());
       it != rank_of_.end() && seats_[it->second].record.incarnation() == fence.incarnation())
     return true;
-  if (const auto it = waiting_.find(fence.worker_id());
-      it != waiting_.end() && it->second.request.fence().incarnation() == fence.incarnation())
-    return true;
-  if (const auto it = departed_.find(fence.worker_id());
-      it != departed_.end() && it->second == fence.incarnation())
-    return true;
-  return HasNode(node);
+  return rendezvous_.Waits(fence.worker_id(), fence.incarnation()) ||
+         incarnations_.Departed(fence.worker_id()) == fence.incarnation() || HasNode(node);
+}
+
+uint64_t Core::Impl::Job::NewestOf(absl::string_view worker_id) const {
+  if (const Waiter* const waiter = rendezvous_.Find(worker_id)) {
+    return waiter->request.fence().incarnation();
+  }
+  const auto it = rank_of_.find(worker_id);
+  return it == rank_of_.end() ? 0 : seats_[it->second].record.incarnation();
 }
 
 bool Core::Impl::Job::HasNode(absl::string_view node) const {
@@ -231,67 +231,24 @@ void Core::Impl::Job::FenceIncarnation(const std::string& worker_id, uint64_t in
   fenced->set_worker_id(worker_id);
   fenced->set_incarnation(incarnation);
   membership_touched_ = true;
-  dedupe_.Forget(worker_id);
 }
 
-void Core::Impl::Job::RememberFenced(absl::string_view worker_id, uint64_t incarnation) {
-  const auto [it, is_new] = fenced_.try_emplace(worker_id);
-  it->second.push_back(incarnation);
-  if (it->second.size() > kMaxFenced) it->second.erase(it->second.begin());
-  if (!is_new) return;
-  fenced_order_.emplace_back(worker_id);
+void Core::Impl::Job::RememberFenced(const std::string& worker_id, uint64_t incarnation) {
   // The seats come after the fences in a snapshot, and late after a restore; the spec is there.
-  const size_t world = std::max(seats_.size(), static_cast<size_t>(spec_.max_workers()));
-  if (fenced_order_.size() <= kMaxDeparted + 4 * world) return;
-  fenced_.erase(fenced_order_.front());
-  fenced_order_.pop_front();
-}
-
-void Core::Impl::Job::RememberDeparted(const std::string& worker_id, uint64_t incarnation) {
-  departed_[worker_id] = incarnation;
-  departed_order_.push_back(worker_id);
+  incarnations_.Fence(worker_id, incarnation,
+                      std::max(seats_.size(), static_cast<size_t>(spec_.max_workers())));
+  answers_.Forget(worker_id);
 }
 
 void Core::Impl::Job::NoteDeparted(const std::vector<Seat>& old_seats) {
-  for (const Seat& seat : seats_) departed_.erase(seat.record.worker_id());
+  for (const Seat& seat : seats_) incarnations_.Return(seat.record.worker_id());
   for (const Seat& seat : old_seats) {
     if (!rank_of_.contains(seat.record.worker_id()) && !impl_->options_.mutants.forgets_departed)
-      RememberDeparted(seat.record.worker_id(), seat.record.incarnation());
+      incarnations_.Depart(seat.record.worker_id(), seat.record.incarnation());
   }
-  // Those that came back leave the order; of those that left again, the last time counts.
-  absl::flat_hash_set<absl::string_view> listed;
-  std::deque<std::string> order;
-  for (auto it = departed_order_.rbegin(); it != departed_order_.rend(); ++it) {
-    if (departed_.contains(*it) && listed.insert(*it).second) order.push_front(*it);
+  for (const std::string& worker_id : incarnations_.ForgetOldest(seats_.size())) {
+    answers_.Forget(worker_id);
   }
-  departed_order_ = std::move(order);
-  for (; departed_order_.size() > kMaxDeparted + 2 * seats_.size(); departed_order_.pop_front()) {
-    departed_.erase(departed_order_.front());
-    dedupe_.Forget(departed_order_.front());
-  }
-}
-
-void Core::Impl::Job::RememberAnswer(const std::string& worker_id, uint64_t incarnation,
-                                     uint64_t request_id, uint64_t hash, StoredAnswer answer) {
-  const std::string client = ClientOf(worker_id, incarnation);
-  RememberClient(worker_id, client);
-  const size_t bytes = kStoredAnswerBytes + answer.answer->bytes().size();
-  dedupe_.Store(client, incarnation, request_id, hash, std::move(answer), bytes);
-}
-
-void Core::Impl::Job::RememberForgotten(const std::string& worker_id, uint64_t incarnation,
-                                        uint64_t up_to) {
-  const std::string client = ClientOf(worker_id, incarnation);
-  RememberClient(worker_id, client);
-  dedupe_.ForgetUpTo(client, incarnation, up_to);
-}
-
-void Core::Impl::Job::RememberClient(const std::string& worker_id, const std::string& client) {
-  if (!worker_id.empty() || dedupe_.Knows(client)) return;
-  operators_.push_back(client);
-  if (operators_.size() <= kMaxOperators) return;
-  dedupe_.Forget(operators_.front());
-  operators_.pop_front();
 }
 
 void Core::Impl::Job::Kill(const std::string& node, const std::string& worker_id,
@@ -307,20 +264,16 @@ void Core::Impl::Job::Kill(const std::string& node, const std::string& worker_id
 
 void Core::Impl::Job::TellAgain(const std::string& node, const v1::WorkerBeat& worker,
                                 bool* told_node) {
-  if (IsFenced(worker.worker_id(), worker.incarnation()))
+  if (incarnations_.IsFenced(worker.worker_id(), worker.incarnation()))
     return Kill(node, worker.worker_id(), worker.incarnation());
   if (*told_node) return;
-  const auto waiting = waiting_.find(worker.worker_id());
-  if (waiting != waiting_.end() &&
-      waiting->second.request.fence().incarnation() == worker.incarnation())
-    return;
+  if (rendezvous_.Waits(worker.worker_id(), worker.incarnation())) return;
   const Seat* const seat = FindSeat(worker.worker_id());
-  const auto departed = departed_.find(worker.worker_id());
   const bool sat = seat != nullptr
                        ? seat->record.incarnation() == worker.incarnation() && !sealed_ &&
                              seat->record.state() != v1::WORKER_STATE_LEFT &&
                              seat->record.state() != v1::WORKER_STATE_EXITED
-                       : departed != departed_.end() && departed->second == worker.incarnation();
+                       : incarnations_.Departed(worker.worker_id()) == worker.incarnation();
   if (!sat) return;
   *told_node = true;  // what follows is the same for all workers of the job
   auto directive = std::make_shared<v1::Directive>();
@@ -335,107 +288,73 @@ void Core::Impl::Job::TellAgain(const std::string& node, const v1::WorkerBeat& w
   impl_->Direct(node, std::move(directive), membership_record_);
 }
 
-Kind Core::Impl::Job::KindOf(const v1::JoinRequest& request) const {
-  const auto it = hosts_.find(request.topology().host());
-  if (it != hosts_.end() && it->second.until > impl_->now_) {
-    return it->second.automatic ? Kind::kLastResort : Kind::kBlocked;
+WaiterKind Core::Impl::Job::KindOf(const v1::JoinRequest& request) const {
+  switch (quarantine_.StateOf(request.topology().host(), impl_->now_)) {
+    case Quarantine::State::kLastResort:
+      return WaiterKind::kLastResort;
+    case Quarantine::State::kBlocked:
+      return WaiterKind::kBlocked;
+    case Quarantine::State::kFree:
+      break;
   }
-  return request.spare() ? Kind::kSpare : Kind::kOrdinary;
+  return request.spare() ? WaiterKind::kSpare : WaiterKind::kOrdinary;
 }
 
 void Core::Impl::Job::Recount() {
-  waiting_kinds_ = {};
-  quarantine_check_ = absl::InfiniteFuture();
-  for (const auto& [host, state] : hosts_) {
-    if (state.until > impl_->now_ && !waiting_.empty())
-      quarantine_check_ = std::min(quarantine_check_, state.until);
-  }
-  for (auto& [worker_id, waiting] : waiting_) {
-    waiting.kind = KindOf(waiting.request);
-    ++waiting_kinds_[static_cast<int>(waiting.kind)];
-  }
+  rendezvous_.CheckAt(rendezvous_.empty() ? absl::InfiniteFuture()
+                                          : quarantine_.NextFree(impl_->now_));
+  rendezvous_.Reclassify([this](const v1::JoinRequest& request) { return KindOf(request); });
 }
 
-void Core::Impl::Job::Unqueue(absl::flat_hash_map<std::string, Waiting>::iterator it) {
-  --waiting_kinds_[static_cast<int>(it->second.kind)];
-  for (const CallId call : it->second.calls) impl_->held_.erase(call);
-  SetJoinDeadline(it->first, &it->second, absl::InfiniteFuture());
-  waiting_.erase(it);
-  if (waiting_.empty()) {
-    FreeIfLarge(&waiting_);
-    last_call_at_ = quarantine_check_ = absl::InfiniteFuture();
-  }
-}
-
-void Core::Impl::Job::SetJoinDeadline(const std::string& worker_id, Waiting* waiting,
-                                      absl::Time deadline) {
-  if (waiting->deadline == deadline) return;
-  join_deadlines_.erase({waiting->deadline, worker_id});
-  waiting->deadline = deadline;
-  if (deadline != absl::InfiniteFuture()) join_deadlines_.insert({deadline, worker_id});
+Waiter Core::Impl::Job::Unqueue(absl::string_view worker_id) {
+  Waiter waiter = rendezvous_.Remove(worker_id);
+  for (const CallId call : waiter.calls) impl_->held_.erase(call);
+  return waiter;
 }
 
 void Core::Impl::Job::DropWaiting(const std::string& worker_id, const v1::OpError& error) {
-  const auto it = waiting_.find(worker_id);
-  if (it == waiting_.end()) return;
-  for (const CallId call : it->second.calls) impl_->SendError(call, error, membership_record_);
-  Unqueue(it);
+  if (!rendezvous_.Waits(worker_id)) return;
+  const Waiter waiter = Unqueue(worker_id);
+  for (const CallId call : waiter.calls) impl_->SendError(call, error, membership_record_);
 }
 
 void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const Caller& caller) {
   const std::string& worker_id = request.fence().worker_id();
   const uint64_t incarnation = request.fence().incarnation();
-  auto it = waiting_.find(worker_id);
-  uint64_t order = next_order_;
-  if (it != waiting_.end() && it->second.request.fence().incarnation() != incarnation) {
-    FenceIncarnation(worker_id, it->second.request.fence().incarnation());
-    order = it->second.order;
+  std::optional<uint64_t> order;
+  if (rendezvous_.Waits(worker_id) && !rendezvous_.Waits(worker_id, incarnation)) {
+    const Waiter older = Unqueue(worker_id);
+    order = older.order;
+    FenceIncarnation(worker_id, older.request.fence().incarnation());
     const v1::OpError error = Superseded(worker_id, incarnation);
-    for (const CallId old : it->second.calls) impl_->SendError(old, error, membership_record_);
-    Unqueue(it);
-    it = waiting_.end();
+    for (const CallId old : older.calls) impl_->SendError(old, error, membership_record_);
   }
-  if (it == waiting_.end()) {
-    it = waiting_.try_emplace(worker_id).first;
-    it->second.order = order;
-    if (order == next_order_) ++next_order_;
-    it->second.kind = KindOf(request);
-    ++waiting_kinds_[static_cast<int>(it->second.kind)];
-    const auto host = hosts_.find(request.topology().host());
-    if (host != hosts_.end() && host->second.until > impl_->now_) {
-      quarantine_check_ = std::min(quarantine_check_, host->second.until);
-    }
-  }
-  Waiting& waiting = it->second;
-  waiting.request = request;
-  waiting.node = std::string(caller.node);
-  if (waiting.asked <= LastHeard() || waiting.asked + Lease() <= impl_->now_)
-    waiting.back = impl_->now_;
-  waiting.asked = impl_->now_;
+  Waiter& waiter = *rendezvous_.Place(worker_id, order);
+  waiter.request = request;
+  waiter.node = std::string(caller.node);
+  if (waiter.asked <= LastHeard() || waiter.asked + Lease() <= impl_->now_)
+    waiter.back = impl_->now_;
+  waiter.asked = impl_->now_;
+  // A kind may have changed with its request.
+  rendezvous_.SetKind(&waiter, KindOf(request));
+  rendezvous_.CheckBy(quarantine_.FreeAt(request.topology().host(), impl_->now_));
   if (silent_ > 0) judge_at_ = impl_->now_;
-  if (waiting.calls.size() >= kMaxCallsOfJoin) {
+  if (waiter.calls.size() >= kMaxCallsOfJoin) {
     impl_->SendError(
-        waiting.calls.front(),
+        waiter.calls.front(),
         MakeError(absl::StatusCode::kCancelled, v1::ERROR_REASON_SUPERSEDED,
                   absl::StrCat("worker ", Quoted(worker_id), " asked for its seat again")),
         0);
-    impl_->held_.erase(waiting.calls.front());
-    waiting.calls.erase(waiting.calls.begin());
+    impl_->held_.erase(waiter.calls.front());
+    waiter.calls.erase(waiter.calls.begin());
   }
-  waiting.calls.push_back(call);
+  waiter.calls.push_back(call);
   impl_->held_[call] = {id_, Held::kJoin, worker_id};
   // A retry does not begin anew.
   if (request.spare()) {
-    SetJoinDeadline(worker_id, &waiting, absl::InfiniteFuture());
-  } else if (waiting.deadline == absl::InfiniteFuture()) {
-    SetJoinDeadline(worker_id, &waiting, impl_->now_ + JoinTimeout());
-  }
-  // A kind may have changed with its request.
-  const Kind kind = KindOf(request);
-  if (kind != waiting.kind) {
-    --waiting_kinds_[static_cast<int>(waiting.kind)];
-    waiting.kind = kind;
-    ++waiting_kinds_[static_cast<int>(kind)];
+    rendezvous_.SetDeadline(worker_id, &waiter, absl::InfiniteFuture());
+  } else if (waiter.deadline == absl::InfiniteFuture()) {
+    rendezvous_.SetDeadline(worker_id, &waiter, impl_->now_ + JoinTimeout());
   }
   Evaluate();
 }
@@ -451,38 +370,37 @@ int Core::Impl::Job::FormerWorld() const {
 
 bool Core::Impl::Job::SurvivorsWait() const {
   return std::all_of(seats_.begin(), seats_.end(), [&](const Seat& seat) {
-    return !seat.alive() || waiting_.contains(seat.record.worker_id());
+    return !seat.alive() || rendezvous_.Waits(seat.record.worker_id());
   });
 }
 
 void Core::Impl::Job::Evaluate() {
-  if (sealed_ || closed_ || waiting_.empty()) {
-    last_call_at_ = absl::InfiniteFuture();
-    return;
+  if (rendezvous_.empty()) return;
+  if (closed_) return rendezvous_.Hold("nothing: the job is over");
+  if (sealed_) {
+    return rendezvous_.Hold(absl::StrCat("a free seat: generation ", generation_, " runs with ",
+                                         seats_.size(), " workers"));
   }
-  const int ordinary = waiting_kinds_[static_cast<int>(Kind::kOrdinary)];
-  const int spares = waiting_kinds_[static_cast<int>(Kind::kSpare)];
-  const int last_resorts = waiting_kinds_[static_cast<int>(Kind::kLastResort)];
-  // Spares replace who was lost.
-  const int former = spares > 0 && ordinary + spares >= spec_.min_workers() ? FormerWorld() : 0;
-  const std::optional<int> world = FeasibleWorld(spec_, former, ordinary, spares, last_resorts);
-  if (!world.has_value()) {
-    last_call_at_ = absl::InfiniteFuture();
-    return;
+  SealQuestion question;
+  question.min_workers = spec_.min_workers();
+  question.max_workers = spec_.max_workers();
+  question.divisible_by = spec_.divisible_by();
+  question.now = impl_->now_;
+  question.last_call =
+      spec_.has_last_call() ? FromProto(spec_.last_call()) : impl_->options_.default_last_call;
+  const int spares = rendezvous_.Count(WaiterKind::kSpare);
+  if (spares > 0) {
+    if (HasSealed()) {
+      question.last_call = std::min(question.last_call, impl_->options_.recovery_last_call);
+    }
+    // Spares replace who was lost.
+    if (rendezvous_.Count(WaiterKind::kOrdinary) + spares >= spec_.min_workers()) {
+      question.former_world = FormerWorld();
+      question.survivors_wait = SurvivorsWait();
+    }
   }
-  const int step = std::max(1, spec_.divisible_by());
-  if (ordinary >= spec_.max_workers() / step * step || last_call_at_ <= impl_->now_ ||
-      (former > 0 && *world >= former / step * step && SurvivorsWait())) {
-    Seal(*world);
-    return;
-  }
-  if (last_call_at_ == absl::InfiniteFuture()) {
-    absl::Duration last_call =
-        spec_.has_last_call() ? FromProto(spec_.last_call()) : impl_->options_.default_last_call;
-    if (HasSealed() && spares > 0)
-      last_call = std::min(last_call, impl_->options_.recovery_last_call);
-    last_call_at_ = impl_->now_ + last_call;
-  }
+  const SealDecision& decision = rendezvous_.Decide(question);
+  if (decision.seal) Seal(decision.world_size);
 }
 
 void Core::Impl::Job::FillSeat(const v1::JoinRequest& request, const std::string& node,
@@ -497,31 +415,22 @@ void Core::Impl::Job::FillSeat(const v1::JoinRequest& request, const std::string
 }
 
 void Core::Impl::Job::Seal(int world_size) {
-  std::vector<const std::string*> ids;
-  ids.reserve(waiting_.size());
-  for (const auto& [worker_id, waiting] : waiting_) {
-    if (waiting.kind != Kind::kBlocked) ids.push_back(&worker_id);
-  }
-  // The hash map's order is not reproducible; the order of arrival is.
-  std::sort(ids.begin(), ids.end(), [&](const std::string* a, const std::string* b) {
-    return waiting_.find(*a)->second.order < waiting_.find(*b)->second.order;
-  });
+  const bool has_spares = rendezvous_.Count(WaiterKind::kSpare) > 0;
   std::vector<Candidate> candidates;
-  candidates.reserve(ids.size());
-  for (const std::string* worker_id : ids) {
-    const Waiting& waiting = waiting_.find(*worker_id)->second;
+  candidates.reserve(rendezvous_.size());
+  for (const Waiter* const waiter : rendezvous_.ByArrival()) {
+    if (waiter->kind == WaiterKind::kBlocked) continue;
     Candidate candidate;
-    candidate.worker_id = *worker_id;
-    candidate.topology = waiting.request.topology();
-    candidate.preferred_rank = waiting.request.preferred_rank();
-    const Seat* const seat = FindSeat(*worker_id);
-    if (seat != nullptr && !(impl_->options_.mutants.spare_moves_survivors &&
-                             waiting_kinds_[static_cast<int>(Kind::kSpare)] > 0)) {
+    candidate.worker_id = waiter->request.fence().worker_id();
+    candidate.topology = waiter->request.topology();
+    candidate.preferred_rank = waiter->request.preferred_rank();
+    const Seat* const seat = FindSeat(candidate.worker_id);
+    if (seat != nullptr && !(impl_->options_.mutants.spare_moves_survivors && has_spares)) {
       candidate.previous_rank = seat->rank();
     }
-    candidate.spare = waiting.kind == Kind::kSpare;
-    candidate.last_resort = waiting.kind == Kind::kLastResort;
-    candidate.order = waiting.order;
+    candidate.spare = waiter->kind == WaiterKind::kSpare;
+    candidate.last_resort = waiter->kind == WaiterKind::kLastResort;
+    candidate.order = waiter->order;
     candidates.push_back(std::move(candidate));
   }
   std::vector<FormerSeat> former;
@@ -537,17 +446,16 @@ void Core::Impl::Job::Seal(int world_size) {
   std::vector<std::vector<CallId>> calls(world_size);
   absl::flat_hash_map<std::string, int> nodes;
   for (int rank = 0; rank < world_size; ++rank) {
-    const auto it = waiting_.find(candidates[order[rank]].worker_id);
+    Waiter waiter = Unqueue(candidates[order[rank]].worker_id);
     Seat& seat = seats_[rank];
-    FillSeat(it->second.request, it->second.node, &seat.record);
+    FillSeat(waiter.request, waiter.node, &seat.record);
     seat.record.set_rank(rank);
     const std::string& host = seat.record.topology().host();
     const auto [node, is_new] = nodes.try_emplace(host, static_cast<int>(nodes.size()));
     seat.record.set_node_rank(node->second);
     seat.last_seen = impl_->now_;
-    calls[rank] = it->second.calls;
+    calls[rank] = std::move(waiter.calls);
     heard_ = impl_->now_;
-    Unqueue(it);
   }
   num_nodes_ = static_cast<int>(nodes.size());
   ++generation_;
@@ -555,7 +463,7 @@ void Core::Impl::Job::Seal(int world_size) {
   why_ended_.clear();
   end_culprits_.clear();
   digest_ = FingerprintTable(seats_);
-  last_call_at_ = absl::InfiniteFuture();
+  Evaluate();  // for those that wait on
 
   v1::GenerationSealed* sealed = impl_->Change()->mutable_generation_sealed();
   sealed->set_job_id(id_);
@@ -751,8 +659,8 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
               absl::StrCat("generation ", generation_, " ended: ", why));
 
   if (FormerWorld() == 0) DropTriggers("all workers have left the job");
-  last_call_at_ = absl::InfiniteFuture();
-  if (closed_) return;
+  if (closed_) return rendezvous_.Hold("nothing: the job is over");
+  rendezvous_.Hold("");
   Recount();
   Evaluate();
 }
@@ -806,41 +714,20 @@ void Core::Impl::Job::WorkerGone(Seat* seat, v1::WorkerState state, const v1::Ex
 }
 
 void Core::Impl::Job::Strike(const std::string& host, const std::string& what) {
-  const int limit = impl_->options_.strikes_to_quarantine;
-  if (limit <= 0 || host.empty()) return;
-  const absl::Time now = impl_->now_;
-  for (auto it = hosts_.begin(); it != hosts_.end();) {
-    std::deque<absl::Time>& strikes = it->second.strikes;
-    while (!strikes.empty() && strikes.front() + impl_->options_.strike_window <= now)
-      strikes.pop_front();
-    it = strikes.empty() && it->second.until <= now ? hosts_.erase(it) : std::next(it);
+  const auto struck = quarantine_.Strike(host, /*other_hosts=*/num_nodes_ > 1, what, impl_->now_);
+  if (!struck.has_value()) return;
+  if (struck->decision.quarantine) {
+    QuarantineHost(host, impl_->options_.quarantine_for, struck->decision.why, true);
   }
-  if (hosts_.size() >= kMaxHosts && !hosts_.contains(host)) return;
-  HostState& state = hosts_[host];
-  state.strikes.push_back(now);
-  // A job on one host has nowhere else to go.
-  if (state.strikes.size() >= static_cast<size_t>(limit) && num_nodes_ > 1) {
-    state.strikes.clear();
-    QuarantineHost(host, impl_->options_.quarantine_for,
-                   absl::StrCat("named ", limit, " times within ",
-                                absl::FormatDuration(impl_->options_.strike_window),
-                                ", last because a worker ", what),
-                   true);
-  } else if (state.strikes.size() > static_cast<size_t>(limit)) {
-    state.strikes.pop_front();
-  }
-  v1::HostStruck* struck = impl_->Change()->mutable_host_struck();
-  struck->set_job_id(id_);
-  struck->set_host(host);
-  struck->set_strikes(static_cast<int>(state.strikes.size()));
+  v1::HostStruck* change = impl_->Change()->mutable_host_struck();
+  change->set_job_id(id_);
+  change->set_host(host);
+  change->set_strikes(struck->strikes);
 }
 
 void Core::Impl::Job::QuarantineHost(const std::string& host, absl::Duration length,
                                      const std::string& reason, bool automatic) {
-  HostState& state = hosts_[host];
-  state.until = length > absl::ZeroDuration() ? impl_->now_ + length : absl::InfinitePast();
-  state.reason = reason;
-  state.automatic = automatic;
+  quarantine_.Set(host, length, reason, automatic, impl_->now_);
   v1::HostQuarantined* quarantined = impl_->Change()->mutable_host_quarantined();
   quarantined->set_job_id(id_);
   quarantined->set_host(host);
@@ -862,7 +749,7 @@ void Core::Impl::Job::Blame(absl::Span<const int32_t> ranks) {
 }
 
 v1::OpError Core::Impl::Job::RendezvousTimeout() const {
-  const int here = static_cast<int>(waiting_.size());
+  const int here = rendezvous_.size();
   std::string text = absl::StrCat("job ", Quoted(id_), ": ", here, " of ",
                                   spec_.min_workers() == spec_.max_workers() ? "" : "at least ",
                                   spec_.min_workers(), " workers joined within ",
@@ -878,7 +765,7 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
     std::string missing;
     int count = 0;
     for (const Seat& seat : seats_) {
-      if (waiting_.contains(seat.record.worker_id())) continue;
+      if (rendezvous_.Waits(seat.record.worker_id())) continue;
       const v1::Culprit culprit = DescribeRank(seat.rank());
       if (count++ < kNamed)
         absl::StrAppend(&missing, missing.empty() ? "" : ", ", CulpritText(culprit));
@@ -887,8 +774,9 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
     }
     if (seats_.empty()) {
       absl::flat_hash_set<int> claimed;
-      for (const auto& [worker_id, waiting] : waiting_)
-        claimed.insert(waiting.request.preferred_rank());
+      rendezvous_.ForEach([&](const std::string&, const Waiter& waiter) {
+        claimed.insert(waiter.request.preferred_rank());
+      });
       claimed.erase(-1);
       for (int rank = 0; !claimed.empty() && rank < std::min(spec_.min_workers(), 4096); ++rank) {
         if (claimed.contains(rank)) continue;
@@ -898,7 +786,7 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
     }
     if (!missing.empty())
       absl::StrAppend(&text, "; missing: ", missing, count > kNamed ? " and more" : "");
-    const int blocked = waiting_kinds_[static_cast<int>(Kind::kBlocked)];
+    const int blocked = rendezvous_.Count(WaiterKind::kBlocked);
     if (blocked > 0)
       absl::StrAppend(&text, "; ", blocked, " of those that came are on quarantined hosts");
     absl::StrAppend(&text, ": start the missing workers or lower min_workers");
@@ -919,10 +807,7 @@ void Core::Impl::Job::Close(const std::string& why) {
   const v1::OpError error =
       MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_RENDEZVOUS_CLOSED,
                 absl::StrCat("job ", Quoted(id_), " is over: ", why));
-  std::vector<std::string> waiting;
-  for (const auto& [worker_id, one] : waiting_) waiting.push_back(worker_id);
-  std::sort(waiting.begin(), waiting.end());
-  for (const std::string& worker_id : waiting) DropWaiting(worker_id, error);
+  for (const std::string& worker_id : rendezvous_.ByName()) DropWaiting(worker_id, error);
 }
 
 void Core::Impl::Job::Tick() {
@@ -958,7 +843,7 @@ void Core::Impl::Job::Tick() {
     if (!seat.alive()) continue;
     absl::Time expiry = LeaseEnd(seat);
     // Who waits for its next seat is there.
-    if (!sealed_ && waiting_.contains(seat.record.worker_id())) expiry = now + Lease();
+    if (!sealed_ && rendezvous_.Waits(seat.record.worker_id())) expiry = now + Lease();
     if (expiry > now) {
       // What its agent says may shorten the time it has to return.
       lease_checks_.insert({seat.silent ? std::min(expiry, now + Lease() / 4) : expiry, rank});
@@ -982,15 +867,16 @@ void Core::Impl::Job::Tick() {
     }
     WorkerGone(&seat, v1::WORKER_STATE_LOST, cause);
   }
-  if (!join_deadlines_.empty() && join_deadlines_.begin()->first <= now) {
+  if (rendezvous_.FirstExpired(now).has_value()) {
     // One text for all whose time is up now: who was there with them counts as come.
     const v1::OpError error = RendezvousTimeout();
-    while (!join_deadlines_.empty() && join_deadlines_.begin()->first <= now)
-      DropWaiting(std::string(join_deadlines_.begin()->second), error);
+    while (const std::optional<std::string> worker_id = rendezvous_.FirstExpired(now)) {
+      DropWaiting(*worker_id, error);
+    }
     impl_->Note(id_, true, error.message());
     Evaluate();
   }
-  if (last_call_at_ <= now || quarantine_check_ <= now) {
+  if (rendezvous_.IsDue(now)) {
     Recount();
     Evaluate();
   }
@@ -998,11 +884,11 @@ void Core::Impl::Job::Tick() {
 
 absl::Time Core::Impl::Job::LeaseEnd(const Seat& seat) const {
   const absl::Time end = std::max(seat.last_seen, lease_floor_) + Lease();
-  const absl::Time back = std::max(returned_at_, impl_->cut_ended_);
+  const absl::Time back = std::max(returned_at_, impl_->agents_.cut_ended());
   if (seat.last_seen > back) return end;
   // Its agent is back too, and leaves it out. A hub that is back may wait for the worker's agent.
-  const AgentState* const agent = impl_->Witness(seat);
-  if (agent != nullptr && agent->beat > back) return end;
+  const std::optional<absl::Time> beat = impl_->agents_.WitnessBeat(seat.record.node(), seat.via);
+  if (beat.has_value() && *beat > back) return end;
   return std::max(end, back + TimeToReturn());
 }
 
@@ -1030,18 +916,10 @@ bool Core::Impl::Job::KeepSilent(Seat* seat, std::string* why_lost) {
   silence.outage_tolerance = OutageTolerance();
   silence.worker = now - std::max(seat->last_seen, lease_floor_);
   silence.generation = now - LastHeard();
-  silence.agent = impl_->SinceBeat(*seat);
+  const std::optional<absl::Time> beat = impl_->agents_.WitnessBeat(seat->record.node(), seat->via);
+  if (beat.has_value()) silence.agent = now - *beat;
   silence.awaited = silence.generation >= Lease() / 2 && IsAwaited();
-  const bool in_cut = !impl_->cut_off_.empty() && seat->last_seen <= impl_->cut_began_;
-  if (in_cut) {
-    silence.agents_silent = static_cast<int>(impl_->cut_off_.size());
-    silence.agents_heard = impl_->agents_before_cut_ - silence.agents_silent;
-  } else {
-    impl_->CountAgents(Lease());
-    silence.agents_heard = impl_->agents_heard_;
-    silence.agents_silent = impl_->agents_silent_;
-    if (IsCut(silence)) impl_->BeginCut(Lease());
-  }
+  impl_->agents_.CountFor(seat->last_seen, Lease(), now, &silence);
   const SilenceVerdict verdict = JudgeSilence(silence);
   if (!verdict.keep) {
     seat->lost_after = silence.worker;
@@ -1082,47 +960,17 @@ void Core::Impl::Job::NoLongerSilent(Seat* seat) {
 bool Core::Impl::Job::IsAwaited() const {
   const absl::Time recent = impl_->now_ - Lease() / 2;
   const absl::Time long_ago = impl_->now_ - TimeToReturn();
-  return std::any_of(waiting_.begin(), waiting_.end(), [&](const auto& entry) {
-    const Waiting& waiting = entry.second;
-    const auto agent = impl_->agents_.find(waiting.node);
-    if (agent != impl_->agents_.end() && agent->second.beat != absl::InfinitePast()) {
-      const absl::Time back = agent->second.back;
-      return agent->second.beat > recent && (back <= LastHeard() || back <= long_ago);
+  bool awaited = false;
+  rendezvous_.ForEach([&](const std::string&, const Waiter& waiter) {
+    if (awaited) return;
+    if (const std::optional<Agents::Voice> voice = impl_->agents_.VoiceOf(waiter.node)) {
+      awaited = voice->beat > recent && (voice->back <= LastHeard() || voice->back <= long_ago);
+    } else {
+      // Its call is all that is known of it: it came through, when the others could have come too.
+      awaited = waiter.back > LastHeard() && waiter.back <= long_ago;
     }
-    // Its call is all that is known of it: it came through, when the others could have come too.
-    return waiting.back > LastHeard() && waiting.back <= long_ago;
   });
-}
-
-void Core::Impl::CountAgents(absl::Duration lease) {
-  if (agents_counted_ + lease / 8 > now_) return;
-  agents_counted_ = now_;
-  agents_heard_ = agents_silent_ = 0;
-  for (const auto& [node, agent] : agents_) {
-    const absl::Duration silence = now_ - agent.heard;
-    agents_heard_ += silence < lease / 2 ? 1 : 0;
-    agents_silent_ += silence >= lease / 2 && silence < 2 * lease ? 1 : 0;
-  }
-}
-
-void Core::Impl::BeginCut(absl::Duration lease) {
-  cut_began_ = now_;
-  cut_off_.clear();
-  agents_before_cut_ = agents_heard_ + agents_silent_;
-  for (const auto& [node, agent] : agents_) {
-    const absl::Duration silence = now_ - agent.heard;
-    if (silence >= lease / 2 && silence < 2 * lease) cut_off_.insert(node);
-  }
-}
-
-void Core::Impl::Heard(absl::string_view node, AgentState* agent) {
-  if (agent->heard + kMissedBeats <= now_) agent->back = now_;
-  agent->heard = now_;
-  if (cut_off_.empty() || cut_off_.erase(node) == 0) return;
-  if (2 * static_cast<int>(cut_off_.size()) > agents_before_cut_) return;
-  // Most are back: the rest has some time to follow.
-  cut_off_.clear();
-  cut_ended_ = now_;
+  return awaited;
 }
 
 void Core::Impl::Job::AskStack(int rank) {
@@ -1288,8 +1136,8 @@ std::optional<v1::OpError> Core::Impl::Job::Txn(const v1::TxnRequest& request, c
 const char* Core::Impl::Job::StateName() const {
   if (closed_) return "CLOSED";
   if (sealed_) return "SEALED";
-  if (last_call_at_ != absl::InfiniteFuture()) return "LAST_CALL";
-  if (!waiting_.empty() || !HasSealed()) return "COLLECTING";
+  if (rendezvous_.in_last_call()) return "LAST_CALL";
+  if (!rendezvous_.empty() || !HasSealed()) return "COLLECTING";
   return "ENDED";
 }
 

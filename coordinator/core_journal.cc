@@ -71,7 +71,7 @@ void Core::Impl::Job::BecomeRestored() {
   // Who sits where now is not known. Whoever comes back is asked to join again, also a newer start
   // of a worker than the one seated here, which must not be taken for an older one.
   for (const Seat& seat : seats_)
-    RememberDeparted(seat.record.worker_id(), seat.record.incarnation());
+    incarnations_.Depart(seat.record.worker_id(), seat.record.incarnation());
   seats_.clear();
   rank_of_.clear();
   lease_checks_.clear();
@@ -107,14 +107,12 @@ void Core::Impl::Job::SnapshotTo(SnapshotParts* parts) const {
   created->set_job_id(id_);
   *created->mutable_spec() = spec_;
   if (!HasSealed()) created->set_generation(generation_);
-  for (const std::string& worker_id : fenced_order_) {
-    for (const uint64_t incarnation : fenced_.find(worker_id)->second) {
-      v1::IncarnationFenced* fenced = add()->mutable_incarnation_fenced();
-      fenced->set_job_id(id_);
-      fenced->set_worker_id(worker_id);
-      fenced->set_incarnation(incarnation);
-    }
-  }
+  incarnations_.ForEachFenced([&](const std::string& worker_id, uint64_t incarnation) {
+    v1::IncarnationFenced* fenced = add()->mutable_incarnation_fenced();
+    fenced->set_job_id(id_);
+    fenced->set_worker_id(worker_id);
+    fenced->set_incarnation(incarnation);
+  });
   if (HasSealed()) {
     v1::GenerationSealed* sealed = add()->mutable_generation_sealed();
     sealed->set_job_id(id_);
@@ -147,14 +145,12 @@ void Core::Impl::Job::SnapshotTo(SnapshotParts* parts) const {
           [&](uint64_t counter, const Answer& answer) { end("", counter, answer); });
     }
   }
-  for (const std::string& worker_id : departed_order_) {
-    const auto it = departed_.find(worker_id);
-    if (it == departed_.end()) continue;
+  incarnations_.ForEachDeparted([&](const std::string& worker_id, uint64_t incarnation) {
     v1::WorkerDeparted* departed = add()->mutable_worker_departed();
     departed->set_job_id(id_);
     departed->set_worker_id(worker_id);
-    departed->set_incarnation(it->second);
-  }
+    departed->set_incarnation(incarnation);
+  });
   if (closed_) {
     v1::JobClosed* closed = add()->mutable_job_closed();
     closed->set_job_id(id_);
@@ -190,46 +186,44 @@ void Core::Impl::Job::SnapshotTo(SnapshotParts* parts) const {
     *add()->mutable_checkpoint_changed() = checkpoint;
   });
   SnapshotHostsTo(parts);
-  dedupe_.ForEach([&](const std::string& client, uint64_t incarnation, uint64_t request_id,
-                      uint64_t hash, const StoredAnswer& stored) {
+  answers_.ForEach([&](const std::string& worker_id, uint64_t incarnation, uint64_t request_id,
+                       uint64_t hash, const StoredAnswer& stored) {
     if (stored.durable_revision == 0) return;
     v1::RequestAnswered* answered = add()->mutable_request_answered();
     answered->set_job_id(id_);
-    if (client[0] != '\n') answered->set_worker_id(client);
+    answered->set_worker_id(worker_id);
     answered->set_incarnation(incarnation);
     answered->set_request_id(request_id);
     answered->set_request_hash(hash);
     *answered->mutable_answer() = stored.answer->Parse();
   });
-  dedupe_.ForEachForgotten([&](const std::string& client, uint64_t incarnation, uint64_t up_to) {
-    v1::RequestsForgotten* forgotten = add()->mutable_requests_forgotten();
-    forgotten->set_job_id(id_);
-    if (client[0] != '\n') forgotten->set_worker_id(client);
-    forgotten->set_incarnation(incarnation);
-    forgotten->set_up_to(up_to);
-  });
+  answers_.ForEachForgotten(
+      [&](const std::string& worker_id, uint64_t incarnation, uint64_t up_to) {
+        v1::RequestsForgotten* forgotten = add()->mutable_requests_forgotten();
+        forgotten->set_job_id(id_);
+        forgotten->set_worker_id(worker_id);
+        forgotten->set_incarnation(incarnation);
+        forgotten->set_up_to(up_to);
+      });
 }
 
 void Core::Impl::Job::SnapshotHostsTo(SnapshotParts* parts) const {
-  for (const auto& [host, state] : hosts_) {
-    const int strikes =
-        impl_->serving_ ? static_cast<int>(state.strikes.size()) : state.replayed_strikes;
-    if (strikes > 0) {
+  quarantine_.ForEach(impl_->now_, [&](const std::string& name, const Quarantine::Host& host) {
+    if (host.strikes > 0) {
       v1::HostStruck* struck = parts->Add()->mutable_host_struck();
       struck->set_job_id(id_);
-      struck->set_host(host);
-      struck->set_strikes(strikes);
+      struck->set_host(name);
+      struck->set_strikes(host.strikes);
     }
-    const absl::Duration left = impl_->serving_ ? state.until - impl_->now_ : state.left;
-    if (left > absl::ZeroDuration()) {
+    if (host.left > absl::ZeroDuration()) {
       v1::HostQuarantined* quarantined = parts->Add()->mutable_host_quarantined();
       quarantined->set_job_id(id_);
-      quarantined->set_host(host);
-      *quarantined->mutable_for_() = ToProto(left);
-      quarantined->set_reason(state.reason);
-      quarantined->set_automatic(state.automatic);
+      quarantined->set_host(name);
+      *quarantined->mutable_for_() = ToProto(host.left);
+      quarantined->set_reason(host.reason);
+      quarantined->set_automatic(host.automatic);
     }
-  }
+  });
 }
 
 absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
@@ -333,14 +327,13 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       const auto job = find(fenced.job_id());
       if (!job.ok()) return job.status();
       (*job)->RememberFenced(fenced.worker_id(), fenced.incarnation());
-      (*job)->dedupe_.Forget(fenced.worker_id());
       return absl::OkStatus();
     }
     case v1::JournalChange::kWorkerDeparted: {
       const v1::WorkerDeparted& departed = change.worker_departed();
       const auto job = find(departed.job_id());
       if (!job.ok()) return job.status();
-      (*job)->RememberDeparted(departed.worker_id(), departed.incarnation());
+      (*job)->incarnations_.Depart(departed.worker_id(), departed.incarnation());
       return absl::OkStatus();
     }
     case v1::JournalChange::kKvChanged: {
@@ -373,31 +366,29 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
     case v1::JournalChange::kHostStruck: {
       const auto job = find(change.host_struck().job_id());
       if (!job.ok()) return job.status();
-      (*job)->hosts_[change.host_struck().host()].replayed_strikes =
-          std::min(change.host_struck().strikes(), 1024);
+      (*job)->quarantine_.RestoreStrikes(change.host_struck().host(),
+                                         change.host_struck().strikes());
       return absl::OkStatus();
     }
     case v1::JournalChange::kHostQuarantined: {
       const v1::HostQuarantined& quarantined = change.host_quarantined();
       const auto job = find(quarantined.job_id());
       if (!job.ok()) return job.status();
-      HostState& host = (*job)->hosts_[quarantined.host()];
-      host.left = FromProto(quarantined.for_());
-      host.reason = quarantined.reason();
-      host.automatic = quarantined.automatic();
+      (*job)->quarantine_.RestoreSet(quarantined.host(), FromProto(quarantined.for_()),
+                                     quarantined.reason(), quarantined.automatic());
       return absl::OkStatus();
     }
     case v1::JournalChange::kRequestAnswered: {
       const v1::RequestAnswered& answered = change.request_answered();
       const auto job = find(answered.job_id());
       if (!job.ok()) return job.status();
-      (*job)->RememberAnswer(
+      (*job)->answers_.Remember(
           answered.worker_id(), answered.incarnation(), answered.request_id(),
           answered.request_hash(),
           {std::make_shared<Answer>(answered.answer()), std::max<uint64_t>(1, last_record_)});
       if (answered.forgotten() > 0) {
-        (*job)->RememberForgotten(answered.worker_id(), answered.incarnation(),
-                                  answered.forgotten());
+        (*job)->answers_.RememberForgotten(answered.worker_id(), answered.incarnation(),
+                                           answered.forgotten());
       }
       return absl::OkStatus();
     }
@@ -415,7 +406,8 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       const v1::RequestsForgotten& forgotten = change.requests_forgotten();
       const auto job = find(forgotten.job_id());
       if (!job.ok()) return job.status();
-      (*job)->RememberForgotten(forgotten.worker_id(), forgotten.incarnation(), forgotten.up_to());
+      (*job)->answers_.RememberForgotten(forgotten.worker_id(), forgotten.incarnation(),
+                                         forgotten.up_to());
       return absl::OkStatus();
     }
     case v1::JournalChange::kCheckpointChanged: {
@@ -522,7 +514,7 @@ absl::Status Core::RestoreHosts(absl::string_view bytes) {
     return absl::DataLossError(absl::StrCat("the quarantines of revision ", hosts.revision(),
                                             " do not belong to revision ", impl_->last_record_));
   }
-  for (auto& [id, job] : impl_->jobs_) job->hosts_.clear();
+  for (auto& [id, job] : impl_->jobs_) job->quarantine_.Clear();
   for (const v1::JournalChange& change : hosts.changes()) {
     if (absl::Status status = impl_->ApplyChange(change); !status.ok()) return status;
   }
@@ -551,10 +543,7 @@ void Core::StartTerm(uint64_t term, absl::Time now, Output* out, bool restored) 
     job->log_ = std::make_unique<WatchLog>(impl_->options_.watch_events,
                                            impl_->options_.watch_bytes, impl_->revision_);
     job->membership_record_ = job->kv_record_ = job->barrier_record_ = impl_->last_record_;
-    for (auto& [host, state] : job->hosts_) {
-      if (state.left > absl::ZeroDuration()) state.until = now + state.left;
-      state.strikes.assign(std::max(0, state.replayed_strikes), now);
-    }
+    job->quarantine_.StartTerm(now);
     // Others are back sooner than an agent whose attempt to connect began while nobody listened.
     job->lease_floor_ = job->returned_at_ = now;
     job->rank_of_.clear();

@@ -1,5 +1,3 @@
-#include <xxhash.h>
-
 #include <algorithm>
 #include <memory>
 #include <optional>
@@ -18,20 +16,6 @@ namespace {
 constexpr int kMaxWorkers = 1 << 20;
 constexpr size_t kMaxMembersBytes = 3 << 20;  // of one page: a message has at most 4 MiB
 constexpr size_t kMemberOverhead = 4;         // tag and length
-
-// Of everything but the fence, which a retry may bring newer.
-template <typename Request>
-uint64_t HashRequest(const Request& request, int kind) {
-  const std::string bytes = request.SerializeAsString();
-  // The fence is field 1 and written first: tag, length, body.
-  const size_t fence = request.fence().ByteSizeLong();
-  size_t skip = 0;
-  if (request.has_fence()) {
-    skip = 2 + fence;
-    for (size_t rest = fence; rest >= 128; rest >>= 7) ++skip;
-  }
-  return XXH3_64bits_withSeed(bytes.data() + skip, bytes.size() - skip, kind);
-}
 
 std::optional<v1::OpError> CheckName(absl::string_view field, absl::string_view name) {
   if (name.empty())
@@ -209,11 +193,9 @@ std::optional<v1::OpError> Core::Impl::CheckFence(const v1::Fence& fence, bool o
     return std::nullopt;
   }
   Seat* const seat = job->FindSeat(fence.worker_id());
-  const auto waiting = job->waiting_.find(fence.worker_id());
-  const bool waits = waiting != job->waiting_.end();
-  const uint64_t newest = waits ? waiting->second.request.fence().incarnation()
-                                : (seat != nullptr ? seat->record.incarnation() : 0);
-  if (job->IsFenced(fence.worker_id(), fence.incarnation())) {
+  const bool waits = job->rendezvous_.Waits(fence.worker_id());
+  const uint64_t newest = job->NewestOf(fence.worker_id());
+  if (job->incarnations_.IsFenced(fence.worker_id(), fence.incarnation())) {
     return refuse(job->Superseded(fence.worker_id(), newest));
   }
   if (seat != nullptr && seat->record.incarnation() != fence.incarnation() &&
@@ -252,21 +234,19 @@ template <typename Request, typename F>
 void Core::Impl::Once(CallId call, const Request& request, int kind, Rules rules, Job** touched,
                       F f) {
   const v1::Fence& fence = request.fence();
-  const bool dedupe = rules.writes && fence.request_id() != 0 &&
-                      (!fence.worker_id().empty() || fence.incarnation() != 0);
-  const std::string client = ClientOf(fence.worker_id(), fence.incarnation());
+  const bool dedupe = rules.writes && RememberedAnswers::CanRemember(fence);
   uint64_t hash = 0;
   if (dedupe) {
     if (Job* const job = FindJob(fence.job_id()); job != nullptr && !IsAhead(fence)) {
       hash = HashRequest(request, kind);
       StoredAnswer stored;
-      switch (job->dedupe_.Find(client, fence.incarnation(), fence.request_id(), hash, &stored)) {
-        case Dedupe<StoredAnswer>::State::kKnown:
+      switch (job->answers_.Find(fence, hash, &stored)) {
+        case RememberedAnswers::State::kKnown:
           ++stats_.repeated_requests;
           Send(call, stored.answer,
                std::max(stored.durable_revision, rules.reads ? job->kv_record_ : 0));
           return;
-        case Dedupe<StoredAnswer>::State::kReused:
+        case RememberedAnswers::State::kReused:
           SendError(
               call,
               MakeError(
@@ -276,7 +256,7 @@ void Core::Impl::Once(CallId call, const Request& request, int kind, Rules rules
                       " was used for another request: count on by one for each new request")),
               0);
           return;
-        case Dedupe<StoredAnswer>::State::kForgotten:
+        case RememberedAnswers::State::kForgotten:
           SendError(
               call,
               MakeError(absl::StatusCode::kOutOfRange, v1::ERROR_REASON_RESULT_FORGOTTEN,
@@ -286,7 +266,7 @@ void Core::Impl::Once(CallId call, const Request& request, int kind, Rules rules
                                      " answers that are kept: whether it was done cannot be told")),
               0);
           return;
-        case Dedupe<StoredAnswer>::State::kNew:
+        case RememberedAnswers::State::kNew:
           break;
       }
     }
@@ -316,8 +296,8 @@ void Core::Impl::Once(CallId call, const Request& request, int kind, Rules rules
       answered->set_request_hash(hash);
       answered->unsafe_arena_set_allocated_answer(result);
     }
-    who.job->RememberAnswer(fence.worker_id(), fence.incarnation(), fence.request_id(), hash,
-                            {answer, durable});
+    who.job->answers_.Remember(fence.worker_id(), fence.incarnation(), fence.request_id(), hash,
+                               {answer, durable});
   }
   Send(call, std::move(answer), rules.reads ? who.job->AllRecords() : who.job->membership_record_);
 }
@@ -421,19 +401,16 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
   }
   *touched = job;
   Seat* const seat = job->FindSeat(fence.worker_id());
-  const auto departed = job->departed_.find(fence.worker_id());
-  if (departed != job->departed_.end() && departed->second != fence.incarnation() &&
-      !job->IsFenced(fence.worker_id(), departed->second) &&
-      !job->IsFenced(fence.worker_id(), fence.incarnation())) {
-    job->FenceIncarnation(fence.worker_id(), departed->second);
+  const Incarnations& incarnations = job->incarnations_;
+  const std::optional<uint64_t> departed = incarnations.Departed(fence.worker_id());
+  if (departed.has_value() && *departed != fence.incarnation() &&
+      !incarnations.IsFenced(fence.worker_id(), *departed) &&
+      !incarnations.IsFenced(fence.worker_id(), fence.incarnation())) {
+    job->FenceIncarnation(fence.worker_id(), *departed);
   }
-  if (job->IsFenced(fence.worker_id(), fence.incarnation())) {
+  if (incarnations.IsFenced(fence.worker_id(), fence.incarnation())) {
     ++stats_.fenced_calls;
-    const auto waiting = job->waiting_.find(fence.worker_id());
-    return fail(job->Superseded(fence.worker_id(),
-                                waiting != job->waiting_.end()
-                                    ? waiting->second.request.fence().incarnation()
-                                    : (seat != nullptr ? seat->record.incarnation() : 0)),
+    return fail(job->Superseded(fence.worker_id(), job->NewestOf(fence.worker_id())),
                 job->membership_record_);
   }
   if (seat != nullptr && seat->record.incarnation() == fence.incarnation() &&
@@ -549,7 +526,7 @@ void Core::Impl::ArriveMany(CallId call, const v1::ArriveManyRequest& request, c
                                  job->GoneText(seat), ": it cannot arrive at a barrier")));
     }
   }
-  const uint64_t agent = AgentNumber(caller.node);
+  const uint64_t agent = agents_.NumberOf(caller.node);
   for (const int rank : request.ranks()) {
     Seat& seat = job->seats_[rank];
     job->RenewLease(&seat);
@@ -627,13 +604,11 @@ void Core::Impl::ReportExit(CallId call, const v1::ReportExitRequest& request, J
   if (auto error = CheckJob(request.fence(), &job)) return SendError(call, *std::move(error), 0);
   *touched = job;
   Seat* const seat = job->FindSeat(request.worker_id());
-  const auto waiting = job->waiting_.find(request.worker_id());
   v1::ExitCause cause = request.cause();
   cause.set_message(Reason(cause.message()));
   while (cause.last_log_lines_size() > 64) cause.mutable_last_log_lines()->RemoveLast();
   for (std::string& line : *cause.mutable_last_log_lines()) line = Cut(line, 1024);
-  if (waiting != job->waiting_.end() &&
-      waiting->second.request.fence().incarnation() == request.incarnation()) {
+  if (job->rendezvous_.Waits(request.worker_id(), request.incarnation())) {
     job->FenceIncarnation(request.worker_id(), request.incarnation());
     job->DropWaiting(
         request.worker_id(),
@@ -765,7 +740,7 @@ void Core::Impl::GetMembers(CallId call, const v1::GetMembersRequest& request) {
   const Job* const job = FindJob(request.job_id());
   if (job == nullptr) return SendError(call, UnknownJob(request.job_id()), 0);
   const int seats = static_cast<int>(job->seats_.size());
-  const int all = seats + static_cast<int>(job->waiting_.size());
+  const int all = seats + job->rendezvous_.size();
   if (request.first() < 0 || (request.first() > all)) {
     return SendError(call,
                      BadField("first", absl::StrCat("job ", Quoted(request.job_id()), " has ", all,
@@ -777,19 +752,14 @@ void Core::Impl::GetMembers(CallId call, const v1::GetMembersRequest& request) {
   v1::GetMembersReply* reply = result.mutable_get_members();
   *reply->mutable_header() = Header();
   reply->set_generation(job->generation_);
-  std::vector<const Waiting*> waiting;
-  if (all > seats) {
-    for (const auto& [worker_id, one] : job->waiting_) waiting.push_back(&one);
-    std::sort(waiting.begin(), waiting.end(),
-              [](const Waiting* a, const Waiting* b) { return a->order < b->order; });
-  }
+  const std::vector<const Waiter*> waiting = job->rendezvous_.ByArrival();
   size_t bytes = 0;
   for (int i = request.first(); i < all; ++i) {
     v1::Member member;
     if (i < seats) {
       member = job->MakeMember(job->seats_[i]);
     } else {
-      const Waiting& one = *waiting[i - seats];
+      const Waiter& one = *waiting[i - seats];
       member.set_rank(-1);
       member.set_worker_id(one.request.fence().worker_id());
       member.set_incarnation(one.request.fence().incarnation());
@@ -825,7 +795,7 @@ void Core::Impl::RemoveJob(CallId call, const v1::RemoveJobRequest& request, Job
                       ? absl::StrCat("job ", Quoted(job->id_), " is being started again by ",
                                      restarted_by, ": stop that agent, then remove the job")
                       : absl::StrCat("job ", Quoted(job->id_), " has workers (", job->alive_,
-                                     " seated, ", job->waiting_.size(), " waiting, state ",
+                                     " seated, ", job->rendezvous_.size(), " waiting, state ",
                                      job->StateName(), "): stop them, then remove it"));
     error.mutable_detail()->set_current_generation(job->generation_);
     return SendError(call, std::move(error), job->membership_record_);
@@ -860,11 +830,10 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
            });
       // A worker that waits for a seat gives up its place.
       if (Job* const job = FindJob(op.leave().fence().job_id())) {
-        const auto it = job->waiting_.find(op.leave().fence().worker_id());
-        if (it != job->waiting_.end() &&
-            it->second.request.fence().incarnation() == op.leave().fence().incarnation()) {
+        const v1::Fence& fence = op.leave().fence();
+        if (job->rendezvous_.Waits(fence.worker_id(), fence.incarnation())) {
           out_->replies.resize(first_reply_);
-          job->DropWaiting(std::string(it->first),
+          job->DropWaiting(fence.worker_id(),
                            MakeError(absl::StatusCode::kCancelled, v1::ERROR_REASON_NOT_MEMBER,
                                      absl::StrCat("worker ", Quoted(op.leave().fence().worker_id()),
                                                   " left while it waited for a seat")));
@@ -922,7 +891,8 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
         // It may be an agent, which has no seat.
         const Seat* const seat = job->FindSeat(request.fence().worker_id());
         const uint64_t newest = seat != nullptr ? seat->record.incarnation() : 0;
-        if (job->IsFenced(request.fence().worker_id(), request.fence().incarnation()) ||
+        if (job->incarnations_.IsFenced(request.fence().worker_id(),
+                                        request.fence().incarnation()) ||
             (newest != 0 && newest != request.fence().incarnation())) {
           error = job->Superseded(request.fence().worker_id(), newest);
         }
@@ -996,10 +966,9 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
           call, op.quarantine(), kind, {.operators = true}, &touched,
           [&](Who who, v1::OpResult* result) {
             if (auto error = CheckName("host", op.quarantine().host())) return error;
-            if (who.job->hosts_.size() >= kMaxHosts &&
-                !who.job->hosts_.contains(op.quarantine().host())) {
+            if (!who.job->quarantine_.HasRoomFor(op.quarantine().host())) {
               return std::optional<v1::OpError>(TooLarge(
-                  "host", absl::StrCat("job ", Quoted(who.job->id_), " has ", kMaxHosts,
+                  "host", absl::StrCat("job ", Quoted(who.job->id_), " has ", Quarantine::kMaxHosts,
                                        " hosts in quarantine or struck: lift some of them first")));
             }
             const absl::Duration length = FromProto(op.quarantine().for_());

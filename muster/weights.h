@@ -20,8 +20,8 @@ namespace muster {
 // Weights that others trained: what save_model, transformers, safetensors or torch.save wrote.
 //
 //   Net net;
-//   auto loaded = muster::load_model(net, "gpt2", {.prefix = "transformer.", .dtype =
-//   torch::kBFloat16}); if (!loaded.ok()) return loaded.status();
+//   auto loaded = muster::load_model(net, "gpt2", {.prefix = "transformer."});
+//   if (!loaded.ok()) return loaded.status();
 //
 // `path` is a folder (model.safetensors, its index, pytorch_model.bin or its index, in this order)
 // or one of these files. Files of torch.save are read without executing them; they may hold nothing

@@ -1,0 +1,75 @@
+#ifndef MUSTER_COORDINATOR_AGENTS_H_
+#define MUSTER_COORDINATOR_AGENTS_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "coordinator/silence.h"
+
+namespace muster::coordinator {
+
+// The agents that have a session, of all jobs: when each was heard, and whether most of them fell
+// silent at once, as in a cut of the network. Not thread-safe.
+class Agents {
+ public:
+  // What was heard of an agent.
+  struct Voice {
+    absl::Time beat;  // the last one
+    absl::Time back;  // heard after it had missed beats, or at first
+  };
+
+  void Attach(absl::string_view node, absl::Time now);
+  void Detach(absl::string_view node) { agents_.erase(node); }
+  // `for_others`: it speaks for other agents, as a hub does. Returns its number; 0: it has no
+  // session.
+  uint64_t Beat(absl::string_view node, bool for_others, absl::Time now);
+
+  size_t size() const { return agents_.size(); }
+  bool Has(absl::string_view node) const { return agents_.contains(node); }
+  // Of a session, never used for another one; 0: it has none.
+  uint64_t NumberOf(absl::string_view node) const;
+  // Nothing: it has no session, or has sent no beat in it.
+  std::optional<Voice> VoiceOf(absl::string_view node) const;
+  // The last beat of the agent of `node`, if it proves something about a worker that it spoke of as
+  // number `via`: not if that was in another session, nor if it is a hub, which speaks whether the
+  // worker's own agent does or not.
+  std::optional<absl::Time> WitnessBeat(absl::string_view node, uint64_t via) const;
+
+  // For a worker that was `last_seen` then: how many agents speak and how many have stopped when
+  // the worker did. O(agents), but not every time.
+  void CountFor(absl::Time last_seen, absl::Duration lease, absl::Time now, Silence* silence);
+  // When the last cut ended: most agents were back.
+  absl::Time cut_ended() const { return cut_ended_; }
+
+ private:
+  struct Agent {
+    uint64_t number = 0;                      // from 1
+    absl::Time heard = absl::InfinitePast();  // last
+    absl::Time back = absl::InfinitePast();
+    absl::Time beat = absl::InfinitePast();
+    bool was_hub = false;  // in this session: that it speaks proves nothing about others' workers
+  };
+  void Heard(absl::string_view node, Agent* agent, absl::Time now);
+  static bool FellSilent(const Agent& agent, absl::Duration lease, absl::Time now);
+
+  absl::flat_hash_map<std::string, Agent> agents_;  // by node
+  uint64_t next_number_ = 1;
+  // Agents that fell silent at once, and how many there were in all; without those that are back.
+  // Empty: there is no cut, or most are back.
+  absl::flat_hash_set<std::string> cut_off_;
+  int before_cut_ = 0;
+  absl::Time cut_began_ = absl::InfinitePast();
+  absl::Time cut_ended_ = absl::InfinitePast();
+  int heard_ = 0, silent_ = 0;  // as they were counted last
+  absl::Time counted_ = absl::InfinitePast();
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_AGENTS_H_

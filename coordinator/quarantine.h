@@ -1,0 +1,105 @@
+#ifndef MUSTER_COORDINATOR_QUARANTINE_H_
+#define MUSTER_COORDINATOR_QUARANTINE_H_
+
+#include <cstddef>
+#include <deque>
+#include <optional>
+#include <string>
+
+#include "absl/container/btree_map.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+
+namespace muster::coordinator {
+
+struct QuarantineOptions {
+  int strikes = 3;  // so many within `window` quarantine a host; 0: never by itself
+  absl::Duration window = absl::Hours(1);
+  absl::Duration length = absl::Minutes(30);
+};
+
+// Whether a host is quarantined that was named for the `strikes`th time within the window, and why.
+struct StrikeDecision {
+  bool quarantine = false;
+  std::string why;
+};
+
+// `what`: why it was named this time, after "a worker". A job on one host (`other_hosts` false) has
+// nowhere else to go, so its host is never quarantined.
+StrikeDecision JudgeStrikes(const QuarantineOptions& options, int strikes, bool other_hosts,
+                            absl::string_view what);
+
+// The hosts of one job that were named (a worker died there, or kept a barrier waiting) or are
+// quarantined. Not thread-safe.
+class Quarantine {
+ public:
+  // Of one job: struck or quarantined. Strikes of more hosts are not counted.
+  static constexpr size_t kMaxHosts = 65536;
+
+  enum class State {
+    kFree,
+    kLastResort,  // quarantined by itself: used only if nothing else helps
+    kBlocked,     // quarantined by an operator
+  };
+  struct Host {
+    int strikes = 0;
+    absl::Duration left;  // of its quarantine; zero: it is not in one
+    std::string reason;
+    bool automatic = false;
+  };
+  struct Struck {
+    int strikes = 0;  // that count against the next time
+    StrikeDecision decision;
+  };
+
+  explicit Quarantine(const QuarantineOptions& options) : options_(options) {}
+
+  // `host` is named. If the decision says so, the caller quarantines it with Set. Nothing: strikes
+  // do not count here, or there are too many hosts.
+  std::optional<Struck> Strike(const std::string& host, bool other_hosts, absl::string_view what,
+                               absl::Time now);
+  // A length of zero lifts a quarantine.
+  void Set(const std::string& host, absl::Duration length, const std::string& reason,
+           bool automatic, absl::Time now);
+
+  State StateOf(absl::string_view host, absl::Time now) const;
+  // When the quarantine of `host` ends, and when the next one of any host does; InfiniteFuture: it
+  // is in none.
+  absl::Time FreeAt(absl::string_view host, absl::Time now) const;
+  absl::Time NextFree(absl::Time now) const;
+  bool HasRoomFor(absl::string_view host) const {
+    return hosts_.size() < kMaxHosts || hosts_.contains(host);
+  }
+
+  // At replay. Records do not say when something was: strikes count from the start of the term, and
+  // the length of a quarantine does too.
+  void RestoreStrikes(const std::string& host, int strikes);
+  void RestoreSet(const std::string& host, absl::Duration left, const std::string& reason,
+                  bool automatic);
+  void StartTerm(absl::Time now);
+  void Clear() { hosts_.clear(); }
+
+  // Calls f(name, const Host&) for each host, by name.
+  template <typename F>
+  void ForEach(absl::Time now, F f) const {
+    for (const auto& [name, entry] : hosts_) f(name, Describe(entry, now));
+  }
+
+ private:
+  struct Entry {
+    std::deque<absl::Time> strikes;  // those that count, oldest first
+    int restored_strikes = 0;        // until the term starts
+    absl::Time until = absl::InfinitePast();
+    absl::Duration restored_left;  // until the term starts
+    std::string reason;
+    bool automatic = false;
+  };
+  static Host Describe(const Entry& entry, absl::Time now);
+
+  const QuarantineOptions options_;
+  absl::btree_map<std::string, Entry> hosts_;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_QUARANTINE_H_

@@ -1,0 +1,145 @@
+#ifndef MUSTER_COORDINATOR_RENDEZVOUS_H_
+#define MUSTER_COORDINATOR_RENDEZVOUS_H_
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/btree_set.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "coordinator/answer.h"
+#include "proto/muster/v1/rendezvous.pb.h"
+
+namespace muster::coordinator {
+
+enum class WaiterKind {
+  kOrdinary,
+  kSpare,       // takes a seat only if needed
+  kLastResort,  // on a host that is quarantined by itself: only if nothing else helps
+  kBlocked,     // on a host that an operator has quarantined
+};
+
+// Who waits for a seat in the next generation.
+struct Waiter {
+  v1::JoinRequest request;
+  std::vector<CallId> calls;
+  std::string node;                         // of the agent that it last came through
+  uint64_t order = 0;                       // of arrival
+  absl::Time asked = absl::InfinitePast();  // when it last called
+  absl::Time back = absl::InfinitePast();   // when it called after a silence: its own, or that of
+                                            // the generation
+  WaiterKind kind = WaiterKind::kOrdinary;
+  absl::Time deadline = absl::InfiniteFuture();  // of its own; a spare has none
+};
+
+// What decides whether the next generation is sealed.
+struct SealQuestion {
+  int min_workers = 1;
+  int max_workers = 1;
+  int divisible_by = 0;
+  // Who waits.
+  int ordinary = 0;
+  int spares = 0;
+  int last_resorts = 0;
+  int blocked = 0;
+  // Of the last generation: its size without those that left on purpose (0: there was none), and
+  // whether all that live wait.
+  int former_world = 0;
+  bool survivors_wait = false;
+  absl::Duration last_call;  // how long to wait for more once there are enough
+  absl::Time last_call_ends = absl::InfiniteFuture();  // infinite: it has not begun
+  absl::Time now;
+};
+
+struct SealDecision {
+  bool seal = false;
+  int world_size = 0;  // of what is, or would be, sealed; 0: there are too few
+  // When the last call ends that goes on or begins now.
+  absl::Time last_call_ends = absl::InfiniteFuture();
+  // Words that follow "sealed because", or "waits for".
+  std::string why;
+};
+
+// Seal or wait, and for whom. There are enough workers if FeasibleWorld (seating.h) says so. Then
+// the generation is sealed at once if as many have come as may come, or if spares make up for all
+// that a generation has lost and its survivors are back; else when the last call is over.
+SealDecision DecideSeal(const SealQuestion& question);
+
+// The workers of one job that wait for a seat. Not thread-safe.
+class Rendezvous {
+ public:
+  bool empty() const { return waiting_.empty(); }
+  int size() const { return static_cast<int>(waiting_.size()); }
+  int Count(WaiterKind kind) const { return counts_[static_cast<int>(kind)]; }
+  bool Waits(absl::string_view worker_id) const { return waiting_.contains(worker_id); }
+  bool Waits(absl::string_view worker_id, uint64_t incarnation) const {
+    const Waiter* const waiter = Find(worker_id);
+    return waiter != nullptr && waiter->request.fence().incarnation() == incarnation;
+  }
+  // Null: it does not wait.
+  const Waiter* Find(absl::string_view worker_id) const {
+    const auto it = waiting_.find(worker_id);
+    return it == waiting_.end() ? nullptr : &it->second;
+  }
+
+  // The place of a worker, which is a new one at the end if it has none yet, or the one in the
+  // order that it names. Valid until the next change; kind and deadline are changed by their
+  // setters only.
+  Waiter* Place(const std::string& worker_id, std::optional<uint64_t> order);
+  void SetKind(Waiter* waiter, WaiterKind kind);
+  void SetDeadline(const std::string& worker_id, Waiter* waiter, absl::Time deadline);
+  // Requires that it waits.
+  Waiter Remove(absl::string_view worker_id);
+  // Asks f(request) -> WaiterKind again for all.
+  template <typename F>
+  void Reclassify(F f) {
+    for (auto& [worker_id, waiter] : waiting_) SetKind(&waiter, f(waiter.request));
+  }
+
+  // Calls f(worker_id, const Waiter&), in no particular order.
+  template <typename F>
+  void ForEach(F f) const {
+    for (const auto& [worker_id, waiter] : waiting_) f(worker_id, waiter);
+  }
+  std::vector<const Waiter*> ByArrival() const;
+  std::vector<std::string> ByName() const;
+
+  // Decides and keeps what was decided. The question lacks who waits and the last call.
+  const SealDecision& Decide(SealQuestion question);
+  // Nothing is to be decided now, because of `why` (words that follow "waits for").
+  void Hold(std::string why);
+  // Somebody may have to be classified again at this time.
+  void CheckAt(absl::Time when) { check_at_ = when; }
+  void CheckBy(absl::Time when) { check_at_ = std::min(check_at_, when); }
+
+  // Of the last decision, as long as somebody waits.
+  const std::string& why() const { return decision_.why; }
+  bool in_last_call() const { return decision_.last_call_ends != absl::InfiniteFuture(); }
+  // Until when they wait at most: the end of the last call, or the first that gives up.
+  absl::Time waits_until() const;
+
+  // The first worker whose own time is up by `now`.
+  std::optional<std::string> FirstExpired(absl::Time now) const;
+  // Whether to decide again.
+  bool IsDue(absl::Time now) const { return decision_.last_call_ends <= now || check_at_ <= now; }
+  absl::Time NextDeadline() const;
+
+ private:
+  absl::flat_hash_map<std::string, Waiter> waiting_;
+  std::array<int, 4> counts_ = {};  // by kind
+  uint64_t next_order_ = 1;
+  absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // of waiting_, by worker_id
+  SealDecision decision_;
+  absl::Time check_at_ = absl::InfiniteFuture();
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_RENDEZVOUS_H_
