@@ -729,7 +729,7 @@ void SessionClient::Welcomed(const v1::Welcome& welcome, Todo* todo) {
               std::move(held.done),
               ErrorResult(it->first, absl::UnavailableError(absl::StrCat(
                                          "the connection to the coordinator at ", options_.address,
-                                         " broke: whether the request was done cannot be told"))));
+                                         " broke: whether the request took effect is unknown"))));
         }
         held_bytes_ -= held.bytes;
         it = held_.erase(it);

@@ -360,7 +360,7 @@ TEST_F(SessionClientTest, NewSession_SentOperationWithoutARequestIdIsNotRepeated
   link().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 3"));  // never sent before
   ASSERT_EQ(results_.size(), 2u);
-  EXPECT_THAT(results_[0], HasSubstr("whether the request was done cannot be told"));
+  EXPECT_THAT(results_[0], HasSubstr("whether the request took effect is unknown"));
 }
 
 TEST_F(SessionClientTest, NewTerm_IsToldOfBarriersBeforeWhatIsHeld) {
@@ -1040,7 +1040,7 @@ TEST_F(SessionClientTest, UseHub_WaitsOneSecondAtMost) {
   EXPECT_TRUE(transport_.links.front()->closing);
   Welcome("h1");
   link().Drain();
-  EXPECT_THAT(results_, ElementsAre(HasSubstr("whether the request was done cannot be told")));
+  EXPECT_THAT(results_, ElementsAre(HasSubstr("whether the request took effect is unknown")));
   EXPECT_THAT(Written(), ElementsAre("1: 2"));
 }
 

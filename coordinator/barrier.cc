@@ -60,8 +60,8 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
                                                arrival.barrier_id.size()));
   }
   if (arrival.ranks.empty()) {
-    return BadField("ranks", absl::StrCat("nobody arrives at barrier ", Quoted(arrival.barrier_id),
-                                          ": name a rank"));
+    return BadField("ranks", absl::StrCat("the arrival at barrier ", Quoted(arrival.barrier_id),
+                                          " lists no ranks: list one or more"));
   }
   if (!arrival.payloads.empty() && arrival.payloads.size() != arrival.ranks.size()) {
     return BadField(
@@ -153,7 +153,7 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
           MakeError(absl::StatusCode::kOutOfRange, v1::ERROR_REASON_RESULT_FORGOTTEN,
                     absl::StrCat("barrier ", Quoted(arrival.barrier_id), " counter ",
                                  arrival.counter, " ended before the last ", options_.kept_results,
-                                 " results that are kept: its outcome cannot be told any more"));
+                                 " results that are kept: its result is no longer available"));
       error.mutable_detail()->set_barrier_id(std::string(arrival.barrier_id));
       return error;
     }

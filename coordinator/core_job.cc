@@ -102,7 +102,7 @@ bool Core::Impl::Job::HasNode(absl::string_view node) const {
 v1::OpError Core::Impl::Job::Superseded(const std::string& worker_id, uint64_t newer) const {
   v1::OpError error =
       MakeError(absl::StatusCode::kAborted, v1::ERROR_REASON_SUPERSEDED,
-                absl::StrCat("worker ", Quoted(worker_id), " has been started anew (incarnation ",
+                absl::StrCat("worker ", Quoted(worker_id), " was restarted (incarnation ",
                              absl::Hex(newer), "): this older process must end"));
   error.mutable_detail()->set_current_incarnation(newer);
   error.mutable_detail()->set_current_generation(generation_);
@@ -139,7 +139,7 @@ std::optional<v1::OpError> Core::Impl::Job::CheckGeneration(const v1::Fence& fen
         absl::StatusCode::kInternal, v1::ERROR_REASON_FUTURE_GENERATION,
         absl::StrCat("generation ", fence.generation(), " of job ", Quoted(id_),
                      " was never sealed here (", generation_,
-                     " is the last): the caller is broken, or this coordinator began from "
+                     " is the last): the caller's state is corrupt, or this coordinator began from "
                      "an older copy of the data directory: stop it, run "
                      "muster-coordinator --restored DIRECTORY and start it again"));
     error.mutable_detail()->set_current_generation(generation_);
@@ -194,7 +194,7 @@ std::string Core::Impl::Job::GoneText(const Seat& seat) const {
     case v1::WORKER_STATE_LEFT:
       return "left the job";
     case v1::WORKER_STATE_FENCED:
-      return "was started anew";
+      return "was restarted";
     default:
       return "is gone";
   }

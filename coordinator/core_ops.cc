@@ -99,12 +99,12 @@ std::string Core::Impl::Impossible(const v1::Fence& fence) const {
   if (seen > std::min(kMaxTerm, term_ + kMaxTermsAhead)) {
     return absl::StrCat("no coordinator of this cluster can have begun more than ",
                         std::min(kMaxTermsAhead, kMaxTerm - term_),
-                        " terms since: the caller is broken; start it again");
+                        " terms since: the caller's state is corrupt; restart it");
   }
   const uint64_t term_of_revision = fence.revision_seen() >> kRevisionBits;
   if (term_of_revision > std::max(seen, term_)) {
     return absl::StrCat("that revision is of term ", term_of_revision,
-                        ", which the caller has not seen: the caller is broken; start it again");
+                        ", which the caller has not seen: the caller's state is corrupt; restart it");
   }
   return "";
 }
@@ -263,7 +263,7 @@ void Core::Impl::Once(CallId call, const Request& request, int kind, Rules rules
                         absl::StrCat("request_id ", fence.request_id(), " of worker ",
                                      Quoted(fence.worker_id()), " is older than the last ",
                                      options_.kept_answers,
-                                     " answers that are kept: whether it was done cannot be told")),
+                                     " answers that are kept: whether it took effect is unknown")),
               0);
           return;
         case RememberedAnswers::State::kNew:

@@ -1064,7 +1064,7 @@ TEST_F(CoreTest, Fence_OfAMemberWithNumbersThatNobodyCanHaveSeen_DeposesNobody) 
     op.mutable_txn()->mutable_fence()->set_cluster(0xc1);
     const CallId call = bench_.Do(op);
     EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_BAD_FIELD);
-    EXPECT_THAT(bench_.Error(call).message(), HasSubstr("the caller is broken"));
+    EXPECT_THAT(bench_.Error(call).message(), HasSubstr("the caller's state is corrupt"));
     EXPECT_FALSE(bench_.deposed_);
     EXPECT_EQ(bench_.core_->stats().unproven_deposals, ++refused);
   }
@@ -1547,7 +1547,7 @@ TEST_F(CutTest, NobodyIsHeard_TheGenerationIsThereWhenTheyAreBack) {
   EXPECT_EQ(Job().rendezvous_state(), "SEALED");
   EXPECT_EQ(Job().silent(), 3);
   EXPECT_EQ(Job().silent_for().seconds(), 80);
-  EXPECT_THAT(Job().silent_why(), HasSubstr("nobody of its generation is heard"));
+  EXPECT_THAT(Job().silent_why(), HasSubstr("no worker of its generation is heard from"));
   EXPECT_THAT(bench_.notices_,
               ::testing::Contains(HasSubstr("generation 1 goes on if they are back within 1m30s")));
   AgentBeats(1);  // the others reconnect a little later

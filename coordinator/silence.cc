@@ -14,7 +14,7 @@ SilenceVerdict JudgeSilence(const Silence& silence) {
   }
   if (silence.generation >= recent) {
     if (silence.awaited) return {false, "others wait for its generation to end"};
-    return {true, "nobody of its generation is heard: the network may be cut"};
+    return {true, "no worker of its generation is heard from: the network may be partitioned"};
   }
   if (IsCut(silence)) {
     return {true, absl::StrCat(silence.agents_silent, " of ",

@@ -747,7 +747,7 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
   if (report.state() == v1::BARRIER_STATE_OPEN) context.out << report.message() << "\n";
   for (const v1::Culprit& culprit : report.culprits()) {
     if (culprit.native_stack().empty()) continue;
-    context.out << "rank " << culprit.rank() << " stands at\n" << culprit.native_stack() << "\n";
+    context.out << "rank " << culprit.rank() << " is at\n" << culprit.native_stack() << "\n";
   }
   return kExitOk;
 }

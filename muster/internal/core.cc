@@ -125,7 +125,7 @@ void Core::WaitForEveryone(absl::Duration timeout, const std::string& name,
   if (report.ok() && report->first_rank == process_.rank()) {
     for (const AbsentRank& absent : report->absent) {
       if (absent.native_stack.empty()) continue;
-      MUSTER_LOG(Error) << "rank " << absent.rank << " did not come; it stands at";
+      MUSTER_LOG(Error) << "rank " << absent.rank << " did not arrive; its stack:";
       for (const absl::string_view frame :
            absl::StrSplit(absent.native_stack, '\n', absl::SkipEmpty())) {
         MUSTER_LOG(Error) << "  " << frame;

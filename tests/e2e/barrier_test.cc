@@ -60,7 +60,7 @@ TEST_F(AcceleratorBarrierTest, RankThatNeverComes_IsNamedWithAllThatIsKnownOfIt)
                   HasSubstr(HostName()), HasSubstr(", pid "), HasSubstr(", step 2"),
                   HasSubstr(", last collective "), HasSubstr(", last heard of "),
                   HasSubstr(", sleeping"))));
-  EXPECT_THAT(text, AllOf(HasSubstr("rank 1 did not come; it stands at"),
+  EXPECT_THAT(text, AllOf(HasSubstr("rank 1 did not arrive; its stack"),
                           HasSubstr("AugmentImagesForever()")));
 }
 
@@ -236,7 +236,7 @@ TEST_F(BarrierTest, OneRankHangs_EveryWaiterOnBothNodesGetsTheSameBytes) {
   // And the operator sees it too.
   const auto shown = Muster({"barrier", "j", "saved", "--coordinator", address_});
   EXPECT_EQ(shown->Wait(), 0) << shown->err_text();
-  EXPECT_THAT(shown->out_text(), AllOf(HasSubstr(report.message()), HasSubstr("rank 4 stands at"),
+  EXPECT_THAT(shown->out_text(), AllOf(HasSubstr(report.message()), HasSubstr("rank 4 is at"),
                                        HasSubstr("ReadShardForever()")));
   for (const auto& node : nodes_) node->Signal(SIGKILL);
 }

@@ -170,7 +170,7 @@ std::string ExplainLostCollective(const LostCollectiveSources& sources, absl::st
   const absl::StatusOr<std::vector<MemberInfo>> members = sources.coordinator->Members();
   if (!members.ok()) {
     return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout),
-                        ", and the coordinator does not tell why: ", members.status().message(),
+                        ", and the coordinator cannot say why: ", members.status().message(),
                         cause);
   }
   return DescribeLostCollective(mine, sources, *members) + cause;
