@@ -80,10 +80,20 @@ absl::Status ParseCommandLine(const CommandSpec& spec, const std::vector<std::st
       continue;
     }
     const size_t equals = arg.find('=');
-    if (!absl::StartsWith(arg, "--")) return Unknown(spec, arg, arg.substr(1));
-    const std::string name = Underscored(
-        absl::string_view(arg).substr(2, equals == std::string::npos ? equals : equals - 2));
-    const Found found = Find(spec, name);
+    std::string name;
+    Found found;
+    if (absl::StartsWith(arg, "--")) {
+      name = Underscored(
+          absl::string_view(arg).substr(2, equals == std::string::npos ? equals : equals - 2));
+      found = Find(spec, name);
+    } else {
+      for (const OptionSpec& option : spec.options) {
+        if (option.letter.empty() || arg != absl::StrCat("-", option.letter)) continue;
+        name = option.name;
+        found = {&option, false};
+      }
+      if (found.option == nullptr) return Unknown(spec, arg, arg.substr(1));
+    }
     if (found.option == nullptr) return Unknown(spec, arg.substr(0, equals), name);
     std::string value;
     if (equals != std::string::npos) {
@@ -118,8 +128,10 @@ std::string HelpText(const CommandSpec& spec) {
   for (const OptionSpec& option : spec.options) {
     const std::string help =
         option.negative ? absl::StrCat(option.help, "; --no_", option.name, ": not") : option.help;
-    CLI::Option* const added = option.value_name.empty() ? app.add_flag("--" + option.name, help)
-                                                         : app.add_option("--" + option.name, help);
+    const std::string names = absl::StrCat(
+        option.letter.empty() ? "" : absl::StrCat("-", option.letter, ","), "--", option.name);
+    CLI::Option* const added =
+        option.value_name.empty() ? app.add_flag(names, help) : app.add_option(names, help);
     added->group(option.group);
   }
   if (!spec.details.empty()) app.footer(spec.details);

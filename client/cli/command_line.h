@@ -19,6 +19,7 @@ struct OptionSpec {
   std::string group = "Options";  // heading in the help
   bool repeated = false;          // may be given more than once; otherwise the last one counts
   bool negative = false;          // "--no_NAME" is accepted too and means false
+  std::string letter = {};        // "o": "-o" is the same
 };
 
 struct CommandSpec {

@@ -58,6 +58,19 @@ TEST(ParseCommandLine, Flags_TakeValuesOnlyAfterEquals) {
   EXPECT_EQ(Parse({"--no-prefix"}).Get("prefix"), "false");
 }
 
+TEST(ParseCommandLine, Letters_AreTheirOptions) {
+  const CommandSpec spec = {
+      .name = "muster x",
+      .options = {{.name = "output", .value_name = "FORMAT", .help = "Form", .letter = "o"}}};
+  CommandLine line;
+  ASSERT_TRUE(ParseCommandLine(spec, {"-o", "json"}, &line).ok());
+  EXPECT_EQ(line.Get("output"), "json");
+  EXPECT_THAT(HelpText(spec), HasSubstr("-o,--output FORMAT"));
+  EXPECT_THAT(ErrorOf({"-o"}, spec), HasSubstr("--output needs a value"));
+  EXPECT_THAT(ErrorOf({"-ojson"}, spec), HasSubstr("unknown option -ojson"));
+  EXPECT_THAT(ErrorOf({"-p", "json"}, spec), HasSubstr("unknown option -p"));
+}
+
 TEST(ParseCommandLine, Repeats_LastCountsUnlessCollected) {
   const CommandLine line =
       Parse({"--num_processes", "1", "--num_processes", "2", "--env", "A=1", "--env=B=2"});

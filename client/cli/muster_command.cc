@@ -4,6 +4,7 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_format.h"
+#include "client/checkpoints/checkpoint_commands.h"
 #include "client/cli/exit_code.h"
 #include "client/cli/info_commands.h"
 #include "client/config/suggest.h"
@@ -21,7 +22,7 @@ void PrintHelp(const std::vector<Command>& commands, std::ostream& out) {
   out << "Muster trains and serves LibTorch models on one machine or many.\n"
          "Usage: muster COMMAND [OPTIONS]\n\nCommands:\n";
   for (const Command& command : commands)
-    out << absl::StrFormat("  %-10s %s\n", command.name, command.summary);
+    out << absl::StrFormat("  %-13s %s\n", command.name, command.summary);
   out << "\nmuster COMMAND --help tells more. Exit codes are in docs/cli.md.\n";
 }
 
@@ -49,6 +50,10 @@ int RunMuster(const std::vector<std::string>& args, const CommandContext& contex
        [&](const Args& rest) { return RunQuarantineCommand(rest, context); }},
       {"remove", "Remove a job that is over, with its keys and its history",
        [&](const Args& rest) { return RunRemoveCommand(rest, context); }},
+      {"checkpoints", "List, inspect, verify, compare, export or prune checkpoints on disk",
+       [&](const Args& rest) { return RunCheckpointsCommand(rest, context); }},
+      {"merge-weights", "Write weights of any format as safetensors, in one file or in shards",
+       [&](const Args& rest) { return RunMergeWeightsCommand(rest, context); }},
       {"version", "Print the version",
        [&](const Args& rest) { return RunVersionCommand(rest, context); }},
   };

@@ -52,7 +52,7 @@ TEST_F(CommandsTest, Help_IsEverywhere) {
     ExpectEveryOptionExplained(help->out(), path);
   }
   for (const char* command : {"launch", "test", "config", "env", "status", "trigger", "barrier",
-                              "quarantine", "remove", "version"}) {
+                              "quarantine", "remove", "version", "merge-weights"}) {
     auto help = Muster({command, "--help"});
     EXPECT_EQ(help->Wait(), 0) << command;
     EXPECT_THAT(help->out_text(), HasSubstr(absl::StrCat("\nUsage: muster ", command)));

@@ -1,0 +1,564 @@
+#include "client/checkpoints/checkpoint_commands.h"
+
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_replace.h"
+#include "base/file.h"
+#include "base/status_macros.h"
+#include "base/units.h"
+#include "client/checkpoints/weight_diff.h"
+#include "client/cli/exit_code.h"
+#include "client/config/suggest.h"
+#include "worker/checkpoint/digest.h"
+#include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/weight_files.h"
+#include "worker/checkpoint/weight_writer.h"
+
+namespace muster::client {
+namespace {
+
+using nlohmann::ordered_json;
+
+constexpr char kExitCodes[] =
+    "Exit codes: 0 done; 1 damaged (verify) or different (diff); 2 wrong options, or no such thing "
+    "can be\ndone; 3 nothing there; 4 a file would be replaced that is read; 8 not permitted.";
+
+bool IsFolder(const std::string& path) {
+  struct stat info;
+  return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
+}
+
+std::string Plural(uint64_t count, absl::string_view one) {
+  return absl::StrCat(count, " ", one, count == 1 ? "" : "s");
+}
+
+std::string Dump(const ordered_json& value) {
+  return value.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n";
+}
+
+// A command in its run: its words, and where its results go.
+struct Call {
+  const CommandSpec& spec;
+  const CommandLine& line;
+  const CommandContext& context;
+  bool json = false;
+};
+
+int Fail(const Call& call, const absl::Status& status) {
+  call.context.err << call.spec.name << ": " << absl::StrReplaceAll(status.message(), {{"\n", " "}})
+                   << "\n";
+  // Damage is a result, not a bug.
+  return absl::IsDataLoss(status) ? kExitJobFailed : ExitCodeOf(status);
+}
+
+// Runs one command: options that all of them have, --help, mistakes.
+template <class F>
+int Run(CommandSpec spec, const std::vector<std::string>& args, const CommandContext& context,
+        size_t min_words, const F& body) {
+  spec.options.push_back(
+      {.name = "output", .value_name = "FORMAT", .help = "text (default) or json", .letter = "o"});
+  spec.details = absl::StrCat(spec.details, spec.details.empty() ? "" : "\n", kExitCodes);
+  CommandLine line;
+  absl::Status status = ParseCommandLine(spec, args, &line);
+  Call call{spec, line, context};
+  if (status.ok() && line.help) {
+    context.out << HelpText(spec);
+    return kExitOk;
+  }
+  const std::string format = line.Has("output") ? line.Get("output") : "text";
+  if (status.ok() && format != "text" && format != "json") {
+    status = absl::InvalidArgumentError(absl::StrCat("--output ", format, ": write text or json"));
+  }
+  if (status.ok() && line.words.size() < min_words) {
+    status = absl::InvalidArgumentError(absl::StrCat("write ", spec.name, " ", spec.usage));
+  }
+  if (!status.ok()) {
+    context.err << spec.name << ": " << status.message() << "\n";
+    return kExitUsage;
+  }
+  call.json = format == "json";
+  return body(call);
+}
+
+// --- What there is ---
+
+bool IsCheckpoint(const std::string& path) { return PathExists(JoinPath(path, kManifestName)); }
+
+// The folder that holds checkpoint_N: `path`, or "checkpoints" in it, where save_state puts them.
+absl::StatusOr<CheckpointFolder> FindRoot(const std::string& path) {
+  if (!PathExists(path)) return absl::NotFoundError(absl::StrCat(path, " does not exist"));
+  if (!IsFolder(path)) {
+    return absl::InvalidArgumentError(absl::StrCat(path, " is a file, not a folder"));
+  }
+  for (const std::string& root : {path, JoinPath(path, "checkpoints")}) {
+    CheckpointFolder folder(root);
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder.Numbers());
+    if (!numbers.empty()) return folder;
+  }
+  return absl::NotFoundError(absl::StrCat(path, " holds no checkpoint_0, checkpoint_1, ..."));
+}
+
+struct Checkpoint {
+  std::string path;
+  absl::StatusOr<Manifest> manifest = absl::UnknownError("not looked at");
+};
+
+// A checkpoint, or all those of a folder.
+absl::StatusOr<std::vector<Checkpoint>> Find(const std::string& path, VerifyLevel level) {
+  std::vector<Checkpoint> found;
+  if (IsCheckpoint(path)) {
+    found.push_back({path, VerifyCheckpoint(path, level)});
+    return found;
+  }
+  MUSTER_ASSIGN_OR_RETURN(const CheckpointFolder folder, FindRoot(path));
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder.Numbers());
+  for (const int64_t number : numbers) {
+    found.push_back({folder.PathOf(number), VerifyCheckpoint(folder.PathOf(number), level)});
+  }
+  return found;
+}
+
+std::string StateOf(const Checkpoint& checkpoint) {
+  if (checkpoint.manifest.ok()) return "complete";
+  return absl::IsNotFound(checkpoint.manifest.status()) ? "incomplete" : "damaged";
+}
+
+uint64_t BytesOf(const Manifest& manifest) {
+  uint64_t bytes = 0;
+  for (const ManifestFile& file : manifest.files) bytes += file.digest.bytes;
+  return bytes;
+}
+
+ordered_json ToJson(const Checkpoint& checkpoint) {
+  ordered_json json = {{"path", checkpoint.path}, {"state", StateOf(checkpoint)}};
+  if (!checkpoint.manifest.ok()) {
+    json["why"] = std::string(checkpoint.manifest.status().message());
+    return json;
+  }
+  const Manifest& manifest = *checkpoint.manifest;
+  json["iteration"] = manifest.info.iteration;
+  json["step"] = manifest.info.step;
+  json["epoch"] = manifest.info.epoch;
+  json["world_size"] = manifest.info.world_size;
+  json["created"] = manifest.created;
+  json["files"] = manifest.files.size();
+  json["bytes"] = BytesOf(manifest);
+  return json;
+}
+
+std::string ToText(const Checkpoint& checkpoint) {
+  if (!checkpoint.manifest.ok()) {
+    return absl::StrCat(checkpoint.path, "  ", StateOf(checkpoint), ": ",
+                        checkpoint.manifest.status().message(), "\n");
+  }
+  const Manifest& manifest = *checkpoint.manifest;
+  return absl::StrCat(
+      checkpoint.path, "  step ", manifest.info.step, "  epoch ", manifest.info.epoch, "  ",
+      manifest.info.world_size == 1 ? "1 process"
+                                    : absl::StrCat(manifest.info.world_size, " processes"),
+      "  ", Plural(manifest.files.size(), "file"), "  ", HumanBytes(BytesOf(manifest)), "  ",
+      manifest.created, "\n");
+}
+
+int PrintAll(const Call& call, const std::vector<Checkpoint>& checkpoints) {
+  ordered_json list = ordered_json::array();
+  for (const Checkpoint& checkpoint : checkpoints) {
+    if (call.json) {
+      list.push_back(ToJson(checkpoint));
+    } else {
+      call.context.out << ToText(checkpoint);
+    }
+  }
+  if (call.json) call.context.out << Dump({{"checkpoints", list}});
+  return kExitOk;
+}
+
+// --- Tensors ---
+
+// The files with tensors below `path`, by the name that they have in messages: those of a
+// checkpoint, or one set of weights under the empty name.
+absl::StatusOr<std::map<std::string, WeightFiles>> OpenAll(const std::string& path) {
+  std::map<std::string, WeightFiles> files;
+  if (!IsCheckpoint(path)) {
+    MUSTER_ASSIGN_OR_RETURN(WeightFiles weights, WeightFiles::Open(path));
+    files.emplace("", std::move(weights));
+    return files;
+  }
+  MUSTER_ASSIGN_OR_RETURN(const Manifest manifest, VerifyCheckpoint(path, VerifyLevel::kSizes));
+  for (const ManifestFile& file : manifest.files) {
+    if (!absl::EndsWith(file.name, ".safetensors")) continue;
+    MUSTER_ASSIGN_OR_RETURN(WeightFiles weights, WeightFiles::Open(JoinPath(path, file.name)));
+    files.emplace(file.name, std::move(weights));
+  }
+  return files;
+}
+
+int RunList(const Call& call) {
+  const std::string path = call.line.words.empty() ? "." : call.line.words[0];
+  const auto found = Find(path, VerifyLevel::kSizes);
+  return found.ok() ? PrintAll(call, *found) : Fail(call, found.status());
+}
+
+int RunInspect(const Call& call) {
+  const std::string& path = call.line.words[0];
+  const auto files = OpenAll(path);
+  if (!files.ok()) return Fail(call, files.status());
+  ordered_json json = {{"path", path}};
+  std::string text;
+  if (IsCheckpoint(path)) {
+    const Checkpoint checkpoint{path, VerifyCheckpoint(path, VerifyLevel::kSizes)};
+    if (!checkpoint.manifest.ok()) return Fail(call, checkpoint.manifest.status());
+    json = ToJson(checkpoint);
+    text = ToText(checkpoint);
+    json["micro_step"] = checkpoint.manifest->info.micro_step;
+    json["cursor"] = checkpoint.manifest->info.cursor;
+    ordered_json list = ordered_json::array();
+    for (const ManifestFile& file : checkpoint.manifest->files) {
+      list.push_back({{"name", file.name},
+                      {"rank", file.rank},
+                      {"bytes", file.digest.bytes},
+                      {"xxh3", file.digest.xxh3}});
+      absl::StrAppend(&text, "  ", file.name, "  ", HumanBytes(file.digest.bytes), "  by rank ",
+                      file.rank, "\n");
+    }
+    json["files"] = list;
+  }
+  ordered_json tensors = ordered_json::array();
+  for (const auto& [file, weights] : *files) {
+    for (const WeightFiles::Entry& entry : weights.entries()) {
+      const std::string in = file.empty() ? BaseName(weights.FileOf(entry)) : file;
+      const std::string type(SafetensorsTypeName(entry.tensor.type));
+      tensors.push_back({{"file", in},
+                         {"name", entry.tensor.name},
+                         {"dtype", type},
+                         {"shape", entry.tensor.shape},
+                         {"bytes", WeightFiles::BytesOf(entry)}});
+      absl::StrAppend(&text, in, ": ", entry.tensor.name, "  ", type, " [",
+                      absl::StrJoin(entry.tensor.shape, ", "), "]\n");
+    }
+  }
+  json["tensors"] = tensors;
+  call.context.out << (call.json ? Dump(json) : text);
+  return kExitOk;
+}
+
+int RunVerify(const Call& call) {
+  const VerifyLevel level =
+      call.line.Get("sizes") == "true" ? VerifyLevel::kSizes : VerifyLevel::kContents;
+  const auto found = Find(call.line.words[0], level);
+  if (!found.ok()) return Fail(call, found.status());
+  int code = kExitOk;
+  for (const Checkpoint& checkpoint : *found) {
+    if (!checkpoint.manifest.ok()) code = kExitJobFailed;
+    if (!call.json && checkpoint.manifest.ok()) {
+      call.context.out << checkpoint.path << "  ok, "
+                       << Plural(checkpoint.manifest->files.size(), "file") << ", "
+                       << HumanBytes(BytesOf(*checkpoint.manifest)) << "\n";
+    } else if (!call.json) {
+      call.context.out << ToText(checkpoint);
+    }
+  }
+  if (call.json) PrintAll(call, *found);
+  return code;
+}
+
+int RunDiff(const Call& call) {
+  const auto first = OpenAll(call.line.words[0]);
+  if (!first.ok()) return Fail(call, first.status());
+  const auto second = OpenAll(call.line.words[1]);
+  if (!second.ok()) return Fail(call, second.status());
+  // The weights of a checkpoint and weights alone: model.safetensors is what is meant.
+  const auto pick = [](const std::map<std::string, WeightFiles>& files, const std::string& name,
+                       bool other_is_weights) -> const WeightFiles* {
+    auto found = files.find(name);
+    if (found == files.end() && name.empty()) found = files.find(ModelFileName(0));
+    if (found == files.end() && other_is_weights) found = files.find("");
+    return found == files.end() ? nullptr : &found->second;
+  };
+  const bool first_is_weights = first->count("") != 0, second_is_weights = second->count("") != 0;
+  std::vector<std::string> names;
+  if (first_is_weights || second_is_weights) {
+    names.push_back("");
+  } else {
+    for (const auto& [name, files] : *first) names.push_back(name);
+    for (const auto& [name, files] : *second) {
+      if (first->count(name) == 0) names.push_back(name);
+    }
+  }
+  ordered_json list = ordered_json::array();
+  std::string text;
+  uint64_t same = 0;
+  const auto note = [&](const std::string& what, const std::string& file, const std::string& name,
+                        const std::string& words, ordered_json more) {
+    ordered_json item = {{"what", what}, {"file", file}, {"name", name}};
+    item.update(more);
+    list.push_back(item);
+    absl::StrAppend(&text, file, file.empty() || name.empty() ? "" : ": ", name, "  ", words, "\n");
+  };
+  for (const std::string& file : names) {
+    const WeightFiles* const a = pick(*first, file, first_is_weights);
+    const WeightFiles* const b = pick(*second, file, second_is_weights);
+    if (a == nullptr || b == nullptr) {
+      note(a == nullptr ? "only_second" : "only_first", file, "",
+           a == nullptr ? "only in the second" : "only in the first", ordered_json::object());
+      continue;
+    }
+    for (const WeightFiles::Entry& entry : a->entries()) {
+      const std::string& name = entry.tensor.name;
+      const WeightFiles::Entry* const other = b->Find(name);
+      if (other == nullptr) {
+        note("only_first", file, name, "only in the first", ordered_json::object());
+        continue;
+      }
+      const auto difference = CompareTensors(*a, entry, *b, *other);
+      if (!difference.ok()) return Fail(call, difference.status());
+      if (difference->equal) {
+        ++same;
+      } else if (!difference->shape.empty()) {
+        note("shape", file, name, difference->shape, {{"shapes", difference->shape}});
+      } else {
+        ordered_json more = {{"elements", difference->elements},
+                             {"differing", difference->differing}};
+        if (difference->largest.has_value()) more["largest"] = *difference->largest;
+        note("values", file, name,
+             absl::StrCat(difference->differing, " of ", difference->elements, " elements differ",
+                          difference->largest.has_value()
+                              ? absl::StrFormat(", by at most %.6g", *difference->largest)
+                              : ""),
+             more);
+      }
+    }
+    for (const WeightFiles::Entry& entry : b->entries()) {
+      if (a->Find(entry.tensor.name) != nullptr) continue;
+      note("only_second", file, entry.tensor.name, "only in the second", ordered_json::object());
+    }
+  }
+  if (call.json) {
+    call.context.out << Dump({{"equal", list.empty()}, {"same", same}, {"differences", list}});
+  } else {
+    call.context.out << text << Plural(same, "tensor") << " equal, "
+                     << Plural(list.size(), "difference") << "\n";
+  }
+  return list.empty() ? kExitOk : kExitJobFailed;
+}
+
+// The end of export and merge-weights.
+int Copy(const Call& call, const std::string& from, const std::string& to) {
+  int64_t limit = 10'000'000'000;
+  if (call.line.Has("max_shard_size")) {
+    const auto size = ParseShardSize(call.line.Get("max_shard_size"));
+    if (!size.ok()) return Fail(call, size.status());
+    limit = *size;
+  }
+  const auto weights = WeightFiles::Open(from);
+  if (!weights.ok()) return Fail(call, weights.status());
+  const auto copied = CopyWeights(*weights, to, limit);
+  if (!copied.ok()) return Fail(call, copied.status());
+  if (call.json) {
+    call.context.out << Dump({{"to", to},
+                              {"files", copied->files},
+                              {"tensors", copied->tensors},
+                              {"bytes", copied->bytes},
+                              {"left_out", copied->left_out}});
+    return kExitOk;
+  }
+  call.context.out << "wrote " << Plural(copied->tensors, "tensor") << ", "
+                   << HumanBytes(copied->bytes) << ", to " << to << " ("
+                   << Plural(copied->files.size(), "file") << ")\n";
+  for (const std::string& name : copied->left_out) {
+    call.context.out << "left out " << name << ", the same tensor under another name\n";
+  }
+  return kExitOk;
+}
+
+int RunExport(const Call& call) {
+  const std::string& path = call.line.words[0];
+  int model = 0;
+  if (call.line.Has("model") && (!absl::SimpleAtoi(call.line.Get("model"), &model) || model < 0)) {
+    return Fail(call, absl::InvalidArgumentError(absl::StrCat("--model ", call.line.Get("model"),
+                                                              ": write its number, from 0")));
+  }
+  const auto manifest = VerifyCheckpoint(path, VerifyLevel::kSizes);
+  if (!manifest.ok()) return Fail(call, manifest.status());
+  const std::string name = ModelFileName(model);
+  const ManifestFile* const file = manifest->Find(name);
+  if (file == nullptr) {
+    return Fail(call, absl::NotFoundError(absl::StrCat(path, " holds no ", name)));
+  }
+  const std::string from = JoinPath(path, name);
+  const auto digest = DigestFile(from);
+  if (!digest.ok()) return Fail(call, digest.status());
+  if (*digest != file->digest) {
+    return Fail(call, absl::DataLossError(
+                          absl::StrCat(from, ": is damaged: its contents have the digest ",
+                                       digest->xxh3, ", but the manifest says ", file->digest.xxh3,
+                                       "; export an earlier checkpoint")));
+  }
+  return Copy(call, from, call.line.words[1]);
+}
+
+int RunMerge(const Call& call) { return Copy(call, call.line.words[0], call.line.words[1]); }
+
+int RunPrune(const Call& call) {
+  int keep = 0;
+  if (!absl::SimpleAtoi(call.line.Get("keep"), &keep) || keep < 1) {
+    return Fail(call, absl::InvalidArgumentError(
+                          call.line.Has("keep")
+                              ? absl::StrCat("--keep ", call.line.Get("keep"), ": write 1 or more")
+                              : "say how many to keep: --keep N"));
+  }
+  const auto folder = FindRoot(call.line.words[0]);
+  if (!folder.ok()) return Fail(call, folder.status());
+  const auto found = Find(folder->root(), VerifyLevel::kSizes);
+  if (!found.ok()) return Fail(call, found.status());
+  std::vector<std::string> complete;
+  for (const Checkpoint& checkpoint : *found) {
+    if (checkpoint.manifest.ok()) {
+      complete.push_back(checkpoint.path);
+    } else if (!absl::IsNotFound(checkpoint.manifest.status())) {
+      // It would count as one to keep, and a good one would go.
+      return Fail(call, absl::FailedPreconditionError(
+                            absl::StrCat(checkpoint.manifest.status().message(),
+                                         "; nothing was removed: remove this checkpoint first")));
+    }
+  }
+  const size_t removed = complete.size() - std::min<size_t>(complete.size(), keep);
+  complete.resize(removed);
+  const bool dry_run = call.line.Get("dry_run") == "true";
+  if (!dry_run) {
+    if (const absl::Status status = folder->Rotate(keep); !status.ok()) return Fail(call, status);
+  }
+  if (call.json) {
+    call.context.out << Dump({{"dry_run", dry_run}, {"removed", complete}});
+    return kExitOk;
+  }
+  for (const std::string& path : complete) {
+    call.context.out << (dry_run ? "would remove " : "removed ") << path << "\n";
+  }
+  if (complete.empty()) call.context.out << "nothing to remove\n";
+  return kExitOk;
+}
+
+const OptionSpec kShardSize = {.name = "max_shard_size",
+                               .value_name = "SIZE",
+                               .help = "Shards with an index beyond this size (default 10GB)"};
+
+struct Subcommand {
+  CommandSpec spec;
+  size_t min_words;
+  int (*run)(const Call&);
+};
+
+std::vector<Subcommand> Subcommands() {
+  return {
+      {{.name = "muster checkpoints list",
+        .summary = "Lists the checkpoints of a folder, with step, epoch and size.",
+        .usage = "[FOLDER] [OPTIONS]",
+        .details = "FOLDER holds checkpoint_0, checkpoint_1, ..., or a folder checkpoints with "
+                   "them; by default the current one.",
+        .max_words = 1},
+       0,
+       RunList},
+      {{.name = "muster checkpoints inspect",
+        .summary = "Shows what is in a checkpoint, or in files of weights: files and tensors.",
+        .usage = "PATH [OPTIONS]",
+        .max_words = 1},
+       1,
+       RunInspect},
+      {{.name = "muster checkpoints verify",
+        .summary = "Reads a checkpoint, or all of a folder, and compares every file's digest.",
+        .usage = "PATH [OPTIONS]",
+        .options = {{.name = "sizes", .help = "Compare the sizes of files only"}},
+        .max_words = 1},
+       1,
+       RunVerify},
+      {{.name = "muster checkpoints diff",
+        .summary = "Compares the tensors of two checkpoints, or of files of weights.",
+        .usage = "FIRST SECOND [OPTIONS]",
+        .details = "Of a checkpoint and weights alone, model.safetensors is compared.",
+        .max_words = 2},
+       2,
+       RunDiff},
+      {{.name = "muster checkpoints export",
+        .summary = "Writes a model of a checkpoint as safetensors files that other libraries read.",
+        .usage = "CHECKPOINT TO [OPTIONS]",
+        .details = "TO is a folder, or a file *.safetensors.",
+        .options = {{.name = "model", .value_name = "N", .help = "Which model, from 0 (default 0)"},
+                    kShardSize},
+        .max_words = 2},
+       2,
+       RunExport},
+      {{.name = "muster checkpoints prune",
+        .summary = "Removes the oldest complete checkpoints of a folder.",
+        .usage = "FOLDER --keep N [OPTIONS]",
+        .details = "Incomplete ones do not count and stay. A damaged one stops the command.",
+        .options = {{.name = "keep", .value_name = "N", .help = "How many to keep, 1 or more"},
+                    {.name = "dry_run", .help = "Say which ones, and remove nothing"}},
+        .max_words = 1},
+       1,
+       RunPrune},
+  };
+}
+
+}  // namespace
+
+int RunCheckpointsCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const std::vector<Subcommand> all = Subcommands();
+  const std::string prefix = "muster checkpoints ";
+  const auto help = [&](std::ostream& out) {
+    out << "Looks at checkpoints and weights on disk; no coordinator is needed.\n"
+           "Usage: muster checkpoints COMMAND [OPTIONS]\n\nCommands:\n";
+    for (const Subcommand& subcommand : all) {
+      out << absl::StrFormat("  %-10s %s\n", subcommand.spec.name.substr(prefix.size()),
+                             subcommand.spec.summary);
+    }
+    out << "\nmuster checkpoints COMMAND --help tells more.\n";
+  };
+  if (args.empty()) {
+    help(context.err);
+    return kExitUsage;
+  }
+  if (args[0] == "--help" || args[0] == "-h") {
+    help(context.out);
+    return kExitOk;
+  }
+  std::vector<std::string> names;
+  for (const Subcommand& subcommand : all) {
+    names.push_back(subcommand.spec.name.substr(prefix.size()));
+    if (names.back() != args[0]) continue;
+    return Run(subcommand.spec, {args.begin() + 1, args.end()}, context, subcommand.min_words,
+               subcommand.run);
+  }
+  context.err << "muster checkpoints: unknown command " << args[0]
+              << DidYouMean(args[0], names, prefix) << "; see muster checkpoints --help\n";
+  return kExitUsage;
+}
+
+int RunMergeWeightsCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  return Run(
+      {.name = "muster merge-weights",
+       .summary = "Writes weights as safetensors: shards into one file, or pytorch_model.bin "
+                  "without Python.",
+       .usage = "FROM TO [OPTIONS]",
+       .details = "FROM is a folder, an index or a file of safetensors or torch.save, which "
+                  "is not executed; TO a folder,\nor a file *.safetensors. Of a tensor with "
+                  "several names the first is kept.",
+       .options = {kShardSize},
+       .max_words = 2},
+      args, context, 2, RunMerge);
+}
+
+}  // namespace muster::client

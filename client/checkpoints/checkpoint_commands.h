@@ -1,0 +1,21 @@
+#ifndef MUSTER_CLIENT_CHECKPOINTS_CHECKPOINT_COMMANDS_H_
+#define MUSTER_CLIENT_CHECKPOINTS_CHECKPOINT_COMMANDS_H_
+
+#include <string>
+#include <vector>
+
+#include "client/cli/launch_command.h"
+
+namespace muster::client {
+
+// Commands on folders of checkpoints and weights. They need no coordinator and no torch.
+
+// `muster checkpoints list|inspect|verify|diff|export|prune`.
+int RunCheckpointsCommand(const std::vector<std::string>& args, const CommandContext& context);
+
+// `muster merge-weights`: writes weights of any format as safetensors.
+int RunMergeWeightsCommand(const std::vector<std::string>& args, const CommandContext& context);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CHECKPOINTS_CHECKPOINT_COMMANDS_H_

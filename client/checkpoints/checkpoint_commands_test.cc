@@ -1,0 +1,237 @@
+#include "client/checkpoints/checkpoint_commands.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "base/file.h"
+#include "client/checkpoints/weight_diff.h"
+#include "client/cli/exit_code.h"
+#include "tests/testdata/golden.h"
+#include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/safetensors_format.h"
+
+namespace muster::client {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using testing_support::GoldenPath;
+using testing_support::TestdataPath;
+using Json = nlohmann::json;
+
+std::string Tensor(const std::string& name, const std::vector<float>& values) {
+  const std::string bytes(reinterpret_cast<const char*>(values.data()), values.size() * 4);
+  return *EncodeSafetensors(
+      {{.name = name, .type = SafetensorsType::kF32, .shape = {values.size()}}}, {bytes},
+      std::nullopt);
+}
+
+class CheckpointCommandsTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    root_ = JoinPath(testing::TempDir(), "commands-" + RandomHex());
+    ASSERT_TRUE(MakeDirectories(root_).ok());
+  }
+  void TearDown() override { EXPECT_TRUE(RemoveTree(root_).ok()); }
+
+  std::string Path(const std::string& name) const { return JoinPath(root_, name); }
+  std::string Numbered(int i) const { return Path("checkpoints/checkpoint_" + std::to_string(i)); }
+
+  // A checkpoint of a model and a schedule.
+  void Save(const std::string& dir, const std::vector<float>& weights, int step) {
+    auto staging = Staging::Create(dir);
+    ASSERT_TRUE(staging.ok()) << staging.status();
+    Manifest manifest;
+    manifest.info.step = step;
+    manifest.created = "2026-01-01T00:00:00Z";
+    for (const auto& [name, bytes] : std::vector<std::pair<std::string, std::string>>{
+             {"model.safetensors", Tensor("w", weights)}, {"scheduler.json", "{}"}}) {
+      ASSERT_TRUE(WriteFileAtomically(JoinPath(staging->path(), name), bytes).ok());
+      manifest.files.push_back({.name = name, .rank = 0, .digest = DigestBytes(bytes)});
+    }
+    ASSERT_TRUE(staging->Publish(manifest).ok());
+  }
+  void Damage(const std::string& path) {
+    std::string bytes = *ReadFile(path);
+    bytes.back() ^= 1;
+    ASSERT_TRUE(WriteFileAtomically(path, bytes).ok());
+  }
+
+  int Run(const std::vector<std::string>& args) {
+    out_.str("");
+    err_.str("");
+    const CommandContext context{{}, out_, err_};
+    if (args[0] == "merge-weights") {
+      return RunMergeWeightsCommand({args.begin() + 1, args.end()}, context);
+    }
+    return RunCheckpointsCommand(args, context);
+  }
+  Json RunJson(std::vector<std::string> args, int code = kExitOk) {
+    args.insert(args.end(), {"-o", "json"});
+    EXPECT_EQ(Run(args), code) << err_.str();
+    return Json::parse(out_.str());
+  }
+  // One line that names the command and holds `words`.
+  void ExpectRefused(const std::vector<std::string>& args, int code, const std::string& words) {
+    EXPECT_EQ(Run(args), code) << out_.str();
+    const std::string text = err_.str();
+    EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1) << text;
+    EXPECT_THAT(text, HasSubstr(words));
+  }
+
+  std::string root_;
+  std::ostringstream out_, err_;
+};
+
+TEST_F(CheckpointCommandsTest, List_ShowsEachWithItsState) {
+  Save(Numbered(1), {1}, 10);
+  Save(Numbered(2), {2}, 20);
+  ASSERT_TRUE(MakeDirectories(Numbered(3)).ok());
+  ASSERT_TRUE(RemoveTree(JoinPath(Numbered(1), "scheduler.json")).ok());
+  EXPECT_EQ(Run({"list", root_}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("checkpoint_2  step 20  epoch 0  1 process  2 files  "));
+  EXPECT_THAT(out_.str(), HasSubstr("checkpoint_1  damaged: "));
+  EXPECT_THAT(out_.str(), HasSubstr("checkpoint_3  incomplete: "));
+  const Json json = RunJson({"list", Path("checkpoints")});
+  ASSERT_EQ(json["checkpoints"].size(), 3u);
+  EXPECT_EQ(json["checkpoints"][1]["step"], 20);
+  EXPECT_EQ(json["checkpoints"][1]["state"], "complete");
+  ExpectRefused({"list", Path("nothing")}, kExitNotFound, "does not exist");
+}
+
+TEST_F(CheckpointCommandsTest, Inspect_ShowsFilesAndTensorsOfEveryFormat) {
+  Save(Numbered(0), {1, 2, 3}, 5);
+  const Json json = RunJson({"inspect", Numbered(0)});
+  EXPECT_EQ(json["files"].size(), 2u);
+  EXPECT_EQ(json["tensors"][0], Json({{"file", "model.safetensors"},
+                                      {"name", "w"},
+                                      {"dtype", "F32"},
+                                      {"shape", {3}},
+                                      {"bytes", 12}}));
+  EXPECT_EQ(Run({"inspect", TestdataPath("torch_files/layouts.bin")}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("layouts.bin: transposed  F32 [6, 4]\n"));
+  ExpectRefused({"inspect", TestdataPath("torch_files/evil.bin")}, kExitUsage, "posix.system");
+}
+
+TEST_F(CheckpointCommandsTest, Verify_NamesTheDamagedFile) {
+  Save(Numbered(0), {1}, 1);
+  Save(Numbered(1), {2}, 2);
+  EXPECT_EQ(Run({"verify", root_}), kExitOk);
+  Damage(JoinPath(Numbered(1), "model.safetensors"));
+  EXPECT_EQ(Run({"verify", root_, "--sizes"}), kExitOk);
+  EXPECT_EQ(Run({"verify", root_}), kExitJobFailed);
+  EXPECT_THAT(out_.str(), HasSubstr("checkpoint_0  ok, 2 files"));
+  EXPECT_THAT(out_.str(), HasSubstr("model.safetensors: is damaged"));
+  EXPECT_EQ(RunJson({"verify", Numbered(1)}, kExitJobFailed)["checkpoints"][0]["state"], "damaged");
+}
+
+TEST_F(CheckpointCommandsTest, Diff_CountsElementsAndTheLargestDistance) {
+  Save(Numbered(0), {1, 2, 3}, 1);
+  Save(Numbered(1), {1, 2.5, 2}, 2);
+  EXPECT_EQ(Run({"diff", Numbered(0), Numbered(0)}), kExitOk);
+  EXPECT_EQ(Run({"diff", Numbered(0), Numbered(1)}), kExitJobFailed);
+  EXPECT_THAT(out_.str(),
+              HasSubstr("model.safetensors: w  2 of 3 elements differ, by at most 1\n"));
+  const Json json = RunJson({"diff", Numbered(0), Numbered(1)}, kExitJobFailed);
+  EXPECT_EQ(json["differences"][0]["largest"], 1);
+  // Weights alone, in either place, are compared with the model.
+  const std::string model = JoinPath(Numbered(1), "model.safetensors");
+  EXPECT_EQ(Run({"diff", Numbered(1), model}), kExitOk) << out_.str();
+  EXPECT_EQ(Run({"diff", model, Numbered(0)}), kExitJobFailed);
+  EXPECT_EQ(Run({"diff", TestdataPath("torch_files/types.bin"),
+                 TestdataPath("torch_files/types.safetensors")}),
+            kExitOk)
+      << out_.str();
+  EXPECT_EQ(Run({"diff", TestdataPath("torch_files/types.bin"), model}), kExitJobFailed);
+  EXPECT_THAT(out_.str(), HasSubstr("w  only in the second"));
+}
+
+TEST_F(CheckpointCommandsTest, Diff_UnderstandsHalves) {
+  const auto file = [&](const std::string& name, SafetensorsType type, const std::string& bytes) {
+    const std::string text = *EncodeSafetensors(
+        {{.name = "t", .type = type, .shape = {bytes.size() / 2}}}, {bytes}, std::nullopt);
+    EXPECT_TRUE(WriteFileAtomically(Path(name), text).ok());
+    return *WeightFiles::Open(Path(name));
+  };
+  const auto largest = [&](SafetensorsType type, const std::string& x, const std::string& y) {
+    const WeightFiles a = file("a.safetensors", type, x), b = file("b.safetensors", type, y);
+    return *CompareTensors(a, *a.Find("t"), b, *b.Find("t"))->largest;
+  };
+  // 1.0 and 1.5; 2^-24 and 0; -2 and infinity.
+  EXPECT_EQ(largest(SafetensorsType::kF16, std::string("\x00\x3c", 2), std::string("\x00\x3e", 2)),
+            0.5);
+  EXPECT_EQ(largest(SafetensorsType::kF16, std::string("\x01\x00", 2), std::string("\x00\x00", 2)),
+            0x1p-24);
+  EXPECT_EQ(largest(SafetensorsType::kF16, std::string("\x00\xc0", 2), std::string("\x00\x7c", 2)),
+            std::numeric_limits<double>::infinity());
+  EXPECT_EQ(largest(SafetensorsType::kBF16, std::string("\x80\x3f", 2), std::string("\xc0\xbf", 2)),
+            2.5);
+}
+
+TEST_F(CheckpointCommandsTest, Export_WritesTheModelAndRefusesADamagedOne) {
+  Save(Numbered(0), {1, 2}, 1);
+  EXPECT_EQ(Run({"export", Numbered(0), Path("out")}), kExitOk) << err_.str();
+  EXPECT_THAT(*ListDirectory(Path("out")), ElementsAre("model.safetensors"));
+  EXPECT_EQ(Run({"diff", Numbered(0), Path("out")}), kExitOk);
+  ExpectRefused({"export", Numbered(0), Path("out"), "--model", "1"}, kExitNotFound,
+                "holds no model_1.safetensors");
+  Damage(JoinPath(Numbered(0), "model.safetensors"));
+  ExpectRefused({"export", Numbered(0), Path("other")}, kExitJobFailed, "is damaged");
+  EXPECT_FALSE(PathExists(Path("other")));
+}
+
+TEST_F(CheckpointCommandsTest, Prune_KeepsTheNewestAndWhatIsIncomplete) {
+  for (int i = 0; i < 4; ++i) Save(Numbered(i), {1}, i);
+  ASSERT_TRUE(MakeDirectories(Numbered(4)).ok());
+  EXPECT_EQ(RunJson({"prune", root_, "--keep", "2", "--dry_run"})["removed"],
+            Json({Numbered(0), Numbered(1)}));
+  EXPECT_EQ(ListDirectory(Path("checkpoints"))->size(), 5u);
+  ASSERT_TRUE(RemoveTree(JoinPath(Numbered(3), "scheduler.json")).ok());
+  ExpectRefused({"prune", root_, "--keep", "2"}, kExitUsage, "nothing was removed");
+  Save(Numbered(3), {1}, 3);
+  EXPECT_EQ(Run({"prune", root_, "--keep", "2"}), kExitOk) << err_.str();
+  EXPECT_THAT(*ListDirectory(Path("checkpoints")),
+              ElementsAre("checkpoint_2", "checkpoint_3", "checkpoint_4"));
+  EXPECT_EQ(Run({"prune", root_, "--keep", "2"}), kExitOk);
+  EXPECT_EQ(out_.str(), "nothing to remove\n");
+  ExpectRefused({"prune", root_}, kExitUsage, "--keep N");
+  ExpectRefused({"prune", root_, "--keep", "0"}, kExitUsage, "write 1 or more");
+}
+
+TEST_F(CheckpointCommandsTest, MergeWeights_ReadsShardsAndPickles) {
+  const Json merged =
+      RunJson({"merge-weights", GoldenPath("hf_models/gpt2_shared"), Path("gpt2.safetensors")});
+  EXPECT_EQ(merged["files"], Json({"gpt2.safetensors"}));
+  EXPECT_EQ(Run({"diff", GoldenPath("hf_models/gpt2_shared"), Path("gpt2.safetensors")}), kExitOk);
+  EXPECT_EQ(Run({"merge-weights", TestdataPath("torch_files/pytorch_model.bin"), Path("bin")}),
+            kExitOk);
+  EXPECT_EQ(out_.str(),
+            "wrote 6 tensors, 116 B, to " + Path("bin") +
+                " (1 file)\nleft out head.weight, the same tensor under another name\n");
+  ExpectRefused({"merge-weights", Path("bin"), Path("bin")}, kExitConflict, "files that are read");
+  ExpectRefused({"merge-weights", Path("bin"), Path("x"), "--max_shard_size", "many"}, kExitUsage,
+                "many");
+  ExpectRefused({"merge-weights", Path("bin")}, kExitUsage, "write muster merge-weights FROM TO");
+}
+
+TEST_F(CheckpointCommandsTest, HelpAndMistakes_AreThoseOfOtherCommands) {
+  EXPECT_EQ(Run({"--help"}), kExitOk);
+  for (const char* name : {"list", "inspect", "verify", "diff", "export", "prune"}) {
+    EXPECT_THAT(out_.str(), HasSubstr(std::string("  ") + name));
+  }
+  for (const char* name : {"list", "inspect", "verify", "diff", "export", "prune"}) {
+    EXPECT_EQ(Run({name, "--help"}), kExitOk);
+    EXPECT_THAT(out_.str(), HasSubstr(std::string("\nUsage: muster checkpoints ") + name));
+    EXPECT_THAT(out_.str(), HasSubstr("-o,--output FORMAT"));
+  }
+  ExpectRefused({"lst"}, kExitUsage, "unknown command lst");
+  ExpectRefused({"list", "-o", "yaml"}, kExitUsage, "--output yaml: write text or json");
+  ExpectRefused({"list", "-x"}, kExitUsage, "unknown option -x");
+}
+
+}  // namespace
+}  // namespace muster::client

@@ -1,0 +1,31 @@
+#ifndef MUSTER_CLIENT_CHECKPOINTS_WEIGHT_DIFF_H_
+#define MUSTER_CLIENT_CHECKPOINTS_WEIGHT_DIFF_H_
+
+#include <optional>
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "worker/checkpoint/weight_files.h"
+
+namespace muster::client {
+
+// How two tensors of one name differ.
+struct TensorDifference {
+  bool equal = true;  // shape, type and bytes
+  // What differs, if it is not the values: "F32 [2] and F32 [3]".
+  std::string shape = "";
+  uint64_t elements = 0;
+  uint64_t differing = 0;
+  // The largest |a - b| over floats of F64, F32, F16 and BF16; infinite if only one is not finite.
+  std::optional<double> largest = std::nullopt;
+};
+
+// Reads both tensors; holds one of them in memory. Blocks on the disk.
+absl::StatusOr<TensorDifference> CompareTensors(const WeightFiles& a,
+                                                const WeightFiles::Entry& in_a,
+                                                const WeightFiles& b,
+                                                const WeightFiles::Entry& in_b);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CHECKPOINTS_WEIGHT_DIFF_H_
