@@ -24,17 +24,10 @@ namespace muster::coordinator {
 namespace {
 
 constexpr uint32_t kProtocol = 1;
-constexpr size_t kWatchBatchBytes = 256 << 10;
-constexpr uint64_t kRevisionsBetweenProgress = 1024;
 constexpr absl::Duration kTrimPeriod = absl::Seconds(5);
 constexpr size_t kTrimBytes = 8 << 20;
-constexpr size_t kSnapshotPartBytes = 1 << 20;
 constexpr int kTrims = 2;
 constexpr size_t kBytesOfCall = 512;  // beside its request and its answer, while it is open
-// So many frames to write are shared with the writer, in portions. Waking it costs as much as
-// several of them.
-constexpr size_t kManyWrites = 48;
-constexpr size_t kWritesAtATime = 8;
 // Then somebody who only brought an event has applied enough of what others bring.
 constexpr int kRounds = 64;
 // What the core keeps of a key that is waited for, beside its bytes.
@@ -145,117 +138,7 @@ uint64_t RevisionOf(const Answer& answer) {
       .revision();
 }
 
-std::string NewSessionId() {
-  std::random_device random;
-  return absl::StrFormat("%08x%08x", random(), random());
-}
-
-// A second core, which has no callers: it becomes what a restart would make of the journal. Its
-// memory is that of a thread of its own, so the allocator gives it back when it is freed; MaybeTrim
-// finds the rest (not that thread: with its low priority it would hold the allocator's locks for
-// long).
-class CoreReplica final : public Replica {
- public:
-  CoreReplica(const CoreOptions& options, std::string hosts)
-      : core_(options), hosts_(std::move(hosts)) {}
-  absl::Status Restore(absl::string_view part) override { return core_.Restore(part); }
-  absl::Status Replay(absl::string_view record) override { return core_.Replay(record); }
-  absl::Status Write(absl::FunctionRef<absl::Status(absl::string_view)> part) override {
-    MUSTER_RETURN_IF_ERROR(core_.RestoreHosts(hosts_));
-    return core_.WriteSnapshot(kSnapshotPartBytes,
-                               [&](const std::string& bytes) { return part(bytes); });
-  }
-
- private:
-  Core core_;
-  const std::string hosts_;
-};
-
-// The state of a core at the time that this is made.
-class WholeState final : public Replica {
- public:
-  explicit WholeState(const Core& core) {
-    (void)core.WriteSnapshot(kSnapshotPartBytes, [this](std::string part) {
-      parts_.push_back(std::move(part));
-      return absl::OkStatus();
-    });
-  }
-  bool NeedsHistory() const override { return false; }
-  absl::Status Restore(absl::string_view) override { return absl::OkStatus(); }
-  absl::Status Replay(absl::string_view) override { return absl::OkStatus(); }
-  absl::Status Write(absl::FunctionRef<absl::Status(absl::string_view)> part) override {
-    for (const std::string& one : parts_) MUSTER_RETURN_IF_ERROR(part(one));
-    return absl::OkStatus();
-  }
-
- private:
-  std::vector<std::string> parts_;
-};
-
 }  // namespace
-
-struct CoreRunner::Session final : public FrameSource {
-  Session(const v1::Hello& hello, size_t unsent_bytes)
-      : node(hello.node()),
-        pause_bytes(unsent_bytes),
-        agent(hello.node(), hello.agent_incarnation(), NewSessionId()) {}
-
-  void Writable() override {
-    std::shared_ptr<AgentStream> resumed;
-    {
-      MutexLock lock(&mu);
-      if (stream == nullptr) return;
-      if (agent.outbox().HasWork()) {
-        stream->TryWrite([this]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
-          return rpc::ToByteBuffer(agent.outbox().Next());
-        });
-      }
-      if (paused != nullptr && agent.outbox().unsent_bytes() <= pause_bytes / 2)
-        resumed = std::move(paused);
-    }
-    if (resumed != nullptr) resumed->ReadNext(/*answer_follows=*/false);
-  }
-  // Its frame has been dealt with: reads the next one, now or when the agent has taken its answers.
-  // By whoever applies.
-  void ReadNext(const std::shared_ptr<AgentStream>& from) {
-    {
-      MutexLock lock(&mu);
-      if (from == stream && agent.outbox().unsent_bytes() > pause_bytes) {
-        paused = from;
-        return;
-      }
-    }
-    from->ReadNext(/*answer_follows=*/!calls.empty());
-  }
-
-  const std::string node;
-  const size_t pause_bytes;
-
-  // Apply thread only.
-  absl::flat_hash_set<CallId> calls;
-  size_t held_bytes = 0;  // of their requests
-  bool dirty = false;
-  bool ended = false;
-  absl::Time expires = absl::InfiniteFuture();  // while it has no stream
-
-  Mutex mu;
-  rpc::AgentSession agent ABSL_GUARDED_BY(mu);
-  std::shared_ptr<AgentStream> stream ABSL_GUARDED_BY(mu);
-  std::shared_ptr<AgentStream> paused ABSL_GUARDED_BY(mu);  // is read from when there is room again
-};
-
-struct CoreRunner::Writes {
-  explicit Writes(std::vector<std::shared_ptr<Session>> list) : sessions(std::move(list)) {}
-  // Until all are done or taken by the other.
-  void Work() {
-    for (size_t at; (at = next.fetch_add(kWritesAtATime)) < sessions.size();) {
-      const size_t end = std::min(at + kWritesAtATime, sessions.size());
-      for (; at < end; ++at) sessions[at]->Writable();
-    }
-  }
-  const std::vector<std::shared_ptr<Session>> sessions;
-  std::atomic<size_t> next{0};
-};
 
 CoreRunner::CoreRunner(const Options& options, std::unique_ptr<Journal> journal)
     : options_(options),
@@ -287,31 +170,66 @@ CoreRunner::CoreRunner(const Options& options, std::unique_ptr<Journal> journal)
         core.cluster_id = journal_->cluster_id();
         core.catches_up = true;
         return core;
-      }()) {}
+      }()),
+      watchers_(core_, options_.limits.answer_bytes),
+      snapshots_(
+          [this] {
+            Snapshots::Options snapshots{.records = options_.snapshot_records,
+                                         .bytes = options_.snapshot_bytes,
+                                         .core = options_.core,
+                                         .clock = options_.clock};
+            snapshots.core.cluster_id = journal_->cluster_id();
+            return snapshots;
+          }(),
+          journal_.get()) {}
 
 CoreRunner::~CoreRunner() { Stop(); }
 
 absl::Status CoreRunner::Start() {
-  uint64_t records = 0;
-  const absl::Time start = absl::Now();
-  MUSTER_RETURN_IF_ERROR(
-      journal_->Replay([this](uint64_t, absl::string_view state) { return core_.Restore(state); },
-                       [this, &records](uint64_t, absl::string_view record) {
-                         ++records;
-                         return core_.Replay(record);
-                       }));
-  durable_revision_ = core_.last_record_revision();
   {
     MutexLock lock(&mu_);
     applying_ = true;  // by this thread, until the term is durable
   }
-  applier_ = std::this_thread::get_id();
+  {
+    const HoldTurn turn(&turn_);
+    MUSTER_RETURN_IF_ERROR(BeginTerm());
+  }
+  {
+    MutexLock lock(&mu_);
+    applying_ = false;
+  }
+  thread_ = std::thread([this] { Run(); });
+  fan_out_.Start();
+  return absl::OkStatus();
+}
+
+absl::Status CoreRunner::BeginTerm() {
+  uint64_t records = 0;
+  const absl::Time start = absl::Now();
+  MUSTER_RETURN_IF_ERROR(journal_->Replay(
+      [this](uint64_t, absl::string_view state) {
+        turn_.AssertHeld();
+        return core_.Restore(state);
+      },
+      [this, &records](uint64_t, absl::string_view record) {
+        turn_.AssertHeld();
+        ++records;
+        return core_.Replay(record);
+      }));
+  durable_revision_ = core_.last_record_revision();
+  watchers_.Durable(durable_revision_);
   journal_->Start([this](const Journal::Progress& progress) {
-    if (std::this_thread::get_id() == applier_.load()) {
+    if (turn_.IsMine()) {  // a journal in memory, from within Append
+      turn_.AssertHeld();
       DoProgress(progress);
     } else {
       // Not on the journal's thread: the next commit should start at once.
-      Post([this, progress] { DoProgress(progress); }, By::kThread);
+      Post(
+          [this, progress] {
+            turn_.AssertHeld();
+            DoProgress(progress);
+          },
+          By::kThread);
     }
   });
   MUSTER_FAILPOINT_STATUS("engine.replayed");
@@ -336,11 +254,6 @@ absl::Status CoreRunner::Start() {
     }
     ApplyBatch(tasks);
   }
-  applier_ = std::thread::id();
-  {
-    MutexLock lock(&mu_);
-    applying_ = false;
-  }
   MUSTER_RETURN_IF_ERROR(journal_status_);
   MUSTER_FAILPOINT_STATUS("engine.serving");
   if (records > 0 || term > 1) {
@@ -348,8 +261,6 @@ absl::Status CoreRunner::Start() {
                      << " records replayed in " << absl::FormatDuration(absl::Now() - start)
                      << ", revision " << core_.revision();
   }
-  thread_ = std::thread([this] { Run(); });
-  writer_ = std::thread([this] { RunWriter(); });
   return absl::OkStatus();
 }
 
@@ -365,12 +276,7 @@ void CoreRunner::Stop() {
   }
   wake_.SignalAll();
   if (thread_.joinable()) thread_.join();
-  {
-    MutexLock lock(&writer_mu_);
-    writer_stop_ = true;
-  }
-  writer_wake_.SignalAll();
-  if (writer_.joinable()) writer_.join();
+  fan_out_.Stop();
   journal_->Stop();
   MutexLock lock(&mu_);
   ended_ = true;
@@ -393,12 +299,12 @@ bool CoreRunner::Post(Task&& task, By by) {
     }
     applying_ = true;
   }
+  turn_.Take();
   ApplyAll();
   return true;
 }
 
 void CoreRunner::ApplyAll() {
-  applier_ = std::this_thread::get_id();
   std::vector<Task> tasks;
   bool wake = false;
   for (int round = 0;; ++round) {
@@ -408,9 +314,9 @@ void CoreRunner::ApplyAll() {
       if (spare_.capacity() < tasks.capacity()) spare_.swap(tasks);
       handed_over_ = stop_ || SnapshotDue() || (round >= kRounds && !queue_.empty());
       if (queue_.empty() || handed_over_) {
-        applier_ = std::thread::id();
-        applying_ = false;
         wake = handed_over_ || armed_ == absl::InfinitePast() || NextDeadline() < armed_;
+        turn_.Give();
+        applying_ = false;
         break;
       }
       tasks.swap(queue_);
@@ -434,7 +340,7 @@ void CoreRunner::ApplyBatch(std::vector<Task>& tasks) {
   for (Task& task : tasks) task();
   Drain();
   while (FlushSessions()) Drain();
-  ServeWatchers();
+  watchers_.Serve();
 }
 
 absl::Time CoreRunner::NextDeadline() const {
@@ -444,16 +350,7 @@ absl::Time CoreRunner::NextDeadline() const {
 }
 
 bool CoreRunner::SnapshotDue() const {
-  if (snapshot_running_ || stopped_ || !journal_status_.ok()) return false;
-  if (snapshot_done_ != nullptr || snapshot_of_core_) return true;
-  // Of a large state one is written later, by half of its bytes, so that it does not cost more and
-  // more for each record.
-  const uint64_t times =
-      1 + journal_->snapshot_bytes() / std::max<uint64_t>(1, 2 * options_.snapshot_bytes);
-  const uint64_t records = journal_->records_since_snapshot();
-  return records >= snapshot_not_before_ &&
-         (records >= times * options_.snapshot_records ||
-          journal_->bytes_since_snapshot() >= times * options_.snapshot_bytes);
+  return !stopped_ && journal_status_.ok() && snapshots_.Due();
 }
 
 // A burst (ten thousand joins) leaves memory that the allocator keeps for the thread that made it:
@@ -485,8 +382,11 @@ void CoreRunner::Run() {
     if (stop_) break;
     handed_over_ = false;
     const absl::Time now = options_.clock->Now();
+    turn_.Take();  // nobody is applying, nor begins to while mu_ is held
     const absl::Time deadline = NextDeadline();
-    if (queue_.empty() && deadline > now && !SnapshotDue()) {
+    const bool snapshot_due = SnapshotDue();
+    if (queue_.empty() && deadline > now && !snapshot_due) {
+      turn_.Give();
       armed_ = std::min(deadline, now + kTrimPeriod);
       wake_.WaitWithTimeout(&mu_, armed_ - now);
       if (!applying_ && queue_.empty()) {
@@ -498,15 +398,14 @@ void CoreRunner::Run() {
     }
     applying_ = true;
     mu_.Unlock();
-    applier_ = std::this_thread::get_id();
-    if (SnapshotDue()) TakeSnapshot();
+    if (snapshot_due) TakeSnapshot();
     ApplyBatch(nothing);
     ApplyAll();
     mu_.Lock();
   }
   applying_ = true;
   mu_.Unlock();
-  applier_ = std::this_thread::get_id();
+  const HoldTurn turn(&turn_);
   StopAll();
   // What was posted meanwhile is answered too, and what is posted later is answered by the poster.
   while (true) {
@@ -549,7 +448,7 @@ void CoreRunner::Drain() {
       held_directives_.emplace(directive.durable_revision, directive);
     }
   }
-  for (const std::string& job_id : out_.changed_jobs) WatchersOf(job_id);
+  for (const std::string& job_id : out_.changed_jobs) watchers_.Changed(job_id);
   for (const Notice& notice : out_.notices) {
     if (!options_.log_notices) break;
     const std::string job = notice.job_id.empty() ? "" : absl::StrCat("job ", notice.job_id, ": ");
@@ -664,10 +563,7 @@ void CoreRunner::DoProgress(const Journal::Progress& progress) {
   if (progress.durable_revision > durable_revision_) {
     durable_revision_ = progress.durable_revision;
   }
-  while (!undurable_jobs_.empty() && undurable_jobs_.begin()->first <= durable_revision_) {
-    changed_jobs_.push_back(undurable_jobs_.begin()->second);
-    undurable_jobs_.erase(undurable_jobs_.begin());
-  }
+  watchers_.Durable(durable_revision_);
   while (!backlog_.empty() && backlog_.front().first <= durable_revision_) {
     backlog_bytes_.fetch_sub(backlog_.front().second, std::memory_order_relaxed);
     backlog_.pop_front();
@@ -689,11 +585,11 @@ void CoreRunner::DoProgress(const Journal::Progress& progress) {
     std::multimap<uint64_t, Reply> failed;
     failed.swap(held_replies_);
     for (const auto& [revision, reply] : failed) Deliver(reply.call, journal_failed_);
-    AnswerSnapshot(rpc::FromOpError(journal_failed_->Parse().error()));
+    snapshots_.Answer(rpc::FromOpError(journal_failed_->Parse().error()));
   }
 }
 
-void CoreRunner::MarkDirty(const std::shared_ptr<Session>& session) {
+void CoreRunner::MarkDirty(const std::shared_ptr<AttachedAgent>& session) {
   if (session->dirty) return;
   session->dirty = true;
   dirty_.push_back(session);
@@ -701,9 +597,9 @@ void CoreRunner::MarkDirty(const std::shared_ptr<Session>& session) {
 
 bool CoreRunner::FlushSessions() {
   bool ended = false;
-  std::vector<std::shared_ptr<Session>> writable;
+  std::vector<std::shared_ptr<AttachedAgent>> writable;
   writable.reserve(dirty_.size());
-  for (std::shared_ptr<Session>& session : dirty_) {
+  for (std::shared_ptr<AttachedAgent>& session : dirty_) {
     session->dirty = false;
     bool too_much;
     std::shared_ptr<AgentStream> stream;
@@ -731,7 +627,7 @@ bool CoreRunner::FlushSessions() {
     ended = true;
   }
   dirty_.clear();
-  WriteAll(std::move(writable));
+  fan_out_.Write(std::move(writable));
   for (auto& [session, stream] : read_next_) {
     if (session != nullptr) {
       session->ReadNext(stream);
@@ -741,33 +637,6 @@ bool CoreRunner::FlushSessions() {
   }
   read_next_.clear();
   return ended;
-}
-
-void CoreRunner::WriteAll(std::vector<std::shared_ptr<Session>> sessions) {
-  if (sessions.size() < kManyWrites) {
-    for (const auto& session : sessions) session->Writable();
-    return;
-  }
-  const auto writes = std::make_shared<Writes>(std::move(sessions));
-  {
-    MutexLock lock(&writer_mu_);
-    writes_ = writes;
-  }
-  writer_wake_.SignalAll();
-  writes->Work();
-}
-
-void CoreRunner::RunWriter() {
-  while (true) {
-    std::shared_ptr<Writes> writes;
-    {
-      MutexLock lock(&writer_mu_);
-      while (writes_ == nullptr && !writer_stop_) writer_wake_.Wait(&writer_mu_);
-      if (writes_ == nullptr) return;
-      writes.swap(writes_);
-    }
-    writes->Work();
-  }
 }
 
 bool CoreRunner::MayBeHeld(const v1::Op& op) {
@@ -788,13 +657,14 @@ void CoreRunner::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes,
     return;
   }
   const bool posted = Post([this, id, op = std::move(op), bytes, sink] {
+    turn_.AssertHeld();
     queued_bytes_.fetch_sub(bytes);
     DoCall(id, *op, /*node=*/"", {.sink = sink, .session = nullptr, .op_id = 0, .bytes = bytes});
   });
   if (!posted) sink->OnAnswer(stopping_answer_);
 }
 
-std::shared_ptr<const Answer> CoreRunner::Refusal(const v1::Op& op, const Session* session,
+std::shared_ptr<const Answer> CoreRunner::Refusal(const v1::Op& op, const AttachedAgent* session,
                                                   size_t bytes) {
   const bool needs_journal = Core::NeedsJournal(op);
   if (needs_journal && !journal_status_.ok()) return journal_failed_;
@@ -820,7 +690,7 @@ std::shared_ptr<const Answer> CoreRunner::Refusal(const v1::Op& op, const Sessio
 }
 
 void CoreRunner::DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCall call) {
-  const Session* const session = call.session.get();
+  const AttachedAgent* const session = call.session.get();
   const absl::Time now = options_.clock->Now();
   call.kind = op.kind_case();
   call.changes = MayChange(op);
@@ -849,6 +719,7 @@ void CoreRunner::DoCall(CallId id, const v1::Op& op, absl::string_view node, Ope
 
 void CoreRunner::Abandon(CallId id) {
   Post([this, id] {
+    turn_.AssertHeld();
     if (!calls_.contains(id)) return;
     MUSTER_FAILPOINT("engine.abandon");
     if (!stopped_) core_.Abandon(id, options_.clock->Now(), &out_);
@@ -859,6 +730,7 @@ void CoreRunner::Abandon(CallId id) {
 void CoreRunner::AgentFrame(const std::shared_ptr<AgentStream>& stream,
                             std::shared_ptr<const v1::AgentFrame> frame, size_t bytes) {
   const bool posted = Post([this, stream, frame = std::move(frame), bytes] {
+    turn_.AssertHeld();
     if (stopped_) {
       stream->Close(StoppingStatus());
       return;
@@ -881,7 +753,7 @@ void CoreRunner::DoFrame(const std::shared_ptr<AgentStream>& stream, const v1::A
     }
     return;
   }
-  const std::shared_ptr<Session> session = it->second;
+  const std::shared_ptr<AttachedAgent> session = it->second;
   if (frame.has_hello()) {
     stream->Close(absl::InvalidArgumentError("hello comes once in a stream"));
     return;
@@ -940,7 +812,7 @@ void CoreRunner::DoHello(const std::shared_ptr<AgentStream>& stream, const v1::H
                      ", this coordinator speaks ", kProtocol, ": use matching versions")));
     return;
   }
-  std::shared_ptr<Session> session;
+  std::shared_ptr<AttachedAgent> session;
   std::shared_ptr<AgentStream> old_stream;
   if (const auto it = sessions_.find(hello.node()); it != sessions_.end()) {
     session = it->second;
@@ -963,7 +835,7 @@ void CoreRunner::DoHello(const std::shared_ptr<AgentStream>& stream, const v1::H
     }
   }
   if (session == nullptr) {
-    session = std::make_shared<Session>(hello, options_.limits.unsent_bytes);
+    session = std::make_shared<AttachedAgent>(hello, options_.limits.unsent_bytes);
     sessions_[hello.node()] = session;
     agents_.fetch_add(1, std::memory_order_relaxed);
   }
@@ -984,13 +856,16 @@ void CoreRunner::DoHello(const std::shared_ptr<AgentStream>& stream, const v1::H
 }
 
 void CoreRunner::AgentClosed(const std::shared_ptr<AgentStream>& stream) {
-  Post([this, stream] { DoClosed(stream); });
+  Post([this, stream] {
+    turn_.AssertHeld();
+    DoClosed(stream);
+  });
 }
 
 void CoreRunner::DoClosed(const std::shared_ptr<AgentStream>& stream) {
   const auto it = streams_.find(stream.get());
   if (it == streams_.end()) return;
-  const std::shared_ptr<Session> session = std::move(it->second);
+  const std::shared_ptr<AttachedAgent> session = std::move(it->second);
   streams_.erase(it);
   {
     MutexLock lock(&session->mu);
@@ -1003,13 +878,13 @@ void CoreRunner::DoClosed(const std::shared_ptr<AgentStream>& stream) {
 
 void CoreRunner::CheckSessions(absl::Time now) {
   while (!expiring_.empty() && expiring_.begin()->first <= now) {
-    const std::shared_ptr<Session> session = expiring_.begin()->second.lock();
+    const std::shared_ptr<AttachedAgent> session = expiring_.begin()->second.lock();
     expiring_.erase(expiring_.begin());
     if (session != nullptr && !session->ended && session->expires <= now) EndSession(session);
   }
 }
 
-void CoreRunner::EndSession(const std::shared_ptr<Session>& session) {
+void CoreRunner::EndSession(const std::shared_ptr<AttachedAgent>& session) {
   if (session->ended) return;
   session->ended = true;
   MUSTER_FAILPOINT("engine.session_end");
@@ -1032,6 +907,7 @@ void CoreRunner::EndSession(const std::shared_ptr<Session>& session) {
 
 void CoreRunner::WatchOpen(std::shared_ptr<WatchStream> stream, v1::WatchRequest request) {
   const bool posted = Post([this, stream, request = std::move(request)]() mutable {
+    turn_.AssertHeld();
     if (stopped_) {
       stream->Close(StoppingStatus());
       return;
@@ -1041,180 +917,68 @@ void CoreRunner::WatchOpen(std::shared_ptr<WatchStream> stream, v1::WatchRequest
       stream->Close(rpc::FromOpError(too_many_watchers_->Parse().error()));
       return;
     }
-    Watcher& watcher = watchers_[stream.get()];
-    watcher.stream = stream;
-    watcher.next = request.from_revision();
-    watcher.request = std::move(request);
-    const std::string job_id = watcher.request.job_id();
-    watchers_of_[job_id].insert(stream.get());
     MUSTER_FAILPOINT("engine.watch_open");
-    watcher_count_.store(watchers_.size(), std::memory_order_relaxed);
     // Everything the core has put out must be in the history before it is read.
     Drain();
-    if (stopped_) return;  // it has been closed and forgotten
-    DoWatch(watcher);
-    WatchersOf(job_id);
+    if (stopped_) {
+      stream->Close(StoppingStatus());
+    } else {
+      watchers_.Open(stream, std::move(request));
+    }
   });
   if (!posted) stream->Close(StoppingStatus());
 }
 
 void CoreRunner::WatchWritable(const std::shared_ptr<WatchStream>& stream) {
   Post([this, stream] {
-    const auto it = watchers_.find(stream.get());
-    if (it == watchers_.end()) return;
-    it->second.writing = false;
-    DoWatch(it->second);
+    turn_.AssertHeld();
+    watchers_.Writable(stream);
   });
 }
 
 void CoreRunner::WatchClosed(const std::shared_ptr<WatchStream>& stream) {
-  Post([this, stream] { ForgetWatcher(stream.get()); });
-}
-
-void CoreRunner::ForgetWatcher(WatchStream* stream) {
-  const auto it = watchers_.find(stream);
-  if (it == watchers_.end()) return;
-  const auto of = watchers_of_.find(it->second.request.job_id());
-  of->second.erase(stream);
-  if (of->second.empty()) watchers_of_.erase(of);
-  watchers_.erase(it);
-  watcher_count_.store(watchers_.size(), std::memory_order_relaxed);
-}
-
-void CoreRunner::WatchersOf(const std::string& job_id) {
-  if (!watchers_of_.contains(job_id)) return;
-  changed_jobs_.push_back(job_id);
-  const uint64_t revision = core_.last_record_revision();
-  if (revision > durable_revision_) undurable_jobs_.emplace(revision, job_id);
-}
-
-void CoreRunner::DoWatch(Watcher& watcher) {
-  if (watcher.writing || stopped_) return;
-  v1::WatchBatch batch;
-  const std::optional<v1::OpError> error =
-      core_.ReadWatch(watcher.request, watcher.next, durable_revision_, kWatchBatchBytes, &batch);
-  if (error.has_value()) {
-    watcher.writing = true;  // nothing more is written
-    watcher.stream->Close(rpc::FromOpError(*error));
-    return;
-  }
-  if (const size_t bytes = batch.ByteSizeLong(); bytes > options_.limits.answer_bytes) {
-    // One revision can be larger than a message: as if it were no longer kept.
-    v1::OpError too_large = MakeError(
-        absl::StatusCode::kOutOfRange, v1::ERROR_REASON_COMPACTED,
-        absl::StrCat("the next revision has ", bytes, " bytes of events, more than a message may ",
-                     "have: read the keys again and watch from the revision of that reply"));
-    too_large.mutable_detail()->set_compacted_revision(batch.next_revision() - 1);
-    watcher.writing = true;
-    watcher.stream->Close(rpc::FromOpError(too_large));
-    return;
-  }
-  watcher.next = batch.next_revision();
-  // The first batch is sent even if empty: it tells the watcher from where on it sees everything.
-  // So is one now and then: who watches what seldom changes would else resume from where nothing is
-  // kept any more.
-  if (batch.events_size() == 0 && watcher.greeted &&
-      watcher.next - watcher.told < kRevisionsBetweenProgress)
-    return;
-  watcher.greeted = true;
-  watcher.told = watcher.next;
-  watcher.writing = true;
-  *batch.mutable_header() = core_.Header();
-  MUSTER_FAILPOINT("engine.watch_push");
-  watcher.stream->Write(std::move(batch));
-}
-
-void CoreRunner::ServeWatchers() {
-  if (changed_jobs_.empty()) return;
-  std::sort(changed_jobs_.begin(), changed_jobs_.end());
-  changed_jobs_.erase(std::unique(changed_jobs_.begin(), changed_jobs_.end()), changed_jobs_.end());
-  for (const std::string& job_id : changed_jobs_) {
-    const auto of = watchers_of_.find(job_id);
-    if (of == watchers_of_.end()) continue;
-    watchers_visited_.fetch_add(of->second.size(), std::memory_order_relaxed);
-    for (WatchStream* const stream : of->second) DoWatch(watchers_.find(stream)->second);
-  }
-  changed_jobs_.clear();
+  Post([this, stream] {
+    turn_.AssertHeld();
+    watchers_.Forget(stream.get());
+  });
 }
 
 void CoreRunner::Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
   // Only noted here: the thread writes it, so that nobody who brings events is held by it.
   const bool posted = Post(
       [this, done] {
+        turn_.AssertHeld();
         if (stopped_) {
           done(StoppingStatus());
         } else if (!journal_status_.ok()) {
           done(rpc::FromOpError(journal_failed_->Parse().error()));
-        } else if (snapshot_running_ || snapshot_done_ != nullptr) {
+        } else if (!snapshots_.Request(done)) {
           overloaded_.fetch_add(1, std::memory_order_relaxed);
           done(rpc::FromOpError(snapshot_busy_->Parse().error()));
-        } else {
-          snapshot_done_ = done;
         }
       },
       By::kThread);
   if (!posted) done(StoppingStatus());
 }
 
-void CoreRunner::AnswerSnapshot(const absl::StatusOr<uint64_t>& result) {
-  if (const auto done = std::exchange(snapshot_done_, nullptr)) done(result);
-}
-
 void CoreRunner::TakeSnapshot() {
-  MUSTER_FAILPOINT("engine.snapshot");
-  const uint64_t revision = core_.last_record_revision();
-  std::unique_ptr<Replica> replica;
-  if (std::exchange(snapshot_of_core_, false)) {
-    replica = std::make_unique<WholeState>(core_);
-  } else {
-    CoreOptions options = options_.core;
-    options.cluster_id = journal_->cluster_id();
-    replica = std::make_unique<CoreReplica>(options, core_.SnapshotHosts());
-  }
-  snapshot_running_ = true;
-  snapshot_begun_ = options_.clock->Now();
-  const bool history = replica->NeedsHistory();
-  journal_->WriteSnapshot(
-      revision, std::move(replica), [this, revision, history](const absl::Status& status) {
-        const bool damaged = history && absl::IsDataLoss(status);
-        if (!status.ok() && !absl::IsCancelled(status)) {
-          MUSTER_LOG(Error) << "snapshot of revision " << revision
-                            << " failed: " << status.message()
-                            << (damaged ? "; the state in memory is written in its place"
-                                        : "; the journal grows until one can be written");
-        }
-        Post(
-            [this, revision, status, damaged] {
-              snapshot_running_ = false;
-              SnapshotDone(status);
-              // What is damaged is needed no more once there is a snapshot without it. Taking it
-              // from the core stops everybody for a moment.
-              snapshot_of_core_ = damaged;
-              if (!damaged)
-                AnswerSnapshot(status.ok() ? absl::StatusOr<uint64_t>(revision) : status);
-            },
-            By::kThread);
-      });
-  MUSTER_FAILPOINT("engine.snapshot_queued");
-}
-
-void CoreRunner::SnapshotDone(const absl::Status& status) {
-  // The replica that it was built with is free: what of it the allocator keeps is given back.
-  passed_bytes_.fetch_add(kTrimBytes, std::memory_order_relaxed);
-  snapshot_ok_ = status.ok();
-  ++(status.ok() ? snapshots_ : snapshot_failures_);
-  if (status.ok()) {
-    snapshot_nanoseconds_ = absl::ToInt64Nanoseconds(options_.clock->Now() - snapshot_begun_);
-  }
-  // It is tried again, but not for every record.
-  snapshot_not_before_ = status.ok() ? 0
-                                     : journal_->records_since_snapshot() +
-                                           std::max<uint64_t>(1, options_.snapshot_records / 8);
+  snapshots_.Take(core_, [this](const Snapshots::Written& written) {
+    Post(
+        [this, written] {
+          turn_.AssertHeld();
+          // The replica that it was built with is free: what of it the allocator keeps is given
+          // back.
+          passed_bytes_.fetch_add(kTrimBytes, std::memory_order_relaxed);
+          snapshots_.Ended(written);
+        },
+        By::kThread);
+  });
 }
 
 void CoreRunner::CaughtUp(absl::Time asked) {
   Post(
       [this, asked] {
+        turn_.AssertHeld();
         catching_up_ = false;
         if (!stopped_) core_.CaughtUp(asked, options_.clock->Now(), &out_);
       },
@@ -1223,7 +987,12 @@ void CoreRunner::CaughtUp(absl::Time asked) {
 
 void CoreRunner::WithCore(absl::AnyInvocable<void(Core*)> task) {
   auto shared = std::make_shared<absl::AnyInvocable<void(Core*)>>(std::move(task));
-  const bool posted = Post([this, shared] { (*shared)(stopped_ ? nullptr : &core_); }, By::kThread);
+  const bool posted = Post(
+      [this, shared] {
+        turn_.AssertHeld();
+        (*shared)(stopped_ ? nullptr : &core_);
+      },
+      By::kThread);
   if (!posted) (*shared)(nullptr);
 }
 
@@ -1237,7 +1006,7 @@ void CoreRunner::StopAll() {
   for (const CallId id : ids) Deliver(id, stopping_answer_);
   held_replies_.clear();
   held_directives_.clear();
-  AnswerSnapshot(StoppingStatus());
+  snapshots_.Answer(StoppingStatus());
   v1::CoordinatorFrame goodbye;
   {
     MutexLock lock(&mu_);
@@ -1254,13 +1023,9 @@ void CoreRunner::StopAll() {
   }
   const grpc::Slice last(goodbye.SerializeAsString());
   for (const auto& stream : open) stream->CloseAfter(grpc::ByteBuffer(&last, 1), StoppingStatus());
-  for (const auto& [raw, watcher] : watchers_) watcher.stream->Close(StoppingStatus());
+  watchers_.CloseAll(StoppingStatus());
   streams_.clear();
   sessions_.clear();
-  watchers_.clear();
-  watchers_of_.clear();
-  changed_jobs_.clear();
-  undurable_jobs_.clear();
   dirty_.clear();
 }
 

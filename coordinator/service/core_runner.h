@@ -23,36 +23,34 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "base/clock.h"
+#include "base/log.h"
 #include "base/mutex.h"
 #include "coordinator/core.h"
 #include "coordinator/journal/journal.h"
 #include "coordinator/service/agent_stream.h"
+#include "coordinator/service/attached_agent.h"
+#include "coordinator/service/fan_out.h"
+#include "coordinator/service/snapshots.h"
+#include "coordinator/service/watchers.h"
 #include "coordinator/web/histogram.h"
 #include "proto/muster/v1/session.pb.h"
 
 namespace muster::coordinator {
 
-// Who waits for the answer of one call. Called exactly once, on the apply thread, and must not
-// block.
+// Who waits for the answer of one call. Called exactly once, in the runner's turn or by whoever
+// calls when that has ended, and must not block.
 class CallSink {
  public:
   virtual ~CallSink() = default;
   virtual void OnAnswer(const std::shared_ptr<const Answer>& answer) = 0;
 };
 
-// A watch stream, as the runner sees it. Thread-safe.
-class WatchStream {
- public:
-  virtual ~WatchStream() = default;
-  // Writes `batch`; WatchWritable() is called when it has been written. Never called while a write
-  // is in flight.
-  virtual void Write(v1::WatchBatch batch) = 0;
-  virtual void Close(const absl::Status& status) = 0;
-};
-
-// Owns the core and its journal, and is the one thread that touches them. Network threads hand
-// events over by a queue; answers go back through sinks and streams. A call that waits holds no
-// thread, only an entry in a table.
+// Owns the core and its journal, and has one thread at a time touch them: the one that has the
+// turn. Whoever brings an event while nobody has the turn takes it and applies the event; while
+// somebody has it, events are queued for that one. A thread of the runner's own takes the turn for
+// deadlines, for snapshots, for what the journal reports, and to relieve a caller that has applied
+// the events of others for long. Answers go out through sinks and streams. A call that waits holds
+// no thread, only an entry in a table.
 //
 // An answer that depends on a record is held back until the record is durable. If the journal
 // fails, it becomes UNAVAILABLE / JOURNAL_FAILED, and operations that would need the journal are
@@ -190,93 +188,102 @@ class CoreRunner {
     return held_bytes_[agents ? 1 : 0].load(std::memory_order_relaxed);
   }
   // False: the last snapshot could not be written. The journal grows until one can.
-  bool snapshot_ok() const { return snapshot_ok_.load(std::memory_order_relaxed); }
-  uint64_t snapshots() const { return snapshots_.load(std::memory_order_relaxed); }
-  uint64_t snapshot_failures() const { return snapshot_failures_.load(std::memory_order_relaxed); }
+  bool snapshot_ok() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return snapshots_.ok(); }
+  uint64_t snapshots() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return snapshots_.written(); }
+  uint64_t snapshot_failures() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return snapshots_.failed(); }
   // Of the last one that was written, or read at the start.
   uint64_t snapshot_bytes() const { return journal_->snapshot_bytes(); }
   // How long the last one took that was written; zero: none was.
-  absl::Duration snapshot_took() const {
-    return absl::Nanoseconds(snapshot_nanoseconds_.load(std::memory_order_relaxed));
-  }
+  absl::Duration snapshot_took() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return snapshots_.took(); }
   // Watches looked at because something of their job had changed.
-  uint64_t watchers_visited() const { return watchers_visited_.load(std::memory_order_relaxed); }
+  uint64_t watchers_visited() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return watchers_.visited(); }
   uint64_t open_calls() const { return open_calls_.load(std::memory_order_relaxed); }
   uint64_t agents() const { return agents_.load(std::memory_order_relaxed); }
-  uint64_t watchers() const { return watcher_count_.load(std::memory_order_relaxed); }
+  uint64_t watchers() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return watchers_.size(); }
   const Journal& journal() const { return *journal_; }
 
  private:
-  struct Session;
-  struct Writes;
   struct OpenCall {
-    std::shared_ptr<CallSink> sink;    // of a unary call, or
-    std::shared_ptr<Session> session;  // the stream it came on
+    std::shared_ptr<CallSink> sink;          // of a unary call, or
+    std::shared_ptr<AttachedAgent> session;  // the stream it came on
     uint64_t op_id = 0;
     size_t bytes = 0;  // of the request
     v1::Op::KindCase kind = v1::Op::KIND_NOT_SET;
     bool changes = false;  // it may have had an effect
     absl::Time begun = absl::InfinitePast();
   };
-  struct Watcher {
-    std::shared_ptr<WatchStream> stream;
-    v1::WatchRequest request;
-    uint64_t next = 0;
-    uint64_t told = 0;  // the `next` that it knows
-    bool writing = false;
-    bool greeted = false;
-  };
   using Task = absl::AnyInvocable<void()>;
+
+  // The right to touch the core and all that belongs to it. It is no lock: whether it is free is
+  // `applying_`, under mu_; it lets clang check who touches what, and knows its holder.
+  class ABSL_LOCKABLE Turn {
+   public:
+    void Take() ABSL_EXCLUSIVE_LOCK_FUNCTION() { holder_ = std::this_thread::get_id(); }
+    void Give() ABSL_UNLOCK_FUNCTION() { holder_ = std::thread::id(); }
+    bool IsMine() const { return holder_.load() == std::this_thread::get_id(); }
+    // At the begin of each task, which runs in the turn of whoever applies it.
+    void AssertHeld() const ABSL_ASSERT_EXCLUSIVE_LOCK() { MUSTER_CHECK(IsMine()); }
+
+   private:
+    std::atomic<std::thread::id> holder_{};
+  };
+  class ABSL_SCOPED_LOCKABLE HoldTurn {
+   public:
+    explicit HoldTurn(Turn* turn) ABSL_EXCLUSIVE_LOCK_FUNCTION(turn) : turn_(turn) {
+      turn_->Take();
+    }
+    ~HoldTurn() ABSL_UNLOCK_FUNCTION() { turn_->Give(); }
+    HoldTurn(const HoldTurn&) = delete;
+    HoldTurn& operator=(const HoldTurn&) = delete;
+
+   private:
+    Turn* const turn_;
+  };
 
   enum class By { kCaller, kThread };
   // `task` is applied by the caller if nobody is applying and `by` allows it, else by another
   // thread. False, and `task` is not kept, once the runner has ended.
   bool Post(Task&& task, By by = By::kCaller);
+  // What Start does in its turn: replays, and makes the term durable.
+  absl::Status BeginTerm() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void Run();
   // Applies until the queue is empty, or hands over to the thread: to write a snapshot, to stop, or
-  // because it has gone on for long. Requires applying_, set by this thread.
-  void ApplyAll();
-  void ApplyBatch(std::vector<Task>& tasks);
-  absl::Time NextDeadline() const;
-  bool SnapshotDue() const;
+  // because it has gone on for long. Gives the turn back.
+  void ApplyAll() ABSL_UNLOCK_FUNCTION(turn_);
+  void ApplyBatch(std::vector<Task>& tasks) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
+  absl::Time NextDeadline() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
+  bool SnapshotDue() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void MaybeTrim(absl::Time now);
 
-  // All below: whoever is applying.
-  void DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCall call);
+  void DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCall call)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void DoFrame(const std::shared_ptr<AgentStream>& stream, const v1::AgentFrame& frame,
-               size_t bytes);
-  void DoHello(const std::shared_ptr<AgentStream>& stream, const v1::Hello& hello);
-  void DoClosed(const std::shared_ptr<AgentStream>& stream);
-  void EndSession(const std::shared_ptr<Session>& session);
-  void DoProgress(const Journal::Progress& progress);
-  void DoWatch(Watcher& watcher);
-  void ForgetWatcher(WatchStream* stream);
-  // Looks at the watchers of `job_id` in this batch, and again when all that has happened to it is
-  // durable.
-  void WatchersOf(const std::string& job_id);
-  void SnapshotDone(const absl::Status& status);
+               size_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
+  void DoHello(const std::shared_ptr<AgentStream>& stream, const v1::Hello& hello)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
+  void DoClosed(const std::shared_ptr<AgentStream>& stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
+  void EndSession(const std::shared_ptr<AttachedAgent>& session)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
+  void DoProgress(const Journal::Progress& progress) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   // Hands over what the core put out.
-  void Drain();
-  void Deliver(CallId id, std::shared_ptr<const Answer> answer);
+  void Drain() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
+  void Deliver(CallId id, std::shared_ptr<const Answer> answer)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   // Takes an open call off the books.
-  void Close(const OpenCall& call);
+  void Close(const OpenCall& call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   // Whether `op` is refused because something has grown too large; nullptr: it is not.
   // `bytes` is what is counted of the call.
-  std::shared_ptr<const Answer> Refusal(const v1::Op& op, const Session* session, size_t bytes);
-  void Direct(const NodeDirective& directive);
-  void ReleaseDurable();
-  void MarkDirty(const std::shared_ptr<Session>& session);
+  std::shared_ptr<const Answer> Refusal(const v1::Op& op, const AttachedAgent* session,
+                                        size_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
+  void Direct(const NodeDirective& directive) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
+  void ReleaseDurable() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
+  void MarkDirty(const std::shared_ptr<AttachedAgent>& session)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   // Whether a session ended, which may have put something out.
-  bool FlushSessions();
-  // Has every one of them write. If they are many, another thread takes some, and may be at its
-  // last few when this returns.
-  void WriteAll(std::vector<std::shared_ptr<Session>> sessions);
-  void RunWriter();
-  void ServeWatchers();
-  void TakeSnapshot();
-  void AnswerSnapshot(const absl::StatusOr<uint64_t>& result);
-  void CheckSessions(absl::Time now);
-  void StopAll();
+  bool FlushSessions() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
+  void TakeSnapshot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
+  void CheckSessions(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
+  void StopAll() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
 
   const Options options_;
   const std::unique_ptr<Journal> journal_;
@@ -292,38 +299,31 @@ class CoreRunner {
   std::shared_ptr<const Answer> snapshot_busy_;
   std::shared_ptr<const Answer> journal_behind_;
 
-  // Whoever is applying; also read under mu_ while nobody is.
-  Core core_;
-  Output out_;
-  uint64_t durable_revision_ = 0;
-  absl::Status journal_status_;
-  bool catching_up_ = false;
-  bool snapshot_running_ = false;
-  bool snapshot_of_core_ = false;  // the next one is taken from core_: the journal has damage
-  absl::Time snapshot_begun_ = absl::InfinitePast();
-  std::function<void(absl::StatusOr<uint64_t>)>
-      snapshot_done_;                 // who asked for the next, or for it
-  uint64_t snapshot_not_before_ = 0;  // records since the last one; set when one has failed
-  bool stopped_ = false;
-  absl::flat_hash_map<CallId, OpenCall> calls_;
-  std::deque<std::pair<uint64_t, size_t>> backlog_;  // revision and size of records on their way
-  std::multimap<uint64_t, Reply> held_replies_;
-  std::multimap<uint64_t, NodeDirective> held_directives_;
-  absl::flat_hash_map<std::string, std::shared_ptr<Session>> sessions_;  // by node
-  absl::flat_hash_map<AgentStream*, std::shared_ptr<Session>> streams_;
-  std::vector<std::shared_ptr<Session>> dirty_;
+  Turn turn_;
+  Core core_ ABSL_GUARDED_BY(turn_);
+  Output out_ ABSL_GUARDED_BY(turn_);
+  uint64_t durable_revision_ ABSL_GUARDED_BY(turn_) = 0;
+  absl::Status journal_status_ ABSL_GUARDED_BY(turn_);
+  bool catching_up_ ABSL_GUARDED_BY(turn_) = false;
+  bool stopped_ ABSL_GUARDED_BY(turn_) = false;
+  absl::flat_hash_map<CallId, OpenCall> calls_ ABSL_GUARDED_BY(turn_);
+  std::deque<std::pair<uint64_t, size_t>> backlog_
+      ABSL_GUARDED_BY(turn_);  // revision and size of records on their way
+  std::multimap<uint64_t, Reply> held_replies_ ABSL_GUARDED_BY(turn_);
+  std::multimap<uint64_t, NodeDirective> held_directives_ ABSL_GUARDED_BY(turn_);
+  absl::flat_hash_map<std::string, std::shared_ptr<AttachedAgent>> sessions_
+      ABSL_GUARDED_BY(turn_);  // by node
+  absl::flat_hash_map<AgentStream*, std::shared_ptr<AttachedAgent>> streams_ ABSL_GUARDED_BY(turn_);
+  std::vector<std::shared_ptr<AttachedAgent>> dirty_ ABSL_GUARDED_BY(turn_);
   // Streams whose frame was applied; without a session if it has none (any more).
-  std::vector<std::pair<std::shared_ptr<Session>, std::shared_ptr<AgentStream>>> read_next_;
-  std::multimap<absl::Time, std::weak_ptr<Session>> expiring_;
-  absl::flat_hash_map<WatchStream*, Watcher> watchers_;
-  absl::flat_hash_map<std::string, absl::flat_hash_set<WatchStream*>> watchers_of_;  // by job
-  std::vector<std::string> changed_jobs_;  // of this batch
-  // Jobs with events that were not durable, and the revision up to which the journal must be.
-  absl::btree_set<std::pair<uint64_t, std::string>> undurable_jobs_;
+  std::vector<std::pair<std::shared_ptr<AttachedAgent>, std::shared_ptr<AgentStream>>> read_next_
+      ABSL_GUARDED_BY(turn_);
+  std::multimap<absl::Time, std::weak_ptr<AttachedAgent>> expiring_ ABSL_GUARDED_BY(turn_);
+  Watchers watchers_ ABSL_GUARDED_BY(turn_);
+  Snapshots snapshots_ ABSL_GUARDED_BY(turn_);
 
-  std::atomic<std::thread::id> applier_{};
   absl::Time last_trim_ = absl::InfinitePast();
-  int trims_left_ = 0;
+  int trims_left_ = 0;                     // both: the thread of the runner's own
   std::atomic<uint64_t> passed_bytes_{0};  // of calls answered and of snapshots
   std::atomic<CallId> next_call_{1};
   std::atomic<uint64_t> queue_depth_{0};
@@ -331,11 +331,6 @@ class CoreRunner {
   std::atomic<uint64_t> journal_records_{0};
   std::atomic<uint64_t> journal_bytes_{0};
   std::atomic<bool> journal_ok_{true};
-  std::atomic<bool> snapshot_ok_{true};
-  std::atomic<uint64_t> snapshots_{0};
-  std::atomic<uint64_t> snapshot_failures_{0};
-  std::atomic<int64_t> snapshot_nanoseconds_{0};
-  std::atomic<uint64_t> watchers_visited_{0};
   std::atomic<uint64_t> queued_bytes_{0};
   std::atomic<uint64_t> backlog_bytes_{0};
   std::atomic<uint64_t> overloaded_{0};
@@ -343,7 +338,6 @@ class CoreRunner {
   // Of the requests of open calls, those of agents second; written by whoever applies.
   std::array<std::atomic<uint64_t>, 2> held_bytes_{};
   std::atomic<uint64_t> agents_{0};
-  std::atomic<uint64_t> watcher_count_{0};
   DurationHistogram fsync_seconds_;
   std::array<DurationHistogram, kOpKinds> op_seconds_;
 
@@ -360,12 +354,7 @@ class CoreRunner {
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
 
   std::thread thread_;
-
-  Mutex writer_mu_;
-  CondVar writer_wake_;
-  std::shared_ptr<Writes> writes_ ABSL_GUARDED_BY(writer_mu_);  // for the writer to help with
-  bool writer_stop_ ABSL_GUARDED_BY(writer_mu_) = false;
-  std::thread writer_;
+  FanOut fan_out_;
 };
 
 }  // namespace muster::coordinator

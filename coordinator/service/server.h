@@ -38,7 +38,7 @@ class CoordinatorServer {
     CoreRunner::Options runner = {};
     GrpcFrontend::Limits frontend = {};
     // When a caller has seen a newer coordinator: this one has stopped serving and should be shut
-    // down. Runs on the apply thread, must not block or call Shutdown.
+    // down. Runs in the runner's turn, must not block or call Shutdown.
     std::function<void()> on_deposed = nullptr;
     // When the journal has failed for good (Journal::Progress::status): everything that needs it is
     // refused until another coordinator has replayed it. As on_deposed.

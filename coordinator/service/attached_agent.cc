@@ -1,0 +1,51 @@
+#include "coordinator/service/attached_agent.h"
+
+#include <random>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+#include "rpc/frame_bytes.h"
+
+namespace muster::coordinator {
+namespace {
+
+std::string NewSessionId() {
+  std::random_device random;
+  return absl::StrFormat("%08x%08x", random(), random());
+}
+
+}  // namespace
+
+AttachedAgent::AttachedAgent(const v1::Hello& hello, size_t unsent_bytes)
+    : node(hello.node()),
+      pause_bytes(unsent_bytes),
+      agent(hello.node(), hello.agent_incarnation(), NewSessionId()) {}
+
+void AttachedAgent::Writable() {
+  std::shared_ptr<AgentStream> resumed;
+  {
+    MutexLock lock(&mu);
+    if (stream == nullptr) return;
+    if (agent.outbox().HasWork()) {
+      stream->TryWrite([this]() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+        return rpc::ToByteBuffer(agent.outbox().Next());
+      });
+    }
+    if (paused != nullptr && agent.outbox().unsent_bytes() <= pause_bytes / 2)
+      resumed = std::move(paused);
+  }
+  if (resumed != nullptr) resumed->ReadNext(/*answer_follows=*/false);
+}
+
+void AttachedAgent::ReadNext(const std::shared_ptr<AgentStream>& from) {
+  {
+    MutexLock lock(&mu);
+    if (from == stream && agent.outbox().unsent_bytes() > pause_bytes) {
+      paused = from;
+      return;
+    }
+  }
+  from->ReadNext(/*answer_follows=*/!calls.empty());
+}
+
+}  // namespace muster::coordinator

@@ -1,0 +1,48 @@
+#ifndef MUSTER_COORDINATOR_SERVICE_ATTACHED_AGENT_H_
+#define MUSTER_COORDINATOR_SERVICE_ATTACHED_AGENT_H_
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/time/time.h"
+#include "base/mutex.h"
+#include "coordinator/answer.h"
+#include "coordinator/service/agent_stream.h"
+#include "proto/muster/v1/session.pb.h"
+#include "rpc/session/agent_session.h"
+
+namespace muster::coordinator {
+
+// An agent with a session: what it is still to be sent, its stream if it has one now, and the calls
+// that it waits for.
+struct AttachedAgent final : public FrameSource {
+  // Beyond `unsent_bytes` of answers no frame of it is read.
+  AttachedAgent(const v1::Hello& hello, size_t unsent_bytes);
+
+  // Of any thread.
+  void Writable() override;
+  // Its frame has been dealt with: reads the next one, now or when the agent has taken its answers.
+  // In the runner's turn.
+  void ReadNext(const std::shared_ptr<AgentStream>& from);
+
+  const std::string node;
+  const size_t pause_bytes;
+
+  // In the runner's turn.
+  absl::flat_hash_set<CallId> calls;
+  size_t held_bytes = 0;  // of their requests
+  bool dirty = false;
+  bool ended = false;
+  absl::Time expires = absl::InfiniteFuture();  // while it has no stream
+
+  Mutex mu;
+  rpc::AgentSession agent ABSL_GUARDED_BY(mu);
+  std::shared_ptr<AgentStream> stream ABSL_GUARDED_BY(mu);
+  std::shared_ptr<AgentStream> paused ABSL_GUARDED_BY(mu);  // is read from when there is room again
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_SERVICE_ATTACHED_AGENT_H_

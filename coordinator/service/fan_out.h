@@ -1,0 +1,37 @@
+#ifndef MUSTER_COORDINATOR_SERVICE_FAN_OUT_H_
+#define MUSTER_COORDINATOR_SERVICE_FAN_OUT_H_
+
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "base/mutex.h"
+#include "coordinator/service/attached_agent.h"
+
+namespace muster::coordinator {
+
+// Has agents written to: by the caller, and where they are many by a thread of its own too.
+class FanOut {
+ public:
+  ~FanOut() { Stop(); }
+
+  void Start();
+  void Stop();  // blocks; repeatable
+  // If there are many, the other thread may be at its last few when this returns. By one thread at
+  // a time.
+  void Write(std::vector<std::shared_ptr<AttachedAgent>> agents);
+
+ private:
+  struct Writes;
+  void Run();
+
+  Mutex mu_;
+  CondVar wake_;
+  std::shared_ptr<Writes> writes_ ABSL_GUARDED_BY(mu_);  // for the thread to help with
+  bool stop_ ABSL_GUARDED_BY(mu_) = false;
+  std::thread thread_;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_SERVICE_FAN_OUT_H_

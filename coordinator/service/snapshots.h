@@ -1,0 +1,75 @@
+#ifndef MUSTER_COORDINATOR_SERVICE_SNAPSHOTS_H_
+#define MUSTER_COORDINATOR_SERVICE_SNAPSHOTS_H_
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "base/clock.h"
+#include "coordinator/core.h"
+#include "coordinator/journal/journal.h"
+
+namespace muster::coordinator {
+
+// Decides when a snapshot is due, has the journal write it, and answers whoever asked for it. One
+// at a time. Not thread-safe, except for the numbers; CoreRunner uses it in its turn.
+class Snapshots {
+ public:
+  struct Options {
+    // After so many records or bytes of them a snapshot is due, and later if the last one had more
+    // bytes than that.
+    uint64_t records = 0;
+    uint64_t bytes = 0;
+    CoreOptions core;  // of the core that a snapshot is built with
+    const Clock* clock = &Clock::Real();
+  };
+  using Done = std::function<void(absl::StatusOr<uint64_t>)>;
+
+  // `journal` outlives it.
+  Snapshots(const Options& options, Journal* journal) : options_(options), journal_(*journal) {}
+
+  bool Due() const;
+  // Somebody wants one, which makes it due; `done` gets its revision once it is durable. False, and
+  // `done` is not kept: one is being written, or somebody else waits for one.
+  bool Request(Done done);
+  // Answers whoever asked, if anybody did.
+  void Answer(const absl::StatusOr<uint64_t>& result);
+  // Begins to write the state of `core`. `written` is called on a thread of the journal's; call
+  // Ended with what it is told, in turn.
+  struct Written {
+    uint64_t revision = 0;
+    absl::Status status;
+    bool damaged = false;  // what the journal holds cannot be read
+  };
+  void Take(const Core& core, std::function<void(const Written&)> written);
+  void Ended(const Written& written);
+
+  // Of any thread. False: the last one could not be written. The journal grows until one can.
+  bool ok() const { return ok_.load(std::memory_order_relaxed); }
+  uint64_t written() const { return written_.load(std::memory_order_relaxed); }
+  uint64_t failed() const { return failed_.load(std::memory_order_relaxed); }
+  // How long the last one took that was written; zero: none was.
+  absl::Duration took() const {
+    return absl::Nanoseconds(nanoseconds_.load(std::memory_order_relaxed));
+  }
+
+ private:
+  const Options options_;
+  Journal& journal_;
+  bool running_ = false;
+  bool of_core_ = false;  // the next one is taken from the core: the journal has damage
+  absl::Time begun_ = absl::InfinitePast();
+  Done done_;                // who asked for the next, or for the one that is being written
+  uint64_t not_before_ = 0;  // records since the last one; set when one has failed
+  std::atomic<bool> ok_{true};
+  std::atomic<uint64_t> written_{0};
+  std::atomic<uint64_t> failed_{0};
+  std::atomic<int64_t> nanoseconds_{0};
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_SERVICE_SNAPSHOTS_H_

@@ -1,0 +1,82 @@
+#ifndef MUSTER_COORDINATOR_SERVICE_WATCHERS_H_
+#define MUSTER_COORDINATOR_SERVICE_WATCHERS_H_
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/btree_set.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+#include "absl/status/status.h"
+#include "coordinator/core.h"
+#include "proto/muster/v1/watch.pb.h"
+
+namespace muster::coordinator {
+
+// A watch stream, as the runner sees it. Thread-safe.
+class WatchStream {
+ public:
+  virtual ~WatchStream() = default;
+  // Writes `batch`; WatchWritable() is called when it has been written. Never called while a write
+  // is in flight.
+  virtual void Write(v1::WatchBatch batch) = 0;
+  virtual void Close(const absl::Status& status) = 0;
+};
+
+// The open watches and what each has been sent: events of its job, once they are durable. Not
+// thread-safe, except for the numbers; CoreRunner uses it in its turn.
+class Watchers {
+ public:
+  // `core` outlives it. A batch has at most `batch_bytes`.
+  Watchers(const Core& core, size_t batch_bytes) : core_(core), batch_bytes_(batch_bytes) {}
+
+  // All that the core has put out must be in its history when it is called.
+  void Open(std::shared_ptr<WatchStream> stream, v1::WatchRequest request);
+  // The stream's write has ended.
+  void Writable(const std::shared_ptr<WatchStream>& stream);
+  void Forget(WatchStream* stream);
+  void CloseAll(const absl::Status& status);
+
+  // Something has happened to the job: looks at its watchers in the next Serve(), and again when
+  // all of it is durable.
+  void Changed(const std::string& job_id);
+  void Durable(uint64_t revision);
+  // Sends what there is to the watchers of the jobs that have changed.
+  void Serve();
+
+  // Of any thread.
+  size_t size() const { return count_.load(std::memory_order_relaxed); }
+  // Watches looked at because something of their job had changed.
+  uint64_t visited() const { return visited_.load(std::memory_order_relaxed); }
+
+ private:
+  struct Watcher {
+    std::shared_ptr<WatchStream> stream;
+    v1::WatchRequest request;
+    uint64_t next = 0;
+    uint64_t told = 0;  // the `next` that it knows
+    bool writing = false;
+    bool greeted = false;
+  };
+  void Send(Watcher& watcher);
+
+  const Core& core_;
+  const size_t batch_bytes_;
+  uint64_t durable_revision_ = 0;
+  absl::flat_hash_map<WatchStream*, Watcher> watchers_;
+  absl::flat_hash_map<std::string, absl::flat_hash_set<WatchStream*>> of_job_;
+  std::vector<std::string> changed_;  // since the last Serve()
+  // Jobs with events that were not durable, and the revision up to which the journal must be.
+  absl::btree_set<std::pair<uint64_t, std::string>> undurable_;
+  std::atomic<size_t> count_{0};
+  std::atomic<uint64_t> visited_{0};
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_SERVICE_WATCHERS_H_
