@@ -112,34 +112,6 @@ void Core::Impl::End(Job* job) {
   }
 }
 
-bool Core::NeedsJournal(const v1::Op& op) {
-  const auto durable = [](const google::protobuf::RepeatedPtrField<v1::KvOp>& ops) {
-    return std::any_of(ops.begin(), ops.end(), [](const v1::KvOp& one) {
-      return one.put().klass() == v1::KV_CLASS_DURABLE ||
-             one.add().klass() == v1::KV_CLASS_DURABLE ||
-             one.append().klass() == v1::KV_CLASS_DURABLE;
-    });
-  };
-  switch (op.kind_case()) {
-    case v1::Op::kJoin:
-    case v1::Op::kEndGeneration:
-    case v1::Op::kRaiseTrigger:
-    case v1::Op::kQuarantine:
-    case v1::Op::kRemoveJob:
-    case v1::Op::kBeginCheckpoint:
-    case v1::Op::kSealCheckpoint:
-    case v1::Op::kPublishCheckpoint:
-    case v1::Op::kCheckpointDeleted:
-    case v1::Op::kMarkCheckpoint:
-    case v1::Op::kCollectCheckpoints:
-      return true;
-    case v1::Op::kTxn:
-      return durable(op.txn().then()) || durable(op.txn().otherwise());
-    default:
-      return false;
-  }
-}
-
 Core::Core(CoreOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
 Core::~Core() = default;
 

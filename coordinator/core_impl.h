@@ -34,6 +34,7 @@
 #include "coordinator/quarantine.h"
 #include "coordinator/remembered_answers.h"
 #include "coordinator/rendezvous.h"
+#include "coordinator/seating.h"
 #include "coordinator/silence.h"
 #include "coordinator/trigger.h"
 #include "coordinator/watch_log.h"
@@ -41,8 +42,9 @@
 
 // The inside of Core, for its own files only:
 //   core.cc          events come in, records and answers go out
-//   core_ops.cc      fences, repeated requests, and what each operation does
-//   core_job.cc      one job: rendezvous, seats, leases, quarantine, the end of a generation
+//   core_fence.cc    who may change something: term, generation, incarnation
+//   core_ops.cc      repeated requests, and one method for each kind of operation; their table
+//   core_job.cc      one job: seats, leases, the beginning and the end of a generation
 //   core_checkpoint.cc  the operations on checkpoints
 //   core_journal.cc  snapshot, replay, the start of a term
 
@@ -147,10 +149,12 @@ class Core::Impl {
     Job* job = nullptr;
     Seat* seat = nullptr;  // null: an operator
   };
+  struct Incoming;
   // Whether the caller may change something. A worker's lease is renewed.
   std::optional<v1::OpError> CheckFence(const v1::Fence& fence, bool operators, Who* who);
-  // The same for a worker that says its rank; answers `call` and returns false if either is wrong.
-  bool CheckRank(CallId call, const v1::Fence& fence, int32_t rank, Who* who, Job** touched);
+  // The same for a worker that says its rank; answers the call and returns false if either is
+  // wrong.
+  bool CheckRank(Incoming* in, const v1::Fence& fence, int32_t rank, Who* who);
   // The part that is the same for all: the job exists, the coordinator is not deposed.
   std::optional<v1::OpError> CheckJob(const v1::Fence& fence, Job** job);
   // The caller has seen more of this cluster than this coordinator.
@@ -179,19 +183,53 @@ class Core::Impl {
         absl::StrCat("job ", Quoted(job_id), " is not known here: no worker of it has joined yet"));
   }
 
+  // An operation that is being applied.
+  struct Incoming {
+    const CallId call;
+    const v1::Op& op;
+    const Caller& caller;
+    Job* touched = nullptr;  // what it concerns, for End; null: it changes nothing
+  };
+  // Whether an operation is refused while the journal cannot be written.
+  enum class Journal { kNotNeeded, kNeeded, kForDurableKeys };
+  struct Operation {
+    v1::Op::KindCase kind;
+    void (Impl::*run)(Incoming*);
+    Journal journal;
+  };
+  static const Operation kOperations[];
+  // Null: no kind this coordinator knows.
+  static const Operation* FindOperation(const v1::Op& op);
   Job* HandleOp(CallId call, const v1::Op& op, const Caller& caller);
-  void Join(CallId call, const v1::JoinRequest& request, const Caller& caller, Job** touched);
-  void Arrive(CallId call, const v1::ArriveRequest& request, Job** touched);
-  void ArriveMany(CallId call, const v1::ArriveManyRequest& request, const Caller& caller,
-                  Job** touched);
-  void Heartbeat(CallId call, const v1::HeartbeatRequest& request, Job** touched);
-  void ReportExit(CallId call, const v1::ReportExitRequest& request, Job** touched);
-  void WaitKeys(CallId call, const v1::WaitRequest& request, Job** touched);
-  void AgreeAlive(CallId call, const v1::AgreeAliveRequest& request, Job** touched);
-  void PollTriggers(CallId call, const v1::PollTriggersRequest& request, Job** touched);
-  void GetRankTable(CallId call, const v1::GetRankTableRequest& request);
-  void GetMembers(CallId call, const v1::GetMembersRequest& request);
-  void RemoveJob(CallId call, const v1::RemoveJobRequest& request, Job** touched);
+
+  // One method for each kind of operation: answers it, now or later.
+  void AgreeAlive(Incoming* in);
+  void Arrive(Incoming* in);
+  void ArriveMany(Incoming* in);
+  void CancelBarrier(Incoming* in);
+  void DescribeBarrier(Incoming* in);
+  void EndGeneration(Incoming* in);
+  void GetMembers(Incoming* in);
+  void GetRankTable(Incoming* in);
+  void Heartbeat(Incoming* in);
+  void Join(Incoming* in);
+  void Leave(Incoming* in);
+  void ListBarriers(Incoming* in);
+  void PollTriggers(Incoming* in);
+  void QuarantineHost(Incoming* in);
+  void RaiseTrigger(Incoming* in);
+  void RecallBarriers(Incoming* in);
+  void RemoveJob(Incoming* in);
+  void ReportExit(Incoming* in);
+  void StragglerReport(Incoming* in);
+  void Checkpoint(Incoming* in);  // all operations on checkpoints
+  void Txn(Incoming* in);
+  void WaitKeys(Incoming* in);
+
+  // The job that a worker joins, which may begin with it; null: its join was refused.
+  Job* JobToJoin(Incoming* in);
+  // `former`: the job of that name that is over, or null.
+  Job* BeginJob(Incoming* in, Job* former);
   // Runs f(who, result) -> error once for each (worker_id, incarnation, request_id). `operators`:
   // not only a seated worker may call. `reads`: the answer tells of earlier durable changes.
   // `writes`: it may change something; else it may as well be run again, and is not remembered.
@@ -201,9 +239,11 @@ class Core::Impl {
     bool writes = true;
   };
   template <typename Request, typename F>
-  void Once(CallId call, const Request& request, int kind, Rules rules, Job** touched, F f);
+  void Once(Incoming* in, const Request& request, Rules rules, F f);
 
   absl::Status ApplyChange(const v1::JournalChange& change);
+  template <typename Message>
+  absl::Status ApplyToJob(const Message& change);
   // At replay and at the start of `term` alike, so that its record need not hold what it does.
   void BecomeRestored(uint64_t term);
   // `replaced`: another job of its name is made by the same event.
@@ -292,6 +332,7 @@ class Core::Impl::Job : public BarrierHost {
     return std::max(next, hold_until_);
   }
   void Tick();
+  void TickLeases();
   // After a pause of this process: every lease begins anew, and no deadline passes before what came
   // meanwhile has had a moment to be read.
   void Resume() {
@@ -348,6 +389,9 @@ class Core::Impl::Job : public BarrierHost {
   void Recount();
   // Seals the next generation if Rendezvous decides so.
   void Evaluate();
+  std::vector<Candidate> Candidates() const;
+  // Gives `world_size` of the candidates their seats. Returns the calls that wait for each.
+  std::vector<std::vector<CallId>> TakeSeats(int world_size, std::vector<Seat>* former_seats);
   void Seal(int world_size);
   void BeginGeneration(bool counters_known);
   void FillSeat(const v1::JoinRequest& request, const std::string& node,
@@ -406,7 +450,26 @@ class Core::Impl::Job : public BarrierHost {
   uint64_t AllRecords() const {
     return std::max({membership_record_, kv_record_, barrier_record_});
   }
+  // What a change of this kind did, at replay. Errors: DATA_LOSS.
+  absl::Status Apply(const v1::JobClosed& change);
+  absl::Status Apply(const v1::GenerationSealed& change);
+  absl::Status Apply(const v1::GenerationClosed& change);
+  absl::Status Apply(const v1::SeatTaken& change);
+  absl::Status Apply(const v1::WorkerEnded& change);
+  absl::Status Apply(const v1::IncarnationFenced& change);
+  absl::Status Apply(const v1::WorkerDeparted& change);
+  absl::Status Apply(const v1::KvChanged& change);
+  absl::Status Apply(const v1::TriggerChanged& change);
+  absl::Status Apply(const v1::TriggerAcked& change);
+  absl::Status Apply(const v1::BarrierEnded& change);
+  absl::Status Apply(const v1::HostStruck& change);
+  absl::Status Apply(const v1::HostQuarantined& change);
+  absl::Status Apply(const v1::RequestAnswered& change);
+  absl::Status Apply(const v1::RequestsForgotten& change);
+  absl::Status Apply(const v1::CheckpointChanged& change);
   void SnapshotTo(SnapshotParts* parts) const;
+  void SnapshotGenerationTo(SnapshotParts* parts) const;
+  void SnapshotAnswersTo(SnapshotParts* parts) const;
   void SnapshotHostsTo(SnapshotParts* parts) const;
   const char* StateName() const;
 

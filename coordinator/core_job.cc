@@ -414,7 +414,7 @@ void Core::Impl::Job::FillSeat(const v1::JoinRequest& request, const std::string
   record->set_state(v1::WORKER_STATE_RUNNING);
 }
 
-void Core::Impl::Job::Seal(int world_size) {
+std::vector<Candidate> Core::Impl::Job::Candidates() const {
   const bool has_spares = rendezvous_.Count(WaiterKind::kSpare) > 0;
   std::vector<Candidate> candidates;
   candidates.reserve(rendezvous_.size());
@@ -424,15 +424,21 @@ void Core::Impl::Job::Seal(int world_size) {
     candidate.worker_id = waiter->request.fence().worker_id();
     candidate.topology = waiter->request.topology();
     candidate.preferred_rank = waiter->request.preferred_rank();
-    const Seat* const seat = FindSeat(candidate.worker_id);
-    if (seat != nullptr && !(impl_->options_.mutants.spare_moves_survivors && has_spares)) {
-      candidate.previous_rank = seat->rank();
+    const auto seat = rank_of_.find(candidate.worker_id);
+    if (seat != rank_of_.end() && !(impl_->options_.mutants.spare_moves_survivors && has_spares)) {
+      candidate.previous_rank = seat->second;
     }
     candidate.spare = waiter->kind == WaiterKind::kSpare;
     candidate.last_resort = waiter->kind == WaiterKind::kLastResort;
     candidate.order = waiter->order;
     candidates.push_back(std::move(candidate));
   }
+  return candidates;
+}
+
+std::vector<std::vector<CallId>> Core::Impl::Job::TakeSeats(int world_size,
+                                                            std::vector<Seat>* former_seats) {
+  const std::vector<Candidate> candidates = Candidates();
   std::vector<FormerSeat> former;
   former.reserve(seats_.size());
   for (const Seat& seat : seats_) {
@@ -440,9 +446,7 @@ void Core::Impl::Job::Seal(int world_size) {
     former.push_back({t.host(), t.rack(), t.nvlink_domain()});
   }
   const std::vector<int> order = AssignRanks(candidates, world_size, former);
-
-  const std::vector<Seat> old_seats = std::move(seats_);
-  seats_.assign(world_size, Seat());
+  *former_seats = std::exchange(seats_, std::vector<Seat>(world_size));
   std::vector<std::vector<CallId>> calls(world_size);
   absl::flat_hash_map<std::string, int> nodes;
   for (int rank = 0; rank < world_size; ++rank) {
@@ -458,6 +462,12 @@ void Core::Impl::Job::Seal(int world_size) {
     heard_ = impl_->now_;
   }
   num_nodes_ = static_cast<int>(nodes.size());
+  return calls;
+}
+
+void Core::Impl::Job::Seal(int world_size) {
+  std::vector<Seat> old_seats;
+  const std::vector<std::vector<CallId>> calls = TakeSeats(world_size, &old_seats);
   ++generation_;
   sealed_ = true;
   why_ended_.clear();
@@ -829,6 +839,24 @@ void Core::Impl::Job::Tick() {
     impl_->held_.erase(ready.call);
     impl_->SendError(ready.call, std::move(ready.error), AllRecords());
   }
+  TickLeases();
+  if (rendezvous_.FirstExpired(now).has_value()) {
+    // One text for all whose time is up now: who was there with them counts as come.
+    const v1::OpError error = RendezvousTimeout();
+    while (const std::optional<std::string> worker_id = rendezvous_.FirstExpired(now)) {
+      DropWaiting(*worker_id, error);
+    }
+    impl_->Note(id_, true, error.message());
+    Evaluate();
+  }
+  if (rendezvous_.IsDue(now)) {
+    Recount();
+    Evaluate();
+  }
+}
+
+void Core::Impl::Job::TickLeases() {
+  const absl::Time now = impl_->now_;
   if (judge_at_ <= now) {
     judge_at_ = absl::InfiniteFuture();
     for (const Seat& seat : seats_) {
@@ -866,19 +894,6 @@ void Core::Impl::Job::Tick() {
       continue;
     }
     WorkerGone(&seat, v1::WORKER_STATE_LOST, cause);
-  }
-  if (rendezvous_.FirstExpired(now).has_value()) {
-    // One text for all whose time is up now: who was there with them counts as come.
-    const v1::OpError error = RendezvousTimeout();
-    while (const std::optional<std::string> worker_id = rendezvous_.FirstExpired(now)) {
-      DropWaiting(*worker_id, error);
-    }
-    impl_->Note(id_, true, error.message());
-    Evaluate();
-  }
-  if (rendezvous_.IsDue(now)) {
-    Recount();
-    Evaluate();
   }
 }
 

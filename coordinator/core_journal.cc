@@ -113,38 +113,7 @@ void Core::Impl::Job::SnapshotTo(SnapshotParts* parts) const {
     fenced->set_worker_id(worker_id);
     fenced->set_incarnation(incarnation);
   });
-  if (HasSealed()) {
-    v1::GenerationSealed* sealed = add()->mutable_generation_sealed();
-    sealed->set_job_id(id_);
-    sealed->set_generation(generation_);
-    sealed->set_table_digest(digest_);
-    sealed->set_num_nodes(num_nodes_);
-    for (const Seat& seat : seats_) *sealed->add_seats() = seat.record;
-    if (!sealed_) {
-      v1::GenerationClosed* ended = add()->mutable_generation_closed();
-      ended->set_job_id(id_);
-      ended->set_generation(generation_);
-      ended->set_why(why_ended_);
-      for (const v1::Culprit& culprit : end_culprits_) *ended->add_culprits() = culprit;
-    }
-    const auto end = [&](const std::string& id, uint64_t counter, const Answer& answer) {
-      v1::BarrierEnded* ended = add()->mutable_barrier_ended();
-      ended->set_job_id(id_);
-      ended->set_generation(generation_);
-      ended->set_barrier_id(id);
-      ended->set_counter(counter);
-      *ended->mutable_answer() = answer.Parse();
-    };
-    // Who repeats an arrival in a generation that has ended is told so: payloads are for nobody any
-    // more. What failed is kept for those who ask what became of the job.
-    barriers_->ForEachJournaled([&](const std::string& id, uint64_t counter, const Answer& answer) {
-      if (sealed_ || answer.kind() == v1::OpResult::KIND_NOT_SET) end(id, counter, answer);
-    });
-    if (sealed_) {
-      agree_->ForEachKept(
-          [&](uint64_t counter, const Answer& answer) { end("", counter, answer); });
-    }
-  }
+  if (HasSealed()) SnapshotGenerationTo(parts);
   incarnations_.ForEachDeparted([&](const std::string& worker_id, uint64_t incarnation) {
     v1::WorkerDeparted* departed = add()->mutable_worker_departed();
     departed->set_job_id(id_);
@@ -186,10 +155,47 @@ void Core::Impl::Job::SnapshotTo(SnapshotParts* parts) const {
     *add()->mutable_checkpoint_changed() = checkpoint;
   });
   SnapshotHostsTo(parts);
+  SnapshotAnswersTo(parts);
+}
+
+void Core::Impl::Job::SnapshotGenerationTo(SnapshotParts* parts) const {
+  const auto add = [&] { return parts->Add(); };
+  v1::GenerationSealed* sealed = add()->mutable_generation_sealed();
+  sealed->set_job_id(id_);
+  sealed->set_generation(generation_);
+  sealed->set_table_digest(digest_);
+  sealed->set_num_nodes(num_nodes_);
+  for (const Seat& seat : seats_) *sealed->add_seats() = seat.record;
+  if (!sealed_) {
+    v1::GenerationClosed* ended = add()->mutable_generation_closed();
+    ended->set_job_id(id_);
+    ended->set_generation(generation_);
+    ended->set_why(why_ended_);
+    for (const v1::Culprit& culprit : end_culprits_) *ended->add_culprits() = culprit;
+  }
+  const auto end = [&](const std::string& id, uint64_t counter, const Answer& answer) {
+    v1::BarrierEnded* ended = add()->mutable_barrier_ended();
+    ended->set_job_id(id_);
+    ended->set_generation(generation_);
+    ended->set_barrier_id(id);
+    ended->set_counter(counter);
+    *ended->mutable_answer() = answer.Parse();
+  };
+  // Who repeats an arrival in a generation that has ended is told so: payloads are for nobody any
+  // more. What failed is kept for those who ask what became of the job.
+  barriers_->ForEachJournaled([&](const std::string& id, uint64_t counter, const Answer& answer) {
+    if (sealed_ || answer.kind() == v1::OpResult::KIND_NOT_SET) end(id, counter, answer);
+  });
+  if (sealed_) {
+    agree_->ForEachKept([&](uint64_t counter, const Answer& answer) { end("", counter, answer); });
+  }
+}
+
+void Core::Impl::Job::SnapshotAnswersTo(SnapshotParts* parts) const {
   answers_.ForEach([&](const std::string& worker_id, uint64_t incarnation, uint64_t request_id,
                        uint64_t hash, const StoredAnswer& stored) {
     if (stored.durable_revision == 0) return;
-    v1::RequestAnswered* answered = add()->mutable_request_answered();
+    v1::RequestAnswered* answered = parts->Add()->mutable_request_answered();
     answered->set_job_id(id_);
     answered->set_worker_id(worker_id);
     answered->set_incarnation(incarnation);
@@ -199,7 +205,7 @@ void Core::Impl::Job::SnapshotTo(SnapshotParts* parts) const {
   });
   answers_.ForEachForgotten(
       [&](const std::string& worker_id, uint64_t incarnation, uint64_t up_to) {
-        v1::RequestsForgotten* forgotten = add()->mutable_requests_forgotten();
+        v1::RequestsForgotten* forgotten = parts->Add()->mutable_requests_forgotten();
         forgotten->set_job_id(id_);
         forgotten->set_worker_id(worker_id);
         forgotten->set_incarnation(incarnation);
@@ -226,19 +232,146 @@ void Core::Impl::Job::SnapshotHostsTo(SnapshotParts* parts) const {
   });
 }
 
+namespace {
+
+absl::Status BadRank(absl::string_view job_id, int rank) {
+  return absl::DataLossError(absl::StrCat("the journal seats a worker of job ", Quoted(job_id),
+                                          " at rank ", rank, ", which its table does not have"));
+}
+
+}  // namespace
+
+absl::Status Core::Impl::Job::Apply(const v1::JobClosed& closed) {
+  closed_ = true;
+  why_ended_ = closed.why();
+  return absl::OkStatus();
+}
+
+absl::Status Core::Impl::Job::Apply(const v1::GenerationSealed& sealed) {
+  generation_ = sealed.generation();
+  sealed_ = true;
+  why_ended_.clear();
+  end_culprits_.clear();
+  digest_ = sealed.table_digest();
+  num_nodes_ = sealed.num_nodes();
+  const std::vector<Seat> old_seats = std::exchange(seats_, {});
+  for (const v1::SeatRecord& record : sealed.seats()) {
+    if (record.rank() != static_cast<int>(seats_.size())) return BadRank(id_, record.rank());
+    Seat seat;
+    seat.record = record;
+    seats_.push_back(std::move(seat));
+  }
+  BeginGeneration(false);
+  NoteDeparted(old_seats);
+  triggers_.RestoreGeneration(sealed.seats_size());
+  return absl::OkStatus();
+}
+
+absl::Status Core::Impl::Job::Apply(const v1::GenerationClosed& ended) {
+  sealed_ = false;
+  why_ended_ = ended.why();
+  end_culprits_.assign(ended.culprits().begin(), ended.culprits().end());
+  lease_checks_.clear();
+  return absl::OkStatus();
+}
+
+absl::Status Core::Impl::Job::Apply(const v1::SeatTaken& taken) {
+  const int rank = taken.seat().rank();
+  if (rank < 0 || static_cast<size_t>(rank) >= seats_.size()) return BadRank(id_, rank);
+  seats_[rank] = Seat();
+  seats_[rank].record = taken.seat();
+  digest_ = taken.table_digest();
+  triggers_.RankReplaced(rank);
+  return absl::OkStatus();
+}
+
+absl::Status Core::Impl::Job::Apply(const v1::WorkerEnded& ended) {
+  Seat* const seat = FindSeat(ended.worker_id());
+  if (seat == nullptr || seat->record.incarnation() != ended.incarnation()) return absl::OkStatus();
+  seat->record.set_state(ended.state());
+  *seat->record.mutable_exit() = ended.exit();
+  return absl::OkStatus();
+}
+
+absl::Status Core::Impl::Job::Apply(const v1::IncarnationFenced& fenced) {
+  RememberFenced(fenced.worker_id(), fenced.incarnation());
+  return absl::OkStatus();
+}
+
+absl::Status Core::Impl::Job::Apply(const v1::WorkerDeparted& departed) {
+  incarnations_.Depart(departed.worker_id(), departed.incarnation());
+  return absl::OkStatus();
+}
+
+absl::Status Core::Impl::Job::Apply(const v1::KvChanged& kv) {
+  for (const v1::KeyValue& put : kv.puts()) kv_.RestorePut(put);
+  for (const std::string& key : kv.deletes()) kv_.RestoreDelete(key);
+  return absl::OkStatus();
+}
+
+absl::Status Core::Impl::Job::Apply(const v1::TriggerChanged& change) {
+  triggers_.Restore(change);
+  return absl::OkStatus();
+}
+
+absl::Status Core::Impl::Job::Apply(const v1::TriggerAcked& acked) {
+  for (const int rank : acked.ranks()) triggers_.RestoreAck(acked.trigger_id(), rank);
+  return absl::OkStatus();
+}
+
+absl::Status Core::Impl::Job::Apply(const v1::CheckpointChanged& checkpoint) {
+  checkpoints_.Restore(checkpoint);
+  return absl::OkStatus();
+}
+
+absl::Status Core::Impl::Job::Apply(const v1::BarrierEnded& ended) {
+  if (barriers_ == nullptr || ended.generation() != generation_) return absl::OkStatus();
+  // The empty name stands for agreements.
+  if (ended.barrier_id().empty()) {
+    agree_->Restore(ended.counter(), ended.answer());
+  } else {
+    barriers_->RestoreEnd(ended.barrier_id(), ended.counter(), ended.answer());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Core::Impl::Job::Apply(const v1::HostStruck& struck) {
+  quarantine_.RestoreStrikes(struck.host(), struck.strikes());
+  return absl::OkStatus();
+}
+
+absl::Status Core::Impl::Job::Apply(const v1::HostQuarantined& quarantined) {
+  quarantine_.RestoreSet(quarantined.host(), FromProto(quarantined.for_()), quarantined.reason(),
+                         quarantined.automatic());
+  return absl::OkStatus();
+}
+
+absl::Status Core::Impl::Job::Apply(const v1::RequestAnswered& answered) {
+  answers_.Remember(
+      answered.worker_id(), answered.incarnation(), answered.request_id(), answered.request_hash(),
+      {std::make_shared<Answer>(answered.answer()), std::max<uint64_t>(1, impl_->last_record_)});
+  if (answered.forgotten() > 0) {
+    answers_.RememberForgotten(answered.worker_id(), answered.incarnation(), answered.forgotten());
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Core::Impl::Job::Apply(const v1::RequestsForgotten& forgotten) {
+  answers_.RememberForgotten(forgotten.worker_id(), forgotten.incarnation(), forgotten.up_to());
+  return absl::OkStatus();
+}
+
+template <typename Message>
+absl::Status Core::Impl::ApplyToJob(const Message& change) {
+  Job* const job = FindJob(change.job_id());
+  if (job == nullptr) {
+    return absl::DataLossError(absl::StrCat("the journal speaks of job ", Quoted(change.job_id()),
+                                            " before it was created"));
+  }
+  return job->Apply(change);
+}
+
 absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
-  const auto find = [&](const std::string& job_id) -> absl::StatusOr<Job*> {
-    Job* const job = FindJob(job_id);
-    if (job == nullptr) {
-      return absl::DataLossError(
-          absl::StrCat("the journal speaks of job ", Quoted(job_id), " before it was created"));
-    }
-    return job;
-  };
-  const auto bad_rank = [](const Job& job, int rank) {
-    return absl::DataLossError(absl::StrCat("the journal seats a worker of job ", Quoted(job.id_),
-                                            " at rank ", rank, ", which its table does not have"));
-  };
   switch (change.kind_case()) {
     case v1::JournalChange::kTermStarted:
       if (change.term_started().term() <= term_) {
@@ -255,167 +388,44 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       jobs_[created.job_id()] = std::move(job);
       return absl::OkStatus();
     }
-    case v1::JournalChange::kJobClosed: {
-      const auto job = find(change.job_closed().job_id());
-      if (!job.ok()) return job.status();
-      (*job)->closed_ = true;
-      (*job)->why_ended_ = change.job_closed().why();
-      return absl::OkStatus();
-    }
     case v1::JournalChange::kJobRemoved:
       jobs_.erase(change.job_removed().job_id());
       return absl::OkStatus();
-    case v1::JournalChange::kGenerationSealed: {
-      const v1::GenerationSealed& sealed = change.generation_sealed();
-      const auto job = find(sealed.job_id());
-      if (!job.ok()) return job.status();
-      (*job)->generation_ = sealed.generation();
-      (*job)->sealed_ = true;
-      (*job)->why_ended_.clear();
-      (*job)->end_culprits_.clear();
-      (*job)->digest_ = sealed.table_digest();
-      (*job)->num_nodes_ = sealed.num_nodes();
-      const std::vector<Seat> old_seats = std::exchange((*job)->seats_, {});
-      for (const v1::SeatRecord& record : sealed.seats()) {
-        if (record.rank() != static_cast<int>((*job)->seats_.size()))
-          return bad_rank(**job, record.rank());
-        Seat seat;
-        seat.record = record;
-        (*job)->seats_.push_back(std::move(seat));
-      }
-      (*job)->BeginGeneration(false);
-      (*job)->NoteDeparted(old_seats);
-      (*job)->triggers_.RestoreGeneration(sealed.seats_size());
-      return absl::OkStatus();
-    }
-    case v1::JournalChange::kGenerationClosed: {
-      const v1::GenerationClosed& ended = change.generation_closed();
-      const auto job = find(ended.job_id());
-      if (!job.ok()) return job.status();
-      (*job)->sealed_ = false;
-      (*job)->why_ended_ = ended.why();
-      (*job)->end_culprits_.assign(ended.culprits().begin(), ended.culprits().end());
-      (*job)->lease_checks_.clear();
-      return absl::OkStatus();
-    }
-    case v1::JournalChange::kSeatTaken: {
-      const v1::SeatTaken& taken = change.seat_taken();
-      const auto job = find(taken.job_id());
-      if (!job.ok()) return job.status();
-      const int rank = taken.seat().rank();
-      if (rank < 0 || static_cast<size_t>(rank) >= (*job)->seats_.size())
-        return bad_rank(**job, rank);
-      (*job)->seats_[rank] = Seat();
-      (*job)->seats_[rank].record = taken.seat();
-      (*job)->digest_ = taken.table_digest();
-      (*job)->triggers_.RankReplaced(rank);
-      return absl::OkStatus();
-    }
-    case v1::JournalChange::kWorkerEnded: {
-      const v1::WorkerEnded& ended = change.worker_ended();
-      const auto job = find(ended.job_id());
-      if (!job.ok()) return job.status();
-      Seat* const seat = (*job)->FindSeat(ended.worker_id());
-      if (seat == nullptr || seat->record.incarnation() != ended.incarnation())
-        return absl::OkStatus();
-      seat->record.set_state(ended.state());
-      *seat->record.mutable_exit() = ended.exit();
-      return absl::OkStatus();
-    }
-    case v1::JournalChange::kIncarnationFenced: {
-      const v1::IncarnationFenced& fenced = change.incarnation_fenced();
-      const auto job = find(fenced.job_id());
-      if (!job.ok()) return job.status();
-      (*job)->RememberFenced(fenced.worker_id(), fenced.incarnation());
-      return absl::OkStatus();
-    }
-    case v1::JournalChange::kWorkerDeparted: {
-      const v1::WorkerDeparted& departed = change.worker_departed();
-      const auto job = find(departed.job_id());
-      if (!job.ok()) return job.status();
-      (*job)->incarnations_.Depart(departed.worker_id(), departed.incarnation());
-      return absl::OkStatus();
-    }
-    case v1::JournalChange::kKvChanged: {
-      const v1::KvChanged& kv = change.kv_changed();
-      const auto job = find(kv.job_id());
-      if (!job.ok()) return job.status();
-      for (const v1::KeyValue& put : kv.puts()) (*job)->kv_.RestorePut(put);
-      for (const std::string& key : kv.deletes()) (*job)->kv_.RestoreDelete(key);
-      return absl::OkStatus();
-    }
-    case v1::JournalChange::kTriggerChanged: {
-      const auto job = find(change.trigger_changed().job_id());
-      if (!job.ok()) return job.status();
-      (*job)->triggers_.Restore(change.trigger_changed());
-      return absl::OkStatus();
-    }
-    case v1::JournalChange::kBarrierEnded: {
-      const v1::BarrierEnded& ended = change.barrier_ended();
-      const auto job = find(ended.job_id());
-      if (!job.ok()) return job.status();
-      if ((*job)->barriers_ == nullptr || ended.generation() != (*job)->generation_)
-        return absl::OkStatus();
-      if (ended.barrier_id().empty()) {
-        (*job)->agree_->Restore(ended.counter(), ended.answer());
-      } else {
-        (*job)->barriers_->RestoreEnd(ended.barrier_id(), ended.counter(), ended.answer());
-      }
-      return absl::OkStatus();
-    }
-    case v1::JournalChange::kHostStruck: {
-      const auto job = find(change.host_struck().job_id());
-      if (!job.ok()) return job.status();
-      (*job)->quarantine_.RestoreStrikes(change.host_struck().host(),
-                                         change.host_struck().strikes());
-      return absl::OkStatus();
-    }
-    case v1::JournalChange::kHostQuarantined: {
-      const v1::HostQuarantined& quarantined = change.host_quarantined();
-      const auto job = find(quarantined.job_id());
-      if (!job.ok()) return job.status();
-      (*job)->quarantine_.RestoreSet(quarantined.host(), FromProto(quarantined.for_()),
-                                     quarantined.reason(), quarantined.automatic());
-      return absl::OkStatus();
-    }
-    case v1::JournalChange::kRequestAnswered: {
-      const v1::RequestAnswered& answered = change.request_answered();
-      const auto job = find(answered.job_id());
-      if (!job.ok()) return job.status();
-      (*job)->answers_.Remember(
-          answered.worker_id(), answered.incarnation(), answered.request_id(),
-          answered.request_hash(),
-          {std::make_shared<Answer>(answered.answer()), std::max<uint64_t>(1, last_record_)});
-      if (answered.forgotten() > 0) {
-        (*job)->answers_.RememberForgotten(answered.worker_id(), answered.incarnation(),
-                                           answered.forgotten());
-      }
-      return absl::OkStatus();
-    }
     case v1::JournalChange::kHistoryRestored:
       BecomeRestored(change.history_restored().term());
       return absl::OkStatus();
-    case v1::JournalChange::kTriggerAcked: {
-      const auto job = find(change.trigger_acked().job_id());
-      if (!job.ok()) return job.status();
-      for (const int rank : change.trigger_acked().ranks())
-        (*job)->triggers_.RestoreAck(change.trigger_acked().trigger_id(), rank);
-      return absl::OkStatus();
-    }
-    case v1::JournalChange::kRequestsForgotten: {
-      const v1::RequestsForgotten& forgotten = change.requests_forgotten();
-      const auto job = find(forgotten.job_id());
-      if (!job.ok()) return job.status();
-      (*job)->answers_.RememberForgotten(forgotten.worker_id(), forgotten.incarnation(),
-                                         forgotten.up_to());
-      return absl::OkStatus();
-    }
-    case v1::JournalChange::kCheckpointChanged: {
-      const auto job = find(change.checkpoint_changed().job_id());
-      if (!job.ok()) return job.status();
-      (*job)->checkpoints_.Restore(change.checkpoint_changed());
-      return absl::OkStatus();
-    }
+    case v1::JournalChange::kJobClosed:
+      return ApplyToJob(change.job_closed());
+    case v1::JournalChange::kGenerationSealed:
+      return ApplyToJob(change.generation_sealed());
+    case v1::JournalChange::kGenerationClosed:
+      return ApplyToJob(change.generation_closed());
+    case v1::JournalChange::kSeatTaken:
+      return ApplyToJob(change.seat_taken());
+    case v1::JournalChange::kWorkerEnded:
+      return ApplyToJob(change.worker_ended());
+    case v1::JournalChange::kIncarnationFenced:
+      return ApplyToJob(change.incarnation_fenced());
+    case v1::JournalChange::kWorkerDeparted:
+      return ApplyToJob(change.worker_departed());
+    case v1::JournalChange::kKvChanged:
+      return ApplyToJob(change.kv_changed());
+    case v1::JournalChange::kTriggerChanged:
+      return ApplyToJob(change.trigger_changed());
+    case v1::JournalChange::kTriggerAcked:
+      return ApplyToJob(change.trigger_acked());
+    case v1::JournalChange::kBarrierEnded:
+      return ApplyToJob(change.barrier_ended());
+    case v1::JournalChange::kHostStruck:
+      return ApplyToJob(change.host_struck());
+    case v1::JournalChange::kHostQuarantined:
+      return ApplyToJob(change.host_quarantined());
+    case v1::JournalChange::kRequestAnswered:
+      return ApplyToJob(change.request_answered());
+    case v1::JournalChange::kRequestsForgotten:
+      return ApplyToJob(change.requests_forgotten());
+    case v1::JournalChange::kCheckpointChanged:
+      return ApplyToJob(change.checkpoint_changed());
     case v1::JournalChange::KIND_NOT_SET:
       break;
   }

@@ -73,182 +73,50 @@ bool SameSpec(v1::RendezvousSpec a, v1::RendezvousSpec b) {
   return a.SerializeAsString() == b.SerializeAsString();
 }
 
+// Of what any caller may send as a join.
+std::optional<v1::OpError> CheckJoin(const v1::JoinRequest& request) {
+  const v1::Fence& fence = request.fence();
+  if (auto error = CheckName("fence.job_id", fence.job_id())) return error;
+  if (auto error = CheckName("fence.worker_id", fence.worker_id())) return error;
+  if (fence.incarnation() == 0) {
+    return BadField("fence.incarnation",
+                    absl::StrCat("worker ", Quoted(fence.worker_id()),
+                                 " has incarnation 0: draw a random one at process start"));
+  }
+  const std::pair<const char*, const std::string*> texts[] = {
+      {"topology.host", &request.topology().host()},
+      {"topology.rack", &request.topology().rack()},
+      {"topology.nvlink_domain", &request.topology().nvlink_domain()},
+      {"endpoint", &request.endpoint()}};
+  for (const auto& [field, text] : texts) {
+    if (text->size() > kMaxName) {
+      return TooLarge(field, absl::StrCat(field, " of worker ", Quoted(fence.worker_id()), " has ",
+                                          text->size(), " bytes: at most ", kMaxName));
+    }
+  }
+  return std::nullopt;
+}
+
 }  // namespace
 
-std::optional<v1::OpError> Core::Impl::CheckJob(const v1::Fence& fence, Job** job) {
-  *job = FindJob(fence.job_id());
-  // Its terms are not ours: a process that is left over from them must not depose us.
-  if (fence.cluster() != 0 && cluster_ != 0 && fence.cluster() != cluster_) {
-    v1::OpError error =
-        MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_OTHER_CLUSTER,
-                  absl::StrCat("the caller worked with another coordinator's data than this one's "
-                               "(cluster ",
-                               options_.cluster_id,
-                               "): the data directory was changed, or the address went to another "
-                               "coordinator; start the job again"));
-    error.mutable_detail()->set_current_term(term_);
-    return error;
-  }
-  if (IsAhead(fence)) return Ahead(fence, *job);
-  if (*job == nullptr) return UnknownJob(fence.job_id());
-  return std::nullopt;
-}
-
-std::string Core::Impl::Impossible(const v1::Fence& fence) const {
-  const uint64_t seen = fence.term_seen();
-  if (seen > std::min(kMaxTerm, term_ + kMaxTermsAhead)) {
-    return absl::StrCat("no coordinator of this cluster can have begun more than ",
-                        std::min(kMaxTermsAhead, kMaxTerm - term_),
-                        " terms since: the caller's state is corrupt; restart it");
-  }
-  const uint64_t term_of_revision = fence.revision_seen() >> kRevisionBits;
-  if (term_of_revision > std::max(seen, term_)) {
-    return absl::StrCat("that revision is of term ", term_of_revision,
-                        ", which the caller has not seen: the caller's state is corrupt; restart it");
-  }
-  return "";
-}
-
-v1::OpError Core::Impl::Ahead(const v1::Fence& fence, const Job* job) {
-  const std::string seen =
-      fence.term_seen() > term_
-          ? absl::StrCat("this coordinator serves term ", term_, ", but the caller has seen term ",
-                         fence.term_seen())
-          : absl::StrCat("this coordinator is at revision ", revision_,
-                         ", but the caller has seen revision ", fence.revision_seen());
-  constexpr absl::string_view kWayOut =
-      ": if another coordinator took over, that one serves; if this one began from an older copy "
-      "of the data directory, stop it, run muster-coordinator --restored DIRECTORY and start it "
-      "again";
-  const bool same_cluster = cluster_ != 0 && fence.cluster() == cluster_;
-  // Numbers that no coordinator of this cluster can have given out prove a broken caller, member or
-  // not.
-  if (const std::string why = same_cluster ? Impossible(fence) : ""; !why.empty()) {
-    ++stats_.unproven_deposals;
-    v1::OpError error = BadField("fence.term_seen", absl::StrCat(seen, ", and ", why));
-    error.mutable_detail()->set_current_term(term_);
-    return error;
-  }
-  const bool proven = same_cluster && job != nullptr && job->IsMember(fence, caller_node_);
-  v1::OpError error;
-  if (proven) {
-    out_->deposed = true;
-    out_->deposed_why = absl::StrCat(seen, " (job ", Quoted(fence.job_id()), ", worker ",
-                                     Quoted(fence.worker_id()), ")", kWayOut);
-    error = MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_STOPPING,
-                      absl::StrCat(seen, kWayOut));
-  } else {
-    const std::string refusal =
-        same_cluster ? absl::StrCat(seen, ", and it is no member of a job here", kWayOut)
-                     : absl::StrCat(seen,
-                                    " and does not say of which cluster: name the cluster of "
-                                    "the reply that said so (Fence.cluster)");
-    // Anybody can send these: the log has the first, the second, the fourth and so on.
-    const uint64_t count = ++stats_.unproven_deposals;
-    if ((count & (count - 1)) == 0)
-      Note(Cut(fence.job_id(), kMaxName), true,
-           absl::StrCat(refusal, "; refused, ", count, " so far"));
-    error = MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_STALE_TERM, refusal);
-  }
-  error.mutable_detail()->set_current_term(term_);
-  return error;
-}
-
-void Core::Impl::CheckAgent(absl::string_view node, const v1::Hello& hello) {
-  v1::Fence fence;
-  fence.set_term_seen(hello.term_seen());
-  if (!serving_ || !IsAhead(fence) || hello.cluster_id() != options_.cluster_id) return;
-  fence.set_cluster(cluster_);
-  fence.set_worker_id(std::string(node));
-  caller_node_ = node;
-  const Job* job = nullptr;
-  for (const auto& [id, one] : jobs_) {
-    if (!one->HasNode(node)) continue;
-    fence.set_job_id(id);
-    job = one.get();
-    break;
-  }
-  Ahead(fence, job);
-}
-
-std::optional<v1::OpError> Core::Impl::CheckFence(const v1::Fence& fence, bool operators,
-                                                  Who* who) {
-  Job* job = nullptr;
-  if (auto error = CheckJob(fence, &job)) return error;
-  who->job = job;
-  const auto refuse = [&](v1::OpError error) {
-    ++stats_.fenced_calls;
-    error.mutable_detail()->set_current_generation(job->generation_);
-    error.mutable_detail()->set_current_term(term_);
-    return error;
-  };
-  if (fence.worker_id().empty()) {
-    if (!operators) {
-      return BadField("fence.worker_id",
-                      "only a seated worker may call this: fence.worker_id is empty");
-    }
-    if (fence.generation() != 0) {
-      if (auto error = job->CheckGeneration(fence)) return refuse(*std::move(error));
-    }
-    return std::nullopt;
-  }
-  Seat* const seat = job->FindSeat(fence.worker_id());
-  const bool waits = job->rendezvous_.Waits(fence.worker_id());
-  const uint64_t newest = job->NewestOf(fence.worker_id());
-  if (job->incarnations_.IsFenced(fence.worker_id(), fence.incarnation())) {
-    return refuse(job->Superseded(fence.worker_id(), newest));
-  }
-  if (seat != nullptr && seat->record.incarnation() != fence.incarnation() &&
-      !(waits && newest == fence.incarnation())) {
-    return refuse(job->Superseded(fence.worker_id(), newest));
-  }
-  if (auto error = job->CheckGeneration(fence)) return refuse(*std::move(error));
-  if (!job->sealed_ && seat != nullptr) return refuse(job->Ended());
-  if (seat == nullptr || seat->record.incarnation() != fence.incarnation()) {
-    return refuse(
-        MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_NOT_MEMBER,
-                  absl::StrCat("worker ", Quoted(fence.worker_id()), " has no seat in generation ",
-                               job->generation_, " of job ", Quoted(job->id_), ": join first")));
-  }
-  switch (seat->record.state()) {
-    case v1::WORKER_STATE_RUNNING:
-      break;
-    case v1::WORKER_STATE_LOST:
-      return refuse(MakeError(
-          absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_LEASE_EXPIRED,
-          absl::StrCat("the lease of worker ", Quoted(fence.worker_id()), " (rank ", seat->rank(),
-                       ") ran out after ", absl::FormatDuration(job->Lease()),
-                       " without a sign of life: join again")));
-    default:
-      return refuse(
-          MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_NOT_MEMBER,
-                    absl::StrCat("worker ", Quoted(fence.worker_id()), " (rank ", seat->rank(),
-                                 ") ", job->GoneText(*seat), ": join again if it lives")));
-  }
-  job->RenewLease(seat);
-  who->seat = seat;
-  return std::nullopt;
-}
-
 template <typename Request, typename F>
-void Core::Impl::Once(CallId call, const Request& request, int kind, Rules rules, Job** touched,
-                      F f) {
+void Core::Impl::Once(Incoming* in, const Request& request, Rules rules, F f) {
   const v1::Fence& fence = request.fence();
   const bool dedupe = rules.writes && RememberedAnswers::CanRemember(fence);
   uint64_t hash = 0;
   if (dedupe) {
     if (Job* const job = FindJob(fence.job_id()); job != nullptr && !IsAhead(fence)) {
-      hash = HashRequest(request, kind);
+      hash = HashRequest(request, in->op.kind_case());
       StoredAnswer stored;
       switch (job->answers_.Find(fence, hash, &stored)) {
         case RememberedAnswers::State::kKnown:
           ++stats_.repeated_requests;
-          Send(call, stored.answer,
+          Send(in->call, stored.answer,
                std::max(stored.durable_revision, rules.reads ? job->kv_record_ : 0));
           return;
         case RememberedAnswers::State::kReused:
           SendError(
-              call,
+              in->call,
               MakeError(
                   absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_KEY_REUSED,
                   absl::StrCat(
@@ -258,7 +126,7 @@ void Core::Impl::Once(CallId call, const Request& request, int kind, Rules rules
           return;
         case RememberedAnswers::State::kForgotten:
           SendError(
-              call,
+              in->call,
               MakeError(absl::StatusCode::kOutOfRange, v1::ERROR_REASON_RESULT_FORGOTTEN,
                         absl::StrCat("request_id ", fence.request_id(), " of worker ",
                                      Quoted(fence.worker_id()), " is older than the last ",
@@ -273,13 +141,13 @@ void Core::Impl::Once(CallId call, const Request& request, int kind, Rules rules
   }
   Who who;
   if (auto error = CheckFence(fence, rules.operators, &who)) {
-    SendError(call, *std::move(error), who.job != nullptr ? who.job->membership_record_ : 0);
+    SendError(in->call, *std::move(error), who.job != nullptr ? who.job->membership_record_ : 0);
     return;
   }
-  *touched = who.job;
+  in->touched = who.job;
   auto* const result = google::protobuf::Arena::CreateMessage<v1::OpResult>(&arena_);
   if (auto error = f(who, result)) {
-    SendError(call, *std::move(error),
+    SendError(in->call, *std::move(error),
               rules.reads ? who.job->AllRecords() : who.job->membership_record_);
     return;
   }
@@ -299,34 +167,44 @@ void Core::Impl::Once(CallId call, const Request& request, int kind, Rules rules
     who.job->answers_.Remember(fence.worker_id(), fence.incarnation(), fence.request_id(), hash,
                                {answer, durable});
   }
-  Send(call, std::move(answer), rules.reads ? who.job->AllRecords() : who.job->membership_record_);
+  Send(in->call, std::move(answer),
+       rules.reads ? who.job->AllRecords() : who.job->membership_record_);
 }
 
-void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller& caller,
-                      Job** touched) {
+Core::Impl::Job* Core::Impl::BeginJob(Incoming* in, Job* former) {
+  const v1::JoinRequest& request = in->op.join();
+  const std::string& job_id = request.fence().job_id();
+  // Its generations are counted on, so that whoever is left over of the former one is behind.
+  const uint64_t generation = former != nullptr ? former->generation_ : 0;
+  if (former != nullptr) {
+    in->touched = nullptr;
+    // In one record with the begin of the new one: a crash leaves both jobs or the new one.
+    Remove(
+        former,
+        absl::StrCat("it is over, and another job of this name begins (",
+                     request.spec().min_workers(), ":", request.spec().max_workers(), " workers)"),
+        /*replaced=*/true);
+  }
+  auto owned = std::make_unique<Job>(this, job_id);
+  Job* const job = owned.get();
+  job->spec_ = request.spec();
+  job->generation_ = generation;
+  jobs_[job_id] = std::move(owned);
+  v1::JobCreated* created = Change()->mutable_job_created();
+  created->set_job_id(job->id_);
+  *created->mutable_spec() = job->spec_;
+  created->set_generation(generation);
+  job->membership_touched_ = true;
+  return job;
+}
+
+Core::Impl::Job* Core::Impl::JobToJoin(Incoming* in) {
+  const v1::JoinRequest& request = in->op.join();
   const v1::Fence& fence = request.fence();
-  const auto fail = [&](v1::OpError error, uint64_t durable = 0) {
-    SendError(call, std::move(error), durable);
+  const auto fail = [&](v1::OpError error, uint64_t durable = 0) -> Job* {
+    SendError(in->call, std::move(error), durable);
+    return nullptr;
   };
-  if (auto error = CheckName("fence.job_id", fence.job_id())) return fail(*std::move(error));
-  if (auto error = CheckName("fence.worker_id", fence.worker_id())) return fail(*std::move(error));
-  if (fence.incarnation() == 0) {
-    return fail(BadField("fence.incarnation",
-                         absl::StrCat("worker ", Quoted(fence.worker_id()),
-                                      " has incarnation 0: draw a random one at process start")));
-  }
-  const std::pair<const char*, const std::string*> texts[] = {
-      {"topology.host", &request.topology().host()},
-      {"topology.rack", &request.topology().rack()},
-      {"topology.nvlink_domain", &request.topology().nvlink_domain()},
-      {"endpoint", &request.endpoint()}};
-  for (const auto& [field, text] : texts) {
-    if (text->size() > kMaxName) {
-      return fail(
-          TooLarge(field, absl::StrCat(field, " of worker ", Quoted(fence.worker_id()), " has ",
-                                       text->size(), " bytes: at most ", kMaxName)));
-    }
-  }
   Job* job = nullptr;
   if (auto error = CheckJob(fence, &job)) {
     // That the job is unknown is no error here: this is how it begins, also for whoever comes from
@@ -342,7 +220,7 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
   const bool other_spec =
       job != nullptr && request.has_spec() && !SameSpec(request.spec(), job->spec_);
   if (other_spec) {
-    *touched = job;
+    in->touched = job;
     job->EndIfNobodyIsHeard("another job of this name begins");
   }
   // The name of a job that is over is free for another one.
@@ -361,33 +239,13 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
                               request.preferred_rank(), " in a job of at most ", max_workers,
                               " workers: use 0 to ", max_workers - 1, ", or -1 for any")));
   }
-  if (begins) {
-    // Its generations are counted on, so that whoever is left over of the former one is behind.
-    const uint64_t generation = job != nullptr ? job->generation_ : 0;
-    if (job != nullptr) {
-      *touched = nullptr;
-      // In one record with the begin of the new one: a crash leaves both jobs or the new one.
-      Remove(job,
-             absl::StrCat("it is over, and another job of this name begins (",
-                          request.spec().min_workers(), ":", request.spec().max_workers(),
-                          " workers)"),
-             /*replaced=*/true);
-    }
-    auto owned = std::make_unique<Job>(this, fence.job_id());
-    job = owned.get();
-    job->spec_ = request.spec();
-    job->generation_ = generation;
-    jobs_[fence.job_id()] = std::move(owned);
-    v1::JobCreated* created = Change()->mutable_job_created();
-    created->set_job_id(job->id_);
-    *created->mutable_spec() = job->spec_;
-    created->set_generation(generation);
-    job->membership_touched_ = true;
-  } else if (job->closed_) {
+  if (begins) return BeginJob(in, job);
+  if (job->closed_) {
     return fail(MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_RENDEZVOUS_CLOSED,
                           absl::StrCat("job ", Quoted(job->id_), " is over: ", job->why_ended_)),
                 job->membership_record_);
-  } else if (other_spec) {
+  }
+  if (other_spec) {
     return fail(BadField(
         "spec",
         absl::StrCat("worker ", Quoted(fence.worker_id()), " brings another rendezvous spec (",
@@ -399,7 +257,19 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
                          : absl::StrCat("it is being started again by ", job->RestartedBy()),
                      ": use the same, or another job id, or wait until it has ended")));
   }
-  *touched = job;
+  return job;
+}
+
+void Core::Impl::Join(Incoming* in) {
+  const v1::JoinRequest& request = in->op.join();
+  const v1::Fence& fence = request.fence();
+  if (auto error = CheckJoin(request)) return SendError(in->call, *std::move(error), 0);
+  Job* const job = JobToJoin(in);
+  if (job == nullptr) return;
+  const auto fail = [&](v1::OpError error, uint64_t durable) {
+    SendError(in->call, std::move(error), durable);
+  };
+  in->touched = job;
   Seat* const seat = job->FindSeat(fence.worker_id());
   const Incarnations& incarnations = job->incarnations_;
   const std::optional<uint64_t> departed = incarnations.Departed(fence.worker_id());
@@ -426,11 +296,11 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
     if (same && seat->alive()) {
       // A retry: its first answer was lost.
       job->RenewLease(seat);
-      job->SendSeat(call, *seat);
+      job->SendSeat(in->call, *seat);
       return;
     }
     if (!job->spec_.end_generation_on_failure() && seat->record.state() != v1::WORKER_STATE_LEFT) {
-      job->Reseat(seat, call, request, caller);
+      job->Reseat(seat, in->call, request, in->caller);
       return;
     }
     if (!same) {
@@ -445,18 +315,19 @@ void Core::Impl::Join(CallId call, const v1::JoinRequest& request, const Caller&
     job->FenceIncarnation(fence.worker_id(), seat->record.incarnation());
     if (seat->alive()) job->WorkerGone(seat, v1::WORKER_STATE_FENCED, v1::ExitCause());
   }
-  job->Enqueue(call, request, caller);
+  job->Enqueue(in->call, request, in->caller);
 }
 
-void Core::Impl::Arrive(CallId call, const v1::ArriveRequest& request, Job** touched) {
+void Core::Impl::Arrive(Incoming* in) {
+  const v1::ArriveRequest& request = in->op.arrive();
   Who who;
   if (auto error = CheckFence(request.fence(), false, &who)) {
-    SendError(call, *std::move(error), who.job != nullptr ? who.job->membership_record_ : 0);
+    SendError(in->call, *std::move(error), who.job != nullptr ? who.job->membership_record_ : 0);
     return;
   }
-  *touched = who.job;
+  in->touched = who.job;
   if (request.rank() != who.seat->rank()) {
-    SendError(call,
+    SendError(in->call,
               BadField("rank", absl::StrCat("worker ", Quoted(request.fence().worker_id()),
                                             " holds rank ", who.seat->rank(), ", not ",
                                             request.rank(), ": use the rank of the join reply")),
@@ -466,7 +337,7 @@ void Core::Impl::Arrive(CallId call, const v1::ArriveRequest& request, Job** tou
   who.seat->step = std::max(who.seat->step, request.step());
   const int32_t rank = request.rank();
   Arrival arrival;
-  arrival.call = call;
+  arrival.call = in->call;
   arrival.barrier_id = request.barrier_id();
   arrival.counter = request.counter();
   arrival.ranks = absl::MakeConstSpan(&rank, 1);
@@ -479,27 +350,27 @@ void Core::Impl::Arrive(CallId call, const v1::ArriveRequest& request, Job** tou
   arrival.call_site = request.call_site();
   arrival.call_site_text = request.call_site_text();
   arrival.previous_state = request.previous_state();
-  held_[call] = {who.job->id_, Held::kBarrier, ""};
+  held_[in->call] = {who.job->id_, Held::kBarrier, ""};
   if (auto error = who.job->barriers_->Arrive(arrival, now_)) {
-    held_.erase(call);
-    SendError(call, *std::move(error), who.job->AllRecords());
+    held_.erase(in->call);
+    SendError(in->call, *std::move(error), who.job->AllRecords());
   }
 }
 
-void Core::Impl::ArriveMany(CallId call, const v1::ArriveManyRequest& request, const Caller& caller,
-                            Job** touched) {
+void Core::Impl::ArriveMany(Incoming* in) {
+  const v1::ArriveManyRequest& request = in->op.arrive_many();
   const v1::Fence& fence = request.fence();
   Job* job = nullptr;
-  if (auto error = CheckJob(fence, &job)) return SendError(call, *std::move(error), 0);
+  if (auto error = CheckJob(fence, &job)) return SendError(in->call, *std::move(error), 0);
   const auto fail = [&](v1::OpError error) {
     ++stats_.fenced_calls;
     error.mutable_detail()->set_current_generation(job->generation_);
     error.mutable_detail()->set_current_term(term_);
-    SendError(call, std::move(error), job->membership_record_);
+    SendError(in->call, std::move(error), job->membership_record_);
   };
   if (auto error = job->CheckGeneration(fence)) return fail(*std::move(error));
   if (!job->sealed_) return fail(job->Ended());
-  *touched = job;
+  in->touched = job;
   if (request.incarnations_size() != request.ranks_size()) {
     return fail(BadField(
         "incarnations",
@@ -526,15 +397,15 @@ void Core::Impl::ArriveMany(CallId call, const v1::ArriveManyRequest& request, c
                                  job->GoneText(seat), ": it cannot arrive at a barrier")));
     }
   }
-  const uint64_t agent = agents_.NumberOf(caller.node);
+  const uint64_t agent = agents_.NumberOf(in->caller.node);
   for (const int rank : request.ranks()) {
     Seat& seat = job->seats_[rank];
     job->RenewLease(&seat);
     seat.step = std::max(seat.step, request.step());
-    if (!caller.node.empty()) job->HeardThrough(&seat, caller.node, agent);
+    if (!in->caller.node.empty()) job->HeardThrough(&seat, in->caller.node, agent);
   }
   Arrival arrival;
-  arrival.call = call;
+  arrival.call = in->call;
   arrival.barrier_id = request.barrier_id();
   arrival.counter = request.counter();
   arrival.ranks = absl::MakeConstSpan(request.ranks().data(), request.ranks_size());
@@ -551,18 +422,19 @@ void Core::Impl::ArriveMany(CallId call, const v1::ArriveManyRequest& request, c
   arrival.call_site = request.call_site();
   arrival.call_site_text = request.call_site_text();
   arrival.previous_state = request.previous_state();
-  held_[call] = {job->id_, Held::kBarrier, ""};
+  held_[in->call] = {job->id_, Held::kBarrier, ""};
   if (auto error = job->barriers_->Arrive(arrival, now_)) {
-    held_.erase(call);
-    SendError(call, *std::move(error), job->AllRecords());
+    held_.erase(in->call);
+    SendError(in->call, *std::move(error), job->AllRecords());
   }
 }
 
-void Core::Impl::Heartbeat(CallId call, const v1::HeartbeatRequest& request, Job** touched) {
+void Core::Impl::Heartbeat(Incoming* in) {
+  const v1::HeartbeatRequest& request = in->op.heartbeat();
   const v1::Fence& fence = request.fence();
   Job* job = nullptr;
-  if (auto error = CheckJob(fence, &job)) return SendError(call, *std::move(error), 0);
-  *touched = job;
+  if (auto error = CheckJob(fence, &job)) return SendError(in->call, *std::move(error), 0);
+  in->touched = job;
   const auto answer = [&] {
     v1::OpResult result;
     v1::HeartbeatReply* reply = result.mutable_heartbeat();
@@ -574,7 +446,7 @@ void Core::Impl::Heartbeat(CallId call, const v1::HeartbeatRequest& request, Job
                          ? job->why_ended_
                          : absl::StrCat("generation ", job->generation_, " has been sealed"));
     }
-    Send(call, result, job->membership_record_);
+    Send(in->call, result, job->membership_record_);
   };
   Seat* const seat = job->FindSeat(fence.worker_id());
   if (options_.mutants.dead_incarnation_renews_lease && seat != nullptr) {
@@ -591,7 +463,7 @@ void Core::Impl::Heartbeat(CallId call, const v1::HeartbeatRequest& request, Job
         job->RenewLease(seat);
       return answer();
     }
-    return SendError(call, *std::move(error), job->membership_record_);
+    return SendError(in->call, *std::move(error), job->membership_record_);
   }
   seat->step = std::max(seat->step, request.step());
   seat->phase = Cut(request.phase(), kMaxName);
@@ -599,10 +471,12 @@ void Core::Impl::Heartbeat(CallId call, const v1::HeartbeatRequest& request, Job
   answer();
 }
 
-void Core::Impl::ReportExit(CallId call, const v1::ReportExitRequest& request, Job** touched) {
+void Core::Impl::ReportExit(Incoming* in) {
+  const v1::ReportExitRequest& request = in->op.report_exit();
   Job* job = nullptr;
-  if (auto error = CheckJob(request.fence(), &job)) return SendError(call, *std::move(error), 0);
-  *touched = job;
+  if (auto error = CheckJob(request.fence(), &job))
+    return SendError(in->call, *std::move(error), 0);
+  in->touched = job;
   Seat* const seat = job->FindSeat(request.worker_id());
   v1::ExitCause cause = request.cause();
   cause.set_message(Reason(cause.message()));
@@ -625,61 +499,52 @@ void Core::Impl::ReportExit(CallId call, const v1::ReportExitRequest& request, J
   }
   v1::OpResult result;
   *result.mutable_report_exit()->mutable_header() = Header();
-  Send(call, result, job->membership_record_);
+  Send(in->call, result, job->membership_record_);
 }
 
-void Core::Impl::WaitKeys(CallId call, const v1::WaitRequest& request, Job** touched) {
+void Core::Impl::WaitKeys(Incoming* in) {
+  const v1::WaitRequest& request = in->op.wait();
   Who who;
   if (auto error = CheckFence(request.fence(), true, &who)) {
-    return SendError(call, *std::move(error), who.job != nullptr ? who.job->membership_record_ : 0);
+    return SendError(in->call, *std::move(error),
+                     who.job != nullptr ? who.job->membership_record_ : 0);
   }
-  *touched = who.job;
-  if (auto error = who.job->kv_.CheckWait(request)) return SendError(call, *std::move(error), 0);
+  in->touched = who.job;
+  if (auto error = who.job->kv_.CheckWait(request))
+    return SendError(in->call, *std::move(error), 0);
   v1::OpResult result;
-  if (who.job->kv_.StartWait(call, request, now_, result.mutable_wait())) {
+  if (who.job->kv_.StartWait(in->call, request, now_, result.mutable_wait())) {
     *result.mutable_wait()->mutable_header() = Header();
-    Send(call, result, who.job->AllRecords());
+    Send(in->call, result, who.job->AllRecords());
     return;
   }
-  held_[call] = {who.job->id_, Held::kWait, ""};
+  held_[in->call] = {who.job->id_, Held::kWait, ""};
 }
 
-bool Core::Impl::CheckRank(CallId call, const v1::Fence& fence, int32_t rank, Who* who,
-                           Job** touched) {
-  if (auto error = CheckFence(fence, false, who)) {
-    SendError(call, *std::move(error), who->job != nullptr ? who->job->membership_record_ : 0);
-    return false;
-  }
-  *touched = who->job;
-  if (rank == who->seat->rank()) return true;
-  SendError(call,
-            BadField("rank", absl::StrCat("worker ", Quoted(fence.worker_id()), " holds rank ",
-                                          who->seat->rank(), ", not ", rank)),
-            0);
-  return false;
-}
-
-void Core::Impl::AgreeAlive(CallId call, const v1::AgreeAliveRequest& request, Job** touched) {
+void Core::Impl::AgreeAlive(Incoming* in) {
+  const v1::AgreeAliveRequest& request = in->op.agree_alive();
   Who who;
-  if (!CheckRank(call, request.fence(), request.rank(), &who, touched)) return;
-  held_[call] = {who.job->id_, Held::kBarrier, ""};
+  if (!CheckRank(in, request.fence(), request.rank(), &who)) return;
+  held_[in->call] = {who.job->id_, Held::kBarrier, ""};
   std::vector<AgreeSet::Done> done;
-  if (auto error = who.job->agree_->Enter(call, request, request.rank(), now_, Header(), &done)) {
-    held_.erase(call);
-    return SendError(call, *std::move(error), who.job->membership_record_);
+  if (auto error =
+          who.job->agree_->Enter(in->call, request, request.rank(), now_, Header(), &done)) {
+    held_.erase(in->call);
+    return SendError(in->call, *std::move(error), who.job->membership_record_);
   }
   who.job->AgreeDone(std::move(done));
 }
 
-void Core::Impl::PollTriggers(CallId call, const v1::PollTriggersRequest& request, Job** touched) {
+void Core::Impl::PollTriggers(Incoming* in) {
+  const v1::PollTriggersRequest& request = in->op.poll_triggers();
   Who who;
-  if (!CheckRank(call, request.fence(), request.rank(), &who, touched)) return;
+  if (!CheckRank(in, request.fence(), request.rank(), &who)) return;
   v1::OpResult result;
   std::vector<v1::TriggerChanged> changes;
   std::vector<uint64_t> acked;
   if (auto error = who.job->triggers_.Poll(request, request.rank(), result.mutable_poll_triggers(),
                                            &changes, &acked)) {
-    return SendError(call, *std::move(error), 0);
+    return SendError(in->call, *std::move(error), 0);
   }
   for (const uint64_t trigger_id : acked) {
     v1::TriggerAcked* change = Change()->mutable_trigger_acked();
@@ -690,12 +555,13 @@ void Core::Impl::PollTriggers(CallId call, const v1::PollTriggersRequest& reques
   who.seat->step = std::max(who.seat->step, request.step());
   who.job->TriggersChanged(std::move(changes));
   *result.mutable_poll_triggers()->mutable_header() = Header();
-  Send(call, result, who.job->membership_record_);
+  Send(in->call, result, who.job->membership_record_);
 }
 
-void Core::Impl::GetRankTable(CallId call, const v1::GetRankTableRequest& request) {
+void Core::Impl::GetRankTable(Incoming* in) {
+  const v1::GetRankTableRequest& request = in->op.get_rank_table();
   const Job* const job = FindJob(request.job_id());
-  if (job == nullptr) return SendError(call, UnknownJob(request.job_id()), 0);
+  if (job == nullptr) return SendError(in->call, UnknownJob(request.job_id()), 0);
   if (!job->HasSealed() ||
       (request.generation() != 0 && request.generation() != job->generation_)) {
     v1::OpError error =
@@ -705,12 +571,12 @@ void Core::Impl::GetRankTable(CallId call, const v1::GetRankTableRequest& reques
                                !job->HasSealed() ? "none has been sealed yet"
                                                  : absl::StrCat(job->generation_, " is current")));
     error.mutable_detail()->set_current_generation(job->generation_);
-    return SendError(call, std::move(error), job->membership_record_);
+    return SendError(in->call, std::move(error), job->membership_record_);
   }
   const int world_size = static_cast<int>(job->seats_.size());
   if (request.first_rank() < 0 || request.first_rank() > world_size || request.max_rows() < 0) {
     return SendError(
-        call,
+        in->call,
         BadField("first_rank",
                  absl::StrCat("a page of ", request.max_rows(), " rows from rank ",
                               request.first_rank(), " does not exist in a world of ", world_size)),
@@ -733,16 +599,17 @@ void Core::Impl::GetRankTable(CallId call, const v1::GetRankTableRequest& reques
       FillRow(job->seats_[rank].record, reply->add_rows());
     if (end < world_size) reply->set_next_rank(end);
   }
-  Send(call, result, job->membership_record_);
+  Send(in->call, result, job->membership_record_);
 }
 
-void Core::Impl::GetMembers(CallId call, const v1::GetMembersRequest& request) {
+void Core::Impl::GetMembers(Incoming* in) {
+  const v1::GetMembersRequest& request = in->op.get_members();
   const Job* const job = FindJob(request.job_id());
-  if (job == nullptr) return SendError(call, UnknownJob(request.job_id()), 0);
+  if (job == nullptr) return SendError(in->call, UnknownJob(request.job_id()), 0);
   const int seats = static_cast<int>(job->seats_.size());
   const int all = seats + job->rendezvous_.size();
   if (request.first() < 0 || (request.first() > all)) {
-    return SendError(call,
+    return SendError(in->call,
                      BadField("first", absl::StrCat("job ", Quoted(request.job_id()), " has ", all,
                                                     " members, so no page begins at ",
                                                     request.first(), ": list them from 0 again")),
@@ -779,15 +646,17 @@ void Core::Impl::GetMembers(CallId call, const v1::GetMembersRequest& request) {
     }
     *reply->add_members() = std::move(member);
   }
-  Send(call, result, job->membership_record_);
+  Send(in->call, result, job->membership_record_);
 }
 
-void Core::Impl::RemoveJob(CallId call, const v1::RemoveJobRequest& request, Job** touched) {
+void Core::Impl::RemoveJob(Incoming* in) {
+  const v1::RemoveJobRequest& request = in->op.remove_job();
   Job* job = nullptr;
-  if (auto error = CheckJob(request.fence(), &job)) return SendError(call, *std::move(error), 0);
+  if (auto error = CheckJob(request.fence(), &job))
+    return SendError(in->call, *std::move(error), 0);
   job->EndIfNobodyIsHeard("an operator removes the job");
   if (!job->Over()) {
-    *touched = job;
+    in->touched = job;
     const std::string restarted_by = job->RestartedBy();
     v1::OpError error =
         MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_RUNS,
@@ -798,282 +667,304 @@ void Core::Impl::RemoveJob(CallId call, const v1::RemoveJobRequest& request, Job
                                      " seated, ", job->rendezvous_.size(), " waiting, state ",
                                      job->StateName(), "): stop them, then remove it"));
     error.mutable_detail()->set_current_generation(job->generation_);
-    return SendError(call, std::move(error), job->membership_record_);
+    return SendError(in->call, std::move(error), job->membership_record_);
   }
   Remove(job, "on request of an operator");
   v1::OpResult result;
   *result.mutable_remove_job()->mutable_header() = Header();
-  Send(call, result, last_record_);
+  Send(in->call, result, last_record_);
+}
+
+void Core::Impl::Leave(Incoming* in) {
+  const v1::LeaveRequest& request = in->op.leave();
+  const v1::Fence& fence = request.fence();
+  Once(in, request, {.operators = false}, [&](Who who, v1::OpResult* result) {
+    v1::ExitCause cause;
+    cause.set_message(Reason(request.reason()));
+    who.job->WorkerGone(who.seat, v1::WORKER_STATE_LEFT, cause);
+    *result->mutable_leave()->mutable_header() = Header();
+    return std::optional<v1::OpError>();
+  });
+  // A worker that waits for a seat gives up its place.
+  Job* const job = FindJob(fence.job_id());
+  if (job == nullptr || !job->rendezvous_.Waits(fence.worker_id(), fence.incarnation())) return;
+  out_->replies.resize(first_reply_);
+  job->DropWaiting(fence.worker_id(),
+                   MakeError(absl::StatusCode::kCancelled, v1::ERROR_REASON_NOT_MEMBER,
+                             absl::StrCat("worker ", Quoted(fence.worker_id()),
+                                          " left while it waited for a seat")));
+  job->Evaluate();
+  v1::OpResult result;
+  *result.mutable_leave()->mutable_header() = Header();
+  Send(in->call, result, 0);
+  in->touched = job;
+}
+
+void Core::Impl::EndGeneration(Incoming* in) {
+  const v1::EndGenerationRequest& request = in->op.end_generation();
+  Once(in, request, {.operators = true}, [&](Who who, v1::OpResult* result) {
+    who.job->EndGeneration(
+        absl::StrCat("ended on request of ", CallerText(who.seat),
+                     request.reason().empty() ? "" : ": ", Reason(request.reason())),
+        {});
+    v1::EndGenerationReply* reply = result->mutable_end_generation();
+    *reply->mutable_header() = Header();
+    // The waiting may have been enough for the next one at once.
+    reply->set_next_generation(who.job->sealed_ ? who.job->generation_ : who.job->generation_ + 1);
+    return std::optional<v1::OpError>();
+  });
+}
+
+void Core::Impl::CancelBarrier(Incoming* in) {
+  const v1::CancelBarrierRequest& request = in->op.cancel_barrier();
+  Once(in, request, {.operators = true},
+       [&](Who who, v1::OpResult* result) -> std::optional<v1::OpError> {
+         if (who.job->sealed_) {
+           if (auto error = who.job->barriers_->Cancel(request.barrier_id(), request.counter(),
+                                                       CallerText(who.seat),
+                                                       Reason(request.reason()), now_)) {
+             return error;
+           }
+         }
+         *result->mutable_cancel_barrier()->mutable_header() = Header();
+         return std::nullopt;
+       });
+}
+
+void Core::Impl::RecallBarriers(Incoming* in) {
+  // Rows speak of what their caller saw; a caller that is behind has nothing to tell.
+  Job* job = nullptr;
+  const v1::RecallBarriersRequest& request = in->op.recall_barriers();
+  const v1::Fence& fence = request.fence();
+  std::optional<v1::OpError> error = CheckJob(fence, &job);
+  if (!error.has_value()) error = job->CheckGeneration(fence);
+  if (!error.has_value() && !job->sealed_) error = job->Ended();
+  if (!error.has_value()) {
+    // It may be an agent, which has no seat.
+    const Seat* const seat = job->FindSeat(fence.worker_id());
+    const uint64_t newest = seat != nullptr ? seat->record.incarnation() : 0;
+    if (job->incarnations_.IsFenced(fence.worker_id(), fence.incarnation()) ||
+        (newest != 0 && newest != fence.incarnation())) {
+      error = job->Superseded(fence.worker_id(), newest);
+    }
+  }
+  if (error.has_value()) {
+    return SendError(in->call, *std::move(error), job != nullptr ? job->membership_record_ : 0);
+  }
+  in->touched = job;
+  for (const v1::SeenBarrier& seen : request.seen()) {
+    if (options_.mutants.ignores_recall) break;
+    job->barriers_->Recall(seen.barrier_id(), seen.counter(), seen.state());
+  }
+  v1::OpResult result;
+  *result.mutable_recall_barriers()->mutable_header() = Header();
+  Send(in->call, result, job->membership_record_);
+}
+
+void Core::Impl::Txn(Incoming* in) {
+  const v1::TxnRequest& request = in->op.txn();
+  Once(in, request,
+       {.operators = true, .reads = KvStore::Reads(request), .writes = KvStore::Writes(request)},
+       [&](Who who, v1::OpResult* result) { return who.job->Txn(request, who.seat, result); });
+}
+
+void Core::Impl::RaiseTrigger(Incoming* in) {
+  const v1::RaiseTriggerRequest& request = in->op.raise_trigger();
+  Once(in, request, {.operators = true},
+       [&](Who who, v1::OpResult* result) -> std::optional<v1::OpError> {
+         if (who.job->Over()) {
+           v1::OpError error =
+               MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_ENDED,
+                         absl::StrCat("no worker of job ", Quoted(who.job->id_),
+                                      " is left to act upon trigger ", Quoted(request.name()),
+                                      who.job->why_ended_.empty() ? "" : ": ", who.job->why_ended_,
+                                      "; raise it when the job runs again"));
+           error.mutable_detail()->set_current_generation(who.job->generation_);
+           return error;
+         }
+         std::vector<v1::TriggerChanged> changes;
+         v1::RaiseTriggerReply* reply = result->mutable_raise_trigger();
+         if (auto error = who.job->triggers_.Raise(
+                 request, who.seat != nullptr ? who.seat->rank() : -1,
+                 event_revision_ != 0 ? event_revision_ : revision_ + 1, reply, &changes)) {
+           return error;
+         }
+         Rev();
+         ++stats_.triggers_raised;
+         who.job->TriggersChanged(std::move(changes));
+         *reply->mutable_header() = Header();
+         return std::nullopt;
+       });
+}
+
+void Core::Impl::QuarantineHost(Incoming* in) {
+  const v1::QuarantineRequest& request = in->op.quarantine();
+  Once(in, request, {.operators = true},
+       [&](Who who, v1::OpResult* result) -> std::optional<v1::OpError> {
+         if (auto error = CheckName("host", request.host())) return error;
+         if (!who.job->quarantine_.HasRoomFor(request.host())) {
+           return TooLarge(
+               "host", absl::StrCat("job ", Quoted(who.job->id_), " has ", Quarantine::kMaxHosts,
+                                    " hosts in quarantine or struck: lift some of "
+                                    "them first"));
+         }
+         const absl::Duration length = FromProto(request.for_());
+         if (length < absl::ZeroDuration()) {
+           return BadField("for", "the length of a quarantine is negative: 0 lifts it");
+         }
+         who.job->QuarantineHost(request.host(), std::min(length, absl::Hours(24 * 365)),
+                                 Reason(request.reason()), false);
+         who.job->Evaluate();
+         *result->mutable_quarantine()->mutable_header() = Header();
+         return std::nullopt;
+       });
+}
+
+void Core::Impl::DescribeBarrier(Incoming* in) {
+  const v1::DescribeBarrierRequest& request = in->op.describe_barrier();
+  const Job* const job = FindJob(request.job_id());
+  if (job == nullptr) return SendError(in->call, UnknownJob(request.job_id()), 0);
+  v1::OpResult result;
+  *result.mutable_describe_barrier()->mutable_header() = Header();
+  std::optional<v1::OpError> error;
+  if (job->barriers_ != nullptr) {
+    error = job->barriers_->Describe(request.barrier_id(), request.counter(), now_,
+                                     result.mutable_describe_barrier()->mutable_report());
+  } else {
+    error = MakeError(absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
+                      absl::StrCat("job ", Quoted(request.job_id()),
+                                   " has had no generation yet, so no barriers"));
+  }
+  if (error.has_value()) return SendError(in->call, *std::move(error), job->AllRecords());
+  Send(in->call, result, job->AllRecords());
+}
+
+void Core::Impl::ListBarriers(Incoming* in) {
+  const v1::ListBarriersRequest& request = in->op.list_barriers();
+  const Job* const job = FindJob(request.job_id());
+  if (job == nullptr) return SendError(in->call, UnknownJob(request.job_id()), 0);
+  v1::OpResult result;
+  *result.mutable_list_barriers()->mutable_header() = Header();
+  if (job->barriers_ != nullptr) {
+    job->barriers_->List(request.only_open(), now_, result.mutable_list_barriers());
+  }
+  Send(in->call, result, job->AllRecords());
+}
+
+void Core::Impl::StragglerReport(Incoming* in) {
+  const v1::StragglerReportRequest& request = in->op.straggler_report();
+  const Job* const job = FindJob(request.job_id());
+  if (job == nullptr) return SendError(in->call, UnknownJob(request.job_id()), 0);
+  v1::OpResult result;
+  *result.mutable_straggler_report()->mutable_header() = Header();
+  if (job->barriers_ != nullptr) job->barriers_->Stragglers(result.mutable_straggler_report());
+  Send(in->call, result, job->AllRecords());
+}
+
+void Core::Impl::Checkpoint(Incoming* in) {
+  const v1::Op& op = in->op;
+  // Answers tell of earlier changes, which must be durable.
+  const auto once = [&](const auto& request, bool operators, bool writes) {
+    Once(
+        in, request, {.operators = operators, .reads = true, .writes = writes},
+        [&](Who who, v1::OpResult* result) { return who.job->CheckpointOp(op, who.seat, result); });
+  };
+  switch (op.kind_case()) {
+    case v1::Op::kBeginCheckpoint:
+      return once(op.begin_checkpoint(), false, true);
+    case v1::Op::kReportShards:
+      // Not remembered: a repeat of a part is known by its number.
+      return once(op.report_shards(), false, false);
+    case v1::Op::kSealCheckpoint:
+      return once(op.seal_checkpoint(), false, true);
+    case v1::Op::kPublishCheckpoint:
+      return once(op.publish_checkpoint(), false, true);
+    case v1::Op::kAbortCheckpoint:
+      return once(op.abort_checkpoint(), true, true);
+    case v1::Op::kCheckpointDeleted:
+      return once(op.checkpoint_deleted(), true, true);
+    case v1::Op::kMarkCheckpoint:
+      return once(op.mark_checkpoint(), true, true);
+    case v1::Op::kCollectCheckpoints:
+      return once(op.collect_checkpoints(), true, true);
+    case v1::Op::kResolveCheckpoint:
+      return once(op.resolve_checkpoint(), true, false);
+    default:
+      return once(op.list_checkpoints(), true, false);
+  }
+}
+
+// Every kind of operation: the method that does it, and whether it may be refused while the journal
+// cannot be written.
+constexpr Core::Impl::Operation Core::Impl::kOperations[] = {
+    {v1::Op::kJoin, &Impl::Join, Journal::kNeeded},
+    {v1::Op::kLeave, &Impl::Leave, Journal::kNotNeeded},
+    {v1::Op::kEndGeneration, &Impl::EndGeneration, Journal::kNeeded},
+    {v1::Op::kArrive, &Impl::Arrive, Journal::kNotNeeded},
+    {v1::Op::kArriveMany, &Impl::ArriveMany, Journal::kNotNeeded},
+    {v1::Op::kCancelBarrier, &Impl::CancelBarrier, Journal::kNotNeeded},
+    {v1::Op::kRecallBarriers, &Impl::RecallBarriers, Journal::kNotNeeded},
+    {v1::Op::kTxn, &Impl::Txn, Journal::kForDurableKeys},
+    {v1::Op::kWait, &Impl::WaitKeys, Journal::kNotNeeded},
+    {v1::Op::kRaiseTrigger, &Impl::RaiseTrigger, Journal::kNeeded},
+    {v1::Op::kPollTriggers, &Impl::PollTriggers, Journal::kNotNeeded},
+    {v1::Op::kHeartbeat, &Impl::Heartbeat, Journal::kNotNeeded},
+    {v1::Op::kReportExit, &Impl::ReportExit, Journal::kNotNeeded},
+    {v1::Op::kAgreeAlive, &Impl::AgreeAlive, Journal::kNotNeeded},
+    {v1::Op::kQuarantine, &Impl::QuarantineHost, Journal::kNeeded},
+    {v1::Op::kRemoveJob, &Impl::RemoveJob, Journal::kNeeded},
+    {v1::Op::kBeginCheckpoint, &Impl::Checkpoint, Journal::kNeeded},
+    {v1::Op::kReportShards, &Impl::Checkpoint, Journal::kNotNeeded},
+    {v1::Op::kSealCheckpoint, &Impl::Checkpoint, Journal::kNeeded},
+    {v1::Op::kPublishCheckpoint, &Impl::Checkpoint, Journal::kNeeded},
+    {v1::Op::kAbortCheckpoint, &Impl::Checkpoint, Journal::kNeeded},
+    {v1::Op::kCheckpointDeleted, &Impl::Checkpoint, Journal::kNeeded},
+    {v1::Op::kMarkCheckpoint, &Impl::Checkpoint, Journal::kNeeded},
+    {v1::Op::kCollectCheckpoints, &Impl::Checkpoint, Journal::kNeeded},
+    {v1::Op::kResolveCheckpoint, &Impl::Checkpoint, Journal::kNotNeeded},
+    {v1::Op::kListCheckpoints, &Impl::Checkpoint, Journal::kNotNeeded},
+    {v1::Op::kGetRankTable, &Impl::GetRankTable, Journal::kNotNeeded},
+    {v1::Op::kDescribeBarrier, &Impl::DescribeBarrier, Journal::kNotNeeded},
+    {v1::Op::kListBarriers, &Impl::ListBarriers, Journal::kNotNeeded},
+    {v1::Op::kStragglerReport, &Impl::StragglerReport, Journal::kNotNeeded},
+    {v1::Op::kGetMembers, &Impl::GetMembers, Journal::kNotNeeded},
+};
+
+const Core::Impl::Operation* Core::Impl::FindOperation(const v1::Op& op) {
+  for (const Operation& operation : kOperations) {
+    if (operation.kind == op.kind_case()) return &operation;
+  }
+  return nullptr;
 }
 
 Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Caller& caller) {
-  Job* touched = nullptr;
   caller_node_ = caller.node;
-  const int kind = op.kind_case();
-  const auto checkpoint = [&](const auto& request, Rules rules) {
-    Once(call, request, kind, rules, &touched, [&](Who who, v1::OpResult* result) {
-      return who.job->CheckpointOp(op, who.seat, result);
+  Incoming in{call, op, caller};
+  if (const Operation* const operation = FindOperation(op)) {
+    (this->*operation->run)(&in);
+  } else {
+    SendError(call,
+              BadField("kind",
+                       "the operation has no kind this server knows: use a client of its version"),
+              0);
+  }
+  return in.touched;
+}
+
+bool Core::NeedsJournal(const v1::Op& op) {
+  const Impl::Operation* const operation = Impl::FindOperation(op);
+  if (operation == nullptr) return false;
+  if (operation->journal != Impl::Journal::kForDurableKeys) {
+    return operation->journal == Impl::Journal::kNeeded;
+  }
+  const auto durable = [](const google::protobuf::RepeatedPtrField<v1::KvOp>& ops) {
+    return std::any_of(ops.begin(), ops.end(), [](const v1::KvOp& one) {
+      return one.put().klass() == v1::KV_CLASS_DURABLE ||
+             one.add().klass() == v1::KV_CLASS_DURABLE ||
+             one.append().klass() == v1::KV_CLASS_DURABLE;
     });
   };
-  switch (op.kind_case()) {
-    case v1::Op::kJoin:
-      Join(call, op.join(), caller, &touched);
-      break;
-    case v1::Op::kLeave:
-      Once(call, op.leave(), kind, {.operators = false}, &touched,
-           [&](Who who, v1::OpResult* result) {
-             v1::ExitCause cause;
-             cause.set_message(Reason(op.leave().reason()));
-             who.job->WorkerGone(who.seat, v1::WORKER_STATE_LEFT, cause);
-             *result->mutable_leave()->mutable_header() = Header();
-             return std::optional<v1::OpError>();
-           });
-      // A worker that waits for a seat gives up its place.
-      if (Job* const job = FindJob(op.leave().fence().job_id())) {
-        const v1::Fence& fence = op.leave().fence();
-        if (job->rendezvous_.Waits(fence.worker_id(), fence.incarnation())) {
-          out_->replies.resize(first_reply_);
-          job->DropWaiting(fence.worker_id(),
-                           MakeError(absl::StatusCode::kCancelled, v1::ERROR_REASON_NOT_MEMBER,
-                                     absl::StrCat("worker ", Quoted(op.leave().fence().worker_id()),
-                                                  " left while it waited for a seat")));
-          job->Evaluate();
-          v1::OpResult result;
-          *result.mutable_leave()->mutable_header() = Header();
-          Send(call, result, 0);
-          touched = job;
-        }
-      }
-      break;
-    case v1::Op::kEndGeneration:
-      Once(call, op.end_generation(), kind, {.operators = true}, &touched,
-           [&](Who who, v1::OpResult* result) {
-             who.job->EndGeneration(absl::StrCat("ended on request of ", CallerText(who.seat),
-                                                 op.end_generation().reason().empty() ? "" : ": ",
-                                                 Reason(op.end_generation().reason())),
-                                    {});
-             v1::EndGenerationReply* reply = result->mutable_end_generation();
-             *reply->mutable_header() = Header();
-             // The waiting may have been enough for the next one at once.
-             reply->set_next_generation(who.job->sealed_ ? who.job->generation_
-                                                         : who.job->generation_ + 1);
-             return std::optional<v1::OpError>();
-           });
-      break;
-    case v1::Op::kArrive:
-      Arrive(call, op.arrive(), &touched);
-      break;
-    case v1::Op::kArriveMany:
-      ArriveMany(call, op.arrive_many(), caller, &touched);
-      break;
-    case v1::Op::kCancelBarrier:
-      Once(call, op.cancel_barrier(), kind, {.operators = true}, &touched,
-           [&](Who who, v1::OpResult* result) {
-             if (who.job->sealed_) {
-               if (auto error = who.job->barriers_->Cancel(
-                       op.cancel_barrier().barrier_id(), op.cancel_barrier().counter(),
-                       CallerText(who.seat), Reason(op.cancel_barrier().reason()), now_)) {
-                 return error;
-               }
-             }
-             *result->mutable_cancel_barrier()->mutable_header() = Header();
-             return std::optional<v1::OpError>();
-           });
-      break;
-    case v1::Op::kRecallBarriers: {
-      // Rows speak of what their caller saw; a caller that is behind has nothing to tell.
-      Job* job = nullptr;
-      const v1::RecallBarriersRequest& request = op.recall_barriers();
-      std::optional<v1::OpError> error = CheckJob(request.fence(), &job);
-      if (!error.has_value()) error = job->CheckGeneration(request.fence());
-      if (!error.has_value() && !job->sealed_) error = job->Ended();
-      if (!error.has_value()) {
-        // It may be an agent, which has no seat.
-        const Seat* const seat = job->FindSeat(request.fence().worker_id());
-        const uint64_t newest = seat != nullptr ? seat->record.incarnation() : 0;
-        if (job->incarnations_.IsFenced(request.fence().worker_id(),
-                                        request.fence().incarnation()) ||
-            (newest != 0 && newest != request.fence().incarnation())) {
-          error = job->Superseded(request.fence().worker_id(), newest);
-        }
-      }
-      if (error.has_value()) {
-        SendError(call, *std::move(error), job != nullptr ? job->membership_record_ : 0);
-        break;
-      }
-      touched = job;
-      for (const v1::SeenBarrier& seen : request.seen()) {
-        if (options_.mutants.ignores_recall) break;
-        job->barriers_->Recall(seen.barrier_id(), seen.counter(), seen.state());
-      }
-      v1::OpResult result;
-      *result.mutable_recall_barriers()->mutable_header() = Header();
-      Send(call, result, job->membership_record_);
-      break;
-    }
-    case v1::Op::kTxn:
-      Once(call, op.txn(), kind,
-           {.operators = true,
-            .reads = KvStore::Reads(op.txn()),
-            .writes = KvStore::Writes(op.txn())},
-           &touched,
-           [&](Who who, v1::OpResult* result) { return who.job->Txn(op.txn(), who.seat, result); });
-      break;
-    case v1::Op::kWait:
-      WaitKeys(call, op.wait(), &touched);
-      break;
-    case v1::Op::kRaiseTrigger:
-      Once(call, op.raise_trigger(), kind, {.operators = true}, &touched,
-           [&](Who who, v1::OpResult* result) {
-             if (who.job->Over()) {
-               v1::OpError error = MakeError(
-                   absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_ENDED,
-                   absl::StrCat("no worker of job ", Quoted(who.job->id_),
-                                " is left to act upon trigger ", Quoted(op.raise_trigger().name()),
-                                who.job->why_ended_.empty() ? "" : ": ", who.job->why_ended_,
-                                "; raise it when the job runs again"));
-               error.mutable_detail()->set_current_generation(who.job->generation_);
-               return std::optional<v1::OpError>(std::move(error));
-             }
-             std::vector<v1::TriggerChanged> changes;
-             v1::RaiseTriggerReply* reply = result->mutable_raise_trigger();
-             if (auto error = who.job->triggers_.Raise(
-                     op.raise_trigger(), who.seat != nullptr ? who.seat->rank() : -1,
-                     event_revision_ != 0 ? event_revision_ : revision_ + 1, reply, &changes)) {
-               return error;
-             }
-             Rev();
-             ++stats_.triggers_raised;
-             who.job->TriggersChanged(std::move(changes));
-             *reply->mutable_header() = Header();
-             return std::optional<v1::OpError>();
-           });
-      break;
-    case v1::Op::kPollTriggers:
-      PollTriggers(call, op.poll_triggers(), &touched);
-      break;
-    case v1::Op::kHeartbeat:
-      Heartbeat(call, op.heartbeat(), &touched);
-      break;
-    case v1::Op::kReportExit:
-      ReportExit(call, op.report_exit(), &touched);
-      break;
-    case v1::Op::kAgreeAlive:
-      AgreeAlive(call, op.agree_alive(), &touched);
-      break;
-    case v1::Op::kQuarantine:
-      Once(
-          call, op.quarantine(), kind, {.operators = true}, &touched,
-          [&](Who who, v1::OpResult* result) {
-            if (auto error = CheckName("host", op.quarantine().host())) return error;
-            if (!who.job->quarantine_.HasRoomFor(op.quarantine().host())) {
-              return std::optional<v1::OpError>(TooLarge(
-                  "host", absl::StrCat("job ", Quoted(who.job->id_), " has ", Quarantine::kMaxHosts,
-                                       " hosts in quarantine or struck: lift some of them first")));
-            }
-            const absl::Duration length = FromProto(op.quarantine().for_());
-            if (length < absl::ZeroDuration()) {
-              return std::optional<v1::OpError>(
-                  BadField("for", "the length of a quarantine is negative: 0 lifts it"));
-            }
-            who.job->QuarantineHost(op.quarantine().host(), std::min(length, absl::Hours(24 * 365)),
-                                    Reason(op.quarantine().reason()), false);
-            who.job->Evaluate();
-            *result->mutable_quarantine()->mutable_header() = Header();
-            return std::optional<v1::OpError>();
-          });
-      break;
-    case v1::Op::kRemoveJob:
-      RemoveJob(call, op.remove_job(), &touched);
-      break;
-    case v1::Op::kGetRankTable:
-      GetRankTable(call, op.get_rank_table());
-      break;
-    case v1::Op::kDescribeBarrier:
-    case v1::Op::kListBarriers:
-    case v1::Op::kStragglerReport: {
-      const std::string& job_id = op.has_describe_barrier() ? op.describe_barrier().job_id()
-                                  : op.has_list_barriers()  ? op.list_barriers().job_id()
-                                                            : op.straggler_report().job_id();
-      const Job* const job = FindJob(job_id);
-      if (job == nullptr) {
-        SendError(call, UnknownJob(job_id), 0);
-        break;
-      }
-      v1::OpResult result;
-      if (op.has_describe_barrier()) {
-        *result.mutable_describe_barrier()->mutable_header() = Header();
-        std::optional<v1::OpError> error;
-        if (job->barriers_ != nullptr) {
-          error = job->barriers_->Describe(op.describe_barrier().barrier_id(),
-                                           op.describe_barrier().counter(), now_,
-                                           result.mutable_describe_barrier()->mutable_report());
-        } else {
-          error = MakeError(
-              absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
-              absl::StrCat("job ", Quoted(job_id), " has had no generation yet, so no barriers"));
-        }
-        if (error.has_value()) {
-          SendError(call, *std::move(error), job->AllRecords());
-          break;
-        }
-      } else if (op.has_list_barriers()) {
-        *result.mutable_list_barriers()->mutable_header() = Header();
-        if (job->barriers_ != nullptr) {
-          job->barriers_->List(op.list_barriers().only_open(), now_,
-                               result.mutable_list_barriers());
-        }
-      } else {
-        *result.mutable_straggler_report()->mutable_header() = Header();
-        if (job->barriers_ != nullptr)
-          job->barriers_->Stragglers(result.mutable_straggler_report());
-      }
-      Send(call, result, job->AllRecords());
-      break;
-    }
-    case v1::Op::kGetMembers:
-      GetMembers(call, op.get_members());
-      break;
-    case v1::Op::kBeginCheckpoint:
-      checkpoint(op.begin_checkpoint(), {.reads = true});
-      break;
-    case v1::Op::kReportShards:
-      // Not remembered: a repeat of a part is known by its number.
-      checkpoint(op.report_shards(), {.reads = true, .writes = false});
-      break;
-    case v1::Op::kSealCheckpoint:
-      checkpoint(op.seal_checkpoint(), {.reads = true});
-      break;
-    case v1::Op::kPublishCheckpoint:
-      checkpoint(op.publish_checkpoint(), {.reads = true});
-      break;
-    case v1::Op::kAbortCheckpoint:
-      checkpoint(op.abort_checkpoint(), {.operators = true, .reads = true});
-      break;
-    case v1::Op::kCheckpointDeleted:
-      checkpoint(op.checkpoint_deleted(), {.operators = true, .reads = true});
-      break;
-    case v1::Op::kMarkCheckpoint:
-      checkpoint(op.mark_checkpoint(), {.operators = true, .reads = true});
-      break;
-    case v1::Op::kCollectCheckpoints:
-      checkpoint(op.collect_checkpoints(), {.operators = true, .reads = true});
-      break;
-    case v1::Op::kResolveCheckpoint:
-      checkpoint(op.resolve_checkpoint(), {.operators = true, .reads = true, .writes = false});
-      break;
-    case v1::Op::kListCheckpoints:
-      checkpoint(op.list_checkpoints(), {.operators = true, .reads = true, .writes = false});
-      break;
-    case v1::Op::KIND_NOT_SET:
-      SendError(
-          call,
-          BadField("kind",
-                   "the operation has no kind this server knows: use a client of its version"),
-          0);
-      break;
-  }
-  return touched;
+  return durable(op.txn().then()) || durable(op.txn().otherwise());
 }
 
 }  // namespace muster::coordinator

@@ -1341,6 +1341,28 @@ TEST_F(CoreTest, GetMembers_OfManyThatFailedWithLastWords_FitsAMessage) {
   EXPECT_EQ(reply.members(99).exit().exit_code(), 3);
 }
 
+TEST_F(CoreTest, Status_SaysWhatARendezvousWaitsFor) {
+  const auto job = [this] {
+    v1::StatusReply status;
+    bench_.core_->FillStatus(&status);
+    return status.jobs(0);
+  };
+  spec_.set_min_workers(3);
+  spec_.set_max_workers(3);
+  std::vector<Worker> workers = {{"w0", 1, "h0"}, {"w1", 2, "h1"}, {"w2", 3, "h2"}};
+  bench_.Do(JoinOp(workers[0], spec_));
+  EXPECT_EQ(job().waits_for(), "2 of 3 workers");
+  bench_.Advance(absl::Seconds(60));
+  EXPECT_EQ(job().waits_at_most().seconds(), 540);  // of the join timeout
+  bench_.Do(JoinOp(workers[1], spec_));
+  EXPECT_EQ(job().waits_for(), "1 of 3 workers");
+  bench_.Do(JoinOp(workers[2], spec_));
+  EXPECT_EQ(job().waits_for(), "");
+  EXPECT_FALSE(job().has_waits_at_most());
+  bench_.Do(JoinOp({"w3", 4, "h3"}, spec_));
+  EXPECT_EQ(job().waits_for(), "a free seat: generation 1 runs with 3 workers");
+}
+
 TEST_F(CoreTest, GetMembers_MoreThanAMessageHolds_ComeInPages) {
   constexpr int kWorkers = 9000;
   for (int i = 0; i < kWorkers; ++i) {
