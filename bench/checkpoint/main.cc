@@ -1,0 +1,207 @@
+// What saving and loading a state costs on this disk: how long an asynchronous save makes training
+// wait, against a synchronous one; how long it takes to be on disk, against plain O_DIRECT writes
+// of as many bytes; and a load with a cold cache against plain O_DIRECT reads. The plain transfers
+// are this program's own and share no code with the saver. All of it in turns in one process;
+// medians in one JSON line.
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "base/file.h"
+#include "muster/muster.h"
+
+namespace {
+
+constexpr size_t kBlock = size_t{8} << 20;
+
+[[noreturn]] void Die(const std::string& what) {
+  std::perror(what.c_str());
+  std::exit(1);
+}
+
+void Check(const absl::Status& status) {
+  if (status.ok()) return;
+  std::fprintf(stderr, "%s\n", status.ToString().c_str());
+  std::exit(1);
+}
+
+double Seconds(const std::function<void()>& work) {
+  const auto start = std::chrono::steady_clock::now();
+  work();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+// What all threads of this process use of CPUs while `work` runs: what counts on a busy machine.
+double CpuSeconds(const std::function<void()>& work) {
+  const auto now = [] {
+    timespec t;
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &t);
+    return t.tv_sec + t.tv_nsec * 1e-9;
+  };
+  const double start = now();
+  work();
+  return now() - start;
+}
+
+double Median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values[values.size() / 2];
+}
+
+// Runs `block` for all blocks of `bytes` (whole blocks) from two threads.
+void InTwoThreads(size_t bytes, const std::function<void(size_t at, int thread)>& block) {
+  std::atomic<size_t> next{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 2; ++i) {
+    threads.emplace_back([&, i] {
+      for (size_t at = next.fetch_add(kBlock); at < bytes; at = next.fetch_add(kBlock)) {
+        block(at, i);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+void PlainWrite(const std::string& path, const char* from, size_t bytes) {
+  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_DIRECT, 0666);
+  if (fd < 0 || fallocate(fd, 0, 0, bytes) != 0) Die("cannot write " + path);
+  InTwoThreads(bytes, [&](size_t at, int) {
+    if (pwrite(fd, from + at, kBlock, at) != static_cast<ssize_t>(kBlock)) Die("pwrite");
+  });
+  if (fsync(fd) != 0 || close(fd) != 0) Die("fsync");
+}
+
+void PlainRead(const std::string& path, char* const to[2], size_t bytes) {
+  const int fd = open(path.c_str(), O_RDONLY | O_DIRECT);
+  if (fd < 0) Die("cannot read " + path);
+  InTwoThreads(bytes, [&](size_t at, int thread) {
+    if (pread(fd, to[thread], kBlock, at) != static_cast<ssize_t>(kBlock)) Die("pread");
+  });
+  close(fd);
+}
+
+// Takes a checkpoint's files out of the page cache; their bytes.
+size_t DropFromCache(const std::string& dir) {
+  size_t bytes = 0;
+  const auto names = muster::ListDirectory(dir);
+  Check(names.status());
+  for (const std::string& name : *names) {
+    const int fd = open(muster::JoinPath(dir, name).c_str(), O_RDONLY);
+    struct stat info;
+    if (fd < 0 || fstat(fd, &info) != 0) Die("cannot open " + name);
+    (void)posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+    close(fd);
+    bytes += info.st_size;
+  }
+  return bytes;
+}
+
+char* Aligned(size_t bytes) {
+  void* const memory = std::aligned_alloc(4096, bytes);
+  if (memory == nullptr) Die("memory");
+  std::fill_n(static_cast<char*>(memory), bytes, 'x');
+  return static_cast<char*>(memory);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  double gib = 1;
+  int rounds = 5;
+  std::string dir = "checkpoint-bench";
+  CLI::App app("What saving and loading a state costs on this disk.");
+  app.add_option("--gib", gib, "of state: parameters and two moments")->check(CLI::PositiveNumber);
+  app.add_option("--rounds", rounds)->check(CLI::PositiveNumber);
+  app.add_option("--dir", dir, "a new folder on the disk that is measured; removed at the end");
+  CLI11_PARSE(app, argc, argv);
+  Check(muster::MakeDirectories(dir));
+  const auto path = [&dir](const char* name) { return muster::JoinPath(dir, name); };
+
+  // Layers of 16 MiB, as many as the parameters' third of the state has room for.
+  const int64_t layers = std::max<int64_t>(1, static_cast<int64_t>(gib * 64 / 3 + 0.5));
+  torch::nn::Sequential net;
+  for (int64_t i = 0; i < layers; ++i) {
+    net->push_back(torch::nn::Linear(torch::nn::LinearOptions(2048, 2048).bias(false)));
+  }
+  muster::FusedAdamW adamw(net->parameters());
+  muster::AcceleratorOptions options;
+  options.cpu = true;
+  muster::Accelerator before(options);
+  options.checkpoint.asynchronous = true;
+  muster::Accelerator beside(options);
+  auto [model, optimizer] = before.prepare(net, adamw);
+  auto [same_model, same_optimizer] = beside.prepare(net, adamw);
+  before.backward(model(torch::ones({1, 2048})).mean());
+  optimizer.step();
+  optimizer.zero_grad();
+
+  std::vector<double> plain_write, synchronous, stall, durable, plain_read, load, durable_ratio,
+      load_ratio, stall_ratio, synchronous_cpu, stall_cpu, durable_cpu, load_cpu;
+  double first_stall = 0;
+  size_t bytes = 0;
+  char* contents = nullptr;
+  char* const buffers[2] = {Aligned(kBlock), Aligned(kBlock)};
+  for (int round = 0; round <= rounds; ++round) {
+    double sync_cpu = 0, copy_cpu = 0, all_cpu = 0, read_cpu = 0;
+    const double sync_s =
+        Seconds([&] { sync_cpu = CpuSeconds([&] { Check(before.save_state(path("before"))); }); });
+    double stall_s = 0;
+    const double durable_s = Seconds([&] {
+      all_cpu = CpuSeconds([&] {
+        stall_s = Seconds(
+            [&] { copy_cpu = CpuSeconds([&] { Check(beside.save_state(path("beside"))); }); });
+        Check(beside.wait_for_checkpoint());
+      });
+    });
+    bytes = (DropFromCache(path("beside")) + kBlock - 1) / kBlock * kBlock;
+    if (contents == nullptr) contents = Aligned(bytes);
+    const double write_s = Seconds([&] { PlainWrite(path("plain"), contents, bytes); });
+    const double read_s = Seconds([&] { PlainRead(path("plain"), buffers, bytes); });
+    (void)DropFromCache(path("beside"));
+    const double load_s =
+        Seconds([&] { read_cpu = CpuSeconds([&] { Check(beside.load_state(path("beside"))); }); });
+    // The first round takes the memory that later ones use again.
+    if (round == 0) {
+      first_stall = stall_s;
+      continue;
+    }
+    synchronous.push_back(sync_s);
+    stall.push_back(stall_s);
+    durable.push_back(durable_s);
+    plain_write.push_back(write_s);
+    plain_read.push_back(read_s);
+    load.push_back(load_s);
+    stall_ratio.push_back(stall_s / sync_s);
+    durable_ratio.push_back(write_s / durable_s);
+    load_ratio.push_back(read_s / load_s);
+    synchronous_cpu.push_back(sync_cpu);
+    stall_cpu.push_back(copy_cpu);
+    durable_cpu.push_back(all_cpu);
+    load_cpu.push_back(read_cpu);
+  }
+  double average[1] = {0};
+  (void)getloadavg(average, 1);
+  std::printf(
+      "{\"bench\":\"checkpoint\",\"bytes\":%zu,\"synchronous_s\":%.3f,\"stall_s\":%.4f,"
+      "\"first_stall_s\":%.4f,\"stall_of_synchronous\":%.4f,\"durable_s\":%.3f,"
+      "\"plain_write_s\":%.3f,\"durable_of_plain\":%.3f,\"cold_load_s\":%.3f,\"plain_read_s\":%.3f,"
+      "\"load_of_plain\":%.3f,\"synchronous_cpu_s\":%.3f,\"stall_cpu_s\":%.4f,"
+      "\"durable_cpu_s\":%.3f,\"cold_load_cpu_s\":%.3f,\"load_average\":%.1f}\n",
+      bytes, Median(synchronous), Median(stall), first_stall, Median(stall_ratio), Median(durable),
+      Median(plain_write), Median(durable_ratio), Median(load), Median(plain_read),
+      Median(load_ratio), Median(synchronous_cpu), Median(stall_cpu), Median(durable_cpu),
+      Median(load_cpu), average[0]);
+  Check(muster::RemoveTree(dir));
+  return 0;
+}
