@@ -1,7 +1,6 @@
 #include "agent/agent.h"
 
 #include <signal.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -14,27 +13,11 @@
 #include "absl/strings/str_join.h"
 #include "base/clock.h"
 #include "base/file.h"
+#include "base/identity.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 
 namespace muster::agent {
-namespace {
-
-std::string HostName() {
-  char name[256] = "";
-  gethostname(name, sizeof(name) - 1);
-  return name;
-}
-
-uint64_t NewIncarnation() {
-  uint64_t incarnation = 0;
-  while (incarnation == 0) {
-    MUSTER_CHECK(getrandom(&incarnation, sizeof(incarnation), 0) == sizeof(incarnation));
-  }
-  return incarnation;
-}
-
-}  // namespace
 
 Agent::Agent(AgentOptions options, ProcessHost& host, OutputMux& output, JobCoordination& link)
     : options_(std::move(options)),
@@ -81,7 +64,7 @@ absl::Status Agent::StartWorker(const Meeting& meeting, int attempt, int local_r
   Worker& worker = workers_[local_rank];
   worker.rank = meeting.node_rank * options_.slots + local_rank;
   worker.worker_id = absl::StrCat("w", worker.rank);
-  worker.incarnation = NewIncarnation();
+  worker.incarnation = RandomId();
 
   WorkerEnvironment told = options_.worker;
   told.place = {.rank = worker.rank,

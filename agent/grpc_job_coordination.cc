@@ -1,6 +1,5 @@
 #include "agent/grpc_job_coordination.h"
 
-#include <sys/random.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,6 +12,7 @@
 #include "base/backoff.h"
 #include "base/clock.h"
 #include "base/failpoint.h"
+#include "base/identity.h"
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
@@ -31,14 +31,6 @@ constexpr absl::Duration kWaitAgain = absl::Seconds(1);
 constexpr absl::Duration kLongest = absl::Hours(24);  // what a coordinator is asked for
 // A job of one node has nobody else to wait for.
 constexpr absl::Duration kFirstContact = absl::Seconds(30);
-
-uint64_t RandomNumber() {
-  uint64_t number = 0;
-  while (number == 0) {
-    MUSTER_CHECK(getrandom(&number, sizeof(number), 0) == sizeof(number));
-  }
-  return number;
-}
 
 std::string ToJson(const AttemptEnd& end) {
   return json{{"why", end.why}, {"last_lines", end.last_lines}}.dump(
@@ -70,10 +62,8 @@ class GrpcJobCoordination final : public JobCoordination {
       : options_(options),
         session_(session),
         agents_job_(options.job + ".agents"),
-        incarnation_(RandomNumber()) {
-    char name[256] = "";
-    gethostname(name, sizeof(name) - 1);
-    hostname_ = name;
+        incarnation_(RandomId()) {
+    hostname_ = HostName();
     // Two launches with the same machine rank are the same worker: the coordinator tells the first
     // one.
     worker_id_ = options.node_rank >= 0 ? absl::StrCat("node", options.node_rank)

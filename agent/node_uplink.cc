@@ -1,6 +1,5 @@
 #include "agent/node_uplink.h"
 
-#include <sys/random.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -11,7 +10,7 @@
 #include "agent/hub_listen.h"
 #include "agent/process_state.h"
 #include "base/failpoint.h"
-#include "base/log.h"
+#include "base/identity.h"
 #include "base/status_macros.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 
@@ -24,20 +23,6 @@ constexpr absl::Duration kBeatPeriod = absl::Seconds(2);
 constexpr absl::Duration kHubBeatPeriod = absl::Seconds(1);
 // Of streams to the hub, to take its goodbye.
 constexpr absl::Duration kHubGrace = absl::Milliseconds(200);
-
-std::string HostName() {
-  char name[256] = "";
-  gethostname(name, sizeof(name) - 1);
-  return name;
-}
-
-uint64_t RandomNumber() {
-  uint64_t number = 0;
-  while (number == 0) {
-    MUSTER_CHECK(getrandom(&number, sizeof(number), 0) == sizeof(number));
-  }
-  return number;
-}
 
 }  // namespace
 
@@ -68,7 +53,7 @@ absl::StatusOr<std::unique_ptr<NodeUplink>> NodeUplink::Start(Options options) {
 
   SessionClient::Options stream;
   stream.address = options.coordinator;
-  stream.incarnation = RandomNumber();
+  stream.incarnation = RandomId();
   stream.host = HostName();
   // Several agents of one host must not take each other's sessions.
   stream.node = absl::StrCat(stream.host.substr(0, 64), "/", absl::Hex(stream.incarnation));

@@ -17,6 +17,7 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "base/identity.h"
 
 namespace muster::client {
 namespace {
@@ -86,9 +87,7 @@ int CountVisible(const std::string& cuda_visible_devices, int gpus) {
 
 Machine ReadMachine(const std::map<std::string, std::string>& variables, const std::string& root) {
   Machine machine;
-  char hostname[256] = "";
-  gethostname(hostname, sizeof(hostname) - 1);
-  machine.hostname = hostname;
+  machine.hostname = HostName();
   utsname kernel;
   if (uname(&kernel) == 0) {
     machine.kernel = kernel.release;

@@ -21,6 +21,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/strip.h"
 #include "base/file.h"
+#include "base/identity.h"
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "rpc/token.h"
@@ -135,10 +136,9 @@ bool IsOurs(absl::string_view stem) {
 
 std::string HostName(const LaunchSystem& system) {
   if (!system.host.empty()) return system.host;
-  char name[256] = "";
-  gethostname(name, sizeof(name) - 1);
+  const std::string name = muster::HostName();
   // No note without a host is taken for one of this machine.
-  return name[0] != '\0' ? name : "localhost";
+  return name.empty() ? "localhost" : name;
 }
 
 std::string Text(const json& note, const char* name) {

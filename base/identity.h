@@ -1,0 +1,18 @@
+#ifndef MUSTER_BASE_IDENTITY_H_
+#define MUSTER_BASE_IDENTITY_H_
+
+#include <cstdint>
+#include <string>
+
+namespace muster {
+
+// This machine's name, as the kernel has it; empty: it has none that can be read.
+std::string HostName();
+
+// A number that nobody else draws, such as the incarnation of a process; never 0. Ends the process
+// if the kernel gives no random bytes.
+uint64_t RandomId();
+
+}  // namespace muster
+
+#endif  // MUSTER_BASE_IDENTITY_H_
