@@ -63,12 +63,7 @@ void Core::Impl::End(Job* job) {
     for (size_t i = first_directive_; i < out_->directives.size(); ++i) {
       out_->directives[i].durable_revision = revision;
     }
-    if (job != nullptr) {
-      if (job->membership_touched_) job->membership_record_ = revision;
-      if (job->kv_touched_) job->kv_record_ = revision;
-      if (job->barrier_touched_) job->barrier_record_ = revision;
-      if (job->watch_touched_) job->log_->MarkDurable(revision);
-    }
+    if (job != nullptr) job->Recorded(revision);
     record_ = nullptr;
   }
   if (options_.mutants.acknowledges_before_durable) {
@@ -79,37 +74,7 @@ void Core::Impl::End(Job* job) {
   event_revision_ = 0;
   first_reply_ = out_->replies.size();
   first_directive_ = out_->directives.size();
-  if (job == nullptr) return;
-  if (job->watch_touched_) out_->changed_jobs.push_back(job->id_);
-  job->membership_touched_ = job->kv_touched_ = job->barrier_touched_ = job->watch_touched_ = false;
-  if (job->barriers_ != nullptr) {
-    const BarrierCounts& counts = job->barriers_->counts();
-    if (counts.passed > job->seen_counts_.passed) {
-      stats_.barriers_passed += counts.passed - job->seen_counts_.passed;
-      const double seconds = absl::ToDoubleSeconds(counts.last_wait);
-      stats_.barrier_wait_sum_seconds += seconds;
-      int bucket = 0;
-      for (double bound = 1e-4; bucket < CoreStats::kWaitBuckets - 1 && seconds > bound; bound *= 2)
-        ++bucket;
-      ++stats_.barrier_wait_buckets[bucket];
-    }
-    stats_.barriers_failed += counts.failed - job->seen_counts_.failed;
-    job->seen_counts_ = counts;
-  }
-  job->touched_ = now_;
-  const absl::Duration lease =
-      job->sealed_ && job->alive_ > 0 ? job->Lease() : absl::InfiniteDuration();
-  if (lease != job->running_lease_) {
-    leases_.erase({job->running_lease_, job->id_});
-    job->running_lease_ = lease;
-    if (lease != absl::InfiniteDuration()) leases_.insert({lease, job->id_});
-  }
-  const absl::Time next = job->NextDeadline();
-  if (next != job->scheduled_) {
-    deadlines_.erase({job->scheduled_, job->id_});
-    job->scheduled_ = next;
-    if (next != absl::InfiniteFuture()) deadlines_.insert({next, job->id_});
-  }
+  if (job != nullptr) job->AfterEvent();
 }
 
 Core::Core(CoreOptions options) : impl_(std::make_unique<Impl>(std::move(options))) {}
@@ -136,16 +101,9 @@ void Core::Abandon(CallId call, absl::Time now, Output* out) {
   impl_->held_.erase(it);
   Impl::Job* const job = impl_->FindJob(held.job_id);
   if (job == nullptr) return;
-  if (held.kind == Impl::Held::kWait) job->kv_.AbandonWait(call);
+  if (held.kind == Impl::Held::kWait) job->kv().AbandonWait(call);
   if (held.kind == Impl::Held::kJoin) {
-    if (job->rendezvous_.Waits(held.worker_id)) {
-      std::vector<CallId>& calls = job->rendezvous_.Place(held.worker_id, std::nullopt)->calls;
-      calls.erase(std::remove(calls.begin(), calls.end(), call), calls.end());
-      if (calls.empty()) {
-        job->Unqueue(held.worker_id);
-        job->Evaluate();
-      }
-    }
+    job->AbandonJoin(held.worker_id, call);
   }
   impl_->End(job);
 }
@@ -190,13 +148,13 @@ void Core::HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time n
   // The workers of a node mostly have neighbouring ranks: less to look up for a hub's hundreds.
   const auto find_after = [&job](const Seat* last, const std::string& worker_id) {
     const size_t next = last == nullptr ? 0 : static_cast<size_t>(last->rank()) + 1;
-    return next < job->seats_.size() && job->seats_[next].record.worker_id() == worker_id
-               ? &job->seats_[next]
+    return next < job->seats().size() && job->seats()[next].record.worker_id() == worker_id
+               ? job->seat(static_cast<int>(next))
                : job->FindSeat(worker_id);
   };
   bool told = false;
   for (const v1::WorkerBeat& worker : beat.workers()) {
-    if (job == nullptr || job->id_ != worker.job_id()) {
+    if (job == nullptr || job->id() != worker.job_id()) {
       job = impl_->FindJob(worker.job_id());
       seat = nullptr;
       told = false;
@@ -205,9 +163,9 @@ void Core::HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time n
     seat = find_after(seat, worker.worker_id());
     const bool same = seat != nullptr && (seat->record.incarnation() == worker.incarnation() ||
                                           impl_->options_.mutants.dead_incarnation_renews_lease);
-    if (!job->sealed_ || !same) {
+    if (!job->sealed() || !same) {
       job->TellAgain(std::string(node), worker, &told);
-      job->touched_ = impl_->now_;
+      job->Touch();
     }
     if (!same || !seat->alive()) continue;
     job->RenewLease(seat);
@@ -244,8 +202,7 @@ void Core::CaughtUp(absl::Time until, absl::Time now, Output* out) {
   for (const std::string& job_id : std::exchange(impl_->unread_jobs_, {})) {
     Impl::Job* const job = impl_->FindJob(job_id);
     if (job == nullptr) continue;
-    for (const int rank : std::exchange(job->unread_, {}))
-      job->lease_checks_.insert({impl_->now_, rank});
+    job->CaughtUp();
     impl_->End(job);
   }
 }
@@ -263,7 +220,7 @@ void Core::Tick(absl::Time now, Output* out) {
     Impl::Job* const job = impl_->FindJob(job_id);
     MUSTER_CHECK(job != nullptr) << "a deadline of no job: " << job_id;
     job->Tick();
-    if (job->expired_) {
+    if (job->expired()) {
       impl_->Remove(job, absl::StrCat("no worker of it for ",
                                       absl::FormatDuration(impl_->options_.job_retention)));
     } else {
@@ -303,26 +260,25 @@ void Core::RemoveJob(absl::string_view job_id, absl::Time now, Output* out) {
 }
 
 void Core::Impl::Remove(Job* job, const std::string& why, bool replaced) {
-  Note(job->id_, false, absl::StrCat("removed: ", why));
+  Note(job->id(), false, absl::StrCat("removed: ", why));
   job->Close("removed");
-  Change()->mutable_job_removed()->set_job_id(job->id_);
-  job->watch_touched_ = true;  // its watchers must learn that it is gone
+  Change()->mutable_job_removed()->set_job_id(job->id());
+  job->TouchWatch();  // its watchers must learn that it is gone
   if (replaced) {
     Rev();  // the history of the new job begins after what is told of this one
-    out_->changed_jobs.push_back(job->id_);
+    out_->changed_jobs.push_back(job->id());
   } else {
     End(job);
   }
   ++stats_.jobs_removed;
-  deadlines_.erase({job->scheduled_, job->id_});
-  leases_.erase({job->running_lease_, job->id_});
+  job->Unschedule();
   // What operators still wait for will never come. What workers waited for has ended with their
   // generation.
-  for (const CallId call : job->kv_.TakeWaits(/*only_workers=*/false)) {
+  for (const CallId call : job->kv().TakeWaits(/*only_workers=*/false)) {
     held_.erase(call);
-    SendError(call, UnknownJob(job->id_), last_record_);
+    SendError(call, UnknownJob(job->id()), last_record_);
   }
-  jobs_.erase(job->id_);
+  jobs_.erase(job->id());
 }
 
 std::optional<v1::OpError> Core::ReadWatch(const v1::WatchRequest& request, uint64_t from,
@@ -343,7 +299,7 @@ std::optional<v1::OpError> Core::ReadWatch(const v1::WatchRequest& request, uint
     return error;
   }
   if (impl_->options_.mutants.watch_skips_a_revision && from % 5 == 0) ++from;
-  return job->log_->Read(request, from, durable_revision, impl_->revision_, max_bytes, batch);
+  return job->log().Read(request, from, durable_revision, impl_->revision_, max_bytes, batch);
 }
 
 void Core::FillStatus(v1::StatusReply* status) const {
@@ -351,48 +307,7 @@ void Core::FillStatus(v1::StatusReply* status) const {
   status->set_agents(static_cast<int>(impl_->agents_.size()) + agents_behind_hubs());
   status->set_agents_behind_hubs(agents_behind_hubs());
   status->set_hubs(hubs());
-  std::vector<const Impl::Job*> jobs;
-  for (const auto& [id, job] : impl_->jobs_) jobs.push_back(job.get());
-  std::sort(jobs.begin(), jobs.end(),
-            [](const Impl::Job* a, const Impl::Job* b) { return a->id_ < b->id_; });
-  for (const Impl::Job* job : jobs) {
-    v1::JobStatus* one = status->add_jobs();
-    one->set_job_id(job->id_);
-    one->set_generation(job->generation_);
-    one->set_rendezvous_state(job->StateName());
-    one->set_world_size(static_cast<int>(job->seats_.size()));
-    one->set_waiting(job->rendezvous_.size());
-    one->set_waits_for(job->rendezvous_.why());
-    if (const absl::Time until = job->rendezvous_.waits_until(); until != absl::InfiniteFuture()) {
-      *one->mutable_waits_at_most() = ToProto(std::max(until - impl_->now_, absl::ZeroDuration()));
-    }
-    int64_t min_step = std::numeric_limits<int64_t>::max();
-    int64_t max_step = 0;
-    for (const Seat& seat : job->seats_) {
-      min_step = std::min(min_step, seat.step);
-      max_step = std::max(max_step, seat.step);
-    }
-    one->set_min_step(job->seats_.empty() ? 0 : min_step);
-    one->set_max_step(max_step);
-    if (job->silent_ > 0) {
-      one->set_silent(job->silent_);
-      absl::Duration silent_for = absl::InfiniteDuration();
-      for (const Seat& seat : job->seats_) {
-        if (seat.silent) silent_for = std::min(silent_for, impl_->now_ - seat.last_seen);
-      }
-      *one->mutable_silent_for() = ToProto(silent_for);
-      one->set_silent_why(job->silent_why_);
-    }
-    job->quarantine_.ForEach(impl_->now_,
-                             [&](const std::string& name, const Quarantine::Host& host) {
-                               if (host.left == absl::ZeroDuration()) return;
-                               v1::QuarantinedHost* out = one->add_quarantined();
-                               out->set_host(name);
-                               *out->mutable_left() = ToProto(host.left);
-                               out->set_reason(host.reason);
-                               out->set_automatic(host.automatic);
-                             });
-  }
+  for (const Impl::Job* job : impl_->JobsById()) job->FillStatus(status->add_jobs());
 }
 
 v1::ReplyHeader Core::Header() const { return impl_->Header(); }
@@ -406,8 +321,8 @@ int Core::hubs() const { return impl_->hubs_.hubs(); }
 std::map<v1::WorkerState, int64_t> Core::MembersByState() const {
   std::map<v1::WorkerState, int64_t> counts;
   for (const auto& [id, job] : impl_->jobs_) {
-    for (const Seat& seat : job->seats_) ++counts[seat.record.state()];
-    if (!job->rendezvous_.empty()) counts[v1::WORKER_STATE_JOINING] += job->rendezvous_.size();
+    for (const Seat& seat : job->seats()) ++counts[seat.record.state()];
+    if (!job->rendezvous().empty()) counts[v1::WORKER_STATE_JOINING] += job->rendezvous().size();
   }
   return counts;
 }

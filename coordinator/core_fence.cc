@@ -113,7 +113,7 @@ std::optional<v1::OpError> Core::Impl::CheckFence(const v1::Fence& fence, bool o
   who->job = job;
   const auto refuse = [&](v1::OpError error) {
     ++stats_.fenced_calls;
-    error.mutable_detail()->set_current_generation(job->generation_);
+    error.mutable_detail()->set_current_generation(job->generation());
     error.mutable_detail()->set_current_term(term_);
     return error;
   };
@@ -128,9 +128,9 @@ std::optional<v1::OpError> Core::Impl::CheckFence(const v1::Fence& fence, bool o
     return std::nullopt;
   }
   Seat* const seat = job->FindSeat(fence.worker_id());
-  const bool waits = job->rendezvous_.Waits(fence.worker_id());
+  const bool waits = job->rendezvous().Waits(fence.worker_id());
   const uint64_t newest = job->NewestOf(fence.worker_id());
-  if (job->incarnations_.IsFenced(fence.worker_id(), fence.incarnation())) {
+  if (job->incarnations().IsFenced(fence.worker_id(), fence.incarnation())) {
     return refuse(job->Superseded(fence.worker_id(), newest));
   }
   if (seat != nullptr && seat->record.incarnation() != fence.incarnation() &&
@@ -138,12 +138,12 @@ std::optional<v1::OpError> Core::Impl::CheckFence(const v1::Fence& fence, bool o
     return refuse(job->Superseded(fence.worker_id(), newest));
   }
   if (auto error = job->CheckGeneration(fence)) return refuse(*std::move(error));
-  if (!job->sealed_ && seat != nullptr) return refuse(job->Ended());
+  if (!job->sealed() && seat != nullptr) return refuse(job->Ended());
   if (seat == nullptr || seat->record.incarnation() != fence.incarnation()) {
     return refuse(
         MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_NOT_MEMBER,
                   absl::StrCat("worker ", Quoted(fence.worker_id()), " has no seat in generation ",
-                               job->generation_, " of job ", Quoted(job->id_), ": join first")));
+                               job->generation(), " of job ", Quoted(job->id()), ": join first")));
   }
   switch (seat->record.state()) {
     case v1::WORKER_STATE_RUNNING:
@@ -167,7 +167,7 @@ std::optional<v1::OpError> Core::Impl::CheckFence(const v1::Fence& fence, bool o
 
 bool Core::Impl::CheckRank(Incoming* in, const v1::Fence& fence, int32_t rank, Who* who) {
   if (auto error = CheckFence(fence, false, who)) {
-    SendError(in->call, *std::move(error), who->job != nullptr ? who->job->membership_record_ : 0);
+    SendError(in->call, *std::move(error), who->job != nullptr ? who->job->membership_record() : 0);
     return false;
   }
   in->touched = who->job;

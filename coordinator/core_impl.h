@@ -38,6 +38,7 @@
 #include "coordinator/silence.h"
 #include "coordinator/trigger.h"
 #include "coordinator/watch_log.h"
+#include "proto/muster/v1/admin.pb.h"
 #include "proto/muster/v1/journal.pb.h"
 
 // The inside of Core, for its own files only:
@@ -81,13 +82,14 @@ void FillRow(const v1::SeatRecord& seat, v1::RankRow* row);
 
 class Core::Impl {
  public:
-  class Job;
-  class SnapshotParts;
-  friend class Core;
-
   explicit Impl(CoreOptions options) : options_(std::move(options)) {
     if (!absl::SimpleHexAtoi(options_.cluster_id.substr(0, 16), &cluster_)) cluster_ = 0;
   }
+
+ private:
+  friend class Core;
+  class Job;
+  class SnapshotParts;
 
   void Begin(absl::Time now, Output* out);
   // Ends the part of an event that concerns `job` (null: none): writes its record and lets replies
@@ -290,7 +292,7 @@ class Core::Impl {
   size_t first_directive_ = 0;
 };
 
-// One job: its rendezvous, its current generation and everything that belongs to it.
+// One job: its current generation, and the parts that belong to it.
 class Core::Impl::Job : public BarrierHost {
  public:
   Job(Impl* impl, std::string id)
@@ -307,9 +309,166 @@ class Core::Impl::Job : public BarrierHost {
                      {.seals_before_coverage = impl->options_.mutants.seals_before_coverage,
                       .deletes_last_resumable = impl->options_.mutants.deletes_last_resumable}) {}
 
+  // Once, before anything else.
+  void Begin(const v1::RendezvousSpec& spec, uint64_t generation) {
+    spec_ = spec;
+    generation_ = generation;
+  }
+
+  const std::string& id() const { return id_; }
+  const v1::RendezvousSpec& spec() const { return spec_; }
+  uint64_t generation() const { return generation_; }  // the last sealed
+  bool sealed() const { return sealed_; }              // and not ended
+  bool closed() const { return closed_; }
+  const std::string& why_ended() const { return why_ended_; }
+  uint64_t digest() const { return digest_; }
+  int alive() const { return alive_; }
+  bool expired() const { return expired_; }                  // to be removed
+  const std::vector<Seat>& seats() const { return seats_; }  // by rank
+  Seat* seat(int rank) { return &seats_[rank]; }
+  // The parts. There are no barriers and agreements until the first generation is sealed.
+  const Rendezvous& rendezvous() const { return rendezvous_; }
+  const Incarnations& incarnations() const { return incarnations_; }
+  const Quarantine& quarantine() const { return quarantine_; }
+  const WatchLog& log() const { return *log_; }
+  KvStore& kv() { return kv_; }
+  RememberedAnswers& answers() { return answers_; }
+  TriggerSet& triggers() { return triggers_; }
+  BarrierSet* barriers() const { return barriers_.get(); }
+  AgreeSet* agree() const { return agree_.get(); }
+
+  // The latest records that hold changes of these kinds: who is told of them waits for those.
+  uint64_t membership_record() const { return membership_record_; }
+  uint64_t kv_record() const { return kv_record_; }
+  uint64_t AllRecords() const {
+    return std::max({membership_record_, kv_record_, barrier_record_});
+  }
+  // This event changes something of this kind, besides what the methods below say themselves.
+  void TouchMembership() { membership_touched_ = true; }
+  void TouchWatch() { watch_touched_ = true; }
+  // Somebody speaks of the job: it is not left alone.
+  void Touch() { touched_ = impl_->now_; }
+  // The record of this event is `revision`; the event is over.
+  void Recorded(uint64_t revision);
+  void AfterEvent();
+  // The job is removed: no tick is for it any more.
+  void Unschedule();
+
   absl::Duration Lease() const {
     return Or(spec_.has_lease(), spec_.lease(), impl_->options_.default_lease);
   }
+  void Tick();
+  // See Core::CaughtUp.
+  void CaughtUp();
+  // After a pause of this process: every lease begins anew, and no deadline passes before what came
+  // meanwhile has had a moment to be read.
+  void Resume() {
+    lease_floor_ = impl_->now_;
+    hold_until_ = impl_->now_ + std::min(absl::Seconds(1), Lease() / 4);
+  }
+
+  // Whether the caller holds a seat here, waits for one or held one last; or is the agent that
+  // speaks for one.
+  bool IsMember(const v1::Fence& fence, absl::string_view node) const;
+  bool HasNode(absl::string_view node) const;
+  Seat* FindSeat(absl::string_view worker_id) {
+    const auto it = rank_of_.find(worker_id);
+    return it == rank_of_.end() ? nullptr : &seats_[it->second];
+  }
+  // The incarnation that waits for a seat under this name, or holds one; 0: neither.
+  uint64_t NewestOf(absl::string_view worker_id) const;
+  // See Core::StartTerm.
+  void BecomeRestored();
+  // Whether a generation was sealed since the job began, or since it was restored.
+  bool HasSealed() const { return barriers_ != nullptr; }
+  // Nothing of the job is alive, nor can any of its workers come back: each has ended or was not
+  // heard of for its lease. Between two generations survivors live.
+  bool Over() const;
+  // The agent that may start this job's workers again, in words; empty: none will. An attempt of it
+  // has failed, and its agent is attached or has a lease to come back to a restarted coordinator.
+  std::string RestartedBy() const;
+  // A worker that is listed by its agent without a seat: tells it again what it must have missed,
+  // unless `told`, which it sets, says that this beat's agent was told of the end of the
+  // generation.
+  void TellAgain(const std::string& node, const v1::WorkerBeat& worker, bool* told);
+  void Kill(const std::string& node, const std::string& worker_id, uint64_t incarnation);
+  void FenceIncarnation(const std::string& worker_id, uint64_t incarnation);
+  v1::OpError Superseded(const std::string& worker_id, uint64_t newer) const;
+  v1::OpError Ended() const;
+  std::optional<v1::OpError> CheckGeneration(const v1::Fence& fence) const;
+
+  void Enqueue(CallId call, const v1::JoinRequest& request, const Caller& caller);
+  void DropWaiting(const std::string& worker_id, const v1::OpError& error);
+  // The caller of a held join is gone.
+  void AbandonJoin(const std::string& worker_id, CallId call);
+  // Seals the next generation if Rendezvous decides so.
+  void Evaluate();
+  void Reseat(Seat* seat, CallId call, const v1::JoinRequest& request, const Caller& caller);
+  void SendSeat(CallId call, const Seat& seat);
+  void EndGeneration(const std::string& why, std::vector<v1::Culprit> culprits);
+  void WorkerGone(Seat* seat, v1::WorkerState state, const v1::ExitCause& cause);
+  std::string GoneText(const Seat& seat) const;
+  void QuarantineHost(const std::string& host, absl::Duration length, const std::string& reason,
+                      bool automatic);
+  void Close(const std::string& why);
+  v1::Member MakeMember(const Seat& seat) const;
+  void RenewLease(Seat* seat) {
+    seat->last_seen = heard_ = impl_->now_;
+    if (seat->silent) Returned(seat);
+  }
+  // Somebody needs the name of the job: ends a generation whose leases have all run out, and that
+  // is kept only in case its workers come back.
+  void EndIfNobodyIsHeard(absl::string_view for_what);
+  // Its worker was heard of through the agent of `node`, whose number is `agent`: a hub's messages
+  // name hundreds of workers, whose names need not be compared each time.
+  void HeardThrough(Seat* seat, absl::string_view node, uint64_t agent) {
+    if (agent != 0 && seat->via == agent) return;
+    if (seat->record.node() != node) seat->record.set_node(std::string(node));
+    seat->via = agent;
+  }
+
+  std::optional<v1::OpError> Txn(const v1::TxnRequest& request, const Seat* seat,
+                                 v1::OpResult* result);
+  void TriggersChanged(std::vector<v1::TriggerChanged> changes);
+  // One of the operations on checkpoints; `seat` is null for an operator.
+  std::optional<v1::OpError> CheckpointOp(const v1::Op& op, const Seat* seat, v1::OpResult* result);
+  void AgreeDone(std::vector<AgreeSet::Done> done);
+
+  const char* StateName() const;
+  void FillStatus(v1::JobStatus* status) const;
+
+  // What a change of this kind did, at replay. Errors: DATA_LOSS.
+  absl::Status Apply(const v1::JobClosed& change);
+  absl::Status Apply(const v1::GenerationSealed& change);
+  absl::Status Apply(const v1::GenerationClosed& change);
+  absl::Status Apply(const v1::SeatTaken& change);
+  absl::Status Apply(const v1::WorkerEnded& change);
+  absl::Status Apply(const v1::IncarnationFenced& change);
+  absl::Status Apply(const v1::WorkerDeparted& change);
+  absl::Status Apply(const v1::KvChanged& change);
+  absl::Status Apply(const v1::TriggerChanged& change);
+  absl::Status Apply(const v1::TriggerAcked& change);
+  absl::Status Apply(const v1::BarrierEnded& change);
+  absl::Status Apply(const v1::HostStruck& change);
+  absl::Status Apply(const v1::HostQuarantined& change);
+  absl::Status Apply(const v1::RequestAnswered& change);
+  absl::Status Apply(const v1::RequestsForgotten& change);
+  absl::Status Apply(const v1::CheckpointChanged& change);
+  void SnapshotTo(SnapshotParts* parts) const;
+  void SnapshotHostsTo(SnapshotParts* parts) const;
+  void ForgetHosts() { quarantine_.Clear(); }
+  // See Core::StartTerm.
+  void StartTerm();
+
+  v1::ReplyHeader Header() const override { return impl_->Header(); }
+  v1::Culprit DescribeRank(int rank) const override;
+  void AskStack(int rank) override;
+  void Deliver(const std::vector<CallId>& calls, std::shared_ptr<const Answer> answer) override;
+  void JournalEnd(const std::string& barrier_id, uint64_t counter, const Answer& answer) override;
+  void Report(const v1::BarrierReport& report, absl::Span<const int32_t> members) override;
+  void Blame(absl::Span<const int32_t> ranks) override;
+
+ private:
   absl::Duration OutageTolerance() const {
     if (!spec_.has_outage_tolerance()) return impl_->options_.default_outage_tolerance;
     return std::max(FromProto(spec_.outage_tolerance()), absl::ZeroDuration());
@@ -331,54 +490,15 @@ class Core::Impl::Job : public BarrierHost {
     if (Idle()) next = std::min(next, touched_ + impl_->options_.job_retention);
     return std::max(next, hold_until_);
   }
-  void Tick();
-  void TickLeases();
-  // After a pause of this process: every lease begins anew, and no deadline passes before what came
-  // meanwhile has had a moment to be read.
-  void Resume() {
-    lease_floor_ = impl_->now_;
-    hold_until_ = impl_->now_ + std::min(absl::Seconds(1), Lease() / 4);
-  }
-
-  // Whether the caller holds a seat here, waits for one or held one last; or is the agent that
-  // speaks for one.
-  bool IsMember(const v1::Fence& fence, absl::string_view node) const;
-  bool HasNode(absl::string_view node) const;
-  Seat* FindSeat(absl::string_view worker_id) {
-    const auto it = rank_of_.find(worker_id);
-    return it == rank_of_.end() ? nullptr : &seats_[it->second];
-  }
-  // Remembers the same at replay.
-  void RememberFenced(const std::string& worker_id, uint64_t incarnation);
-  // The incarnation that waits for a seat under this name, or holds one; 0: neither.
-  uint64_t NewestOf(absl::string_view worker_id) const;
-  // See Core::StartTerm.
-  void BecomeRestored();
-  // Whether a generation was sealed since the job began, or since it was restored.
-  bool HasSealed() const { return barriers_ != nullptr; }
   // Nothing of the job is alive: it is kept for those who ask what became of it.
   bool Idle() const { return !sealed_ && rendezvous_.empty(); }
-  // Nor can any of its workers come back: each has ended or was not heard of for its lease. Between
-  // two generations survivors live.
-  bool Over() const;
-  // The agent that may start this job's workers again, in words; empty: none will. An attempt of it
-  // has failed, and its agent is attached or has a lease to come back to a restarted coordinator.
-  std::string RestartedBy() const;
-  // A worker that is listed by its agent without a seat: tells it again what it must have missed,
-  // unless `told`, which it sets, says that this beat's agent was told of the end of the
-  // generation.
-  void TellAgain(const std::string& node, const v1::WorkerBeat& worker, bool* told);
-  void Kill(const std::string& node, const std::string& worker_id, uint64_t incarnation);
-  void FenceIncarnation(const std::string& worker_id, uint64_t incarnation);
+
+  // Remembers a fence; FenceIncarnation writes it down too.
+  void RememberFenced(const std::string& worker_id, uint64_t incarnation);
   // After a seal: who of `old_seats` has no seat now is remembered, who has one is not.
   void NoteDeparted(const std::vector<Seat>& old_seats);
-  v1::OpError Superseded(const std::string& worker_id, uint64_t newer) const;
   v1::OpError Stale(const v1::Fence& fence) const;
-  v1::OpError Ended() const;
-  std::optional<v1::OpError> CheckGeneration(const v1::Fence& fence) const;
 
-  void Enqueue(CallId call, const v1::JoinRequest& request, const Caller& caller);
-  void DropWaiting(const std::string& worker_id, const v1::OpError& error);
   // Takes a worker out of the queue: its calls are no longer held.
   Waiter Unqueue(absl::string_view worker_id);
   WaiterKind KindOf(const v1::JoinRequest& request) const;
@@ -387,8 +507,6 @@ class Core::Impl::Job : public BarrierHost {
   bool SurvivorsWait() const;
   // A host may have become free, or not: classifies those that wait again.
   void Recount();
-  // Seals the next generation if Rendezvous decides so.
-  void Evaluate();
   std::vector<Candidate> Candidates() const;
   // Gives `world_size` of the candidates their seats. Returns the calls that wait for each.
   std::vector<std::vector<CallId>> TakeSeats(int world_size, std::vector<Seat>* former_seats);
@@ -396,22 +514,11 @@ class Core::Impl::Job : public BarrierHost {
   void BeginGeneration(bool counters_known);
   void FillSeat(const v1::JoinRequest& request, const std::string& node,
                 v1::SeatRecord* record) const;
-  void Reseat(Seat* seat, CallId call, const v1::JoinRequest& request, const Caller& caller);
-  void SendSeat(CallId call, const Seat& seat);
-  void EndGeneration(const std::string& why, std::vector<v1::Culprit> culprits);
-  void WorkerGone(Seat* seat, v1::WorkerState state, const v1::ExitCause& cause);
-  std::string GoneText(const Seat& seat) const;
   v1::OpError RendezvousTimeout() const;
   void Strike(const std::string& host, const std::string& what);
-  void QuarantineHost(const std::string& host, absl::Duration length, const std::string& reason,
-                      bool automatic);
-  void Close(const std::string& why);
   void EmitMember(const Seat& seat);
-  v1::Member MakeMember(const Seat& seat) const;
-  void RenewLease(Seat* seat) {
-    seat->last_seen = heard_ = impl_->now_;
-    if (seat->silent) Returned(seat);
-  }
+
+  void TickLeases();
   // When the lease of `seat` runs out.
   absl::Time LeaseEnd(const Seat& seat) const;
   // Whether more than what has been applied may have come from `rank` before its lease ended.
@@ -421,65 +528,18 @@ class Core::Impl::Job : public BarrierHost {
   // A worker that was silent is heard again: the others have some time to come back too.
   void Returned(Seat* seat);
   void NoLongerSilent(Seat* seat);
-  // Somebody needs the name of the job: ends a generation whose leases have all run out, and that
-  // is kept only in case its workers come back.
-  void EndIfNobodyIsHeard(absl::string_view for_what);
   // When the last sign of life of this generation came, or all its leases began anew.
   absl::Time LastHeard() const { return std::max(heard_, lease_floor_); }
   absl::Duration TimeToReturn() const { return std::max(Lease(), kTimeToReturn); }
   // Somebody who waits for a seat is there now, and proves that the coordinator is not cut off: it
   // has been heard all along, or for so long that the workers of the generation would be back too.
   bool IsAwaited() const;
-  // Its worker was heard of through the agent of `node`, whose number is `agent`: a hub's messages
-  // name hundreds of workers, whose names need not be compared each time.
-  void HeardThrough(Seat* seat, absl::string_view node, uint64_t agent) {
-    if (agent != 0 && seat->via == agent) return;
-    if (seat->record.node() != node) seat->record.set_node(std::string(node));
-    seat->via = agent;
-  }
 
-  std::optional<v1::OpError> Txn(const v1::TxnRequest& request, const Seat* seat,
-                                 v1::OpResult* result);
   void KvChanged(const std::vector<KvChange>& changes);
-  void TriggersChanged(std::vector<v1::TriggerChanged> changes);
-  // One of the operations on checkpoints; `seat` is null for an operator.
-  std::optional<v1::OpError> CheckpointOp(const v1::Op& op, const Seat* seat, v1::OpResult* result);
-  void CheckpointsChanged(std::vector<v1::CheckpointChanged> changes);
   void DropTriggers(const std::string& why);
-  void AgreeDone(std::vector<AgreeSet::Done> done);
-  uint64_t AllRecords() const {
-    return std::max({membership_record_, kv_record_, barrier_record_});
-  }
-  // What a change of this kind did, at replay. Errors: DATA_LOSS.
-  absl::Status Apply(const v1::JobClosed& change);
-  absl::Status Apply(const v1::GenerationSealed& change);
-  absl::Status Apply(const v1::GenerationClosed& change);
-  absl::Status Apply(const v1::SeatTaken& change);
-  absl::Status Apply(const v1::WorkerEnded& change);
-  absl::Status Apply(const v1::IncarnationFenced& change);
-  absl::Status Apply(const v1::WorkerDeparted& change);
-  absl::Status Apply(const v1::KvChanged& change);
-  absl::Status Apply(const v1::TriggerChanged& change);
-  absl::Status Apply(const v1::TriggerAcked& change);
-  absl::Status Apply(const v1::BarrierEnded& change);
-  absl::Status Apply(const v1::HostStruck& change);
-  absl::Status Apply(const v1::HostQuarantined& change);
-  absl::Status Apply(const v1::RequestAnswered& change);
-  absl::Status Apply(const v1::RequestsForgotten& change);
-  absl::Status Apply(const v1::CheckpointChanged& change);
-  void SnapshotTo(SnapshotParts* parts) const;
+  void CheckpointsChanged(std::vector<v1::CheckpointChanged> changes);
   void SnapshotGenerationTo(SnapshotParts* parts) const;
   void SnapshotAnswersTo(SnapshotParts* parts) const;
-  void SnapshotHostsTo(SnapshotParts* parts) const;
-  const char* StateName() const;
-
-  v1::ReplyHeader Header() const override { return impl_->Header(); }
-  v1::Culprit DescribeRank(int rank) const override;
-  void AskStack(int rank) override;
-  void Deliver(const std::vector<CallId>& calls, std::shared_ptr<const Answer> answer) override;
-  void JournalEnd(const std::string& barrier_id, uint64_t counter, const Answer& answer) override;
-  void Report(const v1::BarrierReport& report, absl::Span<const int32_t> members) override;
-  void Blame(absl::Span<const int32_t> ranks) override;
 
   Impl* const impl_;
   const std::string id_;

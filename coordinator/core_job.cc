@@ -1,6 +1,7 @@
 #include <xxhash.h>
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -316,6 +317,15 @@ void Core::Impl::Job::DropWaiting(const std::string& worker_id, const v1::OpErro
   if (!rendezvous_.Waits(worker_id)) return;
   const Waiter waiter = Unqueue(worker_id);
   for (const CallId call : waiter.calls) impl_->SendError(call, error, membership_record_);
+}
+
+void Core::Impl::Job::AbandonJoin(const std::string& worker_id, CallId call) {
+  if (!rendezvous_.Waits(worker_id)) return;
+  std::vector<CallId>& calls = rendezvous_.Place(worker_id, std::nullopt)->calls;
+  calls.erase(std::remove(calls.begin(), calls.end(), call), calls.end());
+  if (!calls.empty()) return;
+  Unqueue(worker_id);
+  Evaluate();
 }
 
 void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const Caller& caller) {
@@ -818,6 +828,91 @@ void Core::Impl::Job::Close(const std::string& why) {
       MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_RENDEZVOUS_CLOSED,
                 absl::StrCat("job ", Quoted(id_), " is over: ", why));
   for (const std::string& worker_id : rendezvous_.ByName()) DropWaiting(worker_id, error);
+}
+
+void Core::Impl::Job::Recorded(uint64_t revision) {
+  if (membership_touched_) membership_record_ = revision;
+  if (kv_touched_) kv_record_ = revision;
+  if (barrier_touched_) barrier_record_ = revision;
+  if (watch_touched_) log_->MarkDurable(revision);
+}
+
+void Core::Impl::Job::AfterEvent() {
+  if (watch_touched_) impl_->out_->changed_jobs.push_back(id_);
+  membership_touched_ = kv_touched_ = barrier_touched_ = watch_touched_ = false;
+  if (barriers_ != nullptr) {
+    const BarrierCounts& counts = barriers_->counts();
+    if (counts.passed > seen_counts_.passed) {
+      impl_->stats_.barriers_passed += counts.passed - seen_counts_.passed;
+      const double seconds = absl::ToDoubleSeconds(counts.last_wait);
+      impl_->stats_.barrier_wait_sum_seconds += seconds;
+      int bucket = 0;
+      for (double bound = 1e-4; bucket < CoreStats::kWaitBuckets - 1 && seconds > bound; bound *= 2)
+        ++bucket;
+      ++impl_->stats_.barrier_wait_buckets[bucket];
+    }
+    impl_->stats_.barriers_failed += counts.failed - seen_counts_.failed;
+    seen_counts_ = counts;
+  }
+  touched_ = impl_->now_;
+  const absl::Duration lease = sealed_ && alive_ > 0 ? Lease() : absl::InfiniteDuration();
+  if (lease != running_lease_) {
+    impl_->leases_.erase({running_lease_, id_});
+    running_lease_ = lease;
+    if (lease != absl::InfiniteDuration()) impl_->leases_.insert({lease, id_});
+  }
+  const absl::Time next = NextDeadline();
+  if (next != scheduled_) {
+    impl_->deadlines_.erase({scheduled_, id_});
+    scheduled_ = next;
+    if (next != absl::InfiniteFuture()) impl_->deadlines_.insert({next, id_});
+  }
+}
+
+void Core::Impl::Job::Unschedule() {
+  impl_->deadlines_.erase({scheduled_, id_});
+  impl_->leases_.erase({running_lease_, id_});
+}
+
+void Core::Impl::Job::CaughtUp() {
+  for (const int rank : std::exchange(unread_, {})) lease_checks_.insert({impl_->now_, rank});
+}
+
+void Core::Impl::Job::FillStatus(v1::JobStatus* status) const {
+  status->set_job_id(id_);
+  status->set_generation(generation_);
+  status->set_rendezvous_state(StateName());
+  status->set_world_size(static_cast<int>(seats_.size()));
+  status->set_waiting(rendezvous_.size());
+  status->set_waits_for(rendezvous_.why());
+  if (const absl::Time until = rendezvous_.waits_until(); until != absl::InfiniteFuture()) {
+    *status->mutable_waits_at_most() = ToProto(std::max(until - impl_->now_, absl::ZeroDuration()));
+  }
+  int64_t min_step = std::numeric_limits<int64_t>::max();
+  int64_t max_step = 0;
+  for (const Seat& seat : seats_) {
+    min_step = std::min(min_step, seat.step);
+    max_step = std::max(max_step, seat.step);
+  }
+  status->set_min_step(seats_.empty() ? 0 : min_step);
+  status->set_max_step(max_step);
+  if (silent_ > 0) {
+    status->set_silent(silent_);
+    absl::Duration silent_for = absl::InfiniteDuration();
+    for (const Seat& seat : seats_) {
+      if (seat.silent) silent_for = std::min(silent_for, impl_->now_ - seat.last_seen);
+    }
+    *status->mutable_silent_for() = ToProto(silent_for);
+    status->set_silent_why(silent_why_);
+  }
+  quarantine_.ForEach(impl_->now_, [&](const std::string& name, const Quarantine::Host& host) {
+    if (host.left == absl::ZeroDuration()) return;
+    v1::QuarantinedHost* out = status->add_quarantined();
+    out->set_host(name);
+    *out->mutable_left() = ToProto(host.left);
+    out->set_reason(host.reason);
+    out->set_automatic(host.automatic);
+  });
 }
 
 void Core::Impl::Job::Tick() {

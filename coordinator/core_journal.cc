@@ -97,7 +97,7 @@ void Core::Impl::BecomeRestored(uint64_t term) {
 std::vector<const Core::Impl::Job*> Core::Impl::JobsById() const {
   std::vector<const Job*> jobs;
   for (const auto& [id, job] : jobs_) jobs.push_back(job.get());
-  std::sort(jobs.begin(), jobs.end(), [](const Job* a, const Job* b) { return a->id_ < b->id_; });
+  std::sort(jobs.begin(), jobs.end(), [](const Job* a, const Job* b) { return a->id() < b->id(); });
   return jobs;
 }
 
@@ -383,8 +383,7 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
     case v1::JournalChange::kJobCreated: {
       const v1::JobCreated& created = change.job_created();
       auto job = std::make_unique<Job>(this, created.job_id());
-      job->spec_ = created.spec();
-      job->generation_ = created.generation();
+      job->Begin(created.spec(), created.generation());
       jobs_[created.job_id()] = std::move(job);
       return absl::OkStatus();
     }
@@ -524,11 +523,42 @@ absl::Status Core::RestoreHosts(absl::string_view bytes) {
     return absl::DataLossError(absl::StrCat("the quarantines of revision ", hosts.revision(),
                                             " do not belong to revision ", impl_->last_record_));
   }
-  for (auto& [id, job] : impl_->jobs_) job->quarantine_.Clear();
+  for (auto& [id, job] : impl_->jobs_) job->ForgetHosts();
   for (const v1::JournalChange& change : hosts.changes()) {
     if (absl::Status status = impl_->ApplyChange(change); !status.ok()) return status;
   }
   return absl::OkStatus();
+}
+
+void Core::Impl::Job::StartTerm() {
+  log_ = std::make_unique<WatchLog>(impl_->options_.watch_events, impl_->options_.watch_bytes,
+                                    impl_->revision_);
+  membership_record_ = kv_record_ = barrier_record_ = impl_->last_record_;
+  quarantine_.StartTerm(impl_->now_);
+  // Others are back sooner than an agent whose attempt to connect began while nobody listened.
+  lease_floor_ = returned_at_ = impl_->now_;
+  rank_of_.clear();
+  lease_checks_.clear();
+  alive_ = 0;
+  for (Seat& seat : seats_) {
+    seat.last_seen = impl_->now_;
+    rank_of_[seat.record.worker_id()] = seat.rank();
+    if (!seat.alive()) continue;
+    ++alive_;
+    if (sealed_) lease_checks_.insert({impl_->now_ + Lease(), seat.rank()});
+  }
+  if (barriers_ != nullptr) barriers_->HoldFailuresUntil(impl_->now_ + Lease());
+  triggers_.Resume();
+  if (!sealed_) ended_at_ = impl_->now_;
+  if (sealed_) {
+    for (const Seat& seat : seats_) {
+      if (seat.alive()) continue;
+      barriers_->RankGone(seat.rank(), GoneText(seat), impl_->now_);
+      std::vector<v1::TriggerChanged> changes;
+      triggers_.RankGone(seat.rank(), &changes);
+      TriggersChanged(std::move(changes));
+    }
+  }
 }
 
 void Core::StartTerm(uint64_t term, absl::Time now, Output* out, bool restored) {
@@ -544,40 +574,13 @@ void Core::StartTerm(uint64_t term, absl::Time now, Output* out, bool restored) 
     impl_->BecomeRestored(term);
     for (const auto& [id, job] : impl_->jobs_) {
       impl_->Note(id, true,
-                  absl::StrCat("restored from a copy: generations up to ", job->generation_,
+                  absl::StrCat("restored from a copy: generations up to ", job->generation(),
                                " are over, its workers join again"));
     }
   }
   impl_->End(nullptr);
   for (auto& [id, job] : impl_->jobs_) {
-    job->log_ = std::make_unique<WatchLog>(impl_->options_.watch_events,
-                                           impl_->options_.watch_bytes, impl_->revision_);
-    job->membership_record_ = job->kv_record_ = job->barrier_record_ = impl_->last_record_;
-    job->quarantine_.StartTerm(now);
-    // Others are back sooner than an agent whose attempt to connect began while nobody listened.
-    job->lease_floor_ = job->returned_at_ = now;
-    job->rank_of_.clear();
-    job->lease_checks_.clear();
-    job->alive_ = 0;
-    for (Seat& seat : job->seats_) {
-      seat.last_seen = now;
-      job->rank_of_[seat.record.worker_id()] = seat.rank();
-      if (!seat.alive()) continue;
-      ++job->alive_;
-      if (job->sealed_) job->lease_checks_.insert({now + job->Lease(), seat.rank()});
-    }
-    if (job->barriers_ != nullptr) job->barriers_->HoldFailuresUntil(now + job->Lease());
-    job->triggers_.Resume();
-    if (!job->sealed_) job->ended_at_ = now;
-    if (job->sealed_) {
-      for (const Seat& seat : job->seats_) {
-        if (seat.alive()) continue;
-        job->barriers_->RankGone(seat.rank(), job->GoneText(seat), now);
-        std::vector<v1::TriggerChanged> changes;
-        job->triggers_.RankGone(seat.rank(), &changes);
-        job->TriggersChanged(std::move(changes));
-      }
-    }
+    job->StartTerm();
     impl_->End(job.get());
   }
 }

@@ -108,11 +108,11 @@ void Core::Impl::Once(Incoming* in, const Request& request, Rules rules, F f) {
     if (Job* const job = FindJob(fence.job_id()); job != nullptr && !IsAhead(fence)) {
       hash = HashRequest(request, in->op.kind_case());
       StoredAnswer stored;
-      switch (job->answers_.Find(fence, hash, &stored)) {
+      switch (job->answers().Find(fence, hash, &stored)) {
         case RememberedAnswers::State::kKnown:
           ++stats_.repeated_requests;
           Send(in->call, stored.answer,
-               std::max(stored.durable_revision, rules.reads ? job->kv_record_ : 0));
+               std::max(stored.durable_revision, rules.reads ? job->kv_record() : 0));
           return;
         case RememberedAnswers::State::kReused:
           SendError(
@@ -141,14 +141,14 @@ void Core::Impl::Once(Incoming* in, const Request& request, Rules rules, F f) {
   }
   Who who;
   if (auto error = CheckFence(fence, rules.operators, &who)) {
-    SendError(in->call, *std::move(error), who.job != nullptr ? who.job->membership_record_ : 0);
+    SendError(in->call, *std::move(error), who.job != nullptr ? who.job->membership_record() : 0);
     return;
   }
   in->touched = who.job;
   auto* const result = google::protobuf::Arena::CreateMessage<v1::OpResult>(&arena_);
   if (auto error = f(who, result)) {
     SendError(in->call, *std::move(error),
-              rules.reads ? who.job->AllRecords() : who.job->membership_record_);
+              rules.reads ? who.job->AllRecords() : who.job->membership_record());
     return;
   }
   auto answer = std::make_shared<Answer>(*result);
@@ -157,25 +157,25 @@ void Core::Impl::Once(Incoming* in, const Request& request, Rules rules, F f) {
     if (record_ != nullptr) {
       durable = Rev();
       v1::RequestAnswered* answered = Change()->mutable_request_answered();
-      answered->set_job_id(who.job->id_);
+      answered->set_job_id(who.job->id());
       answered->set_worker_id(fence.worker_id());
       answered->set_incarnation(fence.incarnation());
       answered->set_request_id(fence.request_id());
       answered->set_request_hash(hash);
       answered->unsafe_arena_set_allocated_answer(result);
     }
-    who.job->answers_.Remember(fence.worker_id(), fence.incarnation(), fence.request_id(), hash,
-                               {answer, durable});
+    who.job->answers().Remember(fence.worker_id(), fence.incarnation(), fence.request_id(), hash,
+                                {answer, durable});
   }
   Send(in->call, std::move(answer),
-       rules.reads ? who.job->AllRecords() : who.job->membership_record_);
+       rules.reads ? who.job->AllRecords() : who.job->membership_record());
 }
 
 Core::Impl::Job* Core::Impl::BeginJob(Incoming* in, Job* former) {
   const v1::JoinRequest& request = in->op.join();
   const std::string& job_id = request.fence().job_id();
   // Its generations are counted on, so that whoever is left over of the former one is behind.
-  const uint64_t generation = former != nullptr ? former->generation_ : 0;
+  const uint64_t generation = former != nullptr ? former->generation() : 0;
   if (former != nullptr) {
     in->touched = nullptr;
     // In one record with the begin of the new one: a crash leaves both jobs or the new one.
@@ -187,14 +187,13 @@ Core::Impl::Job* Core::Impl::BeginJob(Incoming* in, Job* former) {
   }
   auto owned = std::make_unique<Job>(this, job_id);
   Job* const job = owned.get();
-  job->spec_ = request.spec();
-  job->generation_ = generation;
+  job->Begin(request.spec(), generation);
   jobs_[job_id] = std::move(owned);
   v1::JobCreated* created = Change()->mutable_job_created();
-  created->set_job_id(job->id_);
-  *created->mutable_spec() = job->spec_;
+  created->set_job_id(job->id());
+  *created->mutable_spec() = request.spec();
   created->set_generation(generation);
-  job->membership_touched_ = true;
+  job->TouchMembership();
   return job;
 }
 
@@ -218,14 +217,14 @@ Core::Impl::Job* Core::Impl::JobToJoin(Incoming* in) {
     if (auto error = CheckSpec(request.spec())) return fail(*std::move(error));
   }
   const bool other_spec =
-      job != nullptr && request.has_spec() && !SameSpec(request.spec(), job->spec_);
+      job != nullptr && request.has_spec() && !SameSpec(request.spec(), job->spec());
   if (other_spec) {
     in->touched = job;
     job->EndIfNobodyIsHeard("another job of this name begins");
   }
   // The name of a job that is over is free for another one.
-  const bool begins = job == nullptr || (other_spec && !job->closed_ && job->Over());
-  const int max_workers = begins ? request.spec().max_workers() : job->spec_.max_workers();
+  const bool begins = job == nullptr || (other_spec && !job->closed() && job->Over());
+  const int max_workers = begins ? request.spec().max_workers() : job->spec().max_workers();
   if (job == nullptr && !request.has_spec()) {
     return fail(
         BadField("spec", absl::StrCat("job ", Quoted(fence.job_id()), " is new and worker ",
@@ -240,18 +239,18 @@ Core::Impl::Job* Core::Impl::JobToJoin(Incoming* in) {
                               " workers: use 0 to ", max_workers - 1, ", or -1 for any")));
   }
   if (begins) return BeginJob(in, job);
-  if (job->closed_) {
+  if (job->closed()) {
     return fail(MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_RENDEZVOUS_CLOSED,
-                          absl::StrCat("job ", Quoted(job->id_), " is over: ", job->why_ended_)),
-                job->membership_record_);
+                          absl::StrCat("job ", Quoted(job->id()), " is over: ", job->why_ended())),
+                job->membership_record());
   }
   if (other_spec) {
     return fail(BadField(
         "spec",
         absl::StrCat("worker ", Quoted(fence.worker_id()), " brings another rendezvous spec (",
                      request.spec().min_workers(), ":", request.spec().max_workers(), ") than job ",
-                     Quoted(job->id_), " was begun with (", job->spec_.min_workers(), ":",
-                     job->spec_.max_workers(), ") and ",
+                     Quoted(job->id()), " was begun with (", job->spec().min_workers(), ":",
+                     job->spec().max_workers(), ") and ",
                      job->RestartedBy().empty()
                          ? "workers of it are alive"
                          : absl::StrCat("it is being started again by ", job->RestartedBy()),
@@ -271,7 +270,7 @@ void Core::Impl::Join(Incoming* in) {
   };
   in->touched = job;
   Seat* const seat = job->FindSeat(fence.worker_id());
-  const Incarnations& incarnations = job->incarnations_;
+  const Incarnations& incarnations = job->incarnations();
   const std::optional<uint64_t> departed = incarnations.Departed(fence.worker_id());
   if (departed.has_value() && *departed != fence.incarnation() &&
       !incarnations.IsFenced(fence.worker_id(), *departed) &&
@@ -281,7 +280,7 @@ void Core::Impl::Join(Incoming* in) {
   if (incarnations.IsFenced(fence.worker_id(), fence.incarnation())) {
     ++stats_.fenced_calls;
     return fail(job->Superseded(fence.worker_id(), job->NewestOf(fence.worker_id())),
-                job->membership_record_);
+                job->membership_record());
   }
   if (seat != nullptr && seat->record.incarnation() == fence.incarnation() &&
       seat->record.state() == v1::WORKER_STATE_EXITED) {
@@ -289,9 +288,9 @@ void Core::Impl::Join(Incoming* in) {
                           absl::StrCat("this incarnation of worker ", Quoted(fence.worker_id()),
                                        " ", job->GoneText(*seat),
                                        " according to its agent: start a new process")),
-                job->membership_record_);
+                job->membership_record());
   }
-  if (seat != nullptr && job->sealed_) {
+  if (seat != nullptr && job->sealed()) {
     const bool same = seat->record.incarnation() == fence.incarnation();
     if (same && seat->alive()) {
       // A retry: its first answer was lost.
@@ -299,7 +298,7 @@ void Core::Impl::Join(Incoming* in) {
       job->SendSeat(in->call, *seat);
       return;
     }
-    if (!job->spec_.end_generation_on_failure() && seat->record.state() != v1::WORKER_STATE_LEFT) {
+    if (!job->spec().end_generation_on_failure() && seat->record.state() != v1::WORKER_STATE_LEFT) {
       job->Reseat(seat, in->call, request, in->caller);
       return;
     }
@@ -322,7 +321,7 @@ void Core::Impl::Arrive(Incoming* in) {
   const v1::ArriveRequest& request = in->op.arrive();
   Who who;
   if (auto error = CheckFence(request.fence(), false, &who)) {
-    SendError(in->call, *std::move(error), who.job != nullptr ? who.job->membership_record_ : 0);
+    SendError(in->call, *std::move(error), who.job != nullptr ? who.job->membership_record() : 0);
     return;
   }
   in->touched = who.job;
@@ -331,7 +330,7 @@ void Core::Impl::Arrive(Incoming* in) {
               BadField("rank", absl::StrCat("worker ", Quoted(request.fence().worker_id()),
                                             " holds rank ", who.seat->rank(), ", not ",
                                             request.rank(), ": use the rank of the join reply")),
-              who.job->membership_record_);
+              who.job->membership_record());
     return;
   }
   who.seat->step = std::max(who.seat->step, request.step());
@@ -350,8 +349,8 @@ void Core::Impl::Arrive(Incoming* in) {
   arrival.call_site = request.call_site();
   arrival.call_site_text = request.call_site_text();
   arrival.previous_state = request.previous_state();
-  held_[in->call] = {who.job->id_, Held::kBarrier, ""};
-  if (auto error = who.job->barriers_->Arrive(arrival, now_)) {
+  held_[in->call] = {who.job->id(), Held::kBarrier, ""};
+  if (auto error = who.job->barriers()->Arrive(arrival, now_)) {
     held_.erase(in->call);
     SendError(in->call, *std::move(error), who.job->AllRecords());
   }
@@ -364,12 +363,12 @@ void Core::Impl::ArriveMany(Incoming* in) {
   if (auto error = CheckJob(fence, &job)) return SendError(in->call, *std::move(error), 0);
   const auto fail = [&](v1::OpError error) {
     ++stats_.fenced_calls;
-    error.mutable_detail()->set_current_generation(job->generation_);
+    error.mutable_detail()->set_current_generation(job->generation());
     error.mutable_detail()->set_current_term(term_);
-    SendError(in->call, std::move(error), job->membership_record_);
+    SendError(in->call, std::move(error), job->membership_record());
   };
   if (auto error = job->CheckGeneration(fence)) return fail(*std::move(error));
-  if (!job->sealed_) return fail(job->Ended());
+  if (!job->sealed()) return fail(job->Ended());
   in->touched = job;
   if (request.incarnations_size() != request.ranks_size()) {
     return fail(BadField(
@@ -377,14 +376,14 @@ void Core::Impl::ArriveMany(Incoming* in) {
         absl::StrCat("barrier ", Quoted(request.barrier_id()), " got ", request.incarnations_size(),
                      " incarnations for ", request.ranks_size(), " ranks: give one for each")));
   }
-  const int world_size = static_cast<int>(job->seats_.size());
+  const int world_size = static_cast<int>(job->seats().size());
   for (int i = 0; i < request.ranks_size(); ++i) {
     const int rank = request.ranks(i);
     if (rank < 0 || rank >= world_size) {
       return fail(BadField(
           "ranks", absl::StrCat("rank ", rank, " does not exist in a world of ", world_size)));
     }
-    const Seat& seat = job->seats_[rank];
+    const Seat& seat = job->seats()[rank];
     if (seat.record.incarnation() != request.incarnations(i)) {
       return fail(job->Superseded(seat.record.worker_id(), seat.record.incarnation()));
     }
@@ -399,7 +398,7 @@ void Core::Impl::ArriveMany(Incoming* in) {
   }
   const uint64_t agent = agents_.NumberOf(in->caller.node);
   for (const int rank : request.ranks()) {
-    Seat& seat = job->seats_[rank];
+    Seat& seat = *job->seat(rank);
     job->RenewLease(&seat);
     seat.step = std::max(seat.step, request.step());
     if (!in->caller.node.empty()) job->HeardThrough(&seat, in->caller.node, agent);
@@ -422,8 +421,8 @@ void Core::Impl::ArriveMany(Incoming* in) {
   arrival.call_site = request.call_site();
   arrival.call_site_text = request.call_site_text();
   arrival.previous_state = request.previous_state();
-  held_[in->call] = {job->id_, Held::kBarrier, ""};
-  if (auto error = job->barriers_->Arrive(arrival, now_)) {
+  held_[in->call] = {job->id(), Held::kBarrier, ""};
+  if (auto error = job->barriers()->Arrive(arrival, now_)) {
     held_.erase(in->call);
     SendError(in->call, *std::move(error), job->AllRecords());
   }
@@ -439,14 +438,14 @@ void Core::Impl::Heartbeat(Incoming* in) {
     v1::OpResult result;
     v1::HeartbeatReply* reply = result.mutable_heartbeat();
     *reply->mutable_header() = Header();
-    reply->set_generation(job->generation_);
-    reply->set_generation_ended(!job->sealed_ || fence.generation() < job->generation_);
+    reply->set_generation(job->generation());
+    reply->set_generation_ended(!job->sealed() || fence.generation() < job->generation());
     if (reply->generation_ended()) {
-      reply->set_why(!job->sealed_
-                         ? job->why_ended_
-                         : absl::StrCat("generation ", job->generation_, " has been sealed"));
+      reply->set_why(!job->sealed()
+                         ? job->why_ended()
+                         : absl::StrCat("generation ", job->generation(), " has been sealed"));
     }
-    Send(in->call, result, job->membership_record_);
+    Send(in->call, result, job->membership_record());
   };
   Seat* const seat = job->FindSeat(fence.worker_id());
   if (options_.mutants.dead_incarnation_renews_lease && seat != nullptr) {
@@ -463,7 +462,7 @@ void Core::Impl::Heartbeat(Incoming* in) {
         job->RenewLease(seat);
       return answer();
     }
-    return SendError(in->call, *std::move(error), job->membership_record_);
+    return SendError(in->call, *std::move(error), job->membership_record());
   }
   seat->step = std::max(seat->step, request.step());
   seat->phase = Cut(request.phase(), kMaxName);
@@ -482,7 +481,7 @@ void Core::Impl::ReportExit(Incoming* in) {
   cause.set_message(Reason(cause.message()));
   while (cause.last_log_lines_size() > 64) cause.mutable_last_log_lines()->RemoveLast();
   for (std::string& line : *cause.mutable_last_log_lines()) line = Cut(line, 1024);
-  if (job->rendezvous_.Waits(request.worker_id(), request.incarnation())) {
+  if (job->rendezvous().Waits(request.worker_id(), request.incarnation())) {
     job->FenceIncarnation(request.worker_id(), request.incarnation());
     job->DropWaiting(
         request.worker_id(),
@@ -499,7 +498,7 @@ void Core::Impl::ReportExit(Incoming* in) {
   }
   v1::OpResult result;
   *result.mutable_report_exit()->mutable_header() = Header();
-  Send(in->call, result, job->membership_record_);
+  Send(in->call, result, job->membership_record());
 }
 
 void Core::Impl::WaitKeys(Incoming* in) {
@@ -507,30 +506,30 @@ void Core::Impl::WaitKeys(Incoming* in) {
   Who who;
   if (auto error = CheckFence(request.fence(), true, &who)) {
     return SendError(in->call, *std::move(error),
-                     who.job != nullptr ? who.job->membership_record_ : 0);
+                     who.job != nullptr ? who.job->membership_record() : 0);
   }
   in->touched = who.job;
-  if (auto error = who.job->kv_.CheckWait(request))
+  if (auto error = who.job->kv().CheckWait(request))
     return SendError(in->call, *std::move(error), 0);
   v1::OpResult result;
-  if (who.job->kv_.StartWait(in->call, request, now_, result.mutable_wait())) {
+  if (who.job->kv().StartWait(in->call, request, now_, result.mutable_wait())) {
     *result.mutable_wait()->mutable_header() = Header();
     Send(in->call, result, who.job->AllRecords());
     return;
   }
-  held_[in->call] = {who.job->id_, Held::kWait, ""};
+  held_[in->call] = {who.job->id(), Held::kWait, ""};
 }
 
 void Core::Impl::AgreeAlive(Incoming* in) {
   const v1::AgreeAliveRequest& request = in->op.agree_alive();
   Who who;
   if (!CheckRank(in, request.fence(), request.rank(), &who)) return;
-  held_[in->call] = {who.job->id_, Held::kBarrier, ""};
+  held_[in->call] = {who.job->id(), Held::kBarrier, ""};
   std::vector<AgreeSet::Done> done;
   if (auto error =
-          who.job->agree_->Enter(in->call, request, request.rank(), now_, Header(), &done)) {
+          who.job->agree()->Enter(in->call, request, request.rank(), now_, Header(), &done)) {
     held_.erase(in->call);
-    return SendError(in->call, *std::move(error), who.job->membership_record_);
+    return SendError(in->call, *std::move(error), who.job->membership_record());
   }
   who.job->AgreeDone(std::move(done));
 }
@@ -542,20 +541,20 @@ void Core::Impl::PollTriggers(Incoming* in) {
   v1::OpResult result;
   std::vector<v1::TriggerChanged> changes;
   std::vector<uint64_t> acked;
-  if (auto error = who.job->triggers_.Poll(request, request.rank(), result.mutable_poll_triggers(),
-                                           &changes, &acked)) {
+  if (auto error = who.job->triggers().Poll(request, request.rank(), result.mutable_poll_triggers(),
+                                            &changes, &acked)) {
     return SendError(in->call, *std::move(error), 0);
   }
   for (const uint64_t trigger_id : acked) {
     v1::TriggerAcked* change = Change()->mutable_trigger_acked();
-    change->set_job_id(who.job->id_);
+    change->set_job_id(who.job->id());
     change->set_trigger_id(trigger_id);
     change->add_ranks(request.rank());
   }
   who.seat->step = std::max(who.seat->step, request.step());
   who.job->TriggersChanged(std::move(changes));
   *result.mutable_poll_triggers()->mutable_header() = Header();
-  Send(in->call, result, who.job->membership_record_);
+  Send(in->call, result, who.job->membership_record());
 }
 
 void Core::Impl::GetRankTable(Incoming* in) {
@@ -563,17 +562,17 @@ void Core::Impl::GetRankTable(Incoming* in) {
   const Job* const job = FindJob(request.job_id());
   if (job == nullptr) return SendError(in->call, UnknownJob(request.job_id()), 0);
   if (!job->HasSealed() ||
-      (request.generation() != 0 && request.generation() != job->generation_)) {
+      (request.generation() != 0 && request.generation() != job->generation())) {
     v1::OpError error =
         MakeError(absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
                   absl::StrCat("the rank table of generation ", request.generation(), " of job ",
-                               Quoted(job->id_), " is not kept: ",
+                               Quoted(job->id()), " is not kept: ",
                                !job->HasSealed() ? "none has been sealed yet"
-                                                 : absl::StrCat(job->generation_, " is current")));
-    error.mutable_detail()->set_current_generation(job->generation_);
-    return SendError(in->call, std::move(error), job->membership_record_);
+                                                 : absl::StrCat(job->generation(), " is current")));
+    error.mutable_detail()->set_current_generation(job->generation());
+    return SendError(in->call, std::move(error), job->membership_record());
   }
-  const int world_size = static_cast<int>(job->seats_.size());
+  const int world_size = static_cast<int>(job->seats().size());
   if (request.first_rank() < 0 || request.first_rank() > world_size || request.max_rows() < 0) {
     return SendError(
         in->call,
@@ -585,46 +584,46 @@ void Core::Impl::GetRankTable(Incoming* in) {
   v1::OpResult result;
   v1::GetRankTableReply* reply = result.mutable_get_rank_table();
   *reply->mutable_header() = Header();
-  reply->set_generation(job->generation_);
-  reply->set_table_digest(job->digest_);
+  reply->set_generation(job->generation());
+  reply->set_table_digest(job->digest());
   reply->set_world_size(world_size);
   reply->set_next_rank(-1);
-  if (request.if_digest_differs() != job->digest_) {
+  if (request.if_digest_differs() != job->digest()) {
     const int rows = request.max_rows() == 0
                          ? options_.rank_table_page
                          : std::min(request.max_rows(), 10 * options_.rank_table_page);
     const int end =
         static_cast<int>(std::min<int64_t>(world_size, int64_t{request.first_rank()} + rows));
     for (int rank = request.first_rank(); rank < end; ++rank)
-      FillRow(job->seats_[rank].record, reply->add_rows());
+      FillRow(job->seats()[rank].record, reply->add_rows());
     if (end < world_size) reply->set_next_rank(end);
   }
-  Send(in->call, result, job->membership_record_);
+  Send(in->call, result, job->membership_record());
 }
 
 void Core::Impl::GetMembers(Incoming* in) {
   const v1::GetMembersRequest& request = in->op.get_members();
   const Job* const job = FindJob(request.job_id());
   if (job == nullptr) return SendError(in->call, UnknownJob(request.job_id()), 0);
-  const int seats = static_cast<int>(job->seats_.size());
-  const int all = seats + job->rendezvous_.size();
+  const int seats = static_cast<int>(job->seats().size());
+  const int all = seats + job->rendezvous().size();
   if (request.first() < 0 || (request.first() > all)) {
     return SendError(in->call,
                      BadField("first", absl::StrCat("job ", Quoted(request.job_id()), " has ", all,
                                                     " members, so no page begins at ",
                                                     request.first(), ": list them from 0 again")),
-                     job->membership_record_);
+                     job->membership_record());
   }
   v1::OpResult result;
   v1::GetMembersReply* reply = result.mutable_get_members();
   *reply->mutable_header() = Header();
-  reply->set_generation(job->generation_);
-  const std::vector<const Waiter*> waiting = job->rendezvous_.ByArrival();
+  reply->set_generation(job->generation());
+  const std::vector<const Waiter*> waiting = job->rendezvous().ByArrival();
   size_t bytes = 0;
   for (int i = request.first(); i < all; ++i) {
     v1::Member member;
     if (i < seats) {
-      member = job->MakeMember(job->seats_[i]);
+      member = job->MakeMember(job->seats()[i]);
     } else {
       const Waiter& one = *waiting[i - seats];
       member.set_rank(-1);
@@ -646,7 +645,7 @@ void Core::Impl::GetMembers(Incoming* in) {
     }
     *reply->add_members() = std::move(member);
   }
-  Send(in->call, result, job->membership_record_);
+  Send(in->call, result, job->membership_record());
 }
 
 void Core::Impl::RemoveJob(Incoming* in) {
@@ -661,13 +660,13 @@ void Core::Impl::RemoveJob(Incoming* in) {
     v1::OpError error =
         MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_RUNS,
                   !restarted_by.empty()
-                      ? absl::StrCat("job ", Quoted(job->id_), " is being started again by ",
+                      ? absl::StrCat("job ", Quoted(job->id()), " is being started again by ",
                                      restarted_by, ": stop that agent, then remove the job")
-                      : absl::StrCat("job ", Quoted(job->id_), " has workers (", job->alive_,
-                                     " seated, ", job->rendezvous_.size(), " waiting, state ",
+                      : absl::StrCat("job ", Quoted(job->id()), " has workers (", job->alive(),
+                                     " seated, ", job->rendezvous().size(), " waiting, state ",
                                      job->StateName(), "): stop them, then remove it"));
-    error.mutable_detail()->set_current_generation(job->generation_);
-    return SendError(in->call, std::move(error), job->membership_record_);
+    error.mutable_detail()->set_current_generation(job->generation());
+    return SendError(in->call, std::move(error), job->membership_record());
   }
   Remove(job, "on request of an operator");
   v1::OpResult result;
@@ -687,7 +686,7 @@ void Core::Impl::Leave(Incoming* in) {
   });
   // A worker that waits for a seat gives up its place.
   Job* const job = FindJob(fence.job_id());
-  if (job == nullptr || !job->rendezvous_.Waits(fence.worker_id(), fence.incarnation())) return;
+  if (job == nullptr || !job->rendezvous().Waits(fence.worker_id(), fence.incarnation())) return;
   out_->replies.resize(first_reply_);
   job->DropWaiting(fence.worker_id(),
                    MakeError(absl::StatusCode::kCancelled, v1::ERROR_REASON_NOT_MEMBER,
@@ -710,7 +709,8 @@ void Core::Impl::EndGeneration(Incoming* in) {
     v1::EndGenerationReply* reply = result->mutable_end_generation();
     *reply->mutable_header() = Header();
     // The waiting may have been enough for the next one at once.
-    reply->set_next_generation(who.job->sealed_ ? who.job->generation_ : who.job->generation_ + 1);
+    reply->set_next_generation(who.job->sealed() ? who.job->generation()
+                                                 : who.job->generation() + 1);
     return std::optional<v1::OpError>();
   });
 }
@@ -719,10 +719,10 @@ void Core::Impl::CancelBarrier(Incoming* in) {
   const v1::CancelBarrierRequest& request = in->op.cancel_barrier();
   Once(in, request, {.operators = true},
        [&](Who who, v1::OpResult* result) -> std::optional<v1::OpError> {
-         if (who.job->sealed_) {
-           if (auto error = who.job->barriers_->Cancel(request.barrier_id(), request.counter(),
-                                                       CallerText(who.seat),
-                                                       Reason(request.reason()), now_)) {
+         if (who.job->sealed()) {
+           if (auto error = who.job->barriers()->Cancel(request.barrier_id(), request.counter(),
+                                                        CallerText(who.seat),
+                                                        Reason(request.reason()), now_)) {
              return error;
            }
          }
@@ -738,27 +738,27 @@ void Core::Impl::RecallBarriers(Incoming* in) {
   const v1::Fence& fence = request.fence();
   std::optional<v1::OpError> error = CheckJob(fence, &job);
   if (!error.has_value()) error = job->CheckGeneration(fence);
-  if (!error.has_value() && !job->sealed_) error = job->Ended();
+  if (!error.has_value() && !job->sealed()) error = job->Ended();
   if (!error.has_value()) {
     // It may be an agent, which has no seat.
     const Seat* const seat = job->FindSeat(fence.worker_id());
     const uint64_t newest = seat != nullptr ? seat->record.incarnation() : 0;
-    if (job->incarnations_.IsFenced(fence.worker_id(), fence.incarnation()) ||
+    if (job->incarnations().IsFenced(fence.worker_id(), fence.incarnation()) ||
         (newest != 0 && newest != fence.incarnation())) {
       error = job->Superseded(fence.worker_id(), newest);
     }
   }
   if (error.has_value()) {
-    return SendError(in->call, *std::move(error), job != nullptr ? job->membership_record_ : 0);
+    return SendError(in->call, *std::move(error), job != nullptr ? job->membership_record() : 0);
   }
   in->touched = job;
   for (const v1::SeenBarrier& seen : request.seen()) {
     if (options_.mutants.ignores_recall) break;
-    job->barriers_->Recall(seen.barrier_id(), seen.counter(), seen.state());
+    job->barriers()->Recall(seen.barrier_id(), seen.counter(), seen.state());
   }
   v1::OpResult result;
   *result.mutable_recall_barriers()->mutable_header() = Header();
-  Send(in->call, result, job->membership_record_);
+  Send(in->call, result, job->membership_record());
 }
 
 void Core::Impl::Txn(Incoming* in) {
@@ -775,16 +775,16 @@ void Core::Impl::RaiseTrigger(Incoming* in) {
          if (who.job->Over()) {
            v1::OpError error =
                MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_ENDED,
-                         absl::StrCat("no worker of job ", Quoted(who.job->id_),
+                         absl::StrCat("no worker of job ", Quoted(who.job->id()),
                                       " is left to act upon trigger ", Quoted(request.name()),
-                                      who.job->why_ended_.empty() ? "" : ": ", who.job->why_ended_,
-                                      "; raise it when the job runs again"));
-           error.mutable_detail()->set_current_generation(who.job->generation_);
+                                      who.job->why_ended().empty() ? "" : ": ",
+                                      who.job->why_ended(), "; raise it when the job runs again"));
+           error.mutable_detail()->set_current_generation(who.job->generation());
            return error;
          }
          std::vector<v1::TriggerChanged> changes;
          v1::RaiseTriggerReply* reply = result->mutable_raise_trigger();
-         if (auto error = who.job->triggers_.Raise(
+         if (auto error = who.job->triggers().Raise(
                  request, who.seat != nullptr ? who.seat->rank() : -1,
                  event_revision_ != 0 ? event_revision_ : revision_ + 1, reply, &changes)) {
            return error;
@@ -802,9 +802,9 @@ void Core::Impl::QuarantineHost(Incoming* in) {
   Once(in, request, {.operators = true},
        [&](Who who, v1::OpResult* result) -> std::optional<v1::OpError> {
          if (auto error = CheckName("host", request.host())) return error;
-         if (!who.job->quarantine_.HasRoomFor(request.host())) {
+         if (!who.job->quarantine().HasRoomFor(request.host())) {
            return TooLarge(
-               "host", absl::StrCat("job ", Quoted(who.job->id_), " has ", Quarantine::kMaxHosts,
+               "host", absl::StrCat("job ", Quoted(who.job->id()), " has ", Quarantine::kMaxHosts,
                                     " hosts in quarantine or struck: lift some of "
                                     "them first"));
          }
@@ -827,9 +827,9 @@ void Core::Impl::DescribeBarrier(Incoming* in) {
   v1::OpResult result;
   *result.mutable_describe_barrier()->mutable_header() = Header();
   std::optional<v1::OpError> error;
-  if (job->barriers_ != nullptr) {
-    error = job->barriers_->Describe(request.barrier_id(), request.counter(), now_,
-                                     result.mutable_describe_barrier()->mutable_report());
+  if (job->barriers() != nullptr) {
+    error = job->barriers()->Describe(request.barrier_id(), request.counter(), now_,
+                                      result.mutable_describe_barrier()->mutable_report());
   } else {
     error = MakeError(absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
                       absl::StrCat("job ", Quoted(request.job_id()),
@@ -845,8 +845,8 @@ void Core::Impl::ListBarriers(Incoming* in) {
   if (job == nullptr) return SendError(in->call, UnknownJob(request.job_id()), 0);
   v1::OpResult result;
   *result.mutable_list_barriers()->mutable_header() = Header();
-  if (job->barriers_ != nullptr) {
-    job->barriers_->List(request.only_open(), now_, result.mutable_list_barriers());
+  if (job->barriers() != nullptr) {
+    job->barriers()->List(request.only_open(), now_, result.mutable_list_barriers());
   }
   Send(in->call, result, job->AllRecords());
 }
@@ -857,7 +857,7 @@ void Core::Impl::StragglerReport(Incoming* in) {
   if (job == nullptr) return SendError(in->call, UnknownJob(request.job_id()), 0);
   v1::OpResult result;
   *result.mutable_straggler_report()->mutable_header() = Header();
-  if (job->barriers_ != nullptr) job->barriers_->Stragglers(result.mutable_straggler_report());
+  if (job->barriers() != nullptr) job->barriers()->Stragglers(result.mutable_straggler_report());
   Send(in->call, result, job->AllRecords());
 }
 

@@ -13,6 +13,8 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "client/cli/exit_code.h"
@@ -546,6 +548,16 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
                       " silent for ", DurationText(job.silent_for(), 0),
                       ", not given up yet: ", job.silent_why(), "\n");
     }
+    if (!job.waits_for().empty()) {
+      absl::StrAppend(&table, "  waits for ", job.waits_for());
+      if (job.has_waits_at_most()) {
+        const absl::Time until = absl::Now() + absl::Seconds(job.waits_at_most().seconds()) +
+                                 absl::Nanoseconds(job.waits_at_most().nanos());
+        absl::StrAppend(&table, ", until ",
+                        absl::FormatTime("%H:%M:%S", until, absl::LocalTimeZone()));
+      }
+      absl::StrAppend(&table, "\n");
+    }
     ordered_json barriers = ordered_json::array();
     v1::ListBarriersReply open;
     status = ListBarriers(channel, job.job_id(), /*only_open=*/true, timeout, &open);
@@ -564,6 +576,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
                     {"state", job.rendezvous_state()},
                     {"world_size", job.world_size()},
                     {"waiting", job.waiting()},
+                    {"waits_for", job.waits_for()},
                     {"silent", job.silent()},
                     {"min_step", job.min_step()},
                     {"max_step", job.max_step()},
