@@ -128,8 +128,10 @@ std::optional<v1::OpError> Core::Impl::CheckFence(const v1::Fence& fence, bool o
     return std::nullopt;
   }
   Seat* const seat = job->FindSeat(fence.worker_id());
-  const bool waits = job->rendezvous().Waits(fence.worker_id());
-  const uint64_t newest = job->NewestOf(fence.worker_id());
+  const Waiter* const waiter = job->rendezvous().Find(fence.worker_id());
+  const bool waits = waiter != nullptr;
+  const uint64_t newest = waits ? waiter->request.fence().incarnation()
+                                : (seat != nullptr ? seat->record.incarnation() : 0);
   if (job->incarnations().IsFenced(fence.worker_id(), fence.incarnation())) {
     return refuse(job->Superseded(fence.worker_id(), newest));
   }
