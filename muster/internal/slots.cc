@@ -14,8 +14,8 @@ namespace muster::internal {
 
 ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source, bool evaluation)
     : controller_(steps), source_(std::move(source)), evaluation_(evaluation) {
-  if (controller_->process().options().device_placement)
-    source_->MoveTo(controller_->process().device());
+  const Process& process = controller_->process();
+  if (process.options().device_placement) source_->MoveTo(process.device());
   if (controller_->process().size() == 1 || evaluation) return;
   std::unordered_set<const void*> sparse_parameters;
   if (source_->module() != nullptr) {

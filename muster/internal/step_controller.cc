@@ -285,9 +285,9 @@ void StepController::CheckGradients(OptimizerSlot& slot) const {
     }
   }
   const bool alone = process_.size() == 1;
-  if (alone ? !process_.autocast_on()
-            : local_depth_ > 0 || process_.options().allow_local_gradients)
-    return;
+  const bool unchecked = alone ? !process_.autocast_on()
+                               : local_depth_ > 0 || process_.options().allow_local_gradients;
+  if (unchecked) return;
   FindOwners(slot);
   if (alone) {
     CheckForwards(slot);
