@@ -26,7 +26,7 @@ TEST(Silence, NobodyOfTheGenerationSpeaks_IsKeptForTheToleranceAndNoLonger) {
   Silence silence = OneOfMany();
   silence.generation = absl::Seconds(4.1);  // the last beat of another came 1.9 s later
   EXPECT_TRUE(JudgeSilence(silence).keep);
-  EXPECT_THAT(JudgeSilence(silence).why, HasSubstr("nobody of its generation"));
+  EXPECT_THAT(JudgeSilence(silence).why, HasSubstr("no worker of its generation"));
   silence.worker = absl::Seconds(95.9);
   EXPECT_TRUE(JudgeSilence(silence).keep);
   silence.worker = absl::Seconds(96);

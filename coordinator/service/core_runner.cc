@@ -513,7 +513,7 @@ void CoreRunner::Deliver(CallId id, std::shared_ptr<const Answer> answer) {
   Close(call);
   passed_bytes_.fetch_add(kBytesOfCall + call.bytes + answer->bytes().size(),
                           std::memory_order_relaxed);
-  op_seconds_[call.kind].Observe(options_.clock->Now() - call.begun);
+  if (call.kind < kOpKinds) op_seconds_[call.kind].Observe(options_.clock->Now() - call.begun);
   FailAtReply(*answer);
   if (call.sink != nullptr) {
     call.sink->OnAnswer(answer);
