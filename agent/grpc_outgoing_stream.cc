@@ -134,6 +134,7 @@ void GrpcStreamOpener::Reconnect() {
   absl::StatusOr<std::shared_ptr<grpc::Channel>> channel = rpc::Connect(coordinator_, options_);
   // Certificates that cannot be read at the moment: the connection there is must do.
   if (!channel.ok()) return;
+  rpc::KeepCallbackThreads(*channel);
   MutexLock lock(&mu_);
   channel_ = *std::move(channel);
 }

@@ -61,6 +61,8 @@ bool RepeatSafe(const v1::Op& op) {
       return named(op.raise_trigger().fence());
     case v1::Op::kQuarantine:
       return named(op.quarantine().fence());
+    case v1::Op::kBeginCheckpoint:
+      return named(op.begin_checkpoint().fence());
     default:
       return true;
   }

@@ -254,6 +254,7 @@ class Core::Impl {
   CoreOptions options_;
   uint64_t cluster_ = 0;  // as Fence has it; 0: unknown, not checked
   CoreStats stats_;
+  ReportBudget report_budget_;
   KvBudget kv_budget_{.of_job = options_.job_kv_bytes, .of_all = options_.kv_bytes};
   bool kv_warned_ = false;
   uint64_t term_ = 0;  // of the journal until StartTerm
@@ -305,7 +306,7 @@ class Core::Impl::Job : public BarrierHost {
                      .length = impl->options_.quarantine_for}),
         answers_(impl->options_.kept_answers, impl->options_.kept_answer_bytes),
         triggers_(impl->options_.mutants.trigger_below_a_horizon),
-        checkpoints_(id_,
+        checkpoints_(id_, &impl->report_budget_,
                      {.seals_before_coverage = impl->options_.mutants.seals_before_coverage,
                       .deletes_last_resumable = impl->options_.mutants.deletes_last_resumable}) {}
 

@@ -519,7 +519,7 @@ void Core::Impl::Job::Seal(int world_size) {
   triggers_.StartGeneration(world_size, &triggers);
   TriggersChanged(std::move(triggers));
   CheckpointSet::Changes checkpoints;
-  checkpoints_.StartGeneration(generation_, &checkpoints);
+  checkpoints_.DropPreparing(&checkpoints);
   CheckpointsChanged(std::move(checkpoints));
   v1::WatchEvent event;
   event.set_generation_sealed(generation_);
@@ -614,6 +614,9 @@ void Core::Impl::Job::Reseat(Seat* seat, CallId call, const v1::JoinRequest& req
   barriers_->RankReplaced(rank, impl_->now_);
   agree_->RankReplaced(rank);
   triggers_.RankReplaced(rank);
+  CheckpointSet::Changes checkpoints;
+  checkpoints_.DropPreparing(&checkpoints);
+  CheckpointsChanged(std::move(checkpoints));
   v1::SeatTaken* taken = impl_->Change()->mutable_seat_taken();
   taken->set_job_id(id_);
   taken->set_generation(generation_);

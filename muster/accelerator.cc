@@ -41,7 +41,12 @@ Accelerator::~Accelerator() {
   if (std::uncaught_exceptions() > 0) {
     core_->FinishTrackers();
   } else {
-    core_->EndTraining();
+    try {
+      core_->EndTraining();
+    } catch (const std::exception& error) {
+      // end_training() throws this; a destructor cannot.
+      MUSTER_LOG(Error) << error.what();
+    }
   }
 }
 

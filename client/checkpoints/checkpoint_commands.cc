@@ -436,6 +436,14 @@ int RunPrune(const Call& call) {
     }
   }
   const size_t removed = complete.size() - std::min<size_t>(complete.size(), keep);
+  // Sizes say nothing of a flipped bit: those that stay are read.
+  for (size_t i = removed; i < complete.size(); ++i) {
+    const auto whole = VerifyCheckpoint(complete[i], VerifyLevel::kContents);
+    if (whole.ok()) continue;
+    return Fail(call, absl::FailedPreconditionError(
+                          absl::StrCat(whole.status().message(),
+                                       "; nothing was removed: remove this checkpoint first")));
+  }
   complete.resize(removed);
   const bool dry_run = call.line.Get("dry_run") == "true";
   if (!dry_run) {

@@ -464,14 +464,24 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     v1::GetMembersRequest request;
     request.set_job_id(job.job_id());
     v1::GetMembersReply members;
-    do {
+    int starts = 0;
+    while (true) {
       v1::GetMembersReply page;
       grpc::ClientContext call;
       rpc::SetTimeout(call, timeout);
       status = rpc::FromGrpc(v1::Membership::NewStub(channel)->GetMembers(&call, request, &page));
-      request.set_first(page.next());
+      // Pages of two generations do not fit together.
+      const bool changed =
+          request.first() > 0 && (!status.ok() || page.generation() != members.generation());
+      if (changed && ++starts < 4) {
+        members.Clear();
+        request.clear_first();
+        continue;
+      }
       members.MergeFrom(page);
-    } while (status.ok() && request.first() > 0);
+      request.set_first(page.next());
+      if (!status.ok() || request.first() == 0) break;
+    }
     // An older coordinator knows no pages: of tens of thousands of workers the rest is shown
     // without the list.
     const bool too_many = rpc::GetReason(status) == v1::ERROR_REASON_LIMIT;

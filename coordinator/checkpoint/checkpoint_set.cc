@@ -69,8 +69,8 @@ std::optional<v1::OpError> CheckFile(const v1::ShardFile& file) {
 
 }  // namespace
 
-CheckpointSet::CheckpointSet(std::string job_id, Faults faults)
-    : job_id_(std::move(job_id)), faults_(faults) {}
+CheckpointSet::CheckpointSet(std::string job_id, ReportBudget* budget, Faults faults)
+    : job_id_(std::move(job_id)), budget_(budget), faults_(faults) {}
 
 CheckpointSet::Entry* CheckpointSet::Find(uint64_t id) {
   const auto it = entries_.find(id);
@@ -97,13 +97,14 @@ void CheckpointSet::Remove(uint64_t id, Changes* changes) {
   change.set_removed(id);
 }
 
-void CheckpointSet::StartReports(Entry* entry) {
-  entry->reports = std::make_unique<Entry::Reports>();
+void CheckpointSet::StartReports(Entry* entry) const {
+  entry->reports = std::make_unique<Entry::Reports>(budget_);
   const int ranks = std::clamp(entry->record.ranks(), 0, kMaxRanks);
   entry->reports->parts.resize(ranks);
   for (int rank = 0; rank < ranks; ++rank) {
     entry->reports->open.insert(entry->reports->open.end(), rank);
   }
+  entry->reports->Charge();
 }
 
 CheckpointSet::Error CheckpointSet::Begin(const v1::BeginCheckpointRequest& request,
@@ -126,6 +127,12 @@ CheckpointSet::Error CheckpointSet::Begin(const v1::BeginCheckpointRequest& requ
   size_t preparing = 0;
   for (const auto& [other_id, entry] : entries_) {
     const v1::CheckpointRecord& record = entry.record;
+    if (record.state() == v1::CHECKPOINT_STATE_DELETING && record.published() &&
+        record.path() == request.path()) {
+      return Conflict(absl::StrCat(Name(record),
+                                   " is being deleted: delete its folder and say so, ",
+                                   "or save under another name"));
+    }
     if (record.state() != v1::CHECKPOINT_STATE_PREPARING) continue;
     ++preparing;
     if (record.path() != request.path()) continue;
@@ -173,6 +180,10 @@ CheckpointSet::Error CheckpointSet::Begin(const v1::BeginCheckpointRequest& requ
 CheckpointSet::Error CheckpointSet::Report(const v1::ReportShardsRequest& request) {
   Entry* const entry = Find(request.checkpoint_id());
   if (entry == nullptr) return NoCheckpoint(request.checkpoint_id());
+  if (const size_t bytes = request.ByteSizeLong(); bytes > kMaxPartBytes) {
+    return TooLarge("files", absl::StrCat("a report of ", bytes, " bytes: send parts of at most ",
+                                          kMaxPartBytes >> 20, " MiB"));
+  }
   // A repeat after the end: all that it says is known.
   if (entry->reports == nullptr) return std::nullopt;
   Entry::Reports& reports = *entry->reports;
@@ -211,7 +222,14 @@ CheckpointSet::Error CheckpointSet::Report(const v1::ReportShardsRequest& reques
       if (auto error = trial.Add(slice, file.name())) return error;
     }
   }
-  if (reports.bytes + bytes + reports.coverage.bytes() + trial.bytes() > kMaxReportBytes) {
+  const size_t more = bytes + trial.bytes();
+  if (budget_ != nullptr && more > budget_->of_all - std::min(budget_->used, budget_->of_all)) {
+    return MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_OVERLOADED,
+                     absl::StrCat("the reports of checkpoints of all jobs hold ",
+                                  budget_->used >> 20, " of at most ", budget_->of_all >> 20,
+                                  " MiB: try again when another checkpoint is sealed"));
+  }
+  if (reports.bytes_of_all() + more > kMaxReportBytes) {
     return TooLarge("files", absl::StrCat("the reports of ", Name(entry->record),
                                           " have more than ", kMaxReportBytes >> 20,
                                           " MiB: report fewer slices, for example one for each "
@@ -234,6 +252,8 @@ CheckpointSet::Error CheckpointSet::Report(const v1::ReportShardsRequest& reques
     reports.files[file.name()] = {std::move(kept), rank};
   }
   reports.bytes += bytes;
+  reports.problem.reset();
+  reports.Charge();
   ++next;
   if (request.last()) reports.open.erase(rank);
   return std::nullopt;
@@ -251,7 +271,7 @@ CheckpointSet::Error CheckpointSet::Seal(const v1::SealCheckpointRequest& reques
     *reply->mutable_checkpoint() = record;
     return std::nullopt;
   }
-  const Entry::Reports& reports = *entry->reports;
+  Entry::Reports& reports = *entry->reports;
   if (!reports.open.empty() && !faults_.seals_before_coverage) {
     constexpr size_t kNamed = 16;
     std::vector<int> named;
@@ -269,10 +289,11 @@ CheckpointSet::Error CheckpointSet::Seal(const v1::SealCheckpointRequest& reques
     }
     return error;
   }
-  if (const std::string problem = reports.coverage.FirstProblem();
-      !problem.empty() && !faults_.seals_before_coverage) {
+  // Once for the same reports, however often it is asked.
+  if (!reports.problem.has_value()) reports.problem = reports.coverage.FirstProblem();
+  if (!reports.problem->empty() && !faults_.seals_before_coverage) {
     return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_NOT_COVERED,
-                     absl::StrCat(Name(record), " cannot be sealed: ", problem));
+                     absl::StrCat(Name(record), " cannot be sealed: ", *reports.problem));
   }
   std::vector<v1::ShardFile> files;
   files.reserve(reports.files.size());
@@ -308,7 +329,7 @@ std::vector<uint64_t> CheckpointSet::Superfluous(int keep, int64_t keep_every) c
     const bool newest_to_resume =
         record.promoted() && !resumable && !faults_.deletes_last_resumable;
     resumable = resumable || record.promoted();
-    if (++newer <= keep || newest_to_resume || record.pinned()) continue;
+    if (record.pinned() || ++newer <= keep || newest_to_resume) continue;
     if (keep_every > 0 && record.step() % keep_every == 0) continue;
     found.push_back(it->first);
   }
@@ -328,7 +349,14 @@ CheckpointSet::Error CheckpointSet::Publish(const v1::PublishCheckpointRequest& 
                                  ": only a sealed one can be published"));
   }
   if (record.state() == v1::CHECKPOINT_STATE_SEALED) {
+    for (auto it = entries_.upper_bound(id); it != entries_.end(); ++it) {
+      if (it->second.record.published() && it->second.record.path() == record.path()) {
+        return Conflict(absl::StrCat(Name(record), " cannot be published: ",
+                                     Name(it->second.record), " is newer and has its name"));
+      }
+    }
     record.set_state(v1::CHECKPOINT_STATE_PUBLISHED);
+    record.set_published(true);
     Changed(record, changes);
   }
   *reply->mutable_checkpoint() = record;
@@ -337,8 +365,7 @@ CheckpointSet::Error CheckpointSet::Publish(const v1::PublishCheckpointRequest& 
   for (const auto& [other_id, other] : entries_) {
     if (other_id == id) continue;
     const v1::CheckpointState state = other.record.state();
-    if (other_id < id && other.record.path() == record.path() &&
-        (state == v1::CHECKPOINT_STATE_PUBLISHED || state == v1::CHECKPOINT_STATE_DELETING)) {
+    if (other_id < id && other.record.published() && other.record.path() == record.path()) {
       replaced.push_back(other_id);
     } else if (state == v1::CHECKPOINT_STATE_DELETING ||
                // Sealed by a generation that is over, and never asked for.
@@ -428,10 +455,16 @@ CheckpointSet::Error CheckpointSet::Collect(const v1::CollectCheckpointsRequest&
         "keep", absl::StrCat("keep is ", request.keep(), ": at least one checkpoint has to stay"));
   }
   if (request.keep_every() < 0) return BadField("keep_every", "keep_every must not be negative");
-  for (const uint64_t id : Superfluous(request.keep(), request.keep_every())) {
+  // Those that somebody was asked to delete, and may not have.
+  std::vector<uint64_t> go = Superfluous(request.keep(), request.keep_every());
+  for (const auto& [id, entry] : entries_) {
+    if (entry.record.state() == v1::CHECKPOINT_STATE_DELETING) go.push_back(id);
+  }
+  std::sort(go.begin(), go.end());
+  for (const uint64_t id : go) {
     if (reply->to_delete_size() >= kDeleteLimit) break;
     v1::CheckpointRecord& record = Find(id)->record;
-    if (!request.dry_run()) {
+    if (!request.dry_run() && record.state() != v1::CHECKPOINT_STATE_DELETING) {
       record.set_state(v1::CHECKPOINT_STATE_DELETING);
       Changed(record, changes);
     }
@@ -479,13 +512,10 @@ void CheckpointSet::List(const v1::ListCheckpointsRequest& request,
   }
 }
 
-void CheckpointSet::StartGeneration(uint64_t generation, Changes* changes) {
+void CheckpointSet::DropPreparing(Changes* changes) {
   std::vector<uint64_t> over;
   for (const auto& [id, entry] : entries_) {
-    if (entry.record.state() == v1::CHECKPOINT_STATE_PREPARING &&
-        entry.record.generation() < generation) {
-      over.push_back(id);
-    }
+    if (entry.record.state() == v1::CHECKPOINT_STATE_PREPARING) over.push_back(id);
   }
   for (const uint64_t id : over) Remove(id, changes);
 }
@@ -503,9 +533,7 @@ void CheckpointSet::Restore(const v1::CheckpointChanged& change) {
 size_t CheckpointSet::report_bytes() const {
   size_t bytes = 0;
   for (const auto& [id, entry] : entries_) {
-    if (entry.reports == nullptr) continue;
-    bytes +=
-        entry.reports->bytes + entry.reports->coverage.bytes() + entry.reports->parts.size() * 32;
+    if (entry.reports != nullptr) bytes += entry.reports->bytes_of_all();
   }
   return bytes;
 }

@@ -19,6 +19,12 @@
 
 namespace muster::coordinator {
 
+// What the reports of all jobs may have in memory.
+struct ReportBudget {
+  size_t of_all = 256 << 20;
+  size_t used = 0;
+};
+
 // The checkpoints of one job: which are whole, which one a resume takes, which may go.
 // proto/muster/v1/checkpoint.proto has the states. Not thread-safe; pure.
 //
@@ -39,15 +45,18 @@ class CheckpointSet {
   static constexpr int kListLimit = 256;    // records of a page
   static constexpr int kDeleteLimit = 128;  // asked for in one reply
   // Of what is reported of one checkpoint that is being prepared.
-  static constexpr size_t kMaxReportBytes = 128 << 20;
+  static constexpr size_t kMaxReportBytes = 48 << 20;
+  static constexpr size_t kMaxPartBytes = 1 << 20;  // of one report
 
   // Deliberate faults, see Mutants.
   struct Faults {
     bool seals_before_coverage = false;
     bool deletes_last_resumable = false;
   };
-  CheckpointSet(std::string job_id, Faults faults);
-  explicit CheckpointSet(std::string job_id) : CheckpointSet(std::move(job_id), Faults()) {}
+  // `budget` (null: unlimited) outlives it.
+  CheckpointSet(std::string job_id, ReportBudget* budget, Faults faults);
+  explicit CheckpointSet(std::string job_id)
+      : CheckpointSet(std::move(job_id), nullptr, Faults()) {}
 
   using Changes = std::vector<v1::CheckpointChanged>;
   using Error = std::optional<v1::OpError>;
@@ -62,7 +71,8 @@ class CheckpointSet {
   // Errors: NO_CHECKPOINT; SHARDS_MISSING; NOT_COVERED.
   Error Seal(const v1::SealCheckpointRequest& request, v1::SealCheckpointReply* reply,
              Changes* changes);
-  // Errors: NO_CHECKPOINT, also for one that is not sealed.
+  // Errors: NO_CHECKPOINT; CHECKPOINT_CONFLICT for one that is not sealed, or whose name a newer
+  // one has.
   Error Publish(const v1::PublishCheckpointRequest& request, v1::PublishCheckpointReply* reply,
                 Changes* changes);
   // Of one that is being prepared; one that is gone is no error. Errors: CHECKPOINT_CONFLICT for
@@ -81,8 +91,9 @@ class CheckpointSet {
                 v1::ResolveCheckpointReply* reply) const;
   void List(const v1::ListCheckpointsRequest& request, v1::ListCheckpointsReply* reply) const;
 
-  // Ranks of earlier generations no longer finish what they prepared.
-  void StartGeneration(uint64_t generation, Changes* changes);
+  // Who prepared a checkpoint is another process now, which may write other bytes: what is being
+  // prepared is gone.
+  void DropPreparing(Changes* changes);
 
   // At replay, and of a snapshot's records.
   void Restore(const v1::CheckpointChanged& change);
@@ -110,6 +121,24 @@ class CheckpointSet {
     v1::CheckpointRecord record;
     // While it is being prepared:
     struct Reports {
+      explicit Reports(ReportBudget* whose) : budget(whose) {}
+      ~Reports() {
+        if (budget != nullptr) budget->used -= charged;
+      }
+      Reports(const Reports&) = delete;
+      Reports& operator=(const Reports&) = delete;
+      // The same as bytes_of_all(), in the budget.
+      void Charge() {
+        const size_t now = bytes_of_all();
+        if (budget != nullptr) budget->used += now - charged;
+        charged = now;
+      }
+      size_t bytes_of_all() const { return bytes + coverage.bytes() + parts.size() * 64; }
+
+      ReportBudget* const budget;
+      size_t charged = 0;
+      // What FirstProblem() said of what has been reported; none: not asked since.
+      std::optional<std::string> problem;
       Coverage coverage;
       // By name, without their slices.
       absl::btree_map<std::string, std::pair<v1::ShardFile, int>> files;  // and who reported it
@@ -126,9 +155,10 @@ class CheckpointSet {
   void Remove(uint64_t id, Changes* changes);
   // The ids of those that `keep` and `keep_every` let go, oldest first.
   std::vector<uint64_t> Superfluous(int keep, int64_t keep_every) const;
-  static void StartReports(Entry* entry);
+  void StartReports(Entry* entry) const;
 
   const std::string job_id_;
+  ReportBudget* const budget_;
   const Faults faults_;
   absl::btree_map<uint64_t, Entry> entries_;  // by id: in the order of their beginning
   std::string head_;                          // sha256 of the last one that was sealed

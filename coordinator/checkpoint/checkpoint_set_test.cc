@@ -290,7 +290,7 @@ TEST_F(CheckpointSetTest, GenerationEnds_WhatItPreparedIsGoneAndWhatItSealedStay
   Seal(sealed);
   const uint64_t half = Begin("/c/2", 2);
   generation_ = 2;
-  set_.StartGeneration(2, &changes_);
+  set_.DropPreparing(&changes_);
   EXPECT_THAT(Report(half, 0), HasSubstr("begin a new one"));
   EXPECT_EQ(Resolve(), 0u);
   EXPECT_EQ(error_, std::nullopt);
@@ -371,8 +371,107 @@ TEST_F(CheckpointSetTest, ReportsThatAreTooLarge_AreRefused) {
     }
     message = Message(set_.Report(request));
   }
-  EXPECT_THAT(message, HasSubstr("128 MiB"));
+  EXPECT_THAT(message, HasSubstr("48 MiB"));
   EXPECT_LE(set_.report_bytes(), CheckpointSet::kMaxReportBytes + 1024);
+}
+
+TEST_F(CheckpointSetTest, ReportsOfAllJobs_AreBounded) {
+  ReportBudget budget{.of_all = 4096};
+  {
+    CheckpointSet other("other", &budget, {});
+    v1::BeginCheckpointRequest begin;
+    begin.set_path("/c");
+    begin.set_staging("/c.tmp");
+    begin.set_ranks(1);
+    v1::BeginCheckpointReply reply;
+    EXPECT_EQ(Message(other.Begin(begin, 1, 1, &reply, &changes_)), "");
+    v1::ReportShardsRequest request;
+    request.set_checkpoint_id(1);
+    CheckpointSet::Error error;
+    for (int part = 0; !error.has_value() && part < 1000; ++part) {
+      request.set_part(part);
+      request.clear_files();
+      request.add_files()->set_name(absl::StrCat("f", part));
+      request.mutable_files(0)->set_xxh3(std::string(32, 'a'));
+      error = other.Report(request);
+    }
+    ASSERT_TRUE(error.has_value());
+    EXPECT_EQ(error->detail().reason(), v1::ERROR_REASON_OVERLOADED);
+    EXPECT_GT(budget.used, 3000u);
+    EXPECT_LE(budget.used, 4096u);
+  }
+  EXPECT_EQ(budget.used, 0u);
+}
+
+TEST_F(CheckpointSetTest, PartThatIsTooLarge_IsRefused) {
+  const uint64_t id = Begin("/c/1", 1, 1);
+  v1::ReportShardsRequest request;
+  request.set_checkpoint_id(id);
+  request.add_files()->set_name("f");
+  request.mutable_files(0)->set_xxh3(std::string(32, 'a'));
+  for (int i = 0; i < 400'000; ++i) {
+    request.mutable_files(0)->add_slices()->set_tensor("x");
+  }
+  EXPECT_THAT(Message(set_.Report(request)), HasSubstr("at most 1 MiB"));
+}
+
+TEST_F(CheckpointSetTest, OneNameForSeveral_NeverLetsTheLiveOneGo) {
+  // Sealed by a generation that ended before it was published.
+  const uint64_t orphan = Begin("/c/1", 1, 1);
+  Report(orphan, 0, 1);
+  Seal(orphan);
+  generation_ = 2;
+  set_.DropPreparing(&changes_);
+  const uint64_t live = Begin("/c/1", 1, 1);
+  Report(live, 0, 1);
+  Seal(live);
+  v1::PublishCheckpointRequest request;
+  request.set_checkpoint_id(live);
+  v1::PublishCheckpointReply reply;
+  EXPECT_EQ(Message(set_.Publish(request, &reply, &changes_)), "");
+  ASSERT_EQ(reply.to_delete_size(), 1);
+  EXPECT_FALSE(reply.to_delete(0).published()) << "only its staging folder goes";
+  // Nor can the old one take the name now.
+  const uint64_t late = Begin("/c/2", 2, 1);
+  Report(late, 0, 1);
+  Seal(late);
+  const uint64_t newer = Save("/c/2", 3);
+  Publish(late);
+  EXPECT_THAT(Message(error_), HasSubstr("is newer and has its name"));
+  EXPECT_EQ(Resolve(), newer);
+}
+
+TEST_F(CheckpointSetTest, NameThatIsBeingDeleted_IsNotGivenAgain) {
+  const uint64_t old = Save("/c/1", 1);
+  Save("/c/2", 2, /*keep=*/1);
+  EXPECT_THAT(to_delete_, ElementsAre(old));
+  Begin("/c/1", 3);
+  EXPECT_THAT(Message(error_), HasSubstr("is being deleted"));
+  EXPECT_EQ(Deleted({old}), "");
+  Begin("/c/1", 3);
+  EXPECT_EQ(error_, std::nullopt);
+}
+
+TEST_F(CheckpointSetTest, CollectAgain_NamesWhatIsNotDeletedYet) {
+  const uint64_t a = Save("/c/1", 1);
+  Save("/c/2", 2);
+  v1::CollectCheckpointsRequest request;
+  request.set_keep(1);
+  for (int i = 0; i < 2; ++i) {
+    v1::CollectCheckpointsReply reply;
+    EXPECT_EQ(Message(set_.Collect(request, &reply, &changes_)), "");
+    ASSERT_EQ(reply.to_delete_size(), 1) << "the first answer was lost";
+    EXPECT_EQ(reply.to_delete(0).checkpoint_id(), a);
+  }
+}
+
+TEST_F(CheckpointSetTest, PinnedOnes_DoNotCountForKeep) {
+  const uint64_t a = Save("/c/1", 1), b = Save("/c/2", 2);
+  EXPECT_EQ(Mark(b, v1::MarkCheckpointRequest::PIN), "");
+  Save("/c/3", 3, /*keep=*/2);
+  EXPECT_THAT(to_delete_, IsEmpty()) << "3 and 1, besides 2";
+  Save("/c/4", 4, /*keep=*/2);
+  EXPECT_THAT(to_delete_, ElementsAre(a));
 }
 
 }  // namespace

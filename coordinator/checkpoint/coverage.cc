@@ -51,8 +51,9 @@ std::optional<v1::OpError> Coverage::Check(const v1::TensorSlice& slice,
   const int rank = slice.global_shape_size();
   if (rank > kMaxRank) return bad(absl::StrCat(rank, " dimensions; at most ", kMaxRank));
   if (slice.offset_size() != rank || slice.extent_size() != rank) {
-    return bad(absl::StrCat("offset ", Text(slice.offset()), " and extent ", Text(slice.extent()),
-                            " need as many entries as the shape ", Text(slice.global_shape())));
+    return bad(absl::StrCat("offset and extent have ", slice.offset_size(), " and ",
+                            slice.extent_size(), " entries: the shape ", Text(slice.global_shape()),
+                            " needs ", rank, " of each"));
   }
   for (int i = 0; i < rank; ++i) {
     const int64_t size = slice.global_shape(i), from = slice.offset(i), count = slice.extent(i);

@@ -80,7 +80,7 @@ TEST(Coverage, SliceThatIsWrong_IsRefusedAndNothingIsKept) {
   EXPECT_THAT(message(Slice("w", {4}, {2}, {3})), HasSubstr("leave the shape [4]"));
   EXPECT_THAT(message(Slice("w", {4}, {-1}, {3})), HasSubstr("leave the shape"));
   EXPECT_THAT(message(Slice("w", {4}, {INT64_MAX}, {INT64_MAX})), HasSubstr("leave the shape"));
-  EXPECT_THAT(message(Slice("w", {4, 4}, {0}, {4})), HasSubstr("as many entries"));
+  EXPECT_THAT(message(Slice("w", {4, 4}, {0}, {4})), HasSubstr("needs 2 of each"));
   EXPECT_THAT(message(Slice("w", {INT64_MAX, 4}, {0, 0}, {1, 1})), HasSubstr("2^63"));
   EXPECT_THAT(message(Slice("w", Numbers(9, 1), Numbers(9, 0), Numbers(9, 1))),
               HasSubstr("9 dimensions"));

@@ -295,7 +295,9 @@ absl::Status CheckpointState::SaveBesideTraining(
   // The process is about to be ended: there may be no later call that waits.
   if (stopping_()) {
     const absl::Status last = Wait();
-    return earlier.ok() ? last : earlier;
+    if (earlier.ok()) return last;
+    if (!last.ok()) MUSTER_LOG(Error) << last.message();
+    return earlier;
   }
   if (earlier.ok()) return earlier;
   return absl::Status(earlier.code(),

@@ -177,10 +177,11 @@ absl::Status Core::NameCulprit(const absl::Status& error) {
 void Core::EndTraining() {
   if (std::exchange(ended_, true)) return;
   FinishTrackers();
-  // A job that has lost its last checkpoint has not ended well.
-  ThrowIfError(checkpoints_.Wait());
+  const absl::Status saved = checkpoints_.Wait();
   // Before the seat is given up: it tells what was acted upon.
   triggers_->Close();
+  // A job that has lost its last checkpoint has not ended well: its seat is given up by its exit.
+  ThrowIfError(saved);
   if (process_.coordinator() == nullptr) return;
   // Only a hint to the coordinator: a worker that cannot say goodbye leaves by its exit.
   if (absl::Status status = process_.coordinator()->Leave("training ended"); !status.ok()) {

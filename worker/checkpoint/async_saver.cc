@@ -30,6 +30,7 @@ AsyncSaver::AsyncSaver(std::unique_ptr<Comm> comm, const Options& options)
 }
 
 AsyncSaver::~AsyncSaver() {
+  limiter_.Lift(true);
   {
     MutexLock lock(&mu_);
     stop_ = true;
@@ -102,6 +103,7 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
       begun = CheckNumberIsFree(*request.folder, request.info.iteration, request.total_limit);
     }
     if (begun.ok()) {
+      MutexLock folder_lock(&folder_mu_);
       absl::StatusOr<Staging> staging = Staging::Create(request.path());
       begun = staging.status();
       if (staging.ok()) save.staging.emplace(*std::move(staging));
@@ -131,8 +133,11 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
 }
 
 std::vector<AsyncSaver::Outcome> AsyncSaver::Wait() {
+  // Training stands still meanwhile, and the process may be about to be killed.
+  limiter_.Lift(true);
   MutexLock lock(&mu_);
   while (done_ < begun_) changed_.Wait(&mu_);
+  limiter_.Lift(false);
   std::vector<Outcome> outcomes(std::make_move_iterator(outcomes_.begin()),
                                 std::make_move_iterator(outcomes_.end()));
   outcomes_.clear();
@@ -167,6 +172,7 @@ absl::Status AsyncSaver::Persist(Save& save) {
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(*comm_, written, files, &all_files));
   absl::Status published;
   if (save.staging.has_value()) {
+    MutexLock folder_lock(&folder_mu_);
     published =
         PublishCheckpoint(*save.staging, save.request.info, comm_->size(), std::move(all_files));
     if (published.ok() && save.request.dir.empty() && save.request.total_limit > 0) {

@@ -110,6 +110,10 @@ class AsyncSaver {
   const int rank_;
   const Clock& clock_ = Clock::Real();
 
+  // What stands beside the checkpoints (a staging folder of a dead writer, a checkpoint on its way
+  // out) is touched by one thread at a time: either would take the other's for abandoned.
+  Mutex folder_mu_;
+
   mutable Mutex mu_;
   CondVar changed_;
   std::vector<std::unique_ptr<Snapshot>> idle_ ABSL_GUARDED_BY(mu_);

@@ -103,7 +103,15 @@ absl::Status WriteAll(const DirectFileSystem& system, File& file, const std::str
     }
     done += n;
     // A short write may end anywhere; the next one begins where direct I/O can.
-    if (done < bytes.size() && file.direct()) done -= done % kDirectAlignment;
+    if (done < bytes.size() && file.direct()) {
+      const size_t before = done - n;
+      done -= done % kDirectAlignment;
+      // Less than can be repeated from there: the file system has no room, or does not mean it.
+      if (done <= before && !file.GiveUpDirect() && file.direct()) {
+        errno = ENOSPC;
+        return FailedAt("write", path, at + done);
+      }
+    }
   }
   return absl::OkStatus();
 }

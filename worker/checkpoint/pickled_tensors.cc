@@ -329,6 +329,16 @@ absl::Status Machine::RebuildTensor(Function function, const std::vector<uint32_
   if (arguments.size() < least || arguments.size() > least + 1) {
     return Bad(absl::StrCat("a tensor has ", arguments.size(), " arguments"));
   }
+  if (arguments.size() > least) {
+    const Value& metadata = values_[arguments[least]];
+    const bool empty =
+        metadata.kind == Kind::kNone || (metadata.kind == Kind::kDict && metadata.items.empty());
+    if (!empty) {
+      return Bad(
+          "a tensor is a conjugated or negated view of its storage: save it after "
+          ".resolve_conj().resolve_neg()");
+    }
+  }
   const Value& storage = values_[arguments[0]];
   const Value& offset = values_[arguments[1]];
   if (storage.kind != Kind::kStorage) return Bad("a tensor's storage is not one");

@@ -8,7 +8,9 @@ RateLimiter::RateLimiter(int64_t bytes_per_second, const Clock& clock)
     : bytes_per_second_(bytes_per_second), clock_(clock) {}
 
 absl::Duration RateLimiter::Reserve(int64_t bytes) {
-  if (bytes_per_second_ <= 0) return absl::ZeroDuration();
+  if (bytes_per_second_ <= 0 || lifted_.load(std::memory_order_relaxed)) {
+    return absl::ZeroDuration();
+  }
   const absl::Time now = clock_.Now();
   MutexLock lock(&mu_);
   const absl::Time start = std::max(now, next_);

@@ -227,14 +227,32 @@ absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTe
   }
 
   const at::NoGradGuard no_grad;
+  // Names of one tensor stay names of one tensor, also where a type is changed: by set_data() two
+  // tensors share memory that know nothing of each other.
+  std::vector<std::string> identities;
+  absl::flat_hash_map<std::string, std::vector<size_t>> names_of;
+  for (size_t i = 0; i < targets.size(); ++i) {
+    identities.push_back(IdentityOf(targets[i].second));
+    names_of[identities.back()].push_back(i);
+  }
+  const auto follow = [&](size_t changed) {
+    const at::Tensor& tensor = targets[changed].second;
+    for (const size_t other : names_of[identities[changed]]) {
+      at::Tensor tied = targets[other].second;
+      if (other != changed && !tied.is_same(tensor)) tied.set_data(tensor);
+    }
+  };
   for (const Copy& copy : copies) {
     MUSTER_RETURN_IF_ERROR(CopyOne(weights, copy, targets[copy.target].second));
+    follow(copy.target);
   }
   // Tensors that the file leaves out get the type too, tied ones and those that are missing.
   if (options.dtype.has_value()) {
-    for (const auto& [name, target] : targets) {
+    for (size_t i = 0; i < targets.size(); ++i) {
+      const at::Tensor& target = targets[i].second;
       if (!target.is_floating_point() || target.scalar_type() == *options.dtype) continue;
       at::Tensor(target).set_data(target.to(*options.dtype));
+      follow(i);
     }
   }
   return report;
