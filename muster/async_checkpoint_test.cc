@@ -11,11 +11,13 @@
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "muster/accelerator.h"
+#include "muster/internal/core.h"
 #include "muster/test_model.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/nn/modules/linear.h"
 #include "worker/collective/borrowed_comm.h"
 #include "worker/collective/gloo_ranks.h"
+#include "worker/job/join_job.h"
 
 namespace muster {
 namespace {
