@@ -638,17 +638,16 @@ constexpr auto Refuse() {
   static_assert(std::is_void_v<Pointee> || !(kIsTorchSchedule<Pointee> || kIsTorchPlateau<Pointee>),
                 "prepare() takes a schedule of LibTorch's by reference or std::shared_ptr: pass "
                 "*schedule, and keep the pointer alive");
-  static_assert(
-      !IsTorchLoader<D> && !IsTorchLoader<Pointee>,
-      "prepare() cannot share out a data loader of LibTorch's: give the data set instead, "
-      "as muster::batches(dataset, batch_size)");
+  static_assert(!IsTorchLoader<D> && !IsTorchLoader<Pointee>,
+                "prepare() cannot shard a data loader of LibTorch's: pass the data set instead, as "
+                "muster::batches(dataset, batch_size)");
   static_assert(
       !std::is_same_v<D, at::Tensor>,
       "prepare() does not take tensors: a tensor of data goes in as muster::batches(tensor, "
       "batch_size), a parameter as a member of a module");
-  static_assert(!IsDataset<D>() && !IsDataset<Pointee>(),
-                "prepare() does not take a data set as it is: say how it is read, by "
-                "muster::batches(dataset, batch_size)");
+  static_assert(
+      !IsDataset<D>() && !IsDataset<Pointee>(),
+      "prepare() does not take a bare data set: wrap it as muster::batches(dataset, batch_size)");
   static_assert(kNever<D>,
                 "prepare() does not know this type: it takes models, optimizers, "
                 "muster::batches(dataset, batch_size), and learning-rate schedules");

@@ -52,8 +52,9 @@ class Subgroup {
   void wait_for_everyone() const { comm().Barrier(); }
 
   Comm& comm() const {
-    TORCH_CHECK(comm_ != nullptr,
-                "this process is no member of the group: ask is_member() before its collectives");
+    TORCH_CHECK(
+        comm_ != nullptr,
+        "this process is not a member of the group: check is_member() before its collectives");
     return *comm_;
   }
 

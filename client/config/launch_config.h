@@ -115,7 +115,7 @@ struct LaunchConfig {
 
 // The first layer that has a setting wins: pass flags, variables, file. Errors: INVALID_ARGUMENT,
 // one line that names the setting, where its value came from and the way out: a bad value, counts
-// that do not fit each other (processes that cannot be shared out evenly over the machines, more
+// that do not fit each other (processes that cannot be divided evenly among the machines, more
 // processes than GPUs, several machines without a coordinator, a coordinator that would not know
 // its callers).
 absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,

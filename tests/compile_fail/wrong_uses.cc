@@ -102,7 +102,7 @@ void Use(muster::Accelerator& accelerator) {
 }
 
 // Use: a data set without a batch size
-// Error: prepare() does not take a data set as it is: say how it is read, by muster::batches(
+// Error: prepare() does not take a bare data set: wrap it as muster::batches(
 void Use(muster::Accelerator& accelerator) { auto loader = accelerator.prepare(Data()); }
 
 // Use: a data set where prepare_data_loader() wants batches
