@@ -1802,7 +1802,8 @@ TEST_F(CatchUpTest, CoordinatorThatNeverCatchesUp_StillFindsTheDead) {
   EXPECT_EQ(lost(), 0u);
   Pass(6, {0});
   EXPECT_EQ(lost(), 1u);
-  EXPECT_THAT(bench_.notices_, ::testing::Contains(HasSubstr("has been behind on its incoming messages")));
+  EXPECT_THAT(bench_.notices_,
+              ::testing::Contains(HasSubstr("has been behind on its incoming messages")));
 }
 
 TEST_F(CutTest, RestartedCoordinatorThatHearsNobody_WaitsForThem) {

@@ -61,14 +61,14 @@ Layer LayerFromVariables(const std::map<std::string, std::string>& variables);
 struct ConfigPath {
   std::string path;
   std::string source;     // "--config_file", "MUSTER_CONFIG", "default place"
-  bool required = false;  // somebody named it
+  bool required = false;  // explicitly named
 };
 ConfigPath FindConfig(absl::string_view flag, const std::map<std::string, std::string>& variables);
 // Where `muster config default` writes: as above, whether it exists or not.
 std::string DefaultConfigPath(const std::map<std::string, std::string>& variables);
 
-// Reads it. No file at a place that nobody named is an empty layer. Errors: NOT_FOUND, and those of
-// ParseConfig.
+// Reads it. A missing file that was not explicitly named is an empty layer. Errors: NOT_FOUND, and
+// those of ParseConfig.
 absl::StatusOr<Layer> LoadConfig(const ConfigPath& path);
 
 // What is known of this machine.
