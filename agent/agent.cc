@@ -159,7 +159,7 @@ void Agent::KillWorker(const KillWanted& wanted) {
         worker.process == nullptr || worker.ended || !worker.killed_because.empty()) {
       continue;
     }
-    worker.killed_because = wanted.why.empty() ? "the coordinator wants it" : wanted.why;
+    worker.killed_because = wanted.why.empty() ? "at the coordinator's request" : wanted.why;
     worker.process->Stop(options_.failure_grace);
   }
 }
@@ -278,8 +278,8 @@ JobResult Agent::Run() {
     if (!stuck_.empty()) {
       // It may hold its GPU and its files yet: nothing is started beside it.
       result.outcome = JobResult::Outcome::kFailed;
-      const std::string stuck = absl::StrCat(absl::StrJoin(stuck_, "; "),
-                                             ": left behind, it ends when the kernel lets it");
+      const std::string stuck =
+          absl::StrCat(absl::StrJoin(stuck_, "; "), ": left behind until the kernel releases it");
       if (end.has_value()) result.failure = *std::move(end);
       if (result.failure.why.empty()) {
         result.failure.why = stuck;

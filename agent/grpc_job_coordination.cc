@@ -178,7 +178,7 @@ class GrpcJobCoordination final : public JobCoordination {
     const absl::StatusOr<v1::OpResult> result =
         Call(std::move(op), patience, Until::kAnswered, Late::kHeld);
     if (!result.ok()) {
-      MUSTER_LOG(Debug) << "cannot tell the other machines: " << result.status().message();
+      MUSTER_LOG(Debug) << "cannot notify the other machines: " << result.status().message();
       return end;
     }
     const v1::TxnReply& reply = result->txn();
@@ -412,8 +412,7 @@ class GrpcJobCoordination final : public JobCoordination {
     const json value = reply.kvs_size() == 1
                            ? json::parse(reply.kvs(0).value(), nullptr, /*allow_exceptions=*/false)
                            : json();
-    if (!value.is_object())
-      return absl::InternalError("machine 0 wrote settings that cannot be read");
+    if (!value.is_object()) return absl::InternalError("the settings from machine 0 are malformed");
     const std::string theirs = TextOf(value, "settings");
     if (theirs != options_.settings) {
       return absl::InvalidArgumentError(absl::StrCat(
@@ -424,7 +423,7 @@ class GrpcJobCoordination final : public JobCoordination {
     const auto port = value.find("master_port");
     meeting->master_port = port != value.end() && port->is_number_integer() ? port->get<int>() : 0;
     if (meeting->master_port < 1 || meeting->master_port > 65535) {
-      return absl::InternalError("machine 0 wrote a master_port that is none");
+      return absl::InternalError("the master_port from machine 0 is not a port");
     }
     return absl::OkStatus();
   }

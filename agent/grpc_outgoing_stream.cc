@@ -77,7 +77,7 @@ class GrpcStreamOpener::Link final
   }
   void OnDone(const grpc::Status& status) override {
     { MutexLock lock(&mu_); }
-    events_->OnClosed(unreadable_ ? absl::DataLossError("the coordinator sent what is no frame")
+    events_->OnClosed(unreadable_ ? absl::DataLossError("the coordinator sent a malformed frame")
                                   : rpc::FromGrpc(status));
     { MutexLock lock(&mu_); }  // after the last Write
     GrpcStreamOpener* const transport = transport_;

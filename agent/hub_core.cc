@@ -406,7 +406,7 @@ void HubCore::DoFrame(const std::shared_ptr<Stream>& stream, const v1::AgentFram
     if (agent == nullptr) {
       DoHello(stream, frame.hello(), todo);
     } else {
-      CloseStream(stream, absl::InvalidArgumentError("hello comes once in a stream"), todo);
+      CloseStream(stream, absl::InvalidArgumentError("a stream has only one hello"), todo);
     }
     return;
   }
@@ -461,7 +461,7 @@ absl::Status HubCore::CheckHello(const v1::Hello& hello) {
   if (hello.node().empty() || hello.node().size() > kNameBytes || hello.node() == options_.node) {
     return rpc::ErrorWithReason(
         absl::StatusCode::kInvalidArgument,
-        "hello.node: 1 to 256 bytes are needed, other than the hub's own name",
+        "hello.node must have 1 to 256 bytes and differ from the hub's own name",
         v1::ERROR_REASON_BAD_FIELD);
   }
   if (hello.protocol_min() > kProtocol || hello.protocol_max() < kProtocol) {
@@ -710,7 +710,7 @@ void HubCore::Pump(const std::shared_ptr<Agent>& agent, Todo* todo) {
     EndSession(agent,
                rpc::ErrorWithReason(
                    absl::StatusCode::kResourceExhausted,
-                   "the agent does not acknowledge what it is sent: its session is over, connect "
+                   "the agent does not acknowledge its frames: its session has ended, connect "
                    "again",
                    v1::ERROR_REASON_OVERLOADED, /*retryable=*/true),
                todo);

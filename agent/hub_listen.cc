@@ -35,8 +35,8 @@ absl::StatusOr<HubServer::Options> HubListenOptions(const std::string& hub_liste
   MUSTER_ASSIGN_OR_RETURN(const rpc::Address upstream, rpc::ParseAddress(coordinator));
   if (IsWildcard(*address)) {
     return Refused(hub_listen,
-                   "other agents connect to the address that is given here; name one of this "
-                   "machine that they reach, port 0 takes a free one");
+                   "other agents connect to this address as given; name an address of this machine "
+                   "that they can reach; port 0 takes a free one");
   }
   if (address->is_loopback() && !upstream.is_loopback()) {
     return Refused(hub_listen,
@@ -55,7 +55,7 @@ absl::StatusOr<HubServer::Options> HubListenOptions(const std::string& hub_liste
     options.only_user = geteuid();
   } else if (!address->is_loopback() && options.tls_cert.empty()) {
     return Refused(hub_listen,
-                   "off the loopback interface a hub proves who it is: give --tls_cert and "
+                   "off the loopback interface a hub must authenticate itself: give --tls_cert and "
                    "--tls_key, valid for this address");
   } else if (!options.checks_token && options.tls_ca.empty()) {
     if (upstream.is_unix()) {

@@ -102,13 +102,13 @@ class HubServer::Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
           if (stream == nullptr) return;
           stream->Close(absl::DeadlineExceededError(
               absl::StrCat("no message of this stream came within ", absl::FormatDuration(patience),
-                           " of its begin: send hello with it")));
+                           " of its start: send hello with it")));
         },
         &place);
     if (!added) {
       Close(rpc::ErrorWithReason(
           absl::StatusCode::kUnavailable,
-          "too many streams to this hub have begun and sent nothing: connect to the coordinator",
+          "too many streams to this hub have sent no message: connect to the coordinator",
           v1::ERROR_REASON_OVERLOADED, /*retryable=*/true));
       return;
     }
@@ -160,7 +160,7 @@ class HubServer::Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
       hub_.OnFrame(shared_from_this(), frame, bytes);
     } else {
       Close(rpc::ErrorWithReason(absl::StatusCode::kInvalidArgument,
-                                 "the bytes sent are no AgentFrame", v1::ERROR_REASON_BAD_FIELD));
+                                 "the message is not an AgentFrame", v1::ERROR_REASON_BAD_FIELD));
     }
   }
   void OnWriteDone(bool ok) override {
@@ -171,10 +171,10 @@ class HubServer::Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
     if (ok) {
       hub_.OnWritten(shared_from_this());
     } else {
-      Close(absl::CancelledError("the agent went away"));
+      Close(absl::CancelledError("the agent disconnected"));
     }
   }
-  void OnCancel() override { Close(absl::CancelledError("the agent went away")); }
+  void OnCancel() override { Close(absl::CancelledError("the agent disconnected")); }
   void OnDone() override {
     Heard();
     std::shared_ptr<Stream> self;

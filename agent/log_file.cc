@@ -79,9 +79,10 @@ std::string LogFile::Append(absl::string_view line) {
                                     lost == 1 ? " line is" : " lines are", " missing in it");
   }
   if (written > 0) torn_ = text[written - 1] != '\n';
-  return ++lost_ > 1 ? ""
-                     : absl::StrCat("the log ", path_, " cannot be written: ", strerror(error_),
-                                    "; its lines are lost until it can, the job goes on");
+  return ++lost_ > 1
+             ? ""
+             : absl::StrCat("the log ", path_, " cannot be written: ", strerror(error_),
+                            "; its lines are lost until it can be written, the job continues");
 }
 
 }  // namespace muster::agent

@@ -125,8 +125,9 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
       case StopWishes::Wish::kStop:
         first_signal = signal;
         if (running) {
-          output.Note(absl::StrCat("muster: stopping (", SignalName(signal),
-                                   "); once more, a second or later from now, to kill at once"));
+          output.Note(
+              absl::StrCat("muster: stopping (", SignalName(signal),
+                           "); send the signal again after a second or more to kill at once"));
         }
         break;
       case StopWishes::Wish::kKill:

@@ -202,7 +202,7 @@ void OutputMux::Write(int fd, absl::string_view text) {
   if (fd == options_.stdout_fd && error != EPIPE && !std::exchange(told_lost_, true)) {
     Write(options_.stderr_fd >= 0 ? options_.stderr_fd : STDERR_FILENO,
           absl::StrCat("muster: standard output cannot be written (", strerror(error),
-                       "): what the processes write there is lost\n"));
+                       "): the output of the processes is lost\n"));
   }
   if (written > 0) target.torn = text[written - 1] != '\n';
 }

@@ -347,9 +347,8 @@ absl::Status StartErrorStatus(const StartError& report, const ProcessOptions& op
       if (report.error == ENOEXEC) {
         return absl::FailedPreconditionError(
             absl::StrCat(path,
-                         " is not a program: it is no binary of this machine and has no #! line; "
-                         "name its interpreter "
-                         "before it"));
+                         " is not a program: it is not a binary for this machine and has no #! "
+                         "line; put its interpreter before it"));
       }
       if (report.error == ENOENT) {
         return absl::NotFoundError(
@@ -709,12 +708,12 @@ class HostImpl final : public ProcessHost {
     guard_pidfd_.Close();
     guard_pipe_.Close();
     Orphans::Get().Forget(guard_);
-    MUSTER_LOG(Warning) << "the guard process " << guard_
-                        << (info.si_code == CLD_EXITED
-                                ? absl::StrCat(" ended with code ", info.si_status)
-                                : absl::StrCat(" was killed by ", SignalName(info.si_status)))
-                        << ": another one is started; without it, processes of the job may survive "
-                           "the launcher";
+    MUSTER_LOG(Warning)
+        << "the guard process " << guard_
+        << (info.si_code == CLD_EXITED
+                ? absl::StrCat(" ended with code ", info.si_status)
+                : absl::StrCat(" was killed by ", SignalName(info.si_status)))
+        << ": starting another one; without it, processes of the job may survive the launcher";
     guard_ = -1;
     guard_due_ = std::max(Clock::Real().Now(), guard_started_ + kGuardPeriod);
   }
@@ -724,7 +723,7 @@ class HostImpl final : public ProcessHost {
     guard_due_ = absl::InfiniteFuture();
     const absl::Status status = StartGuard();
     if (guard_ < 0) {
-      MUSTER_LOG(Warning) << "no guard process can be started, tried again: " << status.message();
+      MUSTER_LOG(Warning) << "cannot start a guard process, retrying: " << status.message();
       guard_due_ = now + kGuardPeriod;
     } else if (options_.on_new_guard) {
       options_.on_new_guard(guard_);
@@ -854,7 +853,7 @@ class HostImpl final : public ProcessHost {
         if (!status.ok()) {
           if (!std::exchange(told_watch_, true)) {
             MUSTER_LOG(Warning) << "output of process " << child.pid()
-                                << " waits: " << status.message() << "; tried again";
+                                << " waits: " << status.message() << "; retrying";
           }
           done = false;
           continue;

@@ -49,7 +49,7 @@ class Call : public ServerUnaryReactor, public std::enable_shared_from_this<Call
     Finish(status);
   }
   void OnCancel() override {
-    End(grpc::Status(grpc::StatusCode::CANCELLED, "the caller went away"), [] {});
+    End(grpc::Status(grpc::StatusCode::CANCELLED, "the caller disconnected"), [] {});
   }
   void OnDone() final {
     std::shared_ptr<Call> self;

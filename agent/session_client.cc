@@ -536,7 +536,7 @@ void SessionClient::ChooseNext(bool open, bool lasted) {
   if (open && left_ == Left::kNo && ++hub_breaks_ == 1) return;
   at_hub_ = false;
   if (!std::exchange(told_left_, true)) {
-    MUSTER_LOG(Warning) << "this node goes back to the coordinator at " << options_.address << ": "
+    MUSTER_LOG(Warning) << "this node returns to the coordinator at " << options_.address << ": "
                         << last_error_;
   }
   // What became of it while the coordinator was away is nothing to tell.
@@ -683,8 +683,8 @@ void SessionClient::Welcomed(const v1::Welcome& welcome, Todo* todo) {
     return;
   }
   if (welcome.protocol() != kProtocol) {
-    NoteError(absl::StrCat("it speaks protocol ", welcome.protocol(),
-                           ", but was offered no other than ", kProtocol));
+    NoteError(absl::StrCat("it speaks protocol ", welcome.protocol(), ", but was offered only ",
+                           kProtocol));
     Drop(todo);
     return;
   }
@@ -884,8 +884,8 @@ void SessionClient::Received(const v1::CoordinatorFrame& frame, Todo* todo) {
                       : ErrorResult(result.op_id(),
                                     absl::InternalError(absl::StrCat(
                                         "the coordinator at ", options_.address,
-                                        " gave an answer of another kind than the request: "
-                                        "do both come from the same version of Muster?"))));
+                                        " answered a request with another kind of result: do both "
+                                        "sides run the same version of Muster?"))));
         }
         waited_for_.erase(it->first);
         held_bytes_ -= it->second.bytes;

@@ -78,7 +78,7 @@ class StoppedThread {
         return "";
       }
       if (clock.Now() >= deadline || given_up.WaitForNotificationWithTimeout(wait)) {
-        return "it does not stop (deaf in the kernel?)";
+        return "it does not stop (blocked in the kernel?)";
       }
     }
   }
@@ -268,7 +268,7 @@ class Capturer {
     text.Line(absl::StrCat("pid ", pid_, " (", state.command, "), ", state.ToString(), ", ",
                            state.threads, state.threads == 1 ? " thread" : " threads"));
     if (state.name == "zombie") {
-      text.Line("no stack: it has ended and waits to be collected");
+      text.Line("no stack: it has exited and waits to be reaped");
       snapshot.native_stack = text.Take();
       return snapshot;
     }
@@ -301,7 +301,7 @@ class Capturer {
       stack.tid = tid;
       stack.state = ReadThreadState(pid_, tid);
       if (!stack.state.exists()) continue;
-      stack.why = OutOfTime() ? "the time was up" : why.empty() ? WalkThread(&stack) : why;
+      stack.why = OutOfTime() ? "timed out" : why.empty() ? WalkThread(&stack) : why;
       threads_.push_back(std::move(stack));
     }
   }

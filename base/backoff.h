@@ -6,14 +6,14 @@
 namespace muster {
 
 // How long to wait before each repeat of one thing: a random part, at least half, of a span that
-// doubles from the first to the last, so that those who failed together do not come back together.
+// doubles from the first to the last, so that callers that failed together do not retry together.
 // Pure; not thread-safe.
 class Backoff {
  public:
   Backoff(absl::Duration first, absl::Duration last) : span_(first), last_(last) {}
 
-  // `share`: random, from 0 to 1. `retry_after`: what the other side asked for; it is waited for,
-  // and then the random part, since everybody was asked the same.
+  // `share`: random, from 0 to 1. `retry_after`: the delay that the server asked for; the wait is
+  // this delay plus the random part, because every caller was asked for the same delay.
   absl::Duration Next(double share, absl::Duration retry_after = absl::ZeroDuration());
 
  private:

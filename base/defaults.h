@@ -5,7 +5,7 @@
 
 namespace muster {
 
-// What more than one part must agree on where nobody says otherwise.
+// Defaults on which several components must agree.
 
 // How long the coordinator may be away before a job is given up (`outage_tolerance`).
 inline constexpr absl::Duration kDefaultOutageTolerance = absl::Seconds(90);

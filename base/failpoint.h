@@ -17,8 +17,8 @@ namespace muster {
 //   MUSTER_FAILPOINT_STATUS("journal.before_fsync");      where a Status or StatusOr is returned:
 //                                                         the only kind that takes action `error`
 //
-// A name is a string literal, stands in the table of failpoint.cc and is used in one place of the
-// code (tests/chaos holds both to be true).
+// A name is a string literal, is listed in the table of failpoint.cc, and is used in one place of
+// the code (tests/chaos checks both).
 
 struct FailpointInfo {
   const char* name;

@@ -7,7 +7,7 @@
 
 namespace muster {
 
-// A clock that moves only when told. Thread-safe.
+// A clock that only the test advances. Thread-safe.
 class FakeClock final : public Clock {
  public:
   explicit FakeClock(absl::Time start = absl::FromUnixSeconds(1'700'000'000)) : now_(start) {}

@@ -21,7 +21,7 @@ namespace muster {
 // The whole file. RESOURCE_EXHAUSTED if it is larger than `max_bytes`.
 absl::StatusOr<std::string> ReadFile(const std::string& path, int64_t max_bytes = int64_t{1} << 30);
 
-// Writes `contents` under a temporary name beside `path`, syncs it, renames it to `path` and syncs
+// Writes `contents` under a temporary name next to `path`, syncs it, renames it to `path` and syncs
 // the folder.
 absl::Status WriteFileAtomically(const std::string& path, absl::string_view contents);
 
@@ -40,7 +40,7 @@ absl::Status RemoveTree(const std::string& path);
 // Whether the path names anything.
 bool PathExists(const std::string& path);
 
-// "a/b" for ("a", "b") and ("a/", "b"); an absolute `name` stands alone.
+// "a/b" for ("a", "b") and ("a/", "b"); an absolute `name` is returned as is.
 std::string JoinPath(absl::string_view folder, absl::string_view name);
 
 // The folder of a path ("." if it names none) and its last part.

@@ -9,8 +9,8 @@ namespace muster {
 // This machine's name, as the kernel has it; empty: it has none that can be read.
 std::string HostName();
 
-// A number that nobody else draws, such as the incarnation of a process; never 0. Ends the process
-// if the kernel gives no random bytes.
+// A random number that is unique in practice, such as the incarnation of a process; never 0. Ends
+// the process if the kernel gives no random bytes.
 uint64_t RandomId();
 
 }  // namespace muster

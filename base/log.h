@@ -17,8 +17,8 @@ LogLevel GetLogLevel();
 // "debug", "info", "warning" (or "warn"), "error", in any case; false for anything else.
 bool ParseLogLevel(absl::string_view text, LogLevel* level);
 
-// `text` as it stands in a line of text: what would end the line, move the cursor or change colors
-// is written as an escape ("\\n", "\\x1b"), and so is what is no UTF-8. Names and reasons come from
+// `text` for output within one line: characters that would end the line, move the cursor or change
+// colors are escaped ("\\n", "\\x1b"), and so is what is no UTF-8. Names and reasons come from
 // other processes; none of them may look like a line of ours.
 std::string OneLine(absl::string_view text);
 

@@ -20,8 +20,8 @@ struct YamlLimits {
 
 struct YamlDocument {
   nlohmann::json value;
-  // Where each value stands: JSON pointer ("/fsdp_config/min_num_params") to line, from 1. For the
-  // errors of whoever checks the values.
+  // The position of each value: JSON pointer ("/fsdp_config/min_num_params") to line, from 1. For
+  // error messages of code that checks the values.
   std::map<std::string, int> lines;
 };
 

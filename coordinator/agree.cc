@@ -73,7 +73,7 @@ std::optional<v1::OpError> AgreeSet::Enter(CallId call, const v1::AgreeAliveRequ
   } else if (it->second.set != set) {
     return MakeError(
         absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_DESYNC,
-        absl::StrCat("rank ", rank, " brings another set of ranks to agreement ", counter,
+        absl::StrCat("rank ", rank, " passes another set of ranks to agreement ", counter,
                      " than rank ", *it->second.inside.begin(), ": all must name the same"));
   }
   if (it->second.inside.insert(rank).second) --it->second.outside;
@@ -155,7 +155,7 @@ void AgreeSet::Tick(absl::Time now, std::vector<Done>* done) {
         absl::StatusCode::kDeadlineExceeded, v1::ERROR_REASON_BARRIER_TIMEOUT,
         absl::StrCat("agreement ", it->first, " timed out after ",
                      absl::FormatDuration(instance.timeout), ": ", missing.size(),
-                     " living ranks did not come: ", who, missing.size() > 4 ? " and more" : ""));
+                     " living ranks did not arrive: ", who, missing.size() > 4 ? " and more" : ""));
     for (const int rank : missing)
       result.mutable_error()->mutable_detail()->add_missing_ranks(rank);
     auto answer = std::make_shared<Answer>(result);

@@ -104,7 +104,7 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
     if (rank < 0 || rank >= world_size_ || (i > 0 && rank <= arrival.participants[i - 1])) {
       return BadField("participants",
                       absl::StrCat("the participants of barrier ", Quoted(arrival.barrier_id),
-                                   " must be growing ranks below ", world_size_));
+                                   " must be ascending ranks below ", world_size_));
     }
   }
 
@@ -122,11 +122,11 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
   if (instance != nullptr && arrival.counter > instance->counter) {
     v1::OpError error;
     const std::string message =
-        absl::StrCat("rank ", arrival.ranks[0], " came to barrier ", Quoted(arrival.barrier_id),
+        absl::StrCat("rank ", arrival.ranks[0], " arrived at barrier ", Quoted(arrival.barrier_id),
                      " counter ", arrival.counter, " while counter ", instance->counter,
                      " still waits for ", instance->expected - instance->arrived, " of ",
                      instance->expected, " ranks (rank ", instance->opened_by,
-                     " came first): one of them skipped or repeated a call, or was restarted");
+                     " arrived first): one of them skipped or repeated a call, or was restarted");
     error = MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_DESYNC, message);
     error.mutable_detail()->set_barrier_id(std::string(arrival.barrier_id));
     FailDesync(instance, message, now, arrival.ranks[0],
@@ -327,17 +327,17 @@ std::optional<v1::OpError> BarrierSet::CheckSame(const Instance& instance, const
     return MakeError(
         absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_DESYNC,
         absl::StrCat(
-            "ranks disagree who takes part in barrier ", Quoted(instance.id), " counter ",
+            "ranks disagree about the participants of barrier ", Quoted(instance.id), " counter ",
             instance.counter, ": rank ", instance.opened_by, " named ", instance.expected,
             " ranks, rank ", arrival.ranks[0], " named ",
             all ? static_cast<size_t>(world_size_) : arrival.participants.size(),
             instance.expected == static_cast<int>(arrival.participants.size()) ? " other" : "",
-            ": give each set of ranks a barrier name of its own"));
+            ": use a separate barrier name for each set of ranks"));
   }
   for (const int rank : arrival.ranks) {
     if (Position(instance, rank) >= 0) continue;
     return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_DESYNC,
-                     absl::StrCat("rank ", rank, " came to barrier ", Quoted(instance.id),
+                     absl::StrCat("rank ", rank, " arrived at barrier ", Quoted(instance.id),
                                   " counter ", instance.counter,
                                   ", in which it does not take part: give each set of ranks a ",
                                   "barrier name of its own"));
@@ -345,10 +345,10 @@ std::optional<v1::OpError> BarrierSet::CheckSame(const Instance& instance, const
   if (instance.call_site != arrival.call_site) {
     return MakeError(
         absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_DESYNC,
-        absl::StrCat("ranks came to barrier ", Quoted(instance.id), " counter ", instance.counter,
-                     " from different places: rank ", instance.opened_by, " from ",
-                     Quoted(instance.call_site_text), ", rank ", arrival.ranks[0], " from ",
-                     Quoted(arrival.call_site_text)));
+        absl::StrCat("ranks arrived at barrier ", Quoted(instance.id), " counter ",
+                     instance.counter, " from different places: rank ", instance.opened_by,
+                     " from ", Quoted(instance.call_site_text), ", rank ", arrival.ranks[0],
+                     " from ", Quoted(arrival.call_site_text)));
   }
   return std::nullopt;
 }
@@ -384,7 +384,7 @@ void BarrierSet::CheckOrder(Instance* instance, const Arrival& arrival, absl::Ti
     }
     if (there < 0) continue;
     const std::string message = absl::StrCat(
-        "ranks disagree what comes next: rank ", there, " waits in ", Place(*other), ", rank ",
+        "ranks disagree about the next call: rank ", there, " waits in ", Place(*other), ", rank ",
         here, " in ", Place(*instance), ": neither can end; make all ranks call them in one order");
     const std::string this_place = Place(*instance);
     FailDesync(instance, message, now, there, Place(*other));
@@ -497,7 +497,7 @@ void BarrierSet::FailGone(Instance* instance, int rank, absl::string_view what, 
   report.set_message(absl::StrCat(
       "barrier ", Quoted(instance->id), " counter ", instance->counter, " cannot be reached by ",
       CulpritText(report.culprits(0)), ", which ", what, " (", instance->arrived, " of ",
-      instance->expected, " ranks had come): end the generation and join the next one"));
+      instance->expected, " ranks had arrived): end the generation and join the next one"));
   Fail(instance, std::move(report), absl::StatusCode::kFailedPrecondition,
        v1::ERROR_REASON_RANK_FAILED);
 }
@@ -639,7 +639,7 @@ std::optional<v1::OpError> BarrierSet::Cancel(absl::string_view barrier_id, uint
   if (instance == nullptr || instance->counter != counter) {
     return MakeError(absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
                      absl::StrCat("no open barrier ", Quoted(barrier_id), " counter ", counter,
-                                  ": it has ended or nobody has come yet"));
+                                  ": it has ended, or no rank has arrived yet"));
   }
   v1::BarrierReport report = MakeReport(*instance, v1::BARRIER_STATE_CANCELLED, now);
   AddMissing(*instance, &report);
@@ -704,7 +704,7 @@ void BarrierSet::Tick(absl::Time now) {
       report.set_message(absl::StrCat(
           "barrier ", Quoted(instance->id), " counter ", instance->counter, " timed out after ",
           DurationText(instance->timeout), ": ", report.missing_ranks_size(), " of ",
-          instance->expected, " ranks did not come: ", MissingText(report)));
+          instance->expected, " ranks did not arrive: ", MissingText(report)));
       host_->Blame(report.missing_ranks());
       Fail(instance, std::move(report), absl::StatusCode::kDeadlineExceeded,
            v1::ERROR_REASON_BARRIER_TIMEOUT);

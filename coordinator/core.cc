@@ -86,7 +86,7 @@ void Core::Handle(CallId call, const v1::Op& op, const Caller& caller, absl::Tim
   if (!impl_->serving_) {
     impl_->SendError(call,
                      MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_STARTING,
-                               "the coordinator still reads its journal: try again"),
+                               "the coordinator is still reading its journal: try again"),
                      0);
     return;
   }
@@ -218,7 +218,7 @@ void Core::Tick(absl::Time now, Output* out) {
     ++impl_->stats_.jobs_visited;
     const std::string job_id = impl_->deadlines_.begin()->second;
     Impl::Job* const job = impl_->FindJob(job_id);
-    MUSTER_CHECK(job != nullptr) << "a deadline of no job: " << job_id;
+    MUSTER_CHECK(job != nullptr) << "a deadline without a job: " << job_id;
     job->Tick();
     if (job->expired()) {
       impl_->Remove(job, absl::StrCat("no worker of it for ",
@@ -291,10 +291,10 @@ std::optional<v1::OpError> Core::ReadWatch(const v1::WatchRequest& request, uint
   if (from > impl_->revision_ + 1) {
     v1::OpError error = MakeError(
         absl::StatusCode::kOutOfRange, v1::ERROR_REASON_COMPACTED,
-        absl::StrCat("revision ", from, " has not been reached here (the last is ",
-                     impl_->revision_,
-                     "): it is of a state that was lost; read the keys again and watch from the "
-                     "revision of that reply"));
+        absl::StrCat(
+            "revision ", from, " has not been reached here (the last is ", impl_->revision_,
+            "): it belongs to a state that was lost; read the keys again and watch from the "
+            "revision of that reply"));
     error.mutable_detail()->set_compacted_revision(impl_->revision_);
     return error;
   }

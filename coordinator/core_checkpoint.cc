@@ -77,7 +77,7 @@ std::optional<v1::OpError> Core::Impl::Job::CheckpointOp(const v1::Op& op, const
       checkpoints_.List(op.list_checkpoints(), result->mutable_list_checkpoints());
       break;
     default:
-      return BadField("kind", "this is no operation on checkpoints");
+      return BadField("kind", "this is not an operation on checkpoints");
   }
   if (error.has_value()) return error;
   CheckpointsChanged(std::move(changes));

@@ -13,13 +13,12 @@ std::optional<v1::OpError> Core::Impl::CheckJob(const v1::Fence& fence, Job** jo
   *job = FindJob(fence.job_id());
   // Its terms are not ours: a process that is left over from them must not depose us.
   if (fence.cluster() != 0 && cluster_ != 0 && fence.cluster() != cluster_) {
-    v1::OpError error =
-        MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_OTHER_CLUSTER,
-                  absl::StrCat("the caller worked with another coordinator's data than this one's "
-                               "(cluster ",
-                               options_.cluster_id,
-                               "): the data directory was changed, or the address went to another "
-                               "coordinator; start the job again"));
+    v1::OpError error = MakeError(
+        absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_OTHER_CLUSTER,
+        absl::StrCat("the caller belongs to another cluster than this coordinator (cluster ",
+                     options_.cluster_id,
+                     "): the coordinator got another data directory, or another coordinator took "
+                     "over its address; start the job again"));
     error.mutable_detail()->set_current_term(term_);
     return error;
   }
@@ -74,9 +73,9 @@ v1::OpError Core::Impl::Ahead(const v1::Fence& fence, const Job* job) {
                       absl::StrCat(seen, kWayOut));
   } else {
     const std::string refusal =
-        same_cluster ? absl::StrCat(seen, ", and it is no member of a job here", kWayOut)
+        same_cluster ? absl::StrCat(seen, ", and is not a member of a job here", kWayOut)
                      : absl::StrCat(seen,
-                                    " and does not say of which cluster: name the cluster of "
+                                    " and does not name its cluster: send the cluster of "
                                     "the reply that said so (Fence.cluster)");
     // Anybody can send these: the log has the first, the second, the fourth and so on.
     const uint64_t count = ++stats_.unproven_deposals;
@@ -160,7 +159,7 @@ std::optional<v1::OpError> Core::Impl::CheckFence(const v1::Fence& fence, bool o
       return refuse(
           MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_NOT_MEMBER,
                     absl::StrCat("worker ", Quoted(fence.worker_id()), " (rank ", seat->rank(),
-                                 ") ", job->GoneText(*seat), ": join again if it lives")));
+                                 ") ", job->GoneText(*seat), ": join again if it is alive")));
   }
   job->RenewLease(seat);
   who->seat = seat;

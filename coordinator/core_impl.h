@@ -133,8 +133,9 @@ class Core::Impl {
     if (used < most / 5 * 4 || kv_warned_) return;
     kv_warned_ = true;
     Note(job_id, true,
-         absl::StrCat("the keys of all jobs have ", used >> 20, " of at most ", most >> 20,
-                      " MiB: writes are refused beyond; delete keys or remove jobs that are over"));
+         absl::StrCat(
+             "the keys of all jobs have ", used >> 20, " of at most ", most >> 20,
+             " MiB: writes beyond that are refused; delete keys or remove jobs that have ended"));
   }
   void Note(const std::string& job_id, bool warning, std::string text) {
     out_->notices.push_back({warning, job_id, std::move(text)});

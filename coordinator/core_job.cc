@@ -115,7 +115,7 @@ v1::OpError Core::Impl::Job::Stale(const v1::Fence& fence) const {
   v1::OpError error =
       MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_STALE_GENERATION,
                 absl::StrCat("generation ", fence.generation(), " of job ", Quoted(id_),
-                             " is over, generation ", generation_, " is current: join again"));
+                             " has ended, generation ", generation_, " is current: join again"));
   error.mutable_detail()->set_current_generation(generation_);
   error.mutable_detail()->set_current_term(impl_->term_);
   return error;
@@ -386,7 +386,7 @@ bool Core::Impl::Job::SurvivorsWait() const {
 
 void Core::Impl::Job::Evaluate() {
   if (rendezvous_.empty()) return;
-  if (closed_) return rendezvous_.Hold("nothing: the job is over");
+  if (closed_) return rendezvous_.Hold("nothing: the job has ended");
   if (sealed_) {
     return rendezvous_.Hold(absl::StrCat("a free seat: generation ", generation_, " runs with ",
                                          seats_.size(), " workers"));
@@ -513,7 +513,7 @@ void Core::Impl::Job::Seal(int world_size) {
   KvChanged(changes);
   // A restart follows its failure at once; what comes so late is another run.
   if (ended_at_ + JoinTimeout() <= impl_->now_)
-    DropTriggers(absl::StrCat("the job has stood still for ",
+    DropTriggers(absl::StrCat("the job has been unused for ",
                               absl::FormatDuration(impl_->now_ - ended_at_)));
   std::vector<v1::TriggerChanged> triggers;
   triggers_.StartGeneration(world_size, &triggers);
@@ -682,7 +682,7 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
               absl::StrCat("generation ", generation_, " ended: ", why));
 
   if (FormerWorld() == 0) DropTriggers("all workers have left the job");
-  if (closed_) return rendezvous_.Hold("nothing: the job is over");
+  if (closed_) return rendezvous_.Hold("nothing: the job has ended");
   rendezvous_.Hold("");
   Recount();
   Evaluate();
@@ -783,7 +783,7 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
     text = absl::StrCat("job ", Quoted(id_), ": generation ", generation_, " runs with ",
                         seats_.size(), " workers and no seat came free within ",
                         absl::FormatDuration(JoinTimeout()),
-                        ": end the generation to let new workers in");
+                        ": end the generation to admit new workers");
   } else {
     std::string missing;
     int count = 0;
@@ -811,7 +811,7 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
       absl::StrAppend(&text, "; missing: ", missing, count > kNamed ? " and more" : "");
     const int blocked = rendezvous_.Count(WaiterKind::kBlocked);
     if (blocked > 0)
-      absl::StrAppend(&text, "; ", blocked, " of those that came are on quarantined hosts");
+      absl::StrAppend(&text, "; ", blocked, " of those that joined are on quarantined hosts");
     absl::StrAppend(&text, ": start the missing workers or lower min_workers");
   }
   error.set_message(std::move(text));
@@ -1011,9 +1011,9 @@ bool Core::Impl::Job::MayBeUnread(int rank, absl::Time lease_end) {
     if (impl_->unread_jobs_.empty()) return false;
     impl_->Note(
         id_, true,
-        absl::StrCat("this coordinator has not caught up with what it is sent for ",
+        absl::StrCat("this coordinator has been behind on its incoming messages for ",
                      absl::FormatDuration(absl::Trunc(impl_->now_ - lease_end, absl::Seconds(1))),
-                     ": workers whose messages wait may be taken for lost"));
+                     ": workers whose messages are pending may count as lost"));
     return false;
   }
   if (unread_.empty()) impl_->unread_jobs_.push_back(id_);
@@ -1043,11 +1043,12 @@ bool Core::Impl::Job::KeepSilent(Seat* seat, std::string* why_lost) {
   seat->silent = true;
   if (++silent_ > 1) return true;
   silent_why_ = verdict.why;
-  impl_->Note(id_, true,
-              absl::StrCat(CulpritText(DescribeRank(seat->rank())), " and maybe others gave no ",
-                           "sign of life for ", absl::FormatDuration(Lease()), ", but ",
-                           verdict.why, "; generation ", generation_, " goes on if they are back ",
-                           "within ", absl::FormatDuration(OutageTolerance())));
+  impl_->Note(
+      id_, true,
+      absl::StrCat(CulpritText(DescribeRank(seat->rank())), " and maybe others gave no ",
+                   "sign of life for ", absl::FormatDuration(Lease()), ", but ", verdict.why,
+                   "; generation ", generation_, " continues if they are back ", "within ",
+                   absl::FormatDuration(OutageTolerance())));
   return true;
 }
 
@@ -1056,13 +1057,13 @@ void Core::Impl::Job::Returned(Seat* seat) {
   returned_at_ = impl_->now_;
   if (silent_ == 0) {
     impl_->Note(id_, false,
-                absl::StrCat("all workers are heard again: generation ", generation_, " goes on"));
+                absl::StrCat("all workers are back: generation ", generation_, " goes on"));
   }
 }
 
 void Core::Impl::Job::EndIfNobodyIsHeard(absl::string_view for_what) {
   if (!sealed_ || silent_ == 0 || silent_ < alive_) return;
-  EndGeneration(absl::StrCat("no worker was heard of for a lease, and ", for_what), {});
+  EndGeneration(absl::StrCat("all workers were silent for a lease, and ", for_what), {});
 }
 
 void Core::Impl::Job::NoLongerSilent(Seat* seat) {
@@ -1209,7 +1210,7 @@ void Core::Impl::Job::TriggersChanged(std::vector<v1::TriggerChanged> changes) {
     if (!change.removed() && trigger.align() == v1::TRIGGER_ALIGN_AT_STEP &&
         trigger.effective_step() > trigger.step()) {
       impl_->Note(id_, true,
-                  absl::StrCat("trigger ", Quoted(trigger.name()), " was asked for before step ",
+                  absl::StrCat("trigger ", Quoted(trigger.name()), " was requested before step ",
                                trigger.step(), ", which a rank had begun when it heard of it: all ",
                                "act before step ", trigger.effective_step()));
     }

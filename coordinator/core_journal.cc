@@ -365,8 +365,8 @@ template <typename Message>
 absl::Status Core::Impl::ApplyToJob(const Message& change) {
   Job* const job = FindJob(change.job_id());
   if (job == nullptr) {
-    return absl::DataLossError(absl::StrCat("the journal speaks of job ", Quoted(change.job_id()),
-                                            " before it was created"));
+    return absl::DataLossError(
+        absl::StrCat("the journal names job ", Quoted(change.job_id()), " before it was created"));
   }
   return job->Apply(change);
 }
@@ -575,7 +575,7 @@ void Core::StartTerm(uint64_t term, absl::Time now, Output* out, bool restored) 
     for (const auto& [id, job] : impl_->jobs_) {
       impl_->Note(id, true,
                   absl::StrCat("restored from a copy: generations up to ", job->generation(),
-                               " are over, its workers join again"));
+                               " have ended, and their workers join again"));
     }
   }
   impl_->End(nullptr);

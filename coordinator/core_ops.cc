@@ -119,9 +119,9 @@ void Core::Impl::Once(Incoming* in, const Request& request, Rules rules, F f) {
               in->call,
               MakeError(
                   absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_KEY_REUSED,
-                  absl::StrCat(
-                      "request_id ", fence.request_id(), " of worker ", Quoted(fence.worker_id()),
-                      " was used for another request: count on by one for each new request")),
+                  absl::StrCat("request_id ", fence.request_id(), " of worker ",
+                               Quoted(fence.worker_id()),
+                               " was used for another request: increment it for each new request")),
               0);
           return;
         case RememberedAnswers::State::kForgotten:
@@ -181,7 +181,7 @@ Core::Impl::Job* Core::Impl::BeginJob(Incoming* in, Job* former) {
     // In one record with the begin of the new one: a crash leaves both jobs or the new one.
     Remove(
         former,
-        absl::StrCat("it is over, and another job of this name begins (",
+        absl::StrCat("it has ended, and another job of this name begins (",
                      request.spec().min_workers(), ":", request.spec().max_workers(), " workers)"),
         /*replaced=*/true);
   }
@@ -226,10 +226,9 @@ Core::Impl::Job* Core::Impl::JobToJoin(Incoming* in) {
   const bool begins = job == nullptr || (other_spec && !job->closed() && job->Over());
   const int max_workers = begins ? request.spec().max_workers() : job->spec().max_workers();
   if (job == nullptr && !request.has_spec()) {
-    return fail(
-        BadField("spec", absl::StrCat("job ", Quoted(fence.job_id()), " is new and worker ",
-                                      Quoted(fence.worker_id()),
-                                      " brings no rendezvous spec: the first worker must")));
+    return fail(BadField("spec", absl::StrCat("job ", Quoted(fence.job_id()), " is new and worker ",
+                                              Quoted(fence.worker_id()),
+                                              " sends no rendezvous spec: the first worker must")));
   }
   if (request.preferred_rank() < -1 || request.preferred_rank() >= max_workers) {
     return fail(
@@ -247,13 +246,13 @@ Core::Impl::Job* Core::Impl::JobToJoin(Incoming* in) {
   if (other_spec) {
     return fail(BadField(
         "spec",
-        absl::StrCat("worker ", Quoted(fence.worker_id()), " brings another rendezvous spec (",
+        absl::StrCat("worker ", Quoted(fence.worker_id()), " sends another rendezvous spec (",
                      request.spec().min_workers(), ":", request.spec().max_workers(), ") than job ",
-                     Quoted(job->id()), " was begun with (", job->spec().min_workers(), ":",
+                     Quoted(job->id()), " was started with (", job->spec().min_workers(), ":",
                      job->spec().max_workers(), ") and ",
                      job->RestartedBy().empty()
-                         ? "workers of it are alive"
-                         : absl::StrCat("it is being started again by ", job->RestartedBy()),
+                         ? "it has living workers"
+                         : absl::StrCat("it is being restarted by ", job->RestartedBy()),
                      ": use the same, or another job id, or wait until it has ended")));
   }
   return job;
@@ -660,7 +659,7 @@ void Core::Impl::RemoveJob(Incoming* in) {
     v1::OpError error =
         MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_RUNS,
                   !restarted_by.empty()
-                      ? absl::StrCat("job ", Quoted(job->id()), " is being started again by ",
+                      ? absl::StrCat("job ", Quoted(job->id()), " is being restarted by ",
                                      restarted_by, ": stop that agent, then remove the job")
                       : absl::StrCat("job ", Quoted(job->id()), " has workers (", job->alive(),
                                      " seated, ", job->rendezvous().size(), " waiting, state ",
@@ -776,7 +775,7 @@ void Core::Impl::RaiseTrigger(Incoming* in) {
            v1::OpError error =
                MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_ENDED,
                          absl::StrCat("no worker of job ", Quoted(who.job->id()),
-                                      " is left to act upon trigger ", Quoted(request.name()),
+                                      " is left to act on trigger ", Quoted(request.name()),
                                       who.job->why_ended().empty() ? "" : ": ",
                                       who.job->why_ended(), "; raise it when the job runs again"));
            error.mutable_detail()->set_current_generation(who.job->generation());
@@ -945,7 +944,8 @@ Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Calle
   } else {
     SendError(call,
               BadField("kind",
-                       "the operation has no kind this server knows: use a client of its version"),
+                       "the operation is of a kind that this server does not know: use a client of "
+                       "its version"),
               0);
   }
   return in.touched;

@@ -1570,8 +1570,9 @@ TEST_F(CutTest, NobodyIsHeard_TheGenerationIsThereWhenTheyAreBack) {
   EXPECT_EQ(Job().silent(), 3);
   EXPECT_EQ(Job().silent_for().seconds(), 80);
   EXPECT_THAT(Job().silent_why(), HasSubstr("no worker of its generation is heard from"));
-  EXPECT_THAT(bench_.notices_,
-              ::testing::Contains(HasSubstr("generation 1 goes on if they are back within 1m30s")));
+  EXPECT_THAT(
+      bench_.notices_,
+      ::testing::Contains(HasSubstr("generation 1 continues if they are back within 1m30s")));
   AgentBeats(1);  // the others reconnect a little later
   Pass(4, {1});
   AgentBeats(0);
@@ -1593,7 +1594,7 @@ TEST_F(CutTest, NobodyIsHeardForLongerThanTheTolerance_EndsTheGeneration) {
   EXPECT_EQ(lost(), 1u);
   EXPECT_EQ(Job().rendezvous_state(), "ENDED");
   EXPECT_THAT(bench_.notices_,
-              ::testing::Contains(HasSubstr("the outage_tolerance of 1m30s is over too")));
+              ::testing::Contains(HasSubstr("the outage_tolerance of 1m30s has also passed")));
 }
 
 TEST_F(CutTest, ToleranceOfTheJob_CountsInsteadOfTheDefault) {
@@ -1801,7 +1802,8 @@ TEST_F(CatchUpTest, CoordinatorThatNeverCatchesUp_StillFindsTheDead) {
   EXPECT_EQ(lost(), 0u);
   Pass(6, {0});
   EXPECT_EQ(lost(), 1u);
-  EXPECT_THAT(bench_.notices_, ::testing::Contains(HasSubstr("has not caught up")));
+  EXPECT_THAT(bench_.notices_,
+              ::testing::Contains(HasSubstr("has been behind on its incoming messages")));
 }
 
 TEST_F(CutTest, RestartedCoordinatorThatHearsNobody_WaitsForThem) {
@@ -2356,8 +2358,8 @@ TEST_F(CoreTest, Trigger_AtAStepThatHadBegun_IsPutOffAndTheLogSaysSo) {
   poll.mutable_poll_triggers()->add_pending(id);
   EXPECT_EQ(bench_.Result(bench_.Do(poll)).poll_triggers().triggers(0).effective_step(), 10);
   EXPECT_EQ(bench_.notices_.back(),
-            "trigger \"stop\" was asked for before step 8, which a rank had begun when it heard of "
-            "it: all act before step 10");
+            "trigger \"stop\" was requested before step 8, which a rank had already begun: all act "
+            "before step 10");
 }
 
 TEST_F(CoreTest, Trigger_RaisedByOne_TakesEffectOnTheSameStep) {
@@ -2658,10 +2660,10 @@ TEST_F(BetweenAttemptsTest, RemoveAndAnotherSize_AreRefusedAndNameTheAgent) {
   CallId call = bench_.Do(Remove());
   EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_JOB_RUNS);
   EXPECT_THAT(bench_.Error(call).message(),
-              HasSubstr("is being started again by agent \"node-h0\" on host \"h0\""));
+              HasSubstr("is being restarted by agent \"node-h0\" on host \"h0\""));
   call = bench_.Do(JoinOp({"x", 9}, Spec(3, 3)));
   EXPECT_EQ(bench_.Error(call).detail().field(), "spec");
-  EXPECT_THAT(bench_.Error(call).message(), HasSubstr("started again by agent \"node-h0\""));
+  EXPECT_THAT(bench_.Error(call).message(), HasSubstr("restarted by agent \"node-h0\""));
 }
 
 TEST_F(BetweenAttemptsTest, AgentThatGivesUp_LeavesAJobThatIsOver) {

@@ -298,7 +298,7 @@ std::vector<HubMove> Hubs::Decide() {
         notice_ = absl::StrCat(
             plain_, " agents have streams of their own, more than the ", options_.direct_agents,
             " of --direct_agents, and none can be a hub for others: start agents with "
-            "--hub_listen, or give --agents_per_hub 0 if this is wanted");
+            "--hub_listen, or give --agents_per_hub 0 if this is intended");
       }
       said_ = true;
       return moves;

@@ -481,7 +481,7 @@ void KvStore::TakeExpired(absl::Time now, std::vector<Ready>* ready) {
                    absl::StrCat("key ", Quoted(missing), " was not set within ",
                                 absl::FormatDuration(wait.timeout), " (", wait.missing, " of ",
                                 wait.keys.size(),
-                                " keys missing): look whether the rank that sets it is alive"))});
+                                " keys missing): check whether the rank that sets it is alive"))});
     ForgetWait(call);
   }
 }

@@ -47,23 +47,22 @@ SealDecision DecideSeal(const SealQuestion& question) {
   const int step = std::max(1, question.divisible_by);
   if (question.ordinary >= question.max_workers / step * step) {
     decision.seal = true;
-    decision.why = absl::StrCat("as many workers are here as may come: ", *world);
+    decision.why = absl::StrCat("the maximum number of workers has joined: ", *world);
   } else if (question.last_call_ends <= question.now) {
     decision.seal = true;
-    decision.why = absl::StrCat("the last call is over with ",
+    decision.why = absl::StrCat("the last call has ended with ",
                                 Workers(*world, "at most ", question.max_workers));
   } else if (question.former_world > 0 && *world >= question.former_world / step * step &&
              question.survivors_wait) {
     decision.seal = true;
-    decision.why =
-        absl::StrCat("spares make up for those that are lost: ", *world, " workers, as before");
+    decision.why = absl::StrCat("spares replace the lost workers: ", *world, " workers, as before");
   } else {
     decision.last_call_ends = question.last_call_ends;
     if (decision.last_call_ends == absl::InfiniteFuture()) {
       decision.last_call_ends = question.now + question.last_call;
     }
     decision.why =
-        absl::StrCat("more workers, in the last call: ",
+        absl::StrCat("more workers until the last call ends: ",
                      Workers(question.ordinary, "at most ", question.max_workers), " are here");
   }
   return decision;

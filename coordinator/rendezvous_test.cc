@@ -39,7 +39,7 @@ TEST(DecideSeal, AllHere_SealsAtOnce) {
   const SealDecision decision = DecideSeal(Question(4, 4, 4));
   EXPECT_TRUE(decision.seal);
   EXPECT_EQ(decision.world_size, 4);
-  EXPECT_EQ(decision.why, "as many workers are here as may come: 4");
+  EXPECT_EQ(decision.why, "the maximum number of workers has joined: 4");
 }
 
 TEST(DecideSeal, ElasticTooFew_SaysAtLeast) {
@@ -51,7 +51,7 @@ TEST(DecideSeal, ElasticEnough_BeginsTheLastCallOnce) {
   const SealDecision begun = DecideSeal(question);
   EXPECT_FALSE(begun.seal);
   EXPECT_EQ(begun.last_call_ends, kNow + kLastCall);
-  EXPECT_EQ(begun.why, "more workers, in the last call: 3 of at most 8 workers are here");
+  EXPECT_EQ(begun.why, "more workers until the last call ends: 3 of at most 8 workers are here");
   question.now = kNow + absl::Seconds(1);
   question.last_call_ends = begun.last_call_ends;
   EXPECT_EQ(DecideSeal(question).last_call_ends, kNow + kLastCall);
@@ -63,7 +63,7 @@ TEST(DecideSeal, LastCallOver_SealsWithThoseThatCame) {
   const SealDecision decision = DecideSeal(question);
   EXPECT_TRUE(decision.seal);
   EXPECT_EQ(decision.world_size, 3);
-  EXPECT_EQ(decision.why, "the last call is over with 3 of at most 8 workers");
+  EXPECT_EQ(decision.why, "the last call has ended with 3 of at most 8 workers");
 }
 
 TEST(DecideSeal, TooFewAfterTheLastCallBegan_EndsIt) {
@@ -91,7 +91,7 @@ TEST(DecideSeal, SpareForALostWorker_WaitsForTheSurvivorsOnly) {
   const SealDecision decision = DecideSeal(question);
   EXPECT_TRUE(decision.seal);
   EXPECT_EQ(decision.world_size, 3);
-  EXPECT_EQ(decision.why, "spares make up for those that are lost: 3 workers, as before");
+  EXPECT_EQ(decision.why, "spares replace the lost workers: 3 workers, as before");
 }
 
 TEST(DecideSeal, OnlySparesAndQuarantinedAreHere_SaysSo) {

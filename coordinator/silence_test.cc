@@ -19,7 +19,7 @@ Silence OneOfMany() {
 TEST(Silence, OneWorkerWhileOthersSpeak_IsGivenUp) {
   const SilenceVerdict verdict = JudgeSilence(OneOfMany());
   EXPECT_FALSE(verdict.keep);
-  EXPECT_THAT(verdict.why, HasSubstr("others of its generation are heard"));
+  EXPECT_THAT(verdict.why, HasSubstr("other workers of its generation are not silent"));
 }
 
 TEST(Silence, NobodyOfTheGenerationSpeaks_IsKeptForTheToleranceAndNoLonger) {

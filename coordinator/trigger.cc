@@ -78,15 +78,15 @@ std::optional<v1::OpError> TriggerSet::Raise(const v1::RaiseTriggerRequest& requ
                                  request.payload().size(), " bytes: at most ", kMaxPayload));
   }
   if (triggers_.size() >= kMaxLive) {
-    return TooLarge("name", absl::StrCat(triggers_.size(),
-                                         " triggers wait for ranks to act upon them: trigger ",
-                                         Quoted(request.name()), " must wait until some have"));
+    return TooLarge(
+        "name", absl::StrCat(triggers_.size(), " triggers wait for ranks to act on them: trigger ",
+                             Quoted(request.name()), " must wait until some have"));
   }
   size_t payloads = request.payload().size();
   for (const auto& [id, trigger] : triggers_) payloads += trigger.record.payload().size();
   if (payloads > kMaxPayloads) {
     return TooLarge("payload", absl::StrCat("the payload of trigger ", Quoted(request.name()),
-                                            " makes those of all triggers that wait ", payloads,
+                                            " makes those of all pending triggers ", payloads,
                                             " bytes: at most ", kMaxPayloads,
                                             "; put it under a key and send the key"));
   }

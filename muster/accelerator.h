@@ -61,8 +61,8 @@ std::map<std::string, at::Tensor> StateDictOf(const ModelSource& model);
 //     optimizer.zero_grad();
 //   }
 //
-// It reads its place in the job from the environment (docs/environment.md); without one it is a job
-// of one process. There is no global state: two Accelerators in one process are independent. Not
+// It reads rank and world size from the environment (docs/environment.md); without them the job has
+// one process. There is no global state: two Accelerators in one process are independent. Not
 // thread-safe: one training thread. Every process must call the methods marked (collective), in the
 // same order; they block. Tensor code throws c10::Error; methods that use files or the coordinator
 // return absl::Status.
@@ -71,7 +71,7 @@ class Accelerator {
   using Options = AcceleratorOptions;
 
   // Joins the job (collective): blocks until all processes have joined, at most Options::timeout.
-  // Throws c10::Error with one line that names the fault in the environment or the missing
+  // Throws c10::Error with one line that names the error in the environment or the missing
   // processes.
   Accelerator();
   explicit Accelerator(const Options& options);
@@ -124,11 +124,11 @@ class Accelerator {
   //   torch::optim::LRScheduler by std::shared_ptr or reference.
   // - A plateau schedule is a PlateauSchedule or torch::optim's ReduceLROnPlateauScheduler.
   //
-  // Prepared objects are returned as they are; anything else does not compile. One argument gives
-  // one object, several give a tuple. Objects are forgotten once the program holds neither them nor
-  // what prepare() returned for them, so a loop over folds prepares new ones each time. Throws
-  // c10::Error: parameters differ between processes (named), a schedule without an optimizer, a
-  // project folder that cannot be written.
+  // Prepared objects are returned unchanged; other types do not compile. One argument returns one
+  // object, several return a tuple. The Accelerator forgets an object once the program holds
+  // neither it nor what prepare() returned for it, so a loop over folds can prepare new ones each
+  // time. Throws c10::Error: parameters differ between processes (named), a schedule without an
+  // optimizer, a project folder that cannot be written.
   template <class... Objects>
   [[nodiscard]] auto prepare(Objects&&... objects);
 
@@ -164,8 +164,8 @@ class Accelerator {
   // The step.
   // Begins a micro-step, which ends with the result's scope. Decides whether gradients are
   // exchanged and the optimizer steps: every gradient_accumulation_steps, and at the last batch of
-  // a loader. Takes the facts of the batch from the innermost loop over a prepared loader of this
-  // Accelerator, or from `batch`.
+  // a loader. Uses the batch of the innermost loop over a prepared loader of this Accelerator, or
+  // `batch`.
   [[nodiscard]] internal::AccumulateScope accumulate();
   template <class T>
   [[nodiscard]] internal::AccumulateScope accumulate(const Batch<T>& batch) {
@@ -178,11 +178,12 @@ class Accelerator {
   // Backward pass of `loss` (0-d or one element), divided for the accumulation window and scaled
   // for fp16.
   void backward(const at::Tensor& loss);
-  // With a graph that is kept, derivatives of higher order, or gradients for some tensors only:
-  // backward(loss, {.retain_graph = true}).
+  // As LibTorch's: keeps the graph, builds higher-order derivatives, or restricts the inputs. For
+  // example backward(loss, {.retain_graph = true}).
   void backward(const at::Tensor& loss, const BackwardOptions& how);
   // For a loss that is a mean over `weight` items, such as tokens: the update is then the mean over
-  // all items of the window and of all processes. All micro-steps of a window, or none.
+  // all items of the window and of all processes. Use it in all micro-steps of a window, or in
+  // none.
   void backward(const at::Tensor& loss, double weight);
 
   // Clips the gradients of `parameters` to the total norm; returns the norm before clipping (0-d).
@@ -195,7 +196,7 @@ class Accelerator {
   void unscale_gradients();
   // Of one optimizer only.
   void unscale_gradients(AcceleratedOptimizer& optimizer);
-  // Some optimizer skipped its last step because of inf or NaN.
+  // Whether any optimizer skipped its last step because of inf or NaN.
   bool optimizer_step_was_skipped() const;
 
   // Backward passes in this scope do not exchange gradients.
@@ -205,10 +206,10 @@ class Accelerator {
   void trigger_sync_in_backward(AcceleratedModel<M>& model) {
     model.slot()->SyncInBackward();
   }
-  // The configured precision for code outside of the model's forward, such as a loss.
+  // Applies the configured precision to code outside the model's forward, such as a loss.
   [[nodiscard]] AutocastGuard autocast();
   [[nodiscard]] AutocastGuard autocast(const AutocastOptions& autocast_options);
-  // In this scope processes may have different numbers of batches: a process without batches takes
+  // In this scope processes may have different numbers of batches: a process that has run out takes
   // part in the others' exchanges. `even_batches` applies to the passes over prepared loaders that
   // begin in it. (collective) on entry.
   [[nodiscard]] internal::JoinScope join_uneven_inputs(bool even_batches = false) {
@@ -224,13 +225,13 @@ class Accelerator {
     Comm& comm = CommFor("gather()");
     return Gather(comm, value, where);
   }
-  // (collective) As gather, without the samples that only fill up the last batch: a tensor whose
-  // first dimension is the batch's is cut to the real samples of each process; anything else is
-  // gathered whole. What holds no tensor goes as gather_object does, and a list with an object per
-  // sample is cut alike. `rows` says it instead of the first dimension: MetricRows::kPerSample,
-  // where any other length is an error, or MetricRows::kPerProcess, which is never cut. Inside a
-  // loop over a prepared loader of this Accelerator; outside of any it is gather. Refused inside
-  // join_uneven_inputs().
+  // (collective) Like gather, but drops the samples that only pad the last batch: a tensor whose
+  // first dimension is the batch size is cut to the real samples of each process; other tensors are
+  // gathered whole. Values without tensors are gathered as by gather_object, and a list with one
+  // object per sample is cut in the same way. `rows` overrides the inference from the first
+  // dimension: MetricRows::kPerSample (any other length is an error) or MetricRows::kPerProcess
+  // (never cut). Applies inside a loop over a prepared loader of this Accelerator; outside it
+  // equals gather. Refused inside join_uneven_inputs().
   template <class T>
   auto gather_for_metrics(const T& value, MetricRows rows = MetricRows::kAuto) {
     [[maybe_unused]] Comm& comm = CommFor("gather_for_metrics()");
@@ -252,7 +253,7 @@ class Accelerator {
     return std::tuple{gather_for_metrics(first), gather_for_metrics(second),
                       gather_for_metrics(rest)...};
   }
-  // (collective) The same with the facts of a given batch.
+  // (collective) The same for a given batch.
   template <class Data, class T>
   T gather_for_metrics_of(const Batch<Data>& batch, const T& value,
                           MetricRows rows = MetricRows::kAuto) {
@@ -268,7 +269,7 @@ class Accelerator {
     Comm& comm = CommFor("gather_object()");
     return GatherObject(comm, object, where);
   }
-  // (collective) Lists with an object per sample, without those of samples that only fill up the
+  // (collective) Gathers lists with one object per sample, without the samples that only pad the
   // last batch.
   template <class E>
   std::vector<E> gather_object_for_metrics(const std::vector<E>& objects,
@@ -278,8 +279,8 @@ class Accelerator {
     if (batch == nullptr) return GatherObject(comm, objects);
     return GatherObjectForMetrics(comm, objects, *batch, rows);
   }
-  // (collective) "sum", "mean", "max" or "min" over all processes, times `scale`. The input is left
-  // alone.
+  // (collective) "sum", "mean", "max" or "min" over all processes, times `scale`. Does not change
+  // the input.
   template <class T>
   T reduce(const T& value, const std::string& reduction = "sum", double scale = 1.0,
            std::source_location where = std::source_location::current()) {
@@ -294,7 +295,7 @@ class Accelerator {
     Comm& comm = CommFor("pad_across_processes()");
     return PadAcrossProcesses(comm, value, dim, pad_index, pad_first, where);
   }
-  // (collective) The value of process `from_process`. The input is left alone.
+  // (collective) Returns the value of process `from_process`. Does not change the input.
   template <class T>
   T broadcast(const T& value, int from_process = 0,
               std::source_location where = std::source_location::current()) {
@@ -315,8 +316,8 @@ class Accelerator {
   }
 
   // (collective) A group of some processes, for collectives among them: every process of the job
-  // passes the same numbers, in any order. Throws c10::Error: a number that is none or comes twice,
-  // processes that differ.
+  // passes the same numbers, in any order. Throws c10::Error for an index that is out of range or
+  // repeated, and if processes pass different indices.
   Subgroup new_group(const std::vector<int>& process_indices);
 
   // Process control.
@@ -325,14 +326,14 @@ class Accelerator {
   // (collective) Returns when every process has arrived. With a coordinator, all processes throw
   // c10::Error at the deadline (zero: Options::timeout) if one is missing: the error names its
   // host, pid, state, last step and last collective, and one process prints its stack. Processes
-  // that wait under different names at the same time get an error at once.
+  // that wait under different names at the same time fail at once.
   void wait_for_everyone(absl::Duration timeout = absl::ZeroDuration(),
                          const std::string& name = "wait_for_everyone",
                          std::source_location where = std::source_location::current());
 
   // Wraps `function` so that it runs on the named process(es) only; elsewhere the call does
-  // nothing. A result comes as std::optional, empty elsewhere; a
-  // function without a result gives bool (did it run).
+  // nothing. The wrapper returns the result as std::optional, empty elsewhere; for a function
+  // without a result it returns whether the function ran.
   template <class F>
   auto on_main_process(F function) const {
     return Only(is_main_process(), std::move(function));
@@ -368,9 +369,9 @@ class Accelerator {
   void set_trigger();
   bool check_trigger();
 
-  // Named triggers: something that any process, or an operator (`muster trigger`), wants all
-  // processes to do at the same step. "stop", "checkpoint" and "profile" have that meaning
-  // everywhere; other names are yours. Ask where all processes ask, once per step:
+  // Named triggers: any process, or an operator (`muster trigger`), requests an action of all
+  // processes at the same step. "stop", "checkpoint" and "profile" have fixed meanings; other names
+  // are yours. Check on all processes, once per step:
   //
   //   optimizer.step();
   //   if (accelerator.check_trigger("checkpoint")) accelerator.save_state();
@@ -382,56 +383,59 @@ class Accelerator {
   //
   // Returns each trigger once. Throws c10::Error when the generation has ended.
   std::optional<Trigger> check_trigger(const std::string& name);
-  // Does not wait until processes act. `payload`: at most 64 KiB. Errors: INVALID_ARGUMENT,
-  // UNAVAILABLE, RESOURCE_EXHAUSTED.
+  // Returns without waiting for the processes to act. `payload`: at most 64 KiB. Errors:
+  // INVALID_ARGUMENT, UNAVAILABLE, RESOURCE_EXHAUSTED.
   absl::Status set_trigger(const std::string& name, const std::string& payload = "");
   // Whether the trigger "stop" has taken effect; true from then on. SIGTERM at any process (a
   // preempted node, `muster launch` stopped) raises it, see AcceleratorOptions::stop_on_sigterm:
-  // save and return, while the grace lasts.
+  // save and return within the grace period.
   bool should_stop();
 
   // State.
   // (collective) Writes models, optimizers, schedules, loaders' positions, scaler, random states
   // and registered objects to `directory`, or, if empty, to the next numbered folder under the
-  // project directory. On return on any process all of it is there; with
-  // AcceleratorOptions::checkpoint.asynchronous it is copied, and the error may be that of an
-  // earlier save (this one goes on). Layout: docs/checkpoint_format.md. Errors: RESOURCE_EXHAUSTED,
-  // PERMISSION_DENIED, FAILED_PRECONDITION in the middle of an accumulation window, ALREADY_EXISTS.
+  // project directory. When it returns on any process, the checkpoint is complete; with
+  // AcceleratorOptions::checkpoint.asynchronous only the copy is, and the error may be that of an
+  // earlier save (this one continues). Layout: docs/checkpoint_format.md. Errors:
+  // RESOURCE_EXHAUSTED, PERMISSION_DENIED, FAILED_PRECONDITION in the middle of an accumulation
+  // window, ALREADY_EXISTS.
   absl::Status save_state(const std::string& directory = "");
-  // Waits until asynchronous saves are on disk; the error of one that failed and that nothing has
-  // reported yet. All processes call it or none, as others wait for this one's part.
+  // Waits until asynchronous saves are on disk. Returns the error of a failed save that has not
+  // been reported yet. Call it on all processes or on none, because each waits for the others'
+  // parts.
   absl::Status wait_for_checkpoint();
-  // (collective) Restores it, also on another number of processes; loaders go on at the exact next
-  // sample, epochs() at the epoch. Empty: the newest complete one of the project directory. Errors:
-  // NOT_FOUND, DATA_LOSS, FAILED_PRECONDITION.
+  // (collective) Restores such a state, also on another number of processes; loaders continue at
+  // the exact next sample, epochs() at the saved epoch. An empty `directory` means the newest
+  // complete checkpoint of the project directory. Errors: NOT_FOUND, DATA_LOSS,
+  // FAILED_PRECONDITION.
   absl::Status load_state(const std::string& directory = "");
-  // As load_state; OK if there is none yet.
+  // Like load_state, but returns OK if there is no checkpoint yet.
   absl::Status load_state_if_present(const std::string& directory = "");
-  // Where the last save_state or load_state of this process was; an asynchronous save may still be
-  // on its way there.
+  // The directory of this process's last save_state or load_state; an asynchronous save may still
+  // be writing it.
   const std::string& last_checkpoint() const;
-  // The number of the next save_state() without a directory, as far as this process has saved and
-  // loaded.
+  // The number of the next save_state() without a directory, according to this process's saves and
+  // loads.
   int64_t save_iteration() const;
-  // Adds objects to the state: `StateDict state_dict() const` is asked on process 0 when it is
-  // saved, `load_state_dict(const StateDict&)` is called on all when it is loaded. Keep them alive.
+  // Adds objects to the state: saving calls `StateDict state_dict() const` on process 0, loading
+  // calls `load_state_dict(const StateDict&)` on all processes. Keep them alive.
   template <Checkpointable... Objects>
   void register_for_checkpointing(Objects&... objects) {
     (Register([&objects] { return StateDict(objects.state_dict()); },
               [&objects](const StateDict& state) { objects.load_state_dict(state); }),
      ...);
   }
-  // An object of a few rows of numbers by its save and load functions.
+  // Adds an object given by its save and load functions.
   void register_for_checkpointing(std::function<PlainState()> save,
                                   std::function<void(const PlainState&)> load);
   // Hooks before models are written and loaded: see muster/state.h.
   HookHandle register_save_state_pre_hook(SaveStateHook hook);
   HookHandle register_load_state_pre_hook(LoadStateHook hook);
 
-  // (collective) Process 0 writes the model's tensors alone, as other libraries read them, to
-  // model.safetensors in `directory`, or, above `max_shard_size` ("500MB", "10GB"), to shards with
-  // an index. All return the same status: INVALID_ARGUMENT for a size that is none,
-  // FAILED_PRECONDITION if `directory` is a file, RESOURCE_EXHAUSTED, PERMISSION_DENIED.
+  // (collective) Process 0 writes only the model's tensors, in the format that other libraries
+  // read, to model.safetensors in `directory`, or, above `max_shard_size` ("500MB", "10GB"), to
+  // shards with an index. All processes return the same status: INVALID_ARGUMENT for a malformed
+  // size, FAILED_PRECONDITION if `directory` is a file, RESOURCE_EXHAUSTED, PERMISSION_DENIED.
   template <class M>
   absl::Status save_model(const AcceleratedModel<M>& model, const std::string& directory,
                           const std::string& max_shard_size = "10GB") {
@@ -465,43 +469,43 @@ class Accelerator {
     return model.unwrap();
   }
   // Ends the job for this process: flushes trackers, waits for asynchronous saves and leaves the
-  // rendezvous. Throws if a save failed that nothing has reported yet.
+  // rendezvous. Throws if a save has failed and the error has not been reported yet.
   void end_training();
 
   // Logs and trackers.
   // Opens trackers ("tensorboard", "jsonl", "csv", a class registered with RegisterTrackerClass, or
-  // objects of your own) under the logging directory and gives them `config`. On processes other
-  // than the main one only those that want it. Errors: NOT_FOUND for an unknown kind, those of
-  // opening files.
+  // objects of your own) under the logging directory and passes them `config`. Processes other than
+  // the main one open only trackers that request it. Errors: NOT_FOUND for an unknown kind, those
+  // of opening files.
   absl::Status init_trackers(const std::string& project_name, const TrackerValues& config = {},
                              const std::vector<std::string>& kinds = {"tensorboard"},
                              std::vector<std::unique_ptr<GeneralTracker>> own = {});
   // `accelerator.log({{"loss", 0.5}}, step)`: queued, never waits for a disk.
   void log(TrackerValues values, std::optional<int64_t> step = std::nullopt);
-  // The tracker of that name, for what log() cannot say; on a process without it one that does
+  // The tracker of that name, for its own methods; on a process without it, a tracker that does
   // nothing.
   absl::StatusOr<GeneralTracker*> get_tracker(const std::string& name);
-  // A progress bar on the local main process, silent where standard error is no terminal.
+  // A progress bar on the local main process, silent if standard error is not a terminal.
   Progress progress(int64_t total, const std::string& description = "");
   template <class T>
   Progress progress(const PreparedLoader<T>& loader, const std::string& description = "") {
     return progress(loader.has_size() ? loader.size() : 0, description);
   }
-  // Records what LibTorch does while the result lives, and writes
+  // Profiles LibTorch for the lifetime of the result, and writes
   // OUTPUT_DIR/profile_{process_index}.json.
   [[nodiscard]] Profile profile(const std::string& output_dir);
   // With a schedule (call step() on the result at the end of each training step), shapes, memory.
-  // Its rank and cuda are this process's.
+  // `rank` and `cuda` are set for this process.
   [[nodiscard]] Profile profile(ProfileOptions options);
 
-  // For code beside the loop that needs the process group: trackers, samplers, own collectives.
+  // The process group, for code outside the loop: trackers, samplers, your own collectives.
   Comm& comm();
   internal::Core& core() { return *core_; }
 
  private:
   HookHandle HandleOf(int64_t hook);
 
-  // What the templates need of the Core. The Comm: throws where processes that have run out of
+  // Access to the Core for the templates. CommFor throws where processes that have run out of
   // batches would not take part in `call`.
   Comm& CommFor(const char* call);
   const BatchInfo* BatchOfMetrics() const;
@@ -510,7 +514,7 @@ class Accelerator {
   absl::Status SaveModel(const internal::ModelSource& model, const std::string& directory,
                          const std::string& max_shard_size);
 
-  // Slots keep the Core alive, which they refer to. `keep`: what must live as long as the slot.
+  // A slot keeps alive the Core that it refers to. `keep`: an object that must outlive the slot.
   template <class Slot>
   std::shared_ptr<Slot> Keep(std::shared_ptr<Slot> slot) const;
   std::shared_ptr<internal::ModelSlot> PrepareSlot(std::unique_ptr<internal::ModelSource> model,
@@ -544,13 +548,13 @@ class Accelerator {
   std::shared_ptr<internal::Core> core_;
 };
 
-// The arguments of a job's function, less the program's name.
+// The program's arguments without its name, for a job's function.
 using Arguments = std::vector<std::string>;
 
 // Makes the Accelerator, calls `train(accelerator)` or `train(accelerator, arguments)`, which
-// return absl::Status or nothing, and turns what comes back into the exit code of main(): 0, or 1
-// after one line on standard error that names the process and what failed. Exceptions of any kind
-// are caught here.
+// return absl::Status or nothing, and converts the result to the exit code of main(): 0, or 1 after
+// one line on standard error that names the process and the error. Catches exceptions of every
+// kind.
 template <class F>
 int run(int argc, char** argv, const AcceleratorOptions& options, F train);
 template <class F>
@@ -593,7 +597,7 @@ inline constexpr bool kIsSharedPtr = false;
 template <class D>
 inline constexpr bool kIsSharedPtr<std::shared_ptr<D>> = true;
 
-// These are only declared here; who has an object of one has included its header.
+// Only declared here; code that has an object of such a type has included its header.
 template <class D>
 inline constexpr bool kIsTorchSchedule = std::is_base_of_v<torch::optim::LRScheduler, D>;
 template <class D>
@@ -618,7 +622,7 @@ constexpr bool IsDataset() {
   }
 }
 
-// Why prepare() does not take a D, as a compiler's message. The order is from the particular to the
+// The compiler message for a D that prepare() does not take, from the most specific to the most
 // general.
 template <class D>
 constexpr auto Refuse() {
@@ -638,17 +642,16 @@ constexpr auto Refuse() {
   static_assert(std::is_void_v<Pointee> || !(kIsTorchSchedule<Pointee> || kIsTorchPlateau<Pointee>),
                 "prepare() takes a schedule of LibTorch's by reference or std::shared_ptr: pass "
                 "*schedule, and keep the pointer alive");
-  static_assert(
-      !IsTorchLoader<D> && !IsTorchLoader<Pointee>,
-      "prepare() cannot share out a data loader of LibTorch's: give the data set instead, "
-      "as muster::batches(dataset, batch_size)");
+  static_assert(!IsTorchLoader<D> && !IsTorchLoader<Pointee>,
+                "prepare() cannot shard a data loader of LibTorch's: pass the data set instead, as "
+                "muster::batches(dataset, batch_size)");
   static_assert(
       !std::is_same_v<D, at::Tensor>,
       "prepare() does not take tensors: a tensor of data goes in as muster::batches(tensor, "
       "batch_size), a parameter as a member of a module");
-  static_assert(!IsDataset<D>() && !IsDataset<Pointee>(),
-                "prepare() does not take a data set as it is: say how it is read, by "
-                "muster::batches(dataset, batch_size)");
+  static_assert(
+      !IsDataset<D>() && !IsDataset<Pointee>(),
+      "prepare() does not take a bare data set: wrap it as muster::batches(dataset, batch_size)");
   static_assert(kNever<D>,
                 "prepare() does not know this type: it takes models, optimizers, "
                 "muster::batches(dataset, batch_size), and learning-rate schedules");
@@ -755,7 +758,7 @@ auto Accelerator::prepare(Objects&&... objects) {
   if constexpr (sizeof...(Objects) == 1) {
     return PrepareOne(std::forward<Objects>(objects)...);
   } else {
-    // A braced list is evaluated in order, which the collectives inside need.
+    // A braced list is evaluated in order; the collectives inside depend on it.
     return std::tuple{PrepareOne(std::forward<Objects>(objects))...};
   }
 }

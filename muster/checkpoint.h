@@ -9,12 +9,12 @@
 
 namespace muster {
 
-// The tensors of a safetensors file by name, on the CPU. Throws c10::Error naming the file, the
-// tensor and what is wrong.
+// The tensors of a safetensors file by name, on the CPU. Throws c10::Error that names the file, the
+// tensor and the error.
 std::map<std::string, at::Tensor> LoadTensors(const std::string& path);
 
-// Writes a safetensors file that other libraries read: whole or not at all. Blocks on the disk.
-// Errors: INVALID_ARGUMENT naming the tensor, RESOURCE_EXHAUSTED, PERMISSION_DENIED.
+// Writes a safetensors file that other libraries can read, completely or not at all. Blocks on the
+// disk. Errors: INVALID_ARGUMENT naming the tensor, RESOURCE_EXHAUSTED, PERMISSION_DENIED.
 absl::Status SaveTensors(const std::string& path, const std::map<std::string, at::Tensor>& tensors);
 
 }  // namespace muster

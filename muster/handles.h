@@ -31,11 +31,11 @@ namespace internal {
 class OptimizerSlot;
 class SchedulerSlot;
 
-// The static_asserts below wait for their template's instantiation.
+// Delays the static_asserts below until their template is instantiated.
 template <class...>
 inline constexpr bool kNever = false;
 
-// What a prepared model may be: how to reach the module, and how it is called.
+// The types of models that prepare() takes: how to reach the module and how to call it.
 template <class M>
 struct ModelTraits {
   static constexpr bool kIsModel = false;
@@ -50,7 +50,8 @@ concept IsCallable = requires(Module& module, Args&&... args) {
   module(std::forward<Args>(args)...);
 };
 
-// A holder's call operator is forward(); a class of the user's may have one of its own beside it.
+// A holder's call operator is forward(); a user's class may have both forward() and a call
+// operator.
 template <bool kPreferForward, class Module, class... Args>
 decltype(auto) Invoke(Module& module, Args&&... args) {
   if constexpr (HasForward<Module, Args...> && (kPreferForward || !IsCallable<Module, Args...>)) {
@@ -132,7 +133,7 @@ struct ModelTraits<M> {
 }  // namespace internal
 
 // A prepared model; call it like the model itself. Each call runs under the configured autocast,
-// returns float32, and takes part in the gradient exchange. `M` is what was prepared: a module
+// returns float32, and takes part in the gradient exchange. `M` is the prepared type: a module
 // holder (TORCH_MODULE), a std::shared_ptr to a class derived from torch::nn::Module, a
 // torch::nn::AnyModule or a torch::jit::Module. A value; copies are the same model. One that was
 // default-constructed is empty: every use but assignment throws c10::Error. Not thread-safe.
@@ -147,9 +148,8 @@ class AcceleratedModel {
   AcceleratedModel(M module, std::shared_ptr<internal::ModelSlot> slot)
       : module_(std::move(module)), slot_(std::move(slot)) {}
 
-  // The forward pass, with whatever arguments the model takes: forward() of the class, or its own
-  // call operator. TorchScript takes tensors, other values, or one vector of IValues, and gives an
-  // IValue.
+  // The forward pass with the model's arguments: forward() of the class, or its call operator.
+  // TorchScript takes tensors, other values, or one vector of IValues, and returns an IValue.
   template <class... Args>
   auto operator()(Args&&... args) {
     return Run([&]() -> decltype(auto) {
@@ -162,7 +162,7 @@ class AcceleratedModel {
       return Traits::template Call<true>(module(), std::forward<Args>(args)...);
     });
   }
-  // Of an AnyModule whose forward() returns an R.
+  // For an AnyModule whose forward() returns an R.
   template <class R, class... Args>
   requires std::is_same_v<M, torch::nn::AnyModule> R forward(Args&&... args) {
     return Run([&] { return module().template forward<R>(std::forward<Args>(args)...); });
@@ -180,8 +180,8 @@ class AcceleratedModel {
     });
   }
 
-  // The module itself: parameters(), train(), eval(), its own members. What is computed through it
-  // bypasses autocast and the gradient exchange; step() refuses such gradients.
+  // The module itself: parameters(), train(), eval(), its own members. A forward pass through it
+  // bypasses autocast and the gradient exchange; step() refuses its gradients.
   auto* operator->() const {
     if constexpr (std::is_same_v<M, torch::nn::AnyModule>) {
       return module().ptr().get();
@@ -199,7 +199,7 @@ class AcceleratedModel {
     return *module_;
   }
 
-  // The model's parameters, of every kind of model alike: for clip_grad_norm_() and optimizers.
+  // The model's parameters, for every kind of model; for clip_grad_norm_() and optimizers.
   std::vector<at::Tensor> parameters() const {
     std::vector<at::Tensor> list;
     for (auto& [name, parameter] : slot()->source().parameters()) list.push_back(parameter);
@@ -245,10 +245,11 @@ class AcceleratedOptimizer {
   explicit AcceleratedOptimizer(std::shared_ptr<internal::OptimizerSlot> slot)
       : slot_(std::move(slot)) {}
 
-  // One update at the end of an accumulation window; between, it does nothing. Under a gradient
-  // scaler an update whose gradients hold inf or NaN is skipped. Throws c10::Error, naming a
-  // parameter, if its gradient is not that of this window over all processes: it came from a call
-  // around the prepared model, belongs to no prepared model, or was zeroed by other means.
+  // Updates the parameters at the end of an accumulation window; inside a window it does nothing. A
+  // gradient scaler skips an update whose gradients contain inf or NaN. Throws c10::Error that
+  // names a parameter if its gradient is not this window's average over all processes: a forward
+  // pass bypassed the prepared model, the parameter belongs to no prepared model, or the gradient
+  // was zeroed by other means.
   void step();
   // (collective) An update by an optimizer that evaluates the loss itself, such as LBFGS. `closure`
   // zeroes the gradients, computes the loss through the prepared model, calls
@@ -257,16 +258,16 @@ class AcceleratedOptimizer {
   // of the first evaluation, averaged. Throws c10::Error with gradient accumulation, under fp16 and
   // inside join_uneven_inputs().
   at::Tensor step(const std::function<at::Tensor()>& closure);
-  // Forgets the gradients, unless that would lose micro-steps of a window that has not been stepped
-  // on: it may be called at the head of each micro-step or at its end.
+  // Clears the gradients, unless that would lose micro-steps of a window before its step: call it
+  // at the head of each micro-step or at its end.
   void zero_grad(bool set_to_none = true);
   // Whether the last step() was skipped because of inf or NaN.
   bool step_was_skipped() const;
-  // Parameter groups; one that was added to the optimizer after prepare() is one of them.
+  // Parameter groups, including those added to the optimizer after prepare().
   int64_t num_groups() const;
   // Learning rate of a parameter group.
   double lr(int64_t group = 0) const;
-  // Sets it, of all groups or of one. A schedule goes on from there.
+  // Sets the learning rate of all groups or of one. A schedule continues from it.
   void set_lr(double lr);
   void set_lr(double lr, int64_t group);
   // Updates done so far.
@@ -289,16 +290,16 @@ class AcceleratedOptimizer {
 
 namespace internal {
 
-// What the handles of all schedules have. A value; copies are the same schedule. One that was
+// The common part of all schedule handles. A value; copies are the same schedule. One that was
 // default-constructed is empty: every use but assignment throws c10::Error.
 class ScheduleHandle {
  public:
   ScheduleHandle() = default;
   explicit ScheduleHandle(std::shared_ptr<SchedulerSlot> slot) : slot_(std::move(slot)) {}
 
-  // The rate in force, of the first parameter group.
+  // The current rate of the first parameter group.
   double last_lr() const;
-  // Those of all groups.
+  // The current rates of all groups.
   std::vector<double> get_last_lr() const;
   // Steps of the schedule so far; of a plateau schedule, metrics seen.
   int64_t step_count() const;
@@ -316,8 +317,8 @@ class ScheduleHandle {
 
 }  // namespace internal
 
-// A prepared learning-rate schedule: step() it once per micro-step, after the optimizer. It moves
-// on when the optimizer did.
+// A prepared learning-rate schedule: step() it once per micro-step, after the optimizer. It
+// advances when the optimizer has stepped.
 class AcceleratedScheduler : public internal::ScheduleHandle {
  public:
   using ScheduleHandle::ScheduleHandle;
@@ -328,8 +329,8 @@ class AcceleratedScheduler : public internal::ScheduleHandle {
 class AcceleratedPlateau : public internal::ScheduleHandle {
  public:
   using ScheduleHandle::ScheduleHandle;
-  // (collective) After each evaluation. Decides by the mean of the processes' metrics, so that all
-  // of them decide alike.
+  // (collective) Call it after each evaluation. It decides by the mean of the processes' metrics,
+  // so that all make the same decision.
   void step(double metric);
 };
 

@@ -1,7 +1,8 @@
 #ifndef MUSTER_NN_H_
 #define MUSTER_NN_H_
 
-// Modules beside LibTorch's own: SyncBatchNorm, which prepare() binds to the processes of the job.
+// Modules in addition to LibTorch's: SyncBatchNorm, which prepare() binds to the processes of the
+// job.
 #include "worker/parallel/sync_batch_norm.h"
 
 #endif  // MUSTER_NN_H_

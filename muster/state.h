@@ -8,10 +8,10 @@
 #include "worker/checkpoint/state.h"
 #include "worker/checkpoint/state_dict.h"
 
-// What save_state() and load_state() can be given beside the prepared objects.
+// State in addition to the prepared objects, for save_state() and load_state().
 namespace muster {
 
-// An object that register_for_checkpointing() takes as it is.
+// An object that register_for_checkpointing() accepts directly.
 template <class T>
 concept Checkpointable = requires(T& object, const StateDict& state) {
   { object.state_dict() } -> std::convertible_to<StateDict>;
@@ -19,14 +19,14 @@ concept Checkpointable = requires(T& object, const StateDict& state) {
 };
 
 // Called in save_state() before models are written. `weights`: the tensors of each prepared model,
-// in the order of prepare(), which are what is written (by process 0): take names out, or all of
-// them to save that model by other means. Files of the hook's own go through `writer`, one name per
-// process. Called on every process; what it throws is the error of save_state() on all.
+// in the order of prepare(), which process 0 writes: remove entries to omit them, or all entries to
+// save that model by other means. The hook writes its own files through `writer`, with one name per
+// process. Called on every process; an exception becomes the error of save_state() on all.
 using SaveStateHook = std::function<void(std::vector<NamedTensors>& weights, StateWriter& writer)>;
 
-// Called in load_state() before anything has changed. `weights`: what the files hold for each
-// prepared model. What is taken out is not loaded; a model for which nothing is left keeps what it
-// has.
+// Called in load_state() before anything has changed. `weights`: the files' tensors for each
+// prepared model. Removed entries are not loaded; a model without remaining entries keeps its
+// weights.
 using LoadStateHook =
     std::function<void(std::vector<NamedTensors>& weights, const StateReader& reader)>;
 

@@ -13,22 +13,22 @@
 
 namespace muster {
 
-// Some of the job's processes, for collectives among them alone: what Accelerator::new_group()
-// gives. Numbers of processes in here count within the group, in the order of the job's. Methods
+// A subset of the job's processes, for collectives among them; returned by
+// Accelerator::new_group(). Process indices count within the group, in the job's order. Methods
 // marked (collective) must be called by every member, in the same order, and block; elsewhere they
 // throw c10::Error. A value; copies are the same group. Keep the Accelerator alive. Not
 // thread-safe.
 class Subgroup {
  public:
   Subgroup() = default;
-  // Null: this process is no member.
+  // Null: this process is not a member.
   explicit Subgroup(std::shared_ptr<Comm> comm) : comm_(std::move(comm)) {}
 
   bool is_member() const { return comm_ != nullptr; }
   int num_processes() const { return comm().size(); }
   int process_index() const { return comm().rank(); }
 
-  // (collective) See the methods of these names of Accelerator.
+  // (collective) See the methods of the same names in Accelerator.
   template <class T>
   T gather(const T& value, std::source_location where = std::source_location::current()) const {
     return Gather(comm(), value, where);
@@ -52,8 +52,9 @@ class Subgroup {
   void wait_for_everyone() const { comm().Barrier(); }
 
   Comm& comm() const {
-    TORCH_CHECK(comm_ != nullptr,
-                "this process is no member of the group: ask is_member() before its collectives");
+    TORCH_CHECK(
+        comm_ != nullptr,
+        "this process is not a member of the group: check is_member() before its collectives");
     return *comm_;
   }
 

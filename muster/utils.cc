@@ -56,10 +56,9 @@ int64_t find_executable_batch_size(Accelerator& accelerator, int64_t starting_ba
 
 bool Ema::update() {
   if (!core_->steps().sync_gradients()) return false;
-  TORCH_CHECK(
-      core_->steps().communicate(),
-      "an average of weights is updated inside LocalSGD, where every process has weights of "
-      "its own: update it after the scope, or without LocalSGD");
+  TORCH_CHECK(core_->steps().communicate(),
+              "an average of weights is updated inside LocalSGD, where every process has its own "
+              "weights: update it after the scope, or without LocalSGD");
   weights_->Update();
   return true;
 }

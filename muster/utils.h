@@ -27,16 +27,16 @@ namespace muster {
 // Random numbers.
 
 // Seeds LibTorch's generators. Call it before creating weights, with the same seed on every
-// process. `device_specific` adds the number of the process, so that each draws its own (of
-// dropout, say); it is read from the environment as Accelerator does, and a process that gets its
-// number only at the rendezvous is refused: use the other form there. `deterministic`: only kernels
-// that give the same bits each time. Throws c10::Error.
+// process. `device_specific` adds the process index, so that each process draws different numbers
+// (for dropout, for example). The index comes from the environment, as for Accelerator; a process
+// that gets its index only at the rendezvous is refused: use the other overload there.
+// `deterministic`: use only kernels with bitwise reproducible results. Throws c10::Error.
 void set_seed(uint64_t seed, bool device_specific = false, bool deterministic = false);
 void set_seed(const Accelerator& accelerator, uint64_t seed, bool device_specific = false,
               bool deterministic = false);
 
-// (collective) Gives every process the random states of process 0: "torch" (the CPU's), "cuda" (the
-// GPU's). Throws c10::Error for another name.
+// (collective) Copies the random states of process 0 to every process: "torch" (the CPU's), "cuda"
+// (the GPU's). Throws c10::Error for another name.
 void synchronize_rng_states(Accelerator& accelerator,
                             const std::vector<std::string>& rng_types = {"torch", "cuda"});
 // (collective) The same for one generator on the CPU.
@@ -44,9 +44,10 @@ void synchronize_rng_states(Accelerator& accelerator, at::Generator& generator);
 
 // Memory.
 
-// (collective) The largest batch size, of those tried, that fits into memory on every process.
-// `attempt` is called with `starting_batch_size` and, as long as memory runs out, with smaller
-// ones; `reduce_batch_size` gives the next one; absent: nine tenths. It may be the whole training.
+// (collective) Returns the largest tried batch size that fits into memory on every process. Calls
+// `attempt` with `starting_batch_size` and, while memory runs out, with smaller ones;
+// `reduce_batch_size` computes the next one (default: nine tenths). `attempt` may be the whole
+// training.
 //
 //   muster::find_executable_batch_size(accelerator, 128, [&](int64_t batch_size) {
 //     Net net;
@@ -58,11 +59,10 @@ void synchronize_rng_states(Accelerator& accelerator, at::Generator& generator);
 //
 // Create models, optimizers and loaders inside: after a failed call this Accelerator forgets
 // everything that was prepared, in it or before, and the accumulation window, as free_memory()
-// does. Objects of the last call end with it, so call save_state() and save_model() inside. Memory
-// runs out on all processes at the same place where they have equal models and batches; one that
-// runs out alone leaves the others waiting in their next exchange, until that times out. For trying
-// a single step beside a training that goes on, use FindExecutableBatchSize. Throws c10::Error if
-// no size fits.
+// does. Objects of the last call end with it, so call save_state() and save_model() inside. With
+// equal models and batches all processes run out of memory at the same place; a process that runs
+// out alone leaves the others waiting in their next exchange until it times out. To try a single
+// step during a running training, use FindExecutableBatchSize. Throws c10::Error if no size fits.
 int64_t find_executable_batch_size(
     Accelerator& accelerator, int64_t starting_batch_size,
     const std::function<void(int64_t)>& attempt,
@@ -75,7 +75,7 @@ template <class T>
 T send_to_device(const T& value, at::Device device, bool non_blocking = false) {
   return SendToDevice(value, device, non_blocking);
 }
-// The parts joined along `dim`, tensor by tensor.
+// Concatenates the parts along `dim`, tensor by tensor.
 template <class T>
 T concatenate(const std::vector<T>& parts, int64_t dim = 0) {
   return Concatenate(parts, dim);
@@ -92,7 +92,7 @@ int64_t find_batch_size(const T& value) {
   TORCH_CHECK(size.has_value(), "find_batch_size: there is no tensor with a dimension");
   return *size;
 }
-// fp16 and bf16 tensors as fp32.
+// Converts fp16 and bf16 tensors to fp32.
 template <class T>
 T convert_to_fp32(const T& value) {
   return ConvertToFp32(value);
@@ -104,8 +104,8 @@ auto convert_outputs_to_fp32(F forward) {
     return ConvertToFp32(forward(std::forward<Args>(args)...));
   };
 }
-// Every tensor, whose first dimension is `batch_size`, with rows of zeros after it until it divides
-// evenly among `num_processes`.
+// Appends rows of zeros to every tensor (first dimension `batch_size`) until it divides evenly
+// among `num_processes`.
 template <class T>
 T pad_input_tensors(const T& value, int64_t batch_size, int num_processes) {
   return PadInputTensors(value, batch_size, num_processes);
@@ -124,8 +124,8 @@ M& extract_model_from_parallel(AcceleratedModel<M>& model) {
   return model.unwrap();
 }
 
-// Lines with this process's number in front: "[RANK 1] ...". See RankLogger; the Accelerator
-// outlives it.
+// A logger that prefixes lines with this process's index: "[RANK 1] ...". See RankLogger; the
+// Accelerator must outlive it.
 inline RankLogger get_logger(Accelerator& accelerator) { return RankLogger(accelerator.comm()); }
 
 // Local SGD: in this scope every process trains alone, and after every `local_sgd_steps` calls of
@@ -135,15 +135,15 @@ inline RankLogger get_logger(Accelerator& accelerator) { return RankLogger(accel
 //   muster::LocalSGD local_sgd(accelerator, model, 8);
 //   for (auto& [x, y] : loader) { ...; optimizer.step(); optimizer.zero_grad(); local_sgd.step(); }
 //
-// Every process must make equally many calls (even_batches). With one process, or `enabled` false,
-// it does nothing. Throws c10::Error inside join_uneven_inputs().
+// Every process must call step() equally often (even_batches). With one process, or `enabled`
+// false, it does nothing. Throws c10::Error inside join_uneven_inputs().
 class LocalSGD {
  public:
   template <class M>
   LocalSGD(Accelerator& accelerator, const AcceleratedModel<M>& model, int64_t local_sgd_steps,
            bool enabled = true)
       : LocalSGD(accelerator, Averaged(model.slot()->source()), local_sgd_steps, enabled) {}
-  // (collective) Averages; not if an exception is leaving the scope.
+  // (collective) Averages, unless an exception is leaving the scope.
   ~LocalSGD() noexcept(false);
   LocalSGD(const LocalSGD&) = delete;
   LocalSGD& operator=(const LocalSGD&) = delete;
@@ -153,7 +153,7 @@ class LocalSGD {
   bool step() { return local_.Step(); }
 
  private:
-  // Parameters, and buffers of floating point, so that running statistics are equal as well.
+  // Parameters and floating-point buffers, so that running statistics are equal as well.
   static std::vector<at::Tensor> Averaged(const internal::ModelSource& model);
   LocalSGD(Accelerator& accelerator, std::vector<at::Tensor> parameters, int64_t local_sgd_steps,
            bool enabled);
@@ -175,8 +175,8 @@ class LocalSGD {
 //   }
 //   ema.copy_to(*model);  // for good, or into another module, to save it
 //
-// All processes have the same weights, so the averages are the same without an exchange. Make it
-// after prepare(), which moves and broadcasts the weights. Errors are c10::Error.
+// All processes have the same weights, so the averages are the same without an exchange. Create it
+// after prepare(), which moves and broadcasts the weights. Throws c10::Error.
 class Ema {
  public:
   template <class M>
@@ -185,17 +185,19 @@ class Ema {
         weights_(std::make_shared<EmaWeights>(model.slot()->source().parameters(), options)),
         buffers_(model.slot()->source().buffers()) {}
 
-  // After optimizer.step(): where that steps; between (in an accumulation window) nothing. Returns
-  // whether it was one. Throws inside LocalSGD, where processes have different weights.
+  // Call it after optimizer.step(). It updates when the optimizer has stepped, and does nothing
+  // inside an accumulation window. Returns whether it updated. Throws inside LocalSGD, where
+  // processes have different weights.
   bool update();
 
-  // While the result lives, the model's weights are the average; at its end they are what they
-  // were. Buffers (BatchNorm's statistics) are the model's own throughout. Throws, at its end, if
-  // the weights were changed in between. save_state() and step() are refused in it.
+  // During the result's lifetime the model's weights are the average; its destructor restores them.
+  // Buffers (BatchNorm's statistics) stay the model's own throughout. The destructor throws if the
+  // weights were changed in between. save_state() and step() are refused in the scope.
   [[nodiscard]] internal::AveragedScope apply() { return {core_, *weights_}; }
 
-  // Writes the average, and the model's buffers, into `module`: its own, for good, or another one
-  // of the same class. Refuses one with other names or shapes before anything is changed.
+  // Writes the average, and the model's buffers, into `module`: permanently into the model itself,
+  // or into another one of the same class. Refuses different names or shapes before it changes
+  // anything.
   template <class Module>
   void copy_to(Module& module) const {
     CopyTo(Names(module.named_parameters()), Names(module.named_buffers()));
@@ -210,7 +212,7 @@ class Ema {
 
  private:
   using Named = std::vector<std::pair<std::string, at::Tensor>>;
-  // Of LibTorch's OrderedDict.
+  // For LibTorch's OrderedDict.
   template <class Dict>
   static Named Names(const Dict& dict) {
     Named named;

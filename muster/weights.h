@@ -17,16 +17,16 @@ struct Module;
 
 namespace muster {
 
-// Weights that others trained: what save_model, transformers, safetensors or torch.save wrote.
+// Loads pretrained weights: files of save_model, transformers, safetensors or torch.save.
 //
 //   Net net;
 //   auto loaded = muster::load_model(net, "gpt2", {.prefix = "transformer."});
 //   if (!loaded.ok()) return loaded.status();
 //
 // `path` is a folder (model.safetensors, its index, pytorch_model.bin or its index, in this order)
-// or one of these files. Files of torch.save are read without executing them; they may hold nothing
-// but tensors in plain containers, whose tensors have dotted names: a file {"state_dict": {...}} is
-// read with `.prefix = "state_dict."`. docs/weights.md tells more.
+// or one of these files. Files of torch.save are read without executing them; they may contain only
+// tensors in plain containers. Nested tensors have dotted names: read a file {"state_dict": {...}}
+// with `.prefix = "state_dict."`. See docs/weights.md.
 //
 // Parameters and buffers on any device are filled; the rules, the report and the errors are those
 // of LoadWeights in worker/checkpoint/weight_loader.h. Not collective: call it on every process,
@@ -40,7 +40,7 @@ inline absl::StatusOr<LoadedWeights> load_model(const torch::nn::AnyModule& mode
                                                 const LoadWeightsOptions& options = {}) {
   return load_model(*model.ptr(), path, options);
 }
-// Module holders, shared_ptr to a module, and what prepare() returned for one.
+// Module holders, shared_ptr to a module, and handles that prepare() returned.
 template <class M>
 requires requires(M& model) { static_cast<torch::nn::Module&>(*model); }
 absl::StatusOr<LoadedWeights> load_model(M&& model, const std::string& path,
@@ -48,8 +48,8 @@ absl::StatusOr<LoadedWeights> load_model(M&& model, const std::string& path,
   return load_model(static_cast<torch::nn::Module&>(*model), path, options);
 }
 
-// The same by Accelerate's name and with its default: names that are missing or unexpected are
-// listed in the result, not refused.
+// The same under Accelerate's name and with its default: missing and unexpected names are listed in
+// the result, not refused.
 template <class M>
 absl::StatusOr<LoadedWeights> load_checkpoint_in_model(M&& model, const std::string& checkpoint,
                                                        LoadWeightsOptions options = {

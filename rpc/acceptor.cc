@@ -146,7 +146,7 @@ void Acceptor::Run() {
       getrlimit(RLIMIT_NOFILE, &limit);
       MUSTER_LOG(Warning) << "no descriptor is left for a new connection (" << std::strerror(errno)
                           << "; this process may have " << limit.rlim_cur
-                          << ", see ulimit -n): newcomers wait until one is free";
+                          << ", see ulimit -n): new connections wait until one is free";
     }
     pollfd stop = {stop_, POLLIN, 0};
     if (poll(&stop, 1, kRetryMilliseconds) > 0) return;

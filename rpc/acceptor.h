@@ -15,9 +15,9 @@
 
 namespace muster::rpc {
 
-// Accepts the connections of one TCP port or unix socket on a thread of its own and hands them to a
-// gRPC server. gRPC (1.51) closes its own listener for good when accept() fails once for want of
-// descriptors; here newcomers wait in the kernel's queue until one is free.
+// Accepts the connections of one TCP port or unix socket on its own thread and hands them to a gRPC
+// server. gRPC (1.51) permanently closes its own listener when accept() fails once for lack of
+// descriptors; here new connections wait in the kernel's queue until one is free.
 class Acceptor {
  public:
   // Binds and listens; connections wait until Start. With `only_user`, a connection to a unix

@@ -8,8 +8,8 @@
 
 namespace muster::rpc {
 
-// Where a server listens or a client connects. Numeric only, so that nobody ever waits for a name
-// server.
+// Where a server listens or a client connects. Numeric only, so that no caller ever waits for a
+// name server.
 struct Address {
   std::string host;  // "127.0.0.1" or "::1" (without brackets); empty for a unix socket
   int port = 0;

@@ -42,8 +42,8 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
     if (options.tls_ca.empty() || !shows_itself) {
       return absl::InvalidArgumentError(absl::StrCat(
           "refusing to connect to ", parsed.ToString(),
-          options.tls_ca.empty() ? " without TLS" : " without saying who calls",
-          ": off the loopback interface a coordinator wants --tls_ca with --tls_cert and "
+          options.tls_ca.empty() ? " without TLS" : " without authentication",
+          ": off the loopback interface a coordinator requires --tls_ca with --tls_cert and "
           "--tls_key, or --tls_ca with --token_file"));
     }
   }

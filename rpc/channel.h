@@ -15,8 +15,8 @@
 namespace muster::rpc {
 
 struct ChannelOptions {
-  // TLS is on if `tls_ca` is set. The certificate and key prove who the client is, where a server
-  // asks for it.
+  // TLS is on if `tls_ca` is set. The certificate and key authenticate the client, if the server
+  // requires it.
   std::string tls_ca = {};    // file with the certificates that the server's must descend from
   std::string tls_cert = {};  // file
   std::string tls_key = {};   // file
@@ -37,9 +37,9 @@ struct ChannelOptions {
 // A channel to `address` ("127.0.0.1:29400", "[::1]:29400", "unix:/path"). Returns at once: the
 // connection is made on first use, and made again with a backoff of 50 ms to 5 s with jitter for as
 // long as the channel lives. The channel is thread-safe. Errors: INVALID_ARGUMENT for a bad
-// address, or one off the loopback interface without TLS, or without a certificate or a token to
-// show: nobody of ours would answer there, and a token must not travel in clear; or what is wrong
-// with a file.
+// address, or one off the loopback interface without TLS, or without a certificate or a token: no
+// Muster server answers there, and a token must not travel in clear text; or names the error of a
+// file.
 absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address,
                                                        const ChannelOptions& options = {});
 

@@ -44,8 +44,8 @@ void LogOfGrpc(gpr_log_func_args* args) {
     before = std::exchange(left_out, 0);
   }
   if (before > 0) {
-    MUSTER_LOG(Warning) << "grpc: " << before << " lines were left out, at most " << kLinesAMinute
-                        << " a minute are written";
+    MUSTER_LOG(Warning) << "grpc: " << before << " lines were suppressed; at most " << kLinesAMinute
+                        << " a minute are logged";
   }
   MUSTER_LOG(Warning) << "grpc: " << args->message;
 }

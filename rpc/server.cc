@@ -40,7 +40,7 @@ absl::Status TryUnixSocket(const Address& address) {
   if (stat(address.path.c_str(), &info) != 0) return absl::OkStatus();
   if (!S_ISSOCK(info.st_mode)) {
     return absl::AlreadyExistsError(absl::StrCat("cannot listen on ", address.ToString(),
-                                                 ": a file that is no socket is there"));
+                                                 ": the path is a file that is not a socket"));
   }
   int error = 0;
   // Not waiting for one whose queue is full.
@@ -55,7 +55,7 @@ absl::Status TryUnixSocket(const Address& address) {
   if (error == ENOENT) return absl::OkStatus();
   if (error != ECONNREFUSED) {
     return absl::ErrnoToStatus(
-        error, absl::StrCat("cannot tell whether anybody listens on ", address.ToString()));
+        error, absl::StrCat("cannot determine whether a process listens on ", address.ToString()));
   }
   unlink(address.path.c_str());  // left behind by a process that died
   return absl::OkStatus();
@@ -71,19 +71,19 @@ absl::Status CheckCallersAreKnown(const ServerOptions& options) {
   const char* const way_out =
       address.is_loopback()
           ? "every user of this machine could command its jobs; give --token_file, or --tls_cert, "
-            "--tls_key and --tls_ca (client certificates), or listen on unix:PATH, or say "
-            "--insecure if that is meant"
+            "--tls_key and --tls_ca (client certificates), or listen on unix:PATH, or give "
+            "--insecure if that is intended"
           : "anyone who reaches it could command its jobs; give --tls_cert, --tls_key and --tls_ca "
             "(client certificates), or --tls_cert, --tls_key and --token_file, or listen on "
             "127.0.0.1";
   if (!address.is_loopback() && !tls) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("refusing to listen on ", address.ToString(), " without TLS: ",
-                     options.checks_token ? "the token would travel in clear, and " : "", way_out));
+    return absl::InvalidArgumentError(absl::StrCat(
+        "refusing to listen on ", address.ToString(), " without TLS: ",
+        options.checks_token ? "the token would travel in clear text, and " : "", way_out));
   }
   if (known || (options.insecure && address.is_loopback())) return absl::OkStatus();
   return absl::InvalidArgumentError(absl::StrCat("refusing to listen on ", address.ToString(),
-                                                 " without knowing who calls: ", way_out));
+                                                 " without authentication of callers: ", way_out));
 }
 
 absl::StatusOr<std::unique_ptr<Server>> Server::Start(

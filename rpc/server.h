@@ -30,27 +30,27 @@ struct ServerOptions {
   int max_message_bytes = 4 << 20;
   // `services` refuse every call that does not carry their token (rpc/token.h).
   bool checks_token = false;
-  // All who reach the address may call: on the loopback interface that is every user of this
-  // machine, so it must be said. Refused off the loopback interface.
+  // Any process that reaches the address may call: on the loopback interface that is every user of
+  // this machine, so it must be requested explicitly. Refused off the loopback interface.
   bool insecure = false;
   bool health = true;  // gRPC's own health service, on threads of its own
-  // What services there are, for grpcurl and the like. Nobody is asked for a token. Once a server
-  // of this process has it, so have those that are started later.
+  // What services there are, for grpcurl and the like. Calls need no token. Once a server of this
+  // process has it, so have those that are started later.
   bool reflection = false;
 };
 
 // INVALID_ARGUMENT, one line with the ways out, for options under which a server would not know its
-// callers (see Server) or would let a secret travel in clear; or for a bad address. For those who
-// have work to do before they start.
+// callers (see Server) or would let a secret travel in clear; or for a bad address. For callers
+// that have work to do before the start.
 absl::Status CheckCallersAreKnown(const ServerOptions& options);
 
 // A running gRPC server. It knows its callers in one of three ways: a unix socket, which has an
-// owner and a mode; client certificates; or a token. Off the loopback interface it needs TLS
-// besides. Thread-safe.
+// owner and a mode; client certificates; or a token. Off the loopback interface it needs TLS as
+// well. Thread-safe.
 class Server {
  public:
   // Starts serving `services`, which must outlive the server. Errors, each one line that names the
-  // address or file: INVALID_ARGUMENT bad address or TLS files, or callers that nobody would know;
+  // address or file: INVALID_ARGUMENT bad address or TLS files, or no way to authenticate callers;
   // ALREADY_EXISTS the port is taken; PERMISSION_DENIED or UNAVAILABLE it cannot be bound.
   // `prepare` may add to the server before it is built, such as a generic service with its queue.
   static absl::StatusOr<std::unique_ptr<Server>> Start(

@@ -129,7 +129,7 @@ TEST(Server, UnixSocketThatTellsNothing_IsLeftAlone) {
   ASSERT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&name), sizeof(name)), 0);
   EchoTriggers service;
   const absl::Status status = Server::Start({.listen = "unix:" + path}, {&service}).status();
-  EXPECT_NE(status.message().find("cannot tell whether anybody listens on unix:" + path),
+  EXPECT_NE(status.message().find("cannot determine whether a process listens on unix:" + path),
             absl::string_view::npos)
       << status;
   EXPECT_EQ(unlink(path.c_str()), 0) << "it is still there";
@@ -154,19 +154,21 @@ TEST(Server, CallersThatItWouldNotKnow_AreRefusedWithTheWaysOut) {
     ServerOptions options;
     const char* what;  // null: it may start
   } kCases[] = {
-      {{.listen = "127.0.0.1:0"}, "without knowing who calls"},
-      {{.listen = "[::1]:0"}, "without knowing who calls"},
+      {{.listen = "127.0.0.1:0"}, "without authentication of callers"},
+      {{.listen = "[::1]:0"}, "without authentication of callers"},
       {{.listen = "127.0.0.1:0", .insecure = true}, nullptr},
       {{.listen = "127.0.0.1:0", .checks_token = true}, nullptr},
       {{.listen = "unix:/tmp/x"}, nullptr},
-      {{.listen = "127.0.0.1:0", .tls_cert = "c", .tls_key = "k"}, "without knowing who calls"},
+      {{.listen = "127.0.0.1:0", .tls_cert = "c", .tls_key = "k"},
+       "without authentication of callers"},
       {{.listen = "127.0.0.1:0", .tls_cert = "c", .tls_key = "k", .tls_ca = "a"}, nullptr},
       {{.listen = "0.0.0.0:0"}, "without TLS"},
       {{.listen = "0.0.0.0:0", .insecure = true}, "without TLS"},
       {{.listen = "0.0.0.0:0", .checks_token = true}, "travel in clear"},
-      {{.listen = "0.0.0.0:0", .tls_cert = "c", .tls_key = "k"}, "without knowing who calls"},
+      {{.listen = "0.0.0.0:0", .tls_cert = "c", .tls_key = "k"},
+       "without authentication of callers"},
       {{.listen = "0.0.0.0:0", .tls_cert = "c", .tls_key = "k", .insecure = true},
-       "without knowing who calls"},
+       "without authentication of callers"},
       {{.listen = "0.0.0.0:0", .tls_cert = "c", .tls_key = "k", .tls_ca = "a"}, nullptr},
       {{.listen = "0.0.0.0:0", .tls_cert = "c", .tls_key = "k", .checks_token = true}, nullptr},
   };
@@ -290,7 +292,7 @@ TEST(Connect, OffLoopback_WantsTlsAndSomethingToShow) {
   } kCases[] = {
       {{}, "without TLS"},
       {{.token_file = "/nowhere"}, "without TLS"},
-      {{.tls_ca = "/nowhere"}, "without saying who calls"},
+      {{.tls_ca = "/nowhere"}, "without authentication"},
   };
   for (const char* address : {"10.0.0.1:1", "0.0.0.0:1", "[2001:db8::1]:1"}) {
     for (const auto& c : kCases) {

@@ -48,7 +48,7 @@ v1::BarrierState BarrierVerdict(v1::ErrorReason reason);
 
 // Trailers over 8 KiB break peers. The message is cut at 2 KiB (as gRPC encodes it), and a larger
 // detail loses first its stacks, then its longest lists from the end, until it fits 4 KiB:
-// Barrier.Describe tells the whole.
+// Barrier.Describe returns the whole report.
 grpc::Status ToGrpc(const absl::Status& status);
 absl::Status FromGrpc(const grpc::Status& status);
 

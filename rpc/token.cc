@@ -79,7 +79,7 @@ absl::StatusOr<std::string> ReadToken(const std::string& path, absl::string_view
   }
   close(fd);
   if (!S_ISREG(info.st_mode) || size < 0) {
-    return absl::InvalidArgumentError(absl::StrCat(what, ": '", path, "' is no file to read"));
+    return absl::InvalidArgumentError(absl::StrCat(what, ": '", path, "' is not a readable file"));
   }
   const uid_t user = geteuid();
   if (info.st_uid != user && info.st_uid != 0 && user != 0) {
@@ -89,9 +89,9 @@ absl::StatusOr<std::string> ReadToken(const std::string& path, absl::string_view
   const mode_t closed = info.st_uid == 0 ? 037 : 077;
   if ((info.st_mode & closed) != 0) {
     return absl::PermissionDeniedError(
-        absl::StrCat(what, ": others can reach the token in '", path, "' (mode ",
+        absl::StrCat(what, ": other users can access the token in '", path, "' (mode ",
                      absl::StrFormat("%03o", info.st_mode & 0777),
-                     "): make it yours alone with chmod 600, and change the token"));
+                     "): restrict it with chmod 600, and replace the token"));
   }
   text.resize(static_cast<size_t>(size));
   const absl::string_view token = absl::StripAsciiWhitespace(text);
@@ -121,7 +121,7 @@ absl::Status CheckToken(const std::multimap<grpc::string_ref, grpc::string_ref>&
   return ErrorWithReason(
       absl::StatusCode::kUnauthenticated,
       absl::StrCat(is_token ? "the token of this call is not the coordinator's"
-                            : "this coordinator wants a token with every call",
+                            : "this coordinator requires a token with every call",
                    ": give --token_file (or MUSTER_TOKEN_FILE), a file with the token that the "
                    "coordinator was started with"),
       v1::ERROR_REASON_BAD_TOKEN);

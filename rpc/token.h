@@ -27,7 +27,7 @@ absl::StatusOr<std::string> ReadToken(const std::string& path, absl::string_view
 // A new one: 256 bits from the system's random source.
 std::string NewToken();
 
-// Whether a call with this metadata may go on. Takes equally long wherever the two tokens differ.
+// Whether a call with this metadata is admitted. Takes equally long wherever the two tokens differ.
 // Errors: UNAUTHENTICATED / BAD_TOKEN that names the flag.
 absl::Status CheckToken(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata,
                         absl::string_view token);

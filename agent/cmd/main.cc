@@ -40,7 +40,7 @@ constexpr char kUsage[] =
 constexpr char kFooter[] =
     "\nExit codes are those of muster launch (docs/cli.md): 0 the job succeeded; 1 a worker "
     "failed; 2 wrong options;\n"
-    "5 the other machines did not come in time; 7 no coordinator; 8 it refuses this agent's token; "
+    "5 the other machines did not join in time; 7 no coordinator; 8 it refuses this agent's token; "
     "126, 127 the\n"
     "program; 130, 143 stopped.";
 
@@ -112,7 +112,7 @@ int Run(int argc, char** argv) {
       ->check(CLI::Range(1, 1'000'000))
       ->capture_default_str();
   app.add_option("--machine_rank", options.node_rank,
-                 "which of them this is; -1: the coordinator says")
+                 "index of this machine; -1: the coordinator assigns it")
       ->capture_default_str();
   app.add_option("--rack", worker.rack,
                  "rack of this machine: without --machine_rank, neighbours get neighbouring ranks")
@@ -121,8 +121,8 @@ int Run(int argc, char** argv) {
                  "NVLink domain of this machine, within its rack")
       ->envname("MUSTER_NVLINK_DOMAIN");
   app.add_option("--job_name", worker.job,
-                 "name of the job at the coordinator (default: made up); needed with several "
-                 "machines, the same for all");
+                 "name of the job at the coordinator (default: generated); required with several "
+                 "machines, the same on all");
   app.add_option("--mixed_precision", worker.mixed_precision, "precision of the forward pass")
       ->check(CLI::IsMember({"no", "bf16", "fp16"}))
       ->capture_default_str();
@@ -133,34 +133,36 @@ int Run(int argc, char** argv) {
   app.add_flag("--cpu", worker.cpu, "train on the CPU");
   app.add_flag("--debug", worker.debug, "check every collective across processes");
   app.add_option("--max_restarts", options.agent.max_restarts,
-                 "how often all processes are started again")
+                 "how often to restart all processes after a failure")
       ->check(CLI::Range(0, 1'000'000))
       ->capture_default_str();
   app.add_option("--log_dir", options.agent.log_dir, "write output to FOLDER/attempt_A/rank_R.log");
   app.add_option("--log_max_mib", log_max_mib,
-                 "MiB of such a file before it becomes rank_R.log.1; 0: no limit")
+                 "size in MiB at which such a file is rotated to rank_R.log.1; 0: no limit")
       ->check(CLI::Range(0, 1'000'000))
       ->capture_default_str();
-  app.add_option("--log_files", options.log_limits.files, "how many there are for each process")
+  app.add_option("--log_files", options.log_limits.files,
+                 "how many such files to keep for each process")
       ->check(CLI::Range(1, 1'000'000))
       ->capture_default_str();
-  app.add_flag("--tee", tee, "with --log_dir: to the terminal as well");
-  app.add_flag("--no_prefix", no_prefix, "do not begin lines with [rank]:");
+  app.add_flag("--tee", tee, "with --log_dir: write to the terminal as well");
+  app.add_flag("--no_prefix", no_prefix, "do not prefix lines with [rank]:");
   app.add_option("--stop_grace", stop_grace, "time between SIGTERM and SIGKILL")
       ->capture_default_str();
   app.add_option("--join_timeout", join_timeout, "how long to wait for the other machines")
       ->capture_default_str();
   app.add_option("--outage_tolerance", outage_tolerance,
-                 "how long the coordinator may be away before the job is given up")
+                 "how long the coordinator may be away before the job fails")
       ->capture_default_str();
   app.add_option("--hub_listen", options.hub_listen,
-                 "IP:PORT or unix:PATH where this agent offers to speak for others at the "
-                 "coordinator, as their hub; port 0 takes a free one");
+                 "IP:PORT or unix:PATH at which this agent offers to be a hub for other agents; "
+                 "port 0 takes a free one");
   app.add_option("--lease", lease,
-                 "after what silence a machine or worker counts as lost while others are heard")
+                 "how long a machine or worker may be silent, while others are not, before it "
+                 "counts as lost")
       ->capture_default_str();
   app.add_option("--tls_ca", worker.tls_ca,
-                 "certificates that the coordinator's must descend from");
+                 "CA certificates that must have signed the coordinator's");
   app.add_option("--tls_cert", worker.tls_cert, "certificate of this machine");
   app.add_option("--tls_key", worker.tls_key, "its private key");
   app.add_option("--token_file", options.channel.token_file,
@@ -194,7 +196,7 @@ int Run(int argc, char** argv) {
   if (processes == 0) processes = options.num_nodes;
   if (processes % options.num_nodes != 0) {
     return Fail(kExitUsage,
-                absl::StrCat("--num_processes ", processes, " cannot be shared out evenly over ",
+                absl::StrCat("--num_processes ", processes, " cannot be divided evenly among ",
                              options.num_nodes, " machines"));
   }
   if (options.node_rank >= options.num_nodes) {
@@ -205,7 +207,7 @@ int Run(int argc, char** argv) {
   if (worker.job.empty() && options.num_nodes > 1) {
     return Fail(kExitUsage,
                 "--job_name is required with --num_machines above 1: the machines of a job find "
-                "each other by it");
+                "each other by this name");
   }
   // Two jobs of one name would take each other's places.
   if (worker.job.empty()) worker.job = absl::StrCat("agent-", RandomHex().substr(0, 8));

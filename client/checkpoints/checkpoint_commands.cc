@@ -33,8 +33,8 @@ namespace {
 using nlohmann::ordered_json;
 
 constexpr char kExitCodes[] =
-    "Exit codes: 0 done; 1 damaged (verify) or different (diff); 2 wrong options, or no such thing "
-    "can be\ndone; 3 nothing there; 4 a file would be replaced that is read; 8 not permitted.";
+    "Exit codes: 0 done; 1 damaged (verify) or different (diff); 2 wrong options, or an "
+    "impossible\nrequest; 3 not found; 4 an input file would be replaced; 8 not permitted.";
 
 bool IsFolder(const std::string& path) {
   struct stat info;
@@ -496,7 +496,7 @@ std::vector<Subcommand> Subcommands() {
       {{.name = "muster checkpoints diff",
         .summary = "Compares the tensors of two checkpoints, or of files of weights.",
         .usage = "FIRST SECOND [OPTIONS]",
-        .details = "Of a checkpoint and weights alone, model.safetensors is compared.",
+        .details = "Between a checkpoint and bare weights, compares model.safetensors.",
         .max_words = 2},
        2,
        RunDiff},
@@ -514,7 +514,7 @@ std::vector<Subcommand> Subcommands() {
         .usage = "FOLDER --keep N [OPTIONS]",
         .details = "Incomplete ones do not count and stay. A damaged one stops the command.",
         .options = {{.name = "keep", .value_name = "N", .help = "How many to keep, 1 or more"},
-                    {.name = "dry_run", .help = "Say which ones, and remove nothing"}},
+                    {.name = "dry_run", .help = "Print which ones, and remove nothing"}},
         .max_words = 1},
        1,
        RunPrune},
@@ -527,13 +527,13 @@ int RunCheckpointsCommand(const std::vector<std::string>& args, const CommandCon
   const std::vector<Subcommand> all = Subcommands();
   const std::string prefix = "muster checkpoints ";
   const auto help = [&](std::ostream& out) {
-    out << "Looks at checkpoints and weights on disk; no coordinator is needed.\n"
+    out << "Inspects checkpoints and weights on disk; needs no coordinator.\n"
            "Usage: muster checkpoints COMMAND [OPTIONS]\n\nCommands:\n";
     for (const Subcommand& subcommand : all) {
       out << absl::StrFormat("  %-10s %s\n", subcommand.spec.name.substr(prefix.size()),
                              subcommand.spec.summary);
     }
-    out << "\nmuster checkpoints COMMAND --help tells more.\n";
+    out << "\nmuster checkpoints COMMAND --help has details.\n";
   };
   if (args.empty()) {
     help(context.err);

@@ -36,7 +36,7 @@ struct CommandSpec {
 
 struct CommandLine {
   bool help = false;
-  // By option name, in the order given. Flags: "true" or "false" or what stood after "=".
+  // By option name, in the order given. Flags: "true" or "false" or the text after "=".
   std::map<std::string, std::vector<std::string>> options;
   std::vector<std::string> words;  // or the program and its arguments
   bool Has(const std::string& name) const { return options.count(name) != 0; }

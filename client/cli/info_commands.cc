@@ -76,7 +76,7 @@ std::string DurationText(const google::protobuf::Duration& duration, int digits 
 
 std::string OpenBarrierText(const v1::BarrierReport& report) {
   return absl::StrCat(report.barrier_id(), " counter ", report.counter(), ": ", report.arrived(),
-                      " of ", report.expected(), " ranks have come, open for ",
+                      " of ", report.expected(), " ranks have arrived, open for ",
                       DurationText(report.open_for()));
 }
 
@@ -137,11 +137,11 @@ int RunVersionCommand(const std::vector<std::string>& args, const CommandContext
 int RunEnvCommand(const std::vector<std::string>& args, const CommandContext& context) {
   const CommandSpec spec = {
       .name = "muster env",
-      .summary = "Prints versions, devices and libraries: what to put into a bug report.",
+      .summary = "Prints versions, devices and libraries: include them in a bug report.",
       .usage = "[OPTIONS]",
       .options = {
           {.name = "json", .help = "As one JSON object"},
-          {.name = "config_file", .value_name = "FILE", .help = "The config file to look at"}}};
+          {.name = "config_file", .value_name = "FILE", .help = "The config file to show"}}};
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   const Machine machine = ReadMachine(context.variables);
@@ -224,8 +224,7 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
   spec.details =
       "default   writes a file with every setting and its meaning; the options given here go into "
       "it\n"
-      "show      prints every setting that a launch with these options would use, and where it "
-      "comes from\n"
+      "show      prints every setting that a launch with these options would use, with its source\n"
       "validate  reads a file and says whether a launch would accept it\n"
       "Exit codes: 0 done; 2 wrong options or a file that would be refused; 4 the file exists "
       "already (--force).";
@@ -240,7 +239,7 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
   if (verb != "default" && verb != "show" && verb != "validate") {
     return Fail(spec, context,
                 absl::InvalidArgumentError(
-                    verb.empty() ? "say what to do: default, show or validate"
+                    verb.empty() ? "name an action: default, show or validate"
                                  : absl::StrCat("unknown word ", verb, DidYouMean(verb, verbs))),
                 kExitUsage);
   }
@@ -251,8 +250,8 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
     if (path.empty()) path = FindConfig("", context.variables).path;
     if (path.empty()) path = DefaultConfigPath(context.variables);
     if (path.empty()) {
-      return Fail(spec, context, absl::InvalidArgumentError("where to? give --config_file FILE"),
-                  kExitUsage);
+      return Fail(spec, context,
+                  absl::InvalidArgumentError("no file name: give --config_file FILE"), kExitUsage);
     }
     if (PathExists(path) && line.Get("force") != "true") {
       return Fail(spec, context,
@@ -305,16 +304,16 @@ std::vector<OptionSpec> ConnectionOptions(std::vector<OptionSpec> more) {
   std::vector<OptionSpec> options = {
       {.name = "coordinator",
        .value_name = "ADDRESS",
-       .help = "IP:PORT or unix:PATH. Default: $MUSTER_COORDINATOR, else your launch that runs on "
+       .help = "IP:PORT or unix:PATH. Default: $MUSTER_COORDINATOR, else your running launch on "
                "this machine"},
       {.name = "tls_ca",
        .value_name = "FILE",
-       .help = "Certificates that the coordinator's must descend from"},
-      {.name = "tls_cert", .value_name = "FILE", .help = "Certificate to show"},
+       .help = "CA certificates that must have signed the coordinator's"},
+      {.name = "tls_cert", .value_name = "FILE", .help = "Client certificate"},
       {.name = "tls_key", .value_name = "FILE", .help = "Private key of --tls_cert"},
       {.name = "token_file",
        .value_name = "FILE",
-       .help = "Token to bring. Default: that of your launch with this address, else "
+       .help = "File with the token to send. Default: that of your launch with this address, else "
                "$MUSTER_TOKEN_FILE"},
       {.name = "timeout",
        .value_name = "TIME",
@@ -440,7 +439,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
       .usage = "[JOB] [OPTIONS]",
       .details =
           "Exit codes: 0 shown; 2 wrong options; 3 no such job; 7 no coordinator answers;\n8 it "
-          "wants a token, or another one.",
+          "requires a token, or a different one.",
       .options = ConnectionOptions({{.name = "json", .help = "As one JSON object"}}),
       .max_words = 1};
   CommandLine line;
@@ -625,15 +624,15 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
 int RunTriggerCommand(const std::vector<std::string>& args, const CommandContext& context) {
   const CommandSpec spec = {
       .name = "muster trigger",
-      .summary = "Tells all processes of a job to do something at the same step.",
+      .summary = "Makes all processes of a job act at the same step.",
       .usage = "JOB NAME [OPTIONS]",
       .details =
           "NAME is stop, checkpoint, profile, or what the program checks for. Returns at "
-          "once; the job acts when all\nits processes have heard of it.\n"
+          "once; the job acts when all\nits processes have seen the trigger.\n"
           "Exit codes: 0 raised; 2 wrong options; 3 no such job; 7 no coordinator answers;\n8 it "
-          "wants a token, or another one.",
+          "requires a token, or a different one.",
       .options = ConnectionOptions(
-          {{.name = "payload", .value_name = "TEXT", .help = "What the program is told with it"},
+          {{.name = "payload", .value_name = "TEXT", .help = "Text passed to the program"},
            {.name = "at_step",
             .value_name = "N",
             .help = "Before step N (counted from 1), not the earliest that all can reach"}}),
@@ -675,20 +674,19 @@ int RunTriggerCommand(const std::vector<std::string>& args, const CommandContext
 int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext& context) {
   const CommandSpec spec = {
       .name = "muster barrier",
-      .summary = "Shows the barriers of a job and who is late, or cancels one.",
+      .summary = "Shows a job's barriers and their late ranks, or cancels a barrier.",
       .usage = "JOB [NAME] [OPTIONS]",
       .details =
           "Without NAME: the open ones. With it: the report of its latest instance, as every "
-          "process that waited got it, with\nthe native stacks of the processes that did not "
-          "come.\n"
+          "waiting process got it, with\nthe native stacks of the missing processes.\n"
           "Exit codes: 0 done; 2 wrong options; 3 no such job or barrier; 7 no coordinator "
-          "answers;\n8 it wants a token, or another one.",
+          "answers;\n8 it requires a token, or a different one.",
       .options = ConnectionOptions(
-          {{.name = "all", .help = "Also those that have ended and are remembered"},
+          {{.name = "all", .help = "Also recent barriers that have ended"},
            {.name = "counter", .value_name = "N", .help = "This instance of NAME, not the latest"},
            {.name = "cancel",
             .value_name = "REASON",
-            .help = "End it: all processes that wait in it get CANCELLED and the reason"},
+            .help = "End it: all waiting processes get CANCELLED and the reason"},
            {.name = "json", .help = "As one JSON object"}}),
       .max_words = 2};
   CommandLine line;
@@ -699,7 +697,7 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
   if (line.words.empty()) return wrong("write muster barrier JOB [NAME]");
   const std::string& job = line.words[0];
   const std::string name = line.words.size() == 2 ? line.words[1] : "";
-  if (name.empty() && line.Has("cancel")) return wrong("--cancel: which barrier? write its NAME");
+  if (name.empty() && line.Has("cancel")) return wrong("--cancel needs the NAME of the barrier");
   uint64_t counter = 0;
   if (line.Has("counter") && (name.empty() || !absl::SimpleAtoi(line.Get("counter"), &counter))) {
     return wrong(absl::StrCat("--counter ", line.Get("counter"), ": write NAME and a number"));
@@ -778,17 +776,17 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
 int RunQuarantineCommand(const std::vector<std::string>& args, const CommandContext& context) {
   const CommandSpec spec = {
       .name = "muster quarantine",
-      .summary = "Keeps a host out of the next generations of a job, or lets it in again.",
+      .summary = "Excludes a host from the next generations of a job, or readmits it.",
       .usage = "JOB HOST [OPTIONS]",
       .details =
-          "A host that is named too often is quarantined by itself; muster status shows which "
+          "The coordinator quarantines a host after repeated strikes; muster status shows which "
           "ones.\n"
           "Exit codes: 0 done; 2 wrong options; 3 no such job; 7 no coordinator answers;\n8 it "
-          "wants a token, or another one.",
+          "requires a token, or a different one.",
       .options = ConnectionOptions(
           {{.name = "for", .value_name = "TIME", .help = "How long (default 30m)"},
-           {.name = "reason", .value_name = "TEXT", .help = "Why, for muster status"},
-           {.name = "lift", .help = "Let it in again"}}),
+           {.name = "reason", .value_name = "TEXT", .help = "The reason that muster status shows"},
+           {.name = "lift", .help = "Readmit it"}}),
       .max_words = 2};
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
@@ -827,11 +825,11 @@ int RunQuarantineCommand(const std::vector<std::string>& args, const CommandCont
 int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext& context) {
   const CommandSpec spec = {
       .name = "muster remove",
-      .summary = "Removes a job that is over from a coordinator, with its keys and its history.",
+      .summary = "Removes a job that has ended from a coordinator, with its keys and its history.",
       .usage = "JOB [OPTIONS]",
       .details =
           "Exit codes: 0 done; 2 wrong options; 3 no such job; 4 it has workers: stop them "
-          "first; 7 no coordinator\nanswers; 8 it wants a token, or another one.",
+          "first; 7 no coordinator\nanswers; 8 it requires a token, or a different one.",
       .options = ConnectionOptions({}),
       .max_words = 1};
   CommandLine line;

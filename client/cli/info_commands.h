@@ -21,13 +21,13 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
 // `muster trigger`: raises a trigger as an operator.
 int RunTriggerCommand(const std::vector<std::string>& args, const CommandContext& context);
 
-// `muster barrier`: the barriers of a job and who is late, or the end of one.
+// `muster barrier`: shows a job's barriers and their late ranks, or cancels a barrier.
 int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext& context);
 
 // `muster quarantine`: keeps a host out of a job's next generations, or lets it in again.
 int RunQuarantineCommand(const std::vector<std::string>& args, const CommandContext& context);
 
-// `muster remove`: forgets a job that is over.
+// `muster remove`: removes a job that has ended.
 int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext& context);
 
 // `muster version`.

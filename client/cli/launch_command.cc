@@ -19,7 +19,7 @@ namespace {
 constexpr char kExitCodes[] =
     "Exit codes: 0 the job succeeded; 1 a process failed (the message says which, how, and its "
     "last lines); 2 wrong\n"
-    "options, config or layout; 4 the port is taken; 5 the other machines did not come in time; 7 "
+    "options, config or layout; 4 the port is taken; 5 the other machines did not join in time; 7 "
     "the coordinator cannot\n"
     "be reached; 8 denied: a token, or a folder that is not yours; 126 the program cannot be run; "
     "127 "
@@ -58,7 +58,7 @@ std::vector<OptionSpec> LaunchOptions() {
                      .help = "A variable for all processes; may be repeated",
                      .repeated = true});
   options.push_back({.name = "dry_run",
-                     .help = "Print what would be run, with the source of each setting, and stop"});
+                     .help = "Print what would be run, with the source of each setting, and exit"});
   return options;
 }
 
@@ -152,7 +152,7 @@ int Launch(const CommandLine& line, const std::vector<std::string>& argv,
 CommandSpec LaunchCommandSpec() {
   return {
       .name = "muster launch",
-      .summary = "Runs a program in several processes, with a coordinator, and watches over them.",
+      .summary = "Runs a program in several processes, with a coordinator, and supervises them.",
       .usage = "[OPTIONS] [--] PROGRAM [ARGS...]",
       .details = absl::StrCat("What follows PROGRAM belongs to the program. --num-processes and "
                               "--num_processes are the "
@@ -235,8 +235,7 @@ int RunTestCommand(const std::vector<std::string>& args, const CommandContext& c
   CommandSpec spec = LaunchCommandSpec();
   spec.name = "muster test";
   spec.summary =
-      "Runs Muster's own checks the way `muster launch` would run a program, and ends in a plain "
-      "verdict.";
+      "Runs Muster's own checks the way `muster launch` would run a program, and prints a verdict.";
   spec.usage = "[OPTIONS]";
   spec.details = kExitCodes;
   spec.takes_program = false;
@@ -261,7 +260,7 @@ int RunTestCommand(const std::vector<std::string>& args, const CommandContext& c
   return Fail(context, spec.name,
               absl::NotFoundError(absl::StrCat("the checks program is not installed: no ",
                                                absl::StrJoin(places, ", no "),
-                                               "; MUSTER_CHECKS may name it")),
+                                               "; set MUSTER_CHECKS to its path")),
               kExitProgramMissing);
 }
 

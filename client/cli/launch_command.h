@@ -24,7 +24,7 @@ int RunLaunchCommand(const std::vector<std::string>& args, const CommandContext&
                      const LaunchBackend& backend);
 
 // `muster test`: runs the checks program that ships with Muster as `muster launch` would run any
-// other. `self` is the path of this binary: the program stands beside it.
+// other. `self` is the path of this binary: the program is next to it.
 int RunTestCommand(const std::vector<std::string>& args, const CommandContext& context,
                    const LaunchBackend& backend, const std::string& self);
 

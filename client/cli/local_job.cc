@@ -157,7 +157,7 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   for (const auto& [name, value] : config.env) {
     if (agent::IsPlaceVariable(name)) {
       return Refused(absl::InvalidArgumentError(absl::StrCat(
-          "env: ", name, " cannot be set: it tells each process its place in the job")));
+          "env: ", name, " cannot be set: it gives each process its place in the job")));
     }
   }
   absl::Status enough = agent::EnsureDescriptors(config.processes_here);

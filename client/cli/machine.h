@@ -29,7 +29,7 @@ struct Machine {
   int usable_gpus = 0;  // that CUDA_VISIBLE_DEVICES lets programs see
 };
 
-// `root` stands before every path; for tests.
+// `root` prefixes every path; for tests.
 Machine ReadMachine(const std::map<std::string, std::string>& variables,
                     const std::string& root = "");
 

@@ -23,7 +23,7 @@ void PrintHelp(const std::vector<Command>& commands, std::ostream& out) {
          "Usage: muster COMMAND [OPTIONS]\n\nCommands:\n";
   for (const Command& command : commands)
     out << absl::StrFormat("  %-13s %s\n", command.name, command.summary);
-  out << "\nmuster COMMAND --help tells more. Exit codes are in docs/cli.md.\n";
+  out << "\nmuster COMMAND --help has details. Exit codes are in docs/cli.md.\n";
 }
 
 }  // namespace
@@ -42,13 +42,13 @@ int RunMuster(const std::vector<std::string>& args, const CommandContext& contex
        [&](const Args& rest) { return RunEnvCommand(rest, context); }},
       {"status", "Show the jobs and workers of a coordinator",
        [&](const Args& rest) { return RunStatusCommand(rest, context); }},
-      {"trigger", "Tell all processes of a job to do something at the same step",
+      {"trigger", "Make all processes of a job act at the same step",
        [&](const Args& rest) { return RunTriggerCommand(rest, context); }},
-      {"barrier", "Show who is late at a job's barriers, or cancel one",
+      {"barrier", "Show a job's barriers and their late ranks, or cancel a barrier",
        [&](const Args& rest) { return RunBarrierCommand(rest, context); }},
-      {"quarantine", "Keep a host out of a job, or let it in again",
+      {"quarantine", "Exclude a host from a job, or readmit it",
        [&](const Args& rest) { return RunQuarantineCommand(rest, context); }},
-      {"remove", "Remove a job that is over, with its keys and its history",
+      {"remove", "Remove a job that has ended, with its keys and its history",
        [&](const Args& rest) { return RunRemoveCommand(rest, context); }},
       {"checkpoints", "List, inspect, verify, compare, export or prune checkpoints on disk",
        [&](const Args& rest) { return RunCheckpointsCommand(rest, context); }},

@@ -88,14 +88,14 @@ absl::Status CheckPrivate(const std::string& folder, mode_t closed = 077) {
   // Not through a symbolic link, which somebody else may have put there.
   if (lstat(folder.c_str(), &info) != 0) return absl::ErrnoToStatus(errno, folder);
   if (!S_ISDIR(info.st_mode)) {
-    return absl::PermissionDeniedError(absl::StrCat(folder, " is no folder"));
+    return absl::PermissionDeniedError(absl::StrCat(folder, " is not a folder"));
   }
   if (info.st_uid != geteuid()) {
     return absl::PermissionDeniedError(absl::StrCat(folder, " belongs to user ", info.st_uid));
   }
   if ((info.st_mode & closed) != 0) {
-    return absl::PermissionDeniedError(
-        absl::StrFormat("others may enter %s (mode %03o, not 700)", folder, info.st_mode & 0777));
+    return absl::PermissionDeniedError(absl::StrFormat(
+        "other users can enter %s (mode %03o, not 700)", folder, info.st_mode & 0777));
   }
   return absl::OkStatus();
 }
@@ -233,7 +233,8 @@ absl::StatusOr<std::unique_ptr<LaunchRecord>> LaunchRecord::CreateIn(const std::
     close(note);
     MUSTER_RETURN_IF_ERROR(status);
   }
-  return absl::UnavailableError(absl::StrCat("others hold the lock of each new file in ", folder));
+  return absl::UnavailableError(
+      absl::StrCat("other processes hold the lock of each new file in ", folder));
 }
 
 absl::StatusOr<std::unique_ptr<LaunchRecord>> LaunchRecord::Create(

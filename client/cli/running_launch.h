@@ -27,7 +27,7 @@ struct RunningLaunch {
   std::string tls_key = {};
 };
 
-// What stands in for the system in tests.
+// Replaces the system in tests.
 struct LaunchSystem {
   std::string tmp = "/tmp";
   std::string host = {};                   // empty: this machine's name
@@ -42,8 +42,8 @@ struct LaunchSystem {
 //
 // The folder is $MUSTER_RUNTIME_DIR, if that is set. Else the first that can be had and is this
 // user's alone of /tmp/muster-UID, $XDG_RUNTIME_DIR/muster and $TMPDIR/muster-UID. A folder that
-// belongs to somebody else, or that others may enter, is refused: its owner could stand in for the
-// coordinator.
+// belongs to another user, or that other users can enter, is refused: its owner could impersonate
+// the coordinator.
 class LaunchRecord {
  public:
   // Errors: PERMISSION_DENIED for a folder that is not this user's alone, INVALID_ARGUMENT for one
@@ -76,7 +76,7 @@ class LaunchRecord {
 };
 
 // The launches of this user that run on this machine, oldest first. `looked_in` (may be null) gets
-// the folders. Never fails: a folder that is not this user's alone tells nothing.
+// the folders. Never fails: a folder that is not private to this user is ignored.
 std::vector<RunningLaunch> ListRunningLaunches(const std::map<std::string, std::string>& variables,
                                                std::vector<std::string>* looked_in = nullptr,
                                                const LaunchSystem& system = {});

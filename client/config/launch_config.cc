@@ -156,16 +156,16 @@ absl::Status CheckCallersAreKnown(const LaunchConfig& config, const Resolver& va
   if (local) {
     return absl::InvalidArgumentError(
         absl::StrCat(where,
-                     " needs a coordinator that knows who calls: give --token_file, the "
+                     " needs a coordinator that authenticates its callers: give --token_file, the "
                      "same for all, or --tls_ca, --tls_cert and --tls_key"));
   }
-  return absl::InvalidArgumentError(
-      absl::StrCat(where, " needs ",
-                   !token                  ? "a coordinator that knows who calls"
-                   : config.tls_ca.empty() ? "TLS besides the token, which would travel in clear"
-                                           : "a certificate of machine 0, which serves TLS",
-                   ": give --tls_ca, --tls_cert and --tls_key, or --token_file with --tls_ca (and "
-                   "--tls_cert and --tls_key on machine 0)"));
+  return absl::InvalidArgumentError(absl::StrCat(
+      where, " needs ",
+      !token                  ? "a coordinator that authenticates its callers"
+      : config.tls_ca.empty() ? "TLS in addition to the token, which would travel in clear text"
+                              : "a certificate of machine 0, which serves TLS",
+      ": give --tls_ca, --tls_cert and --tls_key, or --token_file with --tls_ca (and "
+      "--tls_cert and --tls_key on machine 0)"));
 }
 
 std::string YamlScalar(const SettingSpec& spec, const std::string& text) {
@@ -189,7 +189,7 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .variable = "MUSTER_CPU",
        .type = Type::kBool,
        .fallback = "false",
-       .help = "Train on the CPU, also where GPUs are"},
+       .help = "Train on the CPU, even if there are GPUs"},
       {.name = "gpu_ids",
        .variable = "MUSTER_GPU_IDS",
        .value_name = "LIST",
@@ -232,7 +232,7 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .max = kMaxCount,
        .fallback = "0",
        .value_name = "R",
-       .help = "Which of the machines this is: 0 to M-1. Machine 0 hosts the coordinator"},
+       .help = "Index of this machine: 0 to M-1. Machine 0 hosts the coordinator"},
       {.name = "main_process_ip",
        .variable = "MUSTER_MAIN_PROCESS_IP",
        .value_name = "IP",
@@ -253,7 +253,7 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .max = kMaxCount,
        .fallback = "0",
        .value_name = "N",
-       .help = "How often all processes are started again after one has failed"},
+       .help = "How often to restart all processes after one has failed"},
       {.name = "log_dir",
        .variable = "MUSTER_LOG_DIR",
        .value_name = "FOLDER",
@@ -266,7 +266,7 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .max = kMaxCount,
        .fallback = "128",
        .value_name = "N",
-       .help = "MiB of a file in log_dir before it becomes rank_R.log.1; 0: no limit"},
+       .help = "Size in MiB at which a file in log_dir is rotated to rank_R.log.1; 0: no limit"},
       {.name = "log_files",
        .variable = "MUSTER_LOG_FILES",
        .type = Type::kInt,
@@ -274,22 +274,21 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .max = kMaxCount,
        .fallback = "8",
        .value_name = "N",
-       .help = "How many such files there are for each process; the oldest is removed"},
+       .help = "How many such files to keep for each process; the oldest is removed"},
       {.name = "tee",
        .variable = "MUSTER_TEE",
        .type = Type::kBool,
        .fallback = "false",
-       .help = "With --log_dir: to the terminal as well"},
+       .help = "With --log_dir: write to the terminal as well"},
       {.name = "prefix",
        .variable = "MUSTER_PREFIX",
        .type = Type::kBool,
-       .help =
-           "Begin each line with [rank]: where several processes write. Default: on a terminal; "
-           "what is piped or written to a file stays as the programs wrote it"},
+       .help = "Prefix each line with [rank]: if several processes write. Default: on a terminal; "
+               "the output to a pipe or file stays as the programs wrote it"},
       {.name = "job_name",
        .variable = "MUSTER_JOB_NAME",
        .value_name = "NAME",
-       .help = "Name of the job. Default: made up; with several machines: launch"},
+       .help = "Name of the job. Default: generated; with several machines: launch"},
       {.name = "stop_grace",
        .variable = "MUSTER_STOP_GRACE",
        .type = Type::kDuration,
@@ -307,17 +306,18 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .type = Type::kDuration,
        .fallback = absl::StrCat(absl::ToInt64Seconds(kDefaultOutageTolerance), "s"),
        .value_name = "TIME",
-       .help = "How long the coordinator may be away before the job is given up"},
+       .help = "How long the coordinator may be away before the job fails"},
       {.name = "hub_listen",
        .value_name = "IP:PORT",
-       .help = "Where this machine's agent offers to be a hub for other agents, of use beyond 64 "
-               "machines; port 0 takes a free one. Default: no offer"},
+       .help = "Address at which this machine's agent offers to be a hub for other agents, useful "
+               "beyond 64 machines; port 0 takes a free one. Default: no offer"},
       {.name = "lease",
        .variable = "MUSTER_LEASE",
        .type = Type::kDuration,
        .fallback = absl::StrCat(absl::ToInt64Seconds(kDefaultLease), "s"),
        .value_name = "TIME",
-       .help = "After what silence a machine or worker counts as lost while others are heard"},
+       .help = "How long a machine or worker may be silent, while others are not, before it counts "
+               "as lost"},
       {.name = "debug",
        .variable = "MUSTER_DEBUG",
        .type = Type::kBool,
@@ -326,7 +326,7 @@ const std::vector<SettingSpec>& LaunchSettings() {
       {.name = "tls_ca",
        .variable = "MUSTER_TLS_CA",
        .value_name = "FILE",
-       .help = "Certificates that the coordinator's (and its clients') must descend from"},
+       .help = "CA certificates that must have signed the coordinator's (and its clients')"},
       {.name = "tls_cert",
        .variable = "MUSTER_TLS_CERT",
        .value_name = "FILE",
@@ -338,8 +338,9 @@ const std::vector<SettingSpec>& LaunchSettings() {
       {.name = "token_file",
        .variable = "MUSTER_TOKEN_FILE",
        .value_name = "FILE",
-       .help = "Token that all who call the coordinator must bring; the same on all machines, and "
-               "readable by its owner only. Instead of certificates of the machines"},
+       .help =
+           "File with the token that all callers of the coordinator must send; the same on all "
+           "machines, and readable by its owner only. Replaces the certificates of the machines"},
   };
   return *settings;
 }
@@ -406,7 +407,7 @@ absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view sour
         const std::optional<std::string> scalar = ScalarText(entry);
         const std::string at = place(absl::StrCat("/env/", name));
         if (!scalar.has_value()) {
-          return absl::InvalidArgumentError(absl::StrCat(at, ": env.", name, " must be a text"));
+          return absl::InvalidArgumentError(absl::StrCat(at, ": env.", name, " must be text"));
         }
         layer.env[name] = {*scalar, at};
       }
@@ -417,7 +418,7 @@ absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view sour
       if (IsAcceleratesOnly(key)) {
         return absl::InvalidArgumentError(
             absl::StrCat(where, ": unknown key ", key,
-                         ": it is one of Accelerate's that Muster does not need; remove it"));
+                         ": it is a key of Accelerate's that Muster does not need; remove it"));
       }
       return absl::InvalidArgumentError(absl::StrCat(where, ": unknown key ", key,
                                                      DidYouMean(key, AllKeys()),
@@ -541,7 +542,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
     // A file may be for many machines; a flag is meant for this one.
     if (cpu.source == "--cpu") {
       return absl::InvalidArgumentError(
-          "cpu: false (from --cpu), but this machine has no GPU that can be used: leave it out to "
+          "cpu: false (from --cpu), but this machine has no usable GPU: leave it out to "
           "train on the CPU (muster env shows what was found)");
     }
     config.cpu = true;
@@ -567,7 +568,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
     const int below = config.num_processes / config.num_machines * config.num_machines;
     return absl::InvalidArgumentError(
         absl::StrCat("num_processes: ", config.num_processes, " (from ", processes.source,
-                     ") cannot be shared out evenly over ", config.num_machines, " machines (from ",
+                     ") cannot be divided evenly among ", config.num_machines, " machines (from ",
                      values.Get("num_machines").source, "): use ",
                      below > 0 ? absl::StrCat(below, " or ") : "", below + config.num_machines));
   }
@@ -613,7 +614,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
   for (const auto& [name, given] : env) {
     if (name.empty() || absl::StrContains(name, '=')) {
       return absl::InvalidArgumentError(
-          absl::StrCat("env: ", name, " (from ", given.source, ") is no variable name"));
+          absl::StrCat("env: ", name, " (from ", given.source, ") is not a valid variable name"));
     }
     config.env[name] = given.text;
     config.provenance.emplace_back("env." + name, given);
@@ -623,8 +624,8 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
 
 std::string DefaultConfigText(const std::map<std::string, std::string>& given) {
   std::string text =
-      "# What `muster launch` uses where neither a flag nor a variable says otherwise.\n"
-      "# A line that is commented out shows the key; its value is then worked out at launch.\n";
+      "# Settings of `muster launch` that neither a flag nor a variable overrides.\n"
+      "# A commented-out line shows a key whose value is computed at launch.\n";
   for (const SettingSpec& spec : LaunchSettings()) {
     absl::StrAppend(&text, "\n# ", spec.help, ".\n");
     const auto it = given.find(spec.name);

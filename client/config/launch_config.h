@@ -61,14 +61,14 @@ Layer LayerFromVariables(const std::map<std::string, std::string>& variables);
 struct ConfigPath {
   std::string path;
   std::string source;     // "--config_file", "MUSTER_CONFIG", "default place"
-  bool required = false;  // somebody named it
+  bool required = false;  // explicitly named
 };
 ConfigPath FindConfig(absl::string_view flag, const std::map<std::string, std::string>& variables);
 // Where `muster config default` writes: as above, whether it exists or not.
 std::string DefaultConfigPath(const std::map<std::string, std::string>& variables);
 
-// Reads it. No file at a place that nobody named is an empty layer. Errors: NOT_FOUND, and those of
-// ParseConfig.
+// Reads it. A missing file that was not explicitly named is an empty layer. Errors: NOT_FOUND, and
+// those of ParseConfig.
 absl::StatusOr<Layer> LoadConfig(const ConfigPath& path);
 
 // What is known of this machine.
@@ -115,7 +115,7 @@ struct LaunchConfig {
 
 // The first layer that has a setting wins: pass flags, variables, file. Errors: INVALID_ARGUMENT,
 // one line that names the setting, where its value came from and the way out: a bad value, counts
-// that do not fit each other (processes that cannot be shared out evenly over the machines, more
+// that do not fit each other (processes that cannot be divided evenly among the machines, more
 // processes than GPUs, several machines without a coordinator, a coordinator that would not know
 // its callers).
 absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,

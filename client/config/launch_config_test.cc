@@ -131,17 +131,17 @@ TEST(ResolveLaunch, CoordinatorThatWouldNotKnowItsCallers_IsRefusedWithTheWays) 
   // An address that others reach.
   for (const Settings& machines : {Settings(), kTwo}) {
     EXPECT_THAT(of({kFar, machines}),
-                AllOf(HasSubstr("knows who calls"), HasSubstr("--tls_ca, --tls_cert and --tls_key"),
-                      HasSubstr("--token_file")));
+                AllOf(HasSubstr("authenticates its callers"),
+                      HasSubstr("--tls_ca, --tls_cert and --tls_key"), HasSubstr("--token_file")));
     EXPECT_THAT(of({kFar, machines, kToken}), HasSubstr("travel in clear"));
     EXPECT_THAT(of({kFar, machines, kToken, kCa}), HasSubstr("a certificate of machine 0"));
-    EXPECT_THAT(of({kFar, machines, kCa}), HasSubstr("knows who calls"));
+    EXPECT_THAT(of({kFar, machines, kCa}), HasSubstr("authenticates its callers"));
     EXPECT_EQ(of({kFar, machines, kCertificates}), "accepted");
     EXPECT_EQ(of({kFar, machines, kCertificates, kToken}), "accepted");
   }
   EXPECT_EQ(of({kFar, kTwo, kSecond, kToken, kCa}), "accepted");
-  EXPECT_THAT(of({kFar, kTwo, kSecond, kCa}), HasSubstr("knows who calls"));
-  EXPECT_THAT(of({{{"main_process_ip", "0.0.0.0"}}}), HasSubstr("knows who calls"));
+  EXPECT_THAT(of({kFar, kTwo, kSecond, kCa}), HasSubstr("authenticates its callers"));
+  EXPECT_THAT(of({{{"main_process_ip", "0.0.0.0"}}}), HasSubstr("authenticates its callers"));
   EXPECT_THAT(of({{{"main_process_ip", "here"}}}), HasSubstr("not numeric"));
   // Several machines on one: no secret travels, but each must know it.
   EXPECT_THAT(of({kNear, kTwo}), AllOf(HasSubstr("--token_file"), HasSubstr("--tls_ca")));

@@ -53,7 +53,7 @@ std::optional<v1::OpError> CheckFile(const v1::ShardFile& file) {
                        return c < 0x20 || c == 0x7f || c == '/';
                      });
   if (!plain) {
-    return BadField("files.name", absl::StrCat(Quoted(name), " is no plain file name of 1 to ",
+    return BadField("files.name", absl::StrCat(Quoted(name), " is not a plain file name of 1 to ",
                                                CheckpointSet::kMaxFileName, " bytes"));
   }
   const bool digest =
@@ -62,7 +62,7 @@ std::optional<v1::OpError> CheckFile(const v1::ShardFile& file) {
       });
   if (!digest) {
     return BadField("files.xxh3", absl::StrCat("file ", Quoted(name), ": ", Quoted(file.xxh3()),
-                                               " is no digest of 32 hexadecimal digits"));
+                                               " is not a digest of 32 hexadecimal digits"));
   }
   return std::nullopt;
 }

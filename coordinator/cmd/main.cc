@@ -30,29 +30,27 @@ constexpr int kExitDeposed = 5;
 constexpr int kExitJournalFailed = 6;
 
 constexpr char kAbout[] =
-    "Muster's coordinator: seats workers, holds their barriers, triggers and keys, and tells who "
-    "is late.\n"
-    "Prints the address it serves on as one line on standard output, logs on standard error, and "
-    "runs until\n"
-    "SIGTERM or SIGINT.";
+    "Muster's coordinator: assigns seats to workers, keeps their barriers, triggers and keys, and "
+    "names late ranks.\nPrints its address as one line on standard output, logs to standard error, "
+    "and runs until\nSIGTERM or SIGINT.";
 constexpr char kFooter[] =
-    "\nWho may call it: on unix:PATH processes of this user; else those who show a certificate "
-    "(--tls_ca) or the\n"
-    "token (--token_file). Off the loopback interface TLS is needed besides.\n\n"
-    "Exit codes: 0 stopped by a signal; 2 bad flags, or nobody would know who calls; 3 cannot "
+    "\nCallers: on unix:PATH, processes of this user; otherwise clients with a certificate "
+    "(--tls_ca) or the\ntoken (--token_file). Off the loopback interface TLS is required as "
+    "well.\n\n"
+    "Exit codes: 0 stopped by a signal; 2 bad flags, or no way to authenticate callers; 3 cannot "
     "serve (port taken, a\n"
     "file that cannot be read, data directory in use or not writable); 4 the journal is corrupt; "
     "5 a newer coordinator\n"
-    "took over, or this one began from an older copy of its directory (the log says so, see "
+    "took over, or this one started from an older copy of its directory (the log says so, see "
     "--restored); 6 the journal\n"
-    "could not be written (other than a full disk, which is waited out): start it again.\n\n"
+    "could not be written (for a reason other than a full disk): start it again.\n\n"
     "Examples:\n"
     "  muster-coordinator --listen unix:/run/muster/coordinator.sock --data_dir /var/lib/muster\n"
     "  muster-coordinator --listen 127.0.0.1:29400 --token_file token\n"
     "  muster-coordinator --listen 10.0.0.5:29400 --tls_cert c.pem --tls_key k.pem --tls_ca "
     "ca.pem\n"
     "  muster-coordinator --verify_journal /var/lib/muster\n"
-    "  muster-coordinator --restored /var/lib/muster    # once, after a backup was put back\n";
+    "  muster-coordinator --restored /var/lib/muster    # once, after restoring a backup\n";
 
 int Fail(int code, const absl::Status& status) {
   std::fprintf(stderr, "muster-coordinator: %s\n", OneLine(status.message()).c_str());
@@ -100,10 +98,10 @@ int Run(int argc, char** argv) {
       ->check(not_empty);
   app.add_option("--tls_key", options.rpc.tls_key, "PEM file of its key")->check(not_empty);
   app.add_option("--tls_ca", options.rpc.tls_ca,
-                 "PEM file: clients must show a certificate that descends from these")
+                 "PEM file: clients must present a certificate signed by one of these")
       ->check(not_empty);
   app.add_flag("--reflection", options.rpc.reflection,
-               "tell anybody what services there are, for grpcurl and the like");
+               "list the services to any caller, for grpcurl and similar tools");
   app.add_option("--metrics_listen", options.metrics_listen,
                  "HOST:PORT for HTTP: /metrics for Prometheus, and /healthz")
       ->check(not_empty);
@@ -113,16 +111,16 @@ int Run(int argc, char** argv) {
       ->capture_default_str()
       ->check(CLI::Range(0.1, 86400.0));
   app.add_option("--resume_window", resume,
-                 "seconds for which an agent that lost its connection may come back")
+                 "seconds within which a disconnected agent can resume its session")
       ->capture_default_str()
       ->check(CLI::Range(0.0, 86400.0));
   app.add_option("--direct_agents", options.runner.core.hubs.direct_agents,
-                 "agents beyond so many reach the coordinator through a hub: an agent with "
-                 "--hub_listen that speaks for others")
+                 "number of agents with streams of their own; others connect through a hub, an "
+                 "agent with --hub_listen that speaks for them")
       ->capture_default_str()
       ->check(CLI::Range(0, 1'000'000));
   app.add_option("--agents_per_hub", options.runner.core.hubs.agents_per_hub,
-                 "for how many agents a hub speaks at most; 0: every agent has a stream of its own")
+                 "the most agents that a hub speaks for; 0: every agent has a stream of its own")
       ->capture_default_str()
       ->check(CLI::Range(0, static_cast<int>(Hubs::kMaxRoster)));
   app.add_option("--max_message_mib", max_message_mib, "largest message accepted, in MiB")
@@ -138,13 +136,13 @@ int Run(int argc, char** argv) {
                  "(default: $MUSTER_LOG_FORMAT, else text)")
       ->check(CLI::IsMember({"text", "json"}));
   app.add_option("--verify_journal", verify,
-                 "check the journal in this directory as a start would read it, print what was "
-                 "found, and exit; cuts what a crash left unfinished")
+                 "check the journal in this directory as a start would read it, print the result, "
+                 "and exit; cuts the incomplete tail that a crash left")
       ->check(not_empty);
   app.add_option("--restored", restored,
-                 "say that this directory was put back from a copy (a backup), and exit: the next "
-                 "start on it begins a term that nobody can have seen, ends every generation in it "
-                 "and tells watchers to read again")
+                 "mark this directory as restored from a copy (a backup), and exit: the next start "
+                 "on it begins a term that no caller can have seen, ends every generation in it "
+                 "and makes watchers read again")
       ->check(not_empty);
   app.add_flag(
       "--list_failpoints", list_failpoints,
@@ -196,7 +194,7 @@ int Run(int argc, char** argv) {
                 absl::InvalidArgumentError(absl::StrCat(
                     "--insecure and ",
                     options.token_file.empty() ? "--tls_cert" : "--token_file (MUSTER_TOKEN_FILE)",
-                    " exclude each other: it says that nobody is asked who calls")));
+                    " exclude each other: it disables authentication")));
   }
   options.runner.core.default_lease = absl::Seconds(lease);
   options.runner.resume_window = absl::Seconds(resume);

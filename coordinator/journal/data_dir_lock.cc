@@ -20,7 +20,7 @@ absl::StatusOr<std::unique_ptr<DataDirLock>> DataDirLock::Take(const std::string
     MUSTER_RETURN_IF_ERROR(SyncDirectory(ParentPath(directory)));
   } else if (errno != EEXIST) {
     return absl::ErrnoToStatus(errno,
-                               absl::StrCat("data directory '", directory, "' cannot be made"));
+                               absl::StrCat("data directory '", directory, "' cannot be created"));
   }
   const std::string path = directory + "/LOCK";
   const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);

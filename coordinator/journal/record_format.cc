@@ -37,13 +37,13 @@ void EncodeRecord(std::string& out, uint64_t seq, uint64_t revision, uint64_t te
 uint32_t PayloadBytes(const char* header) { return GetLittle<uint32_t>(header); }
 
 absl::StatusOr<DecodedRecord> DecodeRecord(absl::string_view bytes, uint64_t seq) {
-  if (bytes.size() < kRecordHeaderBytes) return absl::DataLossError("its header is cut off");
+  if (bytes.size() < kRecordHeaderBytes) return absl::DataLossError("its header is truncated");
   const char* const p = bytes.data();
   const uint32_t length = PayloadBytes(p);
-  if (bytes.size() - kRecordHeaderBytes < length) return absl::DataLossError("it is cut off");
+  if (bytes.size() - kRecordHeaderBytes < length) return absl::DataLossError("it is truncated");
   if (Crc32c({p + 8, kRecordHeaderBytes - 8 + length}) != GetLittle<uint32_t>(p + 4))
     return absl::DataLossError("its checksum is wrong");
-  if (GetLittle<uint64_t>(p + 8) != seq) return absl::DataLossError("it has another number");
+  if (GetLittle<uint64_t>(p + 8) != seq) return absl::DataLossError("it has the wrong number");
   return DecodedRecord{.revision = GetLittle<uint64_t>(p + 16),
                        .payload = {p + kRecordHeaderBytes, length},
                        .bytes = kRecordHeaderBytes + length};

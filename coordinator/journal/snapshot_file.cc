@@ -44,16 +44,16 @@ absl::Status ReadSnapshotFile(const std::string& path, uint64_t revision, uint64
     record.resize(kRecordHeaderBytes);
     if (bytes - offset < kRecordHeaderBytes ||
         std::fread(record.data(), 1, kRecordHeaderBytes, file.get()) < kRecordHeaderBytes)
-      return damaged(number, "its header is cut off");
+      return damaged(number, "its header is truncated");
     const uint32_t length = PayloadBytes(record.data());
     // Before memory is taken for what a damaged length says.
-    if (bytes - offset - kRecordHeaderBytes < length) return damaged(number, "it is cut off");
+    if (bytes - offset - kRecordHeaderBytes < length) return damaged(number, "it is truncated");
     record.resize(kRecordHeaderBytes + length);
     if (std::fread(record.data() + kRecordHeaderBytes, 1, length, file.get()) < length)
-      return damaged(number, "it is cut off");
+      return damaged(number, "it is truncated");
     const absl::StatusOr<DecodedRecord> decoded = DecodeRecord(record, number);
     if (!decoded.ok()) return damaged(number, decoded.status().message());
-    if (decoded->revision != revision) return damaged(number, "it is of another snapshot");
+    if (decoded->revision != revision) return damaged(number, "it belongs to another snapshot");
     MUSTER_RETURN_IF_ERROR(part(decoded->payload));
     offset += decoded->bytes;
   }

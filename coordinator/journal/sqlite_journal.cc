@@ -81,7 +81,8 @@ absl::Status MakePrivate(const std::string& path) {
   const bool open_to_others = fstat(fd, &info) == 0 && (info.st_mode & 07) != 0;
   if (open_to_others &&
       (fchmod(fd, 0600) != 0 || (chmod((path + "-wal").c_str(), 0600) != 0 && errno != ENOENT))) {
-    MUSTER_LOG(Warning) << "journal '" << path << "' can be read by others, and its mode cannot be "
+    MUSTER_LOG(Warning) << "journal '" << path
+                        << "' can be read by other users, and its mode cannot be "
                         << "changed (" << std::strerror(errno) << "): make it 0600";
   }
   close(fd);
@@ -232,7 +233,7 @@ absl::Status SqliteJournal::ReadMeta() {
     const auto number = [&](uint64_t* to) {
       if (absl::SimpleAtoi(value, to)) return absl::OkStatus();
       return absl::DataLossError(
-          absl::StrCat("journal '", path_, "': ", name, " '", value, "' is no number"));
+          absl::StrCat("journal '", path_, "': ", name, " '", value, "' is not a number"));
     };
     if (name == "term") MUSTER_RETURN_IF_ERROR(number(&term_));
     if (name == "restored") MUSTER_RETURN_IF_ERROR(number(&restored_));
@@ -449,7 +450,7 @@ void SqliteJournal::WriteSnapshot(uint64_t revision, std::unique_ptr<Replica> re
   task->done = std::move(done);
   {
     MutexLock lock(&mu_);
-    MUSTER_CHECK(task_ == nullptr) << "a snapshot begins before the one before it is done";
+    MUSTER_CHECK(task_ == nullptr) << "a snapshot begins before the previous one is done";
     task->seq = next_seq_ - 1;
     task_ = std::move(task);
   }

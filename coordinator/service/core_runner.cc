@@ -51,8 +51,8 @@ std::shared_ptr<const Answer> OverloadedAnswer(absl::string_view message) {
 
 absl::Status StoppingStatus() {
   return rpc::ErrorWithReason(absl::StatusCode::kUnavailable,
-                              "the coordinator is stopping; connect again",
-                              v1::ERROR_REASON_STOPPING, /*retryable=*/true);
+                              "the coordinator is stopping; reconnect", v1::ERROR_REASON_STOPPING,
+                              /*retryable=*/true);
 }
 
 // An answer that has to wait for the disk.
@@ -149,21 +149,21 @@ CoreRunner::CoreRunner(const Options& options, std::unique_ptr<Journal> journal)
           "acknowledged; see its log, then try again",
           v1::ERROR_REASON_JOURNAL_FAILED, /*retryable=*/true)),
       stopping_answer_(ErrorAnswer(absl::StatusCode::kUnavailable,
-                                   "the coordinator is stopping; connect again",
+                                   "the coordinator is stopping; reconnect",
                                    v1::ERROR_REASON_STOPPING, /*retryable=*/true)),
-      cancelled_(ErrorAnswer(absl::StatusCode::kCancelled, "the caller went away",
+      cancelled_(ErrorAnswer(absl::StatusCode::kCancelled, "the caller disconnected",
                              v1::ERROR_REASON_UNSPECIFIED,
                              /*retryable=*/false)),
       too_many_calls_(OverloadedAnswer(
-          "too many calls wait for their answer: nothing was done; try again later")),
-      too_many_bytes_(OverloadedAnswer("the calls that wait for their answer hold too many bytes: "
-                                       "nothing was done; send smaller "
+          "too many calls are waiting for an answer: nothing was done; try again later")),
+      too_many_bytes_(OverloadedAnswer("the calls that are waiting for an answer hold too many "
+                                       "bytes: nothing was done; send smaller "
                                        "payloads and fewer keys at a time, or try again later")),
       too_many_watchers_(OverloadedAnswer(
           "too many watches are open: end those that are not needed, or try again later")),
       snapshot_busy_(OverloadedAnswer("a snapshot is being written: try again when it is done")),
       journal_behind_(OverloadedAnswer(
-          "the coordinator's disk is slower than what it is asked to keep: nothing was done; try "
+          "the coordinator's disk is slower than the writes: nothing was done; try "
           "again later")),
       core_([this] {
         CoreOptions core = options_.core;
@@ -620,7 +620,7 @@ bool CoreRunner::FlushSessions() {
       streams_.erase(stream.get());
       stream->Close(rpc::ErrorWithReason(
           absl::StatusCode::kResourceExhausted,
-          "the agent does not acknowledge what it is sent: its session is over, connect again",
+          "the agent does not acknowledge its frames: its session has ended, connect again",
           v1::ERROR_REASON_OVERLOADED, /*retryable=*/true));
     }
     EndSession(session);
@@ -755,7 +755,7 @@ void CoreRunner::DoFrame(const std::shared_ptr<AgentStream>& stream, const v1::A
   }
   const std::shared_ptr<AttachedAgent> session = it->second;
   if (frame.has_hello()) {
-    stream->Close(absl::InvalidArgumentError("hello comes once in a stream"));
+    stream->Close(absl::InvalidArgumentError("a stream has only one hello"));
     return;
   }
   bool follows;
@@ -801,7 +801,7 @@ void CoreRunner::DoHello(const std::shared_ptr<AgentStream>& stream, const v1::H
   MUSTER_FAILPOINT("engine.hello");
   if (hello.node().empty() || hello.node().size() > 256) {
     stream->Close(rpc::ErrorWithReason(absl::StatusCode::kInvalidArgument,
-                                       "hello.node: 1 to 256 bytes are needed",
+                                       "hello.node must have 1 to 256 bytes",
                                        v1::ERROR_REASON_BAD_FIELD));
     return;
   }

@@ -71,7 +71,7 @@ absl::Status CheckDeadline(const RpcCall& call) {
     return absl::OkStatus();
   }
   return rpc::ErrorWithReason(absl::StatusCode::kInvalidArgument,
-                              "the call has no deadline: set one, so that it cannot wait for ever",
+                              "the call has no deadline: set one, so that it cannot wait forever",
                               v1::ERROR_REASON_DEADLINE_REQUIRED);
 }
 
@@ -301,7 +301,7 @@ class GrpcFrontend::UnaryCall final : public Handler,
     if (calling_) {
       frontend_.runner_.Abandon(id_);  // answers, unless it has
     } else {
-      Finish(absl::CancelledError("the caller went away"));
+      Finish(absl::CancelledError("the caller disconnected"));
     }
   }
 
@@ -357,12 +357,12 @@ class GrpcFrontend::GrpcWatchStream final : public Handler,
     if (ok) {
       runner_.WatchWritable(shared_from_this());
     } else {
-      Finish(absl::CancelledError("the watcher went away"));
+      Finish(absl::CancelledError("the watcher disconnected"));
     }
   }
   void OnGone() override {
     runner_.WatchClosed(shared_from_this());
-    Finish(absl::CancelledError("the watcher went away"));
+    Finish(absl::CancelledError("the watcher disconnected"));
   }
 
   CoreRunner& runner_;
@@ -476,7 +476,7 @@ class GrpcFrontend::GrpcAgentStream final : public Handler,
   }
   void OnGone() override {
     runner_.AgentClosed(shared_from_this());
-    const absl::Status status = absl::CancelledError("the agent went away");
+    const absl::Status status = absl::CancelledError("the agent disconnected");
     Close(status);
     MutexLock lock(&mu_);
     if (!last_.has_value()) return;
@@ -539,7 +539,7 @@ class GrpcFrontend::HealthWatch final : public Handler,
     }
     if (ok) Tell();
   }
-  void OnGone() override { Finish(absl::CancelledError("the watcher went away")); }
+  void OnGone() override { Finish(absl::CancelledError("the watcher disconnected")); }
 
   GrpcFrontend& frontend_;
   bool asked_ ABSL_GUARDED_BY(mu_) = false;
@@ -700,11 +700,11 @@ absl::Status GrpcFrontend::AddHealthWatch(const std::shared_ptr<HealthWatch>& wa
       health_watches_.end());
   if (health_watches_.size() >= limits_.health_watches) {
     refused_.fetch_add(1, std::memory_order_relaxed);
-    return rpc::ErrorWithReason(
-        absl::StatusCode::kUnavailable,
-        "too many watch the health: ask with Check, end watches that are not needed, or try again "
-        "later",
-        v1::ERROR_REASON_OVERLOADED, /*retryable=*/true);
+    return rpc::ErrorWithReason(absl::StatusCode::kUnavailable,
+                                "too many watches of the health service: use Check, end watches "
+                                "that are not needed, or try again "
+                                "later",
+                                v1::ERROR_REASON_OVERLOADED, /*retryable=*/true);
   }
   health_watches_.push_back(watch);
   return absl::OkStatus();
@@ -866,7 +866,7 @@ void GrpcFrontend::EndSilent(absl::Time now) {
     std::static_pointer_cast<Handler>(rpc->handler_)
         ->OnSilent(absl::DeadlineExceededError(absl::StrCat(
             "no message of this call came within ", absl::FormatDuration(limits_.first_message),
-            " of its begin: send the request, or a stream's first frame, with it")));
+            " of its start: send the request, or a stream's first frame, with it")));
   }
 }
 
@@ -957,7 +957,7 @@ void GrpcFrontend::Begin(RpcCall* rpc) {
     Refuse(rpc, metrics,
            rpc::ErrorWithReason(
                absl::StatusCode::kUnavailable,
-               "too many calls have begun and sent nothing: nothing was done; try again later",
+               "too many calls have sent no message: nothing was done; try again later",
                v1::ERROR_REASON_OVERLOADED, /*retryable=*/true));
     return;
   }
@@ -1043,7 +1043,7 @@ absl::Status GrpcFrontend::TakeBytes(RpcCall* rpc, size_t bytes) {
                                                   {rpc->caller_->user, limits_.user.held_bytes}};
   for (const auto& [caller, most] : both) {
     if (caller->held_bytes + bytes > share * most)
-      return BeyondQuota(*caller, "bytes in calls that wait for their answer", share * most);
+      return BeyondQuota(*caller, "bytes in waiting calls", share * most);
   }
   for (const auto& [caller, most] : both) caller->held_bytes += bytes;
   rpc->held_bytes_ = bytes;

@@ -202,10 +202,10 @@ std::string CoordinatorServer::Metrics() {
   text.Family("muster_workers_failed_total", Type::kCounter, "Workers that ended with an error.");
   text.Sample({}, static_cast<double>(stats.workers_failed));
   text.Family("muster_fenced_calls_total", Type::kCounter,
-              "Calls refused because the caller was behind.");
+              "Calls refused because the caller was stale.");
   text.Sample({}, static_cast<double>(stats.fenced_calls));
   text.Family("muster_unproven_deposals_total", Type::kCounter,
-              "Callers refused that had seen a higher term or revision without being a member of a "
+              "Refused callers that had seen a higher term or revision without being members of a "
               "job here.");
   text.Sample({}, static_cast<double>(stats.unproven_deposals));
   text.Family("muster_repeated_requests_total", Type::kCounter,
@@ -213,9 +213,10 @@ std::string CoordinatorServer::Metrics() {
   text.Sample({}, static_cast<double>(stats.repeated_requests));
   text.Family("muster_kv_writes_total", Type::kCounter, "Keys written.");
   text.Sample({}, static_cast<double>(stats.kv_writes));
-  text.Family("muster_kv_bytes", Type::kGauge, "What the keys of all jobs have.");
+  text.Family("muster_kv_bytes", Type::kGauge, "Bytes in the keys of all jobs.");
   text.Sample({}, static_cast<double>(kv_bytes));
-  text.Family("muster_kv_limit_bytes", Type::kGauge, "What they may have: beyond it writes fail.");
+  text.Family("muster_kv_limit_bytes", Type::kGauge,
+              "Limit of muster_kv_bytes: writes beyond it fail.");
   text.Sample({}, static_cast<double>(kv_limit_));
   text.Family("muster_triggers_raised_total", Type::kCounter, "Triggers raised.");
   text.Sample({}, static_cast<double>(stats.triggers_raised));
@@ -228,28 +229,26 @@ std::string CoordinatorServer::Metrics() {
   text.Sample({}, status.hubs());
   text.Family("muster_watchers", Type::kGauge, "Open watch streams.");
   text.Sample({}, static_cast<double>(runner.watchers()));
-  text.Family("muster_open_calls", Type::kGauge, "Calls that wait for their answer.");
+  text.Family("muster_open_calls", Type::kGauge, "Calls waiting for an answer.");
   text.Sample({}, static_cast<double>(runner.open_calls()));
-  text.Family("muster_silent_calls", Type::kGauge,
-              "Calls and streams that have begun and sent nothing.");
+  text.Family("muster_silent_calls", Type::kGauge, "Calls and streams that have sent no message.");
   text.Sample({}, static_cast<double>(frontend_->silent_calls()));
-  text.Family("muster_held_bytes", Type::kGauge,
-              "Bytes of the requests of calls that wait for their answer.");
+  text.Family("muster_held_bytes", Type::kGauge, "Bytes of the requests of waiting calls.");
   text.Sample({{"of", "agents"}}, static_cast<double>(runner.held_bytes(true)));
   text.Sample({{"of", "callers"}}, static_cast<double>(runner.held_bytes(false)));
-  text.Family("muster_apply_queue_depth", Type::kGauge, "Events that wait for the apply thread.");
+  text.Family("muster_apply_queue_depth", Type::kGauge, "Events waiting to be applied.");
   text.Sample({}, static_cast<double>(runner.queue_depth()));
   text.Family("muster_applied_events_total", Type::kCounter, "Events applied.");
   text.Sample({}, static_cast<double>(runner.events()));
   text.Family("muster_overloaded_total", Type::kCounter,
-              "Calls and sessions refused because something had grown to its limit.");
+              "Calls and sessions refused because of a limit.");
   text.Sample({}, static_cast<double>(runner.overloaded() + frontend_->refused_calls()));
   text.Family("muster_quota_refusals_total", Type::kCounter,
-              "Of these, calls beyond what one connection or one user may have open.");
+              "Of these, calls beyond the quota of a connection or user.");
   text.Sample({{"of", "connection"}}, static_cast<double>(frontend_->quota_refusals(false)));
   text.Sample({{"of", "user"}}, static_cast<double>(frontend_->quota_refusals(true)));
   text.Family("muster_journal_backlog_bytes", Type::kGauge,
-              "Records that the disk has not taken yet.");
+              "Bytes of records that are not on disk yet.");
   text.Sample({}, static_cast<double>(runner.journal_backlog_bytes()));
   text.Family("muster_journal_up", Type::kGauge, "1 while the journal can be written.");
   text.Sample({}, runner.journal_ok() ? 1 : 0);

@@ -188,7 +188,7 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(
   if (bound <= 0) {
     return absl::AlreadyExistsError(
         absl::StrCat("cannot listen for HTTP on ", host, ":", port,
-                     ": is another process there? Use port 0 for a free one"));
+                     ": does another process use it? Use port 0 for a free one"));
   }
   impl->thread = std::thread([raw = impl.get()] {
     raw->server.listen_after_bind();

@@ -54,7 +54,7 @@ void CheckState(Accelerator& a) {
   const auto second = Another(a, options);
   EXPECT(second->process_index() == a.process_index() &&
              second->num_processes() == a.num_processes() && second->device() == a.device(),
-         "a second Accelerator stands elsewhere");
+         "a second Accelerator has another place");
 }
 
 // A file that all processes of this host can append to.
@@ -438,7 +438,7 @@ int main(int argc, char** argv) {
         {"training equals one process", CheckTraining},
         {"triggers", CheckTrigger},
         {"save and load", CheckCheckpoint},
-        {"mistakes are told", CheckMistakes},
+        {"mistakes are reported", CheckMistakes},
     };
     for (const auto& [name, check] : checks) {
       try {

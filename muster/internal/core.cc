@@ -34,7 +34,7 @@ JoinedProcess Join(const AcceleratorOptions& options) {
   JoinJobOptions join;
   join.on_generation_ended = [](const absl::Status& why) {
     if (AgentTells(why, ProcessVariables())) return;
-    MUSTER_LOG(Error) << "this generation of the job is over: " << why.message();
+    MUSTER_LOG(Error) << "this generation of the job ended: " << why.message();
   };
   absl::StatusOr<JoinedProcess> process = JoinJob(*environment, join);
   ThrowIfError(process.status());
@@ -165,7 +165,7 @@ absl::Status Core::NameCulprit(const absl::Status& error) {
         process_.coordinator()->Barrier("after a lost connection", absl::Seconds(10)).status();
     who = why_ended();
     if (who.empty()) {
-      who = reached.ok() ? "all are still here, so it is the network between them"
+      who = reached.ok() ? "all ranks are alive, so the cause is the network between them"
                          : std::string(reached.message());
     }
   }

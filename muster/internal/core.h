@@ -31,7 +31,7 @@ class LRScheduler;
 class ReduceLROnPlateauScheduler;
 }  // namespace torch::optim
 
-// What stands behind Accelerator and the handles it gives out. Not part of what users include.
+// The implementation behind Accelerator and its handles. Not part of what users include.
 namespace muster::internal {
 
 // The parts of an Accelerator, and what concerns the process alone: control, triggers, trackers.
@@ -77,10 +77,10 @@ class Core {
       torch::optim::ReduceLROnPlateauScheduler& schedule, std::shared_ptr<void> keep,
       const std::shared_ptr<OptimizerSlot>& optimizer = nullptr);
   LoaderOptions loader_options() const;
-  // A loader with the settings of one that is gone goes on where that one was.
+  // A loader with the settings of a dropped one continues where that one stopped.
   void RegisterLoader(std::shared_ptr<LoaderStateHandle> loader);
 
-  // Forgets what nobody but this object holds, unless a window is open.
+  // Forgets the objects that only this one still holds, unless a window is open.
   void ForgetUnheld();
   void FreeMemory();
 
@@ -97,7 +97,7 @@ class Core {
   // The first of `count` epochs to run.
   int64_t FirstEpoch(int64_t count);
 
-  // Finishes the trackers, and tells the coordinator that this process leaves on purpose.
+  // Finishes the trackers, and reports to the coordinator that this process leaves on purpose.
   void EndTraining();
   void FinishTrackers();
   // `error`, or, if it only says that a connection to another process is gone, which process that

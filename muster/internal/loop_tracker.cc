@@ -113,9 +113,9 @@ void LoopTracker::MarkTrained() {
     if (loop.trained < 0 && !claimed_done_.empty()) {
       MUSTER_LOG(Warning)
           << claimed_done_ << ", saved earlier in epoch " << epoch_
-          << ", takes this epoch for trained, since its last loop over a prepared "
-             "loader had ended; this epoch has another one, which a run resumed from "
-             "there leaves out. Save at the end of the epoch, or from the second "
+          << ", counts this epoch as trained, because its last loop over a prepared loader had "
+             "ended; this epoch has another one, which a run resumed from there skips. Save at the "
+             "end of the epoch, or from the second "
              "epoch on";
       claimed_done_.clear();
     }

@@ -16,7 +16,7 @@
 
 namespace muster::internal {
 
-// Which loops over prepared loaders are under way, and what of an epoch is done. Loaders tell it of
+// Which loops over prepared loaders are under way, and what of an epoch is done. Loaders report
 // their batches through observer(). Not thread-safe.
 class LoopTracker {
  public:
@@ -49,7 +49,7 @@ class LoopTracker {
   // The first of `count` epochs to run. Says so where a loaded state left some out; `resumed_from`
   // empty: says nothing.
   int64_t FirstEpoch(int64_t count, const std::string& resumed_from);
-  // Whether the epoch's training is over, as far as can be known.
+  // Whether the epoch's training has ended, as far as can be known.
   bool EpochIsDone() const;
 
   // Where epochs and passes are, for a checkpoint, and back; `loaders`: how many that one holds.
@@ -81,7 +81,7 @@ class LoopTracker {
   // As finished_passes_, with those whose last batch has been trained on while the loop still
   // lives.
   std::vector<int64_t> FinishedPasses() const;
-  // The innermost loop's batch; throws `why` if another loop goes on beside that one and `same`
+  // The innermost loop's batch; throws `why` if another loop is active at the same time and `same`
   // does not hold for the two batches.
   const BatchInfo* BatchBesideOthers(
       absl::FunctionRef<bool(const BatchInfo&, const BatchInfo&)> same,

@@ -60,15 +60,15 @@ class Registry {
   std::shared_ptr<SchedulerSlot> AddSchedule(std::shared_ptr<SchedulerSlot> slot,
                                              const std::shared_ptr<OptimizerSlot>& optimizer);
 
-  // A loader with the settings of one that is gone takes its place and goes on where that one was.
+  // A loader with the settings of a dropped one takes its place and continues where it stopped.
   void AddLoader(std::shared_ptr<LoaderStateHandle> loader);
   // Puts loader number `place` where a checkpoint left it: now, or once it is prepared.
   void LoadLoader(size_t place, const LoaderState& state,
                   std::map<std::string, at::Tensor> tensors);
   void ForgetLoadedPlaces() { pending_loaders_.clear(); }
 
-  // Forgets what nobody but this object holds: it can be neither trained nor asked for. Not in the
-  // middle of a window, whose gradients are on their way to a step.
+  // Forgets the objects that only this one still holds: the program can neither train nor reach
+  // them. Not in the middle of a window, whose gradients are on their way to a step.
   void ForgetUnheld();
   void Clear();
 

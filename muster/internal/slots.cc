@@ -52,8 +52,7 @@ void ModelSlot::BeforeForward() {
   if (ddp_ == nullptr) return;
   TORCH_CHECK(!controller_->joining() || controller_->in_micro_step(),
               "inside join_uneven_inputs() every training step needs accelerator.accumulate(): it "
-              "tells the "
-              "processes that ran out of batches what to take part in");
+              "announces the step to the processes that have run out of batches");
   armed_ = controller_->communicate() ? Armed::kYes : Armed::kNo;
   ddp_->BeforeForward(controller_->communicate());
 }

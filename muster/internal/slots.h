@@ -15,7 +15,7 @@
 #include "worker/train/plain_state.h"
 #include "worker/train/prepared_scheduler.h"
 
-// What stands behind the handles of prepared optimizers and schedules.
+// The implementation behind the handles of prepared optimizers and schedules.
 namespace muster::internal {
 
 class Registry;
@@ -24,8 +24,8 @@ class StepController;
 // A prepared optimizer.
 class OptimizerSlot {
  public:
-  // `handle` is borrowed, or owned by `owned`. `source`: what prepare() was given, and
-  // `source_id` the number that tells it from others at that address; 0: none.
+  // `handle` is borrowed, or owned by `owned`. `source`: what prepare() was given, and `source_id`
+  // a number that distinguishes it from others at that address; 0: none.
   OptimizerSlot(StepController* steps, OptimizerHandle* handle,
                 std::unique_ptr<OptimizerHandle> owned, const void* source, uint64_t source_id = 0)
       : controller_(steps),

@@ -115,10 +115,9 @@ void StepController::CheckLoss(const at::Tensor& loss, const std::optional<doubl
   TORCH_CHECK(
       loss.requires_grad(),
       "backward() got a loss that depends on no parameter: was it computed under NoGradGuard?");
-  TORCH_CHECK(
-      scaler_ == nullptr || !registry_.optimizers().empty(),
-      "backward() under fp16 without a prepared optimizer: nobody would take the loss scale "
-      "out of the gradients again; pass the optimizer to prepare()");
+  TORCH_CHECK(scaler_ == nullptr || !registry_.optimizers().empty(),
+              "backward() under fp16 without a prepared optimizer: no optimizer would unscale the "
+              "gradients; pass the optimizer to prepare()");
   TORCH_CHECK(
       !in_micro_step_ || gradient_accumulation_steps() == 1 || registry_.models().empty() ||
           !registry_.optimizers().empty(),

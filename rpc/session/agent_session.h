@@ -11,7 +11,7 @@
 
 namespace muster::rpc {
 
-// Of Welcome.features: whoever serves the session answers each beat that asks for it.
+// Of Welcome.features: the server of the session answers each beat that asks for it.
 inline constexpr absl::string_view kAnswersBeats = "answers_beats";
 
 // The serving half of an agent session, the coordinator's or a hub's: what it remembers of one
@@ -39,8 +39,8 @@ class AgentSession {
   Outbox& outbox() { return outbox_; }
 
   // Another stream of the agent: what it has not acknowledged is sent again. False: the session
-  // cannot go on, because this is another process of the agent, or it asks for frames that are no
-  // longer kept or were never made. End this session and begin a new one.
+  // cannot continue, because this is another process of the agent, or it asks for frames that are
+  // no longer kept or never existed. End this session and begin a new one.
   bool Resume(const v1::Hello& hello);
   // The first frame of a stream: goes out before all others.
   void Welcome(uint32_t protocol, uint64_t term, absl::string_view cluster_id,

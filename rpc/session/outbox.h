@@ -21,10 +21,10 @@ struct FramePiece {
 };
 using FrameBytes = std::vector<FramePiece>;
 
-// What an agent still has to be told, in order, as frames that can be sent again on another stream
-// until the agent has acknowledged them. Results that wait are merged into one frame of at most
-// 1 MiB, unless a single one is larger. An answer is copied (or, if large, referred to) as the
-// bytes it already has.
+// The messages for an agent, in order, as frames that can be resent on another stream until the
+// agent has acknowledged them. Results that wait are merged into one frame of at most 1 MiB, unless
+// a single one is larger. An answer is copied (or, if large, referred to) as the bytes it already
+// has.
 //
 // Not thread-safe. Frames are written by hand in protobuf's wire format: CoordinatorFrame{seq = 1,
 // ack = 2, results = 4 {results = 1 {op_id = 1, rest of the answer}}, directive = 5}.
@@ -34,9 +34,9 @@ class Outbox {
   void AddDirective(std::shared_ptr<const v1::Directive> directive);
   // A frame without seq, sent before all others and only once: Welcome, Goodbye.
   void AddFirst(const v1::CoordinatorFrame& frame);
-  // Sends an acknowledgement even if there is nothing else to tell.
+  // Sends an acknowledgement even if there is nothing else to send.
   void AckSoon() { ack_wanted_ = true; }
-  // Likewise, also what was acknowledged before: the agent wants to see that somebody is there.
+  // The same, even if nothing new is acknowledged: the agent checks that its server is alive.
   void AckAgain() { ack_again_ = true; }
 
   // The last frame received from the agent; goes out with every frame.
@@ -46,7 +46,7 @@ class Outbox {
   // The agent has everything up to `seq`.
   void Acknowledged(uint64_t seq);
   // A new stream: sends everything after `seq` again. False if frames after `seq` were already
-  // forgotten or never made, so that the session cannot go on.
+  // dropped or never existed, so that the session cannot continue.
   bool Resume(uint64_t seq);
 
   bool HasWork() const {

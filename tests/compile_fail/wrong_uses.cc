@@ -86,7 +86,7 @@ void Use(muster::Accelerator& accelerator) {
 }
 
 // Use: a data loader of LibTorch's
-// Error: prepare() cannot share out a data loader of LibTorch's: give the data set instead
+// Error: prepare() cannot shard a data loader of LibTorch's: pass the data set instead
 void Use(muster::Accelerator& accelerator) {
   auto data = torch::data::datasets::TensorDataset(torch::zeros({8, 2}));
   auto loader = torch::data::make_data_loader(std::move(data), 4);
@@ -94,7 +94,7 @@ void Use(muster::Accelerator& accelerator) {
 }
 
 // Use: a data loader of LibTorch's in the pointer it comes in
-// Error: prepare() cannot share out a data loader of LibTorch's: give the data set instead
+// Error: prepare() cannot shard a data loader of LibTorch's: pass the data set instead
 void Use(muster::Accelerator& accelerator) {
   auto data = torch::data::datasets::TensorDataset(torch::zeros({8, 2}));
   auto loader = torch::data::make_data_loader(std::move(data), 4);
@@ -102,7 +102,7 @@ void Use(muster::Accelerator& accelerator) {
 }
 
 // Use: a data set without a batch size
-// Error: prepare() does not take a data set as it is: say how it is read, by muster::batches(
+// Error: prepare() does not take a bare data set: wrap it as muster::batches(
 void Use(muster::Accelerator& accelerator) { auto loader = accelerator.prepare(Data()); }
 
 // Use: a data set where prepare_data_loader() wants batches

@@ -264,10 +264,11 @@ TEST_F(AccessTest, SeveralMachines_WithoutCertificatesOrATokenAreRefusedWithBoth
                                                  HasSubstr("--tls_cert"))));
     return launch->err_text();
   };
-  EXPECT_THAT(refused({"--coordinator", "10.0.0.5:29400"}), HasSubstr("knows who calls"));
+  EXPECT_THAT(refused({"--coordinator", "10.0.0.5:29400"}), HasSubstr("authenticates its callers"));
   EXPECT_THAT(refused({"--coordinator", "10.0.0.5:29400", "--token_file", TokenFile()}),
               HasSubstr("travel in clear"));
-  EXPECT_THAT(refused({"--coordinator", "127.0.0.1:29400"}), HasSubstr("knows who calls"));
+  EXPECT_THAT(refused({"--coordinator", "127.0.0.1:29400"}),
+              HasSubstr("authenticates its callers"));
 }
 
 TEST_F(AccessTest, TwoMachinesWithATokenOverTls_OneCertificateIsEnough) {

@@ -212,7 +212,7 @@ TEST_F(BarrierTest, OneRankHangs_EveryWaiterOnBothNodesGetsTheSameBytes) {
 
   const std::string error = ExpectSame("error ", waiters);
   EXPECT_THAT(error, AllOf(StartsWith("DEADLINE_EXCEEDED "),
-                           HasSubstr("timed out after 8s: 1 of 6 ranks did not come: rank 4 (")));
+                           HasSubstr("timed out after 8s: 1 of 6 ranks did not arrive: rank 4 (")));
   ExpectSame("detail ", waiters);
   const v1::BarrierReport report = Describe("saved");
   const std::string bytes = report.SerializeAsString();
@@ -268,10 +268,11 @@ TEST_F(BarrierTest, SkippedInstance_IsNamedToAll) {
   const auto said = Said("error ");
   ASSERT_THAT(said, SizeIs(6)) << SaidText();
   for (const auto& [rank, lines] : said) {
-    EXPECT_THAT(lines, ElementsAre(AllOf(
-                           StartsWith("FAILED_PRECONDITION "),
-                           HasSubstr("rank 0 came to barrier \"saved\" counter 1 while counter 0 "
-                                     "still waits for 1 of 6 ranks"))));
+    EXPECT_THAT(
+        lines,
+        ElementsAre(AllOf(StartsWith("FAILED_PRECONDITION "),
+                          HasSubstr("rank 0 arrived at barrier \"saved\" counter 1 while counter 0 "
+                                    "still waits for 1 of 6 ranks"))));
   }
 }
 
@@ -282,7 +283,7 @@ TEST_F(BarrierTest, Subset_PassesWithoutTheOthers_AndAnOutsiderIsNamed) {
   ASSERT_THAT(pair, SizeIs(2)) << SaidText();
   for (const int rank : {0, 2}) EXPECT_THAT(pair.at(rank), ElementsAre("from 0, from 2"));
   EXPECT_THAT(ExpectSame("error ", {0, 1, 2}),
-              HasSubstr("rank 1 came to barrier \"other\" counter 0, in which it does not take "
+              HasSubstr("rank 1 arrived at barrier \"other\" counter 0, in which it does not take "
                         "part"));
 }
 

@@ -10,8 +10,8 @@
 
 namespace muster {
 
-// What the ranks tell each other while they save or open a checkpoint together. Each returns the
-// same on every rank, so that all go on or none does.
+// The exchanges among ranks that save or open a checkpoint together. Each returns the same on every
+// rank, so that either all continue or none does.
 
 // Runs `work`, whose exceptions must not keep this rank from telling the others: they become
 // INTERNAL with their first line.

@@ -11,8 +11,8 @@
 
 namespace muster {
 
-// What a manifest knows about a file: enough to tell that it is whole and unchanged. Not a defence
-// against forgery.
+// A manifest's facts about a file, which show that it is whole and unchanged. Not a defence against
+// forgery.
 struct FileDigest {
   uint64_t bytes = 0;
   // XXH3-128 of the contents: 32 hexadecimal digits, high half first.

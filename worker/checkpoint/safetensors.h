@@ -15,7 +15,7 @@
 
 namespace muster {
 
-// Tensors under their names, in an order that means something to whoever made the list.
+// Tensors under their names, in an order that is meaningful to the caller.
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 
 // The element types that have a counterpart. UNIMPLEMENTED, naming the type, for the others (F4 and
@@ -37,8 +37,8 @@ class SafetensorsReader {
   absl::StatusOr<at::Tensor> Read(absl::string_view name) const;
 
   // The tensor in pages of the file that are loaded when touched; writing to it changes this
-  // process's copy only. The mapping lives as long as a tensor of it. A tensor that stands at an
-  // address which its type forbids is read instead. Only for files that nobody shortens meanwhile:
+  // process's copy only. The mapping lives as long as a tensor of it. A tensor at an offset that is
+  // misaligned for its type is read instead. Only for files that no process truncates meanwhile:
   // that would be a bus error.
   absl::StatusOr<at::Tensor> Map(absl::string_view name) const;
 

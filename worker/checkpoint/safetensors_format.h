@@ -99,7 +99,7 @@ absl::StatusOr<SafetensorsHeader> ParseSafetensorsHeader(absl::string_view json,
 // and those of files.
 absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path);
 
-// What stands before the data, and where each tensor's data go.
+// The bytes before the data, and the offset of each tensor's data.
 struct SafetensorsLayout {
   // The length, the JSON and its padding: a multiple of the alignment of the data.
   std::string prefix;

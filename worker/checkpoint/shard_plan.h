@@ -27,7 +27,7 @@ struct ShardPlanOptions {
   // its own.
   int64_t max_shard_bytes = 10'000'000'000;
   // Of several names of one tensor keep the first only, as safetensors files of models do.
-  // Otherwise all names stand in the file of the first.
+  // Otherwise all names go to the file of the first.
   bool keep_first_name_only = true;
   // model.safetensors, model-00001-of-00002.safetensors, model.safetensors.index.json; or
   // pytorch_model and .bin.

@@ -65,7 +65,7 @@ absl::StatusOr<std::vector<StoredTensor>> ReadTorchFile(const ByteSource& file) 
                "is a plain Python pickle, not a file of torch.save: pickles are not executed");
   }
   if (!absl::StartsWith(beginning, kZipMark)) {
-    return Bad(file, "is no file of torch.save (it is no zip archive)");
+    return Bad(file, "is not a file of torch.save (it is not a zip archive)");
   }
   MUSTER_ASSIGN_OR_RETURN(const std::vector<ZipMember> members, ReadZipDirectory(file));
   absl::flat_hash_map<absl::string_view, const ZipMember*> by_name;

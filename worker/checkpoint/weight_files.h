@@ -24,7 +24,7 @@ struct WeightEntry {
   size_t file = 0;
 };
 
-// A model's weights on disk, whoever wrote them: safetensors or torch.save, one file or shards with
+// A model's weights on disk, from any library: safetensors or torch.save, one file or shards with
 // an index. Without torch: tools use it too. Reading may be called from several threads.
 class WeightFiles {
  public:
@@ -32,8 +32,8 @@ class WeightFiles {
 
   // `path`: a file of either format, an index (.json), or a folder. In a folder the first of these
   // counts: model.safetensors, model.safetensors.index.json, pytorch_model.bin,
-  // pytorch_model.bin.index.json, the only *.index.json, the only *.safetensors. A file's contents
-  // tell its format, not its name.
+  // pytorch_model.bin.index.json, the only *.index.json, the only *.safetensors. The contents of a
+  // file determine its format, not its name.
   //
   // Checks that every file is there, whole by its header, and holds the tensors that the index
   // places in it. Errors: NOT_FOUND naming what is missing; INVALID_ARGUMENT and DATA_LOSS as

@@ -54,7 +54,8 @@ absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightEn
 
 // Copies weights into `targets`, the parameters and buffers of a model, on whatever device they are
 // and of any strides. Floating types convert into each other; other types must be equal. Everything
-// is compared before the first tensor changes; one tensor at a time is in memory besides the model.
+// is compared before the first tensor changes; one tensor at a time is in memory in addition to the
+// model.
 //
 // Errors: those of WeightFiles::Open; INVALID_ARGUMENT "PATH: ..." that lists the names that are
 // missing, unexpected (with `strict`) or different in shape or type, targets without memory (meta

@@ -8,8 +8,8 @@
 
 namespace muster {
 
-// A Comm that belongs to somebody else, who keeps it alive: for a second user of the same ranks,
-// where an owner is asked for. Calls of both users are one sequence.
+// A Comm that another object owns and keeps alive: for a second user of the same ranks, where an
+// interface requires ownership. Calls of both users are one sequence.
 class BorrowedComm : public Comm {
  public:
   explicit BorrowedComm(Comm& comm) : comm_(comm) {}

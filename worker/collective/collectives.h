@@ -46,7 +46,8 @@ at::Tensor PadInputTensor(const at::Tensor& tensor, int64_t batch_size, int num_
 
 // What rank `rank` of `num_processes` gets of `length` items: [begin, end), then `padding` times
 // the last item of all. The first length % num_processes ranks get one more. With apply_padding
-// every rank ends up with ceil(length / num_processes) items; of nothing, everybody gets nothing.
+// every rank ends up with ceil(length / num_processes) items; an empty input gives every rank an
+// empty part.
 struct SplitRange {
   int64_t begin = 0;
   int64_t end = 0;

@@ -60,8 +60,8 @@ class Comm {
   // The c10d group behind it, for c10d::Reducer; null where there is none (LocalComm, ThreadComm).
   virtual c10d::ProcessGroup* process_group() { return nullptr; }
 
-  // Shows each collective while it is under way; null where nobody looks. Code that uses
-  // process_group() shows its collectives here itself.
+  // Shows each collective while it runs; null if it is not observed. Code that uses process_group()
+  // shows its collectives here itself.
   virtual ProgressBoard* board() { return nullptr; }
 };
 

@@ -6,7 +6,7 @@
 
 #include "worker/collective/comm.h"
 
-// The argument checks every Comm makes before it talks to anybody. Each throws c10::Error with one
+// The argument checks that every Comm makes before it communicates. Each throws c10::Error with one
 // line that names the operation, the rank and what is wrong.
 namespace muster::comm_checks {
 

@@ -7,8 +7,8 @@
 
 namespace muster {
 
-// For tests that need real process groups (c10d::Reducer) without starting processes: as RunRanks,
-// but each thread's Comm stands on a Gloo group over loopback, so comm.process_group() is set.
+// For tests that need real process groups (c10d::Reducer) without starting processes: like
+// RunRanks, but each thread's Comm uses a Gloo group over loopback, so comm.process_group() is set.
 // Rethrows the first exception; a rank that throws closes its connections, which ends the
 // collectives of the others.
 //

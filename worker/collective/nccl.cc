@@ -61,7 +61,7 @@ absl::Status Resolve(void* library, const std::string& path, const char* name, F
   *function = reinterpret_cast<Function>(dlsym(library, name));
   if (*function != nullptr) return absl::OkStatus();
   return absl::FailedPreconditionError(absl::StrCat("NCCL plug-in ", path, " has no ", name,
-                                                    ": it is of another version of Muster"));
+                                                    ": it belongs to another version of Muster"));
 }
 
 absl::StatusOr<Plugin> OpenPlugin() {
@@ -99,7 +99,7 @@ absl::StatusOr<Plugin> OpenPlugin() {
   }
   if (library == nullptr) {
     return absl::NotFoundError(
-        absl::StrCat("the NCCL plug-in libmuster_nccl.so is not there (looked for ", tried,
+        absl::StrCat("the NCCL plug-in libmuster_nccl.so was not found (looked for ", tried,
                      "): set MUSTER_NCCL_PLUGIN to its path, or run on the CPU (MUSTER_CPU=1)"));
   }
   MusterNcclAbi abi = nullptr;

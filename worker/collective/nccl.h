@@ -26,8 +26,8 @@ int VisibleGpus();
 absl::Status LoadCuda();
 
 // Adds NCCL to `group` for CUDA tensors and makes it the default. Collective: blocks until all
-// ranks have come. Errors: those of LoadCuda; NOT_FOUND if libmuster_nccl.so is not where it is
-// looked for ($MUSTER_NCCL_PLUGIN, beside the program, ../lib, beside libmuster.so);
+// ranks have joined. Errors: those of LoadCuda; NOT_FOUND if libmuster_nccl.so is in none of the
+// searched places ($MUSTER_NCCL_PLUGIN, beside the program, ../lib, beside libmuster.so);
 // FAILED_PRECONDITION for a plug-in of another build; UNAVAILABLE with NCCL's words.
 absl::Status AddNcclBackend(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                             const c10::intrusive_ptr<c10d::Store>& store, c10::Device device,

@@ -9,9 +9,9 @@
 
 namespace muster {
 
-// `inner`, each of whose collectives stands on `board` while it goes on. process_group() is
-// inner's: code that uses it, such as the gradient exchange, shows itself on board(). A collective
-// that is lost (a peer that did not come in time, a connection that broke) throws a
+// Wraps `inner` and shows each of its collectives on `board` while it runs. process_group() is
+// inner's: code that uses it, such as the gradient exchange, reports to board() itself. A
+// collective that is lost (a peer that did not come in time, a connection that broke) throws a
 // c10::DistBackendError that says what `explain` says.
 std::unique_ptr<Comm> MakeObservedComm(std::unique_ptr<Comm> inner,
                                        std::shared_ptr<ProgressBoard> board,

@@ -31,7 +31,7 @@ struct GlooOptions {
   std::string name = "world";
 };
 
-// A Gloo process group, connected: blocks until all ranks have come with the same options through
+// Connects a Gloo process group: blocks until all ranks have joined with the same options through
 // the same store. CPU tensors only; more backends can be added to it with ProcessGroup::setBackend.
 // Throws c10::DistBackendError naming the group, the rank and the address if the ranks cannot meet
 // or connect.

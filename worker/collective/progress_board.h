@@ -7,9 +7,9 @@
 
 namespace muster {
 
-// How far a worker is: written by its training thread at a nanosecond or two each, read by the
-// thread that sends its heartbeats, which goes on when the training thread hangs. So the
-// coordinator can say of a rank that never came what it was doing.
+// The progress of a worker: its training thread writes it, at a nanosecond or two per write; the
+// heartbeat thread reads it, also while the training thread hangs. So the coordinator can say of a
+// rank that never came what it was doing.
 //
 // Thread-safe for one writer. What is read together was not always true together: it is for
 // reports. Names are literals: they are kept as pointers.

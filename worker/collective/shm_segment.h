@@ -30,13 +30,13 @@ struct ShmCall {
 //
 // The ranks move in steps, counted alike by all. In a step each rank writes its slot and its call,
 // arrives, waits for all others, and then reads. A second arrival in the same step is possible (to
-// read what others have made of it). Buffers alternate: who writes in step s + 2 has seen all ranks
-// arrive in step s + 1, hence done with reading in step s.
+// read what others have made of it). Buffers alternate: a rank that writes in step s + 2 has seen
+// all ranks arrive in step s + 1, so they have finished reading in step s.
 //
 // The memory has no name (memfd): nothing is left behind however the processes end. Waiting spins
-// shortly, then sleeps on a futex. A rank that died is found by its pidfd, one that left by its
-// flag; who waits for it throws c10::DistBackendError and marks the segment broken, so that
-// everybody leaves. One thread per rank at a time.
+// shortly, then sleeps on a futex. A pidfd reveals a rank that died, a flag one that left. A rank
+// that waits for it throws c10::DistBackendError and marks the segment broken, so that all ranks
+// leave. One thread per rank at a time.
 class ShmSegment {
  public:
   static constexpr int64_t kSlotBytes = 512 << 10;
@@ -62,7 +62,7 @@ class ShmSegment {
   // Call of rank r in the current step, after the first Meet.
   const ShmCall& call(int r) const;
 
-  // Lets everybody who waits, now or later, leave with an error.
+  // Makes all current and future waits fail with an error.
   void Break(const std::string& why);
   int rank() const { return rank_; }
   int size() const { return size_; }

@@ -15,8 +15,8 @@ namespace muster {
 //
 // Reductions add in rank order, so results are the same bits on every rank and in every run.
 // Collectives copy through shared memory, need no network, and are checked: if ranks call different
-// operations, or with shapes or dtypes that do not fit, every rank throws the same c10::Error
-// naming who passed what (the group stays usable).
+// operations, or with shapes or dtypes that do not fit, every rank throws the same c10::Error,
+// which lists each rank's call (the group stays usable).
 //
 // No rank is left waiting for one that is gone: when a Comm is destroyed, ranks that wait for it in
 // a collective, now or later, throw c10::DistBackendError naming it. CPU tensors and tensors of one

@@ -11,7 +11,7 @@
 
 namespace muster {
 
-// The facts of a batch. Whoever needs them gets the batch: there is no global "active loader".
+// The facts of a batch. Code that needs them gets the batch: there is no global "active loader".
 struct BatchInfo {
   uint64_t iteration = 0;  // which pass over a loader, unique in this process
   int64_t epoch = 0;
@@ -31,8 +31,8 @@ struct BatchInfo {
   // and all are real.
   std::vector<int64_t> rank_sizes;
   std::vector<int64_t> rank_real_samples;
-  // Samples of the epoch's order that all ranks together have had after this batch: where a restart
-  // would go on.
+  // How many samples of the epoch's order all ranks together have consumed after this batch: where
+  // a restart continues.
   int64_t position = 0;
 };
 

@@ -60,7 +60,7 @@ class DataRandomScope {
   const bool for_torch_;
 };
 
-// Tells data_seed() which sample of the batch is being read, counted from 0. Nothing outside of
+// Sets the sample of the batch, counted from 0, that data_seed() applies to. Nothing outside of
 // scopes.
 void SetDataSample(int64_t number);
 

@@ -53,19 +53,19 @@ namespace muster {
 // Random numbers, for augmentation: inside of reading threads LibTorch's random functions draw from
 // a generator of the reader's, seeded for every batch (for a stream: for every pass) from the
 // loader's seed, the epoch, the rank and the batch's index. So they do not depend on the number of
-// workers, go on after a restart as they would have, and leave the generator that dropout draws
-// from alone. Without workers the reading thread is the training's, with its generator. For
-// engines of your own there is data_seed() (data_random.h).
+// workers, continue identically after a restart, and do not disturb the generator that dropout
+// draws from. Without workers the reading thread is the training's, with its generator. For engines
+// of your own there is data_seed() (data_random.h).
 //
 // torch::data::datasets::Dataset, MapDataset (transforms) and stateful data sets are of these
 // shapes as they are.
 //
 // Threads: with workers, a map-style data set whose reading functions are const is shared, and they
 // must be safe to call at once from several threads; one with non-const reading functions (as
-// LibTorch's) is copied for each worker, once: the copies live as long as the loader and are told
-// each epoch by set_epoch(). What else is changed in the data set after the first pass, they do not
-// see; and what they draw from engines of their own is the same in each copy and depends on which
-// worker reads what: seed those with data_seed().
+// LibTorch's) is copied for each worker, once: the copies live as long as the loader and get each
+// epoch by set_epoch(). What else is changed in the data set after the first pass, they do not see;
+// and what they draw from engines of their own is the same in each copy and depends on which worker
+// reads what: seed those with data_seed().
 
 // The rows of `tensor` with these indices, as at::index_select(tensor, 0, indices) gives them;
 // several times faster for the small batches of CPU tensors. Error (c10::Error): an index out of
@@ -293,7 +293,7 @@ class StreamCursor {
  public:
   using Example = std::remove_cvref_t<decltype(ExampleOf(std::declval<D&>()))>;
 
-  // Starts a pass. `first` tells that the data set has not been read before.
+  // Starts a pass. `first`: the data set has not been read before.
   StreamCursor(D& dataset, int64_t epoch, bool first) : dataset_(dataset) {
     SetEpoch(dataset, epoch);
     if constexpr (requires { dataset.reset(); }) {

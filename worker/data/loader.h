@@ -116,7 +116,7 @@ class DatasetSource : public Source<CollatedBatch<D, C>> {
   const C collate_;
 };
 
-// Streams have one reader, whose collate function goes on over passes.
+// Streams have one reader, which keeps its collate function across passes.
 template <class D, class C>
 class StreamSourceBase : public DatasetSource<D, C> {
  public:
@@ -216,8 +216,8 @@ class IndexedSource : public DatasetSource<D, C> {
   }
 
  private:
-  // What one worker reads with. Kept over passes, so that random numbers of the data set's or the
-  // collate function's own go on.
+  // What one worker reads with. Kept over passes, so that the private random numbers of the data
+  // set or the collate function continue.
   struct Reader {
     std::shared_ptr<D> dataset;
     C collate;
@@ -279,7 +279,7 @@ class RoundReader {
 
   // The next round, or nullopt after the last. An exception ends the pass.
   std::optional<Fetched<T>> Read(int64_t number) {
-    // Ranks that all read the whole of a stream must draw the same, whoever reads.
+    // Ranks that all read the whole stream must draw the same numbers.
     const bool alike = pass_->sharding.world_size > 1 && !pass_->dispatch();
     const DataRandomScope scope(&generator_, settings_.workers > 0 || alike);
     return NamingBatch(*pass_, number, [&]() -> std::optional<Fetched<T>> {
@@ -393,7 +393,7 @@ class StreamFeed : public Feed<CollatedBatch<D, C>> {
     std::optional<Fetched<T>> current = std::move(ahead_);
     ahead_.reset();
     if (!current.has_value()) return std::nullopt;
-    // An error of the next round is told when it is its turn.
+    // An error of the next round is reported when its turn comes.
     ahead_ = Pull();
     current->info = pass_->InfoOfRound(given_, current->begin, current->end, current->first_round);
     current->info.is_last = !ahead_.has_value() && !error_;
@@ -451,8 +451,8 @@ struct ShardPart {
   int64_t real = 0;  // samples; the others fill up the batch
 };
 
-// Reads the batches of this rank's own part of a stream. Where batches are filled up, it goes on
-// after the end with batches of repeated samples, for ranks whose part is longer.
+// Reads the batches of this rank's own part of a stream. If batches are padded, it continues after
+// the end with batches of repeated samples, for ranks whose part is longer.
 template <class D, class C>
 class ShardReader {
  public:
@@ -781,8 +781,8 @@ class LoaderIterator {
 
   Batch<T>& operator*() const { return *pass_->current; }
   Batch<T>* operator->() const { return &*pass_->current; }
-  // Gets the next batch, waiting for it. Throws DataError if it could not be read; then the pass is
-  // over.
+  // Gets the next batch, waiting for it. Throws DataError if it could not be read, which ends the
+  // pass.
   LoaderIterator& operator++() {
     pass_->Advance();
     return *this;
@@ -850,7 +850,7 @@ class LoaderIterator {
     const std::shared_ptr<LoaderCore> core;
     const std::shared_ptr<loader_internal::Source<T>> source;
     const std::shared_ptr<const LoaderPass> facts;   // null for a pass that is skipped
-    std::unique_ptr<loader_internal::Feed<T>> feed;  // null once the pass is over
+    std::unique_ptr<loader_internal::Feed<T>> feed;  // null once the pass has ended
     std::optional<Batch<T>> current;
   };
 
@@ -884,7 +884,7 @@ class PreparedLoader {
   }
   std::default_sentinel_t end() const { return {}; }
 
-  // Batches that this rank gets in an epoch. Error (c10::Error): a stream that does not tell its
+  // Batches that this rank gets in an epoch. Error (c10::Error): a stream that does not know its
   // length.
   int64_t size() const {
     const std::optional<int64_t> batches = core_->NumBatches(skip_);
@@ -925,15 +925,15 @@ class PreparedLoader {
 
 // `loader` without the first `batches` batches: free for map-style data, streams are read up to
 // there. Facts of the batches (index, real samples) are those of the full epoch. Iterate it once,
-// then go on with `loader`.
+// then continue with `loader`.
 template <class T>
 PreparedLoader<T> SkipFirstBatches(const PreparedLoader<T>& loader, int64_t batches) {
   TORCH_CHECK(batches >= 0, "skip_first_batches: cannot skip ", batches, " batches");
   return loader.Skip(batches);
 }
 
-// A recipe for a loader: what to read and how; who reads what is decided when it is prepared. Made
-// by batches(). A value; copies share the data set.
+// A recipe for a loader: what to read and how; prepare() decides which rank reads what. Made by
+// batches(). A value; copies share the data set.
 //
 //   muster::batches(dataset, 32).shuffle(true).workers(2)
 template <class D, class C = DefaultCollate>
@@ -1048,9 +1048,9 @@ struct IsBatchRecipe<BatchRecipe<D, C>> : std::true_type {};
 //
 // A stream with shard() is read by every rank for itself, and iterating the loader is a collective.
 // Where parts differ in length, ranks that come to their end fill up their batches with their first
-// samples until the longest part has ended (BatchInfo tells real from repeated ones), or, with
-// drop_last(), all end at the first batch that some rank cannot fill. Inside an epoch such a loader
-// resumes on the same number of ranks only.
+// samples until the longest part has ended (BatchInfo distinguishes real from repeated ones), or,
+// with drop_last(), all end at the first batch that some rank cannot fill. Inside an epoch such a
+// loader resumes on the same number of ranks only.
 template <class D>
 auto batches(D dataset, std::optional<int64_t> batch_size = std::nullopt) {
   RecipeSettings settings;
@@ -1074,8 +1074,8 @@ auto batches(D dataset, std::optional<int64_t> batch_size = std::nullopt) {
 }
 
 // (collective) Makes this rank's loader. `comm` (null: a job of one process) must outlive it;
-// `observer`, which may be null, is told of every batch. Errors (c10::Error): settings that do not
-// fit; ranks that prepare different loaders.
+// `observer`, which may be null, is called for every batch. Errors (c10::Error): settings that do
+// not fit; ranks that prepare different loaders.
 template <class D, class C>
 PreparedLoader<CollatedBatch<D, C>> PrepareLoader(
     const BatchRecipe<D, C>& recipe, const LoaderOptions& options, Comm* comm,

@@ -17,8 +17,9 @@
 
 namespace muster {
 
-// What of loading does not depend on the type of the data: who reads which samples in which order,
-// where a pass is, and who is told. worker/data/loader.h puts the typed part on top.
+// The parts of loading that do not depend on the type of the data: which rank reads which samples
+// in which order, the position of a pass, and its observer. worker/data/loader.h puts the typed
+// part on top.
 
 // Settings that belong to the job and not to one loader.
 struct LoaderOptions {
@@ -61,7 +62,7 @@ struct RecipeSettings {
   BatchSamplerFunction batch_sampler;
 };
 
-// The place of a loader in its data: enough to go on at the exact next sample, also with another
+// The place of a loader in its data: enough to continue at the exact next sample, also with another
 // number of ranks or another batch size. The same on every rank. A value.
 struct LoaderState {
   int64_t epoch = 0;
@@ -91,7 +92,7 @@ struct LoaderState {
 
 class LoaderStateHandle;
 
-// Is told of what loops over a loader do, on the thread that iterates.
+// Observes loops over a loader, on the iterating thread.
 class LoaderObserver {
  public:
   virtual ~LoaderObserver() = default;
@@ -105,7 +106,7 @@ class LoaderObserver {
   }
   // Pass `iteration` is about to give this batch to the loop.
   virtual void OnBatch(uint64_t iteration, const BatchInfo& info) = 0;
-  // Pass `iteration` is over: at its end, or because its iterator was destroyed (break, return,
+  // Pass `iteration` has ended: at its end, or because its iterator was destroyed (break, return,
   // exception). Exactly once for every pass that gave a batch (and perhaps for one that gave none).
   // Must not throw.
   virtual void OnEnd(uint64_t iteration) = 0;
@@ -129,7 +130,7 @@ class LoaderStateHandle {
   // the epoch (int64, [n]), and "lengths" of a batch sampler's batches (int64, [batches]). Empty
   // where the order follows from State(). Handles, not copies.
   virtual std::map<std::string, at::Tensor> StateTensors() const = 0;
-  // The next pass of that epoch goes on from there, in the saved order. `tensors` is what
+  // The next pass of that epoch continues from there, in the saved order. `tensors` is what
   // StateTensors() gave. Errors (c10::Error), which leave the loader as it was: another data set's
   // length; tensors that do not belong to the state; a place inside an epoch of another kind of
   // order, of a sampler's order that was not saved, or of a stream sharded into another number of
@@ -141,14 +142,14 @@ class LoaderStateHandle {
   // Number of the pass under way (BatchInfo::iteration), the one that gave a batch last; 0 if there
   // is none.
   virtual uint64_t live_pass() const = 0;
-  // The place before the batch that the pass under way has given out last: where to go on if that
+  // The position before the last batch that the active pass has returned: where to continue if that
   // batch has not been trained on. State() if there is no such pass.
   virtual LoaderState StateBeforeBatch() const = 0;
   // What the loader was prepared with, as "name=value ..."; a loader with the same text can take
   // over the place of this one.
   virtual std::string signature() const = 0;
-  // Where a successor goes on: the loaded place if no pass has begun there yet, else the start of
-  // the next epoch. For LoadState, with StateTensors().
+  // Where a successor continues: the loaded position if no pass has begun there yet, else the start
+  // of the next epoch. For LoadState, with StateTensors().
   virtual LoaderState NextState() const = 0;
   // Passes begun so far.
   virtual int64_t passes() const = 0;
@@ -172,7 +173,7 @@ struct LoaderPass {
   bool sharded = false;       // a stream of which every rank reads its own part
   int64_t rank_position = 0;  // sharded: samples of the own part to pass over
   uint64_t seed = 0;          // of the loader
-  // If it goes on from a loaded place, that place.
+  // If it continues from a loaded position, that position.
   std::optional<LoaderState> resumed_from;
   int rank = 0;
   ShardOptions sharding;
@@ -225,7 +226,7 @@ class LoaderCore : public LoaderStateHandle {
   // batches.
   std::shared_ptr<const LoaderPass> StartPass(int64_t skip);
   void BatchGiven(const LoaderPass& pass, const BatchInfo& info);
-  // The loop over `pass` is over; `exhausted`: it went on to the end. If not, and the observer says
+  // The loop over `pass` is over; `exhausted`: it reached the end. If not, and the observer says
   // that it does not count, the place that the pass resumed is put back, or the next epoch's start
   // becomes the place. A loop that was left at the last batch has had the epoch.
   void EndPass(const LoaderPass& pass, bool exhausted);

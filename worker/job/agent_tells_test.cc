@@ -26,7 +26,7 @@ TEST(AgentTells, FailureOfAnotherProcess_IsAnEcho) {
            "the "
            "next one",
            "barrier \"b\": failed because of rank 1 (h, pid 7), which exited with code 12 (1 of 2 "
-           "ranks had come): end the generation and join the next one",
+           "ranks had arrived): end the generation and join the next one",
        }) {
     EXPECT_TRUE(AgentTells(absl::UnavailableError(text), kUnderAgent)) << text;
     EXPECT_FALSE(AgentTells(absl::UnavailableError(text), {})) << text;
@@ -40,7 +40,8 @@ TEST(AgentTells, WhatNoAgentKnows_IsSaid) {
            "",
            "the user's own trouble",
            "ffmpeg exited with code 1",
-           "lost another process at step 3: all are still here, so it is the network between them",
+           "lost another process at step 3: all ranks are alive, so the cause is the network "
+           "between them",
            "lost another process at step 3: rank 1 (h, pid 7) did not take part in AllReduce #9 "
            "after step 2: it has left the job; rank 0 waits",
            "lost another process at step 3: rank 1 (h, pid 7): it has exited with code 0; rank 0 "

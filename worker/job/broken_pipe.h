@@ -3,11 +3,11 @@
 
 namespace muster {
 
-// From now on a write to a pipe or connection whose reader has gone returns EPIPE instead of ending
-// this process without a word (exit code 141 of shells): a peer that vanishes is an error to tell.
-// Python does the same at its start. Here it is a handler that does nothing, because an ignored
-// SIGPIPE would be inherited by the programs that this process starts, which may rely on it. A
-// program that handles or ignores SIGPIPE itself keeps that. Thread-safe.
+// From now on a write to a pipe or connection without a reader returns EPIPE instead of ending this
+// process silently (exit code 141 in shells): a vanished peer is an error to report. Python does
+// the same at its start. Here it is a handler that does nothing, because an ignored SIGPIPE would
+// be inherited by the programs that this process starts, which may rely on it. A program that
+// handles or ignores SIGPIPE itself keeps that. Thread-safe.
 void SurviveBrokenPipes();
 
 }  // namespace muster

@@ -860,7 +860,7 @@ absl::StatusOr<std::vector<std::pair<std::string, std::string>>> CoordinatorClie
       if (!entries.empty() && kv.key() <= entries.back().first) {
         return absl::ResourceExhaustedError(
             absl::StrCat("list '", prefix, "': more than ", entries.size(),
-                         " keys, and the coordinator is too old to tell of them in pages"));
+                         " keys, and the coordinator is too old to list them in pages"));
       }
       entries.emplace_back(kv.key(), kv.value());
     }

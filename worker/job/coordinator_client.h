@@ -77,9 +77,9 @@ struct MemberInfo {
 struct BarrierCall {
   std::string payload = "";            // at most 4 KiB; reaches every rank
   std::vector<int> participants = {};  // empty: every rank of the generation
-  // When the coordinator reports who is late, in its log. Zero: 60 s or half the timeout.
+  // When the coordinator logs the late ranks. Zero: 60 s or half the timeout.
   absl::Duration soft_timeout = absl::ZeroDuration();
-  // All ranks must stand at the same line. Otherwise only at the same name.
+  // All ranks must call from the same line. Otherwise only at the same name.
   bool same_line = true;
 };
 
@@ -103,7 +103,7 @@ struct BarrierReport {
 };
 
 struct BarrierResult {
-  // By rank; empty if nobody brought one.
+  // By rank; empty if no rank sent one.
   std::vector<std::string> payloads;
   int last_rank = -1;
   absl::Duration open_for;  // first arrival to release
@@ -115,7 +115,7 @@ struct LivingRank {
   uint64_t incarnation = 0;
 };
 
-// Whether a barrier failed because ranks did not come, died or stand elsewhere: there is a report.
+// Whether a barrier failed because ranks did not arrive, died or wait elsewhere: there is a report.
 bool IsBarrierVerdict(const absl::Status& status);
 
 struct TriggerInfo {
@@ -151,9 +151,9 @@ struct Heartbeat {
 // their timeout, the outage tolerance and a short grace.
 //
 // Errors of every call, in the coordinator's words: UNAVAILABLE (no coordinator until the
-// deadline), FAILED_PRECONDITION (this worker's generation is over), ABORTED (a newer incarnation
-// took the seat, or the generation ended while the call waited: join again), DEADLINE_EXCEEDED (who
-// is missing), INVALID_ARGUMENT, UNAUTHENTICATED.
+// deadline), FAILED_PRECONDITION (this worker's generation has ended), ABORTED (a newer incarnation
+// took the seat, or the generation ended while the call waited: join again), DEADLINE_EXCEEDED
+// (names the missing ranks), INVALID_ARGUMENT, UNAUTHENTICATED.
 class CoordinatorClient {
  public:
   struct Options {
@@ -175,10 +175,10 @@ class CoordinatorClient {
     std::string tls_cert = "";
     std::string tls_key = "";
     std::string token_file = "";  // see rpc/token.h
-    // What heartbeats and barriers tell of this worker. Null: what ReportProgress said.
+    // What heartbeats and barriers report about this worker. Null: what ReportProgress said.
     std::shared_ptr<const ProgressBoard> progress = nullptr;
-    // Called once per generation, on the heartbeat thread, when the coordinator says that it is
-    // over or that another incarnation holds the seat. Must not call back into the client's
+    // Called once per generation, on the heartbeat thread, when the coordinator reports that it has
+    // ended or that another incarnation holds the seat. Must not call back into the client's
     // destructor.
     std::function<void(const absl::Status&)> on_generation_ended = nullptr;
   };
@@ -209,8 +209,8 @@ class CoordinatorClient {
   absl::StatusOr<std::vector<MemberInfo>> Members();
   uint64_t incarnation() const;
 
-  // Keys are bytes, 1 to 1,024 of them; values at most 1 MiB. What was written outlives a crash of
-  // the coordinator: nobody would put a lost key again, and others wait for it.
+  // Keys are bytes, 1 to 1,024 of them; values at most 1 MiB. Writes survive a crash of the
+  // coordinator: no rank would write a lost key again, and others wait for it.
   absl::Status Set(const std::string& key, const std::string& value);
   absl::Status SetAll(const std::vector<std::pair<std::string, std::string>>& entries);  // atomic
   absl::StatusOr<std::optional<std::string>> Find(const std::string& key);
@@ -234,7 +234,7 @@ class CoordinatorClient {
   // counted here, so every rank must pass the barriers of a name in the same number. The first
   // arrival's timeout counts. `payload` (at most 4 KiB) reaches every rank. Errors:
   // DEADLINE_EXCEEDED and FAILED_PRECONDITION naming the ranks that are missing or dead, on which
-  // host and doing what; FAILED_PRECONDITION if ranks stand at different lines.
+  // host and doing what; FAILED_PRECONDITION if ranks call from different lines.
   absl::StatusOr<BarrierResult> Barrier(
       const std::string& name, absl::Duration timeout, const std::string& payload = "",
       std::source_location where = std::source_location::current());
@@ -249,22 +249,21 @@ class CoordinatorClient {
   // NOT_FOUND.
   absl::StatusOr<BarrierReport> DescribeBarrier(const std::string& name);
 
-  // Waits until every living rank of `set` (growing ranks; empty: all) is inside or dead, and tells
-  // all callers the same: who was inside at one moment at which all others of the set were dead.
-  // Calls are counted: all ranks make them in one order. Errors: DEADLINE_EXCEEDED naming the
-  // living who did not come.
+  // Waits until every living rank of `set` (ascending ranks; empty: all) has called or is dead, and
+  // gives all callers the same answer: the ranks that had called at one moment at which all others
+  // of the set were dead. Calls are counted: all ranks make them in one order. Errors:
+  // DEADLINE_EXCEEDED naming the living ranks that did not call.
   absl::StatusOr<std::vector<LivingRank>> AgreeAlive(absl::Duration timeout,
                                                      const std::vector<int>& set = {});
 
   // Raised by any rank; every rank learns the step before which all act. Returns the trigger's id.
   absl::StatusOr<uint64_t> RaiseTrigger(const std::string& name, const std::string& payload = "");
-  // Triggers not yet acknowledged by this rank. Whoever polls should do it on a thread of its own:
-  // see TriggerWatch. Waits for a coordinator that is away no longer than `timeout`; zero is
-  // Options::call_timeout.
+  // Triggers not yet acknowledged by this rank. Poll on a separate thread: see TriggerWatch. Waits
+  // for a coordinator that is away no longer than `timeout`; zero is Options::call_timeout.
   absl::StatusOr<std::vector<TriggerInfo>> PollTriggers(
       const TriggerPoll& poll, absl::Duration timeout = absl::ZeroDuration());
 
-  // What the next heartbeat and barrier tell of this rank. Does not block.
+  // What the next heartbeat and barrier report about this rank. Does not block.
   void ReportProgress(int64_t step, const std::string& phase,
                       const std::string& last_collective = "");
   // Sends one now.

@@ -190,8 +190,7 @@ absl::Status ReadPlace(const Variables& variables, Environment* env) {
     return absl::InvalidArgumentError(
         absl::StrCat(rank != nullptr ? family.rank : family.world_size, " is set but ",
                      rank != nullptr ? family.world_size : family.rank,
-                     " is not: without both, every process would take itself for the only one. Set "
-                     "both or neither"));
+                     " is not: without both, every process would run alone. Set both or neither"));
   }
   if (env->launcher == Launcher::kNone) MUSTER_RETURN_IF_ERROR(ReadSlurm(variables, env));
 
@@ -290,10 +289,11 @@ absl::Status ReadMeetingPoint(const Variables& variables, Environment* env) {
     env->master_addr = {"127.0.0.1", "all processes are on this node"};
   }
   if (env->master_addr.value.empty()) {
-    return absl::InvalidArgumentError(absl::StrCat(
-        "the ", env->world_size.value,
-        " processes have nowhere to meet: set MUSTER_COORDINATOR, or MASTER_ADDR and MASTER_PORT, "
-        "or start them with `muster launch`"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("the ", env->world_size.value,
+                     " processes have no address to meet at: set MUSTER_COORDINATOR, or "
+                     "MASTER_ADDR and MASTER_PORT, "
+                     "or start them with `muster launch`"));
   }
   if (env->master_port.value == 0) {
     // Two jobs of one user on one node must not meet each other.

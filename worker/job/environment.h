@@ -23,21 +23,21 @@ struct Setting {
   bool is_default() const { return source == "default"; }
 };
 
-// Who started this process, as far as its variables say.
+// The launcher of this process, according to its variables.
 enum class Launcher { kNone, kMuster, kTorchrun, kMpi, kSlurm };
 
 // "no launcher", "muster", "torchrun", "mpi" or "slurm".
 const char* LauncherName(Launcher launcher);
 
-// Where this process stands in its job and what its surroundings ask of it. A plain value.
+// This process's place in its job, and the settings from its environment. A plain value.
 //
 // docs/environment.md lists every variable, the order of the families and what happens when they
 // disagree.
 struct Environment {
   Launcher launcher = Launcher::kNone;
 
-  // False: MUSTER_COORDINATOR is set but no rank is. The rendezvous gives this process its seat;
-  // rank, world_size and the fields beside them hold 0, 1, ... until then.
+  // False: MUSTER_COORDINATOR is set but no rank is. The rendezvous assigns this process its seat;
+  // before that, rank, world_size and the related fields are 0, 1, ...
   bool seated = true;
 
   Setting<int> rank{0};
@@ -68,7 +68,7 @@ struct Environment {
   // How often the launcher has restarted this process; keys of earlier attempts must not be met.
   Setting<int> restart_count{0};
 
-  // Where this machine stands, for the order of ranks; empty: not known.
+  // The location of this machine, for the order of ranks; empty: unknown.
   Setting<std::string> rack;
   Setting<std::string> nvlink_domain;
 
@@ -92,7 +92,7 @@ struct Environment {
   Setting<absl::Duration> timeout{absl::Minutes(10)};
   // How long the coordinator may be away before calls fail.
   Setting<absl::Duration> outage_tolerance{kDefaultOutageTolerance};
-  // After what silence the coordinator gives this process up while others are heard.
+  // How long this process may be silent, while others are not, before it counts as lost.
   Setting<absl::Duration> lease{kDefaultLease};
 
   // Things that are legal but probably not meant, one line each. For the caller to log.

@@ -195,7 +195,7 @@ TEST(Environment, RankAndWorldSizeOnly_OneProcessPerNode) {
 }
 
 TEST(Environment, SeveralNodesAndNowhereToMeet_IsRefused) {
-  EXPECT_THAT(Error(Without(kTorchrun, "MASTER_ADDR")), HasSubstr("nowhere to meet"));
+  EXPECT_THAT(Error(Without(kTorchrun, "MASTER_ADDR")), HasSubstr("no address to meet at"));
 }
 
 TEST(Environment, OneNodeWithoutMasterAddr_MeetsOnLoopback) {

@@ -60,7 +60,7 @@ void JobTriggers::RaiseForSignal() {
   const absl::Status status = Raise(kStop, Here(comm_->rank()));
   // A coordinator that is away is asked again with the next poll.
   signal_told_ = status.ok() || !absl::IsUnavailable(status);
-  if (!status.ok()) MUSTER_LOG(Warning) << "SIGTERM came, but " << status.message();
+  if (!status.ok()) MUSTER_LOG(Warning) << "SIGTERM arrived, but " << status.message();
 }
 
 std::optional<Trigger> JobTriggers::Check(const std::string& name, int64_t finished) {

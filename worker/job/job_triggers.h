@@ -50,9 +50,9 @@ class JobTriggers {
   JobTriggers(const JobTriggers&) = delete;
   JobTriggers& operator=(const JobTriggers&) = delete;
 
-  // This process ends: tells the coordinator what was acted upon; no checks after it. Blocks for a
-  // poll or two, and CoordinatorClient's exit_patience (3 s) at most, also while the coordinator is
-  // away and a SIGTERM waits to be told. Repeatable.
+  // This process ends: reports to the coordinator the triggers it has acted on. No checks after
+  // this call. Blocks for a poll or two, and CoordinatorClient's exit_patience (3 s) at most, also
+  // while the coordinator is away and a SIGTERM is yet to be reported. Repeatable.
   void Close();
 
  private:

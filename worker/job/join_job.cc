@@ -89,10 +89,10 @@ absl::Status MeetAtCoordinator(const JoinJobOptions& options, JoinedProcess* joi
   client.incarnation = env.incarnation.value;
   const std::string place = absl::StrCat(client.address, " ", client.job, " ", client.worker_id);
   if (TakenPlaces::Get().Holds(place)) {
-    return absl::FailedPreconditionError(absl::StrCat(
-        "this process has its place in job '", client.job,
-        "' already, in an Accelerator that is still alive: pass that one on by reference, or let "
-        "it go before the next"));
+    return absl::FailedPreconditionError(
+        absl::StrCat("this process has its place in job '", client.job,
+                     "' already, in an Accelerator that is still alive: pass that one by "
+                     "reference, or destroy it before the next"));
   }
   client.connect_timeout = std::min(client.connect_timeout, env.timeout.value);
   client.outage_tolerance = env.outage_tolerance.value;

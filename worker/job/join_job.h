@@ -37,10 +37,10 @@ struct JoinedProcess {
   c10::Device device = c10::Device(c10::kCPU);
   std::shared_ptr<CoordinatorClient> coordinator;  // null without one
   c10::intrusive_ptr<c10d::Store> store;           // null for a process alone without a coordinator
-  // Written by whoever knows how far this process is; told with its heartbeats.
+  // The progress of this process; its heartbeats carry it.
   std::shared_ptr<ProgressBoard> progress = std::make_shared<ProgressBoard>();
-  // LocalComm for a process alone, else over Gloo, with NCCL beside it if `device` is a GPU. In
-  // debug mode checked.
+  // LocalComm for a single process, else Gloo, plus NCCL if `device` is a GPU. In debug mode
+  // checked.
   std::unique_ptr<Comm> comm;
   // Says of a collective over all ranks that was lost past `comm` (gradients in a backward pass)
   // which ranks did not take part: see RethrowExplained. Null for a process alone.
@@ -50,7 +50,7 @@ struct JoinedProcess {
 
 // Takes this process's place in its job: picks the device; joins the rendezvous if there is a
 // coordinator (also alone), or meets the others through a TCPStore at MASTER_ADDR:MASTER_PORT;
-// builds the process group. Blocks until all ranks have come, at most environment.timeout. Makes
+// builds the process group. Blocks until all ranks have joined, at most environment.timeout. Makes
 // `device` the current one of this thread.
 //
 // A process may join again, while the first time lasts or after it, if all ranks do so in the same
@@ -69,10 +69,10 @@ absl::StatusOr<JoinedProcess> JoinJob(const Environment& environment,
 // those of JoinJob.
 absl::StatusOr<std::unique_ptr<Comm>> MakeSubgroup(JoinedProcess& process, std::vector<int> ranks);
 
-// A Comm over all ranks of the job for a thread beside training: over Gloo alone, on no progress
-// board, and for collectives that may wait for the slowest disk (an hour, or the job's timeout if
-// that is longer). A collective over all ranks. Blocks until they have connected. Errors: those of
-// JoinJob.
+// A Comm over all ranks of the job for a thread that runs during training: Gloo only, without a
+// progress board, and for collectives that may wait for the slowest disk (an hour, or the job's
+// timeout if that is longer). A collective over all ranks. Blocks until they have connected.
+// Errors: those of JoinJob.
 absl::StatusOr<std::unique_ptr<Comm>> MakeBackgroundComm(JoinedProcess& process);
 
 }  // namespace muster

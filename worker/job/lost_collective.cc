@@ -98,18 +98,18 @@ std::string AskStore(const LostCollectiveSources& sources, const ProgressBoard::
     }
   } catch (const std::exception&) {
     return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout),
-                        ", and the store that could tell which ranks are missing is gone");
+                        ", and the store that records which ranks are missing is gone");
   }
   if (missing.empty()) {
     return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout),
                         " though all of ", Ranks(waiting),
                         " wait in it: look at the network between them");
   }
-  return absl::StrCat(Ranks(missing), " ", kDidNotTakePart, What(mine), " within ",
-                      absl::FormatDuration(sources.timeout), "; ", Ranks(waiting),
-                      waiting.size() == 1 ? " waits" : " wait",
-                      "; where the missing ones stand is known only to a coordinator: start the "
-                      "job with muster launch");
+  return absl::StrCat(
+      Ranks(missing), " ", kDidNotTakePart, What(mine), " within ",
+      absl::FormatDuration(sources.timeout), "; ", Ranks(waiting),
+      waiting.size() == 1 ? " waits" : " wait",
+      "; only a coordinator knows where the missing ones are: start the job with muster launch");
 }
 
 }  // namespace

@@ -15,9 +15,9 @@
 
 namespace muster {
 
-// Who can tell about the ranks of a group when one of its collectives is lost.
+// The sources of information about the ranks of a group when one of its collectives is lost.
 struct LostCollectiveSources {
-  // Knows of every rank where it stands. Null without one.
+  // Knows the position of every rank. Null without one.
   std::shared_ptr<CoordinatorClient> coordinator;
   // Without a coordinator: where the ranks that wait leave a note. May be null.
   c10::intrusive_ptr<c10d::Store> store;
@@ -30,16 +30,16 @@ struct LostCollectiveSources {
   absl::Duration grace = absl::Seconds(10);
 };
 
-// One line: which ranks did not take part in the collective that stands on `mine`, where each of
-// them stands, and which ranks wait. `members` is what the coordinator knows, at most a heartbeat
-// old. Ranks of `ranks` that wait in the same collective have taken part.
+// One line: which ranks did not take part in the collective on `mine`, where each of them is, and
+// which ranks wait. `members` is what the coordinator knows, at most a heartbeat old. Ranks of
+// `ranks` that wait in the same collective have taken part.
 std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
                                    const LostCollectiveSources& sources,
                                    const std::vector<MemberInfo>& members);
 
-// The same, asked of `sources` now, with the transport's first line at the end. To be called while
-// the collective still stands on the board. Blocks up to `grace` and the patience of a call. Never
-// fails: at worst it says that nobody knows.
+// The same, asked of `sources` now, with the transport's first line at the end. Call it while the
+// collective is still on the board. Blocks up to `grace` and the patience of a call. Never fails:
+// at worst it says that the cause is unknown.
 std::string ExplainLostCollective(const LostCollectiveSources& sources, absl::string_view error);
 
 }  // namespace muster

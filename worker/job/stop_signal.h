@@ -5,17 +5,18 @@
 
 namespace muster {
 
-// SIGTERM as a wish to end well: the first one is noted; one that comes a second or more after it
-// kills as ever. What comes sooner is the same wish: SLURM and systemd signal every process of a
-// job, and so does the launcher that they signalled. For the whole process, as signals are.
+// SIGTERM as a request to stop in order: the first one is recorded; one that arrives a second or
+// more later kills as usual. An earlier one counts as the same request: SLURM and systemd signal
+// every process of a job, and so does the launcher that they signalled. For the whole process, as
+// signals are.
 class StopSignal {
  public:
   static constexpr int64_t kSameWish = 1'000'000'000;  // ns
 
-  // Takes effect once. False: the program handles or ignores SIGTERM itself, which stands.
+  // Takes effect once. False: the program handles or ignores SIGTERM itself, and this stays so.
   // `monotonic_ns`, for tests: an async-signal-safe clock, never 0; null: CLOCK_MONOTONIC.
   static bool Install(int64_t (*monotonic_ns)() = nullptr);
-  // Whether the signal has come since. Async-signal-safe.
+  // Whether the signal has arrived since. Async-signal-safe.
   static bool Received();
 };
 

@@ -121,7 +121,7 @@ std::string TriggerWatch::WhyWaiting() {
     why = "trigger";
     for (const auto& [id, name] : pending_names_) absl::StrAppend(&why, " '", name, "'");
     absl::StrAppend(
-        &why, " waits for a rank that has not asked (all must check for triggers as they train)");
+        &why, " waits for a rank that has not polled (all must check for triggers as they train)");
   }
   if (!last_poll_.ok()) absl::StrAppend(&why, "; the last poll: ", last_poll_.message());
   return why;

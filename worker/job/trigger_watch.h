@@ -18,15 +18,16 @@
 
 namespace muster {
 
-// One rank's view of the triggers of its job: tells the training thread of each at the same step as
-// on every other rank, without a collective and without asking the coordinator at each check.
+// One rank's view of the triggers of its job: reports each trigger to the training thread at the
+// same step as on every other rank, without a collective and without a call to the coordinator at
+// each check.
 //
 // A thread of its own polls the coordinator. While no trigger is raised, Check() looks at memory
 // only (tens of nanoseconds) and training does not depend on the coordinator; the first one waits
-// for the first answer, which tells what was decided before this rank came. When a poll tells of
-// one, this rank promises (see PollTriggersRequest) not to begin the step after the one in progress
-// before it knows the decision; Check() then waits at that step, as a rule for one more poll of the
-// slowest rank. Every rank of the job must run one, since the decision waits for all.
+// for the first answer, which contains the decisions from before this rank joined. When a poll
+// returns one, this rank promises (see PollTriggersRequest) not to begin the step after the one in
+// progress before it knows the decision; Check() then waits at that step, as a rule for one more
+// poll of the slowest rank. Every rank of the job must run one, since the decision waits for all.
 //
 // Thread-safe.
 class TriggerWatch {
@@ -48,14 +49,15 @@ class TriggerWatch {
 
   // `finished`: the last step this rank has finished (steps count from 1; 0: none).
   TriggerWatch(int64_t finished, PollFunction poll, Options options);
-  // Tells the coordinator what was acted upon, unless it is away. Blocks for a poll or two.
+  // Reports the triggers that were acted on, unless the coordinator is away. Blocks for a poll or
+  // two.
   ~TriggerWatch();
   TriggerWatch(const TriggerWatch&) = delete;
   TriggerWatch& operator=(const TriggerWatch&) = delete;
 
   // The next trigger `name` that takes effect, now that `finished` steps are done and the next one
-  // has not begun; each trigger is told once. May block while a trigger is being decided, and warns
-  // when that takes long. Errors: those of a generation that has ended, and of a coordinator
+  // has not begun; each trigger is returned once. May block while a trigger is being decided, and
+  // warns when that takes long. Errors: those of a generation that has ended, and of a coordinator
   // that refuses the poll.
   absl::StatusOr<std::optional<TriggerInfo>> Check(const std::string& name, int64_t finished);
 
@@ -85,7 +87,7 @@ class TriggerWatch {
   std::optional<int64_t> promised_ ABSL_GUARDED_BY(mu_);
   std::map<uint64_t, TriggerInfo> decided_ ABSL_GUARDED_BY(mu_);  // and not yet acted upon
   std::set<std::string> checked_ ABSL_GUARDED_BY(mu_);            // names that Check was asked for
-  std::set<uint64_t> acknowledge_ ABSL_GUARDED_BY(mu_);           // to be told
+  std::set<uint64_t> acknowledge_ ABSL_GUARDED_BY(mu_);           // not reported yet
   std::set<uint64_t> seen_ ABSL_GUARDED_BY(mu_);                  // ever in decided_
   bool polled_ ABSL_GUARDED_BY(mu_) = false;
   bool hurry_ ABSL_GUARDED_BY(mu_) = false;

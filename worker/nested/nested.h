@@ -49,7 +49,7 @@ namespace muster {
 //    An empty list, std::tie(), says that it holds no tensors: it is copied whole.
 // Numbers, texts, and containers and trivially copyable types without tensors are plain values and
 // go through unchanged. Any other class is opaque: tensors inside of it could not be found, so the
-// functions here do not compile for it. IsTransparent<T>() tells.
+// functions here do not compile for it. See IsTransparent<T>().
 //
 // Functions here never change their argument; tensors in a result may share storage with the
 // argument's. Tensors are visited in the order of members, keys of maps sorted (of std::map by its

@@ -14,7 +14,7 @@
 namespace muster {
 
 // Averages the gradients of one model over the ranks while the backward pass runs, in buckets, on
-// c10d::Reducer. It takes tensors, not a module: whoever owns the model calls, in this order and on
+// c10d::Reducer. It takes tensors, not a module: the owner of the model calls, in this order and on
 // every rank,
 //
 //   ddp.BeforeForward(communicate);            // communicate = MicroStep::communicate
@@ -33,7 +33,7 @@ namespace muster {
 // parameters are frozen nothing is exchanged. Dtype and device may not change: BeforeForward
 // throws.
 //
-// Each exchange stands on comm.board() as one collective, with the bucket that it waits for:
+// Each exchange appears on comm.board() as one collective, with the bucket that it waits for:
 // "AllReduce #7 bucket 2 of 5 (1,048,576 Float)".
 //
 // With a Comm of one rank nothing is done. With one that has no process group (threads), gradients

@@ -14,7 +14,7 @@ UnevenInputs::UnevenInputs(Comm& comm, std::vector<DataParallel*> models,
     TORCH_CHECK(comm_.size() == 1 || !model->options().static_graph,
                 "join_uneven_inputs and static_graph do not go together: turn one off");
     TORCH_CHECK(comm_.size() == 1 || model->sparse_parameter().empty(),
-                "join_uneven_inputs cannot stand in for the sparse gradient of parameter '",
+                "join_uneven_inputs cannot supply the sparse gradient of parameter '",
                 model->sparse_parameter(),
                 "': make the embedding dense (sparse(false)), or give every rank as many batches");
   }

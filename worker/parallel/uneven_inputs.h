@@ -28,8 +28,8 @@ struct UnevenInputsOptions {
 //   }
 //   join.Finish([&](int root) { BroadcastOptimizerState(comm, optimizer, root); ... });
 //
-// All ranks sync as soon as one does, since otherwise their windows would end at different steps
-// for ever. Every model makes one forward and backward pass in each micro-step. The loop's body may
+// All ranks sync as soon as one does, because otherwise their windows would end at different steps
+// forever. Every model makes one forward and backward pass in each micro-step. The loop's body may
 // contain no other collectives (gathering metrics, sharded clipping): they would meet the zeros of
 // another operation; nor may it freeze or unfreeze parameters. Models with sparse gradients are
 // refused. Works on every backend. A rank that throws in its loop leaves the others to their

@@ -41,7 +41,7 @@ struct ProfileOptions {
 
 // Records what LibTorch does in a scope (also in its backward threads) and writes a Chrome trace,
 // to be opened in chrome://tracing or Perfetto: OUTPUT_DIR/profile_{rank}.json. With a schedule,
-// step() tells where a training step ends, and the traces of further rounds are
+// step() marks the end of a training step, and the traces of further rounds are
 // profile_{rank}_1.json, profile_{rank}_2.json, ... One at a time in a process; use it and end it
 // on one thread.
 //
@@ -60,8 +60,8 @@ class Profile {
   Profile(const Profile&) = delete;
   Profile& operator=(const Profile&) = delete;
 
-  // A training step is over. Does nothing without a schedule. A trace that cannot be written is
-  // told by Stop().
+  // Call it after each training step. Does nothing without a schedule. Stop() reports a trace that
+  // cannot be written.
   void step();
 
   // Ends the recording and writes the file whole. Returns the path of the last trace, again at

@@ -17,7 +17,7 @@ class Clock;
 struct ProgressOptions {
   // Shown before the bar.
   std::string description;
-  // How far it goes; 0 if nobody knows: then there is no bar and no end in sight.
+  // How far it goes; 0 if unknown: then there is no bar and no estimate.
   int64_t total = 0;
   // Where it starts, as after a resume.
   int64_t initial = 0;
@@ -40,7 +40,8 @@ struct ProgressOptions {
 //
 //   epoch 1:  45%|████▌     | 422/938 [00:21<00:26, 19.9it/s, loss=0.0712]
 //
-// The rate is smoothed: each redraw weighs 0.3 of what went on since the last. Not thread-safe.
+// The rate is smoothed: each redraw weights the progress since the last one by 0.3. Not
+// thread-safe.
 class Progress {
  public:
   explicit Progress(ProgressOptions options);
@@ -50,7 +51,7 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  // So many more are done. Redraws if the period is over. Costs a clock reading.
+  // So many more are done. Redraws if the period has passed. Costs a clock reading.
   void Advance(int64_t by = 1);
 
   // Shown at the end of the line from the next redraw on, in this order, as in {{"loss", "0.07"}}.

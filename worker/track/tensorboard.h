@@ -13,7 +13,7 @@ namespace muster {
 
 // Writes what TensorBoard reads: LOGGING_DIR/PROJECT/events.out.tfevents.<time>.<host>.<pid>.<n>,
 // one file a run. Numbers and truth values become scalars, texts go to the text dashboard, the
-// configuration to the HParams dashboard and to hparams.yml beside the file (as Accelerate does).
+// configuration to the HParams dashboard and to hparams.yml next to the file (as Accelerate does).
 //
 // The file is a sequence of frames: length (8 bytes, little-endian), masked CRC-32C of those bytes,
 // the bytes of an Event protobuf, their masked CRC-32C. The first Event holds file_version

@@ -32,7 +32,7 @@ class TrackerSet {
       std::vector<std::unique_ptr<GeneralTracker>> trackers, int rank, const TrackerValues& config,
       const Options& options);
 
-  // Finishes if nobody has.
+  // Finishes, unless that has happened.
   ~TrackerSet();
   TrackerSet(const TrackerSet&) = delete;
   TrackerSet& operator=(const TrackerSet&) = delete;

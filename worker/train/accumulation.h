@@ -42,8 +42,8 @@ struct MicroStep {
 //
 // Divisors: the first micro-step of a window fixes the divisor of the whole window, so that
 // gradients of all its micro-steps are on one scale. With kRescale it is the number of micro-steps
-// that the window is going to have, as far as `batches_left` tells; if the window ends elsewhere
-// after all, gradient_factor makes up for it exactly.
+// that the window is going to have, according to `batches_left`; if the window ends elsewhere after
+// all, gradient_factor corrects for it exactly.
 //
 // Token-weighted losses: with WeightedDivisor() each micro-step's loss is a mean over `weight`
 // items (tokens), and the window's gradient becomes the mean over all items of all micro-steps and

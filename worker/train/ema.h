@@ -67,8 +67,8 @@ class EmaWeights {
     std::vector<uint32_t> versions_;
   };
 
-  // Writes the average into `parameters`: those of this model, for good, or of another one with the
-  // same names and shapes. Nothing is changed unless all fit.
+  // Writes the average into `parameters`: those of this model, permanently, or of another one with
+  // the same names and shapes. Nothing is changed unless all fit.
   void CopyTo(const std::vector<std::pair<std::string, at::Tensor>>& parameters) const;
 
   // The averages under "average.<parameter>" (not copied) and the counters. Loading refuses what

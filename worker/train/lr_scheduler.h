@@ -50,7 +50,7 @@ LrSchedulePtr LambdaLR(std::function<double(int64_t)> factor);
 LrSchedulePtr LinearWithWarmup(int64_t warmup, int64_t total);
 // Linear warm-up from 0, then half a cosine (or `cycles` of a full one) down to 0 at step `total`.
 LrSchedulePtr CosineWithWarmup(int64_t warmup, int64_t total, double cycles = 0.5);
-// Linear warm-up from 0, then b for ever.
+// Linear warm-up from 0, then b forever.
 LrSchedulePtr ConstantWithWarmup(int64_t warmup);
 // Linear warm-up from 0, then b * sqrt(timescale / (s - warmup + timescale)); timescale 0:
 // `warmup`, or 10000 if that is 0.
@@ -117,7 +117,7 @@ class Scheduler {
 // thread-safe.
 //
 // Rates that are set by hand (target.set_lr) stay: the next Step() gives the group the base rate
-// with which the schedule has that rate at the present step, and goes on from there, as torch's
+// with which the schedule has that rate at the current step, and continues from there, as torch's
 // recursive schedulers do (StepLR: half the rate now is half the rate ever after). Where no base
 // rate does that, the schedule takes over again at the next Step(), and a warning says so once:
 // OneCycleLR ignores base rates, the first step of a warm-up has rate 0 whatever the base, and
@@ -165,7 +165,7 @@ struct PlateauOptions {
   double eps = 1e-8;  // smaller changes are not made
 };
 
-// What prepare() makes a ReduceLROnPlateau of, for the optimizer beside it:
+// The recipe from which prepare() makes a ReduceLROnPlateau, for the optimizer in the same call:
 // prepare(optimizer, PlateauSchedule({.factor = 0.5, .patience = 3})).
 struct PlateauSchedule {
   PlateauSchedule() = default;

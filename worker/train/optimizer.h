@@ -110,8 +110,8 @@ class FusedOptimizer : public OptimizerHandle {
  private:
   struct ParamState {
     // A 0-d F32 count of steps. Parameters that have always stepped together share one tensor, so
-    // that counting costs one operation a step and not one a parameter; whoever misses a step keeps
-    // the old tensor.
+    // that counting costs one operation per step, not one per parameter; a parameter that misses a
+    // step keeps the old tensor.
     at::Tensor step;
     std::array<at::Tensor, kMaxSlots> slots;
     bool exists = false;

@@ -131,8 +131,8 @@ class OptimizerHandle : public LrTarget {
   mutable int64_t version_ = 0;
 };
 
-// To be called when weights have changed. Inside an autocast scope that began before, LibTorch
-// would go on with the low-precision copies that it made of the old ones.
+// To be called when weights have changed. Inside an autocast scope that began earlier, LibTorch
+// would continue to use its low-precision copies of the old ones.
 void ForgetCastWeights();
 
 // Throws unless `groups` is of `size` parameter groups.

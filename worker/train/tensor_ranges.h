@@ -43,7 +43,7 @@ void ForTensorRanges(const std::vector<at::Tensor>& tensors, const Fn& fn) {
     fn(int64_t{0}, size);
     return;
   }
-  // A tensor costs about as much as 256 elements, beside its elements.
+  // A tensor costs about as much as 256 elements, in addition to its own elements.
   constexpr int64_t kTensorCost = 256;
   constexpr int64_t kShort = 1 << 17;
   int64_t total = 0;

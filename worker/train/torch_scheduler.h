@@ -14,15 +14,15 @@ namespace muster {
 
 // LibTorch's own schedulers (torch/optim/schedulers) behind our interfaces, to be gated and saved
 // with the others. The scheduler and `target`, the handle on its optimizer, are borrowed. Both
-// throw c10::Error if the scheduler was made for another optimizer; nothing in it tells which one
-// that is, so they change a rate of `target` for a moment and look whether the scheduler sees it
-// (the plateau one: whether it can reduce it, which in that error leaves the other optimizer's
-// rates reduced).
+// throw c10::Error if the scheduler was made for another optimizer; it does not expose which one
+// that is, so they briefly change a rate of `target` and check whether the scheduler sees it (the
+// plateau one: whether it can reduce it, which in that error leaves the other optimizer's rates
+// reduced).
 
-// StepLR, or a class of the user's. LibTorch's schedulers work on the present rates, so rates set
-// by hand, and groups added later, simply go on. LoadState() makes the steps that are missing, and
-// then puts the saved rates back, so that also what a derived class counts by itself is where it
-// was; only a StepLR can be loaded backwards.
+// StepLR, or a class of the user's. LibTorch's schedulers work on the current rates, so rates set
+// by hand, and groups added later, need no special treatment. LoadState() makes the steps that are
+// missing, and then puts the saved rates back, so that also what a derived class counts by itself
+// is where it was; only a StepLR can be loaded backwards.
 std::unique_ptr<Scheduler> WrapTorchScheduler(torch::optim::LRScheduler& scheduler,
                                               LrTarget& target);
 

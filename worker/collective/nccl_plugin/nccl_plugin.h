@@ -33,7 +33,7 @@ typedef struct MusterNcclOptions {
 } MusterNcclOptions;
 
 // A connected c10d::Backend*, whose one reference the caller owns; null on failure. Blocks until
-// all ranks have come.
+// all ranks have joined.
 typedef void* (*MusterNcclMakeBackend)(const MusterNcclOptions* options, char* error,
                                        size_t error_size);
 
