@@ -13,9 +13,10 @@
 
 namespace muster::agent {
 
-// Finds what the processes of a host have left behind. From the first host on this process is a
-// subreaper (PR_SET_CHILD_SUBREAPER): a descendant that loses its parent becomes its child, so none
-// hides by a session of its own, closed pipes or an empty environment.
+// Finds what the processes of a host have left behind and the host's keeper could not end, or what
+// became this process's because somebody killed the keeper. From the first host on this process is
+// a subreaper (PR_SET_CHILD_SUBREAPER): a descendant that loses its parent and the keeper becomes
+// its child, so none hides by a session of its own, closed pipes or an empty environment.
 //
 // A child that this process did not fork itself is a host's orphan if
 //  - its session is one that a process of the host began, or
@@ -35,6 +36,8 @@ class Orphans {
   // fork() for a host, whose child begins a session of its own at once. The child must call
   // nothing here.
   pid_t Fork(const std::string& mark);
+  // The host's keeper has forked `child`, which becomes this process's when the keeper is killed.
+  void Note(const std::string& mark, pid_t child);
   // The child has been collected, or is given up.
   void Forget(pid_t child);
 

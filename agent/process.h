@@ -43,7 +43,7 @@ struct ProcessOptions {
   std::vector<std::string> argv;
   // The whole environment, "NAME=value" each.
   std::vector<std::string> env;
-  // Empty: the caller's.
+  // Empty: the one this process had when the host was started.
   std::string working_directory;
   // Standard input, borrowed for the call. -1: /dev/null.
   int stdin_fd = -1;
@@ -119,14 +119,15 @@ struct ProcessHostOptions {
 // Nothing that it started outlives it, whatever happens:
 //  - Each process leads its own session and group. When the leader ends, what is left of the group
 //  is killed.
-//  - Each process gets SIGKILL from the kernel when the host's process dies (PR_SET_PDEATHSIG).
+//  - A keeper (see Keeper) is the parent of the processes and the subreaper of all they start. When
+//  the host's process dies, however, the keeper kills everything below it, also what has left its
+//  session and cleared its environment. When somebody kills the keeper, the kernel kills the
+//  processes with it (PR_SET_PDEATHSIG), and another keeper comes with the next one.
 //  - A guard, a small forked process in a session of its own, waits for the end of the host's
-//  process (or of the host)
-//    and then kills all groups, and every process that carries the host's mark in its environment
-//    (MUSTER_PROCESS_TREE): also grandchildren that left their group. One that is killed is
-//    replaced.
-//  - The end of the host also ends descendants without the mark, see Orphans; when the host's
-//    process is killed, only those survive that have left their group and cleared the mark.
+//  process (or of the host) and then kills all groups, and every process that carries the host's
+//  mark in its environment (MUSTER_PROCESS_TREE): the second net, should the keeper be killed
+//  together with the host's process. One that is killed is replaced.
+//  - The end of the host also ends what a killed keeper has left to this process, see Orphans.
 //
 // A process starts with every signal at its default, except that SIGHUP, SIGINT and SIGQUIT stay
 // ignored where this process ignores them, as nohup and background jobs of shells have it.

@@ -34,7 +34,7 @@ absl::Status EnsureDescriptors(int workers) {
 
 absl::Status EnsureThreads(int workers) {
   // Measured: those of coordinator, agent and gRPC, and the workers themselves.
-  const size_t needed = 24 + static_cast<size_t>(workers);
+  const size_t needed = 25 + static_cast<size_t>(workers);
   Notification done;
   std::vector<pthread_t> threads;
   pthread_attr_t small;

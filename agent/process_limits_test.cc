@@ -52,7 +52,7 @@ TEST(ProcessLimits, FewThreads_AreRefused) {
     if (geteuid() == 0 && setresuid(54321, 54321, 54321) != 0) return false;
     const absl::Status status = EnsureThreads(2);
     return absl::IsResourceExhausted(status) &&
-           absl::StrContains(status.message(), "2 processes need 26");
+           absl::StrContains(status.message(), "2 processes need 27");
   }));
 }
 

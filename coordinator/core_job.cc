@@ -45,10 +45,15 @@ std::string Core::Impl::Job::RestartedBy() const {
   for (const Seat& seat : members_.seats()) {
     if (seat.record().state() != v1::WORKER_STATE_EXITED || !seat.record().exit().may_restart())
       continue;
-    if (impl_->agents_.Has(seat.record().node()) || leases_.FloorEnds() > impl_->now_) {
-      return absl::StrCat("agent ", Quoted(seat.record().node()), " on host ",
-                          Quoted(seat.record().topology().host()));
-    }
+    // The seat names the agent that spoke for the worker last. If that is a hub, or was one, the
+    // worker's own agent is one on its host: it may be behind that hub, another one, or none by
+    // now.
+    const std::string& host = seat.record().topology().host();
+    std::string agent = impl_->hubs_.AgentOn(host);
+    const std::string& node = seat.record().node();
+    const bool own = impl_->agents_.Has(node) && !impl_->agents_.SpeaksForOthers(node);
+    if (own || (agent.empty() && leases_.FloorEnds() > impl_->now_)) agent = node;
+    if (!agent.empty()) return absl::StrCat("agent ", Quoted(agent), " on host ", Quoted(host));
   }
   return "";
 }

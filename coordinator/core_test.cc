@@ -2690,6 +2690,49 @@ TEST_F(BetweenAttemptsTest, RunThatSucceeded_IsOverAtOnce) {
   EXPECT_TRUE(bench_.Result(bench_.Do(Remove())).has_remove_job());
 }
 
+// The hub is there for as long as the coordinator runs; the job's agent is not.
+TEST_F(BetweenAttemptsTest, AgentBehindAHub_IsAskedForAndNotItsHub) {
+  workers_ = Form(2);
+  const auto roster = [this](absl::Span<const std::string> hosts) {
+    v1::Beat beat;
+    for (const Worker& worker : workers_) {
+      v1::WorkerBeat* one = beat.add_workers();
+      one->set_job_id("j");
+      one->set_worker_id(worker.id);
+      one->set_incarnation(worker.incarnation);
+    }
+    beat.mutable_hub();
+    for (const std::string& host : hosts) {
+      v1::HubAgent* agent = beat.mutable_hub()->add_agents();
+      agent->set_node("agent-" + host);
+      agent->set_host(host);
+    }
+    bench_.core_->HandleBeat("hub", beat, bench_.now_, &bench_.out_);
+    bench_.Collect();
+  };
+  bench_.core_->AttachAgent("hub", v1::Hello(), bench_.now_, &bench_.out_);
+  bench_.Collect();
+  roster({"elsewhere", "h0"});
+  Exit(workers_[0], 1, 0, /*may_restart=*/true);
+  Exit(workers_[1], 0, 0, /*may_restart=*/true);
+  const CallId call = bench_.Do(Remove());
+  EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_JOB_RUNS);
+  EXPECT_THAT(bench_.Error(call).message(), HasSubstr("by agent \"agent-h0\" on host \"h0\""));
+  EXPECT_TRUE(bench_.Result(bench_.Do(Raise())).has_raise_trigger());
+  // It has gone over to the coordinator.
+  roster({"elsewhere"});
+  v1::Hello hello;
+  hello.set_host("h0");
+  bench_.core_->AttachAgent("agent-h0", hello, bench_.now_, &bench_.out_);
+  bench_.Collect();
+  EXPECT_EQ(bench_.Reason(bench_.Do(Remove())), v1::ERROR_REASON_JOB_RUNS);
+  // It has given up.
+  bench_.core_->DetachAgent("agent-h0", bench_.now_, &bench_.out_);
+  bench_.Collect();
+  EXPECT_EQ(bench_.Reason(bench_.Do(Raise())), v1::ERROR_REASON_JOB_ENDED);
+  EXPECT_TRUE(bench_.Result(bench_.Do(Remove())).has_remove_job());
+}
+
 TEST_F(CoreTest, Trigger_OfARunThatIsDone_IsNotPassedOn) {
   v1::Op raise;
   raise.mutable_raise_trigger()->mutable_fence()->set_job_id("j");
