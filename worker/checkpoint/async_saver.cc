@@ -5,7 +5,6 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
 #include "base/file.h"
 #include "base/log.h"
 #include "base/status_macros.h"
@@ -92,29 +91,14 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
                               absl::FunctionRef<absl::Status(StateWriter&)> write,
                               std::vector<Outcome>* earlier) {
   const Request& request = save.request;
-  absl::Status begun;
   int64_t done = 0;
   if (rank_ == 0) {
-    {
-      MutexLock lock(&mu_);
-      done = done_;
-    }
-    if (request.dir.empty()) {
-      begun = CheckNumberIsFree(*request.folder, request.info.iteration, request.total_limit);
-    }
-    if (begun.ok()) {
-      MutexLock folder_lock(&folder_mu_);
-      absl::StatusOr<Staging> staging = Staging::Create(request.path());
-      begun = staging.status();
-      if (staging.ok()) save.staging.emplace(*std::move(staging));
-    }
+    MutexLock lock(&mu_);
+    done = done_;
   }
-  // How many saves rank 0 knows the end of, and where this one is written; empty after an error.
-  const std::string main = comm.BroadcastBytes(
-      absl::StrCat(done, " ", save.staging.has_value() ? save.staging->path() : ""), 0);
-  const std::pair<std::string, std::string> parts = absl::StrSplit(main, absl::MaxSplits(' ', 1));
-  TORCH_CHECK(absl::SimpleAtoi(parts.first, &done), "save_state: rank 0 sent ", main);
-  save.staging_path = parts.second;
+  // How many saves rank 0 knows the end of.
+  const std::string main = comm.BroadcastBytes(absl::StrCat(done), 0);
+  TORCH_CHECK(absl::SimpleAtoi(main, &done), "save_state: rank 0 sent ", main);
   {
     // What rank 0 knows this rank's thread is about to hear.
     MutexLock lock(&mu_);
@@ -124,7 +108,17 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
       outcomes_.pop_front();
     }
   }
-  if (save.staging_path.empty()) return StatusOfMain(comm, begun);
+  MUSTER_ASSIGN_OR_RETURN(NodeGroups groups, GroupsOf(comm, request.path(), request.node));
+  if (request.dir.empty()) {
+    MUSTER_RETURN_IF_ERROR(CheckNumberIsFree(comm, groups, *request.folder, request.info.iteration,
+                                             request.total_limit));
+  } else if (settled_.insert(request.dir).second) {
+    MUSTER_RETURN_IF_ERROR(SettleNodes(comm, request.dir, groups));
+  }
+  absl::StatusOr<StagedSave> staged =
+      StagedSave::Begin(comm, request.path(), std::move(groups), &folder_mu_);
+  MUSTER_RETURN_IF_ERROR(staged.status());
+  save.staged.emplace(*std::move(staged));
   const absl::Status copied = GuardRank([&] {
     StateWriter writer(save.snapshot.get(), rank_);
     return write(writer);
@@ -150,11 +144,11 @@ bool AsyncSaver::busy() const {
 }
 
 absl::Status AsyncSaver::WriteFiles(const Save& save, std::vector<ManifestFile>* files) {
-  MUSTER_RETURN_IF_ERROR(CheckStagingIsVisible(save.staging_path));
+  MUSTER_RETURN_IF_ERROR(save.staged->CheckVisible());
   for (const Snapshot::File& file : save.snapshot->files()) {
     MUSTER_ASSIGN_OR_RETURN(
         DirectFileWritten written,
-        WriteDirectFile(JoinPath(save.staging_path, file.name), save.snapshot->Contents(file),
+        WriteDirectFile(JoinPath(save.staged->path(), file.name), save.snapshot->Contents(file),
                         {.in_flight = in_flight_, .limiter = &limiter_}));
     // The digest of a single block says no more than that of the file.
     if (written.blocks.xxh3.size() <= 1) written.blocks = {};
@@ -170,16 +164,10 @@ absl::Status AsyncSaver::Persist(Save& save) {
   std::vector<ManifestFile> files, all_files;
   const absl::Status written = GuardRank([&] { return WriteFiles(save, &files); });
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(*comm_, written, files, &all_files));
-  absl::Status published;
-  if (save.staging.has_value()) {
-    MutexLock folder_lock(&folder_mu_);
-    published =
-        PublishCheckpoint(*save.staging, save.request.info, comm_->size(), std::move(all_files));
-    if (published.ok() && save.request.dir.empty() && save.request.total_limit > 0) {
-      published = save.request.folder->Rotate(save.request.total_limit);
-    }
-  }
-  return StatusOfMain(*comm_, published);
+  MUSTER_RETURN_IF_ERROR(save.staged->Publish(*comm_, save.request.info, std::move(all_files)));
+  if (!save.request.dir.empty() || save.request.total_limit <= 0) return absl::OkStatus();
+  return RotateOnNodes(*comm_, *save.request.folder, save.staged->groups(),
+                       save.request.total_limit, &folder_mu_);
 }
 
 void AsyncSaver::Run() {
@@ -200,7 +188,7 @@ void AsyncSaver::Run() {
     outcome.status = GuardRank([&] { return Persist(*save); });
     outcome.persist = clock_.Now() - save->begun;
     // Before anybody hears of the end: what a failed save leaves is removed then.
-    save->staging.reset();
+    save->staged.reset();
     save->snapshot->Clear();
     // In one step: who gets the memory of a save also hears of its end.
     MutexLock lock(&mu_);

@@ -5,6 +5,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -19,6 +20,7 @@
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/snapshot.h"
+#include "worker/checkpoint/staged_save.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/comm.h"
 
@@ -46,6 +48,8 @@ class AsyncSaver {
     std::optional<CheckpointFolder> folder = std::nullopt;
     int total_limit = 0;
     CheckpointInfo info = {};
+    // As in SaveCheckpoint.
+    std::optional<int> node = std::nullopt;
 
     std::string path() const { return dir.empty() ? folder->PathOf(info.iteration) : dir; }
   };
@@ -88,8 +92,7 @@ class AsyncSaver {
   // A save that is copied, on its way to the disk.
   struct Save {
     Request request;
-    std::optional<Staging> staging;  // rank 0
-    std::string staging_path;
+    std::optional<StagedSave> staged;
     std::unique_ptr<Snapshot> snapshot;
     absl::Duration stall;
     absl::Time begun;
@@ -113,6 +116,10 @@ class AsyncSaver {
   // What stands beside the checkpoints (a staging folder of a dead writer, a checkpoint on its way
   // out) is touched by one thread at a time: either would take the other's for abandoned.
   Mutex folder_mu_;
+
+  // Folders that SettleNodes() has seen: what it looks for is older than this process. Of the
+  // thread that calls Begin().
+  std::set<std::string> settled_;
 
   mutable Mutex mu_;
   CondVar changed_;

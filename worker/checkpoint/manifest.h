@@ -41,12 +41,21 @@ struct ManifestFile {
   BlockDigests blocks = {};
 };
 
+// Ranks that share a disk.
+struct ManifestNode {
+  std::string host;
+  std::vector<int> ranks;
+};
+
 struct Manifest {
   CheckpointInfo info;
   // RFC 3339, for people.
   std::string created;
   // Sorted by name.
   std::vector<ManifestFile> files;
+  // Where every node keeps the files of its ranks on a disk of its own: who wrote where. Empty: on
+  // one file system.
+  std::vector<ManifestNode> nodes = {};
 
   // Null if there is no such file.
   const ManifestFile* Find(absl::string_view name) const;

@@ -6,14 +6,42 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/snapshot.h"
+#include "worker/checkpoint/staged_save.h"
 
 namespace muster {
+namespace {
+
+// Collective.
+absl::Status SaveStaged(Comm& comm, const std::string& dir, NodeGroups groups,
+                        const CheckpointInfo& info,
+                        absl::FunctionRef<absl::Status(StateWriter&)> write) {
+  MUSTER_ASSIGN_OR_RETURN(StagedSave staged, StagedSave::Begin(comm, dir, std::move(groups)));
+  StateWriter writer(staged.path(), comm.rank());
+  const absl::Status written = GuardRank([&]() -> absl::Status {
+    MUSTER_RETURN_IF_ERROR(staged.CheckVisible());
+    return write(writer);
+  });
+  std::vector<ManifestFile> files;
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, writer.files(), &files));
+  return staged.Publish(comm, info, std::move(files));
+}
+
+absl::Status NumberIsFree(const CheckpointFolder& folder, int64_t iteration, int total_limit) {
+  if (total_limit < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("total_limit is ", total_limit, "; it must be 0 (keep all) or more"));
+  }
+  const std::string dir = folder.PathOf(iteration);
+  if (!PathExists(JoinPath(dir, kManifestName))) return absl::OkStatus();
+  return absl::AlreadyExistsError(absl::StrCat(
+      "checkpoint ", dir, " exists; load it first to go on after it, or name another folder"));
+}
+
+}  // namespace
 
 absl::Status StateWriter::CheckName(const std::string& name) const {
   const auto has_name = [&name](const auto& file) { return file.name == name; };
@@ -72,69 +100,36 @@ absl::StatusOr<StateDict> StateReader::Read(absl::string_view name) const {
   return ReadStateDict(JoinPath(dir_, name), file->digest, file->blocks);
 }
 
-absl::Status CheckStagingIsVisible(const std::string& path) {
-  if (PathExists(path)) return absl::OkStatus();
-  return absl::NotFoundError(absl::StrCat(
-      path, " of rank 0 is not visible here; checkpoints need a file system that all ranks share"));
-}
-
-absl::Status PublishCheckpoint(Staging& staging, const CheckpointInfo& info, int world_size,
-                               std::vector<ManifestFile> files) {
-  Manifest manifest;
-  manifest.info = info;
-  manifest.info.world_size = world_size;
-  manifest.created = absl::FormatTime(absl::RFC3339_sec, absl::Now(), absl::UTCTimeZone());
-  manifest.files = std::move(files);
-  return staging.Publish(manifest);
+absl::StatusOr<NodeGroups> GroupsOf(Comm& comm, const std::string& dir, std::optional<int> node) {
+  if (!node.has_value()) return NodeGroups::Shared(comm.rank(), comm.size());
+  return FindNodeGroups(comm, ParentPath(dir), *node);
 }
 
 absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,
-                            absl::FunctionRef<absl::Status(StateWriter&)> write) {
-  std::optional<Staging> staging;
-  absl::Status begun;
-  if (comm.rank() == 0) {
-    absl::StatusOr<Staging> created = Staging::Create(dir);
-    begun = created.status();
-    if (created.ok()) staging.emplace(*std::move(created));
-  }
-  MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, begun));
-  const std::string path = comm.BroadcastBytes(staging ? staging->path() : "", 0);
-  StateWriter writer(path, comm.rank());
-  const absl::Status written = GuardRank([&]() -> absl::Status {
-    MUSTER_RETURN_IF_ERROR(CheckStagingIsVisible(path));
-    return write(writer);
-  });
-  Manifest manifest;
-  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, writer.files(), &manifest.files));
-  absl::Status published;
-  if (staging.has_value()) {
-    published = PublishCheckpoint(*staging, info, comm.size(), std::move(manifest.files));
-  }
-  return StatusOfMain(comm, published);
+                            absl::FunctionRef<absl::Status(StateWriter&)> write,
+                            std::optional<int> node) {
+  MUSTER_ASSIGN_OR_RETURN(NodeGroups groups, GroupsOf(comm, dir, node));
+  MUSTER_RETURN_IF_ERROR(SettleNodes(comm, dir, groups));
+  return SaveStaged(comm, dir, std::move(groups), info, write);
 }
 
-absl::Status CheckNumberIsFree(const CheckpointFolder& folder, int64_t iteration, int total_limit) {
-  if (total_limit < 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("total_limit is ", total_limit, "; it must be 0 (keep all) or more"));
-  }
-  const std::string dir = folder.PathOf(iteration);
-  if (!PathExists(JoinPath(dir, kManifestName))) return absl::OkStatus();
-  return absl::AlreadyExistsError(absl::StrCat(
-      "checkpoint ", dir, " exists; load it first to go on after it, or name another folder"));
+absl::Status CheckNumberIsFree(Comm& comm, const NodeGroups& groups, const CheckpointFolder& folder,
+                               int64_t iteration, int total_limit) {
+  absl::Status mine;
+  if (groups.leads()) mine = NumberIsFree(folder, iteration, total_limit);
+  return groups.nodes.size() == 1 ? StatusOfMain(comm, mine)
+                                  : AgreeOnFiles(comm, mine, {}, nullptr);
 }
 
 absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
                                     const CheckpointInfo& info, int total_limit,
-                                    absl::FunctionRef<absl::Status(StateWriter&)> write) {
+                                    absl::FunctionRef<absl::Status(StateWriter&)> write,
+                                    std::optional<int> node) {
   const std::string dir = folder.PathOf(info.iteration);
-  absl::Status free;
-  if (comm.rank() == 0) free = CheckNumberIsFree(folder, info.iteration, total_limit);
-  MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, free));
-  MUSTER_RETURN_IF_ERROR(SaveCheckpoint(comm, dir, info, write));
-  absl::Status rotated;
-  if (comm.rank() == 0 && total_limit > 0) rotated = folder.Rotate(total_limit);
-  return StatusOfMain(comm, rotated);
+  MUSTER_ASSIGN_OR_RETURN(const NodeGroups groups, GroupsOf(comm, dir, node));
+  MUSTER_RETURN_IF_ERROR(CheckNumberIsFree(comm, groups, folder, info.iteration, total_limit));
+  MUSTER_RETURN_IF_ERROR(SaveStaged(comm, dir, groups, info, write));
+  return total_limit > 0 ? RotateOnNodes(comm, folder, groups, total_limit) : absl::OkStatus();
 }
 
 absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,

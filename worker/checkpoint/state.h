@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_CHECKPOINT_STATE_H_
 #define MUSTER_WORKER_CHECKPOINT_STATE_H_
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "absl/strings/string_view.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/state_dict.h"
 #include "worker/collective/comm.h"
 
@@ -81,25 +83,28 @@ class StateReader {
 // counts), and `write` on each rank puts that rank's files. Either all of it appears at `dir` in
 // one step, replacing a checkpoint that is there, or nothing changes. Collective: it blocks until
 // all ranks are through, also when one fails. All ranks return the same status, which names the
-// rank that failed. Exceptions out of `write` become INTERNAL; those of `comm` pass through. `dir`
-// must be on a file system that all ranks share.
+// rank that failed. Exceptions out of `write` become INTERNAL; those of `comm` pass through.
+//
+// `node`: absent, `dir` must be on a file system that all ranks share. Else a number that the ranks
+// of one node have in common: every node keeps the files of its ranks in a `dir` of its own.
 absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,
-                            absl::FunctionRef<absl::Status(StateWriter&)> write);
+                            absl::FunctionRef<absl::Status(StateWriter&)> write,
+                            std::optional<int> node = std::nullopt);
 
 // Saves as ROOT/checkpoint_{info.iteration} and, only after that is published, rotates the oldest
 // out so that `total_limit` are left (0: keep all). Refuses a number that is taken. Collective, as
 // SaveCheckpoint.
 absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
                                     const CheckpointInfo& info, int total_limit,
-                                    absl::FunctionRef<absl::Status(StateWriter&)> write);
+                                    absl::FunctionRef<absl::Status(StateWriter&)> write,
+                                    std::optional<int> node = std::nullopt);
 
-// Parts of a save, for those who put it together in another way. Of rank 0: whether the number may
-// be used; what makes the staged files of all ranks a checkpoint. Of any rank: whether the staging
-// folder of rank 0 is there.
-absl::Status CheckNumberIsFree(const CheckpointFolder& folder, int64_t iteration, int total_limit);
-absl::Status PublishCheckpoint(Staging& staging, const CheckpointInfo& info, int world_size,
-                               std::vector<ManifestFile> files);
-absl::Status CheckStagingIsVisible(const std::string& path);
+// Parts of a save, for callers that assemble it in another way. (Collective) Who leads; `node` as
+// in SaveCheckpoint.
+absl::StatusOr<NodeGroups> GroupsOf(Comm& comm, const std::string& dir, std::optional<int> node);
+// (Collective) Whether the number may be used.
+absl::Status CheckNumberIsFree(Comm& comm, const NodeGroups& groups, const CheckpointFolder& folder,
+                               int64_t iteration, int total_limit);
 
 // Opens a checkpoint on every rank; with `dir` empty, the newest good one of `folder`, which rank 0
 // finds. Collective; all ranks return the same error.
