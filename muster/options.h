@@ -37,6 +37,11 @@ struct ProjectOptions {
   std::string logging_directory;  // absent: `directory`
   // How many numbered checkpoints to keep; the oldest are deleted once a new one is complete.
   std::optional<int64_t> total_limit;
+  // Without a file system that all nodes share: every node keeps the files of its own processes
+  // under its own `directory`, and load_state() fetches what a node lacks from the others, or names
+  // the node that is missing. save_model() writes the whole model on every node. Nodes that do
+  // share the folder are found out and write it once.
+  bool save_on_each_node = false;
 };
 
 // How save_state() writes.

@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -71,6 +72,8 @@ class CheckpointState {
   struct Loaded;
 
   std::string Root() const;
+  // The number that the processes of this node have in common, if nodes keep files of their own.
+  std::optional<int> OwnNode() const;
   // Whether everything that is trained would be written.
   absl::Status CheckComplete() const;
   // This process's files.

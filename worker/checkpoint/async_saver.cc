@@ -10,6 +10,7 @@
 #include "base/status_macros.h"
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/node_group.h"
 
 namespace muster {
 namespace {

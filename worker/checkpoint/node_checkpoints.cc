@@ -151,7 +151,8 @@ absl::Status Gathering::MissingFiles(const std::vector<Json>& summaries) const {
     for (const ManifestNode& entry : manifest_.nodes) {
       if (std::find(entry.ranks.begin(), entry.ranks.end(), file.rank) == entry.ranks.end())
         continue;
-      node = absl::StrCat("node ", entry.host, " (ranks ", absl::StrJoin(entry.ranks, ", "), ")");
+      node = absl::StrCat("node ", entry.host, entry.ranks.size() == 1 ? " (rank " : " (ranks ",
+                          absl::StrJoin(entry.ranks, ", "), ")");
     }
     missing[node].push_back(file.name);
   }

@@ -94,4 +94,9 @@ absl::StatusOr<NodeGroups> FindNodeGroups(Comm& comm, const std::string& parent,
   return groups;
 }
 
+absl::StatusOr<NodeGroups> GroupsOf(Comm& comm, const std::string& dir, std::optional<int> node) {
+  if (!node.has_value()) return NodeGroups::Shared(comm.rank(), comm.size());
+  return FindNodeGroups(comm, ParentPath(dir), *node);
+}
+
 }  // namespace muster

@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_CHECKPOINT_NODE_GROUP_H_
 #define MUSTER_WORKER_CHECKPOINT_NODE_GROUP_H_
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -39,6 +40,9 @@ struct NodeGroups {
 // of one node. Errors, the same on every rank: those of creating the folder or the file, with the
 // rank.
 absl::StatusOr<NodeGroups> FindNodeGroups(Comm& comm, const std::string& parent, int node);
+
+// Collective. The groups for a checkpoint at `dir`: all ranks are one if `node` is absent.
+absl::StatusOr<NodeGroups> GroupsOf(Comm& comm, const std::string& dir, std::optional<int> node);
 
 }  // namespace muster
 

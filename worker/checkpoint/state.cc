@@ -9,6 +9,7 @@
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/snapshot.h"
 #include "worker/checkpoint/staged_save.h"
 
@@ -98,11 +99,6 @@ absl::StatusOr<StateDict> StateReader::Read(absl::string_view name) const {
         absl::StrCat("checkpoint ", dir_, " has no ", name, " (it has ", names, ")"));
   }
   return ReadStateDict(JoinPath(dir_, name), file->digest, file->blocks);
-}
-
-absl::StatusOr<NodeGroups> GroupsOf(Comm& comm, const std::string& dir, std::optional<int> node) {
-  if (!node.has_value()) return NodeGroups::Shared(comm.rank(), comm.size());
-  return FindNodeGroups(comm, ParentPath(dir), *node);
 }
 
 absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,

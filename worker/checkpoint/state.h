@@ -11,13 +11,13 @@
 #include "absl/strings/string_view.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
-#include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/state_dict.h"
 #include "worker/collective/comm.h"
 
 namespace muster {
 
 class Snapshot;
+struct NodeGroups;
 
 // One rank's hand in a checkpoint that is being written: puts files into the staging folder and
 // notes their digests. Not thread-safe. Where staging folders come from and what makes them a
@@ -99,10 +99,7 @@ absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
                                     absl::FunctionRef<absl::Status(StateWriter&)> write,
                                     std::optional<int> node = std::nullopt);
 
-// Parts of a save, for callers that assemble it in another way. (Collective) Who leads; `node` as
-// in SaveCheckpoint.
-absl::StatusOr<NodeGroups> GroupsOf(Comm& comm, const std::string& dir, std::optional<int> node);
-// (Collective) Whether the number may be used.
+// For callers that assemble a save in another way. (Collective) Whether the number may be used.
 absl::Status CheckNumberIsFree(Comm& comm, const NodeGroups& groups, const CheckpointFolder& folder,
                                int64_t iteration, int total_limit);
 
