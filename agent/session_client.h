@@ -42,7 +42,7 @@ namespace muster::agent {
 // - A coordinator of a new term first gets how the latest instance of each barrier ended, as this
 //   node saw it.
 // - A frame is written as soon as the previous write has finished; operations submitted meanwhile
-// go into the next frame.
+//   go into the next frame.
 // - Beats renew the leases of the local workers.
 // - Streams that break soon after they were opened do not reset the backoff, so that reconnecting
 //   agents do not overload a coordinator that crashes repeatedly.
