@@ -1057,7 +1057,7 @@ void Core::Impl::Job::Returned(Seat* seat) {
   returned_at_ = impl_->now_;
   if (silent_ == 0) {
     impl_->Note(id_, false,
-                absl::StrCat("all workers are back: generation ", generation_, " goes on"));
+                absl::StrCat("all workers are back: generation ", generation_, " continues"));
   }
 }
 
@@ -1209,10 +1209,11 @@ void Core::Impl::Job::TriggersChanged(std::vector<v1::TriggerChanged> changes) {
     const v1::TriggerRecord& trigger = change.trigger();
     if (!change.removed() && trigger.align() == v1::TRIGGER_ALIGN_AT_STEP &&
         trigger.effective_step() > trigger.step()) {
-      impl_->Note(id_, true,
-                  absl::StrCat("trigger ", Quoted(trigger.name()), " was requested before step ",
-                               trigger.step(), ", which a rank had begun when it heard of it: all ",
-                               "act before step ", trigger.effective_step()));
+      impl_->Note(
+          id_, true,
+          absl::StrCat("trigger ", Quoted(trigger.name()), " was requested before step ",
+                       trigger.step(), ", which a rank had already begun: all act before step ",
+                       trigger.effective_step()));
     }
     *impl_->Change()->mutable_trigger_changed() = std::move(change);
     membership_touched_ = true;

@@ -251,7 +251,7 @@ Core::Impl::Job* Core::Impl::JobToJoin(Incoming* in) {
                      Quoted(job->id()), " was started with (", job->spec().min_workers(), ":",
                      job->spec().max_workers(), ") and ",
                      job->RestartedBy().empty()
-                         ? "it has living workers"
+                         ? "some of its workers are alive"
                          : absl::StrCat("it is being restarted by ", job->RestartedBy()),
                      ": use the same, or another job id, or wait until it has ended")));
   }
