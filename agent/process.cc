@@ -53,8 +53,8 @@ constexpr absl::Duration kOrphansTimeout = absl::Seconds(5);
 constexpr absl::Duration kGuardPeriod = absl::Seconds(1);  // a new guard at most that often
 constexpr absl::Duration kWatchAgain = absl::Milliseconds(100);
 constexpr size_t kKeptLineBytes = 4096;
-// What is read from a process that has ended: its pipes hold 64 KiB, but a child it left behind may
-// go on writing.
+// The most that is read from an ended process: its pipes hold 64 KiB, but a child it left behind
+// may keep writing.
 constexpr size_t kDrainBytes = 4 << 20;
 
 class Fd {
@@ -506,7 +506,7 @@ class Child final : public Process {
         failed = waitid(P_PIDFD, pidfd_.get(), &info, WEXITED);
       } while (failed != 0 && errno == EINTR);
       if (failed != 0) {
-        // Somebody else has collected it. Nobody may take that for a success.
+        // Other code has collected it. That must not count as a success.
         result.exit_code = 255;
       } else if (info.si_code == CLD_EXITED) {
         result.exit_code = info.si_status;
@@ -700,7 +700,7 @@ class HostImpl final : public ProcessHost {
     Orphans::Get().Forget(guard_);
   }
 
-  // Somebody has killed it, or the kernel for want of memory.
+  // A user has killed it, or the kernel when out of memory.
   void OnGuardEnded() {
     siginfo_t info = {};
     waitid(P_PID, guard_, &info, WEXITED | WNOHANG);
@@ -732,9 +732,9 @@ class HostImpl final : public ProcessHost {
 
   void TellGuard(pid_t pid, bool added) {
     const GuardNote note = {pid, added ? 1 : 0};
-    // SIGPIPE is blocked on this thread: the guard may have been killed by somebody.
+    // SIGPIPE is blocked on this thread, because the guard may have been killed.
     if (write(guard_pipe_.get(), &note, sizeof(note)) != sizeof(note)) {
-      MUSTER_LOG(Debug) << "the guard process is gone";  // its pidfd tells, too
+      MUSTER_LOG(Debug) << "the guard process is gone";  // its pidfd reports it, too
     }
   }
 
@@ -953,7 +953,7 @@ class HostImpl final : public ProcessHost {
         next = std::min(next, child->Tick(now, &give_up));
         if (give_up) given_up.push_back(pid);
       }
-      // The guard goes on knowing them.
+      // The guard keeps tracking them.
       for (const pid_t pid : given_up) Release(pid)->GiveUp();
       if (!given_up.empty()) continue;
       if (!children_.empty()) {
@@ -969,8 +969,8 @@ class HostImpl final : public ProcessHost {
                                     absl::ToInt64Milliseconds(next - now) + 1, 1'000'000));
       std::array<epoll_event, 64> events;
       const int count = epoll_wait(epoll_.get(), events.data(), events.size(), timeout);
-      // Ends come first, in the order of the kernel's list, so that who reads them knows the cause
-      // before its echo.
+      // Exits come first, in the order of the kernel's list, so that the reader sees the cause
+      // before its consequences.
       std::vector<pid_t> ended;
       for (int i = 0; i < count; ++i) {
         Tag tag;

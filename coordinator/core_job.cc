@@ -360,7 +360,7 @@ void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const
   }
   waiter.calls.push_back(call);
   impl_->held_[call] = {id_, Held::kJoin, worker_id};
-  // A retry does not begin anew.
+  // A retry does not restart the time.
   if (request.spare()) {
     rendezvous_.SetDeadline(worker_id, &waiter, absl::InfiniteFuture());
   } else if (waiter.deadline == absl::InfiniteFuture()) {
@@ -403,7 +403,7 @@ void Core::Impl::Job::Evaluate() {
     if (HasSealed()) {
       question.last_call = std::min(question.last_call, impl_->options_.recovery_last_call);
     }
-    // Spares replace who was lost.
+    // Spares replace lost workers.
     if (rendezvous_.Count(WaiterKind::kOrdinary) + spares >= spec_.min_workers()) {
       question.former_world = FormerWorld();
       question.survivors_wait = SurvivorsWait();
@@ -595,7 +595,7 @@ void Core::Impl::Job::Reseat(Seat* seat, CallId call, const v1::JoinRequest& req
     KvChanged(changes);
   }
   if (was_alive) {
-    // Nobody may see both incarnations in one agreement: the old one leaves first.
+    // No agreement may contain both incarnations: the old one leaves first.
     seat->record.set_state(v1::WORKER_STATE_FENCED);
     std::vector<AgreeSet::Done> done;
     agree_->RankGone(rank, impl_->Header(), &done);
@@ -939,7 +939,7 @@ void Core::Impl::Job::Tick() {
   }
   TickLeases();
   if (rendezvous_.FirstExpired(now).has_value()) {
-    // One text for all whose time is up now: who was there with them counts as come.
+    // One text for all callers that time out now; the ranks that waited with them count as arrived.
     const v1::OpError error = RendezvousTimeout();
     while (const std::optional<std::string> worker_id = rendezvous_.FirstExpired(now)) {
       DropWaiting(*worker_id, error);
@@ -968,7 +968,7 @@ void Core::Impl::Job::TickLeases() {
     Seat& seat = seats_[rank];
     if (!seat.alive()) continue;
     absl::Time expiry = LeaseEnd(seat);
-    // Who waits for its next seat is there.
+    // A worker that waits for its next seat is alive.
     if (!sealed_ && rendezvous_.Waits(seat.record.worker_id())) expiry = now + Lease();
     if (expiry > now) {
       // What its agent says may shorten the time it has to return.
@@ -1080,7 +1080,7 @@ bool Core::Impl::Job::IsAwaited() const {
     if (const std::optional<Agents::Voice> voice = impl_->agents_.VoiceOf(waiter.node)) {
       awaited = voice->beat > recent && (voice->back <= LastHeard() || voice->back <= long_ago);
     } else {
-      // Its call is all that is known of it: it came through, when the others could have come too.
+      // Its call is the only evidence: it got through, when those of the others could have too.
       awaited = waiter.back > LastHeard() && waiter.back <= long_ago;
     }
   });
@@ -1106,7 +1106,7 @@ void Core::Impl::Job::Deliver(const std::vector<CallId>& calls,
                               std::shared_ptr<const Answer> answer) {
   const uint64_t durable = std::max(membership_record_, barrier_record_);
   for (const CallId call : calls) {
-    // Whoever hung up meanwhile is no longer held.
+    // Callers that have disconnected meanwhile are no longer held.
     if (impl_->held_.erase(call) > 0) impl_->Send(call, answer, durable);
   }
 }
@@ -1125,7 +1125,7 @@ void Core::Impl::Job::JournalEnd(const std::string& barrier_id, uint64_t counter
 void Core::Impl::Job::Report(const v1::BarrierReport& report, absl::Span<const int32_t> members) {
   impl_->out_->reports.push_back(report);
   impl_->Note(id_, true, report.message());
-  // Of a failure, whoever waits has the answer.
+  // The waiting callers have the answer of a failure.
   if (report.state() != v1::BARRIER_STATE_OPEN) return;
   auto directive = std::make_shared<v1::Directive>();
   directive->mutable_barrier_late()->set_job_id(id_);
@@ -1137,7 +1137,7 @@ void Core::Impl::Job::Report(const v1::BarrierReport& report, absl::Span<const i
     told->mutable_culprits()->DeleteSubrange(kCulpritsInError,
                                              told->culprits_size() - kCulpritsInError);
   }
-  // Thousands of nodes may be told.
+  // There may be thousands of nodes to notify.
   for (v1::Culprit& culprit : *told->mutable_culprits()) culprit.clear_native_stack();
   absl::flat_hash_set<absl::string_view> nodes;
   const size_t count = members.empty() ? seats_.size() : members.size();
@@ -1150,7 +1150,7 @@ void Core::Impl::Job::Report(const v1::BarrierReport& report, absl::Span<const i
 
 void Core::Impl::Job::AgreeDone(std::vector<AgreeSet::Done> done) {
   for (AgreeSet::Done& one : done) {
-    // The empty barrier name stands for agreements in the journal.
+    // In the journal the empty barrier name denotes agreements.
     if (one.journal) JournalEnd("", one.counter, *one.answer);
     Deliver(one.calls, one.answer);
   }
