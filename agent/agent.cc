@@ -276,7 +276,7 @@ JobResult Agent::Run() {
     absl::Status refused;
     std::optional<AttemptEnd> end = RunAttempt(*meeting, attempt, &refused);
     if (!stuck_.empty()) {
-      // It may hold its GPU and its files yet: nothing is started beside it.
+      // It may still hold its GPU and its files, so no other process is started.
       result.outcome = JobResult::Outcome::kFailed;
       const std::string stuck =
           absl::StrCat(absl::StrJoin(stuck_, "; "), ": left behind until the kernel releases it");

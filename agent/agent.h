@@ -26,8 +26,8 @@ struct AgentOptions {
   std::vector<std::string> argv;
   // Workers on this node.
   int slots = 1;
-  // What all workers are told. The agent fills in the place, the identity, the restarts and where
-  // to meet.
+  // Settings of all workers. The agent fills in the place, the identity, the restarts and where to
+  // meet.
   WorkerEnvironment worker;
   // The environment that workers inherit.
   std::map<std::string, std::string> inherited;
@@ -48,7 +48,7 @@ struct AgentOptions {
   bool stdout_terminal = false;
   bool stderr_terminal = false;
   int kept_lines = 20;
-  // Learns of the workers' processes; borrowed. Null: nobody asks.
+  // Learns of the workers' processes; borrowed. Null: no such request.
   WorkerProcesses* processes = nullptr;
 };
 
@@ -92,7 +92,7 @@ class Agent {
     uint64_t incarnation = 0;
     std::shared_ptr<Process> process;
     bool ended = false;
-    std::string killed_because;  // empty: nobody killed it
+    std::string killed_because;  // empty: it was not killed
   };
   struct Ended {
     int local_rank;
@@ -118,7 +118,8 @@ class Agent {
   WorkerEnd OnEnded(const Ended& event);
   void StopWorkers(absl::Duration grace);
   void KillWorker(const KillWanted& wanted);
-  // Takes events until no worker is left. A wish to stop makes it faster and is noted in stopped_.
+  // Takes events until no worker is left. A request to stop shortens it and is recorded in
+  // stopped_.
   void WaitForWorkers();
   // One start of all workers. Returns why it failed, or nothing if it succeeded or was stopped
   // (stopped_).

@@ -41,7 +41,7 @@ bool SameTime(const google::protobuf::Duration& a, const google::protobuf::Durat
   return a.seconds() == b.seconds() && a.nanos() == b.nanos();
 }
 
-// Whether two arrivals at one barrier differ in nothing but who comes and with what.
+// Whether two arrivals at one barrier differ only in their ranks and payloads.
 bool SameCall(const v1::Op& op, const v1::Op& other) {
   return With(op, [&](const auto& a) {
     return With(other, [&](const auto& b) {
@@ -59,7 +59,7 @@ bool SameCall(const v1::Op& op, const v1::Op& other) {
 std::pair<int64_t, int32_t> Waited(const google::protobuf::Duration& waited) {
   return {waited.seconds(), waited.nanos()};
 }
-// Within a century, so that nothing a stranger sends overflows.
+// At most a century, so that no untrusted value overflows.
 int64_t WaitedUs(const google::protobuf::Duration& waited) {
   constexpr int64_t kCentury = int64_t{100} * 366 * 86400;
   return std::clamp<int64_t>(waited.seconds(), 0, kCentury) * 1'000'000 +

@@ -22,10 +22,11 @@ namespace muster::agent {
 // Makes one ArriveMany of the arrivals at one barrier instance, for a relay (of its workers) and a
 // hub (of its agents).
 //
-// - Arrivals wait until the ranks that their caller expects have come, at most for a window after
-//   the first, or until together they have grown to a bound. Each rank's lateness travels along.
-// - Those that differ in call site, payload (some have one, some not), timeout or step, and those
-//   that name one rank with two incarnations, go apart, so that the coordinator sees it.
+// - Arrivals wait until the expected ranks have arrived, at most for a window after the first, or
+//   until their total size reaches a bound. The message carries each rank's lateness.
+// - Arrivals that differ in call site, payload (present or absent), timeout or step, and those that
+//   name one rank with two incarnations, are sent separately, so that the coordinator detects the
+//   difference.
 // - If a joint message is refused because of one rank, each arrival is sent as its caller made it,
 //   and has its own answer.
 //
@@ -54,12 +55,12 @@ class ArrivalMerger {
   // `upstream` is borrowed.
   ArrivalMerger(Options options, OpSender* upstream);
 
-  // `op` is an arrive or arrive_many. It is sent, with those that wait for the same instance, as
-  // soon as `expected` ranks have come.
+  // `op` is an arrive or arrive_many. It is sent, with others for the same instance, as soon as
+  // `expected` ranks have arrived.
   void Add(v1::Op op, OpSender::Done done, size_t expected, uint64_t tag = 0);
   // Sends what has waited long enough; returns when to call again.
   absl::Time Tick();
-  // Nobody waits for these any more: none of them is answered. What was sent may be done.
+  // Their callers have gone: none of them is answered. What was sent may be done.
   void Drop(const absl::flat_hash_set<uint64_t>& tags);
 
  private:

@@ -30,7 +30,7 @@ bool ForEachListed(int first, Apply apply) {
   if (folder < 0) return false;
   alignas(LinuxDirent) char entries[4096];
   long size;  // NOLINT: what syscall returns
-  // The kernel goes on by number, so closing what was listed skips nothing.
+  // The kernel continues by number, so closing listed descriptors skips none.
   while ((size = syscall(SYS_getdents64, folder, entries, sizeof(entries))) > 0) {
     for (long at = 0; at < size;) {  // NOLINT
       const auto* entry = reinterpret_cast<const LinuxDirent*>(entries + at);

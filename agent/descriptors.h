@@ -3,7 +3,7 @@
 
 namespace muster::agent {
 
-// The system call; what stands in for it in tests. Returns 0, or -1 and errno.
+// The system call; tests replace it. Returns 0, or -1 and errno.
 using CloseRangeCall = int (*)(unsigned first, unsigned last, unsigned flags);
 int SystemCloseRange(unsigned first, unsigned last, unsigned flags);
 

@@ -38,7 +38,7 @@ struct FakeLink final : public OutgoingStream {
   std::vector<v1::AgentFrame> written;
   bool writing = false;
   bool closing = false;  // we asked for the end
-  bool closed = false;   // the test has told it
+  bool closed = false;   // set by the test
 };
 
 struct FakeStreamOpener final : public StreamOpener {

@@ -17,8 +17,8 @@
 
 namespace muster::agent {
 
-// A coordinator's end, or a hub's, of the agents' streams: welcomes everybody, answers each
-// operation as `answer` says, or with an empty result of its kind, and says what the test wants.
+// A coordinator's end, or a hub's, of the agents' streams: welcomes every agent, answers each
+// operation by `answer`, or with an empty result of its kind, and sends what the test requests.
 // Thread-safe.
 class FakeSessions final : public v1::Session::Service {
  public:
@@ -45,7 +45,7 @@ class FakeSessions final : public v1::Session::Service {
         reply.mutable_welcome()->set_term(1);
         // A busy machine takes its time.
         reply.mutable_welcome()->mutable_lease()->set_seconds(60);
-        // Each stream begins anew.
+        // Each stream starts from scratch.
         reply.mutable_welcome()->set_session_id(
             absl::StrCat("s", frame.hello().node(), "/", NextSession()));
         stream->Write(reply);
@@ -92,7 +92,7 @@ class FakeSessions final : public v1::Session::Service {
     MutexLock lock(&mu_);
     directives_.push_back(std::move(directive));
   }
-  // Says after an agent's first operations that it ends for good.
+  // After an agent's first operations, announces that it ends permanently.
   void SayGoodbye(const std::string& why) {
     MutexLock lock(&mu_);
     goodbye_ = why;

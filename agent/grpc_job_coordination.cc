@@ -26,10 +26,10 @@ namespace {
 using nlohmann::json;
 
 constexpr absl::Duration kShortCall = absl::Seconds(5);
-constexpr absl::Duration kAgree = absl::Seconds(30);  // besides an outage that is tolerated
+constexpr absl::Duration kAgree = absl::Seconds(30);  // in addition to a tolerated outage
 constexpr absl::Duration kWaitAgain = absl::Seconds(1);
 constexpr absl::Duration kLongest = absl::Hours(24);  // what a coordinator is asked for
-// A job of one node has nobody else to wait for.
+// A job of one node has no other node to wait for.
 constexpr absl::Duration kFirstContact = absl::Seconds(30);
 
 std::string ToJson(const AttemptEnd& end) {
@@ -64,8 +64,7 @@ class GrpcJobCoordination final : public JobCoordination {
         agents_job_(options.job + ".agents"),
         incarnation_(RandomId()) {
     hostname_ = HostName();
-    // Two launches with the same machine rank are the same worker: the coordinator tells the first
-    // one.
+    // Two launches with the same machine rank are the same worker: the first one gets SUPERSEDED.
     worker_id_ = options.node_rank >= 0 ? absl::StrCat("node", options.node_rank)
                                         : absl::StrCat("node-", hostname_, "-", incarnation_);
     if (options.num_nodes > 1) wait_timer_->Start();
@@ -235,7 +234,7 @@ class GrpcJobCoordination final : public JobCoordination {
     absl::Time wait_at ABSL_GUARDED_BY(mu) = absl::InfiniteFuture();
     uint64_t watch ABSL_GUARDED_BY(mu) = 0;  // counts what was watched
   };
-  // What makes a call return without an answer, besides its timeout.
+  // The reasons, apart from its timeout, for which a call returns without an answer.
   enum class Until { kAnswered, kCancelled, kEnded };
   // An operation whose answer is waited for no longer: does not happen if it was not sent yet, or
   // happens when the coordinator is back.
@@ -253,7 +252,7 @@ class GrpcJobCoordination final : public JobCoordination {
   std::string EndKey() const { return prefix_ + "end"; }
   std::string SettingsKey() const { return prefix_ + "settings"; }
 
-  // Machine 0 may come up last: until then nobody answers.
+  // Machine 0 may start last: before that no coordinator answers.
   absl::Status AwaitCoordinator(int attempt) {
     const absl::Duration timeout = options_.num_nodes == 1 && attempt == 0
                                        ? std::min(options_.join_timeout, kFirstContact)
@@ -531,7 +530,7 @@ class GrpcJobCoordination final : public JobCoordination {
   std::string hostname_;
   std::string worker_id_;
 
-  // Written by Join, while nobody watches.
+  // Written by Join, before the watch starts.
   int node_rank_ = -1;
   uint64_t generation_ = 0;
   std::string prefix_;

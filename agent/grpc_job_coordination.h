@@ -21,21 +21,21 @@ struct GrpcJobCoordinationOptions {
   std::string settings = {};
   // Of this node: where the other nodes reach a program here.
   std::string host = "127.0.0.1";
-  // Where it stands, if known: nodes without a rank of their own are numbered so that neighbours
-  // get neighbouring ranks.
+  // Its location, if known: nodes without an assigned rank are numbered so that neighbours get
+  // neighbouring ranks.
   std::string rack = {};
   std::string nvlink_domain = {};
   absl::Duration join_timeout = absl::Minutes(10);
   absl::Duration lease = kDefaultLease;
   absl::Duration outage_tolerance = kDefaultOutageTolerance;  // of the session
-  // Who waits for a coordinator that was never there says so after the first span, and again after
-  // each further one.
+  // An agent that waits for a coordinator that has never answered logs it after the first span, and
+  // again after each further one.
   absl::Duration tell_after = absl::Seconds(10);
   absl::Duration tell_again = absl::Seconds(30);
 };
 
 // A JobCoordination over this node's session. With several nodes, the agents form a job of their
-// own, "JOB.agents": its rendezvous numbers the nodes, a key "end" in the generation tells why an
+// own, "JOB.agents": its rendezvous numbers the nodes, a key "end" in the generation records why an
 // attempt ended, a barrier "finish" waits for all nodes, and each agent's lease shows whether its
 // node still lives. `session` is borrowed; the link is its listener.
 std::unique_ptr<JobCoordination> MakeGrpcJobCoordination(const GrpcJobCoordinationOptions& options,

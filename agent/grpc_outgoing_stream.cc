@@ -21,7 +21,7 @@ class GrpcStreamOpener::Link final
       public OutgoingStream,
       public std::enable_shared_from_this<Link> {
  public:
-  // `at_once`: fails if nobody answers now.
+  // `at_once`: fails if the server does not answer now.
   Link(GrpcStreamOpener* transport, const std::shared_ptr<grpc::Channel>& channel, bool at_once,
        std::shared_ptr<OutgoingStreamEvents> events)
       : transport_(transport), stub_(channel), at_once_(at_once), events_(std::move(events)) {}

@@ -21,7 +21,7 @@ v1::OpResult Overloaded(absl::string_view what) {
   return result;
 }
 
-// What the stream answers when it has given up: nobody else says so without a reason.
+// The stream's answer when it has given up: only the stream answers UNAVAILABLE without a reason.
 bool IsLost(const v1::OpResult& result) {
   return result.error().code() == static_cast<int>(absl::StatusCode::kUnavailable) &&
          result.error().detail().reason() == v1::ERROR_REASON_UNSPECIFIED;
@@ -224,7 +224,7 @@ void HubCore::AddToBeat(v1::Beat* beat) {
   const absl::Time now = options_.clock->Now();
   heard_.clear();
   size_t bytes = 0;
-  // In turn, so that everybody finds room.
+  // In turn, so that every agent finds room.
   auto it = agents_.upper_bound(beat_after_);
   for (size_t i = 0; i < agents_.size() && bytes < options_.limits.beat_bytes; ++i, ++it) {
     if (it == agents_.end()) it = agents_.begin();
@@ -232,7 +232,7 @@ void HubCore::AddToBeat(v1::Beat* beat) {
     beat_after_ = agent.node;
     bytes += agent.said_bytes;
     for (auto& [key, said] : agent.said) {
-      // It may have died since. That it stands still is said once only.
+      // It may have died since. A stall is logged only once.
       const bool stands_still =
           said.beat.process_state() == "stopped" || said.beat.process_state() == "zombie";
       if (said.at + options_.beat_fresh < now && !stands_still) continue;
@@ -295,7 +295,7 @@ void HubCore::DoUpstream(Todo* todo) {
   }
   if (now_.ended) EndAll(now_.why_away, /*come_back=*/false, todo);
   if (before.connected == now_.connected) return;
-  // A copy: who takes nothing is ended.
+  // A copy: agents that accept nothing are ended.
   const auto agents = agents_;
   for (const auto& [node, agent] : agents) {
     agent->state_due = true;
@@ -441,7 +441,7 @@ void HubCore::DoFrame(const std::shared_ptr<Stream>& stream, const v1::AgentFram
       agent->session.outbox().AckAgain();
       break;
     case v1::AgentFrame::kStack:
-      // Nobody answers what was asked of others.
+      // Only an agent that was asked may answer.
       if (agent->stacks.erase(frame.stack().query_id()) > 0 &&
           frame.stack().ByteSizeLong() <= options_.limits.stack_bytes) {
         todo->stack = frame.stack();
@@ -506,7 +506,7 @@ void HubCore::DoHello(const std::shared_ptr<Stream>& stream, const v1::Hello& he
   }
   if (agent == nullptr) {
     if (agents_.size() >= options_.limits.agents) {
-      // Whoever has been away for longest makes room.
+      // The agent that has been away longest makes room.
       std::shared_ptr<Agent> oldest;
       for (const auto& [node, other] : agents_) {
         if (other->stream == nullptr && (oldest == nullptr || other->expires < oldest->expires))

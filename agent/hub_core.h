@@ -29,36 +29,36 @@
 
 namespace muster::agent {
 
-// The hub in an agent (docs/protocol.md, "Hubs"): other agents have their sessions here, and what
-// they say goes on over this node's own stream. It stands between this node's relay and that
-// stream:
+// The hub in an agent (docs/protocol.md, "Hubs"): other agents have their sessions here, and this
+// node's own stream forwards their messages. It sits between this node's relay and that stream:
 //
 //   relay ---\                                              /--- other agents (IncomingStream)
 //             > HubCore --- OpSender: the session stream   <
 //   (own operations go through it too, so that arrivals meet)
 //
 // - To the agents it is a coordinator of the upstream's term and cluster. A session here is never
-//   longer than the session of the upstream: when that one is new, all streams end with a Goodbye
-//   that has retry_after, and the agents come back in new sessions. Nor does it outlive Finish, or
-//   that this node is itself sent behind a hub: then Goodbye has no retry_after.
-// - Arrivals at one barrier instance become one operation (arrivals.h): when all ranks known to be
-//   behind the hub that take part have come, at the latest after a short window. Ranks are known
-//   from joins and from arrivals at earlier barriers.
-// - Each agent's beats are kept until the hub's own next one and passed on once. What is too old by
-//   then renews no lease.
-// - Directives go to the agent whose worker they are about, or to all that have workers of the job.
-// - After each beat an agent is sent a frame, if only an acknowledgement, so that it sees a hub
-//   that stands still; and HubState when the upstream is lost or found.
-// - Nothing that an agent does makes it keep more than Limits says: what goes beyond is refused, or
-//   the stream is not read from until it has taken its answers, or the session ends.
+//   longer than the session of the upstream: when that one is replaced, all streams end with a
+//   Goodbye that has retry_after, and the agents reconnect in new sessions. A session also ends at
+//   Finish, and when this node itself moves behind a hub: then Goodbye has no retry_after.
+// - Arrivals at one barrier instance become one operation (arrivals.h): sent when all participating
+//   ranks known to be behind the hub have arrived, at the latest after a short window. Ranks are
+//   known from joins and from arrivals at earlier barriers.
+// - Each agent's beats are kept until the hub's own next one and forwarded once. Facts that are too
+//   old by then renew no lease.
+// - Directives go to the agent of the worker they concern, or to all agents with workers of the
+//   job.
+// - After each beat an agent gets a frame, if only an acknowledgement, so that it detects a stalled
+//   hub; and HubState when the upstream is lost or found.
+// - No behavior of an agent makes the hub hold more than Limits: it refuses the excess, stops
+//   reading the stream until the agent has accepted its answers, or ends the session.
 //
-// What agents send is taken as bytes that anybody may have written. Pure: the owner has the clock,
-// the streams (see HubServer) and the threads. Thread-safe; nothing blocks. No lock is held over a
-// call to a link or the upstream. The owner calls Tick when due (see TimerThread).
+// Agents' messages are treated as untrusted input. Pure: the owner has the clock, the streams (see
+// HubServer) and the threads. Thread-safe; nothing blocks. No lock is held over a call to a link or
+// the upstream. The owner calls Tick when due (see TimerThread).
 class HubCore final : public OpSender, public IncomingStreamEvents {
  public:
   struct Limits {
-    // With a session. Beyond it, streams of others are refused.
+    // Agents with a session. Streams of further agents are refused.
     size_t agents = 1024;
     // Operations of one agent that wait for their answer and the bytes of their requests; the same
     // of all together, so that this node's own workers have a share of what the stream holds.
@@ -114,8 +114,8 @@ class HubCore final : public OpSender, public IncomingStreamEvents {
   // Does what is due and returns when to call again.
   absl::Time Tick();
 
-  // Adds to this node's beat what the agents have said since the last one, and who they are if that
-  // is due.
+  // Adds to this node's beat what the agents have sent since the last one, and the list of agents
+  // if that is due.
   void AddToBeat(v1::Beat* beat);
   // The last beat was not sent: what the agents said in it goes into the next, unless they have
   // said something newer.
@@ -159,7 +159,7 @@ class HubCore final : public OpSender, public IncomingStreamEvents {
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   absl::Status DoBeat(Agent* agent, const v1::Beat& beat) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void DoUpstream(Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // The answer to these calls; those that are over are left out.
+  // Answers these calls, except those that have ended.
   void Answered(const std::vector<uint64_t>& calls, const v1::OpResult& result);
 
   // What an operation says of the workers and ranks behind this hub.

@@ -74,9 +74,11 @@ TEST(HubListen, AddressThatOthersCannotUse_IsRefused) {
     EXPECT_THAT(std::string(status.message()), HasSubstr("hub_listen"));
     return std::string(status.message());
   };
-  EXPECT_THAT(error("0.0.0.0:0", "10.0.0.5:29400", kToken), HasSubstr("name one of this machine"));
-  EXPECT_THAT(error("[0::0]:0", "10.0.0.5:29400", kToken), HasSubstr("name one of this machine"));
-  EXPECT_THAT(error("[::]:0", "127.0.0.1:29400", {}), HasSubstr("name one of this machine"));
+  EXPECT_THAT(error("0.0.0.0:0", "10.0.0.5:29400", kToken),
+              HasSubstr("name an address of this machine"));
+  EXPECT_THAT(error("[0::0]:0", "10.0.0.5:29400", kToken),
+              HasSubstr("name an address of this machine"));
+  EXPECT_THAT(error("[::]:0", "127.0.0.1:29400", {}), HasSubstr("name an address of this machine"));
   EXPECT_THAT(error("127.0.0.1:0", "10.0.0.5:29400", kToken), HasSubstr("on another address"));
   EXPECT_THAT(error("unix:/tmp/hub", "10.0.0.5:29400", kToken), HasSubstr("on another address"));
   EXPECT_THAT(error("somewhere", "10.0.0.5:29400", kToken), HasSubstr("has no port"));

@@ -30,7 +30,7 @@ class SilentStreams {
     timer_.Start();
   }
 
-  // False: there are too many. `end` is called when the time is over, unless Remove comes first.
+  // False: there are too many. `end` is called when the time has passed, unless Remove comes first.
   bool Add(End end, Place* place) {
     {
       MutexLock lock(&mu_);

@@ -39,7 +39,7 @@ class HubServer {
   const std::string& address() const { return server_->address(); }
 
   // Accepts no more streams, cancels those that are open after `grace`, and waits for all of them
-  // to end: the core has heard of each. Repeatable.
+  // to end: the core has seen the end of each. Repeatable.
   void Shutdown(absl::Duration grace);
 
  private:

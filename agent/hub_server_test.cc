@@ -226,7 +226,7 @@ TEST_F(HubServerTest, Refusal_ReachesTheAgent) {
   ASSERT_TRUE(stream->Write(Hello("hub")));
   v1::CoordinatorFrame frame;
   EXPECT_FALSE(stream->Read(&frame));
-  EXPECT_THAT(stream->Finish().error_message(), HasSubstr("other than the hub's own name"));
+  EXPECT_THAT(stream->Finish().error_message(), HasSubstr("differ from the hub's own name"));
 }
 
 TEST_F(HubServerTest, Shutdown_SaysGoodbyeFirstAndWaitsForAllStreams) {

@@ -24,7 +24,7 @@ class IncomingStream {
 };
 
 // What happens on the streams of agents to this hub. The events of one stream come one after
-// another, but OnWritten may run beside OnFrame.
+// another, but OnWritten may run concurrently with OnFrame.
 class IncomingStreamEvents {
  public:
   virtual ~IncomingStreamEvents() = default;
@@ -33,7 +33,7 @@ class IncomingStreamEvents {
                        size_t bytes) = 0;
   // The last Write has ended.
   virtual void OnWritten(const std::shared_ptr<IncomingStream>& link) = 0;
-  // Nothing follows. Once for each stream that had a frame, whoever ended it.
+  // Nothing follows. Once for each stream that had a frame, no matter which side ended it.
   virtual void OnClosed(const std::shared_ptr<IncomingStream>& link) = 0;
 };
 

@@ -39,7 +39,8 @@ void EndByJobSignals() {
   for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
     if (sigismember(&signals, signal) == 0) continue;
     struct sigaction action = {};
-    // Not by the default: whoever started us then sees the same code however late a signal came.
+    // Not by the default action: the parent process then sees the same exit code however late a
+    // signal came.
     action.sa_handler = [](int number) { _exit(128 + number); };
     sigaction(signal, &action, nullptr);
   }

@@ -32,11 +32,11 @@ class SignalWatcher {
   std::thread thread_;
 };
 
-// What signals wish for. Pure.
+// The requests that signals express. Pure.
 class StopWishes {
  public:
-  // A second signal within that long is the same wish: timeout(1), SLURM and a closing terminal
-  // signal a process and then its group, systemd sends SIGHUP after SIGTERM.
+  // A second signal within this time counts as the same request: timeout(1), SLURM and a closing
+  // terminal signal a process and then its group, systemd sends SIGHUP after SIGTERM.
   static constexpr absl::Duration kSameWish = absl::Seconds(1);
 
   enum class Wish { kStop, kNothingNew, kKill };

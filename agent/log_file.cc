@@ -42,8 +42,8 @@ void LogFile::Rotate() {
   for (int number = limits_.files - 1; number > 1; --number) {
     rename(Part(path_, number - 1).c_str(), Part(path_, number).c_str());
   }
-  // What cannot be put aside is not thrown away: it goes on in the file it has, and tries again
-  // when as much has been written once more. Somebody may have removed the file.
+  // A file that cannot be rotated is not discarded: writing continues in it, and rotation is
+  // retried after as many bytes again. The file may have been removed.
   if (limits_.files > 1 && rename(path_.c_str(), Part(path_, 1).c_str()) != 0 && errno != ENOENT) {
     return;
   }

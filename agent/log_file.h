@@ -21,14 +21,14 @@ struct LogLimits {
   int files = 8;
 };
 
-// The lines of one process in a file. What cannot be written (a full disk) is lost, and the file
-// says how many lines are missing where it goes on. Not thread-safe; blocks on the disk.
+// The lines of one process in a file. Lines that cannot be written (a full disk) are lost, and the
+// file says how many are missing where it resumes. Not thread-safe; blocks on the disk.
 class LogFile {
  public:
   using WriteCall = ssize_t (*)(int fd, const void* data, size_t size);
 
   // Begins an empty file and removes what an earlier one of this name was split into. Errors: the
-  // system's words and the path. `write`: what stands in for the system call in tests.
+  // system's words and the path. `write`: replaces the system call in tests.
   static absl::StatusOr<std::unique_ptr<LogFile>> Open(const std::string& path,
                                                        const LogLimits& limits = {},
                                                        WriteCall write = nullptr);

@@ -143,7 +143,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   {
     MutexLock lock(&mu);
     running = false;
-    // A reader of our output that stands still must not keep a stopped job from ending.
+    // A stalled reader of our output must not keep a stopped job from ending.
     if (first_signal != 0) output.HurryFlush(kHurriedFlush);
   }
   (*session)->SetOnKillWorker(nullptr);
@@ -155,8 +155,8 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
     MutexLock lock(&mu);
     result.signal = first_signal;
   }
-  // What went on while this waited for its reader is a job that was stopped. How it failed is told
-  // where that can be read.
+  // A signal during the wait for the reader makes it a stopped job. The failure is printed where it
+  // can be read.
   if (!flushed && result.signal != 0 &&
       (result.job.outcome == JobResult::Outcome::kSucceeded || !CanWrite(STDERR_FILENO))) {
     result.job.outcome = JobResult::Outcome::kStopped;

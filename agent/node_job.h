@@ -22,7 +22,7 @@ struct NodeJobOptions {
   absl::Duration join_timeout = absl::Minutes(10);
   // How long the coordinator may be away before the job is given up.
   absl::Duration outage_tolerance = kDefaultOutageTolerance;
-  // After what silence a machine or a worker counts as lost while others are heard.
+  // How long a machine or worker may be silent, while others are not, before it counts as lost.
   absl::Duration lease = kDefaultLease;
   std::string hub_listen = {};  // see NodeUplink::Options
   bool show_output = true;      // the workers' lines, on standard output and standard error

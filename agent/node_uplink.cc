@@ -160,8 +160,8 @@ v1::Beat NodeUplink::MakeBeat() {
 }
 
 std::string NodeUplink::WhyNotConnected() {
-  // The stream waits for a connection and does not hear why there is none; a call that does not
-  // wait is told at once.
+  // The stream waits for a connection and does not learn why there is none; a call that does not
+  // wait gets the error at once.
   grpc::ClientContext context;
   rpc::SetTimeout(context, absl::Seconds(1));
   v1::StatusReply reply;
@@ -215,7 +215,7 @@ void NodeUplink::StackLoop() {
       wanted = std::move(wanted_.front());
       wanted_.pop_front();
     }
-    // Nobody may have us look into processes that are not our workers.
+    // No caller may make us inspect processes that are not our workers.
     const std::optional<int64_t> pid =
         core_->ProcessOf(wanted.job_id(), wanted.worker_id(), wanted.pid());
     if (!pid.has_value()) continue;

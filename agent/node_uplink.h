@@ -49,7 +49,7 @@ class NodeUplink {
     // session, must not block.
     std::function<void(const v1::BarrierLate&)> on_barrier_late = nullptr;
   };
-  // What the coordinator tells. Called on threads of the session, must not block.
+  // Messages from the coordinator. Called on threads of the session, must not block.
   struct Listener {
     std::function<void(const v1::GenerationEnded&)> on_generation_ended = nullptr;
     // The coordinator has been away for too long, or refuses this agent.

@@ -17,7 +17,7 @@ class OpSender {
   // `done` is called exactly once unless Forget comes first, on any thread, also from within
   // Submit; it must not block. The sender gives the operation its op_id, which is returned.
   virtual uint64_t Submit(v1::Op op, Done done) = 0;
-  // Nobody waits for the result any more. The operation may have been done, or be done.
+  // The caller no longer waits for the result. The operation may have been done, or be done.
   virtual void Forget(uint64_t op_id) = 0;
 };
 

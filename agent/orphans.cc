@@ -78,7 +78,7 @@ void Orphans::RemoveHost(const std::string& mark) {
 }
 
 pid_t Orphans::Fork(const std::string& mark) {
-  // Under the lock: nobody may find the child before it is known to be one.
+  // Under the lock: no thread may see the child before it is recorded.
   MutexLock lock(&mu_);
   const pid_t pid = fork();
   if (pid > 0) {
@@ -118,7 +118,7 @@ std::vector<pid_t> Orphans::Find(const std::string& mark, bool ended) {
   for (const int64_t pid : ListProcesses()) {
     if (children_.count(static_cast<pid_t>(pid)) != 0) continue;
     const ProcessState state = ReadProcessStat(pid);
-    // Where only the first thread has ended, the process goes on.
+    // If only the first thread has ended, the process continues.
     const bool has_ended = state.name == "zombie" && state.threads <= 1;
     if (state.parent != self || state.session == own_session || has_ended != ended) continue;
     if (Belongs(mark, static_cast<pid_t>(pid), static_cast<pid_t>(state.session))) {

@@ -22,8 +22,8 @@ namespace muster::agent {
 //  - its session is one that a process of the host began, or
 //  - its first environment has the host's mark, or
 //  - it shows neither, and the host is the only one, in a process that had no children before it.
-// Children in this process's own session never are: code beside the hosts has forked them. No child
-// is touched that is none of this.
+// Children in this process's own session never are: code other than the hosts has forked them. No
+// child is touched that is none of this.
 //
 // One for the whole process. Thread-safe.
 class Orphans {
@@ -45,8 +45,8 @@ class Orphans {
   void Collect(const std::string& mark);
   // Sends SIGKILL to those that have not. They are children, so their ids name them until they are
   // collected; theirs come to this process when they end: call again until there are none. Those
-  // that it may not kill, of another user, are put into `foreign` instead. `kill`: what stands in
-  // for the system call in tests; null: that.
+  // that it may not kill, of another user, are put into `foreign` instead. `kill`: replaces the
+  // system call in tests; null: the system call.
   std::vector<pid_t> Kill(const std::string& mark, std::set<pid_t>* foreign,
                           int (*kill)(pid_t, int) = nullptr);
 

@@ -11,7 +11,7 @@
 namespace muster::agent {
 
 // What happens on one attempt at a stream to the coordinator or a hub. One call at a time, but
-// OnWritten may run beside OnFrame. None comes from within a call of OutgoingStream.
+// OnWritten may run concurrently with OnFrame. None comes from within a call of OutgoingStream.
 class OutgoingStreamEvents {
  public:
   virtual ~OutgoingStreamEvents() = default;
@@ -28,7 +28,7 @@ class OutgoingStream {
   virtual ~OutgoingStream() = default;
   // Not while a write is in flight. A link that is closed drops it.
   virtual void Write(v1::AgentFrame frame) = 0;
-  // Ends it soon; OnClosed comes unless it has come.
+  // Ends it soon; OnClosed follows, unless it has been called.
   virtual void Close() = 0;
 };
 
@@ -36,9 +36,9 @@ class OutgoingStream {
 class StreamOpener {
  public:
   virtual ~StreamOpener() = default;
-  // A stream to the hub at `hub`, "10.0.0.2:29500"; empty: to the coordinator. One to a hub fails
-  // if nobody answers there now, one to the coordinator goes on trying to connect. Errors: nothing
-  // can be opened there, and no event comes.
+  // A stream to the hub at `hub`, "10.0.0.2:29500"; empty: to the coordinator. A stream to a hub
+  // fails if the hub does not answer at once; one to the coordinator keeps trying to connect.
+  // Errors: nothing can be opened there, and no event comes.
   virtual absl::StatusOr<std::shared_ptr<OutgoingStream>> Open(
       const std::string& hub, std::shared_ptr<OutgoingStreamEvents> events) = 0;
   // The connection to the coordinator has gone silent: the next stream there gets a new one. Until

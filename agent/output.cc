@@ -193,7 +193,7 @@ void OutputMux::Write(int fd, absl::string_view text) {
     if (written == text.size()) target = Target();
     return;
   }
-  // A full disk is cleared up some time, also if it is full of what stands here.
+  // A full disk is cleaned up eventually, even if this output fills it.
   target.gone = error != ENOSPC && error != EDQUOT && error != EFBIG;
   target.error = error;
   ++target.lost;
@@ -210,8 +210,8 @@ void OutputMux::Write(int fd, absl::string_view text) {
 size_t OutputMux::WriteSome(int fd, absl::string_view text, int* error) {
   size_t written = 0;
   while (written < text.size()) {
-    // Asked before each piece so that a reader that stands still cannot keep the mux from being
-    // destroyed; a pipe that is writable takes 4 KiB without blocking.
+    // Checked before each piece so that a stalled reader cannot block the mux's destructor; a pipe
+    // that is writable takes 4 KiB without blocking.
     pollfd fds[2] = {{fd, POLLOUT, 0}, {wake_fd_, POLLIN, 0}};
     if (poll(fds, 2, -1) < 0 && errno != EINTR) break;
     if (fds[1].revents != 0 && fds[0].revents == 0) break;

@@ -161,8 +161,8 @@ TEST(OutputMux, OutputOnAFullDisk_GoesOnWhenThereIsRoom) {
             "muster: 2 lines are missing here: No space left on device\nthree\nfour\n");
   // At once, and once: there may never be room, and the exit code is the job's.
   EXPECT_EQ(err.ReadAll(),
-            "muster: standard output cannot be written (No space left on device): what the "
-            "processes write there is lost\n");
+            "muster: standard output cannot be written (No space left on device): the output of "
+            "the processes is lost\n");
 }
 
 TEST(OutputMux, ReaderGone_TheRestGoesOn) {

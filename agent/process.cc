@@ -53,8 +53,8 @@ constexpr absl::Duration kOrphansTimeout = absl::Seconds(5);
 constexpr absl::Duration kGuardPeriod = absl::Seconds(1);  // a new guard at most that often
 constexpr absl::Duration kWatchAgain = absl::Milliseconds(100);
 constexpr size_t kKeptLineBytes = 4096;
-// What is read from a process that has ended: its pipes hold 64 KiB, but a child it left behind may
-// go on writing.
+// The most that is read from an ended process: its pipes hold 64 KiB, but a child it left behind
+// may keep writing.
 constexpr size_t kDrainBytes = 4 << 20;
 
 class Fd {
@@ -427,8 +427,8 @@ class Child final : public Process {
     ProcessExit result;
     {
       MutexLock lock(&mu_);
-      // First for this process alone: if it is tracing the child for its stacks, the keeper is not
-      // told before it knows itself.
+      // This process first: while it traces the child for its stacks, the kernel reports the end
+      // to the tracer before it reports it to the keeper.
       siginfo_t info = {};
       waitid(P_PIDFD, pidfd_.get(), &info, WEXITED | WNOHANG);
       absl::StatusOr<ChildEnd> end = keeper != nullptr
@@ -442,7 +442,7 @@ class Child final : public Process {
       }
       if (!end.ok() && info.si_pid != 0) end = ChildEnd{info.si_code, info.si_status};
       if (!end.ok()) {
-        // Somebody else has collected it. Nobody may take that for a success.
+        // Other code has collected it. That must not count as a success.
         result.exit_code = 255;
       } else if (end->code == CLD_EXITED) {
         result.exit_code = end->status;
@@ -656,7 +656,7 @@ class HostImpl final : public ProcessHost {
     Orphans::Get().Forget(guard_);
   }
 
-  // Somebody has killed it, or the kernel for want of memory.
+  // A user has killed it, or the kernel when out of memory.
   void OnGuardEnded() {
     siginfo_t info = {};
     waitid(P_PID, guard_, &info, WEXITED | WNOHANG);
@@ -688,9 +688,9 @@ class HostImpl final : public ProcessHost {
 
   void TellGuard(pid_t pid, bool added) {
     const GuardNote note = {pid, added ? 1 : 0};
-    // SIGPIPE is blocked on this thread: the guard may have been killed by somebody.
+    // SIGPIPE is blocked on this thread, because the guard may have been killed.
     if (write(guard_pipe_.get(), &note, sizeof(note)) != sizeof(note)) {
-      MUSTER_LOG(Debug) << "the guard process is gone";  // its pidfd tells, too
+      MUSTER_LOG(Debug) << "the guard process is gone";  // its pidfd reports it, too
     }
   }
 
@@ -907,7 +907,7 @@ class HostImpl final : public ProcessHost {
         next = std::min(next, child->Tick(now, &give_up));
         if (give_up) given_up.push_back(pid);
       }
-      // The guard goes on knowing them.
+      // The guard keeps tracking them.
       for (const pid_t pid : given_up) {
         Release(pid)->GiveUp();
         if (keeper_ != nullptr) keeper_->Release(pid);
@@ -926,8 +926,8 @@ class HostImpl final : public ProcessHost {
                                     absl::ToInt64Milliseconds(next - now) + 1, 1'000'000));
       std::array<epoll_event, 64> events;
       const int count = epoll_wait(epoll_.get(), events.data(), events.size(), timeout);
-      // Ends come first, in the order of the kernel's list, so that who reads them knows the cause
-      // before its echo.
+      // Exits come first, in the order of the kernel's list, so that the reader sees the cause
+      // before its consequences.
       std::vector<pid_t> ended;
       for (int i = 0; i < count; ++i) {
         Tag tag;

@@ -61,7 +61,7 @@ struct ProcessOptions {
   std::function<void(OutputStream, absl::string_view)> on_line;
   // What an unfinished line shows now (progress bars, prompts).
   std::function<void(OutputStream, absl::string_view)> on_partial;
-  // It is still there some seconds after SIGKILL, and what it is seen in (see ProcessExit::stuck).
+  // It still exists some seconds after SIGKILL, with its state (see ProcessExit::stuck).
   std::function<void(absl::string_view)> on_deaf = nullptr;
   // Once, after the last line.
   std::function<void(const ProcessExit&)> on_exit;
@@ -98,16 +98,16 @@ class Process {
 };
 
 struct ProcessHostOptions {
-  // Of a process that the kernel does not end (a dead file server, a driver) on_deaf tells that
-  // long after SIGKILL, and after the second span it is given up: Wait returns, and it is left to
-  // the kernel.
+  // For a process that the kernel does not end (a dead file server, a driver), on_deaf is called
+  // this long after SIGKILL, and after the second span the host gives up: Wait returns, and it is
+  // left to the kernel.
   absl::Duration deaf_after = absl::Seconds(5);
   absl::Duration give_up_after = absl::Seconds(30);
   // And one that does not get to its program: on a dead file server.
   absl::Duration start_timeout = absl::Seconds(30);
-  // Called on the host's thread when a new guard stands in for one that was killed.
+  // Called on the host's thread when a new guard replaces a killed one.
   std::function<void(pid_t)> on_new_guard = nullptr;
-  // What stands in for the system calls in tests.
+  // Replaces the system calls in tests.
   CloseRangeCall close_range = SystemCloseRange;
   int (*kill)(pid_t, int) = nullptr;
   int (*epoll_ctl)(int, int, int, epoll_event*) = nullptr;
@@ -134,8 +134,8 @@ struct ProcessHostOptions {
 class ProcessHost {
  public:
   // Errors: INTERNAL or RESOURCE_EXHAUSTED when the kernel refuses a descriptor, a process or a
-  // thread. SIGCHLD gets its default action where it was ignored: ends could not be told otherwise.
-  // Standard descriptors that are closed are opened on /dev/null.
+  // thread. SIGCHLD gets its default action if it was ignored: otherwise exits could not be
+  // detected. Standard descriptors that are closed are opened on /dev/null.
   static absl::StatusOr<std::unique_ptr<ProcessHost>> Start(ProcessHostOptions options = {});
 
   // Kills everything that still runs, waits for it, and for the guard.

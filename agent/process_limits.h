@@ -5,14 +5,14 @@
 
 namespace muster::agent {
 
-// Whether this process may have what the agent of a node with so many workers needs, with or
-// without a coordinator beside it. Without descriptors or threads gRPC aborts, or waits for ever.
+// Checks the limits of this process against the needs of an agent with this many workers, with or
+// without an embedded coordinator. Without descriptors or threads gRPC aborts, or waits forever.
 // Errors: RESOURCE_EXHAUSTED naming the limit.
 
 // Open files. Raises the soft limit to the hard one.
 absl::Status EnsureDescriptors(int workers);
-// Threads and processes: tries whether there is room, which takes a millisecond. Limits of a user
-// count what runs already, so no number tells.
+// Threads and processes: tries whether there is room, which takes a millisecond. A user's limits
+// include processes that already run, so the numbers alone do not decide.
 absl::Status EnsureThreads(int workers);
 
 }  // namespace muster::agent

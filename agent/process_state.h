@@ -14,10 +14,10 @@ struct ProcessState {
   // dead NFS server), "stopped" (SIGSTOP), "traced" (a debugger), "zombie" (ended, not yet
   // collected), "gone" (no such process), "unknown" (a letter of another kernel).
   std::string name = "gone";
-  // The system call it is in, "futex"; a number where it has no name here; empty: in none, or not
-  // told.
+  // The system call it is in, "futex"; a number if the name is unknown here; empty: none, or not
+  // available.
   std::string syscall;
-  // The kernel function it sleeps in; empty: none, or not told.
+  // The kernel function it sleeps in; empty: none, or not available.
   std::string wchan;
   std::string command;  // as in ps
   std::string held_by;  // "process 71 (gdb)", of a traced one; only from ReadStuckState
@@ -34,7 +34,7 @@ struct ProcessState {
 // what may not be read is empty.
 ProcessState ReadProcessState(int64_t pid);
 ProcessState ReadThreadState(int64_t pid, int64_t tid);
-// Without `syscall` and `wchan`: one file, for who looks at many.
+// Without `syscall` and `wchan`: reads one file, for callers that read many processes.
 ProcessState ReadProcessStat(int64_t pid);
 // The first thread of `pid` that keeps a killed process from ending: an uninterruptible one, else
 // one that a debugger holds; else the process.
@@ -44,7 +44,7 @@ ProcessState ReadStuckState(int64_t pid);
 // pid namespace: its numbers would name others here.
 std::vector<int64_t> ListProcesses();
 // The children of all threads of `pid`, without a look at other processes. Empty where
-// ListProcesses is; nullopt: this kernel does not tell.
+// ListProcesses is; nullopt: this kernel does not provide it.
 std::optional<std::vector<int64_t>> ListChildren(int64_t pid);
 
 // The same from the texts of /proc/PID/stat, wchan and syscall, whatever they hold; "gone" if

@@ -175,7 +175,7 @@ class MembershipRelay final : public v1::Membership::CallbackService {
   OpSender& upstream_;
 };
 
-// A call that goes on to the coordinator as it is.
+// A call that is forwarded to the coordinator unchanged.
 class ForwardedStatus final : public Call {
  public:
   static ServerUnaryReactor* Start(v1::Admin::Stub& stub, const CallbackServerContext& context,
@@ -280,7 +280,7 @@ absl::StatusOr<std::unique_ptr<Relay>> Relay::Start(const Options& options, OpSe
   if (!options.parent.empty()) {
     parents.push_back(options.parent);
   } else {
-    // Not XDG_RUNTIME_DIR: it is removed when the user logs out, and jobs go on.
+    // Not XDG_RUNTIME_DIR: it is removed when the user logs out, and jobs continue.
     const char* const value = getenv("TMPDIR");
     if (value != nullptr && value[0] == '/') parents.push_back(value);
     parents.push_back("/tmp");

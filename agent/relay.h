@@ -18,9 +18,9 @@ namespace muster::agent {
 // the workers of this node, on a unix socket that only processes of this user can reach: it lies in
 // a fresh folder with mode 0700, and its peers are asked for their user. The folder goes with the
 // relay; what a killed agent leaves the next one removes. Each call becomes an operation of
-// `upstream`. A call that its caller gives up is answered at once; its operation goes on, and may
-// or may not have been done, as with any call over a network (Admin.Status is given up with its
-// caller). Thread-safe.
+// `upstream`. A call that its caller cancels ends at once; its operation continues, and may or may
+// not take effect, as with any call over a network (Admin.Status is cancelled with its caller).
+// Thread-safe.
 class Relay {
  public:
   struct Options {

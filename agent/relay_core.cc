@@ -169,7 +169,7 @@ v1::Beat RelayCore::MakeBeat() {
       if (!worker.ended) seen.push_back({key, worker.incarnation, worker.claimed_pid, ""});
     }
   }
-  // The kernel may take its time to tell of a process: no call waits for it.
+  // Reading a process from the kernel may take long: no call waits for it.
   for (Seen& one : seen) {
     const int64_t pid = ProcessOf(one.key, one.incarnation, one.claimed_pid);
     if (options_.process_state && pid != 0) one.state = options_.process_state(pid);

@@ -18,17 +18,16 @@
 
 namespace muster::agent {
 
-// What stands between the workers of one node and its stream to the coordinator.
+// Connects the workers of one node with its stream to the coordinator.
 //
-// - Arrivals of several local workers at one barrier become one operation: the last of them to come
-//   sends it at once, and so does the end of a short window after the first.
-// - Heartbeats are answered here, from what the coordinator has told: after each new connection the
-//   first of each worker is passed on, so that whatever was missed is learned.
-// - It knows the seated workers and what they last said: MakeBeat.
+// - Arrivals of several local workers at one barrier become one operation: it is sent when the last
+//   of them arrives, or when a short window after the first ends.
+// - Heartbeats are answered here, from the coordinator's directives. After each reconnect the first
+//   heartbeat of each worker is forwarded, to recover missed directives.
+// - It tracks the seated workers and their latest progress: MakeBeat.
 //
-// All else is passed on. Workers whose process is stopped or a zombie, and those that have no
-// process to be seen here and were not heard of lately, are left out of the beats: their leases run
-// out.
+// Everything else is forwarded. Beats omit workers whose process is stopped or a zombie, and silent
+// workers without a process that is visible here: their leases expire.
 //
 // Thread-safe; nothing blocks but a look into /proc when a worker joins. The owner calls Tick when
 // due (see TimerThread).
@@ -73,7 +72,7 @@ class RelayCore final : public OpSender {
   // The process is gone.
   void WorkerEnded(const std::string& job_id, const std::string& worker_id, uint64_t incarnation);
 
-  // The process of the seated local worker of that name whose number the coordinator was told is
+  // The process of the seated local worker of that name that was reported to the coordinator as
   // `pid`; `job_id` is empty: of any job. Nothing: there is no such worker; 0: its process cannot
   // be seen.
   std::optional<int64_t> ProcessOf(const std::string& job_id, const std::string& worker_id,
@@ -90,8 +89,8 @@ class RelayCore final : public OpSender {
     v1::WorkerBeat beat;      // what it last said
     absl::Time heard;
     bool checked = false;       // the coordinator has agreed since the last connection
-    bool told_stopped = false;  // the coordinator knows that the process stands still
-    bool ended = false;         // its generation is over
+    bool told_stopped = false;  // the coordinator knows that the process is stopped
+    bool ended = false;         // its generation has ended
     std::string why_ended;
   };
 

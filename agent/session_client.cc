@@ -98,7 +98,7 @@ absl::Duration RetryAfter(const v1::Goodbye& goodbye) {
                     kLongestRetryAfter);
 }
 
-// Where an error stands for a stream that breaks with this frame on the way.
+// An error simulates a stream that breaks with this frame in flight.
 absl::Status FailAtFrame() {
   MUSTER_FAILPOINT_STATUS("agent.frame");
   return absl::OkStatus();
@@ -443,7 +443,7 @@ void SessionClient::OnFrame(const Attempt* attempt, const v1::CoordinatorFrame& 
   {
     MutexLock lock(&mu_);
     if (attempt != attempt_.get()) return;
-    // What a hub says of itself does not show that it has heard this agent.
+    // A hub's own state does not show that it has received this agent's frames.
     if (!frame.has_hub_state()) answer_by_ = absl::InfiniteFuture();
     if (frame.has_welcome() && state_ == State::kOpening) {
       Welcomed(frame.welcome(), &todo);
@@ -483,7 +483,7 @@ void SessionClient::Drop(Todo* todo) {
   const bool lasted = now - opened_ >= max_backoff_;
   // A move is no outage.
   if (ever_connected_ && !leaving_) away_since_ = std::min(away_since_, AwayFrom(now));
-  // It has been there for good, not to let everybody in and fall again.
+  // It has been stable, and did not crash right after accepting the agents.
   if (lasted) backoff_ = options_.first_backoff;
   if (moving_to_.has_value()) {
     hub_ = *std::move(moving_to_);
@@ -506,7 +506,7 @@ void SessionClient::Drop(Todo* todo) {
   state_ = State::kIdle;
   writing_ = false;
   todo->unsent = std::exchange(beat_, std::nullopt);
-  // All callers have been failed: what is left are recalls, which the next session gets anew.
+  // All callers have failed: only recalls are left, and the next session gets new ones.
   if (!lost_.ok()) Clear();
   opened_ = open_by_ = answer_by_ = leave_by_ = doubt_until_ = move_by_ = absl::InfiniteFuture();
   hub_away_ = leaving_ = false;
@@ -720,7 +720,7 @@ void SessionClient::Welcomed(const v1::Welcome& welcome, Todo* todo) {
     stacks_queued_ = 0;
     for (auto it = held_.begin(); it != held_.end();) {
       Held& held = it->second;
-      if (held.op.has_recall_barriers() && !held.done) {  // made anew below
+      if (held.op.has_recall_barriers() && !held.done) {  // rebuilt below
         held_bytes_ -= held.bytes;
         it = held_.erase(it);
         continue;
@@ -738,7 +738,7 @@ void SessionClient::Welcomed(const v1::Welcome& welcome, Todo* todo) {
         continue;
       }
       held.again = false;
-      // A restarted coordinator goes on with what is left of a barrier's timeout.
+      // A restarted coordinator continues with the rest of a barrier's timeout.
       held_bytes_ -= held.bytes;
       SetWaited(options_.clock->Now() - held.since, &held.op);
       held.bytes = held.op.ByteSizeLong();
@@ -746,7 +746,7 @@ void SessionClient::Welcomed(const v1::Welcome& welcome, Todo* todo) {
       queue_.push_back(it->first);
       ++it;
     }
-    // Also to a session of a term that was told before: what it was told may have been lost.
+    // Also to another session of the same term: the earlier message may have been lost.
     QueueRecalls();
   }
   unacked_.clear();
@@ -776,7 +776,7 @@ void SessionClient::Welcomed(const v1::Welcome& welcome, Todo* todo) {
     Back();
   }
   max_backoff_ = options_.last_backoff;
-  // A restarted coordinator gives everybody one lease to come back.
+  // A restarted coordinator gives every worker one lease to reconnect.
   if (lease > absl::ZeroDuration()) {
     max_backoff_ =
         std::clamp(lease / 3, std::min(options_.first_backoff, max_backoff_), max_backoff_);

@@ -33,28 +33,28 @@ namespace muster::agent {
 // stream takes, and each gets its result once, however often the stream breaks, moves or the
 // coordinator restarts.
 //
-// - Every operation is held until its result has come. What a resumed session has not seen is sent
-//   again under the same numbers. A new session (the coordinator forgot this agent, or was
-//   restarted) gets everything that is held once more; the operations' own request ids and counters
-//   keep that from having a second effect. One that has none and was sent before is answered
-//   UNAVAILABLE instead.
-// - A coordinator that stops in order answers what waits with STOPPING: those operations are held
-//   for the next one all the same.
-// - A coordinator of a new term is first told how the latest instance of each barrier ended as this
+// - Every operation is held until its result arrives. A resumed session gets the frames it has not
+//   seen under the same numbers. A new session (the coordinator dropped this agent's, or was
+//   restarted) gets all held operations again; their request ids and counters prevent a second
+//   effect. An operation that has neither and was sent before is answered UNAVAILABLE instead.
+// - A coordinator that shuts down in order answers pending operations with STOPPING: they are held
+//   for the next coordinator all the same.
+// - A coordinator of a new term first gets how the latest instance of each barrier ended, as this
 //   node saw it.
-// - A frame is written as soon as the one before has been; what comes meanwhile goes into the next.
+// - A frame is written as soon as the previous write has finished; operations submitted meanwhile
+//   go into the next frame.
 // - Beats renew the leases of the local workers.
-// - Streams that break soon after they were opened do not end the backoff: a coordinator that lets
-//   agents in and falls is not kept busy with them.
-// - What the coordinator says is taken as bytes that anybody may have written: an answer of another
-//   kind than the operation is an INTERNAL error, never a success.
-// - While the coordinator is away nothing fails, until the tolerance has passed: then all that is
-//   held fails with one line that names the address and how long it was. It goes on trying, and
-//   works again if the coordinator comes back.
-// - Told to use a hub, it waits for the operations that cannot be repeated and are on their way,
-//   says Bye and opens a new session there. A hub that has lost the coordinator counts as one that
-//   is away. A hub that fails is left for the coordinator, which hears of it; while neither of them
-//   is there, it tries one after the other.
+// - Streams that break soon after they were opened do not reset the backoff, so that reconnecting
+//   agents do not overload a coordinator that crashes repeatedly.
+// - The coordinator's messages are treated as untrusted input: an answer of another kind than the
+//   operation is an INTERNAL error, never a success.
+// - While the coordinator is away nothing fails, until the tolerance has passed: then all held
+//   operations fail with one line that names the address and the length of the outage. It keeps
+//   trying, and works again when the coordinator is back.
+// - On UseHub, it waits for the operations in flight that cannot be repeated, says Bye and opens a
+//   new session at the hub. A hub that has lost the coordinator counts as a coordinator that is
+//   away. If the hub fails, it returns to the coordinator and names the hub; while neither answers,
+//   it tries the two in turn.
 //
 // Thread-safe; nothing blocks. Callbacks run without locks, those for frames in the order of the
 // frames. The owner calls Tick when due (see TimerThread).
@@ -71,7 +71,7 @@ class SessionClient final : public OpSender {
     // but never more than a third of the lease.
     absl::Duration first_backoff = absl::Milliseconds(50);
     absl::Duration last_backoff = absl::Seconds(5);
-    // How long the coordinator may be away once it has been there. Infinite: for ever.
+    // How long the coordinator may be away once it has been there. Infinite: forever.
     absl::Duration outage_tolerance = kDefaultOutageTolerance;
     // How long a move to a hub waits for operations that cannot be repeated, and for its Bye.
     absl::Duration move_patience = absl::Seconds(1);
@@ -90,7 +90,7 @@ class SessionClient final : public OpSender {
     // place.
     std::function<void(const v1::Beat&)> on_unsent_beat = nullptr;
     std::function<void(const v1::Directive&)> on_directive = nullptr;
-    // A stream is open. `resumed`: the session goes on, nothing was missed.
+    // A stream is open. `resumed`: the session continues, nothing was missed.
     std::function<void(uint64_t term, bool resumed)> on_connected = nullptr;
     // Whether this agent is the hub of others now: then it follows no UseHub, and a coordinator
     // that does not answer its beats is away. Called under a lock: must neither block nor call
@@ -98,8 +98,8 @@ class SessionClient final : public OpSender {
     std::function<bool()> is_hub = nullptr;
     // What upstream() says has changed.
     std::function<void()> on_upstream = nullptr;
-    // Once for each outage beyond the tolerance, and once if the coordinator refuses this agent
-    // or has ended for good.
+    // Once for each outage beyond the tolerance, and once if the coordinator refuses this agent or
+    // has ended permanently.
     std::function<void(const absl::Status&)> on_lost = nullptr;
     // Tick is due earlier than it said.
     std::function<void()> wake = nullptr;
@@ -128,9 +128,9 @@ class SessionClient final : public OpSender {
   // woken.
   absl::Time Tick();
 
-  // Ends the session in order: after all that is held has been answered, or at `deadline` (of real
-  // time), the coordinator is told that this agent goes. Blocks until then, shortly if there is no
-  // stream. Submit nothing afterwards.
+  // Ends the session in order: after all held operations have been answered, or at `deadline` (real
+  // time), it says Bye to the coordinator. Blocks until then, shortly if there is no stream. Submit
+  // nothing afterwards.
   void Finish(absl::Time deadline);
 
   // Whether a stream is open now, and leads to the coordinator; and whether one ever was open.
@@ -144,7 +144,7 @@ class SessionClient final : public OpSender {
   absl::Status WaitUntilConnected(absl::Duration timeout);
   // What the last attempt to connect ended with; empty: none did, or there is a stream.
   std::string last_error() const;
-  // Why everything fails now: as told by on_lost. OK: nothing does.
+  // Why everything fails now: the status of on_lost. OK: nothing does.
   absl::Status lost() const;
   uint64_t term() const;
   Upstream upstream() const;
@@ -238,7 +238,7 @@ class SessionClient final : public OpSender {
   absl::Status lost_ ABSL_GUARDED_BY(mu_);  // why everything fails now
   std::string last_error_ ABSL_GUARDED_BY(mu_);
   bool refused_ ABSL_GUARDED_BY(mu_) = false;
-  bool ended_ ABSL_GUARDED_BY(mu_) = false;  // the coordinator, for good
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;  // the coordinator, permanently
   enum class Bye { kNo, kDue, kWriting, kSent };
   Bye bye_ ABSL_GUARDED_BY(mu_) = Bye::kNo;
 
@@ -248,7 +248,7 @@ class SessionClient final : public OpSender {
   std::optional<Hub> hub_ ABSL_GUARDED_BY(mu_);
   bool at_hub_ ABSL_GUARDED_BY(mu_) = false;     // the attempt, or if there is none the next one
   bool in_turn_ ABSL_GUARDED_BY(mu_) = false;    // both have failed since one was there
-  std::string failed_hub_ ABSL_GUARDED_BY(mu_);  // to be told to the coordinator
+  std::string failed_hub_ ABSL_GUARDED_BY(mu_);  // to be reported to the coordinator
   std::string away_hub_ ABSL_GUARDED_BY(mu_);    // left because it had lost the coordinator
   bool told_left_ ABSL_GUARDED_BY(mu_) = false;  // the log, in this outage
   int hub_breaks_ ABSL_GUARDED_BY(mu_) = 0;      // streams that did not last, one after the other
@@ -261,8 +261,8 @@ class SessionClient final : public OpSender {
   absl::Time leave_by_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();  // if it stays away
   enum class Left { kNo, kEnds, kFailed, kAway };
   Left left_ ABSL_GUARDED_BY(mu_) = Left::kNo;
-  // A hub may say only after its welcome that the coordinator is away; until then that has been
-  // away for as long as it was before.
+  // A hub reports only after its welcome that the coordinator is away; before that, the length of
+  // the outage does not change.
   absl::Time away_before_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   absl::Time doubt_until_ ABSL_GUARDED_BY(mu_) = absl::InfiniteFuture();
   // A move to a hub that waits until the workers have their seats.

@@ -576,8 +576,10 @@ TEST_F(SessionClientTest, AnswerOfAnotherKind_IsAnErrorAndNoBarrierPassed) {
   Submit("a", Arrive("b", 0));
   link().Drain();
   link().events->OnFrame(Results(1, {1}));  // of a transaction
-  EXPECT_THAT(results_, ElementsAre(HasSubstr("a: the coordinator at 10.0.0.1:29400 gave an answer "
-                                              "of another kind than the request")));
+  EXPECT_THAT(
+      results_,
+      ElementsAre(HasSubstr(
+          "a: the coordinator at 10.0.0.1:29400 answered a request with another kind of result")));
   // And it is not recalled as one that passed.
   Reconnect();
   Welcome("s2", 2);

@@ -27,8 +27,8 @@
 namespace muster::agent {
 namespace {
 
-constexpr int kNamedThreads = 8;  // of a group that stands in one place
-// libdw goes on by itself when a stack never ends (a broken one may be a circle).
+constexpr int kNamedThreads = 8;  // of a group at the same place
+// libdw does not stop by itself on an endless stack (a broken one may be circular).
 constexpr int kWalkedFrames = 512;
 constexpr size_t kMaxName = 256;
 
@@ -45,7 +45,7 @@ struct ThreadStack {
   std::string why;  // no frames: the reason
 };
 
-// A thread stopped by us; goes on when this is destroyed.
+// A thread stopped by us; the destructor resumes it.
 class StoppedThread {
  public:
   StoppedThread() = default;
@@ -62,17 +62,17 @@ class StoppedThread {
       return errno == ESRCH ? "it has ended" : strerror(errno);
     }
     const Clock& clock = Clock::Real();
-    // Nobody tells when a thread has stopped: it must be asked.
+    // No event reports that a thread has stopped, so poll it.
     absl::Duration wait = absl::Microseconds(20);
     for (;; wait = std::min(wait * 2, absl::Milliseconds(2))) {
       siginfo_t info = {};
-      // Not WEXITED: the end of the process is for whoever started it to collect.
+      // Not WEXITED: the parent collects the exit of the process.
       if (waitid(P_PID, tid, &info, WSTOPPED | WNOHANG | __WALL) != 0) {
         return errno == ECHILD ? "it has ended" : strerror(errno);
       }
       if (info.si_pid == tid) {
         tid_ = tid;
-        // A signal that was about to be delivered goes on its way with the detach.
+        // The detach delivers a pending signal.
         const bool interrupted = info.si_status >> 8 == PTRACE_EVENT_STOP;
         signal_ = interrupted ? 0 : info.si_status & 0x7f;
         return "";
@@ -102,7 +102,7 @@ std::vector<pid_t> ThreadsOf(pid_t pid) {
   return tids;
 }
 
-// Who traces `pid` already; 0: nobody.
+// The current tracer of `pid`; 0: nobody.
 int64_t TracerOf(pid_t pid) {
   FILE* const file = fopen(absl::StrCat("/proc/", pid, "/status").c_str(), "re");
   if (file == nullptr) return 0;
@@ -317,7 +317,8 @@ class Capturer {
     std::string why = stopped.Stop(stack->tid, std::min(deadline_, patience), given_up_);
     if (!why.empty()) return why;
     Walk walk = {.stack = stack, .max_frames = options_.max_frames, .deadline = deadline_};
-    // The walk ends with an error where no unwind table leads on; what it found stands.
+    // The walk ends with an error where no unwind table continues it; the frames found so far are
+    // valid.
     dwfl_getthread_frames(dwfl_.get(), stack->tid, OnFrame, &walk);
     return stack->frames.empty() ? absl::StrCat("no frame could be read: ", dwfl_errmsg(-1)) : "";
   }
@@ -331,7 +332,7 @@ class Capturer {
       std::vector<const ThreadStack*> group;
       for (size_t j = i; j < threads_.size(); ++j) {
         const ThreadStack& other = threads_[j];
-        // The main thread stands alone: it is the one that is asked about.
+        // The main thread is never grouped: it is the one of interest.
         const bool same =
             j == i || (first.tid != pid_ && other.frames == first.frames &&
                        other.why == first.why && other.state.ToString() == first.state.ToString());

@@ -21,21 +21,21 @@ struct StackCaptureOptions {
   int max_frames = 64;
   // How long one thread may take to stop. One that is deaf to signals (state D) never does.
   absl::Duration stop_timeout = absl::Milliseconds(200);
-  // How long the end waits for captures that outran their budget: to look at a process that the
-  // kernel holds may hold whoever looks.
+  // How long the destructor waits for captures beyond their budget: inspecting a process that is
+  // blocked in the kernel can block the inspecting thread.
   absl::Duration end_timeout = absl::Seconds(2);
-  // What stands in for ptrace(PTRACE_SEIZE); returns an errno. Tests refuse with it.
+  // Replaces ptrace(PTRACE_SEIZE) in tests; returns an errno. Tests refuse with it.
   std::function<int(pid_t)> seize = nullptr;
 };
 
 // Takes the stacks of a running process as a debugger does: stops one thread after the other for as
-// long as its frames take to walk (a millisecond or so), then lets it go on; a process that was
+// long as its frames take to walk (a millisecond or so), then resumes it; a process that was
 // stopped before stays stopped. Nothing is written to the process, no signal is delivered to it.
 // System calls that restart by themselves do; a few others (epoll_wait, semop) may return EINTR, as
 // they may at any time.
 //
-// The text has a line on the process and then the threads, the main one first, those that stand in
-// the same place together:
+// The text has a line on the process and then the threads, the main one first, threads at the same
+// place together:
 //
 //   pid 4242 (train), sleeping in futex (futex_wait_queue), 3 threads
 //   thread 4242 (train), sleeping in clock_nanosleep:
@@ -47,9 +47,9 @@ struct StackCaptureOptions {
 // Names come from the symbol tables of the program and its libraries, demangled; lines where the
 // program has debug information of its own. No network is asked for any.
 //
-// Where the stack cannot be had (the kernel refuses ptrace, another debugger is attached, the
-// process has ended), the text says so and why, and still gives the state, system call and kernel
-// function of each thread that /proc tells.
+// If the stack is not available (the kernel refuses ptrace, another debugger is attached, the
+// process has ended), the text gives the reason, and still lists the state, system call and kernel
+// function of each thread from /proc.
 //
 // Thread-safe. Must run in the parent of the process, or with the right to trace it.
 class StackCapture final : public StackSource {

@@ -156,7 +156,7 @@ TEST(StackCapture, ProcessThatIsGone_HasNoStack) {
   StackCapture capture;
   StackSnapshot snapshot = capture.Capture(pid, kBudget);
   EXPECT_EQ(snapshot.process_state, "zombie");
-  EXPECT_TRUE(absl::StrContains(snapshot.native_stack, "no stack: it has ended"));
+  EXPECT_TRUE(absl::StrContains(snapshot.native_stack, "no stack: it has exited"));
   ASSERT_EQ(waitpid(pid, nullptr, 0), pid);
   snapshot = capture.Capture(pid, kBudget);
   EXPECT_EQ(snapshot.process_state, "gone");

@@ -11,7 +11,7 @@ namespace muster::agent {
 // What this node speaks to, at one moment.
 struct Upstream {
   bool connected = false;
-  uint64_t session = 0;  // counts the sessions: nothing is left of what an earlier one was told
+  uint64_t session = 0;  // counts the sessions: a new one keeps no state of earlier ones
   uint64_t term = 0;
   std::string cluster_id = {};
   absl::Duration lease;  // as the last welcome says

@@ -108,7 +108,7 @@ std::map<std::string, std::string> MakeWorkerVariables(
   set("TORCHELASTIC_RESTART_COUNT", worker.restart_count);
   set("TORCHELASTIC_MAX_RESTARTS", worker.max_restarts);
   set("TORCHELASTIC_RUN_ID", worker.job);
-  // True would tell torch that the launcher already serves a TCPStore at MASTER_PORT.
+  // True would make torch assume that the launcher already serves a TCPStore at MASTER_PORT.
   set("TORCHELASTIC_USE_AGENT_STORE", "False");
 
   if (worker.threads > 0) {

@@ -11,7 +11,7 @@
 
 namespace muster::agent {
 
-// Where a worker stands. Every node of a job has the same number of workers.
+// The place of a worker in its job. Every node of a job has the same number of workers.
 struct Place {
   int rank = 0;
   int world_size = 1;
@@ -21,14 +21,14 @@ struct Place {
   int num_nodes = 1;
 };
 
-// What a worker is told through its environment.
+// What a worker gets through its environment.
 struct WorkerEnvironment {
   Place place;
   std::string job;
   std::string worker_id;
   uint64_t incarnation = 0;
   std::string coordinator;  // "host:port"
-  // Where this node stands; empty: not known.
+  // The location of this node; empty: unknown.
   std::string rack;
   std::string nvlink_domain;
   // Files to reach the coordinator with; empty: none.
@@ -48,7 +48,7 @@ struct WorkerEnvironment {
   bool cpu = false;
   int gradient_accumulation_steps = 1;
   bool debug = false;
-  // Who reads what the workers write reads what the agent writes, too.
+  // The reader of the workers' output also reads the agent's.
   bool agent_tells = false;
   // OMP_NUM_THREADS. 0: the inherited value, or `cores` shared out evenly.
   int threads = 0;
@@ -67,7 +67,8 @@ std::map<std::string, std::string> MakeWorkerVariables(
 // "NAME=value" each.
 std::vector<std::string> ToEnvironmentBlock(const std::map<std::string, std::string>& variables);
 
-// Whether the user may not set this name for workers, because it says where a worker stands.
+// Whether the user may not set this variable for workers, because it defines a worker's place in
+// the job.
 bool IsPlaceVariable(const std::string& name);
 
 }  // namespace muster::agent

@@ -19,7 +19,7 @@ namespace {
 constexpr int kDeepest = 64;
 constexpr size_t kMostProcesses = 1 << 16;
 
-// The number that `pid` has in its own pid namespace. 0: it cannot be told.
+// The number that `pid` has in its own pid namespace. 0: unknown.
 int64_t OwnNumber(int64_t pid) {
   FILE* const file = fopen(absl::StrCat("/proc/", pid, "/status").c_str(), "re");
   if (file == nullptr) return 0;

@@ -10,8 +10,8 @@
 
 namespace muster::agent {
 
-// The processes of this node's workers, as the kernel knows them and not as they say: in a pid
-// namespace of its own a worker is process 1 or 7, which here is somebody else. Thread-safe.
+// The processes of this node's workers, as the kernel reports them, not as the workers do: in its
+// own pid namespace a worker may be process 1 or 7, which is a different process here. Thread-safe.
 class WorkerProcesses {
  public:
   explicit WorkerProcesses(std::string job) : job_(std::move(job)) {}

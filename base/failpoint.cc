@@ -203,7 +203,7 @@ absl::StatusOr<Armed> Parse(absl::string_view part) {
   return armed;
 }
 
-// One line, whole, whoever else appends.
+// One write per line, so that lines of several processes do not mix.
 void AppendLine(const std::string& path, absl::string_view text) {
   const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
   if (fd < 0) return;
@@ -304,7 +304,7 @@ absl::Status failpoint_internal::Hit(const char* name) {
     delay = found->delay;
     at = found->at;
   }
-  // Said before it is done: the last line of a process that killed itself tells why.
+  // Logged before the action: the last line of a process that killed itself has the reason.
   MUSTER_LOG(Warning) << "failpoint " << name << " fires (pass " << at << ")";
   switch (action) {
     case Action::kKill:

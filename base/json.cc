@@ -32,8 +32,8 @@ struct Refusal {
   absl::Status status;
 };
 
-// nlohmann's messages carry an identifier in brackets and the position, which is told here in
-// another form.
+// nlohmann's messages carry an identifier in brackets and the position, which we report in another
+// form.
 std::string Reason(absl::string_view what) {
   const size_t syntax = what.find("syntax error");
   const size_t bracket = what.find("] ");

@@ -14,14 +14,14 @@
 
 namespace muster::coordinator {
 
-// The agents that have a session, of all jobs: when each was heard, and whether most of them fell
-// silent at once, as in a cut of the network. Not thread-safe.
+// The agents that have a session, of all jobs: when each last sent a message, and whether most of
+// them fell silent at once, as in a network partition. Not thread-safe.
 class Agents {
  public:
-  // What was heard of an agent.
+  // The messages of an agent.
   struct Voice {
     absl::Time beat;  // the last one
-    absl::Time back;  // heard after it had missed beats, or at first
+    absl::Time back;  // first message after missed beats, or at all
   };
 
   void Attach(absl::string_view node, absl::Time now);

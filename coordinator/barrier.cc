@@ -14,7 +14,7 @@ constexpr int kNamedInMessage = 4;
 constexpr int kLatestInReport = 3;
 constexpr int kCompared = 1024;
 
-// Beyond it nobody waits; it keeps sums of microseconds from overflowing.
+// No caller waits longer; it keeps sums of microseconds from overflowing.
 constexpr int64_t kLongestUs = int64_t{24} * 365 * 3600 * 1'000'000;
 constexpr absl::Duration kLongest = absl::Microseconds(kLongestUs);
 
@@ -456,7 +456,7 @@ std::string MissingText(const v1::BarrierReport& report) {
 void BarrierSet::Pass(Instance* instance, absl::Time now) {
   v1::BarrierReport report = MakeReport(*instance, v1::BARRIER_STATE_PASSED, now);
   const absl::Duration wait = FromProto(report.open_for());
-  // Everyone was inside in this term, so nobody can have passed a later instance before it.
+  // All ranks arrived in this term, so none can have passed a later instance before it.
   names_[instance->id].anchored = true;
   ++counts_.passed;
   counts_.last_wait = wait;

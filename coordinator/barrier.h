@@ -22,7 +22,7 @@
 
 namespace muster::coordinator {
 
-// Ranks that arrive together: one, or all of an agent that have come.
+// Ranks that arrive together: one, or all arrived ranks of an agent.
 struct Arrival {
   CallId call = 0;
   absl::string_view barrier_id;
@@ -40,7 +40,7 @@ struct Arrival {
   v1::BarrierState previous_state = v1::BARRIER_STATE_UNSPECIFIED;
 };
 
-// Of what a failed barrier can tell, an error carries so much; Describe gives all.
+// How much of a failed barrier's report an error carries; Describe gives all.
 constexpr int kCulpritsInError = 64;
 constexpr int kMissingInError = 4096;
 
@@ -93,7 +93,7 @@ struct BarrierCounts {
 //        -> CANCELLED  CANCELLED / CANCELLED_BY_PEER
 //        -> DESYNC     ranks disagree what they are doing: FAILED_PRECONDITION / DESYNC
 //
-// All who arrived get the same bytes. Afterwards the same counter gives the same result again; the
+// All callers get the same bytes. Afterwards the same counter gives the same result again; the
 // latest `kept_results` are kept, older ones answer OUT_OF_RANGE / RESULT_FORGOTTEN. The next
 // instance has counter + 1; any other counter fails with BARRIER_COUNTER, or ends an open instance
 // as DESYNC.
@@ -105,11 +105,11 @@ struct BarrierCounts {
 //
 // That a barrier without payloads passed is not journaled. After a restart (`counters_known` false)
 // the set takes the counters its callers bring, and learns from previous_state and Recall what had
-// passed. An instance is given what is left of its timeout, as the caller that has waited longest
-// says, so that the callers hear who is missing before they give up.
+// passed. An instance gets the rest of its timeout according to the caller that has waited longest,
+// so that the callers learn the missing ranks before they give up.
 //
-// Of names, the latest kMaxNames are known, and all whose results are kept. One that is older
-// counts as never used; as nobody knows its counter, it goes on with the one that is brought.
+// Of names, the latest kMaxNames are known, and all whose results are kept. An older one counts as
+// never used; because its counter is unknown, it continues with the caller's.
 class BarrierSet {
  public:
   static constexpr size_t kMaxId = 256;
@@ -126,12 +126,12 @@ class BarrierSet {
   // An error here concerns this call only. Otherwise the answer is delivered, now or later. The
   // ranks are alive.
   std::optional<v1::OpError> Arrive(const Arrival& arrival, absl::Time now);
-  // `by`: whoever cancels, for the report. Errors: NOT_FOUND.
+  // `by`: the caller that cancels, for the report. Errors: NOT_FOUND.
   std::optional<v1::OpError> Cancel(absl::string_view barrier_id, uint64_t counter,
                                     absl::string_view by, absl::string_view reason, absl::Time now);
   void Recall(absl::string_view barrier_id, uint64_t counter, v1::BarrierState state);
   // After a restart: until `until`, an instance that may have passed before does not fail because a
-  // rank is gone, so that those who saw it pass have time to say so.
+  // rank is gone, so that the ranks that saw it pass have time to report it.
   void HoldFailuresUntil(absl::Time until) { hold_until_ = until; }
   // A finished instance, at replay.
   void RestoreEnd(absl::string_view barrier_id, uint64_t counter, v1::OpResult answer);
@@ -151,8 +151,8 @@ class BarrierSet {
                                       absl::Time now, v1::BarrierReport* report) const;
   void List(bool only_open, absl::Time now, v1::ListBarriersReply* reply) const;
   void Stragglers(v1::StragglerReportReply* reply) const;
-  // Goes on with the lateness that `former` has counted: `former_ranks` says for each rank which it
-  // was there; -1: none.
+  // Continues with the lateness that `former` has counted: `former_ranks` says for each rank which
+  // it was there; -1: none.
   void InheritScores(const BarrierSet& former, absl::Span<const int> former_ranks);
   const BarrierCounts& counts() const { return counts_; }
   size_t open() const { return open_.size(); }

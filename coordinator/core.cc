@@ -25,9 +25,8 @@ void Output::Clear() {
 }
 
 void Core::Impl::Begin(absl::Time now, Output* out) {
-  // A gap much longer than the ticks in it shows that this process stood still (stopped, swapped,
-  // suspended): its workers' beats may be waiting unread, so nobody is expired for what happened
-  // meanwhile.
+  // A gap much longer than the ticks in it shows that this process was paused (stopped, swapped,
+  // suspended): its workers' beats may be waiting unread, so no lease expires because of the pause.
   if (now_ != absl::InfinitePast() && now > now_) {
     const absl::Duration gap = now - now_;
     now_ = now;
@@ -258,7 +257,7 @@ void Core::Impl::Remove(Job* job, const std::string& why, bool replaced) {
   Change()->mutable_job_removed()->set_job_id(job->id());
   job->TouchWatch();  // its watchers must learn that it is gone
   if (replaced) {
-    Rev();  // the history of the new job begins after what is told of this one
+    Rev();  // the history of the new job begins after that of this one
     out_->changed_jobs.push_back(job->id());
   } else {
     End(job);

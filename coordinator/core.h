@@ -23,7 +23,7 @@
 
 namespace muster::coordinator {
 
-// Who brought an operation. A view: valid during the call only.
+// The sender of an operation. A view: valid during the call only.
 struct Caller {
   absl::string_view node;  // the agent whose stream it came on; empty for a unary call
 };
@@ -99,8 +99,8 @@ struct CoreStats {
   uint64_t kv_writes = 0;
   uint64_t triggers_raised = 0;
   uint64_t jobs_removed = 0;
-  // Jobs that an event looked at beyond the one it was for: whose deadline came, or whose leases
-  // begin anew after a pause.
+  // Jobs that an event examined beyond its own: those whose deadline came, or whose leases restart
+  // after a pause.
   uint64_t jobs_visited = 0;
 };
 
@@ -143,33 +143,33 @@ struct CoreOptions {
   size_t kept_answers = 512;             // for each worker, for repeated requests
   size_t kept_answer_bytes = 256 << 10;  // of these; the latest is kept whatever its size
   int rank_table_page = 1000;
-  // A job without seated or waiting workers that nobody has written to for so long is removed, with
-  // its keys and history. Counted anew after a restart.
+  // A job without seated or waiting workers and without writes for this long is removed, with its
+  // keys and history. The time restarts with the coordinator.
   absl::Duration job_retention = absl::Hours(24);
   // What the keys of one job and of all may have, about as memory and a snapshot count them.
   size_t job_kv_bytes = 256 << 20;
   size_t kv_bytes = 768 << 20;
   HubOptions hubs;
-  // Output::catch_up is heeded. False: all that has come is applied at once, as in a simulation.
+  // Output::catch_up is heeded. False: everything received is applied at once, as in a simulation.
   bool catches_up = false;
   Mutants mutants;
 };
 
 // The whole state of a coordinator as one state machine: rendezvous, roster, barriers, triggers,
-// key-value and watch history of all jobs. It takes events and the time, and says what to answer,
-// what to write and whom to tell.
+// key-value and watch history of all jobs. It takes events and the time, and returns answers,
+// records and notifications.
 //
 // Thread-safety: none; one thread applies events. Nothing blocks: there is no clock, thread,
 // socket, file or lock inside, so the same object runs in the server and in tests/simulation.
 //
 // Time is the server's monotonic clock and must not go back. Call Tick at NextDeadline(); an event
 // that comes much later than that shows that the whole process was paused, and every lease then
-// starts anew.
+// restarts.
 //
-// Durability: an event changes the state at once and yields at most one Record. Whatever could tell
-// someone of the change carries that record's revision in `durable_revision` and must wait for it.
-// To restart: Restore the newest snapshot, Replay the records after it, then StartTerm; make the
-// record of StartTerm durable before serving.
+// Durability: an event changes the state at once and yields at most one Record. Every output that
+// reveals the change carries that record's revision in `durable_revision` and must wait until it is
+// durable. To restart: Restore the newest snapshot, Replay the records after it, then StartTerm;
+// make the record of StartTerm durable before serving.
 class Core {
  public:
   explicit Core(CoreOptions options);
@@ -184,13 +184,13 @@ class Core {
   // are fine as input.
   void Handle(CallId call, const v1::Op& op, const Caller& caller, absl::Time now, Output* out);
   // The caller of a held call is gone: forget it. A waiting joiner loses its place; an arrival
-  // stands.
+  // remains valid.
   void Abandon(CallId call, absl::Time now, Output* out);
 
   // The first frame of an agent's stream; also after each reconnect. What it has seen may depose.
   // Agents that should reach the coordinator through another one get the directive UseHub.
   void AttachAgent(absl::string_view node, const v1::Hello& hello, absl::Time now, Output* out);
-  // Its session is over for good (the server's resume window has passed, or it said Bye).
+  // Its session has ended permanently (the server's resume window has passed, or it said Bye).
   void DetachAgent(absl::string_view node, absl::Time now, Output* out);
   void HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time now, Output* out);
   void HandleStack(absl::string_view node, const v1::StackReply& stack, absl::Time now,
@@ -245,7 +245,7 @@ class Core {
 
   // The events of a job that `request` asks for, from revision `from` on (0: from now), as far as
   // they are durable and at most about `max_bytes` (whole revisions; at least one).
-  // batch->next_revision is where to go on. Errors: NOT_FOUND, OUT_OF_RANGE / COMPACTED.
+  // batch->next_revision is where to continue. Errors: NOT_FOUND, OUT_OF_RANGE / COMPACTED.
   std::optional<v1::OpError> ReadWatch(const v1::WatchRequest& request, uint64_t from,
                                        uint64_t durable_revision, size_t max_bytes,
                                        v1::WatchBatch* batch) const;

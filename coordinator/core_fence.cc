@@ -77,7 +77,7 @@ v1::OpError Core::Impl::Ahead(const v1::Fence& fence, const Job* job) {
                      : absl::StrCat(seen,
                                     " and does not name its cluster: send the cluster of "
                                     "the reply that said so (Fence.cluster)");
-    // Anybody can send these: the log has the first, the second, the fourth and so on.
+    // Any process can send these, so the log has only the first, the second, the fourth and so on.
     const uint64_t count = ++stats_.unproven_deposals;
     if ((count & (count - 1)) == 0)
       Note(Cut(fence.job_id(), kMaxName), true,

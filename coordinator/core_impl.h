@@ -126,7 +126,7 @@ class Core::Impl {
     if (!node.empty()) out_->directives.push_back({node, std::move(directive), durable});
   }
 
-  // After each event of hubs_: tells the agents that move.
+  // After each event of hubs_: sends directives to the agents that move.
   void MoveAgents();
 
   struct Who {
@@ -145,10 +145,10 @@ class Core::Impl {
   bool IsAhead(const v1::Fence& fence) const {
     return fence.term_seen() > term_ || fence.revision_seen() > revision_;
   }
-  // Who is ahead deposes this coordinator if it belongs to `job` and to this cluster, and is
-  // refused otherwise: one packet from anywhere must not end the jobs of all.
+  // A caller that is ahead deposes this coordinator if it belongs to `job` and to this cluster, and
+  // is refused otherwise: a single packet from anywhere must not end all jobs.
   v1::OpError Ahead(const v1::Fence& fence, const Job* job);
-  // Why nobody can have seen this, if so.
+  // Why no caller can have seen this, if so.
   std::string Impossible(const v1::Fence& fence) const;
   // The same for an agent that comes: it belongs to every job that has a seat on its node.
   void CheckAgent(absl::string_view node, const v1::Hello& hello);
@@ -212,10 +212,10 @@ class Core::Impl {
 
   // The job that a worker joins, which may begin with it; null: its join was refused.
   Job* JobToJoin(Incoming* in);
-  // `former`: the job of that name that is over, or null.
+  // `former`: the ended job of that name, or null.
   Job* BeginJob(Incoming* in, Job* former);
   // Runs f(who, result) -> error once for each (worker_id, incarnation, request_id). `operators`:
-  // not only a seated worker may call. `reads`: the answer tells of earlier durable changes.
+  // not only a seated worker may call. `reads`: the answer reveals earlier durable changes.
   // `writes`: it may change something; else it may as well be run again, and is not remembered.
   struct Rules {
     bool operators = false;
@@ -242,14 +242,14 @@ class Core::Impl {
   uint64_t term_ = 0;  // of the journal until StartTerm
   uint64_t restored_term_ = 0;
   bool serving_ = false;
-  bool restoring_ = false;  // a part of a snapshot has come, and no record
+  bool restoring_ = false;  // a part of a snapshot was read, and no record
   uint64_t revision_ = 0;
   uint64_t last_record_ = 0;
   absl::flat_hash_map<std::string, std::unique_ptr<Job>> jobs_;
   absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;  // of jobs
   // Of jobs with living workers in a sealed generation: while there are any, ticks come regularly.
   absl::btree_set<std::pair<absl::Duration, std::string>> leases_;
-  absl::Time caught_up_ = absl::InfinitePast();  // as CaughtUp was told
+  absl::Time caught_up_ = absl::InfinitePast();  // the argument of CaughtUp
   std::vector<std::string> unread_jobs_;         // whose unread_ is not empty
   Agents agents_;
   Hubs hubs_{options_.hubs};
@@ -326,12 +326,13 @@ class Core::Impl::Job : public BarrierHost {
   uint64_t AllRecords() const {
     return std::max({membership_record_, kv_record_, barrier_record_});
   }
-  // This event changes something of this kind, besides what the methods below say themselves.
+  // This event changes something of this kind, in addition to the changes that the methods below
+  // record.
   void TouchMembership() { membership_touched_ = true; }
   void TouchWatch() { watch_touched_ = true; }
-  // Somebody speaks of the job: it is not left alone.
+  // The job is in use: its removal time restarts.
   void Touch() { touched_ = impl_->now_; }
-  // The record of this event is `revision`; the event is over.
+  // The record of this event is `revision`; the event has ended.
   void Recorded(uint64_t revision);
   void AfterEvent();
   // The job is removed: no tick is for it any more.
@@ -341,8 +342,8 @@ class Core::Impl::Job : public BarrierHost {
   void Tick();
   // See Core::CaughtUp.
   void CaughtUp() { leases_.CaughtUp(impl_->now_); }
-  // After a pause of this process: every lease begins anew, and no deadline passes before what came
-  // meanwhile has had a moment to be read.
+  // After a pause of this process: every lease restarts, and no deadline passes before there was
+  // time to read the messages that came meanwhile.
   void Resume() {
     leases_.Resume(impl_->now_);
     hold_until_ = impl_->now_ + std::min(absl::Seconds(1), Lease() / 4);
@@ -357,14 +358,14 @@ class Core::Impl::Job : public BarrierHost {
   void BecomeRestored();
   // Whether a generation was sealed since the job began, or since it was restored.
   bool HasSealed() const { return barriers_ != nullptr; }
-  // Nothing of the job is alive, nor can any of its workers come back: each has ended or was not
-  // heard of for its lease. Between two generations survivors live.
+  // Nothing of the job is alive, nor can any of its workers come back: each has ended or was silent
+  // for its lease. Between two generations survivors live.
   bool Over() const;
   // The agent that may start this job's workers again, in words; empty: none will. An attempt of it
   // has failed, and its agent is attached or has a lease to come back to a restarted coordinator.
   std::string RestartedBy() const;
-  // A worker that is listed by its agent without a seat: tells it again what it must have missed,
-  // unless `told`, which it sets, says that this beat's agent was told of the end of the
+  // A worker that its agent lists but that has no seat: resends the directive it must have missed,
+  // unless `told` (which this sets) says that this beat's agent already got the end of the
   // generation.
   void TellAgain(const std::string& node, const v1::WorkerBeat& worker, bool* told);
   void Kill(const std::string& node, const std::string& worker_id, uint64_t incarnation);
@@ -391,8 +392,8 @@ class Core::Impl::Job : public BarrierHost {
   void RenewLease(const Seat& seat) {
     if (leases_.Renew(seat.rank(), impl_->now_)) NoteAllHeard();
   }
-  // Somebody needs the name of the job: ends a generation whose leases have all run out, and that
-  // is kept only in case its workers come back.
+  // The name of the job is needed: ends a generation whose leases have all expired and that is kept
+  // only in case its workers return.
   void EndIfNobodyIsHeard(absl::string_view for_what);
 
   std::optional<v1::OpError> Txn(const v1::TxnRequest& request, const Seat* seat,
@@ -454,12 +455,13 @@ class Core::Impl::Job : public BarrierHost {
     if (Idle()) next = std::min(next, touched_ + impl_->options_.job_retention);
     return std::max(next, hold_until_);
   }
-  // Nothing of the job is alive: it is kept for those who ask what became of it.
+  // Nothing of the job is alive: it is kept for status queries.
   bool Idle() const { return !members_.sealed() && rendezvous_.empty(); }
 
   // Remembers a fence; FenceIncarnation writes it down too.
   void RememberFenced(const std::string& worker_id, uint64_t incarnation);
-  // After a seal: who of `old_seats` has no seat now is remembered, who has one is not.
+  // After a seal: remembers the workers of `old_seats` without a new seat, and forgets those with
+  // one.
   void NoteDeparted(const std::vector<Seat>& old_seats);
   v1::OpError Stale(const v1::Fence& fence) const;
   bool Waits(const Seat& seat) const { return rendezvous_.Waits(seat.record().worker_id()); }

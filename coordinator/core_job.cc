@@ -335,7 +335,7 @@ void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const
   }
   waiter.calls.push_back(call);
   impl_->held_[call] = {id_, Held::kJoin, worker_id};
-  // A retry does not begin anew.
+  // A retry does not restart the time.
   if (request.spare()) {
     rendezvous_.SetDeadline(worker_id, &waiter, absl::InfiniteFuture());
   } else if (waiter.deadline == absl::InfiniteFuture()) {
@@ -368,7 +368,7 @@ void Core::Impl::Job::Evaluate() {
     if (HasSealed()) {
       question.last_call = std::min(question.last_call, impl_->options_.recovery_last_call);
     }
-    // Spares replace who was lost.
+    // Spares replace lost workers.
     if (rendezvous_.Count(WaiterKind::kOrdinary) + spares >= spec_.min_workers()) {
       question.former_world = members_.FormerWorld();
       question.survivors_wait = SurvivorsWait();
@@ -520,7 +520,7 @@ void Core::Impl::Job::Reseat(int rank, CallId call, const v1::JoinRequest& reque
     KvChanged(changes);
   }
   if (was_alive) {
-    // Nobody may see both incarnations in one agreement: the old one leaves first.
+    // No agreement may contain both incarnations: the old one leaves first.
     members_.Vacate(rank);
     std::vector<AgreeSet::Done> done;
     agree_->RankGone(rank, impl_->Header(), &done);
@@ -838,7 +838,7 @@ void Core::Impl::Job::Tick() {
   }
   TickLeases();
   if (rendezvous_.FirstExpired(now).has_value()) {
-    // One text for all whose time is up now: who was there with them counts as come.
+    // One text for all callers that time out now; the ranks that waited with them count as arrived.
     const v1::OpError error = RendezvousTimeout();
     while (const std::optional<std::string> worker_id = rendezvous_.FirstExpired(now)) {
       DropWaiting(*worker_id, error);
@@ -908,7 +908,7 @@ void Core::Impl::Job::NoteFirstSilent(int rank, const std::string& why) {
 
 void Core::Impl::Job::NoteAllHeard() {
   impl_->Note(id_, false,
-              absl::StrCat("all workers are back: generation ", generation(), " goes on"));
+              absl::StrCat("all workers are back: generation ", generation(), " continues"));
 }
 
 void Core::Impl::Job::EndIfNobodyIsHeard(absl::string_view for_what) {
@@ -926,7 +926,7 @@ bool Core::Impl::Job::IsAwaited() const {
       awaited =
           voice->beat > recent && (voice->back <= leases_.LastHeard() || voice->back <= long_ago);
     } else {
-      // Its call is all that is known of it: it came through, when the others could have come too.
+      // Its call is the only evidence: it got through, when those of the others could have too.
       awaited = waiter.back > leases_.LastHeard() && waiter.back <= long_ago;
     }
   });
@@ -952,7 +952,7 @@ void Core::Impl::Job::Deliver(const std::vector<CallId>& calls,
                               std::shared_ptr<const Answer> answer) {
   const uint64_t durable = std::max(membership_record_, barrier_record_);
   for (const CallId call : calls) {
-    // Whoever hung up meanwhile is no longer held.
+    // Callers that have disconnected meanwhile are no longer held.
     if (impl_->held_.erase(call) > 0) impl_->Send(call, answer, durable);
   }
 }
@@ -971,7 +971,7 @@ void Core::Impl::Job::JournalEnd(const std::string& barrier_id, uint64_t counter
 void Core::Impl::Job::Report(const v1::BarrierReport& report, absl::Span<const int32_t> members) {
   impl_->out_->reports.push_back(report);
   impl_->Note(id_, true, report.message());
-  // Of a failure, whoever waits has the answer.
+  // The waiting callers have the answer of a failure.
   if (report.state() != v1::BARRIER_STATE_OPEN) return;
   auto directive = std::make_shared<v1::Directive>();
   directive->mutable_barrier_late()->set_job_id(id_);
@@ -983,7 +983,7 @@ void Core::Impl::Job::Report(const v1::BarrierReport& report, absl::Span<const i
     told->mutable_culprits()->DeleteSubrange(kCulpritsInError,
                                              told->culprits_size() - kCulpritsInError);
   }
-  // Thousands of nodes may be told.
+  // There may be thousands of nodes to notify.
   for (v1::Culprit& culprit : *told->mutable_culprits()) culprit.clear_native_stack();
   absl::flat_hash_set<absl::string_view> nodes;
   const size_t count = members.empty() ? members_.seats().size() : members.size();
@@ -996,7 +996,7 @@ void Core::Impl::Job::Report(const v1::BarrierReport& report, absl::Span<const i
 
 void Core::Impl::Job::AgreeDone(std::vector<AgreeSet::Done> done) {
   for (AgreeSet::Done& one : done) {
-    // The empty barrier name stands for agreements in the journal.
+    // In the journal the empty barrier name denotes agreements.
     if (one.journal) JournalEnd("", one.counter, *one.answer);
     Deliver(one.calls, one.answer);
   }
@@ -1055,10 +1055,11 @@ void Core::Impl::Job::TriggersChanged(std::vector<v1::TriggerChanged> changes) {
     const v1::TriggerRecord& trigger = change.trigger();
     if (!change.removed() && trigger.align() == v1::TRIGGER_ALIGN_AT_STEP &&
         trigger.effective_step() > trigger.step()) {
-      impl_->Note(id_, true,
-                  absl::StrCat("trigger ", Quoted(trigger.name()), " was requested before step ",
-                               trigger.step(), ", which a rank had begun when it heard of it: all ",
-                               "act before step ", trigger.effective_step()));
+      impl_->Note(
+          id_, true,
+          absl::StrCat("trigger ", Quoted(trigger.name()), " was requested before step ",
+                       trigger.step(), ", which a rank had already begun: all act before step ",
+                       trigger.effective_step()));
     }
     *impl_->Change()->mutable_trigger_changed() = std::move(change);
     membership_touched_ = true;

@@ -68,8 +68,8 @@ class Core::Impl::SnapshotParts {
 };
 
 void Core::Impl::Job::BecomeRestored() {
-  // Who sits where now is not known. Whoever comes back is asked to join again, also a newer start
-  // of a worker than the one seated here, which must not be taken for an older one.
+  // The current seats are unknown. Every returning worker must join again, including a newer start
+  // of a worker than the one seated here, which must not be mistaken for an older one.
   for (const Seat& seat : members_.seats())
     incarnations_.Depart(seat.record().worker_id(), seat.record().incarnation());
   barriers_.reset();
@@ -170,8 +170,8 @@ void Core::Impl::Job::SnapshotGenerationTo(SnapshotParts* parts) const {
     ended->set_counter(counter);
     *ended->mutable_answer() = answer.Parse();
   };
-  // Who repeats an arrival in a generation that has ended is told so: payloads are for nobody any
-  // more. What failed is kept for those who ask what became of the job.
+  // A repeated arrival in an ended generation gets that error, so no caller needs the payloads any
+  // more. Failures are kept for status queries.
   barriers_->ForEachJournaled([&](const std::string& id, uint64_t counter, const Answer& answer) {
     if (members_.sealed() || answer.kind() == v1::OpResult::KIND_NOT_SET) end(id, counter, answer);
   });
@@ -285,7 +285,7 @@ absl::Status Core::Impl::Job::Apply(const v1::CheckpointChanged& checkpoint) {
 
 absl::Status Core::Impl::Job::Apply(const v1::BarrierEnded& ended) {
   if (barriers_ == nullptr || ended.generation() != members_.generation()) return absl::OkStatus();
-  // The empty name stands for agreements.
+  // The empty name denotes agreements.
   if (ended.barrier_id().empty()) {
     agree_->Restore(ended.counter(), ended.answer());
   } else {

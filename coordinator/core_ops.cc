@@ -27,7 +27,7 @@ std::optional<v1::OpError> CheckName(absl::string_view field, absl::string_view 
   return std::nullopt;
 }
 
-// What somebody gives as a reason stands in errors, each of which is one line.
+// Callers' reasons appear in errors, each of which is one line.
 std::string Reason(absl::string_view text) { return Cut(OneLine(Cut(text, 1024)), 1024); }
 
 std::string CallerText(const Seat* seat) {
@@ -65,8 +65,7 @@ std::optional<v1::OpError> CheckSpec(const v1::RendezvousSpec& spec) {
   return std::nullopt;
 }
 
-// Whether both ask for the same job. How long each goes on without the coordinator is its own
-// affair.
+// Whether both ask for the same job. How long each continues without the coordinator may differ.
 bool SameSpec(v1::RendezvousSpec a, v1::RendezvousSpec b) {
   a.clear_outage_tolerance();
   b.clear_outage_tolerance();
@@ -174,7 +173,7 @@ void Core::Impl::Once(Incoming* in, const Request& request, Rules rules, F f) {
 Core::Impl::Job* Core::Impl::BeginJob(Incoming* in, Job* former) {
   const v1::JoinRequest& request = in->op.join();
   const std::string& job_id = request.fence().job_id();
-  // Its generations are counted on, so that whoever is left over of the former one is behind.
+  // Its generation numbers continue, so that leftover workers of the former one are stale.
   const uint64_t generation = former != nullptr ? former->generation() : 0;
   if (former != nullptr) {
     in->touched = nullptr;
@@ -206,8 +205,8 @@ Core::Impl::Job* Core::Impl::JobToJoin(Incoming* in) {
   };
   Job* job = nullptr;
   if (auto error = CheckJob(fence, &job)) {
-    // That the job is unknown is no error here: this is how it begins, also for whoever comes from
-    // another cluster.
+    // An unknown job is not an error here: this is how it begins, also for workers from another
+    // cluster.
     const v1::ErrorReason reason = error->detail().reason();
     if (reason == v1::ERROR_REASON_STOPPING || reason == v1::ERROR_REASON_STALE_TERM ||
         reason == v1::ERROR_REASON_BAD_FIELD)
@@ -222,7 +221,7 @@ Core::Impl::Job* Core::Impl::JobToJoin(Incoming* in) {
     in->touched = job;
     job->EndIfNobodyIsHeard("another job of this name begins");
   }
-  // The name of a job that is over is free for another one.
+  // The name of an ended job is free for another one.
   const bool begins = job == nullptr || (other_spec && !job->members().closed() && job->Over());
   const int max_workers = begins ? request.spec().max_workers() : job->spec().max_workers();
   if (job == nullptr && !request.has_spec()) {
@@ -252,7 +251,7 @@ Core::Impl::Job* Core::Impl::JobToJoin(Incoming* in) {
                      Quoted(job->id()), " was started with (", job->spec().min_workers(), ":",
                      job->spec().max_workers(), ") and ",
                      job->RestartedBy().empty()
-                         ? "it has living workers"
+                         ? "some of its workers are alive"
                          : absl::StrCat("it is being restarted by ", job->RestartedBy()),
                      ": use the same, or another job id, or wait until it has ended")));
   }
@@ -733,7 +732,7 @@ void Core::Impl::CancelBarrier(Incoming* in) {
 }
 
 void Core::Impl::RecallBarriers(Incoming* in) {
-  // Rows speak of what their caller saw; a caller that is behind has nothing to tell.
+  // Rows report what their caller saw; a stale caller has nothing to report.
   Job* job = nullptr;
   const v1::RecallBarriersRequest& request = in->op.recall_barriers();
   const v1::Fence& fence = request.fence();
@@ -864,7 +863,7 @@ void Core::Impl::StragglerReport(Incoming* in) {
 
 void Core::Impl::Checkpoint(Incoming* in) {
   const v1::Op& op = in->op;
-  // Answers tell of earlier changes, which must be durable.
+  // Answers reveal earlier changes, which must be durable.
   const auto once = [&](const auto& request, bool operators, bool writes) {
     Once(
         in, request, {.operators = operators, .reads = true, .writes = writes},

@@ -26,7 +26,7 @@ class Dedupe {
   Dedupe(size_t keep, size_t keep_bytes) : keep_(keep), keep_bytes_(keep_bytes) {}
 
   // kKnown: `*value` is the first answer. kReused: same id, other request. kForgotten: too old to
-  // tell.
+  // decide.
   State Find(absl::string_view worker_id, uint64_t incarnation, uint64_t request_id,
              uint64_t request_hash, Value* value) const {
     const auto it = workers_.find(worker_id);

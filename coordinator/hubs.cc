@@ -179,7 +179,7 @@ void Hubs::Attach(absl::string_view node, const v1::Hello& hello, absl::Time now
   const bool fresh = hello.session_id().empty();
   if (fresh && hello.failed_hub().empty()) past_.erase(name);
   if (!resumed) {
-    // Who comes from a hub was none itself.
+    // An agent that comes from a hub was not a hub itself.
     const bool may_be_hub = !fresh && !agent->address.empty() && hello.failed_hub().empty();
     agent->movable_at =
         std::max(MayMoveAt(name), may_be_hub ? now_ + kFirstBeat : absl::InfinitePast());
@@ -259,7 +259,7 @@ void Hubs::Roster(absl::string_view node, const v1::HubRoster& roster, absl::Tim
     const auto it = under_way_.find(one);
     if (it == under_way_.end() || it->second.hub != hub->node) continue;
     EndMove(one);
-    // Its session here may go on for a while if it did not end it.
+    // Its session here may continue for a while if the agent did not end it.
     if (Agent* const agent = Find(one)) {
       Unindex(agent);
       agent->gone = true;

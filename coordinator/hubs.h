@@ -32,21 +32,21 @@ struct HubMove {
 };
 
 // Decides which agents keep a stream to the coordinator and which reach it through another agent,
-// their hub (docs/protocol.md, "Hubs"). It is told who comes, who goes and whom each hub speaks
-// for; Decide() yields what follows from that.
+// their hub (docs/protocol.md, "Hubs"). Its inputs are the agents that attach and detach, and the
+// agents behind each hub; Decide() returns the resulting moves.
 //
 // Rules. While more than `direct_agents` agents that are no hubs are attached, the newest of them
 // that knows UseHub goes to the hub that has the most agents and still room, else to the agent that
 // has been attached longest among those that offer an address, which is a hub from then on. An
 // agent that has others behind it, or on their way to it, never moves. An agent on its way counts
 // for its hub until the hub lists it or kArrival has passed. A hub that failed an agent is not
-// given to it for kBarred, and to nobody if it is not attached or has failed another agent within
-// that time; each repetition doubles the time. An agent that has moved twice within kMemory waits
-// before it moves again, twice as long each time: agents that reach no hub do not wander about for
-// ever.
+// assigned to it for kBarred, and to no agent if it is not attached or has failed another agent
+// within that time; each repetition doubles the time. An agent that has moved twice within kMemory
+// waits before it moves again, twice as long each time: agents that reach no hub do not move back
+// and forth forever.
 //
 // Any bytes are fine as input. Thread-safety: none. Nothing depends on the order of a hash map. An
-// event costs O(log n) of the agents, a roster its own length besides.
+// event costs O(log n) of the agents, plus the length of a roster.
 class Hubs {
  public:
   static constexpr absl::Duration kArrival = absl::Seconds(30);
@@ -60,9 +60,9 @@ class Hubs {
 
   explicit Hubs(const HubOptions& options) : options_(options) {}
 
-  // A stream of the agent began. Without a Detach before it, its session goes on.
+  // A stream of the agent began. Without a preceding Detach, its session continues.
   void Attach(absl::string_view node, const v1::Hello& hello, absl::Time now);
-  // The agent's session is over: it ended, moved, or was away for too long.
+  // The agent's session has ended: the agent ended, moved, or was away for too long.
   void Detach(absl::string_view node, absl::Time now);
   // From the agent `node`: all those it speaks for.
   void Roster(absl::string_view node, const v1::HubRoster& roster, absl::Time now);
@@ -70,7 +70,7 @@ class Hubs {
   // When Tick has something to do; InfiniteFuture: nothing waits.
   absl::Time NextDeadline() const;
 
-  // Who moves now. Call it after each of the above.
+  // The agents to move now. Call it after each of the above.
   std::vector<HubMove> Decide();
   // One line for operators, once for each time that agents ought to move and no agent can be a hub.
   std::optional<std::string> TakeNotice();

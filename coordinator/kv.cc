@@ -29,7 +29,7 @@ std::optional<v1::OpError> CheckValue(size_t size, absl::string_view key) {
                             KvStore::kMaxValue, "; store a path to a file in its place"));
 }
 
-// What waits for these keys is answered with all of their values, which must fit one message.
+// Waits for these keys are answered with all of their values, which must fit into one message.
 template <typename Keys>
 std::optional<v1::OpError> CheckValuesFit(const KvStore& store, const Keys& keys) {
   size_t bytes = 0;

@@ -68,8 +68,8 @@ class KvStore {
   std::optional<v1::OpError> Txn(const v1::TxnRequest& request, absl::string_view lease_worker,
                                  uint64_t revision, v1::TxnReply* reply,
                                  std::vector<KvChange>* changes);
-  // Whether the answer to this transaction tells anything that was not in the request: it reads, or
-  // conditions.
+  // Whether the answer to this transaction reveals anything that was not in the request: it has
+  // reads or conditions.
   static bool Reads(const v1::TxnRequest& request);
   // Whether it can change anything.
   static bool Writes(const v1::TxnRequest& request);
@@ -82,7 +82,7 @@ class KvStore {
   // Puts a key as it was, at replay; deletes one.
   void RestorePut(const v1::KeyValue& kv);
   void RestoreDelete(absl::string_view key);
-  // Raises the version of every key: nobody can have seen one of those that it gets.
+  // Raises the version of every key above any that a client can have seen.
   void RaiseVersions(uint64_t by);
 
   // Null: there is none. Valid until the next change.
@@ -101,8 +101,8 @@ class KvStore {
   }
 
   // Held waits. StartWait answers at once (true) if all keys exist, else holds `call`. `worker_id`
-  // is who waits (empty: an operator). Errors: BAD_FIELD, LIMIT, DEADLINE_REQUIRED. LIMIT also
-  // comes with the last key, if the values are then more than kMaxAnswerBytes.
+  // is the waiting worker (empty: an operator). Errors: BAD_FIELD, LIMIT, DEADLINE_REQUIRED. LIMIT
+  // also comes with the last key, if the values are then more than kMaxAnswerBytes.
   struct Ready {
     CallId call = 0;
     std::shared_ptr<const v1::WaitReply> reply;  // null: failed

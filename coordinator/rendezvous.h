@@ -26,7 +26,7 @@ enum class WaiterKind {
   kBlocked,     // on a host that an operator has quarantined
 };
 
-// Who waits for a seat in the next generation.
+// A worker that waits for a seat in the next generation.
 struct Waiter {
   v1::JoinRequest request;
   std::vector<CallId> calls;
@@ -44,7 +44,7 @@ struct SealQuestion {
   int min_workers = 1;
   int max_workers = 1;
   int divisible_by = 0;
-  // Who waits.
+  // The waiting workers.
   int ordinary = 0;
   int spares = 0;
   int last_resorts = 0;
@@ -61,15 +61,16 @@ struct SealQuestion {
 struct SealDecision {
   bool seal = false;
   int world_size = 0;  // of what is, or would be, sealed; 0: there are too few
-  // When the last call ends that goes on or begins now.
+  // The end of the last call that is in progress or begins now.
   absl::Time last_call_ends = absl::InfiniteFuture();
   // Words that follow "sealed because", or "waits for".
   std::string why;
 };
 
-// Seal or wait, and for whom. There are enough workers if FeasibleWorld (seating.h) says so. Then
-// the generation is sealed at once if as many have come as may come, or if spares make up for all
-// that a generation has lost and its survivors are back; else when the last call is over.
+// Seal, or wait and for which workers. There are enough workers if FeasibleWorld (seating.h) says
+// so. Then the generation is sealed at once if the maximum number has joined, or if spares replace
+// all workers that the last generation has lost and its survivors are back; otherwise when the last
+// call ends.
 SealDecision DecideSeal(const SealQuestion& question);
 
 // The workers of one job that wait for a seat. Not thread-safe.
@@ -111,15 +112,15 @@ class Rendezvous {
   std::vector<const Waiter*> ByArrival() const;
   std::vector<std::string> ByName() const;
 
-  // Decides and keeps what was decided. The question lacks who waits and the last call.
+  // Decides and keeps what was decided. The question lacks the waiting workers and the last call.
   const SealDecision& Decide(SealQuestion question);
   // Nothing is to be decided now, because of `why` (words that follow "waits for").
   void Hold(std::string why);
-  // Somebody may have to be classified again at this time.
+  // A worker may have to be classified again at this time.
   void CheckAt(absl::Time when) { check_at_ = when; }
   void CheckBy(absl::Time when) { check_at_ = std::min(check_at_, when); }
 
-  // Of the last decision, as long as somebody waits.
+  // The reason of the last decision, while a worker waits.
   const std::string& why() const { return decision_.why; }
   bool in_last_call() const { return decision_.last_call_ends != absl::InfiniteFuture(); }
   // Until when they wait at most: the end of the last call, or the first that gives up.

@@ -119,7 +119,7 @@ std::vector<int> AssignRanks(const std::vector<Candidate>& candidates, int world
     const auto it = name.empty() ? queues->end() : queues->find(name);
     return it == queues->end() ? -1 : take(&it->second);
   };
-  std::vector<int> far;  // holes that nobody near fills
+  std::vector<int> far;  // free ranks without a nearby candidate
   for (int rank = 0; rank < world_size; ++rank) {
     if (seats[rank] >= 0) continue;
     int i = -1;

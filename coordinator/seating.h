@@ -11,7 +11,7 @@
 
 namespace muster::coordinator {
 
-// Who wants a seat in the next generation.
+// A candidate for a seat in the next generation.
 struct Candidate {
   std::string worker_id;
   v1::Topology topology;
@@ -23,7 +23,7 @@ struct Candidate {
   uint64_t order = 0;  // of arrival
 };
 
-// Where a rank of the last generation stood: a replacement is looked for near by.
+// The location of a rank of the last generation: its replacement should be nearby.
 struct FormerSeat {
   std::string host;
   std::string rack;
@@ -40,10 +40,10 @@ std::optional<int> FeasibleWorld(const v1::RendezvousSpec& spec, int former_worl
 // Seats `world_size` of `candidates`: the result holds at index `rank` the index of the candidate.
 // Rules, in order: survivors are chosen first, then ordinary workers, spares, last resorts, each by
 // arrival; a survivor keeps its rank if it is below world_size; a free preferred_rank is granted,
-// first come first served; other holes go to who is nearest to the former holder (same NVLink
-// domain, else rack, else any), in the order of (rack, NVLink domain, host, local_rank, worker_id),
-// where numbers within names compare as numbers, so that neighbours get neighbouring ranks. Needs
-// at least `world_size` candidates. O(n log n).
+// first come first served; other free ranks go to the candidate nearest to the former holder (same
+// NVLink domain, else rack, else any), in the order of (rack, NVLink domain, host, local_rank,
+// worker_id), where numbers within names compare as numbers, so that neighbours get neighbouring
+// ranks. Needs at least `world_size` candidates. O(n log n).
 std::vector<int> AssignRanks(const std::vector<Candidate>& candidates, int world_size,
                              const std::vector<FormerSeat>& former);
 

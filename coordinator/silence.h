@@ -12,16 +12,15 @@ namespace muster::coordinator {
 struct Silence {
   absl::Duration lease = absl::Seconds(6);
   absl::Duration outage_tolerance = absl::Seconds(90);
-  // For how long nothing was heard: of the worker; of anybody of its generation; and for how long
-  // the agent that speaks for it has sent no beat (nothing: it has sent none yet, or is not
-  // attached).
+  // The length of the silence: of the worker; of all workers of its generation; and of the agent
+  // that speaks for it (nullopt: it has sent no beat yet, or is not attached).
   absl::Duration worker;
   absl::Duration generation;
   std::optional<absl::Duration> agent;
-  // Somebody waits for the generation to end, and is heard: throughout the silence, or for
-  // kTimeToReturn. After a cut, somebody who waits may well be the first that is back.
+  // A worker waits for the generation to end, and has sent messages throughout the silence, or for
+  // kTimeToReturn. After a partition, a waiting worker may well be the first that is back.
   bool awaited = false;
-  // Of the agents of all jobs: how many speak, and how many have stopped when the worker did,
+  // Of the agents of all jobs: how many send beats, and how many fell silent when the worker did,
   // within about a lease.
   int agents_heard = 0;
   int agents_silent = 0;
@@ -33,14 +32,14 @@ struct SilenceVerdict {
   std::string why;
 };
 
-// Tells a machine that is dead from a network that is cut. One worker that is silent while the
-// others speak is dead. Where nobody speaks any more it is more likely that the coordinator is the
-// one that is cut off, and to end the generation would help nobody: the workers go on without it
-// for `outage_tolerance`, and so long it waits for them. Likewise if most agents (at least
-// kAgentsOfACut) fall silent at once: machines do not die like that.
+// Distinguishes a dead machine from a partitioned network. A worker that is silent while the others
+// are not is dead. If all are silent, it is more likely that the coordinator itself is
+// disconnected, and ending the generation would help no worker: they continue without the
+// coordinator for `outage_tolerance`, and it waits for them as long. The same holds if most agents
+// (at least kAgentsOfACut) fall silent at once: machines do not die together.
 //
-// "At once" is half a lease: those who are cut off together were last heard of within a beat of one
-// another, and there are three beats in a lease. O(1).
+// "At once" is half a lease: agents that are disconnected together sent their last messages within
+// a beat of one another, and a lease has three beats. O(1).
 SilenceVerdict JudgeSilence(const Silence& silence);
 
 inline constexpr int kAgentsOfACut = 3;

@@ -26,7 +26,7 @@ TEST(Silence, NobodyOfTheGenerationSpeaks_IsKeptForTheToleranceAndNoLonger) {
   Silence silence = OneOfMany();
   silence.generation = absl::Seconds(4.1);  // the last beat of another came 1.9 s later
   EXPECT_TRUE(JudgeSilence(silence).keep);
-  EXPECT_THAT(JudgeSilence(silence).why, HasSubstr("no worker of its generation"));
+  EXPECT_THAT(JudgeSilence(silence).why, HasSubstr("all workers of its generation are silent"));
   silence.worker = absl::Seconds(95.9);
   EXPECT_TRUE(JudgeSilence(silence).keep);
   silence.worker = absl::Seconds(96);
@@ -46,7 +46,7 @@ TEST(Silence, OfAWorkerWhoseAgentSpeaks_IsNoCut) {
   silence.generation = silence.worker;
   silence.agent = absl::Seconds(2);
   EXPECT_FALSE(JudgeSilence(silence).keep);
-  EXPECT_THAT(JudgeSilence(silence).why, HasSubstr("its agent speaks"));
+  EXPECT_THAT(JudgeSilence(silence).why, HasSubstr("its agent sends beats"));
   silence.agent = absl::Seconds(5);
   EXPECT_TRUE(JudgeSilence(silence).keep);
 }

@@ -16,25 +16,25 @@ namespace muster::coordinator {
 // The triggers of one job: flags that take effect on the same step on every rank, without a
 // collective per check. Not thread-safe.
 //
-// The rule: whoever polls is told of every trigger, decided or not. A rank that polls with an
-// undecided trigger in `pending` promises not to begin step `horizon` before it has been told the
-// decision. The effective step is decided once, as soon as every living rank has promised for this
-// trigger: the largest horizon + min_lead_steps (NEXT_STEP), or the step asked for (AT_STEP; later
-// if a horizon is beyond it). So no rank can have begun it unaware, and a rank that knows of no
-// trigger is bound by nothing: it trains on while the coordinator is away. NOW needs no decision:
-// each rank acts when it sees it. Promises are not journaled: after a restart every rank promises
-// again.
+// The rule: a poll returns every trigger, decided or not. A rank that polls with an undecided
+// trigger in `pending` promises not to begin step `horizon` before it knows the decision. The
+// effective step is decided once, as soon as every living rank has promised for this trigger: the
+// largest horizon + min_lead_steps (NEXT_STEP), or the step asked for (AT_STEP; later if a horizon
+// is beyond it). So no rank can have begun it without the decision, and a rank that has seen no
+// trigger has promised nothing: it keeps training while the coordinator is away. NOW needs no
+// decision: each rank acts when it sees it. Promises are not journaled: after a restart every rank
+// promises again.
 //
-// Each rank is told of a trigger at every poll until it acknowledges it. Acknowledgements are
-// journaled, so that none acts upon it again after a restart. Ranks must remember the trigger_ids
-// they have acted upon all the same: what the coordinator had not written when it died it tells
-// again.
+// Every poll returns a trigger until the rank acknowledges it. Acknowledgements are journaled, so
+// that no rank acts on it again after a restart. Ranks must still remember the trigger_ids they
+// have acted on: a restarted coordinator returns again the triggers whose acknowledgements it had
+// not written.
 class TriggerSet {
  public:
   static constexpr size_t kMaxName = 128;
   static constexpr size_t kMaxPayload = 64 << 10;
   static constexpr size_t kMaxLive = 256;
-  // Of all that are live: every poll tells of all of them, in one message.
+  // Of all live triggers: every poll returns all of them in one message.
   static constexpr size_t kMaxPayloads = 512 << 10;
   // How far ahead a horizon or lead may be: keeps arithmetic on steps from overflowing.
   static constexpr int64_t kMaxStep = int64_t{1} << 60;
@@ -42,16 +42,16 @@ class TriggerSet {
   // `decides_early`: a deliberate fault, see Mutants.
   explicit TriggerSet(bool decides_early = false) : decides_early_(decides_early) {}
 
-  // Starts a generation of `world_size` ranks: nobody has promised anything. Triggers raised by
-  // ranks of the one before are dropped (their steps may be undone by a restore), those of
-  // operators wait to be decided anew.
+  // Starts a generation of `world_size` ranks: no rank has promised anything. Triggers raised by
+  // ranks of the previous one are dropped (a restore may undo their steps); those of operators are
+  // decided again.
   void StartGeneration(int world_size, std::vector<v1::TriggerChanged>* changes);
   // The same at replay: what happens to the triggers themselves is replayed by Restore.
   void RestoreGeneration(int world_size);
   // Forgets promises only: the same generation under a new coordinator.
   void Resume();
-  // All ranks have left on purpose: nobody will act upon what is left, and another run of the job
-  // is not meant.
+  // All ranks have left on purpose: no rank will act on the remaining triggers, and they do not
+  // apply to another run of the job.
   void DropAll(std::vector<v1::TriggerChanged>* changes);
 
   // `rank` is -1 for an operator. Errors: BAD_FIELD, LIMIT; FAILED_PRECONDITION if a rank may have
@@ -65,14 +65,14 @@ class TriggerSet {
                                   v1::PollTriggersReply* reply,
                                   std::vector<v1::TriggerChanged>* changes,
                                   std::vector<uint64_t>* acked);
-  // `rank` will not poll again: nobody waits for its promise or acknowledgement.
+  // `rank` will not poll again: its promise and acknowledgement are no longer awaited.
   void RankGone(int rank, std::vector<v1::TriggerChanged>* changes);
   // Another incarnation took the seat.
   void RankReplaced(int rank);
 
   void Restore(const v1::TriggerChanged& change);
   void RestoreAck(uint64_t trigger_id, int rank);
-  // Forgets all, told to nobody.
+  // Forgets all without notifying any rank.
   void Clear() { triggers_.clear(); }
   // Calls f(record, acknowledged), the latter by rank.
   template <typename F>

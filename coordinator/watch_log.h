@@ -16,7 +16,7 @@
 namespace muster::coordinator {
 
 // The latest events of one job, by revision, for watchers that come back. Older ones are dropped
-// whole revisions at a time; a watcher that wants those is told COMPACTED. Not thread-safe.
+// whole revisions at a time; a watcher of those gets COMPACTED. Not thread-safe.
 class WatchLog {
  public:
   // Events up to `compacted` (inclusive) are not held: they happened before this log began.
@@ -34,7 +34,7 @@ class WatchLog {
 
   // Appends to `batch` the events with revision >= from that match, as far as they are durable up
   // to `durable_revision`, in whole revisions, until about `max_bytes`. next_revision is where to
-  // go on: it is past `last_revision` when nothing is left. Errors: OUT_OF_RANGE / COMPACTED.
+  // continue: it is past `last_revision` when nothing is left. Errors: OUT_OF_RANGE / COMPACTED.
   std::optional<v1::OpError> Read(const v1::WatchRequest& request, uint64_t from,
                                   uint64_t durable_revision, uint64_t last_revision,
                                   size_t max_bytes, v1::WatchBatch* batch) const;

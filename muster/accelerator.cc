@@ -303,8 +303,8 @@ int internal::Run(int argc, char** argv, const AcceleratorOptions& options,
   });
   std::fflush(stdout);
   if (status.ok()) return 0;
-  // The agent knows who failed first and stops the others. One that went before that might be taken
-  // for the culprit.
+  // The agent knows which process failed first, and stops the others. One that went before that
+  // might be taken for the culprit.
   if (told && WaitForStop(kStopPatience)) return 1;
   const absl::string_view program = argc > 0 ? argv[0] : "muster";
   std::fprintf(stderr, "%s: %s: %s\n", std::string(program.substr(program.rfind('/') + 1)).c_str(),

@@ -3,8 +3,7 @@
 namespace muster::rpc {
 
 void KeepCallbackThreads(const std::shared_ptr<grpc::Channel>& channel) {
-  // `used`: else the compiler leaves the pointer out, and the leak checker finds nobody who holds
-  // the channel.
+  // `used`: else the compiler removes the pointer, and the leak checker reports the channel.
   [[gnu::used]] static const auto* const kept = new std::shared_ptr<grpc::Channel>(channel);
 }
 

@@ -98,7 +98,7 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
   // do harm.
   args.SetInt(GRPC_ARG_ENABLE_HTTP_PROXY, 0);
   args.SetInt(GRPC_ARG_SERVICE_CONFIG_DISABLE_RESOLUTION, 1);
-  // Calls are retried by those who know whether they may be.
+  // Callers that know whether a retry is safe retry by themselves.
   args.SetInt(GRPC_ARG_ENABLE_RETRIES, 0);
   args.SetInt(GRPC_ARG_ENABLE_CHANNELZ, 0);
   if (options.own_connection) args.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);

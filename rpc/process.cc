@@ -18,8 +18,8 @@ namespace {
 constexpr int kLinesAMinute = 10;
 
 // What gRPC has to say goes into our log: why a certificate was refused, that a port is taken. But
-// it has a line for everybody who connects and breaks off, so only so many go in; the next one that
-// does tells how many did not.
+// it logs a line for every connection that breaks off, so the rate is limited; the next line gives
+// the number of suppressed ones.
 void LogOfGrpc(gpr_log_func_args* args) {
   static Mutex mu;
   static absl::Time minute = absl::InfinitePast();

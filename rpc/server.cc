@@ -26,7 +26,7 @@
 namespace muster::rpc {
 namespace {
 
-// Trying first tells why it cannot be bound. Removes a socket that nobody listens on.
+// Trying first gives the reason why it cannot be bound. Removes a socket without a listener.
 absl::Status TryUnixSocket(const Address& address) {
   sockaddr_un name{};
   name.sun_family = AF_UNIX;

@@ -96,7 +96,7 @@ int Report(const LaunchOutcome& outcome, const LaunchConfig& config, const Comma
     context.err << " after " << outcome.restarts
                 << (outcome.restarts == 1 ? " restart" : " restarts");
   context.err << "\n";
-  // The output of a lone process stands just above, unless it went to a file.
+  // The output of a single process is directly above, unless it went to a file.
   const bool shown = config.num_processes == 1 && (config.log_dir.empty() || config.tee);
   if (outcome.last_lines.empty()) {
     context.err << "  it wrote nothing\n";

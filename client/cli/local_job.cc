@@ -58,7 +58,7 @@ std::string WhyEnded(const LaunchOutcome& outcome) {
   return "";
 }
 
-// As others find it, who may stand in another folder.
+// An absolute path: other processes may run in another folder.
 std::string Absolute(const std::string& path) {
   std::error_code error;
   return path.empty() ? "" : std::filesystem::absolute(path, error).string();
@@ -106,8 +106,8 @@ struct Held {
   Access access = {};
 };
 
-// Where nobody else is to come, it listens on a socket that only this user can reach; an address
-// that was asked for is guarded by certificates or a token, of this job's own if none was given.
+// Without other machines it listens on a socket that only this user can reach; a requested address
+// is protected by certificates or a token, which is created for this job if none was given.
 absl::StatusOr<Held> HoldCoordinator(const LaunchConfig& config, const std::string& job,
                                      const std::map<std::string, std::string>& variables,
                                      const CoordinatorFactory& start_coordinator) {

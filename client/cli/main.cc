@@ -69,8 +69,8 @@ int main(int argc, char** argv) {
       variables.emplace(text.substr(0, equals), text.substr(equals + 1));
     }
   }
-  // What the embedded coordinator logs for operators is not for the user's terminal, where the
-  // launcher tells each failure once.
+  // The embedded coordinator's logs are for operators, not for the user's terminal, where the
+  // launcher reports each failure once.
   const bool for_operators = variables.count("MUSTER_LOG_LEVEL") != 0;
   if (!for_operators) muster::SetLogLevel(muster::LogLevel::kWarning);
   char self[PATH_MAX] = "";

@@ -63,13 +63,13 @@ std::string Plain(const std::filesystem::path& path) {
 std::vector<Place> Places(const std::map<std::string, std::string>& variables,
                           const LaunchSystem& system) {
   if (const std::string own = Variable(variables, "MUSTER_RUNTIME_DIR"); !own.empty()) {
-    // The address is told to processes that stand elsewhere.
+    // Processes with other working directories get the address, so it must be absolute.
     std::error_code error;
     return {{.folder = Plain(std::filesystem::absolute(own, error))}};
   }
   const std::string name = absl::StrCat("muster-", geteuid());
   std::vector<Place> places = {{.folder = JoinPath(system.tmp, name)}};
-  // After /tmp: it is removed when the user logs out, and jobs go on. Not the one that `sudo -E`
+  // After /tmp: it is removed when the user logs out, and jobs continue. Not the one that `sudo -E`
   // brought along from another user.
   if (const std::string run = Variable(variables, "XDG_RUNTIME_DIR"); absl::StartsWith(run, "/")) {
     places.push_back({.folder = JoinPath(Plain(run), "muster"), .parent = Plain(run)});
@@ -82,10 +82,10 @@ std::vector<Place> Places(const std::map<std::string, std::string>& variables,
   return places;
 }
 
-// OK if `folder` is this user's and nobody else may enter it (or, for a `parent`, change it).
+// OK if `folder` is this user's and no other user can enter it (or, for a `parent`, change it).
 absl::Status CheckPrivate(const std::string& folder, mode_t closed = 077) {
   struct stat info {};
-  // Not through a symbolic link, which somebody else may have put there.
+  // Not through a symbolic link, which another user may have created.
   if (lstat(folder.c_str(), &info) != 0) return absl::ErrnoToStatus(errno, folder);
   if (!S_ISDIR(info.st_mode)) {
     return absl::PermissionDeniedError(absl::StrCat(folder, " is not a folder"));
@@ -161,7 +161,7 @@ std::vector<RunningLaunch> Read(const std::string& folder, const LaunchSystem& s
     const bool dead = LockNote(fd, system);
     const bool alive = !dead && errno == EWOULDBLOCK;
     const auto unlock = absl::MakeCleanup([fd] { close(fd); });
-    // Where nothing can be locked, nobody knows.
+    // Without file locks this is unknown.
     if (!dead && !alive) continue;
     const absl::StatusOr<std::string> text = ReadFile(path, kLongestNote);
     if (!text.ok() || text->empty()) continue;
@@ -183,7 +183,7 @@ std::vector<RunningLaunch> Read(const std::string& folder, const LaunchSystem& s
     launch.tls_key = Text(*note, "tls_key");
     if (note->contains("pid") && (*note)["pid"].is_number_integer()) launch.pid = (*note)["pid"];
     absl::ParseTime(absl::RFC3339_full, Text(*note, "started"), &launch.started, nullptr);
-    // Not told until the coordinator serves.
+    // Empty until the coordinator serves.
     if (!launch.address.empty()) launches.push_back(std::move(launch));
   }
   return launches;
@@ -217,7 +217,7 @@ absl::StatusOr<std::unique_ptr<LaunchRecord>> LaunchRecord::CreateIn(const std::
     if (status.ok()) {
       struct stat info {};
       if (LockNote(note, system)) {
-        // Somebody who looks for dead launches may have held the lock first, and taken it for one.
+        // A process that looks for dead launches may have locked it first, and mistaken it for one.
         if (fstat(note, &info) == 0 && info.st_nlink > 0) {
           // systemd-tmpfiles, which removes what is old from /tmp, leaves out a folder with a lock.
           const int lock = open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);

@@ -128,8 +128,8 @@ class Resolver {
   const std::vector<Layer>& layers_;
 };
 
-// That the coordinator knows who calls it. The launcher sees to it by itself where only processes
-// of this machine's user are meant: by a private socket, or a token of its own.
+// Checks that the coordinator can authenticate its callers. The launcher sees to it by itself where
+// only processes of this machine's user are meant: by a private socket, or a token of its own.
 absl::Status CheckCallersAreKnown(const LaunchConfig& config, const Resolver& values) {
   bool local = config.coordinator_ip.empty();
   if (!local) {

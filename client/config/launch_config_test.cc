@@ -158,7 +158,7 @@ TEST(ResolveLaunch, MoreProcessesThanGpus_AreRefusedUnlessOnTheCpu) {
 
 TEST(ResolveLaunch, GpuAskedForWhereNoneIs_IsRefusedOnTheCommandLineOnly) {
   EXPECT_TRUE(ResolveLaunch({*ParseConfig("cpu: no\n", "c.yaml")}, {})->cpu);
-  EXPECT_THAT(ErrorOf({{"cpu", "false"}}), HasSubstr("no GPU that can be used"));
+  EXPECT_THAT(ErrorOf({{"cpu", "false"}}), HasSubstr("no usable GPU"));
   EXPECT_EQ(ErrorOf({{"cpu", "false"}}, {.gpus = 1}), "accepted");
 }
 

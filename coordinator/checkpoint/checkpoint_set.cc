@@ -368,7 +368,7 @@ CheckpointSet::Error CheckpointSet::Publish(const v1::PublishCheckpointRequest& 
     if (other_id < id && other.record.published() && other.record.path() == record.path()) {
       replaced.push_back(other_id);
     } else if (state == v1::CHECKPOINT_STATE_DELETING ||
-               // Sealed by a generation that is over, and never asked for.
+               // Sealed by a generation that has ended, and never requested.
                (state == v1::CHECKPOINT_STATE_SEALED && other_id < id &&
                 other.record.generation() < record.generation() && !other.record.pinned())) {
       go.push_back(other_id);
@@ -455,7 +455,7 @@ CheckpointSet::Error CheckpointSet::Collect(const v1::CollectCheckpointsRequest&
         "keep", absl::StrCat("keep is ", request.keep(), ": at least one checkpoint has to stay"));
   }
   if (request.keep_every() < 0) return BadField("keep_every", "keep_every must not be negative");
-  // Those that somebody was asked to delete, and may not have.
+  // Those with a deletion order that may not have been carried out.
   std::vector<uint64_t> go = Superfluous(request.keep(), request.keep_every());
   for (const auto& [id, entry] : entries_) {
     if (entry.record.state() == v1::CHECKPOINT_STATE_DELETING) go.push_back(id);

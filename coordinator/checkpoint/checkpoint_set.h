@@ -79,7 +79,7 @@ class CheckpointSet {
   // one that is sealed.
   Error Abort(uint64_t id, Changes* changes);
   // The caller has deleted the files. Ids that are gone are no error. Errors: CHECKPOINT_CONFLICT
-  // for one that nobody asked to delete.
+  // for one without a deletion order.
   Error Deleted(const v1::CheckpointDeletedRequest& request, Changes* changes);
   Error Mark(const v1::MarkCheckpointRequest& request, v1::MarkCheckpointReply* reply,
              Changes* changes);
@@ -91,8 +91,8 @@ class CheckpointSet {
                 v1::ResolveCheckpointReply* reply) const;
   void List(const v1::ListCheckpointsRequest& request, v1::ListCheckpointsReply* reply) const;
 
-  // Who prepared a checkpoint is another process now, which may write other bytes: what is being
-  // prepared is gone.
+  // The process that prepared a checkpoint was replaced by one that may write other bytes:
+  // checkpoints in preparation are dropped.
   void DropPreparing(Changes* changes);
 
   // At replay, and of a snapshot's records.
@@ -141,9 +141,10 @@ class CheckpointSet {
       std::optional<std::string> problem;
       Coverage coverage;
       // By name, without their slices.
-      absl::btree_map<std::string, std::pair<v1::ShardFile, int>> files;  // and who reported it
-      std::vector<int> parts;                                             // by rank: of the next
-      absl::btree_set<int> open;                                          // ranks without `last`
+      absl::btree_map<std::string, std::pair<v1::ShardFile, int>>
+          files;                  // and the rank that reported it
+      std::vector<int> parts;     // by rank: of the next
+      absl::btree_set<int> open;  // ranks without `last`
       size_t bytes = 0;
     };
     std::unique_ptr<Reports> reports;

@@ -195,7 +195,7 @@ TEST_F(CheckpointSetTest, ReportThatIsWrong_IsRefused) {
   };
   const std::string good(32, '0');
   for (const char* name : {"", ".", "..", "a/b", "../x", "a\nb"}) {
-    EXPECT_THAT(file(name, good), HasSubstr("no plain file name")) << name;
+    EXPECT_THAT(file(name, good), HasSubstr("not a plain file name")) << name;
   }
   EXPECT_THAT(file("a", "00"), HasSubstr("32 hexadecimal digits"));
   EXPECT_THAT(file("a", std::string(32, 'G')), HasSubstr("32 hexadecimal digits"));

@@ -11,7 +11,7 @@
 namespace muster::coordinator {
 namespace {
 
-// Of all slices: a tenth of a second, in which the coordinator serves nobody else.
+// Of all slices: a tenth of a second, in which the coordinator serves no other caller.
 constexpr size_t kMaxComparisons = 20'000'000;
 constexpr size_t kMaxDtype = 16;
 

@@ -57,7 +57,7 @@ int Fail(int code, const absl::Status& status) {
   return code;
 }
 
-// After a step on a journal that serves nobody: what was found or done, or why it could not be.
+// After an operation on an offline journal: its result, or the error.
 int EndWith(const absl::StatusOr<std::string>& report) {
   if (!report.ok()) {
     return Fail(absl::IsDataLoss(report.status()) ? kExitJournalCorrupt : kExitCannotServe,
@@ -216,7 +216,8 @@ int Run(int argc, char** argv) {
   pthread_sigmask(SIG_BLOCK, &signals, nullptr);
   std::signal(SIGPIPE, SIG_IGN);
   const pthread_t main_thread = pthread_self();
-  // Said beside the signals: anybody may send those, SLURM for one sends SIGUSR1 before its limit.
+  // Checked in addition to the signals: any process may send those; SLURM, for example, sends
+  // SIGUSR1 before its limit.
   std::atomic<bool> deposed{false}, broken{false};
   options.on_deposed = [main_thread, &deposed] {
     deposed = true;

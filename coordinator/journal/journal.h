@@ -13,8 +13,8 @@
 
 namespace muster::coordinator {
 
-// The state that the records of a journal make, built beside the one that serves, so that a
-// snapshot of it stops nobody. Used by one thread at a time.
+// The state that results from the records of a journal, built separately from the serving one, so
+// that its snapshot blocks no caller. Used by one thread at a time.
 class Replica {
  public:
   virtual ~Replica() = default;
@@ -27,7 +27,7 @@ class Replica {
   virtual absl::Status Write(absl::FunctionRef<absl::Status(absl::string_view)> part) = 0;
 };
 
-// The durable log of the coordinator: records in order, and now and then a snapshot that stands for
+// The durable log of the coordinator: records in order, and occasionally a snapshot that replaces
 // all records up to its revision. It knows nothing of what is in them.
 //
 // Order of use: construct (see the implementations), Replay(), Start(), then Append() and
@@ -35,7 +35,7 @@ class Replica {
 // a call, and must not block.
 class Journal {
  public:
-  // Told after each group commit.
+  // Called after each group commit.
   struct Progress {
     uint64_t durable_revision = 0;  // every record up to this one is on disk
     // OK, or why no record can be written: RESOURCE_EXHAUSTED disk full (it is tried again; a later
@@ -74,13 +74,13 @@ class Journal {
   // appended is collected for the next.
   virtual void Append(uint64_t revision, std::string record) = 0;
 
-  // Begins a snapshot of the state after `revision`, which stands for all records appended so far.
+  // Begins a snapshot of the state after `revision`, which replaces all records appended so far.
   // `replica` is brought to that state from the last snapshot and the records after it, and
-  // written, on a thread of the journal's own, while Append and commits go on; then it is gone.
-  // `done` is told when the snapshot is durable and the records before the previous one are gone,
-  // or why not (then nothing is gone): DATA_LOSS if what the journal holds cannot be read (a
-  // replica that needs no history can still be written), CANCELLED by Stop. One at a time: the next
-  // one after `done`.
+  // written, on a thread of the journal, while Append and commits continue; then it is destroyed.
+  // `done` is called when the snapshot is durable and the records before the previous one are
+  // deleted, or with the error (then nothing is deleted): DATA_LOSS if what the journal holds
+  // cannot be read (a replica that needs no history can still be written), CANCELLED by Stop. One
+  // at a time: the next one after `done`.
   virtual void WriteSnapshot(uint64_t revision, std::unique_ptr<Replica> replica,
                              std::function<void(absl::Status)> done) = 0;
 

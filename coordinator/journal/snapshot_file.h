@@ -13,8 +13,8 @@
 namespace muster::coordinator {
 
 // A snapshot in a file: its parts, each framed as a record (record_format.h) of the snapshot's
-// revision and numbered from 1. How many there are, and of how many bytes, is known to who reads
-// it. All functions block on the disk.
+// revision and numbered from 1. The reader knows their number and sizes. All functions block on the
+// disk.
 
 // Writes one under a temporary name. Only its owner can read it. Not thread-safe.
 class SnapshotWriter {

@@ -124,8 +124,8 @@ absl::Status SqliteJournal::Error(int rc, absl::string_view what) const {
     case SQLITE_FULL:
       return absl::ResourceExhaustedError(text);
     case SQLITE_IOERR:
-      // A quota is a full disk, which SQLite does not know. Only if a write said so: after a failed
-      // sync nobody knows what is there.
+      // A quota is a full disk, which SQLite does not know. Only if a write failed with that error:
+      // after a failed sync the contents of the disk are unknown.
       if (rc == SQLITE_IOERR_WRITE && LastErrnoOfLog(db_) == EDQUOT)
         return absl::ResourceExhaustedError(absl::StrCat(text, " (", std::strerror(EDQUOT), ")"));
       return absl::UnavailableError(text);
@@ -193,7 +193,7 @@ absl::StatusOr<std::unique_ptr<SqliteJournal>> SqliteJournal::Open(const Options
                     "state BLOB NOT NULL);"
                     "CREATE TABLE IF NOT EXISTS snapshot_files(seq INTEGER PRIMARY KEY, revision "
                     "INTEGER NOT NULL, parts INTEGER NOT NULL, bytes INTEGER NOT NULL);"
-                    // Those of schema 1 are large, and nobody waits here.
+                    // Those of schema 1 are large, and no caller waits here.
                     "DELETE FROM snapshots WHERE (SELECT COUNT(*) FROM snapshot_files) >= 2 AND "
                     "seq < (SELECT MIN(seq) FROM snapshot_files);"
                     "INSERT OR IGNORE INTO meta VALUES('schema', '1');"
@@ -532,8 +532,8 @@ void SqliteJournal::Run() {
       progress_(progress);
       MUSTER_FAILPOINT("journal.after_progress");
     }
-    // After a failed write or fsync nobody knows what is on disk: this process must not acknowledge
-    // anything more. A full disk is tried again.
+    // After a failed write or fsync the contents of the disk are unknown: this process must not
+    // acknowledge anything more. A full disk is tried again.
     if (!progress.status.ok() && progress.status.code() != absl::StatusCode::kResourceExhausted)
       broken = progress.status;
     if (step != nullptr) {
@@ -589,7 +589,7 @@ void SqliteJournal::RunSnapshots() {
     const absl::Status status = WriteSnapshotOf(task.get());
     task->replica = nullptr;
     if (!status.ok()) {
-      // What it would have stood for is still to be replayed.
+      // The records that it would have replaced are still to be replayed.
       records_since_snapshot_ += task->records;
       bytes_since_snapshot_ += task->bytes;
     }
@@ -727,8 +727,8 @@ absl::Status SqliteJournal::ReadRows(uint64_t from_seq, std::vector<Row>* rows) 
 absl::Status SqliteJournal::Publish(const Snapshot& snapshot) {
   const auto write = [&]() -> absl::Status {
     MUSTER_RETURN_IF_ERROR(Exec("BEGIN IMMEDIATE"));
-    // The one that is kept beside the new one is the last that is known to be good: a damaged one
-    // would be worth nothing when it is needed.
+    // The one kept in addition to the new one is the last known good one: a damaged one would be
+    // useless when it is needed.
     MUSTER_RETURN_IF_ERROR(
         Exec(absl::StrCat("DELETE FROM snapshot_files WHERE seq <> ", good_seq_,
                           "; INSERT OR REPLACE INTO snapshot_files VALUES(", snapshot.seq, ", ",

@@ -28,16 +28,16 @@ namespace muster::coordinator {
 // A group commit is one row: all records that were appended while the commit before it was syncing,
 // framed as record_format.h says.
 //
-// Snapshots are files of their own, DIRECTORY/snapshot-SEQ (snapshot_file.h). A thread beside the
-// one that commits builds the state from the last snapshot and the records after it, and writes and
-// syncs the file; a row that names it then makes it current, in one transaction that is as small as
-// any. Two snapshots are kept, the new one and the last that was good: when the newest is damaged,
-// the one before it and the records since then give the same state. Older records are deleted a few
-// MiB at a time, between commits. Of a crash in between, files and records are left that nobody
-// reads; the next start and the next snapshot remove them.
+// Snapshots are files of their own, DIRECTORY/snapshot-SEQ (snapshot_file.h). A second thread, next
+// to the committing one, builds the state from the last snapshot and the records after it, and
+// writes and syncs the file; a row that names it then makes it current, in one transaction that is
+// as small as any. Two snapshots are kept, the new one and the last that was good: when the newest
+// is damaged, the one before it and the records since then give the same state. Older records are
+// deleted a few MiB at a time, between commits. A crash in between leaves files and records that
+// are never read; the next start and the next snapshot remove them.
 //
-// What is done with the database is done by the thread that commits, or before it begins: whoever
-// writes a snapshot has it read and delete in steps of a few MiB, so that no commit waits for long.
+// Only the committing thread uses the database once it has started: for a snapshot it reads and
+// deletes in steps of a few MiB, so that no commit waits for long.
 //
 // Earlier versions kept a snapshot in one row (schema 1). Those are read, and replaced by files;
 // the schema is 2 from the first file on, so that those versions refuse it.

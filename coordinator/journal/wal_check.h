@@ -18,7 +18,7 @@ struct WalReport {
 
 // SQLite ends its reading of a write-ahead log at the first frame whose checksum is wrong, be it
 // the torn end of the last transaction (right: it was never acknowledged) or a flipped bit in the
-// middle (wrong: it forgets acknowledged transactions without a word). This tells the two apart.
+// middle (wrong: it forgets acknowledged transactions without a word). This distinguishes the two.
 // With synchronous=FULL a transaction is written only after the one before it was synced, so at
 // most the last transaction can be torn: a bad frame that is followed by frames of a later
 // transaction is corruption. Format: sqlite.org/fileformat2.html section 4 (header of 32 bytes,

@@ -23,7 +23,7 @@ class AgentStream {
  public:
   virtual ~AgentStream() = default;
 
-  // Who is told when a write has ended. Once.
+  // Is called when a write has ended. Once.
   virtual void Bind(std::shared_ptr<FrameSource> source) = 0;
 
   // If the stream is open and no write is in flight, asks `next` for a frame and starts to write
@@ -33,8 +33,8 @@ class AgentStream {
   // The frame that was read last has been dealt with: read the next one. A stream has at most one
   // frame on its way to the runner, so an agent that sends faster than it is served is slowed down
   // by TCP. Called after the frame's answers were handed to TryWrite. With `answer_follows` more
-  // answers are on their way: if one comes before others' frames have been dealt with, the stream
-  // tells the agent of its new window with it instead of on its own.
+  // answers are pending: if one arrives before other agents' frames have been handled, the stream
+  // sends the agent its new window with it instead of separately.
   virtual void ReadNext(bool answer_follows) = 0;
 
   // Ends the stream, once; later calls do nothing.

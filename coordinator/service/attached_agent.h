@@ -15,8 +15,7 @@
 
 namespace muster::coordinator {
 
-// An agent with a session: what it is still to be sent, its stream if it has one now, and the calls
-// that it waits for.
+// An agent with a session: its pending frames, its current stream if any, and its open calls.
 struct AttachedAgent final : public FrameSource {
   // Beyond `unsent_bytes` of answers no frame of it is read.
   AttachedAgent(const v1::Hello& hello, size_t unsent_bytes);

@@ -27,10 +27,10 @@ constexpr uint32_t kProtocol = 1;
 constexpr absl::Duration kTrimPeriod = absl::Seconds(5);
 constexpr size_t kTrimBytes = 8 << 20;
 constexpr int kTrims = 2;
-constexpr size_t kBytesOfCall = 512;  // beside its request and its answer, while it is open
-// Then somebody who only brought an event has applied enough of what others bring.
+constexpr size_t kBytesOfCall = 512;  // in addition to its request and its answer, while it is open
+// Then a thread that only brought an event has applied enough events of other threads.
 constexpr int kRounds = 64;
-// What the core keeps of a key that is waited for, beside its bytes.
+// The core's memory for a key that is waited for, in addition to its bytes.
 constexpr size_t kBytesOfKey = 128;
 
 std::shared_ptr<const Answer> ErrorAnswer(absl::StatusCode code, absl::string_view message,
@@ -382,7 +382,7 @@ void CoreRunner::Run() {
     if (stop_) break;
     handed_over_ = false;
     const absl::Time now = options_.clock->Now();
-    turn_.Take();  // nobody is applying, nor begins to while mu_ is held
+    turn_.Take();  // no thread is applying, nor begins to while mu_ is held
     const absl::Time deadline = NextDeadline();
     const bool snapshot_due = SnapshotDue();
     if (queue_.empty() && deadline > now && !snapshot_due) {
@@ -424,7 +424,7 @@ void CoreRunner::Run() {
 }
 
 void CoreRunner::Drain() {
-  // A memory journal tells of progress inside Append, which only moves durable_revision_.
+  // A memory journal reports progress inside Append, which only moves durable_revision_.
   for (Record& record : out_.records) {
     backlog_.emplace_back(record.revision, record.payload.size());
     backlog_bytes_.fetch_add(record.payload.size(), std::memory_order_relaxed);
@@ -483,7 +483,7 @@ void CoreRunner::Deliver(CallId id, std::shared_ptr<const Answer> answer) {
   if (const size_t bytes = answer->bytes().size(); bytes > options_.limits.answer_bytes) {
     v1::OpResult result;
     if (answer->kind() == v1::OpResult::KIND_NOT_SET) {
-      // What has failed is told all the same, with less about whom.
+      // The failure is reported all the same, with fewer culprits.
       result = answer->Parse();
       v1::ErrorDetail& detail = *result.mutable_error()->mutable_detail();
       for (v1::Culprit& culprit : *detail.mutable_culprits()) culprit.clear_native_stack();
@@ -944,7 +944,7 @@ void CoreRunner::WatchClosed(const std::shared_ptr<WatchStream>& stream) {
 }
 
 void CoreRunner::Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
-  // Only noted here: the thread writes it, so that nobody who brings events is held by it.
+  // Only recorded here: the thread writes it, so that it does not delay threads that bring events.
   const bool posted = Post(
       [this, done] {
         turn_.AssertHeld();

@@ -37,8 +37,8 @@
 
 namespace muster::coordinator {
 
-// Who waits for the answer of one call. Called exactly once, in the runner's turn or by whoever
-// calls when that has ended, and must not block.
+// Receives the answer of one call. Called exactly once, in the runner's turn or, after the runner
+// has stopped, by the caller; must not block.
 class CallSink {
  public:
   virtual ~CallSink() = default;
@@ -46,11 +46,11 @@ class CallSink {
 };
 
 // Owns the core and its journal, and has one thread at a time touch them: the one that has the
-// turn. Whoever brings an event while nobody has the turn takes it and applies the event; while
-// somebody has it, events are queued for that one. A thread of the runner's own takes the turn for
-// deadlines, for snapshots, for what the journal reports, and to relieve a caller that has applied
-// the events of others for long. Answers go out through sinks and streams. A call that waits holds
-// no thread, only an entry in a table.
+// turn. A thread that brings an event while no thread has the turn takes it and applies the event;
+// otherwise the event is queued for the holder of the turn. A thread of the runner's own takes the
+// turn for deadlines, for snapshots, for what the journal reports, and to relieve a caller that has
+// applied the events of others for long. Answers go out through sinks and streams. A call that
+// waits holds no thread, only an entry in a table.
 //
 // An answer that depends on a record is held back until the record is durable. If the journal
 // fails, it becomes UNAVAILABLE / JOURNAL_FAILED, and operations that would need the journal are
@@ -67,15 +67,14 @@ class CoreRunner {
     // Of a message that goes out. In place of a larger answer goes LIMIT, or RESULT_TOO_LARGE if
     // the operation has changed something.
     size_t answer_bytes = (4 << 20) - 1024;
-    // Calls that wait for their answer, of everybody and of one agent. A hub is one agent here:
-    // with 400 workers behind it, each has room for 160 calls, and for 160 KiB of requests below,
-    // where a worker seldom has more than a barrier and a wait at a time.
+    // Calls that wait for their answer: in total, and per agent. A hub is one agent here: with 400
+    // workers behind it, each has room for 160 calls, and for 160 KiB of requests below, where a
+    // worker seldom has more than a barrier and a wait at a time.
     size_t calls = 1 << 20;
     size_t calls_of_agent = 1 << 16;
     // Bytes of the requests of those calls: the core keeps what it needs of them (keys waited for,
-    // payloads of barriers). Of all agents, of one, and of all who call by themselves, who then
-    // cannot take the agents' share. Small calls, as those of a rendezvous are, may go to twice as
-    // much.
+    // payloads of barriers). For all agents, for one, and for all direct callers, who then cannot
+    // use up the agents' share. Small calls, as those of a rendezvous are, may go to twice as much.
     size_t held_bytes_of_agents = 512 << 20;
     size_t held_bytes_of_agent = 64 << 20;
     size_t held_bytes_of_callers = 128 << 20;
@@ -100,8 +99,8 @@ class CoreRunner {
     uint64_t snapshot_records = 64 * 1024;
     uint64_t snapshot_bytes = 64 << 20;
     Limits limits;
-    // The cores' notices for operators. Whoever runs the coordinator inside of a job's launcher
-    // hears of all of it from the launcher.
+    // The cores' notices for operators. A user of an embedded coordinator learns all of this from
+    // the launcher.
     bool log_notices = true;
     const Clock* clock = &Clock::Real();
   };
@@ -114,14 +113,14 @@ class CoreRunner {
   // Errors: DATA_LOSS corrupt journal; RESOURCE_EXHAUSTED or UNAVAILABLE it cannot be written.
   absl::Status Start();
 
-  // Tells the agents, when Stop comes, that this coordinator does not come back, and why.
+  // Makes Stop announce to the agents that this coordinator does not return, and why.
   void SetEndsForGood(const std::string& why);
   // Answers everything that waits with UNAVAILABLE / STOPPING, ends all streams, writes what is
   // queued to the journal. Blocks. Repeatable. Calls that come later are answered the same way.
   void Stop();
 
-  // Whether the answer of `op` may wait for somebody else's operation, and what is counted of it
-  // meanwhile if its message has `bytes`.
+  // Whether the answer of `op` may wait for another caller's operation, and how many bytes it
+  // counts for meanwhile if its message has `bytes`.
   static bool MayBeHeld(const v1::Op& op);
   static size_t HeldBytes(const v1::Op& op, size_t bytes);
   // Calls of so many bytes may be held until twice as many bytes are as limits say.
@@ -154,18 +153,18 @@ class CoreRunner {
   // run with nullptr.
   void WithCore(absl::AnyInvocable<void(Core*)> task);
 
-  // Called once, by whoever applies, when a caller has seen a newer coordinator. Set before Start.
+  // Called once, in the turn, when a caller has seen a newer coordinator. Set before Start.
   void set_on_deposed(std::function<void()> callback) { on_deposed_ = std::move(callback); }
-  // Called on changes of the journal's health, with Journal::Progress::status, by whoever applies.
-  // Set before Start.
+  // Called in the turn on changes of the journal's health, with Journal::Progress::status. Set
+  // before Start.
   void set_on_journal_health(std::function<void(const absl::Status&)> callback) {
     on_journal_health_ = std::move(callback);
   }
 
-  // Called when a lease has run out, before anybody is given up, so that what the worker has sent
-  // is not left unread: read what has come, hand it over, then call CaughtUp(asked). At most one
-  // such call is under way. By whoever applies; must not block. Without it what is queued here
-  // counts as all that has come. Set before Start.
+  // Called in the turn when a lease has expired, before a worker is given up, so that no message of
+  // it stays unread: read all received messages, hand them over, then call CaughtUp(asked). At most
+  // one such call is in progress. Must not block. Without it the events queued here count as all
+  // received messages. Set before Start.
   void set_on_catch_up(std::function<void(absl::Time asked)> callback) {
     on_catch_up_ = std::move(callback);
   }
@@ -183,7 +182,7 @@ class CoreRunner {
   uint64_t journal_backlog_bytes() const { return backlog_bytes_.load(std::memory_order_relaxed); }
   uint64_t overloaded() const { return overloaded_.load(std::memory_order_relaxed); }
   bool journal_ok() const { return journal_ok_.load(std::memory_order_relaxed); }
-  // Of agents, and of those who call by themselves.
+  // Of agents, and of direct callers.
   uint64_t held_bytes(bool agents) const {
     return held_bytes_[agents ? 1 : 0].load(std::memory_order_relaxed);
   }
@@ -221,7 +220,7 @@ class CoreRunner {
     void Take() ABSL_EXCLUSIVE_LOCK_FUNCTION() { holder_ = std::this_thread::get_id(); }
     void Give() ABSL_UNLOCK_FUNCTION() { holder_ = std::thread::id(); }
     bool IsMine() const { return holder_.load() == std::this_thread::get_id(); }
-    // At the begin of each task, which runs in the turn of whoever applies it.
+    // At the start of each task, which runs in the turn.
     void AssertHeld() const ABSL_ASSERT_EXCLUSIVE_LOCK() { MUSTER_CHECK(IsMine()); }
 
    private:
@@ -241,7 +240,7 @@ class CoreRunner {
   };
 
   enum class By { kCaller, kThread };
-  // `task` is applied by the caller if nobody is applying and `by` allows it, else by another
+  // `task` is applied by the caller if no thread is applying and `by` allows it, else by another
   // thread. False, and `task` is not kept, once the runner has ended.
   bool Post(Task&& task, By by = By::kCaller);
   // What Start does in its turn: replays, and makes the term durable.
@@ -335,7 +334,7 @@ class CoreRunner {
   std::atomic<uint64_t> backlog_bytes_{0};
   std::atomic<uint64_t> overloaded_{0};
   std::atomic<uint64_t> open_calls_{0};
-  // Of the requests of open calls, those of agents second; written by whoever applies.
+  // Of the requests of open calls, those of agents second; written in the turn.
   std::array<std::atomic<uint64_t>, 2> held_bytes_{};
   std::atomic<uint64_t> agents_{0};
   DurationHistogram fsync_seconds_;

@@ -27,8 +27,8 @@ namespace {
 
 // Calls that wait to begin: a burst of connections is taken up without a round trip for each.
 constexpr int kAcceptors = 64;
-// Reads are put off for so many events, and twice as many as there are of them: a burst of arrivals
-// at a barrier goes on putting off, anything else does not.
+// Reads are deferred for this many events, and for twice their number: a burst of arrivals at a
+// barrier keeps deferring, anything else does not.
 constexpr size_t kPutOffEvents = 64;
 constexpr size_t kPutOffReads = 4096;
 // Silent calls are looked at after so many events.
@@ -388,9 +388,9 @@ class GrpcFrontend::GrpcAgentStream final : public Handler,
     StartWrite(next());
     return true;
   }
-  // gRPC tells the client of its new window in a packet of its own as soon as a read begins, unless
-  // a write has told of it since the last frame. A frame that is not answered at once (an arrival
-  // at a barrier) often is a moment later: the read waits until the queue has nothing at hand.
+  // gRPC sends the client its new window in a separate packet as soon as a read begins, unless a
+  // write since the last frame has carried it. A frame that is not answered at once (an arrival at
+  // a barrier) often is a moment later: the read waits until the queue has nothing at hand.
   void ReadNext(bool answer_follows) override {
     bool now = !answer_follows || serving_queue_of != &frontend_;
     if (!now) {
@@ -497,14 +497,14 @@ class GrpcFrontend::GrpcAgentStream final : public Handler,
   absl::Status last_status_ ABSL_GUARDED_BY(mu_);              // and then this
 };
 
-// Somebody who wants to be told of changes of the health.
+// A watcher of the health service.
 class GrpcFrontend::HealthWatch final : public Handler,
                                         public std::enable_shared_from_this<HealthWatch> {
  public:
   HealthWatch(GrpcFrontend& frontend, RpcCall* rpc, const Method&, MethodMetrics* metrics)
       : Handler(rpc, metrics), frontend_(frontend) {}
 
-  // Tells the present state if it was not told last.
+  // Sends the current state if it differs from the last one sent.
   void Tell() {
     MutexLock lock(&mu_);
     const Health health = !known_ ? kUnknownService : frontend_.serving_ ? kServing : kNotServing;
@@ -548,7 +548,7 @@ class GrpcFrontend::HealthWatch final : public Handler,
   int told_ ABSL_GUARDED_BY(mu_) = 0;
 };
 
-// Registers a name without a method that anybody would call: the generic service answers those.
+// Registers a name without a callable method: the generic service answers the calls.
 class GrpcFrontend::NamedService final : public grpc::Service {
  public:
   explicit NamedService(absl::string_view name) : path_(absl::StrCat("/", name, "/")) {
@@ -734,7 +734,7 @@ void GrpcFrontend::EndHealthWatches() {
 
 void GrpcFrontend::Register(grpc::ServerBuilder& builder) {
   std::string last;
-  for (const Method& method : kMethods) {  // those of one service stand together
+  for (const Method& method : kMethods) {  // grouped by service
     if (std::exchange(last, method.service) == method.service) continue;
     names_.push_back(std::make_unique<NamedService>(method.service));
     builder.RegisterService(names_.back().get());
@@ -978,7 +978,7 @@ void GrpcFrontend::Begin(RpcCall* rpc) {
 }
 
 absl::Status GrpcFrontend::CheckCaller(const RpcCall& rpc, const Method* method) const {
-  // Those who watch over the process, such as a load balancer, hold no token.
+  // Monitors of the process, such as a load balancer, have no token.
   if (token_.empty() || (method != nullptr && method->service == kHealth)) return absl::OkStatus();
   return rpc::CheckToken(rpc.metadata(), token_);
 }
@@ -1029,7 +1029,7 @@ absl::Status GrpcFrontend::TakeShare(RpcCall* rpc) {
   }
   for (const auto& [caller, quota] : both) {
     ++caller->calls;
-    ++caller->silent;  // until it is heard of
+    ++caller->silent;  // until its first message
     caller->streams += rpc->is_stream_ ? 1 : 0;
   }
   rpc->caller_ = connection;

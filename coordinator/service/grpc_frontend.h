@@ -60,7 +60,7 @@ class RpcHandler {
 
 // The transport's half of a call: gRPC's, or that of a test. What a Start... begins ends with an
 // event, which may come after any other, also after kGone (the caller went away or knows the end).
-// Deleted by the frontend once kGone has come and everything begun has ended.
+// Deleted by the frontend after kGone, once every started operation has ended.
 class RpcCall {
  public:
   virtual ~RpcCall() = default;
@@ -70,7 +70,7 @@ class RpcCall {
   virtual const std::multimap<grpc::string_ref, grpc::string_ref>& metadata() const = 0;
   // The connection it came by, such as "ipv4:10.0.0.7:4711"; empty: not known.
   virtual std::string peer() const { return ""; }
-  // Whom the certificate of that connection names; empty: nobody.
+  // The name in the connection's certificate; empty: none.
   virtual std::string identity() const { return ""; }
 
  protected:
@@ -84,14 +84,14 @@ class RpcCall {
 
  private:
   std::shared_ptr<RpcHandler> handler_;
-  CallerShare* caller_ = nullptr;  // whose it counts to; null: nobody's
+  CallerShare* caller_ = nullptr;  // whose quota it counts against; null: none
   bool is_stream_ = false;
   size_t held_bytes_ = 0;
   int in_flight_ = 0;  // under the handler's lock
   // Queue's thread.
   bool gone_ = false;
   bool finished_ = false;
-  // While no message of it has come: its place among all such calls.
+  // Before its first message: its place among all such calls.
   std::list<RpcCall*>::iterator silent_;
   bool is_silent_ = false;
   bool is_health_ = false;
@@ -102,28 +102,28 @@ class RpcCall {
 // frontend of an CoreRunner. No policy: it turns messages into operations and answers into
 // messages.
 //
-// All connections share one completion queue and one thread, which reads, applies (the runner lets
-// whoever brings an event apply it) and writes. With gRPC's own callback threads the same message
-// costs twice the CPU: they hand each event to one another. So methods are not registered one by
-// one but looked up in a table (grpc_frontend.cc) behind a generic service.
+// All connections share one completion queue and one thread, which reads, applies (in the runner,
+// the thread that brings an event applies it) and writes. With gRPC's own callback threads the same
+// message costs twice the CPU: they hand each event to one another. So methods are not registered
+// one by one but looked up in a table (grpc_frontend.cc) behind a generic service.
 //
 // Order of use: construct; Register() with the builder; Serve() once the server runs; after
 // grpc::Server::Shutdown() has returned, Shutdown(). Thread-safe.
 class GrpcFrontend {
  public:
-  // For those who open calls and send nothing, whom the runner never sees.
+  // For callers that open calls and send nothing, which the runner never sees.
   struct Limits {
     // From the begin of a call or stream to its first message; then it is ended.
     absl::Duration first_message = absl::Seconds(30);
-    // Calls and streams of which no message has come; more are refused with OVERLOADED. Those of
-    // the health service, which anybody may call, are counted apart.
+    // Calls and streams without a message so far; more are refused with OVERLOADED. Those of the
+    // health service, which needs no authentication, are counted separately.
     size_t silent_calls = 1 << 14;
     size_t silent_health_calls = 1 << 10;
     // Open watches of the health service.
     size_t health_watches = 1 << 12;
     // So that one caller cannot take what there is for all. A connection is that of gRPC; a user is
-    // whom a certificate names, else the address that connections come from. Who comes by a unix
-    // socket is this machine's own user and has no quota; the health service has its own limits.
+    // the name in the certificate, else the source address. Callers on a unix socket are this
+    // machine's own user and have no quota; the health service has its own limits.
     CallerQuota connection = {
         .calls = 1 << 16, .streams = 1 << 14, .silent = 1 << 12, .held_bytes = 32 << 20};
     CallerQuota user = {
@@ -140,16 +140,17 @@ class GrpcFrontend {
 
   void Register(grpc::ServerBuilder& builder);
   void Serve();
-  // What the health service says of every service, and tells those who watch it. Starts as serving.
+  // The status that the health service reports for every service, and sends to its watchers. Starts
+  // as serving.
   void SetServing(bool serving);
-  // Ends the streams of those who watch the health, which end by nothing else.
+  // Ends the watches of the health service, which nothing else ends.
   void EndHealthWatches();
-  // Blocks until every call has ended, and every wish for one, which the runner's Stop() and the
-  // server's Shutdown() see to. Repeatable.
+  // Blocks until every call, and every pending accept of one, has ended; the runner's Stop() and
+  // the server's Shutdown() end them. Repeatable.
   void Shutdown();
 
-  // Has everything handed to the runner that has come by now, then tells it (CoreRunner::CaughtUp).
-  // One at a time. Thread-safe; does not block.
+  // Hands every message received so far to the runner, then calls CoreRunner::CaughtUp. One at a
+  // time. Thread-safe; does not block.
   void CatchUp(absl::Time asked);
 
   // A call of another transport than gRPC's, which tests have, has begun: as kBegun of one of its
@@ -197,7 +198,7 @@ class GrpcFrontend {
   bool LookFurther(const OnEvent& handle);
   void Begin(RpcCall* rpc);
   void Heard(RpcCall* rpc);
-  // OK if a call to `method` (null: an unknown one) may go on.
+  // OK if a call to `method` (null: an unknown one) is admitted.
   absl::Status CheckCaller(const RpcCall& rpc, const Method* method) const;
   // Counts a call that begins, or says which quota it is beyond.
   absl::Status TakeShare(RpcCall* rpc);
@@ -231,15 +232,14 @@ class GrpcFrontend {
   std::thread thread_;
   // Streams whose next read waits for the queue to have nothing at hand. Queue's thread.
   std::vector<std::shared_ptr<GrpcAgentStream>> put_off_;
-  size_t events_since_silent_ = 0;   // were looked at
-  size_t events_since_put_off_ = 0;  // since the first of them
-  std::optional<absl::Time>
-      catching_up_;      // what CoreRunner::CaughtUp is to be told; queue's thread
-  int empty_looks_ = 0;  // in a row, while catching up
-  uint64_t looks_ = 0;   // that found something, while catching up
-  bool soon_ = false;    // whether the last event came soon; queue's thread
+  size_t events_since_silent_ = 0;         // were looked at
+  size_t events_since_put_off_ = 0;        // since the first of them
+  std::optional<absl::Time> catching_up_;  // the argument for CoreRunner::CaughtUp; queue's thread
+  int empty_looks_ = 0;                    // in a row, while catching up
+  uint64_t looks_ = 0;                     // that found something, while catching up
+  bool soon_ = false;                      // whether the last event came soon; queue's thread
 
-  // Calls of which no message has come, by the time they began. Queue's thread.
+  // Calls without a message so far, by their start time. Queue's thread.
   std::list<RpcCall*> silent_;
   size_t silent_health_ = 0;  // of these, to the health service
   std::atomic<size_t> silent_count_{0};

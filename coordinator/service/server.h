@@ -40,8 +40,8 @@ class CoordinatorServer {
     // When a caller has seen a newer coordinator: this one has stopped serving and should be shut
     // down. Runs in the runner's turn, must not block or call Shutdown.
     std::function<void()> on_deposed = nullptr;
-    // When the journal has failed for good (Journal::Progress::status): everything that needs it is
-    // refused until another coordinator has replayed it. As on_deposed.
+    // When the journal has failed permanently (Journal::Progress::status): every request that needs
+    // it is refused until another coordinator has replayed it. As on_deposed.
     std::function<void()> on_journal_broken = nullptr;
     std::unique_ptr<Journal> journal = nullptr;  // instead of data_dir, for tests
   };

@@ -14,8 +14,8 @@
 
 namespace muster::coordinator {
 
-// Decides when a snapshot is due, has the journal write it, and answers whoever asked for it. One
-// at a time. Not thread-safe, except for the numbers; CoreRunner uses it in its turn.
+// Decides when a snapshot is due, has the journal write it, and answers the requester. One at a
+// time. Not thread-safe, except for the numbers; CoreRunner uses it in its turn.
 class Snapshots {
  public:
   struct Options {
@@ -32,13 +32,13 @@ class Snapshots {
   Snapshots(const Options& options, Journal* journal) : options_(options), journal_(*journal) {}
 
   bool Due() const;
-  // Somebody wants one, which makes it due; `done` gets its revision once it is durable. False, and
-  // `done` is not kept: one is being written, or somebody else waits for one.
+  // A request makes one due; `done` gets its revision once it is durable. False, and `done` is not
+  // kept: one is being written, or another caller waits for one.
   bool Request(Done done);
-  // Answers whoever asked, if anybody did.
+  // Answers the requester, if any.
   void Answer(const absl::StatusOr<uint64_t>& result);
   // Begins to write the state of `core`. `written` is called on a thread of the journal's; call
-  // Ended with what it is told, in turn.
+  // Ended with its argument, in the turn.
   struct Written {
     uint64_t revision = 0;
     absl::Status status;
@@ -62,7 +62,7 @@ class Snapshots {
   bool running_ = false;
   bool of_core_ = false;  // the next one is taken from the core: the journal has damage
   absl::Time begun_ = absl::InfinitePast();
-  Done done_;                // who asked for the next, or for the one that is being written
+  Done done_;                // the requester of the next one, or of the one being written
   uint64_t not_before_ = 0;  // records since the last one; set when one has failed
   std::atomic<bool> ok_{true};
   std::atomic<uint64_t> written_{0};

@@ -90,9 +90,9 @@ void Watchers::Send(Watcher& watcher) {
     return;
   }
   watcher.next = batch.next_revision();
-  // The first batch is sent even if empty: it tells the watcher from where on it sees everything.
-  // So is one now and then: who watches what seldom changes would else resume from where nothing is
-  // kept any more.
+  // The first batch is sent even if empty: it gives the watcher the revision from which it sees
+  // everything. An empty one is also sent occasionally: otherwise a watcher of rarely changing keys
+  // would resume from a revision that is no longer kept.
   if (batch.events_size() == 0 && watcher.greeted &&
       watcher.next - watcher.told < kRevisionsBetweenProgress)
     return;

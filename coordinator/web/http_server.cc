@@ -29,7 +29,7 @@ constexpr size_t kMaxRequestBytes = 64 << 10;
 
 // One request and its answer. Unlike the library's own stream it has one deadline for all of it and
 // a bound on what it reads: timeouts for each byte let a client that sends one a second hold a
-// thread for ever.
+// thread forever.
 class Connection final : public httplib::Stream {
  public:
   explicit Connection(int fd) : fd_(fd) {}

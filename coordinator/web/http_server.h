@@ -13,8 +13,8 @@ namespace muster::coordinator {
 
 // A small HTTP server on its own threads for what a browser or a scraper reads. GET and HEAD only,
 // one request a connection. Handlers run on those threads and may block for a short while. No
-// client can hold it up: a request has at most 64 KiB and 10 s for all of it, more than 64
-// connections are closed at once, and stopping hangs up on whoever is served. Thread-safe.
+// client can hold it up: a request has at most 64 KiB and 10 s for all of it, connections beyond 64
+// are closed at once, and stopping closes open ones. Thread-safe.
 class HttpServer {
  public:
   struct Response {

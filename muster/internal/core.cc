@@ -119,7 +119,7 @@ void Core::WaitForEveryone(absl::Duration timeout, const std::string& name,
       BarrierCall{.same_line = process_.environment().debug.value}, where);
   process_.progress().SetPhase("after wait_for_everyone");
   if (result.ok()) return;
-  // One process prints what all could: the report is the same for everybody.
+  // Only one process prints it: the report is the same for all.
   absl::StatusOr<BarrierReport> report = absl::NotFoundError("");
   if (IsBarrierVerdict(result.status())) report = process_.coordinator()->DescribeBarrier(name);
   if (report.ok() && report->first_rank == process_.rank()) {
@@ -153,8 +153,8 @@ absl::Status Core::NameCulprit(const absl::Status& error) {
   const bool lost_peer = error.code() == absl::StatusCode::kUnavailable ||
                          absl::StrContains(error.message(), "gloo/transport");
   if (!lost_peer || process_.size() == 1 || process_.coordinator() == nullptr) return error;
-  // It knows, or is about to: who lost a connection waits for the exit of whoever closed it. A
-  // barrier fails as soon as one of its ranks is gone.
+  // It knows, or will soon: a process that lost a connection waits for the exit of the peer that
+  // closed it. A barrier fails as soon as one of its ranks is gone.
   const auto why_ended = [&] {
     const absl::StatusOr<Heartbeat> beat = process_.coordinator()->Beat();
     return beat.ok() && beat->generation_ended ? beat->why : std::string();
@@ -178,7 +178,7 @@ void Core::EndTraining() {
   if (std::exchange(ended_, true)) return;
   FinishTrackers();
   const absl::Status saved = checkpoints_.Wait();
-  // Before the seat is given up: it tells what was acted upon.
+  // Before the seat is given up: it reports the triggers that were acted on.
   triggers_->Close();
   // A job that has lost its last checkpoint has not ended well: its seat is given up by its exit.
   ThrowIfError(saved);

@@ -17,7 +17,7 @@ constexpr char kPassesPerEpoch[] = "passes_per_epoch.";
 
 }  // namespace
 
-// Tells the tracker as long as there is one.
+// Notifies the tracker while it exists.
 class LoopTracker::Observer : public LoaderObserver {
  public:
   explicit Observer(LoopTracker* tracker) : tracker_(tracker) {}
@@ -70,7 +70,7 @@ void LoopTracker::OnBatch(uint64_t iteration, const BatchInfo& info) {
   for (size_t i = 0; i < live_.size(); ++i) {
     if (live_[i].id != iteration) continue;
     live_[i].info = info;
-    // A loop inside of another one is over before the outer one moves on.
+    // A nested loop ends before the outer one advances.
     const bool has_inner = i + 1 < live_.size();
     for (size_t k = i; has_inner && k < live_.size(); ++k) live_[k].beside_another = true;
     return;
@@ -204,8 +204,8 @@ bool LoopTracker::EpochIsDone() const {
   for (size_t i = 0; i < passes_per_epoch_.size(); ++i) {
     if (finished_passes_[i] < passes_per_epoch_[i]) return false;
     if (i >= registry_.loaders().size()) continue;
-    // Before an epoch has been seen whole, shuffling tells whether a loader that has never been
-    // used is for training.
+    // Before the first complete epoch, shuffling indicates whether an unused loader is for
+    // training.
     if (!epoch_seen && passes_per_epoch_[i] == 0 && finished_passes_[i] == 0 &&
         registry_.loaders()[i]->passes() == 0 && registry_.loaders()[i]->shuffles()) {
       return false;
@@ -248,7 +248,7 @@ void LoopTracker::SavePlace(CheckpointInfo* info) const {
   for (size_t i = 0; i < finished.size(); ++i) {
     const int64_t passes = std::max(passes_per_epoch_[i], epoch_open_ ? finished[i] : 0);
     if (passes > 0) info->cursor[absl::StrCat(kPassesPerEpoch, i)] = passes;
-    // Training loops that the epoch is through with: a run that goes on in it leaves them out.
+    // The epoch's finished training loops: a run that continues in it skips them.
     if (!done && epoch_open_ && finished[i] > 0) {
       info->cursor[absl::StrCat(kFinishedPasses, i)] = finished[i];
     }

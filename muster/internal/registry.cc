@@ -86,7 +86,7 @@ std::shared_ptr<SchedulerSlot> Registry::AddSchedule(
     call_schedulers_.push_back(std::move(slot));
     return schedulers_.back();
   }
-  // The handle's pointer keeps this object alive; held in here it would do so for ever.
+  // The handle's pointer keeps this object alive; held in here it would do so forever.
   for (const auto& own : optimizers_) {
     if (own.get() != optimizer.get()) continue;
     slot->Bind(own);
@@ -100,7 +100,7 @@ std::shared_ptr<SchedulerSlot> Registry::AddSchedule(
 
 void Registry::AddLoader(std::shared_ptr<LoaderStateHandle> loader) {
   for (auto& known : loaders_) {
-    // Held by nobody but this object, so its loop is over and it cannot begin another one.
+    // Only this object holds it, so its loop has ended and it cannot begin another one.
     if (known.use_count() > 1 || known->signature() != loader->signature()) continue;
     // An order that has not begun is the new loader's own to say.
     const LoaderState next = known->NextState();

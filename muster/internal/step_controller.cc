@@ -132,7 +132,7 @@ void StepController::CheckLoss(const at::Tensor& loss, const std::optional<doubl
 
 void StepController::CheckFinite(const at::Tensor& loss) const {
   const double value = loss.item<double>();
-  // Agreed over all ranks, so that no rank goes on into a collective that the others have left.
+  // Agreed over all ranks, so that no rank continues into a collective that the others have left.
   at::Tensor bad = at::full({process_.size()}, 0, at::kDouble);
   if (!std::isfinite(value)) bad[process_.rank()] = 1;
   // Processes that ran out of batches take no part in this exchange.
@@ -462,8 +462,8 @@ void StepController::EndJoin(bool finish) {
   for (const auto& loader : registry_.loaders()) loader->OverrideEvenBatches(std::nullopt);
   if (!finish) return;
   join->Finish([&](int root) {
-    // Whoever ran out of batches early missed steps: it takes over what the longest-trained process
-    // has.
+    // A process that ran out of batches early has missed steps: it takes over the state of the
+    // longest-trained process.
     for (const auto& optimizer : registry_.optimizers()) {
       BroadcastOptimizerState(process_.comm(), optimizer->handle(), root);
       optimizer->set_steps(BroadcastObject(process_.comm(), optimizer->steps(), root));
@@ -480,7 +480,7 @@ void StepController::EndJoin(bool finish) {
 }
 
 void StepController::Stepped(OptimizerSlot& slot) {
-  // After loss.backward() nothing else has told that the batch is trained on.
+  // After loss.backward() nothing else has recorded that the batch was trained on.
   if (!in_micro_step()) loops_.MarkTrained();
   if (!slot.step_was_skipped_) {
     ++slot.steps_;

@@ -6,7 +6,7 @@
 
 namespace muster::rpc {
 namespace {
-// The agent is told of received frames at least this often.
+// Received frames are acknowledged at least this often.
 constexpr int kFramesBetweenAcks = 32;
 }  // namespace
 

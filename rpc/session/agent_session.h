@@ -14,20 +14,20 @@ namespace muster::rpc {
 // Of Welcome.features: the server of the session answers each beat that asks for it.
 inline constexpr absl::string_view kAnswersBeats = "answers_beats";
 
-// The serving half of an agent session, the coordinator's or a hub's: what it remembers of one
-// agent process across its streams, so that every frame with a seq takes effect at most once and
-// every result arrives, however often the stream breaks.
+// The serving half of an agent session, the coordinator's or a hub's: the state of one agent
+// process across its streams, so that every frame with a seq takes effect at most once and every
+// result arrives, however often the stream breaks.
 //
 // The rules both halves keep:
 // - Frames with a seq are numbered 1, 2, ... by their sender within the session, kept until they
 //   are acknowledged, and sent again, in order, on the next stream. A frame whose seq is not above
 //   the last one received is dropped. Frames without a seq (hello, welcome, beats, bare
 //   acknowledgements) are sent once.
-// - Hello and Welcome tell the other side from where to send again, and name the session whose
+// - Hello and Welcome say where the other side must resume sending, and name the session whose
 //   frames they count. When Welcome's is not the one the agent was in, nothing is left of that one.
-//   The agent then counts the coordinator's frames from 0 again, and sends every operation it has
-//   no result for anew, in new frames; whether it was done before is decided by the request_id and
-//   by the barrier's counter, not here.
+//   The agent then counts the coordinator's frames from 0 again, and resends every operation
+//   without a result in new frames; the request_id and the barrier's counter, not this class,
+//   decide whether it was applied before.
 //
 // Not thread-safe; pure: used by servers and by tests/simulation alike.
 class AgentSession {

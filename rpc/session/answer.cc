@@ -9,7 +9,7 @@ v1::OpResult Answer::Parse() const {
 }
 
 absl::string_view Answer::reply() const {
-  // It is the only field: its tag and its length, two varints, stand before it.
+  // It is the only field: its tag and its length, two varints, precede it.
   absl::string_view rest = bytes_;
   for (int varint = 0; varint < 2; ++varint) {
     while (static_cast<unsigned char>(rest.front()) >= 0x80) rest.remove_prefix(1);

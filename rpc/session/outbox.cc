@@ -112,7 +112,7 @@ FrameBytes Outbox::Next() {
     head += directive;
     frame.push_back(Own(std::move(head)));
   } else {
-    // Two passes: the batch's length stands before its results.
+    // Two passes: the batch's length precedes its results.
     std::vector<size_t> result_bytes;
     size_t batch_bytes = 0;
     for (const Item& item : pending_) {

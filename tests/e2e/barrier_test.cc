@@ -249,9 +249,9 @@ TEST_F(BarrierTest, OtherName_IsNamedToBothSides) {
   const auto others = Said("error FAILED_PRECONDITION barrier 'evaluated': ");
   ASSERT_TRUE(first.count(0) == 1 && others.count(5) == 1) << SaidText();
   EXPECT_EQ(first.at(0), others.at(5));
-  EXPECT_THAT(first.at(0),
-              ElementsAre(AllOf(HasSubstr("ranks disagree what comes next"), HasSubstr("\"saved\""),
-                                HasSubstr("\"evaluated\""), HasSubstr("barrier_worker.cc:"))));
+  EXPECT_THAT(first.at(0), ElementsAre(AllOf(HasSubstr("ranks disagree about the next call"),
+                                             HasSubstr("\"saved\""), HasSubstr("\"evaluated\""),
+                                             HasSubstr("barrier_worker.cc:"))));
 }
 
 TEST_F(BarrierTest, OtherLine_BothPlacesAreNamed) {

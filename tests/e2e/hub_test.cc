@@ -94,7 +94,7 @@ TEST_F(HubTest, HubKilled_TheJobBehindItGoesOn) {
   Put("shown");
   ExpectSuccess();
   for (const auto& node : nodes_) {
-    EXPECT_THAT(node->err(), Contains(AllOf(HasSubstr("goes back to the coordinator at"),
+    EXPECT_THAT(node->err(), Contains(AllOf(HasSubstr("returns to the coordinator at"),
                                             HasSubstr("refused"))));
   }
 }

@@ -447,7 +447,7 @@ absl::Status Machine::Reduce() {
   return Bad("the pickle calls what is not a function");
 }
 
-// ("storage", type, key, device, elements): what stands for a storage.
+// ("storage", type, key, device, elements): the description of a storage.
 absl::Status Machine::LoadPersistent() {
   uint32_t id = 0;
   MUSTER_RETURN_IF_ERROR(Pop(&id));

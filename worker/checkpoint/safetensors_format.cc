@@ -42,7 +42,7 @@ std::string ShapeText(const std::vector<uint64_t>& shape) {
 }
 
 // Follows the parser's events through the few states that a header may have. Every method returns
-// whether to go on; after false, why() says what was wrong.
+// whether to continue; after false, why() has the error.
 class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
  public:
   explicit HeaderHandler(SafetensorsHeader* header) : header_(header) {}

@@ -34,7 +34,7 @@ TEST(TorchFile, EveryFileThatIsNoDictionaryOfTensors_IsRefusedByWhatItIs) {
   EXPECT_THAT(ErrorOf("plain.pkl"), HasSubstr("is a plain Python pickle"));
   EXPECT_THAT(ErrorOf("compressed.bin"), HasSubstr("is compressed"));
   EXPECT_THAT(ErrorOf("other.zip"), HasSubstr("not of torch.save"));
-  EXPECT_THAT(ErrorOf("types.safetensors"), HasSubstr("is no file of torch.save"));
+  EXPECT_THAT(ErrorOf("types.safetensors"), HasSubstr("is not a file of torch.save"));
   EXPECT_THAT(ErrorOf("evil.bin"), HasSubstr("names posix.system, which is refused"));
   EXPECT_THAT(ErrorOf("sparse.bin"), HasSubstr("torch._utils._rebuild_sparse_tensor"));
   EXPECT_THAT(ErrorOf("module.bin"), HasSubstr("torch.nn.modules.linear.Linear"));

@@ -92,7 +92,8 @@ absl::StatusOr<bool> AreEqual(const WeightFiles& weights, const WeightFiles::Ent
 
 absl::Status CopyOne(const WeightFiles& weights, const Copy& copy, at::Tensor target) {
   const bool overlaps = at::has_internal_overlap(target) == at::MemOverlap::Yes;
-  // The old memory goes before the new values come: one tensor at a time besides the model.
+  // The old memory is freed before the new values arrive: one tensor at a time in addition to the
+  // model.
   if (overlaps) {
     target.set_data(at::empty(target.sizes(), target.options().dtype(copy.type)));
   } else if (target.scalar_type() != copy.type) {

@@ -100,7 +100,7 @@ absl::StatusOr<CopiedWeights> CopyWeights(const WeightFiles& weights, const std:
     if (IsShardFileName(name, kStem, kExtension)) replaced.push_back(name);
   }
   MUSTER_RETURN_IF_ERROR(CheckNotRead(weights, to, replaced));
-  // First all of it beside, then renames.
+  // Writes everything under temporary names first, then renames.
   const std::string scratch = JoinPath(to, absl::StrCat(".saving-", RandomHex()));
   MUSTER_RETURN_IF_ERROR(MakeDirectories(scratch));
   const auto write = [&]() -> absl::Status {

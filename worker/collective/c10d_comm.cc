@@ -208,8 +208,8 @@ class C10dComm : public Comm {
     Begin(Operation::kScatter, root, &out, /*allow_inline=*/false);
     if (options_.check) {
       Exchange(/*same_tensors=*/false);
-      // Only the root can compare its parts with the outputs it has just heard of, and all must
-      // know.
+      // Only the root can compare its parts with the outputs it has just received, and all ranks
+      // need the result.
       Agree(rank_ == root ? PartsError(parts) : "");
     } else if (rank_ == root) {
       comm_checks::CheckParts(parts, size_, rank_);
@@ -308,7 +308,7 @@ class C10dComm : public Comm {
         if (d < kFrameDims) {
           header.dims[d] = tensor->size(d);
         } else {
-          // Rare; still told apart, though not shown.
+          // Rare; still distinguished, though not shown.
           header.dims[kFrameDims - 1] = header.dims[kFrameDims - 1] * 1000003 + tensor->size(d);
         }
       }
@@ -361,7 +361,7 @@ class C10dComm : public Comm {
       text += c10::str(r == 0 ? " " : "; ", "rank ", r, " called ",
                        DescribeFrame(Header(r), same_tensors));
     }
-    // Ranks may stand at different numbers; from here on they count alike again.
+    // Ranks may have different counts; from here on they are equal again.
     for (int r = 0; r < size_; ++r) sequence_ = std::max(sequence_, Header(r).sequence);
     TORCH_CHECK(false, text);
   }

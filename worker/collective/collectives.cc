@@ -103,9 +103,9 @@ std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,
   std::vector<std::vector<int64_t>> all;
   for (const std::string& bytes : gathered) all.push_back(Numbers(bytes));
 
-  // Everybody walks all ranks' shapes in the same way, so that all find the same fault or none.
-  // `at[r]` is where rank r's current tensor begins. Other dimensions need not agree: who pads one
-  // dimension after the other has shapes that differ in both at first.
+  // Every rank checks all ranks' shapes in the same order, so that all find the same error or none.
+  // `at[r]` is where rank r's current tensor begins. Other dimensions need not agree: a program
+  // that pads one dimension after the other has shapes that differ in both at first.
   std::vector<size_t> at(all.size(), 0);
   std::vector<int64_t> longest;
   for (size_t i = 0; i < tensors.size() || at[0] < all[0].size(); ++i) {

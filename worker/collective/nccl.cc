@@ -21,7 +21,7 @@ namespace {
 
 std::string FolderOf(const std::string& path) { return path.substr(0, path.rfind('/')); }
 
-// Where libtorch_cpu.so really lies: its CUDA half is beside it.
+// The real path of libtorch_cpu.so: its CUDA half is next to it.
 std::string TorchFolder() {
   Dl_info info = {};
   void* symbol = dlsym(RTLD_DEFAULT,

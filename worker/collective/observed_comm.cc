@@ -60,7 +60,7 @@ class ObservedComm : public Comm {
     try {
       return collective();
     } catch (...) {
-      // While it still stands on the board, by which other ranks tell that this one waits.
+      // While it is still on the board, from which other ranks learn that this one waits.
       RethrowExplained(explain_);
     }
   }

@@ -63,7 +63,7 @@ class ShmWork : public c10d::Work {
   uint64_t getSequencenumber() const override { return sequence_; }
 
   void Done(std::exception_ptr error) {
-    // The future first: who waits for the work may ask it right away.
+    // The future first: a waiter of the work may use it right away.
     if (error) {
       future_->setError(error);
     } else {
@@ -93,7 +93,7 @@ class ShmBackend : public c10d::Backend {
       MutexLock lock(&mu_);
       stop_ = true;
       cv_.SignalAll();
-      // Nobody will wait for these any more: do not hold up the end of the process.
+      // These have no waiters any more: do not delay the end of the process.
       if (busy_ || !tasks_.empty()) segment_->Break(c10::str("rank ", rank_, " left the group"));
     }
     helper_.join();

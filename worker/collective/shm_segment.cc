@@ -234,7 +234,7 @@ void ShmSegment::Break(const std::string& why) {
   std::memcpy(header->why, why.data(), length);
   header->why[length] = '\0';
   header->broken.store(2);
-  // Sleepers look when their slice is over.
+  // Sleepers check when their time slice ends.
 }
 
 void ShmSegment::Fail(const std::string& why) {

@@ -97,7 +97,7 @@ class ThreadComm : public Comm {
     Enter({.operation = "AllReduce", .detail = static_cast<int>(op), .tensor = &tensor});
     CheckSame(/*same_tensors=*/true);
     // One rank adds, in rank order, and the others copy: the same bits everywhere. Every rank
-    // leaves through both Syncs even if this one fails, so that nobody is out of step.
+    // leaves through both Syncs even if this one fails, so that all stay in step.
     std::exception_ptr error;
     if (rank_ == 0) {
       try {

@@ -374,7 +374,7 @@ at::Tensor LoaderCore::OrderFromMain(const std::function<std::vector<int64_t>()>
     }
   }
   if (world_size_ > 1) {
-    // One byte tells an order from an error, which must reach the ranks that wait for it.
+    // One byte distinguishes an order from an error, which must reach the ranks that wait for it.
     std::string bytes(1, thrown ? 'E' : 'O');
     if (thrown) {
       bytes += error;
@@ -557,7 +557,8 @@ LoaderCore::LivePass* LoaderCore::FindLive(uint64_t iteration) {
 }
 
 void LoaderCore::BatchGiven(const LoaderPass& pass, const BatchInfo& info) {
-  // A loop that goes on after LoadState is over in all but name: it does not touch the new place.
+  // A loop that continues after LoadState is no longer tracked: it does not change the new
+  // position.
   if (LivePass* live = FindLive(pass.iteration)) {
     live->before = live->place;
     live->place.position = info.position;
@@ -694,7 +695,7 @@ void LoaderCore::SetEpoch(int64_t epoch) {
   resuming_ = false;
   expected_digest_.clear();
   next_epoch_ = epoch;
-  // A pass under way keeps its place until it is over.
+  // An active pass keeps its position until it ends.
   if (live_.empty()) place_ = {.epoch = epoch};
 }
 

@@ -285,8 +285,8 @@ class CoordinatorClient::Impl {
     const absl::Status status = Call(absl::StrCat("barrier '", name, "'"), timeout, *barrier_,
                                      &v1::Barrier::Stub::Arrive, &request, &reply);
     MUSTER_FAILPOINT("worker.barrier_done");
-    // A verdict of the coordinator closes the instance for everybody; without one, the next call
-    // asks for this again.
+    // A verdict of the coordinator closes the instance for all ranks; without one, the next call
+    // asks for the same instance again.
     const v1::BarrierState state = VerdictOf(status);
     if (state != v1::BARRIER_STATE_UNSPECIFIED) {
       MutexLock lock(&mu_);
@@ -335,7 +335,7 @@ class CoordinatorClient::Impl {
       request.set_counter(next - 1);
     }
     v1::DescribeBarrierReply reply;
-    // Whoever asks has failed already: not for long.
+    // The caller has failed already, so do not wait long.
     MUSTER_RETURN_IF_ERROR(CallWithin(absl::StrCat("describing barrier '", name, "'"), kGrace,
                                       *barrier_, &v1::Barrier::Stub::Describe, &request, &reply,
                                       AtExit::kCutShort));
@@ -615,7 +615,7 @@ class CoordinatorClient::Impl {
   void EndWithin(absl::Duration patience) {
     MutexLock lock(&mu_);
     exit_ = std::min(exit_, Clock::Real().Now() + patience);
-    // Those that go on are sent again, with what is left of it.
+    // Calls that continue are sent again, with the rest of it.
     for (grpc::ClientContext* const context : cut_short_) context->TryCancel();
   }
 
@@ -856,7 +856,7 @@ absl::StatusOr<std::vector<std::pair<std::string, std::string>>> CoordinatorClie
     if (reply.results_size() == 0) return absl::InternalError("list: an answer without a result");
     const v1::KvOpResult& page = reply.results(0);
     for (const v1::KeyValue& kv : page.kvs()) {
-      // An older coordinator does not know of pages and begins anew.
+      // An older coordinator does not support pages and starts over.
       if (!entries.empty() && kv.key() <= entries.back().first) {
         return absl::ResourceExhaustedError(
             absl::StrCat("list '", prefix, "': more than ", entries.size(),

@@ -21,8 +21,8 @@ using Variables = std::map<std::string, std::string>;
 
 constexpr int kDefaultMasterPort = 29500;
 
-// The names by which one kind of launcher tells a process its place. An empty name: that launcher
-// does not say.
+// The variables in which one kind of launcher passes rank and world size. An empty name: that
+// launcher does not say.
 struct Family {
   Launcher launcher;
   const char* rank;
@@ -33,8 +33,8 @@ struct Family {
   const char* num_nodes;
 };
 
-// In order of preference: the nearer the launcher stands to Muster, the earlier. MPI comes before
-// SLURM because an mpirun inside an allocation hands every process the SLURM variables of the batch
+// In order of preference: the closer the launcher is to Muster, the earlier. MPI comes before SLURM
+// because an mpirun inside an allocation hands every process the SLURM variables of the batch
 // script.
 constexpr Family kFamilies[] = {
     {Launcher::kMuster, "MUSTER_RANK", "MUSTER_WORLD_SIZE", "MUSTER_LOCAL_RANK",
@@ -488,7 +488,7 @@ std::string FirstSlurmHost(const std::string& node_list) {
       host += node_list[i];
       continue;
     }
-    // "[03-05,9]": the first number, with its zeros, stands for the bracket.
+    // "[03-05,9]": the first number, with its zeros, replaces the bracket.
     const size_t close = node_list.find(']', i);
     if (close == std::string::npos) return "";
     const std::string inside = node_list.substr(i + 1, close - i - 1);

@@ -309,8 +309,8 @@ absl::StatusOr<std::unique_ptr<Comm>> MakeBackgroundComm(JoinedProcess& process)
   GlooOptions gloo = GlooOf(process, absl::StrCat("background_", ++process.subgroups), all);
   try {
     auto group = MakeGlooGroup(process.store, gloo);
-    // The meeting is over; from here on ranks wait for each other's disks, for hours if these are
-    // slow or their rate is limited. A rank that dies closes its connections.
+    // The rendezvous has finished; from here on ranks wait for each other's disks, for hours if
+    // these are slow or their rate is limited. A rank that dies closes its connections.
     return MakeC10dComm(std::move(group), {.timeout = std::max<std::chrono::milliseconds>(
                                                gloo.timeout, std::chrono::hours(24 * 7))});
   } catch (const c10::Error& e) {

@@ -25,7 +25,7 @@ bool GoesOn(absl::string_view collective) {
 }
 
 // Without bucket and number of elements: ranks that call with other shapes, or wait for another
-// bucket of the same gradient exchange, stand in the same call.
+// bucket of the same gradient exchange, are in the same call.
 absl::string_view Call(absl::string_view collective) {
   collective = collective.substr(0, collective.find(" ("));
   return collective.substr(0, collective.find(" bucket "));
@@ -63,8 +63,8 @@ std::string What(const ProgressBoard::Facts& mine) {
   return absl::StrCat(mine.last_collective, " after step ", mine.step);
 }
 
-// Whether a rank waits where this one does. What goes past the board (a GPU's collectives, which
-// are done for the host when they are queued) is told by the phase.
+// Whether a rank waits where this one does. The phase covers collectives that bypass the board (a
+// GPU's, which are complete for the host once they are queued).
 bool Waits(const MemberInfo& member, const ProgressBoard::Facts& mine) {
   if (!member.gone.empty() || Call(member.last_collective) != Call(mine.last_collective)) {
     return false;
@@ -91,7 +91,7 @@ std::string AskStore(const LostCollectiveSources& sources, const ProgressBoard::
     try {
       sources.store->wait(keys, absl::ToChronoMilliseconds(sources.grace));
     } catch (const c10::Error&) {
-      // Some have none: the next calls tell which.
+      // Some have none: the next calls find out which.
     }
     for (const int rank : sources.ranks) {
       (sources.store->check({key(rank)}) ? waiting : missing).push_back(rank);
@@ -137,7 +137,7 @@ std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
       absl::StrAppend(&absent, " (", member->host, ", pid ", member->pid, ") ", kDidNotTakePart);
     }
     absl::StrAppend(&absent, named == 1 ? What(mine) : "it");
-    // For a rank that is gone nobody has waited that long.
+    // No rank has waited that long for one that is gone.
     if (named == 1 && (member == members.end() || member->gone.empty())) {
       absl::StrAppend(&absent, kWithin, absl::FormatDuration(sources.timeout));
     }
@@ -160,8 +160,8 @@ std::string ExplainLostCollective(const LostCollectiveSources& sources, absl::st
     return absl::StrCat(What(mine), kDidNotFinish, absl::FormatDuration(sources.timeout), cause);
   }
   if (!IsCollectiveTimeout(error)) {
-    // Who lost a connection is here before the coordinator hears of the exit of whoever closed it;
-    // a barrier ends as soon as one of its ranks is known to be gone.
+    // A rank that lost a connection gets here before the coordinator learns of the exit of the peer
+    // that closed it; a barrier ends as soon as one of its ranks is known to be gone.
     sources.coordinator
         ->Barrier("after a lost collective", sources.grace, BarrierCall{.same_line = false})
         .status()

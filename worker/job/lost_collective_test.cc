@@ -149,7 +149,7 @@ TEST(LostCollective, WithoutCoordinator_TheStoreTellsWhoWaits) {
   for (const int rank : {0, 2}) {
     EXPECT_THAT(explain(rank, {0, 1, 2}, "AllReduce", absl::Milliseconds(1)),
                 AllOf(HasSubstr("rank 1 did not take part in AllReduce #1 (8 Float) after step 0"),
-                      HasSubstr("; ranks 0, 2 wait;"), HasSubstr("known only to a coordinator")));
+                      HasSubstr("; ranks 0, 2 wait;"), HasSubstr("only a coordinator knows")));
   }
   // Those who come one after the other are waited for, no longer than until they are there.
   std::thread other([&] { explain(2, {0, 2}, "Barrier", absl::Minutes(5)); });

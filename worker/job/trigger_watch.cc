@@ -10,7 +10,7 @@
 namespace muster {
 namespace {
 
-// Triggers that nobody asks for.
+// Triggers that the program does not check.
 constexpr size_t kMaxKept = 256;
 
 // The same poll again would be refused again.
@@ -129,10 +129,10 @@ std::string TriggerWatch::WhyWaiting() {
 
 TriggerPoll TriggerWatch::NextPoll() {
   TriggerPoll poll;
-  // Steps may be counted anew after a checkpoint is loaded; what was begun stays begun.
+  // Step counts may restart after a checkpoint is loaded; steps that have begun stay begun.
   poll.step = std::min(finished_, begun_);
   if (!pending_.empty()) {
-    // From here on: the coordinator may count on it before we know that it heard.
+    // From here on: the coordinator may rely on it before we know that it has received it.
     if (!promised_.has_value()) promised_ = begun_ + 1;
     poll.horizon = *promised_;
     poll.pending.assign(pending_.begin(), pending_.end());
@@ -156,9 +156,9 @@ void TriggerWatch::Take(const TriggerPoll& poll, const std::vector<TriggerInfo>&
       decided_[trigger.id] = trigger;
       continue;
     }
-    // A coordinator that restarted has forgotten what was acknowledged. And one whose name nobody
-    // here asks for is done with once its step is: it must not stay at the coordinator for ever. It
-    // is kept here all the same, should the program ask later.
+    // A coordinator that restarted has forgotten what was acknowledged. A trigger that the program
+    // does not check is acknowledged after its step: it must not stay at the coordinator forever.
+    // It is kept here all the same, should the program ask later.
     const bool acted = decided_.count(trigger.id) == 0;
     const bool unheard = trigger.effective_step <= finished_ && checked_.count(trigger.name) == 0;
     if (acted || unheard) acknowledge_.insert(trigger.id);
@@ -177,7 +177,7 @@ void TriggerWatch::Loop() {
       if (stop_ && acknowledge_.empty()) return;
       last = stop_;
     }
-    // Whoever ends raises nothing more.
+    // A process that ends raises no more triggers.
     if (!last && options_.before_poll) options_.before_poll();
     TriggerPoll poll;
     {
@@ -203,7 +203,7 @@ void TriggerWatch::Loop() {
       changed_.SignalAll();
       return;
     } else {
-      // No coordinator for now: nobody else can learn of a decision either.
+      // No coordinator for now: no other rank can learn of a decision either.
       if (stop_) return;
       MUSTER_LOG(Debug) << triggers.status().message();
     }

@@ -258,7 +258,7 @@ TEST(TriggerWatch, RankThatNeverAsks_IsWarnedOf) {
   Notification warned;
   std::string warning;
   options.warn = [&](const std::string& text) {
-    if (text.find("has not asked") == std::string::npos || warned.HasBeenNotified()) return;
+    if (text.find("has not polled") == std::string::npos || warned.HasBeenNotified()) return;
     warning = text;
     warned.Notify();
   };

@@ -212,7 +212,7 @@ class WrappedHook : public c10d::CommHookInterface {
     at::Tensor small = original.to(dtype_);
     bucket.setBuffer(small);
     const FuturePtr inner = inner_->runHook(bucket);
-    // Must not hold the inner hook: it owns the group, and whoever drops the last reference on the
+    // Must not hold the inner hook: it owns the group, and dropping the last reference on the
     // group's own thread makes that thread join itself.
     return inner->then(
         [original](c10::ivalue::Future& future) {

@@ -33,7 +33,7 @@ namespace {
 constexpr size_t kUnbounded = std::numeric_limits<size_t>::max();
 
 // Joins all outputs in one node of the graph, so that outputs left out of the loss pass undefined
-// gradients on and every parameter behind them is heard of.
+// gradients on and every parameter behind them takes part.
 struct Sink : public torch::autograd::Function<Sink> {
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* context,
                                                 at::TensorList outputs) {
@@ -49,7 +49,7 @@ struct Sink : public torch::autograd::Function<Sink> {
   }
 };
 
-// c10d's, and what it keeps to itself about where a backward pass stands.
+// c10d's, plus its private state about the progress of a backward pass.
 class Reducer : public c10d::Reducer {
  public:
   using c10d::Reducer::Reducer;
@@ -337,7 +337,7 @@ class DataParallel::Impl {
   bool communicate_ = true;
   bool idle_ = false;     // every parameter is frozen at present
   bool armed_ = false;    // without a Reducer: what Reducer::expecting() says
-  bool open_ = false;     // the first gradient of the armed exchange has come
+  bool open_ = false;     // the first gradient of the armed exchange has arrived
   bool closing_ = false;  // its end is queued
   size_t shown_ = 0;      // buckets of it that the board has seen launched
   bool delay_enqueued_ = false;
@@ -474,8 +474,8 @@ class DataParallel::Impl {
     if (group_ == nullptr) {
       all = comm_.AllGatherBytes(mine);
     } else {
-      // Through the store and not in a collective: a rank on which nothing changed goes on to its
-      // backward pass, and would meet this one there in another operation.
+      // Through the store and not in a collective: a rank on which nothing changed continues to its
+      // backward pass, and would run a different operation there.
       const c10::intrusive_ptr<c10d::Store> store = group_->getStore();
       const auto key = [&](uint64_t change, int rank) {
         return "muster/trained/" + id_ + "/" + std::to_string(change) + "/" + std::to_string(rank);
@@ -485,7 +485,7 @@ class DataParallel::Impl {
       const std::chrono::milliseconds timeout =
           group_->getBackend(c10::DeviceType::CPU)->getBackendOptions()->timeout;
       store->set(keys[comm_.rank()], std::vector<uint8_t>(mine.begin(), mine.end()));
-      // Who has come this far has seen that all had read those of two changes ago.
+      // A rank that gets here knows that all ranks have read those of two changes ago.
       if (changes_ > 2) store->deleteKey(key(changes_ - 2, comm_.rank()));
       try {
         store->wait(keys, timeout);

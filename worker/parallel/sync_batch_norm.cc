@@ -22,7 +22,7 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// What stands still in one call of forward.
+// The values that are fixed during one forward call.
 struct Call {
   Comm* comm;
   at::Tensor running_mean;  // undefined: not tracked

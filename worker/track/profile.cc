@@ -39,7 +39,7 @@ absl::StatusOr<std::string> Save(profiler::ProfilerResult& result, const Profile
   const std::string name = absl::StrCat(
       "profile_", options.rank, number == 0 ? std::string() : absl::StrCat("_", number), ".json");
   const std::string path = JoinPath(options.output_dir, name);
-  // Kineto writes in place; a name beside it keeps a half trace from being seen.
+  // Kineto writes in place; a temporary name hides a half-written trace.
   const std::string temporary = absl::StrCat(path, ".tmp-", RandomHex(), ".json");
   result.save(temporary);
   if (rename(temporary.c_str(), path.c_str()) != 0) {

@@ -108,7 +108,7 @@ void Progress::Close() {
   if (seconds > 0) rate_ = static_cast<double>(done_ - options_.initial) / seconds;
   Draw();
   closed_ = true;
-  if (write(options_.fd, "\n", 1) < 0) return;  // The terminal is gone; there is nobody to tell.
+  if (write(options_.fd, "\n", 1) < 0) return;  // The terminal is gone, so the error is ignored.
 }
 
 std::string Progress::Line(int columns) const {

@@ -413,8 +413,8 @@ void LrScheduler::LoadState(const PlainState& state) {
   step_ = static_cast<int64_t>(step);
   base_lrs_ = std::move(base_lrs);
   Apply();
-  // The saved rates win over the schedule's: rates changed by hand are there again, and the next
-  // step goes on from them, as it would have without the stop.
+  // The saved rates win over the schedule's: rates changed by hand are restored, and the next step
+  // continues from them, as in an uninterrupted run.
   for (size_t g = 0; g < last_lr.size(); ++g) target_.set_lr(static_cast<int64_t>(g), last_lr[g]);
 }
 

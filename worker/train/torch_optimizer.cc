@@ -256,7 +256,7 @@ Kind RmspropKind() {
 }
 
 // LBFGS has one state for all its parameters, which are one long vector to it: tensors under the
-// name of the first parameter, numbers beside the options. Its own save() fails on the undefined
+// name of the first parameter, numbers next to the options. Its own save() fails on the undefined
 // entries of `al`, which is scratch and not needed.
 constexpr const char* kLbfgsVectors[] = {"d", "prev_flat_grad"};   // [n]
 constexpr const char* kLbfgsHistory[] = {"old_dirs", "old_stps"};  // [history, n]
