@@ -12,7 +12,7 @@ namespace muster::agent {
 // Open files. Raises the soft limit to the hard one.
 absl::Status EnsureDescriptors(int workers);
 // Threads and processes: tries whether there is room, which takes a millisecond. Limits of a user
-// count what runs already, so no number tells.
+// count what runs already, so no number tells; and threads need room for their stacks.
 absl::Status EnsureThreads(int workers);
 
 }  // namespace muster::agent
