@@ -32,8 +32,8 @@ constexpr int kMaxStuck = 64;
 constexpr int kEndMilliseconds = 3000;
 constexpr int kStuckMilliseconds = 200;
 constexpr int kLookAgainMilliseconds = 2;
-constexpr int kAnswerMilliseconds = 60'000;  // it answers at once, or hangs
-constexpr size_t kDescriptors = 5;           // of a request: input, output, errors, report, strings
+constexpr int kContinueMilliseconds = 1000;
+constexpr size_t kDescriptors = 5;  // of a request: input, output, errors, report, strings
 
 // The signals that stay ignored in a child where this process ignores them.
 constexpr std::array<int, 3> kInheritedSignals = {SIGHUP, SIGINT, SIGQUIT};
@@ -434,8 +434,8 @@ void AppendWord(absl::string_view word, std::string* text) {
   text->push_back('\0');
 }
 
-// False: the keeper does not answer.
-bool Ask(int socket, pid_t keeper, const Request& request, const int* fds, Reply* reply) {
+// 0, or why there is no reply; EPIPE: the keeper has ended.
+int Ask(int socket, pid_t keeper, const Request& request, const int* fds, Reply* reply) {
   iovec data = {const_cast<Request*>(&request), sizeof(request)};
   alignas(cmsghdr) char control[CMSG_SPACE(kDescriptors * sizeof(int))] = {};
   msghdr message = {};
@@ -450,19 +450,18 @@ bool Ask(int socket, pid_t keeper, const Request& request, const int* fds, Reply
     header->cmsg_len = CMSG_LEN(kDescriptors * sizeof(int));
     memcpy(CMSG_DATA(header), fds, kDescriptors * sizeof(int));
   }
-  // One that somebody has stopped would hold up the host.
-  kill(keeper, SIGCONT);
   ssize_t done;
   do {
     done = sendmsg(socket, &message, MSG_NOSIGNAL);
   } while (done < 0 && errno == EINTR);
-  if (done != sizeof(request)) return false;
-  pollfd ready = {socket, POLLIN, 0};
-  int count;
-  do {
-    count = poll(&ready, 1, kAnswerMilliseconds);
-  } while (count < 0 && errno == EINTR);
-  return count == 1 && recv(socket, reply, sizeof(*reply), 0) == sizeof(*reply);
+  if (done < 0) return errno == ECONNRESET ? EPIPE : errno;
+  for (;;) {
+    // One that somebody has stopped would hold up the host.
+    kill(keeper, SIGCONT);
+    pollfd ready = {socket, POLLIN, 0};
+    if (poll(&ready, 1, kContinueMilliseconds) == 1) break;
+  }
+  return recv(socket, reply, sizeof(*reply), 0) == sizeof(*reply) ? 0 : EPIPE;
 }
 
 }  // namespace
@@ -497,6 +496,8 @@ Keeper::Keeper(std::string mark, pid_t pid, int socket)
 Keeper::~Keeper() {
   if (socket_ >= 0) close(socket_);
   kill(pid_, SIGCONT);
+  pollfd ended = {pidfd_, POLLIN, 0};
+  if (pidfd_ >= 0 && poll(&ended, 1, 2 * kEndMilliseconds) != 1) kill(pid_, SIGKILL);
   while (waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
   }
   Orphans::Get().Forget(pid_);
@@ -506,8 +507,6 @@ Keeper::~Keeper() {
 absl::Status Keeper::Gone() {
   if (socket_ >= 0) {
     close(std::exchange(socket_, -1));
-    // Also one that hangs: without an answer nothing can be known of its children.
-    kill(pid_, SIGKILL);
     pollfd ended = {pidfd_, POLLIN, 0};
     while (poll(&ended, 1, -1) < 0 && errno == EINTR) {
     }
@@ -539,9 +538,10 @@ absl::StatusOr<pid_t> Keeper::Fork(const ChildPlan& plan) {
   const int fds[kDescriptors] = {plan.stdin_fd, plan.stdout_fd, plan.stderr_fd, plan.error_fd,
                                  file};
   Reply reply = {};
-  const bool answered = socket_ >= 0 && Ask(socket_, pid_, request, fds, &reply);
+  const int error = socket_ >= 0 ? Ask(socket_, pid_, request, fds, &reply) : EPIPE;
   close(file);
-  if (!answered) return Gone();
+  if (error == EPIPE) return Gone();
+  if (error != 0) return ErrnoStatus("cannot pass the descriptors of the process on", error);
   if (reply.error != 0) return ErrnoStatus("fork", reply.error);
   Orphans::Get().Note(mark_, reply.pid);
   return reply.pid;
@@ -552,7 +552,9 @@ absl::StatusOr<ChildEnd> Keeper::Collect(pid_t child) {
   request.kind = Request::kCollect;
   request.pid = child;
   Reply reply = {};
-  if (socket_ < 0 || !Ask(socket_, pid_, request, nullptr, &reply)) return Gone();
+  const int error = socket_ >= 0 ? Ask(socket_, pid_, request, nullptr, &reply) : EPIPE;
+  if (error == EPIPE) return Gone();
+  if (error != 0) return ErrnoStatus("waitid", error);
   Orphans::Get().Forget(child);
   if (reply.error != 0) return ErrnoStatus("waitid", reply.error);
   return reply.end;
@@ -563,7 +565,7 @@ void Keeper::Release(pid_t child) {
   request.kind = Request::kRelease;
   request.pid = child;
   Reply reply = {};
-  if (socket_ < 0 || !Ask(socket_, pid_, request, nullptr, &reply)) Gone().IgnoreError();
+  if (socket_ < 0 || Ask(socket_, pid_, request, nullptr, &reply) == EPIPE) Gone().IgnoreError();
 }
 
 }  // namespace muster::agent

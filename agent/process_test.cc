@@ -651,6 +651,16 @@ TEST_F(ProcessTest, KeeperStopped_IsContinuedWhenItIsNeeded) {
   host_.reset();
 }
 
+TEST_F(ProcessTest, DescriptorThatIsClosed_IsAnErrorAndOthersGoOn) {
+  auto process = Spawn(Shell("exec sleep 1000"));
+  ProcessOptions options = Shell("exit 0");
+  options.stdin_fd = 9999;
+  const auto refused = host_->Spawn(std::move(options));
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kInternal) << refused.status();
+  EXPECT_EQ(kill(process->pid(), 0), 0);
+  EXPECT_EQ(Spawn(Shell("exit 5"))->Wait().exit_code, 5);
+}
+
 TEST_F(ProcessTest, ArgumentsAndEnvironmentOfMegabytes_PassThrough) {
   ProcessOptions options = Shell("echo ${#BIG} ${#1} $#");
   options.argv.insert(options.argv.end(), {"sh", std::string(100'000, 'a')});
