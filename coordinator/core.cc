@@ -213,8 +213,8 @@ void Core::Tick(absl::Time now, Output* out) {
     MUSTER_CHECK(job != nullptr) << "a deadline without a job: " << job_id;
     job->Tick();
     if (job->expired()) {
-      impl_->Remove(job, absl::StrCat("no worker of it for ",
-                                      absl::FormatDuration(impl_->options_.job_retention)));
+      impl_->Remove(job,
+                    absl::StrCat("no worker of it for ", absl::FormatDuration(job->Retention())));
     } else {
       impl_->End(job);
     }
@@ -254,7 +254,12 @@ void Core::RemoveJob(absl::string_view job_id, absl::Time now, Output* out) {
 void Core::Impl::Remove(Job* job, const std::string& why, bool replaced) {
   Note(job->id(), false, absl::StrCat("removed: ", why));
   job->Close("removed");
-  Change()->mutable_job_removed()->set_job_id(job->id());
+  v1::JobRemoved* const removed = Change()->mutable_job_removed();
+  removed->set_job_id(job->id());
+  if (replaced && job->checkpoints().size() > 0) {
+    removed->set_keeps_checkpoints(true);
+    LeaveCheckpoints(job);
+  }
   job->TouchWatch();  // its watchers must learn that it is gone
   if (replaced) {
     Rev();  // the history of the new job begins after that of this one

@@ -1,3 +1,4 @@
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -83,6 +84,18 @@ std::optional<v1::OpError> Core::Impl::Job::CheckpointOp(const v1::Op& op, const
   CheckpointsChanged(std::move(changes));
   *header = impl_->Header();
   return std::nullopt;
+}
+
+void Core::Impl::LeaveCheckpoints(Job* former) {
+  left_checkpoints_ = std::make_unique<CheckpointSet>(std::move(former->checkpoints()));
+  left_by_ = former->id();
+}
+
+void Core::Impl::AdoptCheckpoints(Job* job) {
+  if (left_checkpoints_ != nullptr && left_by_ == job->id()) {
+    job->checkpoints().Adopt(left_checkpoints_.get());
+  }
+  left_checkpoints_.reset();
 }
 
 void Core::Impl::Job::CheckpointsChanged(std::vector<v1::CheckpointChanged> changes) {

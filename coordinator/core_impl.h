@@ -212,6 +212,9 @@ class Core::Impl {
 
   // The job that a worker joins, which may begin with it; null: its join was refused.
   Job* JobToJoin(Incoming* in);
+  // What a job leaves to the one of its name that begins in the same record, and how that takes it.
+  void LeaveCheckpoints(Job* former);
+  void AdoptCheckpoints(Job* job);
   // `former`: the ended job of that name, or null.
   Job* BeginJob(Incoming* in, Job* former);
   // Runs f(who, result) -> error once for each (worker_id, incarnation, request_id). `operators`:
@@ -237,6 +240,9 @@ class Core::Impl {
   uint64_t cluster_ = 0;  // as Fence has it; 0: unknown, not checked
   CoreStats stats_;
   ReportBudget report_budget_;
+  // Of the job left_by_, until the one that takes its place begins.
+  std::unique_ptr<CheckpointSet> left_checkpoints_;
+  std::string left_by_;
   KvBudget kv_budget_{.of_job = options_.job_kv_bytes, .of_all = options_.kv_bytes};
   bool kv_warned_ = false;
   uint64_t term_ = 0;  // of the journal until StartTerm
@@ -315,6 +321,12 @@ class Core::Impl::Job : public BarrierHost {
   const Quarantine& quarantine() const { return quarantine_; }
   const WatchLog& log() const { return *log_; }
   KvStore& kv() { return kv_; }
+  CheckpointSet& checkpoints() { return checkpoints_; }
+  // How long it is kept when nothing of it is alive.
+  absl::Duration Retention() const {
+    return checkpoints_.size() > 0 ? impl_->options_.checkpoint_retention
+                                   : impl_->options_.job_retention;
+  }
   RememberedAnswers& answers() { return answers_; }
   TriggerSet& triggers() { return triggers_; }
   BarrierSet* barriers() const { return barriers_.get(); }
@@ -452,7 +464,7 @@ class Core::Impl::Job : public BarrierHost {
     if (barriers_ != nullptr) next = std::min(next, barriers_->NextDeadline());
     if (agree_ != nullptr) next = std::min(next, agree_->NextDeadline());
     next = std::min(next, leases_.NextDeadline());
-    if (Idle()) next = std::min(next, touched_ + impl_->options_.job_retention);
+    if (Idle()) next = std::min(next, touched_ + Retention());
     return std::max(next, hold_until_);
   }
   // Nothing of the job is alive: it is kept for status queries.

@@ -820,7 +820,7 @@ void Core::Impl::Job::FillStatus(v1::JobStatus* status) const {
 void Core::Impl::Job::Tick() {
   const absl::Time now = impl_->now_;
   if (now < hold_until_) return;
-  if (Idle() && touched_ + impl_->options_.job_retention <= now) {
+  if (Idle() && touched_ + Retention() <= now) {
     expired_ = true;
     return;
   }

@@ -343,10 +343,15 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       const v1::JobCreated& created = change.job_created();
       auto job = std::make_unique<Job>(this, created.job_id());
       job->Begin(created.spec(), created.generation());
+      AdoptCheckpoints(job.get());
       jobs_[created.job_id()] = std::move(job);
       return absl::OkStatus();
     }
     case v1::JournalChange::kJobRemoved:
+      if (change.job_removed().keeps_checkpoints()) {
+        if (Job* const former = FindJob(change.job_removed().job_id()); former != nullptr)
+          LeaveCheckpoints(former);
+      }
       jobs_.erase(change.job_removed().job_id());
       return absl::OkStatus();
     case v1::JournalChange::kHistoryRestored:

@@ -187,6 +187,7 @@ Core::Impl::Job* Core::Impl::BeginJob(Incoming* in, Job* former) {
   auto owned = std::make_unique<Job>(this, job_id);
   Job* const job = owned.get();
   job->Begin(request.spec(), generation);
+  AdoptCheckpoints(job);
   jobs_[job_id] = std::move(owned);
   v1::JobCreated* created = Change()->mutable_job_created();
   created->set_job_id(job->id());

@@ -3300,5 +3300,49 @@ TEST_F(CheckpointTest, StrangersAndTheGenerationBefore_AreRefused) {
   EXPECT_EQ(bench_.Reason(seal), v1::ERROR_REASON_NO_CHECKPOINT) << "its generation is over";
 }
 
+TEST_F(CheckpointTest, JobOfAnotherSize_FindsThemAndTheChainGoesOn) {
+  for (const bool snapshot : {false, true}) {
+    SCOPED_TRACE(snapshot);
+    bench_ = Bench();
+    spec_ = Spec(2, 2);
+    std::vector<Worker> old = Form(2);
+    const uint64_t id = Begin(old[0], 10, 2);
+    for (const Worker& worker : old) bench_.Do(ReportOp(worker, id));
+    const std::string sealed =
+        bench_.Result(bench_.Do(SealOp(old[0], id))).seal_checkpoint().checkpoint().sha256();
+    bench_.Do(PublishOp(old[0], id));
+    const uint64_t prepared = Begin(old[0], 11, 2);
+    for (const Worker& worker : old) Exit(worker, 0);
+    spec_ = Spec(3, 3);
+    std::vector<Worker> young = {{"w0", 500, "h0"}, {"w1", 501, "h0"}, {"w2", 502, "h0"}};
+    JoinAll(&young);
+    for (int restarts = 0; restarts < 2; ++restarts) {
+      EXPECT_EQ(bench_.Result(Resolve()).resolve_checkpoint().checkpoint().checkpoint_id(), id);
+      bench_.Restart(snapshot);
+    }
+    EXPECT_EQ(bench_.Reason(bench_.Do(SealOp(young[0], prepared))), v1::ERROR_REASON_NO_CHECKPOINT);
+    const uint64_t next = Begin(young[0], 20, 3);
+    for (const Worker& worker : young) bench_.Do(ReportOp(worker, next));
+    const CallId seal = bench_.Do(SealOp(young[0], next));
+    EXPECT_EQ(bench_.Result(seal).seal_checkpoint().checkpoint().previous_sha256(), sealed);
+  }
+}
+
+TEST_F(CheckpointTest, JobWithThem_IsKeptLonger) {
+  std::vector<Worker> workers = Form(1);
+  const uint64_t id = Begin(workers[0], 10, 1);
+  bench_.Do(ReportOp(workers[0], id));
+  bench_.Do(SealOp(workers[0], id));
+  bench_.Do(PublishOp(workers[0], id));
+  Exit(workers[0], 0);
+  bench_.Advance(absl::Hours(48));
+  EXPECT_EQ(bench_.Result(Resolve()).resolve_checkpoint().checkpoint().checkpoint_id(), id);
+  bench_.Advance(absl::Hours(24 * 31));
+  EXPECT_TRUE(bench_.Result(Resolve()).has_error());
+  v1::StatusReply status;
+  bench_.core_->FillStatus(&status);
+  EXPECT_EQ(status.jobs_size(), 0);
+}
+
 }  // namespace
 }  // namespace muster::coordinator
