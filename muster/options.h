@@ -41,12 +41,18 @@ struct ProjectOptions {
 
 // How save_state() writes.
 struct CheckpointOptions {
-  // save_state() copies the state into memory and returns; a thread writes it beside training. The
-  // memory for two copies is kept on each process, of what that process writes (process 0 writes
-  // nearly all). A save that fails is reported by the next save_state(), by wait_for_checkpoint()
-  // or by end_training(). A process that is killed loses the saves that are not written yet; the
-  // ones before stay.
+  // save_state() copies the state into memory (see `lazy`) and returns; a thread writes it beside
+  // training. The memory for two copies is kept on each process, of what that process writes
+  // (process 0 writes nearly all). A save that fails is reported by the next save_state(), by
+  // wait_for_checkpoint() or by end_training(). A process that is killed loses the saves that are
+  // not written yet; the ones before stay.
   bool asynchronous = false;
+  // Of an asynchronous save: parameters and state of prepared optimizers are copied while the next
+  // forward and backward pass run, and the optimizer's step waits until they are. A program that
+  // changes them itself between save_state() and the next step (not through a prepared optimizer,
+  // muster::Ema or muster::LocalSGD) fails that save, which names the tensor: false copies all
+  // before save_state() returns. On the CPU; what is on a GPU is copied at once.
+  bool lazy = true;
   // Of an asynchronous save, on each process; 0: as fast as the disk takes them.
   int64_t max_bytes_per_second = 0;
 };
