@@ -116,7 +116,11 @@ CheckpointState::CheckpointState(Process& process, Registry& registry, LoopTrack
       registry_(registry),
       loops_(loops),
       steps_(steps),
-      stopping_(std::move(stopping)) {}
+      stopping_(std::move(stopping)) {
+  steps_.SetBeforeChange([this] {
+    if (saver_ != nullptr) saver_->WaitForCopy();
+  });
+}
 
 CheckpointState::~CheckpointState() = default;
 
@@ -171,7 +175,10 @@ absl::Status CheckpointState::WriteShared(StateWriter& writer,
   for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
     const OptimizerState state = registry_.optimizers()[i]->handle().SaveState();
     StateDict file;
-    for (const auto& [name, tensor] : state.tensors) file.SetTensor(name, tensor);
+    for (const auto& [name, tensor] : state.tensors) {
+      file.SetTensor(name, tensor);
+      writer.CopyLater(tensor);
+    }
     PutRows(state.groups, &file);
     file.SetInt("steps", registry_.optimizers()[i]->steps());
     MUSTER_RETURN_IF_ERROR(writer.Write(OptimizerFileName(i), file));
@@ -199,7 +206,16 @@ absl::Status CheckpointState::WriteShared(StateWriter& writer,
   return absl::OkStatus();
 }
 
+void CheckpointState::CopyParametersLater(StateWriter& writer) const {
+  for (const auto& optimizer : registry_.optimizers()) {
+    for (const at::Tensor& parameter : optimizer->handle().parameters()) {
+      writer.CopyLater(parameter);
+    }
+  }
+}
+
 absl::Status CheckpointState::Write(StateWriter& writer) const {
+  CopyParametersLater(writer);
   std::vector<NamedTensors> weights;
   for (const auto& model : registry_.models()) weights.push_back(TensorsOf(model->source()));
   for (const auto& [unused, hook] : save_hooks_) {
@@ -290,7 +306,8 @@ absl::Status CheckpointState::SaveBesideTraining(
     ThrowIfError(beside.status());
     saver_ = std::make_unique<AsyncSaver>(
         *std::move(beside),
-        AsyncSaver::Options{.max_bytes_per_second = options.max_bytes_per_second});
+        AsyncSaver::Options{.max_bytes_per_second = options.max_bytes_per_second,
+                            .lazy = options.lazy});
   }
   AsyncSaver::Request request;
   request.info = info;

@@ -76,6 +76,8 @@ class CheckpointState {
   std::optional<int> OwnNode() const;
   // Whether everything that is trained would be written.
   absl::Status CheckComplete() const;
+  // Tells the writer what only optimizers change.
+  void CopyParametersLater(StateWriter& writer) const;
   // This process's files.
   absl::Status Write(StateWriter& writer) const;
   absl::Status WriteShared(StateWriter& writer, const std::vector<NamedTensors>& weights) const;

@@ -5,6 +5,7 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "base/failpoint.h"
 #include "base/file.h"
 #include "base/log.h"
 #include "base/status_macros.h"
@@ -24,8 +25,10 @@ AsyncSaver::AsyncSaver(std::unique_ptr<Comm> comm, const Options& options)
     : comm_(std::move(comm)),
       limiter_(options.max_bytes_per_second),
       in_flight_(options.in_flight),
+      lazy_(options.lazy),
       rank_(comm_->rank()) {
   for (int i = 0; i < kSnapshots; ++i) idle_.push_back(std::make_unique<Snapshot>());
+  if (lazy_) copier_ = std::thread([this] { RunCopies(); });
   thread_ = std::thread([this] { Run(); });
 }
 
@@ -37,6 +40,7 @@ AsyncSaver::~AsyncSaver() {
     changed_.SignalAll();
   }
   thread_.join();
+  if (copier_.joinable()) copier_.join();
   MutexLock lock(&mu_);
   for (const Outcome& outcome : outcomes_) {
     if (outcome.status.ok()) continue;
@@ -65,6 +69,7 @@ absl::Status AsyncSaver::Begin(Comm& comm, const Request& request,
                                absl::FunctionRef<absl::Status(StateWriter&)> write,
                                std::vector<Outcome>* earlier) {
   const absl::Time start = clock_.Now();
+  WaitForCopy();
   auto save = std::make_unique<Save>();
   save->request = request;
   save->snapshot = TakeSnapshot();
@@ -79,9 +84,12 @@ absl::Status AsyncSaver::Begin(Comm& comm, const Request& request,
     GiveBack(std::move(save->snapshot));
     return copied;
   }
+  save->deferred = save->snapshot->TakeDeferred();
+  last_deferred_ = save->deferred;
   save->begun = clock_.Now();
   save->stall = save->begun - start;
   MutexLock lock(&mu_);
+  if (lazy_ && !save->deferred->empty()) to_copy_ = save->deferred;
   queue_.push_back(std::move(save));
   ++begun_;
   changed_.SignalAll();
@@ -121,10 +129,30 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
   MUSTER_RETURN_IF_ERROR(staged.status());
   save.staged.emplace(*std::move(staged));
   const absl::Status copied = GuardRank([&] {
-    StateWriter writer(save.snapshot.get(), rank_);
+    StateWriter writer(save.snapshot.get(), rank_, lazy_);
     return write(writer);
   });
   return AgreeOnFiles(comm, copied, {}, nullptr);
+}
+
+void AsyncSaver::WaitForCopy() {
+  if (last_deferred_ == nullptr) return;
+  last_deferred_->RunWhileTrainingWaits(clock_);
+  last_deferred_.reset();
+}
+
+void AsyncSaver::RunCopies() {
+  while (true) {
+    std::shared_ptr<DeferredCopy> copy;
+    {
+      MutexLock lock(&mu_);
+      while (to_copy_ == nullptr && !stop_) changed_.Wait(&mu_);
+      if (to_copy_ == nullptr) return;
+      copy = std::exchange(to_copy_, nullptr);
+    }
+    MUSTER_FAILPOINT("worker.checkpoint_copy");
+    copy->Run();
+  }
 }
 
 std::vector<AsyncSaver::Outcome> AsyncSaver::Wait() {
@@ -145,18 +173,15 @@ bool AsyncSaver::busy() const {
 }
 
 absl::Status AsyncSaver::WriteFiles(const Save& save, std::vector<ManifestFile>* files) {
+  save.deferred->Wait();
+  MUSTER_RETURN_IF_ERROR(save.deferred->status());
   MUSTER_RETURN_IF_ERROR(save.staged->CheckVisible());
   for (const Snapshot::File& file : save.snapshot->files()) {
     MUSTER_ASSIGN_OR_RETURN(
         DirectFileWritten written,
         WriteDirectFile(JoinPath(save.staged->path(), file.name), save.snapshot->Contents(file),
                         {.in_flight = in_flight_, .limiter = &limiter_}));
-    // The digest of a single block says no more than that of the file.
-    if (written.blocks.xxh3.size() <= 1) written.blocks = {};
-    files->push_back({.name = file.name,
-                      .rank = rank_,
-                      .digest = std::move(written.digest),
-                      .blocks = std::move(written.blocks)});
+    files->push_back(FileOf(file.name, rank_, std::move(written)));
   }
   return absl::OkStatus();
 }
@@ -188,6 +213,7 @@ void AsyncSaver::Run() {
     // A lost peer shows as an exception of the Comm.
     outcome.status = GuardRank([&] { return Persist(*save); });
     outcome.persist = clock_.Now() - save->begun;
+    outcome.stall += save->deferred->waited();
     // Before anybody hears of the end: what a failed save leaves is removed then.
     save->staged.reset();
     save->snapshot->Clear();

@@ -37,7 +37,7 @@ struct ManifestFile {
   std::string name;
   int rank = 0;  // who wrote it
   FileDigest digest;
-  // Of files of more than one block that an asynchronous save wrote; else empty.
+  // Of files of more than one block; else empty.
   BlockDigests blocks = {};
 };
 

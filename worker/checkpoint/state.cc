@@ -1,14 +1,17 @@
 #include "worker/checkpoint/state.h"
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <utility>
+#include <variant>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/snapshot.h"
 #include "worker/checkpoint/staged_save.h"
@@ -58,24 +61,49 @@ absl::Status StateWriter::CheckName(const std::string& name) const {
   return absl::OkStatus();
 }
 
+void StateWriter::CopyLater(const at::Tensor& tensor) {
+  if (snapshot_ != nullptr && lazy_) snapshot_->CopyLater(tensor);
+}
+
+absl::Status StateWriter::Put(const std::string& name, const StateFile& file) {
+  const auto* const plan = std::get_if<SafetensorsPlan>(&file);
+  const auto* const text = std::get_if<std::string>(&file);
+  MUSTER_ASSIGN_OR_RETURN(
+      const std::unique_ptr<DirectFileStream> stream,
+      DirectFileStream::Create(JoinPath(staging_, name), plan ? plan->file_bytes() : text->size()));
+  const auto append = [&](absl::string_view bytes) { return stream->Append(bytes); };
+  MUSTER_RETURN_IF_ERROR(plan ? StreamSafetensors(*plan, append) : append(*text));
+  MUSTER_ASSIGN_OR_RETURN(DirectFileWritten written, stream->Finish());
+  files_.push_back(FileOf(name, rank_, std::move(written)));
+  return absl::OkStatus();
+}
+
 absl::Status StateWriter::Write(const std::string& name, const StateDict& state,
                                 SharedTensors shared) {
   MUSTER_RETURN_IF_ERROR(CheckName(name));
   if (snapshot_ != nullptr) return snapshot_->Add(name, state, shared);
-  MUSTER_ASSIGN_OR_RETURN(const FileDigest digest,
-                          WriteStateDict(JoinPath(staging_, name), state, shared));
-  files_.push_back({.name = name, .rank = rank_, .digest = digest});
-  return absl::OkStatus();
+  MUSTER_ASSIGN_OR_RETURN(const StateFile file,
+                          PlanStateDict(JoinPath(staging_, name), state, shared, kDirectAlignment));
+  return Put(name, file);
 }
 
 absl::Status StateWriter::WriteModel(const std::string& name, const NamedTensors& tensors) {
   MUSTER_RETURN_IF_ERROR(CheckName(name));
-  const WriteSafetensorsOptions options{.metadata = SafetensorsMetadata{{"format", "pt"}}};
+  WriteSafetensorsOptions options{.metadata = SafetensorsMetadata{{"format", "pt"}}};
   if (snapshot_ != nullptr) return snapshot_->Add(name, tensors, options);
-  MUSTER_ASSIGN_OR_RETURN(const FileDigest digest,
-                          WriteSafetensors(JoinPath(staging_, name), tensors, options));
-  files_.push_back({.name = name, .rank = rank_, .digest = digest});
-  return absl::OkStatus();
+  options.data_alignment = kDirectAlignment;
+  MUSTER_ASSIGN_OR_RETURN(SafetensorsPlan plan,
+                          PlanSafetensors(JoinPath(staging_, name), tensors, options));
+  return Put(name, StateFile(std::move(plan)));
+}
+
+ManifestFile FileOf(const std::string& name, int rank, DirectFileWritten written) {
+  // The digest of a single block says no more than that of the file.
+  if (written.blocks.xxh3.size() <= 1) written.blocks = {};
+  return {.name = name,
+          .rank = rank,
+          .digest = std::move(written.digest),
+          .blocks = std::move(written.blocks)};
 }
 
 absl::StatusOr<StateReader> StateReader::Open(const std::string& dir) {

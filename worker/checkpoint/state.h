@@ -17,6 +17,7 @@
 namespace muster {
 
 class Snapshot;
+struct DirectFileWritten;
 struct NodeGroups;
 
 // One rank's hand in a checkpoint that is being written: puts files into the staging folder and
@@ -25,13 +26,18 @@ struct NodeGroups;
 class StateWriter {
  public:
   StateWriter(std::string staging, int rank) : staging_(std::move(staging)), rank_(rank) {}
-  // Puts the files into memory, from where they are written later. Borrows `snapshot`.
-  StateWriter(Snapshot* snapshot, int rank) : snapshot_(snapshot), rank_(rank) {}
+  // Puts the files into memory, from where they are written later. Borrows `snapshot`. `lazy`:
+  // CopyLater() counts.
+  StateWriter(Snapshot* snapshot, int rank, bool lazy = false)
+      : snapshot_(snapshot), rank_(rank), lazy_(lazy) {}
 
   int rank() const { return rank_; }
 
-  // Writes one file (see folder.h for names). No two ranks may use one name. Blocks on the disk or,
-  // into memory, on the copy; the tensors may change then.
+  // Into memory: the tensor may be copied later, see Snapshot::CopyLater.
+  void CopyLater(const at::Tensor& tensor);
+
+  // Writes one file (see folder.h for names), past the page cache. No two ranks may use one name.
+  // Blocks on the disk or, into memory, on the copy; the tensors may change then.
   // Errors: as WriteStateDict; INVALID_ARGUMENT for a name this writer used already.
   absl::Status Write(const std::string& name, const StateDict& state,
                      SharedTensors shared = SharedTensors::kWriteAll);
@@ -44,12 +50,17 @@ class StateWriter {
 
  private:
   absl::Status CheckName(const std::string& name) const;
+  absl::Status Put(const std::string& name, const StateFile& file);
 
   const std::string staging_;
   Snapshot* const snapshot_ = nullptr;
   const int rank_;
+  const bool lazy_ = false;
   std::vector<ManifestFile> files_;
 };
+
+// What the manifest says of a file that was written.
+ManifestFile FileOf(const std::string& name, int rank, DirectFileWritten written);
 
 // A checkpoint that is there. Reads are checked against the manifest. Thread-safe.
 class StateReader {
