@@ -167,19 +167,18 @@ absl::Status AsyncSaver::WriteFiles(const Save& save, std::vector<ManifestFile>*
 }
 
 absl::Status AsyncSaver::Persist(Save& save) {
-  std::vector<ManifestFile> files, all_files;
+  std::vector<ManifestFile> files;
   const absl::Status written = GuardRank([&] { return WriteFiles(save, &files); });
-  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(*comm_, written, files, &all_files));
-  absl::Status published;
-  if (save.staging.has_value()) {
-    MutexLock folder_lock(&folder_mu_);
-    published =
-        PublishCheckpoint(*save.staging, save.request.info, comm_->size(), std::move(all_files));
-    if (published.ok() && save.request.dir.empty() && save.request.total_limit > 0) {
-      published = save.request.folder->Rotate(save.request.total_limit);
-    }
-  }
-  return StatusOfMain(*comm_, published);
+  Publication publication;
+  publication.options = save.request.publish;
+  publication.options.keep = save.request.total_limit;
+  publication.info = save.request.info;
+  publication.path = save.request.path();
+  publication.staging_path = save.staging_path;
+  if (save.request.dir.empty()) publication.folder = save.request.folder;
+  publication.folder_mu = &folder_mu_;
+  return PublishTogether(*comm_, save.staging.has_value() ? &*save.staging : nullptr, publication,
+                         written, files);
 }
 
 void AsyncSaver::Run() {

@@ -31,6 +31,9 @@ std::string ScalerFileName(int index);  // scaler.json, scaler_1.json
 std::string RandomStatesFileName(int rank);  // random_states_0.safetensors
 std::string CustomFileName(int index);       // custom_checkpoint_0.safetensors
 
+// The registry's record of a checkpoint, beside its manifest: see seal.h.
+inline constexpr char kSealName[] = "seal.json";
+
 enum class VerifyLevel {
   kSizes,     // the manifest is whole, every file is there with its size
   kContents,  // and every file has its digest: reads everything
@@ -48,16 +51,28 @@ absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel le
 class Staging {
  public:
   static absl::StatusOr<Staging> Create(const std::string& dir);
+  // Takes over the staging folder `path` of `dir`, which a dead writer has left complete. Errors:
+  // NOT_FOUND; FAILED_PRECONDITION if a live process writes there; those of VerifyCheckpoint.
+  static absl::StatusOr<Staging> TakeOver(const std::string& dir, const std::string& path);
   Staging(Staging&& other) noexcept;
   Staging& operator=(Staging&&) = delete;
-  // Removes the folder unless published.
+  // Removes the folder unless published or taken over.
   ~Staging();
 
   const std::string& path() const { return path_; }
 
-  // Writes the manifest, makes all durable and puts the folder in the place of `dir` in one step: a
+  // Leaves the folder as it is: nobody knows whether it has become a checkpoint. It stays locked
+  // until this process ends, so that no save removes it before a resume has asked.
+  void Leave();
+
+  // Checks that all files are there, writes the manifest and makes all durable: what is missing
+  // from a checkpoint then is its name.
+  absl::Status Complete(const Manifest& manifest);
+  // Puts the folder in the place of `dir` in one step: a
   // checkpoint that stood there is removed after, files in it that were not the checkpoint's own
   // move over.
+  absl::Status Rename();
+  // Both.
   absl::Status Publish(const Manifest& manifest);
 
  private:
@@ -66,7 +81,12 @@ class Staging {
   std::string dir_;
   std::string path_;  // empty once published
   int lock_ = -1;
+  bool taken_over_ = false;
 };
+
+// Removes a checkpoint: first out of sight in one step, so that a crash leaves no half of it under
+// its name. One that is gone is no error.
+absl::Status RemoveCheckpoint(const std::string& dir);
 
 // Numbered checkpoints: ROOT/checkpoint_0, checkpoint_1, ... Other names in ROOT are nobody's
 // business.
@@ -84,12 +104,20 @@ class CheckpointFolder {
   absl::StatusOr<int64_t> NextNumber() const;
 
   // The path of the highest number that verifies. Ones that do not are passed over with a warning
-  // in the log. NOT_FOUND if none does, with the reason of the newest.
-  absl::StatusOr<std::string> Newest(VerifyLevel level = VerifyLevel::kContents) const;
+  // in the log. NOT_FOUND if none does, with the reason of the newest. Those whose path is in
+  // `left_out` are not looked at.
+  absl::StatusOr<std::string> Newest(VerifyLevel level = VerifyLevel::kContents,
+                                     const std::vector<std::string>& left_out = {}) const;
 
   // Removes the oldest complete checkpoints until `keep` (>= 1) are left. Incomplete ones do not
-  // count and stay.
-  absl::Status Rotate(int keep) const;
+  // count and stay. Nor are those removed whose step is a multiple of `keep_every` (0: none), or
+  // whose path is in `spared`.
+  absl::Status Rotate(int keep, int64_t keep_every = 0,
+                      const std::vector<std::string>& spared = {}) const;
+
+  // Gives the checkpoints their name that dead writers have left sealed and complete in a staging
+  // folder.
+  void PublishSealed() const;
 
  private:
   std::string root_;

@@ -6,11 +6,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/snapshot.h"
 
 namespace muster {
@@ -78,39 +77,39 @@ absl::Status CheckStagingIsVisible(const std::string& path) {
       path, " of rank 0 is not visible here; checkpoints need a file system that all ranks share"));
 }
 
-absl::Status PublishCheckpoint(Staging& staging, const CheckpointInfo& info, int world_size,
-                               std::vector<ManifestFile> files) {
-  Manifest manifest;
-  manifest.info = info;
-  manifest.info.world_size = world_size;
-  manifest.created = absl::FormatTime(absl::RFC3339_sec, absl::Now(), absl::UTCTimeZone());
-  manifest.files = std::move(files);
-  return staging.Publish(manifest);
-}
+namespace {
 
-absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,
-                            absl::FunctionRef<absl::Status(StateWriter&)> write) {
+absl::Status Save(Comm& comm, Publication publication,
+                  absl::FunctionRef<absl::Status(StateWriter&)> write) {
   std::optional<Staging> staging;
   absl::Status begun;
   if (comm.rank() == 0) {
-    absl::StatusOr<Staging> created = Staging::Create(dir);
+    absl::StatusOr<Staging> created = Staging::Create(publication.path);
     begun = created.status();
     if (created.ok()) staging.emplace(*std::move(created));
   }
   MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, begun));
-  const std::string path = comm.BroadcastBytes(staging ? staging->path() : "", 0);
-  StateWriter writer(path, comm.rank());
+  publication.staging_path = comm.BroadcastBytes(staging ? staging->path() : "", 0);
+  StateWriter writer(publication.staging_path, comm.rank());
   const absl::Status written = GuardRank([&]() -> absl::Status {
-    MUSTER_RETURN_IF_ERROR(CheckStagingIsVisible(path));
+    MUSTER_RETURN_IF_ERROR(CheckStagingIsVisible(publication.staging_path));
     return write(writer);
   });
-  Manifest manifest;
-  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, writer.files(), &manifest.files));
-  absl::Status published;
-  if (staging.has_value()) {
-    published = PublishCheckpoint(*staging, info, comm.size(), std::move(manifest.files));
-  }
-  return StatusOfMain(comm, published);
+  return PublishTogether(comm, staging.has_value() ? &*staging : nullptr, publication, written,
+                         writer.files());
+}
+
+}  // namespace
+
+absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,
+                            absl::FunctionRef<absl::Status(StateWriter&)> write) {
+  return SaveCheckpoint(comm, dir, info, PublishOptions(), write);
+}
+
+absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,
+                            const PublishOptions& options,
+                            absl::FunctionRef<absl::Status(StateWriter&)> write) {
+  return Save(comm, {.options = options, .info = info, .path = dir, .staging_path = ""}, write);
 }
 
 absl::Status CheckNumberIsFree(const CheckpointFolder& folder, int64_t iteration, int total_limit) {
@@ -125,27 +124,37 @@ absl::Status CheckNumberIsFree(const CheckpointFolder& folder, int64_t iteration
 }
 
 absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
+                                    const CheckpointInfo& info, const PublishOptions& options,
+                                    absl::FunctionRef<absl::Status(StateWriter&)> write) {
+  absl::Status free;
+  if (comm.rank() == 0) free = CheckNumberIsFree(folder, info.iteration, options.keep);
+  MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, free));
+  return Save(comm,
+              {.options = options,
+               .info = info,
+               .path = folder.PathOf(info.iteration),
+               .staging_path = "",
+               .folder = folder},
+              write);
+}
+
+absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
                                     const CheckpointInfo& info, int total_limit,
                                     absl::FunctionRef<absl::Status(StateWriter&)> write) {
-  const std::string dir = folder.PathOf(info.iteration);
-  absl::Status free;
-  if (comm.rank() == 0) free = CheckNumberIsFree(folder, info.iteration, total_limit);
-  MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, free));
-  MUSTER_RETURN_IF_ERROR(SaveCheckpoint(comm, dir, info, write));
-  absl::Status rotated;
-  if (comm.rank() == 0 && total_limit > 0) rotated = folder.Rotate(total_limit);
-  return StatusOfMain(comm, rotated);
+  return SaveNumberedCheckpoint(comm, folder, info, PublishOptions{.keep = total_limit}, write);
 }
 
 absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
-                                           const CheckpointFolder& folder) {
+                                           const CheckpointFolder& folder,
+                                           CheckpointRegistrar* registrar) {
   std::string found = dir;
   if (dir.empty()) {
     absl::Status status;
     if (comm.rank() == 0) {
-      absl::StatusOr<std::string> newest = folder.Newest();
-      status = newest.status();
-      if (newest.ok()) found = *std::move(newest);
+      status = GuardRank([&]() -> absl::Status {
+        MUSTER_ASSIGN_OR_RETURN(found, FindCheckpointToResume(folder, registrar));
+        return absl::OkStatus();
+      });
     }
     MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, status));
     found = comm.BroadcastBytes(found, 0);

@@ -15,7 +15,9 @@
 
 namespace muster {
 
+class CheckpointRegistrar;
 class Snapshot;
+struct PublishOptions;
 
 // One rank's hand in a checkpoint that is being written: puts files into the staging folder and
 // notes their digests. Not thread-safe. Where staging folders come from and what makes them a
@@ -82,29 +84,33 @@ class StateReader {
 // one step, replacing a checkpoint that is there, or nothing changes. Collective: it blocks until
 // all ranks are through, also when one fails. All ranks return the same status, which names the
 // rank that failed. Exceptions out of `write` become INTERNAL; those of `comm` pass through. `dir`
-// must be on a file system that all ranks share.
+// must be on a file system that all ranks share. Of `options`, what is kept is for numbered ones.
 absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,
                             absl::FunctionRef<absl::Status(StateWriter&)> write);
+absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,
+                            const PublishOptions& options,
+                            absl::FunctionRef<absl::Status(StateWriter&)> write);
 
-// Saves as ROOT/checkpoint_{info.iteration} and, only after that is published, rotates the oldest
-// out so that `total_limit` are left (0: keep all). Refuses a number that is taken. Collective, as
-// SaveCheckpoint.
+// Saves as ROOT/checkpoint_{info.iteration} and, only after that is published, lets the oldest go
+// as `options` says. Refuses a number that is taken. Collective, as SaveCheckpoint.
+absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
+                                    const CheckpointInfo& info, const PublishOptions& options,
+                                    absl::FunctionRef<absl::Status(StateWriter&)> write);
+// Keeps `total_limit` (0: all).
 absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
                                     const CheckpointInfo& info, int total_limit,
                                     absl::FunctionRef<absl::Status(StateWriter&)> write);
 
 // Parts of a save, for those who put it together in another way. Of rank 0: whether the number may
-// be used; what makes the staged files of all ranks a checkpoint. Of any rank: whether the staging
-// folder of rank 0 is there.
+// be used. Of any rank: whether the staging folder of rank 0 is there.
 absl::Status CheckNumberIsFree(const CheckpointFolder& folder, int64_t iteration, int total_limit);
-absl::Status PublishCheckpoint(Staging& staging, const CheckpointInfo& info, int world_size,
-                               std::vector<ManifestFile> files);
 absl::Status CheckStagingIsVisible(const std::string& path);
 
-// Opens a checkpoint on every rank; with `dir` empty, the newest good one of `folder`, which rank 0
-// finds. Collective; all ranks return the same error.
+// Opens a checkpoint on every rank; with `dir` empty, what FindCheckpointToResume says on rank 0.
+// Collective; all ranks return the same error.
 absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
-                                           const CheckpointFolder& folder);
+                                           const CheckpointFolder& folder,
+                                           CheckpointRegistrar* registrar = nullptr);
 
 }  // namespace muster
 
