@@ -147,6 +147,14 @@ constexpr WorkerPlace kTrainingPlaces[] = {
     {"worker.checkpoint_publish", 2},
     {"worker.checkpoint_renamed", 2},
     {"worker.checkpoint_replaced", 1},
+    {"worker.checkpoint_begun", 2},
+    {"worker.checkpoint_report", 2},
+    {"worker.checkpoint_seal", 2},
+    {"worker.checkpoint_sealed", 2},
+    {"worker.checkpoint_noted", 2},
+    {"worker.checkpoint_registered", 2},
+    {"worker.checkpoint_doomed", 1},
+    {"worker.checkpoint_deleted", 2},
 };
 
 // Of a coordinator whose job trains.
@@ -313,6 +321,7 @@ std::vector<std::string> TrainingFailpoints() {
 Plan TrainingPlan(const std::string& failpoint, const std::string& action, uint64_t at) {
   Plan plan = Training(failpoint);
   if (failpoint == "worker.checkpoint_replaced") plan.worker_env["MUSTER_CHAOS_ONE_FOLDER"] = "1";
+  if (failpoint == "worker.checkpoint_doomed") plan.worker_env["MUSTER_CHAOS_KEEP"] = "1";
   if (failpoint == "worker.checkpoint_block" || failpoint == "worker.checkpoint_sync") {
     plan.worker_env["MUSTER_CHAOS_ASYNCHRONOUS"] = "1";
   }

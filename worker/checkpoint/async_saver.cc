@@ -187,13 +187,15 @@ absl::Status AsyncSaver::WriteFiles(const Save& save, std::vector<ManifestFile>*
 }
 
 absl::Status AsyncSaver::Persist(Save& save) {
-  std::vector<ManifestFile> files, all_files;
+  std::vector<ManifestFile> files;
   const absl::Status written = GuardRank([&] { return WriteFiles(save, &files); });
-  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(*comm_, written, files, &all_files));
-  MUSTER_RETURN_IF_ERROR(save.staged->Publish(*comm_, save.request.info, std::move(all_files)));
-  if (!save.request.dir.empty() || save.request.total_limit <= 0) return absl::OkStatus();
-  return RotateOnNodes(*comm_, *save.request.folder, save.staged->groups(),
-                       save.request.total_limit, &folder_mu_);
+  Publication publication;
+  publication.options = save.request.publish;
+  publication.options.keep = save.request.total_limit;
+  publication.info = save.request.info;
+  publication.path = save.request.path();
+  if (save.request.dir.empty()) publication.folder = save.request.folder;
+  return save.staged->Publish(*comm_, std::move(publication), written, files);
 }
 
 void AsyncSaver::Run() {

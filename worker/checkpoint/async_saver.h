@@ -19,6 +19,7 @@
 #include "base/mutex.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/snapshot.h"
 #include "worker/checkpoint/staged_save.h"
 #include "worker/checkpoint/state.h"
@@ -50,6 +51,8 @@ class AsyncSaver {
     std::string dir = "";
     std::optional<CheckpointFolder> folder = std::nullopt;
     int total_limit = 0;
+    // Of the rest of what counts when it is published; `keep` is total_limit.
+    PublishOptions publish = {};
     CheckpointInfo info = {};
     // As in SaveCheckpoint.
     std::optional<int> node = std::nullopt;

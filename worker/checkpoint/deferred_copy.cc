@@ -33,7 +33,9 @@ DeferredCopy::Samples DeferredCopy::SamplesOf(const char* data, size_t bytes) {
 
 void DeferredCopy::Add(std::string name, at::Tensor source, size_t offset) {
   Copied copied{.name = std::move(name),
-                .source = std::move(source),
+                // Keeps the memory, and counts the changes, also if the program gives the tensor
+                // another storage (set_data()).
+                .source = source.detach(),
                 .from = nullptr,
                 .offset = offset,
                 .bytes = 0,

@@ -56,7 +56,7 @@ bool IsFolder(const std::string& path) {
   return stat(path.c_str(), &info) == 0 && S_ISDIR(info.st_mode);
 }
 
-absl::Status Rename(const std::string& from, const std::string& to) {
+absl::Status RenamePath(const std::string& from, const std::string& to) {
   if (rename(from.c_str(), to.c_str()) == 0) return absl::OkStatus();
   return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", from, " to ", to));
 }
@@ -65,9 +65,9 @@ absl::Status Rename(const std::string& from, const std::string& to) {
 absl::StatusOr<std::string> Exchange(const std::string& from, const std::string& to) {
   if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) return from;
   std::string aside = absl::StrCat(to, kReplaced, RandomHex());
-  MUSTER_RETURN_IF_ERROR(Rename(to, aside));
-  if (const absl::Status renamed = Rename(from, to); !renamed.ok()) {
-    MUSTER_RETURN_IF_ERROR(Rename(aside, to));
+  MUSTER_RETURN_IF_ERROR(RenamePath(to, aside));
+  if (const absl::Status renamed = RenamePath(from, to); !renamed.ok()) {
+    MUSTER_RETURN_IF_ERROR(RenamePath(aside, to));
     return renamed;
   }
   return aside;
@@ -117,7 +117,7 @@ absl::Status PutBackReplaced(const std::string& dir) {
     MUSTER_LOG(Warning) << "putting " << JoinPath(parent, name) << " back to " << dir
                         << ": a save that was to replace it did not finish";
     // Two readers may try at once; one of them finds it done.
-    const absl::Status renamed = Rename(JoinPath(parent, name), dir);
+    const absl::Status renamed = RenamePath(JoinPath(parent, name), dir);
     return PathExists(dir) ? absl::OkStatus() : renamed;
   }
   return absl::OkStatus();
@@ -128,14 +128,14 @@ absl::Status PutBackReplaced(const std::string& dir) {
 void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(old_dir);
   if (!names.ok()) return;
-  absl::flat_hash_set<std::string> own = {kManifestName};
+  absl::flat_hash_set<std::string> own = {kManifestName, kSealName};
   if (const absl::StatusOr<Manifest> manifest = ReadManifest(old_dir); manifest.ok()) {
     for (const ManifestFile& file : manifest->files) own.insert(file.name);
   }
   for (const std::string& name : *names) {
     const std::string target = JoinPath(new_dir, name);
     if (own.contains(name) || absl::StrContains(name, kTemporary) || PathExists(target)) continue;
-    if (const absl::Status moved = Rename(JoinPath(old_dir, name), target); !moved.ok()) {
+    if (const absl::Status moved = RenamePath(JoinPath(old_dir, name), target); !moved.ok()) {
       MUSTER_LOG(Warning) << moved.message();
     }
   }
@@ -234,11 +234,17 @@ Staging::Staging(Staging&& other) noexcept
       replaced_(std::exchange(other.replaced_, "")),
       replaced_lock_(std::exchange(other.replaced_lock_, -1)),
       prepared_(other.prepared_),
-      lock_(std::exchange(other.lock_, -1)) {}
+      lock_(std::exchange(other.lock_, -1)),
+      taken_over_(other.taken_over_) {}
+
+void Staging::Leave() {
+  path_.clear();
+  lock_ = -1;  // stays open
+}
 
 Staging::~Staging() {
   // After a commit that failed other nodes may have published: it stays for SettleNodes().
-  if (!path_.empty() && !prepared_) {
+  if (!path_.empty() && !prepared_ && !taken_over_) {
     if (const absl::Status removed = RemoveTree(path_); !removed.ok()) {
       MUSTER_LOG(Warning) << removed.message();
     }
@@ -247,15 +253,36 @@ Staging::~Staging() {
   if (replaced_lock_ >= 0) close(replaced_lock_);
 }
 
-absl::Status Staging::Publish(const Manifest& manifest) {
-  MUSTER_RETURN_IF_ERROR(Prepare(manifest, [](const ManifestFile&) { return true; }));
-  const absl::Status committed = Commit();
-  // One disk: what was not moved is nobody's.
-  if (!committed.ok() && !path_.empty()) {
-    const absl::Status removed = RemoveTree(path_);
-    if (!removed.ok()) MUSTER_LOG(Warning) << removed.message();
-    path_.clear();
+absl::StatusOr<Staging> Staging::TakeOver(const std::string& dir, const std::string& path) {
+  if (!PathExists(path)) return absl::NotFoundError(absl::StrCat(path, " does not exist"));
+  const int lock = LockFolder(path);
+  if (lock < 0) {
+    return absl::FailedPreconditionError(
+        absl::StrCat(path, ": a process that is alive writes there"));
   }
+  const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(path, VerifyLevel::kSizes);
+  if (!manifest.ok()) {
+    close(lock);
+    return manifest.status();
+  }
+  Staging staging(dir, path, lock);
+  staging.taken_over_ = true;
+  return staging;
+}
+
+absl::Status Staging::Publish(const Manifest& manifest) {
+  MUSTER_RETURN_IF_ERROR(Complete(manifest));
+  return Rename();
+}
+
+absl::Status Staging::Complete(const Manifest& manifest) {
+  return Prepare(manifest, [](const ManifestFile&) { return true; });
+}
+
+absl::Status Staging::Rename() {
+  const absl::Status committed = Commit();
+  // On one disk nothing needs a folder that could not be moved.
+  prepared_ = false;
   MUSTER_RETURN_IF_ERROR(committed);
   return Finish();
 }
@@ -364,10 +391,12 @@ absl::StatusOr<int64_t> CheckpointFolder::NextNumber() const {
   return numbers.empty() ? 0 : numbers.back() + 1;
 }
 
-absl::StatusOr<std::string> CheckpointFolder::Newest(VerifyLevel level) const {
+absl::StatusOr<std::string> CheckpointFolder::Newest(
+    VerifyLevel level, const std::vector<std::string>& left_out) const {
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
   std::string why;
   for (auto number = numbers.rbegin(); number != numbers.rend(); ++number) {
+    if (std::find(left_out.begin(), left_out.end(), PathOf(*number)) != left_out.end()) continue;
     const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(PathOf(*number), level);
     if (manifest.ok()) return PathOf(*number);
     MUSTER_LOG(Warning) << "passing over " << PathOf(*number) << ": "
@@ -385,23 +414,58 @@ absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Published() const {
   return numbers;
 }
 
-absl::Status CheckpointFolder::Remove(int64_t number) const {
-  // First out of sight in one step.
-  const std::string doomed = absl::StrCat(PathOf(number), kTemporary, RandomHex());
-  MUSTER_RETURN_IF_ERROR(Rename(PathOf(number), doomed));
+absl::Status RemoveCheckpoint(const std::string& dir) {
+  if (!PathExists(dir)) return absl::OkStatus();
+  // Nobody is to take what is left of it for a sealed one that lacks its name.
+  const std::string seal = JoinPath(dir, kSealName);
+  if (unlink(seal.c_str()) != 0 && errno != ENOENT) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove ", seal));
+  }
+  const std::string doomed = absl::StrCat(dir, kTemporary, RandomHex());
+  MUSTER_RETURN_IF_ERROR(RenamePath(dir, doomed));
+  MUSTER_FAILPOINT_STATUS("worker.checkpoint_doomed");
   return RemoveTree(doomed);
 }
 
-absl::Status CheckpointFolder::Rotate(int keep) const {
+absl::Status CheckpointFolder::Rotate(int keep, int64_t keep_every,
+                                      const std::vector<std::string>& spared) const {
   if (keep < 1) {
     return absl::InvalidArgumentError(
         absl::StrCat("total_limit is ", keep, "; it must be at least 1"));
   }
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Published());
   for (size_t i = 0; i + keep < numbers.size(); ++i) {
-    MUSTER_RETURN_IF_ERROR(Remove(numbers[i]));
+    const std::string dir = PathOf(numbers[i]);
+    if (std::find(spared.begin(), spared.end(), dir) != spared.end()) continue;
+    if (keep_every > 0) {
+      const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
+      if (manifest.ok() && manifest->info.step % keep_every == 0) continue;
+    }
+    MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(dir));
   }
   return SyncDirectory(root_);
+}
+
+void CheckpointFolder::PublishSealed() const {
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(root_);
+  if (!names.ok()) return;
+  for (const std::string& name : *names) {
+    const absl::string_view stem = StemOf(name, kTemporary);
+    int64_t number = 0;
+    const std::string path = JoinPath(root_, name);
+    if (!HasSuffix(name, stem, kTemporary) || !ParseNumber(stem, &number) ||
+        !PathExists(JoinPath(path, kSealName)) || PathExists(PathOf(number))) {
+      continue;
+    }
+    absl::StatusOr<Staging> staging = Staging::TakeOver(PathOf(number), path);
+    const absl::Status renamed = staging.ok() ? staging->Rename() : staging.status();
+    if (renamed.ok()) {
+      MUSTER_LOG(Info) << PathOf(number)
+                       << " was sealed when its writer ended: it has its name now";
+    } else {
+      MUSTER_LOG(Warning) << renamed.message();
+    }
+  }
 }
 
 }  // namespace muster

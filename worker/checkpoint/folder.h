@@ -32,6 +32,9 @@ std::string ScalerFileName(int index);  // scaler.json, scaler_1.json
 std::string RandomStatesFileName(int rank);  // random_states_0.safetensors
 std::string CustomFileName(int index);       // custom_checkpoint_0.safetensors
 
+// The registry's record of a checkpoint, beside its manifest: see seal.h.
+inline constexpr char kSealName[] = "seal.json";
+
 enum class VerifyLevel {
   kSizes,     // the manifest is whole, every file is there with its size
   kContents,  // and every file has its digest: reads everything
@@ -64,20 +67,31 @@ absl::Status PutInPlace(const std::string& copy, const std::string& dir);
 class Staging {
  public:
   static absl::StatusOr<Staging> Create(const std::string& dir);
+  // Takes over the staging folder `path` of `dir`, which a dead writer has left complete. Errors:
+  // NOT_FOUND; FAILED_PRECONDITION if a live process writes there; those of VerifyCheckpoint.
+  static absl::StatusOr<Staging> TakeOver(const std::string& dir, const std::string& path);
   Staging(Staging&& other) noexcept;
   Staging& operator=(Staging&&) = delete;
-  // Removes the folder unless published.
+  // Removes the folder unless published or taken over.
   ~Staging();
 
   const std::string& path() const { return path_; }
 
-  // Writes the manifest, makes all durable and puts the folder in the place of `dir` in one step: a
-  // checkpoint that stood there is removed after, files in it that were not the checkpoint's own
-  // move over.
+  // Leaves the folder as it is: nobody knows whether it has become a checkpoint. It stays locked
+  // until this process ends, so that no save removes it before a resume has asked.
+  void Leave();
+
+  // Checks that all files are there, writes the manifest and makes all durable: what is missing
+  // from a checkpoint then is its name.
+  absl::Status Complete(const Manifest& manifest);
+  // Puts the folder in the place of `dir` in one step: a checkpoint that stood there is removed
+  // after, files in it that were not the checkpoint's own move over.
+  absl::Status Rename();
+  // Both.
   absl::Status Publish(const Manifest& manifest);
 
-  // The steps of Publish(), for publications on several disks that have to agree in between.
-  // Checks the files for which `here` is true, writes the manifest, and makes all durable.
+  // Parts of Complete() and Rename(), for publications on several disks that have to agree in
+  // between. Checks the files for which `here` is true, writes the manifest, and makes all durable.
   absl::Status Prepare(const Manifest& manifest, absl::FunctionRef<bool(const ManifestFile&)> here);
   // Moves the folder into its place. From now on nothing is removed by the destructor: after an
   // error, and until Finish(), both checkpoints exist (see CopiesOf).
@@ -94,7 +108,12 @@ class Staging {
   int replaced_lock_ = -1;
   bool prepared_ = false;  // Commit() has begun
   int lock_ = -1;
+  bool taken_over_ = false;
 };
+
+// Removes a checkpoint: first out of sight in one step, so that a crash leaves no half of it under
+// its name. One that is gone is no error.
+absl::Status RemoveCheckpoint(const std::string& dir);
 
 // Numbered checkpoints: ROOT/checkpoint_0, checkpoint_1, ... Other names in ROOT are nobody's
 // business.
@@ -112,18 +131,23 @@ class CheckpointFolder {
   absl::StatusOr<int64_t> NextNumber() const;
 
   // The path of the highest number that verifies. Ones that do not are passed over with a warning
-  // in the log. NOT_FOUND if none does, with the reason of the newest.
-  absl::StatusOr<std::string> Newest(VerifyLevel level = VerifyLevel::kContents) const;
+  // in the log. NOT_FOUND if none does, with the reason of the newest. Those whose path is in
+  // `left_out` are not looked at.
+  absl::StatusOr<std::string> Newest(VerifyLevel level = VerifyLevel::kContents,
+                                     const std::vector<std::string>& left_out = {}) const;
 
   // The numbers of the folders that have a manifest, ascending.
   absl::StatusOr<std::vector<int64_t>> Published() const;
 
-  // Removes a checkpoint: a crash does not leave half of it under its name.
-  absl::Status Remove(int64_t number) const;
-
   // Removes the oldest complete checkpoints until `keep` (>= 1) are left. Incomplete ones do not
-  // count and stay.
-  absl::Status Rotate(int keep) const;
+  // count and stay. Nor are those removed whose step is a multiple of `keep_every` (0: none), or
+  // whose path is in `spared`.
+  absl::Status Rotate(int keep, int64_t keep_every = 0,
+                      const std::vector<std::string>& spared = {}) const;
+
+  // Gives the checkpoints their name that dead writers have left sealed and complete in a staging
+  // folder.
+  void PublishSealed() const;
 
  private:
   std::string root_;

@@ -317,8 +317,9 @@ absl::StatusOr<int64_t> NextNewest(Comm& comm, const CheckpointFolder& folder,
 
 absl::StatusOr<StateReader> OpenCheckpointOnNodes(Comm& comm, const std::string& dir,
                                                   const CheckpointFolder& folder,
-                                                  const NodeGroups& groups) {
-  if (groups.nodes.size() == 1) return OpenCheckpoint(comm, dir, folder);
+                                                  const NodeGroups& groups,
+                                                  CheckpointRegistrar* registrar) {
+  if (groups.nodes.size() == 1) return OpenCheckpoint(comm, dir, folder, registrar);
   if (!dir.empty()) {
     MUSTER_RETURN_IF_ERROR(CompleteOnNodes(comm, dir, groups));
     return OpenOnEveryRank(comm, dir);

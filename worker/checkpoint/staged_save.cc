@@ -87,17 +87,29 @@ absl::Status StagedSave::CheckVisible() const {
                    "options.project.save_on_each_node"));
 }
 
-absl::Status StagedSave::Publish(Comm& comm, const CheckpointInfo& info,
-                                 std::vector<ManifestFile> files) {
+absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl::Status& written,
+                                 const std::vector<ManifestFile>& mine) {
+  publication.staging_path = path_;
+  publication.folder_mu = mu_;
+  if (groups_.nodes.size() == 1) {
+    return PublishTogether(comm, staging_.has_value() ? &*staging_ : nullptr, publication, written,
+                           mine);
+  }
+  std::vector<ManifestFile> all;
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, mine, &all));
+  MUSTER_RETURN_IF_ERROR(PublishOnNodes(comm, publication, std::move(all)));
+  if (!publication.folder.has_value() || publication.options.keep <= 0) return absl::OkStatus();
+  return RotateOnNodes(comm, *publication.folder, groups_, publication.options.keep,
+                       publication.options.keep_every, mu_);
+}
+
+absl::Status StagedSave::PublishOnNodes(Comm& comm, const Publication& publication,
+                                        std::vector<ManifestFile> files) {
   Manifest manifest;
-  manifest.info = info;
+  manifest.info = publication.info;
   manifest.info.world_size = comm.size();
   manifest.created = absl::FormatTime(absl::RFC3339_sec, absl::Now(), absl::UTCTimeZone());
   manifest.files = std::move(files);
-  if (groups_.nodes.size() == 1) {
-    return StatusOfMain(comm,
-                        OnlyLeader(groups_, mu_, [&] { return staging_->Publish(manifest); }));
-  }
   // Every node gets the same bytes.
   manifest.created = comm.BroadcastBytes(manifest.created, 0);
   for (const NodeGroups::Node& node : groups_.nodes) {
@@ -162,10 +174,7 @@ absl::Status SettleNodes(Comm& comm, const std::string& dir, const NodeGroups& g
 }
 
 absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const NodeGroups& groups,
-                           int keep, Mutex* folder_mu) {
-  if (groups.nodes.size() == 1) {
-    return StatusOfMain(comm, OnlyLeader(groups, folder_mu, [&] { return folder.Rotate(keep); }));
-  }
+                           int keep, int64_t keep_every, Mutex* folder_mu) {
   std::vector<int64_t> mine;
   MUSTER_RETURN_IF_ERROR(
       AgreeOfLeaders(comm, groups, OnlyLeader(groups, folder_mu, [&]() -> absl::Status {
@@ -185,13 +194,18 @@ absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const Nod
   }
   if (static_cast<int>(whole.size()) <= keep) return absl::OkStatus();
   const int64_t oldest_kept = whole[whole.size() - keep];
-  return AgreeOfLeaders(comm, groups, OnlyLeader(groups, folder_mu, [&]() -> absl::Status {
-                          for (const int64_t number : mine) {
-                            if (number >= oldest_kept) continue;
-                            MUSTER_RETURN_IF_ERROR(folder.Remove(number));
-                          }
-                          return SyncDirectory(folder.root());
-                        }));
+  const absl::Status removed = OnlyLeader(groups, folder_mu, [&]() -> absl::Status {
+    for (const int64_t number : mine) {
+      if (number >= oldest_kept) continue;
+      if (keep_every > 0) {
+        const absl::StatusOr<Manifest> manifest = ReadManifest(folder.PathOf(number));
+        if (manifest.ok() && manifest->info.step % keep_every == 0) continue;
+      }
+      MUSTER_RETURN_IF_ERROR(RemoveCheckpoint(folder.PathOf(number)));
+    }
+    return SyncDirectory(folder.root());
+  });
+  return AgreeOfLeaders(comm, groups, removed);
 }
 
 }  // namespace muster

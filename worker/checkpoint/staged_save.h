@@ -12,6 +12,7 @@
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/node_group.h"
+#include "worker/checkpoint/publication.h"
 #include "worker/collective/comm.h"
 
 namespace muster {
@@ -44,12 +45,19 @@ class StagedSave {
   // Whether the staging folder exists for this rank.
   absl::Status CheckVisible() const;
 
-  // Collective. Makes the staged `files` of all ranks a checkpoint on every disk. Errors, the same
-  // on every rank: as Staging::Publish, with the rank.
-  absl::Status Publish(Comm& comm, const CheckpointInfo& info, std::vector<ManifestFile> files);
+  // Collective. Makes the staged files of all ranks a checkpoint on every disk, and lets older ones
+  // go. `written`: whether this rank has written its files, which are `mine`. Fills in what this
+  // object knows of `publication`. The registrar is for one file system: with a disk in every node
+  // the folders alone count. Errors, the same on every rank: the first, with its rank.
+  absl::Status Publish(Comm& comm, Publication publication, const absl::Status& written,
+                       const std::vector<ManifestFile>& mine);
 
  private:
   StagedSave(NodeGroups groups, Mutex* folder_mu) : groups_(std::move(groups)), mu_(folder_mu) {}
+
+  // On several disks.
+  absl::Status PublishOnNodes(Comm& comm, const Publication& publication,
+                              std::vector<ManifestFile> files);
 
   NodeGroups groups_;
   Mutex* mu_;
@@ -64,9 +72,10 @@ class StagedSave {
 absl::Status SettleNodes(Comm& comm, const std::string& dir, const NodeGroups& groups);
 
 // Collective. Removes the oldest numbered checkpoints so that `keep` (>= 1) are left of those that
-// every node has; on every node. Incomplete ones that are older than those go too.
+// every node has; on every node. Incomplete ones that are older than those go too. Those whose step
+// is a multiple of `keep_every` (0: none) stay.
 absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const NodeGroups& groups,
-                           int keep, Mutex* folder_mu = nullptr);
+                           int keep, int64_t keep_every = 0, Mutex* folder_mu = nullptr);
 
 }  // namespace muster
 

@@ -13,6 +13,7 @@
 #include "worker/checkpoint/agreement.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/node_group.h"
+#include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/snapshot.h"
 #include "worker/checkpoint/staged_save.h"
 
@@ -20,18 +21,16 @@ namespace muster {
 namespace {
 
 // Collective.
-absl::Status SaveStaged(Comm& comm, const std::string& dir, NodeGroups groups,
-                        const CheckpointInfo& info,
+absl::Status SaveStaged(Comm& comm, Publication publication, NodeGroups groups,
                         absl::FunctionRef<absl::Status(StateWriter&)> write) {
-  MUSTER_ASSIGN_OR_RETURN(StagedSave staged, StagedSave::Begin(comm, dir, std::move(groups)));
+  MUSTER_ASSIGN_OR_RETURN(StagedSave staged,
+                          StagedSave::Begin(comm, publication.path, std::move(groups)));
   StateWriter writer(staged.path(), comm.rank());
   const absl::Status written = GuardRank([&]() -> absl::Status {
     MUSTER_RETURN_IF_ERROR(staged.CheckVisible());
     return write(writer);
   });
-  std::vector<ManifestFile> files;
-  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, writer.files(), &files));
-  return staged.Publish(comm, info, std::move(files));
+  return staged.Publish(comm, std::move(publication), written, writer.files());
 }
 
 absl::Status NumberIsFree(const CheckpointFolder& folder, int64_t iteration, int total_limit) {
@@ -132,9 +131,17 @@ absl::StatusOr<StateDict> StateReader::Read(absl::string_view name) const {
 absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,
                             absl::FunctionRef<absl::Status(StateWriter&)> write,
                             std::optional<int> node) {
+  return SaveCheckpoint(comm, dir, info, PublishOptions(), write, node);
+}
+
+absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,
+                            const PublishOptions& options,
+                            absl::FunctionRef<absl::Status(StateWriter&)> write,
+                            std::optional<int> node) {
   MUSTER_ASSIGN_OR_RETURN(NodeGroups groups, GroupsOf(comm, dir, node));
   MUSTER_RETURN_IF_ERROR(SettleNodes(comm, dir, groups));
-  return SaveStaged(comm, dir, std::move(groups), info, write);
+  return SaveStaged(comm, {.options = options, .info = info, .path = dir, .staging_path = ""},
+                    std::move(groups), write);
 }
 
 absl::Status CheckNumberIsFree(Comm& comm, const NodeGroups& groups, const CheckpointFolder& folder,
@@ -146,25 +153,36 @@ absl::Status CheckNumberIsFree(Comm& comm, const NodeGroups& groups, const Check
 }
 
 absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
-                                    const CheckpointInfo& info, int total_limit,
+                                    const CheckpointInfo& info, const PublishOptions& options,
                                     absl::FunctionRef<absl::Status(StateWriter&)> write,
                                     std::optional<int> node) {
   const std::string dir = folder.PathOf(info.iteration);
-  MUSTER_ASSIGN_OR_RETURN(const NodeGroups groups, GroupsOf(comm, dir, node));
-  MUSTER_RETURN_IF_ERROR(CheckNumberIsFree(comm, groups, folder, info.iteration, total_limit));
-  MUSTER_RETURN_IF_ERROR(SaveStaged(comm, dir, groups, info, write));
-  return total_limit > 0 ? RotateOnNodes(comm, folder, groups, total_limit) : absl::OkStatus();
+  MUSTER_ASSIGN_OR_RETURN(NodeGroups groups, GroupsOf(comm, dir, node));
+  MUSTER_RETURN_IF_ERROR(CheckNumberIsFree(comm, groups, folder, info.iteration, options.keep));
+  return SaveStaged(
+      comm, {.options = options, .info = info, .path = dir, .staging_path = "", .folder = folder},
+      std::move(groups), write);
+}
+
+absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
+                                    const CheckpointInfo& info, int total_limit,
+                                    absl::FunctionRef<absl::Status(StateWriter&)> write,
+                                    std::optional<int> node) {
+  return SaveNumberedCheckpoint(comm, folder, info, PublishOptions{.keep = total_limit}, write,
+                                node);
 }
 
 absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
-                                           const CheckpointFolder& folder) {
+                                           const CheckpointFolder& folder,
+                                           CheckpointRegistrar* registrar) {
   std::string found = dir;
   if (dir.empty()) {
     absl::Status status;
     if (comm.rank() == 0) {
-      absl::StatusOr<std::string> newest = folder.Newest();
-      status = newest.status();
-      if (newest.ok()) found = *std::move(newest);
+      status = GuardRank([&]() -> absl::Status {
+        MUSTER_ASSIGN_OR_RETURN(found, FindCheckpointToResume(folder, registrar));
+        return absl::OkStatus();
+      });
     }
     MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, status));
     found = comm.BroadcastBytes(found, 0);

@@ -16,9 +16,11 @@
 
 namespace muster {
 
+class CheckpointRegistrar;
 class Snapshot;
 struct DirectFileWritten;
 struct NodeGroups;
+struct PublishOptions;
 
 // One rank's hand in a checkpoint that is being written: puts files into the staging folder and
 // notes their digests. Not thread-safe. Where staging folders come from and what makes them a
@@ -94,17 +96,26 @@ class StateReader {
 // counts), and `write` on each rank puts that rank's files. Either all of it appears at `dir` in
 // one step, replacing a checkpoint that is there, or nothing changes. Collective: it blocks until
 // all ranks are through, also when one fails. All ranks return the same status, which names the
-// rank that failed. Exceptions out of `write` become INTERNAL; those of `comm` pass through.
+// rank that failed. Exceptions out of `write` become INTERNAL; those of `comm` pass through. Of
+// `options`, what is kept is for numbered ones.
 //
 // `node`: absent, `dir` must be on a file system that all ranks share. Else a number that the ranks
 // of one node have in common: every node keeps the files of its ranks in a `dir` of its own.
 absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,
                             absl::FunctionRef<absl::Status(StateWriter&)> write,
                             std::optional<int> node = std::nullopt);
+absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,
+                            const PublishOptions& options,
+                            absl::FunctionRef<absl::Status(StateWriter&)> write,
+                            std::optional<int> node = std::nullopt);
 
-// Saves as ROOT/checkpoint_{info.iteration} and, only after that is published, rotates the oldest
-// out so that `total_limit` are left (0: keep all). Refuses a number that is taken. Collective, as
-// SaveCheckpoint.
+// Saves as ROOT/checkpoint_{info.iteration} and, only after that is published, lets the oldest go
+// as `options` says. Refuses a number that is taken. Collective, as SaveCheckpoint.
+absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
+                                    const CheckpointInfo& info, const PublishOptions& options,
+                                    absl::FunctionRef<absl::Status(StateWriter&)> write,
+                                    std::optional<int> node = std::nullopt);
+// Keeps `total_limit` (0: all).
 absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
                                     const CheckpointInfo& info, int total_limit,
                                     absl::FunctionRef<absl::Status(StateWriter&)> write,
@@ -114,10 +125,11 @@ absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
 absl::Status CheckNumberIsFree(Comm& comm, const NodeGroups& groups, const CheckpointFolder& folder,
                                int64_t iteration, int total_limit);
 
-// Opens a checkpoint on every rank; with `dir` empty, the newest good one of `folder`, which rank 0
-// finds. Collective; all ranks return the same error.
+// Opens a checkpoint on every rank; with `dir` empty, what FindCheckpointToResume says on rank 0.
+// Collective; all ranks return the same error.
 absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,
-                                           const CheckpointFolder& folder);
+                                           const CheckpointFolder& folder,
+                                           CheckpointRegistrar* registrar = nullptr);
 
 }  // namespace muster
 

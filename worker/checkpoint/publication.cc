@@ -1,0 +1,424 @@
+#include "worker/checkpoint/publication.h"
+
+#include <algorithm>
+#include <filesystem>
+#include <set>
+#include <system_error>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "base/failpoint.h"
+#include "base/file.h"
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "c10/util/Exception.h"
+#include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/seal.h"
+
+namespace muster {
+namespace {
+
+// After so many restarts of the registry in the middle of one save something else is wrong.
+constexpr int kSealTries = 10;
+
+// The registry is asked by other processes, which may be in other folders.
+std::string AbsolutePath(const std::string& path) {
+  std::error_code error;
+  const std::filesystem::path absolute = std::filesystem::absolute(path, error);
+  return error ? path : absolute.lexically_normal().string();
+}
+
+// A lock of what may be null.
+class OptionalLock {
+ public:
+  explicit OptionalLock(Mutex* mu) ABSL_NO_THREAD_SAFETY_ANALYSIS : mu_(mu) {
+    if (mu_ != nullptr) mu_->Lock();
+  }
+  ~OptionalLock() ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    if (mu_ != nullptr) mu_->Unlock();
+  }
+  OptionalLock(const OptionalLock&) = delete;
+  OptionalLock& operator=(const OptionalLock&) = delete;
+
+ private:
+  Mutex* const mu_;
+};
+
+// Of who writes what: names and ranks. FNV-1a, the same in every run.
+uint64_t PlanDigest(const std::vector<ManifestFile>& files) {
+  std::vector<std::string> lines;
+  for (const ManifestFile& file : files) lines.push_back(absl::StrCat(file.name, "\n", file.rank));
+  std::sort(lines.begin(), lines.end());
+  uint64_t hash = 14695981039346656037u;
+  for (const std::string& line : lines) {
+    for (const char c : line) hash = (hash ^ static_cast<unsigned char>(c)) * 1099511628211u;
+    hash = (hash ^ '\n') * 1099511628211u;
+  }
+  return hash;
+}
+
+// What this rank's files hold, as their headers say.
+absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir,
+                                                      const std::vector<ManifestFile>& files) {
+  std::vector<ShardFileReport> reports;
+  for (const ManifestFile& file : files) {
+    ShardFileReport& report = reports.emplace_back();
+    report.name = file.name;
+    report.bytes = file.digest.bytes;
+    report.xxh3 = file.digest.xxh3;
+    if (!absl::EndsWith(file.name, ".safetensors")) continue;
+    MUSTER_ASSIGN_OR_RETURN(const SafetensorsHeader header,
+                            ReadSafetensorsHeader(JoinPath(dir, file.name)));
+    for (const SafetensorsEntry& entry : header.tensors) {
+      ShardSlice& slice = report.slices.emplace_back();
+      slice.tensor = absl::StrCat(file.name, ":", entry.name);
+      slice.dtype = std::string(SafetensorsTypeName(entry.type));
+      slice.global_shape.assign(entry.shape.begin(), entry.shape.end());
+      slice.extent = slice.global_shape;
+      slice.offset.assign(slice.global_shape.size(), 0);
+    }
+  }
+  return reports;
+}
+
+// Whether the folder is the one that the record is about.
+bool IsFolderOf(const std::string& dir, const RegisteredCheckpoint& record) {
+  const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(dir);
+  return seal.ok() && seal->sha256 == record.sha256 && seal->job == record.job;
+}
+
+// Deletes what the registry lets go. Not what has taken its name without the registry: that folder
+// is another checkpoint.
+absl::Status DeleteFolderOf(const RegisteredCheckpoint& record) {
+  if (!record.published) {
+    return record.staging.empty() ? absl::OkStatus() : RemoveTree(record.staging);
+  }
+  if (!PathExists(record.path)) return absl::OkStatus();
+  if (!IsFolderOf(record.path, record)) {
+    // Its seal goes first when it is removed, so that it may be missing.
+    const absl::StatusOr<Manifest> manifest = VerifyCheckpoint(record.path, VerifyLevel::kSizes);
+    if (PathExists(JoinPath(record.path, kSealName)) || !manifest.ok() ||
+        manifest->info.step != record.step || manifest->info.iteration != record.iteration) {
+      MUSTER_LOG(Warning) << record.path << " is not the checkpoint of step " << record.step
+                          << " that may go now: it stays";
+      return absl::OkStatus();
+    }
+  }
+  return RemoveCheckpoint(record.path);
+}
+
+void DeleteSuperfluous(CheckpointRegistrar& registrar, Mutex* folder_mu,
+                       const std::vector<RegisteredCheckpoint>& records) {
+  std::vector<uint64_t> deleted;
+  for (const RegisteredCheckpoint& record : records) {
+    const absl::Status removed = [&] {
+      const OptionalLock lock(folder_mu);
+      return DeleteFolderOf(record);
+    }();
+    if (removed.ok()) {
+      deleted.push_back(record.id);
+    } else {
+      // It is asked for again with the next publication.
+      MUSTER_LOG(Warning) << removed.message();
+    }
+  }
+  MUSTER_FAILPOINT("worker.checkpoint_deleted");
+  if (deleted.empty()) return;
+  if (const absl::Status told = registrar.Deleted(deleted); !told.ok()) {
+    MUSTER_LOG(Warning) << told.message();
+  }
+}
+
+// What was saved without this registry counts too.
+absl::Status DeleteUnregistered(const Publication& publication,
+                                const std::vector<RegisteredCheckpoint>& records) {
+  const CheckpointFolder& folder = *publication.folder;
+  std::vector<std::string> spared;
+  for (const RegisteredCheckpoint& record : records) {
+    if (!record.published) continue;
+    spared.push_back(JoinPath(folder.root(), BaseName(record.path)));
+  }
+  const OptionalLock lock(publication.folder_mu);
+  return folder.Rotate(publication.options.keep, publication.options.keep_every, spared);
+}
+
+// After the rename. The checkpoint is whole and sealed whatever comes: what fails here is made up
+// for by a resume and by the next publication.
+void Register(const Publication& publication, const RegisteredCheckpoint& record) {
+  CheckpointRegistrar& registrar = *publication.options.registrar;
+  const bool numbered = publication.folder.has_value();
+  const absl::StatusOr<std::vector<RegisteredCheckpoint>> superfluous =
+      registrar.Publish(record.id);
+  if (!superfluous.ok()) {
+    MUSTER_LOG(Warning) << publication.path << " is saved and sealed, but its publication is not "
+                        << "registered yet: " << superfluous.status().message();
+    return;
+  }
+  MUSTER_FAILPOINT("worker.checkpoint_registered");
+  DeleteSuperfluous(registrar, publication.folder_mu, *superfluous);
+  if (!numbered || publication.options.keep <= 0) return;
+  const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar.List();
+  const absl::Status rotated =
+      records.ok() ? DeleteUnregistered(publication, *records) : records.status();
+  if (!rotated.ok()) MUSTER_LOG(Warning) << rotated.message();
+}
+
+absl::Status CompleteStaging(Staging& staging, const Publication& publication, int world_size,
+                             std::vector<ManifestFile> files) {
+  Manifest manifest;
+  manifest.info = publication.info;
+  manifest.info.world_size = world_size;
+  manifest.created = absl::FormatTime(absl::RFC3339_sec, absl::Now(), absl::UTCTimeZone());
+  manifest.files = std::move(files);
+  return staging.Complete(manifest);
+}
+
+absl::StatusOr<uint64_t> Begin(const Publication& publication, int ranks,
+                               const std::vector<ManifestFile>& files) {
+  const PublishOptions& options = publication.options;
+  const bool numbered = publication.folder.has_value();
+  absl::StatusOr<uint64_t> id =
+      options.registrar->Begin({.path = AbsolutePath(publication.path),
+                                .staging = AbsolutePath(publication.staging_path),
+                                .iteration = publication.info.iteration,
+                                .step = publication.info.step,
+                                .plan = PlanDigest(files),
+                                .ranks = ranks,
+                                .keep = numbered ? options.keep : 0,
+                                .keep_every = numbered ? options.keep_every : 0,
+                                .promote = options.promote});
+  if (absl::IsUnimplemented(id.status())) {
+    MUSTER_LOG(Warning) << "the coordinator keeps no record of checkpoints, since it is older than "
+                        << "this program: the folder alone counts";
+    return 0;
+  }
+  return id;
+}
+
+// Of rank 0: the checkpoint gets its name, and older ones go.
+absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
+  const OptionalLock lock(publication.folder_mu);
+  MUSTER_RETURN_IF_ERROR(staging.Rename());
+  const PublishOptions& options = publication.options;
+  if (!publication.folder.has_value() || options.keep <= 0) return absl::OkStatus();
+  return publication.folder->Rotate(options.keep, options.keep_every);
+}
+
+absl::Status Finish(Staging& staging, const Publication& publication,
+                    const RegisteredCheckpoint& record) {
+  MUSTER_FAILPOINT_STATUS("worker.checkpoint_sealed");
+  MUSTER_RETURN_IF_ERROR(WriteSeal(publication.staging_path, record));
+  MUSTER_RETURN_IF_ERROR(SyncDirectory(publication.staging_path));
+  MUSTER_FAILPOINT_STATUS("worker.checkpoint_noted");
+  // Retention is for numbered ones: it takes none that somebody has given a name.
+  if (!publication.folder.has_value()) {
+    if (const absl::Status pinned = publication.options.registrar->Pin(record.id); !pinned.ok()) {
+      MUSTER_LOG(Warning) << pinned.message();
+    }
+  }
+  {
+    const OptionalLock lock(publication.folder_mu);
+    MUSTER_RETURN_IF_ERROR(staging.Rename());
+  }
+  Register(publication, record);
+  return absl::OkStatus();
+}
+
+// Of rank 0, when all have reported: true if it has its name, false if ranks must report again.
+// Without a word to the others in between: one of them may be gone, and what is sealed is not to be
+// given up for that.
+absl::StatusOr<bool> SealAndFinish(Staging& staging, const Publication& publication, uint64_t id) {
+  CheckpointRegistrar& registrar = *publication.options.registrar;
+  MUSTER_FAILPOINT_STATUS("worker.checkpoint_seal");
+  const absl::StatusOr<std::optional<RegisteredCheckpoint>> record = registrar.Seal(id);
+  if (!record.ok()) {
+    // Refused, or without an answer that says whether it is sealed.
+    if (absl::IsInvalidArgument(record.status()) || absl::IsNotFound(record.status())) {
+      registrar.Abort(id, std::string(record.status().message()));
+    } else {
+      staging.Leave();
+    }
+    return record.status();
+  }
+  if (!record->has_value()) return false;
+  MUSTER_RETURN_IF_ERROR(Finish(staging, publication, **record));
+  return true;
+}
+
+// Collective: all ranks report what they wrote, and rank 0 makes it a checkpoint.
+absl::Status SealTogether(Comm& comm, Staging* staging, const Publication& publication, uint64_t id,
+                          const std::vector<ManifestFile>& mine) {
+  CheckpointRegistrar& registrar = *publication.options.registrar;
+  for (int tries = 1;; ++tries) {
+    const absl::Status reported = GuardRank([&]() -> absl::Status {
+      MUSTER_FAILPOINT_STATUS("worker.checkpoint_report");
+      MUSTER_ASSIGN_OR_RETURN(const std::vector<ShardFileReport> report,
+                              ReportOf(publication.staging_path, mine));
+      return registrar.ReportShards(id, comm.rank(), report);
+    });
+    if (const absl::Status all = AgreeOnFiles(comm, reported, {}, nullptr); !all.ok()) {
+      if (staging != nullptr) registrar.Abort(id, std::string(all.message()));
+      return all;
+    }
+    bool done = false;
+    absl::Status status;
+    if (staging != nullptr) {
+      status = GuardRank([&]() -> absl::Status {
+        MUSTER_ASSIGN_OR_RETURN(done, SealAndFinish(*staging, publication, id));
+        return absl::OkStatus();
+      });
+      if (status.ok() && !done && tries == kSealTries) {
+        status = absl::UnavailableError(
+            absl::StrCat("the coordinator has forgotten ", tries, " times what the ranks reported ",
+                         "of ", publication.path, ": see why it is started again and again"));
+        registrar.Abort(id, std::string(status.message()));
+      }
+    }
+    MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, status));
+    if (!comm.BroadcastBytes(done ? "done" : "", 0).empty()) return absl::OkStatus();
+  }
+}
+
+absl::Status PublishRegistered(Comm& comm, Staging* staging, const Publication& publication,
+                               const std::vector<ManifestFile>& mine,
+                               const std::vector<ManifestFile>& all) {
+  uint64_t id = 0;
+  absl::Status begun;
+  if (staging != nullptr) {
+    begun = GuardRank([&]() -> absl::Status {
+      MUSTER_ASSIGN_OR_RETURN(id, Begin(publication, comm.size(), all));
+      MUSTER_FAILPOINT_STATUS("worker.checkpoint_begun");
+      return absl::OkStatus();
+    });
+  }
+  MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, begun));
+  const std::string told = comm.BroadcastBytes(absl::StrCat(id), 0);
+  TORCH_CHECK(absl::SimpleAtoi(told, &id), "save_state: rank 0 sent ", told);
+  if (id == 0) {
+    absl::Status finished;
+    if (staging != nullptr) {
+      finished = GuardRank([&] { return FinishByFolder(*staging, publication); });
+    }
+    return StatusOfMain(comm, finished);
+  }
+  return SealTogether(comm, staging, publication, id, mine);
+}
+
+// Whether the sealed checkpoint has its name, after it was given it if need be.
+absl::Status NameSealed(const RegisteredCheckpoint& record, CheckpointRegistrar& registrar) {
+  if (!IsFolderOf(record.path, record)) {
+    MUSTER_ASSIGN_OR_RETURN(Staging staging, Staging::TakeOver(record.path, record.staging));
+    MUSTER_RETURN_IF_ERROR(WriteSeal(record.staging, record));
+    MUSTER_RETURN_IF_ERROR(SyncDirectory(record.staging));
+    MUSTER_RETURN_IF_ERROR(staging.Rename());
+    MUSTER_LOG(Info) << record.path << " was sealed when its writer ended: it has its name now";
+  }
+  const absl::StatusOr<std::vector<RegisteredCheckpoint>> superfluous =
+      registrar.Publish(record.id);
+  if (!superfluous.ok()) {
+    MUSTER_LOG(Warning) << superfluous.status().message();
+  } else {
+    DeleteSuperfluous(registrar, /*folder_mu=*/nullptr, *superfluous);
+  }
+  return absl::OkStatus();
+}
+
+// Numbers above that of the one taken, which the registry does not know.
+void WarnOfNewer(const CheckpointFolder& folder, const RegisteredCheckpoint& taken,
+                 const std::vector<RegisteredCheckpoint>& records) {
+  std::set<std::string> known;
+  for (const RegisteredCheckpoint& record : records) known.insert(BaseName(record.path));
+  const absl::StatusOr<std::vector<int64_t>> numbers = folder.Numbers();
+  if (!numbers.ok()) return;
+  for (const int64_t number : *numbers) {
+    const std::string path = folder.PathOf(number);
+    if (number <= taken.iteration || known.count(BaseName(path)) > 0 ||
+        !PathExists(JoinPath(path, kManifestName))) {
+      continue;
+    }
+    MUSTER_LOG(Warning) << path << " is newer than " << taken.path
+                        << ", which the coordinator says to take, and was saved without the "
+                        << "coordinator: name it to load it";
+  }
+}
+
+}  // namespace
+
+absl::Status PublishTogether(Comm& comm, Staging* staging, const Publication& publication,
+                             const absl::Status& written, const std::vector<ManifestFile>& mine) {
+  std::vector<ManifestFile> all;
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, mine, &all));
+  const bool registered = publication.options.registrar != nullptr;
+  absl::Status completed;
+  if (staging != nullptr) {
+    completed = GuardRank([&]() -> absl::Status {
+      MUSTER_RETURN_IF_ERROR(CompleteStaging(*staging, publication, comm.size(), all));
+      return registered ? absl::OkStatus() : FinishByFolder(*staging, publication);
+    });
+  }
+  MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, completed));
+  if (!registered) return absl::OkStatus();
+  return PublishRegistered(comm, staging, publication, mine, all);
+}
+
+absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folder,
+                                                   CheckpointRegistrar* registrar) {
+  if (registrar == nullptr) {
+    folder.PublishSealed();
+    return folder.Newest();
+  }
+  const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar->List();
+  if (!records.ok()) {
+    MUSTER_LOG(Warning) << "the coordinator does not say which checkpoint to resume from ("
+                        << records.status().message() << "): the newest that is complete in "
+                        << folder.root() << " is taken";
+    folder.PublishSealed();
+    return folder.Newest();
+  }
+  folder.PublishSealed();
+  const std::string root = AbsolutePath(folder.root());
+  std::vector<std::string> left_out;  // nobody is to resume from them
+  bool any = false;
+  for (auto record = records->rbegin(); record != records->rend(); ++record) {
+    if (ParentPath(record->path) != root ||
+        (record->state != RegisteredCheckpoint::State::kSealed &&
+         record->state != RegisteredCheckpoint::State::kPublished)) {
+      continue;
+    }
+    const std::string path = JoinPath(folder.root(), BaseName(record->path));
+    if (!record->promoted) {
+      if (IsFolderOf(path, *record)) left_out.push_back(path);
+      continue;
+    }
+    any = true;
+    absl::Status status;
+    if (record->state == RegisteredCheckpoint::State::kSealed) {
+      status = NameSealed(*record, *registrar);
+    } else if (!IsFolderOf(path, *record)) {
+      status = absl::NotFoundError(absl::StrCat(
+          "it is not there", PathExists(path) ? ": another checkpoint has its name" : ""));
+    }
+    if (status.ok()) status = VerifyCheckpoint(path, VerifyLevel::kContents).status();
+    if (status.ok()) {
+      WarnOfNewer(folder, *record, *records);
+      return path;
+    }
+    MUSTER_LOG(Warning) << "passing over " << path << " of step " << record->step << ": "
+                        << status.message();
+  }
+  absl::StatusOr<std::string> newest = folder.Newest(VerifyLevel::kContents, left_out);
+  if (newest.ok()) {
+    MUSTER_LOG(Info) << "the coordinator knows "
+                     << (any ? "no other checkpoint that is whole" : "no checkpoint") << " of "
+                     << folder.root() << ": the newest that is complete there is taken, "
+                     << *newest;
+  }
+  return newest;
+}
+
+}  // namespace muster

@@ -1,0 +1,59 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_PUBLICATION_H_
+#define MUSTER_WORKER_CHECKPOINT_PUBLICATION_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/mutex.h"
+#include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/registrar.h"
+#include "worker/collective/comm.h"
+
+namespace muster {
+
+// How what the ranks have written becomes a checkpoint, and which one a resume takes: with the
+// registry of the job, or by the folder alone.
+
+struct PublishOptions {
+  // Borrowed. Null on every rank or on none: without one the folder alone counts.
+  CheckpointRegistrar* registrar = nullptr;
+  // Of numbered checkpoints: how many are kept (0: all), and those whose step is a multiple of
+  // keep_every (0: none). Older ones go only once the new one is published.
+  int keep = 0;
+  int64_t keep_every = 0;
+  // false: no resume takes it until somebody promotes it. Needs a registrar.
+  bool promote = true;
+};
+
+struct Publication {
+  PublishOptions options = {};
+  CheckpointInfo info = {};  // rank 0's counts
+  std::string path;          // what the checkpoint is to be called
+  std::string staging_path;
+  // Of a numbered one: where older ones are.
+  std::optional<CheckpointFolder> folder = std::nullopt;
+  // Held, where there is one, while folders beside it are touched; not while others are waited for.
+  Mutex* folder_mu = nullptr;
+};
+
+// Collective; the last part of a save. `staging`: of rank 0, null elsewhere. `written`: whether
+// this rank has written its files, which are `mine`. Returns the same on every rank; the first
+// failure with its rank.
+absl::Status PublishTogether(Comm& comm, Staging* staging, const Publication& publication,
+                             const absl::Status& written, const std::vector<ManifestFile>& mine);
+
+// Of rank 0: the checkpoint of `folder` that a resume takes. With a registry that is the newest
+// promoted one that is whole on the disk, also one that was sealed when its writer ended, which
+// gets its name now; a registry that knows none, or is away, is passed over, and the log says so.
+// Without one: the newest that is whole. Errors: NOT_FOUND.
+absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folder,
+                                                   CheckpointRegistrar* registrar);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_PUBLICATION_H_

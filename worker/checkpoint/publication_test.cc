@@ -1,0 +1,303 @@
+#include "worker/checkpoint/publication.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "ATen/ops/full.h"
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "base/mutex.h"
+#include "worker/checkpoint/seal.h"
+#include "worker/checkpoint/state.h"
+#include "worker/collective/thread_comm.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using State = RegisteredCheckpoint::State;
+
+// A registry in memory.
+class FakeRegistrar : public CheckpointRegistrar {
+ public:
+  absl::StatusOr<uint64_t> Begin(const CheckpointRegistration& registration) override {
+    const MutexLock lock(&mu_);
+    if (!away.ok()) return away;
+    RegisteredCheckpoint record;
+    record.job = "j";
+    record.id = ++last_;
+    record.path = registration.path;
+    record.staging = registration.staging;
+    record.iteration = registration.iteration;
+    record.step = registration.step;
+    record.ranks = registration.ranks;
+    record.promoted = registration.promote;
+    records[record.id] = record;
+    keep_ = registration.keep;
+    return record.id;
+  }
+  absl::Status ReportShards(uint64_t id, int rank,
+                            const std::vector<ShardFileReport>& files) override {
+    const MutexLock lock(&mu_);
+    if (rank == failing_rank) return absl::UnavailableError("no answer");
+    reported_[id].insert(rank);
+    for (const ShardFileReport& file : files) {
+      for (const ShardSlice& slice : file.slices) slices.insert(slice.tensor);
+    }
+    return absl::OkStatus();
+  }
+  absl::StatusOr<std::optional<RegisteredCheckpoint>> Seal(uint64_t id) override {
+    const MutexLock lock(&mu_);
+    ++seals;
+    if (forgets > 0) {
+      --forgets;
+      reported_[id].clear();
+    }
+    RegisteredCheckpoint& record = records.at(id);
+    if (static_cast<int>(reported_[id].size()) < record.ranks) return std::nullopt;
+    if (!refusal.ok()) return refusal;
+    record.state = State::kSealed;
+    record.sha256 = std::string(60, 'a') + absl::StrCat(1000 + id);
+    return record;
+  }
+  absl::StatusOr<std::vector<RegisteredCheckpoint>> Publish(uint64_t id) override {
+    const MutexLock lock(&mu_);
+    RegisteredCheckpoint& record = records.at(id);
+    EXPECT_TRUE(PathExists(record.path)) << "published before it has its name";
+    record.state = State::kPublished;
+    record.published = true;
+    std::vector<RegisteredCheckpoint> go;
+    int newer = 0;
+    for (auto it = records.rbegin(); it != records.rend(); ++it) {
+      if (it->second.state != State::kPublished || it->second.pinned || keep_ == 0) continue;
+      if (++newer <= keep_) continue;
+      it->second.state = State::kDeleting;
+      go.push_back(it->second);
+    }
+    return go;
+  }
+  absl::Status Deleted(const std::vector<uint64_t>& ids) override {
+    const MutexLock lock(&mu_);
+    for (const uint64_t id : ids) records.erase(id);
+    return absl::OkStatus();
+  }
+  void Abort(uint64_t id, const std::string& reason) override {
+    const MutexLock lock(&mu_);
+    aborts.push_back(reason);
+    records.erase(id);
+  }
+  absl::Status Pin(uint64_t id) override {
+    const MutexLock lock(&mu_);
+    records.at(id).pinned = true;
+    return absl::OkStatus();
+  }
+  absl::Status Unpin(uint64_t) override { return absl::OkStatus(); }
+  absl::StatusOr<std::vector<RegisteredCheckpoint>> List() override {
+    const MutexLock lock(&mu_);
+    if (!away.ok()) return away;
+    std::vector<RegisteredCheckpoint> all;
+    for (const auto& [id, record] : records) all.push_back(record);
+    return all;
+  }
+
+  absl::Status away, refusal;
+  int forgets = 0, failing_rank = -1, seals = 0;
+  std::map<uint64_t, RegisteredCheckpoint> records;
+  std::set<std::string> slices;
+  std::vector<std::string> aborts;
+
+ private:
+  Mutex mu_;
+  uint64_t last_ = 0;
+  int keep_ = 0;
+  std::map<uint64_t, std::set<int>> reported_;
+};
+
+class PublicationTest : public testing::Test {
+ protected:
+  void SetUp() override { ASSERT_TRUE(MakeDirectories(root_).ok()); }
+  void TearDown() override { EXPECT_TRUE(RemoveTree(root_).ok()); }
+
+  // Two ranks save; both see the same.
+  absl::Status Save(int64_t iteration, PublishOptions options = {}) {
+    std::vector<absl::Status> statuses(2);
+    if (options.registrar == nullptr && registered_) options.registrar = &registrar_;
+    RunRanks(2, [&](Comm& comm) {
+      statuses[comm.rank()] =
+          SaveNumberedCheckpoint(comm, folder_, {.iteration = iteration, .step = 10 * iteration},
+                                 options, [&](StateWriter& writer) {
+                                   StateDict state;
+                                   state.SetTensor("w", at::full({3}, 1.0));
+                                   return writer.Write(RandomStatesFileName(writer.rank()), state);
+                                 });
+    });
+    EXPECT_EQ(statuses[0], statuses[1]);
+    return statuses[0];
+  }
+  std::vector<std::string> Names() const { return *ListDirectory(root_); }
+  std::string Resume(CheckpointRegistrar* registrar) const {
+    const absl::StatusOr<std::string> found = FindCheckpointToResume(folder_, registrar);
+    return found.ok() ? BaseName(*found) : std::string(found.status().message());
+  }
+  // Its writer ended when it was sealed.
+  void TakeNameAway(uint64_t id, bool noted) {
+    RegisteredCheckpoint& record = registrar_.records.at(id);
+    record.state = State::kSealed;
+    record.published = false;
+    ASSERT_EQ(rename(record.path.c_str(), record.staging.c_str()), 0);
+    if (noted) return;
+    ASSERT_EQ(unlink(JoinPath(record.staging, kSealName).c_str()), 0);
+  }
+
+  const std::string root_ = JoinPath(testing::TempDir(), "publication-" + RandomHex());
+  const CheckpointFolder folder_{root_};
+  FakeRegistrar registrar_;
+  bool registered_ = true;
+};
+
+TEST_F(PublicationTest, Save_EndsSealedAndPublishedWithTheRecordBesideIt) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_EQ(registrar_.records.size(), 1u);
+  const RegisteredCheckpoint& record = registrar_.records.at(1);
+  EXPECT_EQ(record.state, State::kPublished);
+  EXPECT_EQ(record.path, folder_.PathOf(0));
+  const auto seal = ReadSeal(folder_.PathOf(0));
+  ASSERT_TRUE(seal.ok()) << seal.status();
+  EXPECT_EQ(seal->sha256, record.sha256);
+  EXPECT_THAT(registrar_.slices,
+              ElementsAre("random_states_0.safetensors:w", "random_states_1.safetensors:w"));
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_0");
+  EXPECT_EQ(Resume(nullptr), "checkpoint_0");
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0"));
+}
+
+TEST_F(PublicationTest, RegistryThatForgetsReports_GetsThemAgain) {
+  registrar_.forgets = 2;
+  ASSERT_TRUE(Save(0).ok());
+  EXPECT_EQ(registrar_.seals, 3);
+  registrar_.forgets = 1000;
+  const absl::Status status = Save(1);
+  EXPECT_THAT(std::string(status.message()), HasSubstr("has forgotten 10 times"));
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0"));
+  EXPECT_EQ(registrar_.records.size(), 1u);
+}
+
+TEST_F(PublicationTest, RefusedOrUnreported_LeavesWhatWasThere) {
+  ASSERT_TRUE(Save(0).ok());
+  registrar_.refusal = absl::InvalidArgumentError("tensor w is not covered");
+  EXPECT_THAT(std::string(Save(1).message()), HasSubstr("tensor w is not covered"));
+  EXPECT_THAT(registrar_.aborts, ElementsAre(HasSubstr("not covered")));
+  registrar_.refusal = absl::OkStatus();
+  registrar_.failing_rank = 1;
+  EXPECT_THAT(std::string(Save(1).message()), AllOf(HasSubstr("rank 1"), HasSubstr("no answer")));
+  registrar_.failing_rank = -1;
+  registrar_.away = absl::UnavailableError("no coordinator for 90 s");
+  EXPECT_THAT(std::string(Save(1).message()), HasSubstr("no coordinator for 90 s"));
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0"));
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_0") << "the folder alone is enough";
+}
+
+TEST_F(PublicationTest, SealWithoutAnAnswer_LeavesTheFolderForTheResume) {
+  registrar_.refusal = absl::UnavailableError("no answer");
+  EXPECT_THAT(std::string(Save(0).message()), HasSubstr("no answer"));
+  ASSERT_EQ(Names().size(), 1u);
+  EXPECT_THAT(Names()[0], HasSubstr("checkpoint_0.tmp-"));
+  // The next save of this process leaves it alone.
+  registrar_.refusal = absl::OkStatus();
+  ASSERT_TRUE(Save(1).ok());
+  EXPECT_EQ(Names().size(), 2u);
+  EXPECT_THAT(registrar_.aborts, IsEmpty());
+}
+
+TEST_F(PublicationTest, CoordinatorWithoutTheService_TheFolderAloneCounts) {
+  registrar_.away = absl::UnimplementedError("unknown service");
+  ASSERT_TRUE(Save(0, {.keep = 1}).ok());
+  ASSERT_TRUE(Save(1, {.keep = 1}).ok());
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_1"));
+  EXPECT_FALSE(PathExists(JoinPath(folder_.PathOf(1), kSealName)));
+}
+
+TEST_F(PublicationTest, SealedWhenItsWriterEnded_GetsItsNameAtAResume) {
+  for (const bool noted : {false, true}) {
+    ASSERT_TRUE(Save(noted ? 2 : 1).ok());
+    TakeNameAway(noted ? 2 : 1, noted);
+    EXPECT_EQ(Resume(&registrar_), noted ? "checkpoint_2" : "checkpoint_1");
+    EXPECT_EQ(registrar_.records.at(noted ? 2 : 1).state, State::kPublished);
+  }
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_1", "checkpoint_2"));
+  // The coordinator ended too: what is noted counts.
+  TakeNameAway(2, /*noted=*/true);
+  EXPECT_EQ(Resume(nullptr), "checkpoint_2");
+}
+
+TEST_F(PublicationTest, SealedButDamaged_TheOneBeforeIsTaken) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1).ok());
+  TakeNameAway(2, /*noted=*/true);
+  ASSERT_TRUE(
+      WriteFileAtomically(JoinPath(registrar_.records.at(2).staging, RandomStatesFileName(0)), "x")
+          .ok());
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_0");
+  EXPECT_TRUE(PathExists(registrar_.records.at(2).staging)) << "nothing sealed is thrown away";
+}
+
+TEST_F(PublicationTest, HeldBack_IsNotTaken) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1, {.promote = false}).ok());
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_0");
+  registrar_.records.at(2).promoted = true;
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
+  registrar_.records.at(2).promoted = false;
+  registrar_.records.erase(1);
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_0") << "saved by somebody else, and whole";
+}
+
+TEST_F(PublicationTest, Retention_DeletesOnlyWhatTheRecordIsAbout) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1).ok());
+  // Another program has saved under the name meanwhile.
+  ASSERT_TRUE(RemoveTree(folder_.PathOf(0)).ok());
+  registered_ = false;
+  ASSERT_TRUE(Save(7).ok());
+  registered_ = true;
+  ASSERT_EQ(rename(folder_.PathOf(7).c_str(), folder_.PathOf(0).c_str()), 0);
+  // What no registry knows counts as well, and the newest of it stays if there is room.
+  ASSERT_TRUE(Save(2, {.keep = 3}).ok());
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2"));
+  registrar_.records.at(1).state = State::kPublished;
+  registrar_.records.at(1).pinned = true;
+  ASSERT_TRUE(Save(3, {.keep = 2}).ok());
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_2", "checkpoint_3"));
+}
+
+TEST_F(PublicationTest, KeepEvery_SparesTheirSteps) {
+  registered_ = false;
+  for (int i = 0; i < 6; ++i) ASSERT_TRUE(Save(i, {.keep = 1, .keep_every = 20}).ok());
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_2", "checkpoint_4", "checkpoint_5"));
+}
+
+TEST_F(PublicationTest, NamedCheckpoint_IsPinned) {
+  RunRanks(1, [&](Comm& comm) {
+    const absl::Status saved = SaveCheckpoint(comm, JoinPath(root_, "best"), {.step = 3},
+                                              PublishOptions{.registrar = &registrar_, .keep = 1},
+                                              [](StateWriter& writer) {
+                                                StateDict state;
+                                                state.SetInt("x", 1);
+                                                return writer.Write("scheduler.json", state);
+                                              });
+    ASSERT_TRUE(saved.ok()) << saved;
+  });
+  EXPECT_TRUE(registrar_.records.at(1).pinned);
+  EXPECT_THAT(registrar_.slices, IsEmpty());
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,102 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_REGISTRAR_H_
+#define MUSTER_WORKER_CHECKPOINT_REGISTRAR_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+
+namespace muster {
+
+// A checkpoint as the registry of the job knows it.
+struct RegisteredCheckpoint {
+  enum class State { kPreparing, kSealed, kPublished, kDeleting };
+
+  std::string job;
+  uint64_t id = 0;
+  State state = State::kPreparing;
+  std::string path;     // absolute
+  std::string staging;  // where its files are until it is published
+  int64_t iteration = 0;
+  int64_t step = 0;
+  uint64_t plan = 0;
+  int ranks = 0;
+  bool promoted = false;   // a resume may take it
+  bool pinned = false;     // retention leaves it alone
+  bool published = false;  // it had its name: its folder is `path`
+  uint64_t created_us = 0;
+  int64_t files = 0;
+  uint64_t bytes = 0;
+  // Hexadecimal digits: see "The chain" in docs/checkpoint_format.md. `sha256` is empty until the
+  // checkpoint is sealed; `signature` is for coordinators that sign; none does yet.
+  std::string files_sha256;
+  std::string previous_sha256;
+  std::string sha256;
+  std::string signature;
+};
+
+// A tensor, or a box of one, in a file.
+struct ShardSlice {
+  std::string tensor;  // unique in the checkpoint
+  std::string dtype;
+  std::vector<int64_t> global_shape;
+  std::vector<int64_t> offset;
+  std::vector<int64_t> extent;
+};
+
+struct ShardFileReport {
+  std::string name;
+  uint64_t bytes = 0;
+  std::string xxh3;
+  std::vector<ShardSlice> slices;
+};
+
+struct CheckpointRegistration {
+  std::string path;
+  std::string staging;
+  int64_t iteration = 0;
+  int64_t step = 0;
+  uint64_t plan = 0;
+  int ranks = 1;
+  // Of the job's published checkpoints, besides pinned ones: how many are kept (0: all), and those
+  // whose step is a multiple of `keep_every` (0: none).
+  int keep = 0;
+  int64_t keep_every = 0;
+  bool promote = true;
+};
+
+// Who knows which checkpoints of a job are whole (docs/protocol.md, "Checkpoints"). Every call may
+// be repeated. Methods block, through an outage of the registry for as long as the job tolerates
+// one. Thread-safe.
+class CheckpointRegistrar {
+ public:
+  virtual ~CheckpointRegistrar() = default;
+
+  // Of rank 0. A registration of the same path that was left unfinished is given up. Errors:
+  // UNIMPLEMENTED if there is no registry; UNAVAILABLE; FAILED_PRECONDITION and ABORTED if this
+  // generation is over.
+  virtual absl::StatusOr<uint64_t> Begin(const CheckpointRegistration& registration) = 0;
+  // Of each rank, what it wrote; all of it again after a restart of the registry.
+  virtual absl::Status ReportShards(uint64_t id, int rank,
+                                    const std::vector<ShardFileReport>& files) = 0;
+  // Of rank 0. Nothing: ranks must report again. Errors: INVALID_ARGUMENT naming the first tensor
+  // that is not there exactly once; NOT_FOUND if it was given up. After any other it may be sealed.
+  virtual absl::StatusOr<std::optional<RegisteredCheckpoint>> Seal(uint64_t id) = 0;
+  // Of rank 0, once the folder has its name. Returns those to delete, oldest first.
+  virtual absl::StatusOr<std::vector<RegisteredCheckpoint>> Publish(uint64_t id) = 0;
+  // Of rank 0: those are deleted.
+  virtual absl::Status Deleted(const std::vector<uint64_t>& ids) = 0;
+  // Of rank 0. Does not wait for a registry that is away: what is left over is given up later.
+  virtual void Abort(uint64_t id, const std::string& reason) = 0;
+  virtual absl::Status Pin(uint64_t id) = 0;
+  virtual absl::Status Unpin(uint64_t id) = 0;
+  // All of the job, by id, which is the order of their beginning.
+  virtual absl::StatusOr<std::vector<RegisteredCheckpoint>> List() = 0;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_REGISTRAR_H_

@@ -1,0 +1,106 @@
+#include "worker/checkpoint/seal.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "base/json.h"
+#include "base/status_macros.h"
+#include "worker/checkpoint/folder.h"
+
+namespace muster {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr char kFormat[] = "muster-seal";
+constexpr int64_t kMaxBytes = 1 << 20;
+
+bool IsHex(absl::string_view text) {
+  return std::all_of(text.begin(), text.end(),
+                     [](char c) { return absl::ascii_isdigit(c) || (c >= 'a' && c <= 'f'); });
+}
+
+}  // namespace
+
+// Names are escaped, as in SealText: JSON can hold no other bytes than text.
+absl::Status WriteSeal(const std::string& dir, const RegisteredCheckpoint& record) {
+  const Json json = {{"format", kFormat},
+                     {"version", 1},
+                     {"job", absl::CHexEscape(record.job)},
+                     {"id", record.id},
+                     {"path", absl::CHexEscape(record.path)},
+                     {"iteration", record.iteration},
+                     {"step", record.step},
+                     {"ranks", record.ranks},
+                     {"plan", absl::StrCat(absl::Hex(record.plan, absl::kZeroPad16))},
+                     {"created", record.created_us},
+                     {"files", record.files},
+                     {"bytes", record.bytes},
+                     {"files_sha256", record.files_sha256},
+                     {"previous", record.previous_sha256},
+                     {"sha256", record.sha256},
+                     {"signature", record.signature}};
+  return WriteFileAtomically(JoinPath(dir, kSealName), json.dump(1) + "\n");
+}
+
+absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
+  const std::string path = JoinPath(dir, kSealName);
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, kMaxBytes));
+  MUSTER_ASSIGN_OR_RETURN(const Json json, ParseJson(text, path));
+  const auto bad = [&path](absl::string_view why) {
+    return absl::DataLossError(absl::StrCat(path, " is no record of a checkpoint: ", why));
+  };
+  RegisteredCheckpoint record;
+  record.state = RegisteredCheckpoint::State::kSealed;
+  try {
+    if (json.at("format") != kFormat) return bad("its format is another");
+    if (json.at("version") != 1) {
+      return absl::UnimplementedError(
+          absl::StrCat(path, ": version ", json.at("version").dump(),
+                       " is of a newer Muster; this one knows version 1"));
+    }
+    std::string plan;
+    if (!absl::CUnescape(json.at("job").get<std::string>(), &record.job) ||
+        !absl::CUnescape(json.at("path").get<std::string>(), &record.path)) {
+      return bad("a name is escaped in an unknown way");
+    }
+    json.at("id").get_to(record.id);
+    json.at("iteration").get_to(record.iteration);
+    json.at("step").get_to(record.step);
+    json.at("ranks").get_to(record.ranks);
+    json.at("plan").get_to(plan);
+    json.at("created").get_to(record.created_us);
+    json.at("files").get_to(record.files);
+    json.at("bytes").get_to(record.bytes);
+    json.at("files_sha256").get_to(record.files_sha256);
+    json.at("previous").get_to(record.previous_sha256);
+    json.at("sha256").get_to(record.sha256);
+    json.at("signature").get_to(record.signature);
+    if (plan.size() != 16 || !absl::SimpleHexAtoi(plan, &record.plan)) return bad("plan");
+    if (record.sha256.size() != 64) return bad("sha256");
+    for (const std::string* digest :
+         {&record.files_sha256, &record.previous_sha256, &record.sha256, &record.signature}) {
+      if (!IsHex(*digest) || digest->size() % 2 != 0) return bad("a digest is not hexadecimal");
+    }
+  } catch (const Json::exception& error) {
+    return bad(error.what());
+  }
+  return record;
+}
+
+std::string SealText(const RegisteredCheckpoint& record) {
+  return absl::StrCat(
+      "muster checkpoint 1\njob ", absl::CHexEscape(record.job), "\nid ", record.id, "\npath ",
+      absl::CHexEscape(record.path), "\niteration ", record.iteration, "\nstep ", record.step,
+      "\nranks ", record.ranks, "\nplan ", absl::StrCat(absl::Hex(record.plan, absl::kZeroPad16)),
+      "\ncreated ", record.created_us, "\nfiles ", record.files, "\nbytes ", record.bytes,
+      "\nfiles_sha256 ", record.files_sha256, "\nprevious ", record.previous_sha256, "\n");
+}
+
+}  // namespace muster
