@@ -29,6 +29,7 @@
 #include "proto/muster/v1/trigger.grpc.pb.h"
 #include "rpc/address.h"
 #include "rpc/channel.h"
+#include "rpc/session/duration.h"
 #include "rpc/status.h"
 
 namespace muster::client {
@@ -72,7 +73,7 @@ std::string ProtobufVersion() {
 std::string GigaBytes(int64_t bytes) { return absl::StrFormat("%.1f GiB", bytes / 1073741824.0); }
 
 std::string DurationText(const google::protobuf::Duration& duration, int digits = 1) {
-  return absl::StrFormat("%.*fs", digits, duration.seconds() + duration.nanos() * 1e-9);
+  return absl::StrFormat("%.*fs", digits, absl::ToDoubleSeconds(rpc::FromProto(duration)));
 }
 
 std::string OpenBarrierText(const v1::BarrierReport& report) {
@@ -562,8 +563,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     if (!job.waits_for().empty()) {
       absl::StrAppend(&table, "  waits for ", job.waits_for());
       if (job.has_waits_at_most()) {
-        const absl::Time until = absl::Now() + absl::Seconds(job.waits_at_most().seconds()) +
-                                 absl::Nanoseconds(job.waits_at_most().nanos());
+        const absl::Time until = absl::Now() + rpc::FromProto(job.waits_at_most());
         absl::StrAppend(&table, ", until ",
                         absl::FormatTime("%H:%M:%S", until, absl::LocalTimeZone()));
       }
