@@ -4,6 +4,7 @@
 #include <string>
 
 #include "absl/strings/cord.h"
+#include "rpc/session/duration.h"
 
 namespace muster::rpc {
 namespace {
@@ -87,9 +88,8 @@ v1::ErrorReason GetReason(const absl::Status& status) {
 absl::Duration RetryAfter(const absl::Status& status) {
   const std::optional<v1::ErrorDetail> detail = GetDetail(status);
   if (!detail.has_value()) return absl::ZeroDuration();
-  const absl::Duration asked = absl::Seconds(detail->retry_after().seconds()) +
-                               absl::Nanoseconds(detail->retry_after().nanos());
-  return std::clamp(asked, absl::ZeroDuration(), absl::Duration(absl::Minutes(1)));
+  return std::clamp(FromProto(detail->retry_after()), absl::ZeroDuration(),
+                    absl::Duration(absl::Minutes(1)));
 }
 
 bool IsLost(const absl::Status& status) {

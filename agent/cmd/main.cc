@@ -15,22 +15,13 @@
 #include "agent/process.h"
 #include "agent/process_limits.h"
 #include "base/defaults.h"
+#include "base/exit_code.h"
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "rpc/address.h"
 
 namespace muster::agent {
 namespace {
-
-constexpr int kExitJobFailed = 1;
-constexpr int kExitUsage = 2;
-constexpr int kExitConflict = 4;
-constexpr int kExitTimeout = 5;
-constexpr int kExitUnreachable = 7;
-constexpr int kExitDenied = 8;
-constexpr int kExitInternal = 70;
-constexpr int kExitNotExecutable = 126;
-constexpr int kExitProgramMissing = 127;
 
 constexpr char kAbout[] =
     "Muster's node agent: starts and watches this machine's workers of a job whose coordinator "
@@ -76,7 +67,7 @@ int Report(const NodeJobResult& result) {
     case JobResult::Outcome::kSucceeded:
       return 0;
     case JobResult::Outcome::kStopped:
-      return 128 + result.signal;
+      return kExitSignal + result.signal;
     case JobResult::Outcome::kRefused:
       return Fail(CodeOf(result.job.status), result.job.status.message());
     case JobResult::Outcome::kFailed:

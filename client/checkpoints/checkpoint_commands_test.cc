@@ -7,9 +7,9 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "base/exit_code.h"
 #include "base/file.h"
 #include "client/checkpoints/weight_diff.h"
-#include "client/cli/exit_code.h"
 #include "tests/testdata/golden.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/safetensors_format.h"

@@ -15,12 +15,13 @@
 #include "absl/strings/str_replace.h"
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
+#include "base/exit_code.h"
 #include "base/file.h"
 #include "base/status_macros.h"
-#include "client/cli/exit_code.h"
+#include "base/version.h"
 #include "client/cli/machine.h"
 #include "client/cli/running_launch.h"
-#include "client/cli/version.h"
+#include "client/cli/torch_version.h"
 #include "client/config/suggest.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
@@ -28,6 +29,7 @@
 #include "proto/muster/v1/trigger.grpc.pb.h"
 #include "rpc/address.h"
 #include "rpc/channel.h"
+#include "rpc/session/duration.h"
 #include "rpc/status.h"
 
 namespace muster::client {
@@ -71,7 +73,7 @@ std::string ProtobufVersion() {
 std::string GigaBytes(int64_t bytes) { return absl::StrFormat("%.1f GiB", bytes / 1073741824.0); }
 
 std::string DurationText(const google::protobuf::Duration& duration, int digits = 1) {
-  return absl::StrFormat("%.*fs", digits, duration.seconds() + duration.nanos() * 1e-9);
+  return absl::StrFormat("%.*fs", digits, absl::ToDoubleSeconds(rpc::FromProto(duration)));
 }
 
 std::string OpenBarrierText(const v1::BarrierReport& report) {
@@ -560,8 +562,7 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
     if (!job.waits_for().empty()) {
       absl::StrAppend(&table, "  waits for ", job.waits_for());
       if (job.has_waits_at_most()) {
-        const absl::Time until = absl::Now() + absl::Seconds(job.waits_at_most().seconds()) +
-                                 absl::Nanoseconds(job.waits_at_most().nanos());
+        const absl::Time until = absl::Now() + rpc::FromProto(job.waits_at_most());
         absl::StrAppend(&table, ", until ",
                         absl::FormatTime("%H:%M:%S", until, absl::LocalTimeZone()));
       }

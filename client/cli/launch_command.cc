@@ -8,9 +8,9 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
+#include "base/exit_code.h"
 #include "base/file.h"
 #include "base/status_macros.h"
-#include "client/cli/exit_code.h"
 #include "client/cli/machine.h"
 
 namespace muster::client {

@@ -3,8 +3,8 @@
 #include <sstream>
 
 #include "absl/strings/match.h"
+#include "base/exit_code.h"
 #include "base/file.h"
-#include "client/cli/exit_code.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 

@@ -13,10 +13,10 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "base/descriptor_limit.h"
+#include "base/exit_code.h"
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "base/status_macros.h"
-#include "client/cli/exit_code.h"
 #include "client/cli/local_job.h"
 #include "client/cli/muster_command.h"
 #include "coordinator/service/server.h"
@@ -59,7 +59,7 @@ absl::StatusOr<std::unique_ptr<muster::client::EmbeddedCoordinator>> StartCoordi
 int main(int argc, char** argv) {
   if (const absl::Status armed = muster::ArmFailpointsFromEnvironment(); !armed.ok()) {
     std::cerr << "muster: " << armed.message() << std::endl;
-    return 2;
+    return muster::kExitUsage;
   }
   std::map<std::string, std::string> variables;
   for (char** entry = environ; *entry != nullptr; ++entry) {
@@ -84,7 +84,7 @@ int main(int argc, char** argv) {
   // A table or a config file that went to a full disk must not pass for whole.
   if (!std::cout.flush()) {
     std::cerr << "muster: standard output cannot be written: " << strerror(errno) << std::endl;
-    return code == 0 ? muster::client::kExitInternal : code;
+    return code == 0 ? muster::kExitInternal : code;
   }
   return code;
 }

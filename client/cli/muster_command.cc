@@ -4,8 +4,8 @@
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_format.h"
+#include "base/exit_code.h"
 #include "client/checkpoints/checkpoint_commands.h"
-#include "client/cli/exit_code.h"
 #include "client/cli/info_commands.h"
 #include "client/config/suggest.h"
 

@@ -14,6 +14,7 @@
 #include "base/descriptor_limit.h"
 #include "base/failpoint.h"
 #include "base/log.h"
+#include "base/version.h"
 #include "coordinator/core.h"
 #include "coordinator/hubs.h"
 #include "coordinator/journal/sqlite_journal.h"

@@ -15,6 +15,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
+#include "base/version.h"
 #include "coordinator/service/agent_stream.h"
 #include "proto/muster/v1/admin.pb.h"
 #include "proto/muster/v1/session.pb.h"

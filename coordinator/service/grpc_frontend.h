@@ -31,7 +31,6 @@
 namespace muster::coordinator {
 
 // The value of AdminStatus.version and Welcome.version.
-inline constexpr char kVersion[] = "0.1.0";
 
 // What one caller may have open at a time.
 struct CallerQuota {

@@ -54,14 +54,15 @@ _ALLOWED = {
     "worker/nested": _TENSORS | {"worker/nested"},
     "worker/collective": _TENSORS | {"gloo", "nccl", "worker/nested", "worker/collective"},
     "worker/job": _TENSORS
-    | {"proto", "stubs", "protobuf", "grpc", "rpc", "gloo", "worker/nested", "worker/collective", "worker/job"},
+    | {"proto", "stubs", "protobuf", "grpc", "rpc", "rpc/session", "gloo"}
+    | {"worker/nested", "worker/collective", "worker/job"},
     "worker/data": _TENSORS | {"worker/nested", "worker/collective", "worker/data"},
     "worker/parallel": _TENSORS | {"worker/nested", "worker/collective", "worker/parallel"},
     "worker/track": _TENSORS | {"worker/nested", "worker/collective", "worker/track"},
     "worker/checkpoint": _TENSORS | {"worker/nested", "worker/collective", "worker/checkpoint"},
     "worker/train": _TENSORS
     | {"worker/nested", "worker/collective", "worker/parallel", "worker/checkpoint", "worker/train"},
-    "client": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "cli11", "httplib", "client"},
+    "client": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "rpc/session", "cli11", "httplib", "client"},
     # Tools on files; Bazel's visibility lets them see only those libraries of the room that have no torch.
     "client/checkpoints": {"absl", "json", "base", "client", "worker/checkpoint"},
     "muster": _FILES | {"base", "torch", "client", "muster"} | {"worker/" + room for room in _WORKER_ROOMS},

@@ -24,6 +24,7 @@
 #include "proto/muster/v1/rendezvous.grpc.pb.h"
 #include "proto/muster/v1/trigger.grpc.pb.h"
 #include "rpc/channel.h"
+#include "rpc/session/duration.h"
 #include "rpc/status.h"
 #include "worker/collective/address.h"
 
@@ -37,14 +38,9 @@ constexpr int kTableChanges = 100;
 constexpr absl::Duration kFirstBackoff = absl::Milliseconds(50);
 constexpr absl::Duration kLastBackoff = absl::Seconds(2);
 
+// More than a year is sent as a year.
 void SetDuration(absl::Duration duration, google::protobuf::Duration* out) {
-  const int64_t nanos = absl::ToInt64Nanoseconds(std::min(duration, absl::Hours(24 * 365)));
-  out->set_seconds(nanos / 1'000'000'000);
-  out->set_nanos(static_cast<int32_t>(nanos % 1'000'000'000));
-}
-
-absl::Duration ToDuration(const google::protobuf::Duration& duration) {
-  return absl::Seconds(duration.seconds()) + absl::Nanoseconds(duration.nanos());
+  *out = rpc::ToProto(std::min(duration, absl::Hours(24 * 365)));
 }
 
 uint64_t DrawIncarnation() {
@@ -298,7 +294,7 @@ class CoordinatorClient::Impl {
     BarrierResult result;
     result.payloads.assign(reply.payloads().begin(), reply.payloads().end());
     result.last_rank = reply.report().last_rank();
-    result.open_for = ToDuration(reply.report().open_for());
+    result.open_for = rpc::FromProto(reply.report().open_for());
     return result;
   }
 
@@ -347,7 +343,7 @@ class CoordinatorClient::Impl {
                                .host = culprit.host(),
                                .pid = culprit.pid(),
                                .process_state = culprit.process_state(),
-                               .heartbeat_age = ToDuration(culprit.heartbeat_age()),
+                               .heartbeat_age = rpc::FromProto(culprit.heartbeat_age()),
                                .last_step = culprit.last_step(),
                                .last_collective = culprit.last_collective(),
                                .native_stack = culprit.native_stack()});
@@ -378,7 +374,7 @@ class CoordinatorClient::Impl {
       info.step = member.last_step();
       info.phase = member.phase();
       info.last_collective = member.last_collective();
-      info.heartbeat_age = ToDuration(member.heartbeat_age());
+      info.heartbeat_age = rpc::FromProto(member.heartbeat_age());
       switch (member.state()) {
         case v1::WORKER_STATE_EXITED:
           info.gone = member.exit().signal() != 0

@@ -18,14 +18,11 @@
 #include "proto/muster/v1/membership.grpc.pb.h"
 #include "proto/muster/v1/rendezvous.grpc.pb.h"
 #include "proto/muster/v1/trigger.grpc.pb.h"
+#include "rpc/session/duration.h"
 #include "rpc/status.h"
 
 namespace muster {
 namespace {
-
-absl::Duration ToDuration(const google::protobuf::Duration& d) {
-  return absl::Seconds(d.seconds()) + absl::Nanoseconds(d.nanos());
-}
 
 struct FakeTrigger {
   v1::TriggerEvent event;
@@ -72,7 +69,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
   }
   int64_t waited_us() const {
     MutexLock lock(&mu_);
-    return absl::ToInt64Microseconds(ToDuration(last_arrival_.waited()));
+    return absl::ToInt64Microseconds(rpc::FromProto(last_arrival_.waited()));
   }
   uint64_t revision_seen() const {
     MutexLock lock(&mu_);
@@ -106,8 +103,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
     if (overload_ > absl::ZeroDuration()) {
       v1::ErrorDetail detail;
       detail.set_reason(v1::ERROR_REASON_OVERLOADED);
-      detail.mutable_retry_after()->set_nanos(
-          static_cast<int32_t>(absl::ToInt64Nanoseconds(overload_)));
+      *detail.mutable_retry_after() = rpc::ToProto(overload_);
       overload_ = absl::ZeroDuration();
       return rpc::ToGrpc(rpc::WithDetail(absl::UnavailableError("too much to do"), detail));
     }
@@ -131,7 +127,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
   grpc::Status Wait(grpc::ServerContext*, const v1::WaitRequest* request,
                     v1::WaitReply* reply) override {
     MutexLock lock(&mu_);
-    const absl::Time deadline = absl::Now() + ToDuration(request->timeout());
+    const absl::Time deadline = absl::Now() + rpc::FromProto(request->timeout());
     while (true) {
       if (const grpc::Status fence = Check(request->fence()); !fence.ok()) return fence;
       std::string missing;
@@ -164,7 +160,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
     members[request->preferred_rank() >= 0 ? request->preferred_rank()
                                            : static_cast<int>(members.size())] = *request;
     cv_.SignalAll();
-    const absl::Time deadline = absl::Now() + ToDuration(request->spec().join_timeout());
+    const absl::Time deadline = absl::Now() + rpc::FromProto(request->spec().join_timeout());
     while (members.size() < size) {
       const absl::Duration left = deadline - absl::Now();
       if (left <= absl::ZeroDuration()) {
@@ -233,7 +229,8 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
                    v1::ERROR_REASON_BARRIER_COUNTER);
     }
     Instance& barrier = barriers_[{request->fence().generation(), id, request->counter()}];
-    if (barrier.arrived.empty()) barrier.deadline = absl::Now() + ToDuration(request->timeout());
+    if (barrier.arrived.empty())
+      barrier.deadline = absl::Now() + rpc::FromProto(request->timeout());
     barrier.arrived[request->rank()] = request->payload();
     cv_.SignalAll();
     while (!barrier.failed && static_cast<int>(barrier.arrived.size()) < world_) {

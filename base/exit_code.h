@@ -1,12 +1,12 @@
-#ifndef MUSTER_CLIENT_CLI_EXIT_CODE_H_
-#define MUSTER_CLIENT_CLI_EXIT_CODE_H_
+#ifndef MUSTER_BASE_EXIT_CODE_H_
+#define MUSTER_BASE_EXIT_CODE_H_
 
 #include "absl/status/status.h"
 
-namespace muster::client {
+namespace muster {
 
-// How every Muster command ends. docs/cli.md has the same table; 128 + N: ended by signal N (130
-// Ctrl-C, 143 SIGTERM).
+// How every Muster command ends, and the agent; the coordinator has its own. docs/cli.md has the
+// same table; 128 + N: ended by signal N (130 Ctrl-C, 143 SIGTERM).
 enum ExitCode : int {
   kExitOk = 0,
   kExitJobFailed = 1,
@@ -48,6 +48,6 @@ inline int ExitCodeOf(const absl::Status& status) {
   }
 }
 
-}  // namespace muster::client
+}  // namespace muster
 
-#endif  // MUSTER_CLIENT_CLI_EXIT_CODE_H_
+#endif  // MUSTER_BASE_EXIT_CODE_H_

@@ -1,0 +1,11 @@
+#ifndef MUSTER_BASE_VERSION_H_
+#define MUSTER_BASE_VERSION_H_
+
+namespace muster {
+
+// Of Muster. tools/install reads it from here.
+inline constexpr char kVersion[] = "0.1.0";
+
+}  // namespace muster
+
+#endif  // MUSTER_BASE_VERSION_H_
