@@ -33,7 +33,7 @@ struct ProcessExit {
   std::string ToString() const;
 };
 
-// "SIGKILL" for 9; "signal 77" for what has no name.
+// "SIGKILL" for 9; "signal 77" for a number without a name.
 std::string SignalName(int signal);
 
 enum class OutputStream { kStdout, kStderr };
@@ -59,7 +59,7 @@ struct ProcessOptions {
   // All four are called on the host's thread, must not block, and must not call Process::Wait.
   // A finished line, without its end.
   std::function<void(OutputStream, absl::string_view)> on_line;
-  // What an unfinished line shows now (progress bars, prompts).
+  // The current text of an unfinished line (progress bars, prompts).
   std::function<void(OutputStream, absl::string_view)> on_partial;
   // It still exists some seconds after SIGKILL, with its state (see ProcessExit::stuck).
   std::function<void(absl::string_view)> on_deaf = nullptr;
@@ -67,7 +67,7 @@ struct ProcessOptions {
   std::function<void(const ProcessExit&)> on_exit;
 };
 
-// Looks `program` up as execvp does: as it is if it has a slash, else in `path` ("dir:dir").
+// Looks `program` up as execvp does: unchanged if it has a slash, else in `path` ("dir:dir").
 // Errors: NOT_FOUND no such file; PERMISSION_DENIED a directory or not executable. The message says
 // what to do.
 absl::StatusOr<std::string> FindProgram(absl::string_view program, absl::string_view path);
@@ -113,12 +113,12 @@ struct ProcessHostOptions {
   int (*epoll_ctl)(int, int, int, epoll_event*) = nullptr;
 };
 
-// Starts processes and watches them. Thread-safe. One thread of its own does all the work: it
-// learns of an end by a pidfd, at once and without polling.
+// Starts processes and watches them. Thread-safe. One thread does all the work: it learns of an end
+// by a pidfd, at once and without polling.
 //
 // Nothing that it started outlives it, whatever happens:
-//  - Each process leads its own session and group. When the leader ends, what is left of the group
-//  is killed.
+//  - Each process leads its own session and group. When the leader ends, the rest of the group is
+//    killed.
 //  - Each process gets SIGKILL from the kernel when the host's process dies (PR_SET_PDEATHSIG).
 //  - A guard, a small forked process in a session of its own, waits for the end of the host's
 //  process (or of the host)

@@ -33,7 +33,7 @@ namespace muster::coordinator {
 // The value of AdminStatus.version and Welcome.version.
 inline constexpr char kVersion[] = "0.1.0";
 
-// What one caller may have open at a time.
+// The quota of one caller.
 struct CallerQuota {
   size_t calls;    // calls and streams
   size_t streams;  // of these, agents' streams and watches
@@ -43,7 +43,7 @@ struct CallerQuota {
   size_t held_bytes;
 };
 
-// What a caller, which is a connection or a user, has open.
+// The open calls of a caller, which is a connection or a user.
 struct CallerShare {
   std::string name;
   CallerShare* user = nullptr;  // of a connection

@@ -16,9 +16,9 @@
 
 namespace muster {
 
-// What an object writes into a checkpoint and gets back: named tensors in order, named scalars, and
-// text metadata. Nesting is written with dots ("state.0.exp_avg"). A value type; copies share the
-// tensors' memory. Not thread-safe.
+// The state of an object in a checkpoint: named tensors in order, named scalars, and text metadata.
+// Nesting is written with dots ("state.0.exp_avg"). A value type; copies share the tensors' memory.
+// Not thread-safe.
 class StateDict {
  public:
   using Scalar = std::variant<bool, int64_t, double, std::string>;
@@ -85,12 +85,11 @@ struct LoadTensorsOptions {
   bool allow_unexpected = false;
 };
 
-// Copies tensors of `source` into the tensors of the same name in `targets`, on whatever device
-// they are. Nothing is copied unless everything fits. A target without a source is not missing if
-// it is the same tensor as a target that has one (tied weights, of which files keep the first
-// name). Floating types convert into each other, other types must be equal. Errors:
-// INVALID_ARGUMENT "WHAT: ..." that lists missing and unexpected names and those of another shape
-// or type.
+// Copies tensors of `source` into the tensors of the same name in `targets`, on any device. Nothing
+// is copied unless everything fits. A target without a source is not missing if it is the same
+// tensor as a target that has one (tied weights, of which files keep the first name). Floating
+// types convert into each other, other types must be equal. Errors: INVALID_ARGUMENT "WHAT: ..."
+// that lists missing and unexpected names and those of another shape or type.
 absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets,
                          absl::string_view what, const LoadTensorsOptions& options = {});
 
