@@ -34,7 +34,7 @@ absl::Status ArmFailpointsFromEnvironment();
 
 // The same from given texts, replacing what was armed before. For tests.
 //   spec         "name=action[@N]", more of them after commas; see docs/failpoints.md
-//   once_path    empty, or a file: made by whoever fires first; nothing fires when it exists
+//   once_path    empty, or a file: the first process that fires creates it; none fires if it exists
 //   report_path  where action `report` writes
 absl::Status ArmFailpoints(absl::string_view spec, const std::string& once_path,
                            const std::string& report_path);

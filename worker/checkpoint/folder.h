@@ -68,8 +68,7 @@ class Staging {
   int lock_ = -1;
 };
 
-// Numbered checkpoints: ROOT/checkpoint_0, checkpoint_1, ... Other names in ROOT are nobody's
-// business.
+// Numbered checkpoints: ROOT/checkpoint_0, checkpoint_1, ... Other names in ROOT are ignored.
 class CheckpointFolder {
  public:
   explicit CheckpointFolder(std::string root) : root_(std::move(root)) {}
