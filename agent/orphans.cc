@@ -88,6 +88,12 @@ pid_t Orphans::Fork(const std::string& mark) {
   return pid;
 }
 
+void Orphans::Note(const std::string& mark, pid_t child) {
+  MutexLock lock(&mu_);
+  children_.insert(child);
+  hosts_[mark].insert(child);
+}
+
 void Orphans::Forget(pid_t child) {
   MutexLock lock(&mu_);
   children_.erase(child);

@@ -13,9 +13,11 @@
 
 namespace muster::agent {
 
-// Finds the processes that a host's processes have left behind. From the first host on this process
-// is a subreaper (PR_SET_CHILD_SUBREAPER): a descendant that loses its parent becomes its child, so
-// none hides by a session of its own, closed pipes or an empty environment.
+// Finds the processes that a host's processes have left behind and that the host's keeper could not
+// end, or that this process inherited because the keeper was killed. From the first host on this
+// process is a subreaper (PR_SET_CHILD_SUBREAPER): a descendant that loses its parent and the
+// keeper becomes its child, so none hides by a session of its own, closed pipes or an empty
+// environment.
 //
 // A child that this process did not fork itself is a host's orphan if
 //  - its session is one that a process of the host began, or
@@ -35,6 +37,8 @@ class Orphans {
   // fork() for a host, whose child begins a session of its own at once. The child must call
   // nothing here.
   pid_t Fork(const std::string& mark);
+  // The host's keeper has forked `child`, which this process inherits if the keeper is killed.
+  void Note(const std::string& mark, pid_t child);
   // The child was collected or abandoned.
   void Forget(pid_t child);
 

@@ -32,11 +32,11 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_split.h"
+#include "agent/keeper.h"
 #include "agent/line_splitter.h"
 #include "agent/orphans.h"
 #include "agent/process_state.h"
 #include "base/clock.h"
-#include "base/descriptor_limit.h"
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "base/mutex.h"
@@ -254,79 +254,6 @@ int KillMarked(const char* mark, size_t mark_size) {
   _exit(0);
 }
 
-// --- The child between fork and exec: same rule. ---
-
-// Where the child writes why it cannot start its program; exec closes it.
-constexpr int kChildErrorFd = 3;
-
-struct StartError {
-  enum Stage : int32_t { kSetUp, kDirectory, kExec };
-  int32_t stage;
-  int32_t error;
-};
-
-struct ChildPlan {
-  const char* path;
-  char* const* argv;
-  char* const* envp;
-  const char* directory;  // null: stay
-  int stdin_fd, stdout_fd, stderr_fd, error_fd;
-  pid_t parent;
-  CloseRangeCall close_range;
-};
-
-[[noreturn]] void ChildFails(int error_fd, StartError::Stage stage) {
-  const StartError report = {stage, errno};
-  ssize_t ignored = write(error_fd, &report, sizeof(report));
-  static_cast<void>(ignored);
-  _exit(127);
-}
-
-[[noreturn]] void ChildMain(const ChildPlan& plan) {
-  setsid();
-  prctl(PR_SET_PDEATHSIG, SIGKILL);
-  // The parent may have died before the line above.
-  if (getppid() != plan.parent) _exit(127);
-  for (int signal = 1; signal < NSIG; ++signal) {
-    struct sigaction action = {};
-    const bool inherited = signal == SIGHUP || signal == SIGINT || signal == SIGQUIT;
-    if (inherited && sigaction(signal, nullptr, &action) == 0 && action.sa_handler == SIG_IGN) {
-      continue;
-    }
-    action = {};
-    action.sa_handler = SIG_DFL;
-    sigaction(signal, &action, nullptr);
-  }
-  sigset_t none;
-  sigemptyset(&none);
-  sigprocmask(SIG_SETMASK, &none, nullptr);
-  // Moved above the targets first: a source may itself be one of them.
-  const int in = fcntl(plan.stdin_fd, F_DUPFD_CLOEXEC, kChildErrorFd + 1);
-  const int out = fcntl(plan.stdout_fd, F_DUPFD_CLOEXEC, kChildErrorFd + 1);
-  const int err = fcntl(plan.stderr_fd, F_DUPFD_CLOEXEC, kChildErrorFd + 1);
-  const int error = fcntl(plan.error_fd, F_DUPFD_CLOEXEC, kChildErrorFd + 1);
-  if (in < 0 || out < 0 || err < 0 || error < 0 || dup2(in, 0) < 0 || dup2(out, 1) < 0 ||
-      dup2(err, 2) < 0 || dup3(error, kChildErrorFd, O_CLOEXEC) < 0) {
-    ChildFails(error >= 0 ? error : plan.error_fd, StartError::kSetUp);
-  }
-  // Now, not by exec, which may never come to that on a dead file server: the child would hold the
-  // ports, the sockets and the guard's pipe of a launcher that is gone.
-  CloseFrom(kChildErrorFd + 1, plan.close_range);
-  RestoreDescriptorLimit();
-  if (plan.directory != nullptr && chdir(plan.directory) != 0) {
-    ChildFails(kChildErrorFd, StartError::kDirectory);
-  }
-  execve(plan.path, plan.argv, plan.envp);
-  ChildFails(kChildErrorFd, StartError::kExec);
-}
-
-std::vector<char*> Pointers(std::vector<std::string>& strings) {
-  std::vector<char*> pointers;
-  for (std::string& text : strings) pointers.push_back(text.data());
-  pointers.push_back(nullptr);
-  return pointers;
-}
-
 absl::string_view Variable(const std::vector<std::string>& env, absl::string_view name) {
   for (const std::string& entry : env) {
     if (entry.size() > name.size() && absl::StartsWith(entry, name) && entry[name.size()] == '=') {
@@ -491,28 +418,37 @@ class Child final : public Process {
 
   // The process is a zombie: ends the rest of its group, takes what it wrote last, and lets go of
   // its id.
-  void Reap() {
+  void Reap(Keeper* keeper) {
     {
       MutexLock lock(&mu_);
       SendKill(Clock::Real().Now());
     }
     Drain();
     ProcessExit result;
-    siginfo_t info = {};
     {
       MutexLock lock(&mu_);
-      int failed;
-      do {
-        failed = waitid(P_PIDFD, pidfd_.get(), &info, WEXITED);
-      } while (failed != 0 && errno == EINTR);
-      if (failed != 0) {
+      // This process first: while it traces the child for its stacks, the kernel reports the end
+      // to the tracer before it reports it to the keeper.
+      siginfo_t info = {};
+      waitid(P_PIDFD, pidfd_.get(), &info, WEXITED | WNOHANG);
+      absl::StatusOr<ChildEnd> end = keeper != nullptr
+                                         ? keeper->Collect(pid_)
+                                         : absl::StatusOr<ChildEnd>(absl::UnavailableError(""));
+      if (absl::IsUnavailable(end.status()) && info.si_pid == 0) {
+        int failed;
+        do {
+          failed = waitid(P_PIDFD, pidfd_.get(), &info, WEXITED);
+        } while (failed != 0 && errno == EINTR);
+      }
+      if (!end.ok() && info.si_pid != 0) end = ChildEnd{info.si_code, info.si_status};
+      if (!end.ok()) {
         // Other code has collected it. That must not count as a success.
         result.exit_code = 255;
-      } else if (info.si_code == CLD_EXITED) {
-        result.exit_code = info.si_status;
+      } else if (end->code == CLD_EXITED) {
+        result.exit_code = end->status;
       } else {
-        result.signal = info.si_status;
-        result.core_dumped = info.si_code == CLD_DUMPED;
+        result.signal = end->status;
+        result.core_dumped = end->code == CLD_DUMPED;
       }
       reaped_ = true;
       exit_ = result;
@@ -521,7 +457,7 @@ class Child final : public Process {
     End(result);
   }
 
-  // The kernel does not end it: it is left behind, uncollected, so that its id stays its own.
+  // The kernel does not end it: it is left behind.
   void GiveUp() {
     ProcessExit result;
     result.stuck = ReadStuckState(pid_).ToString();
@@ -604,6 +540,8 @@ class HostImpl final : public ProcessHost {
     }
     waker_->Wake();
     if (thread_.joinable()) thread_.join();
+    // Whatever is below it, or was left to this process.
+    keeper_ = nullptr;
     EndOrphans();
     EndGuard();
     // What the guard has killed.
@@ -615,6 +553,7 @@ class HostImpl final : public ProcessHost {
     epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
     if (!epoll_.open() || !waker_->fd.open()) return ErrnoStatus("event loop", errno);
     MUSTER_RETURN_IF_ERROR(Watch(waker_->fd.get(), {0, 0}));
+    MUSTER_RETURN_IF_ERROR(EnsureKeeper());
     MUSTER_RETURN_IF_ERROR(StartGuard());
     thread_ = std::thread([this] { Loop(); });
     return absl::OkStatus();
@@ -650,8 +589,8 @@ class HostImpl final : public ProcessHost {
     absl::StatusOr<std::shared_ptr<Process>> result = absl::InternalError("not started");
     Notification done;
   };
-  // What an epoll event is about. pid 0: the waker; -1: the guard. channel 0, 1: the streams; 2:
-  // the pidfd.
+  // What an epoll event is about. pid 0: the waker; -1: the guard; -2: the keeper. channel 0, 1:
+  // the streams; 2: the pidfd.
   struct Tag {
     int32_t pid;
     int32_t channel;
@@ -665,6 +604,23 @@ class HostImpl final : public ProcessHost {
     return ErrnoStatus("epoll_ctl", errno);
   }
   void Unwatch(int fd) { epoll_ctl_(epoll_.get(), EPOLL_CTL_DEL, fd, nullptr); }
+
+  absl::Status EnsureKeeper() {
+    if (keeper_ != nullptr) return absl::OkStatus();
+    MUSTER_ASSIGN_OR_RETURN(keeper_, Keeper::Start(mark_, options_.close_range, options_.kill));
+    const absl::Status watched = Watch(keeper_->pidfd(), {-2, 2});
+    if (!watched.ok()) keeper_ = nullptr;
+    return watched;
+  }
+
+  // Somebody has killed it, and the processes with it. Another one comes with the next process.
+  void OnKeeperEnded() {
+    if (keeper_ == nullptr) return;
+    MUSTER_LOG(Warning) << "process " << keeper_->pid()
+                        << ", the parent of the workers, was killed: the workers end with it";
+    Unwatch(keeper_->pidfd());
+    keeper_ = nullptr;
+  }
 
   absl::Status StartGuard() {
     Fd read_end, write_end;
@@ -750,7 +706,6 @@ class HostImpl final : public ProcessHost {
     MUSTER_ASSIGN_OR_RETURN(const std::string path,
                             FindProgram(program, Variable(options.env, "PATH")));
 
-    std::vector<std::string> argv = options.argv;
     std::vector<std::string> env;
     std::string outer;
     for (const std::string& entry : options.env) {
@@ -763,8 +718,6 @@ class HostImpl final : public ProcessHost {
     // A host inside a process of another host carries both marks, so that the outer one can end it
     // too.
     env.push_back(absl::StrCat(kMarkVariable, outer, mark_));
-    const std::vector<char*> argv_pointers = Pointers(argv);
-    const std::vector<char*> env_pointers = Pointers(env);
 
     Fd out_read, out_write, err_read, err_write, error_read, error_write;
     MUSTER_RETURN_IF_ERROR(options.stdout_terminal
@@ -783,33 +736,34 @@ class HostImpl final : public ProcessHost {
     }
 
     const ChildPlan plan = {
-        .path = path.c_str(),
-        .argv = argv_pointers.data(),
-        .envp = env_pointers.data(),
-        .directory =
-            options.working_directory.empty() ? nullptr : options.working_directory.c_str(),
+        .path = path,
+        .argv = options.argv,
+        .env = std::move(env),
+        .directory = options.working_directory,
         .stdin_fd = stdin_fd,
         .stdout_fd = out_write.get(),
         .stderr_fd = err_write.get(),
         .error_fd = error_write.get(),
-        .parent = getpid(),
-        .close_range = options_.close_range,
     };
     MUSTER_FAILPOINT_STATUS("agent.before_fork");
-    const pid_t pid = Orphans::Get().Fork(mark_);
-    if (pid < 0) return ErrnoStatus("fork", errno);
-    if (pid == 0) ChildMain(plan);
+    MUSTER_RETURN_IF_ERROR(EnsureKeeper());
+    absl::StatusOr<pid_t> forked = keeper_->Fork(plan);
+    if (absl::IsUnavailable(forked.status())) {
+      // Killed since the last look at it.
+      OnKeeperEnded();
+      MUSTER_RETURN_IF_ERROR(EnsureKeeper());
+      forked = keeper_->Fork(plan);
+    }
+    MUSTER_RETURN_IF_ERROR(forked.status());
+    const pid_t pid = *forked;
     MUSTER_FAILPOINT("agent.after_fork");
-    const auto collect = [pid] {
-      waitpid(pid, nullptr, 0);
-      Orphans::Get().Forget(pid);
-    };
+    const auto collect = [this, pid] { keeper_->Collect(pid).IgnoreError(); };
 
     error_write.Close();
     if (!BecomesReadable(error_read.get(), options_.start_timeout)) {
       const std::string state = ReadStuckState(pid).ToString();
       kill(pid, SIGKILL);
-      // It stays uncollected, so that its id stays its own.
+      keeper_->Release(pid);
       TellGuard(pid, true);
       return absl::FailedPreconditionError(absl::StrCat(
           path, " does not start: process ", pid, " is ", state, " for more than ",
@@ -888,7 +842,7 @@ class HostImpl final : public ProcessHost {
   }
 
   void OnExit(pid_t pid) {
-    Release(pid)->Reap();
+    Release(pid)->Reap(keeper_.get());
     Orphans::Get().Forget(pid);
     TellGuard(pid, false);
   }
@@ -954,7 +908,10 @@ class HostImpl final : public ProcessHost {
         if (give_up) given_up.push_back(pid);
       }
       // The guard keeps tracking them.
-      for (const pid_t pid : given_up) Release(pid)->GiveUp();
+      for (const pid_t pid : given_up) {
+        Release(pid)->GiveUp();
+        if (keeper_ != nullptr) keeper_->Release(pid);
+      }
       if (!given_up.empty()) continue;
       if (!children_.empty()) {
         if (collect_at_ <= now) {
@@ -979,6 +936,8 @@ class HostImpl final : public ProcessHost {
           uint64_t ignored;
           ssize_t got = read(waker_->fd.get(), &ignored, sizeof(ignored));
           static_cast<void>(got);
+        } else if (tag.pid == -2) {
+          OnKeeperEnded();
         } else if (tag.pid < 0) {
           OnGuardEnded();
         } else if (tag.channel == 2) {
@@ -1014,6 +973,7 @@ class HostImpl final : public ProcessHost {
   absl::Time guard_due_ = absl::InfiniteFuture();  // when another one is to be started
   absl::Time collect_at_ = absl::InfinitePast();
   bool told_watch_ = false;
+  std::unique_ptr<Keeper> keeper_;
   std::map<pid_t, std::shared_ptr<Child>> children_;
 
   Mutex mu_;

@@ -43,7 +43,7 @@ struct ProcessOptions {
   std::vector<std::string> argv;
   // The whole environment, "NAME=value" each.
   std::vector<std::string> env;
-  // Empty: the caller's.
+  // Empty: the one this process had when the host was started.
   std::string working_directory;
   // Standard input, borrowed for the call. -1: /dev/null.
   int stdin_fd = -1;
@@ -119,14 +119,16 @@ struct ProcessHostOptions {
 // Nothing that it started outlives it, whatever happens:
 //  - Each process leads its own session and group. When the leader ends, the rest of the group is
 //    killed.
-//  - Each process gets SIGKILL from the kernel when the host's process dies (PR_SET_PDEATHSIG).
+//  - A keeper (see Keeper) is the parent of the processes and the subreaper of all they start. When
+//    the host's process dies, in any way, the keeper kills all of its descendants, including those
+//    that have left their session and cleared their environment. If the keeper is killed, the
+//    kernel kills the processes with it (PR_SET_PDEATHSIG), and the next process gets a new keeper.
 //  - A guard, a small forked process in a session of its own, waits for the end of the host's
-//  process (or of the host)
-//    and then kills all groups, and every process that carries the host's mark in its environment
-//    (MUSTER_PROCESS_TREE): also grandchildren that left their group. One that is killed is
-//    replaced.
-//  - The end of the host also ends descendants without the mark, see Orphans; when the host's
-//    process is killed, only those survive that have left their group and cleared the mark.
+//    process (or of the host) and then kills all groups, and every process that carries the host's
+//    mark in its environment (MUSTER_PROCESS_TREE): the fallback if the keeper is killed together
+//    with the host's process. A killed guard is replaced.
+//  - The end of the host also ends the processes that a killed keeper has left to this process, see
+//    Orphans.
 //
 // A process starts with every signal at its default, except that SIGHUP, SIGINT and SIGQUIT stay
 // ignored where this process ignores them, as nohup and background jobs of shells have it.

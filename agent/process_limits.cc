@@ -12,8 +12,6 @@
 namespace muster::agent {
 namespace {
 
-constexpr size_t kStack = 64 << 10;  // of a thread that only waits
-
 void* Wait(void* until) {
   static_cast<Notification*>(until)->WaitForNotification();
   return nullptr;
@@ -34,24 +32,21 @@ absl::Status EnsureDescriptors(int workers) {
 
 absl::Status EnsureThreads(int workers) {
   // Measured: those of coordinator, agent and gRPC, and the workers themselves.
-  const size_t needed = 24 + static_cast<size_t>(workers);
+  const size_t needed = 25 + static_cast<size_t>(workers);
   Notification done;
   std::vector<pthread_t> threads;
-  pthread_attr_t small;
-  pthread_attr_init(&small);
-  pthread_attr_setstacksize(&small, kStack);
   pthread_t thread;
-  while (threads.size() < needed && pthread_create(&thread, &small, Wait, &done) == 0) {
+  // With stacks of the usual size, which a limit of the address space has to hold.
+  while (threads.size() < needed && pthread_create(&thread, nullptr, Wait, &done) == 0) {
     threads.push_back(thread);
   }
-  pthread_attr_destroy(&small);
   done.Notify();
   for (const pthread_t started : threads) pthread_join(started, nullptr);
   if (threads.size() == needed) return absl::OkStatus();
   return absl::ResourceExhaustedError(
       absl::StrCat("there is room for ", threads.size(), " more threads and processes, but ",
                    workers, workers == 1 ? " process needs " : " processes need ", needed,
-                   ": raise the limit (ulimit -u, or pids.max of a container)"));
+                   ": raise the limit (ulimit -u or -v, or pids.max of a container)"));
 }
 
 }  // namespace muster::agent

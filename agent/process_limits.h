@@ -12,7 +12,8 @@ namespace muster::agent {
 // Open files. Raises the soft limit to the hard one.
 absl::Status EnsureDescriptors(int workers);
 // Threads and processes: tries whether there is room, which takes a millisecond. A user's limits
-// include processes that already run, so the numbers alone do not decide.
+// include processes that already run, so the numbers alone do not decide; and threads need address
+// space for their stacks.
 absl::Status EnsureThreads(int workers);
 
 }  // namespace muster::agent

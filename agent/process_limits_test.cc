@@ -4,6 +4,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <cstdio>
+
 #include "absl/strings/match.h"
 #include "gtest/gtest.h"
 
@@ -52,7 +54,23 @@ TEST(ProcessLimits, FewThreads_AreRefused) {
     if (geteuid() == 0 && setresuid(54321, 54321, 54321) != 0) return false;
     const absl::Status status = EnsureThreads(2);
     return absl::IsResourceExhausted(status) &&
-           absl::StrContains(status.message(), "2 processes need 26");
+           absl::StrContains(status.message(), "2 processes need 27");
+  }));
+}
+
+// gRPC aborts where its threads find no room.
+TEST(ProcessLimits, NoRoomForTheirStacks_IsRefused) {
+  EXPECT_TRUE(HoldsInChild([] {
+    long pages = 0;  // NOLINT: as scanf has it
+    FILE* const file = fopen("/proc/self/statm", "re");
+    if (file == nullptr || fscanf(file, "%ld", &pages) != 1) return false;
+    fclose(file);
+    const rlim_t room = static_cast<rlim_t>(pages) * getpagesize() + (64 << 20);
+    const rlimit few = {room, room};
+    if (setrlimit(RLIMIT_AS, &few) != 0) return false;
+    const absl::Status status = EnsureThreads(2);
+    return absl::IsResourceExhausted(status) &&
+           absl::StrContains(status.message(), "ulimit -u or -v");
   }));
 }
 

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/ptrace.h>
 #include <sys/socket.h>
@@ -17,6 +18,7 @@
 #include <atomic>
 #include <cerrno>
 #include <fstream>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -98,10 +100,12 @@ int NoCloseRange(unsigned, unsigned, unsigned) {
 // As if the kernel could not end the process.
 int DeafToKill(pid_t pid, int signal) { return signal == SIGKILL ? 0 : kill(pid, signal); }
 
-// As if the process belonged to another user.
-std::atomic<pid_t> g_foreign{0};
+// As if the process belonged to another user. In memory that is shared with the keeper.
+std::atomic<pid_t>* const g_foreign =
+    new (mmap(nullptr, sizeof(pid_t), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))
+        std::atomic<pid_t>(0);
 int KillOwn(pid_t pid, int signal) {
-  if (pid != g_foreign) return kill(pid, signal);
+  if (pid != *g_foreign) return kill(pid, signal);
   errno = EPERM;
   return -1;
 }
@@ -333,7 +337,7 @@ TEST_F(ProcessTest, HeldByADebuggerAfterSigkill_IsGivenUpWithItsState) {
   EXPECT_THAT(ReadStuckState(pid).ToString(),
               HasSubstr(absl::StrCat("traced by process ", getpid(), " (process_test)")));
   EXPECT_EQ(ptrace(PTRACE_DETACH, pid, nullptr, nullptr), 0);
-  EXPECT_EQ(waitpid(pid, nullptr, 0), pid);
+  EXPECT_TRUE(WaitUntilEnded(pid));
 }
 
 // As if the kernel did not get to the program: on a dead file server.
@@ -357,8 +361,7 @@ TEST_F(ProcessTest, ProgramThatDoesNotBegin_IsGivenUp) {
   EXPECT_EQ(process.status().code(), absl::StatusCode::kFailedPrecondition) << process.status();
   EXPECT_THAT(process.status().message(), HasSubstr("/bin/sh does not start"));
   host_.reset();
-  // Nobody else collects it.
-  EXPECT_GT(waitpid(-1, nullptr, 0), 0);
+  EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1) << "it is left behind";
 }
 
 // Or ports and sockets of a launcher that is gone stay taken, and its guard waits for its end.
@@ -468,7 +471,7 @@ TEST_F(ProcessTest, StrayThatMayNotBeKilled_IsNotWaitedFor) {
   StartHost({.kill = KillOwn});
   auto process = Spawn(Shell(absl::StrCat(kCleanedStray, "wait")));
   const pid_t stray = WaitForStray();
-  g_foreign = stray;
+  *g_foreign = stray;
   process->Stop(absl::ZeroDuration());
   process->Wait();
   ::testing::internal::CaptureStderr();
@@ -542,9 +545,23 @@ TEST(ProcessHost, ChildrenOfSomebodyElse_AreLeftAlone) {
   }
 }
 
-// The host's process is killed with -9: the direct child, its child in the same group, and one that
-// left for a session of its own must all end.
-void KillOwner(ProcessHostOptions host_options, bool kill_guard_first) {
+// The process id of the host's keeper; 0: none.
+pid_t KeeperOf(pid_t owner) {
+  for (const int64_t pid : ListProcesses()) {
+    std::string name;
+    std::getline(std::ifstream(absl::StrCat("/proc/", pid, "/comm")), name);
+    if (name == "worker-keeper" && ReadProcessStat(pid).parent == owner) {
+      return static_cast<pid_t>(pid);
+    }
+  }
+  return 0;
+}
+
+enum class First { kNobody, kGuard, kKeeper };
+
+// The host's process is killed with -9: the direct child, its child in the same group, one that
+// left for a session of its own, and one that also cleared its environment must all end.
+void KillOwner(ProcessHostOptions host_options, First first) {
   int fds[2];
   ASSERT_EQ(pipe2(fds, O_CLOEXEC), 0);
   const pid_t owner = fork();
@@ -554,7 +571,9 @@ void KillOwner(ProcessHostOptions host_options, bool kill_guard_first) {
     auto host = ProcessHost::Start(std::move(host_options));
     ProcessOptions options;
     options.argv = {"/bin/sh", "-c",
-                    "sleep 1000 & g=$!; setsid sleep 1001 & echo pids $$ $g $!; wait"};
+                    "sleep 1000 & g=$!; setsid sleep 1001 & s=$!; "
+                    "env -i setsid sleep 1002 </dev/null >/dev/null 2>&1 & "
+                    "echo pids $$ $g $s $!; wait"};
     options.env = {"PATH=/usr/bin:/bin"};
     Notification started;
     std::string text;
@@ -564,13 +583,13 @@ void KillOwner(ProcessHostOptions host_options, bool kill_guard_first) {
     };
     auto process = (*host)->Spawn(std::move(options));
     started.WaitForNotification();
-    if (kill_guard_first) {
+    if (first == First::kGuard) {
       kill((*host)->guard_pid(), SIGKILL);
       new_guard.WaitForNotification();
     }
     if (write(fds[1], text.data(), text.size()) < 0) _exit(1);
     (*process)->Wait();
-    _exit(0);
+    for (;;) pause();
   }
   close(fds[1]);
   std::string line;
@@ -581,23 +600,75 @@ void KillOwner(ProcessHostOptions host_options, bool kill_guard_first) {
     int pid = 0;
     if (absl::SimpleAtoi(word, &pid)) pids.push_back(pid);
   }
-  ASSERT_EQ(pids.size(), 3u) << line;
+  ASSERT_EQ(pids.size(), 4u) << line;
   for (const int pid : pids) EXPECT_EQ(kill(pid, 0), 0);
+  if (first == First::kKeeper) {
+    kill(KeeperOf(owner), SIGKILL);
+    // One that cleared its environment is beyond the guard's reach.
+    EXPECT_EQ(kill(pids.back(), SIGKILL), 0);
+  }
   kill(owner, SIGKILL);
   waitpid(owner, nullptr, 0);
   for (const int pid : pids) EXPECT_TRUE(WaitUntilEnded(pid)) << pid;
   close(fds[0]);
 }
 
-TEST(ProcessHost, OwnerKilled_NothingSurvives) { KillOwner({}, /*kill_guard_first=*/false); }
+TEST(ProcessHost, OwnerKilled_NothingSurvives) { KillOwner({}, First::kNobody); }
 
 TEST(ProcessHost, OwnerKilledOnAKernelWithoutCloseRange_NothingSurvives) {
-  KillOwner({.close_range = NoCloseRange}, /*kill_guard_first=*/false);
+  KillOwner({.close_range = NoCloseRange}, First::kNobody);
 }
 
 // The one that follows a killed guard knows what was started before it.
-TEST(ProcessHost, GuardAndThenOwnerKilled_NothingSurvives) {
-  KillOwner({}, /*kill_guard_first=*/true);
+TEST(ProcessHost, GuardAndThenOwnerKilled_NothingSurvives) { KillOwner({}, First::kGuard); }
+
+TEST(ProcessHost, KeeperAndThenOwnerKilled_GuardEndsWhatShowsItsOrigin) {
+  KillOwner({}, First::kKeeper);
+}
+
+TEST_F(ProcessTest, KeeperKilled_ProcessesEndAndTheHostGoesOn) {
+  auto process = Spawn(Shell(absl::StrCat(kCleanedStray, "wait")));
+  const pid_t stray = WaitForStray();
+  const pid_t keeper = KeeperOf(getpid());
+  ASSERT_GT(keeper, 0);
+  kill(keeper, SIGKILL);
+  EXPECT_EQ(process->Wait().signal, SIGKILL);
+  EXPECT_EQ(Spawn(Shell("exit 5"))->Wait().exit_code, 5);
+  EXPECT_NE(KeeperOf(getpid()), keeper);
+  host_.reset();
+  EXPECT_TRUE(WaitUntilEnded(stray));
+  EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1) << "somebody was not collected";
+}
+
+TEST_F(ProcessTest, KeeperStopped_IsContinuedWhenItIsNeeded) {
+  auto process = Spawn(Shell("exec sleep 1000"));
+  kill(KeeperOf(getpid()), SIGSTOP);
+  EXPECT_EQ(Spawn(Shell("exit 5"))->Wait().exit_code, 5);
+  kill(KeeperOf(getpid()), SIGSTOP);
+  process->Stop(absl::ZeroDuration());
+  EXPECT_EQ(process->Wait().signal, SIGKILL);
+  kill(KeeperOf(getpid()), SIGSTOP);
+  host_.reset();
+}
+
+TEST_F(ProcessTest, DescriptorThatIsClosed_IsAnErrorAndOthersGoOn) {
+  auto process = Spawn(Shell("exec sleep 1000"));
+  ProcessOptions options = Shell("exit 0");
+  options.stdin_fd = 9999;
+  const auto refused = host_->Spawn(std::move(options));
+  EXPECT_EQ(refused.status().code(), absl::StatusCode::kInternal) << refused.status();
+  EXPECT_EQ(kill(process->pid(), 0), 0);
+  EXPECT_EQ(Spawn(Shell("exit 5"))->Wait().exit_code, 5);
+}
+
+TEST_F(ProcessTest, ArgumentsAndEnvironmentOfMegabytes_PassThrough) {
+  ProcessOptions options = Shell("echo ${#BIG} ${#1} $#");
+  options.argv.insert(options.argv.end(), {"sh", std::string(100'000, 'a')});
+  for (int i = 0; i < 5000; ++i) options.argv.push_back("word");
+  options.env.push_back("BIG=" + std::string(120'000, 'b'));
+  auto process = Spawn(std::move(options));
+  EXPECT_TRUE(process->Wait().ok());
+  EXPECT_THAT(output_.lines(), ElementsAre("out:120000 100000 5001"));
 }
 
 TEST_F(ProcessTest, StartErrors_NameTheFileAndTheWayOut) {

@@ -32,6 +32,11 @@ class Agents {
 
   size_t size() const { return agents_.size(); }
   bool Has(absl::string_view node) const { return agents_.contains(node); }
+  // Whether it has spoken for other agents in its session.
+  bool SpeaksForOthers(absl::string_view node) const {
+    const auto it = agents_.find(node);
+    return it != agents_.end() && it->second.was_hub;
+  }
   // Of a session, never used for another one; 0: it has none.
   uint64_t NumberOf(absl::string_view node) const;
   // Nothing: it has no session, or has sent no beat in it.

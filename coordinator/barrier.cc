@@ -54,7 +54,7 @@ std::string BarrierSet::Place(const Instance& instance) const {
   return place;
 }
 
-std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time now) {
+std::optional<v1::OpError> BarrierSet::CheckArrival(const Arrival& arrival) const {
   if (arrival.barrier_id.empty() || arrival.barrier_id.size() > kMaxId) {
     return BadField("barrier_id", absl::StrCat("a barrier_id has 1 to ", kMaxId, " bytes, not ",
                                                arrival.barrier_id.size()));
@@ -107,16 +107,32 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
                                    " must be ascending ranks below ", world_size_));
     }
   }
+  return std::nullopt;
+}
 
-  if (arrival.previous_state == v1::BARRIER_STATE_PASSED && arrival.counter > 0) {
-    Recall(arrival.barrier_id, arrival.counter - 1, arrival.previous_state);
+std::optional<v1::OpError> BarrierSet::AnswerEnded(const Arrival& arrival) {
+  const auto at = kept_at_.find(std::make_pair(std::string(arrival.barrier_id), arrival.counter));
+  if (at != kept_at_.end()) {
+    host_->Deliver({arrival.call}, kept_[at->second - kept_base_].answer);
+    return std::nullopt;
   }
+  if (!counters_known_ && kept_base_ == 0) {
+    // Whatever did not pass is journaled and would be kept: this one passed before the restart.
+    RecallPassed(std::string(arrival.barrier_id), arrival.counter);
+    host_->Deliver({arrival.call}, kept_.back().answer);
+    return std::nullopt;
+  }
+  v1::OpError error =
+      MakeError(absl::StatusCode::kOutOfRange, v1::ERROR_REASON_RESULT_FORGOTTEN,
+                absl::StrCat("barrier ", Quoted(arrival.barrier_id), " counter ", arrival.counter,
+                             " ended before the last ", options_.kept_results,
+                             " results that are kept: its result is no longer available"));
+  error.mutable_detail()->set_barrier_id(std::string(arrival.barrier_id));
+  return error;
+}
 
-  if (!HasRoomFor(arrival.barrier_id)) {
-    return TooLarge("barrier_id", absl::StrCat("this generation has ", names_.size(),
-                                               " barrier names whose results are kept: use one "
-                                               "name again, with its next counter"));
-  }
+std::optional<v1::OpError> BarrierSet::FindOrOpen(const Arrival& arrival, absl::Time now,
+                                                  Instance** found) {
   Name& name = names_[arrival.barrier_id];
   Instance* instance = name.open;
   if (instance != nullptr && arrival.counter > instance->counter) {
@@ -136,27 +152,7 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
   if (instance == nullptr || arrival.counter != instance->counter) {
     const bool finished = (name.next.has_value() && arrival.counter < *name.next) ||
                           (instance != nullptr && arrival.counter < instance->counter);
-    if (finished) {
-      const auto at =
-          kept_at_.find(std::make_pair(std::string(arrival.barrier_id), arrival.counter));
-      if (at != kept_at_.end()) {
-        host_->Deliver({arrival.call}, kept_[at->second - kept_base_].answer);
-        return std::nullopt;
-      }
-      if (!counters_known_ && kept_base_ == 0) {
-        // Whatever did not pass is journaled and would be kept: this one passed before the restart.
-        RecallPassed(std::string(arrival.barrier_id), arrival.counter);
-        host_->Deliver({arrival.call}, kept_.back().answer);
-        return std::nullopt;
-      }
-      v1::OpError error =
-          MakeError(absl::StatusCode::kOutOfRange, v1::ERROR_REASON_RESULT_FORGOTTEN,
-                    absl::StrCat("barrier ", Quoted(arrival.barrier_id), " counter ",
-                                 arrival.counter, " ended before the last ", options_.kept_results,
-                                 " results that are kept: its result is no longer available"));
-      error.mutable_detail()->set_barrier_id(std::string(arrival.barrier_id));
-      return error;
-    }
+    if (finished) return AnswerEnded(arrival);
     const uint64_t expected = name.next.value_or(0);
     const bool forgotten = forgot_names_ && !name.next.has_value();
     if (arrival.counter != expected && (counters_known_ || name.anchored) && !forgotten) {
@@ -179,15 +175,11 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
     instance = Open(arrival, now);
     name.open = instance;
   }
+  *found = instance;
+  return std::nullopt;
+}
 
-  instance->calls.push_back(arrival.call);
-  if (auto mismatch = CheckSame(*instance, arrival)) {
-    FailDesync(instance, mismatch->message(), now, arrival.ranks[0],
-               absl::StrCat("barrier ", Quoted(arrival.barrier_id), " counter ", arrival.counter,
-                            arrival.call_site_text.empty() ? "" : " at ",
-                            arrival.call_site_text.empty() ? "" : Quoted(arrival.call_site_text)));
-    return std::nullopt;
-  }
+void BarrierSet::Count(const Arrival& arrival, absl::Time now, Instance* instance) {
   const int64_t now_us = absl::ToInt64Microseconds(now - instance->opened);
   const absl::Duration waited =
       counters_known_ ? absl::ZeroDuration() : std::min(arrival.waited, kLongest);
@@ -210,6 +202,31 @@ std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time
       instance->payloads[position] = std::string(arrival.payloads[i]);
     }
   }
+}
+
+std::optional<v1::OpError> BarrierSet::Arrive(const Arrival& arrival, absl::Time now) {
+  if (auto error = CheckArrival(arrival)) return error;
+  if (arrival.previous_state == v1::BARRIER_STATE_PASSED && arrival.counter > 0) {
+    Recall(arrival.barrier_id, arrival.counter - 1, arrival.previous_state);
+  }
+
+  if (!HasRoomFor(arrival.barrier_id)) {
+    return TooLarge("barrier_id", absl::StrCat("this generation has ", names_.size(),
+                                               " barrier names whose results are kept: use one "
+                                               "name again, with its next counter"));
+  }
+  Instance* instance = nullptr;
+  if (auto error = FindOrOpen(arrival, now, &instance)) return error;
+  if (instance == nullptr) return std::nullopt;  // it has ended, and the call is answered
+  instance->calls.push_back(arrival.call);
+  if (auto mismatch = CheckSame(*instance, arrival)) {
+    FailDesync(instance, mismatch->message(), now, arrival.ranks[0],
+               absl::StrCat("barrier ", Quoted(arrival.barrier_id), " counter ", arrival.counter,
+                            arrival.call_site_text.empty() ? "" : " at ",
+                            arrival.call_site_text.empty() ? "" : Quoted(arrival.call_site_text)));
+    return std::nullopt;
+  }
+  Count(arrival, now, instance);
   if (FailIfGone(instance, now)) return std::nullopt;
   const int needed =
       instance->expected - (options_.release_one_early && instance->expected > 1 ? 1 : 0);

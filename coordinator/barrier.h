@@ -215,6 +215,12 @@ class BarrierSet {
 
   int Position(const Instance& instance, int rank) const;  // -1: not a participant
   int RankAt(const Instance& instance, int position) const;
+  std::optional<v1::OpError> CheckArrival(const Arrival& arrival) const;
+  // Answers an arrival at an instance that has ended.
+  std::optional<v1::OpError> AnswerEnded(const Arrival& arrival);
+  // The open instance that an arrival is for; null: it has ended, and the call was answered.
+  std::optional<v1::OpError> FindOrOpen(const Arrival& arrival, absl::Time now, Instance** found);
+  void Count(const Arrival& arrival, absl::Time now, Instance* instance);
   Instance* Open(const Arrival& arrival, absl::Time now);
   // An instance of a set that began with a restart: its deadline is not later than what is left.
   void CountWaited(Instance* instance, absl::Duration waited, absl::Time now);

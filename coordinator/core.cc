@@ -10,11 +10,7 @@
 #include "coordinator/errors.h"
 
 namespace muster::coordinator {
-namespace {
-
-constexpr size_t kMaxStack = 16 << 10;
-
-}  // namespace
+namespace {}  // namespace
 
 void Output::Clear() {
   replies.clear();
@@ -147,7 +143,7 @@ void Core::HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time n
   // The workers of a node mostly have neighbouring ranks: less to look up for a hub's hundreds.
   const auto find_after = [&job](const Seat* last, const std::string& worker_id) {
     const size_t next = last == nullptr ? 0 : static_cast<size_t>(last->rank()) + 1;
-    return next < job->seats().size() && job->seats()[next].record.worker_id() == worker_id
+    return next < job->seats().size() && job->seats()[next].record().worker_id() == worker_id
                ? job->seat(static_cast<int>(next))
                : job->FindSeat(worker_id);
   };
@@ -160,22 +156,19 @@ void Core::HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time n
     }
     if (job == nullptr) continue;
     seat = find_after(seat, worker.worker_id());
-    const bool same = seat != nullptr && (seat->record.incarnation() == worker.incarnation() ||
+    const bool same = seat != nullptr && (seat->record().incarnation() == worker.incarnation() ||
                                           impl_->options_.mutants.dead_incarnation_renews_lease);
     if (!job->sealed() || !same) {
       job->TellAgain(std::string(node), worker, &told);
       job->Touch();
     }
     if (!same || !seat->alive()) continue;
-    job->RenewLease(seat);
-    seat->step = std::max(seat->step, worker.step());
-    if (seat->process_state != worker.process_state())
-      seat->process_state = Cut(worker.process_state(), 64);
-    if (seat->phase != worker.phase()) seat->phase = Cut(worker.phase(), kMaxName);
-    if (seat->last_collective != worker.last_collective()) {
-      seat->last_collective = Cut(worker.last_collective(), kMaxName);
-    }
-    job->HeardThrough(seat, node, agent);
+    job->RenewLease(*seat);
+    seat->AtStep(worker.step());
+    seat->SetProcessState(worker.process_state());
+    seat->SetPhase(worker.phase());
+    seat->SetLastCollective(worker.last_collective());
+    seat->HeardThrough(node, agent);
   }
 }
 
@@ -189,10 +182,10 @@ void Core::HandleStack(absl::string_view, const v1::StackReply& stack, absl::Tim
   Impl::Job* const job = impl_->FindJob(job_id);
   Seat* const seat = job != nullptr ? job->FindSeat(worker_id) : nullptr;
   if (seat == nullptr ||
-      (stack.pid() != 0 && seat->record.pid() != 0 && stack.pid() != seat->record.pid()))
+      (stack.pid() != 0 && seat->record().pid() != 0 && stack.pid() != seat->record().pid()))
     return;
-  seat->stack = Cut(stack.native_stack(), kMaxStack);
-  if (!stack.process_state().empty()) seat->process_state = Cut(stack.process_state(), 64);
+  seat->SetStack(stack.native_stack());
+  if (!stack.process_state().empty()) seat->SetProcessState(stack.process_state());
 }
 
 void Core::CaughtUp(absl::Time until, absl::Time now, Output* out) {
@@ -220,8 +213,8 @@ void Core::Tick(absl::Time now, Output* out) {
     MUSTER_CHECK(job != nullptr) << "a deadline without a job: " << job_id;
     job->Tick();
     if (job->expired()) {
-      impl_->Remove(job, absl::StrCat("no worker of it for ",
-                                      absl::FormatDuration(impl_->options_.job_retention)));
+      impl_->Remove(job,
+                    absl::StrCat("no worker of it for ", absl::FormatDuration(job->Retention())));
     } else {
       impl_->End(job);
     }
@@ -261,7 +254,12 @@ void Core::RemoveJob(absl::string_view job_id, absl::Time now, Output* out) {
 void Core::Impl::Remove(Job* job, const std::string& why, bool replaced) {
   Note(job->id(), false, absl::StrCat("removed: ", why));
   job->Close("removed");
-  Change()->mutable_job_removed()->set_job_id(job->id());
+  v1::JobRemoved* const removed = Change()->mutable_job_removed();
+  removed->set_job_id(job->id());
+  if (replaced && job->checkpoints().size() > 0) {
+    removed->set_keeps_checkpoints(true);
+    LeaveCheckpoints(job);
+  }
   job->TouchWatch();  // its watchers must learn that it is gone
   if (replaced) {
     Rev();  // the history of the new job begins after that of this one
@@ -320,7 +318,7 @@ int Core::hubs() const { return impl_->hubs_.hubs(); }
 std::map<v1::WorkerState, int64_t> Core::MembersByState() const {
   std::map<v1::WorkerState, int64_t> counts;
   for (const auto& [id, job] : impl_->jobs_) {
-    for (const Seat& seat : job->seats()) ++counts[seat.record.state()];
+    for (const Seat& seat : job->seats()) ++counts[seat.record().state()];
     if (!job->rendezvous().empty()) counts[v1::WORKER_STATE_JOINING] += job->rendezvous().size();
   }
   return counts;

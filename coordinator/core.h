@@ -145,6 +145,8 @@ struct CoreOptions {
   // A job without seated or waiting workers and without writes for this long is removed, with its
   // keys and history. The time restarts with the coordinator.
   absl::Duration job_retention = absl::Hours(24);
+  // The same for a job that has checkpoints: who goes on with it may come late.
+  absl::Duration checkpoint_retention = absl::Hours(24 * 30);
   // What the keys of one job and of all may have, about as memory and a snapshot count them.
   size_t job_kv_bytes = 256 << 20;
   size_t kv_bytes = 768 << 20;

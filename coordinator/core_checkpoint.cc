@@ -1,3 +1,4 @@
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -20,14 +21,14 @@ std::optional<v1::OpError> Core::Impl::Job::CheckpointOp(const v1::Op& op, const
   switch (op.kind_case()) {
     case v1::Op::kBeginCheckpoint:
       header = result->mutable_begin_checkpoint()->mutable_header();
-      if (op.begin_checkpoint().ranks() > static_cast<int>(seats_.size())) {
+      if (op.begin_checkpoint().ranks() > members_.size()) {
         error = BadField("ranks", absl::StrCat("ranks is ", op.begin_checkpoint().ranks(),
-                                               ": this generation has ", seats_.size()));
+                                               ": this generation has ", members_.size()));
         break;
       }
       // A revision is never given out twice: it is the id too.
       error = checkpoints_.Begin(
-          op.begin_checkpoint(), generation_,
+          op.begin_checkpoint(), members_.generation(),
           impl_->event_revision_ != 0 ? impl_->event_revision_ : impl_->revision_ + 1,
           result->mutable_begin_checkpoint(), &changes);
       break;
@@ -83,6 +84,18 @@ std::optional<v1::OpError> Core::Impl::Job::CheckpointOp(const v1::Op& op, const
   CheckpointsChanged(std::move(changes));
   *header = impl_->Header();
   return std::nullopt;
+}
+
+void Core::Impl::LeaveCheckpoints(Job* former) {
+  left_checkpoints_ = std::make_unique<CheckpointSet>(std::move(former->checkpoints()));
+  left_by_ = former->id();
+}
+
+void Core::Impl::AdoptCheckpoints(Job* job) {
+  if (left_checkpoints_ != nullptr && left_by_ == job->id()) {
+    job->checkpoints().Adopt(left_checkpoints_.get());
+  }
+  left_checkpoints_.reset();
 }
 
 void Core::Impl::Job::CheckpointsChanged(std::vector<v1::CheckpointChanged> changes) {

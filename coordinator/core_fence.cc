@@ -97,7 +97,7 @@ void Core::Impl::CheckAgent(absl::string_view node, const v1::Hello& hello) {
   caller_node_ = node;
   const Job* job = nullptr;
   for (const auto& [id, one] : jobs_) {
-    if (!one->HasNode(node)) continue;
+    if (!one->members().HasNode(node)) continue;
     fence.set_job_id(id);
     job = one.get();
     break;
@@ -130,23 +130,23 @@ std::optional<v1::OpError> Core::Impl::CheckFence(const v1::Fence& fence, bool o
   const Waiter* const waiter = job->rendezvous().Find(fence.worker_id());
   const bool waits = waiter != nullptr;
   const uint64_t newest = waits ? waiter->request.fence().incarnation()
-                                : (seat != nullptr ? seat->record.incarnation() : 0);
+                                : (seat != nullptr ? seat->record().incarnation() : 0);
   if (job->incarnations().IsFenced(fence.worker_id(), fence.incarnation())) {
     return refuse(job->Superseded(fence.worker_id(), newest));
   }
-  if (seat != nullptr && seat->record.incarnation() != fence.incarnation() &&
+  if (seat != nullptr && seat->record().incarnation() != fence.incarnation() &&
       !(waits && newest == fence.incarnation())) {
     return refuse(job->Superseded(fence.worker_id(), newest));
   }
   if (auto error = job->CheckGeneration(fence)) return refuse(*std::move(error));
   if (!job->sealed() && seat != nullptr) return refuse(job->Ended());
-  if (seat == nullptr || seat->record.incarnation() != fence.incarnation()) {
+  if (seat == nullptr || seat->record().incarnation() != fence.incarnation()) {
     return refuse(
         MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_NOT_MEMBER,
                   absl::StrCat("worker ", Quoted(fence.worker_id()), " has no seat in generation ",
                                job->generation(), " of job ", Quoted(job->id()), ": join first")));
   }
-  switch (seat->record.state()) {
+  switch (seat->record().state()) {
     case v1::WORKER_STATE_RUNNING:
       break;
     case v1::WORKER_STATE_LOST:
@@ -161,7 +161,7 @@ std::optional<v1::OpError> Core::Impl::CheckFence(const v1::Fence& fence, bool o
                     absl::StrCat("worker ", Quoted(fence.worker_id()), " (rank ", seat->rank(),
                                  ") ", job->GoneText(*seat), ": join again if it is alive")));
   }
-  job->RenewLease(seat);
+  job->RenewLease(*seat);
   who->seat = seat;
   return std::nullopt;
 }

@@ -31,11 +31,12 @@
 #include "coordinator/hubs.h"
 #include "coordinator/incarnations.h"
 #include "coordinator/kv.h"
+#include "coordinator/leases.h"
+#include "coordinator/membership.h"
 #include "coordinator/quarantine.h"
 #include "coordinator/remembered_answers.h"
 #include "coordinator/rendezvous.h"
 #include "coordinator/seating.h"
-#include "coordinator/silence.h"
 #include "coordinator/trigger.h"
 #include "coordinator/watch_log.h"
 #include "proto/muster/v1/admin.pb.h"
@@ -45,7 +46,7 @@
 //   core.cc          events come in, records and answers go out
 //   core_fence.cc    who may change something: term, generation, incarnation
 //   core_ops.cc      repeated requests, and one method for each kind of operation; their table
-//   core_job.cc      one job: seats, leases, the beginning and the end of a generation
+//   core_job.cc      one job: the beginning and the end of a generation, and what follows from them
 //   core_checkpoint.cc  the operations on checkpoints
 //   core_journal.cc  snapshot, replay, the start of a term
 
@@ -59,26 +60,6 @@ static_assert(Core::kMaxTerm << kRevisionBits >> kRevisionBits == Core::kMaxTerm
 // How many terms a coordinator can have fallen behind a later one: a million starts, or sixteen
 // with --restored (65,537 terms each) on the way.
 constexpr uint64_t kMaxTermsAhead = 1 << 20;
-
-// One worker's place in the current generation. What must survive a crash is in `record`.
-struct Seat {
-  v1::SeatRecord record;
-  uint64_t via = 0;  // Agents::NumberOf record.node(), once that was looked up; else 0
-  absl::Time last_seen;
-  int64_t step = 0;
-  std::string phase;
-  std::string last_collective;
-  std::string process_state;
-  std::string stack;
-  bool silent = false;  // its lease has run out, and it is not given up yet
-  absl::Duration
-      lost_after;  // for how long it was silent when it was; zero: it was not, or before a restart
-
-  int rank() const { return record.rank(); }
-  bool alive() const { return record.state() == v1::WORKER_STATE_RUNNING; }
-};
-
-void FillRow(const v1::SeatRecord& seat, v1::RankRow* row);
 
 class Core::Impl {
  public:
@@ -231,6 +212,9 @@ class Core::Impl {
 
   // The job that a worker joins, which may begin with it; null: its join was refused.
   Job* JobToJoin(Incoming* in);
+  // What a job leaves to the one of its name that begins in the same record, and how that takes it.
+  void LeaveCheckpoints(Job* former);
+  void AdoptCheckpoints(Job* job);
   // `former`: the ended job of that name, or null.
   Job* BeginJob(Incoming* in, Job* former);
   // Runs f(who, result) -> error once for each (worker_id, incarnation, request_id). `operators`:
@@ -256,6 +240,9 @@ class Core::Impl {
   uint64_t cluster_ = 0;  // as Fence has it; 0: unknown, not checked
   CoreStats stats_;
   ReportBudget report_budget_;
+  // Of the job left_by_, until the one that takes its place begins.
+  std::unique_ptr<CheckpointSet> left_checkpoints_;
+  std::string left_by_;
   KvBudget kv_budget_{.of_job = options_.job_kv_bytes, .of_all = options_.kv_bytes};
   bool kv_warned_ = false;
   uint64_t term_ = 0;  // of the journal until StartTerm
@@ -300,6 +287,7 @@ class Core::Impl::Job : public BarrierHost {
   Job(Impl* impl, std::string id)
       : impl_(impl),
         id_(std::move(id)),
+        leases_(&members_, &impl->agents_),
         log_(std::make_unique<WatchLog>(impl->options_.watch_events, impl->options_.watch_bytes,
                                         impl->revision_)),
         quarantine_({.strikes = impl->options_.strikes_to_quarantine,
@@ -314,26 +302,31 @@ class Core::Impl::Job : public BarrierHost {
   // Once, before anything else.
   void Begin(const v1::RendezvousSpec& spec, uint64_t generation) {
     spec_ = spec;
-    generation_ = generation;
+    members_.Begin(generation);
+    leases_.Begin(Terms());
   }
 
   const std::string& id() const { return id_; }
   const v1::RendezvousSpec& spec() const { return spec_; }
-  uint64_t generation() const { return generation_; }  // the last sealed
-  bool sealed() const { return sealed_; }              // and not ended
-  bool closed() const { return closed_; }
-  const std::string& why_ended() const { return why_ended_; }
-  uint64_t digest() const { return digest_; }
-  int alive() const { return alive_; }
-  bool expired() const { return expired_; }                  // to be removed
-  const std::vector<Seat>& seats() const { return seats_; }  // by rank
-  Seat* seat(int rank) { return &seats_[rank]; }
+  uint64_t generation() const { return members_.generation(); }  // the last sealed
+  bool sealed() const { return members_.sealed(); }              // and not ended
+  bool expired() const { return expired_; }                      // to be removed
+  const std::vector<Seat>& seats() const { return members_.seats(); }
+  Seat* seat(int rank) { return members_.mutable_at(rank); }
+  Seat* FindSeat(absl::string_view worker_id) { return members_.Find(worker_id); }
   // The parts. There are no barriers and agreements until the first generation is sealed.
+  const Membership& members() const { return members_; }
   const Rendezvous& rendezvous() const { return rendezvous_; }
   const Incarnations& incarnations() const { return incarnations_; }
   const Quarantine& quarantine() const { return quarantine_; }
   const WatchLog& log() const { return *log_; }
   KvStore& kv() { return kv_; }
+  CheckpointSet& checkpoints() { return checkpoints_; }
+  // How long it is kept when nothing of it is alive.
+  absl::Duration Retention() const {
+    return checkpoints_.size() > 0 ? impl_->options_.checkpoint_retention
+                                   : impl_->options_.job_retention;
+  }
   RememberedAnswers& answers() { return answers_; }
   TriggerSet& triggers() { return triggers_; }
   BarrierSet* barriers() const { return barriers_.get(); }
@@ -357,27 +350,20 @@ class Core::Impl::Job : public BarrierHost {
   // The job is removed: no tick is for it any more.
   void Unschedule();
 
-  absl::Duration Lease() const {
-    return Or(spec_.has_lease(), spec_.lease(), impl_->options_.default_lease);
-  }
+  absl::Duration Lease() const { return leases_.length(); }
   void Tick();
   // See Core::CaughtUp.
-  void CaughtUp();
+  void CaughtUp() { leases_.CaughtUp(impl_->now_); }
   // After a pause of this process: every lease restarts, and no deadline passes before there was
   // time to read the messages that came meanwhile.
   void Resume() {
-    lease_floor_ = impl_->now_;
+    leases_.Resume(impl_->now_);
     hold_until_ = impl_->now_ + std::min(absl::Seconds(1), Lease() / 4);
   }
 
   // Whether the caller holds a seat here, waits for one or held one last; or is the agent that
   // speaks for one.
   bool IsMember(const v1::Fence& fence, absl::string_view node) const;
-  bool HasNode(absl::string_view node) const;
-  Seat* FindSeat(absl::string_view worker_id) {
-    const auto it = rank_of_.find(worker_id);
-    return it == rank_of_.end() ? nullptr : &seats_[it->second];
-  }
   // The incarnation that waits for a seat under this name, or holds one; 0: neither.
   uint64_t NewestOf(absl::string_view worker_id) const;
   // See Core::StartTerm.
@@ -406,29 +392,21 @@ class Core::Impl::Job : public BarrierHost {
   void AbandonJoin(const std::string& worker_id, CallId call);
   // Seals the next generation if Rendezvous decides so.
   void Evaluate();
-  void Reseat(Seat* seat, CallId call, const v1::JoinRequest& request, const Caller& caller);
+  void Reseat(int rank, CallId call, const v1::JoinRequest& request, const Caller& caller);
   void SendSeat(CallId call, const Seat& seat);
   void EndGeneration(const std::string& why, std::vector<v1::Culprit> culprits);
-  void WorkerGone(Seat* seat, v1::WorkerState state, const v1::ExitCause& cause);
+  void WorkerGone(int rank, v1::WorkerState state, const v1::ExitCause& cause);
   std::string GoneText(const Seat& seat) const;
   void QuarantineHost(const std::string& host, absl::Duration length, const std::string& reason,
                       bool automatic);
   void Close(const std::string& why);
   v1::Member MakeMember(const Seat& seat) const;
-  void RenewLease(Seat* seat) {
-    seat->last_seen = heard_ = impl_->now_;
-    if (seat->silent) Returned(seat);
+  void RenewLease(const Seat& seat) {
+    if (leases_.Renew(seat.rank(), impl_->now_)) NoteAllHeard();
   }
   // The name of the job is needed: ends a generation whose leases have all expired and that is kept
   // only in case its workers return.
   void EndIfNobodyIsHeard(absl::string_view for_what);
-  // Its worker was reported by the agent of `node`, whose number is `agent`: a hub's messages name
-  // hundreds of workers, whose names need not be compared each time.
-  void HeardThrough(Seat* seat, absl::string_view node, uint64_t agent) {
-    if (agent != 0 && seat->via == agent) return;
-    if (seat->record.node() != node) seat->record.set_node(std::string(node));
-    seat->via = agent;
-  }
 
   std::optional<v1::OpError> Txn(const v1::TxnRequest& request, const Seat* seat,
                                  v1::OpResult* result);
@@ -472,10 +450,7 @@ class Core::Impl::Job : public BarrierHost {
   void Blame(absl::Span<const int32_t> ranks) override;
 
  private:
-  absl::Duration OutageTolerance() const {
-    if (!spec_.has_outage_tolerance()) return impl_->options_.default_outage_tolerance;
-    return std::max(FromProto(spec_.outage_tolerance()), absl::ZeroDuration());
-  }
+  LeaseTerms Terms() const;
   absl::Duration JoinTimeout() const {
     return Or(spec_.has_join_timeout(), spec_.join_timeout(), impl_->options_.default_join_timeout);
   }
@@ -488,13 +463,12 @@ class Core::Impl::Job : public BarrierHost {
     absl::Time next = std::min(rendezvous_.NextDeadline(), kv_.NextDeadline());
     if (barriers_ != nullptr) next = std::min(next, barriers_->NextDeadline());
     if (agree_ != nullptr) next = std::min(next, agree_->NextDeadline());
-    if (!lease_checks_.empty()) next = std::min(next, lease_checks_.begin()->first);
-    next = std::min(next, judge_at_);
-    if (Idle()) next = std::min(next, touched_ + impl_->options_.job_retention);
+    next = std::min(next, leases_.NextDeadline());
+    if (Idle()) next = std::min(next, touched_ + Retention());
     return std::max(next, hold_until_);
   }
   // Nothing of the job is alive: it is kept for status queries.
-  bool Idle() const { return !sealed_ && rendezvous_.empty(); }
+  bool Idle() const { return !members_.sealed() && rendezvous_.empty(); }
 
   // Remembers a fence; FenceIncarnation writes it down too.
   void RememberFenced(const std::string& worker_id, uint64_t incarnation);
@@ -502,12 +476,11 @@ class Core::Impl::Job : public BarrierHost {
   // one.
   void NoteDeparted(const std::vector<Seat>& old_seats);
   v1::OpError Stale(const v1::Fence& fence) const;
+  bool Waits(const Seat& seat) const { return rendezvous_.Waits(seat.record().worker_id()); }
 
   // Takes a worker out of the queue: its calls are no longer held.
   Waiter Unqueue(absl::string_view worker_id);
   WaiterKind KindOf(const v1::JoinRequest& request) const;
-  // How many workers the last generation had that did not leave it on purpose.
-  int FormerWorld() const;
   bool SurvivorsWait() const;
   // A host may have become free, or not: classifies those that wait again.
   void Recount();
@@ -516,28 +489,15 @@ class Core::Impl::Job : public BarrierHost {
   std::vector<std::vector<CallId>> TakeSeats(int world_size, std::vector<Seat>* former_seats);
   void Seal(int world_size);
   void BeginGeneration(bool counters_known);
-  void FillSeat(const v1::JoinRequest& request, const std::string& node,
-                v1::SeatRecord* record) const;
   v1::OpError RendezvousTimeout() const;
   void Strike(const std::string& host, const std::string& what);
   void EmitMember(const Seat& seat);
 
   void TickLeases();
-  // When the lease of `seat` runs out.
-  absl::Time LeaseEnd(const Seat& seat) const;
-  // Whether `rank` may have sent messages before its lease ended that are not applied yet.
-  bool MayBeUnread(int rank, absl::Time lease_end);
-  // Whether `seat`, whose lease has run out, is kept for now; why not goes to `why_lost`.
-  bool KeepSilent(Seat* seat, std::string* why_lost);
-  // A silent worker is back: the others get some time to return too.
-  void Returned(Seat* seat);
-  void NoLongerSilent(Seat* seat);
-  // The time of the last sign of life of this generation, or of the restart of all its leases.
-  absl::Time LastHeard() const { return std::max(heard_, lease_floor_); }
-  absl::Duration TimeToReturn() const { return std::max(Lease(), kTimeToReturn); }
-  // Whether a worker that waits for a seat proves that the coordinator is not disconnected: its
-  // agent has sent messages all along, or for so long that the workers of the generation would be
-  // back too.
+  void NoteFirstSilent(int rank, const std::string& why);
+  void NoteAllHeard();
+  // Somebody who waits for a seat is there now, and proves that the coordinator is not cut off: it
+  // has been heard all along, or for so long that the workers of the generation would be back too.
   bool IsAwaited() const;
 
   void KvChanged(const std::vector<KvChange>& changes);
@@ -550,28 +510,8 @@ class Core::Impl::Job : public BarrierHost {
   const std::string id_;
   v1::RendezvousSpec spec_;
 
-  uint64_t generation_ = 0;  // the last sealed
-  bool sealed_ = false;      // and not ended
-  bool closed_ = false;
-  std::string why_ended_;
-  absl::Time ended_at_ = absl::InfiniteFuture();  // of the last generation, in this term
-  std::vector<v1::Culprit> end_culprits_;
-  std::vector<Seat> seats_;  // by rank
-  absl::flat_hash_map<std::string, int> rank_of_;
-  int alive_ = 0;
-  uint64_t digest_ = 0;
-  int num_nodes_ = 0;
-  // When to look at a rank again: lazy, never too late.
-  absl::btree_set<std::pair<absl::Time, int>> lease_checks_;
-  absl::Time lease_floor_ = absl::InfinitePast();  // every lease counts at least from here
-  absl::Time heard_ = absl::InfinitePast();        // of any worker of this generation
-  int silent_ = 0;                                 // of seats_
-  std::vector<int>
-      unread_;  // ranks whose lease has run out, but what they sent may not have been read
-  std::string silent_why_;
-  absl::Time judge_at_ = absl::InfiniteFuture();  // silent workers again: a worker waits for a seat
-  absl::Time returned_at_ = absl::InfinitePast();  // the last of those that were silent
-
+  Membership members_;
+  Leases leases_;
   Rendezvous rendezvous_;
   absl::Time hold_until_ = absl::InfinitePast();
   Incarnations incarnations_;

@@ -1,5 +1,3 @@
-#include <xxhash.h>
-
 #include <algorithm>
 #include <limits>
 #include <memory>
@@ -15,7 +13,6 @@
 #include "coordinator/core_impl.h"
 #include "coordinator/errors.h"
 #include "coordinator/seating.h"
-#include "coordinator/silence.h"
 
 namespace muster::coordinator {
 namespace {
@@ -24,80 +21,55 @@ constexpr size_t kMaxCallsOfJoin = 8;
 constexpr size_t kMaxQueries = 4096;
 constexpr int kNamed = 4;
 
-uint64_t FingerprintTable(const std::vector<Seat>& seats) {
-  XXH3_state_t* const state = XXH3_createState();
-  XXH3_64bits_reset(state);
-  std::string row;
-  for (const Seat& seat : seats) {
-    v1::RankRow message;
-    FillRow(seat.record, &message);
-    row.clear();
-    message.SerializeToString(&row);
-    const uint32_t size = static_cast<uint32_t>(row.size());
-    XXH3_64bits_update(state, &size, sizeof(size));
-    XXH3_64bits_update(state, row.data(), row.size());
-  }
-  const uint64_t digest = XXH3_64bits_digest(state);
-  XXH3_freeState(state);
-  return digest == 0 ? 1 : digest;
-}
-
 }  // namespace
 
-void FillRow(const v1::SeatRecord& seat, v1::RankRow* row) {
-  row->set_rank(seat.rank());
-  row->set_worker_id(seat.worker_id());
-  row->set_incarnation(seat.incarnation());
-  row->set_host(seat.topology().host());
-  row->set_endpoint(seat.endpoint());
-  row->set_local_rank(seat.topology().local_rank());
-  row->set_node_rank(seat.node_rank());
-  row->set_pid(seat.pid());
+LeaseTerms Core::Impl::Job::Terms() const {
+  LeaseTerms terms;
+  terms.length = Or(spec_.has_lease(), spec_.lease(), impl_->options_.default_lease);
+  terms.outage_tolerance = spec_.has_outage_tolerance()
+                               ? std::max(FromProto(spec_.outage_tolerance()), absl::ZeroDuration())
+                               : impl_->options_.default_outage_tolerance;
+  return terms;
 }
 
 bool Core::Impl::Job::Over() const {
   // Its workers have no seats after a restore, but may live: they have a lease to come back.
-  if (impl_->restored_term_ == impl_->term_ && lease_floor_ + Lease() > impl_->now_) return false;
-  return Idle() && RestartedBy().empty() &&
-         std::none_of(seats_.begin(), seats_.end(), [this](const Seat& seat) {
-           return seat.alive() && std::max(seat.last_seen, lease_floor_) + Lease() > impl_->now_;
-         });
+  if (impl_->restored_term_ == impl_->term_ && leases_.FloorEnds() > impl_->now_) return false;
+  return Idle() && RestartedBy().empty() && !leases_.AnyRuns(impl_->now_);
 }
 
 std::string Core::Impl::Job::RestartedBy() const {
-  if (!Idle() || closed_ || FormerWorld() == 0) return "";
-  if (ended_at_ + JoinTimeout() <= impl_->now_) return "";  // what comes so late is another run
-  for (const Seat& seat : seats_) {
-    if (seat.record.state() != v1::WORKER_STATE_EXITED || !seat.record.exit().may_restart())
+  if (!Idle() || members_.closed() || members_.FormerWorld() == 0) return "";
+  if (members_.ended_at() + JoinTimeout() <= impl_->now_)
+    return "";  // what comes so late is another run
+  for (const Seat& seat : members_.seats()) {
+    if (seat.record().state() != v1::WORKER_STATE_EXITED || !seat.record().exit().may_restart())
       continue;
-    if (impl_->agents_.Has(seat.record.node()) || lease_floor_ + Lease() > impl_->now_) {
-      return absl::StrCat("agent ", Quoted(seat.record.node()), " on host ",
-                          Quoted(seat.record.topology().host()));
-    }
+    // The seat names the agent that spoke for the worker last. If that is a hub, or was one, the
+    // worker's own agent is one on its host: it may be behind that hub, another one, or none by
+    // now.
+    const std::string& host = seat.record().topology().host();
+    std::string agent = impl_->hubs_.AgentOn(host);
+    const std::string& node = seat.record().node();
+    const bool own = impl_->agents_.Has(node) && !impl_->agents_.SpeaksForOthers(node);
+    if (own || (agent.empty() && leases_.FloorEnds() > impl_->now_)) agent = node;
+    if (!agent.empty()) return absl::StrCat("agent ", Quoted(agent), " on host ", Quoted(host));
   }
   return "";
 }
 
 bool Core::Impl::Job::IsMember(const v1::Fence& fence, absl::string_view node) const {
-  if (const auto it = rank_of_.find(fence.worker_id());
-      it != rank_of_.end() && seats_[it->second].record.incarnation() == fence.incarnation())
-    return true;
-  return rendezvous_.Waits(fence.worker_id(), fence.incarnation()) ||
-         incarnations_.Departed(fence.worker_id()) == fence.incarnation() || HasNode(node);
+  return members_.Holds(fence.worker_id(), fence.incarnation()) ||
+         rendezvous_.Waits(fence.worker_id(), fence.incarnation()) ||
+         incarnations_.Departed(fence.worker_id()) == fence.incarnation() || members_.HasNode(node);
 }
 
 uint64_t Core::Impl::Job::NewestOf(absl::string_view worker_id) const {
   if (const Waiter* const waiter = rendezvous_.Find(worker_id)) {
     return waiter->request.fence().incarnation();
   }
-  const auto it = rank_of_.find(worker_id);
-  return it == rank_of_.end() ? 0 : seats_[it->second].record.incarnation();
-}
-
-bool Core::Impl::Job::HasNode(absl::string_view node) const {
-  return !node.empty() && std::any_of(seats_.begin(), seats_.end(), [node](const Seat& seat) {
-    return seat.record.node() == node;
-  });
+  const Seat* const seat = members_.Find(worker_id);
+  return seat == nullptr ? 0 : seat->record().incarnation();
 }
 
 v1::OpError Core::Impl::Job::Superseded(const std::string& worker_id, uint64_t newer) const {
@@ -106,7 +78,7 @@ v1::OpError Core::Impl::Job::Superseded(const std::string& worker_id, uint64_t n
                 absl::StrCat("worker ", Quoted(worker_id), " was restarted (incarnation ",
                              absl::Hex(newer), "): this older process must end"));
   error.mutable_detail()->set_current_incarnation(newer);
-  error.mutable_detail()->set_current_generation(generation_);
+  error.mutable_detail()->set_current_generation(generation());
   error.mutable_detail()->set_current_term(impl_->term_);
   return error;
 }
@@ -115,35 +87,36 @@ v1::OpError Core::Impl::Job::Stale(const v1::Fence& fence) const {
   v1::OpError error =
       MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_STALE_GENERATION,
                 absl::StrCat("generation ", fence.generation(), " of job ", Quoted(id_),
-                             " has ended, generation ", generation_, " is current: join again"));
-  error.mutable_detail()->set_current_generation(generation_);
+                             " has ended, generation ", generation(), " is current: join again"));
+  error.mutable_detail()->set_current_generation(generation());
   error.mutable_detail()->set_current_term(impl_->term_);
   return error;
 }
 
 v1::OpError Core::Impl::Job::Ended() const {
-  v1::OpError error = MakeError(absl::StatusCode::kAborted, v1::ERROR_REASON_GENERATION_ENDED,
-                                absl::StrCat("generation ", generation_, " of job ", Quoted(id_),
-                                             " has ended: ", why_ended_, "; join the next one"));
-  error.mutable_detail()->set_current_generation(generation_);
+  v1::OpError error =
+      MakeError(absl::StatusCode::kAborted, v1::ERROR_REASON_GENERATION_ENDED,
+                absl::StrCat("generation ", generation(), " of job ", Quoted(id_),
+                             " has ended: ", members_.why_ended(), "; join the next one"));
+  error.mutable_detail()->set_current_generation(generation());
   error.mutable_detail()->set_current_term(impl_->term_);
-  for (const v1::Culprit& culprit : end_culprits_)
+  for (const v1::Culprit& culprit : members_.end_culprits())
     *error.mutable_detail()->add_culprits() = culprit;
   return error;
 }
 
 std::optional<v1::OpError> Core::Impl::Job::CheckGeneration(const v1::Fence& fence) const {
-  if (fence.generation() < generation_ && !impl_->options_.mutants.accepts_stale_generation)
+  if (fence.generation() < generation() && !impl_->options_.mutants.accepts_stale_generation)
     return Stale(fence);
-  if (fence.generation() > generation_) {
+  if (fence.generation() > generation()) {
     v1::OpError error = MakeError(
         absl::StatusCode::kInternal, v1::ERROR_REASON_FUTURE_GENERATION,
         absl::StrCat("generation ", fence.generation(), " of job ", Quoted(id_),
-                     " was never sealed here (", generation_,
+                     " was never sealed here (", generation(),
                      " is the last): the caller's state is corrupt, or this coordinator began from "
                      "an older copy of the data directory: stop it, run "
                      "muster-coordinator --restored DIRECTORY and start it again"));
-    error.mutable_detail()->set_current_generation(generation_);
+    error.mutable_detail()->set_current_generation(generation());
     error.mutable_detail()->set_current_term(impl_->term_);
     return error;
   }
@@ -153,18 +126,18 @@ std::optional<v1::OpError> Core::Impl::Job::CheckGeneration(const v1::Fence& fen
 v1::Culprit Core::Impl::Job::DescribeRank(int rank) const {
   v1::Culprit culprit;
   culprit.set_rank(rank);
-  culprit.set_generation(generation_);
-  if (rank < 0 || static_cast<size_t>(rank) >= seats_.size()) return culprit;
-  const Seat& seat = seats_[rank];
-  culprit.set_worker_id(seat.record.worker_id());
-  culprit.set_host(seat.record.topology().host());
-  culprit.set_pid(seat.record.pid());
-  culprit.set_last_step(seat.step);
-  culprit.set_last_collective(seat.last_collective);
-  culprit.set_native_stack(seat.stack);
-  *culprit.mutable_heartbeat_age() = ToProto(impl_->now_ - seat.last_seen);
-  const v1::ExitCause& exit = seat.record.exit();
-  switch (seat.record.state()) {
+  culprit.set_generation(generation());
+  if (rank < 0 || static_cast<size_t>(rank) >= members_.seats().size()) return culprit;
+  const Seat& seat = members_.at(rank);
+  culprit.set_worker_id(seat.record().worker_id());
+  culprit.set_host(seat.record().topology().host());
+  culprit.set_pid(seat.record().pid());
+  culprit.set_last_step(seat.step());
+  culprit.set_last_collective(seat.last_collective());
+  culprit.set_native_stack(seat.stack());
+  *culprit.mutable_heartbeat_age() = ToProto(impl_->now_ - leases_.last_seen(rank));
+  const v1::ExitCause& exit = seat.record().exit();
+  switch (seat.record().state()) {
     case v1::WORKER_STATE_EXITED:
       culprit.set_process_state(exit.signal() != 0
                                     ? absl::StrCat("killed(", exit.signal(), ")")
@@ -174,24 +147,25 @@ v1::Culprit Core::Impl::Job::DescribeRank(int rank) const {
       culprit.set_process_state("left");
       break;
     case v1::WORKER_STATE_LOST:
-      culprit.set_process_state(seat.process_state.empty() ? "lost" : seat.process_state);
+      culprit.set_process_state(seat.process_state().empty() ? "lost" : seat.process_state());
       break;
     default:
-      culprit.set_process_state(seat.process_state.empty() ? "unknown" : seat.process_state);
+      culprit.set_process_state(seat.process_state().empty() ? "unknown" : seat.process_state());
   }
   return culprit;
 }
 
 std::string Core::Impl::Job::GoneText(const Seat& seat) const {
-  const v1::ExitCause& exit = seat.record.exit();
-  switch (seat.record.state()) {
+  const v1::ExitCause& exit = seat.record().exit();
+  switch (seat.record().state()) {
     case v1::WORKER_STATE_EXITED:
       return exit.signal() != 0 ? absl::StrCat("was killed by signal ", exit.signal())
                                 : absl::StrCat("exited with code ", exit.exit_code());
     case v1::WORKER_STATE_LOST:
-      return absl::StrCat("gave no sign of life for ",
-                          absl::FormatDuration(absl::Trunc(std::max(Lease(), seat.lost_after),
-                                                           absl::Milliseconds(100))));
+      return absl::StrCat(
+          "gave no sign of life for ",
+          absl::FormatDuration(absl::Trunc(std::max(Lease(), leases_.lost_after(seat.rank())),
+                                           absl::Milliseconds(100))));
     case v1::WORKER_STATE_LEFT:
       return "left the job";
     case v1::WORKER_STATE_FENCED:
@@ -204,17 +178,17 @@ std::string Core::Impl::Job::GoneText(const Seat& seat) const {
 v1::Member Core::Impl::Job::MakeMember(const Seat& seat) const {
   v1::Member member;
   member.set_rank(seat.rank());
-  member.set_worker_id(seat.record.worker_id());
-  member.set_incarnation(seat.record.incarnation());
-  member.set_state(seat.record.state());
-  member.set_host(seat.record.topology().host());
-  member.set_pid(seat.record.pid());
-  member.set_last_step(seat.step);
+  member.set_worker_id(seat.record().worker_id());
+  member.set_incarnation(seat.record().incarnation());
+  member.set_state(seat.record().state());
+  member.set_host(seat.record().topology().host());
+  member.set_pid(seat.record().pid());
+  member.set_last_step(seat.step());
   *member.mutable_heartbeat_age() =
-      ToProto(std::max(impl_->now_ - seat.last_seen, absl::ZeroDuration()));
-  member.set_phase(seat.phase);
-  member.set_last_collective(seat.last_collective);
-  if (seat.record.has_exit()) *member.mutable_exit() = seat.record.exit();
+      ToProto(std::max(impl_->now_ - leases_.last_seen(seat.rank()), absl::ZeroDuration()));
+  member.set_phase(seat.phase());
+  member.set_last_collective(seat.last_collective());
+  if (seat.record().has_exit()) *member.mutable_exit() = seat.record().exit();
   return member;
 }
 
@@ -237,17 +211,18 @@ void Core::Impl::Job::FenceIncarnation(const std::string& worker_id, uint64_t in
 void Core::Impl::Job::RememberFenced(const std::string& worker_id, uint64_t incarnation) {
   // The seats come after the fences in a snapshot, and late after a restore; the spec is there.
   incarnations_.Fence(worker_id, incarnation,
-                      std::max(seats_.size(), static_cast<size_t>(spec_.max_workers())));
+                      static_cast<size_t>(std::max(members_.size(), spec_.max_workers())));
   answers_.Forget(worker_id);
 }
 
 void Core::Impl::Job::NoteDeparted(const std::vector<Seat>& old_seats) {
-  for (const Seat& seat : seats_) incarnations_.Return(seat.record.worker_id());
+  for (const Seat& seat : members_.seats()) incarnations_.Return(seat.record().worker_id());
   for (const Seat& seat : old_seats) {
-    if (!rank_of_.contains(seat.record.worker_id()) && !impl_->options_.mutants.forgets_departed)
-      incarnations_.Depart(seat.record.worker_id(), seat.record.incarnation());
+    if (members_.Find(seat.record().worker_id()) == nullptr &&
+        !impl_->options_.mutants.forgets_departed)
+      incarnations_.Depart(seat.record().worker_id(), seat.record().incarnation());
   }
-  for (const std::string& worker_id : incarnations_.ForgetOldest(seats_.size())) {
+  for (const std::string& worker_id : incarnations_.ForgetOldest(members_.seats().size())) {
     answers_.Forget(worker_id);
   }
 }
@@ -269,22 +244,22 @@ void Core::Impl::Job::TellAgain(const std::string& node, const v1::WorkerBeat& w
     return Kill(node, worker.worker_id(), worker.incarnation());
   if (*told_node) return;
   if (rendezvous_.Waits(worker.worker_id(), worker.incarnation())) return;
-  const Seat* const seat = FindSeat(worker.worker_id());
+  const Seat* const seat = members_.Find(worker.worker_id());
   const bool sat = seat != nullptr
-                       ? seat->record.incarnation() == worker.incarnation() && !sealed_ &&
-                             seat->record.state() != v1::WORKER_STATE_LEFT &&
-                             seat->record.state() != v1::WORKER_STATE_EXITED
+                       ? seat->record().incarnation() == worker.incarnation() && !sealed() &&
+                             seat->record().state() != v1::WORKER_STATE_LEFT &&
+                             seat->record().state() != v1::WORKER_STATE_EXITED
                        : incarnations_.Departed(worker.worker_id()) == worker.incarnation();
   if (!sat) return;
   *told_node = true;  // what follows is the same for all workers of the job
   auto directive = std::make_shared<v1::Directive>();
   v1::GenerationEnded* told = directive->mutable_generation_ended();
   told->set_job_id(id_);
-  told->set_generation(sealed_ ? generation_ - 1 : generation_);
-  told->set_why(sealed_ ? absl::StrCat("generation ", generation_, " has been sealed")
-                        : why_ended_);
-  if (!sealed_) {
-    for (const v1::Culprit& culprit : end_culprits_) *told->add_culprits() = culprit;
+  told->set_generation(sealed() ? generation() - 1 : generation());
+  told->set_why(sealed() ? absl::StrCat("generation ", generation(), " has been sealed")
+                         : members_.why_ended());
+  if (!sealed()) {
+    for (const v1::Culprit& culprit : members_.end_culprits()) *told->add_culprits() = culprit;
   }
   impl_->Direct(node, std::move(directive), membership_record_);
 }
@@ -342,13 +317,13 @@ void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const
   Waiter& waiter = *rendezvous_.Place(worker_id, order);
   waiter.request = request;
   waiter.node = std::string(caller.node);
-  if (waiter.asked <= LastHeard() || waiter.asked + Lease() <= impl_->now_)
+  if (waiter.asked <= leases_.LastHeard() || waiter.asked + Lease() <= impl_->now_)
     waiter.back = impl_->now_;
   waiter.asked = impl_->now_;
   // A kind may have changed with its request.
   rendezvous_.SetKind(&waiter, KindOf(request));
   rendezvous_.CheckBy(quarantine_.FreeAt(request.topology().host(), impl_->now_));
-  if (silent_ > 0) judge_at_ = impl_->now_;
+  leases_.JudgeAgain(impl_->now_);
   if (waiter.calls.size() >= kMaxCallsOfJoin) {
     impl_->SendError(
         waiter.calls.front(),
@@ -369,27 +344,17 @@ void Core::Impl::Job::Enqueue(CallId call, const v1::JoinRequest& request, const
   Evaluate();
 }
 
-int Core::Impl::Job::FormerWorld() const {
-  return static_cast<int>(std::count_if(seats_.begin(), seats_.end(), [](const Seat& seat) {
-    const v1::ExitCause& exit = seat.record.exit();
-    return seat.record.state() != v1::WORKER_STATE_LEFT &&
-           (seat.record.state() != v1::WORKER_STATE_EXITED || exit.exit_code() != 0 ||
-            exit.signal() != 0);
-  }));
-}
-
 bool Core::Impl::Job::SurvivorsWait() const {
-  return std::all_of(seats_.begin(), seats_.end(), [&](const Seat& seat) {
-    return !seat.alive() || rendezvous_.Waits(seat.record.worker_id());
-  });
+  return std::all_of(members_.seats().begin(), members_.seats().end(),
+                     [&](const Seat& seat) { return !seat.alive() || Waits(seat); });
 }
 
 void Core::Impl::Job::Evaluate() {
   if (rendezvous_.empty()) return;
-  if (closed_) return rendezvous_.Hold("nothing: the job has ended");
-  if (sealed_) {
-    return rendezvous_.Hold(absl::StrCat("a free seat: generation ", generation_, " runs with ",
-                                         seats_.size(), " workers"));
+  if (members_.closed()) return rendezvous_.Hold("nothing: the job has ended");
+  if (sealed()) {
+    return rendezvous_.Hold(absl::StrCat("a free seat: generation ", generation(), " runs with ",
+                                         members_.seats().size(), " workers"));
   }
   SealQuestion question;
   question.min_workers = spec_.min_workers();
@@ -405,23 +370,12 @@ void Core::Impl::Job::Evaluate() {
     }
     // Spares replace lost workers.
     if (rendezvous_.Count(WaiterKind::kOrdinary) + spares >= spec_.min_workers()) {
-      question.former_world = FormerWorld();
+      question.former_world = members_.FormerWorld();
       question.survivors_wait = SurvivorsWait();
     }
   }
   const SealDecision& decision = rendezvous_.Decide(question);
   if (decision.seal) Seal(decision.world_size);
-}
-
-void Core::Impl::Job::FillSeat(const v1::JoinRequest& request, const std::string& node,
-                               v1::SeatRecord* record) const {
-  record->set_worker_id(request.fence().worker_id());
-  record->set_incarnation(request.fence().incarnation());
-  *record->mutable_topology() = request.topology();
-  record->set_endpoint(request.endpoint());
-  record->set_pid(request.pid());
-  record->set_node(node);
-  record->set_state(v1::WORKER_STATE_RUNNING);
 }
 
 std::vector<Candidate> Core::Impl::Job::Candidates() const {
@@ -434,9 +388,9 @@ std::vector<Candidate> Core::Impl::Job::Candidates() const {
     candidate.worker_id = waiter->request.fence().worker_id();
     candidate.topology = waiter->request.topology();
     candidate.preferred_rank = waiter->request.preferred_rank();
-    const auto seat = rank_of_.find(candidate.worker_id);
-    if (seat != rank_of_.end() && !(impl_->options_.mutants.spare_moves_survivors && has_spares)) {
-      candidate.previous_rank = seat->second;
+    const Seat* const seat = members_.Find(candidate.worker_id);
+    if (seat != nullptr && !(impl_->options_.mutants.spare_moves_survivors && has_spares)) {
+      candidate.previous_rank = seat->rank();
     }
     candidate.spare = waiter->kind == WaiterKind::kSpare;
     candidate.last_resort = waiter->kind == WaiterKind::kLastResort;
@@ -450,47 +404,31 @@ std::vector<std::vector<CallId>> Core::Impl::Job::TakeSeats(int world_size,
                                                             std::vector<Seat>* former_seats) {
   const std::vector<Candidate> candidates = Candidates();
   std::vector<FormerSeat> former;
-  former.reserve(seats_.size());
-  for (const Seat& seat : seats_) {
-    const v1::Topology& t = seat.record.topology();
+  former.reserve(members_.size());
+  for (const Seat& seat : members_.seats()) {
+    const v1::Topology& t = seat.record().topology();
     former.push_back({t.host(), t.rack(), t.nvlink_domain()});
   }
   const std::vector<int> order = AssignRanks(candidates, world_size, former);
-  *former_seats = std::exchange(seats_, std::vector<Seat>(world_size));
   std::vector<std::vector<CallId>> calls(world_size);
-  absl::flat_hash_map<std::string, int> nodes;
+  std::vector<v1::SeatRecord> records(world_size);
   for (int rank = 0; rank < world_size; ++rank) {
     Waiter waiter = Unqueue(candidates[order[rank]].worker_id);
-    Seat& seat = seats_[rank];
-    FillSeat(waiter.request, waiter.node, &seat.record);
-    seat.record.set_rank(rank);
-    const std::string& host = seat.record.topology().host();
-    const auto [node, is_new] = nodes.try_emplace(host, static_cast<int>(nodes.size()));
-    seat.record.set_node_rank(node->second);
-    seat.last_seen = impl_->now_;
+    records[rank] = MakeSeatRecord(waiter.request, waiter.node);
     calls[rank] = std::move(waiter.calls);
-    heard_ = impl_->now_;
   }
-  num_nodes_ = static_cast<int>(nodes.size());
+  *former_seats = members_.Seal(std::move(records));
   return calls;
 }
 
 void Core::Impl::Job::Seal(int world_size) {
   std::vector<Seat> old_seats;
   const std::vector<std::vector<CallId>> calls = TakeSeats(world_size, &old_seats);
-  ++generation_;
-  sealed_ = true;
-  why_ended_.clear();
-  end_culprits_.clear();
-  digest_ = FingerprintTable(seats_);
   Evaluate();  // for those that wait on
 
   v1::GenerationSealed* sealed = impl_->Change()->mutable_generation_sealed();
   sealed->set_job_id(id_);
-  sealed->set_generation(generation_);
-  sealed->set_table_digest(digest_);
-  sealed->set_num_nodes(num_nodes_);
-  for (const Seat& seat : seats_) *sealed->add_seats() = seat.record;
+  members_.Fill(sealed);
   membership_touched_ = true;
   ++impl_->stats_.generations_sealed;
 
@@ -500,21 +438,21 @@ void Core::Impl::Job::Seal(int world_size) {
   if (old_barriers != nullptr) {
     std::vector<int> former_ranks(world_size, -1);
     for (const Seat& seat : old_seats) {
-      const auto it = rank_of_.find(seat.record.worker_id());
-      if (it != rank_of_.end()) former_ranks[it->second] = seat.rank();
+      const Seat* const now = members_.Find(seat.record().worker_id());
+      if (now != nullptr) former_ranks[now->rank()] = seat.rank();
     }
     barriers_->InheritScores(*old_barriers, former_ranks);
   }
   std::vector<KvChange> changes;
   for (const Seat& seat : old_seats) {
-    if (!rank_of_.contains(seat.record.worker_id()))
-      kv_.DropLease(seat.record.worker_id(), &changes);
+    if (members_.Find(seat.record().worker_id()) == nullptr)
+      kv_.DropLease(seat.record().worker_id(), &changes);
   }
   KvChanged(changes);
   // A restart follows its failure at once; what comes so late is another run.
-  if (ended_at_ + JoinTimeout() <= impl_->now_)
+  if (members_.ended_at() + JoinTimeout() <= impl_->now_)
     DropTriggers(absl::StrCat("the job has been unused for ",
-                              absl::FormatDuration(impl_->now_ - ended_at_)));
+                              absl::FormatDuration(impl_->now_ - members_.ended_at())));
   std::vector<v1::TriggerChanged> triggers;
   triggers_.StartGeneration(world_size, &triggers);
   TriggersChanged(std::move(triggers));
@@ -522,30 +460,19 @@ void Core::Impl::Job::Seal(int world_size) {
   checkpoints_.DropPreparing(&checkpoints);
   CheckpointsChanged(std::move(checkpoints));
   v1::WatchEvent event;
-  event.set_generation_sealed(generation_);
+  event.set_generation_sealed(generation());
   log_->Other(impl_->Rev(), std::move(event));
   watch_touched_ = true;
   for (int rank = 0; rank < world_size; ++rank) {
-    for (const CallId call : calls[rank]) SendSeat(call, seats_[rank]);
+    for (const CallId call : calls[rank]) SendSeat(call, members_.at(rank));
   }
   impl_->Note(id_, false,
-              absl::StrCat("generation ", generation_, " sealed with ", world_size, " workers on ",
-                           num_nodes_, " hosts"));
+              absl::StrCat("generation ", generation(), " sealed with ", world_size, " workers on ",
+                           members_.num_nodes(), " hosts"));
 }
 
 void Core::Impl::Job::BeginGeneration(bool counters_known) {
-  rank_of_.clear();
-  lease_checks_.clear();
-  unread_.clear();
-  alive_ = silent_ = 0;
-  const int world_size = static_cast<int>(seats_.size());
-  const absl::Time check =
-      impl_->now_ == absl::InfinitePast() ? absl::InfinitePast() : impl_->now_ + Lease();
-  for (const Seat& seat : seats_) {
-    rank_of_[seat.record.worker_id()] = seat.rank();
-    alive_ += seat.alive() ? 1 : 0;
-    if (seat.alive()) lease_checks_.insert({check, seat.rank()});
-  }
+  leases_.BeginGeneration(impl_->now_);
   BarrierOptions options;
   options.default_timeout = impl_->options_.default_barrier_timeout;
   options.default_soft_timeout = impl_->options_.default_soft_timeout;
@@ -554,13 +481,14 @@ void Core::Impl::Job::BeginGeneration(bool counters_known) {
   options.kept_results = impl_->options_.kept_barrier_results;
   options.kept_bytes = impl_->options_.kept_barrier_bytes;
   options.release_one_early = impl_->options_.mutants.barrier_releases_one_early;
-  barriers_ = std::make_unique<BarrierSet>(options, generation_, world_size, counters_known, this);
+  barriers_ =
+      std::make_unique<BarrierSet>(options, generation(), members_.size(), counters_known, this);
   seen_counts_ = {};
   agree_ = std::make_unique<AgreeSet>(
-      world_size, counters_known,
+      members_.size(), counters_known,
       [this](int rank) -> std::optional<uint64_t> {
-        if (!seats_[rank].alive()) return std::nullopt;
-        return seats_[rank].record.incarnation();
+        if (!members_.at(rank).alive()) return std::nullopt;
+        return members_.at(rank).record().incarnation();
       },
       [this](int rank) { return CulpritText(DescribeRank(rank)); });
 }
@@ -569,48 +497,37 @@ void Core::Impl::Job::SendSeat(CallId call, const Seat& seat) {
   v1::OpResult result;
   v1::JoinReply* reply = result.mutable_join();
   *reply->mutable_header() = impl_->Header();
-  reply->set_generation(generation_);
+  reply->set_generation(generation());
   reply->set_rank(seat.rank());
-  reply->set_world_size(static_cast<int>(seats_.size()));
-  reply->set_table_digest(digest_);
-  reply->set_generation_prefix(absl::StrCat("gen/", generation_, "/"));
-  reply->set_node_rank(seat.record.node_rank());
-  reply->set_num_nodes(num_nodes_);
+  reply->set_world_size(members_.size());
+  reply->set_table_digest(members_.digest());
+  reply->set_generation_prefix(absl::StrCat("gen/", generation(), "/"));
+  reply->set_node_rank(seat.record().node_rank());
+  reply->set_num_nodes(members_.num_nodes());
   impl_->Send(call, result, membership_record_);
 }
 
-void Core::Impl::Job::Reseat(Seat* seat, CallId call, const v1::JoinRequest& request,
+void Core::Impl::Job::Reseat(int rank, CallId call, const v1::JoinRequest& request,
                              const Caller& caller) {
-  const int rank = seat->rank();
-  const int node_rank = seat->record.node_rank();
-  const bool was_alive = seat->alive();
+  const Seat& seat = members_.at(rank);
+  const bool was_alive = seat.alive();
   const std::string& worker_id = request.fence().worker_id();
-  if (seat->record.incarnation() != request.fence().incarnation()) {
-    FenceIncarnation(worker_id, seat->record.incarnation());
-    if (was_alive) {
-      Kill(seat->record.node(), worker_id, seat->record.incarnation());
-    }
+  if (seat.record().incarnation() != request.fence().incarnation()) {
+    FenceIncarnation(worker_id, seat.record().incarnation());
+    if (was_alive) Kill(seat.record().node(), worker_id, seat.record().incarnation());
     std::vector<KvChange> changes;
     kv_.DropLease(worker_id, &changes);
     KvChanged(changes);
   }
   if (was_alive) {
     // No agreement may contain both incarnations: the old one leaves first.
-    seat->record.set_state(v1::WORKER_STATE_FENCED);
+    members_.Vacate(rank);
     std::vector<AgreeSet::Done> done;
     agree_->RankGone(rank, impl_->Header(), &done);
     AgreeDone(std::move(done));
-  } else {
-    ++alive_;
   }
-  NoLongerSilent(seat);
-  *seat = Seat();
-  FillSeat(request, std::string(caller.node), &seat->record);
-  seat->record.set_rank(rank);
-  seat->record.set_node_rank(node_rank);
-  seat->last_seen = heard_ = impl_->now_;
-  lease_checks_.insert({impl_->now_ + Lease(), rank});
-  digest_ = FingerprintTable(seats_);
+  members_.Replace(rank, MakeSeatRecord(request, caller.node));
+  leases_.Replace(rank, impl_->now_);
   barriers_->RankReplaced(rank, impl_->now_);
   agree_->RankReplaced(rank);
   triggers_.RankReplaced(rank);
@@ -619,26 +536,21 @@ void Core::Impl::Job::Reseat(Seat* seat, CallId call, const v1::JoinRequest& req
   CheckpointsChanged(std::move(checkpoints));
   v1::SeatTaken* taken = impl_->Change()->mutable_seat_taken();
   taken->set_job_id(id_);
-  taken->set_generation(generation_);
-  *taken->mutable_seat() = seat->record;
-  taken->set_table_digest(digest_);
+  taken->set_generation(generation());
+  *taken->mutable_seat() = seat.record();
+  taken->set_table_digest(members_.digest());
   membership_touched_ = true;
-  EmitMember(*seat);
-  SendSeat(call, *seat);
+  EmitMember(seat);
+  SendSeat(call, seat);
 }
 
 void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culprit> culprits) {
-  if (!sealed_) return;
-  sealed_ = false;
-  why_ended_ = why;
-  end_culprits_ = std::move(culprits);
-  ended_at_ = impl_->now_;
+  if (!sealed()) return;
+  members_.End(why, std::move(culprits), impl_->now_);
   ++impl_->stats_.generations_ended;
   v1::GenerationClosed* ended = impl_->Change()->mutable_generation_closed();
   ended->set_job_id(id_);
-  ended->set_generation(generation_);
-  ended->set_why(why);
-  for (const v1::Culprit& culprit : end_culprits_) *ended->add_culprits() = culprit;
+  members_.Fill(ended);
   membership_touched_ = true;
 
   const v1::OpError error = Ended();
@@ -653,70 +565,64 @@ void Core::Impl::Job::EndGeneration(const std::string& why, std::vector<v1::Culp
     Deliver(waits, std::make_shared<Answer>(result));
   }
   std::vector<KvChange> changes;
-  kv_.DropPrefix(absl::StrCat("gen/", generation_, "/"), &changes);
+  kv_.DropPrefix(absl::StrCat("gen/", generation(), "/"), &changes);
   KvChanged(changes);
   // Keys that are tied to a lease outlive the generation with their worker, not without it.
-  lease_checks_.clear();
-  for (Seat& seat : seats_) {
-    NoLongerSilent(&seat);
-    if (seat.alive() && kv_.HasLease(seat.record.worker_id()))
-      lease_checks_.insert({LeaseEnd(seat), seat.rank()});
-  }
+  leases_.EndGeneration(
+      [this](const Seat& seat) { return kv_.HasLease(seat.record().worker_id()); });
 
   v1::WatchEvent event;
-  event.set_generation_ended(generation_);
+  event.set_generation_ended(generation());
   log_->Other(impl_->Rev(), std::move(event));
   watch_touched_ = true;
   auto directive = std::make_shared<v1::Directive>();
   v1::GenerationEnded* told = directive->mutable_generation_ended();
   told->set_job_id(id_);
-  told->set_generation(generation_);
+  told->set_generation(generation());
   told->set_why(why);
-  for (const v1::Culprit& culprit : end_culprits_) *told->add_culprits() = culprit;
+  for (const v1::Culprit& culprit : members_.end_culprits()) *told->add_culprits() = culprit;
   absl::flat_hash_set<absl::string_view> nodes;
-  for (const Seat& seat : seats_) {
-    if (!nodes.insert(seat.record.node()).second) continue;
-    impl_->Direct(seat.record.node(), directive, membership_record_);
+  for (const Seat& seat : members_.seats()) {
+    if (!nodes.insert(seat.record().node()).second) continue;
+    impl_->Direct(seat.record().node(), directive, membership_record_);
   }
-  impl_->Note(id_, !end_culprits_.empty(),
-              absl::StrCat("generation ", generation_, " ended: ", why));
+  impl_->Note(id_, !members_.end_culprits().empty(),
+              absl::StrCat("generation ", generation(), " ended: ", why));
 
-  if (FormerWorld() == 0) DropTriggers("all workers have left the job");
-  if (closed_) return rendezvous_.Hold("nothing: the job has ended");
+  if (members_.FormerWorld() == 0) DropTriggers("all workers have left the job");
+  if (members_.closed()) return rendezvous_.Hold("nothing: the job has ended");
   rendezvous_.Hold("");
   Recount();
   Evaluate();
 }
 
-void Core::Impl::Job::WorkerGone(Seat* seat, v1::WorkerState state, const v1::ExitCause& cause) {
-  const bool was_alive = seat->alive();
-  NoLongerSilent(seat);
-  seat->record.set_state(state);
-  *seat->record.mutable_exit() = cause;
-  const int rank = seat->rank();
-  const std::string worker_id = seat->record.worker_id();
+void Core::Impl::Job::WorkerGone(int rank, v1::WorkerState state, const v1::ExitCause& cause) {
+  const Seat& seat = members_.at(rank);
+  const bool was_alive = seat.alive();
+  leases_.Gone(rank);
+  members_.Gone(rank, state, cause);
+  const std::string& worker_id = seat.record().worker_id();
   v1::WorkerEnded* ended = impl_->Change()->mutable_worker_ended();
   ended->set_job_id(id_);
   ended->set_worker_id(worker_id);
-  ended->set_incarnation(seat->record.incarnation());
+  ended->set_incarnation(seat.record().incarnation());
   ended->set_state(state);
   *ended->mutable_exit() = cause;
   membership_touched_ = true;
-  EmitMember(*seat);
+  EmitMember(seat);
   std::vector<KvChange> changes;
   kv_.DropLease(worker_id, &changes);
   KvChanged(changes);
   if (!was_alive) return;
-  --alive_;
   const bool failed =
       state == v1::WORKER_STATE_LOST ||
       (state == v1::WORKER_STATE_EXITED && (cause.exit_code() != 0 || cause.signal() != 0)) ||
       state == v1::WORKER_STATE_FENCED;
   if (state == v1::WORKER_STATE_LOST) ++impl_->stats_.workers_lost;
   if (state == v1::WORKER_STATE_EXITED && failed) ++impl_->stats_.workers_failed;
-  if (!sealed_) return;
-  const std::string what = GoneText(*seat);
-  if (failed && state != v1::WORKER_STATE_FENCED) Strike(seat->record.topology().host(), what);
+  if (!sealed()) return;
+  const std::string what = GoneText(seat);
+  if (failed && state != v1::WORKER_STATE_FENCED) Strike(seat.record().topology().host(), what);
   const v1::Culprit culprit = DescribeRank(rank);
   const std::string why =
       absl::StrCat(CulpritText(culprit), " ", what,
@@ -733,11 +639,12 @@ void Core::Impl::Job::WorkerGone(Seat* seat, v1::WorkerState state, const v1::Ex
   std::vector<v1::TriggerChanged> triggers;
   triggers_.RankGone(rank, &triggers);
   TriggersChanged(std::move(triggers));
-  if (alive_ == 0) EndGeneration("every worker has left", {});
+  if (members_.alive() == 0) EndGeneration("every worker has left", {});
 }
 
 void Core::Impl::Job::Strike(const std::string& host, const std::string& what) {
-  const auto struck = quarantine_.Strike(host, /*other_hosts=*/num_nodes_ > 1, what, impl_->now_);
+  const auto struck =
+      quarantine_.Strike(host, /*other_hosts=*/members_.num_nodes() > 1, what, impl_->now_);
   if (!struck.has_value()) return;
   if (struck->decision.quarantine) {
     QuarantineHost(host, impl_->options_.quarantine_for, struck->decision.why, true);
@@ -767,7 +674,7 @@ void Core::Impl::Job::QuarantineHost(const std::string& host, absl::Duration len
 
 void Core::Impl::Job::Blame(absl::Span<const int32_t> ranks) {
   absl::btree_set<std::string> hosts;
-  for (const int rank : ranks) hosts.insert(seats_[rank].record.topology().host());
+  for (const int rank : ranks) hosts.insert(members_.at(rank).record().topology().host());
   for (const std::string& host : hosts) Strike(host, "kept a barrier waiting until its deadline");
 }
 
@@ -779,23 +686,23 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
                                   absl::FormatDuration(JoinTimeout()));
   v1::OpError error =
       MakeError(absl::StatusCode::kDeadlineExceeded, v1::ERROR_REASON_RENDEZVOUS_TIMEOUT, "");
-  if (sealed_) {
-    text = absl::StrCat("job ", Quoted(id_), ": generation ", generation_, " runs with ",
-                        seats_.size(), " workers and no seat came free within ",
+  if (sealed()) {
+    text = absl::StrCat("job ", Quoted(id_), ": generation ", generation(), " runs with ",
+                        members_.seats().size(), " workers and no seat came free within ",
                         absl::FormatDuration(JoinTimeout()),
                         ": end the generation to admit new workers");
   } else {
     std::string missing;
     int count = 0;
-    for (const Seat& seat : seats_) {
-      if (rendezvous_.Waits(seat.record.worker_id())) continue;
+    for (const Seat& seat : members_.seats()) {
+      if (Waits(seat)) continue;
       const v1::Culprit culprit = DescribeRank(seat.rank());
       if (count++ < kNamed)
         absl::StrAppend(&missing, missing.empty() ? "" : ", ", CulpritText(culprit));
       if (count <= 64) *error.mutable_detail()->add_culprits() = culprit;
       error.mutable_detail()->add_missing_ranks(seat.rank());
     }
-    if (seats_.empty()) {
+    if (members_.seats().empty()) {
       absl::flat_hash_set<int> claimed;
       rendezvous_.ForEach([&](const std::string&, const Waiter& waiter) {
         claimed.insert(waiter.request.preferred_rank());
@@ -819,13 +726,12 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
 }
 
 void Core::Impl::Job::Close(const std::string& why) {
-  if (closed_) return;
-  closed_ = true;
+  if (members_.closed()) return;
+  members_.Close(why);
   EndGeneration(why, {});
   v1::JobClosed* closed = impl_->Change()->mutable_job_closed();
   closed->set_job_id(id_);
   closed->set_why(why);
-  why_ended_ = why;
   membership_touched_ = true;
   const v1::OpError error =
       MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_RENDEZVOUS_CLOSED,
@@ -858,7 +764,8 @@ void Core::Impl::Job::AfterEvent() {
     seen_counts_ = counts;
   }
   touched_ = impl_->now_;
-  const absl::Duration lease = sealed_ && alive_ > 0 ? Lease() : absl::InfiniteDuration();
+  const absl::Duration lease =
+      sealed() && members_.alive() > 0 ? Lease() : absl::InfiniteDuration();
   if (lease != running_lease_) {
     impl_->leases_.erase({running_lease_, id_});
     running_lease_ = lease;
@@ -877,15 +784,11 @@ void Core::Impl::Job::Unschedule() {
   impl_->leases_.erase({running_lease_, id_});
 }
 
-void Core::Impl::Job::CaughtUp() {
-  for (const int rank : std::exchange(unread_, {})) lease_checks_.insert({impl_->now_, rank});
-}
-
 void Core::Impl::Job::FillStatus(v1::JobStatus* status) const {
   status->set_job_id(id_);
-  status->set_generation(generation_);
+  status->set_generation(generation());
   status->set_rendezvous_state(StateName());
-  status->set_world_size(static_cast<int>(seats_.size()));
+  status->set_world_size(members_.size());
   status->set_waiting(rendezvous_.size());
   status->set_waits_for(rendezvous_.why());
   if (const absl::Time until = rendezvous_.waits_until(); until != absl::InfiniteFuture()) {
@@ -893,20 +796,16 @@ void Core::Impl::Job::FillStatus(v1::JobStatus* status) const {
   }
   int64_t min_step = std::numeric_limits<int64_t>::max();
   int64_t max_step = 0;
-  for (const Seat& seat : seats_) {
-    min_step = std::min(min_step, seat.step);
-    max_step = std::max(max_step, seat.step);
+  for (const Seat& seat : members_.seats()) {
+    min_step = std::min(min_step, seat.step());
+    max_step = std::max(max_step, seat.step());
   }
-  status->set_min_step(seats_.empty() ? 0 : min_step);
+  status->set_min_step(members_.seats().empty() ? 0 : min_step);
   status->set_max_step(max_step);
-  if (silent_ > 0) {
-    status->set_silent(silent_);
-    absl::Duration silent_for = absl::InfiniteDuration();
-    for (const Seat& seat : seats_) {
-      if (seat.silent) silent_for = std::min(silent_for, impl_->now_ - seat.last_seen);
-    }
-    *status->mutable_silent_for() = ToProto(silent_for);
-    status->set_silent_why(silent_why_);
+  if (leases_.silent() > 0) {
+    status->set_silent(leases_.silent());
+    *status->mutable_silent_for() = ToProto(leases_.SilentFor(impl_->now_));
+    status->set_silent_why(leases_.silent_why());
   }
   quarantine_.ForEach(impl_->now_, [&](const std::string& name, const Quarantine::Host& host) {
     if (host.left == absl::ZeroDuration()) return;
@@ -921,7 +820,7 @@ void Core::Impl::Job::FillStatus(v1::JobStatus* status) const {
 void Core::Impl::Job::Tick() {
   const absl::Time now = impl_->now_;
   if (now < hold_until_) return;
-  if (Idle() && touched_ + impl_->options_.job_retention <= now) {
+  if (Idle() && touched_ + Retention() <= now) {
     expired_ = true;
     return;
   }
@@ -954,152 +853,99 @@ void Core::Impl::Job::Tick() {
 }
 
 void Core::Impl::Job::TickLeases() {
-  const absl::Time now = impl_->now_;
-  if (judge_at_ <= now) {
-    judge_at_ = absl::InfiniteFuture();
-    for (const Seat& seat : seats_) {
-      if (seat.silent) lease_checks_.insert({now, seat.rank()});
+  using Kind = LeaseDecision::Kind;
+  Leases::Outside outside;
+  outside.now = impl_->now_;
+  outside.read_until = impl_->options_.catches_up ? impl_->caught_up_ : absl::InfiniteFuture();
+  // A loss may end the generation, and with it change who is due.
+  while (const std::optional<int> rank = leases_.TakeDue(impl_->now_)) {
+    const Seat& seat = members_.at(*rank);
+    outside.waits = !members_.sealed() && Waits(seat);
+    const bool awaited_reading = leases_.AwaitsReading();
+    const int silent = leases_.silent();
+    const LeaseDecision decision = leases_.Judge(*rank, outside, [this] { return IsAwaited(); });
+    if (decision.unread > absl::ZeroDuration() && !impl_->unread_jobs_.empty()) {
+      impl_->Note(id_, true,
+                  absl::StrCat("this coordinator has been behind on its incoming messages for ",
+                               absl::FormatDuration(absl::Trunc(decision.unread, absl::Seconds(1))),
+                               ": workers whose messages are pending may count as lost"));
     }
-  }
-  // A loss may end the generation, and with it change the checks.
-  while (!lease_checks_.empty() && lease_checks_.begin()->first <= now) {
-    const int rank = lease_checks_.begin()->second;
-    lease_checks_.erase(lease_checks_.begin());
-    Seat& seat = seats_[rank];
-    if (!seat.alive()) continue;
-    absl::Time expiry = LeaseEnd(seat);
-    // A worker that waits for its next seat is alive.
-    if (!sealed_ && rendezvous_.Waits(seat.record.worker_id())) expiry = now + Lease();
-    if (expiry > now) {
-      // What its agent says may shorten the time it has to return.
-      lease_checks_.insert({seat.silent ? std::min(expiry, now + Lease() / 4) : expiry, rank});
-      continue;
+    switch (decision.kind) {
+      case Kind::kHeld:
+        break;
+      case Kind::kReadFirst:
+        if (!awaited_reading) impl_->unread_jobs_.push_back(id_);
+        impl_->out_->catch_up = true;
+        break;
+      case Kind::kDropKeys: {
+        std::vector<KvChange> changes;
+        kv_.DropLease(seat.record().worker_id(), &changes);
+        KvChanged(changes);
+        break;
+      }
+      case Kind::kSilent:
+        if (silent == 0) NoteFirstSilent(*rank, decision.why);
+        break;
+      case Kind::kLost: {
+        v1::ExitCause cause;
+        cause.set_lease_expired(true);
+        if (leases_.is_silent(*rank)) cause.set_message(decision.why);
+        WorkerGone(*rank, v1::WORKER_STATE_LOST, cause);
+        break;
+      }
     }
-    if (MayBeUnread(rank, expiry)) {
-      lease_checks_.insert({now + Lease() / 2, rank});
-      continue;
-    }
-    if (!sealed_) {
-      std::vector<KvChange> changes;
-      kv_.DropLease(seat.record.worker_id(), &changes);
-      KvChanged(changes);
-      continue;
-    }
-    v1::ExitCause cause;
-    cause.set_lease_expired(true);
-    if (KeepSilent(&seat, cause.mutable_message())) {
-      lease_checks_.insert({now + Lease() / 4, rank});
-      continue;
-    }
-    WorkerGone(&seat, v1::WORKER_STATE_LOST, cause);
   }
 }
 
-absl::Time Core::Impl::Job::LeaseEnd(const Seat& seat) const {
-  const absl::Time end = std::max(seat.last_seen, lease_floor_) + Lease();
-  const absl::Time back = std::max(returned_at_, impl_->agents_.cut_ended());
-  if (seat.last_seen > back) return end;
-  // Its agent is back too, and leaves it out. A hub that is back may wait for the worker's agent.
-  const std::optional<absl::Time> beat = impl_->agents_.WitnessBeat(seat.record.node(), seat.via);
-  if (beat.has_value() && *beat > back) return end;
-  return std::max(end, back + TimeToReturn());
-}
-
-bool Core::Impl::Job::MayBeUnread(int rank, absl::Time lease_end) {
-  if (!impl_->options_.catches_up || impl_->caught_up_ >= lease_end) return false;
-  if (impl_->now_ >= lease_end + std::max(OutageTolerance(), Lease())) {
-    if (impl_->unread_jobs_.empty()) return false;
-    impl_->Note(
-        id_, true,
-        absl::StrCat("this coordinator has been behind on its incoming messages for ",
-                     absl::FormatDuration(absl::Trunc(impl_->now_ - lease_end, absl::Seconds(1))),
-                     ": workers whose messages are pending may count as lost"));
-    return false;
-  }
-  if (unread_.empty()) impl_->unread_jobs_.push_back(id_);
-  unread_.push_back(rank);
-  impl_->out_->catch_up = true;
-  return true;
-}
-
-bool Core::Impl::Job::KeepSilent(Seat* seat, std::string* why_lost) {
-  const absl::Time now = impl_->now_;
-  Silence silence;
-  silence.lease = Lease();
-  silence.outage_tolerance = OutageTolerance();
-  silence.worker = now - std::max(seat->last_seen, lease_floor_);
-  silence.generation = now - LastHeard();
-  const std::optional<absl::Time> beat = impl_->agents_.WitnessBeat(seat->record.node(), seat->via);
-  if (beat.has_value()) silence.agent = now - *beat;
-  silence.awaited = silence.generation >= Lease() / 2 && IsAwaited();
-  impl_->agents_.CountFor(seat->last_seen, Lease(), now, &silence);
-  const SilenceVerdict verdict = JudgeSilence(silence);
-  if (!verdict.keep) {
-    seat->lost_after = silence.worker;
-    if (seat->silent) *why_lost = verdict.why;
-    return false;
-  }
-  if (seat->silent) return true;
-  seat->silent = true;
-  if (++silent_ > 1) return true;
-  silent_why_ = verdict.why;
+void Core::Impl::Job::NoteFirstSilent(int rank, const std::string& why) {
   impl_->Note(
       id_, true,
-      absl::StrCat(CulpritText(DescribeRank(seat->rank())), " and maybe others gave no ",
-                   "sign of life for ", absl::FormatDuration(Lease()), ", but ", verdict.why,
-                   "; generation ", generation_, " continues if they are back ", "within ",
-                   absl::FormatDuration(OutageTolerance())));
-  return true;
+      absl::StrCat(CulpritText(DescribeRank(rank)), " and maybe others gave no sign of life for ",
+                   absl::FormatDuration(Lease()), ", but ", why, "; generation ", generation(),
+                   " continues if they are back within ",
+                   absl::FormatDuration(leases_.outage_tolerance())));
 }
 
-void Core::Impl::Job::Returned(Seat* seat) {
-  NoLongerSilent(seat);
-  returned_at_ = impl_->now_;
-  if (silent_ == 0) {
-    impl_->Note(id_, false,
-                absl::StrCat("all workers are back: generation ", generation_, " continues"));
-  }
+void Core::Impl::Job::NoteAllHeard() {
+  impl_->Note(id_, false,
+              absl::StrCat("all workers are back: generation ", generation(), " continues"));
 }
 
 void Core::Impl::Job::EndIfNobodyIsHeard(absl::string_view for_what) {
-  if (!sealed_ || silent_ == 0 || silent_ < alive_) return;
+  if (!sealed() || leases_.silent() == 0 || leases_.silent() < members_.alive()) return;
   EndGeneration(absl::StrCat("all workers were silent for a lease, and ", for_what), {});
-}
-
-void Core::Impl::Job::NoLongerSilent(Seat* seat) {
-  if (!std::exchange(seat->silent, false)) return;
-  --silent_;
 }
 
 bool Core::Impl::Job::IsAwaited() const {
   const absl::Time recent = impl_->now_ - Lease() / 2;
-  const absl::Time long_ago = impl_->now_ - TimeToReturn();
+  const absl::Time long_ago = impl_->now_ - leases_.TimeToReturn();
   bool awaited = false;
   rendezvous_.ForEach([&](const std::string&, const Waiter& waiter) {
     if (awaited) return;
     if (const std::optional<Agents::Voice> voice = impl_->agents_.VoiceOf(waiter.node)) {
-      awaited = voice->beat > recent && (voice->back <= LastHeard() || voice->back <= long_ago);
+      awaited =
+          voice->beat > recent && (voice->back <= leases_.LastHeard() || voice->back <= long_ago);
     } else {
       // Its call is the only evidence: it got through, when those of the others could have too.
-      awaited = waiter.back > LastHeard() && waiter.back <= long_ago;
+      awaited = waiter.back > leases_.LastHeard() && waiter.back <= long_ago;
     }
   });
   return awaited;
 }
 
 void Core::Impl::Job::AskStack(int rank) {
-  const Seat& seat = seats_[rank];
-  if (seat.record.node().empty() || !seat.alive()) return;
+  const Seat& seat = members_.at(rank);
+  if (seat.record().node().empty() || !seat.alive()) return;
   if (impl_->queries_.size() >= kMaxQueries) impl_->queries_.clear();
   const uint64_t query = impl_->next_query_++;
-  impl_->queries_[query] = {id_, seat.record.worker_id()};
+  impl_->queries_[query] = {id_, seat.record().worker_id()};
   auto directive = std::make_shared<v1::Directive>();
   v1::CollectStack* ask = directive->mutable_collect_stack();
   ask->set_query_id(query);
   ask->set_job_id(id_);
-  ask->set_worker_id(seat.record.worker_id());
-  ask->set_pid(seat.record.pid());
-  impl_->Direct(seat.record.node(), std::move(directive), membership_record_);
+  ask->set_worker_id(seat.record().worker_id());
+  ask->set_pid(seat.record().pid());
+  impl_->Direct(seat.record().node(), std::move(directive), membership_record_);
 }
 
 void Core::Impl::Job::Deliver(const std::vector<CallId>& calls,
@@ -1115,7 +961,7 @@ void Core::Impl::Job::JournalEnd(const std::string& barrier_id, uint64_t counter
                                  const Answer& answer) {
   v1::BarrierEnded* ended = impl_->Change()->mutable_barrier_ended();
   ended->set_job_id(id_);
-  ended->set_generation(generation_);
+  ended->set_generation(generation());
   ended->set_barrier_id(barrier_id);
   ended->set_counter(counter);
   *ended->mutable_answer() = answer.Parse();
@@ -1140,11 +986,11 @@ void Core::Impl::Job::Report(const v1::BarrierReport& report, absl::Span<const i
   // There may be thousands of nodes to notify.
   for (v1::Culprit& culprit : *told->mutable_culprits()) culprit.clear_native_stack();
   absl::flat_hash_set<absl::string_view> nodes;
-  const size_t count = members.empty() ? seats_.size() : members.size();
+  const size_t count = members.empty() ? members_.seats().size() : members.size();
   for (size_t i = 0; i < count; ++i) {
-    const Seat& seat = seats_[members.empty() ? i : members[i]];
-    if (nodes.insert(seat.record.node()).second)
-      impl_->Direct(seat.record.node(), directive, membership_record_);
+    const Seat& seat = members_.at(members.empty() ? i : members[i]);
+    if (nodes.insert(seat.record().node()).second)
+      impl_->Direct(seat.record().node(), directive, membership_record_);
   }
 }
 
@@ -1233,7 +1079,7 @@ void Core::Impl::Job::DropTriggers(const std::string& why) {
 std::optional<v1::OpError> Core::Impl::Job::Txn(const v1::TxnRequest& request, const Seat* seat,
                                                 v1::OpResult* result) {
   const absl::string_view lease =
-      seat != nullptr ? absl::string_view(seat->record.worker_id()) : "";
+      seat != nullptr ? absl::string_view(seat->record().worker_id()) : "";
   const uint64_t revision =
       impl_->event_revision_ != 0 ? impl_->event_revision_ : impl_->revision_ + 1;
   std::vector<KvChange> changes;
@@ -1249,8 +1095,8 @@ std::optional<v1::OpError> Core::Impl::Job::Txn(const v1::TxnRequest& request, c
 }
 
 const char* Core::Impl::Job::StateName() const {
-  if (closed_) return "CLOSED";
-  if (sealed_) return "SEALED";
+  if (members_.closed()) return "CLOSED";
+  if (sealed()) return "SEALED";
   if (rendezvous_.in_last_call()) return "LAST_CALL";
   if (!rendezvous_.empty() || !HasSealed()) return "COLLECTING";
   return "ENDED";

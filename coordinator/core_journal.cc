@@ -70,21 +70,15 @@ class Core::Impl::SnapshotParts {
 void Core::Impl::Job::BecomeRestored() {
   // The current seats are unknown. Every returning worker must join again, including a newer start
   // of a worker than the one seated here, which must not be mistaken for an older one.
-  for (const Seat& seat : seats_)
-    incarnations_.Depart(seat.record.worker_id(), seat.record.incarnation());
-  seats_.clear();
-  rank_of_.clear();
-  lease_checks_.clear();
-  alive_ = 0;
+  for (const Seat& seat : members_.seats())
+    incarnations_.Depart(seat.record().worker_id(), seat.record().incarnation());
   barriers_.reset();
   agree_.reset();
   std::vector<KvChange> changes;
-  kv_.DropPrefix(absl::StrCat("gen/", generation_, "/"), &changes);
+  kv_.DropPrefix(absl::StrCat("gen/", members_.generation(), "/"), &changes);
   kv_.RaiseVersions(kLostVersions);
-  generation_ += kLostGenerations;
-  sealed_ = false;
-  if (!closed_) why_ended_ = "the coordinator was restored from a copy of its data";
-  end_culprits_.clear();
+  members_.BecomeRestored(kLostGenerations);
+  leases_.BeginGeneration(impl_->now_);
   triggers_.Clear();
   triggers_.RestoreGeneration(0);
 }
@@ -106,7 +100,7 @@ void Core::Impl::Job::SnapshotTo(SnapshotParts* parts) const {
   v1::JobCreated* created = add()->mutable_job_created();
   created->set_job_id(id_);
   *created->mutable_spec() = spec_;
-  if (!HasSealed()) created->set_generation(generation_);
+  if (!HasSealed()) created->set_generation(members_.generation());
   incarnations_.ForEachFenced([&](const std::string& worker_id, uint64_t incarnation) {
     v1::IncarnationFenced* fenced = add()->mutable_incarnation_fenced();
     fenced->set_job_id(id_);
@@ -120,10 +114,10 @@ void Core::Impl::Job::SnapshotTo(SnapshotParts* parts) const {
     departed->set_worker_id(worker_id);
     departed->set_incarnation(incarnation);
   });
-  if (closed_) {
+  if (members_.closed()) {
     v1::JobClosed* closed = add()->mutable_job_closed();
     closed->set_job_id(id_);
-    closed->set_why(why_ended_);
+    closed->set_why(members_.why_ended());
   }
   v1::KvChanged* kv = nullptr;
   size_t kv_bytes = 0;
@@ -162,21 +156,16 @@ void Core::Impl::Job::SnapshotGenerationTo(SnapshotParts* parts) const {
   const auto add = [&] { return parts->Add(); };
   v1::GenerationSealed* sealed = add()->mutable_generation_sealed();
   sealed->set_job_id(id_);
-  sealed->set_generation(generation_);
-  sealed->set_table_digest(digest_);
-  sealed->set_num_nodes(num_nodes_);
-  for (const Seat& seat : seats_) *sealed->add_seats() = seat.record;
-  if (!sealed_) {
+  members_.Fill(sealed);
+  if (!members_.sealed()) {
     v1::GenerationClosed* ended = add()->mutable_generation_closed();
     ended->set_job_id(id_);
-    ended->set_generation(generation_);
-    ended->set_why(why_ended_);
-    for (const v1::Culprit& culprit : end_culprits_) *ended->add_culprits() = culprit;
+    members_.Fill(ended);
   }
   const auto end = [&](const std::string& id, uint64_t counter, const Answer& answer) {
     v1::BarrierEnded* ended = add()->mutable_barrier_ended();
     ended->set_job_id(id_);
-    ended->set_generation(generation_);
+    ended->set_generation(members_.generation());
     ended->set_barrier_id(id);
     ended->set_counter(counter);
     *ended->mutable_answer() = answer.Parse();
@@ -184,9 +173,9 @@ void Core::Impl::Job::SnapshotGenerationTo(SnapshotParts* parts) const {
   // A repeated arrival in an ended generation gets that error, so no caller needs the payloads any
   // more. Failures are kept for status queries.
   barriers_->ForEachJournaled([&](const std::string& id, uint64_t counter, const Answer& answer) {
-    if (sealed_ || answer.kind() == v1::OpResult::KIND_NOT_SET) end(id, counter, answer);
+    if (members_.sealed() || answer.kind() == v1::OpResult::KIND_NOT_SET) end(id, counter, answer);
   });
-  if (sealed_) {
+  if (members_.sealed()) {
     agree_->ForEachKept([&](uint64_t counter, const Answer& answer) { end("", counter, answer); });
   }
 }
@@ -232,35 +221,14 @@ void Core::Impl::Job::SnapshotHostsTo(SnapshotParts* parts) const {
   });
 }
 
-namespace {
-
-absl::Status BadRank(absl::string_view job_id, int rank) {
-  return absl::DataLossError(absl::StrCat("the journal seats a worker of job ", Quoted(job_id),
-                                          " at rank ", rank, ", which its table does not have"));
-}
-
-}  // namespace
-
 absl::Status Core::Impl::Job::Apply(const v1::JobClosed& closed) {
-  closed_ = true;
-  why_ended_ = closed.why();
+  members_.Close(closed.why());
   return absl::OkStatus();
 }
 
 absl::Status Core::Impl::Job::Apply(const v1::GenerationSealed& sealed) {
-  generation_ = sealed.generation();
-  sealed_ = true;
-  why_ended_.clear();
-  end_culprits_.clear();
-  digest_ = sealed.table_digest();
-  num_nodes_ = sealed.num_nodes();
-  const std::vector<Seat> old_seats = std::exchange(seats_, {});
-  for (const v1::SeatRecord& record : sealed.seats()) {
-    if (record.rank() != static_cast<int>(seats_.size())) return BadRank(id_, record.rank());
-    Seat seat;
-    seat.record = record;
-    seats_.push_back(std::move(seat));
-  }
+  std::vector<Seat> old_seats;
+  if (absl::Status status = members_.Restore(sealed, &old_seats); !status.ok()) return status;
   BeginGeneration(false);
   NoteDeparted(old_seats);
   triggers_.RestoreGeneration(sealed.seats_size());
@@ -268,28 +236,19 @@ absl::Status Core::Impl::Job::Apply(const v1::GenerationSealed& sealed) {
 }
 
 absl::Status Core::Impl::Job::Apply(const v1::GenerationClosed& ended) {
-  sealed_ = false;
-  why_ended_ = ended.why();
-  end_culprits_.assign(ended.culprits().begin(), ended.culprits().end());
-  lease_checks_.clear();
+  members_.Restore(ended);
+  leases_.EndGeneration([](const Seat&) { return false; });
   return absl::OkStatus();
 }
 
 absl::Status Core::Impl::Job::Apply(const v1::SeatTaken& taken) {
-  const int rank = taken.seat().rank();
-  if (rank < 0 || static_cast<size_t>(rank) >= seats_.size()) return BadRank(id_, rank);
-  seats_[rank] = Seat();
-  seats_[rank].record = taken.seat();
-  digest_ = taken.table_digest();
-  triggers_.RankReplaced(rank);
+  if (absl::Status status = members_.Restore(taken); !status.ok()) return status;
+  triggers_.RankReplaced(taken.seat().rank());
   return absl::OkStatus();
 }
 
 absl::Status Core::Impl::Job::Apply(const v1::WorkerEnded& ended) {
-  Seat* const seat = FindSeat(ended.worker_id());
-  if (seat == nullptr || seat->record.incarnation() != ended.incarnation()) return absl::OkStatus();
-  seat->record.set_state(ended.state());
-  *seat->record.mutable_exit() = ended.exit();
+  members_.Restore(ended);
   return absl::OkStatus();
 }
 
@@ -325,7 +284,7 @@ absl::Status Core::Impl::Job::Apply(const v1::CheckpointChanged& checkpoint) {
 }
 
 absl::Status Core::Impl::Job::Apply(const v1::BarrierEnded& ended) {
-  if (barriers_ == nullptr || ended.generation() != generation_) return absl::OkStatus();
+  if (barriers_ == nullptr || ended.generation() != members_.generation()) return absl::OkStatus();
   // The empty name denotes agreements.
   if (ended.barrier_id().empty()) {
     agree_->Restore(ended.counter(), ended.answer());
@@ -384,10 +343,15 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       const v1::JobCreated& created = change.job_created();
       auto job = std::make_unique<Job>(this, created.job_id());
       job->Begin(created.spec(), created.generation());
+      AdoptCheckpoints(job.get());
       jobs_[created.job_id()] = std::move(job);
       return absl::OkStatus();
     }
     case v1::JournalChange::kJobRemoved:
+      if (change.job_removed().keeps_checkpoints()) {
+        if (Job* const former = FindJob(change.job_removed().job_id()); former != nullptr)
+          LeaveCheckpoints(former);
+      }
       jobs_.erase(change.job_removed().job_id());
       return absl::OkStatus();
     case v1::JournalChange::kHistoryRestored:
@@ -535,24 +499,12 @@ void Core::Impl::Job::StartTerm() {
                                     impl_->revision_);
   membership_record_ = kv_record_ = barrier_record_ = impl_->last_record_;
   quarantine_.StartTerm(impl_->now_);
-  // Others are back sooner than an agent whose connection attempt began while the coordinator was
-  // down.
-  lease_floor_ = returned_at_ = impl_->now_;
-  rank_of_.clear();
-  lease_checks_.clear();
-  alive_ = 0;
-  for (Seat& seat : seats_) {
-    seat.last_seen = impl_->now_;
-    rank_of_[seat.record.worker_id()] = seat.rank();
-    if (!seat.alive()) continue;
-    ++alive_;
-    if (sealed_) lease_checks_.insert({impl_->now_ + Lease(), seat.rank()});
-  }
+  members_.StartTerm(impl_->now_);
+  leases_.StartTerm(impl_->now_);
   if (barriers_ != nullptr) barriers_->HoldFailuresUntil(impl_->now_ + Lease());
   triggers_.Resume();
-  if (!sealed_) ended_at_ = impl_->now_;
-  if (sealed_) {
-    for (const Seat& seat : seats_) {
+  if (members_.sealed()) {
+    for (const Seat& seat : members_.seats()) {
       if (seat.alive()) continue;
       barriers_->RankGone(seat.rank(), GoneText(seat), impl_->now_);
       std::vector<v1::TriggerChanged> changes;

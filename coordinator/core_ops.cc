@@ -187,6 +187,7 @@ Core::Impl::Job* Core::Impl::BeginJob(Incoming* in, Job* former) {
   auto owned = std::make_unique<Job>(this, job_id);
   Job* const job = owned.get();
   job->Begin(request.spec(), generation);
+  AdoptCheckpoints(job);
   jobs_[job_id] = std::move(owned);
   v1::JobCreated* created = Change()->mutable_job_created();
   created->set_job_id(job->id());
@@ -222,7 +223,7 @@ Core::Impl::Job* Core::Impl::JobToJoin(Incoming* in) {
     job->EndIfNobodyIsHeard("another job of this name begins");
   }
   // The name of an ended job is free for another one.
-  const bool begins = job == nullptr || (other_spec && !job->closed() && job->Over());
+  const bool begins = job == nullptr || (other_spec && !job->members().closed() && job->Over());
   const int max_workers = begins ? request.spec().max_workers() : job->spec().max_workers();
   if (job == nullptr && !request.has_spec()) {
     return fail(BadField("spec", absl::StrCat("job ", Quoted(fence.job_id()), " is new and worker ",
@@ -237,9 +238,10 @@ Core::Impl::Job* Core::Impl::JobToJoin(Incoming* in) {
                               " workers: use 0 to ", max_workers - 1, ", or -1 for any")));
   }
   if (begins) return BeginJob(in, job);
-  if (job->closed()) {
+  if (job->members().closed()) {
     return fail(MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_RENDEZVOUS_CLOSED,
-                          absl::StrCat("job ", Quoted(job->id()), " is over: ", job->why_ended())),
+                          absl::StrCat("job ", Quoted(job->id()),
+                                       " is over: ", job->members().why_ended())),
                 job->membership_record());
   }
   if (other_spec) {
@@ -280,8 +282,8 @@ void Core::Impl::Join(Incoming* in) {
     return fail(job->Superseded(fence.worker_id(), job->NewestOf(fence.worker_id())),
                 job->membership_record());
   }
-  if (seat != nullptr && seat->record.incarnation() == fence.incarnation() &&
-      seat->record.state() == v1::WORKER_STATE_EXITED) {
+  if (seat != nullptr && seat->record().incarnation() == fence.incarnation() &&
+      seat->record().state() == v1::WORKER_STATE_EXITED) {
     return fail(MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_NOT_MEMBER,
                           absl::StrCat("this incarnation of worker ", Quoted(fence.worker_id()),
                                        " ", job->GoneText(*seat),
@@ -289,28 +291,29 @@ void Core::Impl::Join(Incoming* in) {
                 job->membership_record());
   }
   if (seat != nullptr && job->sealed()) {
-    const bool same = seat->record.incarnation() == fence.incarnation();
+    const bool same = seat->record().incarnation() == fence.incarnation();
     if (same && seat->alive()) {
       // A retry: its first answer was lost.
-      job->RenewLease(seat);
+      job->RenewLease(*seat);
       job->SendSeat(in->call, *seat);
       return;
     }
-    if (!job->spec().end_generation_on_failure() && seat->record.state() != v1::WORKER_STATE_LEFT) {
-      job->Reseat(seat, in->call, request, in->caller);
+    if (!job->spec().end_generation_on_failure() &&
+        seat->record().state() != v1::WORKER_STATE_LEFT) {
+      job->Reseat(seat->rank(), in->call, request, in->caller);
       return;
     }
     if (!same) {
-      const uint64_t old = seat->record.incarnation();
+      const uint64_t old = seat->record().incarnation();
       if (seat->alive()) {
-        job->Kill(seat->record.node(), fence.worker_id(), old);
-        job->WorkerGone(seat, v1::WORKER_STATE_FENCED, v1::ExitCause());
+        job->Kill(seat->record().node(), fence.worker_id(), old);
+        job->WorkerGone(seat->rank(), v1::WORKER_STATE_FENCED, v1::ExitCause());
       }
       job->FenceIncarnation(fence.worker_id(), old);
     }
-  } else if (seat != nullptr && seat->record.incarnation() != fence.incarnation()) {
-    job->FenceIncarnation(fence.worker_id(), seat->record.incarnation());
-    if (seat->alive()) job->WorkerGone(seat, v1::WORKER_STATE_FENCED, v1::ExitCause());
+  } else if (seat != nullptr && seat->record().incarnation() != fence.incarnation()) {
+    job->FenceIncarnation(fence.worker_id(), seat->record().incarnation());
+    if (seat->alive()) job->WorkerGone(seat->rank(), v1::WORKER_STATE_FENCED, v1::ExitCause());
   }
   job->Enqueue(in->call, request, in->caller);
 }
@@ -331,7 +334,7 @@ void Core::Impl::Arrive(Incoming* in) {
               who.job->membership_record());
     return;
   }
-  who.seat->step = std::max(who.seat->step, request.step());
+  who.seat->AtStep(request.step());
   const int32_t rank = request.rank();
   Arrival arrival;
   arrival.call = in->call;
@@ -374,7 +377,7 @@ void Core::Impl::ArriveMany(Incoming* in) {
         absl::StrCat("barrier ", Quoted(request.barrier_id()), " got ", request.incarnations_size(),
                      " incarnations for ", request.ranks_size(), " ranks: give one for each")));
   }
-  const int world_size = static_cast<int>(job->seats().size());
+  const int world_size = job->members().size();
   for (int i = 0; i < request.ranks_size(); ++i) {
     const int rank = request.ranks(i);
     if (rank < 0 || rank >= world_size) {
@@ -382,24 +385,24 @@ void Core::Impl::ArriveMany(Incoming* in) {
           "ranks", absl::StrCat("rank ", rank, " does not exist in a world of ", world_size)));
     }
     const Seat& seat = job->seats()[rank];
-    if (seat.record.incarnation() != request.incarnations(i)) {
-      return fail(job->Superseded(seat.record.worker_id(), seat.record.incarnation()));
+    if (seat.record().incarnation() != request.incarnations(i)) {
+      return fail(job->Superseded(seat.record().worker_id(), seat.record().incarnation()));
     }
     if (!seat.alive()) {
       return fail(
           MakeError(absl::StatusCode::kFailedPrecondition,
-                    seat.record.state() == v1::WORKER_STATE_LOST ? v1::ERROR_REASON_LEASE_EXPIRED
-                                                                 : v1::ERROR_REASON_NOT_MEMBER,
-                    absl::StrCat("rank ", rank, " (worker ", Quoted(seat.record.worker_id()), ") ",
-                                 job->GoneText(seat), ": it cannot arrive at a barrier")));
+                    seat.record().state() == v1::WORKER_STATE_LOST ? v1::ERROR_REASON_LEASE_EXPIRED
+                                                                   : v1::ERROR_REASON_NOT_MEMBER,
+                    absl::StrCat("rank ", rank, " (worker ", Quoted(seat.record().worker_id()),
+                                 ") ", job->GoneText(seat), ": it cannot arrive at a barrier")));
     }
   }
   const uint64_t agent = agents_.NumberOf(in->caller.node);
   for (const int rank : request.ranks()) {
     Seat& seat = *job->seat(rank);
-    job->RenewLease(&seat);
-    seat.step = std::max(seat.step, request.step());
-    if (!in->caller.node.empty()) job->HeardThrough(&seat, in->caller.node, agent);
+    job->RenewLease(seat);
+    seat.AtStep(request.step());
+    if (!in->caller.node.empty()) seat.HeardThrough(in->caller.node, agent);
   }
   Arrival arrival;
   arrival.call = in->call;
@@ -440,14 +443,14 @@ void Core::Impl::Heartbeat(Incoming* in) {
     reply->set_generation_ended(!job->sealed() || fence.generation() < job->generation());
     if (reply->generation_ended()) {
       reply->set_why(!job->sealed()
-                         ? job->why_ended()
+                         ? job->members().why_ended()
                          : absl::StrCat("generation ", job->generation(), " has been sealed"));
     }
     Send(in->call, result, job->membership_record());
   };
   Seat* const seat = job->FindSeat(fence.worker_id());
   if (options_.mutants.dead_incarnation_renews_lease && seat != nullptr) {
-    job->RenewLease(seat);
+    job->RenewLease(*seat);
     return answer();
   }
   Who who;
@@ -456,15 +459,15 @@ void Core::Impl::Heartbeat(Incoming* in) {
     // Behind, but not dead: what it must know is in the reply.
     if (reason == v1::ERROR_REASON_STALE_GENERATION) return answer();
     if (reason == v1::ERROR_REASON_GENERATION_ENDED) {
-      if (seat != nullptr && seat->record.incarnation() == fence.incarnation())
-        job->RenewLease(seat);
+      if (seat != nullptr && seat->record().incarnation() == fence.incarnation())
+        job->RenewLease(*seat);
       return answer();
     }
     return SendError(in->call, *std::move(error), job->membership_record());
   }
-  seat->step = std::max(seat->step, request.step());
-  seat->phase = Cut(request.phase(), kMaxName);
-  seat->last_collective = Cut(request.last_collective(), kMaxName);
+  seat->AtStep(request.step());
+  seat->SetPhase(request.phase());
+  seat->SetLastCollective(request.last_collective());
   answer();
 }
 
@@ -489,10 +492,10 @@ void Core::Impl::ReportExit(Incoming* in) {
     job->Evaluate();
   }
   // A report about any other incarnation is old news.
-  if (seat != nullptr && seat->record.incarnation() == request.incarnation() &&
-      seat->record.state() != v1::WORKER_STATE_EXITED &&
-      seat->record.state() != v1::WORKER_STATE_FENCED) {
-    job->WorkerGone(seat, v1::WORKER_STATE_EXITED, cause);
+  if (seat != nullptr && seat->record().incarnation() == request.incarnation() &&
+      seat->record().state() != v1::WORKER_STATE_EXITED &&
+      seat->record().state() != v1::WORKER_STATE_FENCED) {
+    job->WorkerGone(seat->rank(), v1::WORKER_STATE_EXITED, cause);
   }
   v1::OpResult result;
   *result.mutable_report_exit()->mutable_header() = Header();
@@ -549,7 +552,7 @@ void Core::Impl::PollTriggers(Incoming* in) {
     change->set_trigger_id(trigger_id);
     change->add_ranks(request.rank());
   }
-  who.seat->step = std::max(who.seat->step, request.step());
+  who.seat->AtStep(request.step());
   who.job->TriggersChanged(std::move(changes));
   *result.mutable_poll_triggers()->mutable_header() = Header();
   Send(in->call, result, who.job->membership_record());
@@ -570,7 +573,7 @@ void Core::Impl::GetRankTable(Incoming* in) {
     error.mutable_detail()->set_current_generation(job->generation());
     return SendError(in->call, std::move(error), job->membership_record());
   }
-  const int world_size = static_cast<int>(job->seats().size());
+  const int world_size = job->members().size();
   if (request.first_rank() < 0 || request.first_rank() > world_size || request.max_rows() < 0) {
     return SendError(
         in->call,
@@ -583,17 +586,17 @@ void Core::Impl::GetRankTable(Incoming* in) {
   v1::GetRankTableReply* reply = result.mutable_get_rank_table();
   *reply->mutable_header() = Header();
   reply->set_generation(job->generation());
-  reply->set_table_digest(job->digest());
+  reply->set_table_digest(job->members().digest());
   reply->set_world_size(world_size);
   reply->set_next_rank(-1);
-  if (request.if_digest_differs() != job->digest()) {
+  if (request.if_digest_differs() != job->members().digest()) {
     const int rows = request.max_rows() == 0
                          ? options_.rank_table_page
                          : std::min(request.max_rows(), 10 * options_.rank_table_page);
     const int end =
         static_cast<int>(std::min<int64_t>(world_size, int64_t{request.first_rank()} + rows));
     for (int rank = request.first_rank(); rank < end; ++rank)
-      FillRow(job->seats()[rank].record, reply->add_rows());
+      FillRow(job->seats()[rank].record(), reply->add_rows());
     if (end < world_size) reply->set_next_rank(end);
   }
   Send(in->call, result, job->membership_record());
@@ -603,7 +606,7 @@ void Core::Impl::GetMembers(Incoming* in) {
   const v1::GetMembersRequest& request = in->op.get_members();
   const Job* const job = FindJob(request.job_id());
   if (job == nullptr) return SendError(in->call, UnknownJob(request.job_id()), 0);
-  const int seats = static_cast<int>(job->seats().size());
+  const int seats = job->members().size();
   const int all = seats + job->rendezvous().size();
   if (request.first() < 0 || (request.first() > all)) {
     return SendError(in->call,
@@ -655,14 +658,14 @@ void Core::Impl::RemoveJob(Incoming* in) {
   if (!job->Over()) {
     in->touched = job;
     const std::string restarted_by = job->RestartedBy();
-    v1::OpError error =
-        MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_RUNS,
-                  !restarted_by.empty()
-                      ? absl::StrCat("job ", Quoted(job->id()), " is being restarted by ",
-                                     restarted_by, ": stop that agent, then remove the job")
-                      : absl::StrCat("job ", Quoted(job->id()), " has workers (", job->alive(),
-                                     " seated, ", job->rendezvous().size(), " waiting, state ",
-                                     job->StateName(), "): stop them, then remove it"));
+    v1::OpError error = MakeError(
+        absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_RUNS,
+        !restarted_by.empty()
+            ? absl::StrCat("job ", Quoted(job->id()), " is being restarted by ", restarted_by,
+                           ": stop that agent, then remove the job")
+            : absl::StrCat("job ", Quoted(job->id()), " has workers (", job->members().alive(),
+                           " seated, ", job->rendezvous().size(), " waiting, state ",
+                           job->StateName(), "): stop them, then remove it"));
     error.mutable_detail()->set_current_generation(job->generation());
     return SendError(in->call, std::move(error), job->membership_record());
   }
@@ -678,7 +681,7 @@ void Core::Impl::Leave(Incoming* in) {
   Once(in, request, {.operators = false}, [&](Who who, v1::OpResult* result) {
     v1::ExitCause cause;
     cause.set_message(Reason(request.reason()));
-    who.job->WorkerGone(who.seat, v1::WORKER_STATE_LEFT, cause);
+    who.job->WorkerGone(who.seat->rank(), v1::WORKER_STATE_LEFT, cause);
     *result->mutable_leave()->mutable_header() = Header();
     return std::optional<v1::OpError>();
   });
@@ -740,7 +743,7 @@ void Core::Impl::RecallBarriers(Incoming* in) {
   if (!error.has_value()) {
     // It may be an agent, which has no seat.
     const Seat* const seat = job->FindSeat(fence.worker_id());
-    const uint64_t newest = seat != nullptr ? seat->record.incarnation() : 0;
+    const uint64_t newest = seat != nullptr ? seat->record().incarnation() : 0;
     if (job->incarnations().IsFenced(fence.worker_id(), fence.incarnation()) ||
         (newest != 0 && newest != fence.incarnation())) {
       error = job->Superseded(fence.worker_id(), newest);
@@ -771,12 +774,12 @@ void Core::Impl::RaiseTrigger(Incoming* in) {
   Once(in, request, {.operators = true},
        [&](Who who, v1::OpResult* result) -> std::optional<v1::OpError> {
          if (who.job->Over()) {
-           v1::OpError error =
-               MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_ENDED,
-                         absl::StrCat("no worker of job ", Quoted(who.job->id()),
-                                      " is left to act on trigger ", Quoted(request.name()),
-                                      who.job->why_ended().empty() ? "" : ": ",
-                                      who.job->why_ended(), "; raise it when the job runs again"));
+           v1::OpError error = MakeError(
+               absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_ENDED,
+               absl::StrCat("no worker of job ", Quoted(who.job->id()),
+                            " is left to act on trigger ", Quoted(request.name()),
+                            who.job->members().why_ended().empty() ? "" : ": ",
+                            who.job->members().why_ended(), "; raise it when the job runs again"));
            error.mutable_detail()->set_current_generation(who.job->generation());
            return error;
          }

@@ -2690,6 +2690,49 @@ TEST_F(BetweenAttemptsTest, RunThatSucceeded_IsOverAtOnce) {
   EXPECT_TRUE(bench_.Result(bench_.Do(Remove())).has_remove_job());
 }
 
+// The hub is there for as long as the coordinator runs; the job's agent is not.
+TEST_F(BetweenAttemptsTest, AgentBehindAHub_IsAskedForAndNotItsHub) {
+  workers_ = Form(2);
+  const auto roster = [this](absl::Span<const std::string> hosts) {
+    v1::Beat beat;
+    for (const Worker& worker : workers_) {
+      v1::WorkerBeat* one = beat.add_workers();
+      one->set_job_id("j");
+      one->set_worker_id(worker.id);
+      one->set_incarnation(worker.incarnation);
+    }
+    beat.mutable_hub();
+    for (const std::string& host : hosts) {
+      v1::HubAgent* agent = beat.mutable_hub()->add_agents();
+      agent->set_node("agent-" + host);
+      agent->set_host(host);
+    }
+    bench_.core_->HandleBeat("hub", beat, bench_.now_, &bench_.out_);
+    bench_.Collect();
+  };
+  bench_.core_->AttachAgent("hub", v1::Hello(), bench_.now_, &bench_.out_);
+  bench_.Collect();
+  roster({"elsewhere", "h0"});
+  Exit(workers_[0], 1, 0, /*may_restart=*/true);
+  Exit(workers_[1], 0, 0, /*may_restart=*/true);
+  const CallId call = bench_.Do(Remove());
+  EXPECT_EQ(bench_.Reason(call), v1::ERROR_REASON_JOB_RUNS);
+  EXPECT_THAT(bench_.Error(call).message(), HasSubstr("by agent \"agent-h0\" on host \"h0\""));
+  EXPECT_TRUE(bench_.Result(bench_.Do(Raise())).has_raise_trigger());
+  // It has gone over to the coordinator.
+  roster({"elsewhere"});
+  v1::Hello hello;
+  hello.set_host("h0");
+  bench_.core_->AttachAgent("agent-h0", hello, bench_.now_, &bench_.out_);
+  bench_.Collect();
+  EXPECT_EQ(bench_.Reason(bench_.Do(Remove())), v1::ERROR_REASON_JOB_RUNS);
+  // It has given up.
+  bench_.core_->DetachAgent("agent-h0", bench_.now_, &bench_.out_);
+  bench_.Collect();
+  EXPECT_EQ(bench_.Reason(bench_.Do(Raise())), v1::ERROR_REASON_JOB_ENDED);
+  EXPECT_TRUE(bench_.Result(bench_.Do(Remove())).has_remove_job());
+}
+
 TEST_F(CoreTest, Trigger_OfARunThatIsDone_IsNotPassedOn) {
   v1::Op raise;
   raise.mutable_raise_trigger()->mutable_fence()->set_job_id("j");
@@ -3255,6 +3298,50 @@ TEST_F(CheckpointTest, StrangersAndTheGenerationBefore_AreRefused) {
   EXPECT_TRUE(bench_.Result(bench_.Do(SealOp(workers[0], id))).has_error());
   const CallId seal = bench_.Do(SealOp(next[0], id));
   EXPECT_EQ(bench_.Reason(seal), v1::ERROR_REASON_NO_CHECKPOINT) << "its generation is over";
+}
+
+TEST_F(CheckpointTest, JobOfAnotherSize_FindsThemAndTheChainGoesOn) {
+  for (const bool snapshot : {false, true}) {
+    SCOPED_TRACE(snapshot);
+    bench_ = Bench();
+    spec_ = Spec(2, 2);
+    std::vector<Worker> old = Form(2);
+    const uint64_t id = Begin(old[0], 10, 2);
+    for (const Worker& worker : old) bench_.Do(ReportOp(worker, id));
+    const std::string sealed =
+        bench_.Result(bench_.Do(SealOp(old[0], id))).seal_checkpoint().checkpoint().sha256();
+    bench_.Do(PublishOp(old[0], id));
+    const uint64_t prepared = Begin(old[0], 11, 2);
+    for (const Worker& worker : old) Exit(worker, 0);
+    spec_ = Spec(3, 3);
+    std::vector<Worker> young = {{"w0", 500, "h0"}, {"w1", 501, "h0"}, {"w2", 502, "h0"}};
+    JoinAll(&young);
+    for (int restarts = 0; restarts < 2; ++restarts) {
+      EXPECT_EQ(bench_.Result(Resolve()).resolve_checkpoint().checkpoint().checkpoint_id(), id);
+      bench_.Restart(snapshot);
+    }
+    EXPECT_EQ(bench_.Reason(bench_.Do(SealOp(young[0], prepared))), v1::ERROR_REASON_NO_CHECKPOINT);
+    const uint64_t next = Begin(young[0], 20, 3);
+    for (const Worker& worker : young) bench_.Do(ReportOp(worker, next));
+    const CallId seal = bench_.Do(SealOp(young[0], next));
+    EXPECT_EQ(bench_.Result(seal).seal_checkpoint().checkpoint().previous_sha256(), sealed);
+  }
+}
+
+TEST_F(CheckpointTest, JobWithThem_IsKeptLonger) {
+  std::vector<Worker> workers = Form(1);
+  const uint64_t id = Begin(workers[0], 10, 1);
+  bench_.Do(ReportOp(workers[0], id));
+  bench_.Do(SealOp(workers[0], id));
+  bench_.Do(PublishOp(workers[0], id));
+  Exit(workers[0], 0);
+  bench_.Advance(absl::Hours(48));
+  EXPECT_EQ(bench_.Result(Resolve()).resolve_checkpoint().checkpoint().checkpoint_id(), id);
+  bench_.Advance(absl::Hours(24 * 31));
+  EXPECT_TRUE(bench_.Result(Resolve()).has_error());
+  v1::StatusReply status;
+  bench_.core_->FillStatus(&status);
+  EXPECT_EQ(status.jobs_size(), 0);
 }
 
 }  // namespace

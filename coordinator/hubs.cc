@@ -172,6 +172,7 @@ void Hubs::Attach(absl::string_view node, const v1::Hello& hello, absl::Time now
     if (agent->gone && listed_.contains(node)) --behind_;
     agent->gone = false;
   }
+  SetHost(name, hello.host());
   agent->address = hello.hub_address().size() <= kMaxName ? hello.hub_address() : "";
   agent->follows = std::find(hello.features().begin(), hello.features().end(), kHubFeature) !=
                    hello.features().end();
@@ -197,6 +198,28 @@ void Hubs::Detach(absl::string_view node, absl::Time now) {
   Unindex(agent);
   if (!agent->gone && listed_.contains(node)) ++behind_;
   agents_.erase(node);
+  DropHost(std::string(node));
+}
+
+std::string Hubs::AgentOn(absl::string_view host) const {
+  const auto it = on_host_.lower_bound({std::string(host), ""});
+  return it == on_host_.end() || it->first != host ? "" : it->second;
+}
+
+void Hubs::SetHost(const std::string& node, absl::string_view host) {
+  const std::string known(host.substr(0, kMaxName));
+  std::string& last = host_of_[node];
+  if (last == known && !known.empty()) return;
+  on_host_.erase({last, node});
+  last = known;
+  if (!known.empty()) on_host_.insert({known, node});
+}
+
+void Hubs::DropHost(const std::string& node) {
+  const auto it = host_of_.find(node);
+  if (it == host_of_.end() || agents_.contains(node) || listed_.contains(node)) return;
+  on_host_.erase({it->second, node});
+  host_of_.erase(it);
 }
 
 void Hubs::List(Agent* hub, const v1::HubRoster* roster) {
@@ -206,6 +229,7 @@ void Hubs::List(Agent* hub, const v1::HubRoster* roster) {
     if (it == listed_.end() || it->second != hub) continue;  // another one lists it since
     if (!IsDirect(node)) --behind_;
     listed_.erase(it);
+    DropHost(node);
   }
   hub->roster.clear();
   for (int i = 0; roster != nullptr && i < roster->agents_size(); ++i) {
@@ -217,6 +241,7 @@ void Hubs::List(Agent* hub, const v1::HubRoster* roster) {
     if (!is_new && it->second == hub) continue;  // twice in one roster
     it->second = hub;
     if (is_new && !IsDirect(node)) ++behind_;
+    SetHost(node, roster->agents(i).host());
     hub->roster.push_back(node);
   }
   hub->roster.shrink_to_fit();

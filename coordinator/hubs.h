@@ -75,6 +75,9 @@ class Hubs {
   // One line for operators, once for each time that agents ought to move and no agent can be a hub.
   std::optional<std::string> TakeNotice();
 
+  // An agent on this host that is here, attached or listed by its hub; empty: none.
+  std::string AgentOn(absl::string_view host) const;
+
   int agents_behind() const { return behind_; }
   int hubs() const { return hubs_; }  // that speak for others
 
@@ -119,6 +122,9 @@ class Hubs {
   // An agent is changed between these two only: they keep it in, and out of, the indices.
   void Unindex(Agent* agent);
   void Index(Agent* agent);
+  // What an agent or its hub said last. DropHost: unless the node is still attached or listed.
+  void SetHost(const std::string& node, absl::string_view host);
+  void DropHost(const std::string& node);
   // The agent's `coming`, also of one that is not attached at the moment.
   void AddComing(const std::string& hub, int n);
   void EndMove(const std::string& node);
@@ -138,10 +144,12 @@ class Hubs {
   absl::Time now_ = absl::InfinitePast();
   uint64_t next_order_ = 1;
   absl::flat_hash_map<std::string, std::unique_ptr<Agent>> agents_;  // by node
-  absl::flat_hash_map<std::string, Agent*> listed_;       // node -> the last hub to list it
-  absl::flat_hash_map<std::string, UnderWay> under_way_;  // by node
-  absl::flat_hash_map<std::string, int> coming_;          // by hub
-  absl::flat_hash_map<std::string, Past> past_;           // by node
+  absl::flat_hash_map<std::string, Agent*> listed_;               // node -> the last hub to list it
+  absl::flat_hash_map<std::string, std::string> host_of_;         // by node, attached or listed
+  absl::btree_set<std::pair<std::string, std::string>> on_host_;  // host and node
+  absl::flat_hash_map<std::string, UnderWay> under_way_;          // by node
+  absl::flat_hash_map<std::string, int> coming_;                  // by hub
+  absl::flat_hash_map<std::string, Past> past_;                   // by node
   std::deque<std::pair<absl::Time, std::string>> past_order_;
   absl::flat_hash_map<std::string, Suspect> suspects_;  // by hub
 

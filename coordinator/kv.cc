@@ -110,122 +110,137 @@ void KvStore::Write(absl::string_view key, absl::string_view value, v1::KvClass 
   changes->push_back({Set(at, after), after});
 }
 
+std::optional<v1::OpError> KvStore::Put(const v1::PutOp& put, absl::string_view lease_worker,
+                                        uint64_t revision, v1::KvOpResult* result,
+                                        std::vector<KvChange>* changes) {
+  if (auto error = CheckKey(put.key(), "put.key")) return error;
+  if (auto error = CheckValue(put.value().size(), put.key())) return error;
+  if (put.with_lease() && put.klass() == v1::KV_CLASS_DURABLE) {
+    return BadField("put.with_lease",
+                    absl::StrCat("key ", Quoted(put.key()),
+                                 " is durable and cannot be tied to a lease: choose one"));
+  }
+  if (put.with_lease() && lease_worker.empty()) {
+    return BadField(
+        "put.with_lease",
+        absl::StrCat("key ", Quoted(put.key()),
+                     " is to be tied to a lease, but its writer is not a seated worker"));
+  }
+  Write(put.key(), put.value(), put.klass(), put.with_lease() ? lease_worker : absl::string_view(),
+        revision, changes);
+  result->set_mod_revision(revision);
+  return std::nullopt;
+}
+
+std::optional<v1::OpError> KvStore::Get(const v1::GetOp& get, size_t* reply_bytes,
+                                        v1::KvOpResult* result) const {
+  const auto add = [&](const KvEntry& entry) {
+    v1::KeyValue* out = result->add_kvs();
+    entry.CopyTo(out);
+    if (get.keys_only()) out->clear_value();
+    *reply_bytes += 64 + out->key().size() + out->value().size();
+  };
+  if (!get.prefix()) {
+    if (auto error = CheckKey(get.key(), "get.key")) return error;
+    if (const KvEntry* entry = Find(get.key())) add(*entry);
+    if (*reply_bytes <= kMaxAnswerBytes) return std::nullopt;
+    return TooLarge("get.key", absl::StrCat("the values up to that of ", Quoted(get.key()),
+                                            " have more than the ", kMaxAnswerBytes,
+                                            " bytes of one answer: get fewer at a time"));
+  }
+  if (get.key().size() > kMaxKey) return CheckKey(get.key(), "get.key");
+  if (get.after().size() > kMaxKey) return CheckKey(get.after(), "get.after");
+  const int limit = get.limit() > 0 ? std::min(get.limit(), kDefaultGetLimit) : kDefaultGetLimit;
+  auto it = get.after().empty() || get.after() < get.key() ? order_.lower_bound(get.key())
+                                                           : order_.upper_bound(get.after());
+  for (; it != order_.end() && absl::StartsWith(*it, get.key()); ++it) {
+    const KvEntry& entry = *Find(*it);
+    const size_t value = get.keys_only() ? 0 : entry.value().size();
+    const bool full = *reply_bytes + 64 + it->size() + value > kMaxReplyBytes;
+    if (result->kvs_size() >= limit || full) {
+      result->set_more(true);
+      break;
+    }
+    add(entry);
+  }
+  return std::nullopt;
+}
+
+std::optional<v1::OpError> KvStore::Remove(const v1::DeleteOp& del, uint64_t revision,
+                                           v1::KvOpResult* result, std::vector<KvChange>* changes) {
+  if (!del.prefix()) {
+    if (auto error = CheckKey(del.key(), "delete.key")) return error;
+    if (KvEntry::Ptr before = Delete(del.key()); before != nullptr) {
+      changes->push_back({std::move(before), nullptr});
+      result->set_number(1);
+      result->set_mod_revision(revision);
+    }
+    return std::nullopt;
+  }
+  if (del.key().size() > kMaxKey) return CheckKey(del.key(), "delete.key");
+  const std::vector<std::string> keys = KeysUnder(del.key());
+  for (const std::string& key : keys) changes->push_back({Delete(key), nullptr});
+  result->set_number(static_cast<int64_t>(keys.size()));
+  if (!keys.empty()) result->set_mod_revision(revision);
+  return std::nullopt;
+}
+
+std::optional<v1::OpError> KvStore::Add(const v1::AddOp& add, uint64_t revision,
+                                        v1::KvOpResult* result, std::vector<KvChange>* changes) {
+  if (auto error = CheckKey(add.key(), "add.key")) return error;
+  const KvEntry* const before = Find(add.key());
+  int64_t number = 0;
+  if (before != nullptr && !absl::SimpleAtoi(before->value(), &number)) {
+    return BadField("add.key",
+                    absl::StrCat("key ", Quoted(add.key()), " holds ", before->value().size(),
+                                 " bytes that are not a decimal number: put one first"));
+  }
+  if (__builtin_add_overflow(number, add.delta(), &number)) {
+    return BadField("add.delta",
+                    absl::StrCat("key ", Quoted(add.key()), " holds ", before->value(),
+                                 " and adding ", add.delta(), " leaves the range of 64 bits"));
+  }
+  v1::KvClass klass = add.klass();
+  if (klass == v1::KV_CLASS_UNSPECIFIED && before != nullptr) klass = before->klass();
+  const absl::string_view lease = before != nullptr ? before->lease_worker_id() : "";
+  Write(add.key(), absl::StrCat(number), klass, klass == v1::KV_CLASS_DURABLE ? "" : lease,
+        revision, changes);
+  result->set_number(number);
+  result->set_mod_revision(revision);
+  return std::nullopt;
+}
+
+std::optional<v1::OpError> KvStore::Append(const v1::AppendOp& append, uint64_t revision,
+                                           v1::KvOpResult* result, std::vector<KvChange>* changes) {
+  if (auto error = CheckKey(append.key(), "append.key")) return error;
+  const KvEntry* const before = Find(append.key());
+  const size_t size = (before != nullptr ? before->value().size() : 0) + append.value().size();
+  if (auto error = CheckValue(size, append.key())) return error;
+  v1::KvClass klass = append.klass();
+  if (klass == v1::KV_CLASS_UNSPECIFIED && before != nullptr) klass = before->klass();
+  const absl::string_view lease = before != nullptr ? before->lease_worker_id() : "";
+  Write(append.key(), absl::StrCat(before != nullptr ? before->value() : "", append.value()), klass,
+        klass == v1::KV_CLASS_DURABLE ? "" : lease, revision, changes);
+  result->set_number(static_cast<int64_t>(size));
+  result->set_mod_revision(revision);
+  return std::nullopt;
+}
+
 std::optional<v1::OpError> KvStore::Apply(const v1::KvOp& op, int index,
                                           absl::string_view lease_worker, uint64_t revision,
                                           size_t* reply_bytes, v1::KvOpResult* result,
                                           std::vector<KvChange>* changes) {
   switch (op.kind_case()) {
-    case v1::KvOp::kPut: {
-      const v1::PutOp& put = op.put();
-      if (auto error = CheckKey(put.key(), "put.key")) return error;
-      if (auto error = CheckValue(put.value().size(), put.key())) return error;
-      if (put.with_lease() && put.klass() == v1::KV_CLASS_DURABLE) {
-        return BadField("put.with_lease",
-                        absl::StrCat("key ", Quoted(put.key()),
-                                     " is durable and cannot be tied to a lease: choose one"));
-      }
-      if (put.with_lease() && lease_worker.empty()) {
-        return BadField(
-            "put.with_lease",
-            absl::StrCat("key ", Quoted(put.key()),
-                         " is to be tied to a lease, but its writer is not a seated worker"));
-      }
-      Write(put.key(), put.value(), put.klass(),
-            put.with_lease() ? lease_worker : absl::string_view(), revision, changes);
-      result->set_mod_revision(revision);
-      return std::nullopt;
-    }
-    case v1::KvOp::kGet: {
-      const v1::GetOp& get = op.get();
-      const auto add = [&](const KvEntry& entry) {
-        v1::KeyValue* out = result->add_kvs();
-        entry.CopyTo(out);
-        if (get.keys_only()) out->clear_value();
-        *reply_bytes += 64 + out->key().size() + out->value().size();
-      };
-      if (!get.prefix()) {
-        if (auto error = CheckKey(get.key(), "get.key")) return error;
-        if (const KvEntry* entry = Find(get.key())) add(*entry);
-        if (*reply_bytes <= kMaxAnswerBytes) return std::nullopt;
-        return TooLarge("get.key", absl::StrCat("the values up to that of ", Quoted(get.key()),
-                                                " have more than the ", kMaxAnswerBytes,
-                                                " bytes of one answer: get fewer at a time"));
-      }
-      if (get.key().size() > kMaxKey) return CheckKey(get.key(), "get.key");
-      if (get.after().size() > kMaxKey) return CheckKey(get.after(), "get.after");
-      const int limit =
-          get.limit() > 0 ? std::min(get.limit(), kDefaultGetLimit) : kDefaultGetLimit;
-      auto it = get.after().empty() || get.after() < get.key() ? order_.lower_bound(get.key())
-                                                               : order_.upper_bound(get.after());
-      for (; it != order_.end() && absl::StartsWith(*it, get.key()); ++it) {
-        const KvEntry& entry = *Find(*it);
-        const size_t value = get.keys_only() ? 0 : entry.value().size();
-        const bool full = *reply_bytes + 64 + it->size() + value > kMaxReplyBytes;
-        if (result->kvs_size() >= limit || full) {
-          result->set_more(true);
-          break;
-        }
-        add(entry);
-      }
-      return std::nullopt;
-    }
-    case v1::KvOp::kDelete: {
-      const v1::DeleteOp& del = op.delete_();
-      if (!del.prefix()) {
-        if (auto error = CheckKey(del.key(), "delete.key")) return error;
-        if (KvEntry::Ptr before = Delete(del.key()); before != nullptr) {
-          changes->push_back({std::move(before), nullptr});
-          result->set_number(1);
-          result->set_mod_revision(revision);
-        }
-        return std::nullopt;
-      }
-      if (del.key().size() > kMaxKey) return CheckKey(del.key(), "delete.key");
-      const std::vector<std::string> keys = KeysUnder(del.key());
-      for (const std::string& key : keys) changes->push_back({Delete(key), nullptr});
-      result->set_number(static_cast<int64_t>(keys.size()));
-      if (!keys.empty()) result->set_mod_revision(revision);
-      return std::nullopt;
-    }
-    case v1::KvOp::kAdd: {
-      const v1::AddOp& add = op.add();
-      if (auto error = CheckKey(add.key(), "add.key")) return error;
-      const KvEntry* const before = Find(add.key());
-      int64_t number = 0;
-      if (before != nullptr && !absl::SimpleAtoi(before->value(), &number)) {
-        return BadField("add.key",
-                        absl::StrCat("key ", Quoted(add.key()), " holds ", before->value().size(),
-                                     " bytes that are not a decimal number: put one first"));
-      }
-      if (__builtin_add_overflow(number, add.delta(), &number)) {
-        return BadField("add.delta",
-                        absl::StrCat("key ", Quoted(add.key()), " holds ", before->value(),
-                                     " and adding ", add.delta(), " leaves the range of 64 bits"));
-      }
-      v1::KvClass klass = add.klass();
-      if (klass == v1::KV_CLASS_UNSPECIFIED && before != nullptr) klass = before->klass();
-      const absl::string_view lease = before != nullptr ? before->lease_worker_id() : "";
-      Write(add.key(), absl::StrCat(number), klass, klass == v1::KV_CLASS_DURABLE ? "" : lease,
-            revision, changes);
-      result->set_number(number);
-      result->set_mod_revision(revision);
-      return std::nullopt;
-    }
-    case v1::KvOp::kAppend: {
-      const v1::AppendOp& append = op.append();
-      if (auto error = CheckKey(append.key(), "append.key")) return error;
-      const KvEntry* const before = Find(append.key());
-      const size_t size = (before != nullptr ? before->value().size() : 0) + append.value().size();
-      if (auto error = CheckValue(size, append.key())) return error;
-      v1::KvClass klass = append.klass();
-      if (klass == v1::KV_CLASS_UNSPECIFIED && before != nullptr) klass = before->klass();
-      const absl::string_view lease = before != nullptr ? before->lease_worker_id() : "";
-      Write(append.key(), absl::StrCat(before != nullptr ? before->value() : "", append.value()),
-            klass, klass == v1::KV_CLASS_DURABLE ? "" : lease, revision, changes);
-      result->set_number(static_cast<int64_t>(size));
-      result->set_mod_revision(revision);
-      return std::nullopt;
-    }
+    case v1::KvOp::kPut:
+      return Put(op.put(), lease_worker, revision, result, changes);
+    case v1::KvOp::kGet:
+      return Get(op.get(), reply_bytes, result);
+    case v1::KvOp::kDelete:
+      return Remove(op.delete_(), revision, result, changes);
+    case v1::KvOp::kAdd:
+      return Add(op.add(), revision, result, changes);
+    case v1::KvOp::kAppend:
+      return Append(op.append(), revision, result, changes);
     case v1::KvOp::KIND_NOT_SET:
       break;
   }

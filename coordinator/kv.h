@@ -153,6 +153,18 @@ class KvStore {
   std::optional<v1::OpError> Apply(const v1::KvOp& op, int index, absl::string_view lease_worker,
                                    uint64_t revision, size_t* reply_bytes, v1::KvOpResult* result,
                                    std::vector<KvChange>* changes);
+  // One for each kind of operation.
+  std::optional<v1::OpError> Put(const v1::PutOp& put, absl::string_view lease_worker,
+                                 uint64_t revision, v1::KvOpResult* result,
+                                 std::vector<KvChange>* changes);
+  std::optional<v1::OpError> Get(const v1::GetOp& get, size_t* reply_bytes,
+                                 v1::KvOpResult* result) const;
+  std::optional<v1::OpError> Remove(const v1::DeleteOp& del, uint64_t revision,
+                                    v1::KvOpResult* result, std::vector<KvChange>* changes);
+  std::optional<v1::OpError> Add(const v1::AddOp& add, uint64_t revision, v1::KvOpResult* result,
+                                 std::vector<KvChange>* changes);
+  std::optional<v1::OpError> Append(const v1::AppendOp& append, uint64_t revision,
+                                    v1::KvOpResult* result, std::vector<KvChange>* changes);
   bool Holds(const v1::Compare& compare) const;
   void Write(absl::string_view key, absl::string_view value, v1::KvClass klass,
              absl::string_view lease_worker, uint64_t revision, std::vector<KvChange>* changes);

@@ -8,11 +8,15 @@
 #include <vector>
 
 #include "ATen/Functions.h"
+#include "ATen/core/grad_mode.h"
+#include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "muster/accelerator.h"
+#include "muster/checkpoint.h"
 #include "muster/internal/core.h"
 #include "muster/test_model.h"
+#include "muster/utils.h"
 #include "torch/csrc/distributed/c10d/HashStore.hpp"
 #include "torch/nn/modules/linear.h"
 #include "worker/collective/borrowed_comm.h"
@@ -135,6 +139,173 @@ TEST_F(AsyncCheckpoint, StateThatChangesRightAfterTheCall_IsNotInTheCheckpoint) 
       EXPECT_EQ(model->weight.item<double>(), i);
     }
   });
+}
+
+// A model whose parameters are large enough to be copied later, with a buffer.
+struct WideImpl : torch::nn::Module {
+  WideImpl() {
+    const at::NoGradGuard no_grad;
+    net = register_module("net", torch::nn::Linear(64, 64));
+    net->weight.copy_(at::arange(4096, at::kFloat).view({64, 64}).div(4096));
+    net->bias.zero_();
+    calls = register_buffer("calls", at::zeros({2000}));
+  }
+  at::Tensor forward(const at::Tensor& x) {
+    calls.add_(1);
+    return net(x);
+  }
+  torch::nn::Linear net = nullptr;
+  at::Tensor calls;
+};
+TORCH_MODULE(Wide);
+
+std::vector<std::string> BytesOf(const std::string& dir) {
+  std::vector<std::string> files;
+  for (const char* name : {"model.safetensors", "optimizer.safetensors", "scheduler.json"}) {
+    const auto bytes = ReadFile(dir + "/" + name);
+    EXPECT_TRUE(bytes.ok()) << bytes.status();
+    files.push_back(bytes.ok() ? *bytes : "");
+  }
+  return files;
+}
+
+// Trains four steps of two micro-steps, and saves after each to PROJECT/0 to 3 by `a`, while
+// training goes on at once.
+void TrainWide(Accelerator& a, const std::function<void(AcceleratedModel<Wide>&)>& after_save) {
+  Wide net;
+  FusedAdamW adamw(net->parameters(), {.lr = 0.1});
+  auto [model, optimizer, schedule] = a.prepare(net, adamw, StepLR(1, 0.5));
+  for (int i = 0; i < 8; ++i) {
+    auto scope = a.accumulate();
+    a.backward(Loss(model(at::full({2, 64}, i + a.process_index(), at::kFloat))));
+    optimizer.step();
+    schedule.step();
+    optimizer.zero_grad();
+    if (i % 2 == 0) continue;
+    const absl::Status saved = a.save_state(a.project_dir() + "/" + std::to_string(i / 2));
+    ASSERT_TRUE(saved.ok()) << saved;
+    after_save(model);
+  }
+  const absl::Status waited = a.wait_for_checkpoint();
+  EXPECT_TRUE(waited.ok()) << waited;
+}
+
+TEST_F(AsyncCheckpoint, LazySaves_AreTheBytesOfSynchronousOnesWhileTrainingGoesOn) {
+  // The thread that copies comes late: without the wait in step() it would copy other weights.
+  ASSERT_TRUE(ArmFailpoints("worker.checkpoint_copy=delay:100ms", "", "").ok());
+  for (const int ranks : {1, 2}) {
+    std::vector<std::string> dirs;
+    for (const bool asynchronous : {true, false}) {
+      AcceleratorOptions options = Asynchronous(absl::StrCat("lazy", asynchronous, ranks));
+      options.gradient_accumulation_steps = 2;
+      options.checkpoint.asynchronous = asynchronous;
+      dirs.push_back(options.project.directory);
+      RunJob(ranks, options, [](Accelerator& a) { TrainWide(a, [](auto&) {}); });
+    }
+    for (const char* number : {"/0", "/1", "/2", "/3"}) {
+      EXPECT_TRUE(BytesOf(dirs[0] + number) == BytesOf(dirs[1] + number)) << number;
+    }
+  }
+}
+
+TEST_F(AsyncCheckpoint, LazySave_IsCopiedBeforeMusterChangesTheWeights) {
+  ASSERT_TRUE(ArmFailpoints("worker.checkpoint_copy=delay:100ms", "", "").ok());
+  AcceleratorOptions options = Asynchronous("writers");
+  RunJob(2, options, [&](Accelerator& a) {
+    Wide net;
+    FusedAdamW adamw(net->parameters(), {.lr = 0.1});
+    auto [model, optimizer] = a.prepare(net, adamw);
+    Ema ema(a, model, {.decay = 0.5});
+    const at::Tensor before = model->net->weight.detach().clone();
+    a.backward(Loss(model(at::ones({2, 64}))));
+    optimizer.step();
+    optimizer.zero_grad();
+    ema.update();
+    const at::Tensor trained = model->net->weight.detach().clone();
+    const std::string dir = options.project.directory;
+    const auto saved = [&](const char* name) {
+      EXPECT_TRUE(a.wait_for_checkpoint().ok());
+      a.wait_for_everyone();
+      return LoadTensors(dir + "/" + name + "/model.safetensors").at("net.weight");
+    };
+
+    ASSERT_TRUE(a.save_state(dir + "/ema").ok());
+    {
+      auto averaged = ema.apply();
+      EXPECT_FALSE(model->net->weight.equal(trained));
+    }
+    EXPECT_TRUE(saved("ema").equal(trained));
+
+    ASSERT_TRUE(a.save_state(dir + "/copy").ok());
+    ema.copy_to(*model);
+    EXPECT_TRUE(saved("copy").equal(trained));
+
+    const at::Tensor averages = model->net->weight.detach().clone();
+    {
+      LocalSGD local(a, model, 1);
+      ASSERT_TRUE(a.save_state(dir + "/local").ok());
+      local.step();
+    }
+    EXPECT_TRUE(saved("local").equal(averages));
+
+    ASSERT_TRUE(a.save_state(dir + "/load").ok());
+    ASSERT_TRUE(a.load_state(dir + "/ema").ok());
+    EXPECT_TRUE(model->net->weight.equal(trained));
+    EXPECT_TRUE(saved("load").equal(averages));
+  });
+}
+
+TEST_F(AsyncCheckpoint, WeightsThatTheProgramChanges_FailTheLazySaveByName) {
+  for (const bool lazy : {true, false}) {
+    AcceleratorOptions options = Asynchronous(absl::StrCat("changed", lazy));
+    options.checkpoint.lazy = lazy;
+    RunJob(1, options, [&](Accelerator& a) {
+      Wide net;
+      FusedAdamW adamw(net->parameters(), {.lr = 0.1});
+      auto [model, optimizer] = a.prepare(net, adamw);
+      // Asked for after the model: what it does is what a program does that changes its weights
+      // before they are copied.
+      bool change = true;
+      auto weight = model->net->weight;
+      a.register_for_checkpointing(
+          [&, weight]() mutable {
+            const at::NoGradGuard no_grad;
+            if (change) weight.mul_(2);
+            return PlainState();
+          },
+          [](const PlainState&) {});
+      ASSERT_TRUE(a.save_state().ok());
+      const absl::Status status = a.wait_for_checkpoint();
+      EXPECT_EQ(status.ok(), !lazy) << status;
+      if (lazy) {
+        EXPECT_THAT(std::string(status.message()),
+                    AllOf(HasSubstr("\"net.weight\" of model.safetensors was changed"),
+                          HasSubstr("options.checkpoint.lazy = false")));
+      }
+      change = false;
+      ASSERT_TRUE(a.save_state().ok());
+      EXPECT_TRUE(a.wait_for_checkpoint().ok());
+    });
+  }
+}
+
+TEST_F(AsyncCheckpoint, LazySave_IsWholeWhenTheProgramEnds) {
+  ASSERT_TRUE(ArmFailpoints("worker.checkpoint_copy=delay:50ms", "", "").ok());
+  for (const bool end : {true, false}) {
+    const AcceleratorOptions options = Asynchronous(absl::StrCat("ends", end));
+    RunJob(2, options, [&](Accelerator& a) {
+      {
+        Wide net;
+        FusedAdamW adamw(net->parameters(), {.lr = 0.1});
+        auto [model, optimizer] = a.prepare(net, adamw);
+        ASSERT_TRUE(a.save_state(options.project.directory + "/last").ok());
+      }
+      if (end) a.end_training();
+    });
+    const auto tensors = LoadTensors(options.project.directory + "/last/model.safetensors");
+    EXPECT_TRUE(
+        tensors.at("net.weight").equal(at::arange(4096, at::kFloat).view({64, 64}).div(4096)));
+  }
 }
 
 TEST_F(AsyncCheckpoint, TotalLimit_HoldsOnceAllAreWritten) {

@@ -37,15 +37,27 @@ struct ProjectOptions {
   std::string logging_directory;  // absent: `directory`
   // How many numbered checkpoints to keep; the oldest are deleted once a new one is complete.
   std::optional<int64_t> total_limit;
+  // Without a file system that all nodes share: every node keeps the files of its own processes
+  // under its own `directory`, and load_state() fetches what a node lacks from the others, or names
+  // the node that is missing. save_model() writes the whole model on every node. Nodes that do
+  // share the folder are found out and write it once.
+  bool save_on_each_node = false;
 };
 
 // How save_state() writes.
 struct CheckpointOptions {
-  // save_state() copies the state into memory and returns; a thread writes it during training. Each
-  // process keeps memory for two copies of its part (process 0 writes nearly everything). The next
-  // save_state(), wait_for_checkpoint() or end_training() reports a failed save. A process that is
-  // killed loses its unwritten saves; earlier ones remain.
+  // save_state() copies the state into memory (see `lazy`) and returns; a thread writes it during
+  // training. Each process keeps memory for two copies of its part (process 0 writes nearly
+  // everything). The next save_state(), wait_for_checkpoint() or end_training() reports a failed
+  // save. A process that is killed loses its unwritten saves; earlier ones remain.
   bool asynchronous = false;
+  // Of an asynchronous save: parameters and state of prepared optimizers are copied while the next
+  // forward and backward pass run, and the optimizer's step waits for the copy. If the program
+  // itself changes them between save_state() and the next step (not through a prepared optimizer,
+  // muster::Ema or muster::LocalSGD), that save fails and names the tensor. Writes through
+  // Tensor::data() bypass that check: a program that makes them there must set false, which copies
+  // everything before save_state() returns. On the CPU; what is on a GPU is copied at once.
+  bool lazy = true;
   // Write rate of an asynchronous save on each process; 0: as fast as the disk.
   int64_t max_bytes_per_second = 0;
 };

@@ -72,6 +72,7 @@ void Ema::CopyTo(const Named& parameters, const Named& buffers) const {
                 "buffer '",
                 name, "' of shape ", buffer.sizes());
   }
+  core_->steps().AboutToChange();
   weights_->CopyTo(parameters);
   const at::NoGradGuard no_grad;
   for (const auto& [name, buffer] : buffers) {
@@ -90,13 +91,21 @@ std::vector<at::Tensor> LocalSGD::Averaged(const internal::ModelSource& model) {
 
 LocalSGD::LocalSGD(Accelerator& accelerator, std::vector<at::Tensor> parameters,
                    int64_t local_sgd_steps, bool enabled)
-    : local_(accelerator.comm(), std::move(parameters), local_sgd_steps, enabled),
+    : core_(&accelerator.core()),
+      local_(accelerator.comm(), std::move(parameters), local_sgd_steps, enabled),
       exceptions_(std::uncaught_exceptions()) {
-  if (local_.enabled()) scope_.emplace(&accelerator.core());
+  if (local_.enabled()) scope_.emplace(core_);
 }
 
 LocalSGD::~LocalSGD() noexcept(false) {
-  if (std::uncaught_exceptions() == exceptions_) local_.Finish();
+  if (std::uncaught_exceptions() != exceptions_) return;
+  core_->steps().AboutToChange();
+  local_.Finish();
+}
+
+bool LocalSGD::step() {
+  core_->steps().AboutToChange();
+  return local_.Step();
 }
 
 }  // namespace muster

@@ -150,7 +150,7 @@ class LocalSGD {
 
   // After each step of the optimizer. Every `local_sgd_steps`-th call is a collective; returns
   // whether this one was.
-  bool step() { return local_.Step(); }
+  bool step();
 
  private:
   // Parameters and floating-point buffers, so that running statistics are equal as well.
@@ -158,6 +158,7 @@ class LocalSGD {
   LocalSGD(Accelerator& accelerator, std::vector<at::Tensor> parameters, int64_t local_sgd_steps,
            bool enabled);
 
+  internal::Core* const core_;
   std::optional<internal::LocalScope> scope_;
   LocalSgd local_;
   const int exceptions_;

@@ -202,6 +202,38 @@ TEST_F(CheckpointCommandsTest, Prune_KeepsTheNewestAndWhatIsIncomplete) {
   ExpectRefused({"prune", root_, "--keep", "0"}, kExitUsage, "write 1 or more");
 }
 
+TEST_F(CheckpointCommandsTest, Prune_ReadsWhatStaysBeforeAnythingGoes) {
+  for (int i = 0; i < 3; ++i) Save(Numbered(i), {1}, i);
+  // Its size is right.
+  Damage(JoinPath(Numbered(2), "model.safetensors"));
+  for (const char* keep : {"1", "2"}) {
+    ExpectRefused({"prune", root_, "--keep", keep}, kExitUsage,
+                  "model.safetensors: is damaged: its contents have the digest ");
+    EXPECT_THAT(err_.str(), HasSubstr("nothing was removed: remove this checkpoint first"));
+  }
+  EXPECT_EQ(ListDirectory(Path("checkpoints"))->size(), 3u);
+  // What goes may be damaged.
+  Save(Numbered(3), {1}, 3);
+  EXPECT_EQ(Run({"prune", root_, "--keep", "1"}), kExitOk) << err_.str();
+  EXPECT_THAT(*ListDirectory(Path("checkpoints")), ElementsAre("checkpoint_3"));
+}
+
+TEST_F(CheckpointCommandsTest, ExportIntoACheckpoint_IsRefused) {
+  Save(Numbered(0), {1}, 0);
+  Save(Numbered(1), {2}, 1);
+  const auto before = *ListDirectory(Numbered(0));
+  const std::string model = *ReadFile(JoinPath(Numbered(0), "model.safetensors"));
+  for (const std::vector<std::string>& args : {
+           std::vector<std::string>{"export", Numbered(1), Numbered(0)},
+           {"export", Numbered(1), JoinPath(Numbered(0), "model.safetensors")},
+           {"merge-weights", JoinPath(Numbered(1), "model.safetensors"), Numbered(0)},
+       }) {
+    ExpectRefused(args, kExitConflict, Numbered(0) + " is a checkpoint, which this would damage");
+  }
+  EXPECT_EQ(*ListDirectory(Numbered(0)), before);
+  EXPECT_EQ(*ReadFile(JoinPath(Numbered(0), "model.safetensors")), model);
+}
+
 TEST_F(CheckpointCommandsTest, MergeWeights_ReadsShardsAndPickles) {
   const Json merged =
       RunJson({"merge-weights", GoldenPath("hf_models/gpt2_shared"), Path("gpt2.safetensors")});

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/container/btree_map.h"
@@ -90,6 +91,12 @@ class CheckpointSet {
   Error Resolve(const v1::ResolveCheckpointRequest& request,
                 v1::ResolveCheckpointReply* reply) const;
   void List(const v1::ListCheckpointsRequest& request, v1::ListCheckpointsReply* reply) const;
+
+  // Takes the checkpoints of the former job of this name. Called before anything else.
+  void Adopt(CheckpointSet* former) {
+    entries_ = std::move(former->entries_);
+    head_ = std::move(former->head_);
+  }
 
   // The process that prepared a checkpoint was replaced by one that may write other bytes:
   // checkpoints in preparation are dropped.

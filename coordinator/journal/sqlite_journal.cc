@@ -118,7 +118,8 @@ SqliteJournal::~SqliteJournal() {
 }
 
 absl::Status SqliteJournal::Error(int rc, absl::string_view what) const {
-  const std::string text = absl::StrCat("journal '", path_, "': ", what, ": ",
+  // Of a script, the first statement's beginning is enough.
+  const std::string text = absl::StrCat("journal '", path_, "': ", what.substr(0, 60), ": ",
                                         db_ == nullptr ? sqlite3_errstr(rc) : sqlite3_errmsg(db_));
   switch (rc & 0xFF) {
     case SQLITE_FULL:
@@ -131,7 +132,8 @@ absl::Status SqliteJournal::Error(int rc, absl::string_view what) const {
       return absl::UnavailableError(text);
     case SQLITE_CORRUPT:
     case SQLITE_NOTADB:
-      return absl::DataLossError(text);
+      return absl::DataLossError(
+          absl::StrCat(text, "; put a copy of the directory back and say so with --restored"));
     case SQLITE_CANTOPEN:
     case SQLITE_PERM:
     case SQLITE_READONLY:
@@ -748,11 +750,14 @@ absl::Status SqliteJournal::DeleteOldRecords() {
   // Of what is before the older of the two snapshots; without one nothing, see Replay.
   bool more = good_seq_ > 0;
   while (more) {
+    const absl::Time start = Clock::Real().Now();
     MUSTER_RETURN_IF_ERROR(BetweenCommits([&]() -> absl::Status {
       MUSTER_ASSIGN_OR_RETURN(more, DeleteSomeRecords(good_seq_));
       return absl::OkStatus();
     }));
     MUSTER_FAILPOINT("journal.snapshot_truncated");
+    // The disk is the commits' as long again.
+    if (more) MUSTER_RETURN_IF_ERROR(Pause(Clock::Real().Now() - start));
   }
   return absl::OkStatus();
 }

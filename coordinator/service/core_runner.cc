@@ -171,6 +171,7 @@ CoreRunner::CoreRunner(const Options& options, std::unique_ptr<Journal> journal)
         core.catches_up = true;
         return core;
       }()),
+      sessions_(options_.limits.unsent_bytes, options_.resume_window),
       watchers_(core_, options_.limits.answer_bytes),
       snapshots_(
           [this] {
@@ -337,7 +338,9 @@ void CoreRunner::ApplyBatch(std::vector<Task>& tasks) {
     core_.Tick(now, &out_);
     if (core_.stats().workers_lost > lost) MUSTER_FAILPOINT("engine.lease_expired");
   }
-  if (!stopped_) CheckSessions(now);
+  if (!stopped_) {
+    while (const auto session = sessions_.TakeExpired(now)) EndSession(session);
+  }
   for (Task& task : tasks) task();
   Drain();
   while (FlushSessions()) Drain();
@@ -347,7 +350,7 @@ void CoreRunner::ApplyBatch(std::vector<Task>& tasks) {
 absl::Time CoreRunner::NextDeadline() const {
   if (stopped_) return absl::InfiniteFuture();
   const absl::Time core = core_.NextDeadline();
-  return expiring_.empty() ? core : std::min(core, expiring_.begin()->first);
+  return std::min(core, sessions_.NextExpiry());
 }
 
 bool CoreRunner::SnapshotDue() const {
@@ -526,7 +529,7 @@ void CoreRunner::Deliver(CallId id, std::shared_ptr<const Answer> answer) {
     MutexLock lock(&call.session->mu);
     call.session->agent.outbox().AddResult(call.op_id, answer);
   }
-  MarkDirty(call.session);
+  sessions_.MarkDirty(call.session);
 }
 
 void CoreRunner::Close(const OpenCall& call) {
@@ -536,14 +539,14 @@ void CoreRunner::Close(const OpenCall& call) {
 }
 
 void CoreRunner::Direct(const NodeDirective& directive) {
-  const auto it = sessions_.find(directive.node);
-  if (it == sessions_.end()) return;
+  const std::shared_ptr<AttachedAgent> session = sessions_.OfNode(directive.node);
+  if (session == nullptr) return;
   MUSTER_FAILPOINT("engine.directive");
   {
-    MutexLock lock(&it->second->mu);
-    it->second->agent.outbox().AddDirective(directive.directive);
+    MutexLock lock(&session->mu);
+    session->agent.outbox().AddDirective(directive.directive);
   }
-  MarkDirty(it->second);
+  sessions_.MarkDirty(session);
 }
 
 void CoreRunner::ReleaseDurable() {
@@ -590,18 +593,12 @@ void CoreRunner::DoProgress(const Journal::Progress& progress) {
   }
 }
 
-void CoreRunner::MarkDirty(const std::shared_ptr<AttachedAgent>& session) {
-  if (session->dirty) return;
-  session->dirty = true;
-  dirty_.push_back(session);
-}
-
 bool CoreRunner::FlushSessions() {
   bool ended = false;
+  std::vector<std::shared_ptr<AttachedAgent>> dirty = sessions_.TakeDirty();
   std::vector<std::shared_ptr<AttachedAgent>> writable;
-  writable.reserve(dirty_.size());
-  for (std::shared_ptr<AttachedAgent>& session : dirty_) {
-    session->dirty = false;
+  writable.reserve(dirty.size());
+  for (std::shared_ptr<AttachedAgent>& session : dirty) {
     bool too_much;
     std::shared_ptr<AgentStream> stream;
     {
@@ -618,7 +615,7 @@ bool CoreRunner::FlushSessions() {
                         << " MiB of answers: its session ends";
     overloaded_.fetch_add(1, std::memory_order_relaxed);
     if (stream != nullptr) {
-      streams_.erase(stream.get());
+      sessions_.Forget(stream);
       stream->Close(rpc::ErrorWithReason(
           absl::StatusCode::kResourceExhausted,
           "the agent does not acknowledge its frames: its session has ended, connect again",
@@ -627,16 +624,8 @@ bool CoreRunner::FlushSessions() {
     EndSession(session);
     ended = true;
   }
-  dirty_.clear();
   fan_out_.Write(std::move(writable));
-  for (auto& [session, stream] : read_next_) {
-    if (session != nullptr) {
-      session->ReadNext(stream);
-    } else {
-      stream->ReadNext(/*answer_follows=*/false);
-    }
-  }
-  read_next_.clear();
+  sessions_.ReadNext();
   return ended;
 }
 
@@ -737,16 +726,15 @@ void CoreRunner::AgentFrame(const std::shared_ptr<AgentStream>& stream,
       return;
     }
     DoFrame(stream, *frame, bytes);
-    const auto it = streams_.find(stream.get());
-    read_next_.emplace_back(it == streams_.end() ? nullptr : it->second, stream);
+    sessions_.ReadLater(stream);
   });
   if (!posted) stream->Close(StoppingStatus());
 }
 
 void CoreRunner::DoFrame(const std::shared_ptr<AgentStream>& stream, const v1::AgentFrame& frame,
                          size_t bytes) {
-  const auto it = streams_.find(stream.get());
-  if (it == streams_.end()) {
+  const std::shared_ptr<AttachedAgent> session = sessions_.OfStream(stream);
+  if (session == nullptr) {
     if (frame.has_hello()) {
       DoHello(stream, frame.hello());
     } else {
@@ -754,7 +742,6 @@ void CoreRunner::DoFrame(const std::shared_ptr<AgentStream>& stream, const v1::A
     }
     return;
   }
-  const std::shared_ptr<AttachedAgent> session = it->second;
   if (frame.has_hello()) {
     stream->Close(absl::InvalidArgumentError("a stream has only one hello"));
     return;
@@ -771,7 +758,7 @@ void CoreRunner::DoFrame(const std::shared_ptr<AgentStream>& stream, const v1::A
         absl::StrCat("frame ", frame.seq(), " does not follow the last one: frames are missing")));
     return;
   }
-  MarkDirty(session);
+  sessions_.MarkDirty(session);
   const absl::Time now = options_.clock->Now();
   size_t op_bytes = 0;
   switch (frame.kind_case()) {
@@ -813,35 +800,15 @@ void CoreRunner::DoHello(const std::shared_ptr<AgentStream>& stream, const v1::H
                      ", this coordinator speaks ", kProtocol, ": use matching versions")));
     return;
   }
-  std::shared_ptr<AttachedAgent> session;
-  std::shared_ptr<AgentStream> old_stream;
-  if (const auto it = sessions_.find(hello.node()); it != sessions_.end()) {
-    session = it->second;
-    {
-      MutexLock lock(&session->mu);
-      old_stream = std::move(session->stream);
-      session->stream = nullptr;
-    }
-    if (old_stream != nullptr) streams_.erase(old_stream.get());
-    bool resumed = false;
-    {
-      MutexLock lock(&session->mu);
-      resumed = session->agent.Resume(hello);
-    }
-    if (resumed) {
-      MUSTER_FAILPOINT("engine.resume");
-    } else {
-      EndSession(session);
-      session = nullptr;
-    }
+  const AgentSessions::Former former = sessions_.Resume(hello);
+  if (former.resumes) {
+    MUSTER_FAILPOINT("engine.resume");
+  } else if (former.session != nullptr) {
+    EndSession(former.session);
   }
-  if (session == nullptr) {
-    session = std::make_shared<AttachedAgent>(hello, options_.limits.unsent_bytes);
-    sessions_[hello.node()] = session;
-    agents_.fetch_add(1, std::memory_order_relaxed);
-  }
-  streams_[stream.get()] = session;
-  session->expires = absl::InfiniteFuture();
+  const std::shared_ptr<AttachedAgent> session =
+      former.resumes ? former.session : sessions_.Begin(hello);
+  sessions_.Attach(stream, session);
   {
     MutexLock lock(&session->mu);
     session->stream = stream;
@@ -850,39 +817,17 @@ void CoreRunner::DoHello(const std::shared_ptr<AgentStream>& stream, const v1::H
   }
   stream->Bind(session);
   MUSTER_FAILPOINT("engine.welcome");
-  MarkDirty(session);
-  if (old_stream != nullptr)
-    old_stream->Close(absl::AbortedError("another stream of this agent took over"));
+  sessions_.MarkDirty(session);
+  if (former.stream != nullptr)
+    former.stream->Close(absl::AbortedError("another stream of this agent took over"));
   core_.AttachAgent(session->node, hello, options_.clock->Now(), &out_);
 }
 
 void CoreRunner::AgentClosed(const std::shared_ptr<AgentStream>& stream) {
   Post([this, stream] {
     turn_.AssertHeld();
-    DoClosed(stream);
+    sessions_.Detach(stream, options_.clock->Now());
   });
-}
-
-void CoreRunner::DoClosed(const std::shared_ptr<AgentStream>& stream) {
-  const auto it = streams_.find(stream.get());
-  if (it == streams_.end()) return;
-  const std::shared_ptr<AttachedAgent> session = std::move(it->second);
-  streams_.erase(it);
-  {
-    MutexLock lock(&session->mu);
-    if (session->stream == stream) session->stream = nullptr;
-  }
-  if (session->ended || stopped_) return;
-  session->expires = options_.clock->Now() + options_.resume_window;
-  expiring_.emplace(session->expires, session);
-}
-
-void CoreRunner::CheckSessions(absl::Time now) {
-  while (!expiring_.empty() && expiring_.begin()->first <= now) {
-    const std::shared_ptr<AttachedAgent> session = expiring_.begin()->second.lock();
-    expiring_.erase(expiring_.begin());
-    if (session != nullptr && !session->ended && session->expires <= now) EndSession(session);
-  }
 }
 
 void CoreRunner::EndSession(const std::shared_ptr<AttachedAgent>& session) {
@@ -898,11 +843,7 @@ void CoreRunner::EndSession(const std::shared_ptr<AttachedAgent>& session) {
     calls_.erase(it);
   }
   session->calls.clear();
-  if (const auto it = sessions_.find(session->node);
-      it != sessions_.end() && it->second == session) {
-    sessions_.erase(it);
-    agents_.fetch_sub(1, std::memory_order_relaxed);
-  }
+  sessions_.Remove(session);
   core_.DetachAgent(session->node, now, &out_);
 }
 
@@ -1015,19 +956,10 @@ void CoreRunner::StopAll() {
     goodbye.mutable_goodbye()->set_reason(ends_for_good_.value_or("the coordinator is stopping"));
   }
   *goodbye.mutable_goodbye()->mutable_retry_after() = ToProto(absl::Milliseconds(50));
-  std::vector<std::shared_ptr<AgentStream>> open;
-  for (const auto& [node, session] : sessions_) {
-    MutexLock lock(&session->mu);
-    if (session->stream == nullptr) continue;
-    open.push_back(std::move(session->stream));
-    session->stream = nullptr;
-  }
+  const std::vector<std::shared_ptr<AgentStream>> open = sessions_.RemoveAll();
   const grpc::Slice last(goodbye.SerializeAsString());
   for (const auto& stream : open) stream->CloseAfter(grpc::ByteBuffer(&last, 1), StoppingStatus());
   watchers_.CloseAll(StoppingStatus());
-  streams_.clear();
-  sessions_.clear();
-  dirty_.clear();
 }
 
 }  // namespace muster::coordinator

@@ -27,6 +27,7 @@
 #include "base/mutex.h"
 #include "coordinator/core.h"
 #include "coordinator/journal/journal.h"
+#include "coordinator/service/agent_sessions.h"
 #include "coordinator/service/agent_stream.h"
 #include "coordinator/service/attached_agent.h"
 #include "coordinator/service/fan_out.h"
@@ -197,7 +198,7 @@ class CoreRunner {
   // Watches looked at because something of their job had changed.
   uint64_t watchers_visited() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return watchers_.visited(); }
   uint64_t open_calls() const { return open_calls_.load(std::memory_order_relaxed); }
-  uint64_t agents() const { return agents_.load(std::memory_order_relaxed); }
+  uint64_t agents() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return sessions_.size(); }
   uint64_t watchers() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return watchers_.size(); }
   const Journal& journal() const { return *journal_; }
 
@@ -260,7 +261,6 @@ class CoreRunner {
                size_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void DoHello(const std::shared_ptr<AgentStream>& stream, const v1::Hello& hello)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
-  void DoClosed(const std::shared_ptr<AgentStream>& stream) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void EndSession(const std::shared_ptr<AttachedAgent>& session)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void DoProgress(const Journal::Progress& progress) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
@@ -276,12 +276,9 @@ class CoreRunner {
                                         size_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void Direct(const NodeDirective& directive) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void ReleaseDurable() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
-  void MarkDirty(const std::shared_ptr<AttachedAgent>& session)
-      ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   // Whether a session ended, which may have put something out.
   bool FlushSessions() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void TakeSnapshot() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
-  void CheckSessions(absl::Time now) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void StopAll() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
 
   const Options options_;
@@ -310,14 +307,7 @@ class CoreRunner {
       ABSL_GUARDED_BY(turn_);  // revision and size of records on their way
   std::multimap<uint64_t, Reply> held_replies_ ABSL_GUARDED_BY(turn_);
   std::multimap<uint64_t, NodeDirective> held_directives_ ABSL_GUARDED_BY(turn_);
-  absl::flat_hash_map<std::string, std::shared_ptr<AttachedAgent>> sessions_
-      ABSL_GUARDED_BY(turn_);  // by node
-  absl::flat_hash_map<AgentStream*, std::shared_ptr<AttachedAgent>> streams_ ABSL_GUARDED_BY(turn_);
-  std::vector<std::shared_ptr<AttachedAgent>> dirty_ ABSL_GUARDED_BY(turn_);
-  // Streams whose frame was applied; without a session if it has none (any more).
-  std::vector<std::pair<std::shared_ptr<AttachedAgent>, std::shared_ptr<AgentStream>>> read_next_
-      ABSL_GUARDED_BY(turn_);
-  std::multimap<absl::Time, std::weak_ptr<AttachedAgent>> expiring_ ABSL_GUARDED_BY(turn_);
+  AgentSessions sessions_ ABSL_GUARDED_BY(turn_);
   Watchers watchers_ ABSL_GUARDED_BY(turn_);
   Snapshots snapshots_ ABSL_GUARDED_BY(turn_);
 
@@ -336,7 +326,6 @@ class CoreRunner {
   std::atomic<uint64_t> open_calls_{0};
   // Of the requests of open calls, those of agents second; written in the turn.
   std::array<std::atomic<uint64_t>, 2> held_bytes_{};
-  std::atomic<uint64_t> agents_{0};
   DurationHistogram fsync_seconds_;
   std::array<DurationHistogram, kOpKinds> op_seconds_;
 

@@ -53,6 +53,152 @@ void WriteProcess(PrometheusText* text) {
   text->Sample({}, static_cast<double>(limit.rlim_cur));
 }
 
+// What the core says of itself, taken in its turn.
+struct CoreFacts {
+  CoreStats stats;
+  size_t kv_bytes = 0;
+  std::map<v1::WorkerState, int64_t> members;
+  v1::StatusReply status;
+};
+
+void WriteCore(const CoreFacts& facts, size_t kv_limit, PrometheusText* out) {
+  using Type = PrometheusText::Type;
+  PrometheusText& text = *out;
+  text.Family("muster_coordinator_term", Type::kGauge,
+              "Starts of coordinators on this journal, this one included; 65,536 more for each "
+              "--restored.");
+  text.Sample({}, static_cast<double>(facts.status.header().term()));
+  text.Family("muster_jobs", Type::kGauge, "Jobs known.");
+  text.Sample({}, facts.status.jobs_size());
+  text.Family("muster_members", Type::kGauge, "Workers of all jobs by state.");
+  for (int i = v1::WorkerState_MIN; i <= v1::WorkerState_MAX; ++i) {
+    const auto state = static_cast<v1::WorkerState>(i);
+    if (state == v1::WORKER_STATE_UNSPECIFIED) continue;
+    const auto it = facts.members.find(state);
+    const std::string name = absl::AsciiStrToLower(
+        v1::WorkerState_Name(state).substr(std::string("WORKER_STATE_").size()));
+    text.Sample({{"state", name}},
+                it == facts.members.end() ? 0.0 : static_cast<double>(it->second));
+  }
+  text.Family("muster_generation_changes_total", Type::kCounter,
+              "Generations by what happened to them.");
+  text.Sample({{"change", "sealed"}}, static_cast<double>(facts.stats.generations_sealed));
+  text.Sample({{"change", "ended"}}, static_cast<double>(facts.stats.generations_ended));
+  text.Family("muster_barriers_total", Type::kCounter, "Barriers by how they ended.");
+  text.Sample({{"result", "passed"}}, static_cast<double>(facts.stats.barriers_passed));
+  text.Sample({{"result", "failed"}}, static_cast<double>(facts.stats.barriers_failed));
+  text.Family("muster_barrier_wait_seconds", Type::kHistogram,
+              "Time from the first arrival to the release of passed barriers.");
+  {
+    std::vector<double> bounds;
+    for (int i = 0; i + 1 < CoreStats::kWaitBuckets; ++i)
+      bounds.push_back(0.0001 * static_cast<double>(1 << i));
+    text.Histogram(
+        {}, bounds,
+        std::vector<uint64_t>(facts.stats.barrier_wait_buckets,
+                              facts.stats.barrier_wait_buckets + CoreStats::kWaitBuckets),
+        facts.stats.barrier_wait_sum_seconds);
+  }
+  text.Family("muster_workers_lost_total", Type::kCounter, "Workers whose lease ran out.");
+  text.Sample({}, static_cast<double>(facts.stats.workers_lost));
+  text.Family("muster_workers_failed_total", Type::kCounter, "Workers that ended with an error.");
+  text.Sample({}, static_cast<double>(facts.stats.workers_failed));
+  text.Family("muster_fenced_calls_total", Type::kCounter,
+              "Calls refused because the caller was stale.");
+  text.Sample({}, static_cast<double>(facts.stats.fenced_calls));
+  text.Family("muster_unproven_deposals_total", Type::kCounter,
+              "Refused callers that had seen a higher term or revision without being members of a "
+              "job here.");
+  text.Sample({}, static_cast<double>(facts.stats.unproven_deposals));
+  text.Family("muster_repeated_requests_total", Type::kCounter,
+              "Repeated requests that got their first answer again.");
+  text.Sample({}, static_cast<double>(facts.stats.repeated_requests));
+  text.Family("muster_kv_writes_total", Type::kCounter, "Keys written.");
+  text.Sample({}, static_cast<double>(facts.stats.kv_writes));
+  text.Family("muster_kv_bytes", Type::kGauge, "Bytes in the keys of all jobs.");
+  text.Sample({}, static_cast<double>(facts.kv_bytes));
+  text.Family("muster_kv_limitbytes", Type::kGauge, "What they may have: beyond it writes fail.");
+  text.Sample({}, static_cast<double>(kv_limit));
+  text.Family("muster_triggers_raised_total", Type::kCounter, "Triggers raised.");
+  text.Sample({}, static_cast<double>(facts.stats.triggers_raised));
+}
+
+void WriteLoad(const CoreRunner& runner, const GrpcFrontend& frontend,
+               const v1::StatusReply& status, PrometheusText* out) {
+  using Type = PrometheusText::Type;
+  PrometheusText& text = *out;
+  text.Family("muster_agents", Type::kGauge, "Agents with a session.");
+  text.Sample({}, static_cast<double>(runner.agents()));
+  text.Family("muster_agents_behind_hubs", Type::kGauge, "Agents that hubs speak for.");
+  text.Sample({}, status.agents_behind_hubs());
+  text.Family("muster_hubs", Type::kGauge, "Agents that speak for others, or are about to.");
+  text.Sample({}, status.hubs());
+  text.Family("muster_watchers", Type::kGauge, "Open watch streams.");
+  text.Sample({}, static_cast<double>(runner.watchers()));
+  text.Family("muster_open_calls", Type::kGauge, "Calls waiting for an answer.");
+  text.Sample({}, static_cast<double>(runner.open_calls()));
+  text.Family("muster_silent_calls", Type::kGauge, "Calls and streams that have sent no message.");
+  text.Sample({}, static_cast<double>(frontend.silent_calls()));
+  text.Family("muster_held_bytes", Type::kGauge, "Bytes of the requests of waiting calls.");
+  text.Sample({{"of", "agents"}}, static_cast<double>(runner.held_bytes(true)));
+  text.Sample({{"of", "callers"}}, static_cast<double>(runner.held_bytes(false)));
+  text.Family("muster_apply_queue_depth", Type::kGauge, "Events waiting to be applied.");
+  text.Sample({}, static_cast<double>(runner.queue_depth()));
+  text.Family("muster_applied_events_total", Type::kCounter, "Events applied.");
+  text.Sample({}, static_cast<double>(runner.events()));
+  text.Family("muster_overloaded_total", Type::kCounter,
+              "Calls and sessions refused because of a limit.");
+  text.Sample({}, static_cast<double>(runner.overloaded() + frontend.refused_calls()));
+  text.Family("muster_quota_refusals_total", Type::kCounter,
+              "Of these, calls beyond the quota of a connection or user.");
+  text.Sample({{"of", "connection"}}, static_cast<double>(frontend.quota_refusals(false)));
+  text.Sample({{"of", "user"}}, static_cast<double>(frontend.quota_refusals(true)));
+}
+
+void WriteJournal(const CoreRunner& runner, PrometheusText* out) {
+  using Type = PrometheusText::Type;
+  PrometheusText& text = *out;
+  text.Family("muster_journal_backlog_bytes", Type::kGauge,
+              "Bytes of records that are not on disk yet.");
+  text.Sample({}, static_cast<double>(runner.journal_backlog_bytes()));
+  text.Family("muster_journal_up", Type::kGauge, "1 while the journal can be written.");
+  text.Sample({}, runner.journal_ok() ? 1 : 0);
+  text.Family("muster_snapshot_up", Type::kGauge, "0 if the last snapshot could not be written.");
+  text.Sample({}, runner.snapshot_ok() ? 1 : 0);
+  text.Family("muster_snapshots_total", Type::kCounter, "Snapshots by result.");
+  text.Sample({{"result", "written"}}, static_cast<double>(runner.snapshots()));
+  text.Sample({{"result", "failed"}}, static_cast<double>(runner.snapshot_failures()));
+  text.Family("muster_snapshot_bytes", Type::kGauge, "Size of the last snapshot.");
+  text.Sample({}, static_cast<double>(runner.snapshot_bytes()));
+  text.Family("muster_snapshot_seconds", Type::kGauge,
+              "How long the last snapshot took; 0: none was written.");
+  text.Sample({}, absl::ToDoubleSeconds(runner.snapshot_took()));
+  text.Family("muster_journal_records_total", Type::kCounter, "Records made durable.");
+  text.Sample({}, static_cast<double>(runner.journal_records()));
+  text.Family("muster_journal_written_bytes_total", Type::kCounter,
+              "Bytes of records made durable.");
+  text.Sample({}, static_cast<double>(runner.journal_bytes()));
+}
+
+void WriteTimes(const CoreRunner& runner, PrometheusText* out) {
+  using Type = PrometheusText::Type;
+  PrometheusText& text = *out;
+  text.Family("muster_op_seconds", Type::kHistogram,
+              "Time from an operation's turn to its answer, durable where it must be; of calls and "
+              "of agents' streams. Operations that wait by design wait here too.");
+  for (int kind = 0; kind < CoreRunner::kOpKinds; ++kind) {
+    const auto* field = v1::Op::descriptor()->FindFieldByNumber(kind);
+    if (field == nullptr || field->containing_oneof() == nullptr) continue;
+    const DurationHistogram& seconds = runner.op_seconds(kind);
+    text.Histogram({{"op", field->name()}}, DurationHistogram::BoundsInSeconds(), seconds.Counts(),
+                   seconds.SumSeconds());
+  }
+  text.Family("muster_journal_fsync_seconds", Type::kHistogram,
+              "Time of a group commit with its fsync.");
+  text.Histogram({}, DurationHistogram::BoundsInSeconds(), runner.fsync_seconds().Counts(),
+                 runner.fsync_seconds().SumSeconds());
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Options options) {
@@ -143,144 +289,24 @@ HttpServer::Response CoordinatorServer::Health() const {
 }
 
 std::string CoordinatorServer::Metrics() {
-  using Type = PrometheusText::Type;
   PrometheusText text;
   rpc_metrics_.Write(&text);
-  const CoreRunner& runner = *runner_;
-
-  CoreStats stats;
-  size_t kv_bytes = 0;
-  std::map<v1::WorkerState, int64_t> members;
-  v1::StatusReply status;
+  CoreFacts facts;
   Notification done;
   runner_->WithCore([&](Core* core) {
     if (core != nullptr) {
-      stats = core->stats();
-      kv_bytes = core->kv_bytes();
-      members = core->MembersByState();
-      core->FillStatus(&status);
+      facts.stats = core->stats();
+      facts.kv_bytes = core->kv_bytes();
+      facts.members = core->MembersByState();
+      core->FillStatus(&facts.status);
     }
     done.Notify();
   });
   done.WaitForNotification();
-
-  text.Family("muster_coordinator_term", Type::kGauge,
-              "Starts of coordinators on this journal, this one included; 65,536 more for each "
-              "--restored.");
-  text.Sample({}, static_cast<double>(status.header().term()));
-  text.Family("muster_jobs", Type::kGauge, "Jobs known.");
-  text.Sample({}, status.jobs_size());
-  text.Family("muster_members", Type::kGauge, "Workers of all jobs by state.");
-  for (int i = v1::WorkerState_MIN; i <= v1::WorkerState_MAX; ++i) {
-    const auto state = static_cast<v1::WorkerState>(i);
-    if (state == v1::WORKER_STATE_UNSPECIFIED) continue;
-    const auto it = members.find(state);
-    const std::string name = absl::AsciiStrToLower(
-        v1::WorkerState_Name(state).substr(std::string("WORKER_STATE_").size()));
-    text.Sample({{"state", name}}, it == members.end() ? 0.0 : static_cast<double>(it->second));
-  }
-  text.Family("muster_generation_changes_total", Type::kCounter,
-              "Generations by what happened to them.");
-  text.Sample({{"change", "sealed"}}, static_cast<double>(stats.generations_sealed));
-  text.Sample({{"change", "ended"}}, static_cast<double>(stats.generations_ended));
-  text.Family("muster_barriers_total", Type::kCounter, "Barriers by how they ended.");
-  text.Sample({{"result", "passed"}}, static_cast<double>(stats.barriers_passed));
-  text.Sample({{"result", "failed"}}, static_cast<double>(stats.barriers_failed));
-  text.Family("muster_barrier_wait_seconds", Type::kHistogram,
-              "Time from the first arrival to the release of passed barriers.");
-  {
-    std::vector<double> bounds;
-    for (int i = 0; i + 1 < CoreStats::kWaitBuckets; ++i)
-      bounds.push_back(0.0001 * static_cast<double>(1 << i));
-    text.Histogram({}, bounds,
-                   std::vector<uint64_t>(stats.barrier_wait_buckets,
-                                         stats.barrier_wait_buckets + CoreStats::kWaitBuckets),
-                   stats.barrier_wait_sum_seconds);
-  }
-  text.Family("muster_workers_lost_total", Type::kCounter, "Workers whose lease ran out.");
-  text.Sample({}, static_cast<double>(stats.workers_lost));
-  text.Family("muster_workers_failed_total", Type::kCounter, "Workers that ended with an error.");
-  text.Sample({}, static_cast<double>(stats.workers_failed));
-  text.Family("muster_fenced_calls_total", Type::kCounter,
-              "Calls refused because the caller was stale.");
-  text.Sample({}, static_cast<double>(stats.fenced_calls));
-  text.Family("muster_unproven_deposals_total", Type::kCounter,
-              "Refused callers that had seen a higher term or revision without being members of a "
-              "job here.");
-  text.Sample({}, static_cast<double>(stats.unproven_deposals));
-  text.Family("muster_repeated_requests_total", Type::kCounter,
-              "Repeated requests that got their first answer again.");
-  text.Sample({}, static_cast<double>(stats.repeated_requests));
-  text.Family("muster_kv_writes_total", Type::kCounter, "Keys written.");
-  text.Sample({}, static_cast<double>(stats.kv_writes));
-  text.Family("muster_kv_bytes", Type::kGauge, "Bytes in the keys of all jobs.");
-  text.Sample({}, static_cast<double>(kv_bytes));
-  text.Family("muster_kv_limit_bytes", Type::kGauge,
-              "Limit of muster_kv_bytes: writes beyond it fail.");
-  text.Sample({}, static_cast<double>(kv_limit_));
-  text.Family("muster_triggers_raised_total", Type::kCounter, "Triggers raised.");
-  text.Sample({}, static_cast<double>(stats.triggers_raised));
-
-  text.Family("muster_agents", Type::kGauge, "Agents with a session.");
-  text.Sample({}, static_cast<double>(runner.agents()));
-  text.Family("muster_agents_behind_hubs", Type::kGauge, "Agents that hubs speak for.");
-  text.Sample({}, status.agents_behind_hubs());
-  text.Family("muster_hubs", Type::kGauge, "Agents that speak for others, or are about to.");
-  text.Sample({}, status.hubs());
-  text.Family("muster_watchers", Type::kGauge, "Open watch streams.");
-  text.Sample({}, static_cast<double>(runner.watchers()));
-  text.Family("muster_open_calls", Type::kGauge, "Calls waiting for an answer.");
-  text.Sample({}, static_cast<double>(runner.open_calls()));
-  text.Family("muster_silent_calls", Type::kGauge, "Calls and streams that have sent no message.");
-  text.Sample({}, static_cast<double>(frontend_->silent_calls()));
-  text.Family("muster_held_bytes", Type::kGauge, "Bytes of the requests of waiting calls.");
-  text.Sample({{"of", "agents"}}, static_cast<double>(runner.held_bytes(true)));
-  text.Sample({{"of", "callers"}}, static_cast<double>(runner.held_bytes(false)));
-  text.Family("muster_apply_queue_depth", Type::kGauge, "Events waiting to be applied.");
-  text.Sample({}, static_cast<double>(runner.queue_depth()));
-  text.Family("muster_applied_events_total", Type::kCounter, "Events applied.");
-  text.Sample({}, static_cast<double>(runner.events()));
-  text.Family("muster_overloaded_total", Type::kCounter,
-              "Calls and sessions refused because of a limit.");
-  text.Sample({}, static_cast<double>(runner.overloaded() + frontend_->refused_calls()));
-  text.Family("muster_quota_refusals_total", Type::kCounter,
-              "Of these, calls beyond the quota of a connection or user.");
-  text.Sample({{"of", "connection"}}, static_cast<double>(frontend_->quota_refusals(false)));
-  text.Sample({{"of", "user"}}, static_cast<double>(frontend_->quota_refusals(true)));
-  text.Family("muster_journal_backlog_bytes", Type::kGauge,
-              "Bytes of records that are not on disk yet.");
-  text.Sample({}, static_cast<double>(runner.journal_backlog_bytes()));
-  text.Family("muster_journal_up", Type::kGauge, "1 while the journal can be written.");
-  text.Sample({}, runner.journal_ok() ? 1 : 0);
-  text.Family("muster_snapshot_up", Type::kGauge, "0 if the last snapshot could not be written.");
-  text.Sample({}, runner.snapshot_ok() ? 1 : 0);
-  text.Family("muster_snapshots_total", Type::kCounter, "Snapshots by result.");
-  text.Sample({{"result", "written"}}, static_cast<double>(runner.snapshots()));
-  text.Sample({{"result", "failed"}}, static_cast<double>(runner.snapshot_failures()));
-  text.Family("muster_snapshot_bytes", Type::kGauge, "Size of the last snapshot.");
-  text.Sample({}, static_cast<double>(runner.snapshot_bytes()));
-  text.Family("muster_snapshot_seconds", Type::kGauge,
-              "How long the last snapshot took; 0: none was written.");
-  text.Sample({}, absl::ToDoubleSeconds(runner.snapshot_took()));
-  text.Family("muster_journal_records_total", Type::kCounter, "Records made durable.");
-  text.Sample({}, static_cast<double>(runner.journal_records()));
-  text.Family("muster_journal_written_bytes_total", Type::kCounter,
-              "Bytes of records made durable.");
-  text.Sample({}, static_cast<double>(runner.journal_bytes()));
-  text.Family("muster_op_seconds", Type::kHistogram,
-              "Time from an operation's turn to its answer, durable where it must be; of calls and "
-              "of agents' streams. Operations that wait by design wait here too.");
-  for (int kind = 0; kind < CoreRunner::kOpKinds; ++kind) {
-    const auto* field = v1::Op::descriptor()->FindFieldByNumber(kind);
-    if (field == nullptr || field->containing_oneof() == nullptr) continue;
-    const DurationHistogram& seconds = runner.op_seconds(kind);
-    text.Histogram({{"op", field->name()}}, DurationHistogram::BoundsInSeconds(), seconds.Counts(),
-                   seconds.SumSeconds());
-  }
-  text.Family("muster_journal_fsync_seconds", Type::kHistogram,
-              "Time of a group commit with its fsync.");
-  text.Histogram({}, DurationHistogram::BoundsInSeconds(), runner.fsync_seconds().Counts(),
-                 runner.fsync_seconds().SumSeconds());
+  WriteCore(facts, kv_limit_, &text);
+  WriteLoad(*runner_, *frontend_, facts.status, &text);
+  WriteJournal(*runner_, &text);
+  WriteTimes(*runner_, &text);
   WriteProcess(&text);
   return text.text();
 }

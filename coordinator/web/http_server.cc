@@ -25,6 +25,10 @@ constexpr size_t kThreads = 8;
 constexpr int kMaxConnections = 64;
 // A page is asked for and taken within this time, however slowly the bytes come.
 constexpr absl::Duration kPatience = absl::Seconds(10);
+// While others wait for a thread. Dozens of connections that say nothing must not keep a health
+// check, after which somebody restarts this coordinator, waiting for minutes.
+constexpr absl::Duration kPatienceInACrowd = absl::Milliseconds(250);
+constexpr absl::Duration kLookAround = absl::Milliseconds(50);
 constexpr size_t kMaxRequestBytes = 64 << 10;
 
 // One request and its answer. Unlike the library's own stream it has one deadline for all of it and
@@ -32,7 +36,8 @@ constexpr size_t kMaxRequestBytes = 64 << 10;
 // thread forever.
 class Connection final : public httplib::Stream {
  public:
-  explicit Connection(int fd) : fd_(fd) {}
+  // `open`: how many connections are served or wait for that. Outlives this.
+  Connection(int fd, const std::atomic<int>* open) : fd_(fd), open_(open) {}
 
   bool is_readable() const override { return Ready(POLLIN); }
   bool is_writable() const override { return Ready(POLLOUT); }
@@ -66,17 +71,20 @@ class Connection final : public httplib::Stream {
  private:
   bool Ready(short events) const {
     while (true) {
-      const absl::Duration left = deadline_ - Clock::Real().Now();
-      if (left <= absl::ZeroDuration()) return false;
+      const absl::Duration passed = Clock::Real().Now() - begun_;
       pollfd one{.fd = fd_, .events = events, .revents = 0};
-      const int count = poll(&one, 1, static_cast<int>(absl::ToInt64Milliseconds(left)) + 1);
+      const int count = poll(&one, 1, static_cast<int>(absl::ToInt64Milliseconds(kLookAround)));
+      // Who has sent a request may take its answer, which may have taken a while to make.
+      const bool hurry = *open_ > static_cast<int>(kThreads) && (events == POLLIN || count == 0);
+      if (passed >= (hurry ? kPatienceInACrowd : kPatience)) return false;
       if (count > 0) return true;
       if (count < 0 && errno != EINTR) return false;
     }
   }
 
   const int fd_;
-  const absl::Time deadline_ = Clock::Real().Now() + kPatience;
+  const std::atomic<int>* const open_;
+  const absl::Time begun_ = Clock::Real().Now();
   size_t left_ = kMaxRequestBytes;
   char buffer_[4096];
   size_t at_ = 0, end_ = 0;
@@ -88,6 +96,7 @@ thread_local bool refusing = false;
 
 class Pool final : public httplib::TaskQueue {
  public:
+  explicit Pool(std::atomic<int>* open) : open_(*open) {}
   void enqueue(std::function<void()> task) override {
     if (open_.fetch_add(1) >= kMaxConnections) {
       refusing = true;
@@ -104,12 +113,14 @@ class Pool final : public httplib::TaskQueue {
   void shutdown() override { threads_.shutdown(); }
 
  private:
-  std::atomic<int> open_{0};
+  std::atomic<int>& open_;
   httplib::ThreadPool threads_{kThreads};
 };
 
 class BoundedServer final : public httplib::Server {
  public:
+  // How many connections are served or wait for that.
+  std::atomic<int>* open() { return &open_; }
   // Ends what is being served, so that stopping waits for no client.
   void HangUp() {
     MutexLock lock(&mu_);
@@ -126,7 +137,7 @@ class BoundedServer final : public httplib::Server {
       if (serve) serving_.insert(fd);
     }
     if (serve) {
-      Connection connection(fd);
+      Connection connection(fd, &open_);
       bool closed = false;
       process_request(connection, /*close_connection=*/true, closed, nullptr);
       MutexLock lock(&mu_);
@@ -137,6 +148,7 @@ class BoundedServer final : public httplib::Server {
     return serve;
   }
 
+  std::atomic<int> open_{0};
   Mutex mu_;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
   std::set<int> serving_ ABSL_GUARDED_BY(mu_);
@@ -164,7 +176,7 @@ absl::StatusOr<std::unique_ptr<HttpServer>> HttpServer::Start(
     const std::vector<std::pair<std::string, Handler>>& handlers) {
   auto impl = std::make_unique<Impl>();
   httplib::Server& server = impl->server;
-  server.new_task_queue = [] { return new Pool; };
+  server.new_task_queue = [open = impl->server.open()] { return new Pool(open); };
   server.set_payload_max_length(kMaxRequestBytes);
   // The library's default sets SO_REUSEPORT, with which a second server would silently share the
   // port.

@@ -96,6 +96,22 @@ TEST(HttpServer, SlowClients_NeitherHoldUpOthersNorTheEnd) {
   }
 }
 
+// Each held a thread for ten seconds, and a health check waited for more than a minute.
+TEST(HttpServer, CrowdOfSlowClients_MakesRoomForTheNext) {
+  auto server = HttpServer::Start(
+      "127.0.0.1", 0, {{"/healthz", [] { return HttpServer::Response{.body = "ok\n"}; }}});
+  ASSERT_TRUE(server.ok()) << server.status();
+  std::vector<int> slow;
+  for (int i = 0; i < 64; ++i) {
+    slow.push_back(Connect(**server));
+    Send(slow.back(), "GET /healthz HTTP/1.1\r\nX-Slow: ");
+  }
+  auto response = httplib::Client("127.0.0.1", (*server)->port()).Get("/healthz");
+  while (!response) response = httplib::Client("127.0.0.1", (*server)->port()).Get("/healthz");
+  EXPECT_EQ(response->body, "ok\n");
+  for (const int fd : slow) close(fd);
+}
+
 TEST(HttpServer, EndlessHeaders_AreCutOff) {
   auto server = HttpServer::Start("127.0.0.1", 0, {});
   ASSERT_TRUE(server.ok()) << server.status();

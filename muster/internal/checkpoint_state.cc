@@ -24,6 +24,8 @@
 #include "worker/checkpoint/async_saver.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/model_files.h"
+#include "worker/checkpoint/node_checkpoints.h"
+#include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/train/guard.h"
@@ -114,12 +116,23 @@ CheckpointState::CheckpointState(Process& process, Registry& registry, LoopTrack
       registry_(registry),
       loops_(loops),
       steps_(steps),
-      stopping_(std::move(stopping)) {}
+      stopping_(std::move(stopping)) {
+  steps_.SetBeforeChange([this] {
+    if (saver_ != nullptr) saver_->WaitForCopy();
+  });
+}
 
 CheckpointState::~CheckpointState() = default;
 
 std::string CheckpointState::Root() const {
   return absl::StrCat(process_.ProjectDirectory(), "/checkpoints");
+}
+
+std::optional<int> CheckpointState::OwnNode() const {
+  const Environment& environment = process_.environment();
+  if (!process_.options().project.save_on_each_node || environment.num_nodes.value < 2)
+    return std::nullopt;
+  return environment.node_rank.value;
 }
 
 absl::Status CheckpointState::CheckComplete() const {
@@ -162,7 +175,10 @@ absl::Status CheckpointState::WriteShared(StateWriter& writer,
   for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
     const OptimizerState state = registry_.optimizers()[i]->handle().SaveState();
     StateDict file;
-    for (const auto& [name, tensor] : state.tensors) file.SetTensor(name, tensor);
+    for (const auto& [name, tensor] : state.tensors) {
+      file.SetTensor(name, tensor);
+      writer.CopyLater(tensor);
+    }
     PutRows(state.groups, &file);
     file.SetInt("steps", registry_.optimizers()[i]->steps());
     MUSTER_RETURN_IF_ERROR(writer.Write(OptimizerFileName(i), file));
@@ -190,7 +206,16 @@ absl::Status CheckpointState::WriteShared(StateWriter& writer,
   return absl::OkStatus();
 }
 
+void CheckpointState::CopyParametersLater(StateWriter& writer) const {
+  for (const auto& optimizer : registry_.optimizers()) {
+    for (const at::Tensor& parameter : optimizer->handle().parameters()) {
+      writer.CopyLater(parameter);
+    }
+  }
+}
+
 absl::Status CheckpointState::Write(StateWriter& writer) const {
+  CopyParametersLater(writer);
   std::vector<NamedTensors> weights;
   for (const auto& model : registry_.models()) weights.push_back(TensorsOf(model->source()));
   for (const auto& [unused, hook] : save_hooks_) {
@@ -204,9 +229,9 @@ absl::Status CheckpointState::Write(StateWriter& writer) const {
 }
 
 int64_t CheckpointState::AgreeOnNumber(const CheckpointFolder& folder, int64_t number) const {
-  // Rank 0 looks; an error there reaches everyone.
+  // Rank 0 looks, or one process of each node does; an error there reaches every process.
   std::string error;
-  if (process_.rank() == 0) {
+  if (process_.rank() == 0 || OwnNode().has_value()) {
     // Asked before the folder is: a save that ends in between is seen there.
     const bool busy = saver_ != nullptr && saver_->busy();
     const absl::StatusOr<int64_t> next = folder.NextNumber();
@@ -216,7 +241,14 @@ int64_t CheckpointState::AgreeOnNumber(const CheckpointFolder& folder, int64_t n
       error = std::string(next.status().message());
     }
   }
-  std::tie(number, error) = BroadcastObject(process_.comm(), std::make_tuple(number, error), 0);
+  if (OwnNode().has_value()) {
+    for (const auto& [other, why] : GatherObject(process_.comm(), std::make_tuple(number, error))) {
+      number = std::max(number, other);
+      if (error.empty()) error = why;
+    }
+  } else {
+    std::tie(number, error) = BroadcastObject(process_.comm(), std::make_tuple(number, error), 0);
+  }
   if (!error.empty()) ThrowIfError(absl::UnavailableError(error));
   return number;
 }
@@ -252,11 +284,11 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     if (process_.options().checkpoint.asynchronous) {
       earlier = SaveBesideTraining(directory, info, write);
     } else if (!directory.empty()) {
-      ThrowIfError(SaveCheckpoint(process_.comm(), directory, info, write));
+      ThrowIfError(SaveCheckpoint(process_.comm(), directory, info, write, OwnNode()));
     } else {
       ThrowIfError(SaveNumberedCheckpoint(
           process_.comm(), folder, info,
-          static_cast<int>(process_.options().project.total_limit.value_or(0)), write));
+          static_cast<int>(process_.options().project.total_limit.value_or(0)), write, OwnNode()));
     }
     last_checkpoint_ = directory.empty() ? folder.PathOf(info.iteration) : directory;
     save_iteration_ = info.iteration + 1;
@@ -274,10 +306,12 @@ absl::Status CheckpointState::SaveBesideTraining(
     ThrowIfError(beside.status());
     saver_ = std::make_unique<AsyncSaver>(
         *std::move(beside),
-        AsyncSaver::Options{.max_bytes_per_second = options.max_bytes_per_second});
+        AsyncSaver::Options{.max_bytes_per_second = options.max_bytes_per_second,
+                            .lazy = options.lazy});
   }
   AsyncSaver::Request request;
   request.info = info;
+  request.node = OwnNode();
   if (directory.empty()) {
     request.folder.emplace(Root());
     request.total_limit = static_cast<int>(process_.options().project.total_limit.value_or(0));
@@ -336,10 +370,13 @@ absl::Status CheckpointState::SaveModel(const ModelSource& model,
     steps_.CheckAllTakePart("save_model()");
     const absl::StatusOr<int64_t> bytes = ParseShardSize(max_shard_size);
     ThrowIfError(bytes.status());
+    const absl::StatusOr<NodeGroups> groups = GroupsOf(process_.comm(), directory, OwnNode());
+    ThrowIfError(groups.status());
     absl::Status status;
-    if (process_.rank() == 0) {
+    if (groups->leads()) {
       status = Guard([&] { ThrowIfError(SaveModelFiles(directory, TensorsOf(model), *bytes)); });
     }
+    if (groups->nodes.size() > 1) return ThrowIfAnyFailed(status);
     const auto [code, message] = BroadcastObject(
         process_.comm(),
         std::make_tuple(static_cast<int>(status.code()), std::string(status.message())), 0);
@@ -534,7 +571,11 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
   process_.progress().SetPhase("load_state");
   return Guard([&] {
     const CheckpointFolder folder(Root());
-    absl::StatusOr<StateReader> reader = OpenCheckpoint(process_.comm(), directory, folder);
+    absl::StatusOr<NodeGroups> groups =
+        GroupsOf(process_.comm(), directory.empty() ? folder.PathOf(0) : directory, OwnNode());
+    ThrowIfError(groups.status());
+    absl::StatusOr<StateReader> reader =
+        OpenCheckpointOnNodes(process_.comm(), directory, folder, *groups);
     if (may_be_missing && directory.empty()) CheckProjectWritable(/*always=*/true);
     if (may_be_missing && absl::IsNotFound(reader.status())) return;
     ThrowIfError(reader.status());

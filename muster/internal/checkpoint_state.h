@@ -5,6 +5,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -71,8 +72,12 @@ class CheckpointState {
   struct Loaded;
 
   std::string Root() const;
+  // The number that the processes of this node have in common, if nodes keep files of their own.
+  std::optional<int> OwnNode() const;
   // Whether everything that is trained would be written.
   absl::Status CheckComplete() const;
+  // Tells the writer what only optimizers change.
+  void CopyParametersLater(StateWriter& writer) const;
   // This process's files.
   absl::Status Write(StateWriter& writer) const;
   absl::Status WriteShared(StateWriter& writer, const std::vector<NamedTensors>& weights) const;

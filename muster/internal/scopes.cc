@@ -29,7 +29,17 @@ LocalScope::LocalScope(Core* core) : core_(core) {
 }
 LocalScope::~LocalScope() { core_->steps().ChangeLocal(-1); }
 
-AveragedScope::AveragedScope(Core* core, EmaWeights& ema) : core_(core), scope_(ema) {
+namespace {
+
+// The average is about to take the place of the weights.
+Core* Announced(Core* core) {
+  core->steps().AboutToChange();
+  return core;
+}
+
+}  // namespace
+
+AveragedScope::AveragedScope(Core* core, EmaWeights& ema) : core_(Announced(core)), scope_(ema) {
   core_->steps().ChangeAveraged(+1);
 }
 AveragedScope::~AveragedScope() noexcept(false) { core_->steps().ChangeAveraged(-1); }

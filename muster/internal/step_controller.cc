@@ -81,6 +81,10 @@ AccumulateScope StepController::Accumulate(const std::optional<BatchFacts>& fact
   return AccumulateScope(this);
 }
 
+void StepController::AboutToChange() const {
+  if (before_change_) before_change_();
+}
+
 void StepController::BeginWindow() {
   window_factor_.reset();
   window_backwards_ = 0;
@@ -461,6 +465,7 @@ void StepController::EndJoin(bool finish) {
   join_factor_ = 1;
   for (const auto& loader : registry_.loaders()) loader->OverrideEvenBatches(std::nullopt);
   if (!finish) return;
+  AboutToChange();
   join->Finish([&](int root) {
     // A process that ran out of batches early has missed steps: it takes over the state of the
     // longest-trained process.
@@ -512,6 +517,7 @@ void StepController::Step(OptimizerSlot& slot) {
   process_.progress().SetPhase("optimizer step");
   CheckGradients(slot);
   FinishGradients(&slot);
+  AboutToChange();
   MUSTER_FAILPOINT("worker.step");
   if (scaler_ != nullptr) {
     scaler_->Step(*slot.handle_);
@@ -558,6 +564,7 @@ at::Tensor StepController::StepWithClosure(OptimizerSlot& slot,
     return process_.MeanOfAll(loss.detach());
   };
   slot.step_was_skipped_ = false;
+  AboutToChange();
   const at::Tensor loss = slot.handle_->StepWithClosure(evaluate);
   Stepped(slot);
   return loss;

@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
@@ -51,6 +52,10 @@ class StepController {
 
   void ChangeNoSync(int by) { no_sync_depth_ += by; }
   void ChangeLocal(int by) { local_depth_ += by; }
+  // `function` is called before Muster itself changes the weights or the state of prepared
+  // optimizers.
+  void SetBeforeChange(std::function<void()> function) { before_change_ = std::move(function); }
+  void AboutToChange() const;
   // The model's weights are, for a time, not those that are trained.
   void ChangeAveraged(int by) { averaged_depth_ += by; }
   bool averaged() const { return averaged_depth_ > 0; }
@@ -112,6 +117,7 @@ class StepController {
   Accumulation accumulation_;
   std::unique_ptr<GradScaler> scaler_;
 
+  std::function<void()> before_change_;
   int no_sync_depth_ = 0;
   int local_depth_ = 0;
   int averaged_depth_ = 0;

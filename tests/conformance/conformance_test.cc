@@ -52,6 +52,24 @@ TEST_P(GoldenKind, EveryRecordedCase_GivesTheExpectedAnswer) {
   }
 }
 
+// Pickles are other files here (docs/accelerate.md), so that of them only the names are compared.
+TEST(SaveStateLayout, EveryRecordedCase_HasTheFilesAndTheWeights) {
+  for (Json test_case : GoldenCases("save_state_layout")) {
+    SCOPED_TRACE(test_case["id"].get<std::string>());
+    const Json out = test_case["out"];
+    test_case.erase("out");
+    const Json answer = Json::parse(AnswerLine(test_case.dump()));
+    ASSERT_TRUE(answer.contains("out")) << answer.dump();
+    EXPECT_EQ(answer["out"]["files"], out["files"]);
+    EXPECT_EQ(answer["out"]["contents"].size(), out["contents"].size());
+    for (const auto& [name, content] : out["contents"].items()) {
+      ASSERT_TRUE(answer["out"]["contents"].contains(name)) << name;
+      if (content["format"] != "safetensors") continue;
+      EXPECT_EQ(Difference(answer["out"]["contents"][name], content, {}), "") << name;
+    }
+  }
+}
+
 Json Answer(const std::string& line) { return Json::parse(AnswerLine(line)); }
 
 TEST(AnswerLine, WhateverTheLine_IsOneLineThatSaysWhy) {

@@ -11,7 +11,8 @@ using Json = nlohmann::json;
 const std::map<std::string, Handler>& Handlers() {
   static const auto* const handlers = [] {
     auto* all = new std::map<std::string, Handler>;
-    for (auto group : {DataHandlers(), TrainHandlers(), CollectiveHandlers(), StorageHandlers()}) {
+    for (auto group : {DataHandlers(), TrainHandlers(), CollectiveHandlers(), StorageHandlers(),
+                       CheckpointHandlers()}) {
       all->merge(group);
     }
     return all;

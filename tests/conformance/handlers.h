@@ -23,6 +23,7 @@ std::map<std::string, Handler> DataHandlers();
 std::map<std::string, Handler> TrainHandlers();
 std::map<std::string, Handler> CollectiveHandlers();
 std::map<std::string, Handler> StorageHandlers();
+std::map<std::string, Handler> CheckpointHandlers();
 
 }  // namespace muster::conformance
 

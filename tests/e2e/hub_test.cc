@@ -94,8 +94,8 @@ TEST_F(HubTest, HubKilled_TheJobBehindItGoesOn) {
   Put("shown");
   ExpectSuccess();
   for (const auto& node : nodes_) {
-    EXPECT_THAT(node->err(), Contains(AllOf(HasSubstr("returns to the coordinator at"),
-                                            HasSubstr("refused"))));
+    EXPECT_THAT(node->err(),
+                Contains(AllOf(HasSubstr("returns to the coordinator at"), HasSubstr("refused"))));
   }
 }
 

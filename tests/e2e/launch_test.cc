@@ -339,6 +339,17 @@ TEST_F(LaunchTest, CleanedDaemon_EndsWithTheJob) {
   EXPECT_TRUE(WaitUntilEnded(stray));
 }
 
+// Nor does it hide from a launcher that cannot do anything any more.
+TEST_F(LaunchTest, LauncherKilled_CleanedDaemonEndsToo) {
+  auto launch = Launch({},
+                       "(env -i setsid sh -c 'echo stray $$; exec sleep 1000 </dev/null "
+                       ">/dev/null 2>&1' &); exec sleep 1000");
+  const int stray = Numbers(launch->WaitForLine("stray")).at(0);
+  kill(launch->pid(), SIGKILL);
+  EXPECT_EQ(launch->Wait(), -SIGKILL);
+  EXPECT_TRUE(WaitUntilEnded(stray));
+}
+
 TEST_F(LaunchTest, GrandchildThatKeepsWriting_DoesNotKeepTheLauncher) {
   auto launch = Launch({}, absl::StrCat("(setsid yes ", std::string(9999, 'y'), " &); exit 0"));
   EXPECT_EQ(launch->Wait(), 0);

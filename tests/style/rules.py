@@ -298,6 +298,18 @@ def read_build(text):
     rules["glob"] = lambda include, **_: list(include)
     rules["select"] = lambda options: [item for option in options.values() for item in option]
     rules["load"] = lambda *_: None
+
+    def muster_library(name, srcs=None, hdrs=None, deps=(), test_deps=(), **attributes):
+        """As build_defs/muster_library.bzl."""
+        attributes.pop("test_size", None)
+        rules.calls.append(("cc_library", {
+            "name": name, "srcs": [name + ".cc"] if srcs is None else srcs, "hdrs": hdrs or [name + ".h"], "deps": list(deps),
+            **attributes}))
+        rules.calls.append(("cc_test", {
+            "name": name + "_test", "srcs": [name + "_test.cc"],
+            "deps": [":" + name, "//third_party:gtest_main"] + list(deps) + list(test_deps)}))
+
+    rules["muster_library"] = muster_library
     exec(compile(text, "BUILD.bazel", "exec"), rules)  # pylint: disable=exec-used
     return rules.calls
 

@@ -240,6 +240,9 @@ class RulesThemselves(unittest.TestCase):
         tested = rules.read_build('cc_library(name = "a", srcs = ["a.cc"])\ncc_test(name = "t", deps = [":a"])')
         self.assertFalse(rules.untested({"a/BUILD.bazel": tested}, {}))
         self.assertTrue(rules.untested({"a/BUILD.bazel": tested}, {"//a:a": "stale"}))
+        both = rules.read_build('muster_library(name = "a", deps = ["//b:c"], test_deps = ["//b:d"])')
+        self.assertFalse(rules.untested({"a/BUILD.bazel": both}, {}))
+        self.assertFalse(rules.gtest_only_in_tests("a/BUILD.bazel", both))
 
 
 class _XmlResult(unittest.TextTestResult):

@@ -5,12 +5,13 @@
 
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_split.h"
+#include "base/failpoint.h"
 #include "base/file.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/node_group.h"
 
 namespace muster {
 namespace {
@@ -24,8 +25,10 @@ AsyncSaver::AsyncSaver(std::unique_ptr<Comm> comm, const Options& options)
     : comm_(std::move(comm)),
       limiter_(options.max_bytes_per_second),
       in_flight_(options.in_flight),
+      lazy_(options.lazy),
       rank_(comm_->rank()) {
   for (int i = 0; i < kSnapshots; ++i) idle_.push_back(std::make_unique<Snapshot>());
+  if (lazy_) copier_ = std::thread([this] { RunCopies(); });
   thread_ = std::thread([this] { Run(); });
 }
 
@@ -37,6 +40,7 @@ AsyncSaver::~AsyncSaver() {
     changed_.SignalAll();
   }
   thread_.join();
+  if (copier_.joinable()) copier_.join();
   MutexLock lock(&mu_);
   for (const Outcome& outcome : outcomes_) {
     if (outcome.status.ok()) continue;
@@ -65,6 +69,7 @@ absl::Status AsyncSaver::Begin(Comm& comm, const Request& request,
                                absl::FunctionRef<absl::Status(StateWriter&)> write,
                                std::vector<Outcome>* earlier) {
   const absl::Time start = clock_.Now();
+  WaitForCopy();
   auto save = std::make_unique<Save>();
   save->request = request;
   save->snapshot = TakeSnapshot();
@@ -79,9 +84,12 @@ absl::Status AsyncSaver::Begin(Comm& comm, const Request& request,
     GiveBack(std::move(save->snapshot));
     return copied;
   }
+  save->deferred = save->snapshot->TakeDeferred();
+  last_deferred_ = save->deferred;
   save->begun = clock_.Now();
   save->stall = save->begun - start;
   MutexLock lock(&mu_);
+  if (lazy_ && !save->deferred->empty()) to_copy_ = save->deferred;
   queue_.push_back(std::move(save));
   ++begun_;
   changed_.SignalAll();
@@ -92,29 +100,14 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
                               absl::FunctionRef<absl::Status(StateWriter&)> write,
                               std::vector<Outcome>* earlier) {
   const Request& request = save.request;
-  absl::Status begun;
   int64_t done = 0;
   if (rank_ == 0) {
-    {
-      MutexLock lock(&mu_);
-      done = done_;
-    }
-    if (request.dir.empty()) {
-      begun = CheckNumberIsFree(*request.folder, request.info.iteration, request.total_limit);
-    }
-    if (begun.ok()) {
-      MutexLock folder_lock(&folder_mu_);
-      absl::StatusOr<Staging> staging = Staging::Create(request.path());
-      begun = staging.status();
-      if (staging.ok()) save.staging.emplace(*std::move(staging));
-    }
+    MutexLock lock(&mu_);
+    done = done_;
   }
-  // How many saves rank 0 knows the end of, and where this one is written; empty after an error.
-  const std::string main = comm.BroadcastBytes(
-      absl::StrCat(done, " ", save.staging.has_value() ? save.staging->path() : ""), 0);
-  const std::pair<std::string, std::string> parts = absl::StrSplit(main, absl::MaxSplits(' ', 1));
-  TORCH_CHECK(absl::SimpleAtoi(parts.first, &done), "save_state: rank 0 sent ", main);
-  save.staging_path = parts.second;
+  // How many saves rank 0 knows the end of.
+  const std::string main = comm.BroadcastBytes(absl::StrCat(done), 0);
+  TORCH_CHECK(absl::SimpleAtoi(main, &done), "save_state: rank 0 sent ", main);
   {
     // What rank 0 knows this rank's thread is about to hear.
     MutexLock lock(&mu_);
@@ -124,12 +117,42 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
       outcomes_.pop_front();
     }
   }
-  if (save.staging_path.empty()) return StatusOfMain(comm, begun);
+  MUSTER_ASSIGN_OR_RETURN(NodeGroups groups, GroupsOf(comm, request.path(), request.node));
+  if (request.dir.empty()) {
+    MUSTER_RETURN_IF_ERROR(CheckNumberIsFree(comm, groups, *request.folder, request.info.iteration,
+                                             request.total_limit));
+  } else if (settled_.insert(request.dir).second) {
+    MUSTER_RETURN_IF_ERROR(SettleNodes(comm, request.dir, groups));
+  }
+  absl::StatusOr<StagedSave> staged =
+      StagedSave::Begin(comm, request.path(), std::move(groups), &folder_mu_);
+  MUSTER_RETURN_IF_ERROR(staged.status());
+  save.staged.emplace(*std::move(staged));
   const absl::Status copied = GuardRank([&] {
-    StateWriter writer(save.snapshot.get(), rank_);
+    StateWriter writer(save.snapshot.get(), rank_, lazy_);
     return write(writer);
   });
   return AgreeOnFiles(comm, copied, {}, nullptr);
+}
+
+void AsyncSaver::WaitForCopy() {
+  if (last_deferred_ == nullptr) return;
+  last_deferred_->RunWhileTrainingWaits(clock_);
+  last_deferred_.reset();
+}
+
+void AsyncSaver::RunCopies() {
+  while (true) {
+    std::shared_ptr<DeferredCopy> copy;
+    {
+      MutexLock lock(&mu_);
+      while (to_copy_ == nullptr && !stop_) changed_.Wait(&mu_);
+      if (to_copy_ == nullptr) return;
+      copy = std::exchange(to_copy_, nullptr);
+    }
+    MUSTER_FAILPOINT("worker.checkpoint_copy");
+    copy->Run();
+  }
 }
 
 std::vector<AsyncSaver::Outcome> AsyncSaver::Wait() {
@@ -150,18 +173,15 @@ bool AsyncSaver::busy() const {
 }
 
 absl::Status AsyncSaver::WriteFiles(const Save& save, std::vector<ManifestFile>* files) {
-  MUSTER_RETURN_IF_ERROR(CheckStagingIsVisible(save.staging_path));
+  save.deferred->Wait();
+  MUSTER_RETURN_IF_ERROR(save.deferred->status());
+  MUSTER_RETURN_IF_ERROR(save.staged->CheckVisible());
   for (const Snapshot::File& file : save.snapshot->files()) {
     MUSTER_ASSIGN_OR_RETURN(
         DirectFileWritten written,
-        WriteDirectFile(JoinPath(save.staging_path, file.name), save.snapshot->Contents(file),
+        WriteDirectFile(JoinPath(save.staged->path(), file.name), save.snapshot->Contents(file),
                         {.in_flight = in_flight_, .limiter = &limiter_}));
-    // The digest of a single block says no more than that of the file.
-    if (written.blocks.xxh3.size() <= 1) written.blocks = {};
-    files->push_back({.name = file.name,
-                      .rank = rank_,
-                      .digest = std::move(written.digest),
-                      .blocks = std::move(written.blocks)});
+    files->push_back(FileOf(file.name, rank_, std::move(written)));
   }
   return absl::OkStatus();
 }
@@ -170,16 +190,10 @@ absl::Status AsyncSaver::Persist(Save& save) {
   std::vector<ManifestFile> files, all_files;
   const absl::Status written = GuardRank([&] { return WriteFiles(save, &files); });
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(*comm_, written, files, &all_files));
-  absl::Status published;
-  if (save.staging.has_value()) {
-    MutexLock folder_lock(&folder_mu_);
-    published =
-        PublishCheckpoint(*save.staging, save.request.info, comm_->size(), std::move(all_files));
-    if (published.ok() && save.request.dir.empty() && save.request.total_limit > 0) {
-      published = save.request.folder->Rotate(save.request.total_limit);
-    }
-  }
-  return StatusOfMain(*comm_, published);
+  MUSTER_RETURN_IF_ERROR(save.staged->Publish(*comm_, save.request.info, std::move(all_files)));
+  if (!save.request.dir.empty() || save.request.total_limit <= 0) return absl::OkStatus();
+  return RotateOnNodes(*comm_, *save.request.folder, save.staged->groups(),
+                       save.request.total_limit, &folder_mu_);
 }
 
 void AsyncSaver::Run() {
@@ -199,8 +213,9 @@ void AsyncSaver::Run() {
     // A lost peer shows as an exception of the Comm.
     outcome.status = GuardRank([&] { return Persist(*save); });
     outcome.persist = clock_.Now() - save->begun;
+    outcome.stall += save->deferred->waited();
     // Before anybody hears of the end: what a failed save leaves is removed then.
-    save->staging.reset();
+    save->staged.reset();
     save->snapshot->Clear();
     // In one step: who gets the memory of a save also hears of its end.
     MutexLock lock(&mu_);

@@ -5,6 +5,7 @@
 #include <deque>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -19,13 +20,15 @@
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/snapshot.h"
+#include "worker/checkpoint/staged_save.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/comm.h"
 
 namespace muster {
 
 // Saves checkpoints beside training. A save copies this rank's state into memory, which is all that
-// training waits for; a thread writes it to the disk, waits for the other ranks, and publishes the
+// training waits for, and of what only the optimizer changes not even that: a thread copies it
+// meanwhile. Another thread writes it to the disk, waits for the other ranks, and publishes the
 // checkpoint as SaveCheckpoint does. The memory for two saves is kept: one may be written while the
 // next is copied; a third waits for the first.
 //
@@ -37,6 +40,8 @@ class AsyncSaver {
     int64_t max_bytes_per_second = 0;
     // Blocks under way at a time.
     int in_flight = 2;
+    // What StateWriter::CopyLater() names is copied after Begin() returns; see WaitForCopy().
+    bool lazy = false;
   };
 
   struct Request {
@@ -46,6 +51,8 @@ class AsyncSaver {
     std::optional<CheckpointFolder> folder = std::nullopt;
     int total_limit = 0;
     CheckpointInfo info = {};
+    // As in SaveCheckpoint.
+    std::optional<int> node = std::nullopt;
 
     std::string path() const { return dir.empty() ? folder->PathOf(info.iteration) : dir; }
   };
@@ -56,7 +63,8 @@ class AsyncSaver {
     // The same on every rank: OK, or why there is no checkpoint.
     absl::Status status;
     uint64_t bytes = 0;  // that this rank wrote
-    // How long the save made training wait, and from then until it was published.
+    // How long the save made training wait, with the wait for its copies, and from then until it
+    // was published.
     absl::Duration stall;
     absl::Duration persist;
   };
@@ -69,13 +77,18 @@ class AsyncSaver {
   AsyncSaver& operator=(const AsyncSaver&) = delete;
 
   // Collective over `comm`: every rank calls it with the same request (rank 0's counts), and
-  // `write` on each rank puts that rank's files. On return the state may change. Waits while two
+  // `write` on each rank puts that rank's files. On return the state may change, but for what it
+  // gave to CopyLater(). Waits while two
   // saves are being written. Errors, the same on every rank: as SaveCheckpoint before anything is
   // written; those of Snapshot. `earlier` gets how the saves ended that have ended meanwhile, the
   // same ones on every rank, each once.
   absl::Status Begin(Comm& comm, const Request& request,
                      absl::FunctionRef<absl::Status(StateWriter&)> write,
                      std::vector<Outcome>* earlier);
+
+  // Before tensors change that were given to CopyLater(): returns when they are copied, which this
+  // thread helps with. Cheap when they are.
+  void WaitForCopy();
 
   // Waits for the saves that have begun. Every outcome that has not been given yet. Not a
   // collective, though the ranks' threads wait for one another.
@@ -88,9 +101,9 @@ class AsyncSaver {
   // A save that is copied, on its way to the disk.
   struct Save {
     Request request;
-    std::optional<Staging> staging;  // rank 0
-    std::string staging_path;
+    std::optional<StagedSave> staged;
     std::unique_ptr<Snapshot> snapshot;
+    std::shared_ptr<DeferredCopy> deferred;
     absl::Duration stall;
     absl::Time begun;
   };
@@ -103,16 +116,22 @@ class AsyncSaver {
   absl::Status Persist(Save& save);
   absl::Status WriteFiles(const Save& save, std::vector<ManifestFile>* files);
   void Run();
+  void RunCopies();
 
   const std::unique_ptr<Comm> comm_;
   RateLimiter limiter_;
   const int in_flight_;
+  const bool lazy_;
   const int rank_;
   const Clock& clock_ = Clock::Real();
 
   // What stands beside the checkpoints (a staging folder of a dead writer, a checkpoint on its way
   // out) is touched by one thread at a time: either would take the other's for abandoned.
   Mutex folder_mu_;
+
+  // Folders that SettleNodes() has seen: what it looks for is older than this process. Of the
+  // thread that calls Begin().
+  std::set<std::string> settled_;
 
   mutable Mutex mu_;
   CondVar changed_;
@@ -121,9 +140,13 @@ class AsyncSaver {
   // Saves by number, from 1: queued, and done.
   int64_t begun_ ABSL_GUARDED_BY(mu_) = 0;
   int64_t done_ ABSL_GUARDED_BY(mu_) = 0;
-  std::deque<Outcome> outcomes_ ABSL_GUARDED_BY(mu_);  // of the last ones done
+  std::deque<Outcome> outcomes_ ABSL_GUARDED_BY(mu_);           // of the last ones done
+  std::shared_ptr<DeferredCopy> to_copy_ ABSL_GUARDED_BY(mu_);  // for copier_, if not null
   bool stop_ ABSL_GUARDED_BY(mu_) = false;
-  std::thread thread_;  // last: it uses the rest
+  std::shared_ptr<DeferredCopy> last_deferred_;  // of the last save; for the caller's thread
+  // Last: they use the rest.
+  std::thread copier_;
+  std::thread thread_;
 };
 
 }  // namespace muster

@@ -12,6 +12,8 @@
 
 #include "ATen/ops/arange.h"
 #include "ATen/ops/full.h"
+#include "ATen/ops/ones.h"
+#include "ATen/ops/zeros.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
@@ -42,12 +44,13 @@ class AsyncSaverTest : public testing::Test {
   void RunSavers(int ranks, const std::function<void(Comm&, AsyncSaver&)>& fn) {
     std::vector<std::unique_ptr<Comm>> background = MakeThreadComms(ranks);
     RunRanks(ranks, [&](Comm& comm) {
-      AsyncSaver saver(std::move(background[comm.rank()]), {});
+      AsyncSaver saver(std::move(background[comm.rank()]), {.lazy = lazy_});
       fn(comm, saver);
     });
   }
 
   std::string root_, dir_;
+  bool lazy_ = false;
 };
 
 // Rank 0 writes what is the same everywhere, every rank its own state; all of it is `value`.
@@ -254,6 +257,111 @@ TEST_F(AsyncSaverTest, LostPeer_FailsTheSave) {
     EXPECT_FALSE(outcomes[0].status.ok());
   });
   EXPECT_TRUE(ListDirectory(root_)->empty());
+}
+
+TEST_F(AsyncSaverTest, LazySave_HoldsWhatWasThereBeforeTheChange) {
+  // The copier is late: whoever changes the tensor makes the copy.
+  ASSERT_TRUE(ArmFailpoints("worker.checkpoint_copy=delay:200ms", "", "").ok());
+  LocalComm comm;
+  AsyncSaver saver(std::make_unique<LocalComm>(), {.lazy = true});
+  const at::Tensor weight = at::zeros({5000});
+  std::vector<AsyncSaver::Outcome> outcomes;
+  for (int i = 0; i < 4; ++i) {
+    weight.fill_(i);
+    ASSERT_TRUE(saver
+                    .Begin(
+                        comm, {.dir = JoinPath(root_, std::to_string(i))},
+                        [&](StateWriter& writer) {
+                          writer.CopyLater(weight);
+                          return writer.WriteModel(ModelFileName(0), {{"w", weight}});
+                        },
+                        &outcomes)
+                    .ok());
+    saver.WaitForCopy();
+    weight.fill_(-1);
+  }
+  for (AsyncSaver::Outcome& outcome : saver.Wait()) outcomes.push_back(std::move(outcome));
+  ASSERT_EQ(outcomes.size(), 4u);
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_TRUE(outcomes[i].status.ok()) << outcomes[i].status;
+    const auto reader = StateReader::Open(JoinPath(root_, std::to_string(i)));
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_TRUE(reader->Read(ModelFileName(0))->GetTensor("w")->equal(at::full({5000}, double(i))));
+  }
+}
+
+TEST_F(AsyncSaverTest, LazySaveOfAChangedTensor_FailsOnAllRanksAndTheOldOneStays) {
+  lazy_ = true;
+  RunSavers(2, [&](Comm& comm, AsyncSaver& saver) {
+    const at::Tensor weight = at::ones({5000});
+    const auto save = [&](bool change) {
+      std::vector<AsyncSaver::Outcome> earlier;
+      const absl::Status begun = saver.Begin(
+          comm, {.dir = dir_},
+          [&](StateWriter& writer) -> absl::Status {
+            if (writer.rank() == 0) return absl::OkStatus();
+            writer.CopyLater(weight);
+            const absl::Status written = writer.WriteModel(ModelFileName(0), {{"w", weight}});
+            if (change) weight.fill_(2);
+            return written;
+          },
+          &earlier);
+      EXPECT_TRUE(begun.ok()) << begun;
+      return saver.Wait().at(0).status;
+    };
+    EXPECT_TRUE(save(false).ok());
+    const absl::Status status = save(true);
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(status.message()),
+                StartsWith("rank 1: \"w\" of model.safetensors was changed by the program"));
+    weight.fill_(1);
+    EXPECT_TRUE(save(false).ok());
+  });
+  EXPECT_EQ(WeightIn(dir_), 1);
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("ckpt"));
+}
+
+TEST_F(AsyncSaverTest, SaveThatBeginsWhileOneIsPublished_LeavesWhatThatOneKeeps) {
+  RunSavers(1, [&](Comm& comm, AsyncSaver& saver) {
+    std::vector<AsyncSaver::Outcome> outcomes;
+    const auto save = [&](int step) {
+      return saver.Begin(
+          comm, {.dir = dir_, .info = {.step = step}},
+          [&](StateWriter& writer) { return WriteAll(writer, at::full({10}, step)); }, &outcomes);
+    };
+    ASSERT_TRUE(save(1).ok());
+    EXPECT_TRUE(saver.Wait().at(0).status.ok());
+    ASSERT_TRUE(WriteFileAtomically(JoinPath(dir_, "notes.txt"), "mine").ok());
+    // The old checkpoint is aside, and nobody's, while the foreign file is still to move over.
+    ASSERT_TRUE(ArmFailpoints("worker.checkpoint_replaced=delay:200ms@1", "", "").ok());
+    ASSERT_TRUE(save(2).ok());
+    while (StateReader::Open(dir_)->info().step != 2) std::this_thread::yield();
+    ASSERT_TRUE(save(3).ok());
+    for (const AsyncSaver::Outcome& outcome : saver.Wait()) {
+      EXPECT_TRUE(outcome.status.ok()) << outcome.status;
+    }
+  });
+  EXPECT_EQ(*ReadFile(JoinPath(dir_, "notes.txt")), "mine");
+  EXPECT_EQ(WeightIn(dir_), 3);
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("ckpt"));
+}
+
+TEST_F(AsyncSaverTest, SaveThatIsWaitedFor_IsNotHeldBackByItsRateLimit) {
+  // A day for what is saved; nobody waits for that.
+  LocalComm comm;
+  AsyncSaver saver(std::make_unique<LocalComm>(), {.max_bytes_per_second = 1});
+  std::vector<AsyncSaver::Outcome> outcomes;
+  const auto save = [&](double value) {
+    return saver.Begin(
+        comm, {.dir = dir_},
+        [&](StateWriter& writer) { return WriteAll(writer, at::full({20'000}, value)); },
+        &outcomes);
+  };
+  ASSERT_TRUE(save(1).ok());
+  EXPECT_TRUE(saver.Wait().at(0).status.ok());
+  ASSERT_TRUE(save(2).ok());
+  EXPECT_TRUE(saver.Wait().at(0).status.ok());
+  EXPECT_EQ(WeightIn(dir_), 2);
 }
 
 TEST_F(AsyncSaverTest, FileOfManyBlocks_ComesBackAndAFlippedBitIsNamedByItsBlock) {

@@ -8,10 +8,13 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <deque>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/memory/memory.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/failpoint.h"
@@ -130,6 +133,48 @@ absl::Status WriteBlock(const DirectFileSystem& system, File& file, const std::s
                   at + block.size() - tail);
 }
 
+// Makes an empty file with room for `bytes` bytes.
+absl::StatusOr<File> CreateFile(const DirectFileSystem& system, const std::string& path,
+                                uint64_t bytes, bool direct) {
+  MUSTER_ASSIGN_OR_RETURN(
+      File file,
+      File::Open(system, path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, direct && bytes > 0));
+  // A disk that is too full says so before anything is written, and blocks that end the file in any
+  // order do not wait for one another to extend it.
+  const uint64_t rounded = RoundUp(bytes);
+  if (bytes > 0 && system.allocate(file.fd(), rounded) != 0 && errno != EOPNOTSUPP &&
+      errno != ENOSYS && errno != EINVAL) {
+    return absl::ErrnoToStatus(errno,
+                               absl::StrCat("cannot reserve ", rounded, " bytes for ", path));
+  }
+  return file;
+}
+
+// All blocks are written: gives the file its size and syncs it.
+absl::Status EndFile(const DirectFileSystem& system, const File& file, const std::string& path,
+                     uint64_t bytes) {
+  if (ftruncate(file.fd(), static_cast<off_t>(bytes)) != 0) {
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot set the size of ", path));
+  }
+  MUSTER_FAILPOINT_STATUS("worker.checkpoint_sync");
+  while (system.fsync(file.fd()) != 0) {
+    if (errno == EINTR) continue;
+    return absl::ErrnoToStatus(errno, absl::StrCat("cannot sync ", path));
+  }
+  return absl::OkStatus();
+}
+
+void WaitForTurn(const DirectFileSystem& system, RateLimiter* limiter, size_t bytes) {
+  if (limiter == nullptr) return;
+  const absl::Duration wait = limiter->Reserve(static_cast<int64_t>(bytes));
+  if (wait <= absl::ZeroDuration()) return;
+  if (system.wait != nullptr) {
+    system.wait(wait);
+  } else {
+    limiter->Wait(wait);
+  }
+}
+
 // Calls `work` for each number below `count` from `threads` threads until one call fails, and
 // `meanwhile` from this one. Returns when all have ended.
 absl::Status ForEach(uint64_t count, int threads, absl::FunctionRef<absl::Status(uint64_t)> work,
@@ -208,26 +253,14 @@ absl::Status ReadBlock(const DirectFileSystem& system, File& direct, File& cache
 
 DirectFileSystem::DirectFileSystem()
     : open([](const char* path, int flags, mode_t mode) { return ::open(path, flags, mode); }),
-      allocate([](int fd, off_t size) { return ::fallocate(fd, 0, 0, size); }),
-      wait([](absl::Duration duration) {
-        Notification().WaitForNotificationWithTimeout(duration);
-      }) {}
+      allocate([](int fd, off_t size) { return ::fallocate(fd, 0, 0, size); }) {}
 
 absl::StatusOr<DirectFileWritten> WriteDirectFile(const std::string& path,
                                                   absl::string_view contents,
                                                   const DirectFileOptions& options) {
   const DirectFileSystem& system = SystemOf(options);
   MUSTER_ASSIGN_OR_RETURN(File file,
-                          File::Open(system, path, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC,
-                                     IsAligned(contents.data()) && !contents.empty()));
-  // A disk that is too full says so before anything is written, and blocks that end the file in any
-  // order do not wait for one another to extend it.
-  const uint64_t rounded = RoundUp(contents.size());
-  if (!contents.empty() && system.allocate(file.fd(), rounded) != 0 && errno != EOPNOTSUPP &&
-      errno != ENOSYS && errno != EINVAL) {
-    return absl::ErrnoToStatus(errno,
-                               absl::StrCat("cannot reserve ", rounded, " bytes for ", path));
-  }
+                          CreateFile(system, path, contents.size(), IsAligned(contents.data())));
   DirectFileWritten written;
   written.blocks.block_bytes = options.block_bytes;
   const uint64_t count = BlocksOf(contents.size(), options.block_bytes);
@@ -238,23 +271,177 @@ absl::StatusOr<DirectFileWritten> WriteDirectFile(const std::string& path,
         const uint64_t at = i * options.block_bytes;
         const absl::string_view block = contents.substr(at, options.block_bytes);
         written.blocks.xxh3[i] = DigestBlock(block);
-        if (options.limiter != nullptr) {
-          const absl::Duration wait = options.limiter->Reserve(block.size());
-          if (wait > absl::ZeroDuration()) system.wait(wait);
-        }
+        WaitForTurn(system, options.limiter, block.size());
         return WriteBlock(system, file, path, block, at);
       },
       [&] { written.digest = DigestBytes(contents); }));
-  if (ftruncate(file.fd(), contents.size()) != 0) {
-    return absl::ErrnoToStatus(errno, absl::StrCat("cannot set the size of ", path));
-  }
-  MUSTER_FAILPOINT_STATUS("worker.checkpoint_sync");
-  while (system.fsync(file.fd()) != 0) {
-    if (errno == EINTR) continue;
-    return absl::ErrnoToStatus(errno, absl::StrCat("cannot sync ", path));
-  }
+  MUSTER_RETURN_IF_ERROR(EndFile(system, file, path, contents.size()));
   written.direct = file.direct();
   return written;
+}
+
+struct DirectFileStream::State {
+  State(const std::string& file_path, uint64_t file_bytes, const DirectFileOptions& file_options,
+        File open_file)
+      : path(file_path),
+        bytes(file_bytes),
+        options(file_options),
+        calls(SystemOf(options)),
+        file(std::move(open_file)) {}
+  ~State() { Join(); }
+
+  struct Block {
+    AlignedMemory memory;
+    uint64_t at = 0;
+    size_t size = 0;
+  };
+
+  absl::Status WriteOut(const Block& block) {
+    WaitForTurn(calls, options.limiter, block.size);
+    return WriteBlock(calls, file, path, absl::string_view(block.memory.data(), block.size),
+                      block.at);
+  }
+
+  // Of a thread: writes blocks until no more come.
+  void Write() {
+    while (true) {
+      Block block;
+      {
+        MutexLock lock(&mu);
+        while (full.empty() && !ended) changed.Wait(&mu);
+        if (full.empty()) return;
+        block = std::move(full.front());
+        full.pop_front();
+      }
+      const absl::Status status = WriteOut(block);
+      MutexLock lock(&mu);
+      first.Update(status);
+      idle.push_back(std::move(block.memory));
+      changed.SignalAll();
+    }
+  }
+
+  void Join() {
+    {
+      MutexLock lock(&mu);
+      ended = true;
+      changed.SignalAll();
+    }
+    for (std::thread& thread : threads) thread.join();
+    threads.clear();
+  }
+
+  // Takes memory for the block that begins at `appended`.
+  absl::Status Begin() {
+    const size_t size = std::min<uint64_t>(options.block_bytes, bytes - appended);
+    {
+      MutexLock lock(&mu);
+      while (first.ok() && idle.empty() && blocks > std::max(options.in_flight, 1)) {
+        changed.Wait(&mu);
+      }
+      MUSTER_RETURN_IF_ERROR(first);
+      if (!idle.empty()) {
+        filling.memory = std::move(idle.back());
+        idle.pop_back();
+      } else {
+        ++blocks;
+      }
+    }
+    MUSTER_RETURN_IF_ERROR(filling.memory.Grow(RoundUp(size)));
+    filling.at = appended;
+    filling.size = 0;
+    return absl::OkStatus();
+  }
+
+  // The block under way is full.
+  absl::Status End() {
+    written.blocks.xxh3.push_back(
+        DigestBlock(absl::string_view(filling.memory.data(), filling.size)));
+    Block block = std::exchange(filling, Block());
+    // A thread for a single block would only cost time.
+    if (bytes <= options.block_bytes) {
+      const absl::Status status = WriteOut(block);
+      MutexLock lock(&mu);
+      first.Update(status);
+      return first;
+    }
+    if (threads.size() < static_cast<size_t>(std::max(options.in_flight, 1))) {
+      threads.emplace_back([this] { Write(); });
+    }
+    MutexLock lock(&mu);
+    full.push_back(std::move(block));
+    changed.SignalAll();
+    return first;
+  }
+
+  const std::string path;
+  const uint64_t bytes;
+  const DirectFileOptions options;
+  const DirectFileSystem& calls;
+  File file;
+  Digester digester;
+  DirectFileWritten written;
+  uint64_t appended = 0;
+  Block filling;   // its memory is there from its first byte on
+  int blocks = 0;  // whose memory was taken
+  Mutex mu;
+  CondVar changed;
+  std::deque<Block> full ABSL_GUARDED_BY(mu);
+  std::vector<AlignedMemory> idle ABSL_GUARDED_BY(mu);
+  absl::Status first ABSL_GUARDED_BY(mu);
+  bool ended ABSL_GUARDED_BY(mu) = false;
+  std::vector<std::thread> threads;
+};
+
+DirectFileStream::DirectFileStream(std::unique_ptr<State> state) : state_(std::move(state)) {}
+DirectFileStream::~DirectFileStream() = default;
+
+absl::StatusOr<std::unique_ptr<DirectFileStream>> DirectFileStream::Create(
+    const std::string& path, uint64_t bytes, const DirectFileOptions& options) {
+  MUSTER_ASSIGN_OR_RETURN(File file, CreateFile(SystemOf(options), path, bytes, true));
+  auto state = std::make_unique<State>(path, bytes, options, std::move(file));
+  state->written.blocks.block_bytes = options.block_bytes;
+  return absl::WrapUnique(new DirectFileStream(std::move(state)));
+}
+
+absl::Status DirectFileStream::Append(absl::string_view bytes) {
+  State& state = *state_;
+  if (bytes.size() > state.bytes - state.appended) {
+    return absl::InvalidArgumentError(absl::StrCat(state.path, ": got more than the ", state.bytes,
+                                                   " bytes that were announced"));
+  }
+  while (!bytes.empty()) {
+    if (state.filling.memory.data() == nullptr) MUSTER_RETURN_IF_ERROR(state.Begin());
+    const absl::string_view part = bytes.substr(0, state.options.block_bytes - state.filling.size);
+    char* const to = state.filling.memory.data() + state.filling.size;
+    std::memcpy(to, part.data(), part.size());
+    // From the copy, which is in the processor's cache.
+    state.digester.Update(absl::string_view(to, part.size()));
+    state.filling.size += part.size();
+    state.appended += part.size();
+    bytes.remove_prefix(part.size());
+    if (state.filling.size == state.options.block_bytes || state.appended == state.bytes) {
+      MUSTER_RETURN_IF_ERROR(state.End());
+    }
+  }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<DirectFileWritten> DirectFileStream::Finish() {
+  State& state = *state_;
+  state.Join();
+  {
+    MutexLock lock(&state.mu);
+    MUSTER_RETURN_IF_ERROR(state.first);
+  }
+  if (state.appended != state.bytes) {
+    return absl::InvalidArgumentError(absl::StrCat(state.path, ": got ", state.appended, " of the ",
+                                                   state.bytes, " bytes that were announced"));
+  }
+  MUSTER_RETURN_IF_ERROR(EndFile(state.calls, state.file, state.path, state.bytes));
+  state.written.digest = state.digester.Finish();
+  state.written.direct = state.file.direct();
+  return std::move(state.written);
 }
 
 absl::Status ReadDirectFile(

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 
@@ -34,7 +35,7 @@ struct DirectFileSystem {
   std::function<ssize_t(int fd, void* to, size_t size, off_t at)> pread = ::pread;
   std::function<int(int fd, off_t size)> allocate;
   std::function<int(int fd)> fsync = ::fsync;
-  std::function<void(absl::Duration)> wait;
+  std::function<void(absl::Duration)> wait;  // empty: the limiter's
 
   DirectFileSystem();
 };
@@ -64,6 +65,33 @@ struct DirectFileWritten {
 absl::StatusOr<DirectFileWritten> WriteDirectFile(const std::string& path,
                                                   absl::string_view contents,
                                                   const DirectFileOptions& options = {});
+
+// Writes a file as WriteDirectFile does, from bytes that come in order and lie anywhere in memory:
+// they are copied into blocks, which threads write while the next block is filled. Needs the memory
+// of one block more than there are under way. Not thread-safe.
+class DirectFileStream {
+ public:
+  // `bytes`: the size of the file. Errors: as WriteDirectFile.
+  static absl::StatusOr<std::unique_ptr<DirectFileStream>> Create(
+      const std::string& path, uint64_t bytes, const DirectFileOptions& options = {});
+  // Waits for blocks under way. Without Finish() part of the file stays.
+  ~DirectFileStream();
+  DirectFileStream(const DirectFileStream&) = delete;
+  DirectFileStream& operator=(const DirectFileStream&) = delete;
+
+  // The bytes may change then. Blocks while all blocks are under way. Errors: those of a block
+  // before.
+  absl::Status Append(absl::string_view bytes);
+
+  // Once all bytes are there: writes the rest and syncs the file. Nothing may be called after it.
+  absl::StatusOr<DirectFileWritten> Finish();
+
+ private:
+  struct State;
+  explicit DirectFileStream(std::unique_ptr<State> state);
+
+  const std::unique_ptr<State> state_;
+};
 
 // A range of a file, in bytes.
 struct FileRange {

@@ -8,6 +8,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cstring>
+#include <memory>
+#include <string>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
@@ -45,7 +47,17 @@ class DirectFileTest : public testing::Test {
   }
 
   absl::StatusOr<DirectFileWritten> Write(absl::string_view contents) {
-    return WriteDirectFile(path_, contents, options_);
+    if (!streamed_) return WriteDirectFile(path_, contents, options_);
+    absl::StatusOr<std::unique_ptr<DirectFileStream>> stream =
+        DirectFileStream::Create(path_, contents.size(), options_);
+    if (!stream.ok()) return stream.status();
+    // Parts that end in the middle of blocks, and one that is several blocks.
+    for (size_t size = 1; !contents.empty(); size = size * 5 % (3 * kBlock)) {
+      const absl::string_view part = contents.substr(0, size);
+      if (absl::Status status = (*stream)->Append(part); !status.ok()) return status;
+      contents.remove_prefix(part.size());
+    }
+    return (*stream)->Finish();
   }
 
   // Writes, and expects the file to be what was written.
@@ -79,13 +91,27 @@ class DirectFileTest : public testing::Test {
     return found;
   }
 
+  bool streamed_ = false;
   std::string dir_, path_;
   AlignedMemory memory_;
   DirectFileSystem system_;
   DirectFileOptions options_{.block_bytes = kBlock, .in_flight = 3, .system = &system_};
 };
 
-TEST_F(DirectFileTest, FilesOfAllSizes_AreWrittenAndReadBack) {
+// What is the same for a whole file in memory and for bytes that come in parts.
+class DirectWriteTest : public DirectFileTest, public testing::WithParamInterface<bool> {
+ protected:
+  void SetUp() override {
+    DirectFileTest::SetUp();
+    streamed_ = GetParam();
+  }
+};
+
+INSTANTIATE_TEST_SUITE_P(All, DirectWriteTest, testing::Bool(), [](const auto& info) {
+  return info.param ? std::string("Streamed") : std::string("Whole");
+});
+
+TEST_P(DirectWriteTest, FilesOfAllSizes_AreWrittenAndReadBack) {
   for (const size_t bytes :
        {size_t{0}, size_t{1}, kDirectAlignment - 1, kDirectAlignment, kDirectAlignment + 1,
         kBlock - 1, kBlock, kBlock + 1, 7 * kBlock, 7 * kBlock + 5000}) {
@@ -99,7 +125,7 @@ TEST_F(DirectFileTest, FilesOfAllSizes_AreWrittenAndReadBack) {
   }
 }
 
-TEST_F(DirectFileTest, LargerFileOfTheSameName_IsReplaced) {
+TEST_P(DirectWriteTest, LargerFileOfTheSameName_IsReplaced) {
   ExpectWritten(9 * kBlock);
   ExpectWritten(10);
 }
@@ -112,7 +138,65 @@ TEST_F(DirectFileTest, MemoryThatIsNotAligned_GoesThroughTheCache) {
   EXPECT_EQ(*ReadFile(path_), contents);
 }
 
-TEST_F(DirectFileTest, FileSystemThatRefusesDirectOpen_IsWrittenAndReadThroughTheCache) {
+TEST_F(DirectFileTest, StreamOfUnalignedBytes_IsWrittenPastTheCache) {
+  system_.pwrite = [](int fd, const void* from, size_t size, off_t at) -> ssize_t {
+    EXPECT_EQ(reinterpret_cast<uintptr_t>(from) % kDirectAlignment, 0u);
+    EXPECT_EQ(at % kDirectAlignment, 0u);
+    EXPECT_EQ(size % kDirectAlignment, 0u);
+    return ::pwrite(fd, from, size, at);
+  };
+  streamed_ = true;
+  ExpectWritten(4 * kBlock + 77);
+}
+
+TEST_F(DirectFileTest, StreamOfAnotherSize_IsRefused) {
+  const absl::string_view contents = Contents(kBlock);
+  auto stream = DirectFileStream::Create(path_, kBlock, options_);
+  ASSERT_TRUE(stream.ok()) << stream.status();
+  ASSERT_TRUE((*stream)->Append(contents.substr(1)).ok());
+  EXPECT_THAT(std::string((*stream)->Append(contents).message()),
+              HasSubstr(absl::StrCat("more than the ", kBlock, " bytes")));
+  EXPECT_THAT(std::string((*stream)->Finish().status().message()),
+              HasSubstr(absl::StrCat("got ", kBlock - 1, " of the ", kBlock, " bytes")));
+}
+
+TEST_F(DirectFileTest, StreamThatIsGivenUp_EndsItsWrites) {
+  std::atomic<int> writing{0};
+  system_.pwrite = [&](int fd, const void* from, size_t size, off_t at) {
+    ++writing;
+    const ssize_t n = ::pwrite(fd, from, size, at);
+    --writing;
+    return n;
+  };
+  {
+    auto stream = DirectFileStream::Create(path_, 9 * kBlock, options_);
+    ASSERT_TRUE(stream.ok()) << stream.status();
+    ASSERT_TRUE((*stream)->Append(Contents(5 * kBlock + 1)).ok());
+  }
+  EXPECT_EQ(writing, 0);
+}
+
+// The end of a disk, where a file system writes less than a page and says so: direct I/O is given
+// up for the rest, which ends in the system's own error or in the whole file.
+TEST_P(DirectWriteTest, ShortDirectWritesOfLessThanAPage_AreContinuedThroughTheCache) {
+  std::atomic<int> shorts{0};
+  system_.pwrite = [&](int fd, const void* from, size_t size, off_t at) -> ssize_t {
+    const bool direct = (fcntl(fd, F_GETFL) & O_DIRECT) != 0;
+    if (!direct) return ::pwrite(fd, from, size, at);
+    ++shorts;
+    // Fewer bytes than direct I/O can go on from: through the cache, as the kernel does.
+    std::string start(static_cast<const char*>(from), 100);
+    const int cached = ::open(path_.c_str(), O_WRONLY | O_CLOEXEC);
+    const ssize_t n = ::pwrite(cached, start.data(), start.size(), at);
+    close(cached);
+    return n;
+  };
+  const DirectFileWritten written = ExpectWritten(3 * kBlock + 5);
+  EXPECT_FALSE(written.direct);
+  EXPECT_GE(shorts, 1);
+}
+
+TEST_P(DirectWriteTest, FileSystemThatRefusesDirectOpen_IsWrittenAndReadThroughTheCache) {
   system_.open = [](const char* path, int flags, mode_t mode) {
     if ((flags & O_DIRECT) == 0) return ::open(path, flags, mode);
     errno = EINVAL;
@@ -123,7 +207,7 @@ TEST_F(DirectFileTest, FileSystemThatRefusesDirectOpen_IsWrittenAndReadThroughTh
   EXPECT_EQ(*Read(written), Contents(5 * kBlock + 17));
 }
 
-TEST_F(DirectFileTest, FileSystemThatRefusesDirectTransfers_IsWrittenAndReadThroughTheCache) {
+TEST_P(DirectWriteTest, FileSystemThatRefusesDirectTransfers_IsWrittenAndReadThroughTheCache) {
   const auto is_direct = [](int fd) { return (fcntl(fd, F_GETFL) & O_DIRECT) != 0; };
   system_.pwrite = [&](int fd, const void* from, size_t size, off_t at) -> ssize_t {
     if (!is_direct(fd)) return ::pwrite(fd, from, size, at);
@@ -142,7 +226,7 @@ TEST_F(DirectFileTest, FileSystemThatRefusesDirectTransfers_IsWrittenAndReadThro
   EXPECT_EQ(*Read(written), Contents(5 * kBlock + 17));
 }
 
-TEST_F(DirectFileTest, ShortAndInterruptedTransfers_AreContinued) {
+TEST_P(DirectWriteTest, ShortAndInterruptedTransfers_AreContinued) {
   std::atomic<int> calls{0};
   system_.pwrite = [&](int fd, const void* from, size_t size, off_t at) -> ssize_t {
     if (++calls % 3 == 0) {
@@ -165,7 +249,7 @@ TEST_F(DirectFileTest, ShortAndInterruptedTransfers_AreContinued) {
   EXPECT_EQ(*Read(written), Contents(6 * kBlock + 6000));
 }
 
-TEST_F(DirectFileTest, FullDisk_IsFoundBeforeAnythingIsWritten) {
+TEST_P(DirectWriteTest, FullDisk_IsFoundBeforeAnythingIsWritten) {
   system_.allocate = [](int, off_t) {
     errno = ENOSPC;
     return -1;
@@ -181,7 +265,7 @@ TEST_F(DirectFileTest, FullDisk_IsFoundBeforeAnythingIsWritten) {
                                      ": No space left on device")));
 }
 
-TEST_F(DirectFileTest, FileSystemWithoutReservations_IsWritten) {
+TEST_P(DirectWriteTest, FileSystemWithoutReservations_IsWritten) {
   system_.allocate = [](int, off_t) {
     errno = EOPNOTSUPP;
     return -1;
@@ -189,7 +273,7 @@ TEST_F(DirectFileTest, FileSystemWithoutReservations_IsWritten) {
   ExpectWritten(3 * kBlock + 1);
 }
 
-TEST_F(DirectFileTest, FailedWrite_NamesFileAndOffset) {
+TEST_P(DirectWriteTest, FailedWrite_NamesFileAndOffset) {
   for (const auto& [error, words] :
        {std::pair(ENOSPC, "No space left on device"), std::pair(EIO, "Input/output error")}) {
     system_.pwrite = [error = error](int fd, const void* from, size_t size, off_t at) -> ssize_t {
@@ -205,7 +289,7 @@ TEST_F(DirectFileTest, FailedWrite_NamesFileAndOffset) {
   }
 }
 
-TEST_F(DirectFileTest, FailedSync_IsAnError) {
+TEST_P(DirectWriteTest, FailedSync_IsAnError) {
   system_.fsync = [](int) {
     errno = EIO;
     return -1;
@@ -214,7 +298,7 @@ TEST_F(DirectFileTest, FailedSync_IsAnError) {
               HasSubstr(absl::StrCat("cannot sync ", path_)));
 }
 
-TEST_F(DirectFileTest, Failpoints_FailTheWrite) {
+TEST_P(DirectWriteTest, Failpoints_FailTheWrite) {
   for (const char* spec : {"worker.checkpoint_block=error:RESOURCE_EXHAUSTED@2",
                            "worker.checkpoint_sync=error:RESOURCE_EXHAUSTED"}) {
     ASSERT_TRUE(ArmFailpoints(spec, "", "").ok());
@@ -222,12 +306,12 @@ TEST_F(DirectFileTest, Failpoints_FailTheWrite) {
   }
 }
 
-TEST_F(DirectFileTest, MissingFolder_IsAnErrorWithThePath) {
+TEST_P(DirectWriteTest, MissingFolder_IsAnErrorWithThePath) {
   path_ = JoinPath(dir_, "missing/file");
   EXPECT_THAT(std::string(Write(Contents(1)).status().message()), HasSubstr(path_));
 }
 
-TEST_F(DirectFileTest, RateLimit_SpreadsTheBlocks) {
+TEST_P(DirectWriteTest, RateLimit_SpreadsTheBlocks) {
   FakeClock clock;
   RateLimiter limiter(static_cast<int64_t>(kBlock), clock);  // a block a second
   options_.limiter = &limiter;
@@ -242,7 +326,7 @@ TEST_F(DirectFileTest, RateLimit_SpreadsTheBlocks) {
   EXPECT_THAT(waits, testing::ElementsAre(absl::Seconds(1), absl::Seconds(2), absl::Seconds(3)));
 }
 
-TEST_F(DirectFileTest, BlocksUnderWay_AreNeverMoreThanAsked) {
+TEST_P(DirectWriteTest, BlocksUnderWay_AreNeverMoreThanAsked) {
   std::atomic<int> now{0}, most{0};
   system_.pwrite = [&](int fd, const void* from, size_t size, off_t at) {
     const int running = ++now;

@@ -61,6 +61,18 @@ absl::Status Rename(const std::string& from, const std::string& to) {
   return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", from, " to ", to));
 }
 
+// Puts `from` in the place of the folder `to`; returns where that one is then.
+absl::StatusOr<std::string> Exchange(const std::string& from, const std::string& to) {
+  if (renameat2(AT_FDCWD, from.c_str(), AT_FDCWD, to.c_str(), RENAME_EXCHANGE) == 0) return from;
+  std::string aside = absl::StrCat(to, kReplaced, RandomHex());
+  MUSTER_RETURN_IF_ERROR(Rename(to, aside));
+  if (const absl::Status renamed = Rename(from, to); !renamed.ok()) {
+    MUSTER_RETURN_IF_ERROR(Rename(aside, to));
+    return renamed;
+  }
+  return aside;
+}
+
 // Takes the lock that says that a live process writes into the folder; -1 if another has it.
 int LockFolder(const std::string& path) {
   const int fd = open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -111,18 +123,6 @@ absl::Status PutBackReplaced(const std::string& dir) {
   return absl::OkStatus();
 }
 
-absl::StatusOr<Manifest> ReadManifest(const std::string& dir) {
-  const std::string path = JoinPath(dir, kManifestName);
-  const absl::StatusOr<std::string> text = ReadFile(path);
-  if (absl::IsNotFound(text.status())) {
-    return absl::NotFoundError(
-        absl::StrCat(dir, PathExists(dir) ? " is not a complete checkpoint: it has no manifest.json"
-                                          : " does not exist"));
-  }
-  MUSTER_RETURN_IF_ERROR(text.status());
-  return ParseManifest(*text, path);
-}
-
 // The files of a replaced checkpoint that were not its own belong to the user and move to the new
 // one.
 void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
@@ -158,32 +158,46 @@ std::string CustomFileName(int index) {
   return absl::StrCat("custom_checkpoint_", index, ".safetensors");
 }
 
+absl::StatusOr<Manifest> ReadManifest(const std::string& dir) {
+  const std::string path = JoinPath(dir, kManifestName);
+  const absl::StatusOr<std::string> text = ReadFile(path);
+  if (absl::IsNotFound(text.status())) {
+    return absl::NotFoundError(
+        absl::StrCat(dir, PathExists(dir) ? " is not a complete checkpoint: it has no manifest.json"
+                                          : " does not exist"));
+  }
+  MUSTER_RETURN_IF_ERROR(text.status());
+  return ParseManifest(*text, path);
+}
+
+absl::Status VerifyCheckpointFile(const std::string& dir, const ManifestFile& file,
+                                  VerifyLevel level) {
+  const std::string path = JoinPath(dir, file.name);
+  struct stat info;
+  if (stat(path.c_str(), &info) != 0) {
+    return absl::DataLossError(absl::StrCat(path, ": is missing though the manifest lists it"));
+  }
+  if (static_cast<uint64_t>(info.st_size) != file.digest.bytes) {
+    return absl::DataLossError(absl::StrCat(path, ": has ", info.st_size,
+                                            " bytes, but the manifest says ", file.digest.bytes));
+  }
+  if (level == VerifyLevel::kSizes) return absl::OkStatus();
+  if (!file.blocks.empty()) {
+    return ReadDirectFile(path, file.digest.bytes, file.blocks, std::nullopt,
+                          [](uint64_t, absl::string_view) { return absl::OkStatus(); });
+  }
+  MUSTER_ASSIGN_OR_RETURN(const FileDigest found, DigestFile(path));
+  if (found == file.digest) return absl::OkStatus();
+  return absl::DataLossError(absl::StrCat(path, ": is damaged: its contents have the digest ",
+                                          found.xxh3, ", but the manifest says ",
+                                          file.digest.xxh3));
+}
+
 absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel level) {
   MUSTER_RETURN_IF_ERROR(PutBackReplaced(dir));
   MUSTER_ASSIGN_OR_RETURN(Manifest manifest, ReadManifest(dir));
   for (const ManifestFile& file : manifest.files) {
-    const std::string path = JoinPath(dir, file.name);
-    struct stat info;
-    if (stat(path.c_str(), &info) != 0) {
-      return absl::DataLossError(absl::StrCat(path, ": is missing though the manifest lists it"));
-    }
-    if (static_cast<uint64_t>(info.st_size) != file.digest.bytes) {
-      return absl::DataLossError(absl::StrCat(path, ": has ", info.st_size,
-                                              " bytes, but the manifest says ", file.digest.bytes));
-    }
-    if (level == VerifyLevel::kSizes) continue;
-    if (!file.blocks.empty()) {
-      MUSTER_RETURN_IF_ERROR(
-          ReadDirectFile(path, file.digest.bytes, file.blocks, std::nullopt,
-                         [](uint64_t, absl::string_view) { return absl::OkStatus(); }));
-      continue;
-    }
-    MUSTER_ASSIGN_OR_RETURN(const FileDigest found, DigestFile(path));
-    if (found != file.digest) {
-      return absl::DataLossError(absl::StrCat(path, ": is damaged: its contents have the digest ",
-                                              found.xxh3, ", but the manifest says ",
-                                              file.digest.xxh3));
-    }
+    MUSTER_RETURN_IF_ERROR(VerifyCheckpointFile(dir, file, level));
   }
   return manifest;
 }
@@ -217,32 +231,56 @@ Staging::Staging(std::string dir, std::string path, int lock)
 Staging::Staging(Staging&& other) noexcept
     : dir_(std::move(other.dir_)),
       path_(std::exchange(other.path_, "")),
+      replaced_(std::exchange(other.replaced_, "")),
+      replaced_lock_(std::exchange(other.replaced_lock_, -1)),
+      prepared_(other.prepared_),
       lock_(std::exchange(other.lock_, -1)) {}
 
 Staging::~Staging() {
-  if (!path_.empty()) {
+  // After a commit that failed other nodes may have published: it stays for SettleNodes().
+  if (!path_.empty() && !prepared_) {
     if (const absl::Status removed = RemoveTree(path_); !removed.ok()) {
       MUSTER_LOG(Warning) << removed.message();
     }
   }
   if (lock_ >= 0) close(lock_);
+  if (replaced_lock_ >= 0) close(replaced_lock_);
 }
 
 absl::Status Staging::Publish(const Manifest& manifest) {
+  MUSTER_RETURN_IF_ERROR(Prepare(manifest, [](const ManifestFile&) { return true; }));
+  const absl::Status committed = Commit();
+  // One disk: what was not moved is nobody's.
+  if (!committed.ok() && !path_.empty()) {
+    const absl::Status removed = RemoveTree(path_);
+    if (!removed.ok()) MUSTER_LOG(Warning) << removed.message();
+    path_.clear();
+  }
+  MUSTER_RETURN_IF_ERROR(committed);
+  return Finish();
+}
+
+absl::Status Staging::Prepare(const Manifest& manifest,
+                              absl::FunctionRef<bool(const ManifestFile&)> here) {
   for (const ManifestFile& file : manifest.files) {
+    if (!here(file)) continue;
     struct stat info;
     const std::string path = JoinPath(path_, file.name);
     if (stat(path.c_str(), &info) != 0 ||
         static_cast<uint64_t>(info.st_size) != file.digest.bytes) {
-      return absl::DataLossError(
-          absl::StrCat(path, ": what rank ", file.rank,
-                       " wrote is not there; checkpoints need a file system that all ranks share"));
+      return absl::DataLossError(absl::StrCat(path, ": what rank ", file.rank,
+                                              " wrote is not there; checkpoints need a file system "
+                                              "that all ranks share, or save_on_each_node"));
     }
   }
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_staged");
   MUSTER_ASSIGN_OR_RETURN(const std::string text, EncodeManifest(manifest));
   MUSTER_RETURN_IF_ERROR(WriteFileAtomically(JoinPath(path_, kManifestName), text));
-  MUSTER_RETURN_IF_ERROR(SyncDirectory(path_));
+  return SyncDirectory(path_);
+}
+
+absl::Status Staging::Commit() {
+  prepared_ = true;
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_publish");
   const std::string parent = ParentPath(dir_);
   // Over nothing, or over an empty folder.
@@ -254,23 +292,48 @@ absl::Status Staging::Publish(const Manifest& manifest) {
   if (errno != ENOTEMPTY && errno != EEXIST) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", path_, " to ", dir_));
   }
-  std::string old_dir = path_;
-  if (renameat2(AT_FDCWD, path_.c_str(), AT_FDCWD, dir_.c_str(), RENAME_EXCHANGE) != 0) {
-    old_dir = absl::StrCat(dir_, kReplaced, RandomHex());
-    MUSTER_RETURN_IF_ERROR(Rename(dir_, old_dir));
-    if (const absl::Status renamed = Rename(path_, dir_); !renamed.ok()) {
-      MUSTER_RETURN_IF_ERROR(Rename(old_dir, dir_));
-      return renamed;
-    }
-  }
+  MUSTER_ASSIGN_OR_RETURN(replaced_, Exchange(path_, dir_));
+  // It is not abandoned: other nodes may need it if they cannot commit.
+  replaced_lock_ = LockFolder(replaced_);
   path_.clear();
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_replaced");
-  const absl::Status synced = SyncDirectory(parent);
-  KeepForeignFiles(old_dir, dir_);
-  if (const absl::Status removed = RemoveTree(old_dir); !removed.ok()) {
+  return SyncDirectory(parent);
+}
+
+absl::Status Staging::Finish() {
+  if (replaced_.empty()) return absl::OkStatus();
+  KeepForeignFiles(replaced_, dir_);
+  if (const absl::Status removed = RemoveTree(replaced_); !removed.ok()) {
     MUSTER_LOG(Warning) << removed.message();
   }
-  return synced;
+  replaced_.clear();
+  return absl::OkStatus();
+}
+
+std::vector<std::string> CopiesOf(const std::string& dir) {
+  std::vector<std::string> copies;
+  if (PathExists(JoinPath(dir, kManifestName))) copies.push_back(dir);
+  const std::string parent = ParentPath(dir);
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
+  if (!names.ok()) return copies;
+  for (const std::string& name : *names) {
+    const std::string path = JoinPath(parent, name);
+    if ((HasSuffix(name, BaseName(dir), kTemporary) || HasSuffix(name, BaseName(dir), kReplaced)) &&
+        PathExists(JoinPath(path, kManifestName))) {
+      copies.push_back(path);
+    }
+  }
+  return copies;
+}
+
+absl::Status PutInPlace(const std::string& copy, const std::string& dir) {
+  if (rename(copy.c_str(), dir.c_str()) != 0) {
+    if (errno != ENOTEMPTY && errno != EEXIST) {
+      return absl::ErrnoToStatus(errno, absl::StrCat("cannot rename ", copy, " to ", dir));
+    }
+    MUSTER_RETURN_IF_ERROR(Exchange(copy, dir).status());
+  }
+  return SyncDirectory(ParentPath(dir));
 }
 
 std::string CheckpointFolder::PathOf(int64_t iteration) const {
@@ -314,21 +377,29 @@ absl::StatusOr<std::string> CheckpointFolder::Newest(VerifyLevel level) const {
   return absl::NotFoundError(absl::StrCat("no complete checkpoint in ", root_, why));
 }
 
+absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Published() const {
+  MUSTER_ASSIGN_OR_RETURN(std::vector<int64_t> numbers, Numbers());
+  std::erase_if(numbers, [this](int64_t number) {
+    return !PathExists(JoinPath(PathOf(number), kManifestName));
+  });
+  return numbers;
+}
+
+absl::Status CheckpointFolder::Remove(int64_t number) const {
+  // First out of sight in one step.
+  const std::string doomed = absl::StrCat(PathOf(number), kTemporary, RandomHex());
+  MUSTER_RETURN_IF_ERROR(Rename(PathOf(number), doomed));
+  return RemoveTree(doomed);
+}
+
 absl::Status CheckpointFolder::Rotate(int keep) const {
   if (keep < 1) {
     return absl::InvalidArgumentError(
         absl::StrCat("total_limit is ", keep, "; it must be at least 1"));
   }
-  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Numbers());
-  std::vector<std::string> complete;
-  for (const int64_t number : numbers) {
-    if (PathExists(JoinPath(PathOf(number), kManifestName))) complete.push_back(PathOf(number));
-  }
-  for (size_t i = 0; i + keep < complete.size(); ++i) {
-    // First out of sight in one step, so that a crash does not leave half of it under its name.
-    const std::string doomed = absl::StrCat(complete[i], kTemporary, RandomHex());
-    MUSTER_RETURN_IF_ERROR(Rename(complete[i], doomed));
-    MUSTER_RETURN_IF_ERROR(RemoveTree(doomed));
+  MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, Published());
+  for (size_t i = 0; i + keep < numbers.size(); ++i) {
+    MUSTER_RETURN_IF_ERROR(Remove(numbers[i]));
   }
   return SyncDirectory(root_);
 }

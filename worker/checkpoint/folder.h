@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
@@ -42,6 +43,21 @@ enum class VerifyLevel {
 // UNIMPLEMENTED for a newer format.
 absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel level);
 
+// The manifest alone. Errors: NOT_FOUND without one; else as ParseManifest.
+absl::StatusOr<Manifest> ReadManifest(const std::string& dir);
+
+// One file of a checkpoint. Errors: DATA_LOSS naming the file that is missing or damaged.
+absl::Status VerifyCheckpointFile(const std::string& dir, const ManifestFile& file,
+                                  VerifyLevel level);
+
+// Folders with a manifest that a publication of `dir` has left, `dir` itself first: the one that
+// was to be published and the one that it replaced (DIR.tmp-..., DIR.old-...).
+std::vector<std::string> CopiesOf(const std::string& dir);
+
+// Puts the folder `copy` in the place of `dir`; what was there gets the name of `copy`, or is moved
+// to DIR.old-... where the file system cannot exchange two folders. Durable on return.
+absl::Status PutInPlace(const std::string& copy, const std::string& dir);
+
 // Makes the staging folder of `dir` and locks it. Removes what dead writers of this folder left.
 // Errors: FAILED_PRECONDITION if `dir` exists and is neither empty nor a checkpoint: it is not ours
 // to replace.
@@ -60,11 +76,23 @@ class Staging {
   // move over.
   absl::Status Publish(const Manifest& manifest);
 
+  // The steps of Publish(), for publications on several disks that have to agree in between.
+  // Checks the files for which `here` is true, writes the manifest, and makes all durable.
+  absl::Status Prepare(const Manifest& manifest, absl::FunctionRef<bool(const ManifestFile&)> here);
+  // Moves the folder into its place. From now on nothing is removed by the destructor: after an
+  // error, and until Finish(), both checkpoints exist (see CopiesOf).
+  absl::Status Commit();
+  // Removes what was replaced.
+  absl::Status Finish();
+
  private:
   Staging(std::string dir, std::string path, int lock);
 
   std::string dir_;
-  std::string path_;  // empty once published
+  std::string path_;      // empty once it is moved
+  std::string replaced_;  // where the former checkpoint is between Commit() and Finish()
+  int replaced_lock_ = -1;
+  bool prepared_ = false;  // Commit() has begun
   int lock_ = -1;
 };
 
@@ -85,6 +113,12 @@ class CheckpointFolder {
   // The path of the highest number that verifies. Ones that do not are passed over with a warning
   // in the log. NOT_FOUND if none does, with the reason of the newest.
   absl::StatusOr<std::string> Newest(VerifyLevel level = VerifyLevel::kContents) const;
+
+  // The numbers of the folders that have a manifest, ascending.
+  absl::StatusOr<std::vector<int64_t>> Published() const;
+
+  // Removes a checkpoint: a crash does not leave half of it under its name.
+  absl::Status Remove(int64_t number) const;
 
   // Removes the oldest complete checkpoints until `keep` (>= 1) are left. Incomplete ones do not
   // count and stay.

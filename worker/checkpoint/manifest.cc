@@ -92,6 +92,12 @@ absl::StatusOr<std::string> EncodeManifest(Manifest manifest) {
                {"epoch", manifest.info.epoch},
                {"cursor", manifest.info.cursor},
                {"files", std::move(files)}};
+  for (const ManifestNode& node : manifest.nodes) {
+    if (!IsValidUtf8(node.host)) {
+      return absl::InvalidArgumentError("the host name of a node is not UTF-8");
+    }
+    json["nodes"].push_back({{"host", node.host}, {"ranks", node.ranks}});
+  }
   json["digest"] = SelfDigest(json);
   return json.dump(1) + "\n";
 }
@@ -137,6 +143,12 @@ absl::StatusOr<Manifest> ParseManifest(absl::string_view text, absl::string_view
                                                 Printable(file.name), "\""));
       }
       manifest.files.push_back(std::move(file));
+    }
+    for (const Json& entry : json.value("nodes", Json::array())) {
+      ManifestNode node;
+      entry.at("host").get_to(node.host);
+      entry.at("ranks").get_to(node.ranks);
+      manifest.nodes.push_back(std::move(node));
     }
     return manifest;
   } catch (const Json::exception& error) {

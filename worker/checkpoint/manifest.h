@@ -37,8 +37,14 @@ struct ManifestFile {
   std::string name;
   int rank = 0;  // who wrote it
   FileDigest digest;
-  // Of files of more than one block that an asynchronous save wrote; else empty.
+  // Of files of more than one block; else empty.
   BlockDigests blocks = {};
+};
+
+// Ranks that share a disk.
+struct ManifestNode {
+  std::string host;
+  std::vector<int> ranks;
 };
 
 struct Manifest {
@@ -47,6 +53,9 @@ struct Manifest {
   std::string created;
   // Sorted by name.
   std::vector<ManifestFile> files;
+  // Where every node keeps the files of its ranks on a disk of its own: who wrote where. Empty: on
+  // one file system.
+  std::vector<ManifestNode> nodes = {};
 
   // Null if there is no such file.
   const ManifestFile* Find(absl::string_view name) const;

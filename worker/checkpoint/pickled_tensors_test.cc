@@ -108,6 +108,24 @@ TEST(PickledTensors, InstructionsThatMakeObjects_AreRefused) {
   EXPECT_THAT(ErrorOf("\x80\x06N."), HasSubstr("protocol 6"));
 }
 
+TEST(PickledTensors, ConjugatedOrNegatedViews_AreRefused) {
+  // Arguments of _rebuild_tensor_v2, the last of which is the tensor's metadata.
+  const auto parse = [](const std::string& metadata) {
+    return ErrorOf(
+        Pickle(Dict(Text("w") + Global("torch._utils", "_rebuild_tensor_v2") + "(" +
+                    Storage("ComplexFloatStorage", "0", 2) + Int(0) + Tuple({2}) + Tuple({1}) +
+                    "\x89" + Global("collections", "OrderedDict") + ")R" + metadata + "tR")));
+  };
+  EXPECT_EQ(parse(""), "");
+  EXPECT_EQ(parse("N"), "");
+  EXPECT_EQ(parse("}"), "");
+  for (const char* flag : {"conj", "neg"}) {
+    EXPECT_THAT(parse(Dict(Text(flag) + "\x88")),
+                HasSubstr("a tensor is a conjugated or negated view of its storage: save it after "
+                          ".resolve_conj().resolve_neg()"));
+  }
+}
+
 TEST(PickledTensors, TensorsThatLeaveTheirStorage_AreRefused) {
   const auto error = [](uint64_t elements, uint64_t offset, const std::vector<uint64_t>& shape,
                         const std::vector<uint64_t>& strides) {

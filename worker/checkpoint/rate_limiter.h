@@ -1,7 +1,6 @@
 #ifndef MUSTER_WORKER_CHECKPOINT_RATE_LIMITER_H_
 #define MUSTER_WORKER_CHECKPOINT_RATE_LIMITER_H_
 
-#include <atomic>
 #include <cstdint>
 
 #include "absl/base/thread_annotations.h"
@@ -21,14 +20,17 @@ class RateLimiter {
   // Reserves `bytes` and returns how long the caller waits before it moves them. Does not block.
   // Callers are served in the order of their calls; idle time does not accumulate.
   absl::Duration Reserve(int64_t bytes);
+  // Waits that long, or until the limit is lifted.
+  void Wait(absl::Duration duration);
   // While the limit is lifted no caller waits, because something waits for the bytes.
-  void Lift(bool lifted) { lifted_.store(lifted, std::memory_order_relaxed); }
+  void Lift(bool lifted);
 
  private:
   const int64_t bytes_per_second_;
   const Clock& clock_;
-  std::atomic<bool> lifted_{false};
   Mutex mu_;
+  CondVar changed_;
+  bool lifted_ ABSL_GUARDED_BY(mu_) = false;
   absl::Time next_ ABSL_GUARDED_BY(mu_) = absl::InfinitePast();
 };
 

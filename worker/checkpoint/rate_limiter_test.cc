@@ -2,6 +2,8 @@
 
 #include <gtest/gtest.h>
 
+#include <thread>
+
 #include "base/fake_clock.h"
 
 namespace muster {
@@ -29,6 +31,25 @@ TEST(RateLimiterTest, TimeWithoutCalls_IsNotSavedUp) {
   clock.Advance(absl::Hours(1));
   EXPECT_EQ(limiter.Reserve(1000), absl::ZeroDuration());
   EXPECT_EQ(limiter.Reserve(1000), absl::Seconds(1));
+}
+
+TEST(RateLimiterTest, Lifted_NobodyWaitsAndNothingIsOwedAfter) {
+  FakeClock clock;
+  RateLimiter limiter(1000, clock);
+  EXPECT_EQ(limiter.Reserve(1000), absl::ZeroDuration());
+  limiter.Lift(true);
+  EXPECT_EQ(limiter.Reserve(1'000'000), absl::ZeroDuration());
+  EXPECT_EQ(limiter.Reserve(1'000'000), absl::ZeroDuration());
+  limiter.Lift(false);
+  EXPECT_EQ(limiter.Reserve(1000), absl::Seconds(1));
+  EXPECT_EQ(limiter.Reserve(1000), absl::Seconds(2));
+}
+
+TEST(RateLimiterTest, WhoWaitsAlready_GoesOnWhenTheLimitIsLifted) {
+  RateLimiter limiter(1);
+  std::thread lifter([&] { limiter.Lift(true); });
+  limiter.Wait(absl::Hours(24));
+  lifter.join();
 }
 
 }  // namespace

@@ -320,28 +320,21 @@ absl::StatusOr<SafetensorsPlan> PlanSafetensors(const std::string& path,
   return plan;
 }
 
-void CopySafetensors(const SafetensorsPlan& plan, char* to) {
+void CopySafetensors(const SafetensorsPlan& plan, char* to, absl::FunctionRef<bool(size_t)> skip) {
   const at::NoGradGuard no_grad;
   std::memcpy(to, plan.layout.prefix.data(), plan.layout.prefix.size());
   to += plan.layout.prefix.size();
   for (size_t i = 0; i < plan.sources.size(); ++i) {
     const SafetensorsEntry& entry = plan.layout.tensors[i];
-    if (entry.begin == entry.end) continue;
+    if (entry.begin == entry.end || skip(i)) continue;
     const at::Tensor& source = plan.sources[i];
     at::from_blob(to + entry.begin, source.sizes(), at::TensorOptions().dtype(source.scalar_type()))
         .copy_(source);
   }
 }
 
-absl::StatusOr<FileDigest> WriteSafetensors(const std::string& path, const NamedTensors& tensors,
-                                            const WriteSafetensorsOptions& options) {
-  MUSTER_ASSIGN_OR_RETURN(const SafetensorsPlan plan, PlanSafetensors(path, tensors, options));
-  MUSTER_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(path));
-  Digester digester;
-  const auto append = [&](absl::string_view bytes) {
-    digester.Update(bytes);
-    return file.Append(bytes);
-  };
+absl::Status StreamSafetensors(const SafetensorsPlan& plan,
+                               absl::FunctionRef<absl::Status(absl::string_view)> append) {
   MUSTER_RETURN_IF_ERROR(append(plan.layout.prefix));
   for (size_t i = 0; i < plan.sources.size(); ++i) {
     const SafetensorsEntry& entry = plan.layout.tensors[i];
@@ -351,6 +344,18 @@ absl::StatusOr<FileDigest> WriteSafetensors(const std::string& path, const Named
     MUSTER_RETURN_IF_ERROR(append(
         absl::string_view(static_cast<const char*>(tensor.data_ptr()), entry.end - entry.begin)));
   }
+  return absl::OkStatus();
+}
+
+absl::StatusOr<FileDigest> WriteSafetensors(const std::string& path, const NamedTensors& tensors,
+                                            const WriteSafetensorsOptions& options) {
+  MUSTER_ASSIGN_OR_RETURN(const SafetensorsPlan plan, PlanSafetensors(path, tensors, options));
+  MUSTER_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(path));
+  Digester digester;
+  MUSTER_RETURN_IF_ERROR(StreamSafetensors(plan, [&](absl::string_view bytes) {
+    digester.Update(bytes);
+    return file.Append(bytes);
+  }));
   MUSTER_RETURN_IF_ERROR(file.Commit());
   return digester.Finish();
 }

@@ -8,8 +8,10 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/safetensors_format.h"
 
@@ -91,8 +93,16 @@ absl::StatusOr<SafetensorsPlan> PlanSafetensors(const std::string& path,
                                                 const WriteSafetensorsOptions& options);
 
 // Copies the whole file, header and data, to `to`, where plan.file_bytes() bytes are, aligned as
-// the elements of the tensors. Throws c10::Error if a copy from a device fails.
-void CopySafetensors(const SafetensorsPlan& plan, char* to);
+// the elements of the tensors; without the data of the sources, by number, that `skip` is true for.
+// Throws c10::Error if a copy from a device fails.
+void CopySafetensors(
+    const SafetensorsPlan& plan, char* to,
+    absl::FunctionRef<bool(size_t)> skip = [](size_t) { return false; });
+
+// Gives the whole file, header and data, to `append` in parts, in order, until that fails. One
+// tensor at a time is copied if need be. Throws c10::Error if a copy from a device fails.
+absl::Status StreamSafetensors(const SafetensorsPlan& plan,
+                               absl::FunctionRef<absl::Status(absl::string_view)> append);
 
 // Writes a whole file or nothing: temporary name, sync, rename, sync of the folder. Tensors may be
 // on any device and of any strides; each is copied if necessary, one at a time. Blocks on the disk.

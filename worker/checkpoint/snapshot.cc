@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "worker/checkpoint/direct_file.h"
 
 namespace muster {
@@ -24,8 +25,32 @@ absl::StatusOr<char*> Snapshot::Append(const std::string& name, size_t bytes) {
 
 absl::Status Snapshot::AddTensors(const std::string& name, const SafetensorsPlan& plan) {
   MUSTER_ASSIGN_OR_RETURN(char* const to, Append(name, plan.file_bytes()));
-  CopySafetensors(plan, to);
+  const size_t data = to - memory_.data() + plan.layout.prefix.size();
+  CopySafetensors(plan, to, [&](size_t i) {
+    const at::Tensor& source = plan.sources[i];
+    if (!later_.contains(source.const_data_ptr()) || !DeferredCopy::Takes(source)) return false;
+    const SafetensorsEntry& entry = plan.layout.tensors[i];
+    left_->Add(absl::StrCat("\"", Printable(entry.name), "\" of ", name), source,
+               data + entry.begin);
+    return true;
+  });
   return absl::OkStatus();
+}
+
+void Snapshot::CopyLater(const at::Tensor& tensor) {
+  if (tensor.defined() && DeferredCopy::Takes(tensor)) later_.insert(tensor.const_data_ptr());
+}
+
+std::unique_ptr<DeferredCopy> Snapshot::TakeDeferred() {
+  left_->Start(memory_.data());
+  later_.clear();
+  return std::exchange(left_, std::make_unique<DeferredCopy>());
+}
+
+void Snapshot::Clear() {
+  files_.clear();
+  left_ = std::make_unique<DeferredCopy>();
+  later_.clear();
 }
 
 absl::Status Snapshot::Add(const std::string& name, const NamedTensors& tensors,

@@ -2,12 +2,16 @@
 #define MUSTER_WORKER_CHECKPOINT_SNAPSHOT_H_
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
+#include "ATen/core/Tensor.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "worker/checkpoint/aligned_memory.h"
+#include "worker/checkpoint/deferred_copy.h"
 #include "worker/checkpoint/safetensors.h"
 #include "worker/checkpoint/state_dict.h"
 
@@ -24,12 +28,21 @@ class Snapshot {
     size_t bytes = 0;
   };
 
-  // Copies a file in; the tensors may change then. Blocks until copies from devices are done.
+  // Of files that are added after this: nothing changes the tensor before somebody runs what
+  // TakeDeferred() returns, so that it can be copied then.
+  void CopyLater(const at::Tensor& tensor);
+
+  // Copies a file in; the tensors may change then, but for those of CopyLater(). Blocks until
+  // copies from devices are done.
   // Errors: as WriteSafetensors and WriteStateDict, but for those of the disk; RESOURCE_EXHAUSTED
   // if there is no memory. Throws c10::Error if a copy from a device fails.
   absl::Status Add(const std::string& name, const NamedTensors& tensors,
                    WriteSafetensorsOptions options);
   absl::Status Add(const std::string& name, const StateDict& state, SharedTensors shared);
+
+  // Once all files are added: the copies that are left to make; Contents() is complete then. It
+  // writes into this object's memory.
+  std::unique_ptr<DeferredCopy> TakeDeferred();
 
   const std::vector<File>& files() const { return files_; }
   absl::string_view Contents(const File& file) const {
@@ -38,7 +51,7 @@ class Snapshot {
   uint64_t bytes() const;
 
   // Forgets the files and keeps the memory.
-  void Clear() { files_.clear(); }
+  void Clear();
 
  private:
   // Room for a file of `bytes` at the end.
@@ -47,6 +60,8 @@ class Snapshot {
 
   AlignedMemory memory_;
   std::vector<File> files_;
+  absl::flat_hash_set<const void*> later_;  // where the data of such tensors begin
+  std::unique_ptr<DeferredCopy> left_ = std::make_unique<DeferredCopy>();
 };
 
 }  // namespace muster

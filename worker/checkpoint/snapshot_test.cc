@@ -78,6 +78,37 @@ TEST_F(SnapshotTest, TensorsThatChangeLater_AreNotInTheFile) {
       ReadStateDict(JoinPath(dir_, "m.safetensors"))->GetTensor("t")->equal(at::ones(1000)));
 }
 
+TEST_F(SnapshotTest, TensorsToCopyLater_AreCopiedByTheirRun) {
+  Snapshot snapshot;
+  const at::Tensor later = at::arange(5000, at::kFloat), small = at::ones({3}),
+                   now = at::ones({5000}), filler = at::ones({3'000'000});
+  snapshot.CopyLater(later);
+  snapshot.CopyLater(small);
+  snapshot.CopyLater(at::Tensor());
+  ASSERT_TRUE(
+      snapshot
+          .Add("m.safetensors", NamedTensors{{"later", later}, {"small", small}, {"now", now}}, {})
+          .ok());
+  // The memory moves as it grows.
+  ASSERT_TRUE(snapshot.Add("n.safetensors", NamedTensors{{"filler", filler}}, {}).ok());
+  now.fill_(-1);
+  small.fill_(-1);
+  const std::unique_ptr<DeferredCopy> deferred = snapshot.TakeDeferred();
+  ASSERT_FALSE(deferred->empty());
+  deferred->Run();
+  EXPECT_TRUE(deferred->status().ok()) << deferred->status();
+  WriteOut(snapshot);
+  const auto file = ReadStateDict(JoinPath(dir_, "m.safetensors"));
+  ASSERT_TRUE(file.ok()) << file.status();
+  EXPECT_TRUE(file->GetTensor("later")->equal(later));
+  EXPECT_TRUE(file->GetTensor("small")->equal(at::ones({3})));
+  EXPECT_TRUE(file->GetTensor("now")->equal(at::ones({5000})));
+  // What is left to copy belongs to one use.
+  snapshot.Clear();
+  ASSERT_TRUE(snapshot.Add("m.safetensors", NamedTensors{{"later", later}}, {}).ok());
+  EXPECT_TRUE(snapshot.TakeDeferred()->empty());
+}
+
 TEST_F(SnapshotTest, SecondUse_HoldsTheNewFilesOnly) {
   Snapshot snapshot;
   ASSERT_TRUE(snapshot.Add("a.safetensors", NamedTensors{{"t", at::ones({100})}}, {}).ok());

@@ -1,19 +1,51 @@
 #include "worker/checkpoint/state.h"
 
 #include <algorithm>
+#include <memory>
 #include <optional>
 #include <utility>
+#include <variant>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "absl/time/clock.h"
-#include "absl/time/time.h"
 #include "base/file.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/snapshot.h"
+#include "worker/checkpoint/staged_save.h"
 
 namespace muster {
+namespace {
+
+// Collective.
+absl::Status SaveStaged(Comm& comm, const std::string& dir, NodeGroups groups,
+                        const CheckpointInfo& info,
+                        absl::FunctionRef<absl::Status(StateWriter&)> write) {
+  MUSTER_ASSIGN_OR_RETURN(StagedSave staged, StagedSave::Begin(comm, dir, std::move(groups)));
+  StateWriter writer(staged.path(), comm.rank());
+  const absl::Status written = GuardRank([&]() -> absl::Status {
+    MUSTER_RETURN_IF_ERROR(staged.CheckVisible());
+    return write(writer);
+  });
+  std::vector<ManifestFile> files;
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, writer.files(), &files));
+  return staged.Publish(comm, info, std::move(files));
+}
+
+absl::Status NumberIsFree(const CheckpointFolder& folder, int64_t iteration, int total_limit) {
+  if (total_limit < 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("total_limit is ", total_limit, "; it must be 0 (keep all) or more"));
+  }
+  const std::string dir = folder.PathOf(iteration);
+  if (!PathExists(JoinPath(dir, kManifestName))) return absl::OkStatus();
+  return absl::AlreadyExistsError(absl::StrCat(
+      "checkpoint ", dir, " exists; load it first to go on after it, or name another folder"));
+}
+
+}  // namespace
 
 absl::Status StateWriter::CheckName(const std::string& name) const {
   const auto has_name = [&name](const auto& file) { return file.name == name; };
@@ -29,24 +61,49 @@ absl::Status StateWriter::CheckName(const std::string& name) const {
   return absl::OkStatus();
 }
 
+void StateWriter::CopyLater(const at::Tensor& tensor) {
+  if (snapshot_ != nullptr && lazy_) snapshot_->CopyLater(tensor);
+}
+
+absl::Status StateWriter::Put(const std::string& name, const StateFile& file) {
+  const auto* const plan = std::get_if<SafetensorsPlan>(&file);
+  const auto* const text = std::get_if<std::string>(&file);
+  MUSTER_ASSIGN_OR_RETURN(
+      const std::unique_ptr<DirectFileStream> stream,
+      DirectFileStream::Create(JoinPath(staging_, name), plan ? plan->file_bytes() : text->size()));
+  const auto append = [&](absl::string_view bytes) { return stream->Append(bytes); };
+  MUSTER_RETURN_IF_ERROR(plan ? StreamSafetensors(*plan, append) : append(*text));
+  MUSTER_ASSIGN_OR_RETURN(DirectFileWritten written, stream->Finish());
+  files_.push_back(FileOf(name, rank_, std::move(written)));
+  return absl::OkStatus();
+}
+
 absl::Status StateWriter::Write(const std::string& name, const StateDict& state,
                                 SharedTensors shared) {
   MUSTER_RETURN_IF_ERROR(CheckName(name));
   if (snapshot_ != nullptr) return snapshot_->Add(name, state, shared);
-  MUSTER_ASSIGN_OR_RETURN(const FileDigest digest,
-                          WriteStateDict(JoinPath(staging_, name), state, shared));
-  files_.push_back({.name = name, .rank = rank_, .digest = digest});
-  return absl::OkStatus();
+  MUSTER_ASSIGN_OR_RETURN(const StateFile file,
+                          PlanStateDict(JoinPath(staging_, name), state, shared, kDirectAlignment));
+  return Put(name, file);
 }
 
 absl::Status StateWriter::WriteModel(const std::string& name, const NamedTensors& tensors) {
   MUSTER_RETURN_IF_ERROR(CheckName(name));
-  const WriteSafetensorsOptions options{.metadata = SafetensorsMetadata{{"format", "pt"}}};
+  WriteSafetensorsOptions options{.metadata = SafetensorsMetadata{{"format", "pt"}}};
   if (snapshot_ != nullptr) return snapshot_->Add(name, tensors, options);
-  MUSTER_ASSIGN_OR_RETURN(const FileDigest digest,
-                          WriteSafetensors(JoinPath(staging_, name), tensors, options));
-  files_.push_back({.name = name, .rank = rank_, .digest = digest});
-  return absl::OkStatus();
+  options.data_alignment = kDirectAlignment;
+  MUSTER_ASSIGN_OR_RETURN(SafetensorsPlan plan,
+                          PlanSafetensors(JoinPath(staging_, name), tensors, options));
+  return Put(name, StateFile(std::move(plan)));
+}
+
+ManifestFile FileOf(const std::string& name, int rank, DirectFileWritten written) {
+  // The digest of a single block says no more than that of the file.
+  if (written.blocks.xxh3.size() <= 1) written.blocks = {};
+  return {.name = name,
+          .rank = rank,
+          .digest = std::move(written.digest),
+          .blocks = std::move(written.blocks)};
 }
 
 absl::StatusOr<StateReader> StateReader::Open(const std::string& dir) {
@@ -72,69 +129,31 @@ absl::StatusOr<StateDict> StateReader::Read(absl::string_view name) const {
   return ReadStateDict(JoinPath(dir_, name), file->digest, file->blocks);
 }
 
-absl::Status CheckStagingIsVisible(const std::string& path) {
-  if (PathExists(path)) return absl::OkStatus();
-  return absl::NotFoundError(absl::StrCat(
-      path, " of rank 0 is not visible here; checkpoints need a file system that all ranks share"));
-}
-
-absl::Status PublishCheckpoint(Staging& staging, const CheckpointInfo& info, int world_size,
-                               std::vector<ManifestFile> files) {
-  Manifest manifest;
-  manifest.info = info;
-  manifest.info.world_size = world_size;
-  manifest.created = absl::FormatTime(absl::RFC3339_sec, absl::Now(), absl::UTCTimeZone());
-  manifest.files = std::move(files);
-  return staging.Publish(manifest);
-}
-
 absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,
-                            absl::FunctionRef<absl::Status(StateWriter&)> write) {
-  std::optional<Staging> staging;
-  absl::Status begun;
-  if (comm.rank() == 0) {
-    absl::StatusOr<Staging> created = Staging::Create(dir);
-    begun = created.status();
-    if (created.ok()) staging.emplace(*std::move(created));
-  }
-  MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, begun));
-  const std::string path = comm.BroadcastBytes(staging ? staging->path() : "", 0);
-  StateWriter writer(path, comm.rank());
-  const absl::Status written = GuardRank([&]() -> absl::Status {
-    MUSTER_RETURN_IF_ERROR(CheckStagingIsVisible(path));
-    return write(writer);
-  });
-  Manifest manifest;
-  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, writer.files(), &manifest.files));
-  absl::Status published;
-  if (staging.has_value()) {
-    published = PublishCheckpoint(*staging, info, comm.size(), std::move(manifest.files));
-  }
-  return StatusOfMain(comm, published);
+                            absl::FunctionRef<absl::Status(StateWriter&)> write,
+                            std::optional<int> node) {
+  MUSTER_ASSIGN_OR_RETURN(NodeGroups groups, GroupsOf(comm, dir, node));
+  MUSTER_RETURN_IF_ERROR(SettleNodes(comm, dir, groups));
+  return SaveStaged(comm, dir, std::move(groups), info, write);
 }
 
-absl::Status CheckNumberIsFree(const CheckpointFolder& folder, int64_t iteration, int total_limit) {
-  if (total_limit < 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("total_limit is ", total_limit, "; it must be 0 (keep all) or more"));
-  }
-  const std::string dir = folder.PathOf(iteration);
-  if (!PathExists(JoinPath(dir, kManifestName))) return absl::OkStatus();
-  return absl::AlreadyExistsError(absl::StrCat(
-      "checkpoint ", dir, " exists; load it first to go on after it, or name another folder"));
+absl::Status CheckNumberIsFree(Comm& comm, const NodeGroups& groups, const CheckpointFolder& folder,
+                               int64_t iteration, int total_limit) {
+  absl::Status mine;
+  if (groups.leads()) mine = NumberIsFree(folder, iteration, total_limit);
+  return groups.nodes.size() == 1 ? StatusOfMain(comm, mine)
+                                  : AgreeOnFiles(comm, mine, {}, nullptr);
 }
 
 absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
                                     const CheckpointInfo& info, int total_limit,
-                                    absl::FunctionRef<absl::Status(StateWriter&)> write) {
+                                    absl::FunctionRef<absl::Status(StateWriter&)> write,
+                                    std::optional<int> node) {
   const std::string dir = folder.PathOf(info.iteration);
-  absl::Status free;
-  if (comm.rank() == 0) free = CheckNumberIsFree(folder, info.iteration, total_limit);
-  MUSTER_RETURN_IF_ERROR(StatusOfMain(comm, free));
-  MUSTER_RETURN_IF_ERROR(SaveCheckpoint(comm, dir, info, write));
-  absl::Status rotated;
-  if (comm.rank() == 0 && total_limit > 0) rotated = folder.Rotate(total_limit);
-  return StatusOfMain(comm, rotated);
+  MUSTER_ASSIGN_OR_RETURN(const NodeGroups groups, GroupsOf(comm, dir, node));
+  MUSTER_RETURN_IF_ERROR(CheckNumberIsFree(comm, groups, folder, info.iteration, total_limit));
+  MUSTER_RETURN_IF_ERROR(SaveStaged(comm, dir, groups, info, write));
+  return total_limit > 0 ? RotateOnNodes(comm, folder, groups, total_limit) : absl::OkStatus();
 }
 
 absl::StatusOr<StateReader> OpenCheckpoint(Comm& comm, const std::string& dir,

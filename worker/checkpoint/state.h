@@ -1,6 +1,7 @@
 #ifndef MUSTER_WORKER_CHECKPOINT_STATE_H_
 #define MUSTER_WORKER_CHECKPOINT_STATE_H_
 
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,8 @@
 namespace muster {
 
 class Snapshot;
+struct DirectFileWritten;
+struct NodeGroups;
 
 // One rank's hand in a checkpoint that is being written: puts files into the staging folder and
 // notes their digests. Not thread-safe. Where staging folders come from and what makes them a
@@ -23,13 +26,18 @@ class Snapshot;
 class StateWriter {
  public:
   StateWriter(std::string staging, int rank) : staging_(std::move(staging)), rank_(rank) {}
-  // Puts the files into memory, from where they are written later. Borrows `snapshot`.
-  StateWriter(Snapshot* snapshot, int rank) : snapshot_(snapshot), rank_(rank) {}
+  // Puts the files into memory, from where they are written later. Borrows `snapshot`. `lazy`:
+  // CopyLater() counts.
+  StateWriter(Snapshot* snapshot, int rank, bool lazy = false)
+      : snapshot_(snapshot), rank_(rank), lazy_(lazy) {}
 
   int rank() const { return rank_; }
 
-  // Writes one file (see folder.h for names). No two ranks may use one name. Blocks on the disk or,
-  // into memory, on the copy; the tensors may change then.
+  // Into memory: the tensor may be copied later, see Snapshot::CopyLater.
+  void CopyLater(const at::Tensor& tensor);
+
+  // Writes one file (see folder.h for names), past the page cache. No two ranks may use one name.
+  // Blocks on the disk or, into memory, on the copy; the tensors may change then.
   // Errors: as WriteStateDict; INVALID_ARGUMENT for a name this writer used already.
   absl::Status Write(const std::string& name, const StateDict& state,
                      SharedTensors shared = SharedTensors::kWriteAll);
@@ -42,12 +50,17 @@ class StateWriter {
 
  private:
   absl::Status CheckName(const std::string& name) const;
+  absl::Status Put(const std::string& name, const StateFile& file);
 
   const std::string staging_;
   Snapshot* const snapshot_ = nullptr;
   const int rank_;
+  const bool lazy_ = false;
   std::vector<ManifestFile> files_;
 };
+
+// What the manifest says of a file that was written.
+ManifestFile FileOf(const std::string& name, int rank, DirectFileWritten written);
 
 // A checkpoint that is there. Reads are checked against the manifest. Thread-safe.
 class StateReader {
@@ -81,25 +94,25 @@ class StateReader {
 // counts), and `write` on each rank puts that rank's files. Either all of it appears at `dir` in
 // one step, replacing a checkpoint that is there, or nothing changes. Collective: it blocks until
 // all ranks are through, also when one fails. All ranks return the same status, which names the
-// rank that failed. Exceptions out of `write` become INTERNAL; those of `comm` pass through. `dir`
-// must be on a file system that all ranks share.
+// rank that failed. Exceptions out of `write` become INTERNAL; those of `comm` pass through.
+//
+// `node`: absent, `dir` must be on a file system that all ranks share. Else a number that the ranks
+// of one node have in common: every node keeps the files of its ranks in a `dir` of its own.
 absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,
-                            absl::FunctionRef<absl::Status(StateWriter&)> write);
+                            absl::FunctionRef<absl::Status(StateWriter&)> write,
+                            std::optional<int> node = std::nullopt);
 
 // Saves as ROOT/checkpoint_{info.iteration} and, only after that is published, rotates the oldest
 // out so that `total_limit` are left (0: keep all). Refuses a number that is taken. Collective, as
 // SaveCheckpoint.
 absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
                                     const CheckpointInfo& info, int total_limit,
-                                    absl::FunctionRef<absl::Status(StateWriter&)> write);
+                                    absl::FunctionRef<absl::Status(StateWriter&)> write,
+                                    std::optional<int> node = std::nullopt);
 
-// Parts of a save, for those who put it together in another way. Of rank 0: whether the number may
-// be used; what makes the staged files of all ranks a checkpoint. Of any rank: whether the staging
-// folder of rank 0 is there.
-absl::Status CheckNumberIsFree(const CheckpointFolder& folder, int64_t iteration, int total_limit);
-absl::Status PublishCheckpoint(Staging& staging, const CheckpointInfo& info, int world_size,
-                               std::vector<ManifestFile> files);
-absl::Status CheckStagingIsVisible(const std::string& path);
+// For callers that assemble a save in another way. (Collective) Whether the number may be used.
+absl::Status CheckNumberIsFree(Comm& comm, const NodeGroups& groups, const CheckpointFolder& folder,
+                               int64_t iteration, int total_limit);
 
 // Opens a checkpoint on every rank; with `dir` empty, the newest good one of `folder`, which rank 0
 // finds. Collective; all ranks return the same error.

@@ -6,9 +6,11 @@
 #include <atomic>
 #include <stdexcept>
 
+#include "ATen/ops/arange.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
 #include "base/file.h"
+#include "worker/checkpoint/direct_file.h"
 #include "worker/collective/thread_comm.h"
 
 namespace muster {
@@ -70,6 +72,33 @@ TEST_F(StateTest, ThreeRanks_SaveTogetherAndReadBack) {
       *ListDirectory(dir),
       ElementsAre("manifest.json", "model.safetensors", "random_states_0.safetensors",
                   "random_states_1.safetensors", "random_states_2.safetensors", "scheduler.json"));
+}
+
+TEST_F(StateTest, FilesOfManyBlocks_HaveTheirDigestsAndAlignedData) {
+  const std::string dir = JoinPath(root_, "ckpt");
+  // Three blocks, and a tensor that must be laid out first.
+  const at::Tensor large = at::arange(5'000'000, at::kFloat);
+  const at::Tensor turned = at::arange(12, at::kFloat).view({3, 4}).t();
+  RunRanks(1, [&](Comm& comm) {
+    const absl::Status saved = SaveCheckpoint(comm, dir, {}, [&](StateWriter& writer) {
+      return writer.WriteModel(ModelFileName(0), {{"large", large}, {"turned", turned}});
+    });
+    ASSERT_TRUE(saved.ok()) << saved;
+  });
+  const std::string path = JoinPath(dir, ModelFileName(0));
+  const auto header = ReadSafetensorsHeader(path);
+  ASSERT_TRUE(header.ok()) << header.status();
+  EXPECT_EQ((8 + header->header_bytes) % kDirectAlignment, 0u);
+  const auto reader = StateReader::Open(dir);
+  ASSERT_TRUE(reader.ok()) << reader.status();
+  const ManifestFile* const file = reader->manifest().Find(ModelFileName(0));
+  EXPECT_EQ(file->blocks.xxh3.size(), 3u);
+  EXPECT_EQ(*DigestFile(path), file->digest);
+  EXPECT_TRUE(VerifyCheckpoint(dir, VerifyLevel::kContents).ok());
+  const auto model = reader->Read(ModelFileName(0));
+  ASSERT_TRUE(model.ok()) << model.status();
+  EXPECT_TRUE(model->GetTensor("large")->equal(large));
+  EXPECT_TRUE(model->GetTensor("turned")->equal(turned));
 }
 
 TEST_F(StateTest, OneRankFails_AllRanksSeeWhoAndOldCheckpointStays) {

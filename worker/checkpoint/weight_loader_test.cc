@@ -113,6 +113,34 @@ TEST_F(WeightLoaderTest, TiedTensors_AreOneOrAnError) {
               HasSubstr("head (the same tensor as embed here, but another one in the file)"));
 }
 
+TEST_F(WeightLoaderTest, NamesOfOneMemory_StayOneWhenTheTypeChanges) {
+  // Two tensors that know nothing of each other: not is_same(), but one memory.
+  at::Tensor embed = at::zeros({2}), head = at::zeros({2});
+  head.set_data(embed);
+  // What is in no file is tied as well.
+  at::Tensor rest = at::ones({3}), same_rest = at::ones({3});
+  same_rest.set_data(rest);
+  ASSERT_FALSE(embed.is_same(head));
+  for (const bool both : {false, true}) {
+    SCOPED_TRACE(both);
+    NamedTensors saved = {{"embed", at::full({2}, 1.5)}};
+    if (both) saved.emplace_back("head", at::full({2}, 1.5));
+    Save(saved);
+    const at::ScalarType type = both ? at::kHalf : at::kBFloat16;
+    const auto report = LoadWeights(
+        dir_, {{"head", head}, {"embed", embed}, {"rest", rest}, {"same_rest", same_rest}},
+        {.strict = false, .dtype = type});
+    ASSERT_TRUE(report.ok()) << report.status();
+    for (const at::Tensor& tensor : {embed, head, rest, same_rest}) {
+      EXPECT_EQ(tensor.scalar_type(), type);
+    }
+    EXPECT_EQ(head.data_ptr(), embed.data_ptr());
+    EXPECT_EQ(same_rest.data_ptr(), rest.data_ptr());
+    EXPECT_EQ(head.sum().item<double>(), 3);
+    EXPECT_EQ(same_rest.sum().item<double>(), 3);
+  }
+}
+
 TEST_F(WeightLoaderTest, TargetsWithoutMemoryOrWithOverlap_AreNotWrittenBlindly) {
   Save({{"a", at::ones({2, 3})}});
   EXPECT_THAT(ErrorOf({{"a", at::zeros({2, 3}, at::TensorOptions().device(at::kMeta))}}),

@@ -1,0 +1,86 @@
+#ifndef MUSTER_AGENT_KEEPER_H_
+#define MUSTER_AGENT_KEEPER_H_
+
+#include <sys/types.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "agent/descriptors.h"
+
+namespace muster::agent {
+
+// What a child writes to ChildPlan::error_fd when it cannot start its program; exec closes that.
+struct StartError {
+  enum Stage : int32_t { kSetUp, kDirectory, kExec };
+  int32_t stage;
+  int32_t error;
+};
+
+// How a program starts. The descriptors are borrowed.
+struct ChildPlan {
+  std::string path;
+  std::vector<std::string> argv;
+  std::vector<std::string> env;
+  std::string directory;  // empty: the one this process had when the keeper started
+  int stdin_fd = -1, stdout_fd = -1, stderr_fd = -1, error_fd = -1;
+};
+
+// How a child ended, in the words of siginfo_t.
+struct ChildEnd {
+  int32_t code = 0;
+  int32_t status = 0;
+};
+
+// A small forked process, in a session of its own, that is the parent of a host's processes and
+// their subreaper: every descendant stays below it, whatever it has left or cleaned. When the
+// process that started it ends, or closes its connection, the keeper kills everything below it. So
+// a kill -9 of the launcher leaves nothing behind.
+//
+// When the keeper itself is killed, its children end with it (PR_SET_PDEATHSIG), and what they have
+// left behind becomes this process's.
+//
+// Not thread-safe.
+class Keeper {
+ public:
+  // `kill` stands in for the system call in tests; null: that.
+  static absl::StatusOr<std::unique_ptr<Keeper>> Start(const std::string& mark,
+                                                       CloseRangeCall close_range,
+                                                       int (*kill)(pid_t, int) = nullptr);
+  // Ends everything below the keeper, and the keeper. What the kernel does not end, or what belongs
+  // to another user, becomes this process's child.
+  ~Keeper();
+  Keeper(const Keeper&) = delete;
+  Keeper& operator=(const Keeper&) = delete;
+
+  pid_t pid() const { return pid_; }
+  // Readable when the keeper has ended.
+  int pidfd() const { return pidfd_; }
+
+  // Forks a child, which begins a session of its own. Errors: UNAVAILABLE the keeper has ended;
+  // else what the kernel refuses, in words.
+  absl::StatusOr<pid_t> Fork(const ChildPlan& plan);
+  // Takes the end of a child that has ended. Until then its id stays its own. UNAVAILABLE: the
+  // keeper has ended, and the child is this process's.
+  absl::StatusOr<ChildEnd> Collect(pid_t child);
+  // Nobody will collect this child: the keeper does as soon as it ends.
+  void Release(pid_t child);
+
+ private:
+  Keeper(std::string mark, pid_t pid, int socket);
+  // UNAVAILABLE, once the kernel has handed the keeper's children on.
+  absl::Status Gone();
+
+  const std::string mark_;
+  const pid_t pid_;
+  int socket_;
+  int pidfd_;
+};
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_KEEPER_H_

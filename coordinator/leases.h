@@ -1,0 +1,152 @@
+#ifndef MUSTER_COORDINATOR_LEASES_H_
+#define MUSTER_COORDINATOR_LEASES_H_
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/btree_set.h"
+#include "absl/functional/function_ref.h"
+#include "absl/time/time.h"
+#include "coordinator/agents.h"
+#include "coordinator/membership.h"
+#include "coordinator/silence.h"
+
+namespace muster::coordinator {
+
+// How long a worker may be silent.
+struct LeaseTerms {
+  absl::Duration length = absl::Seconds(6);
+  // How long it is kept beyond that while the network may be cut.
+  absl::Duration outage_tolerance = absl::Seconds(90);
+};
+
+// What is known when it is time to look at the lease of a worker.
+struct LeaseQuestion {
+  LeaseTerms terms;
+  absl::Time now;
+  absl::Time ends;                                 // of the lease
+  absl::Time read_until = absl::InfiniteFuture();  // all that came by then has been applied
+  bool sealed = true;                              // the generation goes on
+  bool waits = false;                              // it has not, and the worker waits for the next
+  bool silent = false;                             // its lease has run out before, and it was kept
+};
+
+struct LeaseDecision {
+  enum class Kind {
+    kHeld,       // the lease runs
+    kReadFirst,  // what has come must be read before anybody is given up
+    kDropKeys,   // no generation goes on: only the keys that are tied to the lease end
+    kSilent,     // the worker keeps its seat for now
+    kLost,       // it loses it
+  };
+  Kind kind = Kind::kHeld;
+  std::string why;
+  absl::Time again = absl::InfiniteFuture();  // when to look again
+  // More than zero: for so long what has come has not been read, and that is too long.
+  absl::Duration unread;
+};
+
+// What becomes of a worker whose lease is looked at. `silence` is asked only if that decides.
+LeaseDecision JudgeLease(const LeaseQuestion& question, absl::FunctionRef<Silence()> silence);
+
+// The leases of a generation's workers: when each was heard, who is silent, and when to look at
+// whom again. Not thread-safe.
+class Leases {
+ public:
+  // Both are read whenever something is decided, and must outlive this.
+  Leases(const Membership* members, Agents* agents) : members_(members), agents_(agents) {}
+  Leases(const Leases&) = delete;
+  Leases& operator=(const Leases&) = delete;
+
+  // Once, before anything else.
+  void Begin(const LeaseTerms& terms) { terms_ = terms; }
+  absl::Duration length() const { return terms_.length; }
+  absl::Duration outage_tolerance() const { return terms_.outage_tolerance; }
+
+  // All leases begin anew: the generation does, the coordinator has started, or its process was
+  // paused.
+  void BeginGeneration(absl::Time now);
+  void StartTerm(absl::Time now);
+  void Resume(absl::Time now) { floor_ = now; }
+  // Leases do not matter any more, except those that `holds_keys` says hold keys.
+  void EndGeneration(absl::FunctionRef<bool(const Seat&)> holds_keys);
+  // A seat has a new worker.
+  void Replace(int rank, absl::Time now);
+  // Its worker is gone, and not silent.
+  void Gone(int rank);
+  // Returns true if it was silent, and no other worker is any more.
+  bool Renew(int rank, absl::Time now);
+
+  absl::Time last_seen(int rank) const { return ranks_[rank].last_seen; }
+  // For how long a lost worker was silent; zero: it was not, or before a restart.
+  absl::Duration lost_after(int rank) const { return ranks_[rank].lost_after; }
+  // When the last sign of life of this generation came, or all leases began anew.
+  absl::Time LastHeard() const { return std::max(heard_, floor_); }
+  // How much later than others a worker may be back after a cut.
+  absl::Duration TimeToReturn() const { return std::max(terms_.length, kTimeToReturn); }
+  // Every lease counts at least until then.
+  absl::Time FloorEnds() const { return floor_ + terms_.length; }
+  // Whether a worker that is seated has a lease that runs, without any time to return.
+  bool AnyRuns(absl::Time now) const;
+
+  bool is_silent(int rank) const { return ranks_[rank].silent; }
+  int silent() const { return silent_; }
+  // Why the first silent worker was kept.
+  const std::string& silent_why() const { return silent_why_; }
+  // Of the silent workers, how long the one that was heard last is silent.
+  absl::Duration SilentFor(absl::Time now) const;
+
+  absl::Time NextDeadline() const {
+    return checks_.empty() ? judge_at_ : std::min(checks_.begin()->first, judge_at_);
+  }
+  // Somebody has come who waits: judges the silent workers again.
+  void JudgeAgain(absl::Time now) {
+    if (silent_ > 0) judge_at_ = now;
+  }
+  // The next seated worker whose lease is to be judged by `now`; nothing: none is.
+  std::optional<int> TakeDue(absl::Time now);
+  // Decides about one that TakeDue named, and keeps what was decided, except that it is lost: that
+  // is for Gone. `waits`: the generation has ended and the worker waits for the next. `awaited`:
+  // see Silence; asked only if that decides.
+  struct Outside {
+    absl::Time now;
+    absl::Time read_until;
+    bool waits = false;
+  };
+  LeaseDecision Judge(int rank, const Outside& outside, absl::FunctionRef<bool()> awaited);
+  // Whether somebody is to be judged when all that has come was read.
+  bool AwaitsReading() const { return !unread_.empty(); }
+  void CaughtUp(absl::Time now);
+
+ private:
+  struct Lease {
+    absl::Time last_seen = absl::InfinitePast();
+    absl::Duration lost_after = absl::ZeroDuration();
+    bool silent = false;  // it has run out, and its worker is not given up yet
+  };
+
+  absl::Time EndOf(int rank) const;
+  Silence SilenceOf(int rank, absl::Time now, absl::FunctionRef<bool()> awaited);
+
+  const Membership* const members_;
+  Agents* const agents_;
+  LeaseTerms terms_;
+  std::vector<Lease> ranks_;
+  // When to look at a rank again: lazy, never too late.
+  absl::btree_set<std::pair<absl::Time, int>> checks_;
+  absl::Time floor_ = absl::InfinitePast();  // every lease counts at least from here
+  absl::Time heard_ = absl::InfinitePast();  // of any worker of this generation
+  int silent_ = 0;                           // of ranks_
+  std::string silent_why_;
+  // Ranks whose lease has run out, but what they sent may not have been read.
+  std::vector<int> unread_;
+  absl::Time judge_at_ = absl::InfiniteFuture();   // the silent ones again
+  absl::Time returned_at_ = absl::InfinitePast();  // the last of those that were silent
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_LEASES_H_

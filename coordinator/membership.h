@@ -1,0 +1,152 @@
+#ifndef MUSTER_COORDINATOR_MEMBERSHIP_H_
+#define MUSTER_COORDINATOR_MEMBERSHIP_H_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "proto/muster/v1/journal.pb.h"
+#include "proto/muster/v1/rendezvous.pb.h"
+
+namespace muster::coordinator {
+
+// One worker's place in the current generation. What must survive a crash is in `record`, which
+// Membership alone changes; the rest is what the worker, or its agent, reports.
+class Seat {
+ public:
+  explicit Seat(v1::SeatRecord record) : record_(std::move(record)) {}
+
+  const v1::SeatRecord& record() const { return record_; }
+  int rank() const { return record_.rank(); }
+  bool alive() const { return record_.state() == v1::WORKER_STATE_RUNNING; }
+  // Agents::NumberOf record().node(), once that was looked up; else 0.
+  uint64_t via() const { return via_; }
+
+  int64_t step() const { return step_; }
+  const std::string& phase() const { return phase_; }
+  const std::string& last_collective() const { return last_collective_; }
+  const std::string& process_state() const { return process_state_; }
+  const std::string& stack() const { return stack_; }
+
+  void AtStep(int64_t step) { step_ = std::max(step_, step); }
+  // Long texts are cut.
+  void SetPhase(absl::string_view phase);
+  void SetLastCollective(absl::string_view collective);
+  void SetProcessState(absl::string_view state);
+  void SetStack(absl::string_view stack);
+  // Its worker was heard of through the agent of `node`, whose number is `agent`: a hub's messages
+  // name hundreds of workers, whose names need not be compared each time.
+  void HeardThrough(absl::string_view node, uint64_t agent);
+
+ private:
+  friend class Membership;
+
+  v1::SeatRecord record_;
+  uint64_t via_ = 0;
+  int64_t step_ = 0;
+  std::string phase_;
+  std::string last_collective_;
+  std::string process_state_;
+  std::string stack_;
+};
+
+void FillRow(const v1::SeatRecord& seat, v1::RankRow* row);
+
+// The record of the worker that asks for a seat; it lacks rank and node_rank.
+v1::SeatRecord MakeSeatRecord(const v1::JoinRequest& request, absl::string_view node);
+
+// Who sits where: the generations of a job, the seats of the last one, and whether it goes on. It
+// says nothing of time: see leases.h. Not thread-safe.
+class Membership {
+ public:
+  // Once, before anything else: the generation to count from.
+  void Begin(uint64_t generation) { generation_ = generation; }
+
+  uint64_t generation() const { return generation_; }  // the last sealed
+  bool sealed() const { return sealed_; }              // and not ended
+  bool closed() const { return closed_; }              // no other generation follows
+  // Of the last generation, if it has ended, and who caused it.
+  const std::string& why_ended() const { return why_ended_; }
+  const std::vector<v1::Culprit>& end_culprits() const { return end_culprits_; }
+  // In this term; infinite: it has not ended.
+  absl::Time ended_at() const { return ended_at_; }
+  uint64_t digest() const { return digest_; }  // of the rank table
+  int num_nodes() const { return num_nodes_; }
+  int size() const { return static_cast<int>(seats_.size()); }
+  int alive() const { return alive_; }
+  const std::vector<Seat>& seats() const { return seats_; }  // by rank
+  // Valid until the next generation.
+  Seat* mutable_at(int rank) { return &seats_[rank]; }
+  const Seat& at(int rank) const { return seats_[rank]; }
+  // Null: the worker has no seat.
+  Seat* Find(absl::string_view worker_id) {
+    const auto it = rank_of_.find(worker_id);
+    return it == rank_of_.end() ? nullptr : &seats_[it->second];
+  }
+  const Seat* Find(absl::string_view worker_id) const {
+    return const_cast<Membership*>(this)->Find(worker_id);
+  }
+  bool Holds(absl::string_view worker_id, uint64_t incarnation) const {
+    const Seat* const seat = Find(worker_id);
+    return seat != nullptr && seat->record().incarnation() == incarnation;
+  }
+  bool HasNode(absl::string_view node) const;
+  // How many workers the last generation had that did not leave it on purpose.
+  int FormerWorld() const;
+
+  // Seals the next generation: the record at index `rank` gets that seat. Returns the seats of the
+  // last generation.
+  std::vector<Seat> Seal(std::vector<v1::SeatRecord> records);
+  // A seat of this generation has a new worker, or a new start of its worker.
+  void Replace(int rank, v1::SeatRecord record);
+  // The worker of a seat is gone.
+  void Gone(int rank, v1::WorkerState state, const v1::ExitCause& cause);
+  // A newer start of the worker is about to take its seat: until then nobody holds it.
+  void Vacate(int rank);
+  void End(const std::string& why, std::vector<v1::Culprit> culprits, absl::Time now);
+  void Close(const std::string& why);
+
+  // What a record of the journal did. Errors: DATA_LOSS.
+  absl::Status Restore(const v1::GenerationSealed& sealed, std::vector<Seat>* former);
+  void Restore(const v1::GenerationClosed& ended);
+  absl::Status Restore(const v1::SeatTaken& taken);
+  // Of a worker that holds a seat no more, nothing.
+  void Restore(const v1::WorkerEnded& ended);
+  // After replay.
+  void StartTerm(absl::Time now) {
+    if (!sealed_) ended_at_ = now;
+  }
+  // The history after a copy of it was taken is lost: who sits where is not known, and `skipped`
+  // generations may have been sealed.
+  void BecomeRestored(uint64_t skipped);
+
+  // The same records, for a snapshot.
+  void Fill(v1::GenerationSealed* sealed) const;
+  void Fill(v1::GenerationClosed* ended) const;
+
+ private:
+  void Index();
+  void SetState(Seat* seat, v1::WorkerState state);
+
+  uint64_t generation_ = 0;
+  bool sealed_ = false;
+  bool closed_ = false;
+  std::string why_ended_;
+  absl::Time ended_at_ = absl::InfiniteFuture();
+  std::vector<v1::Culprit> end_culprits_;
+  std::vector<Seat> seats_;
+  absl::flat_hash_map<std::string, int> rank_of_;
+  int alive_ = 0;
+  uint64_t digest_ = 0;
+  int num_nodes_ = 0;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_MEMBERSHIP_H_

@@ -1,0 +1,141 @@
+// options.project.save_on_each_node: two nodes of one process, each with a folder of its own.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "ATen/Functions.h"
+#include "base/file.h"
+#include "muster/accelerator.h"
+#include "muster/internal/core.h"
+#include "muster/test_model.h"
+#include "torch/csrc/distributed/c10d/HashStore.hpp"
+#include "torch/nn/modules/linear.h"
+#include "worker/collective/borrowed_comm.h"
+#include "worker/collective/gloo_ranks.h"
+#include "worker/job/join_job.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::Not;
+
+std::string Disk(const std::string& name, int node) {
+  return TestDir(name) + "/node_" + std::to_string(node);
+}
+std::string Checkpoint(const std::string& name, int node, int number) {
+  return Disk(name, node) + "/checkpoints/checkpoint_" + std::to_string(number);
+}
+
+// Rank i is alone on node i.
+void RunNodes(const std::string& name, AcceleratorOptions options,
+              const std::function<void(Accelerator&)>& function) {
+  options.project.save_on_each_node = true;
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  RunGlooRanks(2, [&](Comm& comm) {
+    JoinedProcess process;
+    process.environment.rank.value = process.environment.node_rank.value = comm.rank();
+    process.environment.world_size.value = process.environment.num_nodes.value = comm.size();
+    // Only says through which interface the ranks reach one another.
+    process.environment.master_addr.value = "127.0.0.1";
+    process.environment.master_port.value = 29400;
+    process.environment.mixed_precision.value = "no";
+    process.environment.project_dir.value = Disk(name, comm.rank());
+    process.store = store;
+    process.comm = std::make_unique<BorrowedComm>(comm);
+    Accelerator accelerator(std::make_shared<internal::Core>(options, std::move(process)));
+    function(accelerator);
+  });
+}
+
+// Trains from the newest checkpoint until optimizer step `until`, saving every five steps.
+at::Tensor TrainUntil(const std::string& name, const AcceleratorOptions& options, int64_t until) {
+  at::Tensor weights;
+  RunNodes(name, options, [&](Accelerator& a) {
+    torch::nn::Linear net(4, 4);
+    {
+      const at::NoGradGuard no_grad;
+      net->weight.copy_(at::arange(16, at::kFloat).view({4, 4}).div(16));
+      net->bias.zero_();
+    }
+    FusedAdamW adamw(net->parameters(), {.lr = 0.1});
+    const at::Tensor rows = at::arange(160, at::kFloat).view({40, 4}).remainder(7);
+    auto [model, optimizer, loader] =
+        a.prepare(net, adamw, batches(TensorDataset(rows), 2).shuffle(true));
+    ASSERT_TRUE(a.load_state_if_present().ok());
+    for (int64_t epoch : a.epochs(3)) {
+      (void)epoch;
+      for (auto& batch : loader) {
+        auto scope = a.accumulate();
+        a.backward(Loss(model(batch.value())));
+        optimizer.step();
+        optimizer.zero_grad();
+        if (a.global_step() % 5 == 0) {
+          const absl::Status saved = a.save_state();
+          ASSERT_TRUE(saved.ok()) << saved;
+        }
+        if (a.global_step() == until) break;
+      }
+      if (a.global_step() == until) break;
+    }
+    EXPECT_EQ(a.global_step(), until);
+    if (a.is_main_process()) weights = net->weight.detach().clone();
+  });
+  return weights;
+}
+
+TEST(NodeCheckpoint, TenAndTenSteps_AreTwentyBitForBit) {
+  for (const bool asynchronous : {false, true}) {
+    const std::string kind = asynchronous ? "async" : "sync";
+    AcceleratorOptions options;
+    options.data_loader.data_seed = 3;
+    options.checkpoint.asynchronous = asynchronous;
+    const at::Tensor whole = TrainUntil("whole-" + kind, options, 20);
+    TrainUntil("parts-" + kind, options, 10);
+    // Each node has what its process wrote.
+    const auto first = ListDirectory(Checkpoint("parts-" + kind, 0, 1));
+    const auto second = ListDirectory(Checkpoint("parts-" + kind, 1, 1));
+    ASSERT_TRUE(first.ok() && second.ok());
+    EXPECT_THAT(*first,
+                AllOf(Contains("model.safetensors"), Not(Contains("random_states_1.safetensors"))));
+    EXPECT_THAT(*second,
+                AllOf(Contains("random_states_1.safetensors"), Not(Contains("model.safetensors"))));
+    EXPECT_TRUE(TrainUntil("parts-" + kind, options, 20).equal(whole)) << kind;
+    EXPECT_EQ(*ListDirectory(Checkpoint("parts-" + kind, 0, 1)),
+              *ListDirectory(Checkpoint("parts-" + kind, 1, 1)));
+    EXPECT_TRUE(PathExists(Checkpoint("parts-" + kind, 1, 3)));
+  }
+}
+
+TEST(NodeCheckpoint, NodeWithoutItsDisk_IsNamedOnEveryProcess) {
+  AcceleratorOptions options;
+  options.data_loader.data_seed = 3;
+  TrainUntil("lost", options, 5);
+  ASSERT_TRUE(RemoveTree(Disk("lost", 0)).ok());
+  RunNodes("lost", options, [&](Accelerator& a) {
+    auto model = a.prepare(OneWeight());
+    EXPECT_THAT(std::string(a.load_state().message()),
+                AllOf(HasSubstr("no complete checkpoint"), HasSubstr("model.safetensors"),
+                      HasSubstr("(rank 0) wrote")));
+  });
+}
+
+TEST(NodeCheckpoint, SaveModel_WritesTheModelOnEveryNode) {
+  RunNodes("model", {}, [&](Accelerator& a) {
+    auto model = a.prepare(OneWeight());
+    const absl::Status saved =
+        a.save_model(model, Disk("model", static_cast<int>(a.process_index())) + "/out");
+    EXPECT_TRUE(saved.ok()) << saved;
+  });
+  EXPECT_TRUE(PathExists(Disk("model", 0) + "/out/model.safetensors"));
+  EXPECT_TRUE(PathExists(Disk("model", 1) + "/out/model.safetensors"));
+}
+
+}  // namespace
+}  // namespace muster

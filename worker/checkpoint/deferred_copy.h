@@ -1,0 +1,90 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_DEFERRED_COPY_H_
+#define MUSTER_WORKER_CHECKPOINT_DEFERRED_COPY_H_
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "absl/base/thread_annotations.h"
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "base/clock.h"
+#include "base/mutex.h"
+
+namespace muster {
+
+// Copies of tensors that are made while training goes on, because nothing changes them before the
+// optimizer steps. Whoever is about to change them calls Run() first. A tensor that was changed all
+// the same is found: by its version, which every operation in place counts, and by some of its
+// bytes, for changes that are not counted (through data() or a pointer).
+class DeferredCopy {
+ public:
+  // Whether a copy of the tensor can wait: it is on the CPU, its data are as in a file, its changes
+  // are counted, and it is large enough to be worth it.
+  static bool Takes(const at::Tensor& tensor);
+
+  DeferredCopy() = default;
+  DeferredCopy(const DeferredCopy&) = delete;
+  DeferredCopy& operator=(const DeferredCopy&) = delete;
+
+  // To be called before Start(), by one thread: the data of `source`, a tensor that it takes and
+  // that must not change from now on, go to `offset` bytes after the base. `name` is for messages.
+  void Add(std::string name, at::Tensor source, size_t offset);
+  // Where the copies go. To be called once, before what follows.
+  void Start(char* base) { base_ = base; }
+  bool empty() const { return parts_.empty(); }
+
+  // Copies what no other thread copies already, and returns when everything is copied. Thread-safe.
+  void Run();
+
+  // Returns when everything is copied, by others.
+  void Wait() const;
+
+  // After Run() or Wait(). FAILED_PRECONDITION, naming a tensor that was changed after its Add()
+  // and before its copy was complete: what was copied of it is of no use.
+  absl::Status status() const;
+
+  // Runs it and counts the time: training waits.
+  void RunWhileTrainingWaits(const Clock& clock);
+  // For how long training has waited.
+  absl::Duration waited() const;
+
+ private:
+  // As many words as are compared, spread over the tensor.
+  static constexpr size_t kSamples = 16;
+  using Samples = std::array<uint64_t, kSamples>;
+
+  struct Copied {
+    std::string name;
+    at::Tensor source;
+    const char* from;
+    size_t offset, bytes;
+    int64_t version;
+    Samples samples;
+  };
+  // Part of a tensor, which one thread copies.
+  struct Part {
+    size_t tensor, begin, end;
+  };
+
+  static Samples SamplesOf(const char* data, size_t bytes);
+  absl::Status Check(const Copied& copied) const;
+
+  char* base_ = nullptr;
+  std::vector<Copied> tensors_;
+  std::vector<Part> parts_;
+  std::atomic<size_t> next_{0};
+  mutable Mutex mu_;
+  mutable CondVar changed_;
+  size_t copied_ ABSL_GUARDED_BY(mu_) = 0;  // parts
+  bool done_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Status status_ ABSL_GUARDED_BY(mu_);
+  absl::Duration waited_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_DEFERRED_COPY_H_

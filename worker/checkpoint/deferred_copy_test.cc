@@ -1,0 +1,137 @@
+#include "worker/checkpoint/deferred_copy.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <functional>
+#include <thread>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "ATen/core/grad_mode.h"
+#include "base/fake_clock.h"
+#include "c10/core/InferenceMode.h"
+
+namespace muster {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int64_t kNumbers = 5000;
+
+class DeferredCopyTest : public testing::Test {
+ protected:
+  bool CopiedIs(const at::Tensor& tensor) {
+    return std::memcmp(memory_.data(), tensor.const_data_ptr(), tensor.nbytes()) == 0;
+  }
+
+  const at::Tensor tensor_ = at::arange(kNumbers, at::kFloat);
+  std::vector<char> memory_ = std::vector<char>(kNumbers * sizeof(float));
+  DeferredCopy copy_;
+};
+
+TEST_F(DeferredCopyTest, Run_CopiesOnce) {
+  copy_.Add("t", tensor_.detach(), 0);
+  copy_.Start(memory_.data());
+  copy_.Run();
+  EXPECT_TRUE(copy_.status().ok()) << copy_.status();
+  EXPECT_TRUE(CopiedIs(tensor_));
+  const at::Tensor before = tensor_.clone();
+  tensor_.fill_(1);
+  copy_.Run();
+  EXPECT_TRUE(copy_.status().ok()) << copy_.status();
+  EXPECT_TRUE(CopiedIs(before));
+}
+
+TEST_F(DeferredCopyTest, ThreadsTogether_AllSeeTheWholeCopy) {
+  // Five parts, and tensors of one.
+  const at::Tensor large = at::arange(9'000'000, at::kFloat);
+  std::vector<char> to(large.nbytes() + tensor_.nbytes());
+  copy_.Add("t", tensor_.detach(), large.nbytes());
+  copy_.Add("large", large.detach(), 0);
+  copy_.Start(to.data());
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&] {
+      copy_.Run();
+      EXPECT_EQ(std::memcmp(to.data(), large.const_data_ptr(), large.nbytes()), 0);
+    });
+  }
+  copy_.Wait();
+  EXPECT_EQ(std::memcmp(to.data() + large.nbytes(), tensor_.const_data_ptr(), tensor_.nbytes()), 0);
+  for (std::thread& thread : threads) thread.join();
+}
+
+TEST_F(DeferredCopyTest, TensorChangedInPlace_IsNamed) {
+  const auto change = [](const std::function<void(at::Tensor)>& how) {
+    DeferredCopy copy;
+    at::Tensor parameter = at::ones({kNumbers}).requires_grad_();
+    std::vector<char> to(parameter.nbytes());
+    copy.Add("\"w\" of model.safetensors", parameter.detach(), 0);
+    copy.Start(to.data());
+    how(parameter);
+    copy.Run();
+    return copy.status();
+  };
+  const at::NoGradGuard no_grad;
+  EXPECT_TRUE(change([](const at::Tensor&) {}).ok());
+  // One number: its version tells. The others leave the version as it was.
+  for (const absl::Status& status : {
+           change([](const at::Tensor& parameter) { parameter[77].fill_(2); }),
+           change([](const at::Tensor& parameter) { parameter.data().mul_(1.5); }),
+           change([](const at::Tensor& parameter) {
+             std::memset(parameter.data_ptr(), 0, parameter.nbytes());
+           }),
+       }) {
+    EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
+    EXPECT_THAT(std::string(status.message()),
+                testing::AllOf(HasSubstr("\"w\" of model.safetensors was changed by the program"),
+                               HasSubstr("options.checkpoint.lazy = false")));
+  }
+}
+
+TEST_F(DeferredCopyTest, WhatCannotWait_IsNotTaken) {
+  EXPECT_TRUE(DeferredCopy::Takes(tensor_));
+  EXPECT_TRUE(DeferredCopy::Takes(at::ones({64, 64}).requires_grad_()));
+  EXPECT_FALSE(DeferredCopy::Takes(at::ones({100})));
+  EXPECT_FALSE(DeferredCopy::Takes(at::ones({64, 64}).t().slice(0, 0, 63)));
+  EXPECT_FALSE(DeferredCopy::Takes(at::ones({5000}, at::kComplexFloat).conj()));
+  EXPECT_FALSE(DeferredCopy::Takes(at::ones({5000}, at::TensorOptions(at::kMeta))));
+  const c10::InferenceMode inference;
+  EXPECT_FALSE(DeferredCopy::Takes(at::ones({5000})));
+}
+
+TEST_F(DeferredCopyTest, TimeThatTrainingWaits_IsCountedUntilItIsCopied) {
+  // Its time passes with each look at it.
+  class Passing final : public Clock {
+   public:
+    absl::Time Now() const override {
+      clock_.Advance(absl::Seconds(1));
+      return clock_.Now();
+    }
+    absl::Time WallNow() const override { return Now(); }
+
+   private:
+    mutable FakeClock clock_;
+  };
+  const Passing clock;
+  copy_.Add("t", tensor_.detach(), 0);
+  copy_.Start(memory_.data());
+  EXPECT_EQ(copy_.waited(), absl::ZeroDuration());
+  copy_.RunWhileTrainingWaits(clock);
+  EXPECT_TRUE(CopiedIs(tensor_));
+  EXPECT_EQ(copy_.waited(), absl::Seconds(1));
+  copy_.RunWhileTrainingWaits(clock);
+  EXPECT_EQ(copy_.waited(), absl::Seconds(1));
+}
+
+TEST_F(DeferredCopyTest, NothingToCopy_WaitsForNobody) {
+  EXPECT_TRUE(copy_.empty());
+  copy_.Wait();
+  copy_.Run();
+  EXPECT_TRUE(copy_.status().ok());
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,344 @@
+#include "worker/checkpoint/node_checkpoints.h"
+
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <limits>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <set>
+#include <utility>
+#include <vector>
+
+#include "absl/container/flat_hash_set.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/file.h"
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/staged_save.h"
+
+namespace muster {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr size_t kPieceBytes = 8 << 20;
+
+// What a leader has of one checkpoint.
+struct Holding {
+  std::string text;  // of the manifest; empty: there is none that can be read
+  Manifest manifest;
+  std::vector<std::string> intact;
+  // Why the others are not.
+  std::vector<std::string> damaged;
+
+  Json Summary() const {
+    if (text.empty()) return nullptr;
+    return {{"digest", DigestBytes(text).xxh3},
+            {"step", manifest.info.step},
+            {"created", manifest.created},
+            {"intact", intact},
+            {"damaged", damaged}};
+  }
+};
+
+Holding Inspect(const std::string& dir) {
+  Holding holding;
+  absl::StatusOr<std::string> text = ReadFile(JoinPath(dir, kManifestName));
+  if (!text.ok()) return holding;
+  absl::StatusOr<Manifest> manifest = ParseManifest(*text, JoinPath(dir, kManifestName));
+  if (!manifest.ok()) {
+    MUSTER_LOG(Warning) << manifest.status().message();
+    return holding;
+  }
+  for (const ManifestFile& file : manifest->files) {
+    const absl::Status status = VerifyCheckpointFile(dir, file, VerifyLevel::kContents);
+    if (status.ok()) {
+      holding.intact.push_back(file.name);
+    } else if (PathExists(JoinPath(dir, file.name))) {
+      holding.damaged.push_back(std::string(status.message()));
+    }
+  }
+  holding.text = *std::move(text);
+  holding.manifest = *std::move(manifest);
+  return holding;
+}
+
+// One checkpoint over all nodes. The same on every rank, except `dir`, `mine` and `lacks`.
+class Gathering {
+ public:
+  Gathering(Comm& comm, std::string dir, const NodeGroups& groups)
+      : comm_(comm), dir_(std::move(dir)), groups_(groups) {}
+
+  // (collective) Looks for the files on all nodes.
+  absl::Status Find();
+  // (collective) Fetches what this node lacks, if any node lacks anything.
+  absl::Status Complete();
+
+ private:
+  // The status of the checkpoint whose manifest has this digest.
+  absl::Status Choose(const std::string& digest, const std::vector<Json>& summaries);
+  absl::Status MissingFiles(const std::vector<Json>& summaries) const;
+  absl::Status FetchInto(Staging* staging);
+  absl::Status FetchFile(const ManifestFile& file, AtomicFile* out);
+  absl::Status KeepIntact(const Staging& staging) const;
+
+  Comm& comm_;
+  const std::string dir_;
+  const NodeGroups& groups_;
+  Holding mine_;
+  Manifest manifest_;
+  // By file name: the leaders that have it.
+  std::map<std::string, std::vector<int>> holders_;
+  std::set<int> lacking_;  // leaders
+};
+
+absl::Status Gathering::Find() {
+  if (groups_.leads()) mine_ = Inspect(dir_);
+  std::vector<Json> summaries;
+  for (const std::string& text : comm_.AllGatherBytes(mine_.Summary().dump())) {
+    summaries.push_back(Json::parse(text));
+  }
+  // The latest first: SettleNodes() has chosen where two were published in part.
+  std::map<std::tuple<int64_t, std::string, std::string>, int, std::greater<>> candidates;
+  for (size_t rank = 0; rank < summaries.size(); ++rank) {
+    const Json& summary = summaries[rank];
+    if (summary.is_null()) continue;
+    candidates.try_emplace({summary["step"], summary["created"], summary["digest"]},
+                           static_cast<int>(rank));
+  }
+  absl::Status first;
+  for (const auto& [age, holder] : candidates) {
+    const absl::StatusOr<Manifest> manifest =
+        ParseManifest(comm_.BroadcastBytes(mine_.text, holder), dir_);
+    // A manifest that its own node could read.
+    MUSTER_RETURN_IF_ERROR(manifest.status());
+    manifest_ = *manifest;
+    const absl::Status chosen = Choose(std::get<2>(age), summaries);
+    if (chosen.ok()) return chosen;
+    if (first.ok()) first = chosen;
+  }
+  if (!first.ok()) return first;
+  return absl::NotFoundError(absl::StrCat("no node has a checkpoint ", dir_));
+}
+
+absl::Status Gathering::Choose(const std::string& digest, const std::vector<Json>& summaries) {
+  holders_.clear();
+  lacking_.clear();
+  for (const NodeGroups::Node& node : groups_.nodes) {
+    const Json& summary = summaries[node.leader];
+    if (summary.is_null() || summary["digest"] != digest) {
+      lacking_.insert(node.leader);
+      continue;
+    }
+    for (const Json& name : summary["intact"]) holders_[name].push_back(node.leader);
+    if (summary["intact"].size() < manifest_.files.size()) lacking_.insert(node.leader);
+  }
+  return MissingFiles(summaries);
+}
+
+absl::Status Gathering::MissingFiles(const std::vector<Json>& summaries) const {
+  std::map<std::string, std::vector<std::string>> missing;  // by node
+  for (const ManifestFile& file : manifest_.files) {
+    if (holders_.count(file.name) > 0) continue;
+    std::string node = absl::StrCat("the node of rank ", file.rank);
+    for (const ManifestNode& entry : manifest_.nodes) {
+      if (std::find(entry.ranks.begin(), entry.ranks.end(), file.rank) == entry.ranks.end())
+        continue;
+      node = absl::StrCat("node ", entry.host, entry.ranks.size() == 1 ? " (rank " : " (ranks ",
+                          absl::StrJoin(entry.ranks, ", "), ")");
+    }
+    missing[node].push_back(file.name);
+  }
+  if (missing.empty()) return absl::OkStatus();
+  std::vector<std::string> parts;
+  for (const auto& [node, files] : missing) {
+    parts.push_back(absl::StrCat(absl::StrJoin(files, ", "), ", which ", node, " wrote"));
+  }
+  std::string damage;
+  for (const Json& summary : summaries) {
+    if (summary.is_null()) continue;
+    for (const Json& text : summary["damaged"]) {
+      absl::StrAppend(&damage, "; ", text.get<std::string>());
+    }
+  }
+  return absl::DataLossError(absl::StrCat(
+      "no node of this job has an intact copy of ", absl::StrJoin(parts, " and "), " (checkpoint ",
+      dir_, "); start the job with that node, or load an earlier ", "checkpoint", damage));
+}
+
+// Hard links cost nothing; what a file system cannot link is copied.
+absl::Status Gathering::KeepIntact(const Staging& staging) const {
+  for (const std::string& name : mine_.intact) {
+    const ManifestFile* const file = manifest_.Find(name);
+    const ManifestFile* const here = mine_.manifest.Find(name);
+    if (file == nullptr || here == nullptr || file->digest != here->digest) continue;
+    const std::string from = JoinPath(dir_, name);
+    const std::string to = JoinPath(staging.path(), name);
+    if (link(from.c_str(), to.c_str()) == 0) continue;
+    std::error_code error;
+    if (!std::filesystem::copy_file(from, to, error)) {
+      return absl::UnavailableError(
+          absl::StrCat("cannot copy ", from, " to ", to, ": ", error.message()));
+    }
+  }
+  return absl::OkStatus();
+}
+
+// The holder sends pieces, each with a first byte that says what it is; a holder that fails says so
+// in the place of a piece, and a receiver that fails goes on listening, so that the ranks stay in
+// step.
+absl::Status Gathering::FetchFile(const ManifestFile& file, AtomicFile* out) {
+  const int holder = holders_.at(file.name).front();
+  std::ifstream in;
+  if (comm_.rank() == holder) in.open(JoinPath(dir_, file.name), std::ios::binary);
+  Digester digester;
+  absl::Status written;
+  for (uint64_t sent = 0; sent < file.digest.bytes;) {
+    const size_t wanted = std::min<uint64_t>(kPieceBytes, file.digest.bytes - sent);
+    std::string piece;
+    if (comm_.rank() == holder) {
+      piece.resize(wanted + 1, 'D');
+      in.read(piece.data() + 1, static_cast<std::streamsize>(wanted));
+      if (static_cast<size_t>(in.gcount()) != wanted) {
+        piece = absl::StrCat("E", JoinPath(dir_, file.name), ": cannot be read");
+      }
+    }
+    piece = comm_.BroadcastBytes(piece, holder);
+    const absl::string_view data = absl::string_view(piece).substr(1);
+    if (piece[0] == 'E') {
+      return absl::DataLossError(absl::StrCat("rank ", holder, ": ", data));
+    }
+    if (out != nullptr) {
+      digester.Update(data);
+      if (written.ok()) written = out->Append(data);
+    }
+    sent += wanted;
+  }
+  if (out != nullptr && written.ok() && digester.Finish() != file.digest) {
+    written = absl::DataLossError(absl::StrCat(JoinPath(dir_, file.name), ": what rank ", holder,
+                                               " sent does not match the manifest"));
+  }
+  if (out != nullptr && written.ok()) written = out->Commit();
+  return AgreeOnFiles(comm_, written, {}, nullptr);
+}
+
+absl::Status Gathering::FetchInto(Staging* staging) {
+  uint64_t bytes = 0;
+  int files = 0;
+  for (const ManifestFile& file : manifest_.files) {
+    const std::vector<int>& holders = holders_.at(file.name);
+    const bool everybody = std::all_of(lacking_.begin(), lacking_.end(), [&](int leader) {
+      return std::find(holders.begin(), holders.end(), leader) != holders.end();
+    });
+    if (everybody) continue;
+    std::optional<AtomicFile> out;
+    const absl::Status created = GuardRank([&]() -> absl::Status {
+      if (staging == nullptr) return absl::OkStatus();
+      const std::string path = JoinPath(staging->path(), file.name);
+      if (PathExists(path)) return absl::OkStatus();
+      absl::StatusOr<AtomicFile> opened = AtomicFile::Create(path);
+      MUSTER_RETURN_IF_ERROR(opened.status());
+      out.emplace(*std::move(opened));
+      return absl::OkStatus();
+    });
+    MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm_, created, {}, nullptr));
+    MUSTER_RETURN_IF_ERROR(FetchFile(file, out.has_value() ? &*out : nullptr));
+    bytes += file.digest.bytes;
+    ++files;
+  }
+  if (comm_.rank() == 0) {
+    std::vector<std::string> names;
+    for (const int leader : lacking_) names.push_back(groups_.Describe(leader));
+    MUSTER_LOG(Info) << "fetched " << files << " files of " << dir_ << ", " << bytes
+                     << " bytes, for " << absl::StrJoin(names, ", ");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status Gathering::Complete() {
+  if (lacking_.empty()) return absl::OkStatus();
+  std::optional<Staging> staging;
+  const bool lacks = lacking_.count(comm_.rank()) > 0;
+  const absl::Status begun = GuardRank([&]() -> absl::Status {
+    if (!lacks) return absl::OkStatus();
+    absl::StatusOr<Staging> created = Staging::Create(dir_);
+    MUSTER_RETURN_IF_ERROR(created.status());
+    staging.emplace(*std::move(created));
+    return KeepIntact(*staging);
+  });
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm_, begun, {}, nullptr));
+  MUSTER_RETURN_IF_ERROR(FetchInto(staging.has_value() ? &*staging : nullptr));
+  const absl::Status published = GuardRank(
+      [&]() -> absl::Status { return lacks ? staging->Publish(manifest_) : absl::OkStatus(); });
+  return AgreeOnFiles(comm_, published, {}, nullptr);
+}
+
+absl::Status CompleteOnNodes(Comm& comm, const std::string& dir, const NodeGroups& groups) {
+  MUSTER_RETURN_IF_ERROR(SettleNodes(comm, dir, groups));
+  Gathering gathering(comm, dir, groups);
+  MUSTER_RETURN_IF_ERROR(gathering.Find());
+  return gathering.Complete();
+}
+
+absl::StatusOr<StateReader> OpenOnEveryRank(Comm& comm, const std::string& dir) {
+  absl::StatusOr<StateReader> reader = StateReader::Open(dir);
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, reader.status(), {}, nullptr));
+  return reader;
+}
+
+// (collective) The highest number below `bound` that any node has; -1: none.
+absl::StatusOr<int64_t> NextNewest(Comm& comm, const CheckpointFolder& folder,
+                                   const NodeGroups& groups, int64_t bound) {
+  int64_t mine = -1;
+  const absl::Status listed = GuardRank([&]() -> absl::Status {
+    if (!groups.leads()) return absl::OkStatus();
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder.Numbers());
+    for (const int64_t number : numbers) {
+      if (number < bound) mine = std::max(mine, number);
+    }
+    return absl::OkStatus();
+  });
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, listed, {}, nullptr));
+  int64_t newest = -1;
+  for (const std::string& number : comm.AllGatherBytes(absl::StrCat(mine))) {
+    newest = std::max<int64_t>(newest, std::stoll(number));
+  }
+  return newest;
+}
+
+}  // namespace
+
+absl::StatusOr<StateReader> OpenCheckpointOnNodes(Comm& comm, const std::string& dir,
+                                                  const CheckpointFolder& folder,
+                                                  const NodeGroups& groups) {
+  if (groups.nodes.size() == 1) return OpenCheckpoint(comm, dir, folder);
+  if (!dir.empty()) {
+    MUSTER_RETURN_IF_ERROR(CompleteOnNodes(comm, dir, groups));
+    return OpenOnEveryRank(comm, dir);
+  }
+  std::string why;
+  int64_t bound = std::numeric_limits<int64_t>::max();
+  while (true) {
+    MUSTER_ASSIGN_OR_RETURN(bound, NextNewest(comm, folder, groups, bound));
+    if (bound < 0) break;
+    const std::string path = folder.PathOf(bound);
+    const absl::Status completed = CompleteOnNodes(comm, path, groups);
+    if (completed.ok()) return OpenOnEveryRank(comm, path);
+    // A disk that is full, say, is no reason to take an older one.
+    if (!absl::IsDataLoss(completed) && !absl::IsNotFound(completed)) return completed;
+    if (comm.rank() == 0) {
+      MUSTER_LOG(Warning) << "passing over " << path << ": " << completed.message();
+    }
+    if (why.empty()) why = absl::StrCat(": ", completed.message());
+  }
+  return absl::NotFoundError(absl::StrCat("no complete checkpoint in ", folder.root(), why));
+}
+
+}  // namespace muster

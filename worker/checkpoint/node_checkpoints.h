@@ -1,0 +1,28 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_NODE_CHECKPOINTS_H_
+#define MUSTER_WORKER_CHECKPOINT_NODE_CHECKPOINTS_H_
+
+#include <string>
+
+#include "absl/status/statusor.h"
+#include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/node_group.h"
+#include "worker/checkpoint/state.h"
+#include "worker/collective/comm.h"
+
+namespace muster {
+
+// Collective. As OpenCheckpoint, where every node has a disk of its own. Takes `dir`, or, if it is
+// empty, the newest numbered checkpoint of `folder` of which every file is intact on some node.
+// Nodes that lack files fetch them from those that have them, so that on return every node has the
+// whole checkpoint. The fetched files go through the communicator in pieces of 8 MiB and are
+// checked against the manifest; a crash in between leaves what was there.
+//
+// Errors, the same on every rank: NOT_FOUND if no node has such a checkpoint; DATA_LOSS naming the
+// files that no node has and the node that wrote them; those of writing, with the rank.
+absl::StatusOr<StateReader> OpenCheckpointOnNodes(Comm& comm, const std::string& dir,
+                                                  const CheckpointFolder& folder,
+                                                  const NodeGroups& groups);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_NODE_CHECKPOINTS_H_

@@ -1,0 +1,282 @@
+#include "worker/checkpoint/node_checkpoints.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ATen/ops/full.h"
+#include "base/file.h"
+#include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/node_group.h"
+#include "worker/checkpoint/staged_save.h"
+#include "worker/checkpoint/state.h"
+#include "worker/collective/thread_comm.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Contains;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+// Two nodes of two ranks; the disk of node i is the folder root_/node_i.
+class NodeCheckpointsTest : public testing::Test {
+ protected:
+  void SetUp() override {
+    root_ = JoinPath(testing::TempDir(), "nodes-" + RandomHex());
+    ASSERT_TRUE(MakeDirectories(root_).ok());
+  }
+  void TearDown() override { EXPECT_TRUE(RemoveTree(root_).ok()); }
+
+  static int NodeOf(const Comm& comm) { return comm.rank() / 2; }
+  std::string Disk(int node) const { return JoinPath(root_, "node_" + std::to_string(node)); }
+  std::string Dir(int node) const { return JoinPath(Disk(node), "ckpt"); }
+
+  static absl::Status WriteAll(StateWriter& writer, double value) {
+    if (writer.rank() == 0) {
+      const absl::Status model = writer.WriteModel(ModelFileName(0), {{"w", at::full({3}, value)}});
+      if (!model.ok()) return model;
+    }
+    StateDict random;
+    random.SetTensor("cpu", at::full({2}, 10 * value + writer.rank()));
+    return writer.Write(RandomStatesFileName(writer.rank()), random);
+  }
+
+  static absl::Status Save(Comm& comm, const std::string& dir, double value, int64_t step) {
+    return SaveCheckpoint(
+        comm, dir, {.step = step}, [&](StateWriter& writer) { return WriteAll(writer, value); },
+        NodeOf(comm));
+  }
+  absl::Status SaveNumbered(Comm& comm, int64_t iteration, int total_limit = 0) {
+    return SaveNumberedCheckpoint(
+        comm, CheckpointFolder(Disk(NodeOf(comm))), {.iteration = iteration, .step = iteration},
+        total_limit,
+        [&](StateWriter& writer) { return WriteAll(writer, static_cast<double>(iteration)); },
+        NodeOf(comm));
+  }
+
+  static absl::StatusOr<StateReader> Open(Comm& comm, const std::string& dir,
+                                          const CheckpointFolder& folder) {
+    const std::string parent = dir.empty() ? folder.root() : ParentPath(dir);
+    const auto groups = FindNodeGroups(comm, parent, NodeOf(comm));
+    if (!groups.ok()) return groups.status();
+    return OpenCheckpointOnNodes(comm, dir, folder, *groups);
+  }
+  absl::StatusOr<StateReader> OpenDir(Comm& comm) {
+    return Open(comm, Dir(NodeOf(comm)), CheckpointFolder(""));
+  }
+  absl::StatusOr<StateReader> OpenNewest(Comm& comm) {
+    return Open(comm, "", CheckpointFolder(Disk(NodeOf(comm))));
+  }
+
+  static double ModelOf(const StateReader& reader) {
+    const auto model = reader.Read(ModelFileName(0));
+    EXPECT_TRUE(model.ok()) << model.status();
+    return model.ok() ? model->GetTensor("w")->mean().item<double>() : -1;
+  }
+  static double RandomOf(const StateReader& reader, int rank) {
+    const auto random = reader.Read(RandomStatesFileName(rank));
+    EXPECT_TRUE(random.ok()) << random.status();
+    return random.ok() ? random->GetTensor("cpu")->mean().item<double>() : -1;
+  }
+
+  static void FlipBit(const std::string& path) {
+    absl::StatusOr<std::string> bytes = ReadFile(path);
+    ASSERT_TRUE(bytes.ok()) << bytes.status();
+    bytes->back() ^= 1;
+    ASSERT_TRUE(WriteFileAtomically(path, *bytes).ok());
+  }
+
+  std::string root_;
+};
+
+TEST_F(NodeCheckpointsTest, Groups_OfDisksOfTheirOwn_HaveALeaderEach) {
+  RunRanks(4, [&](Comm& comm) {
+    const auto groups = FindNodeGroups(comm, Disk(NodeOf(comm)), NodeOf(comm));
+    ASSERT_TRUE(groups.ok()) << groups.status();
+    EXPECT_THAT(groups->leader_of, ElementsAre(0, 0, 2, 2));
+    EXPECT_EQ(groups->nodes.size(), 2u);
+    EXPECT_EQ(groups->leads(), comm.rank() % 2 == 0);
+    EXPECT_THAT(groups->Describe(2), HasSubstr("(ranks 2, 3)"));
+  });
+  EXPECT_THAT(*ListDirectory(Disk(0)), testing::IsEmpty());
+}
+
+TEST_F(NodeCheckpointsTest, Groups_OfNodesThatMountOneFolder_AreOne) {
+  RunRanks(4, [&](Comm& comm) {
+    const auto groups = FindNodeGroups(comm, root_, NodeOf(comm));
+    ASSERT_TRUE(groups.ok()) << groups.status();
+    EXPECT_THAT(groups->leader_of, ElementsAre(0, 0, 0, 0));
+    EXPECT_EQ(groups->nodes.size(), 1u);
+  });
+}
+
+TEST_F(NodeCheckpointsTest, FolderThatCannotBeMade_IsAnErrorOnEveryRank) {
+  ASSERT_TRUE(WriteFileAtomically(Disk(1), "a file").ok());
+  RunRanks(4, [&](Comm& comm) {
+    const auto groups = FindNodeGroups(comm, Disk(NodeOf(comm)), NodeOf(comm));
+    EXPECT_THAT(std::string(groups.status().message()),
+                AllOf(HasSubstr("rank 2: "), HasSubstr("node_1")));
+  });
+}
+
+TEST_F(NodeCheckpointsTest, Save_KeepsOnEachNodeWhatItsRanksWrote_AndLoadFetchesTheRest) {
+  RunRanks(4, [&](Comm& comm) {
+    const absl::Status saved = Save(comm, Dir(NodeOf(comm)), 1.5, 7);
+    ASSERT_TRUE(saved.ok()) << saved;
+  });
+  EXPECT_THAT(*ListDirectory(Dir(0)),
+              ElementsAre("manifest.json", "model.safetensors", "random_states_0.safetensors",
+                          "random_states_1.safetensors"));
+  EXPECT_THAT(*ListDirectory(Dir(1)), ElementsAre("manifest.json", "random_states_2.safetensors",
+                                                  "random_states_3.safetensors"));
+  RunRanks(4, [&](Comm& comm) {
+    const auto reader = OpenDir(comm);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(reader->dir(), Dir(NodeOf(comm)));
+    EXPECT_EQ(reader->info().step, 7);
+    EXPECT_EQ(reader->manifest().nodes.size(), 2u);
+    EXPECT_EQ(ModelOf(*reader), 1.5);
+    EXPECT_EQ(RandomOf(*reader, comm.rank()), 15 + comm.rank());
+  });
+  EXPECT_EQ(*ListDirectory(Dir(0)), *ListDirectory(Dir(1)));
+  EXPECT_THAT(*ListDirectory(Disk(1)), ElementsAre("ckpt"));
+  EXPECT_TRUE(VerifyCheckpoint(Dir(1), VerifyLevel::kContents).ok());
+}
+
+TEST_F(NodeCheckpointsTest, FreshNode_GetsTheWholeCheckpoint) {
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 2, 1).ok()); });
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(OpenDir(comm).ok()); });
+  ASSERT_TRUE(RemoveTree(Disk(0)).ok());
+  RunRanks(4, [&](Comm& comm) {
+    const auto reader = OpenDir(comm);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(ModelOf(*reader), 2);
+  });
+  EXPECT_EQ(*ListDirectory(Dir(0)), *ListDirectory(Dir(1)));
+}
+
+TEST_F(NodeCheckpointsTest, NodeThatIsMissing_IsNamedWithItsFiles) {
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 2, 1).ok()); });
+  ASSERT_TRUE(RemoveTree(Disk(1)).ok());
+  RunRanks(4, [&](Comm& comm) {
+    const auto reader = OpenDir(comm);
+    EXPECT_EQ(reader.status().code(), absl::StatusCode::kDataLoss);
+    EXPECT_THAT(std::string(reader.status().message()),
+                AllOf(HasSubstr("random_states_2.safetensors, random_states_3.safetensors, which "
+                                "node "),
+                      HasSubstr("(ranks 2, 3) wrote"), HasSubstr("start the job with that node")));
+  });
+}
+
+TEST_F(NodeCheckpointsTest, NewestIsIncomplete_TheOneBeforeIsTaken) {
+  RunRanks(4, [&](Comm& comm) {
+    for (int i = 0; i < 3; ++i) ASSERT_TRUE(SaveNumbered(comm, i).ok());
+  });
+  ASSERT_TRUE(RemoveTree(CheckpointFolder(Disk(1)).PathOf(2)).ok());
+  FlipBit(JoinPath(CheckpointFolder(Disk(0)).PathOf(1), "model.safetensors"));
+  RunRanks(4, [&](Comm& comm) {
+    const auto reader = OpenNewest(comm);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(reader->info().iteration, 0);
+    EXPECT_EQ(RandomOf(*reader, comm.rank()), comm.rank());
+  });
+}
+
+TEST_F(NodeCheckpointsTest, NoCheckpointAnywhere_IsNotFound) {
+  RunRanks(4, [&](Comm& comm) {
+    EXPECT_TRUE(absl::IsNotFound(OpenNewest(comm).status()));
+    EXPECT_TRUE(absl::IsNotFound(OpenDir(comm).status()));
+  });
+}
+
+TEST_F(NodeCheckpointsTest, DamagedCopy_IsReplacedByThatOfAnotherNode) {
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 3, 1).ok()); });
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(OpenDir(comm).ok()); });
+  FlipBit(JoinPath(Dir(0), "model.safetensors"));
+  RunRanks(4, [&](Comm& comm) {
+    const auto reader = OpenDir(comm);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(ModelOf(*reader), 3);
+  });
+  EXPECT_TRUE(VerifyCheckpoint(Dir(0), VerifyLevel::kContents).ok());
+}
+
+TEST_F(NodeCheckpointsTest, DamageWithoutAnotherCopy_IsNamed) {
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 3, 1).ok()); });
+  FlipBit(JoinPath(Dir(0), "model.safetensors"));
+  RunRanks(4, [&](Comm& comm) {
+    EXPECT_THAT(std::string(OpenDir(comm).status().message()),
+                AllOf(HasSubstr("model.safetensors, which node "), HasSubstr("is damaged")));
+  });
+}
+
+TEST_F(NodeCheckpointsTest, OneNodeFails_NothingChangesAnywhere) {
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 1, 1).ok()); });
+  RunRanks(4, [&](Comm& comm) {
+    const absl::Status failed = SaveCheckpoint(
+        comm, Dir(NodeOf(comm)), {.step = 2},
+        [&](StateWriter& writer) {
+          return comm.rank() == 3 ? absl::ResourceExhaustedError("no space") : WriteAll(writer, 2);
+        },
+        NodeOf(comm));
+    EXPECT_EQ(failed.message(), "rank 3: no space");
+    const auto reader = OpenDir(comm);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(ModelOf(*reader), 1);
+  });
+  EXPECT_THAT(*ListDirectory(Disk(0)), ElementsAre("ckpt"));
+  EXPECT_THAT(*ListDirectory(Disk(1)), ElementsAre("ckpt"));
+}
+
+// What a crash of all processes leaves when only node 0 has moved its folder.
+TEST_F(NodeCheckpointsTest, CrashBetweenTheNodesCommits_IsFinishedByTheNextLoad) {
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 1, 1).ok()); });
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)) + "-new", 2, 2).ok()); });
+  // Node 0: the new one is in place, the old one beside it. Node 1: the other way around.
+  const std::string beside = ".tmp-0123456789abcdef";
+  ASSERT_EQ(rename(Dir(0).c_str(), (Dir(0) + beside).c_str()), 0);
+  ASSERT_EQ(rename((Dir(0) + "-new").c_str(), Dir(0).c_str()), 0);
+  ASSERT_EQ(rename((Dir(1) + "-new").c_str(), (Dir(1) + beside).c_str()), 0);
+  RunRanks(4, [&](Comm& comm) {
+    const auto reader = OpenDir(comm);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(ModelOf(*reader), 2);
+    EXPECT_EQ(RandomOf(*reader, comm.rank()), 20 + comm.rank());
+    // The next save clears away what is left.
+    ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 3, 3).ok());
+  });
+  EXPECT_THAT(*ListDirectory(Disk(0)), ElementsAre("ckpt"));
+  EXPECT_THAT(*ListDirectory(Disk(1)), ElementsAre("ckpt"));
+}
+
+TEST_F(NodeCheckpointsTest, CrashBeforeAllNodesHavePrepared_GoesBackToTheFormer) {
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)), 1, 1).ok()); });
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(Save(comm, Dir(NodeOf(comm)) + "-new", 2, 2).ok()); });
+  const std::string beside = ".tmp-0123456789abcdef";
+  ASSERT_EQ(rename(Dir(0).c_str(), (Dir(0) + beside).c_str()), 0);
+  ASSERT_EQ(rename((Dir(0) + "-new").c_str(), Dir(0).c_str()), 0);
+  ASSERT_TRUE(RemoveTree(Dir(1) + "-new").ok());
+  RunRanks(4, [&](Comm& comm) {
+    const auto reader = OpenDir(comm);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    EXPECT_EQ(ModelOf(*reader), 1);
+  });
+}
+
+TEST_F(NodeCheckpointsTest, Rotation_CountsWhatEveryNodeHas) {
+  RunRanks(4, [&](Comm& comm) {
+    for (int i = 0; i < 3; ++i) ASSERT_TRUE(SaveNumbered(comm, i).ok());
+  });
+  ASSERT_TRUE(RemoveTree(CheckpointFolder(Disk(1)).PathOf(2)).ok());
+  RunRanks(4, [&](Comm& comm) { ASSERT_TRUE(SaveNumbered(comm, 3, 2).ok()); });
+  EXPECT_THAT(*CheckpointFolder(Disk(0)).Numbers(), ElementsAre(1, 2, 3));
+  EXPECT_THAT(*CheckpointFolder(Disk(1)).Numbers(), ElementsAre(1, 3));
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,102 @@
+#include "worker/checkpoint/node_group.h"
+
+#include <algorithm>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/file.h"
+#include "base/identity.h"
+#include "base/status_macros.h"
+#include "worker/checkpoint/agreement.h"
+
+namespace muster {
+namespace {
+
+constexpr char kProbe[] = ".muster-node-";
+
+// The lowest rank with each rank's node.
+std::vector<int> LowestOfNode(const std::vector<std::string>& node_of) {
+  std::vector<int> lowest;
+  for (const std::string& node : node_of) {
+    lowest.push_back(
+        static_cast<int>(std::find(node_of.begin(), node_of.end(), node) - node_of.begin()));
+  }
+  return lowest;
+}
+
+}  // namespace
+
+NodeGroups NodeGroups::Shared(int rank, int size) {
+  NodeGroups groups;
+  groups.rank = rank;
+  groups.leader_of.assign(size, 0);
+  groups.nodes = {{.leader = 0, .host = HostName()}};
+  return groups;
+}
+
+std::string NodeGroups::Describe(int leader) const {
+  std::vector<int> ranks;
+  for (size_t rank = 0; rank < leader_of.size(); ++rank) {
+    if (leader_of[rank] == leader) ranks.push_back(static_cast<int>(rank));
+  }
+  std::string host;
+  for (const Node& node : nodes) {
+    if (node.leader == leader) host = node.host;
+  }
+  return absl::StrCat("node ", host, ranks.size() == 1 ? " (rank " : " (ranks ",
+                      absl::StrJoin(ranks, ", "), ")");
+}
+
+absl::StatusOr<NodeGroups> FindNodeGroups(Comm& comm, const std::string& parent, int node) {
+  const int rank = comm.rank();
+  const std::vector<int> lowest = LowestOfNode(comm.AllGatherBytes(absl::StrCat(node)));
+  const bool lowest_here = lowest[rank] == rank;
+
+  const std::string name = absl::StrCat(kProbe, RandomHex());
+  const absl::Status probed = GuardRank([&]() -> absl::Status {
+    if (!lowest_here) return absl::OkStatus();
+    MUSTER_RETURN_IF_ERROR(MakeDirectories(parent));
+    return WriteFileAtomically(JoinPath(parent, name), "");
+  });
+  absl::Status agreed = AgreeOnFiles(comm, probed, {}, nullptr);
+  const std::vector<std::string> names =
+      comm.AllGatherBytes(lowest_here && probed.ok() ? name : "");
+
+  int leader = lowest[rank];
+  if (lowest_here && agreed.ok()) {
+    for (int other = 0; other < rank; ++other) {
+      if (names[other].empty() || !PathExists(JoinPath(parent, names[other]))) continue;
+      leader = other;
+      break;
+    }
+  }
+  // After this nobody looks any more.
+  const std::vector<std::string> seen = comm.AllGatherBytes(absl::StrCat(leader, " ", HostName()));
+  if (lowest_here && probed.ok()) {
+    const absl::Status removed = RemoveTree(JoinPath(parent, name));
+    if (agreed.ok()) agreed = removed;
+  }
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, agreed, {}, nullptr));
+
+  NodeGroups groups;
+  groups.rank = rank;
+  for (int other = 0; other < comm.size(); ++other) {
+    // The answer of the lowest rank of its node counts for all of them.
+    const std::string& answer = seen[lowest[other]];
+    groups.leader_of.push_back(std::stoi(answer));
+  }
+  for (int other = 0; other < comm.size(); ++other) {
+    if (groups.leader_of[other] != other) continue;
+    const std::string& answer = seen[other];
+    groups.nodes.push_back({.leader = other, .host = answer.substr(answer.find(' ') + 1)});
+  }
+  return groups;
+}
+
+absl::StatusOr<NodeGroups> GroupsOf(Comm& comm, const std::string& dir, std::optional<int> node) {
+  if (!node.has_value()) return NodeGroups::Shared(comm.rank(), comm.size());
+  return FindNodeGroups(comm, ParentPath(dir), *node);
+}
+
+}  // namespace muster

@@ -1,0 +1,197 @@
+#include "worker/checkpoint/staged_save.h"
+
+#include <algorithm>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <set>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "base/file.h"
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "worker/checkpoint/agreement.h"
+
+namespace muster {
+namespace {
+
+using Json = nlohmann::json;
+
+// One status for all ranks, of what the leaders did.
+absl::Status AgreeOfLeaders(Comm& comm, const NodeGroups& groups, const absl::Status& mine) {
+  return groups.nodes.size() == 1 ? StatusOfMain(comm, mine)
+                                  : AgreeOnFiles(comm, mine, {}, nullptr);
+}
+
+// What leaders do with their folders, under `mu` if there is one.
+absl::Status OnlyLeader(const NodeGroups& groups, Mutex* mu,
+                        absl::FunctionRef<absl::Status()> work) {
+  if (!groups.leads()) return absl::OkStatus();
+  if (mu == nullptr) return GuardRank(work);
+  MutexLock lock(mu);
+  return GuardRank(work);
+}
+
+// A folder of a leader that has a manifest.
+struct Copy {
+  std::string path;
+  // Equal manifests have equal texts.
+  std::string digest;
+  int64_t step = 0;
+  std::string created;
+
+  auto age() const { return std::tie(step, created, digest); }
+};
+
+std::vector<Copy> ReadCopies(const std::string& dir) {
+  std::vector<Copy> copies;
+  for (const std::string& path : CopiesOf(dir)) {
+    const absl::StatusOr<std::string> text = ReadFile(JoinPath(path, kManifestName));
+    if (!text.ok()) continue;
+    const absl::StatusOr<Manifest> manifest = ParseManifest(*text, path);
+    if (!manifest.ok()) continue;
+    copies.push_back({.path = path,
+                      .digest = DigestBytes(*text).xxh3,
+                      .step = manifest->info.step,
+                      .created = manifest->created});
+  }
+  return copies;
+}
+
+}  // namespace
+
+absl::StatusOr<StagedSave> StagedSave::Begin(Comm& comm, const std::string& dir, NodeGroups groups,
+                                             Mutex* folder_mu) {
+  StagedSave save(std::move(groups), folder_mu);
+  const absl::Status created = OnlyLeader(save.groups_, folder_mu, [&]() -> absl::Status {
+    absl::StatusOr<Staging> staging = Staging::Create(dir);
+    MUSTER_RETURN_IF_ERROR(staging.status());
+    save.staging_.emplace(*std::move(staging));
+    return absl::OkStatus();
+  });
+  MUSTER_RETURN_IF_ERROR(AgreeOfLeaders(comm, save.groups_, created));
+  const std::string mine = save.staging_.has_value() ? save.staging_->path() : "";
+  save.path_ = save.groups_.nodes.size() == 1 ? comm.BroadcastBytes(mine, 0)
+                                              : comm.AllGatherBytes(mine)[save.groups_.leader()];
+  return save;
+}
+
+absl::Status StagedSave::CheckVisible() const {
+  if (PathExists(path_)) return absl::OkStatus();
+  return absl::NotFoundError(
+      absl::StrCat(path_, " of rank ", groups_.leader(),
+                   " is not visible here; checkpoints need a file system that all ranks share, or "
+                   "options.project.save_on_each_node"));
+}
+
+absl::Status StagedSave::Publish(Comm& comm, const CheckpointInfo& info,
+                                 std::vector<ManifestFile> files) {
+  Manifest manifest;
+  manifest.info = info;
+  manifest.info.world_size = comm.size();
+  manifest.created = absl::FormatTime(absl::RFC3339_sec, absl::Now(), absl::UTCTimeZone());
+  manifest.files = std::move(files);
+  if (groups_.nodes.size() == 1) {
+    return StatusOfMain(comm,
+                        OnlyLeader(groups_, mu_, [&] { return staging_->Publish(manifest); }));
+  }
+  // Every node gets the same bytes.
+  manifest.created = comm.BroadcastBytes(manifest.created, 0);
+  for (const NodeGroups::Node& node : groups_.nodes) {
+    ManifestNode& entry = manifest.nodes.emplace_back();
+    entry.host = node.host;
+    for (int rank = 0; rank < comm.size(); ++rank) {
+      if (groups_.leader_of[rank] == node.leader) entry.ranks.push_back(rank);
+    }
+  }
+  const auto here = [this](const ManifestFile& file) {
+    return groups_.leader_of[file.rank] == groups_.leader();
+  };
+  MUSTER_RETURN_IF_ERROR(AgreeOfLeaders(
+      comm, groups_, OnlyLeader(groups_, mu_, [&] { return staging_->Prepare(manifest, here); })));
+  MUSTER_RETURN_IF_ERROR(
+      AgreeOfLeaders(comm, groups_, OnlyLeader(groups_, mu_, [&] { return staging_->Commit(); })));
+  return AgreeOfLeaders(comm, groups_,
+                        OnlyLeader(groups_, mu_, [&] { return staging_->Finish(); }));
+}
+
+absl::Status SettleNodes(Comm& comm, const std::string& dir, const NodeGroups& groups) {
+  if (groups.nodes.size() == 1) return absl::OkStatus();
+  std::vector<Copy> mine;
+  if (groups.leads()) mine = ReadCopies(dir);
+  Json json = Json::array();
+  for (const Copy& copy : mine) {
+    json.push_back({copy.path == dir, copy.digest, copy.step, copy.created});
+  }
+  const std::vector<std::string> all = comm.AllGatherBytes(json.dump());
+
+  // The latest that every leader has, and whether it is in its place everywhere.
+  std::map<std::string, int> count, in_place;
+  std::map<std::string, Copy> known;
+  for (const NodeGroups::Node& node : groups.nodes) {
+    std::set<std::string> seen;
+    for (const Json& entry : Json::parse(all[node.leader])) {
+      const std::string digest = entry[1];
+      if (entry[0].get<bool>()) ++in_place[digest];
+      if (!seen.insert(digest).second) continue;
+      ++count[digest];
+      known[digest] = {.path = "", .digest = digest, .step = entry[2], .created = entry[3]};
+    }
+  }
+  const int leaders = static_cast<int>(groups.nodes.size());
+  const Copy* latest = nullptr;
+  for (const auto& [digest, copy] : known) {
+    if (count[digest] < leaders) continue;
+    if (latest == nullptr || latest->age() < copy.age()) latest = &copy;
+  }
+  if (latest == nullptr || in_place[latest->digest] == leaders) return absl::OkStatus();
+
+  return AgreeOfLeaders(
+      comm, groups, OnlyLeader(groups, nullptr, [&]() -> absl::Status {
+        const auto found = std::find_if(mine.begin(), mine.end(), [&](const Copy& copy) {
+          return copy.digest == latest->digest;
+        });
+        if (found->path == dir) return absl::OkStatus();
+        MUSTER_LOG(Warning) << "moving " << found->path << " to " << dir
+                            << ": a save on several nodes was interrupted while it published";
+        return PutInPlace(found->path, dir);
+      }));
+}
+
+absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const NodeGroups& groups,
+                           int keep, Mutex* folder_mu) {
+  if (groups.nodes.size() == 1) {
+    return StatusOfMain(comm, OnlyLeader(groups, folder_mu, [&] { return folder.Rotate(keep); }));
+  }
+  std::vector<int64_t> mine;
+  MUSTER_RETURN_IF_ERROR(
+      AgreeOfLeaders(comm, groups, OnlyLeader(groups, folder_mu, [&]() -> absl::Status {
+                       MUSTER_ASSIGN_OR_RETURN(mine, folder.Published());
+                       return absl::OkStatus();
+                     })));
+  const std::vector<std::string> all = comm.AllGatherBytes(Json(mine).dump());
+  std::map<int64_t, size_t> count;
+  for (const NodeGroups::Node& node : groups.nodes) {
+    for (const int64_t number : Json::parse(all[node.leader]).get<std::vector<int64_t>>()) {
+      ++count[number];
+    }
+  }
+  std::vector<int64_t> whole;
+  for (const auto& [number, nodes] : count) {
+    if (nodes == groups.nodes.size()) whole.push_back(number);
+  }
+  if (static_cast<int>(whole.size()) <= keep) return absl::OkStatus();
+  const int64_t oldest_kept = whole[whole.size() - keep];
+  return AgreeOfLeaders(comm, groups, OnlyLeader(groups, folder_mu, [&]() -> absl::Status {
+                          for (const int64_t number : mine) {
+                            if (number >= oldest_kept) continue;
+                            MUSTER_RETURN_IF_ERROR(folder.Remove(number));
+                          }
+                          return SyncDirectory(folder.root());
+                        }));
+}
+
+}  // namespace muster

@@ -1,0 +1,73 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_STAGED_SAVE_H_
+#define MUSTER_WORKER_CHECKPOINT_STAGED_SAVE_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "base/mutex.h"
+#include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/node_group.h"
+#include "worker/collective/comm.h"
+
+namespace muster {
+
+// One checkpoint that all ranks are writing: a staging folder on each disk, and the steps that turn
+// them into one checkpoint. With one shared file system rank 0 has the only folder. With a disk in
+// every node, each node's leader has one, which gets the files of that node's ranks and the
+// manifest of all files.
+//
+// The nodes publish in two phases: first every folder is whole and durable under its temporary
+// name, then every leader moves it into its place, and only when all have done so do they remove
+// what it replaced. After a crash in between, SettleNodes() finishes or undoes the step.
+//
+// Not thread-safe. Destroyed without Publish(), it removes the staging folders.
+class StagedSave {
+ public:
+  // Collective. `dir` may differ between nodes. `groups`: from FindNodeGroups(), or
+  // NodeGroups::Shared(). `folder_mu`, if not null, is held while this process changes folders, and
+  // never during a collective. Errors, the same on every rank: as Staging::Create on a leader.
+  static absl::StatusOr<StagedSave> Begin(Comm& comm, const std::string& dir, NodeGroups groups,
+                                          Mutex* folder_mu = nullptr);
+
+  StagedSave(StagedSave&&) = default;
+  StagedSave& operator=(StagedSave&&) = delete;
+
+  // The staging folder of this rank's disk.
+  const std::string& path() const { return path_; }
+  const NodeGroups& groups() const { return groups_; }
+
+  // Whether the staging folder exists for this rank.
+  absl::Status CheckVisible() const;
+
+  // Collective. Makes the staged `files` of all ranks a checkpoint on every disk. Errors, the same
+  // on every rank: as Staging::Publish, with the rank.
+  absl::Status Publish(Comm& comm, const CheckpointInfo& info, std::vector<ManifestFile> files);
+
+ private:
+  StagedSave(NodeGroups groups, Mutex* folder_mu) : groups_(std::move(groups)), mu_(folder_mu) {}
+
+  NodeGroups groups_;
+  Mutex* mu_;
+  std::optional<Staging> staging_;  // of leaders
+  std::string path_;
+};
+
+// Collective; nothing happens where one file system is shared. After a crash between the phases of
+// a publication some nodes have the new checkpoint at `dir` and others still the former one: brings
+// the checkpoint that all nodes have, the later one if there are two, into its place everywhere.
+// Nothing changes if there is none; OpenCheckpointOnNodes() then says what is missing.
+absl::Status SettleNodes(Comm& comm, const std::string& dir, const NodeGroups& groups);
+
+// Collective. Removes the oldest numbered checkpoints so that `keep` (>= 1) are left of those that
+// every node has; on every node. Incomplete ones that are older than those go too.
+absl::Status RotateOnNodes(Comm& comm, const CheckpointFolder& folder, const NodeGroups& groups,
+                           int keep, Mutex* folder_mu = nullptr);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_STAGED_SAVE_H_
