@@ -56,9 +56,9 @@ class StateDict {
 };
 
 // Writes PATH.safetensors (scalars as one JSON object in the metadata entry "muster.scalars") or,
-// without tensors, PATH.json; which one is told by the extension of `path`. Whole file or nothing.
-// Blocks on the disk. Errors: as WriteSafetensors; INVALID_ARGUMENT for another extension, for
-// tensors in a .json file, for text that is not UTF-8.
+// without tensors, PATH.json; the extension of `path` decides which. Whole file or nothing. Blocks
+// on the disk. Errors: as WriteSafetensors; INVALID_ARGUMENT for another extension, for tensors in
+// a .json file, for text that is not UTF-8.
 absl::StatusOr<FileDigest> WriteStateDict(const std::string& path, const StateDict& state,
                                           SharedTensors shared = SharedTensors::kWriteAll);
 
