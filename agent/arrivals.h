@@ -58,9 +58,9 @@ class ArrivalMerger {
   // `op` is an arrive or arrive_many. It is sent, with others for the same instance, as soon as
   // `expected` ranks have arrived.
   void Add(v1::Op op, OpSender::Done done, size_t expected, uint64_t tag = 0);
-  // Sends what has waited long enough; returns when to call again.
+  // Sends arrivals that have waited long enough; returns when to call again.
   absl::Time Tick();
-  // Their callers have gone: none of them is answered. What was sent may be done.
+  // Their callers have gone: none of them is answered. Sent operations may take effect.
   void Drop(const absl::flat_hash_set<uint64_t>& tags);
 
  private:

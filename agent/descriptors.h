@@ -8,15 +8,16 @@ using CloseRangeCall = int (*)(unsigned first, unsigned last, unsigned flags);
 int SystemCloseRange(unsigned first, unsigned last, unsigned flags);
 
 // Opens /dev/null in place of standard input, output and error where this process was started
-// without them. What it opens next would get their numbers, and then what processes read and write.
+// without them. Otherwise the next files it opens would get these numbers, and processes would read
+// and write those.
 void OpenStandardDescriptors();
 // Whether a standard descriptor is what its number says. Where it was missing, a library may have
 // taken the number while it was loaded (gRPC does); such are closed by exec.
 bool IsStandardDescriptor(int fd);
 
-// Closes all descriptors from `first` on. Does what a signal handler may: it is for a process
-// between fork and exec. Kernels before 5.9 have no close_range, and a sandbox may refuse it: then
-// /proc/self/fd is read, or, without /proc, all numbers up to the limit are tried.
+// Closes all descriptors from `first` on. Async-signal-safe: for a process between fork and exec.
+// Kernels before 5.9 have no close_range, and a sandbox may refuse it: then /proc/self/fd is read,
+// or, without /proc, all numbers up to the limit are tried.
 void CloseFrom(int first, CloseRangeCall close_range = SystemCloseRange);
 
 }  // namespace muster::agent

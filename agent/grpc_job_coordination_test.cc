@@ -48,7 +48,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
                                      .tell_after = absl::ZeroDuration()},
                                     session_.get());
   }
-  // An address nobody listens at.
+  // An address without a listener.
   void TakeAddress() {
     StartCoordinator();
     StopCoordinator();

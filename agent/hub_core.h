@@ -71,11 +71,11 @@ class HubCore final : public OpSender, public IncomingStreamEvents {
     // Answers that an agent has not acknowledged: its session ends.
     size_t unacknowledged_bytes = 32 << 20;
     // Of an agent's beats between two of the hub; a larger one ends the stream. Of a beat of the
-    // hub: what goes beyond waits for the next.
+    // hub: the rest waits for the next one.
     size_t beat_bytes_of_agent = 256 << 10;
     size_t beat_bytes = 2 << 20;
-    // What is remembered of one agent. Beyond it nothing is wrong: arrivals wait for the window,
-    // and directives go to more agents than need them.
+    // The hub's memory for one agent. Beyond it nothing is wrong: arrivals wait for the window, and
+    // directives go to more agents than need them.
     size_t workers_of_agent = 4096;
     size_t jobs_of_agent = 64;
     // Of one job.
@@ -89,12 +89,12 @@ class HubCore final : public OpSender, public IncomingStreamEvents {
     absl::Duration arrival_window = absl::Milliseconds(2);
     // How long an agent's session survives without a stream.
     absl::Duration resume_window = absl::Seconds(60);
-    // What an agent said longer ago is not passed on with a beat.
+    // Older facts from an agent are not forwarded with a beat.
     absl::Duration beat_fresh = absl::Seconds(3);
     // How long a stream that ends has to take its Goodbye.
     absl::Duration goodbye_patience = absl::Seconds(1);
     Limits limits = {};
-    // What the stream speaks to now. Called with a lock held: must not call back.
+    // The current peer of the stream. Called with a lock held: must not call back.
     std::function<Upstream()> upstream = nullptr;
     // Takes an agent's answer to CollectStack to the coordinator.
     std::function<void(v1::StackReply)> send_stack = nullptr;
@@ -111,14 +111,14 @@ class HubCore final : public OpSender, public IncomingStreamEvents {
   uint64_t Submit(v1::Op op, Done done) override;
   void Forget(uint64_t op_id) override;
 
-  // Does what is due and returns when to call again.
+  // Does all due work and returns when to call again.
   absl::Time Tick();
 
   // Adds to this node's beat what the agents have sent since the last one, and the list of agents
   // if that is due.
   void AddToBeat(v1::Beat* beat);
-  // The last beat was not sent: what the agents said in it goes into the next, unless they have
-  // said something newer.
+  // The last beat was not sent: its facts from agents go into the next, unless there are newer
+  // ones.
   void TakeBack(const v1::Beat& beat);
 
   // What Options::upstream says has changed.
@@ -162,7 +162,7 @@ class HubCore final : public OpSender, public IncomingStreamEvents {
   // Answers these calls, except those that have ended.
   void Answered(const std::vector<uint64_t>& calls, const v1::OpResult& result);
 
-  // What an operation says of the workers and ranks behind this hub.
+  // The facts in an operation about the workers and ranks behind this hub.
   void LearnWorker(Agent* agent, const std::string& job_id, const std::string& worker_id,
                    uint64_t incarnation) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void LearnRank(Ranks* ranks, const std::string& job_id, uint64_t generation, int32_t rank)

@@ -359,7 +359,7 @@ TEST_F(HubCoreTest, Roster_IsToldWhenItHasChangedAndOnEachStream) {
   EXPECT_THAT(Roster(), IsEmpty());
   core_->OnUpstream();
   EXPECT_THAT(Roster(), IsEmpty());
-  // A coordinator that knows nothing of it is not told either.
+  // A coordinator that does not know of it gets nothing either.
   upstream_state_.session = 2;
   core_->OnUpstream();
   EXPECT_THAT(Roster(), ElementsAre("not told"));

@@ -10,9 +10,9 @@
 namespace muster::agent {
 
 // How an agent serves others as their hub at `hub_listen` ("10.0.0.6:29500", port 0 for a free one,
-// or "unix:PATH"), if it reaches the coordinator at `coordinator` with `channel`. It asks of them
-// what the coordinator asks of it: the token if it has one, else a certificate; on the loopback
-// interface nothing if it shows nothing itself.
+// or "unix:PATH"), if it reaches the coordinator at `coordinator` with `channel`. It authenticates
+// them as the coordinator authenticates it: by the token if it has one, else by a certificate; on
+// the loopback interface not at all if it has neither.
 //
 // Errors: INVALID_ARGUMENT, one line that names `hub_listen`, for an address that others cannot
 // connect to (a wildcard; the loopback interface while the coordinator is elsewhere), or under

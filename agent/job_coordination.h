@@ -35,7 +35,7 @@ struct AttemptEnd {
   std::vector<std::string> last_lines;
 };
 
-// What the agents of a job agree on before each attempt.
+// The agents' agreement before each attempt of a job.
 struct Meeting {
   int node_rank = 0;
   int num_nodes = 1;
@@ -44,7 +44,7 @@ struct Meeting {
   int master_port = 0;
 };
 
-// What an agent needs from the rest of its job: the coordinator and, through it, the agents of the
+// An agent's interface to the rest of its job: the coordinator and, through it, the agents of the
 // other nodes. An attempt is one start of all workers; attempts are numbered 0, 1, ... as restarts.
 class JobCoordination {
  public:

@@ -17,7 +17,7 @@ void BlockJobSignals();
 // From now on each ends this process at once, with exit code 128 + its number.
 void EndByJobSignals();
 
-// Calls back on a thread of its own for each signal of the job until destroyed.
+// Calls back on its own thread for each signal of the job until destroyed.
 class SignalWatcher {
  public:
   explicit SignalWatcher(std::function<void(int)> on_signal);

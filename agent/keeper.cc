@@ -128,7 +128,7 @@ struct ChildStart {
   ChildFails(kChildErrorFd, StartError::kExec);
 }
 
-// The parent of `pid`; 0: it cannot be told.
+// The parent of `pid`; 0: unknown.
 int ParentOf(const char* pid) {
   char path[32] = "/proc/";
   if (strlen(pid) > 10) return 0;
@@ -456,7 +456,7 @@ int Ask(int socket, pid_t keeper, const Request& request, const int* fds, Reply*
   } while (done < 0 && errno == EINTR);
   if (done < 0) return errno == ECONNRESET ? EPIPE : errno;
   for (;;) {
-    // One that somebody has stopped would hold up the host.
+    // A stopped one would delay the host.
     kill(keeper, SIGCONT);
     pollfd ready = {socket, POLLIN, 0};
     if (poll(&ready, 1, kContinueMilliseconds) == 1) break;

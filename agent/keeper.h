@@ -47,7 +47,7 @@ struct ChildEnd {
 // Not thread-safe.
 class Keeper {
  public:
-  // `kill` stands in for the system call in tests; null: that.
+  // `kill` replaces the system call in tests; null: the system call.
   static absl::StatusOr<std::unique_ptr<Keeper>> Start(const std::string& mark,
                                                        CloseRangeCall close_range,
                                                        int (*kill)(pid_t, int) = nullptr);

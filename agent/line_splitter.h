@@ -9,7 +9,7 @@
 
 namespace muster::agent {
 
-// Cuts what a process writes into lines, the way a terminal would show them: "\n" and "\r\n" end a
+// Splits a process's output into lines, the way a terminal would show them: "\n" and "\r\n" end a
 // line, a lone "\r" takes the cursor back so that what follows replaces what was there (a progress
 // bar). Not thread-safe.
 class LineSplitter {
@@ -24,7 +24,7 @@ class LineSplitter {
 
   void Append(absl::string_view bytes);
 
-  // End of input: what is left is a line too.
+  // End of input: the rest is a line too.
   void Finish();
 
  private:

@@ -92,7 +92,7 @@ TEST_F(LogFileTest, FileThatCannotBeRenamed_GrowsOn) {
   log->Append("eee");
   EXPECT_EQ(*ReadFile(path_), "eee\n");
   EXPECT_EQ(*ReadFile(path_ + ".1"), "aaa\nbbb\nccc\nddd\n");
-  // Removed by somebody.
+  // Removed by another process.
   ASSERT_EQ(unlink(path_.c_str()), 0);
   for (const char* line : {"fff", "ggg"}) log->Append(line);
   EXPECT_EQ(*ReadFile(path_), "ggg\n");

@@ -12,7 +12,7 @@
 
 namespace muster::agent {
 
-// One node's part of one job, as a process of its own: `muster launch` and `muster-agent`.
+// One node's part of one job, as a separate process: `muster launch` and `muster-agent`.
 struct NodeJobOptions {
   AgentOptions agent;  // worker.coordinator is where to connect
   rpc::ChannelOptions channel = {};
@@ -20,7 +20,7 @@ struct NodeJobOptions {
   int node_rank = -1;  // -1: any
   std::string host = "127.0.0.1";
   absl::Duration join_timeout = absl::Minutes(10);
-  // How long the coordinator may be away before the job is given up.
+  // How long the coordinator may be away before the job fails.
   absl::Duration outage_tolerance = kDefaultOutageTolerance;
   // How long a machine or worker may be silent, while others are not, before it counts as lost.
   absl::Duration lease = kDefaultLease;

@@ -59,7 +59,7 @@ class NodeUplink {
   // Begins to connect and serves the relay. Does not wait for the coordinator. Errors: as
   // rpc::Connect, Relay::Start, HubListenOptions and HubServer::Start.
   static absl::StatusOr<std::unique_ptr<NodeUplink>> Start(Options options);
-  // Closes the stream; what is held is dropped.
+  // Closes the stream and drops held operations.
   ~NodeUplink();
   NodeUplink(const NodeUplink&) = delete;
   NodeUplink& operator=(const NodeUplink&) = delete;
@@ -74,7 +74,7 @@ class NodeUplink {
 
   // Replaces the listener. When it returns, the old one is called no more. Not from a callback.
   void SetListener(Listener listener);
-  // Likewise, for the directive that a worker's process must end.
+  // The same for the directive that a worker's process must end.
   void SetOnKillWorker(std::function<void(const v1::KillWorker&)> on_kill_worker);
 
   // The process is gone: its lease is left alone.

@@ -13,17 +13,18 @@
 
 namespace muster::agent {
 
-// Finds what the processes of a host have left behind and the host's keeper could not end, or what
-// became this process's because somebody killed the keeper. From the first host on this process is
-// a subreaper (PR_SET_CHILD_SUBREAPER): a descendant that loses its parent and the keeper becomes
-// its child, so none hides by a session of its own, closed pipes or an empty environment.
+// Finds the processes that a host's processes have left behind and that the host's keeper could not
+// end, or that this process inherited because the keeper was killed. From the first host on this
+// process is a subreaper (PR_SET_CHILD_SUBREAPER): a descendant that loses its parent and the
+// keeper becomes its child, so none hides by a session of its own, closed pipes or an empty
+// environment.
 //
 // A child that this process did not fork itself is a host's orphan if
 //  - its session is one that a process of the host began, or
 //  - its first environment has the host's mark, or
 //  - it shows neither, and the host is the only one, in a process that had no children before it.
-// Children in this process's own session never are: code other than the hosts has forked them. No
-// child is touched that is none of this.
+// Children in this process's own session never are: code other than the hosts has forked them.
+// Other children are not touched.
 //
 // One for the whole process. Thread-safe.
 class Orphans {
@@ -36,17 +37,17 @@ class Orphans {
   // fork() for a host, whose child begins a session of its own at once. The child must call
   // nothing here.
   pid_t Fork(const std::string& mark);
-  // The host's keeper has forked `child`, which becomes this process's when the keeper is killed.
+  // The host's keeper has forked `child`, which this process inherits if the keeper is killed.
   void Note(const std::string& mark, pid_t child);
-  // The child has been collected, or is given up.
+  // The child was collected or abandoned.
   void Forget(pid_t child);
 
-  // Collects those that have ended; what little that costs when there are none.
+  // Collects those that have ended; cheap if there are none.
   void Collect(const std::string& mark);
   // Sends SIGKILL to those that have not. They are children, so their ids name them until they are
-  // collected; theirs come to this process when they end: call again until there are none. Those
-  // that it may not kill, of another user, are put into `foreign` instead. `kill`: replaces the
-  // system call in tests; null: the system call.
+  // collected; theirs come to this process when they end: call again until there are none. Those of
+  // another user, which it may not kill, go into `foreign`. `kill`: replaces the system call in
+  // tests; null: the system call.
   std::vector<pid_t> Kill(const std::string& mark, std::set<pid_t>* foreign,
                           int (*kill)(pid_t, int) = nullptr);
 
@@ -65,8 +66,8 @@ class Orphans {
   bool had_children_ ABSL_GUARDED_BY(mu_) = false;
 };
 
-// Whether the environment that `pid` started with contains `text`. Does what a signal handler may,
-// on one thread at a time.
+// Whether the environment that `pid` started with contains `text`. Async-signal-safe, on one thread
+// at a time.
 bool StartedWith(pid_t pid, const char* text, size_t size);
 
 }  // namespace muster::agent

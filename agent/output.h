@@ -42,7 +42,7 @@ struct OutputOptions {
 class OutputMux {
  public:
   explicit OutputMux(OutputOptions options);
-  // Gives up what has not been written: Flush first.
+  // Discards unwritten output: Flush first.
   ~OutputMux();
   OutputMux(const OutputMux&) = delete;
   OutputMux& operator=(const OutputMux&) = delete;
@@ -72,7 +72,7 @@ class OutputMux {
     std::string text;
     std::shared_ptr<LogFile> log = nullptr;  // of the rank when the line came
   };
-  // What is known of standard output and standard error, whose numbers stay theirs.
+  // The state of standard output and standard error, which keep their descriptor numbers.
   struct Target {
     bool gone = false;  // its reader
     int64_t lost = 0;   // lines that could not be written

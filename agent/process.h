@@ -33,7 +33,7 @@ struct ProcessExit {
   std::string ToString() const;
 };
 
-// "SIGKILL" for 9; "signal 77" for what has no name.
+// "SIGKILL" for 9; "signal 77" for a number without a name.
 std::string SignalName(int signal);
 
 enum class OutputStream { kStdout, kStderr };
@@ -59,7 +59,7 @@ struct ProcessOptions {
   // All four are called on the host's thread, must not block, and must not call Process::Wait.
   // A finished line, without its end.
   std::function<void(OutputStream, absl::string_view)> on_line;
-  // What an unfinished line shows now (progress bars, prompts).
+  // The current text of an unfinished line (progress bars, prompts).
   std::function<void(OutputStream, absl::string_view)> on_partial;
   // It still exists some seconds after SIGKILL, with its state (see ProcessExit::stuck).
   std::function<void(absl::string_view)> on_deaf = nullptr;
@@ -67,7 +67,7 @@ struct ProcessOptions {
   std::function<void(const ProcessExit&)> on_exit;
 };
 
-// Looks `program` up as execvp does: as it is if it has a slash, else in `path` ("dir:dir").
+// Looks `program` up as execvp does: unchanged if it has a slash, else in `path` ("dir:dir").
 // Errors: NOT_FOUND no such file; PERMISSION_DENIED a directory or not executable. The message says
 // what to do.
 absl::StatusOr<std::string> FindProgram(absl::string_view program, absl::string_view path);
@@ -113,21 +113,22 @@ struct ProcessHostOptions {
   int (*epoll_ctl)(int, int, int, epoll_event*) = nullptr;
 };
 
-// Starts processes and watches them. Thread-safe. One thread of its own does all the work: it
-// learns of an end by a pidfd, at once and without polling.
+// Starts processes and watches them. Thread-safe. One thread does all the work: it learns of an end
+// by a pidfd, at once and without polling.
 //
 // Nothing that it started outlives it, whatever happens:
-//  - Each process leads its own session and group. When the leader ends, what is left of the group
-//  is killed.
+//  - Each process leads its own session and group. When the leader ends, the rest of the group is
+//    killed.
 //  - A keeper (see Keeper) is the parent of the processes and the subreaper of all they start. When
-//  the host's process dies, however, the keeper kills everything below it, also what has left its
-//  session and cleared its environment. When somebody kills the keeper, the kernel kills the
-//  processes with it (PR_SET_PDEATHSIG), and another keeper comes with the next one.
+//    the host's process dies, in any way, the keeper kills all of its descendants, including those
+//    that have left their session and cleared their environment. If the keeper is killed, the
+//    kernel kills the processes with it (PR_SET_PDEATHSIG), and the next process gets a new keeper.
 //  - A guard, a small forked process in a session of its own, waits for the end of the host's
-//  process (or of the host) and then kills all groups, and every process that carries the host's
-//  mark in its environment (MUSTER_PROCESS_TREE): the second net, should the keeper be killed
-//  together with the host's process. One that is killed is replaced.
-//  - The end of the host also ends what a killed keeper has left to this process, see Orphans.
+//    process (or of the host) and then kills all groups, and every process that carries the host's
+//    mark in its environment (MUSTER_PROCESS_TREE): the fallback if the keeper is killed together
+//    with the host's process. A killed guard is replaced.
+//  - The end of the host also ends the processes that a killed keeper has left to this process, see
+//    Orphans.
 //
 // A process starts with every signal at its default, except that SIGHUP, SIGINT and SIGQUIT stay
 // ignored where this process ignores them, as nohup and background jobs of shells have it.

@@ -8,7 +8,7 @@
 
 namespace muster::agent {
 
-// What the kernel says of one process or thread.
+// The kernel's facts about one process or thread.
 struct ProcessState {
   // "running", "sleeping", "uninterruptible" (in the kernel, deaf to signals: a disk, a driver, a
   // dead NFS server), "stopped" (SIGSTOP), "traced" (a debugger), "zombie" (ended, not yet
@@ -47,8 +47,8 @@ std::vector<int64_t> ListProcesses();
 // ListProcesses is; nullopt: this kernel does not provide it.
 std::optional<std::vector<int64_t>> ListChildren(int64_t pid);
 
-// The same from the texts of /proc/PID/stat, wchan and syscall, whatever they hold; "gone" if
-// `stat` is none.
+// The same from the texts of /proc/PID/stat, wchan and syscall, with any contents; "gone" if `stat`
+// is malformed.
 ProcessState ParseProcessState(const std::string& stat, const std::string& wchan,
                                const std::string& syscall);
 

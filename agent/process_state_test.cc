@@ -27,7 +27,7 @@ using ::testing::IsEmpty;
 using ::testing::StartsWith;
 using ::testing::UnorderedElementsAre;
 
-// A child that waits for ever; `ready` is closed by its end only.
+// A child that waits forever; `ready` is closed by its end only.
 pid_t ForkPausing() {
   const pid_t pid = fork();
   if (pid == 0) {
@@ -134,7 +134,7 @@ TEST(ProcessState, WaitsInTheKernel_IsUninterruptibleInThatCall) {
   do {
     state = ReadStuckState(pid);
   } while (state.name != "uninterruptible" && state.exists());
-  // In which call it is, the kernel tells a moment later, or not at all.
+  // The kernel reports its system call a moment later, or not at all.
   EXPECT_EQ(state.name, "uninterruptible");
   kill(pid, SIGKILL);
   EXPECT_EQ(waitpid(pid, nullptr, 0), pid);

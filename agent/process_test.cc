@@ -42,7 +42,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
 
-// Waits until `pid` has ended (it may still be a zombie of somebody else). False after a minute.
+// Waits until `pid` has ended (it may still be a zombie of another process). False after a minute.
 bool WaitUntilEnded(pid_t pid) {
   const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
   if (fd < 0) return errno == ESRCH;
@@ -100,7 +100,7 @@ int NoCloseRange(unsigned, unsigned, unsigned) {
 // As if the kernel could not end the process.
 int DeafToKill(pid_t pid, int signal) { return signal == SIGKILL ? 0 : kill(pid, signal); }
 
-// As if the process belonged to somebody else. In memory that is shared with the keeper.
+// As if the process belonged to another user. In memory that is shared with the keeper.
 std::atomic<pid_t>* const g_foreign =
     new (mmap(nullptr, sizeof(pid_t), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))
         std::atomic<pid_t>(0);
@@ -263,7 +263,7 @@ TEST_F(ProcessTest, KernelWithoutCloseRange_NothingLeaksAndTheHostEnds) {
   ASSERT_GT(leaked, 2);
   EXPECT_TRUE(Spawn(Shell(absl::StrCat("! test -e /proc/self/fd/", leaked)))->Wait().ok());
   close(leaked);
-  // A guard that held the other end of its own pipe would wait for ever, and so would this.
+  // A guard that held the other end of its own pipe would wait forever, and so would this.
   host_.reset();
 }
 

@@ -16,8 +16,8 @@ namespace muster::agent {
 
 // Offers the coordinator's services (Rendezvous, Barrier, KeyValueStore, Triggers, Membership) to
 // the workers of this node, on a unix socket that only processes of this user can reach: it lies in
-// a fresh folder with mode 0700, and its peers are asked for their user. The folder goes with the
-// relay; what a killed agent leaves the next one removes. Each call becomes an operation of
+// a fresh folder with mode 0700, and the kernel reports each peer's user. The destructor removes
+// the folder; the next agent removes what a killed one left. Each call becomes an operation of
 // `upstream`. A call that its caller cancels ends at once; its operation continues, and may or may
 // not take effect, as with any call over a network (Admin.Status is cancelled with its caller).
 // Thread-safe.

@@ -61,7 +61,7 @@ class RelayCore final : public OpSender {
   uint64_t Submit(v1::Op op, Done done) override;
   void Forget(uint64_t op_id) override;
 
-  // Sends what has waited long enough; returns when to call again.
+  // Sends arrivals that have waited long enough; returns when to call again.
   absl::Time Tick();
 
   v1::Beat MakeBeat();

@@ -312,7 +312,7 @@ TEST_F(RelayCoreTest, ProcessThatCannotBeSeen_CountsAsLongAsItIsHeardOf) {
   EXPECT_THAT(BeatStates(), IsEmpty());
 }
 
-// In a pid namespace of its own a worker says 1, which here is somebody else.
+// In its own pid namespace a worker reports 1, which is a different process here.
 TEST_F(RelayCoreTest, NumberThatAWorkerSays_IsNotWhatIsWatched) {
   int64_t kernels = 77;
   RelayCore::Options options;

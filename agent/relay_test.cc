@@ -148,7 +148,7 @@ TEST_F(RelayTest, CallerGivesUp_TheOperationGoesOn) {
   context.TryCancel();
   caller.join();
   EXPECT_EQ(upstream_.ops().size(), 1u);
-  upstream_.Answer({});  // reaches nobody
+  upstream_.Answer({});  // has no receiver
 }
 
 // Answers at once, later or never, with what fits the question and what does not.
@@ -263,7 +263,7 @@ TEST(Mutated, Requests_NeverBreakTheRelay) {
   EXPECT_GE(methods, 28);
   EXPECT_GT(codes[grpc::StatusCode::OK], sent / 10);
   relay->reset();
-  wild.AnswerTheRest();  // reaches nobody
+  wild.AnswerTheRest();  // has no receiver
 }
 
 // A coordinator that lets Admin.Status wait.

@@ -566,7 +566,7 @@ void SessionClient::NoteError(absl::string_view what) {
 }
 
 void SessionClient::UseHub(const v1::UseHub& use, bool wait_for_seats, Todo* todo) {
-  // Agents behind a hub are moved by nobody, and one that ends has better things to do.
+  // Only the coordinator moves agents, not a hub, and an agent that ends does not move.
   if (at_hub_ || leaving_ || bye_ != Bye::kNo) return;
   // The coordinator may not know yet that it is one: a restarted one learns it from the next beat.
   if (options_.is_hub && options_.is_hub()) return;

@@ -84,7 +84,7 @@ class SessionClient final : public OpSender {
     size_t max_op_bytes =
         (4 << 20) - 1024;          // INVALID_ARGUMENT / LIMIT: a message has at most 4 MiB
     size_t frame_bytes = 1 << 20;  // of a frame of several operations
-    // What the next beat says; called from Tick.
+    // Makes the next beat; called from Tick.
     std::function<v1::Beat()> beat = nullptr;
     // A beat was not sent: the stream broke, or a newer one, which is asked for next, takes its
     // place.
@@ -109,7 +109,7 @@ class SessionClient final : public OpSender {
 
   // `transport` is borrowed.
   SessionClient(Options options, StreamOpener* transport);
-  // Closes the stream. What is held is dropped; nothing is called any more.
+  // Closes the stream. Drops held operations and makes no more callbacks.
   ~SessionClient() override;
   SessionClient(const SessionClient&) = delete;
   SessionClient& operator=(const SessionClient&) = delete;
@@ -124,7 +124,7 @@ class SessionClient final : public OpSender {
   // Of Options::beat_period, from now on.
   void SetBeatPeriod(absl::Duration period);
 
-  // Does what is due and returns when to call again. Call at the start, then at that time and when
+  // Does all due work and returns when to call again. Call at the start, then at that time and when
   // woken.
   absl::Time Tick();
 
@@ -140,9 +140,9 @@ class SessionClient final : public OpSender {
   bool ended() const;
   // Blocks until it ever was and the coordinator has not been away beyond the tolerance since, or
   // `timeout` of real time has passed, or the coordinator refused this agent or has ended. Errors:
-  // UNAVAILABLE naming the address; what the coordinator refused it with.
+  // UNAVAILABLE that names the address, or the coordinator's refusal.
   absl::Status WaitUntilConnected(absl::Duration timeout);
-  // What the last attempt to connect ended with; empty: none did, or there is a stream.
+  // The error of the last connection attempt; empty: none failed, or there is a stream.
   std::string last_error() const;
   // Why everything fails now: the status of on_lost. OK: nothing does.
   absl::Status lost() const;
@@ -201,7 +201,7 @@ class SessionClient final : public OpSender {
   bool HoldsSentJoin() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void TakeHubState(const v1::HubState& state, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void TakeGoodbye(const v1::Goodbye& goodbye, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
-  // What is due of opening, moving, and watching the hub.
+  // The due work: opening, moving, watching the hub.
   void CheckStream(absl::Time now, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   // A part of the lease.
   absl::Duration Patience(int part) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

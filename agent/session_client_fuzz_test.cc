@@ -267,7 +267,7 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
     EXPECT_EQ(hubs.count("10.0.0.9:1"), 0u);
   }
 
-  // The coordinator goes for good: everything that waits is told so.
+  // The coordinator ends permanently: all pending operations fail with that.
   for (int i = 0; i < 100 && !stream->connected(); ++i) {
     clock.Advance(absl::Minutes(1));
     stream->Tick();

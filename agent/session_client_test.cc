@@ -190,7 +190,7 @@ class SessionClientTest : public ::testing::Test {
   std::vector<std::string> results_;
   std::vector<v1::Directive> directives_;
   std::vector<absl::Status> lost_;
-  std::unique_ptr<SessionClient> stream_;  // last: its end calls nobody
+  std::unique_ptr<SessionClient> stream_;  // last: its destructor makes no calls
 };
 
 TEST_F(SessionClientTest, Start_SaysHelloAndHoldsEverythingUntilWelcome) {
@@ -318,7 +318,7 @@ TEST_F(SessionClientTest, NewSession_ArrivalSaysHowLongItHasWaited) {
   Submit("t", Add(1));
   link().Drain();
   EXPECT_FALSE(link().written.back().ops().ops(0).arrive().has_waited());
-  // For each new session anew, from the same beginning.
+  // For each new session again, from the same start.
   for (const int seconds : {2, 4}) {
     Reconnect();  // after 2 s
     Welcome(absl::StrCat("s", seconds), seconds);
@@ -387,7 +387,7 @@ TEST_F(SessionClientTest, NewTerm_IsToldOfBarriersBeforeWhatIsHeld) {
   EXPECT_EQ(recall.seen(1).counter(), 0u);
   EXPECT_EQ(batch.ops(1).arrive().barrier_id(), "b");
   EXPECT_EQ(stream_->term(), 2u);
-  // The answer to the recall is nobody's business.
+  // The answer to the recall has no receiver.
   v1::CoordinatorFrame frame = Passed(1, {4});
   frame.mutable_results()->add_results()->set_op_id(batch.ops(0).op_id());
   link().Drain();
@@ -519,7 +519,7 @@ TEST_F(SessionClientTest, GoodbyeForEver_IsOneOfAMinute) {
   EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Minutes(1));
 }
 
-// The coordinator of a launch that is over: nobody waits for its return.
+// The coordinator of an ended launch: the agent does not wait for its return.
 TEST_F(SessionClientTest, GoodbyeForGood_FailsAllAtOnceAndTriesNoMore) {
   Connect();
   v1::CoordinatorFrame goodbye;

@@ -102,7 +102,7 @@ std::vector<pid_t> ThreadsOf(pid_t pid) {
   return tids;
 }
 
-// The current tracer of `pid`; 0: nobody.
+// The current tracer of `pid`; 0: none.
 int64_t TracerOf(pid_t pid) {
   FILE* const file = fopen(absl::StrCat("/proc/", pid, "/status").c_str(), "re");
   if (file == nullptr) return 0;

@@ -8,7 +8,7 @@
 
 namespace muster::agent {
 
-// What a process is doing.
+// The current activity of a process.
 struct StackSnapshot {
   // As in muster.v1.Culprit: "running", "sleeping", "stopped", "zombie", "unknown", ...
   std::string process_state;

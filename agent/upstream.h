@@ -8,7 +8,7 @@
 
 namespace muster::agent {
 
-// What this node speaks to, at one moment.
+// The peer of this node's stream at one moment.
 struct Upstream {
   bool connected = false;
   uint64_t session = 0;  // counts the sessions: a new one keeps no state of earlier ones

@@ -7,7 +7,7 @@ namespace muster {
 
 // Defaults on which several components must agree.
 
-// How long the coordinator may be away before a job is given up (`outage_tolerance`).
+// How long the coordinator may be away before a job fails (`outage_tolerance`).
 inline constexpr absl::Duration kDefaultOutageTolerance = absl::Seconds(90);
 
 // After what time without a sign of life a worker counts as lost (`lease`), and the shortest that

@@ -5,13 +5,13 @@
 
 namespace muster {
 
-// Lets this process have as many open files as the system allows it (the hard limit), for those
-// that serve many connections. Returns how many that are. Thread-safe, repeatable.
+// Raises this process's limit of open files to the hard limit, for processes that serve many
+// connections. Returns how many that are. Thread-safe, repeatable.
 uint64_t RaiseDescriptorLimit();
 
-// Gives back the limit that this process was started with, for a child before it becomes another
-// program: the raised one is none of its business, and select() and loops over all descriptors
-// suffer from it. No effect where nothing was raised. Async-signal-safe.
+// Restores the limit that this process was started with, for a child before it executes another
+// program: a raised limit breaks select() and slows loops over all descriptors. No effect where
+// nothing was raised. Async-signal-safe.
 void RestoreDescriptorLimit();
 
 }  // namespace muster

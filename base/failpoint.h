@@ -26,16 +26,15 @@ struct FailpointInfo {
   const char* place;
 };
 
-// Arms what $MUSTER_FAILPOINTS names; with the variable unset or empty nothing is armed. To be
-// called once at the start of a program, before its threads; a library that is not asked by its
-// program may call it from several threads, and all but the first call are without effect and
-// return what the first did. Errors: INVALID_ARGUMENT naming the part of the variable that is
-// wrong.
+// Arms what $MUSTER_FAILPOINTS names; with the variable unset or empty nothing is armed. Call it
+// once at the start of a program, before its threads. A library whose program does not call it may
+// do so from several threads; calls after the first have no effect and return its result. Errors:
+// INVALID_ARGUMENT naming the part of the variable that is wrong.
 absl::Status ArmFailpointsFromEnvironment();
 
-// The same from given texts, in place of what was armed before. For tests.
+// The same from given texts, replacing what was armed before. For tests.
 //   spec         "name=action[@N]", more of them after commas; see docs/failpoints.md
-//   once_path    empty, or a file: made by whoever fires first; nothing fires when it exists
+//   once_path    empty, or a file: the first process that fires creates it; none fires if it exists
 //   report_path  where action `report` writes
 absl::Status ArmFailpoints(absl::string_view spec, const std::string& once_path,
                            const std::string& report_path);

@@ -63,7 +63,7 @@ class AtomicFile {
   // Appends all bytes.
   absl::Status Append(absl::string_view bytes);
 
-  // What was appended is on disk, still under the temporary name.
+  // The appended bytes are on disk, still under the temporary name.
   absl::Status Sync();
 
   // Sync, close, rename over `path`, sync the folder. Nothing may be called after it.

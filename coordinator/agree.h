@@ -25,7 +25,7 @@ namespace muster::coordinator {
 // thread-safe.
 class AgreeSet {
  public:
-  // What is known of a rank: its incarnation if it lives.
+  // The state of a rank: its incarnation if it lives.
   using Alive = std::function<std::optional<uint64_t>(int rank)>;
   using Describe = std::function<std::string(int rank)>;
   // `journal`: it must be durable before it is sent, as the end of `counter`.

@@ -10,7 +10,7 @@ namespace muster::coordinator {
 // The server's name for one call that the core may hold open. Never reused while the process lives.
 using CallId = uint64_t;
 
-// What the core answers with.
+// An answer of the core.
 using rpc::Answer;
 
 }  // namespace muster::coordinator

@@ -44,12 +44,12 @@ struct Arrival {
 constexpr int kCulpritsInError = 64;
 constexpr int kMissingInError = 4096;
 
-// What a BarrierSet asks of its surroundings.
+// A BarrierSet's queries to its owner.
 class BarrierHost {
  public:
   virtual ~BarrierHost() = default;
   virtual v1::ReplyHeader Header() const = 0;
-  // What is known of the worker at `rank`.
+  // The facts about the worker at `rank`.
   virtual v1::Culprit DescribeRank(int rank) const = 0;
   // Ask the agent of `rank` for its stack; it will be in DescribeRank when it comes.
   virtual void AskStack(int rank) = 0;
@@ -138,7 +138,7 @@ class BarrierSet {
 
   // `rank` is dead or gone: instances that wait for it fail at once.
   void RankGone(int rank, absl::string_view what, absl::Time now);
-  // Another incarnation took the seat of `rank`: what the old one did is undone.
+  // Another incarnation took the seat of `rank`: the old one's arrivals are undone.
   void RankReplaced(int rank, absl::Time now);
   // Ends all open instances with `error`; delivered, not journaled.
   void EndAll(const v1::OpError& error);

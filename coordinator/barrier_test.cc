@@ -599,7 +599,7 @@ TEST_F(BarrierTest, Restarted_JournaledResultComesBackWhole) {
   Make(2, false);
   set_->RestoreEnd("b", 0, result);
   EXPECT_EQ(Result(Arrive(0, "b", 0)).SerializeAsString(), result.SerializeAsString());
-  set_->Recall("b", 0, v1::BARRIER_STATE_PASSED);  // nobody can have seen that
+  set_->Recall("b", 0, v1::BARRIER_STATE_PASSED);  // no rank can have seen that
   EXPECT_EQ(Reason(Arrive(0, "b", 0)), v1::ERROR_REASON_BARRIER_TIMEOUT);
   v1::BarrierReport report;
   set_->Describe("b", 0, now_, &report);
@@ -676,7 +676,7 @@ TEST_F(BarrierTest, Names_BeyondTheLimit_AreRecycledFromTheOldest) {
   EXPECT_FALSE(Answered(open));
   Arrive(1, "open", 0);
   EXPECT_TRUE(Passed(open));
-  // Of what is not, nobody knows how often it was used.
+  // The use count of other names is unknown.
   EXPECT_TRUE(pass("once", 1));
   EXPECT_EQ(Reason(Arrive(0, "once", 5)), v1::ERROR_REASON_BARRIER_COUNTER);
 }

@@ -58,8 +58,7 @@ struct Notice {
   std::string text;
 };
 
-// What the outside must do after an event. Events append, so one Output may collect a batch of
-// them.
+// The work for the owner after an event. Events append, so one Output may collect a batch of them.
 struct Output {
   std::vector<Reply> replies;
   std::vector<Record> records;
@@ -72,7 +71,7 @@ struct Output {
   // The lease of a worker has run out. Before it is given up, what it may have sent must have been
   // read: see Core::CaughtUp.
   bool catch_up = false;
-  // A member of a job has seen what this coordinator has not: stop serving at once.
+  // A member of a job has seen a newer state than this coordinator's: stop serving at once.
   bool deposed = false;
   std::string deposed_why;  // one line for the log, with the way out
 
@@ -201,7 +200,7 @@ class Core {
   // Everything that had come by `until` has been applied, so that leases which ended before may run
   // out. A coordinator that is behind (flooded, short of CPU) would else take workers for lost
   // whose beats it has not read. Due when Output::catch_up says so; if it does not come within the
-  // outage_tolerance of a job, its leases run out all the same.
+  // outage_tolerance of a job, its leases expire anyway.
   void CaughtUp(absl::Time until, absl::Time now, Output* out);
   // Lets deadlines up to `now` pass.
   void Tick(absl::Time now, Output* out);

@@ -39,7 +39,7 @@ class Fuzzer : public RandomMessage {
     return op;
   }
 
-  uint64_t generation_ = 0;  // the newest one anybody was told of
+  uint64_t generation_ = 0;  // the newest announced one
 
  private:
   bool Never(const std::string& name) const override { return name == "op_id"; }
@@ -87,7 +87,7 @@ std::multiset<std::string> Meaning(const Core& core, bool with_hosts = false) {
     if (!with_hosts && (change.has_host_struck() || change.has_host_quarantined()))
       continue;  // they run out
     if (change.has_generation_sealed()) {
-      // Which agent speaks for a rank is learnt anew.
+      // The agent that speaks for a rank is learned again.
       for (v1::SeatRecord& seat : *change.mutable_generation_sealed()->mutable_seats())
         seat.clear_node();
     }
@@ -268,7 +268,7 @@ TEST_P(CoreFuzzTest, AnyOperations_RulesHold) {
     }
     absorb();
   }
-  // Nothing waits for ever.
+  // Nothing waits forever.
   core->RemoveJob("j", now, &out);
   core->RemoveJob("k", now, &out);
   absorb();

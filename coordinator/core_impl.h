@@ -332,7 +332,7 @@ class Core::Impl::Job : public BarrierHost {
   BarrierSet* barriers() const { return barriers_.get(); }
   AgreeSet* agree() const { return agree_.get(); }
 
-  // The latest records that hold changes of these kinds: who is told of them waits for those.
+  // The latest records with changes of these kinds: outputs that reveal them wait for these.
   uint64_t membership_record() const { return membership_record_; }
   uint64_t kv_record() const { return kv_record_; }
   uint64_t AllRecords() const {
@@ -525,7 +525,7 @@ class Core::Impl::Job : public BarrierHost {
   std::unique_ptr<BarrierSet> barriers_;
   std::unique_ptr<AgreeSet> agree_;
 
-  // The latest records that hold changes of these kinds: who is told of them waits for those.
+  // The latest records with changes of these kinds: outputs that reveal them wait for these.
   uint64_t membership_record_ = 0;
   uint64_t kv_record_ = 0;
   uint64_t barrier_record_ = 0;

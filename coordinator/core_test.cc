@@ -24,7 +24,7 @@ using ::testing::IsEmpty;
 
 const absl::Time kStart = absl::FromUnixSeconds(1'700'000'000);
 
-// A core with a journal that is durable when told so, and all replies by call.
+// A core with a journal that becomes durable on request, and all replies by call.
 class Bench {
  public:
   explicit Bench(CoreOptions options = {}) : options_(options) {
@@ -506,7 +506,7 @@ TEST_F(CoreTest, Rejoin_OfANewIncarnationThatTimesOut_LeavesNoGenerationBehind) 
   anew.incarnation += 50;
   const CallId waiting = Arrive(workers[0], "b", 0);
   const CallId join = bench_.Do(JoinOp(anew, spec_));
-  // Its own join shows that the old process is gone: nobody waits for the outcome of the new one.
+  // Its own join shows that the old process is gone: no caller waits for the result of the new one.
   EXPECT_EQ(bench_.Reason(waiting), v1::ERROR_REASON_GENERATION_ENDED);
   bench_.Advance(absl::Seconds(600));
   EXPECT_EQ(bench_.Reason(join), v1::ERROR_REASON_RENDEZVOUS_TIMEOUT);
@@ -661,7 +661,7 @@ TEST_F(CoreTest, Quarantine_StrikesBeforeARestart_Count) {
 TEST_F(CoreTest, Job_LeftAlone_IsRemovedWithItsKeys) {
   std::vector<Worker> workers = Form(2);
   bench_.Do(PutOp(workers[0], "k", "v", /*durable=*/true));
-  bench_.Advance(absl::Hours(30));  // nobody beats: the leases run out, and the generation ends
+  bench_.Advance(absl::Hours(30));  // no beats: the leases expire, and the generation ends
   EXPECT_EQ(bench_.core_->stats().jobs_removed, 1u);
   EXPECT_EQ(bench_.Error(Beat(workers[0])).code(), static_cast<int>(absl::StatusCode::kNotFound));
   bench_.Restart();
@@ -691,7 +691,7 @@ TEST_F(CoreTest, Job_InUse_IsNotRemoved) {
   bench_.Advance(absl::Hours(23));
   EXPECT_EQ(bench_.core_->stats().jobs_removed, 0u);
   bench_.Restart();
-  bench_.Advance(absl::Hours(23));  // counted anew
+  bench_.Advance(absl::Hours(23));  // the time restarts
   EXPECT_EQ(bench_.core_->stats().jobs_removed, 0u);
   bench_.Advance(absl::Hours(2));
   EXPECT_EQ(bench_.core_->stats().jobs_removed, 1u);
@@ -728,7 +728,7 @@ TEST_F(CoreTest, Beat_OfAWorkerWhoseGenerationEnded_IsToldAgain) {
   bench_.Do(JoinOp(workers[0], spec_));
   beat(workers[0]);
   EXPECT_EQ(bench_.directives_.size(), 1u);
-  // Nor is a process told that has never had a seat.
+  // A process that has never had a seat gets nothing either.
   beat({"b", 77, "h5"});
   EXPECT_EQ(bench_.directives_.size(), 1u);
 }
@@ -1230,7 +1230,7 @@ TEST_F(RestoredCoreTest, Marked_NothingSeenOfTheLostStateIsTakenForNew) {
     EXPECT_GT(bench_.Error(call).detail().current_generation(), lost.generation);
     EXPECT_TRUE(bench_.Result(Beat(worker)).heartbeat().generation_ended());
   }
-  // Triggers: nobody knows which were acted upon.
+  // Triggers: it is unknown which were acted on.
   EXPECT_FALSE(bench_.deposed_);
   std::vector<Worker> workers = {lost.survivor, lost.young};
   JoinAll(&workers);
@@ -1368,7 +1368,7 @@ TEST_F(CoreTest, GetMembers_MoreThanAMessageHolds_ComeInPages) {
   for (int i = 0; i < kWorkers; ++i) {
     Worker worker = {absl::StrCat(std::string(200, 'w'), i), static_cast<uint64_t>(i + 1),
                      std::string(200, 'h')};
-    spec_.set_min_workers(kWorkers + 1);  // nobody is seated: all wait
+    spec_.set_min_workers(kWorkers + 1);  // no worker is seated: all wait
     spec_.set_max_workers(kWorkers + 1);
     bench_.Do(JoinOp(worker, spec_));
   }
@@ -1406,7 +1406,7 @@ TEST_F(CoreTest, Fence_OfAnotherCluster_IsRefusedAndDeposesNobody) {
   fence.set_cluster(0xc1);
   fence.set_term_seen(1);
   EXPECT_FALSE(bench_.Result(bench_.Do(op)).has_error());
-  // Whoever comes from there may begin anew, also in a job that is known here.
+  // Workers from there may start over, also in a job that is known here.
   Worker stray{.id = "w1", .incarnation = 55};
   v1::Op join = JoinOp(stray, spec_);
   join.mutable_join()->mutable_fence()->set_term_seen(7);
@@ -2034,7 +2034,7 @@ TEST_F(CoreTest, Barrier_Timeout_SameBytesForAllWithHostPidStepAndStack) {
   EXPECT_EQ(culprit.native_stack(), "#0 read()");
   EXPECT_GT(culprit.pid(), 0);
   EXPECT_THAT(bench_.Error(a).message(), HasSubstr("rank 2 (w2 on h2"));
-  // Told only once it is in the journal: no other result can be told later.
+  // Announced only once it is in the journal: no other result can follow.
   EXPECT_EQ(bench_.replies_[a].durable_revision, bench_.journal_.back().revision);
   // At the soft deadline the same was reported without failing, to every node by one message.
   ASSERT_GE(bench_.reports_.size(), 2u);

@@ -5,8 +5,8 @@
 
 namespace muster::coordinator {
 
-// Gives back what an empty map holds for the many that were in it once: at a rendezvous all ranks
-// wait at the same time.
+// Frees the memory that an empty map keeps for its former entries: at a rendezvous all ranks wait
+// at the same time.
 template <typename Map>
 void FreeIfLarge(Map* map) {
   constexpr size_t kLarge = 4096;

@@ -102,7 +102,7 @@ class Hubs {
     std::string hub;
     absl::Time until;
   };
-  // What is known of a node beyond its session.
+  // The facts about a node that outlive its session.
   struct Past {
     int moves = 0;
     absl::Time last = absl::InfinitePast();                  // move or failure

@@ -204,7 +204,7 @@ TEST_F(HubsTest, RosterOfAnAgentOnItsWay_KeepsItHere) {
   Make(1, 4);
   Attach(Hello("a"));
   EXPECT_EQ(Attach(Hello("b")), (Moves{{"b", "a"}}));
-  // b turns out to be a hub: it stays. a has nobody on the way and may move to it.
+  // b turns out to be a hub: it stays. a has no agents on their way and may move to it.
   EXPECT_THAT(Tell("b", {"x"}), IsEmpty());
   EXPECT_EQ(Attach(Hello("c")), (Moves{{"c", "b"}}));
 }
@@ -352,7 +352,7 @@ class World {
     Apply();
     Check();
   }
-  // From here on nothing goes wrong: everybody finds a place.
+  // From here on nothing fails: every agent finds a place.
   void Settle() {
     for (int i = 0; i < 10'000; ++i) {
       for (const auto& [node, to] : std::map<std::string, std::string>(sent_)) Go(node);
@@ -452,7 +452,7 @@ class World {
       Apply();
     }
   }
-  // An agent does what it was told.
+  // An agent follows its directive.
   void Follow() { Go(Any(sent_)); }
   void Go(const std::string& node) {
     if (node.empty()) return;

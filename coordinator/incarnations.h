@@ -13,7 +13,7 @@
 
 namespace muster::coordinator {
 
-// What a job remembers of processes that have no seat in it any more:
+// A job's memory of processes that no longer have a seat in it:
 //
 //   fenced    a newer start of the worker took over, or its agent has seen the end of it: nothing
 //             that this incarnation says has an effect again

@@ -50,7 +50,8 @@ void Leases::BeginGeneration(absl::Time now) {
 }
 
 void Leases::StartTerm(absl::Time now) {
-  // Others are back sooner than an agent whose attempt to connect began while nobody listened.
+  // Others are back sooner than an agent whose connection attempt began while the coordinator was
+  // down.
   floor_ = returned_at_ = now;
   checks_.clear();
   ranks_.assign(members_->size(), Lease{.last_seen = now});

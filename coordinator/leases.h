@@ -37,7 +37,7 @@ struct LeaseQuestion {
 struct LeaseDecision {
   enum class Kind {
     kHeld,       // the lease runs
-    kReadFirst,  // what has come must be read before anybody is given up
+    kReadFirst,  // received messages must be read before a worker is given up
     kDropKeys,   // no generation goes on: only the keys that are tied to the lease end
     kSilent,     // the worker keeps its seat for now
     kLost,       // it loses it
@@ -66,7 +66,7 @@ class Leases {
   absl::Duration length() const { return terms_.length; }
   absl::Duration outage_tolerance() const { return terms_.outage_tolerance; }
 
-  // All leases begin anew: the generation does, the coordinator has started, or its process was
+  // All leases restart: the generation does, the coordinator has started, or its process was
   // paused.
   void BeginGeneration(absl::Time now);
   void StartTerm(absl::Time now);
@@ -83,7 +83,7 @@ class Leases {
   absl::Time last_seen(int rank) const { return ranks_[rank].last_seen; }
   // For how long a lost worker was silent; zero: it was not, or before a restart.
   absl::Duration lost_after(int rank) const { return ranks_[rank].lost_after; }
-  // When the last sign of life of this generation came, or all leases began anew.
+  // The time of the last sign of life of this generation, or of the restart of all leases.
   absl::Time LastHeard() const { return std::max(heard_, floor_); }
   // How much later than others a worker may be back after a cut.
   absl::Duration TimeToReturn() const { return std::max(terms_.length, kTimeToReturn); }
@@ -117,7 +117,7 @@ class Leases {
     bool waits = false;
   };
   LeaseDecision Judge(int rank, const Outside& outside, absl::FunctionRef<bool()> awaited);
-  // Whether somebody is to be judged when all that has come was read.
+  // Whether a worker is to be judged once all received messages were read.
   bool AwaitsReading() const { return !unread_.empty(); }
   void CaughtUp(absl::Time now);
 

@@ -107,7 +107,7 @@ class Membership {
   void Replace(int rank, v1::SeatRecord record);
   // The worker of a seat is gone.
   void Gone(int rank, v1::WorkerState state, const v1::ExitCause& cause);
-  // A newer start of the worker is about to take its seat: until then nobody holds it.
+  // A newer start of the worker is about to take its seat, which is free before that.
   void Vacate(int rank);
   void End(const std::string& why, std::vector<v1::Culprit> culprits, absl::Time now);
   void Close(const std::string& why);

@@ -8,7 +8,7 @@
 
 namespace muster::coordinator {
 
-// What is known when the lease of a worker has run out.
+// The facts at the expiry of a worker's lease.
 struct Silence {
   absl::Duration lease = absl::Seconds(6);
   absl::Duration outage_tolerance = absl::Seconds(90);
@@ -46,7 +46,7 @@ inline constexpr int kAgentsOfACut = 3;
 // After a cut, how much later than the first the others may be back: an attempt to connect that
 // began before its end takes up to 10 s, and the wait for the next one up to 5 s.
 inline constexpr absl::Duration kTimeToReturn = absl::Seconds(15);
-// An agent that sent nothing for so long was away: it beats every 2 s, a hub every second.
+// An agent that was silent for this long was away: it beats every 2 s, a hub every second.
 inline constexpr absl::Duration kMissedBeats = absl::Seconds(4);
 inline bool IsCut(const Silence& silence) {
   return silence.agents_silent >= kAgentsOfACut && silence.agents_silent > silence.agents_heard;

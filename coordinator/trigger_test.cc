@@ -43,7 +43,7 @@ class TriggerTest : public ::testing::Test {
     error_ = set_.Poll(request, rank, &reply, &changes_, &acked_);
     return reply;
   }
-  // What `rank` is told once it has promised for trigger `id`; -1: undecided.
+  // The decision that `rank` gets once it has promised for trigger `id`; -1: undecided.
   int64_t Promise(int rank, uint64_t id, int64_t step, int64_t horizon = 0) {
     const v1::PollTriggersReply reply = Poll(rank, step, horizon, {}, {id});
     for (const v1::TriggerEvent& event : reply.triggers()) {

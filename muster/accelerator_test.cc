@@ -289,7 +289,7 @@ TEST(Accelerator, TotalLimit_KeepsTheNewestAndLoadsIt) {
   Accelerator accelerator(options);
   auto model = accelerator.prepare(OneWeight());
   const std::string root = TestDir("limited") + "/checkpoints";
-  // A folder that is nobody's business is no error.
+  // An unrelated folder is not an error.
   std::filesystem::create_directories(root + "/tmp");
   for (int i = 0; i < 11; ++i) {
     EXPECT_EQ(accelerator.save_iteration(), i);

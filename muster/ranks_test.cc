@@ -245,7 +245,7 @@ TEST(Ranks, SaveModel_IsWrittenOnceAndReadByName) {
     EXPECT_THAT(a.save_model(model, directory, "many").ToString(), HasSubstr("many"));
     EXPECT_TRUE(a.save_model(model, directory, "0.024KB").ok());
     EXPECT_EQ(LoadTensors(directory + "/model-00001-of-00002.safetensors").size(), 1u);
-    // /proc is nobody's to write to; the error of rank 0 reaches everybody.
+    // /proc is not writable; the error of rank 0 reaches all ranks.
     EXPECT_FALSE(a.save_model(model, "/proc/nowhere").ok());
     EXPECT_TRUE(a.save(state, TestDir("tensors.safetensors")).ok());
   });
@@ -263,7 +263,7 @@ TEST(Ranks, FindExecutableBatchSize_IsAgreed) {
   EXPECT_THAT(sizes, ElementsAre(4, 4));
 }
 
-// --- Bad input: the same clear error on every rank, and nobody waits ---
+// --- Bad input: the same clear error on every rank, and none waits ---
 
 TEST(BadInput, ShapesThatDiffer_AreNamedOnEveryRank) {
   const auto errors = ErrorsOf(2, {}, [](Accelerator& a) {

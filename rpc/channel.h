@@ -27,8 +27,8 @@ struct ChannelOptions {
   absl::Duration keepalive = absl::Seconds(30);
   absl::Duration max_backoff = absl::Seconds(5);  // between attempts to connect
   int max_message_bytes = 4 << 20;
-  // A connection that has had no call for so long is closed, and made again when there is one; at
-  // least a second. Zero: gRPC decides, half an hour.
+  // A connection without calls for this long is closed, and reopened for the next call; at least a
+  // second. Zero: gRPC decides, half an hour.
   absl::Duration idle_timeout = absl::ZeroDuration();
   // Channels with the same options and address share a connection unless this is set.
   bool own_connection = false;

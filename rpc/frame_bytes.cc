@@ -34,6 +34,7 @@ grpc::ByteBuffer ToByteBuffer(const FrameBytes& frame) {
   for (const FramePiece& piece : frame) total += piece.bytes.size();
   if (total <= kCopyBytes) {
     grpc::Slice slice(total);
+    // A slice is read-only for its users, but this one is new and not shared yet.
     auto* out = const_cast<uint8_t*>(slice.begin());
     for (const FramePiece& piece : frame) {
       std::memcpy(out, piece.bytes.data(), piece.bytes.size());

@@ -60,10 +60,10 @@ class Server {
 
   // The bound port; 0 for a unix socket.
   int port() const { return port_; }
-  // What a client connects to, with the bound port.
+  // The address for clients, with the bound port.
   const std::string& address() const { return address_; }
 
-  // What the standard health service says for every service. Starts as serving.
+  // The standard health service's status for every service. Starts as serving.
   void SetServing(bool serving);
 
   // Accepts no more calls, cancels those that run after `grace`, and waits for all of them to end.

@@ -121,7 +121,7 @@ TEST(Server, UnixSocketThatTellsNothing_IsLeftAlone) {
   char dir[] = "/tmp/muster-rpc-XXXXXX";
   ASSERT_NE(mkdtemp(dir), nullptr);
   const std::string path = std::string(dir) + "/s";
-  // Of another kind: connecting fails although somebody holds it.
+  // Of another kind: connecting fails although a process holds it.
   const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   sockaddr_un name{};
   name.sun_family = AF_UNIX;

@@ -18,10 +18,11 @@ namespace muster::rpc {
 // every call and stream as metadata, `authorization: Bearer TOKEN`. All functions are thread-safe.
 
 // The token in a file, without the white space around it. `what` names the file's flag or variable
-// in errors. The file must be this user's and closed to all others (mode 0600); one of root's may
-// be open to a group (0640), as those that a cluster hands to its containers are. Root may use
-// anybody's that is closed. Errors: NOT_FOUND; PERMISSION_DENIED, also for a file that others can
-// read; INVALID_ARGUMENT if it is empty, too long, or has characters that a header cannot carry.
+// in errors. The file must be this user's and closed to all others (mode 0600); one owned by root
+// may be readable by a group (0640), as those that a cluster mounts into containers are. Root may
+// use anybody's that is closed. Errors: NOT_FOUND; PERMISSION_DENIED, also for a file that others
+// can read; INVALID_ARGUMENT if it is empty, too long, or has characters that a header cannot
+// carry.
 absl::StatusOr<std::string> ReadToken(const std::string& path, absl::string_view what);
 
 // A new one: 256 bits from the system's random source.

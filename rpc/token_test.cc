@@ -68,7 +68,7 @@ TEST(ReadToken, WhatIsNoToken_IsRefused) {
   EXPECT_TRUE(ReadToken(Write(std::string(1024, 'x')), "token_file").ok());
   EXPECT_EQ(ReadToken("/nowhere/token", "token_file").status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(ReadToken("/dev", "token_file").status().code(), absl::StatusCode::kInvalidArgument);
-  // Nobody writes into it: to wait for that would be for ever.
+  // It has no writer: waiting for one would take forever.
   const std::string pipe = absl::StrCat(::testing::TempDir(), "/pipe");
   unlink(pipe.c_str());
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);

@@ -14,7 +14,7 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 
-// Not session.pb.h: those who include this also meet LibTorch's copy of protobuf's headers.
+// Not session.pb.h: files that include this also see LibTorch's copy of protobuf's headers.
 namespace muster::v1 {
 class AgentFrame;
 class CoordinatorFrame;
@@ -33,7 +33,7 @@ class Cluster {
   struct Options {
     std::string address;
     std::string job = "bench";
-    int agents = 1;  // with streams of their own, besides hubs
+    int agents = 1;  // with streams of their own, not counting hubs
     int ranks_per_agent = 1;
     // Streams that are those of hubs, each of which speaks for so many agents, itself among them:
     // what the others say comes in its messages, as docs/protocol.md has it.
@@ -51,22 +51,21 @@ class Cluster {
   absl::Status Attach(absl::Duration timeout);
   // Every rank asks for a seat; waits until all are seated.
   absl::Status Join(absl::Duration timeout);
-  // All ranks arrive at one barrier (one message a stream); waits until every agent was told that
-  // it passed.
+  // All ranks arrive at one barrier (one message per stream); waits until every agent knows that it
+  // passed.
   absl::StatusOr<absl::Duration> Barrier(const std::string& id, uint64_t counter,
                                          absl::Duration timeout);
   // Each agent sends `frames` transactions of `puts` puts each, `in_flight` at a time; waits for
   // all answers.
   absl::StatusOr<absl::Duration> Puts(int frames, int puts, int in_flight, bool durable,
                                       absl::Duration timeout);
-  // Tells by agent 0 that its first rank was killed; waits until every agent was told. The time of
-  // each agent.
+  // Reports through agent 0 that its first rank was killed; waits until every agent knows. The time
+  // of each agent.
   absl::StatusOr<std::vector<absl::Duration>> ReportKill(absl::Time killed, absl::Duration timeout);
   // Every stream says for all its ranks that they live, spread evenly over `period`, for `total`; a
   // hub in two beats, each for half of its agents.
   absl::Status Beat(absl::Duration period, absl::Duration total);
-  // The server went away: every stream is opened again until it is welcome. Hubs say whom they
-  // speak for.
+  // The server went away: every stream is opened again until it is welcome. Hubs list their agents.
   absl::Status Reattach(absl::Duration timeout);
 
  private:
@@ -78,16 +77,16 @@ class Cluster {
   void Connected(Agent& agent);
   // Queues `frame` and, if the stream is open, writes what is queued.
   void Send(Agent& agent, v1::AgentFrame& frame);
-  // A hub's first beat: for whom it speaks.
+  // A hub's first beat: its list of agents.
   void SendRoster(Agent& agent);
   void Write(Agent& agent);
   // Arms epoll for what the agent waits for.
   void Watch(Agent& agent, bool writable);
   void Readable(Agent& agent);
   void Received(Agent& agent, const char* bytes, size_t size);
-  // The stream is over: connects again a little later, or fails.
+  // The stream has ended: reconnects a little later, or fails.
   void Ended(Agent& agent, const std::string& why);
-  // Handles events until `done()` or the time is over.
+  // Handles events until `done()` or the deadline.
   absl::Status RunUntil(const std::function<bool()>& done, absl::Duration timeout,
                         const char* what);
   // False if nothing happened until `deadline`.
@@ -101,7 +100,7 @@ class Cluster {
   absl::Status error_;
   int welcome_ = 0;
   int results_wanted_ = 0;  // still to come
-  int told_wanted_ = 0;     // agents that have not heard of the end of the generation
+  int told_wanted_ = 0;     // agents that do not know the end of the generation yet
   bool reconnect_ = false;
   bool reading_ = false;  // nghttp2 calls back: what is sent goes out afterwards
   std::function<void(Agent&, const v1::OpResult&)> on_result_;

@@ -175,7 +175,7 @@ absl::Status Barriers(const Settings& settings, const Shape& shape, bool idle) {
          {key + "_server_cpu_us", cpu.ServerUs() / (rounds + warm_up)},
          {key + "_client_cpu_us", cpu.ClientUs() / (rounds + warm_up)}});
   if (idle) {
-    // What the burst before has left is over by then.
+    // The work of the previous burst has finished by then.
     MUSTER_RETURN_IF_ERROR(cluster.Beat(absl::Seconds(2), absl::Seconds(12)));
     const CpuMeter idle_cpu(*server);
     const absl::Time start = absl::Now();
@@ -236,7 +236,7 @@ absl::Status PutsDurable(const Settings& settings) {
   return absl::OkStatus();
 }
 
-// A real child is killed; its parent's waitpid returns; the report travels; every agent is told.
+// A real child is killed; its parent's waitpid returns; the report travels; every agent knows.
 absl::Status KillNotice(const Settings& settings) {
   MUSTER_ASSIGN_OR_RETURN(const auto server, StartServer(settings));
   Cluster cluster({.address = server->line(), .agents = 128, .ranks_per_agent = 8});
@@ -282,7 +282,7 @@ absl::StatusOr<Values> Restart(const Settings& settings, const Shape& shape, int
   const double serving = absl::ToDoubleSeconds(absl::Now() - killed);
   MUSTER_RETURN_IF_ERROR(cluster.Reattach(absl::Seconds(120)));
   const double attached = absl::ToDoubleSeconds(absl::Now() - killed);
-  // Nobody has lost a seat: the same ranks, in the same generation, pass a barrier.
+  // No rank has lost its seat: the same ranks, in the same generation, pass a barrier.
   MUSTER_RETURN_IF_ERROR(cluster.Barrier("after", 0, absl::Seconds(60)).status());
   const std::string key =
       shape.hubs > 0 ? absl::StrCat("restart_", shape.Name()) : std::string("restart");

@@ -68,7 +68,7 @@ void* RunClient(void* argument) {
   Shared& shared = *client.shared;
   c10d::TCPStore& store = *shared.stores[client.rank];
   for (int round = 0; round < shared.rounds; ++round) {
-    // All stand at the gate first, so that a round starts with everyone ready.
+    // All wait at the gate first, so that a round starts with every client ready.
     pthread_barrier_wait(&shared.gate);
     if (client.rank == 0) shared.starts[round] = absl::Now();
     try {
@@ -138,7 +138,7 @@ absl::StatusOr<TcpStoreResult> TcpStoreBarriers(int ranks, int rounds) {
     return absl::UnavailableError(absl::StrCat("TCPStore: ", error.what()));
   }
   pthread_barrier_init(&shared.gate, nullptr, ranks);
-  // Those that started would wait at the gate for ever.
+  // The started ones would wait at the gate forever.
   if (!RunAll(clients, RunClient)) std::_Exit(1);
   pthread_barrier_destroy(&shared.gate);
   if (shared.failed) return absl::UnavailableError("TCPStore: a client failed");

@@ -8,7 +8,7 @@
 
 namespace muster::client {
 
-// `muster env`: what this machine, this installation and this configuration are.
+// `muster env`: prints this machine, this installation and this configuration.
 int RunEnvCommand(const std::vector<std::string>& args, const CommandContext& context);
 
 // `muster config default|show|validate`: writes, explains or checks the config file of `muster

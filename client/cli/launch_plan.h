@@ -33,8 +33,8 @@ struct LaunchOutcome {
   int restarts = 0;
 };
 
-// What a command needs to run a job. The binary's main hands it in: commands know neither agents
-// nor coordinators.
+// The inputs that a command needs to run a job. The binary's main hands it in: commands know
+// neither agents nor coordinators.
 struct LaunchBackend {
   // Where the program is. Errors: NOT_FOUND, PERMISSION_DENIED.
   std::function<absl::StatusOr<std::string>(absl::string_view program, absl::string_view path)>

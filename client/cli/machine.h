@@ -13,8 +13,8 @@ struct Gpu {
   std::string model;  // empty: the driver does not say
 };
 
-// What this machine has, read from the kernel's files: no driver library is loaded and no program
-// run.
+// The resources of this machine, read from the kernel's files: no driver library is loaded and no
+// program run.
 struct Machine {
   std::string hostname;
   std::string system;  // "Debian GNU/Linux 12 (bookworm)"

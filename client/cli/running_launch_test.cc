@@ -176,7 +176,7 @@ TEST_F(RunningLaunchTest, FolderThatOthersMayEnter_IsRefusedAndTellsNothing) {
 }
 
 TEST_F(RunningLaunchTest, FolderOfAnotherUserOrALinkToOne_IsRefused) {
-  // Root makes one; anybody else finds one.
+  // Root creates one; other users find one.
   std::string foreign = "/root";
   if (geteuid() == 0) {
     foreign = temp_ + "/foreign";

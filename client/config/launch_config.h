@@ -71,7 +71,7 @@ std::string DefaultConfigPath(const std::map<std::string, std::string>& variable
 // those of ParseConfig.
 absl::StatusOr<Layer> LoadConfig(const ConfigPath& path);
 
-// What is known of this machine.
+// The facts about this machine.
 struct MachineFacts {
   int gpus = 0;  // that programs may use here
 };

@@ -34,13 +34,13 @@ class Coverage {
   // `file` has this slice. Nothing is kept of one that is refused. Errors: as Check.
   std::optional<v1::OpError> Add(const v1::TensorSlice& slice, const std::string& file);
 
-  // The first tensor, by name, that is not covered exactly once: what is wrong with it, in words
-  // ("tensor "w" of [4, 8]: ... "). Empty: all are. O(n log n) for n slices that cut a tensor along
-  // one dimension. A tensor whose slices would take millions of comparisons is a problem too.
+  // The first tensor, by name, that is not covered exactly once: the error in words ("tensor "w" of
+  // [4, 8]: ... "). Empty: all are. O(n log n) for n slices that cut a tensor along one dimension.
+  // A tensor whose slices would take millions of comparisons is a problem too.
   std::string FirstProblem() const;
 
   size_t tensors() const { return tensors_.size(); }
-  // About what it takes in memory.
+  // Approximate size in memory.
   size_t bytes() const { return bytes_; }
 
  private:

@@ -50,7 +50,7 @@ TEST(Coverage, GapAndOverlap_AreNamed) {
   EXPECT_EQ(gap.FirstProblem(), "tensor \"w\" of [4, 8]: the files have 24 of its 32 elements");
 
   Coverage overlap;
-  // The sizes add up: only the comparison tells.
+  // The sizes add up: only the comparison finds the error.
   overlap.Add(Slice("w", {4, 8}, {0, 0}, {2, 8}), "a");
   overlap.Add(Slice("w", {4, 8}, {1, 0}, {2, 8}), "b");
   EXPECT_THAT(

@@ -28,7 +28,7 @@ class Replica {
 };
 
 // The durable log of the coordinator: records in order, and occasionally a snapshot that replaces
-// all records up to its revision. It knows nothing of what is in them.
+// all records up to its revision. It does not interpret them.
 //
 // Order of use: construct (see the implementations), Replay(), Start(), then Append() and
 // WriteSnapshot() from one thread, Stop(). Callbacks run on the journal's own threads, never inside
@@ -90,7 +90,7 @@ class Journal {
   // Bytes of the last snapshot; 0: there is none.
   virtual uint64_t snapshot_bytes() const { return 0; }
 
-  // Writes what is queued, then stops. A snapshot that is being written is given up. Blocks.
+  // Writes queued records, then stops. Abandons a snapshot that is being written. Blocks.
   // Repeatable.
   virtual void Stop() = 0;
 };

@@ -31,7 +31,7 @@ namespace {
 namespace fs = std::filesystem;
 using ::testing::HasSubstr;
 
-// What a journal told, for waiting on it.
+// The reports of a journal, for waiting on them.
 class Listener {
  public:
   void On(const Journal::Progress& progress) {

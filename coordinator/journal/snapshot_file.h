@@ -23,7 +23,7 @@ class SnapshotWriter {
                                                uint64_t term);
 
   absl::Status Append(absl::string_view part);
-  // What was appended is on disk.
+  // The appended bytes are on disk.
   absl::Status Sync() { return file_.Sync(); }
   // It is on disk under its name. Nothing may be called after it but the numbers.
   absl::Status Commit() { return file_.Commit(); }
@@ -42,9 +42,9 @@ class SnapshotWriter {
   uint64_t bytes_ = 0;
 };
 
-// Hands over every part, in order, as it is read: what comes before a damaged one too. Stops at the
-// first error of `part` and returns it. Errors: DATA_LOSS naming the file and the place; those of
-// the disk.
+// Hands over every part, in order, as it is read, including the parts before a damaged one. Stops
+// at the first error of `part` and returns it. Errors: DATA_LOSS naming the file and the place;
+// those of the disk.
 absl::Status ReadSnapshotFile(const std::string& path, uint64_t revision, uint64_t parts,
                               uint64_t bytes,
                               absl::FunctionRef<absl::Status(absl::string_view)> part);

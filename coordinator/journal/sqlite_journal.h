@@ -60,17 +60,17 @@ class SqliteJournal final : public Journal {
   static absl::StatusOr<std::unique_ptr<SqliteJournal>> Open(const Options& options);
   ~SqliteJournal() override;
 
-  // So many terms may have begun between a backup and the loss of what came after it.
+  // The most terms that may have begun between a backup and the loss of later data.
   static constexpr uint64_t kLostTerms = 65536;
   // Notes that `directory` is a copy of an earlier state: the next start begins kLostTerms later,
-  // and its restored() says so. Returns what was done, for people. Errors: as Open; NOT_FOUND there
-  // is no journal.
+  // and its restored() says so. Returns a description of the change, for people. Errors: as Open;
+  // NOT_FOUND there is no journal.
   static absl::StatusOr<std::string> MarkRestored(const std::string& directory);
 
-  // Looks at everything in the journal of `directory`, and says what was found, for people. What it
-  // holds stays as it is, except that a torn transaction is cut. `snapshot` and `record` get what
-  // Replay would hand over, and their errors are errors. Errors: as Open and Replay; NOT_FOUND
-  // there is none.
+  // Reads everything in the journal of `directory` and returns a summary, for people. The contents
+  // stay unchanged, except that a torn transaction is cut. `snapshot` and `record` get what Replay
+  // would hand over, and their errors are errors. Errors: as Open and Replay; NOT_FOUND there is
+  // none.
   using Check = std::function<absl::Status(uint64_t revision, absl::string_view bytes)>;
   static absl::StatusOr<std::string> Verify(const std::string& directory, const Check& snapshot,
                                             const Check& record);

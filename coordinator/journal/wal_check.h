@@ -8,7 +8,7 @@
 
 namespace muster::coordinator {
 
-// What a look at a SQLite write-ahead log file found.
+// The result of checking a SQLite write-ahead log file.
 struct WalReport {
   uint64_t frames = 0;  // valid ones of committed transactions
   uint64_t commits = 0;

@@ -312,6 +312,7 @@ void CoreRunner::ApplyAll() {
     tasks.clear();  // not under the lock: a task may own much
     {
       MutexLock lock(&mu_);
+      // The queue, `tasks` and spare_ exchange their buffers, so that a busy runner allocates none.
       if (spare_.capacity() < tasks.capacity()) spare_.swap(tasks);
       handed_over_ = stop_ || SnapshotDue() || (round >= kRounds && !queue_.empty());
       if (queue_.empty() || handed_over_) {

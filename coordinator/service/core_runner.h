@@ -48,8 +48,8 @@ class CallSink {
 
 // Owns the core and its journal, and has one thread at a time touch them: the one that has the
 // turn. A thread that brings an event while no thread has the turn takes it and applies the event;
-// otherwise the event is queued for the holder of the turn. A thread of the runner's own takes the
-// turn for deadlines, for snapshots, for what the journal reports, and to relieve a caller that has
+// otherwise the event is queued for the holder of the turn. The runner's own thread takes the turn
+// for deadlines, for snapshots, for what the journal reports, and to relieve a caller that has
 // applied the events of others for long. Answers go out through sinks and streams. A call that
 // waits holds no thread, only an entry in a table.
 //
@@ -57,8 +57,8 @@ class CallSink {
 // fails, it becomes UNAVAILABLE / JOURNAL_FAILED, and operations that would need the journal are
 // refused before they change anything.
 //
-// Nothing that a client does makes it keep more than Limits says: what goes beyond is refused with
-// OVERLOADED before it changes anything, or the stream is not read from until it has taken its
+// No behavior of a client makes it hold more than Limits: it refuses the excess with OVERLOADED
+// before it changes anything, or stops reading the stream until the client has accepted its
 // answers.
 //
 // All public methods are thread-safe and do not block, except Start and Stop.
@@ -116,8 +116,8 @@ class CoreRunner {
 
   // Makes Stop announce to the agents that this coordinator does not return, and why.
   void SetEndsForGood(const std::string& why);
-  // Answers everything that waits with UNAVAILABLE / STOPPING, ends all streams, writes what is
-  // queued to the journal. Blocks. Repeatable. Calls that come later are answered the same way.
+  // Answers all pending calls with UNAVAILABLE / STOPPING, ends all streams, writes queued records
+  // to the journal. Blocks. Repeatable. Calls that come later are answered the same way.
   void Stop();
 
   // Whether the answer of `op` may wait for another caller's operation, and how many bytes it
@@ -128,7 +128,7 @@ class CoreRunner {
   static constexpr size_t kSmallCall = 2048;
 
   CallId NewCallId() { return next_call_.fetch_add(1, std::memory_order_relaxed); }
-  // `sink` is let go of once it was answered. `bytes` is the size of the request.
+  // `sink` is released once it was answered. `bytes` is the size of the request.
   void Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, std::shared_ptr<CallSink> sink);
   // The caller has gone away. The sink is answered with CANCELLED unless it was answered before.
   void Abandon(CallId id);
@@ -264,7 +264,7 @@ class CoreRunner {
   void EndSession(const std::shared_ptr<AttachedAgent>& session)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void DoProgress(const Journal::Progress& progress) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
-  // Hands over what the core put out.
+  // Delivers the core's output.
   void Drain() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void Deliver(CallId id, std::shared_ptr<const Answer> answer)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);

@@ -354,7 +354,7 @@ class BehindTest : public CoreRunnerTest {
   FakeClock clock_;
   std::shared_ptr<FakeStream> stream_;
   uint64_t ops_ = 0;
-  std::vector<absl::Time> asked_;  // by whoever applies, which nobody does between events
+  std::vector<absl::Time> asked_;  // in the turn, which is free between events
 };
 
 TEST_F(BehindTest, BeatThatWasNotReadYet_KeepsItsWorker) {
@@ -642,7 +642,7 @@ class SlowSnapshots final : public Journal {
 
 class SnapshotTest : public ::testing::Test {
  protected:
-  // What somebody who asks for a snapshot is told.
+  // The answer to a request for a snapshot.
   struct Asked {
     explicit Asked(CoreRunner* runner) {
       runner->Snapshot([this](absl::StatusOr<uint64_t> told) {

@@ -10,7 +10,7 @@
 
 namespace muster::coordinator {
 
-// Has agents written to: by the caller, and where they are many by a thread of its own too.
+// Writes to agents: on the caller's thread, and for many agents on a second thread as well.
 class FanOut {
  public:
   ~FanOut() { Stop(); }

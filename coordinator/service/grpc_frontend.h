@@ -32,7 +32,7 @@ namespace muster::coordinator {
 
 // The value of AdminStatus.version and Welcome.version.
 
-// What one caller may have open at a time.
+// The quota of one caller.
 struct CallerQuota {
   size_t calls;    // calls and streams
   size_t streams;  // of these, agents' streams and watches
@@ -42,7 +42,7 @@ struct CallerQuota {
   size_t held_bytes;
 };
 
-// What a caller, which is a connection or a user, has open.
+// The open calls of a caller, which is a connection or a user.
 struct CallerShare {
   std::string name;
   CallerShare* user = nullptr;  // of a connection

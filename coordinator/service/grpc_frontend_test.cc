@@ -418,7 +418,7 @@ class QuotaTest : public GrpcFrontendTest {
     Happen(opened, RpcEvent::kRead, true, wait.SerializeAsString());
     return opened;
   }
-  // Its caller goes away, or has been told its end.
+  // Its caller disconnects, or has seen its end.
   void End(const Opened& opened) {
     Happen(opened, RpcEvent::kGone, false);
     for (const RpcEvent event : {RpcEvent::kRead, RpcEvent::kFinished}) {
@@ -513,7 +513,7 @@ class HealthTest : public GrpcFrontendTest {
       : GrpcFrontendTest({.silent_calls = 1, .silent_health_calls = 1, .health_watches = 1}) {}
 };
 
-// Which anybody may call who holds no token.
+// Callers without a token may call it.
 TEST_F(HealthTest, SilentCallsToIt_TakeNoRoomFromOthers) {
   const Opened first = Open("/grpc.health.v1.Health/Check");
   const Opened second = Open("/grpc.health.v1.Health/Watch");

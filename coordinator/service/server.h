@@ -31,7 +31,7 @@ class CoordinatorServer {
     // Where to listen, TLS. A unix socket is this user's alone unless there is a token, or
     // `only_user` says otherwise.
     rpc::ServerOptions rpc;
-    // Every call must bring the token in this file (rpc/token.h); empty: none is asked for.
+    // Every call must carry the token in this file (rpc/token.h); empty: no token is required.
     std::string token_file = {};
     std::string data_dir = {};        // the journal's; empty: in memory
     std::string metrics_listen = {};  // HOST:PORT of the HTTP page /metrics; empty: none
@@ -61,7 +61,7 @@ class CoordinatorServer {
   std::string Metrics();
   HttpServer::Response Health() const;
 
-  // Answers waiting calls with UNAVAILABLE / STOPPING, closes streams, writes what is queued.
+  // Answers waiting calls with UNAVAILABLE / STOPPING, closes streams, writes queued records.
   // Blocks up to a few seconds. Repeatable; the destructor does it too.
   void Shutdown();
 

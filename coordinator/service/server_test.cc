@@ -853,7 +853,7 @@ TEST(AgentStream, FramesBehindAnArrival_AreAllServedInOrder) {
   EXPECT_EQ(a.Result(2).arrive().report().state(), v1::BARRIER_STATE_PASSED);
 }
 
-// The read behind an arrival waits for a quiet moment, but not for ever.
+// The read behind an arrival waits for a quiet moment, but not forever.
 TEST(AgentStream, WhileOthersNeverPause_FramesBehindAnArrivalAreServed) {
   auto server = StartServer();
   AgentClient a(server->address(), "node-a", 1), b(server->address(), "node-b", 2);
@@ -1049,7 +1049,7 @@ TEST(AgentStream, AgentThatReadsNothing_LosesItsStreamAllTheSame) {
       op.mutable_txn()->add_then()->mutable_get()->set_key("large");
     }
   }
-  // Only now it reads, which it must to be told.
+  // Only now it reads, without which it gets nothing.
   v1::CoordinatorFrame unread;
   while (stream->Read(&unread)) {
   }

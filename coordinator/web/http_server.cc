@@ -26,7 +26,7 @@ constexpr int kMaxConnections = 64;
 // A page is asked for and taken within this time, however slowly the bytes come.
 constexpr absl::Duration kPatience = absl::Seconds(10);
 // While others wait for a thread. Dozens of connections that say nothing must not keep a health
-// check, after which somebody restarts this coordinator, waiting for minutes.
+// check, after which a supervisor restarts this coordinator, waiting for minutes.
 constexpr absl::Duration kPatienceInACrowd = absl::Milliseconds(250);
 constexpr absl::Duration kLookAround = absl::Milliseconds(50);
 constexpr size_t kMaxRequestBytes = 64 << 10;

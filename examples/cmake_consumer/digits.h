@@ -1,4 +1,4 @@
-// A data set and a net small enough for a first look: ten noisy patterns, told apart by two layers.
+// A data set and a net small enough for a first look: ten noisy patterns, classified by two layers.
 #ifndef MUSTER_EXAMPLES_CMAKE_CONSUMER_DIGITS_H_
 #define MUSTER_EXAMPLES_CMAKE_CONSUMER_DIGITS_H_
 

@@ -33,7 +33,7 @@ absl::Status Train(muster::Accelerator& accelerator) {
       accelerator.prepare(
           generator_net, discriminator_net, generator_adam, discriminator_adam,
           muster::batches(data, 64 / accelerator.num_processes()).shuffle(true).drop_last());
-  // The weights begin alike on all processes; the noise must not be alike.
+  // The weights start equal on all processes; the noise must differ.
   muster::set_seed(accelerator, 1, /*device_specific=*/true);
   const auto loss = [](const torch::Tensor& score, double label) {
     return torch::binary_cross_entropy_with_logits(score, torch::full_like(score, label));

@@ -73,7 +73,7 @@ absl::Status Train(muster::Accelerator& accelerator) {
   for ([[maybe_unused]] int64_t epoch : accelerator.epochs(kEpochs)) {
     for (auto& [input, target] : sentences) {
       auto scope = accelerator.accumulate();
-      // By its weight a token counts the same in whatever batch, on whatever process it is.
+      // The weight makes every token count the same, in any batch and on any process.
       const double tokens = target.ne(kNoTarget).sum().item<double>();
       accelerator.backward(Loss(model(input), target), tokens);
       if (accelerator.sync_gradients()) accelerator.clip_grad_norm_(model->parameters(), 1.0);

@@ -22,7 +22,7 @@ struct Net : torch::nn::Module {
   torch::nn::Linear fc1{nullptr}, fc2{nullptr};
 };
 
-// Points around four centres, told apart by the centre.
+// Points around four centres, classified by centre.
 class Points : public torch::data::datasets::Dataset<Points> {
  public:
   explicit Points(size_t count) : labels_(torch::arange(static_cast<int64_t>(count)) % 4) {

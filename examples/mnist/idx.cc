@@ -12,7 +12,7 @@
 namespace {
 
 constexpr char kWayOut[] = "; run tools/fetch_mnist to get the right file";
-// MNIST has 47 MB; anything near this is no IDX file that fits an example.
+// MNIST has 47 MB; a file near this limit is too large for an example.
 constexpr uint64_t kMaxBytes = uint64_t{1} << 32;
 
 absl::Status Bad(absl::StatusCode code, const std::string& path, const std::string& why) {

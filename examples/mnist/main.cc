@@ -110,7 +110,7 @@ absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
         if (absl::Status s = accelerator.save_state(); !s.ok()) return s;
       }
       if (step == flags.stop_after_steps) return absl::OkStatus();
-      // All processes at the same step, whoever was asked to: SIGTERM, or `muster trigger`.
+      // All processes act at the same step, on SIGTERM or `muster trigger`.
       const bool stop = accelerator.should_stop();
       if (stop || accelerator.check_trigger("checkpoint")) {
         if (absl::Status s = accelerator.save_state(); !s.ok()) return s;

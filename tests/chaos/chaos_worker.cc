@@ -1,7 +1,7 @@
 // The worker of the chaos tests: joins, adds to durable counters, passes barriers, acts on
-// triggers and keeps a checkpoint, and writes down each thing it began and each thing it was told
-// before it goes on. Started again, it goes on from its checkpoint. Without torch, so that a case
-// costs milliseconds.
+// triggers and keeps a checkpoint, and records each operation before it starts and each answer
+// before it continues. After a restart it continues from its checkpoint. Without torch, so that a
+// case costs milliseconds.
 #include <fcntl.h>
 #include <grpcpp/client_context.h>
 #include <unistd.h>
@@ -51,7 +51,7 @@ struct Flags {
   uint64_t incarnation = 0;  // 0: the client draws one
 };
 
-// What an agent tells those that it starts.
+// The variables that an agent sets for its workers.
 bool FromAgent(Flags* flags) {
   const auto variable = [](const char* name) {
     const char* const value = std::getenv(name);
@@ -152,7 +152,7 @@ class Worker {
   }
 
   absl::Status Work(const Seat& seat) {
-    // All go on after the round that the one who is furthest behind has finished.
+    // All continue after the last round that every worker has finished.
     MUSTER_ASSIGN_OR_RETURN(const BarrierResult start,
                             Pass(seat, "start", absl::StrCat("done ", done_)));
     int first = flags_.rounds;
@@ -166,7 +166,7 @@ class Worker {
       std::printf("round %d\n", round);
       std::fflush(stdout);
       client_->ReportProgress(round, "round");
-      // Beside those of the client's own thread, which a short run may end before.
+      // In addition to those of the client's own thread, which a short run may not reach.
       MUSTER_RETURN_IF_ERROR(client_->Beat().status());
       MUSTER_RETURN_IF_ERROR(AddDurably(seat));
       MUSTER_RETURN_IF_ERROR(Meet(seat, round));
@@ -250,7 +250,7 @@ class Worker {
     }
   }
 
-  // Everybody's key of this round, and a key of one's own that must hold what was put last.
+  // Every worker's key of this round, and a private key that must hold its last value.
   absl::Status Meet(const Seat& seat, int round) {
     const auto key = [&](int rank) {
       return absl::StrCat(seat.key_prefix, "meet/", round, "/", rank);

@@ -18,7 +18,7 @@ namespace muster::chaos {
 // An absolute path of a program that the test depends on ("coordinator/cmd/muster-coordinator").
 std::string ProgramPath(const std::string& path);
 
-// A loopback port that nobody uses now, below the range from which the kernel draws: a client that
+// A loopback port that is unused now, below the range from which the kernel draws: a client that
 // keeps trying to reach a dead server on a port of that range may connect to itself.
 int PickPort();
 

@@ -1,5 +1,5 @@
 // Preloaded into a program: its wall clock is off by the seconds in the file $MUSTER_CHAOS_CLOCK
-// (8 bytes, read anew at every look at the clock). Its monotonic clock is untouched.
+// (8 bytes, read at every clock call). Its monotonic clock is untouched.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>

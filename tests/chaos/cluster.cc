@@ -53,7 +53,7 @@ std::string At(const std::vector<std::string>& list, size_t index) {
   return index < list.size() ? list[index] : "";
 }
 
-// A socket that has the port and answers nobody.
+// A socket that holds the port and never answers.
 int Listen(int port) {
   const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
   const int on = 1;

@@ -18,7 +18,7 @@
 
 namespace muster::chaos {
 
-// Whom a signal goes to, besides a worker by its number.
+// The target of a signal, other than a worker by its number.
 inline constexpr int kCoordinator = -1;
 constexpr int TargetOfAgent(int agent) { return -2 - agent; }
 constexpr int TargetOfHub(int hub) { return -1000 - hub; }
@@ -72,7 +72,8 @@ struct Plan {
   std::string said_in_outage = {};
   // A caller that goes away while the coordinator holds its call.
   bool abandons = false;
-  // The first time the coordinator dies, somebody else takes its port until it was refused it.
+  // The first time the coordinator dies, another process holds its port until the coordinator was
+  // refused it.
   bool port_is_stolen = false;
   // A fault in the test: the journal is removed before the coordinator is started again.
   bool journal_is_lost = false;
@@ -162,7 +163,7 @@ class Cluster {
   std::vector<std::vector<std::unique_ptr<Child>>> workers_;  // by index, one for each start
   std::vector<std::vector<std::unique_ptr<Child>>> agents_;   // likewise; empty: there are none
   std::vector<std::vector<std::unique_ptr<Child>>> hubs_;     // likewise
-  bool hubs_may_end_ = false;                                 // the job is over
+  bool hubs_may_end_ = false;                                 // the job has ended
   absl::Time coordinator_due_ = absl::InfinitePast();         // an outage ends
   size_t said_before_outage_ = 0;
   std::string weights_;

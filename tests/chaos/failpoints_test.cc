@@ -89,7 +89,7 @@ TEST(Chaos, EveryFailpoint_IsArmedInTheLongSet) {
   }
 }
 
-// The tests of the test: what it is there for does not go by unseen.
+// Tests of the test: the faults it looks for do not go unnoticed.
 TEST(Chaos, LostJournal_IsNoticed) {
   Plan plan = CoordinatorPlan("engine.reply_txn");
   plan.name = "lost_journal";

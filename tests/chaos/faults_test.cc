@@ -1,5 +1,5 @@
-// What happens to processes from outside: stopped, a wall clock that jumps, a port that somebody
-// else has, too few descriptors, a watcher that does not read.
+// What happens to processes from outside: stopped, a wall clock that jumps, a port that another
+// process has, too few descriptors, a watcher that does not read.
 #include <arpa/inet.h>
 #include <fcntl.h>
 #include <grpcpp/client_context.h>
@@ -187,7 +187,8 @@ int64_t ResidentBytes(pid_t pid) {
   return resident * sysconf(_SC_PAGESIZE);
 }
 
-// It is not waited for, costs no memory to speak of, and is told when it has missed something.
+// The coordinator does not wait for it, spends little memory on it, and reports when it has missed
+// events.
 TEST(Faults, WatcherThatDoesNotRead_HoldsUpNobodyAndLearnsWhatItMissed) {
   auto host = Host();
   Child coordinator = Coordinator(*host, {"--listen", "127.0.0.1:0"});

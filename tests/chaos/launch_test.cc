@@ -129,7 +129,7 @@ INSTANTIATE_TEST_SUITE_P(At, KilledAsynchronousSave,
 class KilledAgent : public ::testing::TestWithParam<std::string> {};
 
 // The launcher holds agent and coordinator, so a failpoint of either kills both. Nothing is left of
-// it, and the next launch goes on from what was saved.
+// it, and the next launch continues from the saved state.
 TEST_P(KilledAgent, LeavesNothingBehind_AndTheNextLaunchGoesOn) {
   Launch launch("agent");
   const auto killed = launch.Start(GetParam());

@@ -1,5 +1,5 @@
-// The long set of the chaos tests: every failpoint with every action at drawn passes, with workers,
-// agents and the coordinator killed at drawn moments besides, and outages of a minute. See
+// The long set of the chaos tests: every failpoint with every action at drawn passes, plus workers,
+// agents and the coordinator killed at drawn moments, and outages of a minute. See
 // docs/failpoints.md.
 #include <cstdio>
 #include <string>

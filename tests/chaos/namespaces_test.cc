@@ -91,7 +91,7 @@ TEST_F(Network, PartitionShorterThanTheLease_NothingHappens) {
   ExpectRun(cluster);
 }
 
-// Nobody is heard for longer than the lease: the coordinator is the one that is cut off.
+// All are silent for longer than the lease: the coordinator is the one that is disconnected.
 TEST_F(Network, PartitionLongerThanTheLeaseButNotTheTolerance_NothingHappens) {
   Cluster cluster({.name = "tolerated_partition",
                    .rounds = 12,

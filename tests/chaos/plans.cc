@@ -274,7 +274,7 @@ Plan CoordinatorPlan(const std::string& failpoint, const std::string& action, ui
   Plan plan;
   plan.name = failpoint;
   plan.lease = absl::Seconds(2);
-  // A snapshot is written beside the work, by a thread of low priority: there must be some left.
+  // A snapshot is written in the background, by a thread of low priority: it needs some CPU.
   if (absl::StartsWith(failpoint, "journal.snapshot_")) plan.rounds = 60;
   SetScene(plan, place->scene, Arm(failpoint, action, at, place->at));
   return plan;
@@ -343,7 +343,7 @@ std::vector<Plan> OutagePlans(absl::Duration outage) {
   Plan trains = Training("outage");
   trains.rounds = 4;
   trains.signals = {{.worker = 0, .round = 0, .signal = SIGKILL}};
-  // Two epochs more, while nobody coordinates.
+  // Two more epochs without a coordinator.
   trains.said_in_outage = "round 2";
   for (Plan* plan : {&waits, &trains}) {
     absl::StrAppend(&plan->name, ".", absl::FormatDuration(outage));

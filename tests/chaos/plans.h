@@ -36,17 +36,17 @@ std::vector<std::string> TrainingFailpoints();
 std::vector<Plan> OutagePlans(absl::Duration outage);
 
 // Three agents with two workers each, behind hubs, and what happens to those in the middle of the
-// job. The lease is long enough for a busy machine; an agent leaves a hub that stands still after a
-// quarter of it.
+// job. The lease is long enough for a busy machine; an agent leaves a stalled hub after a quarter
+// of it.
 Plan HubKilledPlan();      // one that has no worker of the job; there is another
 Plan OnlyHubKilledPlan();  // none is left until it is there again
-Plan HubStoppedPlan();     // until all are back at the coordinator, then it goes on
+Plan HubStoppedPlan();     // until all are back at the coordinator, then it continues
 Plan HubWithWorkersKilledPlan();
 Plan HubAndCoordinatorKilledPlan();
 Plan CoordinatorKilledPlan(absl::Duration outage);
 
 // One round of the long set, drawn from `seed`: every failpoint with every action that it takes, at
-// drawn passes, with other deaths besides.
+// drawn passes, plus other deaths.
 std::vector<Plan> LongPlans(uint32_t seed);
 
 // The failpoints that `plans` arm.

@@ -2,7 +2,7 @@
 // and says what its weights are at the end, bit for bit, on every rank.
 //   training [ROUNDS]
 // $MUSTER_CHAOS_ONE_FOLDER: each checkpoint takes the place of the one before.
-// $MUSTER_CHAOS_ASYNCHRONOUS: checkpoints are written beside training.
+// $MUSTER_CHAOS_ASYNCHRONOUS: checkpoints are written in the background.
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>

@@ -34,7 +34,7 @@ class Watcher {
 
  private:
   void Run();
-  // The counters as they are now; `*revision` is what the watch goes on after.
+  // The counters as they are now; The watch continues after `*revision`.
   bool ReadAll(uint64_t* revision);
 
   const std::string address_, job_, prefix_;

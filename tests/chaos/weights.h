@@ -11,7 +11,8 @@ namespace muster::chaos {
 
 // The training of chaos_worker, which has no tensors: in each round every rank brings to a barrier
 // what the weights of the round before make of its number, and all make of what all brought the
-// weights of this round. Who missed or doubled anything has other weights from then on.
+// weights of this round. A worker that missed or doubled an update has different weights from then
+// on.
 
 inline uint64_t FoldWeights(uint64_t weights, absl::string_view brought) {
   for (const char c : brought) weights = (weights ^ static_cast<uint8_t>(c)) * 1099511628211u;

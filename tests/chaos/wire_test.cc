@@ -1,5 +1,5 @@
-// An old program and a new one: what protocol 1 wrote at first must go on meaning the same, and an
-// agent of another version is met, or turned away in words.
+// An old program and a new one: what protocol 1 first wrote must keep its meaning, and an agent of
+// another version is accepted, or refused with a message.
 #include <google/protobuf/descriptor.h>
 #include <google/protobuf/message.h>
 #include <grpcpp/client_context.h>
@@ -205,7 +205,7 @@ TEST_F(OtherAgents, FirstVersion_IsWelcome) {
   EXPECT_FALSE(reply->welcome().session_id().empty());
 }
 
-// Protocols 1 to 9, and a field 99 that this coordinator has never heard of.
+// Protocols 1 to 9, and a field 99 that this coordinator does not know.
 TEST_F(OtherAgents, Newer_IsMetAtTheCommonVersion) {
   const auto reply =
       Say("1a1508011009"
@@ -239,7 +239,7 @@ M WithUnknownField(M message) {
 }
 
 // One job of an agent that acknowledges nothing, sends no beats and recalls nothing, and of a
-// worker that is newer than the coordinator and tells it more than it understands.
+// worker that is newer than the coordinator and sends fields it does not know.
 TEST_F(OtherAgents, OldAgentAndNewerWorker_RunAJobTogether) {
   const auto fence = [](int rank, uint64_t generation) {
     v1::Fence fence;

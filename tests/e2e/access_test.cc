@@ -1,5 +1,5 @@
-// Who may list, join and stop a job, with the real programs: a launch is its user's alone, a
-// coordinator lets in nobody that it does not know.
+// Access control with the real programs: only its user can list, join and stop a launch, and a
+// coordinator admits only authenticated callers.
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -41,7 +41,7 @@ class AccessTest : public ClusterFixture {
     EXPECT_TRUE(open_.empty() || RemoveTree(open_).ok());
     ClusterFixture::TearDown();
   }
-  // Runs until it is told to stop.
+  // Runs until it is stopped.
   std::unique_ptr<Command> Job(const std::string& name, std::vector<std::string> more = {}) {
     more.insert(more.end(), {"--job_name", name, "--cpu"});
     auto launch = Launch(std::move(more), kWorkUntilTold);
@@ -69,11 +69,11 @@ class AccessTest : public ClusterFixture {
   std::unique_ptr<Command> Run(std::vector<std::string> argv) {
     return std::make_unique<Command>(*host_, std::move(argv), env_);
   }
-  // A program (the last part of its path) as somebody who knows of no launch; where the test is
-  // root, as another user.
+  // A program (the last part of its path) without knowledge of any launch; as another user if the
+  // test runs as root.
   std::unique_ptr<Command> AsAnother(std::vector<std::string> argv) {
     if (open_.empty()) {
-      // Where anybody can reach the programs.
+      // Where every user can reach the programs.
       open_ = absl::StrCat(runtime_, "-open");
       EXPECT_TRUE(MakeDirectories(open_).ok());
       EXPECT_EQ(chmod(open_.c_str(), 0755), 0);
@@ -316,7 +316,7 @@ TEST_F(AccessTest, CoordinatorOnASocket_NeedsNothingElse) {
   const auto agent = Agent("j", 1, 2, {"/bin/sh", "-c", "echo $MASTER_ADDR"});
   EXPECT_EQ(agent->Wait(), 0) << agent->err_text();
   EXPECT_THAT(agent->out(), ElementsAre("[0]: 127.0.0.1", "[1]: 127.0.0.1"));
-  // Also where others may open it, it asks the kernel who they are.
+  // Even if other users can open it, it asks the kernel for their identity.
   ASSERT_EQ(chmod(runtime_.c_str(), 0755), 0);
   ASSERT_EQ(chmod((runtime_ + "/own").c_str(), 0777), 0);
   const auto other =
@@ -432,7 +432,7 @@ TEST_F(AccessTest, DescriptorLimit_IsRaisedInTheLauncherAndAsItWasInTheWorkers) 
   EXPECT_EQ(numbers[2], numbers[1]) << "the launcher's soft limit is the hard one";
 }
 
-// gRPC without descriptors aborts, or waits for ever.
+// Without descriptors gRPC aborts, or waits forever.
 TEST_F(AccessTest, TooFewDescriptors_AreOneLine) {
   for (const char* limit : {"8", "16", "20", "24", "50"}) {
     const auto launch =

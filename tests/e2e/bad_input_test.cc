@@ -1,5 +1,5 @@
-// What users get wrong, with real processes: every process ends with a line that says what and
-// where, and nobody waits.
+// Users' mistakes, with real processes: every process ends with a line that names the mistake and
+// its place, and none waits.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -66,7 +66,7 @@ INSTANTIATE_TEST_SUITE_P(
                     std::vector<std::string>{"dispatch", "cannot decode image 13", "batch"}),
     [](const auto& info) { return info.param[0]; });
 
-// One rank's own trouble: it says what, and the other learns who is gone instead of waiting.
+// One rank fails: it reports the error, and the other learns which rank is gone instead of waiting.
 class OneRank : public testing::TestWithParam<std::vector<std::string>> {};
 
 TEST_P(OneRank, SaysWhatAndTheOtherLearnsWho) {

@@ -1,5 +1,5 @@
 // Barriers that not all ranks reach, with real processes: through the public API, and by jobs of
-// two agents with three workers each whose workers say what they were told.
+// two agents with three workers each whose workers print the answers they got.
 #include <grpcpp/client_context.h>
 #include <unistd.h>
 
@@ -44,7 +44,7 @@ TEST_F(AcceleratorBarrierTest, RankThatNeverComes_IsNamedWithAllThatIsKnownOfIt)
       {"launch", "--cpu", "--num_processes", "2", "--", Runfile("tests/e2e/absent_rank"), "stuck"});
   EXPECT_NE(run->Wait(), 0);
   const std::string text = run->err_text();
-  // At the soft deadline once in the launcher's log, then at the deadline for whoever waits.
+  // Reported at the soft deadline once in the launcher's log, then at the deadline to every waiter.
   int soft = 0;
   for (const std::string& line : run->err()) {
     if (absl::StrContains(line, "barrier \"saved\" counter 0 has waited 4") &&
@@ -72,7 +72,7 @@ TEST_F(AcceleratorBarrierTest, RanksInDifferentBarriers_AreToldSoAtOnce) {
                                      HasSubstr("absent_rank.cc:"), Not(HasSubstr("timed out"))));
 }
 
-// The coordinator inside of the launcher hears of it too and keeps it to itself.
+// The embedded coordinator learns of it too and logs nothing.
 class ToldOnceTest : public LaunchFixture {
  protected:
   // Two workers that have joined and wait; the pid of the second.
@@ -189,7 +189,7 @@ class BarrierTest : public ClusterFixture {
 TEST_F(BarrierTest, OneRankHangs_EveryWaiterOnBothNodesGetsTheSameBytes) {
   Run("hang");
   nodes_[1]->WaitForLine("[4]: hanging");
-  // At the soft deadline each node is told, by one and the same message.
+  // At the soft deadline every node gets the same message.
   const std::string soft = "barrier \"saved\" counter 0 has waited 3";
   const std::set<int> waiters = {0, 1, 2, 3, 5};
   nodes_[0]->WaitForLine("[0]: report ");
@@ -339,7 +339,7 @@ TEST_F(BarrierTest, QuarantinedHost_IsShownAndGetsNoSeatUntilItIsPardoned) {
   EXPECT_EQ(shown[0]["host"], HostName());
   EXPECT_EQ(shown[0]["reason"], "memory errors");
   EXPECT_EQ(shown[0]["automatic"], false);
-  // The generation goes on; the next one does not come about.
+  // The generation continues; no next one is formed.
   Put("shown");
   ExpectSuccess();
   nodes_.clear();

@@ -54,7 +54,7 @@ struct Worker {
     while (Describe(name, counter).arrived() < count) {
     }
   }
-  // What this rank was told, and the report behind it.
+  // The answer to this rank, and its report.
   void Tell(const std::string& name, const absl::Status& status) const {
     if (status.ok()) return Say("passed");
     const auto detail = rpc::GetDetail(status);
@@ -73,7 +73,7 @@ void Hang(Worker& w) {
   BarrierCall call;
   call.soft_timeout = absl::Seconds(3);
   w.Tell("saved", w.client->Barrier("saved", absl::Seconds(8), call).status());
-  // The agents end the job as soon as one worker has ended: all must have told by then.
+  // The agents end the job as soon as one worker has ended: all must have reported by then.
   w.client->Add("told", 1).IgnoreError();
   while (w.client->Find("told")->value_or("") != absl::StrCat(w.seat.world_size - 1)) {
   }

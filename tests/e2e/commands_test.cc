@@ -1,5 +1,5 @@
-// The programs beside `muster`, as somebody who mistypes meets them: each mistake is one line that
-// names the thing, and an exit code that is not 0.
+// The programs other than `muster`, called with mistakes: each mistake is one line that names the
+// thing, and an exit code that is not 0.
 #include "absl/strings/str_split.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"
@@ -27,7 +27,7 @@ class CommandsTest : public LaunchFixture {
   }
 };
 
-// Each option of a help text has words beside it, or below it if its name is long.
+// Each option of a help text has a description next to it, or below it if its name is long.
 void ExpectEveryOptionExplained(const std::vector<std::string>& lines, const std::string& program) {
   int options = 0;
   for (size_t i = 0; i < lines.size(); ++i) {

@@ -21,7 +21,7 @@
 
 namespace muster {
 
-// Waits until `pid` has ended (it may still be somebody's zombie). False after a minute.
+// Waits until `pid` has ended (it may still be a zombie). False after a minute.
 bool WaitUntilEnded(pid_t pid);
 
 // The numbers in `text`.
@@ -87,8 +87,8 @@ class LaunchFixture : public ::testing::Test {
 // A coordinator and agents as processes of their own. The test depends on both programs.
 class ClusterFixture : public LaunchFixture {
  protected:
-  // Starts a coordinator that keeps its journal over restarts, and learns its address. `callers`
-  // says whom it lets in.
+  // Starts a coordinator that keeps its journal over restarts, and learns its address. `callers`:
+  // the callers that it admits.
   std::unique_ptr<Command> StartCoordinator(std::vector<std::string> more = {"--log_level",
                                                                              "warning"},
                                             std::vector<std::string> callers = {"--insecure"});

@@ -173,7 +173,7 @@ using RacksTest = ClusterFixture;
 TEST_F(RacksTest, AgentsWithoutARank_NeighboursGetNeighbouringRanks) {
   const auto coordinator = StartCoordinator();
   std::vector<std::unique_ptr<Command>> agents;
-  // Racks in turns; one is told by a variable.
+  // Alternating racks; one is set by a variable.
   for (const char* place : {"r10/a", "r9/b", "r10/b", "r9/a"}) {
     const std::vector<std::string> parts = absl::StrSplit(place, '/');
     std::vector<std::string> more = {"--nvlink_domain", parts[1]};

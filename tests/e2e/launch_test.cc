@@ -247,7 +247,7 @@ TEST_F(LaunchTest, StopTwice_KillsWorkersThatDoNotListen) {
   const int pid = Numbers(launch->WaitForLine("pid")).at(0);
   launch->Signal(SIGINT);
   launch->WaitForLine("no");
-  // Within the first second it is still the same wish.
+  // Within the first second it counts as the same request.
   do {
     launch->Signal(SIGINT);
   } while (!launch->EndsWithin(absl::Milliseconds(100)));

@@ -1,4 +1,4 @@
-// Triggers with real processes: whoever is asked, all ranks act after the same step.
+// Triggers with real processes: all ranks act after the same step, wherever the trigger is raised.
 #include <gtest/gtest.h>
 #include <signal.h>
 
@@ -31,7 +31,7 @@ class TriggerTest : public ClusterFixture {
     }
     return rests;
   }
-  // And that another job which loads it goes on from there. Returns "STEP with weight W".
+  // And that another job which loads it continues from there. Returns "STEP with weight W".
   std::string ExpectSameStepAndCheckpoint(const Command& command) {
     const std::vector<std::string> steps = All(command, "stopped after ");
     EXPECT_EQ(steps.size(), 3u) << command.out_text() << command.err_text();
@@ -159,7 +159,7 @@ TEST_F(TriggerTest, AtStep_AllActBeforeExactlyThatStep_AndAPassedOneIsRefused) {
   EXPECT_NE(late->err_text().find("asks for step 3, but a rank has already finished step "),
             std::string::npos)
       << late->err_text();
-  // Far enough that nobody passes it before it has heard.
+  // Far enough that no rank passes it before it knows of it.
   const int step = marked + 10'000;
   const auto stop = Muster(
       {"trigger", "night", "stop", "--at_step", absl::StrCat(step), "--coordinator", address});

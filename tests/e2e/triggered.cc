@@ -1,5 +1,5 @@
-// A job that trains until it is told to stop, and says what it was told after which step:
-// `triggered FOLDER`. `triggered resume FOLDER` loads what it has saved and says what that is.
+// A job that trains until it is stopped, and prints each trigger with its step: `triggered FOLDER`.
+// `triggered resume FOLDER` loads what it has saved and says what that is.
 #include <unistd.h>
 
 #include <cstdio>

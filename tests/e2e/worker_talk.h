@@ -7,7 +7,7 @@
 
 #include "absl/status/status.h"
 
-// How the workers of these tests hear from their test and answer it.
+// The channel between these tests and their workers.
 namespace muster {
 
 // "" if it is not set.

@@ -14,8 +14,8 @@
 namespace muster::simulation {
 
 // An agent's half of a session (rpc/session/agent_session.h is the other one), without any
-// transport: numbers frames, keeps them until they are acknowledged, drops what it has had, and
-// sends every operation without a result anew when the coordinator has lost the session.
+// transport: numbers frames, keeps them until they are acknowledged, drops duplicates, and resends
+// every operation without a result when the coordinator has lost the session.
 class AgentClient {
  public:
   // `eager`: on a new stream of a session, sends also those frames again that the coordinator has
@@ -26,7 +26,7 @@ class AgentClient {
   uint64_t Submit(const v1::Op& op);
   // The same, ahead of all that is queued.
   uint64_t SubmitFirst(const v1::Op& op);
-  // Nobody waits for its result any more: it is not sent in another session.
+  // Its caller no longer waits for the result: it is not sent in another session.
   void Forget(uint64_t op_id);
   void ReplyStack(v1::StackReply stack) { stacks_.push_back(std::move(stack)); }
 
@@ -45,7 +45,7 @@ class AgentClient {
   struct Received {
     std::vector<v1::OpResult> results;
     std::vector<v1::Directive> directives;
-    bool new_term = false;  // tell what was seen (RecallBarriers), by SubmitFirst
+    bool new_term = false;  // report what was seen (RecallBarriers), by SubmitFirst
     std::string violation;  // what the coordinator must never do
   };
   Received OnFrame(const v1::CoordinatorFrame& frame);

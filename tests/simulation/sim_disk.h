@@ -12,7 +12,7 @@
 namespace muster::simulation {
 
 // A journal device that keeps only what was synced. Records are framed as length, checksum,
-// payload, so that a torn tail can be told from a whole one.
+// payload, so that a torn tail can be distinguished from a whole one.
 class SimDisk {
  public:
   // False: there is no room. A part of the record may have been written; it is cut off again by the

@@ -140,13 +140,13 @@ struct Agent {
   uint64_t life = 0;                    // counts its processes
   std::shared_ptr<Stream> stream;
   absl::Time last_heard = absl::InfinitePast();
-  std::map<uint64_t, std::vector<Target>> waiting;  // by op_id: who gets the result
+  std::map<uint64_t, std::vector<Target>> waiting;  // by op_id: the receiver of the result
   std::vector<Target> arrivals;                     // to be sent together
   bool pump_scheduled = false;
   bool flush_scheduled = false;
   std::map<std::pair<uint64_t, std::string>, std::pair<uint64_t, v1::BarrierState>>
       seen;                // (generation, barrier_id) -> the latest (counter, state)
-  int route = kNoHub;      // whom it speaks to
+  int route = kNoHub;      // its peer
   std::string failed_hub;  // it tells the coordinator
   absl::Time away_since;   // its hub has lost the coordinator
   // Of a hub.
@@ -469,7 +469,7 @@ class Sim {
   std::map<std::pair<uint64_t, int>, uint64_t> seats_;     // (generation, rank) -> incarnation
   std::map<uint64_t, std::map<std::string, int>> sealed_;  // generation -> worker -> rank
   std::map<uint64_t, std::pair<int, uint64_t>> tables_;    // generation -> (world size, digest)
-  // Checkpoints: by (generation, step); whose ranks have written; the digest that was told.
+  // Checkpoints: by (generation, step); the ranks that have written; the reported digest.
   std::map<std::pair<uint64_t, int64_t>, uint64_t> checkpoint_of_;
   std::map<uint64_t, std::set<int>> shards_;
   std::map<uint64_t, std::string> sealed_digests_;
@@ -538,7 +538,7 @@ void Process::Send(uint64_t tag) {
     return;
   }
   if (call.attempts++ > 0 && call.last_attempt != 0 && sim_->Chance(0.5)) {
-    // The transport tells the server that the former attempt was given up.
+    // The transport reports to the server that the former attempt was cancelled.
     const CallId old = call.last_attempt;
     Sim* const sim = sim_;
     sim->Transfer(slot_, true, false, [sim, old] {
@@ -736,7 +736,7 @@ void Process::KvThen(std::function<void()> next) {
   const v1::KvClass klass = durable ? v1::KV_CLASS_DURABLE : v1::KV_CLASS_EPHEMERAL;
   const uint64_t kind = key == "count" ? (sim_->Chance(0.7) ? 3 : 1) : sim_->Draw(10);
   if (sim_->Chance(0.1)) {
-    // Two keys at once: nobody may ever see them differ.
+    // Two keys at once: no reader may ever see them differ.
     const std::string value = absl::StrCat(sim_->next_value_++);
     for (const char* name : {"pair/a", "pair/b"}) {
       v1::PutOp* put = txn->add_then()->mutable_put();
@@ -866,7 +866,7 @@ void Process::ReportShards(uint64_t id, std::function<void()> next) {
   Begin(ReportOp(id), absl::Milliseconds(250), [this, id, next](const v1::OpResult& result) {
     if (result.has_error()) {
       if (Leaves(result.error())) return;
-      // Rank 0 gave it up, as somebody was late.
+      // Rank 0 abandoned it, because a rank was late.
       if (result.error().detail().reason() != v1::ERROR_REASON_NO_CHECKPOINT) {
         sim_->Violation("shards were refused: " + result.error().ShortDebugString());
         return;
@@ -1118,7 +1118,7 @@ Sim::Sim(const SimulationOptions& options)
   }
   *spec_.mutable_last_call() = ToProto(absl::Milliseconds(300));
   *spec_.mutable_lease() = ToProto(kLease);
-  // Most seeds find the dead soon; the others wait for those who may only be cut off.
+  // Most seeds find the dead soon; the others wait for workers that may only be disconnected.
   *spec_.mutable_outage_tolerance() =
       ToProto(options.one_cut || options.seed % 4 == 0 ? absl::Seconds(8) : absl::ZeroDuration());
   *spec_.mutable_join_timeout() = ToProto(absl::Seconds(20));
@@ -1462,8 +1462,8 @@ void Sim::TakeSnapshot() {
   if (!serving_ || journal_failed_ || !unwritten_.empty()) return;
   const uint64_t revision = core_->last_record_revision();
   Trace(absl::StrCat("snapshot of revision ", revision));
-  // Built of what is on the disk, while the core goes on; written beside, synced, renamed: it
-  // exists whole or not at all. Records it holds go only afterwards.
+  // Built from the disk while the core continues; written under a temporary name, synced, renamed:
+  // it exists whole or not at all. Records it holds go only afterwards.
   At(now_ + Between(absl::Milliseconds(1), absl::Milliseconds(100)),
      [this, life = life_, hosts = core_->SnapshotHosts(), revision] {
        if (life != life_ || !up_ || durable_ < revision) return;
@@ -1565,7 +1565,7 @@ void Sim::Chaos() {
       }
       break;
     case 3:
-      // The old process lives on beside the new one.
+      // The old process lives on next to the new one.
       if (process != nullptr) StartWorker(slot);
       break;
     case 4:
@@ -1584,7 +1584,7 @@ void Sim::Chaos() {
       CrashServer(false);
       break;
     case 8:
-      // Not twice: what waits for it to go on must stay in order.
+      // Not twice: the events that wait for it to resume must stay in order.
       if (up_ && now_ >= server_paused_until_) {
         server_paused_until_ = now_ + Between(absl::Milliseconds(100), absl::Seconds(5));
         Trace(absl::StrCat("coordinator is stopped until ",
@@ -1885,8 +1885,8 @@ void Sim::KvEnd(const std::string& key, size_t index, const v1::OpResult& result
   acked_writes_.push_back({written, key, ""});
 }
 
-// An operation from a process that has been replaced, or from a generation that is over, must have
-// no effect.
+// An operation from a process that has been replaced, or from a generation that has ended, must
+// have no effect.
 void Sim::CheckHandled(const v1::Op& op, const std::optional<v1::OpResult>& immediate) {
   if (op.has_recall_barriers() && immediate.has_value() && !immediate->has_error()) {
     const v1::Fence& caller = op.recall_barriers().fence();
@@ -1956,7 +1956,7 @@ void Sim::CheckHandled(const v1::Op& op, const std::optional<v1::OpResult>& imme
   if (!refused && fence->request_id() != 0) answered_.insert(request);
 }
 
-// A generation is one more than the last, and whoever sat in that one keeps its rank.
+// A generation is one more than the last, and a worker that had a seat in that one keeps its rank.
 void Sim::CheckRecord(const coordinator::Record& record) {
   v1::JournalRecord parsed;
   parsed.ParseFromString(record.payload);
@@ -2014,10 +2014,10 @@ void Sim::SawBarrier(const Process& process, const InstanceId& id, const v1::OpR
   std::vector<SeenResult>& seen = results_[id];
   for (const SeenResult& other : seen) {
     if (other.verdict == verdict) continue;
-    // A plain pass is not journaled. Across a crash another result is possible only while nobody
-    // who saw the pass could say so: its reply was still under way, or it died or was cut off until
-    // the barrier failed for the others. Whatever did not pass is journaled before anyone is told,
-    // so no pass can follow it.
+    // A plain pass is not journaled. Across a crash another result is possible only while no
+    // process that saw the pass could report it: its reply was still under way, or it died or was
+    // cut off until the barrier failed for the others. A failure is journaled before it is
+    // reported, so no pass can follow it.
     const bool passed = verdict.rfind("BARRIER_STATE_PASSED", 0) == 0;
     const bool other_passed = other.verdict.rfind("BARRIER_STATE_PASSED", 0) == 0;
     const SeenResult pass = passed ? SeenResult{verdict, term, process.incarnation_} : other;
@@ -2077,8 +2077,8 @@ void Sim::CheckAtEnd() {
       }
       continue;
     }
-    // Ephemeral keys begin anew with each term. What was answered in another term may have happened
-    // in this one too, its reply lost.
+    // Ephemeral keys start empty with each term. What was answered in another term may have
+    // happened in this one too, its reply lost.
     const std::vector<uint64_t>& terms = history_terms_[key];
     const std::set<uint64_t> all(terms.begin(), terms.end());
     for (const uint64_t term : all) {
@@ -2135,7 +2135,7 @@ void Sim::StartAgent(int host) {
       auto& seen = agent.seen[{process->generation_, id}];
       if (counter - 1 >= seen.first) seen = {counter - 1, process->previous_[id]};
     }
-    // A stopped one notices when it goes on.
+    // A stopped one notices when it resumes.
     process->At(
         std::max(now_, process->paused_until_),
         [process] {
@@ -2441,7 +2441,7 @@ void Sim::AtAgent(const std::shared_ptr<Stream>& stream, const v1::CoordinatorFr
   if (stream->hub != kNoHub &&
       (frame.has_goodbye() ||
        (frame.has_welcome() && frame.welcome().term() < agent.client->term()))) {
-    // A hub that has not heard of the newest term is left.
+    // A hub that does not know the newest term is left.
     if (!frame.goodbye().has_retry_after()) agent.route = kNoHub;
     return LoseStream(stream);
   }
@@ -2496,7 +2496,7 @@ void Sim::AtAgent(const std::shared_ptr<Stream>& stream, const v1::CoordinatorFr
 
 void Sim::AtServer(const std::shared_ptr<Stream>& stream, const v1::AgentFrame& frame) {
   if (!serving_) {
-    // Nobody listens yet.
+    // No process listens yet.
     stream->up_works = false;
     At(now_ + Delay(), [this, stream] { LoseStream(stream); });
     return;
@@ -2701,7 +2701,7 @@ void Sim::TickHub(int host) {
   });
 }
 
-// A hub speaks for nobody who was silent since its last beat, nor of what was said long ago.
+// A hub does not speak for agents that were silent since its last beat, and repeats no old facts.
 void Sim::AddAgentsTo(v1::Beat* beat, int host) {
   Agent& agent = agents_[host];
   const int own = beat->workers_size();

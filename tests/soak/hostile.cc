@@ -147,8 +147,8 @@ void Hostile::Count(absl::string_view what, int64_t by) {
 void Hostile::Start(const char* name, void (Hostile::*round)(uint32_t seed)) {
   const uint32_t first = seed_ * 7919 + static_cast<uint32_t>(threads_.size()) * 104729;
   threads_.emplace_back([this, name, round, first] {
-    // A breath between rounds, longer than the round was, leaves the machine to those who are being
-    // tested: leases run out on one that has no time for their beats.
+    // A breath between rounds, longer than the round was, leaves the machine to the processes under
+    // test: leases run out on one that has no time for their beats.
     absl::Duration breath;
     for (uint32_t i = 0; !stop_.WaitForNotificationWithTimeout(breath); ++i) {
       const absl::Time begun = absl::Now();

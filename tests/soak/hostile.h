@@ -19,10 +19,9 @@ class Channel;
 
 namespace muster::soak {
 
-// Those whom nobody wants at a coordinator, all at once, each on a thread of its own, until it is
-// destroyed:
-//   - calls whose message comes at the moment their deadline is over, some milliseconds after
-//     their headers;
+// Hostile clients of a coordinator, all at once, each on its own thread, until it is destroyed:
+//   - calls whose message comes at the moment their deadline expires, some milliseconds after their
+//     headers;
 //   - connections that send noise, half a greeting or nothing, and break off anywhere;
 //   - calls and streams that begin and send nothing, by the hundred, some kept and some dropped;
 //   - waits that hold large requests, by the dozen, and go away;

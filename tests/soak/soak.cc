@@ -23,7 +23,7 @@ namespace {
 
 using chaos::Plan;
 
-// Who gets a signal, and which, when the first worker says that round.
+// The target of a signal, and the signal, when the first worker prints that round.
 chaos::SignalAt DrawSignal(std::mt19937& random, int round) {
   const auto draw = [&](int below) {
     return std::uniform_int_distribution<int>(0, below - 1)(random);
@@ -100,7 +100,7 @@ std::vector<std::string> Soak(const SoakOptions& options) {
       of_job.push_back(absl::StrCat("the coordinator held ", most >> 20, " MiB, more than ",
                                     options.memory_bytes >> 20));
     }
-    // Strangers do not reach it: what it holds is its own.
+    // Hostile clients do not reach it: all its memory is for the job.
     if (most_agent > options.memory_bytes / 4) {
       of_job.push_back(absl::StrCat("an agent held ", most_agent >> 20, " MiB, more than ",
                                     options.memory_bytes >> 22));

@@ -19,8 +19,8 @@ struct SoakOptions {
   std::function<void(const std::string&)> report = [](const std::string&) {};
 };
 
-// Runs job after job until the duration is over: a coordinator with its journal, two agents, four
-// workers, as tests/chaos has them, and all the while everything of Hostile against the
+// Runs job after job until the duration has passed: a coordinator with its journal, two agents,
+// four workers, as tests/chaos has them, and all the while everything of Hostile against the
 // coordinator; drawn: a failpoint at which one of them is killed or the disk is full, and more of
 // them stopped for a while or killed. Returns what was wrong, one line each with the job's seed and
 // at the end the logs of the first bad job; empty: nothing.

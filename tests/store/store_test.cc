@@ -313,7 +313,7 @@ TEST_P(StoreTest, ManyClients_NoAddAppendOrCompareSetIsLost) {
     for (int round = 0; round < kRounds; ++round) {
       store.add("count", i + 1);
       store.append("log", B(std::to_string(i)));
-      // A counter kept with compareSet: whoever loses the race tries again.
+      // A counter kept with compareSet: the loser of the race tries again.
       const std::string mine = std::to_string(round) + " by " + std::to_string(i);
       Bytes seen = store.compareSet("last", B(""), B(mine));
       while (seen != B(mine)) {
@@ -533,7 +533,8 @@ TEST(CoordinatorStore, ListKeys_AreThoseOfTheStoreAlone) {
 }
 
 TEST(CoordinatorStore, LeaseRunsOut_WaitersHearThatTheGenerationIsOver) {
-  // And a heartbeat every two seconds. With patience nobody would be given up: all are silent.
+  // And a heartbeat every two seconds. Within the tolerance no worker would be lost: all are
+  // silent.
   SeatedWorkers workers(2, absl::Milliseconds(100), absl::ZeroDuration());
   const StorePtr store = workers.Store(0);
   store->setTimeout(kLong);

@@ -1,4 +1,4 @@
-"""The house rules that a compiler does not check. docs/architecture.md: who may include whom;
+"""The house rules that a compiler does not check. docs/architecture.md: which folder may include which;
 CONTRIBUTING.md: the rest.
 
 Each rule is a function (path, text) -> [(line number, message)] over one C++ file, or takes the whole tree.
@@ -7,7 +7,7 @@ Each rule is a function (path, text) -> [(line number, message)] over one C++ fi
 import os
 import re
 
-# --- Who may include whom -------------------------------------------------------------------------------------
+# --- Which folder may include which -------------------------------------------------------------------------------------
 
 # What an #include names, by its beginning. The first match counts; our own folders name themselves.
 _THIRD_PARTY = [

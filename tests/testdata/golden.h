@@ -7,7 +7,7 @@
 
 namespace muster::testing_support {
 
-// The folder of the recorded cases (README.md beside this file): $MUSTER_GOLDEN if it is set, else
+// The folder of the recorded cases (README.md next to this file): $MUSTER_GOLDEN if it is set, else
 // tests/testdata/golden of this repository.
 std::string GoldenFolder();
 

@@ -2,7 +2,7 @@
 
     wheels.py LOCK ROOT cpu|cuda
 
-Every file is written beside its place and renamed into it, and a wheel's stamp (ROOT/.stamps/NAME-VERSION) is
+Every file is written next to its final name and renamed to it, and a wheel's stamp (ROOT/.stamps/NAME-VERSION) is
 written last: an interrupted run is finished by the next one, a finished one is recognised without looking into
 the wheels, and programs that use ROOT meanwhile see either the old or the new file. Nothing is deleted.
 """

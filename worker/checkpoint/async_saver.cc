@@ -216,7 +216,7 @@ void AsyncSaver::Run() {
     outcome.status = GuardRank([&] { return Persist(*save); });
     outcome.persist = clock_.Now() - save->begun;
     outcome.stall += save->deferred->waited();
-    // Before anybody hears of the end: what a failed save leaves is removed then.
+    // Before the end is reported: the files of a failed save are removed by then.
     save->staged.reset();
     save->snapshot->Clear();
     // In one step: who gets the memory of a save also hears of its end.

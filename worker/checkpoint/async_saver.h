@@ -74,7 +74,7 @@ class AsyncSaver {
 
   // `comm`: the same ranks as those that save, for the thread alone.
   AsyncSaver(std::unique_ptr<Comm> comm, const Options& options);
-  // Waits for the saves that have begun, and logs those that nobody has asked about and failed.
+  // Waits for the saves that have begun, and logs failures that were never reported.
   ~AsyncSaver();
   AsyncSaver(const AsyncSaver&) = delete;
   AsyncSaver& operator=(const AsyncSaver&) = delete;

@@ -40,7 +40,7 @@ bool HasSuffix(absl::string_view name, absl::string_view stem, absl::string_view
   return name.size() == 16 && std::all_of(name.begin(), name.end(), absl::ascii_isxdigit);
 }
 
-// What stands before the mark; all of `name` without one.
+// The part before the mark; all of `name` without one.
 absl::string_view StemOf(absl::string_view name, absl::string_view mark) {
   return name.substr(0, name.find(mark));
 }

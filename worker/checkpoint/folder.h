@@ -115,8 +115,7 @@ class Staging {
 // its name. One that is gone is no error.
 absl::Status RemoveCheckpoint(const std::string& dir);
 
-// Numbered checkpoints: ROOT/checkpoint_0, checkpoint_1, ... Other names in ROOT are nobody's
-// business.
+// Numbered checkpoints: ROOT/checkpoint_0, checkpoint_1, ... Other names in ROOT are ignored.
 class CheckpointFolder {
  public:
   explicit CheckpointFolder(std::string root) : root_(std::move(root)) {}

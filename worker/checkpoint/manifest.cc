@@ -68,8 +68,8 @@ absl::StatusOr<std::string> EncodeManifest(Manifest manifest) {
   for (size_t i = 0; i < manifest.files.size(); ++i) {
     const ManifestFile& file = manifest.files[i];
     if (!IsPlainName(file.name)) {
-      return absl::InvalidArgumentError(
-          absl::StrCat("\"", Printable(file.name), "\" is no name for a checkpoint's file"));
+      return absl::InvalidArgumentError(absl::StrCat(
+          "\"", Printable(file.name), "\" is not a valid name for a checkpoint's file"));
     }
     if (i > 0 && manifest.files[i - 1].name == file.name) {
       return absl::InvalidArgumentError(absl::StrCat("file ", file.name, " was written by rank ",

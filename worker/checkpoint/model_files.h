@@ -22,13 +22,13 @@ namespace muster {
 absl::Status SaveModelFiles(const std::string& dir, const NamedTensors& tensors,
                             int64_t max_shard_bytes = 10'000'000'000);
 
-// A model's files, opened: finds tensors by name, whatever file they are in.
+// A model's files, opened: finds tensors by name in any of the files.
 class ModelFiles {
  public:
   // `path`: a safetensors file, an index (.json), or a folder with model.safetensors or exactly one
   // *.index.json. Checks that every file is there and holds the tensors that the index places in
-  // it. Errors: NOT_FOUND naming what is missing; INVALID_ARGUMENT as ReadSafetensorsHeader and
-  // ParseShardIndex.
+  // it. Errors: NOT_FOUND that names the missing file or tensor; INVALID_ARGUMENT as
+  // ReadSafetensorsHeader and ParseShardIndex.
   static absl::StatusOr<ModelFiles> Open(const std::string& path);
 
   // All names, sorted.

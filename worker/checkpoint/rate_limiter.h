@@ -18,11 +18,11 @@ class RateLimiter {
   explicit RateLimiter(int64_t bytes_per_second, const Clock& clock = Clock::Real());
 
   // Reserves `bytes` and returns how long the caller waits before it moves them. Does not block.
-  // Callers are served in the order of their calls; time in which nobody asked is not saved up.
+  // Callers are served in the order of their calls; idle time does not accumulate.
   absl::Duration Reserve(int64_t bytes);
   // Waits that long, or until the limit is lifted.
   void Wait(absl::Duration duration);
-  // While it is lifted nobody waits: something waits for the bytes.
+  // While the limit is lifted no caller waits, because something waits for the bytes.
   void Lift(bool lifted);
 
  private:

@@ -35,7 +35,7 @@ class SafetensorsReader {
   const std::string& path() const { return path_; }
   const SafetensorsHeader& header() const { return header_; }
 
-  // The tensor in memory of its own. Blocks on the disk. NOT_FOUND names the tensor and the file.
+  // The tensor in its own memory. Blocks on the disk. NOT_FOUND names the tensor and the file.
   absl::StatusOr<at::Tensor> Read(absl::string_view name) const;
 
   // The tensor in pages of the file that are loaded when touched; writing to it changes this
@@ -77,7 +77,7 @@ struct WriteSafetensorsOptions {
   uint64_t data_alignment = kSafetensorsAlignment;
 };
 
-// A file that is laid out, with what goes into it.
+// A laid-out file with its contents.
 struct SafetensorsPlan {
   SafetensorsLayout layout;
   // The data of layout.tensors, in their order, on any device and of any strides.
@@ -105,10 +105,10 @@ absl::Status StreamSafetensors(const SafetensorsPlan& plan,
                                absl::FunctionRef<absl::Status(absl::string_view)> append);
 
 // Writes a whole file or nothing: temporary name, sync, rename, sync of the folder. Tensors may be
-// on any device and of any strides; one at a time is copied if need be. Blocks on the disk. Errors:
-// INVALID_ARGUMENT naming file and tensor for a name twice, an undefined, sparse or meta tensor;
-// UNIMPLEMENTED for a type the format has not; those of the disk. Throws c10::Error if a copy from
-// a device fails.
+// on any device and of any strides; each is copied if necessary, one at a time. Blocks on the disk.
+// Errors: INVALID_ARGUMENT naming file and tensor for a name twice, an undefined, sparse or meta
+// tensor; UNIMPLEMENTED for a type the format has not; those of the disk. Throws c10::Error if a
+// copy from a device fails.
 absl::StatusOr<FileDigest> WriteSafetensors(const std::string& path, const NamedTensors& tensors,
                                             const WriteSafetensorsOptions& options = {});
 

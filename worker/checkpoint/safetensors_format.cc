@@ -410,8 +410,8 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path)
   const uint64_t file_bytes = info.st_size;
   if (file_bytes < 8) {
     return Bad(path, absl::StrCat("has ", file_bytes,
-                                  " bytes, fewer than the 8 that give a header's length: it is no "
-                                  "safetensors file or was cut short"));
+                                  " bytes, fewer than the 8 that give a header's length: it is not "
+                                  "a safetensors file, or was cut short"));
   }
   unsigned char length[8];
   MUSTER_RETURN_IF_ERROR(read_all(reinterpret_cast<char*>(length), 8, 0));
@@ -420,7 +420,7 @@ absl::StatusOr<SafetensorsHeader> ReadSafetensorsHeader(const std::string& path)
   if (header_bytes > kMaxSafetensorsHeaderBytes) {
     return Bad(path, absl::StrCat("says its header has ", header_bytes, " bytes, more than the ",
                                   kMaxSafetensorsHeaderBytes,
-                                  " allowed: it is no safetensors file or is damaged"));
+                                  " allowed: it is not a safetensors file, or is damaged"));
   }
   if (header_bytes > file_bytes - 8) {
     return Bad(path, absl::StrCat("says its header has ", header_bytes, " bytes, but only ",

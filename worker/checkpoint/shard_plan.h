@@ -23,8 +23,7 @@ struct PlannedTensor {
 };
 
 struct ShardPlanOptions {
-  // A file is closed before it would grow beyond this; a tensor that is larger alone gets a file of
-  // its own.
+  // A file is closed before it would grow beyond this; a larger tensor gets its own file.
   int64_t max_shard_bytes = 10'000'000'000;
   // Of several names of one tensor keep the first only, as safetensors files of models do.
   // Otherwise all names go to the file of the first.
@@ -62,7 +61,7 @@ absl::StatusOr<std::vector<std::pair<std::string, std::string>>> ParseShardIndex
     absl::string_view text, absl::string_view source);
 
 // Whether `name` is a file that a model of this stem and extension may consist of: the single file,
-// a shard, or the index. For removing what an earlier save left.
+// a shard, or the index. For removing the files of an earlier save.
 bool IsShardFileName(absl::string_view name, absl::string_view stem, absl::string_view extension);
 
 }  // namespace muster

@@ -55,7 +55,7 @@ absl::Status StateWriter::CheckName(const std::string& name) const {
   }
   if (name.find('/') != std::string::npos || name == kManifestName) {
     return absl::InvalidArgumentError(
-        absl::StrCat("\"", name, "\" is no name for a checkpoint's file"));
+        absl::StrCat("\"", name, "\" is not a valid name for a checkpoint's file"));
   }
   return absl::OkStatus();
 }

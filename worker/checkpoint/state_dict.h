@@ -16,9 +16,9 @@
 
 namespace muster {
 
-// What an object writes into a checkpoint and gets back: named tensors in order, named scalars, and
-// text metadata. Nesting is written with dots ("state.0.exp_avg"). A value type; copies share the
-// tensors' memory. Not thread-safe.
+// The state of an object in a checkpoint: named tensors in order, named scalars, and text metadata.
+// Nesting is written with dots ("state.0.exp_avg"). A value type; copies share the tensors' memory.
+// Not thread-safe.
 class StateDict {
  public:
   using Scalar = std::variant<bool, int64_t, double, std::string>;
@@ -56,9 +56,9 @@ class StateDict {
 };
 
 // Writes PATH.safetensors (scalars as one JSON object in the metadata entry "muster.scalars") or,
-// without tensors, PATH.json; which one is told by the extension of `path`. Whole file or nothing.
-// Blocks on the disk. Errors: as WriteSafetensors; INVALID_ARGUMENT for another extension, for
-// tensors in a .json file, for text that is not UTF-8.
+// without tensors, PATH.json; the extension of `path` decides which. Whole file or nothing. Blocks
+// on the disk. Errors: as WriteSafetensors; INVALID_ARGUMENT for another extension, for tensors in
+// a .json file, for text that is not UTF-8.
 absl::StatusOr<FileDigest> WriteStateDict(const std::string& path, const StateDict& state,
                                           SharedTensors shared = SharedTensors::kWriteAll);
 
@@ -85,12 +85,11 @@ struct LoadTensorsOptions {
   bool allow_unexpected = false;
 };
 
-// Copies tensors of `source` into the tensors of the same name in `targets`, on whatever device
-// they are. Nothing is copied unless everything fits. A target without a source is not missing if
-// it is the same tensor as a target that has one (tied weights, of which files keep the first
-// name). Floating types convert into each other, other types must be equal. Errors:
-// INVALID_ARGUMENT "WHAT: ..." that lists missing and unexpected names and those of another shape
-// or type.
+// Copies tensors of `source` into the tensors of the same name in `targets`, on any device. Nothing
+// is copied unless everything fits. A target without a source is not missing if it is the same
+// tensor as a target that has one (tied weights, of which files keep the first name). Floating
+// types convert into each other, other types must be equal. Errors: INVALID_ARGUMENT "WHAT: ..."
+// that lists missing and unexpected names and those of another shape or type.
 absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets,
                          absl::string_view what, const LoadTensorsOptions& options = {});
 

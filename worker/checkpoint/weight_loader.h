@@ -30,8 +30,8 @@ struct LoadWeightsOptions {
   // The model's name of a tensor, from its name in the file without the prefix. An empty result
   // leaves the tensor out.
   std::function<std::string(const std::string&)> rename = nullptr;
-  // The model's floating-point tensors become this type; integers stay what they are. By default
-  // the model keeps its types, and values convert to them.
+  // The model's floating-point tensors become this type; integers keep their type. By default the
+  // model keeps its types, and values convert to them.
   std::optional<at::ScalarType> dtype = std::nullopt;
 };
 
@@ -48,13 +48,13 @@ struct LoadedWeights {
   std::vector<std::string> ignored = {};
 };
 
-// One tensor in memory of its own, contiguous or with the strides that it has in the file. Blocks
-// on the disk.
+// One tensor in its own memory, contiguous or with the strides that it has in the file. Blocks on
+// the disk.
 absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightEntry& entry);
 
-// Copies weights into `targets`, the parameters and buffers of a model, on whatever device they are
-// and of any strides. Floating types convert into each other; other types must be equal. Everything
-// is compared before the first tensor changes; one tensor at a time is in memory in addition to the
+// Copies weights into `targets`, the parameters and buffers of a model, on any device and of any
+// strides. Floating types convert into each other; other types must be equal. Everything is
+// compared before the first tensor changes; one tensor at a time is in memory in addition to the
 // model.
 //
 // Errors: those of WeightFiles::Open; INVALID_ARGUMENT "PATH: ..." that lists the names that are

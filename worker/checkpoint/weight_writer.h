@@ -21,10 +21,10 @@ struct CopiedWeights {
 
 // Copies weights into safetensors files as save_model writes them: `to` is a file *.safetensors, or
 // a folder, which gets model.safetensors or, beyond `max_shard_bytes`, shards with an index. Of a
-// tensor with several names the first is kept. What an earlier copy left in the folder goes, other
-// files stay. Each file is whole or absent; at most one tensor is in memory. Blocks on the disk.
-// Errors: ALREADY_EXISTS if one of the files that are read would be replaced; those of reading and
-// writing.
+// tensor with several names the first is kept. Removes the files of an earlier copy in the folder;
+// other files stay. Each file is whole or absent; at most one tensor is in memory. Blocks on the
+// disk. Errors: ALREADY_EXISTS if one of the files that are read would be replaced; those of
+// reading and writing.
 absl::StatusOr<CopiedWeights> CopyWeights(const WeightFiles& weights, const std::string& to,
                                           int64_t max_shard_bytes = 10'000'000'000);
 

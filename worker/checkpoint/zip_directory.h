@@ -25,8 +25,8 @@ struct ZipMember {
 //
 // Every range lies inside the file and in no other member's; memory stays proportional to the
 // directory, which is at most kMaxZipDirectoryBytes long. Checksums of members are not compared,
-// because torch.save can omit them. Errors: INVALID_ARGUMENT "FILE: why" for what is no zip archive
-// or a damaged one, an encrypted member, a name twice.
+// because torch.save can omit them. Errors: INVALID_ARGUMENT "FILE: why" for a file that is not a
+// zip archive, a damaged one, an encrypted member, or a repeated name.
 absl::StatusOr<std::vector<ZipMember>> ReadZipDirectory(const ByteSource& file);
 
 inline constexpr uint64_t kMaxZipDirectoryBytes = uint64_t{256} << 20;

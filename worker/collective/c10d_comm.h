@@ -16,8 +16,8 @@ namespace muster {
 struct C10dCommOptions {
   // Of every collective. Honoured as given.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
-  // Exchange what each rank is about to do before doing it (below). Off, wrong use is the backend's
-  // to find: Gloo ends the process, NCCL hangs.
+  // Exchange each rank's call before it runs (below). Off, wrong use is the backend's to find: Gloo
+  // ends the process, NCCL hangs.
   bool check = true;
 };
 
@@ -26,10 +26,10 @@ struct C10dCommOptions {
 //
 // Every collective starts with an all-gather of one 512-byte frame per rank over the CPU backend:
 // the operation, its sequence number, dtype and shape. If ranks disagree, all throw the same
-// c10::Error that says what each of them called, nothing was sent, and the group stays usable. A
-// small CPU tensor or byte string travels inside the frame, so that scalars cost one round and are
-// reduced in rank order; larger ones cost a second collective. A barrier is the frame alone.
-// Tensors on a device are not read by the host for this.
+// c10::Error that lists each rank's call; nothing was sent, and the group stays usable. A small CPU
+// tensor or byte string travels inside the frame, so that scalars cost one round and are reduced in
+// rank order; larger ones cost a second collective. A barrier is the frame alone. Tensors on a
+// device are not read by the host for this.
 //
 // Any dtype can be gathered, broadcast and scattered (bytes travel); all but complex and float8 can
 // be reduced. Reductions give the same bits on every rank.

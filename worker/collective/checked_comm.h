@@ -13,8 +13,8 @@ namespace muster {
 // from which line, and nothing is sent. A call site that differs while all else agrees is legal
 // (rank 0 may gather from another branch) and logged once as a warning.
 //
-// Costs one more round per collective. process_group() is inner's: what goes past the Comm is not
-// checked.
+// Costs one more round per collective. process_group() is inner's: calls that bypass the Comm are
+// not checked.
 std::unique_ptr<Comm> MakeCheckedComm(std::unique_ptr<Comm> inner);
 
 }  // namespace muster

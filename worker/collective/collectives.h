@@ -8,10 +8,10 @@
 #include "c10/core/Scalar.h"
 #include "worker/collective/comm.h"
 
-// What users' collectives do, on lists of tensors; worker/collective/nested_collectives.h lifts
-// them to structures. Every function that takes a Comm is a collective: call it on every rank in
-// the same order. Results never require grad. Errors are c10::Error and the same on every rank
-// where ranks disagree.
+// The implementation of users' collectives, on lists of tensors;
+// worker/collective/nested_collectives.h lifts them to structures. Every function that takes a Comm
+// is a collective: call it on every rank in the same order. Results never require grad. Errors are
+// c10::Error and the same on every rank where ranks disagree.
 namespace muster {
 
 // "sum", "mean", "max" or "min". Any other text is an error that lists these (it never silently
@@ -33,8 +33,8 @@ void BroadcastTensors(Comm& comm, const std::vector<at::Tensor>& tensors, int fr
 
 // Each tensor padded along `dim` with `pad_value` to the longest of any rank, after the data or
 // before it (`pad_first`). A negative dim counts from the end; a tensor without that dimension, or
-// that is longest already, comes back as it is. Ranks need the same dtype and number of dimensions;
-// lengths of other dimensions may differ and stay. One round for all tensors.
+// already of the largest size, is returned unchanged. Ranks need the same dtype and number of
+// dimensions; lengths of other dimensions may differ and stay. One round for all tensors.
 std::vector<at::Tensor> PadTensorsAcrossProcesses(Comm& comm,
                                                   const std::vector<at::Tensor>& tensors,
                                                   int64_t dim = 0, const at::Scalar& pad_value = 0,

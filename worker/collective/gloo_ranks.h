@@ -13,7 +13,7 @@ namespace muster {
 // collectives of the others.
 //
 // Switches c10d's flight recorder off for this process: it is one object without a lock around its
-// first use, and several groups in one process, each on a thread of its own, crash in it.
+// first use, and several groups in one process, each on its own thread, crash in it.
 void RunGlooRanks(int n, const std::function<void(Comm&)>& fn, const C10dCommOptions& options = {});
 
 // The same with shared memory in front (AddShmBackend).

@@ -14,10 +14,9 @@
 #include "worker/collective/object_codec.h"
 #include "worker/nested/nested.h"
 
-// The collectives over structures of tensors (nested.h says what a structure is). The structure
-// must be the same on all ranks; arguments are never changed unless the function says so. Plain
-// values in a structure stay this rank's own. `where` is the caller's line, for debug mode
-// (checked_comm.h).
+// The collectives over structures of tensors (nested.h defines structures). The structure must be
+// the same on all ranks; arguments are never changed unless the function says so. Plain values in a
+// structure stay this rank's own. `where` is the caller's line, for debug mode (checked_comm.h).
 namespace muster {
 
 namespace nested_internal {
@@ -102,7 +101,7 @@ T BroadcastObject(Comm& comm, const T& value, int from = 0,
       comm.BroadcastBytes(comm.rank() == from ? EncodeObject(value) : std::string(), from));
 }
 
-// Overwrites `list` in place with that of rank `from`, whatever its length was.
+// Overwrites `list` in place with that of rank `from`, whatever its length.
 template <class E>
 void BroadcastObjectList(Comm& comm, std::vector<E>& list, int from = 0,
                          std::source_location where = std::source_location::current()) {

@@ -14,6 +14,8 @@ std::string WithCommas(int64_t number) {
 
 }  // namespace
 
+// Relaxed loads suffice: every field is valid by itself, pointers are to literals, and a report may
+// combine the name of one collective with the size of the next.
 ProgressBoard::Facts ProgressBoard::Read() const {
   Facts facts;
   facts.step = step_.load(std::memory_order_relaxed);

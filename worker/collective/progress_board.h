@@ -8,10 +8,10 @@
 namespace muster {
 
 // The progress of a worker: its training thread writes it, at a nanosecond or two per write; the
-// heartbeat thread reads it, also while the training thread hangs. So the coordinator can say of a
-// rank that never came what it was doing.
+// heartbeat thread reads it, also while the training thread hangs. So the coordinator can report
+// what a missing rank was doing.
 //
-// Thread-safe for one writer. What is read together was not always true together: it is for
+// Thread-safe for one writer. Values read together may be from different moments: they are for
 // reports. Names are literals: they are kept as pointers.
 class ProgressBoard {
  public:

@@ -154,6 +154,7 @@ ShmSegment::~ShmSegment() {
     if (fd >= 0) close(fd);
   }
   if (base_ == nullptr) return;
+  // Peers that sleep on our phase wake up, find no new phase, and then see `left`.
   cell(rank_).left.store(1);
   Futex(&cell(rank_).phase, FUTEX_WAKE, INT_MAX, nullptr);
   munmap(base_, bytes_);
@@ -173,6 +174,10 @@ void ShmSegment::Begin(const ShmCall& call) {
 void ShmSegment::Meet(std::chrono::steady_clock::time_point deadline, const std::string& what) {
   ++phase_;
   Cell& mine = cell(rank_);
+  // Publishes the slot and the call that this rank wrote before. The default (sequentially
+  // consistent) order matters: we store `phase` and then load `waiters`, a waiter increments
+  // `waiters` and then loads `phase`. At least one of the two sees the other's store, so either we
+  // wake the waiter or it does not go to sleep.
   mine.phase.store(phase_);
   if (mine.waiters.load() > 0) Futex(&mine.phase, FUTEX_WAKE, INT_MAX, nullptr);
   for (int peer = 0; peer < size_; ++peer) {
@@ -184,6 +189,8 @@ void ShmSegment::WaitFor(int peer, uint32_t phase, std::chrono::steady_clock::ti
                          const std::string& what) {
   Cell& other = cell(peer);
   const auto arrived = [&] {
+    // The signed difference stays right when the counter wraps. Acquire: after this, the peer's
+    // slot and call are visible.
     return static_cast<int32_t>(other.phase.load(std::memory_order_acquire) - phase) >= 0;
   };
   for (int i = 0; i < spins_; ++i) {
@@ -194,6 +201,9 @@ void ShmSegment::WaitFor(int peer, uint32_t phase, std::chrono::steady_clock::ti
   while (true) {
     other.waiters.fetch_add(1);
     const uint32_t seen = other.phase.load();
+    // The kernel compares `phase` with `seen` again before it sleeps. A peer that dies wakes no
+    // one, so the sleep is cut into slices, and each slice checks for the ways in which a peer
+    // fails.
     if (static_cast<int32_t>(seen - phase) < 0 && other.left.load() == 0) {
       Futex(&other.phase, FUTEX_WAIT, seen, &slice);
     }
@@ -228,6 +238,8 @@ void ShmSegment::WaitFor(int peer, uint32_t phase, std::chrono::steady_clock::ti
 
 void ShmSegment::Break(const std::string& why) {
   auto* header = reinterpret_cast<Header*>(base_);
+  // 0: intact; 1: one rank writes `why`; 2: `why` is complete. Readers act only on 2, and later
+  // callers leave the first reason in place.
   uint32_t expected = 0;
   if (!header->broken.compare_exchange_strong(expected, 1)) return;
   const size_t length = std::min(why.size(), sizeof(header->why) - 1);

@@ -13,7 +13,7 @@
 
 namespace muster {
 
-// What a rank is about to do in one step; compared by all before anything is used.
+// A rank's call in one step; all ranks compare it before they use any data.
 struct ShmCall {
   uint64_t sequence = 0;
   int64_t bytes = 0;
@@ -30,8 +30,8 @@ struct ShmCall {
 //
 // The ranks move in steps, counted alike by all. In a step each rank writes its slot and its call,
 // arrives, waits for all others, and then reads. A second arrival in the same step is possible (to
-// read what others have made of it). Buffers alternate: a rank that writes in step s + 2 has seen
-// all ranks arrive in step s + 1, so they have finished reading in step s.
+// read the others' results). Buffers alternate: a rank that writes in step s + 2 has seen all ranks
+// arrive in step s + 1, so they have finished reading in step s.
 //
 // The memory has no name (memfd): nothing is left behind however the processes end. Waiting spins
 // shortly, then sleeps on a futex. A pidfd reveals a rank that died, a flag one that left. A rank
@@ -50,7 +50,7 @@ class ShmSegment {
   ShmSegment(const ShmSegment&) = delete;
   ShmSegment& operator=(const ShmSegment&) = delete;
 
-  // Begins a step: says what this rank will do and where it may write.
+  // Begins a step: publishes this rank's call and returns where it may write.
   void Begin(const ShmCall& call);
   // This rank's slot and rank r's, of the current step; kSlotBytes each.
   char* slot() { return slot(rank_); }

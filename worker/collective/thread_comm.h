@@ -23,10 +23,10 @@ namespace muster {
 // device.
 std::vector<std::unique_ptr<Comm>> MakeThreadComms(int n);
 
-// Runs `fn` once per rank, each on a thread of its own, and joins them. If some throw, the others
-// leave their collectives with an error, and the exception of the rank that failed first is
-// rethrown. Ranks that return while others still wait for them in a collective count as a failure
-// of the waiting ones.
+// Runs `fn` once per rank, each on its own thread, and joins them. If some throw, the others leave
+// their collectives with an error, and the exception of the rank that failed first is rethrown.
+// Ranks that return while others still wait for them in a collective count as a failure of the
+// waiting ones.
 void RunRanks(int n, const std::function<void(Comm&)>& fn);
 
 }  // namespace muster

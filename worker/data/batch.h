@@ -36,10 +36,9 @@ struct BatchInfo {
   int64_t position = 0;
 };
 
-// One batch: what the collation made (a tensor, tuple, map, struct ...) together with its facts.
-// Taken apart into the fields of its value by `auto& [images, labels] : loader`. Owned by the
-// iterator that gave it: valid until the iterator moves on; copy the tensors (handles) to keep
-// them.
+// One batch: the collated data (a tensor, tuple, map, struct ...) together with its facts. Taken
+// apart into the fields of its value by `auto& [images, labels] : loader`. Owned by the iterator
+// that gave it: valid until the iterator moves on; copy the tensors (handles) to keep them.
 template <class T>
 class Batch {
  public:

@@ -9,8 +9,8 @@
 
 namespace muster {
 
-// Reading or collating data failed. The text names the batch and the samples, then what the data
-// set said. Thrown in the thread that iterates, whatever thread did the reading.
+// Reading or collating data failed. The text names the batch and the samples, then has the data
+// set's own error. Thrown in the iterating thread, no matter which thread read the data.
 class DataError : public std::runtime_error {
  public:
   explicit DataError(const std::string& what) : std::runtime_error(what) {}

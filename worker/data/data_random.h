@@ -6,8 +6,8 @@
 #include "ATen/core/Generator.h"
 #include "c10/core/impl/LocalDispatchKeySet.h"
 
-// Random numbers while data are read: of each batch its own, so that they do not depend on which
-// thread reads it, on what was read before, or on the training between.
+// Random numbers for reading data, with a separate sequence for each batch, so that they do not
+// depend on the reading thread, on earlier reads, or on the training in between.
 namespace muster {
 
 // The seed of the sample that this thread is reading for a loader, for generators of the data set's

@@ -63,9 +63,9 @@ namespace muster {
 // Threads: with workers, a map-style data set whose reading functions are const is shared, and they
 // must be safe to call at once from several threads; one with non-const reading functions (as
 // LibTorch's) is copied for each worker, once: the copies live as long as the loader and get each
-// epoch by set_epoch(). What else is changed in the data set after the first pass, they do not see;
-// and what they draw from engines of their own is the same in each copy and depends on which worker
-// reads what: seed those with data_seed().
+// epoch by set_epoch(). The copies do not see other changes of the data set after the first pass.
+// Their own random engines give the same numbers in each copy, so results depend on which worker
+// reads what: seed such engines with data_seed().
 
 // The rows of `tensor` with these indices, as at::index_select(tensor, 0, indices) gives them;
 // several times faster for the small batches of CPU tensors. Error (c10::Error): an index out of
@@ -210,7 +210,7 @@ void SetEpoch(D& dataset, int64_t epoch) {
   if constexpr (requires { dataset.set_epoch(epoch); }) dataset.set_epoch(epoch);
 }
 
-// What the data set gives for a list of indices: a finished batch, or examples.
+// The result of the data set for a list of indices: a finished batch, or examples.
 template <class D>
 auto Fetch(D& dataset, const Indices& indices) {
   if constexpr (HasGetBatch<D>) {
@@ -330,7 +330,7 @@ class StreamCursor {
     if constexpr (requires {
                     { dataset_.skip(count) } -> std::convertible_to<int64_t>;
                   }) {
-      // What has been read ahead comes first.
+      // Examples that were read ahead come first.
       const int64_t buffered =
           std::min(count, static_cast<int64_t>(buffer_.size()) - static_cast<int64_t>(used_));
       used_ += static_cast<size_t>(buffered);
@@ -383,7 +383,7 @@ class StreamCursor {
   std::optional<typename RangeOf<D, IsRange<D>>::type> range_;
 };
 
-// What a collate function of the user's is called with.
+// The argument of a user's collate function.
 template <class D>
 auto CollateInputOf() {
   if constexpr (IsMapStyle<D>) {

@@ -13,7 +13,7 @@
 
 namespace muster {
 
-// What the rows of a gathered value are.
+// The meaning of the rows of a gathered value.
 enum class MetricRows {
   // Samples if there are as many as the batch has, else of the process. A value per process that
   // happens to have the batch's size (a histogram of 32 bins in batches of 32) is taken for

@@ -56,7 +56,7 @@ class Feed {
   virtual std::optional<Fetched<T>> Next() = 0;
 };
 
-// Runs `make`; what it throws becomes a DataError that names the batch.
+// Runs `make`; an exception becomes a DataError that names the batch.
 template <class F>
 auto NamingBatch(const LoaderPass& pass, int64_t number, const F& make) {
   try {
@@ -88,7 +88,7 @@ concept IsDistributedSampler = requires(const S* sampler) {
   TakeDistributedSampler(sampler);
 };
 
-// What a prepared loader knows of the data: how to begin reading for a pass.
+// A prepared loader's access to the data: how to start reading for a pass.
 template <class T>
 class Source {
  public:
@@ -378,7 +378,7 @@ class StreamFeed : public Feed<CollatedBatch<D, C>> {
       : pass_(std::move(pass)) {
     read_ = [reader = std::move(reader)](int64_t number) { return reader->Read(number); };
     if (settings.workers > 0) {
-      // A stream has one reader, however many workers are asked for.
+      // A stream has one reader, regardless of the number of workers.
       prefetcher_.emplace(std::vector<typename Prefetcher<Fetched<T>>::Produce>{read_},
                           int64_t{settings.workers} * settings.prefetch);
     }
@@ -1006,7 +1006,7 @@ class BatchRecipe {
     return Set([&](auto& s) { s.batch_sampler = std::move(function); });
   }
   // How examples become a batch: a function of std::vector<example> (of the batch, where the data
-  // set gives finished batches). It is copied for each worker, once, and keeps what it has over
+  // set gives finished batches). It is copied once for each worker, and keeps its state across
   // passes.
   template <class F>
   BatchRecipe<D, F> collate(F function) const {

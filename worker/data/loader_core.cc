@@ -453,7 +453,7 @@ LoaderCore::UserOrder LoaderCore::LoadedOrder(
     TORCH_CHECK(found != tensors.end(), "loader: the saved state has no \"", name, "\"");
     TORCH_CHECK(found->second.defined() && found->second.scalar_type() == at::kLong &&
                     found->second.dim() == 1,
-                "loader: \"", name, "\" of the saved state is no row of int64");
+                "loader: \"", name, "\" of the saved state is not a row of int64");
     return found->second.cpu().contiguous();
   };
   UserOrder order;

@@ -48,7 +48,7 @@ using SamplerFunction = std::function<std::vector<int64_t>(int64_t epoch)>;
 // The batches of an epoch.
 using BatchSamplerFunction = std::function<std::vector<std::vector<int64_t>>(int64_t epoch)>;
 
-// What a recipe says about one loader.
+// The settings of one loader from its recipe.
 struct RecipeSettings {
   std::optional<int64_t> batch_size;  // nullopt: the batch sampler's batches differ in length
   bool shuffle = false;
@@ -83,7 +83,7 @@ struct LoaderState {
 
   // Whether the epoch has begun.
   bool inside_epoch() const { return position > 0 || index > 0; }
-  // One line of JSON, and back; what an older version did not write may be missing.
+  // One line of JSON, and back; fields that an older version did not write may be missing.
   // INVALID_ARGUMENT: not such a line.
   std::string ToString() const;
   static absl::StatusOr<LoaderState> FromString(const std::string& text);
@@ -110,8 +110,8 @@ class LoaderObserver {
   // exception). Exactly once for every pass that gave a batch (and perhaps for one that gave none).
   // Must not throw.
   virtual void OnEnd(uint64_t iteration) = 0;
-  // Asked before OnEnd about a pass that was left before its end. False: what it gave was only
-  // looked at (a peek, an evaluation left by break), and the loader does not resume in its middle.
+  // Asked before OnEnd about a pass that was left before its end. False: its batches were not
+  // trained on (a peek, an evaluation left by break), and the loader does not resume in its middle.
   // Must not throw.
   virtual bool CountsAsTrained(uint64_t iteration) {
     static_cast<void>(iteration);
@@ -119,8 +119,7 @@ class LoaderObserver {
   }
 };
 
-// A loader's place, without its type: what a checkpoint or a join of uneven inputs needs. Not
-// thread-safe.
+// A loader's position, independent of its type, for checkpoints and uneven inputs. Not thread-safe.
 class LoaderStateHandle {
  public:
   virtual ~LoaderStateHandle() = default;
@@ -134,8 +133,8 @@ class LoaderStateHandle {
   // StateTensors() gave. Errors (c10::Error), which leave the loader as it was: another data set's
   // length; tensors that do not belong to the state; a place inside an epoch of another kind of
   // order, of a sampler's order that was not saved, or of a stream sharded into another number of
-  // parts. With a state but no tensors, the next pass compares what the sampler gives with the
-  // state's digest and throws if that is another order.
+  // parts. With a state but no tensors, the next pass compares the sampler's order with the state's
+  // digest and throws if they differ.
   virtual void LoadState(const LoaderState& state,
                          const std::map<std::string, at::Tensor>& tensors) = 0;
   void LoadState(const LoaderState& state) { LoadState(state, {}); }
@@ -145,15 +144,15 @@ class LoaderStateHandle {
   // The position before the last batch that the active pass has returned: where to continue if that
   // batch has not been trained on. State() if there is no such pass.
   virtual LoaderState StateBeforeBatch() const = 0;
-  // What the loader was prepared with, as "name=value ..."; a loader with the same text can take
-  // over the place of this one.
+  // The loader's settings, as "name=value ..."; a loader with the same text can take over the place
+  // of this one.
   virtual std::string signature() const = 0;
   // Where a successor continues: the loaded position if no pass has begun there yet, else the start
   // of the next epoch. For LoadState, with StateTensors().
   virtual LoaderState NextState() const = 0;
   // Passes begun so far.
   virtual int64_t passes() const = 0;
-  // Whether it gives samples in an order of its own: shuffled, of a sampler, or of a stream.
+  // Whether the order of samples is not sequential: shuffled, from a sampler, or from a stream.
   virtual bool shuffles() const = 0;
   // For the passes that begin while it is set. nullopt: as prepared.
   virtual void OverrideEvenBatches(std::optional<bool> even_batches) = 0;
@@ -279,7 +278,7 @@ class LoaderCore : public LoaderStateHandle {
   // `place` with what does not depend on the place.
   LoaderState Completed(LoaderState place) const;
 
-  // What the user's sampler or batch sampler gave for an epoch.
+  // The output of the user's sampler or batch sampler for an epoch.
   struct UserOrder {
     int64_t epoch = 0;
     at::Tensor ids;

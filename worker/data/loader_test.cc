@@ -172,7 +172,7 @@ TEST(PreparedLoader, BatchSamplerOfDifferentLengths_IsSharedWhole) {
   EXPECT_EQ(seen[1], (std::vector<std::vector<int64_t>>{{6}, {9, 8, 7}}));
 }
 
-// --- Facts of batches, and who is told ---
+// --- Facts of batches, and their observers ---
 
 TEST(BatchInfo, OverAnEpoch_TellsIndexLastAndRealSamples) {
   RunRanks(2, [&](Comm& comm) {
@@ -813,7 +813,7 @@ TEST(Dispatch, ShapesThatChange_AreRenegotiated) {
 
 // --- Random numbers while reading ---
 
-// Augments by LibTorch's generator and by one of its own, seeded as told.
+// Augments by LibTorch's generator and by its own one, with the given seed.
 struct Augmented {
   size_t size() const { return 24; }
   std::tuple<at::Tensor, int64_t> get(size_t index) const {

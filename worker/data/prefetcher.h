@@ -14,10 +14,10 @@
 
 namespace muster {
 
-// Makes items 0, 1, 2, ... on threads of its own and gives them out in that order, at most
-// `capacity` ahead of the consumer. Each function runs on one thread; it is called with growing
-// numbers (not all: they share the work) and returns nullopt for a number past the end. An
-// exception takes the place of its item.
+// Makes items 0, 1, 2, ... on its own threads and returns them in that order, at most `capacity`
+// ahead of the consumer. Each function runs on one thread; it is called with growing numbers (not
+// all: they share the work) and returns nullopt for a number past the end. An exception takes the
+// place of its item.
 //
 // One consumer thread. Next() blocks until its item is there. The destructor stops and joins the
 // threads; it waits for items being made, never for the consumer, so a loop may be left at any

@@ -26,7 +26,7 @@ enum class TailRule {
   kDrop,
   // Every rank gets a full batch, filled up with the samples of the epoch's first round, in order.
   kPad,
-  // Ranks get what is left: a shorter batch, or none (uneven batches).
+  // Ranks get the rest: a shorter batch, or none (uneven batches).
   kShort,
   // It is cut into world_size equal slices, filled up as in kPad by fewer than world_size samples
   // (dispatch).

@@ -18,7 +18,7 @@
 
 namespace muster {
 
-// What a worker asks of a rendezvous.
+// A worker's request to a rendezvous.
 struct JoinOptions {
   int min_workers = 1;
   int max_workers = 1;  // equal to min_workers: fixed size
@@ -60,7 +60,7 @@ struct PeerInfo {
   int64_t pid = 0;
 };
 
-// What the coordinator knows of a rank: from its last heartbeat and from the agent of its node.
+// The coordinator's facts about a rank, from its last heartbeat and from its node's agent.
 struct MemberInfo {
   int rank = 0;
   std::string worker_id = "";
@@ -83,7 +83,7 @@ struct BarrierCall {
   bool same_line = true;
 };
 
-// What the coordinator knows of a rank that others waited for.
+// The coordinator's facts about a missing rank.
 struct AbsentRank {
   int rank = 0;
   std::string host = "";
@@ -127,7 +127,7 @@ struct TriggerInfo {
   int raised_by_rank = -1;      // -1: an operator
 };
 
-// What a rank says when it asks for triggers. Steps count from 1.
+// A rank's state in a poll for triggers. Steps count from 1.
 struct TriggerPoll {
   int64_t step = 0;                         // the last one it has finished
   int64_t horizon = 0;                      // 0: step + 1
@@ -204,7 +204,7 @@ class CoordinatorClient {
   // All ranks of the seat's generation, in rank order. Fetched by pages, and again only if a rank
   // has been taken over since.
   absl::StatusOr<std::vector<PeerInfo>> Peers();
-  // What is known of every seated rank of the job, in rank order. For reports: does not wait for a
+  // The facts about every seated rank of the job, in rank order. For reports: does not wait for a
   // coordinator that is away.
   absl::StatusOr<std::vector<MemberInfo>> Members();
   uint64_t incarnation() const;
@@ -222,7 +222,7 @@ class CoordinatorClient {
   absl::StatusOr<bool> Delete(const std::string& key);
   absl::StatusOr<bool> AllExist(const std::vector<std::string>& keys);
   // As c10d::Store: if the key holds `expected`, or is absent and `expected` is empty, it becomes
-  // `desired`. Returns what it holds afterwards; `expected` if it is absent.
+  // `desired`. Returns its value afterwards; `expected` if it is absent.
   absl::StatusOr<std::string> CompareSet(const std::string& key, const std::string& expected,
                                          const std::string& desired);
   // Keys and values below `prefix`, sorted by key. Errors: RESOURCE_EXHAUSTED if there are more

@@ -99,7 +99,7 @@ struct Environment {
   std::vector<std::string> warnings;
 };
 
-// What the program itself says. A field that is set wins over every variable.
+// The program's own settings. A field that is set wins over every variable.
 struct EnvironmentArguments {
   std::optional<std::string> mixed_precision = std::nullopt;
   std::optional<bool> use_cpu = std::nullopt;

@@ -32,7 +32,7 @@ class FakeCoordinator {
   // revision that it had seen.
   int64_t waited_us() const;
   uint64_t revision_seen() const;
-  // What the next seats are told.
+  // The data for the next seats.
   static constexpr uint64_t kRevision = 77;
   // Ends the generation: heartbeats say so, fenced calls fail.
   void EndGeneration(const std::string& why);

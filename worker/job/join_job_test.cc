@@ -130,7 +130,7 @@ TEST(JoinJob, WithoutRanks_TheRendezvousGivesThem) {
             {"MUSTER_JOB", "job"},
             {"MUSTER_WORKER_ID", "w" + std::to_string(i)}};
   };
-  // Spread over hosts as far as anybody knows: the route towards the coordinator is loopback.
+  // Possibly on several hosts: the route towards the coordinator is loopback.
   ExpectWorldOf(2, variables, nullptr, {.min_workers = 2});
   const auto refused = JoinJob(Env(variables(0)));
   EXPECT_EQ(refused.status().code(), absl::StatusCode::kInvalidArgument);

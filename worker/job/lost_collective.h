@@ -31,8 +31,8 @@ struct LostCollectiveSources {
 };
 
 // One line: which ranks did not take part in the collective on `mine`, where each of them is, and
-// which ranks wait. `members` is what the coordinator knows, at most a heartbeat old. Ranks of
-// `ranks` that wait in the same collective have taken part.
+// which ranks wait. `members`: the coordinator's facts, at most a heartbeat old. Ranks of `ranks`
+// that wait in the same collective have taken part.
 std::string DescribeLostCollective(const ProgressBoard::Facts& mine,
                                    const LostCollectiveSources& sources,
                                    const std::vector<MemberInfo>& members);

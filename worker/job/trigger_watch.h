@@ -22,12 +22,12 @@ namespace muster {
 // same step as on every other rank, without a collective and without a call to the coordinator at
 // each check.
 //
-// A thread of its own polls the coordinator. While no trigger is raised, Check() looks at memory
-// only (tens of nanoseconds) and training does not depend on the coordinator; the first one waits
-// for the first answer, which contains the decisions from before this rank joined. When a poll
-// returns one, this rank promises (see PollTriggersRequest) not to begin the step after the one in
-// progress before it knows the decision; Check() then waits at that step, as a rule for one more
-// poll of the slowest rank. Every rank of the job must run one, since the decision waits for all.
+// A separate thread polls the coordinator. While no trigger is raised, Check() looks at memory only
+// (tens of nanoseconds) and training does not depend on the coordinator; the first one waits for
+// the first answer, which contains the decisions from before this rank joined. When a poll returns
+// one, this rank promises (see PollTriggersRequest) not to begin the step after the one in progress
+// before it knows the decision; Check() then waits at that step, as a rule for one more poll of the
+// slowest rank. Every rank of the job must run one, since the decision waits for all.
 //
 // Thread-safe.
 class TriggerWatch {

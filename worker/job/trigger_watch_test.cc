@@ -107,7 +107,7 @@ class Board {
   absl::Status down_ ABSL_GUARDED_BY(mu_);
 };
 
-// Runs steps until `watch` tells of trigger `name`; returns after how many finished ones.
+// Runs steps until `watch` returns trigger `name`; returns after how many finished ones.
 int64_t StepsUntil(TriggerWatch& watch, const std::string& name, int64_t finished) {
   for (;; ++finished) {
     const auto trigger = watch.Check(name, finished);

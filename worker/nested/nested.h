@@ -33,7 +33,7 @@ struct Example;
 
 namespace muster {
 
-// Structures of tensors: what a batch, a model's output or a metric may be. A structure is
+// Structures of tensors: the types of batches, model outputs and metrics. A structure is
 //  - a tensor;
 //  - a std::pair, tuple, array, vector, map, unordered_map or optional of structures;
 //  - a plain struct of structures (aggregate.h: at most 16 members, no base class, no C array, no
@@ -564,7 +564,7 @@ T ConcatenateParts(const std::vector<const T*>& parts, int64_t dim) {
 }  // namespace nested_internal
 
 // Whether every tensor in a T is seen: true for structures and plain values, false for classes that
-// are opaque or have an opaque part. For a static_assert on what users pass in.
+// are opaque or have an opaque part. For a static_assert on users' types.
 template <class T>
 constexpr bool IsTransparent() {
   return std::is_void_v<nested_internal::OpaquePart<T>>;

@@ -68,8 +68,7 @@ class DataParallel {
   }
   std::vector<at::Tensor> PassOutputs(std::vector<at::Tensor> outputs);
 
-  // After forward passes that did not communicate, makes the next backward pass reduce all the
-  // same.
+  // After forward passes that did not communicate, makes the next backward pass reduce anyway.
   void ArmBackward();
   // Before a second backward pass after one forward pass (a graph that was retained), or after two:
   // makes it reduce if the pass before was reduced and has used that up. Nothing with

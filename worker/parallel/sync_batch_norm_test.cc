@@ -130,7 +130,7 @@ TEST(SyncBatchNorm, EvaluationAndUnbound_AreLocal) {
   EXPECT_TRUE(plain(x).equal(unbound(x)));
   EXPECT_TRUE(plain->running_var.equal(unbound->running_var));
   RunRanks(2, [&](Comm& comm) {
-    if (comm.rank() == 1) return;  // nobody to meet
+    if (comm.rank() == 1) return;  // no peer to meet
     SyncBatchNorm module = Make<SyncBatchNorm>(kChannels);
     module->Bind(&comm);
     module->eval();

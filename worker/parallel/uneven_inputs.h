@@ -48,10 +48,10 @@ class UnevenInputs {
   // A rank with a batch, before its forward pass. A collective.
   Decision MicroStep(bool wants_sync, bool sync_each_batch = false);
 
-  // A rank without: returns when every rank is here. If some trained longer than others, models
-  // (parameters and buffers) and then, through `sync_state`, whatever else the caller has are
-  // overwritten with those of rank `root`; the gradients left on this rank are then without meaning
-  // and should be zeroed. `sync_state` is called on all ranks or on none.
+  // A rank without: returns when every rank is here. If some ranks trained longer than others,
+  // models (parameters and buffers) and then, through `sync_state`, the caller's other state are
+  // overwritten with those of rank `root`; the gradients on this rank are then meaningless and
+  // should be zeroed. `sync_state` is called on all ranks or on none.
   void Finish(const std::function<void(int root)>& sync_state = nullptr);
 
  private:

@@ -22,14 +22,14 @@ struct ProfileSchedule {
 
 enum class ProfileAction { kNone, kWarmup, kRecord, kRecordAndSave };
 
-// What the profiler does in step `step`, counted from 0, of a schedule with active > 0.
+// The profiler's action in step `step`, counted from 0, of a schedule with active > 0.
 ProfileAction ProfileActionAt(const ProfileSchedule& schedule, int64_t step);
 
 struct ProfileOptions {
   // Where profile_{rank}.json goes; made if need be.
   std::string output_dir = ".";
   int rank = 0;
-  // Also what the GPU does. Needs the CUDA backend to be loaded.
+  // Also records the GPU. Needs the CUDA backend to be loaded.
   bool cuda = false;
   bool record_shapes = false;
   bool profile_memory = false;

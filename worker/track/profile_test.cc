@@ -65,7 +65,7 @@ TEST(Profile, Schedule_WritesATracePerRoundOfItsActiveSteps) {
                    .schedule = {.wait = 1, .warmup = 1, .active = 1, .repeat = 2},
                    .on_trace_ready = [&](const std::string& path) { ready.push_back(path); }});
   for (int64_t i = 0; i < 8; ++i) {
-    // The size tells the steps apart in the traces.
+    // The size identifies the steps in the traces.
     at::ones({i + 1, i + 1}).mm(at::ones({i + 1, i + 1}));
     profile.step();
   }

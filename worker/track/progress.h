@@ -21,7 +21,7 @@ struct ProgressOptions {
   int64_t total = 0;
   // Where it starts, as after a resume.
   int64_t initial = 0;
-  // What is counted, as in "12.5 it/s".
+  // The unit, as in "12.5 it/s".
   std::string unit = "it";
   // False on ranks that are not the local main process: everything then does nothing.
   bool enabled = true;
@@ -51,7 +51,7 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  // So many more are done. Redraws if the period has passed. Costs a clock reading.
+  // Adds the number of finished items. Redraws if the period has passed. Costs a clock reading.
   void Advance(int64_t by = 1);
 
   // Shown at the end of the line from the next redraw on, in this order, as in {{"loss", "0.07"}}.

@@ -82,7 +82,7 @@ class GeneralTracker {
   // Whether only rank 0 has this tracker.
   virtual bool main_process_only() const { return true; }
 
-  // Opens whatever it writes to.
+  // Opens its output.
   virtual absl::Status start() = 0;
 
   // The settings of the run, once, before the first entry.
@@ -96,7 +96,7 @@ class GeneralTracker {
   virtual absl::Status finish() { return absl::OkStatus(); }
 };
 
-// What a factory of trackers knows.
+// The arguments of a tracker factory.
 struct TrackerContext {
   std::string project_name;
   // Where files go: LOGGING_DIR/PROJECT_NAME/.

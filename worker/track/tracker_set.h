@@ -16,9 +16,9 @@
 
 namespace muster {
 
-// The trackers of one rank, fed by a thread of its own, so that a slow disk or service does not
-// slow training: Log queues and returns. Thread-safe. If the queue is full the oldest entry is
-// dropped and counted. A tracker that fails is reported once in the log.
+// The trackers of one rank, fed by a separate thread, so that a slow disk or service does not slow
+// training: Log queues and returns. Thread-safe. If the queue is full the oldest entry is dropped
+// and counted. A tracker that fails is reported once in the log.
 class TrackerSet {
  public:
   struct Options {
@@ -48,7 +48,7 @@ class TrackerSet {
   // Returns when everything queued so far is written.
   void Flush();
 
-  // Writes what is queued, finishes the trackers, ends the thread. The first error of a tracker,
+  // Writes queued entries, finishes the trackers, ends the thread. The first error of a tracker,
   // also an earlier one of Log. A second call does nothing.
   absl::Status Finish();
 

@@ -9,7 +9,7 @@
 
 namespace muster {
 
-// What the innermost live loader iteration knows about the batch of a micro-step.
+// The facts of a micro-step's batch, from the innermost live loader iteration.
 struct BatchFacts {
   bool is_last = false;  // the last batch of this epoch on this rank
   // Batches that come after this one in the epoch, the same on every rank; -1: unknown.
@@ -57,14 +57,14 @@ class Accumulation {
 
   // Begins a micro-step. `batch`: the facts of the innermost live loader iteration, nothing outside
   // of any loader. Must be called before the forward pass, since data parallelism decides there
-  // whether it will reduce. `agreed_sync`: what the ranks agreed on where they may differ
-  // (join_uneven_inputs); it takes the place of this rank's own answer, and divisors are then not
-  // predicted, as ranks would predict different ones.
+  // whether it will reduce. `agreed_sync`: the ranks' agreement where they may differ
+  // (join_uneven_inputs). It replaces this rank's own answer, and divisors are then not predicted,
+  // because ranks would predict different ones.
   MicroStep Begin(const std::optional<BatchFacts>& batch);
   MicroStep Begin(const std::optional<BatchFacts>& batch, bool agreed_sync);
 
-  // A micro-step outside of any accumulation: a window of its own whose loss is divided by
-  // num_steps. A window that is open stays so.
+  // A micro-step outside any accumulation: its own window, whose loss is divided by num_steps. A
+  // window that is open stays so.
   void BeginAlone();
 
   // What Begin() would answer as `sync`; changes nothing.

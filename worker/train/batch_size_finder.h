@@ -14,7 +14,7 @@ struct BatchSizeOptions {
   // The next size to try; must be smaller than its argument. Empty: floor(0.9 * size).
   std::function<int64_t(int64_t)> reduce = nullptr;
   // Called on every rank after an attempt that did not fit on some rank, before the next one: drops
-  // what the attempt has left somewhere. Not called after the last.
+  // what the attempt has left behind. Not called after the last.
   std::function<void()> forget = nullptr;
 };
 

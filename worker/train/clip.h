@@ -27,8 +27,8 @@ at::Tensor GradientValues(const at::Tensor& parameter, const std::string& what);
 // 0-d tensor on the device of the first one; 0 if there are none.
 at::Tensor TotalNorm(const std::vector<at::Tensor>& tensors, double norm_type = 2);
 
-// Multiplies `tensors` in place by max_norm / (total_norm + 1e-6), at most 1. Always multiplies: a
-// NaN or infinite norm makes of them what the multiplication makes.
+// Multiplies `tensors` in place by max_norm / (total_norm + 1e-6), at most 1. Always multiplies,
+// also by the factor of a NaN or infinite norm.
 void ScaleToNorm(const std::vector<at::Tensor>& tensors, double max_norm,
                  const at::Tensor& total_norm);
 

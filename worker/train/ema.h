@@ -17,7 +17,7 @@ struct EmaOptions {
   // Starts with a smaller decay, so that the first weights are soon forgotten: the n-th update has
   // min(decay, (1 + n) / (10 + n)), counted from 0.
   bool warmup = false;
-  // Until so many calls of Update() the average is the weights themselves.
+  // Before this many calls of Update(), the average equals the weights.
   int64_t update_after_step = 0;
   // Only every so-many-th call of Update() is an update.
   int64_t update_every = 1;
@@ -49,10 +49,9 @@ class EmaWeights {
   void Update();
   int64_t updates() const { return updates_; }
 
-  // While it lives, the model's weights are the average. Costs a copy of the weights. At its end,
-  // also by an exception, they are what they were; weights that were changed in between (a step, a
-  // load) would be lost with that, and its end throws. Do not save the model's training state in
-  // it.
+  // While it lives, the model's weights are the average. Costs a copy of the weights. Its
+  // destructor restores them, also after an exception; if the weights were changed in between (a
+  // step, a load), which would be lost, it throws. Do not save the model's training state in it.
   class Scope {
    public:
     explicit Scope(EmaWeights& ema);

@@ -19,7 +19,7 @@ class StatusError : public c10::Error {
   absl::Status status_;
 };
 
-// Runs `tensor_code` and returns OK, or what it threw, without the backtrace:
+// Runs `tensor_code` and returns OK, or its exception as a status, without the backtrace:
 //   StatusError                                          its Status
 //   c10::DistError (backend, store, network, timeouts)   UNAVAILABLE: peers are gone; leave the
 //   group, join the next one c10::OutOfMemoryError, std::bad_alloc RESOURCE_EXHAUSTED

@@ -61,8 +61,8 @@ struct ParamGroup {
   Options options;
 };
 
-// What the fused optimizers share: state per parameter, and lists of parameters that one kernel
-// call can take.
+// The common part of the fused optimizers: state per parameter, and lists of parameters that one
+// kernel call can take.
 class FusedOptimizer : public OptimizerHandle {
  public:
   void Step() override { Run(at::Tensor(), at::Tensor()); }

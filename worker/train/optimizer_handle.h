@@ -34,7 +34,7 @@ enum class GradZeroing {
   kInPlace,    // keeps the memory: gradients that are views of reduction buckets stay so
 };
 
-// What the training step needs of an optimizer, whatever its type: FusedAdamW and its sisters
+// The training step's interface to an optimizer of any type: FusedAdamW and its sisters
 // (optimizer.h) are ones, WrapTorchOptimizer (torch_optimizer.h) makes one of any torch::optim
 // optimizer. Not thread-safe. Errors are c10::Error.
 class OptimizerHandle : public LrTarget {
@@ -45,8 +45,8 @@ class OptimizerHandle : public LrTarget {
 
   // Whether this is a handle on `optimizer`, and on that very one: a new optimizer at the address
   // of one that is gone has another type, lacks some parameter that this handle has seen, or lost
-  // the state that this handle's steps made. Touches nothing but its argument and what the handle
-  // keeps itself, so the wrapped optimizer may be dead.
+  // the state that this handle's steps made. Uses only its argument and the handle's own state, so
+  // the wrapped optimizer may be dead.
   virtual bool Wraps(const torch::optim::Optimizer& /*optimizer*/) const { return false; }
 
   // Whether both hold the same tensors in the same order.
@@ -124,7 +124,7 @@ class OptimizerHandle : public LrTarget {
     uint64_t value;
   };
   Id id_;
-  // What is known of the optimizer's parameters, which Refresh() brings up to date.
+  // The facts about the optimizer's parameters; Refresh() updates them.
   mutable std::vector<at::Tensor> parameters_;
   mutable std::vector<std::string> names_;
   mutable bool named_ = false;  // by set_parameter_names

@@ -20,8 +20,8 @@ struct PreparedSchedulerOptions {
   bool adjust_scheduler = false;
 };
 
-// Gates a scheduler by what the optimizer did. A schedule that has ended (OneCycleLR after
-// total_steps - 1 steps) stays at its last rate. `scheduler` is borrowed. Not thread-safe.
+// Advances a scheduler only when the optimizer has stepped. A schedule that has ended (OneCycleLR
+// after total_steps - 1 steps) stays at its last rate. `scheduler` is borrowed. Not thread-safe.
 class PreparedScheduler {
  public:
   PreparedScheduler(Scheduler& scheduler, const PreparedSchedulerOptions& options)

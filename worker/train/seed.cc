@@ -74,7 +74,7 @@ std::string RestoreRngState(const std::map<std::string, at::Tensor>& states) {
       continue;
     }
     TORCH_CHECK(it->second.scalar_type() == at::kByte && it->second.is_cpu(),
-                "the random state of ", NameOf(gpu), " is no byte tensor on the CPU");
+                "the random state of ", NameOf(gpu), " is not a byte tensor on the CPU");
     SetState(DefaultGenerator(gpu), it->second);
     ++used;
   }

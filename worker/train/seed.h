@@ -16,7 +16,7 @@ struct SeedOptions {
   // on all ranks (initial weights, the order of samples) needs a generator of its own then: the
   // loaders have one.
   bool device_specific = false;
-  // Only deterministic kernels; an operation that has none throws. Left as it is if false.
+  // Only deterministic kernels; an operation that has none throws. Unchanged if false.
   bool deterministic = false;
 };
 

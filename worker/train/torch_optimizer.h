@@ -23,12 +23,12 @@ struct TorchOptimizerOptions {
 //
 // Saving: states of AdamW, Adam, SGD and Adagrad fit those of FusedAdamW, ... and the other way
 // round; RMSprop and LBFGS fit themselves. Classes of the user's (derived from any of these or not)
-// are saved and loaded by their own save() and load(), as one tensor of bytes; those that do not
-// override them say so in CannotSave(). One whose own load() throws may be changed in part.
+// are saved and loaded by their own save() and load(), as one tensor of bytes; CannotSave() reports
+// those that do not override them. One whose own load() throws may be changed in part.
 //
 // LBFGS steps by StepWithClosure() only. Sparse gradients go into SGD without momentum and weight
-// decay, Adagrad without weight decay, LBFGS, and classes of the user's, which must know what they
-// do; elsewhere Step() names the parameter and throws.
+// decay, Adagrad without weight decay, LBFGS, and users' classes, which must support them;
+// elsewhere Step() throws and names the parameter.
 std::unique_ptr<OptimizerHandle> WrapTorchOptimizer(torch::optim::Optimizer& optimizer,
                                                     const TorchOptimizerOptions& options = {});
 

@@ -22,7 +22,7 @@ typedef const char* (*MusterNcclTorchVersion)(void);
 // Writes NCCL's version at run time ("2.28.9") to `version`.
 typedef void (*MusterNcclVersion)(char* version, size_t version_size);
 
-// What a backend is made of.
+// The arguments for a backend.
 typedef struct MusterNcclOptions {
   void* store;  // c10d::Store*, borrowed; the backend takes its own reference
   int rank;
