@@ -35,7 +35,7 @@ struct DataLoaderOptions {
 struct ProjectOptions {
   std::string directory;          // absent: MUSTER_PROJECT_DIR, else "muster-run"
   std::string logging_directory;  // absent: `directory`
-  // Of numbered checkpoints kept; the oldest go once a new one is complete.
+  // As checkpoint.keep, under Accelerate's name.
   std::optional<int64_t> total_limit;
 };
 
@@ -49,6 +49,14 @@ struct CheckpointOptions {
   bool asynchronous = false;
   // Of an asynchronous save, on each process; 0: as fast as the disk takes them.
   int64_t max_bytes_per_second = 0;
+  // Of numbered checkpoints: how many stay, besides those that are pinned. The oldest go once a new
+  // one is complete. Absent: project.total_limit; absent too: all stay.
+  std::optional<int64_t> keep;
+  // Those whose global_step() is a multiple of it stay as well; 0: none for that reason.
+  int64_t keep_every = 0;
+  // false: no process resumes from a new checkpoint until `muster checkpoints promote` says so, or
+  // names it. Needs a coordinator.
+  bool promote = true;
 };
 
 // What backward() does beside the plain backward pass.

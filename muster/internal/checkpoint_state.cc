@@ -24,13 +24,17 @@
 #include "worker/checkpoint/async_saver.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/model_files.h"
+#include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/nested_collectives.h"
+#include "worker/job/checkpoint_client.h"
 #include "worker/train/guard.h"
 #include "worker/train/seed.h"
 
 namespace muster::internal {
 namespace {
+
+constexpr int64_t kMaxKept = 1 << 30;
 
 // "ckpt/" and "./ckpt" are "ckpt".
 std::string CleanPath(const std::string& path) {
@@ -114,12 +118,24 @@ CheckpointState::CheckpointState(Process& process, Registry& registry, LoopTrack
       registry_(registry),
       loops_(loops),
       steps_(steps),
-      stopping_(std::move(stopping)) {}
+      stopping_(std::move(stopping)),
+      registrar_(process.coordinator() == nullptr
+                     ? nullptr
+                     : MakeCoordinatorRegistrar(process.coordinator())) {}
 
 CheckpointState::~CheckpointState() = default;
 
 std::string CheckpointState::Root() const {
   return absl::StrCat(process_.ProjectDirectory(), "/checkpoints");
+}
+
+PublishOptions CheckpointState::Publishing() const {
+  const CheckpointOptions& options = process_.options().checkpoint;
+  const int64_t keep = options.keep.value_or(process_.options().project.total_limit.value_or(0));
+  return {.registrar = registrar_.get(),
+          .keep = static_cast<int>(std::clamp<int64_t>(keep, -1, kMaxKept)),
+          .keep_every = options.keep_every,
+          .promote = options.promote};
 }
 
 absl::Status CheckpointState::CheckComplete() const {
@@ -237,6 +253,16 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
         "save_state in the middle of an accumulation window would lose its gradients: save where "
         "accelerator.sync_gradients(), after optimizer.step()");
   }
+  const CheckpointOptions& options = process_.options().checkpoint;
+  if (options.keep_every < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("options.checkpoint.keep_every is ",
+                                                   options.keep_every, "; it must be 0 or more"));
+  }
+  if (!options.promote && registrar_ == nullptr) {
+    return absl::FailedPreconditionError(
+        "options.checkpoint.promote is false, which needs a coordinator that remembers it: start "
+        "the program by muster launch, or leave the option out");
+  }
   process_.progress().SetPhase("save_state");
   CheckpointInfo info;
   info.world_size = process_.size();
@@ -252,11 +278,9 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     if (process_.options().checkpoint.asynchronous) {
       earlier = SaveBesideTraining(directory, info, write);
     } else if (!directory.empty()) {
-      ThrowIfError(SaveCheckpoint(process_.comm(), directory, info, write));
+      ThrowIfError(SaveCheckpoint(process_.comm(), directory, info, Publishing(), write));
     } else {
-      ThrowIfError(SaveNumberedCheckpoint(
-          process_.comm(), folder, info,
-          static_cast<int>(process_.options().project.total_limit.value_or(0)), write));
+      ThrowIfError(SaveNumberedCheckpoint(process_.comm(), folder, info, Publishing(), write));
     }
     last_checkpoint_ = directory.empty() ? folder.PathOf(info.iteration) : directory;
     save_iteration_ = info.iteration + 1;
@@ -278,9 +302,10 @@ absl::Status CheckpointState::SaveBesideTraining(
   }
   AsyncSaver::Request request;
   request.info = info;
+  request.publish = Publishing();
   if (directory.empty()) {
     request.folder.emplace(Root());
-    request.total_limit = static_cast<int>(process_.options().project.total_limit.value_or(0));
+    request.total_limit = Publishing().keep;
   } else {
     request.dir = directory;
   }
@@ -534,7 +559,8 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
   process_.progress().SetPhase("load_state");
   return Guard([&] {
     const CheckpointFolder folder(Root());
-    absl::StatusOr<StateReader> reader = OpenCheckpoint(process_.comm(), directory, folder);
+    absl::StatusOr<StateReader> reader =
+        OpenCheckpoint(process_.comm(), directory, folder, registrar_.get());
     if (may_be_missing && directory.empty()) CheckProjectWritable(/*always=*/true);
     if (may_be_missing && absl::IsNotFound(reader.status())) return;
     ThrowIfError(reader.status());
