@@ -533,7 +533,8 @@ int RunCheckpointsCommand(const std::vector<std::string>& args, const CommandCon
       out << absl::StrFormat("  %-10s %s\n", subcommand.spec.name.substr(prefix.size()),
                              subcommand.spec.summary);
     }
-    out << "\nmuster checkpoints COMMAND --help tells more.\n";
+    out << "\nWhat a coordinator knows of a job's checkpoints: registered, pin, unpin, promote, "
+           "hold-back.\n\nmuster checkpoints COMMAND --help tells more.\n";
   };
   if (args.empty()) {
     help(context.err);
