@@ -135,7 +135,8 @@ std::vector<CrashPlan> CrashPlans() {
     plans.push_back(OfCoordinator("journal.after_fsync", pass));
   }
   for (const int agent : {0, 1}) {
-    for (const int pass : {12, 20}) {
+    // The agent of rank 1 has less to carry.
+    for (const int pass : {agent == 0 ? 20 : 9, 12}) {
       plans.push_back(OfAgent(agent, "agent.frame", pass));
       plans.push_back(OfAgent(agent, "agent.received", pass));
     }
