@@ -282,6 +282,41 @@ TEST(Accelerator, D19_SaveAfterResume_TakesTheNextNumber) {
   EXPECT_NE(accelerator.last_checkpoint(), first);
 }
 
+TEST(Accelerator, CheckpointKeep_BeatsTotalLimitAndSparesItsMultiples) {
+  AcceleratorOptions options = OnCpu();
+  options.project.directory = TestDir("kept");
+  options.project.total_limit = 5;
+  options.checkpoint.keep = 1;
+  // No step is done, and 0 is a multiple of everything.
+  options.checkpoint.keep_every = 10;
+  {
+    Accelerator accelerator(options);
+    auto model = accelerator.prepare(OneWeight());
+    for (int i = 0; i < 3; ++i) ASSERT_TRUE(accelerator.save_state().ok());
+  }
+  EXPECT_TRUE(std::filesystem::exists(TestDir("kept") + "/checkpoints/checkpoint_0"));
+  options.checkpoint.keep_every = 0;
+  Accelerator accelerator(options);
+  auto model = accelerator.prepare(OneWeight());
+  ASSERT_TRUE(accelerator.save_state().ok());
+  for (int i = 0; i < 4; ++i) {
+    EXPECT_EQ(
+        std::filesystem::exists(TestDir("kept") + "/checkpoints/checkpoint_" + std::to_string(i)),
+        i == 3);
+  }
+}
+
+TEST(Accelerator, HoldingBackWithoutACoordinator_IsRefused) {
+  AcceleratorOptions options = OnCpu();
+  options.project.directory = TestDir("held_back");
+  options.checkpoint.promote = false;
+  Accelerator accelerator(options);
+  auto model = accelerator.prepare(OneWeight());
+  const absl::Status saved = accelerator.save_state();
+  EXPECT_TRUE(absl::IsFailedPrecondition(saved)) << saved;
+  EXPECT_NE(saved.message().find("needs a coordinator"), absl::string_view::npos) << saved;
+}
+
 TEST(Accelerator, TotalLimit_KeepsTheNewestAndLoadsIt) {
   AcceleratorOptions options = OnCpu();
   options.project.directory = TestDir("limited");

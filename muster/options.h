@@ -35,12 +35,12 @@ struct DataLoaderOptions {
 struct ProjectOptions {
   std::string directory;          // absent: MUSTER_PROJECT_DIR, else "muster-run"
   std::string logging_directory;  // absent: `directory`
-  // How many numbered checkpoints to keep; the oldest are deleted once a new one is complete.
+  // As checkpoint.keep, under Accelerate's name.
   std::optional<int64_t> total_limit;
   // Without a file system that all nodes share: every node keeps the files of its own processes
   // under its own `directory`, and load_state() fetches what a node lacks from the others, or names
   // the node that is missing. save_model() writes the whole model on every node. Nodes that do
-  // share the folder are found out and write it once.
+  // share the folder are detected and write it once.
   bool save_on_each_node = false;
 };
 
@@ -60,6 +60,14 @@ struct CheckpointOptions {
   bool lazy = true;
   // Write rate of an asynchronous save on each process; 0: as fast as the disk.
   int64_t max_bytes_per_second = 0;
+  // How many numbered checkpoints to keep, besides the pinned ones. The oldest are deleted once a
+  // new one is complete. Absent: project.total_limit; if that is absent too, all stay.
+  std::optional<int64_t> keep;
+  // Checkpoints whose global_step() is a multiple of it stay as well; 0: none for that reason.
+  int64_t keep_every = 0;
+  // false: no process resumes from a new checkpoint until `muster checkpoints promote` releases it,
+  // unless the program names it. Needs a coordinator and a file system that all nodes share.
+  bool promote = true;
 };
 
 // Options of backward().

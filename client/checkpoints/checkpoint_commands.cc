@@ -533,7 +533,8 @@ int RunCheckpointsCommand(const std::vector<std::string>& args, const CommandCon
       out << absl::StrFormat("  %-10s %s\n", subcommand.spec.name.substr(prefix.size()),
                              subcommand.spec.summary);
     }
-    out << "\nmuster checkpoints COMMAND --help has details.\n";
+    out << "\nThe coordinator's records of a job's checkpoints: registered, pin, unpin, promote, "
+           "hold-back.\n\nmuster checkpoints COMMAND --help has details.\n";
   };
   if (args.empty()) {
     help(context.err);

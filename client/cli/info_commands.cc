@@ -8,6 +8,7 @@
 #include <nlohmann/json.hpp>
 
 #include "absl/base/config.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -25,6 +26,7 @@
 #include "client/config/suggest.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
+#include "proto/muster/v1/checkpoint.grpc.pb.h"
 #include "proto/muster/v1/membership.grpc.pb.h"
 #include "proto/muster/v1/trigger.grpc.pb.h"
 #include "rpc/address.h"
@@ -852,6 +854,177 @@ int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext&
         rpc::GetReason(status) == v1::ERROR_REASON_JOB_RUNS ? kExitConflict : ExitCodeOf(status));
   }
   context.out << "job " << line.words[0] << " is removed\n";
+  return kExitOk;
+}
+
+namespace {
+
+struct RegistryVerb {
+  const char* verb;
+  v1::MarkCheckpointRequest::Mark mark;
+  const char* summary;
+  const char* done;
+};
+
+constexpr RegistryVerb kRegistryVerbs[] = {
+    {"registered", v1::MarkCheckpointRequest::MARK_UNSPECIFIED,
+     "Lists the checkpoints of a job that its coordinator knows.", ""},
+    {"pin", v1::MarkCheckpointRequest::PIN, "Makes retention leave a checkpoint alone.",
+     "is pinned"},
+    {"unpin", v1::MarkCheckpointRequest::UNPIN, "Lets retention take a pinned checkpoint again.",
+     "is not pinned"},
+    {"promote", v1::MarkCheckpointRequest::PROMOTE, "Lets a resume take a checkpoint.",
+     "is promoted"},
+    {"hold-back", v1::MarkCheckpointRequest::HOLD_BACK, "Keeps a resume from taking a checkpoint.",
+     "is held back"},
+};
+
+const RegistryVerb* FindRegistryVerb(const std::string& verb) {
+  for (const RegistryVerb& known : kRegistryVerbs) {
+    if (verb == known.verb) return &known;
+  }
+  return nullptr;
+}
+
+std::string StateWord(v1::CheckpointState state) {
+  switch (state) {
+    case v1::CHECKPOINT_STATE_PREPARING:
+      return "preparing";
+    case v1::CHECKPOINT_STATE_SEALED:
+      return "sealed";
+    case v1::CHECKPOINT_STATE_PUBLISHED:
+      return "published";
+    case v1::CHECKPOINT_STATE_DELETING:
+      return "deleting";
+    default:
+      return "unknown";
+  }
+}
+
+absl::StatusOr<std::vector<v1::CheckpointRecord>> ListRecords(const Connection& connection,
+                                                              const std::string& job) {
+  const auto stub = v1::Checkpoints::NewStub(connection.channel);
+  std::vector<v1::CheckpointRecord> records;
+  v1::ListCheckpointsReply reply;
+  do {
+    v1::ListCheckpointsRequest request;
+    request.mutable_fence()->set_job_id(job);
+    request.set_after(records.empty() ? 0 : records.back().checkpoint_id());
+    reply.Clear();
+    grpc::ClientContext call;
+    rpc::SetTimeout(call, connection.timeout);
+    MUSTER_RETURN_IF_ERROR(rpc::FromGrpc(stub->List(&call, request, &reply)));
+    records.insert(records.end(), reply.checkpoints().begin(), reply.checkpoints().end());
+  } while (reply.more() && reply.checkpoints_size() > 0);
+  return records;
+}
+
+ordered_json RecordJson(const v1::CheckpointRecord& record) {
+  return {{"id", record.checkpoint_id()},
+          {"path", record.path()},
+          {"state", StateWord(record.state())},
+          {"promoted", record.promoted()},
+          {"pinned", record.pinned()},
+          {"iteration", record.iteration()},
+          {"step", record.step()},
+          {"ranks", record.ranks()},
+          {"generation", record.generation()},
+          {"files", record.files()},
+          {"bytes", record.bytes()},
+          {"sha256", absl::BytesToHexString(record.sha256())},
+          {"previous_sha256", absl::BytesToHexString(record.previous_sha256())}};
+}
+
+std::string RecordText(const v1::CheckpointRecord& record) {
+  return absl::StrCat(record.checkpoint_id(), "  ", StateWord(record.state()),
+                      record.promoted() ? "" : ", held back", record.pinned() ? ", pinned" : "",
+                      ", step ", record.step(), ", ", record.bytes(), " bytes, ", record.path(),
+                      "\n");
+}
+
+// By id, path, or the last name of the path. The newest of several.
+const v1::CheckpointRecord* FindRecord(const std::vector<v1::CheckpointRecord>& records,
+                                       const std::string& word) {
+  for (auto record = records.rbegin(); record != records.rend(); ++record) {
+    if (absl::StrCat(record->checkpoint_id()) == word || record->path() == word ||
+        BaseName(record->path()) == word) {
+      return &*record;
+    }
+  }
+  return nullptr;
+}
+
+}  // namespace
+
+bool IsRegistryVerb(const std::string& verb) { return FindRegistryVerb(verb) != nullptr; }
+
+int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& args,
+                       const CommandContext& context) {
+  const RegistryVerb& what = *FindRegistryVerb(verb);
+  const bool lists = what.mark == v1::MarkCheckpointRequest::MARK_UNSPECIFIED;
+  CommandSpec spec = {
+      .name = absl::StrCat("muster checkpoints ", verb),
+      .summary = what.summary,
+      .usage = lists ? "JOB [OPTIONS]" : "JOB CHECKPOINT [OPTIONS]",
+      .details = absl::StrCat(
+          lists ? "" : "CHECKPOINT is its id, its folder, or the last name of that.\n",
+          "Exit codes: 0 done; 2 wrong options; 3 no such job or checkpoint; 7 no coordinator "
+          "answers; 8 it wants a token,\nor another one."),
+      .options = ConnectionOptions({{.name = "output",
+                                     .value_name = "FORMAT",
+                                     .help = "text (default) or json",
+                                     .letter = "o"}}),
+      .max_words = lists ? 1 : 2};
+  CommandLine line;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  const std::string format = line.Has("output") ? line.Get("output") : "text";
+  if (static_cast<int>(line.words.size()) != spec.max_words ||
+      (format != "text" && format != "json")) {
+    return Fail(spec, context,
+                absl::InvalidArgumentError(absl::StrCat("write ", spec.name, " ", spec.usage)),
+                kExitUsage);
+  }
+  Connection connection;
+  if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
+  const std::string& job = line.words[0];
+  const auto records = ListRecords(connection, job);
+  if (!records.ok()) return Fail(spec, context, records.status(), ExitCodeOf(records.status()));
+  if (lists) {
+    ordered_json all = ordered_json::array();
+    std::string text;
+    for (const v1::CheckpointRecord& record : *records) {
+      all.push_back(RecordJson(record));
+      absl::StrAppend(&text, RecordText(record));
+    }
+    context.out << (format == "json"
+                        ? all.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n"
+                        : text);
+    return kExitOk;
+  }
+  const v1::CheckpointRecord* const record = FindRecord(*records, line.words[1]);
+  if (record == nullptr) {
+    return Fail(spec, context,
+                absl::NotFoundError(absl::StrCat("job ", job, " has no checkpoint ", line.words[1],
+                                                 "; see muster checkpoints registered ", job)),
+                ExitCodeOf(absl::NotFoundError("")));
+  }
+  v1::MarkCheckpointRequest request;
+  request.mutable_fence()->set_job_id(job);
+  request.set_checkpoint_id(record->checkpoint_id());
+  request.set_mark(what.mark);
+  v1::MarkCheckpointReply reply;
+  grpc::ClientContext call;
+  rpc::SetTimeout(call, connection.timeout);
+  const absl::Status status =
+      rpc::FromGrpc(v1::Checkpoints::NewStub(connection.channel)->Mark(&call, request, &reply));
+  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  if (format == "json") {
+    context.out << RecordJson(reply.checkpoint())
+                       .dump(2, ' ', false, ordered_json::error_handler_t::replace)
+                << "\n";
+  } else {
+    context.out << record->path() << " " << what.done << "\n";
+  }
   return kExitOk;
 }
 

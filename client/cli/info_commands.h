@@ -30,6 +30,12 @@ int RunQuarantineCommand(const std::vector<std::string>& args, const CommandCont
 // `muster remove`: removes a job that has ended.
 int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext& context);
 
+// `muster checkpoints registered|pin|unpin|promote|hold-back`: what a coordinator knows of a job's
+// checkpoints. `verb` is the second word.
+bool IsRegistryVerb(const std::string& verb);
+int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& args,
+                       const CommandContext& context);
+
 // `muster version`.
 int RunVersionCommand(const std::vector<std::string>& args, const CommandContext& context);
 

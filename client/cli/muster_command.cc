@@ -50,8 +50,11 @@ int RunMuster(const std::vector<std::string>& args, const CommandContext& contex
        [&](const Args& rest) { return RunQuarantineCommand(rest, context); }},
       {"remove", "Remove a job that has ended, with its keys and its history",
        [&](const Args& rest) { return RunRemoveCommand(rest, context); }},
-      {"checkpoints", "List, inspect, verify, compare, export or prune checkpoints on disk",
-       [&](const Args& rest) { return RunCheckpointsCommand(rest, context); }},
+      {"checkpoints", "List, inspect, verify, compare, export, prune, pin or promote checkpoints",
+       [&](const Args& rest) {
+         if (rest.empty() || !IsRegistryVerb(rest[0])) return RunCheckpointsCommand(rest, context);
+         return RunRegistryCommand(rest[0], {rest.begin() + 1, rest.end()}, context);
+       }},
       {"merge-weights", "Write weights of any format as safetensors, in one file or in shards",
        [&](const Args& rest) { return RunMergeWeightsCommand(rest, context); }},
       {"version", "Print the version",

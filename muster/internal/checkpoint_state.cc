@@ -26,13 +26,17 @@
 #include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/node_checkpoints.h"
 #include "worker/checkpoint/node_group.h"
+#include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/nested_collectives.h"
+#include "worker/job/checkpoint_client.h"
 #include "worker/train/guard.h"
 #include "worker/train/seed.h"
 
 namespace muster::internal {
 namespace {
+
+constexpr int64_t kMaxKept = 1 << 30;
 
 // "ckpt/" and "./ckpt" are "ckpt".
 std::string CleanPath(const std::string& path) {
@@ -116,7 +120,10 @@ CheckpointState::CheckpointState(Process& process, Registry& registry, LoopTrack
       registry_(registry),
       loops_(loops),
       steps_(steps),
-      stopping_(std::move(stopping)) {
+      stopping_(std::move(stopping)),
+      registrar_(process.coordinator() == nullptr
+                     ? nullptr
+                     : MakeCoordinatorRegistrar(process.coordinator())) {
   steps_.SetBeforeChange([this] {
     if (saver_ != nullptr) saver_->WaitForCopy();
   });
@@ -133,6 +140,15 @@ std::optional<int> CheckpointState::OwnNode() const {
   if (!process_.options().project.save_on_each_node || environment.num_nodes.value < 2)
     return std::nullopt;
   return environment.node_rank.value;
+}
+
+PublishOptions CheckpointState::Publishing() const {
+  const CheckpointOptions& options = process_.options().checkpoint;
+  const int64_t keep = options.keep.value_or(process_.options().project.total_limit.value_or(0));
+  return {.registrar = registrar_.get(),
+          .keep = static_cast<int>(std::clamp<int64_t>(keep, -1, kMaxKept)),
+          .keep_every = options.keep_every,
+          .promote = options.promote};
 }
 
 absl::Status CheckpointState::CheckComplete() const {
@@ -269,6 +285,16 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
         "save_state in the middle of an accumulation window would lose its gradients: save where "
         "accelerator.sync_gradients(), after optimizer.step()");
   }
+  const CheckpointOptions& options = process_.options().checkpoint;
+  if (options.keep_every < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("options.checkpoint.keep_every is ",
+                                                   options.keep_every, "; it must be 0 or more"));
+  }
+  if (!options.promote && registrar_ == nullptr) {
+    return absl::FailedPreconditionError(
+        "options.checkpoint.promote is false, which needs a coordinator that remembers it: start "
+        "the program by muster launch, or leave the option out");
+  }
   process_.progress().SetPhase("save_state");
   CheckpointInfo info;
   info.world_size = process_.size();
@@ -284,11 +310,11 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     if (process_.options().checkpoint.asynchronous) {
       earlier = SaveBesideTraining(directory, info, write);
     } else if (!directory.empty()) {
-      ThrowIfError(SaveCheckpoint(process_.comm(), directory, info, write, OwnNode()));
+      ThrowIfError(
+          SaveCheckpoint(process_.comm(), directory, info, Publishing(), write, OwnNode()));
     } else {
-      ThrowIfError(SaveNumberedCheckpoint(
-          process_.comm(), folder, info,
-          static_cast<int>(process_.options().project.total_limit.value_or(0)), write, OwnNode()));
+      ThrowIfError(SaveNumberedCheckpoint(process_.comm(), folder, info, Publishing(), write,
+                                          OwnNode()));
     }
     last_checkpoint_ = directory.empty() ? folder.PathOf(info.iteration) : directory;
     save_iteration_ = info.iteration + 1;
@@ -312,9 +338,10 @@ absl::Status CheckpointState::SaveBesideTraining(
   AsyncSaver::Request request;
   request.info = info;
   request.node = OwnNode();
+  request.publish = Publishing();
   if (directory.empty()) {
     request.folder.emplace(Root());
-    request.total_limit = static_cast<int>(process_.options().project.total_limit.value_or(0));
+    request.total_limit = Publishing().keep;
   } else {
     request.dir = directory;
   }
@@ -575,7 +602,7 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
         GroupsOf(process_.comm(), directory.empty() ? folder.PathOf(0) : directory, OwnNode());
     ThrowIfError(groups.status());
     absl::StatusOr<StateReader> reader =
-        OpenCheckpointOnNodes(process_.comm(), directory, folder, *groups);
+        OpenCheckpointOnNodes(process_.comm(), directory, folder, *groups, registrar_.get());
     if (may_be_missing && directory.empty()) CheckProjectWritable(/*always=*/true);
     if (may_be_missing && absl::IsNotFound(reader.status())) return;
     ThrowIfError(reader.status());

@@ -22,6 +22,8 @@
 
 namespace muster {
 class AsyncSaver;
+class CheckpointRegistrar;
+struct PublishOptions;
 }  // namespace muster
 
 namespace muster::internal {
@@ -86,6 +88,7 @@ class CheckpointState {
   // (collective) Copies the state and returns the error of an earlier save, if one failed.
   absl::Status SaveBesideTraining(const std::string& directory, const CheckpointInfo& info,
                                   absl::FunctionRef<absl::Status(StateWriter&)> write);
+  PublishOptions Publishing() const;
   // Parts of Load().
   void CheckPrepared(const StateReader& reader) const;
   Loaded Read(const StateReader& reader) const;
@@ -107,8 +110,9 @@ class CheckpointState {
   int64_t save_iteration_ = 0;
   bool project_checked_ = false;
   const std::function<bool()> stopping_;
-  std::unique_ptr<AsyncSaver> saver_;  // from the first asynchronous save on
-  int64_t next_numbered_ = 0;          // after the last numbered asynchronous save
+  const std::unique_ptr<CheckpointRegistrar> registrar_;  // null in a job without a coordinator
+  std::unique_ptr<AsyncSaver> saver_;                     // from the first asynchronous save on
+  int64_t next_numbered_ = 0;  // after the last numbered asynchronous save
 };
 
 }  // namespace muster::internal

@@ -104,6 +104,9 @@ class Cluster {
   const std::string& weights() const { return weights_; }
   // What the first of them says after `prefix`; empty: nothing.
   std::string SaidByFirst(const std::string& prefix) const;
+  // The folder of this run: run/ is the project of workers that train. It goes with this object if
+  // nothing was wrong.
+  const std::string& dir() const { return dir_; }
   int coordinator_starts() const { return static_cast<int>(coordinators_.size()); }
   const std::string& address() const { return address_; }
   Child& coordinator() { return *coordinators_.back(); }

@@ -3,10 +3,13 @@
 //   training [ROUNDS]
 // $MUSTER_CHAOS_ONE_FOLDER: each checkpoint takes the place of the one before.
 // $MUSTER_CHAOS_ASYNCHRONOUS: checkpoints are written in the background.
+// $MUSTER_CHAOS_KEEP: so many are kept, and it fails if one that was saved is lost.
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
+#include <string>
 
 #include "absl/strings/numbers.h"
 #include "muster/muster.h"
@@ -45,6 +48,21 @@ uint64_t Digest(torch::nn::Module& module) {
   return hash;
 }
 
+// The number of the newest checkpoint that save_state() has said is there; -1: none.
+std::string AckedPath(const muster::Accelerator& accelerator) {
+  return accelerator.project_dir() + "/acked";
+}
+int64_t Acked(const muster::Accelerator& accelerator) {
+  int64_t acked = -1;
+  std::ifstream(AckedPath(accelerator)) >> acked;
+  return acked;
+}
+void NoteAcked(const muster::Accelerator& accelerator) {
+  const std::string path = AckedPath(accelerator);
+  std::ofstream(path + ".new") << accelerator.save_iteration() - 1 << std::endl;
+  std::rename((path + ".new").c_str(), path.c_str());
+}
+
 absl::Status Train(muster::Accelerator& accelerator, const muster::Arguments& arguments) {
   int64_t rounds = 3;
   if (!arguments.empty() && !absl::SimpleAtoi(arguments[0], &rounds)) {
@@ -61,6 +79,12 @@ absl::Status Train(muster::Accelerator& accelerator, const muster::Arguments& ar
   auto [model, optimizer, data] =
       accelerator.prepare(net, adamw, muster::batches(Data(), 8).shuffle(true));
   if (absl::Status s = accelerator.load_state_if_present(folder); !s.ok()) return s;
+  const bool keeps = accelerator.options().checkpoint.keep.has_value();
+  if (keeps && accelerator.save_iteration() - 1 < Acked(accelerator)) {
+    return absl::DataLossError("LOST: checkpoint " + std::to_string(Acked(accelerator)) +
+                               " was saved, and the newest is " +
+                               std::to_string(accelerator.save_iteration() - 1));
+  }
   for (int64_t epoch : accelerator.epochs(rounds)) {
     for (auto& [x, y] : data) {
       torch::Tensor loss = torch::mse_loss(model(x), y);
@@ -69,7 +93,14 @@ absl::Status Train(muster::Accelerator& accelerator, const muster::Arguments& ar
       optimizer.zero_grad();
     }
     if (absl::Status s = accelerator.save_state(folder); !s.ok()) return s;
+    if (keeps && accelerator.is_main_process() && !accelerator.options().checkpoint.asynchronous) {
+      NoteAcked(accelerator);
+    }
     accelerator.print("round %" PRId64 " is saved\n", epoch);
+  }
+  // What a killed save has left goes with the next one, also if it was the last.
+  if (keeps) {
+    if (absl::Status s = accelerator.save_state(folder); !s.ok()) return s;
   }
   std::printf("squares %.9f\nweights %016" PRIx64 "\n", SumOfSquares(*net), Digest(*net));
   std::fflush(stdout);
@@ -81,5 +112,10 @@ absl::Status Train(muster::Accelerator& accelerator, const muster::Arguments& ar
 int main(int argc, char** argv) {
   muster::AcceleratorOptions options;
   options.checkpoint.asynchronous = std::getenv("MUSTER_CHAOS_ASYNCHRONOUS") != nullptr;
+  int64_t keep = 0;
+  if (const char* const text = std::getenv("MUSTER_CHAOS_KEEP");
+      absl::SimpleAtoi(text == nullptr ? "" : text, &keep)) {
+    options.checkpoint.keep = keep;
+  }
   return muster::run(argc, argv, options, Train);
 }

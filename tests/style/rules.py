@@ -53,13 +53,13 @@ _ALLOWED = {
     # The order of the rooms: a room sees those before it. Tests may look ahead.
     "worker/nested": _TENSORS | {"worker/nested"},
     "worker/collective": _TENSORS | {"gloo", "nccl", "worker/nested", "worker/collective"},
+    "worker/checkpoint": _TENSORS | {"worker/nested", "worker/collective", "worker/checkpoint"},
     "worker/job": _TENSORS
     | {"proto", "stubs", "protobuf", "grpc", "rpc", "rpc/session", "gloo"}
-    | {"worker/nested", "worker/collective", "worker/job"},
+    | {"worker/nested", "worker/collective", "worker/checkpoint", "worker/job"},
     "worker/data": _TENSORS | {"worker/nested", "worker/collective", "worker/data"},
     "worker/parallel": _TENSORS | {"worker/nested", "worker/collective", "worker/parallel"},
     "worker/track": _TENSORS | {"worker/nested", "worker/collective", "worker/track"},
-    "worker/checkpoint": _TENSORS | {"worker/nested", "worker/collective", "worker/checkpoint"},
     "worker/train": _TENSORS
     | {"worker/nested", "worker/collective", "worker/parallel", "worker/checkpoint", "worker/train"},
     "client": _FILES | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "rpc/session", "cli11", "httplib", "client"},

@@ -19,6 +19,7 @@
 #include "base/mutex.h"
 #include "base/status_macros.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
+#include "proto/muster/v1/checkpoint.grpc.pb.h"
 #include "proto/muster/v1/kv.grpc.pb.h"
 #include "proto/muster/v1/membership.grpc.pb.h"
 #include "proto/muster/v1/rendezvous.grpc.pb.h"
@@ -78,7 +79,8 @@ class CoordinatorClient::Impl {
         kv_(v1::KeyValueStore::NewStub(channel)),
         barrier_(v1::Barrier::NewStub(channel)),
         triggers_(v1::Triggers::NewStub(channel)),
-        membership_(v1::Membership::NewStub(channel)) {}
+        membership_(v1::Membership::NewStub(channel)),
+        checkpoints_(v1::Checkpoints::NewStub(channel)) {}
 
   ~Impl() {
     stop_.Notify();
@@ -87,6 +89,7 @@ class CoordinatorClient::Impl {
   }
 
   uint64_t incarnation() const { return options_.incarnation; }
+  const std::string& job() const { return options_.job; }
 
   std::optional<Seat> seat() const {
     MutexLock lock(&mu_);
@@ -478,6 +481,20 @@ class CoordinatorClient::Impl {
     return triggers;
   }
 
+  template <class Request, class Reply>
+  absl::Status Checkpoints(const std::string& what,
+                           grpc::Status (v1::Checkpoints::Stub::*method)(grpc::ClientContext*,
+                                                                         const Request&, Reply*),
+                           Request* request, Reply* reply) {
+    FillFence(request->mutable_fence());
+    // What was begun is forgotten when its generation is over: no exit waits for it.
+    if constexpr (std::is_same_v<Request, v1::AbortCheckpointRequest>) {
+      return CallWithin(what, kGrace, *checkpoints_, method, request, reply, AtExit::kCutShort);
+    } else {
+      return Call(what, options_.call_timeout, *checkpoints_, method, request, reply);
+    }
+  }
+
   void ReportProgress(int64_t step, const std::string& phase, const std::string& last_collective) {
     MutexLock lock(&mu_);
     step_ = step;
@@ -661,6 +678,7 @@ class CoordinatorClient::Impl {
   const std::unique_ptr<v1::Barrier::Stub> barrier_;
   const std::unique_ptr<v1::Triggers::Stub> triggers_;
   const std::unique_ptr<v1::Membership::Stub> membership_;
+  const std::unique_ptr<v1::Checkpoints::Stub> checkpoints_;
 
   mutable Mutex mu_;
   std::optional<Seat> seat_ ABSL_GUARDED_BY(mu_);
@@ -728,6 +746,7 @@ bool IsBarrierVerdict(const absl::Status& status) {
   }
 }
 
+const std::string& CoordinatorClient::job() const { return impl_->job(); }
 uint64_t CoordinatorClient::incarnation() const { return impl_->incarnation(); }
 
 absl::Status CoordinatorClient::Set(const std::string& key, const std::string& value) {
@@ -905,6 +924,48 @@ absl::StatusOr<uint64_t> CoordinatorClient::RaiseTrigger(const std::string& name
 absl::StatusOr<std::vector<TriggerInfo>> CoordinatorClient::PollTriggers(const TriggerPoll& poll,
                                                                          absl::Duration timeout) {
   return impl_->PollTriggers(poll, timeout);
+}
+
+absl::Status CoordinatorClient::CallCheckpoints(v1::BeginCheckpointRequest* request,
+                                                v1::BeginCheckpointReply* reply) {
+  return impl_->Checkpoints("begin a checkpoint", &v1::Checkpoints::Stub::Begin, request, reply);
+}
+
+absl::Status CoordinatorClient::CallCheckpoints(v1::ReportShardsRequest* request,
+                                                v1::ReportShardsReply* reply) {
+  return impl_->Checkpoints("report shards", &v1::Checkpoints::Stub::ReportShards, request, reply);
+}
+
+absl::Status CoordinatorClient::CallCheckpoints(v1::SealCheckpointRequest* request,
+                                                v1::SealCheckpointReply* reply) {
+  return impl_->Checkpoints("seal a checkpoint", &v1::Checkpoints::Stub::Seal, request, reply);
+}
+
+absl::Status CoordinatorClient::CallCheckpoints(v1::PublishCheckpointRequest* request,
+                                                v1::PublishCheckpointReply* reply) {
+  return impl_->Checkpoints("publish a checkpoint", &v1::Checkpoints::Stub::Publish, request,
+                            reply);
+}
+
+absl::Status CoordinatorClient::CallCheckpoints(v1::AbortCheckpointRequest* request,
+                                                v1::AbortCheckpointReply* reply) {
+  return impl_->Checkpoints("abort a checkpoint", &v1::Checkpoints::Stub::Abort, request, reply);
+}
+
+absl::Status CoordinatorClient::CallCheckpoints(v1::CheckpointDeletedRequest* request,
+                                                v1::CheckpointDeletedReply* reply) {
+  return impl_->Checkpoints("tell of deleted checkpoints", &v1::Checkpoints::Stub::Deleted, request,
+                            reply);
+}
+
+absl::Status CoordinatorClient::CallCheckpoints(v1::ListCheckpointsRequest* request,
+                                                v1::ListCheckpointsReply* reply) {
+  return impl_->Checkpoints("list checkpoints", &v1::Checkpoints::Stub::List, request, reply);
+}
+
+absl::Status CoordinatorClient::CallCheckpoints(v1::MarkCheckpointRequest* request,
+                                                v1::MarkCheckpointReply* reply) {
+  return impl_->Checkpoints("mark a checkpoint", &v1::Checkpoints::Stub::Mark, request, reply);
 }
 
 void CoordinatorClient::ReportProgress(int64_t step, const std::string& phase,

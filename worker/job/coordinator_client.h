@@ -18,6 +18,25 @@
 
 namespace muster {
 
+namespace v1 {
+class BeginCheckpointRequest;
+class BeginCheckpointReply;
+class ReportShardsRequest;
+class ReportShardsReply;
+class SealCheckpointRequest;
+class SealCheckpointReply;
+class PublishCheckpointRequest;
+class PublishCheckpointReply;
+class AbortCheckpointRequest;
+class AbortCheckpointReply;
+class CheckpointDeletedRequest;
+class CheckpointDeletedReply;
+class ListCheckpointsRequest;
+class ListCheckpointsReply;
+class MarkCheckpointRequest;
+class MarkCheckpointReply;
+}  // namespace v1
+
 // A worker's request to a rendezvous.
 struct JoinOptions {
   int min_workers = 1;
@@ -263,11 +282,28 @@ class CoordinatorClient {
   absl::StatusOr<std::vector<TriggerInfo>> PollTriggers(
       const TriggerPoll& poll, absl::Duration timeout = absl::ZeroDuration());
 
+  // The calls of the service Checkpoints, for checkpoint_client.h. Fills in the fence.
+  absl::Status CallCheckpoints(v1::BeginCheckpointRequest* request,
+                               v1::BeginCheckpointReply* reply);
+  absl::Status CallCheckpoints(v1::ReportShardsRequest* request, v1::ReportShardsReply* reply);
+  absl::Status CallCheckpoints(v1::SealCheckpointRequest* request, v1::SealCheckpointReply* reply);
+  absl::Status CallCheckpoints(v1::PublishCheckpointRequest* request,
+                               v1::PublishCheckpointReply* reply);
+  absl::Status CallCheckpoints(v1::AbortCheckpointRequest* request,
+                               v1::AbortCheckpointReply* reply);
+  absl::Status CallCheckpoints(v1::CheckpointDeletedRequest* request,
+                               v1::CheckpointDeletedReply* reply);
+  absl::Status CallCheckpoints(v1::ListCheckpointsRequest* request,
+                               v1::ListCheckpointsReply* reply);
+  absl::Status CallCheckpoints(v1::MarkCheckpointRequest* request, v1::MarkCheckpointReply* reply);
+
   // What the next heartbeat and barrier report about this rank. Does not block.
   void ReportProgress(int64_t step, const std::string& phase,
                       const std::string& last_collective = "");
   // Sends one now.
   absl::StatusOr<Heartbeat> Beat();
+  // The job that it was connected for.
+  const std::string& job() const;
 
  private:
   class Impl;

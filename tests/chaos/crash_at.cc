@@ -1,0 +1,160 @@
+// Preloaded into a program: it is killed (SIGKILL) just before its N-th call that changes something
+// below a folder named "checkpoints": a file is made, written, synced, renamed or removed. All such
+// calls are counted, so that the numbers from 1 on are every moment before and after each.
+//   MUSTER_CRASH_AT=N     the number
+//   MUSTER_CRASH_RANK=R   only of the process whose $RANK is R
+//   MUSTER_CRASH_ONCE=F   only if the file F is not there yet, which is made then
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+
+namespace {
+
+template <class F>
+F Real(const char* name) {
+  return reinterpret_cast<F>(dlsym(RTLD_NEXT, name));
+}
+
+bool Watched(const char* path) {
+  return path != nullptr && strstr(path, "/checkpoints") != nullptr;
+}
+
+bool Watched(int fd) {
+  char link[64], path[4096];
+  snprintf(link, sizeof(link), "/proc/self/fd/%d", fd);
+  const ssize_t size = readlink(link, path, sizeof(path) - 1);
+  if (size <= 0) return false;
+  path[size] = 0;
+  return Watched(path);
+}
+
+void Count() {
+  static const long at = [] {
+    const char* const text = getenv("MUSTER_CRASH_AT");
+    const char* const rank = getenv("MUSTER_CRASH_RANK");
+    const char* const mine = getenv("RANK");
+    if (text == nullptr || (rank != nullptr && (mine == nullptr || strcmp(rank, mine) != 0))) {
+      return 0L;
+    }
+    return atol(text);
+  }();
+  static std::atomic<long> calls{0};
+  if (at == 0 || ++calls != at) return;
+  const char* const once = getenv("MUSTER_CRASH_ONCE");
+  if (once != nullptr) {
+    const int fd = static_cast<int>(
+        syscall(SYS_openat, AT_FDCWD, once, O_CREAT | O_EXCL | O_WRONLY | O_CLOEXEC, 0600));
+    if (fd < 0) return;
+    syscall(SYS_close, fd);
+  }
+  kill(getpid(), SIGKILL);
+  pause();
+}
+
+}  // namespace
+
+extern "C" {
+
+int open(const char* path, int flags, ...) {
+  mode_t mode = 0;
+  if ((flags & (O_CREAT | O_TMPFILE)) != 0) {
+    va_list list;
+    va_start(list, flags);
+    mode = va_arg(list, mode_t);
+    va_end(list);
+  }
+  if ((flags & O_CREAT) != 0 && Watched(path)) Count();
+  static const auto real = Real<int (*)(const char*, int, ...)>("open");
+  return real(path, flags, mode);
+}
+
+int open64(const char* path, int flags, ...) {
+  mode_t mode = 0;
+  if ((flags & (O_CREAT | O_TMPFILE)) != 0) {
+    va_list list;
+    va_start(list, flags);
+    mode = va_arg(list, mode_t);
+    va_end(list);
+  }
+  if ((flags & O_CREAT) != 0 && Watched(path)) Count();
+  static const auto real = Real<int (*)(const char*, int, ...)>("open64");
+  return real(path, flags, mode);
+}
+
+ssize_t write(int fd, const void* data, size_t size) {
+  if (fd > 2 && Watched(fd)) Count();
+  static const auto real = Real<ssize_t (*)(int, const void*, size_t)>("write");
+  return real(fd, data, size);
+}
+
+ssize_t pwrite(int fd, const void* data, size_t size, off_t at) {
+  if (Watched(fd)) Count();
+  static const auto real = Real<ssize_t (*)(int, const void*, size_t, off_t)>("pwrite");
+  return real(fd, data, size, at);
+}
+
+ssize_t pwrite64(int fd, const void* data, size_t size, off64_t at) {
+  if (Watched(fd)) Count();
+  static const auto real = Real<ssize_t (*)(int, const void*, size_t, off64_t)>("pwrite64");
+  return real(fd, data, size, at);
+}
+
+int fsync(int fd) {
+  if (Watched(fd)) Count();
+  static const auto real = Real<int (*)(int)>("fsync");
+  return real(fd);
+}
+
+int fdatasync(int fd) {
+  if (Watched(fd)) Count();
+  static const auto real = Real<int (*)(int)>("fdatasync");
+  return real(fd);
+}
+
+int mkdir(const char* path, mode_t mode) {
+  if (Watched(path)) Count();
+  static const auto real = Real<int (*)(const char*, mode_t)>("mkdir");
+  return real(path, mode);
+}
+
+int rename(const char* from, const char* to) {
+  if (Watched(from)) Count();
+  static const auto real = Real<int (*)(const char*, const char*)>("rename");
+  return real(from, to);
+}
+
+int renameat2(int from_dir, const char* from, int to_dir, const char* to, unsigned int flags) {
+  if (Watched(from)) Count();
+  static const auto real =
+      Real<int (*)(int, const char*, int, const char*, unsigned int)>("renameat2");
+  return real(from_dir, from, to_dir, to, flags);
+}
+
+int unlink(const char* path) {
+  if (Watched(path)) Count();
+  static const auto real = Real<int (*)(const char*)>("unlink");
+  return real(path);
+}
+
+int unlinkat(int dir, const char* path, int flags) {
+  if (Watched(path) || (dir >= 0 && Watched(dir))) Count();
+  static const auto real = Real<int (*)(int, const char*, int)>("unlinkat");
+  return real(dir, path, flags);
+}
+
+int rmdir(const char* path) {
+  if (Watched(path)) Count();
+  static const auto real = Real<int (*)(const char*)>("rmdir");
+  return real(path);
+}
+
+}  // extern "C"

@@ -1,0 +1,32 @@
+#ifndef MUSTER_TESTS_CHAOS_CRASH_PLANS_H_
+#define MUSTER_TESTS_CHAOS_CRASH_PLANS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "tests/chaos/cluster.h"
+
+namespace muster::chaos {
+
+// A training of two ranks, each with an agent, that saves after every epoch and keeps two
+// checkpoints. Somebody is killed (SIGKILL) at one moment of a save and is started again.
+struct CrashPlan {
+  Plan plan;
+  // Made when the moment came; empty: the plan's failpoints say so.
+  std::string once;
+};
+
+// The same for every build: the moments before and after each step of a save.
+std::vector<CrashPlan> CrashPlans();
+// So many, at drawn moments.
+std::vector<CrashPlan> DrawnCrashPlans(uint32_t seed, int count);
+
+// Runs it. What was wrong: besides what Cluster says, that a checkpoint which was sealed or
+// acknowledged did not load, that something is left over, or that what is kept is not whole.
+// `reached`: whether anybody was killed. `logs`: if something was wrong.
+std::vector<std::string> RunCrashPlan(const CrashPlan& plan, bool* reached, std::string* logs);
+
+}  // namespace muster::chaos
+
+#endif  // MUSTER_TESTS_CHAOS_CRASH_PLANS_H_
