@@ -313,8 +313,8 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
       ThrowIfError(
           SaveCheckpoint(process_.comm(), directory, info, Publishing(), write, OwnNode()));
     } else {
-      ThrowIfError(SaveNumberedCheckpoint(process_.comm(), folder, info, Publishing(), write,
-                                          OwnNode()));
+      ThrowIfError(
+          SaveNumberedCheckpoint(process_.comm(), folder, info, Publishing(), write, OwnNode()));
     }
     last_checkpoint_ = directory.empty() ? folder.PathOf(info.iteration) : directory;
     save_iteration_ = info.iteration + 1;

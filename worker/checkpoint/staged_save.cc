@@ -95,6 +95,12 @@ absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl
     return PublishTogether(comm, staging_.has_value() ? &*staging_ : nullptr, publication, written,
                            mine);
   }
+  // Only the coordinator can hold a checkpoint back.
+  if (!publication.options.promote) {
+    return absl::FailedPreconditionError(
+        "options.checkpoint.promote is false, which needs a file system that all nodes share, not "
+        "options.project.save_on_each_node with a disk in every node");
+  }
   std::vector<ManifestFile> all;
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, mine, &all));
   MUSTER_RETURN_IF_ERROR(PublishOnNodes(comm, publication, std::move(all)));
