@@ -19,7 +19,9 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
 #include "agent/orphans.h"
+#include "base/clock.h"
 #include "base/descriptor_limit.h"
 
 namespace muster::agent {
@@ -159,6 +161,7 @@ struct State {
   int stuck_used;
   pid_t self;
   int signals;  // a signalfd of SIGCHLD
+  int parent_end;
   CloseRangeCall close_range;
   int (*kill)(pid_t, int);
 };
@@ -317,12 +320,22 @@ Reply Serve(const Request& request, const int* fds, bool complete, State* state)
       if (reply.pid < 0) reply.error = errno;
       break;
     case Request::kCollect: {
+      // Without blocking: a tracer may hold the end back, and this process is what remains if the
+      // parent is killed meanwhile.
       siginfo_t info = {};
-      int failed;
-      do {
-        failed = waitid(P_PID, request.pid, &info, WEXITED);
-      } while (failed != 0 && errno == EINTR);
-      if (failed != 0) reply.error = errno;
+      for (;;) {
+        info = {};
+        if (waitid(P_PID, request.pid, &info, WEXITED | WNOHANG) != 0) {
+          if (errno == EINTR) continue;
+          reply.error = errno;
+          break;
+        }
+        if (info.si_pid != 0) break;
+        pollfd ready[3] = {{state->signals, POLLIN, 0}, {state->parent_end, POLLIN, 0}, {0, 0, 0}};
+        poll(ready, 3, kLookAgainMilliseconds);
+        DrainSignals(*state);
+        if (ready[1].revents != 0 || (ready[2].revents & POLLHUP) != 0) EndAll(*state);
+      }
       reply.end = {info.si_code, info.si_status};
       Forget(state, request.pid);
       CollectStrays(*state);
@@ -364,10 +377,10 @@ Reply Serve(const Request& request, const int* fds, bool complete, State* state)
   state.kill = kill;
   // Beside the connection, of which a careless fork of the parent may hold a copy. -1: poll skips
   // it.
-  const int parent_end = static_cast<int>(syscall(SYS_pidfd_open, parent, 0));
+  state.parent_end = static_cast<int>(syscall(SYS_pidfd_open, parent, 0));
   if (getppid() != parent) _exit(0);
   for (;;) {
-    pollfd ready[3] = {{0, POLLIN, 0}, {state.signals, POLLIN, 0}, {parent_end, POLLIN, 0}};
+    pollfd ready[3] = {{0, POLLIN, 0}, {state.signals, POLLIN, 0}, {state.parent_end, POLLIN, 0}};
     if (poll(ready, 3, -1) < 0) continue;
     if (ready[2].revents != 0) EndAll(state);
     if (ready[1].revents != 0) {
@@ -497,7 +510,13 @@ Keeper::~Keeper() {
   if (socket_ >= 0) close(socket_);
   kill(pid_, SIGCONT);
   pollfd ended = {pidfd_, POLLIN, 0};
-  if (pidfd_ >= 0 && poll(&ended, 1, 2 * kEndMilliseconds) != 1) kill(pid_, SIGKILL);
+  const absl::Time deadline = Clock::Real().Now() + absl::Milliseconds(2 * kEndMilliseconds);
+  int ready;
+  do {
+    const int64_t left = absl::ToInt64Milliseconds(deadline - Clock::Real().Now());
+    ready = pidfd_ < 0 ? 1 : poll(&ended, 1, static_cast<int>(std::max<int64_t>(left, 0)));
+  } while (ready < 0 && errno == EINTR);
+  if (ready != 1) kill(pid_, SIGKILL);
   while (waitpid(pid_, nullptr, 0) < 0 && errno == EINTR) {
   }
   Orphans::Get().Forget(pid_);

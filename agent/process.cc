@@ -28,6 +28,7 @@
 #include <thread>
 #include <utility>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -686,6 +687,27 @@ class HostImpl final : public ProcessHost {
     }
   }
 
+  // Leaves a process that does not end to the keeper, which collects it once it does. The guard
+  // tracks it until then and no longer: its number may belong to another process afterwards.
+  void Abandon(pid_t pid) {
+    Fd ended(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+    if (ended.open()) {
+      abandoned_.push_back({pid, std::move(ended)});
+    } else {
+      TellGuard(pid, false);
+    }
+    if (keeper_ != nullptr) keeper_->Release(pid);
+  }
+
+  void ForgetAbandoned() {
+    std::erase_if(abandoned_, [this](const Abandoned& process) {
+      if (!BecomesReadable(process.ended.get(), absl::ZeroDuration())) return false;
+      TellGuard(process.pid, false);
+      Orphans::Get().Forget(process.pid);
+      return true;
+    });
+  }
+
   void TellGuard(pid_t pid, bool added) {
     const GuardNote note = {pid, added ? 1 : 0};
     // SIGPIPE is blocked on this thread, because the guard may have been killed.
@@ -697,6 +719,16 @@ class HostImpl final : public ProcessHost {
   absl::StatusOr<std::shared_ptr<Process>> Start(ProcessOptions& options) {
     if (options.argv.empty() || options.argv[0].empty()) {
       return absl::InvalidArgumentError("no program to start");
+    }
+    const auto has_nul = [](const std::string& text) {
+      return text.find('\0') != std::string::npos;
+    };
+    if (std::any_of(options.argv.begin(), options.argv.end(), has_nul) ||
+        std::any_of(options.env.begin(), options.env.end(), has_nul) ||
+        has_nul(options.working_directory)) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("an argument, variable or folder of ", absl::CHexEscape(options.argv[0]),
+                       " contains a NUL byte, which no program can be given"));
     }
     std::string program = options.argv[0];
     if (!options.working_directory.empty() && absl::StrContains(program, '/') &&
@@ -763,8 +795,8 @@ class HostImpl final : public ProcessHost {
     if (!BecomesReadable(error_read.get(), options_.start_timeout)) {
       const std::string state = ReadStuckState(pid).ToString();
       kill(pid, SIGKILL);
-      keeper_->Release(pid);
       TellGuard(pid, true);
+      Abandon(pid);
       return absl::FailedPreconditionError(absl::StrCat(
           path, " does not start: process ", pid, " is ", state, " for more than ",
           absl::FormatDuration(options_.start_timeout), "; look at the file server that holds it"));
@@ -895,11 +927,13 @@ class HostImpl final : public ProcessHost {
                               : Start(*request->options);
         request->done.Notify();
       }
+      ForgetAbandoned();
       if (stopping && children_.empty()) return;
 
       const absl::Time now = Clock::Real().Now();
       StartGuardIfDue(now);
       absl::Time next = guard_due_;
+      if (!abandoned_.empty()) next = std::min(next, now + kCollectPeriod);
       std::vector<pid_t> given_up;
       for (auto& [pid, child] : children_) {
         if (!WatchStreams(*child, paused)) next = std::min(next, now + kWatchAgain);
@@ -907,10 +941,10 @@ class HostImpl final : public ProcessHost {
         next = std::min(next, child->Tick(now, &give_up));
         if (give_up) given_up.push_back(pid);
       }
-      // The guard keeps tracking them.
       for (const pid_t pid : given_up) {
-        Release(pid)->GiveUp();
-        if (keeper_ != nullptr) keeper_->Release(pid);
+        const std::shared_ptr<Child> child = Release(pid);
+        child->GiveUp();
+        Abandon(pid);
       }
       if (!given_up.empty()) continue;
       if (!children_.empty()) {
@@ -975,6 +1009,12 @@ class HostImpl final : public ProcessHost {
   bool told_watch_ = false;
   std::unique_ptr<Keeper> keeper_;
   std::map<pid_t, std::shared_ptr<Child>> children_;
+  // Processes that SIGKILL did not end in time.
+  struct Abandoned {
+    pid_t pid;
+    Fd ended;  // a pidfd
+  };
+  std::vector<Abandoned> abandoned_;
 
   Mutex mu_;
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;

@@ -9,6 +9,7 @@
 #include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
+#include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "coordinator/core_impl.h"
 #include "coordinator/errors.h"
@@ -49,8 +50,10 @@ std::string Core::Impl::Job::RestartedBy() const {
     // worker's own agent is one on its host: it may be behind that hub, another one, or none by
     // now.
     const std::string& host = seat.record().topology().host();
-    std::string agent = impl_->hubs_.AgentOn(host);
     const std::string& node = seat.record().node();
+    // An agent of this host spoke for itself: others there have nothing to do with the job.
+    const bool through_hub = !absl::StartsWith(node, absl::StrCat(host.substr(0, 64), "/"));
+    std::string agent = through_hub ? impl_->hubs_.AgentOn(host) : "";
     const bool own = impl_->agents_.Has(node) && !impl_->agents_.SpeaksForOthers(node);
     if (own || (agent.empty() && leases_.FloorEnds() > impl_->now_)) agent = node;
     if (!agent.empty()) return absl::StrCat("agent ", Quoted(agent), " on host ", Quoted(host));

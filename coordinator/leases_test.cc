@@ -76,7 +76,7 @@ TEST(JudgeLease, GenerationHasEnded_OnlyKeysEnd) {
 TEST(JudgeLease, SilenceDecides_WithItsReason) {
   const LeaseDecision alone = JudgeLease(RanOut(), [] { return Silence(); });
   EXPECT_EQ(alone.kind, Kind::kLost);
-  EXPECT_EQ(alone.why, "others of its generation are heard");
+  EXPECT_EQ(alone.why, "other workers of its generation are not silent");
   const LeaseDecision all = JudgeLease(RanOut(), [] {
     Silence silence;
     silence.generation = kLength;
@@ -84,7 +84,7 @@ TEST(JudgeLease, SilenceDecides_WithItsReason) {
   });
   EXPECT_EQ(all.kind, Kind::kSilent);
   EXPECT_EQ(all.again, kNow + kLength / 4);
-  EXPECT_NE(all.why.find("no worker of its generation is heard"), std::string::npos) << all.why;
+  EXPECT_NE(all.why.find("all workers of its generation are silent"), std::string::npos) << all.why;
 }
 
 // A generation of `world_size` workers, whose leases begin at kNow.

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/container/btree_set.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
@@ -11,6 +12,8 @@
 
 namespace muster::coordinator {
 namespace {
+
+absl::string_view FolderOf(absl::string_view path) { return path.substr(0, path.rfind('/')); }
 
 v1::OpError Conflict(std::string message) {
   return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_CHECKPOINT_CONFLICT,
@@ -317,14 +320,17 @@ CheckpointSet::Error CheckpointSet::Seal(const v1::SealCheckpointRequest& reques
   return std::nullopt;
 }
 
-std::vector<uint64_t> CheckpointSet::Superfluous(int keep, int64_t keep_every) const {
+std::vector<uint64_t> CheckpointSet::Superfluous(absl::string_view folder, int keep,
+                                                 int64_t keep_every) const {
   std::vector<uint64_t> found;
   if (keep <= 0) return found;
   int newer = 0;
   bool resumable = false;  // a newer one that a resume may take
   for (auto it = entries_.rbegin(); it != entries_.rend(); ++it) {
     const v1::CheckpointRecord& record = it->second.record;
-    if (record.state() != v1::CHECKPOINT_STATE_PUBLISHED) continue;
+    if (record.state() != v1::CHECKPOINT_STATE_PUBLISHED || FolderOf(record.path()) != folder) {
+      continue;
+    }
     // What a resume would take now is never let go, however many were held back since.
     const bool newest_to_resume =
         record.promoted() && !resumable && !faults_.deletes_last_resumable;
@@ -361,7 +367,8 @@ CheckpointSet::Error CheckpointSet::Publish(const v1::PublishCheckpointRequest& 
   }
   *reply->mutable_checkpoint() = record;
   // It took the place of what was published under its path before.
-  std::vector<uint64_t> replaced, go = Superfluous(record.keep(), record.keep_every());
+  std::vector<uint64_t> replaced,
+      go = Superfluous(FolderOf(record.path()), record.keep(), record.keep_every());
   for (const auto& [other_id, other] : entries_) {
     if (other_id == id) continue;
     const v1::CheckpointState state = other.record.state();
@@ -370,6 +377,7 @@ CheckpointSet::Error CheckpointSet::Publish(const v1::PublishCheckpointRequest& 
     } else if (state == v1::CHECKPOINT_STATE_DELETING ||
                // Sealed by a generation that has ended, and never requested.
                (state == v1::CHECKPOINT_STATE_SEALED && other_id < id &&
+                FolderOf(other.record.path()) == FolderOf(record.path()) &&
                 other.record.generation() < record.generation() && !other.record.pinned())) {
       go.push_back(other_id);
     }
@@ -456,7 +464,13 @@ CheckpointSet::Error CheckpointSet::Collect(const v1::CollectCheckpointsRequest&
   }
   if (request.keep_every() < 0) return BadField("keep_every", "keep_every must not be negative");
   // Those with a deletion order that may not have been carried out.
-  std::vector<uint64_t> go = Superfluous(request.keep(), request.keep_every());
+  absl::btree_set<absl::string_view> folders;
+  for (const auto& [id, entry] : entries_) folders.insert(FolderOf(entry.record.path()));
+  std::vector<uint64_t> go;
+  for (const absl::string_view folder : folders) {
+    const std::vector<uint64_t> found = Superfluous(folder, request.keep(), request.keep_every());
+    go.insert(go.end(), found.begin(), found.end());
+  }
   for (const auto& [id, entry] : entries_) {
     if (entry.record.state() == v1::CHECKPOINT_STATE_DELETING) go.push_back(id);
   }

@@ -162,7 +162,8 @@ class CheckpointSet {
   void Changed(const v1::CheckpointRecord& record, Changes* changes) const;
   void Remove(uint64_t id, Changes* changes);
   // The ids of those that `keep` and `keep_every` let go, oldest first.
-  std::vector<uint64_t> Superfluous(int keep, int64_t keep_every) const;
+  // Of those in `folder`: retention of one project leaves the folders of others alone.
+  std::vector<uint64_t> Superfluous(absl::string_view folder, int keep, int64_t keep_every) const;
   void StartReports(Entry* entry) const;
 
   const std::string job_id_;

@@ -258,6 +258,22 @@ TEST_F(CheckpointSetTest, Retention_SparesPinnedEveryNthAndTheOneThatAResumeTake
   EXPECT_THAT(Ids(), ElementsAre(pinned, tenth, resumed, held_1, held_2));
 }
 
+TEST_F(CheckpointSetTest, Retention_LeavesOtherFoldersAlone) {
+  const uint64_t a1 = Save("/a/1", 1), a2 = Save("/a/2", 2);
+  const uint64_t b1 = Save("/b/1", 1, /*keep=*/1);
+  EXPECT_THAT(to_delete_, IsEmpty());
+  const uint64_t b2 = Save("/b/2", 2, /*keep=*/1);
+  EXPECT_THAT(to_delete_, ElementsAre(b1));
+  v1::CollectCheckpointsRequest request;
+  request.set_keep(1);
+  request.set_dry_run(true);
+  v1::CollectCheckpointsReply reply;
+  EXPECT_EQ(Message(set_.Collect(request, &reply, &changes_)), "");
+  ASSERT_EQ(reply.to_delete_size(), 2) << "one of each folder";
+  EXPECT_EQ(reply.to_delete(0).checkpoint_id(), a1);
+  EXPECT_THAT(Ids(), ElementsAre(a1, a2, b1, b2));
+}
+
 TEST_F(CheckpointSetTest, Collect_DryRunChangesNothing) {
   const uint64_t a = Save("/c/1", 1), b = Save("/c/2", 2);
   v1::CollectCheckpointsRequest request;

@@ -606,12 +606,14 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     if (may_be_missing && directory.empty()) CheckProjectWritable(/*always=*/true);
     if (may_be_missing && absl::IsNotFound(reader.status())) return;
     ThrowIfError(reader.status());
-    CheckPrepared(*reader);
     // Every file is read and checked before anything changes, so that a damaged one leaves the
     // state as it was; and a process that cannot go on must not leave the others in their next
     // collective.
     Loaded loaded;
-    ThrowIfAnyFailed(Guard([&] { loaded = Read(*reader); }));
+    ThrowIfAnyFailed(Guard([&] {
+      CheckPrepared(*reader);
+      loaded = Read(*reader);
+    }));
     ThrowIfAnyFailed(Guard([&] { Apply(*reader, loaded); }));
   });
 }

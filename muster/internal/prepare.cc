@@ -22,6 +22,8 @@ std::shared_ptr<ModelSlot> Core::PrepareModel(std::unique_ptr<ModelSource> sourc
   TORCH_CHECK(source->identity() != nullptr,
               "prepare() got an empty module: construct the module first");
   if (auto known = registry_.FindModel(source->identity(), evaluation)) return known;
+  // Its parameters become those of rank 0.
+  steps_.AboutToChange();
   return registry_.AddModel(std::make_shared<ModelSlot>(&steps_, std::move(source), evaluation));
 }
 
@@ -131,6 +133,7 @@ void Core::RegisterLoader(std::shared_ptr<LoaderStateHandle> loader) {
 }
 
 void Core::FreeMemory() {
+  steps_.AboutToChange();
   registry_.Clear();
   loops_.LoadersCleared();
   steps_.Reset();

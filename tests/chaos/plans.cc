@@ -141,6 +141,7 @@ constexpr WorkerPlace kTrainingPlaces[] = {
     {"worker.group_begin", 1},
     {"worker.group_built", 1},
     {"worker.step", 8},
+    {"worker.checkpoint_copy", 2},
     {"worker.checkpoint_block", 5},
     {"worker.checkpoint_sync", 5},
     {"worker.checkpoint_staged", 2},
@@ -322,7 +323,8 @@ Plan TrainingPlan(const std::string& failpoint, const std::string& action, uint6
   Plan plan = Training(failpoint);
   if (failpoint == "worker.checkpoint_replaced") plan.worker_env["MUSTER_CHAOS_ONE_FOLDER"] = "1";
   if (failpoint == "worker.checkpoint_doomed") plan.worker_env["MUSTER_CHAOS_KEEP"] = "1";
-  if (failpoint == "worker.checkpoint_block" || failpoint == "worker.checkpoint_sync") {
+  if (failpoint == "worker.checkpoint_copy" || failpoint == "worker.checkpoint_block" ||
+      failpoint == "worker.checkpoint_sync") {
     plan.worker_env["MUSTER_CHAOS_ASYNCHRONOUS"] = "1";
   }
   if (const WorkerPlace* const place = Find(kTrainingPlaces, failpoint)) {
@@ -343,8 +345,9 @@ std::vector<Plan> OutagePlans(absl::Duration outage) {
   Plan trains = Training("outage");
   trains.rounds = 4;
   trains.signals = {{.worker = 0, .round = 0, .signal = SIGKILL}};
-  // Two more epochs without a coordinator.
-  trains.said_in_outage = "round 2";
+  // Another epoch without a coordinator. A synchronous save would wait for it.
+  trains.worker_env["MUSTER_CHAOS_ASYNCHRONOUS"] = "1";
+  trains.said_in_outage = "round 1";
   for (Plan* plan : {&waits, &trains}) {
     absl::StrAppend(&plan->name, ".", absl::FormatDuration(outage));
     plan->outage = outage;

@@ -56,7 +56,7 @@ TEST_F(AcceleratorBarrierTest, RankThatNeverComes_IsNamedWithAllThatIsKnownOfIt)
   EXPECT_THAT(run->err(),
               Contains(AllOf(
                   HasSubstr("barrier \"saved\" counter 0 timed out after 8s: 1 of 2 ranks did not "
-                            "come"),
+                            "arrive: "),
                   HasSubstr(HostName()), HasSubstr(", pid "), HasSubstr(", step 2"),
                   HasSubstr(", last collective "), HasSubstr(", last heard of "),
                   HasSubstr(", sleeping"))));
@@ -293,7 +293,7 @@ TEST_F(BarrierTest, Cancelled_AllAreToldByWhomAndWhy) {
   EXPECT_EQ(Status()["open_barriers"][0]["arrived"], 5);
   const auto open = Muster({"barrier", "j", "--coordinator", address_});
   EXPECT_EQ(open->Wait(), 0) << open->err_text();
-  EXPECT_THAT(open->out(), ElementsAre(StartsWith("saved counter 0: 5 of 6 ranks have come")));
+  EXPECT_THAT(open->out(), ElementsAre(StartsWith("saved counter 0: 5 of 6 ranks have arrived")));
   const auto cancel =
       Muster({"barrier", "j", "saved", "--cancel", "rank 4 is lost", "--coordinator", address_});
   EXPECT_EQ(cancel->Wait(), 0) << cancel->err_text();

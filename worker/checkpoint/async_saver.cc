@@ -117,11 +117,20 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
       outcomes_.pop_front();
     }
   }
+  // A publication that failed on one node may have succeeded on others.
+  for (const Outcome& outcome : *earlier) {
+    if (!outcome.status.ok()) settled_.erase(outcome.path);
+  }
   MUSTER_ASSIGN_OR_RETURN(NodeGroups groups, GroupsOf(comm, request.path(), request.node));
   if (request.dir.empty()) {
     MUSTER_RETURN_IF_ERROR(CheckNumberIsFree(comm, groups, *request.folder, request.info.iteration,
                                              request.total_limit));
-  } else if (settled_.insert(request.dir).second) {
+  } else if (groups.nodes.size() > 1 && settled_.insert(request.dir).second) {
+    {
+      // None is half published meanwhile.
+      MutexLock lock(&mu_);
+      while (done_ < begun_) changed_.Wait(&mu_);
+    }
     MUSTER_RETURN_IF_ERROR(SettleNodes(comm, request.dir, groups));
   }
   absl::StatusOr<StagedSave> staged =
@@ -164,6 +173,9 @@ std::vector<AsyncSaver::Outcome> AsyncSaver::Wait() {
   std::vector<Outcome> outcomes(std::make_move_iterator(outcomes_.begin()),
                                 std::make_move_iterator(outcomes_.end()));
   outcomes_.clear();
+  for (const Outcome& outcome : outcomes) {
+    if (!outcome.status.ok()) settled_.erase(outcome.path);
+  }
   return outcomes;
 }
 

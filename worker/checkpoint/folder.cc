@@ -81,30 +81,6 @@ int LockFolder(const std::string& path) {
   return -1;
 }
 
-// What killed writers left beside `dir`: their staging folders and half-removed checkpoints.
-void RemoveAbandoned(const std::string& dir) {
-  const std::string parent = ParentPath(dir);
-  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
-  if (!names.ok()) return;
-  const std::string own = BaseName(dir);
-  for (const std::string& name : *names) {
-    const absl::string_view stem = StemOf(name, kTemporary);
-    int64_t number = 0;
-    if (!HasSuffix(name, stem, kTemporary) || (stem != own && !ParseNumber(stem, &number)))
-      continue;
-    const std::string path = JoinPath(parent, name);
-    const int lock = LockFolder(path);
-    if (lock < 0) continue;
-    const absl::Status removed = RemoveTree(path);
-    close(lock);
-    if (removed.ok()) {
-      MUSTER_LOG(Info) << "removed " << path << ", left by a save that did not finish";
-    } else {
-      MUSTER_LOG(Warning) << removed.message();
-    }
-  }
-}
-
 // Where a file system cannot exchange two folders, a crash can come between moving the old one away
 // and putting the new one into its place.
 absl::Status PutBackReplaced(const std::string& dir) {
@@ -141,6 +117,36 @@ void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
   }
 }
 
+// What killed writers left beside `dir`: their staging folders and half-removed checkpoints.
+void RemoveAbandoned(const std::string& dir) {
+  const std::string parent = ParentPath(dir);
+  const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
+  if (!names.ok()) return;
+  const std::string own = BaseName(dir);
+  for (const std::string& name : *names) {
+    const absl::string_view stem = StemOf(name, kTemporary);
+    int64_t number = 0;
+    if (!HasSuffix(name, stem, kTemporary) || (stem != own && !ParseNumber(stem, &number)))
+      continue;
+    const std::string path = JoinPath(parent, name);
+    const int lock = LockFolder(path);
+    if (lock < 0) continue;
+    // Killed between the exchange of two checkpoints and its end: this is the former one, whose
+    // foreign files belong to the user.
+    const std::string named = JoinPath(parent, stem);
+    if (PathExists(JoinPath(path, kManifestName)) && PathExists(JoinPath(named, kManifestName))) {
+      KeepForeignFiles(path, named);
+    }
+    const absl::Status removed = RemoveTree(path);
+    close(lock);
+    if (removed.ok()) {
+      MUSTER_LOG(Info) << "removed " << path << ", left by a save that did not finish";
+    } else {
+      MUSTER_LOG(Warning) << removed.message();
+    }
+  }
+}
+
 }  // namespace
 
 std::string ModelFileName(int index) { return Numbered("model", index, ".safetensors"); }
@@ -168,6 +174,11 @@ absl::StatusOr<Manifest> ReadManifest(const std::string& dir) {
   }
   MUSTER_RETURN_IF_ERROR(text.status());
   return ParseManifest(*text, path);
+}
+
+bool IsNumberedName(absl::string_view name) {
+  int64_t number = 0;
+  return ParseNumber(name, &number);
 }
 
 absl::Status VerifyCheckpointFile(const std::string& dir, const ManifestFile& file,

@@ -35,6 +35,9 @@ std::string CustomFileName(int index);       // custom_checkpoint_0.safetensors
 // The registry's record of a checkpoint, beside its manifest: see seal.h.
 inline constexpr char kSealName[] = "seal.json";
 
+// Whether `name` is that of a numbered checkpoint: checkpoint_0, checkpoint_1, ...
+bool IsNumberedName(absl::string_view name);
+
 enum class VerifyLevel {
   kSizes,     // the manifest is whole, every file is there with its size
   kContents,  // and every file has its digest: reads everything

@@ -46,6 +46,13 @@ bool DecodeBlocks(const Json& json, uint64_t bytes, BlockDigests* blocks) {
          bytes / blocks->block_bytes + (bytes % blocks->block_bytes == 0 ? 0 : 1);
 }
 
+// Manifests hold no numbers but integers.
+bool HasFractions(const Json& json) {
+  if (json.is_number_float()) return true;
+  if (!json.is_structured()) return false;
+  return std::any_of(json.begin(), json.end(), HasFractions);
+}
+
 // The digest is over the compact form with sorted keys, without "digest" itself.
 std::string SelfDigest(Json json) {
   json.erase("digest");
@@ -113,12 +120,17 @@ absl::StatusOr<Manifest> ParseManifest(absl::string_view text, absl::string_view
   if (json.value("digest", Json()) != SelfDigest(json)) {
     return absl::DataLossError(absl::StrCat(source, ": is damaged: its own digest does not fit"));
   }
+  const Json version = json.value("version", Json());
+  if (version.is_number_integer() && version.get<int64_t>() > kManifestVersion) {
+    return absl::UnimplementedError(
+        absl::StrCat(source, ": has format version ", version.get<int64_t>(),
+                     ", but this program reads ", kManifestVersion, "; use a newer Muster"));
+  }
+  // The conversion of a fraction to an integer is undefined if it does not fit.
+  if (!version.is_number_integer() || HasFractions(json)) {
+    return absl::DataLossError(absl::StrCat(source, ": has a number that is not an integer"));
+  }
   try {
-    if (json.at("version").get<int>() > kManifestVersion) {
-      return absl::UnimplementedError(
-          absl::StrCat(source, ": has format version ", json.at("version").get<int>(),
-                       ", but this program reads ", kManifestVersion, "; use a newer Muster"));
-    }
     Manifest manifest;
     json.at("created").get_to(manifest.created);
     json.at("world_size").get_to(manifest.info.world_size);

@@ -3,6 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <nlohmann/json.hpp>
+#include <vector>
+
 namespace muster {
 namespace {
 
@@ -85,6 +88,30 @@ TEST(Manifest, NamesOutsideTheFolder_AreRefused) {
     Manifest manifest = Sample();
     manifest.files.push_back({.name = name, .rank = 0, .digest = {}});
     EXPECT_FALSE(EncodeManifest(manifest).ok()) << name;
+  }
+}
+
+TEST(Manifest, NodesWithDisksOfTheirOwn_ComeBack) {
+  Manifest manifest = Sample();
+  manifest.nodes = {{.host = "gpu-1", .ranks = {0, 1}}, {.host = "gpu-2", .ranks = {2}}};
+  const auto back = ParseManifest(*EncodeManifest(manifest), "m");
+  ASSERT_TRUE(back.ok()) << back.status();
+  ASSERT_EQ(back->nodes.size(), 2u);
+  EXPECT_EQ(back->nodes[1].host, "gpu-2");
+  EXPECT_EQ(back->nodes[0].ranks, (std::vector<int>{0, 1}));
+}
+
+// With a digest that fits: somebody has written it so.
+TEST(Manifest, NumbersThatAreNoIntegers_AreDataLoss) {
+  for (const char* field : {"version", "world_size", "iteration", "step"}) {
+    for (const double value : {1e300, -1e300, 0.5}) {
+      nlohmann::json json = nlohmann::json::parse(*EncodeManifest(Sample()));
+      json[field] = value;
+      json.erase("digest");
+      json["digest"] = DigestBytes(json.dump()).xxh3;
+      EXPECT_EQ(ParseManifest(json.dump(), "m").status().code(), absl::StatusCode::kDataLoss)
+          << field << " " << value;
+    }
   }
 }
 

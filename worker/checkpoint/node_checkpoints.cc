@@ -102,7 +102,8 @@ class Gathering {
 absl::Status Gathering::Find() {
   if (groups_.leads()) mine_ = Inspect(dir_);
   std::vector<Json> summaries;
-  for (const std::string& text : comm_.AllGatherBytes(mine_.Summary().dump())) {
+  for (const std::string& text :
+       comm_.AllGatherBytes(mine_.Summary().dump(-1, ' ', false, Json::error_handler_t::replace))) {
     summaries.push_back(Json::parse(text));
   }
   // The latest first: SettleNodes() has chosen where two were published in part.

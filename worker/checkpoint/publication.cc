@@ -23,6 +23,10 @@
 namespace muster {
 namespace {
 
+// Of coordinator/checkpoint/coverage.h.
+constexpr size_t kMaxSliceRank = 8;
+constexpr size_t kMaxSliceName = 1024;
+
 // After so many restarts of the registry in the middle of one save something else is wrong.
 constexpr int kSealTries = 10;
 
@@ -75,6 +79,11 @@ absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir,
     MUSTER_ASSIGN_OR_RETURN(const SafetensorsHeader header,
                             ReadSafetensorsHeader(JoinPath(dir, file.name)));
     for (const SafetensorsEntry& entry : header.tensors) {
+      // Beyond what the registry takes: the digest of the file stands for them.
+      if (entry.shape.size() > kMaxSliceRank ||
+          file.name.size() + 1 + entry.name.size() > kMaxSliceName) {
+        continue;
+      }
       ShardSlice& slice = report.slices.emplace_back();
       slice.tensor = absl::StrCat(file.name, ":", entry.name);
       slice.dtype = std::string(SafetensorsTypeName(entry.type));
@@ -139,11 +148,18 @@ absl::Status DeleteUnregistered(const Publication& publication,
                                 const std::vector<RegisteredCheckpoint>& records) {
   const CheckpointFolder& folder = *publication.folder;
   std::vector<std::string> spared;
+  bool resumable = false;
   for (const RegisteredCheckpoint& record : records) {
     if (!record.published) continue;
     spared.push_back(JoinPath(folder.root(), BaseName(record.path)));
+    if (record.promoted && ParentPath(record.path) == AbsolutePath(folder.root())) resumable = true;
   }
   const OptionalLock lock(publication.folder_mu);
+  // All that the registry knows is held back: what a resume would take now is one of the others.
+  if (!resumable) {
+    const absl::StatusOr<std::string> newest = folder.Newest(VerifyLevel::kSizes, spared);
+    if (newest.ok()) spared.push_back(*newest);
+  }
   return folder.Rotate(publication.options.keep, publication.options.keep_every, spared);
 }
 
@@ -197,6 +213,11 @@ absl::StatusOr<uint64_t> Begin(const Publication& publication, int ranks,
                         << "this program: the folder alone counts";
     return 0;
   }
+  if (absl::IsResourceExhausted(id.status()) && options.promote) {
+    MUSTER_LOG(Warning) << publication.path << " is saved without a record at the coordinator: "
+                        << id.status().message();
+    return 0;
+  }
   return id;
 }
 
@@ -206,7 +227,12 @@ absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
   MUSTER_RETURN_IF_ERROR(staging.Rename());
   const PublishOptions& options = publication.options;
   if (!publication.folder.has_value() || options.keep <= 0) return absl::OkStatus();
-  return publication.folder->Rotate(options.keep, options.keep_every);
+  // The checkpoint is there: an old one that cannot be deleted does not change that.
+  if (const absl::Status rotated = publication.folder->Rotate(options.keep, options.keep_every);
+      !rotated.ok()) {
+    MUSTER_LOG(Warning) << rotated.message();
+  }
+  return absl::OkStatus();
 }
 
 absl::Status Finish(Staging& staging, const Publication& publication,
@@ -312,11 +338,19 @@ absl::Status PublishRegistered(Comm& comm, Staging* staging, const Publication& 
 // Whether the sealed checkpoint has its name, after it was given it if need be.
 absl::Status NameSealed(const RegisteredCheckpoint& record, CheckpointRegistrar& registrar) {
   if (!IsFolderOf(record.path, record)) {
+    // With its contents: its publication lets older ones go.
+    MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(record.staging, VerifyLevel::kContents).status());
     MUSTER_ASSIGN_OR_RETURN(Staging staging, Staging::TakeOver(record.path, record.staging));
     MUSTER_RETURN_IF_ERROR(WriteSeal(record.staging, record));
     MUSTER_RETURN_IF_ERROR(SyncDirectory(record.staging));
     MUSTER_RETURN_IF_ERROR(staging.Rename());
     MUSTER_LOG(Info) << record.path << " was sealed when its writer ended: it has its name now";
+  } else {
+    MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(record.path, VerifyLevel::kContents).status());
+  }
+  // Its writer may have ended before it pinned what the program had named.
+  if (!IsNumberedName(BaseName(record.path)) && !record.pinned) {
+    MUSTER_RETURN_IF_ERROR(registrar.Pin(record.id));
   }
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> superfluous =
       registrar.Publish(record.id);
@@ -326,6 +360,27 @@ absl::Status NameSealed(const RegisteredCheckpoint& record, CheckpointRegistrar&
     DeleteSuperfluous(registrar, /*folder_mu=*/nullptr, *superfluous);
   }
   return absl::OkStatus();
+}
+
+// The checkpoints that were held back when they were sealed and that none of `records` speaks for.
+std::vector<std::string> HeldBackIn(const CheckpointFolder& folder,
+                                    const std::vector<RegisteredCheckpoint>& records) {
+  std::vector<std::string> held_back;
+  const absl::StatusOr<std::vector<int64_t>> numbers = folder.Numbers();
+  if (!numbers.ok()) return held_back;
+  for (const int64_t number : *numbers) {
+    const std::string path = folder.PathOf(number);
+    const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
+    if (!seal.ok() || seal->promoted) continue;
+    const bool known = std::any_of(records.begin(), records.end(), [&](const auto& record) {
+      return record.sha256 == seal->sha256 && record.job == seal->job;
+    });
+    if (known) continue;
+    MUSTER_LOG(Warning) << path << " was held back when it was saved, and no coordinator says that "
+                        << "it was promoted: load_state(\"" << path << "\") loads it";
+    held_back.push_back(path);
+  }
+  return held_back;
 }
 
 // Numbers above that of the one taken, which the registry does not know.
@@ -370,7 +425,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
                                                    CheckpointRegistrar* registrar) {
   if (registrar == nullptr) {
     folder.PublishSealed();
-    return folder.Newest();
+    return folder.Newest(VerifyLevel::kContents, HeldBackIn(folder, {}));
   }
   const absl::StatusOr<std::vector<RegisteredCheckpoint>> records = registrar->List();
   if (!records.ok()) {
@@ -378,7 +433,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
                         << records.status().message() << "): the newest that is complete in "
                         << folder.root() << " is taken";
     folder.PublishSealed();
-    return folder.Newest();
+    return folder.Newest(VerifyLevel::kContents, HeldBackIn(folder, {}));
   }
   folder.PublishSealed();
   const std::string root = AbsolutePath(folder.root());
@@ -405,12 +460,22 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
     }
     if (status.ok()) status = VerifyCheckpoint(path, VerifyLevel::kContents).status();
     if (status.ok()) {
+      // Held back when it was sealed and promoted since: the folder says so from now on, also to
+      // runs without this registry.
+      if (const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(path);
+          seal.ok() && !seal->promoted) {
+        if (const absl::Status noted = WriteSeal(path, *record); !noted.ok()) {
+          MUSTER_LOG(Warning) << noted.message();
+        }
+      }
       WarnOfNewer(folder, *record, *records);
       return path;
     }
     MUSTER_LOG(Warning) << "passing over " << path << " of step " << record->step << ": "
                         << status.message();
   }
+  const std::vector<std::string> unknown = HeldBackIn(folder, *records);
+  left_out.insert(left_out.end(), unknown.begin(), unknown.end());
   absl::StatusOr<std::string> newest = folder.Newest(VerifyLevel::kContents, left_out);
   if (newest.ok()) {
     MUSTER_LOG(Info) << "the coordinator knows "

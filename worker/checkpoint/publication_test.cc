@@ -108,6 +108,11 @@ class FakeRegistrar : public CheckpointRegistrar {
     return all;
   }
 
+  void set_keep(int keep) {
+    const MutexLock lock(&mu_);
+    keep_ = keep;
+  }
+
   absl::Status away, refusal;
   int forgets = 0, failing_rank = -1, seals = 0;
   std::map<uint64_t, RegisteredCheckpoint> records;
@@ -247,6 +252,52 @@ TEST_F(PublicationTest, SealedButDamaged_TheOneBeforeIsTaken) {
           .ok());
   EXPECT_EQ(Resume(&registrar_), "checkpoint_0");
   EXPECT_TRUE(PathExists(registrar_.records.at(2).staging)) << "nothing sealed is thrown away";
+}
+
+// Its size is right, so only its contents tell.
+TEST_F(PublicationTest, SealedButDamaged_DoesNotLetTheOneBeforeGo) {
+  for (const bool noted : {true, false}) {
+    const int64_t number = noted ? 0 : 10;
+    ASSERT_TRUE(Save(number).ok());
+    ASSERT_TRUE(Save(number + 1).ok());
+    const uint64_t id = registrar_.records.rbegin()->first;
+    TakeNameAway(id, noted);
+    const std::string file = JoinPath(registrar_.records.at(id).staging, RandomStatesFileName(0));
+    absl::StatusOr<std::string> bytes = ReadFile(file);
+    ASSERT_TRUE(bytes.ok());
+    bytes->back() ^= 1;
+    ASSERT_TRUE(WriteFileAtomically(file, *bytes).ok());
+    registrar_.set_keep(1);
+    EXPECT_EQ(Resume(&registrar_), absl::StrCat("checkpoint_", number));
+    EXPECT_TRUE(PathExists(folder_.PathOf(number)));
+    registrar_.set_keep(0);
+    registrar_.records.erase(id);
+  }
+}
+
+TEST_F(PublicationTest, HeldBack_IsNotTakenWithoutItsRegistryEither) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1, {.promote = false}).ok());
+  FakeRegistrar another, away;
+  away.away = absl::UnavailableError("no answer");
+  EXPECT_EQ(Resume(nullptr), "checkpoint_0");
+  EXPECT_EQ(Resume(&another), "checkpoint_0");
+  EXPECT_EQ(Resume(&away), "checkpoint_0");
+  // A resume that takes it once it is promoted notes that in the folder.
+  registrar_.records.at(2).promoted = true;
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
+  EXPECT_EQ(Resume(nullptr), "checkpoint_1");
+}
+
+TEST_F(PublicationTest, AllThatIsRegisteredIsHeldBack_TheNewestToResumeStays) {
+  registered_ = false;
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1).ok());
+  registered_ = true;
+  ASSERT_TRUE(Save(2, {.keep = 1, .promote = false}).ok());
+  ASSERT_TRUE(Save(3, {.keep = 1, .promote = false}).ok());
+  EXPECT_TRUE(PathExists(folder_.PathOf(1)));
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_1");
 }
 
 TEST_F(PublicationTest, HeldBack_IsNotTaken) {

@@ -45,7 +45,8 @@ absl::Status WriteSeal(const std::string& dir, const RegisteredCheckpoint& recor
                      {"files_sha256", record.files_sha256},
                      {"previous", record.previous_sha256},
                      {"sha256", record.sha256},
-                     {"signature", record.signature}};
+                     {"signature", record.signature},
+                     {"held_back", !record.promoted}};
   return WriteFileAtomically(JoinPath(dir, kSealName), json.dump(1) + "\n");
 }
 
@@ -82,6 +83,7 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
     json.at("previous").get_to(record.previous_sha256);
     json.at("sha256").get_to(record.sha256);
     json.at("signature").get_to(record.signature);
+    record.promoted = !json.value("held_back", false);
     if (plan.size() != 16 || !absl::SimpleHexAtoi(plan, &record.plan)) return bad("plan");
     if (record.sha256.size() != 64) return bad("sha256");
     for (const std::string* digest :

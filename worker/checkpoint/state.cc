@@ -53,7 +53,7 @@ absl::Status StateWriter::CheckName(const std::string& name) const {
        std::any_of(snapshot_->files().begin(), snapshot_->files().end(), has_name))) {
     return absl::InvalidArgumentError(absl::StrCat("file ", name, " was written already"));
   }
-  if (name.find('/') != std::string::npos || name == kManifestName) {
+  if (name.find('/') != std::string::npos || name == kManifestName || name == kSealName) {
     return absl::InvalidArgumentError(
         absl::StrCat("\"", name, "\" is not a valid name for a checkpoint's file"));
   }
