@@ -13,7 +13,11 @@
 namespace muster::coordinator {
 namespace {
 
-absl::string_view FolderOf(absl::string_view path) { return path.substr(0, path.rfind('/')); }
+// Empty for a plain name.
+absl::string_view FolderOf(absl::string_view path) {
+  const size_t slash = path.rfind('/');
+  return slash == absl::string_view::npos ? absl::string_view() : path.substr(0, slash);
+}
 
 v1::OpError Conflict(std::string message) {
   return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_CHECKPOINT_CONFLICT,
