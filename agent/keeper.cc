@@ -34,6 +34,7 @@ constexpr int kMaxStuck = 64;
 constexpr int kEndMilliseconds = 3000;
 constexpr int kStuckMilliseconds = 200;
 constexpr int kLookAgainMilliseconds = 2;
+constexpr int kCollectMilliseconds = 500;
 constexpr int kContinueMilliseconds = 1000;
 constexpr size_t kDescriptors = 5;  // of a request: input, output, errors, report, strings
 
@@ -233,11 +234,16 @@ void DrainSignals(const State& state) {
   }
 }
 
+int64_t MonotonicMilliseconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return now.tv_sec * 1000 + now.tv_nsec / 1'000'000;
+}
+
 [[noreturn]] void EndAll(const State& state) {
   for (int i = 0; i < state.used; ++i) kill(-state.children[i], SIGKILL);
   // Again until there are none: theirs become children of this process when they end.
-  timespec begun, now;
-  clock_gettime(CLOCK_MONOTONIC, &begun);
+  const int64_t begun = MonotonicMilliseconds();
   for (;;) {
     pid_t collected;
     do {
@@ -245,10 +251,7 @@ void DrainSignals(const State& state) {
     } while (collected > 0);
     if (collected < 0) break;
     const int patience = KillChildren(state);
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    const int64_t passed =
-        (now.tv_sec - begun.tv_sec) * 1000 + (now.tv_nsec - begun.tv_nsec) / 1'000'000;
-    if (passed >= patience) break;
+    if (MonotonicMilliseconds() - begun >= patience) break;
     // Also without a child's end: what a child has left behind becomes one without a word.
     pollfd ended = {state.signals, POLLIN, 0};
     poll(&ended, 1, kLookAgainMilliseconds);
@@ -323,6 +326,7 @@ Reply Serve(const Request& request, const int* fds, bool complete, State* state)
       // Without blocking: a tracer may hold the end back, and this process is what remains if the
       // parent is killed meanwhile.
       siginfo_t info = {};
+      const int64_t begun = MonotonicMilliseconds();
       for (;;) {
         info = {};
         if (waitid(P_PID, request.pid, &info, WEXITED | WNOHANG) != 0) {
@@ -331,6 +335,11 @@ Reply Serve(const Request& request, const int* fds, bool complete, State* state)
           break;
         }
         if (info.si_pid != 0) break;
+        if (MonotonicMilliseconds() - begun >= kCollectMilliseconds) {
+          reply.error = ETIMEDOUT;
+          if (state->stuck_used < kMaxStuck) state->stuck[state->stuck_used++] = request.pid;
+          break;
+        }
         pollfd ready[3] = {{state->signals, POLLIN, 0}, {state->parent_end, POLLIN, 0}, {0, 0, 0}};
         poll(ready, 3, kLookAgainMilliseconds);
         DrainSignals(*state);
@@ -575,6 +584,7 @@ absl::StatusOr<ChildEnd> Keeper::Collect(pid_t child) {
   if (error == EPIPE) return Gone();
   if (error != 0) return ErrnoStatus("waitid", error);
   Orphans::Get().Forget(child);
+  if (reply.error == ETIMEDOUT) return absl::DeadlineExceededError("a tracer keeps its end");
   if (reply.error != 0) return ErrnoStatus("waitid", reply.error);
   return reply.end;
 }

@@ -64,8 +64,10 @@ class Keeper {
   // Forks a child, which begins a session of its own. Errors: UNAVAILABLE the keeper has ended;
   // else what the kernel refuses, in words.
   absl::StatusOr<pid_t> Fork(const ChildPlan& plan);
-  // Takes the end of a child that has ended. Until then its id stays its own. UNAVAILABLE: the
-  // keeper has ended, and the child is this process's.
+  // Takes the end of a child that has ended. Until then its id stays its own. Blocks for half a
+  // second at most: then DEADLINE_EXCEEDED, since a tracer keeps the end to itself; the keeper
+  // collects the child once it can. UNAVAILABLE: the keeper has ended, and the child is this
+  // process's.
   absl::StatusOr<ChildEnd> Collect(pid_t child);
   // Nobody will collect this child: the keeper does as soon as it ends.
   void Release(pid_t child);

@@ -148,8 +148,9 @@ std::string RandomMark() {
 // no allocation. ---
 
 struct GuardNote {
+  enum Kind : int32_t { kRemoved, kAdded, kKeeper };
   int32_t pid;
-  int32_t added;  // else removed
+  int32_t kind;
 };
 constexpr int kGuardSlots = 16384;
 constexpr time_t kGuardSeconds = 3;
@@ -225,12 +226,15 @@ int KillMarked(const char* mark, size_t mark_size) {
   CloseFrom(1, close_range);
   static int32_t groups[kGuardSlots];
   int used = 0;
+  pid_t keeper = 0;
   for (;;) {
     GuardNote note;
     const ssize_t got = read(0, &note, sizeof(note));
     if (got < 0 && errno == EINTR) continue;
     if (got != sizeof(note)) break;
-    if (note.added != 0) {
+    if (note.kind == GuardNote::kKeeper) {
+      keeper = note.pid;
+    } else if (note.kind == GuardNote::kAdded) {
       if (used < kGuardSlots) groups[used++] = note.pid;
     } else {
       for (int i = 0; i < used; ++i) {
@@ -241,6 +245,8 @@ int KillMarked(const char* mark, size_t mark_size) {
       }
     }
   }
+  // A stopped one does not see that this is the end.
+  if (keeper > 0) kill(keeper, SIGCONT);
   for (int i = 0; i < used; ++i) kill(-groups[i], SIGKILL);
   // Again until nothing is found: a process may fork while it is being looked for. A few seconds at
   // most, for one that the kernel cannot end.
@@ -253,6 +259,11 @@ int KillMarked(const char* mark, size_t mark_size) {
     clock_gettime(CLOCK_MONOTONIC, &now);
   } while (now.tv_sec - begun.tv_sec < kGuardSeconds);
   _exit(0);
+}
+
+ChildEnd EndOf(int wait_status) {
+  if (WIFEXITED(wait_status)) return {CLD_EXITED, WEXITSTATUS(wait_status)};
+  return {WCOREDUMP(wait_status) ? CLD_DUMPED : CLD_KILLED, WTERMSIG(wait_status)};
 }
 
 absl::string_view Variable(const std::vector<std::string>& env, absl::string_view name) {
@@ -438,10 +449,18 @@ class Child final : public Process {
       if (absl::IsUnavailable(end.status()) && info.si_pid == 0) {
         int failed;
         do {
-          failed = waitid(P_PIDFD, pidfd_.get(), &info, WEXITED);
+          failed = waitid(P_PIDFD, pidfd_.get(), &info, WEXITED | WNOHANG);
         } while (failed != 0 && errno == EINTR);
       }
       if (!end.ok() && info.si_pid != 0) end = ChildEnd{info.si_code, info.si_status};
+      if (!end.ok()) {
+        const HeldEnd held = ReadHeldEnd(pid_);
+        if (held.wait_status.has_value()) end = EndOf(*held.wait_status);
+        if (!held.tracer.empty()) {
+          MUSTER_LOG(Warning) << "process " << pid_ << " has ended, but " << held.tracer
+                              << " traces it and keeps its entry; the job goes on without it";
+        }
+      }
       if (!end.ok()) {
         // Other code has collected it. That must not count as a success.
         result.exit_code = 255;
@@ -610,7 +629,11 @@ class HostImpl final : public ProcessHost {
     if (keeper_ != nullptr) return absl::OkStatus();
     MUSTER_ASSIGN_OR_RETURN(keeper_, Keeper::Start(mark_, options_.close_range, options_.kill));
     const absl::Status watched = Watch(keeper_->pidfd(), {-2, 2});
-    if (!watched.ok()) keeper_ = nullptr;
+    if (!watched.ok()) {
+      keeper_ = nullptr;
+    } else if (guard_ > 0) {
+      TellGuard(keeper_->pid(), GuardNote::kKeeper);
+    }
     return watched;
   }
 
@@ -621,6 +644,7 @@ class HostImpl final : public ProcessHost {
                         << ", the parent of the workers, was killed: the workers end with it";
     Unwatch(keeper_->pidfd());
     keeper_ = nullptr;
+    TellGuard(0, GuardNote::kKeeper);
   }
 
   absl::Status StartGuard() {
@@ -634,7 +658,8 @@ class HostImpl final : public ProcessHost {
     guard_ = pid;
     guard_pipe_ = std::move(write_end);
     guard_started_ = Clock::Real().Now();
-    for (const auto& [child, handle] : children_) TellGuard(child, true);
+    if (keeper_ != nullptr) TellGuard(keeper_->pid(), GuardNote::kKeeper);
+    for (const auto& [child, handle] : children_) TellGuard(child, GuardNote::kAdded);
     guard_pidfd_ = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
     if (!guard_pidfd_.open()) return absl::OkStatus();  // its end goes unnoticed
     return Watch(guard_pidfd_.get(), {-1, 2});
@@ -694,7 +719,7 @@ class HostImpl final : public ProcessHost {
     if (ended.open()) {
       abandoned_.push_back({pid, std::move(ended)});
     } else {
-      TellGuard(pid, false);
+      TellGuard(pid, GuardNote::kRemoved);
     }
     if (keeper_ != nullptr) keeper_->Release(pid);
   }
@@ -702,14 +727,14 @@ class HostImpl final : public ProcessHost {
   void ForgetAbandoned() {
     std::erase_if(abandoned_, [this](const Abandoned& process) {
       if (!BecomesReadable(process.ended.get(), absl::ZeroDuration())) return false;
-      TellGuard(process.pid, false);
+      TellGuard(process.pid, GuardNote::kRemoved);
       Orphans::Get().Forget(process.pid);
       return true;
     });
   }
 
-  void TellGuard(pid_t pid, bool added) {
-    const GuardNote note = {pid, added ? 1 : 0};
+  void TellGuard(pid_t pid, GuardNote::Kind kind) {
+    const GuardNote note = {pid, kind};
     // SIGPIPE is blocked on this thread, because the guard may have been killed.
     if (write(guard_pipe_.get(), &note, sizeof(note)) != sizeof(note)) {
       MUSTER_LOG(Debug) << "the guard process is gone";  // its pidfd reports it, too
@@ -795,7 +820,7 @@ class HostImpl final : public ProcessHost {
     if (!BecomesReadable(error_read.get(), options_.start_timeout)) {
       const std::string state = ReadStuckState(pid).ToString();
       kill(pid, SIGKILL);
-      TellGuard(pid, true);
+      TellGuard(pid, GuardNote::kAdded);
       Abandon(pid);
       return absl::FailedPreconditionError(absl::StrCat(
           path, " does not start: process ", pid, " is ", state, " for more than ",
@@ -810,7 +835,7 @@ class HostImpl final : public ProcessHost {
       collect();
       return StartErrorStatus(report, options, path);
     }
-    TellGuard(pid, true);
+    TellGuard(pid, GuardNote::kAdded);
     MUSTER_FAILPOINT("agent.spawned");
     Fd pidfd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
     const absl::Status watched =
@@ -818,7 +843,7 @@ class HostImpl final : public ProcessHost {
     if (!watched.ok()) {
       kill(-pid, SIGKILL);
       collect();
-      TellGuard(pid, false);
+      TellGuard(pid, GuardNote::kRemoved);
       return watched;
     }
     auto child = std::make_shared<Child>(std::move(options), waker_, options_);
@@ -876,7 +901,7 @@ class HostImpl final : public ProcessHost {
   void OnExit(pid_t pid) {
     Release(pid)->Reap(keeper_.get());
     Orphans::Get().Forget(pid);
-    TellGuard(pid, false);
+    TellGuard(pid, GuardNote::kRemoved);
   }
 
   void EndOrphans() {

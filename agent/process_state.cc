@@ -2,6 +2,7 @@
 
 #include <dirent.h>
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -174,6 +175,11 @@ ProcessState ParseProcessState(const std::string& stat, const std::string& wchan
   // Fields 4 and 6.
   if (fields.size() > 2 && !absl::SimpleAtoi(fields[2], &state.parent)) state.parent = 0;
   if (fields.size() > 4 && !absl::SimpleAtoi(fields[4], &state.session)) state.session = 0;
+  // Field 52.
+  if (state.name == "zombie" && fields.size() > 50 &&
+      !absl::SimpleAtoi(absl::StripAsciiWhitespace(fields[50]), &state.wait_status)) {
+    state.wait_status = -1;
+  }
   if (wchan != "0") state.wchan = wchan;
   // "NUMBER ARGUMENTS...", "-1 ..." outside of any, or "running".
   int64_t number = -1;
@@ -205,6 +211,19 @@ ProcessState ReadStuckState(int64_t pid) {
     stuck = std::move(state);
   }
   return stuck;
+}
+
+HeldEnd ReadHeldEnd(int64_t pid) {
+  const std::string folder = absl::StrCat("/proc/", pid);
+  HeldEnd end;
+  end.tracer = TracerOf(folder + "/status");
+  struct stat owner;
+  const ProcessState state = ReadProcessStat(pid);
+  if (state.wait_status >= 0 && stat(folder.c_str(), &owner) == 0 &&
+      (geteuid() == 0 || owner.st_uid == geteuid())) {
+    end.wait_status = state.wait_status;
+  }
+  return end;
 }
 
 std::vector<int64_t> ListProcesses() {

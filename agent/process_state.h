@@ -24,6 +24,8 @@ struct ProcessState {
   int threads = 0;      // 0 for a thread's own state
   int64_t parent = 0;   // process ids; 0: none that can be seen here
   int64_t session = 0;
+  // As waitpid's; -1: none, or not available. What another user's process says is 0 always.
+  int wait_status = -1;
 
   bool exists() const { return name != "gone"; }
   // "sleeping in futex (futex_wait_queue)"; "traced by process 71 (gdb)".
@@ -39,6 +41,12 @@ ProcessState ReadProcessStat(int64_t pid);
 // The first thread of `pid` that keeps a killed process from ending: an uninterruptible one, else
 // one that a debugger holds; else the process.
 ProcessState ReadStuckState(int64_t pid);
+// Of a process that has ended, while its tracer keeps the end from the parent.
+struct HeldEnd {
+  std::optional<int> wait_status;  // as waitpid's; none: this process may not know
+  std::string tracer;              // "process 71 (gdb)"; empty: none that can be seen
+};
+HeldEnd ReadHeldEnd(int64_t pid);
 
 // The ids of all processes that can be seen. Empty where /proc is not that of this process's own
 // pid namespace: its numbers would name others here.

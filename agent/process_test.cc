@@ -557,7 +557,7 @@ pid_t KeeperOf(pid_t owner) {
   return 0;
 }
 
-enum class First { kNobody, kGuard, kKeeper };
+enum class First { kNobody, kGuard, kKeeper, kKeeperStops };
 
 // The host's process is killed with -9: the direct child, its child in the same group, one that
 // left for a session of its own, and one that also cleared its environment must all end.
@@ -607,6 +607,7 @@ void KillOwner(ProcessHostOptions host_options, First first) {
     // One that cleared its environment is beyond the guard's reach.
     EXPECT_EQ(kill(pids.back(), SIGKILL), 0);
   }
+  if (first == First::kKeeperStops) kill(KeeperOf(owner), SIGSTOP);
   kill(owner, SIGKILL);
   waitpid(owner, nullptr, 0);
   for (const int pid : pids) EXPECT_TRUE(WaitUntilEnded(pid)) << pid;
@@ -624,6 +625,66 @@ TEST(ProcessHost, GuardAndThenOwnerKilled_NothingSurvives) { KillOwner({}, First
 
 TEST(ProcessHost, KeeperAndThenOwnerKilled_GuardEndsWhatShowsItsOrigin) {
   KillOwner({}, First::kKeeper);
+}
+
+TEST(ProcessHost, KeeperStoppedAndThenOwnerKilled_NothingSurvives) {
+  KillOwner({}, First::kKeeperStops);
+}
+
+// A suspended debugger keeps the end of the process it traces from the parent. The host's process
+// is a child here, since an ancestor may trace without a privilege.
+TEST(ProcessHost, EndThatATracerKeeps_IsKnownAndTheHostGoesOn) {
+  for (const bool killed : {false, true}) {
+    SCOPED_TRACE(killed);
+    int to_owner[2], from_owner[2];
+    ASSERT_EQ(pipe2(to_owner, O_CLOEXEC), 0);
+    ASSERT_EQ(pipe2(from_owner, O_CLOEXEC), 0);
+    const pid_t owner = fork();
+    if (owner == 0) {
+      const auto say = [&](const std::string& line) {
+        if (write(from_owner[1], line.data(), line.size()) < 0) _exit(1);
+      };
+      auto host = *ProcessHost::Start();
+      const auto spawn = [&](const std::string& script, int input) {
+        ProcessOptions options;
+        options.argv = {"/bin/sh", "-c", script};
+        options.env = {"PATH=/usr/bin:/bin"};
+        options.stdin_fd = input;
+        return *host->Spawn(std::move(options));
+      };
+      const auto process = spawn("read x; exit 7", to_owner[0]);
+      close(to_owner[0]);
+      say(absl::StrCat(process->pid(), "\n"));
+      const ProcessExit exit = process->Wait();
+      say(absl::StrCat(exit.exit_code, " ", exit.signal, "\n"));
+      say(absl::StrCat(spawn("exit 5", -1)->Wait().exit_code, "\n"));
+      for (;;) pause();
+    }
+    close(to_owner[0]);
+    close(from_owner[1]);
+    const auto line = [&] {
+      std::string text;
+      char c;
+      while (read(from_owner[0], &c, 1) == 1 && c != '\n') text += c;
+      return text;
+    };
+    int pid = 0;
+    ASSERT_TRUE(absl::SimpleAtoi(line(), &pid));
+    ASSERT_EQ(ptrace(PTRACE_SEIZE, pid, nullptr, nullptr), 0) << strerror(errno);
+    if (killed) {
+      kill(pid, SIGKILL);
+    } else {
+      ASSERT_EQ(write(to_owner[1], "x\n", 2), 2);
+    }
+    EXPECT_EQ(line(), killed ? "0 9" : "7 0");
+    EXPECT_EQ(ReadProcessStat(pid).name, "zombie");
+    EXPECT_EQ(line(), "5");
+    EXPECT_EQ(waitpid(pid, nullptr, 0), pid);
+    kill(owner, SIGKILL);
+    waitpid(owner, nullptr, 0);
+    close(to_owner[1]);
+    close(from_owner[0]);
+  }
 }
 
 TEST_F(ProcessTest, KeeperKilled_ProcessesEndAndTheHostGoesOn) {
@@ -708,6 +769,20 @@ TEST_F(ProcessTest, StartErrors_NameTheFileAndTheWayOut) {
   EXPECT_THAT(status.message(), HasSubstr("working directory"));
 
   EXPECT_EQ(spawn("").code(), absl::StatusCode::kInvalidArgument);
+}
+
+// The kernel would cut the text there: another program, or another variable's name.
+TEST_F(ProcessTest, NulByte_IsRefused) {
+  const std::string nul("x\0y", 3);
+  for (const int where : {0, 1, 2}) {
+    ProcessOptions options = Shell("exit 0");
+    if (where == 0) options.argv.push_back(nul);
+    if (where == 1) options.env.push_back("A=" + nul);
+    if (where == 2) options.working_directory = nul;
+    const absl::Status status = host_->Spawn(std::move(options)).status();
+    EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument) << where;
+    EXPECT_THAT(status.message(), HasSubstr("NUL byte")) << where;
+  }
 }
 
 TEST(FindProgram, NameInPath_FirstExecutableWins) {

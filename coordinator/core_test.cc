@@ -2733,6 +2733,27 @@ TEST_F(BetweenAttemptsTest, AgentBehindAHub_IsAskedForAndNotItsHub) {
   EXPECT_TRUE(bench_.Result(bench_.Do(Remove())).has_remove_job());
 }
 
+// Another launch of the same host has nothing to do with the job.
+TEST_F(BetweenAttemptsTest, OtherAgentOfTheHost_DoesNotHoldTheJobOfOneThatIsGone) {
+  for (const bool its_own : {false, true}) {
+    SCOPED_TRACE(its_own);
+    const std::string node = its_own ? "h0/41-own" : "h0/42-other";
+    Worker worker = {"w0", its_own ? 300u : 200u, "h0"};
+    spec_ = Spec(1, 1);
+    v1::Hello hello;
+    hello.set_host("h0");
+    bench_.core_->AttachAgent(node, hello, bench_.now_, &bench_.out_);
+    bench_.Collect();
+    Sit(&worker, bench_.Do(JoinOp(worker, spec_), "h0/41-own"));
+    Exit(worker, 1, 0, /*may_restart=*/true);
+    if (its_own) {
+      EXPECT_EQ(bench_.Reason(bench_.Do(Remove())), v1::ERROR_REASON_JOB_RUNS);
+    } else {
+      EXPECT_TRUE(bench_.Result(bench_.Do(Remove())).has_remove_job());
+    }
+  }
+}
+
 TEST_F(CoreTest, Trigger_OfARunThatIsDone_IsNotPassedOn) {
   v1::Op raise;
   raise.mutable_raise_trigger()->mutable_fence()->set_job_id("j");
