@@ -1,6 +1,7 @@
 #include "client/config/launch_config.h"
 
 #include <algorithm>
+#include <set>
 #include <utility>
 
 #include "absl/strings/ascii.h"
@@ -14,6 +15,7 @@
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "base/yaml.h"
+#include "client/config/accelerate_launch.h"
 #include "client/config/suggest.h"
 #include "rpc/address.h"
 
@@ -31,25 +33,14 @@ std::vector<std::string> AllKeys() {
   return keys;
 }
 
-// Keys of Accelerate's config file that mean nothing here.
+// Keys of Accelerate's config file that mean nothing in one of ours.
 bool IsAcceleratesOnly(absl::string_view key) {
-  static const char* const kKeys[] = {"compute_environment",
-                                      "distributed_type",
-                                      "downcast_bf16",
-                                      "enable_cpu_affinity",
-                                      "main_training_function",
-                                      "rdzv_backend",
-                                      "same_network",
-                                      "tpu_env",
-                                      "tpu_use_cluster",
-                                      "tpu_use_sudo",
-                                      "deepspeed_config",
-                                      "fsdp_config",
-                                      "megatron_lm_config",
-                                      "dynamo_config",
-                                      "parallelism_config",
-                                      "mpirun_config",
-                                      "fp8_config"};
+  static const char* const kKeys[] = {
+      "downcast_bf16",      "enable_cpu_affinity", "main_training_function",
+      "rdzv_backend",       "same_network",        "tpu_env",
+      "tpu_use_cluster",    "tpu_use_sudo",        "deepspeed_config",
+      "fsdp_config",        "megatron_lm_config",  "dynamo_config",
+      "parallelism_config", "mpirun_config",       "fp8_config"};
   return std::find(std::begin(kKeys), std::end(kKeys), key) != std::end(kKeys);
 }
 
@@ -378,6 +369,87 @@ absl::Status AddCoordinator(absl::string_view text, const std::string& source, L
   return absl::OkStatus();
 }
 
+namespace {
+
+// The settings of a config file of Accelerate's, and the variables that its own programs read from
+// the rest of it. `lines`: of the keys.
+absl::StatusOr<Layer> LayerOfAccelerate(absl::string_view text, absl::string_view source,
+                                        const std::map<std::string, int>& lines) {
+  MUSTER_ASSIGN_OR_RETURN(const AccelerateConfig config, ParseAccelerateConfig(text, source));
+  const auto place = [&](const std::string& pointer) {
+    const auto it = lines.find(pointer);
+    return it == lines.end() ? std::string(source) : absl::StrCat(source, ":", it->second);
+  };
+  Layer layer;
+  const auto set = [&](const std::string& name, const std::string& pointer) {
+    const json value(config.values.value(nlohmann::ordered_json::json_pointer(pointer),
+                                         nlohmann::ordered_json()));
+    const std::optional<std::string> scalar = ScalarText(value);
+    if (value.is_null() || !scalar.has_value()) return absl::OkStatus();
+    const Given given = {*scalar, place(pointer)};
+    MUSTER_RETURN_IF_ERROR(CheckValue(*FindSetting(name), given));
+    layer.settings[name] = given;
+    return absl::OkStatus();
+  };
+  const nlohmann::ordered_json& values = config.values;
+  // -1 means: on the command line.
+  if (values.value("num_processes", -1) != -1) {
+    MUSTER_RETURN_IF_ERROR(set("num_processes", "/num_processes"));
+  }
+  for (const char* name : {"num_machines", "machine_rank", "mixed_precision", "debug"}) {
+    MUSTER_RETURN_IF_ERROR(set(name, absl::StrCat("/", name)));
+  }
+  MUSTER_RETURN_IF_ERROR(set("cpu", "/use_cpu"));
+  if (values["distributed_type"] == "MULTI_CPU") {
+    layer.settings["cpu"] = {"true", place("/distributed_type")};
+  }
+  if (values.value("gpu_ids", "all") != "all") {
+    MUSTER_RETURN_IF_ERROR(set("gpu_ids", "/gpu_ids"));
+  }
+  // The processes of one machine need no address: the launcher chooses free ports.
+  if (values.value("num_machines", 1) > 1) {
+    MUSTER_RETURN_IF_ERROR(set("main_process_ip", "/main_process_ip"));
+    MUSTER_RETURN_IF_ERROR(set("main_process_port", "/main_process_port"));
+  }
+  const std::string accumulation = "/deepspeed_config/gradient_accumulation_steps";
+  if (values.value(nlohmann::ordered_json::json_pointer(accumulation), nlohmann::ordered_json())
+          .is_number_integer()) {
+    MUSTER_RETURN_IF_ERROR(set("gradient_accumulation_steps", accumulation));
+  }
+
+  // Counts and devices are checked with the other layers' settings: here they must only fit.
+  const int machines = std::max(1, values.value("num_machines", 1));
+  const std::vector<std::string> flags = {"--num_processes",   absl::StrCat(2 * machines),
+                                          "--machine_rank",    "0",
+                                          "--gpu_ids",         "all",
+                                          "--main_process_ip", "127.0.0.1"};
+  const absl::StatusOr<AccelerateLaunch> launch =
+      PlanAccelerateLaunch(&config, flags, {}, {.fp8 = true});
+  if (!launch.ok()) {
+    return absl::Status(launch.status().code(),
+                        absl::StrCat(source, ": ", launch.status().message()));
+  }
+  for (const auto& [name, value] : launch->env) {
+    // Defaults that say nothing.
+    if (absl::StartsWith(name, "ACCELERATE_DYNAMO_") && !values.contains("dynamo_config")) continue;
+    // What the launcher sets itself, from its own settings.
+    static const auto* const kOwn =
+        new std::set<std::string>{"ACCELERATE_MIXED_PRECISION",
+                                  "ACCELERATE_USE_CPU",
+                                  "ACCELERATE_DEBUG_MODE",
+                                  "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+                                  "OMP_NUM_THREADS",
+                                  "KMP_AFFINITY",
+                                  "KMP_BLOCKTIME",
+                                  "MASTER_ADDR",
+                                  "MASTER_PORT"};
+    if (!kOwn->contains(name)) layer.env[name] = {value, std::string(source)};
+  }
+  return layer;
+}
+
+}  // namespace
+
 absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view source) {
   YamlDocument document;
   if (absl::EndsWith(source, ".json")) {
@@ -387,6 +459,9 @@ absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view sour
   }
   Layer layer;
   if (document.value.is_null()) return layer;
+  if (IsAccelerateConfig(document.value)) {
+    return LayerOfAccelerate(text, source, document.lines);
+  }
   if (!document.value.is_object()) {
     return absl::InvalidArgumentError(
         absl::StrCat(source, ": the file must be a list of KEY: VALUE"));
@@ -418,7 +493,8 @@ absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view sour
       if (IsAcceleratesOnly(key)) {
         return absl::InvalidArgumentError(
             absl::StrCat(where, ": unknown key ", key,
-                         ": it is a key of Accelerate's that Muster does not need; remove it"));
+                         ": it is a key of Accelerate's files, and this file has no "
+                         "distributed_type: remove the key, or add that"));
       }
       return absl::InvalidArgumentError(absl::StrCat(where, ": unknown key ", key,
                                                      DidYouMean(key, AllKeys()),

@@ -200,11 +200,69 @@ TEST(ParseConfig, D25_D34_SectionsOfOtherEngines_AreRefused) {
   EXPECT_THAT(FileError("mixed_precision: fp8\n"), HasSubstr("one of no, bf16, fp16"));
 }
 
+// A file that `accelerate config` wrote: its settings are ours, and its sections become the
+// variables that Accelerate's own programs read.
+TEST(ParseConfig, FileOfAccelerates_IsReadAsItIs) {
+  const auto layer = ParseConfig(
+      "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: bf16\n"
+      "num_processes: 8\nnum_machines: 2\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\n"
+      "main_process_port: 29501\ndebug: true\nuse_cpu: false\ngpu_ids: all\nsame_network: true\n"
+      "rdzv_backend: static\nfsdp_config:\n  fsdp_version: 2\n  fsdp_offload_params: true\n",
+      "c.yaml");
+  ASSERT_TRUE(layer.ok()) << layer.status();
+  const std::map<std::string, std::string> expected = {{"num_processes", "8"},
+                                                       {"num_machines", "2"},
+                                                       {"machine_rank", "1"},
+                                                       {"main_process_ip", "10.0.0.1"},
+                                                       {"main_process_port", "29501"},
+                                                       {"mixed_precision", "bf16"},
+                                                       {"debug", "true"},
+                                                       {"cpu", "false"}};
+  for (const auto& [name, text] : expected) {
+    ASSERT_TRUE(layer->settings.contains(name)) << name;
+    EXPECT_EQ(layer->settings.at(name).text, text) << name;
+  }
+  EXPECT_EQ(layer->settings.size(), expected.size());
+  EXPECT_EQ(layer->settings.at("num_processes").source, "c.yaml:4");
+  EXPECT_EQ(layer->env.at("FSDP_VERSION").text, "2");
+  EXPECT_EQ(layer->env.at("FSDP_OFFLOAD_PARAMS").text, "true");
+  EXPECT_EQ(layer->env.at("ACCELERATE_USE_FSDP").text, "true");
+  EXPECT_FALSE(layer->env.contains("ACCELERATE_MIXED_PRECISION")) << "the launcher sets it";
+  EXPECT_FALSE(layer->env.contains("ACCELERATE_DYNAMO_BACKEND"));
+}
+
+TEST(ParseConfig, FileOfAccelerates_CountsLeftToFlagsAndDevices) {
+  auto layer = ParseConfig("distributed_type: MULTI_CPU\nnum_processes: -1\n", "c.yaml");
+  ASSERT_TRUE(layer.ok()) << layer.status();
+  EXPECT_FALSE(layer->settings.contains("num_processes"));
+  EXPECT_EQ(layer->settings.at("cpu").text, "true");
+  layer = ParseConfig("distributed_type: MULTI_GPU\nnum_processes: 2\nmain_process_port: 29500\n",
+                      "c.yaml");
+  ASSERT_TRUE(layer.ok()) << layer.status();
+  EXPECT_FALSE(layer->settings.contains("main_process_port")) << "one machine needs none";
+  layer = ParseConfig(
+      "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n"
+      "  gradient_accumulation_steps: 4\n  zero_stage: 2\n",
+      "c.yaml");
+  ASSERT_TRUE(layer.ok()) << layer.status();
+  EXPECT_EQ(layer->settings.at("gradient_accumulation_steps").text, "4");
+  EXPECT_EQ(layer->env.at("ACCELERATE_DEEPSPEED_ZERO_STAGE").text, "2");
+}
+
+TEST(ParseConfig, FileOfAccelerates_MistakesNameFileAndKey) {
+  EXPECT_THAT(FileError("distributed_type: MULTI_GPU\nnum_proceses: 2\n"),
+              HasSubstr("num_proceses for num_processes?"));
+  EXPECT_THAT(FileError("distributed_type: MULTI_GPU\nnum_processes: 0\n"), HasSubstr("c.yaml:2"));
+  EXPECT_THAT(FileError("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp8\n"),
+              HasSubstr("one of no, bf16, fp16"));
+  EXPECT_THAT(FileError("distributed_type: XLA\nnum_processes: 8\n"), HasSubstr("TPUs"));
+}
+
 TEST(ParseConfig, Mistakes_NameFileLineAndTheNearestKey) {
   EXPECT_EQ(FileError("cpu: true\nnum_proceses: 2\n"),
             "c.yaml:2: unknown key num_proceses; did you mean num_processes? (muster config "
             "default writes all keys)");
-  EXPECT_THAT(FileError("distributed_type: MULTI_GPU\n"), HasSubstr("Accelerate"));
+  EXPECT_THAT(FileError("rdzv_backend: c10d\n"), HasSubstr("has no distributed_type"));
   EXPECT_THAT(FileError("num_processes: [1]\n"),
               HasSubstr("c.yaml:1: num_processes must be one value"));
   EXPECT_THAT(FileError("num_processes: many\n"), HasSubstr("many (from c.yaml:1)"));

@@ -24,6 +24,7 @@ std::map<std::string, Handler> TrainHandlers();
 std::map<std::string, Handler> CollectiveHandlers();
 std::map<std::string, Handler> StorageHandlers();
 std::map<std::string, Handler> CheckpointHandlers();
+std::map<std::string, Handler> LaunchHandlers();
 
 }  // namespace muster::conformance
 

@@ -142,5 +142,36 @@ TEST(Quirks, D12_LrScheduler_OneCycleDoesNotBounceAndAdjustingIsOptIn) {
   }
 }
 
+// The file counts where the peer ignores it; what the peer crashes on is read as it is meant.
+TEST(Quirks, D26_ConfigYaml_TheFileCountsAndEveryProcessStarts) {
+  for (const Json& quirk : Quirks("config_yaml")) {
+    const std::string label = quirk["in"]["label"];
+    SCOPED_TRACE(label);
+    if (label == "parallelism with fsdp version 1 from flags") {
+      EXPECT_THROW(AnswerTo(quirk), std::exception);
+      continue;
+    }
+    const Json given = AnswerTo(quirk);
+    if (label == "multi cpu") {
+      ASSERT_EQ(given["processes"].size(), 2u);
+      EXPECT_EQ(given["processes"][1]["RANK"], "1");
+    } else if (label == "c10d in the file") {
+      EXPECT_EQ(given["torchrun"]["rdzv_backend"], "c10d");
+    } else if (label == "same network in the file") {
+      EXPECT_EQ(given["torchrun"]["master_addr"], "10.0.0.1");
+      EXPECT_EQ(given["torchrun"]["master_port"], "29576");
+    } else if (label == "affinity in the file") {
+      EXPECT_EQ(given["processes"][0]["ACCELERATE_CPU_AFFINITY"], "1");
+    } else if (label == "unquoted no") {
+      EXPECT_EQ(given["processes"][0]["ACCELERATE_MIXED_PRECISION"], "no");
+    } else if (label == "unquoted distributed type") {
+      EXPECT_EQ(given["processes"].size(), 1u);
+      EXPECT_EQ(given["processes"][0]["ACCELERATE_MIXED_PRECISION"], "fp16");
+    } else {
+      ADD_FAILURE() << "no decision for " << quirk["id"];
+    }
+  }
+}
+
 }  // namespace
 }  // namespace muster::conformance

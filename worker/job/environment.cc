@@ -313,6 +313,20 @@ absl::Status ReadMeetingPoint(const Variables& variables, Environment* env) {
 // behave.
 absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& arguments,
                         Environment* env) {
+  // A program that trained without them would train something else than was asked for.
+  for (const auto& [name, what] :
+       {std::pair<const char*, const char*>{"ACCELERATE_USE_FSDP", "sharded training (FSDP)"},
+        {"ACCELERATE_USE_DEEPSPEED", "DeepSpeed"},
+        {"ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"},
+        {"ACCELERATE_USE_PARALLELISM_CONFIG", "tensor, context and sequence parallelism"}}) {
+    Setting<bool> asked;
+    MUSTER_RETURN_IF_ERROR(ReadBool(variables, name, &asked));
+    if (!asked.value) continue;
+    return absl::InvalidArgumentError(absl::StrCat(
+        name, " asks for ", what,
+        ", which this program does not have: it would train with plain "
+        "data parallelism. Remove the section from the config file, or unset the variable"));
+  }
   ReadText(variables, "ACCELERATE_MIXED_PRECISION", &env->mixed_precision);
   ReadText(variables, "MUSTER_MIXED_PRECISION", &env->mixed_precision);
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "ACCELERATE_USE_CPU", &env->use_cpu));

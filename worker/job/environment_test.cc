@@ -313,6 +313,16 @@ TEST(Environment, AccelerateWishes_AreUnderstood) {
   EXPECT_TRUE(env.debug.value);
 }
 
+// A launcher of Accelerate's that asks for an engine that is not here: plain data parallelism in
+// its place would be silent.
+TEST(Environment, D34_EnginesOfAccelerates_AreRefusedByName) {
+  for (const char* name : {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED",
+                           "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG"}) {
+    EXPECT_THAT(Error({{name, "true"}}), HasSubstr(name));
+    EXPECT_EQ(Read({{name, "false"}}).world_size.value, 1);
+  }
+}
+
 TEST(Environment, BadWishes_AreRefusedByName) {
   EXPECT_THAT(Error({{"MUSTER_MIXED_PRECISION", "fp12"}}),
               HasSubstr("mixed precision 'fp12' (from MUSTER_MIXED_PRECISION)"));

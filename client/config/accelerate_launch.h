@@ -1,0 +1,74 @@
+#ifndef MUSTER_CLIENT_CONFIG_ACCELERATE_LAUNCH_H_
+#define MUSTER_CLIENT_CONFIG_ACCELERATE_LAUNCH_H_
+
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace muster::client {
+
+// Hugging Face Accelerate's config files and the flags of `accelerate launch` (release 1.15), and
+// what they give the processes of a job. For the files that people have, and for Python programs
+// that read these variables. Where the real launcher ignores its own file or crashes on it, the
+// file counts; docs/accelerate.md lists the differences. Pure.
+
+// A config file. Its keys are those of the release, each checked; old names are converted.
+struct AccelerateConfig {
+  // In the order of the file, which some variables keep. Sections are objects.
+  nlohmann::ordered_json values = nlohmann::ordered_json::object();
+  std::string source;
+};
+
+// Whether a parsed config file is one of Accelerate's: it has a key that only those have.
+bool IsAccelerateConfig(const nlohmann::json& document);
+
+// Reads a file's text: JSON if `source` ends in ".json", else YAML 1.1. Errors: INVALID_ARGUMENT
+// that names the file and the key: bad syntax, unknown keys, a missing or unknown
+// distributed_type, a value of the wrong type; UNIMPLEMENTED for SageMaker.
+absl::StatusOr<AccelerateConfig> ParseAccelerateConfig(absl::string_view text,
+                                                       absl::string_view source);
+
+struct AccelerateMachine {
+  int physical_cores = 1;
+  bool fp8 = false;  // a backend for 8-bit floats is installed
+};
+
+// What `accelerate launch` would do.
+struct AccelerateLaunch {
+  // One process directly, torchrun's elastic agent, or DeepSpeed's own runner.
+  enum class Launcher { kSimple, kTorchrun, kDeepspeed };
+  Launcher launcher = Launcher::kSimple;
+  // Set for every process, besides the launcher's own environment.
+  std::map<std::string, std::string> env;
+  int num_processes = 1;  // of all machines
+  int num_machines = 1;
+  int machine_rank = 0;
+  // kTorchrun: its parameters by name; those that are not set are absent.
+  std::map<std::string, std::string> agent;
+  // kDeepspeed: the command, with "<script>" for the program.
+  std::vector<std::string> command;
+  // Every setting by its name in the release, for callers that take more from it.
+  std::map<std::string, nlohmann::json> settings;
+};
+
+// `config`: null if there is no file. `args`: the launcher's flags without the program; words may
+// be joined with - or _. `variables`: the launcher's environment. Errors: INVALID_ARGUMENT for what
+// the release refuses, FAILED_PRECONDITION for what this machine lacks, UNIMPLEMENTED for launchers
+// that do not exist here (TPU, mpirun); each names the flag or key.
+absl::StatusOr<AccelerateLaunch> PlanAccelerateLaunch(
+    const AccelerateConfig* config, const std::vector<std::string>& args,
+    const std::map<std::string, std::string>& variables, const AccelerateMachine& machine);
+
+// The variables of each process that the launcher starts on machine `machine_rank`, by local rank:
+// those of `launch.env` and, under torchrun, the rank, world and address. "<any>" stands for an
+// address or port that is chosen at run time.
+std::vector<std::map<std::string, std::string>> ProcessVariables(const AccelerateLaunch& launch,
+                                                                 int machine_rank);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CONFIG_ACCELERATE_LAUNCH_H_

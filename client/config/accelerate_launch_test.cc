@@ -1,0 +1,143 @@
+#include "client/config/accelerate_launch.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace muster::client {
+namespace {
+
+using ::testing::Contains;
+using ::testing::HasSubstr;
+using ::testing::Key;
+using ::testing::Not;
+using ::testing::Pair;
+
+using Launcher = AccelerateLaunch::Launcher;
+
+absl::StatusOr<AccelerateLaunch> Plan(const std::string& file,
+                                      const std::vector<std::string>& args = {},
+                                      const std::map<std::string, std::string>& variables = {},
+                                      const AccelerateMachine& machine = {}) {
+  if (file.empty()) return PlanAccelerateLaunch(nullptr, args, variables, machine);
+  const absl::StatusOr<AccelerateConfig> config = ParseAccelerateConfig(file, "default.yaml");
+  if (!config.ok()) return config.status();
+  return PlanAccelerateLaunch(&*config, args, variables, machine);
+}
+
+std::string Error(const std::string& file, const std::vector<std::string>& args = {}) {
+  const auto plan = Plan(file, args);
+  return plan.ok() ? "no error" : std::string(plan.status().message());
+}
+
+// The wizard writes other names than its launcher reads.
+TEST(AccelerateLaunch, D25_KeysOfTheWizard_Count) {
+  const auto plan = Plan(
+      "distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp8\nfp8_config:\n"
+      "  backend: TE\n  amax_history_length: 32\n  amax_compute_algorithm: max\n"
+      "  optimization_level: O1\n",
+      {}, {}, {.fp8 = true});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_THAT(plan->env, Contains(Pair("ACCELERATE_FP8_AMAX_HISTORY_LEN", "32")));
+  EXPECT_THAT(plan->env, Contains(Pair("ACCELERATE_FP8_AMAX_COMPUTE_ALGO", "max")));
+  EXPECT_THAT(plan->env, Contains(Pair("ACCELERATE_FP8_OPT_LEVEL", "O1")));
+  EXPECT_THAT(plan->env, Not(Contains(Key("ACCELERATE_FP8_AMAX_HISTORY_LENGTH"))));
+}
+
+TEST(AccelerateLaunch, D26_SeveralProcessesOnTheCpu_AreAllStarted) {
+  for (const char* file : {"", "distributed_type: MULTI_CPU\nnum_processes: 3\nuse_cpu: true\n"}) {
+    SCOPED_TRACE(file);
+    const auto plan = Plan(file, {"--cpu", "--num_processes=3"});
+    ASSERT_TRUE(plan.ok()) << plan.status();
+    EXPECT_EQ(plan->launcher, Launcher::kTorchrun);
+    const auto processes = ProcessVariables(*plan, 0);
+    ASSERT_EQ(processes.size(), 3u);
+    EXPECT_EQ(processes[2].at("RANK"), "2");
+    EXPECT_EQ(processes[2].at("WORLD_SIZE"), "3");
+    EXPECT_EQ(processes[2].at("ACCELERATE_USE_CPU"), "True");
+  }
+}
+
+TEST(AccelerateLaunch, D27_ProcessesThatDoNotDivide_AreRefused) {
+  EXPECT_THAT(Error("distributed_type: MULTI_GPU\nnum_processes: 7\nnum_machines: 2\n"
+                    "main_process_ip: 10.0.0.1\n"),
+              HasSubstr("7 processes cannot be divided evenly among 2 machines"));
+}
+
+// The flag's word is text to the peer, of which every one is true.
+TEST(AccelerateLaunch, D31_VariableSequenceLengthFalse_IsFalse) {
+  const auto plan = Plan("", {"--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config",
+                              "--num_processes", "2", "--parallelism_config_sp_size", "2",
+                              "--parallelism_config_sp_seq_length_is_variable", "False"});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->env.at("PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE"), "0");
+}
+
+TEST(AccelerateLaunch, SectionKeysWithoutTheirPrefix_Count) {
+  const auto plan = Plan(
+      "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n  version: 2\n"
+      "  min_num_params: 7\ndynamo_config: {backend: inductor}\n");
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->env.at("FSDP_VERSION"), "2");
+  EXPECT_EQ(plan->env.at("FSDP_MIN_NUM_PARAMS"), "7");
+  EXPECT_EQ(plan->env.at("ACCELERATE_DYNAMO_BACKEND"), "INDUCTOR");
+}
+
+TEST(AccelerateLaunch, Json_KeepsTheOrderOfDeepspeedFields) {
+  const auto config = ParseAccelerateConfig(
+      R"({"distributed_type": "DEEPSPEED", "num_processes": 2,
+          "deepspeed_config": {"zero_stage": 2, "gradient_clipping": 1.0}})",
+      "c.json");
+  ASSERT_TRUE(config.ok()) << config.status();
+  const auto plan = PlanAccelerateLaunch(&*config, {}, {}, {});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_EQ(plan->env.at("ACCELERATE_CONFIG_DS_FIELDS"), "zero_stage,gradient_clipping");
+}
+
+TEST(AccelerateLaunch, BadFile_NamesFileKeyAndWayOut) {
+  EXPECT_THAT(Error("distributed_type: NO\nnum_procesess: 2\n"),
+              HasSubstr("default.yaml: the file has unknown keys (num_procesess for "
+                        "num_processes?)"));
+  EXPECT_THAT(Error("num_processes: 2\ncompute_environment: LOCAL_MACHINE\n"),
+              HasSubstr("distributed_type must be specified"));
+  EXPECT_THAT(Error("distributed_type: MULTI_GPU\nnum_processes: two\n"),
+              HasSubstr("num_processes: \"two\" is not allowed: it must be a whole number"));
+  EXPECT_THAT(Error("distributed_type: MULTI_GPU\nuse_cpu: maybe\n"), HasSubstr("true or false"));
+  EXPECT_THAT(Error("distributed_type: FSDP\nfsdp_config: 3\n"), HasSubstr("a section"));
+  EXPECT_THAT(Error("distributed_type: [NO]\n"), HasSubstr("it must be text"));
+  EXPECT_THAT(Error("distributed_type: null\n"), HasSubstr("distributed_type: null"));
+  EXPECT_THAT(Error("- a\n"), HasSubstr("list of KEY: VALUE"));
+  EXPECT_THAT(Error("distributed_type: 'NO'\n  x: 1\n"), HasSubstr("default.yaml:2"));
+  EXPECT_THAT(Error("compute_environment: AMAZON_SAGEMAKER\n"), HasSubstr("SAGEMAKER"));
+  EXPECT_THAT(Error("distributed_type: XLA\nnum_processes: 8\n"), HasSubstr("TPUs"));
+  EXPECT_THAT(Error("distributed_type: MULTI_CPU\nnum_processes: 4\nmpirun_config:\n"
+                    "  mpirun_hostfile: hosts\n"),
+              HasSubstr("mpirun_hostfile is not supported"));
+  EXPECT_THAT(Error("distributed_type: MULTI_GPU\nnum_processes: 4\ngpu_ids: 3\n"),
+              HasSubstr("Less than two GPU ids"));
+  EXPECT_THAT(Error("distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 2\n"),
+              HasSubstr("main_process_ip is missing"));
+  EXPECT_THAT(Error("distributed_type: MULTI_GPU\nnum_processes: 4\nnum_machines: 2\n"
+                    "machine_rank: 2\n"),
+              HasSubstr("it must be from 0 to 1"));
+  EXPECT_THAT(Error("distributed_type: 'NO'\ndynamo_config: {dynamo_backend: INDUCTRO}\n"),
+              HasSubstr("Unknown dynamo backend: INDUCTRO; did you mean INDUCTOR?"));
+  EXPECT_THAT(Error("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp8\n"),
+              HasSubstr("FP8 is not available on this machine"));
+}
+
+TEST(AccelerateLaunch, BadFlags_AreNamed) {
+  EXPECT_THAT(Error("", {"--nmu_processes", "2"}), HasSubstr("did you mean --num_processes?"));
+  EXPECT_THAT(Error("", {"--fsdp", "2"}), HasSubstr("it may be --fsdp_activation_checkpointing"));
+  EXPECT_THAT(Error("", {"--num_processes"}), HasSubstr("--num_processes expects a value"));
+  EXPECT_THAT(Error("", {"--num_processes", "x"}), HasSubstr("it must be a whole number"));
+  EXPECT_THAT(Error("", {"--cpu=1"}), HasSubstr("--cpu takes no value"));
+  EXPECT_THAT(Error("", {"train.py"}), HasSubstr("expected a flag"));
+  EXPECT_THAT(Error("", {"--mixed_precision", "fp17"}), HasSubstr("one of no, fp16, bf16, fp8"));
+  EXPECT_THAT(Error("", {"--fp8_override_linear_precision", "true,false"}),
+              HasSubstr("three times"));
+  EXPECT_THAT(Error("", {"--use_parallelism_config"}), HasSubstr("--fsdp_version=2"));
+  EXPECT_EQ(Error("", {"--num_proc", "1"}), "no error") << "the only flag that begins so";
+}
+
+}  // namespace
+}  // namespace muster::client
