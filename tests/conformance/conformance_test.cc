@@ -6,6 +6,7 @@
 #include <cctype>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "tests/conformance/compare.h"
 #include "tests/conformance/handlers.h"
@@ -70,6 +71,38 @@ TEST(SaveStateLayout, EveryRecordedCase_HasTheFilesAndTheWeights) {
   }
 }
 
+// Where the peer's order depends on hashing, and of merged entries, the set counts.
+TEST(InferAutoDeviceMap, EveryRecordedCase_GivesTheExpectedMap) {
+  const auto sorted = [](const Json& map) {
+    std::vector<Json> entries(map.begin(), map.end());
+    std::sort(entries.begin(), entries.end());
+    return entries;
+  };
+  for (Json test_case : GoldenCases("infer_auto_device_map")) {
+    SCOPED_TRACE(test_case["id"].get<std::string>());
+    const Json out = test_case.value("out", Json());
+    const Json error = test_case.value("error", Json());
+    test_case.erase("out");
+    test_case.erase("error");
+    const Json answer = Json::parse(AnswerLine(test_case.dump()));
+    if (!error.is_null()) {
+      ASSERT_TRUE(answer.contains("error")) << answer.dump();
+      EXPECT_NE(answer["error"].get<std::string>().find(error["contains"]), std::string::npos)
+          << answer["error"];
+      continue;
+    }
+    ASSERT_TRUE(answer.contains("out")) << answer.dump();
+    EXPECT_EQ(answer["out"]["buffer_warning"], out["buffer_warning"]);
+    const bool in_order =
+        out.value("order_stable", true) && !test_case["in"]["clean_result"].get<bool>();
+    if (in_order) {
+      EXPECT_EQ(answer["out"]["device_map"], out["device_map"]);
+    } else {
+      EXPECT_EQ(sorted(answer["out"]["device_map"]), sorted(out["device_map"]));
+    }
+  }
+}
+
 Json Answer(const std::string& line) { return Json::parse(AnswerLine(line)); }
 
 TEST(AnswerLine, WhateverTheLine_IsOneLineThatSaysWhy) {
@@ -113,7 +146,8 @@ INSTANTIATE_TEST_SUITE_P(
                     Kind{"split_between_processes", {}}, Kind{"pad_across_processes", {}},
                     Kind{"lr_scheduler", {1e-9, 1e-9}}, Kind{"grad_accumulation", {}},
                     Kind{"clip_grad", {1e-12, 2e-6}}, Kind{"size_parsing", {}},
-                    Kind{"safetensors_write", {}}, Kind{"config_yaml", {}}),
+                    Kind{"safetensors_write", {}}, Kind{"config_yaml", {}},
+                    Kind{"balanced_memory", {1e-9, 1e-9}}),
     [](const auto& info) { return std::string(info.param.name); });
 
 }  // namespace

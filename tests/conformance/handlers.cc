@@ -12,7 +12,7 @@ const std::map<std::string, Handler>& Handlers() {
   static const auto* const handlers = [] {
     auto* all = new std::map<std::string, Handler>;
     for (auto group : {DataHandlers(), TrainHandlers(), CollectiveHandlers(), StorageHandlers(),
-                       CheckpointHandlers(), LaunchHandlers()}) {
+                       CheckpointHandlers(), LaunchHandlers(), BigModelHandlers()}) {
       all->merge(group);
     }
     return all;

@@ -3,6 +3,8 @@
 // decision fits is a failure.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <functional>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <vector>
@@ -170,6 +172,48 @@ TEST(Quirks, D26_ConfigYaml_TheFileCountsAndEveryProcessStarts) {
     } else {
       ADD_FAILURE() << "no decision for " << quirk["id"];
     }
+  }
+}
+
+// Limits for the disk and device numbers with gaps, where the peer fails, give a map like others.
+TEST(Quirks, BalancedMemory_DiskAndGapsInTheNumbers_AreBalanced) {
+  for (const Json& quirk : Quirks("balanced_memory")) {
+    SCOPED_TRACE(quirk["id"]);
+    const Json limits = AnswerTo(quirk)["max_memory"];
+    ASSERT_EQ(limits.size(), quirk["in"]["max_memory"].size());
+    for (size_t i = 0; i < limits.size(); ++i) {
+      EXPECT_EQ(limits[i][0], quirk["in"]["max_memory"][i][0]);
+      EXPECT_LE(limits[i][1], quirk["in"]["max_memory"][i][1]);
+    }
+  }
+}
+
+// Every tensor has a device: also the buffers of divided modules, tied parameters whose owner is
+// elsewhere, and modules whose names begin alike. Booleans take a byte.
+TEST(Quirks, D15_InferAutoDeviceMap_EveryTensorHasADevice) {
+  for (const Json& quirk : Quirks("infer_auto_device_map")) {
+    SCOPED_TRACE(quirk["id"]);
+    const Json map = AnswerTo(quirk)["device_map"];
+    const std::function<void(const Json&, const std::string&)> check = [&](const Json& tree,
+                                                                           const std::string& at) {
+      for (const char* part : {"params", "buffers"}) {
+        for (const Json& tensor : tree.value(part, Json::array())) {
+          const std::string name = at + tensor["name"].get<std::string>();
+          EXPECT_EQ(std::count_if(map.begin(), map.end(),
+                                  [&](const Json& entry) {
+                                    const std::string module = entry[0];
+                                    return module.empty() || module == name ||
+                                           name.rfind(module + ".", 0) == 0;
+                                  }),
+                    1)
+              << name;
+        }
+      }
+      for (const Json& child : tree.value("children", Json::array())) {
+        check(child, at + child["name"].get<std::string>() + ".");
+      }
+    };
+    check(quirk["in"]["tree"], "");
   }
 }
 
