@@ -46,18 +46,18 @@ absl::StatusOr<HubServer::Options> HubListenOptions(const std::string& hub_liste
   HubServer::Options hub;
   rpc::ServerOptions& options = hub.server;
   options.listen = hub_listen;
-  options.tls_cert = channel.tls_cert;
-  options.tls_key = channel.tls_key;
+  options.tls.cert = channel.tls.cert;
+  options.tls.key = channel.tls.key;
   options.checks_token = !channel.token_file.empty();
-  if (!options.checks_token && !options.tls_cert.empty()) options.tls_ca = channel.tls_ca;
+  if (!options.checks_token && !options.tls.cert.empty()) options.tls.ca = channel.tls.ca;
   options.health = false;
   if (address->is_unix()) {
     options.only_user = geteuid();
-  } else if (!address->is_loopback() && options.tls_cert.empty()) {
+  } else if (!address->is_loopback() && options.tls.cert.empty()) {
     return Refused(hub_listen,
                    "off the loopback interface a hub must authenticate itself: give --tls_cert and "
                    "--tls_key, valid for this address");
-  } else if (!options.checks_token && options.tls_ca.empty()) {
+  } else if (!options.checks_token && options.tls.ca.empty()) {
     if (upstream.is_unix()) {
       return Refused(hub_listen,
                      "every user of this machine could speak for its workers, which the "

@@ -22,9 +22,9 @@ std::string TokenFile() {
   return path;
 }
 
-const rpc::ChannelOptions kToken = {
-    .tls_ca = "ca", .tls_cert = "cert", .tls_key = "key", .token_file = "token"};
-const rpc::ChannelOptions kCertificate = {.tls_ca = "ca", .tls_cert = "cert", .tls_key = "key"};
+const rpc::ChannelOptions kToken = {.tls = {.ca = "ca", .cert = "cert", .key = "key"},
+                                    .token_file = "token"};
+const rpc::ChannelOptions kCertificate = {.tls = {.ca = "ca", .cert = "cert", .key = "key"}};
 
 TEST(HubListen, Token_IsAskedForInsteadOfCertificates) {
   rpc::ChannelOptions channel = kToken;
@@ -35,9 +35,9 @@ TEST(HubListen, Token_IsAskedForInsteadOfCertificates) {
   const rpc::ServerOptions* const options = &hub->server;
   EXPECT_EQ(options->listen, "10.0.0.6:0");
   EXPECT_TRUE(options->checks_token);
-  EXPECT_EQ(options->tls_cert, "cert");
-  EXPECT_EQ(options->tls_key, "key");
-  EXPECT_EQ(options->tls_ca, "");
+  EXPECT_EQ(options->tls.cert, "cert");
+  EXPECT_EQ(options->tls.key, "key");
+  EXPECT_EQ(options->tls.ca, "");
   EXPECT_FALSE(options->insecure);
 }
 
@@ -45,7 +45,7 @@ TEST(HubListen, Certificates_AreAskedForWithoutAToken) {
   const auto hub = HubListenOptions("[fd00::6]:0", "10.0.0.5:29400", kCertificate);
   ASSERT_TRUE(hub.ok()) << hub.status();
   const rpc::ServerOptions* const options = &hub->server;
-  EXPECT_EQ(options->tls_ca, "ca");
+  EXPECT_EQ(options->tls.ca, "ca");
   EXPECT_FALSE(options->checks_token);
   EXPECT_FALSE(options->insecure);
 }
@@ -83,7 +83,7 @@ TEST(HubListen, AddressThatOthersCannotUse_IsRefused) {
   EXPECT_THAT(error("unix:/tmp/hub", "10.0.0.5:29400", kToken), HasSubstr("on another address"));
   EXPECT_THAT(error("somewhere", "10.0.0.5:29400", kToken), HasSubstr("has no port"));
   EXPECT_THAT(error("10.0.0.6:0", "127.0.0.1:29400", {}), HasSubstr("--tls_cert"));
-  EXPECT_THAT(error("10.0.0.6:0", "10.0.0.5:29400", {.tls_ca = "ca", .token_file = "token"}),
+  EXPECT_THAT(error("10.0.0.6:0", "10.0.0.5:29400", {.tls = {.ca = "ca"}, .token_file = "token"}),
               HasSubstr("--tls_cert"));
   EXPECT_THAT(error("127.0.0.1:0", "unix:/tmp/coordinator", {}), HasSubstr("unix:PATH"));
 }

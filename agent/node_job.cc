@@ -100,9 +100,7 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   worker.coordinator = (*session)->relay_address();
   worker.outage_tolerance = options.outage_tolerance;
   worker.lease = options.lease;
-  worker.tls_ca.clear();
-  worker.tls_cert.clear();
-  worker.tls_key.clear();
+  worker.tls = {};
   const bool show = options.show_output;
   // Files of single ranks have to say it themselves.
   worker.agent_tells = show && options.agent.log_dir.empty();

@@ -5,12 +5,11 @@
 #include <termios.h>
 #include <unistd.h>
 
-#include <fstream>
-#include <sstream>
 #include <string>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
+#include "base/file.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -113,9 +112,7 @@ TEST(OutputMux, LogFile_HasTheRanksLinesWithoutPrefix) {
     mux.Line(1, kErr, "two");
     EXPECT_TRUE(mux.Flush(absl::InfiniteDuration()));
   }
-  std::stringstream text;
-  text << std::ifstream(path).rdbuf();
-  EXPECT_EQ(text.str(), "one\ntwo\n");
+  EXPECT_EQ(ReadFile(path).value_or(""), "one\ntwo\n");
   EXPECT_EQ(out.ReadAll(), "[0]: not here\n[1]: one\n");
   OutputMux mux({});
   EXPECT_THAT(std::string(mux.AddLog(1, "/nowhere/x.log").message()), HasSubstr("/nowhere/x.log"));
@@ -137,9 +134,7 @@ TEST(OutputMux, LogOfAnAttemptOnAFullDisk_NextAttemptsHaveTheirs) {
     ASSERT_TRUE(mux.AddLog(0, path).ok());
     mux.Line(0, kOut, absl::StrCat("attempt ", attempt));
     EXPECT_TRUE(mux.Flush(absl::InfiniteDuration()));
-    std::stringstream text;
-    text << std::ifstream(path).rdbuf();
-    EXPECT_EQ(text.str(), absl::StrCat("attempt ", attempt, "\n"));
+    EXPECT_EQ(ReadFile(path).value_or(""), absl::StrCat("attempt ", attempt, "\n"));
   }
   EXPECT_THAT(err.ReadAll(), HasSubstr("full.log cannot be written: No space left on device"));
 }

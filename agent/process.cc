@@ -10,7 +10,6 @@
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -39,6 +38,7 @@
 #include "agent/process_state.h"
 #include "base/clock.h"
 #include "base/failpoint.h"
+#include "base/file.h"
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
@@ -134,14 +134,6 @@ absl::Status MakeTerminal(int like_fd, Fd* read_end, Fd* write_end) {
   *read_end = std::move(master);
   *write_end = std::move(slave);
   return absl::OkStatus();
-}
-
-std::string RandomMark() {
-  unsigned char bytes[16];
-  MUSTER_CHECK(getrandom(bytes, sizeof(bytes), 0) == sizeof(bytes));
-  std::string text;
-  for (const unsigned char byte : bytes) absl::StrAppendFormat(&text, "%02x", byte);
-  return text;
 }
 
 // --- The guard. Forked from a process with threads, so it may only do what a signal handler may:
@@ -549,7 +541,7 @@ class HostImpl final : public ProcessHost {
       : options_(std::move(options)),
         epoll_ctl_(options_.epoll_ctl != nullptr ? options_.epoll_ctl : ::epoll_ctl),
         waker_(std::make_shared<Waker>()),
-        mark_(RandomMark()) {
+        mark_(absl::StrCat(RandomHex(), RandomHex())) {
     Orphans::Get().AddHost(mark_);
   }
 

@@ -667,24 +667,81 @@ void SessionClient::Clear() {
   changed_.SignalAll();
 }
 
-void SessionClient::Welcomed(const v1::Welcome& welcome, Todo* todo) {
+std::string SessionClient::WhyRefused(const v1::Welcome& welcome) const {
   // Terms of another cluster say nothing about this one.
   if (welcome.cluster_id() == cluster_id_ && welcome.term() < term_) {
-    NoteError(absl::StrCat("term ", term_, " has begun, but it serves term ", welcome.term(),
-                           ": an older coordinator, or one on an older copy of its data "
-                           "directory (muster-coordinator --restored)"));
-    Drop(todo);
-    return;
+    return absl::StrCat("term ", term_, " has begun, but it serves term ", welcome.term(),
+                        ": an older coordinator, or one on an older copy of its data "
+                        "directory (muster-coordinator --restored)");
   }
   if (at_hub_ && welcome.cluster_id() != cluster_id_) {
-    NoteError(
-        absl::StrCat("it is in cluster ", welcome.cluster_id(), ", this agent in ", cluster_id_));
-    Drop(todo);
-    return;
+    return absl::StrCat("it is in cluster ", welcome.cluster_id(), ", this agent in ", cluster_id_);
   }
   if (welcome.protocol() != kProtocol) {
-    NoteError(absl::StrCat("it speaks protocol ", welcome.protocol(), ", but was offered only ",
-                           kProtocol));
+    return absl::StrCat("it speaks protocol ", welcome.protocol(), ", but was offered only ",
+                        kProtocol);
+  }
+  return "";
+}
+
+void SessionClient::Resume(uint64_t last_received_seq) {
+  while (!unacked_.empty() && unacked_.front().seq <= last_received_seq) {
+    unacked_.pop_front();
+  }
+  // It has not seen these: their contents go out again, first.
+  for (auto sent = unacked_.rbegin(); sent != unacked_.rend(); ++sent) {
+    for (auto item = sent->items.rbegin(); item != sent->items.rend(); ++item) {
+      stacks_queued_ += std::holds_alternative<v1::StackReply>(*item);
+      queue_.push_front(std::move(*item));
+    }
+  }
+  for (auto& [op_id, held] : held_) {
+    if (!std::exchange(held.again, false)) continue;
+    queue_.push_back(op_id);
+  }
+}
+
+void SessionClient::BeginSession(Todo* todo) {
+  after_seats_.reset();
+  seats_by_ = absl::InfiniteFuture();
+  received_ = 0;
+  queue_.clear();
+  stacks_queued_ = 0;
+  for (auto it = held_.begin(); it != held_.end();) {
+    Held& held = it->second;
+    if (held.op.has_recall_barriers() && !held.done) {  // rebuilt below
+      held_bytes_ -= held.bytes;
+      it = held_.erase(it);
+      continue;
+    }
+    if (held.sent && !RepeatSafe(held.op)) {
+      if (held.done) {
+        todo->results.emplace_back(
+            std::move(held.done),
+            ErrorResult(it->first, absl::UnavailableError(absl::StrCat(
+                                       "the connection to the coordinator at ", options_.address,
+                                       " broke: whether the request took effect is unknown"))));
+      }
+      held_bytes_ -= held.bytes;
+      it = held_.erase(it);
+      continue;
+    }
+    held.again = false;
+    // A restarted coordinator continues with the rest of a barrier's timeout.
+    held_bytes_ -= held.bytes;
+    SetWaited(options_.clock->Now() - held.since, &held.op);
+    held.bytes = held.op.ByteSizeLong();
+    held_bytes_ += held.bytes;
+    queue_.push_back(it->first);
+    ++it;
+  }
+  // Also to another session of the same term: the earlier message may have been lost.
+  QueueRecalls();
+}
+
+void SessionClient::Welcomed(const v1::Welcome& welcome, Todo* todo) {
+  if (const std::string why = WhyRefused(welcome); !why.empty()) {
+    NoteError(why);
     Drop(todo);
     return;
   }
@@ -698,56 +755,9 @@ void SessionClient::Welcomed(const v1::Welcome& welcome, Todo* todo) {
   const bool resumed =
       ever_connected_ && hub == session_hub_ && welcome.session_id() == session_id_;
   if (resumed) {
-    while (!unacked_.empty() && unacked_.front().seq <= welcome.last_received_seq()) {
-      unacked_.pop_front();
-    }
-    // It has not seen these: their contents go out again, first.
-    for (auto sent = unacked_.rbegin(); sent != unacked_.rend(); ++sent) {
-      for (auto item = sent->items.rbegin(); item != sent->items.rend(); ++item) {
-        stacks_queued_ += std::holds_alternative<v1::StackReply>(*item);
-        queue_.push_front(std::move(*item));
-      }
-    }
-    for (auto& [op_id, held] : held_) {
-      if (!std::exchange(held.again, false)) continue;
-      queue_.push_back(op_id);
-    }
+    Resume(welcome.last_received_seq());
   } else {
-    after_seats_.reset();
-    seats_by_ = absl::InfiniteFuture();
-    received_ = 0;
-    queue_.clear();
-    stacks_queued_ = 0;
-    for (auto it = held_.begin(); it != held_.end();) {
-      Held& held = it->second;
-      if (held.op.has_recall_barriers() && !held.done) {  // rebuilt below
-        held_bytes_ -= held.bytes;
-        it = held_.erase(it);
-        continue;
-      }
-      if (held.sent && !RepeatSafe(held.op)) {
-        if (held.done) {
-          todo->results.emplace_back(
-              std::move(held.done),
-              ErrorResult(it->first, absl::UnavailableError(absl::StrCat(
-                                         "the connection to the coordinator at ", options_.address,
-                                         " broke: whether the request took effect is unknown"))));
-        }
-        held_bytes_ -= held.bytes;
-        it = held_.erase(it);
-        continue;
-      }
-      held.again = false;
-      // A restarted coordinator continues with the rest of a barrier's timeout.
-      held_bytes_ -= held.bytes;
-      SetWaited(options_.clock->Now() - held.since, &held.op);
-      held.bytes = held.op.ByteSizeLong();
-      held_bytes_ += held.bytes;
-      queue_.push_back(it->first);
-      ++it;
-    }
-    // Also to another session of the same term: the earlier message may have been lost.
-    QueueRecalls();
+    BeginSession(todo);
   }
   unacked_.clear();
   told_ = 0;

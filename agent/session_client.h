@@ -183,6 +183,13 @@ class SessionClient final : public OpSender {
   void OnClosed(const Attempt* attempt, const absl::Status& status);
 
   void Welcomed(const v1::Welcome& welcome, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // Why this agent does not talk to that server; empty: it does.
+  std::string WhyRefused(const v1::Welcome& welcome) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The session goes on: what the server has not received is sent again, before anything else.
+  void Resume(uint64_t last_received_seq) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
+  // The server knows nothing of the session before: operations that may be repeated are sent again,
+  // the others fail.
+  void BeginSession(Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void Received(const v1::CoordinatorFrame& frame, Todo* todo) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void QueueRecalls() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);
   void NoteBarrier(const v1::Op& op, const v1::OpResult& result) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_);

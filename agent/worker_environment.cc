@@ -70,9 +70,9 @@ std::map<std::string, std::string> MakeWorkerVariables(
   set("MUSTER_NODE_RANK", place.node_rank);
   set("MUSTER_NUM_NODES", place.num_nodes);
   set_if("MUSTER_COORDINATOR", worker.coordinator);
-  set_if("MUSTER_TLS_CA", worker.tls_ca);
-  set_if("MUSTER_TLS_CERT", worker.tls_cert);
-  set_if("MUSTER_TLS_KEY", worker.tls_key);
+  set_if("MUSTER_TLS_CA", worker.tls.ca);
+  set_if("MUSTER_TLS_CERT", worker.tls.cert);
+  set_if("MUSTER_TLS_KEY", worker.tls.key);
   set_if("MUSTER_TOKEN_FILE", worker.token_file);
   if (!worker.rack.empty()) set("MUSTER_RACK", worker.rack);
   if (!worker.nvlink_domain.empty()) set("MUSTER_NVLINK_DOMAIN", worker.nvlink_domain);

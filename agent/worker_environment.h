@@ -8,18 +8,10 @@
 
 #include "absl/time/time.h"
 #include "base/defaults.h"
+#include "base/place.h"
+#include "rpc/tls_files.h"
 
 namespace muster::agent {
-
-// The place of a worker in its job. Every node of a job has the same number of workers.
-struct Place {
-  int rank = 0;
-  int world_size = 1;
-  int local_rank = 0;
-  int local_world_size = 1;
-  int node_rank = 0;
-  int num_nodes = 1;
-};
 
 // What a worker gets through its environment.
 struct WorkerEnvironment {
@@ -32,9 +24,7 @@ struct WorkerEnvironment {
   std::string rack;
   std::string nvlink_domain;
   // Files to reach the coordinator with; empty: none.
-  std::string tls_ca;
-  std::string tls_cert;
-  std::string tls_key;
+  rpc::TlsFiles tls;
   std::string token_file;
   // For programs that meet the way torchrun's do: rank 0 may listen there.
   std::string master_addr = "127.0.0.1";

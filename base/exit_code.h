@@ -13,7 +13,7 @@ enum ExitCode : int {
   kExitUsage = 2,        // flags, config or layout
   kExitNotFound = 3,     // what was asked for does not exist
   kExitConflict = 4,     // it exists already, or the port is taken
-  kExitTimeout = 5,      // the other machines did not come in time
+  kExitTimeout = 5,      // the other machines did not arrive in time
   kExitUnreachable = 7,  // no coordinator at that address
   kExitDenied = 8,
   kExitInternal = 70,         // a bug, or the machine is out of processes, memory or descriptors

@@ -3,7 +3,6 @@
 #include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
-#include <sys/random.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -15,6 +14,7 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
+#include "base/identity.h"
 #include "base/status_macros.h"
 
 namespace muster {
@@ -136,12 +136,7 @@ std::string BaseName(absl::string_view path) {
   return std::string(path.substr(slash + 1));
 }
 
-std::string RandomHex() {
-  uint64_t bits = 0;
-  while (getrandom(&bits, sizeof(bits), 0) != sizeof(bits)) {
-  }
-  return absl::StrFormat("%016x", bits);
-}
+std::string RandomHex() { return absl::StrFormat("%016x", RandomId()); }
 
 absl::StatusOr<AtomicFile> AtomicFile::Create(const std::string& path, mode_t mode) {
   std::string temporary = absl::StrCat(path, ".tmp-", RandomHex());

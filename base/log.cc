@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
-#include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 
@@ -15,6 +14,7 @@
 #include "absl/time/clock.h"
 #include "absl/time/time.h"
 #include "base/mutex.h"
+#include "base/text.h"
 
 namespace muster {
 namespace {
@@ -62,30 +62,10 @@ const char* Name(LogLevel level) {
   return "?";
 }
 
-// How many bytes at the start of `text`, which is not empty, are one character of UTF-8; 0: none.
-size_t CharacterBytes(absl::string_view text) {
-  const auto at = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
-  const size_t size = at(0) < 0x80              ? 1
-                      : (at(0) >> 5) == 0b110   ? 2
-                      : (at(0) >> 4) == 0b1110  ? 3
-                      : (at(0) >> 3) == 0b11110 ? 4
-                                                : 0;
-  if (size == 0 || size > text.size()) return 0;
-  uint32_t code = size == 1 ? at(0) : at(0) & (0x7f >> size);
-  for (size_t i = 1; i < size; ++i) {
-    if ((at(i) >> 6) != 0b10) return 0;
-    code = code << 6 | (at(i) & 0x3f);
-  }
-  // Written longer than needed, half of a pair, or beyond the last one.
-  constexpr uint32_t kLeast[] = {0, 0, 0x80, 0x800, 0x10000};
-  if (code < kLeast[size] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) return 0;
-  return size;
-}
-
 std::string JsonString(absl::string_view text) {
   std::string out = "\"";
   for (size_t i = 0; i < text.size();) {
-    const size_t size = CharacterBytes(text.substr(i));
+    const size_t size = Utf8CharacterBytes(text.substr(i));
     if (size != 1) {
       // JSON is UTF-8; what is not becomes the character for that.
       out += size == 0 ? "\\ufffd" : std::string(text.substr(i, size));
@@ -134,7 +114,7 @@ std::string OneLine(absl::string_view text) {
   std::string out;
   out.reserve(text.size());
   for (size_t i = 0; i < text.size();) {
-    const size_t size = CharacterBytes(text.substr(i));
+    const size_t size = Utf8CharacterBytes(text.substr(i));
     const auto at = [&](size_t k) { return static_cast<unsigned char>(text[i + k]); };
     const bool control = size == 1 && (at(0) < 0x20 || at(0) == 0x7f);
     // U+0080 to U+009F, which some terminals obey; U+2028 and U+2029 end lines.

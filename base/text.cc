@@ -1,32 +1,35 @@
 #include "base/text.h"
 
+#include <cstdint>
+
 #include "absl/strings/str_format.h"
 
 namespace muster {
 
+size_t Utf8CharacterBytes(absl::string_view text) {
+  const auto at = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
+  const size_t size = at(0) < 0x80              ? 1
+                      : (at(0) >> 5) == 0b110   ? 2
+                      : (at(0) >> 4) == 0b1110  ? 3
+                      : (at(0) >> 3) == 0b11110 ? 4
+                                                : 0;
+  if (size == 0 || size > text.size()) return 0;
+  uint32_t code = size == 1 ? at(0) : at(0) & (0x7f >> size);
+  for (size_t i = 1; i < size; ++i) {
+    if ((at(i) >> 6) != 0b10) return 0;
+    code = code << 6 | (at(i) & 0x3f);
+  }
+  // Written longer than needed, half of a pair, or beyond the last one.
+  constexpr uint32_t kLeast[] = {0, 0, 0x80, 0x800, 0x10000};
+  if (code < kLeast[size] || code > 0x10ffff || (code >= 0xd800 && code < 0xe000)) return 0;
+  return size;
+}
+
 bool IsValidUtf8(absl::string_view text) {
-  size_t i = 0;
-  while (i < text.size()) {
-    const auto byte = [&](size_t k) { return static_cast<unsigned char>(text[k]); };
-    const unsigned char lead = byte(i);
-    if (lead < 0x80) {
-      ++i;
-      continue;
-    }
-    const size_t length = lead >= 0xC2 && lead <= 0xDF   ? 2
-                          : (lead & 0xF0) == 0xE0        ? 3
-                          : lead >= 0xF0 && lead <= 0xF4 ? 4
-                                                         : 0;
-    if (length == 0 || i + length > text.size()) return false;
-    for (size_t k = 1; k < length; ++k) {
-      if ((byte(i + k) & 0xC0) != 0x80) return false;
-    }
-    const unsigned char second = byte(i + 1);
-    if (lead == 0xE0 && second < 0xA0) return false;  // overlong
-    if (lead == 0xED && second > 0x9F) return false;  // surrogates
-    if (lead == 0xF0 && second < 0x90) return false;  // overlong
-    if (lead == 0xF4 && second > 0x8F) return false;  // beyond U+10FFFF
-    i += length;
+  while (!text.empty()) {
+    const size_t size = Utf8CharacterBytes(text);
+    if (size == 0) return false;
+    text.remove_prefix(size);
   }
   return true;
 }

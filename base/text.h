@@ -8,6 +8,9 @@
 
 namespace muster {
 
+// How many bytes at the start of `text`, which is not empty, are one character of UTF-8; 0: none.
+size_t Utf8CharacterBytes(absl::string_view text);
+
 // Whether the bytes are UTF-8: no overlong forms, no surrogates, nothing beyond U+10FFFF.
 bool IsValidUtf8(absl::string_view text);
 

@@ -738,7 +738,7 @@ void Core::Impl::Job::Close(const std::string& why) {
   membership_touched_ = true;
   const v1::OpError error =
       MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_RENDEZVOUS_CLOSED,
-                absl::StrCat("job ", Quoted(id_), " is over: ", why));
+                absl::StrCat("job ", Quoted(id_), " has ended: ", why));
   for (const std::string& worker_id : rendezvous_.ByName()) DropWaiting(worker_id, error);
 }
 

@@ -241,7 +241,7 @@ Core::Impl::Job* Core::Impl::JobToJoin(Incoming* in) {
   if (job->members().closed()) {
     return fail(MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_RENDEZVOUS_CLOSED,
                           absl::StrCat("job ", Quoted(job->id()),
-                                       " is over: ", job->members().why_ended())),
+                                       " has ended: ", job->members().why_ended())),
                 job->membership_record());
   }
   if (other_spec) {

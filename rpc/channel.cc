@@ -38,11 +38,11 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
         absl::StrCat("address '", address, "': cannot connect to port 0"));
   }
   if (!parsed.is_loopback()) {
-    const bool shows_itself = !options.tls_cert.empty() || !options.token_file.empty();
-    if (options.tls_ca.empty() || !shows_itself) {
+    const bool shows_itself = !options.tls.cert.empty() || !options.token_file.empty();
+    if (options.tls.ca.empty() || !shows_itself) {
       return absl::InvalidArgumentError(absl::StrCat(
           "refusing to connect to ", parsed.ToString(),
-          options.tls_ca.empty() ? " without TLS" : " without authentication",
+          options.tls.ca.empty() ? " without TLS" : " without authentication",
           ": off the loopback interface a coordinator requires --tls_ca with --tls_cert and "
           "--tls_key, or --tls_ca with --token_file"));
     }
@@ -53,21 +53,21 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
     interceptors.push_back(SendToken(token));
   }
   std::shared_ptr<grpc::ChannelCredentials> credentials;
-  if (options.tls_ca.empty()) {
-    if (!options.tls_cert.empty() || !options.tls_key.empty()) {
+  if (options.tls.ca.empty()) {
+    if (!options.tls.cert.empty() || !options.tls.key.empty()) {
       return absl::InvalidArgumentError(
           "a TLS certificate without tls_ca: name the certificates to trust");
     }
     credentials = grpc::InsecureChannelCredentials();
   } else {
-    if (options.tls_cert.empty() != options.tls_key.empty()) {
+    if (options.tls.cert.empty() != options.tls.key.empty()) {
       return absl::InvalidArgumentError("tls_cert and tls_key go together");
     }
     grpc::SslCredentialsOptions ssl;
-    MUSTER_ASSIGN_OR_RETURN(ssl.pem_root_certs, ReadPem(options.tls_ca, "tls_ca"));
-    if (!options.tls_cert.empty()) {
-      MUSTER_ASSIGN_OR_RETURN(ssl.pem_cert_chain, ReadPem(options.tls_cert, "tls_cert"));
-      MUSTER_ASSIGN_OR_RETURN(ssl.pem_private_key, ReadPem(options.tls_key, "tls_key"));
+    MUSTER_ASSIGN_OR_RETURN(ssl.pem_root_certs, ReadPem(options.tls.ca, "tls_ca"));
+    if (!options.tls.cert.empty()) {
+      MUSTER_ASSIGN_OR_RETURN(ssl.pem_cert_chain, ReadPem(options.tls.cert, "tls_cert"));
+      MUSTER_ASSIGN_OR_RETURN(ssl.pem_private_key, ReadPem(options.tls.key, "tls_key"));
     }
     credentials = grpc::SslCredentials(ssl);
   }

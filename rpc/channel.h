@@ -11,15 +11,14 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "rpc/tls_files.h"
 
 namespace muster::rpc {
 
 struct ChannelOptions {
-  // TLS is on if `tls_ca` is set. The certificate and key authenticate the client, if the server
+  // TLS is on if `tls.ca` is set. The certificate and key authenticate the client, if the server
   // requires it.
-  std::string tls_ca = {};    // file with the certificates that the server's must descend from
-  std::string tls_cert = {};  // file
-  std::string tls_key = {};   // file
+  TlsFiles tls = {};
   // The name in the server's certificate, if it is not the address.
   std::string tls_server_name = {};
   // File with the coordinator's token, which goes with every call (rpc/token.h).

@@ -66,8 +66,8 @@ absl::Status TryUnixSocket(const Address& address) {
 absl::Status CheckCallersAreKnown(const ServerOptions& options) {
   MUSTER_ASSIGN_OR_RETURN(const Address address, ParseAddress(options.listen));
   if (address.is_unix()) return absl::OkStatus();
-  const bool tls = !options.tls_cert.empty();
-  const bool known = (tls && !options.tls_ca.empty()) || options.checks_token;
+  const bool tls = !options.tls.cert.empty();
+  const bool known = (tls && !options.tls.ca.empty()) || options.checks_token;
   const char* const way_out =
       address.is_loopback()
           ? "every user of this machine could command its jobs; give --token_file, or --tls_cert, "
@@ -92,26 +92,26 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
   PrepareProcess();
   MUSTER_ASSIGN_OR_RETURN(Address address, ParseAddress(options.listen));
   std::shared_ptr<grpc::ServerCredentials> credentials;
-  if (options.tls_cert.empty() != options.tls_key.empty()) {
+  if (options.tls.cert.empty() != options.tls.key.empty()) {
     return absl::InvalidArgumentError("tls_cert and tls_key go together: give both or none");
   }
-  if (options.tls_cert.empty() && !options.tls_ca.empty()) {
+  if (options.tls.cert.empty() && !options.tls.ca.empty()) {
     return absl::InvalidArgumentError(
         "tls_ca without tls_cert and tls_key: give all three to check clients");
   }
   MUSTER_RETURN_IF_ERROR(CheckCallersAreKnown(options));
-  if (options.tls_cert.empty()) {
+  if (options.tls.cert.empty()) {
     credentials = grpc::InsecureServerCredentials();
   } else {
     grpc::SslServerCredentialsOptions ssl(
-        options.tls_ca.empty() ? GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE
+        options.tls.ca.empty() ? GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE
                                : GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
     grpc::SslServerCredentialsOptions::PemKeyCertPair pair;
-    MUSTER_ASSIGN_OR_RETURN(pair.cert_chain, ReadPem(options.tls_cert, "tls_cert"));
-    MUSTER_ASSIGN_OR_RETURN(pair.private_key, ReadPem(options.tls_key, "tls_key"));
+    MUSTER_ASSIGN_OR_RETURN(pair.cert_chain, ReadPem(options.tls.cert, "tls_cert"));
+    MUSTER_ASSIGN_OR_RETURN(pair.private_key, ReadPem(options.tls.key, "tls_key"));
     ssl.pem_key_cert_pairs.push_back(std::move(pair));
-    if (!options.tls_ca.empty()) {
-      MUSTER_ASSIGN_OR_RETURN(ssl.pem_root_certs, ReadPem(options.tls_ca, "tls_ca"));
+    if (!options.tls.ca.empty()) {
+      MUSTER_ASSIGN_OR_RETURN(ssl.pem_root_certs, ReadPem(options.tls.ca, "tls_ca"));
     }
     credentials = grpc::SslServerCredentials(ssl);
   }
@@ -148,10 +148,10 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
   std::unique_ptr<Server> server(new Server());
   server->server_ = builder.BuildAndStart();
   if (server->server_ == nullptr) {
-    if (!options.tls_cert.empty()) {
+    if (!options.tls.cert.empty()) {
       return absl::InvalidArgumentError(absl::StrCat(
-          "cannot serve TLS on ", address.ToString(), " with '", options.tls_cert, "' and '",
-          options.tls_key, "': do the key and the certificate belong together?"));
+          "cannot serve TLS on ", address.ToString(), " with '", options.tls.cert, "' and '",
+          options.tls.key, "': do the key and the certificate belong together?"));
     }
     return absl::UnavailableError(absl::StrCat("cannot listen on ", address.ToString()));
   }

@@ -15,16 +15,15 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "rpc/acceptor.h"
+#include "rpc/tls_files.h"
 
 namespace muster::rpc {
 
 struct ServerOptions {
   std::string listen = "127.0.0.1:0";  // see ParseAddress; port 0 takes a free one
-  // TLS is on if both are set. With `tls_ca`, clients must show a certificate that descends from
-  // it.
-  std::string tls_cert = {};  // file
-  std::string tls_key = {};   // file
-  std::string tls_ca = {};    // file
+  // TLS is on if `tls.cert` and `tls.key` are set. With `tls.ca`, clients must show a certificate
+  // that descends from it.
+  TlsFiles tls = {};
   // Of a unix socket: only processes of this user may connect.
   std::optional<uid_t> only_user = {};
   int max_message_bytes = 4 << 20;

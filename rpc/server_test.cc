@@ -3,7 +3,6 @@
 #include <grpc/support/log.h>
 #include <grpcpp/completion_queue.h>
 #include <grpcpp/generic/generic_stub.h>
-#include <netinet/in.h>
 #include <poll.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
@@ -23,6 +22,7 @@
 #include "proto/muster/v1/trigger.grpc.pb.h"
 #include "rpc/channel.h"
 #include "rpc/status.h"
+#include "rpc/test_listener.h"
 #include "rpc/token.h"
 
 namespace muster::rpc {
@@ -159,18 +159,18 @@ TEST(Server, CallersThatItWouldNotKnow_AreRefusedWithTheWaysOut) {
       {{.listen = "127.0.0.1:0", .insecure = true}, nullptr},
       {{.listen = "127.0.0.1:0", .checks_token = true}, nullptr},
       {{.listen = "unix:/tmp/x"}, nullptr},
-      {{.listen = "127.0.0.1:0", .tls_cert = "c", .tls_key = "k"},
+      {{.listen = "127.0.0.1:0", .tls = {.cert = "c", .key = "k"}},
        "without authentication of callers"},
-      {{.listen = "127.0.0.1:0", .tls_cert = "c", .tls_key = "k", .tls_ca = "a"}, nullptr},
+      {{.listen = "127.0.0.1:0", .tls = {.ca = "a", .cert = "c", .key = "k"}}, nullptr},
       {{.listen = "0.0.0.0:0"}, "without TLS"},
       {{.listen = "0.0.0.0:0", .insecure = true}, "without TLS"},
       {{.listen = "0.0.0.0:0", .checks_token = true}, "travel in clear"},
-      {{.listen = "0.0.0.0:0", .tls_cert = "c", .tls_key = "k"},
+      {{.listen = "0.0.0.0:0", .tls = {.cert = "c", .key = "k"}},
        "without authentication of callers"},
-      {{.listen = "0.0.0.0:0", .tls_cert = "c", .tls_key = "k", .insecure = true},
+      {{.listen = "0.0.0.0:0", .tls = {.cert = "c", .key = "k"}, .insecure = true},
        "without authentication of callers"},
-      {{.listen = "0.0.0.0:0", .tls_cert = "c", .tls_key = "k", .tls_ca = "a"}, nullptr},
-      {{.listen = "0.0.0.0:0", .tls_cert = "c", .tls_key = "k", .checks_token = true}, nullptr},
+      {{.listen = "0.0.0.0:0", .tls = {.ca = "a", .cert = "c", .key = "k"}}, nullptr},
+      {{.listen = "0.0.0.0:0", .tls = {.cert = "c", .key = "k"}, .checks_token = true}, nullptr},
   };
   for (const auto& c : kCases) {
     const absl::Status status = CheckCallersAreKnown(c.options);
@@ -221,18 +221,18 @@ TEST(Server, Reflection_OnlyIfWanted) {
 
 TEST(Server, BadTlsFiles_AreNamed) {
   EchoTriggers service;
-  EXPECT_THAT(std::string(Server::Start({.tls_cert = "/nowhere/c.pem",
-                                         .tls_key = "/nowhere/k.pem",
+  EXPECT_THAT(std::string(Server::Start({.tls = {.cert = "/nowhere/c.pem", .key = "/nowhere/k.pem"},
                                          .checks_token = true},
                                         {&service})
                               .status()
                               .message()),
               HasSubstr("/nowhere/c.pem"));
-  EXPECT_THAT(std::string(Server::Start({.tls_cert = "/c.pem"}, {&service}).status().message()),
-              HasSubstr("go together"));
+  EXPECT_THAT(
+      std::string(Server::Start({.tls = {.cert = "/c.pem"}}, {&service}).status().message()),
+      HasSubstr("go together"));
   const std::string path = ::testing::TempDir() + "/not.pem";
   std::ofstream(path) << "hello";
-  EXPECT_THAT(std::string(Server::Start({.tls_cert = path, .tls_key = path, .checks_token = true},
+  EXPECT_THAT(std::string(Server::Start({.tls = {.cert = path, .key = path}, .checks_token = true},
                                         {&service})
                               .status()
                               .message()),
@@ -256,32 +256,30 @@ TEST(Server, Tls_ServesOnlyThoseWhoTrustIt) {
   ASSERT_EQ(std::system(make.c_str()), 0);
   EchoTriggers service;
   auto server = Server::Start(
-      {.listen = "127.0.0.1:0", .tls_cert = cert, .tls_key = key, .checks_token = true},
+      {.listen = "127.0.0.1:0", .tls = {.cert = cert, .key = key}, .checks_token = true},
       {&service});
   ASSERT_TRUE(server.ok()) << server.status();
-  auto trusted = Connect((*server)->address(), {.tls_ca = cert});
+  auto trusted = Connect((*server)->address(), {.tls = {.ca = cert}});
   ASSERT_TRUE(trusted.ok()) << trusted.status();
   EXPECT_EQ(*Raise(*trusted, "x", 5), 5);
   auto plain = Connect((*server)->address());
   EXPECT_FALSE(WaitUntilConnected(**plain, (*server)->address(), absl::Milliseconds(200)).ok());
 
   EchoTriggers strict_service;
-  auto strict =
-      Server::Start({.listen = "127.0.0.1:0", .tls_cert = cert, .tls_key = key, .tls_ca = cert},
-                    {&strict_service});
+  auto strict = Server::Start(
+      {.listen = "127.0.0.1:0", .tls = {.ca = cert, .cert = cert, .key = key}}, {&strict_service});
   ASSERT_TRUE(strict.ok()) << strict.status();
-  EXPECT_EQ(
-      *Raise(*Connect((*strict)->address(), {.tls_ca = cert, .tls_cert = cert, .tls_key = key}),
-             "x", 6),
-      6);
+  EXPECT_EQ(*Raise(*Connect((*strict)->address(), {.tls = {.ca = cert, .cert = cert, .key = key}}),
+                   "x", 6),
+            6);
 }
 
 TEST(Connect, BadInput_IsRefused) {
   EXPECT_EQ(Connect("127.0.0.1:0").status().code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(Connect("somewhere:1").status().code(), absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(Connect("127.0.0.1:1", {.tls_cert = "x"}).status().code(),
+  EXPECT_EQ(Connect("127.0.0.1:1", {.tls = {.cert = "x"}}).status().code(),
             absl::StatusCode::kInvalidArgument);
-  EXPECT_EQ(Connect("127.0.0.1:1", {.tls_ca = "/nowhere"}).status().code(),
+  EXPECT_EQ(Connect("127.0.0.1:1", {.tls = {.ca = "/nowhere"}}).status().code(),
             absl::StatusCode::kNotFound);
 }
 
@@ -292,7 +290,7 @@ TEST(Connect, OffLoopback_WantsTlsAndSomethingToShow) {
   } kCases[] = {
       {{}, "without TLS"},
       {{.token_file = "/nowhere"}, "without TLS"},
-      {{.tls_ca = "/nowhere"}, "without authentication"},
+      {{.tls = {.ca = "/nowhere"}}, "without authentication"},
   };
   for (const char* address : {"10.0.0.1:1", "0.0.0.0:1", "[2001:db8::1]:1"}) {
     for (const auto& c : kCases) {
@@ -302,8 +300,9 @@ TEST(Connect, OffLoopback_WantsTlsAndSomethingToShow) {
                   AllOf(HasSubstr(c.what), HasSubstr(address), HasSubstr("--tls_cert"),
                         HasSubstr("--token_file")));
     }
-    EXPECT_EQ(Connect(address, {.tls_ca = "/nowhere", .token_file = "/nowhere"}).status().code(),
-              absl::StatusCode::kNotFound);
+    EXPECT_EQ(
+        Connect(address, {.tls = {.ca = "/nowhere"}, .token_file = "/nowhere"}).status().code(),
+        absl::StatusCode::kNotFound);
   }
 }
 
@@ -348,24 +347,16 @@ TEST(WaitUntilConnected, NobodyThere_NamesTheAddress) {
 
 // A machine under load takes its time to greet a new connection; so does a long line.
 TEST(Channel, ServerThatIsSlowToGreet_IsNotGivenUp) {
-  const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof(address);
-  ASSERT_EQ(bind(listener, reinterpret_cast<sockaddr*>(&address), size), 0);
-  ASSERT_EQ(listen(listener, 1), 0);
-  ASSERT_EQ(getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size), 0);
-  auto channel = Connect("127.0.0.1:" + std::to_string(ntohs(address.sin_port)));
+  const TestListener listener;
+  auto channel = Connect("127.0.0.1:" + std::to_string(listener.port()));
   ASSERT_TRUE(channel.ok()) << channel.status();
   (*channel)->GetState(/*try_to_connect=*/true);
-  const int connection = accept(listener, nullptr, nullptr);
+  const int connection = accept(listener.fd(), nullptr, nullptr);
   ASSERT_GE(connection, 0);
   // The attempt lives on: the client closes nothing meanwhile.
   pollfd closed = {.fd = connection, .events = POLLRDHUP, .revents = 0};
   EXPECT_EQ(poll(&closed, 1, 1000), 0);
   close(connection);
-  close(listener);
 }
 
 // Whoever connects and breaks off costs a line of gRPC's: not the disk.

@@ -152,10 +152,10 @@ int Run(int argc, char** argv) {
                  "how long a machine or worker may be silent, while others are not, before it "
                  "counts as lost")
       ->capture_default_str();
-  app.add_option("--tls_ca", worker.tls_ca,
+  app.add_option("--tls_ca", worker.tls.ca,
                  "CA certificates that must have signed the coordinator's");
-  app.add_option("--tls_cert", worker.tls_cert, "certificate of this machine");
-  app.add_option("--tls_key", worker.tls_key, "its private key");
+  app.add_option("--tls_cert", worker.tls.cert, "certificate of this machine");
+  app.add_option("--tls_key", worker.tls.key, "its private key");
   app.add_option("--token_file", options.channel.token_file,
                  "file with the coordinator's token; only its owner may read it")
       ->envname("MUSTER_TOKEN_FILE");
@@ -220,9 +220,7 @@ int Run(int argc, char** argv) {
   const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(worker.coordinator);
   if (!address.ok()) return Fail(kExitUsage, address.status().message());
   options.agent.slots = processes / options.num_nodes;
-  options.channel.tls_ca = worker.tls_ca;
-  options.channel.tls_cert = worker.tls_cert;
-  options.channel.tls_key = worker.tls_key;
+  options.channel.tls = worker.tls;
   // Where programs meet if this is machine 0: only there is it the coordinator's own address as a
   // rule.
   if (!address->is_unix()) options.host = address->host;

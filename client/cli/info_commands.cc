@@ -409,14 +409,9 @@ int Dial(const CommandSpec& spec, const CommandLine& line, const CommandContext&
                     absl::StrCat("--timeout ", line.Get("timeout"), ": write 5s or 1m")),
                 kExitUsage);
   }
-  rpc::ChannelOptions options = {.tls_ca = launch.tls_ca,
-                                 .tls_cert = launch.tls_cert,
-                                 .tls_key = launch.tls_key,
-                                 .token_file = launch.token_file};
+  rpc::ChannelOptions options = {.tls = launch.tls, .token_file = launch.token_file};
   if (line.Has("tls_ca") || line.Has("tls_cert") || line.Has("tls_key")) {
-    options.tls_ca = line.Get("tls_ca");
-    options.tls_cert = line.Get("tls_cert");
-    options.tls_key = line.Get("tls_key");
+    options.tls = {line.Get("tls_ca"), line.Get("tls_cert"), line.Get("tls_key")};
   }
   if (line.Has("token_file")) {
     options.token_file = line.Get("token_file");

@@ -66,9 +66,7 @@ std::string Absolute(const std::string& path) {
 
 // What the agent of this machine shows to the coordinator, and checks of it.
 struct Access {
-  std::string tls_ca = {};
-  std::string tls_cert = {};
-  std::string tls_key = {};
+  rpc::TlsFiles tls = {};
   std::string token_file = {};
 };
 
@@ -119,19 +117,19 @@ absl::StatusOr<Held> HoldCoordinator(const LaunchConfig& config, const std::stri
     if (!record.ok()) return record.status();
     options.listen = absl::StrCat("unix:", (*record)->socket_path());
   } else {
-    const bool certificates = !config.tls_ca.empty() && !config.tls_cert.empty();
-    held.access = {config.tls_ca, config.tls_cert, config.tls_key, config.token_file};
+    const bool certificates = !config.tls.ca.empty() && !config.tls.cert.empty();
+    held.access = {config.tls, config.token_file};
     if (held.access.token_file.empty() && !certificates) {
       if (!record.ok()) return record.status();
       MUSTER_ASSIGN_OR_RETURN(held.access.token_file, (*record)->MakeToken());
     }
     options.listen = AddressText(config.coordinator_ip.empty() ? kLoopback : config.coordinator_ip,
                                  config.coordinator_port);
-    options.tls_cert = config.tls_cert;
-    options.tls_key = config.tls_key;
+    options.tls.cert = config.tls.cert;
+    options.tls.key = config.tls.key;
     options.token_file = held.access.token_file;
     // With a token, machines need no certificates of their own.
-    if (options.token_file.empty()) options.tls_ca = config.tls_ca;
+    if (options.token_file.empty()) options.tls.ca = config.tls.ca;
   }
   MUSTER_ASSIGN_OR_RETURN(held.coordinator, start_coordinator(options));
   if (record.ok()) {
@@ -142,9 +140,9 @@ absl::StatusOr<Held> HoldCoordinator(const LaunchConfig& config, const std::stri
         .started = absl::Now(),
         .address = held.coordinator->address(),
         .token_file = Absolute(held.access.token_file),
-        .tls_ca = Absolute(held.access.tls_ca),
-        .tls_cert = Absolute(held.access.tls_cert),
-        .tls_key = Absolute(held.access.tls_key),
+        .tls = {.ca = Absolute(held.access.tls.ca),
+                .cert = Absolute(held.access.tls.cert),
+                .key = Absolute(held.access.tls.key)},
     });
     // The job runs as well; muster status wants an address then.
     if (!published.ok()) MUSTER_LOG(Warning) << published.message();
@@ -172,7 +170,7 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   std::string address = AddressText(ip, config.coordinator_port);
   const std::string job = JobName(config);
   Held held = {
-      .access = {config.tls_ca, config.tls_cert, config.tls_key, config.token_file},
+      .access = {config.tls, config.token_file},
   };
   if (config.machine_rank == 0 && !plan.coordinator_runs) {
     absl::StatusOr<Held> started = HoldCoordinator(config, job, plan.variables, start_coordinator);
@@ -187,9 +185,7 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
 
   agent::NodeJobOptions options;
   options.agent = MakeAgentOptions(plan, job, address);
-  options.channel.tls_ca = held.access.tls_ca;
-  options.channel.tls_cert = held.access.tls_cert;
-  options.channel.tls_key = held.access.tls_key;
+  options.channel.tls = held.access.tls;
   options.channel.token_file = held.access.token_file;
   options.num_nodes = config.num_machines;
   options.node_rank = config.machine_rank;

@@ -7,6 +7,7 @@
 
 #include "absl/status/statusor.h"
 #include "client/cli/launch_plan.h"
+#include "rpc/tls_files.h"
 
 namespace muster::client {
 
@@ -23,9 +24,7 @@ class EmbeddedCoordinator {
 struct EmbeddedCoordinatorOptions {
   std::string listen;  // "127.0.0.1:0", "unix:PATH"
   // Files; empty: none. See rpc::ServerOptions and CoordinatorServer::Options.
-  std::string tls_ca = {};
-  std::string tls_cert = {};
-  std::string tls_key = {};
+  rpc::TlsFiles tls = {};
   std::string token_file = {};
 };
 

@@ -6,9 +6,7 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <fstream>
 #include <set>
-#include <sstream>
 #include <system_error>
 
 #include "absl/strings/ascii.h"
@@ -17,16 +15,13 @@
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
+#include "base/file.h"
 #include "base/identity.h"
 
 namespace muster::client {
 namespace {
 
-std::string ReadAll(const std::string& path) {
-  std::stringstream text;
-  text << std::ifstream(path).rdbuf();
-  return text.str();
-}
+std::string ReadAll(const std::string& path) { return ReadFile(path).value_or(""); }
 
 // The text after "NAME<separator>" on the first line that begins with NAME.
 std::string Field(const std::string& text, absl::string_view name, char separator) {

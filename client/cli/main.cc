@@ -42,9 +42,7 @@ absl::StatusOr<std::unique_ptr<muster::client::EmbeddedCoordinator>> StartCoordi
   muster::coordinator::CoordinatorServer::Options server;
   server.runner.log_notices = log_notices;
   server.rpc.listen = options.listen;
-  server.rpc.tls_ca = options.tls_ca;
-  server.rpc.tls_cert = options.tls_cert;
-  server.rpc.tls_key = options.tls_key;
+  server.rpc.tls = options.tls;
   server.token_file = options.token_file;
   // A job of many machines needs more descriptors than the usual soft limit.
   muster::RaiseDescriptorLimit();

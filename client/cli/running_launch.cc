@@ -178,9 +178,9 @@ std::vector<RunningLaunch> Read(const std::string& folder, const LaunchSystem& s
     launch.job = Text(*note, "job");
     launch.address = Text(*note, "address");
     launch.token_file = Text(*note, "token_file");
-    launch.tls_ca = Text(*note, "tls_ca");
-    launch.tls_cert = Text(*note, "tls_cert");
-    launch.tls_key = Text(*note, "tls_key");
+    launch.tls.ca = Text(*note, "tls_ca");
+    launch.tls.cert = Text(*note, "tls_cert");
+    launch.tls.key = Text(*note, "tls_key");
     if (note->contains("pid") && (*note)["pid"].is_number_integer()) launch.pid = (*note)["pid"];
     absl::ParseTime(absl::RFC3339_full, Text(*note, "started"), &launch.started, nullptr);
     // Empty until the coordinator serves.
@@ -286,9 +286,9 @@ absl::Status LaunchRecord::Publish(const RunningLaunch& launch) {
                      {"started", absl::FormatTime(launch.started, absl::UTCTimeZone())},
                      {"address", launch.address},
                      {"token_file", launch.token_file},
-                     {"tls_ca", launch.tls_ca},
-                     {"tls_cert", launch.tls_cert},
-                     {"tls_key", launch.tls_key}};
+                     {"tls_ca", launch.tls.ca},
+                     {"tls_cert", launch.tls.cert},
+                     {"tls_key", launch.tls.key}};
   return WriteNote(note_, note, absl::StrCat(stem_, kNote));
 }
 

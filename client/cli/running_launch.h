@@ -11,6 +11,7 @@
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
+#include "rpc/tls_files.h"
 
 namespace muster::client {
 
@@ -22,9 +23,7 @@ struct RunningLaunch {
   std::string address;  // of its coordinator
   // What its coordinator wants to see; empty: nothing.
   std::string token_file = {};
-  std::string tls_ca = {};
-  std::string tls_cert = {};
-  std::string tls_key = {};
+  rpc::TlsFiles tls = {};
 };
 
 // Replaces the system in tests.

@@ -76,9 +76,9 @@ class RunningLaunchTest : public ::testing::Test {
 TEST_F(RunningLaunchTest, Published_IsFoundAsItWasAndGoneWithTheRecord) {
   RunningLaunch launch = Of("digits");
   launch.token_file = "/t";
-  launch.tls_ca = "/a";
-  launch.tls_cert = "/c";
-  launch.tls_key = "/k";
+  launch.tls.ca = "/a";
+  launch.tls.cert = "/c";
+  launch.tls.key = "/k";
   auto record = Create();
   EXPECT_THAT(Jobs(), IsEmpty()) << "it does not serve yet";
   ASSERT_TRUE(record->Publish(launch).ok());
@@ -91,9 +91,9 @@ TEST_F(RunningLaunchTest, Published_IsFoundAsItWasAndGoneWithTheRecord) {
   EXPECT_EQ(found[0].started, launch.started);
   EXPECT_EQ(found[0].address, "127.0.0.1:1");
   EXPECT_EQ(found[0].token_file, "/t");
-  EXPECT_EQ(found[0].tls_ca, "/a");
-  EXPECT_EQ(found[0].tls_cert, "/c");
-  EXPECT_EQ(found[0].tls_key, "/k");
+  EXPECT_EQ(found[0].tls.ca, "/a");
+  EXPECT_EQ(found[0].tls.cert, "/c");
+  EXPECT_EQ(found[0].tls.key, "/k");
   record.reset();
   EXPECT_THAT(Jobs(), IsEmpty());
   EXPECT_THAT(Files(), IsEmpty());

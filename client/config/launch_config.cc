@@ -135,9 +135,9 @@ absl::Status CheckCallersAreKnown(const LaunchConfig& config, const Resolver& va
     local = address->is_loopback();
   }
   if (local && config.num_machines == 1) return absl::OkStatus();
-  const bool certificates = !config.tls_ca.empty() && !config.tls_cert.empty();
+  const bool certificates = !config.tls.ca.empty() && !config.tls.cert.empty();
   const bool token = !config.token_file.empty();
-  const bool tls = !config.tls_ca.empty() && (config.machine_rank != 0 || !config.tls_cert.empty());
+  const bool tls = !config.tls.ca.empty() && (config.machine_rank != 0 || !config.tls.cert.empty());
   if (certificates || (token && (local || tls))) return absl::OkStatus();
   const std::string where = absl::StrCat(
       config.num_machines > 1 ? absl::StrCat("num_machines: ", config.num_machines, " (from ",
@@ -153,7 +153,7 @@ absl::Status CheckCallersAreKnown(const LaunchConfig& config, const Resolver& va
   return absl::InvalidArgumentError(absl::StrCat(
       where, " needs ",
       !token                  ? "a coordinator that authenticates its callers"
-      : config.tls_ca.empty() ? "TLS in addition to the token, which would travel in clear text"
+      : config.tls.ca.empty() ? "TLS in addition to the token, which would travel in clear text"
                               : "a certificate of machine 0, which serves TLS",
       ": give --tls_ca, --tls_cert and --tls_key, or --token_file with --tls_ca (and "
       "--tls_cert and --tls_key on machine 0)"));
@@ -597,9 +597,9 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
   config.outage_tolerance = values.Duration("outage_tolerance");
   config.hub_listen = values.Text("hub_listen");
   config.lease = values.Duration("lease");
-  config.tls_ca = values.Text("tls_ca");
-  config.tls_cert = values.Text("tls_cert");
-  config.tls_key = values.Text("tls_key");
+  config.tls.ca = values.Text("tls_ca");
+  config.tls.cert = values.Text("tls_cert");
+  config.tls.key = values.Text("tls_key");
   config.token_file = values.Text("token_file");
 
   int gpus = machine.gpus;
@@ -669,9 +669,9 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
     return absl::InvalidArgumentError(
         absl::StrCat("tee: true (from ", values.Get("tee").source, ") needs --log_dir FOLDER"));
   }
-  if (config.tls_cert.empty() != config.tls_key.empty()) {
+  if (config.tls.cert.empty() != config.tls.key.empty()) {
     return absl::InvalidArgumentError(
-        config.tls_key.empty()
+        config.tls.key.empty()
             ? absl::StrCat("tls_cert (from ", values.Get("tls_cert").source, ") needs tls_key")
             : absl::StrCat("tls_key (from ", values.Get("tls_key").source, ") needs tls_cert"));
   }

@@ -10,6 +10,7 @@
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "rpc/tls_files.h"
 
 namespace muster::client {
 
@@ -102,9 +103,7 @@ struct LaunchConfig {
   absl::Duration outage_tolerance;
   std::string hub_listen;  // empty: the agent is no hub
   absl::Duration lease;
-  std::string tls_ca;
-  std::string tls_cert;
-  std::string tls_key;
+  rpc::TlsFiles tls;
   std::string token_file;
   std::map<std::string, std::string> env;
 

@@ -95,10 +95,10 @@ int Run(int argc, char** argv) {
                  "file with a token that every call must bring; only its owner may read it")
       ->envname("MUSTER_TOKEN_FILE")
       ->check(not_empty);
-  app.add_option("--tls_cert", options.rpc.tls_cert, "PEM file of the server's certificate")
+  app.add_option("--tls_cert", options.rpc.tls.cert, "PEM file of the server's certificate")
       ->check(not_empty);
-  app.add_option("--tls_key", options.rpc.tls_key, "PEM file of its key")->check(not_empty);
-  app.add_option("--tls_ca", options.rpc.tls_ca,
+  app.add_option("--tls_key", options.rpc.tls.key, "PEM file of its key")->check(not_empty);
+  app.add_option("--tls_ca", options.rpc.tls.ca,
                  "PEM file: clients must present a certificate signed by one of these")
       ->check(not_empty);
   app.add_flag("--reflection", options.rpc.reflection,
@@ -190,7 +190,7 @@ int Run(int argc, char** argv) {
     return Fail(kExitUsage,
                 absl::InvalidArgumentError("--lease and --resume_window are numbers of seconds"));
   }
-  if (options.rpc.insecure && (!options.rpc.tls_cert.empty() || !options.token_file.empty())) {
+  if (options.rpc.insecure && (!options.rpc.tls.cert.empty() || !options.token_file.empty())) {
     return Fail(kExitUsage,
                 absl::InvalidArgumentError(absl::StrCat(
                     "--insecure and ",

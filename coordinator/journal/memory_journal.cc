@@ -1,15 +1,11 @@
 #include "coordinator/journal/memory_journal.h"
 
-#include <random>
-
-#include "absl/strings/str_format.h"
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
 
 namespace muster::coordinator {
 
-std::string NewClusterId() {
-  std::random_device random;
-  return absl::StrFormat("%08x%08x%08x%08x", random(), random(), random(), random());
-}
+std::string NewClusterId() { return absl::StrCat(RandomHex(), RandomHex()); }
 
 MemoryJournal::MemoryJournal() : cluster_id_(NewClusterId()) {}
 

@@ -10,7 +10,6 @@
 #include <cerrno>
 #include <cstring>
 #include <limits>
-#include <random>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -65,11 +64,6 @@ absl::string_view Blob(sqlite3_stmt* statement, int column) {
   const void* data = sqlite3_column_blob(statement, column);
   return absl::string_view(static_cast<const char*>(data),
                            data == nullptr ? 0 : sqlite3_column_bytes(statement, column));
-}
-
-std::string NewId() {
-  std::random_device random;
-  return absl::StrFormat("%08x%08x%08x%08x", random(), random(), random(), random());
 }
 
 // The journal holds what users keep in it: only its owner reads it. Makes the file, as SQLite would
@@ -205,7 +199,7 @@ absl::StatusOr<std::unique_ptr<SqliteJournal>> SqliteJournal::Open(const Options
     MUSTER_ASSIGN_OR_RETURN(sqlite3_stmt * raw,
                             journal->Prepare("INSERT OR IGNORE INTO meta VALUES('cluster_id', ?)"));
     const Statement insert(raw);
-    const std::string id = NewId();
+    const std::string id = absl::StrCat(RandomHex(), RandomHex());
     sqlite3_bind_text(insert.get(), 1, id.data(), static_cast<int>(id.size()), SQLITE_STATIC);
     if (const int rc = sqlite3_step(insert.get()); rc != SQLITE_DONE)
       return journal->Error(rc, "write cluster_id");

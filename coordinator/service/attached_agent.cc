@@ -1,25 +1,15 @@
 #include "coordinator/service/attached_agent.h"
 
-#include <random>
 #include <utility>
 
-#include "absl/strings/str_format.h"
+#include "base/file.h"
 #include "rpc/frame_bytes.h"
 
 namespace muster::coordinator {
-namespace {
-
-std::string NewSessionId() {
-  std::random_device random;
-  return absl::StrFormat("%08x%08x", random(), random());
-}
-
-}  // namespace
-
 AttachedAgent::AttachedAgent(const v1::Hello& hello, size_t unsent_bytes)
     : node(hello.node()),
       pause_bytes(unsent_bytes),
-      agent(hello.node(), hello.agent_incarnation(), NewSessionId()) {}
+      agent(hello.node(), hello.agent_incarnation(), RandomHex()) {}
 
 void AttachedAgent::Writable() {
   std::shared_ptr<AgentStream> resumed;

@@ -28,7 +28,7 @@ class LoopTracker::Observer : public LoaderObserver {
   bool SkipsPass(const LoaderStateHandle& loader) override {
     return tracker_ != nullptr && tracker_->SkipsPass(loader);
   }
-  void OnBatch(uint64_t iteration, const BatchInfo& info) override {
+  void OnBatch(uint64_t iteration, const std::shared_ptr<const BatchInfo>& info) override {
     if (tracker_ != nullptr) tracker_->OnBatch(iteration, info);
   }
   bool CountsAsTrained(uint64_t iteration) override {
@@ -65,7 +65,7 @@ bool LoopTracker::SkipsPass(const LoaderStateHandle& loader) {
   return false;
 }
 
-void LoopTracker::OnBatch(uint64_t iteration, const BatchInfo& info) {
+void LoopTracker::OnBatch(uint64_t iteration, const std::shared_ptr<const BatchInfo>& info) {
   ++batches_;
   for (size_t i = 0; i < live_.size(); ++i) {
     if (live_[i].id != iteration) continue;
@@ -119,7 +119,7 @@ void LoopTracker::MarkTrained() {
              "epoch on";
       claimed_done_.clear();
     }
-    loop.trained = loop.info.index;
+    loop.trained = loop.info->index;
   }
 }
 
@@ -136,7 +136,7 @@ const BatchInfo* LoopTracker::BatchBesideOthers(
   if (inner == nullptr || !live_.back().beside_another) return inner;
   for (const LiveLoop& loop : live_) {
     if (!loop.beside_another) continue;
-    TORCH_CHECK(same(loop.info, *inner), why(loop.info, *inner));
+    TORCH_CHECK(same(*loop.info, *inner), why(*loop.info, *inner));
   }
   return inner;
 }
@@ -215,7 +215,7 @@ bool LoopTracker::EpochIsDone() const {
 }
 
 bool LoopTracker::TrainedToTheEnd(const LiveLoop& loop) {
-  return loop.info.is_last && loop.trained == loop.info.index;
+  return loop.info->is_last && loop.trained == loop.info->index;
 }
 
 LoaderState LoopTracker::PlaceToSave(const LoaderStateHandle& loader) const {
@@ -224,7 +224,7 @@ LoaderState LoopTracker::PlaceToSave(const LoaderStateHandle& loader) const {
   const LiveLoop* const loop = FindLoop(pass);
   if (loop == nullptr) return loader.State();
   // What the loop has got but not trained on yet, it gets again.
-  if (loop->trained != loop->info.index) return loader.StateBeforeBatch();
+  if (loop->trained != loop->info->index) return loader.StateBeforeBatch();
   // The pass is one that the resumed epoch leaves out.
   return epoch_open_ && TrainedToTheEnd(*loop) ? loader.NextState() : loader.State();
 }

@@ -32,7 +32,9 @@ class LoopTracker {
   // What a micro-step trains on is, of each loop under way, its current batch.
   void MarkTrained();
   // The facts of the innermost live loop; null outside of any.
-  const BatchInfo* current_batch() const { return live_.empty() ? nullptr : &live_.back().info; }
+  const BatchInfo* current_batch() const {
+    return live_.empty() ? nullptr : live_.back().info.get();
+  }
   // Of the loop that micro-steps belong to; refuses loops that run side by side and disagree about
   // the end of the window.
   const BatchInfo* BatchOfMicroStep() const;
@@ -66,14 +68,14 @@ class LoopTracker {
   class Observer;
   struct LiveLoop {
     uint64_t id;
-    BatchInfo info;
+    std::shared_ptr<const BatchInfo> info;
     std::optional<size_t> loader = std::nullopt;  // place among the registry's
     int64_t trained = -1;                         // index of the last batch with a micro-step
     bool beside_another = false;  // this one or an inner one moved on while both were under way
   };
 
   bool SkipsPass(const LoaderStateHandle& loader);
-  void OnBatch(uint64_t iteration, const BatchInfo& info);
+  void OnBatch(uint64_t iteration, const std::shared_ptr<const BatchInfo>& info);
   bool CountsAsTrained(uint64_t iteration);
   void OnEnd(uint64_t iteration);
   const LiveLoop* FindLoop(uint64_t pass) const;

@@ -26,7 +26,7 @@ class LoopTrackerTest : public testing::Test {
   }
   void Give(const BatchInfo& info, uint64_t pass = 1) {
     loader_->pass = pass;
-    loops_.observer()->OnBatch(pass, info);
+    loops_.observer()->OnBatch(pass, std::make_shared<const BatchInfo>(info));
   }
   void End(uint64_t pass = 1) {
     loader_->pass = 0;
@@ -88,7 +88,7 @@ TEST(LoopTracker, ObserverThatOutlivesIt_DoesNothing) {
   const std::shared_ptr<LoaderObserver> observer = parts->loops.observer();
   parts.reset();
   observer->OnStart();
-  observer->OnBatch(1, BatchInfo());
+  observer->OnBatch(1, std::make_shared<const BatchInfo>());
   EXPECT_TRUE(observer->CountsAsTrained(1));
   observer->OnEnd(1);
 }

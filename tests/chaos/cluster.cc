@@ -1,9 +1,6 @@
 #include "tests/chaos/cluster.h"
 
-#include <arpa/inet.h>
 #include <grpcpp/client_context.h>
-#include <netinet/in.h>
-#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -53,21 +50,6 @@ std::string At(const std::vector<std::string>& list, size_t index) {
   return index < list.size() ? list[index] : "";
 }
 
-// A socket that holds the port and never answers.
-int Listen(int port) {
-  const int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  const int on = 1;
-  setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(static_cast<uint16_t>(port));
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  MUSTER_CHECK(bind(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)) == 0 &&
-               listen(fd, 64) == 0)
-      << port;
-  return fd;
-}
-
 bool OfWorker(const std::string& failpoints) { return absl::StartsWith(failpoints, "worker."); }
 
 std::string FiresText(const std::string& name) {
@@ -92,7 +74,6 @@ Cluster::Cluster(Plan plan)
 Cluster::~Cluster() {
   watcher_.reset();
   host_.reset();
-  if (thief_ >= 0) close(thief_);
   (void)RemoveTree(socket_dir_);
   if (wrong_.empty()) (void)RemoveTree(dir_);
 }
@@ -333,7 +314,7 @@ bool Cluster::RestartCoordinator() {
   const std::string failpoints = At(plan_.coordinator_failpoints, coordinators_.size() - 1);
   if (const std::optional<int> code = coordinator.ended()) {
     const bool refused_port = *code == 3 && coordinator.Says("another process has the port");
-    const bool meant = *code < 0 || *code == 0 || (thief_ >= 0 && refused_port) ||
+    const bool meant = *code < 0 || *code == 0 || (thief_ != nullptr && refused_port) ||
                        (absl::StrContains(failpoints, "=error") && coordinator.Says("failpoint "));
     if (!meant || coordinators_.size() >= kMaxStarts) {
       Wrong(absl::StrCat("the coordinator ended with ", *code));
@@ -351,11 +332,10 @@ bool Cluster::RestartCoordinator() {
     if (coordinator_due_ > Clock::Real().Now()) return true;
     if (!plan_.said_in_outage.empty() && said() <= said_before_outage_ && !AllEnded()) return true;
     coordinator_due_ = absl::InfinitePast();
-    if (plan_.port_is_stolen && coordinators_.size() == 1) thief_ = Listen(port_);
-    if (refused_port) {
-      close(thief_);
-      thief_ = -1;
+    if (plan_.port_is_stolen && coordinators_.size() == 1) {
+      thief_ = std::make_unique<rpc::TestListener>(port_);
     }
+    if (refused_port) thief_.reset();
     if (plan_.journal_is_lost) (void)RemoveTree(data_dir_);
     StartCoordinator();
   }

@@ -13,6 +13,7 @@
 #include "agent/process.h"
 #include "base/defaults.h"
 #include "base/mutex.h"
+#include "rpc/test_listener.h"
 #include "tests/chaos/child.h"
 #include "tests/chaos/watcher.h"
 
@@ -171,7 +172,7 @@ class Cluster {
   size_t said_before_outage_ = 0;
   std::string weights_;
   std::vector<bool> sent_;
-  int thief_ = -1;  // a socket
+  std::unique_ptr<rpc::TestListener> thief_;  // of the port
   std::multimap<absl::Time, pid_t> to_continue_;
   std::map<pid_t, bool> stop_seen_;
   std::unique_ptr<Watcher> watcher_;

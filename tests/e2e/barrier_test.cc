@@ -7,6 +7,7 @@
 #include <map>
 #include <set>
 
+#include "base/identity.h"
 #include "gmock/gmock.h"
 #include "nlohmann/json.hpp"
 #include "proto/muster/v1/barrier.grpc.pb.h"
@@ -30,12 +31,6 @@ using ::testing::SizeIs;
 using ::testing::StartsWith;
 
 constexpr absl::Duration kLong = absl::Minutes(5);
-
-std::string HostName() {
-  char host[256] = "";
-  gethostname(host, sizeof(host) - 1);
-  return host;
-}
 
 using AcceleratorBarrierTest = LaunchFixture;
 

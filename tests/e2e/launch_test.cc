@@ -1,4 +1,3 @@
-#include <netinet/in.h>
 #include <sched.h>
 #include <signal.h>
 #include <sys/ptrace.h>
@@ -16,7 +15,9 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_split.h"
 #include "agent/job_coordination.h"
+#include "base/identity.h"
 #include "gmock/gmock.h"
+#include "rpc/test_listener.h"
 #include "tests/e2e/launch_fixture.h"
 
 namespace muster {
@@ -39,22 +40,6 @@ using LaunchTest = LaunchFixture;
 // Waits as a well-behaved program does: it hears SIGTERM while it works.
 constexpr char kWorkUntilTold[] =
     "trap 'echo told to stop; exit 0' TERM; echo pid $$; while :; do sleep 1000 & wait; done";
-
-// A socket that listens on a free loopback port and never answers; -1: there is none.
-int ListenSocket(int* port) {
-  const int listener = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-  socklen_t size = sizeof(address);
-  if (bind(listener, reinterpret_cast<sockaddr*>(&address), size) != 0 ||
-      listen(listener, 16) != 0 ||
-      getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
-    return -1;
-  }
-  *port = ntohs(address.sin_port);
-  return listener;
-}
 
 TEST_F(LaunchTest, OneProcess_PassesItsOutputAndExitCodeThrough) {
   auto ok = Launch({}, "echo out; echo err >&2");
@@ -187,11 +172,9 @@ TEST_F(LaunchTest, WorkerKilled_LaunchNamesItAndLeavesNothing) {
   ASSERT_THAT(second, SizeIs(3));
   kill(second[0], SIGKILL);
   EXPECT_EQ(launch->Wait(), 1);
-  char host[256] = "";
-  gethostname(host, sizeof(host) - 1);
   EXPECT_THAT(
       launch->err_text(),
-      AllOf(HasSubstr(absl::StrCat("muster launch: rank 1 (pid ", second[0], " on ", host,
+      AllOf(HasSubstr(absl::StrCat("muster launch: rank 1 (pid ", second[0], " on ", HostName(),
                                    ") was killed by signal 9 (SIGKILL); the job has failed")),
             HasSubstr("| step 7 of rank 1")));
   for (const int pid : first) EXPECT_TRUE(WaitUntilEnded(pid)) << pid;
@@ -357,16 +340,13 @@ TEST_F(LaunchTest, GrandchildThatKeepsWriting_DoesNotKeepTheLauncher) {
 
 // Only a job is stopped in an orderly way.
 TEST_F(LaunchTest, OtherCommandThatWaits_EndsByCtrlC) {
-  int port = 0;
-  const int silent = ListenSocket(&port);
-  ASSERT_GE(silent, 0);
-  auto status =
-      Muster({"status", "--coordinator", absl::StrCat("127.0.0.1:", port), "--timeout", "1h"});
-  const int connection = accept(silent, nullptr, nullptr);
+  const rpc::TestListener silent;
+  auto status = Muster(
+      {"status", "--coordinator", absl::StrCat("127.0.0.1:", silent.port()), "--timeout", "1h"});
+  const int connection = accept(silent.fd(), nullptr, nullptr);
   status->Signal(SIGINT);
   EXPECT_EQ(status->Wait(), -SIGINT);
   close(connection);
-  close(silent);
 }
 
 TEST_F(LaunchTest, StopGraceUsedUp_Kills) {
@@ -468,10 +448,8 @@ TEST_F(LaunchTest, Mistakes_AreOneLineEach) {
   ASSERT_EQ(chmod(Temp("plain").c_str(), 0644), 0);
   ASSERT_TRUE(WriteFileAtomically(Temp("text"), "hello\n").ok());
   ASSERT_EQ(chmod(Temp("text").c_str(), 0755), 0);
-  int taken_port = 0;
-  const int taken = ListenSocket(&taken_port);
-  ASSERT_GE(taken, 0);
-  const std::string port = absl::StrCat(taken_port);
+  const rpc::TestListener taken;
+  const std::string port = absl::StrCat(taken.port());
 
   const struct {
     std::vector<std::string> args;
@@ -511,7 +489,6 @@ TEST_F(LaunchTest, Mistakes_AreOneLineEach) {
     EXPECT_THAT(command->err_text(), HasSubstr(c.text));
     EXPECT_THAT(command->out(), IsEmpty());
   }
-  close(taken);
 }
 
 // A table on a full disk must not pass for whole.

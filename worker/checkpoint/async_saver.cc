@@ -105,11 +105,11 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
     MutexLock lock(&mu_);
     done = done_;
   }
-  // How many saves rank 0 knows the end of.
+  // The number of saves whose end rank 0 knows.
   const std::string main = comm.BroadcastBytes(absl::StrCat(done), 0);
   TORCH_CHECK(absl::SimpleAtoi(main, &done), "save_state: rank 0 sent ", main);
   {
-    // What rank 0 knows this rank's thread is about to hear.
+    // This rank's thread is about to learn what rank 0 knows.
     MutexLock lock(&mu_);
     while (done_ < done) changed_.Wait(&mu_);
     for (int64_t i = done_ - static_cast<int64_t>(outcomes_.size()); i < done; ++i) {
@@ -165,7 +165,7 @@ void AsyncSaver::RunCopies() {
 }
 
 std::vector<AsyncSaver::Outcome> AsyncSaver::Wait() {
-  // Training stands still meanwhile, and the process may be about to be killed.
+  // Training waits meanwhile, and the process may be about to be killed.
   limiter_.Lift(true);
   MutexLock lock(&mu_);
   while (done_ < begun_) changed_.Wait(&mu_);
@@ -231,7 +231,7 @@ void AsyncSaver::Run() {
     // Before the end is reported: the files of a failed save are removed by then.
     save->staged.reset();
     save->snapshot->Clear();
-    // In one step: who gets the memory of a save also hears of its end.
+    // In one step: a thread that gets the memory of a save also learns of its end.
     MutexLock lock(&mu_);
     idle_.push_back(std::move(save->snapshot));
     outcomes_.push_back(std::move(outcome));

@@ -28,8 +28,8 @@
 namespace muster {
 
 // Saves checkpoints beside training. A save copies this rank's state into memory, which is all that
-// training waits for, and of what only the optimizer changes not even that: a thread copies it
-// meanwhile. Another thread writes it to the disk, waits for the other ranks, and publishes the
+// training waits for. What only the optimizer changes is copied by a thread while training
+// continues. Another thread writes it to the disk, waits for the other ranks, and publishes the
 // checkpoint as SaveCheckpoint does. The memory for two saves is kept: one may be written while the
 // next is copied; a third waits for the first.
 //
@@ -80,24 +80,23 @@ class AsyncSaver {
   AsyncSaver& operator=(const AsyncSaver&) = delete;
 
   // Collective over `comm`: every rank calls it with the same request (rank 0's counts), and
-  // `write` on each rank puts that rank's files. On return the state may change, but for what it
-  // gave to CopyLater(). Waits while two
-  // saves are being written. Errors, the same on every rank: as SaveCheckpoint before anything is
-  // written; those of Snapshot. `earlier` gets how the saves ended that have ended meanwhile, the
-  // same ones on every rank, each once.
+  // `write` writes the files of its rank. On return the state may change, except what was passed to
+  // CopyLater(). Waits while two saves are being written. Errors, the same on every rank: as
+  // SaveCheckpoint before anything is written; those of Snapshot. `earlier` gets the outcomes of
+  // the saves that have ended since, the same on every rank, each once.
   absl::Status Begin(Comm& comm, const Request& request,
                      absl::FunctionRef<absl::Status(StateWriter&)> write,
                      std::vector<Outcome>* earlier);
 
-  // Before tensors change that were given to CopyLater(): returns when they are copied, which this
-  // thread helps with. Cheap when they are.
+  // Call it before tensors change that were passed to CopyLater(): it helps to copy them and
+  // returns when all are copied. Cheap if they are.
   void WaitForCopy();
 
-  // Waits for the saves that have begun. Every outcome that has not been given yet. Not a
-  // collective, though the ranks' threads wait for one another.
+  // Waits for the saves that have begun. Returns every outcome that has not been returned yet. Not
+  // a collective, though the ranks' threads wait for one another.
   std::vector<Outcome> Wait();
 
-  // Whether a save is being written. On rank 0, false means that it has its name or has failed.
+  // Whether a save is being written. On rank 0, false means that it is published or has failed.
   bool busy() const;
 
  private:
@@ -128,8 +127,9 @@ class AsyncSaver {
   const int rank_;
   const Clock& clock_ = Clock::Real();
 
-  // What stands beside the checkpoints (a staging folder of a dead writer, a checkpoint on its way
-  // out) is touched by one thread at a time: either would take the other's for abandoned.
+  // One thread at a time changes the folders beside the checkpoints (a staging folder of a dead
+  // writer, a checkpoint that is being removed): otherwise each would treat the other's as
+  // abandoned.
   Mutex folder_mu_;
 
   // Folders that SettleNodes() has seen: what it looks for is older than this process. Of the

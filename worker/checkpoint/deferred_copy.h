@@ -17,13 +17,13 @@
 namespace muster {
 
 // Copies of tensors that are made while training goes on, because nothing changes them before the
-// optimizer steps. Whoever is about to change them calls Run() first. A tensor that was changed all
-// the same is found: by its version, which every operation in place counts, and by some of its
-// bytes, for changes that are not counted (through data() or a pointer).
+// optimizer steps. Code that is about to change them calls Run() first. A tensor that was changed
+// nevertheless is detected: by its version, which every operation in place counts, and by some of
+// its bytes, for changes that are not counted (through data() or a pointer).
 class DeferredCopy {
  public:
-  // Whether a copy of the tensor can wait: it is on the CPU, its data are as in a file, its changes
-  // are counted, and it is large enough to be worth it.
+  // Whether a copy of the tensor can wait: it is on the CPU, its data are laid out as in a file,
+  // its changes are counted, and it is large enough to be worth it.
   static bool Takes(const at::Tensor& tensor);
 
   DeferredCopy() = default;
@@ -44,7 +44,7 @@ class DeferredCopy {
   void Wait() const;
 
   // After Run() or Wait(). FAILED_PRECONDITION, naming a tensor that was changed after its Add()
-  // and before its copy was complete: what was copied of it is of no use.
+  // and before its copy was complete: its copy is useless.
   absl::Status status() const;
 
   // Runs it and counts the time: training waits.

@@ -427,7 +427,7 @@ absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Published() const {
 
 absl::Status RemoveCheckpoint(const std::string& dir) {
   if (!PathExists(dir)) return absl::OkStatus();
-  // Nobody is to take what is left of it for a sealed one that lacks its name.
+  // What is left of it must not look like a sealed one that lacks its name.
   const std::string seal = JoinPath(dir, kSealName);
   if (unlink(seal.c_str()) != 0 && errno != ENOENT) {
     return absl::ErrnoToStatus(errno, absl::StrCat("cannot remove ", seal));

@@ -13,13 +13,13 @@
 
 namespace muster {
 
-// Folders of checkpoints on disk: how they appear whole, which is the newest good one, which may
-// go. Functions block on the disk and are for one process per folder at a time (rank 0), except the
-// reading ones.
+// Folders of checkpoints on disk: how they appear whole, which is the newest good one, which may be
+// removed. Functions block on the disk and are for one process per folder at a time (rank 0),
+// except the reading ones.
 //
-// While a checkpoint DIR is written its files stand in DIR.tmp-<16 hex digits>, which its writer
-// keeps locked (flock), so that what a killed writer left can be told from what a live one is
-// writing.
+// While a checkpoint DIR is written, its files are in DIR.tmp-<16 hex digits>. Its writer keeps
+// that folder locked (flock), which distinguishes the files of a live writer from those that a
+// killed one has left.
 
 // The names of a checkpoint's files. The first of several has no number.
 std::string ModelFileName(int index);      // model.safetensors, model_1.safetensors
@@ -80,17 +80,17 @@ class Staging {
 
   const std::string& path() const { return path_; }
 
-  // Leaves the folder as it is: nobody knows whether it has become a checkpoint. It stays locked
-  // until this process ends, so that no save removes it before a resume has asked.
+  // Leaves the folder as it is, because it is not known whether it has become a checkpoint. It
+  // stays locked until this process ends, so that no save removes it before a resume has asked.
   void Leave();
 
-  // Checks that all files are there, writes the manifest and makes all durable: what is missing
-  // from a checkpoint then is its name.
+  // Checks that all files are there, writes the manifest and makes all durable: only the name of a
+  // checkpoint is missing then.
   absl::Status Complete(const Manifest& manifest);
-  // Puts the folder in the place of `dir` in one step: a checkpoint that stood there is removed
-  // after, files in it that were not the checkpoint's own move over.
+  // Puts the folder in the place of `dir` in one step: a checkpoint that was there is removed
+  // afterwards; files in it that did not belong to that checkpoint move to the new one.
   absl::Status Rename();
-  // Both.
+  // Complete() and Rename().
   absl::Status Publish(const Manifest& manifest);
 
   // Parts of Complete() and Rename(), for publications on several disks that have to agree in
@@ -114,8 +114,8 @@ class Staging {
   bool taken_over_ = false;
 };
 
-// Removes a checkpoint: first out of sight in one step, so that a crash leaves no half of it under
-// its name. One that is gone is no error.
+// Removes a checkpoint: renames it first, so that a crash leaves no part of it under its name. A
+// missing checkpoint is not an error.
 absl::Status RemoveCheckpoint(const std::string& dir);
 
 // Numbered checkpoints: ROOT/checkpoint_0, checkpoint_1, ... Other names in ROOT are ignored.
@@ -132,9 +132,9 @@ class CheckpointFolder {
   // One above the highest number: what the next save is called.
   absl::StatusOr<int64_t> NextNumber() const;
 
-  // The path of the highest number that verifies. Ones that do not are passed over with a warning
-  // in the log. NOT_FOUND if none does, with the reason of the newest. Those whose path is in
-  // `left_out` are not looked at.
+  // The path of the highest number that verifies. Skips the others, with a warning in the log.
+  // NOT_FOUND if none does, with the reason of the newest. Those whose path is in `left_out` are
+  // not looked at.
   absl::StatusOr<std::string> Newest(VerifyLevel level = VerifyLevel::kContents,
                                      const std::vector<std::string>& left_out = {}) const;
 
@@ -142,13 +142,12 @@ class CheckpointFolder {
   absl::StatusOr<std::vector<int64_t>> Published() const;
 
   // Removes the oldest complete checkpoints until `keep` (>= 1) are left. Incomplete ones do not
-  // count and stay. Nor are those removed whose step is a multiple of `keep_every` (0: none), or
-  // whose path is in `spared`.
+  // count and stay, as do those whose step is a multiple of `keep_every` (0: none) or whose path is
+  // in `spared`.
   absl::Status Rotate(int keep, int64_t keep_every = 0,
                       const std::vector<std::string>& spared = {}) const;
 
-  // Gives the checkpoints their name that dead writers have left sealed and complete in a staging
-  // folder.
+  // Renames the sealed and complete checkpoints that dead writers have left in staging folders.
   void PublishSealed() const;
 
  private:

@@ -18,7 +18,7 @@ namespace muster {
 inline constexpr char kManifestName[] = "manifest.json";
 inline constexpr int kManifestVersion = 1;
 
-// Where training stood. All counts are those of the whole job, not of a rank.
+// How far training was. All counts are those of the whole job, not of a rank.
 struct CheckpointInfo {
   int world_size = 1;
   // Number of this checkpoint in its run: the i of checkpoint_{i}.
@@ -53,8 +53,8 @@ struct Manifest {
   std::string created;
   // Sorted by name.
   std::vector<ManifestFile> files;
-  // Where every node keeps the files of its ranks on a disk of its own: who wrote where. Empty: on
-  // one file system.
+  // Where every node keeps the files of its ranks on a disk of its own: which ranks wrote where.
+  // Empty: on one file system.
   std::vector<ManifestNode> nodes = {};
 
   // Null if there is no such file.

@@ -192,9 +192,9 @@ absl::Status Gathering::KeepIntact(const Staging& staging) const {
   return absl::OkStatus();
 }
 
-// The holder sends pieces, each with a first byte that says what it is; a holder that fails says so
-// in the place of a piece, and a receiver that fails goes on listening, so that the ranks stay in
-// step.
+// The holder sends pieces, each with a first byte that says what it is; a holder that fails sends
+// an error in place of a piece, and a receiver that fails keeps receiving, so that the ranks stay
+// in step.
 absl::Status Gathering::FetchFile(const ManifestFile& file, AtomicFile* out) {
   const int holder = holders_.at(file.name).front();
   std::ifstream in;

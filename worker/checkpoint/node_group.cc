@@ -71,7 +71,7 @@ absl::StatusOr<NodeGroups> FindNodeGroups(Comm& comm, const std::string& parent,
       break;
     }
   }
-  // After this nobody looks any more.
+  // No rank looks for the files after this.
   const std::vector<std::string> seen = comm.AllGatherBytes(absl::StrCat(leader, " ", HostName()));
   if (lowest_here && probed.ok()) {
     const absl::Status removed = RemoveTree(JoinPath(parent, name));

@@ -79,7 +79,7 @@ absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir,
     MUSTER_ASSIGN_OR_RETURN(const SafetensorsHeader header,
                             ReadSafetensorsHeader(JoinPath(dir, file.name)));
     for (const SafetensorsEntry& entry : header.tensors) {
-      // Beyond what the registry takes: the digest of the file stands for them.
+      // Beyond what the registry takes: the digest of the file covers them.
       if (entry.shape.size() > kMaxSliceRank ||
           file.name.size() + 1 + entry.name.size() > kMaxSliceName) {
         continue;
@@ -101,8 +101,8 @@ bool IsFolderOf(const std::string& dir, const RegisteredCheckpoint& record) {
   return seal.ok() && seal->sha256 == record.sha256 && seal->job == record.job;
 }
 
-// Deletes what the registry lets go. Not what has taken its name without the registry: that folder
-// is another checkpoint.
+// Deletes what the registry no longer keeps. Not what has taken its name without the registry: that
+// folder is another checkpoint.
 absl::Status DeleteFolderOf(const RegisteredCheckpoint& record) {
   if (!record.published) {
     return record.staging.empty() ? absl::OkStatus() : RemoveTree(record.staging);
@@ -163,8 +163,8 @@ absl::Status DeleteUnregistered(const Publication& publication,
   return folder.Rotate(publication.options.keep, publication.options.keep_every, spared);
 }
 
-// After the rename. The checkpoint is whole and sealed whatever comes: what fails here is made up
-// for by a resume and by the next publication.
+// After the rename. The checkpoint is whole and sealed in any case: a resume or the next
+// publication repeats what fails here.
 void Register(const Publication& publication, const RegisteredCheckpoint& record) {
   CheckpointRegistrar& registrar = *publication.options.registrar;
   const bool numbered = publication.folder.has_value();
@@ -241,7 +241,7 @@ absl::Status Finish(Staging& staging, const Publication& publication,
   MUSTER_RETURN_IF_ERROR(WriteSeal(publication.staging_path, record));
   MUSTER_RETURN_IF_ERROR(SyncDirectory(publication.staging_path));
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_noted");
-  // Retention is for numbered ones: it takes none that somebody has given a name.
+  // Retention is for numbered ones: it removes none that a user has named.
   if (!publication.folder.has_value()) {
     if (const absl::Status pinned = publication.options.registrar->Pin(record.id); !pinned.ok()) {
       MUSTER_LOG(Warning) << pinned.message();
@@ -256,8 +256,8 @@ absl::Status Finish(Staging& staging, const Publication& publication,
 }
 
 // Of rank 0, when all have reported: true if it has its name, false if ranks must report again.
-// Without a word to the others in between: one of them may be gone, and what is sealed is not to be
-// given up for that.
+// Without messages to the other ranks in between: one of them may be gone, which is no reason to
+// give up a sealed checkpoint.
 absl::StatusOr<bool> SealAndFinish(Staging& staging, const Publication& publication, uint64_t id) {
   CheckpointRegistrar& registrar = *publication.options.registrar;
   MUSTER_FAILPOINT_STATUS("worker.checkpoint_seal");
@@ -362,7 +362,7 @@ absl::Status NameSealed(const RegisteredCheckpoint& record, CheckpointRegistrar&
   return absl::OkStatus();
 }
 
-// The checkpoints that were held back when they were sealed and that none of `records` speaks for.
+// The checkpoints that were held back when they were sealed and that are in none of `records`.
 std::vector<std::string> HeldBackIn(const CheckpointFolder& folder,
                                     const std::vector<RegisteredCheckpoint>& records) {
   std::vector<std::string> held_back;
@@ -437,7 +437,7 @@ absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folde
   }
   folder.PublishSealed();
   const std::string root = AbsolutePath(folder.root());
-  std::vector<std::string> left_out;  // nobody is to resume from them
+  std::vector<std::string> left_out;  // no run resumes from them
   bool any = false;
   for (auto record = records->rbegin(); record != records->rend(); ++record) {
     if (ParentPath(record->path) != root ||

@@ -23,10 +23,10 @@ struct PublishOptions {
   // Borrowed. Null on every rank or on none: without one the folder alone counts.
   CheckpointRegistrar* registrar = nullptr;
   // Of numbered checkpoints: how many are kept (0: all), and those whose step is a multiple of
-  // keep_every (0: none). Older ones go only once the new one is published.
+  // keep_every (0: none). Older ones are removed only after the new one is published.
   int keep = 0;
   int64_t keep_every = 0;
-  // false: no resume takes it until somebody promotes it. Needs a registrar.
+  // false: no resume takes it until it is promoted. Needs a registrar.
   bool promote = true;
 };
 
@@ -37,7 +37,7 @@ struct Publication {
   std::string staging_path;
   // Of a numbered one: where older ones are.
   std::optional<CheckpointFolder> folder = std::nullopt;
-  // Held, where there is one, while folders beside it are touched; not while others are waited for.
+  // If not null, locked while folders beside it change, but not while this rank waits for others.
   Mutex* folder_mu = nullptr;
 };
 
@@ -47,9 +47,9 @@ struct Publication {
 absl::Status PublishTogether(Comm& comm, Staging* staging, const Publication& publication,
                              const absl::Status& written, const std::vector<ManifestFile>& mine);
 
-// Of rank 0: the checkpoint of `folder` that a resume takes. With a registry that is the newest
-// promoted one that is whole on the disk, also one that was sealed when its writer ended, which
-// gets its name now; a registry that knows none, or is away, is passed over, and the log says so.
+// Of rank 0: the checkpoint of `folder` that a resume takes. With a registry: the newest promoted
+// one that is whole on the disk, including one that was sealed when its writer ended, which is
+// renamed now. A registry that knows none, or that is unreachable, is ignored, and the log says so.
 // Without one: the newest that is whole. Errors: NOT_FOUND.
 absl::StatusOr<std::string> FindCheckpointToResume(const CheckpointFolder& folder,
                                                    CheckpointRegistrar* registrar);

@@ -68,16 +68,16 @@ struct CheckpointRegistration {
   bool promote = true;
 };
 
-// Who knows which checkpoints of a job are whole (docs/protocol.md, "Checkpoints"). Every call may
-// be repeated. Methods block, through an outage of the registry for as long as the job tolerates
-// one. Thread-safe.
+// Knows which checkpoints of a job are whole (docs/protocol.md, "Checkpoints"). Every call may be
+// repeated. Methods block, through an outage of the registry for as long as the job tolerates one.
+// Thread-safe.
 class CheckpointRegistrar {
  public:
   virtual ~CheckpointRegistrar() = default;
 
   // Of rank 0. A registration of the same path that was left unfinished is given up. Errors:
   // UNIMPLEMENTED if there is no registry; UNAVAILABLE; FAILED_PRECONDITION and ABORTED if this
-  // generation is over.
+  // generation has ended.
   virtual absl::StatusOr<uint64_t> Begin(const CheckpointRegistration& registration) = 0;
   // Of each rank, what it wrote; all of it again after a restart of the registry.
   virtual absl::Status ReportShards(uint64_t id, int rank,

@@ -28,14 +28,14 @@ class Snapshot {
     size_t bytes = 0;
   };
 
-  // Of files that are added after this: nothing changes the tensor before somebody runs what
-  // TakeDeferred() returns, so that it can be copied then.
+  // Of files that are added after this: the tensor does not change before the result of
+  // TakeDeferred() runs, which copies it.
   void CopyLater(const at::Tensor& tensor);
 
-  // Copies a file in; the tensors may change then, but for those of CopyLater(). Blocks until
-  // copies from devices are done.
-  // Errors: as WriteSafetensors and WriteStateDict, but for those of the disk; RESOURCE_EXHAUSTED
-  // if there is no memory. Throws c10::Error if a copy from a device fails.
+  // Copies a file in; the tensors may change then, except those of CopyLater(). Blocks until copies
+  // from devices are done. Errors: as WriteSafetensors and WriteStateDict, but for those of the
+  // disk; RESOURCE_EXHAUSTED if there is no memory. Throws c10::Error if a copy from a device
+  // fails.
   absl::Status Add(const std::string& name, const NamedTensors& tensors,
                    WriteSafetensorsOptions options);
   absl::Status Add(const std::string& name, const StateDict& state, SharedTensors shared);

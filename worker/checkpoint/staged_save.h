@@ -45,8 +45,8 @@ class StagedSave {
   // Whether the staging folder exists for this rank.
   absl::Status CheckVisible() const;
 
-  // Collective. Makes the staged files of all ranks a checkpoint on every disk, and lets older ones
-  // go. `written`: whether this rank has written its files, which are `mine`. Fills in what this
+  // Collective. Makes the staged files of all ranks a checkpoint on every disk, and removes older
+  // ones. `written`: whether this rank has written its files, which are `mine`. Fills in what this
   // object knows of `publication`. The registrar is for one file system: with a disk in every node
   // the folders alone count. Errors, the same on every rank: the first, with its rank.
   absl::Status Publish(Comm& comm, Publication publication, const absl::Status& written,

@@ -22,9 +22,8 @@ struct DirectFileWritten;
 struct NodeGroups;
 struct PublishOptions;
 
-// One rank's hand in a checkpoint that is being written: puts files into the staging folder and
-// notes their digests. Not thread-safe. Where staging folders come from and what makes them a
-// checkpoint is the caller's affair (SaveCheckpoint here).
+// Writes one rank's files of a checkpoint into the staging folder and records their digests. The
+// caller creates that folder and publishes it (SaveCheckpoint here). Not thread-safe.
 class StateWriter {
  public:
   StateWriter(std::string staging, int rank) : staging_(std::move(staging)), rank_(rank) {}
@@ -64,7 +63,7 @@ class StateWriter {
 // What the manifest says of a file that was written.
 ManifestFile FileOf(const std::string& name, int rank, DirectFileWritten written);
 
-// A checkpoint that is there. Reads are checked against the manifest. Thread-safe.
+// An existing checkpoint. Reads are checked against the manifest. Thread-safe.
 class StateReader {
  public:
   // Reads the manifest and checks that every file is there with its size.
@@ -93,11 +92,11 @@ class StateReader {
 };
 
 // Writes a checkpoint together: every rank calls it with the same `dir` and `info` (rank 0's
-// counts), and `write` on each rank puts that rank's files. Either all of it appears at `dir` in
-// one step, replacing a checkpoint that is there, or nothing changes. Collective: it blocks until
-// all ranks are through, also when one fails. All ranks return the same status, which names the
-// rank that failed. Exceptions out of `write` become INTERNAL; those of `comm` pass through. Of
-// `options`, what is kept is for numbered ones.
+// counts), and `write` writes the files of its rank. Either all of it appears at `dir` in one step,
+// replacing a checkpoint that is there, or nothing changes. Collective: it blocks until all ranks
+// have finished, also when one fails. All ranks return the same status, which names the rank that
+// failed. Exceptions from `write` become INTERNAL; those of `comm` propagate. What `options` says
+// about retention applies to numbered checkpoints.
 //
 // `node`: absent, `dir` must be on a file system that all ranks share. Else a number that the ranks
 // of one node have in common: every node keeps the files of its ranks in a `dir` of its own.
@@ -109,8 +108,8 @@ absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const Checkpoint
                             absl::FunctionRef<absl::Status(StateWriter&)> write,
                             std::optional<int> node = std::nullopt);
 
-// Saves as ROOT/checkpoint_{info.iteration} and, only after that is published, lets the oldest go
-// as `options` says. Refuses a number that is taken. Collective, as SaveCheckpoint.
+// Saves as ROOT/checkpoint_{info.iteration} and, after that is published, removes the oldest as
+// `options` says. Refuses a number that is taken. Collective, as SaveCheckpoint.
 absl::Status SaveNumberedCheckpoint(Comm& comm, const CheckpointFolder& folder,
                                     const CheckpointInfo& info, const PublishOptions& options,
                                     absl::FunctionRef<absl::Status(StateWriter&)> write,

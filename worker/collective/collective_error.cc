@@ -15,7 +15,7 @@ constexpr absl::string_view kUnusable = "the group is unusable since";
 
 bool IsCollectiveTimeout(absl::string_view error) {
   for (const absl::string_view words :
-       {"Timed out", "timed out", "Timeout", "timeout caused", "did not come in time"}) {
+       {"Timed out", "timed out", "Timeout", "timeout caused", "did not arrive in time"}) {
     if (absl::StrContains(error, words)) return true;
   }
   return false;

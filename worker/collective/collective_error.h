@@ -16,7 +16,7 @@ inline constexpr absl::string_view kDidNotFinish = " did not finish within ";
 // Whether `error` says that a transport (Gloo, shared memory, NCCL) waited too long for a peer.
 bool IsCollectiveTimeout(absl::string_view error);
 
-// Whether `error` is a transport's word for a peer that did not come in time or whose connection
+// Whether `error` is a transport's word for a peer that did not arrive in time or whose connection
 // was lost.
 bool IsLostCollective(absl::string_view error);
 

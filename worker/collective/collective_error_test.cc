@@ -20,7 +20,7 @@ TEST(LostCollective, TransportsWords_AreTold) {
                        "600000ms for recv operation to complete"));
   EXPECT_TRUE(IsLostCollective("[../gloo/transport/tcp/pair.cc] Connection closed by peer"));
   EXPECT_TRUE(IsLostCollective("all_reduce #4 of 8 bytes on rank 0: rank 1 (pid 7) has died"));
-  EXPECT_TRUE(IsLostCollective("all_reduce #4 on rank 0: rank 1 (pid 7) did not come in time"));
+  EXPECT_TRUE(IsLostCollective("all_reduce #4 on rank 0: rank 1 (pid 7) did not arrive in time"));
   EXPECT_FALSE(IsLostCollective("ranks disagree about a collective: rank 0 called Barrier #1"));
   EXPECT_FALSE(
       IsLostCollective("AllReduce #5: the group is unusable since AllReduce #4: Timed out"));

@@ -21,7 +21,7 @@ namespace muster {
 // Reductions add in rank order: the same bits on every rank, for every split into buckets and in
 // every run; half and bfloat16 are summed in float. Operations run in order on a helper thread, so
 // that they overlap with the caller's work; small ones at once. If ranks call different operations,
-// all throw; a rank that died, left or did not come in time is named by all others
+// all throw; a rank that died, left or did not arrive in time is named by all others
 // (c10::DistBackendError) and the backend is unusable.
 //
 // Collective. False, on every rank alike and with the reason in `*why`, if the ranks cannot share

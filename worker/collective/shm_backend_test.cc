@@ -198,7 +198,7 @@ TEST(ShmBackend, PeerThatDoesNotCome_IsNamedAtTheDeadline) {
                     comm.Barrier();
                   } catch (const c10::DistBackendError& e) {
                     EXPECT_THAT(e.what(),
-                                AllOf(HasSubstr("rank 1"), HasSubstr("did not come in time")));
+                                AllOf(HasSubstr("rank 1"), HasSubstr("did not arrive in time")));
                     named = true;
                   }
                   named = true;

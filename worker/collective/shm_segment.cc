@@ -231,7 +231,7 @@ void ShmSegment::WaitFor(int peer, uint32_t phase, std::chrono::steady_clock::ti
       }
     }
     if (std::chrono::steady_clock::now() >= deadline) {
-      Fail(c10::str(what, " on rank ", rank_, ": ", who, " did not come in time"));
+      Fail(c10::str(what, " on rank ", rank_, ": ", who, " did not arrive in time"));
     }
   }
 }

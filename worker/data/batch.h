@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_DATA_BATCH_H_
 
 #include <cstdint>
+#include <memory>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -42,7 +43,18 @@ struct BatchInfo {
 template <class T>
 class Batch {
  public:
-  Batch(T value, BatchInfo info) : value_(std::move(value)), info_(std::move(info)) {}
+  Batch(T value, BatchInfo info)
+      : value_(std::move(value)), info_(std::make_shared<const BatchInfo>(std::move(info))) {}
+  Batch(const Batch&) = default;
+  Batch& operator=(const Batch&) = default;
+  // A batch that was moved from keeps its facts: they are shared, not moved.
+  Batch(Batch&& other) noexcept(std::is_nothrow_move_constructible_v<T>)
+      : value_(std::move(other.value_)), info_(other.info_) {}
+  Batch& operator=(Batch&& other) noexcept(std::is_nothrow_move_assignable_v<T>) {
+    value_ = std::move(other.value_);
+    info_ = other.info_;
+    return *this;
+  }
 
   T& value() { return value_; }
   const T& value() const { return value_; }
@@ -50,7 +62,9 @@ class Batch {
   const T& operator*() const { return value_; }
   T* operator->() { return &value_; }
   const T* operator->() const { return &value_; }
-  const BatchInfo& info() const { return info_; }
+  const BatchInfo& info() const { return *info_; }
+  // For code that needs the facts after the batch is gone.
+  const std::shared_ptr<const BatchInfo>& shared_info() const { return info_; }
 
   // batch["ids"] for maps, batch[0] for vectors.
   template <class K>
@@ -78,7 +92,7 @@ class Batch {
 
  private:
   T value_;
-  BatchInfo info_;
+  std::shared_ptr<const BatchInfo> info_;  // never null
 };
 
 namespace batch_internal {

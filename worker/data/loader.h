@@ -838,7 +838,7 @@ class LoaderIterator {
         return;
       }
       current.emplace(std::move(next->value), std::move(next->info));
-      core->BatchGiven(*facts, current->info());
+      core->BatchGiven(*facts, current->shared_info());
     }
 
     void Finish(bool exhausted) {

@@ -556,18 +556,18 @@ LoaderCore::LivePass* LoaderCore::FindLive(uint64_t iteration) {
   return nullptr;
 }
 
-void LoaderCore::BatchGiven(const LoaderPass& pass, const BatchInfo& info) {
+void LoaderCore::BatchGiven(const LoaderPass& pass, const std::shared_ptr<const BatchInfo>& info) {
   // A loop that continues after LoadState is no longer tracked: it does not change the new
   // position.
   if (LivePass* live = FindLive(pass.iteration)) {
     live->before = live->place;
-    live->place.position = info.position;
-    live->place.index = info.index + 1;
+    live->place.position = info->position;
+    live->place.index = info->index + 1;
     if (sharded_) {
       live->place.rank_position =
-          pass.rank_position + (info.index + 1 - pass.first_index) * pass.round.per_rank;
+          pass.rank_position + (info->index + 1 - pass.first_index) * pass.round.per_rank;
     }
-    live->at_end = info.is_last;
+    live->at_end = info->is_last;
     place_ = live->place;
     owner_ = pass.iteration;
   }

@@ -105,7 +105,7 @@ class LoaderObserver {
     return false;
   }
   // Pass `iteration` is about to give this batch to the loop.
-  virtual void OnBatch(uint64_t iteration, const BatchInfo& info) = 0;
+  virtual void OnBatch(uint64_t iteration, const std::shared_ptr<const BatchInfo>& info) = 0;
   // Pass `iteration` has ended: at its end, or because its iterator was destroyed (break, return,
   // exception). Exactly once for every pass that gave a batch (and perhaps for one that gave none).
   // Must not throw.
@@ -224,7 +224,7 @@ class LoaderCore : public LoaderStateHandle {
   // A pass over the next epoch, or over what LoadState left of one, without its first `skip`
   // batches.
   std::shared_ptr<const LoaderPass> StartPass(int64_t skip);
-  void BatchGiven(const LoaderPass& pass, const BatchInfo& info);
+  void BatchGiven(const LoaderPass& pass, const std::shared_ptr<const BatchInfo>& info);
   // The loop over `pass` is over; `exhausted`: it reached the end. If not, and the observer says
   // that it does not count, the place that the pass resumed is put back, or the next epoch's start
   // becomes the place. A loop that was left at the last batch has had the epoch.

@@ -198,9 +198,9 @@ TEST(BatchInfo, OverAnEpoch_TellsIndexLastAndRealSamples) {
 
 class Recorder : public LoaderObserver {
  public:
-  void OnBatch(uint64_t iteration, const BatchInfo& info) override {
-    text += "b" + std::to_string(Number(iteration)) + "." + std::to_string(info.index) +
-            (info.is_last ? "! " : " ");
+  void OnBatch(uint64_t iteration, const std::shared_ptr<const BatchInfo>& info) override {
+    text += "b" + std::to_string(Number(iteration)) + "." + std::to_string(info->index) +
+            (info->is_last ? "! " : " ");
   }
   void OnEnd(uint64_t iteration) override { text += "e" + std::to_string(Number(iteration)) + " "; }
   std::string text;
@@ -592,7 +592,9 @@ TEST(LoaderState, PlaceInAnotherKindOfOrder_IsRefusedInsideAnEpoch) {
 // Training counts, as the test says.
 class Judge : public LoaderObserver {
  public:
-  void OnBatch(uint64_t iteration, const BatchInfo&) override { last = iteration; }
+  void OnBatch(uint64_t iteration, const std::shared_ptr<const BatchInfo>&) override {
+    last = iteration;
+  }
   void OnEnd(uint64_t) override {}
   bool CountsAsTrained(uint64_t iteration) override {
     EXPECT_LE(last, iteration);

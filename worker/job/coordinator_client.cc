@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <map>
-#include <random>
 #include <set>
 #include <thread>
 #include <utility>
@@ -15,6 +14,7 @@
 #include "base/backoff.h"
 #include "base/clock.h"
 #include "base/failpoint.h"
+#include "base/identity.h"
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/status_macros.h"
@@ -42,18 +42,6 @@ constexpr absl::Duration kLastBackoff = absl::Seconds(2);
 // More than a year is sent as a year.
 void SetDuration(absl::Duration duration, google::protobuf::Duration* out) {
   *out = rpc::ToProto(std::min(duration, absl::Hours(24 * 365)));
-}
-
-uint64_t DrawIncarnation() {
-  std::random_device device;
-  uint64_t value = 0;
-  while (value == 0) value = (static_cast<uint64_t>(device()) << 32) | device();
-  return value;
-}
-
-std::string HostName() {
-  char name[256] = {};
-  return gethostname(name, sizeof(name) - 1) == 0 ? name : "unknown";
 }
 
 // FNV-1a: the same on every rank and in every run, unlike std::hash.
@@ -128,6 +116,8 @@ class CoordinatorClient::Impl {
     seat.generation = reply.generation();
     seat.rank = reply.rank();
     seat.world_size = reply.world_size();
+    seat.local_rank = join.local_rank;
+    seat.local_world_size = join.local_world_size;
     seat.node_rank = reply.node_rank();
     seat.num_nodes = reply.num_nodes();
     seat.key_prefix = reply.generation_prefix();
@@ -712,12 +702,10 @@ absl::StatusOr<std::unique_ptr<CoordinatorClient>> CoordinatorClient::Connect(Op
         absl::StrCat("coordinator client: ", options.job.empty() ? "job" : "worker_id",
                      " is empty (MUSTER_JOB and MUSTER_WORKER_ID are set by the launcher)"));
   }
-  if (options.incarnation == 0) options.incarnation = DrawIncarnation();
+  if (options.incarnation == 0) options.incarnation = RandomId();
   MUSTER_ASSIGN_OR_RETURN(const std::string address, NumericAddress(options.address));
   rpc::ChannelOptions channel_options;
-  channel_options.tls_ca = options.tls_ca;
-  channel_options.tls_cert = options.tls_cert;
-  channel_options.tls_key = options.tls_key;
+  channel_options.tls = options.tls;
   channel_options.token_file = options.token_file;
   MUSTER_ASSIGN_OR_RETURN(std::shared_ptr<grpc::Channel> channel,
                           rpc::Connect(address, channel_options));

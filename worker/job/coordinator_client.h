@@ -14,6 +14,8 @@
 #include "absl/status/statusor.h"
 #include "absl/time/time.h"
 #include "base/defaults.h"
+#include "base/place.h"
+#include "rpc/tls_files.h"
 #include "worker/collective/progress_board.h"
 
 namespace muster {
@@ -57,12 +59,8 @@ struct JoinOptions {
 };
 
 // A place in one generation.
-struct Seat {
+struct Seat : Place {
   uint64_t generation = 0;
-  int rank = 0;
-  int world_size = 1;
-  int node_rank = 0;
-  int num_nodes = 1;
   // Keys below it die with the generation.
   std::string key_prefix = "";
 };
@@ -190,9 +188,7 @@ class CoordinatorClient {
     absl::Duration exit_patience = absl::Seconds(3);
     // Between heartbeats once seated. Zero: none (an agent speaks for this worker).
     absl::Duration heartbeat_period = absl::Seconds(2);
-    std::string tls_ca = "";
-    std::string tls_cert = "";
-    std::string tls_key = "";
+    rpc::TlsFiles tls = {};
     std::string token_file = "";  // see rpc/token.h
     // What heartbeats and barriers report about this worker. Null: what ReportProgress said.
     std::shared_ptr<const ProgressBoard> progress = nullptr;

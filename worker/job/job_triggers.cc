@@ -8,6 +8,7 @@
 
 #include "ATen/ops/full.h"
 #include "absl/strings/str_cat.h"
+#include "base/identity.h"
 #include "base/log.h"
 #include "c10/util/Exception.h"
 #include "worker/job/stop_signal.h"
@@ -22,9 +23,7 @@ constexpr size_t kMaxPayload = 64 << 10;
 constexpr absl::Duration kPollTimeout = absl::Seconds(5);
 
 std::string Here(int rank) {
-  char host[256] = "";
-  gethostname(host, sizeof(host) - 1);
-  return absl::StrCat("SIGTERM at rank ", rank, " (pid ", getpid(), " on ", host, ")");
+  return absl::StrCat("SIGTERM at rank ", rank, " (pid ", getpid(), " on ", HostName(), ")");
 }
 
 }  // namespace

@@ -96,9 +96,7 @@ absl::Status MeetAtCoordinator(const JoinJobOptions& options, JoinedProcess* joi
   }
   client.connect_timeout = std::min(client.connect_timeout, env.timeout.value);
   client.outage_tolerance = env.outage_tolerance.value;
-  client.tls_ca = env.tls_ca.value;
-  client.tls_cert = env.tls_cert.value;
-  client.tls_key = env.tls_key.value;
+  client.tls = {env.tls_ca.value, env.tls_cert.value, env.tls_key.value};
   client.token_file = env.token_file.value;
   client.progress = joined->progress;
   client.on_generation_ended = options.on_generation_ended;

@@ -1,10 +1,6 @@
 #include "worker/job/join_job.h"
 
-#include <arpa/inet.h>
-#include <netinet/in.h>
 #include <signal.h>
-#include <sys/socket.h>
-#include <unistd.h>
 
 #include <map>
 #include <string>
@@ -13,6 +9,7 @@
 #include "ATen/ops/full.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "rpc/test_listener.h"
 #include "torch/csrc/distributed/c10d/TCPStore.hpp"
 #include "worker/job/fake_coordinator.h"
 
@@ -280,21 +277,13 @@ TEST(MakeSubgroup, ListedRanks_ReduceAmongThemselves) {
 }
 
 TEST(JoinJob, PortTaken_ErrorNamesItAndWhereItCameFrom) {
-  const int fd = socket(AF_INET, SOCK_STREAM, 0);
-  sockaddr_in address = {};
-  address.sin_family = AF_INET;
-  address.sin_addr.s_addr = htonl(INADDR_ANY);
-  socklen_t length = sizeof(address);
-  ASSERT_EQ(bind(fd, reinterpret_cast<sockaddr*>(&address), length), 0);
-  ASSERT_EQ(listen(fd, 1), 0);
-  ASSERT_EQ(getsockname(fd, reinterpret_cast<sockaddr*>(&address), &length), 0);
-  const std::string port = std::to_string(ntohs(address.sin_port));
+  const rpc::TestListener taken;
+  const std::string port = std::to_string(taken.port());
   const auto joined = JoinJob(Env({{"RANK", "0"},
                                    {"WORLD_SIZE", "2"},
                                    {"MASTER_ADDR", "127.0.0.1"},
                                    {"MASTER_PORT", port},
                                    {"MUSTER_TIMEOUT", "5s"}}));
-  close(fd);
   EXPECT_EQ(joined.status().code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(joined.status().message()),
               AllOf(HasSubstr("rank 0 of 2 cannot open a store"), HasSubstr(port),

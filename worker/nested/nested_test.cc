@@ -278,6 +278,8 @@ TEST(Batch, StructuredBinding_GivesTheFieldsByReference) {
   EXPECT_THAT(Values(std::get<1>(batch.value())), ElementsAre(4, 5, 6));
   EXPECT_EQ(images.size(0), 3);
   EXPECT_EQ(batch.info().real_samples, 3);
+  const auto moved = std::move(batch);
+  EXPECT_EQ(&batch.info(), &moved.info());
 
   Batch<user::Example> example(user::Example(Range(0, 1), Range(1, 2)), {});
   auto& [data, target] = example;

@@ -10,6 +10,7 @@
 #include "absl/strings/str_format.h"
 #include "base/crc32c.h"
 #include "base/file.h"
+#include "base/identity.h"
 #include "base/json.h"
 #include "base/status_macros.h"
 
@@ -107,9 +108,8 @@ std::string HParamsSummary(absl::string_view tag, const Message& data) {
 double Seconds(absl::Time time) { return absl::ToUnixMicros(time) / 1e6; }
 
 std::string Host() {
-  char name[256] = {};
-  if (gethostname(name, sizeof(name) - 1) != 0 || name[0] == '\0') return "localhost";
-  return name;
+  const std::string name = HostName();
+  return name.empty() ? "localhost" : name;
 }
 
 std::string FileName(const TrackerContext& context) {
