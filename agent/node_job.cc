@@ -10,6 +10,7 @@
 #include "agent/descriptors.h"
 #include "agent/grpc_job_coordination.h"
 #include "agent/job_signals.h"
+#include "agent/memory_holder.h"
 #include "agent/node_uplink.h"
 #include "agent/stack_capture.h"
 #include "agent/worker_processes.h"
@@ -101,6 +102,16 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   worker.outage_tolerance = options.outage_tolerance;
   worker.lease = options.lease;
   worker.tls = {};
+  // Until the last attempt has ended: what a killed worker has left is there for the next attempt.
+  absl::StatusOr<std::unique_ptr<MemoryHolder>> memory =
+      MemoryHolder::Start([&processes](pid_t pid) { return processes.WorkerOf(pid); });
+  if (memory.ok()) {
+    worker.memory_socket = (*memory)->address();
+  } else {
+    worker.memory_socket.clear();
+    MUSTER_LOG(Warning) << "workers can keep checkpoints on the disk only: "
+                        << memory.status().message();
+  }
   const bool show = options.show_output;
   // Files of single ranks have to say it themselves.
   worker.agent_tells = show && options.agent.log_dir.empty();

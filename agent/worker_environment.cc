@@ -22,25 +22,16 @@ bool IsPlaceOfOtherLauncher(const std::string& name) {
 
 bool IsPlaceVariable(const std::string& name) {
   static const char* const kNames[] = {
-      "MUSTER_RANK",
-      "MUSTER_WORLD_SIZE",
-      "MUSTER_LOCAL_RANK",
-      "MUSTER_LOCAL_WORLD_SIZE",
-      "MUSTER_NODE_RANK",
-      "MUSTER_NUM_NODES",
-      "MUSTER_COORDINATOR",
-      "MUSTER_JOB",
-      "MUSTER_WORKER_ID",
-      "MUSTER_INCARNATION",
-      "MUSTER_GENERATION",
-      "MUSTER_PROCESS_TREE",
-      "RANK",
-      "WORLD_SIZE",
-      "LOCAL_RANK",
-      "LOCAL_WORLD_SIZE",
-      "GROUP_RANK",
-      "GROUP_WORLD_SIZE",
-      "ROLE_RANK",
+      "MUSTER_RANK",          "MUSTER_WORLD_SIZE",
+      "MUSTER_LOCAL_RANK",    "MUSTER_LOCAL_WORLD_SIZE",
+      "MUSTER_NODE_RANK",     "MUSTER_NUM_NODES",
+      "MUSTER_COORDINATOR",   "MUSTER_JOB",
+      "MUSTER_WORKER_ID",     "MUSTER_INCARNATION",
+      "MUSTER_GENERATION",    "MUSTER_PROCESS_TREE",
+      "MUSTER_MEMORY_SOCKET", "RANK",
+      "WORLD_SIZE",           "LOCAL_RANK",
+      "LOCAL_WORLD_SIZE",     "GROUP_RANK",
+      "GROUP_WORLD_SIZE",     "ROLE_RANK",
       "ROLE_WORLD_SIZE",
   };
   return std::find(std::begin(kNames), std::end(kNames), name) != std::end(kNames);
@@ -89,6 +80,7 @@ std::map<std::string, std::string> MakeWorkerVariables(
   set("MUSTER_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);
   set("MUSTER_DEBUG", YesNo(worker.debug));
   set("MUSTER_AGENT_TELLS", YesNo(worker.agent_tells));
+  set_if("MUSTER_MEMORY_SOCKET", worker.memory_socket);
   set("ACCELERATE_MIXED_PRECISION", worker.mixed_precision);
   set("ACCELERATE_USE_CPU", YesNo(worker.cpu));
   set("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);

@@ -40,6 +40,8 @@ struct WorkerEnvironment {
   bool debug = false;
   // The reader of the workers' output also reads the agent's.
   bool agent_tells = false;
+  // The socket of the agent's MemoryHolder; empty: it has none.
+  std::string memory_socket;
   // OMP_NUM_THREADS. 0: the inherited value, or `cores` shared out evenly.
   int threads = 0;
   int cores = 1;

@@ -77,6 +77,18 @@ void WorkerProcesses::Ended(const std::string& worker_id, uint64_t incarnation) 
   entries_.erase({worker_id, incarnation});
 }
 
+std::string WorkerProcesses::WorkerOf(int64_t pid) {
+  std::map<Key, Entry> entries;
+  {
+    MutexLock lock(&mu_);
+    entries = entries_;
+  }
+  for (const auto& [key, entry] : entries) {
+    if (Descends(pid, entry.child)) return key.first;
+  }
+  return "";
+}
+
 int64_t WorkerProcesses::Find(const std::string& job, const std::string& worker_id,
                               uint64_t incarnation, int64_t claimed) {
   if (job != job_) return 0;

@@ -26,6 +26,9 @@ class WorkerProcesses {
   int64_t Find(const std::string& job, const std::string& worker_id, uint64_t incarnation,
                int64_t claimed);
 
+  // The worker whose child `pid` is, or a descendant of it; empty: none that runs. Reads /proc.
+  std::string WorkerOf(int64_t pid);
+
  private:
   struct Entry {
     int64_t child = 0;

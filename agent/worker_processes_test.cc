@@ -65,6 +65,19 @@ TEST(WorkerProcesses, NumberOfSomebodyElse_IsNeverBelieved) {
   }
 }
 
+TEST(WorkerProcesses, WorkerOfAProcess_IsWhoseFamilyItBelongsTo) {
+  const Family family, other;
+  WorkerProcesses processes("job");
+  processes.Started("w0", 5, family.child());
+  EXPECT_EQ(processes.WorkerOf(family.child()), "w0");
+  EXPECT_EQ(processes.WorkerOf(family.grandchild()), "w0");
+  for (const pid_t pid : {getpid(), getppid(), other.child(), other.grandchild(), 1, 0}) {
+    EXPECT_EQ(processes.WorkerOf(pid), "") << pid;
+  }
+  processes.Ended("w0", 5);
+  EXPECT_EQ(processes.WorkerOf(family.child()), "");
+}
+
 TEST(WorkerProcesses, NotStartedHere_HasNone) {
   WorkerProcesses processes("job");
   processes.Started("w0", 5, getpid());

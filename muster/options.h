@@ -58,6 +58,18 @@ struct CheckpointOptions {
   // Tensor::data() bypass that check: a program that makes them there must set false, which copies
   // everything before save_state() returns. On the CPU; what is on a GPU is copied at once.
   bool lazy = true;
+  // save_state() also keeps the state in memory that the node's agent holds (`muster launch`,
+  // `muster-agent`): when the job is restarted after a crash, load_state() without a directory
+  // takes it from there if it is newer than what is on the disk. It takes memory for two copies of
+  // each process's part (process 0 has nearly everything), which the agent frees at the job's end.
+  // Without an agent or without memory a warning says so, and the disk alone counts. `lazy` counts
+  // here too. Not with promote = false.
+  bool memory = false;
+  // With `memory`: every so many calls of save_state() without a directory write to the disk, the
+  // others to memory alone. What is in memory alone is lost when the job ends or its agent does:
+  // end the program with a save_state(directory), if its last state matters. After the trigger
+  // "stop" every save goes to the disk.
+  int64_t disk_every = 1;
   // Write rate of an asynchronous save on each process; 0: as fast as the disk.
   int64_t max_bytes_per_second = 0;
   // How many numbered checkpoints to keep, besides the pinned ones. The oldest are deleted once a

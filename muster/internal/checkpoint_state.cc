@@ -14,15 +14,18 @@
 #include <vector>
 
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/time/time.h"
+#include "base/clock.h"
 #include "base/file.h"
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/units.h"
 #include "worker/checkpoint/async_saver.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/memory_tier.h"
 #include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/node_checkpoints.h"
 #include "worker/checkpoint/node_group.h"
@@ -126,6 +129,7 @@ CheckpointState::CheckpointState(Process& process, Registry& registry, LoopTrack
                      : MakeCoordinatorRegistrar(process.coordinator())) {
   steps_.SetBeforeChange([this] {
     if (saver_ != nullptr) saver_->WaitForCopy();
+    if (memory_ != nullptr) memory_->WaitForCopy();
   });
 }
 
@@ -149,6 +153,76 @@ PublishOptions CheckpointState::Publishing() const {
           .keep = static_cast<int>(std::clamp<int64_t>(keep, -1, kMaxKept)),
           .keep_every = options.keep_every,
           .promote = options.promote};
+}
+
+absl::Status CheckpointState::CheckOptions() const {
+  const CheckpointOptions& options = process_.options().checkpoint;
+  if (options.keep_every < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("options.checkpoint.keep_every is ",
+                                                   options.keep_every, "; it must be 0 or more"));
+  }
+  if (!options.promote && registrar_ == nullptr) {
+    return absl::FailedPreconditionError(
+        "options.checkpoint.promote is false, which needs a coordinator that remembers it: start "
+        "the program by muster launch, or leave the option out");
+  }
+  if (options.disk_every < 1 || (options.disk_every > 1 && !options.memory)) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("options.checkpoint.disk_every is ", options.disk_every,
+                     "; it must be 1 or, with options.checkpoint.memory, more"));
+  }
+  if (options.memory && !options.promote) {
+    return absl::InvalidArgumentError(
+        "options.checkpoint.memory cannot hold checkpoints back: leave out promote = false");
+  }
+  return absl::OkStatus();
+}
+
+void CheckpointState::OpenMemory() {
+  if (memory_opened_ || !process_.options().checkpoint.memory) return;
+  memory_opened_ = true;
+  const Environment& environment = process_.environment();
+  absl::StatusOr<std::unique_ptr<MemoryTier>> opened = MemoryTier::Open(
+      process_.comm(), environment.memory_socket.value, environment.worker_id.value);
+  if (opened.ok()) {
+    memory_ = *std::move(opened);
+  } else if (process_.rank() == 0) {
+    MUSTER_LOG(Warning) << "checkpoints go to the disk only, every "
+                        << process_.options().checkpoint.disk_every
+                        << ". save_state(): " << opened.status().message();
+  }
+}
+
+bool CheckpointState::GoesToDisk(const std::string& directory) {
+  const int64_t every = process_.options().checkpoint.disk_every;
+  bool disk = !directory.empty() || ++since_disk_ >= every;
+  if (every > 1 && directory.empty()) {
+    // A process may hear of the end before the others do.
+    for (const std::string& stopping : process_.comm().AllGatherBytes(stopping_() ? "1" : "0")) {
+      disk |= stopping == "1";
+    }
+  }
+  if (disk) since_disk_ = 0;
+  return disk;
+}
+
+absl::Status CheckpointState::SaveToMemory(const CheckpointInfo& info,
+                                           absl::FunctionRef<absl::Status(StateWriter&)> write) {
+  const CheckpointOptions& options = process_.options().checkpoint;
+  const absl::Status before =
+      memory_->Save(process_.comm(), info, since_disk_, options.lazy, write);
+  if (absl::IsResourceExhausted(before)) {
+    if (process_.rank() == 0) {
+      MUSTER_LOG(Warning) << "no more checkpoints in memory, those on the disk go on, every "
+                          << options.disk_every << ". save_state(): " << before.message();
+    }
+    // The last whole save stays with the agent.
+    memory_.reset();
+    return absl::OkStatus();
+  }
+  if (before.ok()) return before;
+  return absl::Status(before.code(),
+                      absl::StrCat("the last save in memory failed: ", before.message()));
 }
 
 absl::Status CheckpointState::CheckComplete() const {
@@ -285,16 +359,7 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
         "save_state in the middle of an accumulation window would lose its gradients: save where "
         "accelerator.sync_gradients(), after optimizer.step()");
   }
-  const CheckpointOptions& options = process_.options().checkpoint;
-  if (options.keep_every < 0) {
-    return absl::InvalidArgumentError(absl::StrCat("options.checkpoint.keep_every is ",
-                                                   options.keep_every, "; it must be 0 or more"));
-  }
-  if (!options.promote && registrar_ == nullptr) {
-    return absl::FailedPreconditionError(
-        "options.checkpoint.promote is false, which needs a coordinator that remembers it: start "
-        "the program by muster launch, or leave the option out");
-  }
+  if (absl::Status valid = CheckOptions(); !valid.ok()) return valid;
   process_.progress().SetPhase("save_state");
   CheckpointInfo info;
   info.world_size = process_.size();
@@ -305,7 +370,16 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
   const auto write = [this](StateWriter& writer) { return Write(writer); };
   return Guard([&] {
     const CheckpointFolder folder(Root());
-    if (directory.empty()) info.iteration = AgreeOnNumber(folder, info.iteration);
+    OpenMemory();
+    const bool to_disk = GoesToDisk(directory);
+    if (to_disk && directory.empty()) info.iteration = AgreeOnNumber(folder, info.iteration);
+    absl::Status in_memory;
+    if (memory_ != nullptr) in_memory = SaveToMemory(info, write);
+    if (!to_disk) {
+      loops_.NoteSaved(absl::StrCat("the checkpoint of step ", info.step, " in memory"), done);
+      ThrowIfError(in_memory);
+      return;
+    }
     absl::Status earlier;
     if (process_.options().checkpoint.asynchronous) {
       earlier = SaveBesideTraining(directory, info, write);
@@ -320,6 +394,7 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     save_iteration_ = info.iteration + 1;
     loops_.NoteSaved(last_checkpoint_, done);
     ThrowIfError(earlier);
+    ThrowIfError(in_memory);
   });
 }
 
@@ -572,8 +647,10 @@ void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
   ForgetCastWeights();
   ApplyRandom(reader, loaded);
   loops_.LoadPlace(reader.info(), loaded.loaders.size());
+  save_iteration_ = reader.info().iteration;
+  if (reader.in_memory()) return;
   last_checkpoint_ = reader.dir();
-  save_iteration_ = reader.info().iteration + 1;
+  ++save_iteration_;
 }
 
 void CheckpointState::ThrowIfAnyFailed(const absl::Status& mine) const {
@@ -598,6 +675,8 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
   process_.progress().SetPhase("load_state");
   return Guard([&] {
     const CheckpointFolder folder(Root());
+    OpenMemory();
+    if (directory.empty() && memory_ != nullptr && LoadFromMemory(folder)) return;
     absl::StatusOr<NodeGroups> groups =
         GroupsOf(process_.comm(), directory.empty() ? folder.PathOf(0) : directory, OwnNode());
     ThrowIfError(groups.status());
@@ -606,16 +685,51 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     if (may_be_missing && directory.empty()) CheckProjectWritable(/*always=*/true);
     if (may_be_missing && absl::IsNotFound(reader.status())) return;
     ThrowIfError(reader.status());
-    // Every file is read and checked before anything changes, so that a damaged one leaves the
-    // state as it was; and a process that cannot go on must not leave the others in their next
-    // collective.
-    Loaded loaded;
-    ThrowIfAnyFailed(Guard([&] {
-      CheckPrepared(*reader);
-      loaded = Read(*reader);
-    }));
-    ThrowIfAnyFailed(Guard([&] { Apply(*reader, loaded); }));
+    LoadFrom(*reader);
+    since_disk_ = 0;
+    // What it holds is of another past than the training that begins here.
+    if (memory_ != nullptr) memory_->Forget();
   });
+}
+
+void CheckpointState::LoadFrom(const StateReader& reader) {
+  // Every file is read and checked before anything changes, so that a damaged one leaves the state
+  // as it was; and a process that cannot go on must not leave the others in their next collective.
+  Loaded loaded;
+  ThrowIfAnyFailed(Guard([&] {
+    CheckPrepared(reader);
+    loaded = Read(reader);
+  }));
+  ThrowIfAnyFailed(Guard([&] { Apply(reader, loaded); }));
+}
+
+bool CheckpointState::LoadFromMemory(const CheckpointFolder& folder) {
+  const absl::Time start = Clock::Real().Now();
+  absl::StatusOr<std::optional<MemoryTier::Found>> found = memory_->Find(process_.comm());
+  ThrowIfError(found.status());
+  if (!found->has_value()) return false;
+  MemoryTier::Found& newest = **found;
+  const int64_t step = newest.reader.info().step;
+  int64_t on_disk = -1;
+  if (process_.rank() == 0) {
+    const absl::StatusOr<std::vector<int64_t>> numbers = folder.Published();
+    if (numbers.ok() && !numbers->empty()) {
+      const absl::StatusOr<Manifest> manifest = ReadManifest(folder.PathOf(numbers->back()));
+      if (manifest.ok()) on_disk = manifest->info.step;
+    }
+  }
+  const std::string main = process_.comm().BroadcastBytes(absl::StrCat(on_disk), 0);
+  TORCH_CHECK(absl::SimpleAtoi(main, &on_disk), "load_state: rank 0 sent ", main);
+  if (on_disk > step) return false;
+  LoadFrom(newest.reader);
+  memory_->Keep(newest.save);
+  since_disk_ = newest.since_disk;
+  if (process_.rank() == 0) {
+    MUSTER_LOG(Info) << "loaded " << newest.reader.dir() << " in "
+                     << absl::FormatDuration(
+                            absl::Trunc(Clock::Real().Now() - start, absl::Microseconds(100)));
+  }
+  return true;
 }
 
 }  // namespace muster::internal

@@ -23,6 +23,7 @@
 namespace muster {
 class AsyncSaver;
 class CheckpointRegistrar;
+class MemoryTier;
 struct PublishOptions;
 }  // namespace muster
 
@@ -89,6 +90,18 @@ class CheckpointState {
   absl::Status SaveBesideTraining(const std::string& directory, const CheckpointInfo& info,
                                   absl::FunctionRef<absl::Status(StateWriter&)> write);
   PublishOptions Publishing() const;
+  absl::Status CheckOptions() const;
+  // (collective) Opens the memory at the first call; without it memory_ stays null.
+  void OpenMemory();
+  // (collective) Whether this save goes to the disk. Counts it.
+  bool GoesToDisk(const std::string& directory);
+  // (collective) Returns the error of the save before, if it failed.
+  absl::Status SaveToMemory(const CheckpointInfo& info,
+                            absl::FunctionRef<absl::Status(StateWriter&)> write);
+  // (collective) Loads from memory if that has a newer state than the disk. False: it has not.
+  bool LoadFromMemory(const CheckpointFolder& folder);
+  // (collective) Part of Load().
+  void LoadFrom(const StateReader& reader);
   // Parts of Load().
   void CheckPrepared(const StateReader& reader) const;
   Loaded Read(const StateReader& reader) const;
@@ -112,6 +125,9 @@ class CheckpointState {
   const std::function<bool()> stopping_;
   const std::unique_ptr<CheckpointRegistrar> registrar_;  // null in a job without a coordinator
   std::unique_ptr<AsyncSaver> saver_;                     // from the first asynchronous save on
+  std::unique_ptr<MemoryTier> memory_;                    // null without memory
+  bool memory_opened_ = false;
+  int64_t since_disk_ = 0;     // saves since the last one to the disk
   int64_t next_numbered_ = 0;  // after the last numbered asynchronous save
 };
 

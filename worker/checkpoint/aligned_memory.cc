@@ -1,8 +1,14 @@
 #include "worker/checkpoint/aligned_memory.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <utility>
 
@@ -14,14 +20,48 @@ namespace {
 // A huge page: sizes are multiples of it, so that growing leaves no small remainders.
 constexpr size_t kUnit = size_t{2} << 20;
 
+// A number of a file in /proc or /sys, after `name`; -1: there is none.
+int64_t NumberIn(const char* path, const char* name) {
+  FILE* const file = fopen(path, "re");
+  if (file == nullptr) return -1;
+  char line[256];
+  long long number = -1;  // NOLINT: what sscanf takes
+  while (number < 0 && fgets(line, sizeof(line), file) != nullptr) {
+    if (strncmp(line, name, strlen(name)) != 0) continue;
+    if (sscanf(line + strlen(name), "%lld", &number) != 1) number = -1;
+  }
+  fclose(file);
+  return number;
+}
+
+// What can be had before the kernel kills a process for memory, as far as it says so.
+size_t MemoryLeft() {
+  size_t left = SIZE_MAX;
+  const int64_t kilobytes = NumberIn("/proc/meminfo", "MemAvailable:");
+  if (kilobytes >= 0) left = static_cast<size_t>(kilobytes) * 1024;
+  const int64_t limit = NumberIn("/sys/fs/cgroup/memory.max", "");
+  const int64_t used = NumberIn("/sys/fs/cgroup/memory.current", "");
+  if (limit >= 0 && used >= 0) {
+    // The page cache counts as used, and goes when memory is wanted.
+    const int64_t cache = std::max<int64_t>(0, NumberIn("/sys/fs/cgroup/memory.stat", "file ")) -
+                          std::max<int64_t>(0, NumberIn("/sys/fs/cgroup/memory.stat", "shmem "));
+    left = std::min(left, static_cast<size_t>(
+                              std::max<int64_t>(0, limit - used + std::max<int64_t>(0, cache))));
+  }
+  return left;
+}
+
 }  // namespace
 
 AlignedMemory::AlignedMemory(AlignedMemory&& other) noexcept
-    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+    : data_(std::exchange(other.data_, nullptr)),
+      size_(std::exchange(other.size_, 0)),
+      fd_(std::exchange(other.fd_, -1)) {}
 
 AlignedMemory& AlignedMemory::operator=(AlignedMemory&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
+  std::swap(fd_, other.fd_);
   return *this;
 }
 
@@ -29,15 +69,56 @@ AlignedMemory::~AlignedMemory() {
   if (data_ != nullptr) munmap(data_, size_);
 }
 
+absl::StatusOr<AlignedMemory> AlignedMemory::OfFile(int fd) {
+  AlignedMemory memory;
+  memory.fd_ = fd;
+  struct stat info;
+  if (fstat(fd, &info) != 0) return absl::ErrnoToStatus(errno, "cannot examine a file in memory");
+  const size_t bytes = static_cast<size_t>(info.st_size);
+  if (bytes == 0) return memory;
+  void* const mapped = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (mapped == MAP_FAILED) return absl::ErrnoToStatus(errno, "cannot map a file in memory");
+  memory.data_ = static_cast<char*>(mapped);
+  memory.size_ = bytes;
+  return memory;
+}
+
+absl::Status AlignedMemory::Reserve(size_t bytes) const {
+  rlimit limit = {};
+  // Beyond it the kernel sends a signal that ends the process.
+  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+      bytes > limit.rlim_cur) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("the limit of a file's size (ulimit -f) is ", limit.rlim_cur, " bytes"));
+  }
+  if (const size_t left = MemoryLeft(); bytes - size_ > left) {
+    return absl::ResourceExhaustedError(
+        absl::StrCat("this machine or its cgroup has ", left, " bytes left"));
+  }
+  int failed;
+  do {
+    failed = fallocate(fd_, 0, 0, static_cast<off_t>(bytes));
+  } while (failed != 0 && errno == EINTR);
+  if (failed != 0) return absl::ResourceExhaustedError(std::strerror(errno));
+  return absl::OkStatus();
+}
+
 absl::Status AlignedMemory::Grow(size_t bytes) {
   if (bytes <= size_) return absl::OkStatus();
   const size_t rounded = bytes > SIZE_MAX - kUnit ? 0 : (bytes + kUnit - 1) / kUnit * kUnit;
   void* grown = MAP_FAILED;
   errno = ENOMEM;
+  if (rounded > 0 && fd_ >= 0) {
+    // Now, not when a page is touched: there the answer would be a signal.
+    if (const absl::Status reserved = Reserve(rounded); !reserved.ok()) {
+      return absl::Status(reserved.code(), absl::StrCat("cannot get ", bytes,
+                                                        " bytes of memory: ", reserved.message()));
+    }
+  }
   if (rounded > 0) {
-    grown = data_ == nullptr
-                ? mmap(nullptr, rounded, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0)
-                : mremap(data_, size_, rounded, MREMAP_MAYMOVE);
+    const int flags = fd_ >= 0 ? MAP_SHARED : MAP_PRIVATE | MAP_ANONYMOUS;
+    grown = data_ == nullptr ? mmap(nullptr, rounded, PROT_READ | PROT_WRITE, flags, fd_, 0)
+                             : mremap(data_, size_, rounded, MREMAP_MAYMOVE);
   }
   if (grown == MAP_FAILED) {
     return absl::ResourceExhaustedError(

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 
 namespace muster {
 
@@ -12,6 +13,9 @@ namespace muster {
 class AlignedMemory {
  public:
   AlignedMemory() = default;
+  // Of a file in memory (memfd) that may grow, with what it holds already; other processes see the
+  // same bytes. Borrows `fd`. Growing reserves the memory.
+  static absl::StatusOr<AlignedMemory> OfFile(int fd);
   AlignedMemory(AlignedMemory&& other) noexcept;
   AlignedMemory& operator=(AlignedMemory&& other) noexcept;
   ~AlignedMemory();
@@ -24,8 +28,12 @@ class AlignedMemory {
   absl::Status Grow(size_t bytes);
 
  private:
+  // Of the file.
+  absl::Status Reserve(size_t bytes) const;
+
   char* data_ = nullptr;
   size_t size_ = 0;
+  int fd_ = -1;
 };
 
 }  // namespace muster

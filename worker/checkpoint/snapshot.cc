@@ -12,7 +12,7 @@
 namespace muster {
 
 absl::StatusOr<char*> Snapshot::Append(const std::string& name, size_t bytes) {
-  const size_t end = files_.empty() ? 0 : files_.back().offset + files_.back().bytes;
+  const size_t end = files_.empty() ? reserved_ : files_.back().offset + files_.back().bytes;
   const size_t offset = (end + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
   if (const absl::Status grown = memory_.Grow(offset + bytes); !grown.ok()) {
     return absl::Status(grown.code(), absl::StrCat("cannot copy ", name,

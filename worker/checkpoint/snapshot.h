@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "ATen/core/Tensor.h"
@@ -28,6 +29,11 @@ class Snapshot {
     size_t bytes = 0;
   };
 
+  Snapshot() = default;
+  // In this memory, whose first `reserved` bytes (a multiple of kDirectAlignment) are the caller's.
+  Snapshot(AlignedMemory memory, size_t reserved)
+      : memory_(std::move(memory)), reserved_(reserved) {}
+
   // Of files that are added after this: the tensor does not change before the result of
   // TakeDeferred() runs, which copies it.
   void CopyLater(const at::Tensor& tensor);
@@ -50,6 +56,9 @@ class Snapshot {
   }
   uint64_t bytes() const;
 
+  // Where it is. Grows when files are added.
+  AlignedMemory& memory() { return memory_; }
+
   // Forgets the files and keeps the memory.
   void Clear();
 
@@ -59,6 +68,7 @@ class Snapshot {
   absl::Status AddTensors(const std::string& name, const SafetensorsPlan& plan);
 
   AlignedMemory memory_;
+  const size_t reserved_ = 0;
   std::vector<File> files_;
   absl::flat_hash_set<const void*> later_;  // where the data of such tensors begin
   std::unique_ptr<DeferredCopy> left_ = std::make_unique<DeferredCopy>();

@@ -110,6 +110,15 @@ absl::StatusOr<StateReader> StateReader::Open(const std::string& dir) {
   return StateReader(dir, std::move(manifest));
 }
 
+StateReader StateReader::OfMemory(std::string name, Manifest manifest,
+                                  std::map<std::string, absl::string_view> files,
+                                  std::shared_ptr<const void> keep) {
+  StateReader reader(std::move(name), std::move(manifest));
+  reader.files_ = std::move(files);
+  reader.keep_ = std::move(keep);
+  return reader;
+}
+
 int StateReader::Count(std::string (*name)(int)) const {
   int count = 0;
   while (Has(name(count))) ++count;
@@ -125,6 +134,7 @@ absl::StatusOr<StateDict> StateReader::Read(absl::string_view name) const {
     return absl::NotFoundError(
         absl::StrCat("checkpoint ", dir_, " has no ", name, " (it has ", names, ")"));
   }
+  if (in_memory()) return ParseStateDict(files_.at(file->name), JoinPath(dir_, name));
   return ReadStateDict(JoinPath(dir_, name), file->digest, file->blocks);
 }
 

@@ -1,6 +1,8 @@
 #ifndef MUSTER_WORKER_CHECKPOINT_STATE_H_
 #define MUSTER_WORKER_CHECKPOINT_STATE_H_
 
+#include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -70,6 +72,13 @@ class StateReader {
   // Errors: as VerifyCheckpoint.
   static absl::StatusOr<StateReader> Open(const std::string& dir);
 
+  // One that is not on the disk: `files` are the contents of manifest.files by name, checked
+  // already, which `keep` keeps. `name` is for messages.
+  static StateReader OfMemory(std::string name, Manifest manifest,
+                              std::map<std::string, absl::string_view> files,
+                              std::shared_ptr<const void> keep);
+  bool in_memory() const { return keep_ != nullptr; }
+
   const std::string& dir() const { return dir_; }
   const Manifest& manifest() const { return manifest_; }
   const CheckpointInfo& info() const { return manifest_.info; }
@@ -89,6 +98,8 @@ class StateReader {
 
   std::string dir_;
   Manifest manifest_;
+  std::map<std::string, absl::string_view> files_;  // in memory
+  std::shared_ptr<const void> keep_;
 };
 
 // Writes a checkpoint together: every rank calls it with the same `dir` and `info` (rank 0's

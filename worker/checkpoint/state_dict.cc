@@ -1,6 +1,7 @@
 #include "worker/checkpoint/state_dict.h"
 
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <nlohmann/json.hpp>
 #include <sstream>
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "ATen/core/grad_mode.h"
+#include "ATen/ops/empty.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/match.h"
@@ -96,10 +98,7 @@ absl::Status CheckDigest(const std::string& path, const FileDigest& found,
                                           "; use an earlier checkpoint"));
 }
 
-absl::StatusOr<StateDict> ReadJsonState(const std::string& path,
-                                        const std::optional<FileDigest>& expected) {
-  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path));
-  MUSTER_RETURN_IF_ERROR(CheckDigest(path, DigestBytes(text), expected));
+absl::StatusOr<StateDict> ParseJsonState(absl::string_view text, const std::string& path) {
   MUSTER_ASSIGN_OR_RETURN(const Json json, ParseJson(text, path));
   StateDict state;
   if (!json.is_object() || !json.contains("scalars")) {
@@ -113,6 +112,31 @@ absl::StatusOr<StateDict> ReadJsonState(const std::string& path,
             absl::StrCat(path, ": metadata ", Shown(key), " is not text"));
       }
       state.SetMetadata(key, value.get<std::string>());
+    }
+  }
+  return state;
+}
+
+absl::StatusOr<StateDict> ReadJsonState(const std::string& path,
+                                        const std::optional<FileDigest>& expected) {
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path));
+  MUSTER_RETURN_IF_ERROR(CheckDigest(path, DigestBytes(text), expected));
+  return ParseJsonState(text, path);
+}
+
+absl::StatusOr<StateDict> StateOf(NamedTensors tensors,
+                                  const std::optional<SafetensorsMetadata>& metadata,
+                                  const std::string& path) {
+  StateDict state;
+  for (auto& [name, tensor] : tensors) state.SetTensor(name, std::move(tensor));
+  if (!metadata.has_value()) return state;
+  for (const auto& [key, value] : *metadata) {
+    if (key == kScalarsKey) {
+      const std::string source = absl::StrCat(path, ": metadata ", kScalarsKey);
+      MUSTER_ASSIGN_OR_RETURN(const Json scalars, ParseJson(value, source));
+      MUSTER_RETURN_IF_ERROR(ScalarsFromJson(scalars, source, &state));
+    } else {
+      state.SetMetadata(key, value);
     }
   }
   return state;
@@ -312,19 +336,33 @@ absl::StatusOr<StateDict> ReadStateDict(const std::string& path,
   } else {
     MUSTER_ASSIGN_OR_RETURN(tensors, reader->ReadAllBlocks(blocks));
   }
-  StateDict state;
-  for (auto& [name, tensor] : tensors) state.SetTensor(name, std::move(tensor));
-  if (!reader->header().metadata.has_value()) return state;
-  for (const auto& [key, value] : *reader->header().metadata) {
-    if (key == kScalarsKey) {
-      const std::string source = absl::StrCat(path, ": metadata ", kScalarsKey);
-      MUSTER_ASSIGN_OR_RETURN(const Json scalars, ParseJson(value, source));
-      MUSTER_RETURN_IF_ERROR(ScalarsFromJson(scalars, source, &state));
-    } else {
-      state.SetMetadata(key, value);
-    }
+  return StateOf(std::move(tensors), reader->header().metadata, path);
+}
+
+absl::StatusOr<StateDict> ParseStateDict(absl::string_view bytes, const std::string& path) {
+  if (absl::EndsWith(path, ".json")) return ParseJsonState(bytes, path);
+  uint64_t header_bytes = 0;
+  if (bytes.size() >= sizeof(header_bytes)) {
+    std::memcpy(&header_bytes, bytes.data(), sizeof(header_bytes));
+    bytes.remove_prefix(sizeof(header_bytes));
   }
-  return state;
+  if (header_bytes == 0 || header_bytes > bytes.size()) {
+    return absl::DataLossError(absl::StrCat(path, ": the header does not fit into the file"));
+  }
+  const absl::string_view data = bytes.substr(header_bytes);
+  MUSTER_ASSIGN_OR_RETURN(const SafetensorsHeader header,
+                          ParseSafetensorsHeader(bytes.substr(0, header_bytes), data.size(), path));
+  NamedTensors tensors;
+  for (const SafetensorsEntry& entry : header.tensors) {
+    MUSTER_ASSIGN_OR_RETURN(const at::ScalarType type, ToScalarType(entry.type));
+    const std::vector<int64_t> shape(entry.shape.begin(), entry.shape.end());
+    at::Tensor tensor = at::empty(shape, type);
+    if (entry.end > entry.begin) {
+      std::memcpy(tensor.data_ptr(), data.data() + entry.begin, entry.end - entry.begin);
+    }
+    tensors.emplace_back(entry.name, std::move(tensor));
+  }
+  return StateOf(std::move(tensors), header.metadata, path);
 }
 
 absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets,

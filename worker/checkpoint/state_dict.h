@@ -80,6 +80,10 @@ absl::StatusOr<StateDict> ReadStateDict(const std::string& path,
                                         const std::optional<FileDigest>& expected = std::nullopt,
                                         const BlockDigests& blocks = {});
 
+// The same from a file's contents, with tensors in memory of their own. `path` is for messages and
+// says by its extension which kind it is.
+absl::StatusOr<StateDict> ParseStateDict(absl::string_view bytes, const std::string& path);
+
 struct LoadTensorsOptions {
   bool allow_missing = false;
   bool allow_unexpected = false;

@@ -415,6 +415,7 @@ absl::StatusOr<Environment> ReadEnvironment(const std::map<std::string, std::str
   ReadText(variables, "MUSTER_COORDINATOR", &env.coordinator);
   ReadText(variables, "MUSTER_JOB", &env.job);
   ReadText(variables, "MUSTER_WORKER_ID", &env.worker_id);
+  ReadText(variables, "MUSTER_MEMORY_SOCKET", &env.memory_socket);
   MUSTER_RETURN_IF_ERROR(ReadNumber<int64_t>(variables, "MUSTER_GENERATION", 0, &env.generation));
   MUSTER_RETURN_IF_ERROR(
       ReadNumber<uint64_t>(variables, "MUSTER_INCARNATION", 0, &env.incarnation));
@@ -470,6 +471,7 @@ std::string Describe(const Environment& env) {
        {std::pair<const char*, const Setting<std::string>*>{"coordinator", &env.coordinator},
         {"job", &env.job},
         {"worker_id", &env.worker_id},
+        {"memory_socket", &env.memory_socket},
         {"master_addr", &env.master_addr},
         {"project_dir", &env.project_dir}}) {
     if (!setting->value.empty()) add(name, setting->value, setting->source);

@@ -55,6 +55,8 @@ struct Environment {
   Setting<int64_t> generation{0};
   // 0: not given; the worker draws one.
   Setting<uint64_t> incarnation{0};
+  // Where the agent holds memory for its workers; empty: there is no agent that does.
+  Setting<std::string> memory_socket;
 
   // Where a TCPStore meets when there is no coordinator. Empty and 0 when nothing needs it.
   Setting<std::string> master_addr;

@@ -1,0 +1,87 @@
+#include "agent/memory_holder.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+
+#include <memory>
+#include <string>
+
+#include "absl/status/status.h"
+#include "base/held_memory.h"
+
+namespace muster::agent {
+namespace {
+
+std::unique_ptr<MemoryHolder> HolderFor(const std::string& worker) {
+  auto holder =
+      MemoryHolder::Start([worker](pid_t pid) { return pid == getpid() ? worker : std::string(); });
+  EXPECT_TRUE(holder.ok()) << holder.status();
+  return *std::move(holder);
+}
+
+OwnedFd MemoryWith(const std::string& text) {
+  auto fd = CreateHoldableMemory("test");
+  EXPECT_TRUE(fd.ok()) << fd.status();
+  EXPECT_EQ(write(fd->get(), text.data(), text.size()), static_cast<ssize_t>(text.size()));
+  return *std::move(fd);
+}
+
+std::string TextOf(int fd) {
+  char text[64];
+  const ssize_t size = pread(fd, text, sizeof(text), 0);
+  return std::string(text, size < 0 ? 0 : size);
+}
+
+TEST(MemoryHolder, WhatAWorkerHandsOver_OutlivesItsDescriptor) {
+  const auto holder = HolderFor("w0");
+  ASSERT_TRUE(HoldMemory(holder->address(), 0, MemoryWith("first").get()).ok());
+  ASSERT_TRUE(HoldMemory(holder->address(), 1, MemoryWith("second").get()).ok());
+  ASSERT_TRUE(HoldMemory(holder->address(), 0, MemoryWith("third").get()).ok());
+  const auto held = TakeHeldMemory(holder->address());
+  ASSERT_TRUE(held.ok()) << held.status();
+  ASSERT_EQ(held->size(), 2u);
+  EXPECT_EQ((*held)[0].worker_id, "w0");
+  EXPECT_EQ(TextOf((*held)[0].fd.get()), "third");
+  EXPECT_EQ((*held)[1].slot, 1);
+  EXPECT_EQ(TextOf((*held)[1].fd.get()), "second");
+}
+
+TEST(MemoryHolder, Strangers_NeitherGiveNorGet) {
+  const auto holder = HolderFor("");
+  EXPECT_TRUE(absl::IsPermissionDenied(TakeHeldMemory(holder->address()).status()));
+  EXPECT_TRUE(absl::IsPermissionDenied(HoldMemory(holder->address(), 0, MemoryWith("x").get())));
+}
+
+TEST(MemoryHolder, WhatCanShrinkOrIsNothing_IsNotHeld) {
+  const auto holder = HolderFor("w0");
+  const OwnedFd unsealed(memfd_create("test", MFD_CLOEXEC | MFD_ALLOW_SEALING));
+  EXPECT_TRUE(absl::IsInvalidArgument(HoldMemory(holder->address(), 0, unsealed.get())));
+  EXPECT_TRUE(absl::IsInvalidArgument(HoldMemory(holder->address(), 0, -1)));
+  EXPECT_TRUE(absl::IsInvalidArgument(HoldMemory(holder->address(), 7, MemoryWith("x").get())));
+  const auto held = TakeHeldMemory(holder->address());
+  ASSERT_TRUE(held.ok());
+  EXPECT_TRUE(held->empty());
+}
+
+TEST(MemoryHolder, APeerThatSaysNothing_DoesNotKeepOthersForLong) {
+  const auto holder = HolderFor("w0");
+  sockaddr_un address;
+  const size_t size = AbstractAddress(holder->address(), &address);
+  const OwnedFd silent(socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0));
+  ASSERT_EQ(connect(silent.get(), reinterpret_cast<const sockaddr*>(&address), size), 0);
+  EXPECT_TRUE(TakeHeldMemory(holder->address()).ok());
+}
+
+TEST(MemoryHolder, ItsEnd_FreesWhatItHeld) {
+  auto holder = HolderFor("w0");
+  const std::string address = holder->address();
+  ASSERT_TRUE(HoldMemory(address, 0, MemoryWith("x").get()).ok());
+  holder.reset();
+  EXPECT_TRUE(absl::IsUnavailable(TakeHeldMemory(address).status()));
+}
+
+}  // namespace
+}  // namespace muster::agent

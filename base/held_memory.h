@@ -1,0 +1,100 @@
+#ifndef MUSTER_BASE_HELD_MEMORY_H_
+#define MUSTER_BASE_HELD_MEMORY_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace muster {
+
+// Memory that outlives the process that fills it: files in memory (memfd) whose descriptors the
+// node's agent holds. Their owner and the agent talk over a unix socket of the abstract namespace,
+// one request a connection. Here is what both sides share; MemoryHolder in agent/ is the agent's.
+
+// Closes it in the end.
+class OwnedFd {
+ public:
+  OwnedFd() = default;
+  explicit OwnedFd(int fd) : fd_(fd) {}
+  OwnedFd(OwnedFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
+  OwnedFd& operator=(OwnedFd&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    return *this;
+  }
+  ~OwnedFd();
+  int get() const { return fd_; }
+  bool open() const { return fd_ >= 0; }
+
+ private:
+  int fd_ = -1;
+};
+
+// A worker has so many pieces of memory, numbered from 0.
+inline constexpr int kHeldSlots = 2;
+
+// A new file in memory that can grow but never shrink, so that a reader's mapping stays valid.
+// Errors: what the kernel says.
+absl::StatusOr<OwnedFd> CreateHoldableMemory(const std::string& name);
+
+// INVALID_ARGUMENT unless it is such a file.
+absl::Status CheckHoldableMemory(int fd);
+
+// Gives the agent a share of `fd`, in place of what this worker gave it as `slot` before. Errors:
+// UNAVAILABLE nobody listens at `socket`; PERMISSION_DENIED this process is no worker of the agent;
+// INVALID_ARGUMENT it does not hold this.
+absl::Status HoldMemory(const std::string& socket, int slot, int fd);
+
+struct HeldMemory {
+  std::string worker_id;  // whose
+  int slot = 0;
+  OwnedFd fd;
+};
+
+// What the agent holds, of all workers of this node and of earlier attempts of the job. Errors: as
+// HoldMemory.
+absl::StatusOr<std::vector<HeldMemory>> TakeHeldMemory(const std::string& socket);
+
+// --- The wire. A request and each answer is one packet. ---
+
+struct HeldMemoryMessage {
+  enum Kind : uint32_t {
+    kHold = 1,    // with a descriptor
+    kTake = 2,    // answered by kMemory for each piece, then kDone
+    kMemory = 3,  // with a descriptor
+    kDone = 4,    // `code` says how it went
+  };
+  static constexpr uint32_t kMagic = 0x314d484d;
+
+  uint32_t magic = kMagic;
+  uint32_t kind = 0;
+  int32_t slot = 0;
+  int32_t code = 0;     // of absl::StatusCode
+  char text[240] = {};  // of the worker or of the error; ends with a NUL
+
+  void set_text(absl::string_view value);
+};
+
+// Whether the fields have values that can be. Of the rest nothing is promised.
+bool IsWellFormed(const HeldMemoryMessage& message);
+
+// Waits for room. Errors: UNAVAILABLE.
+absl::Status SendHeldMemoryMessage(int socket, const HeldMemoryMessage& message, int fd = -1);
+// Waits for a message; `fd` gets the descriptor that came along, if one did. Errors: UNAVAILABLE
+// the other side has closed or is silent for longer than the socket's timeout; INVALID_ARGUMENT for
+// anything but a message.
+absl::StatusOr<HeldMemoryMessage> ReceiveHeldMemoryMessage(int socket, OwnedFd* fd);
+
+// The address of the abstract socket `name`, for bind() and connect(): {family, path}. Its length
+// is returned. 0: the name is too long.
+size_t AbstractAddress(const std::string& name, void* sockaddr_un_out);
+
+}  // namespace muster
+
+#endif  // MUSTER_BASE_HELD_MEMORY_H_

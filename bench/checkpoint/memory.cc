@@ -1,0 +1,137 @@
+// What checkpoints in memory cost: steps with a save in memory each against steps without, in
+// turns, and the time from a crash of this process to the end of the next step. One JSON line. To
+// be started by
+//   muster launch --cpu --num_processes N --max_restarts 1 -- bench/checkpoint/memory
+// since the agent of the launch holds the memory. The disk is not used.
+#include <signal.h>
+#include <time.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "base/file.h"
+#include "muster/muster.h"
+
+namespace {
+
+double Now() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return t.tv_sec + t.tv_nsec * 1e-9;
+}
+
+double Median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  return values.empty() ? 0 : values[values.size() / 2];
+}
+
+struct Settings {
+  int64_t megabytes = 100;
+  int64_t batch = 64;
+  int rounds = 5;
+  int steps = 4;  // of each kind in a round
+  std::string dir = "checkpoint-memory-bench";
+};
+
+absl::Status Measure(muster::Accelerator& a, const Settings& settings) {
+  const char* const restarts = std::getenv("MUSTER_RESTART_COUNT");
+  const bool first = restarts == nullptr || std::string(restarts) == "0";
+  const std::string died = settings.dir + "/died";
+  // Layers of 4 MiB.
+  muster::set_seed(1);
+  torch::nn::Sequential net;
+  for (int64_t i = 0; i < std::max<int64_t>(1, settings.megabytes / 4); ++i) {
+    net->push_back(torch::nn::Linear(torch::nn::LinearOptions(1024, 1024).bias(false)));
+  }
+  muster::FusedAdamW adamw(net->parameters(), {.lr = 1e-5});
+  auto [model, optimizer] = a.prepare(net, adamw);
+  const torch::Tensor x = torch::randn({settings.batch, 1024});
+  const auto step = [&, &model = model, &optimizer = optimizer] {
+    auto scope = a.accumulate();
+    a.backward(model(x).pow(2).mean());
+    optimizer.step();
+    optimizer.zero_grad();
+  };
+  const double before_load = Now();
+  if (absl::Status s = a.load_state_if_present(); !s.ok()) return s;
+  if (!first) {
+    const double loaded = Now();
+    step();
+    const auto text = muster::ReadFile(died);
+    if (!text.ok()) return text.status();
+    if (a.is_main_process()) {
+      std::printf(
+          "{\"crash_to_next_step_s\": %.3f, \"load_s\": %.4f, \"step_s\": %.4f, \"at_step\": "
+          "%ld}\n",
+          Now() - std::stod(*text), loaded - before_load, Now() - loaded,
+          static_cast<long>(a.global_step()));
+    }
+    return absl::OkStatus();
+  }
+  std::vector<double> without, with, call, ratios;
+  for (int i = 0; i < 4; ++i) {
+    step();
+    if (absl::Status s = a.save_state(); !s.ok()) return s;
+  }
+  for (int round = 0; round < settings.rounds; ++round) {
+    step();  // what the last save left to copy
+    double start = Now();
+    for (int i = 0; i < settings.steps; ++i) step();
+    without.push_back((Now() - start) / settings.steps);
+    start = Now();
+    for (int i = 0; i < settings.steps; ++i) {
+      step();
+      const double begun = Now();
+      if (absl::Status s = a.save_state(); !s.ok()) return s;
+      call.push_back(Now() - begun);
+    }
+    // With what is left to copy: the next step pays for it.
+    step();
+    with.push_back((Now() - start - without.back()) / settings.steps);
+    ratios.push_back(with.back() / without.back());
+  }
+  if (a.is_main_process()) {
+    std::printf(
+        "{\"ranks\": %d, \"model_mb\": %ld, \"batch\": %ld, \"step_s\": %.4f, "
+        "\"step_with_save_s\": %.4f, \"ratio\": %.3f, \"save_state_s\": %.5f}\n",
+        static_cast<int>(a.num_processes()), static_cast<long>(settings.megabytes),
+        static_cast<long>(settings.batch), Median(without), Median(with), Median(ratios),
+        Median(call));
+    std::fflush(stdout);
+  }
+  if (absl::Status s = a.save_state(); !s.ok()) return s;
+  step();
+  a.wait_for_everyone();
+  if (a.is_main_process()) {
+    if (absl::Status s = muster::MakeDirectories(settings.dir); !s.ok()) return s;
+    if (absl::Status s = muster::WriteFileAtomically(died, std::to_string(Now())); !s.ok())
+      return s;
+    raise(SIGKILL);
+  }
+  a.wait_for_everyone();
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Settings settings;
+  CLI::App app("What checkpoints in memory cost.");
+  app.add_option("--megabytes", settings.megabytes, "of parameters");
+  app.add_option("--batch", settings.batch);
+  app.add_option("--rounds", settings.rounds);
+  app.add_option("--steps", settings.steps, "of each kind in a round");
+  app.add_option("--dir", settings.dir, "a folder for the time of the crash");
+  CLI11_PARSE(app, argc, argv);
+  muster::AcceleratorOptions options;
+  options.cpu = true;
+  options.checkpoint.memory = true;
+  options.checkpoint.disk_every = 1'000'000'000;
+  options.project.directory = settings.dir;
+  return muster::run(argc, argv, options,
+                     [&](muster::Accelerator& a) { return Measure(a, settings); });
+}

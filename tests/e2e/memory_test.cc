@@ -1,0 +1,122 @@
+// Checkpoints in memory as a user has them: processes under `muster launch` that are killed.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "base/file.h"
+#include "tests/support/command.h"
+
+namespace muster {
+namespace {
+
+using testing::AnyOf;
+using testing::ElementsAre;
+using testing::Eq;
+using testing::HasSubstr;
+using testing::Not;
+using testing_support::CommandResult;
+using testing_support::MakeTestDir;
+using testing_support::RunCommand;
+
+constexpr char kWorker[] = "tests/e2e/memory_worker ";
+
+CommandResult Launch(const std::string& project, const std::string& arguments,
+                     const std::string& prefix = "") {
+  return RunCommand(
+      absl::StrCat(prefix, "MUSTER_PROJECT_DIR=", project,
+                   " client/cli/muster launch --cpu --num_processes 2 --max_restarts 1 "
+                   "-- ",
+                   kWorker, arguments, " 2>&1"));
+}
+
+// What follows `words` in each line that has them.
+std::vector<std::string> After(const CommandResult& result, const std::string& words) {
+  std::vector<std::string> found;
+  for (const absl::string_view line : absl::StrSplit(result.output, '\n')) {
+    const size_t at = line.find(words);
+    if (at != absl::string_view::npos) found.emplace_back(line.substr(at + words.size()));
+  }
+  return found;
+}
+
+// Of a run that nothing disturbs.
+std::string Weights() {
+  static const auto* const weights = new std::string([] {
+    const CommandResult whole = Launch(MakeTestDir("whole"), "none 20 0 1000");
+    EXPECT_EQ(whole.exit_code, 0) << whole.output;
+    const std::vector<std::string> found = After(whole, "weights ");
+    return found.empty() ? "" : found[0];
+  }());
+  return *weights;
+}
+
+TEST(Memory, WorkerIsKilledBetweenOrInSteps_TheJobContinuesFromMemoryBitForBit) {
+  for (const std::string name : {"after_save", "in_step"}) {
+    const std::string project = MakeTestDir(name);
+    const CommandResult result = Launch(project, name + " 20 13 1000");
+    ASSERT_EQ(result.exit_code, 0) << result.output;
+    EXPECT_THAT(result.output, HasSubstr("signal 9"));
+    const std::vector<std::string> begins = After(result, "begins at ");
+    ASSERT_EQ(begins.size(), 2u) << result.output;
+    EXPECT_EQ(begins[0], "0");
+    // The copy of the last save may have been under way.
+    EXPECT_THAT(begins[1], AnyOf(Eq("13"), Eq("12"))) << result.output;
+    EXPECT_THAT(result.output,
+                HasSubstr(absl::StrCat("loaded the checkpoint of step ", begins[1], " in memory")));
+    EXPECT_THAT(After(result, "weights "), ElementsAre(Weights()));
+    EXPECT_FALSE(PathExists(project + "/checkpoints/checkpoint_0"));
+  }
+}
+
+TEST(Memory, WorkerIsKilledInASave_TheOneBeforeIsTaken) {
+  const CommandResult result = Launch(MakeTestDir("in_save"), "in_save 20 13 1000");
+  ASSERT_EQ(result.exit_code, 0) << result.output;
+  EXPECT_THAT(After(result, "begins at "), ElementsAre("0", "12")) << result.output;
+  EXPECT_THAT(After(result, "weights "), ElementsAre(Weights()));
+}
+
+TEST(Memory, DamageInMemory_IsFoundAndTheDiskIsTaken) {
+  const CommandResult result = Launch(MakeTestDir("damage"), "damage 20 13 5");
+  ASSERT_EQ(result.exit_code, 0) << result.output;
+  EXPECT_THAT(After(result, "damaged "), ElementsAre("4 pieces"));
+  EXPECT_THAT(result.output, HasSubstr("in memory has another digest"));
+  EXPECT_THAT(After(result, "begins at "), ElementsAre("0", "10")) << result.output;
+  EXPECT_THAT(After(result, "weights "), ElementsAre(Weights()));
+}
+
+TEST(Memory, OtherJobAfterOneThatEnded_FindsTheDiskAlone) {
+  const std::string project = MakeTestDir("later");
+  const CommandResult first = Launch(project, "none 13 0 5");
+  ASSERT_EQ(first.exit_code, 0) << first.output;
+  const CommandResult second = Launch(project, "none 20 0 5");
+  ASSERT_EQ(second.exit_code, 0) << second.output;
+  EXPECT_THAT(After(second, "begins at "), ElementsAre("10")) << second.output;
+  EXPECT_THAT(After(second, "weights "), ElementsAre(Weights()));
+}
+
+TEST(Memory, NoAgent_IsSaidOnceAndTheDiskGoesOn) {
+  const std::string project = MakeTestDir("alone");
+  const CommandResult result =
+      RunCommand(absl::StrCat("MUSTER_PROJECT_DIR=", project, " ", kWorker, "none 20 0 5 2>&1"));
+  ASSERT_EQ(result.exit_code, 0) << result.output;
+  EXPECT_EQ(After(result, "no agent holds memory").size(), 1u) << result.output;
+  EXPECT_TRUE(PathExists(project + "/checkpoints/checkpoint_3"));
+}
+
+TEST(Memory, NoRoomForIt_IsSaidOnceAndTheDiskGoesOn) {
+  const std::string project = MakeTestDir("full");
+  // 512-byte or 1 KiB blocks: less than a piece of memory, more than a file of the checkpoint.
+  const CommandResult result = Launch(project, "none 20 0 5", "ulimit -S -f 1000; ");
+  ASSERT_EQ(result.exit_code, 0) << result.output;
+  EXPECT_EQ(After(result, "no more checkpoints in memory").size(), 1u) << result.output;
+  EXPECT_THAT(After(result, "weights "), ElementsAre(Weights()));
+  EXPECT_TRUE(PathExists(project + "/checkpoints/checkpoint_3"));
+}
+
+}  // namespace
+}  // namespace muster

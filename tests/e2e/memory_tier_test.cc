@@ -1,0 +1,177 @@
+// The ranks' side of checkpoints in memory, with the agent's side of two nodes. Ranks are threads.
+#include "worker/checkpoint/memory_tier.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "absl/strings/str_cat.h"
+#include "agent/memory_holder.h"
+#include "base/held_memory.h"
+#include "worker/collective/gloo_ranks.h"
+
+namespace muster {
+namespace {
+
+using testing::HasSubstr;
+
+// Nodes of one rank each, for the whole job.
+class MemoryTierTest : public testing::Test {
+ protected:
+  MemoryTierTest() {
+    for (int rank = 0; rank < 2; ++rank) {
+      const std::string worker = absl::StrCat("w", rank);
+      auto holder = agent::MemoryHolder::Start(
+          [worker](pid_t pid) { return pid == getpid() ? worker : std::string(); });
+      EXPECT_TRUE(holder.ok()) << holder.status();
+      holders_.push_back(*std::move(holder));
+    }
+  }
+
+  // One attempt of the job.
+  void Attempt(const std::function<void(Comm&, MemoryTier&)>& body, int ranks = 2) {
+    RunGlooRanks(ranks, [&](Comm& comm) {
+      auto tier =
+          MemoryTier::Open(comm, holders_[comm.rank()]->address(), absl::StrCat("w", comm.rank()));
+      ASSERT_TRUE(tier.ok()) << tier.status();
+      body(comm, **tier);
+    });
+  }
+
+  static absl::Status Save(Comm& comm, MemoryTier& tier, int64_t step, int failing_rank = -1) {
+    CheckpointInfo info;
+    info.step = step;
+    return tier.Save(comm, info, step % 5, /*lazy=*/true, [&](StateWriter& writer) {
+      StateDict own, shared;
+      own.SetInt("step", step + 100 * comm.rank());
+      absl::Status status =
+          writer.Write(absl::StrCat("random_states_", comm.rank(), ".safetensors"), own);
+      if (comm.rank() == 0) {
+        shared.SetTensor("weight", at::full({3 << 20}, static_cast<double>(step)));
+        status.Update(writer.Write("optimizer.safetensors", shared));
+      }
+      if (comm.rank() == failing_rank) status.Update(absl::InternalError("the test says so"));
+      return status;
+    });
+  }
+
+  // The step that all ranks find, with contents; -1: none.
+  static int64_t FoundStep(Comm& comm, MemoryTier& tier, bool keep = false) {
+    const auto found = tier.Find(comm);
+    EXPECT_TRUE(found.ok()) << found.status();
+    if (!found.ok() || !found->has_value()) return -1;
+    const StateReader& reader = (*found)->reader;
+    const int64_t step = reader.info().step;
+    EXPECT_EQ((*found)->since_disk, step % 5);
+    const auto shared = reader.Read("optimizer.safetensors");
+    EXPECT_TRUE(shared.ok()) << shared.status();
+    if (shared.ok()) {
+      EXPECT_TRUE(
+          shared->tensors()[0].second.equal(at::full({3 << 20}, static_cast<double>(step))));
+    }
+    for (int rank = 0; rank < comm.size(); ++rank) {
+      const auto own = reader.Read(absl::StrCat("random_states_", rank, ".safetensors"));
+      EXPECT_TRUE(own.ok()) << own.status();
+      if (own.ok()) {
+        EXPECT_EQ(*own->GetInt("step"), step + 100 * rank);
+      }
+    }
+    if (keep) tier.Keep((*found)->save);
+    return step;
+  }
+
+  void Damage(int rank, int slot) {
+    const auto held = TakeHeldMemory(holders_[rank]->address());
+    ASSERT_TRUE(held.ok());
+    char byte = 0;
+    const int fd = (*held)[slot].fd.get();
+    ASSERT_EQ(pread(fd, &byte, 1, 4096 + 9), 1);
+    byte ^= 4;
+    ASSERT_EQ(pwrite(fd, &byte, 1, 4096 + 9), 1);
+  }
+
+  std::vector<std::unique_ptr<agent::MemoryHolder>> holders_;
+};
+
+TEST_F(MemoryTierTest, NextAttempt_FindsTheLastSaveOfAllNodes) {
+  Attempt([](Comm& comm, MemoryTier& tier) {
+    EXPECT_EQ(FoundStep(comm, tier), -1);
+    for (int step = 1; step <= 4; ++step) EXPECT_TRUE(Save(comm, tier, step).ok());
+  });
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 4); });
+}
+
+TEST_F(MemoryTierTest, SaveThatOneRankHasNot_DoesNotCountAndIsReported) {
+  Attempt([](Comm& comm, MemoryTier& tier) {
+    EXPECT_TRUE(Save(comm, tier, 1).ok());
+    EXPECT_TRUE(Save(comm, tier, 2, /*failing_rank=*/1).ok());
+  });
+  Attempt([](Comm& comm, MemoryTier& tier) {
+    EXPECT_EQ(FoundStep(comm, tier, /*keep=*/true), 1);
+    EXPECT_TRUE(Save(comm, tier, 3, /*failing_rank=*/1).ok());
+    const absl::Status before = Save(comm, tier, 4);
+    EXPECT_EQ(before.code(), absl::StatusCode::kInternal);
+    EXPECT_THAT(before.message(), HasSubstr("rank 1: the test says so"));
+    EXPECT_EQ(FoundStep(comm, tier), 4);
+    EXPECT_TRUE(Save(comm, tier, 5).ok());
+  });
+}
+
+TEST_F(MemoryTierTest, CrashInAnySaveAfterARestart_LeavesTheOneThatWasLoaded) {
+  Attempt([](Comm& comm, MemoryTier& tier) {
+    for (int step = 1; step <= 3; ++step) EXPECT_TRUE(Save(comm, tier, step).ok());
+  });
+  for (int i = 0; i < 3; ++i) {
+    Attempt([](Comm& comm, MemoryTier& tier) {
+      EXPECT_EQ(FoundStep(comm, tier, /*keep=*/true), 3);
+      EXPECT_TRUE(Save(comm, tier, 4, /*failing_rank=*/0).ok());
+    });
+  }
+}
+
+TEST_F(MemoryTierTest, DamagedSave_IsPassedOver) {
+  Attempt([](Comm& comm, MemoryTier& tier) {
+    for (int step = 1; step <= 2; ++step) EXPECT_TRUE(Save(comm, tier, step).ok());
+  });
+  Damage(1, 1);  // the second save
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 1); });
+  Damage(0, 0);
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), -1); });
+}
+
+TEST_F(MemoryTierTest, LostNode_LeavesNothing) {
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); });
+  holders_[1] = *agent::MemoryHolder::Start([](pid_t) { return "w1"; });
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), -1); });
+}
+
+TEST_F(MemoryTierTest, OtherNumberOfRanks_FindsNothing) {
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); });
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), -1); }, 1);
+}
+
+TEST_F(MemoryTierTest, WhatIsForgotten_IsNotFound) {
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); });
+  Attempt([](Comm& comm, MemoryTier& tier) {
+    tier.Forget();
+    comm.Barrier();
+    EXPECT_EQ(FoundStep(comm, tier), -1);
+  });
+}
+
+TEST_F(MemoryTierTest, RankWithoutAnAgent_IsSaidOnAll) {
+  RunGlooRanks(2, [&](Comm& comm) {
+    const auto tier = MemoryTier::Open(comm, comm.rank() == 0 ? holders_[0]->address() : "", "w0");
+    EXPECT_TRUE(absl::IsFailedPrecondition(tier.status())) << tier.status();
+    EXPECT_THAT(tier.status().message(), HasSubstr("rank 1: no agent holds memory"));
+  });
+}
+
+}  // namespace
+}  // namespace muster

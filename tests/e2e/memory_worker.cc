@@ -1,0 +1,101 @@
+// Trains with checkpoints in memory after every step and, in its first attempt, comes to a bad end:
+//   memory_worker CASE STEPS DIE_AT DISK_EVERY
+// Rank 0 prints "begins at STEP" and, in the end, "weights DIGITS".
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "ATen/Functions.h"
+#include "base/held_memory.h"
+#include "muster/accelerator.h"
+#include "muster/utils.h"
+#include "torch/nn/functional/dropout.h"
+#include "torch/nn/modules/linear.h"
+
+namespace {
+
+using muster::Accelerator;
+
+const char* Variable(const char* name) {
+  const char* const value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+// Turns a bit of a file in every piece of memory that the agent holds.
+void DamageMemory() {
+  const auto held = muster::TakeHeldMemory(Variable("MUSTER_MEMORY_SOCKET"));
+  TORCH_CHECK(held.ok(), held.status().ToString());
+  for (const muster::HeldMemory& piece : *held) {
+    char byte = 0;
+    TORCH_CHECK(pread(piece.fd.get(), &byte, 1, 4096 + 20) == 1);
+    byte ^= 1;
+    TORCH_CHECK(pwrite(piece.fd.get(), &byte, 1, 4096 + 20) == 1);
+  }
+  std::printf("damaged %zu pieces\n", held->size());
+}
+
+absl::Status Train(Accelerator& a, const std::string& name, int64_t steps, int64_t die_at) {
+  const bool first = std::string(Variable("MUSTER_RESTART_COUNT")) == "0";
+  const bool dies = first && a.process_index() == 1;
+  if (name == "damage" && !first && a.process_index() == 0) DamageMemory();
+  a.wait_for_everyone();
+  muster::set_seed(a, 7, /*device_specific=*/true);
+  torch::nn::Linear net(64, 64);
+  muster::FusedAdamW adamw(net->parameters(), {.lr = 0.05});
+  const at::Tensor rows = at::arange(64 * 48, at::kFloat).view({48, 64}).remainder(13).div(13);
+  auto [model, optimizer, loader] =
+      a.prepare(net, adamw, muster::batches(muster::TensorDataset(rows), 2).shuffle(true));
+  const auto hook =
+      a.register_save_state_pre_hook([&](std::vector<muster::NamedTensors>&, muster::StateWriter&) {
+        if (dies && name == "in_save" && a.global_step() == die_at) raise(SIGKILL);
+      });
+  if (absl::Status s = a.load_state_if_present(); !s.ok()) return s;
+  if (a.is_main_process()) std::printf("begins at %ld\n", static_cast<long>(a.global_step()));
+  std::fflush(stdout);  // the process may be killed
+  for (int64_t epoch : a.epochs(1000)) {
+    (void)epoch;
+    for (auto& batch : loader) {
+      auto scope = a.accumulate();
+      const at::Tensor x = torch::nn::functional::dropout(batch.value());
+      a.backward(model(x).pow(2).mean());
+      if (dies && name == "in_step" && a.global_step() == die_at) raise(SIGKILL);
+      optimizer.step();
+      optimizer.zero_grad();
+      if (absl::Status s = a.save_state(); !s.ok()) return s;
+      if (dies && (name == "after_save" || name == "damage") && a.global_step() == die_at) {
+        raise(SIGKILL);
+      }
+      if (a.global_step() == steps) break;
+    }
+    if (a.global_step() == steps) break;
+  }
+  if (a.is_main_process()) {
+    const at::Tensor weights = net->weight.detach().contiguous();
+    uint64_t digest = 1469598103934665603u;
+    for (size_t i = 0; i < weights.nbytes(); ++i) {
+      digest = (digest ^ static_cast<const unsigned char*>(weights.data_ptr())[i]) * 1099511628211u;
+    }
+    std::printf("weights %016lx\n", static_cast<unsigned long>(digest));
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 5) return 2;
+  muster::AcceleratorOptions options;
+  options.cpu = true;
+  options.checkpoint.memory = true;
+  options.checkpoint.keep = 2;
+  options.checkpoint.disk_every = std::atoi(argv[4]);
+  return muster::run(argc, argv, options, [&](Accelerator& a) {
+    return Train(a, argv[1], std::atoi(argv[2]), std::atoi(argv[3]));
+  });
+}

@@ -1,0 +1,57 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_MEMORY_RECORD_H_
+#define MUSTER_WORKER_CHECKPOINT_MEMORY_RECORD_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "worker/checkpoint/aligned_memory.h"
+#include "worker/checkpoint/manifest.h"
+
+namespace muster {
+
+// One rank's part of a checkpoint in memory (docs/checkpoint_format.md, "In memory"): a page with
+// the header, the files, and after them the record, which says what they are. The header is written
+// last. Not thread-safe.
+
+// Where files begin.
+inline constexpr size_t kMemoryHeaderBytes = 4096;
+
+// The parts of one save have the same on every rank, and no two saves of a job have.
+struct MemorySaveId {
+  uint64_t sequence = 0;  // later saves have higher ones
+  uint64_t nonce = 0;
+
+  friend auto operator<=>(const MemorySaveId&, const MemorySaveId&) = default;
+};
+
+struct MemoryRecord {
+  MemorySaveId save;
+  int rank = 0;
+  // Saves since the last one that went to the disk.
+  int64_t since_disk = 0;
+  // Of this rank's files alone.
+  Manifest manifest;
+  // Of manifest.files, in their order, from the beginning of the memory.
+  std::vector<uint64_t> offsets;
+};
+
+// What the memory holds is no checkpoint from now on.
+void ForgetMemoryRecord(AlignedMemory& memory);
+
+// Makes what the memory holds up to `end` a checkpoint. Errors: RESOURCE_EXHAUSTED; those of
+// EncodeManifest.
+absl::Status WriteMemoryRecord(AlignedMemory& memory, size_t end, const MemoryRecord& record);
+
+// Everything but the contents of the files is checked: they lie in the memory. NOT_FOUND if it
+// holds no checkpoint; DATA_LOSS if the record is damaged.
+absl::StatusOr<MemoryRecord> ReadMemoryRecord(absl::string_view memory);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_MEMORY_RECORD_H_
