@@ -165,6 +165,18 @@ TEST_F(MemoryTierTest, WhatIsForgotten_IsNotFound) {
   });
 }
 
+// They would write over each other's saves.
+TEST_F(MemoryTierTest, SecondObjectOfAProcess_IsRefusedOnAll) {
+  Attempt([this](Comm& comm, MemoryTier& tier) {
+    EXPECT_TRUE(Save(comm, tier, 1).ok());
+    const auto second =
+        MemoryTier::Open(comm, holders_[comm.rank()]->address(), absl::StrCat("w", comm.rank()));
+    EXPECT_TRUE(absl::IsFailedPrecondition(second.status())) << second.status();
+    EXPECT_THAT(second.status().message(), HasSubstr("another Accelerator of this process"));
+    EXPECT_EQ(FoundStep(comm, tier), 1);
+  });
+}
+
 TEST_F(MemoryTierTest, RankWithoutAnAgent_IsSaidOnAll) {
   RunGlooRanks(2, [&](Comm& comm) {
     const auto tier = MemoryTier::Open(comm, comm.rank() == 0 ? holders_[0]->address() : "", "w0");

@@ -57,6 +57,27 @@ struct Contents {
   std::vector<std::unique_ptr<std::string>> received;
 };
 
+// The workers whose memory an object of this process uses.
+class Workers {
+ public:
+  static Workers& Get() {
+    static auto* const all = new Workers;
+    return *all;
+  }
+  bool Add(const std::string& worker) {
+    MutexLock lock(&mu_);
+    return in_use_.insert(worker).second;
+  }
+  void Remove(const std::string& worker) {
+    MutexLock lock(&mu_);
+    in_use_.erase(worker);
+  }
+
+ private:
+  Mutex mu_;
+  std::set<std::string> in_use_ ABSL_GUARDED_BY(mu_);
+};
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<MemoryTier>> MemoryTier::Open(Comm& comm, const std::string& socket,
@@ -66,10 +87,17 @@ absl::StatusOr<std::unique_ptr<MemoryTier>> MemoryTier::Open(Comm& comm, const s
       return absl::FailedPreconditionError(
           "no agent holds memory for this process: muster launch and muster-agent do");
     }
-    return TakeHeldMemory(socket).status();
+    MUSTER_RETURN_IF_ERROR(TakeHeldMemory(socket).status());
+    if (!Workers::Get().Add(socket + worker_id)) {
+      return absl::FailedPreconditionError(
+          "another Accelerator of this process saves to memory: only one can");
+    }
+    return absl::OkStatus();
   });
+  std::unique_ptr<MemoryTier> tier;
+  if (mine.ok()) tier.reset(new MemoryTier(comm, socket, worker_id));
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, mine, {}, nullptr));
-  return std::unique_ptr<MemoryTier>(new MemoryTier(comm, socket, worker_id));
+  return tier;
 }
 
 MemoryTier::MemoryTier(const Comm& comm, std::string socket, std::string worker_id)
@@ -87,6 +115,7 @@ MemoryTier::~MemoryTier() {
     changed_.SignalAll();
   }
   thread_.join();
+  Workers::Get().Remove(socket_ + worker_id_);
 }
 
 absl::Status MemoryTier::Adopt() {

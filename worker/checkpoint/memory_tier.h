@@ -36,8 +36,8 @@ namespace muster {
 class MemoryTier {
  public:
   // Collective. Nothing is reserved before the first save. `socket` and `worker_id` as the agent
-  // gave them. Errors, the same on every rank: FAILED_PRECONDITION some rank has no agent; those of
-  // TakeHeldMemory.
+  // gave them. Errors, the same on every rank: FAILED_PRECONDITION some rank has no agent, or
+  // another object of its process for this worker; those of TakeHeldMemory.
   static absl::StatusOr<std::unique_ptr<MemoryTier>> Open(Comm& comm, const std::string& socket,
                                                           const std::string& worker_id);
   // Waits for the save that has begun.
