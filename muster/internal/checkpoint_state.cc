@@ -491,6 +491,13 @@ void CheckpointState::CheckPrepared(const StateReader& reader) const {
   check("registered object", CustomFileName, registered_.size());
 }
 
+void CheckpointState::ReadTogether(StateReader& reader, size_t models, size_t optimizers) const {
+  std::vector<std::string> names;
+  for (size_t i = 0; i < models; ++i) names.push_back(ModelFileName(static_cast<int>(i)));
+  for (size_t i = 0; i < optimizers; ++i) names.push_back(OptimizerFileName(static_cast<int>(i)));
+  ThrowIfError(reader.ReadTogether(process_.comm(), names));
+}
+
 std::vector<NamedTensors> CheckpointState::ReadWeights(const StateReader& reader,
                                                        size_t models) const {
   std::vector<NamedTensors> weights;
@@ -640,17 +647,19 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
   process_.progress().SetPhase("load_weights");
   LoadedState report;
   const absl::Status status = Guard([&] {
-    const absl::StatusOr<StateReader> reader = OpenToLoad(directory);
+    absl::StatusOr<StateReader> reader = OpenToLoad(directory);
     ThrowIfError(reader.status());
     report.directory = reader->dir();
     const size_t models = registry_.models().size();
+    ThrowIfAnyFailed(Guard([&] {
+      if (!options.strict) return;
+      CheckCount(*reader, "model", ModelFileName, models,
+                 "prepare the same models, in the same order, or set strict to false");
+    }));
+    const size_t files = std::min<size_t>(reader->Count(ModelFileName), models);
+    ReadTogether(*reader, files, 0);
     std::vector<MatchedWeights> matched;
     ThrowIfAnyFailed(Guard([&] {
-      if (options.strict) {
-        CheckCount(*reader, "model", ModelFileName, models,
-                   "prepare the same models, in the same order, or set strict to false");
-      }
-      const size_t files = std::min<size_t>(reader->Count(ModelFileName), models);
       std::vector<NamedTensors> weights = ReadWeights(*reader, files);
       LoadWeightsOptions rules = options;
       // As in load_state: hooks decide what is loaded.
@@ -698,18 +707,17 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
   }
   process_.progress().SetPhase("load_state");
   return Guard([&] {
-    const absl::StatusOr<StateReader> reader = OpenToLoad(directory);
+    absl::StatusOr<StateReader> reader = OpenToLoad(directory);
     if (may_be_missing && directory.empty()) CheckProjectWritable(/*always=*/true);
     if (may_be_missing && absl::IsNotFound(reader.status())) return;
     ThrowIfError(reader.status());
     // Every file is read and checked before anything changes, so that a damaged one leaves the
     // state as it was; and a process that cannot go on must not leave the others in their next
     // collective.
+    ThrowIfAnyFailed(Guard([&] { CheckPrepared(*reader); }));
+    ReadTogether(*reader, registry_.models().size(), registry_.optimizers().size());
     Loaded loaded;
-    ThrowIfAnyFailed(Guard([&] {
-      CheckPrepared(*reader);
-      loaded = Read(*reader);
-    }));
+    ThrowIfAnyFailed(Guard([&] { loaded = Read(*reader); }));
     ThrowIfAnyFailed(Guard([&] { Apply(*reader, loaded); }));
   });
 }

@@ -94,6 +94,8 @@ class CheckpointState {
   PublishOptions Publishing() const;
   // (collective) The checkpoint to load. NOT_FOUND: there is none.
   absl::StatusOr<StateReader> OpenToLoad(const std::string& directory);
+  // (collective) The files of so many models and optimizers, which all ranks need.
+  void ReadTogether(StateReader& reader, size_t models, size_t optimizers) const;
   // Parts of Load() and LoadWeights().
   std::vector<NamedTensors> ReadWeights(const StateReader& reader, size_t models) const;
   void CheckPrepared(const StateReader& reader) const;

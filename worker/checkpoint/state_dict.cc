@@ -118,6 +118,23 @@ absl::StatusOr<StateDict> ReadJsonState(const std::string& path,
   return state;
 }
 
+absl::StatusOr<StateDict> StateOf(const std::string& path, const SafetensorsHeader& header,
+                                  NamedTensors tensors) {
+  StateDict state;
+  for (auto& [name, tensor] : tensors) state.SetTensor(name, std::move(tensor));
+  if (!header.metadata.has_value()) return state;
+  for (const auto& [key, value] : *header.metadata) {
+    if (key == kScalarsKey) {
+      const std::string source = absl::StrCat(path, ": metadata ", kScalarsKey);
+      MUSTER_ASSIGN_OR_RETURN(const Json scalars, ParseJson(value, source));
+      MUSTER_RETURN_IF_ERROR(ScalarsFromJson(scalars, source, &state));
+    } else {
+      state.SetMetadata(key, value);
+    }
+  }
+  return state;
+}
+
 std::string SomeNames(const std::vector<std::string>& names) {
   constexpr size_t kShown = 8;
   const size_t shown = std::min(names.size(), kShown);
@@ -312,19 +329,17 @@ absl::StatusOr<StateDict> ReadStateDict(const std::string& path,
   } else {
     MUSTER_ASSIGN_OR_RETURN(tensors, reader->ReadAllBlocks(blocks));
   }
-  StateDict state;
-  for (auto& [name, tensor] : tensors) state.SetTensor(name, std::move(tensor));
-  if (!reader->header().metadata.has_value()) return state;
-  for (const auto& [key, value] : *reader->header().metadata) {
-    if (key == kScalarsKey) {
-      const std::string source = absl::StrCat(path, ": metadata ", kScalarsKey);
-      MUSTER_ASSIGN_OR_RETURN(const Json scalars, ParseJson(value, source));
-      MUSTER_RETURN_IF_ERROR(ScalarsFromJson(scalars, source, &state));
-    } else {
-      state.SetMetadata(key, value);
-    }
+  return StateOf(path, reader->header(), std::move(tensors));
+}
+
+absl::StatusOr<StateDict> MapStateDict(const std::string& memory, const std::string& path) {
+  MUSTER_ASSIGN_OR_RETURN(const SafetensorsReader reader, SafetensorsReader::Open(memory));
+  NamedTensors tensors;
+  for (const SafetensorsEntry& entry : reader.header().tensors) {
+    MUSTER_ASSIGN_OR_RETURN(at::Tensor tensor, reader.Map(entry.name));
+    tensors.emplace_back(entry.name, std::move(tensor));
   }
-  return state;
+  return StateOf(path, reader.header(), std::move(tensors));
 }
 
 absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets,

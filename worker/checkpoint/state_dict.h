@@ -80,6 +80,11 @@ absl::StatusOr<StateDict> ReadStateDict(const std::string& path,
                                         const std::optional<FileDigest>& expected = std::nullopt,
                                         const BlockDigests& blocks = {});
 
+// The same of a safetensors file in memory, such as SharedFiles has: tensors are its pages, of
+// which this process gets a copy when it writes to one. Nobody may change the file meanwhile.
+// `path` is the file's name in messages.
+absl::StatusOr<StateDict> MapStateDict(const std::string& memory, const std::string& path);
+
 struct LoadTensorsOptions {
   bool allow_missing = false;
   bool allow_unexpected = false;
