@@ -227,6 +227,11 @@ absl::Status Accelerator::load_state_if_present(const std::string& directory) {
   return core_->checkpoints().Load(directory, /*may_be_missing=*/true);
 }
 
+absl::StatusOr<LoadedState> Accelerator::load_weights(const std::string& directory,
+                                                      const LoadWeightsOptions& options) {
+  return core_->checkpoints().LoadWeights(directory, options);
+}
+
 absl::Status Accelerator::save(const std::map<std::string, at::Tensor>& tensors,
                                const std::string& path) {
   return is_main_process() ? SaveTensors(path, tensors) : absl::OkStatus();

@@ -411,6 +411,14 @@ class Accelerator {
   absl::Status load_state(const std::string& directory = "");
   // Like load_state, but returns OK if there is no checkpoint yet.
   absl::Status load_state_if_present(const std::string& directory = "");
+  // (collective) Takes only the weights of the prepared models from such a state: by prefix, under
+  // other names, or those that there are (`strict` false), as muster::load_model does; its
+  // `options` apply to each model, except for `dtype`, which is refused. Optimizers, schedules,
+  // loaders, random states and counts stay as they are. All models change or none, on all
+  // processes. Returns what was loaded and what was not. Errors: as load_state; INVALID_ARGUMENT
+  // for weights that do not fit.
+  absl::StatusOr<LoadedState> load_weights(const std::string& directory = "",
+                                           const LoadWeightsOptions& options = {});
   // The directory of this process's last save_state or load_state; an asynchronous save may still
   // be writing it.
   const std::string& last_checkpoint() const;

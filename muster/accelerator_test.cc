@@ -1,5 +1,6 @@
 #include "muster/accelerator.h"
 
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -18,6 +19,9 @@
 
 namespace muster {
 namespace {
+
+using testing::ElementsAre;
+using testing::HasSubstr;
 
 AcceleratorOptions OnCpu() {
   AcceleratorOptions options;
@@ -357,6 +361,90 @@ TEST(Accelerator, LoadState_WithOtherObjectsPrepared_SaysWhich) {
   EXPECT_EQ(status.code(), absl::StatusCode::kFailedPrecondition);
   EXPECT_NE(status.message().find("1 model(s), but 2"), absl::string_view::npos) << status;
   EXPECT_TRUE(accelerator.load_state_if_present(TestDir("nothing here")).ok());
+}
+
+TEST(Accelerator, LoadWeights_ByPrefixAndNotStrict_LeavesTheRestOfTheStateAlone) {
+  struct Net : torch::nn::Module {
+    Net()
+        : body(register_module("body", OneWeight())), head(register_module("head", OneWeight())) {}
+    at::Tensor forward(at::Tensor x) { return head(body(x)); }
+    torch::nn::Linear body, head;
+  };
+  const std::string dir = TestDir("pretrained");
+  {
+    Accelerator accelerator(OnCpu());
+    const auto net = std::make_shared<Net>();
+    {
+      at::NoGradGuard no_grad;
+      net->body->weight.fill_(3);
+      net->head->weight.fill_(4);
+    }
+    auto model = accelerator.prepare(net);
+    ASSERT_TRUE(accelerator.save_state(dir).ok());
+  }
+  Accelerator accelerator(OnCpu());
+  torch::nn::Linear body = OneWeight();
+  FusedAdamW adamw(body->parameters(), {.lr = 1.0});
+  auto [model, optimizer] = accelerator.prepare(body, adamw);
+  accelerator.backward(Loss(model(at::ones({1, 1}))));
+  optimizer.step();
+  optimizer.zero_grad();
+
+  const double before = body->weight.item<double>();
+  const absl::Status strict = accelerator.load_weights(dir).status();
+  EXPECT_EQ(strict.code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_THAT(strict.message(), HasSubstr("missing: weight; unexpected: body.weight, head.weight"));
+  EXPECT_EQ(body->weight.item<double>(), before);
+
+  const auto loaded = accelerator.load_weights(dir, {.prefix = "body."});
+  ASSERT_TRUE(loaded.ok()) << loaded.status();
+  EXPECT_EQ(body->weight.item<double>(), 3);
+  EXPECT_EQ(loaded->directory, dir);
+  ASSERT_EQ(loaded->models.size(), 1u);
+  EXPECT_THAT(loaded->models[0].loaded, ElementsAre("weight"));
+  EXPECT_THAT(loaded->models[0].ignored, ElementsAre("head.weight"));
+  EXPECT_THAT(loaded->left_out, ElementsAre("random_states_0.safetensors"));
+  EXPECT_EQ(accelerator.global_step(), 1) << "training goes on where it was";
+
+  const auto renamed =
+      accelerator.load_weights(dir, {.strict = false, .rename = [](const std::string& name) {
+                                       return name == "head.weight" ? std::string("weight") : name;
+                                     }});
+  ASSERT_TRUE(renamed.ok()) << renamed.status();
+  EXPECT_EQ(body->weight.item<double>(), 4);
+  EXPECT_THAT(renamed->models[0].unexpected, ElementsAre("body.weight"));
+
+  EXPECT_EQ(
+      accelerator.load_weights(dir, {.prefix = "body.", .dtype = at::kDouble}).status().code(),
+      absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(body->weight.scalar_type(), at::kFloat);
+
+  // A model that the checkpoint does not have.
+  auto other = accelerator.prepare(OneWeight());
+  EXPECT_THAT(accelerator.load_weights(dir, {.prefix = "body."}).status().message(),
+              HasSubstr("holds 1 model(s), but 2 are prepared here: prepare the same models"));
+  const auto first = accelerator.load_weights(dir, {.strict = false, .prefix = "body."});
+  ASSERT_TRUE(first.ok()) << first.status();
+  ASSERT_EQ(first->models.size(), 2u);
+  EXPECT_THAT(first->models[1].missing, ElementsAre("weight"));
+}
+
+TEST(Accelerator, LoadWeights_InAWindow_IsRefused) {
+  AcceleratorOptions options = OnCpu();
+  options.gradient_accumulation_steps = 2;
+  Accelerator accelerator(options);
+  torch::nn::Linear net = OneWeight();
+  FusedAdamW adamw(net->parameters());
+  auto [model, optimizer] = accelerator.prepare(net, adamw);
+  const std::string dir = TestDir("window_weights");
+  ASSERT_TRUE(accelerator.save_state(dir).ok());
+  {
+    auto scope = accelerator.accumulate();
+    accelerator.backward(Loss(model(at::ones({1, 1}))));
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+  EXPECT_EQ(accelerator.load_weights(dir).status().code(), absl::StatusCode::kFailedPrecondition);
 }
 
 TEST(Accelerator, Fp16ClipWithoutAStep_DoesNotSpoilTheNextWindow) {

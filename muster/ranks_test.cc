@@ -115,6 +115,34 @@ struct Counter {
   }
 };
 
+TEST(Ranks, LoadWeights_ThatFitOnOneRankOnly_AreTheSameErrorOnAllAndChangeNone) {
+  AcceleratorOptions options;
+  options.project.directory = TestDir("weights_on_two");
+  std::vector<std::string> errors(2);
+  RunAccelerators(2, options, [&](Accelerator& a) {
+    auto model = a.prepare(OneWeight());
+    const auto fill = [&](double value) {
+      at::NoGradGuard no_grad;
+      model->weight.fill_(value);
+    };
+    fill(3);
+    ASSERT_TRUE(a.save_state().ok());
+    fill(5);
+    LoadWeightsOptions rules;
+    if (a.process_index() == 1) rules.rename = [](const std::string&) { return "other"; };
+    const auto refused = a.load_weights("", rules);
+    errors[a.process_index()] = refused.status().ToString();
+    EXPECT_EQ(model->weight.item<double>(), 5);
+    const auto loaded = a.load_weights();
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    EXPECT_EQ(model->weight.item<double>(), 3);
+    EXPECT_THAT(loaded->left_out,
+                ElementsAre("random_states_0.safetensors", "random_states_1.safetensors"));
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("rank 1: "), HasSubstr("missing: weight"))));
+  EXPECT_EQ(errors[0], errors[1]);
+}
+
 // Trains on `ranks` ranks from the newest checkpoint, if any, until optimizer step `until`; returns
 // the samples in the order of the epoch.
 std::vector<int64_t> TrainUntil(int ranks, const std::string& root, int64_t until,
@@ -222,6 +250,17 @@ TEST(Ranks, SaveHooks_ChangeWhatIsWrittenAndLoaded) {
     EXPECT_EQ(loaded_rank, a.process_index());
     EXPECT_EQ(first->weight.item<double>(), 1);
     EXPECT_EQ(second->weight.item<double>(), 8);
+
+    // The weights alone: the hook decides there too.
+    {
+      at::NoGradGuard no_grad;
+      first->weight.fill_(7);
+    }
+    const auto weights = a.load_weights();
+    ASSERT_TRUE(weights.ok()) << weights.status();
+    EXPECT_EQ(first->weight.item<double>(), 1);
+    EXPECT_EQ(second->weight.item<double>(), 8);
+    EXPECT_THAT(weights->models[1].missing, ElementsAre("weight"));
 
     // Without the hook, a model that is not in the checkpoint is an error.
     loading.remove();

@@ -2,11 +2,13 @@
 #define MUSTER_STATE_H_
 
 #include <functional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "worker/checkpoint/state.h"
 #include "worker/checkpoint/state_dict.h"
+#include "worker/checkpoint/weight_loader.h"
 
 // State in addition to the prepared objects, for save_state() and load_state().
 namespace muster {
@@ -29,6 +31,17 @@ using SaveStateHook = std::function<void(std::vector<NamedTensors>& weights, Sta
 // weights.
 using LoadStateHook =
     std::function<void(std::vector<NamedTensors>& weights, const StateReader& reader)>;
+
+// What load_weights() took from a checkpoint.
+struct LoadedState {
+  // The checkpoint's folder.
+  std::string directory = "";
+  // By prepared model, in the order of prepare(): its tensors that were loaded, and those that were
+  // not and why.
+  std::vector<LoadedWeights> models = {};
+  // The files of the checkpoint that were not read.
+  std::vector<std::string> left_out = {};
+};
 
 // Removes a hook. A value; copies are the same handle. Destroying the handle keeps the hook.
 class HookHandle {

@@ -4,6 +4,10 @@
 // many bytes; and a load with a cold cache against plain O_DIRECT reads. The plain transfers are
 // this program's own and share no code with the saver. All of it in turns in one process; medians
 // in one JSON line.
+//
+// --ranks N: what it costs N ranks of a host, threads of this process, to read a model's and an
+// optimizer's file of so many bytes together, and to copy them into tensors: each rank all of them
+// (apart), or each a share of the blocks into memory that all map (together).
 #include <fcntl.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -23,6 +27,8 @@
 
 #include "base/file.h"
 #include "muster/muster.h"
+#include "worker/checkpoint/state.h"
+#include "worker/collective/thread_comm.h"
 
 namespace {
 
@@ -117,17 +123,91 @@ char* Aligned(size_t bytes) {
   return static_cast<char*>(memory);
 }
 
+// The tensors of a file of about `bytes`, 16 MiB each.
+muster::NamedTensors TensorsOf(double bytes) {
+  muster::NamedTensors tensors;
+  for (int i = 0; i < std::max(1, static_cast<int>(bytes / (16 << 20) + 0.5)); ++i) {
+    tensors.emplace_back("layer" + std::to_string(i) + ".weight", torch::rand({2048, 2048}));
+  }
+  return tensors;
+}
+
+void ReadOnRanks(int ranks, double gib, int rounds, const std::string& dir) {
+  const double bytes = gib * (1 << 30);
+  const std::vector<std::string> names = {muster::ModelFileName(0), muster::OptimizerFileName(0)};
+  muster::RunRanks(1, [&](muster::Comm& comm) {
+    Check(muster::SaveCheckpoint(comm, dir, {}, [&](muster::StateWriter& writer) {
+      absl::Status status = writer.WriteModel(names[0], TensorsOf(bytes / 3));
+      muster::StateDict optimizer;
+      for (const auto& [name, tensor] : TensorsOf(bytes * 2 / 3)) {
+        optimizer.SetTensor(name, tensor);
+      }
+      status.Update(writer.Write(names[1], optimizer));
+      return status;
+    }));
+  });
+  const auto read = [&](bool together, double* cpu) {
+    return Seconds([&] {
+      *cpu = CpuSeconds([&] {
+        muster::RunRanks(ranks, [&](muster::Comm& comm) {
+          auto reader = muster::StateReader::Open(dir);
+          Check(reader.status());
+          if (together) Check(reader->ReadTogether(comm, names));
+          torch::Tensor target = torch::zeros({2048, 2048});
+          for (const std::string& name : names) {
+            const auto state = reader->Read(name);
+            Check(state.status());
+            for (const auto& [unused, tensor] : state->tensors()) target.copy_(tensor);
+          }
+        });
+      });
+    });
+  };
+  for (const bool cold : {true, false}) {
+    std::vector<double> wall[2], cpu[2];
+    const size_t size = DropFromCache(dir);
+    for (int round = 0; round < rounds; ++round) {
+      for (const bool together : {false, true}) {
+        if (cold) {
+          (void)DropFromCache(dir);
+        } else {
+          for (const std::string& name : names) {
+            Check(muster::ReadFile(muster::JoinPath(dir, name)).status());
+          }
+        }
+        double used = 0;
+        wall[together].push_back(read(together, &used));
+        cpu[together].push_back(used);
+      }
+    }
+    double average[1] = {0};
+    (void)getloadavg(average, 1);
+    std::printf(
+        "{\"bench\":\"checkpoint_read\",\"ranks\":%d,\"cold\":%s,\"bytes\":%zu,\"apart_s\":%.3f,"
+        "\"together_s\":%.3f,\"apart_cpu_s\":%.3f,\"together_cpu_s\":%.3f,\"load_average\":%.1f}\n",
+        ranks, cold ? "true" : "false", size, Median(wall[0]), Median(wall[1]), Median(cpu[0]),
+        Median(cpu[1]), average[0]);
+  }
+  Check(muster::RemoveTree(dir));
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
   double gib = 1;
-  int rounds = 5;
+  int rounds = 5, ranks = 1;
   std::string dir = "checkpoint-bench";
   CLI::App app("What saving and loading a state costs on this disk.");
   app.add_option("--gib", gib, "of state: parameters and two moments")->check(CLI::PositiveNumber);
   app.add_option("--rounds", rounds)->check(CLI::PositiveNumber);
   app.add_option("--dir", dir, "a new folder on the disk that is measured; removed at the end");
+  app.add_option("--ranks", ranks, "above 1: only reading, by so many ranks")
+      ->check(CLI::PositiveNumber);
   CLI11_PARSE(app, argc, argv);
+  if (ranks > 1) {
+    ReadOnRanks(ranks, gib, rounds, dir);
+    return 0;
+  }
   if (mkdir(dir.c_str(), 0700) != 0) {
     std::fprintf(stderr, "%s cannot be made: %s; --dir names a new folder\n", dir.c_str(),
                  std::strerror(errno));

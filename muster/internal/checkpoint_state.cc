@@ -31,6 +31,7 @@
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
 #include "worker/checkpoint/state.h"
+#include "worker/checkpoint/weight_loader.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/job/checkpoint_client.h"
 #include "worker/train/guard.h"
@@ -92,6 +93,21 @@ absl::Status Try(const std::string& what, const F& function) {
   const absl::Status status = Guard(function);
   if (status.ok()) return status;
   return absl::Status(status.code(), absl::StrCat(what, ": ", status.message()));
+}
+
+void CheckCount(const StateReader& reader, const char* what, std::string (*name)(int), size_t here,
+                const char* advice) {
+  const int saved = reader.Count(name);
+  if (saved == static_cast<int>(here)) return;
+  ThrowIfError(absl::FailedPreconditionError(absl::StrCat(reader.dir(), " holds ", saved, " ", what,
+                                                          "(s), but ", here,
+                                                          " are prepared here: ", advice)));
+}
+
+StateDict ReadFile(const StateReader& reader, const std::string& name) {
+  absl::StatusOr<StateDict> file = reader.Read(name);
+  ThrowIfError(file.status());
+  return *std::move(file);
 }
 
 // Says how saves have ended; the first failure.
@@ -535,12 +551,9 @@ struct CheckpointState::Loaded {
 };
 
 void CheckpointState::CheckPrepared(const StateReader& reader) const {
-  const auto check = [&](const char* what, std::string (*name)(int), size_t here) {
-    const int saved = reader.Count(name);
-    if (saved == static_cast<int>(here)) return;
-    ThrowIfError(absl::FailedPreconditionError(absl::StrCat(
-        reader.dir(), " holds ", saved, " ", what, "(s), but ", here,
-        " are prepared here: prepare the same objects, in the same order, before load_state")));
+  const auto check = [&reader](const char* what, std::string (*name)(int), size_t here) {
+    CheckCount(reader, what, name, here,
+               "prepare the same objects, in the same order, before load_state");
   };
   check("model", ModelFileName, registry_.models().size());
   check("optimizer", OptimizerFileName, registry_.optimizers().size());
@@ -553,25 +566,35 @@ void CheckpointState::CheckPrepared(const StateReader& reader) const {
   check("registered object", CustomFileName, registered_.size());
 }
 
+void CheckpointState::ReadTogether(StateReader& reader, size_t models, size_t optimizers) const {
+  std::vector<std::string> names;
+  for (size_t i = 0; i < models; ++i) names.push_back(ModelFileName(static_cast<int>(i)));
+  for (size_t i = 0; i < optimizers; ++i) names.push_back(OptimizerFileName(static_cast<int>(i)));
+  ThrowIfError(reader.ReadTogether(process_.comm(), names));
+}
+
+std::vector<NamedTensors> CheckpointState::ReadWeights(const StateReader& reader,
+                                                       size_t models) const {
+  std::vector<NamedTensors> weights;
+  for (size_t i = 0; i < models; ++i) {
+    weights.push_back(ReadFile(reader, ModelFileName(static_cast<int>(i))).tensors());
+  }
+  for (const auto& [unused, hook] : load_hooks_) {
+    hook(weights, reader);
+    CheckWeights(weights, models, "load_state()");
+  }
+  return weights;
+}
+
 CheckpointState::Loaded CheckpointState::Read(const StateReader& reader) const {
-  const auto read = [&](const std::string& name) {
-    absl::StatusOr<StateDict> file = reader.Read(name);
-    ThrowIfError(file.status());
-    return *std::move(file);
-  };
+  const auto read = [&](const std::string& name) { return ReadFile(reader, name); };
   const auto read_all = [&](std::string (*name)(int), size_t count) {
     std::vector<StateDict> files;
     for (size_t i = 0; i < count; ++i) files.push_back(read(name(static_cast<int>(i))));
     return files;
   };
   Loaded loaded;
-  for (StateDict& file : read_all(ModelFileName, registry_.models().size())) {
-    loaded.weights.push_back(file.tensors());
-  }
-  for (const auto& [unused, hook] : load_hooks_) {
-    hook(loaded.weights, reader);
-    CheckWeights(loaded.weights, registry_.models().size(), "load_state()");
-  }
+  loaded.weights = ReadWeights(reader, registry_.models().size());
   loaded.optimizers = read_all(OptimizerFileName, registry_.optimizers().size());
   loaded.schedulers = read_all(SchedulerFileName, registry_.schedulers().size());
   loaded.loaders = read_all(SamplerFileName, reader.Count(SamplerFileName));
@@ -654,13 +677,100 @@ void CheckpointState::Apply(const StateReader& reader, const Loaded& loaded) {
 }
 
 void CheckpointState::ThrowIfAnyFailed(const absl::Status& mine) const {
-  const std::vector<std::string> errors =
-      process_.comm().AllGatherBytes(mine.ok() ? "" : mine.ToString());
-  ThrowIfError(mine);
-  for (size_t r = 0; r < errors.size(); ++r) {
-    if (errors[r].empty()) continue;
-    ThrowIfError(absl::DataLossError(absl::StrCat("rank ", r, ": ", errors[r])));
+  const auto statuses = GatherObject(
+      process_.comm(), std::make_tuple(static_cast<int>(mine.code()), std::string(mine.message())));
+  const bool alike = std::all_of(statuses.begin(), statuses.end(),
+                                 [&](const auto& status) { return status == statuses[0]; });
+  for (size_t r = 0; r < statuses.size(); ++r) {
+    const auto& [code, message] = statuses[r];
+    if (code == 0) continue;
+    ThrowIfError(absl::Status(static_cast<absl::StatusCode>(code),
+                              alike ? message : absl::StrCat("rank ", r, ": ", message)));
   }
+}
+
+absl::StatusOr<StateReader> CheckpointState::OpenToLoad(const std::string& directory) {
+  const CheckpointFolder folder(Root());
+  absl::StatusOr<NodeGroups> groups =
+      GroupsOf(process_.comm(), directory.empty() ? folder.PathOf(0) : directory, OwnNode());
+  ThrowIfError(groups.status());
+  return OpenCheckpointOnNodes(process_.comm(), directory, folder, *groups, registrar_.get());
+}
+
+absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& wanted_directory,
+                                                         const LoadWeightsOptions& options) {
+  const std::string directory = CleanPath(wanted_directory);
+  if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("load_weights()"); }); !here.ok())
+    return here;
+  if (options.dtype.has_value()) {
+    return absl::InvalidArgumentError(
+        "load_weights cannot change the type of prepared models (options.dtype): their optimizers "
+        "and gradients have it too; convert a model before prepare()");
+  }
+  if (steps_.averaged()) {
+    return absl::FailedPreconditionError(
+        "load_weights inside ema.apply() would lose the weights when that scope ends: load before "
+        "or after it");
+  }
+  if (!steps_.at_boundary()) {
+    return absl::FailedPreconditionError(
+        "load_weights in the middle of an accumulation window would apply gradients of other "
+        "weights: load where accelerator.sync_gradients(), after optimizer.step()");
+  }
+  if (steps_.between_windows()) registry_.ForgetUnheld();
+  if (const absl::Status saved = Wait(); !saved.ok()) {
+    MUSTER_LOG(Error) << saved.message();
+  }
+  process_.progress().SetPhase("load_weights");
+  LoadedState report;
+  const absl::Status status = Guard([&] {
+    absl::StatusOr<StateReader> reader = OpenToLoad(directory);
+    ThrowIfError(reader.status());
+    report.directory = reader->dir();
+    const size_t models = registry_.models().size();
+    ThrowIfAnyFailed(Guard([&] {
+      if (!options.strict) return;
+      CheckCount(*reader, "model", ModelFileName, models,
+                 "prepare the same models, in the same order, or set strict to false");
+    }));
+    const size_t files = std::min<size_t>(reader->Count(ModelFileName), models);
+    ReadTogether(*reader, files, 0);
+    std::vector<MatchedWeights> matched;
+    ThrowIfAnyFailed(Guard([&] {
+      std::vector<NamedTensors> weights = ReadWeights(*reader, files);
+      LoadWeightsOptions rules = options;
+      // As in load_state: hooks decide what is loaded.
+      if (!load_hooks_.empty()) rules.strict = false;
+      for (size_t i = 0; i < files; ++i) {
+        absl::StatusOr<MatchedWeights> one = MatchedWeights::Match(
+            absl::StrCat(reader->dir(), "/", ModelFileName(i)), std::move(weights[i]),
+            TensorsOf(registry_.models()[i]->source()), rules);
+        ThrowIfError(one.status());
+        matched.push_back(*std::move(one));
+      }
+    }));
+    ThrowIfAnyFailed(Guard([&] {
+      for (MatchedWeights& one : matched) ThrowIfError(one.Copy());
+    }));
+    ForgetCastWeights();
+    std::unordered_set<std::string> read;
+    for (size_t i = 0; i < models; ++i) {
+      if (i < matched.size()) {
+        read.insert(ModelFileName(static_cast<int>(i)));
+        report.models.push_back(matched[i].report());
+        continue;
+      }
+      LoadedWeights& none = report.models.emplace_back();
+      for (const auto& [name, unused] : TensorsOf(registry_.models()[i]->source())) {
+        none.missing.push_back(name);
+      }
+    }
+    for (const ManifestFile& file : reader->manifest().files) {
+      if (read.count(file.name) == 0) report.left_out.push_back(file.name);
+    }
+  });
+  if (!status.ok()) return status;
+  return report;
 }
 
 absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may_be_missing) {
@@ -674,14 +784,9 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
   }
   process_.progress().SetPhase("load_state");
   return Guard([&] {
-    const CheckpointFolder folder(Root());
     OpenMemory();
-    if (directory.empty() && memory_ != nullptr && LoadFromMemory(folder)) return;
-    absl::StatusOr<NodeGroups> groups =
-        GroupsOf(process_.comm(), directory.empty() ? folder.PathOf(0) : directory, OwnNode());
-    ThrowIfError(groups.status());
-    absl::StatusOr<StateReader> reader =
-        OpenCheckpointOnNodes(process_.comm(), directory, folder, *groups, registrar_.get());
+    if (directory.empty() && memory_ != nullptr && LoadFromMemory(CheckpointFolder(Root()))) return;
+    absl::StatusOr<StateReader> reader = OpenToLoad(directory);
     if (may_be_missing && directory.empty()) CheckProjectWritable(/*always=*/true);
     if (may_be_missing && absl::IsNotFound(reader.status())) return;
     ThrowIfError(reader.status());
@@ -692,14 +797,13 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
   });
 }
 
-void CheckpointState::LoadFrom(const StateReader& reader) {
+void CheckpointState::LoadFrom(StateReader& reader) {
   // Every file is read and checked before anything changes, so that a damaged one leaves the state
   // as it was; and a process that cannot go on must not leave the others in their next collective.
+  ThrowIfAnyFailed(Guard([&] { CheckPrepared(reader); }));
+  ReadTogether(reader, registry_.models().size(), registry_.optimizers().size());
   Loaded loaded;
-  ThrowIfAnyFailed(Guard([&] {
-    CheckPrepared(reader);
-    loaded = Read(reader);
-  }));
+  ThrowIfAnyFailed(Guard([&] { loaded = Read(reader); }));
   ThrowIfAnyFailed(Guard([&] { Apply(reader, loaded); }));
 }
 

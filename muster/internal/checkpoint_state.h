@@ -11,6 +11,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "absl/status/statusor.h"
 #include "muster/internal/loop_tracker.h"
 #include "muster/internal/model_source.h"
 #include "muster/internal/process.h"
@@ -45,6 +46,8 @@ class CheckpointState {
   // (collective) See Accelerator. `may_be_missing`: without a checkpoint nothing happens.
   absl::Status Save(const std::string& directory);
   absl::Status Load(const std::string& directory, bool may_be_missing);
+  absl::StatusOr<LoadedState> LoadWeights(const std::string& directory,
+                                          const LoadWeightsOptions& options);
   absl::Status SaveModel(const ModelSource& model, const std::string& directory,
                          const std::string& max_shard_size) const;
   // Waits for asynchronous saves; the error of the first that failed and was not reported yet.
@@ -101,14 +104,19 @@ class CheckpointState {
   // (collective) Loads from memory if that has a newer state than the disk. False: it has not.
   bool LoadFromMemory(const CheckpointFolder& folder);
   // (collective) Part of Load().
-  void LoadFrom(const StateReader& reader);
-  // Parts of Load().
+  void LoadFrom(StateReader& reader);
+  // (collective) The checkpoint to load. NOT_FOUND: there is none.
+  absl::StatusOr<StateReader> OpenToLoad(const std::string& directory);
+  // (collective) The files of so many models and optimizers, which all ranks need.
+  void ReadTogether(StateReader& reader, size_t models, size_t optimizers) const;
+  // Parts of Load() and LoadWeights().
+  std::vector<NamedTensors> ReadWeights(const StateReader& reader, size_t models) const;
   void CheckPrepared(const StateReader& reader) const;
   Loaded Read(const StateReader& reader) const;
   void Apply(const StateReader& reader, const Loaded& loaded);
   void ApplyObjects(const StateReader& reader, const Loaded& loaded);
   void ApplyRandom(const StateReader& reader, const Loaded& loaded) const;
-  // (collective) Throws on every process if one of them has failed, naming it.
+  // (collective) Throws the same on every process if one of them has failed, naming it.
   void ThrowIfAnyFailed(const absl::Status& mine) const;
 
   Process& process_;

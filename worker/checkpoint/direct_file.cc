@@ -483,16 +483,17 @@ absl::Status ReadDirectFile(
     const uint64_t at = block * block_bytes;
     const size_t size = std::min(block_bytes, bytes - at);
     AlignedMemory memory;
-    {
+    if (options.place == nullptr) {
       MutexLock lock(&mu);
       if (!idle.empty()) {
         memory = std::move(idle.back());
         idle.pop_back();
       }
     }
-    MUSTER_RETURN_IF_ERROR(memory.Grow(RoundUp(size)));
-    MUSTER_RETURN_IF_ERROR(ReadBlock(system, direct, cached, path, memory.data(), size, at));
-    const absl::string_view found(memory.data(), size);
+    if (options.place == nullptr) MUSTER_RETURN_IF_ERROR(memory.Grow(RoundUp(size)));
+    char* const to = options.place == nullptr ? memory.data() : options.place(at);
+    MUSTER_RETURN_IF_ERROR(ReadBlock(system, direct, cached, path, to, size, at));
+    const absl::string_view found(to, size);
     if (const uint64_t digest = DigestBlock(found); digest != blocks.xxh3[block]) {
       return absl::DataLossError(absl::StrFormat(
           "%s: is damaged: block %d of %d (bytes %d to %d) has the digest %016x, but the manifest "
@@ -500,6 +501,7 @@ absl::Status ReadDirectFile(
           path, block, blocks.xxh3.size(), at, at + size, digest, blocks.xxh3[block]));
     }
     MUSTER_RETURN_IF_ERROR(take(at, found));
+    if (options.place != nullptr) return absl::OkStatus();
     MutexLock lock(&mu);
     idle.push_back(std::move(memory));
     return absl::OkStatus();

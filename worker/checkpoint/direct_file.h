@@ -49,6 +49,9 @@ struct DirectFileOptions {
   RateLimiter* limiter = nullptr;
   // Null: the system's own.
   const DirectFileSystem* system = nullptr;
+  // Of reads: where the block at an offset goes, memory for all of it up to the next multiple of
+  // kDirectAlignment, which begins at one. Null: into memory of the read's own.
+  std::function<char*(uint64_t offset)> place = nullptr;
 };
 
 struct DirectFileWritten {

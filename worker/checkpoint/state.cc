@@ -14,6 +14,7 @@
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/shared_files.h"
 #include "worker/checkpoint/snapshot.h"
 #include "worker/checkpoint/staged_save.h"
 
@@ -135,7 +136,21 @@ absl::StatusOr<StateDict> StateReader::Read(absl::string_view name) const {
         absl::StrCat("checkpoint ", dir_, " has no ", name, " (it has ", names, ")"));
   }
   if (in_memory()) return ParseStateDict(files_.at(file->name), JoinPath(dir_, name));
-  return ReadStateDict(JoinPath(dir_, name), file->digest, file->blocks);
+  const std::string path = JoinPath(dir_, name);
+  const std::string shared = shared_ == nullptr ? "" : shared_->PathOf(name);
+  if (!shared.empty()) return MapStateDict(shared, path);
+  return ReadStateDict(path, file->digest, file->blocks);
+}
+
+absl::Status StateReader::ReadTogether(Comm& comm, const std::vector<std::string>& names) {
+  if (in_memory()) return absl::OkStatus();
+  std::vector<ManifestFile> files;
+  for (const std::string& name : names) {
+    const ManifestFile* const file = manifest_.Find(name);
+    if (file != nullptr && !file->blocks.empty()) files.push_back(*file);
+  }
+  MUSTER_ASSIGN_OR_RETURN(shared_, SharedFiles::Read(comm, dir_, files, {}));
+  return absl::OkStatus();
 }
 
 absl::Status SaveCheckpoint(Comm& comm, const std::string& dir, const CheckpointInfo& info,

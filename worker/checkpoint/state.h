@@ -19,6 +19,7 @@
 namespace muster {
 
 class CheckpointRegistrar;
+class SharedFiles;
 class Snapshot;
 struct DirectFileWritten;
 struct NodeGroups;
@@ -88,6 +89,11 @@ class StateReader {
   // How many of name(0), name(1), ... there are, such as Count(OptimizerFileName).
   int Count(std::string (*name)(int)) const;
 
+  // Collective, before the reader is used by several threads. Reads those of `names` that are large
+  // together with the ranks that need them too, each a share (see SharedFiles); Read() takes them
+  // from there. Errors: the same on every rank, as SharedFiles::Read.
+  absl::Status ReadTogether(Comm& comm, const std::vector<std::string>& names);
+
   // Reads a file and checks its digest in the same pass. NOT_FOUND names the file and lists what
   // there is; DATA_LOSS if it is damaged.
   absl::StatusOr<StateDict> Read(absl::string_view name) const;
@@ -100,6 +106,7 @@ class StateReader {
   Manifest manifest_;
   std::map<std::string, absl::string_view> files_;  // in memory
   std::shared_ptr<const void> keep_;
+  std::shared_ptr<const SharedFiles> shared_;
 };
 
 // Writes a checkpoint together: every rank calls it with the same `dir` and `info` (rank 0's

@@ -365,6 +365,16 @@ absl::StatusOr<StateDict> ParseStateDict(absl::string_view bytes, const std::str
   return StateOf(std::move(tensors), header.metadata, path);
 }
 
+absl::StatusOr<StateDict> MapStateDict(const std::string& memory, const std::string& path) {
+  MUSTER_ASSIGN_OR_RETURN(const SafetensorsReader reader, SafetensorsReader::Open(memory));
+  NamedTensors tensors;
+  for (const SafetensorsEntry& entry : reader.header().tensors) {
+    MUSTER_ASSIGN_OR_RETURN(at::Tensor tensor, reader.Map(entry.name));
+    tensors.emplace_back(entry.name, std::move(tensor));
+  }
+  return StateOf(std::move(tensors), reader.header().metadata, path);
+}
+
 absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets,
                          absl::string_view what, const LoadTensorsOptions& options) {
   absl::flat_hash_map<absl::string_view, const at::Tensor*> by_name;

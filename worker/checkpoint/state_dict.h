@@ -84,6 +84,11 @@ absl::StatusOr<StateDict> ReadStateDict(const std::string& path,
 // says by its extension which kind it is.
 absl::StatusOr<StateDict> ParseStateDict(absl::string_view bytes, const std::string& path);
 
+// The same of a safetensors file in memory, such as SharedFiles has: tensors are its pages, of
+// which this process gets a copy when it writes to one. Nobody may change the file meanwhile.
+// `path` is the file's name in messages.
+absl::StatusOr<StateDict> MapStateDict(const std::string& memory, const std::string& path);
+
 struct LoadTensorsOptions {
   bool allow_missing = false;
   bool allow_unexpected = false;

@@ -58,10 +58,68 @@ bool SameShape(const StoredTensor& stored, const at::Tensor& tensor) {
                     [](uint64_t a, int64_t b) { return a == static_cast<uint64_t>(b); });
 }
 
+// Where weights come from: files, or tensors in memory.
+class Source {
+ public:
+  virtual ~Source() = default;
+  virtual const std::string& where() const = 0;
+  virtual size_t size() const = 0;
+  virtual const StoredTensor& tensor(size_t i) const = 0;
+  virtual absl::StatusOr<at::Tensor> Read(size_t i) const = 0;
+  // Whether two are names of one tensor there.
+  virtual bool AreOne(size_t i, size_t j) const = 0;
+};
+
+class FileSource final : public Source {
+ public:
+  explicit FileSource(WeightFiles files) : files_(std::move(files)) {}
+  const std::string& where() const override { return files_.path(); }
+  size_t size() const override { return files_.entries().size(); }
+  const StoredTensor& tensor(size_t i) const override { return files_.entries()[i].tensor; }
+  absl::StatusOr<at::Tensor> Read(size_t i) const override {
+    return ReadWeight(files_, files_.entries()[i]);
+  }
+  bool AreOne(size_t i, size_t j) const override {
+    return files_.StorageOf(files_.entries()[i]) == files_.StorageOf(files_.entries()[j]);
+  }
+
+ private:
+  const WeightFiles files_;
+};
+
+class MemorySource final : public Source {
+ public:
+  static absl::StatusOr<std::unique_ptr<Source>> Make(const std::string& where,
+                                                      NamedTensors tensors) {
+    auto source = std::make_unique<MemorySource>(where, std::move(tensors));
+    for (const auto& [name, tensor] : source->tensors_) {
+      MUSTER_ASSIGN_OR_RETURN(const SafetensorsType type, ToSafetensorsType(tensor.scalar_type()));
+      StoredTensor stored{.name = name, .type = type};
+      stored.shape.assign(tensor.sizes().begin(), tensor.sizes().end());
+      source->stored_.push_back(std::move(stored));
+    }
+    return source;
+  }
+  MemorySource(std::string where, NamedTensors tensors)
+      : where_(std::move(where)), tensors_(std::move(tensors)) {}
+  const std::string& where() const override { return where_; }
+  size_t size() const override { return stored_.size(); }
+  const StoredTensor& tensor(size_t i) const override { return stored_[i]; }
+  absl::StatusOr<at::Tensor> Read(size_t i) const override { return tensors_[i].second; }
+  bool AreOne(size_t i, size_t j) const override {
+    return IdentityOf(tensors_[i].second) == IdentityOf(tensors_[j].second);
+  }
+
+ private:
+  const std::string where_;
+  const NamedTensors tensors_;
+  std::vector<StoredTensor> stored_;
+};
+
 // A tensor of the model and what it gets.
-struct Copy {
+struct OneCopy {
   size_t target;
-  const WeightFiles::Entry* entry;
+  size_t from;          // in the source
   at::ScalarType type;  // of the target afterwards
 };
 
@@ -79,18 +137,17 @@ std::string WhyNot(const StoredTensor& stored, const at::Tensor& target, at::Sca
 }
 
 // The bytes of both, were they of type `type`.
-absl::StatusOr<bool> AreEqual(const WeightFiles& weights, const WeightFiles::Entry& a,
-                              const WeightFiles::Entry& b, at::ScalarType type) {
-  if (weights.StorageOf(a) == weights.StorageOf(b)) return true;
-  MUSTER_ASSIGN_OR_RETURN(at::Tensor first, ReadWeight(weights, a));
-  MUSTER_ASSIGN_OR_RETURN(at::Tensor second, ReadWeight(weights, b));
+absl::StatusOr<bool> AreEqual(const Source& source, size_t a, size_t b, at::ScalarType type) {
+  if (source.AreOne(a, b)) return true;
+  MUSTER_ASSIGN_OR_RETURN(at::Tensor first, source.Read(a));
+  MUSTER_ASSIGN_OR_RETURN(at::Tensor second, source.Read(b));
   first = first.to(type).contiguous();
   second = second.to(type).contiguous();
   return first.nbytes() == second.nbytes() &&
          (first.nbytes() == 0 || memcmp(first.data_ptr(), second.data_ptr(), first.nbytes()) == 0);
 }
 
-absl::Status CopyOne(const WeightFiles& weights, const Copy& copy, at::Tensor target) {
+absl::Status Run(const Source& source, const OneCopy& copy, at::Tensor target) {
   const bool overlaps = at::has_internal_overlap(target) == at::MemOverlap::Yes;
   // The old memory is freed before the new values arrive: one tensor at a time in addition to the
   // model.
@@ -99,7 +156,7 @@ absl::Status CopyOne(const WeightFiles& weights, const Copy& copy, at::Tensor ta
   } else if (target.scalar_type() != copy.type) {
     target.set_data(at::empty_like(target, target.options().dtype(copy.type)));
   }
-  MUSTER_ASSIGN_OR_RETURN(const at::Tensor loaded, ReadWeight(weights, *copy.entry));
+  MUSTER_ASSIGN_OR_RETURN(const at::Tensor loaded, source.Read(copy.from));
   target.copy_(loaded);
   return absl::OkStatus();
 }
@@ -139,18 +196,28 @@ absl::StatusOr<at::Tensor> ReadWeight(const WeightFiles& weights, const WeightFi
                            std::vector<int64_t>(tensor.strides.begin(), tensor.strides.end()));
 }
 
-absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTensors& targets,
-                                          const LoadWeightsOptions& options) {
-  MUSTER_ASSIGN_OR_RETURN(const WeightFiles weights, WeightFiles::Open(path));
+struct MatchedWeights::Plan {
+  // What goes where; copies nothing.
+  absl::Status Match(const LoadWeightsOptions& options);
+  absl::Status Copy() const;
+
+  std::unique_ptr<Source> source;
+  NamedTensors targets;
+  std::optional<at::ScalarType> dtype;
+  std::vector<OneCopy> copies;
+  LoadedWeights report;
+};
+
+absl::Status MatchedWeights::Plan::Match(const LoadWeightsOptions& options) {
+  dtype = options.dtype;
   absl::flat_hash_map<std::string, size_t> places;
   for (size_t i = 0; i < targets.size(); ++i) places.emplace(targets[i].first, i);
 
-  LoadedWeights report;
-  std::map<size_t, const WeightFiles::Entry*> chosen;  // by place in targets
+  std::map<size_t, size_t> chosen;  // by place in targets: place in the source
   std::vector<std::string> twice;
   bool any_begins = false;
-  for (const WeightFiles::Entry& entry : weights.entries()) {
-    const std::string& in_file = entry.tensor.name;
+  for (size_t from = 0; from < source->size(); ++from) {
+    const std::string& in_file = source->tensor(from).name;
     std::string name = in_file;
     const bool begins = absl::StartsWith(name, options.prefix);
     any_begins = any_begins || begins;
@@ -163,32 +230,30 @@ absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTe
     const auto place = places.find(name);
     if (place == places.end()) {
       report.unexpected.push_back(in_file);
-    } else if (!chosen.emplace(place->second, &entry).second) {
-      twice.push_back(
-          absl::StrCat(name, " (from ", chosen[place->second]->tensor.name, " and ", in_file, ")"));
+    } else if (!chosen.emplace(place->second, from).second) {
+      twice.push_back(absl::StrCat(name, " (from ", source->tensor(chosen[place->second]).name,
+                                   " and ", in_file, ")"));
     }
   }
 
-  std::vector<Copy> copies;
   // The first of several names of one tensor, by identity.
-  absl::flat_hash_map<std::string, const Copy*> by_identity;
+  absl::flat_hash_map<std::string, const OneCopy*> by_identity;
   absl::flat_hash_set<std::string> present;
   copies.reserve(chosen.size());
-  for (const auto& [place, entry] : chosen) {
+  for (const auto& [place, from] : chosen) {
     const auto& [name, target] = targets[place];
     const at::ScalarType type = options.dtype.has_value() && target.is_floating_point()
                                     ? *options.dtype
                                     : target.scalar_type();
     const std::string identity = IdentityOf(target);
     present.insert(identity);
-    if (const std::string why = WhyNot(entry->tensor, target, type); !why.empty()) {
+    if (const std::string why = WhyNot(source->tensor(from), target, type); !why.empty()) {
       report.mismatched.push_back(absl::StrCat(name, " (", why, ")"));
       continue;
     }
     const auto tied = by_identity.find(identity);
     if (tied != by_identity.end()) {
-      MUSTER_ASSIGN_OR_RETURN(const bool equal,
-                              AreEqual(weights, *tied->second->entry, *entry, type));
+      MUSTER_ASSIGN_OR_RETURN(const bool equal, AreEqual(*source, tied->second->from, from, type));
       if (!equal) {
         report.mismatched.push_back(absl::StrCat(name, " (the same tensor as ",
                                                  targets[tied->second->target].first,
@@ -198,7 +263,7 @@ absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTe
       report.loaded.push_back(name);
       continue;
     }
-    copies.push_back({.target = place, .entry = entry, .type = type});
+    copies.push_back({.target = place, .from = from, .type = type});
     by_identity.emplace(identity, &copies.back());
     report.loaded.push_back(name);
   }
@@ -223,10 +288,14 @@ absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTe
     wrong.push_back(absl::StrCat("no name in the file begins with \"", options.prefix, "\""));
   }
   if (!wrong.empty()) {
-    return absl::InvalidArgumentError(
-        absl::StrCat(path, ": the weights do not fit this model: ", absl::StrJoin(wrong, "; ")));
+    return absl::InvalidArgumentError(absl::StrCat(
+        source->where(), ": the weights do not fit this model: ", absl::StrJoin(wrong, "; ")));
   }
 
+  return absl::OkStatus();
+}
+
+absl::Status MatchedWeights::Plan::Copy() const {
   const at::NoGradGuard no_grad;
   // Names of one tensor stay names of one tensor, also where a type is changed: by set_data() two
   // tensors share memory that know nothing of each other.
@@ -243,20 +312,49 @@ absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTe
       if (other != changed && !tied.is_same(tensor)) tied.set_data(tensor);
     }
   };
-  for (const Copy& copy : copies) {
-    MUSTER_RETURN_IF_ERROR(CopyOne(weights, copy, targets[copy.target].second));
+  for (const OneCopy& copy : copies) {
+    MUSTER_RETURN_IF_ERROR(Run(*source, copy, targets[copy.target].second));
     follow(copy.target);
   }
   // Tensors that the file leaves out get the type too, tied ones and those that are missing.
-  if (options.dtype.has_value()) {
+  if (dtype.has_value()) {
     for (size_t i = 0; i < targets.size(); ++i) {
       const at::Tensor& target = targets[i].second;
-      if (!target.is_floating_point() || target.scalar_type() == *options.dtype) continue;
-      at::Tensor(target).set_data(target.to(*options.dtype));
+      if (!target.is_floating_point() || target.scalar_type() == *dtype) continue;
+      at::Tensor(target).set_data(target.to(*dtype));
       follow(i);
     }
   }
-  return report;
+  return absl::OkStatus();
+}
+
+MatchedWeights::MatchedWeights(std::unique_ptr<Plan> plan) : plan_(std::move(plan)) {}
+MatchedWeights::MatchedWeights(MatchedWeights&&) noexcept = default;
+MatchedWeights& MatchedWeights::operator=(MatchedWeights&&) noexcept = default;
+MatchedWeights::~MatchedWeights() = default;
+
+absl::StatusOr<MatchedWeights> MatchedWeights::Match(const std::string& where, NamedTensors weights,
+                                                     NamedTensors targets,
+                                                     const LoadWeightsOptions& options) {
+  auto plan = std::make_unique<Plan>();
+  MUSTER_ASSIGN_OR_RETURN(plan->source, MemorySource::Make(where, std::move(weights)));
+  plan->targets = std::move(targets);
+  MUSTER_RETURN_IF_ERROR(plan->Match(options));
+  return MatchedWeights(std::move(plan));
+}
+
+const LoadedWeights& MatchedWeights::report() const { return plan_->report; }
+absl::Status MatchedWeights::Copy() { return plan_->Copy(); }
+
+absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path, const NamedTensors& targets,
+                                          const LoadWeightsOptions& options) {
+  MUSTER_ASSIGN_OR_RETURN(WeightFiles files, WeightFiles::Open(path));
+  MatchedWeights::Plan plan;
+  plan.source = std::make_unique<FileSource>(std::move(files));
+  plan.targets = targets;
+  MUSTER_RETURN_IF_ERROR(plan.Match(options));
+  MUSTER_RETURN_IF_ERROR(plan.Copy());
+  return std::move(plan.report);
 }
 
 }  // namespace muster

@@ -2,6 +2,7 @@
 #define MUSTER_WORKER_CHECKPOINT_WEIGHT_LOADER_H_
 
 #include <functional>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -46,6 +47,32 @@ struct LoadedWeights {
   std::vector<std::string> mismatched = {};
   // What prefix and rename left out, by its name in the file.
   std::vector<std::string> ignored = {};
+};
+
+// Weights that fit a model but are not copied yet, for callers who load several models or none.
+// Movable. Not thread-safe.
+class MatchedWeights {
+ public:
+  // Compares weights in memory with `targets`, as LoadWeights does, and copies nothing. `where` is
+  // for messages. Errors: as LoadWeights, but for those of the disk.
+  static absl::StatusOr<MatchedWeights> Match(const std::string& where, NamedTensors weights,
+                                              NamedTensors targets,
+                                              const LoadWeightsOptions& options = {});
+  MatchedWeights(MatchedWeights&&) noexcept;
+  MatchedWeights& operator=(MatchedWeights&&) noexcept;
+  ~MatchedWeights();
+
+  const LoadedWeights& report() const;
+  absl::Status Copy();
+
+ private:
+  struct Plan;
+  friend absl::StatusOr<LoadedWeights> LoadWeights(const std::string& path,
+                                                   const NamedTensors& targets,
+                                                   const LoadWeightsOptions& options);
+  explicit MatchedWeights(std::unique_ptr<Plan> plan);
+
+  std::unique_ptr<Plan> plan_;
 };
 
 // One tensor in its own memory, contiguous or with the strides that it has in the file. Blocks on

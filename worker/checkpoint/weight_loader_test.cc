@@ -150,6 +150,22 @@ TEST_F(WeightLoaderTest, TargetsWithoutMemoryOrWithOverlap_AreNotWrittenBlindly)
   EXPECT_EQ(expanded.sum().item<double>(), 6);
 }
 
+TEST_F(WeightLoaderTest, MatchedWeights_ChangeNothingBeforeTheyAreCopied) {
+  at::Tensor a = at::zeros({2}), b = at::zeros({2});
+  const at::Tensor tied = at::ones({2}, at::kDouble);
+  const auto refused = MatchedWeights::Match("here", {{"a", at::ones({3})}}, {{"a", a}});
+  EXPECT_THAT(refused.status().message(),
+              HasSubstr("here: the weights do not fit this model: mismatched: a ([3] F32"));
+  auto matched = MatchedWeights::Match("here", {{"x.a", tied}, {"x.b", tied}, {"y", a}},
+                                       {{"a", a}, {"b", b}}, {.prefix = "x."});
+  ASSERT_TRUE(matched.ok()) << matched.status();
+  EXPECT_THAT(matched->report().loaded, ElementsAre("a", "b"));
+  EXPECT_THAT(matched->report().ignored, ElementsAre("y"));
+  EXPECT_EQ(a.sum().item<double>(), 0);
+  ASSERT_TRUE(matched->Copy().ok());
+  EXPECT_EQ(a.sum().item<double>() + b.sum().item<double>(), 4);
+}
+
 TEST_F(WeightLoaderTest, TorchFile_LoadsEveryTypeAndLayout) {
   for (const std::string name : {"types", "layouts", "pytorch_model"}) {
     SCOPED_TRACE(name);

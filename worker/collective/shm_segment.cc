@@ -40,16 +40,15 @@ std::string ReadLine(const char* path) {
   return line;
 }
 
-// Processes that give the same text can open each other's files under /proc.
+size_t RoundUp(size_t value, size_t to) { return (value + to - 1) / to * to; }
+
+}  // namespace
+
 std::string HostIdentity() {
   char pid_namespace[128] = {};
   if (readlink("/proc/self/ns/pid", pid_namespace, sizeof(pid_namespace) - 1) < 0) return "";
   return ReadLine("/proc/sys/kernel/random/boot_id") + " " + pid_namespace;
 }
-
-size_t RoundUp(size_t value, size_t to) { return (value + to - 1) / to * to; }
-
-}  // namespace
 
 struct ShmSegment::Header {
   uint64_t magic;

@@ -1,0 +1,215 @@
+#include "worker/checkpoint/shared_files.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "absl/status/status.h"
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "base/log.h"
+#include "base/status_macros.h"
+#include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/digest.h"
+#include "worker/collective/shm_segment.h"
+
+namespace muster {
+namespace {
+
+using Json = nlohmann::json;
+
+// A file in memory that this rank fills a part of.
+class Mapping {
+ public:
+  static absl::StatusOr<Mapping> Of(int fd, uint64_t bytes) {
+    void* const address = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (address == MAP_FAILED) return absl::ErrnoToStatus(errno, "cannot map shared memory");
+    return Mapping(static_cast<char*>(address), bytes);
+  }
+  Mapping(Mapping&& other) noexcept
+      : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
+  ~Mapping() {
+    if (data_ != nullptr) munmap(data_, bytes_);
+  }
+  char* data() const { return data_; }
+
+ private:
+  Mapping(char* data, uint64_t bytes) : data_(data), bytes_(bytes) {}
+
+  char* data_;
+  const uint64_t bytes_;
+};
+
+// What tells one open file from all others of a host.
+absl::StatusOr<Json> IdentityOf(int fd) {
+  struct stat info;
+  if (fstat(fd, &info) != 0) return absl::ErrnoToStatus(errno, "cannot examine shared memory");
+  return Json({info.st_dev, info.st_ino, info.st_size});
+}
+
+}  // namespace
+
+// One rank's part of Read().
+struct SharedFiles::Reading {
+  // The leader's files in memory, for the others to open.
+  absl::StatusOr<std::string> Create() {
+    Json entries = Json::array();
+    for (const ManifestFile& file : files) {
+      const int fd = options.create != nullptr ? options.create(file.name.c_str())
+                                               : memfd_create(file.name.c_str(), MFD_CLOEXEC);
+      if (fd < 0) return absl::ErrnoToStatus(errno, "cannot create shared memory");
+      shared.files_.emplace(file.name, fd);
+      if (ftruncate(fd, static_cast<off_t>(file.digest.bytes)) != 0) {
+        return absl::ErrnoToStatus(errno, "cannot size shared memory");
+      }
+      MUSTER_ASSIGN_OR_RETURN(const Json identity, IdentityOf(fd));
+      entries.push_back({getpid(), fd, identity});
+    }
+    return entries.dump();
+  }
+
+  absl::Status Open(const std::string& created) {
+    if (created.empty()) return absl::UnavailableError("the first rank has no shared memory");
+    const Json entries = Json::parse(created);
+    for (size_t i = 0; i < files.size(); ++i) {
+      const std::string path =
+          absl::StrCat("/proc/", entries[i][0].get<int>(), "/fd/", entries[i][1].get<int>());
+      const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+      if (fd < 0) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", path));
+      shared.files_.emplace(files[i].name, fd);
+      MUSTER_ASSIGN_OR_RETURN(const Json identity, IdentityOf(fd));
+      if (identity != entries[i][2]) {
+        return absl::UnavailableError(absl::StrCat(path, " is not the shared memory"));
+      }
+    }
+    return absl::OkStatus();
+  }
+
+  // Reads the share of the `index`-th of `count` ranks: a run of all blocks in order.
+  absl::Status ReadShare(uint64_t index, uint64_t count) {
+    uint64_t all = 0;
+    for (const ManifestFile& file : files) all += file.blocks.xxh3.size();
+    const uint64_t begin = all * index / count, end = all * (index + 1) / count;
+    uint64_t first = 0;  // block of the file
+    for (const ManifestFile& file : files) {
+      const uint64_t blocks = file.blocks.xxh3.size();
+      const uint64_t from = std::clamp(begin, first, first + blocks) - first;
+      const uint64_t to = std::clamp(end, first, first + blocks) - first;
+      first += blocks;
+      if (from == to) continue;
+      const FileRange range = {.begin = from * file.blocks.block_bytes,
+                               .end = std::min(to * file.blocks.block_bytes, file.digest.bytes)};
+      MUSTER_RETURN_IF_ERROR(ReadRange(file, range));
+    }
+    return absl::OkStatus();
+  }
+
+  absl::Status ReadRange(const ManifestFile& file, const FileRange& range) {
+    const int fd = shared.files_.at(file.name);
+    // Memory that is not there is an error here, and a signal when it is touched.
+    while (fallocate(fd, 0, static_cast<off_t>(range.begin),
+                     static_cast<off_t>(range.end - range.begin)) != 0) {
+      if (errno == EINTR) continue;
+      if (errno == EOPNOTSUPP || errno == ENOSYS) break;
+      return absl::ErrnoToStatus(
+          errno, absl::StrCat("no memory for ", range.end - range.begin, " bytes of ", file.name,
+                              ", which the ranks of this host read together"));
+    }
+    MUSTER_ASSIGN_OR_RETURN(const Mapping mapping, Mapping::Of(fd, file.digest.bytes));
+    DirectFileOptions direct = options.read;
+    direct.place = [&](uint64_t offset) {
+      char* const block = mapping.data() + offset;
+#ifdef MADV_POPULATE_WRITE
+      // A block's pages at once, which direct I/O would fault in one by one; older kernels do.
+      (void)madvise(block, std::min(file.blocks.block_bytes, file.digest.bytes - offset),
+                    MADV_POPULATE_WRITE);
+#endif
+      return block;
+    };
+    return ReadDirectFile(
+        JoinPath(dir, file.name), file.digest.bytes, file.blocks, range,
+        [](uint64_t, absl::string_view) { return absl::OkStatus(); }, direct);
+  }
+
+  // Ranks with the same text read together.
+  std::string Group(int rank) const {
+    const std::string host = options.host.empty() ? HostIdentity() : options.host;
+    // The end of a file's last page is beyond its size, but there: blocks are read up to it.
+    if (host.empty() || files.empty() || sysconf(_SC_PAGESIZE) % kDirectAlignment != 0) {
+      return absl::StrCat("rank ", rank);
+    }
+    std::string text = absl::StrCat(host, "\n", dir, "\n");
+    for (const ManifestFile& file : files) {
+      absl::StrAppend(&text, file.name, " ", file.digest.bytes, " ", file.digest.xxh3, "\n");
+    }
+    return DigestBytes(text).xxh3;
+  }
+
+  SharedFiles& shared;
+  const std::string& dir;
+  const std::vector<ManifestFile>& files;
+  const Options& options;
+};
+
+absl::StatusOr<std::unique_ptr<SharedFiles>> SharedFiles::Read(
+    Comm& comm, const std::string& dir, const std::vector<ManifestFile>& files,
+    const Options& options) {
+  std::unique_ptr<SharedFiles> shared(new SharedFiles);
+  if (comm.size() == 1) return shared;
+  Reading reading{*shared, dir, files, options};
+  const std::vector<std::string> groups = comm.AllGatherBytes(reading.Group(comm.rank()));
+  const std::string& mine = groups[comm.rank()];
+  const auto begin = groups.begin();
+  const int leader = static_cast<int>(std::find(begin, groups.end(), mine) - begin);
+  const auto index = std::count(begin, begin + comm.rank(), mine);
+  const auto count = std::count(begin, groups.end(), mine);
+
+  absl::Status ready;
+  std::string created;
+  if (count > 1 && comm.rank() == leader) {
+    absl::StatusOr<std::string> entries = reading.Create();
+    ready = entries.status();
+    if (entries.ok()) created = *std::move(entries);
+  }
+  const std::vector<std::string> all_created = comm.AllGatherBytes(created);
+  if (count > 1 && comm.rank() != leader) {
+    ready = GuardRank([&] { return reading.Open(all_created[leader]); });
+  }
+  // The leader's files may be closed from here on: the others have opened them.
+  const std::vector<std::string> why =
+      comm.AllGatherBytes(ready.ok() ? "" : std::string(ready.message()));
+  bool together = count > 1;
+  for (int rank = 0; rank < comm.size(); ++rank) {
+    if (groups[rank] != mine || why[rank].empty()) continue;
+    if (together && comm.rank() == leader) {
+      MUSTER_LOG(Info) << "the ranks of this host each read all of " << dir << ": rank " << rank
+                       << ": " << why[rank];
+    }
+    together = false;
+  }
+  if (!together) {
+    for (const auto& [unused, fd] : shared->files_) close(fd);
+    shared->files_.clear();
+  }
+  absl::Status read;
+  if (together) read = GuardRank([&] { return reading.ReadShare(index, count); });
+  MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, read, {}, nullptr));
+  return shared;
+}
+
+SharedFiles::~SharedFiles() {
+  for (const auto& [unused, fd] : files_) close(fd);
+}
+
+std::string SharedFiles::PathOf(absl::string_view name) const {
+  const auto found = files_.find(name);
+  return found == files_.end() ? "" : absl::StrCat("/proc/self/fd/", found->second);
+}
+
+}  // namespace muster

@@ -1,0 +1,55 @@
+#ifndef MUSTER_WORKER_CHECKPOINT_SHARED_FILES_H_
+#define MUSTER_WORKER_CHECKPOINT_SHARED_FILES_H_
+
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/manifest.h"
+#include "worker/collective/comm.h"
+
+namespace muster {
+
+// Files of a checkpoint that every rank needs, read once on each host: the ranks of a host each
+// read and digest a share of the blocks, past the page cache, into memory that they share. The
+// memory holds the files once on a host and goes when no rank uses it any more. Thread-safe.
+class SharedFiles {
+ public:
+  struct Options {
+    DirectFileOptions read = {};
+    // Ranks with the same text can open each other's files under /proc. Empty: HostIdentity().
+    std::string host = "";
+    // A new file in memory: its descriptor, or -1 with errno. Null: the system's.
+    std::function<int(const char* name)> create = nullptr;
+  };
+
+  // Collective. Reads `files` of the folder `dir`; all of them must have digests of blocks. Ranks
+  // of one host read together if they name the same files with the same digests. Where the ranks of
+  // a host cannot share memory, and on a host with one rank, nothing is read. Errors, the same on
+  // every rank: those of ReadDirectFile, with the rank; RESOURCE_EXHAUSTED if there is no memory.
+  static absl::StatusOr<std::unique_ptr<SharedFiles>> Read(Comm& comm, const std::string& dir,
+                                                           const std::vector<ManifestFile>& files,
+                                                           const Options& options);
+  ~SharedFiles();
+  SharedFiles(const SharedFiles&) = delete;
+  SharedFiles& operator=(const SharedFiles&) = delete;
+
+  // Where the file is, whole and checked: a path that this process can open while this object
+  // lives. Nobody writes to it any more. Empty: it was not read.
+  std::string PathOf(absl::string_view name) const;
+
+ private:
+  struct Reading;
+  SharedFiles() = default;
+
+  std::map<std::string, int, std::less<>> files_;  // descriptors, by name
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_CHECKPOINT_SHARED_FILES_H_

@@ -1,0 +1,199 @@
+#include "worker/checkpoint/shared_files.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "ATen/ops/arange.h"
+#include "absl/strings/str_cat.h"
+#include "base/file.h"
+#include "worker/checkpoint/direct_file.h"
+#include "worker/checkpoint/state.h"
+#include "worker/collective/thread_comm.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::HasSubstr;
+
+constexpr char kModel[] = "model.safetensors";
+constexpr char kOptimizer[] = "optimizer.safetensors";
+
+class SharedFilesTest : public testing::Test {
+ protected:
+  // A model of three blocks and an optimizer of two, written by two ranks' rank 0.
+  void SetUp() override {
+    RunRanks(2, [this](Comm& comm) {
+      const absl::Status saved = SaveCheckpoint(comm, dir_, {}, [&](StateWriter& writer) {
+        StateDict random;
+        random.SetInt("rank", comm.rank());
+        absl::Status status = writer.Write(absl::StrCat("own_", comm.rank(), ".json"), random);
+        if (comm.rank() != 0) return status;
+        StateDict optimizer;
+        optimizer.SetTensor("m", at::arange(3'000'000, at::kFloat));
+        optimizer.SetInt("steps", 3);
+        status.Update(writer.WriteModel(
+            kModel, {{"w", at::arange(5'000'000, at::kFloat)}, {"b", at::arange(7, at::kDouble)}}));
+        status.Update(writer.Write(kOptimizer, optimizer));
+        return status;
+      });
+      ASSERT_TRUE(saved.ok()) << saved;
+    });
+  }
+  void TearDown() override { EXPECT_TRUE(RemoveTree(dir_).ok()); }
+
+  std::vector<ManifestFile> Files() const {
+    const auto reader = StateReader::Open(dir_);
+    return {*reader->manifest().Find(kModel), *reader->manifest().Find(kOptimizer)};
+  }
+
+  void Damage(const std::string& name, off_t position) {
+    const int fd = open(JoinPath(dir_, name).c_str(), O_WRONLY | O_CLOEXEC);
+    ASSERT_EQ(pwrite(fd, "!", 1, position), 1);
+    close(fd);
+  }
+
+  const std::string dir_ = JoinPath(testing::TempDir(), "shared_files-" + RandomHex());
+};
+
+// Counts the bytes that go through it, by offset and file.
+class CountingSystem {
+ public:
+  CountingSystem() {
+    system_.pread = [this](int fd, void* to, size_t size, off_t at) {
+      const ssize_t n = ::pread(fd, to, size, at);
+      if (n > 0) bytes_ += n;
+      return n;
+    };
+  }
+  const DirectFileSystem* system() const { return &system_; }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  DirectFileSystem system_;
+  std::atomic<uint64_t> bytes_{0};
+};
+
+TEST_F(SharedFilesTest, RanksOfAHost_ReadEachBlockOnceTogetherAndAllHaveTheWhole) {
+  const std::vector<ManifestFile> files = Files();
+  const uint64_t all = files[0].digest.bytes + files[1].digest.bytes;
+  for (const int ranks : {2, 3}) {
+    std::vector<CountingSystem> systems(ranks);
+    RunRanks(ranks, [&](Comm& comm) {
+      SharedFiles::Options options;
+      options.read.system = systems[comm.rank()].system();
+      const auto shared = SharedFiles::Read(comm, dir_, files, options);
+      ASSERT_TRUE(shared.ok()) << shared.status();
+      for (const ManifestFile& file : files) {
+        const std::string path = (*shared)->PathOf(file.name);
+        ASSERT_FALSE(path.empty());
+        const auto digest = DigestFile(path);
+        ASSERT_TRUE(digest.ok()) << digest.status();
+        EXPECT_EQ(*digest, file.digest);
+      }
+      EXPECT_EQ((*shared)->PathOf("other"), "");
+    });
+    uint64_t read = 0;
+    for (const CountingSystem& system : systems) {
+      EXPECT_GT(system.bytes(), 0u);
+      EXPECT_LT(system.bytes(), all);
+      read += system.bytes();
+    }
+    EXPECT_EQ(read, all);
+  }
+}
+
+TEST_F(SharedFilesTest, RanksOfSeveralHosts_ShareWithinEachOnly) {
+  const std::vector<ManifestFile> files = Files();
+  std::vector<CountingSystem> systems(3);
+  RunRanks(3, [&](Comm& comm) {
+    SharedFiles::Options options;
+    options.host = comm.rank() == 1 ? "b" : "a";
+    options.read.system = systems[comm.rank()].system();
+    const auto shared = SharedFiles::Read(comm, dir_, files, options);
+    ASSERT_TRUE(shared.ok()) << shared.status();
+    EXPECT_EQ((*shared)->PathOf(kModel).empty(), comm.rank() == 1) << "alone on its host";
+  });
+  EXPECT_EQ(systems[1].bytes(), 0u);
+  EXPECT_EQ(systems[0].bytes() + systems[2].bytes(), files[0].digest.bytes + files[1].digest.bytes);
+}
+
+TEST_F(SharedFilesTest, RanksThatWantOtherFiles_DoNotShare) {
+  const std::vector<ManifestFile> files = Files();
+  RunRanks(2, [&](Comm& comm) {
+    const auto shared = SharedFiles::Read(comm, dir_, {files[comm.rank()]}, {});
+    ASSERT_TRUE(shared.ok()) << shared.status();
+    EXPECT_EQ((*shared)->PathOf(kModel), "");
+  });
+}
+
+TEST_F(SharedFilesTest, NoSharedMemory_EachRankReadsForItself) {
+  const std::vector<ManifestFile> files = Files();
+  RunRanks(2, [&](Comm& comm) {
+    SharedFiles::Options options;
+    options.create = [](const char*) {
+      errno = EMFILE;
+      return -1;
+    };
+    const auto shared = SharedFiles::Read(comm, dir_, files, options);
+    ASSERT_TRUE(shared.ok()) << shared.status();
+    EXPECT_EQ((*shared)->PathOf(kModel), "");
+  });
+}
+
+TEST_F(SharedFilesTest, DamagedBlock_IsTheSameErrorOnAllRanks) {
+  const std::vector<ManifestFile> files = Files();
+  Damage(kOptimizer, 9'000'000);  // in the share of the last rank
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    const auto shared = SharedFiles::Read(comm, dir_, files, {});
+    EXPECT_EQ(shared.status().code(), absl::StatusCode::kDataLoss);
+    errors[comm.rank()] = std::string(shared.status().message());
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("rank 1: "), HasSubstr(kOptimizer),
+                                 HasSubstr("is damaged: block 1 of 2"))));
+  EXPECT_EQ(errors[0], errors[1]);
+}
+
+TEST_F(SharedFilesTest, StateReader_TakesSharedFilesAndKeepsWritesOfOneRankToItself) {
+  RunRanks(2, [&](Comm& comm) {
+    auto reader = StateReader::Open(dir_);
+    ASSERT_TRUE(reader.ok()) << reader.status();
+    const absl::Status read =
+        reader->ReadTogether(comm, {kModel, kOptimizer, "own_0.json", "not there"});
+    ASSERT_TRUE(read.ok()) << read;
+    // Damage after the read shows that nothing is read again.
+    comm.Barrier();
+    if (comm.rank() == 0) Damage(kModel, 9'000'000);
+    comm.Barrier();
+    auto model = reader->Read(kModel);
+    auto optimizer = reader->Read(kOptimizer);
+    ASSERT_TRUE(model.ok()) << model.status();
+    ASSERT_TRUE(optimizer.ok()) << optimizer.status();
+    ASSERT_TRUE(reader->Read("own_0.json").ok());
+    EXPECT_EQ(model->metadata().at("format"), "pt");
+    EXPECT_EQ(*optimizer->GetInt("steps"), 3);
+    at::Tensor weight = *model->GetTensor("w");
+    EXPECT_TRUE(weight.equal(at::arange(5'000'000, at::kFloat)));
+    EXPECT_TRUE(model->GetTensor("b")->equal(at::arange(7, at::kDouble)));
+    EXPECT_TRUE(optimizer->GetTensor("m")->equal(at::arange(3'000'000, at::kFloat)));
+    comm.Barrier();
+    if (comm.rank() == 0) weight.zero_();
+    comm.Barrier();
+    EXPECT_EQ(weight[4].item<float>(), comm.rank() == 0 ? 0 : 4);
+    // Tensors outlive the reader.
+    reader = absl::NotFoundError("gone");
+    EXPECT_EQ(weight[4'999'999].item<float>(), comm.rank() == 0 ? 0 : 4'999'999);
+  });
+}
+
+}  // namespace
+}  // namespace muster
