@@ -16,6 +16,7 @@
 #include "absl/strings/str_replace.h"
 #include "base/exit_code.h"
 #include "base/file.h"
+#include "base/signature.h"
 #include "base/status_macros.h"
 #include "base/units.h"
 #include "client/checkpoints/weight_diff.h"
@@ -23,7 +24,9 @@
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/registrar.h"
 #include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/seal.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/checkpoint/weight_writer.h"
 
@@ -32,8 +35,11 @@ namespace {
 
 using nlohmann::ordered_json;
 
+constexpr int64_t kLargestKeyFile = 16 << 10;
+
 constexpr char kExitCodes[] =
-    "Exit codes: 0 done; 1 damaged (verify) or different (diff); 2 wrong options, or an "
+    "Exit codes: 0 done; 1 damaged or not signed (verify) or different (diff); 2 wrong options, or "
+    "an "
     "impossible\nrequest; 3 not found; 4 an input file would be replaced; 8 not permitted.";
 
 bool IsFolder(const std::string& path) {
@@ -114,25 +120,33 @@ absl::StatusOr<CheckpointFolder> FindRoot(const std::string& path) {
 struct Checkpoint {
   std::string path;
   absl::StatusOr<Manifest> manifest = absl::UnknownError("not looked at");
+  // NOT_FOUND: it was saved without a coordinator.
+  absl::StatusOr<RegisteredCheckpoint> seal = absl::NotFoundError("not looked at");
+  // Of verify: whether the seal is about this checkpoint, and signed.
+  absl::Status trust = absl::OkStatus();
 };
+
+Checkpoint Look(const std::string& path, VerifyLevel level) {
+  return {.path = path, .manifest = VerifyCheckpoint(path, level), .seal = ReadSeal(path)};
+}
 
 // A checkpoint, or all those of a folder.
 absl::StatusOr<std::vector<Checkpoint>> Find(const std::string& path, VerifyLevel level) {
   std::vector<Checkpoint> found;
   if (IsCheckpoint(path)) {
-    found.push_back({path, VerifyCheckpoint(path, level)});
+    found.push_back(Look(path, level));
     return found;
   }
   MUSTER_ASSIGN_OR_RETURN(const CheckpointFolder folder, FindRoot(path));
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder.Numbers());
   for (const int64_t number : numbers) {
-    found.push_back({folder.PathOf(number), VerifyCheckpoint(folder.PathOf(number), level)});
+    found.push_back(Look(folder.PathOf(number), level));
   }
   return found;
 }
 
 std::string StateOf(const Checkpoint& checkpoint) {
-  if (checkpoint.manifest.ok()) return "complete";
+  if (checkpoint.manifest.ok()) return checkpoint.trust.ok() ? "complete" : "untrusted";
   return absl::IsNotFound(checkpoint.manifest.status()) ? "incomplete" : "damaged";
 }
 
@@ -156,13 +170,16 @@ ordered_json ToJson(const Checkpoint& checkpoint) {
   json["created"] = manifest.created;
   json["files"] = manifest.files.size();
   json["bytes"] = BytesOf(manifest);
+  if (!checkpoint.trust.ok()) json["why"] = std::string(checkpoint.trust.message());
   return json;
 }
 
 std::string ToText(const Checkpoint& checkpoint) {
-  if (!checkpoint.manifest.ok()) {
+  if (!checkpoint.manifest.ok() || !checkpoint.trust.ok()) {
     return absl::StrCat(checkpoint.path, "  ", StateOf(checkpoint), ": ",
-                        checkpoint.manifest.status().message(), "\n");
+                        checkpoint.manifest.ok() ? checkpoint.trust.message()
+                                                 : checkpoint.manifest.status().message(),
+                        "\n");
   }
   const Manifest& manifest = *checkpoint.manifest;
   return absl::StrCat(
@@ -219,7 +236,7 @@ int RunInspect(const Call& call) {
   ordered_json json = {{"path", path}};
   std::string text;
   if (IsCheckpoint(path)) {
-    const Checkpoint checkpoint{path, VerifyCheckpoint(path, VerifyLevel::kSizes)};
+    const Checkpoint checkpoint = Look(path, VerifyLevel::kSizes);
     if (!checkpoint.manifest.ok()) return Fail(call, checkpoint.manifest.status());
     json = ToJson(checkpoint);
     text = ToText(checkpoint);
@@ -255,23 +272,55 @@ int RunInspect(const Call& call) {
   return kExitOk;
 }
 
+// Whether what the coordinator sealed is what is there, and with a key, whether it signed it.
+absl::Status TrustIn(const Checkpoint& checkpoint, const std::optional<VerifyingKey>& key,
+                     const std::string& key_file) {
+  if (absl::IsNotFound(checkpoint.seal.status())) {
+    if (!key.has_value()) return absl::OkStatus();
+    return absl::DataLossError(absl::StrCat(checkpoint.path, " is not signed: it has no ",
+                                            kSealName,
+                                            ", since it was saved without a coordinator"));
+  }
+  MUSTER_RETURN_IF_ERROR(checkpoint.seal.status());
+  return CheckSeal(checkpoint.path, *checkpoint.manifest, *checkpoint.seal,
+                   key.has_value() ? &*key : nullptr, key_file);
+}
+
 int RunVerify(const Call& call) {
   const VerifyLevel level =
       call.line.Get("sizes") == "true" ? VerifyLevel::kSizes : VerifyLevel::kContents;
-  const auto found = Find(call.line.words[0], level);
+  const std::string key_file = call.line.Get("public_key");
+  std::optional<VerifyingKey> key;
+  if (call.line.Has("public_key")) {
+    const auto pem = ReadFile(key_file, kLargestKeyFile);
+    if (!pem.ok()) return Fail(call, pem.status());
+    auto parsed = VerifyingKey::Parse(*pem, absl::StrCat("--public_key: ", key_file));
+    if (!parsed.ok()) return Fail(call, parsed.status());
+    key = *std::move(parsed);
+  }
+  auto found = Find(call.line.words[0], level);
   if (!found.ok()) return Fail(call, found.status());
   int code = kExitOk;
-  for (const Checkpoint& checkpoint : *found) {
-    if (!checkpoint.manifest.ok()) code = kExitJobFailed;
-    if (!call.json && checkpoint.manifest.ok()) {
+  ordered_json list = ordered_json::array();
+  for (Checkpoint& checkpoint : *found) {
+    if (checkpoint.manifest.ok()) checkpoint.trust = TrustIn(checkpoint, key, key_file);
+    const bool good = checkpoint.manifest.ok() && checkpoint.trust.ok();
+    if (!good) code = kExitJobFailed;
+    if (call.json) {
+      ordered_json json = ToJson(checkpoint);
+      if (key.has_value()) json["signed_by_key"] = good;
+      list.push_back(std::move(json));
+    } else if (good) {
       call.context.out << checkpoint.path << "  ok, "
                        << Plural(checkpoint.manifest->files.size(), "file") << ", "
-                       << HumanBytes(BytesOf(*checkpoint.manifest)) << "\n";
-    } else if (!call.json) {
+                       << HumanBytes(BytesOf(*checkpoint.manifest))
+                       << (key.has_value() ? absl::StrCat(", signed by the key of ", key_file) : "")
+                       << "\n";
+    } else {
       call.context.out << ToText(checkpoint);
     }
   }
-  if (call.json) PrintAll(call, *found);
+  if (call.json) call.context.out << Dump({{"checkpoints", list}});
   return code;
 }
 
@@ -489,7 +538,12 @@ std::vector<Subcommand> Subcommands() {
       {{.name = "muster checkpoints verify",
         .summary = "Reads a checkpoint, or all of a folder, and compares every file's digest.",
         .usage = "PATH [OPTIONS]",
-        .options = {{.name = "sizes", .help = "Compare the sizes of files only"}},
+        .details = "A checkpoint that a coordinator sealed must fit its record, seal.json.",
+        .options = {{.name = "sizes", .help = "Compare the sizes of files only"},
+                    {.name = "public_key",
+                     .value_name = "FILE",
+                     .help = "Ed25519 key (PEM): each checkpoint must be sealed and signed by the "
+                             "coordinator that has its private key (--checkpoint_key)"}},
         .max_words = 1},
        1,
        RunVerify},

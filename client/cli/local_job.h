@@ -27,6 +27,7 @@ struct EmbeddedCoordinatorOptions {
   std::string tls_cert = {};
   std::string tls_key = {};
   std::string token_file = {};
+  std::string checkpoint_key = {};
 };
 
 using CoordinatorFactory = std::function<absl::StatusOr<std::unique_ptr<EmbeddedCoordinator>>(

@@ -106,6 +106,7 @@ struct LaunchConfig {
   std::string tls_cert;
   std::string tls_key;
   std::string token_file;
+  std::string checkpoint_key;
   std::map<std::string, std::string> env;
 
   // Every setting with its text and source, in the order of the table, then "env.NAME". For

@@ -276,6 +276,15 @@ absl::StatusOr<Staging> Staging::TakeOver(const std::string& dir, const std::str
     close(lock);
     return manifest.status();
   }
+  // Its writer may have ended between the parts of WriteFileAtomically.
+  for (const std::string& name : ListDirectory(path).value_or(std::vector<std::string>())) {
+    const std::string left = JoinPath(path, name);
+    if (!HasSuffix(name, StemOf(name, kTemporary), kTemporary)) continue;
+    if (unlink(left.c_str()) != 0) {
+      MUSTER_LOG(Warning) << "cannot remove " << left
+                          << ", which the writer of the checkpoint left";
+    }
+  }
   Staging staging(dir, path, lock);
   staging.taken_over_ = true;
   return staging;

@@ -8,6 +8,7 @@
 
 #include <csignal>
 
+#include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
 #include "base/file.h"
 
@@ -50,6 +51,18 @@ TEST_F(FolderTest, Publish_AppearsWholeAndLeavesNoStaging) {
   EXPECT_THAT(*ListDirectory(Path("deep/er")), ElementsAre("ckpt"));
   EXPECT_THAT(*ListDirectory(Path("deep/er/ckpt")), ElementsAre("a", "b", "manifest.json"));
   EXPECT_TRUE(VerifyCheckpoint(Path("deep/er/ckpt"), VerifyLevel::kContents).ok());
+}
+
+// Killed between the parts of WriteFileAtomically.
+TEST_F(FolderTest, TakeOver_LeavesOutWhatItsWriterWasAboutToRename) {
+  const std::string staging = Path("checkpoint_0.tmp-0123456789abcdef");
+  ASSERT_TRUE(Save(staging, {"a"}).ok());
+  const std::string left = absl::StrCat(kSealName, ".tmp-0123456789abcdef");
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(staging, left), "{").ok());
+  auto taken = Staging::TakeOver(Path("checkpoint_0"), staging);
+  ASSERT_TRUE(taken.ok()) << taken.status();
+  ASSERT_TRUE(taken->Rename().ok());
+  EXPECT_THAT(*ListDirectory(Path("checkpoint_0")), ElementsAre("a", "manifest.json"));
 }
 
 // The exchange is done, the older one is still aside.
