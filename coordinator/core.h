@@ -146,7 +146,8 @@ struct CoreOptions {
   // A job without seated or waiting workers and without writes for this long is removed, with its
   // keys and history. The time restarts with the coordinator.
   absl::Duration job_retention = absl::Hours(24);
-  // The same for a job that has checkpoints: who goes on with it may come late.
+  // The same for a job that has checkpoints: who goes on with it may come late. Its keys go after
+  // job_retention all the same.
   absl::Duration checkpoint_retention = absl::Hours(24 * 30);
   // Signs the hash of a sealed checkpoint's record: the same signature for the same hash. Null:
   // records are not signed.

@@ -465,8 +465,13 @@ class Core::Impl::Job : public BarrierHost {
     if (barriers_ != nullptr) next = std::min(next, barriers_->NextDeadline());
     if (agree_ != nullptr) next = std::min(next, agree_->NextDeadline());
     next = std::min(next, leases_.NextDeadline());
-    if (Idle()) next = std::min(next, touched_ + Retention());
+    if (Idle()) next = std::min({next, touched_ + Retention(), KeysExpire()});
     return std::max(next, hold_until_);
+  }
+  // When its keys go; never, if there are none.
+  absl::Time KeysExpire() const {
+    return Idle() && kv_.size() > 0 ? touched_ + impl_->options_.job_retention
+                                    : absl::InfiniteFuture();
   }
   // Nothing of the job is alive: it is kept for status queries.
   bool Idle() const { return !members_.sealed() && rendezvous_.empty(); }
