@@ -348,6 +348,10 @@ absl::Status PublishRegistered(Comm& comm, Staging* staging, const Publication& 
 // Whether the sealed checkpoint has its name, after it was given it if need be.
 absl::Status NameSealed(const RegisteredCheckpoint& record, CheckpointRegistrar& registrar) {
   if (!IsFolderOf(record.path, record)) {
+    if (IsNewerCheckpoint(record.path, record.staging)) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          record.path, " was saved after ", record.staging, ", which was to have its name"));
+    }
     // With its contents: its publication lets older ones go.
     MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(record.staging, VerifyLevel::kContents).status());
     MUSTER_ASSIGN_OR_RETURN(Staging staging, Staging::TakeOver(record.path, record.staging));
