@@ -273,28 +273,8 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
   const std::string directory = CleanPath(wanted_directory);
   if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("save_state()"); }); !here.ok())
     return here;
-  if (steps_.averaged()) {
-    return absl::FailedPreconditionError(
-        "save_state inside ema.apply() would write the average as the model's weights: save before "
-        "or after that scope");
-  }
-  if (steps_.between_windows()) registry_.ForgetUnheld();
-  if (absl::Status complete = CheckComplete(); !complete.ok()) return complete;
-  if (!steps_.at_boundary()) {
-    return absl::FailedPreconditionError(
-        "save_state in the middle of an accumulation window would lose its gradients: save where "
-        "accelerator.sync_gradients(), after optimizer.step()");
-  }
-  const CheckpointOptions& options = process_.options().checkpoint;
-  if (options.keep_every < 0) {
-    return absl::InvalidArgumentError(absl::StrCat("options.checkpoint.keep_every is ",
-                                                   options.keep_every, "; it must be 0 or more"));
-  }
-  if (!options.promote && registrar_ == nullptr) {
-    return absl::FailedPreconditionError(
-        "options.checkpoint.promote is false, which needs a coordinator that remembers it: start "
-        "the program by muster launch, or leave the option out");
-  }
+  // Every rank says whether it can save before any of them writes: none waits for one that left.
+  if (absl::Status all = AgreeToSave(CheckSavable()); !all.ok()) return all;
   process_.progress().SetPhase("save_state");
   CheckpointInfo info;
   info.world_size = process_.size();
@@ -320,6 +300,51 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     save_iteration_ = info.iteration + 1;
     loops_.NoteSaved(last_checkpoint_, done);
     ThrowIfError(earlier);
+  });
+}
+
+absl::Status CheckpointState::CheckSavable() {
+  if (steps_.averaged()) {
+    return absl::FailedPreconditionError(
+        "save_state inside ema.apply() would write the average as the model's weights: save before "
+        "or after that scope");
+  }
+  if (steps_.between_windows()) registry_.ForgetUnheld();
+  if (absl::Status complete = CheckComplete(); !complete.ok()) return complete;
+  if (!steps_.at_boundary()) {
+    return absl::FailedPreconditionError(
+        "save_state in the middle of an accumulation window would lose its gradients: save where "
+        "accelerator.sync_gradients(), after optimizer.step()");
+  }
+  const CheckpointOptions& options = process_.options().checkpoint;
+  if (options.keep_every < 0) {
+    return absl::InvalidArgumentError(absl::StrCat("options.checkpoint.keep_every is ",
+                                                   options.keep_every, "; it must be 0 or more"));
+  }
+  if (!options.promote && registrar_ == nullptr) {
+    return absl::FailedPreconditionError(
+        "options.checkpoint.promote is false, which needs a coordinator that remembers it: start "
+        "the program by muster launch, or leave the option out");
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointState::AgreeToSave(const absl::Status& mine) {
+  if (process_.size() == 1) return mine;
+  return Guard([&] {
+    int rank = 0;
+    absl::Status first;
+    for (const auto& [code, why] : GatherObject(
+             process_.comm(),
+             std::make_tuple(static_cast<int64_t>(mine.code()), std::string(mine.message())))) {
+      if (first.ok() && code != 0) {
+        first = absl::Status(static_cast<absl::StatusCode>(code),
+                             absl::StrCat("rank ", rank, ": ", why));
+      }
+      ++rank;
+    }
+    ThrowIfError(mine);
+    ThrowIfError(first);
   });
 }
 
