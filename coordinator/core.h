@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -145,8 +146,12 @@ struct CoreOptions {
   // A job without seated or waiting workers and without writes for this long is removed, with its
   // keys and history. The time restarts with the coordinator.
   absl::Duration job_retention = absl::Hours(24);
-  // The same for a job that has checkpoints: who goes on with it may come late.
+  // The same for a job that has checkpoints: who goes on with it may come late. Its keys go after
+  // job_retention all the same.
   absl::Duration checkpoint_retention = absl::Hours(24 * 30);
+  // Signs the hash of a sealed checkpoint's record: the same signature for the same hash. Null:
+  // records are not signed.
+  std::function<std::string(absl::string_view sha256)> sign_checkpoint = nullptr;
   // What the keys of one job and of all may have, about as memory and a snapshot count them.
   size_t job_kv_bytes = 256 << 20;
   size_t kv_bytes = 768 << 20;

@@ -297,7 +297,8 @@ class Core::Impl::Job : public BarrierHost {
         triggers_(impl->options_.mutants.trigger_below_a_horizon),
         checkpoints_(id_, &impl->report_budget_,
                      {.seals_before_coverage = impl->options_.mutants.seals_before_coverage,
-                      .deletes_last_resumable = impl->options_.mutants.deletes_last_resumable}) {}
+                      .deletes_last_resumable = impl->options_.mutants.deletes_last_resumable},
+                     impl->options_.sign_checkpoint) {}
 
   // Once, before anything else.
   void Begin(const v1::RendezvousSpec& spec, uint64_t generation) {
@@ -464,8 +465,13 @@ class Core::Impl::Job : public BarrierHost {
     if (barriers_ != nullptr) next = std::min(next, barriers_->NextDeadline());
     if (agree_ != nullptr) next = std::min(next, agree_->NextDeadline());
     next = std::min(next, leases_.NextDeadline());
-    if (Idle()) next = std::min(next, touched_ + Retention());
+    if (Idle()) next = std::min({next, touched_ + Retention(), KeysExpire()});
     return std::max(next, hold_until_);
+  }
+  // When its keys go; never, if there are none.
+  absl::Time KeysExpire() const {
+    return Idle() && kv_.size() > 0 ? touched_ + impl_->options_.job_retention
+                                    : absl::InfiniteFuture();
   }
   // Nothing of the job is alive: it is kept for status queries.
   bool Idle() const { return !members_.sealed() && rendezvous_.empty(); }

@@ -827,6 +827,12 @@ void Core::Impl::Job::Tick() {
     expired_ = true;
     return;
   }
+  // Its checkpoints keep the job, but not what its workers have told each other.
+  if (KeysExpire() <= now) {
+    std::vector<KvChange> changes;
+    kv_.DropPrefix("", &changes);
+    KvChanged(changes);
+  }
   if (barriers_ != nullptr) barriers_->Tick(now);
   if (agree_ != nullptr) {
     std::vector<AgreeSet::Done> done;

@@ -3349,6 +3349,24 @@ TEST_F(CheckpointTest, JobOfAnotherSize_FindsThemAndTheChainGoesOn) {
   }
 }
 
+TEST_F(CheckpointTest, JobWithThem_KeepsItsKeysNoLongerThanOthers) {
+  std::vector<Worker> workers = Form(1);
+  const uint64_t id = Begin(workers[0], 10, 1);
+  bench_.Do(ReportOp(workers[0], id));
+  bench_.Do(SealOp(workers[0], id));
+  bench_.Do(PublishOp(workers[0], id));
+  bench_.Do(PutOp(workers[0], "k", std::string(100'000, 'v'), /*durable=*/true));
+  Exit(workers[0], 0);
+  bench_.Advance(absl::Hours(23));
+  EXPECT_GT(bench_.core_->Snapshot().size(), 100'000u);
+  bench_.Advance(absl::Hours(2));
+  for (int restarts = 0; restarts < 2; ++restarts) {
+    EXPECT_LT(bench_.core_->Snapshot().size(), 10'000u);
+    EXPECT_EQ(bench_.Result(Resolve()).resolve_checkpoint().checkpoint().checkpoint_id(), id);
+    bench_.Restart(/*snapshot=*/restarts == 1);
+  }
+}
+
 TEST_F(CheckpointTest, JobWithThem_IsKeptLonger) {
   std::vector<Worker> workers = Form(1);
   const uint64_t id = Begin(workers[0], 10, 1);

@@ -434,6 +434,17 @@ TEST(BadInput, WrongOrderOfCalls_IsRefusedOnEveryRankTheSame) {
                 TORCH_CHECK(status.ok(), status.ToString());
               }),
               Each(HasSubstr("middle of an accumulation window")));
+  // One rank cannot save: no other waits for it.
+  EXPECT_THAT(refused([](Accelerator& a) {
+                auto model = a.prepare(OneWeight());
+                const auto in_a_window = [&] {
+                  auto scope = a.accumulate();
+                  return a.save_state();
+                };
+                const absl::Status status = a.process_index() == 1 ? in_a_window() : a.save_state();
+                TORCH_CHECK(status.ok(), status.ToString());
+              }),
+              Each(HasSubstr("middle of an accumulation window")));
   EXPECT_THAT(refused([](Accelerator& a) { (void)a.prepare(StepLR(1)); }),
               Each(HasSubstr("in one call with its optimizer")));
   EXPECT_THAT(refused([](Accelerator& a) {

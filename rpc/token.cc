@@ -1,19 +1,15 @@
 #include "rpc/token.h"
 
-#include <fcntl.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <cerrno>
 #include <cstdint>
 #include <utility>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "absl/strings/strip.h"
 #include "base/file.h"
+#include "base/secret_file.h"
+#include "base/status_macros.h"
 #include "rpc/status.h"
 
 namespace muster::rpc {
@@ -64,36 +60,8 @@ class TokenSenders final : public grpc::experimental::ClientInterceptorFactoryIn
 }  // namespace
 
 absl::StatusOr<std::string> ReadToken(const std::string& path, absl::string_view what) {
-  // What is no file, a pipe say, must not make the caller wait.
-  const int fd = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
-  if (fd < 0) {
-    return absl::ErrnoToStatus(errno, absl::StrCat(what, ": cannot open '", path, "'"));
-  }
-  struct stat info {};
-  std::string text(kLongestToken + 2, '\0');
-  ssize_t size = -1;
-  if (fstat(fd, &info) == 0 && S_ISREG(info.st_mode)) {
-    do {
-      size = read(fd, text.data(), text.size());
-    } while (size < 0 && errno == EINTR);
-  }
-  close(fd);
-  if (!S_ISREG(info.st_mode) || size < 0) {
-    return absl::InvalidArgumentError(absl::StrCat(what, ": '", path, "' is not a readable file"));
-  }
-  const uid_t user = geteuid();
-  if (info.st_uid != user && info.st_uid != 0 && user != 0) {
-    return absl::PermissionDeniedError(absl::StrCat(what, ": '", path, "' belongs to user ",
-                                                    info.st_uid, ": use a file of your own"));
-  }
-  const mode_t closed = info.st_uid == 0 ? 037 : 077;
-  if ((info.st_mode & closed) != 0) {
-    return absl::PermissionDeniedError(
-        absl::StrCat(what, ": other users can access the token in '", path, "' (mode ",
-                     absl::StrFormat("%03o", info.st_mode & 0777),
-                     "): restrict it with chmod 600, and replace the token"));
-  }
-  text.resize(static_cast<size_t>(size));
+  MUSTER_ASSIGN_OR_RETURN(const std::string text,
+                          ReadSecretFile(path, what, "token", kLongestToken + 2));
   const absl::string_view token = absl::StripAsciiWhitespace(text);
   if (token.empty()) {
     return absl::InvalidArgumentError(

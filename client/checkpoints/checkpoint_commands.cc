@@ -16,14 +16,19 @@
 #include "absl/strings/str_replace.h"
 #include "base/exit_code.h"
 #include "base/file.h"
+#include "base/signature.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "base/units.h"
 #include "client/checkpoints/weight_diff.h"
+#include "client/cli/info_commands.h"
 #include "client/config/suggest.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
+#include "worker/checkpoint/registrar.h"
 #include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/seal.h"
 #include "worker/checkpoint/weight_files.h"
 #include "worker/checkpoint/weight_writer.h"
 
@@ -32,8 +37,11 @@ namespace {
 
 using nlohmann::ordered_json;
 
+constexpr int64_t kLargestKeyFile = 16 << 10;
+
 constexpr char kExitCodes[] =
-    "Exit codes: 0 done; 1 damaged (verify) or different (diff); 2 wrong options, or an "
+    "Exit codes: 0 done; 1 damaged or not signed (verify) or different (diff); 2 wrong options, or "
+    "an "
     "impossible\nrequest; 3 not found; 4 an input file would be replaced; 8 not permitted.";
 
 bool IsFolder(const std::string& path) {
@@ -114,26 +122,68 @@ absl::StatusOr<CheckpointFolder> FindRoot(const std::string& path) {
 struct Checkpoint {
   std::string path;
   absl::StatusOr<Manifest> manifest = absl::UnknownError("not looked at");
+  // NOT_FOUND: it was saved without a coordinator.
+  absl::StatusOr<RegisteredCheckpoint> seal = absl::NotFoundError("not looked at");
+  // What the coordinator says of it, if one was asked.
+  std::optional<RegisteredState> registered = std::nullopt;
+  // Of verify: whether the seal is about this checkpoint, and signed.
+  absl::Status trust = absl::OkStatus();
 };
+
+Checkpoint Look(const std::string& path, VerifyLevel level) {
+  return {.path = path, .manifest = VerifyCheckpoint(path, level), .seal = ReadSeal(path)};
+}
 
 // A checkpoint, or all those of a folder.
 absl::StatusOr<std::vector<Checkpoint>> Find(const std::string& path, VerifyLevel level) {
   std::vector<Checkpoint> found;
   if (IsCheckpoint(path)) {
-    found.push_back({path, VerifyCheckpoint(path, level)});
+    found.push_back(Look(path, level));
     return found;
   }
   MUSTER_ASSIGN_OR_RETURN(const CheckpointFolder folder, FindRoot(path));
   MUSTER_ASSIGN_OR_RETURN(const std::vector<int64_t> numbers, folder.Numbers());
   for (const int64_t number : numbers) {
-    found.push_back({folder.PathOf(number), VerifyCheckpoint(folder.PathOf(number), level)});
+    found.push_back(Look(folder.PathOf(number), level));
   }
   return found;
 }
 
 std::string StateOf(const Checkpoint& checkpoint) {
-  if (checkpoint.manifest.ok()) return "complete";
+  if (checkpoint.manifest.ok()) return checkpoint.trust.ok() ? "complete" : "untrusted";
   return absl::IsNotFound(checkpoint.manifest.status()) ? "incomplete" : "damaged";
+}
+
+// What is registered of it; by the coordinator, else by seal.json.
+struct Registration {
+  bool by_coordinator = false;
+  std::string state = "sealed";
+  bool promoted = false;
+  bool pinned = false;
+  bool is_signed = false;
+};
+
+std::optional<Registration> RegistrationOf(const Checkpoint& checkpoint) {
+  if (!checkpoint.seal.ok()) return std::nullopt;
+  Registration registration = {.promoted = checkpoint.seal->promoted,
+                               .pinned = checkpoint.seal->pinned,
+                               .is_signed = !checkpoint.seal->signature.empty()};
+  if (!checkpoint.registered.has_value()) return registration;
+  registration.by_coordinator = true;
+  registration.state = checkpoint.registered->state;
+  registration.promoted = checkpoint.registered->promoted;
+  registration.pinned = checkpoint.registered->pinned;
+  return registration;
+}
+
+std::string RegistrationText(const Checkpoint& checkpoint) {
+  const std::optional<Registration> registration = RegistrationOf(checkpoint);
+  if (!registration.has_value()) {
+    return absl::IsNotFound(checkpoint.seal.status()) ? "not registered" : "unreadable record";
+  }
+  return absl::StrCat(registration->state, registration->promoted ? ", promoted" : ", held back",
+                      registration->pinned ? ", pinned" : "",
+                      registration->is_signed ? ", signed" : "");
 }
 
 uint64_t BytesOf(const Manifest& manifest) {
@@ -156,13 +206,27 @@ ordered_json ToJson(const Checkpoint& checkpoint) {
   json["created"] = manifest.created;
   json["files"] = manifest.files.size();
   json["bytes"] = BytesOf(manifest);
+  json["registration"] = nullptr;
+  if (const auto registration = RegistrationOf(checkpoint); registration.has_value()) {
+    json["registration"] = {{"by", registration->by_coordinator ? "coordinator" : kSealName},
+                            {"job", checkpoint.seal->job},
+                            {"id", checkpoint.seal->id},
+                            {"state", registration->state},
+                            {"promoted", registration->promoted},
+                            {"pinned", registration->pinned},
+                            {"signed", registration->is_signed},
+                            {"sha256", checkpoint.seal->sha256}};
+  }
+  if (!checkpoint.trust.ok()) json["why"] = std::string(checkpoint.trust.message());
   return json;
 }
 
 std::string ToText(const Checkpoint& checkpoint) {
-  if (!checkpoint.manifest.ok()) {
+  if (!checkpoint.manifest.ok() || !checkpoint.trust.ok()) {
     return absl::StrCat(checkpoint.path, "  ", StateOf(checkpoint), ": ",
-                        checkpoint.manifest.status().message(), "\n");
+                        checkpoint.manifest.ok() ? checkpoint.trust.message()
+                                                 : checkpoint.manifest.status().message(),
+                        "\n");
   }
   const Manifest& manifest = *checkpoint.manifest;
   return absl::StrCat(
@@ -170,7 +234,7 @@ std::string ToText(const Checkpoint& checkpoint) {
       manifest.info.world_size == 1 ? "1 process"
                                     : absl::StrCat(manifest.info.world_size, " processes"),
       "  ", Plural(manifest.files.size(), "file"), "  ", HumanBytes(BytesOf(manifest)), "  ",
-      manifest.created, "\n");
+      manifest.created, "  ", RegistrationText(checkpoint), "\n");
 }
 
 int PrintAll(const Call& call, const std::vector<Checkpoint>& checkpoints) {
@@ -206,10 +270,38 @@ absl::StatusOr<std::map<std::string, WeightFiles>> OpenAll(const std::string& pa
   return files;
 }
 
+// Adds what the coordinators of the checkpoints' jobs say, where one is reachable.
+absl::Status AskCoordinators(const Call& call, std::vector<Checkpoint>* checkpoints) {
+  std::map<std::string, std::vector<RegisteredState>> of_job;
+  for (Checkpoint& checkpoint : *checkpoints) {
+    if (!checkpoint.seal.ok()) continue;
+    const std::string& job = checkpoint.seal->job;
+    auto known = of_job.find(job);
+    if (known == of_job.end()) {
+      auto states = FindRegisteredStates(call.line, call.context, job);
+      if (!states.ok() && call.line.Has("coordinator")) return states.status();
+      if (!states.ok()) {
+        call.context.err << call.spec.name << ": the coordinator of job " << Printable(job)
+                         << " does not answer, states are those of seal.json: "
+                         << Printable(states.status().message()) << "\n";
+      }
+      known = of_job.emplace(job, std::move(states).value_or(std::vector<RegisteredState>())).first;
+    }
+    for (const RegisteredState& state : known->second) {
+      if (state.sha256 == checkpoint.seal->sha256) checkpoint.registered = state;
+    }
+  }
+  return absl::OkStatus();
+}
+
 int RunList(const Call& call) {
   const std::string path = call.line.words.empty() ? "." : call.line.words[0];
-  const auto found = Find(path, VerifyLevel::kSizes);
-  return found.ok() ? PrintAll(call, *found) : Fail(call, found.status());
+  auto found = Find(path, VerifyLevel::kSizes);
+  if (!found.ok()) return Fail(call, found.status());
+  if (const absl::Status asked = AskCoordinators(call, &*found); !asked.ok()) {
+    return Fail(call, asked);
+  }
+  return PrintAll(call, *found);
 }
 
 int RunInspect(const Call& call) {
@@ -219,7 +311,7 @@ int RunInspect(const Call& call) {
   ordered_json json = {{"path", path}};
   std::string text;
   if (IsCheckpoint(path)) {
-    const Checkpoint checkpoint{path, VerifyCheckpoint(path, VerifyLevel::kSizes)};
+    const Checkpoint checkpoint = Look(path, VerifyLevel::kSizes);
     if (!checkpoint.manifest.ok()) return Fail(call, checkpoint.manifest.status());
     json = ToJson(checkpoint);
     text = ToText(checkpoint);
@@ -255,23 +347,55 @@ int RunInspect(const Call& call) {
   return kExitOk;
 }
 
+// Whether what the coordinator sealed is what is there, and with a key, whether it signed it.
+absl::Status TrustIn(const Checkpoint& checkpoint, const std::optional<VerifyingKey>& key,
+                     const std::string& key_file) {
+  if (absl::IsNotFound(checkpoint.seal.status())) {
+    if (!key.has_value()) return absl::OkStatus();
+    return absl::DataLossError(absl::StrCat(checkpoint.path, " is not signed: it has no ",
+                                            kSealName,
+                                            ", since it was saved without a coordinator"));
+  }
+  MUSTER_RETURN_IF_ERROR(checkpoint.seal.status());
+  return CheckSeal(checkpoint.path, *checkpoint.manifest, *checkpoint.seal,
+                   key.has_value() ? &*key : nullptr, key_file);
+}
+
 int RunVerify(const Call& call) {
   const VerifyLevel level =
       call.line.Get("sizes") == "true" ? VerifyLevel::kSizes : VerifyLevel::kContents;
-  const auto found = Find(call.line.words[0], level);
+  const std::string key_file = call.line.Get("public_key");
+  std::optional<VerifyingKey> key;
+  if (call.line.Has("public_key")) {
+    const auto pem = ReadFile(key_file, kLargestKeyFile);
+    if (!pem.ok()) return Fail(call, pem.status());
+    auto parsed = VerifyingKey::Parse(*pem, absl::StrCat("--public_key: ", key_file));
+    if (!parsed.ok()) return Fail(call, parsed.status());
+    key = *std::move(parsed);
+  }
+  auto found = Find(call.line.words[0], level);
   if (!found.ok()) return Fail(call, found.status());
   int code = kExitOk;
-  for (const Checkpoint& checkpoint : *found) {
-    if (!checkpoint.manifest.ok()) code = kExitJobFailed;
-    if (!call.json && checkpoint.manifest.ok()) {
+  ordered_json list = ordered_json::array();
+  for (Checkpoint& checkpoint : *found) {
+    if (checkpoint.manifest.ok()) checkpoint.trust = TrustIn(checkpoint, key, key_file);
+    const bool good = checkpoint.manifest.ok() && checkpoint.trust.ok();
+    if (!good) code = kExitJobFailed;
+    if (call.json) {
+      ordered_json json = ToJson(checkpoint);
+      if (key.has_value()) json["signed_by_key"] = good;
+      list.push_back(std::move(json));
+    } else if (good) {
       call.context.out << checkpoint.path << "  ok, "
                        << Plural(checkpoint.manifest->files.size(), "file") << ", "
-                       << HumanBytes(BytesOf(*checkpoint.manifest)) << "\n";
-    } else if (!call.json) {
+                       << HumanBytes(BytesOf(*checkpoint.manifest))
+                       << (key.has_value() ? absl::StrCat(", signed by the key of ", key_file) : "")
+                       << "\n";
+    } else {
       call.context.out << ToText(checkpoint);
     }
   }
-  if (call.json) PrintAll(call, *found);
+  if (call.json) call.context.out << Dump({{"checkpoints", list}});
   return code;
 }
 
@@ -424,10 +548,11 @@ int RunPrune(const Call& call) {
   if (!folder.ok()) return Fail(call, folder.status());
   const auto found = Find(folder->root(), VerifyLevel::kSizes);
   if (!found.ok()) return Fail(call, found.status());
-  std::vector<std::string> complete;
+  std::vector<std::string> complete, pinned;
   for (const Checkpoint& checkpoint : *found) {
     if (checkpoint.manifest.ok()) {
-      complete.push_back(checkpoint.path);
+      const bool stays = checkpoint.seal.ok() && checkpoint.seal->pinned;
+      (stays ? pinned : complete).push_back(checkpoint.path);
     } else if (!absl::IsNotFound(checkpoint.manifest.status())) {
       // It would count as one to keep, and a good one would go.
       return Fail(call, absl::FailedPreconditionError(
@@ -447,10 +572,15 @@ int RunPrune(const Call& call) {
   complete.resize(removed);
   const bool dry_run = call.line.Get("dry_run") == "true";
   if (!dry_run) {
-    if (const absl::Status status = folder->Rotate(keep); !status.ok()) return Fail(call, status);
+    for (const std::string& path : complete) {
+      const absl::Status status = RemoveCheckpoint(path);
+      if (!status.ok()) return Fail(call, status);
+    }
+    const absl::Status synced = SyncDirectory(folder->root());
+    if (!synced.ok()) return Fail(call, synced);
   }
   if (call.json) {
-    call.context.out << Dump({{"dry_run", dry_run}, {"removed", complete}});
+    call.context.out << Dump({{"dry_run", dry_run}, {"removed", complete}, {"pinned", pinned}});
     return kExitOk;
   }
   for (const std::string& path : complete) {
@@ -476,7 +606,11 @@ std::vector<Subcommand> Subcommands() {
         .summary = "Lists the checkpoints of a folder, with step, epoch and size.",
         .usage = "[FOLDER] [OPTIONS]",
         .details = "FOLDER holds checkpoint_0, checkpoint_1, ..., or a folder checkpoints with "
-                   "them; by default the current one.",
+                   "them; by default the current one.\nThe state at the end of a line is that of "
+                   "seal.json, or of the coordinator if one is named or runs the job:\nsealed or "
+                   "published, promoted or held back, pinned, signed; not registered: saved "
+                   "without a coordinator.",
+        .options = ConnectionOptions({}),
         .max_words = 1},
        0,
        RunList},
@@ -489,7 +623,12 @@ std::vector<Subcommand> Subcommands() {
       {{.name = "muster checkpoints verify",
         .summary = "Reads a checkpoint, or all of a folder, and compares every file's digest.",
         .usage = "PATH [OPTIONS]",
-        .options = {{.name = "sizes", .help = "Compare the sizes of files only"}},
+        .details = "A checkpoint that a coordinator sealed must fit its record, seal.json.",
+        .options = {{.name = "sizes", .help = "Compare the sizes of files only"},
+                    {.name = "public_key",
+                     .value_name = "FILE",
+                     .help = "Ed25519 key (PEM): each checkpoint must be sealed and signed by the "
+                             "coordinator that has its private key (--checkpoint_key)"}},
         .max_words = 1},
        1,
        RunVerify},
@@ -512,7 +651,9 @@ std::vector<Subcommand> Subcommands() {
       {{.name = "muster checkpoints prune",
         .summary = "Removes the oldest complete checkpoints of a folder.",
         .usage = "FOLDER --keep N [OPTIONS]",
-        .details = "Incomplete ones do not count and stay. A damaged one stops the command.",
+        .details = "Incomplete ones do not count and stay, and so do those whose seal.json says "
+                   "that they are pinned. A damaged\none stops the command. It asks no "
+                   "coordinator, and tells it nothing.",
         .options = {{.name = "keep", .value_name = "N", .help = "How many to keep, 1 or more"},
                     {.name = "dry_run", .help = "Print which ones, and remove nothing"}},
         .max_words = 1},

@@ -8,7 +8,8 @@
 
 namespace muster::client {
 
-// Commands on folders of checkpoints and weights. They need no coordinator and no torch.
+// Commands on folders of checkpoints and weights. They need no coordinator and no torch; `list`
+// asks a coordinator if one is reachable.
 
 // `muster checkpoints list|inspect|verify|diff|export|prune`.
 int RunCheckpointsCommand(const std::vector<std::string>& args, const CommandContext& context);

@@ -7,12 +7,16 @@
 #include <nlohmann/json.hpp>
 #include <sstream>
 
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
 #include "base/exit_code.h"
 #include "base/file.h"
+#include "base/signature.h"
 #include "client/checkpoints/weight_diff.h"
 #include "tests/testdata/golden.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/safetensors_format.h"
+#include "worker/checkpoint/seal.h"
 
 namespace muster::client {
 namespace {
@@ -54,6 +58,40 @@ class CheckpointCommandsTest : public testing::Test {
       manifest.files.push_back({.name = name, .rank = 0, .digest = DigestBytes(bytes)});
     }
     ASSERT_TRUE(staging->Publish(manifest).ok());
+  }
+  // As a coordinator does; signed by the key of this PEM, if any.
+  RegisteredCheckpoint Seal(const std::string& dir, const std::string& key, bool promoted = true,
+                            bool pinned = false) {
+    const Manifest manifest = *ReadManifest(dir);
+    RegisteredCheckpoint record;
+    record.job = "night";
+    record.promoted = promoted;
+    record.pinned = pinned;
+    record.path = dir;
+    record.step = manifest.info.step;
+    record.iteration = manifest.info.iteration;
+    std::string lines;
+    const FileDigest own = *DigestFile(JoinPath(dir, kManifestName));
+    absl::StrAppend(&lines, "manifest.json\t", own.bytes, "\t", own.xxh3, "\n");
+    for (const ManifestFile& file : manifest.files) {
+      absl::StrAppend(&lines, file.name, "\t", file.digest.bytes, "\t", file.digest.xxh3, "\n");
+    }
+    record.files_sha256 = absl::BytesToHexString(Sha256(lines));
+    const std::string sha256 = Sha256(SealText(record));
+    record.sha256 = absl::BytesToHexString(sha256);
+    if (!key.empty()) {
+      record.signature = absl::BytesToHexString(SigningKey::Parse(key, "key")->Sign(sha256));
+    }
+    EXPECT_TRUE(WriteSeal(dir, record).ok());
+    return record;
+  }
+  // The PEM of a new private key; its public key is in the file `public_file`.
+  std::string NewKey(const std::string& public_file) {
+    const std::string file = Path("key.pem");
+    const std::string make = "openssl genpkey -algorithm ed25519 -out " + file +
+                             " && openssl pkey -in " + file + " -pubout -out " + public_file;
+    EXPECT_EQ(std::system(make.c_str()), 0);
+    return *ReadFile(file);
   }
   void Damage(const std::string& path) {
     std::string bytes = *ReadFile(path);
@@ -101,6 +139,58 @@ TEST_F(CheckpointCommandsTest, List_ShowsEachWithItsState) {
   EXPECT_EQ(json["checkpoints"][1]["step"], 20);
   EXPECT_EQ(json["checkpoints"][1]["state"], "complete");
   ExpectRefused({"list", Path("nothing")}, kExitNotFound, "does not exist");
+}
+
+TEST_F(CheckpointCommandsTest, VerifyWithAPublicKey_WantsEveryCheckpointSignedByIt) {
+  const std::string key = NewKey(Path("public.pem")), other = NewKey(Path("other.pem"));
+  Save(Numbered(0), {1}, 10);
+  Save(Numbered(1), {2}, 20);
+  Seal(Numbered(0), key);
+  Seal(Numbered(1), key);
+  const std::vector<std::string> verify = {"verify", root_, "--public_key", Path("public.pem")};
+  EXPECT_EQ(Run(verify), kExitOk) << out_.str() << err_.str();
+  EXPECT_THAT(out_.str(), HasSubstr("checkpoint_1  ok, 2 files, "));
+  EXPECT_THAT(out_.str(), HasSubstr("signed by the key of " + Path("public.pem")));
+  EXPECT_EQ(RunJson(verify)["checkpoints"][0]["signed_by_key"], true);
+
+  Seal(Numbered(1), "");
+  EXPECT_EQ(Run({"verify", root_}), kExitOk) << out_.str();
+  EXPECT_EQ(Run(verify), kExitJobFailed);
+  EXPECT_THAT(out_.str(), HasSubstr(Numbered(1) + "  untrusted: " + Numbered(1) +
+                                    " is not signed: the coordinator that sealed it had no key"));
+  const Json json = RunJson(verify, kExitJobFailed);
+  EXPECT_EQ(json["checkpoints"][0]["signed_by_key"], true);
+  EXPECT_EQ(json["checkpoints"][1]["signed_by_key"], false);
+  EXPECT_EQ(json["checkpoints"][1]["state"], "untrusted");
+
+  Seal(Numbered(1), other);
+  EXPECT_EQ(Run(verify), kExitJobFailed);
+  EXPECT_THAT(out_.str(), HasSubstr(Numbered(1) + " is not signed by the key of "));
+  ASSERT_TRUE(RemoveTree(JoinPath(Numbered(1), kSealName)).ok());
+  EXPECT_EQ(Run(verify), kExitJobFailed);
+  EXPECT_THAT(out_.str(), HasSubstr(Numbered(1) + " is not signed: it has no seal.json"));
+
+  ExpectRefused({"verify", root_, "--public_key", Path("key.pem")}, kExitUsage,
+                "holds the private key");
+  ExpectRefused({"verify", root_, "--public_key", Path("nothing")}, kExitNotFound, "nothing");
+}
+
+TEST_F(CheckpointCommandsTest, Verify_FindsARecordThatWasChangedOrIsOfAnotherCheckpoint) {
+  Save(Numbered(0), {1}, 10);
+  Save(Numbered(1), {2}, 20);
+  Seal(Numbered(0), "");
+  RegisteredCheckpoint record = Seal(Numbered(1), "");
+  EXPECT_EQ(Run({"verify", root_}), kExitOk) << out_.str();
+  record.step = 30;
+  ASSERT_TRUE(WriteSeal(Numbered(1), record).ok());
+  EXPECT_EQ(Run({"verify", root_}), kExitJobFailed);
+  EXPECT_THAT(out_.str(), HasSubstr(JoinPath(Numbered(1), kSealName) + " was changed"));
+  ASSERT_TRUE(WriteSeal(Numbered(1), *ReadSeal(Numbered(0))).ok());
+  EXPECT_EQ(Run({"verify", root_}), kExitJobFailed);
+  EXPECT_THAT(out_.str(), HasSubstr(Numbered(1) + " is not the checkpoint that its seal.json"));
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(Numbered(1), kSealName), "{").ok());
+  EXPECT_EQ(Run({"verify", root_}), kExitJobFailed);
+  EXPECT_THAT(out_.str(), HasSubstr("untrusted: " + JoinPath(Numbered(1), kSealName)));
 }
 
 TEST_F(CheckpointCommandsTest, Inspect_ShowsFilesAndTensorsOfEveryFormat) {

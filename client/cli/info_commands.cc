@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <nlohmann/json.hpp>
+#include <optional>
 
 #include "absl/base/config.h"
 #include "absl/strings/escaping.h"
@@ -19,7 +20,9 @@
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "base/status_macros.h"
+#include "base/text.h"
 #include "base/version.h"
+#include "client/checkpoints/seal_marks.h"
 #include "client/cli/machine.h"
 #include "client/cli/running_launch.h"
 #include "client/cli/torch_version.h"
@@ -301,8 +304,6 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
   return kExitOk;
 }
 
-namespace {
-
 // The options of commands that talk to a coordinator.
 std::vector<OptionSpec> ConnectionOptions(std::vector<OptionSpec> more) {
   std::vector<OptionSpec> options = {
@@ -325,6 +326,8 @@ std::vector<OptionSpec> ConnectionOptions(std::vector<OptionSpec> more) {
   for (OptionSpec& option : more) options.push_back(std::move(option));
   return options;
 }
+
+namespace {
 
 struct Connection {
   std::string address;
@@ -386,28 +389,20 @@ RunningLaunch LaunchAt(const CommandContext& context, const std::string& address
   return {};
 }
 
-// Connects as the options say. The first word of all these commands, if it is there, is a job.
-// Returns the exit code if it cannot, else -1.
-int Dial(const CommandSpec& spec, const CommandLine& line, const CommandContext& context,
-         Connection* connection) {
-  const std::string job = line.words.empty() ? "" : line.words[0];
-  std::string& address = connection->address;
-  address = line.Get("coordinator");
-  if (address.empty()) address = Variable(context, "MUSTER_COORDINATOR");
-  RunningLaunch launch;
-  if (!address.empty()) {
-    launch = LaunchAt(context, address);
-  } else if (const int code = ChooseLaunch(spec, context, job, &launch); code >= 0) {
-    return code;
-  } else {
-    address = launch.address;
-  }
+struct DialError {
+  absl::Status status;
+  int code;
+};
+
+// Connects to connection->address as the options say; `launch`: of this user, if one holds it.
+std::optional<DialError> Connect(const CommandLine& line, const CommandContext& context,
+                                 const RunningLaunch& launch, Connection* connection) {
+  const std::string& address = connection->address;
   if (line.Has("timeout") && (!absl::ParseDuration(line.Get("timeout"), &connection->timeout) ||
                               connection->timeout <= absl::ZeroDuration())) {
-    return Fail(spec, context,
-                absl::InvalidArgumentError(
-                    absl::StrCat("--timeout ", line.Get("timeout"), ": write 5s or 1m")),
-                kExitUsage);
+    return DialError{absl::InvalidArgumentError(
+                         absl::StrCat("--timeout ", line.Get("timeout"), ": write 5s or 1m")),
+                     kExitUsage};
   }
   rpc::ChannelOptions options = {.tls = launch.tls, .token_file = launch.token_file};
   if (line.Has("tls_ca") || line.Has("tls_cert") || line.Has("tls_key")) {
@@ -420,13 +415,37 @@ int Dial(const CommandSpec& spec, const CommandLine& line, const CommandContext&
   }
   auto channel = rpc::Connect(address, options);
   if (!channel.ok()) {
-    const int code = absl::IsPermissionDenied(channel.status()) ? kExitDenied : kExitUsage;
-    return Fail(spec, context, channel.status(), code);
+    return DialError{channel.status(),
+                     absl::IsPermissionDenied(channel.status()) ? kExitDenied : kExitUsage};
   }
   connection->channel = *std::move(channel);
   const absl::Status status =
       rpc::WaitUntilConnected(*connection->channel, address, connection->timeout);
-  return status.ok() ? -1 : Fail(spec, context, status, kExitUnreachable);
+  if (!status.ok()) return DialError{status, kExitUnreachable};
+  return std::nullopt;
+}
+
+// What the options or the environment name; empty: nothing.
+std::string NamedAddress(const CommandLine& line, const CommandContext& context) {
+  const std::string address = line.Get("coordinator");
+  return address.empty() ? Variable(context, "MUSTER_COORDINATOR") : address;
+}
+
+// Connects as the options say. The first word of all these commands, if it is there, is a job.
+// Returns the exit code if it cannot, else -1.
+int Dial(const CommandSpec& spec, const CommandLine& line, const CommandContext& context,
+         Connection* connection) {
+  connection->address = NamedAddress(line, context);
+  RunningLaunch launch;
+  if (!connection->address.empty()) {
+    launch = LaunchAt(context, connection->address);
+  } else {
+    const std::string job = line.words.empty() ? "" : line.words[0];
+    if (const int code = ChooseLaunch(spec, context, job, &launch); code >= 0) return code;
+    connection->address = launch.address;
+  }
+  const std::optional<DialError> error = Connect(line, context, launch, connection);
+  return error.has_value() ? Fail(spec, context, error->status, error->code) : -1;
 }
 
 }  // namespace
@@ -920,6 +939,7 @@ ordered_json RecordJson(const v1::CheckpointRecord& record) {
           {"state", StateWord(record.state())},
           {"promoted", record.promoted()},
           {"pinned", record.pinned()},
+          {"signed", !record.signature().empty()},
           {"iteration", record.iteration()},
           {"step", record.step()},
           {"ranks", record.ranks()},
@@ -930,11 +950,14 @@ ordered_json RecordJson(const v1::CheckpointRecord& record) {
           {"previous_sha256", absl::BytesToHexString(record.previous_sha256())}};
 }
 
+// Records come from workers: their names must not control the terminal.
+std::string PathText(absl::string_view path) { return Printable(path, /*max_bytes=*/8192); }
+
 std::string RecordText(const v1::CheckpointRecord& record) {
   return absl::StrCat(record.checkpoint_id(), "  ", StateWord(record.state()),
                       record.promoted() ? "" : ", held back", record.pinned() ? ", pinned" : "",
-                      ", step ", record.step(), ", ", record.bytes(), " bytes, ", record.path(),
-                      "\n");
+                      record.signature().empty() ? "" : ", signed", ", step ", record.step(), ", ",
+                      record.bytes(), " bytes, ", PathText(record.path()), "\n");
 }
 
 // By id, path, or the last name of the path. The newest of several.
@@ -950,6 +973,36 @@ const v1::CheckpointRecord* FindRecord(const std::vector<v1::CheckpointRecord>& 
 }
 
 }  // namespace
+
+absl::StatusOr<std::vector<RegisteredState>> FindRegisteredStates(const CommandLine& line,
+                                                                  const CommandContext& context,
+                                                                  const std::string& job) {
+  Connection connection;
+  connection.address = NamedAddress(line, context);
+  RunningLaunch launch;
+  if (!connection.address.empty()) {
+    launch = LaunchAt(context, connection.address);
+  } else {
+    for (RunningLaunch& running : ListRunningLaunches(context.variables)) {
+      if (running.job == job) launch = std::move(running);
+    }
+    if (launch.address.empty()) return std::vector<RegisteredState>();
+    connection.address = launch.address;
+  }
+  const std::optional<DialError> error = Connect(line, context, launch, &connection);
+  if (error.has_value()) return error->status;
+  const auto records = ListRecords(connection, job);
+  if (absl::IsNotFound(records.status())) return std::vector<RegisteredState>();
+  MUSTER_RETURN_IF_ERROR(records.status());
+  std::vector<RegisteredState> states;
+  for (const v1::CheckpointRecord& record : *records) {
+    states.push_back({.sha256 = absl::BytesToHexString(record.sha256()),
+                      .state = StateWord(record.state()),
+                      .promoted = record.promoted(),
+                      .pinned = record.pinned()});
+  }
+  return states;
+}
 
 bool IsRegistryVerb(const std::string& verb) { return FindRegistryVerb(verb) != nullptr; }
 
@@ -1018,7 +1071,16 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
                        .dump(2, ' ', false, ordered_json::error_handler_t::replace)
                 << "\n";
   } else {
-    context.out << record->path() << " " << what.done << "\n";
+    context.out << PathText(record->path()) << " " << what.done << "\n";
+  }
+  // For those who read the folder without the coordinator.
+  const v1::CheckpointRecord& marked = reply.checkpoint();
+  if (!marked.published()) return kExitOk;
+  const absl::StatusOr<bool> noted = NoteMarks(
+      marked.path(), absl::BytesToHexString(marked.sha256()), marked.promoted(), marked.pinned());
+  if (!noted.ok()) {
+    context.err << spec.name << ": the coordinator has it, but the folder does not say so: "
+                << PathText(noted.status().message()) << "\n";
   }
   return kExitOk;
 }

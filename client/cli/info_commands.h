@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/status/statusor.h"
 #include "client/cli/launch_command.h"
 
 namespace muster::client {
@@ -35,6 +36,23 @@ int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext&
 bool IsRegistryVerb(const std::string& verb);
 int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& args,
                        const CommandContext& context);
+
+// What a coordinator says of one checkpoint of a job.
+struct RegisteredState {
+  std::string sha256;  // of its record, hexadecimal digits; empty while it is being prepared
+  std::string state;   // "sealed", "published", ...
+  bool promoted = false;
+  bool pinned = false;
+};
+// Asks the coordinator that --coordinator or MUSTER_COORDINATOR names, else that of this user's
+// launch of the job. None: there is no such coordinator, or it does not know the job. Blocks for
+// --timeout.
+absl::StatusOr<std::vector<RegisteredState>> FindRegisteredStates(const CommandLine& line,
+                                                                  const CommandContext& context,
+                                                                  const std::string& job);
+
+// The options that name a coordinator and the ways to reach it, and `more`.
+std::vector<OptionSpec> ConnectionOptions(std::vector<OptionSpec> more);
 
 // `muster version`.
 int RunVersionCommand(const std::vector<std::string>& args, const CommandContext& context);

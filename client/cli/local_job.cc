@@ -131,6 +131,7 @@ absl::StatusOr<Held> HoldCoordinator(const LaunchConfig& config, const std::stri
     // With a token, machines need no certificates of their own.
     if (options.token_file.empty()) options.tls.ca = config.tls.ca;
   }
+  options.checkpoint_key = config.checkpoint_key;
   MUSTER_ASSIGN_OR_RETURN(held.coordinator, start_coordinator(options));
   if (record.ok()) {
     held.record = *std::move(record);

@@ -26,6 +26,7 @@ struct EmbeddedCoordinatorOptions {
   // Files; empty: none. See rpc::ServerOptions and CoordinatorServer::Options.
   rpc::TlsFiles tls = {};
   std::string token_file = {};
+  std::string checkpoint_key = {};
 };
 
 using CoordinatorFactory = std::function<absl::StatusOr<std::unique_ptr<EmbeddedCoordinator>>(

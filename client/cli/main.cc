@@ -44,6 +44,7 @@ absl::StatusOr<std::unique_ptr<muster::client::EmbeddedCoordinator>> StartCoordi
   server.rpc.listen = options.listen;
   server.rpc.tls = options.tls;
   server.token_file = options.token_file;
+  server.checkpoint_key = options.checkpoint_key;
   // A job of many machines needs more descriptors than the usual soft limit.
   muster::RaiseDescriptorLimit();
   MUSTER_ASSIGN_OR_RETURN(auto started,

@@ -332,6 +332,11 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .help =
            "File with the token that all callers of the coordinator must send; the same on all "
            "machines, and readable by its owner only. Replaces the certificates of the machines"},
+      {.name = "checkpoint_key",
+       .variable = "MUSTER_CHECKPOINT_KEY",
+       .value_name = "FILE",
+       .help = "Private Ed25519 key (PEM) of machine 0, readable by its owner only: the "
+               "coordinator signs the records of checkpoints with it"},
   };
   return *settings;
 }
@@ -601,6 +606,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
   config.tls.cert = values.Text("tls_cert");
   config.tls.key = values.Text("tls_key");
   config.token_file = values.Text("token_file");
+  config.checkpoint_key = values.Text("checkpoint_key");
 
   int gpus = machine.gpus;
   if (!config.gpu_ids.empty() && config.gpu_ids != "all") {

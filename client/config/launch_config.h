@@ -105,6 +105,7 @@ struct LaunchConfig {
   absl::Duration lease;
   rpc::TlsFiles tls;
   std::string token_file;
+  std::string checkpoint_key;
   std::map<std::string, std::string> env;
 
   // Every setting with its text and source, in the order of the table, then "env.NAME". For

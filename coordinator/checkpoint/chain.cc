@@ -1,21 +1,10 @@
 #include "coordinator/checkpoint/chain.h"
 
-#include <openssl/evp.h>
-
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
-#include "base/log.h"
+#include "base/signature.h"
 
 namespace muster::coordinator {
-
-std::string Sha256(absl::string_view bytes) {
-  std::string digest(32, '\0');
-  unsigned int size = 0;
-  MUSTER_CHECK(EVP_Digest(bytes.data(), bytes.size(),
-                          reinterpret_cast<unsigned char*>(digest.data()), &size, EVP_sha256(),
-                          nullptr) == 1);
-  return digest;
-}
 
 std::string FilesSha256(const std::vector<v1::ShardFile>& files) {
   std::string text;

@@ -12,9 +12,6 @@ namespace muster::coordinator {
 // The hash chain over the checkpoints of a job. docs/checkpoint_format.md has the bytes, which
 // depend on no serialiser, so that any language can check them. Pure.
 
-// SHA-256 of `bytes`: 32 bytes.
-std::string Sha256(absl::string_view bytes);
-
 // Over one line for each file, "NAME\tBYTES\tXXH3\n", sorted by name. `files` is sorted so.
 std::string FilesSha256(const std::vector<v1::ShardFile>& files);
 

@@ -76,8 +76,8 @@ std::optional<v1::OpError> CheckFile(const v1::ShardFile& file) {
 
 }  // namespace
 
-CheckpointSet::CheckpointSet(std::string job_id, ReportBudget* budget, Faults faults)
-    : job_id_(std::move(job_id)), budget_(budget), faults_(faults) {}
+CheckpointSet::CheckpointSet(std::string job_id, ReportBudget* budget, Faults faults, Signer sign)
+    : job_id_(std::move(job_id)), budget_(budget), faults_(faults), sign_(std::move(sign)) {}
 
 CheckpointSet::Entry* CheckpointSet::Find(uint64_t id) {
   const auto it = entries_.find(id);
@@ -316,6 +316,7 @@ CheckpointSet::Error CheckpointSet::Seal(const v1::SealCheckpointRequest& reques
   record.set_files_sha256(FilesSha256(files));
   record.set_previous_sha256(head_);
   record.set_sha256(RecordSha256(job_id_, record));
+  if (sign_ != nullptr) record.set_signature(sign_(record.sha256()));
   head_ = record.sha256();
   entry->reports.reset();
   Changed(record, changes);

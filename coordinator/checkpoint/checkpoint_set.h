@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -54,8 +55,10 @@ class CheckpointSet {
     bool seals_before_coverage = false;
     bool deletes_last_resumable = false;
   };
-  // `budget` (null: unlimited) outlives it.
-  CheckpointSet(std::string job_id, ReportBudget* budget, Faults faults);
+  // Signs the hash of a record: the same signature for the same hash.
+  using Signer = std::function<std::string(absl::string_view sha256)>;
+  // `budget` (null: unlimited) outlives it. `sign`: null if records are not signed.
+  CheckpointSet(std::string job_id, ReportBudget* budget, Faults faults, Signer sign = nullptr);
   explicit CheckpointSet(std::string job_id)
       : CheckpointSet(std::move(job_id), nullptr, Faults()) {}
 
@@ -169,6 +172,7 @@ class CheckpointSet {
   const std::string job_id_;
   ReportBudget* const budget_;
   const Faults faults_;
+  const Signer sign_;
   absl::btree_map<uint64_t, Entry> entries_;  // by id: in the order of their beginning
   std::string head_;                          // sha256 of the last one that was sealed
 };

@@ -4,10 +4,12 @@
 #include <gtest/gtest.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
+#include "base/signature.h"
 #include "coordinator/checkpoint/chain.h"
 
 namespace muster::coordinator {
@@ -21,6 +23,9 @@ using ::testing::SizeIs;
 
 class CheckpointSetTest : public ::testing::Test {
  protected:
+  explicit CheckpointSetTest(CheckpointSet::Signer sign = nullptr)
+      : set_("job", nullptr, {}, std::move(sign)) {}
+
   uint64_t Begin(const std::string& path, int64_t step, int ranks = 2, int keep = 0,
                  bool hold_back = false, int64_t keep_every = 0) {
     v1::BeginCheckpointRequest request;
@@ -112,7 +117,7 @@ class CheckpointSetTest : public ::testing::Test {
     return error.has_value() ? error->message() : "";
   }
 
-  CheckpointSet set_{"job"};
+  CheckpointSet set_;
   uint64_t generation_ = 1;
   uint64_t next_id_ = 10;
   CheckpointSet::Changes changes_;
@@ -324,6 +329,27 @@ TEST_F(CheckpointSetTest, Abort_OnlyOfWhatIsBeingPrepared) {
   EXPECT_THAT(Ids(), IsEmpty());
   const uint64_t b = Save("/c/2", 2);
   EXPECT_THAT(Message(set_.Abort(b, &changes_)), HasSubstr("is published"));
+}
+
+class SignedCheckpointSetTest : public CheckpointSetTest {
+ protected:
+  SignedCheckpointSetTest()
+      : CheckpointSetTest([](absl::string_view sha256) {
+          return absl::StrCat("signature of ", absl::BytesToHexString(sha256));
+        }) {}
+};
+
+TEST_F(SignedCheckpointSetTest, Seal_SignsTheHashOfTheRecord) {
+  Save("/c/1", 1);
+  const v1::CheckpointRecord signed_one = sealed_.checkpoint();
+  EXPECT_EQ(signed_one.signature(),
+            absl::StrCat("signature of ", absl::BytesToHexString(signed_one.sha256())));
+  // What is signed is the hash that an unsigned record has.
+  EXPECT_EQ(RecordSha256("job", signed_one), signed_one.sha256());
+  v1::ListCheckpointsReply list;
+  set_.List({}, &list);
+  ASSERT_EQ(list.checkpoints_size(), 1);
+  EXPECT_EQ(list.checkpoints(0).signature(), signed_one.signature());
 }
 
 TEST_F(CheckpointSetTest, Chain_ShowsEveryChangeAndOmission) {

@@ -95,6 +95,11 @@ int Run(int argc, char** argv) {
                  "file with a token that every call must bring; only its owner may read it")
       ->envname("MUSTER_TOKEN_FILE")
       ->check(not_empty);
+  app.add_option("--checkpoint_key", options.checkpoint_key,
+                 "file with a private Ed25519 key (PEM), which signs the records of checkpoints; "
+                 "only its owner may read it")
+      ->envname("MUSTER_CHECKPOINT_KEY")
+      ->check(not_empty);
   app.add_option("--tls_cert", options.rpc.tls.cert, "PEM file of the server's certificate")
       ->check(not_empty);
   app.add_option("--tls_key", options.rpc.tls.key, "PEM file of its key")->check(not_empty);

@@ -9,10 +9,13 @@
 #include <utility>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "base/mutex.h"
+#include "base/secret_file.h"
+#include "base/signature.h"
 #include "base/status_macros.h"
 #include "coordinator/journal/memory_journal.h"
 #include "coordinator/journal/sqlite_journal.h"
@@ -22,6 +25,8 @@
 
 namespace muster::coordinator {
 namespace {
+
+constexpr size_t kLargestKeyFile = 16 << 10;
 
 // process_*, as Prometheus client libraries name them.
 void WriteProcess(PrometheusText* text) {
@@ -212,6 +217,17 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
     options.rpc.only_user = geteuid();
   }
   options.rpc.checks_token = !token.empty();
+  if (!options.checkpoint_key.empty()) {
+    MUSTER_ASSIGN_OR_RETURN(
+        const std::string pem,
+        ReadSecretFile(options.checkpoint_key, "checkpoint_key", "private key", kLargestKeyFile));
+    MUSTER_ASSIGN_OR_RETURN(
+        const SigningKey key,
+        SigningKey::Parse(pem, absl::StrCat("checkpoint_key: '", options.checkpoint_key, "'")));
+    options.runner.core.sign_checkpoint = [key](absl::string_view sha256) {
+      return key.Sign(sha256);
+    };
+  }
   // Before the journal is touched.
   MUSTER_RETURN_IF_ERROR(rpc::CheckCallersAreKnown(options.rpc));
   rpc::Address metrics_address;

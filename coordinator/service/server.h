@@ -33,6 +33,9 @@ class CoordinatorServer {
     rpc::ServerOptions rpc;
     // Every call must carry the token in this file (rpc/token.h); empty: no token is required.
     std::string token_file = {};
+    // The private Ed25519 key that signs the records of checkpoints (PEM); empty: they are not
+    // signed.
+    std::string checkpoint_key = {};
     std::string data_dir = {};        // the journal's; empty: in memory
     std::string metrics_listen = {};  // HOST:PORT of the HTTP page /metrics; empty: none
     CoreRunner::Options runner = {};
@@ -47,6 +50,7 @@ class CoordinatorServer {
   };
 
   // Opens and replays the journal, then serves. Errors: as rpc::Server::Start, rpc::ReadToken,
+  // ReadSecretFile, SigningKey::Parse,
   // SqliteJournal::Open, CoreRunner::Start and HttpServer::Start.
   static absl::StatusOr<std::unique_ptr<CoordinatorServer>> Start(Options options);
   ~CoordinatorServer();

@@ -546,6 +546,34 @@ TEST(CoordinatorServer, TokenFileThatCannotBeUsed_IsRefusedBeforeTheJournalIsTou
   }
 }
 
+TEST(CoordinatorServer, CheckpointKeyThatCannotBeUsed_IsRefusedBeforeTheJournalIsTouched) {
+  const std::string dir = ::testing::TempDir() + "/server_without_key";
+  const std::string key = ::testing::TempDir() + "/checkpoint_key.pem";
+  ASSERT_EQ(std::system(("openssl genpkey -algorithm ed25519 -out " + key).c_str()), 0);
+  const std::string no_key = WriteToken("no_key", "s3cret");
+  const struct {
+    std::string file;
+    mode_t mode;
+    std::string words;
+  } kCases[] = {
+      {key, 0644, "checkpoint_key: other users can access the private key in '" + key + "'"},
+      {no_key, 0600, "checkpoint_key: '" + no_key + "' holds no private Ed25519 key"}};
+  for (const auto& c : kCases) {
+    ASSERT_EQ(chmod(c.file.c_str(), c.mode), 0);
+    CoordinatorServer::Options options;
+    options.data_dir = dir;
+    options.rpc.insecure = true;
+    options.checkpoint_key = c.file;
+    EXPECT_THAT(std::string(CoordinatorServer::Start(std::move(options)).status().message()),
+                HasSubstr(c.words));
+    EXPECT_FALSE(std::filesystem::exists(dir));
+  }
+  ASSERT_EQ(chmod(key.c_str(), 0600), 0);
+  CoordinatorServer::Options options;
+  options.checkpoint_key = key;
+  StartServer(std::move(options));
+}
+
 TEST(CoordinatorServer, Reflection_ListsAndDescribesTheContract) {
   CoordinatorServer::Options options;
   options.rpc.reflection = true;

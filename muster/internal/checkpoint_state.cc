@@ -363,19 +363,8 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
   const std::string directory = CleanPath(wanted_directory);
   if (absl::Status here = Guard([&] { steps_.CheckAllTakePart("save_state()"); }); !here.ok())
     return here;
-  if (steps_.averaged()) {
-    return absl::FailedPreconditionError(
-        "save_state inside ema.apply() would write the average as the model's weights: save before "
-        "or after that scope");
-  }
-  if (steps_.between_windows()) registry_.ForgetUnheld();
-  if (absl::Status complete = CheckComplete(); !complete.ok()) return complete;
-  if (!steps_.at_boundary()) {
-    return absl::FailedPreconditionError(
-        "save_state in the middle of an accumulation window would lose its gradients: save where "
-        "accelerator.sync_gradients(), after optimizer.step()");
-  }
-  if (absl::Status valid = CheckOptions(); !valid.ok()) return valid;
+  // Every rank says whether it can save before any of them writes: none waits for one that left.
+  if (absl::Status all = AgreeToSave(CheckSavable()); !all.ok()) return all;
   process_.progress().SetPhase("save_state");
   CheckpointInfo info;
   info.world_size = process_.size();
@@ -411,6 +400,41 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
     loops_.NoteSaved(last_checkpoint_, done);
     ThrowIfError(earlier);
     ThrowIfError(in_memory);
+  });
+}
+
+absl::Status CheckpointState::CheckSavable() {
+  if (steps_.averaged()) {
+    return absl::FailedPreconditionError(
+        "save_state inside ema.apply() would write the average as the model's weights: save before "
+        "or after that scope");
+  }
+  if (steps_.between_windows()) registry_.ForgetUnheld();
+  if (absl::Status complete = CheckComplete(); !complete.ok()) return complete;
+  if (!steps_.at_boundary()) {
+    return absl::FailedPreconditionError(
+        "save_state in the middle of an accumulation window would lose its gradients: save where "
+        "accelerator.sync_gradients(), after optimizer.step()");
+  }
+  return CheckOptions();
+}
+
+absl::Status CheckpointState::AgreeToSave(const absl::Status& mine) {
+  if (process_.size() == 1) return mine;
+  return Guard([&] {
+    int rank = 0;
+    absl::Status first;
+    for (const auto& [code, why] : GatherObject(
+             process_.comm(),
+             std::make_tuple(static_cast<int64_t>(mine.code()), std::string(mine.message())))) {
+      if (first.ok() && code != 0) {
+        first = absl::Status(static_cast<absl::StatusCode>(code),
+                             absl::StrCat("rank ", rank, ": ", why));
+      }
+      ++rank;
+    }
+    ThrowIfError(mine);
+    ThrowIfError(first);
   });
 }
 

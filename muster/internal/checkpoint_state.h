@@ -82,6 +82,10 @@ class CheckpointState {
   std::optional<int> OwnNode() const;
   // Whether everything that is trained would be written.
   absl::Status CheckComplete() const;
+  // Whether this process may save now, with these options.
+  absl::Status CheckSavable();
+  // (collective) OK if it is on every rank; else this rank's error, or another's with its rank.
+  absl::Status AgreeToSave(const absl::Status& mine);
   // Tells the writer what only optimizers change.
   void CopyParametersLater(StateWriter& writer) const;
   // This process's files.

@@ -68,8 +68,8 @@ TEST_F(CommandsTest, Help_OfLaunch_ShowsTheDefaults) {
     if (!absl::StartsWith(line, "  --")) continue;
     ++settings;
     // What has no default is empty, or said to be worked out.
-    for (const char* name : {"--gpu_ids", "--log_dir", "--tls_", "--token_file", "--env",
-                             "--coordinator", "--dry_run"}) {
+    for (const char* name : {"--gpu_ids", "--log_dir", "--tls_", "--token_file", "--checkpoint_key",
+                             "--env", "--coordinator", "--dry_run"}) {
       if (absl::StartsWith(line, absl::StrCat("  ", name))) --settings;
     }
     if (absl::StrContains(line, "efault")) --settings;

@@ -37,14 +37,12 @@ _FOLDERS = ("base", "proto", "rpc", "coordinator", "agent", "worker", "client", 
 _FILES = {"absl", "json", "yaml", "hash"}
 _TENSORS = _FILES | {"base", "torch"}
 _ALLOWED = {
-    "base": _FILES | {"base"},
+    "base": _FILES | {"openssl", "base"},
     "rpc": {"absl", "base", "proto", "stubs", "protobuf", "grpc", "openssl", "rpc", "rpc/session"},
     "rpc/session": {"absl", "base", "proto", "protobuf", "rpc/session"},
     # The cores are pure: only the journal sees the database, only what wires the server sees the journal.
     "coordinator": _FILES | {"base", "proto", "protobuf", "rpc/session", "coordinator"},
     "coordinator/journal": _FILES | {"base", "proto", "protobuf", "sqlite", "coordinator", "coordinator/journal"},
-    # SHA-256 and signatures of bytes.
-    "coordinator/checkpoint": _FILES | {"base", "proto", "protobuf", "openssl", "coordinator"},
     "coordinator/service": _FILES
     | {"base", "proto", "stubs", "protobuf", "grpc", "rpc", "rpc/session", "coordinator", "coordinator/journal"},
     "coordinator/web": _FILES | {"base", "proto", "protobuf", "grpc", "httplib", "openssl", "rpc", "coordinator"},

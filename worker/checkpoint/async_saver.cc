@@ -122,6 +122,7 @@ absl::Status AsyncSaver::Copy(Comm& comm, Save& save,
     if (!outcome.status.ok()) settled_.erase(outcome.path);
   }
   MUSTER_ASSIGN_OR_RETURN(NodeGroups groups, GroupsOf(comm, request.path(), request.node));
+  MUSTER_RETURN_IF_ERROR(CheckPublishable(groups, request.publish));
   if (request.dir.empty()) {
     MUSTER_RETURN_IF_ERROR(CheckNumberIsFree(comm, groups, *request.folder, request.info.iteration,
                                              request.total_limit));

@@ -8,7 +8,10 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <optional>
+#include <system_error>
+#include <tuple>
 #include <utility>
 
 #include "absl/container/flat_hash_set.h"
@@ -117,20 +120,38 @@ void KeepForeignFiles(const std::string& old_dir, const std::string& new_dir) {
   }
 }
 
-// What killed writers left beside `dir`: their staging folders and half-removed checkpoints.
+// Whether the folder `path`, which has no writer, is the last copy of a checkpoint that was sealed
+// and is to be called `named`: not one that the checkpoint there has replaced.
+bool AwaitsItsName(const std::string& path, const std::string& named) {
+  return PathExists(JoinPath(path, kSealName)) &&
+         (!PathExists(JoinPath(named, kManifestName)) || IsNewerCheckpoint(path, named));
+}
+
+// What killed writers left beside `dir`: their staging folders, and checkpoints that were
+// half-removed or replaced.
 void RemoveAbandoned(const std::string& dir) {
   const std::string parent = ParentPath(dir);
   const absl::StatusOr<std::vector<std::string>> names = ListDirectory(parent);
   if (!names.ok()) return;
   const std::string own = BaseName(dir);
   for (const std::string& name : *names) {
-    const absl::string_view stem = StemOf(name, kTemporary);
+    const bool replaced = HasSuffix(name, StemOf(name, kReplaced), kReplaced);
+    const absl::string_view stem = StemOf(name, replaced ? kReplaced : kTemporary);
     int64_t number = 0;
-    if (!HasSuffix(name, stem, kTemporary) || (stem != own && !ParseNumber(stem, &number)))
-      continue;
+    if (!replaced && !HasSuffix(name, stem, kTemporary)) continue;
+    if (stem != own && !ParseNumber(stem, &number)) continue;
     const std::string path = JoinPath(parent, name);
+    // The only copy there is: it is put back when it is looked for.
+    if (replaced && !PathExists(JoinPath(JoinPath(parent, stem), kManifestName))) continue;
     const int lock = LockFolder(path);
     if (lock < 0) continue;
+    if (!replaced && AwaitsItsName(path, JoinPath(parent, stem))) {
+      MUSTER_LOG(Info) << path
+                       << " was sealed when its writer ended: it stays until a load without "
+                       << "a directory gives it its name";
+      close(lock);
+      continue;
+    }
     // Killed between the exchange of two checkpoints and its end: this is the former one, whose
     // foreign files belong to the user.
     const std::string named = JoinPath(parent, stem);
@@ -145,6 +166,19 @@ void RemoveAbandoned(const std::string& dir) {
       MUSTER_LOG(Warning) << removed.message();
     }
   }
+}
+
+// A checkpoint may be a symbolic link to a folder on another disk: what is saved takes the place of
+// that folder, and the link stays.
+absl::StatusOr<std::string> FollowLink(const std::string& dir) {
+  struct stat info;
+  if (lstat(dir.c_str(), &info) != 0 || !S_ISLNK(info.st_mode)) return dir;
+  std::error_code error;
+  const std::filesystem::path target = std::filesystem::canonical(dir, error);
+  if (!error) return target.string();
+  return absl::FailedPreconditionError(
+      absl::StrCat("cannot save a checkpoint as ", dir, ": it is a symbolic link to nothing (",
+                   error.message(), "); remove the link, or name another folder"));
 }
 
 }  // namespace
@@ -174,6 +208,12 @@ absl::StatusOr<Manifest> ReadManifest(const std::string& dir) {
   }
   MUSTER_RETURN_IF_ERROR(text.status());
   return ParseManifest(*text, path);
+}
+
+bool IsNewerCheckpoint(const std::string& dir, const std::string& than) {
+  const absl::StatusOr<Manifest> mine = ReadManifest(dir), other = ReadManifest(than);
+  if (!mine.ok() || !other.ok()) return mine.ok();
+  return std::tie(mine->created, mine->info.step) > std::tie(other->created, other->info.step);
 }
 
 bool IsNumberedName(absl::string_view name) {
@@ -213,7 +253,8 @@ absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel le
   return manifest;
 }
 
-absl::StatusOr<Staging> Staging::Create(const std::string& dir) {
+absl::StatusOr<Staging> Staging::Create(const std::string& wanted) {
+  MUSTER_ASSIGN_OR_RETURN(const std::string dir, FollowLink(wanted));
   MUSTER_RETURN_IF_ERROR(MakeDirectories(ParentPath(dir)));
   MUSTER_RETURN_IF_ERROR(PutBackReplaced(dir));
   if (PathExists(dir)) {
@@ -264,7 +305,8 @@ Staging::~Staging() {
   if (replaced_lock_ >= 0) close(replaced_lock_);
 }
 
-absl::StatusOr<Staging> Staging::TakeOver(const std::string& dir, const std::string& path) {
+absl::StatusOr<Staging> Staging::TakeOver(const std::string& wanted, const std::string& path) {
+  MUSTER_ASSIGN_OR_RETURN(const std::string dir, FollowLink(wanted));
   if (!PathExists(path)) return absl::NotFoundError(absl::StrCat(path, " does not exist"));
   const int lock = LockFolder(path);
   if (lock < 0) {
@@ -275,6 +317,15 @@ absl::StatusOr<Staging> Staging::TakeOver(const std::string& dir, const std::str
   if (!manifest.ok()) {
     close(lock);
     return manifest.status();
+  }
+  // Its writer may have ended between the parts of WriteFileAtomically.
+  for (const std::string& name : ListDirectory(path).value_or(std::vector<std::string>())) {
+    const std::string left = JoinPath(path, name);
+    if (!HasSuffix(name, StemOf(name, kTemporary), kTemporary)) continue;
+    if (unlink(left.c_str()) != 0) {
+      MUSTER_LOG(Warning) << "cannot remove " << left
+                          << ", which the writer of the checkpoint left";
+    }
   }
   Staging staging(dir, path, lock);
   staging.taken_over_ = true;
@@ -426,7 +477,10 @@ absl::StatusOr<std::vector<int64_t>> CheckpointFolder::Published() const {
 }
 
 absl::Status RemoveCheckpoint(const std::string& dir) {
-  if (!PathExists(dir)) return absl::OkStatus();
+  struct stat info;
+  if (lstat(dir.c_str(), &info) != 0) return absl::OkStatus();
+  // The folder belongs to the user who has put it elsewhere.
+  if (S_ISLNK(info.st_mode)) return RemoveTree(dir);
   // What is left of it must not look like a sealed one that lacks its name.
   const std::string seal = JoinPath(dir, kSealName);
   if (unlink(seal.c_str()) != 0 && errno != ENOENT) {

@@ -52,6 +52,10 @@ absl::StatusOr<Manifest> VerifyCheckpoint(const std::string& dir, VerifyLevel le
 // The manifest alone. Errors: NOT_FOUND without one; else as ParseManifest.
 absl::StatusOr<Manifest> ReadManifest(const std::string& dir);
 
+// Whether the checkpoint in `dir` was saved after that in `than`, by their manifests; also if
+// `than` has none.
+bool IsNewerCheckpoint(const std::string& dir, const std::string& than);
+
 // One file of a checkpoint. Errors: DATA_LOSS naming the file that is missing or damaged.
 absl::Status VerifyCheckpointFile(const std::string& dir, const ManifestFile& file,
                                   VerifyLevel level);
@@ -64,15 +68,17 @@ std::vector<std::string> CopiesOf(const std::string& dir);
 // to DIR.old-... where the file system cannot exchange two folders. Durable on return.
 absl::Status PutInPlace(const std::string& copy, const std::string& dir);
 
-// Makes the staging folder of `dir` and locks it. Removes what dead writers of this folder left.
-// Errors: FAILED_PRECONDITION if `dir` exists and is neither empty nor a checkpoint: it is not ours
-// to replace.
+// Makes the staging folder of `wanted` and locks it. Removes what dead writers of this folder left,
+// except what is sealed and lacks only its name. A symbolic link to a folder stands for that
+// folder. Errors: FAILED_PRECONDITION if `wanted` exists and is neither empty nor a checkpoint: it
+// is not ours to replace; or if it is a link to nothing.
 class Staging {
  public:
-  static absl::StatusOr<Staging> Create(const std::string& dir);
-  // Takes over the staging folder `path` of `dir`, which a dead writer has left complete. Errors:
-  // NOT_FOUND; FAILED_PRECONDITION if a live process writes there; those of VerifyCheckpoint.
-  static absl::StatusOr<Staging> TakeOver(const std::string& dir, const std::string& path);
+  static absl::StatusOr<Staging> Create(const std::string& wanted);
+  // Takes over the staging folder `path` of `wanted`, which a dead writer has left complete.
+  // Errors: NOT_FOUND; FAILED_PRECONDITION if a live process writes there; those of
+  // VerifyCheckpoint.
+  static absl::StatusOr<Staging> TakeOver(const std::string& wanted, const std::string& path);
   Staging(Staging&& other) noexcept;
   Staging& operator=(Staging&&) = delete;
   // Removes the folder unless published or taken over.
@@ -115,7 +121,7 @@ class Staging {
 };
 
 // Removes a checkpoint: renames it first, so that a crash leaves no part of it under its name. A
-// missing checkpoint is not an error.
+// missing checkpoint is not an error. Of a symbolic link, the link goes and its folder stays.
 absl::Status RemoveCheckpoint(const std::string& dir);
 
 // Numbered checkpoints: ROOT/checkpoint_0, checkpoint_1, ... Other names in ROOT are ignored.

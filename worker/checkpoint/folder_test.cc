@@ -8,6 +8,7 @@
 
 #include <csignal>
 
+#include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
 #include "base/file.h"
 
@@ -50,6 +51,71 @@ TEST_F(FolderTest, Publish_AppearsWholeAndLeavesNoStaging) {
   EXPECT_THAT(*ListDirectory(Path("deep/er")), ElementsAre("ckpt"));
   EXPECT_THAT(*ListDirectory(Path("deep/er/ckpt")), ElementsAre("a", "b", "manifest.json"));
   EXPECT_TRUE(VerifyCheckpoint(Path("deep/er/ckpt"), VerifyLevel::kContents).ok());
+}
+
+// Killed between the parts of WriteFileAtomically.
+TEST_F(FolderTest, TakeOver_LeavesOutWhatItsWriterWasAboutToRename) {
+  const std::string staging = Path("checkpoint_0.tmp-0123456789abcdef");
+  ASSERT_TRUE(Save(staging, {"a"}).ok());
+  const std::string left = absl::StrCat(kSealName, ".tmp-0123456789abcdef");
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(staging, left), "{").ok());
+  auto taken = Staging::TakeOver(Path("checkpoint_0"), staging);
+  ASSERT_TRUE(taken.ok()) << taken.status();
+  ASSERT_TRUE(taken->Rename().ok());
+  EXPECT_THAT(*ListDirectory(Path("checkpoint_0")), ElementsAre("a", "manifest.json"));
+}
+
+TEST_F(FolderTest, Create_KeepsWhatIsSealedAndLacksItsName) {
+  const std::string sealed = Path("checkpoint_3.tmp-0123456789abcdef");
+  ASSERT_TRUE(Save(sealed, {"a"}).ok());
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(sealed, kSealName), "{}").ok());
+  ASSERT_TRUE(Save(Path("checkpoint_1.tmp-0123456789abcdef"), {"a"}).ok());
+  // A resume from another folder goes on with another name.
+  ASSERT_TRUE(Save(Path("checkpoint_2"), {"a"}).ok());
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2", BaseName(sealed)));
+  CheckpointFolder(root_).PublishSealed();
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_2", "checkpoint_3"));
+}
+
+TEST_F(FolderTest, Create_RemovesWhatWasReplaced) {
+  ASSERT_TRUE(Save(Path("checkpoint_1"), {"a"}).ok());
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(Path("checkpoint_1"), "foreign"), "").ok());
+  const std::string exchanged = Path("checkpoint_1.tmp-0123456789abcdef");
+  const std::string aside = Path("checkpoint_1.old-0123456789abcdef");
+  ASSERT_EQ(rename(Path("checkpoint_1").c_str(), exchanged.c_str()), 0);
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(exchanged, kSealName), "{}").ok());
+  ASSERT_TRUE(Save(aside, {"a"}).ok());
+  // The only copy of its name.
+  ASSERT_TRUE(Save(Path("checkpoint_7.old-0123456789abcdef"), {"a"}).ok());
+  Manifest newer = *ReadManifest(aside);
+  newer.info.step = 10;
+  ASSERT_TRUE(MakeDirectories(Path("checkpoint_1")).ok());
+  ASSERT_TRUE(
+      WriteFileAtomically(JoinPath(Path("checkpoint_1"), kManifestName), *EncodeManifest(newer))
+          .ok());
+  ASSERT_TRUE(Save(Path("checkpoint_2"), {"a"}).ok());
+  EXPECT_THAT(*ListDirectory(root_),
+              ElementsAre("checkpoint_1", "checkpoint_2", "checkpoint_7.old-0123456789abcdef"));
+  EXPECT_TRUE(PathExists(JoinPath(Path("checkpoint_1"), "foreign")));
+}
+
+TEST_F(FolderTest, SymbolicLink_StandsForItsFolder) {
+  ASSERT_TRUE(Save(Path("disk/ckpt"), {"a"}, "old").ok());
+  ASSERT_EQ(symlink(Path("disk/ckpt").c_str(), Path("checkpoint_0").c_str()), 0);
+  ASSERT_TRUE(Save(Path("checkpoint_0"), {"b"}, "new").ok());
+  EXPECT_EQ(*ReadFile(Path("disk/ckpt/b")), "bnew");
+  EXPECT_THAT(*ListDirectory(Path("disk")), ElementsAre("ckpt"));
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("checkpoint_0", "disk"));
+  EXPECT_TRUE(VerifyCheckpoint(Path("checkpoint_0"), VerifyLevel::kContents).ok());
+  // Retention takes the link, not what the user has put elsewhere.
+  ASSERT_TRUE(RemoveCheckpoint(Path("checkpoint_0")).ok());
+  EXPECT_THAT(*ListDirectory(root_), ElementsAre("disk"));
+  EXPECT_TRUE(VerifyCheckpoint(Path("disk/ckpt"), VerifyLevel::kContents).ok());
+
+  ASSERT_EQ(symlink(Path("nowhere").c_str(), Path("dangling").c_str()), 0);
+  const absl::Status refused = Save(Path("dangling"), {"a"});
+  EXPECT_TRUE(absl::IsFailedPrecondition(refused)) << refused;
+  EXPECT_THAT(std::string(refused.message()), HasSubstr("is a symbolic link to nothing"));
 }
 
 // The exchange is done, the older one is still aside.

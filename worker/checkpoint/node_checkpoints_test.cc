@@ -3,6 +3,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <optional>
 #include <string>
 #include <vector>
@@ -146,6 +147,23 @@ TEST_F(NodeCheckpointsTest, Save_KeepsOnEachNodeWhatItsRanksWrote_AndLoadFetches
   EXPECT_EQ(*ListDirectory(Dir(0)), *ListDirectory(Dir(1)));
   EXPECT_THAT(*ListDirectory(Disk(1)), ElementsAre("ckpt"));
   EXPECT_TRUE(VerifyCheckpoint(Dir(1), VerifyLevel::kContents).ok());
+}
+
+TEST_F(NodeCheckpointsTest, HoldingBack_IsRefusedBeforeAnythingIsWritten) {
+  std::atomic<int> writes = 0;
+  RunRanks(4, [&](Comm& comm) {
+    const absl::Status saved = SaveCheckpoint(
+        comm, Dir(NodeOf(comm)), {.step = 1}, PublishOptions{.promote = false},
+        [&](StateWriter& writer) {
+          ++writes;
+          return WriteAll(writer, 1);
+        },
+        NodeOf(comm));
+    EXPECT_TRUE(absl::IsFailedPrecondition(saved)) << saved;
+    EXPECT_THAT(std::string(saved.message()), HasSubstr("options.checkpoint.promote is false"));
+  });
+  EXPECT_EQ(writes, 0);
+  EXPECT_FALSE(PathExists(Dir(0)));
 }
 
 TEST_F(NodeCheckpointsTest, FreshNode_GetsTheWholeCheckpoint) {

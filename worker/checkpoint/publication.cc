@@ -17,6 +17,7 @@
 #include "base/status_macros.h"
 #include "c10/util/Exception.h"
 #include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/seal.h"
 
@@ -66,10 +67,18 @@ uint64_t PlanDigest(const std::vector<ManifestFile>& files) {
   return hash;
 }
 
-// What this rank's files hold, as their headers say.
-absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir,
+// What this rank's files hold, as their headers say; of rank 0 also the manifest, so that the
+// record speaks for all that is in the folder.
+absl::StatusOr<std::vector<ShardFileReport>> ReportOf(const std::string& dir, bool with_manifest,
                                                       const std::vector<ManifestFile>& files) {
   std::vector<ShardFileReport> reports;
+  if (with_manifest) {
+    MUSTER_ASSIGN_OR_RETURN(const FileDigest manifest, DigestFile(JoinPath(dir, kManifestName)));
+    ShardFileReport& report = reports.emplace_back();
+    report.name = kManifestName;
+    report.bytes = manifest.bytes;
+    report.xxh3 = manifest.xxh3;
+  }
   for (const ManifestFile& file : files) {
     ShardFileReport& report = reports.emplace_back();
     report.name = file.name;
@@ -147,7 +156,7 @@ void DeleteSuperfluous(CheckpointRegistrar& registrar, Mutex* folder_mu,
 absl::Status DeleteUnregistered(const Publication& publication,
                                 const std::vector<RegisteredCheckpoint>& records) {
   const CheckpointFolder& folder = *publication.folder;
-  std::vector<std::string> spared;
+  std::vector<std::string> spared = PinnedIn(folder);
   bool resumable = false;
   for (const RegisteredCheckpoint& record : records) {
     if (!record.published) continue;
@@ -228,7 +237,8 @@ absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
   const PublishOptions& options = publication.options;
   if (!publication.folder.has_value() || options.keep <= 0) return absl::OkStatus();
   // The checkpoint is there: an old one that cannot be deleted does not change that.
-  if (const absl::Status rotated = publication.folder->Rotate(options.keep, options.keep_every);
+  if (const absl::Status rotated = publication.folder->Rotate(options.keep, options.keep_every,
+                                                              PinnedIn(*publication.folder));
       !rotated.ok()) {
     MUSTER_LOG(Warning) << rotated.message();
   }
@@ -284,7 +294,7 @@ absl::Status SealTogether(Comm& comm, Staging* staging, const Publication& publi
     const absl::Status reported = GuardRank([&]() -> absl::Status {
       MUSTER_FAILPOINT_STATUS("worker.checkpoint_report");
       MUSTER_ASSIGN_OR_RETURN(const std::vector<ShardFileReport> report,
-                              ReportOf(publication.staging_path, mine));
+                              ReportOf(publication.staging_path, staging != nullptr, mine));
       return registrar.ReportShards(id, comm.rank(), report);
     });
     if (const absl::Status all = AgreeOnFiles(comm, reported, {}, nullptr); !all.ok()) {
@@ -338,6 +348,10 @@ absl::Status PublishRegistered(Comm& comm, Staging* staging, const Publication& 
 // Whether the sealed checkpoint has its name, after it was given it if need be.
 absl::Status NameSealed(const RegisteredCheckpoint& record, CheckpointRegistrar& registrar) {
   if (!IsFolderOf(record.path, record)) {
+    if (IsNewerCheckpoint(record.path, record.staging)) {
+      return absl::FailedPreconditionError(absl::StrCat(
+          record.path, " was saved after ", record.staging, ", which was to have its name"));
+    }
     // With its contents: its publication lets older ones go.
     MUSTER_RETURN_IF_ERROR(VerifyCheckpoint(record.staging, VerifyLevel::kContents).status());
     MUSTER_ASSIGN_OR_RETURN(Staging staging, Staging::TakeOver(record.path, record.staging));

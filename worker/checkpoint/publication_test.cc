@@ -243,6 +243,23 @@ TEST_F(PublicationTest, SealedWhenItsWriterEnded_GetsItsNameAtAResume) {
   EXPECT_EQ(Resume(nullptr), "checkpoint_2");
 }
 
+TEST_F(PublicationTest, SealedWhenItsWriterEnded_DoesNotReplaceANewerOneOfItsName) {
+  ASSERT_TRUE(Save(0).ok());
+  ASSERT_TRUE(Save(1).ok());
+  TakeNameAway(2, /*noted=*/true);
+  const std::string staging = BaseName(registrar_.records.at(2).staging);
+  registered_ = false;
+  ASSERT_TRUE(Save(1).ok());
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", staging));
+  Manifest newer = *ReadManifest(folder_.PathOf(1));
+  newer.created = "2999-01-01T00:00:00+00:00";
+  ASSERT_TRUE(
+      WriteFileAtomically(JoinPath(folder_.PathOf(1), kManifestName), *EncodeManifest(newer)).ok());
+  EXPECT_EQ(Resume(&registrar_), "checkpoint_0");
+  EXPECT_EQ(ReadManifest(folder_.PathOf(1))->created, newer.created);
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", staging));
+}
+
 TEST_F(PublicationTest, SealedButDamaged_TheOneBeforeIsTaken) {
   ASSERT_TRUE(Save(0).ok());
   ASSERT_TRUE(Save(1).ok());

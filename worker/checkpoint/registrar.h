@@ -31,7 +31,7 @@ struct RegisteredCheckpoint {
   int64_t files = 0;
   uint64_t bytes = 0;
   // Hexadecimal digits: see "The chain" in docs/checkpoint_format.md. `sha256` is empty until the
-  // checkpoint is sealed; `signature` is for coordinators that sign; none does yet.
+  // checkpoint is sealed; `signature` if the coordinator has no key (--checkpoint_key).
   std::string files_sha256;
   std::string previous_sha256;
   std::string sha256;

@@ -1,8 +1,10 @@
 #include "worker/checkpoint/seal.h"
 
 #include <algorithm>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <vector>
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
@@ -11,6 +13,7 @@
 #include "base/file.h"
 #include "base/json.h"
 #include "base/status_macros.h"
+#include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/folder.h"
 
 namespace muster {
@@ -24,6 +27,15 @@ constexpr int64_t kMaxBytes = 1 << 20;
 bool IsHex(absl::string_view text) {
   return std::all_of(text.begin(), text.end(),
                      [](char c) { return absl::ascii_isdigit(c) || (c >= 'a' && c <= 'f'); });
+}
+
+// As coordinator/checkpoint/chain.h has it.
+std::string FilesSha256(const std::map<std::string, FileDigest>& files) {
+  std::string text;
+  for (const auto& [name, digest] : files) {
+    absl::StrAppend(&text, name, "\t", digest.bytes, "\t", digest.xxh3, "\n");
+  }
+  return absl::BytesToHexString(Sha256(text));
 }
 
 }  // namespace
@@ -46,7 +58,8 @@ absl::Status WriteSeal(const std::string& dir, const RegisteredCheckpoint& recor
                      {"previous", record.previous_sha256},
                      {"sha256", record.sha256},
                      {"signature", record.signature},
-                     {"held_back", !record.promoted}};
+                     {"held_back", !record.promoted},
+                     {"pinned", record.pinned}};
   return WriteFileAtomically(JoinPath(dir, kSealName), json.dump(1) + "\n");
 }
 
@@ -84,6 +97,7 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
     json.at("sha256").get_to(record.sha256);
     json.at("signature").get_to(record.signature);
     record.promoted = !json.value("held_back", false);
+    record.pinned = json.value("pinned", false);
     if (plan.size() != 16 || !absl::SimpleHexAtoi(plan, &record.plan)) return bad("plan");
     if (record.sha256.size() != 64) return bad("sha256");
     for (const std::string* digest :
@@ -94,6 +108,51 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
     return bad(error.what());
   }
   return record;
+}
+
+absl::Status CheckSeal(const std::string& dir, const Manifest& manifest,
+                       const RegisteredCheckpoint& seal, const VerifyingKey* key,
+                       const std::string& key_name) {
+  const std::string path = JoinPath(dir, kSealName);
+  const std::string digest = Sha256(SealText(seal));
+  if (absl::BytesToHexString(digest) != seal.sha256) {
+    return absl::DataLossError(
+        absl::StrCat(path, " was changed: its facts have the hash ", absl::BytesToHexString(digest),
+                     ", but it says ", seal.sha256, "; use a checkpoint whose record is whole"));
+  }
+  std::map<std::string, FileDigest> files;
+  for (const ManifestFile& file : manifest.files) files[file.name] = file.digest;
+  const std::string without_manifest = FilesSha256(files);
+  MUSTER_ASSIGN_OR_RETURN(files[kManifestName], DigestFile(JoinPath(dir, kManifestName)));
+  // Records of older workers do not list the manifest itself.
+  if (seal.files_sha256 != FilesSha256(files) &&
+      (seal.files_sha256 != without_manifest || seal.step != manifest.info.step ||
+       seal.iteration != manifest.info.iteration)) {
+    return absl::DataLossError(
+        absl::StrCat(dir, " is not the checkpoint that its ", kSealName,
+                     " is about: the manifest was changed, or one of the two was replaced; use "
+                     "another checkpoint"));
+  }
+  if (key == nullptr) return absl::OkStatus();
+  if (seal.signature.empty()) {
+    return absl::DataLossError(absl::StrCat(
+        dir, " is not signed: the coordinator that sealed it had no key (--checkpoint_key)"));
+  }
+  if (!key->Verifies(digest, absl::HexStringToBytes(seal.signature))) {
+    return absl::DataLossError(absl::StrCat(dir, " is not signed by the key of ", key_name,
+                                            ": another coordinator sealed it, or its ", kSealName,
+                                            " is forged"));
+  }
+  return absl::OkStatus();
+}
+
+std::vector<std::string> PinnedIn(const CheckpointFolder& folder) {
+  std::vector<std::string> pinned;
+  for (const int64_t number : folder.Numbers().value_or(std::vector<int64_t>())) {
+    const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(folder.PathOf(number));
+    if (seal.ok() && seal->pinned) pinned.push_back(folder.PathOf(number));
+  }
+  return pinned;
 }
 
 std::string SealText(const RegisteredCheckpoint& record) {

@@ -2,10 +2,14 @@
 #define MUSTER_WORKER_CHECKPOINT_SEAL_H_
 
 #include <string>
+#include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "base/signature.h"
+#include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/registrar.h"
 
 namespace muster {
@@ -19,6 +23,17 @@ absl::Status WriteSeal(const std::string& dir, const RegisteredCheckpoint& recor
 
 // Errors: NOT_FOUND if the folder has none; DATA_LOSS if it cannot be read.
 absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir);
+
+// Whether the record `seal` of the checkpoint in `dir` is as it was sealed and about what is there:
+// its hash fits its facts, and the manifest and its files are those that the ranks reported. With a
+// `key`, also whether that one signed it; `key_name` names it in errors. Reads the manifest, not
+// the files it lists. Errors: DATA_LOSS naming the folder.
+absl::Status CheckSeal(const std::string& dir, const Manifest& manifest,
+                       const RegisteredCheckpoint& seal, const VerifyingKey* key = nullptr,
+                       const std::string& key_name = "");
+
+// The paths of the numbered checkpoints whose records say that they are pinned.
+std::vector<std::string> PinnedIn(const CheckpointFolder& folder);
 
 // The text whose SHA-256 is `record.sha256`.
 std::string SealText(const RegisteredCheckpoint& record);

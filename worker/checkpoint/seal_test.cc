@@ -5,8 +5,13 @@
 
 #include <string>
 
+#include "absl/strings/escaping.h"
+#include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/signature.h"
+#include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/folder.h"
+#include "worker/checkpoint/manifest.h"
 
 namespace muster {
 namespace {
@@ -64,6 +69,102 @@ TEST(Seal, Damaged_IsAnErrorThatNamesTheFile) {
     ASSERT_FALSE(read.ok()) << size;
     EXPECT_THAT(std::string(read.status().message()), HasSubstr("seal.json"));
   }
+}
+
+// Of RFC 8032, section 7.1, test 2; and another one.
+constexpr char kPrivate[] =
+    "-----BEGIN PRIVATE KEY-----\n"
+    "MC4CAQAwBQYDK2VwBCIEIEzNCJso/5banbbDRuwRTg9bijGfNaumJNqM9u1PuKb7\n"
+    "-----END PRIVATE KEY-----\n";
+constexpr char kPublic[] =
+    "-----BEGIN PUBLIC KEY-----\n"
+    "MCowBQYDK2VwAyEAPUAXw+hDiVqStwqnTRt+vJyYLM8uxJaMwM1V8Sr0Zgw=\n"
+    "-----END PUBLIC KEY-----\n";
+constexpr char kOtherPublic[] =
+    "-----BEGIN PUBLIC KEY-----\n"
+    "MCowBQYDK2VwAyEA11qYAYKxCrfVS/7TyWQHOg7hcvPapiMlrwIaaPcHURo=\n"
+    "-----END PUBLIC KEY-----\n";
+
+std::string Hash(const std::string& bytes) { return absl::BytesToHexString(Sha256(bytes)); }
+
+// A checkpoint of one file, sealed and signed.
+class CheckSealTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    dir_ = testing::TempDir() + "/" + testing::UnitTest::GetInstance()->current_test_info()->name();
+    Staging staging = *Staging::Create(dir_);
+    ASSERT_TRUE(WriteFileAtomically(JoinPath(staging.path(), "scaler.json"), "{}").ok());
+    Manifest manifest;
+    manifest.info.step = 70;
+    manifest.info.iteration = 7;
+    manifest.files = {{.name = "scaler.json", .rank = 0, .digest = DigestBytes("{}")}};
+    ASSERT_TRUE(staging.Publish(manifest).ok());
+    manifest_ = *ReadManifest(dir_);
+    const FileDigest own = *DigestFile(JoinPath(dir_, kManifestName));
+    seal_ = Record();
+    lines_ = absl::StrCat("scaler.json\t2\t", DigestBytes("{}").xxh3, "\n");
+    SealWith(absl::StrCat("manifest.json\t", own.bytes, "\t", own.xxh3, "\n", lines_));
+  }
+  void SealWith(const std::string& lines) {
+    seal_.files_sha256 = Hash(lines);
+    seal_.sha256 = Hash(SealText(seal_));
+    seal_.signature = absl::BytesToHexString(
+        SigningKey::Parse(kPrivate, "key")->Sign(absl::HexStringToBytes(seal_.sha256)));
+  }
+  std::string Problem(const char* key = kPublic) {
+    const VerifyingKey checks = *VerifyingKey::Parse(key, "key");
+    const absl::Status status = CheckSeal(dir_, manifest_, seal_, &checks, "public.pem");
+    EXPECT_TRUE(status.ok() || absl::IsDataLoss(status)) << status;
+    if (!status.ok()) {
+      EXPECT_THAT(std::string(status.message()), HasSubstr(dir_));
+    }
+    return std::string(status.message());
+  }
+
+  std::string dir_;
+  std::string lines_;
+  Manifest manifest_;
+  RegisteredCheckpoint seal_;
+};
+
+TEST_F(CheckSealTest, AsSealed_IsGood) {
+  EXPECT_EQ(Problem(), "");
+  EXPECT_TRUE(CheckSeal(dir_, manifest_, seal_).ok());
+}
+
+TEST_F(CheckSealTest, RecordOfAnOlderWorker_NeedNotListTheManifest) {
+  SealWith(lines_);
+  EXPECT_EQ(Problem(), "");
+  // What the record says itself fits the manifest in any case.
+  manifest_.info.step = 71;
+  EXPECT_THAT(Problem(), HasSubstr("the manifest was changed"));
+}
+
+TEST_F(CheckSealTest, ChangedRecord_NoLongerHasItsHash) {
+  seal_.step = 71;
+  EXPECT_THAT(Problem(), HasSubstr("seal.json was changed"));
+}
+
+TEST_F(CheckSealTest, ChangedRecordWithANewHash_IsNotSigned) {
+  seal_.created_us += 1;
+  seal_.sha256 = Hash(SealText(seal_));
+  EXPECT_TRUE(CheckSeal(dir_, manifest_, seal_).ok());
+  EXPECT_THAT(Problem(), HasSubstr("is not signed by the key of public.pem"));
+}
+
+TEST_F(CheckSealTest, AnotherManifest_IsNotTheOneThatWasSealed) {
+  Manifest other = manifest_;
+  other.info.cursor["first_epoch"] = 9;
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(dir_, kManifestName), *EncodeManifest(other)).ok());
+  manifest_ = *ReadManifest(dir_);
+  EXPECT_THAT(Problem(), HasSubstr("the manifest was changed"));
+}
+
+TEST_F(CheckSealTest, UnsignedOrOfAnotherKey_SaysWhich) {
+  EXPECT_THAT(Problem(kOtherPublic), HasSubstr("is not signed by the key of public.pem"));
+  seal_.signature = "";
+  EXPECT_THAT(Problem(), HasSubstr("is not signed: the coordinator that sealed it had no key"));
+  EXPECT_TRUE(CheckSeal(dir_, manifest_, seal_).ok());
 }
 
 }  // namespace

@@ -95,12 +95,6 @@ absl::Status StagedSave::Publish(Comm& comm, Publication publication, const absl
     return PublishTogether(comm, staging_.has_value() ? &*staging_ : nullptr, publication, written,
                            mine);
   }
-  // Only the coordinator can hold a checkpoint back.
-  if (!publication.options.promote) {
-    return absl::FailedPreconditionError(
-        "options.checkpoint.promote is false, which needs a file system that all nodes share, not "
-        "options.project.save_on_each_node with a disk in every node");
-  }
   std::vector<ManifestFile> all;
   MUSTER_RETURN_IF_ERROR(AgreeOnFiles(comm, written, mine, &all));
   MUSTER_RETURN_IF_ERROR(PublishOnNodes(comm, publication, std::move(all)));
@@ -134,6 +128,14 @@ absl::Status StagedSave::PublishOnNodes(Comm& comm, const Publication& publicati
       AgreeOfLeaders(comm, groups_, OnlyLeader(groups_, mu_, [&] { return staging_->Commit(); })));
   return AgreeOfLeaders(comm, groups_,
                         OnlyLeader(groups_, mu_, [&] { return staging_->Finish(); }));
+}
+
+absl::Status CheckPublishable(const NodeGroups& groups, const PublishOptions& options) {
+  // Only the coordinator can hold a checkpoint back.
+  if (groups.nodes.size() == 1 || options.promote) return absl::OkStatus();
+  return absl::FailedPreconditionError(
+      "options.checkpoint.promote is false, which needs a file system that all nodes share, not "
+      "options.project.save_on_each_node with a disk in every node");
 }
 
 absl::Status SettleNodes(Comm& comm, const std::string& dir, const NodeGroups& groups) {

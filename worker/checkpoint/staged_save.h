@@ -65,6 +65,10 @@ class StagedSave {
   std::string path_;
 };
 
+// Whether a save on these disks can be what `options` ask for: known before anything is written.
+// The same on every rank. Errors: FAILED_PRECONDITION.
+absl::Status CheckPublishable(const NodeGroups& groups, const PublishOptions& options);
+
 // Collective; nothing happens where one file system is shared. After a crash between the phases of
 // a publication some nodes have the new checkpoint at `dir` and others still the former one: brings
 // the checkpoint that all nodes have, the later one if there are two, into its place everywhere.

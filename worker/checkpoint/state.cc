@@ -24,6 +24,7 @@ namespace {
 // Collective.
 absl::Status SaveStaged(Comm& comm, Publication publication, NodeGroups groups,
                         absl::FunctionRef<absl::Status(StateWriter&)> write) {
+  MUSTER_RETURN_IF_ERROR(CheckPublishable(groups, publication.options));
   MUSTER_ASSIGN_OR_RETURN(StagedSave staged,
                           StagedSave::Begin(comm, publication.path, std::move(groups)));
   StateWriter writer(staged.path(), comm.rank());

@@ -1,5 +1,6 @@
 #include "worker/job/checkpoint_client.h"
 
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -17,6 +18,9 @@ namespace {
 
 // The coordinator takes 1 MiB at most.
 constexpr size_t kMaxPartBytes = 768 << 10;
+
+// After so many restarts of the coordinator in the middle of one report something else is wrong.
+constexpr int kReportTries = 10;
 
 RegisteredCheckpoint::State StateOf(v1::CheckpointState state) {
   switch (state) {
@@ -56,41 +60,13 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
 
   absl::Status ReportShards(uint64_t id, int rank,
                             const std::vector<ShardFileReport>& files) override {
-    v1::ReportShardsRequest request;
-    request.set_checkpoint_id(id);
-    request.set_rank(rank);
-    size_t bytes = 0;
-    const auto send = [&](bool last) -> absl::Status {
-      request.set_last(last);
-      v1::ReportShardsReply reply;
-      MUSTER_RETURN_IF_ERROR(client_->CallCheckpoints(&request, &reply));
-      request.set_part(request.part() + 1);
-      request.clear_files();
-      bytes = 0;
-      return absl::OkStatus();
-    };
-    for (const ShardFileReport& file : files) {
-      v1::ShardFile message;
-      message.set_name(file.name);
-      message.set_bytes(file.bytes);
-      message.set_xxh3(file.xxh3);
-      for (const ShardSlice& slice : file.slices) {
-        v1::TensorSlice& added = *message.add_slices();
-        added.set_tensor(slice.tensor);
-        added.set_dtype(slice.dtype);
-        added.mutable_global_shape()->Add(slice.global_shape.begin(), slice.global_shape.end());
-        added.mutable_offset()->Add(slice.offset.begin(), slice.offset.end());
-        added.mutable_extent()->Add(slice.extent.begin(), slice.extent.end());
-      }
-      // A file is named in one part only: one of very many tensors goes without them, and its
-      // digest stands for them.
-      if (message.ByteSizeLong() > kMaxPartBytes) message.clear_slices();
-      const size_t more = message.ByteSizeLong() + 16;
-      if (bytes > 0 && bytes + more > kMaxPartBytes) MUSTER_RETURN_IF_ERROR(send(/*last=*/false));
-      bytes += more;
-      *request.add_files() = std::move(message);
+    for (int tries = 1;; ++tries) {
+      const absl::Status status = TryReport(id, rank, files);
+      // A coordinator that was restarted between two parts has forgotten the first.
+      if (!RefusesThePart(status) || tries == kReportTries) return status;
+      MUSTER_LOG(Info) << "reporting the files of checkpoint " << id
+                       << " again: " << status.message();
     }
-    return send(/*last=*/true);
   }
 
   absl::StatusOr<std::optional<RegisteredCheckpoint>> Seal(uint64_t id) override {
@@ -168,6 +144,51 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
     v1::BeginCheckpointReply reply;
     MUSTER_RETURN_IF_ERROR(client_->CallCheckpoints(&request, &reply));
     return reply.checkpoint_id();
+  }
+
+  // Whether the coordinator waits for an earlier part.
+  static bool RefusesThePart(const absl::Status& status) {
+    const std::optional<v1::ErrorDetail> detail = rpc::GetDetail(status);
+    return detail.has_value() && detail->reason() == v1::ERROR_REASON_BAD_FIELD &&
+           detail->field() == "part";
+  }
+
+  absl::Status TryReport(uint64_t id, int rank, const std::vector<ShardFileReport>& files) {
+    v1::ReportShardsRequest request;
+    request.set_checkpoint_id(id);
+    request.set_rank(rank);
+    size_t bytes = 0;
+    const auto send = [&](bool last) -> absl::Status {
+      request.set_last(last);
+      v1::ReportShardsReply reply;
+      MUSTER_RETURN_IF_ERROR(client_->CallCheckpoints(&request, &reply));
+      request.set_part(request.part() + 1);
+      request.clear_files();
+      bytes = 0;
+      return absl::OkStatus();
+    };
+    for (const ShardFileReport& file : files) {
+      v1::ShardFile message;
+      message.set_name(file.name);
+      message.set_bytes(file.bytes);
+      message.set_xxh3(file.xxh3);
+      for (const ShardSlice& slice : file.slices) {
+        v1::TensorSlice& added = *message.add_slices();
+        added.set_tensor(slice.tensor);
+        added.set_dtype(slice.dtype);
+        added.mutable_global_shape()->Add(slice.global_shape.begin(), slice.global_shape.end());
+        added.mutable_offset()->Add(slice.offset.begin(), slice.offset.end());
+        added.mutable_extent()->Add(slice.extent.begin(), slice.extent.end());
+      }
+      // A file is named in one part only: one of very many tensors goes without them, and its
+      // digest stands for them.
+      if (message.ByteSizeLong() > kMaxPartBytes) message.clear_slices();
+      const size_t more = message.ByteSizeLong() + 16;
+      if (bytes > 0 && bytes + more > kMaxPartBytes) MUSTER_RETURN_IF_ERROR(send(/*last=*/false));
+      bytes += more;
+      *request.add_files() = std::move(message);
+    }
+    return send(/*last=*/true);
   }
 
   absl::Status Mark(uint64_t id, v1::MarkCheckpointRequest::Mark mark) {

@@ -14,6 +14,7 @@
 #include "absl/time/clock.h"
 #include "base/mutex.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
+#include "proto/muster/v1/checkpoint.grpc.pb.h"
 #include "proto/muster/v1/kv.grpc.pb.h"
 #include "proto/muster/v1/membership.grpc.pb.h"
 #include "proto/muster/v1/rendezvous.grpc.pb.h"
@@ -33,6 +34,188 @@ grpc::Status Error(absl::StatusCode code, const std::string& text, v1::ErrorReas
   return rpc::ToGrpc(rpc::ErrorWithReason(code, text, reason));
 }
 
+grpc::Status ErrorOf(absl::StatusCode code, const std::string& message, v1::ErrorReason reason,
+                     const std::string& field = "") {
+  v1::ErrorDetail detail;
+  detail.set_reason(reason);
+  detail.set_field(field);
+  return rpc::ToGrpc(rpc::WithDetail(absl::Status(code, message), detail));
+}
+
+// The checkpoints of the job: what coordinator/checkpoint/checkpoint_set.h promises, without proof
+// of coverage, chain and retention.
+class FakeCheckpoints : public v1::Checkpoints::Service {
+ public:
+  void SetGeneration(uint64_t generation) {
+    MutexLock lock(&mu_);
+    generation_ = generation;
+  }
+  void LoseAnswers() {
+    MutexLock lock(&mu_);
+    loses_ = true;
+  }
+  void ForgetReports(int n) {
+    MutexLock lock(&mu_);
+    forget_in_ = n;
+  }
+  std::vector<std::string> reports() const {
+    MutexLock lock(&mu_);
+    return taken_;
+  }
+
+  grpc::Status Begin(grpc::ServerContext*, const v1::BeginCheckpointRequest* request,
+                     v1::BeginCheckpointReply* reply) override {
+    return Answer(request->fence(), [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> grpc::Status {
+      for (auto& [id, entry] : entries_) {
+        const v1::CheckpointState state = entry.record.state();
+        if (entry.record.path() != request->path() ||
+            (state != v1::CHECKPOINT_STATE_PREPARING && state != v1::CHECKPOINT_STATE_DELETING)) {
+          continue;
+        }
+        if (state == v1::CHECKPOINT_STATE_DELETING || entry.record.step() != request->step()) {
+          return ErrorOf(absl::StatusCode::kFailedPrecondition, "another one is there",
+                         v1::ERROR_REASON_CHECKPOINT_CONFLICT);
+        }
+        reply->set_checkpoint_id(id);
+        return grpc::Status::OK;
+      }
+      Entry& entry = entries_[++last_id_];
+      entry.record.set_checkpoint_id(last_id_);
+      entry.record.set_path(request->path());
+      entry.record.set_step(request->step());
+      entry.record.set_ranks(request->ranks());
+      entry.record.set_state(v1::CHECKPOINT_STATE_PREPARING);
+      entry.record.set_promoted(!request->hold_back());
+      reply->set_checkpoint_id(last_id_);
+      return grpc::Status::OK;
+    });
+  }
+  grpc::Status ReportShards(grpc::ServerContext*, const v1::ReportShardsRequest* request,
+                            v1::ReportShardsReply*) override {
+    return Answer(request->fence(), [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> grpc::Status {
+      if (forget_in_ > 0 && --forget_in_ == 0) {
+        for (auto& [id, entry] : entries_) entry.parts.clear();
+      }
+      const auto found = entries_.find(request->checkpoint_id());
+      if (found == entries_.end()) return NoCheckpoint();
+      auto& [next, last] = found->second.parts[request->rank()];
+      if (request->part() < next || last) return grpc::Status::OK;
+      if (request->part() > next) {
+        return ErrorOf(absl::StatusCode::kInvalidArgument, "an earlier part has not come",
+                       v1::ERROR_REASON_BAD_FIELD, "part");
+      }
+      ++next;
+      last = request->last();
+      taken_.push_back(absl::StrCat("rank ", request->rank(), " part ", request->part(),
+                                    request->last() ? " last" : ""));
+      return grpc::Status::OK;
+    });
+  }
+  grpc::Status Seal(grpc::ServerContext*, const v1::SealCheckpointRequest* request,
+                    v1::SealCheckpointReply* reply) override {
+    return Answer(request->fence(), [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> grpc::Status {
+      const auto found = entries_.find(request->checkpoint_id());
+      if (found == entries_.end()) return NoCheckpoint();
+      Entry& entry = found->second;
+      if (entry.record.state() == v1::CHECKPOINT_STATE_PREPARING) {
+        for (int rank = 0; rank < entry.record.ranks(); ++rank) {
+          if (entry.parts[rank].second) continue;
+          return ErrorOf(absl::StatusCode::kFailedPrecondition, "a rank has not reported",
+                         v1::ERROR_REASON_SHARDS_MISSING);
+        }
+        entry.record.set_state(v1::CHECKPOINT_STATE_SEALED);
+        entry.record.set_sha256(absl::StrCat("seal ", ++seals_));
+      }
+      *reply->mutable_checkpoint() = entry.record;
+      return grpc::Status::OK;
+    });
+  }
+  grpc::Status Publish(grpc::ServerContext*, const v1::PublishCheckpointRequest* request,
+                       v1::PublishCheckpointReply* reply) override {
+    return Answer(request->fence(), [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> grpc::Status {
+      const auto found = entries_.find(request->checkpoint_id());
+      if (found == entries_.end()) return NoCheckpoint();
+      for (auto& [id, entry] : entries_) {
+        if (id >= request->checkpoint_id() || !entry.record.published()) continue;
+        entry.record.set_state(v1::CHECKPOINT_STATE_DELETING);
+        *reply->add_to_delete() = entry.record;
+      }
+      found->second.record.set_state(v1::CHECKPOINT_STATE_PUBLISHED);
+      found->second.record.set_published(true);
+      *reply->mutable_checkpoint() = found->second.record;
+      return grpc::Status::OK;
+    });
+  }
+  grpc::Status Abort(grpc::ServerContext*, const v1::AbortCheckpointRequest* request,
+                     v1::AbortCheckpointReply*) override {
+    return Answer(request->fence(), [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+      entries_.erase(request->checkpoint_id());
+      return grpc::Status::OK;
+    });
+  }
+  grpc::Status Deleted(grpc::ServerContext*, const v1::CheckpointDeletedRequest* request,
+                       v1::CheckpointDeletedReply*) override {
+    return Answer(request->fence(), [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+      for (const uint64_t id : request->checkpoint_ids()) entries_.erase(id);
+      return grpc::Status::OK;
+    });
+  }
+  // One record a page, so that paging is tested.
+  grpc::Status List(grpc::ServerContext*, const v1::ListCheckpointsRequest* request,
+                    v1::ListCheckpointsReply* reply) override {
+    return Answer(request->fence(), [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+      auto found = entries_.upper_bound(request->after());
+      if (found == entries_.end()) return grpc::Status::OK;
+      *reply->add_checkpoints() = found->second.record;
+      reply->set_more(++found != entries_.end());
+      return grpc::Status::OK;
+    });
+  }
+  grpc::Status Mark(grpc::ServerContext*, const v1::MarkCheckpointRequest* request,
+                    v1::MarkCheckpointReply* reply) override {
+    return Answer(request->fence(), [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) -> grpc::Status {
+      const auto found = entries_.find(request->checkpoint_id());
+      if (found == entries_.end()) return NoCheckpoint();
+      found->second.record.set_pinned(request->mark() == v1::MarkCheckpointRequest::PIN);
+      *reply->mutable_checkpoint() = found->second.record;
+      return grpc::Status::OK;
+    });
+  }
+
+ private:
+  struct Entry {
+    v1::CheckpointRecord record;
+    std::map<int, std::pair<int, bool>> parts;  // by rank: the next one; whether it was the last
+  };
+
+  static grpc::Status NoCheckpoint() {
+    return ErrorOf(absl::StatusCode::kNotFound, "no such checkpoint",
+                   v1::ERROR_REASON_NO_CHECKPOINT);
+  }
+
+  template <typename F>
+  grpc::Status Answer(const v1::Fence& fence, F f) {
+    MutexLock lock(&mu_);
+    if (fence.generation() != generation_) {
+      return ErrorOf(absl::StatusCode::kFailedPrecondition, "this generation is over",
+                     v1::ERROR_REASON_STALE_GENERATION);
+    }
+    const grpc::Status status = f();
+    lost_ = loses_ && !lost_;
+    return lost_ ? grpc::Status(grpc::StatusCode::UNAVAILABLE, "lost") : status;
+  }
+
+  mutable Mutex mu_;
+  uint64_t generation_ ABSL_GUARDED_BY(mu_) = 0;
+  bool loses_ ABSL_GUARDED_BY(mu_) = false;
+  bool lost_ ABSL_GUARDED_BY(mu_) = false;  // the last answer
+  int forget_in_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t last_id_ ABSL_GUARDED_BY(mu_) = 0;
+  int seals_ ABSL_GUARDED_BY(mu_) = 0;
+  std::map<uint64_t, Entry> entries_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::string> taken_ ABSL_GUARDED_BY(mu_);
+};
+
 }  // namespace
 
 class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
@@ -49,11 +232,13 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
     builder.RegisterService(static_cast<v1::Barrier::Service*>(this));
     builder.RegisterService(static_cast<v1::Triggers::Service*>(this));
     builder.RegisterService(static_cast<v1::Membership::Service*>(this));
+    builder.RegisterService(&checkpoints_);
     server_ = builder.BuildAndStart();
   }
   ~Impl() override { server_->Shutdown(std::chrono::system_clock::now()); }
 
   int port() const { return port_; }
+  FakeCheckpoints& checkpoints() { return checkpoints_; }
 
   void LoseAnswers(int n) {
     MutexLock lock(&mu_);
@@ -79,6 +264,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
     MutexLock lock(&mu_);
     ended_ = why;
     ++generation_;
+    checkpoints_.SetGeneration(generation_);
     cv_.SignalAll();
   }
   int64_t writes() const {
@@ -172,6 +358,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
     }
     if (generation_ < joining) {
       generation_ = joining;
+      checkpoints_.SetGeneration(generation_);
       world_ = static_cast<int>(size);
       ended_.clear();
     }
@@ -403,6 +590,7 @@ class FakeCoordinator::Impl : public v1::KeyValueStore::Service,
   }
 
   int port_ = 0;
+  FakeCheckpoints checkpoints_;
   mutable Mutex mu_;
   CondVar cv_;
   std::map<std::string, std::string> values_ ABSL_GUARDED_BY(mu_);
@@ -435,6 +623,9 @@ void FakeCoordinator::LoseArrivals(int n) { impl_->LoseArrivals(n); }
 int64_t FakeCoordinator::waited_us() const { return impl_->waited_us(); }
 uint64_t FakeCoordinator::revision_seen() const { return impl_->revision_seen(); }
 void FakeCoordinator::EndGeneration(const std::string& why) { impl_->EndGeneration(why); }
+void FakeCoordinator::LoseCheckpointAnswers() { impl_->checkpoints().LoseAnswers(); }
+void FakeCoordinator::ForgetReports(int n) { impl_->checkpoints().ForgetReports(n); }
+std::vector<std::string> FakeCoordinator::reports() const { return impl_->checkpoints().reports(); }
 int64_t FakeCoordinator::writes() const { return impl_->writes(); }
 int64_t FakeCoordinator::rows_sent() const { return impl_->rows_sent(); }
 std::string FakeCoordinator::WaitForHeartbeat() { return impl_->WaitForHeartbeat(); }

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "absl/time/time.h"
 
@@ -36,6 +37,13 @@ class FakeCoordinator {
   static constexpr uint64_t kRevision = 77;
   // Ends the generation: heartbeats say so, fenced calls fail.
   void EndGeneration(const std::string& why);
+  // From now on every other call about checkpoints is carried out and answered with UNAVAILABLE.
+  void LoseCheckpointAnswers();
+  // What ranks have reported of checkpoints is forgotten before the `n`th report from now is looked
+  // at (1: the next), as by a restart.
+  void ForgetReports(int n);
+  // The parts of reports that were taken, in order: "rank 0 part 1 last".
+  std::vector<std::string> reports() const;
   // How many changes were carried out, repeats not counted.
   int64_t writes() const;
   // Rows of the rank table that were sent.
