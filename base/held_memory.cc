@@ -115,9 +115,10 @@ absl::StatusOr<HeldMemoryMessage> ReceiveHeldMemoryMessage(int socket, OwnedFd* 
   header.msg_control = control;
   header.msg_controllen = sizeof(control);
   ssize_t got;
+  bool reset = false;  // the other side has closed without reading; what it sent before is there
   do {
     got = recvmsg(socket, &header, MSG_CMSG_CLOEXEC);
-  } while (got < 0 && errno == EINTR);
+  } while (got < 0 && (errno == EINTR || (errno == ECONNRESET && !std::exchange(reset, true))));
   if (got <= 0) {
     return absl::UnavailableError(absl::StrCat(
         "the agent's memory: ", got == 0 ? "the connection was closed" : std::strerror(errno)));
@@ -153,29 +154,30 @@ absl::Status HoldMemory(const std::string& socket, int slot, int fd) {
   HeldMemoryMessage request;
   request.kind = HeldMemoryMessage::kHold;
   request.slot = slot;
-  MUSTER_RETURN_IF_ERROR(SendHeldMemoryMessage(agent.get(), request, fd));
+  // An agent that refuses this process says so without reading.
+  const absl::Status sent = SendHeldMemoryMessage(agent.get(), request, fd);
   OwnedFd none;
-  MUSTER_ASSIGN_OR_RETURN(const HeldMemoryMessage done,
-                          ReceiveHeldMemoryMessage(agent.get(), &none));
-  return StatusOf(done);
+  const absl::StatusOr<HeldMemoryMessage> done = ReceiveHeldMemoryMessage(agent.get(), &none);
+  if (!done.ok()) return sent.ok() ? done.status() : sent;
+  return StatusOf(*done);
 }
 
 absl::StatusOr<std::vector<HeldMemory>> TakeHeldMemory(const std::string& socket) {
   MUSTER_ASSIGN_OR_RETURN(const OwnedFd agent, Connect(socket));
   HeldMemoryMessage request;
   request.kind = HeldMemoryMessage::kTake;
-  MUSTER_RETURN_IF_ERROR(SendHeldMemoryMessage(agent.get(), request));
+  const absl::Status sent = SendHeldMemoryMessage(agent.get(), request);
   std::vector<HeldMemory> held;
   while (true) {
     OwnedFd fd;
-    MUSTER_ASSIGN_OR_RETURN(const HeldMemoryMessage answer,
-                            ReceiveHeldMemoryMessage(agent.get(), &fd));
-    if (answer.kind != HeldMemoryMessage::kMemory) {
-      MUSTER_RETURN_IF_ERROR(StatusOf(answer));
+    const absl::StatusOr<HeldMemoryMessage> answer = ReceiveHeldMemoryMessage(agent.get(), &fd);
+    if (!answer.ok()) return sent.ok() ? answer.status() : sent;
+    if (answer->kind != HeldMemoryMessage::kMemory) {
+      MUSTER_RETURN_IF_ERROR(StatusOf(*answer));
       return held;
     }
     MUSTER_RETURN_IF_ERROR(CheckHoldableMemory(fd.get()));
-    held.push_back({.worker_id = answer.text, .slot = answer.slot, .fd = std::move(fd)});
+    held.push_back({.worker_id = answer->text, .slot = answer->slot, .fd = std::move(fd)});
   }
 }
 
