@@ -1,5 +1,6 @@
 #include "agent/memory_holder.h"
 
+#include <poll.h>
 #include <sys/socket.h>
 #include <sys/time.h>
 #include <sys/un.h>
@@ -11,7 +12,6 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
-#include "base/log.h"
 
 namespace muster::agent {
 namespace {
@@ -19,6 +19,7 @@ namespace {
 // A worker that is stopped in mid-request must not keep the others waiting for long.
 constexpr timeval kPatience = {1, 0};
 constexpr int kBacklog = 128;
+constexpr int kRetryMilliseconds = 100;
 
 }  // namespace
 
@@ -55,13 +56,10 @@ void MemoryHolder::Run() {
       Serve(connection.get());
       continue;
     }
+    if (errno == EINVAL) return;  // it is being destroyed
     if (errno == EINTR || errno == ECONNABORTED) continue;
-    // EINVAL: it is being destroyed. Else the process has no descriptor left, and the checkpoints
-    // on the disk go on.
-    if (errno != EINVAL) {
-      MUSTER_LOG(Warning) << "this agent holds no more memory of workers: " << std::strerror(errno);
-    }
-    return;
+    // The process has no descriptor left, for the moment.
+    poll(nullptr, 0, kRetryMilliseconds);
   }
 }
 

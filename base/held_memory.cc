@@ -33,6 +33,14 @@ absl::StatusOr<OwnedFd> Connect(const std::string& name) {
     return absl::UnavailableError(
         absl::StrCat("the agent's memory (", name, ") cannot be reached: ", std::strerror(errno)));
   }
+  // Once the agent is dead, anybody may have its name.
+  ucred agent = {};
+  socklen_t credentials = sizeof(agent);
+  if (getsockopt(fd.get(), SOL_SOCKET, SO_PEERCRED, &agent, &credentials) != 0 ||
+      (agent.uid != geteuid() && agent.uid != 0)) {
+    return absl::UnavailableError(
+        absl::StrCat("the agent's memory (", name, ") is served by user ", agent.uid));
+  }
   return fd;
 }
 

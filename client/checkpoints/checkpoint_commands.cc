@@ -551,6 +551,12 @@ int RunPrune(const Call& call) {
   std::vector<std::string> complete, pinned;
   for (const Checkpoint& checkpoint : *found) {
     if (checkpoint.manifest.ok()) {
+      if (!checkpoint.seal.ok() && !absl::IsNotFound(checkpoint.seal.status())) {
+        return Fail(call, absl::FailedPreconditionError(absl::StrCat(
+                              checkpoint.seal.status().message(),
+                              "; nothing was removed: the checkpoint may be pinned. Use a "
+                              "muster that reads this file, or remove the file")));
+      }
       const bool stays = checkpoint.seal.ok() && checkpoint.seal->pinned;
       (stays ? pinned : complete).push_back(checkpoint.path);
     } else if (!absl::IsNotFound(checkpoint.manifest.status())) {

@@ -211,29 +211,27 @@ void CheckpointState::OpenMemory() {
 
 bool CheckpointState::GoesToDisk(const std::string& directory) {
   const int64_t every = process_.options().checkpoint.disk_every;
-  bool disk = !directory.empty() || ++since_disk_ >= every;
+  bool disk = !directory.empty() || since_disk_ + 1 >= every;
   if (every > 1 && directory.empty()) {
     // A process may hear of the end before the others do.
     for (const std::string& stopping : process_.comm().AllGatherBytes(stopping_() ? "1" : "0")) {
       disk |= stopping == "1";
     }
   }
-  if (disk) since_disk_ = 0;
   return disk;
 }
 
-absl::Status CheckpointState::SaveToMemory(const CheckpointInfo& info,
+absl::Status CheckpointState::SaveToMemory(const CheckpointInfo& info, int64_t since_disk,
                                            absl::FunctionRef<absl::Status(StateWriter&)> write) {
   const CheckpointOptions& options = process_.options().checkpoint;
-  const absl::Status before =
-      memory_->Save(process_.comm(), info, since_disk_, options.lazy, write);
+  const absl::Status before = memory_->Save(process_.comm(), info, since_disk, options.lazy, write);
   if (absl::IsResourceExhausted(before)) {
     if (process_.rank() == 0) {
       MUSTER_LOG(Warning) << "no more checkpoints in memory, those on the disk go on, every "
                           << options.disk_every << ". save_state(): " << before.message();
     }
-    // The last whole save stays with the agent.
-    memory_.reset();
+    // The last whole save stays with the agent, and counts until training begins elsewhere.
+    saves_to_memory_ = false;
     return absl::OkStatus();
   }
   if (before.ok()) return before;
@@ -376,11 +374,21 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
   return Guard([&] {
     const CheckpointFolder folder(Root());
     OpenMemory();
-    const bool to_disk = GoesToDisk(directory);
+    bool to_disk = GoesToDisk(directory);
     if (to_disk && directory.empty()) info.iteration = AgreeOnNumber(folder, info.iteration);
+    // A save with a name of its own is none of those that are counted.
+    const int64_t since_disk = !directory.empty() ? since_disk_ : to_disk ? 0 : since_disk_ + 1;
     absl::Status in_memory;
-    if (memory_ != nullptr) in_memory = SaveToMemory(info, write);
+    if (memory_ != nullptr && saves_to_memory_) {
+      in_memory = SaveToMemory(info, since_disk, write);
+      if (!saves_to_memory_ && !to_disk) {
+        // It must be somewhere.
+        to_disk = true;
+        info.iteration = AgreeOnNumber(folder, info.iteration);
+      }
+    }
     if (!to_disk) {
+      since_disk_ = since_disk;
       loops_.NoteSaved(absl::StrCat("the checkpoint of step ", info.step, " in memory"), done);
       ThrowIfError(in_memory);
       return;
@@ -395,6 +403,8 @@ absl::Status CheckpointState::Save(const std::string& wanted_directory) {
       ThrowIfError(
           SaveNumberedCheckpoint(process_.comm(), folder, info, Publishing(), write, OwnNode()));
     }
+    // After one that failed, the next goes to the disk, too.
+    if (directory.empty()) since_disk_ = 0;
     last_checkpoint_ = directory.empty() ? folder.PathOf(info.iteration) : directory;
     save_iteration_ = info.iteration + 1;
     loops_.NoteSaved(last_checkpoint_, done);
@@ -812,7 +822,10 @@ absl::Status CheckpointState::Load(const std::string& wanted_directory, bool may
     if (directory.empty() && memory_ != nullptr && LoadFromMemory(CheckpointFolder(Root()))) return;
     absl::StatusOr<StateReader> reader = OpenToLoad(directory);
     if (may_be_missing && directory.empty()) CheckProjectWritable(/*always=*/true);
-    if (may_be_missing && absl::IsNotFound(reader.status())) return;
+    if (may_be_missing && absl::IsNotFound(reader.status())) {
+      if (memory_ != nullptr) memory_->Forget();
+      return;
+    }
     ThrowIfError(reader.status());
     LoadFrom(*reader);
     since_disk_ = 0;

@@ -100,10 +100,10 @@ class CheckpointState {
   absl::Status CheckOptions() const;
   // (collective) Opens the memory at the first call; without it memory_ stays null.
   void OpenMemory();
-  // (collective) Whether this save goes to the disk. Counts it.
+  // (collective) Whether this save goes to the disk.
   bool GoesToDisk(const std::string& directory);
   // (collective) Returns the error of the save before, if it failed.
-  absl::Status SaveToMemory(const CheckpointInfo& info,
+  absl::Status SaveToMemory(const CheckpointInfo& info, int64_t since_disk,
                             absl::FunctionRef<absl::Status(StateWriter&)> write);
   // (collective) Loads from memory if that has a newer state than the disk. False: it has not.
   bool LoadFromMemory(const CheckpointFolder& folder);
@@ -139,8 +139,9 @@ class CheckpointState {
   std::unique_ptr<AsyncSaver> saver_;                     // from the first asynchronous save on
   std::unique_ptr<MemoryTier> memory_;                    // null without memory
   bool memory_opened_ = false;
-  int64_t since_disk_ = 0;     // saves since the last one to the disk
-  int64_t next_numbered_ = 0;  // after the last numbered asynchronous save
+  bool saves_to_memory_ = true;  // false: it was too small once
+  int64_t since_disk_ = 0;       // saves since the last one to the disk
+  int64_t next_numbered_ = 0;    // after the last numbered asynchronous save
 };
 
 }  // namespace muster::internal

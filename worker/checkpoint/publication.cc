@@ -153,6 +153,18 @@ void DeleteSuperfluous(CheckpointRegistrar& registrar, Mutex* folder_mu,
 }
 
 // What was saved without this registry counts too.
+// How many of the newest numbered checkpoints to leave so that `keep` of them are not pinned.
+int KeepBesides(const CheckpointFolder& folder, int keep, const std::vector<std::string>& pinned) {
+  const std::vector<int64_t> numbers = folder.Published().value_or(std::vector<int64_t>());
+  int left = 0, counted = 0;
+  for (auto number = numbers.rbegin(); number != numbers.rend() && counted < keep; ++number) {
+    ++left;
+    const std::string dir = folder.PathOf(*number);
+    if (std::find(pinned.begin(), pinned.end(), dir) == pinned.end()) ++counted;
+  }
+  return std::max(left, keep);
+}
+
 absl::Status DeleteUnregistered(const Publication& publication,
                                 const std::vector<RegisteredCheckpoint>& records) {
   const CheckpointFolder& folder = *publication.folder;
@@ -237,8 +249,9 @@ absl::Status FinishByFolder(Staging& staging, const Publication& publication) {
   const PublishOptions& options = publication.options;
   if (!publication.folder.has_value() || options.keep <= 0) return absl::OkStatus();
   // The checkpoint is there: an old one that cannot be deleted does not change that.
-  if (const absl::Status rotated = publication.folder->Rotate(options.keep, options.keep_every,
-                                                              PinnedIn(*publication.folder));
+  const std::vector<std::string> pinned = PinnedIn(*publication.folder);
+  if (const absl::Status rotated = publication.folder->Rotate(
+          KeepBesides(*publication.folder, options.keep, pinned), options.keep_every, pinned);
       !rotated.ok()) {
     MUSTER_LOG(Warning) << rotated.message();
   }

@@ -150,7 +150,9 @@ std::vector<std::string> PinnedIn(const CheckpointFolder& folder) {
   std::vector<std::string> pinned;
   for (const int64_t number : folder.Numbers().value_or(std::vector<int64_t>())) {
     const absl::StatusOr<RegisteredCheckpoint> seal = ReadSeal(folder.PathOf(number));
-    if (seal.ok() && seal->pinned) pinned.push_back(folder.PathOf(number));
+    // One that cannot be read may be pinned.
+    if (seal.ok() ? seal->pinned : !absl::IsNotFound(seal.status()))
+      pinned.push_back(folder.PathOf(number));
   }
   return pinned;
 }

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -65,6 +66,13 @@ struct SharedFiles::Reading {
                                                : memfd_create(file.name.c_str(), MFD_CLOEXEC);
       if (fd < 0) return absl::ErrnoToStatus(errno, "cannot create shared memory");
       shared.files_.emplace(file.name, fd);
+      // Beyond it the kernel sends a signal that ends the process.
+      rlimit limit = {};
+      if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
+          file.digest.bytes > limit.rlim_cur) {
+        return absl::ResourceExhaustedError(
+            absl::StrCat("the limit of a file's size (ulimit -f) is ", limit.rlim_cur, " bytes"));
+      }
       if (ftruncate(fd, static_cast<off_t>(file.digest.bytes)) != 0) {
         return absl::ErrnoToStatus(errno, "cannot size shared memory");
       }
