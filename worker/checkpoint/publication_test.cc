@@ -352,6 +352,24 @@ TEST_F(PublicationTest, KeepEvery_SparesTheirSteps) {
   EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_2", "checkpoint_4", "checkpoint_5"));
 }
 
+// Also one whose record cannot be read, as it may be.
+TEST_F(PublicationTest, KeepByTheFolder_IsBesidePinnedOnes) {
+  registered_ = false;
+  for (int i = 0; i < 4; ++i) ASSERT_TRUE(Save(i, {}).ok());
+  RegisteredCheckpoint record;
+  record.pinned = true;
+  for (int i = 2; i < 4; ++i) {
+    ASSERT_TRUE(WriteSeal(JoinPath(root_, absl::StrCat("checkpoint_", i)), record).ok());
+  }
+  ASSERT_TRUE(WriteFileAtomically(JoinPath(root_, "checkpoint_0/seal.json"), "{").ok());
+  ASSERT_TRUE(Save(4, {.keep = 2}).ok());
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_1", "checkpoint_2", "checkpoint_3",
+                                   "checkpoint_4"));
+  ASSERT_TRUE(Save(5, {.keep = 2}).ok());
+  EXPECT_THAT(Names(), ElementsAre("checkpoint_0", "checkpoint_2", "checkpoint_3", "checkpoint_4",
+                                   "checkpoint_5"));
+}
+
 TEST_F(PublicationTest, NamedCheckpoint_IsPinned) {
   RunRanks(1, [&](Comm& comm) {
     const absl::Status saved = SaveCheckpoint(comm, JoinPath(root_, "best"), {.step = 3},
