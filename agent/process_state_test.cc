@@ -61,7 +61,7 @@ TEST(ProcessState, Stat_IsTheSameWithoutWhatItWaitsFor) {
   EXPECT_TRUE(state.exists());
   EXPECT_EQ(state.parent, getpid());
   EXPECT_EQ(state.session, getsid(0));
-  EXPECT_EQ(state.threads, 1);
+  EXPECT_GE(state.threads, 1);  // TSan gives the child one of its own
   EXPECT_EQ(state.syscall + state.wchan, "");
   kill(pid, SIGKILL);
   waitpid(pid, nullptr, 0);
