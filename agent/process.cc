@@ -41,6 +41,7 @@
 #include "base/file.h"
 #include "base/log.h"
 #include "base/mutex.h"
+#include "base/owned_fd.h"
 #include "base/status_macros.h"
 
 namespace muster::agent {
@@ -57,26 +58,6 @@ constexpr size_t kKeptLineBytes = 4096;
 // The most that is read from an ended process: its pipes hold 64 KiB, but a child it left behind
 // may keep writing.
 constexpr size_t kDrainBytes = 4 << 20;
-
-class Fd {
- public:
-  Fd() = default;
-  explicit Fd(int fd) : fd_(fd) {}
-  Fd(Fd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  Fd& operator=(Fd&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~Fd() { Close(); }
-  int get() const { return fd_; }
-  bool open() const { return fd_ >= 0; }
-  void Close() {
-    if (fd_ >= 0) close(std::exchange(fd_, -1));
-  }
-
- private:
-  int fd_ = -1;
-};
 
 absl::Status ErrnoStatus(absl::string_view what, int error) {
   const std::string text = absl::StrCat(what, ": ", strerror(error));
@@ -105,23 +86,23 @@ bool BecomesReadable(int fd, absl::Duration timeout) {
   }
 }
 
-absl::Status MakePipe(Fd* read_end, Fd* write_end) {
+absl::Status MakePipe(OwnedFd* read_end, OwnedFd* write_end) {
   int fds[2];
   if (pipe2(fds, O_CLOEXEC) != 0) return ErrnoStatus("pipe", errno);
-  *read_end = Fd(fds[0]);
-  *write_end = Fd(fds[1]);
+  *read_end = OwnedFd(fds[0]);
+  *write_end = OwnedFd(fds[1]);
   return absl::OkStatus();
 }
 
 // A pseudo-terminal with the size of the terminal on `like_fd`, if it is one.
-absl::Status MakeTerminal(int like_fd, Fd* read_end, Fd* write_end) {
-  Fd master(posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC));
+absl::Status MakeTerminal(int like_fd, OwnedFd* read_end, OwnedFd* write_end) {
+  OwnedFd master(posix_openpt(O_RDWR | O_NOCTTY | O_CLOEXEC));
   char name[64];
   if (!master.open() || grantpt(master.get()) != 0 || unlockpt(master.get()) != 0 ||
       ptsname_r(master.get(), name, sizeof(name)) != 0) {
     return ErrnoStatus("pseudo-terminal", errno);
   }
-  Fd slave(open(name, O_RDWR | O_NOCTTY | O_CLOEXEC));
+  OwnedFd slave(open(name, O_RDWR | O_NOCTTY | O_CLOEXEC));
   if (!slave.open()) return ErrnoStatus(name, errno);
   termios mode;
   if (tcgetattr(slave.get(), &mode) == 0) {
@@ -296,7 +277,7 @@ absl::Status StartErrorStatus(const StartError& report, const ProcessOptions& op
 
 // Wakes the host's thread. Shared with the processes, which may outlive the host.
 struct Waker {
-  Fd fd{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
+  OwnedFd fd{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)};
   void Wake() {
     const uint64_t one = 1;
     ssize_t ignored = write(fd.get(), &one, sizeof(one));
@@ -308,7 +289,7 @@ class Child final : public Process {
  public:
   struct Stream {
     OutputStream which;
-    Fd fd;
+    OwnedFd fd;
     std::unique_ptr<LineSplitter> splitter;
     bool watched = false;  // in the epoll set
   };
@@ -361,7 +342,7 @@ class Child final : public Process {
 
   const ProcessOptions& options() const { return options_; }
 
-  void Attach(pid_t pid, Fd pidfd, Fd out, Fd err) {
+  void Attach(pid_t pid, OwnedFd pidfd, OwnedFd out, OwnedFd err) {
     pid_ = pid;
     pidfd_ = std::move(pidfd);
     streams_[0].which = OutputStream::kStdout;
@@ -439,10 +420,7 @@ class Child final : public Process {
                                          ? keeper->Collect(pid_)
                                          : absl::StatusOr<ChildEnd>(absl::UnavailableError(""));
       if (absl::IsUnavailable(end.status()) && info.si_pid == 0) {
-        int failed;
-        do {
-          failed = waitid(P_PIDFD, pidfd_.get(), &info, WEXITED | WNOHANG);
-        } while (failed != 0 && errno == EINTR);
+        waitid(P_PIDFD, pidfd_.get(), &info, WEXITED | WNOHANG);
       }
       if (!end.ok() && info.si_pid != 0) end = ChildEnd{info.si_code, info.si_status};
       if (!end.ok()) {
@@ -522,7 +500,7 @@ class Child final : public Process {
   const absl::Duration give_up_after_;
   int (*const kill_)(pid_t, int);
   pid_t pid_ = -1;  // set before the handle is given out
-  Fd pidfd_;
+  OwnedFd pidfd_;
   std::array<Stream, 2> streams_;
 
   Notification done_;
@@ -562,7 +540,7 @@ class HostImpl final : public ProcessHost {
   }
 
   absl::Status Init() {
-    epoll_ = Fd(epoll_create1(EPOLL_CLOEXEC));
+    epoll_ = OwnedFd(epoll_create1(EPOLL_CLOEXEC));
     if (!epoll_.open() || !waker_->fd.open()) return ErrnoStatus("event loop", errno);
     MUSTER_RETURN_IF_ERROR(Watch(waker_->fd.get(), {0, 0}));
     MUSTER_RETURN_IF_ERROR(EnsureKeeper());
@@ -640,7 +618,7 @@ class HostImpl final : public ProcessHost {
   }
 
   absl::Status StartGuard() {
-    Fd read_end, write_end;
+    OwnedFd read_end, write_end;
     MUSTER_RETURN_IF_ERROR(MakePipe(&read_end, &write_end));
     const pid_t pid = Orphans::Get().Fork(mark_);
     if (pid < 0) return ErrnoStatus("fork", errno);
@@ -652,7 +630,7 @@ class HostImpl final : public ProcessHost {
     guard_started_ = Clock::Real().Now();
     if (keeper_ != nullptr) TellGuard(keeper_->pid(), GuardNote::kKeeper);
     for (const auto& [child, handle] : children_) TellGuard(child, GuardNote::kAdded);
-    guard_pidfd_ = Fd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+    guard_pidfd_ = OwnedFd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
     if (!guard_pidfd_.open()) return absl::OkStatus();  // its end goes unnoticed
     return Watch(guard_pidfd_.get(), {-1, 2});
   }
@@ -707,7 +685,7 @@ class HostImpl final : public ProcessHost {
   // Leaves a process that does not end to the keeper, which collects it once it does. The guard
   // tracks it until then and no longer: its number may belong to another process afterwards.
   void Abandon(pid_t pid) {
-    Fd ended(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+    OwnedFd ended(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
     if (ended.open()) {
       abandoned_.push_back({pid, std::move(ended)});
     } else {
@@ -768,7 +746,7 @@ class HostImpl final : public ProcessHost {
     // too.
     env.push_back(absl::StrCat(kMarkVariable, outer, mark_));
 
-    Fd out_read, out_write, err_read, err_write, error_read, error_write;
+    OwnedFd out_read, out_write, err_read, err_write, error_read, error_write;
     MUSTER_RETURN_IF_ERROR(options.stdout_terminal
                                ? MakeTerminal(STDOUT_FILENO, &out_read, &out_write)
                                : MakePipe(&out_read, &out_write));
@@ -776,10 +754,10 @@ class HostImpl final : public ProcessHost {
                                ? MakeTerminal(STDERR_FILENO, &err_read, &err_write)
                                : MakePipe(&err_read, &err_write));
     MUSTER_RETURN_IF_ERROR(MakePipe(&error_read, &error_write));
-    Fd null;
+    OwnedFd null;
     int stdin_fd = options.stdin_fd;
     if (stdin_fd < 0) {
-      null = Fd(open("/dev/null", O_RDONLY | O_CLOEXEC));
+      null = OwnedFd(open("/dev/null", O_RDONLY | O_CLOEXEC));
       if (!null.open()) return ErrnoStatus("/dev/null", errno);
       stdin_fd = null.get();
     }
@@ -829,7 +807,7 @@ class HostImpl final : public ProcessHost {
     }
     TellGuard(pid, GuardNote::kAdded);
     MUSTER_FAILPOINT("agent.spawned");
-    Fd pidfd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+    OwnedFd pidfd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
     const absl::Status watched =
         pidfd.open() ? Watch(pidfd.get(), {pid, 2}) : ErrnoStatus("pidfd_open", errno);
     if (!watched.ok()) {
@@ -902,7 +880,7 @@ class HostImpl final : public ProcessHost {
     std::set<pid_t> foreign;
     while (!(left = Orphans::Get().Kill(mark_, &foreign, options_.kill)).empty()) {
       for (const pid_t pid : left) {
-        const Fd pidfd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
+        const OwnedFd pidfd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
         BecomesReadable(pidfd.get(), give_up - Clock::Real().Now());
       }
       Orphans::Get().Collect(mark_);
@@ -1014,12 +992,12 @@ class HostImpl final : public ProcessHost {
   int (*const epoll_ctl_)(int, int, int, epoll_event*);
   const std::shared_ptr<Waker> waker_;
   const std::string mark_;
-  Fd epoll_;
+  OwnedFd epoll_;
 
   std::atomic<pid_t> guard_{-1};
   // The host's thread only.
-  Fd guard_pipe_;
-  Fd guard_pidfd_;
+  OwnedFd guard_pipe_;
+  OwnedFd guard_pidfd_;
   absl::Time guard_started_;
   absl::Time guard_due_ = absl::InfiniteFuture();  // when another one is to be started
   absl::Time collect_at_ = absl::InfinitePast();
@@ -1029,7 +1007,7 @@ class HostImpl final : public ProcessHost {
   // Processes that SIGKILL did not end in time.
   struct Abandoned {
     pid_t pid;
-    Fd ended;  // a pidfd
+    OwnedFd ended;  // a pidfd
   };
   std::vector<Abandoned> abandoned_;
 

@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/identity.h"
+#include "base/owned_fd.h"
 #include "base/status_macros.h"
 
 namespace muster {
@@ -24,24 +25,10 @@ absl::Status Failed(absl::string_view what, const std::string& path) {
   return absl::ErrnoToStatus(errno, absl::StrCat("cannot ", what, " ", path));
 }
 
-class Descriptor {
- public:
-  explicit Descriptor(int fd) : fd_(fd) {}
-  ~Descriptor() {
-    if (fd_ >= 0) close(fd_);
-  }
-  Descriptor(const Descriptor&) = delete;
-  Descriptor& operator=(const Descriptor&) = delete;
-  int get() const { return fd_; }
-
- private:
-  const int fd_;
-};
-
 }  // namespace
 
 absl::StatusOr<std::string> ReadFile(const std::string& path, int64_t max_bytes) {
-  const Descriptor file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const OwnedFd file(open(path.c_str(), O_RDONLY | O_CLOEXEC));
   if (file.get() < 0) return Failed("open", path);
   struct stat info;
   if (fstat(file.get(), &info) != 0) return Failed("examine", path);
@@ -83,7 +70,7 @@ absl::Status MakeDirectories(const std::string& path) {
 }
 
 absl::Status SyncDirectory(const std::string& path) {
-  const Descriptor folder(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
+  const OwnedFd folder(open(path.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC));
   if (folder.get() < 0) return Failed("open folder", path);
   // Some network file systems cannot sync a folder and say EINVAL: there is nothing better to do
   // there.

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "base/status_macros.h"
@@ -50,10 +51,6 @@ absl::Status StatusOf(const HeldMemoryMessage& done) {
 }
 
 }  // namespace
-
-OwnedFd::~OwnedFd() {
-  if (fd_ >= 0) close(fd_);
-}
 
 absl::StatusOr<OwnedFd> CreateHoldableMemory(const std::string& name) {
   OwnedFd fd(memfd_create(name.c_str(), MFD_CLOEXEC | MFD_ALLOW_SEALING));

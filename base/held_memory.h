@@ -5,36 +5,18 @@
 #include <cstdint>
 #include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "base/owned_fd.h"
 
 namespace muster {
 
 // Memory that outlives the process that fills it: files in memory (memfd) whose descriptors the
 // node's agent holds. Their owner and the agent talk over a unix socket of the abstract namespace,
 // one request a connection. Here is what both sides share; MemoryHolder in agent/ is the agent's.
-
-// Closes it in the end.
-class OwnedFd {
- public:
-  OwnedFd() = default;
-  explicit OwnedFd(int fd) : fd_(fd) {}
-  OwnedFd(OwnedFd&& other) noexcept : fd_(std::exchange(other.fd_, -1)) {}
-  OwnedFd& operator=(OwnedFd&& other) noexcept {
-    std::swap(fd_, other.fd_);
-    return *this;
-  }
-  ~OwnedFd();
-  int get() const { return fd_; }
-  bool open() const { return fd_ >= 0; }
-
- private:
-  int fd_ = -1;
-};
 
 // A worker has so many pieces of memory, numbered from 0.
 inline constexpr int kHeldSlots = 2;

@@ -12,6 +12,7 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "base/bool_word.h"
 #include "base/json.h"
 #include "base/status_macros.h"
 #include "base/yaml.h"
@@ -187,12 +188,9 @@ const std::map<std::string, Flag>& Flags() {
         {"parallelism_config_sp_seq_length_is_variable", {T::kBoolWord, true}},
         {"parallelism_config_sp_attn_implementation", {T::kText}},
     };
-    for (const char* name : {"dynamo_backend"}) {
-      Flag flag;
-      for (const std::string& backend : DynamoBackends()) {
-        flag.choices.push_back(absl::AsciiStrToLower(backend));
-      }
-      (*all)[name] = flag;
+    Flag& backend = (*all)["dynamo_backend"];
+    for (const std::string& name : DynamoBackends()) {
+      backend.choices.push_back(absl::AsciiStrToLower(name));
     }
     for (const char* name : {"config_file",
                              "gpu_ids",
@@ -274,17 +272,6 @@ bool IsTrue(const Json& value) {
   return !value.is_null() && !value.empty() && !(value.is_string() && value == "");
 }
 
-std::optional<int> BoolWord(absl::string_view word) {
-  const std::string lower = absl::AsciiStrToLower(word);
-  for (const char* yes : {"y", "yes", "t", "true", "on", "1"}) {
-    if (lower == yes) return 1;
-  }
-  for (const char* no : {"n", "no", "f", "false", "off", "0"}) {
-    if (lower == no) return 0;
-  }
-  return std::nullopt;
-}
-
 // Adds the section's prefix to a key that is written without it.
 std::string FlagOfKey(absl::string_view section, absl::string_view key) {
   static const auto* const kPrefixes = new std::map<std::string, std::string>{
@@ -345,7 +332,7 @@ class Planner {
     launch_.num_processes = Int("num_processes");
     launch_.num_machines = Int("num_machines");
     launch_.machine_rank = Int("machine_rank");
-    launch_.settings = values_;
+    launch_.role = Text("role");
     return std::move(launch_);
   }
 
@@ -434,16 +421,16 @@ class Planner {
         return Json(value);
       }
       case Flag::Type::kBoolWord: {
-        const std::optional<int> value = BoolWord(text);
+        const std::optional<bool> value = ParseBoolWord(text);
         if (!value.has_value()) return bad("true or false");
-        return Json(*value);
+        return Json(*value ? 1 : 0);  // as the release writes it
       }
       case Flag::Type::kBoolWords: {
         Json list = Json::array();
         for (const absl::string_view word : absl::StrSplit(text, ',')) {
-          const std::optional<int> value = BoolWord(word);
+          const std::optional<bool> value = ParseBoolWord(word);
           if (!value.has_value()) return bad("true or false, three times, with commas");
-          list.push_back(*value);
+          list.push_back(*value ? 1 : 0);
         }
         if (list.size() != 3) return bad("true or false, three times, with commas");
         return list;
@@ -906,8 +893,8 @@ absl::Status CheckKey(const AccelerateConfig& config, const std::string& key, Ke
     case KeyType::kBool:
       // Files of old releases have words in quotes.
       if (value->is_string()) {
-        const std::optional<int> word = BoolWord(value->get<std::string>());
-        if (word.has_value()) *value = *word == 1;
+        const std::optional<bool> word = ParseBoolWord(value->get<std::string>());
+        if (word.has_value()) *value = *word;
       }
       if (!value->is_boolean()) return WrongType(config, key, *value, "true or false");
       break;
@@ -1044,8 +1031,7 @@ std::vector<std::map<std::string, std::string>> ProcessVariables(const Accelerat
     env["LOCAL_WORLD_SIZE"] = absl::StrCat(local_world);
     env["GROUP_RANK"] = absl::StrCat(machine_rank);
     env["GROUP_WORLD_SIZE"] = absl::StrCat(launch.num_machines);
-    const auto role = launch.settings.find("role");
-    env["ROLE_NAME"] = role == launch.settings.end() ? "default" : PythonText(role->second);
+    env["ROLE_NAME"] = launch.role;
     env["MASTER_ADDR"] = address;
     env["MASTER_PORT"] = port;
     env["TORCHELASTIC_RESTART_COUNT"] = "0";

@@ -51,8 +51,7 @@ struct AccelerateLaunch {
   std::map<std::string, std::string> agent;
   // kDeepspeed: the command, with "<script>" for the program.
   std::vector<std::string> command;
-  // Every setting by its name in the release, for callers that take more from it.
-  std::map<std::string, nlohmann::json> settings;
+  std::string role = "default";
 };
 
 // `config`: null if there is no file. `args`: the launcher's flags without the program; words may

@@ -1,15 +1,16 @@
 #include "client/config/launch_config.h"
 
 #include <algorithm>
+#include <optional>
 #include <set>
 #include <utility>
 
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
+#include "base/bool_word.h"
 #include "base/defaults.h"
 #include "base/file.h"
 #include "base/json.h"
@@ -349,13 +350,7 @@ const SettingSpec* FindSetting(absl::string_view name) {
 }
 
 absl::StatusOr<bool> ParseBool(absl::string_view text) {
-  const std::string word = absl::AsciiStrToLower(text);
-  for (const char* yes : {"1", "y", "yes", "t", "true", "on"}) {
-    if (word == yes) return true;
-  }
-  for (const char* no : {"0", "n", "no", "f", "false", "off"}) {
-    if (word == no) return false;
-  }
+  if (const std::optional<bool> value = ParseBoolWord(text)) return *value;
   return absl::InvalidArgumentError(absl::StrCat(text, " is neither true nor false"));
 }
 

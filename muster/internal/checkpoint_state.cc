@@ -431,21 +431,8 @@ absl::Status CheckpointState::CheckSavable() {
 
 absl::Status CheckpointState::AgreeToSave(const absl::Status& mine) {
   if (process_.size() == 1) return mine;
-  return Guard([&] {
-    int rank = 0;
-    absl::Status first;
-    for (const auto& [code, why] : GatherObject(
-             process_.comm(),
-             std::make_tuple(static_cast<int64_t>(mine.code()), std::string(mine.message())))) {
-      if (first.ok() && code != 0) {
-        first = absl::Status(static_cast<absl::StatusCode>(code),
-                             absl::StrCat("rank ", rank, ": ", why));
-      }
-      ++rank;
-    }
-    ThrowIfError(mine);
-    ThrowIfError(first);
-  });
+  const absl::Status all = Guard([&] { ThrowIfAnyFailed(mine); });
+  return mine.ok() ? all : mine;
 }
 
 absl::Status CheckpointState::SaveBesideTraining(

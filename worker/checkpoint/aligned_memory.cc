@@ -53,6 +53,16 @@ size_t MemoryLeft() {
 
 }  // namespace
 
+absl::Status CheckMemoryFileSize(uint64_t bytes) {
+  rlimit limit = {};
+  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY ||
+      bytes <= limit.rlim_cur) {
+    return absl::OkStatus();
+  }
+  return absl::ResourceExhaustedError(
+      absl::StrCat("the limit of a file's size (ulimit -f) is ", limit.rlim_cur, " bytes"));
+}
+
 AlignedMemory::AlignedMemory(AlignedMemory&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)),
       size_(std::exchange(other.size_, 0)),
@@ -84,13 +94,7 @@ absl::StatusOr<AlignedMemory> AlignedMemory::OfFile(int fd) {
 }
 
 absl::Status AlignedMemory::Reserve(size_t bytes) const {
-  rlimit limit = {};
-  // Beyond it the kernel sends a signal that ends the process.
-  if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
-      bytes > limit.rlim_cur) {
-    return absl::ResourceExhaustedError(
-        absl::StrCat("the limit of a file's size (ulimit -f) is ", limit.rlim_cur, " bytes"));
-  }
+  if (const absl::Status fits = CheckMemoryFileSize(bytes); !fits.ok()) return fits;
   if (const size_t left = MemoryLeft(); bytes - size_ > left) {
     return absl::ResourceExhaustedError(
         absl::StrCat("this machine or its cgroup has ", left, " bytes left"));

@@ -2,11 +2,16 @@
 #define MUSTER_WORKER_CHECKPOINT_ALIGNED_MEMORY_H_
 
 #include <cstddef>
+#include <cstdint>
 
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
 
 namespace muster {
+
+// RESOURCE_EXHAUSTED if the limit of a file's size (ulimit -f) is below `bytes`: the kernel ends a
+// process that makes a file larger, also one in memory (memfd).
+absl::Status CheckMemoryFileSize(uint64_t bytes);
 
 // Memory of its own pages, as direct I/O needs it: begins at a page, zero at first, in huge pages
 // where the kernel has them. Movable. Not thread-safe.

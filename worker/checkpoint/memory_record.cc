@@ -43,8 +43,9 @@ absl::Status Damaged(absl::string_view what) {
 void ForgetMemoryRecord(AlignedMemory& memory) {
   if (memory.size() < sizeof(Header)) return;
   std::memset(memory.data(), 0, sizeof(Header));
-  // Before anything of the files changes.
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  // Before anything of the files changes. A process that is killed has executed all stores up to
+  // one point of its program, so only the compiler could change the order.
+  std::atomic_signal_fence(std::memory_order_seq_cst);
 }
 
 absl::Status WriteMemoryRecord(AlignedMemory& memory, size_t end, const MemoryRecord& record) {
@@ -65,7 +66,7 @@ absl::Status WriteMemoryRecord(AlignedMemory& memory, size_t end, const MemoryRe
   std::memcpy(to + offsets, text.data(), text.size());
   header.record_xxh3 = DigestBlock(absl::string_view(to, header.record_bytes));
   header.header_xxh3 = DigestOf(header);
-  std::atomic_thread_fence(std::memory_order_seq_cst);
+  std::atomic_signal_fence(std::memory_order_seq_cst);  // the header is last
   std::memcpy(memory.data(), &header, sizeof(header));
   return absl::OkStatus();
 }

@@ -329,7 +329,6 @@ absl::StatusOr<std::optional<MemoryTier::Found>> MemoryTier::Find(Comm& comm) {
       return nullptr;
     };
     // A part is checked by one rank that has it.
-    std::optional<Found> found;
     Manifest manifest;
     const absl::Status checked = GuardRank([&]() -> absl::Status {
       for (const auto& [owner, part] : parts) {

@@ -3,7 +3,6 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -17,6 +16,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "worker/checkpoint/agreement.h"
+#include "worker/checkpoint/aligned_memory.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/collective/shm_segment.h"
 
@@ -66,13 +66,7 @@ struct SharedFiles::Reading {
                                                : memfd_create(file.name.c_str(), MFD_CLOEXEC);
       if (fd < 0) return absl::ErrnoToStatus(errno, "cannot create shared memory");
       shared.files_.emplace(file.name, fd);
-      // Beyond it the kernel sends a signal that ends the process.
-      rlimit limit = {};
-      if (getrlimit(RLIMIT_FSIZE, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY &&
-          file.digest.bytes > limit.rlim_cur) {
-        return absl::ResourceExhaustedError(
-            absl::StrCat("the limit of a file's size (ulimit -f) is ", limit.rlim_cur, " bytes"));
-      }
+      MUSTER_RETURN_IF_ERROR(CheckMemoryFileSize(file.digest.bytes));
       if (ftruncate(fd, static_cast<off_t>(file.digest.bytes)) != 0) {
         return absl::ErrnoToStatus(errno, "cannot size shared memory");
       }

@@ -4,14 +4,15 @@
 
 #include <cctype>
 #include <limits>
+#include <optional>
 
 #include "absl/status/status.h"
-#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
+#include "base/bool_word.h"
 #include "base/status_macros.h"
 
 namespace muster {
@@ -82,18 +83,9 @@ void ReadText(const Variables& variables, const std::string& name, Setting<std::
 absl::Status ReadBool(const Variables& variables, const std::string& name, Setting<bool>* setting) {
   const std::string* text = Find(variables, name);
   if (text == nullptr) return absl::OkStatus();
-  const std::string word = absl::AsciiStrToLower(*text);
-  for (const char* yes : {"1", "y", "yes", "t", "true", "on"}) {
-    if (word == yes) {
-      *setting = {true, name};
-      return absl::OkStatus();
-    }
-  }
-  for (const char* no : {"0", "n", "no", "f", "false", "off"}) {
-    if (word == no) {
-      *setting = {false, name};
-      return absl::OkStatus();
-    }
+  if (const std::optional<bool> value = ParseBoolWord(*text)) {
+    *setting = {*value, name};
+    return absl::OkStatus();
   }
   return absl::InvalidArgumentError(
       absl::StrCat(name, "='", *text, "' is neither true nor false (write 1 or 0)"));
