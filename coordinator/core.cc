@@ -85,11 +85,14 @@ void Core::Handle(CallId call, const v1::Op& op, const Caller& caller, absl::Tim
                      0);
     return;
   }
-  impl_->End(impl_->HandleOp(call, op, caller));
+  Impl::Job* const touched = impl_->HandleOp(call, op, caller);
+  // The operations on submitted jobs have ended it.
+  if (!JobsCore::Takes(op.kind_case())) impl_->End(touched);
 }
 
 void Core::Abandon(CallId call, absl::Time now, Output* out) {
   impl_->Begin(now, out);
+  if (impl_->submitted_->Abandon(call)) return;
   const auto it = impl_->held_.find(call);
   if (it == impl_->held_.end()) return;
   const Impl::Held held = std::move(it->second);
@@ -205,6 +208,11 @@ void Core::Tick(absl::Time now, Output* out) {
     impl_->hubs_.Tick(impl_->now_);
     impl_->MoveAgents();
   }
+  if (impl_->serving_ && impl_->submitted_->NextDeadline() <= impl_->now_) {
+    JobsOutput jobs;
+    impl_->submitted_->Tick(impl_->JobsEvent(), &jobs);
+    impl_->EndJobs(std::move(jobs));
+  }
   while (impl_->serving_ && !impl_->deadlines_.empty() &&
          impl_->deadlines_.begin()->first <= impl_->now_) {
     ++impl_->stats_.jobs_visited;
@@ -225,6 +233,7 @@ absl::Time Core::NextDeadline() const {
   absl::Time next =
       impl_->deadlines_.empty() ? absl::InfiniteFuture() : impl_->deadlines_.begin()->first;
   next = std::min(next, impl_->hubs_.NextDeadline());
+  if (impl_->serving_) next = std::min(next, impl_->submitted_->NextDeadline());
   // Regular ticks while leases run: their absence shows that this process was paused.
   if (!impl_->leases_.empty()) {
     const absl::Duration shortest = impl_->leases_.begin()->first;

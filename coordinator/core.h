@@ -17,6 +17,7 @@
 #include "base/defaults.h"
 #include "coordinator/answer.h"
 #include "coordinator/hubs.h"
+#include "coordinator/jobs/jobs_core.h"
 #include "proto/muster/v1/admin.pb.h"
 #include "proto/muster/v1/error.pb.h"
 #include "proto/muster/v1/session.pb.h"
@@ -156,6 +157,7 @@ struct CoreOptions {
   size_t job_kv_bytes = 256 << 20;
   size_t kv_bytes = 768 << 20;
   HubOptions hubs;
+  JobsOptions jobs;  // submitted ones, and nodes
   // Output::catch_up is heeded. False: everything received is applied at once, as in a simulation.
   bool catches_up = false;
   Mutants mutants;

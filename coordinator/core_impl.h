@@ -30,6 +30,7 @@
 #include "coordinator/free_if_large.h"
 #include "coordinator/hubs.h"
 #include "coordinator/incarnations.h"
+#include "coordinator/jobs/jobs_core.h"
 #include "coordinator/kv.h"
 #include "coordinator/leases.h"
 #include "coordinator/membership.h"
@@ -48,6 +49,7 @@
 //   core_ops.cc      repeated requests, and one method for each kind of operation; their table
 //   core_job.cc      one job: the beginning and the end of a generation, and what follows from them
 //   core_checkpoint.cc  the operations on checkpoints
+//   core_submitted.cc   submitted jobs and the nodes that run them
 //   core_journal.cc  snapshot, replay, the start of a term
 
 namespace muster::coordinator {
@@ -65,6 +67,7 @@ class Core::Impl {
  public:
   explicit Impl(CoreOptions options) : options_(std::move(options)) {
     if (!absl::SimpleHexAtoi(options_.cluster_id.substr(0, 16), &cluster_)) cluster_ = 0;
+    submitted_ = std::make_unique<JobsCore>(options_.jobs);
   }
 
  private:
@@ -207,8 +210,21 @@ class Core::Impl {
   void ReportExit(Incoming* in);
   void StragglerReport(Incoming* in);
   void Checkpoint(Incoming* in);  // all operations on checkpoints
+  void Submitted(Incoming* in);   // all on submitted jobs and nodes
   void Txn(Incoming* in);
   void WaitKeys(Incoming* in);
+
+  // For events of submitted_. After each: takes what follows, ends the event, and closes the
+  // groups of attempts that are over, each in a record of its own. What a crash leaves open, the
+  // next term closes.
+  JobsCore::Event JobsEvent() const;
+  void EndJobs(JobsOutput out);
+  void CloseGroup(const std::string& group, const std::string& why);
+  void StartJobsTerm(bool restored);
+  // Why nobody may join this group any more, if so: its attempt is over.
+  std::optional<std::string> WhyGroupEnded(absl::string_view group) const;
+  // The group of an earlier attempt of the same job, which has checkpoints; null: there is none.
+  Job* FormerAttempt(absl::string_view group);
 
   // The job that a worker joins, which may begin with it; null: its join was refused.
   Job* JobToJoin(Incoming* in);
@@ -257,6 +273,8 @@ class Core::Impl {
   absl::btree_set<std::pair<absl::Duration, std::string>> leases_;
   absl::Time caught_up_ = absl::InfinitePast();  // the argument of CaughtUp
   std::vector<std::string> unread_jobs_;         // whose unread_ is not empty
+  std::unique_ptr<JobsCore> submitted_;
+  uint64_t jobs_record_ = 0;  // the last one with a change of submitted_
   Agents agents_;
   Hubs hubs_{options_.hubs};
   absl::flat_hash_map<uint64_t, std::pair<std::string, std::string>>

@@ -344,6 +344,9 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       auto job = std::make_unique<Job>(this, created.job_id());
       job->Begin(created.spec(), created.generation());
       AdoptCheckpoints(job.get());
+      if (Job* const earlier = FindJob(created.takes_checkpoints_of()); earlier != nullptr) {
+        job->checkpoints().Adopt(&earlier->checkpoints());
+      }
       jobs_[created.job_id()] = std::move(job);
       return absl::OkStatus();
     }
@@ -389,6 +392,12 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
       return ApplyToJob(change.requests_forgotten());
     case v1::JournalChange::kCheckpointChanged:
       return ApplyToJob(change.checkpoint_changed());
+    case v1::JournalChange::kJobRecordChanged:
+      submitted_->Restore(change.job_record_changed());
+      return absl::OkStatus();
+    case v1::JournalChange::kNodeChanged:
+      submitted_->Restore(change.node_changed());
+      return absl::OkStatus();
     case v1::JournalChange::KIND_NOT_SET:
       break;
   }
@@ -455,6 +464,7 @@ absl::Status Core::WriteSnapshot(size_t part_bytes,
     job->SnapshotTo(&parts);
     if (!parts.status().ok()) return parts.status();
   }
+  impl_->submitted_->ForEachChange([&](const v1::JournalChange& change) { *parts.Add() = change; });
   return parts.Finish();
 }
 
@@ -536,6 +546,7 @@ void Core::StartTerm(uint64_t term, absl::Time now, Output* out, bool restored) 
     job->StartTerm();
     impl_->End(job.get());
   }
+  impl_->StartJobsTerm(restored);
 }
 
 }  // namespace muster::coordinator

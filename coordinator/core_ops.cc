@@ -188,8 +188,12 @@ Core::Impl::Job* Core::Impl::BeginJob(Incoming* in, Job* former) {
   Job* const job = owned.get();
   job->Begin(request.spec(), generation);
   AdoptCheckpoints(job);
-  jobs_[job_id] = std::move(owned);
   v1::JobCreated* created = Change()->mutable_job_created();
+  if (Job* const earlier = FormerAttempt(job_id)) {
+    job->checkpoints().Adopt(&earlier->checkpoints());
+    created->set_takes_checkpoints_of(earlier->id());
+  }
+  jobs_[job_id] = std::move(owned);
   created->set_job_id(job->id());
   *created->mutable_spec() = request.spec();
   created->set_generation(generation);
@@ -215,6 +219,11 @@ Core::Impl::Job* Core::Impl::JobToJoin(Incoming* in) {
   }
   if (request.has_spec()) {
     if (auto error = CheckSpec(request.spec())) return fail(*std::move(error));
+  }
+  if (const auto why = job == nullptr ? WhyGroupEnded(fence.job_id()) : std::nullopt) {
+    return fail(MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_RENDEZVOUS_CLOSED,
+                          absl::StrCat("job ", Quoted(fence.job_id()), " has ended: ", *why)),
+                jobs_record_);
   }
   const bool other_spec =
       job != nullptr && request.has_spec() && !SameSpec(request.spec(), job->spec());
@@ -924,6 +933,15 @@ constexpr Core::Impl::Operation Core::Impl::kOperations[] = {
     {v1::Op::kCollectCheckpoints, &Impl::Checkpoint, Journal::kNeeded},
     {v1::Op::kResolveCheckpoint, &Impl::Checkpoint, Journal::kNotNeeded},
     {v1::Op::kListCheckpoints, &Impl::Checkpoint, Journal::kNotNeeded},
+    {v1::Op::kSubmitJob, &Impl::Submitted, Journal::kNeeded},
+    {v1::Op::kControlJob, &Impl::Submitted, Journal::kNeeded},
+    {v1::Op::kGetJob, &Impl::Submitted, Journal::kNotNeeded},
+    {v1::Op::kListJobs, &Impl::Submitted, Journal::kNotNeeded},
+    {v1::Op::kReadJobLog, &Impl::Submitted, Journal::kNotNeeded},
+    {v1::Op::kSyncNode, &Impl::Submitted, Journal::kNotNeeded},
+    {v1::Op::kAnswerLog, &Impl::Submitted, Journal::kNotNeeded},
+    {v1::Op::kControlNode, &Impl::Submitted, Journal::kNeeded},
+    {v1::Op::kListNodes, &Impl::Submitted, Journal::kNotNeeded},
     {v1::Op::kGetRankTable, &Impl::GetRankTable, Journal::kNotNeeded},
     {v1::Op::kDescribeBarrier, &Impl::DescribeBarrier, Journal::kNotNeeded},
     {v1::Op::kListBarriers, &Impl::ListBarriers, Journal::kNotNeeded},

@@ -112,6 +112,10 @@ bool OnlyReads(const v1::Op& op) {
     case v1::Op::kGetMembers:
     case v1::Op::kResolveCheckpoint:
     case v1::Op::kListCheckpoints:
+    case v1::Op::kGetJob:
+    case v1::Op::kListJobs:
+    case v1::Op::kReadJobLog:
+    case v1::Op::kListNodes:
     case v1::Op::kHeartbeat:
     case v1::Op::kPollTriggers:
       return true;

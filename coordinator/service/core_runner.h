@@ -174,7 +174,7 @@ class CoreRunner {
   const DurationHistogram& fsync_seconds() const { return fsync_seconds_; }
   // From an operation's turn to its answer, by the number of its field in Op; calls and operations
   // of agents' streams alike. Of the largest number: a test holds it against the proto.
-  static constexpr int kOpKinds = v1::Op::kListCheckpoints + 1;
+  static constexpr int kOpKinds = v1::Op::kListNodes + 1;
   const DurationHistogram& op_seconds(int kind) const { return op_seconds_[kind]; }
   uint64_t queue_depth() const { return queue_depth_.load(std::memory_order_relaxed); }
   uint64_t events() const { return events_.load(std::memory_order_relaxed); }

@@ -1,0 +1,94 @@
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "coordinator/core_impl.h"
+
+// What the operations on submitted jobs and nodes do: jobs/jobs_core.h decides, this journals and
+// answers.
+
+namespace muster::coordinator {
+namespace {
+
+// The header is field 1 of every reply.
+void SetHeader(const v1::ReplyHeader& header, v1::OpResult* result) {
+  if (result->has_error() || result->kind_case() == v1::OpResult::KIND_NOT_SET) return;
+  const auto* const kind =
+      v1::OpResult::descriptor()->FindFieldByNumber(static_cast<int>(result->kind_case()));
+  google::protobuf::Message* const reply = result->GetReflection()->MutableMessage(result, kind);
+  const auto* const field = reply->GetDescriptor()->FindFieldByName("header");
+  reply->GetReflection()->MutableMessage(reply, field)->CopyFrom(header);
+}
+
+}  // namespace
+
+JobsCore::Event Core::Impl::JobsEvent() const {
+  return {.now = now_,
+          .revision = event_revision_ != 0 ? event_revision_ : revision_ + 1,
+          .cluster_id = options_.cluster_id};
+}
+
+void Core::Impl::EndJobs(JobsOutput out) {
+  if (!out.changes.empty()) jobs_record_ = Rev();
+  for (v1::JournalChange& change : out.changes) *Change() = std::move(change);
+  const v1::ReplyHeader header = Header();
+  for (auto& [call, result] : out.replies) {
+    SetHeader(header, &result);
+    // Also if it changes nothing: it may tell what another event has changed.
+    Send(call, result, jobs_record_);
+  }
+  for (JobsOutput::Notice& notice : out.notices) {
+    Note(notice.job_id, notice.warning, std::move(notice.text));
+  }
+  End(nullptr);
+  for (const auto& [group, why] : out.closed_groups) CloseGroup(group, why);
+}
+
+void Core::Impl::CloseGroup(const std::string& group, const std::string& why) {
+  Job* const job = FindJob(group);
+  if (job == nullptr || job->members().closed()) return;
+  job->Close(why);
+  End(job);
+}
+
+void Core::Impl::Submitted(Incoming* in) {
+  JobsOutput out;
+  submitted_->Handle(in->call, in->op, JobsEvent(), &out);
+  EndJobs(std::move(out));
+}
+
+std::optional<std::string> Core::Impl::WhyGroupEnded(absl::string_view group) const {
+  const auto attempt = submitted_->AttemptOf(group);
+  if (!attempt.has_value()) return std::nullopt;
+  const v1::JobRecord& job = *submitted_->Find(attempt->first);
+  const bool active = job.state() == v1::JOB_STATE_STARTING ||
+                      job.state() == v1::JOB_STATE_RUNNING || job.state() == v1::JOB_STATE_STOPPING;
+  if (active && job.history(job.history_size() - 1).number() == attempt->second) {
+    return std::nullopt;
+  }
+  return absl::StrCat("attempt ", attempt->second, " of job ", job.job_id(), " is over");
+}
+
+Core::Impl::Job* Core::Impl::FormerAttempt(absl::string_view group) {
+  const auto attempt = submitted_->AttemptOf(group);
+  if (!attempt.has_value()) return nullptr;
+  const v1::JobRecord& job = *submitted_->Find(attempt->first);
+  for (int i = job.history_size() - 1; i >= 0; --i) {
+    if (job.history(i).number() >= attempt->second) continue;
+    Job* const former = FindJob(JobsCore::GroupOf(job.job_id(), job.history(i).number()));
+    if (former != nullptr && former->checkpoints().size() > 0) return former;
+  }
+  return nullptr;
+}
+
+void Core::Impl::StartJobsTerm(bool restored) {
+  JobsOutput out;
+  submitted_->StartTerm(JobsEvent(), restored, &out);
+  EndJobs(std::move(out));
+  for (const Job* job : JobsById()) {
+    if (const auto why = WhyGroupEnded(job->id())) CloseGroup(job->id(), *why);
+  }
+}
+
+}  // namespace muster::coordinator

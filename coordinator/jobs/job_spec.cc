@@ -1,0 +1,141 @@
+#include "coordinator/jobs/job_spec.h"
+
+#include <string>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "coordinator/errors.h"
+
+namespace muster::coordinator {
+namespace {
+
+constexpr size_t kMaxJobName = 64;
+constexpr int kMaxProcesses = 1 << 20;
+
+using Error = std::optional<v1::OpError>;
+
+bool HasNul(absl::string_view text) { return absl::StrContains(text, absl::string_view("\0", 1)); }
+
+Error CheckJobName(absl::string_view name) {
+  bool good = !name.empty() && name.size() <= kMaxJobName;
+  for (const char c : name) {
+    good = good && (absl::ascii_isalnum(static_cast<unsigned char>(c)) || c == '-' || c == '_');
+  }
+  if (good) return std::nullopt;
+  return BadField("spec.name",
+                  absl::StrCat("name ", Quoted(name), " does not name a job: use 1 to ",
+                               kMaxJobName, " letters, digits, '-' and '_'"));
+}
+
+Error CheckProgram(const v1::JobSpec& spec) {
+  if (spec.argv_size() == 0 || spec.argv(0).empty()) {
+    return BadField("spec.argv",
+                    "the job has no program: give argv, the program and its arguments");
+  }
+  for (const std::string& word : spec.argv()) {
+    if (HasNul(word)) return BadField("spec.argv", "an argument contains a NUL byte");
+  }
+  for (const auto& [key, value] : spec.env()) {
+    if (key.empty() || absl::StrContains(key, '=') || HasNul(key) || HasNul(value)) {
+      return BadField("spec.env", absl::StrCat("env ", Quoted(key),
+                                               " is not a variable: a name is not empty and has no "
+                                               "'=', and neither part has a NUL byte"));
+    }
+  }
+  const std::string& folder = spec.working_directory();
+  if (!folder.empty() && (folder[0] != '/' || HasNul(folder))) {
+    return BadField("spec.working_directory",
+                    absl::StrCat("working_directory ", Quoted(folder),
+                                 " is relative: give an absolute path, which every node has"));
+  }
+  return std::nullopt;
+}
+
+Error CompleteProcesses(v1::JobSpec* spec) {
+  if (spec->min_processes() == 0 && spec->max_processes() == 0) {
+    return BadField("spec.max_processes", "the number of processes is missing: give max_processes");
+  }
+  if (spec->min_processes() == 0) spec->set_min_processes(spec->max_processes());
+  if (spec->max_processes() == 0) spec->set_max_processes(spec->min_processes());
+  if (spec->min_processes() < 1 || spec->max_processes() < spec->min_processes() ||
+      spec->max_processes() > kMaxProcesses) {
+    return BadField(
+        "spec.min_processes",
+        absl::StrCat("a job needs 1 <= min_processes <= max_processes <= ", kMaxProcesses, ", not ",
+                     spec->min_processes(), ":", spec->max_processes()));
+  }
+  const int each = spec->processes_per_node();
+  if (each < 0) {
+    return BadField("spec.processes_per_node",
+                    absl::StrCat("processes_per_node is ", each, ": give 1 or more, or 0 for any"));
+  }
+  if (each > 0 && spec->max_processes() / each * each < spec->min_processes()) {
+    return BadField(
+        "spec.processes_per_node",
+        absl::StrCat("no number of processes from ", spec->min_processes(), " to ",
+                     spec->max_processes(), " is a multiple of processes_per_node ", each));
+  }
+  return std::nullopt;
+}
+
+Error CheckDuration(absl::string_view field, bool given, const google::protobuf::Duration& value,
+                    absl::Duration at_least) {
+  if (!given || FromProto(value) >= at_least) return std::nullopt;
+  return BadField(absl::StrCat("spec.", field),
+                  absl::StrCat(field, " is ", absl::FormatDuration(FromProto(value)), ": give ",
+                               absl::FormatDuration(at_least), " or more, or leave it out"));
+}
+
+}  // namespace
+
+Error CompleteJobSpec(v1::JobSpec* spec) {
+  if (const size_t bytes = spec->ByteSizeLong(); bytes > kMaxSpecBytes) {
+    return TooLarge("spec", absl::StrCat("the specification has ", bytes, " bytes: at most ",
+                                         kMaxSpecBytes, "; put large values into a file"));
+  }
+  if (Error error = CheckJobName(spec->name())) return error;
+  if (Error error = CheckProgram(*spec)) return error;
+  if (Error error = CompleteProcesses(spec)) return error;
+  v1::ProcessResources* const process = spec->mutable_per_process();
+  const std::pair<const char*, int64_t> amounts[] = {{"gpus", process->gpus()},
+                                                     {"cpus", process->cpus()},
+                                                     {"memory_bytes", process->memory_bytes()}};
+  for (const auto& [field, amount] : amounts) {
+    if (amount < 0) {
+      return BadField(absl::StrCat("spec.per_process.", field),
+                      absl::StrCat(field, " is ", amount, ": give 0 or more"));
+    }
+  }
+  if (process->cpus() == 0) process->set_cpus(1);
+  if (spec->max_restarts() < 0) {
+    return BadField("spec.max_restarts",
+                    absl::StrCat("max_restarts is ", spec->max_restarts(), ": give 0 or more"));
+  }
+  if (spec->gradient_accumulation_steps() < 0) {
+    return BadField("spec.gradient_accumulation_steps",
+                    absl::StrCat("gradient_accumulation_steps is ",
+                                 spec->gradient_accumulation_steps(), ": give 1 or more"));
+  }
+  const std::string& precision = spec->mixed_precision();
+  if (!precision.empty() && precision != "no" && precision != "bf16" && precision != "fp16") {
+    return BadField("spec.mixed_precision", absl::StrCat("mixed_precision ", Quoted(precision),
+                                                         " is unknown: use no, bf16 or fp16"));
+  }
+  if (Error error =
+          CheckDuration("time_limit", spec->has_time_limit(), spec->time_limit(), absl::Seconds(1)))
+    return error;
+  if (Error error = CheckDuration("stop_grace", spec->has_stop_grace(), spec->stop_grace(),
+                                  absl::ZeroDuration()))
+    return error;
+  if (Error error = CheckDuration("restart_delay", spec->has_restart_delay(), spec->restart_delay(),
+                                  absl::ZeroDuration()))
+    return error;
+  if (!spec->has_stop_grace()) *spec->mutable_stop_grace() = ToProto(absl::Seconds(30));
+  return std::nullopt;
+}
+
+}  // namespace muster::coordinator

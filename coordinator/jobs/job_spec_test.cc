@@ -1,0 +1,84 @@
+#include "coordinator/jobs/job_spec.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+namespace muster::coordinator {
+namespace {
+
+v1::JobSpec Good() {
+  v1::JobSpec spec;
+  spec.set_name("mnist");
+  spec.add_argv("./train");
+  spec.set_max_processes(4);
+  return spec;
+}
+
+std::string FieldOf(v1::JobSpec spec) {
+  const auto error = CompleteJobSpec(&spec);
+  return error.has_value() ? error->detail().field() : "";
+}
+
+TEST(JobSpecTest, GoodSpec_IsCompleted) {
+  v1::JobSpec spec = Good();
+  ASSERT_FALSE(CompleteJobSpec(&spec).has_value());
+  EXPECT_EQ(spec.min_processes(), 4);
+  EXPECT_EQ(spec.per_process().cpus(), 1);
+  EXPECT_EQ(spec.stop_grace().seconds(), 30);
+  // What is complete stays as it is.
+  const std::string before = spec.SerializeAsString();
+  ASSERT_FALSE(CompleteJobSpec(&spec).has_value());
+  EXPECT_EQ(spec.SerializeAsString(), before);
+}
+
+TEST(JobSpecTest, BadField_IsNamed) {
+  v1::JobSpec spec = Good();
+  spec.set_name("a b");
+  EXPECT_EQ(FieldOf(spec), "spec.name");
+  spec = Good();
+  spec.set_name("dots.are.for.attempts");
+  EXPECT_EQ(FieldOf(spec), "spec.name");
+  spec = Good();
+  spec.clear_argv();
+  EXPECT_EQ(FieldOf(spec), "spec.argv");
+  spec = Good();
+  spec.add_argv(std::string("a\0b", 3));
+  EXPECT_EQ(FieldOf(spec), "spec.argv");
+  spec = Good();
+  (*spec.mutable_env())["A=B"] = "c";
+  EXPECT_EQ(FieldOf(spec), "spec.env");
+  spec = Good();
+  spec.set_working_directory("relative");
+  EXPECT_EQ(FieldOf(spec), "spec.working_directory");
+  spec = Good();
+  spec.clear_max_processes();
+  EXPECT_EQ(FieldOf(spec), "spec.max_processes");
+  spec = Good();
+  spec.set_min_processes(5);
+  EXPECT_EQ(FieldOf(spec), "spec.min_processes");
+  spec = Good();
+  spec.set_processes_per_node(3);
+  EXPECT_EQ(FieldOf(spec), "spec.processes_per_node");
+  spec = Good();
+  spec.mutable_per_process()->set_gpus(-1);
+  EXPECT_EQ(FieldOf(spec), "spec.per_process.gpus");
+  spec = Good();
+  spec.set_max_restarts(-1);
+  EXPECT_EQ(FieldOf(spec), "spec.max_restarts");
+  spec = Good();
+  spec.mutable_time_limit()->set_seconds(0);
+  EXPECT_EQ(FieldOf(spec), "spec.time_limit");
+  spec = Good();
+  spec.mutable_stop_grace()->set_seconds(-1);
+  EXPECT_EQ(FieldOf(spec), "spec.stop_grace");
+  spec = Good();
+  spec.set_mixed_precision("fp8");
+  EXPECT_EQ(FieldOf(spec), "spec.mixed_precision");
+  spec = Good();
+  (*spec.mutable_env())["A"] = std::string(kMaxSpecBytes, 'x');
+  EXPECT_EQ(FieldOf(spec), "spec");
+}
+
+}  // namespace
+}  // namespace muster::coordinator

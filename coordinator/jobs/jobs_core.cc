@@ -1,0 +1,1373 @@
+#include "coordinator/jobs/jobs_core.h"
+
+#include <google/protobuf/io/coded_stream.h>
+#include <google/protobuf/io/zero_copy_stream_impl_lite.h>
+#include <google/protobuf/util/message_differencer.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/log.h"
+#include "coordinator/errors.h"
+#include "coordinator/jobs/job_spec.h"
+
+namespace muster::coordinator {
+namespace {
+
+constexpr size_t kMaxNodeName = 256;
+constexpr size_t kMaxInfoBytes = 16 << 10;
+constexpr size_t kMaxWhy = 1024;
+constexpr int kMaxLines = 20;
+constexpr size_t kMaxLine = 4096;
+constexpr int kMaxPage = 500;
+constexpr size_t kMaxPageBytes = 3 << 20;
+constexpr absl::Duration kMaxHold = absl::Seconds(60);
+constexpr absl::Duration kMaxLogWait = absl::Seconds(30);
+constexpr absl::Duration kLogTimeout = absl::Seconds(10);  // beyond the wait
+constexpr int kMaxLogBytes = 1 << 20;
+constexpr size_t kMaxQueries = 256;  // open, of one node
+constexpr absl::Duration kMaxRestartDelay = absl::Minutes(5);
+constexpr absl::Duration kNodeFailureDelay = absl::Seconds(5);
+constexpr absl::Duration kTickWhileNodesRun = absl::Seconds(1);
+// More than a lost part of the history can have begun of one job.
+constexpr int kLostAttempts = 1000;
+
+std::string Reason(absl::string_view text) { return Cut(OneLine(Cut(text, kMaxWhy)), kMaxWhy); }
+
+uint64_t Hash(const v1::JobSpec& spec) {
+  // Maps have no order of their own.
+  std::string bytes;
+  {
+    google::protobuf::io::StringOutputStream stream(&bytes);
+    google::protobuf::io::CodedOutputStream coded(&stream);
+    coded.SetSerializationDeterministic(true);
+    spec.SerializeToCodedStream(&coded);
+  }
+  uint64_t hash =
+      0xcbf29ce484222325;  // FNV-1a: it need not resist anybody, the key is the caller's
+  for (const unsigned char byte : bytes) hash = (hash ^ byte) * 0x100000001b3;
+  return hash;
+}
+
+v1::OpError WrongState(const v1::JobRecord& job, absl::string_view what) {
+  return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_JOB_STATE,
+                   absl::StrCat("job ", job.job_id(), " ", what));
+}
+
+absl::string_view StateText(v1::JobState state) {
+  switch (state) {
+    case v1::JOB_STATE_QUEUED:
+      return "waits in the queue";
+    case v1::JOB_STATE_STARTING:
+      return "is starting";
+    case v1::JOB_STATE_RUNNING:
+      return "runs";
+    case v1::JOB_STATE_STOPPING:
+      return "is being stopped";
+    case v1::JOB_STATE_SUSPENDED:
+      return "is suspended";
+    case v1::JOB_STATE_SUCCEEDED:
+      return "has succeeded";
+    case v1::JOB_STATE_FAILED:
+      return "has failed";
+    case v1::JOB_STATE_CANCELLED:
+      return "was cancelled";
+    default:
+      return "is in an unknown state";
+  }
+}
+
+// What a node says about an end, as it may be kept.
+v1::AttemptEnd Cleaned(const v1::AttemptEnd& end, const std::string& node) {
+  v1::AttemptEnd clean;
+  clean.set_end_class(v1::EndClass_IsValid(end.end_class()) &&
+                              end.end_class() != v1::END_CLASS_UNSPECIFIED
+                          ? end.end_class()
+                          : v1::END_CLASS_PROCESS_FAILED);
+  clean.set_why(end.why().empty() ? absl::StrCat("node ", node, " gives no reason")
+                                  : Reason(end.why()));
+  clean.set_node(node);
+  clean.set_rank(end.rank());
+  clean.set_exit_code(end.exit_code());
+  clean.set_signal(end.signal());
+  const int from = std::max(0, end.last_lines_size() - kMaxLines);
+  for (int i = from; i < end.last_lines_size(); ++i) {
+    clean.add_last_lines(Cut(end.last_lines(i), kMaxLine));
+  }
+  return clean;
+}
+
+bool CountsAsRestart(v1::EndClass end_class) {
+  return end_class == v1::END_CLASS_PROCESS_FAILED || end_class == v1::END_CLASS_OUT_OF_MEMORY;
+}
+
+}  // namespace
+
+bool JobsCore::Takes(v1::Op::KindCase kind) {
+  switch (kind) {
+    case v1::Op::kSubmitJob:
+    case v1::Op::kControlJob:
+    case v1::Op::kGetJob:
+    case v1::Op::kListJobs:
+    case v1::Op::kReadJobLog:
+    case v1::Op::kSyncNode:
+    case v1::Op::kAnswerLog:
+    case v1::Op::kControlNode:
+    case v1::Op::kListNodes:
+      return true;
+    default:
+      return false;
+  }
+}
+
+std::string JobsCore::GroupOf(absl::string_view job_id, int attempt) {
+  return absl::StrCat(job_id, ".", attempt);
+}
+
+std::optional<std::pair<std::string, int>> JobsCore::AttemptOf(absl::string_view group) const {
+  const size_t dot = group.rfind('.');
+  int attempt = 0;
+  if (dot == absl::string_view::npos || !absl::SimpleAtoi(group.substr(dot + 1), &attempt)) {
+    return std::nullopt;
+  }
+  const v1::JobRecord* const job = Find(group.substr(0, dot));
+  if (job == nullptr || attempt < 1 || attempt > job->attempts() ||
+      GroupOf(job->job_id(), attempt) != group) {
+    return std::nullopt;
+  }
+  return std::make_pair(job->job_id(), attempt);
+}
+
+const v1::JobRecord* JobsCore::Find(absl::string_view job_id) const {
+  const auto it = by_id_.find(job_id);
+  return it == by_id_.end() ? nullptr : &jobs_.at(it->second).record;
+}
+
+JobsCore::Job* JobsCore::FindJob(absl::string_view job_id) {
+  const auto it = by_id_.find(job_id);
+  return it == by_id_.end() ? nullptr : &jobs_.at(it->second);
+}
+
+v1::OpError JobsCore::UnknownJob(absl::string_view job_id) {
+  return MakeError(absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
+                   absl::StrCat("no job ", Quoted(job_id),
+                                " was submitted here, or it has been removed; muster list shows "
+                                "the jobs"));
+}
+
+bool JobsCore::IsActive(v1::JobState state) {
+  return state == v1::JOB_STATE_STARTING || state == v1::JOB_STATE_RUNNING ||
+         state == v1::JOB_STATE_STOPPING;
+}
+
+bool JobsCore::HasEnded(v1::JobState state) {
+  return state == v1::JOB_STATE_SUCCEEDED || state == v1::JOB_STATE_FAILED ||
+         state == v1::JOB_STATE_CANCELLED;
+}
+
+v1::JobAttempt* JobsCore::Current(Job* job) {
+  MUSTER_CHECK(job->record.history_size() > 0) << job->record.job_id() << " has no attempt";
+  return job->record.mutable_history(job->record.history_size() - 1);
+}
+
+// ---- events
+
+void JobsCore::Begin(const Event& event, JobsOutput* out) {
+  // A gap beyond the regular ticks shows that this process was paused: what nodes have said
+  // meanwhile may be waiting unread.
+  if (now_ != absl::InfinitePast() && event.now - now_ > options_.node_lease / 2) {
+    for (auto& [name, node] : nodes_) {
+      if (!node.lost && node.heard != absl::InfinitePast()) {
+        node.heard = event.now;
+        SetNodeTimer(name, &node);
+      }
+    }
+  }
+  now_ = std::max(now_, event.now);
+  revision_ = event.revision;
+  cluster_id_ = std::string(event.cluster_id);
+  out_ = out;
+}
+
+void JobsCore::End() {
+  if (dirty_ || schedule_at_ <= now_) RunSchedule();
+  for (const uint64_t sequence : touched_jobs_) {
+    const auto it = jobs_.find(sequence);
+    if (it == jobs_.end()) continue;  // removed by this event, which has its record
+    v1::JobRecord& record = it->second.record;
+    record.set_revision(revision_);
+    *out_->changes.emplace_back().mutable_job_record_changed()->mutable_record() = record;
+    const auto waiting = gets_of_.find(record.job_id());
+    if (waiting == gets_of_.end()) continue;
+    for (const CallId call : std::exchange(waiting->second, {})) {
+      const auto get = gets_.find(call);
+      call_timers_.erase({get->second.until, call});
+      gets_.erase(get);
+      ReplyJob(call, it->second);
+    }
+    gets_of_.erase(record.job_id());
+  }
+  for (const std::string& name : touched_nodes_) {
+    const auto it = nodes_.find(name);
+    if (it == nodes_.end()) continue;
+    it->second.version = revision_;
+    if (it->second.held.has_value()) AnswerSync(name, &it->second);
+  }
+  touched_jobs_.clear();
+  touched_nodes_.clear();
+  for (const std::function<void()>& then : std::exchange(at_end_, {})) then();
+  out_ = nullptr;
+}
+
+void JobsCore::ReplyError(CallId call, v1::OpError error) {
+  v1::OpResult result;
+  *result.mutable_error() = std::move(error);
+  Reply(call, std::move(result));
+}
+
+void JobsCore::Handle(CallId call, const v1::Op& op, const Event& event, JobsOutput* out) {
+  Begin(event, out);
+  Error error;
+  switch (op.kind_case()) {
+    case v1::Op::kSubmitJob:
+      error = Submit(call, op.submit_job());
+      break;
+    case v1::Op::kControlJob:
+      error = Control(call, op.control_job());
+      break;
+    case v1::Op::kGetJob:
+      error = Get(call, op.get_job());
+      break;
+    case v1::Op::kListJobs:
+      error = List(call, op.list_jobs());
+      break;
+    case v1::Op::kReadJobLog:
+      error = ReadLog(call, op.read_job_log());
+      break;
+    case v1::Op::kSyncNode:
+      error = Sync(call, op.sync_node());
+      break;
+    case v1::Op::kAnswerLog:
+      error = AnswerLog(call, op.answer_log());
+      break;
+    case v1::Op::kControlNode:
+      error = ControlNode(call, op.control_node());
+      break;
+    case v1::Op::kListNodes:
+      error = ListNodes(call, op.list_nodes());
+      break;
+    default:
+      error = BadField("kind", "this is not an operation on jobs");
+  }
+  if (error.has_value()) ReplyError(call, *std::move(error));
+  End();
+}
+
+bool JobsCore::Abandon(CallId call) {
+  if (const auto get = gets_.find(call); get != gets_.end()) {
+    call_timers_.erase({get->second.until, call});
+    const auto of = gets_of_.find(get->second.job_id);
+    of->second.erase(call);
+    if (of->second.empty()) gets_of_.erase(of);
+    gets_.erase(get);
+    return true;
+  }
+  if (const auto sync = syncs_.find(call); sync != syncs_.end()) {
+    const auto node = nodes_.find(sync->second);
+    if (node != nodes_.end() && node->second.held == call) {
+      node->second.held.reset();
+      node->second.held_until = absl::InfiniteFuture();
+    }
+    syncs_.erase(sync);
+    return true;
+  }
+  if (const auto read = reads_.find(call); read != reads_.end()) {
+    const auto query = queries_.find(read->second);
+    if (query != queries_.end()) {
+      query_timers_.erase({query->second.until, query->first});
+      queries_.erase(query);
+    }
+    reads_.erase(read);
+    return true;
+  }
+  return false;
+}
+
+void JobsCore::Tick(const Event& event, JobsOutput* out) {
+  Begin(event, out);
+  while (!node_timers_.empty() && node_timers_.begin()->first <= now_) {
+    TickNode(std::string(node_timers_.begin()->second));
+  }
+  while (!limits_.empty() && limits_.begin()->first <= now_) {
+    Job& job = jobs_.at(limits_.begin()->second);
+    limits_.erase(limits_.begin());
+    job.ends_by = absl::InfiniteFuture();
+    Stop(&job, v1::END_CLASS_TIME_LIMIT,
+         absl::StrCat("attempt ", job.record.attempts(), " has run for its time limit of ",
+                      absl::FormatDuration(FromProto(job.record.spec().time_limit()))));
+  }
+  while (!call_timers_.empty() && call_timers_.begin()->first <= now_) {
+    const CallId call = call_timers_.begin()->second;
+    const Job* const job = FindJob(gets_.at(call).job_id);
+    Abandon(call);
+    if (job != nullptr) ReplyJob(call, *job);
+  }
+  while (!query_timers_.empty() && query_timers_.begin()->first <= now_) {
+    const uint64_t id = query_timers_.begin()->second;
+    const OpenQuery query = queries_.at(id);
+    query_timers_.erase(query_timers_.begin());
+    queries_.erase(id);
+    reads_.erase(query.call);
+    ReplyError(query.call, MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_UNSPECIFIED,
+                                     absl::StrCat("node ", Quoted(query.node),
+                                                  " did not answer in time: try again")));
+  }
+  End();
+}
+
+absl::Time JobsCore::NextDeadline() const {
+  absl::Time next = dirty_ ? now_ : schedule_at_;
+  if (!node_timers_.empty()) next = std::min(next, node_timers_.begin()->first);
+  if (!limits_.empty()) next = std::min(next, limits_.begin()->first);
+  if (!call_timers_.empty()) next = std::min(next, call_timers_.begin()->first);
+  if (!query_timers_.empty()) next = std::min(next, query_timers_.begin()->first);
+  // Regular ticks while nodes have leases: their absence shows that this process was paused.
+  if (!node_timers_.empty()) next = std::min(next, now_ + kTickWhileNodesRun);
+  return next;
+}
+
+// ---- jobs
+
+JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& request) {
+  if (request.idempotency_key().size() > kMaxKey) {
+    return TooLarge("idempotency_key",
+                    absl::StrCat("the idempotency_key has ", request.idempotency_key().size(),
+                                 " bytes: at most ", kMaxKey));
+  }
+  if (request.owner().size() > kMaxKey) {
+    return TooLarge(
+        "owner", absl::StrCat("owner has ", request.owner().size(), " bytes: at most ", kMaxKey));
+  }
+  v1::JobSpec spec = request.spec();
+  if (Error error = CompleteJobSpec(&spec)) return error;
+  const uint64_t hash = Hash(spec);
+  if (const auto it = by_key_.find(request.idempotency_key());
+      !request.idempotency_key().empty() && it != by_key_.end()) {
+    const uint64_t sequence = it->second;
+    const Job& job = jobs_.at(sequence);
+    if (job.record.request_hash() != hash) {
+      return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_KEY_REUSED,
+                       absl::StrCat("the idempotency_key ", Quoted(request.idempotency_key()),
+                                    " was used for job ", job.record.job_id(),
+                                    ", which has another specification: use a new key"));
+    }
+    v1::OpResult result;
+    *result.mutable_submit_job()->mutable_job() = View(job);
+    result.mutable_submit_job()->set_existed(true);
+    Reply(call, std::move(result));
+    return std::nullopt;
+  }
+  if (!spec.wait_for_nodes() && Settled()) {
+    const CandidateNodes all = Candidates(/*free=*/false);
+    if (!all.empty()) {
+      const PlacementDecision whole = Place(spec, {}, all);
+      if (whole.placements.empty()) {
+        return MakeError(
+            absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_BAD_FIELD,
+            absl::StrCat("the job is larger than all nodes together: it needs ", whole.why,
+                         "; ask for less, or set wait_for_nodes to queue it"));
+      }
+    }
+  }
+  if (request.dry_run()) {
+    v1::OpResult result;
+    v1::SubmitJobReply* const reply = result.mutable_submit_job();
+    *reply->mutable_plan() = PlanOf(spec);
+    reply->mutable_job()->set_owner(request.owner());
+    *reply->mutable_job()->mutable_spec() = std::move(spec);
+    Reply(call, std::move(result));
+    return std::nullopt;
+  }
+  if (!MakeRoomForOne()) {
+    return MakeError(absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT,
+                     absl::StrCat("the coordinator has ", jobs_.size(),
+                                  " jobs that have not ended, which is the most: try again when "
+                                  "some have"));
+  }
+  const uint64_t sequence = ++last_sequence_;
+  Job& job = jobs_[sequence];
+  v1::JobRecord& record = job.record;
+  record.set_job_id(absl::StrCat(spec.name(), "-", sequence));
+  *record.mutable_spec() = std::move(spec);
+  record.set_owner(request.owner());
+  record.set_sequence(sequence);
+  record.set_idempotency_key(request.idempotency_key());
+  record.set_request_hash(hash);
+  record.set_submitted_unix_ms(request.unix_ms());
+  by_id_[record.job_id()] = sequence;
+  if (!request.idempotency_key().empty()) by_key_[request.idempotency_key()] = sequence;
+  SetState(&job, v1::JOB_STATE_QUEUED, "it was submitted");
+  out_->notices.push_back(
+      {false, record.job_id(), absl::StrCat("submitted: ", DescribeDemand(record.spec()))});
+  const v1::JobPlan plan = PlanOf(record.spec());
+  at_end_.push_back([this, call, sequence, plan] {
+    v1::OpResult result;
+    *result.mutable_submit_job()->mutable_job() = View(jobs_.at(sequence));
+    *result.mutable_submit_job()->mutable_plan() = plan;
+    Reply(call, std::move(result));
+  });
+  return std::nullopt;
+}
+
+v1::JobPlan JobsCore::PlanOf(const v1::JobSpec& spec) const {
+  v1::JobPlan plan;
+  PlacementDecision decision = Place(spec, {}, Candidates(/*free=*/true));
+  plan.set_starts_now(!decision.placements.empty() && queued_.size() <= 1);
+  if (decision.placements.empty()) {
+    plan.set_why(absl::StrCat("waits for ", decision.why));
+    decision = Place(spec, {}, Candidates(/*free=*/false));
+  } else if (!plan.starts_now()) {
+    plan.set_why(absl::StrCat("there is room; ", queued_.size(), " jobs are in the queue"));
+  }
+  plan.set_processes(decision.processes);
+  for (v1::Placement& placement : decision.placements) {
+    *plan.add_placements() = std::move(placement);
+  }
+  return plan;
+}
+
+v1::JobRecord JobsCore::View(const Job& job) {
+  v1::JobRecord record = job.record;
+  if (record.state() == v1::JOB_STATE_QUEUED && !job.waits_for.empty()) {
+    record.set_why(absl::StrCat(record.why(), "; it waits for ", job.waits_for));
+  }
+  return record;
+}
+
+void JobsCore::ReplyJob(CallId call, const Job& job) {
+  v1::OpResult result;
+  *result.mutable_get_job()->mutable_job() = View(job);
+  Reply(call, std::move(result));
+}
+
+JobsCore::Error JobsCore::Get(CallId call, const v1::GetJobRequest& request) {
+  const Job* const job = FindJob(request.job_id());
+  if (job == nullptr) return UnknownJob(request.job_id());
+  const absl::Duration hold = std::min(FromProto(request.hold()), kMaxHold);
+  if (request.seen_revision() != job->record.revision() || hold <= absl::ZeroDuration()) {
+    ReplyJob(call, *job);
+    return std::nullopt;
+  }
+  gets_[call] = {request.job_id(), now_ + hold};
+  gets_of_[request.job_id()].insert(call);
+  call_timers_.insert({now_ + hold, call});
+  return std::nullopt;
+}
+
+JobsCore::Error JobsCore::List(CallId call, const v1::ListJobsRequest& request) {
+  if (request.page_size() < 0 || request.page_size() > kMaxPage) {
+    return BadField("page_size", absl::StrCat("page_size is ", request.page_size(), ": give 1 to ",
+                                              kMaxPage, ", or 0 for 100"));
+  }
+  const int page = request.page_size() == 0 ? 100 : request.page_size();
+  v1::OpResult result;
+  v1::ListJobsReply* const reply = result.mutable_list_jobs();
+  size_t bytes = 0;
+  for (auto it = jobs_.upper_bound(request.after_sequence()); it != jobs_.end(); ++it) {
+    const v1::JobRecord& record = it->second.record;
+    if (!request.owner().empty() && record.owner() != request.owner()) continue;
+    if (!absl::StartsWith(record.job_id(), request.name_prefix())) continue;
+    if (request.states_size() > 0 && std::find(request.states().begin(), request.states().end(),
+                                               record.state()) == request.states().end()) {
+      continue;
+    }
+    if (reply->jobs_size() == page || bytes > kMaxPageBytes) {
+      reply->set_more(true);
+      break;
+    }
+    v1::JobRecord* const job = reply->add_jobs();
+    *job = View(it->second);
+    job->mutable_spec()->clear_env();
+    if (job->history_size() > 1) {
+      job->mutable_history()->DeleteSubrange(0, job->history_size() - 1);
+    }
+    bytes += job->ByteSizeLong();
+  }
+  Reply(call, std::move(result));
+  return std::nullopt;
+}
+
+JobsCore::Error JobsCore::Control(CallId call, const v1::ControlJobRequest& request) {
+  Job* const job = FindJob(request.job_id());
+  if (job == nullptr) return UnknownJob(request.job_id());
+  const std::string why = Reason(request.why());
+  if (request.action() == v1::JOB_ACTION_REMOVE) {
+    if (Error error = Remove(job)) return error;
+    v1::OpResult result;
+    result.mutable_control_job();
+    Reply(call, std::move(result));
+    return std::nullopt;
+  }
+  if (Error error = Act(job, request.action(), request.after_attempt(), why)) return error;
+  const uint64_t sequence = job->record.sequence();
+  at_end_.push_back([this, call, sequence] {
+    v1::OpResult result;
+    *result.mutable_control_job()->mutable_job() = View(jobs_.at(sequence));
+    Reply(call, std::move(result));
+  });
+  return std::nullopt;
+}
+
+JobsCore::Error JobsCore::Act(Job* job, v1::JobAction action, int after_attempt,
+                              const std::string& why) {
+  v1::JobRecord& record = job->record;
+  const v1::JobState state = record.state();
+  const std::string suffix = why.empty() ? "" : absl::StrCat(": ", why);
+  switch (action) {
+    case v1::JOB_ACTION_CANCEL:
+      if (state == v1::JOB_STATE_CANCELLED) return std::nullopt;
+      if (HasEnded(state)) return WrongState(record, StateText(state));
+      if (!IsActive(state)) {
+        SetState(job, v1::JOB_STATE_CANCELLED, absl::StrCat("it was cancelled", suffix));
+        return std::nullopt;
+      }
+      record.set_wanted(v1::JOB_ACTION_CANCEL);
+      Stop(job, v1::END_CLASS_CANCELLED, absl::StrCat("it was cancelled", suffix));
+      Touch(*job);
+      return std::nullopt;
+    case v1::JOB_ACTION_SUSPEND:
+      if (state == v1::JOB_STATE_SUSPENDED) return std::nullopt;
+      if (HasEnded(state)) return WrongState(record, StateText(state));
+      if (!IsActive(state)) {
+        SetState(job, v1::JOB_STATE_SUSPENDED, absl::StrCat("it was suspended", suffix));
+        return std::nullopt;
+      }
+      if (record.wanted() == v1::JOB_ACTION_CANCEL) {
+        return WrongState(record, "is being cancelled");
+      }
+      record.set_wanted(v1::JOB_ACTION_SUSPEND);
+      Stop(job, v1::END_CLASS_SUSPENDED, absl::StrCat("it was suspended", suffix));
+      Touch(*job);
+      return std::nullopt;
+    case v1::JOB_ACTION_RESUME:
+      if (HasEnded(state)) {
+        return WrongState(record, absl::StrCat(StateText(state), ": retry it to run it again"));
+      }
+      if (state == v1::JOB_STATE_SUSPENDED) {
+        SetState(job, v1::JOB_STATE_QUEUED, absl::StrCat("it was resumed", suffix));
+      } else if (record.wanted() == v1::JOB_ACTION_SUSPEND) {
+        record.clear_wanted();
+        Touch(*job);
+      }
+      return std::nullopt;
+    case v1::JOB_ACTION_RETRY:
+      return Retry(job, after_attempt, why);
+    default:
+      return BadField("action", absl::StrCat("action ", static_cast<int>(action), " is unknown"));
+  }
+}
+
+JobsCore::Error JobsCore::Retry(Job* job, int after_attempt, const std::string& why) {
+  v1::JobRecord& record = job->record;
+  if (record.state() == v1::JOB_STATE_SUCCEEDED) {
+    return WrongState(record, "has succeeded: submit it again to run it again");
+  }
+  if (record.state() == v1::JOB_STATE_SUSPENDED) {
+    return WrongState(record, "is suspended: resume it");
+  }
+  // A repeat of the call that has already begun one.
+  if (!HasEnded(record.state()) || after_attempt < record.attempts()) return std::nullopt;
+  record.set_restarts(0);
+  record.clear_avoided_nodes();
+  job->node_failures = 0;
+  job->not_before = absl::InfinitePast();
+  SetState(job, v1::JOB_STATE_QUEUED,
+           why.empty() ? "it is retried" : absl::StrCat("it is retried: ", why));
+  return std::nullopt;
+}
+
+JobsCore::Error JobsCore::Remove(Job* job) {
+  if (!HasEnded(job->record.state())) {
+    return WrongState(job->record,
+                      absl::StrCat(StateText(job->record.state()), ": cancel it first"));
+  }
+  Forget(job->record.sequence());
+  return std::nullopt;
+}
+
+void JobsCore::Forget(uint64_t sequence) {
+  const auto it = jobs_.find(sequence);
+  const v1::JobRecord& record = it->second.record;
+  out_->changes.emplace_back().mutable_job_record_changed()->set_removed(record.job_id());
+  if (const auto of = gets_of_.find(record.job_id()); of != gets_of_.end()) {
+    for (const CallId call : absl::btree_set<CallId>(of->second)) {
+      Abandon(call);
+      ReplyError(call, UnknownJob(record.job_id()));
+    }
+  }
+  by_id_.erase(record.job_id());
+  by_key_.erase(record.idempotency_key());
+  ended_.erase(sequence);
+  jobs_.erase(it);
+}
+
+bool JobsCore::MakeRoomForOne() {
+  while (jobs_.size() >= options_.max_jobs) {
+    if (ended_.empty()) return false;
+    Forget(*ended_.begin());
+  }
+  return true;
+}
+
+void JobsCore::SetState(Job* job, v1::JobState state, std::string why) {
+  v1::JobRecord& record = job->record;
+  const uint64_t sequence = record.sequence();
+  queued_.erase(sequence);
+  active_.erase(sequence);
+  ended_.erase(sequence);
+  if (state == v1::JOB_STATE_QUEUED) queued_.insert(sequence);
+  if (IsActive(state)) active_.insert(sequence);
+  if (HasEnded(state)) ended_.insert(sequence);
+  record.set_state(state);
+  record.set_why(std::move(why));
+  job->waits_for.clear();
+  Touch(*job);
+  dirty_ = true;
+}
+
+void JobsCore::Stop(Job* job, v1::EndClass end_class, const std::string& why) {
+  v1::JobAttempt* const attempt = Current(job);
+  if (!attempt->has_end()) {
+    attempt->mutable_end()->set_end_class(end_class);
+    attempt->mutable_end()->set_why(why);
+    attempt->mutable_end()->set_rank(-1);
+  }
+  if (attempt->stop()) return;
+  attempt->set_stop(true);
+  for (const v1::Placement& placement : attempt->placements()) TouchNode(placement.node());
+  SetState(job, v1::JOB_STATE_STOPPING, attempt->end().why());
+}
+
+void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end) {
+  v1::JobAttempt* const attempt = Current(job);
+  placement->set_state(v1::PLACEMENT_STATE_ENDED);
+  placement->set_end_class(end.end_class());
+  if (const auto node = nodes_.find(placement->node()); node != nodes_.end()) {
+    node->second.jobs.erase(job->record.sequence());
+  }
+  TouchNode(placement->node());
+  Touch(*job);
+  dirty_ = true;
+  if (end.end_class() != v1::END_CLASS_SUCCEEDED) {
+    if (!attempt->has_end()) *attempt->mutable_end() = end;
+    Stop(job, end.end_class(), end.why());
+  }
+  const bool over = std::all_of(
+      attempt->placements().begin(), attempt->placements().end(),
+      [](const v1::Placement& other) { return other.state() == v1::PLACEMENT_STATE_ENDED; });
+  if (over || (options_.mutants.starts_before_former_ended && attempt->stop())) Finish(job);
+}
+
+void JobsCore::Requeue(Job* job, std::string why, absl::Duration delay) {
+  job->not_before = delay > absl::ZeroDuration() ? now_ + delay : absl::InfinitePast();
+  SetState(job, v1::JOB_STATE_QUEUED, std::move(why));
+}
+
+void JobsCore::Finish(Job* job) {
+  v1::JobRecord& record = job->record;
+  const v1::JobAttempt& attempt = *Current(job);
+  if (job->ends_by != absl::InfiniteFuture()) {
+    limits_.erase({std::exchange(job->ends_by, absl::InfiniteFuture()), record.sequence()});
+  }
+  const bool succeeded = std::all_of(attempt.placements().begin(), attempt.placements().end(),
+                                     [](const v1::Placement& placement) {
+                                       return placement.end_class() == v1::END_CLASS_SUCCEEDED;
+                                     });
+  const v1::EndClass end_class = succeeded ? v1::END_CLASS_SUCCEEDED : attempt.end().end_class();
+  const std::string why = attempt.end().why();
+  const std::string ended =
+      absl::StrCat("attempt ", attempt.number(),
+                   " has ended: ", succeeded ? "all processes have succeeded" : why);
+  out_->closed_groups.emplace_back(GroupOf(record.job_id(), attempt.number()), ended);
+  out_->notices.push_back({!succeeded, record.job_id(), ended});
+  const v1::JobAction wanted = record.wanted();
+  record.clear_wanted();
+  if (end_class != v1::END_CLASS_NODE_FAILED) job->node_failures = 0;
+  if (succeeded) {
+    SetState(job, v1::JOB_STATE_SUCCEEDED, "all processes have succeeded");
+    return;
+  }
+  if (wanted == v1::JOB_ACTION_CANCEL) return SetState(job, v1::JOB_STATE_CANCELLED, why);
+  const bool may_retry =
+      options_.mutants.retries_user_errors ||
+      (end_class != v1::END_CLASS_USER_ERROR && end_class != v1::END_CLASS_TIME_LIMIT);
+  if (!may_retry) return SetState(job, v1::JOB_STATE_FAILED, why);
+  if (wanted == v1::JOB_ACTION_SUSPEND) return SetState(job, v1::JOB_STATE_SUSPENDED, why);
+  if (CountsAsRestart(end_class)) {
+    if (record.restarts() >= record.spec().max_restarts()) {
+      return SetState(job, v1::JOB_STATE_FAILED,
+                      record.restarts() == 0
+                          ? why
+                          : absl::StrCat(why, "; it was restarted ", record.restarts(),
+                                         record.restarts() == 1 ? " time" : " times"));
+    }
+    const absl::Duration delay =
+        FromProto(record.spec().restart_delay()) * (1 << std::min(record.restarts(), 20));
+    record.set_restarts(record.restarts() + 1);
+    return Requeue(job,
+                   absl::StrCat("restart ", record.restarts(), " of ", record.spec().max_restarts(),
+                                " after: ", why),
+                   std::min(delay, kMaxRestartDelay));
+  }
+  const std::string again = absl::StrCat("another start after: ", why);
+  if (end_class != v1::END_CLASS_NODE_FAILED) return Requeue(job, again, absl::ZeroDuration());
+  if (++job->node_failures >= kMaxNodeFailures) {
+    return SetState(
+        job, v1::JOB_STATE_FAILED,
+        absl::StrCat(why, "; ", kMaxNodeFailures, " attempts in a row could not start"));
+  }
+  const auto& avoided = record.avoided_nodes();
+  const std::string& node = attempt.end().node();
+  if (!node.empty() && std::find(avoided.begin(), avoided.end(), node) == avoided.end()) {
+    record.add_avoided_nodes(node);
+  }
+  Requeue(job, again, kNodeFailureDelay);
+}
+
+// ---- logs
+
+JobsCore::Error JobsCore::ReadLog(CallId call, const v1::ReadJobLogRequest& request) {
+  const Job* const job = FindJob(request.job_id());
+  if (job == nullptr) return UnknownJob(request.job_id());
+  if (request.max_bytes() < 0 || request.max_bytes() > kMaxLogBytes) {
+    return BadField("max_bytes", absl::StrCat("max_bytes is ", request.max_bytes(),
+                                              ": give at most ", kMaxLogBytes));
+  }
+  if (request.offset() < -1 || request.tail_lines() < 0) {
+    return BadField("offset", "offset is a number of bytes, or -1 for the last tail_lines lines");
+  }
+  const int wanted = request.attempt() == 0 ? job->record.attempts() : request.attempt();
+  const v1::JobAttempt* attempt = nullptr;
+  for (const v1::JobAttempt& one : job->record.history()) {
+    if (one.number() == wanted) attempt = &one;
+  }
+  if (attempt == nullptr) {
+    return MakeError(
+        absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
+        job->record.attempts() == 0
+            ? absl::StrCat("job ", job->record.job_id(), " has not started: ", View(*job).why())
+            : absl::StrCat("job ", job->record.job_id(), " has no attempt ", wanted,
+                           " whose logs are known: the last is ", job->record.attempts()));
+  }
+  const v1::Placement* placement = nullptr;
+  int rank = request.rank();
+  for (const v1::Placement& one : attempt->placements()) {
+    if (rank >= 0 && rank < one.processes()) {
+      placement = &one;
+      break;
+    }
+    rank -= one.processes();
+  }
+  if (request.rank() < 0 || placement == nullptr) {
+    return MakeError(absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
+                     absl::StrCat("attempt ", wanted, " of job ", job->record.job_id(),
+                                  " has no rank ", request.rank()));
+  }
+  const auto it = nodes_.find(placement->node());
+  if (it == nodes_.end() || !it->second.known || it->second.lost) {
+    return MakeError(
+        absl::StatusCode::kUnavailable, v1::ERROR_REASON_UNSPECIFIED,
+        absl::StrCat("node ", Quoted(placement->node()), ", which has this log, is not connected"));
+  }
+  Node& node = it->second;
+  if (node.uid != placement->node_uid()) {
+    return MakeError(
+        absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
+        absl::StrCat("node ", Quoted(placement->node()), " has lost this log with its records"));
+  }
+  if (node.queries.size() >= kMaxQueries) {
+    return MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_OVERLOADED,
+                     absl::StrCat("node ", Quoted(placement->node()),
+                                  " has too many questions about logs: try again"));
+  }
+  const absl::Duration wait =
+      std::clamp(FromProto(request.wait()), absl::ZeroDuration(), kMaxLogWait);
+  const uint64_t id = next_query_++;
+  v1::LogQuery& query = node.queries.emplace_back();
+  query.set_query_id(id);
+  query.set_job_id(job->record.job_id());
+  query.set_attempt(wanted);
+  query.set_local_rank(rank);
+  query.set_offset(request.offset());
+  query.set_tail_lines(request.tail_lines());
+  query.set_max_bytes(request.max_bytes() == 0 ? 256 << 10 : request.max_bytes());
+  *query.mutable_wait() = ToProto(wait);
+  const absl::Time until = now_ + wait + kLogTimeout;
+  queries_[id] = {call, placement->node(), wanted, until};
+  query_timers_.insert({until, id});
+  reads_[call] = id;
+  if (node.held.has_value()) AnswerSync(it->first, &node);
+  return std::nullopt;
+}
+
+JobsCore::Error JobsCore::AnswerLog(CallId call, const v1::AnswerLogRequest& request) {
+  if (request.data().size() > kMaxLogBytes) {
+    return TooLarge("data", absl::StrCat("the answer has ", request.data().size(),
+                                         " bytes: at most ", kMaxLogBytes));
+  }
+  const auto it = queries_.find(request.query_id());
+  if (it != queries_.end() && it->second.node == request.node()) {
+    const OpenQuery query = it->second;
+    query_timers_.erase({query.until, it->first});
+    queries_.erase(it);
+    reads_.erase(query.call);
+    if (request.error().empty()) {
+      v1::OpResult result;
+      v1::ReadJobLogReply* const reply = result.mutable_read_job_log();
+      reply->set_data(request.data());
+      reply->set_offset(request.offset());
+      reply->set_next_offset(request.next_offset());
+      reply->set_ended(request.ended());
+      reply->set_attempt(query.attempt);
+      reply->set_node(query.node);
+      Reply(query.call, std::move(result));
+    } else {
+      ReplyError(query.call, MakeError(absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
+                                       absl::StrCat("node ", Quoted(query.node), ": ",
+                                                    Reason(request.error()))));
+    }
+  }
+  v1::OpResult result;
+  result.mutable_answer_log();
+  Reply(call, std::move(result));
+  return std::nullopt;
+}
+
+// ---- nodes
+
+JobsCore::Error JobsCore::CheckSync(const v1::SyncNodeRequest& request) const {
+  if (request.node().empty() || request.node().size() > kMaxNodeName) {
+    return BadField("node", absl::StrCat("node has ", request.node().size(),
+                                         " bytes: a name has 1 to ", kMaxNodeName));
+  }
+  if (request.node_uid() == 0) {
+    return BadField("node_uid", absl::StrCat("node ", Quoted(request.node()),
+                                             " has node_uid 0: draw a random one and keep it"));
+  }
+  if (request.info().ByteSizeLong() > kMaxInfoBytes) {
+    return TooLarge(
+        "info", absl::StrCat("what node ", Quoted(request.node()), " says of itself has more than ",
+                             kMaxInfoBytes, " bytes"));
+  }
+  if (request.info().cpus() < 0 || request.info().memory_bytes() < 0) {
+    return BadField("info", absl::StrCat("node ", Quoted(request.node()),
+                                         " has a negative number of CPUs or bytes"));
+  }
+  const auto it = nodes_.find(request.node());
+  if (it == nodes_.end()) {
+    if (nodes_.size() < kMaxNodes) return std::nullopt;
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT,
+        absl::StrCat("the coordinator has ", nodes_.size(), " nodes: at most ", kMaxNodes));
+  }
+  const Node& node = it->second;
+  if (node.known && !node.lost && node.uid != request.node_uid() && node.held.has_value()) {
+    return MakeError(absl::StatusCode::kAlreadyExists, v1::ERROR_REASON_SUPERSEDED,
+                     absl::StrCat("another agent of the name ", Quoted(request.node()),
+                                  " is connected, on host ", Quoted(node.info.host()),
+                                  ": give each agent a name of its own (--node)"));
+  }
+  return std::nullopt;
+}
+
+JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) {
+  if (Error error = CheckSync(request)) return error;
+  Node& node = nodes_[request.node()];
+  const std::string& name = request.node();
+  if (!node.known || node.lost) {
+    out_->notices.push_back(
+        {false, "",
+         absl::StrCat("node ", Quoted(name), " is ", node.known ? "back" : "here", ": ",
+                      request.info().cpus(), " CPUs, ", request.info().gpus_size(), " GPUs")});
+    dirty_ = true;
+    // Changes have later revisions.
+    if (node.version == 0) node.version = revision_ - 1;
+  }
+  if (node.uid != 0 && node.uid != request.node_uid()) {
+    node.uid = request.node_uid();
+    dirty_ = true;
+  }
+  node.uid = request.node_uid();
+  node.known = true;
+  node.lost = false;
+  node.heard = heard_any_ = now_;
+  if (!google::protobuf::util::MessageDifferencer::Equals(node.info, request.info())) {
+    node.info = request.info();
+    dirty_ = true;
+  }
+  if (request.cluster_id().empty() || request.cluster_id() == cluster_id_) {
+    for (const v1::AttemptReport& report : request.attempts()) OnReport(name, &node, report);
+    OnMissing(name, &node, request);
+  }
+  if (const bool leftovers = HasLeftovers(name, request); leftovers != node.leftovers) {
+    node.leftovers = leftovers;
+    dirty_ = true;
+  }
+  if (node.held.has_value()) AnswerSync(name, &node);  // the older call
+  node.held = call;
+  node.held_until = now_ + options_.node_lease / 3;
+  syncs_[call] = name;
+  SetNodeTimer(name, &node);
+  at_end_.push_back([this, call, name, seen = request.seen_version()] {
+    const auto it = nodes_.find(name);
+    if (it == nodes_.end() || it->second.held != call) return;
+    if (seen != it->second.version || !it->second.queries.empty()) AnswerSync(name, &it->second);
+  });
+  return std::nullopt;
+}
+
+void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptReport& report) {
+  Job* const job = FindJob(report.job_id());
+  if (job == nullptr || !IsActive(job->record.state())) return;
+  v1::JobAttempt* const attempt = Current(job);
+  if (report.attempt() != attempt->number()) return;
+  for (v1::Placement& placement : *attempt->mutable_placements()) {
+    if (placement.node() != name || placement.node_uid() != node->uid ||
+        placement.state() == v1::PLACEMENT_STATE_ENDED) {
+      continue;
+    }
+    if (report.started_unix_ms() != 0 && attempt->started_unix_ms() == 0) {
+      attempt->set_started_unix_ms(report.started_unix_ms());
+      Touch(*job);
+    }
+    if (report.state() == v1::PLACEMENT_STATE_RUNNING) {
+      if (job->record.spec().has_time_limit() && job->ends_by == absl::InfiniteFuture() &&
+          !attempt->stop()) {
+        job->ends_by =
+            now_ + FromProto(job->record.spec().time_limit()) - FromProto(report.ran_for());
+        limits_.insert({job->ends_by, job->record.sequence()});
+      }
+      if (placement.state() == v1::PLACEMENT_STATE_RUNNING) return;
+      placement.set_state(v1::PLACEMENT_STATE_RUNNING);
+      Touch(*job);
+      const bool all = std::none_of(
+          attempt->placements().begin(), attempt->placements().end(),
+          [](const v1::Placement& other) { return other.state() == v1::PLACEMENT_STATE_ASSIGNED; });
+      if (all && job->record.state() == v1::JOB_STATE_STARTING) {
+        SetState(job, v1::JOB_STATE_RUNNING, absl::StrCat("attempt ", attempt->number(), " runs"));
+      }
+    } else if (report.state() == v1::PLACEMENT_STATE_ENDED) {
+      attempt->set_ended_unix_ms(std::max(attempt->ended_unix_ms(), report.ended_unix_ms()));
+      EndPlacement(job, &placement, Cleaned(report.end(), name));
+    }
+    return;
+  }
+}
+
+bool JobsCore::HasLeftovers(const std::string& name, const v1::SyncNodeRequest& request) const {
+  const bool ours = request.cluster_id().empty() || request.cluster_id() == cluster_id_;
+  for (const v1::AttemptReport& report : request.attempts()) {
+    if (report.state() == v1::PLACEMENT_STATE_ENDED) continue;
+    const v1::JobRecord* const job = ours ? Find(report.job_id()) : nullptr;
+    if (job == nullptr || !IsActive(job->state())) return true;
+    const v1::JobAttempt& attempt = job->history(job->history_size() - 1);
+    const bool assigned = attempt.number() == report.attempt() &&
+                          std::any_of(attempt.placements().begin(), attempt.placements().end(),
+                                      [&](const v1::Placement& placement) {
+                                        return placement.node() == name &&
+                                               placement.state() != v1::PLACEMENT_STATE_ENDED;
+                                      });
+    if (!assigned) return true;
+  }
+  return false;
+}
+
+void JobsCore::OnMissing(const std::string& name, Node* node, const v1::SyncNodeRequest& request) {
+  for (const uint64_t sequence : absl::btree_set<uint64_t>(node->jobs)) {
+    Job& job = jobs_.at(sequence);
+    const int attempt = Current(&job)->number();
+    const auto& reports = request.attempts();
+    const bool reported =
+        std::any_of(reports.begin(), reports.end(), [&](const v1::AttemptReport& report) {
+          return report.job_id() == job.record.job_id() && report.attempt() == attempt;
+        });
+    for (v1::Placement& placement : *Current(&job)->mutable_placements()) {
+      if (placement.node() != name || placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
+      v1::AttemptEnd end;
+      end.set_end_class(v1::END_CLASS_NODE_LOST);
+      end.set_node(name);
+      end.set_rank(-1);
+      if (placement.node_uid() != node->uid) {
+        end.set_why(absl::StrCat("node ", Quoted(name), " has lost its records of attempts"));
+      } else if (placement.state() == v1::PLACEMENT_STATE_RUNNING && !reported) {
+        end.set_why(absl::StrCat("node ", Quoted(name),
+                                 " no longer knows the attempt that ran "
+                                 "there"));
+      } else {
+        continue;
+      }
+      EndPlacement(&job, &placement, end);
+      break;
+    }
+  }
+}
+
+void JobsCore::AnswerSync(const std::string& name, Node* node) {
+  v1::OpResult result;
+  v1::SyncNodeReply* const reply = result.mutable_sync_node();
+  reply->set_version(node->version);
+  *reply->mutable_lease() = ToProto(options_.node_lease);
+  for (const uint64_t sequence : node->jobs) {
+    const Job& job = jobs_.at(sequence);
+    const v1::JobAttempt& attempt = job.record.history(job.record.history_size() - 1);
+    for (const v1::Placement& placement : attempt.placements()) {
+      if (placement.node() != name || placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
+      v1::NodeAssignment* const assignment = reply->add_assignments();
+      assignment->set_job_id(job.record.job_id());
+      assignment->set_attempt(attempt.number());
+      *assignment->mutable_spec() = job.record.spec();
+      assignment->set_node_rank(placement.node_rank());
+      assignment->set_num_nodes(attempt.placements_size());
+      assignment->set_processes(placement.processes());
+      *assignment->mutable_gpus() = placement.gpus();
+      assignment->set_stop(attempt.stop());
+      if (attempt.stop()) assignment->set_stop_why(attempt.end().why());
+    }
+  }
+  for (v1::LogQuery& query : node->queries) {
+    if (queries_.contains(query.query_id())) *reply->add_queries() = std::move(query);
+  }
+  node->queries.clear();
+  const CallId call = *node->held;
+  node->held.reset();
+  node->held_until = absl::InfiniteFuture();
+  syncs_.erase(call);
+  SetNodeTimer(name, node);
+  Reply(call, std::move(result));
+}
+
+void JobsCore::SetNodeTimer(const std::string& name, Node* node) {
+  if (node->timer != absl::InfiniteFuture()) node_timers_.erase({node->timer, name});
+  node->timer = node->lost ? node->heard + options_.node_retention
+                           : std::min(node->held_until, node->heard + options_.node_lease);
+  if (node->timer <= now_) node->timer = now_ + kTickWhileNodesRun;
+  node_timers_.insert({node->timer, name});
+}
+
+void JobsCore::TickNode(const std::string& name) {
+  Node& node = nodes_.at(name);
+  node_timers_.erase({std::exchange(node.timer, absl::InfiniteFuture()), name});
+  if (node.held.has_value() && node.held_until <= now_) return AnswerSync(name, &node);
+  const absl::Duration silent = now_ - node.heard;
+  if (node.lost) {
+    if (silent >= options_.node_retention && node.jobs.empty() && !node.cordoned) {
+      nodes_.erase(name);
+      return;
+    }
+  } else if (silent >= options_.node_lease) {
+    const bool others = heard_any_ > node.heard + options_.node_lease / 2;
+    if (others || silent >= options_.outage_tolerance) {
+      LoseNode(name, &node,
+               absl::StrCat("node ", Quoted(name), " has been silent for ",
+                            absl::FormatDuration(absl::Seconds(absl::ToInt64Seconds(silent)))));
+    }
+  }
+  SetNodeTimer(name, &node);
+}
+
+void JobsCore::LoseNode(const std::string& name, Node* node, const std::string& why) {
+  node->lost = true;
+  out_->notices.push_back({true, "", why});
+  if (node->held.has_value()) AnswerSync(name, node);
+  v1::AttemptEnd end;
+  end.set_end_class(v1::END_CLASS_NODE_LOST);
+  end.set_why(why);
+  end.set_node(name);
+  end.set_rank(-1);
+  for (const uint64_t sequence : absl::btree_set<uint64_t>(node->jobs)) {
+    Job& job = jobs_.at(sequence);
+    for (v1::Placement& placement : *Current(&job)->mutable_placements()) {
+      if (placement.node() != name || placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
+      EndPlacement(&job, &placement, end);
+      break;
+    }
+  }
+  dirty_ = true;
+}
+
+JobsCore::Error JobsCore::ControlNode(CallId call, const v1::ControlNodeRequest& request) {
+  const auto it = nodes_.find(request.node());
+  if (it == nodes_.end()) {
+    return MakeError(absl::StatusCode::kNotFound, v1::ERROR_REASON_UNSPECIFIED,
+                     absl::StrCat("no node ", Quoted(request.node()),
+                                  " is known here; muster nodes shows them"));
+  }
+  Node& node = it->second;
+  const bool drain = request.action() == v1::NODE_ACTION_DRAIN;
+  const bool cordon = drain || request.action() == v1::NODE_ACTION_CORDON;
+  if (!cordon && request.action() != v1::NODE_ACTION_UNCORDON) {
+    return BadField("action",
+                    absl::StrCat("action ", static_cast<int>(request.action()), " is unknown"));
+  }
+  const std::string why = cordon ? Reason(request.why()) : "";
+  if (node.cordoned != cordon || node.draining != drain || node.why != why) {
+    node.cordoned = cordon;
+    node.draining = drain;
+    node.why = why;
+    v1::NodeChanged* const changed = out_->changes.emplace_back().mutable_node_changed();
+    changed->set_node(request.node());
+    changed->set_cordoned(cordon);
+    changed->set_draining(drain);
+    changed->set_why(why);
+    dirty_ = true;
+  }
+  if (drain) {
+    for (const uint64_t sequence : absl::btree_set<uint64_t>(node.jobs)) {
+      Stop(&jobs_.at(sequence), v1::END_CLASS_PREEMPTED,
+           absl::StrCat("node ", Quoted(request.node()), " is drained",
+                        why.empty() ? "" : absl::StrCat(": ", why)));
+    }
+  }
+  at_end_.push_back([this, call] {
+    v1::OpResult result;
+    result.mutable_control_node();
+    Reply(call, std::move(result));
+  });
+  return std::nullopt;
+}
+
+JobsCore::Error JobsCore::ListNodes(CallId call, const v1::ListNodesRequest& request) {
+  v1::OpResult result;
+  v1::ListNodesReply* const reply = result.mutable_list_nodes();
+  size_t bytes = 0;
+  for (auto it = nodes_.upper_bound(request.after_node()); it != nodes_.end(); ++it) {
+    const auto& [name, node] = *it;
+    if (bytes > kMaxPageBytes) {
+      reply->set_more(true);
+      break;
+    }
+    v1::NodeRecord* const record = reply->add_nodes();
+    record->set_node(name);
+    if (node.known) *record->mutable_info() = node.info;
+    record->set_cordoned(node.cordoned);
+    record->set_draining(node.draining);
+    record->set_why(node.why);
+    record->set_lost(node.lost);
+    if (node.known) *record->mutable_heard_ago() = ToProto(now_ - node.heard);
+    for (const uint64_t sequence : node.jobs) {
+      const v1::JobRecord& job = jobs_.at(sequence).record;
+      record->add_jobs(job.job_id());
+      for (const v1::Placement& placement : job.history(job.history_size() - 1).placements()) {
+        if (placement.node() != name || placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
+        const v1::ProcessResources& process = job.spec().per_process();
+        record->set_used_cpus(record->used_cpus() + placement.processes() * process.cpus());
+        record->set_used_memory_bytes(record->used_memory_bytes() +
+                                      placement.processes() * process.memory_bytes());
+        for (const int gpu : placement.gpus()) record->add_used_gpus(gpu);
+      }
+    }
+    bytes += record->ByteSizeLong();
+  }
+  Reply(call, std::move(result));
+  return std::nullopt;
+}
+
+// ---- the schedule
+
+CandidateNodes JobsCore::Candidates(bool free) const {
+  CandidateNodes candidates;
+  for (const auto& [name, node] : nodes_) {
+    if (!node.known || node.lost || node.cordoned || (free && node.leftovers)) continue;
+    CandidateNode candidate{.info = &node.info, .uid = node.uid, .space = {}};
+    candidate.space.cpus = node.info.cpus();
+    candidate.space.memory = node.info.memory_bytes();
+    for (int i = 0; i < node.info.gpus_size(); ++i) candidate.space.gpus.insert(i);
+    if (free) {
+      for (const uint64_t sequence : node.jobs) {
+        const v1::JobRecord& job = jobs_.at(sequence).record;
+        for (const v1::Placement& placement : job.history(job.history_size() - 1).placements()) {
+          if (placement.node() == name && placement.state() != v1::PLACEMENT_STATE_ENDED) {
+            candidate.space.Take(placement, job.spec().per_process());
+          }
+        }
+      }
+    }
+    candidates.emplace(name, std::move(candidate));
+  }
+  return candidates;
+}
+
+ScheduleQuestion JobsCore::Question() const {
+  ScheduleQuestion question;
+  question.nodes = Candidates(/*free=*/true);
+  question.settled = Settled();
+  question.now = now_;
+  for (const uint64_t sequence : queued_) {
+    const Job& job = jobs_.at(sequence);
+    question.queued.push_back({&job.record, job.not_before});
+  }
+  for (const uint64_t sequence : active_) {
+    const Job& job = jobs_.at(sequence);
+    question.active.push_back(
+        {&job.record, &job.record.history(job.record.history_size() - 1), job.ends_by});
+  }
+  return question;
+}
+
+void JobsCore::RunSchedule() {
+  dirty_ = false;
+  schedule_at_ = absl::InfiniteFuture();
+  if (queued_.empty()) return;
+  ScheduleDecision decision = Schedule(Question());
+  schedule_at_ = decision.next;
+  // Nothing is preempted before all nodes have had the time to come.
+  if (!Settled()) schedule_at_ = std::min(schedule_at_, started_ + options_.node_lease);
+  for (auto& [job_id, placement] : decision.starts) Start(FindJob(job_id), std::move(placement));
+  for (const auto& [job_id, why] : decision.preempts) {
+    Stop(FindJob(job_id), v1::END_CLASS_PREEMPTED, why);
+  }
+  bool again = false;
+  for (const auto& [job_id, why] : decision.waits) {
+    Job* const job = FindJob(job_id);
+    job->waits_for = why;
+    again = StopAvoiding(job) || again;
+  }
+  dirty_ = again;
+}
+
+bool JobsCore::StopAvoiding(Job* job) {
+  v1::JobRecord& record = job->record;
+  if (record.avoided_nodes_size() == 0 ||
+      !Place(record.spec(), record.avoided_nodes(), Candidates(/*free=*/false))
+           .placements.empty()) {
+    return false;
+  }
+  record.clear_avoided_nodes();
+  Touch(*job);
+  return true;
+}
+
+void JobsCore::Start(Job* job, PlacementDecision placement) {
+  v1::JobRecord& record = job->record;
+  record.set_attempts(record.attempts() + 1);
+  if (record.history_size() >= kKeptAttempts) {
+    record.mutable_history()->DeleteSubrange(0, record.history_size() - kKeptAttempts + 1);
+  }
+  v1::JobAttempt* const attempt = record.add_history();
+  attempt->set_number(record.attempts());
+  if (options_.mutants.places_half_a_gang && placement.placements.size() > 1) {
+    placement.placements.pop_back();
+  }
+  std::vector<std::string> names;
+  for (v1::Placement& one : placement.placements) {
+    names.push_back(one.node());
+    nodes_.at(one.node()).jobs.insert(record.sequence());
+    TouchNode(one.node());
+    *attempt->add_placements() = std::move(one);
+  }
+  const size_t more = names.size() > 4 ? names.size() - 4 : 0;
+  names.resize(names.size() - more);
+  SetState(job, v1::JOB_STATE_STARTING,
+           absl::StrCat("attempt ", attempt->number(), " starts ", placement.processes,
+                        placement.processes == 1 ? " process" : " processes", " on ",
+                        absl::StrJoin(names, ", "),
+                        more > 0 ? absl::StrCat(" and ", more, " more") : ""));
+  out_->notices.push_back({false, record.job_id(), record.why()});
+}
+
+// ---- the journal
+
+void JobsCore::Restore(const v1::JobRecordChanged& change) {
+  last_sequence_ = std::max(last_sequence_, change.sequence());
+  if (!change.removed().empty()) {
+    const auto it = by_id_.find(change.removed());
+    if (it == by_id_.end()) return;
+    const uint64_t sequence = it->second;
+    by_key_.erase(jobs_.at(sequence).record.idempotency_key());
+    by_id_.erase(it);
+    jobs_.erase(sequence);
+    return;
+  }
+  if (!change.has_record()) return;
+  const v1::JobRecord& record = change.record();
+  last_sequence_ = std::max(last_sequence_, record.sequence());
+  jobs_[record.sequence()].record = record;
+  by_id_[record.job_id()] = record.sequence();
+  if (!record.idempotency_key().empty()) by_key_[record.idempotency_key()] = record.sequence();
+}
+
+void JobsCore::Restore(const v1::NodeChanged& change) {
+  Node& node = nodes_[change.node()];
+  node.cordoned = change.cordoned();
+  node.draining = change.draining();
+  node.why = change.why();
+}
+
+void JobsCore::ForEachChange(const std::function<void(const v1::JournalChange&)>& f) const {
+  v1::JournalChange change;
+  for (const auto& [sequence, job] : jobs_) {
+    *change.mutable_job_record_changed()->mutable_record() = job.record;
+    f(change);
+  }
+  if (last_sequence_ > 0) {
+    change.mutable_job_record_changed()->Clear();
+    change.mutable_job_record_changed()->set_sequence(last_sequence_);
+    f(change);
+  }
+  for (const auto& [name, node] : nodes_) {
+    if (!node.cordoned) continue;
+    v1::NodeChanged* const changed = change.mutable_node_changed();
+    changed->Clear();
+    changed->set_node(name);
+    changed->set_cordoned(node.cordoned);
+    changed->set_draining(node.draining);
+    changed->set_why(node.why);
+    f(change);
+  }
+}
+
+void JobsCore::StartTerm(const Event& event, bool restored, JobsOutput* out) {
+  now_ = event.now;  // that of an earlier term does not matter
+  Begin(event, out);
+  started_ = heard_any_ = now_;
+  if (restored) {
+    last_sequence_ += kLostAttempts;
+    out_->changes.emplace_back().mutable_job_record_changed()->set_sequence(last_sequence_);
+  }
+  for (auto& [sequence, job] : jobs_) {
+    const v1::JobState state = job.record.state();
+    if (state == v1::JOB_STATE_QUEUED) queued_.insert(sequence);
+    if (HasEnded(state)) ended_.insert(sequence);
+    if (IsActive(state)) {
+      active_.insert(sequence);
+      for (const v1::Placement& placement : Current(&job)->placements()) {
+        if (placement.state() != v1::PLACEMENT_STATE_ENDED) {
+          nodes_[placement.node()].jobs.insert(sequence);
+        }
+      }
+    }
+  }
+  for (auto& [name, node] : nodes_) {
+    node.heard = now_;
+    SetNodeTimer(name, &node);
+  }
+  if (restored) {
+    // Later attempts may be running: nodes end what they have and is not known here.
+    for (const uint64_t sequence : absl::btree_set<uint64_t>(active_)) {
+      Job& job = jobs_.at(sequence);
+      Stop(&job, v1::END_CLASS_NODE_LOST, "the coordinator was restored from a copy");
+    }
+    for (auto& [sequence, job] : jobs_) {
+      job.record.set_attempts(job.record.attempts() + kLostAttempts);
+      Touch(job);
+    }
+  }
+  dirty_ = true;
+  End();
+}
+
+}  // namespace muster::coordinator

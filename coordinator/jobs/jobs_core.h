@@ -1,0 +1,251 @@
+#ifndef MUSTER_COORDINATOR_JOBS_JOBS_CORE_H_
+#define MUSTER_COORDINATOR_JOBS_JOBS_CORE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/container/btree_map.h"
+#include "absl/container/btree_set.h"
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "coordinator/answer.h"
+#include "coordinator/jobs/placement.h"
+#include "coordinator/jobs/schedule.h"
+#include "proto/muster/v1/error.pb.h"
+#include "proto/muster/v1/job.pb.h"
+#include "proto/muster/v1/journal.pb.h"
+#include "proto/muster/v1/node.pb.h"
+#include "proto/muster/v1/session.pb.h"
+
+namespace muster::coordinator {
+
+// Deliberate faults, so that the simulation can prove that it would notice them.
+struct JobsMutants {
+  bool starts_before_former_ended = false;  // two attempts of a job at once
+  bool places_half_a_gang = false;
+  bool retries_user_errors = false;
+};
+
+struct JobsOptions {
+  // A node that is silent for so long is lost, if other nodes are heard.
+  absl::Duration node_lease = absl::Seconds(30);
+  // And if none is: perhaps only the coordinator's network has failed.
+  absl::Duration outage_tolerance = absl::Seconds(90);
+  // Kept in all; beyond that the oldest that have ended go.
+  size_t max_jobs = 10'000;
+  // A node that has nothing to run and is not heard for so long is forgotten.
+  absl::Duration node_retention = absl::Hours(24);
+  JobsMutants mutants = {};
+};
+
+// What follows from an event.
+struct JobsOutput {
+  std::vector<std::pair<CallId, v1::OpResult>> replies;  // without headers
+  std::vector<v1::JournalChange> changes;                // of this event, in this order
+  // Rendezvous jobs that no worker may join any more, and why.
+  std::vector<std::pair<std::string, std::string>> closed_groups;
+  // (warning, job_id, text) for the log.
+  struct Notice {
+    bool warning;
+    std::string job_id;
+    std::string text;
+  };
+  std::vector<Notice> notices;
+};
+
+// Submitted jobs, the nodes that wait for them, and which runs where (proto/muster/v1/job.proto and
+// node.proto have the rules). Not thread-safe; pure.
+//
+// A job holds space on a node from the record of its placement on until the node says that nothing
+// of it is left there, or the node is lost; an attempt is over when that is so on all its nodes,
+// and only then another one is placed.
+//
+// Durable are JobRecords, and what operators said of nodes. What nodes have and when they were
+// heard is not: after a restart of the coordinator nodes say it again.
+class JobsCore {
+ public:
+  static constexpr size_t kMaxKey = 128;
+  static constexpr int kKeptAttempts = 8;
+  static constexpr int kMaxNodeFailures =
+      16;  // attempts that nodes could not start, until it fails
+  static constexpr size_t kMaxNodes = 100'000;
+
+  explicit JobsCore(JobsOptions options) : options_(options) {}
+  JobsCore(const JobsCore&) = delete;
+  JobsCore& operator=(const JobsCore&) = delete;
+
+  // One event: its time, and the revision that its changes have.
+  struct Event {
+    absl::Time now;
+    uint64_t revision = 0;
+    absl::string_view cluster_id = {};
+  };
+
+  // Whether the operation is one of jobs or nodes.
+  static bool Takes(v1::Op::KindCase kind);
+  // The reply comes in this output or in that of a later event.
+  void Handle(CallId call, const v1::Op& op, const Event& event, JobsOutput* out);
+  // The caller of a held call is gone. False: no call of this core.
+  bool Abandon(CallId call);
+  void Tick(const Event& event, JobsOutput* out);
+  absl::Time NextDeadline() const;
+
+  // Before serving, and after all Restores. `restored`: later changes than these are lost, so
+  // attempts may run that are not recorded.
+  void StartTerm(const Event& event, bool restored, JobsOutput* out);
+  void Restore(const v1::JobRecordChanged& change);
+  void Restore(const v1::NodeChanged& change);
+  // Calls f(v1::JournalChange) for all that Restore needs.
+  void ForEachChange(const std::function<void(const v1::JournalChange&)>& f) const;
+
+  size_t jobs() const { return jobs_.size(); }
+  size_t nodes() const { return nodes_.size(); }
+  // Null: there is none.
+  const v1::JobRecord* Find(absl::string_view job_id) const;
+  // The job and the attempt that this rendezvous job is; nullopt: of none.
+  std::optional<std::pair<std::string, int>> AttemptOf(absl::string_view group) const;
+  static std::string GroupOf(absl::string_view job_id, int attempt);
+
+ private:
+  struct Job {
+    v1::JobRecord record;
+    absl::Time not_before = absl::InfinitePast();
+    absl::Time ends_by = absl::InfiniteFuture();  // of the current attempt
+    int node_failures = 0;                        // in a row
+    // By the last schedule, in words. Not in the record: the next coordinator finds it again.
+    std::string waits_for;
+  };
+  struct Node {
+    v1::NodeInfo info;
+    uint64_t uid = 0;
+    bool known = false;  // heard since the start of the term
+    bool lost = false;
+    bool cordoned = false, draining = false;
+    std::string why;
+    absl::Time heard = absl::InfinitePast();
+    absl::Time timer = absl::InfiniteFuture();  // in node_timers_
+    uint64_t version = 0;
+    std::optional<CallId> held;
+    absl::Time held_until = absl::InfiniteFuture();
+    std::vector<v1::LogQuery> queries;
+    absl::btree_set<uint64_t> jobs;  // by sequence: with a placement that has not ended
+    // It has processes of attempts that are not assigned: nothing new starts before they are gone.
+    bool leftovers = false;
+  };
+  struct HeldGet {
+    std::string job_id;
+    absl::Time until;
+  };
+  struct OpenQuery {
+    CallId call;
+    std::string node;
+    int attempt;
+    absl::Time until;
+  };
+  using Error = std::optional<v1::OpError>;
+
+  // The operations. Those with an Error answer the call unless they return one.
+  Error Submit(CallId call, const v1::SubmitJobRequest& request);
+  Error Get(CallId call, const v1::GetJobRequest& request);
+  Error List(CallId call, const v1::ListJobsRequest& request);
+  Error Control(CallId call, const v1::ControlJobRequest& request);
+  Error ReadLog(CallId call, const v1::ReadJobLogRequest& request);
+  Error Sync(CallId call, const v1::SyncNodeRequest& request);
+  Error AnswerLog(CallId call, const v1::AnswerLogRequest& request);
+  Error ControlNode(CallId call, const v1::ControlNodeRequest& request);
+  Error ListNodes(CallId call, const v1::ListNodesRequest& request);
+
+  void Begin(const Event& event, JobsOutput* out);
+  // Schedules if something has changed, makes the records, and answers what waits for them.
+  void End();
+
+  Job* FindJob(absl::string_view job_id);
+  static v1::OpError UnknownJob(absl::string_view job_id);
+  static bool IsActive(v1::JobState state);
+  static bool HasEnded(v1::JobState state);
+  static v1::JobAttempt* Current(Job* job);
+
+  Error Act(Job* job, v1::JobAction action, int after_attempt, const std::string& why);
+  Error Retry(Job* job, int after_attempt, const std::string& why);
+  Error Remove(Job* job);
+  void SetState(Job* job, v1::JobState state, std::string why);
+  void Touch(const Job& job) { touched_jobs_.insert(job.record.sequence()); }
+  void TouchNode(const std::string& node) { touched_nodes_.insert(node); }
+  // All nodes of the attempt are to end it. The first reason stays.
+  void Stop(Job* job, v1::EndClass end_class, const std::string& why);
+  void EndPlacement(Job* job, v1::Placement* placement, const v1::AttemptEnd& end);
+  // Nothing of the current attempt is left.
+  void Finish(Job* job);
+  void Requeue(Job* job, std::string why, absl::Duration delay);
+  bool MakeRoomForOne();
+  void Forget(uint64_t sequence);
+
+  Error CheckSync(const v1::SyncNodeRequest& request) const;
+  void OnReport(const std::string& name, Node* node, const v1::AttemptReport& report);
+  bool HasLeftovers(const std::string& name, const v1::SyncNodeRequest& request) const;
+  // What it does not report any more.
+  void OnMissing(const std::string& name, Node* node, const v1::SyncNodeRequest& request);
+  void LoseNode(const std::string& name, Node* node, const std::string& why);
+  void AnswerSync(const std::string& name, Node* node);
+  void SetNodeTimer(const std::string& name, Node* node);
+  void TickNode(const std::string& name);
+
+  CandidateNodes Candidates(bool free) const;
+  ScheduleQuestion Question() const;
+  void RunSchedule();
+  void Start(Job* job, PlacementDecision placement);
+  // If it cannot run without the nodes that it avoids: they are tried again.
+  bool StopAvoiding(Job* job);
+  v1::JobPlan PlanOf(const v1::JobSpec& spec) const;
+  bool Settled() const { return now_ - started_ >= options_.node_lease; }
+
+  void Reply(CallId call, v1::OpResult result) {
+    out_->replies.emplace_back(call, std::move(result));
+  }
+  void ReplyError(CallId call, v1::OpError error);
+  void ReplyJob(CallId call, const Job& job);
+  // As callers see it: with what it waits for.
+  static v1::JobRecord View(const Job& job);
+
+  const JobsOptions options_;
+  absl::btree_map<uint64_t, Job> jobs_;  // by sequence
+  absl::flat_hash_map<std::string, uint64_t> by_id_;
+  absl::flat_hash_map<std::string, uint64_t> by_key_;
+  absl::btree_set<uint64_t> queued_, active_, ended_;
+  uint64_t last_sequence_ = 0;
+  absl::btree_map<std::string, Node> nodes_;
+
+  absl::btree_set<std::pair<absl::Time, std::string>> node_timers_;
+  absl::btree_set<std::pair<absl::Time, uint64_t>> limits_;  // ends_by of jobs
+  absl::btree_map<CallId, HeldGet> gets_;
+  absl::flat_hash_map<std::string, absl::btree_set<CallId>> gets_of_;  // by job_id
+  absl::btree_map<uint64_t, OpenQuery> queries_;
+  absl::btree_set<std::pair<absl::Time, CallId>> call_timers_;  // of gets
+  absl::btree_set<std::pair<absl::Time, uint64_t>> query_timers_;
+  absl::flat_hash_map<CallId, std::string> syncs_;  // held: the node
+  absl::flat_hash_map<CallId, uint64_t> reads_;     // held: the query
+  uint64_t next_query_ = 1;
+  absl::Time started_ = absl::InfinitePast();  // of the term
+  absl::Time heard_any_ = absl::InfinitePast();
+  absl::Time schedule_at_ = absl::InfiniteFuture();
+  bool dirty_ = false;  // room or jobs have changed since the last schedule
+
+  // This event.
+  absl::Time now_ = absl::InfinitePast();
+  uint64_t revision_ = 0;
+  std::string cluster_id_;
+  JobsOutput* out_ = nullptr;
+  absl::btree_set<uint64_t> touched_jobs_;
+  absl::btree_set<std::string> touched_nodes_;
+  std::vector<std::function<void()>> at_end_;
+};
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_JOBS_JOBS_CORE_H_

@@ -1,0 +1,614 @@
+#include "coordinator/jobs/jobs_core.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "coordinator/errors.h"
+
+namespace muster::coordinator {
+namespace {
+
+constexpr char kCluster[] = "cluster";
+
+// A core with its journal, and nodes that do what it says.
+class JobsCoreTest : public testing::Test {
+ protected:
+  JobsCoreTest() { StartTerm(); }
+
+  void StartTerm(bool restored = false) {
+    core_ = std::make_unique<JobsCore>(options_);
+    for (const v1::JournalChange& change : journal_) {
+      if (change.has_job_record_changed()) core_->Restore(change.job_record_changed());
+      if (change.has_node_changed()) core_->Restore(change.node_changed());
+    }
+    JobsOutput out;
+    core_->StartTerm(NextEvent(), restored, &out);
+    Take(std::move(out));
+    replies_.clear();
+    syncs_.clear();
+    for (auto& [name, node] : nodes_) node.last.Clear();
+  }
+  // After it, nothing is waited for that nodes could still bring.
+  void Settle() { Advance(options_.node_lease); }
+
+  JobsCore::Event NextEvent() { return {now_, ++revision_, kCluster}; }
+  void Take(JobsOutput out) {
+    for (v1::JournalChange& change : out.changes) journal_.push_back(std::move(change));
+    for (auto& [call, result] : out.replies) replies_[call] = std::move(result);
+    for (auto& closed : out.closed_groups) closed_.push_back(closed.first);
+  }
+  // The reply's call.
+  CallId Send(const v1::Op& op) {
+    JobsOutput out;
+    core_->Handle(++call_, op, NextEvent(), &out);
+    Take(std::move(out));
+    return call_;
+  }
+  v1::OpResult Call(const v1::Op& op) {
+    const CallId call = Send(op);
+    EXPECT_TRUE(replies_.contains(call)) << "the call is held: " << op.ShortDebugString();
+    v1::OpResult result = replies_[call];
+    Pump();
+    return result;
+  }
+  void Advance(absl::Duration by) {
+    const absl::Time until = now_ + by;
+    while (true) {
+      const absl::Time next = std::min(core_->NextDeadline(), until);
+      now_ = std::max(now_, next);
+      Pump();
+      JobsOutput out;
+      core_->Tick(NextEvent(), &out);
+      Take(std::move(out));
+      Pump();
+      if (now_ >= until) return;
+    }
+  }
+
+  // ---- clients
+
+  static v1::JobSpec Spec(int processes, int max_restarts = 0) {
+    v1::JobSpec spec;
+    spec.set_name("mnist");
+    spec.add_argv("./train");
+    spec.set_max_processes(processes);
+    spec.set_max_restarts(max_restarts);
+    return spec;
+  }
+  v1::OpResult TrySubmit(const v1::JobSpec& spec, const std::string& key = "") {
+    v1::Op op;
+    *op.mutable_submit_job()->mutable_spec() = spec;
+    op.mutable_submit_job()->set_idempotency_key(key);
+    return Call(op);
+  }
+  std::string Submit(const v1::JobSpec& spec) {
+    const v1::OpResult result = TrySubmit(spec);
+    EXPECT_FALSE(result.has_error()) << result.error().message();
+    return result.submit_job().job().job_id();
+  }
+  v1::OpResult Control(const std::string& job_id, v1::JobAction action, int after_attempt = 0) {
+    v1::Op op;
+    op.mutable_control_job()->set_job_id(job_id);
+    op.mutable_control_job()->set_action(action);
+    op.mutable_control_job()->set_after_attempt(after_attempt);
+    return Call(op);
+  }
+  v1::JobRecord Get(const std::string& job_id) {
+    v1::Op op;
+    op.mutable_get_job()->set_job_id(job_id);
+    return Call(op).get_job().job();
+  }
+  v1::JobState StateOf(const std::string& job_id) { return Get(job_id).state(); }
+
+  // ---- nodes
+
+  struct Node {
+    uint64_t uid = 1;
+    int cpus = 4;
+    int gpus = 0;
+    bool talks = true;
+    std::map<std::pair<std::string, int>, v1::AttemptReport> attempts;
+    v1::SyncNodeReply last;
+    std::vector<v1::LogQuery> queries;
+  };
+  Node& AddNode(const std::string& name, int cpus = 4) {
+    nodes_[name].cpus = cpus;
+    nodes_[name].uid = ++uids_;
+    Sync(name);
+    return nodes_[name];
+  }
+  // Says all the node has, and does what the reply says.
+  void Sync(const std::string& name) {
+    SendSync(name);
+    Pump();
+  }
+  void SendSync(const std::string& name) {
+    Node& node = nodes_.at(name);
+    v1::Op op;
+    v1::SyncNodeRequest* const request = op.mutable_sync_node();
+    request->set_node(name);
+    request->set_node_uid(node.uid);
+    request->set_cluster_id(kCluster);
+    request->mutable_info()->set_cpus(node.cpus);
+    request->mutable_info()->set_memory_bytes(int64_t{64} << 30);
+    for (int i = 0; i < node.gpus; ++i) request->mutable_info()->add_gpus("gpu");
+    request->set_seen_version(node.last.version());
+    for (const auto& [key, report] : node.attempts) *request->add_attempts() = report;
+    syncs_[name] = Send(op);
+  }
+  // Lets nodes read what has been answered and call again, until all calls are held.
+  void Pump() {
+    for (bool more = true; more;) {
+      more = false;
+      for (auto& [name, node] : nodes_) {
+        if (!node.talks) continue;
+        const auto sync = syncs_.find(name);
+        if (sync != syncs_.end() && !replies_.contains(sync->second)) continue;
+        more = true;
+        if (sync == syncs_.end()) {
+          SendSync(name);
+          continue;
+        }
+        const v1::OpResult result = std::move(replies_[sync->second]);
+        replies_.erase(sync->second);
+        syncs_.erase(sync);
+        ASSERT_FALSE(result.has_error()) << result.error().message();
+        for (const v1::LogQuery& query : result.sync_node().queries()) {
+          node.queries.push_back(query);
+        }
+        node.last = result.sync_node();
+        Obey(&node);
+      }
+    }
+  }
+  void Obey(Node* node) {
+    std::set<std::pair<std::string, int>> wanted;
+    for (const v1::NodeAssignment& assignment : node->last.assignments()) {
+      const auto key = std::make_pair(assignment.job_id(), assignment.attempt());
+      wanted.insert(key);
+      v1::AttemptReport& report = node->attempts[key];
+      if (report.state() == v1::PLACEMENT_STATE_UNSPECIFIED) {
+        report.set_job_id(assignment.job_id());
+        report.set_attempt(assignment.attempt());
+        report.set_state(v1::PLACEMENT_STATE_RUNNING);
+        ++starts_[assignment.job_id()];
+      }
+      if (assignment.stop() && report.state() != v1::PLACEMENT_STATE_ENDED && stops_obey_) {
+        SetEnd(&report, v1::END_CLASS_CANCELLED, assignment.stop_why());
+      }
+    }
+    for (auto it = node->attempts.begin(); it != node->attempts.end();) {
+      it = wanted.contains(it->first) ? std::next(it) : node->attempts.erase(it);
+    }
+  }
+  void ObeyStops() {
+    stops_obey_ = true;
+    for (auto& [name, node] : nodes_) Obey(&node);
+    for (auto& [name, node] : nodes_) Sync(name);
+  }
+  static void SetEnd(v1::AttemptReport* report, v1::EndClass end_class, const std::string& why) {
+    report->set_state(v1::PLACEMENT_STATE_ENDED);
+    report->mutable_end()->set_end_class(end_class);
+    report->mutable_end()->set_why(why);
+  }
+  // The processes of the job's current attempt end so on this node.
+  void EndOn(const std::string& name, const std::string& job_id, v1::EndClass end_class,
+             const std::string& why = "rank 0 exited with code 1") {
+    const int attempt = Get(job_id).attempts();
+    const auto it = nodes_.at(name).attempts.find({job_id, attempt});
+    ASSERT_NE(it, nodes_.at(name).attempts.end()) << name << " does not run it";
+    SetEnd(&it->second, end_class, why);
+    Sync(name);
+  }
+
+  JobsOptions options_;
+  std::vector<v1::JournalChange> journal_;
+  std::unique_ptr<JobsCore> core_;
+  absl::Time now_ = absl::UnixEpoch() + absl::Hours(5);
+  uint64_t revision_ = 100;
+  CallId call_ = 0;
+  std::map<CallId, v1::OpResult> replies_;
+  std::map<std::string, CallId> syncs_;  // held
+  std::map<std::string, Node> nodes_;
+  std::map<std::string, int> starts_;
+  std::vector<std::string> closed_;
+  uint64_t uids_ = 0;
+  bool stops_obey_ = true;
+};
+
+TEST_F(JobsCoreTest, Job_OnWaitingNodes_RunsAndSucceeds) {
+  AddNode("a");
+  AddNode("b");
+  const std::string job = Submit(Spec(8));
+  EXPECT_EQ(job, "mnist-1");
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EndOn("a", job, v1::END_CLASS_SUCCEEDED);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EndOn("b", job, v1::END_CLASS_SUCCEEDED);
+  const v1::JobRecord record = Get(job);
+  EXPECT_EQ(record.state(), v1::JOB_STATE_SUCCEEDED);
+  EXPECT_EQ(record.why(), "all processes have succeeded");
+  EXPECT_EQ(closed_, std::vector<std::string>{"mnist-1.1"});
+  EXPECT_TRUE(nodes_["a"].attempts.empty());  // it may forget it
+}
+
+TEST_F(JobsCoreTest, Job_WithoutRoom_WaitsAndSaysWhatFor) {
+  AddNode("a", 2);
+  Submit(Spec(2));
+  const std::string second = Submit(Spec(1));
+  EXPECT_EQ(Get(second).why(),
+            "it was submitted; it waits for room for 1 process with 1 CPU: no "
+            "node has it");
+  EndOn("a", "mnist-1", v1::END_CLASS_SUCCEEDED);
+  EXPECT_EQ(StateOf(second), v1::JOB_STATE_RUNNING);
+}
+
+TEST_F(JobsCoreTest, JobLargerThanAllNodes_IsRefused_UnlessItMayWait) {
+  AddNode("a", 2);
+  Settle();
+  const v1::OpResult refused = TrySubmit(Spec(3));
+  EXPECT_EQ(refused.error().message(),
+            "the job is larger than all nodes together: it needs room for 3 processes with 1 CPU "
+            "each: 2 fit; ask for less, or set wait_for_nodes to queue it");
+  v1::JobSpec spec = Spec(3);
+  spec.set_wait_for_nodes(true);
+  const std::string job = Submit(spec);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  AddNode("b", 3);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+}
+
+TEST_F(JobsCoreTest, FailureOnOneNode_StopsTheOthers_AndRestarts) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  const std::string job = Submit(Spec(4, /*max_restarts=*/1));
+  EndOn("b", job, v1::END_CLASS_PROCESS_FAILED, "rank 2 was killed by signal 9");
+  v1::JobRecord record = Get(job);
+  EXPECT_EQ(record.state(), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(record.attempts(), 2);
+  EXPECT_EQ(record.restarts(), 1);
+  EXPECT_EQ(record.history(0).end().why(), "rank 2 was killed by signal 9");
+  EXPECT_EQ(record.history(0).end().node(), "b");
+  EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
+  record = Get(job);
+  EXPECT_EQ(record.state(), v1::JOB_STATE_FAILED);
+  EXPECT_EQ(record.why(), "rank 0 exited with code 1; it was restarted 1 time");
+}
+
+TEST_F(JobsCoreTest, NextAttempt_WaitsUntilEveryNodeHasEndedTheFormer) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  stops_obey_ = false;
+  const std::string job = Submit(Spec(4, 1));
+  EndOn("b", job, v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_STOPPING);
+  EXPECT_EQ(Get(job).attempts(), 1);
+  Advance(absl::Minutes(10));
+  EXPECT_EQ(Get(job).attempts(), 1);
+  ObeyStops();
+  EXPECT_EQ(Get(job).attempts(), 2);
+}
+
+TEST_F(JobsCoreTest, UserError_IsNotRetried) {
+  AddNode("a");
+  const std::string job = Submit(Spec(1, 5));
+  EndOn("a", job, v1::END_CLASS_USER_ERROR, "there is no program ./train");
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+  EXPECT_EQ(Get(job).attempts(), 1);
+}
+
+TEST_F(JobsCoreTest, RestartDelay_Doubles) {
+  AddNode("a");
+  v1::JobSpec spec = Spec(1, 5);
+  spec.mutable_restart_delay()->set_seconds(10);
+  const std::string job = Submit(spec);
+  EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  Advance(absl::Seconds(9));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  Advance(absl::Seconds(2));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
+  Advance(absl::Seconds(19));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  Advance(absl::Seconds(2));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+}
+
+TEST_F(JobsCoreTest, NodeThatCannotStartIt_IsAvoided) {
+  AddNode("a");
+  const std::string job = Submit(Spec(1));
+  AddNode("b");
+  EndOn("a", job, v1::END_CLASS_NODE_FAILED, "the disk is full");
+  Advance(absl::Seconds(10));
+  const v1::JobRecord record = Get(job);
+  EXPECT_EQ(record.state(), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(record.history(1).placements(0).node(), "b");
+  EXPECT_EQ(record.restarts(), 0);
+}
+
+TEST_F(JobsCoreTest, SilentNode_IsLost_AndItsJobStartsElsewhere) {
+  AddNode("a");
+  const std::string job = Submit(Spec(1));
+  AddNode("b");
+  nodes_["a"].talks = false;
+  Advance(absl::Seconds(25));
+  EXPECT_EQ(Get(job).attempts(), 1);
+  Advance(absl::Seconds(10));
+  v1::JobRecord record = Get(job);
+  EXPECT_EQ(record.state(), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(record.attempts(), 2);
+  EXPECT_EQ(record.history(1).placements(0).node(), "b");
+  EXPECT_EQ(record.history(0).end().end_class(), v1::END_CLASS_NODE_LOST);
+  EXPECT_EQ(record.restarts(), 0);
+  // It comes back, and has to end what it has.
+  nodes_["a"].talks = true;
+  Sync("a");
+  Pump();
+  EXPECT_EQ(Get(job).attempts(), 2);
+  EXPECT_TRUE(nodes_["a"].last.assignments().empty());
+}
+
+TEST_F(JobsCoreTest, AllNodesSilent_AreNotLost_WithinTheOutageTolerance) {
+  AddNode("a");
+  AddNode("b");
+  const std::string job = Submit(Spec(8));
+  nodes_["a"].talks = nodes_["b"].talks = false;
+  Advance(absl::Seconds(80));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  nodes_["a"].talks = nodes_["b"].talks = true;
+  Advance(absl::Seconds(1));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  nodes_["a"].talks = nodes_["b"].talks = false;
+  Advance(absl::Seconds(100));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+}
+
+TEST_F(JobsCoreTest, PausedCoordinator_LosesNobody) {
+  AddNode("a");
+  AddNode("b");
+  const std::string job = Submit(Spec(1));
+  now_ += absl::Hours(1);
+  Sync("b");
+  JobsOutput out;
+  core_->Tick(NextEvent(), &out);
+  Take(std::move(out));
+  EXPECT_EQ(Get(job).attempts(), 1);
+}
+
+TEST_F(JobsCoreTest, NodeThatLostItsRecords_HasLostItsAttempts) {
+  AddNode("a");
+  const std::string job = Submit(Spec(1));
+  nodes_["a"].uid = ++uids_;
+  nodes_["a"].attempts.clear();
+  core_->Abandon(syncs_["a"]);
+  Sync("a");
+  EXPECT_EQ(Get(job).attempts(), 2);
+  EXPECT_EQ(Get(job).history(0).end().why(), "node \"a\" has lost its records of attempts");
+}
+
+TEST_F(JobsCoreTest, SecondAgentOfAName_IsRefused_WhileTheFirstIsThere) {
+  AddNode("a");
+  v1::Op op;
+  op.mutable_sync_node()->set_node("a");
+  op.mutable_sync_node()->set_node_uid(999);
+  const v1::OpResult result = Call(op);
+  EXPECT_EQ(result.error().code(), static_cast<int>(absl::StatusCode::kAlreadyExists));
+}
+
+TEST_F(JobsCoreTest, Cancel_InEveryState_EndsTheJob) {
+  AddNode("a", 1);
+  const std::string running = Submit(Spec(1));
+  const std::string queued = Submit(Spec(1));
+  EXPECT_FALSE(Control(queued, v1::JOB_ACTION_CANCEL).has_error());
+  EXPECT_EQ(StateOf(queued), v1::JOB_STATE_CANCELLED);
+  stops_obey_ = false;
+  EXPECT_FALSE(Control(running, v1::JOB_ACTION_CANCEL).has_error());
+  EXPECT_EQ(StateOf(running), v1::JOB_STATE_STOPPING);
+  EXPECT_FALSE(Control(running, v1::JOB_ACTION_CANCEL).has_error());  // a repeat
+  ObeyStops();
+  EXPECT_EQ(StateOf(running), v1::JOB_STATE_CANCELLED);
+  EXPECT_FALSE(Control(running, v1::JOB_ACTION_CANCEL).has_error());
+  const std::string done = Submit(Spec(1));
+  EndOn("a", done, v1::END_CLASS_SUCCEEDED);
+  EXPECT_EQ(Control(done, v1::JOB_ACTION_CANCEL).error().message(), "job mnist-3 has succeeded");
+}
+
+TEST_F(JobsCoreTest, SuspendedJob_KeepsItsPlaceInTheRecords_AndResumes) {
+  AddNode("a", 1);
+  const std::string job = Submit(Spec(1));
+  Control(job, v1::JOB_ACTION_SUSPEND);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_SUSPENDED);
+  Submit(Spec(1));
+  EXPECT_FALSE(Control(job, v1::JOB_ACTION_RESUME).has_error());
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  EndOn("a", "mnist-2", v1::END_CLASS_SUCCEEDED);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(Get(job).restarts(), 0);
+}
+
+TEST_F(JobsCoreTest, Retry_OfAFailedJob_HappensOnceForEachCall) {
+  AddNode("a");
+  const std::string job = Submit(Spec(1));
+  EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
+  ASSERT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+  EXPECT_FALSE(Control(job, v1::JOB_ACTION_RETRY, 1).has_error());
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EndOn("a", job, v1::END_CLASS_PROCESS_FAILED);
+  // The first call again, whose answer was lost.
+  EXPECT_FALSE(Control(job, v1::JOB_ACTION_RETRY, 1).has_error());
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+}
+
+TEST_F(JobsCoreTest, TimeLimit_EndsTheJob_AlsoAcrossARestart) {
+  AddNode("a");
+  v1::JobSpec spec = Spec(1, 3);
+  spec.mutable_time_limit()->set_seconds(100);
+  const std::string job = Submit(spec);
+  Advance(absl::Seconds(90));
+  nodes_["a"].attempts.begin()->second.mutable_ran_for()->set_seconds(90);
+  StartTerm();
+  Sync("a");
+  Advance(absl::Seconds(11));
+  const v1::JobRecord record = Get(job);
+  EXPECT_EQ(record.state(), v1::JOB_STATE_FAILED);
+  EXPECT_EQ(record.why(), "attempt 1 has run for its time limit of 1m40s");
+}
+
+TEST_F(JobsCoreTest, UrgentJob_PreemptsAndTheOtherComesBack) {
+  AddNode("a", 1);
+  Settle();
+  v1::JobSpec spec = Spec(1);
+  spec.set_preemptible(true);
+  const std::string job = Submit(spec);
+  spec.set_priority(1);
+  const std::string urgent = Submit(spec);
+  EXPECT_EQ(StateOf(urgent), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_QUEUED);
+  EndOn("a", urgent, v1::END_CLASS_SUCCEEDED);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(Get(job).restarts(), 0);
+}
+
+TEST_F(JobsCoreTest, DrainedNode_GetsNothing_AndItsJobsMove) {
+  AddNode("a", 2);
+  const std::string job = Submit(Spec(1));
+  AddNode("b", 2);
+  v1::Op op;
+  op.mutable_control_node()->set_node("a");
+  op.mutable_control_node()->set_action(v1::NODE_ACTION_DRAIN);
+  EXPECT_FALSE(Call(op).has_error());
+  Pump();
+  EXPECT_EQ(Get(job).history(1).placements(0).node(), "b");
+  StartTerm();
+  Sync("a");
+  Sync("b");
+  v1::Op list;
+  list.mutable_list_nodes();
+  EXPECT_TRUE(Call(list).list_nodes().nodes(0).draining());
+}
+
+TEST_F(JobsCoreTest, IdempotencyKey_ReturnsTheFirstJob_AlsoAfterARestart) {
+  AddNode("a");
+  v1::JobSpec spec = Spec(1);
+  for (int i = 0; i < 20; ++i) (*spec.mutable_env())[absl::StrCat("V", i)] = "x";
+  EXPECT_EQ(TrySubmit(spec, "k").submit_job().job().job_id(), "mnist-1");
+  StartTerm();
+  const v1::OpResult again = TrySubmit(spec, "k");
+  EXPECT_EQ(again.submit_job().job().job_id(), "mnist-1");
+  EXPECT_TRUE(again.submit_job().existed());
+  spec.set_max_processes(2);
+  EXPECT_EQ(TrySubmit(spec, "k").error().detail().reason(), v1::ERROR_REASON_KEY_REUSED);
+}
+
+TEST_F(JobsCoreTest, RestartOfTheCoordinator_KeepsRunningJobs) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  const std::string job = Submit(Spec(4));
+  const std::string queued = Submit(Spec(4));
+  StartTerm();
+  Sync("a");
+  Sync("b");
+  Advance(absl::Minutes(5));
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+  EXPECT_EQ(starts_[job], 2);  // once a node
+  EndOn("a", job, v1::END_CLASS_SUCCEEDED);
+  EndOn("b", job, v1::END_CLASS_SUCCEEDED);
+  EXPECT_EQ(StateOf(queued), v1::JOB_STATE_RUNNING);
+}
+
+TEST_F(JobsCoreTest, RestoredCoordinator_EndsWhatRuns_AndNumbersJump) {
+  AddNode("a");
+  const std::string job = Submit(Spec(1));
+  StartTerm(/*restored=*/true);
+  Sync("a");
+  Advance(absl::Seconds(1));
+  const v1::JobRecord record = Get(job);
+  EXPECT_EQ(record.state(), v1::JOB_STATE_RUNNING);
+  EXPECT_GT(record.attempts(), 1000);
+  EXPECT_EQ(Submit(Spec(1)), "mnist-1002");
+}
+
+TEST_F(JobsCoreTest, HeldGet_IsAnsweredByTheNextChange) {
+  AddNode("a");
+  const std::string job = Submit(Spec(1));
+  v1::Op op;
+  op.mutable_get_job()->set_job_id(job);
+  op.mutable_get_job()->set_seen_revision(Get(job).revision());
+  op.mutable_get_job()->mutable_hold()->set_seconds(20);
+  const CallId call = Send(op);
+  EXPECT_FALSE(replies_.contains(call));
+  EndOn("a", job, v1::END_CLASS_SUCCEEDED);
+  ASSERT_TRUE(replies_.contains(call));
+  EXPECT_EQ(replies_[call].get_job().job().state(), v1::JOB_STATE_SUCCEEDED);
+  op.mutable_get_job()->set_seen_revision(Get(job).revision());
+  const CallId late = Send(op);
+  Advance(absl::Seconds(21));
+  EXPECT_TRUE(replies_.contains(late));
+}
+
+TEST_F(JobsCoreTest, Log_IsAskedOfTheNodeThatRanTheRank) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  const std::string job = Submit(Spec(4));
+  v1::Op op;
+  op.mutable_read_job_log()->set_job_id(job);
+  op.mutable_read_job_log()->set_rank(3);
+  const CallId call = Send(op);
+  Pump();
+  ASSERT_EQ(nodes_["b"].queries.size(), 1u);
+  const v1::LogQuery query = nodes_["b"].queries[0];
+  EXPECT_EQ(query.local_rank(), 1);
+  v1::Op answer;
+  answer.mutable_answer_log()->set_node("a");  // not the one that was asked
+  answer.mutable_answer_log()->set_query_id(query.query_id());
+  Call(answer);
+  EXPECT_FALSE(replies_.contains(call));
+  answer.mutable_answer_log()->set_node("b");
+  answer.mutable_answer_log()->set_data("hello\n");
+  Call(answer);
+  ASSERT_TRUE(replies_.contains(call));
+  EXPECT_EQ(replies_[call].read_job_log().data(), "hello\n");
+  op.mutable_read_job_log()->set_rank(4);
+  EXPECT_EQ(Call(op).error().message(), "attempt 1 of job mnist-1 has no rank 4");
+  op.mutable_read_job_log()->set_rank(0);
+  const CallId silent = Send(op);
+  Advance(absl::Seconds(11));
+  EXPECT_EQ(replies_[silent].error().message(), "node \"a\" did not answer in time: try again");
+}
+
+TEST_F(JobsCoreTest, DryRun_KeepsNothing_AndShowsThePlan) {
+  AddNode("a");
+  v1::Op op;
+  *op.mutable_submit_job()->mutable_spec() = Spec(2);
+  op.mutable_submit_job()->set_dry_run(true);
+  const size_t records = journal_.size();
+  const v1::OpResult result = Call(op);
+  EXPECT_TRUE(result.submit_job().plan().starts_now());
+  EXPECT_EQ(result.submit_job().plan().placements(0).node(), "a");
+  EXPECT_EQ(journal_.size(), records);
+  EXPECT_EQ(core_->jobs(), 0u);
+}
+
+TEST_F(JobsCoreTest, EndedJobs_MakeRoomForNewOnes) {
+  options_.max_jobs = 2;
+  StartTerm();
+  AddNode("a", 1);
+  const std::string first = Submit(Spec(1));
+  EndOn("a", first, v1::END_CLASS_SUCCEEDED);
+  Submit(Spec(1));
+  Submit(Spec(1));
+  EXPECT_EQ(core_->Find(first), nullptr);
+  EXPECT_EQ(TrySubmit(Spec(1)).error().detail().reason(), v1::ERROR_REASON_LIMIT);
+}
+
+}  // namespace
+}  // namespace muster::coordinator

@@ -1,0 +1,195 @@
+#include "coordinator/jobs/placement.h"
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "coordinator/errors.h"
+
+namespace muster::coordinator {
+namespace {
+
+int Cpus(const v1::ProcessResources& process) { return std::max(1, process.cpus()); }
+
+struct Fit {
+  const std::string* name;
+  const CandidateNode* node;
+  int processes;
+};
+
+// `count` of these nodes, all of which fit `each` processes.
+std::vector<Fit> Choose(std::vector<Fit> fits, size_t count) {
+  if (fits.size() > count) {
+    absl::btree_map<absl::string_view, size_t> rack_sizes;
+    for (const Fit& fit : fits) ++rack_sizes[fit.node->info->rack()];
+    // The smallest rack that has room for all leaves the larger ones to larger jobs; if there is
+    // none, the largest ones together are the fewest.
+    const auto rank_of = [&](const Fit& fit) {
+      const size_t size = rack_sizes[fit.node->info->rack()];
+      return size >= count ? std::make_pair(0, size)
+                           : std::make_pair(1, std::numeric_limits<size_t>::max() - size);
+    };
+    std::sort(fits.begin(), fits.end(), [&](const Fit& a, const Fit& b) {
+      return std::make_tuple(rank_of(a), absl::string_view(a.node->info->rack()), a.processes,
+                             absl::string_view(*a.name)) <
+             std::make_tuple(rank_of(b), absl::string_view(b.node->info->rack()), b.processes,
+                             absl::string_view(*b.name));
+    });
+    fits.resize(count);
+  }
+  std::sort(fits.begin(), fits.end(), [](const Fit& a, const Fit& b) {
+    const auto key = [](const Fit& fit) {
+      return std::make_tuple(absl::string_view(fit.node->info->rack()),
+                             absl::string_view(fit.node->info->nvlink_domain()),
+                             absl::string_view(*fit.name));
+    };
+    return key(a) < key(b);
+  });
+  return fits;
+}
+
+}  // namespace
+
+int NodeSpace::Fits(const v1::ProcessResources& process) const {
+  int fits = std::max(0, cpus) / Cpus(process);
+  if (process.gpus() > 0) fits = std::min(fits, static_cast<int>(gpus.size()) / process.gpus());
+  if (process.memory_bytes() > 0) {
+    fits = static_cast<int>(
+        std::min<int64_t>(fits, std::max<int64_t>(0, memory) / process.memory_bytes()));
+  }
+  return fits;
+}
+
+void NodeSpace::Take(const v1::Placement& placement, const v1::ProcessResources& process) {
+  cpus -= placement.processes() * Cpus(process);
+  memory -= placement.processes() * process.memory_bytes();
+  for (const int gpu : placement.gpus()) gpus.erase(gpu);
+}
+
+void NodeSpace::Give(const v1::Placement& placement, const v1::ProcessResources& process) {
+  cpus += placement.processes() * Cpus(process);
+  memory += placement.processes() * process.memory_bytes();
+  gpus.insert(placement.gpus().begin(), placement.gpus().end());
+}
+
+void NodeSpace::AtMost(const NodeSpace& later) {
+  cpus = std::min(cpus, later.cpus);
+  memory = std::min(memory, later.memory);
+  for (auto it = gpus.begin(); it != gpus.end();) {
+    it = later.gpus.contains(*it) ? std::next(it) : gpus.erase(it);
+  }
+}
+
+std::string DescribeDemand(const v1::JobSpec& spec) {
+  const v1::ProcessResources& process = spec.per_process();
+  std::vector<std::string> parts;
+  if (process.gpus() > 0) {
+    parts.push_back(absl::StrCat(process.gpus(), process.gpus() == 1 ? " GPU" : " GPUs"));
+  }
+  parts.push_back(absl::StrCat(Cpus(process), Cpus(process) == 1 ? " CPU" : " CPUs"));
+  if (process.memory_bytes() > 0) {
+    parts.push_back(absl::StrCat((process.memory_bytes() + (1 << 20) - 1) >> 20, " MiB"));
+  }
+  std::string text =
+      spec.min_processes() == spec.max_processes()
+          ? absl::StrCat(spec.max_processes(),
+                         spec.max_processes() == 1 ? " process" : " processes")
+          : absl::StrCat(spec.min_processes(), " to ", spec.max_processes(), " processes");
+  if (spec.processes_per_node() > 0) {
+    absl::StrAppend(&text, ", ", spec.processes_per_node(), " on each node,");
+  }
+  absl::StrAppend(&text, " with ", absl::StrJoin(parts, ", "));
+  if (spec.max_processes() > 1) absl::StrAppend(&text, " each");
+  if (spec.node_labels_size() > 0) {
+    std::vector<std::string> labels;
+    for (const auto& [key, value] : spec.node_labels()) {
+      labels.push_back(absl::StrCat(key, "=", value));
+    }
+    std::sort(labels.begin(), labels.end());
+    absl::StrAppend(&text, " on nodes with ", absl::StrJoin(labels, ", "));
+  }
+  return text;
+}
+
+PlacementDecision Place(const v1::JobSpec& spec,
+                        const google::protobuf::RepeatedPtrField<std::string>& avoided,
+                        const CandidateNodes& nodes) {
+  PlacementDecision decision;
+  std::vector<Fit> fits;
+  int without_labels = 0, of_no_use = 0, largest = 0;
+  for (const auto& [name, node] : nodes) {
+    const auto& labels = node.info->labels();
+    const bool labelled =
+        std::all_of(spec.node_labels().begin(), spec.node_labels().end(), [&](const auto& wanted) {
+          const auto it = labels.find(wanted.first);
+          return it != labels.end() && it->second == wanted.second;
+        });
+    if (!labelled) {
+      ++without_labels;
+      continue;
+    }
+    if (std::find(avoided.begin(), avoided.end(), name) != avoided.end()) {
+      ++of_no_use;
+      continue;
+    }
+    const int processes = node.space.Fits(spec.per_process());
+    if (processes > 0) fits.push_back({&name, &node, processes});
+    largest = std::max(largest, processes);
+  }
+  // For each number of processes on a node: how many nodes have room for it.
+  std::sort(fits.begin(), fits.end(),
+            [](const Fit& a, const Fit& b) { return a.processes > b.processes; });
+  const auto nodes_with = [&](int each) {
+    return static_cast<int>(
+        std::partition_point(fits.begin(), fits.end(),
+                             [&](const Fit& fit) { return fit.processes >= each; }) -
+        fits.begin());
+  };
+  int best = 0, best_each = 0, most = 0;
+  const int from = spec.processes_per_node() > 0 ? spec.processes_per_node()
+                                                 : std::min(largest, spec.max_processes());
+  const int to = spec.processes_per_node() > 0 ? spec.processes_per_node() : 1;
+  for (int each = from; each >= to && best < spec.max_processes(); --each) {
+    const int total = each * std::min(nodes_with(each), spec.max_processes() / each);
+    most = std::max(most, total);
+    if (total >= spec.min_processes() && total > best) {
+      best = total;
+      best_each = each;
+    }
+  }
+  if (best == 0) {
+    decision.why = absl::StrCat("room for ", DescribeDemand(spec), ": ");
+    if (nodes.empty()) {
+      absl::StrAppend(&decision.why, "there is no node");
+    } else if (without_labels == static_cast<int>(nodes.size())) {
+      absl::StrAppend(&decision.why, "no node has these labels");
+    } else {
+      absl::StrAppend(&decision.why, most == 0 ? "no node has it" : absl::StrCat(most, " fit"));
+    }
+    if (of_no_use > 0) {
+      absl::StrAppend(&decision.why, " (", of_no_use,
+                      of_no_use == 1 ? " node is avoided: it" : " nodes are avoided: they",
+                      " could not start the job)");
+    }
+    return decision;
+  }
+  fits.resize(nodes_with(best_each));
+  int rank = 0;
+  for (const Fit& fit : Choose(std::move(fits), best / best_each)) {
+    v1::Placement& placement = decision.placements.emplace_back();
+    placement.set_node(*fit.name);
+    placement.set_node_uid(fit.node->uid);
+    placement.set_node_rank(rank++);
+    placement.set_processes(best_each);
+    placement.set_state(v1::PLACEMENT_STATE_ASSIGNED);
+    auto gpu = fit.node->space.gpus.begin();
+    for (int i = 0; i < best_each * spec.per_process().gpus(); ++i) placement.add_gpus(*gpu++);
+  }
+  decision.processes = best;
+  return decision;
+}
+
+}  // namespace muster::coordinator

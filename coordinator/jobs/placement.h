@@ -1,0 +1,61 @@
+#ifndef MUSTER_COORDINATOR_JOBS_PLACEMENT_H_
+#define MUSTER_COORDINATOR_JOBS_PLACEMENT_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "absl/container/btree_map.h"
+#include "absl/container/btree_set.h"
+#include "absl/strings/string_view.h"
+#include "proto/muster/v1/job.pb.h"
+#include "proto/muster/v1/node.pb.h"
+
+namespace muster::coordinator {
+
+// What is free on one node, or all it has.
+struct NodeSpace {
+  int cpus = 0;
+  int64_t memory = 0;
+  absl::btree_set<int> gpus;  // indices
+
+  // How many processes of this size fit.
+  int Fits(const v1::ProcessResources& process) const;
+  // Takes what `placement` has, or gives it back. Space may become negative: a node that returns
+  // with less memory than it had.
+  void Take(const v1::Placement& placement, const v1::ProcessResources& process);
+  void Give(const v1::Placement& placement, const v1::ProcessResources& process);
+  // What is free now and still is when `later` is all that is free.
+  void AtMost(const NodeSpace& later);
+};
+
+// A node that may get a placement. Its name is the key in the map that holds it.
+struct CandidateNode {
+  const v1::NodeInfo* info = nullptr;  // borrowed
+  uint64_t uid = 0;
+  NodeSpace space;
+};
+using CandidateNodes = absl::btree_map<std::string, CandidateNode>;
+
+struct PlacementDecision {
+  std::vector<v1::Placement> placements;  // by node_rank; empty: it does not fit
+  int processes = 0;                      // of the attempt
+  // Words that follow "waits for" or "cannot run:", if it does not fit.
+  std::string why;
+};
+
+// Where all processes of one attempt start together: max_processes if they fit, else as many as
+// fit, at least min_processes; the same number on each node; as few nodes as possible; of those
+// that remain equal, nodes of one rack before others, and nodes that are fuller before emptier
+// ones. Nodes of one rack and NVLink domain get neighbouring ranks. `spec` is one that
+// CompleteJobSpec has accepted and completed.
+PlacementDecision Place(const v1::JobSpec& spec,
+                        const google::protobuf::RepeatedPtrField<std::string>& avoided,
+                        const CandidateNodes& nodes);
+
+// "4 processes with 2 GPUs, 8 CPUs and 16 GiB each"
+std::string DescribeDemand(const v1::JobSpec& spec);
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_JOBS_PLACEMENT_H_

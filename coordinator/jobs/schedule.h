@@ -1,0 +1,72 @@
+#ifndef MUSTER_COORDINATOR_JOBS_SCHEDULE_H_
+#define MUSTER_COORDINATOR_JOBS_SCHEDULE_H_
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/time/time.h"
+#include "coordinator/jobs/placement.h"
+#include "proto/muster/v1/job.pb.h"
+
+namespace muster::coordinator {
+
+// A job that waits for nodes. All pointers are borrowed.
+struct QueuedJob {
+  const v1::JobRecord* record = nullptr;
+  // Its restart is delayed until then.
+  absl::Time not_before = absl::InfinitePast();
+};
+
+// A job that holds space on nodes.
+struct ActiveJob {
+  const v1::JobRecord* record = nullptr;
+  const v1::JobAttempt* attempt = nullptr;
+  // When its time limit ends it; infinite: it has none.
+  absl::Time ends_by = absl::InfiniteFuture();
+};
+
+struct ScheduleQuestion {
+  std::vector<QueuedJob> queued;
+  std::vector<ActiveJob> active;
+  CandidateNodes nodes;  // with the space that is free now
+  // Not all nodes have been heard since the coordinator started: nothing is preempted yet.
+  bool settled = true;
+  absl::Time now;
+};
+
+struct ScheduleDecision {
+  struct Start {
+    std::string job_id;
+    PlacementDecision placement;
+  };
+  struct Preempt {
+    std::string job_id;
+    std::string why;
+  };
+  std::vector<Start> starts;
+  std::vector<Preempt> preempts;
+  // For each queued job that does not start: words that follow "waits for". One that was not
+  // examined waits for the jobs before it.
+  std::vector<std::pair<std::string, std::string>> waits;
+  // When a delayed restart is due; infinite: there is none.
+  absl::Time next = absl::InfiniteFuture();
+};
+
+// Which jobs start now, and which have to make room. In the order of priority, then of submission.
+//
+// The first job that does not fit now reserves: if jobs of lower priority that are preemptible hold
+// enough, they are stopped (the lowest priority first, the latest first); else it waits for the
+// nodes on which it will fit first, as far as time limits tell. Jobs after it start only where that
+// does not delay it: on space that it will not need, or if their time limit ends them before it can
+// start. A job that would not fit if nothing else ran reserves nothing.
+//
+// At most kMaxExamined jobs behind the first are examined.
+ScheduleDecision Schedule(ScheduleQuestion question);
+
+inline constexpr int kMaxExamined = 256;
+
+}  // namespace muster::coordinator
+
+#endif  // MUSTER_COORDINATOR_JOBS_SCHEDULE_H_

@@ -1,0 +1,178 @@
+#include "coordinator/jobs/schedule.h"
+
+#include <gtest/gtest.h>
+
+#include <deque>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "coordinator/errors.h"
+
+namespace muster::coordinator {
+namespace {
+
+const absl::Time kNow = absl::UnixEpoch() + absl::Hours(1);
+
+class ScheduleTest : public testing::Test {
+ protected:
+  ScheduleTest() { question_.now = kNow; }
+
+  void AddNode(const std::string& name, int cpus) {
+    v1::NodeInfo& info = infos_.emplace_back();
+    CandidateNode node{.info = &info, .uid = 7, .space = {}};
+    node.space.cpus = cpus;
+    question_.nodes[name] = node;
+  }
+  v1::JobRecord& Record(const std::string& id, int processes, int priority) {
+    v1::JobRecord& record = records_.emplace_back();
+    record.set_job_id(id);
+    record.set_sequence(records_.size());
+    v1::JobSpec* const spec = record.mutable_spec();
+    spec->set_min_processes(processes);
+    spec->set_max_processes(processes);
+    spec->mutable_per_process()->set_cpus(1);
+    spec->set_priority(priority);
+    return record;
+  }
+  v1::JobRecord& Queue(const std::string& id, int processes, int priority = 0) {
+    v1::JobRecord& record = Record(id, processes, priority);
+    question_.queued.push_back({&record});
+    return record;
+  }
+  // Runs on `node`, whose space it takes.
+  v1::JobRecord& Running(const std::string& id, const std::string& node, int processes,
+                         int priority = 0, absl::Time ends_by = absl::InfiniteFuture()) {
+    v1::JobRecord& record = Record(id, processes, priority);
+    v1::JobAttempt* const attempt = record.add_history();
+    v1::Placement* const placement = attempt->add_placements();
+    placement->set_node(node);
+    placement->set_processes(processes);
+    placement->set_state(v1::PLACEMENT_STATE_RUNNING);
+    question_.nodes.at(node).space.Take(*placement, record.spec().per_process());
+    question_.active.push_back({&record, attempt, ends_by});
+    return record;
+  }
+  std::vector<std::string> Starts() {
+    decision_ = Schedule(question_);
+    std::vector<std::string> ids;
+    for (const auto& start : decision_.starts) ids.push_back(start.job_id);
+    return ids;
+  }
+  std::string WhyWaits(const std::string& id) {
+    for (const auto& [job, why] : decision_.waits) {
+      if (job == id) return why;
+    }
+    return "";
+  }
+
+  std::deque<v1::NodeInfo> infos_;
+  std::deque<v1::JobRecord> records_;
+  ScheduleQuestion question_;
+  ScheduleDecision decision_;
+};
+
+using Ids = std::vector<std::string>;
+
+TEST_F(ScheduleTest, Jobs_StartInOrderOfPriorityThenSubmission) {
+  AddNode("a", 2);
+  Queue("first", 1);
+  Queue("second", 1);
+  Queue("urgent", 1, 5);
+  EXPECT_EQ(Starts(), (Ids{"urgent", "first"}));
+  EXPECT_EQ(WhyWaits("second"), "room for 1 process with 1 CPU: no node has it");
+}
+
+TEST_F(ScheduleTest, SmallJob_ThatWouldDelayTheFirst_Waits) {
+  AddNode("a", 4);
+  Running("old", "a", 2);
+  Queue("large", 4);
+  Queue("small", 1);
+  EXPECT_EQ(Starts(), Ids{});
+  EXPECT_EQ(WhyWaits("small"),
+            "large, which came first or has a higher priority, to start: it needs the room that is "
+            "free now");
+}
+
+TEST_F(ScheduleTest, SmallJob_ThatEndsBeforeTheFirstCanStart_IsBackfilled) {
+  AddNode("a", 4);
+  Running("old", "a", 2, 0, kNow + absl::Minutes(30));
+  Queue("large", 4);
+  Queue("small", 1).mutable_spec()->mutable_time_limit()->set_seconds(20 * 60);
+  Queue("long", 1).mutable_spec()->mutable_time_limit()->set_seconds(40 * 60);
+  EXPECT_EQ(Starts(), Ids{"small"});
+}
+
+TEST_F(ScheduleTest, SmallJob_OnRoomThatTheFirstDoesNotNeed_IsBackfilled) {
+  AddNode("a", 4);
+  AddNode("b", 2);
+  Running("old", "a", 2);
+  Queue("large", 4).mutable_spec()->set_processes_per_node(4);
+  Queue("small", 2);
+  Queue("more", 1);
+  EXPECT_EQ(Starts(), Ids{"small"});
+  EXPECT_EQ(decision_.starts[0].placement.placements[0].node(), "b");
+}
+
+TEST_F(ScheduleTest, JobLargerThanAllNodes_BlocksNobody) {
+  AddNode("a", 4);
+  Queue("huge", 100);
+  Queue("small", 4);
+  EXPECT_EQ(Starts(), Ids{"small"});
+}
+
+TEST_F(ScheduleTest, PreemptibleJobOfLowerPriority_MakesRoom) {
+  AddNode("a", 4);
+  Running("keep", "a", 1, 0).mutable_spec()->set_preemptible(false);
+  Running("older", "a", 1, 0).mutable_spec()->set_preemptible(true);
+  Running("latest", "a", 1, 0).mutable_spec()->set_preemptible(true);
+  Running("equal", "a", 1, 5).mutable_spec()->set_preemptible(true);
+  Queue("urgent", 1, 5);
+  EXPECT_EQ(Starts(), Ids{});
+  ASSERT_EQ(decision_.preempts.size(), 1u);
+  EXPECT_EQ(decision_.preempts[0].job_id, "latest");
+  EXPECT_EQ(decision_.preempts[0].why,
+            "job urgent of priority 5 needs the room; this one has priority 0 and is preemptible");
+}
+
+TEST_F(ScheduleTest, Preemption_StopsNobodyWhoDoesNotHelp) {
+  AddNode("a", 1);
+  AddNode("b", 4);
+  Running("large", "b", 4, 0).mutable_spec()->set_preemptible(true);
+  Running("small", "a", 1, 0).mutable_spec()->set_preemptible(true);  // the first to be examined
+  Queue("urgent", 4, 5);
+  Starts();
+  ASSERT_EQ(decision_.preempts.size(), 1u);
+  EXPECT_EQ(decision_.preempts[0].job_id, "large");
+}
+
+TEST_F(ScheduleTest, Preemption_ThatIsUnderWay_IsNotRepeated) {
+  AddNode("a", 2);
+  v1::JobRecord& going = Running("going", "a", 1);
+  going.mutable_history(0)->set_stop(true);
+  Running("other", "a", 1).mutable_spec()->set_preemptible(true);
+  Queue("urgent", 1, 5);
+  EXPECT_EQ(Starts(), Ids{});
+  EXPECT_TRUE(decision_.preempts.empty());
+}
+
+TEST_F(ScheduleTest, NothingIsPreempted_BeforeNodesHadTimeToCome) {
+  AddNode("a", 1);
+  Running("old", "a", 1).mutable_spec()->set_preemptible(true);
+  Queue("urgent", 1, 5);
+  question_.settled = false;
+  Starts();
+  EXPECT_TRUE(decision_.preempts.empty());
+}
+
+TEST_F(ScheduleTest, DelayedRestart_Waits_AndBlocksNobody) {
+  AddNode("a", 1);
+  Queue("delayed", 1);
+  question_.queued[0].not_before = kNow + absl::Seconds(7);
+  Queue("next", 1);
+  EXPECT_EQ(Starts(), Ids{"next"});
+  EXPECT_EQ(decision_.next, kNow + absl::Seconds(7));
+}
+
+}  // namespace
+}  // namespace muster::coordinator

@@ -1,0 +1,444 @@
+#include "tests/simulation/jobs_simulation.h"
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <set>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/time.h"
+#include "coordinator/errors.h"
+
+namespace muster::simulation {
+namespace {
+
+using coordinator::CallId;
+using coordinator::JobsCore;
+using coordinator::JobsMutants;
+using coordinator::JobsOptions;
+using coordinator::JobsOutput;
+
+constexpr char kCluster[] = "c";
+using AttemptKey = std::pair<std::string, int>;
+
+struct Node {
+  std::string name;
+  uint64_t uid = 0;
+  int cpus = 0;
+  bool silent = false;
+  uint64_t seen = 0;
+  std::optional<CallId> call;  // in flight or held
+  std::map<AttemptKey, v1::AttemptReport> attempts;
+  std::map<AttemptKey, int> processes;
+};
+
+class Simulation {
+ public:
+  Simulation(uint64_t seed, JobsMutants mutants) : random_(seed) {
+    options_.mutants = mutants;
+    options_.node_lease = absl::Seconds(30);
+    const int nodes = 1 + Up(4);
+    for (int i = 0; i < nodes; ++i) {
+      Node& node = nodes_.emplace_back();
+      node.name = absl::StrCat("n", i);
+      node.uid = random_();
+      node.cpus = 1 + Up(4);
+    }
+    StartCore();
+  }
+
+  JobsSimulationResult Run() {
+    for (int step = 0; step < 400 && result_.violation.empty(); ++step) {
+      ++result_.events;
+      Step();
+    }
+    // Quiet: everything that can run does.
+    for (Node& node : nodes_) node.silent = false;
+    quiet_ = true;
+    for (int step = 0; step < 3000 && result_.violation.empty() && !AllEnded(); ++step) Step();
+    if (result_.violation.empty() && !AllEnded()) {
+      Violation(absl::StrCat("jobs do not end: ", Unended()));
+    }
+    if (result_.violation.empty()) CheckReplay();
+    for (const auto& [id, record] : told_) result_.attempts += record.attempts();
+    return result_;
+  }
+
+ private:
+  int Up(int n) { return static_cast<int>(random_() % (n + 1)); }
+  bool Chance(int percent) { return Up(99) < percent; }
+  void Violation(std::string what) {
+    if (result_.violation.empty()) result_.violation = std::move(what);
+  }
+
+  // ---- the coordinator
+
+  void StartCore() {
+    core_ = std::make_unique<JobsCore>(options_);
+    for (const v1::JournalChange& change : journal_) Replay(change, core_.get());
+    for (Node& node : nodes_) node.call.reset();
+    JobsOutput out;
+    core_->StartTerm(NextEvent(), false, &out);
+    Take(std::move(out));
+  }
+  static void Replay(const v1::JournalChange& change, JobsCore* core) {
+    if (change.has_job_record_changed()) core->Restore(change.job_record_changed());
+    if (change.has_node_changed()) core->Restore(change.node_changed());
+  }
+  JobsCore::Event NextEvent() { return {now_, revision_ += 2, kCluster}; }
+
+  void Take(JobsOutput out) {
+    // A crash before the record is durable loses it with all that would have followed.
+    if (!quiet_ && Chance(1)) {
+      ++result_.restarts;
+      StartCore();
+      return;
+    }
+    for (v1::JournalChange& change : out.changes) {
+      if (change.job_record_changed().has_record()) OnRecord(change.job_record_changed().record());
+      journal_.push_back(std::move(change));
+    }
+    // Or after it, before anybody is told.
+    const bool crash = !quiet_ && Chance(1);
+    if (!crash) {
+      for (auto& closed : out.closed_groups) closed_.insert(closed.first);
+      for (auto& [call, result] : out.replies) Deliver(call, std::move(result));
+    }
+    if (crash) {
+      ++result_.restarts;
+      StartCore();
+    }
+  }
+
+  void OnRecord(const v1::JobRecord& record) {
+    const auto former = told_.find(record.job_id());
+    if (former != told_.end() && former->second.attempts() < record.attempts()) {
+      for (const v1::JobAttempt& attempt : former->second.history()) {
+        if (attempt.end().end_class() == v1::END_CLASS_USER_ERROR &&
+            attempt.number() == former->second.attempts() && !Succeeded(attempt) &&
+            !by_hand_.contains({record.job_id(), attempt.number()})) {
+          Violation(absl::StrCat(record.job_id(), " is retried after a user error"));
+        }
+      }
+    }
+    if (record.history_size() > 0) {
+      const v1::JobAttempt& last = record.history(record.history_size() - 1);
+      int processes = 0;
+      for (const v1::Placement& placement : last.placements()) processes += placement.processes();
+      if (processes < record.spec().min_processes() || processes > record.spec().max_processes()) {
+        Violation(absl::StrCat("attempt ", last.number(), " of ", record.job_id(), " has ",
+                               processes, " processes"));
+      }
+    }
+    if (record.state() == v1::JOB_STATE_SUCCEEDED &&
+        !Succeeded(record.history(record.history_size() - 1))) {
+      Violation(absl::StrCat(record.job_id(), " has succeeded, but not its processes"));
+    }
+    told_[record.job_id()] = record;
+  }
+  static bool Succeeded(const v1::JobAttempt& attempt) {
+    return std::all_of(attempt.placements().begin(), attempt.placements().end(),
+                       [](const v1::Placement& placement) {
+                         return placement.end_class() == v1::END_CLASS_SUCCEEDED;
+                       });
+  }
+
+  void Send(const v1::Op& op, Node* node) {
+    const CallId call = ++calls_;
+    if (node != nullptr) node->call = call;
+    JobsOutput out;
+    core_->Handle(call, op, NextEvent(), &out);
+    Take(std::move(out));
+  }
+
+  void Deliver(CallId call, v1::OpResult result) {
+    for (Node& node : nodes_) {
+      if (node.call != call) continue;
+      node.call.reset();
+      // The reply is lost with the connection.
+      if (node.silent || (!quiet_ && Chance(10)) || result.has_error()) return;
+      node.seen = result.sync_node().version();
+      Obey(&node, result.sync_node());
+      return;
+    }
+  }
+
+  // ---- nodes
+
+  void Sync(Node* node) {
+    v1::Op op;
+    v1::SyncNodeRequest* const request = op.mutable_sync_node();
+    request->set_node(node->name);
+    request->set_node_uid(node->uid);
+    request->set_cluster_id(kCluster);
+    request->mutable_info()->set_cpus(node->cpus);
+    request->set_seen_version(node->seen);
+    for (const auto& [key, report] : node->attempts) *request->add_attempts() = report;
+    Send(op, node);
+  }
+
+  void Obey(Node* node, const v1::SyncNodeReply& reply) {
+    std::set<AttemptKey> wanted;
+    for (const v1::NodeAssignment& assignment : reply.assignments()) {
+      const AttemptKey key(assignment.job_id(), assignment.attempt());
+      wanted.insert(key);
+      if (!node->attempts.contains(key)) {
+        if (!assignment.stop()) OnStart(*node, assignment);
+        v1::AttemptReport& report = node->attempts[key];
+        report.set_job_id(key.first);
+        report.set_attempt(key.second);
+        report.set_state(v1::PLACEMENT_STATE_RUNNING);
+        node->processes[key] = assignment.processes();
+        if (assignment.stop()) {
+          End(node, &report, v1::END_CLASS_CANCELLED);
+          node->processes.erase(key);
+        }
+      } else if (assignment.stop() && Chance(70)) {
+        End(node, &node->attempts[key], v1::END_CLASS_CANCELLED);
+      }
+    }
+    for (auto it = node->attempts.begin(); it != node->attempts.end();) {
+      if (wanted.contains(it->first)) {
+        ++it;
+      } else if (it->second.state() == v1::PLACEMENT_STATE_ENDED) {
+        it = node->attempts.erase(it);
+      } else {
+        End(node, &it->second, v1::END_CLASS_CANCELLED);
+        ++it;
+      }
+    }
+    int used = 0;
+    for (const auto& [key, count] : node->processes) used += count;
+    if (used > node->cpus) {
+      Violation(absl::StrCat(node->name, " has ", used, " processes for ", node->cpus, " CPUs"));
+    }
+  }
+
+  void OnStart(const Node& node, const v1::NodeAssignment& assignment) {
+    if (!started_.insert({node.name, node.uid, assignment.job_id(), assignment.attempt()}).second) {
+      Violation(absl::StrCat("attempt ", assignment.attempt(), " of ", assignment.job_id(),
+                             " starts twice on ", node.name));
+    }
+    for (const Node& other : nodes_) {
+      for (const auto& [key, count] : other.processes) {
+        if (key.first == assignment.job_id() && key.second < assignment.attempt() &&
+            !was_lost_.contains(other.name)) {
+          Violation(absl::StrCat("attempt ", assignment.attempt(), " of ", key.first,
+                                 " starts while attempt ", key.second, " runs on ", other.name));
+        }
+      }
+    }
+  }
+
+  static void End(Node* node, v1::AttemptReport* report, v1::EndClass end_class) {
+    if (report->state() == v1::PLACEMENT_STATE_ENDED) return;
+    report->set_state(v1::PLACEMENT_STATE_ENDED);
+    report->mutable_end()->set_end_class(end_class);
+    report->mutable_end()->set_why("it ended");
+    node->processes.erase({report->job_id(), report->attempt()});
+  }
+
+  // ---- what happens
+
+  void Step() {
+    now_ += absl::Milliseconds(Up(quiet_ ? 4000 : 3000));
+    // What is due comes before what happens later.
+    while (core_->NextDeadline() < now_) {
+      const absl::Time due = core_->NextDeadline();
+      JobsOutput out;
+      core_->Tick({std::max(due, ticked_), revision_ += 2, kCluster}, &out);
+      ticked_ = std::max(due, ticked_) + absl::Milliseconds(1);
+      NoteLost();
+      Take(std::move(out));
+      if (ticked_ >= now_) break;
+    }
+    ticked_ = now_;
+    for (Node& node : nodes_) {
+      if (!node.silent && !node.call.has_value()) Sync(&node);
+    }
+    EndSomething();
+    if (quiet_) return;
+    switch (Up(12)) {
+      case 0:
+      case 1:
+        if (jobs_.size() < 12) Submit();
+        break;
+      case 2:
+        if (!jobs_.empty()) Control();
+        break;
+      case 3: {  // its connection breaks
+        Node& node = Any();
+        if (node.call.has_value()) core_->Abandon(*node.call);
+        node.call.reset();
+        break;
+      }
+      case 4:
+        if (Chance(30)) Any().silent = true;
+        break;
+      case 5:
+        Any().silent = false;
+        break;
+      case 6: {  // the machine is set up anew
+        Node& node = Any();
+        if (!Chance(20)) break;
+        if (node.call.has_value()) core_->Abandon(*node.call);
+        node.call.reset();
+        node.uid = random_();
+        node.attempts.clear();
+        node.processes.clear();
+        node.seen = 0;
+        break;
+      }
+      case 7:
+        if (Chance(20)) {
+          ++result_.restarts;
+          StartCore();
+        }
+        break;
+      default:
+        break;
+    }
+  }
+  Node& Any() { return nodes_[random_() % nodes_.size()]; }
+
+  // A node that was lost once may have processes of an attempt that is fenced.
+  void NoteLost() {
+    v1::Op op;
+    op.mutable_list_nodes();
+    JobsOutput out;
+    core_->Handle(++calls_, op, {ticked_, revision_ += 2, kCluster}, &out);
+    for (const auto& [call, result] : out.replies) {
+      for (const v1::NodeRecord& node : result.list_nodes().nodes()) {
+        if (node.lost() && was_lost_.insert(node.node()).second) ++result_.lost_nodes;
+      }
+    }
+  }
+
+  void EndSomething() {
+    for (Node& node : nodes_) {
+      for (auto& [key, report] : node.attempts) {
+        if (report.state() == v1::PLACEMENT_STATE_ENDED || !Chance(quiet_ ? 50 : 8)) continue;
+        v1::EndClass end_class = v1::END_CLASS_SUCCEEDED;
+        if (!quiet_) {
+          const v1::EndClass classes[] = {
+              v1::END_CLASS_SUCCEEDED,      v1::END_CLASS_SUCCEEDED,  v1::END_CLASS_PROCESS_FAILED,
+              v1::END_CLASS_PROCESS_FAILED, v1::END_CLASS_USER_ERROR, v1::END_CLASS_NODE_FAILED,
+              v1::END_CLASS_OUT_OF_MEMORY};
+          end_class = classes[Up(6)];
+        }
+        End(&node, &report, end_class);
+        // It says so at once.
+        if (node.call.has_value()) core_->Abandon(*node.call);
+        node.call.reset();
+        break;
+      }
+    }
+  }
+
+  void Submit() {
+    v1::Op op;
+    v1::JobSpec* const spec = op.mutable_submit_job()->mutable_spec();
+    spec->set_name("j");
+    *spec->add_argv() = std::string("train");
+    spec->set_min_processes(1 + Up(3));
+    spec->set_max_processes(spec->min_processes() + Up(3));
+    spec->set_priority(Up(2));
+    spec->set_preemptible(Chance(50));
+    spec->set_max_restarts(Up(2));
+    spec->set_wait_for_nodes(true);
+    if (Chance(20)) spec->mutable_time_limit()->set_seconds(10 + Up(60));
+    if (Chance(30)) spec->mutable_restart_delay()->set_seconds(1 + Up(5));
+    // Larger than all nodes it would never end.
+    int cpus = 0;
+    for (const Node& node : nodes_) cpus = std::max(cpus, node.cpus);
+    if (spec->min_processes() > cpus) return;
+    jobs_.insert(absl::StrCat("j-", jobs_.size() + 1));
+    const std::string key = absl::StrCat("key", ++keys_);
+    op.mutable_submit_job()->set_idempotency_key(key);
+    // Until it has succeeded: a crash may have lost it.
+    for (int i = 0; i < 3; ++i) Send(op, nullptr);
+    jobs_.clear();
+    for (const auto& [id, record] : told_) jobs_.insert(id);
+  }
+
+  void Control() {
+    auto it = jobs_.begin();
+    std::advance(it, Up(static_cast<int>(jobs_.size()) - 1));
+    v1::Op op;
+    op.mutable_control_job()->set_job_id(*it);
+    const v1::JobAction actions[] = {v1::JOB_ACTION_CANCEL, v1::JOB_ACTION_SUSPEND,
+                                     v1::JOB_ACTION_RESUME, v1::JOB_ACTION_RESUME,
+                                     v1::JOB_ACTION_RETRY};
+    op.mutable_control_job()->set_action(actions[Up(4)]);
+    const auto told = told_.find(*it);
+    if (told != told_.end()) op.mutable_control_job()->set_after_attempt(told->second.attempts());
+    // A retry by hand is one after a user error, too.
+    if (op.control_job().action() == v1::JOB_ACTION_RETRY && told != told_.end()) {
+      by_hand_.insert({*it, told->second.attempts()});
+    }
+    Send(op, nullptr);
+  }
+
+  bool AllEnded() { return Unended().empty(); }
+  std::string Unended() {
+    for (const auto& [id, told] : told_) {
+      const v1::JobRecord* const record = core_->Find(id);
+      if (record == nullptr) return absl::StrCat(id, " is unknown");
+      switch (record->state()) {
+        case v1::JOB_STATE_SUCCEEDED:
+        case v1::JOB_STATE_FAILED:
+        case v1::JOB_STATE_CANCELLED:
+        case v1::JOB_STATE_SUSPENDED:
+          break;
+        default:
+          return absl::StrCat(record->ShortDebugString());
+      }
+    }
+    return "";
+  }
+
+  void CheckReplay() {
+    JobsCore replayed(options_);
+    for (const v1::JournalChange& change : journal_) Replay(change, &replayed);
+    const auto all = [](const JobsCore& core) {
+      std::string text;
+      core.ForEachChange(
+          [&](const v1::JournalChange& change) { text += change.ShortDebugString() + "\n"; });
+      return text;
+    };
+    if (all(replayed) != all(*core_)) Violation("the journal makes another state");
+  }
+
+  std::mt19937_64 random_;
+  JobsOptions options_;
+  JobsSimulationResult result_;
+  std::unique_ptr<JobsCore> core_;
+  std::vector<v1::JournalChange> journal_;
+  std::deque<Node> nodes_;
+  absl::Time now_ = absl::UnixEpoch() + absl::Hours(1);
+  absl::Time ticked_ = now_;
+  uint64_t revision_ = 1000;
+  CallId calls_ = 0;
+  int keys_ = 0;
+  bool quiet_ = false;
+  std::set<std::string> jobs_;
+  std::map<std::string, v1::JobRecord> told_;  // by the journal
+  std::set<AttemptKey> by_hand_;               // retried after these
+  std::set<std::string> closed_;
+  std::set<std::string> was_lost_;
+  std::set<std::tuple<std::string, uint64_t, std::string, int>> started_;
+};
+
+}  // namespace
+
+JobsSimulationResult RunJobsSimulation(uint64_t seed, JobsMutants mutants) {
+  return Simulation(seed, mutants).Run();
+}
+
+}  // namespace muster::simulation

@@ -1,0 +1,32 @@
+#ifndef MUSTER_TESTS_SIMULATION_JOBS_SIMULATION_H_
+#define MUSTER_TESTS_SIMULATION_JOBS_SIMULATION_H_
+
+#include <cstdint>
+#include <string>
+
+#include "coordinator/jobs/jobs_core.h"
+
+namespace muster::simulation {
+
+struct JobsSimulationResult {
+  std::string violation;  // empty: none
+  int events = 0;
+  int attempts = 0;
+  int restarts = 0;  // of the coordinator
+  int lost_nodes = 0;
+};
+
+// A few nodes and jobs under one seed: replies and calls are lost, nodes restart, lose their
+// records or fall silent, the coordinator crashes between any two records, jobs are cancelled,
+// suspended and retried. Then everything is quiet until all jobs have ended.
+//
+// Always: an attempt starts at most once on a node; an attempt starts only when the groups of all
+// earlier ones are closed and, on nodes that were not lost, nothing of them is left; its processes
+// are as many as the job asks for; no node has more than it has room for; what is not to be retried
+// is not. A core that is made from the journal knows what the former one has told. In the end every
+// job has ended, and one that succeeded had an attempt all of whose processes did.
+JobsSimulationResult RunJobsSimulation(uint64_t seed, coordinator::JobsMutants mutants);
+
+}  // namespace muster::simulation
+
+#endif  // MUSTER_TESTS_SIMULATION_JOBS_SIMULATION_H_

@@ -1,0 +1,47 @@
+#include "tests/simulation/jobs_simulation.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <string>
+
+namespace muster::simulation {
+namespace {
+
+int Seeds() {
+  const char* const seeds = std::getenv("MUSTER_JOBS_SEEDS");
+  return seeds == nullptr ? 500 : std::atoi(seeds);
+}
+
+TEST(JobsSimulationTest, AnySeed_KeepsTheRules) {
+  int attempts = 0, restarts = 0, lost = 0;
+  for (int seed = 1; seed <= Seeds(); ++seed) {
+    const JobsSimulationResult result = RunJobsSimulation(seed, {});
+    ASSERT_EQ(result.violation, "") << "seed " << seed;
+    attempts += result.attempts;
+    restarts += result.restarts;
+    lost += result.lost_nodes;
+  }
+  // It has tried what it is about.
+  EXPECT_GT(attempts, 10 * Seeds());
+  EXPECT_GT(restarts, Seeds());
+  EXPECT_GT(lost, Seeds() / 10);
+}
+
+void ExpectCaught(coordinator::JobsMutants mutants) {
+  for (int seed = 1; seed <= 200; ++seed) {
+    if (!RunJobsSimulation(seed, mutants).violation.empty()) return;
+  }
+  ADD_FAILURE() << "no seed notices it";
+}
+
+TEST(JobsSimulationTest, TwoAttemptsAtOnce_AreNoticed) {
+  ExpectCaught({.starts_before_former_ended = true});
+}
+TEST(JobsSimulationTest, HalfAGang_IsNoticed) { ExpectCaught({.places_half_a_gang = true}); }
+TEST(JobsSimulationTest, RetryOfAUserError_IsNoticed) {
+  ExpectCaught({.retries_user_errors = true});
+}
+
+}  // namespace
+}  // namespace muster::simulation
