@@ -1,0 +1,240 @@
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_cat.h"
+#include "coordinator/core.h"
+#include "coordinator/errors.h"
+
+namespace muster::coordinator {
+namespace {
+
+// Submitted jobs together with the groups of their attempts: what jobs/jobs_core.h decides is
+// journaled, and closes groups.
+class SubmittedTest : public ::testing::Test {
+ protected:
+  SubmittedTest() { Restart(); }
+
+  void Restart(bool snapshot = false) {
+    const std::string image = snapshot ? core_->Snapshot() : "";
+    const uint64_t revision = snapshot ? core_->last_record_revision() : 0;
+    CoreOptions options;
+    options.cluster_id = "c1";
+    core_ = std::make_unique<Core>(options);
+    if (snapshot) {
+      ASSERT_TRUE(core_->Restore(image).ok());
+    }
+    for (const Record& record : journal_) {
+      if (record.revision > revision) {
+        ASSERT_TRUE(core_->Replay(record.payload).ok());
+      }
+    }
+    core_->StartTerm(core_->last_term() + 1, now_, &out_);
+    Collect();
+  }
+  void Collect() {
+    for (Reply& reply : out_.replies) replies_[reply.call] = reply;
+    for (Record& record : out_.records) journal_.push_back(std::move(record));
+    out_.Clear();
+  }
+  CallId Send(const v1::Op& op) {
+    core_->Handle(++call_, op, {}, now_ += absl::Milliseconds(1), &out_);
+    Collect();
+    return call_;
+  }
+  v1::OpResult Call(const v1::Op& op) {
+    const CallId call = Send(op);
+    EXPECT_TRUE(replies_.contains(call));
+    return replies_.contains(call) ? replies_[call].answer->Parse() : v1::OpResult();
+  }
+
+  std::string Submit(int max_restarts) {
+    v1::Op op;
+    v1::JobSpec* const spec = op.mutable_submit_job()->mutable_spec();
+    spec->set_name("job");
+    *spec->add_argv() = "./train";
+    spec->set_max_processes(1);
+    spec->set_max_restarts(max_restarts);
+    return Call(op).submit_job().job().job_id();
+  }
+  v1::JobRecord Get(const std::string& job_id) {
+    v1::Op op;
+    op.mutable_get_job()->set_job_id(job_id);
+    return Call(op).get_job().job();
+  }
+  v1::Op SyncOp(uint64_t seen = 0) {
+    v1::Op op;
+    op.mutable_sync_node()->set_node("n");
+    op.mutable_sync_node()->set_node_uid(7);
+    op.mutable_sync_node()->mutable_info()->set_cpus(4);
+    op.mutable_sync_node()->set_seen_version(seen);
+    return op;
+  }
+  v1::SyncNodeReply Report(const std::string& job_id, v1::PlacementState state,
+                           v1::EndClass end_class = v1::END_CLASS_PROCESS_FAILED) {
+    v1::Op op = SyncOp();
+    v1::AttemptReport* const report = op.mutable_sync_node()->add_attempts();
+    report->set_job_id(job_id);
+    report->set_attempt(Get(job_id).attempts());
+    report->set_state(state);
+    if (state == v1::PLACEMENT_STATE_ENDED) {
+      report->mutable_end()->set_end_class(end_class);
+      report->mutable_end()->set_why("rank 0 exited with code 1");
+    }
+    return Call(op).sync_node();
+  }
+
+  // A worker of the group, which is seated at once.
+  v1::OpResult Join(const std::string& group, uint64_t incarnation) {
+    v1::Op op;
+    v1::JoinRequest* const join = op.mutable_join();
+    join->mutable_fence()->set_job_id(group);
+    join->mutable_fence()->set_worker_id("w");
+    join->mutable_fence()->set_incarnation(incarnation);
+    join->mutable_spec()->set_min_workers(1);
+    join->mutable_spec()->set_max_workers(1);
+    join->set_preferred_rank(-1);
+    return Call(op);
+  }
+  void FillFence(const std::string& group, const v1::OpResult& joined, uint64_t incarnation,
+                 v1::Fence* fence) {
+    fence->set_job_id(group);
+    fence->set_worker_id("w");
+    fence->set_incarnation(incarnation);
+    fence->set_generation(joined.join().generation());
+  }
+  // A published checkpoint of this step.
+  void SaveCheckpoint(const std::string& group, const v1::OpResult& joined, uint64_t incarnation,
+                      int64_t step) {
+    v1::Op begin;
+    FillFence(group, joined, incarnation, begin.mutable_begin_checkpoint()->mutable_fence());
+    begin.mutable_begin_checkpoint()->set_path(absl::StrCat("/c/", step));
+    begin.mutable_begin_checkpoint()->set_staging(absl::StrCat("/c/", step, ".tmp"));
+    begin.mutable_begin_checkpoint()->set_step(step);
+    begin.mutable_begin_checkpoint()->set_ranks(1);
+    const uint64_t id = Call(begin).begin_checkpoint().checkpoint_id();
+    v1::Op report;
+    FillFence(group, joined, incarnation, report.mutable_report_shards()->mutable_fence());
+    report.mutable_report_shards()->set_checkpoint_id(id);
+    report.mutable_report_shards()->set_last(true);
+    Call(report);
+    v1::Op seal;
+    FillFence(group, joined, incarnation, seal.mutable_seal_checkpoint()->mutable_fence());
+    seal.mutable_seal_checkpoint()->set_checkpoint_id(id);
+    Call(seal);
+    v1::Op publish;
+    FillFence(group, joined, incarnation, publish.mutable_publish_checkpoint()->mutable_fence());
+    publish.mutable_publish_checkpoint()->set_checkpoint_id(id);
+    EXPECT_TRUE(Call(publish).has_publish_checkpoint());
+  }
+  int64_t StepToResume(const std::string& group) {
+    v1::Op op;
+    op.mutable_resolve_checkpoint()->mutable_fence()->set_job_id(group);
+    return Call(op).resolve_checkpoint().checkpoint().step();
+  }
+
+  std::unique_ptr<Core> core_;
+  absl::Time now_ = absl::FromUnixSeconds(1'700'000'000);
+  Output out_;
+  CallId call_ = 0;
+  std::map<CallId, Reply> replies_;
+  std::vector<Record> journal_;
+};
+
+TEST_F(SubmittedTest, Answer_WaitsForTheRecord_AlsoThatOfALaterReader) {
+  const std::string job = Submit(0);
+  const uint64_t record = journal_.back().revision;
+  EXPECT_EQ(replies_[call_].durable_revision, record);
+  Get(job);
+  EXPECT_EQ(replies_[call_].durable_revision, record);
+  EXPECT_EQ(replies_[call_].answer->Parse().get_job().header().cluster_id(), "c1");
+}
+
+TEST_F(SubmittedTest, GroupOfAnAttempt_IsClosedBeforeTheNextOne) {
+  Call(SyncOp());
+  const std::string job = Submit(1);
+  Report(job, v1::PLACEMENT_STATE_RUNNING);
+  ASSERT_TRUE(Join("job-1.1", 11).has_join());
+  Report(job, v1::PLACEMENT_STATE_ENDED);
+  EXPECT_EQ(Get(job).attempts(), 2);
+  EXPECT_EQ(Join("job-1.1", 12).error().detail().reason(), v1::ERROR_REASON_RENDEZVOUS_CLOSED);
+  EXPECT_TRUE(Join("job-1.2", 13).has_join());
+  // The former one may have been forgotten.
+  core_->RemoveJob("job-1.1", now_, &out_);
+  Collect();
+  EXPECT_EQ(Join("job-1.1", 14).error().message(),
+            "job \"job-1.1\" has ended: attempt 1 of job job-1 is over");
+  EXPECT_TRUE(Join("other.1", 15).has_join());
+}
+
+TEST_F(SubmittedTest, Crash_BetweenTheEndOfAnAttemptAndItsGroups_IsMadeGood) {
+  Call(SyncOp());
+  const std::string job = Submit(0);
+  Report(job, v1::PLACEMENT_STATE_RUNNING);
+  ASSERT_TRUE(Join("job-1.1", 11).has_join());
+  const size_t before = journal_.size();
+  Report(job, v1::PLACEMENT_STATE_ENDED);
+  ASSERT_EQ(journal_.size(), before + 2);
+  journal_.pop_back();
+  Restart();
+  EXPECT_EQ(Get(job).state(), v1::JOB_STATE_FAILED);
+  EXPECT_EQ(Join("job-1.1", 12).error().detail().reason(), v1::ERROR_REASON_RENDEZVOUS_CLOSED);
+}
+
+TEST_F(SubmittedTest, NextAttempt_ResumesFromTheCheckpointsOfTheFormer) {
+  Call(SyncOp());
+  const std::string job = Submit(2);
+  for (int attempt = 1; attempt <= 3; ++attempt) {
+    const std::string group = absl::StrCat("job-1.", attempt);
+    Report(job, v1::PLACEMENT_STATE_RUNNING);
+    const v1::OpResult joined = Join(group, attempt * 10);
+    EXPECT_EQ(StepToResume(group), attempt == 1 ? 0 : 100 * (attempt - 1));
+    SaveCheckpoint(group, joined, attempt * 10, 100 * attempt);
+    if (attempt == 2) Restart();
+    if (attempt == 3) Restart(/*snapshot=*/true);
+    EXPECT_EQ(StepToResume(group), 100 * attempt);
+    if (attempt < 3) Report(job, v1::PLACEMENT_STATE_ENDED);
+  }
+}
+
+TEST_F(SubmittedTest, Replay_MakesTheSameState) {
+  Call(SyncOp());
+  const std::string job = Submit(1);
+  Submit(0);
+  Report(job, v1::PLACEMENT_STATE_RUNNING);
+  Report(job, v1::PLACEMENT_STATE_ENDED);
+  v1::Op cordon;
+  cordon.mutable_control_node()->set_node("n");
+  cordon.mutable_control_node()->set_action(v1::NODE_ACTION_CORDON);
+  Call(cordon);
+  CoreOptions options;
+  options.cluster_id = "c1";
+  Core replayed(options);
+  for (const Record& record : journal_) ASSERT_TRUE(replayed.Replay(record.payload).ok());
+  EXPECT_EQ(replayed.Snapshot(), core_->Snapshot());
+  Restart(/*snapshot=*/true);
+  v1::Op list;
+  list.mutable_list_jobs();
+  EXPECT_EQ(Call(list).list_jobs().jobs_size(), 2);
+}
+
+TEST_F(SubmittedTest, SilentNode_IsGivenUp_ByTicks) {
+  Call(SyncOp());
+  const std::string job = Submit(0);
+  Report(job, v1::PLACEMENT_STATE_RUNNING);
+  const absl::Time end = now_ + absl::Minutes(3);
+  while (core_->NextDeadline() < end) {
+    now_ = std::max(now_, core_->NextDeadline());
+    core_->Tick(now_, &out_);
+    Collect();
+  }
+  EXPECT_EQ(Get(job).history(0).end().end_class(), v1::END_CLASS_NODE_LOST);
+}
+
+}  // namespace
+}  // namespace muster::coordinator
