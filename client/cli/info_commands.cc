@@ -23,8 +23,10 @@
 #include "base/text.h"
 #include "base/version.h"
 #include "client/checkpoints/seal_marks.h"
+#include "client/cli/command.h"
+#include "client/cli/connection.h"
+#include "client/cli/launch_command.h"
 #include "client/cli/machine.h"
-#include "client/cli/running_launch.h"
 #include "client/cli/torch_version.h"
 #include "client/config/suggest.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
@@ -32,7 +34,6 @@
 #include "proto/muster/v1/checkpoint.grpc.pb.h"
 #include "proto/muster/v1/membership.grpc.pb.h"
 #include "proto/muster/v1/trigger.grpc.pb.h"
-#include "rpc/address.h"
 #include "rpc/channel.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
@@ -45,31 +46,6 @@ using nlohmann::ordered_json;
 // In the table; all are in the JSON.
 constexpr size_t kShownStragglers = 3;
 constexpr size_t kShownBarriers = 4;
-
-// Parses, and handles --help and mistakes. Returns the exit code if there is nothing more to do,
-// else -1.
-int Begin(const CommandSpec& spec, const std::vector<std::string>& args,
-          const CommandContext& context, CommandLine* line) {
-  if (absl::Status status = ParseCommandLine(spec, args, line); !status.ok()) {
-    context.err << spec.name << ": " << status.message() << "\n";
-    return kExitUsage;
-  }
-  if (line->help) {
-    context.out << HelpText(spec);
-    return kExitOk;
-  }
-  return -1;
-}
-
-int Fail(const CommandSpec& spec, const CommandContext& context, const absl::Status& status,
-         int code) {
-  context.err << spec.name << ": " << absl::StrReplaceAll(status.message(), {{"\n", " "}}) << "\n";
-  return code;
-}
-
-std::string Dump(const ordered_json& value) {
-  return value.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n";
-}
 
 std::string ProtobufVersion() {
   return google::protobuf::internal::VersionString(GOOGLE_PROTOBUF_VERSION);
@@ -336,149 +312,7 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
   return kExitOk;
 }
 
-// The options of commands that talk to a coordinator.
-std::vector<OptionSpec> ConnectionOptions(std::vector<OptionSpec> more) {
-  std::vector<OptionSpec> options = {
-      {.name = "coordinator",
-       .value_name = "ADDRESS",
-       .help = "IP:PORT or unix:PATH. Default: $MUSTER_COORDINATOR, else your running launch on "
-               "this machine"},
-      {.name = "tls_ca",
-       .value_name = "FILE",
-       .help = "CA certificates that must have signed the coordinator's"},
-      {.name = "tls_cert", .value_name = "FILE", .help = "Client certificate"},
-      {.name = "tls_key", .value_name = "FILE", .help = "Private key of --tls_cert"},
-      {.name = "token_file",
-       .value_name = "FILE",
-       .help = "File with the token to send. Default: that of your launch with this address, else "
-               "$MUSTER_TOKEN_FILE"},
-      {.name = "timeout",
-       .value_name = "TIME",
-       .help = "How long to wait for an answer (default 5s)"}};
-  for (OptionSpec& option : more) options.push_back(std::move(option));
-  return options;
-}
-
 namespace {
-
-struct Connection {
-  std::string address;
-  absl::Duration timeout = absl::Seconds(5);
-  std::shared_ptr<grpc::Channel> channel;
-};
-
-std::string Variable(const CommandContext& context, const char* name) {
-  const auto it = context.variables.find(name);
-  return it == context.variables.end() ? "" : it->second;
-}
-
-// The launch of this user whose coordinator is meant: the only one, or the only one that runs
-// `job`. Returns the exit code if there is none, else -1.
-int ChooseLaunch(const CommandSpec& spec, const CommandContext& context, const std::string& job,
-                 RunningLaunch* chosen) {
-  std::vector<std::string> looked_in;
-  const std::vector<RunningLaunch> launches = ListRunningLaunches(context.variables, &looked_in);
-  if (launches.empty()) {
-    return Fail(spec, context,
-                absl::UnavailableError(
-                    absl::StrCat("no launch of yours runs on this machine (looked into ",
-                                 absl::StrJoin(looked_in, " and "),
-                                 "); name another coordinator with --coordinator IP:PORT")),
-                kExitUnreachable);
-  }
-  const RunningLaunch* found = launches.size() == 1 ? &launches[0] : nullptr;
-  if (found == nullptr) {
-    int fitting = 0;
-    for (const RunningLaunch& launch : launches) {
-      if (launch.job != job) continue;
-      found = &launch;
-      ++fitting;
-    }
-    if (fitting != 1) found = nullptr;
-  }
-  if (found != nullptr) {
-    *chosen = *found;
-    return -1;
-  }
-  context.err << spec.name << ": " << launches.size()
-              << " launches of yours run on this machine: choose one by its job's name, or by "
-                 "--coordinator and its address\n";
-  for (const RunningLaunch& launch : launches) {
-    context.err << "  job " << launch.job << ", pid " << launch.pid << ", started "
-                << absl::FormatTime("%Y-%m-%d %H:%M:%S", launch.started, absl::LocalTimeZone())
-                << ", --coordinator " << launch.address << "\n";
-  }
-  return kExitUsage;
-}
-
-// What a coordinator at `address` wants to see, if a launch of this user holds it.
-RunningLaunch LaunchAt(const CommandContext& context, const std::string& address) {
-  const absl::StatusOr<rpc::Address> wanted = rpc::ParseAddress(address);
-  if (!wanted.ok()) return {};
-  for (RunningLaunch& launch : ListRunningLaunches(context.variables)) {
-    if (launch.address == wanted->ToString()) return std::move(launch);
-  }
-  return {};
-}
-
-struct DialError {
-  absl::Status status;
-  int code;
-};
-
-// Connects to connection->address as the options say; `launch`: of this user, if one holds it.
-std::optional<DialError> Connect(const CommandLine& line, const CommandContext& context,
-                                 const RunningLaunch& launch, Connection* connection) {
-  const std::string& address = connection->address;
-  if (line.Has("timeout") && (!absl::ParseDuration(line.Get("timeout"), &connection->timeout) ||
-                              connection->timeout <= absl::ZeroDuration())) {
-    return DialError{absl::InvalidArgumentError(
-                         absl::StrCat("--timeout ", line.Get("timeout"), ": write 5s or 1m")),
-                     kExitUsage};
-  }
-  rpc::ChannelOptions options = {.tls = launch.tls, .token_file = launch.token_file};
-  if (line.Has("tls_ca") || line.Has("tls_cert") || line.Has("tls_key")) {
-    options.tls = {line.Get("tls_ca"), line.Get("tls_cert"), line.Get("tls_key")};
-  }
-  if (line.Has("token_file")) {
-    options.token_file = line.Get("token_file");
-  } else if (launch.address.empty()) {
-    options.token_file = Variable(context, "MUSTER_TOKEN_FILE");
-  }
-  auto channel = rpc::Connect(address, options);
-  if (!channel.ok()) {
-    return DialError{channel.status(),
-                     absl::IsPermissionDenied(channel.status()) ? kExitDenied : kExitUsage};
-  }
-  connection->channel = *std::move(channel);
-  const absl::Status status =
-      rpc::WaitUntilConnected(*connection->channel, address, connection->timeout);
-  if (!status.ok()) return DialError{status, kExitUnreachable};
-  return std::nullopt;
-}
-
-// What the options or the environment name; empty: nothing.
-std::string NamedAddress(const CommandLine& line, const CommandContext& context) {
-  const std::string address = line.Get("coordinator");
-  return address.empty() ? Variable(context, "MUSTER_COORDINATOR") : address;
-}
-
-// Connects as the options say. The first word of all these commands, if it is there, is a job.
-// Returns the exit code if it cannot, else -1.
-int Dial(const CommandSpec& spec, const CommandLine& line, const CommandContext& context,
-         Connection* connection) {
-  connection->address = NamedAddress(line, context);
-  RunningLaunch launch;
-  if (!connection->address.empty()) {
-    launch = LaunchAt(context, connection->address);
-  } else {
-    const std::string job = line.words.empty() ? "" : line.words[0];
-    if (const int code = ChooseLaunch(spec, context, job, &launch); code >= 0) return code;
-    connection->address = launch.address;
-  }
-  const std::optional<DialError> error = Connect(line, context, launch, connection);
-  return error.has_value() ? Fail(spec, context, error->status, error->code) : -1;
-}
 
 // The workers of `job`, page by page. Too many for one message of an older coordinator, which
 // knows no pages: ERROR_REASON_LIMIT.
@@ -1076,21 +910,10 @@ const v1::CheckpointRecord* FindRecord(const std::vector<v1::CheckpointRecord>& 
 absl::StatusOr<std::vector<RegisteredState>> FindRegisteredStates(const CommandLine& line,
                                                                   const CommandContext& context,
                                                                   const std::string& job) {
-  Connection connection;
-  connection.address = NamedAddress(line, context);
-  RunningLaunch launch;
-  if (!connection.address.empty()) {
-    launch = LaunchAt(context, connection.address);
-  } else {
-    for (RunningLaunch& running : ListRunningLaunches(context.variables)) {
-      if (running.job == job) launch = std::move(running);
-    }
-    if (launch.address.empty()) return std::vector<RegisteredState>();
-    connection.address = launch.address;
-  }
-  const std::optional<DialError> error = Connect(line, context, launch, &connection);
-  if (error.has_value()) return error->status;
-  const auto records = ListRecords(connection, job);
+  MUSTER_ASSIGN_OR_RETURN(const std::optional<Connection> connection,
+                          FindCoordinator(line, context, job));
+  if (!connection.has_value()) return std::vector<RegisteredState>();
+  const auto records = ListRecords(*connection, job);
   if (absl::IsNotFound(records.status())) return std::vector<RegisteredState>();
   MUSTER_RETURN_IF_ERROR(records.status());
   std::vector<RegisteredState> states;
@@ -1143,9 +966,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
       all.push_back(RecordJson(record));
       absl::StrAppend(&text, RecordText(record));
     }
-    context.out << (format == "json"
-                        ? all.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n"
-                        : text);
+    context.out << (format == "json" ? Dump(all) : text);
     return kExitOk;
   }
   const v1::CheckpointRecord* const record = FindRecord(*records, line.words[1]);
@@ -1166,9 +987,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
       rpc::FromGrpc(v1::Checkpoints::NewStub(connection.channel)->Mark(&call, request, &reply));
   if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
   if (format == "json") {
-    context.out << RecordJson(reply.checkpoint())
-                       .dump(2, ' ', false, ordered_json::error_handler_t::replace)
-                << "\n";
+    context.out << Dump(RecordJson(reply.checkpoint()));
   } else {
     context.out << PathText(record->path()) << " " << what.done << "\n";
   }
