@@ -373,12 +373,12 @@ namespace {
 
 // The settings of a config file of Accelerate's, and the variables that its own programs read from
 // the rest of it. `lines`: of the keys.
-absl::StatusOr<Layer> LayerOfAccelerate(absl::string_view text, absl::string_view source,
+absl::StatusOr<Layer> LayerOfAccelerate(const AccelerateConfig& config,
                                         const std::map<std::string, int>& lines) {
-  MUSTER_ASSIGN_OR_RETURN(const AccelerateConfig config, ParseAccelerateConfig(text, source));
+  const std::string& source = config.source;
   const auto place = [&](const std::string& pointer) {
     const auto it = lines.find(pointer);
-    return it == lines.end() ? std::string(source) : absl::StrCat(source, ":", it->second);
+    return it == lines.end() ? source : absl::StrCat(source, ":", it->second);
   };
   Layer layer;
   const auto set = [&](const std::string& name, const std::string& pointer) {
@@ -443,7 +443,7 @@ absl::StatusOr<Layer> LayerOfAccelerate(absl::string_view text, absl::string_vie
                                   "KMP_BLOCKTIME",
                                   "MASTER_ADDR",
                                   "MASTER_PORT"};
-    if (!kOwn->contains(name)) layer.env[name] = {value, std::string(source)};
+    if (!kOwn->contains(name)) layer.env[name] = {value, source};
   }
   return layer;
 }
@@ -452,7 +452,8 @@ absl::StatusOr<Layer> LayerOfAccelerate(absl::string_view text, absl::string_vie
 
 absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view source) {
   YamlDocument document;
-  if (absl::EndsWith(source, ".json")) {
+  const bool is_json = absl::EndsWith(source, ".json");
+  if (is_json) {
     MUSTER_ASSIGN_OR_RETURN(document.value, ParseJson(text, source));
   } else {
     MUSTER_ASSIGN_OR_RETURN(document, ParseYaml(text, source));
@@ -460,7 +461,11 @@ absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view sour
   Layer layer;
   if (document.value.is_null()) return layer;
   if (IsAccelerateConfig(document.value)) {
-    return LayerOfAccelerate(text, source, document.lines);
+    // Without lines, a JSON document has lost the order of its keys.
+    MUSTER_ASSIGN_OR_RETURN(
+        const AccelerateConfig config,
+        is_json ? ParseAccelerateConfig(text, source) : ReadAccelerateConfig(document, source));
+    return LayerOfAccelerate(config, document.lines);
   }
   if (!document.value.is_object()) {
     return absl::InvalidArgumentError(
