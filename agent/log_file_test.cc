@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -32,16 +33,10 @@ ssize_t WriteToDisk(int fd, const void* data, size_t size) {
 
 class LogFileTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    g_room = -1;
-    folder_ = absl::StrCat(::testing::TempDir(), "/",
-                           ::testing::UnitTest::GetInstance()->current_test_info()->name());
-    ASSERT_TRUE(RemoveTree(folder_).ok());
-    ASSERT_TRUE(MakeDirectories(folder_).ok());
-    path_ = folder_ + "/rank_0.log";
-  }
-  std::string folder_;
-  std::string path_;
+  void SetUp() override { g_room = -1; }
+  const TestFolder test_folder_;
+  const std::string folder_ = test_folder_.path();
+  const std::string path_ = test_folder_.Path("rank_0.log");
 };
 
 TEST_F(LogFileTest, FullDisk_SaysSoGoesOnAndTheFileSaysWhatIsMissing) {

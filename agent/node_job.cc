@@ -38,28 +38,23 @@ std::string Settings(const NodeJobOptions& options) {
                       ", max_restarts ", options.agent.max_restarts);
 }
 
-}  // namespace
-
-NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
-  NodeJobResult result;
+// The output goes where this process writes its own.
+OutputOptions OutputOptionsOf(const NodeJobOptions& options, ProcessHost& host) {
   const int here = options.agent.slots;
-  const int world = here * options.num_nodes;
-  OutputMux output({
+  return {
       .stdout_fd = options.show_output && IsStandardDescriptor(STDOUT_FILENO) ? STDOUT_FILENO : -1,
       .stderr_fd = options.show_output && IsStandardDescriptor(STDERR_FILENO) ? STDERR_FILENO : -1,
-      .prefix = options.prefix && world > 1,
+      .prefix = options.prefix && here * options.num_nodes > 1,
       .progress_rank = options.node_rank > 0 ? options.node_rank * here : 0,
       .log_limits = options.log_limits,
       .on_backpressure = [&host](bool pressed) { host.PauseOutput(pressed); },
-  });
-  StackCapture stacks;
-  const auto tell_late = [job = options.agent.worker.job](const v1::BarrierLate& late) {
-    // The agents of a job have barriers of their own, in which waiting is usual.
-    if (late.job_id() == job) MUSTER_LOG(Warning) << late.report().message();
   };
-  WorkerProcesses processes(options.agent.worker.job);
-  options.agent.processes = &processes;
-  absl::StatusOr<std::unique_ptr<NodeUplink>> session = NodeUplink::Start({
+}
+
+absl::StatusOr<std::unique_ptr<NodeUplink>> StartUplink(const NodeJobOptions& options,
+                                                        StackCapture& stacks,
+                                                        WorkerProcesses& processes) {
+  return NodeUplink::Start({
       .coordinator = options.agent.worker.coordinator,
       .channel = options.channel,
       .outage_tolerance = options.outage_tolerance,
@@ -70,18 +65,16 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
                        int64_t claimed) {
             return processes.Find(job, worker_id, incarnation, claimed);
           },
-      .on_barrier_late = tell_late,
+      .on_barrier_late =
+          [job = options.agent.worker.job](const v1::BarrierLate& late) {
+            // The agents of a job have barriers of their own, in which waiting is usual.
+            if (late.job_id() == job) MUSTER_LOG(Warning) << late.report().message();
+          },
   });
-  if (!session.ok()) {
-    result.job.outcome = JobResult::Outcome::kRefused;
-    result.job.status = session.status();
-    // A certificate or token that is missing; NOT_FOUND says here that the program is.
-    if (absl::IsNotFound(result.job.status)) {
-      result.job.status = absl::InvalidArgumentError(result.job.status.message());
-    }
-    return result;
-  }
-  std::unique_ptr<JobCoordination> link = MakeGrpcJobCoordination(
+}
+
+std::unique_ptr<JobCoordination> JoinJob(const NodeJobOptions& options, NodeUplink* uplink) {
+  return MakeGrpcJobCoordination(
       {
           .coordinator = options.agent.worker.coordinator,
           .job = options.agent.worker.job,
@@ -95,7 +88,79 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
           .lease = options.lease,
           .outage_tolerance = options.outage_tolerance,
       },
-      session->get());
+      uplink);
+}
+
+// Stops the agent at the first signal of the job and kills at a later one; when the agent has
+// ended, hurries the output instead. Thread-safe.
+class JobStopper {
+ public:
+  JobStopper(Agent& agent, OutputMux& output) : agent_(agent), output_(output) {}
+
+  void OnSignal(int signal) {
+    MutexLock lock(&mu_);
+    switch (wishes_.Take(Clock::Real().Now())) {
+      case StopWishes::Wish::kNothingNew:
+        return;
+      case StopWishes::Wish::kStop:
+        first_signal_ = signal;
+        if (running_) {
+          output_.Note(
+              absl::StrCat("muster: stopping (", SignalName(signal),
+                           "); send the signal again after a second or more to kill at once"));
+        }
+        break;
+      case StopWishes::Wish::kKill:
+        break;
+    }
+    if (running_) {
+      agent_.Stop();
+    } else {
+      output_.HurryFlush(kHurriedFlush);
+    }
+  }
+
+  void AgentEnded() {
+    MutexLock lock(&mu_);
+    running_ = false;
+    // A stalled reader of our output must not keep a stopped job from ending.
+    if (first_signal_ != 0) output_.HurryFlush(kHurriedFlush);
+  }
+
+  // 0: none came.
+  int first_signal() {
+    MutexLock lock(&mu_);
+    return first_signal_;
+  }
+
+ private:
+  Agent& agent_;
+  OutputMux& output_;
+  Mutex mu_;
+  StopWishes wishes_ ABSL_GUARDED_BY(mu_);
+  bool running_ ABSL_GUARDED_BY(mu_) = true;  // the agent
+  int first_signal_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+}  // namespace
+
+NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
+  NodeJobResult result;
+  OutputMux output(OutputOptionsOf(options, host));
+  StackCapture stacks;
+  WorkerProcesses processes(options.agent.worker.job);
+  options.agent.processes = &processes;
+  absl::StatusOr<std::unique_ptr<NodeUplink>> session = StartUplink(options, stacks, processes);
+  if (!session.ok()) {
+    result.job.outcome = JobResult::Outcome::kRefused;
+    result.job.status = session.status();
+    // A certificate or token that is missing; NOT_FOUND says here that the program is.
+    if (absl::IsNotFound(result.job.status)) {
+      result.job.status = absl::InvalidArgumentError(result.job.status.message());
+    }
+    return result;
+  }
+  std::unique_ptr<JobCoordination> link = JoinJob(options, session->get());
   // Workers reach the coordinator through this agent; certificates are its business.
   WorkerEnvironment& worker = options.agent.worker;
   worker.coordinator = (*session)->relay_address();
@@ -122,48 +187,16 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
   (*session)->SetOnKillWorker([&agent](const v1::KillWorker& kill) {
     agent.Kill(kill.worker_id(), kill.incarnation(), kill.why());
   });
-  Mutex mu;
-  StopWishes wishes;    // guarded by mu
-  bool running = true;  // the agent; guarded by mu
-  int first_signal = 0;
-  SignalWatcher signals([&](int signal) {
-    MutexLock lock(&mu);
-    switch (wishes.Take(Clock::Real().Now())) {
-      case StopWishes::Wish::kNothingNew:
-        return;
-      case StopWishes::Wish::kStop:
-        first_signal = signal;
-        if (running) {
-          output.Note(
-              absl::StrCat("muster: stopping (", SignalName(signal),
-                           "); send the signal again after a second or more to kill at once"));
-        }
-        break;
-      case StopWishes::Wish::kKill:
-        break;
-    }
-    if (running) {
-      agent.Stop();
-    } else {
-      output.HurryFlush(kHurriedFlush);
-    }
-  });
+  JobStopper stopper(agent, output);
+  SignalWatcher signals([&stopper](int signal) { stopper.OnSignal(signal); });
   result.job = agent.Run();
-  {
-    MutexLock lock(&mu);
-    running = false;
-    // A stalled reader of our output must not keep a stopped job from ending.
-    if (first_signal != 0) output.HurryFlush(kHurriedFlush);
-  }
+  stopper.AgentEnded();
   (*session)->SetOnKillWorker(nullptr);
   link.reset();
   (*session)->Finish(absl::Seconds(1));
   session->reset();
   const bool flushed = output.Flush(absl::InfiniteDuration());
-  {
-    MutexLock lock(&mu);
-    result.signal = first_signal;
-  }
+  result.signal = stopper.first_signal();
   // A signal during the wait for the reader makes it a stopped job. The failure is printed where it
   // can be read.
   if (!flushed && result.signal != 0 &&

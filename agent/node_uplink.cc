@@ -26,6 +26,57 @@ constexpr absl::Duration kHubGrace = absl::Milliseconds(200);
 
 }  // namespace
 
+SessionClient::Options NodeUplink::StreamOptions(const Options& options) {
+  SessionClient::Options stream;
+  stream.address = options.coordinator;
+  stream.incarnation = RandomId();
+  stream.host = HostName();
+  // Several agents of one host must not take each other's sessions.
+  stream.node = absl::StrCat(stream.host.substr(0, 64), "/", absl::Hex(stream.incarnation));
+  stream.version = std::string("1");
+  stream.outage_tolerance = options.outage_tolerance;
+  stream.beat_period = kBeatPeriod;
+  stream.beat = [this] { return MakeBeat(); };
+  stream.on_directive = [this](const v1::Directive& directive) { OnDirective(directive); };
+  stream.on_connected = [this](uint64_t term, bool) { core_->Connected(term); };
+  stream.on_lost = [this](const absl::Status& status) { OnLost(status); };
+  if (!options.hub_listen.empty()) {
+    stream.is_hub = [this] { return hub_ != nullptr && hub_->agents() > 0; };
+    stream.on_upstream = [this] { hub_->OnUpstream(); };
+    stream.on_unsent_beat = [this](const v1::Beat& beat) { hub_->TakeBack(beat); };
+  }
+  stream.wake = [this] { stream_timer_->Wake(); };
+  return stream;
+}
+
+RelayCore::Options NodeUplink::RelayOptions(const SessionClient::Options& stream,
+                                            Options& options) {
+  RelayCore::Options core;
+  core.node = stream.node;
+  core.incarnation = stream.incarnation;
+  core.process_of = std::move(options.process_of);
+  core.process_state = [](int64_t pid) { return ReadProcessState(pid).name; };
+  core.refresh = std::move(options.refresh);
+  core.connected = [this] { return stream_->connected(); };
+  core.wake = [this] { core_timer_->Wake(); };
+  return core;
+}
+
+void NodeUplink::MakeHub(const std::string& node, uint64_t incarnation) {
+  HubCore::Options hub;
+  hub.node = node;
+  hub.incarnation = incarnation;
+  hub.wake = [this] { hub_timer_->Wake(); };
+  // Not stream_: that is null already while the stream's end waits for its last callback.
+  SessionClient* const to_coordinator = stream_.get();
+  hub.upstream = [to_coordinator] { return to_coordinator->upstream(); };
+  hub.send_stack = [to_coordinator](v1::StackReply reply) {
+    to_coordinator->SendStack(std::move(reply));
+  };
+  hub_ = std::make_unique<HubCore>(std::move(hub), stream_.get());
+  hub_timer_ = std::make_unique<TimerThread>([this] { return hub_->Tick(); });
+}
+
 absl::StatusOr<std::unique_ptr<NodeUplink>> NodeUplink::Start(Options options) {
   std::unique_ptr<NodeUplink> session(new NodeUplink());
   NodeUplink* const raw = session.get();
@@ -51,51 +102,14 @@ absl::StatusOr<std::unique_ptr<NodeUplink>> NodeUplink::Start(Options options) {
   raw->transport_ =
       std::make_unique<GrpcStreamOpener>(channel, options.coordinator, options.channel);
 
-  SessionClient::Options stream;
-  stream.address = options.coordinator;
-  stream.incarnation = RandomId();
-  stream.host = HostName();
-  // Several agents of one host must not take each other's sessions.
-  stream.node = absl::StrCat(stream.host.substr(0, 64), "/", absl::Hex(stream.incarnation));
-  stream.version = std::string("1");
-  stream.outage_tolerance = options.outage_tolerance;
-  stream.beat_period = kBeatPeriod;
-  stream.beat = [raw] { return raw->MakeBeat(); };
-  stream.on_directive = [raw](const v1::Directive& directive) { raw->OnDirective(directive); };
-  stream.on_connected = [raw](uint64_t term, bool) { raw->core_->Connected(term); };
-  stream.on_lost = [raw](const absl::Status& status) { raw->OnLost(status); };
-  if (!options.hub_listen.empty()) {
-    stream.is_hub = [raw] { return raw->hub_ != nullptr && raw->hub_->agents() > 0; };
-    stream.on_upstream = [raw] { raw->hub_->OnUpstream(); };
-    stream.on_unsent_beat = [raw](const v1::Beat& beat) { raw->hub_->TakeBack(beat); };
-  }
-  stream.wake = [raw] { raw->stream_timer_->Wake(); };
-
-  RelayCore::Options core;
-  core.node = stream.node;
-  core.incarnation = stream.incarnation;
-  core.process_of = std::move(options.process_of);
-  core.process_state = [](int64_t pid) { return ReadProcessState(pid).name; };
-  core.refresh = std::move(options.refresh);
-  core.connected = [raw] { return raw->stream_->connected(); };
-  core.wake = [raw] { raw->core_timer_->Wake(); };
-
-  HubCore::Options hub;
-  hub.node = stream.node;
-  hub.incarnation = stream.incarnation;
-  hub.wake = [raw] { raw->hub_timer_->Wake(); };
-
+  SessionClient::Options stream = raw->StreamOptions(options);
+  RelayCore::Options core = raw->RelayOptions(stream, options);
+  const std::string node = stream.node;
+  const uint64_t incarnation = stream.incarnation;
   raw->stream_ = std::make_unique<SessionClient>(std::move(stream), raw->transport_.get());
-  // Not raw->stream_: that is null already while the stream's end waits for its last callback.
-  SessionClient* const to_coordinator = raw->stream_.get();
-  hub.upstream = [to_coordinator] { return to_coordinator->upstream(); };
-  hub.send_stack = [to_coordinator](v1::StackReply reply) {
-    to_coordinator->SendStack(std::move(reply));
-  };
-  OpSender* upstream = to_coordinator;
+  OpSender* upstream = raw->stream_.get();
   if (!options.hub_listen.empty()) {
-    raw->hub_ = std::make_unique<HubCore>(std::move(hub), raw->stream_.get());
-    raw->hub_timer_ = std::make_unique<TimerThread>([raw] { return raw->hub_->Tick(); });
+    raw->MakeHub(node, incarnation);
     upstream = raw->hub_.get();
   }
   raw->core_ = std::make_unique<RelayCore>(std::move(core), upstream);

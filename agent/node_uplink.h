@@ -90,6 +90,11 @@ class NodeUplink {
 
  private:
   NodeUplink() = default;
+  // The parts of this node's line, with what they call here. Those of the relay take the callbacks
+  // of `options`.
+  SessionClient::Options StreamOptions(const Options& options);
+  RelayCore::Options RelayOptions(const SessionClient::Options& stream, Options& options);
+  void MakeHub(const std::string& node, uint64_t incarnation);
   v1::Beat MakeBeat();
   void OnDirective(const v1::Directive& directive);
   void OnLost(const absl::Status& status);

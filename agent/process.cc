@@ -711,7 +711,7 @@ class HostImpl final : public ProcessHost {
     }
   }
 
-  absl::StatusOr<std::shared_ptr<Process>> Start(ProcessOptions& options) {
+  static absl::Status CheckOptions(const ProcessOptions& options) {
     if (options.argv.empty() || options.argv[0].empty()) {
       return absl::InvalidArgumentError("no program to start");
     }
@@ -725,14 +725,20 @@ class HostImpl final : public ProcessHost {
           absl::StrCat("an argument, variable or folder of ", absl::CHexEscape(options.argv[0]),
                        " contains a NUL byte, which no program can be given"));
     }
+    return absl::OkStatus();
+  }
+
+  static absl::StatusOr<std::string> PathOfProgram(const ProcessOptions& options) {
     std::string program = options.argv[0];
     if (!options.working_directory.empty() && absl::StrContains(program, '/') &&
         program[0] != '/') {
       program = absl::StrCat(options.working_directory, "/", program);
     }
-    MUSTER_ASSIGN_OR_RETURN(const std::string path,
-                            FindProgram(program, Variable(options.env, "PATH")));
+    return FindProgram(program, Variable(options.env, "PATH"));
+  }
 
+  // The environment of a child: with the mark by which its orphans are found.
+  std::vector<std::string> MarkedEnvironment(const ProcessOptions& options) const {
     std::vector<std::string> env;
     std::string outer;
     for (const std::string& entry : options.env) {
@@ -745,7 +751,49 @@ class HostImpl final : public ProcessHost {
     // A host inside a process of another host carries both marks, so that the outer one can end it
     // too.
     env.push_back(absl::StrCat(kMarkVariable, outer, mark_));
+    return env;
+  }
 
+  absl::StatusOr<pid_t> Fork(const ChildPlan& plan) {
+    MUSTER_FAILPOINT_STATUS("agent.before_fork");
+    MUSTER_RETURN_IF_ERROR(EnsureKeeper());
+    absl::StatusOr<pid_t> forked = keeper_->Fork(plan);
+    if (absl::IsUnavailable(forked.status())) {
+      // Killed since the last look at it.
+      OnKeeperEnded();
+      MUSTER_RETURN_IF_ERROR(EnsureKeeper());
+      forked = keeper_->Fork(plan);
+    }
+    MUSTER_RETURN_IF_ERROR(forked.status());
+    MUSTER_FAILPOINT("agent.after_fork");
+    return forked;
+  }
+
+  // Waits until child `pid` runs its program, or has said in the pipe `errors` why it cannot.
+  absl::Status AwaitExec(pid_t pid, int errors, const ProcessOptions& options,
+                         const std::string& path) {
+    if (!BecomesReadable(errors, options_.start_timeout)) {
+      const std::string state = ReadStuckState(pid).ToString();
+      kill(pid, SIGKILL);
+      TellGuard(pid, GuardNote::kAdded);
+      Abandon(pid);
+      return absl::FailedPreconditionError(absl::StrCat(
+          path, " does not start: process ", pid, " is ", state, " for more than ",
+          absl::FormatDuration(options_.start_timeout), "; look at the file server that holds it"));
+    }
+    StartError report;
+    ssize_t got;
+    do {
+      got = read(errors, &report, sizeof(report));
+    } while (got < 0 && errno == EINTR);
+    if (got != sizeof(report)) return absl::OkStatus();
+    keeper_->Collect(pid).IgnoreError();
+    return StartErrorStatus(report, options, path);
+  }
+
+  absl::StatusOr<std::shared_ptr<Process>> Start(ProcessOptions& options) {
+    MUSTER_RETURN_IF_ERROR(CheckOptions(options));
+    MUSTER_ASSIGN_OR_RETURN(const std::string path, PathOfProgram(options));
     OwnedFd out_read, out_write, err_read, err_write, error_read, error_write;
     MUSTER_RETURN_IF_ERROR(options.stdout_terminal
                                ? MakeTerminal(STDOUT_FILENO, &out_read, &out_write)
@@ -765,46 +813,16 @@ class HostImpl final : public ProcessHost {
     const ChildPlan plan = {
         .path = path,
         .argv = options.argv,
-        .env = std::move(env),
+        .env = MarkedEnvironment(options),
         .directory = options.working_directory,
         .stdin_fd = stdin_fd,
         .stdout_fd = out_write.get(),
         .stderr_fd = err_write.get(),
         .error_fd = error_write.get(),
     };
-    MUSTER_FAILPOINT_STATUS("agent.before_fork");
-    MUSTER_RETURN_IF_ERROR(EnsureKeeper());
-    absl::StatusOr<pid_t> forked = keeper_->Fork(plan);
-    if (absl::IsUnavailable(forked.status())) {
-      // Killed since the last look at it.
-      OnKeeperEnded();
-      MUSTER_RETURN_IF_ERROR(EnsureKeeper());
-      forked = keeper_->Fork(plan);
-    }
-    MUSTER_RETURN_IF_ERROR(forked.status());
-    const pid_t pid = *forked;
-    MUSTER_FAILPOINT("agent.after_fork");
-    const auto collect = [this, pid] { keeper_->Collect(pid).IgnoreError(); };
-
+    MUSTER_ASSIGN_OR_RETURN(const pid_t pid, Fork(plan));
     error_write.Close();
-    if (!BecomesReadable(error_read.get(), options_.start_timeout)) {
-      const std::string state = ReadStuckState(pid).ToString();
-      kill(pid, SIGKILL);
-      TellGuard(pid, GuardNote::kAdded);
-      Abandon(pid);
-      return absl::FailedPreconditionError(absl::StrCat(
-          path, " does not start: process ", pid, " is ", state, " for more than ",
-          absl::FormatDuration(options_.start_timeout), "; look at the file server that holds it"));
-    }
-    StartError report;
-    ssize_t got;
-    do {
-      got = read(error_read.get(), &report, sizeof(report));
-    } while (got < 0 && errno == EINTR);
-    if (got == sizeof(report)) {
-      collect();
-      return StartErrorStatus(report, options, path);
-    }
+    MUSTER_RETURN_IF_ERROR(AwaitExec(pid, error_read.get(), options, path));
     TellGuard(pid, GuardNote::kAdded);
     MUSTER_FAILPOINT("agent.spawned");
     OwnedFd pidfd(static_cast<int>(syscall(SYS_pidfd_open, pid, 0)));
@@ -812,7 +830,7 @@ class HostImpl final : public ProcessHost {
         pidfd.open() ? Watch(pidfd.get(), {pid, 2}) : ErrnoStatus("pidfd_open", errno);
     if (!watched.ok()) {
       kill(-pid, SIGKILL);
-      collect();
+      keeper_->Collect(pid).IgnoreError();
       TellGuard(pid, GuardNote::kRemoved);
       return watched;
     }
@@ -896,6 +914,92 @@ class HostImpl final : public ProcessHost {
     }
   }
 
+  // Starts what callers have asked for. Returns whether the host is being destroyed.
+  bool TakeRequests(bool stopping, bool* paused) {
+    std::vector<Request*> requests;
+    {
+      MutexLock lock(&mu_);
+      requests.swap(requests_);
+      *paused = paused_;
+      if (stopping_ && !stopping) {
+        stopping = true;
+        for (auto& [pid, child] : children_) child->Stop(absl::ZeroDuration());
+      }
+    }
+    for (Request* request : requests) {
+      request->result = stopping
+                            ? absl::FailedPreconditionError("the process host is being destroyed")
+                            : Start(*request->options);
+      request->done.Notify();
+    }
+    return stopping;
+  }
+
+  // Does what is due by now. Returns when to look again; InfinitePast(): at once.
+  absl::Time TickChildren(absl::Time now, bool paused) {
+    absl::Time next = guard_due_;
+    if (!abandoned_.empty()) next = std::min(next, now + kCollectPeriod);
+    std::vector<pid_t> given_up;
+    for (auto& [pid, child] : children_) {
+      if (!WatchStreams(*child, paused)) next = std::min(next, now + kWatchAgain);
+      bool give_up = false;
+      next = std::min(next, child->Tick(now, &give_up));
+      if (give_up) given_up.push_back(pid);
+    }
+    for (const pid_t pid : given_up) {
+      const std::shared_ptr<Child> child = Release(pid);
+      child->GiveUp();
+      Abandon(pid);
+    }
+    if (!given_up.empty()) return absl::InfinitePast();
+    if (!children_.empty()) {
+      if (collect_at_ <= now) {
+        Orphans::Get().Collect(mark_);
+        collect_at_ = now + kCollectPeriod;
+      }
+      next = std::min(next, collect_at_);
+    }
+    return next;
+  }
+
+  void WaitForEvents(absl::Duration at_most) {
+    const int timeout = at_most == absl::InfiniteDuration()
+                            ? -1
+                            : static_cast<int>(std::min<int64_t>(
+                                  absl::ToInt64Milliseconds(at_most) + 1, 1'000'000));
+    std::array<epoll_event, 64> events;
+    const int count = epoll_wait(epoll_.get(), events.data(), events.size(), timeout);
+    // Exits come first, in the order of the kernel's list, so that the reader sees the cause
+    // before its consequences.
+    std::vector<pid_t> ended;
+    for (int i = 0; i < count; ++i) {
+      Tag tag;
+      memcpy(&tag, &events[i].data, sizeof(tag));
+      if (tag.pid == 0) {
+        uint64_t ignored;
+        ssize_t got = read(waker_->fd.get(), &ignored, sizeof(ignored));
+        static_cast<void>(got);
+      } else if (tag.pid == -2) {
+        OnKeeperEnded();
+      } else if (tag.pid < 0) {
+        OnGuardEnded();
+      } else if (tag.channel == 2) {
+        ended.push_back(tag.pid);
+      }
+    }
+    for (const pid_t pid : ended) OnExit(pid);
+    // Once, and after all: it may look at every process of the machine, and the ends of others
+    // must not seem later for that.
+    if (!ended.empty()) Orphans::Get().Collect(mark_);
+    for (int i = 0; i < count; ++i) {
+      Tag tag;
+      memcpy(&tag, &events[i].data, sizeof(tag));
+      if (tag.pid <= 0 || tag.channel == 2) continue;
+      const auto child = children_.find(tag.pid);
+      if (child != children_.end()) OnReadable(*child->second, tag.channel);
+    }
+  }
+
   void Loop() {
     prctl(PR_SET_NAME, "process-host");
     // Signals are the business of other threads; and a write to a dead guard must not end the
@@ -905,85 +1009,14 @@ class HostImpl final : public ProcessHost {
     pthread_sigmask(SIG_BLOCK, &all, nullptr);
     bool stopping = false;
     while (true) {
-      bool paused;
-      std::vector<Request*> requests;
-      {
-        MutexLock lock(&mu_);
-        requests.swap(requests_);
-        paused = paused_;
-        if (stopping_ && !stopping) {
-          stopping = true;
-          for (auto& [pid, child] : children_) child->Stop(absl::ZeroDuration());
-        }
-      }
-      for (Request* request : requests) {
-        request->result = stopping
-                              ? absl::FailedPreconditionError("the process host is being destroyed")
-                              : Start(*request->options);
-        request->done.Notify();
-      }
+      bool paused = false;
+      stopping = TakeRequests(stopping, &paused);
       ForgetAbandoned();
       if (stopping && children_.empty()) return;
-
       const absl::Time now = Clock::Real().Now();
       StartGuardIfDue(now);
-      absl::Time next = guard_due_;
-      if (!abandoned_.empty()) next = std::min(next, now + kCollectPeriod);
-      std::vector<pid_t> given_up;
-      for (auto& [pid, child] : children_) {
-        if (!WatchStreams(*child, paused)) next = std::min(next, now + kWatchAgain);
-        bool give_up = false;
-        next = std::min(next, child->Tick(now, &give_up));
-        if (give_up) given_up.push_back(pid);
-      }
-      for (const pid_t pid : given_up) {
-        const std::shared_ptr<Child> child = Release(pid);
-        child->GiveUp();
-        Abandon(pid);
-      }
-      if (!given_up.empty()) continue;
-      if (!children_.empty()) {
-        if (collect_at_ <= now) {
-          Orphans::Get().Collect(mark_);
-          collect_at_ = now + kCollectPeriod;
-        }
-        next = std::min(next, collect_at_);
-      }
-      const int timeout = next == absl::InfiniteFuture()
-                              ? -1
-                              : static_cast<int>(std::min<int64_t>(
-                                    absl::ToInt64Milliseconds(next - now) + 1, 1'000'000));
-      std::array<epoll_event, 64> events;
-      const int count = epoll_wait(epoll_.get(), events.data(), events.size(), timeout);
-      // Exits come first, in the order of the kernel's list, so that the reader sees the cause
-      // before its consequences.
-      std::vector<pid_t> ended;
-      for (int i = 0; i < count; ++i) {
-        Tag tag;
-        memcpy(&tag, &events[i].data, sizeof(tag));
-        if (tag.pid == 0) {
-          uint64_t ignored;
-          ssize_t got = read(waker_->fd.get(), &ignored, sizeof(ignored));
-          static_cast<void>(got);
-        } else if (tag.pid == -2) {
-          OnKeeperEnded();
-        } else if (tag.pid < 0) {
-          OnGuardEnded();
-        } else if (tag.channel == 2) {
-          ended.push_back(tag.pid);
-        }
-      }
-      for (const pid_t pid : ended) OnExit(pid);
-      // Once, and after all: it may look at every process of the machine, and the ends of others
-      // must not seem later for that.
-      if (!ended.empty()) Orphans::Get().Collect(mark_);
-      for (int i = 0; i < count; ++i) {
-        Tag tag;
-        memcpy(&tag, &events[i].data, sizeof(tag));
-        if (tag.pid <= 0 || tag.channel == 2) continue;
-        const auto child = children_.find(tag.pid);
-        if (child != children_.end()) OnReadable(*child->second, tag.channel);
-      }
+      const absl::Time next = TickChildren(now, paused);
+      if (next != absl::InfinitePast()) WaitForEvents(next - now);
     }
   }
 

@@ -31,6 +31,7 @@
 #include "absl/time/time.h"
 #include "agent/process_state.h"
 #include "base/mutex.h"
+#include "base/test_wait.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -41,16 +42,6 @@ using ::testing::Contains;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
-
-// Waits until `pid` has ended (it may still be a zombie of another process). False after a minute.
-bool WaitUntilEnded(pid_t pid) {
-  const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-  if (fd < 0) return errno == ESRCH;
-  pollfd event = {fd, POLLIN, 0};
-  const bool ended = poll(&event, 1, 60'000) == 1;
-  close(fd);
-  return ended;
-}
 
 // What a process wrote, and a way to wait for a line.
 class Output {

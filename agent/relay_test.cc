@@ -25,6 +25,7 @@
 #include "agent/relay_core.h"
 #include "base/mutate.h"
 #include "base/mutex.h"
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "google/protobuf/descriptor.h"
 #include "gtest/gtest.h"
@@ -44,9 +45,6 @@ using ::testing::HasSubstr;
 class RelayTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    char folder[] = "/tmp/relay-test-XXXXXX";
-    ASSERT_NE(mkdtemp(folder), nullptr);
-    parent_ = folder;
     auto relay = Relay::Start({.parent = parent_}, &upstream_);
     ASSERT_TRUE(relay.ok()) << relay.status();
     relay_ = *std::move(relay);
@@ -57,7 +55,8 @@ class RelayTest : public ::testing::Test {
     EXPECT_EQ(rmdir(parent_.c_str()), 0) << "the relay leaves nothing behind";
   }
 
-  std::string parent_;
+  const TestFolder folder_ = TestFolder::ForSockets();
+  const std::string parent_ = folder_.path();
   FakeOpSender upstream_;
   std::unique_ptr<Relay> relay_;
   std::shared_ptr<grpc::Channel> channel_;

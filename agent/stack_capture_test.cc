@@ -19,6 +19,7 @@
 #include "absl/strings/str_cat.h"
 #include "agent/process_state.h"
 #include "base/mutex.h"
+#include "base/test_wait.h"
 
 namespace muster::agent {
 
@@ -279,7 +280,7 @@ TEST(StackCapture, LookThatHangs_KeepsNobody) {
   EXPECT_FALSE(look->done.HasBeenNotified());
   look->release.Notify();
   look->done.WaitForNotification();
-  while (StackCapture::CollectLate() > 0) sched_yield();
+  WaitUntil([] { return StackCapture::CollectLate() == 0; });
 }
 
 }  // namespace

@@ -4,20 +4,17 @@
 #include <gtest/gtest.h>
 #include <sys/stat.h>
 
+#include "base/test_folder.h"
+
 namespace muster {
 namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
-std::string Scratch() {
-  const std::string path = JoinPath(testing::TempDir(), "file_test-" + RandomHex());
-  EXPECT_TRUE(MakeDirectories(path).ok());
-  return path;
-}
-
 TEST(WriteFileAtomically, OverAnExistingFile_LeavesOneWholeFile) {
-  const std::string folder = Scratch();
+  const TestFolder scratch;
+  const std::string& folder = scratch.path();
   const std::string path = JoinPath(folder, "a");
   ASSERT_TRUE(WriteFileAtomically(path, "one").ok());
   ASSERT_TRUE(WriteFileAtomically(path, "two").ok());
@@ -26,7 +23,8 @@ TEST(WriteFileAtomically, OverAnExistingFile_LeavesOneWholeFile) {
 }
 
 TEST(AtomicFile, WithoutCommit_LeavesNothing) {
-  const std::string folder = Scratch();
+  const TestFolder scratch;
+  const std::string& folder = scratch.path();
   {
     auto file = AtomicFile::Create(JoinPath(folder, "a"));
     ASSERT_TRUE(file.ok());
@@ -38,7 +36,8 @@ TEST(AtomicFile, WithoutCommit_LeavesNothing) {
 }
 
 TEST(AtomicFile, ModeAndSync_AreThoseAskedFor) {
-  const std::string folder = Scratch();
+  const TestFolder scratch;
+  const std::string& folder = scratch.path();
   const std::string path = JoinPath(folder, "a");
   auto file = AtomicFile::Create(path, 0600);
   ASSERT_TRUE(file.ok()) << file.status();
@@ -60,7 +59,8 @@ TEST(AtomicFile, MissingFolder_NamesPath) {
 }
 
 TEST(ReadFile, TooLargeOrAFolder_IsRefused) {
-  const std::string folder = Scratch();
+  const TestFolder scratch;
+  const std::string& folder = scratch.path();
   ASSERT_TRUE(WriteFileAtomically(JoinPath(folder, "a"), std::string(100, 'x')).ok());
   EXPECT_EQ(ReadFile(JoinPath(folder, "a"), 99).status().code(),
             absl::StatusCode::kResourceExhausted);
@@ -69,13 +69,15 @@ TEST(ReadFile, TooLargeOrAFolder_IsRefused) {
 }
 
 TEST(MakeDirectories, OverAFile_IsRefused) {
-  const std::string path = JoinPath(Scratch(), "a");
+  const TestFolder scratch;
+  const std::string path = scratch.Path("a");
   ASSERT_TRUE(WriteFileAtomically(path, "").ok());
   EXPECT_FALSE(MakeDirectories(path).ok());
 }
 
 TEST(RemoveTree, NothingThere_IsFine) {
-  const std::string folder = Scratch();
+  const TestFolder scratch;
+  const std::string& folder = scratch.path();
   ASSERT_TRUE(MakeDirectories(folder + "/a/b/c").ok());
   EXPECT_TRUE(RemoveTree(folder + "/a").ok());
   EXPECT_TRUE(RemoveTree(folder + "/a").ok());

@@ -8,37 +8,31 @@
 
 #include "absl/strings/escaping.h"
 #include "base/file.h"
+#include "base/test_folder.h"
+#include "base/test_keys.h"
 
 namespace muster {
 namespace {
 
 using ::testing::HasSubstr;
 
-// Of RFC 8032, section 7.1, test 2.
-constexpr char kPrivate[] =
-    "-----BEGIN PRIVATE KEY-----\n"
-    "MC4CAQAwBQYDK2VwBCIEIEzNCJso/5banbbDRuwRTg9bijGfNaumJNqM9u1PuKb7\n"
-    "-----END PRIVATE KEY-----\n";
-constexpr char kPublic[] =
-    "-----BEGIN PUBLIC KEY-----\n"
-    "MCowBQYDK2VwAyEAPUAXw+hDiVqStwqnTRt+vJyYLM8uxJaMwM1V8Sr0Zgw=\n"
-    "-----END PUBLIC KEY-----\n";
+// By the keys of base/test_keys.h, from the same place.
 constexpr char kSignatureOf72[] =
     "92a009a9f0d4cab8720e820b5f642540a2b27b5416503f8fb3762223ebdb69da"
     "085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00";
 
 TEST(Signature, OfTheStandardsKeyAndMessage_IsTheStandards) {
-  const auto key = SigningKey::Parse(kPrivate, "key");
+  const auto key = SigningKey::Parse(kTestPrivateKey, "key");
   ASSERT_TRUE(key.ok()) << key.status();
   EXPECT_EQ(absl::BytesToHexString(key->Sign("\x72")), kSignatureOf72);
-  const auto checks = VerifyingKey::Parse(kPublic, "public key");
+  const auto checks = VerifyingKey::Parse(kTestPublicKey, "public key");
   ASSERT_TRUE(checks.ok()) << checks.status();
   EXPECT_TRUE(checks->Verifies("\x72", absl::HexStringToBytes(kSignatureOf72)));
 }
 
 TEST(Signature, OfAnotherMessageOrChanged_DoesNotVerify) {
-  const auto key = SigningKey::Parse(kPrivate, "key");
-  const auto checks = VerifyingKey::Parse(kPublic, "public key");
+  const auto key = SigningKey::Parse(kTestPrivateKey, "key");
+  const auto checks = VerifyingKey::Parse(kTestPublicKey, "public key");
   ASSERT_TRUE(key.ok() && checks.ok());
   const std::string digest = Sha256("a record");
   const std::string signature = key->Sign(digest);
@@ -54,8 +48,8 @@ TEST(Signature, OfAnotherMessageOrChanged_DoesNotVerify) {
 }
 
 TEST(Signature, KeysOfOpenssl_SignForEachOther) {
-  const std::string dir = testing::TempDir() + "/keys";
-  ASSERT_TRUE(MakeDirectories(dir).ok());
+  const TestFolder folder;
+  const std::string& dir = folder.path();
   const std::string make = "cd " + dir +
                            " && openssl genpkey -algorithm ed25519 -out key.pem"
                            " && openssl pkey -in key.pem -pubout -out public.pem";
@@ -68,26 +62,27 @@ TEST(Signature, KeysOfOpenssl_SignForEachOther) {
                             " && openssl pkeyutl -verify -pubin -inkey public.pem -rawin -in "
                             "record -sigfile signature >/dev/null";
   EXPECT_EQ(std::system(check.c_str()), 0);
-  const auto other = VerifyingKey::Parse(kPublic, "public key");
+  const auto other = VerifyingKey::Parse(kTestPublicKey, "public key");
   EXPECT_FALSE(other->Verifies("a record", key->Sign("a record")));
 }
 
 TEST(Signature, FileThatIsNoSuchKey_IsRefusedWithTheRemedy) {
-  const std::string dir = testing::TempDir() + "/others";
-  ASSERT_TRUE(MakeDirectories(dir).ok());
+  const TestFolder folder;
+  const std::string& dir = folder.path();
   const std::string make = "cd " + dir +
                            " && openssl genpkey -algorithm x25519 -out x.pem"
                            " && openssl genpkey -algorithm ed25519 -aes256 -pass pass:secret"
                            " -out encrypted.pem";
   ASSERT_EQ(std::system(make.c_str()), 0);
-  for (const std::string& pem : {std::string(), std::string("nonsense"), std::string(kPublic),
-                                 *ReadFile(dir + "/x.pem"), *ReadFile(dir + "/encrypted.pem")}) {
+  for (const std::string& pem :
+       {std::string(), std::string("nonsense"), std::string(kTestPublicKey),
+        *ReadFile(dir + "/x.pem"), *ReadFile(dir + "/encrypted.pem")}) {
     const auto key = SigningKey::Parse(pem, "--checkpoint_key 'f'");
     ASSERT_TRUE(absl::IsInvalidArgument(key.status()));
     EXPECT_THAT(std::string(key.status().message()),
                 HasSubstr("--checkpoint_key 'f' holds no private Ed25519 key"));
   }
-  EXPECT_THAT(std::string(VerifyingKey::Parse(kPrivate, "f").status().message()),
+  EXPECT_THAT(std::string(VerifyingKey::Parse(kTestPrivateKey, "f").status().message()),
               HasSubstr("f holds the private key"));
   EXPECT_THAT(std::string(VerifyingKey::Parse("x", "f").status().message()),
               HasSubstr("f holds no public Ed25519 key"));

@@ -5,7 +5,7 @@
 #include <map>
 #include <tuple>
 
-#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/ascii.h"
 #include "base/log.h"
 
@@ -47,10 +47,10 @@ int CompareNatural(absl::string_view a, absl::string_view b) {
   return a.empty() ? (b.empty() ? 0 : -1) : 1;
 }
 
-std::vector<int> AssignRanks(const std::vector<Candidate>& candidates, int world_size,
-                             const std::vector<FormerSeat>& former) {
-  MUSTER_CHECK(world_size >= 0 && static_cast<size_t>(world_size) <= candidates.size())
-      << "a world of " << world_size << " needs as many candidates, not " << candidates.size();
+namespace {
+
+// The candidates that get a seat, survivors first.
+std::vector<int> ChooseCandidates(const std::vector<Candidate>& candidates, int world_size) {
   std::vector<int> chosen(candidates.size());
   for (size_t i = 0; i < chosen.size(); ++i) chosen[i] = static_cast<int>(i);
   const auto choice = [&](int i) {
@@ -59,82 +59,113 @@ std::vector<int> AssignRanks(const std::vector<Candidate>& candidates, int world
   };
   std::sort(chosen.begin(), chosen.end(), [&](int a, int b) { return choice(a) < choice(b); });
   chosen.resize(world_size);
+  return chosen;
+}
 
-  std::vector<int> seats(world_size, -1);
-  std::vector<int> unseated;
-  for (const int i : chosen) {
-    const int rank = candidates[i].previous_rank;
-    if (rank >= 0 && rank < world_size && seats[rank] < 0) {
-      seats[rank] = i;
-    } else {
-      unseated.push_back(i);
-    }
-  }
+// Seats each of `waiting` on the rank it names, if that is free; the others are returned.
+template <class RankOf>
+std::vector<int> SeatNamed(const std::vector<int>& waiting, const RankOf& rank_of,
+                           std::vector<int>* seats) {
   std::vector<int> rest;
-  std::sort(unseated.begin(), unseated.end(),
-            [&](int a, int b) { return candidates[a].order < candidates[b].order; });
-  for (const int i : unseated) {
-    const int rank = candidates[i].preferred_rank;
-    if (rank >= 0 && rank < world_size && seats[rank] < 0) {
-      seats[rank] = i;
+  for (const int i : waiting) {
+    const int rank = rank_of(i);
+    if (rank >= 0 && rank < static_cast<int>(seats->size()) && (*seats)[rank] < 0) {
+      (*seats)[rank] = i;
     } else {
       rest.push_back(i);
     }
   }
+  return rest;
+}
 
-  std::sort(rest.begin(), rest.end(), [&](int a, int b) {
-    const v1::Topology& x = candidates[a].topology;
-    const v1::Topology& y = candidates[b].topology;
-    if (const int order = CompareNatural(x.rack(), y.rack()); order != 0) return order < 0;
-    if (const int order = CompareNatural(x.nvlink_domain(), y.nvlink_domain()); order != 0)
-      return order < 0;
-    if (const int order = CompareNatural(x.host(), y.host()); order != 0) return order < 0;
-    if (x.local_rank() != y.local_rank()) return x.local_rank() < y.local_rank();
-    if (const int order = CompareNatural(candidates[a].worker_id, candidates[b].worker_id);
-        order != 0)
-      return order < 0;
-    return candidates[a].order < candidates[b].order;
-  });
-  // Queues of the unseated by what they are near to, in topology order; used ones are skipped when
-  // met.
-  std::map<absl::string_view, std::deque<int>> by_host, by_domain, by_rack;
-  std::deque<int> any(rest.begin(), rest.end());
-  absl::flat_hash_map<int, bool> used;
-  for (const int i : rest) {
-    const v1::Topology& t = candidates[i].topology;
-    if (!t.host().empty()) by_host[t.host()].push_back(i);
-    if (!t.nvlink_domain().empty()) by_domain[t.nvlink_domain()].push_back(i);
-    if (!t.rack().empty()) by_rack[t.rack()].push_back(i);
+// Neighbours in the network are neighbours in this order.
+bool IsBefore(const Candidate& a, const Candidate& b) {
+  const v1::Topology& x = a.topology;
+  const v1::Topology& y = b.topology;
+  if (const int order = CompareNatural(x.rack(), y.rack()); order != 0) return order < 0;
+  if (const int order = CompareNatural(x.nvlink_domain(), y.nvlink_domain()); order != 0)
+    return order < 0;
+  if (const int order = CompareNatural(x.host(), y.host()); order != 0) return order < 0;
+  if (x.local_rank() != y.local_rank()) return x.local_rank() < y.local_rank();
+  if (const int order = CompareNatural(a.worker_id, b.worker_id); order != 0) return order < 0;
+  return a.order < b.order;
+}
+
+// Queues of candidates without a seat by what they are near to, in topology order; those that have
+// been taken from another queue are skipped when met.
+class Neighbours {
+ public:
+  // Borrows `candidates`; `waiting` in topology order.
+  Neighbours(const std::vector<Candidate>& candidates, const std::vector<int>& waiting)
+      : any_(waiting.begin(), waiting.end()) {
+    for (const int i : waiting) {
+      const v1::Topology& t = candidates[i].topology;
+      if (!t.host().empty()) by_host_[t.host()].push_back(i);
+      if (!t.nvlink_domain().empty()) by_domain_[t.nvlink_domain()].push_back(i);
+      if (!t.rack().empty()) by_rack_[t.rack()].push_back(i);
+    }
   }
-  const auto take = [&](std::deque<int>* queue) {
+
+  // -1: none.
+  int TakeNear(const FormerSeat& seat) {
+    int i = TakeFrom(&by_host_, seat.host);
+    if (i < 0) i = TakeFrom(&by_domain_, seat.nvlink_domain);
+    if (i < 0) i = TakeFrom(&by_rack_, seat.rack);
+    return i;
+  }
+  int TakeAny() { return Take(&any_); }
+
+ private:
+  using Queues = std::map<absl::string_view, std::deque<int>>;
+
+  int Take(std::deque<int>* queue) {
     while (!queue->empty()) {
       const int i = queue->front();
       queue->pop_front();
-      if (used.emplace(i, true).second) return i;
+      if (used_.insert(i).second) return i;
     }
     return -1;
-  };
-  const auto take_near = [&](std::map<absl::string_view, std::deque<int>>* queues,
-                             const std::string& name) {
+  }
+  int TakeFrom(Queues* queues, const std::string& name) {
     const auto it = name.empty() ? queues->end() : queues->find(name);
-    return it == queues->end() ? -1 : take(&it->second);
-  };
+    return it == queues->end() ? -1 : Take(&it->second);
+  }
+
+  Queues by_host_, by_domain_, by_rack_;
+  std::deque<int> any_;
+  absl::flat_hash_set<int> used_;
+};
+
+}  // namespace
+
+std::vector<int> AssignRanks(const std::vector<Candidate>& candidates, int world_size,
+                             const std::vector<FormerSeat>& former) {
+  MUSTER_CHECK(world_size >= 0 && static_cast<size_t>(world_size) <= candidates.size())
+      << "a world of " << world_size << " needs as many candidates, not " << candidates.size();
+  std::vector<int> seats(world_size, -1);
+  std::vector<int> waiting = SeatNamed(
+      ChooseCandidates(candidates, world_size), [&](int i) { return candidates[i].previous_rank; },
+      &seats);
+  std::sort(waiting.begin(), waiting.end(),
+            [&](int a, int b) { return candidates[a].order < candidates[b].order; });
+  waiting = SeatNamed(
+      waiting, [&](int i) { return candidates[i].preferred_rank; }, &seats);
+  std::sort(waiting.begin(), waiting.end(),
+            [&](int a, int b) { return IsBefore(candidates[a], candidates[b]); });
+
+  Neighbours neighbours(candidates, waiting);
   std::vector<int> far;  // free ranks without a nearby candidate
   for (int rank = 0; rank < world_size; ++rank) {
     if (seats[rank] >= 0) continue;
-    int i = -1;
-    if (static_cast<size_t>(rank) < former.size()) {
-      i = take_near(&by_host, former[rank].host);
-      if (i < 0) i = take_near(&by_domain, former[rank].nvlink_domain);
-      if (i < 0) i = take_near(&by_rack, former[rank].rack);
-    }
+    const int i =
+        static_cast<size_t>(rank) < former.size() ? neighbours.TakeNear(former[rank]) : -1;
     if (i < 0) {
       far.push_back(rank);
     } else {
       seats[rank] = i;
     }
   }
-  for (const int rank : far) seats[rank] = take(&any);
+  for (const int rank : far) seats[rank] = neighbours.TakeAny();
   return seats;
 }
 

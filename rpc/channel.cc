@@ -28,50 +28,27 @@ gpr_timespec GrpcDeadline(absl::Duration timeout) {
                       gpr_time_from_nanos(absl::ToInt64Nanoseconds(bounded), GPR_TIMESPAN));
 }
 
-}  // namespace
-
-absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address,
-                                                       const ChannelOptions& options) {
-  MUSTER_ASSIGN_OR_RETURN(const Address parsed, ParseAddress(address));
-  if (!parsed.is_unix() && parsed.port == 0) {
-    return absl::InvalidArgumentError(
-        absl::StrCat("address '", address, "': cannot connect to port 0"));
-  }
-  if (!parsed.is_loopback()) {
-    const bool shows_itself = !options.tls.cert.empty() || !options.token_file.empty();
-    if (options.tls.ca.empty() || !shows_itself) {
-      return absl::InvalidArgumentError(absl::StrCat(
-          "refusing to connect to ", parsed.ToString(),
-          options.tls.ca.empty() ? " without TLS" : " without authentication",
-          ": off the loopback interface a coordinator requires --tls_ca with --tls_cert and "
-          "--tls_key, or --tls_ca with --token_file"));
-    }
-  }
-  std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> interceptors;
-  if (!options.token_file.empty()) {
-    MUSTER_ASSIGN_OR_RETURN(const std::string token, ReadToken(options.token_file, "token_file"));
-    interceptors.push_back(SendToken(token));
-  }
-  std::shared_ptr<grpc::ChannelCredentials> credentials;
-  if (options.tls.ca.empty()) {
-    if (!options.tls.cert.empty() || !options.tls.key.empty()) {
+absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> Credentials(const TlsFiles& tls) {
+  if (tls.ca.empty()) {
+    if (!tls.cert.empty() || !tls.key.empty()) {
       return absl::InvalidArgumentError(
           "a TLS certificate without tls_ca: name the certificates to trust");
     }
-    credentials = grpc::InsecureChannelCredentials();
-  } else {
-    if (options.tls.cert.empty() != options.tls.key.empty()) {
-      return absl::InvalidArgumentError("tls_cert and tls_key go together");
-    }
-    grpc::SslCredentialsOptions ssl;
-    MUSTER_ASSIGN_OR_RETURN(ssl.pem_root_certs, ReadPem(options.tls.ca, "tls_ca"));
-    if (!options.tls.cert.empty()) {
-      MUSTER_ASSIGN_OR_RETURN(ssl.pem_cert_chain, ReadPem(options.tls.cert, "tls_cert"));
-      MUSTER_ASSIGN_OR_RETURN(ssl.pem_private_key, ReadPem(options.tls.key, "tls_key"));
-    }
-    credentials = grpc::SslCredentials(ssl);
+    return grpc::InsecureChannelCredentials();
   }
-  PrepareProcess();
+  if (tls.cert.empty() != tls.key.empty()) {
+    return absl::InvalidArgumentError("tls_cert and tls_key go together");
+  }
+  grpc::SslCredentialsOptions ssl;
+  MUSTER_ASSIGN_OR_RETURN(ssl.pem_root_certs, ReadPem(tls.ca, "tls_ca"));
+  if (!tls.cert.empty()) {
+    MUSTER_ASSIGN_OR_RETURN(ssl.pem_cert_chain, ReadPem(tls.cert, "tls_cert"));
+    MUSTER_ASSIGN_OR_RETURN(ssl.pem_private_key, ReadPem(tls.key, "tls_key"));
+  }
+  return grpc::SslCredentials(ssl);
+}
+
+grpc::ChannelArguments Arguments(const ChannelOptions& options) {
   grpc::ChannelArguments args;
   args.SetInt(GRPC_ARG_KEEPALIVE_TIME_MS,
               static_cast<int>(absl::ToInt64Milliseconds(options.keepalive)));
@@ -103,13 +80,43 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
   args.SetInt(GRPC_ARG_ENABLE_CHANNELZ, 0);
   if (options.own_connection) args.SetInt(GRPC_ARG_USE_LOCAL_SUBCHANNEL_POOL, 1);
   if (!options.tls_server_name.empty()) args.SetSslTargetNameOverride(options.tls_server_name);
+  return args;
+}
+
+}  // namespace
+
+absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address,
+                                                       const ChannelOptions& options) {
+  MUSTER_ASSIGN_OR_RETURN(const Address parsed, ParseAddress(address));
+  if (!parsed.is_unix() && parsed.port == 0) {
+    return absl::InvalidArgumentError(
+        absl::StrCat("address '", address, "': cannot connect to port 0"));
+  }
+  if (!parsed.is_loopback()) {
+    const bool shows_itself = !options.tls.cert.empty() || !options.token_file.empty();
+    if (options.tls.ca.empty() || !shows_itself) {
+      return absl::InvalidArgumentError(absl::StrCat(
+          "refusing to connect to ", parsed.ToString(),
+          options.tls.ca.empty() ? " without TLS" : " without authentication",
+          ": off the loopback interface a coordinator requires --tls_ca with --tls_cert and "
+          "--tls_key, or --tls_ca with --token_file"));
+    }
+  }
+  std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> interceptors;
+  if (!options.token_file.empty()) {
+    MUSTER_ASSIGN_OR_RETURN(const std::string token, ReadToken(options.token_file, "token_file"));
+    interceptors.push_back(SendToken(token));
+  }
+  MUSTER_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::ChannelCredentials> credentials,
+                          Credentials(options.tls));
+  PrepareProcess();
   const std::string target =
       parsed.is_unix()
           ? parsed.ToString()
           : absl::StrCat(parsed.host.find(':') == std::string::npos ? "ipv4:" : "ipv6:",
                          parsed.ToString());
-  return grpc::experimental::CreateCustomChannelWithInterceptors(target, credentials, args,
-                                                                 std::move(interceptors));
+  return grpc::experimental::CreateCustomChannelWithInterceptors(
+      target, credentials, Arguments(options), std::move(interceptors));
 }
 
 absl::Status WaitUntilConnected(grpc::Channel& channel, absl::string_view address,

@@ -17,6 +17,8 @@
 #include <string>
 #include <utility>
 
+#include "base/file.h"
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "proto/muster/v1/trigger.grpc.pb.h"
@@ -76,9 +78,8 @@ TEST(Server, PortZero_BindsReportsAndServes) {
 
 TEST(Server, UnixSocketOfAnotherUser_LetsNobodyIn) {
   EchoTriggers service;
-  char folder[] = "/tmp/server-test-XXXXXX";
-  ASSERT_NE(mkdtemp(folder), nullptr);
-  const std::string path = std::string(folder) + "/socket";
+  const TestFolder folder = TestFolder::ForSockets();
+  const std::string path = folder.Path("socket");
   for (const uid_t user : {geteuid(), geteuid() + 1}) {
     auto server = Server::Start({.listen = "unix:" + path, .only_user = user}, {&service});
     ASSERT_TRUE(server.ok()) << server.status();
@@ -94,13 +95,12 @@ TEST(Server, UnixSocketOfAnotherUser_LetsNobodyIn) {
     EXPECT_EQ(stub->Raise(&context, v1::RaiseTriggerRequest(), &reply).error_code(),
               grpc::StatusCode::UNAVAILABLE);
   }
-  EXPECT_EQ(rmdir(folder), 0) << "the server leaves no socket behind";
+  EXPECT_EQ(rmdir(folder.path().c_str()), 0) << "the server leaves no socket behind";
 }
 
 TEST(Server, UnixSocket_ServesAndReplacesADeadOne) {
-  char dir[] = "/tmp/muster-rpc-XXXXXX";  // TempDir() may be too long for a socket's path
-  ASSERT_NE(mkdtemp(dir), nullptr);
-  const std::string path = std::string(dir) + "/s";
+  const TestFolder folder = TestFolder::ForSockets();
+  const std::string path = folder.Path("s");
   EchoTriggers service;
   for (int round = 0; round < 2; ++round) {
     auto server = Server::Start({.listen = "unix:" + path}, {&service});
@@ -110,17 +110,15 @@ TEST(Server, UnixSocket_ServesAndReplacesADeadOne) {
     EXPECT_EQ(Server::Start({.listen = "unix:" + path}, {&second}).status().code(),
               absl::StatusCode::kAlreadyExists);
   }
-  unlink(path.c_str());
-  rmdir(dir);
+  ASSERT_TRUE(RemoveTree(folder.path()).ok());
   const absl::Status nowhere = Server::Start({.listen = "unix:" + path}, {&service}).status();
   EXPECT_EQ(nowhere.code(), absl::StatusCode::kNotFound);
-  EXPECT_NE(nowhere.message().find(dir), absl::string_view::npos) << nowhere;
+  EXPECT_NE(nowhere.message().find(folder.path()), absl::string_view::npos) << nowhere;
 }
 
 TEST(Server, UnixSocketThatTellsNothing_IsLeftAlone) {
-  char dir[] = "/tmp/muster-rpc-XXXXXX";
-  ASSERT_NE(mkdtemp(dir), nullptr);
-  const std::string path = std::string(dir) + "/s";
+  const TestFolder folder = TestFolder::ForSockets();
+  const std::string path = folder.Path("s");
   // Of another kind: connecting fails although a process holds it.
   const int fd = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
   sockaddr_un name{};
@@ -134,7 +132,6 @@ TEST(Server, UnixSocketThatTellsNothing_IsLeftAlone) {
       << status;
   EXPECT_EQ(unlink(path.c_str()), 0) << "it is still there";
   close(fd);
-  rmdir(dir);
 }
 
 TEST(Server, SecondOnThePort_FailsWithTheAddress) {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -79,96 +80,118 @@ int Report(const NodeJobResult& result) {
   return Fail(kExitJobFailed, text);
 }
 
-int Run(int argc, char** argv) {
-  if (const absl::Status armed = ArmFailpointsFromEnvironment(); !armed.ok()) {
-    return Fail(kExitUsage, armed.message());
-  }
-  const std::vector<std::string> args(argv + 1, argv + argc);
-  const auto dashes = std::find(args.begin(), args.end(), "--");
+struct Flags {
   NodeJobOptions options;
-  WorkerEnvironment& worker = options.agent.worker;
   int processes = 0;
   std::string join_timeout = "10m", stop_grace = "10s";
   std::string outage_tolerance = absl::StrCat(absl::ToInt64Seconds(kDefaultOutageTolerance), "s");
   std::string lease = absl::StrCat(absl::ToInt64Seconds(kDefaultLease), "s");
   bool no_prefix = false, tee = false;
   int log_max_mib = static_cast<int>(options.log_limits.max_bytes >> 20);
-  CLI::App app(kAbout, "muster-agent");
-  app.footer(kFooter);
-  app.add_option("--coordinator", worker.coordinator, "IP:PORT or unix:PATH of the coordinator");
-  app.add_option("--num_processes", processes,
-                 "processes of the whole job (default: one for each machine)")
+};
+
+// The job's coordinator and machines.
+void AddLayoutFlags(CLI::App* app, Flags* flags) {
+  NodeJobOptions* const options = &flags->options;
+  WorkerEnvironment* const worker = &options->agent.worker;
+  app->add_option("--coordinator", worker->coordinator, "IP:PORT or unix:PATH of the coordinator");
+  app->add_option("--num_processes", flags->processes,
+                  "processes of the whole job (default: one for each machine)")
       ->check(CLI::Range(1, 1'000'000));
-  app.add_option("--num_machines", options.num_nodes, "machines of the job")
+  app->add_option("--num_machines", options->num_nodes, "machines of the job")
       ->check(CLI::Range(1, 1'000'000))
       ->capture_default_str();
-  app.add_option("--machine_rank", options.node_rank,
-                 "index of this machine; -1: the coordinator assigns it")
+  app->add_option("--machine_rank", options->node_rank,
+                  "index of this machine; -1: the coordinator assigns it")
       ->capture_default_str();
-  app.add_option("--rack", worker.rack,
-                 "rack of this machine: without --machine_rank, neighbours get neighbouring ranks")
+  app->add_option("--rack", worker->rack,
+                  "rack of this machine: without --machine_rank, neighbours get neighbouring ranks")
       ->envname("MUSTER_RACK");
-  app.add_option("--nvlink_domain", worker.nvlink_domain,
-                 "NVLink domain of this machine, within its rack")
+  app->add_option("--nvlink_domain", worker->nvlink_domain,
+                  "NVLink domain of this machine, within its rack")
       ->envname("MUSTER_NVLINK_DOMAIN");
-  app.add_option("--job_name", worker.job,
-                 "name of the job at the coordinator (default: generated); required with several "
-                 "machines, the same on all");
-  app.add_option("--mixed_precision", worker.mixed_precision, "precision of the forward pass")
+  app->add_option("--job_name", worker->job,
+                  "name of the job at the coordinator (default: generated); required with several "
+                  "machines, the same on all");
+}
+
+void AddTrainingFlags(CLI::App* app, Flags* flags) {
+  NodeJobOptions* const options = &flags->options;
+  WorkerEnvironment* const worker = &options->agent.worker;
+  app->add_option("--mixed_precision", worker->mixed_precision, "precision of the forward pass")
       ->check(CLI::IsMember({"no", "bf16", "fp16"}))
       ->capture_default_str();
-  app.add_option("--gradient_accumulation_steps", worker.gradient_accumulation_steps,
-                 "backward passes for each optimizer step")
+  app->add_option("--gradient_accumulation_steps", worker->gradient_accumulation_steps,
+                  "backward passes for each optimizer step")
       ->check(CLI::Range(1, 1'000'000))
       ->capture_default_str();
-  app.add_flag("--cpu", worker.cpu, "train on the CPU");
-  app.add_flag("--debug", worker.debug, "check every collective across processes");
-  app.add_option("--max_restarts", options.agent.max_restarts,
-                 "how often to restart all processes after a failure")
+  app->add_flag("--cpu", worker->cpu, "train on the CPU");
+  app->add_flag("--debug", worker->debug, "check every collective across processes");
+  app->add_option("--max_restarts", options->agent.max_restarts,
+                  "how often to restart all processes after a failure")
       ->check(CLI::Range(0, 1'000'000))
       ->capture_default_str();
-  app.add_option("--log_dir", options.agent.log_dir, "write output to FOLDER/attempt_A/rank_R.log");
-  app.add_option("--log_max_mib", log_max_mib,
-                 "size in MiB at which such a file is rotated to rank_R.log.1; 0: no limit")
-      ->check(CLI::Range(0, 1'000'000))
-      ->capture_default_str();
-  app.add_option("--log_files", options.log_limits.files,
-                 "how many such files to keep for each process")
-      ->check(CLI::Range(1, 1'000'000))
-      ->capture_default_str();
-  app.add_flag("--tee", tee, "with --log_dir: write to the terminal as well");
-  app.add_flag("--no_prefix", no_prefix, "do not prefix lines with [rank]:");
-  app.add_option("--stop_grace", stop_grace, "time between SIGTERM and SIGKILL")
-      ->capture_default_str();
-  app.add_option("--join_timeout", join_timeout, "how long to wait for the other machines")
-      ->capture_default_str();
-  app.add_option("--outage_tolerance", outage_tolerance,
-                 "how long the coordinator may be away before the job fails")
-      ->capture_default_str();
-  app.add_option("--hub_listen", options.hub_listen,
-                 "IP:PORT or unix:PATH at which this agent offers to be a hub for other agents; "
-                 "port 0 takes a free one");
-  app.add_option("--lease", lease,
-                 "how long a machine or worker may be silent, while others are not, before it "
-                 "counts as lost")
-      ->capture_default_str();
-  app.add_option("--tls_ca", worker.tls.ca,
-                 "CA certificates that must have signed the coordinator's");
-  app.add_option("--tls_cert", worker.tls.cert, "certificate of this machine");
-  app.add_option("--tls_key", worker.tls.key, "its private key");
-  app.add_option("--token_file", options.channel.token_file,
-                 "file with the coordinator's token; only its owner may read it")
-      ->envname("MUSTER_TOKEN_FILE");
+}
 
-  std::vector<std::string> flags(args.begin(), dashes);
-  for (std::string& flag : flags) {
+void AddOutputFlags(CLI::App* app, Flags* flags) {
+  NodeJobOptions* const options = &flags->options;
+  app->add_option("--log_dir", options->agent.log_dir,
+                  "write output to FOLDER/attempt_A/rank_R.log");
+  app->add_option("--log_max_mib", flags->log_max_mib,
+                  "size in MiB at which such a file is rotated to rank_R.log.1; 0: no limit")
+      ->check(CLI::Range(0, 1'000'000))
+      ->capture_default_str();
+  app->add_option("--log_files", options->log_limits.files,
+                  "how many such files to keep for each process")
+      ->check(CLI::Range(1, 1'000'000))
+      ->capture_default_str();
+  app->add_flag("--tee", flags->tee, "with --log_dir: write to the terminal as well");
+  app->add_flag("--no_prefix", flags->no_prefix, "do not prefix lines with [rank]:");
+}
+
+// How long it waits for whom, and what it shows to them.
+void AddConnectionFlags(CLI::App* app, Flags* flags) {
+  NodeJobOptions* const options = &flags->options;
+  WorkerEnvironment* const worker = &options->agent.worker;
+  app->add_option("--stop_grace", flags->stop_grace, "time between SIGTERM and SIGKILL")
+      ->capture_default_str();
+  app->add_option("--join_timeout", flags->join_timeout, "how long to wait for the other machines")
+      ->capture_default_str();
+  app->add_option("--outage_tolerance", flags->outage_tolerance,
+                  "how long the coordinator may be away before the job fails")
+      ->capture_default_str();
+  app->add_option("--hub_listen", options->hub_listen,
+                  "IP:PORT or unix:PATH at which this agent offers to be a hub for other agents; "
+                  "port 0 takes a free one");
+  app->add_option("--lease", flags->lease,
+                  "how long a machine or worker may be silent, while others are not, before it "
+                  "counts as lost")
+      ->capture_default_str();
+  app->add_option("--tls_ca", worker->tls.ca,
+                  "CA certificates that must have signed the coordinator's");
+  app->add_option("--tls_cert", worker->tls.cert, "certificate of this machine");
+  app->add_option("--tls_key", worker->tls.key, "its private key");
+  app->add_option("--token_file", options->channel.token_file,
+                  "file with the coordinator's token; only its owner may read it")
+      ->envname("MUSTER_TOKEN_FILE");
+}
+
+// Nullopt: go on; else the exit code. `words`: before the program.
+std::optional<int> ReadFlags(std::vector<std::string> words, Flags* flags) {
+  CLI::App app(kAbout, "muster-agent");
+  app.footer(kFooter);
+  AddLayoutFlags(&app, flags);
+  AddTrainingFlags(&app, flags);
+  AddOutputFlags(&app, flags);
+  AddConnectionFlags(&app, flags);
+  for (std::string& flag : words) {
     if (flag.rfind("--", 0) == 0)
       std::replace(flag.begin() + 2, flag.begin() + std::min(flag.find('='), flag.size()), '-',
                    '_');
   }
-  std::reverse(flags.begin(), flags.end());
+  std::reverse(words.begin(), words.end());
   try {
-    app.parse(flags);
+    app.parse(words);
   } catch (const CLI::CallForHelp&) {
     std::printf(
         "%s\n",
@@ -177,65 +200,71 @@ int Run(int argc, char** argv) {
   } catch (const CLI::ParseError& error) {
     return Fail(kExitUsage, absl::StrCat(error.what(), "; see muster-agent --help"));
   }
-  if (worker.coordinator.empty()) {
-    return Fail(kExitUsage, "--coordinator is required; see muster-agent --help");
-  }
-  if (dashes == args.end() || dashes + 1 == args.end()) {
-    return Fail(kExitUsage, "no program: write muster-agent [OPTIONS] -- PROGRAM [ARGS...]");
-  }
-  options.agent.argv.assign(dashes + 1, args.end());
+  return std::nullopt;
+}
+
+// Works out the layout of the job from the flags.
+absl::Status SetLayout(Flags* flags) {
+  NodeJobOptions& options = flags->options;
+  WorkerEnvironment& worker = options.agent.worker;
+  int processes = flags->processes;
   if (processes == 0) processes = options.num_nodes;
   if (processes % options.num_nodes != 0) {
-    return Fail(kExitUsage,
-                absl::StrCat("--num_processes ", processes, " cannot be divided evenly among ",
-                             options.num_nodes, " machines"));
+    return absl::InvalidArgumentError(absl::StrCat("--num_processes ", processes,
+                                                   " cannot be divided evenly among ",
+                                                   options.num_nodes, " machines"));
   }
   if (options.node_rank >= options.num_nodes) {
-    return Fail(kExitUsage,
-                absl::StrCat("--machine_rank ", options.node_rank, " is not below --num_machines ",
-                             options.num_nodes, ": machines are numbered from 0"));
+    return absl::InvalidArgumentError(
+        absl::StrCat("--machine_rank ", options.node_rank, " is not below --num_machines ",
+                     options.num_nodes, ": machines are numbered from 0"));
   }
   if (worker.job.empty() && options.num_nodes > 1) {
-    return Fail(kExitUsage,
-                "--job_name is required with --num_machines above 1: the machines of a job find "
-                "each other by this name");
+    return absl::InvalidArgumentError(
+        "--job_name is required with --num_machines above 1: the machines of a job find "
+        "each other by this name");
   }
   // Two jobs of one name would take each other's places.
   if (worker.job.empty()) worker.job = absl::StrCat("agent-", RandomHex().substr(0, 8));
-  if (!absl::ParseDuration(stop_grace, &options.agent.stop_grace) ||
-      !absl::ParseDuration(join_timeout, &options.join_timeout) ||
-      !absl::ParseDuration(outage_tolerance, &options.outage_tolerance) ||
-      !absl::ParseDuration(lease, &options.lease) ||
+  options.agent.slots = processes / options.num_nodes;
+  return absl::OkStatus();
+}
+
+absl::Status SetDurations(Flags* flags) {
+  NodeJobOptions& options = flags->options;
+  if (!absl::ParseDuration(flags->stop_grace, &options.agent.stop_grace) ||
+      !absl::ParseDuration(flags->join_timeout, &options.join_timeout) ||
+      !absl::ParseDuration(flags->outage_tolerance, &options.outage_tolerance) ||
+      !absl::ParseDuration(flags->lease, &options.lease) ||
       std::min({options.agent.stop_grace, options.join_timeout, options.outage_tolerance}) <
           absl::ZeroDuration()) {
-    return Fail(kExitUsage,
-                "--stop_grace, --join_timeout, --outage_tolerance and --lease are durations with a "
-                "unit, such as 30s or 10m");
+    return absl::InvalidArgumentError(
+        "--stop_grace, --join_timeout, --outage_tolerance and --lease are durations with a "
+        "unit, such as 30s or 10m");
   }
   if (options.lease < kShortestLease) {
-    return Fail(kExitUsage,
-                absl::StrCat("--lease is ", lease, ": give at least ",
-                             absl::FormatDuration(kShortestLease), ", agents beat every 2 s"));
+    return absl::InvalidArgumentError(absl::StrCat("--lease is ", flags->lease, ": give at least ",
+                                                   absl::FormatDuration(kShortestLease),
+                                                   ", agents beat every 2 s"));
   }
-  const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(worker.coordinator);
-  if (!address.ok()) return Fail(kExitUsage, address.status().message());
-  options.agent.slots = processes / options.num_nodes;
-  options.channel.tls = worker.tls;
-  // Where programs meet if this is machine 0: only there is it the coordinator's own address as a
-  // rule.
-  if (!address->is_unix()) options.host = address->host;
-  options.show_output = options.agent.log_dir.empty() || tee;
-  options.prefix = !no_prefix;
-  options.log_limits.max_bytes = int64_t{log_max_mib} << 20;
+  return absl::OkStatus();
+}
+
+// What the workers get of this process.
+void TakeSurroundings(NodeJobOptions* options) {
   cpu_set_t cores;
-  if (sched_getaffinity(0, sizeof(cores), &cores) == 0) worker.cores = CPU_COUNT(&cores);
+  if (sched_getaffinity(0, sizeof(cores), &cores) == 0)
+    options->agent.worker.cores = CPU_COUNT(&cores);
   for (char** entry = environ; *entry != nullptr; ++entry) {
     const std::string text = *entry;
     const size_t equals = text.find('=');
     if (equals != std::string::npos)
-      options.agent.inherited[text.substr(0, equals)] = text.substr(equals + 1);
+      options->agent.inherited[text.substr(0, equals)] = text.substr(equals + 1);
   }
+}
 
+// Runs the job and returns the exit code.
+int RunJob(NodeJobOptions options) {
   const absl::StatusOr<std::string> program =
       FindProgram(options.agent.argv[0], options.agent.inherited["PATH"]);
   if (!program.ok()) {
@@ -248,6 +277,39 @@ int Run(int argc, char** argv) {
   absl::StatusOr<std::unique_ptr<ProcessHost>> host = ProcessHost::Start();
   if (!host.ok()) return Fail(kExitInternal, host.status().message());
   return Report(RunNodeJob(std::move(options), **host));
+}
+
+int Run(int argc, char** argv) {
+  if (const absl::Status armed = ArmFailpointsFromEnvironment(); !armed.ok()) {
+    return Fail(kExitUsage, armed.message());
+  }
+  const std::vector<std::string> args(argv + 1, argv + argc);
+  const auto dashes = std::find(args.begin(), args.end(), "--");
+  Flags flags;
+  if (const std::optional<int> code = ReadFlags({args.begin(), dashes}, &flags)) return *code;
+  NodeJobOptions& options = flags.options;
+  WorkerEnvironment& worker = options.agent.worker;
+  if (worker.coordinator.empty()) {
+    return Fail(kExitUsage, "--coordinator is required; see muster-agent --help");
+  }
+  if (dashes == args.end() || dashes + 1 == args.end()) {
+    return Fail(kExitUsage, "no program: write muster-agent [OPTIONS] -- PROGRAM [ARGS...]");
+  }
+  options.agent.argv.assign(dashes + 1, args.end());
+  absl::Status status = SetLayout(&flags);
+  if (status.ok()) status = SetDurations(&flags);
+  if (!status.ok()) return Fail(kExitUsage, status.message());
+  const absl::StatusOr<rpc::Address> address = rpc::ParseAddress(worker.coordinator);
+  if (!address.ok()) return Fail(kExitUsage, address.status().message());
+  options.channel.tls = worker.tls;
+  // Where programs meet if this is machine 0: only there is it the coordinator's own address as a
+  // rule.
+  if (!address->is_unix()) options.host = address->host;
+  options.show_output = options.agent.log_dir.empty() || flags.tee;
+  options.prefix = !flags.no_prefix;
+  options.log_limits.max_bytes = int64_t{flags.log_max_mib} << 20;
+  TakeSurroundings(&options);
+  return RunJob(std::move(options));
 }
 
 }  // namespace

@@ -13,7 +13,6 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "absl/strings/str_replace.h"
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "base/signature.h"
@@ -21,6 +20,8 @@
 #include "base/text.h"
 #include "base/units.h"
 #include "client/checkpoints/weight_diff.h"
+#include "client/cli/command.h"
+#include "client/cli/connection.h"
 #include "client/cli/info_commands.h"
 #include "client/config/suggest.h"
 #include "worker/checkpoint/digest.h"
@@ -53,10 +54,6 @@ std::string Plural(uint64_t count, absl::string_view one) {
   return absl::StrCat(count, " ", one, count == 1 ? "" : "s");
 }
 
-std::string Dump(const ordered_json& value) {
-  return value.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n";
-}
-
 // A command in its run: its words, and where its results go.
 struct Call {
   const CommandSpec& spec;
@@ -66,10 +63,9 @@ struct Call {
 };
 
 int Fail(const Call& call, const absl::Status& status) {
-  call.context.err << call.spec.name << ": " << absl::StrReplaceAll(status.message(), {{"\n", " "}})
-                   << "\n";
   // Damage is a result, not a bug.
-  return absl::IsDataLoss(status) ? kExitJobFailed : ExitCodeOf(status);
+  return Fail(call.spec, call.context, status,
+              absl::IsDataLoss(status) ? kExitJobFailed : ExitCodeOf(status));
 }
 
 // Runs one command: options that all of them have, --help, mistakes.
@@ -80,25 +76,18 @@ int Run(CommandSpec spec, const std::vector<std::string>& args, const CommandCon
       {.name = "output", .value_name = "FORMAT", .help = "text (default) or json", .letter = "o"});
   spec.details = absl::StrCat(spec.details, spec.details.empty() ? "" : "\n", kExitCodes);
   CommandLine line;
-  absl::Status status = ParseCommandLine(spec, args, &line);
-  Call call{spec, line, context};
-  if (status.ok() && line.help) {
-    context.out << HelpText(spec);
-    return kExitOk;
-  }
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  const auto wrong = [&](const std::string& text) {
+    return Fail(spec, context, absl::InvalidArgumentError(text), kExitUsage);
+  };
   const std::string format = line.Has("output") ? line.Get("output") : "text";
-  if (status.ok() && format != "text" && format != "json") {
-    status = absl::InvalidArgumentError(absl::StrCat("--output ", format, ": write text or json"));
+  if (format != "text" && format != "json") {
+    return wrong(absl::StrCat("--output ", format, ": write text or json"));
   }
-  if (status.ok() && line.words.size() < min_words) {
-    status = absl::InvalidArgumentError(absl::StrCat("write ", spec.name, " ", spec.usage));
+  if (line.words.size() < min_words) {
+    return wrong(absl::StrCat("write ", spec.name, " ", spec.usage));
   }
-  if (!status.ok()) {
-    context.err << spec.name << ": " << status.message() << "\n";
-    return kExitUsage;
-  }
-  call.json = format == "json";
-  return body(call);
+  return body(Call{spec, line, context, format == "json"});
 }
 
 // --- What there is ---

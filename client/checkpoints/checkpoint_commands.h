@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "client/cli/launch_command.h"
+#include "client/cli/command.h"
 
 namespace muster::client {
 

@@ -12,6 +12,7 @@
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "base/signature.h"
+#include "base/test_folder.h"
 #include "client/checkpoints/weight_diff.h"
 #include "tests/testdata/golden.h"
 #include "worker/checkpoint/folder.h"
@@ -36,12 +37,6 @@ std::string Tensor(const std::string& name, const std::vector<float>& values) {
 
 class CheckpointCommandsTest : public testing::Test {
  protected:
-  void SetUp() override {
-    root_ = JoinPath(testing::TempDir(), "commands-" + RandomHex());
-    ASSERT_TRUE(MakeDirectories(root_).ok());
-  }
-  void TearDown() override { EXPECT_TRUE(RemoveTree(root_).ok()); }
-
   std::string Path(const std::string& name) const { return JoinPath(root_, name); }
   std::string Numbered(int i) const { return Path("checkpoints/checkpoint_" + std::to_string(i)); }
 
@@ -121,7 +116,8 @@ class CheckpointCommandsTest : public testing::Test {
     EXPECT_THAT(text, HasSubstr(words));
   }
 
-  std::string root_;
+  const TestFolder test_folder_;
+  const std::string root_ = test_folder_.path();
   std::ostringstream out_, err_;
 };
 

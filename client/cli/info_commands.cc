@@ -23,8 +23,10 @@
 #include "base/text.h"
 #include "base/version.h"
 #include "client/checkpoints/seal_marks.h"
+#include "client/cli/command.h"
+#include "client/cli/connection.h"
+#include "client/cli/launch_command.h"
 #include "client/cli/machine.h"
-#include "client/cli/running_launch.h"
 #include "client/cli/torch_version.h"
 #include "client/config/suggest.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
@@ -32,7 +34,6 @@
 #include "proto/muster/v1/checkpoint.grpc.pb.h"
 #include "proto/muster/v1/membership.grpc.pb.h"
 #include "proto/muster/v1/trigger.grpc.pb.h"
-#include "rpc/address.h"
 #include "rpc/channel.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
@@ -45,31 +46,6 @@ using nlohmann::ordered_json;
 // In the table; all are in the JSON.
 constexpr size_t kShownStragglers = 3;
 constexpr size_t kShownBarriers = 4;
-
-// Parses, and handles --help and mistakes. Returns the exit code if there is nothing more to do,
-// else -1.
-int Begin(const CommandSpec& spec, const std::vector<std::string>& args,
-          const CommandContext& context, CommandLine* line) {
-  if (absl::Status status = ParseCommandLine(spec, args, line); !status.ok()) {
-    context.err << spec.name << ": " << status.message() << "\n";
-    return kExitUsage;
-  }
-  if (line->help) {
-    context.out << HelpText(spec);
-    return kExitOk;
-  }
-  return -1;
-}
-
-int Fail(const CommandSpec& spec, const CommandContext& context, const absl::Status& status,
-         int code) {
-  context.err << spec.name << ": " << absl::StrReplaceAll(status.message(), {{"\n", " "}}) << "\n";
-  return code;
-}
-
-std::string Dump(const ordered_json& value) {
-  return value.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n";
-}
 
 std::string ProtobufVersion() {
   return google::protobuf::internal::VersionString(GOOGLE_PROTOBUF_VERSION);
@@ -141,6 +117,101 @@ int RunVersionCommand(const std::vector<std::string>& args, const CommandContext
   return kExitOk;
 }
 
+namespace {
+
+std::string TorchText() { return absl::StrCat(kTorchVersion, " (expected)"); }
+std::string AbseilText() { return absl::StrCat(ABSL_LTS_RELEASE_VERSION); }
+std::string CompilerText() { return absl::StrCat("g++ ", __VERSION__); }
+std::string KernelText(const Machine& machine) {
+  return absl::StrCat(machine.kernel, " ", machine.architecture);
+}
+
+// The variables that decide how a launch on this machine goes.
+ordered_json VariablesJson(const CommandContext& context) {
+  ordered_json variables = ordered_json::object();
+  for (const char* name :
+       {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST"}) {
+    const auto it = context.variables.find(name);
+    if (it != context.variables.end()) variables[name] = it->second;
+  }
+  for (const auto& [name, value] : context.variables) {
+    if (name.rfind("MUSTER_", 0) == 0) variables[name] = value;
+  }
+  return variables;
+}
+
+// What `muster env` prints.
+struct EnvFacts {
+  Machine machine;
+  ConfigPath path;
+  absl::StatusOr<LaunchConfig> config;
+  ordered_json variables;
+};
+
+ordered_json EnvJson(const EnvFacts& env) {
+  const Machine& machine = env.machine;
+  ordered_json gpus = ordered_json::array();
+  for (const Gpu& gpu : machine.gpus)
+    gpus.push_back(gpu.model.empty() ? "unknown model" : gpu.model);
+  return {
+      {"muster", kVersion},
+      {"torch", TorchText()},
+      {"grpc", grpc::Version()},
+      {"protobuf", ProtobufVersion()},
+      {"abseil", AbseilText()},
+      {"compiler", CompilerText()},
+      {"system", machine.system},
+      {"kernel", KernelText(machine)},
+      {"host", machine.hostname},
+      {"cpu", machine.cpu_model},
+      {"cores", machine.cores},
+      {"memory_bytes", machine.memory_bytes},
+      {"memory_available_bytes", machine.memory_available_bytes},
+      {"nvidia_driver", machine.driver},
+      {"gpus", gpus},
+      {"usable_gpus", machine.usable_gpus},
+      {"config_file", env.path.path},
+      {"config_error", env.config.ok() ? "" : std::string(env.config.status().message())},
+      {"variables", env.variables},
+  };
+}
+
+std::string EnvText(const EnvFacts& env) {
+  const Machine& machine = env.machine;
+  const ConfigPath& path = env.path;
+  std::string text;
+  const auto row = [&](absl::string_view name, absl::string_view value) {
+    absl::StrAppendFormat(&text, "%-14s %s\n", name, value.empty() ? "-" : value);
+  };
+  row("muster", kVersion);
+  row("torch", TorchText());
+  row("grpc", grpc::Version());
+  row("protobuf", ProtobufVersion());
+  row("abseil", AbseilText());
+  row("compiler", CompilerText());
+  row("system", machine.system);
+  row("kernel", KernelText(machine));
+  row("host", machine.hostname);
+  row("cpu", absl::StrCat(machine.cpu_model, " (", machine.cores, " cores to use)"));
+  row("memory", absl::StrCat(GigaBytes(machine.memory_bytes), ", ",
+                             GigaBytes(machine.memory_available_bytes), " available"));
+  row("nvidia driver", machine.driver);
+  row("gpus", machine.gpus.empty()
+                  ? "none"
+                  : absl::StrCat(machine.gpus.size(), ", ", machine.usable_gpus, " to use"));
+  for (const Gpu& gpu : machine.gpus) row("", absl::StrCat(gpu.index, ": ", gpu.model));
+  for (const auto& [name, value] : env.variables.items())
+    row("variable", absl::StrCat(name, "=", value.get<std::string>()));
+  row("config", path.path.empty() ? "none found" : absl::StrCat(path.path, " (", path.source, ")"));
+  if (!env.config.ok()) {
+    row("config error", env.config.status().message());
+    return text;
+  }
+  return absl::StrCat(text, "\nmuster launch would use:\n", DescribeLaunch(*env.config));
+}
+
+}  // namespace
+
 int RunEnvCommand(const std::vector<std::string>& args, const CommandContext& context) {
   const CommandSpec spec = {
       .name = "muster env",
@@ -151,75 +222,12 @@ int RunEnvCommand(const std::vector<std::string>& args, const CommandContext& co
           {.name = "config_file", .value_name = "FILE", .help = "The config file to show"}}};
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
-  const Machine machine = ReadMachine(context.variables);
-  ConfigPath path;
-  const absl::StatusOr<LaunchConfig> config = ReadLaunchConfig(line, context.variables, &path);
-
-  ordered_json gpus = ordered_json::array();
-  for (const Gpu& gpu : machine.gpus)
-    gpus.push_back(gpu.model.empty() ? "unknown model" : gpu.model);
-  ordered_json variables = ordered_json::object();
-  for (const char* name :
-       {"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST"}) {
-    const auto it = context.variables.find(name);
-    if (it != context.variables.end()) variables[name] = it->second;
-  }
-  for (const auto& [name, value] : context.variables) {
-    if (name.rfind("MUSTER_", 0) == 0) variables[name] = value;
-  }
-  const ordered_json facts = {
-      {"muster", kVersion},
-      {"torch", absl::StrCat(kTorchVersion, " (expected)")},
-      {"grpc", grpc::Version()},
-      {"protobuf", ProtobufVersion()},
-      {"abseil", absl::StrCat(ABSL_LTS_RELEASE_VERSION)},
-      {"compiler", absl::StrCat("g++ ", __VERSION__)},
-      {"system", machine.system},
-      {"kernel", absl::StrCat(machine.kernel, " ", machine.architecture)},
-      {"host", machine.hostname},
-      {"cpu", machine.cpu_model},
-      {"cores", machine.cores},
-      {"memory_bytes", machine.memory_bytes},
-      {"memory_available_bytes", machine.memory_available_bytes},
-      {"nvidia_driver", machine.driver},
-      {"gpus", gpus},
-      {"usable_gpus", machine.usable_gpus},
-      {"config_file", path.path},
-      {"config_error", config.ok() ? "" : std::string(config.status().message())},
-      {"variables", variables},
-  };
-  if (line.Get("json") == "true") {
-    context.out << Dump(facts);
-    return kExitOk;
-  }
-  const auto row = [&](absl::string_view name, absl::string_view value) {
-    context.out << absl::StrFormat("%-14s %s\n", name, value.empty() ? "-" : value);
-  };
-  row("muster", kVersion);
-  row("torch", facts["torch"].get<std::string>());
-  row("grpc", grpc::Version());
-  row("protobuf", ProtobufVersion());
-  row("abseil", facts["abseil"].get<std::string>());
-  row("compiler", facts["compiler"].get<std::string>());
-  row("system", machine.system);
-  row("kernel", facts["kernel"].get<std::string>());
-  row("host", machine.hostname);
-  row("cpu", absl::StrCat(machine.cpu_model, " (", machine.cores, " cores to use)"));
-  row("memory", absl::StrCat(GigaBytes(machine.memory_bytes), ", ",
-                             GigaBytes(machine.memory_available_bytes), " available"));
-  row("nvidia driver", machine.driver);
-  row("gpus", machine.gpus.empty()
-                  ? "none"
-                  : absl::StrCat(machine.gpus.size(), ", ", machine.usable_gpus, " to use"));
-  for (const Gpu& gpu : machine.gpus) row("", absl::StrCat(gpu.index, ": ", gpu.model));
-  for (const auto& [name, value] : variables.items())
-    row("variable", absl::StrCat(name, "=", value.get<std::string>()));
-  row("config", path.path.empty() ? "none found" : absl::StrCat(path.path, " (", path.source, ")"));
-  if (!config.ok()) {
-    row("config error", config.status().message());
-    return kExitOk;
-  }
-  context.out << "\nmuster launch would use:\n" << DescribeLaunch(*config);
+  EnvFacts env = {.machine = ReadMachine(context.variables),
+                  .path = {},
+                  .config = absl::UnknownError("not read"),
+                  .variables = VariablesJson(context)};
+  env.config = ReadLaunchConfig(line, context.variables, &env.path);
+  context.out << (line.Get("json") == "true" ? Dump(EnvJson(env)) : EnvText(env));
   return kExitOk;
 }
 
@@ -304,148 +312,175 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
   return kExitOk;
 }
 
-// The options of commands that talk to a coordinator.
-std::vector<OptionSpec> ConnectionOptions(std::vector<OptionSpec> more) {
-  std::vector<OptionSpec> options = {
-      {.name = "coordinator",
-       .value_name = "ADDRESS",
-       .help = "IP:PORT or unix:PATH. Default: $MUSTER_COORDINATOR, else your running launch on "
-               "this machine"},
-      {.name = "tls_ca",
-       .value_name = "FILE",
-       .help = "CA certificates that must have signed the coordinator's"},
-      {.name = "tls_cert", .value_name = "FILE", .help = "Client certificate"},
-      {.name = "tls_key", .value_name = "FILE", .help = "Private key of --tls_cert"},
-      {.name = "token_file",
-       .value_name = "FILE",
-       .help = "File with the token to send. Default: that of your launch with this address, else "
-               "$MUSTER_TOKEN_FILE"},
-      {.name = "timeout",
-       .value_name = "TIME",
-       .help = "How long to wait for an answer (default 5s)"}};
-  for (OptionSpec& option : more) options.push_back(std::move(option));
-  return options;
-}
-
 namespace {
 
-struct Connection {
-  std::string address;
-  absl::Duration timeout = absl::Seconds(5);
-  std::shared_ptr<grpc::Channel> channel;
-};
-
-std::string Variable(const CommandContext& context, const char* name) {
-  const auto it = context.variables.find(name);
-  return it == context.variables.end() ? "" : it->second;
-}
-
-// The launch of this user whose coordinator is meant: the only one, or the only one that runs
-// `job`. Returns the exit code if there is none, else -1.
-int ChooseLaunch(const CommandSpec& spec, const CommandContext& context, const std::string& job,
-                 RunningLaunch* chosen) {
-  std::vector<std::string> looked_in;
-  const std::vector<RunningLaunch> launches = ListRunningLaunches(context.variables, &looked_in);
-  if (launches.empty()) {
-    return Fail(spec, context,
-                absl::UnavailableError(
-                    absl::StrCat("no launch of yours runs on this machine (looked into ",
-                                 absl::StrJoin(looked_in, " and "),
-                                 "); name another coordinator with --coordinator IP:PORT")),
-                kExitUnreachable);
-  }
-  const RunningLaunch* found = launches.size() == 1 ? &launches[0] : nullptr;
-  if (found == nullptr) {
-    int fitting = 0;
-    for (const RunningLaunch& launch : launches) {
-      if (launch.job != job) continue;
-      found = &launch;
-      ++fitting;
+// The workers of `job`, page by page. Too many for one message of an older coordinator, which
+// knows no pages: ERROR_REASON_LIMIT.
+absl::Status GetMembers(const Connection& connection, const std::string& job,
+                        v1::GetMembersReply* members) {
+  v1::GetMembersRequest request;
+  request.set_job_id(job);
+  int starts = 0;
+  while (true) {
+    v1::GetMembersReply page;
+    grpc::ClientContext call;
+    rpc::SetTimeout(call, connection.timeout);
+    const absl::Status status = rpc::FromGrpc(
+        v1::Membership::NewStub(connection.channel)->GetMembers(&call, request, &page));
+    // Pages of two generations do not fit together.
+    const bool changed =
+        request.first() > 0 && (!status.ok() || page.generation() != members->generation());
+    if (changed && ++starts < 4) {
+      members->Clear();
+      request.clear_first();
+      continue;
     }
-    if (fitting != 1) found = nullptr;
+    members->MergeFrom(page);
+    request.set_first(page.next());
+    if (!status.ok() || request.first() == 0) return status;
   }
-  if (found != nullptr) {
-    *chosen = *found;
-    return -1;
-  }
-  context.err << spec.name << ": " << launches.size()
-              << " launches of yours run on this machine: choose one by its job's name, or by "
-                 "--coordinator and its address\n";
-  for (const RunningLaunch& launch : launches) {
-    context.err << "  job " << launch.job << ", pid " << launch.pid << ", started "
-                << absl::FormatTime("%Y-%m-%d %H:%M:%S", launch.started, absl::LocalTimeZone())
-                << ", --coordinator " << launch.address << "\n";
-  }
-  return kExitUsage;
 }
 
-// What a coordinator at `address` wants to see, if a launch of this user holds it.
-RunningLaunch LaunchAt(const CommandContext& context, const std::string& address) {
-  const absl::StatusOr<rpc::Address> wanted = rpc::ParseAddress(address);
-  if (!wanted.ok()) return {};
-  for (RunningLaunch& launch : ListRunningLaunches(context.variables)) {
-    if (launch.address == wanted->ToString()) return std::move(launch);
+// Each of the following adds lines to the table of `muster status` and returns the same as JSON.
+ordered_json AddMembers(const v1::GetMembersReply& members, std::string* table) {
+  ordered_json rows = ordered_json::array();
+  for (const v1::Member& member : members.members()) {
+    rows.push_back({{"rank", member.rank()},
+                    {"worker_id", member.worker_id()},
+                    {"state", StateName(member.state())},
+                    {"host", member.host()},
+                    {"pid", member.pid()},
+                    {"last_step", member.last_step()},
+                    {"heartbeat_age", DurationText(member.heartbeat_age())},
+                    {"phase", member.phase()},
+                    {"last_collective", member.last_collective()},
+                    {"exit", member.exit().message()}});
+    const std::string doing =
+        member.exit().message().empty() ? member.phase() : member.exit().message();
+    absl::StrAppendFormat(table, "  %5d %-12s %-9s %-20s %8d %8d %9s  %s\n", member.rank(),
+                          member.worker_id(), StateName(member.state()), member.host(),
+                          member.pid(), member.last_step(), DurationText(member.heartbeat_age()),
+                          doing);
   }
-  return {};
+  return rows;
 }
 
-struct DialError {
-  absl::Status status;
-  int code;
-};
-
-// Connects to connection->address as the options say; `launch`: of this user, if one holds it.
-std::optional<DialError> Connect(const CommandLine& line, const CommandContext& context,
-                                 const RunningLaunch& launch, Connection* connection) {
-  const std::string& address = connection->address;
-  if (line.Has("timeout") && (!absl::ParseDuration(line.Get("timeout"), &connection->timeout) ||
-                              connection->timeout <= absl::ZeroDuration())) {
-    return DialError{absl::InvalidArgumentError(
-                         absl::StrCat("--timeout ", line.Get("timeout"), ": write 5s or 1m")),
-                     kExitUsage};
+ordered_json AddStragglers(const v1::StragglerReportReply& report, std::string* table) {
+  ordered_json stragglers = ordered_json::array();
+  for (const v1::StragglerRow& row : report.rows()) {
+    if (row.barriers() == 0) continue;
+    if (stragglers.size() < kShownStragglers) {
+      absl::StrAppendFormat(table, "%s rank %d by %s on average, %s at most, last in %d of %d",
+                            stragglers.empty() ? "  late at barriers:" : ";", row.rank(),
+                            DurationText(row.mean_lateness(), 3),
+                            DurationText(row.max_lateness(), 3), row.times_last(), row.barriers());
+    }
+    stragglers.push_back({{"rank", row.rank()},
+                          {"barriers", row.barriers()},
+                          {"times_last", row.times_last()},
+                          {"mean_lateness", DurationText(row.mean_lateness(), 6)},
+                          {"max_lateness", DurationText(row.max_lateness(), 6)}});
   }
-  rpc::ChannelOptions options = {.tls = launch.tls, .token_file = launch.token_file};
-  if (line.Has("tls_ca") || line.Has("tls_cert") || line.Has("tls_key")) {
-    options.tls = {line.Get("tls_ca"), line.Get("tls_cert"), line.Get("tls_key")};
-  }
-  if (line.Has("token_file")) {
-    options.token_file = line.Get("token_file");
-  } else if (launch.address.empty()) {
-    options.token_file = Variable(context, "MUSTER_TOKEN_FILE");
-  }
-  auto channel = rpc::Connect(address, options);
-  if (!channel.ok()) {
-    return DialError{channel.status(),
-                     absl::IsPermissionDenied(channel.status()) ? kExitDenied : kExitUsage};
-  }
-  connection->channel = *std::move(channel);
-  const absl::Status status =
-      rpc::WaitUntilConnected(*connection->channel, address, connection->timeout);
-  if (!status.ok()) return DialError{status, kExitUnreachable};
-  return std::nullopt;
+  if (!stragglers.empty()) absl::StrAppend(table, "\n");
+  return stragglers;
 }
 
-// What the options or the environment name; empty: nothing.
-std::string NamedAddress(const CommandLine& line, const CommandContext& context) {
-  const std::string address = line.Get("coordinator");
-  return address.empty() ? Variable(context, "MUSTER_COORDINATOR") : address;
+ordered_json AddQuarantined(const v1::JobStatus& job, std::string* table) {
+  ordered_json quarantined = ordered_json::array();
+  for (const v1::QuarantinedHost& host : job.quarantined()) {
+    quarantined.push_back({{"host", host.host()},
+                           {"left", DurationText(host.left())},
+                           {"automatic", host.automatic()},
+                           {"reason", host.reason()}});
+    absl::StrAppend(table, "  quarantined ",
+                    host.automatic() ? "by itself: " : "by an operator: ", host.host(),
+                    " for another ", DurationText(host.left(), 0),
+                    host.reason().empty() ? "" : ": ", host.reason(), "\n");
+  }
+  return quarantined;
 }
 
-// Connects as the options say. The first word of all these commands, if it is there, is a job.
-// Returns the exit code if it cannot, else -1.
-int Dial(const CommandSpec& spec, const CommandLine& line, const CommandContext& context,
-         Connection* connection) {
-  connection->address = NamedAddress(line, context);
-  RunningLaunch launch;
-  if (!connection->address.empty()) {
-    launch = LaunchAt(context, connection->address);
+ordered_json AddOpenBarriers(const v1::ListBarriersReply& open, std::string* table) {
+  ordered_json barriers = ordered_json::array();
+  for (const v1::BarrierReport& report : open.reports()) {
+    if (barriers.size() < kShownBarriers)
+      absl::StrAppend(table, "  waiting at barrier ", OpenBarrierText(report), "\n");
+    barriers.push_back({{"name", report.barrier_id()},
+                        {"counter", report.counter()},
+                        {"arrived", report.arrived()},
+                        {"expected", report.expected()},
+                        {"open_for", DurationText(report.open_for())}});
+  }
+  return barriers;
+}
+
+// Silent workers, and what the next generation waits for.
+std::string WaitingText(const v1::JobStatus& job) {
+  std::string text;
+  if (job.silent() > 0) {
+    absl::StrAppend(&text, "  ", job.silent(), job.silent() == 1 ? " worker" : " workers",
+                    " silent for ", DurationText(job.silent_for(), 0),
+                    ", not given up yet: ", job.silent_why(), "\n");
+  }
+  if (!job.waits_for().empty()) {
+    absl::StrAppend(&text, "  waits for ", job.waits_for());
+    if (job.has_waits_at_most()) {
+      const absl::Time until = absl::Now() + rpc::FromProto(job.waits_at_most());
+      absl::StrAppend(&text, ", until ",
+                      absl::FormatTime("%H:%M:%S", until, absl::LocalTimeZone()));
+    }
+    absl::StrAppend(&text, "\n");
+  }
+  return text;
+}
+
+// One job, with what only calls of their own tell.
+absl::StatusOr<ordered_json> AddJob(const Connection& connection, const v1::JobStatus& job,
+                                    std::string* table) {
+  v1::GetMembersReply members;
+  const absl::Status listed = GetMembers(connection, job.job_id(), &members);
+  const bool too_many = rpc::GetReason(listed) == v1::ERROR_REASON_LIMIT;
+  if (!too_many) MUSTER_RETURN_IF_ERROR(listed);
+  absl::StrAppendFormat(table, "\n%s: generation %d, %s, %d workers, steps %d to %d\n",
+                        job.job_id(), job.generation(), job.rendezvous_state(), job.world_size(),
+                        job.min_step(), job.max_step());
+  if (too_many) {
+    absl::StrAppend(table, "  (more workers than one message can list)\n");
   } else {
-    const std::string job = line.words.empty() ? "" : line.words[0];
-    if (const int code = ChooseLaunch(spec, context, job, &launch); code >= 0) return code;
-    connection->address = launch.address;
+    absl::StrAppendFormat(table, "  %5s %-12s %-9s %-20s %8s %8s %9s  %s\n", "RANK", "WORKER",
+                          "STATE", "HOST", "PID", "STEP", "HEARTBEAT", "DOING");
   }
-  const std::optional<DialError> error = Connect(line, context, launch, connection);
-  return error.has_value() ? Fail(spec, context, error->status, error->code) : -1;
+  ordered_json rows = AddMembers(members, table);
+
+  v1::StragglerReportRequest ask;
+  ask.set_job_id(job.job_id());
+  v1::StragglerReportReply report;
+  grpc::ClientContext call;
+  rpc::SetTimeout(call, connection.timeout);
+  const absl::Status reported =
+      rpc::FromGrpc(v1::Barrier::NewStub(connection.channel)->StragglerReport(&call, ask, &report));
+  if (rpc::GetReason(reported) != v1::ERROR_REASON_LIMIT) MUSTER_RETURN_IF_ERROR(reported);
+  ordered_json stragglers = AddStragglers(report, table);
+  ordered_json quarantined = AddQuarantined(job, table);
+  absl::StrAppend(table, WaitingText(job));
+
+  v1::ListBarriersReply open;
+  MUSTER_RETURN_IF_ERROR(ListBarriers(connection.channel, job.job_id(), /*only_open=*/true,
+                                      connection.timeout, &open));
+  ordered_json barriers = AddOpenBarriers(open, table);
+  return ordered_json{{"job_id", job.job_id()},
+                      {"generation", job.generation()},
+                      {"state", job.rendezvous_state()},
+                      {"world_size", job.world_size()},
+                      {"waiting", job.waiting()},
+                      {"waits_for", job.waits_for()},
+                      {"silent", job.silent()},
+                      {"min_step", job.min_step()},
+                      {"max_step", job.max_step()},
+                      {"workers", std::move(rows)},
+                      {"stragglers", std::move(stragglers)},
+                      {"open_barriers", std::move(barriers)},
+                      {"quarantined", std::move(quarantined)}};
 }
 
 }  // namespace
@@ -464,152 +499,23 @@ int RunStatusCommand(const std::vector<std::string>& args, const CommandContext&
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   Connection connection;
   if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
-  const auto& [address, timeout, channel] = connection;
-  absl::Status status;
+  const std::string& address = connection.address;
   v1::StatusReply reply;
-  {
-    grpc::ClientContext call;
-    rpc::SetTimeout(call, timeout);
-    status = rpc::FromGrpc(v1::Admin::NewStub(channel)->Status(&call, {}, &reply));
-    if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
-  }
+  grpc::ClientContext call;
+  rpc::SetTimeout(call, connection.timeout);
+  const absl::Status status =
+      rpc::FromGrpc(v1::Admin::NewStub(connection.channel)->Status(&call, {}, &reply));
+  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
   const std::string wanted = line.words.empty() ? "" : line.words[0];
   ordered_json jobs = ordered_json::array();
   std::string table;
   for (const v1::JobStatus& job : reply.jobs()) {
     if (!wanted.empty() && job.job_id() != wanted) continue;
-    v1::GetMembersRequest request;
-    request.set_job_id(job.job_id());
-    v1::GetMembersReply members;
-    int starts = 0;
-    while (true) {
-      v1::GetMembersReply page;
-      grpc::ClientContext call;
-      rpc::SetTimeout(call, timeout);
-      status = rpc::FromGrpc(v1::Membership::NewStub(channel)->GetMembers(&call, request, &page));
-      // Pages of two generations do not fit together.
-      const bool changed =
-          request.first() > 0 && (!status.ok() || page.generation() != members.generation());
-      if (changed && ++starts < 4) {
-        members.Clear();
-        request.clear_first();
-        continue;
-      }
-      members.MergeFrom(page);
-      request.set_first(page.next());
-      if (!status.ok() || request.first() == 0) break;
+    absl::StatusOr<ordered_json> described = AddJob(connection, job, &table);
+    if (!described.ok()) {
+      return Fail(spec, context, described.status(), ExitCodeOf(described.status()));
     }
-    // An older coordinator knows no pages: of tens of thousands of workers the rest is shown
-    // without the list.
-    const bool too_many = rpc::GetReason(status) == v1::ERROR_REASON_LIMIT;
-    if (!status.ok() && !too_many) return Fail(spec, context, status, ExitCodeOf(status));
-    ordered_json rows = ordered_json::array();
-    absl::StrAppendFormat(&table, "\n%s: generation %d, %s, %d workers, steps %d to %d\n",
-                          job.job_id(), job.generation(), job.rendezvous_state(), job.world_size(),
-                          job.min_step(), job.max_step());
-    if (too_many) {
-      absl::StrAppend(&table, "  (more workers than one message can list)\n");
-    } else {
-      absl::StrAppendFormat(&table, "  %5s %-12s %-9s %-20s %8s %8s %9s  %s\n", "RANK", "WORKER",
-                            "STATE", "HOST", "PID", "STEP", "HEARTBEAT", "DOING");
-    }
-    for (const v1::Member& member : members.members()) {
-      rows.push_back({{"rank", member.rank()},
-                      {"worker_id", member.worker_id()},
-                      {"state", StateName(member.state())},
-                      {"host", member.host()},
-                      {"pid", member.pid()},
-                      {"last_step", member.last_step()},
-                      {"heartbeat_age", DurationText(member.heartbeat_age())},
-                      {"phase", member.phase()},
-                      {"last_collective", member.last_collective()},
-                      {"exit", member.exit().message()}});
-      const std::string doing =
-          member.exit().message().empty() ? member.phase() : member.exit().message();
-      absl::StrAppendFormat(&table, "  %5d %-12s %-9s %-20s %8d %8d %9s  %s\n", member.rank(),
-                            member.worker_id(), StateName(member.state()), member.host(),
-                            member.pid(), member.last_step(), DurationText(member.heartbeat_age()),
-                            doing);
-    }
-    ordered_json stragglers = ordered_json::array();
-    {
-      v1::StragglerReportRequest ask;
-      ask.set_job_id(job.job_id());
-      v1::StragglerReportReply report;
-      grpc::ClientContext report_call;
-      rpc::SetTimeout(report_call, timeout);
-      status =
-          rpc::FromGrpc(v1::Barrier::NewStub(channel)->StragglerReport(&report_call, ask, &report));
-      if (!status.ok() && rpc::GetReason(status) != v1::ERROR_REASON_LIMIT)
-        return Fail(spec, context, status, ExitCodeOf(status));
-      for (const v1::StragglerRow& row : report.rows()) {
-        if (row.barriers() == 0) continue;
-        if (stragglers.size() < kShownStragglers) {
-          absl::StrAppendFormat(&table, "%s rank %d by %s on average, %s at most, last in %d of %d",
-                                stragglers.empty() ? "  late at barriers:" : ";", row.rank(),
-                                DurationText(row.mean_lateness(), 3),
-                                DurationText(row.max_lateness(), 3), row.times_last(),
-                                row.barriers());
-        }
-        stragglers.push_back({{"rank", row.rank()},
-                              {"barriers", row.barriers()},
-                              {"times_last", row.times_last()},
-                              {"mean_lateness", DurationText(row.mean_lateness(), 6)},
-                              {"max_lateness", DurationText(row.max_lateness(), 6)}});
-      }
-      if (!stragglers.empty()) absl::StrAppend(&table, "\n");
-    }
-    ordered_json quarantined = ordered_json::array();
-    for (const v1::QuarantinedHost& host : job.quarantined()) {
-      quarantined.push_back({{"host", host.host()},
-                             {"left", DurationText(host.left())},
-                             {"automatic", host.automatic()},
-                             {"reason", host.reason()}});
-      absl::StrAppend(&table, "  quarantined ",
-                      host.automatic() ? "by itself: " : "by an operator: ", host.host(),
-                      " for another ", DurationText(host.left(), 0),
-                      host.reason().empty() ? "" : ": ", host.reason(), "\n");
-    }
-    if (job.silent() > 0) {
-      absl::StrAppend(&table, "  ", job.silent(), job.silent() == 1 ? " worker" : " workers",
-                      " silent for ", DurationText(job.silent_for(), 0),
-                      ", not given up yet: ", job.silent_why(), "\n");
-    }
-    if (!job.waits_for().empty()) {
-      absl::StrAppend(&table, "  waits for ", job.waits_for());
-      if (job.has_waits_at_most()) {
-        const absl::Time until = absl::Now() + rpc::FromProto(job.waits_at_most());
-        absl::StrAppend(&table, ", until ",
-                        absl::FormatTime("%H:%M:%S", until, absl::LocalTimeZone()));
-      }
-      absl::StrAppend(&table, "\n");
-    }
-    ordered_json barriers = ordered_json::array();
-    v1::ListBarriersReply open;
-    status = ListBarriers(channel, job.job_id(), /*only_open=*/true, timeout, &open);
-    if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
-    for (const v1::BarrierReport& report : open.reports()) {
-      if (barriers.size() < kShownBarriers)
-        absl::StrAppend(&table, "  waiting at barrier ", OpenBarrierText(report), "\n");
-      barriers.push_back({{"name", report.barrier_id()},
-                          {"counter", report.counter()},
-                          {"arrived", report.arrived()},
-                          {"expected", report.expected()},
-                          {"open_for", DurationText(report.open_for())}});
-    }
-    jobs.push_back({{"job_id", job.job_id()},
-                    {"generation", job.generation()},
-                    {"state", job.rendezvous_state()},
-                    {"world_size", job.world_size()},
-                    {"waiting", job.waiting()},
-                    {"waits_for", job.waits_for()},
-                    {"silent", job.silent()},
-                    {"min_step", job.min_step()},
-                    {"max_step", job.max_step()},
-                    {"workers", rows},
-                    {"stragglers", stragglers},
-                    {"open_barriers", barriers},
-                    {"quarantined", quarantined}});
+    jobs.push_back(*std::move(described));
   }
   if (!wanted.empty() && jobs.empty()) {
     return Fail(
@@ -688,6 +594,62 @@ int RunTriggerCommand(const std::vector<std::string>& args, const CommandContext
   return kExitOk;
 }
 
+namespace {
+
+// One instance of a job's barrier.
+struct BarrierName {
+  std::string job;
+  std::string name;
+  uint64_t counter = 0;
+};
+
+int CancelBarrier(const CommandSpec& spec, const CommandContext& context,
+                  const Connection& connection, const BarrierName& barrier,
+                  const std::string& reason) {
+  v1::CancelBarrierRequest request;
+  request.mutable_fence()->set_job_id(barrier.job);
+  request.set_barrier_id(barrier.name);
+  request.set_counter(barrier.counter);
+  request.set_reason(reason);
+  v1::CancelBarrierReply reply;
+  grpc::ClientContext call;
+  rpc::SetTimeout(call, connection.timeout);
+  const absl::Status status =
+      rpc::FromGrpc(v1::Barrier::NewStub(connection.channel)->Cancel(&call, request, &reply));
+  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  context.out << "cancelled barrier " << barrier.name << " counter " << barrier.counter << " of "
+              << barrier.job << "\n";
+  return kExitOk;
+}
+
+int ShowBarrier(const CommandSpec& spec, const CommandContext& context,
+                const Connection& connection, const BarrierName& barrier, bool as_json) {
+  v1::DescribeBarrierRequest request;
+  request.set_job_id(barrier.job);
+  request.set_barrier_id(barrier.name);
+  request.set_counter(barrier.counter);
+  v1::DescribeBarrierReply reply;
+  grpc::ClientContext call;
+  rpc::SetTimeout(call, connection.timeout);
+  const absl::Status status =
+      rpc::FromGrpc(v1::Barrier::NewStub(connection.channel)->Describe(&call, request, &reply));
+  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  const v1::BarrierReport& report = reply.report();
+  if (as_json) {
+    context.out << Json(report) << "\n";
+    return kExitOk;
+  }
+  context.out << BarrierText(report) << "\n";
+  if (report.state() == v1::BARRIER_STATE_OPEN) context.out << report.message() << "\n";
+  for (const v1::Culprit& culprit : report.culprits()) {
+    if (culprit.native_stack().empty()) continue;
+    context.out << "rank " << culprit.rank() << " is at\n" << culprit.native_stack() << "\n";
+  }
+  return kExitOk;
+}
+
+}  // namespace
+
 int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext& context) {
   const CommandSpec spec = {
       .name = "muster barrier",
@@ -712,11 +674,12 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
     return Fail(spec, context, absl::InvalidArgumentError(text), kExitUsage);
   };
   if (line.words.empty()) return wrong("write muster barrier JOB [NAME]");
-  const std::string& job = line.words[0];
-  const std::string name = line.words.size() == 2 ? line.words[1] : "";
+  BarrierName barrier = {.job = line.words[0], .name = line.words.size() == 2 ? line.words[1] : ""};
+  const std::string& job = barrier.job;
+  const std::string& name = barrier.name;
   if (name.empty() && line.Has("cancel")) return wrong("--cancel needs the NAME of the barrier");
-  uint64_t counter = 0;
-  if (line.Has("counter") && (name.empty() || !absl::SimpleAtoi(line.Get("counter"), &counter))) {
+  if (line.Has("counter") &&
+      (name.empty() || !absl::SimpleAtoi(line.Get("counter"), &barrier.counter))) {
     return wrong(absl::StrCat("--counter ", line.Get("counter"), ": write NAME and a number"));
   }
   const bool as_json = line.Get("json") == "true";
@@ -752,42 +715,12 @@ int RunBarrierCommand(const std::vector<std::string>& args, const CommandContext
                                                    name, " in its current generation")),
                   kExitNotFound);
     }
-    counter = it->counter();
+    barrier.counter = it->counter();
   }
-  const auto stub = v1::Barrier::NewStub(connection.channel);
-  grpc::ClientContext call;
-  rpc::SetTimeout(call, connection.timeout);
   if (line.Has("cancel")) {
-    v1::CancelBarrierRequest request;
-    request.mutable_fence()->set_job_id(job);
-    request.set_barrier_id(name);
-    request.set_counter(counter);
-    request.set_reason(line.Get("cancel"));
-    v1::CancelBarrierReply reply;
-    const absl::Status status = rpc::FromGrpc(stub->Cancel(&call, request, &reply));
-    if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
-    context.out << "cancelled barrier " << name << " counter " << counter << " of " << job << "\n";
-    return kExitOk;
+    return CancelBarrier(spec, context, connection, barrier, line.Get("cancel"));
   }
-  v1::DescribeBarrierRequest request;
-  request.set_job_id(job);
-  request.set_barrier_id(name);
-  request.set_counter(counter);
-  v1::DescribeBarrierReply reply;
-  const absl::Status status = rpc::FromGrpc(stub->Describe(&call, request, &reply));
-  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
-  const v1::BarrierReport& report = reply.report();
-  if (as_json) {
-    context.out << Json(report) << "\n";
-    return kExitOk;
-  }
-  context.out << BarrierText(report) << "\n";
-  if (report.state() == v1::BARRIER_STATE_OPEN) context.out << report.message() << "\n";
-  for (const v1::Culprit& culprit : report.culprits()) {
-    if (culprit.native_stack().empty()) continue;
-    context.out << "rank " << culprit.rank() << " is at\n" << culprit.native_stack() << "\n";
-  }
-  return kExitOk;
+  return ShowBarrier(spec, context, connection, barrier, as_json);
 }
 
 int RunQuarantineCommand(const std::vector<std::string>& args, const CommandContext& context) {
@@ -977,21 +910,10 @@ const v1::CheckpointRecord* FindRecord(const std::vector<v1::CheckpointRecord>& 
 absl::StatusOr<std::vector<RegisteredState>> FindRegisteredStates(const CommandLine& line,
                                                                   const CommandContext& context,
                                                                   const std::string& job) {
-  Connection connection;
-  connection.address = NamedAddress(line, context);
-  RunningLaunch launch;
-  if (!connection.address.empty()) {
-    launch = LaunchAt(context, connection.address);
-  } else {
-    for (RunningLaunch& running : ListRunningLaunches(context.variables)) {
-      if (running.job == job) launch = std::move(running);
-    }
-    if (launch.address.empty()) return std::vector<RegisteredState>();
-    connection.address = launch.address;
-  }
-  const std::optional<DialError> error = Connect(line, context, launch, &connection);
-  if (error.has_value()) return error->status;
-  const auto records = ListRecords(connection, job);
+  MUSTER_ASSIGN_OR_RETURN(const std::optional<Connection> connection,
+                          FindCoordinator(line, context, job));
+  if (!connection.has_value()) return std::vector<RegisteredState>();
+  const auto records = ListRecords(*connection, job);
   if (absl::IsNotFound(records.status())) return std::vector<RegisteredState>();
   MUSTER_RETURN_IF_ERROR(records.status());
   std::vector<RegisteredState> states;
@@ -1044,9 +966,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
       all.push_back(RecordJson(record));
       absl::StrAppend(&text, RecordText(record));
     }
-    context.out << (format == "json"
-                        ? all.dump(2, ' ', false, ordered_json::error_handler_t::replace) + "\n"
-                        : text);
+    context.out << (format == "json" ? Dump(all) : text);
     return kExitOk;
   }
   const v1::CheckpointRecord* const record = FindRecord(*records, line.words[1]);
@@ -1067,9 +987,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
       rpc::FromGrpc(v1::Checkpoints::NewStub(connection.channel)->Mark(&call, request, &reply));
   if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
   if (format == "json") {
-    context.out << RecordJson(reply.checkpoint())
-                       .dump(2, ' ', false, ordered_json::error_handler_t::replace)
-                << "\n";
+    context.out << Dump(RecordJson(reply.checkpoint()));
   } else {
     context.out << PathText(record->path()) << " " << what.done << "\n";
   }

@@ -5,7 +5,8 @@
 #include <vector>
 
 #include "absl/status/statusor.h"
-#include "client/cli/launch_command.h"
+#include "client/cli/command.h"
+#include "client/cli/command_line.h"
 
 namespace muster::client {
 
@@ -50,9 +51,6 @@ struct RegisteredState {
 absl::StatusOr<std::vector<RegisteredState>> FindRegisteredStates(const CommandLine& line,
                                                                   const CommandContext& context,
                                                                   const std::string& job);
-
-// The options that name a coordinator and the ways to reach it, and `more`.
-std::vector<OptionSpec> ConnectionOptions(std::vector<OptionSpec> more);
 
 // `muster version`.
 int RunVersionCommand(const std::vector<std::string>& args, const CommandContext& context);

@@ -27,11 +27,6 @@ constexpr char kExitCodes[] =
     "130 Ctrl-C; 143 SIGTERM.\n"
     "All are in docs/cli.md.";
 
-std::string Variable(const std::map<std::string, std::string>& variables, const std::string& name) {
-  const auto it = variables.find(name);
-  return it == variables.end() ? "" : it->second;
-}
-
 std::vector<OptionSpec> LaunchOptions() {
   std::vector<OptionSpec> options;
   for (const SettingSpec& spec : LaunchSettings()) {
@@ -62,12 +57,6 @@ std::vector<OptionSpec> LaunchOptions() {
   return options;
 }
 
-int Fail(const CommandContext& context, absl::string_view command, const absl::Status& status,
-         int code) {
-  context.err << command << ": " << absl::StrReplaceAll(status.message(), {{"\n", " "}}) << "\n";
-  return code;
-}
-
 // A word that the shell reads back as it is.
 std::string ShellWord(const std::string& word) {
   const bool plain = !word.empty() && std::all_of(word.begin(), word.end(), [](unsigned char c) {
@@ -77,7 +66,7 @@ std::string ShellWord(const std::string& word) {
 }
 
 int Report(const LaunchOutcome& outcome, const LaunchConfig& config, const CommandContext& context,
-           absl::string_view command) {
+           const CommandSpec& spec) {
   switch (outcome.kind) {
     case LaunchOutcome::Kind::kSucceeded:
       return kExitOk;
@@ -85,13 +74,13 @@ int Report(const LaunchOutcome& outcome, const LaunchConfig& config, const Comma
       return kExitSignal + outcome.signal;
     case LaunchOutcome::Kind::kRefused: {
       const absl::StatusCode code = outcome.status.code();
-      return Fail(context, command, outcome.status,
+      return Fail(spec, context, outcome.status,
                   code == absl::StatusCode::kInternal ? kExitInternal : ExitCodeOf(outcome.status));
     }
     case LaunchOutcome::Kind::kFailed:
       break;
   }
-  context.err << command << ": " << outcome.why << "; the job has failed";
+  context.err << spec.name << ": " << outcome.why << "; the job has failed";
   if (outcome.restarts > 0)
     context.err << " after " << outcome.restarts
                 << (outcome.restarts == 1 ? " restart" : " restarts");
@@ -109,12 +98,12 @@ int Report(const LaunchOutcome& outcome, const LaunchConfig& config, const Comma
 }
 
 int Launch(const CommandLine& line, const std::vector<std::string>& argv,
-           const CommandContext& context, const LaunchBackend& backend, absl::string_view command) {
+           const CommandContext& context, const LaunchBackend& backend, const CommandSpec& spec) {
   LaunchPlan plan;
   plan.variables = context.variables;
   absl::StatusOr<LaunchConfig> config = ReadLaunchConfig(line, context.variables, nullptr);
   if (!config.ok()) {
-    return Fail(context, command, config.status(), kExitUsage);
+    return Fail(spec, context, config.status(), kExitUsage);
   }
   plan.config = *std::move(config);
   plan.argv = argv;
@@ -123,7 +112,7 @@ int Launch(const CommandLine& line, const std::vector<std::string>& argv,
   const absl::StatusOr<std::string> program =
       backend.find_program(argv[0], Variable(context.variables, "PATH"));
   if (!program.ok()) {
-    return Fail(context, command, program.status(),
+    return Fail(spec, context, program.status(),
                 absl::IsNotFound(program.status()) ? kExitProgramMissing : kExitNotExecutable);
   }
   if (ParseBool(line.Has("dry_run") ? line.Get("dry_run") : "false").value_or(true)) {
@@ -139,12 +128,12 @@ int Launch(const CommandLine& line, const std::vector<std::string>& argv,
   const LaunchOutcome outcome = backend.run(plan);
   // A program that vanished between the look-up and the start, or that is no binary.
   if (outcome.kind == LaunchOutcome::Kind::kRefused && absl::IsNotFound(outcome.status)) {
-    return Fail(context, command, outcome.status, kExitProgramMissing);
+    return Fail(spec, context, outcome.status, kExitProgramMissing);
   }
   if (outcome.kind == LaunchOutcome::Kind::kRefused && absl::IsFailedPrecondition(outcome.status)) {
-    return Fail(context, command, outcome.status, kExitNotExecutable);
+    return Fail(spec, context, outcome.status, kExitNotExecutable);
   }
-  return Report(outcome, plan.config, context, command);
+  return Report(outcome, plan.config, context, spec);
 }
 
 }  // namespace
@@ -214,20 +203,14 @@ int RunLaunchCommand(const std::vector<std::string>& args, const CommandContext&
                      const LaunchBackend& backend) {
   const CommandSpec spec = LaunchCommandSpec();
   CommandLine line;
-  if (absl::Status status = ParseCommandLine(spec, args, &line); !status.ok()) {
-    return Fail(context, spec.name, status, kExitUsage);
-  }
-  if (line.help) {
-    context.out << HelpText(spec);
-    return kExitOk;
-  }
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   if (line.words.empty()) {
-    return Fail(context, spec.name,
+    return Fail(spec, context,
                 absl::InvalidArgumentError(
                     "no program to launch: write muster launch [OPTIONS] -- PROGRAM [ARGS...]"),
                 kExitUsage);
   }
-  return Launch(line, line.words, context, backend, spec.name);
+  return Launch(line, line.words, context, backend, spec);
 }
 
 int RunTestCommand(const std::vector<std::string>& args, const CommandContext& context,
@@ -240,13 +223,7 @@ int RunTestCommand(const std::vector<std::string>& args, const CommandContext& c
   spec.details = kExitCodes;
   spec.takes_program = false;
   CommandLine line;
-  if (absl::Status status = ParseCommandLine(spec, args, &line); !status.ok()) {
-    return Fail(context, spec.name, status, kExitUsage);
-  }
-  if (line.help) {
-    context.out << HelpText(spec);
-    return kExitOk;
-  }
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   std::vector<std::string> places;
   if (const std::string named = Variable(context.variables, "MUSTER_CHECKS"); !named.empty()) {
     places = {named};
@@ -255,9 +232,9 @@ int RunTestCommand(const std::vector<std::string>& args, const CommandContext& c
     places = {JoinPath(folder, "muster-checks"), JoinPath(folder, "../lib/muster/muster-checks")};
   }
   for (const std::string& place : places) {
-    if (PathExists(place)) return Launch(line, {place}, context, backend, spec.name);
+    if (PathExists(place)) return Launch(line, {place}, context, backend, spec);
   }
-  return Fail(context, spec.name,
+  return Fail(spec, context,
               absl::NotFoundError(absl::StrCat("the checks program is not installed: no ",
                                                absl::StrJoin(places, ", no "),
                                                "; set MUSTER_CHECKS to its path")),

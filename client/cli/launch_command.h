@@ -2,21 +2,14 @@
 #define MUSTER_CLIENT_CLI_LAUNCH_COMMAND_H_
 
 #include <map>
-#include <ostream>
 #include <string>
 #include <vector>
 
+#include "client/cli/command.h"
 #include "client/cli/command_line.h"
 #include "client/cli/launch_plan.h"
 
 namespace muster::client {
-
-// Where a command runs.
-struct CommandContext {
-  std::map<std::string, std::string> variables;
-  std::ostream& out;
-  std::ostream& err;
-};
 
 // `muster launch`: runs a program in several processes. Returns the exit code; every error is one
 // line on `err`, a failed job's followed by the last lines of the worker that failed first.

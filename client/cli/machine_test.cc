@@ -1,6 +1,7 @@
 #include "client/cli/machine.h"
 
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -13,8 +14,8 @@ class MachineTest : public ::testing::Test {
     ASSERT_TRUE(MakeDirectories(ParentPath(root_ + path)).ok());
     ASSERT_TRUE(WriteFileAtomically(root_ + path, text).ok());
   }
-  const std::string root_ =
-      ::testing::TempDir() + "/" + ::testing::UnitTest::GetInstance()->current_test_info()->name();
+  const TestFolder folder_;
+  const std::string root_ = folder_.path();
 };
 
 TEST_F(MachineTest, KernelFiles_AreRead) {

@@ -24,6 +24,7 @@
 #include "base/identity.h"
 #include "base/json.h"
 #include "base/status_macros.h"
+#include "client/cli/command.h"
 #include "rpc/token.h"
 
 namespace muster::client {
@@ -46,11 +47,6 @@ struct Place {
   std::string folder;
   std::string parent = {};  // must be this user's too; empty: any
 };
-
-std::string Variable(const std::map<std::string, std::string>& variables, const char* name) {
-  const auto it = variables.find(name);
-  return it == variables.end() ? "" : it->second;
-}
 
 // Without a slash at the end, which would follow a link.
 std::string Plain(const std::filesystem::path& path) {

@@ -16,6 +16,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -32,15 +33,7 @@ using ::testing::UnorderedElementsAreArray;
 
 class RunningLaunchTest : public ::testing::Test {
  protected:
-  // TempDir() may be too long for a socket's path.
-  void SetUp() override {
-    char folder[] = "/tmp/launches-XXXXXX";
-    ASSERT_NE(mkdtemp(folder), nullptr);
-    temp_ = folder;
-    folder_ = temp_ + "/own";
-    variables_ = {{"MUSTER_RUNTIME_DIR", folder_}};
-  }
-  void TearDown() override { EXPECT_TRUE(RemoveTree(temp_).ok()); }
+  void SetUp() override { variables_ = {{"MUSTER_RUNTIME_DIR", folder_}}; }
 
   std::unique_ptr<LaunchRecord> Create() {
     auto record = LaunchRecord::Create(variables_, system_);
@@ -67,8 +60,9 @@ class RunningLaunchTest : public ::testing::Test {
     return std::string(status.message());
   }
 
-  std::string temp_;
-  std::string folder_;
+  const TestFolder test_folder_ = TestFolder::ForSockets();
+  const std::string temp_ = test_folder_.path();
+  const std::string folder_ = test_folder_.Path("own");
   std::map<std::string, std::string> variables_;
   LaunchSystem system_;
 };

@@ -923,17 +923,11 @@ bool IsAccelerateConfig(const nlohmann::json& document) {
          (document.contains("distributed_type") || document.contains("compute_environment"));
 }
 
-absl::StatusOr<AccelerateConfig> ParseAccelerateConfig(absl::string_view text,
-                                                       absl::string_view source) {
-  AccelerateConfig config;
-  config.source = std::string(source);
-  if (absl::EndsWith(source, ".json")) {
-    MUSTER_RETURN_IF_ERROR(ParseJson(text, source).status());
-    config.values = OrderedJson::parse(text.begin(), text.end());
-  } else {
-    MUSTER_ASSIGN_OR_RETURN(const YamlDocument document, ParseYaml(text, source));
-    config.values = InOrder(document.value, "", document.lines);
-  }
+namespace {
+
+// Checks the keys and values of a file, and converts old names.
+absl::StatusOr<AccelerateConfig> CheckConfig(OrderedJson file, absl::string_view source) {
+  AccelerateConfig config = {.values = std::move(file), .source = std::string(source)};
   OrderedJson& values = config.values;
   if (!values.is_object()) {
     return absl::InvalidArgumentError(
@@ -996,6 +990,23 @@ absl::StatusOr<AccelerateConfig> ParseAccelerateConfig(absl::string_view text,
     values["num_processes"] = 1;
   }
   return config;
+}
+
+}  // namespace
+
+absl::StatusOr<AccelerateConfig> ReadAccelerateConfig(const YamlDocument& document,
+                                                      absl::string_view source) {
+  return CheckConfig(InOrder(document.value, "", document.lines), source);
+}
+
+absl::StatusOr<AccelerateConfig> ParseAccelerateConfig(absl::string_view text,
+                                                       absl::string_view source) {
+  if (absl::EndsWith(source, ".json")) {
+    MUSTER_RETURN_IF_ERROR(ParseJson(text, source).status());
+    return CheckConfig(OrderedJson::parse(text.begin(), text.end()), source);
+  }
+  MUSTER_ASSIGN_OR_RETURN(const YamlDocument document, ParseYaml(text, source));
+  return ReadAccelerateConfig(document, source);
 }
 
 absl::StatusOr<AccelerateLaunch> PlanAccelerateLaunch(

@@ -8,6 +8,7 @@
 
 #include "absl/status/statusor.h"
 #include "absl/strings/string_view.h"
+#include "base/yaml.h"
 
 namespace muster::client {
 
@@ -31,6 +32,9 @@ bool IsAccelerateConfig(const nlohmann::json& document);
 // distributed_type, a value of the wrong type; UNIMPLEMENTED for SageMaker.
 absl::StatusOr<AccelerateConfig> ParseAccelerateConfig(absl::string_view text,
                                                        absl::string_view source);
+// The same for YAML that is parsed already.
+absl::StatusOr<AccelerateConfig> ReadAccelerateConfig(const YamlDocument& document,
+                                                      absl::string_view source);
 
 struct AccelerateMachine {
   int physical_cores = 1;

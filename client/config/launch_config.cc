@@ -373,12 +373,12 @@ namespace {
 
 // The settings of a config file of Accelerate's, and the variables that its own programs read from
 // the rest of it. `lines`: of the keys.
-absl::StatusOr<Layer> LayerOfAccelerate(absl::string_view text, absl::string_view source,
+absl::StatusOr<Layer> LayerOfAccelerate(const AccelerateConfig& config,
                                         const std::map<std::string, int>& lines) {
-  MUSTER_ASSIGN_OR_RETURN(const AccelerateConfig config, ParseAccelerateConfig(text, source));
+  const std::string& source = config.source;
   const auto place = [&](const std::string& pointer) {
     const auto it = lines.find(pointer);
-    return it == lines.end() ? std::string(source) : absl::StrCat(source, ":", it->second);
+    return it == lines.end() ? source : absl::StrCat(source, ":", it->second);
   };
   Layer layer;
   const auto set = [&](const std::string& name, const std::string& pointer) {
@@ -443,7 +443,7 @@ absl::StatusOr<Layer> LayerOfAccelerate(absl::string_view text, absl::string_vie
                                   "KMP_BLOCKTIME",
                                   "MASTER_ADDR",
                                   "MASTER_PORT"};
-    if (!kOwn->contains(name)) layer.env[name] = {value, std::string(source)};
+    if (!kOwn->contains(name)) layer.env[name] = {value, source};
   }
   return layer;
 }
@@ -452,7 +452,8 @@ absl::StatusOr<Layer> LayerOfAccelerate(absl::string_view text, absl::string_vie
 
 absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view source) {
   YamlDocument document;
-  if (absl::EndsWith(source, ".json")) {
+  const bool is_json = absl::EndsWith(source, ".json");
+  if (is_json) {
     MUSTER_ASSIGN_OR_RETURN(document.value, ParseJson(text, source));
   } else {
     MUSTER_ASSIGN_OR_RETURN(document, ParseYaml(text, source));
@@ -460,7 +461,11 @@ absl::StatusOr<Layer> ParseConfig(absl::string_view text, absl::string_view sour
   Layer layer;
   if (document.value.is_null()) return layer;
   if (IsAccelerateConfig(document.value)) {
-    return LayerOfAccelerate(text, source, document.lines);
+    // Without lines, a JSON document has lost the order of its keys.
+    MUSTER_ASSIGN_OR_RETURN(
+        const AccelerateConfig config,
+        is_json ? ParseAccelerateConfig(text, source) : ReadAccelerateConfig(document, source));
+    return LayerOfAccelerate(config, document.lines);
   }
   if (!document.value.is_object()) {
     return absl::InvalidArgumentError(
@@ -568,13 +573,10 @@ absl::StatusOr<Layer> LoadConfig(const ConfigPath& path) {
   return ParseConfig(*text, path.path);
 }
 
-absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
-                                           const MachineFacts& machine) {
-  const Resolver values(layers);
-  for (const SettingSpec& spec : LaunchSettings()) {
-    const Given given = values.Get(spec.name);
-    if (given.source != "default") MUSTER_RETURN_IF_ERROR(CheckValue(spec, given));
-  }
+namespace {
+
+// The settings that are taken as they are given.
+LaunchConfig TakeSettings(const Resolver& values) {
   LaunchConfig config;
   config.num_machines = values.Int("num_machines");
   config.machine_rank = values.Int("machine_rank");
@@ -602,39 +604,55 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
   config.tls.key = values.Text("tls_key");
   config.token_file = values.Text("token_file");
   config.checkpoint_key = values.Text("checkpoint_key");
+  return config;
+}
 
-  int gpus = machine.gpus;
-  if (!config.gpu_ids.empty() && config.gpu_ids != "all") {
-    gpus = static_cast<int>(
-        std::vector<absl::string_view>(absl::StrSplit(config.gpu_ids, ',')).size());
-    if (gpus > machine.gpus) {
-      return absl::InvalidArgumentError(absl::StrCat("gpu_ids: ", config.gpu_ids, " (from ",
-                                                     values.Get("gpu_ids").source, ") names ", gpus,
-                                                     " GPUs, but this machine has ", machine.gpus));
-    }
+// How many GPUs programs may use here.
+absl::StatusOr<int> CountGpus(const LaunchConfig& config, const Resolver& values,
+                              const MachineFacts& machine) {
+  if (config.gpu_ids.empty() || config.gpu_ids == "all") return machine.gpus;
+  const int gpus =
+      static_cast<int>(std::vector<absl::string_view>(absl::StrSplit(config.gpu_ids, ',')).size());
+  if (gpus > machine.gpus) {
+    return absl::InvalidArgumentError(absl::StrCat("gpu_ids: ", config.gpu_ids, " (from ",
+                                                   values.Get("gpu_ids").source, ") names ", gpus,
+                                                   " GPUs, but this machine has ", machine.gpus));
   }
+  return gpus;
+}
+
+// Whether to train on the CPU, with where that comes from.
+absl::StatusOr<Given> ChooseDevice(const Resolver& values, int gpus, LaunchConfig* config) {
   Given cpu = values.Get("cpu");
-  config.cpu = values.Bool("cpu");
-  if (!config.cpu && gpus == 0) {
+  config->cpu = values.Bool("cpu");
+  if (!config->cpu && gpus == 0) {
     // A file may be for many machines; a flag is meant for this one.
     if (cpu.source == "--cpu") {
       return absl::InvalidArgumentError(
           "cpu: false (from --cpu), but this machine has no usable GPU: leave it out to "
           "train on the CPU (muster env shows what was found)");
     }
-    config.cpu = true;
+    config->cpu = true;
     cpu = {"true", "this machine has no GPU"};
   }
+  return cpu;
+}
 
+// The number of processes, with where it comes from.
+Given ChooseProcesses(const Resolver& values, int gpus, LaunchConfig* config) {
   Given processes = values.Get("num_processes");
   if (values.Has("num_processes")) {
-    config.num_processes = values.Int("num_processes");
+    config->num_processes = values.Int("num_processes");
   } else {
-    config.num_processes = config.num_machines * (config.cpu ? 1 : gpus);
-    processes = {absl::StrCat(config.num_processes),
-                 config.cpu ? "one for each machine" : "one for each GPU"};
+    config->num_processes = config->num_machines * (config->cpu ? 1 : gpus);
+    processes = {absl::StrCat(config->num_processes),
+                 config->cpu ? "one for each machine" : "one for each GPU"};
   }
+  return processes;
+}
 
+absl::Status CheckCounts(const LaunchConfig& config, const Resolver& values, int gpus,
+                         const Given& processes) {
   if (config.machine_rank >= config.num_machines) {
     return absl::InvalidArgumentError(absl::StrCat(
         "machine_rank: ", config.machine_rank, " (from ", values.Get("machine_rank").source,
@@ -649,13 +667,18 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
                      values.Get("num_machines").source, "): use ",
                      below > 0 ? absl::StrCat(below, " or ") : "", below + config.num_machines));
   }
-  config.processes_here = config.num_processes / config.num_machines;
-  if (!config.cpu && config.processes_here > gpus) {
+  const int processes_here = config.num_processes / config.num_machines;
+  if (!config.cpu && processes_here > gpus) {
     return absl::InvalidArgumentError(
-        absl::StrCat("num_processes: ", config.processes_here, " on this machine (from ",
-                     processes.source, "), but it has ", gpus, gpus == 1 ? " GPU" : " GPUs",
-                     " to use: use ", gpus * config.num_machines, " or --cpu"));
+        absl::StrCat("num_processes: ", processes_here, " on this machine (from ", processes.source,
+                     "), but it has ", gpus, gpus == 1 ? " GPU" : " GPUs", " to use: use ",
+                     gpus * config.num_machines, " or --cpu"));
   }
+  return absl::OkStatus();
+}
+
+// Checks settings that require others, and that agents can keep the lease.
+absl::Status CheckRequirements(const LaunchConfig& config, const Resolver& values) {
   if (config.num_machines > 1 && (config.coordinator_ip.empty() || config.coordinator_port == 0)) {
     return absl::InvalidArgumentError(absl::StrCat(
         "num_machines: ", config.num_machines, " (from ", values.Get("num_machines").source,
@@ -676,14 +699,11 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
             ? absl::StrCat("tls_cert (from ", values.Get("tls_cert").source, ") needs tls_key")
             : absl::StrCat("tls_key (from ", values.Get("tls_key").source, ") needs tls_cert"));
   }
-  MUSTER_RETURN_IF_ERROR(CheckCallersAreKnown(config, values));
+  return CheckCallersAreKnown(config, values);
+}
 
-  for (const SettingSpec& spec : LaunchSettings()) {
-    Given given = values.Get(spec.name);
-    if (spec.name == "cpu") given = cpu;
-    if (spec.name == "num_processes") given = processes;
-    config.provenance.emplace_back(spec.name, std::move(given));
-  }
+// The variables of all layers; the first layer that has one wins.
+absl::Status AddVariables(const std::vector<Layer>& layers, LaunchConfig* config) {
   std::map<std::string, Given> env;
   for (auto layer = layers.rbegin(); layer != layers.rend(); ++layer) {
     for (const auto& [name, given] : layer->env) env[name] = given;
@@ -693,9 +713,35 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
       return absl::InvalidArgumentError(
           absl::StrCat("env: ", name, " (from ", given.source, ") is not a valid variable name"));
     }
-    config.env[name] = given.text;
-    config.provenance.emplace_back("env." + name, given);
+    config->env[name] = given.text;
+    config->provenance.emplace_back("env." + name, given);
   }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
+                                           const MachineFacts& machine) {
+  const Resolver values(layers);
+  for (const SettingSpec& spec : LaunchSettings()) {
+    const Given given = values.Get(spec.name);
+    if (given.source != "default") MUSTER_RETURN_IF_ERROR(CheckValue(spec, given));
+  }
+  LaunchConfig config = TakeSettings(values);
+  MUSTER_ASSIGN_OR_RETURN(const int gpus, CountGpus(config, values, machine));
+  MUSTER_ASSIGN_OR_RETURN(const Given cpu, ChooseDevice(values, gpus, &config));
+  const Given processes = ChooseProcesses(values, gpus, &config);
+  MUSTER_RETURN_IF_ERROR(CheckCounts(config, values, gpus, processes));
+  config.processes_here = config.num_processes / config.num_machines;
+  MUSTER_RETURN_IF_ERROR(CheckRequirements(config, values));
+  for (const SettingSpec& spec : LaunchSettings()) {
+    Given given = values.Get(spec.name);
+    if (spec.name == "cpu") given = cpu;
+    if (spec.name == "num_processes") given = processes;
+    config.provenance.emplace_back(spec.name, std::move(given));
+  }
+  MUSTER_RETURN_IF_ERROR(AddVariables(layers, &config));
   return config;
 }
 

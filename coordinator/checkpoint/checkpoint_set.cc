@@ -184,6 +184,49 @@ CheckpointSet::Error CheckpointSet::Begin(const v1::BeginCheckpointRequest& requ
   return std::nullopt;
 }
 
+// Checks a part against itself and what has been reported. `bytes`: what its files will hold.
+CheckpointSet::Error CheckpointSet::CheckPart(const v1::ReportShardsRequest& request,
+                                              const Entry& entry, size_t* bytes) const {
+  const Entry::Reports& reports = *entry.reports;
+  const int rank = request.rank();
+  absl::flat_hash_set<absl::string_view> names;
+  Coverage trial;  // so that nothing of a refused part is kept
+  for (const v1::ShardFile& file : request.files()) {
+    if (auto error = CheckFile(file)) return error;
+    const auto known = reports.files.find(file.name());
+    if (known != reports.files.end() || !names.insert(file.name()).second) {
+      const int other = known != reports.files.end() ? known->second.second : rank;
+      return BadField("files.name",
+                      absl::StrCat("rank ", rank, " reports file ", Quoted(file.name()),
+                                   ", which rank ", other, " has reported before"));
+    }
+    *bytes += 2 * file.name().size() + 192;
+    for (const v1::TensorSlice& slice : file.slices()) {
+      if (auto error = trial.Add(slice, file.name())) return error;
+    }
+  }
+  const size_t more = *bytes + trial.bytes();
+  if (budget_ != nullptr && more > budget_->of_all - std::min(budget_->used, budget_->of_all)) {
+    return MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_OVERLOADED,
+                     absl::StrCat("the reports of checkpoints of all jobs hold ",
+                                  budget_->used >> 20, " of at most ", budget_->of_all >> 20,
+                                  " MiB: try again when another checkpoint is sealed"));
+  }
+  if (reports.bytes_of_all() + more > kMaxReportBytes) {
+    return TooLarge("files", absl::StrCat("the reports of ", Name(entry.record), " have more than ",
+                                          kMaxReportBytes >> 20,
+                                          " MiB: report fewer slices, for example one for each "
+                                          "rank and tensor"));
+  }
+  // Against what others have reported.
+  for (const v1::ShardFile& file : request.files()) {
+    for (const v1::TensorSlice& slice : file.slices()) {
+      if (auto error = reports.coverage.Check(slice, file.name())) return error;
+    }
+  }
+  return std::nullopt;
+}
+
 CheckpointSet::Error CheckpointSet::Report(const v1::ReportShardsRequest& request) {
   Entry* const entry = Find(request.checkpoint_id());
   if (entry == nullptr) return NoCheckpoint(request.checkpoint_id());
@@ -212,42 +255,8 @@ CheckpointSet::Error CheckpointSet::Report(const v1::ReportShardsRequest& reques
                      ": send the parts in order, and all of them again after a restart of "
                      "the coordinator"));
   }
-  absl::flat_hash_set<absl::string_view> names;
   size_t bytes = 0;
-  Coverage trial;  // so that nothing of a refused part is kept
-  for (const v1::ShardFile& file : request.files()) {
-    if (auto error = CheckFile(file)) return error;
-    const auto known = reports.files.find(file.name());
-    if (known != reports.files.end() || !names.insert(file.name()).second) {
-      const int other = known != reports.files.end() ? known->second.second : rank;
-      return BadField("files.name",
-                      absl::StrCat("rank ", rank, " reports file ", Quoted(file.name()),
-                                   ", which rank ", other, " has reported before"));
-    }
-    bytes += 2 * file.name().size() + 192;
-    for (const v1::TensorSlice& slice : file.slices()) {
-      if (auto error = trial.Add(slice, file.name())) return error;
-    }
-  }
-  const size_t more = bytes + trial.bytes();
-  if (budget_ != nullptr && more > budget_->of_all - std::min(budget_->used, budget_->of_all)) {
-    return MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_OVERLOADED,
-                     absl::StrCat("the reports of checkpoints of all jobs hold ",
-                                  budget_->used >> 20, " of at most ", budget_->of_all >> 20,
-                                  " MiB: try again when another checkpoint is sealed"));
-  }
-  if (reports.bytes_of_all() + more > kMaxReportBytes) {
-    return TooLarge("files", absl::StrCat("the reports of ", Name(entry->record),
-                                          " have more than ", kMaxReportBytes >> 20,
-                                          " MiB: report fewer slices, for example one for each "
-                                          "rank and tensor"));
-  }
-  // Against what others have reported.
-  for (const v1::ShardFile& file : request.files()) {
-    for (const v1::TensorSlice& slice : file.slices()) {
-      if (auto error = reports.coverage.Check(slice, file.name())) return error;
-    }
-  }
+  if (auto error = CheckPart(request, *entry, &bytes)) return error;
   for (const v1::ShardFile& file : request.files()) {
     for (const v1::TensorSlice& slice : file.slices()) {
       reports.coverage.Add(slice, file.name());

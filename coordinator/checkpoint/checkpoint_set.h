@@ -168,6 +168,7 @@ class CheckpointSet {
   // Of those in `folder`: retention of one project leaves the folders of others alone.
   std::vector<uint64_t> Superfluous(absl::string_view folder, int keep, int64_t keep_every) const;
   void StartReports(Entry* entry) const;
+  Error CheckPart(const v1::ReportShardsRequest& request, const Entry& entry, size_t* bytes) const;
 
   const std::string job_id_;
   ReportBudget* const budget_;

@@ -4,7 +4,9 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "CLI/CLI.hpp"
 #include "absl/status/status.h"
@@ -68,92 +70,116 @@ int EndWith(const absl::StatusOr<std::string>& report) {
   return 0;
 }
 
-int Run(int argc, char** argv) {
+struct Flags {
   CoordinatorServer::Options options;
   std::string verify, restored, log_level = "info", log_format;
   bool version = false, list_failpoints = false;
   double lease = 6, resume = 60;
   int max_message_mib = 4;
-  // An unset variable must not turn into a coordinator that keeps nothing.
-  const CLI::Validator not_empty(
+};
+
+// An unset variable must not turn into a coordinator that keeps nothing.
+CLI::Validator NotEmpty() {
+  return CLI::Validator(
       [](const std::string& text) {
         return text.empty() ? "it is empty: give a value or leave the flag out" : std::string();
       },
       "");
-  CLI::App app(kAbout, "muster-coordinator");
-  app.footer(kFooter);
-  app.add_option("--listen", options.rpc.listen,
-                 "HOST:PORT (numeric) or unix:PATH; port 0 takes a free one")
+}
+
+// What it serves, and to whom.
+void AddServiceFlags(CLI::App* app, Flags* flags) {
+  app->add_option("--listen", flags->options.rpc.listen,
+                  "HOST:PORT (numeric) or unix:PATH; port 0 takes a free one")
       ->capture_default_str();
-  app.add_option("--data_dir", options.data_dir,
-                 "directory of the journal; without it everything is in memory only")
-      ->check(not_empty);
-  app.add_flag("--insecure", options.rpc.insecure,
-               "let every user of this machine call it, in plain text; refused off the loopback "
-               "interface");
-  app.add_option("--token_file", options.token_file,
-                 "file with a token that every call must bring; only its owner may read it")
+  app->add_option("--data_dir", flags->options.data_dir,
+                  "directory of the journal; without it everything is in memory only")
+      ->check(NotEmpty());
+  app->add_flag("--insecure", flags->options.rpc.insecure,
+                "let every user of this machine call it, in plain text; refused off the loopback "
+                "interface");
+  app->add_option("--token_file", flags->options.token_file,
+                  "file with a token that every call must bring; only its owner may read it")
       ->envname("MUSTER_TOKEN_FILE")
-      ->check(not_empty);
-  app.add_option("--checkpoint_key", options.checkpoint_key,
-                 "file with a private Ed25519 key (PEM), which signs the records of checkpoints; "
-                 "only its owner may read it")
+      ->check(NotEmpty());
+  app->add_option("--checkpoint_key", flags->options.checkpoint_key,
+                  "file with a private Ed25519 key (PEM), which signs the records of checkpoints; "
+                  "only its owner may read it")
       ->envname("MUSTER_CHECKPOINT_KEY")
-      ->check(not_empty);
-  app.add_option("--tls_cert", options.rpc.tls.cert, "PEM file of the server's certificate")
-      ->check(not_empty);
-  app.add_option("--tls_key", options.rpc.tls.key, "PEM file of its key")->check(not_empty);
-  app.add_option("--tls_ca", options.rpc.tls.ca,
-                 "PEM file: clients must present a certificate signed by one of these")
-      ->check(not_empty);
-  app.add_flag("--reflection", options.rpc.reflection,
-               "list the services to any caller, for grpcurl and similar tools");
-  app.add_option("--metrics_listen", options.metrics_listen,
-                 "HOST:PORT for HTTP: /metrics for Prometheus, and /healthz")
-      ->check(not_empty);
-  app.add_option(
-         "--lease", lease,
+      ->check(NotEmpty());
+  app->add_option("--tls_cert", flags->options.rpc.tls.cert, "PEM file of the server's certificate")
+      ->check(NotEmpty());
+  app->add_option("--tls_key", flags->options.rpc.tls.key, "PEM file of its key")
+      ->check(NotEmpty());
+  app->add_option("--tls_ca", flags->options.rpc.tls.ca,
+                  "PEM file: clients must present a certificate signed by one of these")
+      ->check(NotEmpty());
+  app->add_flag("--reflection", flags->options.rpc.reflection,
+                "list the services to any caller, for grpcurl and similar tools");
+  app->add_option("--metrics_listen", flags->options.metrics_listen,
+                  "HOST:PORT for HTTP: /metrics for Prometheus, and /healthz")
+      ->check(NotEmpty());
+}
+
+void AddLimitFlags(CLI::App* app, Flags* flags) {
+  app->add_option(
+         "--lease", flags->lease,
          "seconds without a heartbeat after which a worker counts as lost, unless its job says")
       ->capture_default_str()
       ->check(CLI::Range(0.1, 86400.0));
-  app.add_option("--resume_window", resume,
-                 "seconds within which a disconnected agent can resume its session")
+  app->add_option("--resume_window", flags->resume,
+                  "seconds within which a disconnected agent can resume its session")
       ->capture_default_str()
       ->check(CLI::Range(0.0, 86400.0));
-  app.add_option("--direct_agents", options.runner.core.hubs.direct_agents,
-                 "number of agents with streams of their own; others connect through a hub, an "
-                 "agent with --hub_listen that speaks for them")
+  app->add_option("--direct_agents", flags->options.runner.core.hubs.direct_agents,
+                  "number of agents with streams of their own; others connect through a hub, an "
+                  "agent with --hub_listen that speaks for them")
       ->capture_default_str()
       ->check(CLI::Range(0, 1'000'000));
-  app.add_option("--agents_per_hub", options.runner.core.hubs.agents_per_hub,
-                 "the most agents that a hub speaks for; 0: every agent has a stream of its own")
+  app->add_option("--agents_per_hub", flags->options.runner.core.hubs.agents_per_hub,
+                  "the most agents that a hub speaks for; 0: every agent has a stream of its own")
       ->capture_default_str()
       ->check(CLI::Range(0, static_cast<int>(Hubs::kMaxRoster)));
-  app.add_option("--max_message_mib", max_message_mib, "largest message accepted, in MiB")
+  app->add_option("--max_message_mib", flags->max_message_mib, "largest message accepted, in MiB")
       ->capture_default_str()
       ->check(CLI::Range(1, 1024));
-  app.add_option("--snapshot_records", options.runner.snapshot_records,
-                 "records after which a snapshot is written")
+  app->add_option("--snapshot_records", flags->options.runner.snapshot_records,
+                  "records after which a snapshot is written")
       ->capture_default_str()
       ->check(CLI::Range(uint64_t{1}, uint64_t{1'000'000'000}));
-  app.add_option("--log_level", log_level, "debug, info, warning or error")->capture_default_str();
-  app.add_option("--log_format", log_format,
-                 "text, or json: one object a line with time, level, who, file, line and message "
-                 "(default: $MUSTER_LOG_FORMAT, else text)")
+}
+
+// The log, and what it does in place of serving.
+void AddOtherFlags(CLI::App* app, Flags* flags) {
+  app->add_option("--log_level", flags->log_level, "debug, info, warning or error")
+      ->capture_default_str();
+  app->add_option("--log_format", flags->log_format,
+                  "text, or json: one object a line with time, level, who, file, line and message "
+                  "(default: $MUSTER_LOG_FORMAT, else text)")
       ->check(CLI::IsMember({"text", "json"}));
-  app.add_option("--verify_journal", verify,
-                 "check the journal in this directory as a start would read it, print the result, "
-                 "and exit; cuts the incomplete tail that a crash left")
-      ->check(not_empty);
-  app.add_option("--restored", restored,
-                 "mark this directory as restored from a copy (a backup), and exit: the next start "
-                 "on it begins a term that no caller can have seen, ends every generation in it "
-                 "and makes watchers read again")
-      ->check(not_empty);
-  app.add_flag(
-      "--list_failpoints", list_failpoints,
+  app->add_option("--verify_journal", flags->verify,
+                  "check the journal in this directory as a start would read it, print the result, "
+                  "and exit; cuts the incomplete tail that a crash left")
+      ->check(NotEmpty());
+  app->add_option(
+         "--restored", flags->restored,
+         "mark this directory as restored from a copy (a backup), and exit: the next start "
+         "on it begins a term that no caller can have seen, ends every generation in it "
+         "and makes watchers read again")
+      ->check(NotEmpty());
+  app->add_flag(
+      "--list_failpoints", flags->list_failpoints,
       "print the failpoints that MUSTER_FAILPOINTS can arm (docs/failpoints.md), and exit");
-  app.add_flag("--version", version, "print the version and exit");
+  app->add_flag("--version", flags->version, "print the version and exit");
+}
+
+// Nullopt: go on; else the exit code.
+std::optional<int> ReadFlags(int argc, char** argv, Flags* flags) {
+  CLI::App app(kAbout, "muster-coordinator");
+  app.footer(kFooter);
+  AddServiceFlags(&app, flags);
+  AddLimitFlags(&app, flags);
+  AddOtherFlags(&app, flags);
   try {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
@@ -163,48 +189,44 @@ int Run(int argc, char** argv) {
     return Fail(kExitUsage,
                 absl::InvalidArgumentError(absl::StrCat(error.what(), " (see --help)")));
   }
-  if (version) {
-    std::printf("muster-coordinator %s\n", kVersion);
-    return 0;
-  }
-  if (list_failpoints) {
-    std::fputs(ListFailpoints().c_str(), stdout);
-    return 0;
-  }
+  return std::nullopt;
+}
+
+absl::Status SetUpLog(const Flags& flags) {
   LogLevel level;
-  if (!ParseLogLevel(log_level, &level)) {
-    return Fail(kExitUsage,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "--log_level '", log_level, "': debug, info, warning or error (see --help)")));
+  if (!ParseLogLevel(flags.log_level, &level)) {
+    return absl::InvalidArgumentError(absl::StrCat(
+        "--log_level '", flags.log_level, "': debug, info, warning or error (see --help)"));
   }
   SetLogLevel(level);
-  if (!log_format.empty()) SetLogJson(log_format == "json");
+  if (!flags.log_format.empty()) SetLogJson(flags.log_format == "json");
   SetLogIdentity("coordinator");
-  if (const absl::Status status = ArmFailpointsFromEnvironment(); !status.ok()) {
-    return Fail(kExitUsage, status);
+  return absl::OkStatus();
+}
+
+int VerifyJournal(const std::string& directory) {
+  Core core({});
+  return EndWith(SqliteJournal::Verify(
+      directory, [&](uint64_t, absl::string_view state) { return core.Restore(state); },
+      [&](uint64_t, absl::string_view record) { return core.Replay(record); }));
+}
+
+absl::Status CheckServiceFlags(const Flags& flags) {
+  if (std::isnan(flags.lease) || std::isnan(flags.resume)) {  // no range holds that
+    return absl::InvalidArgumentError("--lease and --resume_window are numbers of seconds");
   }
-  if (!verify.empty()) {
-    Core core({});
-    const absl::StatusOr<std::string> report = SqliteJournal::Verify(
-        verify, [&](uint64_t, absl::string_view state) { return core.Restore(state); },
-        [&](uint64_t, absl::string_view record) { return core.Replay(record); });
-    return EndWith(report);
-  }
-  if (!restored.empty()) return EndWith(SqliteJournal::MarkRestored(restored));
-  if (std::isnan(lease) || std::isnan(resume)) {  // no range holds that
-    return Fail(kExitUsage,
-                absl::InvalidArgumentError("--lease and --resume_window are numbers of seconds"));
-  }
+  const CoordinatorServer::Options& options = flags.options;
   if (options.rpc.insecure && (!options.rpc.tls.cert.empty() || !options.token_file.empty())) {
-    return Fail(kExitUsage,
-                absl::InvalidArgumentError(absl::StrCat(
-                    "--insecure and ",
-                    options.token_file.empty() ? "--tls_cert" : "--token_file (MUSTER_TOKEN_FILE)",
-                    " exclude each other: it disables authentication")));
+    return absl::InvalidArgumentError(
+        absl::StrCat("--insecure and ",
+                     options.token_file.empty() ? "--tls_cert" : "--token_file (MUSTER_TOKEN_FILE)",
+                     " exclude each other: it disables authentication"));
   }
-  options.runner.core.default_lease = absl::Seconds(lease);
-  options.runner.resume_window = absl::Seconds(resume);
-  options.rpc.max_message_bytes = max_message_mib << 20;
+  return absl::OkStatus();
+}
+
+// Serves until a signal, and returns the exit code.
+int Serve(CoordinatorServer::Options options) {
   // 1,250 agents need more descriptors than the usual soft limit.
   const uint64_t descriptors = RaiseDescriptorLimit();
   // Else gRPC 1.51 keeps 8 KiB for every connection to read into, whatever rpc/server.cc asks for.
@@ -262,6 +284,30 @@ int Run(int argc, char** argv) {
                    << ": stopping";
   (*server)->Shutdown();
   return signal == SIGUSR1 ? kExitDeposed : signal == SIGUSR2 ? kExitJournalFailed : 0;
+}
+
+int Run(int argc, char** argv) {
+  Flags flags;
+  if (const std::optional<int> code = ReadFlags(argc, argv, &flags)) return *code;
+  if (flags.version) {
+    std::printf("muster-coordinator %s\n", kVersion);
+    return 0;
+  }
+  if (flags.list_failpoints) {
+    std::fputs(ListFailpoints().c_str(), stdout);
+    return 0;
+  }
+  absl::Status status = SetUpLog(flags);
+  if (status.ok()) status = ArmFailpointsFromEnvironment();
+  if (!status.ok()) return Fail(kExitUsage, status);
+  if (!flags.verify.empty()) return VerifyJournal(flags.verify);
+  if (!flags.restored.empty()) return EndWith(SqliteJournal::MarkRestored(flags.restored));
+  status = CheckServiceFlags(flags);
+  if (!status.ok()) return Fail(kExitUsage, status);
+  flags.options.runner.core.default_lease = absl::Seconds(flags.lease);
+  flags.options.runner.resume_window = absl::Seconds(flags.resume);
+  flags.options.rpc.max_message_bytes = flags.max_message_mib << 20;
+  return Serve(std::move(flags.options));
 }
 
 }  // namespace

@@ -20,6 +20,7 @@
 #include "base/crc32c.h"
 #include "base/failpoint.h"
 #include "base/mutex.h"
+#include "base/test_folder.h"
 #include "coordinator/journal/memory_journal.h"
 #include "coordinator/journal/sqlite_journal.h"
 #include "gmock/gmock.h"
@@ -227,13 +228,7 @@ const char* FaultyVfs() {
 
 class SqliteJournalTest : public ::testing::Test {
  protected:
-  void SetUp() override {
-    g_fail_code = SQLITE_OK;
-    dir_ = ::testing::TempDir() + "/journal_" +
-           ::testing::UnitTest::GetInstance()->current_test_info()->name();
-    fs::remove_all(dir_);
-  }
-  void TearDown() override { fs::remove_all(dir_); }
+  void SetUp() override { g_fail_code = SQLITE_OK; }
 
   std::unique_ptr<SqliteJournal> Open(const char* vfs = nullptr) { return OpenAt(dir_, vfs); }
   static std::unique_ptr<SqliteJournal> OpenAt(const std::string& dir, const char* vfs = nullptr) {
@@ -288,7 +283,8 @@ class SqliteJournalTest : public ::testing::Test {
     std::ofstream(path, std::ios::binary | std::ios::trunc) << data;
   }
 
-  std::string dir_;
+  const TestFolder folder_;
+  const std::string dir_ = folder_.Path("journal");
 };
 
 TEST(MemoryJournal, Append_IsDurableAtOnce) {

@@ -18,8 +18,12 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/file.h"
 #include "base/mutate.h"
 #include "base/mutex.h"
+#include "base/test_folder.h"
+#include "base/test_keys.h"
+#include "base/test_wait.h"
 #include "coordinator/journal/memory_journal.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -528,7 +532,8 @@ TEST(CoordinatorServer, Token_CallsAndStreamsWithIt_AreServed) {
 }
 
 TEST(CoordinatorServer, TokenFileThatCannotBeUsed_IsRefusedBeforeTheJournalIsTouched) {
-  const std::string dir = ::testing::TempDir() + "/server_untouched";
+  const TestFolder folder;
+  const std::string dir = folder.Path("journal");
   const std::string open = WriteToken("open", "s3cret");
   ASSERT_EQ(chmod(open.c_str(), 0644), 0);
   const struct {
@@ -547,9 +552,9 @@ TEST(CoordinatorServer, TokenFileThatCannotBeUsed_IsRefusedBeforeTheJournalIsTou
 }
 
 TEST(CoordinatorServer, CheckpointKeyThatCannotBeUsed_IsRefusedBeforeTheJournalIsTouched) {
-  const std::string dir = ::testing::TempDir() + "/server_without_key";
-  const std::string key = ::testing::TempDir() + "/checkpoint_key.pem";
-  ASSERT_EQ(std::system(("openssl genpkey -algorithm ed25519 -out " + key).c_str()), 0);
+  const TestFolder folder;
+  const std::string dir = folder.Path("journal"), key = folder.Path("checkpoint_key.pem");
+  ASSERT_TRUE(WriteFileAtomically(key, kTestPrivateKey).ok());
   const std::string no_key = WriteToken("no_key", "s3cret");
   const struct {
     std::string file;
@@ -680,7 +685,7 @@ TEST(CoordinatorServer, LateWorker_IsWaitedFor) {
   Client first(server->address()), late(server->address());
   v1::JoinReply first_reply, late_reply;
   std::thread waiting([&] { EXPECT_TRUE(first.Join(JoinOf("j", 0, 2), &first_reply).ok()); });
-  while (server->runner().open_calls() == 0) std::this_thread::yield();
+  WaitUntil([&] { return server->runner().open_calls() != 0; });
   EXPECT_TRUE(late.Join(JoinOf("j", 1, 2), &late_reply).ok());
   waiting.join();
   EXPECT_EQ(first_reply.rank(), 0);
@@ -698,7 +703,7 @@ TEST(CoordinatorServer, WaitingGet_EndsWhenTheKeyIsPut) {
     const absl::Status status = other.Wait(FenceOf("j", 0, generation), "k");
     EXPECT_TRUE(status.ok()) << status;
   });
-  while (server->runner().open_calls() == 0) std::this_thread::yield();
+  WaitUntil([&] { return server->runner().open_calls() != 0; });
   EXPECT_TRUE(client.Put(FenceOf("j", 0, generation), "k", "v", false).ok());
   waiting.join();
   EXPECT_EQ(*client.Get(FenceOf("j", 0, generation), "k"), "v");
@@ -711,7 +716,7 @@ TEST(CoordinatorServer, CallerGone_IsForgotten) {
   const absl::Status status =
       client.Wait(FenceOf("j", 0, generation), "never", absl::Milliseconds(50));
   EXPECT_EQ(status.code(), absl::StatusCode::kDeadlineExceeded);
-  while (server->runner().open_calls() != 0) std::this_thread::yield();
+  WaitUntil([&] { return server->runner().open_calls() == 0; });
   EXPECT_TRUE(client.Put(FenceOf("j", 0, generation), "never", "v", false).ok());
 }
 
@@ -726,7 +731,7 @@ TEST(CoordinatorServer, Shutdown_AnswersThoseWhoWait) {
     EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
     EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_STOPPING);
   });
-  while (server->runner().open_calls() == 0) std::this_thread::yield();
+  WaitUntil([&] { return server->runner().open_calls() != 0; });
   server->Shutdown();
   waiting.join();
   EXPECT_EQ(agent.Finish().code(), absl::StatusCode::kUnavailable);
@@ -772,7 +777,7 @@ TEST(CoordinatorServer, ShutdownWhileCallsBegin_EndsEachTime) {
         }
       });
     }
-    while (answered < 50) std::this_thread::yield();
+    WaitUntil([&] { return answered >= 50; });
     server->Shutdown();
     server.reset();
     stop = true;
@@ -813,7 +818,7 @@ Started FirstInABarrier(CoordinatorServer& server, AgentClient& a, AgentClient& 
   started.generation = a.Result(1).join().generation();
   b.Result(1);
   a.Send({ArriveOp(2, "j", 0, started.generation)});
-  while (server.runner().open_calls() == 0) std::this_thread::yield();
+  WaitUntil([&] { return server.runner().open_calls() != 0; });
   return started;
 }
 
@@ -977,10 +982,9 @@ TEST(AgentStream, ResumeWindowOver_AbandonsItsCalls) {
   AgentClient agent(server->address(), "node", 1);
   agent.Attach();
   agent.Send({JoinOp(1, "j", 0, 2)});
-  while (server->runner().open_calls() == 0) std::this_thread::yield();
+  WaitUntil([&] { return server->runner().open_calls() != 0; });
   agent.Break();
-  while (server->runner().open_calls() != 0 || server->runner().agents() != 0)
-    std::this_thread::yield();
+  WaitUntil([&] { return server->runner().open_calls() == 0 && server->runner().agents() == 0; });
   Client client(server->address());
   EXPECT_EQ(client.Status()->jobs(0).waiting(), 0);
 }
@@ -1086,8 +1090,8 @@ TEST(AgentStream, AgentThatReadsNothing_LosesItsStreamAllTheSame) {
 }
 
 TEST(Journal, Restart_KeepsSeatsKeysAndAnswers) {
-  const std::string dir = ::testing::TempDir() + "/server_restart";
-  std::filesystem::remove_all(dir);
+  const TestFolder folder;
+  const std::string dir = folder.Path("journal");
   uint64_t generation;
   std::string first_answer;
   CoordinatorServer::Options options;
@@ -1118,8 +1122,8 @@ TEST(Journal, Restart_KeepsSeatsKeysAndAnswers) {
 }
 
 TEST(Journal, AgentOverARestart_JoinsInAgainAndFinishesItsBarrier) {
-  const std::string dir = ::testing::TempDir() + "/agent_restart";
-  std::filesystem::remove_all(dir);
+  const TestFolder folder;
+  const std::string dir = folder.Path("journal");
   CoordinatorServer::Options options;
   options.data_dir = dir;
   auto server = StartServer(std::move(options));
@@ -1145,8 +1149,8 @@ TEST(Journal, AgentOverARestart_JoinsInAgainAndFinishesItsBarrier) {
 }
 
 TEST(Journal, SecondCoordinatorOnTheDirectory_IsRefused) {
-  const std::string dir = ::testing::TempDir() + "/server_locked";
-  std::filesystem::remove_all(dir);
+  const TestFolder folder;
+  const std::string dir = folder.Path("journal");
   CoordinatorServer::Options options;
   options.data_dir = dir;
   auto server = StartServer(std::move(options));
@@ -1372,7 +1376,7 @@ TEST(Watch, WatcherGone_IsForgotten) {
     ASSERT_TRUE(watcher.Read(&batch));
     EXPECT_EQ(server->runner().watchers(), 1u);
   }
-  while (server->runner().watchers() != 0) std::this_thread::yield();
+  WaitUntil([&] { return server->runner().watchers() == 0; });
 }
 
 TEST(Metrics, Page_HasTheStandardFamilies) {

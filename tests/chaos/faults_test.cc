@@ -26,6 +26,7 @@
 #include "rpc/channel.h"
 #include "rpc/status.h"
 #include "tests/chaos/cluster.h"
+#include "tests/support/command.h"
 
 namespace muster::chaos {
 namespace {
@@ -39,13 +40,6 @@ void Expect(const Plan& plan) {
 }
 
 std::unique_ptr<agent::ProcessHost> Host() { return *agent::ProcessHost::Start(); }
-
-std::string Folder(const std::string& name) {
-  const std::string path = absl::StrCat(::testing::TempDir(), "/", name);
-  EXPECT_TRUE(RemoveTree(path).ok());
-  EXPECT_TRUE(MakeDirectories(path).ok());
-  return path;
-}
 
 Child Coordinator(agent::ProcessHost& host, std::vector<std::string> flags) {
   flags.insert(flags.begin(), {ProgramPath("coordinator/cmd/muster-coordinator"), "--insecure"});
@@ -87,7 +81,7 @@ TEST(Faults, WorkerStoppedBeyondItsLease_IsNamedAndComesBack) {
 }
 
 TEST(Faults, WallClockJumps_NothingHappens) {
-  const std::string path = absl::StrCat(Folder("clock"), "/offset");
+  const std::string path = absl::StrCat(testing_support::MakeTestDir("clock"), "/offset");
   const int fd = open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600);
   ASSERT_EQ(ftruncate(fd, sizeof(int64_t)), 0);
   auto* const offset = static_cast<std::atomic<int64_t>*>(
@@ -134,7 +128,7 @@ TEST(Faults, PortStolenBetweenCrashAndRestart_JobGoesOnWhenItIsFree) {
 
 TEST(Faults, SecondCoordinatorOnTheSameJournal_IsRefusedWithThePid) {
   auto host = Host();
-  const std::string data = Folder("second") + "/data";
+  const std::string data = testing_support::MakeTestDir("second") + "/data";
   Child first = Coordinator(*host, {"--listen", "127.0.0.1:0", "--data_dir", data});
   ASSERT_TRUE(first.WaitFor("127.0.0.1:", absl::Seconds(20))) << first.text();
   Child second = Coordinator(*host, {"--listen", "127.0.0.1:0", "--data_dir", data});

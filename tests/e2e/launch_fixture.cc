@@ -15,15 +15,6 @@
 
 namespace muster {
 
-bool WaitUntilEnded(pid_t pid) {
-  const int fd = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-  if (fd < 0) return errno == ESRCH;
-  pollfd event = {fd, POLLIN, 0};
-  const bool ended = poll(&event, 1, 60'000) == 1;
-  close(fd);
-  return ended;
-}
-
 std::vector<int> Numbers(absl::string_view text) {
   std::vector<int> numbers;
   for (const absl::string_view word : absl::StrSplit(text, ' ', absl::SkipEmpty())) {
@@ -97,26 +88,17 @@ std::string LaunchFixture::Runfile(const std::string& path) {
 }
 
 void LaunchFixture::SetUp() {
-  temp_ = absl::StrCat(::testing::TempDir(), "/",
-                       ::testing::UnitTest::GetInstance()->current_test_info()->name());
-  ASSERT_TRUE(RemoveTree(temp_).ok());
-  ASSERT_TRUE(MakeDirectories(temp_).ok());
   env_ = {{"PATH", "/usr/bin:/bin"},
           {"HOME", temp_},
           {"CUDA_VISIBLE_DEVICES", ""},
           {"MUSTER_PREFIX", "true"}};
   // Commands inherit what is ignored, and these tests may run in the background of a shell.
   for (const int signal : {SIGHUP, SIGINT, SIGQUIT}) ::signal(signal, SIG_DFL);
-  char runtime[] = "/tmp/muster-test-XXXXXX";  // temp_ is too long for a socket's path
-  ASSERT_NE(mkdtemp(runtime), nullptr);
-  runtime_ = runtime;
   env_["MUSTER_RUNTIME_DIR"] = runtime_;
   auto host = agent::ProcessHost::Start();
   ASSERT_TRUE(host.ok()) << host.status();
   host_ = *std::move(host);
 }
-
-void LaunchFixture::TearDown() { EXPECT_TRUE(RemoveTree(runtime_).ok()); }
 
 std::string LaunchFixture::TokenFile(const std::string& token) {
   // There at once and closed: a command that was given it before may be reading it.

@@ -17,12 +17,10 @@
 #include "agent/process.h"
 #include "base/file.h"
 #include "base/mutex.h"
+#include "base/test_folder.h"
 #include "gtest/gtest.h"
 
 namespace muster {
-
-// Waits until `pid` has ended (it may still be a zombie). False after a minute.
-bool WaitUntilEnded(pid_t pid);
 
 // The numbers in `text`.
 std::vector<int> Numbers(absl::string_view text);
@@ -63,7 +61,6 @@ class Command {
 class LaunchFixture : public ::testing::Test {
  protected:
   void SetUp() override;
-  void TearDown() override;
 
   // `muster ARGS...`.
   std::unique_ptr<Command> Muster(std::vector<std::string> args, bool terminal = false);
@@ -79,8 +76,11 @@ class LaunchFixture : public ::testing::Test {
   std::string TokenFile(const std::string& token = "of-this-test");
 
   std::map<std::string, std::string> env_;
-  std::string temp_;
-  std::string runtime_;  // where launches keep their sockets: those of other tests are not seen
+  const TestFolder test_folder_;
+  const std::string temp_ = test_folder_.path();
+  // Where launches keep their sockets: those of other tests are not seen.
+  const TestFolder sockets_ = TestFolder::ForSockets();
+  const std::string runtime_ = sockets_.path();
   std::unique_ptr<agent::ProcessHost> host_;
 };
 

@@ -3,6 +3,7 @@
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
 #include "agent/job_coordination.h"
+#include "base/test_wait.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"
 

@@ -16,6 +16,7 @@
 #include "absl/strings/str_split.h"
 #include "agent/job_coordination.h"
 #include "base/identity.h"
+#include "base/test_wait.h"
 #include "gmock/gmock.h"
 #include "rpc/test_listener.h"
 #include "tests/e2e/launch_fixture.h"
@@ -278,7 +279,7 @@ TEST_F(LaunchTest, TwoSignalsAtOnce_AreOneWishAndWorkersSave) {
   kill(launch->pid(), SIGHUP);
   kill(launch->pid(), SIGCONT);
   launch->WaitForLine("muster: stopping");
-  while (HasPendingSignal(launch->pid())) sched_yield();
+  WaitUntil([&] { return !HasPendingSignal(launch->pid()); });
   // For reading, too: that does not wait for a worker that was killed.
   std::fstream go(Temp("go"));
   go << "go\n" << std::flush;

@@ -11,6 +11,7 @@
 
 #include "ATen/ops/arange.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/local_comm.h"
@@ -22,8 +23,6 @@ using ::testing::HasSubstr;
 
 class DamageTest : public testing::Test {
  protected:
-  void TearDown() override { EXPECT_TRUE(RemoveTree(root_).ok()); }
-
   CheckpointFolder folder() const { return CheckpointFolder(root_); }
 
   // Two checkpoints of small files, one of tensors and one of scalars, and of a model that is large
@@ -98,7 +97,8 @@ class DamageTest : public testing::Test {
     return StateReader::Open(newest_)->manifest().Find(name)->digest.bytes;
   }
 
-  const std::string root_ = JoinPath(testing::TempDir(), "damage-" + RandomHex());
+  const TestFolder test_folder_;
+  const std::string root_ = test_folder_.Path("checkpoints");
   const std::string newest_ = folder().PathOf(1);
 };
 

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include "base/file.h"
+#include "base/test_folder.h"
 
 namespace muster {
 namespace {
@@ -19,7 +20,8 @@ TEST(Digest, PiecesAndFile_GiveTheSame) {
   digester.Update(absl::string_view(text).substr(1000));
   EXPECT_EQ(digester.Finish(), DigestBytes(text));
   EXPECT_EQ(digester.Finish().bytes, text.size());
-  const std::string path = JoinPath(testing::TempDir(), "digest-" + RandomHex());
+  const TestFolder folder;
+  const std::string path = folder.Path("digest");
   ASSERT_TRUE(WriteFileAtomically(path, text).ok());
   EXPECT_EQ(*DigestFile(path), DigestBytes(text));
   ASSERT_TRUE(RemoveTree(path).ok());

@@ -17,6 +17,7 @@
 #include "base/fake_clock.h"
 #include "base/file.h"
 #include "base/mutex.h"
+#include "base/test_folder.h"
 #include "worker/checkpoint/aligned_memory.h"
 
 namespace muster {
@@ -29,15 +30,7 @@ constexpr size_t kBlock = 3 * kDirectAlignment;
 
 class DirectFileTest : public testing::Test {
  protected:
-  void SetUp() override {
-    dir_ = JoinPath(testing::TempDir(), "direct-" + RandomHex());
-    ASSERT_TRUE(MakeDirectories(dir_).ok());
-    path_ = JoinPath(dir_, "file");
-  }
-  void TearDown() override {
-    EXPECT_TRUE(ArmFailpoints("", "", "").ok());
-    EXPECT_TRUE(RemoveTree(dir_).ok());
-  }
+  void TearDown() override { EXPECT_TRUE(ArmFailpoints("", "", "").ok()); }
 
   // `bytes` bytes in which no two blocks are the same.
   absl::string_view Contents(size_t bytes) {
@@ -92,7 +85,9 @@ class DirectFileTest : public testing::Test {
   }
 
   bool streamed_ = false;
-  std::string dir_, path_;
+  const TestFolder test_folder_;
+  const std::string dir_ = test_folder_.path();
+  std::string path_ = test_folder_.Path("file");
   AlignedMemory memory_;
   DirectFileSystem system_;
   DirectFileOptions options_{.block_bytes = kBlock, .in_flight = 3, .system = &system_};

@@ -11,6 +11,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 
 namespace muster {
 namespace {
@@ -20,12 +21,6 @@ using ::testing::HasSubstr;
 
 class FolderTest : public testing::Test {
  protected:
-  void SetUp() override {
-    root_ = JoinPath(testing::TempDir(), "folder-" + RandomHex());
-    ASSERT_TRUE(MakeDirectories(root_).ok());
-  }
-  void TearDown() override { EXPECT_TRUE(RemoveTree(root_).ok()); }
-
   // A checkpoint with the given files, each holding its own name and `salt`.
   absl::Status Save(const std::string& dir, const std::vector<std::string>& names,
                     const std::string& salt = "") {
@@ -43,7 +38,8 @@ class FolderTest : public testing::Test {
 
   std::string Path(const std::string& name) { return JoinPath(root_, name); }
 
-  std::string root_;
+  const TestFolder test_folder_;
+  const std::string root_ = test_folder_.path();
 };
 
 TEST_F(FolderTest, Publish_AppearsWholeAndLeavesNoStaging) {

@@ -10,6 +10,7 @@
 
 #include "ATen/ops/full.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/staged_save.h"
@@ -27,12 +28,6 @@ using ::testing::HasSubstr;
 // Two nodes of two ranks; the disk of node i is the folder root_/node_i.
 class NodeCheckpointsTest : public testing::Test {
  protected:
-  void SetUp() override {
-    root_ = JoinPath(testing::TempDir(), "nodes-" + RandomHex());
-    ASSERT_TRUE(MakeDirectories(root_).ok());
-  }
-  void TearDown() override { EXPECT_TRUE(RemoveTree(root_).ok()); }
-
   static int NodeOf(const Comm& comm) { return comm.rank() / 2; }
   std::string Disk(int node) const { return JoinPath(root_, "node_" + std::to_string(node)); }
   std::string Dir(int node) const { return JoinPath(Disk(node), "ckpt"); }
@@ -92,7 +87,8 @@ class NodeCheckpointsTest : public testing::Test {
     ASSERT_TRUE(WriteFileAtomically(path, *bytes).ok());
   }
 
-  std::string root_;
+  const TestFolder test_folder_;
+  const std::string root_ = test_folder_.path();
 };
 
 TEST_F(NodeCheckpointsTest, Groups_OfDisksOfTheirOwn_HaveALeaderEach) {

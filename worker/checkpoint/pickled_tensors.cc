@@ -273,6 +273,10 @@ class Machine {
   absl::Status LoadPersistent();
   absl::Status RebuildTensor(Function function, const std::vector<uint32_t>& arguments);
   absl::Status Sizes(uint32_t id, absl::string_view what, std::vector<uint64_t>* sizes);
+  // The entry of `container`, which is called `name`, at `*next`, and the step to it in names;
+  // moves `*next` on.
+  absl::Status NextEntry(const Value& container, absl::string_view name, size_t* next,
+                         std::string* step, uint32_t* child) const;
   absl::StatusOr<std::vector<PickledTensor>> Collect();
 
   absl::string_view TextOf(const Value& value) const {
@@ -637,6 +641,29 @@ absl::Status Machine::Step(uint8_t opcode) {
                       opcode));
 }
 
+absl::Status Machine::NextEntry(const Value& container, absl::string_view name, size_t* next,
+                                std::string* step, uint32_t* child) const {
+  if (container.kind == Kind::kDict) {
+    const Value& key = values_[container.items[*next]];
+    *child = container.items[*next + 1];
+    *next += 2;
+    const Kind held = values_[*child].kind;
+    if (key.kind == Kind::kText) {
+      *step = std::string(TextOf(key).substr(0, kMaxNameBytes + 1));
+    } else if (key.kind == Kind::kInteger) {
+      *step = absl::StrCat(key.number);
+    } else if (held == Kind::kTensor || held == Kind::kDict || held == Kind::kList ||
+               held == Kind::kTuple) {
+      return Bad(
+          absl::StrCat("a key below \"", Printable(name), "\" is neither text nor an integer"));
+    }
+  } else {
+    *step = absl::StrCat(*next);
+    *child = container.items[(*next)++];
+  }
+  return absl::OkStatus();
+}
+
 absl::StatusOr<std::vector<PickledTensor>> Machine::Collect() {
   struct Place {
     uint32_t id;
@@ -694,24 +721,7 @@ absl::StatusOr<std::vector<PickledTensor>> Machine::Collect() {
     }
     std::string step;
     uint32_t child = 0;
-    if (container.kind == Kind::kDict) {
-      const Value& key = values_[container.items[place.next]];
-      child = container.items[place.next + 1];
-      place.next += 2;
-      const Kind held = values_[child].kind;
-      if (key.kind == Kind::kText) {
-        step = std::string(TextOf(key).substr(0, kMaxNameBytes + 1));
-      } else if (key.kind == Kind::kInteger) {
-        step = absl::StrCat(key.number);
-      } else if (held == Kind::kTensor || held == Kind::kDict || held == Kind::kList ||
-                 held == Kind::kTuple) {
-        return Bad(
-            absl::StrCat("a key below \"", Printable(name), "\" is neither text nor an integer"));
-      }
-    } else {
-      step = absl::StrCat(place.next);
-      child = container.items[place.next++];
-    }
+    MUSTER_RETURN_IF_ERROR(NextEntry(container, name, &place.next, &step, &child));
     if (name.size() + step.size() + 1 > kMaxNameBytes) {
       return Bad(absl::StrCat("the name \"", Printable(name), "...\" is longer than the ",
                               kMaxNameBytes, " bytes allowed"));

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/mutex.h"
+#include "base/test_folder.h"
 #include "worker/checkpoint/seal.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/thread_comm.h"
@@ -128,9 +129,6 @@ class FakeRegistrar : public CheckpointRegistrar {
 
 class PublicationTest : public testing::Test {
  protected:
-  void SetUp() override { ASSERT_TRUE(MakeDirectories(root_).ok()); }
-  void TearDown() override { EXPECT_TRUE(RemoveTree(root_).ok()); }
-
   // Two ranks save; both see the same.
   absl::Status Save(int64_t iteration, PublishOptions options = {}) {
     std::vector<absl::Status> statuses(2);
@@ -162,7 +160,8 @@ class PublicationTest : public testing::Test {
     ASSERT_EQ(unlink(JoinPath(record.staging, kSealName).c_str()), 0);
   }
 
-  const std::string root_ = JoinPath(testing::TempDir(), "publication-" + RandomHex());
+  const TestFolder test_folder_;
+  const std::string root_ = test_folder_.path();
   const CheckpointFolder folder_{root_};
   FakeRegistrar registrar_;
   bool registered_ = true;

@@ -11,6 +11,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/escaping.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "tests/testdata/golden.h"
 
 namespace muster {
@@ -236,9 +237,8 @@ TEST(ParseSafetensorsHeader, MutatedHeaders_NeverCrashAndRoundTrip) {
 }
 
 TEST(ReadSafetensorsHeader, MutatedFiles_NeverCrash) {
-  const std::string folder = JoinPath(testing::TempDir(), "safetensors-" + RandomHex());
-  ASSERT_TRUE(MakeDirectories(folder).ok());
-  const std::string path = JoinPath(folder, "f.safetensors");
+  const TestFolder folder;
+  const std::string path = folder.Path("f.safetensors");
   const std::string seed = *ReadFile(GoldenPath("safetensors_files/valid_mixed0.safetensors"));
   std::mt19937_64 random(1);
   for (int round = 0; round < 300; ++round) {
@@ -248,7 +248,6 @@ TEST(ReadSafetensorsHeader, MutatedFiles_NeverCrash) {
     std::ofstream(path, std::ios::binary | std::ios::trunc) << contents;
     (void)ReadSafetensorsHeader(path).ok();
   }
-  EXPECT_TRUE(RemoveTree(folder).ok());
 }
 
 }  // namespace

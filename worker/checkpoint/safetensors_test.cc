@@ -13,6 +13,7 @@
 #include "ATen/ops/randn.h"
 #include "ATen/ops/zeros.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "tests/testdata/golden.h"
 
 namespace muster {
@@ -22,15 +23,9 @@ using ::testing::HasSubstr;
 
 class SafetensorsTest : public testing::Test {
  protected:
-  void SetUp() override {
-    folder_ = JoinPath(testing::TempDir(), "safetensors-" + RandomHex());
-    ASSERT_TRUE(MakeDirectories(folder_).ok());
-    path_ = JoinPath(folder_, "f.safetensors");
-  }
-  void TearDown() override { EXPECT_TRUE(RemoveTree(folder_).ok()); }
-
-  std::string folder_;
-  std::string path_;
+  const TestFolder test_folder_;
+  const std::string folder_ = test_folder_.path();
+  const std::string path_ = test_folder_.Path("f.safetensors");
 };
 
 bool SameBytes(const at::Tensor& a, const at::Tensor& b) {

@@ -9,6 +9,8 @@
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/signature.h"
+#include "base/test_folder.h"
+#include "base/test_keys.h"
 #include "worker/checkpoint/digest.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
@@ -38,8 +40,8 @@ RegisteredCheckpoint Record() {
 }
 
 TEST(Seal, WrittenAndRead_IsTheSame) {
-  const std::string dir = testing::TempDir() + "/seal";
-  ASSERT_TRUE(MakeDirectories(dir).ok());
+  const TestFolder folder;
+  const std::string& dir = folder.path();
   ASSERT_TRUE(WriteSeal(dir, Record()).ok());
   const auto read = ReadSeal(dir);
   ASSERT_TRUE(read.ok()) << read.status();
@@ -57,8 +59,8 @@ TEST(Seal, Text_IsThatOfTheChain) {
 }
 
 TEST(Seal, Damaged_IsAnErrorThatNamesTheFile) {
-  const std::string dir = testing::TempDir() + "/damaged";
-  ASSERT_TRUE(MakeDirectories(dir).ok());
+  const TestFolder folder;
+  const std::string& dir = folder.path();
   EXPECT_TRUE(absl::IsNotFound(ReadSeal(dir).status()));
   ASSERT_TRUE(WriteSeal(dir, Record()).ok());
   const std::string path = JoinPath(dir, kSealName);
@@ -71,27 +73,12 @@ TEST(Seal, Damaged_IsAnErrorThatNamesTheFile) {
   }
 }
 
-// Of RFC 8032, section 7.1, test 2; and another one.
-constexpr char kPrivate[] =
-    "-----BEGIN PRIVATE KEY-----\n"
-    "MC4CAQAwBQYDK2VwBCIEIEzNCJso/5banbbDRuwRTg9bijGfNaumJNqM9u1PuKb7\n"
-    "-----END PRIVATE KEY-----\n";
-constexpr char kPublic[] =
-    "-----BEGIN PUBLIC KEY-----\n"
-    "MCowBQYDK2VwAyEAPUAXw+hDiVqStwqnTRt+vJyYLM8uxJaMwM1V8Sr0Zgw=\n"
-    "-----END PUBLIC KEY-----\n";
-constexpr char kOtherPublic[] =
-    "-----BEGIN PUBLIC KEY-----\n"
-    "MCowBQYDK2VwAyEA11qYAYKxCrfVS/7TyWQHOg7hcvPapiMlrwIaaPcHURo=\n"
-    "-----END PUBLIC KEY-----\n";
-
 std::string Hash(const std::string& bytes) { return absl::BytesToHexString(Sha256(bytes)); }
 
 // A checkpoint of one file, sealed and signed.
 class CheckSealTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    dir_ = testing::TempDir() + "/" + testing::UnitTest::GetInstance()->current_test_info()->name();
     Staging staging = *Staging::Create(dir_);
     ASSERT_TRUE(WriteFileAtomically(JoinPath(staging.path(), "scaler.json"), "{}").ok());
     Manifest manifest;
@@ -109,9 +96,9 @@ class CheckSealTest : public ::testing::Test {
     seal_.files_sha256 = Hash(lines);
     seal_.sha256 = Hash(SealText(seal_));
     seal_.signature = absl::BytesToHexString(
-        SigningKey::Parse(kPrivate, "key")->Sign(absl::HexStringToBytes(seal_.sha256)));
+        SigningKey::Parse(kTestPrivateKey, "key")->Sign(absl::HexStringToBytes(seal_.sha256)));
   }
-  std::string Problem(const char* key = kPublic) {
+  std::string Problem(const char* key = kTestPublicKey) {
     const VerifyingKey checks = *VerifyingKey::Parse(key, "key");
     const absl::Status status = CheckSeal(dir_, manifest_, seal_, &checks, "public.pem");
     EXPECT_TRUE(status.ok() || absl::IsDataLoss(status)) << status;
@@ -121,7 +108,8 @@ class CheckSealTest : public ::testing::Test {
     return std::string(status.message());
   }
 
-  std::string dir_;
+  const TestFolder folder_;
+  const std::string dir_ = folder_.Path("checkpoint_7");
   std::string lines_;
   Manifest manifest_;
   RegisteredCheckpoint seal_;
@@ -161,7 +149,7 @@ TEST_F(CheckSealTest, AnotherManifest_IsNotTheOneThatWasSealed) {
 }
 
 TEST_F(CheckSealTest, UnsignedOrOfAnotherKey_SaysWhich) {
-  EXPECT_THAT(Problem(kOtherPublic), HasSubstr("is not signed by the key of public.pem"));
+  EXPECT_THAT(Problem(kOtherTestPublicKey), HasSubstr("is not signed by the key of public.pem"));
   seal_.signature = "";
   EXPECT_THAT(Problem(), HasSubstr("is not signed: the coordinator that sealed it had no key"));
   EXPECT_TRUE(CheckSeal(dir_, manifest_, seal_).ok());

@@ -7,6 +7,7 @@
 #include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "worker/checkpoint/direct_file.h"
 
 namespace muster {
@@ -16,12 +17,6 @@ using ::testing::HasSubstr;
 
 class SnapshotTest : public testing::Test {
  protected:
-  void SetUp() override {
-    dir_ = JoinPath(testing::TempDir(), "snapshot-" + RandomHex());
-    ASSERT_TRUE(MakeDirectories(dir_).ok());
-  }
-  void TearDown() override { EXPECT_TRUE(RemoveTree(dir_).ok()); }
-
   // Writes all files as they are.
   void WriteOut(const Snapshot& snapshot) {
     for (const Snapshot::File& file : snapshot.files()) {
@@ -30,7 +25,8 @@ class SnapshotTest : public testing::Test {
     }
   }
 
-  std::string dir_;
+  const TestFolder test_folder_;
+  const std::string dir_ = test_folder_.path();
 };
 
 TEST_F(SnapshotTest, Files_AreThoseOfASynchronousSaveWithAlignedData) {

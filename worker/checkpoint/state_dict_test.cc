@@ -10,6 +10,7 @@
 #include "ATen/ops/randn.h"
 #include "ATen/ops/zeros.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 
 namespace muster {
 namespace {
@@ -19,12 +20,8 @@ using ::testing::HasSubstr;
 
 class StateDictTest : public testing::Test {
  protected:
-  void SetUp() override {
-    folder_ = JoinPath(testing::TempDir(), "state_dict-" + RandomHex());
-    ASSERT_TRUE(MakeDirectories(folder_).ok());
-  }
-  void TearDown() override { EXPECT_TRUE(RemoveTree(folder_).ok()); }
-  std::string folder_;
+  const TestFolder test_folder_;
+  const std::string folder_ = test_folder_.path();
 };
 
 StateDict Scalars() {

@@ -5,6 +5,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "base/status_macros.h"
 #include "base/text.h"
 #include "worker/checkpoint/pickled_tensors.h"
@@ -45,14 +46,7 @@ bool IsContiguous(const PickledTensor& tensor) {
   return true;
 }
 
-}  // namespace
-
-bool LooksLikeTorchFile(absl::string_view beginning) {
-  return (absl::StartsWith(beginning, kZipMark) && !IsSafetensors(beginning)) ||
-         IsPickle(beginning);
-}
-
-absl::StatusOr<std::vector<StoredTensor>> ReadTorchFile(const ByteSource& file) {
+absl::Status CheckBeginning(const ByteSource& file) {
   std::string beginning(std::min<uint64_t>(file.size(), 16), '\0');
   MUSTER_RETURN_IF_ERROR(file.Read(0, beginning.data(), beginning.size()));
   if (absl::StartsWith(beginning, kLegacyMark)) {
@@ -67,38 +61,63 @@ absl::StatusOr<std::vector<StoredTensor>> ReadTorchFile(const ByteSource& file) 
   if (!absl::StartsWith(beginning, kZipMark)) {
     return Bad(file, "is not a file of torch.save (it is not a zip archive)");
   }
-  MUSTER_ASSIGN_OR_RETURN(const std::vector<ZipMember> members, ReadZipDirectory(file));
-  absl::flat_hash_map<absl::string_view, const ZipMember*> by_name;
-  std::string root;
-  int pickles = 0;
-  for (const ZipMember& member : members) {
-    by_name[member.name] = &member;
-    const size_t slash = member.name.find('/');
-    if (slash == std::string::npos || absl::string_view(member.name).substr(slash) != kPickle) {
-      continue;
+  return absl::OkStatus();
+}
+
+// The members of torch.save's archive, by their names below its root folder.
+class Archive {
+ public:
+  static absl::StatusOr<Archive> Open(const ByteSource& file) {
+    Archive archive;
+    MUSTER_ASSIGN_OR_RETURN(archive.members_, ReadZipDirectory(file));
+    std::string root;
+    int pickles = 0;
+    for (const ZipMember& member : archive.members_) {
+      const size_t slash = member.name.find('/');
+      if (slash == std::string::npos || absl::string_view(member.name).substr(slash) != kPickle) {
+        continue;
+      }
+      root = member.name.substr(0, slash);
+      ++pickles;
     }
-    root = member.name.substr(0, slash);
-    ++pickles;
+    if (pickles != 1) {
+      return Bad(file, "is a zip archive, but not of torch.save: it does not hold one data.pkl");
+    }
+    for (size_t i = 0; i < archive.members_.size(); ++i) {
+      absl::string_view name = archive.members_[i].name;
+      if (absl::ConsumePrefix(&name, root) && absl::ConsumePrefix(&name, "/")) {
+        archive.by_name_[std::string(name)] = i;
+      }
+    }
+    return archive;
   }
-  if (pickles != 1) {
-    return Bad(file, "is a zip archive, but not of torch.save: it does not hold one data.pkl");
+
+  // Null: there is none.
+  const ZipMember* Find(absl::string_view name) const {
+    const auto found = by_name_.find(name);
+    return found == by_name_.end() ? nullptr : &members_[found->second];
   }
-  const auto find = [&](absl::string_view name) {
-    const auto found = by_name.find(absl::StrCat(root, "/", name));
-    return found == by_name.end() ? nullptr : found->second;
-  };
-  if (find("constants.pkl") != nullptr) {
+  const std::vector<ZipMember>& members() const { return members_; }
+
+ private:
+  std::vector<ZipMember> members_;
+  absl::flat_hash_map<std::string, size_t> by_name_;
+};
+
+// Checks that it holds data, as torch.save writes them.
+absl::Status CheckArchive(const ByteSource& file, const Archive& archive) {
+  if (archive.Find("constants.pkl") != nullptr) {
     return Bad(file,
                "is a TorchScript archive, which holds code: load it with torch::jit::load, or save "
                "its state_dict");
   }
-  for (const ZipMember& member : members) {
+  for (const ZipMember& member : archive.members()) {
     if (!member.compressed) continue;
     return Bad(file, absl::StrCat("member \"", Printable(member.name),
                                   "\" of the archive is compressed, as torch.save never does: load "
                                   "the file in Python and save it again"));
   }
-  if (const ZipMember* const order = find("byteorder")) {
+  if (const ZipMember* const order = archive.Find("byteorder")) {
     std::string text(std::min<uint64_t>(order->bytes, 16), '\0');
     MUSTER_RETURN_IF_ERROR(file.Read(order->begin, text.data(), text.size()));
     if (text != "little") {
@@ -106,7 +125,41 @@ absl::StatusOr<std::vector<StoredTensor>> ReadTorchFile(const ByteSource& file) 
                                     "\"; only little-endian files are read"));
     }
   }
-  const ZipMember& pickle = *find("data.pkl");
+  return absl::OkStatus();
+}
+
+absl::StatusOr<StoredTensor> Locate(const ByteSource& file, const Archive& archive,
+                                    const PickledTensor& tensor) {
+  const ZipMember* const storage = archive.Find(absl::StrCat("data/", tensor.storage));
+  const uint64_t there = storage == nullptr ? 0 : storage->bytes;
+  if (there != tensor.storage_bytes) {
+    return absl::DataLossError(
+        absl::StrCat(file.name(), ": tensor \"", Printable(tensor.name), "\": its storage ",
+                     Printable(tensor.storage), " has ", there, " bytes in the archive, but ",
+                     tensor.storage_bytes, " by its description: the file is damaged"));
+  }
+  const uint64_t element_bytes = SafetensorsTypeBits(tensor.type) / 8;
+  return StoredTensor{
+      .name = tensor.name,
+      .type = tensor.type,
+      .shape = tensor.shape,
+      .strides = IsContiguous(tensor) ? std::vector<uint64_t>() : tensor.strides,
+      .begin = tensor.extent_bytes == 0 ? 0 : storage->begin + tensor.offset * element_bytes,
+      .extent_bytes = tensor.extent_bytes};
+}
+
+}  // namespace
+
+bool LooksLikeTorchFile(absl::string_view beginning) {
+  return (absl::StartsWith(beginning, kZipMark) && !IsSafetensors(beginning)) ||
+         IsPickle(beginning);
+}
+
+absl::StatusOr<std::vector<StoredTensor>> ReadTorchFile(const ByteSource& file) {
+  MUSTER_RETURN_IF_ERROR(CheckBeginning(file));
+  MUSTER_ASSIGN_OR_RETURN(const Archive archive, Archive::Open(file));
+  MUSTER_RETURN_IF_ERROR(CheckArchive(file, archive));
+  const ZipMember& pickle = *archive.Find("data.pkl");
   if (pickle.bytes > kMaxPickleBytes) {
     return Bad(file, absl::StrCat("its data.pkl has ", pickle.bytes, " bytes, more than the ",
                                   kMaxPickleBytes, " allowed"));
@@ -118,22 +171,8 @@ absl::StatusOr<std::vector<StoredTensor>> ReadTorchFile(const ByteSource& file) 
   std::vector<StoredTensor> tensors;
   tensors.reserve(pickled.size());
   for (const PickledTensor& tensor : pickled) {
-    const ZipMember* const storage = find(absl::StrCat("data/", tensor.storage));
-    const uint64_t there = storage == nullptr ? 0 : storage->bytes;
-    if (there != tensor.storage_bytes) {
-      return absl::DataLossError(
-          absl::StrCat(file.name(), ": tensor \"", Printable(tensor.name), "\": its storage ",
-                       Printable(tensor.storage), " has ", there, " bytes in the archive, but ",
-                       tensor.storage_bytes, " by its description: the file is damaged"));
-    }
-    const uint64_t element_bytes = SafetensorsTypeBits(tensor.type) / 8;
-    tensors.push_back(
-        {.name = tensor.name,
-         .type = tensor.type,
-         .shape = tensor.shape,
-         .strides = IsContiguous(tensor) ? std::vector<uint64_t>() : tensor.strides,
-         .begin = tensor.extent_bytes == 0 ? 0 : storage->begin + tensor.offset * element_bytes,
-         .extent_bytes = tensor.extent_bytes});
+    MUSTER_ASSIGN_OR_RETURN(StoredTensor stored, Locate(file, archive, tensor));
+    tensors.push_back(std::move(stored));
   }
   return tensors;
 }

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "tests/testdata/golden.h"
 #include "worker/checkpoint/safetensors_format.h"
 #include "worker/checkpoint/weight_writer.h"
@@ -20,12 +21,6 @@ using testing_support::TestdataPath;
 
 class WeightFilesTest : public testing::Test {
  protected:
-  void SetUp() override {
-    dir_ = JoinPath(testing::TempDir(), "weight_files-" + RandomHex());
-    ASSERT_TRUE(MakeDirectories(dir_).ok());
-  }
-  void TearDown() override { EXPECT_TRUE(RemoveTree(dir_).ok()); }
-
   std::string Path(const std::string& name) const { return JoinPath(dir_, name); }
   void Put(const std::string& name, const std::string& text) {
     ASSERT_TRUE(MakeDirectories(ParentPath(Path(name))).ok());
@@ -38,7 +33,8 @@ class WeightFilesTest : public testing::Test {
     Put(name, *text);
   }
 
-  std::string dir_;
+  const TestFolder test_folder_;
+  const std::string dir_ = test_folder_.path();
 };
 
 std::string Tensors(const std::vector<std::string>& names, char value) {

@@ -201,6 +201,19 @@ struct MatchedWeights::Plan {
   absl::Status Match(const LoadWeightsOptions& options);
   absl::Status Copy() const;
 
+  struct Chosen {
+    absl::flat_hash_map<std::string, size_t> places;  // in targets, by name
+    std::map<size_t, size_t> sources;                 // by place in targets: place in the source
+    std::vector<std::string> twice;  // targets that several tensors of the source name
+    bool any_begins = false;         // with options.prefix
+  };
+  // Finds the tensor of the source for each target by its name.
+  Chosen Choose(const LoadWeightsOptions& options);
+  // What each target gets, a tensor with several names once.
+  absl::Status PlanCopies(const Chosen& chosen);
+  // Whether `options` allow what does not fit.
+  absl::Status Verdict(const Chosen& chosen, const LoadWeightsOptions& options) const;
+
   std::unique_ptr<Source> source;
   NamedTensors targets;
   std::optional<at::ScalarType> dtype;
@@ -208,43 +221,42 @@ struct MatchedWeights::Plan {
   LoadedWeights report;
 };
 
-absl::Status MatchedWeights::Plan::Match(const LoadWeightsOptions& options) {
-  dtype = options.dtype;
-  absl::flat_hash_map<std::string, size_t> places;
-  for (size_t i = 0; i < targets.size(); ++i) places.emplace(targets[i].first, i);
+MatchedWeights::Plan::Chosen MatchedWeights::Plan::Choose(const LoadWeightsOptions& options) {
+  Chosen result;
+  for (size_t i = 0; i < targets.size(); ++i) result.places.emplace(targets[i].first, i);
 
-  std::map<size_t, size_t> chosen;  // by place in targets: place in the source
-  std::vector<std::string> twice;
-  bool any_begins = false;
   for (size_t from = 0; from < source->size(); ++from) {
     const std::string& in_file = source->tensor(from).name;
     std::string name = in_file;
     const bool begins = absl::StartsWith(name, options.prefix);
-    any_begins = any_begins || begins;
+    result.any_begins = result.any_begins || begins;
     if (begins) name = name.substr(options.prefix.size());
     if (begins && options.rename != nullptr) name = options.rename(name);
     if (!begins || name.empty()) {
       report.ignored.push_back(in_file);
       continue;
     }
-    const auto place = places.find(name);
-    if (place == places.end()) {
+    const auto place = result.places.find(name);
+    if (place == result.places.end()) {
       report.unexpected.push_back(in_file);
-    } else if (!chosen.emplace(place->second, from).second) {
-      twice.push_back(absl::StrCat(name, " (from ", source->tensor(chosen[place->second]).name,
-                                   " and ", in_file, ")"));
+    } else if (!result.sources.emplace(place->second, from).second) {
+      result.twice.push_back(absl::StrCat(name, " (from ",
+                                          source->tensor(result.sources[place->second]).name,
+                                          " and ", in_file, ")"));
     }
   }
+  return result;
+}
 
+absl::Status MatchedWeights::Plan::PlanCopies(const Chosen& chosen) {
   // The first of several names of one tensor, by identity.
   absl::flat_hash_map<std::string, const OneCopy*> by_identity;
   absl::flat_hash_set<std::string> present;
-  copies.reserve(chosen.size());
-  for (const auto& [place, from] : chosen) {
+  copies.reserve(chosen.sources.size());
+  for (const auto& [place, from] : chosen.sources) {
     const auto& [name, target] = targets[place];
-    const at::ScalarType type = options.dtype.has_value() && target.is_floating_point()
-                                    ? *options.dtype
-                                    : target.scalar_type();
+    const at::ScalarType type =
+        dtype.has_value() && target.is_floating_point() ? *dtype : target.scalar_type();
     const std::string identity = IdentityOf(target);
     present.insert(identity);
     if (const std::string why = WhyNot(source->tensor(from), target, type); !why.empty()) {
@@ -268,11 +280,15 @@ absl::Status MatchedWeights::Plan::Match(const LoadWeightsOptions& options) {
     report.loaded.push_back(name);
   }
   for (const auto& [name, target] : targets) {
-    if (chosen.count(places[name]) == 0 && !present.contains(IdentityOf(target))) {
+    if (!chosen.sources.contains(chosen.places.at(name)) && !present.contains(IdentityOf(target))) {
       report.missing.push_back(name);
     }
   }
+  return absl::OkStatus();
+}
 
+absl::Status MatchedWeights::Plan::Verdict(const Chosen& chosen,
+                                           const LoadWeightsOptions& options) const {
   std::vector<std::string> wrong;
   if (options.strict && !report.missing.empty()) {
     wrong.push_back(absl::StrCat("missing: ", SomeNames(report.missing)));
@@ -283,16 +299,23 @@ absl::Status MatchedWeights::Plan::Match(const LoadWeightsOptions& options) {
   if (!options.skip_mismatched && !report.mismatched.empty()) {
     wrong.push_back(absl::StrCat("mismatched: ", SomeNames(report.mismatched)));
   }
-  if (!twice.empty()) wrong.push_back(absl::StrCat("named twice: ", SomeNames(twice)));
-  if (!options.prefix.empty() && !any_begins) {
+  if (!chosen.twice.empty())
+    wrong.push_back(absl::StrCat("named twice: ", SomeNames(chosen.twice)));
+  if (!options.prefix.empty() && !chosen.any_begins) {
     wrong.push_back(absl::StrCat("no name in the file begins with \"", options.prefix, "\""));
   }
   if (!wrong.empty()) {
     return absl::InvalidArgumentError(absl::StrCat(
         source->where(), ": the weights do not fit this model: ", absl::StrJoin(wrong, "; ")));
   }
-
   return absl::OkStatus();
+}
+
+absl::Status MatchedWeights::Plan::Match(const LoadWeightsOptions& options) {
+  dtype = options.dtype;
+  const Chosen chosen = Choose(options);
+  MUSTER_RETURN_IF_ERROR(PlanCopies(chosen));
+  return Verdict(chosen, options);
 }
 
 absl::Status MatchedWeights::Plan::Copy() const {

@@ -8,6 +8,7 @@
 #include "ATen/ops/zeros.h"
 #include "ATen/ops/zeros_like.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "tests/testdata/golden.h"
 #include "worker/checkpoint/model_files.h"
 
@@ -21,15 +22,13 @@ using testing_support::TestdataPath;
 
 class WeightLoaderTest : public testing::Test {
  protected:
-  void SetUp() override { dir_ = JoinPath(testing::TempDir(), "weight_loader-" + RandomHex()); }
-  void TearDown() override { EXPECT_TRUE(RemoveTree(dir_).ok()); }
-
   void Save(const NamedTensors& tensors) { ASSERT_TRUE(SaveModelFiles(dir_, tensors).ok()); }
   std::string ErrorOf(const NamedTensors& targets, const LoadWeightsOptions& options = {}) {
     return std::string(LoadWeights(dir_, targets, options).status().message());
   }
 
-  std::string dir_;
+  const TestFolder test_folder_;
+  const std::string dir_ = test_folder_.Path("weights");
 };
 
 TEST_F(WeightLoaderTest, ValuesConvertAndFillAnyStrides) {

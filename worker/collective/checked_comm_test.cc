@@ -8,6 +8,7 @@
 #include "c10/util/Exception.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
+#include "worker/collective/borrowed_comm.h"
 #include "worker/collective/call_site.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/collective/thread_comm.h"
@@ -18,32 +19,8 @@ namespace {
 using ::testing::ContainsRegex;
 using ::testing::HasSubstr;
 
-// Borrows a Comm, so that RunRanks' can be wrapped.
-class Borrowed : public Comm {
- public:
-  explicit Borrowed(Comm& comm) : comm_(comm) {}
-  int rank() const override { return comm_.rank(); }
-  int size() const override { return comm_.size(); }
-  void AllReduce(at::Tensor& t, ReduceOp op) override { comm_.AllReduce(t, op); }
-  std::vector<at::Tensor> AllGather(const at::Tensor& t) override { return comm_.AllGather(t); }
-  void Broadcast(at::Tensor& t, int root) override { comm_.Broadcast(t, root); }
-  void Scatter(const std::vector<at::Tensor>& p, at::Tensor& o, int root) override {
-    comm_.Scatter(p, o, root);
-  }
-  std::vector<std::string> AllGatherBytes(const std::string& b) override {
-    return comm_.AllGatherBytes(b);
-  }
-  std::string BroadcastBytes(const std::string& b, int r) override {
-    return comm_.BroadcastBytes(b, r);
-  }
-  void Barrier() override { comm_.Barrier(); }
-
- private:
-  Comm& comm_;
-};
-
 void RunChecked(int n, const std::function<void(Comm&)>& fn) {
-  RunRanks(n, [&](Comm& comm) { fn(*MakeCheckedComm(std::make_unique<Borrowed>(comm))); });
+  RunRanks(n, [&](Comm& comm) { fn(*MakeCheckedComm(std::make_unique<BorrowedComm>(comm))); });
 }
 
 TEST(CheckedComm, RightUse_PassesThrough) {

@@ -16,6 +16,7 @@
 #include "ATen/ops/rand.h"
 #include "ATen/ops/zeros.h"
 #include "base/mutex.h"
+#include "base/test_wait.h"
 #include "c10/util/Exception.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -191,7 +192,7 @@ TEST(ShmBackend, PeerThatDoesNotCome_IsNamedAtTheDeadline) {
                 [&](Comm& comm) {
                   if (comm.rank() == 1) {
                     // Alive, but elsewhere, until the other has given up.
-                    while (!named) std::this_thread::yield();
+                    WaitUntil([&] { return named.load(); });
                     return;
                   }
                   try {

@@ -243,6 +243,30 @@ uint64_t LoaderPass::BatchSeed(int64_t number) const {
 
 // --- LoaderCore ---
 
+namespace {
+
+void CheckSettings(const RecipeSettings& settings, std::optional<int64_t> num_samples,
+                   bool is_stream) {
+  TORCH_CHECK(!settings.batch_size.has_value() || *settings.batch_size >= 1,
+              "loader: the batch size is ", settings.batch_size.value_or(0),
+              ", it must be at least 1");
+  TORCH_CHECK(settings.batch_size.has_value() || settings.batch_sampler != nullptr,
+              "loader: give a batch size, or a batch_sampler()");
+  TORCH_CHECK(settings.workers >= 0, "loader: workers is ", settings.workers,
+              ", it must not be negative");
+  TORCH_CHECK(settings.prefetch >= 1, "loader: prefetch is ", settings.prefetch,
+              ", it must be at least 1");
+  TORCH_CHECK(!is_stream || (!settings.shuffle && !settings.sampler && !settings.batch_sampler),
+              "loader: a stream is read in its own order: no shuffle, sampler or batch_sampler");
+  TORCH_CHECK(
+      (settings.shuffle ? 1 : 0) + (settings.sampler ? 1 : 0) + (settings.batch_sampler ? 1 : 0) <=
+          1,
+      "loader: shuffle, sampler and batch_sampler exclude each other");
+  TORCH_CHECK(is_stream || num_samples.has_value(), "loader: the data set does not know its size");
+}
+
+}  // namespace
+
 std::shared_ptr<LoaderCore> LoaderCore::Create(const RecipeSettings& settings,
                                                const LoaderOptions& options,
                                                std::optional<int64_t> num_samples, bool is_stream,
@@ -264,22 +288,7 @@ std::shared_ptr<LoaderCore> LoaderCore::Create(const RecipeSettings& settings,
   core->dispatch_ =
       core->world_size_ > 1 && options.dispatch_batches.value_or(is_stream && !core->sharded_);
 
-  TORCH_CHECK(!settings.batch_size.has_value() || *settings.batch_size >= 1,
-              "loader: the batch size is ", settings.batch_size.value_or(0),
-              ", it must be at least 1");
-  TORCH_CHECK(settings.batch_size.has_value() || settings.batch_sampler != nullptr,
-              "loader: give a batch size, or a batch_sampler()");
-  TORCH_CHECK(settings.workers >= 0, "loader: workers is ", settings.workers,
-              ", it must not be negative");
-  TORCH_CHECK(settings.prefetch >= 1, "loader: prefetch is ", settings.prefetch,
-              ", it must be at least 1");
-  TORCH_CHECK(!is_stream || (!settings.shuffle && !settings.sampler && !settings.batch_sampler),
-              "loader: a stream is read in its own order: no shuffle, sampler or batch_sampler");
-  TORCH_CHECK(
-      (settings.shuffle ? 1 : 0) + (settings.sampler ? 1 : 0) + (settings.batch_sampler ? 1 : 0) <=
-          1,
-      "loader: shuffle, sampler and batch_sampler exclude each other");
-  TORCH_CHECK(is_stream || num_samples.has_value(), "loader: the data set does not know its size");
+  CheckSettings(settings, num_samples, is_stream);
   if (settings.batch_size.has_value()) {
     ValueOrThrow(RoundSizeOf(core->Sharding(), *settings.batch_size));
   }

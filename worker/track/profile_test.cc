@@ -7,14 +7,14 @@
 #include "ATen/ops/ones.h"
 #include "base/file.h"
 #include "base/json.h"
+#include "base/test_folder.h"
 
 namespace muster {
 namespace {
 
-std::string Scratch() { return JoinPath(testing::TempDir(), "profile-" + RandomHex()); }
-
 TEST(Profile, Scope_WritesATraceOfForwardAndBackward) {
-  const std::string folder = Scratch();
+  const TestFolder scratch;
+  const std::string folder = scratch.Path("profile");
   Profile profile({.output_dir = folder, .rank = 3, .record_shapes = true});
   at::Tensor weight = at::ones({8, 8}).requires_grad_();
   weight.mm(at::ones({8, 8})).sum().backward();
@@ -35,7 +35,8 @@ TEST(Profile, Scope_WritesATraceOfForwardAndBackward) {
 }
 
 TEST(Profile, SecondOneInside_IsRefused) {
-  const std::string folder = Scratch();
+  const TestFolder scratch;
+  const std::string folder = scratch.Path("profile");
   {
     Profile outer({.output_dir = folder});
     EXPECT_THROW(Profile inner({.output_dir = folder}), c10::Error);
@@ -59,7 +60,8 @@ TEST(ProfileActionAt, Steps_FollowTorchsSchedule) {
 }
 
 TEST(Profile, Schedule_WritesATracePerRoundOfItsActiveSteps) {
-  const std::string folder = Scratch();
+  const TestFolder scratch;
+  const std::string folder = scratch.Path("profile");
   std::vector<std::string> ready;
   Profile profile({.output_dir = folder,
                    .schedule = {.wait = 1, .warmup = 1, .active = 1, .repeat = 2},
@@ -87,7 +89,8 @@ TEST(Profile, Schedule_WritesATracePerRoundOfItsActiveSteps) {
 }
 
 TEST(Profile, ScheduleThatRecordsNothing_SaysSo) {
-  const std::string folder = Scratch();
+  const TestFolder scratch;
+  const std::string folder = scratch.Path("profile");
   {
     Profile waiting({.output_dir = folder, .schedule = {.wait = 5, .active = 1}});
     waiting.step();

@@ -10,6 +10,7 @@
 #include "base/crc32c.h"
 #include "base/file.h"
 #include "base/json.h"
+#include "base/test_folder.h"
 #include "worker/track/csv.h"
 #include "worker/track/jsonl.h"
 #include "worker/track/tensorboard.h"
@@ -24,13 +25,13 @@ class TrackersTest : public testing::Test {
  protected:
   void SetUp() override {
     context_.project_name = "mnist";
-    context_.logging_dir = JoinPath(testing::TempDir(), "trackers-" + RandomHex());
+    context_.logging_dir = folder_.Path("logs");
     context_.start_time = absl::FromUnixMillis(1'700'000'000'125);
   }
-  void TearDown() override { EXPECT_TRUE(RemoveTree(context_.logging_dir).ok()); }
 
   absl::Time At(int seconds) const { return context_.start_time + absl::Seconds(seconds); }
 
+  const TestFolder folder_;
   TrackerContext context_;
 };
 

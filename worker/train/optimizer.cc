@@ -127,6 +127,86 @@ void CallKernel(const AdagradOptions& o, const Lists& lists, const Scalar& grad_
                       o.weight_decay, o.eps, o.maximize, grad_scale, found_inf);
 }
 
+void CheckGradient(const at::Tensor& param, const at::Tensor& grad, const std::string& name) {
+  TORCH_CHECK(grad.layout() == at::kStrided, "parameter ", name,
+              " has a sparse gradient, which fused optimizers do not take: use a torch::optim one");
+  TORCH_CHECK(grad.scalar_type() == param.scalar_type(), "parameter ", name, " is ",
+              param.scalar_type(), " and its gradient ", grad.scalar_type());
+  TORCH_CHECK(grad.device() == param.device(), "parameter ", name, " is on ", param.device(),
+              " and its gradient on ", grad.device());
+}
+
+// The one of `chunks` for parameters like `param`; a new one gets room for `room` of them with
+// `slots` tensors of state each. `Chunk` is FusedOptimizer's.
+template <typename Chunk>
+Chunk& FindChunk(std::vector<Chunk>* chunks, const at::Tensor& param, bool fresh, bool small,
+                 size_t room, size_t slots, bool counts_steps) {
+  for (Chunk& chunk : *chunks) {
+    if (chunk.fresh == fresh && chunk.small == small &&
+        chunk.params[0].scalar_type() == param.scalar_type() &&
+        chunk.params[0].device() == param.device()) {
+      return chunk;
+    }
+  }
+  Chunk& chunk = chunks->emplace_back();
+  chunk.fresh = fresh;
+  chunk.small = small;
+  chunk.indices.reserve(room);
+  chunk.params.reserve(room);
+  chunk.grads.reserve(room);
+  if (counts_steps) chunk.steps.reserve(room);
+  for (size_t s = 0; s < slots; ++s) chunk.slots[s].reserve(room);
+  return chunk;
+}
+
+// Counts each shared step tensor of a chunk once. Handles to it are held by the states of its
+// cohort and by this chunk; if some of the cohort are not in the chunk, those that are leave it for
+// a copy, and `left` says so. Returns what was counted: old, new.
+std::vector<std::pair<at::Tensor, at::Tensor>> CountSteps(std::vector<at::Tensor>* steps,
+                                                          bool* left) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> counted;  // old, new
+  for (size_t k = 0; k < steps->size(); ++k) {
+    at::Tensor& step = (*steps)[k];
+    if (!counted.empty() && counted.back().first.is_same(step)) {
+      step = counted.back().second;
+      continue;
+    }
+    size_t known = 0;
+    while (known < counted.size() && !counted[known].first.is_same(step)) ++known;
+    if (known == counted.size()) {
+      size_t in_chunk = 0;
+      for (size_t m = k; m < steps->size(); ++m) in_chunk += (*steps)[m].is_same(step);
+      const bool whole_cohort = step.use_count() == 2 * in_chunk;
+      *left = *left || !whole_cohort;
+      counted.emplace_back(step, whole_cohort ? step : step.clone());
+      counted.back().second.add_(1);
+    }
+    step = counted[known].second;
+  }
+  return counted;
+}
+
+// A model spread over devices has its scale and its flag on one of them.
+Scalar OnDevice(const Scalar& scalar, at::Device device) {
+  if (!scalar.has_value()) return std::nullopt;
+  return scalar->to(device);
+}
+
+// Parameters `first` up to `last` of a chunk.
+template <typename Chunk>
+Lists ListsOf(const Chunk& chunk, int64_t first, int64_t last) {
+  const auto range = [&](const std::vector<at::Tensor>& list) {
+    return list.empty() ? at::TensorList() : at::TensorList(list).slice(first, last - first);
+  };
+  Lists lists{.fresh = chunk.fresh,
+              .params = range(chunk.params),
+              .grads = range(chunk.grads),
+              .steps = range(chunk.steps),
+              .slots = {}};
+  for (int s = 0; s < FusedOptimizer::kMaxSlots; ++s) lists.slots[s] = range(chunk.slots[s]);
+  return lists;
+}
+
 }  // namespace
 
 void FusedOptimizer::AddGroup(std::vector<at::Tensor> group) {
@@ -167,13 +247,7 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
       const at::Tensor& param = seen_parameters()[i];
       at::Tensor grad = param.grad();
       if (!grad.defined()) continue;
-      TORCH_CHECK(
-          grad.layout() == at::kStrided, "parameter ", parameter_names()[i],
-          " has a sparse gradient, which fused optimizers do not take: use a torch::optim one");
-      TORCH_CHECK(grad.scalar_type() == param.scalar_type(), "parameter ", parameter_names()[i],
-                  " is ", param.scalar_type(), " and its gradient ", grad.scalar_type());
-      TORCH_CHECK(grad.device() == param.device(), "parameter ", parameter_names()[i], " is on ",
-                  param.device(), " and its gradient on ", grad.device());
+      CheckGradient(param, grad, parameter_names()[i]);
       // The kernel's parameter: a dense copy where this one has holes.
       const bool dense = IsDense(param);
       at::Tensor target = dense ? param : at::empty_like(param).copy_(param);
@@ -182,24 +256,8 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
       ParamState& state = state_[i];
       const bool fresh = !state.exists;
       const bool small = IsSmall(param);
-      size_t c = 0;
-      while (c < chunks.size() && (chunks[c].fresh != fresh || chunks[c].small != small ||
-                                   chunks[c].params[0].scalar_type() != param.scalar_type() ||
-                                   chunks[c].params[0].device() != param.device())) {
-        ++c;
-      }
-      if (c == chunks.size()) {
-        chunks.emplace_back();
-        chunks[c].fresh = fresh;
-        chunks[c].small = small;
-        const size_t room = end - i;
-        chunks[c].indices.reserve(room);
-        chunks[c].params.reserve(room);
-        chunks[c].grads.reserve(room);
-        if (counts_steps()) chunks[c].steps.reserve(room);
-        for (size_t s = 0; s < slots_of_group.size(); ++s) chunks[c].slots[s].reserve(room);
-      }
-      Chunk& chunk = chunks[c];
+      Chunk& chunk =
+          FindChunk(&chunks, param, fresh, small, end - i, slots_of_group.size(), counts_steps());
       if (counts_steps()) {
         if (!state.step.defined()) {
           state.step =
@@ -228,56 +286,21 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
     }
 
     for (Chunk& chunk : chunks) {
-      // Count each shared step tensor once. Handles to it are held by the states of its cohort and
-      // by this chunk; if some of the cohort are not in the chunk, those that are leave it for a
-      // copy.
-      std::vector<std::pair<at::Tensor, at::Tensor>> counted;  // old, new
       bool left = false;
-      for (size_t k = 0; k < chunk.steps.size(); ++k) {
-        at::Tensor& step = chunk.steps[k];
-        if (!counted.empty() && counted.back().first.is_same(step)) {
-          step = counted.back().second;
-          continue;
-        }
-        size_t known = 0;
-        while (known < counted.size() && !counted[known].first.is_same(step)) ++known;
-        if (known == counted.size()) {
-          size_t in_chunk = 0;
-          for (size_t m = k; m < chunk.steps.size(); ++m) in_chunk += chunk.steps[m].is_same(step);
-          const bool whole_cohort = step.use_count() == 2 * in_chunk;
-          left = left || !whole_cohort;
-          counted.emplace_back(step, whole_cohort ? step : step.clone());
-          counted.back().second.add_(1);
-        }
-        step = counted[known].second;
-      }
+      const auto counted = CountSteps(&chunk.steps, &left);
       if (left) {
         for (size_t k = 0; k < chunk.indices.size(); ++k) {
           state_[chunk.indices[k]].step = chunk.steps[k];
         }
       }
-      // A model spread over devices has its scale and its flag on one of them.
-      const auto here =
-          [&chunk](const std::optional<at::Tensor>& scalar) -> std::optional<at::Tensor> {
-        if (!scalar.has_value()) return std::nullopt;
-        return scalar->to(chunk.params[0].device());
-      };
-      const std::optional<at::Tensor> inf_here = here(inf);
-      const std::optional<at::Tensor> scale_here = here(scale);
+      const at::Device device = chunk.params[0].device();
+      const std::optional<at::Tensor> inf_here = OnDevice(inf, device);
+      const std::optional<at::Tensor> scale_here = OnDevice(scale, device);
       ForTensorRanges(chunk.params, [&](int64_t first, int64_t last) {
-        const auto range = [&](const std::vector<at::Tensor>& list) {
-          return list.empty() ? at::TensorList() : at::TensorList(list).slice(first, last - first);
-        };
-        Lists lists{.fresh = chunk.fresh,
-                    .params = range(chunk.params),
-                    .grads = range(chunk.grads),
-                    .steps = range(chunk.steps),
-                    .slots = {}};
-        for (int s = 0; s < kMaxSlots; ++s) lists.slots[s] = range(chunk.slots[s]);
-        Update(static_cast<int64_t>(g), lists, scale_here, inf_here);
+        Update(static_cast<int64_t>(g), ListsOf(chunk, first, last), scale_here, inf_here);
       });
       if (inf_here.has_value()) {
-        for (auto& [old_step, new_step] : counted) new_step.sub_(*inf_here);
+        for (const auto& [old_step, new_step] : counted) new_step.sub_(*inf_here);
       }
     }
   }

@@ -1,0 +1,39 @@
+#ifndef MUSTER_CLIENT_CLI_COMMAND_H_
+#define MUSTER_CLIENT_CLI_COMMAND_H_
+
+#include <map>
+#include <nlohmann/json_fwd.hpp>
+#include <ostream>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "client/cli/command_line.h"
+
+namespace muster::client {
+
+// Where a command runs.
+struct CommandContext {
+  std::map<std::string, std::string> variables;
+  std::ostream& out;
+  std::ostream& err;
+};
+
+// An environment variable; empty: it is not set.
+std::string Variable(const std::map<std::string, std::string>& variables, const std::string& name);
+
+// Reads a command's arguments, and answers --help and mistakes. Returns -1, or the exit code if
+// there is nothing more to do.
+int Begin(const CommandSpec& spec, const std::vector<std::string>& args,
+          const CommandContext& context, CommandLine* line);
+
+// Prints one line: the command and the error. Returns `code`.
+int Fail(const CommandSpec& spec, const CommandContext& context, const absl::Status& status,
+         int code);
+
+// JSON as commands print it; bytes that are no UTF-8 are replaced.
+std::string Dump(const nlohmann::ordered_json& value);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CLI_COMMAND_H_

@@ -1,0 +1,58 @@
+#include "client/cli/command.h"
+
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "absl/status/status.h"
+#include "base/exit_code.h"
+#include "gtest/gtest.h"
+
+namespace muster::client {
+namespace {
+
+class CommandTest : public ::testing::Test {
+ protected:
+  const CommandSpec spec_ = {.name = "muster greet",
+                             .summary = "Greets.",
+                             .usage = "[OPTIONS]",
+                             .options = {{.name = "name", .value_name = "NAME"}}};
+  std::ostringstream out_, err_;
+  const CommandContext context_ = {.variables = {{"HOME", "/h"}}, .out = out_, .err = err_};
+  CommandLine line_;
+};
+
+TEST_F(CommandTest, Begin_Options_GoesOn) {
+  EXPECT_EQ(Begin(spec_, {"--name", "you"}, context_, &line_), -1);
+  EXPECT_EQ(line_.Get("name"), "you");
+  EXPECT_EQ(out_.str() + err_.str(), "");
+}
+
+TEST_F(CommandTest, Begin_Help_PrintsItAndSucceeds) {
+  EXPECT_EQ(Begin(spec_, {"--help"}, context_, &line_), kExitOk);
+  EXPECT_EQ(out_.str(), HelpText(spec_));
+  EXPECT_EQ(err_.str(), "");
+}
+
+TEST_F(CommandTest, Begin_UnknownOption_IsOneLineOnTheErrorStream) {
+  EXPECT_EQ(Begin(spec_, {"--nam", "you"}, context_, &line_), kExitUsage);
+  EXPECT_EQ(out_.str(), "");
+  EXPECT_EQ(err_.str().rfind("muster greet: ", 0), 0u) << err_.str();
+  EXPECT_EQ(err_.str().find('\n'), err_.str().size() - 1) << err_.str();
+}
+
+TEST_F(CommandTest, Fail_MessageOfTwoLines_IsOne) {
+  EXPECT_EQ(Fail(spec_, context_, absl::NotFoundError("no\njob"), kExitNotFound), kExitNotFound);
+  EXPECT_EQ(err_.str(), "muster greet: no job\n");
+}
+
+TEST_F(CommandTest, Variable_NotSet_IsEmpty) {
+  EXPECT_EQ(Variable(context_.variables, "HOME"), "/h");
+  EXPECT_EQ(Variable(context_.variables, "PATH"), "");
+}
+
+TEST(Dump, BytesThatAreNoUtf8_AreReplaced) {
+  EXPECT_EQ(Dump({{"a", "\xff"}}), "{\n  \"a\": \"\xef\xbf\xbd\"\n}\n");
+}
+
+}  // namespace
+}  // namespace muster::client

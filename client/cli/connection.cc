@@ -1,0 +1,166 @@
+#include "client/cli/connection.h"
+
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/time.h"
+#include "base/exit_code.h"
+#include "client/cli/running_launch.h"
+#include "rpc/address.h"
+#include "rpc/channel.h"
+
+namespace muster::client {
+namespace {
+
+// The launch of this user whose coordinator is meant: the only one, or the only one that runs
+// `job`. Returns the exit code if there is none, else -1.
+int ChooseLaunch(const CommandSpec& spec, const CommandContext& context, const std::string& job,
+                 RunningLaunch* chosen) {
+  std::vector<std::string> looked_in;
+  const std::vector<RunningLaunch> launches = ListRunningLaunches(context.variables, &looked_in);
+  if (launches.empty()) {
+    return Fail(spec, context,
+                absl::UnavailableError(
+                    absl::StrCat("no launch of yours runs on this machine (looked into ",
+                                 absl::StrJoin(looked_in, " and "),
+                                 "); name another coordinator with --coordinator IP:PORT")),
+                kExitUnreachable);
+  }
+  const RunningLaunch* found = launches.size() == 1 ? &launches[0] : nullptr;
+  if (found == nullptr) {
+    int fitting = 0;
+    for (const RunningLaunch& launch : launches) {
+      if (launch.job != job) continue;
+      found = &launch;
+      ++fitting;
+    }
+    if (fitting != 1) found = nullptr;
+  }
+  if (found != nullptr) {
+    *chosen = *found;
+    return -1;
+  }
+  context.err << spec.name << ": " << launches.size()
+              << " launches of yours run on this machine: choose one by its job's name, or by "
+                 "--coordinator and its address\n";
+  for (const RunningLaunch& launch : launches) {
+    context.err << "  job " << launch.job << ", pid " << launch.pid << ", started "
+                << absl::FormatTime("%Y-%m-%d %H:%M:%S", launch.started, absl::LocalTimeZone())
+                << ", --coordinator " << launch.address << "\n";
+  }
+  return kExitUsage;
+}
+
+// What a coordinator at `address` wants to see, if a launch of this user holds it.
+RunningLaunch LaunchAt(const CommandContext& context, const std::string& address) {
+  const absl::StatusOr<rpc::Address> wanted = rpc::ParseAddress(address);
+  if (!wanted.ok()) return {};
+  for (RunningLaunch& launch : ListRunningLaunches(context.variables)) {
+    if (launch.address == wanted->ToString()) return std::move(launch);
+  }
+  return {};
+}
+
+struct DialError {
+  absl::Status status;
+  int code;
+};
+
+// Connects to connection->address as the options say; `launch`: of this user, if one holds it.
+std::optional<DialError> Connect(const CommandLine& line, const CommandContext& context,
+                                 const RunningLaunch& launch, Connection* connection) {
+  const std::string& address = connection->address;
+  if (line.Has("timeout") && (!absl::ParseDuration(line.Get("timeout"), &connection->timeout) ||
+                              connection->timeout <= absl::ZeroDuration())) {
+    return DialError{absl::InvalidArgumentError(
+                         absl::StrCat("--timeout ", line.Get("timeout"), ": write 5s or 1m")),
+                     kExitUsage};
+  }
+  rpc::ChannelOptions options = {.tls = launch.tls, .token_file = launch.token_file};
+  if (line.Has("tls_ca") || line.Has("tls_cert") || line.Has("tls_key")) {
+    options.tls = {line.Get("tls_ca"), line.Get("tls_cert"), line.Get("tls_key")};
+  }
+  if (line.Has("token_file")) {
+    options.token_file = line.Get("token_file");
+  } else if (launch.address.empty()) {
+    options.token_file = Variable(context.variables, "MUSTER_TOKEN_FILE");
+  }
+  auto channel = rpc::Connect(address, options);
+  if (!channel.ok()) {
+    return DialError{channel.status(),
+                     absl::IsPermissionDenied(channel.status()) ? kExitDenied : kExitUsage};
+  }
+  connection->channel = *std::move(channel);
+  const absl::Status status =
+      rpc::WaitUntilConnected(*connection->channel, address, connection->timeout);
+  if (!status.ok()) return DialError{status, kExitUnreachable};
+  return std::nullopt;
+}
+
+// What the options or the environment name; empty: nothing.
+std::string NamedAddress(const CommandLine& line, const CommandContext& context) {
+  const std::string address = line.Get("coordinator");
+  return address.empty() ? Variable(context.variables, "MUSTER_COORDINATOR") : address;
+}
+
+}  // namespace
+
+std::vector<OptionSpec> ConnectionOptions(std::vector<OptionSpec> more) {
+  std::vector<OptionSpec> options = {
+      {.name = "coordinator",
+       .value_name = "ADDRESS",
+       .help = "IP:PORT or unix:PATH. Default: $MUSTER_COORDINATOR, else your running launch on "
+               "this machine"},
+      {.name = "tls_ca",
+       .value_name = "FILE",
+       .help = "CA certificates that must have signed the coordinator's"},
+      {.name = "tls_cert", .value_name = "FILE", .help = "Client certificate"},
+      {.name = "tls_key", .value_name = "FILE", .help = "Private key of --tls_cert"},
+      {.name = "token_file",
+       .value_name = "FILE",
+       .help = "File with the token to send. Default: that of your launch with this address, else "
+               "$MUSTER_TOKEN_FILE"},
+      {.name = "timeout",
+       .value_name = "TIME",
+       .help = "How long to wait for an answer (default 5s)"}};
+  for (OptionSpec& option : more) options.push_back(std::move(option));
+  return options;
+}
+
+int Dial(const CommandSpec& spec, const CommandLine& line, const CommandContext& context,
+         Connection* connection) {
+  connection->address = NamedAddress(line, context);
+  RunningLaunch launch;
+  if (!connection->address.empty()) {
+    launch = LaunchAt(context, connection->address);
+  } else {
+    const std::string job = line.words.empty() ? "" : line.words[0];
+    if (const int code = ChooseLaunch(spec, context, job, &launch); code >= 0) return code;
+    connection->address = launch.address;
+  }
+  const std::optional<DialError> error = Connect(line, context, launch, connection);
+  return error.has_value() ? Fail(spec, context, error->status, error->code) : -1;
+}
+
+absl::StatusOr<std::optional<Connection>> FindCoordinator(const CommandLine& line,
+                                                          const CommandContext& context,
+                                                          const std::string& job) {
+  Connection connection;
+  connection.address = NamedAddress(line, context);
+  RunningLaunch launch;
+  if (!connection.address.empty()) {
+    launch = LaunchAt(context, connection.address);
+  } else {
+    for (RunningLaunch& running : ListRunningLaunches(context.variables)) {
+      if (running.job == job) launch = std::move(running);
+    }
+    if (launch.address.empty()) return std::optional<Connection>();
+    connection.address = launch.address;
+  }
+  const std::optional<DialError> error = Connect(line, context, launch, &connection);
+  if (error.has_value()) return error->status;
+  return std::optional<Connection>(std::move(connection));
+}
+
+}  // namespace muster::client
