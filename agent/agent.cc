@@ -192,7 +192,8 @@ AttemptEnd Agent::Culprit(const Ended& first) {
   }
   AttemptEnd end;
   end.why = culprit.ToString();
-  end.last_lines = std::move(culprit.last_lines);
+  end.last_lines = culprit.last_lines;
+  culprit_ = std::move(culprit);
   return end;
 }
 
@@ -274,7 +275,9 @@ JobResult Agent::Run() {
       return result;
     }
     absl::Status refused;
+    culprit_.reset();
     std::optional<AttemptEnd> end = RunAttempt(*meeting, attempt, &refused);
+    result.failed_here = culprit_;
     if (!stuck_.empty()) {
       // It may still hold its GPU and its files, so no other process is started.
       result.outcome = JobResult::Outcome::kFailed;

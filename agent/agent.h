@@ -61,6 +61,8 @@ struct JobResult {
   };
   Outcome outcome = Outcome::kSucceeded;
   AttemptEnd failure;
+  // The first worker of this node that failed in the last attempt; it need not be the cause.
+  std::optional<WorkerEnd> failed_here;
   absl::Status status;
   int restarts = 0;
 };
@@ -138,6 +140,7 @@ class Agent {
   int attempt_ = 0;  // 0 is the first
   bool stopped_ = false;
   std::vector<std::string> stuck_;  // workers that could not be killed
+  std::optional<WorkerEnd> culprit_;
 
   Mutex mu_;
   CondVar changed_;

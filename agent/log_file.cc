@@ -1,6 +1,7 @@
 #include "agent/log_file.h"
 
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -28,6 +29,7 @@ absl::StatusOr<std::unique_ptr<LogFile>> LogFile::Open(const std::string& path,
   if (fd < 0) return absl::ErrnoToStatus(errno, path);
   for (int number = 1; unlink(Part(path, number).c_str()) == 0; ++number) {
   }
+  unlink(LogGonePath(path).c_str());
   return std::unique_ptr<LogFile>(
       new LogFile(path, limits, write != nullptr ? write : ::write, fd));
 }
@@ -37,8 +39,21 @@ LogFile::LogFile(std::string path, const LogLimits& limits, WriteCall write, int
 
 LogFile::~LogFile() { close(fd_); }
 
+std::string LogGonePath(const std::string& path) { return absl::StrCat(path, ".gone"); }
+
 void LogFile::Rotate() {
   size_ = 0;
+  // The part that goes now, if as many as may be are there.
+  struct stat last;
+  const std::string oldest = limits_.files > 1 ? Part(path_, limits_.files - 1) : path_;
+  if (stat(oldest.c_str(), &last) == 0) {
+    gone_ += last.st_size;
+    // A reader that does not see it counts from the oldest part: later than it could.
+    if (std::FILE* const file = std::fopen(LogGonePath(path_).c_str(), "we")) {
+      std::fprintf(file, "%lld", static_cast<long long>(gone_));
+      std::fclose(file);
+    }
+  }
   for (int number = limits_.files - 1; number > 1; --number) {
     rename(Part(path_, number - 1).c_str(), Part(path_, number).c_str());
   }

@@ -21,6 +21,10 @@ struct LogLimits {
   int files = 8;
 };
 
+// Where a process's log is counted from: how many bytes of it were in parts that are gone, in a
+// file beside it.
+std::string LogGonePath(const std::string& path);
+
 // The lines of one process in a file. Lines that cannot be written (a full disk) are lost, and the
 // file says how many are missing where it resumes. Not thread-safe; blocks on the disk.
 class LogFile {
@@ -48,6 +52,7 @@ class LogFile {
   const WriteCall write_;
   int fd_;
   int64_t size_ = 0;
+  int64_t gone_ = 0;   // bytes of parts that are gone
   int64_t lost_ = 0;   // lines since writing began to fail
   bool torn_ = false;  // the file ends within a line
   int error_ = 0;      // the last one

@@ -2,7 +2,10 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <cerrno>
+#include <climits>
 #include <cstdio>
+#include <filesystem>
 #include <memory>
 #include <optional>
 #include <string>
@@ -11,14 +14,19 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
+#include "agent/attempt_end.h"
 #include "agent/job_signals.h"
 #include "agent/node_job.h"
+#include "agent/node_service.h"
 #include "agent/process.h"
 #include "agent/process_limits.h"
 #include "base/defaults.h"
+#include "base/descriptor_limit.h"
 #include "base/exit_code.h"
 #include "base/failpoint.h"
 #include "base/file.h"
+#include "base/machine.h"
+#include "base/version.h"
 #include "rpc/address.h"
 
 namespace muster::agent {
@@ -28,7 +36,8 @@ constexpr char kAbout[] =
     "Muster's node agent: starts and watches this machine's workers of a job whose coordinator "
     "already runs.";
 constexpr char kUsage[] =
-    "Usage: muster-agent --coordinator IP:PORT [OPTIONS] -- PROGRAM [ARGS...]";
+    "Usage: muster-agent --coordinator IP:PORT [OPTIONS] -- PROGRAM [ARGS...]\n"
+    "       muster-agent --serve --coordinator IP:PORT --state_dir FOLDER [OPTIONS]";
 constexpr char kFooter[] =
     "\nExit codes are those of muster launch (docs/cli.md): 0 the job succeeded; 1 a worker "
     "failed; 2 wrong options;\n"
@@ -88,6 +97,10 @@ struct Flags {
   std::string lease = absl::StrCat(absl::ToInt64Seconds(kDefaultLease), "s");
   bool no_prefix = false, tee = false;
   int log_max_mib = static_cast<int>(options.log_limits.max_bytes >> 20);
+  std::string host;
+  // Of one attempt of a submitted job.
+  std::string attempt_dir;
+  std::vector<int> user_error_codes;
 };
 
 // The job's coordinator and machines.
@@ -113,6 +126,17 @@ void AddLayoutFlags(CLI::App* app, Flags* flags) {
   app->add_option("--job_name", worker->job,
                   "name of the job at the coordinator (default: generated); required with several "
                   "machines, the same on all");
+  app->add_option("--host", flags->host,
+                  "address at which programs on other machines reach programs on this one (default: "
+                  "the coordinator's)");
+}
+
+// Of the runner that a node agent starts for one attempt.
+void AddAttemptFlags(CLI::App* app, Flags* flags) {
+  app->add_option("--attempt_dir", flags->attempt_dir,
+                  "folder of an attempt: this process writes runner.pid and, at its end, end.json");
+  app->add_option("--user_error_code", flags->user_error_codes,
+                  "exit code of the program after which a restart cannot help, in end.json");
 }
 
 void AddTrainingFlags(CLI::App* app, Flags* flags) {
@@ -176,6 +200,16 @@ void AddConnectionFlags(CLI::App* app, Flags* flags) {
       ->envname("MUSTER_TOKEN_FILE");
 }
 
+// As CLI11 takes them.
+void Normalize(std::vector<std::string>* words) {
+  for (std::string& flag : *words) {
+    if (flag.rfind("--", 0) == 0)
+      std::replace(flag.begin() + 2, flag.begin() + std::min(flag.find('='), flag.size()), '-',
+                   '_');
+  }
+  std::reverse(words->begin(), words->end());
+}
+
 // Nullopt: go on; else the exit code. `words`: before the program.
 std::optional<int> ReadFlags(std::vector<std::string> words, Flags* flags) {
   CLI::App app(kAbout, "muster-agent");
@@ -184,12 +218,8 @@ std::optional<int> ReadFlags(std::vector<std::string> words, Flags* flags) {
   AddTrainingFlags(&app, flags);
   AddOutputFlags(&app, flags);
   AddConnectionFlags(&app, flags);
-  for (std::string& flag : words) {
-    if (flag.rfind("--", 0) == 0)
-      std::replace(flag.begin() + 2, flag.begin() + std::min(flag.find('='), flag.size()), '-',
-                   '_');
-  }
-  std::reverse(words.begin(), words.end());
+  AddAttemptFlags(&app, flags);
+  Normalize(&words);
   try {
     app.parse(words);
   } catch (const CLI::CallForHelp&) {
@@ -263,20 +293,166 @@ void TakeSurroundings(NodeJobOptions* options) {
   }
 }
 
+NodeJobResult Refused(absl::Status status) {
+  NodeJobResult result;
+  result.job.outcome = JobResult::Outcome::kRefused;
+  result.job.status = std::move(status);
+  return result;
+}
+
+NodeJobResult RunJob(NodeJobOptions options) {
+  absl::Status enough = EnsureDescriptors(options.agent.slots);
+  enough.Update(EnsureThreads(options.agent.slots));
+  if (!enough.ok()) return Refused(enough);
+  absl::StatusOr<std::unique_ptr<ProcessHost>> host = ProcessHost::Start();
+  if (!host.ok()) return Refused(host.status());
+  return RunNodeJob(std::move(options), **host);
+}
+
 // Runs the job and returns the exit code.
-int RunJob(NodeJobOptions options) {
+int RunAndReport(NodeJobOptions options, const Flags& flags) {
   const absl::StatusOr<std::string> program =
       FindProgram(options.agent.argv[0], options.agent.inherited["PATH"]);
+  const int num_nodes = options.num_nodes;
+  const int64_t kills = CountMemoryKills();
+  if (!flags.attempt_dir.empty()) {
+    const absl::Status status = WriteFileAtomically(JoinPath(flags.attempt_dir, "runner.pid"),
+                                                    absl::StrCat(getpid()));
+    if (!status.ok()) return Fail(kExitInternal, status.message());
+  }
+  const NodeJobResult result =
+      program.ok() ? RunJob(std::move(options)) : Refused(program.status());
+  if (!flags.attempt_dir.empty()) {
+    const absl::Status status =
+        WriteEnd(JoinPath(flags.attempt_dir, "end.json"),
+                 DescribeEnd(result.job, flags.user_error_codes, CountMemoryKills() > kills,
+                             num_nodes));
+    if (!status.ok()) return Fail(kExitInternal, status.message());
+  }
   if (!program.ok()) {
     return Fail(absl::IsNotFound(program.status()) ? kExitProgramMissing : kExitNotExecutable,
                 program.status().message());
   }
-  absl::Status enough = EnsureDescriptors(options.agent.slots);
-  enough.Update(EnsureThreads(options.agent.slots));
-  if (!enough.ok()) return Fail(kExitInternal, enough.message());
-  absl::StatusOr<std::unique_ptr<ProcessHost>> host = ProcessHost::Start();
-  if (!host.ok()) return Fail(kExitInternal, host.status().message());
-  return Report(RunNodeJob(std::move(options), **host));
+  return Report(result);
+}
+
+// ---- --serve
+
+struct ServeFlags {
+  NodeServiceOptions options;
+  int cpus = -1, gpus = -1, memory_mib = -1, keep_logs_hours = 24 * 7;
+  std::vector<std::string> labels;
+  bool serve = false;
+};
+
+absl::Status SetInventory(const Machine& machine, ServeFlags* flags) {
+  v1::NodeInfo* const info = &flags->options.info;
+  info->set_host(machine.hostname);
+  info->set_version(std::string(kVersion));
+  info->set_cpus(flags->cpus >= 0 ? flags->cpus : machine.cores);
+  info->set_memory_bytes(flags->memory_mib >= 0 ? int64_t{flags->memory_mib} << 20
+                                                : machine.memory_bytes);
+  const int found = static_cast<int>(machine.gpus.size());
+  const int gpus = flags->gpus >= 0 ? flags->gpus : found;
+  for (int i = 0; i < gpus; ++i) info->add_gpus(i < found ? machine.gpus[i].model : "");
+  for (const std::string& label : flags->labels) {
+    const size_t equals = label.find('=');
+    if (equals == std::string::npos || equals == 0) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--label ", label, " is not KEY=VALUE, for example --label gpu=h200"));
+    }
+    (*info->mutable_labels())[label.substr(0, equals)] = label.substr(equals + 1);
+  }
+  if (flags->options.node.empty()) flags->options.node = machine.hostname;
+  return absl::OkStatus();
+}
+
+std::string Absolute(const std::string& path) {
+  std::error_code error;
+  return path.empty() ? "" : std::filesystem::absolute(path, error).string();
+}
+
+// The program of one attempt: this one, with the flags to reach the coordinator.
+absl::Status SetRunner(NodeServiceOptions* options) {
+  char self[PATH_MAX] = "";
+  if (readlink("/proc/self/exe", self, sizeof(self) - 1) < 0) {
+    return absl::ErrnoToStatus(errno, "cannot find this program");
+  }
+  options->runner = {self, absl::StrCat("--coordinator=", options->coordinator)};
+  rpc::ChannelOptions& channel = options->channel;
+  for (auto& [flag, file] : {std::pair<const char*, std::string*>{"tls_ca", &channel.tls.ca},
+                             {"tls_cert", &channel.tls.cert},
+                             {"tls_key", &channel.tls.key},
+                             {"token_file", &channel.token_file}}) {
+    if (file->empty()) continue;
+    *file = Absolute(*file);
+    options->runner.push_back(absl::StrCat("--", flag, "=", *file));
+  }
+  return absl::OkStatus();
+}
+
+int Serve(std::vector<std::string> words) {
+  ServeFlags flags;
+  NodeServiceOptions& options = flags.options;
+  CLI::App app("Waits for submitted jobs and runs them on this machine (docs/jobs.md).",
+               "muster-agent --serve");
+  app.footer(
+      "\nSIGTERM ends it; attempts that run go on, and the next one with this --state_dir adopts "
+      "them.\nExit codes: 0 stopped; 2 wrong options; 4 another agent has this --state_dir or "
+      "--node; 8 the coordinator\nrefuses its token.");
+  app.add_flag("--serve", flags.serve, "wait for submitted jobs");
+  app.add_option("--coordinator", options.coordinator, "IP:PORT or unix:PATH of the coordinator")
+      ->required();
+  app.add_option("--state_dir", options.state_dir,
+                 "folder for records, logs and private folders of attempts; of this agent alone")
+      ->required();
+  app.add_option("--node", options.node, "name of this node (default: the host's)");
+  app.add_option("--host", options.host,
+                 "address at which programs on other nodes reach programs here (default: the one "
+                 "that leads to the coordinator)");
+  app.add_option("--cpus", flags.cpus, "CPUs for jobs (default: all that this process may use)")
+      ->check(CLI::Range(1, 1'000'000));
+  app.add_option("--gpus", flags.gpus, "GPUs for jobs, the first ones (default: all)")
+      ->check(CLI::Range(0, 1024));
+  app.add_option("--memory_mib", flags.memory_mib, "memory for jobs, in MiB (default: all)")
+      ->check(CLI::Range(1, 2'000'000'000));
+  app.add_option("--label", flags.labels, "KEY=VALUE that jobs can ask for; may be repeated");
+  app.add_option("--rack", *options.info.mutable_rack(), "rack of this machine")
+      ->envname("MUSTER_RACK");
+  app.add_option("--nvlink_domain", *options.info.mutable_nvlink_domain(),
+                 "NVLink domain of this machine, within its rack")
+      ->envname("MUSTER_NVLINK_DOMAIN");
+  app.add_option("--keep_logs_hours", flags.keep_logs_hours,
+                 "how long logs of attempts that are over are kept")
+      ->check(CLI::Range(0, 1'000'000))
+      ->capture_default_str();
+  app.add_option("--tls_ca", options.channel.tls.ca,
+                 "CA certificates that must have signed the coordinator's");
+  app.add_option("--tls_cert", options.channel.tls.cert, "certificate of this machine");
+  app.add_option("--tls_key", options.channel.tls.key, "its private key");
+  app.add_option("--token_file", options.channel.token_file,
+                 "file with the coordinator's token; only its owner may read it")
+      ->envname("MUSTER_TOKEN_FILE");
+  Normalize(&words);
+  try {
+    app.parse(words);
+  } catch (const CLI::CallForHelp&) {
+    std::printf("%s\n", app.help().c_str());
+    return 0;
+  } catch (const CLI::ParseError& error) {
+    return Fail(kExitUsage, absl::StrCat(error.what(), "; see muster-agent --serve --help"));
+  }
+  options.state_dir = Absolute(options.state_dir);
+  options.keep_logs = absl::Hours(flags.keep_logs_hours);
+  NodeJobOptions surroundings;
+  TakeSurroundings(&surroundings);
+  options.environment = surroundings.agent.inherited;
+  absl::Status status = SetInventory(ReadMachine(options.environment), &flags);
+  if (status.ok()) status = SetRunner(&options);
+  if (!status.ok()) return Fail(kExitUsage, status.message());
+  RaiseDescriptorLimit();
+  status = RunNodeService(options);
+  return status.ok() ? 0 : Fail(CodeOf(status), status.message());
 }
 
 int Run(int argc, char** argv) {
@@ -285,6 +461,7 @@ int Run(int argc, char** argv) {
   }
   const std::vector<std::string> args(argv + 1, argv + argc);
   const auto dashes = std::find(args.begin(), args.end(), "--");
+  if (std::find(args.begin(), dashes, "--serve") != dashes) return Serve({args.begin(), dashes});
   Flags flags;
   if (const std::optional<int> code = ReadFlags({args.begin(), dashes}, &flags)) return *code;
   NodeJobOptions& options = flags.options;
@@ -305,11 +482,12 @@ int Run(int argc, char** argv) {
   // Where programs meet if this is machine 0: only there is it the coordinator's own address as a
   // rule.
   if (!address->is_unix()) options.host = address->host;
+  if (!flags.host.empty()) options.host = flags.host;
   options.show_output = options.agent.log_dir.empty() || flags.tee;
   options.prefix = !flags.no_prefix;
   options.log_limits.max_bytes = int64_t{flags.log_max_mib} << 20;
   TakeSurroundings(&options);
-  return RunJob(std::move(options));
+  return RunAndReport(std::move(options), flags);
 }
 
 }  // namespace

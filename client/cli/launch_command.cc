@@ -10,8 +10,8 @@
 #include "absl/strings/str_replace.h"
 #include "base/exit_code.h"
 #include "base/file.h"
+#include "base/machine.h"
 #include "base/status_macros.h"
-#include "client/cli/machine.h"
 
 namespace muster::client {
 namespace {

@@ -102,7 +102,8 @@ v1::AttemptEnd Cleaned(const v1::AttemptEnd& end, const std::string& node) {
 }
 
 bool CountsAsRestart(v1::EndClass end_class) {
-  return end_class == v1::END_CLASS_PROCESS_FAILED || end_class == v1::END_CLASS_OUT_OF_MEMORY;
+  return end_class == v1::END_CLASS_PROCESS_FAILED || end_class == v1::END_CLASS_OUT_OF_MEMORY ||
+         end_class == v1::END_CLASS_PEER_FAILED;  // whose cause nobody has reported
 }
 
 }  // namespace
@@ -663,7 +664,10 @@ void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::Attemp
   Touch(*job);
   dirty_ = true;
   if (end.end_class() != v1::END_CLASS_SUCCEEDED) {
-    if (!attempt->has_end()) *attempt->mutable_end() = end;
+    // An echo can come before the cause.
+    if (!attempt->has_end() || attempt->end().end_class() == v1::END_CLASS_PEER_FAILED) {
+      *attempt->mutable_end() = end;
+    }
     Stop(job, end.end_class(), end.why());
   }
   const bool over = std::all_of(

@@ -305,6 +305,17 @@ TEST_F(JobsCoreTest, UserError_IsNotRetried) {
   EXPECT_EQ(Get(job).attempts(), 1);
 }
 
+TEST_F(JobsCoreTest, EchoOfAFailure_DoesNotHideItsCause) {
+  AddNode("a", 2);
+  AddNode("b", 2);
+  stops_obey_ = false;
+  const std::string job = Submit(Spec(4, 5));
+  EndOn("a", job, v1::END_CLASS_PEER_FAILED, "rank 2 exited with code 2");
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_STOPPING);
+  EndOn("b", job, v1::END_CLASS_USER_ERROR, "rank 2 exited with code 2");
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_FAILED);
+}
+
 TEST_F(JobsCoreTest, RestartDelay_Doubles) {
   AddNode("a");
   v1::JobSpec spec = Spec(1, 5);

@@ -1,4 +1,4 @@
-#include "client/cli/machine.h"
+#include "base/machine.h"
 
 #include <sched.h>
 #include <sys/utsname.h>
@@ -18,7 +18,7 @@
 #include "base/file.h"
 #include "base/identity.h"
 
-namespace muster::client {
+namespace muster {
 namespace {
 
 std::string ReadAll(const std::string& path) { return ReadFile(path).value_or(""); }
@@ -131,4 +131,4 @@ Machine ReadMachine(const std::map<std::string, std::string>& variables, const s
   return machine;
 }
 
-}  // namespace muster::client
+}  // namespace muster

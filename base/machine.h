@@ -1,12 +1,12 @@
-#ifndef MUSTER_CLIENT_CLI_MACHINE_H_
-#define MUSTER_CLIENT_CLI_MACHINE_H_
+#ifndef MUSTER_BASE_MACHINE_H_
+#define MUSTER_BASE_MACHINE_H_
 
 #include <cstdint>
 #include <map>
 #include <string>
 #include <vector>
 
-namespace muster::client {
+namespace muster {
 
 struct Gpu {
   int index = 0;
@@ -37,6 +37,6 @@ Machine ReadMachine(const std::map<std::string, std::string>& variables,
 // first one that names none. Names ("GPU-...", "MIG-...") are believed.
 int CountVisible(const std::string& cuda_visible_devices, int gpus);
 
-}  // namespace muster::client
+}  // namespace muster
 
-#endif  // MUSTER_CLIENT_CLI_MACHINE_H_
+#endif  // MUSTER_BASE_MACHINE_H_

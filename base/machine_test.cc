@@ -1,11 +1,11 @@
-#include "client/cli/machine.h"
+#include "base/machine.h"
 
 #include "base/file.h"
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
-namespace muster::client {
+namespace muster {
 namespace {
 
 class MachineTest : public ::testing::Test {
@@ -63,4 +63,4 @@ TEST(CountVisible, StopsAtTheFirstThatNamesNone) {
 }
 
 }  // namespace
-}  // namespace muster::client
+}  // namespace muster

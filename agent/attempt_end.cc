@@ -1,0 +1,112 @@
+#include "agent/attempt_end.h"
+
+#include <google/protobuf/util/json_util.h>
+#include <signal.h>
+
+#include <algorithm>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
+#include "base/exit_code.h"
+#include "base/file.h"
+#include "base/status_macros.h"
+#include "base/text.h"
+
+namespace muster::agent {
+namespace {
+
+constexpr int64_t kMaxReportBytes = 1 << 20;
+constexpr size_t kMaxText = 4096;  // of a line
+
+bool IsUserError(int exit_code, const std::vector<int>& codes) {
+  return exit_code == kExitUsage || exit_code == kExitNotExecutable ||
+         exit_code == kExitProgramMissing ||
+         std::find(codes.begin(), codes.end(), exit_code) != codes.end();
+}
+
+v1::EndClass ClassOfRefusal(const absl::Status& status, int num_nodes) {
+  switch (status.code()) {
+    case absl::StatusCode::kNotFound:  // the program
+    case absl::StatusCode::kInvalidArgument:
+    case absl::StatusCode::kFailedPrecondition:
+      return v1::END_CLASS_USER_ERROR;
+    case absl::StatusCode::kDeadlineExceeded:  // other nodes did not come
+      return num_nodes > 1 ? v1::END_CLASS_PEER_FAILED : v1::END_CLASS_NODE_FAILED;
+    default:
+      return v1::END_CLASS_NODE_FAILED;
+  }
+}
+
+}  // namespace
+
+v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user_error_codes,
+                           bool out_of_memory, int num_nodes) {
+  v1::AttemptEnd end;
+  end.set_rank(-1);
+  switch (result.outcome) {
+    case JobResult::Outcome::kSucceeded:
+      end.set_end_class(v1::END_CLASS_SUCCEEDED);
+      return end;
+    case JobResult::Outcome::kStopped:
+      end.set_end_class(v1::END_CLASS_CANCELLED);
+      end.set_why("its runner was told to stop");
+      return end;
+    case JobResult::Outcome::kRefused:
+      end.set_end_class(ClassOfRefusal(result.status, num_nodes));
+      end.set_why(Printable(result.status.message(), kMaxText));
+      return end;
+    case JobResult::Outcome::kFailed:
+      break;
+  }
+  end.set_why(Printable(result.failure.why, kMaxText));
+  for (const std::string& line : result.failure.last_lines) end.add_last_lines(Printable(line, kMaxText));
+  const std::optional<WorkerEnd>& here = result.failed_here;
+  if (!here.has_value() || here->ToString() != result.failure.why) {
+    end.set_end_class(num_nodes > 1 ? v1::END_CLASS_PEER_FAILED : v1::END_CLASS_PROCESS_FAILED);
+    return end;
+  }
+  end.set_rank(here->rank);
+  end.set_exit_code(here->exit.exit_code);
+  end.set_signal(here->exit.signal);
+  if (here->exit.signal == 0 && IsUserError(here->exit.exit_code, user_error_codes)) {
+    end.set_end_class(v1::END_CLASS_USER_ERROR);
+  } else if (here->exit.signal == SIGKILL && out_of_memory) {
+    end.set_end_class(v1::END_CLASS_OUT_OF_MEMORY);
+    end.set_why(absl::StrCat(end.why(), "; the kernel has killed a process for memory"));
+  } else {
+    end.set_end_class(v1::END_CLASS_PROCESS_FAILED);
+  }
+  return end;
+}
+
+int64_t CountMemoryKills() {
+  const absl::StatusOr<std::string> text = ReadFile("/proc/vmstat", kMaxReportBytes);
+  if (!text.ok()) return -1;
+  for (absl::string_view line : absl::StrSplit(*text, '\n')) {
+    int64_t count = 0;
+    if (absl::ConsumePrefix(&line, "oom_kill ") && absl::SimpleAtoi(line, &count)) return count;
+  }
+  return -1;
+}
+
+absl::Status WriteEnd(const std::string& path, const v1::AttemptEnd& end) {
+  std::string text;
+  if (!google::protobuf::util::MessageToJsonString(end, &text).ok()) {
+    return absl::InternalError("the end of an attempt cannot be written as JSON");
+  }
+  return WriteFileAtomically(path, text + "\n");
+}
+
+absl::StatusOr<v1::AttemptEnd> ReadEnd(const std::string& path) {
+  MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, kMaxReportBytes));
+  v1::AttemptEnd end;
+  if (!google::protobuf::util::JsonStringToMessage(text, &end).ok() ||
+      end.end_class() == v1::END_CLASS_UNSPECIFIED) {
+    return absl::DataLossError(absl::StrCat(path, " is not the report of a runner"));
+  }
+  return end;
+}
+
+}  // namespace muster::agent

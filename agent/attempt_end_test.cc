@@ -1,0 +1,77 @@
+#include "agent/attempt_end.h"
+
+#include <gtest/gtest.h>
+#include <signal.h>
+
+#include "base/file.h"
+#include "base/test_folder.h"
+
+namespace muster::agent {
+namespace {
+
+JobResult FailedHere(int exit_code, int signal) {
+  JobResult result;
+  result.outcome = JobResult::Outcome::kFailed;
+  WorkerEnd end;
+  end.rank = 3;
+  end.host = "n";
+  end.exit.exit_code = exit_code;
+  end.exit.signal = signal;
+  result.failure.why = end.ToString();
+  result.failure.last_lines = {"bye"};
+  result.failed_here = end;
+  return result;
+}
+
+TEST(DescribeEndTest, FailureOfAProcessHere_HasItsRankAndClass) {
+  v1::AttemptEnd end = DescribeEnd(FailedHere(1, 0), {}, false, 2);
+  EXPECT_EQ(end.end_class(), v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(end.rank(), 3);
+  EXPECT_EQ(end.exit_code(), 1);
+  EXPECT_EQ(end.last_lines(0), "bye");
+  EXPECT_EQ(DescribeEnd(FailedHere(2, 0), {}, false, 1).end_class(), v1::END_CLASS_USER_ERROR);
+  EXPECT_EQ(DescribeEnd(FailedHere(42, 0), {42}, false, 1).end_class(), v1::END_CLASS_USER_ERROR);
+  EXPECT_EQ(DescribeEnd(FailedHere(0, SIGSEGV), {}, true, 1).end_class(),
+            v1::END_CLASS_PROCESS_FAILED);
+  EXPECT_EQ(DescribeEnd(FailedHere(0, SIGKILL), {}, true, 1).end_class(),
+            v1::END_CLASS_OUT_OF_MEMORY);
+  EXPECT_EQ(DescribeEnd(FailedHere(0, SIGKILL), {}, false, 1).end_class(),
+            v1::END_CLASS_PROCESS_FAILED);
+}
+
+TEST(DescribeEndTest, FailureThatBeganElsewhere_IsAnEcho) {
+  JobResult result = FailedHere(1, 0);
+  result.failure.why = "rank 0 (pid 7 on other) was killed by signal 9 (SIGKILL)";
+  EXPECT_EQ(DescribeEnd(result, {}, false, 2).end_class(), v1::END_CLASS_PEER_FAILED);
+  result.failed_here.reset();
+  EXPECT_EQ(DescribeEnd(result, {}, false, 2).end_class(), v1::END_CLASS_PEER_FAILED);
+}
+
+TEST(DescribeEndTest, Refusal_IsTheUsersOrTheNodes) {
+  JobResult result;
+  result.outcome = JobResult::Outcome::kRefused;
+  result.status = absl::NotFoundError("no such program");
+  EXPECT_EQ(DescribeEnd(result, {}, false, 1).end_class(), v1::END_CLASS_USER_ERROR);
+  result.status = absl::ResourceExhaustedError("too many open files");
+  EXPECT_EQ(DescribeEnd(result, {}, false, 1).end_class(), v1::END_CLASS_NODE_FAILED);
+  result.status = absl::DeadlineExceededError("machine 1 did not join");
+  EXPECT_EQ(DescribeEnd(result, {}, false, 2).end_class(), v1::END_CLASS_PEER_FAILED);
+}
+
+TEST(EndFileTest, End_IsReadAsItWasWritten_AndGarbageIsRefused) {
+  const TestFolder folder;
+  const std::string path = JoinPath(folder.path(), "end.json");
+  JobResult result = FailedHere(1, 0);
+  result.failure.last_lines = {"not \xff UTF-8"};
+  const v1::AttemptEnd end = DescribeEnd(result, {}, false, 1);
+  ASSERT_TRUE(WriteEnd(path, end).ok());
+  const absl::StatusOr<v1::AttemptEnd> read = ReadEnd(path);
+  ASSERT_TRUE(read.ok()) << read.status();
+  EXPECT_EQ(read->SerializeAsString(), end.SerializeAsString());
+  ASSERT_TRUE(WriteFileAtomically(path, "{}").ok());
+  EXPECT_EQ(ReadEnd(path).status().code(), absl::StatusCode::kDataLoss);
+  EXPECT_EQ(ReadEnd(path + "x").status().code(), absl::StatusCode::kNotFound);
+}
+
+}  // namespace
+}  // namespace muster::agent

@@ -1,0 +1,113 @@
+#include "agent/attempt_log.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <deque>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "agent/log_file.h"
+#include "base/file.h"
+#include "base/owned_fd.h"
+
+namespace muster::agent {
+namespace {
+
+// The open parts of a log, oldest first. A rotation meanwhile renames them and changes nothing.
+struct Parts {
+  struct Part {
+    OwnedFd fd;
+    int64_t begin = 0;
+    int64_t size = 0;
+  };
+  std::deque<Part> parts;
+  int64_t begin = 0;
+  int64_t end = 0;
+};
+
+absl::StatusOr<Parts> Open(const std::string& path) {
+  Parts log;
+  for (int number = 0;; ++number) {
+    const std::string name = number == 0 ? path : absl::StrCat(path, ".", number);
+    Parts::Part part;
+    part.fd = OwnedFd(open(name.c_str(), O_RDONLY | O_CLOEXEC));
+    struct stat info;
+    if (!part.fd.open() || fstat(part.fd.get(), &info) != 0) {
+      if (number == 0) return absl::ErrnoToStatus(errno, name);
+      break;
+    }
+    part.size = info.st_size;
+    log.parts.push_front(std::move(part));
+  }
+  if (const absl::StatusOr<std::string> gone = ReadFile(LogGonePath(path), 64); gone.ok()) {
+    if (!absl::SimpleAtoi(*gone, &log.begin) || log.begin < 0) log.begin = 0;
+  }
+  log.end = log.begin;
+  for (Parts::Part& part : log.parts) {
+    part.begin = log.end;
+    log.end += part.size;
+  }
+  return log;
+}
+
+absl::Status Read(const Parts& log, int64_t offset, size_t bytes, std::string* data) {
+  for (const Parts::Part& part : log.parts) {
+    while (data->size() < bytes) {
+      const int64_t at = offset + static_cast<int64_t>(data->size()) - part.begin;
+      if (at < 0 || at >= part.size) break;
+      const size_t had = data->size();
+      data->resize(had + std::min<size_t>(bytes - had, part.size - at));
+      const ssize_t n = pread(part.fd.get(), data->data() + had, data->size() - had, at);
+      data->resize(had + std::max<ssize_t>(n, 0));
+      if (n < 0 && errno == EINTR) continue;
+      if (n < 0) return absl::ErrnoToStatus(errno, "cannot read the log");
+      if (n == 0) return absl::OkStatus();
+    }
+  }
+  return absl::OkStatus();
+}
+
+// Where the last `lines` lines begin, as far as they are within `max_bytes`.
+absl::StatusOr<int64_t> TailOffset(const Parts& log, int lines, size_t max_bytes) {
+  const int64_t from =
+      std::max(log.begin, log.end - static_cast<int64_t>(std::max<size_t>(max_bytes, 1)));
+  std::string data;
+  if (absl::Status status = Read(log, from, max_bytes, &data); !status.ok()) return status;
+  size_t at = data.size();
+  for (int found = 0; at > 0; --at) {
+    // The newline that ends the last line does not begin another one.
+    if (data[at - 1] == '\n' && at < data.size() && ++found == lines) break;
+  }
+  return lines == 0 ? log.end : from + static_cast<int64_t>(at);
+}
+
+}  // namespace
+
+absl::StatusOr<LogPiece> ReadLogPiece(const std::string& path, int64_t offset, int tail_lines,
+                                      size_t max_bytes) {
+  absl::StatusOr<Parts> log = Open(path);
+  if (!log.ok()) return log.status();
+  LogPiece piece;
+  if (offset < 0) {
+    const absl::StatusOr<int64_t> tail = TailOffset(*log, tail_lines, max_bytes);
+    if (!tail.ok()) return tail.status();
+    offset = *tail;
+  }
+  piece.offset = std::max(offset, log->begin);
+  if (piece.offset < log->end) {
+    if (absl::Status status = Read(*log, piece.offset, max_bytes, &piece.data); !status.ok()) {
+      return status;
+    }
+  }
+  if (const size_t newline = piece.data.rfind('\n'); newline != std::string::npos) {
+    piece.data.resize(newline + 1);
+  }
+  piece.next_offset = piece.offset + static_cast<int64_t>(piece.data.size());
+  return piece;
+}
+
+}  // namespace muster::agent

@@ -1,0 +1,75 @@
+#include "agent/attempt_log.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+
+#include "absl/strings/str_cat.h"
+#include "agent/log_file.h"
+#include "base/file.h"
+#include "base/test_folder.h"
+
+namespace muster::agent {
+namespace {
+
+class AttemptLogTest : public testing::Test {
+ protected:
+  void Open(int64_t max_bytes, int files) {
+    log_ = *LogFile::Open(path_, {.max_bytes = max_bytes, .files = files});
+  }
+  // From `offset` to the end, by pieces of this size.
+  std::string ReadAll(int64_t offset, size_t piece) {
+    std::string all;
+    while (true) {
+      const absl::StatusOr<LogPiece> read = ReadLogPiece(path_, offset, 0, piece);
+      EXPECT_TRUE(read.ok()) << read.status();
+      if (!read.ok() || read->data.empty()) return all;
+      if (all.empty()) first_ = read->offset;
+      all += read->data;
+      offset = read->next_offset;
+    }
+  }
+
+  const TestFolder folder_;
+  const std::string path_ = JoinPath(folder_.path(), "rank_0.log");
+  std::unique_ptr<LogFile> log_;
+  int64_t first_ = -1;
+};
+
+TEST_F(AttemptLogTest, RotatedLog_IsReadAsOne_AndOffsetsStay) {
+  Open(/*max_bytes=*/30, /*files=*/3);
+  std::string all;
+  for (int i = 0; i < 8; ++i) {
+    const std::string line = absl::StrCat("line number ", i);
+    log_->Append(line);
+    all += line + "\n";
+    // A reader that follows misses nothing.
+    const absl::StatusOr<LogPiece> read =
+        ReadLogPiece(path_, static_cast<int64_t>(all.size() - line.size() - 1), 0, 100);
+    ASSERT_TRUE(read.ok());
+    EXPECT_EQ(read->data, line + "\n");
+  }
+  const std::string kept = ReadAll(0, 20);
+  EXPECT_EQ(kept, all.substr(first_));
+  EXPECT_GT(first_, 0);
+  EXPECT_EQ(ReadAll(first_, 1000), kept);
+}
+
+TEST_F(AttemptLogTest, Tail_IsWholeLines) {
+  Open(0, 1);
+  for (int i = 0; i < 5; ++i) log_->Append(absl::StrCat("line ", i));
+  EXPECT_EQ(ReadLogPiece(path_, -1, 2, 100)->data, "line 3\nline 4\n");
+  EXPECT_EQ(ReadLogPiece(path_, -1, 100, 1000)->data.size(), 35u);
+  EXPECT_EQ(ReadLogPiece(path_, -1, 0, 1000)->data, "");
+  EXPECT_EQ(ReadLogPiece(path_, -1, 0, 1000)->next_offset, 35);
+}
+
+TEST_F(AttemptLogTest, LogThatIsNotThere_IsNamed) {
+  EXPECT_EQ(ReadLogPiece(path_, 0, 0, 10).status().code(), absl::StatusCode::kNotFound);
+  Open(0, 1);
+  EXPECT_EQ(ReadLogPiece(path_, 0, 0, 10)->data, "");
+  EXPECT_EQ(ReadLogPiece(path_, 500, 0, 10)->data, "");
+}
+
+}  // namespace
+}  // namespace muster::agent

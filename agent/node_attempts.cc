@@ -1,0 +1,142 @@
+#include "agent/node_attempts.h"
+
+#include <algorithm>
+#include <set>
+
+#include "absl/strings/str_cat.h"
+#include "rpc/session/duration.h"
+
+namespace muster::agent {
+
+void NodeAttempts::Adopt(const AttemptKey& key, bool running, const v1::AttemptEnd& end,
+                         absl::Time started, absl::Time now) {
+  Attempt& attempt = attempts_[key];
+  attempt.report.set_job_id(key.first);
+  attempt.report.set_attempt(key.second);
+  attempt.report.set_started_unix_ms(absl::ToUnixMillis(started));
+  // The monotonic clock has no memory of it.
+  attempt.started = now;
+  attempt.report.set_state(running ? v1::PLACEMENT_STATE_RUNNING : v1::PLACEMENT_STATE_ENDED);
+  if (!running) *attempt.report.mutable_end() = end;
+  ++version_;
+}
+
+bool NodeAttempts::AnyRunning() const {
+  return std::any_of(attempts_.begin(), attempts_.end(), [](const auto& entry) {
+    return entry.second.report.state() == v1::PLACEMENT_STATE_RUNNING;
+  });
+}
+
+void NodeAttempts::Stop(const AttemptKey& key, Attempt* attempt, absl::Time now, Orders* orders) {
+  if (attempt->stopped || attempt->report.state() == v1::PLACEMENT_STATE_ENDED) return;
+  attempt->stopped = true;
+  attempt->kill_at = now + attempt->grace + kRunnerGrace;
+  orders->stop.push_back(key);
+}
+
+NodeAttempts::Orders NodeAttempts::Apply(const v1::SyncNodeReply& reply, absl::Time now) {
+  Orders orders;
+  const std::string& cluster = reply.header().cluster_id();
+  const bool other = !attempts_.empty() && !cluster_.empty() && cluster != cluster_;
+  if (!other) cluster_ = cluster;
+  std::set<AttemptKey> wanted;
+  if (other) {
+    if (AnyRunning()) {
+      orders.notice = absl::StrCat("the coordinator belongs to another cluster (", cluster,
+                                   ") than the attempts of this node (", cluster_,
+                                   "): they are ended, and nothing starts before");
+    }
+  } else {
+    for (const v1::NodeAssignment& assignment : reply.assignments()) {
+      const AttemptKey key(assignment.job_id(), assignment.attempt());
+      wanted.insert(key);
+      const auto known = attempts_.find(key);
+      if (known != attempts_.end()) {
+        known->second.grace = rpc::FromProto(assignment.spec().stop_grace());
+        if (assignment.stop()) Stop(key, &known->second, now, &orders);
+        continue;
+      }
+      Attempt& attempt = attempts_[key];
+      attempt.report.set_job_id(key.first);
+      attempt.report.set_attempt(key.second);
+      attempt.grace = rpc::FromProto(assignment.spec().stop_grace());
+      attempt.started = now;
+      ++version_;
+      if (assignment.stop()) {
+        // It has never started here.
+        attempt.report.set_state(v1::PLACEMENT_STATE_ENDED);
+        attempt.report.mutable_end()->set_end_class(v1::END_CLASS_CANCELLED);
+        attempt.report.mutable_end()->set_why(assignment.stop_why());
+        attempt.report.mutable_end()->set_rank(-1);
+        continue;
+      }
+      attempt.report.set_state(v1::PLACEMENT_STATE_RUNNING);
+      attempt.report.set_started_unix_ms(absl::ToUnixMillis(now));
+      orders.start.push_back(assignment);
+    }
+  }
+  for (auto it = attempts_.begin(); it != attempts_.end();) {
+    if (wanted.count(it->first) != 0) {
+      ++it;
+    } else if (it->second.report.state() == v1::PLACEMENT_STATE_ENDED) {
+      orders.forget.push_back(it->first);
+      it = attempts_.erase(it);
+      ++version_;
+    } else {
+      Stop(it->first, &it->second, now, &orders);
+      ++it;
+    }
+  }
+  return orders;
+}
+
+NodeAttempts::Orders NodeAttempts::Tick(absl::Time now) {
+  Orders orders;
+  for (auto& [key, attempt] : attempts_) {
+    if (attempt.kill_at > now || attempt.killed ||
+        attempt.report.state() == v1::PLACEMENT_STATE_ENDED) {
+      continue;
+    }
+    attempt.killed = true;
+    orders.kill.push_back(key);
+  }
+  return orders;
+}
+
+absl::Time NodeAttempts::NextDeadline() const {
+  absl::Time next = absl::InfiniteFuture();
+  for (const auto& [key, attempt] : attempts_) {
+    if (!attempt.killed && attempt.report.state() != v1::PLACEMENT_STATE_ENDED) {
+      next = std::min(next, attempt.kill_at);
+    }
+  }
+  return next;
+}
+
+void NodeAttempts::Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64_t unix_ms) {
+  const auto it = attempts_.find(key);
+  if (it == attempts_.end() || it->second.report.state() == v1::PLACEMENT_STATE_ENDED) return;
+  it->second.report.set_state(v1::PLACEMENT_STATE_ENDED);
+  *it->second.report.mutable_end() = end;
+  it->second.report.set_ended_unix_ms(unix_ms);
+  ++version_;
+}
+
+bool NodeAttempts::IsRunning(const AttemptKey& key) const {
+  const auto it = attempts_.find(key);
+  return it != attempts_.end() && it->second.report.state() == v1::PLACEMENT_STATE_RUNNING;
+}
+
+void NodeAttempts::FillReports(absl::Time now, v1::SyncNodeRequest* request) const {
+  request->set_cluster_id(cluster_);
+  for (const auto& [key, attempt] : attempts_) {
+    v1::AttemptReport* const report = request->add_attempts();
+    *report = attempt.report;
+    const absl::Duration adopted =
+        absl::Milliseconds(absl::ToUnixMillis(attempt.started) - report->started_unix_ms());
+    *report->mutable_ran_for() =
+        rpc::ToProto(now - attempt.started + std::max(absl::ZeroDuration(), adopted));
+  }
+}
+
+}  // namespace muster::agent

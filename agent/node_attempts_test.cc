@@ -1,0 +1,147 @@
+#include "agent/node_attempts.h"
+
+#include <gtest/gtest.h>
+
+#include <map>
+#include <random>
+#include <set>
+
+namespace muster::agent {
+namespace {
+
+const absl::Time kNow = absl::FromUnixSeconds(1'700'000'000);
+
+v1::SyncNodeReply Reply(const std::vector<AttemptKey>& wanted, bool stop = false,
+                        const std::string& cluster = "c") {
+  v1::SyncNodeReply reply;
+  reply.mutable_header()->set_cluster_id(cluster);
+  for (const auto& [job, attempt] : wanted) {
+    v1::NodeAssignment* const assignment = reply.add_assignments();
+    assignment->set_job_id(job);
+    assignment->set_attempt(attempt);
+    assignment->mutable_spec()->mutable_stop_grace()->set_seconds(10);
+    assignment->set_stop(stop);
+  }
+  return reply;
+}
+
+v1::AttemptEnd Succeeded() {
+  v1::AttemptEnd end;
+  end.set_end_class(v1::END_CLASS_SUCCEEDED);
+  return end;
+}
+
+using Keys = std::vector<AttemptKey>;
+
+TEST(NodeAttemptsTest, Assignment_StartsOnce_AndItsEndIsReportedUntilItIsGone) {
+  NodeAttempts attempts;
+  EXPECT_EQ(attempts.Apply(Reply({{"j", 1}}), kNow).start.size(), 1u);
+  EXPECT_TRUE(attempts.Apply(Reply({{"j", 1}}), kNow).start.empty());
+  attempts.Ended({"j", 1}, Succeeded(), 5);
+  for (int i = 0; i < 2; ++i) {
+    EXPECT_TRUE(attempts.Apply(Reply({{"j", 1}}), kNow).start.empty());
+    v1::SyncNodeRequest request;
+    attempts.FillReports(kNow, &request);
+    ASSERT_EQ(request.attempts_size(), 1);
+    EXPECT_EQ(request.attempts(0).state(), v1::PLACEMENT_STATE_ENDED);
+    EXPECT_EQ(request.cluster_id(), "c");
+  }
+  EXPECT_EQ(attempts.Apply(Reply({}), kNow).forget, (Keys{{"j", 1}}));
+}
+
+TEST(NodeAttemptsTest, UnwantedAttempt_IsStoppedOnce_ThenKilled) {
+  NodeAttempts attempts;
+  attempts.Apply(Reply({{"j", 1}}), kNow);
+  EXPECT_EQ(attempts.Apply(Reply({{"j", 1}}, /*stop=*/true), kNow).stop, (Keys{{"j", 1}}));
+  EXPECT_TRUE(attempts.Apply(Reply({}), kNow).stop.empty());
+  EXPECT_TRUE(attempts.Tick(kNow + absl::Seconds(39)).kill.empty());
+  EXPECT_EQ(attempts.NextDeadline(), kNow + absl::Seconds(40));
+  EXPECT_EQ(attempts.Tick(kNow + absl::Seconds(40)).kill, (Keys{{"j", 1}}));
+  EXPECT_TRUE(attempts.Tick(kNow + absl::Seconds(50)).kill.empty());
+  EXPECT_EQ(attempts.NextDeadline(), absl::InfiniteFuture());
+}
+
+TEST(NodeAttemptsTest, AttemptThatIsStoppedBeforeItStarts_HasEnded) {
+  NodeAttempts attempts;
+  EXPECT_TRUE(attempts.Apply(Reply({{"j", 1}}, /*stop=*/true), kNow).start.empty());
+  v1::SyncNodeRequest request;
+  attempts.FillReports(kNow, &request);
+  EXPECT_EQ(request.attempts(0).end().end_class(), v1::END_CLASS_CANCELLED);
+}
+
+TEST(NodeAttemptsTest, OtherCluster_GetsNothingBeforeTheOldAttemptsHaveEnded) {
+  NodeAttempts attempts;
+  attempts.Apply(Reply({{"j", 1}}), kNow);
+  // A job of the same name there is another one.
+  NodeAttempts::Orders orders = attempts.Apply(Reply({{"j", 1}}, false, "d"), kNow);
+  EXPECT_EQ(orders.stop, (Keys{{"j", 1}}));
+  EXPECT_TRUE(orders.start.empty());
+  EXPECT_FALSE(orders.notice.empty());
+  attempts.Ended({"j", 1}, Succeeded(), 5);
+  EXPECT_EQ(attempts.Apply(Reply({{"j", 1}}, false, "d"), kNow).forget, (Keys{{"j", 1}}));
+  EXPECT_EQ(attempts.Apply(Reply({{"j", 1}}, false, "d"), kNow).start.size(), 1u);
+  EXPECT_EQ(attempts.cluster(), "d");
+}
+
+TEST(NodeAttemptsTest, AdoptedAttempt_CountsTheTimeBefore) {
+  NodeAttempts attempts;
+  attempts.SetCluster("c");
+  attempts.Adopt({"j", 1}, /*running=*/true, {}, kNow - absl::Seconds(50), kNow);
+  EXPECT_TRUE(attempts.Apply(Reply({{"j", 1}}), kNow).start.empty());
+  v1::SyncNodeRequest request;
+  attempts.FillReports(kNow + absl::Seconds(5), &request);
+  EXPECT_EQ(request.attempts(0).ran_for().seconds(), 55);
+}
+
+// Whatever the coordinator wants, and however often the agent restarts.
+TEST(NodeAttemptsTest, RandomWishes_StartNothingTwice_AndEndWhatIsUnwanted) {
+  std::mt19937 random(3);
+  for (int round = 0; round < 300; ++round) {
+    auto attempts = std::make_unique<NodeAttempts>();
+    std::map<AttemptKey, bool> disk;  // records, and whether the runner runs
+    std::set<AttemptKey> started;
+    std::vector<AttemptKey> wanted;
+    for (int step = 0; step < 60; ++step) {
+      if (random() % 3 == 0) {
+        wanted.clear();
+        for (int i = 0; i < 3; ++i) {
+          const AttemptKey key("j" + std::to_string(i), 1 + static_cast<int>(random() % 20));
+          // What has ended and was forgotten is never wanted again.
+          if (random() % 2 == 0 && (started.count(key) == 0 || disk.count(key) != 0)) {
+            wanted.push_back(key);
+          }
+        }
+      }
+      const NodeAttempts::Orders orders =
+          attempts->Apply(Reply(wanted, random() % 4 == 0), kNow);
+      for (const v1::NodeAssignment& start : orders.start) {
+        const AttemptKey key(start.job_id(), start.attempt());
+        ASSERT_TRUE(started.insert(key).second);
+        disk[key] = true;
+      }
+      for (const AttemptKey& key : orders.stop) {
+        disk[key] = false;
+        attempts->Ended(key, Succeeded(), 1);
+      }
+      for (const AttemptKey& key : orders.forget) {
+        EXPECT_FALSE(disk.count(key) != 0 && disk[key]);
+        disk.erase(key);
+      }
+      if (random() % 5 == 0) {
+        attempts = std::make_unique<NodeAttempts>();
+        attempts->SetCluster("c");
+        for (const auto& [key, running] : disk) {
+          attempts->Adopt(key, running, Succeeded(), kNow, kNow);
+        }
+      }
+    }
+    attempts->Apply(Reply({}), kNow);
+    for (const auto& [key, running] : disk) {
+      if (!running) continue;
+      EXPECT_TRUE(attempts->IsRunning(key));  // it was told to stop by the line above
+    }
+  }
+}
+
+}  // namespace
+}  // namespace muster::agent

@@ -1,0 +1,708 @@
+#include "agent/node_service.h"
+
+#include <arpa/inet.h>
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <grpcpp/grpcpp.h>
+#include <netdb.h>
+#include <poll.h>
+#include <signal.h>
+#include <spawn.h>
+#include <sys/eventfd.h>
+#include <sys/file.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/strip.h"
+#include "agent/attempt_end.h"
+#include "agent/attempt_log.h"
+#include "agent/job_signals.h"
+#include "agent/node_attempts.h"
+#include "base/clock.h"
+#include "base/file.h"
+#include "base/json.h"
+#include "base/log.h"
+#include "base/mutex.h"
+#include "base/owned_fd.h"
+#include "base/status_macros.h"
+#include "proto/muster/v1/node.grpc.pb.h"
+#include "rpc/address.h"
+#include "rpc/session/duration.h"
+#include "rpc/status.h"
+
+namespace muster::agent {
+namespace {
+
+using json = nlohmann::json;
+
+constexpr absl::Duration kSyncTimeout = absl::Seconds(40);  // held for a third of a lease
+constexpr absl::Duration kAwayLeast = absl::Milliseconds(200);
+constexpr absl::Duration kAwayMost = absl::Seconds(5);
+constexpr absl::Duration kAnswerTimeout = absl::Seconds(10);
+// How often a log that somebody waits for is looked at.
+constexpr absl::Duration kLogPoll = absl::Milliseconds(100);
+// Between the end of a runner and that of the last process that holds its lock.
+constexpr absl::Duration kLockPoll = absl::Milliseconds(50);
+constexpr absl::Duration kSweepEvery = absl::Hours(1);
+
+int64_t UnixMs() { return absl::ToUnixMillis(absl::Now()); }
+
+// One attempt's folder under STATE_DIR/attempts:
+//   record.json  what was assigned; written before the runner starts
+//   lock         held by the runner and by all that must end with it
+//   runner.pid   by the runner
+//   end.json     by the runner when it has ended
+//   logs/, work/, runner.log
+struct AttemptFolder {
+  std::string path;
+  std::string Of(absl::string_view name) const { return JoinPath(path, name); }
+};
+
+struct Runner {
+  AttemptFolder folder;
+  pid_t pid = -1;  // of our child; -1: it was adopted
+  OwnedFd pidfd;
+  OwnedFd lock;  // not held by us: to try it
+  int first_rank = 0;
+};
+
+// Free again as soon as no process has it locked.
+bool IsUnlocked(int fd) {
+  if (flock(fd, LOCK_EX | LOCK_NB) != 0) return false;
+  flock(fd, LOCK_UN);
+  return true;
+}
+
+v1::AttemptEnd NodeFailure(std::string why) {
+  v1::AttemptEnd end;
+  end.set_end_class(v1::END_CLASS_NODE_FAILED);
+  end.set_why(std::move(why));
+  end.set_rank(-1);
+  return end;
+}
+
+// The address of this machine on the way to the coordinator.
+std::string OwnAddress(const rpc::Address& coordinator) {
+  if (coordinator.is_unix()) return "127.0.0.1";
+  addrinfo hints = {};
+  hints.ai_socktype = SOCK_DGRAM;
+  addrinfo* found = nullptr;
+  if (getaddrinfo(coordinator.host.c_str(), absl::StrCat(coordinator.port).c_str(), &hints,
+                  &found) != 0) {
+    return coordinator.host;
+  }
+  std::string own = coordinator.host;
+  for (const addrinfo* one = found; one != nullptr; one = one->ai_next) {
+    const OwnedFd fd(socket(one->ai_family, SOCK_DGRAM | SOCK_CLOEXEC, 0));
+    sockaddr_storage local = {};
+    socklen_t size = sizeof(local);
+    char text[NI_MAXHOST];
+    // Nothing is sent.
+    if (fd.open() && connect(fd.get(), one->ai_addr, one->ai_addrlen) == 0 &&
+        getsockname(fd.get(), reinterpret_cast<sockaddr*>(&local), &size) == 0 &&
+        getnameinfo(reinterpret_cast<sockaddr*>(&local), size, text, sizeof(text), nullptr, 0,
+                    NI_NUMERICHOST) == 0) {
+      own = text;
+      break;
+    }
+  }
+  freeaddrinfo(found);
+  return own;
+}
+
+class NodeService {
+ public:
+  explicit NodeService(const NodeServiceOptions& options)
+      : options_(options), wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {}
+
+  absl::Status Run() {
+    MUSTER_RETURN_IF_ERROR(Open());
+    MUSTER_ASSIGN_OR_RETURN(const rpc::Address address, rpc::ParseAddress(options_.coordinator));
+    host_ = options_.host.empty() ? OwnAddress(address) : options_.host;
+    MUSTER_ASSIGN_OR_RETURN(channel_, rpc::Connect(options_.coordinator, options_.channel));
+    MUSTER_LOG(Info) << "node " << options_.node << " waits for jobs of " << options_.coordinator
+                     << ": " << options_.info.cpus() << " CPUs, " << options_.info.gpus_size()
+                     << " GPUs";
+    const SignalWatcher signals([this](int signal) {
+      MutexLock lock(&mu_);
+      stopped_ = signal;
+      Wake();
+    });
+    std::thread sync([this] { SyncLoop(); });
+    std::thread logs([this] { LogLoop(); });
+    Loop();
+    {
+      MutexLock lock(&mu_);
+      ended_ = true;
+      if (call_ != nullptr) call_->TryCancel();
+      changed_.SignalAll();
+    }
+    sync.join();
+    logs.join();
+    MutexLock lock(&mu_);
+    int running = 0;
+    for (const auto& [key, runner] : runners_) running += attempts_.IsRunning(key) ? 1 : 0;
+    if (running > 0) {
+      MUSTER_LOG(Info) << "node " << options_.node << " ends; " << running
+                       << " attempts go on: start it again to adopt them";
+    }
+    return refused_;
+  }
+
+ private:
+  // ---- the disk
+
+  absl::Status Open() {
+    MUSTER_RETURN_IF_ERROR(MakeDirectories(options_.state_dir));
+    if (chmod(options_.state_dir.c_str(), 0700) != 0) {
+      return absl::ErrnoToStatus(errno, absl::StrCat("cannot protect ", options_.state_dir));
+    }
+    const std::string lock = JoinPath(options_.state_dir, "lock");
+    lock_ = OwnedFd(open(lock.c_str(), O_RDWR | O_CREAT | O_CLOEXEC, 0600));
+    if (!lock_.open()) return absl::ErrnoToStatus(errno, absl::StrCat("cannot open ", lock));
+    if (flock(lock_.get(), LOCK_EX | LOCK_NB) != 0) {
+      return absl::AlreadyExistsError(absl::StrCat("another agent uses ", options_.state_dir,
+                                                   ": end it, or give another --state_dir"));
+    }
+    MUSTER_RETURN_IF_ERROR(ReadIdentity());
+    MUSTER_RETURN_IF_ERROR(MakeDirectories(Attempts()));
+    return Adopt();
+  }
+
+  std::string Attempts() const { return JoinPath(options_.state_dir, "attempts"); }
+  // Another cluster has jobs of the same names.
+  std::string FolderName(const AttemptKey& key) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    return absl::StrCat(key.first, ".", key.second, "-", attempts_.cluster().substr(0, 8));
+  }
+
+  absl::Status ReadIdentity() {
+    const std::string path = JoinPath(options_.state_dir, "node_uid");
+    const absl::StatusOr<std::string> text = ReadFile(path, 64);
+    if (text.ok() && absl::SimpleHexAtoi(*text, &uid_) && uid_ != 0) return absl::OkStatus();
+    if (!text.ok() && !absl::IsNotFound(text.status())) return text.status();
+    const std::string made = RandomHex();
+    if (!absl::SimpleHexAtoi(made, &uid_)) return absl::InternalError("no random number");
+    return WriteFileAtomically(path, made);
+  }
+
+  absl::Status Adopt() {
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> names, ListDirectory(Attempts()));
+    MutexLock lock(&mu_);
+    for (const std::string& name : names) {
+      const AttemptFolder folder{JoinPath(Attempts(), name)};
+      const absl::StatusOr<std::string> text = ReadFile(folder.Of("record.json"), 1 << 20);
+      const json record =
+          text.ok() ? json::parse(*text, nullptr, /*allow_exceptions=*/false) : json();
+      if (!record.is_object() || !record.contains("job") || !record["job"].is_string() ||
+          !record["attempt"].is_number_integer() || !record["started"].is_number_integer() ||
+          !record["cluster"].is_string() || !record["first_rank"].is_number_integer() ||
+          record.value("forgotten", false)) {
+        continue;
+      }
+      const AttemptKey key(record["job"].get<std::string>(), record["attempt"].get<int>());
+      Runner runner{.folder = folder,
+                    .pid = -1,
+                    .pidfd = {},
+                    .lock = OwnedFd(open(folder.Of("lock").c_str(), O_RDWR | O_CLOEXEC)),
+                    .first_rank = record["first_rank"].get<int>()};
+      const bool running = runner.lock.open() && !IsUnlocked(runner.lock.get());
+      attempts_.SetCluster(record["cluster"].get<std::string>());
+      const int64_t started = record["started"].get<int64_t>();
+      attempts_.Adopt(key, running, running ? v1::AttemptEnd() : EndOf(folder),
+                      absl::FromUnixMillis(started), Clock::Real().Now());
+      MUSTER_LOG(Info) << "attempt " << name << (running ? " runs: adopted" : " has ended");
+      if (running) WatchPid(&runner);
+      runners_.emplace(key, std::move(runner));
+    }
+    return absl::OkStatus();
+  }
+
+  void WatchPid(Runner* runner) {
+    int64_t pid = runner->pid;
+    if (pid < 0) {
+      const absl::StatusOr<std::string> text = ReadFile(runner->folder.Of("runner.pid"), 64);
+      if (!text.ok() || !absl::SimpleAtoi(*text, &pid) || pid <= 1) return;
+    }
+    // While the lock is held the number is the runner's, or no process's.
+    runner->pidfd = OwnedFd(static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(pid), 0)));
+  }
+
+  static v1::AttemptEnd EndOf(const AttemptFolder& folder) {
+    absl::StatusOr<v1::AttemptEnd> end = ReadEnd(folder.Of("end.json"));
+    if (end.ok()) return *std::move(end);
+    return NodeFailure(absl::IsNotFound(end.status())
+                           ? "its runner is gone and left no report: it was killed, or the "
+                             "machine has restarted"
+                           : std::string(end.status().message()));
+  }
+
+  // ---- the main loop: runners
+
+  void Wake() {
+    const uint64_t one = 1;
+    ssize_t ignored = write(wake_.get(), &one, sizeof(one));
+    (void)ignored;
+  }
+
+  void Loop() {
+    absl::Time sweep = Clock::Real().Now();
+    while (true) {
+      std::vector<pollfd> fds = {{wake_.get(), POLLIN, 0}};
+      absl::Duration wait = absl::Seconds(60);
+      {
+        MutexLock lock(&mu_);
+        if (stopped_ != 0 || !refused_.ok()) return;
+        const absl::Time now = Clock::Real().Now();
+        Do(attempts_.Tick(now));
+        CollectEnded();
+        wait = std::min(wait, attempts_.NextDeadline() - now);
+        for (auto& [key, runner] : runners_) {
+          if (!attempts_.IsRunning(key)) continue;
+          if (!runner.pidfd.open()) WatchPid(&runner);
+          if (runner.pidfd.open() && !IsReadable(runner.pidfd.get())) {
+            fds.push_back({runner.pidfd.get(), POLLIN, 0});
+          } else {
+            wait = std::min(wait, kLockPoll);
+          }
+        }
+      }
+      if (Clock::Real().Now() >= sweep) {
+        Sweep();
+        sweep = Clock::Real().Now() + kSweepEvery;
+      }
+      poll(fds.data(), fds.size(),
+           static_cast<int>(std::max<int64_t>(1, absl::ToInt64Milliseconds(wait))));
+      uint64_t drained;
+      ssize_t ignored = read(wake_.get(), &drained, sizeof(drained));
+      (void)ignored;
+    }
+  }
+  static bool IsReadable(int fd) {
+    pollfd event = {fd, POLLIN, 0};
+    return poll(&event, 1, 0) == 1;
+  }
+
+  void CollectEnded() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    for (auto& [key, runner] : runners_) {
+      if (!attempts_.IsRunning(key) || !runner.lock.open()) continue;
+      if (runner.pid > 0) waitpid(runner.pid, nullptr, WNOHANG);
+      if (!IsUnlocked(runner.lock.get())) continue;
+      const v1::AttemptEnd end = EndOf(runner.folder);
+      MUSTER_LOG(Info) << "attempt " << BaseName(runner.folder.path) << " has ended: "
+                       << (end.end_class() == v1::END_CLASS_SUCCEEDED ? "succeeded" : end.why());
+      attempts_.Ended(key, end, UnixMs());
+      Resync();
+    }
+  }
+
+  void Do(const NodeAttempts::Orders& orders) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (!orders.notice.empty()) MUSTER_LOG(Warning) << orders.notice;
+    for (const v1::NodeAssignment& assignment : orders.start) {
+      const AttemptKey key(assignment.job_id(), assignment.attempt());
+      if (const std::optional<v1::AttemptEnd> failed = Start(assignment)) {
+        MUSTER_LOG(Warning) << "attempt " << key.first << "." << key.second
+                            << " cannot start: " << failed->why();
+        attempts_.Ended(key, *failed, UnixMs());
+      }
+      Resync();
+    }
+    for (const AttemptKey& key : orders.stop) Signal(key, SIGTERM);
+    for (const AttemptKey& key : orders.kill) Signal(key, SIGKILL);
+    for (const AttemptKey& key : orders.forget) {
+      const auto it = runners_.find(key);
+      if (it == runners_.end()) continue;
+      // Its logs stay for a while.
+      const std::string record = it->second.folder.Of("record.json");
+      const absl::Status status = WriteFileAtomically(record, json{{"forgotten", true}}.dump());
+      if (!status.ok()) MUSTER_LOG(Warning) << status.message();
+      runners_.erase(it);
+    }
+  }
+
+  void Signal(const AttemptKey& key, int signal) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const auto it = runners_.find(key);
+    if (it == runners_.end()) return;
+    if (!it->second.pidfd.open()) WatchPid(&it->second);
+    MUSTER_LOG(Info) << "attempt " << key.first << "." << key.second << " is to end: "
+                     << (signal == SIGKILL ? "SIGKILL" : "SIGTERM");
+    if (it->second.pidfd.open()) {
+      syscall(SYS_pidfd_send_signal, it->second.pidfd.get(), signal, nullptr, 0);
+    }
+  }
+
+  // ---- the start of a runner
+
+  // Nullopt: it runs.
+  std::optional<v1::AttemptEnd> Start(const v1::NodeAssignment& assignment)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    const AttemptKey key(assignment.job_id(), assignment.attempt());
+    const std::string name = FolderName(key);
+    Runner runner;
+    runner.folder = {JoinPath(Attempts(), name)};
+    runner.first_rank = assignment.node_rank() * assignment.processes();
+    // Names of jobs are checked by the coordinator; a path must not be its word alone.
+    if (absl::StrContains(name, "/") || name[0] == '.') {
+      return NodeFailure(absl::StrCat("\"", name, "\" cannot name a folder"));
+    }
+    if (mkdir(runner.folder.path.c_str(), 0700) != 0) {
+      return NodeFailure(errno == EEXIST
+                             ? "this node has a record of it already"
+                             : absl::StrCat("cannot make ", runner.folder.path, ": ",
+                                            strerror(errno)));
+    }
+    runner.lock = OwnedFd(
+        open(runner.folder.Of("lock").c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
+    if (!runner.lock.open()) {
+      return NodeFailure(absl::StrCat("cannot make its lock: ", strerror(errno)));
+    }
+    const json record = {{"job", key.first},
+                         {"attempt", key.second},
+                         {"cluster", attempts_.cluster()},
+                         {"started", UnixMs()},
+                         {"first_rank", runner.first_rank}};
+    absl::Status status = WriteFileAtomically(runner.folder.Of("record.json"), record.dump());
+    if (status.ok()) status = SyncDirectory(Attempts());
+    if (status.ok()) status = MakeDirectories(runner.folder.Of("work"));
+    if (!status.ok()) return NodeFailure(std::string(status.message()));
+    std::optional<v1::AttemptEnd> failed = Spawn(assignment, &runner);
+    runners_.insert_or_assign(key, std::move(runner));
+    return failed;
+  }
+
+  std::vector<std::string> RunnerArguments(const v1::NodeAssignment& assignment,
+                                           const AttemptFolder& folder) const {
+    const v1::JobSpec& spec = assignment.spec();
+    std::vector<std::string> args = options_.runner;
+    const auto add = [&](absl::string_view flag, const auto& value) {
+      args.push_back(absl::StrCat("--", flag, "=", value));
+    };
+    add("job_name", absl::StrCat(assignment.job_id(), ".", assignment.attempt()));
+    add("num_machines", assignment.num_nodes());
+    add("num_processes", assignment.num_nodes() * assignment.processes());
+    add("machine_rank", assignment.node_rank());
+    add("host", host_);
+    add("attempt_dir", folder.path);
+    add("log_dir", folder.Of("logs"));
+    add("stop_grace", absl::FormatDuration(rpc::FromProto(spec.stop_grace())));
+    for (const int code : spec.user_error_codes()) add("user_error_code", code);
+    if (!spec.mixed_precision().empty()) add("mixed_precision", spec.mixed_precision());
+    if (spec.gradient_accumulation_steps() > 0) {
+      add("gradient_accumulation_steps", spec.gradient_accumulation_steps());
+    }
+    if (spec.cpu()) args.push_back("--cpu");
+    if (spec.debug()) args.push_back("--debug");
+    if (!options_.info.rack().empty()) add("rack", options_.info.rack());
+    if (!options_.info.nvlink_domain().empty()) add("nvlink_domain", options_.info.nvlink_domain());
+    args.push_back("--");
+    args.insert(args.end(), spec.argv().begin(), spec.argv().end());
+    return args;
+  }
+
+  std::optional<v1::AttemptEnd> Spawn(const v1::NodeAssignment& assignment, Runner* runner) {
+    const v1::JobSpec& spec = assignment.spec();
+    std::map<std::string, std::string> environment = options_.environment;
+    for (const auto& [name, value] : spec.env()) environment[name] = value;
+    if (options_.info.gpus_size() > 0) {
+      environment["CUDA_VISIBLE_DEVICES"] = absl::StrJoin(assignment.gpus(), ",");
+    }
+    std::vector<std::string> args = RunnerArguments(assignment, runner->folder);
+    std::vector<std::string> words;
+    for (const auto& [name, value] : environment) words.push_back(absl::StrCat(name, "=", value));
+    std::vector<char*> argv, envp;
+    for (std::string& arg : args) argv.push_back(arg.data());
+    for (std::string& word : words) envp.push_back(word.data());
+    argv.push_back(nullptr);
+    envp.push_back(nullptr);
+
+    const std::string folder = spec.working_directory().empty() ? runner->folder.Of("work")
+                                                                : spec.working_directory();
+    struct stat info;
+    if (stat(folder.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) {
+      v1::AttemptEnd end = NodeFailure(absl::StrCat("the working directory ", folder,
+                                                    " is not there on node ", options_.node));
+      end.set_end_class(v1::END_CLASS_USER_ERROR);
+      return end;
+    }
+    // A description of its own: the lock lives as long as the runner and those that share it.
+    const OwnedFd held(open(runner->folder.Of("lock").c_str(), O_RDWR | O_CLOEXEC));
+    if (!held.open() || flock(held.get(), LOCK_EX | LOCK_NB) != 0) {
+      return NodeFailure(absl::StrCat("cannot lock its folder: ", strerror(errno)));
+    }
+    posix_spawn_file_actions_t actions;
+    posix_spawnattr_t attributes;
+    posix_spawn_file_actions_init(&actions);
+    posix_spawnattr_init(&attributes);
+    const std::string log = runner->folder.Of("runner.log");
+    posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
+    posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, log.c_str(),
+                                     O_WRONLY | O_CREAT | O_APPEND, 0600);
+    posix_spawn_file_actions_adddup2(&actions, STDOUT_FILENO, STDERR_FILENO);
+    // Without close-on-exec from here on.
+    posix_spawn_file_actions_adddup2(&actions, held.get(), kLockDescriptor);
+    posix_spawn_file_actions_addchdir_np(&actions, folder.c_str());
+    sigset_t none, all;
+    sigemptyset(&none);
+    sigfillset(&all);
+    posix_spawnattr_setsigmask(&attributes, &none);
+    posix_spawnattr_setsigdefault(&attributes, &all);
+    posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSID | POSIX_SPAWN_SETSIGMASK |
+                                              POSIX_SPAWN_SETSIGDEF);
+    const int error = posix_spawn(&runner->pid, args[0].c_str(), &actions, &attributes,
+                                  argv.data(), envp.data());
+    posix_spawn_file_actions_destroy(&actions);
+    posix_spawnattr_destroy(&attributes);
+    if (error != 0) {
+      runner->pid = -1;
+      return NodeFailure(absl::StrCat("cannot start its runner: ", strerror(error)));
+    }
+    WatchPid(runner);
+    MUSTER_LOG(Info) << "attempt " << BaseName(runner->folder.path) << " starts "
+                     << assignment.processes() << " processes";
+    return std::nullopt;
+  }
+  // In runners.
+  static constexpr int kLockDescriptor = 3;
+
+  // Folders whose logs nobody needs any more.
+  void Sweep() {
+    const absl::StatusOr<std::vector<std::string>> names = ListDirectory(Attempts());
+    if (!names.ok()) return;
+    for (const std::string& name : *names) {
+      const AttemptFolder folder{JoinPath(Attempts(), name)};
+      {
+        MutexLock lock(&mu_);
+        const bool known =
+            std::any_of(runners_.begin(), runners_.end(), [&](const auto& entry) {
+              return entry.second.folder.path == folder.path;
+            });
+        if (known) continue;
+      }
+      struct stat info;
+      if (stat(folder.Of("record.json").c_str(), &info) != 0) continue;
+      if (absl::Now() - absl::FromTimeT(info.st_mtime) < options_.keep_logs) continue;
+      if (const absl::Status status = RemoveTree(folder.path); !status.ok()) {
+        MUSTER_LOG(Warning) << status.message();
+      }
+    }
+  }
+
+  // ---- the calls
+
+  // What the node has changed: a held call is made again.
+  void Resync() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    if (call_ != nullptr) call_->TryCancel();
+    changed_.SignalAll();
+  }
+
+  void SyncLoop() {
+    const std::unique_ptr<v1::Nodes::Stub> stub = v1::Nodes::NewStub(channel_);
+    absl::Duration away = absl::ZeroDuration();
+    while (true) {
+      v1::SyncNodeRequest request;
+      grpc::ClientContext context;
+      uint64_t sent;
+      {
+        MutexLock lock(&mu_);
+        if (ended_) return;
+        request.set_node(options_.node);
+        request.set_node_uid(uid_);
+        *request.mutable_info() = options_.info;
+        request.set_seen_version(seen_version_);
+        attempts_.FillReports(Clock::Real().Now(), &request);
+        sent = attempts_.version();
+        call_ = &context;
+      }
+      v1::SyncNodeReply reply;
+      rpc::SetTimeout(context, kSyncTimeout);
+      const absl::Status status = rpc::FromGrpc(stub->Sync(&context, request, &reply));
+      MutexLock lock(&mu_);
+      call_ = nullptr;
+      if (ended_) return;
+      if (status.ok()) {
+        if (away > absl::ZeroDuration()) {
+          MUSTER_LOG(Info) << "the coordinator at " << options_.coordinator << " answers again";
+        }
+        away = absl::ZeroDuration();
+        seen_version_ = reply.version();
+        for (const v1::LogQuery& query : reply.queries()) AddQuery(query);
+        Do(attempts_.Apply(reply, Clock::Real().Now()));
+        Wake();
+        continue;
+      }
+      if (sent != attempts_.version()) continue;  // cancelled to say more
+      if (IsRefusal(status)) {
+        refused_ = status;
+        Wake();
+        return;
+      }
+      if (away == absl::ZeroDuration()) {
+        MUSTER_LOG(Warning) << "the coordinator at " << options_.coordinator
+                            << " does not answer: " << status.message()
+                            << "; attempts go on, and it is tried again";
+        seen_version_ = 0;
+      }
+      away = std::clamp(away * 2, kAwayLeast, kAwayMost);
+      changed_.WaitWithTimeout(&mu_, away);
+    }
+  }
+  static bool IsRefusal(const absl::Status& status) {
+    switch (status.code()) {
+      case absl::StatusCode::kInvalidArgument:
+      case absl::StatusCode::kPermissionDenied:
+      case absl::StatusCode::kUnauthenticated:
+      case absl::StatusCode::kAlreadyExists:
+      case absl::StatusCode::kUnimplemented:
+        return true;
+      default:
+        return false;
+    }
+  }
+
+  // ---- logs
+
+  struct OpenQuery {
+    v1::LogQuery query;
+    absl::Time until;
+  };
+
+  void AddQuery(const v1::LogQuery& query) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    queries_.push_back({query, Clock::Real().Now() + rpc::FromProto(query.wait())});
+    changed_.SignalAll();
+  }
+
+  void LogLoop() {
+    const std::unique_ptr<v1::Nodes::Stub> stub = v1::Nodes::NewStub(channel_);
+    while (true) {
+      std::deque<OpenQuery> open;
+      {
+        MutexLock lock(&mu_);
+        while (!ended_ && queries_.empty()) changed_.Wait(&mu_);
+        if (ended_) return;
+        open.swap(queries_);
+      }
+      std::deque<OpenQuery> later;
+      for (OpenQuery& query : open) {
+        std::optional<v1::AnswerLogRequest> answer = Answer(query);
+        if (!answer.has_value()) {
+          later.push_back(std::move(query));
+          continue;
+        }
+        grpc::ClientContext context;
+        rpc::SetTimeout(context, kAnswerTimeout);
+        v1::AnswerLogReply reply;
+        // One that is lost is asked again by the reader.
+        (void)stub->AnswerLog(&context, *answer, &reply);
+      }
+      if (later.empty()) continue;
+      MutexLock lock(&mu_);
+      for (OpenQuery& query : later) queries_.push_back(std::move(query));
+      if (!ended_) changed_.WaitWithTimeout(&mu_, kLogPoll);
+    }
+  }
+
+  // Nullopt: not yet.
+  std::optional<v1::AnswerLogRequest> Answer(const OpenQuery& open) {
+    const v1::LogQuery& query = open.query;
+    const AttemptKey key(query.job_id(), query.attempt());
+    v1::AnswerLogRequest answer;
+    answer.set_node(options_.node);
+    answer.set_query_id(query.query_id());
+    std::string path;
+    bool running = false;
+    {
+      MutexLock lock(&mu_);
+      running = attempts_.IsRunning(key);
+      path = JoinPath(Attempts(), FolderName(key));
+      const auto it = runners_.find(key);
+      int first_rank = 0;
+      if (it != runners_.end()) {
+        first_rank = it->second.first_rank;
+      } else {
+        // Forgotten, but its logs are kept: the lowest rank is this node's first.
+        first_rank = FirstRankIn(JoinPath(path, "logs/attempt_0"));
+      }
+      path = JoinPath(path, absl::StrCat("logs/attempt_0/rank_", first_rank + query.local_rank(),
+                                         ".log"));
+    }
+    const absl::StatusOr<LogPiece> piece =
+        ReadLogPiece(path, query.offset(), query.tail_lines(), query.max_bytes());
+    const bool late = Clock::Real().Now() >= open.until;
+    if (piece.ok() && (!piece->data.empty() || !running || late)) {
+      answer.set_data(piece->data);
+      answer.set_offset(piece->offset);
+      answer.set_next_offset(piece->next_offset);
+      answer.set_ended(!running && piece->data.empty());
+      return answer;
+    }
+    // It has no file before its process starts.
+    if (!piece.ok() && running && absl::IsNotFound(piece.status())) {
+      if (!late) return std::nullopt;
+      answer.set_next_offset(std::max<int64_t>(0, query.offset()));
+      return answer;
+    }
+    if (!piece.ok()) {
+      answer.set_error(absl::IsNotFound(piece.status())
+                           ? "it has no output: its process was never started, or its log was "
+                             "removed"
+                           : std::string(piece.status().message()));
+      return answer;
+    }
+    return std::nullopt;
+  }
+
+  static int FirstRankIn(const std::string& folder) {
+    int first = -1;
+    const absl::StatusOr<std::vector<std::string>> names = ListDirectory(folder);
+    if (!names.ok()) return 0;
+    for (const std::string& name : *names) {
+      int rank = 0;
+      absl::string_view text = name;
+      if (absl::ConsumePrefix(&text, "rank_") && absl::ConsumeSuffix(&text, ".log") &&
+          absl::SimpleAtoi(text, &rank) && (first < 0 || rank < first)) {
+        first = rank;
+      }
+    }
+    return std::max(first, 0);
+  }
+
+  const NodeServiceOptions options_;
+  const OwnedFd wake_;
+  OwnedFd lock_;
+  uint64_t uid_ = 0;
+  std::string host_;
+  std::shared_ptr<grpc::Channel> channel_;
+
+  Mutex mu_;
+  CondVar changed_;
+  NodeAttempts attempts_ ABSL_GUARDED_BY(mu_);
+  std::map<AttemptKey, Runner> runners_ ABSL_GUARDED_BY(mu_);
+  std::deque<OpenQuery> queries_ ABSL_GUARDED_BY(mu_);
+  uint64_t seen_version_ ABSL_GUARDED_BY(mu_) = 0;
+  grpc::ClientContext* call_ ABSL_GUARDED_BY(mu_) = nullptr;
+  int stopped_ ABSL_GUARDED_BY(mu_) = 0;
+  bool ended_ ABSL_GUARDED_BY(mu_) = false;
+  absl::Status refused_ ABSL_GUARDED_BY(mu_);
+};
+
+}  // namespace
+
+absl::Status RunNodeService(const NodeServiceOptions& options) { return NodeService(options).Run(); }
+
+}  // namespace muster::agent

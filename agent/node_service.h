@@ -1,0 +1,44 @@
+#ifndef MUSTER_AGENT_NODE_SERVICE_H_
+#define MUSTER_AGENT_NODE_SERVICE_H_
+
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/time/time.h"
+#include "proto/muster/v1/node.pb.h"
+#include "rpc/channel.h"
+
+namespace muster::agent {
+
+struct NodeServiceOptions {
+  std::string coordinator;
+  rpc::ChannelOptions channel = {};
+  // Records of attempts, their logs and private folders; of mode 0700.
+  std::string state_dir;
+  std::string node;  // its name
+  // What the node has. At least one CPU.
+  v1::NodeInfo info;
+  // Where other nodes reach programs here; empty: the address that leads to the coordinator.
+  std::string host = {};
+  // The program that runs one attempt, with the flags that all runners have (to reach the
+  // coordinator): this one, without --serve.
+  std::vector<std::string> runner;
+  std::map<std::string, std::string> environment;  // of runners
+  // Folders of attempts that the coordinator has forgotten are kept so long, for their logs.
+  absl::Duration keep_logs = absl::Hours(24 * 7);
+};
+
+// Waits for jobs and runs them until a signal of the job (job_signals.h, which must be blocked)
+// ends it; attempts that run go on, and the next service on this state_dir adopts them. Blocks. One
+// line on standard error for each thing an operator wants to know.
+//
+// Errors: ALREADY_EXISTS another agent uses the state_dir; those of the disk; as rpc::Connect;
+// PERMISSION_DENIED, UNAUTHENTICATED, INVALID_ARGUMENT: the coordinator refuses this node. A
+// coordinator that is away is none: it is tried again for ever.
+absl::Status RunNodeService(const NodeServiceOptions& options);
+
+}  // namespace muster::agent
+
+#endif  // MUSTER_AGENT_NODE_SERVICE_H_
