@@ -74,12 +74,12 @@ void SignalWatcher::Loop(const std::function<void(int)>& on_signal) {
   close(fd);
 }
 
-StopWishes::Wish StopWishes::Take(absl::Time now) {
+StopRequests::Request StopRequests::Take(absl::Time now) {
   if (!first_.has_value()) {
     first_ = now;
-    return Wish::kStop;
+    return Request::kStop;
   }
-  return now - *first_ < kSameWish ? Wish::kNothingNew : Wish::kKill;
+  return now - *first_ < kSameRequest ? Request::kRepeated : Request::kKill;
 }
 
 }  // namespace muster::agent

@@ -33,14 +33,14 @@ class SignalWatcher {
 };
 
 // The requests that signals express. Pure.
-class StopWishes {
+class StopRequests {
  public:
   // A second signal within this time counts as the same request: timeout(1), SLURM and a closing
   // terminal signal a process and then its group, systemd sends SIGHUP after SIGTERM.
-  static constexpr absl::Duration kSameWish = absl::Seconds(1);
+  static constexpr absl::Duration kSameRequest = absl::Seconds(1);
 
-  enum class Wish { kStop, kNothingNew, kKill };
-  Wish Take(absl::Time now);
+  enum class Request { kStop, kRepeated, kKill };
+  Request Take(absl::Time now);
 
  private:
   std::optional<absl::Time> first_;

@@ -13,17 +13,17 @@
 namespace muster::agent {
 namespace {
 
-using Wish = StopWishes::Wish;
+using Request = StopRequests::Request;
 
-TEST(StopWishes, TwoWithinASecond_AreOne) {
-  StopWishes wishes;
+TEST(StopRequests, TwoWithinASecond_AreOne) {
+  StopRequests requests;
   const absl::Time t = absl::FromUnixSeconds(1'700'000'000);
-  EXPECT_EQ(wishes.Take(t), Wish::kStop);
-  EXPECT_EQ(wishes.Take(t), Wish::kNothingNew);
-  EXPECT_EQ(wishes.Take(t + absl::Milliseconds(999)), Wish::kNothingNew);
+  EXPECT_EQ(requests.Take(t), Request::kStop);
+  EXPECT_EQ(requests.Take(t), Request::kRepeated);
+  EXPECT_EQ(requests.Take(t + absl::Milliseconds(999)), Request::kRepeated);
   // A second after the first, not after the last.
-  EXPECT_EQ(wishes.Take(t + absl::Seconds(1)), Wish::kKill);
-  EXPECT_EQ(wishes.Take(t + absl::Seconds(1)), Wish::kKill);
+  EXPECT_EQ(requests.Take(t + absl::Seconds(1)), Request::kKill);
+  EXPECT_EQ(requests.Take(t + absl::Seconds(1)), Request::kKill);
 }
 
 // Runs `body` in a process of its own, in which the signals are as at its start. Its exit code, or

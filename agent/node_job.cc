@@ -99,10 +99,10 @@ class JobStopper {
 
   void OnSignal(int signal) {
     MutexLock lock(&mu_);
-    switch (wishes_.Take(Clock::Real().Now())) {
-      case StopWishes::Wish::kNothingNew:
+    switch (requests_.Take(Clock::Real().Now())) {
+      case StopRequests::Request::kRepeated:
         return;
-      case StopWishes::Wish::kStop:
+      case StopRequests::Request::kStop:
         first_signal_ = signal;
         if (running_) {
           output_.Note(
@@ -110,7 +110,7 @@ class JobStopper {
                            "); send the signal again after a second or more to kill at once"));
         }
         break;
-      case StopWishes::Wish::kKill:
+      case StopRequests::Request::kKill:
         break;
     }
     if (running_) {
@@ -137,7 +137,7 @@ class JobStopper {
   Agent& agent_;
   OutputMux& output_;
   Mutex mu_;
-  StopWishes wishes_ ABSL_GUARDED_BY(mu_);
+  StopRequests requests_ ABSL_GUARDED_BY(mu_);
   bool running_ ABSL_GUARDED_BY(mu_) = true;  // the agent
   int first_signal_ ABSL_GUARDED_BY(mu_) = 0;
 };

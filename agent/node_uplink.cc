@@ -12,6 +12,7 @@
 #include "base/failpoint.h"
 #include "base/identity.h"
 #include "base/status_macros.h"
+#include "base/version.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 
 namespace muster::agent {
@@ -33,7 +34,7 @@ SessionClient::Options NodeUplink::StreamOptions(const Options& options) {
   stream.host = HostName();
   // Several agents of one host must not take each other's sessions.
   stream.node = absl::StrCat(stream.host.substr(0, 64), "/", absl::Hex(stream.incarnation));
-  stream.version = std::string("1");
+  stream.version = kVersion;
   stream.outage_tolerance = options.outage_tolerance;
   stream.beat_period = kBeatPeriod;
   stream.beat = [this] { return MakeBeat(); };

@@ -24,8 +24,6 @@ constexpr size_t kSeenBarriers = 1 << 16;
 constexpr int kBarriersInRecall = 1000;
 // An agent that tolerates less does not follow hubs: one that fails is a short outage.
 constexpr absl::Duration kToleranceForHubs = absl::Seconds(10);
-// Of a coordinator that does not say.
-constexpr absl::Duration kUsualLease = absl::Seconds(6);
 
 v1::OpResult ErrorResult(uint64_t op_id, const absl::Status& status) {
   v1::OpResult result;
@@ -197,7 +195,7 @@ SessionClient::SessionClient(Options options, StreamOpener* transport)
       backoff_(options_.first_backoff),
       max_backoff_(options_.last_backoff),
       beat_period_(options_.beat_period),
-      lease_(kUsualLease),
+      lease_(kDefaultLease),
       random_(static_cast<uint32_t>(options_.incarnation ^ (options_.incarnation >> 32))) {}
 
 SessionClient::~SessionClient() {
@@ -776,7 +774,7 @@ void SessionClient::Welcomed(const v1::Welcome& welcome, Todo* todo) {
   failed_hub_.clear();
   in_turn_ = false;
   const absl::Duration lease = rpc::FromProto(welcome.lease());
-  lease_ = lease > absl::ZeroDuration() ? lease : kUsualLease;
+  lease_ = lease > absl::ZeroDuration() ? lease : kDefaultLease;
   if (at_hub_) {
     away_before_ = away_since_;
     doubt_until_ = opened_ + Patience(4);

@@ -52,7 +52,7 @@ struct WorkerEnvironment {
 
 // The whole environment of one worker, sorted: `inherited` without what other launchers say about
 // the place of the process they started, then `extra`, then Muster's variables
-// (docs/environment.md), torchrun's, and Accelerate's for the wishes. Pure.
+// (docs/environment.md), torchrun's, and Accelerate's for the settings. Pure.
 std::map<std::string, std::string> MakeWorkerVariables(
     const WorkerEnvironment& worker, const std::map<std::string, std::string>& inherited);
 

@@ -10,6 +10,7 @@
 #include "absl/container/btree_set.h"
 #include "absl/functional/function_ref.h"
 #include "absl/time/time.h"
+#include "base/defaults.h"
 #include "coordinator/agents.h"
 #include "coordinator/membership.h"
 #include "coordinator/silence.h"
@@ -18,9 +19,9 @@ namespace muster::coordinator {
 
 // How long a worker may be silent.
 struct LeaseTerms {
-  absl::Duration length = absl::Seconds(6);
+  absl::Duration length = kDefaultLease;
   // How long it is kept beyond that while the network may be cut.
-  absl::Duration outage_tolerance = absl::Seconds(90);
+  absl::Duration outage_tolerance = kDefaultOutageTolerance;
 };
 
 // What is known when it is time to look at the lease of a worker.

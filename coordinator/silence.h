@@ -5,13 +5,14 @@
 #include <string>
 
 #include "absl/time/time.h"
+#include "base/defaults.h"
 
 namespace muster::coordinator {
 
 // The facts at the expiry of a worker's lease.
 struct Silence {
-  absl::Duration lease = absl::Seconds(6);
-  absl::Duration outage_tolerance = absl::Seconds(90);
+  absl::Duration lease = kDefaultLease;
+  absl::Duration outage_tolerance = kDefaultOutageTolerance;
   // The length of the silence: of the worker; of all workers of its generation; and of the agent
   // that speaks for it (nullopt: it has sent no beat yet, or is not attached).
   absl::Duration worker;

@@ -250,7 +250,7 @@ class GrpcFrontend {
 
   Mutex mu_;
   CondVar ended_;
-  int open_ ABSL_GUARDED_BY(mu_) = 0;  // calls wished for that have not ended
+  int open_ ABSL_GUARDED_BY(mu_) = 0;  // calls that have not ended, and those asked for
   bool stopping_ ABSL_GUARDED_BY(mu_) = false;
   bool running_ ABSL_GUARDED_BY(mu_) = false;
   absl::Time catch_up_asked_ ABSL_GUARDED_BY(mu_);

@@ -16,9 +16,9 @@
 #include <cstring>
 #include <fstream>
 #include <new>
-#include <random>
 #include <thread>
 
+#include "base/identity.h"
 #include "c10/util/Exception.h"
 
 namespace muster {
@@ -88,8 +88,7 @@ std::unique_ptr<ShmSegment> ShmSegment::Open(const c10::intrusive_ptr<c10d::Stor
   std::string problem;
   int fd = -1;
   if (rank == 0) {
-    std::random_device device;
-    const uint64_t nonce = (static_cast<uint64_t>(device()) << 32) | device();
+    const uint64_t nonce = RandomId();
     fd = static_cast<int>(syscall(SYS_memfd_create, "muster", 1u /* MFD_CLOEXEC */));
     if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0 || !segment->Map(fd, bytes)) {
       problem = c10::str("no shared memory: ", std::strerror(errno));
