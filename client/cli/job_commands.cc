@@ -2,6 +2,7 @@
 
 #include <google/protobuf/util/json_util.h>
 #include <grpcpp/grpcpp.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -17,8 +18,8 @@
 #include "absl/strings/str_join.h"
 #include "absl/strings/str_replace.h"
 #include "absl/strings/str_split.h"
+#include "absl/strings/strip.h"
 #include "absl/time/clock.h"
-#include "base/clock.h"
 #include "base/exit_code.h"
 #include "base/file.h"
 #include "base/units.h"
@@ -39,6 +40,10 @@ constexpr absl::Duration kLogWait = absl::Seconds(5);
 constexpr int kLogPiece = 256 << 10;
 constexpr int kMostRanks = 64;  // whose logs are followed together
 constexpr absl::Duration kRetryDelay = absl::Milliseconds(500);
+
+void PauseBetweenTries() {
+  poll(nullptr, 0, static_cast<int>(absl::ToInt64Milliseconds(kRetryDelay)));
+}
 
 const OptionSpec kOutput = {.name = "output",
                             .value_name = "FORMAT",
@@ -196,7 +201,7 @@ absl::Status PrintLogs(const Session& session, const std::string& job, int attem
       const absl::Status status =
           session.Call(*stub, &v1::Jobs::Stub::ReadLog, request, &reply, wait + kHold);
       if (absl::IsUnavailable(status) && follow) {
-        Clock::Real().SleepFor(kRetryDelay);
+        PauseBetweenTries();
         continue;
       }
       if (!status.ok()) return Explain(session, status, job);
@@ -244,7 +249,7 @@ int WatchUntilEnd(const Session& session, v1::JobRecord job, bool follow) {
     const absl::Status status = GetJob(session, job.job_id(), job.revision(), &job);
     if (absl::IsUnavailable(status) || absl::IsDeadlineExceeded(status)) {
       // The coordinator is away or busy; the job goes on.
-      Clock::Real().SleepFor(kRetryDelay);
+      PauseBetweenTries();
       continue;
     }
     if (!status.ok()) return session.Fails(status);
@@ -348,7 +353,7 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
   absl::Status status;
   // With the key a repeat does no harm.
   for (int tries = 0; tries < 3; ++tries) {
-    if (tries > 0) Clock::Real().SleepFor(kRetryDelay);
+    if (tries > 0) PauseBetweenTries();
     status = session.Call(*stub, &v1::Jobs::Stub::Submit, request, &reply);
     if (!absl::IsUnavailable(status)) break;
   }
@@ -562,11 +567,6 @@ constexpr NodeVerb kNodeVerbs[] = {
 
 }  // namespace
 
-bool IsJobAction(const std::string& verb) {
-  return std::any_of(std::begin(kJobVerbs), std::end(kJobVerbs),
-                     [&](const JobVerb& one) { return verb == one.verb; });
-}
-
 int RunJobActionCommand(const std::string& verb, const std::vector<std::string>& args,
                         const CommandContext& context) {
   const JobVerb& found = *std::find_if(std::begin(kJobVerbs), std::end(kJobVerbs),
@@ -653,11 +653,6 @@ int RunNodesCommand(const std::vector<std::string>& args, const CommandContext& 
         absl::StrJoin(node.jobs(), ", "));
   }
   return kExitOk;
-}
-
-bool IsNodeAction(const std::string& verb) {
-  return std::any_of(std::begin(kNodeVerbs), std::end(kNodeVerbs),
-                     [&](const NodeVerb& one) { return verb == one.verb; });
 }
 
 int RunNodeActionCommand(const std::string& verb, const std::vector<std::string>& args,

@@ -21,13 +21,11 @@ int RunDescribeCommand(const std::vector<std::string>& args, const CommandContex
 int RunWatchCommand(const std::vector<std::string>& args, const CommandContext& context);
 // `muster logs JOB`
 int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& context);
-// `muster cancel|suspend|resume|retry JOB`
-bool IsJobAction(const std::string& verb);
+// `muster cancel|suspend|resume|retry|forget JOB`
 int RunJobActionCommand(const std::string& verb, const std::vector<std::string>& args,
                         const CommandContext& context);
 // `muster nodes`, `muster cordon|drain|uncordon NODE`
 int RunNodesCommand(const std::vector<std::string>& args, const CommandContext& context);
-bool IsNodeAction(const std::string& verb);
 int RunNodeActionCommand(const std::string& verb, const std::vector<std::string>& args,
                          const CommandContext& context);
 

@@ -1,0 +1,216 @@
+// Submitted jobs with real programs: a coordinator, agents that wait for jobs, and `muster`.
+#include <signal.h>
+
+#include <map>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_split.h"
+#include "base/file.h"
+#include "base/test_wait.h"
+#include "gmock/gmock.h"
+#include "tests/e2e/launch_fixture.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using Json = nlohmann::json;
+
+class JobsTest : public ClusterFixture {
+ protected:
+  void SetUp() override {
+    ClusterFixture::SetUp();
+    coordinator_ = StartCoordinator();
+  }
+
+  // What a muster command prints; it has to succeed.
+  std::string Run(std::vector<std::string> args, int code = 0) {
+    args.insert(args.begin() + 1, {"--coordinator", address_});
+    const std::unique_ptr<Command> command = Muster(args);
+    EXPECT_EQ(command->Wait(), code) << command->err_text();
+    return code == 0 ? command->out_text() : command->err_text();
+  }
+  std::unique_ptr<Command> StartNode(const std::string& name) {
+    auto node = std::make_unique<Command>(
+        *host_,
+        std::vector<std::string>{Runfile("agent/cmd/muster-agent"), "--serve", "--coordinator",
+                                 address_, "--state_dir", Temp(name), "--node", name, "--cpus",
+                                 "2"},
+        env_);
+    WaitUntil([&] { return NodeState(name) == "ready"; });
+    return node;
+  }
+  std::string NodeState(const std::string& name) {
+    const Json nodes = Json::parse(Run({"nodes", "-o", "json"}));
+    for (const Json& node : nodes["nodes"]) {
+      if (node["node"] == name && node["info"].is_object()) {
+        return node["lost"].get<bool>() ? "lost" : "ready";
+      }
+    }
+    return "unknown";
+  }
+  std::string Submit(std::vector<std::string> options, const std::string& script) {
+    options.insert(options.begin(), "submit");
+    options.insert(options.end(), {"--name", "job", "--", "/bin/sh", "-c", script});
+    return Run(options);
+  }
+  Json Get(const std::string& job) { return Json::parse(Run({"describe", job, "-o", "json"})); }
+  std::string StateOf(const std::string& job) {
+    return Get(job)["state"].get<std::string>().substr(10);
+  }
+  void WaitForState(const std::string& job, const std::string& state) {
+    WaitUntil([&] { return StateOf(job) == state; });
+  }
+  // A script that waits until the test makes the file.
+  std::string WaitFor(const std::string& file) {
+    return absl::StrCat("while [ ! -e ", Temp(file), " ]; do read -t 0.05 x < ", Temp("fifo"),
+                        " || :; done 2>/dev/null");
+  }
+  // The process that a rank has written to its file.
+  pid_t PidIn(const std::string& file) {
+    int pid = 0;
+    WaitUntil([&] {
+      const absl::StatusOr<std::string> text = ReadFile(Temp(file));
+      return text.ok() && absl::EndsWith(*text, "\n") &&
+             absl::SimpleAtoi(absl::StripAsciiWhitespace(*text), &pid);
+    });
+    return pid;
+  }
+
+  std::unique_ptr<Command> coordinator_;
+};
+
+TEST_F(JobsTest, WholeStory_FromSubmissionToTheLogs) {
+  const auto a = StartNode("a"), b = StartNode("b");
+  EXPECT_THAT(Run({"submit", "--dry_run", "--processes", "4", "--", "/bin/true"}),
+              AllOf(HasSubstr("It would start now"), HasSubstr("  a: 2 processes"),
+                    HasSubstr("  b: 2 processes")));
+  ASSERT_TRUE(WriteFileAtomically(Temp("job.yaml"),
+                                  "name: hello\n"
+                                  "command: [/bin/sh, -c, 'echo rank $RANK of $WORLD_SIZE: $WORD']\n"
+                                  "processes: 2\n"
+                                  "env: {WORD: file}\n")
+                  .ok());
+  const std::string watched =
+      Run({"submit", Temp("job.yaml"), "--processes", "4", "--env", "WORD=flag", "--wait"});
+  EXPECT_THAT(watched, HasSubstr("hello-1 SUCCEEDED: all processes have succeeded"));
+  EXPECT_EQ(Run({"logs", "hello-1", "--rank", "3"}), "rank 3 of 4: flag");
+  EXPECT_THAT(absl::StrSplit(Run({"logs", "hello-1", "--rank", "all"}), '\n'),
+              ElementsAre("[0]: rank 0 of 4: flag", "[1]: rank 1 of 4: flag",
+                          "[2]: rank 2 of 4: flag", "[3]: rank 3 of 4: flag"));
+  EXPECT_EQ(Run({"list", "-a", "-o", "name"}), "hello-1");
+  EXPECT_THAT(Run({"logs", "helo-1"}, 3), HasSubstr("did you mean hello-1?"));
+  EXPECT_THAT(Run({"submit", "--processes", "5", "--", "/bin/true"}), HasSubstr("true-2"));
+}
+
+TEST_F(JobsTest, Cancel_EndsEveryProcess) {
+  const auto a = StartNode("a");
+  const std::string job =
+      Submit({"--processes", "2"}, absl::StrCat("echo $$ > ", Temp("pid"), "$RANK; sleep 1000"));
+  const pid_t pids[] = {PidIn("pid0"), PidIn("pid1")};
+  EXPECT_THAT(Run({"cancel", job, "--why", "a test"}), HasSubstr("it was cancelled: a test"));
+  for (const pid_t pid : pids) EXPECT_TRUE(WaitUntilEnded(pid));
+  WaitForState(job, "CANCELLED");
+  EXPECT_EQ(Run({"retry", job}).substr(0, 5), "job-1");
+}
+
+TEST_F(JobsTest, FailedProgram_IsRestarted_AndItsLastLinesAreKept) {
+  const auto a = StartNode("a"), b = StartNode("b");
+  const std::string job = Submit({"--processes", "4", "--max_restarts", "1"},
+                                 "echo no luck; [ $RANK = 3 ] && exit 7; sleep 1000");
+  WaitForState(job, "FAILED");
+  const Json record = Get(job);
+  EXPECT_EQ(record["attempts"], 2);
+  for (const Json& attempt : record["history"]) {
+    EXPECT_EQ(attempt["end"]["end_class"], "END_CLASS_PROCESS_FAILED");
+    EXPECT_EQ(attempt["end"]["rank"], 3);
+    EXPECT_EQ(attempt["end"]["exit_code"], 7);
+    EXPECT_EQ(attempt["end"]["last_lines"][0], "no luck");
+  }
+}
+
+TEST_F(JobsTest, ProgramThatIsNotThere_IsNotRetried) {
+  const auto a = StartNode("a");
+  const std::string job = Run({"submit", "--max_restarts", "5", "--", "/no/such/program"});
+  WaitForState(job, "FAILED");
+  EXPECT_EQ(Get(job)["attempts"], 1);
+  EXPECT_THAT(Get(job)["why"].get<std::string>(), HasSubstr("/no/such/program"));
+}
+
+TEST_F(JobsTest, KilledAgent_LeavesItsProcessesRunning_AndTheNextOneAdoptsThem) {
+  auto a = StartNode("a");
+  const std::string job = Submit(
+      {"--processes", "2"}, absl::StrCat("echo $$ > ", Temp("pid"), "$RANK; read x < ",
+                                         Temp("fifo"), "; echo done"));
+  const pid_t pid = PidIn("pid0");
+  a->Signal(SIGKILL);
+  a->Wait();
+  const auto again = StartNode("a");
+  EXPECT_EQ(StateOf(job), "RUNNING");
+  EXPECT_EQ(kill(pid, 0), 0);
+  // Both read its end.
+  ASSERT_TRUE(WriteFileAtomically(Temp("go"), "").ok());
+  const auto open = Launch({}, "true");  // keeps the order of the two lines below
+  open->Wait();
+  std::unique_ptr<Command> writer = std::make_unique<Command>(
+      *host_, std::vector<std::string>{"/bin/sh", "-c", absl::StrCat("echo; echo > ", Temp("fifo"))},
+      env_);
+  WaitForState(job, "SUCCEEDED");
+  EXPECT_EQ(Get(job)["attempts"], 1);
+}
+
+TEST_F(JobsTest, KilledCoordinator_KnowsItsJobsAgain) {
+  const auto a = StartNode("a");
+  const std::string job =
+      Submit({"--processes", "2"}, absl::StrCat("echo $$ > ", Temp("pid"), "$RANK; sleep 1000"));
+  const pid_t pid = PidIn("pid0");
+  const std::string queued = Submit({"--processes", "2"}, "echo second");
+  coordinator_->Signal(SIGKILL);
+  coordinator_->Wait();
+  coordinator_ = StartCoordinator();
+  WaitUntil([&] { return NodeState("a") == "ready"; });
+  EXPECT_EQ(StateOf(job), "RUNNING");
+  EXPECT_EQ(StateOf(queued), "QUEUED");
+  EXPECT_EQ(kill(pid, 0), 0);
+  Run({"cancel", job});
+  WaitForState(queued, "SUCCEEDED");
+  EXPECT_EQ(Run({"logs", queued}), "second");
+}
+
+TEST_F(JobsTest, SecondAgent_OfTheSameFolderOrName_IsRefused) {
+  const auto a = StartNode("a");
+  const auto start = [&](const std::string& folder) {
+    Command second(*host_,
+                   {Runfile("agent/cmd/muster-agent"), "--serve", "--coordinator", address_,
+                    "--state_dir", Temp(folder), "--node", "a"},
+                   env_);
+    EXPECT_EQ(second.Wait(), 4);
+    return second.err_text();
+  };
+  EXPECT_THAT(start("a"), HasSubstr("another agent uses "));
+  EXPECT_THAT(start("other"), HasSubstr("another agent of the name \"a\" is connected"));
+}
+
+TEST_F(JobsTest, BadInput_IsNamed) {
+  const auto a = StartNode("a");
+  EXPECT_THAT(Run({"submit", "--processes", "many", "--", "/bin/true"}, 2),
+              HasSubstr("--processes many: write a number such as 8, or MIN:MAX such as 2:8"));
+  EXPECT_THAT(Run({"submit"}, 2), HasSubstr("no program"));
+  EXPECT_THAT(Run({"describe", "none-1"}, 3), HasSubstr("no job \"none-1\""));
+  EXPECT_THAT(Run({"drain", "nowhere"}, 3), HasSubstr("no node \"nowhere\""));
+  Command bad(*host_, {Runfile("agent/cmd/muster-agent"), "--serve", "--coordinator", address_},
+              env_);
+  EXPECT_EQ(bad.Wait(), 2);
+  EXPECT_THAT(bad.err_text(), HasSubstr("--state_dir"));
+}
+
+}  // namespace
+}  // namespace muster
