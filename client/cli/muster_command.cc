@@ -7,7 +7,6 @@
 #include "base/exit_code.h"
 #include "client/checkpoints/checkpoint_commands.h"
 #include "client/cli/info_commands.h"
-#include "client/cli/job_commands.h"
 #include "client/config/suggest.h"
 
 namespace muster::client {
@@ -41,34 +40,6 @@ int RunMuster(const std::vector<std::string>& args, const CommandContext& contex
        [&](const Args& rest) { return RunConfigCommand(rest, context); }},
       {"env", "Print versions, devices and libraries",
        [&](const Args& rest) { return RunEnvCommand(rest, context); }},
-      {"submit", "Submit a job to a coordinator, which runs it on its nodes",
-       [&](const Args& rest) { return RunSubmitCommand(rest, context); }},
-      {"list", "List submitted jobs",
-       [&](const Args& rest) { return RunListCommand(rest, context); }},
-      {"describe", "Show a submitted job with its attempts",
-       [&](const Args& rest) { return RunDescribeCommand(rest, context); }},
-      {"watch", "Print each change of a submitted job until it ends",
-       [&](const Args& rest) { return RunWatchCommand(rest, context); }},
-      {"logs", "Print the output of a submitted job",
-       [&](const Args& rest) { return RunLogsCommand(rest, context); }},
-      {"cancel", "End a submitted job, or take it from the queue",
-       [&](const Args& rest) { return RunJobActionCommand("cancel", rest, context); }},
-      {"suspend", "Stop a submitted job until it is resumed",
-       [&](const Args& rest) { return RunJobActionCommand("suspend", rest, context); }},
-      {"resume", "Queue a suspended job again",
-       [&](const Args& rest) { return RunJobActionCommand("resume", rest, context); }},
-      {"retry", "Queue a job again that has failed or was cancelled",
-       [&](const Args& rest) { return RunJobActionCommand("retry", rest, context); }},
-      {"forget", "Remove the records of a submitted job that has ended",
-       [&](const Args& rest) { return RunJobActionCommand("forget", rest, context); }},
-      {"nodes", "List the nodes that run submitted jobs",
-       [&](const Args& rest) { return RunNodesCommand(rest, context); }},
-      {"cordon", "Start nothing new on a node",
-       [&](const Args& rest) { return RunNodeActionCommand("cordon", rest, context); }},
-      {"drain", "Start nothing new on a node, and move its jobs away",
-       [&](const Args& rest) { return RunNodeActionCommand("drain", rest, context); }},
-      {"uncordon", "Let jobs start on a node again",
-       [&](const Args& rest) { return RunNodeActionCommand("uncordon", rest, context); }},
       {"status", "Show the jobs and workers of a coordinator",
        [&](const Args& rest) { return RunStatusCommand(rest, context); }},
       {"trigger", "Make all processes of a job act at the same step",
