@@ -3,6 +3,7 @@
 #include <sstream>
 
 #include "base/exit_code.h"
+#include "client/cli/info_commands.h"
 #include "client/cli/node_commands.h"
 #include "client/jobs/fake_job_service.h"
 #include "gmock/gmock.h"
@@ -106,6 +107,13 @@ TEST_F(JobCommandsTest, Cancel_Job_SendsTheReason) {
   EXPECT_EQ(RunControlCommand("cancel", {"mnist-1", "--why", "old"}, context_), kExitOk);
   EXPECT_EQ(out_.str(), "mnist-1 STOPPING\n");
   EXPECT_THAT(fake_.actions(), ElementsAre("CANCEL mnist-1 old0"));
+}
+
+TEST_F(JobCommandsTest, Remove_SubmittedJob_IsRemovedThere) {
+  fake_.Add(FakeJob("mnist-1", v1::JOB_STATE_FAILED, 1));
+  EXPECT_EQ(RunRemoveCommand({"mnist-1"}, context_), kExitOk) << err_.str();
+  EXPECT_EQ(out_.str(), "job mnist-1 is removed\n");
+  EXPECT_THAT(fake_.actions(), ElementsAre("REMOVE mnist-1 0"));
 }
 
 TEST_F(JobCommandsTest, Nodes_Table_ShowsUse) {
