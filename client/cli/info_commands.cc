@@ -29,6 +29,7 @@
 #include "client/cli/launch_command.h"
 #include "client/cli/torch_version.h"
 #include "client/config/suggest.h"
+#include "client/jobs/client_on_channel.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
 #include "proto/muster/v1/checkpoint.grpc.pb.h"
@@ -775,10 +776,11 @@ int RunQuarantineCommand(const std::vector<std::string>& args, const CommandCont
 int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext& context) {
   const CommandSpec spec = {
       .name = "muster remove",
-      .summary = "Removes a job that has ended from a coordinator, with its keys and its history.",
+      .summary =
+          "Removes a submitted or launched job that has ended, with its keys and its history.",
       .usage = "JOB [OPTIONS]",
       .details =
-          "Exit codes: 0 done; 2 wrong options; 3 no such job; 4 it has workers: stop them "
+          "Exit codes: 0 done; 2 wrong options; 3 no such job; 4 it has not ended: stop it "
           "first; 7 no coordinator\nanswers; 8 it requires a token, or a different one.",
       .options = ConnectionOptions({}),
       .max_words = 1};
@@ -788,6 +790,18 @@ int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext&
     return Fail(spec, context, absl::InvalidArgumentError("write muster remove JOB"), kExitUsage);
   Connection connection;
   if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
+  // A submitted job, if there is one of this name; else the group of a launch.
+  const absl::Status submitted =
+      ClientOn(connection.channel, connection.timeout, connection.timeout).remove(line.words[0]);
+  if (submitted.ok()) {
+    context.out << "job " << line.words[0] << " is removed\n";
+    return kExitOk;
+  }
+  if (!absl::IsNotFound(submitted) && !absl::IsUnimplemented(submitted)) {
+    return Fail(spec, context, submitted,
+                rpc::GetReason(submitted) == v1::ERROR_REASON_JOB_STATE ? kExitConflict
+                                                                        : ExitCodeOf(submitted));
+  }
   v1::RemoveJobRequest request;
   request.mutable_fence()->set_job_id(line.words[0]);
   v1::RemoveJobReply reply;

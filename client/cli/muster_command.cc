@@ -7,6 +7,8 @@
 #include "base/exit_code.h"
 #include "client/checkpoints/checkpoint_commands.h"
 #include "client/cli/info_commands.h"
+#include "client/cli/job_commands.h"
+#include "client/cli/node_commands.h"
 #include "client/config/suggest.h"
 
 namespace muster::client {
@@ -50,6 +52,32 @@ int RunMuster(const std::vector<std::string>& args, const CommandContext& contex
        [&](const Args& rest) { return RunQuarantineCommand(rest, context); }},
       {"remove", "Remove a job that has ended, with its keys and its history",
        [&](const Args& rest) { return RunRemoveCommand(rest, context); }},
+      {"submit", "Submit a job to a cluster",
+       [&](const Args& rest) { return RunSubmitCommand(rest, context); }},
+      {"list", "List submitted jobs",
+       [&](const Args& rest) { return RunListCommand(rest, context); }},
+      {"describe", "Show all that is known of a submitted job",
+       [&](const Args& rest) { return RunDescribeCommand(rest, context); }},
+      {"watch", "Print each change of a submitted job until it ends",
+       [&](const Args& rest) { return RunWatchCommand(rest, context); }},
+      {"logs", "Print the output of a submitted job",
+       [&](const Args& rest) { return RunLogsCommand(rest, context); }},
+      {"cancel", "Stop a submitted job for good",
+       [&](const Args& rest) { return RunControlCommand("cancel", rest, context); }},
+      {"suspend", "Stop a submitted job and keep it until resume",
+       [&](const Args& rest) { return RunControlCommand("suspend", rest, context); }},
+      {"resume", "Queue a suspended job again",
+       [&](const Args& rest) { return RunControlCommand("resume", rest, context); }},
+      {"retry", "Queue a job again that failed or was cancelled",
+       [&](const Args& rest) { return RunControlCommand("retry", rest, context); }},
+      {"nodes", "List the machines whose agents wait for jobs",
+       [&](const Args& rest) { return RunNodesCommand(rest, context); }},
+      {"cordon", "Start nothing new on a node",
+       [&](const Args& rest) { return RunNodeControlCommand("cordon", rest, context); }},
+      {"drain", "Stop the jobs on a node and start nothing new there",
+       [&](const Args& rest) { return RunNodeControlCommand("drain", rest, context); }},
+      {"uncordon", "Let jobs start on a node again",
+       [&](const Args& rest) { return RunNodeControlCommand("uncordon", rest, context); }},
       {"checkpoints", "List, inspect, verify, compare, export, prune, pin or promote checkpoints",
        [&](const Args& rest) {
          if (rest.empty() || !IsRegistryVerb(rest[0])) return RunCheckpointsCommand(rest, context);

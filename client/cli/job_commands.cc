@@ -1,0 +1,558 @@
+#include "client/cli/job_commands.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <regex>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/time/clock.h"
+#include "absl/time/time.h"
+#include "base/exit_code.h"
+#include "base/file.h"
+#include "base/mutex.h"
+#include "base/text.h"
+#include "client/cli/connection.h"
+#include "client/cli/output.h"
+#include "client/config/suggest.h"
+#include "client/jobs/client_on_channel.h"
+#include "client/jobs/job_client.h"
+#include "client/jobs/job_file.h"
+#include "proto/muster/v1/error.pb.h"
+#include "rpc/status.h"
+
+namespace muster::client {
+namespace {
+
+using nlohmann::ordered_json;
+
+constexpr char kExitCodes[] =
+    "Exit codes: 0 done; 2 wrong options; 3 no such job; 4 the job is in a state in which this "
+    "means nothing;\n7 no coordinator answers; 8 it requires a token, or a different one.";
+
+std::optional<Client> DialClient(const CommandSpec& spec, const CommandLine& line,
+                                 const CommandContext& context, int* code) {
+  Connection connection;
+  *code = Dial(spec, line, context, &connection);
+  if (*code >= 0) return std::nullopt;
+  return ClientOn(connection.channel, connection.timeout, connection.timeout);
+}
+
+// Prints an error of a call about `job`, with similar names if there is no such job.
+int FailJob(const CommandSpec& spec, const CommandContext& context, Client& client,
+            const std::string& job, const absl::Status& status) {
+  if (absl::IsNotFound(status)) {
+    std::vector<std::string> names;
+    if (const auto jobs = client.list(); jobs.ok()) {
+      for (const Job& known : *jobs) names.push_back(known.id);
+    }
+    return Fail(spec, context,
+                absl::NotFoundError(absl::StrCat(status.message(), DidYouMean(job, names))),
+                kExitNotFound);
+  }
+  const v1::ErrorReason reason = rpc::GetReason(status);
+  const bool conflict =
+      reason == v1::ERROR_REASON_JOB_STATE || reason == v1::ERROR_REASON_KEY_REUSED;
+  return Fail(spec, context, status, conflict ? kExitConflict : ExitCodeOf(status));
+}
+
+int CodeOfJob(const Job& job) {
+  return job.state == JobState::kSucceeded ? kExitOk : kExitJobFailed;
+}
+
+std::string ProcessesText(const JobSpec& spec) {
+  return spec.min_processes == spec.max_processes
+             ? absl::StrCat(spec.max_processes)
+             : absl::StrCat(spec.min_processes, ":", spec.max_processes);
+}
+
+std::string TimeText(absl::Time time) {
+  return time == absl::InfinitePast()
+             ? ""
+             : absl::FormatTime("%Y-%m-%d %H:%M:%S", time, absl::LocalTimeZone());
+}
+
+ordered_json TimeJson(absl::Time time) {
+  if (time == absl::InfinitePast()) return nullptr;
+  return absl::FormatTime("%Y-%m-%dT%H:%M:%SZ", time, absl::UTCTimeZone());
+}
+
+ordered_json PlacementsJson(const std::vector<Placement>& placements) {
+  ordered_json all = ordered_json::array();
+  for (const Placement& placement : placements) {
+    all.push_back({{"node", placement.node},
+                   {"node_rank", placement.node_rank},
+                   {"processes", placement.processes},
+                   {"gpus", placement.gpus},
+                   {"state", placement.state}});
+  }
+  return all;
+}
+
+ordered_json SpecJson(const JobSpec& spec) {
+  return {{"name", spec.name},
+          {"command", spec.command},
+          {"env", spec.env},
+          {"workdir", spec.workdir},
+          {"processes", ProcessesText(spec)},
+          {"processes_per_node", spec.processes_per_node},
+          {"gpus_per_process", spec.gpus_per_process},
+          {"cpus_per_process", spec.cpus_per_process},
+          {"memory_per_process", spec.memory_per_process},
+          {"labels", spec.labels},
+          {"priority", spec.priority},
+          {"preemptible", spec.preemptible},
+          {"max_restarts", spec.max_restarts},
+          {"restart_delay", absl::FormatDuration(spec.restart_delay)},
+          {"time_limit", absl::FormatDuration(spec.time_limit)},
+          {"stop_grace", absl::FormatDuration(spec.stop_grace)},
+          {"user_error_codes", spec.user_error_codes},
+          {"wait_for_nodes", spec.wait_for_nodes},
+          {"mixed_precision", spec.mixed_precision},
+          {"gradient_accumulation_steps", spec.gradient_accumulation_steps},
+          {"cpu", spec.cpu},
+          {"debug", spec.debug}};
+}
+
+ordered_json JobJson(const Job& job) {
+  ordered_json attempts = ordered_json::array();
+  for (const Attempt& attempt : job.history) {
+    ordered_json end = nullptr;
+    if (attempt.has_end) {
+      end = {{"class", attempt.end_class},
+             {"why", attempt.why},
+             {"node", attempt.node},
+             {"rank", attempt.rank},
+             {"exit_code", attempt.exit_code},
+             {"signal", attempt.signal},
+             {"last_lines", attempt.last_lines}};
+    }
+    attempts.push_back({{"number", attempt.number},
+                        {"started", TimeJson(attempt.started)},
+                        {"ended", TimeJson(attempt.ended)},
+                        {"placements", PlacementsJson(attempt.placements)},
+                        {"end", end}});
+  }
+  return {{"job", job.id},
+          {"state", std::string(JobStateName(job.state))},
+          {"why", job.why},
+          {"owner", job.owner},
+          {"submitted", TimeJson(job.submitted)},
+          {"restarts", job.restarts},
+          {"spec", SpecJson(job.spec)},
+          {"attempts", attempts}};
+}
+
+OptionSpec OutputOption(const std::string& formats) {
+  return {.name = "output", .value_name = "FORMAT", .help = formats, .letter = "o"};
+}
+
+void PrintValue(const CommandContext& context, const std::string& format,
+                const ordered_json& value) {
+  context.out << (format == "yaml" ? YamlText(value) : Dump(value));
+}
+
+void PrintPlan(const CommandContext& context, const JobPlan& plan) {
+  context.out << (plan.starts_now ? "starts now: " : "waits: ") << Printable(plan.why, 1000)
+              << "\n";
+  for (const Placement& placement : plan.placements) {
+    context.out << "  " << Printable(placement.node) << ": " << placement.processes << " processes";
+    if (!placement.gpus.empty()) context.out << ", GPUs " << absl::StrJoin(placement.gpus, ",");
+    context.out << "\n";
+  }
+}
+
+void PrintState(const CommandContext& context, const Job& job) {
+  context.out << job.id << " " << JobStateName(job.state)
+              << (job.why.empty() ? "" : ": " + Printable(job.why, 1000)) << std::endl;
+}
+
+// Prints whole lines of ranks, each with its prefix, and those only that match.
+class LogPrinter {
+ public:
+  LogPrinter(std::ostream& out, bool prefixed, std::optional<std::regex> grep)
+      : out_(out), prefixed_(prefixed), grep_(std::move(grep)) {}
+
+  // `rest` keeps a line that is not whole yet.
+  void Print(int rank, absl::string_view data, std::string* rest) {
+    rest->append(data.data(), data.size());
+    size_t begin = 0;
+    for (size_t end; (end = rest->find('\n', begin)) != std::string::npos; begin = end + 1)
+      Line(rank, rest->substr(begin, end - begin));
+    rest->erase(0, begin);
+  }
+  void End(int rank, const std::string& rest) {
+    if (!rest.empty()) Line(rank, rest);
+  }
+
+ private:
+  void Line(int rank, const std::string& line) {
+    // std::regex recurses for every character: long lines would end the stack.
+    if (grep_.has_value() && !std::regex_search(line.substr(0, 4096), *grep_)) return;
+    MutexLock lock(&mu_);
+    if (prefixed_) out_ << "[" << rank << "]: ";
+    out_ << line << std::endl;
+  }
+
+  Mutex mu_;
+  std::ostream& out_;
+  const bool prefixed_;
+  const std::optional<std::regex> grep_;
+};
+
+// Reads one rank's log to its present end, or follows it.
+absl::Status PrintLog(Client& client, const std::string& job, LogOptions options, bool follow,
+                      LogPrinter* printer) {
+  std::string rest;
+  absl::Status status;
+  if (follow) {
+    status = client.follow_log(job, options, [&](const LogChunk& chunk) {
+      printer->Print(options.rank, chunk.data, &rest);
+      return true;
+    });
+  } else {
+    while (true) {
+      const absl::StatusOr<LogChunk> chunk = client.read_log(job, options);
+      status = chunk.status();
+      if (!chunk.ok()) break;
+      printer->Print(options.rank, chunk->data, &rest);
+      if (chunk->data.empty() || chunk->ended) break;
+      options.offset = chunk->next_offset;
+      options.attempt = chunk->attempt;
+    }
+  }
+  printer->End(options.rank, rest);
+  return status;
+}
+
+}  // namespace
+
+int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  std::vector<OptionSpec> options;
+  for (const JobSettingSpec& setting : JobSettings()) {
+    if (!setting.has_flag) continue;
+    options.push_back({.name = setting.name,
+                       .value_name = setting.value_name,
+                       .help = setting.help,
+                       .group = "Job",
+                       .repeated = setting.repeated,
+                       .negative = setting.value_name.empty()});
+  }
+  options.push_back({.name = "dry_run", .help = "Prints the plan, and submits nothing"});
+  options.push_back({.name = "wait", .help = "Waits until the job has ended; its exit code"});
+  options.push_back({.name = "follow", .help = "As --wait, and prints the output of rank 0"});
+  options.push_back({.name = "idempotency_key",
+                     .value_name = "KEY",
+                     .help = "The same key and job submit once (default: a random one)"});
+  options.push_back(OutputOption("name (default), json or yaml"));
+  const CommandSpec spec = {
+      .name = "muster submit",
+      .summary = "Submits a job: the coordinator queues it and chooses its nodes.",
+      .usage = "[job.yaml] [OPTIONS] [-- PROGRAM ARGS...]",
+      .details = absl::StrCat("The file has the job's options as keys, and \"command\". A flag "
+                              "wins over the file.\nWith --wait and --follow 1: the job did not "
+                              "succeed.\n",
+                              kExitCodes),
+      .options = ConnectionOptions(std::move(options)),
+      .max_words = 1};
+  // What follows "--" is the program; a word before it is the file.
+  const auto dashes = std::find(args.begin(), args.end(), "--");
+  const std::vector<std::string> program(dashes == args.end() ? dashes : dashes + 1, args.end());
+  CommandLine line;
+  if (const int code = Begin(spec, {args.begin(), dashes}, context, &line); code >= 0) return code;
+  std::string text, source;
+  if (!line.words.empty()) {
+    source = line.words[0];
+    const absl::StatusOr<std::string> read = ReadFile(source, 1 << 20);
+    if (!read.ok()) return Fail(spec, context, read.status(), kExitUsage);
+    text = *read;
+  }
+  const absl::StatusOr<ResolvedJob> job = ResolveJob(text, source, line.options, program);
+  if (!job.ok()) return Fail(spec, context, job.status(), kExitUsage);
+  const std::string format = line.Has("output") ? line.Get("output") : "name";
+  if (format != "name" && format != "json" && format != "yaml") {
+    return Fail(spec, context, absl::InvalidArgumentError("--output: write name, json or yaml"),
+                kExitUsage);
+  }
+  line.words.clear();  // the file is no job's name
+  int code = 0;
+  std::optional<Client> client = DialClient(spec, line, context, &code);
+  if (!client.has_value()) return code;
+  const bool dry_run = line.Get("dry_run") == "true";
+  const std::string user = Variable(context.variables, "USER");
+  const absl::StatusOr<Submission> made = client->submit(
+      job->spec,
+      {.idempotency_key = line.Get("idempotency_key"), .dry_run = dry_run, .owner = user});
+  if (!made.ok()) return FailJob(spec, context, *client, job->spec.name, made.status());
+  if (format != "name") {
+    PrintValue(context, format,
+               {{"job", JobJson(made->job)},
+                {"plan",
+                 {{"starts_now", made->plan.starts_now},
+                  {"why", made->plan.why},
+                  {"processes", made->plan.processes},
+                  {"placements", PlacementsJson(made->plan.placements)}}},
+                {"existed", made->existed}});
+  } else if (dry_run) {
+    for (const auto& [name, given] : job->provenance)
+      context.out << name << ": " << given.text << "  (" << given.source << ")\n";
+    PrintPlan(context, made->plan);
+  } else {
+    context.out << made->job.id << std::endl;
+  }
+  const bool follow = line.Get("follow") == "true";
+  if (dry_run || (!follow && line.Get("wait") != "true")) return kExitOk;
+  if (follow) {
+    LogPrinter printer(context.out, /*prefixed=*/false, std::nullopt);
+    const absl::Status status = PrintLog(*client, made->job.id, {}, /*follow=*/true, &printer);
+    if (!status.ok()) context.err << spec.name << ": " << Printable(status.message()) << "\n";
+  }
+  const absl::StatusOr<Job> end = client->wait(made->job.id);
+  if (!end.ok()) return FailJob(spec, context, *client, made->job.id, end.status());
+  if (end->state != JobState::kSucceeded) {
+    context.err << spec.name << ": " << end->id << " " << JobStateName(end->state) << ": "
+                << Printable(end->why, 1000) << "\n";
+  }
+  return CodeOfJob(*end);
+}
+
+int RunListCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const CommandSpec spec = {
+      .name = "muster list",
+      .summary = "Lists submitted jobs, in the order of submission.",
+      .usage = "[PREFIX] [OPTIONS]",
+      .details = kExitCodes,
+      .options = ConnectionOptions(
+          {{.name = "state", .value_name = "STATE", .help = "Only these", .repeated = true},
+           {.name = "owner", .value_name = "NAME", .help = "Only this user's"},
+           OutputOption("table (default), wide, json, yaml or name")}),
+      .max_words = 1};
+  CommandLine line;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  ListOptions filter = {.owner = line.Get("owner"),
+                        .id_prefix = line.words.empty() ? "" : line.words[0]};
+  std::vector<std::string> known;
+  for (int i = 1; i <= static_cast<int>(JobState::kCancelled); ++i)
+    known.emplace_back(JobStateName(static_cast<JobState>(i)));
+  if (const auto given = line.options.find("state"); given != line.options.end()) {
+    for (const std::string& word : given->second) {
+      const auto found = std::find(known.begin(), known.end(), absl::AsciiStrToUpper(word));
+      if (found == known.end()) {
+        return Fail(spec, context,
+                    absl::InvalidArgumentError(absl::StrCat(
+                        "--state ", word, DidYouMean(absl::AsciiStrToUpper(word), known),
+                        "; write one of ", absl::StrJoin(known, ", "))),
+                    kExitUsage);
+      }
+      filter.states.push_back(static_cast<JobState>(found - known.begin() + 1));
+    }
+  }
+  const std::string format = line.Has("output") ? line.Get("output") : "table";
+  const std::vector<std::string> formats = {"table", "wide", "json", "yaml", "name"};
+  if (std::count(formats.begin(), formats.end(), format) == 0) {
+    return Fail(spec, context,
+                absl::InvalidArgumentError(absl::StrCat("--output ", format, ": write one of ",
+                                                        absl::StrJoin(formats, ", "))),
+                kExitUsage);
+  }
+  int code = 0;
+  std::optional<Client> client = DialClient(spec, line, context, &code);
+  if (!client.has_value()) return code;
+  const absl::StatusOr<std::vector<Job>> jobs = client->list(filter);
+  if (!jobs.ok()) return Fail(spec, context, jobs.status(), ExitCodeOf(jobs.status()));
+  if (format == "json" || format == "yaml") {
+    ordered_json all = ordered_json::array();
+    for (const Job& job : *jobs) all.push_back(JobJson(job));
+    PrintValue(context, format, all);
+    return kExitOk;
+  }
+  const bool wide = format == "wide";
+  std::vector<std::vector<std::string>> rows = {{"JOB", "STATE", "PROCESSES", "RESTARTS"}};
+  if (wide) rows[0].insert(rows[0].end(), {"PRIORITY", "OWNER", "SUBMITTED", "NODES"});
+  rows[0].push_back("WHY");
+  for (const Job& job : *jobs) {
+    if (format == "name") {
+      context.out << Printable(job.id) << "\n";
+      continue;
+    }
+    std::vector<std::string> row = {job.id, std::string(JobStateName(job.state)),
+                                    ProcessesText(job.spec), absl::StrCat(job.restarts)};
+    if (wide) {
+      std::vector<std::string> nodes;
+      if (!job.history.empty()) {
+        for (const Placement& placement : job.history.back().placements)
+          nodes.push_back(placement.node);
+      }
+      row.insert(row.end(), {absl::StrCat(job.spec.priority), job.owner, TimeText(job.submitted),
+                             absl::StrJoin(nodes, ",")});
+    }
+    row.push_back(job.why);
+    rows.push_back(std::move(row));
+  }
+  if (format != "name") context.out << TableText(rows);
+  return kExitOk;
+}
+
+namespace {
+
+// The options of a command for one job, and a client, or the exit code (>= 0).
+int BeginJob(CommandSpec& spec, const std::vector<std::string>& args, const CommandContext& context,
+             CommandLine* line, std::optional<Client>* client) {
+  spec.usage = "JOB [OPTIONS]";
+  spec.max_words = 1;
+  if (const int code = Begin(spec, args, context, line); code >= 0) return code;
+  if (line->words.size() != 1) {
+    return Fail(spec, context,
+                absl::InvalidArgumentError(
+                    absl::StrCat("write ", spec.name, " JOB; muster list shows the jobs")),
+                kExitUsage);
+  }
+  int code = 0;
+  *client = DialClient(spec, *line, context, &code);
+  return client->has_value() ? -1 : code;
+}
+
+}  // namespace
+
+int RunDescribeCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  CommandSpec spec = {.name = "muster describe",
+                      .summary = "Shows all that is known of a submitted job.",
+                      .details = kExitCodes,
+                      .options = ConnectionOptions({OutputOption("yaml (default) or json")})};
+  CommandLine line;
+  std::optional<Client> client;
+  if (const int code = BeginJob(spec, args, context, &line, &client); code >= 0) return code;
+  const absl::StatusOr<Job> job = client->get(line.words[0]);
+  if (!job.ok()) return FailJob(spec, context, *client, line.words[0], job.status());
+  PrintValue(context, line.Get("output") == "json" ? "json" : "yaml", JobJson(*job));
+  return kExitOk;
+}
+
+int RunWatchCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  CommandSpec spec = {.name = "muster watch",
+                      .summary = "Prints each change of a submitted job's state until it ends.",
+                      .details = absl::StrCat("1: the job did not succeed. ", kExitCodes),
+                      .options = ConnectionOptions({})};
+  CommandLine line;
+  std::optional<Client> client;
+  if (const int code = BeginJob(spec, args, context, &line, &client); code >= 0) return code;
+  std::string shown;
+  const absl::StatusOr<Job> end = client->watch(line.words[0], [&](const Job& job) {
+    const std::string now = absl::StrCat(JobStateName(job.state), job.why);
+    if (now != shown) PrintState(context, job);
+    shown = now;
+    return true;
+  });
+  if (!end.ok()) return FailJob(spec, context, *client, line.words[0], end.status());
+  return CodeOfJob(*end);
+}
+
+int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  CommandSpec spec = {
+      .name = "muster logs",
+      .summary = "Prints the output of a submitted job's processes.",
+      .details = kExitCodes,
+      .options = ConnectionOptions(
+          {{.name = "follow", .help = "Goes on until the job has ended", .letter = "f"},
+           {.name = "rank", .value_name = "R|all", .help = "Default 0"},
+           {.name = "attempt", .value_name = "N", .help = "Default: the last one"},
+           {.name = "tail", .value_name = "N", .help = "Only the last N lines"},
+           {.name = "grep", .value_name = "REGEX", .help = "Only lines that match"}})};
+  CommandLine line;
+  std::optional<Client> client;
+  if (const int code = BeginJob(spec, args, context, &line, &client); code >= 0) return code;
+  const auto refuse = [&](const std::string& what) {
+    return Fail(spec, context, absl::InvalidArgumentError(what), kExitUsage);
+  };
+  LogOptions options;
+  const bool all = line.Get("rank") == "all";
+  if (line.Has("rank") && !all &&
+      (!absl::SimpleAtoi(line.Get("rank"), &options.rank) || options.rank < 0)) {
+    return refuse("--rank: write a number from 0, or all");
+  }
+  if (line.Has("attempt") &&
+      (!absl::SimpleAtoi(line.Get("attempt"), &options.attempt) || options.attempt < 1)) {
+    return refuse("--attempt: write a number from 1");
+  }
+  if (line.Has("tail")) {
+    if (!absl::SimpleAtoi(line.Get("tail"), &options.tail_lines) || options.tail_lines < 1)
+      return refuse("--tail: write a number of lines");
+    options.offset = -1;
+  }
+  std::optional<std::regex> grep;
+  if (line.Has("grep")) {
+    try {
+      grep.emplace(line.Get("grep"), std::regex::extended);
+    } catch (const std::regex_error&) {
+      return refuse("--grep " + line.Get("grep") + ": it is no regular expression");
+    }
+  }
+  const std::string& name = line.words[0];
+  const bool follow = line.Get("follow") == "true";
+  int ranks = 1;
+  if (all) {
+    const absl::StatusOr<Job> job = client->get(name);
+    if (!job.ok()) return FailJob(spec, context, *client, name, job.status());
+    // Those of the attempt that is meant; of one that is not kept, the most that there can be.
+    ranks = job->spec.max_processes;
+    for (const Attempt& attempt : job->history) {
+      if (attempt.number != (options.attempt == 0 ? job->attempts : options.attempt)) continue;
+      ranks = 0;
+      for (const Placement& placement : attempt.placements) ranks += placement.processes;
+    }
+  }
+  LogPrinter printer(context.out, all && ranks > 1, std::move(grep));
+  std::vector<absl::Status> statuses(ranks);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < ranks; ++i) {
+    LogOptions one = options;
+    if (all) one.rank = i;
+    const auto print = [&, one, i] {
+      statuses[i] = PrintLog(*client, name, one, follow, &printer);
+    };
+    // Without --follow ranks are printed one after the other.
+    if (follow && ranks > 1) {
+      threads.emplace_back(print);
+    } else {
+      print();
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const absl::Status& status : statuses) {
+    if (!status.ok()) return FailJob(spec, context, *client, name, status);
+  }
+  return kExitOk;
+}
+
+int RunControlCommand(const std::string& verb, const std::vector<std::string>& args,
+                      const CommandContext& context) {
+  const bool stops = verb == "cancel" || verb == "suspend";
+  std::vector<OptionSpec> options;
+  if (stops) options.push_back({.name = "why", .value_name = "TEXT", .help = "For the record"});
+  CommandSpec spec = {
+      .name = "muster " + verb,
+      .summary = verb == "cancel"    ? "Stops a submitted job for good."
+                 : verb == "suspend" ? "Stops a submitted job and keeps it until muster resume."
+                 : verb == "resume"  ? "Queues a suspended job again."
+                                     : "Queues a job again that failed or was cancelled.",
+      .details = kExitCodes,
+      .options = ConnectionOptions(std::move(options))};
+  CommandLine line;
+  std::optional<Client> client;
+  if (const int code = BeginJob(spec, args, context, &line, &client); code >= 0) return code;
+  const std::string& name = line.words[0];
+  const absl::StatusOr<Job> job = verb == "cancel"    ? client->cancel(name, line.Get("why"))
+                                  : verb == "suspend" ? client->suspend(name, line.Get("why"))
+                                  : verb == "resume"  ? client->resume(name)
+                                                      : client->retry(name);
+  if (!job.ok()) return FailJob(spec, context, *client, name, job.status());
+  PrintState(context, *job);
+  return kExitOk;
+}
+
+}  // namespace muster::client

@@ -1,0 +1,160 @@
+#include "client/cli/node_commands.h"
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "base/exit_code.h"
+#include "base/units.h"
+#include "client/cli/connection.h"
+#include "client/cli/output.h"
+#include "client/config/suggest.h"
+#include "client/jobs/client_on_channel.h"
+#include "client/jobs/job_client.h"
+
+namespace muster::client {
+namespace {
+
+using nlohmann::ordered_json;
+
+constexpr char kExitCodes[] =
+    "Exit codes: 0 done; 2 wrong options; 3 no such node; 7 no coordinator answers; 8 it requires "
+    "a token, or a\ndifferent one.";
+
+std::string StateOf(const Node& node) {
+  if (node.lost) return "LOST";
+  if (!node.known) return "NOT HEARD";
+  if (node.draining) return "DRAINING";
+  return node.cordoned ? "CORDONED" : "READY";
+}
+
+ordered_json NodeJson(const Node& node) {
+  return {{"node", node.name},
+          {"state", StateOf(node)},
+          {"why", node.why},
+          {"host", node.host},
+          {"version", node.version},
+          {"cpus", node.cpus},
+          {"used_cpus", node.used_cpus},
+          {"memory_bytes", node.memory_bytes},
+          {"used_memory_bytes", node.used_memory_bytes},
+          {"gpus", node.gpus},
+          {"used_gpus", node.used_gpus},
+          {"labels", node.labels},
+          {"rack", node.rack},
+          {"heard_ago_seconds", absl::ToDoubleSeconds(node.heard_ago)},
+          {"jobs", node.jobs}};
+}
+
+}  // namespace
+
+int RunNodesCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const CommandSpec spec = {
+      .name = "muster nodes",
+      .summary = "Lists the machines whose agents wait for jobs (muster-agent --serve).",
+      .usage = "[OPTIONS]",
+      .details = kExitCodes,
+      .options = ConnectionOptions({{.name = "output",
+                                     .value_name = "FORMAT",
+                                     .help = "table (default), wide, json, yaml or name",
+                                     .letter = "o"}})};
+  CommandLine line;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  const std::string format = line.Has("output") ? line.Get("output") : "table";
+  const std::vector<std::string> formats = {"table", "wide", "json", "yaml", "name"};
+  if (std::count(formats.begin(), formats.end(), format) == 0) {
+    return Fail(spec, context,
+                absl::InvalidArgumentError(absl::StrCat("--output ", format, ": write one of ",
+                                                        absl::StrJoin(formats, ", "))),
+                kExitUsage);
+  }
+  Connection connection;
+  if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
+  Client client = ClientOn(connection.channel, connection.timeout, connection.timeout);
+  const absl::StatusOr<std::vector<Node>> nodes = client.nodes();
+  if (!nodes.ok()) return Fail(spec, context, nodes.status(), ExitCodeOf(nodes.status()));
+  if (format == "json" || format == "yaml") {
+    ordered_json all = ordered_json::array();
+    for (const Node& node : *nodes) all.push_back(NodeJson(node));
+    context.out << (format == "json" ? Dump(all) : YamlText(all));
+    return kExitOk;
+  }
+  const bool wide = format == "wide";
+  std::vector<std::vector<std::string>> rows = {
+      {"NODE", "STATE", "CPUS", "GPUS", "MEMORY", "JOBS"}};
+  if (wide) rows[0].insert(rows[0].end(), {"HEARD", "RACK", "LABELS", "VERSION"});
+  rows[0].push_back("WHY");
+  for (const Node& node : *nodes) {
+    std::vector<std::string> row = {
+        node.name,
+        StateOf(node),
+        absl::StrCat(node.used_cpus, "/", node.cpus),
+        absl::StrCat(node.used_gpus.size(), "/", node.gpus.size()),
+        absl::StrCat(HumanBytes(node.used_memory_bytes), " / ", HumanBytes(node.memory_bytes)),
+        absl::StrJoin(node.jobs, ",")};
+    if (wide) {
+      row.insert(row.end(),
+                 {HumanDuration(node.heard_ago) + " ago", node.rack,
+                  absl::StrJoin(node.labels, ",", absl::PairFormatter("=")), node.version});
+    }
+    row.push_back(node.why);
+    rows.push_back(std::move(row));
+  }
+  if (format == "name") {
+    for (const Node& node : *nodes) context.out << node.name << "\n";
+  } else {
+    context.out << TableText(rows);
+  }
+  return kExitOk;
+}
+
+int RunNodeControlCommand(const std::string& verb, const std::vector<std::string>& args,
+                          const CommandContext& context) {
+  std::vector<OptionSpec> options;
+  if (verb != "uncordon")
+    options.push_back({.name = "why", .value_name = "TEXT", .help = "muster nodes shows it"});
+  const CommandSpec spec = {
+      .name = "muster " + verb,
+      .summary = verb == "cordon"  ? "Starts nothing new on a node."
+                 : verb == "drain" ? "Stops the jobs on a node, which are queued again, and starts "
+                                     "nothing new there."
+                                   : "Lets jobs start on a node again.",
+      .usage = "NODE [OPTIONS]",
+      .details = kExitCodes,
+      .options = ConnectionOptions(std::move(options)),
+      .max_words = 1};
+  CommandLine line;
+  if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
+  if (line.words.size() != 1) {
+    return Fail(spec, context,
+                absl::InvalidArgumentError(
+                    absl::StrCat("write ", spec.name, " NODE; muster nodes shows the nodes")),
+                kExitUsage);
+  }
+  const std::string node = line.words[0];
+  Connection connection;
+  if (const int code = Dial(spec, line, context, &connection); code >= 0) return code;
+  Client client = ClientOn(connection.channel, connection.timeout, connection.timeout);
+  const absl::Status status = verb == "cordon"  ? client.cordon(node, line.Get("why"))
+                              : verb == "drain" ? client.drain(node, line.Get("why"))
+                                                : client.uncordon(node);
+  if (absl::IsNotFound(status)) {
+    std::vector<std::string> names;
+    if (const auto nodes = client.nodes(); nodes.ok()) {
+      for (const Node& known : *nodes) names.push_back(known.name);
+    }
+    return Fail(spec, context,
+                absl::NotFoundError(absl::StrCat(status.message(), DidYouMean(node, names))),
+                kExitNotFound);
+  }
+  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  context.out << "node " << node
+              << (verb == "cordon"  ? " is cordoned\n"
+                  : verb == "drain" ? " is draining\n"
+                                    : " takes jobs again\n");
+  return kExitOk;
+}
+
+}  // namespace muster::client

@@ -1,0 +1,234 @@
+#ifndef MUSTER_CLIENT_JOBS_FAKE_JOB_SERVICE_H_
+#define MUSTER_CLIENT_JOBS_FAKE_JOB_SERVICE_H_
+
+#include <algorithm>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
+#include "base/log.h"
+#include "base/mutex.h"
+#include "proto/muster/v1/job.grpc.pb.h"
+#include "proto/muster/v1/node.grpc.pb.h"
+#include "rpc/server.h"
+
+namespace muster::client {
+
+// A coordinator's Jobs and Nodes for tests: it answers from what the test gives it. Every Get that
+// is held takes the next record of `changes`. Thread-safe.
+class FakeJobService {
+ public:
+  FakeJobService() : jobs_(this), nodes_(this) {
+    auto server = rpc::Server::Start({.insecure = true}, {&jobs_, &nodes_});
+    MUSTER_CHECK(server.ok()) << server.status();
+    server_ = *std::move(server);
+  }
+  ~FakeJobService() { server_->Shutdown(absl::ZeroDuration()); }
+
+  std::string address() const { return server_->address(); }
+
+  void Add(v1::JobRecord job) {
+    MutexLock lock(&mu_);
+    records_.push_back(std::move(job));
+  }
+  void AddNode(v1::NodeRecord node) {
+    MutexLock lock(&mu_);
+    node_records_.push_back(std::move(node));
+  }
+  void Change(v1::JobRecord job) {
+    MutexLock lock(&mu_);
+    changes_.push_back(std::move(job));
+  }
+  // The next calls of any kind are lost.
+  void Lose(int calls) {
+    MutexLock lock(&mu_);
+    lose_ = calls;
+  }
+  // Of rank `rank` in attempt `attempt`.
+  void SetLog(int attempt, int rank, std::string text) {
+    MutexLock lock(&mu_);
+    logs_[{attempt, rank}] = std::move(text);
+  }
+  std::vector<v1::SubmitJobRequest> submitted() {
+    MutexLock lock(&mu_);
+    return submitted_;
+  }
+  // "CANCEL mnist-1 why", "DRAIN a why".
+  std::vector<std::string> actions() {
+    MutexLock lock(&mu_);
+    return actions_;
+  }
+
+ private:
+  bool Lost() {
+    MutexLock lock(&mu_);
+    return lose_ > 0 && lose_-- > 0;
+  }
+  static grpc::Status Away() { return {grpc::StatusCode::UNAVAILABLE, "it stops"}; }
+  static grpc::Status NoJob(const std::string& job) {
+    return {grpc::StatusCode::NOT_FOUND, "there is no job " + job};
+  }
+  v1::JobRecord* Find(const std::string& job) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    for (v1::JobRecord& record : records_) {
+      if (record.job_id() == job) return &record;
+    }
+    return nullptr;
+  }
+
+  class Jobs final : public v1::Jobs::Service {
+   public:
+    explicit Jobs(FakeJobService* fake) : fake_(fake) {}
+    grpc::Status Submit(grpc::ServerContext*, const v1::SubmitJobRequest* request,
+                        v1::SubmitJobReply* reply) override {
+      {
+        MutexLock lock(&fake_->mu_);
+        fake_->submitted_.push_back(*request);
+      }
+      if (fake_->Lost()) return Away();
+      MutexLock lock(&fake_->mu_);
+      v1::JobRecord* const job = reply->mutable_job();
+      job->set_job_id(request->spec().name() + "-1");
+      *job->mutable_spec() = request->spec();
+      job->set_state(v1::JOB_STATE_QUEUED);
+      job->set_revision(1);
+      reply->mutable_plan()->set_starts_now(true);
+      reply->mutable_plan()->set_why("fits now");
+      reply->mutable_plan()->set_processes(request->spec().max_processes());
+      v1::Placement* const placement = reply->mutable_plan()->add_placements();
+      placement->set_node("a");
+      placement->set_processes(request->spec().max_processes());
+      if (!request->dry_run() && fake_->Find(job->job_id()) == nullptr)
+        fake_->records_.push_back(*job);
+      return grpc::Status::OK;
+    }
+    grpc::Status Get(grpc::ServerContext*, const v1::GetJobRequest* request,
+                     v1::GetJobReply* reply) override {
+      if (fake_->Lost()) return Away();
+      MutexLock lock(&fake_->mu_);
+      v1::JobRecord* const job = fake_->Find(request->job_id());
+      if (job == nullptr) return NoJob(request->job_id());
+      if (request->seen_revision() == job->revision() && !fake_->changes_.empty()) {
+        *job = fake_->changes_.front();
+        fake_->changes_.erase(fake_->changes_.begin());
+      }
+      *reply->mutable_job() = *job;
+      return grpc::Status::OK;
+    }
+    grpc::Status List(grpc::ServerContext*, const v1::ListJobsRequest* request,
+                      v1::ListJobsReply* reply) override {
+      if (fake_->Lost()) return Away();
+      MutexLock lock(&fake_->mu_);
+      for (const v1::JobRecord& job : fake_->records_) {
+        if (job.sequence() <= request->after_sequence() && request->after_sequence() != 0) continue;
+        if (!absl::StartsWith(job.job_id(), request->name_prefix())) continue;
+        if (request->states_size() != 0 &&
+            std::count(request->states().begin(), request->states().end(), job.state()) == 0) {
+          continue;
+        }
+        // Pages of two.
+        if (reply->jobs_size() == 2) {
+          reply->set_more(true);
+          break;
+        }
+        *reply->add_jobs() = job;
+      }
+      return grpc::Status::OK;
+    }
+    grpc::Status Control(grpc::ServerContext*, const v1::ControlJobRequest* request,
+                         v1::ControlJobReply* reply) override {
+      if (fake_->Lost()) return Away();
+      MutexLock lock(&fake_->mu_);
+      v1::JobRecord* const job = fake_->Find(request->job_id());
+      if (job == nullptr) return NoJob(request->job_id());
+      fake_->actions_.push_back(absl::StrCat(v1::JobAction_Name(request->action()).substr(11), " ",
+                                             request->job_id(), " ", request->why(),
+                                             request->after_attempt()));
+      *reply->mutable_job() = *job;
+      return grpc::Status::OK;
+    }
+    grpc::Status ReadLog(grpc::ServerContext*, const v1::ReadJobLogRequest* request,
+                         v1::ReadJobLogReply* reply) override {
+      if (fake_->Lost()) return Away();
+      MutexLock lock(&fake_->mu_);
+      v1::JobRecord* const job = fake_->Find(request->job_id());
+      if (job == nullptr) return NoJob(request->job_id());
+      const int attempt = request->attempt() == 0 ? job->attempts() : request->attempt();
+      const auto log = fake_->logs_.find({attempt, request->rank()});
+      if (log == fake_->logs_.end())
+        return {grpc::StatusCode::NOT_FOUND, absl::StrCat("no rank ", request->rank())};
+      // Five bytes at a time, so that lines are cut.
+      const size_t offset = request->offset() < 0 ? 0 : static_cast<size_t>(request->offset());
+      const std::string data = offset < log->second.size() ? log->second.substr(offset, 5) : "";
+      reply->set_data(data);
+      reply->set_offset(static_cast<int64_t>(offset));
+      reply->set_next_offset(static_cast<int64_t>(offset + data.size()));
+      reply->set_ended(offset + data.size() >= log->second.size());
+      reply->set_attempt(attempt);
+      reply->set_node("a");
+      return grpc::Status::OK;
+    }
+
+   private:
+    FakeJobService* const fake_;
+  };
+
+  class Nodes final : public v1::Nodes::Service {
+   public:
+    explicit Nodes(FakeJobService* fake) : fake_(fake) {}
+    grpc::Status List(grpc::ServerContext*, const v1::ListNodesRequest*,
+                      v1::ListNodesReply* reply) override {
+      MutexLock lock(&fake_->mu_);
+      for (const v1::NodeRecord& node : fake_->node_records_) *reply->add_nodes() = node;
+      return grpc::Status::OK;
+    }
+    grpc::Status Control(grpc::ServerContext*, const v1::ControlNodeRequest* request,
+                         v1::ControlNodeReply*) override {
+      MutexLock lock(&fake_->mu_);
+      for (const v1::NodeRecord& node : fake_->node_records_) {
+        if (node.node() != request->node()) continue;
+        fake_->actions_.push_back(absl::StrCat(v1::NodeAction_Name(request->action()).substr(12),
+                                               " ", request->node(), " ", request->why()));
+        return grpc::Status::OK;
+      }
+      return {grpc::StatusCode::NOT_FOUND, "there is no node " + request->node()};
+    }
+
+   private:
+    FakeJobService* const fake_;
+  };
+
+  Mutex mu_;
+  std::vector<v1::JobRecord> records_ ABSL_GUARDED_BY(mu_);
+  std::vector<v1::NodeRecord> node_records_ ABSL_GUARDED_BY(mu_);
+  std::vector<v1::JobRecord> changes_ ABSL_GUARDED_BY(mu_);
+  std::map<std::pair<int, int>, std::string> logs_ ABSL_GUARDED_BY(mu_);
+  std::vector<v1::SubmitJobRequest> submitted_ ABSL_GUARDED_BY(mu_);
+  std::vector<std::string> actions_ ABSL_GUARDED_BY(mu_);
+  int lose_ ABSL_GUARDED_BY(mu_) = 0;
+  Jobs jobs_;
+  Nodes nodes_;
+  std::unique_ptr<rpc::Server> server_;
+};
+
+inline v1::JobRecord FakeJob(const std::string& id, v1::JobState state, uint64_t sequence,
+                             uint64_t revision = 1) {
+  v1::JobRecord job;
+  job.set_job_id(id);
+  job.mutable_spec()->set_name(id.substr(0, id.rfind('-')));
+  job.mutable_spec()->add_argv("./train");
+  job.mutable_spec()->set_min_processes(2);
+  job.mutable_spec()->set_max_processes(2);
+  job.set_owner("ann");
+  job.set_state(state);
+  job.set_sequence(sequence);
+  job.set_revision(revision);
+  return job;
+}
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_JOBS_FAKE_JOB_SERVICE_H_

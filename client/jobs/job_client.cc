@@ -1,0 +1,266 @@
+#include "client/jobs/job_client.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/time/clock.h"
+#include "base/backoff.h"
+#include "base/identity.h"
+#include "base/mutex.h"
+#include "base/status_macros.h"
+#include "client/jobs/client_on_channel.h"
+#include "client/jobs/job_messages.h"
+#include "proto/muster/v1/job.grpc.pb.h"
+#include "proto/muster/v1/node.grpc.pb.h"
+#include "rpc/channel.h"
+#include "rpc/session/duration.h"
+#include "rpc/status.h"
+
+namespace muster {
+namespace {
+
+// How long the coordinator holds a call; below its limit of 60 s and 30 s.
+constexpr absl::Duration kHold = absl::Seconds(30);
+constexpr absl::Duration kLogWait = absl::Seconds(10);
+
+}  // namespace
+
+struct Client::Impl {
+  std::shared_ptr<grpc::Channel> channel;
+  absl::Duration timeout;
+  absl::Duration retry_for;
+  std::unique_ptr<v1::Jobs::Stub> jobs;
+  std::unique_ptr<v1::Nodes::Stub> nodes;
+
+  // Makes the call until it is answered, or `retry_for` has passed. `method(context)` makes one.
+  template <typename Method>
+  absl::Status Call(Method method, absl::Duration held = absl::ZeroDuration()) {
+    const absl::Time give_up = absl::Now() + retry_for;
+    Backoff backoff(absl::Milliseconds(50), absl::Seconds(2));
+    while (true) {
+      grpc::ClientContext context;
+      rpc::SetTimeout(context, timeout + held);
+      absl::Status status = rpc::FromGrpc(method(&context));
+      if (!rpc::IsLost(status)) return status;
+      const absl::Duration pause = backoff.Next(RandomShare(), rpc::RetryAfter(status));
+      if (absl::Now() + pause >= give_up) return status;
+      // Nothing notifies it: the notification is only there to wait on.
+      Notification().WaitForNotificationWithTimeout(pause);
+    }
+  }
+
+  absl::StatusOr<Job> Get(const std::string& job, uint64_t seen_revision, absl::Duration hold) {
+    v1::GetJobRequest request;
+    request.set_job_id(job);
+    request.set_seen_revision(seen_revision);
+    *request.mutable_hold() = rpc::ToProto(hold);
+    v1::GetJobReply reply;
+    MUSTER_RETURN_IF_ERROR(
+        Call([&](auto* context) { return jobs->Get(context, request, &reply); }, hold));
+    return client::FromProto(reply.job());
+  }
+
+  absl::StatusOr<Job> Control(const std::string& job, v1::JobAction action, const std::string& why,
+                              int after_attempt = 0) {
+    v1::ControlJobRequest request;
+    request.set_job_id(job);
+    request.set_action(action);
+    request.set_why(why);
+    request.set_after_attempt(after_attempt);
+    v1::ControlJobReply reply;
+    MUSTER_RETURN_IF_ERROR(
+        Call([&](auto* context) { return jobs->Control(context, request, &reply); }));
+    return client::FromProto(reply.job());
+  }
+
+  absl::Status ControlNode(const std::string& node, v1::NodeAction action, const std::string& why) {
+    v1::ControlNodeRequest request;
+    request.set_node(node);
+    request.set_action(action);
+    request.set_why(why);
+    v1::ControlNodeReply reply;
+    return Call([&](auto* context) { return nodes->Control(context, request, &reply); });
+  }
+};
+
+Client client::ClientOn(std::shared_ptr<grpc::Channel> channel, absl::Duration timeout,
+                        absl::Duration retry_for) {
+  auto impl = std::make_unique<Client::Impl>();
+  impl->jobs = v1::Jobs::NewStub(channel);
+  impl->nodes = v1::Nodes::NewStub(channel);
+  impl->channel = std::move(channel);
+  impl->timeout = timeout;
+  impl->retry_for = retry_for;
+  return Client(std::move(impl));
+}
+
+absl::StatusOr<Client> Client::Connect(const ClientOptions& options) {
+  if (options.timeout <= absl::ZeroDuration())
+    return absl::InvalidArgumentError("timeout must be positive");
+  MUSTER_ASSIGN_OR_RETURN(
+      auto channel,
+      rpc::Connect(options.address, {.tls = {options.tls_ca, options.tls_cert, options.tls_key},
+                                     .token_file = options.token_file}));
+  MUSTER_RETURN_IF_ERROR(rpc::WaitUntilConnected(*channel, options.address, options.timeout));
+  return client::ClientOn(std::move(channel), options.timeout, options.retry_for);
+}
+
+Client::Client(std::unique_ptr<Impl> impl) : impl_(std::move(impl)) {}
+Client::Client(Client&&) noexcept = default;
+Client& Client::operator=(Client&&) noexcept = default;
+Client::~Client() = default;
+
+absl::StatusOr<Submission> Client::submit(const JobSpec& spec, const SubmitOptions& options) {
+  v1::SubmitJobRequest request;
+  *request.mutable_spec() = client::ToProto(spec);
+  request.set_idempotency_key(!options.idempotency_key.empty() || options.dry_run
+                                  ? options.idempotency_key
+                                  : absl::StrCat(absl::Hex(RandomId(), absl::kZeroPad16),
+                                                 absl::Hex(RandomId(), absl::kZeroPad16)));
+  request.set_dry_run(options.dry_run);
+  request.set_owner(options.owner);
+  request.set_unix_ms(absl::ToUnixMillis(absl::Now()));
+  v1::SubmitJobReply reply;
+  MUSTER_RETURN_IF_ERROR(
+      impl_->Call([&](auto* context) { return impl_->jobs->Submit(context, request, &reply); }));
+  return Submission{.job = client::FromProto(reply.job()),
+                    .plan = client::FromProto(reply.plan()),
+                    .existed = reply.existed()};
+}
+
+absl::StatusOr<Job> Client::get(const std::string& job) {
+  return impl_->Get(job, 0, absl::ZeroDuration());
+}
+
+absl::StatusOr<std::vector<Job>> Client::list(const ListOptions& options) {
+  std::vector<Job> jobs;
+  v1::ListJobsReply reply;
+  do {
+    v1::ListJobsRequest request;
+    for (const JobState state : options.states) request.add_states(client::ToProto(state));
+    request.set_owner(options.owner);
+    request.set_name_prefix(options.id_prefix);
+    request.set_after_sequence(jobs.empty() ? 0 : jobs.back().sequence);
+    reply.Clear();
+    MUSTER_RETURN_IF_ERROR(
+        impl_->Call([&](auto* context) { return impl_->jobs->List(context, request, &reply); }));
+    for (const v1::JobRecord& record : reply.jobs()) jobs.push_back(client::FromProto(record));
+  } while (reply.more() && reply.jobs_size() > 0);
+  return jobs;
+}
+
+absl::StatusOr<Job> Client::watch(const std::string& job,
+                                  const std::function<bool(const Job&)>& changed,
+                                  absl::Duration timeout) {
+  const absl::Time deadline = absl::Now() + timeout;
+  uint64_t seen = 0;
+  while (true) {
+    const absl::Duration left = deadline - absl::Now();
+    const absl::Duration hold =
+        seen == 0 ? absl::ZeroDuration() : std::clamp(left, absl::ZeroDuration(), kHold);
+    MUSTER_ASSIGN_OR_RETURN(Job now, impl_->Get(job, seen, hold));
+    if (now.revision != seen || seen == 0) {
+      seen = now.revision;
+      if (!changed(now) || HasEnded(now.state)) return now;
+    }
+    if (absl::Now() >= deadline) {
+      return absl::DeadlineExceededError(absl::StrCat("job ", job, " is ", JobStateName(now.state),
+                                                      " after ", absl::FormatDuration(timeout)));
+    }
+  }
+}
+
+absl::StatusOr<Job> Client::wait(const std::string& job, absl::Duration timeout) {
+  return watch(
+      job, [](const Job&) { return true; }, timeout);
+}
+
+absl::StatusOr<Job> Client::cancel(const std::string& job, const std::string& why) {
+  return impl_->Control(job, v1::JOB_ACTION_CANCEL, why);
+}
+absl::StatusOr<Job> Client::suspend(const std::string& job, const std::string& why) {
+  return impl_->Control(job, v1::JOB_ACTION_SUSPEND, why);
+}
+absl::StatusOr<Job> Client::resume(const std::string& job) {
+  return impl_->Control(job, v1::JOB_ACTION_RESUME, "");
+}
+absl::StatusOr<Job> Client::retry(const std::string& job) {
+  // A repeat of the call whose answer got lost must not queue the job again.
+  MUSTER_ASSIGN_OR_RETURN(const Job now, get(job));
+  return impl_->Control(job, v1::JOB_ACTION_RETRY, "", now.attempts);
+}
+absl::Status Client::remove(const std::string& job) {
+  return impl_->Control(job, v1::JOB_ACTION_REMOVE, "").status();
+}
+
+absl::StatusOr<LogChunk> Client::read_log(const std::string& job, const LogOptions& options) {
+  v1::ReadJobLogRequest request;
+  request.set_job_id(job);
+  request.set_attempt(options.attempt);
+  request.set_rank(options.rank);
+  request.set_offset(options.offset);
+  request.set_tail_lines(options.tail_lines);
+  *request.mutable_wait() = rpc::ToProto(options.wait);
+  v1::ReadJobLogReply reply;
+  MUSTER_RETURN_IF_ERROR(impl_->Call(
+      [&](auto* context) { return impl_->jobs->ReadLog(context, request, &reply); }, options.wait));
+  return LogChunk{.data = std::move(*reply.mutable_data()),
+                  .offset = reply.offset(),
+                  .next_offset = reply.next_offset(),
+                  .ended = reply.ended(),
+                  .attempt = reply.attempt(),
+                  .node = reply.node()};
+}
+
+absl::Status Client::follow_log(const std::string& job, LogOptions options,
+                                const std::function<bool(const LogChunk&)>& chunk) {
+  const bool one_attempt = options.attempt != 0;
+  if (!one_attempt) {
+    // A job that waits for its first attempt has no log yet.
+    MUSTER_ASSIGN_OR_RETURN(const Job begun,
+                            watch(job, [](const Job& now) { return now.attempts == 0; }));
+    if (begun.attempts == 0) return absl::OkStatus();
+    options.attempt = begun.attempts;
+  }
+  options.wait = kLogWait;
+  while (true) {
+    MUSTER_ASSIGN_OR_RETURN(const LogChunk read, read_log(job, options));
+    if (!read.data.empty() && !chunk(read)) return absl::OkStatus();
+    options.offset = read.next_offset;
+    if (!read.ended) continue;
+    if (one_attempt) return absl::OkStatus();
+    const int last = options.attempt;
+    MUSTER_ASSIGN_OR_RETURN(const Job next,
+                            watch(job, [last](const Job& now) { return now.attempts <= last; }));
+    if (next.attempts <= last) return absl::OkStatus();
+    options.attempt = last + 1;
+    options.offset = 0;
+  }
+}
+
+absl::StatusOr<std::vector<Node>> Client::nodes() {
+  std::vector<Node> nodes;
+  v1::ListNodesReply reply;
+  do {
+    v1::ListNodesRequest request;
+    if (!nodes.empty()) request.set_after_node(nodes.back().name);
+    reply.Clear();
+    MUSTER_RETURN_IF_ERROR(
+        impl_->Call([&](auto* context) { return impl_->nodes->List(context, request, &reply); }));
+    for (const v1::NodeRecord& record : reply.nodes()) nodes.push_back(client::FromProto(record));
+  } while (reply.more() && reply.nodes_size() > 0);
+  return nodes;
+}
+
+absl::Status Client::cordon(const std::string& node, const std::string& why) {
+  return impl_->ControlNode(node, v1::NODE_ACTION_CORDON, why);
+}
+absl::Status Client::drain(const std::string& node, const std::string& why) {
+  return impl_->ControlNode(node, v1::NODE_ACTION_DRAIN, why);
+}
+absl::Status Client::uncordon(const std::string& node) {
+  return impl_->ControlNode(node, v1::NODE_ACTION_UNCORDON, "");
+}
+
+}  // namespace muster

@@ -1,0 +1,109 @@
+#ifndef MUSTER_CLIENT_JOBS_JOB_CLIENT_H_
+#define MUSTER_CLIENT_JOBS_JOB_CLIENT_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/status/status.h"
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+#include "client/jobs/job_types.h"
+
+namespace muster {
+
+// How to reach a coordinator.
+struct ClientOptions {
+  std::string address;  // "10.0.0.5:29400", "unix:/path"
+  // Files. `tls_ca` turns TLS on; the certificate and its key, or the token, say who calls.
+  std::string tls_ca = {};
+  std::string tls_cert = {};
+  std::string tls_key = {};
+  std::string token_file = {};
+  absl::Duration timeout = absl::Seconds(10);  // for the connection, and of each call
+  // A call that got lost (the coordinator restarts) is repeated for this long.
+  absl::Duration retry_for = absl::Seconds(30);
+};
+
+struct SubmitOptions {
+  // The same key and specification return the job of the first call. Empty: a random one, so that a
+  // repeat after a lost answer makes no second job.
+  std::string idempotency_key = {};
+  bool dry_run = false;  // plans, and keeps nothing
+  std::string owner = {};
+};
+
+struct ListOptions {
+  std::vector<JobState> states = {};  // empty: all
+  std::string owner = {};             // empty: all
+  std::string id_prefix = {};
+};
+
+struct LogOptions {
+  int rank = 0;
+  int attempt = 0;     // 0: the last one
+  int64_t offset = 0;  // in bytes since the start of the rank; -1: the last `tail_lines` lines
+  int tail_lines = 0;
+  absl::Duration wait = absl::ZeroDuration();  // for the first byte; at most 30 s
+};
+
+// Submits and controls jobs of a coordinator. Calls block; several threads may make them at once.
+// Errors are those of an RPC edge: absl::Status with one line of text and the code that
+// docs/errors.md lists; UNAVAILABLE names the address. Nothing throws.
+class Client {
+ public:
+  // Blocks until the coordinator answers. Errors: INVALID_ARGUMENT a bad address or option;
+  // UNAVAILABLE no coordinator answers within options.timeout.
+  static absl::StatusOr<Client> Connect(const ClientOptions& options);
+  Client(Client&&) noexcept;
+  Client& operator=(Client&&) noexcept;
+  ~Client();
+
+  // Errors: INVALID_ARGUMENT the specification; FAILED_PRECONDITION another specification has the
+  // key, or no nodes could ever run it.
+  absl::StatusOr<Submission> submit(const JobSpec& spec, const SubmitOptions& options = {});
+  absl::StatusOr<Job> get(const std::string& job);
+  // All pages, in the order of submission. Of `history` the last attempt, of `spec` no env.
+  absl::StatusOr<std::vector<Job>> list(const ListOptions& options = {});
+
+  // Calls `changed` with the job now and after every change until it returns false or the job has
+  // ended. Calls are held by the coordinator: nothing polls. DEADLINE_EXCEEDED after `timeout`.
+  absl::StatusOr<Job> watch(const std::string& job, const std::function<bool(const Job&)>& changed,
+                            absl::Duration timeout = absl::InfiniteDuration());
+  // The job when it has ended.
+  absl::StatusOr<Job> wait(const std::string& job,
+                           absl::Duration timeout = absl::InfiniteDuration());
+
+  // Each is repeatable. FAILED_PRECONDITION if the job is in a state in which it means nothing.
+  absl::StatusOr<Job> cancel(const std::string& job, const std::string& why = "");
+  absl::StatusOr<Job> suspend(const std::string& job, const std::string& why = "");
+  absl::StatusOr<Job> resume(const std::string& job);
+  absl::StatusOr<Job> retry(const std::string& job);
+  absl::Status remove(const std::string& job);
+
+  // NOT_FOUND no such job, attempt or rank; UNAVAILABLE the node that has the log is away.
+  absl::StatusOr<LogChunk> read_log(const std::string& job, const LogOptions& options = {});
+  // Calls `chunk` with what the rank has written and writes, until the job has ended or `chunk`
+  // returns false. Goes on to the next attempt, unless options.attempt names one.
+  absl::Status follow_log(const std::string& job, LogOptions options,
+                          const std::function<bool(const LogChunk&)>& chunk);
+
+  absl::StatusOr<std::vector<Node>> nodes();
+  absl::Status cordon(const std::string& node, const std::string& why = "");
+  absl::Status drain(const std::string& node, const std::string& why = "");
+  absl::Status uncordon(const std::string& node);
+
+  // For Muster's own code, which has a channel.
+  struct Impl;
+  explicit Client(std::unique_ptr<Impl> impl);
+
+ private:
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_CLIENT_JOBS_JOB_CLIENT_H_

@@ -1,0 +1,366 @@
+#include "client/jobs/job_file.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "base/bool_word.h"
+#include "base/status_macros.h"
+#include "base/text.h"
+#include "base/units.h"
+#include "base/yaml.h"
+#include "client/config/suggest.h"
+
+namespace muster::client {
+namespace {
+
+using nlohmann::json;
+
+enum class Kind { kText, kInteger, kBool, kMap, kIntegers, kCommand };
+
+// Reads a value into the specification. Returns what to write instead; empty: it is good.
+using Reader = std::string (*)(const json& value, JobSpec* spec);
+
+struct Setting {
+  JobSettingSpec spec;
+  Kind kind;
+  Reader read;
+};
+
+template <int JobSpec::*kField, int kLeast = 0>
+std::string ReadInteger(const json& value, JobSpec* spec) {
+  constexpr int kMost = std::numeric_limits<int32_t>::max();
+  if (!value.is_number_integer() || value > kMost || value < kLeast)
+    return kLeast < 0 ? "a whole number" : absl::StrCat("a whole number from ", kLeast);
+  spec->*kField = value.get<int>();
+  return "";
+}
+
+template <bool JobSpec::*kField>
+std::string ReadBool(const json& value, JobSpec* spec) {
+  if (!value.is_boolean()) return "true or false";
+  spec->*kField = value.get<bool>();
+  return "";
+}
+
+template <std::string JobSpec::*kField>
+std::string ReadText(const json& value, JobSpec* spec) {
+  if (!value.is_string()) return "text, in quotes if it looks like a number";
+  spec->*kField = value.get<std::string>();
+  return "";
+}
+
+template <absl::Duration JobSpec::*kField>
+std::string ReadTime(const json& value, JobSpec* spec) {
+  absl::Duration time;
+  if (!value.is_string() || !absl::ParseDuration(value.get<std::string>(), &time) ||
+      time <= absl::ZeroDuration() || time > absl::Hours(24 * 365)) {
+    return "a time such as 30s, 5m or 12h";
+  }
+  spec->*kField = time;
+  return "";
+}
+
+template <std::map<std::string, std::string> JobSpec::*kField>
+std::string ReadMap(const json& value, JobSpec* spec) {
+  if (!value.is_object()) return "a map of names to texts";
+  for (auto item = value.begin(); item != value.end(); ++item) {
+    const std::string& name = item.key();
+    const json& text = *item;
+    // A float or a truth value would lose the way in which it is written.
+    if (text.is_string()) {
+      (spec->*kField)[name] = text.get<std::string>();
+    } else if (text.is_number_integer()) {
+      (spec->*kField)[name] = text.dump();
+    } else {
+      return absl::StrCat("text for ", Printable(name), ", in quotes");
+    }
+  }
+  return "";
+}
+
+std::string ReadCommand(const json& value, JobSpec* spec) {
+  static constexpr char kHelp[] = "a program and its arguments: [./train, --lr, \"0.1\"]";
+  spec->command.clear();
+  if (value.is_string()) {
+    const auto text = value.get<std::string>();
+    if (text.find_first_of("'\"\\$`|&;<>*?(){}[]~#") != std::string::npos)
+      return absl::StrCat("a list, because no shell reads it; ", kHelp);
+    for (absl::string_view word :
+         absl::StrSplit(text, absl::ByAnyChar(" \t\n"), absl::SkipEmpty())) {
+      spec->command.emplace_back(word);
+    }
+  } else if (value.is_array()) {
+    for (const json& word : value) {
+      if (!word.is_string() && !word.is_number_integer())
+        return absl::StrCat(kHelp, ", each word a text");
+      spec->command.push_back(word.is_string() ? word.get<std::string>() : word.dump());
+    }
+  }
+  return spec->command.empty() || spec->command[0].empty() ? kHelp : "";
+}
+
+std::string ReadProcesses(const json& value, JobSpec* spec) {
+  static constexpr char kHelp[] = "how many, 4, or a range, 1:4";
+  int least = 0, most = 0;
+  if (value.is_string()) {
+    const auto text = value.get<std::string>();
+    const std::vector<std::string> parts = absl::StrSplit(text, ':');
+    if (parts.size() > 2 || !absl::SimpleAtoi(parts.front(), &least) ||
+        !absl::SimpleAtoi(parts.back(), &most)) {
+      return kHelp;
+    }
+  } else if (value.is_number_integer() && value <= std::numeric_limits<int32_t>::max() &&
+             value >= 1) {
+    least = most = value.get<int>();
+  }
+  if (least < 1 || most < least) return kHelp;
+  spec->min_processes = least;
+  spec->max_processes = most;
+  return "";
+}
+
+std::string ReadMemory(const json& value, JobSpec* spec) {
+  if (value.is_number_integer() && value >= 0 && value <= std::numeric_limits<int64_t>::max()) {
+    spec->memory_per_process = value.get<int64_t>();
+    return "";
+  }
+  if (value.is_string()) {
+    const absl::StatusOr<int64_t> bytes = ParseMemorySize(value.get<std::string>());
+    if (bytes.ok()) {
+      spec->memory_per_process = *bytes;
+      return "";
+    }
+  }
+  return "a size such as 16GiB";
+}
+
+std::string ReadExitCodes(const json& value, JobSpec* spec) {
+  static constexpr char kHelp[] = "a list of exit codes from 1 to 255: [3, 4]";
+  if (!value.is_array()) return kHelp;
+  spec->user_error_codes.clear();
+  for (const json& code : value) {
+    if (!code.is_number_integer() || code < 1 || code > 255) return kHelp;
+    spec->user_error_codes.push_back(code.get<int>());
+  }
+  return "";
+}
+
+std::string ReadPrecision(const json& value, JobSpec* spec) {
+  // YAML reads a bare no as false.
+  if (value.is_boolean() && !value.get<bool>()) {
+    spec->mixed_precision = "no";
+    return "";
+  }
+  if (value != "no" && value != "bf16" && value != "fp16") return "no, bf16 or fp16";
+  spec->mixed_precision = value.get<std::string>();
+  return "";
+}
+
+// The one definition of keys, flags, help and docs.
+const std::vector<Setting>& Table() {
+  static const auto* const table = new std::vector<Setting>{
+      {{"name", "NAME",
+        "Letters, digits, - and _; the job is NAME-NUMBER (default: the program's)"},
+       Kind::kText,
+       ReadText<&JobSpec::name>},
+      {{.name = "command",
+        .value_name = "",
+        .help = "The program and its arguments",
+        .has_flag = false},
+       Kind::kCommand,
+       ReadCommand},
+      {{"env", "NAME=VALUE", "A variable for all processes", /*repeated=*/true},
+       Kind::kMap,
+       ReadMap<&JobSpec::env>},
+      {{"workdir", "FOLDER", "Working directory on every node (default: a private one)"},
+       Kind::kText,
+       ReadText<&JobSpec::workdir>},
+      {{"processes", "N|MIN:MAX", "Processes of the job (default 1)"}, Kind::kText, ReadProcesses},
+      {{"processes_per_node", "N", "Default: the same number on each, on as few nodes as possible"},
+       Kind::kInteger,
+       ReadInteger<&JobSpec::processes_per_node>},
+      {{"gpus_per_process", "N", "Default 0"},
+       Kind::kInteger,
+       ReadInteger<&JobSpec::gpus_per_process>},
+      {{"cpus_per_process", "N", "Default 1"},
+       Kind::kInteger,
+       ReadInteger<&JobSpec::cpus_per_process>},
+      {{"memory_per_process", "SIZE", "16GiB, for example (default: not counted)"},
+       Kind::kText,
+       ReadMemory},
+      {{"labels", "NAME=VALUE", "A label that the nodes must have", /*repeated=*/true},
+       Kind::kMap,
+       ReadMap<&JobSpec::labels>},
+      {{"priority", "N", "Larger ones start first (default 0)"},
+       Kind::kInteger,
+       ReadInteger<&JobSpec::priority, std::numeric_limits<int32_t>::min()>},
+      {{"preemptible", "", "Jobs of a higher priority may stop it; it is queued again"},
+       Kind::kBool,
+       ReadBool<&JobSpec::preemptible>},
+      {{"max_restarts", "N", "Restarts after failures of the program (default 0)"},
+       Kind::kInteger,
+       ReadInteger<&JobSpec::max_restarts>},
+      {{"restart_delay", "TIME", "Before the first restart; doubled each time"},
+       Kind::kText,
+       ReadTime<&JobSpec::restart_delay>},
+      {{"time_limit", "TIME", "Of each attempt (default: none)"},
+       Kind::kText,
+       ReadTime<&JobSpec::time_limit>},
+      {{"stop_grace", "TIME", "Between SIGTERM and SIGKILL (default 30s)"},
+       Kind::kText,
+       ReadTime<&JobSpec::stop_grace>},
+      {{"user_error_codes", "CODE,...", "Exit codes that are never retried, besides 2, 126, 127"},
+       Kind::kIntegers,
+       ReadExitCodes},
+      {{"wait_for_nodes", "", "Queues the job also if it is larger than all nodes together"},
+       Kind::kBool,
+       ReadBool<&JobSpec::wait_for_nodes>},
+      {{"mixed_precision", "KIND", "no, bf16 or fp16"}, Kind::kText, ReadPrecision},
+      {{"gradient_accumulation_steps", "N", "Backward passes for each optimizer step"},
+       Kind::kInteger,
+       ReadInteger<&JobSpec::gradient_accumulation_steps>},
+      {{"cpu", "", "Trains on CPUs"}, Kind::kBool, ReadBool<&JobSpec::cpu>},
+      {{"debug", "", "Checks every collective across processes first"},
+       Kind::kBool,
+       ReadBool<&JobSpec::debug>},
+  };
+  return *table;
+}
+
+const Setting* Find(absl::string_view name) {
+  for (const Setting& setting : Table()) {
+    if (setting.spec.name == name) return &setting;
+  }
+  return nullptr;
+}
+
+// A flag's words as the file would have them; what a reader refuses stays text.
+json FlagValue(Kind kind, const std::vector<std::string>& words) {
+  const std::string& last = words.back();
+  int64_t number = 0;
+  switch (kind) {
+    case Kind::kInteger:
+      return absl::SimpleAtoi(last, &number) ? json(number) : json(last);
+    case Kind::kBool: {
+      const auto truth = ParseBoolWord(last);
+      return truth.has_value() ? json(*truth) : json(last);
+    }
+    case Kind::kMap: {
+      json map = json::object();
+      for (const std::string& word : words) {
+        const size_t equals = word.find('=');
+        if (equals == std::string::npos || equals == 0) return json(word);
+        map[word.substr(0, equals)] = word.substr(equals + 1);
+      }
+      return map;
+    }
+    case Kind::kIntegers: {
+      json list = json::array();
+      for (absl::string_view word : absl::StrSplit(last, ',')) {
+        if (!absl::SimpleAtoi(word, &number)) return json(last);
+        list.push_back(number);
+      }
+      return list;
+    }
+    default:
+      return json(last);
+  }
+}
+
+std::string ValueText(const json& value) {
+  return Printable(value.is_string() ? value.get<std::string>()
+                                     : value.dump(-1, ' ', false, json::error_handler_t::replace));
+}
+
+absl::Status ReadFile(absl::string_view text, absl::string_view source, ResolvedJob* job) {
+  MUSTER_ASSIGN_OR_RETURN(const YamlDocument file, ParseYaml(text, source));
+  if (file.value.is_null()) return absl::OkStatus();
+  if (!file.value.is_object()) {
+    return absl::InvalidArgumentError(
+        absl::StrCat(source, ": a job file is a map, for example \"command: [./train]\""));
+  }
+  std::vector<std::string> known;
+  for (const Setting& setting : Table()) known.push_back(setting.spec.name);
+  for (const auto& [key, value] : file.value.items()) {
+    const auto line = file.lines.find(absl::StrCat("/", key));
+    const std::string where =
+        line == file.lines.end() ? std::string(source) : absl::StrCat(source, ":", line->second);
+    const Setting* const setting = Find(key);
+    if (setting == nullptr) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(where, ": unknown key ", Printable(key), DidYouMean(key, known)));
+    }
+    if (value.is_null()) continue;
+    if (const std::string write = setting->read(value, &job->spec); !write.empty()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat(where, ": ", key, ": ", ValueText(value), ": write ", write));
+    }
+    job->provenance[key] = {ValueText(value), where};
+  }
+  return absl::OkStatus();
+}
+
+// "train" of "/opt/bin/train": fit for a job's name.
+std::string NameOf(absl::string_view program) {
+  std::string name(program.substr(program.rfind('/') + 1));
+  for (char& c : name) {
+    if (!absl::ascii_isalnum(static_cast<unsigned char>(c)) && c != '_') c = '-';
+  }
+  if (name.size() > 64) name.resize(64);
+  return name;
+}
+
+}  // namespace
+
+const std::vector<JobSettingSpec>& JobSettings() {
+  static const auto* const settings = [] {
+    auto* const all = new std::vector<JobSettingSpec>;
+    for (const Setting& setting : Table()) all->push_back(setting.spec);
+    return all;
+  }();
+  return *settings;
+}
+
+absl::StatusOr<ResolvedJob> ResolveJob(absl::string_view text, absl::string_view source,
+                                       const std::map<std::string, std::vector<std::string>>& flags,
+                                       const std::vector<std::string>& program) {
+  ResolvedJob job;
+  if (!text.empty()) MUSTER_RETURN_IF_ERROR(ReadFile(text, source, &job));
+  for (const auto& [name, words] : flags) {
+    const Setting* const setting = Find(name);
+    if (setting == nullptr || words.empty()) continue;
+    if (const std::string write = setting->read(FlagValue(setting->kind, words), &job.spec);
+        !write.empty()) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--", name, " ", Printable(words.back()), ": write ",
+                       setting->kind == Kind::kMap ? "NAME=VALUE" : write));
+    }
+    job.provenance[name] = {Printable(absl::StrJoin(words, " ")), absl::StrCat("--", name)};
+  }
+  if (!program.empty()) {
+    job.spec.command = program;
+    job.provenance["command"] = {Printable(absl::StrJoin(program, " ")), "the command line"};
+  }
+  if (job.spec.command.empty()) {
+    return absl::InvalidArgumentError(
+        "no program: write it after --, or as \"command\" in a job file");
+  }
+  if (!job.spec.workdir.empty() && job.spec.workdir[0] != '/') {
+    return absl::InvalidArgumentError(
+        absl::StrCat(job.provenance["workdir"].source, ": workdir: ", Printable(job.spec.workdir),
+                     ": write an absolute path, which is the same on every node"));
+  }
+  if (job.spec.name.empty()) job.spec.name = NameOf(job.spec.command[0]);
+  return job;
+}
+
+}  // namespace muster::client

@@ -1,0 +1,119 @@
+#include "client/jobs/job_file.h"
+
+#include <random>
+
+#include "base/mutate.h"
+#include "gtest/gtest.h"
+
+namespace muster::client {
+namespace {
+
+constexpr char kFile[] = R"(name: mnist
+command: [./train, --lr, "0.1"]
+env: {OMP_NUM_THREADS: 4, HTTP_PROXY: ""}
+workdir: /data
+processes: 1:4
+gpus_per_process: 1
+memory_per_process: 16GiB
+labels: {pool: a100}
+priority: -2
+preemptible: yes
+restart_delay: 5s
+time_limit: 12h
+user_error_codes: [3, 4]
+mixed_precision: no
+)";
+
+std::string Error(absl::string_view text,
+                  const std::map<std::string, std::vector<std::string>>& flags = {}) {
+  return std::string(ResolveJob(text, "job.yaml", flags, {}).status().message());
+}
+
+TEST(JobFile, ResolveJob_AllKinds_AreRead) {
+  const auto job = ResolveJob(kFile, "job.yaml", {}, {});
+  ASSERT_TRUE(job.ok()) << job.status();
+  const JobSpec& spec = job->spec;
+  EXPECT_EQ(spec.name, "mnist");
+  EXPECT_EQ(spec.command, (std::vector<std::string>{"./train", "--lr", "0.1"}));
+  EXPECT_EQ(spec.env.at("OMP_NUM_THREADS"), "4");
+  EXPECT_EQ(spec.env.at("HTTP_PROXY"), "");
+  EXPECT_EQ(spec.min_processes, 1);
+  EXPECT_EQ(spec.max_processes, 4);
+  EXPECT_EQ(spec.gpus_per_process, 1);
+  EXPECT_EQ(spec.memory_per_process, int64_t{16} << 30);
+  EXPECT_EQ(spec.labels.at("pool"), "a100");
+  EXPECT_EQ(spec.priority, -2);
+  EXPECT_TRUE(spec.preemptible);
+  EXPECT_EQ(spec.restart_delay, absl::Seconds(5));
+  EXPECT_EQ(spec.time_limit, absl::Hours(12));
+  EXPECT_EQ(spec.user_error_codes, (std::vector<int>{3, 4}));
+  EXPECT_EQ(spec.mixed_precision, "no");
+  EXPECT_EQ(job->provenance.at("processes").source, "job.yaml:5");
+}
+
+TEST(JobFile, ResolveJob_FlagAndFile_FlagWinsAndEnvIsJoined) {
+  const auto job = ResolveJob(
+      kFile, "job.yaml",
+      {{"processes", {"2"}}, {"env", {"A=1", "OMP_NUM_THREADS=8"}}, {"preemptible", {"false"}}},
+      {"./other", "x"});
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_EQ(job->spec.min_processes, 2);
+  EXPECT_EQ(job->spec.max_processes, 2);
+  EXPECT_EQ(job->spec.env.at("A"), "1");
+  EXPECT_EQ(job->spec.env.at("OMP_NUM_THREADS"), "8");
+  EXPECT_EQ(job->spec.env.count("HTTP_PROXY"), 1u);
+  EXPECT_FALSE(job->spec.preemptible);
+  EXPECT_EQ(job->spec.command, (std::vector<std::string>{"./other", "x"}));
+  EXPECT_EQ(job->provenance.at("processes").source, "--processes");
+  EXPECT_EQ(job->provenance.at("workdir").source, "job.yaml:4");
+}
+
+TEST(JobFile, ResolveJob_NoFile_NamesTheJobAfterTheProgram) {
+  const auto job = ResolveJob("", "", {}, {"/opt/my train.sh"});
+  ASSERT_TRUE(job.ok()) << job.status();
+  EXPECT_EQ(job->spec.name, "my-train-sh");
+}
+
+TEST(JobFile, ResolveJob_BadInput_NamesPlaceAndWhatToWrite) {
+  EXPECT_EQ(Error("command: [a]\nprocceses: 2\n"),
+            "job.yaml:2: unknown key procceses; did you mean processes?");
+  EXPECT_EQ(Error("command: [a]\nprocesses: many\n"),
+            "job.yaml:2: processes: many: write how many, 4, or a range, 1:4");
+  EXPECT_EQ(Error("command: [a]\nprocesses: 4:1\n"),
+            "job.yaml:2: processes: 4:1: write how many, 4, or a range, 1:4");
+  EXPECT_EQ(Error("command: [a]\ntime_limit: 5\n"),
+            "job.yaml:2: time_limit: 5: write a time such as 30s, 5m or 12h");
+  EXPECT_EQ(Error("command: [a]", {{"max_restarts", {"x"}}}),
+            "--max_restarts x: write a whole number from 0");
+  EXPECT_EQ(Error("command: [a]", {{"env", {"A"}}}), "--env A: write NAME=VALUE");
+  EXPECT_NE(Error("command: a | b").find("no shell reads it"), std::string::npos);
+  EXPECT_NE(Error("command: [a]\nworkdir: here\n").find("job.yaml:2: workdir: here"),
+            std::string::npos);
+  EXPECT_NE(Error("[a]").find("a job file is a map"), std::string::npos);
+  EXPECT_NE(Error("name: a").find("no program"), std::string::npos);
+}
+
+TEST(JobFile, ResolveJob_EverySettingWithAMapOfLists_IsRefused) {
+  for (const JobSettingSpec& setting : JobSettings()) {
+    const std::string error = Error(setting.name + ": {a: [1]}\n");
+    EXPECT_EQ(error.rfind("job.yaml:1: " + setting.name + ": ", 0), 0u)
+        << setting.name << ": " << error;
+  }
+}
+
+TEST(JobFile, ResolveJob_MutatedFiles_AreReadOrRefusedInOneLine) {
+  std::mt19937_64 random(17);
+  for (int i = 0; i < 3000; ++i) {
+    const std::string text = Mutate(kFile, random);
+    const auto job = ResolveJob(text, "job.yaml", {}, {});
+    if (job.ok()) {
+      EXPECT_FALSE(job->spec.command.empty()) << text;
+      EXPECT_LE(job->spec.min_processes, job->spec.max_processes) << text;
+    } else {
+      EXPECT_EQ(job.status().message().find('\n'), absl::string_view::npos) << job.status();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace muster::client

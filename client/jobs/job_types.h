@@ -1,0 +1,141 @@
+#ifndef MUSTER_CLIENT_JOBS_JOB_TYPES_H_
+#define MUSTER_CLIENT_JOBS_JOB_TYPES_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/strings/string_view.h"
+#include "absl/time/time.h"
+
+namespace muster {
+
+// Jobs and nodes as a coordinator keeps them, without protobuf. docs/jobs.md says what they mean.
+
+// What to run. Zero, empty: the coordinator's default.
+struct JobSpec {
+  std::string name = {};                        // job_id is NAME-NUMBER
+  std::vector<std::string> command = {};        // the program and its arguments; no shell
+  std::map<std::string, std::string> env = {};  // in addition to the agent's own
+  std::string workdir = {};                     // absolute; empty: a private folder of the attempt
+  int min_processes = 1;
+  int max_processes = 1;
+  int processes_per_node = 0;  // 0: the same number on each, as few nodes as possible
+  int gpus_per_process = 0;
+  int cpus_per_process = 0;                        // 0: one
+  int64_t memory_per_process = 0;                  // bytes; 0: not counted
+  std::map<std::string, std::string> labels = {};  // a node must have all of them
+  int priority = 0;                                // larger first
+  bool preemptible = false;
+  int max_restarts = 0;
+  absl::Duration restart_delay = absl::ZeroDuration();
+  absl::Duration time_limit = absl::ZeroDuration();  // of each attempt; 0: none
+  absl::Duration stop_grace = absl::ZeroDuration();  // 0: 30 s
+  std::vector<int> user_error_codes = {};
+  bool wait_for_nodes = false;       // queued also if it is larger than all nodes together
+  std::string mixed_precision = {};  // "", "no", "bf16", "fp16"
+  int gradient_accumulation_steps = 0;
+  bool cpu = false;
+  bool debug = false;
+};
+
+enum class JobState {
+  kUnknown,  // of a newer coordinator
+  kQueued,
+  kStarting,
+  kRunning,
+  kStopping,
+  kSuspended,
+  kSucceeded,
+  kFailed,
+  kCancelled,
+};
+// "QUEUED", ...
+absl::string_view JobStateName(JobState state);
+// SUCCEEDED, FAILED and CANCELLED.
+bool HasEnded(JobState state);
+
+struct Placement {
+  std::string node = {};
+  int node_rank = 0;
+  int processes = 0;
+  std::vector<int> gpus = {};  // indices on the node
+  std::string state = {};      // "ASSIGNED", "RUNNING", "ENDED"
+};
+
+struct Attempt {
+  int number = 0;  // from 1
+  std::vector<Placement> placements = {};
+  bool has_end = false;
+  std::string end_class = {};  // "SUCCEEDED", "PROCESS_FAILED", ...
+  std::string why = {};        // one line
+  std::string node = {};       // where the end began
+  int rank = -1;               // the first failing rank; -1: none
+  int exit_code = 0;
+  int signal = 0;
+  std::vector<std::string> last_lines = {};
+  absl::Time started = absl::InfinitePast();  // InfinitePast: not started
+  absl::Time ended = absl::InfinitePast();
+};
+
+struct Job {
+  std::string id = {};
+  JobSpec spec;
+  std::string owner = {};
+  JobState state = JobState::kUnknown;
+  std::string why = {};               // the state in words
+  int attempts = 0;                   // the number of the last one
+  int restarts = 0;                   // those that count
+  std::vector<Attempt> history = {};  // the latest attempts, oldest first
+  uint64_t sequence = 0;              // order of submission
+  uint64_t revision = 0;              // of its last change
+  absl::Time submitted = absl::InfinitePast();
+};
+
+struct JobPlan {
+  bool starts_now = false;
+  std::string why = {};  // what it waits for
+  std::vector<Placement> placements = {};
+  int processes = 0;
+};
+
+struct Submission {
+  Job job;  // with dry_run: as it would be
+  JobPlan plan;
+  bool existed = false;  // an earlier call with the same key made it
+};
+
+struct LogChunk {
+  std::string data = {};
+  int64_t offset = 0;
+  int64_t next_offset = 0;
+  bool ended = false;  // nothing comes after `data`
+  int attempt = 0;
+  std::string node = {};
+};
+
+struct Node {
+  std::string name = {};
+  bool known = false;  // false: not heard since the coordinator started; what follows is empty
+  std::string host = {};
+  std::string version = {};
+  int cpus = 0;
+  int64_t memory_bytes = 0;
+  std::vector<std::string> gpus = {};  // names, by index
+  std::map<std::string, std::string> labels = {};
+  std::string rack = {};
+  bool cordoned = false;
+  bool draining = false;
+  bool lost = false;
+  std::string why = {};
+  absl::Duration heard_ago = absl::ZeroDuration();
+  int used_cpus = 0;
+  int64_t used_memory_bytes = 0;
+  std::vector<int> used_gpus = {};
+  std::vector<std::string> jobs = {};
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_CLIENT_JOBS_JOB_TYPES_H_

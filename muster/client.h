@@ -1,0 +1,10 @@
+#ifndef MUSTER_CLIENT_H_
+#define MUSTER_CLIENT_H_
+
+// muster::Client: submits jobs to a coordinator and controls them, from any C++ program. It needs
+// neither torch nor gRPC's headers. docs/jobs.md says what jobs are.
+
+#include "client/jobs/job_client.h"
+#include "client/jobs/job_types.h"
+
+#endif  // MUSTER_CLIENT_H_
