@@ -61,7 +61,8 @@ v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user
       break;
   }
   end.set_why(Printable(result.failure.why, kMaxText));
-  for (const std::string& line : result.failure.last_lines) end.add_last_lines(Printable(line, kMaxText));
+  for (const std::string& line : result.failure.last_lines)
+    end.add_last_lines(Printable(line, kMaxText));
   const std::optional<WorkerEnd>& here = result.failed_here;
   if (!here.has_value() || here->ToString() != result.failure.why) {
     end.set_end_class(num_nodes > 1 ? v1::END_CLASS_PEER_FAILED : v1::END_CLASS_PROCESS_FAILED);

@@ -112,8 +112,7 @@ TEST(NodeAttemptsTest, RandomWishes_StartNothingTwice_AndEndWhatIsUnwanted) {
           }
         }
       }
-      const NodeAttempts::Orders orders =
-          attempts->Apply(Reply(wanted, random() % 4 == 0), kNow);
+      const NodeAttempts::Orders orders = attempts->Apply(Reply(wanted, random() % 4 == 0), kNow);
       for (const v1::NodeAssignment& start : orders.start) {
         const AttemptKey key(start.job_id(), start.attempt());
         ASSERT_TRUE(started.insert(key).second);

@@ -340,8 +340,8 @@ class NodeService {
     const auto it = runners_.find(key);
     if (it == runners_.end()) return;
     if (!it->second.pidfd.open()) WatchPid(&it->second);
-    MUSTER_LOG(Info) << "attempt " << key.first << "." << key.second << " is to end: "
-                     << (signal == SIGKILL ? "SIGKILL" : "SIGTERM");
+    MUSTER_LOG(Info) << "attempt " << key.first << "." << key.second
+                     << " is to end: " << (signal == SIGKILL ? "SIGKILL" : "SIGTERM");
     if (it->second.pidfd.open()) {
       syscall(SYS_pidfd_send_signal, it->second.pidfd.get(), signal, nullptr, 0);
     }
@@ -362,10 +362,9 @@ class NodeService {
       return NodeFailure(absl::StrCat("\"", name, "\" cannot name a folder"));
     }
     if (mkdir(runner.folder.path.c_str(), 0700) != 0) {
-      return NodeFailure(errno == EEXIST
-                             ? "this node has a record of it already"
-                             : absl::StrCat("cannot make ", runner.folder.path, ": ",
-                                            strerror(errno)));
+      return NodeFailure(errno == EEXIST ? "this node has a record of it already"
+                                         : absl::StrCat("cannot make ", runner.folder.path, ": ",
+                                                        strerror(errno)));
     }
     runner.lock = OwnedFd(
         open(runner.folder.Of("lock").c_str(), O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0600));
@@ -431,12 +430,12 @@ class NodeService {
     argv.push_back(nullptr);
     envp.push_back(nullptr);
 
-    const std::string folder = spec.working_directory().empty() ? runner->folder.Of("work")
-                                                                : spec.working_directory();
+    const std::string folder =
+        spec.working_directory().empty() ? runner->folder.Of("work") : spec.working_directory();
     struct stat info;
     if (stat(folder.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) {
-      v1::AttemptEnd end = NodeFailure(absl::StrCat("the working directory ", folder,
-                                                    " is not there on node ", options_.node));
+      v1::AttemptEnd end = NodeFailure(
+          absl::StrCat("the working directory ", folder, " is not there on node ", options_.node));
       end.set_end_class(v1::END_CLASS_USER_ERROR);
       return end;
     }
@@ -462,10 +461,10 @@ class NodeService {
     sigfillset(&all);
     posix_spawnattr_setsigmask(&attributes, &none);
     posix_spawnattr_setsigdefault(&attributes, &all);
-    posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETSID | POSIX_SPAWN_SETSIGMASK |
-                                              POSIX_SPAWN_SETSIGDEF);
-    const int error = posix_spawn(&runner->pid, args[0].c_str(), &actions, &attributes,
-                                  argv.data(), envp.data());
+    posix_spawnattr_setflags(&attributes,
+                             POSIX_SPAWN_SETSID | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
+    const int error =
+        posix_spawn(&runner->pid, args[0].c_str(), &actions, &attributes, argv.data(), envp.data());
     posix_spawn_file_actions_destroy(&actions);
     posix_spawnattr_destroy(&attributes);
     if (error != 0) {
@@ -488,10 +487,9 @@ class NodeService {
       const AttemptFolder folder{JoinPath(Attempts(), name)};
       {
         MutexLock lock(&mu_);
-        const bool known =
-            std::any_of(runners_.begin(), runners_.end(), [&](const auto& entry) {
-              return entry.second.folder.path == folder.path;
-            });
+        const bool known = std::any_of(runners_.begin(), runners_.end(), [&](const auto& entry) {
+          return entry.second.folder.path == folder.path;
+        });
         if (known) continue;
       }
       struct stat info;
@@ -638,8 +636,8 @@ class NodeService {
         // Forgotten, but its logs are kept: the lowest rank is this node's first.
         first_rank = FirstRankIn(JoinPath(path, "logs/attempt_0"));
       }
-      path = JoinPath(path, absl::StrCat("logs/attempt_0/rank_", first_rank + query.local_rank(),
-                                         ".log"));
+      path = JoinPath(
+          path, absl::StrCat("logs/attempt_0/rank_", first_rank + query.local_rank(), ".log"));
     }
     const absl::StatusOr<LogPiece> piece =
         ReadLogPiece(path, query.offset(), query.tail_lines(), query.max_bytes());
@@ -703,6 +701,8 @@ class NodeService {
 
 }  // namespace
 
-absl::Status RunNodeService(const NodeServiceOptions& options) { return NodeService(options).Run(); }
+absl::Status RunNodeService(const NodeServiceOptions& options) {
+  return NodeService(options).Run();
+}
 
 }  // namespace muster::agent

@@ -126,9 +126,10 @@ void AddLayoutFlags(CLI::App* app, Flags* flags) {
   app->add_option("--job_name", worker->job,
                   "name of the job at the coordinator (default: generated); required with several "
                   "machines, the same on all");
-  app->add_option("--host", flags->host,
-                  "address at which programs on other machines reach programs on this one (default: "
-                  "the coordinator's)");
+  app->add_option(
+      "--host", flags->host,
+      "address at which programs on other machines reach programs on this one (default: "
+      "the coordinator's)");
 }
 
 // Of the runner that a node agent starts for one attempt.
@@ -316,17 +317,16 @@ int RunAndReport(NodeJobOptions options, const Flags& flags) {
   const int num_nodes = options.num_nodes;
   const int64_t kills = CountMemoryKills();
   if (!flags.attempt_dir.empty()) {
-    const absl::Status status = WriteFileAtomically(JoinPath(flags.attempt_dir, "runner.pid"),
-                                                    absl::StrCat(getpid()));
+    const absl::Status status =
+        WriteFileAtomically(JoinPath(flags.attempt_dir, "runner.pid"), absl::StrCat(getpid()));
     if (!status.ok()) return Fail(kExitInternal, status.message());
   }
   const NodeJobResult result =
       program.ok() ? RunJob(std::move(options)) : Refused(program.status());
   if (!flags.attempt_dir.empty()) {
-    const absl::Status status =
-        WriteEnd(JoinPath(flags.attempt_dir, "end.json"),
-                 DescribeEnd(result.job, flags.user_error_codes, CountMemoryKills() > kills,
-                             num_nodes));
+    const absl::Status status = WriteEnd(
+        JoinPath(flags.attempt_dir, "end.json"),
+        DescribeEnd(result.job, flags.user_error_codes, CountMemoryKills() > kills, num_nodes));
     if (!status.ok()) return Fail(kExitInternal, status.message());
   }
   if (!program.ok()) {

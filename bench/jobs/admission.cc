@@ -111,13 +111,14 @@ int Run(int argc, char** argv) {
       const std::string node = bench.Find(id)->history(0).placements(0).node();
       ends.push_back(bench.End(std::stoi(node.substr(5)), id, 1));
     }
-    std::printf("{\"bench\": \"jobs/admission\", \"nodes\": %d, \"queued\": %d, \"shapes\": %d, "
-                "\"submit_and_start_ms\": %.3f, \"submit_to_full_queue_ms\": %.3f, "
-                "\"end_and_start_next_ms\": %.3f, \"worst_ms\": %.3f}\n",
-                nodes, jobs, shapes, Median(starts), Median(queued), Median(ends),
-                std::max({*std::max_element(starts.begin(), starts.end()),
-                          *std::max_element(queued.begin(), queued.end()),
-                          *std::max_element(ends.begin(), ends.end())}));
+    std::printf(
+        "{\"bench\": \"jobs/admission\", \"nodes\": %d, \"queued\": %d, \"shapes\": %d, "
+        "\"submit_and_start_ms\": %.3f, \"submit_to_full_queue_ms\": %.3f, "
+        "\"end_and_start_next_ms\": %.3f, \"worst_ms\": %.3f}\n",
+        nodes, jobs, shapes, Median(starts), Median(queued), Median(ends),
+        std::max({*std::max_element(starts.begin(), starts.end()),
+                  *std::max_element(queued.begin(), queued.end()),
+                  *std::max_element(ends.begin(), ends.end())}));
   }
   return 0;
 }

@@ -1,5 +1,6 @@
 // Submitted jobs with real programs: a coordinator, agents that wait for jobs, and `muster`.
 #include <signal.h>
+#include <sys/stat.h>
 
 #include <map>
 #include <memory>
@@ -8,7 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/ascii.h"
 #include "absl/strings/match.h"
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "base/file.h"
@@ -45,17 +48,14 @@ class JobsTest : public ClusterFixture {
                                  address_, "--state_dir", Temp(name), "--node", name, "--cpus",
                                  "2"},
         env_);
-    WaitUntil([&] { return NodeState(name) == "ready"; });
+    WaitUntil([&] { return NodeState(name) == "READY"; });
     return node;
   }
   std::string NodeState(const std::string& name) {
-    const Json nodes = Json::parse(Run({"nodes", "-o", "json"}));
-    for (const Json& node : nodes["nodes"]) {
-      if (node["node"] == name && node["info"].is_object()) {
-        return node["lost"].get<bool>() ? "lost" : "ready";
-      }
+    for (const Json& node : Json::parse(Run({"nodes", "-o", "json"}))) {
+      if (node["node"] == name) return node["state"];
     }
-    return "unknown";
+    return "";
   }
   std::string Submit(std::vector<std::string> options, const std::string& script) {
     options.insert(options.begin(), "submit");
@@ -63,16 +63,9 @@ class JobsTest : public ClusterFixture {
     return Run(options);
   }
   Json Get(const std::string& job) { return Json::parse(Run({"describe", job, "-o", "json"})); }
-  std::string StateOf(const std::string& job) {
-    return Get(job)["state"].get<std::string>().substr(10);
-  }
+  std::string StateOf(const std::string& job) { return Get(job)["state"]; }
   void WaitForState(const std::string& job, const std::string& state) {
     WaitUntil([&] { return StateOf(job) == state; });
-  }
-  // A script that waits until the test makes the file.
-  std::string WaitFor(const std::string& file) {
-    return absl::StrCat("while [ ! -e ", Temp(file), " ]; do read -t 0.05 x < ", Temp("fifo"),
-                        " || :; done 2>/dev/null");
   }
   // The process that a rank has written to its file.
   pid_t PidIn(const std::string& file) {
@@ -90,23 +83,25 @@ class JobsTest : public ClusterFixture {
 
 TEST_F(JobsTest, WholeStory_FromSubmissionToTheLogs) {
   const auto a = StartNode("a"), b = StartNode("b");
-  EXPECT_THAT(Run({"submit", "--dry_run", "--processes", "4", "--", "/bin/true"}),
-              AllOf(HasSubstr("It would start now"), HasSubstr("  a: 2 processes"),
-                    HasSubstr("  b: 2 processes")));
-  ASSERT_TRUE(WriteFileAtomically(Temp("job.yaml"),
-                                  "name: hello\n"
-                                  "command: [/bin/sh, -c, 'echo rank $RANK of $WORLD_SIZE: $WORD']\n"
-                                  "processes: 2\n"
-                                  "env: {WORD: file}\n")
-                  .ok());
-  const std::string watched =
-      Run({"submit", Temp("job.yaml"), "--processes", "4", "--env", "WORD=flag", "--wait"});
-  EXPECT_THAT(watched, HasSubstr("hello-1 SUCCEEDED: all processes have succeeded"));
+  EXPECT_THAT(
+      Run({"submit", "--dry_run", "--processes", "4", "--", "/bin/true"}),
+      AllOf(HasSubstr("starts now"), HasSubstr("  a: 2 processes"), HasSubstr("  b: 2 processes")));
+  ASSERT_TRUE(
+      WriteFileAtomically(Temp("job.yaml"),
+                          "name: hello\n"
+                          "command: [/bin/sh, -c, 'echo rank $RANK of $WORLD_SIZE: $WORD']\n"
+                          "processes: 2\n"
+                          "env: {WORD: file}\n")
+          .ok());
+  EXPECT_EQ(Run({"submit", Temp("job.yaml"), "--processes", "4", "--env", "WORD=flag", "--wait"}),
+            "hello-1");
+  EXPECT_THAT(Run({"watch", "hello-1"}),
+              HasSubstr("hello-1 SUCCEEDED: all processes have succeeded"));
   EXPECT_EQ(Run({"logs", "hello-1", "--rank", "3"}), "rank 3 of 4: flag");
   EXPECT_THAT(absl::StrSplit(Run({"logs", "hello-1", "--rank", "all"}), '\n'),
               ElementsAre("[0]: rank 0 of 4: flag", "[1]: rank 1 of 4: flag",
                           "[2]: rank 2 of 4: flag", "[3]: rank 3 of 4: flag"));
-  EXPECT_EQ(Run({"list", "-a", "-o", "name"}), "hello-1");
+  EXPECT_EQ(Run({"list", "-o", "name"}), "hello-1");
   EXPECT_THAT(Run({"logs", "helo-1"}, 3), HasSubstr("did you mean hello-1?"));
   EXPECT_THAT(Run({"submit", "--processes", "5", "--", "/bin/true"}), HasSubstr("true-2"));
 }
@@ -128,9 +123,9 @@ TEST_F(JobsTest, FailedProgram_IsRestarted_AndItsLastLinesAreKept) {
                                  "echo no luck; [ $RANK = 3 ] && exit 7; sleep 1000");
   WaitForState(job, "FAILED");
   const Json record = Get(job);
-  EXPECT_EQ(record["attempts"], 2);
-  for (const Json& attempt : record["history"]) {
-    EXPECT_EQ(attempt["end"]["end_class"], "END_CLASS_PROCESS_FAILED");
+  EXPECT_EQ(record["attempts"].size(), 2u);
+  for (const Json& attempt : record["attempts"]) {
+    EXPECT_EQ(attempt["end"]["class"], "PROCESS_FAILED");
     EXPECT_EQ(attempt["end"]["rank"], 3);
     EXPECT_EQ(attempt["end"]["exit_code"], 7);
     EXPECT_EQ(attempt["end"]["last_lines"][0], "no luck");
@@ -141,30 +136,26 @@ TEST_F(JobsTest, ProgramThatIsNotThere_IsNotRetried) {
   const auto a = StartNode("a");
   const std::string job = Run({"submit", "--max_restarts", "5", "--", "/no/such/program"});
   WaitForState(job, "FAILED");
-  EXPECT_EQ(Get(job)["attempts"], 1);
+  EXPECT_EQ(Get(job)["attempts"].size(), 1u);
   EXPECT_THAT(Get(job)["why"].get<std::string>(), HasSubstr("/no/such/program"));
 }
 
 TEST_F(JobsTest, KilledAgent_LeavesItsProcessesRunning_AndTheNextOneAdoptsThem) {
   auto a = StartNode("a");
+  ASSERT_EQ(mkfifo(Temp("fifo").c_str(), 0600), 0);
   const std::string job = Submit(
-      {"--processes", "2"}, absl::StrCat("echo $$ > ", Temp("pid"), "$RANK; read x < ",
-                                         Temp("fifo"), "; echo done"));
+      {"--processes", "1"},
+      absl::StrCat("echo $$ > ", Temp("pid"), "$RANK; read x < ", Temp("fifo"), "; echo got $x"));
   const pid_t pid = PidIn("pid0");
   a->Signal(SIGKILL);
   a->Wait();
   const auto again = StartNode("a");
   EXPECT_EQ(StateOf(job), "RUNNING");
   EXPECT_EQ(kill(pid, 0), 0);
-  // Both read its end.
-  ASSERT_TRUE(WriteFileAtomically(Temp("go"), "").ok());
-  const auto open = Launch({}, "true");  // keeps the order of the two lines below
-  open->Wait();
-  std::unique_ptr<Command> writer = std::make_unique<Command>(
-      *host_, std::vector<std::string>{"/bin/sh", "-c", absl::StrCat("echo; echo > ", Temp("fifo"))},
-      env_);
+  Command writer(*host_, {"/bin/sh", "-c", absl::StrCat("echo word > ", Temp("fifo"))}, env_);
   WaitForState(job, "SUCCEEDED");
-  EXPECT_EQ(Get(job)["attempts"], 1);
+  EXPECT_EQ(Run({"logs", job}), "got word");
+  EXPECT_EQ(Get(job)["attempts"].size(), 1u);
 }
 
 TEST_F(JobsTest, KilledCoordinator_KnowsItsJobsAgain) {
@@ -176,7 +167,7 @@ TEST_F(JobsTest, KilledCoordinator_KnowsItsJobsAgain) {
   coordinator_->Signal(SIGKILL);
   coordinator_->Wait();
   coordinator_ = StartCoordinator();
-  WaitUntil([&] { return NodeState("a") == "ready"; });
+  WaitUntil([&] { return NodeState("a") == "READY"; });
   EXPECT_EQ(StateOf(job), "RUNNING");
   EXPECT_EQ(StateOf(queued), "QUEUED");
   EXPECT_EQ(kill(pid, 0), 0);
@@ -202,7 +193,7 @@ TEST_F(JobsTest, SecondAgent_OfTheSameFolderOrName_IsRefused) {
 TEST_F(JobsTest, BadInput_IsNamed) {
   const auto a = StartNode("a");
   EXPECT_THAT(Run({"submit", "--processes", "many", "--", "/bin/true"}, 2),
-              HasSubstr("--processes many: write a number such as 8, or MIN:MAX such as 2:8"));
+              AllOf(HasSubstr("processes"), HasSubstr("many")));
   EXPECT_THAT(Run({"submit"}, 2), HasSubstr("no program"));
   EXPECT_THAT(Run({"describe", "none-1"}, 3), HasSubstr("no job \"none-1\""));
   EXPECT_THAT(Run({"drain", "nowhere"}, 3), HasSubstr("no node \"nowhere\""));
