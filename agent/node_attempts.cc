@@ -56,6 +56,8 @@ NodeAttempts::Orders NodeAttempts::Apply(const v1::SyncNodeReply& reply, absl::T
         if (assignment.stop()) Stop(key, &known->second, now, &orders);
         continue;
       }
+      // What to start comes with a later reply: this one had no room for it.
+      if (assignment.spec().argv().empty()) continue;
       Attempt& attempt = attempts_[key];
       attempt.report.set_job_id(key.first);
       attempt.report.set_attempt(key.second);

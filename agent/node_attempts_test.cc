@@ -19,6 +19,7 @@ v1::SyncNodeReply Reply(const std::vector<AttemptKey>& wanted, bool stop = false
     v1::NodeAssignment* const assignment = reply.add_assignments();
     assignment->set_job_id(job);
     assignment->set_attempt(attempt);
+    *assignment->mutable_spec()->add_argv() = "./train";
     assignment->mutable_spec()->mutable_stop_grace()->set_seconds(10);
     assignment->set_stop(stop);
   }
@@ -47,6 +48,15 @@ TEST(NodeAttemptsTest, Assignment_StartsOnce_AndItsEndIsReportedUntilItIsGone) {
     EXPECT_EQ(request.cluster_id(), "c");
   }
   EXPECT_EQ(attempts.Apply(Reply({}), kNow).forget, (Keys{{"j", 1}}));
+}
+
+TEST(NodeAttemptsTest, AssignmentWithoutAProgram_KeepsWhatRuns_AndStartsNothing) {
+  NodeAttempts attempts;
+  v1::SyncNodeReply reply = Reply({{"j", 1}});
+  reply.mutable_assignments(0)->mutable_spec()->clear_argv();
+  EXPECT_TRUE(attempts.Apply(reply, kNow).start.empty());
+  EXPECT_EQ(attempts.Apply(Reply({{"j", 1}}), kNow).start.size(), 1u);
+  EXPECT_TRUE(attempts.Apply(reply, kNow).stop.empty());
 }
 
 TEST(NodeAttemptsTest, UnwantedAttempt_IsStoppedOnce_ThenKilled) {

@@ -302,8 +302,10 @@ class NodeService {
   void CollectEnded() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
     for (auto& [key, runner] : runners_) {
       if (!attempts_.IsRunning(key) || !runner.lock.open()) continue;
-      if (runner.pid > 0) waitpid(runner.pid, nullptr, WNOHANG);
       if (!IsUnlocked(runner.lock.get())) continue;
+      // It has closed its files, so it has ended or is about to.
+      while (runner.pid > 0 && waitpid(runner.pid, nullptr, 0) < 0 && errno == EINTR) {
+      }
       const v1::AttemptEnd end = EndOf(runner.folder);
       MUSTER_LOG(Info) << "attempt " << BaseName(runner.folder.path) << " has ended: "
                        << (end.end_class() == v1::END_CLASS_SUCCEEDED ? "succeeded" : end.why());

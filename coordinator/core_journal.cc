@@ -393,8 +393,7 @@ absl::Status Core::Impl::ApplyChange(const v1::JournalChange& change) {
     case v1::JournalChange::kCheckpointChanged:
       return ApplyToJob(change.checkpoint_changed());
     case v1::JournalChange::kJobRecordChanged:
-      submitted_->Restore(change.job_record_changed());
-      return absl::OkStatus();
+      return submitted_->Restore(change.job_record_changed());
     case v1::JournalChange::kNodeChanged:
       submitted_->Restore(change.node_changed());
       return absl::OkStatus();

@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <random>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "base/mutate.h"
 #include "coordinator/core.h"
 #include "coordinator/errors.h"
 
@@ -221,6 +223,38 @@ TEST_F(SubmittedTest, Replay_MakesTheSameState) {
   v1::Op list;
   list.mutable_list_jobs();
   EXPECT_EQ(Call(list).list_jobs().jobs_size(), 2);
+}
+
+TEST_F(SubmittedTest, MutatedJournal_IsRefusedOrServed) {
+  Call(SyncOp());
+  const std::string job = Submit(2);
+  Report(job, v1::PLACEMENT_STATE_RUNNING);
+  Report(job, v1::PLACEMENT_STATE_ENDED);
+  Report(job, v1::PLACEMENT_STATE_RUNNING);
+  Submit(0);
+  std::mt19937_64 random(5);
+  int served = 0;
+  for (int round = 0; round < 3000; ++round) {
+    CoreOptions options;
+    options.cluster_id = "c1";
+    Core core(options);
+    bool ok = true;
+    for (const Record& record : journal_) {
+      ok = ok &&
+           core.Replay(random() % 4 == 0 ? Mutate(record.payload, random) : record.payload).ok();
+    }
+    if (!ok || core.last_term() > 1000) continue;
+    ++served;
+    Output out;
+    core.StartTerm(core.last_term() + 1, now_, &out);
+    core.Handle(1, SyncOp(), {}, now_, &out);
+    v1::Op list;
+    list.mutable_list_nodes();
+    core.Handle(2, list, {}, now_, &out);
+    core.Tick(now_ + absl::Minutes(5), &out);
+    core.Snapshot();
+  }
+  EXPECT_GT(served, 30);
 }
 
 TEST_F(SubmittedTest, SilentNode_IsGivenUp_ByTicks) {

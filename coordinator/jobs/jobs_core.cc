@@ -101,6 +101,16 @@ v1::AttemptEnd Cleaned(const v1::AttemptEnd& end, const std::string& node) {
   return clean;
 }
 
+// Whether an active job has what one must have.
+bool IsWhole(const v1::JobRecord& record) {
+  if (record.history_size() == 0) return false;
+  const v1::JobAttempt& attempt = record.history(record.history_size() - 1);
+  for (int i = 0; i < attempt.placements_size(); ++i) {
+    if (attempt.placements(i).node_rank() != i) return false;
+  }
+  return attempt.placements_size() > 0;
+}
+
 bool CountsAsRestart(v1::EndClass end_class) {
   return end_class == v1::END_CLASS_PROCESS_FAILED || end_class == v1::END_CLASS_OUT_OF_MEMORY ||
          end_class == v1::END_CLASS_PEER_FAILED;  // whose cause nobody has reported
@@ -212,6 +222,7 @@ void JobsCore::End() {
     }
     gets_of_.erase(record.job_id());
   }
+  JournalPlacements();
   for (const std::string& name : touched_nodes_) {
     const auto it = nodes_.find(name);
     if (it == nodes_.end()) continue;
@@ -222,6 +233,24 @@ void JobsCore::End() {
   touched_nodes_.clear();
   for (const std::function<void()>& then : std::exchange(at_end_, {})) then();
   out_ = nullptr;
+}
+
+void JobsCore::JournalPlacements() {
+  for (const auto& [sequence, node_rank] : touched_placements_) {
+    const auto it = jobs_.find(sequence);
+    if (it == jobs_.end() || touched_jobs_.contains(sequence)) continue;
+    v1::JobRecord& record = it->second.record;
+    record.set_revision(revision_);
+    const v1::JobAttempt& attempt = *Current(&it->second);
+    v1::JobRecordChanged* const changed = out_->changes.emplace_back().mutable_job_record_changed();
+    changed->set_job_id(record.job_id());
+    changed->set_node_rank(node_rank);
+    changed->set_state(attempt.placements(node_rank).state());
+    changed->set_end_class(attempt.placements(node_rank).end_class());
+    changed->set_ended_unix_ms(attempt.ended_unix_ms());
+    changed->set_revision(revision_);
+  }
+  touched_placements_.clear();
 }
 
 void JobsCore::ReplyError(CallId call, v1::OpError error) {
@@ -661,12 +690,13 @@ void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::Attemp
     node->second.jobs.erase(job->record.sequence());
   }
   TouchNode(placement->node());
-  Touch(*job);
+  TouchPlacement(*job, *placement);
   dirty_ = true;
   if (end.end_class() != v1::END_CLASS_SUCCEEDED) {
     // An echo can come before the cause.
     if (!attempt->has_end() || attempt->end().end_class() == v1::END_CLASS_PEER_FAILED) {
       *attempt->mutable_end() = end;
+      Touch(*job);
     }
     Stop(job, end.end_class(), end.why());
   }
@@ -957,7 +987,7 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
       }
       if (placement.state() == v1::PLACEMENT_STATE_RUNNING) return;
       placement.set_state(v1::PLACEMENT_STATE_RUNNING);
-      Touch(*job);
+      TouchPlacement(*job, placement);
       const bool all = std::none_of(
           attempt->placements().begin(), attempt->placements().end(),
           [](const v1::Placement& other) { return other.state() == v1::PLACEMENT_STATE_ASSIGNED; });
@@ -1024,6 +1054,7 @@ void JobsCore::AnswerSync(const std::string& name, Node* node) {
   v1::OpResult result;
   v1::SyncNodeReply* const reply = result.mutable_sync_node();
   reply->set_version(node->version);
+  size_t bytes = 0;
   *reply->mutable_lease() = ToProto(options_.node_lease);
   for (const uint64_t sequence : node->jobs) {
     const Job& job = jobs_.at(sequence);
@@ -1033,7 +1064,15 @@ void JobsCore::AnswerSync(const std::string& name, Node* node) {
       v1::NodeAssignment* const assignment = reply->add_assignments();
       assignment->set_job_id(job.record.job_id());
       assignment->set_attempt(attempt.number());
-      *assignment->mutable_spec() = job.record.spec();
+      // A node that has begun needs no more; and of many that begin, a message has room for some.
+      const bool whole = placement.state() == v1::PLACEMENT_STATE_ASSIGNED;
+      if (whole && bytes < kMaxPageBytes) {
+        *assignment->mutable_spec() = job.record.spec();
+        bytes += job.record.spec().ByteSizeLong();
+      } else {
+        *assignment->mutable_spec()->mutable_stop_grace() = job.record.spec().stop_grace();
+        if (whole) reply->set_version(0);  // it calls again at once
+      }
       assignment->set_node_rank(placement.node_rank());
       assignment->set_num_nodes(attempt.placements_size());
       assignment->set_processes(placement.processes());
@@ -1147,6 +1186,16 @@ JobsCore::Error JobsCore::ControlNode(CallId call, const v1::ControlNodeRequest&
 JobsCore::Error JobsCore::ListNodes(CallId call, const v1::ListNodesRequest& request) {
   v1::OpResult result;
   v1::ListNodesReply* const reply = result.mutable_list_nodes();
+  absl::flat_hash_map<std::string,
+                      std::vector<std::pair<const v1::ProcessResources*, const v1::Placement*>>>
+      used;
+  for (const uint64_t sequence : active_) {
+    const v1::JobRecord& job = jobs_.at(sequence).record;
+    for (const v1::Placement& placement : job.history(job.history_size() - 1).placements()) {
+      if (placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
+      used[placement.node()].emplace_back(&job.spec().per_process(), &placement);
+    }
+  }
   size_t bytes = 0;
   for (auto it = nodes_.upper_bound(request.after_node()); it != nodes_.end(); ++it) {
     const auto& [name, node] = *it;
@@ -1163,16 +1212,13 @@ JobsCore::Error JobsCore::ListNodes(CallId call, const v1::ListNodesRequest& req
     record->set_lost(node.lost);
     if (node.known) *record->mutable_heard_ago() = ToProto(now_ - node.heard);
     for (const uint64_t sequence : node.jobs) {
-      const v1::JobRecord& job = jobs_.at(sequence).record;
-      record->add_jobs(job.job_id());
-      for (const v1::Placement& placement : job.history(job.history_size() - 1).placements()) {
-        if (placement.node() != name || placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
-        const v1::ProcessResources& process = job.spec().per_process();
-        record->set_used_cpus(record->used_cpus() + placement.processes() * process.cpus());
-        record->set_used_memory_bytes(record->used_memory_bytes() +
-                                      placement.processes() * process.memory_bytes());
-        for (const int gpu : placement.gpus()) record->add_used_gpus(gpu);
-      }
+      record->add_jobs(jobs_.at(sequence).record.job_id());
+    }
+    for (const auto& [process, placement] : used[name]) {
+      record->set_used_cpus(record->used_cpus() + placement->processes() * process->cpus());
+      record->set_used_memory_bytes(record->used_memory_bytes() +
+                                    placement->processes() * process->memory_bytes());
+      for (const int gpu : placement->gpus()) record->add_used_gpus(gpu);
     }
     bytes += record->ByteSizeLong();
   }
@@ -1190,17 +1236,16 @@ CandidateNodes JobsCore::Candidates(bool free) const {
     candidate.space.cpus = node.info.cpus();
     candidate.space.memory = node.info.memory_bytes();
     for (int i = 0; i < node.info.gpus_size(); ++i) candidate.space.gpus.insert(i);
-    if (free) {
-      for (const uint64_t sequence : node.jobs) {
-        const v1::JobRecord& job = jobs_.at(sequence).record;
-        for (const v1::Placement& placement : job.history(job.history_size() - 1).placements()) {
-          if (placement.node() == name && placement.state() != v1::PLACEMENT_STATE_ENDED) {
-            candidate.space.Take(placement, job.spec().per_process());
-          }
-        }
-      }
-    }
     candidates.emplace(name, std::move(candidate));
+  }
+  if (!free) return candidates;
+  for (const uint64_t sequence : active_) {
+    const v1::JobRecord& job = jobs_.at(sequence).record;
+    for (const v1::Placement& placement : job.history(job.history_size() - 1).placements()) {
+      if (placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
+      const auto it = candidates.find(placement.node());
+      if (it != candidates.end()) it->second.space.Take(placement, job.spec().per_process());
+    }
   }
   return candidates;
 }
@@ -1285,23 +1330,52 @@ void JobsCore::Start(Job* job, PlacementDecision placement) {
 
 // ---- the journal
 
-void JobsCore::Restore(const v1::JobRecordChanged& change) {
+absl::Status JobsCore::RestorePlacement(const v1::JobRecordChanged& change) {
+  Job* const job = FindJob(change.job_id());
+  v1::JobAttempt* const attempt =
+      job == nullptr || job->record.history_size() == 0 ? nullptr : Current(job);
+  if (attempt == nullptr || change.node_rank() < 0 ||
+      change.node_rank() >= attempt->placements_size()) {
+    return absl::DataLossError(absl::StrCat("the journal changes a placement that job ",
+                                            Quoted(change.job_id()), " does not have"));
+  }
+  v1::Placement* const placement = attempt->mutable_placements(change.node_rank());
+  placement->set_state(change.state());
+  placement->set_end_class(change.end_class());
+  if (change.ended_unix_ms() != 0) attempt->set_ended_unix_ms(change.ended_unix_ms());
+  job->record.set_revision(change.revision());
+  return absl::OkStatus();
+}
+
+absl::Status JobsCore::Restore(const v1::JobRecordChanged& change) {
+  if (!change.job_id().empty()) return RestorePlacement(change);
   last_sequence_ = std::max(last_sequence_, change.sequence());
   if (!change.removed().empty()) {
     const auto it = by_id_.find(change.removed());
-    if (it == by_id_.end()) return;
+    if (it == by_id_.end()) return absl::OkStatus();
     const uint64_t sequence = it->second;
     by_key_.erase(jobs_.at(sequence).record.idempotency_key());
     by_id_.erase(it);
     jobs_.erase(sequence);
-    return;
+    return absl::OkStatus();
   }
-  if (!change.has_record()) return;
+  if (!change.has_record()) return absl::OkStatus();
   const v1::JobRecord& record = change.record();
+  const auto by_id = by_id_.find(record.job_id());
+  const auto by_sequence = jobs_.find(record.sequence());
+  const bool new_one = by_id == by_id_.end() && by_sequence == jobs_.end();
+  const bool same = by_id != by_id_.end() && by_id->second == record.sequence();
+  if (record.job_id().empty() || !(new_one || same) ||
+      (IsActive(record.state()) && !IsWhole(record))) {
+    return absl::DataLossError(absl::StrCat("the journal has a record of job ",
+                                            Quoted(record.job_id()),
+                                            " that no coordinator has written"));
+  }
   last_sequence_ = std::max(last_sequence_, record.sequence());
   jobs_[record.sequence()].record = record;
   by_id_[record.job_id()] = record.sequence();
   if (!record.idempotency_key().empty()) by_key_[record.idempotency_key()] = record.sequence();
+  return absl::OkStatus();
 }
 
 void JobsCore::Restore(const v1::NodeChanged& change) {
@@ -1359,6 +1433,8 @@ void JobsCore::StartTerm(const Event& event, bool restored, JobsOutput* out) {
     node.heard = now_;
     SetNodeTimer(name, &node);
   }
+  // Nodes may still answer what the former coordinator asked.
+  next_query_ = event.revision;
   if (restored) {
     // Later attempts may be running: nodes end what they have and is not known here.
     for (const uint64_t sequence : absl::btree_set<uint64_t>(active_)) {

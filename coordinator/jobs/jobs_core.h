@@ -12,6 +12,7 @@
 #include "absl/container/btree_map.h"
 #include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
+#include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "coordinator/answer.h"
@@ -99,7 +100,8 @@ class JobsCore {
   // Before serving, and after all Restores. `restored`: later changes than these are lost, so
   // attempts may run that are not recorded.
   void StartTerm(const Event& event, bool restored, JobsOutput* out);
-  void Restore(const v1::JobRecordChanged& change);
+  // Errors: DATA_LOSS for a change that no core has written.
+  absl::Status Restore(const v1::JobRecordChanged& change);
   void Restore(const v1::NodeChanged& change);
   // Calls f(v1::JournalChange) for all that Restore needs.
   void ForEachChange(const std::function<void(const v1::JournalChange&)>& f) const;
@@ -176,6 +178,12 @@ class JobsCore {
   Error Remove(Job* job);
   void SetState(Job* job, v1::JobState state, std::string why);
   void Touch(const Job& job) { touched_jobs_.insert(job.record.sequence()); }
+  // Only this placement of the current attempt has changed.
+  void TouchPlacement(const Job& job, const v1::Placement& placement) {
+    touched_placements_.insert({job.record.sequence(), placement.node_rank()});
+  }
+  absl::Status RestorePlacement(const v1::JobRecordChanged& change);
+  void JournalPlacements();
   void TouchNode(const std::string& node) { touched_nodes_.insert(node); }
   // All nodes of the attempt are to end it. The first reason stays.
   void Stop(Job* job, v1::EndClass end_class, const std::string& why);
@@ -242,6 +250,7 @@ class JobsCore {
   std::string cluster_id_;
   JobsOutput* out_ = nullptr;
   absl::btree_set<uint64_t> touched_jobs_;
+  absl::btree_set<std::pair<uint64_t, int>> touched_placements_;
   absl::btree_set<std::string> touched_nodes_;
   std::vector<std::function<void()>> at_end_;
 };

@@ -26,7 +26,9 @@ class JobsCoreTest : public testing::Test {
   void StartTerm(bool restored = false) {
     core_ = std::make_unique<JobsCore>(options_);
     for (const v1::JournalChange& change : journal_) {
-      if (change.has_job_record_changed()) core_->Restore(change.job_record_changed());
+      if (change.has_job_record_changed()) {
+        EXPECT_TRUE(core_->Restore(change.job_record_changed()).ok());
+      }
       if (change.has_node_changed()) core_->Restore(change.node_changed());
     }
     JobsOutput out;

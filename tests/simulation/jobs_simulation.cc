@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
+#include "base/log.h"
 #include "coordinator/errors.h"
 
 namespace muster::simulation {
@@ -88,7 +89,9 @@ class Simulation {
     Take(std::move(out));
   }
   static void Replay(const v1::JournalChange& change, JobsCore* core) {
-    if (change.has_job_record_changed()) core->Restore(change.job_record_changed());
+    if (change.has_job_record_changed()) {
+      MUSTER_CHECK(core->Restore(change.job_record_changed()).ok()) << change.ShortDebugString();
+    }
     if (change.has_node_changed()) core->Restore(change.node_changed());
   }
   JobsCore::Event NextEvent() { return {now_, revision_ += 2, kCluster}; }
