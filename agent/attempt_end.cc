@@ -18,7 +18,7 @@ namespace muster::agent {
 namespace {
 
 constexpr int64_t kMaxReportBytes = 1 << 20;
-constexpr size_t kMaxText = 4096;  // of a line
+constexpr size_t kMaxText = 1024;  // of a line
 
 bool IsUserError(int exit_code, const std::vector<int>& codes) {
   return exit_code == kExitUsage || exit_code == kExitNotExecutable ||
@@ -28,10 +28,6 @@ bool IsUserError(int exit_code, const std::vector<int>& codes) {
 
 v1::EndClass ClassOfRefusal(const absl::Status& status, int num_nodes) {
   switch (status.code()) {
-    case absl::StatusCode::kNotFound:  // the program
-    case absl::StatusCode::kInvalidArgument:
-    case absl::StatusCode::kFailedPrecondition:
-      return v1::END_CLASS_USER_ERROR;
     case absl::StatusCode::kDeadlineExceeded:  // other nodes did not come
       return num_nodes > 1 ? v1::END_CLASS_PEER_FAILED : v1::END_CLASS_NODE_FAILED;
     default:

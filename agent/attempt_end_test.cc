@@ -47,11 +47,11 @@ TEST(DescribeEndTest, FailureThatBeganElsewhere_IsAnEcho) {
   EXPECT_EQ(DescribeEnd(result, {}, false, 2).end_class(), v1::END_CLASS_PEER_FAILED);
 }
 
-TEST(DescribeEndTest, Refusal_IsTheUsersOrTheNodes) {
+TEST(DescribeEndTest, Refusal_IsTheNodesOrAPeers) {
   JobResult result;
   result.outcome = JobResult::Outcome::kRefused;
-  result.status = absl::NotFoundError("no such program");
-  EXPECT_EQ(DescribeEnd(result, {}, false, 1).end_class(), v1::END_CLASS_USER_ERROR);
+  result.status = absl::InvalidArgumentError("the token file is missing");
+  EXPECT_EQ(DescribeEnd(result, {}, false, 1).end_class(), v1::END_CLASS_NODE_FAILED);
   result.status = absl::ResourceExhaustedError("too many open files");
   EXPECT_EQ(DescribeEnd(result, {}, false, 1).end_class(), v1::END_CLASS_NODE_FAILED);
   result.status = absl::DeadlineExceededError("machine 1 did not join");

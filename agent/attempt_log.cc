@@ -17,20 +17,38 @@
 namespace muster::agent {
 namespace {
 
-// The open parts of a log, oldest first. A rotation meanwhile renames them and changes nothing.
+// The open parts of a log, oldest first.
 struct Parts {
   struct Part {
     OwnedFd fd;
     int64_t begin = 0;
     int64_t size = 0;
+    ino_t inode = 0;
   };
   std::deque<Part> parts;
   int64_t begin = 0;
   int64_t end = 0;
 };
 
-absl::StatusOr<Parts> Open(const std::string& path) {
+int64_t BytesGone(const std::string& path) {
+  int64_t gone = 0;
+  const absl::StatusOr<std::string> text = ReadFile(LogGonePath(path), 64);
+  return text.ok() && absl::SimpleAtoi(*text, &gone) ? std::max<int64_t>(gone, 0) : 0;
+}
+
+// Whether no rotation came between the opens of its parts.
+bool IsConsistent(const Parts& log, const std::string& path) {
+  struct stat newest;
+  if (stat(path.c_str(), &newest) != 0 || newest.st_ino != log.parts.back().inode) return false;
+  for (size_t i = 1; i < log.parts.size(); ++i) {
+    if (log.parts[i].inode == log.parts[i - 1].inode) return false;
+  }
+  return log.begin == BytesGone(path);
+}
+
+absl::StatusOr<Parts> OpenOnce(const std::string& path) {
   Parts log;
+  log.begin = BytesGone(path);
   for (int number = 0;; ++number) {
     const std::string name = number == 0 ? path : absl::StrCat(path, ".", number);
     Parts::Part part;
@@ -41,15 +59,21 @@ absl::StatusOr<Parts> Open(const std::string& path) {
       break;
     }
     part.size = info.st_size;
+    part.inode = info.st_ino;
     log.parts.push_front(std::move(part));
-  }
-  if (const absl::StatusOr<std::string> gone = ReadFile(LogGonePath(path), 64); gone.ok()) {
-    if (!absl::SimpleAtoi(*gone, &log.begin) || log.begin < 0) log.begin = 0;
   }
   log.end = log.begin;
   for (Parts::Part& part : log.parts) {
     part.begin = log.end;
     log.end += part.size;
+  }
+  return log;
+}
+
+absl::StatusOr<Parts> Open(const std::string& path) {
+  absl::StatusOr<Parts> log = OpenOnce(path);
+  for (int tries = 0; tries < 10 && log.ok() && !IsConsistent(*log, path); ++tries) {
+    log = OpenOnce(path);
   }
   return log;
 }

@@ -15,6 +15,8 @@ namespace {
 // Containers have limits of a milliard, which would take minutes to try.
 constexpr rlim_t kMostTried = 1 << 20;
 
+int kept = -1;  // of KeepOpen
+
 struct LinuxDirent {
   uint64_t ino;
   int64_t off;
@@ -70,9 +72,18 @@ void OpenStandardDescriptors() {
 
 bool IsStandardDescriptor(int fd) { return fcntl(fd, F_GETFD) == 0; }
 
+void KeepOpen(int fd) { kept = fd; }
+
 void CloseFrom(int first, CloseRangeCall close_range) {
-  if (close_range(first, ~0U, 0) == 0) return;
-  ForEachFrom(first, [](int fd) { close(fd); });
+  if (kept >= first) {
+    const bool below = kept == first || close_range(first, kept - 1, 0) == 0;
+    if (below && close_range(kept + 1, ~0U, 0) == 0) return;
+  } else if (close_range(first, ~0U, 0) == 0) {
+    return;
+  }
+  ForEachFrom(first, [](int fd) {
+    if (fd != kept) close(fd);
+  });
 }
 
 }  // namespace muster::agent

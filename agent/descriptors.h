@@ -15,9 +15,13 @@ void OpenStandardDescriptors();
 // taken the number while it was loaded (gRPC does); such are closed by exec.
 bool IsStandardDescriptor(int fd);
 
-// Closes all descriptors from `first` on. Async-signal-safe: for a process between fork and exec.
-// Kernels before 5.9 have no close_range, and a sandbox may refuse it: then /proc/self/fd is read,
-// or, without /proc, all numbers up to the limit are tried.
+// From now on CloseFrom leaves this one open, in this process and in those that it forks: a lock
+// that lasts as long as any of them. Before any thread is started.
+void KeepOpen(int fd);
+
+// Closes all descriptors from `first` on, except that of KeepOpen. Async-signal-safe: for a process
+// between fork and exec. Kernels before 5.9 have no close_range, and a sandbox may refuse it: then
+// /proc/self/fd is read, or, without /proc, all numbers up to the limit are tried.
 void CloseFrom(int first, CloseRangeCall close_range = SystemCloseRange);
 
 }  // namespace muster::agent

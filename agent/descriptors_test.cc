@@ -31,6 +31,24 @@ bool HoldsInChild(Check check) {
 
 class DescriptorsTest : public ::testing::TestWithParam<CloseRangeCall> {};
 
+TEST_P(DescriptorsTest, CloseFrom_LeavesWhatIsToBeKept) {
+  const pid_t child = fork();
+  if (child == 0) {
+    bool right = true;
+    for (const int kept : {50, 52, 53}) {
+      for (int fd = 50; fd < 54; ++fd) dup2(1, fd);
+      KeepOpen(kept);
+      CloseFrom(50, GetParam());
+      for (int fd = 50; fd < 54; ++fd) right = right && (fcntl(fd, F_GETFD) == 0) == (fd == kept);
+      close(kept);
+    }
+    _exit(right ? 0 : 1);
+  }
+  int status = 0;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+
 TEST_P(DescriptorsTest, CloseFrom_ClosesThatAndAllAboveAndNothingBelow) {
   EXPECT_TRUE(HoldsInChild([] {
     const int low = fcntl(0, F_DUPFD, 40);

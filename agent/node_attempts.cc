@@ -8,6 +8,10 @@
 
 namespace muster::agent {
 
+namespace {
+constexpr size_t kMostReportBytes = 2 << 20;
+}  // namespace
+
 void NodeAttempts::Adopt(const AttemptKey& key, bool running, const v1::AttemptEnd& end,
                          absl::Time started, absl::Time now) {
   Attempt& attempt = attempts_[key];
@@ -131,9 +135,13 @@ bool NodeAttempts::IsRunning(const AttemptKey& key) const {
 
 void NodeAttempts::FillReports(absl::Time now, v1::SyncNodeRequest* request) const {
   request->set_cluster_id(cluster_);
+  size_t bytes = 0;
   for (const auto& [key, attempt] : attempts_) {
     v1::AttemptReport* const report = request->add_attempts();
     *report = attempt.report;
+    bytes += report->ByteSizeLong();
+    // A message has its limit, and the ends must get through.
+    if (bytes > kMostReportBytes) report->mutable_end()->clear_last_lines();
     const absl::Duration adopted =
         absl::Milliseconds(absl::ToUnixMillis(attempt.started) - report->started_unix_ms());
     *report->mutable_ran_for() =

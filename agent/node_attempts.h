@@ -45,6 +45,7 @@ class NodeAttempts {
 
   void Ended(const AttemptKey& key, const v1::AttemptEnd& end, int64_t unix_ms);
   bool IsRunning(const AttemptKey& key) const;
+  bool AnyRunning() const;
   bool Knows(const AttemptKey& key) const { return attempts_.count(key) != 0; }
   // Changes whenever the reports do, beyond the time that an attempt has run.
   uint64_t version() const { return version_; }
@@ -59,7 +60,6 @@ class NodeAttempts {
     bool stopped = false;
     bool killed = false;
   };
-  bool AnyRunning() const;
   void Stop(const AttemptKey& key, Attempt* attempt, absl::Time now, Orders* orders);
 
   std::string cluster_;

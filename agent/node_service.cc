@@ -61,6 +61,7 @@ constexpr absl::Duration kLogPoll = absl::Milliseconds(100);
 // Between the end of a runner and that of the last process that holds its lock.
 constexpr absl::Duration kLockPoll = absl::Milliseconds(50);
 constexpr absl::Duration kSweepEvery = absl::Hours(1);
+constexpr absl::Duration kOutageTolerance = absl::Hours(24);  // of attempts
 
 int64_t UnixMs() { return absl::ToUnixMillis(absl::Now()); }
 
@@ -210,10 +211,14 @@ class NodeService {
       const absl::StatusOr<std::string> text = ReadFile(folder.Of("record.json"), 1 << 20);
       const json record =
           text.ok() ? json::parse(*text, nullptr, /*allow_exceptions=*/false) : json();
-      if (!record.is_object() || !record.contains("job") || !record["job"].is_string() ||
-          !record["attempt"].is_number_integer() || !record["started"].is_number_integer() ||
-          !record["cluster"].is_string() || !record["first_rank"].is_number_integer() ||
-          record.value("forgotten", false)) {
+      const auto is = [&](const char* name_of, bool (json::*type)() const noexcept) {
+        const auto it = record.find(name_of);
+        return it != record.end() && ((*it).*type)();
+      };
+      // Also those that were forgotten.
+      if (!record.is_object() || !is("job", &json::is_string) ||
+          !is("attempt", &json::is_number_integer) || !is("started", &json::is_number_integer) ||
+          !is("cluster", &json::is_string) || !is("first_rank", &json::is_number_integer)) {
         continue;
       }
       const AttemptKey key(record["job"].get<std::string>(), record["attempt"].get<int>());
@@ -240,8 +245,14 @@ class NodeService {
       const absl::StatusOr<std::string> text = ReadFile(runner->folder.Of("runner.pid"), 64);
       if (!text.ok() || !absl::SimpleAtoi(*text, &pid) || pid <= 1) return;
     }
-    // While the lock is held the number is the runner's, or no process's.
-    runner->pidfd = OwnedFd(static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(pid), 0)));
+    OwnedFd pidfd(static_cast<int>(syscall(SYS_pidfd_open, static_cast<pid_t>(pid), 0)));
+    // Others hold the lock too, so the runner may be gone, and its number another process's.
+    const absl::StatusOr<std::string> command =
+        ReadFile(absl::StrCat("/proc/", pid, "/cmdline"), 1 << 20);
+    if (runner->pid < 0 && (!command.ok() || !absl::StrContains(*command, runner->folder.path))) {
+      return;
+    }
+    runner->pidfd = std::move(pidfd);
   }
 
   static v1::AttemptEnd EndOf(const AttemptFolder& folder) {
@@ -271,6 +282,7 @@ class NodeService {
         if (stopped_ != 0 || !refused_.ok()) return;
         const absl::Time now = Clock::Real().Now();
         Do(attempts_.Tick(now));
+        SendSignals();
         CollectEnded();
         wait = std::min(wait, attempts_.NextDeadline() - now);
         for (auto& [key, runner] : runners_) {
@@ -339,13 +351,23 @@ class NodeService {
   }
 
   void Signal(const AttemptKey& key, int signal) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
-    const auto it = runners_.find(key);
-    if (it == runners_.end()) return;
-    if (!it->second.pidfd.open()) WatchPid(&it->second);
     MUSTER_LOG(Info) << "attempt " << key.first << "." << key.second
                      << " is to end: " << (signal == SIGKILL ? "SIGKILL" : "SIGTERM");
-    if (it->second.pidfd.open()) {
-      syscall(SYS_pidfd_send_signal, it->second.pidfd.get(), signal, nullptr, 0);
+    unsent_[key] = signal;
+    SendSignals();
+  }
+  // A runner that has just been started may not have said its number yet.
+  void SendSignals() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mu_) {
+    for (auto it = unsent_.begin(); it != unsent_.end();) {
+      const auto runner = runners_.find(it->first);
+      bool done = runner == runners_.end() || !attempts_.IsRunning(it->first);
+      if (!done) {
+        if (!runner->second.pidfd.open()) WatchPid(&runner->second);
+        done =
+            runner->second.pidfd.open() &&
+            syscall(SYS_pidfd_send_signal, runner->second.pidfd.get(), it->second, nullptr, 0) == 0;
+      }
+      it = done ? unsent_.erase(it) : std::next(it);
     }
   }
 
@@ -383,6 +405,8 @@ class NodeService {
     if (status.ok()) status = MakeDirectories(runner.folder.Of("work"));
     if (!status.ok()) return NodeFailure(std::string(status.message()));
     std::optional<v1::AttemptEnd> failed = Spawn(assignment, &runner);
+    // For the next agent, if this one ends before it has said so.
+    if (failed.has_value()) (void)WriteEnd(runner.folder.Of("end.json"), *failed);
     runners_.insert_or_assign(key, std::move(runner));
     return failed;
   }
@@ -400,6 +424,10 @@ class NodeService {
     add("machine_rank", assignment.node_rank());
     add("host", host_);
     add("attempt_dir", folder.path);
+    add("attempt_lock", kLockDescriptor);
+    if (!spec.working_directory().empty()) add("workdir", spec.working_directory());
+    // The coordinator decides when a node is lost, not how long it is away itself.
+    add("outage_tolerance", absl::FormatDuration(kOutageTolerance));
     add("log_dir", folder.Of("logs"));
     add("stop_grace", absl::FormatDuration(rpc::FromProto(spec.stop_grace())));
     for (const int code : spec.user_error_codes()) add("user_error_code", code);
@@ -432,15 +460,6 @@ class NodeService {
     argv.push_back(nullptr);
     envp.push_back(nullptr);
 
-    const std::string folder =
-        spec.working_directory().empty() ? runner->folder.Of("work") : spec.working_directory();
-    struct stat info;
-    if (stat(folder.c_str(), &info) != 0 || !S_ISDIR(info.st_mode)) {
-      v1::AttemptEnd end = NodeFailure(
-          absl::StrCat("the working directory ", folder, " is not there on node ", options_.node));
-      end.set_end_class(v1::END_CLASS_USER_ERROR);
-      return end;
-    }
     // A description of its own: the lock lives as long as the runner and those that share it.
     const OwnedFd held(open(runner->folder.Of("lock").c_str(), O_RDWR | O_CLOEXEC));
     if (!held.open() || flock(held.get(), LOCK_EX | LOCK_NB) != 0) {
@@ -457,7 +476,8 @@ class NodeService {
     posix_spawn_file_actions_adddup2(&actions, STDOUT_FILENO, STDERR_FILENO);
     // Without close-on-exec from here on.
     posix_spawn_file_actions_adddup2(&actions, held.get(), kLockDescriptor);
-    posix_spawn_file_actions_addchdir_np(&actions, folder.c_str());
+    // The runner changes to the folder of the job: that may be on a file system that hangs.
+    posix_spawn_file_actions_addchdir_np(&actions, runner->folder.Of("work").c_str());
     sigset_t none, all;
     sigemptyset(&none);
     sigfillset(&all);
@@ -479,7 +499,7 @@ class NodeService {
     return std::nullopt;
   }
   // In runners.
-  static constexpr int kLockDescriptor = 3;
+  static constexpr int kLockDescriptor = 200;
 
   // Folders whose logs nobody needs any more.
   void Sweep() {
@@ -525,6 +545,8 @@ class NodeService {
         request.set_node_uid(uid_);
         *request.mutable_info() = options_.info;
         request.set_seen_version(seen_version_);
+        sequence_ = std::max(sequence_ + 1, static_cast<uint64_t>(absl::ToUnixMicros(absl::Now())));
+        request.set_sequence(sequence_);
         attempts_.FillReports(Clock::Real().Now(), &request);
         sent = attempts_.version();
         call_ = &context;
@@ -547,7 +569,8 @@ class NodeService {
         continue;
       }
       if (sent != attempts_.version()) continue;  // cancelled to say more
-      if (IsRefusal(status)) {
+      // Somebody has to end what runs.
+      if (IsRefusal(status) && !attempts_.AnyRunning()) {
         refused_ = status;
         Wake();
         return;
@@ -626,6 +649,10 @@ class NodeService {
     answer.set_query_id(query.query_id());
     std::string path;
     bool running = false;
+    if (absl::StrContains(key.first, "/")) {
+      answer.set_error("this names no attempt");
+      return answer;
+    }
     {
       MutexLock lock(&mu_);
       running = attempts_.IsRunning(key);
@@ -657,11 +684,13 @@ class NodeService {
       answer.set_next_offset(std::max<int64_t>(0, query.offset()));
       return answer;
     }
+    // Its process was never started, or the log was removed.
+    if (!piece.ok() && absl::IsNotFound(piece.status())) {
+      answer.set_ended(true);
+      return answer;
+    }
     if (!piece.ok()) {
-      answer.set_error(absl::IsNotFound(piece.status())
-                           ? "it has no output: its process was never started, or its log was "
-                             "removed"
-                           : std::string(piece.status().message()));
+      answer.set_error(std::string(piece.status().message()));
       return answer;
     }
     return std::nullopt;
@@ -693,8 +722,10 @@ class NodeService {
   CondVar changed_;
   NodeAttempts attempts_ ABSL_GUARDED_BY(mu_);
   std::map<AttemptKey, Runner> runners_ ABSL_GUARDED_BY(mu_);
+  std::map<AttemptKey, int> unsent_ ABSL_GUARDED_BY(mu_);  // signals
   std::deque<OpenQuery> queries_ ABSL_GUARDED_BY(mu_);
   uint64_t seen_version_ ABSL_GUARDED_BY(mu_) = 0;
+  uint64_t sequence_ ABSL_GUARDED_BY(mu_) = 0;
   grpc::ClientContext* call_ ABSL_GUARDED_BY(mu_) = nullptr;
   int stopped_ ABSL_GUARDED_BY(mu_) = 0;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <utility>
@@ -10,6 +11,8 @@
 
 namespace muster::coordinator {
 namespace {
+
+constexpr int kMostAttempts = 10'000;  // looked at for checkpoints
 
 // The header is field 1 of every reply.
 void SetHeader(const v1::ReplyHeader& header, v1::OpResult* result) {
@@ -73,10 +76,10 @@ std::optional<std::string> Core::Impl::WhyGroupEnded(absl::string_view group) co
 Core::Impl::Job* Core::Impl::FormerAttempt(absl::string_view group) {
   const auto attempt = submitted_->AttemptOf(group);
   if (!attempt.has_value()) return nullptr;
-  const v1::JobRecord& job = *submitted_->Find(attempt->first);
-  for (int i = job.history_size() - 1; i >= 0; --i) {
-    if (job.history(i).number() >= attempt->second) continue;
-    Job* const former = FindJob(JobsCore::GroupOf(job.job_id(), job.history(i).number()));
+  // Attempts in between may have ended before their workers joined.
+  for (int number = attempt->second - 1; number >= std::max(1, attempt->second - kMostAttempts);
+       --number) {
+    Job* const former = FindJob(JobsCore::GroupOf(attempt->first, number));
     if (former != nullptr && former->checkpoints().size() > 0) return former;
   }
   return nullptr;

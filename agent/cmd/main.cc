@@ -15,6 +15,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_replace.h"
 #include "agent/attempt_end.h"
+#include "agent/descriptors.h"
 #include "agent/job_signals.h"
 #include "agent/node_job.h"
 #include "agent/node_service.h"
@@ -99,7 +100,8 @@ struct Flags {
   int log_max_mib = static_cast<int>(options.log_limits.max_bytes >> 20);
   std::string host;
   // Of one attempt of a submitted job.
-  std::string attempt_dir;
+  std::string attempt_dir, workdir;
+  int attempt_lock = -1;
   std::vector<int> user_error_codes;
 };
 
@@ -136,6 +138,10 @@ void AddLayoutFlags(CLI::App* app, Flags* flags) {
 void AddAttemptFlags(CLI::App* app, Flags* flags) {
   app->add_option("--attempt_dir", flags->attempt_dir,
                   "folder of an attempt: this process writes runner.pid and, at its end, end.json");
+  app->add_option("--attempt_lock", flags->attempt_lock,
+                  "descriptor that this process and all that it starts keep open")
+      ->check(CLI::Range(3, 1'000'000));
+  app->add_option("--workdir", flags->workdir, "folder in which the program runs");
   app->add_option("--user_error_code", flags->user_error_codes,
                   "exit code of the program after which a restart cannot help, in end.json");
 }
@@ -312,8 +318,11 @@ NodeJobResult RunJob(NodeJobOptions options) {
 
 // Runs the job and returns the exit code.
 int RunAndReport(NodeJobOptions options, const Flags& flags) {
-  const absl::StatusOr<std::string> program =
-      FindProgram(options.agent.argv[0], options.agent.inherited["PATH"]);
+  // Both are the user's: another node has neither.
+  absl::StatusOr<std::string> program =
+      !flags.workdir.empty() && chdir(flags.workdir.c_str()) != 0
+          ? absl::ErrnoToStatus(errno, absl::StrCat("cannot run in the folder ", flags.workdir))
+          : FindProgram(options.agent.argv[0], options.agent.inherited["PATH"]);
   const int num_nodes = options.num_nodes;
   const int64_t kills = CountMemoryKills();
   if (!flags.attempt_dir.empty()) {
@@ -324,9 +333,10 @@ int RunAndReport(NodeJobOptions options, const Flags& flags) {
   const NodeJobResult result =
       program.ok() ? RunJob(std::move(options)) : Refused(program.status());
   if (!flags.attempt_dir.empty()) {
-    const absl::Status status = WriteEnd(
-        JoinPath(flags.attempt_dir, "end.json"),
-        DescribeEnd(result.job, flags.user_error_codes, CountMemoryKills() > kills, num_nodes));
+    v1::AttemptEnd end =
+        DescribeEnd(result.job, flags.user_error_codes, CountMemoryKills() > kills, num_nodes);
+    if (!program.ok()) end.set_end_class(v1::END_CLASS_USER_ERROR);
+    const absl::Status status = WriteEnd(JoinPath(flags.attempt_dir, "end.json"), end);
     if (!status.ok()) return Fail(kExitInternal, status.message());
   }
   if (!program.ok()) {
@@ -473,6 +483,7 @@ int Run(int argc, char** argv) {
     return Fail(kExitUsage, "no program: write muster-agent [OPTIONS] -- PROGRAM [ARGS...]");
   }
   options.agent.argv.assign(dashes + 1, args.end());
+  if (flags.attempt_lock >= 0) KeepOpen(flags.attempt_lock);
   absl::Status status = SetLayout(&flags);
   if (status.ok()) status = SetDurations(&flags);
   if (!status.ok()) return Fail(kExitUsage, status.message());

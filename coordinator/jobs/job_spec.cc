@@ -14,7 +14,10 @@ namespace muster::coordinator {
 namespace {
 
 constexpr size_t kMaxJobName = 64;
-constexpr int kMaxProcesses = 1 << 20;
+constexpr int kMaxProcesses = 1'000'000;  // as the runner has it
+constexpr int kMaxAccumulation = 1'000'000;
+constexpr int64_t kMaxMemory = int64_t{1} << 50;
+constexpr absl::Duration kMaxGrace = absl::Hours(1);
 
 using Error = std::optional<v1::OpError>;
 
@@ -115,10 +118,23 @@ Error CompleteJobSpec(v1::JobSpec* spec) {
     return BadField("spec.max_restarts",
                     absl::StrCat("max_restarts is ", spec->max_restarts(), ": give 0 or more"));
   }
-  if (spec->gradient_accumulation_steps() < 0) {
-    return BadField("spec.gradient_accumulation_steps",
-                    absl::StrCat("gradient_accumulation_steps is ",
-                                 spec->gradient_accumulation_steps(), ": give 1 or more"));
+  if (spec->gradient_accumulation_steps() < 0 ||
+      spec->gradient_accumulation_steps() > kMaxAccumulation) {
+    return BadField(
+        "spec.gradient_accumulation_steps",
+        absl::StrCat("gradient_accumulation_steps is ", spec->gradient_accumulation_steps(),
+                     ": give 1 to ", kMaxAccumulation));
+  }
+  if (process->memory_bytes() > kMaxMemory) {
+    return BadField(
+        "spec.per_process.memory_bytes",
+        absl::StrCat("memory_bytes is ", process->memory_bytes(), ": give at most ", kMaxMemory));
+  }
+  if (FromProto(spec->stop_grace()) > kMaxGrace) {
+    return BadField(
+        "spec.stop_grace",
+        absl::StrCat("stop_grace is ", absl::FormatDuration(FromProto(spec->stop_grace())),
+                     ": give at most ", absl::FormatDuration(kMaxGrace)));
   }
   const std::string& precision = spec->mixed_precision();
   if (!precision.empty() && precision != "no" && precision != "bf16" && precision != "fp16") {

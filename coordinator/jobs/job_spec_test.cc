@@ -73,6 +73,15 @@ TEST(JobSpecTest, BadField_IsNamed) {
   spec.mutable_stop_grace()->set_seconds(-1);
   EXPECT_EQ(FieldOf(spec), "spec.stop_grace");
   spec = Good();
+  spec.mutable_stop_grace()->set_seconds(3601);
+  EXPECT_EQ(FieldOf(spec), "spec.stop_grace");
+  spec = Good();
+  spec.set_gradient_accumulation_steps(2'000'000);
+  EXPECT_EQ(FieldOf(spec), "spec.gradient_accumulation_steps");
+  spec = Good();
+  spec.mutable_per_process()->set_memory_bytes(INT64_MAX);
+  EXPECT_EQ(FieldOf(spec), "spec.per_process.memory_bytes");
+  spec = Good();
   spec.set_mixed_precision("fp8");
   EXPECT_EQ(FieldOf(spec), "spec.mixed_precision");
   spec = Good();

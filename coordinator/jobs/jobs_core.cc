@@ -32,6 +32,8 @@ constexpr int kMaxLogBytes = 1 << 20;
 constexpr size_t kMaxQueries = 256;  // open, of one node
 constexpr absl::Duration kMaxRestartDelay = absl::Minutes(5);
 constexpr absl::Duration kNodeFailureDelay = absl::Seconds(5);
+// A node that has run an attempt for so long was able to start it.
+constexpr absl::Duration kStarted = absl::Minutes(1);
 constexpr absl::Duration kTickWhileNodesRun = absl::Seconds(1);
 // More than a lost part of the history can have begun of one job.
 constexpr int kLostAttempts = 1000;
@@ -311,6 +313,7 @@ bool JobsCore::Abandon(CallId call) {
     if (node != nodes_.end() && node->second.held == call) {
       node->second.held.reset();
       node->second.held_until = absl::InfiniteFuture();
+      node->second.hung_up = true;
     }
     syncs_.erase(sync);
     return true;
@@ -694,7 +697,8 @@ void JobsCore::EndPlacement(Job* job, v1::Placement* placement, const v1::Attemp
   dirty_ = true;
   if (end.end_class() != v1::END_CLASS_SUCCEEDED) {
     // An echo can come before the cause.
-    if (!attempt->has_end() || attempt->end().end_class() == v1::END_CLASS_PEER_FAILED) {
+    const bool echo = attempt->end().end_class() == v1::END_CLASS_PEER_FAILED;
+    if (!attempt->has_end() || (echo && end.end_class() != v1::END_CLASS_PEER_FAILED)) {
       *attempt->mutable_end() = end;
       Touch(*job);
     }
@@ -784,7 +788,10 @@ JobsCore::Error JobsCore::ReadLog(CallId call, const v1::ReadJobLogRequest& requ
   if (request.offset() < -1 || request.tail_lines() < 0) {
     return BadField("offset", "offset is a number of bytes, or -1 for the last tail_lines lines");
   }
-  const int wanted = request.attempt() == 0 ? job->record.attempts() : request.attempt();
+  const int last = job->record.history_size() == 0
+                       ? 0
+                       : job->record.history(job->record.history_size() - 1).number();
+  const int wanted = request.attempt() == 0 ? last : request.attempt();
   const v1::JobAttempt* attempt = nullptr;
   for (const v1::JobAttempt& one : job->record.history()) {
     if (one.number() == wanted) attempt = &one;
@@ -909,7 +916,12 @@ JobsCore::Error JobsCore::CheckSync(const v1::SyncNodeRequest& request) const {
         absl::StrCat("the coordinator has ", nodes_.size(), " nodes: at most ", kMaxNodes));
   }
   const Node& node = it->second;
-  if (node.known && !node.lost && node.uid != request.node_uid() && node.held.has_value()) {
+  if (node.uid == request.node_uid() && request.sequence() != 0 &&
+      request.sequence() < node.sequence) {
+    return MakeError(absl::StatusCode::kAborted, v1::ERROR_REASON_SUPERSEDED,
+                     absl::StrCat("node ", Quoted(request.node()), " has made a later call"));
+  }
+  if (node.known && !node.lost && node.uid != request.node_uid() && !node.hung_up) {
     return MakeError(absl::StatusCode::kAlreadyExists, v1::ERROR_REASON_SUPERSEDED,
                      absl::StrCat("another agent of the name ", Quoted(request.node()),
                                   " is connected, on host ", Quoted(node.info.host()),
@@ -936,6 +948,8 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
     dirty_ = true;
   }
   node.uid = request.node_uid();
+  node.sequence = request.sequence();
+  node.hung_up = false;
   node.known = true;
   node.lost = false;
   node.heard = heard_any_ = now_;
@@ -951,7 +965,12 @@ JobsCore::Error JobsCore::Sync(CallId call, const v1::SyncNodeRequest& request) 
     node.leftovers = leftovers;
     dirty_ = true;
   }
-  if (node.held.has_value()) AnswerSync(name, &node);  // the older call
+  if (node.held.has_value()) {
+    // Nobody may read the answer to the older call.
+    std::vector<v1::LogQuery> queries = std::exchange(node.queries, {});
+    AnswerSync(name, &node);
+    node.queries = std::move(queries);
+  }
   node.held = call;
   node.held_until = now_ + options_.node_lease / 3;
   syncs_[call] = name;
@@ -996,7 +1015,15 @@ void JobsCore::OnReport(const std::string& name, Node* node, const v1::AttemptRe
       }
     } else if (report.state() == v1::PLACEMENT_STATE_ENDED) {
       attempt->set_ended_unix_ms(std::max(attempt->ended_unix_ms(), report.ended_unix_ms()));
-      EndPlacement(job, &placement, Cleaned(report.end(), name));
+      v1::AttemptEnd end = Cleaned(report.end(), name);
+      const bool ran = placement.state() == v1::PLACEMENT_STATE_RUNNING &&
+                       FromProto(report.ran_for()) >= kStarted;
+      // Somebody else has stopped it: the machine goes down. Or it had long started.
+      if ((end.end_class() == v1::END_CLASS_CANCELLED && !attempt->stop()) ||
+          (end.end_class() == v1::END_CLASS_NODE_FAILED && ran)) {
+        end.set_end_class(v1::END_CLASS_NODE_LOST);
+      }
+      EndPlacement(job, &placement, end);
     }
     return;
   }

@@ -139,6 +139,8 @@ class JobsCore {
     absl::btree_set<uint64_t> jobs;  // by sequence: with a placement that has not ended
     // It has processes of attempts that are not assigned: nothing new starts before they are gone.
     bool leftovers = false;
+    uint64_t sequence = 0;  // of its last call
+    bool hung_up = false;   // its last call was abandoned
   };
   struct HeldGet {
     std::string job_id;

@@ -417,6 +417,36 @@ TEST_F(JobsCoreTest, SecondAgentOfAName_IsRefused_WhileTheFirstIsThere) {
   EXPECT_EQ(result.error().code(), static_cast<int>(absl::StatusCode::kAlreadyExists));
 }
 
+TEST_F(JobsCoreTest, SecondAgentBetweenTwoCallsOfTheFirst_IsRefusedToo) {
+  AddNode("a");
+  const std::string job = Submit(Spec(1));
+  // The first one has its answer, and has not called again.
+  nodes_["a"].talks = false;
+  Control(job, v1::JOB_ACTION_CANCEL);
+  v1::Op op;
+  op.mutable_sync_node()->set_node("a");
+  op.mutable_sync_node()->set_node_uid(999);
+  EXPECT_EQ(Call(op).error().code(), static_cast<int>(absl::StatusCode::kAlreadyExists));
+}
+
+TEST_F(JobsCoreTest, OlderCallOfANode_IsRefused) {
+  v1::Op op;
+  op.mutable_sync_node()->set_node("a");
+  op.mutable_sync_node()->set_node_uid(5);
+  op.mutable_sync_node()->set_sequence(10);
+  Call(op);
+  op.mutable_sync_node()->set_sequence(9);
+  EXPECT_EQ(Call(op).error().code(), static_cast<int>(absl::StatusCode::kAborted));
+}
+
+TEST_F(JobsCoreTest, RunnerThatSomebodyElseStops_IsTheNodes) {
+  AddNode("a");
+  const std::string job = Submit(Spec(1));
+  EndOn("a", job, v1::END_CLASS_CANCELLED, "its runner was told to stop");
+  EXPECT_EQ(Get(job).history(0).end().end_class(), v1::END_CLASS_NODE_LOST);
+  EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
+}
+
 TEST_F(JobsCoreTest, Cancel_InEveryState_EndsTheJob) {
   AddNode("a", 1);
   const std::string running = Submit(Spec(1));

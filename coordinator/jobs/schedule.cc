@@ -76,8 +76,8 @@ class Scheduler {
       if (job.not_before > question_.now) {
         decision_.next = std::min(decision_.next, job.not_before);
         Wait(*job.record, "the end of the delay before its restart");
-      } else if (reservation_.has_value() && ++examined > kMaxExamined) {
-        Wait(*job.record, absl::StrCat("the jobs before it; ", first_waiting_, " is the first"));
+      } else if (!decision_.waits.empty() && ++examined > kMaxExamined) {
+        Wait(*job.record, "the jobs before it");
       } else {
         Consider(*job.record);
       }
@@ -139,6 +139,9 @@ class Scheduler {
   }
 
   void Reserve(const v1::JobRecord& job) {
+    CandidateNodes all = question_.nodes;
+    for (const ActiveJob& other : question_.active) GiveAll(other, &all);
+    if (PlaceJob(job, all).placements.empty()) return;  // it blocks nobody
     // What is being stopped comes back first, and in the order of their limits the others.
     CandidateNodes later = question_.nodes;
     std::vector<const ActiveJob*> order;

@@ -158,6 +158,42 @@ TEST_F(JobsTest, KilledAgent_LeavesItsProcessesRunning_AndTheNextOneAdoptsThem) 
   EXPECT_EQ(Get(job)["attempts"].size(), 1u);
 }
 
+TEST_F(JobsTest, KilledRunner_IsNotOverBeforeItsProcesses) {
+  const auto a = StartNode("a");
+  const std::string job =
+      Submit({"--processes", "1"}, absl::StrCat("echo $$ > ", Temp("pid"), "$RANK; sleep 1000"));
+  const pid_t pid = PidIn("pid0");
+  const std::string folder = absl::StrCat(Temp("a"), "/attempts");
+  const std::vector<std::string> names = *ListDirectory(folder);
+  ASSERT_EQ(names.size(), 1u);
+  const std::string name = names[0];
+  int runner = 0;
+  ASSERT_TRUE(absl::SimpleAtoi(*ReadFile(absl::StrCat(folder, "/", name, "/runner.pid")), &runner));
+  // Nobody cleans up after it for now: the process lives on.
+  std::vector<pid_t> helpers;
+  const std::vector<std::string> processes = *ListDirectory("/proc");
+  for (const std::string& other : processes) {
+    int number = 0;
+    if (!absl::SimpleAtoi(other, &number)) continue;
+    const absl::StatusOr<std::string> stat = ReadFile(absl::StrCat("/proc/", other, "/stat"), 4096);
+    if (!stat.ok()) continue;
+    const std::vector<std::string> fields = absl::StrSplit(stat->substr(stat->rfind(')') + 2), ' ');
+    if (fields.size() > 1 && fields[1] == absl::StrCat(runner)) helpers.push_back(number);
+  }
+  ASSERT_FALSE(helpers.empty());
+  for (const pid_t helper : helpers) kill(helper, SIGSTOP);
+  kill(runner, SIGKILL);
+  const std::string queued = Submit({"--processes", "2"}, "true");
+  // What needs the room of the first one waits for as long as its process lives.
+  EXPECT_EQ(kill(pid, 0), 0);
+  EXPECT_EQ(StateOf(queued), "QUEUED");
+  EXPECT_EQ(Get(job)["attempts"].size(), 1u);
+  for (const pid_t helper : helpers) kill(helper, SIGCONT);
+  EXPECT_TRUE(WaitUntilEnded(pid));
+  WaitForState(queued, "SUCCEEDED");
+  Run({"cancel", job});
+}
+
 TEST_F(JobsTest, KilledCoordinator_KnowsItsJobsAgain) {
   const auto a = StartNode("a");
   const std::string job =
