@@ -43,6 +43,7 @@
 #include "base/owned_fd.h"
 #include "base/status_macros.h"
 #include "proto/muster/v1/node.grpc.pb.h"
+#include "proto/name_value.h"
 #include "rpc/address.h"
 #include "rpc/session/duration.h"
 #include "rpc/status.h"
@@ -447,7 +448,7 @@ class NodeService {
   std::optional<v1::AttemptEnd> Spawn(const v1::NodeAssignment& assignment, Runner* runner) {
     const v1::JobSpec& spec = assignment.spec();
     std::map<std::string, std::string> environment = options_.environment;
-    for (const auto& [name, value] : spec.env()) environment[name] = value;
+    for (const auto& [name, value] : ToMap(spec.env())) environment[name] = value;
     if (options_.info.gpus_size() > 0) {
       environment["CUDA_VISIBLE_DEVICES"] = absl::StrJoin(assignment.gpus(), ",");
     }

@@ -6,6 +6,7 @@
 #include <climits>
 #include <cstdio>
 #include <filesystem>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -28,6 +29,7 @@
 #include "base/file.h"
 #include "base/machine.h"
 #include "base/version.h"
+#include "proto/name_value.h"
 #include "rpc/address.h"
 
 namespace muster::agent {
@@ -365,14 +367,20 @@ absl::Status SetInventory(const Machine& machine, ServeFlags* flags) {
   const int found = static_cast<int>(machine.gpus.size());
   const int gpus = flags->gpus >= 0 ? flags->gpus : found;
   for (int i = 0; i < gpus; ++i) info->add_gpus(i < found ? machine.gpus[i].model : "");
+  std::map<std::string, std::string> labels;
   for (const std::string& label : flags->labels) {
     const size_t equals = label.find('=');
     if (equals == std::string::npos || equals == 0) {
       return absl::InvalidArgumentError(
           absl::StrCat("--label ", label, " is not KEY=VALUE, for example --label gpu=h200"));
     }
-    (*info->mutable_labels())[label.substr(0, equals)] = label.substr(equals + 1);
+    const std::string name = label.substr(0, equals);
+    if (!labels.emplace(name, label.substr(equals + 1)).second) {
+      return absl::InvalidArgumentError(
+          absl::StrCat("--label ", name, " has two values: give one"));
+    }
   }
+  for (const auto& [name, value] : labels) AddNameValue(name, value, info->mutable_labels());
   if (flags->options.node.empty()) flags->options.node = machine.hostname;
   return absl::OkStatus();
 }

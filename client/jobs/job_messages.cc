@@ -1,6 +1,7 @@
 #include "client/jobs/job_messages.h"
 
 #include "absl/strings/strip.h"
+#include "proto/name_value.h"
 #include "rpc/session/duration.h"
 
 namespace muster {
@@ -73,7 +74,7 @@ v1::JobSpec ToProto(const JobSpec& spec) {
   v1::JobSpec message;
   message.set_name(spec.name);
   message.mutable_argv()->Assign(spec.command.begin(), spec.command.end());
-  message.mutable_env()->insert(spec.env.begin(), spec.env.end());
+  for (const auto& [name, value] : spec.env) AddNameValue(name, value, message.mutable_env());
   message.set_working_directory(spec.workdir);
   message.mutable_per_process()->set_gpus(spec.gpus_per_process);
   message.mutable_per_process()->set_cpus(spec.cpus_per_process);
@@ -81,7 +82,9 @@ v1::JobSpec ToProto(const JobSpec& spec) {
   message.set_min_processes(spec.min_processes);
   message.set_max_processes(spec.max_processes);
   message.set_processes_per_node(spec.processes_per_node);
-  message.mutable_node_labels()->insert(spec.labels.begin(), spec.labels.end());
+  for (const auto& [name, value] : spec.labels) {
+    AddNameValue(name, value, message.mutable_node_labels());
+  }
   message.set_priority(spec.priority);
   message.set_preemptible(spec.preemptible);
   message.set_max_restarts(spec.max_restarts);
@@ -104,7 +107,7 @@ JobSpec FromProto(const v1::JobSpec& message) {
   JobSpec spec;
   spec.name = message.name();
   spec.command = {message.argv().begin(), message.argv().end()};
-  spec.env = {message.env().begin(), message.env().end()};
+  spec.env = ToMap(message.env());
   spec.workdir = message.working_directory();
   spec.min_processes = message.min_processes();
   spec.max_processes = message.max_processes();
@@ -112,7 +115,7 @@ JobSpec FromProto(const v1::JobSpec& message) {
   spec.gpus_per_process = message.per_process().gpus();
   spec.cpus_per_process = message.per_process().cpus();
   spec.memory_per_process = message.per_process().memory_bytes();
-  spec.labels = {message.node_labels().begin(), message.node_labels().end()};
+  spec.labels = ToMap(message.node_labels());
   spec.priority = message.priority();
   spec.preemptible = message.preemptible();
   spec.max_restarts = message.max_restarts();
@@ -163,7 +166,7 @@ Node FromProto(const v1::NodeRecord& record) {
   node.cpus = record.info().cpus();
   node.memory_bytes = record.info().memory_bytes();
   node.gpus = {record.info().gpus().begin(), record.info().gpus().end()};
-  node.labels = {record.info().labels().begin(), record.info().labels().end()};
+  node.labels = ToMap(record.info().labels());
   node.rack = record.info().rack();
   node.cordoned = record.cordoned();
   node.draining = record.draining();

@@ -1,5 +1,6 @@
 #include "coordinator/jobs/job_spec.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -9,6 +10,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "coordinator/errors.h"
+#include "proto/name_value.h"
 
 namespace muster::coordinator {
 namespace {
@@ -42,7 +44,8 @@ Error CheckProgram(const v1::JobSpec& spec) {
   for (const std::string& word : spec.argv()) {
     if (HasNul(word)) return BadField("spec.argv", "an argument contains a NUL byte");
   }
-  for (const auto& [key, value] : spec.env()) {
+  for (const v1::NameValue& variable : spec.env()) {
+    const std::string &key = variable.name(), &value = variable.value();
     if (key.empty() || absl::StrContains(key, '=') || HasNul(key) || HasNul(value)) {
       return BadField("spec.env", absl::StrCat("env ", Quoted(key),
                                                " is not a variable: a name is not empty and has no "
@@ -56,6 +59,20 @@ Error CheckProgram(const v1::JobSpec& spec) {
                                  " is relative: give an absolute path, which every node has"));
   }
   return std::nullopt;
+}
+
+// In the order of the names, so that two writings of one specification are equal.
+Error SortByName(absl::string_view field, NameValues* values) {
+  const auto by_name = [](const v1::NameValue& a, const v1::NameValue& b) {
+    return a.name() < b.name();
+  };
+  std::sort(values->begin(), values->end(), by_name);
+  const auto twice = std::adjacent_find(
+      values->begin(), values->end(),
+      [](const v1::NameValue& a, const v1::NameValue& b) { return a.name() == b.name(); });
+  if (twice == values->end()) return std::nullopt;
+  return BadField(absl::StrCat("spec.", field),
+                  absl::StrCat(field, " has two values of ", Quoted(twice->name()), ": give one"));
 }
 
 Error CompleteProcesses(v1::JobSpec* spec) {
@@ -102,6 +119,8 @@ Error CompleteJobSpec(v1::JobSpec* spec) {
   }
   if (Error error = CheckJobName(spec->name())) return error;
   if (Error error = CheckProgram(*spec)) return error;
+  if (Error error = SortByName("env", spec->mutable_env())) return error;
+  if (Error error = SortByName("node_labels", spec->mutable_node_labels())) return error;
   if (Error error = CompleteProcesses(spec)) return error;
   v1::ProcessResources* const process = spec->mutable_per_process();
   const std::pair<const char*, int64_t> amounts[] = {{"gpus", process->gpus()},

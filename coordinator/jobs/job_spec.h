@@ -12,7 +12,8 @@ namespace muster::coordinator {
 inline constexpr size_t kMaxSpecBytes = 128 << 10;
 
 // Fills what is left to its default: the other bound of the number of processes, one CPU, the
-// delays. Errors, each naming the field and what to write: BAD_FIELD, LIMIT.
+// delays; sorts variables and labels by name. Errors, each naming the field and what to write:
+// BAD_FIELD, LIMIT.
 std::optional<v1::OpError> CompleteJobSpec(v1::JobSpec* spec);
 
 }  // namespace muster::coordinator

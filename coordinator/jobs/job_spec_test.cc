@@ -4,6 +4,8 @@
 
 #include <string>
 
+#include "proto/name_value.h"
+
 namespace muster::coordinator {
 namespace {
 
@@ -46,7 +48,13 @@ TEST(JobSpecTest, BadField_IsNamed) {
   spec.add_argv(std::string("a\0b", 3));
   EXPECT_EQ(FieldOf(spec), "spec.argv");
   spec = Good();
-  (*spec.mutable_env())["A=B"] = "c";
+  AddNameValue("A=B", "c", spec.mutable_env());
+  EXPECT_EQ(FieldOf(spec), "spec.env");
+  spec = Good();
+  for (const char* value : {"1", "2"}) AddNameValue("A", value, spec.mutable_node_labels());
+  EXPECT_EQ(FieldOf(spec), "spec.node_labels");
+  spec = Good();
+  for (const char* name : {"A", "B", "A"}) AddNameValue(name, "1", spec.mutable_env());
   EXPECT_EQ(FieldOf(spec), "spec.env");
   spec = Good();
   spec.set_working_directory("relative");
@@ -85,7 +93,7 @@ TEST(JobSpecTest, BadField_IsNamed) {
   spec.set_mixed_precision("fp8");
   EXPECT_EQ(FieldOf(spec), "spec.mixed_precision");
   spec = Good();
-  (*spec.mutable_env())["A"] = std::string(kMaxSpecBytes, 'x');
+  AddNameValue("A", std::string(kMaxSpecBytes, 'x'), spec.mutable_env());
   EXPECT_EQ(FieldOf(spec), "spec");
 }
 

@@ -1,7 +1,5 @@
 #include "coordinator/jobs/jobs_core.h"
 
-#include <google/protobuf/io/coded_stream.h>
-#include <google/protobuf/io/zero_copy_stream_impl_lite.h>
 #include <google/protobuf/util/message_differencer.h>
 
 #include <algorithm>
@@ -41,14 +39,7 @@ constexpr int kLostAttempts = 1000;
 std::string Reason(absl::string_view text) { return Cut(OneLine(Cut(text, kMaxWhy)), kMaxWhy); }
 
 uint64_t Hash(const v1::JobSpec& spec) {
-  // Maps have no order of their own.
-  std::string bytes;
-  {
-    google::protobuf::io::StringOutputStream stream(&bytes);
-    google::protobuf::io::CodedOutputStream coded(&stream);
-    coded.SetSerializationDeterministic(true);
-    spec.SerializeToCodedStream(&coded);
-  }
+  const std::string bytes = spec.SerializeAsString();
   uint64_t hash =
       0xcbf29ce484222325;  // FNV-1a: it need not resist anybody, the key is the caller's
   for (const unsigned char byte : bytes) hash = (hash ^ byte) * 0x100000001b3;

@@ -12,6 +12,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "coordinator/errors.h"
+#include "proto/name_value.h"
 
 namespace muster::coordinator {
 namespace {
@@ -542,9 +543,10 @@ TEST_F(JobsCoreTest, DrainedNode_GetsNothing_AndItsJobsMove) {
 TEST_F(JobsCoreTest, IdempotencyKey_ReturnsTheFirstJob_AlsoAfterARestart) {
   AddNode("a");
   v1::JobSpec spec = Spec(1);
-  for (int i = 0; i < 20; ++i) (*spec.mutable_env())[absl::StrCat("V", i)] = "x";
+  for (int i = 0; i < 20; ++i) AddNameValue(absl::StrCat("V", i), "x", spec.mutable_env());
   EXPECT_EQ(TrySubmit(spec, "k").submit_job().job().job_id(), "mnist-1");
   StartTerm();
+  std::reverse(spec.mutable_env()->begin(), spec.mutable_env()->end());
   const v1::OpResult again = TrySubmit(spec, "k");
   EXPECT_EQ(again.submit_job().job().job_id(), "mnist-1");
   EXPECT_TRUE(again.submit_job().existed());

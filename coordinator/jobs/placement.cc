@@ -105,8 +105,8 @@ std::string DescribeDemand(const v1::JobSpec& spec) {
   if (spec.max_processes() > 1) absl::StrAppend(&text, " each");
   if (spec.node_labels_size() > 0) {
     std::vector<std::string> labels;
-    for (const auto& [key, value] : spec.node_labels()) {
-      labels.push_back(absl::StrCat(key, "=", value));
+    for (const v1::NameValue& label : spec.node_labels()) {
+      labels.push_back(absl::StrCat(label.name(), "=", label.value()));
     }
     std::sort(labels.begin(), labels.end());
     absl::StrAppend(&text, " on nodes with ", absl::StrJoin(labels, ", "));
@@ -122,10 +122,11 @@ PlacementDecision Place(const v1::JobSpec& spec,
   int without_labels = 0, of_no_use = 0, largest = 0;
   for (const auto& [name, node] : nodes) {
     const auto& labels = node.info->labels();
-    const bool labelled =
-        std::all_of(spec.node_labels().begin(), spec.node_labels().end(), [&](const auto& wanted) {
-          const auto it = labels.find(wanted.first);
-          return it != labels.end() && it->second == wanted.second;
+    const bool labelled = std::all_of(
+        spec.node_labels().begin(), spec.node_labels().end(), [&](const v1::NameValue& wanted) {
+          return std::any_of(labels.begin(), labels.end(), [&](const v1::NameValue& label) {
+            return label.name() == wanted.name() && label.value() == wanted.value();
+          });
         });
     if (!labelled) {
       ++without_labels;

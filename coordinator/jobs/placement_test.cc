@@ -9,6 +9,8 @@
 #include <string>
 #include <vector>
 
+#include "proto/name_value.h"
+
 namespace muster::coordinator {
 namespace {
 
@@ -112,10 +114,10 @@ TEST_F(PlacementTest, Nodes_OfOneRack_ComeFirst) {
 TEST_F(PlacementTest, Labels_ThatNoNodeHas_AreNamed) {
   AddNode("a", 1, 0);
   v1::JobSpec spec = Spec(1, 1);
-  (*spec.mutable_node_labels())["gpu"] = "h200";
+  AddNameValue("gpu", "h200", spec.mutable_node_labels());
   EXPECT_EQ(Run(spec).why,
             "room for 1 process with 1 CPU on nodes with gpu=h200: no node has these labels");
-  (*infos_[0].mutable_labels())["gpu"] = "h200";
+  AddNameValue("gpu", "h200", infos_[0].mutable_labels());
   EXPECT_FALSE(Run(spec).placements.empty());
 }
 
