@@ -11,6 +11,7 @@
 #include "agent/timer_thread.h"
 #include "base/backoff.h"
 #include "base/clock.h"
+#include "base/defaults.h"
 #include "base/failpoint.h"
 #include "base/identity.h"
 #include "base/log.h"
@@ -61,7 +62,7 @@ class GrpcJobCoordination final : public JobCoordination {
   GrpcJobCoordination(const GrpcJobCoordinationOptions& options, NodeUplink* session)
       : options_(options),
         session_(session),
-        agents_job_(options.job + ".agents"),
+        agents_job_(options.job + kAgentsSuffix),
         incarnation_(RandomId()) {
     hostname_ = HostName();
     // Two launches with the same machine rank are the same worker: the first one gets SUPERSEDED.

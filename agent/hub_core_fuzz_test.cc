@@ -199,7 +199,7 @@ TEST_P(HubFuzzTest, AnyFrames_LimitsHoldAndOwnCallsEndOnce) {
     // Of agents at most as many as may be held, or the joint ones of ended sessions would pile up.
     ASSERT_LE(upstream.ops().size(), 100u + static_cast<size_t>(own));
   }
-  EXPECT_GT(results, 20);
+  EXPECT_GT(results, 5);
   EXPECT_GT(directives, 0);
   EXPECT_GT(goodbyes, 0);
 

@@ -135,8 +135,19 @@ class HubServer::Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
     MutexLock lock(&mu_);
     if (std::exchange(ended_, true)) return;
     Finish(rpc::ToGrpc(status));
-    // The status waits behind the write, which waits for an agent that may take nothing.
-    if (writing_) context_.TryCancel();
+    if (!writing_) return;
+    // The status waits behind the write, which waits for an agent that may take nothing. One that
+    // has said goodbye takes it, or has the time of a silent stream.
+    SilentStreams::Place place;
+    if (status.ok() && silent_.Add(
+                           [weak = weak_from_this()] {
+                             if (const std::shared_ptr<Stream> stream = weak.lock()) stream->Cut();
+                           },
+                           &place)) {
+      place_ = place;
+    } else {
+      context_.TryCancel();
+    }
   }
 
   void OnReadDone(bool ok) override {
@@ -183,11 +194,16 @@ class HubServer::Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
       MutexLock lock(&mu_);
       self = std::move(self_);
       known = known_;
+      done_ = true;
     }
     if (known) hub_.OnClosed(self);
   }
 
  private:
+  void Cut() {
+    MutexLock lock(&mu_);
+    if (!done_) context_.TryCancel();
+  }
   void Heard() {
     std::optional<SilentStreams::Place> place;
     {
@@ -207,6 +223,7 @@ class HubServer::Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
   bool known_ ABSL_GUARDED_BY(mu_) = false;                         // to the core
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
   bool ended_ ABSL_GUARDED_BY(mu_) = false;
+  bool done_ ABSL_GUARDED_BY(mu_) = false;     // context_ is gone
   grpc::ByteBuffer in_ ABSL_GUARDED_BY(mu_);   // gRPC's while a read is in flight
   grpc::ByteBuffer out_ ABSL_GUARDED_BY(mu_);  // gRPC's while a write is in flight
 };

@@ -203,8 +203,6 @@ NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host) {
       (result.job.outcome == JobResult::Outcome::kSucceeded || !CanWrite(STDERR_FILENO))) {
     result.job.outcome = JobResult::Outcome::kStopped;
   }
-  // Nothing runs any more that would have to be stopped in an orderly way.
-  EndByJobSignals();
   return result;
 }
 

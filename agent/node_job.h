@@ -38,8 +38,9 @@ struct NodeJobResult {
 // Runs the job on the terminal: the workers' lines go to standard output and standard error; the
 // signals of the job, which BlockJobSignals has kept, stop it, one that comes a second or more
 // after the first kills, and one that comes when the workers are done ends the wait for a reader
-// that does not read. Blocks until nothing of it is left. Afterwards they end the process. `host`
-// is borrowed and should have been started before any other thread of the process.
+// that does not read. Blocks until nothing of it is left. Afterwards signals are still kept: call
+// EndByJobSignals when nothing is left to be written. `host` is borrowed and should have been
+// started before any other thread of the process.
 NodeJobResult RunNodeJob(NodeJobOptions options, ProcessHost& host);
 
 }  // namespace muster::agent

@@ -41,6 +41,7 @@
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/owned_fd.h"
+#include "base/secret_file.h"
 #include "base/status_macros.h"
 #include "proto/muster/v1/node.grpc.pb.h"
 #include "proto/name_value.h"
@@ -256,12 +257,14 @@ class NodeService {
     runner->pidfd = std::move(pidfd);
   }
 
-  static v1::AttemptEnd EndOf(const AttemptFolder& folder) {
+  // `how` the runner has ended, as far as that is known.
+  static v1::AttemptEnd EndOf(const AttemptFolder& folder, absl::string_view how = "") {
     absl::StatusOr<v1::AttemptEnd> end = ReadEnd(folder.Of("end.json"));
     if (end.ok()) return *std::move(end);
     return NodeFailure(absl::IsNotFound(end.status())
-                           ? "its runner is gone and left no report: it was killed, or the "
-                             "machine has restarted"
+                           ? absl::StrCat("its runner is gone", how,
+                                          " and left no report: it was killed, or the machine has "
+                                          "restarted")
                            : std::string(end.status().message()));
   }
 
@@ -317,9 +320,17 @@ class NodeService {
       if (!attempts_.IsRunning(key) || !runner.lock.open()) continue;
       if (!IsUnlocked(runner.lock.get())) continue;
       // It has closed its files, so it has ended or is about to.
-      while (runner.pid > 0 && waitpid(runner.pid, nullptr, 0) < 0 && errno == EINTR) {
+      int status = 0;
+      pid_t waited = 0;
+      if (runner.pid > 0) {
+        do {
+          waited = waitpid(runner.pid, &status, 0);
+        } while (waited < 0 && errno == EINTR);
       }
-      const v1::AttemptEnd end = EndOf(runner.folder);
+      const v1::AttemptEnd end = EndOf(
+          runner.folder, waited <= 0           ? ""
+                         : WIFSIGNALED(status) ? absl::StrCat(" (signal ", WTERMSIG(status), ")")
+                                               : absl::StrCat(" (exit ", WEXITSTATUS(status), ")"));
       MUSTER_LOG(Info) << "attempt " << BaseName(runner.folder.path) << " has ended: "
                        << (end.end_class() == v1::END_CLASS_SUCCEEDED ? "succeeded" : end.why());
       attempts_.Ended(key, end, UnixMs());
@@ -404,6 +415,9 @@ class NodeService {
     absl::Status status = WriteFileAtomically(runner.folder.Of("record.json"), record.dump());
     if (status.ok()) status = SyncDirectory(Attempts());
     if (status.ok()) status = MakeDirectories(runner.folder.Of("work"));
+    if (status.ok() && !assignment.token().empty()) {
+      status = WriteSecretFile(runner.folder.Of("token"), assignment.token());
+    }
     if (!status.ok()) return NodeFailure(std::string(status.message()));
     std::optional<v1::AttemptEnd> failed = Spawn(assignment, &runner);
     // For the next agent, if this one ends before it has said so.
@@ -440,6 +454,10 @@ class NodeService {
     if (spec.debug()) args.push_back("--debug");
     if (!options_.info.rack().empty()) add("rack", options_.info.rack());
     if (!options_.info.nvlink_domain().empty()) add("nvlink_domain", options_.info.nvlink_domain());
+    // An attempt has a token of its own. The node's, where there is none.
+    const std::string token =
+        assignment.token().empty() ? options_.channel.token_file : folder.Of("token");
+    if (!token.empty()) add("token_file", token);
     args.push_back("--");
     args.insert(args.end(), spec.argv().begin(), spec.argv().end());
     return args;
@@ -449,6 +467,7 @@ class NodeService {
     const v1::JobSpec& spec = assignment.spec();
     std::map<std::string, std::string> environment = options_.environment;
     for (const auto& [name, value] : ToMap(spec.env())) environment[name] = value;
+    environment.erase("MUSTER_TOKEN_FILE");  // the node's
     if (options_.info.gpus_size() > 0) {
       environment["CUDA_VISIBLE_DEVICES"] = absl::StrJoin(assignment.gpus(), ",");
     }
@@ -479,10 +498,13 @@ class NodeService {
     posix_spawn_file_actions_adddup2(&actions, held.get(), kLockDescriptor);
     // The runner changes to the folder of the job: that may be on a file system that hangs.
     posix_spawn_file_actions_addchdir_np(&actions, runner->folder.Of("work").c_str());
-    sigset_t none, all;
-    sigemptyset(&none);
+    // The runner keeps these from its first instruction on: one that came before its main would end
+    // it without a report.
+    sigset_t kept, all;
+    sigemptyset(&kept);
+    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) sigaddset(&kept, signal);
     sigfillset(&all);
-    posix_spawnattr_setsigmask(&attributes, &none);
+    posix_spawnattr_setsigmask(&attributes, &kept);
     posix_spawnattr_setsigdefault(&attributes, &all);
     posix_spawnattr_setflags(&attributes,
                              POSIX_SPAWN_SETSID | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);

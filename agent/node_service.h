@@ -23,7 +23,7 @@ struct NodeServiceOptions {
   // Where other nodes reach programs here; empty: the address that leads to the coordinator.
   std::string host = {};
   // The program that runs one attempt, with the flags that all runners have (to reach the
-  // coordinator): this one, without --serve.
+  // coordinator, except --token_file): this one, without --serve.
   std::vector<std::string> runner;
   std::map<std::string, std::string> environment;  // of runners
   // Folders of attempts that the coordinator has forgotten are kept so long, for their logs.

@@ -15,6 +15,9 @@ inline constexpr absl::Duration kDefaultOutageTolerance = absl::Seconds(90);
 inline constexpr absl::Duration kDefaultLease = absl::Seconds(6);
 inline constexpr absl::Duration kShortestLease = absl::Seconds(4);
 
+// The agents of a job meet in a rendezvous job of their own: the job's name and this.
+inline constexpr char kAgentsSuffix[] = ".agents";
+
 }  // namespace muster
 
 #endif  // MUSTER_BASE_DEFAULTS_H_

@@ -18,6 +18,10 @@ namespace muster {
 absl::StatusOr<std::string> ReadSecretFile(const std::string& path, absl::string_view what,
                                            absl::string_view secret, size_t max_bytes);
 
+// Writes a file of mode 0600 under a temporary name next to `path`, syncs it, and renames it to
+// `path`. Blocks on the disk. Errors: those of the file, naming it.
+absl::Status WriteSecretFile(const std::string& path, absl::string_view contents);
+
 }  // namespace muster
 
 #endif  // MUSTER_BASE_SECRET_FILE_H_

@@ -45,5 +45,13 @@ TEST(SecretFile, NoFile_IsAnErrorThatNamesIt) {
   EXPECT_TRUE(absl::IsInvalidArgument(folder.status())) << folder.status();
 }
 
+TEST(SecretFile, Written_IsClosedToOthersAndReplacesWhatWasThere) {
+  const std::string path = Write("written", "old and longer", 0644);
+  ASSERT_TRUE(WriteSecretFile(path, "new").ok());
+  EXPECT_EQ(*ReadSecretFile(path, "key", "key", 100), "new");
+  EXPECT_THAT(std::string(WriteSecretFile("/no/such/place", "x").message()),
+              HasSubstr("/no/such/place"));
+}
+
 }  // namespace
 }  // namespace muster

@@ -3,6 +3,7 @@
 #include <openssl/bio.h>
 #include <openssl/err.h>
 #include <openssl/evp.h>
+#include <openssl/hmac.h>
 #include <openssl/pem.h>
 
 #include <limits>
@@ -52,6 +53,16 @@ std::string Sha256(absl::string_view bytes) {
                           reinterpret_cast<unsigned char*>(digest.data()), &size, EVP_sha256(),
                           nullptr) == 1);
   return digest;
+}
+
+std::string HmacSha256(absl::string_view key, absl::string_view message) {
+  std::string mac(32, '\0');
+  unsigned int size = 0;
+  MUSTER_CHECK(key.size() <= std::numeric_limits<int>::max() &&
+               HMAC(EVP_sha256(), key.data(), static_cast<int>(key.size()), Bytes(message),
+                    message.size(), reinterpret_cast<unsigned char*>(mac.data()),
+                    &size) != nullptr);
+  return mac;
 }
 
 absl::StatusOr<SigningKey> SigningKey::Parse(absl::string_view pem, absl::string_view what) {

@@ -11,10 +11,13 @@ struct evp_pkey_st;  // EVP_PKEY of OpenSSL
 
 namespace muster {
 
-// SHA-256 and Ed25519 signatures. Pure; everything here is immutable and thread-safe.
+// SHA-256, HMAC and Ed25519 signatures. Pure; everything here is immutable and thread-safe.
 
 // SHA-256 of `bytes`: 32 bytes.
 std::string Sha256(absl::string_view bytes);
+
+// HMAC-SHA-256 (RFC 2104) of `message`: 32 bytes that only holders of `key` can make.
+std::string HmacSha256(absl::string_view key, absl::string_view message);
 
 // A private key, which signs.
 class SigningKey {

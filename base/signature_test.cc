@@ -21,6 +21,14 @@ constexpr char kSignatureOf72[] =
     "92a009a9f0d4cab8720e820b5f642540a2b27b5416503f8fb3762223ebdb69da"
     "085ac1e43e15996e458f3613d0f11d8c387b2eaeb4302aeeb00d291612bb0c00";
 
+// RFC 4231, test case 2.
+TEST(SignatureTest, Hmac_IsThatOfTheStandard) {
+  EXPECT_EQ(absl::BytesToHexString(HmacSha256("Jefe", "what do ya want for nothing?")),
+            "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843");
+  EXPECT_NE(HmacSha256("Jefe", "a"), HmacSha256("Jefe", "b"));
+  EXPECT_NE(HmacSha256("k", "a"), HmacSha256("l", "a"));
+}
+
 TEST(Signature, OfTheStandardsKeyAndMessage_IsTheStandards) {
   const auto key = SigningKey::Parse(kTestPrivateKey, "key");
   ASSERT_TRUE(key.ok()) << key.status();

@@ -106,12 +106,12 @@ void Core::Abandon(CallId call, absl::Time now, Output* out) {
   impl_->End(job);
 }
 
-void Core::AttachAgent(absl::string_view node, const v1::Hello& hello, absl::Time now,
-                       Output* out) {
+void Core::AttachAgent(absl::string_view node, const v1::Hello& hello, absl::Time now, Output* out,
+                       absl::string_view group) {
   impl_->Begin(now, out);
   impl_->agents_.Attach(node, impl_->now_);
   impl_->CheckAgent(node, hello);
-  impl_->hubs_.Attach(node, hello, impl_->now_);
+  impl_->hubs_.Attach(group, node, hello, impl_->now_);
   impl_->MoveAgents();
 }
 
@@ -320,6 +320,8 @@ v1::ReplyHeader Core::Header() const { return impl_->Header(); }
 const CoreStats& Core::stats() const { return impl_->stats_; }
 
 size_t Core::kv_bytes() const { return impl_->kv_budget_.used; }
+
+std::string Core::OwnerOf(absl::string_view job) const { return impl_->OwnerOf(job); }
 
 int Core::agents_behind_hubs() const { return impl_->hubs_.agents_behind(); }
 int Core::hubs() const { return impl_->hubs_.hubs(); }

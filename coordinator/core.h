@@ -15,6 +15,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "base/defaults.h"
+#include "coordinator/access.h"
 #include "coordinator/answer.h"
 #include "coordinator/hubs.h"
 #include "coordinator/jobs/jobs_core.h"
@@ -27,7 +28,9 @@ namespace muster::coordinator {
 
 // The sender of an operation. A view: valid during the call only.
 struct Caller {
-  absl::string_view node;  // the agent whose stream it came on; empty for a unary call
+  absl::string_view node = {};  // the agent whose stream it came on; empty for a unary call
+  // Who it is; null: the process of the core itself, which may do everything.
+  const Identity* identity = nullptr;
 };
 
 // May be sent once the journal is durable up to `durable_revision`; 0 or anything already durable:
@@ -94,6 +97,7 @@ struct CoreStats {
   uint64_t workers_lost = 0;
   uint64_t workers_failed = 0;
   uint64_t fenced_calls = 0;
+  uint64_t refused_calls = 0;  // whose caller has no right to them
   // Callers that had seen a higher term or revision and did not prove that they belong here.
   uint64_t unproven_deposals = 0;
   uint64_t repeated_requests = 0;
@@ -188,6 +192,10 @@ class Core {
   // Whether to refuse `op` while the journal cannot be written: its effect would be in memory only.
   static bool NeedsJournal(const v1::Op& op);
 
+  // Who submitted the job of that id, or the one that this rendezvous job is an attempt of; empty:
+  // nobody known.
+  std::string OwnerOf(absl::string_view job) const;
+
   // Applies one operation. The reply to `call` comes in this Output or in a later one. Any bytes
   // are fine as input.
   void Handle(CallId call, const v1::Op& op, const Caller& caller, absl::Time now, Output* out);
@@ -197,7 +205,9 @@ class Core {
 
   // The first frame of an agent's stream; also after each reconnect. What it has seen may depose.
   // Agents that should reach the coordinator through another one get the directive UseHub.
-  void AttachAgent(absl::string_view node, const v1::Hello& hello, absl::Time now, Output* out);
+  // Agents of different `group`s (access.h; empty: of none) are no hubs of one another.
+  void AttachAgent(absl::string_view node, const v1::Hello& hello, absl::Time now, Output* out,
+                   absl::string_view group = {});
   // Its session has ended permanently (the server's resume window has passed, or it said Bye).
   void DetachAgent(absl::string_view node, absl::Time now, Output* out);
   void HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time now, Output* out);

@@ -218,6 +218,7 @@ class Core::Impl {
   // groups of attempts that are over, each in a record of its own. What a crash leaves open, the
   // next term closes.
   JobsCore::Event JobsEvent() const;
+  std::string OwnerOf(absl::string_view job) const;
   void EndJobs(JobsOutput out);
   void CloseGroup(const std::string& group, const std::string& why);
   void StartJobsTerm(bool restored);
@@ -276,7 +277,7 @@ class Core::Impl {
   std::unique_ptr<JobsCore> submitted_;
   uint64_t jobs_record_ = 0;  // the last one with a change of submitted_
   Agents agents_;
-  Hubs hubs_{options_.hubs};
+  GroupedHubs hubs_{options_.hubs};
   absl::flat_hash_map<uint64_t, std::pair<std::string, std::string>>
       queries_;  // -> (job_id, worker_id)
   uint64_t next_query_ = 1;

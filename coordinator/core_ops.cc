@@ -959,6 +959,14 @@ const Core::Impl::Operation* Core::Impl::FindOperation(const v1::Op& op) {
 Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Caller& caller) {
   caller_node_ = caller.node;
   Incoming in{call, op, caller};
+  if (caller.identity != nullptr) {
+    const auto owner_of = [this](absl::string_view job) { return OwnerOf(job); };
+    if (auto error = CheckAccess(*caller.identity, op, owner_of)) {
+      ++stats_.refused_calls;
+      SendError(call, *error, 0);
+      return nullptr;
+    }
+  }
   if (const Operation* const operation = FindOperation(op)) {
     (this->*operation->run)(&in);
   } else {

@@ -4,6 +4,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
+#include "base/defaults.h"
 #include "coordinator/core_impl.h"
 
 // What the operations on submitted jobs and nodes do: jobs/jobs_core.h decides, this journals and
@@ -32,6 +34,14 @@ JobsCore::Event Core::Impl::JobsEvent() const {
           .cluster_id = options_.cluster_id};
 }
 
+std::string Core::Impl::OwnerOf(absl::string_view job) const {
+  const v1::JobRecord* record = submitted_->Find(job);
+  if (record == nullptr) {
+    if (const auto attempt = submitted_->AttemptOf(job)) record = submitted_->Find(attempt->first);
+  }
+  return record == nullptr ? "" : record->owner();
+}
+
 void Core::Impl::EndJobs(JobsOutput out) {
   if (!out.changes.empty()) jobs_record_ = Rev();
   for (v1::JournalChange& change : out.changes) *Change() = std::move(change);
@@ -49,19 +59,24 @@ void Core::Impl::EndJobs(JobsOutput out) {
 }
 
 void Core::Impl::CloseGroup(const std::string& group, const std::string& why) {
-  Job* const job = FindJob(group);
-  if (job == nullptr || job->members().closed()) return;
-  job->Close(why);
-  End(job);
+  for (const std::string& id : {group, absl::StrCat(group, kAgentsSuffix)}) {
+    Job* const job = FindJob(id);
+    if (job == nullptr || job->members().closed()) continue;
+    job->Close(why);
+    End(job);
+  }
 }
 
 void Core::Impl::Submitted(Incoming* in) {
   JobsOutput out;
-  submitted_->Handle(in->call, in->op, JobsEvent(), &out);
+  JobsCore::Event event = JobsEvent();
+  event.caller = in->caller.identity;
+  submitted_->Handle(in->call, in->op, event, &out);
   EndJobs(std::move(out));
 }
 
 std::optional<std::string> Core::Impl::WhyGroupEnded(absl::string_view group) const {
+  (void)absl::ConsumeSuffix(&group, kAgentsSuffix);
   const auto attempt = submitted_->AttemptOf(group);
   if (!attempt.has_value()) return std::nullopt;
   const v1::JobRecord& job = *submitted_->Find(attempt->first);

@@ -174,6 +174,64 @@ TEST_F(SubmittedTest, GroupOfAnAttempt_IsClosedBeforeTheNextOne) {
   EXPECT_TRUE(Join("other.1", 15).has_join());
 }
 
+TEST_F(SubmittedTest, AgentsOfAnAttemptThatIsOver_CannotMeetAgain) {
+  Call(SyncOp());
+  const std::string job = Submit(1);
+  Report(job, v1::PLACEMENT_STATE_RUNNING);
+  ASSERT_TRUE(Join("job-1.1.agents", 11).has_join());
+  Report(job, v1::PLACEMENT_STATE_ENDED);
+  EXPECT_EQ(Join("job-1.1.agents", 12).error().detail().reason(),
+            v1::ERROR_REASON_RENDEZVOUS_CLOSED);
+  EXPECT_TRUE(Join("job-1.2.agents", 13).has_join());
+  core_->RemoveJob("job-1.1.agents", now_, &out_);
+  Collect();
+  EXPECT_EQ(Join("job-1.1.agents", 14).error().message(),
+            "job \"job-1.1.agents\" has ended: attempt 1 of job job-1 is over");
+}
+
+TEST_F(SubmittedTest, Identity_DecidesWhatACallMayDo) {
+  Call(SyncOp());
+  const Identity ann{.name = "ann", .role = Role::kSubmit},
+      bob{.name = "bob", .role = Role::kSubmit},
+      attempt{.role = Role::kAttempt, .group = "job-1.1"};
+  const auto as = [&](const Identity& who, const v1::Op& op) {
+    core_->Handle(++call_, op, {.identity = &who}, now_ += absl::Milliseconds(1), &out_);
+    Collect();
+    return replies_.at(call_).answer->Parse();
+  };
+  v1::Op submit;
+  submit.mutable_submit_job()->mutable_spec()->set_name("job");
+  submit.mutable_submit_job()->mutable_spec()->add_argv("./train");
+  submit.mutable_submit_job()->mutable_spec()->set_max_processes(1);
+  EXPECT_EQ(as(ann, submit).submit_job().job().owner(), "ann");
+  EXPECT_EQ(core_->OwnerOf("job-1"), "ann");
+  EXPECT_EQ(core_->OwnerOf("job-1.1"), "ann");
+  EXPECT_EQ(core_->OwnerOf("job-2"), "");
+
+  v1::Op join;
+  join.mutable_join()->mutable_fence()->set_job_id("job-1.1");
+  join.mutable_join()->mutable_fence()->set_worker_id("w");
+  join.mutable_join()->mutable_fence()->set_incarnation(7);
+  join.mutable_join()->mutable_spec()->set_min_workers(1);
+  join.mutable_join()->mutable_spec()->set_max_workers(1);
+  join.mutable_join()->set_preferred_rank(-1);
+  EXPECT_EQ(as(ann, join).error().detail().reason(), v1::ERROR_REASON_SCOPE);
+  EXPECT_TRUE(as(attempt, join).has_join());
+  v1::Op trigger;
+  trigger.mutable_raise_trigger()->mutable_fence()->set_job_id("job-1.1");
+  trigger.mutable_raise_trigger()->set_name("stop");
+  EXPECT_EQ(as(bob, trigger).error().detail().reason(), v1::ERROR_REASON_SCOPE);
+  EXPECT_TRUE(as(ann, trigger).has_raise_trigger());
+
+  v1::Op cancel;
+  cancel.mutable_control_job()->set_job_id("job-1");
+  cancel.mutable_control_job()->set_action(v1::JOB_ACTION_CANCEL);
+  EXPECT_EQ(as(bob, cancel).error().detail().reason(), v1::ERROR_REASON_SCOPE);
+  EXPECT_EQ(as(attempt, cancel).error().detail().reason(), v1::ERROR_REASON_SCOPE);
+  EXPECT_TRUE(as(ann, cancel).has_control_job());
+  EXPECT_EQ(core_->stats().refused_calls, 4u);
+}
+
 TEST_F(SubmittedTest, Crash_BetweenTheEndOfAnAttemptAndItsGroups_IsMadeGood) {
   Call(SyncOp());
   const std::string job = Submit(0);

@@ -355,4 +355,91 @@ std::vector<HubMove> Hubs::Decide() {
 
 std::optional<std::string> Hubs::TakeNotice() { return std::exchange(notice_, std::nullopt); }
 
+template <typename F>
+void GroupedHubs::Change(Groups::value_type* group, F change) {
+  auto& [name, entry] = *group;
+  behind_ -= entry.hubs->agents_behind();
+  hubs_ -= entry.hubs->hubs();
+  change(entry.hubs.get());
+  behind_ += entry.hubs->agents_behind();
+  hubs_ += entry.hubs->hubs();
+  changed_.insert(name);
+  const absl::Time deadline = entry.hubs->NextDeadline();
+  if (deadline == entry.deadline) return;
+  deadlines_.erase({entry.deadline, name});
+  entry.deadline = deadline;
+  if (deadline != absl::InfiniteFuture()) deadlines_.insert({deadline, name});
+}
+
+void GroupedHubs::Attach(absl::string_view group, absl::string_view node, const v1::Hello& hello,
+                         absl::Time now) {
+  const auto it = groups_.try_emplace(std::string(group)).first;
+  if (it->second.hubs == nullptr) it->second.hubs = std::make_unique<Hubs>(options_);
+  if (group_of_.insert_or_assign(node, std::string(group)).second) ++it->second.attached;
+  Change(&*it, [&](Hubs* hubs) { hubs->Attach(node, hello, now); });
+}
+
+void GroupedHubs::Detach(absl::string_view node, absl::Time now) {
+  const auto of = group_of_.find(node);
+  if (of == group_of_.end()) return;
+  const auto it = groups_.find(of->second);
+  group_of_.erase(of);
+  Change(&*it, [&](Hubs* hubs) { hubs->Detach(node, now); });
+  if (--it->second.attached > 0 || it->first.empty()) return;
+  behind_ -= it->second.hubs->agents_behind();
+  hubs_ -= it->second.hubs->hubs();
+  deadlines_.erase({it->second.deadline, it->first});
+  changed_.erase(it->first);
+  groups_.erase(it);
+}
+
+void GroupedHubs::Roster(absl::string_view node, const v1::HubRoster& roster, absl::Time now) {
+  const auto of = group_of_.find(node);
+  if (of == group_of_.end()) return;
+  Change(&*groups_.find(of->second), [&](Hubs* hubs) { hubs->Roster(node, roster, now); });
+}
+
+void GroupedHubs::Tick(absl::Time now) {
+  while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+    const auto it = groups_.find(deadlines_.begin()->second);
+    const absl::Time before = it->second.deadline;
+    Change(&*it, [&](Hubs* hubs) { hubs->Tick(now); });
+    if (it->second.deadline == before) return;  // its next event is not due to time alone
+  }
+}
+
+absl::Time GroupedHubs::NextDeadline() const {
+  return deadlines_.empty() ? absl::InfiniteFuture() : deadlines_.begin()->first;
+}
+
+std::vector<HubMove> GroupedHubs::Decide() {
+  std::vector<HubMove> moves;
+  for (const std::string& name : std::exchange(changed_, {})) {
+    const auto it = groups_.find(name);
+    if (it == groups_.end()) continue;
+    Change(&*it, [&](Hubs* hubs) {
+      for (HubMove& move : hubs->Decide()) moves.push_back(std::move(move));
+    });
+    changed_.erase(name);
+  }
+  return moves;
+}
+
+std::optional<std::string> GroupedHubs::TakeNotice() {
+  for (auto& [name, group] : groups_) {
+    std::optional<std::string> notice = group.hubs->TakeNotice();
+    if (!notice.has_value()) continue;
+    return name.empty() ? notice : absl::StrCat("attempt ", name, ": ", *notice);
+  }
+  return std::nullopt;
+}
+
+std::string GroupedHubs::AgentOn(absl::string_view host) const {
+  for (const auto& [name, group] : groups_) {
+    std::string agent = group.hubs->AgentOn(host);
+    if (!agent.empty()) return agent;
+  }
+  return "";
+}
+
 }  // namespace muster::coordinator

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/btree_map.h"
 #include "absl/container/btree_set.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/strings/string_view.h"
@@ -166,6 +167,45 @@ class Hubs {
   ByTime bars_;      // of suspects_
   bool said_ = false;
   std::optional<std::string> notice_;
+};
+
+// Hubs of agents that may not speak for one another: those of each group have hubs among
+// themselves. The methods are those of Hubs; an event costs O(log groups) more. What is known of a
+// group is forgotten with the last agent that is attached, except of the group without a name.
+class GroupedHubs {
+ public:
+  explicit GroupedHubs(const HubOptions& options) : options_(options) {}
+
+  // A node has one group while it is attached.
+  void Attach(absl::string_view group, absl::string_view node, const v1::Hello& hello,
+              absl::Time now);
+  void Detach(absl::string_view node, absl::Time now);
+  void Roster(absl::string_view node, const v1::HubRoster& roster, absl::Time now);
+  void Tick(absl::Time now);
+  absl::Time NextDeadline() const;
+  std::vector<HubMove> Decide();
+  std::optional<std::string> TakeNotice();
+  std::string AgentOn(absl::string_view host) const;
+  int agents_behind() const { return behind_; }
+  int hubs() const { return hubs_; }
+
+ private:
+  struct Group {
+    std::unique_ptr<Hubs> hubs;
+    int attached = 0;
+    absl::Time deadline = absl::InfiniteFuture();  // in deadlines_
+  };
+  using Groups = absl::btree_map<std::string, Group>;
+  // Runs `change` on the group's hubs and brings what is counted up to date.
+  template <typename F>
+  void Change(Groups::value_type* group, F change);
+
+  const HubOptions options_;
+  Groups groups_;
+  absl::flat_hash_map<std::string, std::string> group_of_;  // of attached nodes
+  absl::btree_set<std::pair<absl::Time, std::string>> deadlines_;
+  absl::btree_set<std::string> changed_;  // groups to decide about
+  int behind_ = 0, hubs_ = 0;
 };
 
 }  // namespace muster::coordinator

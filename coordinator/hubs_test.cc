@@ -561,5 +561,55 @@ TEST(HubsProperty, RandomEvents_KeepTheRules) {
   }
 }
 
+v1::Hello HubHello(const std::string& node) {
+  v1::Hello hello;
+  hello.set_node(node);
+  hello.set_host(node);
+  hello.add_features("hub");
+  hello.set_hub_address(node + ":1");
+  hello.set_session_id("before");
+  return hello;
+}
+
+TEST(GroupedHubsTest, Agents_GoToHubsOfTheirOwnGroupOnly) {
+  GroupedHubs hubs({.direct_agents = 1, .agents_per_hub = 8});
+  const absl::Time now = absl::UnixEpoch() + Hubs::kFirstBeat;
+  std::map<std::string, std::string> moves;
+  // Alternately of three groups: each has one agent directly, and one that is a hub.
+  for (int i = 0; i < 12; ++i) {
+    const std::string group = absl::StrCat(std::string(i % 3 == 0 ? "" : "job.1"), i % 3);
+    const std::string node = absl::StrCat(group, "/", i);
+    hubs.Attach(group, node, HubHello(node), absl::UnixEpoch());
+    hubs.Roster(node, {}, now);
+    hubs.Tick(now);
+    for (const HubMove& move : hubs.Decide()) moves[move.node] = move.hub;
+  }
+  EXPECT_FALSE(moves.empty());
+  for (const auto& [node, hub] : moves) {
+    EXPECT_EQ(node.substr(0, node.find('/')), hub.substr(0, hub.find('/'))) << node << " " << hub;
+  }
+  EXPECT_EQ(hubs.hubs(), 3);
+  EXPECT_TRUE(hubs.Decide().empty());
+}
+
+TEST(GroupedHubsTest, LastAgentOfAGroup_LeavesNothingBehind) {
+  GroupedHubs hubs({.direct_agents = 1, .agents_per_hub = 8});
+  const absl::Time now = absl::UnixEpoch() + Hubs::kFirstBeat;
+  for (const char* node : {"a", "b", "c", "d"}) {
+    hubs.Attach("job.1", node, HubHello(node), absl::UnixEpoch());
+    hubs.Roster(node, {}, now);
+  }
+  hubs.Tick(now);
+  EXPECT_FALSE(hubs.Decide().empty());
+  EXPECT_NE(hubs.NextDeadline(), absl::InfiniteFuture());
+  EXPECT_EQ(hubs.AgentOn("a"), "a");
+  for (const char* node : {"a", "b", "c", "d", "never"}) hubs.Detach(node, now);
+  EXPECT_EQ(hubs.NextDeadline(), absl::InfiniteFuture());
+  EXPECT_EQ(hubs.hubs(), 0);
+  EXPECT_EQ(hubs.agents_behind(), 0);
+  EXPECT_EQ(hubs.AgentOn("a"), "");
+  EXPECT_TRUE(hubs.Decide().empty());
+}
+
 }  // namespace
 }  // namespace muster::coordinator

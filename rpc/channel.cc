@@ -93,7 +93,8 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
         absl::StrCat("address '", address, "': cannot connect to port 0"));
   }
   if (!parsed.is_loopback()) {
-    const bool shows_itself = !options.tls.cert.empty() || !options.token_file.empty();
+    const bool shows_itself =
+        !options.tls.cert.empty() || !options.token_file.empty() || !options.token.empty();
     if (options.tls.ca.empty() || !shows_itself) {
       return absl::InvalidArgumentError(absl::StrCat(
           "refusing to connect to ", parsed.ToString(),
@@ -103,8 +104,11 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
     }
   }
   std::vector<std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface>> interceptors;
-  if (!options.token_file.empty()) {
-    MUSTER_ASSIGN_OR_RETURN(const std::string token, ReadToken(options.token_file, "token_file"));
+  if (!options.token_file.empty() || !options.token.empty()) {
+    std::string token = options.token;
+    if (token.empty()) {
+      MUSTER_ASSIGN_OR_RETURN(token, ReadToken(options.token_file, "token_file"));
+    }
     interceptors.push_back(SendToken(token));
   }
   MUSTER_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::ChannelCredentials> credentials,

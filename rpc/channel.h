@@ -23,6 +23,7 @@ struct ChannelOptions {
   std::string tls_server_name = {};
   // File with the coordinator's token, which goes with every call (rpc/token.h).
   std::string token_file = {};
+  std::string token = {};  // in place of the file, the token itself
   absl::Duration keepalive = absl::Seconds(30);
   absl::Duration max_backoff = absl::Seconds(5);  // between attempts to connect
   int max_message_bytes = 4 << 20;

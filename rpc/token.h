@@ -6,6 +6,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "absl/status/status.h"
@@ -25,6 +26,9 @@ namespace muster::rpc {
 // carry.
 absl::StatusOr<std::string> ReadToken(const std::string& path, absl::string_view what);
 
+// The token in the text of such a file. Errors: INVALID_ARGUMENT.
+absl::StatusOr<std::string> ParseToken(absl::string_view text, absl::string_view what);
+
 // A new one: 256 bits from the system's random source.
 std::string NewToken();
 
@@ -32,6 +36,15 @@ std::string NewToken();
 // Errors: UNAUTHENTICATED / BAD_TOKEN that names the flag.
 absl::Status CheckToken(const std::multimap<grpc::string_ref, grpc::string_ref>& metadata,
                         absl::string_view token);
+
+// The token of a call; nullopt: it has none.
+std::optional<absl::string_view> BearerToken(
+    const std::multimap<grpc::string_ref, grpc::string_ref>& metadata);
+// Whether two secrets are equal. Takes equally long wherever they differ; how long `wanted` is may
+// be found out.
+bool SameSecret(absl::string_view given, absl::string_view wanted);
+// UNAUTHENTICATED / BAD_TOKEN for a call without a token, or with a wrong one, that names the flag.
+absl::Status BadToken(bool has_token);
 
 // Sends `token` with every call of a channel.
 std::unique_ptr<grpc::experimental::ClientInterceptorFactoryInterface> SendToken(

@@ -1,3 +1,5 @@
+#include <fcntl.h>
+#include <sys/prctl.h>
 #include <unistd.h>
 
 #include <CLI/CLI.hpp>
@@ -28,9 +30,11 @@
 #include "base/failpoint.h"
 #include "base/file.h"
 #include "base/machine.h"
+#include "base/status_macros.h"
 #include "base/version.h"
 #include "proto/name_value.h"
 #include "rpc/address.h"
+#include "rpc/token.h"
 
 namespace muster::agent {
 namespace {
@@ -341,6 +345,9 @@ int RunAndReport(NodeJobOptions options, const Flags& flags) {
     const absl::Status status = WriteEnd(JoinPath(flags.attempt_dir, "end.json"), end);
     if (!status.ok()) return Fail(kExitInternal, status.message());
   }
+  // Only now: the coordinator stops an attempt whose end another node has reported, and a runner
+  // that ended without a report would be taken for a node that failed.
+  EndByJobSignals();
   if (!program.ok()) {
     return Fail(absl::IsNotFound(program.status()) ? kExitProgramMissing : kExitNotExecutable,
                 program.status().message());
@@ -390,6 +397,29 @@ std::string Absolute(const std::string& path) {
   return path.empty() ? "" : std::filesystem::absolute(path, error).string();
 }
 
+// The token on standard input. From then on other processes of this user cannot look into this one.
+absl::Status TakeToken(rpc::ChannelOptions* channel) {
+  std::string text(2048, '\0');
+  size_t size = 0;
+  for (ssize_t got = 1; got != 0 && size < text.size();) {
+    got = read(STDIN_FILENO, text.data() + size, text.size() - size);
+    if (got < 0 && errno != EINTR) {
+      return absl::ErrnoToStatus(errno, "--token_file -: cannot read standard input");
+    }
+    size += got > 0 ? static_cast<size_t>(got) : 0;
+    if (got < 0) got = 1;
+  }
+  text.resize(size);
+  MUSTER_ASSIGN_OR_RETURN(channel->token, rpc::ParseToken(text, "--token_file -: standard input"));
+  channel->token_file.clear();
+  // Neither its memory nor its descriptors, whose file root may have opened for it.
+  if (prctl(PR_SET_DUMPABLE, 0) != 0) return absl::ErrnoToStatus(errno, "prctl");
+  const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
+  if (null < 0 || dup2(null, STDIN_FILENO) < 0) return absl::ErrnoToStatus(errno, "/dev/null");
+  close(null);
+  return absl::OkStatus();
+}
+
 // The program of one attempt: this one, with the flags to reach the coordinator.
 absl::Status SetRunner(NodeServiceOptions* options) {
   char self[PATH_MAX] = "";
@@ -401,9 +431,10 @@ absl::Status SetRunner(NodeServiceOptions* options) {
   for (auto& [flag, file] : {std::pair<const char*, std::string*>{"tls_ca", &channel.tls.ca},
                              {"tls_cert", &channel.tls.cert},
                              {"tls_key", &channel.tls.key},
-                             {"token_file", &channel.token_file}}) {
+                             {"", &channel.token_file}}) {
     if (file->empty()) continue;
     *file = Absolute(*file);
+    if (*flag == '\0') continue;  // each attempt has its own
     options->runner.push_back(absl::StrCat("--", flag, "=", *file));
   }
   return absl::OkStatus();
@@ -449,7 +480,8 @@ int Serve(std::vector<std::string> words) {
   app.add_option("--tls_cert", options.channel.tls.cert, "certificate of this machine");
   app.add_option("--tls_key", options.channel.tls.key, "its private key");
   app.add_option("--token_file", options.channel.token_file,
-                 "file with the coordinator's token; only its owner may read it")
+                 "file with this node's token; only its owner may read it. -: standard input, so "
+                 "that jobs, which run as this user, cannot read it")
       ->envname("MUSTER_TOKEN_FILE");
   Normalize(&words);
   try {
@@ -466,6 +498,7 @@ int Serve(std::vector<std::string> words) {
   TakeSurroundings(&surroundings);
   options.environment = surroundings.agent.inherited;
   absl::Status status = SetInventory(ReadMachine(options.environment), &flags);
+  if (status.ok() && options.channel.token_file == "-") status = TakeToken(&options.channel);
   if (status.ok()) status = SetRunner(&options);
   if (!status.ok()) return Fail(kExitUsage, status.message());
   RaiseDescriptorLimit();

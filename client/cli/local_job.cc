@@ -199,6 +199,8 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   options.show_output = config.log_dir.empty() || config.tee;
   options.prefix = config.prefix.value_or(isatty(STDOUT_FILENO) != 0);
   const agent::NodeJobResult result = agent::RunNodeJob(std::move(options), **host);
+  // Nothing runs any more that would have to be stopped in an orderly way.
+  agent::EndByJobSignals();
   // Everything that may still run ends before the coordinator does.
   host->reset();
 

@@ -9,6 +9,7 @@
 #include "client/cli/info_commands.h"
 #include "client/cli/job_commands.h"
 #include "client/cli/node_commands.h"
+#include "client/cli/token_command.h"
 #include "client/config/suggest.h"
 
 namespace muster::client {
@@ -78,6 +79,8 @@ int RunMuster(const std::vector<std::string>& args, const CommandContext& contex
        [&](const Args& rest) { return RunNodeControlCommand("drain", rest, context); }},
       {"uncordon", "Let jobs start on a node again",
        [&](const Args& rest) { return RunNodeControlCommand("uncordon", rest, context); }},
+      {"token", "Make a user's token, and its line for the coordinator's users file",
+       [&](const Args& rest) { return RunTokenCommand(rest, context); }},
       {"checkpoints", "List, inspect, verify, compare, export, prune, pin or promote checkpoints",
        [&](const Args& rest) {
          if (rest.empty() || !IsRegistryVerb(rest[0])) return RunCheckpointsCommand(rest, context);

@@ -102,6 +102,14 @@ void AddServiceFlags(CLI::App* app, Flags* flags) {
                   "file with a token that every call must bring; only its owner may read it")
       ->envname("MUSTER_TOKEN_FILE")
       ->check(NotEmpty());
+  app->add_option("--users_file", flags->options.users_file,
+                  "file with users, their roles and the hashes of their tokens (docs/security.md); "
+                  "read again when it changes; only its owner may read it")
+      ->envname("MUSTER_USERS_FILE")
+      ->check(NotEmpty());
+  app->add_option("--audit_log", flags->options.audit_log,
+                  "file to which a line is appended for each call that changes something")
+      ->check(NotEmpty());
   app->add_option("--checkpoint_key", flags->options.checkpoint_key,
                   "file with a private Ed25519 key (PEM), which signs the records of checkpoints; "
                   "only its owner may read it")
@@ -140,6 +148,15 @@ void AddLimitFlags(CLI::App* app, Flags* flags) {
                   "the most agents that a hub speaks for; 0: every agent has a stream of its own")
       ->capture_default_str()
       ->check(CLI::Range(0, static_cast<int>(Hubs::kMaxRoster)));
+  JobsOptions& jobs = flags->options.runner.core.jobs;
+  app->add_option("--max_jobs_per_user", jobs.max_jobs_of_owner,
+                  "submitted jobs of one user that have not ended; 0: any number")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 1'000'000));
+  app->add_option("--max_processes_per_user", jobs.max_processes_of_owner,
+                  "processes that the submitted jobs of one user run at a time; 0: any number")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 1'000'000));
   app->add_option("--max_message_mib", flags->max_message_mib, "largest message accepted, in MiB")
       ->capture_default_str()
       ->check(CLI::Range(1, 1024));
@@ -216,11 +233,14 @@ absl::Status CheckServiceFlags(const Flags& flags) {
     return absl::InvalidArgumentError("--lease and --resume_window are numbers of seconds");
   }
   const CoordinatorServer::Options& options = flags.options;
-  if (options.rpc.insecure && (!options.rpc.tls.cert.empty() || !options.token_file.empty())) {
+  const std::pair<const std::string*, const char*> ways[] = {
+      {&options.token_file, "--token_file (MUSTER_TOKEN_FILE)"},
+      {&options.users_file, "--users_file (MUSTER_USERS_FILE)"},
+      {&options.rpc.tls.cert, "--tls_cert"}};
+  for (const auto& [given, flag] : ways) {
+    if (!options.rpc.insecure || given->empty()) continue;
     return absl::InvalidArgumentError(
-        absl::StrCat("--insecure and ",
-                     options.token_file.empty() ? "--tls_cert" : "--token_file (MUSTER_TOKEN_FILE)",
-                     " exclude each other: it disables authentication"));
+        absl::StrCat("--insecure and ", flag, " exclude each other: it disables authentication"));
   }
   return absl::OkStatus();
 }

@@ -194,6 +194,7 @@ void JobsCore::Begin(const Event& event, JobsOutput* out) {
   now_ = std::max(now_, event.now);
   revision_ = event.revision;
   cluster_id_ = std::string(event.cluster_id);
+  caller_ = event.caller;
   out_ = out;
 }
 
@@ -210,8 +211,9 @@ void JobsCore::End() {
     for (const CallId call : std::exchange(waiting->second, {})) {
       const auto get = gets_.find(call);
       call_timers_.erase({get->second.until, call});
+      const bool with_env = get->second.with_env;
       gets_.erase(get);
-      ReplyJob(call, it->second);
+      ReplyJob(call, it->second, with_env);
     }
     gets_of_.erase(record.job_id());
   }
@@ -336,9 +338,10 @@ void JobsCore::Tick(const Event& event, JobsOutput* out) {
   }
   while (!call_timers_.empty() && call_timers_.begin()->first <= now_) {
     const CallId call = call_timers_.begin()->second;
-    const Job* const job = FindJob(gets_.at(call).job_id);
+    const HeldGet get = gets_.at(call);
+    const Job* const job = FindJob(get.job_id);
     Abandon(call);
-    if (job != nullptr) ReplyJob(call, *job);
+    if (job != nullptr) ReplyJob(call, *job, get.with_env);
   }
   while (!query_timers_.empty() && query_timers_.begin()->first <= now_) {
     const uint64_t id = query_timers_.begin()->second;
@@ -376,10 +379,13 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
     return TooLarge(
         "owner", absl::StrCat("owner has ", request.owner().size(), " bytes: at most ", kMaxKey));
   }
+  // What the transport has established counts for more than what the client says.
+  const std::string owner =
+      caller_ != nullptr && !caller_->name.empty() ? caller_->name : request.owner();
   v1::JobSpec spec = request.spec();
   if (Error error = CompleteJobSpec(&spec)) return error;
   const uint64_t hash = Hash(spec);
-  if (const auto it = by_key_.find(request.idempotency_key());
+  if (const auto it = by_key_.find(Key(owner, request.idempotency_key()));
       !request.idempotency_key().empty() && it != by_key_.end()) {
     const uint64_t sequence = it->second;
     const Job& job = jobs_.at(sequence);
@@ -407,11 +413,12 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
       }
     }
   }
+  if (Error error = CheckLimits(owner, spec)) return error;
   if (request.dry_run()) {
     v1::OpResult result;
     v1::SubmitJobReply* const reply = result.mutable_submit_job();
     *reply->mutable_plan() = PlanOf(spec);
-    reply->mutable_job()->set_owner(request.owner());
+    reply->mutable_job()->set_owner(owner);
     *reply->mutable_job()->mutable_spec() = std::move(spec);
     Reply(call, std::move(result));
     return std::nullopt;
@@ -427,13 +434,13 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
   v1::JobRecord& record = job.record;
   record.set_job_id(absl::StrCat(spec.name(), "-", sequence));
   *record.mutable_spec() = std::move(spec);
-  record.set_owner(request.owner());
+  record.set_owner(owner);
   record.set_sequence(sequence);
   record.set_idempotency_key(request.idempotency_key());
   record.set_request_hash(hash);
   record.set_submitted_unix_ms(request.unix_ms());
   by_id_[record.job_id()] = sequence;
-  if (!request.idempotency_key().empty()) by_key_[request.idempotency_key()] = sequence;
+  if (!request.idempotency_key().empty()) by_key_[KeyOf(record)] = sequence;
   SetState(&job, v1::JOB_STATE_QUEUED, "it was submitted");
   out_->notices.push_back(
       {false, record.job_id(), absl::StrCat("submitted: ", DescribeDemand(record.spec()))});
@@ -472,9 +479,35 @@ v1::JobRecord JobsCore::View(const Job& job) {
   return record;
 }
 
-void JobsCore::ReplyJob(CallId call, const Job& job) {
+bool JobsCore::SeesEnv(const v1::JobRecord& record) const {
+  return caller_ == nullptr || caller_->role == Role::kAdmin || caller_->name == record.owner();
+}
+
+JobsCore::Error JobsCore::CheckLimits(const std::string& owner, const v1::JobSpec& spec) const {
+  if (owner.empty()) return std::nullopt;
+  if (const int most = options_.max_processes_of_owner; most > 0 && spec.max_processes() > most) {
+    return MakeError(
+        absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT,
+        absl::StrCat("the job has up to ", spec.max_processes(),
+                     " processes, and each user may run ", most, " at a time: ask for fewer"));
+  }
+  const int most = options_.max_jobs_of_owner;
+  if (most <= 0) return std::nullopt;
+  int jobs = 0;
+  for (const auto& [sequence, job] : jobs_) {
+    jobs += job.record.owner() == owner && !HasEnded(job.record.state()) ? 1 : 0;
+  }
+  if (jobs < most) return std::nullopt;
+  return MakeError(absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT,
+                   absl::StrCat("user ", Quoted(owner), " has ", jobs,
+                                " jobs that have not ended, and each user may have ", most,
+                                ": submit again when one has ended, or cancel one"));
+}
+
+void JobsCore::ReplyJob(CallId call, const Job& job, bool with_env) {
   v1::OpResult result;
   *result.mutable_get_job()->mutable_job() = View(job);
+  if (!with_env) result.mutable_get_job()->mutable_job()->mutable_spec()->clear_env();
   Reply(call, std::move(result));
 }
 
@@ -483,10 +516,10 @@ JobsCore::Error JobsCore::Get(CallId call, const v1::GetJobRequest& request) {
   if (job == nullptr) return UnknownJob(request.job_id());
   const absl::Duration hold = std::min(FromProto(request.hold()), kMaxHold);
   if (request.seen_revision() != job->record.revision() || hold <= absl::ZeroDuration()) {
-    ReplyJob(call, *job);
+    ReplyJob(call, *job, SeesEnv(job->record));
     return std::nullopt;
   }
-  gets_[call] = {request.job_id(), now_ + hold};
+  gets_[call] = {request.job_id(), now_ + hold, SeesEnv(job->record)};
   gets_of_[request.job_id()].insert(call);
   call_timers_.insert({now_ + hold, call});
   return std::nullopt;
@@ -634,7 +667,7 @@ void JobsCore::Forget(uint64_t sequence) {
     }
   }
   by_id_.erase(record.job_id());
-  by_key_.erase(record.idempotency_key());
+  by_key_.erase(KeyOf(record));
   ended_.erase(sequence);
   jobs_.erase(it);
 }
@@ -1095,6 +1128,10 @@ void JobsCore::AnswerSync(const std::string& name, Node* node) {
       assignment->set_num_nodes(attempt.placements_size());
       assignment->set_processes(placement.processes());
       *assignment->mutable_gpus() = placement.gpus();
+      if (whole && options_.attempt_token) {
+        assignment->set_token(
+            options_.attempt_token(GroupOf(job.record.job_id(), attempt.number())));
+      }
       assignment->set_stop(attempt.stop());
       if (attempt.stop()) assignment->set_stop_why(attempt.end().why());
     }
@@ -1273,6 +1310,7 @@ ScheduleQuestion JobsCore::Question() const {
   question.nodes = Candidates(/*free=*/true);
   question.settled = Settled();
   question.now = now_;
+  question.max_processes_of_owner = options_.max_processes_of_owner;
   for (const uint64_t sequence : queued_) {
     const Job& job = jobs_.at(sequence);
     question.queued.push_back({&job.record, job.not_before});
@@ -1372,7 +1410,7 @@ absl::Status JobsCore::Restore(const v1::JobRecordChanged& change) {
     const auto it = by_id_.find(change.removed());
     if (it == by_id_.end()) return absl::OkStatus();
     const uint64_t sequence = it->second;
-    by_key_.erase(jobs_.at(sequence).record.idempotency_key());
+    by_key_.erase(KeyOf(jobs_.at(sequence).record));
     by_id_.erase(it);
     jobs_.erase(sequence);
     return absl::OkStatus();
@@ -1392,7 +1430,7 @@ absl::Status JobsCore::Restore(const v1::JobRecordChanged& change) {
   last_sequence_ = std::max(last_sequence_, record.sequence());
   jobs_[record.sequence()].record = record;
   by_id_[record.job_id()] = record.sequence();
-  if (!record.idempotency_key().empty()) by_key_[record.idempotency_key()] = record.sequence();
+  if (!record.idempotency_key().empty()) by_key_[KeyOf(record)] = record.sequence();
   return absl::OkStatus();
 }
 

@@ -15,6 +15,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
+#include "coordinator/access.h"
 #include "coordinator/answer.h"
 #include "coordinator/jobs/placement.h"
 #include "coordinator/jobs/schedule.h"
@@ -42,6 +43,12 @@ struct JobsOptions {
   size_t max_jobs = 10'000;
   // A node that has nothing to run and is not heard for so long is forgotten.
   absl::Duration node_retention = absl::Hours(24);
+  // Of one owner: jobs that have not ended, and processes that run at a time. 0: any number.
+  int max_jobs_of_owner = 0;
+  int max_processes_of_owner = 0;
+  // Makes the token of an attempt, always the same for the same rendezvous job. Null: attempts have
+  // none, and use that of their node.
+  std::function<std::string(absl::string_view group)> attempt_token = nullptr;
   JobsMutants mutants = {};
 };
 
@@ -86,6 +93,8 @@ class JobsCore {
     absl::Time now;
     uint64_t revision = 0;
     absl::string_view cluster_id = {};
+    // Whose operation it is; null: of nobody who has a name.
+    const Identity* caller = nullptr;
   };
 
   // Whether the operation is one of jobs or nodes.
@@ -145,6 +154,7 @@ class JobsCore {
   struct HeldGet {
     std::string job_id;
     absl::Time until;
+    bool with_env = true;
   };
   struct OpenQuery {
     CallId call;
@@ -194,6 +204,10 @@ class JobsCore {
   void Finish(Job* job);
   void Requeue(Job* job, std::string why, absl::Duration delay);
   bool MakeRoomForOne();
+  // Whether the owner may have one more job of this size.
+  Error CheckLimits(const std::string& owner, const v1::JobSpec& spec) const;
+  // Variables may be secrets: those of a job are shown to its owner and to admins.
+  bool SeesEnv(const v1::JobRecord& record) const;
   void Forget(uint64_t sequence);
 
   Error CheckSync(const v1::SyncNodeRequest& request) const;
@@ -219,14 +233,19 @@ class JobsCore {
     out_->replies.emplace_back(call, std::move(result));
   }
   void ReplyError(CallId call, v1::OpError error);
-  void ReplyJob(CallId call, const Job& job);
+  void ReplyJob(CallId call, const Job& job, bool with_env);
   // As callers see it: with what it waits for.
   static v1::JobRecord View(const Job& job);
 
   const JobsOptions options_;
   absl::btree_map<uint64_t, Job> jobs_;  // by sequence
   absl::flat_hash_map<std::string, uint64_t> by_id_;
-  absl::flat_hash_map<std::string, uint64_t> by_key_;
+  // By owner and idempotency key: no user can take another's.
+  using Key = std::pair<std::string, std::string>;
+  static Key KeyOf(const v1::JobRecord& record) {
+    return {record.owner(), record.idempotency_key()};
+  }
+  absl::flat_hash_map<Key, uint64_t> by_key_;
   absl::btree_set<uint64_t> queued_, active_, ended_;
   uint64_t last_sequence_ = 0;
   absl::btree_map<std::string, Node> nodes_;
@@ -250,6 +269,7 @@ class JobsCore {
   absl::Time now_ = absl::InfinitePast();
   uint64_t revision_ = 0;
   std::string cluster_id_;
+  const Identity* caller_ = nullptr;  // of this event
   JobsOutput* out_ = nullptr;
   absl::btree_set<uint64_t> touched_jobs_;
   absl::btree_set<std::pair<uint64_t, int>> touched_placements_;

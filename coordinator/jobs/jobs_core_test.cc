@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <map>
 #include <memory>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -42,7 +43,9 @@ class JobsCoreTest : public testing::Test {
   // After it, nothing is waited for that nodes could still bring.
   void Settle() { Advance(options_.node_lease); }
 
-  JobsCore::Event NextEvent() { return {now_, ++revision_, kCluster}; }
+  JobsCore::Event NextEvent() {
+    return {now_, ++revision_, kCluster, caller_.has_value() ? &*caller_ : nullptr};
+  }
   void Take(JobsOutput out) {
     for (v1::JournalChange& change : out.changes) journal_.push_back(std::move(change));
     for (auto& [call, result] : out.replies) replies_[call] = std::move(result);
@@ -92,6 +95,7 @@ class JobsCoreTest : public testing::Test {
     op.mutable_submit_job()->set_idempotency_key(key);
     return Call(op);
   }
+  void As(const std::string& name, Role role) { caller_ = Identity{.name = name, .role = role}; }
   std::string Submit(const v1::JobSpec& spec) {
     const v1::OpResult result = TrySubmit(spec);
     EXPECT_FALSE(result.has_error()) << result.error().message();
@@ -168,6 +172,9 @@ class JobsCoreTest : public testing::Test {
           node.queries.push_back(query);
         }
         node.last = result.sync_node();
+        for (const v1::NodeAssignment& assignment : node.last.assignments()) {
+          if (!assignment.token().empty()) tokens_.push_back(assignment.token());
+        }
         Obey(&node);
       }
     }
@@ -214,6 +221,8 @@ class JobsCoreTest : public testing::Test {
 
   JobsOptions options_;
   std::vector<v1::JournalChange> journal_;
+  std::vector<std::string> tokens_;  // that nodes were sent
+  std::optional<Identity> caller_;   // of all operations
   std::unique_ptr<JobsCore> core_;
   absl::Time now_ = absl::UnixEpoch() + absl::Hours(5);
   uint64_t revision_ = 100;
@@ -653,6 +662,86 @@ TEST_F(JobsCoreTest, EndedJobs_MakeRoomForNewOnes) {
   Submit(Spec(1));
   EXPECT_EQ(core_->Find(first), nullptr);
   EXPECT_EQ(TrySubmit(Spec(1)).error().detail().reason(), v1::ERROR_REASON_LIMIT);
+}
+
+TEST_F(JobsCoreTest, Owner_IsWhomTheTransportKnows) {
+  v1::Op op;
+  *op.mutable_submit_job()->mutable_spec() = Spec(1);
+  op.mutable_submit_job()->set_owner("bob");
+  EXPECT_EQ(Call(op).submit_job().job().owner(), "bob");
+  As("ann", Role::kSubmit);
+  EXPECT_EQ(Call(op).submit_job().job().owner(), "ann");
+  As("", Role::kAdmin);
+  EXPECT_EQ(Call(op).submit_job().job().owner(), "bob");
+}
+
+TEST_F(JobsCoreTest, IdempotencyKey_IsItsOwners) {
+  As("ann", Role::kSubmit);
+  EXPECT_EQ(TrySubmit(Spec(1), "k").submit_job().job().job_id(), "mnist-1");
+  As("bob", Role::kSubmit);
+  EXPECT_EQ(TrySubmit(Spec(1), "k").submit_job().job().job_id(), "mnist-2");
+  StartTerm();
+  EXPECT_EQ(TrySubmit(Spec(1), "k").submit_job().job().job_id(), "mnist-2");
+  As("ann", Role::kSubmit);
+  EXPECT_TRUE(TrySubmit(Spec(1), "k").submit_job().existed());
+}
+
+TEST_F(JobsCoreTest, Variables_AreShownToTheirOwnerAndToAdmins) {
+  v1::JobSpec spec = Spec(1);
+  AddNameValue("TOKEN", "secret", spec.mutable_env());
+  As("ann", Role::kSubmit);
+  const std::string id = Submit(spec);
+  EXPECT_EQ(Get(id).spec().env_size(), 1);
+  As("root", Role::kAdmin);
+  EXPECT_EQ(Get(id).spec().env_size(), 1);
+  As("bob", Role::kSubmit);
+  EXPECT_EQ(Get(id).spec().env_size(), 0);
+  As("eve", Role::kView);
+  EXPECT_EQ(Get(id).spec().env_size(), 0);
+  // Also when the answer is held and comes with the event of another.
+  v1::Op held;
+  held.mutable_get_job()->set_job_id(id);
+  held.mutable_get_job()->set_seen_revision(Get(id).revision());
+  held.mutable_get_job()->mutable_hold()->set_seconds(30);
+  const CallId call = Send(held);
+  As("ann", Role::kSubmit);
+  Control(id, v1::JOB_ACTION_CANCEL);
+  ASSERT_TRUE(replies_.contains(call));
+  EXPECT_EQ(replies_[call].get_job().job().state(), v1::JOB_STATE_CANCELLED);
+  EXPECT_EQ(replies_[call].get_job().job().spec().env_size(), 0);
+}
+
+TEST_F(JobsCoreTest, OwnerAtTheLimitOfJobs_IsRefusedUntilOneHasEnded) {
+  options_.max_jobs_of_owner = 2;
+  options_.max_processes_of_owner = 8;
+  StartTerm();
+  As("ann", Role::kSubmit);
+  const std::string first = Submit(Spec(1));
+  Submit(Spec(1));
+  const v1::OpError error = TrySubmit(Spec(1)).error();
+  EXPECT_EQ(error.detail().reason(), v1::ERROR_REASON_LIMIT);
+  EXPECT_EQ(error.message(),
+            "user \"ann\" has 2 jobs that have not ended, and each user may have 2: submit again "
+            "when one has ended, or cancel one");
+  As("bob", Role::kSubmit);
+  Submit(Spec(1));
+  EXPECT_EQ(TrySubmit(Spec(9)).error().message(),
+            "the job has up to 9 processes, and each user may run 8 at a time: ask for fewer");
+  As("ann", Role::kSubmit);
+  Control(first, v1::JOB_ACTION_CANCEL);
+  Submit(Spec(1));
+}
+
+TEST_F(JobsCoreTest, Assignment_HasTheTokenOfItsAttempt_OnceWithItsSpecification) {
+  options_.attempt_token = [](absl::string_view group) { return absl::StrCat("for ", group); };
+  StartTerm();
+  AddNode("a");
+  Settle();
+  const std::string id = Submit(Spec(1));
+  std::vector<std::string> tokens = tokens_;
+  EXPECT_EQ(tokens, std::vector<std::string>{absl::StrCat("for ", id, ".1")});
+  Advance(absl::Seconds(30));
+  EXPECT_EQ(tokens_.size(), 1u);
 }
 
 }  // namespace

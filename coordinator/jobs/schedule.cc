@@ -5,6 +5,7 @@
 #include <tuple>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "coordinator/errors.h"
@@ -71,6 +72,12 @@ class Scheduler {
       return std::make_tuple(-int64_t(a.record->spec().priority()), a.record->sequence()) <
              std::make_tuple(-int64_t(b.record->spec().priority()), b.record->sequence());
     });
+    for (const ActiveJob& job : question_.active) {
+      for (const v1::Placement& placement : job.attempt->placements()) {
+        if (placement.state() == v1::PLACEMENT_STATE_ENDED) continue;
+        processes_of_[job.record->owner()] += placement.processes();
+      }
+    }
     int examined = 0;
     for (const QueuedJob& job : queued) {
       if (job.not_before > question_.now) {
@@ -91,11 +98,21 @@ class Scheduler {
   }
 
   void Start(const v1::JobRecord& job, PlacementDecision placement) {
+    processes_of_[job.owner()] += placement.processes;
     TakeAll(placement, job.spec(), &question_.nodes);
     decision_.starts.push_back({job.job_id(), std::move(placement)});
   }
 
   void Consider(const v1::JobRecord& job) {
+    const int most = question_.max_processes_of_owner;
+    if (most > 0 && !job.owner().empty()) {
+      const int64_t running = processes_of_[job.owner()];
+      if (running + job.spec().max_processes() > most) {
+        return Wait(job,
+                    absl::StrCat("other jobs of user ", Quoted(job.owner()), " to end: they run ",
+                                 running, " processes of the ", most, " that each user may"));
+      }
+    }
     const std::string shape = Shape(job);
     if (refused_.contains(shape)) {
       return Wait(
@@ -213,7 +230,8 @@ class Scheduler {
   ScheduleDecision decision_;
   std::optional<Reservation> reservation_;
   std::string first_waiting_;
-  absl::flat_hash_set<std::string> refused_;         // shapes that do not fit
+  absl::flat_hash_map<std::string, int64_t> processes_of_;  // by owner, of jobs that hold space
+  absl::flat_hash_set<std::string> refused_;                // shapes that do not fit
   absl::flat_hash_set<std::string> refused_beside_;  // and those that only fit on reserved space
 };
 

@@ -33,6 +33,8 @@ struct ScheduleQuestion {
   CandidateNodes nodes;  // with the space that is free now
   // Not all nodes have been heard since the coordinator started: nothing is preempted yet.
   bool settled = true;
+  // Of the jobs of one owner, at a time; 0: any number.
+  int max_processes_of_owner = 0;
   absl::Time now;
 };
 
@@ -60,7 +62,8 @@ struct ScheduleDecision {
 // enough, they are stopped (the lowest priority first, the latest first); else it waits for the
 // nodes on which it will fit first, as far as time limits tell. Jobs after it start only where that
 // does not delay it: on space that it will not need, or if their time limit ends them before it can
-// start. A job that would not fit if nothing else ran reserves nothing.
+// start. A job that would not fit if nothing else ran reserves nothing, nor does one whose owner
+// has to wait for jobs of its own to end.
 //
 // At most kMaxExamined jobs behind the first are examined.
 ScheduleDecision Schedule(ScheduleQuestion question);

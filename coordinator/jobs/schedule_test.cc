@@ -174,5 +174,18 @@ TEST_F(ScheduleTest, DelayedRestart_Waits_AndBlocksNobody) {
   EXPECT_EQ(decision_.next, kNow + absl::Seconds(7));
 }
 
+TEST_F(ScheduleTest, OwnerAtTheLimitOfProcesses_WaitsAndBlocksNobody) {
+  question_.max_processes_of_owner = 4;
+  AddNode("a", 16);
+  Running("r", "a", 3).set_owner("ann");
+  Queue("fits", 1).set_owner("ann");
+  Queue("too many", 1).set_owner("ann");
+  Queue("other", 4).set_owner("bob");
+  Queue("nobody's", 8);
+  EXPECT_EQ(Starts(), (Ids{"fits", "other", "nobody's"}));
+  EXPECT_EQ(WhyWaits("too many"),
+            "other jobs of user \"ann\" to end: they run 4 processes of the 4 that each user may");
+}
+
 }  // namespace
 }  // namespace muster::coordinator

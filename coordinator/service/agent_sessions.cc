@@ -27,8 +27,9 @@ AgentSessions::Former AgentSessions::Resume(const v1::Hello& hello) {
   return former;
 }
 
-std::shared_ptr<AttachedAgent> AgentSessions::Begin(const v1::Hello& hello) {
-  auto session = std::make_shared<AttachedAgent>(hello, unsent_bytes_);
+std::shared_ptr<AttachedAgent> AgentSessions::Begin(const v1::Hello& hello,
+                                                    std::shared_ptr<const Identity> identity) {
+  auto session = std::make_shared<AttachedAgent>(hello, std::move(identity), unsent_bytes_);
   by_node_[hello.node()] = session;
   size_.store(by_node_.size(), std::memory_order_relaxed);
   return session;

@@ -43,7 +43,8 @@ class AgentSessions {
     bool resumes = false;
   };
   Former Resume(const v1::Hello& hello);
-  std::shared_ptr<AttachedAgent> Begin(const v1::Hello& hello);
+  std::shared_ptr<AttachedAgent> Begin(const v1::Hello& hello,
+                                       std::shared_ptr<const Identity> identity = nullptr);
   // Frames of `stream` are `session`'s from now on.
   void Attach(const std::shared_ptr<AgentStream>& stream,
               const std::shared_ptr<AttachedAgent>& session);

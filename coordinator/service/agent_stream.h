@@ -7,6 +7,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "absl/status/status.h"
+#include "coordinator/access.h"
 
 namespace muster::coordinator {
 
@@ -36,6 +37,9 @@ class AgentStream {
   // answers are pending: if one arrives before other agents' frames have been handled, the stream
   // sends the agent its new window with it instead of separately.
   virtual void ReadNext(bool answer_follows) = 0;
+
+  // Who opened it; null: the process of the coordinator itself.
+  virtual std::shared_ptr<const Identity> identity() const { return nullptr; }
 
   // Ends the stream, once; later calls do nothing.
   virtual void Close(const absl::Status& status) = 0;

@@ -6,8 +6,10 @@
 #include "rpc/frame_bytes.h"
 
 namespace muster::coordinator {
-AttachedAgent::AttachedAgent(const v1::Hello& hello, size_t unsent_bytes)
+AttachedAgent::AttachedAgent(const v1::Hello& hello, std::shared_ptr<const Identity> opened_by,
+                             size_t unsent_bytes)
     : node(hello.node()),
+      identity(std::move(opened_by)),
       pause_bytes(unsent_bytes),
       agent(hello.node(), hello.agent_incarnation(), RandomHex()) {}
 

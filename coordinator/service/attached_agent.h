@@ -18,7 +18,8 @@ namespace muster::coordinator {
 // An agent with a session: its pending frames, its current stream if any, and its open calls.
 struct AttachedAgent final : public FrameSource {
   // Beyond `unsent_bytes` of answers no frame of it is read.
-  AttachedAgent(const v1::Hello& hello, size_t unsent_bytes);
+  AttachedAgent(const v1::Hello& hello, std::shared_ptr<const Identity> opened_by,
+                size_t unsent_bytes);
 
   // Of any thread.
   void Writable() override;
@@ -26,7 +27,13 @@ struct AttachedAgent final : public FrameSource {
   // In the runner's turn.
   void ReadNext(const std::shared_ptr<AgentStream>& from);
 
+  // Of an attempt's agent, the only rendezvous job that it speaks about; else empty.
+  absl::string_view group() const {
+    return identity == nullptr ? absl::string_view() : identity->group;
+  }
+
   const std::string node;
+  const std::shared_ptr<const Identity> identity;  // null: AgentStream::identity
   const size_t pause_bytes;
 
   // In the runner's turn.

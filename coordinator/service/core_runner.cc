@@ -643,18 +643,20 @@ size_t CoreRunner::HeldBytes(const v1::Op& op, size_t bytes) {
 }
 
 void CoreRunner::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes,
-                      std::shared_ptr<CallSink> sink) {
+                      std::shared_ptr<CallSink> sink, std::shared_ptr<const Identity> identity) {
   if (queued_bytes_.fetch_add(bytes) + bytes > options_.limits.queued_bytes) {
     queued_bytes_.fetch_sub(bytes);
     overloaded_.fetch_add(1, std::memory_order_relaxed);
     sink->OnAnswer(too_many_calls_);
     return;
   }
-  const bool posted = Post([this, id, op = std::move(op), bytes, sink] {
-    turn_.AssertHeld();
-    queued_bytes_.fetch_sub(bytes);
-    DoCall(id, *op, /*node=*/"", {.sink = sink, .session = nullptr, .op_id = 0, .bytes = bytes});
-  });
+  const bool posted =
+      Post([this, id, op = std::move(op), bytes, sink, identity = std::move(identity)] {
+        turn_.AssertHeld();
+        queued_bytes_.fetch_sub(bytes);
+        DoCall(id, *op, {.node = "", .identity = identity.get()},
+               {.sink = sink, .session = nullptr, .op_id = 0, .bytes = bytes});
+      });
   if (!posted) sink->OnAnswer(stopping_answer_);
 }
 
@@ -683,7 +685,7 @@ std::shared_ptr<const Answer> CoreRunner::Refusal(const v1::Op& op, const Attach
   return refusal;
 }
 
-void CoreRunner::DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCall call) {
+void CoreRunner::DoCall(CallId id, const v1::Op& op, const Caller& caller, OpenCall call) {
   const AttachedAgent* const session = call.session.get();
   const absl::Time now = options_.clock->Now();
   call.kind = op.kind_case();
@@ -706,7 +708,7 @@ void CoreRunner::DoCall(CallId id, const v1::Op& op, absl::string_view node, Ope
     if (op.has_join()) MUSTER_FAILPOINT("engine.join");
     if (op.has_report_exit()) MUSTER_FAILPOINT("engine.report_exit");
     MUSTER_FAILPOINT("engine.apply");
-    core_.Handle(id, op, {.node = node}, now, &out_);
+    core_.Handle(id, op, caller, now, &out_);
     MUSTER_FAILPOINT("engine.applied");
   }
 }
@@ -769,11 +771,20 @@ void CoreRunner::DoFrame(const std::shared_ptr<AgentStream>& stream, const v1::A
     case v1::AgentFrame::kOps:
       op_bytes = bytes / static_cast<size_t>(std::max(1, frame.ops().ops_size()));
       for (const v1::Op& op : frame.ops().ops()) {
-        DoCall(NewCallId(), op, session->node,
+        DoCall(NewCallId(), op, {.node = session->node, .identity = session->identity.get()},
                {.sink = nullptr, .session = session, .op_id = op.op_id(), .bytes = op_bytes});
       }
       break;
     case v1::AgentFrame::kBeat:
+      for (const v1::WorkerBeat& worker : frame.beat().workers()) {
+        if (session->group().empty() || Covers(*session->identity, worker.job_id())) continue;
+        stream->Close(rpc::ErrorWithReason(
+            absl::StatusCode::kPermissionDenied,
+            absl::StrCat("the token of ", Quoted(session->group()),
+                         " may not speak for workers of job ", Quoted(worker.job_id())),
+            v1::ERROR_REASON_SCOPE));
+        return;
+      }
       core_.HandleBeat(session->node, frame.beat(), now, &out_);
       break;
     case v1::AgentFrame::kStack:
@@ -804,6 +815,17 @@ void CoreRunner::DoHello(const std::shared_ptr<AgentStream>& stream, const v1::H
                      ", this coordinator speaks ", kProtocol, ": use matching versions")));
     return;
   }
+  const std::shared_ptr<const Identity> identity = stream->identity();
+  if (const std::shared_ptr<AttachedAgent> known = sessions_.OfNode(hello.node());
+      known != nullptr &&
+      known->group() != (identity == nullptr ? absl::string_view() : identity->group)) {
+    stream->Close(rpc::ErrorWithReason(
+        absl::StatusCode::kPermissionDenied,
+        absl::StrCat("agent ", Quoted(hello.node()),
+                     " is connected with the token of another job: give each agent its own name"),
+        v1::ERROR_REASON_SCOPE));
+    return;
+  }
   const AgentSessions::Former former = sessions_.Resume(hello);
   if (former.resumes) {
     MUSTER_FAILPOINT("engine.resume");
@@ -811,7 +833,7 @@ void CoreRunner::DoHello(const std::shared_ptr<AgentStream>& stream, const v1::H
     EndSession(former.session);
   }
   const std::shared_ptr<AttachedAgent> session =
-      former.resumes ? former.session : sessions_.Begin(hello);
+      former.resumes ? former.session : sessions_.Begin(hello, identity);
   sessions_.Attach(stream, session);
   {
     MutexLock lock(&session->mu);
@@ -824,7 +846,7 @@ void CoreRunner::DoHello(const std::shared_ptr<AgentStream>& stream, const v1::H
   sessions_.MarkDirty(session);
   if (former.stream != nullptr)
     former.stream->Close(absl::AbortedError("another stream of this agent took over"));
-  core_.AttachAgent(session->node, hello, options_.clock->Now(), &out_);
+  core_.AttachAgent(session->node, hello, options_.clock->Now(), &out_, session->group());
 }
 
 void CoreRunner::AgentClosed(const std::shared_ptr<AgentStream>& stream) {

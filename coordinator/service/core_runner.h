@@ -128,8 +128,10 @@ class CoreRunner {
   static constexpr size_t kSmallCall = 2048;
 
   CallId NewCallId() { return next_call_.fetch_add(1, std::memory_order_relaxed); }
-  // `sink` is released once it was answered. `bytes` is the size of the request.
-  void Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, std::shared_ptr<CallSink> sink);
+  // `sink` is released once it was answered. `bytes` is the size of the request. `identity`: whose
+  // call it is; null: of this process.
+  void Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes, std::shared_ptr<CallSink> sink,
+            std::shared_ptr<const Identity> identity = nullptr);
   // The caller has gone away. The sink is answered with CANCELLED unless it was answered before.
   void Abandon(CallId id);
 
@@ -255,7 +257,7 @@ class CoreRunner {
   bool SnapshotDue() const ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void MaybeTrim(absl::Time now);
 
-  void DoCall(CallId id, const v1::Op& op, absl::string_view node, OpenCall call)
+  void DoCall(CallId id, const v1::Op& op, const Caller& caller, OpenCall call)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void DoFrame(const std::shared_ptr<AgentStream>& stream, const v1::AgentFrame& frame,
                size_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);

@@ -32,7 +32,7 @@ v1::CoordinatorFrame Parse(const grpc::ByteBuffer& buffer) {
   return frame;
 }
 
-class FakeStream final : public AgentStream {
+class FakeStream : public AgentStream {
  public:
   void Bind(std::shared_ptr<FrameSource> source) override { source_ = std::move(source); }
   bool TryWrite(absl::FunctionRef<grpc::ByteBuffer()> next) override {
@@ -258,6 +258,56 @@ TEST_F(CoreRunnerTest, Stop_SaysGoodbyeAlsoToAnAgentThatIsBeingWrittenTo) {
   EXPECT_TRUE(stream->frames.back().goodbye().final()) << stream->frames.back().ShortDebugString();
   EXPECT_EQ(stream->frames.back().goodbye().reason(), "the job is over");
   EXPECT_TRUE(stream->closed().has_value());
+}
+
+// Of the agent of an attempt.
+class ScopedStream final : public FakeStream {
+ public:
+  explicit ScopedStream(std::string group)
+      : identity_(std::make_shared<Identity>(
+            Identity{.role = Role::kAttempt, .group = std::move(group)})) {}
+  std::shared_ptr<const Identity> identity() const override { return identity_; }
+
+ private:
+  const std::shared_ptr<const Identity> identity_;
+};
+
+TEST_F(CoreRunnerTest, AgentOfAnAttempt_SpeaksForItsOwnJobOnly) {
+  Start({});
+  const auto stranger = std::make_shared<ScopedStream>("other-1.1");
+  Hello(stranger, "a");
+  stranger->WriteAll();
+  Send(stranger, Put("k", "v"), 1);
+  stranger->WriteAll();
+  const v1::OpError refused = stranger->Result(1).error();
+  EXPECT_EQ(refused.code(), static_cast<int>(absl::StatusCode::kPermissionDenied));
+  EXPECT_EQ(refused.detail().reason(), v1::ERROR_REASON_SCOPE);
+  auto beat = std::make_unique<v1::AgentFrame>();
+  beat->mutable_beat()->add_workers()->set_job_id("j");
+  runner_->AgentFrame(stranger, std::move(beat));
+  ASSERT_TRUE(stranger->closed().has_value());
+  EXPECT_EQ(rpc::GetReason(*stranger->closed()), v1::ERROR_REASON_SCOPE);
+
+  seq_ = 0;
+  const auto own = std::make_shared<ScopedStream>("j");
+  Hello(own, "b");
+  own->WriteAll();
+  Send(own, Put("k", "v"), 1);
+  own->WriteAll();
+  EXPECT_TRUE(own->Result(1).has_txn());
+}
+
+TEST_F(CoreRunnerTest, AgentOfAnAttempt_TakesNoSessionOfAnother) {
+  Start({});
+  const auto first = Attach();  // "node"
+  const auto thief = std::make_shared<ScopedStream>("j");
+  Hello(thief, "node");
+  ASSERT_TRUE(thief->closed().has_value());
+  EXPECT_EQ(rpc::GetReason(*thief->closed()), v1::ERROR_REASON_SCOPE);
+  EXPECT_FALSE(first->closed().has_value());
+  Send(first, Get("k"), 1);
+  first->WriteAll();
+  EXPECT_TRUE(first->Result(1).has_txn());
 }
 
 TEST_F(CoreRunnerTest, TooManyCallsOfAnAgent_AreRefusedUntilSomeAreAnswered) {

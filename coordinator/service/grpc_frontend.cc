@@ -16,12 +16,12 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "base/version.h"
+#include "coordinator/errors.h"
 #include "coordinator/service/agent_stream.h"
 #include "proto/muster/v1/admin.pb.h"
 #include "proto/muster/v1/session.pb.h"
 #include "proto/muster/v1/watch.pb.h"
 #include "rpc/status.h"
-#include "rpc/token.h"
 
 namespace muster::coordinator {
 namespace {
@@ -125,7 +125,7 @@ class alignas(16) GrpcFrontend::GrpcCall final : public RpcCall {
     return context_.client_metadata();
   }
   std::string peer() const override { return context_.peer(); }
-  std::string identity() const override {
+  std::string certificate() const override {
     const std::shared_ptr<const grpc::AuthContext> auth = context_.auth_context();
     if (auth == nullptr || !auth->IsPeerAuthenticated()) return "";
     const std::vector<grpc::string_ref> names = auth->GetPeerIdentity();
@@ -295,7 +295,10 @@ class GrpcFrontend::UnaryCall final : public Handler,
       }
     }
     calling_ = true;
-    frontend_.runner_.Call(id_, std::move(op), size, shared_from_this());
+    if (frontend_.audit_ != nullptr && IsAudited(*op)) {
+      audit_ = AuditLog::Begin(rpc()->who_.get(), rpc()->peer(), *op);
+    }
+    frontend_.runner_.Call(id_, std::move(op), size, shared_from_this(), rpc()->who_);
   }
   void OnWritten(bool) override {}
   void OnGone() override {
@@ -307,6 +310,7 @@ class GrpcFrontend::UnaryCall final : public Handler,
   }
 
   void OnAnswer(const std::shared_ptr<const Answer>& answer) override {
+    if (audit_.has_value()) frontend_.audit_->End(*audit_, *answer);
     if (answer->kind() == v1::OpResult::KIND_NOT_SET) {
       Finish(rpc::FromOpError(answer->Parse().error()));
     } else {
@@ -314,6 +318,12 @@ class GrpcFrontend::UnaryCall final : public Handler,
       const grpc::ByteBuffer reply(&slice, 1);
       Finish(absl::OkStatus(), &reply);
     }
+  }
+  // Whether the caller may do this, which is no operation; answers it if not. Of an event of it.
+  bool Allowed(Role needs, absl::string_view what) {
+    const absl::Status allowed = frontend_.CheckAccess(rpc(), needs, /*job=*/"", what);
+    if (!allowed.ok()) Finish(allowed);
+    return allowed.ok();
   }
   void Done(const absl::Status& status) { Finish(status); }
   void Done(const google::protobuf::MessageLite& message) {
@@ -328,6 +338,7 @@ class GrpcFrontend::UnaryCall final : public Handler,
   const CallId id_;
   const absl::Status deadline_;
   bool calling_ = false;
+  std::optional<AuditLog::Entry> audit_;  // of an operation that is audited
 };
 
 // A watch: one request, then batches until the client goes away.
@@ -336,7 +347,7 @@ class GrpcFrontend::GrpcWatchStream final : public Handler,
                                             public std::enable_shared_from_this<GrpcWatchStream> {
  public:
   GrpcWatchStream(GrpcFrontend& frontend, RpcCall* rpc, const Method&, MethodMetrics* metrics)
-      : Handler(rpc, metrics), runner_(frontend.runner_) {}
+      : Handler(rpc, metrics), frontend_(frontend), runner_(frontend.runner_) {}
 
   void Write(v1::WatchBatch batch) override {
     MutexLock lock(&mu_);
@@ -352,6 +363,16 @@ class GrpcFrontend::GrpcWatchStream final : public Handler,
       return;
     }
     bytes.Clear();
+    // Keys hold what workers tell one another, secrets perhaps.
+    const bool keys = request.keys() || !request.members();
+    const absl::Status allowed =
+        frontend_.CheckAccess(rpc(), keys ? Role::kAttempt : Role::kView, request.job_id(),
+                              absl::StrCat("watch the ", keys ? "keys" : "members", " of job ",
+                                           Quoted(request.job_id())));
+    if (!allowed.ok()) {
+      Finish(allowed);
+      return;
+    }
     runner_.WatchOpen(shared_from_this(), std::move(request));
   }
   void OnWritten(bool ok) override {
@@ -366,6 +387,7 @@ class GrpcFrontend::GrpcWatchStream final : public Handler,
     Finish(absl::CancelledError("the watcher disconnected"));
   }
 
+  GrpcFrontend& frontend_;
   CoreRunner& runner_;
 };
 
@@ -375,8 +397,23 @@ class GrpcFrontend::GrpcAgentStream final : public Handler,
                                             public std::enable_shared_from_this<GrpcAgentStream> {
  public:
   GrpcAgentStream(GrpcFrontend& frontend, RpcCall* rpc, const Method&, MethodMetrics* metrics)
-      : Handler(rpc, metrics), frontend_(frontend), runner_(frontend.runner_) {}
+      : Handler(rpc, metrics),
+        frontend_(frontend),
+        runner_(frontend.runner_),
+        identity_(rpc->who_) {}
 
+  void OnBegun() override {
+    const absl::Status allowed =
+        identity_ == nullptr ? absl::OkStatus()
+                             : frontend_.CheckAccess(rpc(), Role::kAttempt, identity_->group,
+                                                     "attach as the agent of workers");
+    if (allowed.ok()) {
+      Read();
+    } else {
+      Close(allowed);
+    }
+  }
+  std::shared_ptr<const Identity> identity() const override { return identity_; }
   void Bind(std::shared_ptr<FrameSource> source) override {
     MutexLock lock(&mu_);
     if (!closed_) source_ = std::move(source);
@@ -490,6 +527,7 @@ class GrpcFrontend::GrpcAgentStream final : public Handler,
   friend class GrpcFrontend;
   GrpcFrontend& frontend_;
   CoreRunner& runner_;
+  const std::shared_ptr<const Identity> identity_;
   bool window_told_ ABSL_GUARDED_BY(mu_) = false;  // by a write since the last frame
   std::shared_ptr<FrameSource> source_ ABSL_GUARDED_BY(mu_);
   bool writing_ ABSL_GUARDED_BY(mu_) = false;
@@ -635,6 +673,7 @@ constexpr GrpcFrontend::Method GrpcFrontend::kMethods[] = {
     Method::Other(
         "muster.v1.Admin", "Status",
         [](GrpcFrontend& frontend, const std::shared_ptr<UnaryCall>& call, grpc::ByteBuffer&) {
+          if (!call->Allowed(Role::kView, "read the status")) return;
           frontend.runner_.WithCore([&frontend, call](class Core* core) {
             if (core == nullptr) {
               call->Done(Stopping());
@@ -653,6 +692,7 @@ constexpr GrpcFrontend::Method GrpcFrontend::kMethods[] = {
     Method::Other(
         "muster.v1.Admin", "Snapshot",
         [](GrpcFrontend& frontend, const std::shared_ptr<UnaryCall>& call, grpc::ByteBuffer&) {
+          if (!call->Allowed(Role::kAdmin, "write a snapshot")) return;
           frontend.runner_.Snapshot([call](absl::StatusOr<uint64_t> revision) {
             if (!revision.ok()) {
               call->Done(revision.status());
@@ -680,12 +720,14 @@ constexpr GrpcFrontend::Method GrpcFrontend::kMethods[] = {
 #undef MUSTER_CORE_METHOD
 
 GrpcFrontend::GrpcFrontend(CoreRunner* runner, RpcMetrics* metrics, absl::Time started,
-                           const Limits& limits, std::string token)
+                           const Limits& limits, std::unique_ptr<Callers> callers,
+                           std::unique_ptr<AuditLog> audit)
     : runner_(*runner),
       metrics_(*metrics),
       started_(started),
       limits_(limits),
-      token_(std::move(token)) {
+      callers_(std::move(callers)),
+      audit_(std::move(audit)) {
   for (const Method& method : kMethods) {
     methods_[absl::StrCat("/", method.service, "/", method.name)] = {
         &method, metrics_.Add(method.service, method.name, method.type)};
@@ -950,7 +992,7 @@ void GrpcFrontend::Begin(RpcCall* rpc) {
   const auto it = methods_.find(rpc->method());
   const Method* const method = it == methods_.end() ? nullptr : it->second.method;
   MethodMetrics* const metrics = method == nullptr ? &unknown_metrics : it->second.metrics;
-  if (const absl::Status allowed = CheckCaller(*rpc, method); !allowed.ok()) {
+  if (const absl::Status allowed = CheckCaller(rpc, method); !allowed.ok()) {
     Refuse(rpc, metrics, allowed);
     return;
   }
@@ -987,10 +1029,25 @@ void GrpcFrontend::Begin(RpcCall* rpc) {
   handler->OnBegun();
 }
 
-absl::Status GrpcFrontend::CheckCaller(const RpcCall& rpc, const Method* method) const {
+absl::Status GrpcFrontend::CheckCaller(RpcCall* rpc, const Method* method) {
   // Monitors of the process, such as a load balancer, have no token.
-  if (token_.empty() || (method != nullptr && method->service == kHealth)) return absl::OkStatus();
-  return rpc::CheckToken(rpc.metadata(), token_);
+  if (callers_ == nullptr || (method != nullptr && method->service == kHealth)) {
+    return absl::OkStatus();
+  }
+  absl::StatusOr<std::shared_ptr<const Identity>> who =
+      callers_->Identify(rpc->metadata(), rpc->certificate());
+  if (!who.ok()) return who.status();
+  rpc->who_ = *std::move(who);
+  return absl::OkStatus();
+}
+
+absl::Status GrpcFrontend::CheckAccess(RpcCall* rpc, Role needs, absl::string_view job,
+                                       absl::string_view what) {
+  if (rpc->who_ == nullptr) return absl::OkStatus();
+  const auto error = coordinator::CheckAccess(*rpc->who_, needs, job, what);
+  if (!error.has_value()) return absl::OkStatus();
+  if (audit_ != nullptr) audit_->Refused(*rpc->who_, rpc->peer(), what);
+  return rpc::FromOpError(*error);
 }
 
 CallerShare* GrpcFrontend::FindCaller(const RpcCall& rpc) {
@@ -998,7 +1055,9 @@ CallerShare* GrpcFrontend::FindCaller(const RpcCall& rpc) {
   if (peer.empty() || absl::StartsWith(peer, "unix")) return nullptr;
   std::unique_ptr<CallerShare>& connection = connections_[peer];
   if (connection == nullptr) {
-    std::string name = rpc.identity();
+    std::string name = rpc.who_ == nullptr ? "" : rpc.who_->name;
+    if (name.empty() && rpc.who_ != nullptr) name = rpc.who_->group;
+    if (name.empty()) name = rpc.certificate();
     if (name.empty()) name = peer.substr(0, peer.rfind(':'));
     std::unique_ptr<CallerShare>& user = users_[name];
     if (user == nullptr) user = std::make_unique<CallerShare>(CallerShare{.name = name});

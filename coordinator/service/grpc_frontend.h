@@ -25,6 +25,9 @@
 #include "absl/strings/string_view.h"
 #include "absl/time/time.h"
 #include "base/mutex.h"
+#include "coordinator/access.h"
+#include "coordinator/service/audit_log.h"
+#include "coordinator/service/callers.h"
 #include "coordinator/service/core_runner.h"
 #include "coordinator/service/rpc_metrics.h"
 
@@ -69,8 +72,8 @@ class RpcCall {
   virtual const std::multimap<grpc::string_ref, grpc::string_ref>& metadata() const = 0;
   // The connection it came by, such as "ipv4:10.0.0.7:4711"; empty: not known.
   virtual std::string peer() const { return ""; }
-  // The name in the connection's certificate; empty: none.
-  virtual std::string identity() const { return ""; }
+  // The name in the connection's verified certificate; empty: none.
+  virtual std::string certificate() const { return ""; }
 
  protected:
   friend class GrpcFrontend;
@@ -83,7 +86,8 @@ class RpcCall {
 
  private:
   std::shared_ptr<RpcHandler> handler_;
-  CallerShare* caller_ = nullptr;  // whose quota it counts against; null: none
+  std::shared_ptr<const Identity> who_;  // null: not asked for
+  CallerShare* caller_ = nullptr;        // whose quota it counts against; null: none
   bool is_stream_ = false;
   size_t held_bytes_ = 0;
   int in_flight_ = 0;  // under the handler's lock
@@ -121,18 +125,20 @@ class GrpcFrontend {
     // Open watches of the health service.
     size_t health_watches = 1 << 12;
     // So that one caller cannot take what there is for all. A connection is that of gRPC; a user is
-    // the name in the certificate, else the source address. Callers on a unix socket are this
-    // machine's own user and have no quota; the health service has its own limits.
+    // one of the users file, an attempt, or the name in the certificate; else the source address.
+    // Callers on a unix socket are this machine's own user and have no quota; the health service
+    // has its own limits.
     CallerQuota connection = {
         .calls = 1 << 16, .streams = 1 << 14, .silent = 1 << 12, .held_bytes = 32 << 20};
     CallerQuota user = {
         .calls = 1 << 18, .streams = 1 << 15, .silent = 1 << 13, .held_bytes = 64 << 20};
   };
 
-  // `runner` and `metrics` outlive it. With a `token`, every call and stream must bring it
-  // (rpc/token.h), except those of the health service.
+  // `runner` and `metrics` outlive it. `callers` establishes who calls, except of the health
+  // service; null: every caller may do everything. `audit` records what people change; null: none.
   GrpcFrontend(CoreRunner* runner, RpcMetrics* metrics, absl::Time started, const Limits& limits,
-               std::string token = {});
+               std::unique_ptr<Callers> callers = nullptr,
+               std::unique_ptr<AuditLog> audit = nullptr);
   ~GrpcFrontend();  // only after Shutdown, or before Serve
   GrpcFrontend(const GrpcFrontend&) = delete;
   GrpcFrontend& operator=(const GrpcFrontend&) = delete;
@@ -197,8 +203,10 @@ class GrpcFrontend {
   bool LookFurther(const OnEvent& handle);
   void Begin(RpcCall* rpc);
   void Heard(RpcCall* rpc);
-  // OK if a call to `method` (null: an unknown one) is admitted.
-  absl::Status CheckCaller(const RpcCall& rpc, const Method* method) const;
+  // OK if a call to `method` (null: an unknown one) is admitted; sets who calls.
+  absl::Status CheckCaller(RpcCall* rpc, const Method* method);
+  // Whether the caller may do this, which is no operation (access.h); a refusal is audited.
+  absl::Status CheckAccess(RpcCall* rpc, Role needs, absl::string_view job, absl::string_view what);
   // Counts a call that begins, or says which quota it is beyond.
   absl::Status TakeShare(RpcCall* rpc);
   // Counts the bytes of a request whose answer may have to wait.
@@ -216,7 +224,8 @@ class GrpcFrontend {
   RpcMetrics& metrics_;
   const absl::Time started_;
   const Limits limits_;
-  const std::string token_;  // empty: none
+  const std::unique_ptr<Callers> callers_;  // null: anybody may do everything
+  const std::unique_ptr<AuditLog> audit_;   // null: none
   std::atomic<bool> serving_{true};
   struct Served {
     const Method* method;

@@ -61,7 +61,7 @@ class FakeCall final : public RpcCall {
     return metadata_;
   }
   std::string peer() const override { return peer_; }
-  std::string identity() const override { return identity_; }
+  std::string certificate() const override { return identity_; }
 
  private:
   void StartRead(grpc::ByteBuffer* message) override {

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
 #include "base/failpoint.h"
+#include "base/file.h"
 #include "base/log.h"
 #include "base/mutex.h"
 #include "base/secret_file.h"
@@ -111,6 +112,9 @@ void WriteCore(const CoreFacts& facts, size_t kv_limit, PrometheusText* out) {
   text.Family("muster_fenced_calls_total", Type::kCounter,
               "Calls refused because the caller was stale.");
   text.Sample({}, static_cast<double>(facts.stats.fenced_calls));
+  text.Family("muster_calls_without_right_total", Type::kCounter,
+              "Calls refused because the caller's role does not permit them.");
+  text.Sample({}, static_cast<double>(facts.stats.refused_calls));
   text.Family("muster_unproven_deposals_total", Type::kCounter,
               "Refused callers that had seen a higher term or revision without being members of a "
               "job here.");
@@ -213,10 +217,14 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
   std::string token;
   if (!options.token_file.empty()) {
     MUSTER_ASSIGN_OR_RETURN(token, rpc::ReadToken(options.token_file, "token_file"));
-  } else if (address.is_unix() && !options.rpc.only_user.has_value()) {
+  } else if (options.users_file.empty() && address.is_unix() &&
+             !options.rpc.only_user.has_value()) {
     options.rpc.only_user = geteuid();
   }
-  options.rpc.checks_token = !token.empty();
+  Callers::Options of_callers{.token = std::move(token), .users_file = options.users_file};
+  // Users who have certificates need no token.
+  options.rpc.checks_token =
+      !of_callers.token.empty() || (!options.users_file.empty() && options.rpc.tls.ca.empty());
   if (!options.checkpoint_key.empty()) {
     MUSTER_ASSIGN_OR_RETURN(
         const std::string pem,
@@ -241,14 +249,29 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
   if (journal == nullptr) {
     MUSTER_ASSIGN_OR_RETURN(journal, SqliteJournal::Open({.directory = options.data_dir}));
   }
+  // Next to the journal, whose lock this process has.
+  MUSTER_ASSIGN_OR_RETURN(
+      AttemptTokens attempts,
+      AttemptTokens::Open(options.data_dir.empty() ? ""
+                                                   : JoinPath(options.data_dir, "attempts.key")));
+  self->attempts_ = std::make_unique<AttemptTokens>(std::move(attempts));
+  of_callers.attempts = self->attempts_.get();
+  options.runner.core.jobs.attempt_token =
+      [attempts = self->attempts_.get()](absl::string_view group) { return attempts->Of(group); };
+  MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<Callers> callers, Callers::Create(std::move(of_callers)));
+  std::unique_ptr<AuditLog> audit;
+  if (!options.audit_log.empty()) {
+    MUSTER_ASSIGN_OR_RETURN(audit, AuditLog::Open(options.audit_log));
+  }
   // Both ends have the same limit: what would go beyond is said in an answer that fits.
   options.runner.limits.answer_bytes =
       static_cast<size_t>(std::max(4096, options.rpc.max_message_bytes) - 1024);
   self->kv_limit_ = options.runner.core.kv_bytes;
   self->runner_ = std::make_unique<CoreRunner>(options.runner, std::move(journal));
   CoordinatorServer* raw = self.get();
-  self->frontend_ = std::make_unique<GrpcFrontend>(
-      self->runner_.get(), &self->rpc_metrics_, self->started_, options.frontend, std::move(token));
+  self->frontend_ =
+      std::make_unique<GrpcFrontend>(self->runner_.get(), &self->rpc_metrics_, self->started_,
+                                     options.frontend, std::move(callers), std::move(audit));
   self->runner_->set_on_deposed(std::move(options.on_deposed));
   self->runner_->set_on_catch_up([raw](absl::Time asked) { raw->frontend_->CatchUp(asked); });
   self->runner_->set_on_journal_health(

@@ -31,8 +31,13 @@ class CoordinatorServer {
     // Where to listen, TLS. A unix socket is this user's alone unless there is a token, or
     // `only_user` says otherwise.
     rpc::ServerOptions rpc;
-    // Every call must carry the token in this file (rpc/token.h); empty: no token is required.
+    // Calls that carry the token in this file (rpc/token.h) are an admin's; empty: there is none.
     std::string token_file = {};
+    // Users with roles, and their tokens or certificates (callers.h); empty: there are none. With
+    // either file, every call must show who makes it.
+    std::string users_file = {};
+    // Who changed what (audit_log.h); empty: it is not written.
+    std::string audit_log = {};
     // The private Ed25519 key that signs the records of checkpoints (PEM); empty: they are not
     // signed.
     std::string checkpoint_key = {};
@@ -76,6 +81,7 @@ class CoordinatorServer {
   RpcMetrics rpc_metrics_;
   size_t kv_limit_ = 0;
   absl::Time started_;
+  std::unique_ptr<AttemptTokens> attempts_;
   std::unique_ptr<CoreRunner> runner_;
   std::unique_ptr<GrpcFrontend> frontend_;
   std::unique_ptr<rpc::Server> server_;

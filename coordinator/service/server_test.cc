@@ -17,10 +17,13 @@
 #include <utility>
 #include <vector>
 
+#include "absl/strings/escaping.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
 #include "base/mutate.h"
 #include "base/mutex.h"
+#include "base/secret_file.h"
+#include "base/signature.h"
 #include "base/test_folder.h"
 #include "base/test_keys.h"
 #include "base/test_wait.h"
@@ -29,6 +32,7 @@
 #include "gtest/gtest.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
+#include "proto/muster/v1/job.grpc.pb.h"
 #include "proto/muster/v1/kv.grpc.pb.h"
 #include "proto/muster/v1/membership.grpc.pb.h"
 #include "proto/muster/v1/rendezvous.grpc.pb.h"
@@ -46,7 +50,7 @@ using ::testing::HasSubstr;
 constexpr absl::Duration kPatience = absl::Seconds(60);
 
 std::unique_ptr<CoordinatorServer> StartServer(CoordinatorServer::Options options = {}) {
-  options.rpc.insecure = options.token_file.empty();
+  options.rpc.insecure = options.token_file.empty() && options.users_file.empty();
   auto server = CoordinatorServer::Start(std::move(options));
   EXPECT_TRUE(server.ok()) << server.status();
   return server.ok() ? *std::move(server) : nullptr;
@@ -529,6 +533,76 @@ TEST(CoordinatorServer, Token_CallsAndStreamsWithIt_AreServed) {
   AgentClient agent(server->address(), "n", 1, token);
   EXPECT_NE(agent.Attach().session_id(), "");
   EXPECT_EQ(client.Status()->agents(), 1);
+}
+
+std::string UserLine(const std::string& name, const std::string& role, const std::string& token) {
+  return absl::StrCat(name, " ", role, " sha256:", absl::BytesToHexString(Sha256(token)), "\n");
+}
+
+TEST(CoordinatorServer, Users_MayDoWhatTheirRoleSays) {
+  const TestFolder folder;
+  CoordinatorServer::Options options;
+  options.users_file = folder.Path("users");
+  options.audit_log = folder.Path("audit");
+  ASSERT_TRUE(WriteSecretFile(options.users_file, UserLine("ann", "submit", "ann's") +
+                                                      UserLine("bob", "view", "bob's") +
+                                                      UserLine("nodes", "node", "nodes'") +
+                                                      UserLine("root", "admin", "root's"))
+                  .ok());
+  const std::string audit = options.audit_log;
+  auto server = StartServer(std::move(options));
+  const auto client = [&](const std::string& token) {
+    return std::make_unique<Client>(server->address(), WriteToken("token-of-a-user", token));
+  };
+  const auto ann = client("ann's"), bob = client("bob's"), nodes = client("nodes'"),
+             root = client("root's"), eve = client("eve's");
+  EXPECT_EQ(rpc::GetReason(eve->Status().status()), v1::ERROR_REASON_BAD_TOKEN);
+  EXPECT_TRUE(ann->Status().ok());
+  EXPECT_TRUE(bob->Status().ok());
+  EXPECT_EQ(rpc::GetReason(nodes->Status().status()), v1::ERROR_REASON_SCOPE);
+
+  const auto submit = [&](const std::unique_ptr<Client>& client) {
+    v1::SubmitJobRequest request;
+    request.mutable_spec()->set_name("mnist");
+    request.mutable_spec()->add_argv("./train");
+    request.mutable_spec()->set_max_processes(1);
+    request.mutable_spec()->set_wait_for_nodes(true);
+    request.set_owner("somebody else");
+    v1::SubmitJobReply reply;
+    const absl::Status status = client->Call<v1::Jobs>(&v1::Jobs::Stub::Submit, request, &reply);
+    if (status.ok()) {
+      EXPECT_EQ(reply.job().owner(), client == ann ? "ann" : "root");
+    }
+    return status;
+  };
+  const auto cancel = [](const std::unique_ptr<Client>& client, const std::string& job) {
+    v1::ControlJobRequest request;
+    request.set_job_id(job);
+    request.set_action(v1::JOB_ACTION_CANCEL);
+    v1::ControlJobReply reply;
+    return client->Call<v1::Jobs>(&v1::Jobs::Stub::Control, request, &reply);
+  };
+  EXPECT_TRUE(submit(ann).ok());
+  EXPECT_TRUE(submit(root).ok());
+  for (const auto* client : {&bob, &nodes}) {
+    const absl::Status refused = submit(*client);
+    EXPECT_TRUE(absl::IsPermissionDenied(refused)) << refused;
+    EXPECT_EQ(rpc::GetReason(refused), v1::ERROR_REASON_SCOPE);
+  }
+  EXPECT_EQ(rpc::GetReason(cancel(ann, "mnist-2")), v1::ERROR_REASON_SCOPE);
+  EXPECT_EQ(rpc::GetReason(cancel(bob, "mnist-1")), v1::ERROR_REASON_SCOPE);
+  EXPECT_TRUE(cancel(ann, "mnist-1").ok());
+  EXPECT_TRUE(cancel(root, "mnist-2").ok());
+  // No person attaches agents.
+  EXPECT_EQ(rpc::GetReason(CallWithGarbage(*ann, "/muster.v1.Session/Attach")),
+            v1::ERROR_REASON_SCOPE);
+
+  const std::string lines = *ReadFile(audit);
+  EXPECT_THAT(lines, HasSubstr("\"user\":\"ann\",\"role\":\"submit\""));
+  EXPECT_THAT(lines, HasSubstr("\"call\":\"control_job\",\"job\":\"mnist-2\",\"action\":"
+                               "\"JOB_ACTION_CANCEL\",\"result\":\"PERMISSION_DENIED\""));
+  EXPECT_THAT(lines, HasSubstr("\"call\":\"submit_job\",\"job\":\"mnist-1\""));
+  EXPECT_EQ(lines.find("get_job"), std::string::npos);
 }
 
 TEST(CoordinatorServer, TokenFileThatCannotBeUsed_IsRefusedBeforeTheJournalIsTouched) {

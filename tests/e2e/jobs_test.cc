@@ -10,11 +10,14 @@
 #include <vector>
 
 #include "absl/strings/ascii.h"
+#include "absl/strings/escaping.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "base/file.h"
+#include "base/secret_file.h"
+#include "base/signature.h"
 #include "base/test_wait.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"
@@ -125,7 +128,7 @@ TEST_F(JobsTest, FailedProgram_IsRestarted_AndItsLastLinesAreKept) {
   const Json record = Get(job);
   EXPECT_EQ(record["attempts"].size(), 2u);
   for (const Json& attempt : record["attempts"]) {
-    EXPECT_EQ(attempt["end"]["class"], "PROCESS_FAILED");
+    EXPECT_EQ(attempt["end"]["class"], "PROCESS_FAILED") << attempt.dump();
     EXPECT_EQ(attempt["end"]["rank"], 3);
     EXPECT_EQ(attempt["end"]["exit_code"], 7);
     EXPECT_EQ(attempt["end"]["last_lines"][0], "no luck");
@@ -224,6 +227,68 @@ TEST_F(JobsTest, SecondAgent_OfTheSameFolderOrName_IsRefused) {
   };
   EXPECT_THAT(start("a"), HasSubstr("another agent uses "));
   EXPECT_THAT(start("other"), HasSubstr("another agent of the name \"a\" is connected"));
+}
+
+// Users with roles: who has which token in its settings.
+class UsersTest : public JobsTest {
+ protected:
+  void SetUp() override {
+    ClusterFixture::SetUp();
+    std::string users;
+    for (const auto& [name, role] : std::map<std::string, std::string>{
+             {"ann", "submit"}, {"bob", "submit"}, {"eve", "view"}, {"nodes", "node"}}) {
+      ASSERT_TRUE(WriteSecretFile(Temp(name), absl::StrCat("token-of-", name, "\n")).ok());
+      absl::StrAppend(&users, name, " ", role,
+                      " sha256:", absl::BytesToHexString(Sha256(absl::StrCat("token-of-", name))),
+                      "\n");
+    }
+    ASSERT_TRUE(WriteSecretFile(Temp("users"), users).ok());
+    coordinator_ = StartCoordinator({"--log_level", "warning", "--audit_log", Temp("audit")},
+                                    {"--users_file", Temp("users")});
+    As("nodes");
+  }
+  // The next commands are this user's.
+  void As(const std::string& name) { env_["MUSTER_TOKEN_FILE"] = Temp(name); }
+};
+
+TEST_F(UsersTest, Jobs_BelongToWhomSubmittedThem_AndRunWithATokenOfTheirOwn) {
+  auto node = std::make_unique<Command>(
+      *host_,
+      std::vector<std::string>{Runfile("agent/cmd/muster-agent"), "--serve", "--coordinator",
+                               address_, "--state_dir", Temp("a"), "--node", "a", "--cpus", "2"},
+      env_);
+  As("ann");
+  WaitUntil([&] { return NodeState("a") == "READY"; });
+  // Workers that join the job's group prove that their agent is let in; MUSTER_TOKEN_FILE is
+  // neither the node's nor theirs.
+  const std::string job =
+      Submit({"--processes", "2"},
+             absl::StrCat("echo ${MUSTER_TOKEN_FILE-none} > ", Temp("told"), "$RANK; sleep 1000"));
+  WaitForState(job, "RUNNING");
+  WaitUntil([&] {
+    const absl::StatusOr<std::string> told = ReadFile(Temp("told1"));
+    return told.ok() && absl::EndsWith(*told, "\n");
+  });
+  EXPECT_EQ(*ReadFile(Temp("told1")), "none\n");
+  EXPECT_EQ(Get(job)["owner"], "ann");
+  const std::vector<std::string> attempts = *ListDirectory(absl::StrCat(Temp("a"), "/attempts"));
+  ASSERT_EQ(attempts.size(), 1u);
+  EXPECT_THAT(*ReadSecretFile(absl::StrCat(Temp("a"), "/attempts/", attempts[0], "/token"), "token",
+                              "token", 4096),
+              HasSubstr(absl::StrCat("attempt.", job, ".1.")));
+  As("bob");
+  EXPECT_THAT(Run({"cancel", job}, 8),
+              AllOf(HasSubstr("user \"bob\" of role submit may not call control_job"),
+                    HasSubstr("the owner of the job")));
+  As("eve");
+  EXPECT_EQ(StateOf(job), "RUNNING");
+  EXPECT_THAT(Run({"submit", "--", "/bin/true"}, 8), HasSubstr("of role view may not"));
+  EXPECT_THAT(Run({"drain", "a"}, 8), HasSubstr("it needs role admin"));
+  As("ann");
+  Run({"cancel", job});
+  WaitForState(job, "CANCELLED");
+  EXPECT_THAT(*ReadFile(Temp("audit")),
+              AllOf(HasSubstr("\"user\":\"ann\""), HasSubstr("\"result\":\"PERMISSION_DENIED\"")));
 }
 
 TEST_F(JobsTest, BadInput_IsNamed) {
