@@ -30,6 +30,7 @@ Found Find(const CommandSpec& spec, const std::string& name) {
 absl::Status Unknown(const CommandSpec& spec, absl::string_view arg, const std::string& name) {
   std::vector<std::string> names = {"help"};
   for (const OptionSpec& option : spec.options) {
+    if (option.group.empty()) continue;
     names.push_back(option.name);
     if (option.negative) names.push_back("no_" + option.name);
   }

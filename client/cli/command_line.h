@@ -16,7 +16,7 @@ struct OptionSpec {
   std::string value_name = {};  // empty: a flag, given as --name or --name=true|false
   std::string help = {};
   std::string alias = {};         // another name, not in the help
-  std::string group = "Options";  // heading in the help
+  std::string group = "Options";  // heading in the help; empty: not in the help
   bool repeated = false;          // may be given more than once; otherwise the last one counts
   bool negative = false;          // "--no_NAME" is accepted too and means false
   std::string letter = {};        // "o": "-o" is the same

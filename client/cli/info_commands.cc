@@ -29,6 +29,7 @@
 #include "client/cli/launch_command.h"
 #include "client/cli/torch_version.h"
 #include "client/config/suggest.h"
+#include "client/config/torchrun_flags.h"
 #include "client/jobs/client_on_channel.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
@@ -246,6 +247,10 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
       "already (--force).";
   spec.takes_program = false;
   spec.max_words = 2;
+  // They are flags of a launch, and no keys of the file.
+  for (const TorchrunFlag& flag : TorchrunFlags()) {
+    std::erase_if(spec.options, [&](const OptionSpec& option) { return option.name == flag.name; });
+  }
   spec.options.push_back({.name = "force", .help = "default: replace the file if it exists"});
   spec.options.push_back({.name = "json", .help = "show: as one JSON object"});
   CommandLine line;
