@@ -2,6 +2,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -137,6 +138,18 @@ std::string HelpText(const CommandSpec& spec) {
   }
   if (!spec.details.empty()) app.footer(spec.details);
   return app.help();
+}
+
+OptionSpec OutputOption(std::vector<std::string> formats) {
+  std::string help = absl::StrCat(formats[0], " (default)");
+  for (size_t i = 1; i < formats.size(); ++i) {
+    absl::StrAppend(&help, i + 1 == formats.size() ? " or " : ", ", formats[i]);
+  }
+  return {.name = "output",
+          .value_name = "FORMAT",
+          .help = std::move(help),
+          .letter = "o",
+          .values = std::move(formats)};
 }
 
 }  // namespace muster::client

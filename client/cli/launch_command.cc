@@ -38,7 +38,8 @@ std::vector<OptionSpec> LaunchOptions() {
                                    : absl::StrCat(spec.help, " (default ", spec.fallback, ")"),
                        .alias = spec.alias,
                        .group = "Settings (also in the config file, and as MUSTER_... variables)",
-                       .negative = spec.type == SettingSpec::Type::kBool});
+                       .negative = spec.type == SettingSpec::Type::kBool,
+                       .values = spec.choices});
   }
   options.push_back(
       {.name = "coordinator",
@@ -61,7 +62,8 @@ std::vector<OptionSpec> LaunchOptions() {
          .value_name = flag.value_name,
          .help = flag.help,
          .group = flag.refusal.empty() ? "torchrun's flags, and what they become" : "",
-         .letter = flag.letter});
+         .letter = flag.letter,
+         .values = flag.choices});
   }
   return options;
 }

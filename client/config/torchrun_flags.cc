@@ -181,6 +181,7 @@ const std::vector<TorchrunFlag>& TorchrunFlags() {
        .value_name = "N|auto|gpu|cpu",
        .help = "num_processes, as N for each machine; gpu: one for each GPU, cpu: one for each "
                "core, on the CPU; auto: gpu if there are any, else one for each core",
+       .choices = {"auto", "gpu", "cpu"},
        .rivals = {"num_processes"}},
       {.name = "nnodes",
        .value_name = "M|M:M",
@@ -194,7 +195,8 @@ const std::vector<TorchrunFlag>& TorchrunFlags() {
                   "master_port"}},
       {.name = "rdzv_backend",
        .value_name = "c10d|static",
-       .help = "Accepted: Muster's coordinator takes the place of both"},
+       .help = "Accepted: Muster's coordinator takes the place of both",
+       .choices = {"c10d", "static"}},
       {.name = "rdzv_id", .value_name = "NAME", .help = "job_name", .rivals = {"job_name"}},
       {.name = "master_addr",
        .value_name = "IP",

@@ -14,10 +14,11 @@ namespace muster::client {
 // A flag of torchrun's (PyTorch 2) that has another name or form than the setting that it becomes,
 // or that a launch cannot honour.
 struct TorchrunFlag {
-  std::string name = {};        // without "--", words joined by "_"
-  std::string value_name = {};  // empty: it takes no value
-  std::string help = {};        // what it becomes; empty if refused
-  std::string letter = {};      // "m": "-m" is the same
+  std::string name = {};                  // without "--", words joined by "_"
+  std::string value_name = {};            // empty: it takes no value
+  std::string help = {};                  // what it becomes; empty if refused
+  std::string letter = {};                // "m": "-m" is the same
+  std::vector<std::string> choices = {};  // words that it takes, besides a number
   std::string refusal = {};  // why it cannot be honoured and what to write instead; empty: it can
   // Flags with the same meaning, torchrun's or Muster's: only one of them may be given.
   std::vector<std::string> rivals = {};
