@@ -174,19 +174,8 @@ v1::Beat NodeUplink::MakeBeat() {
   return beat;
 }
 
-std::string NodeUplink::WhyNotConnected() {
-  // The stream waits for a connection and does not learn why there is none; a call that does not
-  // wait gets the error at once.
-  grpc::ClientContext context;
-  rpc::SetTimeout(context, absl::Seconds(1));
-  v1::StatusReply reply;
-  const grpc::Status status = v1::Admin::NewStub(channel_)->Status(&context, {}, &reply);
-  if (status.error_code() != grpc::StatusCode::UNAVAILABLE) return "";
-  const std::string& text = status.error_message();
-  const std::string before_cause = "last error: ";
-  const size_t last = text.rfind(before_cause);
-  return last == std::string::npos ? text : text.substr(last + before_cause.size());
-}
+// The stream waits for a connection and does not learn why there is none.
+std::string NodeUplink::WhyNotConnected() { return rpc::WhyNotConnected(channel_); }
 
 void NodeUplink::OnDirective(const v1::Directive& directive) {
   MUSTER_FAILPOINT("agent.directive");

@@ -11,7 +11,9 @@
 #include <vector>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/strip.h"
 #include "base/status_macros.h"
+#include "proto/muster/v1/admin.grpc.pb.h"
 #include "rpc/address.h"
 #include "rpc/files.h"
 #include "rpc/process.h"
@@ -19,6 +21,8 @@
 
 namespace muster::rpc {
 namespace {
+
+constexpr absl::Duration kFirstPause = absl::Milliseconds(100);
 
 // By the monotonic clock: gRPC converts a deadline of the wall clock by a second look at it, and a
 // clock that jumps between the two would end the call at once.
@@ -123,11 +127,43 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
       target, credentials, Arguments(options), std::move(interceptors));
 }
 
+std::string WhyNotConnected(const std::shared_ptr<grpc::Channel>& channel) {
+  grpc::ClientContext context;
+  SetTimeout(context, absl::Seconds(1));
+  v1::StatusReply reply;
+  const grpc::Status status = v1::Admin::NewStub(channel)->Status(&context, {}, &reply);
+  if (status.error_code() != grpc::StatusCode::UNAVAILABLE) return "";
+  absl::string_view text = status.error_message();
+  // gRPC puts its own layers in front of the system's error.
+  for (const absl::string_view layer : {"last error: ", "Failed to connect to remote host: "}) {
+    const size_t at = text.rfind(layer);
+    if (at != absl::string_view::npos) text.remove_prefix(at + layer.size());
+  }
+  absl::ConsumePrefix(&text, "UNKNOWN: ");
+  return std::string(text);
+}
+
 absl::Status WaitUntilConnected(grpc::Channel& channel, absl::string_view address,
                                 absl::Duration timeout) {
-  if (channel.WaitForConnected(GrpcDeadline(timeout))) return absl::OkStatus();
-  return absl::UnavailableError(absl::StrCat("no coordinator answers at ", address, " within ",
-                                             absl::FormatDuration(timeout), ": is it running?"));
+  // gRPC connects again by itself, with a backoff that is shorter than these pauses.
+  absl::Duration pause = kFirstPause, left = timeout;
+  int tries = 0;
+  bool failed = false;
+  do {
+    pause = std::min(pause, left);
+    if (channel.WaitForConnected(GrpcDeadline(pause))) return absl::OkStatus();
+    failed = channel.GetState(/*try_to_connect=*/false) == GRPC_CHANNEL_TRANSIENT_FAILURE;
+    if (failed) ++tries;
+    left -= pause;
+    pause *= 2;
+  } while (left > absl::ZeroDuration());
+  const std::string error = failed ? WhyNotConnected(channel.shared_from_this()) : "";
+  absl::string_view why = error;
+  absl::ConsumePrefix(&why, absl::StrCat(address, ": "));
+  return absl::UnavailableError(absl::StrCat(
+      "no coordinator answers at ", address, " (", std::max(tries, 1),
+      tries > 1 ? " tries in " : " try in ", absl::FormatDuration(timeout), ", ",
+      tries > 1 ? "the last: " : "", why.empty() ? "no reply" : why, "): is it running?"));
 }
 
 void SetTimeout(grpc::ClientContext& context, absl::Duration timeout) {

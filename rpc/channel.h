@@ -43,7 +43,12 @@ struct ChannelOptions {
 absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address,
                                                        const ChannelOptions& options = {});
 
-// Blocks until the channel is connected. Errors: UNAVAILABLE after `timeout`, naming `address`.
+// The error of the last attempt to connect: "Connection refused". Empty: there was none, or it
+// succeeded. Blocks for at most a second.
+std::string WhyNotConnected(const std::shared_ptr<grpc::Channel>& channel);
+
+// Blocks until the channel is connected. Errors: UNAVAILABLE after `timeout`, naming `address`, how
+// often the connection was found to have failed in that time, and the error of the last attempt.
 absl::Status WaitUntilConnected(grpc::Channel& channel, absl::string_view address,
                                 absl::Duration timeout);
 

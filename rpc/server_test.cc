@@ -10,6 +10,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -333,13 +334,52 @@ TEST(Connect, TokenFile_GoesWithEveryCall) {
             absl::StatusCode::kNotFound);
 }
 
-TEST(WaitUntilConnected, NobodyThere_NamesTheAddress) {
-  auto channel = Connect("unix:/nonexistent/muster.sock");
+// Blocks until the channel has failed to connect.
+void WaitUntilFailed(grpc::Channel& channel) {
+  const auto deadline = std::chrono::system_clock::now() + std::chrono::minutes(1);
+  grpc_connectivity_state state = channel.GetState(/*try_to_connect=*/true);
+  while (state != GRPC_CHANNEL_TRANSIENT_FAILURE && channel.WaitForStateChange(state, deadline)) {
+    state = channel.GetState(/*try_to_connect=*/true);
+  }
+}
+
+TEST(WaitUntilConnected, NobodyThere_NamesTheAddressAndTheError) {
+  const std::string address = "unix:/nonexistent/muster.sock";
+  auto channel = Connect(address);
   ASSERT_TRUE(channel.ok());
-  const absl::Status status =
-      WaitUntilConnected(**channel, "unix:/nonexistent/muster.sock", absl::Milliseconds(50));
+  WaitUntilFailed(**channel);
+  const absl::Status status = WaitUntilConnected(**channel, address, absl::Milliseconds(50));
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
-  EXPECT_THAT(std::string(status.message()), HasSubstr("/nonexistent/muster.sock"));
+  EXPECT_EQ(std::string(status.message()),
+            "no coordinator answers at unix:/nonexistent/muster.sock (1 try in 50ms, No such file "
+            "or directory): is it running?");
+}
+
+TEST(WaitUntilConnected, PortThatNobodyHolds_SaysHowOftenItTriedAndTheLastError) {
+  std::string address;
+  {
+    const TestListener listener;
+    address = "127.0.0.1:" + std::to_string(listener.port());
+  }
+  auto channel = Connect(address);
+  ASSERT_TRUE(channel.ok());
+  WaitUntilFailed(**channel);
+  const absl::Status status = WaitUntilConnected(**channel, address, absl::Milliseconds(350));
+  EXPECT_EQ(std::string(status.message()),
+            "no coordinator answers at " + address +
+                " (3 tries in 350ms, the last: Connection refused): is it running?");
+  EXPECT_EQ(WhyNotConnected(*channel), "Connection refused");
+}
+
+// It accepts, and says nothing.
+TEST(WaitUntilConnected, ListenerThatDoesNotGreet_SaysSo) {
+  const TestListener listener;
+  const std::string address = "127.0.0.1:" + std::to_string(listener.port());
+  auto channel = Connect(address);
+  ASSERT_TRUE(channel.ok());
+  const absl::Status status = WaitUntilConnected(**channel, address, absl::Milliseconds(50));
+  EXPECT_EQ(std::string(status.message()),
+            "no coordinator answers at " + address + " (1 try in 50ms, no reply): is it running?");
 }
 
 // A machine under load takes its time to greet a new connection; so does a long line.

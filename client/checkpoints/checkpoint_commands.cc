@@ -72,8 +72,7 @@ int Fail(const Call& call, const absl::Status& status) {
 template <class F>
 int Run(CommandSpec spec, const std::vector<std::string>& args, const CommandContext& context,
         size_t min_words, const F& body) {
-  spec.options.push_back(
-      {.name = "output", .value_name = "FORMAT", .help = "text (default) or json", .letter = "o"});
+  spec.options.push_back(OutputOption({"text", "json"}));
   spec.details = absl::StrCat(spec.details, spec.details.empty() ? "" : "\n", kExitCodes);
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
@@ -672,6 +671,14 @@ int RunCheckpointsCommand(const std::vector<std::string>& args, const CommandCon
     out << "\nThe coordinator's records of a job's checkpoints: registered, pin, unpin, promote, "
            "hold-back.\n\nmuster checkpoints COMMAND --help has details.\n";
   };
+  if (context.describe != nullptr) {
+    context.describe({.name = "muster checkpoints",
+                      .summary = "Lists, checks, compares, exports, prunes, pins or promotes "
+                                 "checkpoints.",
+                      .usage = "COMMAND [OPTIONS]"});
+    for (const Subcommand& subcommand : all) Run(subcommand.spec, {}, context, 0, subcommand.run);
+    return kExitOk;
+  }
   if (args.empty()) {
     help(context.err);
     return kExitUsage;

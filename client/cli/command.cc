@@ -14,6 +14,10 @@ std::string Variable(const std::map<std::string, std::string>& variables, const 
 
 int Begin(const CommandSpec& spec, const std::vector<std::string>& args,
           const CommandContext& context, CommandLine* line) {
+  if (context.describe != nullptr) {
+    context.describe(spec);
+    return kExitOk;
+  }
   if (const absl::Status status = ParseCommandLine(spec, args, line); !status.ok()) {
     return Fail(spec, context, status, kExitUsage);
   }

@@ -1,6 +1,7 @@
 #ifndef MUSTER_CLIENT_CLI_COMMAND_H_
 #define MUSTER_CLIENT_CLI_COMMAND_H_
 
+#include <functional>
 #include <map>
 #include <nlohmann/json_fwd.hpp>
 #include <ostream>
@@ -17,6 +18,8 @@ struct CommandContext {
   std::map<std::string, std::string> variables;
   std::ostream& out;
   std::ostream& err;
+  // If set, commands do nothing but say what they are: Begin passes it their specification.
+  std::function<void(const CommandSpec&)> describe = nullptr;
 };
 
 // An environment variable; empty: it is not set.

@@ -2,6 +2,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <utility>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
@@ -30,6 +31,7 @@ Found Find(const CommandSpec& spec, const std::string& name) {
 absl::Status Unknown(const CommandSpec& spec, absl::string_view arg, const std::string& name) {
   std::vector<std::string> names = {"help"};
   for (const OptionSpec& option : spec.options) {
+    if (option.group.empty()) continue;
     names.push_back(option.name);
     if (option.negative) names.push_back("no_" + option.name);
   }
@@ -136,6 +138,18 @@ std::string HelpText(const CommandSpec& spec) {
   }
   if (!spec.details.empty()) app.footer(spec.details);
   return app.help();
+}
+
+OptionSpec OutputOption(std::vector<std::string> formats) {
+  std::string help = absl::StrCat(formats[0], " (default)");
+  for (size_t i = 1; i < formats.size(); ++i) {
+    absl::StrAppend(&help, i + 1 == formats.size() ? " or " : ", ", formats[i]);
+  }
+  return {.name = "output",
+          .value_name = "FORMAT",
+          .help = std::move(help),
+          .letter = "o",
+          .values = std::move(formats)};
 }
 
 }  // namespace muster::client

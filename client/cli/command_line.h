@@ -16,10 +16,11 @@ struct OptionSpec {
   std::string value_name = {};  // empty: a flag, given as --name or --name=true|false
   std::string help = {};
   std::string alias = {};         // another name, not in the help
-  std::string group = "Options";  // heading in the help
+  std::string group = "Options";  // heading in the help; empty: not in the help
   bool repeated = false;          // may be given more than once; otherwise the last one counts
   bool negative = false;          // "--no_NAME" is accepted too and means false
   std::string letter = {};        // "o": "-o" is the same
+  std::vector<std::string> values = {};  // words that shells offer as its value; empty: none
 };
 
 struct CommandSpec {
@@ -31,7 +32,9 @@ struct CommandSpec {
   // The first word that is no option begins the program's own command line; nothing after it is
   // looked at.
   bool takes_program = false;
-  int max_words = 0;  // words that are no options, if it takes no program
+  int max_words = 0;                    // words that are no options, if it takes no program
+  std::vector<std::string> verbs = {};  // what the first word is one of; empty: anything
+  bool external = false;                // another program reads the arguments and has the options
 };
 
 struct CommandLine {
@@ -56,6 +59,9 @@ absl::Status ParseCommandLine(const CommandSpec& spec, const std::vector<std::st
 
 // The text for --help.
 std::string HelpText(const CommandSpec& spec);
+
+// --output, -o: the first format is the default.
+OptionSpec OutputOption(std::vector<std::string> formats);
 
 }  // namespace muster::client
 

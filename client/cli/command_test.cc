@@ -33,6 +33,15 @@ TEST_F(CommandTest, Begin_Help_PrintsItAndSucceeds) {
   EXPECT_EQ(err_.str(), "");
 }
 
+TEST_F(CommandTest, Begin_Describing_OnlySaysWhatTheCommandIs) {
+  std::string name;
+  const CommandContext describing = {
+      {}, out_, err_, [&](const CommandSpec& spec) { name = spec.name; }};
+  EXPECT_EQ(Begin(spec_, {"--no-such-option"}, describing, &line_), kExitOk);
+  EXPECT_EQ(name, "muster greet");
+  EXPECT_EQ(out_.str() + err_.str(), "");
+}
+
 TEST_F(CommandTest, Begin_UnknownOption_IsOneLineOnTheErrorStream) {
   EXPECT_EQ(Begin(spec_, {"--nam", "you"}, context_, &line_), kExitUsage);
   EXPECT_EQ(out_.str(), "");

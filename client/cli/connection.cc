@@ -24,7 +24,9 @@ int ChooseLaunch(const CommandSpec& spec, const CommandContext& context, const s
                 absl::UnavailableError(
                     absl::StrCat("no launch of yours runs on this machine (looked into ",
                                  absl::StrJoin(looked_in, " and "),
-                                 "); name another coordinator with --coordinator IP:PORT")),
+                                 "); name a coordinator with --coordinator IP:PORT or "
+                                 "MUSTER_COORDINATOR, or start one: muster coordinator --listen "
+                                 "IP:PORT")),
                 kExitUnreachable);
   }
   const RunningLaunch* found = launches.size() == 1 ? &launches[0] : nullptr;
@@ -62,6 +64,19 @@ RunningLaunch LaunchAt(const CommandContext& context, const std::string& address
   return {};
 }
 
+// What to do if nothing answers at `address`.
+std::string Remedy(const CommandLine& line, const RunningLaunch& launch,
+                   const std::string& address) {
+  if (!launch.address.empty()) {
+    return absl::StrCat("It is that of your launch ", launch.job, " (pid ", launch.pid,
+                        "), which may be stopped or about to end");
+  }
+  const bool by_flag = !line.Get("coordinator").empty();
+  return absl::StrCat("Start it with muster coordinator --listen ", address,
+                      ", or correct the address, which ",
+                      by_flag ? "--coordinator sets" : "MUSTER_COORDINATOR sets");
+}
+
 struct DialError {
   absl::Status status;
   int code;
@@ -94,7 +109,11 @@ std::optional<DialError> Connect(const CommandLine& line, const CommandContext& 
   connection->channel = *std::move(channel);
   const absl::Status status =
       rpc::WaitUntilConnected(*connection->channel, address, connection->timeout);
-  if (!status.ok()) return DialError{status, kExitUnreachable};
+  if (!status.ok()) {
+    return DialError{
+        absl::UnavailableError(absl::StrCat(status.message(), " ", Remedy(line, launch, address))),
+        kExitUnreachable};
+  }
   return std::nullopt;
 }
 

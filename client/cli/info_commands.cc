@@ -29,6 +29,7 @@
 #include "client/cli/launch_command.h"
 #include "client/cli/torch_version.h"
 #include "client/config/suggest.h"
+#include "client/config/torchrun_flags.h"
 #include "client/jobs/client_on_channel.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "proto/muster/v1/barrier.grpc.pb.h"
@@ -246,18 +247,23 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
       "already (--force).";
   spec.takes_program = false;
   spec.max_words = 2;
+  spec.verbs = {"default", "show", "validate"};
+  // They are flags of a launch, and no keys of the file.
+  for (const TorchrunFlag& flag : TorchrunFlags()) {
+    std::erase_if(spec.options, [&](const OptionSpec& option) { return option.name == flag.name; });
+  }
   spec.options.push_back({.name = "force", .help = "default: replace the file if it exists"});
   spec.options.push_back({.name = "json", .help = "show: as one JSON object"});
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
-  const std::vector<std::string> verbs = {"default", "show", "validate"};
   const std::string verb = line.words.empty() ? "" : line.words[0];
-  if (verb != "default" && verb != "show" && verb != "validate") {
-    return Fail(spec, context,
-                absl::InvalidArgumentError(
-                    verb.empty() ? "name an action: default, show or validate"
-                                 : absl::StrCat("unknown word ", verb, DidYouMean(verb, verbs))),
-                kExitUsage);
+  if (std::count(spec.verbs.begin(), spec.verbs.end(), verb) == 0) {
+    return Fail(
+        spec, context,
+        absl::InvalidArgumentError(
+            verb.empty() ? "name an action: default, show or validate"
+                         : absl::StrCat("unknown word ", verb, DidYouMean(verb, spec.verbs))),
+        kExitUsage);
   }
   if (line.words.size() == 2) line.options["config_file"] = {line.words[1]};
 
@@ -940,7 +946,11 @@ absl::StatusOr<std::vector<RegisteredState>> FindRegisteredStates(const CommandL
   return states;
 }
 
-bool IsRegistryVerb(const std::string& verb) { return FindRegistryVerb(verb) != nullptr; }
+std::vector<std::string> RegistryVerbs() {
+  std::vector<std::string> verbs;
+  for (const RegistryVerb& known : kRegistryVerbs) verbs.emplace_back(known.verb);
+  return verbs;
+}
 
 int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& args,
                        const CommandContext& context) {
@@ -954,10 +964,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
           lists ? "" : "CHECKPOINT is its id, its folder, or the last name of that.\n",
           "Exit codes: 0 done; 2 wrong options; 3 no such job or checkpoint; 7 no coordinator "
           "answers; 8 it wants a token,\nor another one."),
-      .options = ConnectionOptions({{.name = "output",
-                                     .value_name = "FORMAT",
-                                     .help = "text (default) or json",
-                                     .letter = "o"}}),
+      .options = ConnectionOptions({OutputOption({"text", "json"})}),
       .max_words = lists ? 1 : 2};
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;

@@ -33,8 +33,8 @@ int RunQuarantineCommand(const std::vector<std::string>& args, const CommandCont
 int RunRemoveCommand(const std::vector<std::string>& args, const CommandContext& context);
 
 // `muster checkpoints registered|pin|unpin|promote|hold-back`: what a coordinator knows of a job's
-// checkpoints. `verb` is the second word.
-bool IsRegistryVerb(const std::string& verb);
+// checkpoints. `verb`, one of RegistryVerbs, is the second word.
+std::vector<std::string> RegistryVerbs();
 int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& args,
                        const CommandContext& context);
 

@@ -148,10 +148,6 @@ ordered_json JobJson(const Job& job) {
           {"attempts", attempts}};
 }
 
-OptionSpec OutputOption(const std::string& formats) {
-  return {.name = "output", .value_name = "FORMAT", .help = formats, .letter = "o"};
-}
-
 void PrintValue(const CommandContext& context, const std::string& format,
                 const ordered_json& value) {
   context.out << (format == "yaml" ? YamlText(value) : Dump(value));
@@ -249,7 +245,7 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
   options.push_back({.name = "idempotency_key",
                      .value_name = "KEY",
                      .help = "The same key and job submit once (default: a random one)"});
-  options.push_back(OutputOption("name (default), json or yaml"));
+  options.push_back(OutputOption({"name", "json", "yaml"}));
   const CommandSpec spec = {
       .name = "muster submit",
       .summary = "Submits a job: the coordinator queues it and chooses its nodes.",
@@ -322,23 +318,27 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
 }
 
 int RunListCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  std::vector<std::string> known;
+  for (int i = 1; i <= static_cast<int>(JobState::kCancelled); ++i)
+    known.emplace_back(JobStateName(static_cast<JobState>(i)));
   const CommandSpec spec = {
       .name = "muster list",
       .summary = "Lists submitted jobs, in the order of submission.",
       .usage = "[PREFIX] [OPTIONS]",
       .details = kExitCodes,
-      .options = ConnectionOptions(
-          {{.name = "state", .value_name = "STATE", .help = "Only these", .repeated = true},
-           {.name = "owner", .value_name = "NAME", .help = "Only this user's"},
-           OutputOption("table (default), wide, json, yaml or name")}),
+      .options =
+          ConnectionOptions({{.name = "state",
+                              .value_name = "STATE",
+                              .help = "Only these",
+                              .repeated = true,
+                              .values = known},
+                             {.name = "owner", .value_name = "NAME", .help = "Only this user's"},
+                             OutputOption({"table", "wide", "json", "yaml", "name"})}),
       .max_words = 1};
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   ListOptions filter = {.owner = line.Get("owner"),
                         .id_prefix = line.words.empty() ? "" : line.words[0]};
-  std::vector<std::string> known;
-  for (int i = 1; i <= static_cast<int>(JobState::kCancelled); ++i)
-    known.emplace_back(JobStateName(static_cast<JobState>(i)));
   if (const auto given = line.options.find("state"); given != line.options.end()) {
     for (const std::string& word : given->second) {
       const auto found = std::find(known.begin(), known.end(), absl::AsciiStrToUpper(word));
@@ -423,7 +423,7 @@ int RunDescribeCommand(const std::vector<std::string>& args, const CommandContex
   CommandSpec spec = {.name = "muster describe",
                       .summary = "Shows all that is known of a submitted job.",
                       .details = kExitCodes,
-                      .options = ConnectionOptions({OutputOption("yaml (default) or json")})};
+                      .options = ConnectionOptions({OutputOption({"yaml", "json"})})};
   CommandLine line;
   std::optional<Client> client;
   if (const int code = BeginJob(spec, args, context, &line, &client); code >= 0) return code;
@@ -459,7 +459,7 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
       .details = kExitCodes,
       .options = ConnectionOptions(
           {{.name = "follow", .help = "Goes on until the job has ended", .letter = "f"},
-           {.name = "rank", .value_name = "R|all", .help = "Default 0"},
+           {.name = "rank", .value_name = "R|all", .help = "Default 0", .values = {"all"}},
            {.name = "attempt", .value_name = "N", .help = "Default: the last one"},
            {.name = "tail", .value_name = "N", .help = "Only the last N lines"},
            {.name = "grep", .value_name = "REGEX", .help = "Only lines that match"}})};

@@ -1,5 +1,6 @@
 #include "client/cli/job_commands.h"
 
+#include <algorithm>
 #include <sstream>
 
 #include "base/exit_code.h"
@@ -12,6 +13,7 @@
 namespace muster::client {
 namespace {
 
+using ::testing::ContainsRegex;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 
@@ -70,6 +72,27 @@ TEST_F(JobCommandsTest, List_StateAndName_PrintsOnlyThose) {
   EXPECT_EQ(out_.str(), "gpt-2\n");
   EXPECT_EQ(RunListCommand({"--state", "runing"}, context_), kExitUsage);
   EXPECT_THAT(err_.str(), HasSubstr("did you mean RUNNING?"));
+}
+
+TEST_F(JobCommandsTest, NoCoordinator_EveryCommandSaysWhereHowOftenWhyAndWhatToDo) {
+  const std::string flag = "unix:/nonexistent/flag";
+  for (const auto& run : {RunListCommand, RunNodesCommand, RunStatusCommand}) {
+    err_.str("");
+    EXPECT_EQ(run({"--coordinator", flag, "--timeout", "100ms"}, context_), kExitUnreachable);
+    const std::string text = err_.str();
+    EXPECT_EQ(std::count(text.begin(), text.end(), '\n'), 1) << text;
+    EXPECT_THAT(
+        text,
+        ContainsRegex(
+            "muster [a-z]+: no coordinator answers at unix:/nonexistent/flag \\([0-9]+ tr.* in "
+            "100ms, .+\\): is it running\\? Start it with muster coordinator --listen "
+            "unix:/nonexistent/flag, or correct the address, which --coordinator sets\n"));
+  }
+  err_.str("");
+  const CommandContext variable = {{{"MUSTER_COORDINATOR", "unix:/nonexistent/v"}}, out_, err_};
+  EXPECT_EQ(RunSubmitCommand({"--timeout", "50ms", "--", "train"}, variable), kExitUnreachable);
+  EXPECT_THAT(err_.str(), HasSubstr("--listen unix:/nonexistent/v, or correct the address, which "
+                                    "MUSTER_COORDINATOR sets\n"));
 }
 
 TEST_F(JobCommandsTest, Describe_UnknownJob_NamesASimilarOne) {

@@ -12,6 +12,7 @@
 #include "base/file.h"
 #include "base/machine.h"
 #include "base/status_macros.h"
+#include "client/config/torchrun_flags.h"
 
 namespace muster::client {
 namespace {
@@ -37,7 +38,8 @@ std::vector<OptionSpec> LaunchOptions() {
                                    : absl::StrCat(spec.help, " (default ", spec.fallback, ")"),
                        .alias = spec.alias,
                        .group = "Settings (also in the config file, and as MUSTER_... variables)",
-                       .negative = spec.type == SettingSpec::Type::kBool});
+                       .negative = spec.type == SettingSpec::Type::kBool,
+                       .values = spec.choices});
   }
   options.push_back(
       {.name = "coordinator",
@@ -54,6 +56,15 @@ std::vector<OptionSpec> LaunchOptions() {
                      .repeated = true});
   options.push_back({.name = "dry_run",
                      .help = "Print what would be run, with the source of each setting, and exit"});
+  for (const TorchrunFlag& flag : TorchrunFlags()) {
+    options.push_back(
+        {.name = flag.name,
+         .value_name = flag.value_name,
+         .help = flag.help,
+         .group = flag.refusal.empty() ? "torchrun's flags, and what they become" : "",
+         .letter = flag.letter,
+         .values = flag.choices});
+  }
   return options;
 }
 
@@ -176,12 +187,15 @@ absl::StatusOr<LaunchConfig> ReadLaunchConfig(const CommandLine& line,
   MUSTER_ASSIGN_OR_RETURN(Layer file, LoadConfig(path));
   const Machine machine = ReadMachine(variables);
   // --gpu_ids replaces CUDA_VISIBLE_DEVICES, so it counts all GPUs.
-  MachineFacts facts = {.gpus = machine.usable_gpus};
-  const Layer named = LayerFromVariables(variables);
-  for (const Layer* layer : std::initializer_list<const Layer*>{&flags, &named, &file}) {
-    if (layer->settings.count("gpu_ids") != 0) facts.gpus = static_cast<int>(machine.gpus.size());
+  MachineFacts facts = {.gpus = machine.usable_gpus, .cores = machine.cores};
+  std::vector<Layer> layers = {std::move(flags), LayerFromVariables(variables), std::move(file)};
+  for (const Layer& layer : layers) {
+    if (layer.settings.count("gpu_ids") != 0) facts.gpus = static_cast<int>(machine.gpus.size());
   }
-  return ResolveLaunch({std::move(flags), named, std::move(file)}, facts);
+  std::map<std::string, std::string> given;
+  for (const auto& [name, values] : line.options) given[name] = values.back();
+  MUSTER_RETURN_IF_ERROR(ApplyTorchrunFlags(given, facts, &layers));
+  return ResolveLaunch(layers, facts);
 }
 
 std::string DescribeLaunch(const LaunchConfig& config) {

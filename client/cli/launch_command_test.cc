@@ -78,6 +78,31 @@ TEST_F(LaunchCommandTest, Mistakes_AreOneLineWithTheWayOut) {
   EXPECT_THAT(Refused({"plain"}, kExitNotExecutable), HasSubstr("not executable"));
 }
 
+TEST_F(LaunchCommandTest, TorchrunFlags_InBothSpellings_ReachTheBackend) {
+  for (const char* processes : {"--nproc_per_node=2", "--nproc-per-node=2"}) {
+    EXPECT_EQ(Run({"--standalone", "--nnodes=1", processes, "--rdzv-id", "night", "--max-restarts",
+                   "3", "--no-python", "./train", "--nnodes", "9"}),
+              kExitOk)
+        << err_.str();
+    EXPECT_EQ(plan_.config.num_processes, 2);
+    EXPECT_EQ(plan_.config.max_restarts, 3);
+    EXPECT_EQ(plan_.config.job_name, "night");
+    EXPECT_THAT(plan_.argv, ElementsAre("./train", "--nnodes", "9"));
+  }
+}
+
+TEST_F(LaunchCommandTest, TorchrunFlags_ThatCannotBeHonoured_AreOneLine) {
+  EXPECT_THAT(Refused({"--nproc_per_node", "2", "--num-processes", "2", "x"}, kExitUsage),
+              HasSubstr("--nproc_per_node and --num_processes mean the same"));
+  EXPECT_THAT(Refused({"-m", "pkg.train", "--lr", "1"}, kExitUsage),
+              HasSubstr("--module: a launch runs programs: write -- python3 -m MODULE"));
+  EXPECT_THAT(Refused({"--rdzv-backend", "etcd", "x"}, kExitUsage),
+              HasSubstr("--rdzv_backend etcd: "));
+  EXPECT_EQ(Run({"--help"}), kExitOk);
+  EXPECT_THAT(out_.str(), HasSubstr("--nproc_per_node N|auto|gpu|cpu"));
+  EXPECT_THAT(out_.str(), ::testing::Not(HasSubstr("--monitor_interval")));
+}
+
 TEST_F(LaunchCommandTest, ConfigFile_UnknownKey_NamesFileLineAndKey) {
   const std::string path = ::testing::TempDir() + "/c.yaml";
   ASSERT_TRUE(WriteFileAtomically(path, "cpu: true\nnum_process: 2\n").ok());

@@ -33,14 +33,16 @@ struct LaunchOutcome {
   int restarts = 0;
 };
 
-// The inputs that a command needs to run a job. The binary's main hands it in: commands know
-// neither agents nor coordinators.
+// The inputs that a command needs to run a job or a program. The binary's main hands it in:
+// commands know neither agents nor coordinators.
 struct LaunchBackend {
   // Where the program is. Errors: NOT_FOUND, PERMISSION_DENIED.
   std::function<absl::StatusOr<std::string>(absl::string_view program, absl::string_view path)>
       find_program;
   // Blocks until the job has ended.
   std::function<LaunchOutcome(const LaunchPlan& plan)> run;
+  // Runs a program in place of this process; argv[0] is its path. Returns only if that failed.
+  std::function<absl::Status(const std::vector<std::string>& argv)> replace_process = nullptr;
 };
 
 }  // namespace muster::client

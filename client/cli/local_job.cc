@@ -2,12 +2,15 @@
 
 #include <unistd.h>
 
+#include <cerrno>
 #include <filesystem>
 #include <map>
 #include <memory>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/time/clock.h"
@@ -227,13 +230,21 @@ LaunchOutcome Run(const LaunchPlan& plan, const CoordinatorFactory& start_coordi
   return outcome;
 }
 
+absl::Status ReplaceProcess(const std::vector<std::string>& argv) {
+  std::vector<char*> words;
+  for (const std::string& word : argv) words.push_back(const_cast<char*>(word.c_str()));
+  words.push_back(nullptr);
+  execv(words[0], words.data());
+  return absl::ErrnoToStatus(errno, absl::StrCat("cannot run ", argv[0]));
+}
+
 }  // namespace
 
 LaunchBackend LocalBackend(CoordinatorFactory start_coordinator) {
   return {.find_program = agent::FindProgram,
-          .run = [start_coordinator = std::move(start_coordinator)](const LaunchPlan& plan) {
-            return Run(plan, start_coordinator);
-          }};
+          .run = [start_coordinator = std::move(start_coordinator)](
+                     const LaunchPlan& plan) { return Run(plan, start_coordinator); },
+          .replace_process = ReplaceProcess};
 }
 
 }  // namespace muster::client

@@ -1,14 +1,18 @@
 #include "client/cli/muster_command.h"
 
+#include <algorithm>
 #include <functional>
 
 #include "absl/strings/match.h"
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/exit_code.h"
+#include "base/file.h"
 #include "client/checkpoints/checkpoint_commands.h"
 #include "client/cli/info_commands.h"
 #include "client/cli/job_commands.h"
 #include "client/cli/node_commands.h"
+#include "client/cli/reference_commands.h"
 #include "client/cli/token_command.h"
 #include "client/config/suggest.h"
 
@@ -18,7 +22,7 @@ namespace {
 struct Command {
   std::string name;
   std::string summary;
-  std::function<int(const std::vector<std::string>&)> run;
+  std::function<int(const std::vector<std::string>&, const CommandContext&)> run;
 };
 
 void PrintHelp(const std::vector<Command>& commands, std::ostream& out) {
@@ -29,73 +33,183 @@ void PrintHelp(const std::vector<Command>& commands, std::ostream& out) {
   out << "\nmuster COMMAND --help has details. Exit codes are in docs/cli.md.\n";
 }
 
+// The folder's commands, and those of the coordinator's records.
+int RunCheckpoints(const std::vector<std::string>& args, const CommandContext& context) {
+  const std::vector<std::string> verbs = RegistryVerbs();
+  if (!args.empty() && std::count(verbs.begin(), verbs.end(), args[0]) != 0) {
+    return RunRegistryCommand(args[0], {args.begin() + 1, args.end()}, context);
+  }
+  const int code = RunCheckpointsCommand(args, context);
+  if (context.describe != nullptr) {
+    for (const std::string& verb : verbs) RunRegistryCommand(verb, {}, context);
+  }
+  return code;
+}
+
+// A program that comes with muster and has its own options.
+struct Program {
+  const char* command;
+  const char* program;
+  const char* summary;
+};
+constexpr Program kCoordinator = {
+    "muster coordinator", "muster-coordinator",
+    "Runs a coordinator, which serves until it is stopped: the program muster-coordinator."};
+constexpr Program kAgent = {
+    "muster agent", "muster-agent",
+    "Runs the agent of one machine, for a job or for submitted jobs: the program muster-agent."};
+
+// Returns only if the program could not be started.
+int RunProgram(const Program& what, const std::vector<std::string>& args,
+               const CommandContext& context, const LaunchBackend& backend,
+               const std::string& self) {
+  const CommandSpec spec = {.name = what.command,
+                            .summary = what.summary,
+                            .usage = "[OPTIONS]",
+                            .details = absl::StrCat("The options are those of ", what.program,
+                                                    ", which lies beside "
+                                                    "muster or in PATH: ",
+                                                    what.command, " --help lists them."),
+                            .external = true};
+  if (context.describe != nullptr) {
+    context.describe(spec);
+    return kExitOk;
+  }
+  const std::string beside = self.empty() ? "" : JoinPath(ParentPath(self), what.program);
+  absl::StatusOr<std::string> path = beside;
+  if (beside.empty() || !PathExists(beside)) {
+    path = backend.find_program(what.program, Variable(context.variables, "PATH"));
+  }
+  if (absl::IsNotFound(path.status())) {
+    return Fail(
+        spec, context,
+        absl::NotFoundError(absl::StrCat(what.program, " is not installed: it is neither ",
+                                         beside.empty() ? "beside muster" : beside,
+                                         " nor in PATH; tools/install puts both into one folder")),
+        kExitProgramMissing);
+  }
+  absl::Status status = path.status();
+  if (status.ok()) {
+    std::vector<std::string> argv = {*path};
+    argv.insert(argv.end(), args.begin(), args.end());
+    status = backend.replace_process(argv);
+  }
+  return Fail(spec, context, status, kExitNotExecutable);
+}
+
 }  // namespace
 
 int RunMuster(const std::vector<std::string>& args, const CommandContext& context,
               const LaunchBackend& backend, const std::string& self) {
   using Args = std::vector<std::string>;
+  DescribeCommands describe;
   const std::vector<Command> commands = {
       {"launch", "Run a program in several processes, with a coordinator",
-       [&](const Args& rest) { return RunLaunchCommand(rest, context, backend); }},
-      {"test", "Run Muster's own checks as launch would run a program",
-       [&](const Args& rest) { return RunTestCommand(rest, context, backend, self); }},
-      {"config", "Write, show or check the config file",
-       [&](const Args& rest) { return RunConfigCommand(rest, context); }},
-      {"env", "Print versions, devices and libraries",
-       [&](const Args& rest) { return RunEnvCommand(rest, context); }},
-      {"status", "Show the jobs and workers of a coordinator",
-       [&](const Args& rest) { return RunStatusCommand(rest, context); }},
-      {"trigger", "Make all processes of a job act at the same step",
-       [&](const Args& rest) { return RunTriggerCommand(rest, context); }},
-      {"barrier", "Show a job's barriers and their late ranks, or cancel a barrier",
-       [&](const Args& rest) { return RunBarrierCommand(rest, context); }},
-      {"quarantine", "Exclude a host from a job, or readmit it",
-       [&](const Args& rest) { return RunQuarantineCommand(rest, context); }},
-      {"remove", "Remove a job that has ended, with its keys and its history",
-       [&](const Args& rest) { return RunRemoveCommand(rest, context); }},
-      {"submit", "Submit a job to a cluster",
-       [&](const Args& rest) { return RunSubmitCommand(rest, context); }},
-      {"list", "List submitted jobs",
-       [&](const Args& rest) { return RunListCommand(rest, context); }},
-      {"describe", "Show all that is known of a submitted job",
-       [&](const Args& rest) { return RunDescribeCommand(rest, context); }},
-      {"watch", "Print each change of a submitted job until it ends",
-       [&](const Args& rest) { return RunWatchCommand(rest, context); }},
-      {"logs", "Print the output of a submitted job",
-       [&](const Args& rest) { return RunLogsCommand(rest, context); }},
-      {"cancel", "Stop a submitted job for good",
-       [&](const Args& rest) { return RunControlCommand("cancel", rest, context); }},
-      {"suspend", "Stop a submitted job and keep it until resume",
-       [&](const Args& rest) { return RunControlCommand("suspend", rest, context); }},
-      {"resume", "Queue a suspended job again",
-       [&](const Args& rest) { return RunControlCommand("resume", rest, context); }},
-      {"retry", "Queue a job again that failed or was cancelled",
-       [&](const Args& rest) { return RunControlCommand("retry", rest, context); }},
-      {"nodes", "List the machines whose agents wait for jobs",
-       [&](const Args& rest) { return RunNodesCommand(rest, context); }},
-      {"cordon", "Start nothing new on a node",
-       [&](const Args& rest) { return RunNodeControlCommand("cordon", rest, context); }},
-      {"drain", "Stop the jobs on a node and start nothing new there",
-       [&](const Args& rest) { return RunNodeControlCommand("drain", rest, context); }},
-      {"uncordon", "Let jobs start on a node again",
-       [&](const Args& rest) { return RunNodeControlCommand("uncordon", rest, context); }},
-      {"token", "Make a user's token, and its line for the coordinator's users file",
-       [&](const Args& rest) { return RunTokenCommand(rest, context); }},
-      {"checkpoints", "List, inspect, verify, compare, export, prune, pin or promote checkpoints",
-       [&](const Args& rest) {
-         if (rest.empty() || !IsRegistryVerb(rest[0])) return RunCheckpointsCommand(rest, context);
-         return RunRegistryCommand(rest[0], {rest.begin() + 1, rest.end()}, context);
+       [&](const Args& rest, const CommandContext& in) {
+         return RunLaunchCommand(rest, in, backend);
        }},
+      {"test", "Run Muster's own checks as launch would run a program",
+       [&](const Args& rest, const CommandContext& in) {
+         return RunTestCommand(rest, in, backend, self);
+       }},
+      {"config", "Write, show or check the config file",
+       [&](const Args& rest, const CommandContext& in) { return RunConfigCommand(rest, in); }},
+      {"env", "Print versions, devices and libraries",
+       [&](const Args& rest, const CommandContext& in) { return RunEnvCommand(rest, in); }},
+      {"status", "Show the jobs and workers of a coordinator",
+       [&](const Args& rest, const CommandContext& in) { return RunStatusCommand(rest, in); }},
+      {"trigger", "Make all processes of a job act at the same step",
+       [&](const Args& rest, const CommandContext& in) { return RunTriggerCommand(rest, in); }},
+      {"barrier", "Show a job's barriers and their late ranks, or cancel a barrier",
+       [&](const Args& rest, const CommandContext& in) { return RunBarrierCommand(rest, in); }},
+      {"quarantine", "Exclude a host from a job, or readmit it",
+       [&](const Args& rest, const CommandContext& in) { return RunQuarantineCommand(rest, in); }},
+      {"remove", "Remove a job that has ended, with its keys and its history",
+       [&](const Args& rest, const CommandContext& in) { return RunRemoveCommand(rest, in); }},
+      {"submit", "Submit a job to a cluster",
+       [&](const Args& rest, const CommandContext& in) { return RunSubmitCommand(rest, in); }},
+      {"list", "List submitted jobs",
+       [&](const Args& rest, const CommandContext& in) { return RunListCommand(rest, in); }},
+      {"describe", "Show all that is known of a submitted job",
+       [&](const Args& rest, const CommandContext& in) { return RunDescribeCommand(rest, in); }},
+      {"watch", "Print each change of a submitted job until it ends",
+       [&](const Args& rest, const CommandContext& in) { return RunWatchCommand(rest, in); }},
+      {"logs", "Print the output of a submitted job",
+       [&](const Args& rest, const CommandContext& in) { return RunLogsCommand(rest, in); }},
+      {"cancel", "Stop a submitted job for good",
+       [&](const Args& rest, const CommandContext& in) {
+         return RunControlCommand("cancel", rest, in);
+       }},
+      {"suspend", "Stop a submitted job and keep it until resume",
+       [&](const Args& rest, const CommandContext& in) {
+         return RunControlCommand("suspend", rest, in);
+       }},
+      {"resume", "Queue a suspended job again",
+       [&](const Args& rest, const CommandContext& in) {
+         return RunControlCommand("resume", rest, in);
+       }},
+      {"retry", "Queue a job again that failed or was cancelled",
+       [&](const Args& rest, const CommandContext& in) {
+         return RunControlCommand("retry", rest, in);
+       }},
+      {"nodes", "List the machines whose agents wait for jobs",
+       [&](const Args& rest, const CommandContext& in) { return RunNodesCommand(rest, in); }},
+      {"cordon", "Start nothing new on a node",
+       [&](const Args& rest, const CommandContext& in) {
+         return RunNodeControlCommand("cordon", rest, in);
+       }},
+      {"drain", "Stop the jobs on a node and start nothing new there",
+       [&](const Args& rest, const CommandContext& in) {
+         return RunNodeControlCommand("drain", rest, in);
+       }},
+      {"uncordon", "Let jobs start on a node again",
+       [&](const Args& rest, const CommandContext& in) {
+         return RunNodeControlCommand("uncordon", rest, in);
+       }},
+      {"token", "Make a user's token, and its line for the coordinator's users file",
+       [&](const Args& rest, const CommandContext& in) { return RunTokenCommand(rest, in); }},
+      {"checkpoints", "List, inspect, verify, compare, export, prune, pin or promote checkpoints",
+       [&](const Args& rest, const CommandContext& in) { return RunCheckpoints(rest, in); }},
       {"merge-weights", "Write weights of any format as safetensors, in one file or in shards",
-       [&](const Args& rest) { return RunMergeWeightsCommand(rest, context); }},
+       [&](const Args& rest, const CommandContext& in) {
+         return RunMergeWeightsCommand(rest, in);
+       }},
+      {"coordinator", "Run a coordinator (muster-coordinator)",
+       [&](const Args& rest, const CommandContext& in) {
+         return RunProgram(kCoordinator, rest, in, backend, self);
+       }},
+      {"agent", "Run the agent of a machine (muster-agent)",
+       [&](const Args& rest, const CommandContext& in) {
+         return RunProgram(kAgent, rest, in, backend, self);
+       }},
+      {"completion", "Print the script with which a shell completes commands",
+       [&](const Args& rest, const CommandContext& in) {
+         return RunCompletionCommand(rest, in, describe);
+       }},
+      {"man", "Print the manual page of a command",
+       [&](const Args& rest, const CommandContext& in) {
+         return RunManCommand(rest, in, describe);
+       }},
       {"version", "Print the version",
-       [&](const Args& rest) { return RunVersionCommand(rest, context); }},
+       [&](const Args& rest, const CommandContext& in) { return RunVersionCommand(rest, in); }},
+  };
+  describe = [&] {
+    std::vector<CommandSpec> all;
+    const CommandContext describing = {context.variables, context.out, context.err,
+                                       [&](const CommandSpec& spec) { all.push_back(spec); }};
+    for (const Command& command : commands) command.run({}, describing);
+    return all;
   };
   if (args.empty()) {
     PrintHelp(commands, context.err);
     return kExitUsage;
   }
   const std::string& name = args[0];
+  if (name == "help" && args.size() > 1) {
+    Args help = {args.begin() + 1, args.end()};
+    help.push_back("--help");
+    return RunMuster(help, context, backend, self);
+  }
   if (name == "--help" || name == "-h" || name == "help") {
     PrintHelp(commands, context.out);
     return kExitOk;
@@ -103,7 +217,7 @@ int RunMuster(const std::vector<std::string>& args, const CommandContext& contex
   if (name == "--version") return RunVersionCommand({}, context);
   std::vector<std::string> names;
   for (const Command& command : commands) {
-    if (command.name == name) return command.run({args.begin() + 1, args.end()});
+    if (command.name == name) return command.run({args.begin() + 1, args.end()}, context);
     names.push_back(command.name);
   }
   context.err << "muster: unknown " << (absl::StartsWith(name, "-") ? "option " : "command ")

@@ -51,19 +51,16 @@ ordered_json NodeJson(const Node& node) {
 }  // namespace
 
 int RunNodesCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const std::vector<std::string> formats = {"table", "wide", "json", "yaml", "name"};
   const CommandSpec spec = {
       .name = "muster nodes",
       .summary = "Lists the machines whose agents wait for jobs (muster-agent --serve).",
       .usage = "[OPTIONS]",
       .details = kExitCodes,
-      .options = ConnectionOptions({{.name = "output",
-                                     .value_name = "FORMAT",
-                                     .help = "table (default), wide, json, yaml or name",
-                                     .letter = "o"}})};
+      .options = ConnectionOptions({OutputOption(formats)})};
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   const std::string format = line.Has("output") ? line.Get("output") : "table";
-  const std::vector<std::string> formats = {"table", "wide", "json", "yaml", "name"};
   if (std::count(formats.begin(), formats.end(), format) == 0) {
     return Fail(spec, context,
                 absl::InvalidArgumentError(absl::StrCat("--output ", format, ": write one of ",

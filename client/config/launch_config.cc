@@ -573,6 +573,19 @@ absl::StatusOr<Layer> LoadConfig(const ConfigPath& path) {
   return ParseConfig(*text, path.path);
 }
 
+absl::StatusOr<int> CountGpus(const std::vector<Layer>& layers, const MachineFacts& machine) {
+  const Given ids = Resolver(layers).Get("gpu_ids");
+  if (ids.text.empty() || ids.text == "all") return machine.gpus;
+  const int gpus =
+      static_cast<int>(std::vector<absl::string_view>(absl::StrSplit(ids.text, ',')).size());
+  if (gpus > machine.gpus) {
+    return absl::InvalidArgumentError(absl::StrCat("gpu_ids: ", ids.text, " (from ", ids.source,
+                                                   ") names ", gpus, " GPUs, but this machine has ",
+                                                   machine.gpus));
+  }
+  return gpus;
+}
+
 namespace {
 
 // The settings that are taken as they are given.
@@ -605,20 +618,6 @@ LaunchConfig TakeSettings(const Resolver& values) {
   config.token_file = values.Text("token_file");
   config.checkpoint_key = values.Text("checkpoint_key");
   return config;
-}
-
-// How many GPUs programs may use here.
-absl::StatusOr<int> CountGpus(const LaunchConfig& config, const Resolver& values,
-                              const MachineFacts& machine) {
-  if (config.gpu_ids.empty() || config.gpu_ids == "all") return machine.gpus;
-  const int gpus =
-      static_cast<int>(std::vector<absl::string_view>(absl::StrSplit(config.gpu_ids, ',')).size());
-  if (gpus > machine.gpus) {
-    return absl::InvalidArgumentError(absl::StrCat("gpu_ids: ", config.gpu_ids, " (from ",
-                                                   values.Get("gpu_ids").source, ") names ", gpus,
-                                                   " GPUs, but this machine has ", machine.gpus));
-  }
-  return gpus;
 }
 
 // Whether to train on the CPU, with where that comes from.
@@ -729,7 +728,7 @@ absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
     if (given.source != "default") MUSTER_RETURN_IF_ERROR(CheckValue(spec, given));
   }
   LaunchConfig config = TakeSettings(values);
-  MUSTER_ASSIGN_OR_RETURN(const int gpus, CountGpus(config, values, machine));
+  MUSTER_ASSIGN_OR_RETURN(const int gpus, CountGpus(layers, machine));
   MUSTER_ASSIGN_OR_RETURN(const Given cpu, ChooseDevice(values, gpus, &config));
   const Given processes = ChooseProcesses(values, gpus, &config);
   MUSTER_RETURN_IF_ERROR(CheckCounts(config, values, gpus, processes));

@@ -75,6 +75,7 @@ absl::StatusOr<Layer> LoadConfig(const ConfigPath& path);
 // The facts about this machine.
 struct MachineFacts {
   int gpus = 0;  // that programs may use here
+  int cores = 1;
 };
 
 // A whole launch, checked: every field has its meaning, and the counts fit each other.
@@ -120,6 +121,10 @@ struct LaunchConfig {
 // its callers).
 absl::StatusOr<LaunchConfig> ResolveLaunch(const std::vector<Layer>& layers,
                                            const MachineFacts& machine);
+
+// How many GPUs programs may use here: those of the setting gpu_ids, else all. Errors:
+// INVALID_ARGUMENT: gpu_ids names more than there are.
+absl::StatusOr<int> CountGpus(const std::vector<Layer>& layers, const MachineFacts& machine);
 
 // Splits "host:port" (or "[::1]:port") into the two settings. Errors: INVALID_ARGUMENT.
 absl::Status AddCoordinator(absl::string_view text, const std::string& source, Layer* layer);

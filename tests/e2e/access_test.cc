@@ -12,6 +12,7 @@
 #include "absl/strings/str_join.h"
 #include "agent/job_coordination.h"
 #include "base/file.h"
+#include "base/test_wait.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"
 #include "tests/support/command.h"
@@ -166,6 +167,21 @@ TEST_F(AccessTest, TwoLaunches_AreListedAndOneIsChosenByItsJobOrItsAddress) {
   }
   Stop(*first);
   Stop(*second);
+}
+
+TEST_F(AccessTest, StoppedLaunch_CommandsSayWhoseCoordinatorDoesNotAnswer) {
+  const auto stopped = Job("stopped");
+  stopped->Signal(SIGSTOP);
+  const std::string stat = absl::StrCat("/proc/", stopped->pid(), "/stat");
+  WaitUntil([&] { return absl::StrContains(ReadFile(stat, 4096).value_or(""), ") T "); });
+  const auto status = Muster({"status", "--timeout", "300ms"});
+  EXPECT_EQ(status->Wait(), 7);
+  EXPECT_THAT(status->err(),
+              ElementsAre(AllOf(HasSubstr("(1 try in 300ms, no reply): is it running? It is that "
+                                          "of your launch stopped (pid "),
+                                HasSubstr("which may be stopped or about to end"))));
+  stopped->Signal(SIGCONT);
+  Stop(*stopped);
 }
 
 TEST_F(AccessTest, KilledLaunch_IsNotListedAndItsFilesGoWithTheNextOne) {

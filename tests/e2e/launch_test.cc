@@ -110,6 +110,15 @@ TEST_F(LaunchTest, ProgramThatKnowsOnlyTorchrun_Runs) {
   EXPECT_THAT(launch->out(), ElementsAre("[0]: sum of ranks 3"));
 }
 
+// As a script for torchrun has it.
+TEST_F(LaunchTest, TorchrunsFlags_StartTheSameProcesses) {
+  auto launch = Launch({"--standalone", "--nnodes=1", "--nproc-per-node=3", "--rdzv_id=night"},
+                       "echo $RANK of $WORLD_SIZE in $TORCHELASTIC_RUN_ID");
+  EXPECT_EQ(launch->Wait(), 0) << launch->err_text();
+  EXPECT_THAT(launch->out(), UnorderedElementsAre("[0]: 0 of 3 in night", "[1]: 1 of 3 in night",
+                                                  "[2]: 2 of 3 in night"));
+}
+
 TEST_F(LaunchTest, D26_ProcessesOnTheCpu_ReallyRun) {
   auto launch = Launch({"--cpu", "--num_processes", "3"}, "echo $RANK");
   EXPECT_EQ(launch->Wait(), 0);

@@ -31,6 +31,11 @@ MUSTER_PROJECT_DIR=$scratch/alone expect "epoch 2: 500 of 500 right" "$train"
 MUSTER_PROJECT_DIR=$scratch/two expect "epoch 2: 500 of 500 right" \
   "$prefix/bin/muster" launch --num_processes 2 --cpu -- "$train"
 expect "0.1.0" "$prefix/bin/muster" --version
+expect "muster-coordinator 0.1.0" "$prefix/bin/muster" coordinator --version
+expect ".TH MUSTER" cat "$prefix/share/man/man1/muster-launch.1"
+for file in bash-completion/completions/muster zsh/site-functions/_muster fish/vendor_completions.d/muster.fish; do
+  expect "checkpoints" cat "$prefix/share/$file"
+done
 
 # What another LibTorch user would trip over: the prefix brings no protobuf of its own.
 [[ ! -e $prefix/lib/muster/torch/include/google ]] || die "the prefix holds protobuf headers"
