@@ -205,6 +205,7 @@ void JobsCore::End() {
     if (it == jobs_.end()) continue;  // removed by this event, which has its record
     v1::JobRecord& record = it->second.record;
     record.set_revision(revision_);
+    Measure(&it->second);
     *out_->changes.emplace_back().mutable_job_record_changed()->mutable_record() = record;
     const auto waiting = gets_of_.find(record.job_id());
     if (waiting == gets_of_.end()) continue;
@@ -425,8 +426,8 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
   }
   if (!MakeRoomForOne()) {
     return MakeError(absl::StatusCode::kResourceExhausted, v1::ERROR_REASON_LIMIT,
-                     absl::StrCat("the coordinator has ", jobs_.size(),
-                                  " jobs that have not ended, which is the most: try again when "
+                     absl::StrCat("the coordinator has ", jobs_.size(), " jobs of ", bytes_ >> 20,
+                                  " MiB that have not ended, which is the most: try again when "
                                   "some have"));
   }
   const uint64_t sequence = ++last_sequence_;
@@ -669,11 +670,18 @@ void JobsCore::Forget(uint64_t sequence) {
   by_id_.erase(record.job_id());
   by_key_.erase(KeyOf(record));
   ended_.erase(sequence);
+  bytes_ -= it->second.bytes;
   jobs_.erase(it);
 }
 
+void JobsCore::Measure(Job* job) {
+  const size_t bytes = job->record.ByteSizeLong();
+  bytes_ += bytes - job->bytes;
+  job->bytes = bytes;
+}
+
 bool JobsCore::MakeRoomForOne() {
-  while (jobs_.size() >= options_.max_jobs) {
+  while (jobs_.size() >= options_.max_jobs || bytes_ >= options_.max_bytes) {
     if (ended_.empty()) return false;
     Forget(*ended_.begin());
   }
@@ -1412,6 +1420,7 @@ absl::Status JobsCore::Restore(const v1::JobRecordChanged& change) {
     const uint64_t sequence = it->second;
     by_key_.erase(KeyOf(jobs_.at(sequence).record));
     by_id_.erase(it);
+    bytes_ -= jobs_.at(sequence).bytes;
     jobs_.erase(sequence);
     return absl::OkStatus();
   }
@@ -1428,7 +1437,9 @@ absl::Status JobsCore::Restore(const v1::JobRecordChanged& change) {
                                             " that no coordinator has written"));
   }
   last_sequence_ = std::max(last_sequence_, record.sequence());
-  jobs_[record.sequence()].record = record;
+  Job& job = jobs_[record.sequence()];
+  job.record = record;
+  Measure(&job);
   by_id_[record.job_id()] = record.sequence();
   if (!record.idempotency_key().empty()) by_key_[KeyOf(record)] = record.sequence();
   return absl::OkStatus();

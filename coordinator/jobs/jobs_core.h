@@ -41,6 +41,8 @@ struct JobsOptions {
   absl::Duration outage_tolerance = absl::Seconds(90);
   // Kept in all; beyond that the oldest that have ended go.
   size_t max_jobs = 10'000;
+  // Of the records of all jobs, likewise: beyond it a submission makes room or is refused.
+  size_t max_bytes = 512 << 20;
   // A node that has nothing to run and is not heard for so long is forgotten.
   absl::Duration node_retention = absl::Hours(24);
   // Of one owner: jobs that have not ended, and processes that run at a time. 0: any number.
@@ -129,6 +131,7 @@ class JobsCore {
     absl::Time not_before = absl::InfinitePast();
     absl::Time ends_by = absl::InfiniteFuture();  // of the current attempt
     int node_failures = 0;                        // in a row
+    size_t bytes = 0;                             // of the record, as bytes_ counts it
     // By the last schedule, in words. Not in the record: the next coordinator finds it again.
     std::string waits_for;
   };
@@ -204,6 +207,8 @@ class JobsCore {
   void Finish(Job* job);
   void Requeue(Job* job, std::string why, absl::Duration delay);
   bool MakeRoomForOne();
+  // Counts what the record has now.
+  void Measure(Job* job);
   // Whether the owner may have one more job of this size.
   Error CheckLimits(const std::string& owner, const v1::JobSpec& spec) const;
   // Variables may be secrets: those of a job are shown to its owner and to admins.
@@ -270,6 +275,7 @@ class JobsCore {
   uint64_t revision_ = 0;
   std::string cluster_id_;
   const Identity* caller_ = nullptr;  // of this event
+  size_t bytes_ = 0;                  // of all records
   JobsOutput* out_ = nullptr;
   absl::btree_set<uint64_t> touched_jobs_;
   absl::btree_set<std::pair<uint64_t, int>> touched_placements_;

@@ -664,6 +664,27 @@ TEST_F(JobsCoreTest, EndedJobs_MakeRoomForNewOnes) {
   EXPECT_EQ(TrySubmit(Spec(1)).error().detail().reason(), v1::ERROR_REASON_LIMIT);
 }
 
+TEST_F(JobsCoreTest, BytesOfAllRecords_AreBounded_AlsoAfterARestart) {
+  options_.max_bytes = 20'000;
+  StartTerm();
+  AddNode("a", 1);
+  v1::JobSpec large = Spec(1);
+  AddNameValue("A", std::string(9'000, 'x'), large.mutable_env());
+  const std::string first = Submit(large);
+  EndOn("a", first, v1::END_CLASS_SUCCEEDED);
+  Submit(large);
+  Submit(large);
+  EXPECT_NE(core_->Find(first), nullptr);
+  const std::string fourth = Submit(large);  // 27,000 bytes before it
+  EXPECT_EQ(core_->Find(first), nullptr);
+  EXPECT_EQ(TrySubmit(Spec(1)).error().detail().reason(), v1::ERROR_REASON_LIMIT);
+  StartTerm();
+  EXPECT_EQ(TrySubmit(Spec(1)).error().detail().reason(), v1::ERROR_REASON_LIMIT);
+  Control(fourth, v1::JOB_ACTION_CANCEL);
+  Control(fourth, v1::JOB_ACTION_REMOVE);
+  Submit(Spec(1));
+}
+
 TEST_F(JobsCoreTest, Owner_IsWhomTheTransportKnows) {
   v1::Op op;
   *op.mutable_submit_job()->mutable_spec() = Spec(1);
