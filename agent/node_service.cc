@@ -36,6 +36,7 @@
 #include "agent/job_signals.h"
 #include "agent/node_attempts.h"
 #include "base/clock.h"
+#include "base/exit_code.h"
 #include "base/file.h"
 #include "base/json.h"
 #include "base/log.h"
@@ -257,15 +258,35 @@ class NodeService {
     runner->pidfd = std::move(pidfd);
   }
 
-  // `how` the runner has ended, as far as that is known.
-  static v1::AttemptEnd EndOf(const AttemptFolder& folder, absl::string_view how = "") {
+  // `status`: of waitpid; -1: not known. A full disk may have kept the runner from leaving a
+  // report: its exit code says whether its job has succeeded, and must not be lost with it.
+  static v1::AttemptEnd EndOf(const AttemptFolder& folder, int status = -1) {
     absl::StatusOr<v1::AttemptEnd> end = ReadEnd(folder.Of("end.json"));
     if (end.ok()) return *std::move(end);
-    return NodeFailure(absl::IsNotFound(end.status())
-                           ? absl::StrCat("its runner is gone", how,
-                                          " and left no report: it was killed, or the machine has "
-                                          "restarted")
-                           : std::string(end.status().message()));
+    const bool exited = status >= 0 && WIFEXITED(status);
+    const std::string missing =
+        absl::IsNotFound(end.status())
+            ? "left no report"
+            : absl::StrCat("left a report that cannot be read: ", end.status().message());
+    if (exited && WEXITSTATUS(status) == kExitOk) {
+      v1::AttemptEnd succeeded;
+      succeeded.set_end_class(v1::END_CLASS_SUCCEEDED);
+      succeeded.set_why(absl::StrCat("its runner has succeeded, and ", missing));
+      return succeeded;
+    }
+    if (exited && WEXITSTATUS(status) == kExitJobFailed) {
+      v1::AttemptEnd failed;
+      failed.set_end_class(v1::END_CLASS_PROCESS_FAILED);
+      failed.set_why(absl::StrCat("its runner says that the program has failed, and ", missing,
+                                  "; runner.log in ", folder.path, " says more"));
+      failed.set_rank(-1);
+      return failed;
+    }
+    const std::string how = exited ? absl::StrCat(" (exit ", WEXITSTATUS(status), ")")
+                            : status >= 0 && WIFSIGNALED(status)
+                                ? absl::StrCat(" (signal ", WTERMSIG(status), ")")
+                                : ": it was killed, or the machine has restarted,";
+    return NodeFailure(absl::StrCat("its runner is gone", how, " and ", missing));
   }
 
   // ---- the main loop: runners
@@ -320,17 +341,10 @@ class NodeService {
       if (!attempts_.IsRunning(key) || !runner.lock.open()) continue;
       if (!IsUnlocked(runner.lock.get())) continue;
       // It has closed its files, so it has ended or is about to.
-      int status = 0;
-      pid_t waited = 0;
-      if (runner.pid > 0) {
-        do {
-          waited = waitpid(runner.pid, &status, 0);
-        } while (waited < 0 && errno == EINTR);
+      int status = -1;
+      while (runner.pid > 0 && waitpid(runner.pid, &status, 0) < 0 && errno == EINTR) {
       }
-      const v1::AttemptEnd end = EndOf(
-          runner.folder, waited <= 0           ? ""
-                         : WIFSIGNALED(status) ? absl::StrCat(" (signal ", WTERMSIG(status), ")")
-                                               : absl::StrCat(" (exit ", WEXITSTATUS(status), ")"));
+      const v1::AttemptEnd end = EndOf(runner.folder, status);
       MUSTER_LOG(Info) << "attempt " << BaseName(runner.folder.path) << " has ended: "
                        << (end.end_class() == v1::END_CLASS_SUCCEEDED ? "succeeded" : end.why());
       attempts_.Ended(key, end, UnixMs());

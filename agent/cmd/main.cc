@@ -343,7 +343,8 @@ int RunAndReport(NodeJobOptions options, const Flags& flags) {
         DescribeEnd(result.job, flags.user_error_codes, CountMemoryKills() > kills, num_nodes);
     if (!program.ok()) end.set_end_class(v1::END_CLASS_USER_ERROR);
     const absl::Status status = WriteEnd(JoinPath(flags.attempt_dir, "end.json"), end);
-    if (!status.ok()) return Fail(kExitInternal, status.message());
+    // The exit code still tells the node how the job has ended.
+    if (!status.ok()) std::fprintf(stderr, "muster-agent: %s\n", status.ToString().c_str());
   }
   // Only now: the coordinator stops an attempt whose end another node has reported, and a runner
   // that ended without a report would be taken for a node that failed.

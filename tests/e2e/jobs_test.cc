@@ -135,6 +135,20 @@ TEST_F(JobsTest, FailedProgram_IsRestarted_AndItsLastLinesAreKept) {
   }
 }
 
+TEST_F(JobsTest, ReportThatCannotBeWritten_DoesNotHideHowTheJobEnded) {
+  const auto a = StartNode("a");
+  // As a full disk does: the runner's report, next to the work folder, cannot take its name.
+  const std::string good = Submit({}, "mkdir ../end.json");
+  WaitForState(good, "SUCCEEDED");
+  EXPECT_EQ(Get(good)["attempts"].size(), 1u);
+  const std::string bad = Submit({}, "mkdir ../end.json; exit 7");
+  WaitForState(bad, "FAILED");
+  const Json record = Get(bad);
+  ASSERT_EQ(record["attempts"].size(), 1u);
+  EXPECT_EQ(record["attempts"][0]["end"]["class"], "PROCESS_FAILED");
+  EXPECT_THAT(record["why"].get<std::string>(), HasSubstr("the program has failed"));
+}
+
 TEST_F(JobsTest, ProgramThatIsNotThere_IsNotRetried) {
   const auto a = StartNode("a");
   const std::string job = Run({"submit", "--max_restarts", "5", "--", "/no/such/program"});
