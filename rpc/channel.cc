@@ -15,7 +15,7 @@
 #include "base/status_macros.h"
 #include "proto/muster/v1/admin.grpc.pb.h"
 #include "rpc/address.h"
-#include "rpc/files.h"
+#include "rpc/certificates.h"
 #include "rpc/process.h"
 #include "rpc/token.h"
 
@@ -32,7 +32,8 @@ gpr_timespec GrpcDeadline(absl::Duration timeout) {
                       gpr_time_from_nanos(absl::ToInt64Nanoseconds(bounded), GPR_TIMESPAN));
 }
 
-absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> Credentials(const TlsFiles& tls) {
+absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> Credentials(const TlsFiles& tls,
+                                                                      absl::Duration look) {
   if (tls.ca.empty()) {
     if (!tls.cert.empty() || !tls.key.empty()) {
       return absl::InvalidArgumentError(
@@ -43,13 +44,7 @@ absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> Credentials(const TlsF
   if (tls.cert.empty() != tls.key.empty()) {
     return absl::InvalidArgumentError("tls_cert and tls_key go together");
   }
-  grpc::SslCredentialsOptions ssl;
-  MUSTER_ASSIGN_OR_RETURN(ssl.pem_root_certs, ReadPem(tls.ca, "tls_ca"));
-  if (!tls.cert.empty()) {
-    MUSTER_ASSIGN_OR_RETURN(ssl.pem_cert_chain, ReadPem(tls.cert, "tls_cert"));
-    MUSTER_ASSIGN_OR_RETURN(ssl.pem_private_key, ReadPem(tls.key, "tls_key"));
-  }
-  return grpc::SslCredentials(ssl);
+  return ChannelTls(tls, look);
 }
 
 grpc::ChannelArguments Arguments(const ChannelOptions& options) {
@@ -116,7 +111,7 @@ absl::StatusOr<std::shared_ptr<grpc::Channel>> Connect(absl::string_view address
     interceptors.push_back(SendToken(token));
   }
   MUSTER_ASSIGN_OR_RETURN(const std::shared_ptr<grpc::ChannelCredentials> credentials,
-                          Credentials(options.tls));
+                          Credentials(options.tls, options.tls_look));
   PrepareProcess();
   const std::string target =
       parsed.is_unix()

@@ -19,6 +19,9 @@ struct ChannelOptions {
   // TLS is on if `tls.ca` is set. The certificate and key authenticate the client, if the server
   // requires it.
   TlsFiles tls = {};
+  // Certificates that have been replaced are used within this time, by connections that are made
+  // from then on (rpc/certificates.h).
+  absl::Duration tls_look = absl::Minutes(1);
   // The name in the server's certificate, if it is not the address.
   std::string tls_server_name = {};
   // File with the coordinator's token, which goes with every call (rpc/token.h).

@@ -19,7 +19,7 @@
 #include "base/status_macros.h"
 #include "rpc/acceptor.h"
 #include "rpc/address.h"
-#include "rpc/files.h"
+#include "rpc/certificates.h"
 #include "rpc/process.h"
 #include "third_party/grpc_reflection.h"
 
@@ -103,17 +103,7 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
   if (options.tls.cert.empty()) {
     credentials = grpc::InsecureServerCredentials();
   } else {
-    grpc::SslServerCredentialsOptions ssl(
-        options.tls.ca.empty() ? GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE
-                               : GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
-    grpc::SslServerCredentialsOptions::PemKeyCertPair pair;
-    MUSTER_ASSIGN_OR_RETURN(pair.cert_chain, ReadPem(options.tls.cert, "tls_cert"));
-    MUSTER_ASSIGN_OR_RETURN(pair.private_key, ReadPem(options.tls.key, "tls_key"));
-    ssl.pem_key_cert_pairs.push_back(std::move(pair));
-    if (!options.tls.ca.empty()) {
-      MUSTER_ASSIGN_OR_RETURN(ssl.pem_root_certs, ReadPem(options.tls.ca, "tls_ca"));
-    }
-    credentials = grpc::SslServerCredentials(ssl);
+    MUSTER_ASSIGN_OR_RETURN(credentials, ServerTls(options.tls, options.tls_look));
   }
   if (address.is_unix()) MUSTER_RETURN_IF_ERROR(TryUnixSocket(address));
   MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<Acceptor> acceptor,

@@ -24,6 +24,9 @@ struct ServerOptions {
   // TLS is on if `tls.cert` and `tls.key` are set. With `tls.ca`, clients must show a certificate
   // that descends from it.
   TlsFiles tls = {};
+  // Certificates that have been replaced are used within this time, for connections that are made
+  // from then on (rpc/certificates.h).
+  absl::Duration tls_look = absl::Minutes(1);
   // Of a unix socket: only processes of this user may connect.
   std::optional<uid_t> only_user = {};
   int max_message_bytes = 4 << 20;

@@ -1,0 +1,33 @@
+#ifndef MUSTER_RPC_CERTIFICATES_H_
+#define MUSTER_RPC_CERTIFICATES_H_
+
+#include <grpcpp/security/credentials.h>
+#include <grpcpp/security/server_credentials.h>
+
+#include <memory>
+
+#include "absl/status/statusor.h"
+#include "absl/time/time.h"
+#include "rpc/tls_files.h"
+
+namespace muster::rpc {
+
+// TLS with certificates that are read again, within `look` (whole seconds, at least one), when
+// their files change: connections that are made from then on use the new ones, and open connections
+// go on. A certificate and its key must be replaced at once, such as by renaming a folder or a
+// link; files that cannot be read leave the old ones in use. `files` are relative to the current
+// folder.
+//
+// Errors, each naming its file and the way out: NOT_FOUND and others of the files; INVALID_ARGUMENT
+// what they hold is no PEM, the key is another certificate's, or the certificate has expired.
+
+// `files.ca`: clients must show a certificate that descends from it; empty: they need none.
+absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ServerTls(const TlsFiles& files,
+                                                                   absl::Duration look);
+// `files.ca` is what the server's certificate must descend from; `files.cert` may be empty.
+absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> ChannelTls(const TlsFiles& files,
+                                                                     absl::Duration look);
+
+}  // namespace muster::rpc
+
+#endif  // MUSTER_RPC_CERTIFICATES_H_
