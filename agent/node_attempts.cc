@@ -13,7 +13,7 @@ constexpr size_t kMostReportBytes = 2 << 20;
 }  // namespace
 
 void NodeAttempts::Adopt(const AttemptKey& key, bool running, const v1::AttemptEnd& end,
-                         absl::Time started, absl::Time now) {
+                         absl::Time started, absl::Time ended, absl::Time now) {
   Attempt& attempt = attempts_[key];
   attempt.report.set_job_id(key.first);
   attempt.report.set_attempt(key.second);
@@ -21,7 +21,10 @@ void NodeAttempts::Adopt(const AttemptKey& key, bool running, const v1::AttemptE
   // The monotonic clock has no memory of it.
   attempt.started = now;
   attempt.report.set_state(running ? v1::PLACEMENT_STATE_RUNNING : v1::PLACEMENT_STATE_ENDED);
-  if (!running) *attempt.report.mutable_end() = end;
+  if (!running) {
+    *attempt.report.mutable_end() = end;
+    attempt.report.set_ended_unix_ms(absl::ToUnixMillis(ended));
+  }
   ++version_;
 }
 

@@ -31,10 +31,10 @@ class NodeAttempts {
     std::string notice;
   };
 
-  // What is found on the disk at the start: `running`, or ended as `end` says. All of one cluster,
-  // which is empty if nothing is found.
+  // What is found on the disk at the start: `running`, or ended as `end` says, at `ended`. All of
+  // one cluster, which is empty if nothing is found.
   void Adopt(const AttemptKey& key, bool running, const v1::AttemptEnd& end, absl::Time started,
-             absl::Time now);
+             absl::Time ended, absl::Time now);
   void SetCluster(std::string cluster_id) { cluster_ = std::move(cluster_id); }
   const std::string& cluster() const { return cluster_; }
 

@@ -96,11 +96,22 @@ TEST(NodeAttemptsTest, OtherCluster_GetsNothingBeforeTheOldAttemptsHaveEnded) {
 TEST(NodeAttemptsTest, AdoptedAttempt_CountsTheTimeBefore) {
   NodeAttempts attempts;
   attempts.SetCluster("c");
-  attempts.Adopt({"j", 1}, /*running=*/true, {}, kNow - absl::Seconds(50), kNow);
+  attempts.Adopt({"j", 1}, /*running=*/true, {}, kNow - absl::Seconds(50), kNow, kNow);
   EXPECT_TRUE(attempts.Apply(Reply({{"j", 1}}), kNow).start.empty());
   v1::SyncNodeRequest request;
   attempts.FillReports(kNow + absl::Seconds(5), &request);
   EXPECT_EQ(request.attempts(0).ran_for().seconds(), 55);
+}
+
+TEST(NodeAttemptsTest, AttemptThatEndedBeforeThisAgent_HasTheTimeOfItsEnd) {
+  NodeAttempts attempts;
+  attempts.SetCluster("c");
+  attempts.Adopt({"j", 1}, /*running=*/false, Succeeded(), absl::FromUnixMillis(1'000),
+                 absl::FromUnixMillis(61'000), kNow);
+  v1::SyncNodeRequest request;
+  attempts.FillReports(kNow, &request);
+  EXPECT_EQ(request.attempts(0).ended_unix_ms(), 61'000);
+  EXPECT_EQ(request.attempts(0).end().end_class(), v1::END_CLASS_SUCCEEDED);
 }
 
 // Whatever the coordinator wants, and however often the agent restarts.
@@ -140,7 +151,7 @@ TEST(NodeAttemptsTest, RandomWishes_StartNothingTwice_AndEndWhatIsUnwanted) {
         attempts = std::make_unique<NodeAttempts>();
         attempts->SetCluster("c");
         for (const auto& [key, running] : disk) {
-          attempts->Adopt(key, running, Succeeded(), kNow, kNow);
+          attempts->Adopt(key, running, Succeeded(), kNow, kNow, kNow);
         }
       }
     }

@@ -87,6 +87,13 @@ struct Runner {
   int first_rank = 0;
 };
 
+// When a file was written; now if that is not known.
+absl::Time WrittenAt(const std::string& path) {
+  struct stat info;
+  return stat(path.c_str(), &info) == 0 ? absl::TimeFromTimespec(info.st_mtim)
+                                        : Clock::Real().WallNow();
+}
+
 // Free again as soon as no process has it locked.
 bool IsUnlocked(int fd) {
   if (flock(fd, LOCK_EX | LOCK_NB) != 0) return false;
@@ -234,7 +241,8 @@ class NodeService {
       attempts_.SetCluster(record["cluster"].get<std::string>());
       const int64_t started = record["started"].get<int64_t>();
       attempts_.Adopt(key, running, running ? v1::AttemptEnd() : EndOf(folder),
-                      absl::FromUnixMillis(started), Clock::Real().Now());
+                      absl::FromUnixMillis(started), WrittenAt(folder.Of("end.json")),
+                      Clock::Real().Now());
       MUSTER_LOG(Info) << "attempt " << name << (running ? " runs: adopted" : " has ended");
       if (running) WatchPid(&runner);
       runners_.emplace(key, std::move(runner));
