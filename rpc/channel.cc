@@ -128,7 +128,8 @@ std::string WhyNotConnected(const std::shared_ptr<grpc::Channel>& channel) {
   v1::StatusReply reply;
   const grpc::Status status = v1::Admin::NewStub(channel)->Status(&context, {}, &reply);
   if (status.error_code() != grpc::StatusCode::UNAVAILABLE) return "";
-  absl::string_view text = status.error_message();
+  const std::string message = status.error_message();
+  absl::string_view text = message;
   // gRPC puts its own layers in front of the system's error.
   for (const absl::string_view layer : {"last error: ", "Failed to connect to remote host: "}) {
     const size_t at = text.rfind(layer);
