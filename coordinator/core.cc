@@ -175,12 +175,14 @@ void Core::HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time n
   }
 }
 
-void Core::HandleStack(absl::string_view, const v1::StackReply& stack, absl::Time now,
-                       Output* out) {
+void Core::HandleStack(absl::string_view, const v1::StackReply& stack, absl::Time now, Output* out,
+                       const Identity* identity) {
   impl_->Begin(now, out);
   const auto it = impl_->queries_.find(stack.query_id());
   if (it == impl_->queries_.end()) return;
   const auto [job_id, worker_id] = it->second;
+  // The numbers of queries can be guessed: the agent of one attempt answers for no other.
+  if (identity != nullptr && identity->role == Role::kAttempt && !Covers(*identity, job_id)) return;
   impl_->queries_.erase(it);
   Impl::Job* const job = impl_->FindJob(job_id);
   Seat* const seat = job != nullptr ? job->FindSeat(worker_id) : nullptr;

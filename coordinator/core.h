@@ -211,8 +211,8 @@ class Core {
   // Its session has ended permanently (the server's resume window has passed, or it said Bye).
   void DetachAgent(absl::string_view node, absl::Time now, Output* out);
   void HandleBeat(absl::string_view node, const v1::Beat& beat, absl::Time now, Output* out);
-  void HandleStack(absl::string_view node, const v1::StackReply& stack, absl::Time now,
-                   Output* out);
+  void HandleStack(absl::string_view node, const v1::StackReply& stack, absl::Time now, Output* out,
+                   const Identity* identity = nullptr);
 
   // Everything that had come by `until` has been applied, so that leases which ended before may run
   // out. A coordinator that is behind (flooded, short of CPU) would else take workers for lost

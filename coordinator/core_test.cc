@@ -2021,6 +2021,9 @@ TEST_F(CoreTest, Barrier_Timeout_SameBytesForAllWithHostPidStepAndStack) {
   EXPECT_EQ(bench_.directives_[0].directive->collect_stack().job_id(), "j");
   v1::StackReply stack;
   stack.set_query_id(bench_.directives_[0].directive->collect_stack().query_id());
+  stack.set_native_stack("#0 forged()");
+  const Identity stranger{.role = Role::kAttempt, .group = "other-1.1"};
+  bench_.core_->HandleStack("node-h2", stack, bench_.now_, &bench_.out_, &stranger);
   stack.set_native_stack("#0 read()");
   bench_.core_->HandleStack("node-h2", stack, bench_.now_, &bench_.out_);
   bench_.Advance(absl::Seconds(1));

@@ -788,7 +788,7 @@ void CoreRunner::DoFrame(const std::shared_ptr<AgentStream>& stream, const v1::A
       core_.HandleBeat(session->node, frame.beat(), now, &out_);
       break;
     case v1::AgentFrame::kStack:
-      core_.HandleStack(session->node, frame.stack(), now, &out_);
+      core_.HandleStack(session->node, frame.stack(), now, &out_, session->identity.get());
       break;
     case v1::AgentFrame::kBye:
       EndSession(session);
