@@ -487,9 +487,14 @@ class NodeService {
 
   std::optional<v1::AttemptEnd> Spawn(const v1::NodeAssignment& assignment, Runner* runner) {
     const v1::JobSpec& spec = assignment.spec();
+    if (assignment.token().empty() && !options_.channel.token.empty()) {
+      return NodeFailure(
+          "the coordinator makes no tokens for attempts: it is older than this agent, whose token "
+          "came by --token_file - and cannot be handed on");
+    }
     std::map<std::string, std::string> environment = options_.environment;
-    for (const auto& [name, value] : ToMap(spec.env())) environment[name] = value;
     environment.erase("MUSTER_TOKEN_FILE");  // the node's
+    for (const auto& [name, value] : ToMap(spec.env())) environment[name] = value;
     if (options_.info.gpus_size() > 0) {
       environment["CUDA_VISIBLE_DEVICES"] = absl::StrJoin(assignment.gpus(), ",");
     }

@@ -176,6 +176,21 @@ absl::string_view JobOf(const v1::Op& op) {
   return message->GetReflection()->GetStringReference(*message, field.job_id, &scratch);
 }
 
+void ForgetWorker(v1::Op* op) {
+  const auto* const kind =
+      v1::Op::descriptor()->FindFieldByNumber(static_cast<int>(op->kind_case()));
+  if (kind == nullptr) return;
+  Message* const message = op->GetReflection()->MutableMessage(op, kind);
+  const FieldDescriptor* const field = message->GetDescriptor()->FindFieldByName("fence");
+  if (field == nullptr) return;
+  auto* const fence =
+      static_cast<v1::Fence*>(message->GetReflection()->MutableMessage(message, field));
+  fence->clear_worker_id();
+  fence->clear_incarnation();
+  fence->clear_term_seen();
+  fence->clear_revision_seen();
+}
+
 std::optional<v1::OpError> CheckAccess(
     const Identity& who, const v1::Op& op,
     absl::FunctionRef<std::string(absl::string_view job)> owner_of) {

@@ -39,6 +39,9 @@ bool Covers(const Identity& attempt, absl::string_view job);
 // none.
 absl::string_view JobOf(const v1::Op& op);
 
+// Drops the worker that an operation's fence names, and what it has seen.
+void ForgetWorker(v1::Op* op);
+
 // Whether `who` may do this. `owner_of`: who submitted the job of that id, or the one that this
 // rendezvous job is an attempt of; empty: nobody known. Errors: PERMISSION_DENIED / SCOPE that
 // names caller, role and what is needed.

@@ -110,6 +110,7 @@ void Core::AttachAgent(absl::string_view node, const v1::Hello& hello, absl::Tim
                        absl::string_view group) {
   impl_->Begin(now, out);
   impl_->agents_.Attach(node, impl_->now_);
+  impl_->caller_may_depose_ = group.empty();
   impl_->CheckAgent(node, hello);
   impl_->hubs_.Attach(group, node, hello, impl_->now_);
   impl_->MoveAgents();
@@ -324,6 +325,10 @@ const CoreStats& Core::stats() const { return impl_->stats_; }
 size_t Core::kv_bytes() const { return impl_->kv_budget_.used; }
 
 std::string Core::OwnerOf(absl::string_view job) const { return impl_->OwnerOf(job); }
+
+std::optional<v1::OpError> Core::CheckAttempt(absl::string_view group) const {
+  return impl_->CheckAttempt(group);
+}
 
 int Core::agents_behind_hubs() const { return impl_->hubs_.agents_behind(); }
 int Core::hubs() const { return impl_->hubs_.hubs(); }

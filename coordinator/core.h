@@ -195,6 +195,8 @@ class Core {
   // Who submitted the job of that id, or the one that this rendezvous job is an attempt of; empty:
   // nobody known.
   std::string OwnerOf(absl::string_view job) const;
+  // Whether the token of this attempt still opens something. Errors: RENDEZVOUS_CLOSED.
+  std::optional<v1::OpError> CheckAttempt(absl::string_view group) const;
 
   // Applies one operation. The reply to `call` comes in this Output or in a later one. Any bytes
   // are fine as input.

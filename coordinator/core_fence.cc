@@ -63,7 +63,10 @@ v1::OpError Core::Impl::Ahead(const v1::Fence& fence, const Job* job) {
     error.mutable_detail()->set_current_term(term_);
     return error;
   }
-  const bool proven = same_cluster && job != nullptr && job->IsMember(fence, caller_node_);
+  // Names and incarnations of members can be read by others, and a job is not trusted to end the
+  // coordinator of all: only admins, and callers without roles, prove anything.
+  const bool proven =
+      same_cluster && job != nullptr && job->IsMember(fence, caller_node_) && caller_may_depose_;
   v1::OpError error;
   if (proven) {
     out_->deposed = true;

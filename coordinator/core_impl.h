@@ -219,6 +219,9 @@ class Core::Impl {
   // next term closes.
   JobsCore::Event JobsEvent() const;
   std::string OwnerOf(absl::string_view job) const;
+  // Whether the token of an attempt still opens something: it is the current one of a job that has
+  // not ended. Errors: RENDEZVOUS_CLOSED.
+  std::optional<v1::OpError> CheckAttempt(absl::string_view group) const;
   void EndJobs(JobsOutput out);
   void CloseGroup(const std::string& group, const std::string& why);
   void StartJobsTerm(bool restored);
@@ -293,6 +296,7 @@ class Core::Impl {
   google::protobuf::Arena arena_{arena_block_, sizeof(arena_block_)};
   absl::Time now_ = absl::InfinitePast();
   absl::string_view caller_node_;  // as Caller has it
+  bool caller_may_depose_ = true;
   Output* out_ = nullptr;
   uint64_t event_revision_ = 0;
   v1::JournalRecord* record_ = nullptr;  // in the arena; null: nothing to write

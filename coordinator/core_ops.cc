@@ -956,17 +956,43 @@ const Core::Impl::Operation* Core::Impl::FindOperation(const v1::Op& op) {
   return nullptr;
 }
 
+std::optional<v1::OpError> Core::Impl::CheckAttempt(absl::string_view group) const {
+  const std::optional<std::string> why = WhyGroupEnded(group);
+  if (!why.has_value() && submitted_->AttemptOf(group).has_value()) return std::nullopt;
+  return MakeError(
+      absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_RENDEZVOUS_CLOSED,
+      absl::StrCat(why.value_or(absl::StrCat("attempt ", Quoted(group), " has been removed")),
+                   ": its token has ended with it"));
+}
+
 Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Caller& caller) {
   caller_node_ = caller.node;
-  Incoming in{call, op, caller};
-  if (caller.identity != nullptr) {
-    const auto owner_of = [this](absl::string_view job) { return OwnerOf(job); };
-    if (auto error = CheckAccess(*caller.identity, op, owner_of)) {
-      ++stats_.refused_calls;
+  const Identity* const who = caller.identity;
+  caller_may_depose_ = who == nullptr || who->role == Role::kAdmin;
+  if (who != nullptr) {
+    // The id of a submitted job is no name of a rendezvous job, which somebody else may have.
+    const auto owner_of = [&](absl::string_view job) {
+      return submitted_->AttemptOf(job).has_value() == op.has_control_job() ? "" : OwnerOf(job);
+    };
+    std::optional<v1::OpError> error = CheckAccess(*who, op, owner_of);
+    stats_.refused_calls += error.has_value() ? 1 : 0;
+    if (!error.has_value() && who->role == Role::kAttempt && !op.has_leave() &&
+        !op.has_report_exit()) {
+      error = CheckAttempt(who->group);
+    }
+    if (error.has_value()) {
       SendError(call, *error, 0);
       return nullptr;
     }
   }
+  // A person is no worker: naming one would renew its lease.
+  v1::Op unnamed;
+  const bool person = who != nullptr && (who->role == Role::kView || who->role == Role::kSubmit);
+  if (person) {
+    unnamed = op;
+    ForgetWorker(&unnamed);
+  }
+  Incoming in{call, person ? unnamed : op, caller};
   if (const Operation* const operation = FindOperation(op)) {
     (this->*operation->run)(&in);
   } else {

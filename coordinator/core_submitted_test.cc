@@ -42,6 +42,7 @@ class SubmittedTest : public ::testing::Test {
   void Collect() {
     for (Reply& reply : out_.replies) replies_[reply.call] = reply;
     for (Record& record : out_.records) journal_.push_back(std::move(record));
+    deposed_ = deposed_ || out_.deposed;
     out_.Clear();
   }
   CallId Send(const v1::Op& op) {
@@ -146,6 +147,7 @@ class SubmittedTest : public ::testing::Test {
   CallId call_ = 0;
   std::map<CallId, Reply> replies_;
   std::vector<Record> journal_;
+  bool deposed_ = false;
 };
 
 TEST_F(SubmittedTest, Answer_WaitsForTheRecord_AlsoThatOfALaterReader) {
@@ -228,8 +230,46 @@ TEST_F(SubmittedTest, Identity_DecidesWhatACallMayDo) {
   cancel.mutable_control_job()->set_action(v1::JOB_ACTION_CANCEL);
   EXPECT_EQ(as(bob, cancel).error().detail().reason(), v1::ERROR_REASON_SCOPE);
   EXPECT_EQ(as(attempt, cancel).error().detail().reason(), v1::ERROR_REASON_SCOPE);
+  // The id of a submitted job gives no right to a rendezvous job of that name.
+  ASSERT_TRUE(Join("job-1", 99).has_join());
+  v1::Op end;
+  end.mutable_end_generation()->mutable_fence()->set_job_id("job-1");
+  EXPECT_EQ(as(ann, end).error().detail().reason(), v1::ERROR_REASON_SCOPE);
+  EXPECT_EQ(core_->stats().refused_calls, 5u);
+
+  // What can be read of a member, and a job's own token, depose nobody.
+  v1::Op list;
+  v1::Fence* const fence = list.mutable_list_checkpoints()->mutable_fence();
+  fence->set_job_id("job-1.1");
+  fence->set_worker_id("w");
+  fence->set_incarnation(7);
+  fence->set_term_seen(core_->last_term() + 1);
+  fence->set_cluster(0xc1);
+  for (const Identity* who : {&ann, &bob, &attempt}) {
+    as(*who, list);
+    EXPECT_FALSE(deposed_) << who->name;
+  }
+  v1::Hello hello;
+  hello.set_cluster_id("c1");
+  hello.set_term_seen(core_->last_term() + 1);
+  core_->AttachAgent("n", hello, now_, &out_, attempt.group);
+  Collect();
+  EXPECT_FALSE(deposed_);
+
+  // The token ends with its attempt, also when nothing is known of it any more.
   EXPECT_TRUE(as(ann, cancel).has_control_job());
-  EXPECT_EQ(core_->stats().refused_calls, 4u);
+  Report("job-1", v1::PLACEMENT_STATE_ENDED);
+  join.mutable_join()->mutable_fence()->set_job_id("job-1.1.agents");
+  EXPECT_EQ(as(attempt, join).error().detail().reason(), v1::ERROR_REASON_RENDEZVOUS_CLOSED);
+  cancel.mutable_control_job()->set_action(v1::JOB_ACTION_REMOVE);
+  EXPECT_TRUE(as(ann, cancel).has_control_job());
+  core_->RemoveJob("job-1.1", now_, &out_);
+  Collect();
+  for (const char* group : {"job-1.1", "job-1.1.agents"}) {
+    join.mutable_join()->mutable_fence()->set_job_id(group);
+    EXPECT_EQ(as(attempt, join).error().detail().reason(), v1::ERROR_REASON_RENDEZVOUS_CLOSED);
+  }
+  EXPECT_TRUE(core_->CheckAttempt("job-1.1").has_value());
 }
 
 TEST_F(SubmittedTest, Crash_BetweenTheEndOfAnAttemptAndItsGroups_IsMadeGood) {

@@ -90,13 +90,15 @@ std::shared_ptr<grpc::experimental::CertificateProviderInterface> Watch(const Tl
 }  // namespace
 
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ServerTls(const TlsFiles& files,
+                                                                   bool optional,
                                                                    absl::Duration look) {
   MUSTER_RETURN_IF_ERROR(Check(files));
   grpc::experimental::TlsServerCredentialsOptions options(Watch(files, look));
   options.watch_identity_key_cert_pairs();
   if (!files.ca.empty()) options.watch_root_certs();
-  options.set_cert_request_type(files.ca.empty()
-                                    ? GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE
+  options.set_cert_request_type(files.ca.empty() ? GRPC_SSL_DONT_REQUEST_CLIENT_CERTIFICATE
+                                : optional
+                                    ? GRPC_SSL_REQUEST_CLIENT_CERTIFICATE_AND_VERIFY
                                     : GRPC_SSL_REQUEST_AND_REQUIRE_CLIENT_CERTIFICATE_AND_VERIFY);
   return grpc::experimental::TlsServerCredentials(options);
 }

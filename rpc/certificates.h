@@ -21,8 +21,10 @@ namespace muster::rpc {
 // Errors, each naming its file and the way out: NOT_FOUND and others of the files; INVALID_ARGUMENT
 // what they hold is no PEM, the key is another certificate's, or the certificate has expired.
 
-// `files.ca`: clients must show a certificate that descends from it; empty: they need none.
+// `files.ca`: clients must show a certificate that descends from it, or if it is `optional` none;
+// empty: they are not asked for one.
 absl::StatusOr<std::shared_ptr<grpc::ServerCredentials>> ServerTls(const TlsFiles& files,
+                                                                   bool optional,
                                                                    absl::Duration look);
 // `files.ca` is what the server's certificate must descend from; `files.cert` may be empty.
 absl::StatusOr<std::shared_ptr<grpc::ChannelCredentials>> ChannelTls(const TlsFiles& files,

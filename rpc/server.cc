@@ -67,7 +67,8 @@ absl::Status CheckCallersAreKnown(const ServerOptions& options) {
   MUSTER_ASSIGN_OR_RETURN(const Address address, ParseAddress(options.listen));
   if (address.is_unix()) return absl::OkStatus();
   const bool tls = !options.tls.cert.empty();
-  const bool known = (tls && !options.tls.ca.empty()) || options.checks_token;
+  const bool known =
+      (tls && !options.tls.ca.empty() && !options.certificate_optional) || options.checks_token;
   const char* const way_out =
       address.is_loopback()
           ? "every user of this machine could command its jobs; give --token_file, or --tls_cert, "
@@ -103,7 +104,8 @@ absl::StatusOr<std::unique_ptr<Server>> Server::Start(
   if (options.tls.cert.empty()) {
     credentials = grpc::InsecureServerCredentials();
   } else {
-    MUSTER_ASSIGN_OR_RETURN(credentials, ServerTls(options.tls, options.tls_look));
+    MUSTER_ASSIGN_OR_RETURN(credentials,
+                            ServerTls(options.tls, options.certificate_optional, options.tls_look));
   }
   if (address.is_unix()) MUSTER_RETURN_IF_ERROR(TryUnixSocket(address));
   MUSTER_ASSIGN_OR_RETURN(std::unique_ptr<Acceptor> acceptor,

@@ -24,6 +24,9 @@ struct ServerOptions {
   // TLS is on if `tls.cert` and `tls.key` are set. With `tls.ca`, clients must show a certificate
   // that descends from it.
   TlsFiles tls = {};
+  // Clients need not show a certificate; one that they show must descend from `tls.ca`. Only for
+  // services that establish their callers otherwise (`checks_token`).
+  bool certificate_optional = false;
   // Certificates that have been replaced are used within this time, for connections that are made
   // from then on (rpc/certificates.h).
   absl::Duration tls_look = absl::Minutes(1);

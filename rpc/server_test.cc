@@ -18,9 +18,7 @@
 #include <string>
 #include <utility>
 
-#include "absl/strings/str_cat.h"
 #include "base/file.h"
-#include "base/mutex.h"
 #include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -272,122 +270,6 @@ TEST(Server, Tls_ServesOnlyThoseWhoTrustIt) {
   EXPECT_EQ(*Raise(*Connect((*strict)->address(), {.tls = {.ca = cert, .cert = cert, .key = key}}),
                    "x", 6),
             6);
-}
-
-// A CA, and in `folder`/NAME a certificate and key that it has signed, for as many days.
-void MakeCertificates(const std::string& folder, const std::string& name, int days = 2) {
-  const std::string into = absl::StrCat(folder, "/", name);
-  const std::string make = absl::StrCat(
-      "mkdir -p ", into, " && cd ", folder,
-      " && { test -f ca.pem || openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 "
-      "-nodes -days 2 -subj /CN=ca -keyout ca.key -out ca.pem; } 2>/dev/null && "
-      "openssl req -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -subj /CN=",
-      name, " -keyout ", into, "/key.pem -out ", into,
-      "/csr.pem 2>/dev/null && printf 'subjectAltName=DNS:", name, ",IP:127.0.0.1,IP:::1' > ", into,
-      "/ext && openssl x509 -req -in ", into, "/csr.pem -CA ca.pem -CAkey ca.key -CAcreateserial ",
-      "-days ", days, " -extfile ", into, "/ext -out ", into, "/cert.pem 2>/dev/null");
-  ASSERT_EQ(std::system(make.c_str()), 0) << make;
-}
-TlsFiles CertificatesIn(const std::string& folder, const std::string& name) {
-  return {.ca = folder + "/ca.pem",
-          .cert = absl::StrCat(folder, "/", name, "/cert.pem"),
-          .key = absl::StrCat(folder, "/", name, "/key.pem")};
-}
-
-// Which certificate a client showed.
-class NameOfCaller final : public v1::Triggers::Service {
- public:
-  grpc::Status Raise(grpc::ServerContext* context, const v1::RaiseTriggerRequest*,
-                     v1::RaiseTriggerReply*) override {
-    const auto names = context->auth_context()->GetPeerIdentity();
-    MutexLock lock(&mu_);
-    name_ = names.empty() ? "" : std::string(names[0].data(), names[0].size());
-    return grpc::Status::OK;
-  }
-  std::string name() {
-    MutexLock lock(&mu_);
-    return name_;
-  }
-
- private:
-  Mutex mu_;
-  std::string name_ ABSL_GUARDED_BY(mu_);
-};
-
-TEST(Tls, CertificatesThatAreReplaced_AreUsedWithoutARestart) {
-  const TestFolder folder;
-  MakeCertificates(folder.path(), "first");
-  MakeCertificates(folder.path(), "second");
-  // Both sides read the pair through a link, which changes in one step.
-  const auto use = [&](const std::string& name) {
-    ASSERT_EQ(symlink(folder.Path(name).c_str(), folder.Path("next").c_str()), 0);
-    ASSERT_EQ(rename(folder.Path("next").c_str(), folder.Path("current").c_str()), 0);
-  };
-  use("first");
-  const TlsFiles files = CertificatesIn(folder.path(), "current");
-  NameOfCaller service;
-  auto server = Server::Start({.listen = "127.0.0.1:0", .tls = files, .tls_look = absl::Seconds(1)},
-                              {&service});
-  ASSERT_TRUE(server.ok()) << server.status();
-  const auto name_by = [&](const ChannelOptions& options) {
-    auto channel = Connect((*server)->address(), options);
-    EXPECT_TRUE(channel.ok()) << channel.status();
-    EXPECT_TRUE(Raise(*channel, "x", 5).ok());
-    return service.name();
-  };
-  EXPECT_EQ(name_by({.tls = files, .own_connection = true}), "first");
-  // A channel that stays, and connects again for each call.
-  use("second");
-  EXPECT_EQ(name_by({.tls = files, .own_connection = true}), "second");
-  // The server's certificate: who expects the name of the new one connects at last.
-  const ChannelOptions expects{.tls = CertificatesIn(folder.path(), "first"),
-                               .tls_server_name = "second",
-                               .own_connection = true};
-  auto channel = Connect((*server)->address(), expects);
-  EXPECT_TRUE(WaitUntilConnected(**channel, (*server)->address(), absl::Minutes(1)).ok());
-  EXPECT_EQ(name_by({.tls = CertificatesIn(folder.path(), "first"), .own_connection = true}),
-            "first");
-}
-
-TEST(Tls, AddressOfTheSixthVersion_IsThatOfTheCertificate) {
-  const TestFolder folder;
-  MakeCertificates(folder.path(), "first");
-  const TlsFiles files = CertificatesIn(folder.path(), "first");
-  EchoTriggers service;
-  auto server = Server::Start({.listen = "[::1]:0", .tls = files}, {&service});
-  if (!server.ok()) {  // a machine without it
-    EXPECT_TRUE(absl::IsUnavailable(server.status())) << server.status();
-    return;
-  }
-  EXPECT_EQ(*Raise(*Connect((*server)->address(), {.tls = files}), "x", 5), 5);
-}
-
-TEST(Tls, BadCertificates_AreNamedOnBothSides) {
-  const TestFolder folder;
-  MakeCertificates(folder.path(), "good");
-  MakeCertificates(folder.path(), "other");
-  MakeCertificates(folder.path(), "expired", /*days=*/-1);
-  EchoTriggers service;
-  TlsFiles mixed = CertificatesIn(folder.path(), "good");
-  mixed.key = CertificatesIn(folder.path(), "other").key;
-  TlsFiles no_key = CertificatesIn(folder.path(), "good");
-  no_key.key = no_key.cert;
-  TlsFiles no_ca = CertificatesIn(folder.path(), "good");
-  no_ca.ca = no_ca.key;
-  const std::pair<TlsFiles, const char*> kCases[] = {
-      {mixed, "is not the key of the certificate in"},
-      {no_key, "holds no private key"},
-      {no_ca, "holds no certificate"},
-      {CertificatesIn(folder.path(), "expired"), "has expired on "}};
-  for (const auto& [files, what] : kCases) {
-    const absl::Status served =
-        Server::Start({.listen = "127.0.0.1:0", .tls = files}, {&service}).status();
-    EXPECT_EQ(served.code(), absl::StatusCode::kInvalidArgument) << what;
-    EXPECT_THAT(std::string(served.message()), HasSubstr(what));
-    const absl::Status connected = Connect("127.0.0.1:1", {.tls = files}).status();
-    EXPECT_EQ(connected.code(), absl::StatusCode::kInvalidArgument) << what;
-    EXPECT_THAT(std::string(connected.message()), HasSubstr(what));
-  }
 }
 
 TEST(Connect, BadInput_IsRefused) {

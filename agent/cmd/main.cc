@@ -400,6 +400,8 @@ std::string Absolute(const std::string& path) {
 
 // The token on standard input. From then on other processes of this user cannot look into this one.
 absl::Status TakeToken(rpc::ChannelOptions* channel) {
+  // Neither its memory nor its descriptors, whose file root may have opened for it.
+  if (prctl(PR_SET_DUMPABLE, 0) != 0) return absl::ErrnoToStatus(errno, "prctl");
   std::string text(2048, '\0');
   size_t size = 0;
   for (ssize_t got = 1; got != 0 && size < text.size();) {
@@ -413,8 +415,6 @@ absl::Status TakeToken(rpc::ChannelOptions* channel) {
   text.resize(size);
   MUSTER_ASSIGN_OR_RETURN(channel->token, rpc::ParseToken(text, "--token_file -: standard input"));
   channel->token_file.clear();
-  // Neither its memory nor its descriptors, whose file root may have opened for it.
-  if (prctl(PR_SET_DUMPABLE, 0) != 0) return absl::ErrnoToStatus(errno, "prctl");
   const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
   if (null < 0 || dup2(null, STDIN_FILENO) < 0) return absl::ErrnoToStatus(errno, "/dev/null");
   close(null);

@@ -639,6 +639,7 @@ JobsCore::Error JobsCore::Retry(Job* job, int after_attempt, const std::string& 
   }
   // A repeat of the call that has already begun one.
   if (!HasEnded(record.state()) || after_attempt < record.attempts()) return std::nullopt;
+  if (Error error = CheckLimits(record.owner(), record.spec())) return error;
   record.set_restarts(0);
   record.clear_avoided_nodes();
   job->node_failures = 0;

@@ -751,6 +751,8 @@ TEST_F(JobsCoreTest, OwnerAtTheLimitOfJobs_IsRefusedUntilOneHasEnded) {
   As("ann", Role::kSubmit);
   Control(first, v1::JOB_ACTION_CANCEL);
   Submit(Spec(1));
+  EXPECT_EQ(Control(first, v1::JOB_ACTION_RETRY, 0).error().detail().reason(),
+            v1::ERROR_REASON_LIMIT);
 }
 
 TEST_F(JobsCoreTest, Assignment_HasTheTokenOfItsAttempt_OnceWithItsSpecification) {

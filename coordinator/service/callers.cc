@@ -111,6 +111,11 @@ absl::StatusOr<AttemptTokens> AttemptTokens::Open(const std::string& path) {
   if (!path.empty()) {
     const std::string fresh = *hex;
     hex = ReadSecretFile(path, "the key of attempts", "key", 1024);
+    // Copies and mounts change modes; the folder is closed all the same.
+    if (absl::IsPermissionDenied(hex.status()) && chmod(path.c_str(), 0600) == 0) {
+      MUSTER_LOG(Warning) << hex.status().message() << ": its mode is 0600 again";
+      hex = ReadSecretFile(path, "the key of attempts", "key", 1024);
+    }
     if (absl::IsNotFound(hex.status())) {
       MUSTER_RETURN_IF_ERROR(WriteSecretFile(path, fresh));
       hex = fresh;
@@ -210,7 +215,8 @@ absl::StatusOr<std::shared_ptr<const Identity>> Callers::Identify(
     if (auto user = users_.OfToken(*token)) return user;
   }
   if (token.has_value() ? users || !options_.token.empty()
-                        : !options_.token.empty() || (users && certificate.empty())) {
+      : users           ? certificate.empty()
+                        : !options_.token.empty()) {
     return rpc::BadToken(token.has_value());
   }
   if (users) {

@@ -816,6 +816,12 @@ void CoreRunner::DoHello(const std::shared_ptr<AgentStream>& stream, const v1::H
     return;
   }
   const std::shared_ptr<const Identity> identity = stream->identity();
+  if (identity != nullptr && identity->role == Role::kAttempt) {
+    if (const auto over = core_.CheckAttempt(identity->group)) {
+      stream->Close(rpc::FromOpError(*over));
+      return;
+    }
+  }
   if (const std::shared_ptr<AttachedAgent> known = sessions_.OfNode(hello.node());
       known != nullptr &&
       known->group() != (identity == nullptr ? absl::string_view() : identity->group)) {

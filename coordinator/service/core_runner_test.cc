@@ -221,9 +221,28 @@ class CoreRunnerTest : public ::testing::Test {
     runner_->AgentFrame(stream, std::move(frame), bytes);
   }
 
+  // The rendezvous job of a new attempt of a submitted job, on a node of its own.
+  std::string NewAttempt() {
+    v1::Op sync;
+    sync.mutable_sync_node()->set_node(absl::StrCat("n", ++nodes_));
+    sync.mutable_sync_node()->set_node_uid(7);
+    sync.mutable_sync_node()->mutable_info()->set_cpus(1);
+    FakeSink synced, submitted;
+    Call(sync, &synced);
+    v1::Op submit;
+    submit.mutable_submit_job()->mutable_spec()->set_name("x");
+    submit.mutable_submit_job()->mutable_spec()->add_argv("./train");
+    submit.mutable_submit_job()->mutable_spec()->set_max_processes(1);
+    Call(submit, &submitted);
+    const v1::JobRecord job = submitted.answer->Parse().submit_job().job();
+    EXPECT_EQ(job.attempts(), 1) << job.ShortDebugString();
+    return absl::StrCat(job.job_id(), ".1");
+  }
+
   std::unique_ptr<CoreRunner> runner_;
   uint64_t generation_ = 0;
   uint64_t seq_ = 0;
+  int nodes_ = 0;
 };
 
 TEST_F(CoreRunnerTest, FanOutToManyAgents_ReachesEachOnce) {
@@ -274,7 +293,7 @@ class ScopedStream final : public FakeStream {
 
 TEST_F(CoreRunnerTest, AgentOfAnAttempt_SpeaksForItsOwnJobOnly) {
   Start({});
-  const auto stranger = std::make_shared<ScopedStream>("other-1.1");
+  const auto stranger = std::make_shared<ScopedStream>(NewAttempt());
   Hello(stranger, "a");
   stranger->WriteAll();
   Send(stranger, Put("k", "v"), 1);
@@ -289,18 +308,29 @@ TEST_F(CoreRunnerTest, AgentOfAnAttempt_SpeaksForItsOwnJobOnly) {
   EXPECT_EQ(rpc::GetReason(*stranger->closed()), v1::ERROR_REASON_SCOPE);
 
   seq_ = 0;
-  const auto own = std::make_shared<ScopedStream>("j");
+  const std::string group = NewAttempt();
+  const auto own = std::make_shared<ScopedStream>(group);
   Hello(own, "b");
   own->WriteAll();
-  Send(own, Put("k", "v"), 1);
+  v1::Op join = JoinAlone();
+  join.mutable_join()->mutable_fence()->set_job_id(group);
+  Send(own, join, 1);
   own->WriteAll();
-  EXPECT_TRUE(own->Result(1).has_txn());
+  EXPECT_TRUE(own->Result(1).has_join()) << own->Result(1).ShortDebugString();
+}
+
+TEST_F(CoreRunnerTest, AgentOfAnAttemptThatIsUnknown_IsNotLetIn) {
+  Start({});
+  const auto stream = std::make_shared<ScopedStream>("gone-1.1");
+  Hello(stream, "a");
+  ASSERT_TRUE(stream->closed().has_value());
+  EXPECT_EQ(rpc::GetReason(*stream->closed()), v1::ERROR_REASON_RENDEZVOUS_CLOSED);
 }
 
 TEST_F(CoreRunnerTest, AgentOfAnAttempt_TakesNoSessionOfAnother) {
   Start({});
   const auto first = Attach();  // "node"
-  const auto thief = std::make_shared<ScopedStream>("j");
+  const auto thief = std::make_shared<ScopedStream>(NewAttempt());
   Hello(thief, "node");
   ASSERT_TRUE(thief->closed().has_value());
   EXPECT_EQ(rpc::GetReason(*thief->closed()), v1::ERROR_REASON_SCOPE);

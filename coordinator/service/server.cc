@@ -222,9 +222,9 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
     options.rpc.only_user = geteuid();
   }
   Callers::Options of_callers{.token = std::move(token), .users_file = options.users_file};
-  // Users who have certificates need no token.
-  options.rpc.checks_token =
-      !of_callers.token.empty() || (!options.users_file.empty() && options.rpc.tls.ca.empty());
+  // Users show a token or a certificate.
+  options.rpc.checks_token = !of_callers.token.empty() || !options.users_file.empty();
+  options.rpc.certificate_optional = !options.users_file.empty();
   if (!options.checkpoint_key.empty()) {
     MUSTER_ASSIGN_OR_RETURN(
         const std::string pem,
