@@ -20,7 +20,6 @@
 namespace muster::rpc {
 namespace {
 
-using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 class EchoTriggers final : public v1::Triggers::CallbackService {
