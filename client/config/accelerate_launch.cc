@@ -357,7 +357,7 @@ class Planner {
     }
     if (near.size() == 1) return near[0];
     return absl::InvalidArgumentError(
-        absl::StrCat("--", word, " is no flag of accelerate launch",
+        absl::StrCat("--", word, " is not a flag of accelerate launch",
                      near.empty() ? DidYouMean(name, all, "--")
                                   : absl::StrCat(": it may be --", absl::StrJoin(near, ", --"))));
   }
@@ -720,7 +720,8 @@ class Planner {
       return absl::InvalidArgumentError(
           absl::StrCat("fsdp_version: ", version, " is not allowed: it must be 1 or 2"));
     }
-    if (IsTrue(values_["fsdp_cpu_ram_efficient_loading"]) &&
+    // Version 2 has no such setting any more.
+    if (version == "1" && IsTrue(values_["fsdp_cpu_ram_efficient_loading"]) &&
         !IsTrue(values_["fsdp_sync_module_states"])) {
       return absl::InvalidArgumentError(
           "fsdp_cpu_ram_efficient_loading needs fsdp_sync_module_states: true, since only one "

@@ -67,7 +67,7 @@ absl::StatusOr<AccelerateLaunch> PlanAccelerateLaunch(
     const std::map<std::string, std::string>& variables, const AccelerateMachine& machine);
 
 // The variables of each process that the launcher starts on machine `machine_rank`, by local rank:
-// those of `launch.env` and, under torchrun, the rank, world and address. "<any>" stands for an
+// those of `launch.env` and, under torchrun, the rank, world and address. "<any>" means an
 // address or port that is chosen at run time.
 std::vector<std::map<std::string, std::string>> ProcessVariables(const AccelerateLaunch& launch,
                                                                  int machine_rank);

@@ -193,6 +193,15 @@ const std::vector<SettingSpec>& LaunchSettings() {
        .fallback = "no",
        .value_name = "no|bf16|fp16",
        .help = "Precision of the forward pass"},
+      {.name = "sharding",
+       .variable = "MUSTER_SHARDING",
+       .type = Type::kChoice,
+       .choices = {"no_shard", "zero1", "zero2", "zero3", "hybrid"},
+       .value_name = "NAME",
+       .help =
+           "What processes divide among them: no_shard (nothing), zero1 (optimizer states), zero2 "
+           "(and gradients), zero3 (and parameters), hybrid (like zero3, in each machine). "
+           "Default: as the program says, which always wins"},
       {.name = "gradient_accumulation_steps",
        .variable = "MUSTER_GRADIENT_ACCUMULATION_STEPS",
        .type = Type::kInt,
@@ -595,6 +604,7 @@ LaunchConfig TakeSettings(const Resolver& values) {
   config.machine_rank = values.Int("machine_rank");
   config.gpu_ids = values.Text("gpu_ids");
   config.mixed_precision = values.Text("mixed_precision");
+  config.sharding = values.Text("sharding");
   config.gradient_accumulation_steps = values.Int("gradient_accumulation_steps");
   config.threads_per_process = values.Int("num_cpu_threads_per_process");
   config.coordinator_ip = values.Text("main_process_ip");

@@ -87,6 +87,7 @@ struct LaunchConfig {
   bool cpu = false;
   std::string gpu_ids;  // empty: as inherited
   std::string mixed_precision;
+  std::string sharding;  // empty: as the program says
   int gradient_accumulation_steps = 1;
   int threads_per_process = 0;  // 0: worked out
   std::string coordinator_ip;   // empty: any free loopback port

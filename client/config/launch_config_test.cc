@@ -6,6 +6,7 @@
 
 #include "base/defaults.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -289,7 +290,7 @@ TEST(DefaultConfigText, IsReadBackAsTheDefaults) {
 }
 
 TEST(FindConfig, FlagThenVariableThenDefaultPlace) {
-  const std::string home = ::testing::TempDir() + "/config_home";
+  const std::string home = TestPath("config_home");
   ASSERT_TRUE(MakeDirectories(home + "/muster").ok());
   EXPECT_EQ(FindConfig("a", {{"MUSTER_CONFIG", "b"}}).path, "a");
   EXPECT_EQ(FindConfig("", {{"MUSTER_CONFIG", "b"}}).path, "b");

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <deque>
 #include <memory>
 #include <optional>
@@ -17,6 +16,7 @@
 #include "absl/strings/string_view.h"
 #include "absl/strings/strip.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "muster/accelerator.h"
 #include "muster/test_ranks.h"
 #include "tests/conformance/case_fields.h"
@@ -36,25 +36,6 @@ using Json = nlohmann::json;
 constexpr int64_t kMaxObjects = 8;
 constexpr int64_t kMaxRanks = 8;
 constexpr int64_t kMaxSaves = 16;
-
-// A folder that goes with the case.
-class ScratchFolder {
- public:
-  ScratchFolder() {
-    const char* const base = std::getenv("TEST_TMPDIR");
-    path_ = JoinPath(base == nullptr ? "/tmp" : base, absl::StrCat("muster-case-", RandomHex()));
-    const absl::Status made = MakeDirectories(path_);
-    if (!made.ok()) throw std::runtime_error(std::string(made.message()));
-  }
-  ~ScratchFolder() { RemoveTree(path_).IgnoreError(); }
-  ScratchFolder(const ScratchFolder&) = delete;
-  ScratchFolder& operator=(const ScratchFolder&) = delete;
-
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 // An object of the program in the state.
 struct Counter {
@@ -269,7 +250,7 @@ Json SaveStateLayoutCase(const Json& in) {
   if (!in.at("total_limit").is_null()) {
     options.project.total_limit = IntOf(in, "total_limit", 0, kMaxSaves);
   }
-  const ScratchFolder scratch;
+  const TestFolder scratch;
   plan.folder = options.project.directory = scratch.path();
   RunAccelerators(ranks, options,
                   [&plan](Accelerator& accelerator) { TrainAndSave(accelerator, plan); });

@@ -25,6 +25,7 @@ std::map<std::string, Handler> CollectiveHandlers();
 std::map<std::string, Handler> StorageHandlers();
 std::map<std::string, Handler> CheckpointHandlers();
 std::map<std::string, Handler> LaunchHandlers();
+std::map<std::string, Handler> ShardingHandlers();
 std::map<std::string, Handler> BigModelHandlers();
 
 }  // namespace muster::conformance

@@ -175,6 +175,66 @@ TEST(Quirks, D26_ConfigYaml_TheFileCountsAndEveryProcessStarts) {
   }
 }
 
+std::string ErrorOf(const Json& quirk) {
+  try {
+    return "accepted: " + AnswerTo(quirk).dump();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+// A strategy that was chosen counts, and nothing is dropped without a word.
+TEST(Quirks, FsdpConfig_WhatWasChosenCountsOrIsRefusedByName) {
+  for (const Json& quirk : Quirks("fsdp_config")) {
+    const std::string id = quirk["id"];
+    SCOPED_TRACE(id);
+    const std::string number = id.substr(id.rfind('/') + 1);
+    if (number == "s001" || number == "s002") {
+      EXPECT_EQ(AnswerTo(quirk)["sharding_strategy"], quirk["recommended"]);
+    } else if (number == "s003") {
+      EXPECT_NE(ErrorOf(quirk).find("fsdp_version 3 does not exist"), std::string::npos);
+    } else if (number == "s004") {
+      EXPECT_EQ(ErrorOf(quirk).find("sharding_strategy"), 0u);
+    } else if (number == "s005") {
+      EXPECT_EQ(ErrorOf(quirk).find("FSDP_FORWARD_PREFETCH"), 0u);
+    } else if (number == "s006") {
+      const Json given = AnswerTo(quirk);
+      EXPECT_EQ(given["state_dict_config"]["class"], "FullStateDictConfig");
+      EXPECT_EQ(given["optim_state_dict_config"]["rank0_only"], true);
+    } else if (number == "s007") {
+      EXPECT_NE(ErrorOf(quirk).find("NO_PREFETCH"), std::string::npos);
+    } else if (number == "s008") {
+      EXPECT_EQ(AnswerTo(quirk)["fsdp_version"], 2);
+    } else if (number == "s009") {
+      EXPECT_EQ(AnswerTo(quirk)["transformer_cls_names_to_wrap"],
+                Json({"BertLayer", "BertPooler"}));
+    } else if (number == "s010") {
+      EXPECT_EQ(AnswerTo(quirk), quirk["hf"]);
+    } else {
+      ADD_FAILURE() << "no decision for " << id;
+    }
+  }
+}
+
+// Only a value in the config wins over the program, and nothing is clipped that nobody asked for.
+TEST(Quirks, DeepSpeedConfig_TheProgramCountsWhereTheConfigIsSilent) {
+  for (const Json& quirk : Quirks("deepspeed_config")) {
+    const std::string label = quirk["in"]["label"];
+    SCOPED_TRACE(label);
+    if (label == "accumulation in the code only") {
+      EXPECT_EQ(AnswerTo(quirk)["gradient_accumulation_steps"], 4);
+    } else if (label == "total batch size in the config") {
+      EXPECT_NE(ErrorOf(quirk).find("train_batch_size is 7"), std::string::npos);
+    } else if (label == "clipping nobody asked for") {
+      EXPECT_FALSE(AnswerTo(quirk)["config"].contains("gradient_clipping"));
+    } else if (label == "auto accumulation from the environment") {
+      EXPECT_EQ(AnswerTo(quirk)["config"]["gradient_accumulation_steps"], 1);
+    } else {
+      ADD_FAILURE() << "no decision for " << quirk["id"];
+    }
+  }
+}
+
 // Limits for the disk and device numbers with gaps, where the peer fails, give a map like others.
 TEST(Quirks, BalancedMemory_DiskAndGapsInTheNumbers_AreBalanced) {
   for (const Json& quirk : Quirks("balanced_memory")) {

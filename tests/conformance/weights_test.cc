@@ -14,6 +14,7 @@
 #include "ATen/ops/zeros.h"
 #include "absl/strings/str_split.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "tests/testdata/golden.h"
 #include "torch/nn/module.h"
 #include "worker/checkpoint/model_files.h"
@@ -47,7 +48,7 @@ NamedTensors TensorsOf(const torch::nn::Module& module) {
 }
 
 TEST(RecordedWeights, EveryModel_LoadsAndSavesAgainIdentically) {
-  const std::string folder = JoinPath(testing::TempDir(), "weights-" + RandomHex());
+  const std::string folder = TestPath("weights");
   for (const nlohmann::json& recorded : GoldenCases("hf_models")) {
     const std::string dir = recorded["in"]["dir"];
     SCOPED_TRACE(dir);

@@ -1,0 +1,122 @@
+#ifndef MUSTER_CLIENT_CONFIG_DEEPSPEED_CONFIG_H_
+#define MUSTER_CLIENT_CONFIG_DEEPSPEED_CONFIG_H_
+
+#include <cstdint>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "absl/strings/string_view.h"
+
+namespace muster::client {
+
+// A DeepSpeed config and the fields of Accelerate's DeepSpeed plugin (release 1.15), each filled
+// from the other: explicit argument over environment over default, a value in the config over all
+// of them, "auto" in the config filled in from them. docs/sharding_config.md lists the differences.
+
+// Reads the text of ACCELERATE_DEEPSPEED_CONFIG_FILE: a path, JSON, or JSON in URL-safe base64.
+// Errors: INVALID_ARGUMENT.
+absl::StatusOr<nlohmann::json> ReadDeepSpeedConfig(absl::string_view text);
+
+// What the Accelerator brings.
+struct DeepSpeedContext {
+  std::string mixed_precision = "no";
+  int64_t gradient_accumulation_steps = 1;
+  int64_t num_processes = 1;
+  bool split_batches = false;
+};
+
+// The objects that are prepared.
+struct DeepSpeedModel {
+  // Attributes of its config: the size, or the largest of several.
+  std::optional<int64_t> hidden_size;
+  bool has_config = true;
+};
+
+struct DeepSpeedOptimizer {
+  bool placeholder = false;
+  double lr = 1e-3;
+  double weight_decay = 0;
+};
+
+struct DeepSpeedScheduler {
+  bool placeholder = false;
+  bool with_callable = false;  // a placeholder that brings a function that makes the scheduler
+  std::optional<int64_t> total_num_steps;
+  int64_t warmup_num_steps = 0;
+};
+
+struct DeepSpeedObjects {
+  std::optional<DeepSpeedModel> model;
+  std::optional<DeepSpeedOptimizer> optimizer;
+  std::optional<DeepSpeedScheduler> scheduler;
+  std::vector<std::optional<int64_t>> batch_sizes;  // of the loaders; none: it has no batch size
+};
+
+struct DeepSpeedBatchSizes {
+  int64_t train = 0;
+  int64_t micro = 0;
+  int64_t accumulation = 0;
+};
+
+class DeepSpeedConfig {
+ public:
+  // `config`: null if there is none; then ACCELERATE_DEEPSPEED_CONFIG_FILE of `variables` is read.
+  // `arguments`: those of the plugin by name; null is none. Errors: INVALID_ARGUMENT that names
+  // the argument, variable or key.
+  static absl::StatusOr<DeepSpeedConfig> Resolve(
+      const nlohmann::json& config, const nlohmann::json& arguments,
+      const std::map<std::string, std::string>& variables, DeepSpeedContext context);
+
+  // Fills "auto" from `values`, by dotted key. With `must_match`, other values must be equal.
+  absl::Status Process(const std::map<std::string, nlohmann::json>& values, bool must_match);
+
+  // Fills all that is still "auto" from what is prepared.
+  absl::Status Prepare(const DeepSpeedObjects& objects);
+
+  // The resolved config. `steps_per_print` is the text "inf".
+  const nlohmann::json& config() const { return config_; }
+  // The plugin's fields under their names.
+  const nlohmann::json& fields() const { return fields_; }
+  // After Prepare: the number of the config. Before it: that of the Accelerator.
+  int64_t gradient_accumulation_steps() const { return context_.gradient_accumulation_steps; }
+  // After Prepare: whether a real optimizer runs on the CPU, as DeepSpeed's.
+  bool cpu_optimizer() const { return cpu_optimizer_; }
+
+ private:
+  DeepSpeedConfig() = default;
+  absl::Status Init(const nlohmann::json& config, const nlohmann::json& arguments,
+                    const std::map<std::string, std::string>& variables);
+  absl::Status FromConfig(const std::map<std::string, std::string>& variables, bool given_steps);
+  void FromFields();
+  absl::Status SetInitFlag(const nlohmann::json& arguments,
+                           const std::map<std::string, std::string>& variables);
+  absl::Status SetMsAmp(const nlohmann::json& arguments,
+                        const std::map<std::string, std::string>& variables);
+  absl::Status SetMixedPrecision();
+  absl::StatusOr<std::optional<int64_t>> MicroBatchSize(const DeepSpeedObjects& objects) const;
+  absl::Status CheckPlaceholders(const DeepSpeedObjects& objects);
+
+  nlohmann::json config_;
+  nlohmann::json fields_;
+  DeepSpeedContext context_;
+  bool clipping_is_asked_for_ = true;
+  bool msamp_ = false;
+  std::string msamp_level_;
+  bool cpu_optimizer_ = false;
+};
+
+// DeepSpeed's arithmetic: of the three batch sizes, those that `config` leaves out follow from the
+// others and the number of processes. Errors: INVALID_ARGUMENT if they contradict each other.
+absl::StatusOr<DeepSpeedBatchSizes> DeepSpeedBatch(const nlohmann::json& config,
+                                                   int64_t num_processes);
+
+// The names of the plugin's arguments.
+const std::vector<std::string>& DeepSpeedArgumentNames();
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CONFIG_DEEPSPEED_CONFIG_H_

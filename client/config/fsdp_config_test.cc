@@ -1,0 +1,116 @@
+#include "client/config/fsdp_config.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+namespace muster::client {
+namespace {
+
+using ::testing::HasSubstr;
+using Json = nlohmann::json;
+using Variables = std::map<std::string, std::string>;
+
+FsdpSettings Resolved(const Json& arguments, const Variables& variables,
+                      const std::string& mode = "no") {
+  auto settings = ResolveFsdp(arguments, variables, mode);
+  EXPECT_TRUE(settings.ok()) << settings.status();
+  return settings.ok() ? *std::move(settings) : FsdpSettings();
+}
+
+std::string Error(const Json& arguments, const Variables& variables,
+                  const std::string& mode = "no") {
+  const auto settings = ResolveFsdp(arguments, variables, mode);
+  return settings.ok() ? "accepted" : std::string(settings.status().message());
+}
+
+TEST(ResolveFsdp, NothingGiven_IsFullShardingOfVersion1) {
+  const FsdpSettings settings = Resolved(nullptr, {});
+  EXPECT_EQ(settings.version, 1);
+  EXPECT_EQ(settings.strategy, FsdpSettings::Strategy::kFullShard);
+  EXPECT_FALSE(settings.precision);
+  EXPECT_TRUE(settings.notes.empty());
+}
+
+TEST(ResolveFsdp, ReshardAfterForwardInVersion1_IsTheStrategyUnlessOneIsChosen) {
+  EXPECT_EQ(Resolved(nullptr, {{"FSDP_SHARDING_STRATEGY", "FULL_SHARD"},
+                               {"FSDP_RESHARD_AFTER_FORWARD", "shard_grad_op"}})
+                .strategy,
+            FsdpSettings::Strategy::kShardGradOp);
+  const FsdpSettings settings = Resolved(
+      nullptr,
+      {{"FSDP_SHARDING_STRATEGY", "NO_SHARD"}, {"FSDP_RESHARD_AFTER_FORWARD", "SHARD_GRAD_OP"}});
+  EXPECT_EQ(settings.strategy, FsdpSettings::Strategy::kNoShard);
+  EXPECT_EQ(settings.notes.size(), 1u);
+  EXPECT_EQ(Resolved({{"reshard_after_forward", "SHARD_GRAD_OP"}},
+                     {{"FSDP_SHARDING_STRATEGY", "NO_SHARD"}})
+                .strategy,
+            FsdpSettings::Strategy::kShardGradOp);
+  // The launcher's default for version 2 is no strategy.
+  EXPECT_EQ(Resolved(nullptr, {{"FSDP_RESHARD_AFTER_FORWARD", "true"}}).strategy,
+            FsdpSettings::Strategy::kFullShard);
+}
+
+TEST(ResolveFsdp, WrongValues_AreNamedWithTheirSource) {
+  EXPECT_THAT(Error({{"sharding_stratgy", "NO_SHARD"}}, {}),
+              HasSubstr("did you mean sharding_strategy?"));
+  EXPECT_THAT(Error(nullptr, {{"FSDP_SHARDING_STRATEGY", "FULL_SHRD"}}),
+              HasSubstr("did you mean FULL_SHARD?"));
+  EXPECT_THAT(Error({{"use_orig_params", 7}}, {}), HasSubstr("use_orig_params: must be true"));
+  EXPECT_THAT(Error({{"cpu_offload", "cpu"}}, {}), HasSubstr("invalid truth value cpu"));
+  EXPECT_THAT(Error(nullptr, {}, "fp4"), HasSubstr("fp4"));
+  EXPECT_THAT(Error(Json::array(), {}), HasSubstr("must be an object"));
+  EXPECT_THAT(Error({{"fsdp_version", UINT64_MAX}}, {}), HasSubstr("must be an integer"));
+  EXPECT_THAT(
+      Error({{"activation_checkpointing", true}, {"activation_checkpointing_offload", true}}, {}),
+      HasSubstr("fsdp_version=2"));
+  EXPECT_THAT(Error({{"mixed_precision_policy",
+                      {{"param_dtype", "float16"},
+                       {"reduce_dtype", "float16"},
+                       {"output_dtype", "float16"}}}},
+                    {}),
+              HasSubstr("buffer_dtype"));
+}
+
+TEST(ResolveFsdp, ForwardPrefetchInVersion2_IsRefusedFromEverySource) {
+  EXPECT_THAT(Error(nullptr, {{"FSDP_VERSION", "2"}, {"FSDP_FORWARD_PREFETCH", "true"}}),
+              HasSubstr("FSDP_FORWARD_PREFETCH"));
+  EXPECT_THAT(Error({{"fsdp_version", 2}, {"forward_prefetch", false}}, {}),
+              HasSubstr("forward_prefetch"));
+  EXPECT_EQ(Error(nullptr, {{"FSDP_VERSION", "2"}, {"FSDP_FORWARD_PREFETCH", "false"}}),
+            "accepted");
+}
+
+TEST(ResolveFsdp, NamesOfClasses_AreTrimmed) {
+  EXPECT_EQ(*Resolved(nullptr, {{"FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP"},
+                                {"FSDP_TRANSFORMER_CLS_TO_WRAP", "A, B"}})
+                 .transformer_classes,
+            std::vector<std::string>({"A", "B"}));
+}
+
+TEST(SetStateDictType, OtherType_HasItsOwnConfiguration) {
+  FsdpSettings settings = Resolved(nullptr, {{"FSDP_STATE_DICT_TYPE", "SHARDED_STATE_DICT"}});
+  EXPECT_FALSE(settings.state_dict_config->rank0_only);
+  ASSERT_TRUE(SetStateDictType("full_state_dict", settings).ok());
+  EXPECT_EQ(settings.state_dict_config->rank0_only, true);
+  ASSERT_TRUE(SetStateDictType("LOCAL_STATE_DICT", settings).ok());
+  EXPECT_FALSE(settings.state_dict_config);
+  EXPECT_FALSE(SetStateDictType("STATE", settings).ok());
+}
+
+// No value of any kind ends the process.
+TEST(ResolveFsdp, StrangeValues_AreReadOrRefused) {
+  for (const std::string& name : FsdpArgumentNames()) {
+    for (const Json& value : {Json(-5), Json(1.5), Json(""), Json("x"), Json(true), Json::array(),
+                              Json::object(), Json({{"param_dtype", 7}}), Json({1, "a"})}) {
+      for (int version : {1, 2}) {
+        Json arguments = {{"fsdp_version", version}};
+        arguments[name] = value;
+        const auto settings = ResolveFsdp(arguments, {}, "bf16");
+        EXPECT_EQ(settings.ok() ? FsdpFields(*settings).size() : 20u, 20u);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace muster::client

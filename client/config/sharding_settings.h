@@ -1,0 +1,131 @@
+#ifndef MUSTER_CLIENT_CONFIG_SHARDING_SETTINGS_H_
+#define MUSTER_CLIENT_CONFIG_SHARDING_SETTINGS_H_
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "client/config/fsdp_config.h"
+
+namespace muster::client {
+
+// Muster's own words for sharded training, to which the settings of FSDP and of DeepSpeed map.
+// docs/sharding_config.md has the table. Pure.
+struct ShardingSettings {
+  enum class Strategy {
+    kNone,
+    kOptimizer,        // ZeRO stage 1
+    kGradients,        // ZeRO stage 2, SHARD_GRAD_OP
+    kFull,             // ZeRO stage 3, FULL_SHARD
+    kHybrid,           // kFull inside a node, whole between nodes
+    kHybridGradients,  // kGradients inside a node
+  };
+  enum class Wrap { kWhole, kTypes, kSize };
+  enum class Offload { kNone, kCpu, kDisk };
+
+  Strategy strategy = Strategy::kFull;
+  // With kFull and kHybrid: free the whole parameters of a unit between forward and backward.
+  bool reshard_after_forward = true;
+  // The units: the whole model, modules of these types (none named: those that the model itself
+  // keeps whole), or modules of at least so many parameters.
+  Wrap wrap = Wrap::kWhole;
+  std::vector<std::string> wrap_types;
+  int64_t min_parameters = 0;
+  // A regular expression for the names of modules that are not sharded.
+  std::optional<std::string> ignored_modules;
+  Offload offload_parameters = Offload::kNone;
+  std::string offload_parameters_path;  // with kDisk
+  Offload offload_optimizer = Offload::kNone;
+  std::string offload_optimizer_path;
+  bool activation_checkpointing = false;
+  bool activation_offload = false;
+  // Names of torch's dtypes; none: that of the parameters as they are.
+  std::optional<std::string> parameter_dtype;
+  std::optional<std::string> reduce_dtype;
+  std::optional<std::string> output_dtype;
+  std::optional<std::string> buffer_dtype;
+  // Whether `save_model` writes whole tensors (rank 0) or each rank its shards.
+  bool full_state_dict = false;
+  bool sync_module_states = false;  // the weights of rank 0 go to all ranks
+  bool rank_zero_loads = false;     // only rank 0 reads the file of the model
+  // Elements in a bucket of gradients, and of parameters that stay whole; none: the default.
+  std::optional<int64_t> reduce_bucket_elements;
+  std::optional<int64_t> whole_below_elements;
+};
+
+// What a config says about training, besides sharding.
+struct ShardingPlan {
+  // The scale of losses in fp16. `fixed` 0: dynamic.
+  struct LossScale {
+    double fixed = 0;
+    int64_t initial_power = 16;
+    int64_t window = 1000;
+    int64_t hysteresis = 2;
+    double minimum = 1;
+  };
+  // Of the section "optimizer": `type` is AdamW, Adam, SGD or Adagrad.
+  struct Optimizer {
+    std::string type;
+    std::optional<double> lr;
+    std::optional<double> weight_decay;
+    std::optional<double> eps;
+    std::optional<double> beta1;
+    std::optional<double> beta2;
+    std::optional<double> momentum;
+    std::optional<bool> nesterov;
+  };
+  // Of the section "scheduler": `type` is WarmupLR, WarmupDecayLR or WarmupCosineLR.
+  struct Scheduler {
+    std::string type;
+    bool logarithmic = true;  // the warm-up's shape
+    std::optional<double> min_lr;
+    std::optional<double> max_lr;
+    std::optional<double> min_ratio;
+    std::optional<double> cosine_min_ratio;
+    std::optional<int64_t> warmup_steps;
+    std::optional<int64_t> total_steps;
+  };
+
+  ShardingSettings sharding;
+  std::string mixed_precision = "no";  // no, fp16 or bf16
+  std::optional<LossScale> loss_scale;
+  std::optional<double> gradient_clipping;  // none: no clipping
+  std::optional<int64_t> gradient_accumulation_steps;
+  std::optional<int64_t> micro_batch_size;
+  std::optional<int64_t> train_batch_size;
+  std::optional<Optimizer> optimizer;
+  std::optional<Scheduler> scheduler;
+  // Settings that have no effect here, a sentence each, for the log.
+  std::vector<std::string> notes;
+};
+
+// What becomes of a known setting.
+struct SettingUse {
+  enum class Use {
+    kSection,   // holds other settings
+    kMapped,    // `text`: to what
+    kNoEffect,  // `text`: why no result depends on it
+    kRefused,   // unless switched off; `text`: what to set instead
+  };
+  std::string key;  // dotted
+  Use use;
+  std::string text;
+  nlohmann::json off;  // kRefused: the value, besides false and null, that asks for nothing
+};
+// All arguments of the FSDP plugin, and all keys of a DeepSpeed config.
+const std::vector<SettingUse>& FsdpUses();
+const std::vector<SettingUse>& DeepSpeedUses();
+
+// Errors of both: INVALID_ARGUMENT for a value that is none, UNIMPLEMENTED for a setting that
+// cannot be honoured; each names the setting and the nearest that can.
+absl::StatusOr<ShardingPlan> MapFsdp(const FsdpSettings& settings);
+// `config`: resolved (DeepSpeedConfig::config). A batch size, the accumulation steps or the
+// clipping that are still "auto" are none.
+absl::StatusOr<ShardingPlan> MapDeepSpeed(const nlohmann::json& config);
+
+}  // namespace muster::client
+
+#endif  // MUSTER_CLIENT_CONFIG_SHARDING_SETTINGS_H_

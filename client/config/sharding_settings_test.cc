@@ -1,0 +1,237 @@
+#include "client/config/sharding_settings.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <random>
+#include <set>
+
+#include "base/mutate.h"
+
+namespace muster::client {
+namespace {
+
+using ::testing::HasSubstr;
+using Json = nlohmann::json;
+using Use = SettingUse::Use;
+using Strategy = ShardingSettings::Strategy;
+
+// All that a plan says.
+std::string Words(const ShardingPlan& plan) {
+  const ShardingSettings& s = plan.sharding;
+  Json j = {static_cast<int>(s.strategy),
+            s.reshard_after_forward,
+            static_cast<int>(s.wrap),
+            s.wrap_types,
+            s.min_parameters,
+            s.ignored_modules.value_or(""),
+            static_cast<int>(s.offload_parameters),
+            s.offload_parameters_path,
+            static_cast<int>(s.offload_optimizer),
+            s.offload_optimizer_path,
+            s.activation_checkpointing,
+            s.activation_offload,
+            s.parameter_dtype.value_or(""),
+            s.reduce_dtype.value_or(""),
+            s.output_dtype.value_or(""),
+            s.buffer_dtype.value_or(""),
+            s.full_state_dict,
+            s.sync_module_states,
+            s.rank_zero_loads,
+            s.reduce_bucket_elements.value_or(-1),
+            s.whole_below_elements.value_or(-1),
+            plan.mixed_precision,
+            plan.gradient_clipping.value_or(-1),
+            plan.gradient_accumulation_steps.value_or(-1),
+            plan.micro_batch_size.value_or(-1),
+            plan.train_batch_size.value_or(-1)};
+  if (const auto& l = plan.loss_scale) {
+    j.push_back({l->fixed, l->initial_power, l->window, l->hysteresis, l->minimum});
+  }
+  if (const auto& o = plan.optimizer) {
+    j.push_back({o->type, o->lr.value_or(-1), o->weight_decay.value_or(-1), o->eps.value_or(-1),
+                 o->beta1.value_or(-1), o->beta2.value_or(-1), o->momentum.value_or(-1),
+                 o->nesterov.value_or(false)});
+  }
+  if (const auto& c = plan.scheduler) {
+    j.push_back({c->type, c->logarithmic, c->min_lr.value_or(-1), c->max_lr.value_or(-1),
+                 c->min_ratio.value_or(-1), c->cosine_min_ratio.value_or(-1),
+                 c->warmup_steps.value_or(-1), c->total_steps.value_or(-1)});
+  }
+  return j.dump();
+}
+
+// A config that is valid with any one of the known keys, with `key` set to `value`.
+Json With(const std::string& key, const Json& value) {
+  Json config = {{"zero_optimization",
+                  {{"stage", 3},
+                   {"offload_param", {{"device", "nvme"}, {"nvme_path", "/a"}}},
+                   {"offload_optimizer", {{"device", "nvme"}, {"nvme_path", "/a"}}}}},
+                 {"fp16", {{"enabled", key != "bf16.enabled"}}},
+                 {"optimizer", {{"type", "AdamW"}, {"params", Json::object()}}},
+                 {"scheduler", {{"type", "WarmupLR"}, {"params", Json::object()}}}};
+  if (key == "optimizer.params.adam_w_mode") config["optimizer"]["type"] = "Adam";
+  if (key == "optimizer.params.momentum" || key == "optimizer.params.nesterov") {
+    config["optimizer"]["type"] = "SGD";
+  }
+  Json* node = &config;
+  size_t from = 0;
+  for (size_t dot = key.find('.'); dot != std::string::npos; dot = key.find('.', from)) {
+    node = &(*node)[key.substr(from, dot - from)];
+    from = dot + 1;
+  }
+  (*node)[key.substr(from)] = value;
+  return config;
+}
+
+// Values of which one is right for each setting that is mapped.
+const std::vector<Json>& Values() {
+  static const auto* const values = new std::vector<Json>{
+      true,  5, 0.25, "cpu", "/path", "bf16", "linear", "SGD", "WarmupCosineLR", Json({0.5, 0.75}),
+      false, 1};
+  return *values;
+}
+
+TEST(MapDeepSpeed, EveryKnownKey_IsMappedNotedOrRefused) {
+  std::set<std::string> keys;
+  for (const SettingUse& use : DeepSpeedUses()) {
+    SCOPED_TRACE(use.key);
+    EXPECT_TRUE(keys.insert(use.key).second) << "twice";
+    if (use.use == Use::kSection) continue;
+    EXPECT_FALSE(use.text.empty());
+    if (use.use == Use::kRefused) {
+      const auto plan = MapDeepSpeed(With(use.key, 12345));
+      ASSERT_FALSE(plan.ok());
+      EXPECT_THAT(plan.status().message(), HasSubstr(use.key));
+      EXPECT_THAT(plan.status().message(), HasSubstr(use.text));
+      EXPECT_TRUE(MapDeepSpeed(With(use.key, false)).ok());
+      EXPECT_TRUE(MapDeepSpeed(With(use.key, use.off)).ok());
+    } else if (use.use == Use::kNoEffect) {
+      const auto plan = MapDeepSpeed(With(use.key, 12345));
+      ASSERT_TRUE(plan.ok()) << plan.status();
+      EXPECT_THAT(plan->notes, testing::Contains(HasSubstr(use.key)));
+    } else {
+      const auto without = MapDeepSpeed(With(use.key, nullptr));
+      int effects = without.ok() ? 0 : 1;
+      for (const Json& value : Values()) {
+        const auto plan = MapDeepSpeed(With(use.key, value));
+        if (plan.ok() && without.ok()) effects += Words(*plan) != Words(*without);
+      }
+      EXPECT_GT(effects, 0) << "ignored";
+    }
+  }
+}
+
+TEST(MapFsdp, EveryArgument_IsMappedNotedOrRefused) {
+  std::vector<std::string> keys;
+  const std::vector<Json> values = {true,
+                                    false,
+                                    5,
+                                    1,
+                                    "NO_SHARD",
+                                    "fp16",
+                                    "SIZE_BASED_WRAP",
+                                    "lm_head",
+                                    "BACKWARD_PRE",
+                                    "SHARDED_STATE_DICT",
+                                    "FULL_STATE_DICT",
+                                    "Block"};
+  for (const SettingUse& use : FsdpUses()) {
+    SCOPED_TRACE(use.key);
+    keys.push_back(use.key);
+    int effects = 0;
+    for (int version : {1, 2}) {
+      Json base = {{"fsdp_version", version}, {"activation_checkpointing", true}};
+      if (use.key == "auto_wrap_policy") base["min_num_params"] = 7;
+      if (use.key == "min_num_params") base["auto_wrap_policy"] = "SIZE_BASED_WRAP";
+      if (use.key == "transformer_cls_names_to_wrap") {
+        base["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP";
+      }
+      const auto mapped = [](const Json& arguments) -> std::string {
+        const auto settings = ResolveFsdp(arguments, {}, "no");
+        if (!settings.ok()) return "refused";
+        const auto plan = MapFsdp(*settings);
+        return plan.ok() ? Words(*plan) + Json(plan->notes).dump() : "refused";
+      };
+      const std::string before = mapped(base);
+      for (const Json& value : values) {
+        Json arguments = base;
+        arguments[use.key] = value;
+        const std::string after = mapped(arguments);
+        effects += after != before && after != "refused";
+      }
+    }
+    EXPECT_GT(effects, 0) << "ignored";
+  }
+  EXPECT_THAT(keys, testing::UnorderedElementsAreArray(FsdpArgumentNames()));
+}
+
+TEST(MapFsdp, Strategies_AreOurs) {
+  FsdpSettings settings;
+  const std::vector<Strategy> want = {Strategy::kFull, Strategy::kGradients, Strategy::kNone,
+                                      Strategy::kHybrid, Strategy::kHybridGradients};
+  for (int i = 0; i < 5; ++i) {
+    settings.strategy = static_cast<FsdpSettings::Strategy>(i + 1);
+    EXPECT_EQ(MapFsdp(settings)->sharding.strategy, want[i]);
+  }
+  settings = FsdpSettings();
+  settings.version = 2;
+  settings.reshard_after_forward = false;
+  EXPECT_EQ(MapFsdp(settings)->sharding.strategy, Strategy::kFull);
+  EXPECT_FALSE(MapFsdp(settings)->sharding.reshard_after_forward);
+}
+
+TEST(MapFsdp, LocalStateDict_IsRefusedByName) {
+  FsdpSettings settings;
+  settings.state_dict = FsdpSettings::StateDict::kLocal;
+  EXPECT_THAT(MapFsdp(settings).status().message(), HasSubstr("SHARDED_STATE_DICT"));
+}
+
+TEST(MapDeepSpeed, UnknownKeys_AreRefusedWithASuggestion) {
+  EXPECT_THAT(MapDeepSpeed({{"gradient_cliping", 1.0}}).status().message(),
+              HasSubstr("did you mean gradient_clipping?"));
+  EXPECT_THAT(MapDeepSpeed({{"zero_optimization", {{"stag", 1}}}}).status().message(),
+              HasSubstr("did you mean zero_optimization.stage?"));
+}
+
+TEST(MapDeepSpeed, Values_AreChecked) {
+  const auto error = [](const Json& config) {
+    return std::string(MapDeepSpeed(config).status().message());
+  };
+  EXPECT_THAT(error({{"zero_optimization", {{"stage", 4}}}}), HasSubstr("0, 1, 2 or 3"));
+  EXPECT_THAT(
+      error({{"zero_optimization", {{"stage", 2}, {"offload_param", {{"device", "cpu"}}}}}}),
+      HasSubstr("needs zero_optimization.stage 3"));
+  EXPECT_THAT(
+      error({{"zero_optimization", {{"stage", 3}, {"offload_param", {{"device", "nvme"}}}}}}),
+      HasSubstr("nvme_path"));
+  EXPECT_THAT(error({{"optimizer", {{"type", "Lamb"}}}}), HasSubstr("set AdamW"));
+  EXPECT_THAT(error({{"scheduler", {{"type", "OneCycle"}}}}), HasSubstr("WarmupDecayLR"));
+  EXPECT_THAT(error({{"fp16", {{"enabled", true}}}, {"bf16", {{"enabled", true}}}}),
+              HasSubstr("choose one"));
+  EXPECT_THAT(error({{"train_batch_size", 0}}), HasSubstr("at least 1"));
+  EXPECT_THAT(error({{"optimizer", {{"type", "AdamW"}, {"params", {{"lr", "auto"}}}}}}),
+              HasSubstr("optimizer.params.lr"));
+  EXPECT_THAT(error(7), HasSubstr("an object"));
+}
+
+TEST(MapDeepSpeed, AutoBatchSizes_AreLeftOpen) {
+  const auto plan = MapDeepSpeed({{"train_batch_size", "auto"}, {"gradient_clipping", "auto"}});
+  ASSERT_TRUE(plan.ok()) << plan.status();
+  EXPECT_FALSE(plan->train_batch_size);
+  EXPECT_FALSE(plan->gradient_clipping);
+}
+
+TEST(MapDeepSpeed, MutatedConfigs_AreMappedOrRefused) {
+  const std::string seed = With("gradient_clipping", 1.0).dump();
+  std::mt19937_64 random(20261123);
+  int mapped = 0;
+  for (int round = 0; round < 5000; ++round) {
+    const Json config = Json::parse(Mutate(seed, random), nullptr, false);
+    if (!config.is_discarded()) mapped += MapDeepSpeed(config).ok() ? 1 : 0;
+  }
+  EXPECT_GT(mapped, 0);
+}
+
+}  // namespace
+}  // namespace muster::client
