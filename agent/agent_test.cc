@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "agent/fake_job_coordination.h"
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -48,7 +49,7 @@ class AgentTest : public ::testing::Test {
 
   void Start(const std::string& script) {
     options_.argv = {"/bin/sh", "-c", script};
-    agent_ = std::make_unique<Agent>(options_, *host_, *output_, link_);
+    agent_ = std::make_unique<Agent>(options_, *host_, *output_, coordination_);
     thread_ = std::thread([this] { result_ = agent_->Run(); });
   }
   JobResult Join() {
@@ -81,7 +82,7 @@ class AgentTest : public ::testing::Test {
 
   int pipe_[2];
   AgentOptions options_;
-  FakeJobCoordination link_;
+  FakeJobCoordination coordination_;
   std::unique_ptr<ProcessHost> host_;
   std::unique_ptr<OutputMux> output_;
   std::unique_ptr<Agent> agent_;
@@ -96,7 +97,7 @@ TEST_F(AgentTest, AllSucceed_EachSawItsPlace) {
   EXPECT_EQ(result.outcome, JobResult::Outcome::kSucceeded);
   const std::map<int, std::string> expected = {{0, "0/3 0 w0"}, {1, "1/3 1 w1"}, {2, "2/3 2 w2"}};
   EXPECT_EQ(ReadValues(3), expected);
-  EXPECT_THAT(link_.ends(), SizeIs(3));
+  EXPECT_THAT(coordination_.ends(), SizeIs(3));
 }
 
 TEST_F(AgentTest, OneFails_OthersAreStoppedAndTheCauseIsTold) {
@@ -108,8 +109,8 @@ TEST_F(AgentTest, OneFails_OthersAreStoppedAndTheCauseIsTold) {
   EXPECT_THAT(result.failure.why,
               ::testing::MatchesRegex("rank 1 \\(pid [0-9]+ on .*\\) exited with code 3"));
   EXPECT_THAT(result.failure.last_lines, ElementsAre("last words"));
-  EXPECT_THAT(link_.failures(), SizeIs(1));
-  EXPECT_THAT(link_.ends(), SizeIs(3));
+  EXPECT_THAT(coordination_.failures(), SizeIs(1));
+  EXPECT_THAT(coordination_.ends(), SizeIs(3));
 }
 
 TEST_F(AgentTest, WorkerKilled_CoordinatorLearnsWhichStartOfWhichWorker) {
@@ -123,7 +124,7 @@ TEST_F(AgentTest, WorkerKilled_CoordinatorLearnsWhichStartOfWhichWorker) {
   const JobResult result = Join();
   EXPECT_THAT(result.failure.why, HasSubstr("rank 1"));
   EXPECT_THAT(result.failure.why, HasSubstr("was killed by signal 9 (SIGKILL)"));
-  const WorkerEnd end = link_.ends()[0];
+  const WorkerEnd end = coordination_.ends()[0];
   EXPECT_EQ(end.worker_id, "w1");
   EXPECT_EQ(absl::StrCat(end.incarnation), first[0]);
   EXPECT_EQ(end.pid, pid);
@@ -162,7 +163,7 @@ TEST_F(AgentTest, Restart_AllStartAgainWithNewIncarnations) {
           "then exit 9; fi");
   EXPECT_EQ(result.outcome, JobResult::Outcome::kSucceeded);
   EXPECT_EQ(result.restarts, 1);
-  EXPECT_THAT(link_.attempts(), ElementsAre(0, 1));
+  EXPECT_THAT(coordination_.attempts(), ElementsAre(0, 1));
   output_.reset();
   close(std::exchange(pipe_[1], -1));
   std::string text;
@@ -184,7 +185,7 @@ TEST_F(AgentTest, RestartsUsedUp_Fails) {
   EXPECT_EQ(result.restarts, 1);
   EXPECT_THAT(result.failure.why, HasSubstr("exited with code 4"));
   // So that the coordinator knows after which attempt the job is over.
-  const std::vector<WorkerEnd> ends = link_.ends();
+  const std::vector<WorkerEnd> ends = coordination_.ends();
   ASSERT_THAT(ends, SizeIs(2));
   EXPECT_TRUE(ends[0].may_restart);
   EXPECT_FALSE(ends[1].may_restart);
@@ -207,7 +208,7 @@ TEST_F(AgentTest, StopTwice_KillsAtOnce) {
   EXPECT_EQ(ReadLine(), "[0]: asked");
   agent_->Stop();
   EXPECT_EQ(Join().outcome, JobResult::Outcome::kStopped);
-  EXPECT_EQ(link_.ends()[0].exit.signal, SIGKILL);
+  EXPECT_EQ(coordination_.ends()[0].exit.signal, SIGKILL);
 }
 
 // As if the kernel could not end it.
@@ -240,60 +241,60 @@ TEST_F(AgentTest, WorkerDeafToSigkill_NothingIsStartedBesideIt) {
   const JobResult result = Run("if [ $RANK = 0 ]; then exit 3; fi; while :; do sleep 1000; done");
   EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
   EXPECT_THAT(result.failure.why, HasSubstr("exited with code 3; and rank 1 "));
-  EXPECT_THAT(link_.attempts(), ElementsAre(0));
+  EXPECT_THAT(coordination_.attempts(), ElementsAre(0));
 }
 
 TEST_F(AgentTest, AnotherNodeFails_WorkersHereAreStopped) {
   options_.slots = 2;
   Start("echo up; exec sleep 1000");
   ReadValues(2);
-  link_.EndElsewhere({"rank 5 (pid 7 on other) exited with code 1", {"there"}});
+  coordination_.EndElsewhere({"rank 5 (pid 7 on other) exited with code 1", {"there"}});
   const JobResult result = Join();
   EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
   EXPECT_EQ(result.failure.why, "rank 5 (pid 7 on other) exited with code 1");
-  EXPECT_THAT(link_.failures(), IsEmpty());
+  EXPECT_THAT(coordination_.failures(), IsEmpty());
 }
 
 TEST_F(AgentTest, AnotherNodeFailsAfterWorkersHereAreDone_JobHasFailed) {
-  link_.HoldFinish();
+  coordination_.HoldFinish();
   Start("exit 0");
-  link_.WaitForFinish();
-  link_.EndElsewhere({"rank 5 failed", {}});
-  link_.ReleaseFinish(absl::AbortedError("the attempt has ended"));
+  coordination_.WaitForFinish();
+  coordination_.EndElsewhere({"rank 5 failed", {}});
+  coordination_.ReleaseFinish(absl::AbortedError("the attempt has ended"));
   const JobResult result = Join();
   EXPECT_EQ(result.outcome, JobResult::Outcome::kFailed);
   EXPECT_EQ(result.failure.why, "rank 5 failed");
 }
 
 TEST_F(AgentTest, StopWhileWaitingForOtherNodes_Ends) {
-  link_.HoldFinish();
+  coordination_.HoldFinish();
   Start("exit 0");
-  link_.WaitForFinish();
+  coordination_.WaitForFinish();
   agent_->Stop();
   EXPECT_EQ(Join().outcome, JobResult::Outcome::kStopped);
 }
 
 TEST_F(AgentTest, NodesDoNotMeet_NothingIsStarted) {
-  link_.FailMeet(absl::DeadlineExceededError("machine 1 did not come"));
+  coordination_.FailMeet(absl::DeadlineExceededError("machine 1 did not come"));
   const JobResult result = Run("echo started");
   EXPECT_EQ(result.outcome, JobResult::Outcome::kRefused);
   EXPECT_EQ(result.status.message(), "machine 1 did not come");
-  EXPECT_THAT(link_.ends(), IsEmpty());
+  EXPECT_THAT(coordination_.ends(), IsEmpty());
 }
 
 TEST_F(AgentTest, ProgramMissing_IsRefusedWithoutRestarts) {
   options_.max_restarts = 3;
   options_.argv = {"/nowhere/train"};
-  agent_ = std::make_unique<Agent>(options_, *host_, *output_, link_);
+  agent_ = std::make_unique<Agent>(options_, *host_, *output_, coordination_);
   const JobResult result = agent_->Run();
   EXPECT_EQ(result.outcome, JobResult::Outcome::kRefused);
   EXPECT_EQ(result.status.code(), absl::StatusCode::kNotFound);
-  EXPECT_THAT(link_.attempts(), ElementsAre(0));
+  EXPECT_THAT(coordination_.attempts(), ElementsAre(0));
 }
 
 TEST_F(AgentTest, LogFolder_HasAFilePerWorkerAndAttempt) {
   options_.slots = 2;
-  options_.log_dir = ::testing::TempDir() + "/agent_logs";
+  options_.log_dir = TestPath("agent_logs");
   EXPECT_EQ(Run("echo hello $RANK").outcome, JobResult::Outcome::kSucceeded);
   char buffer[64] = "";
   const int fd = open((options_.log_dir + "/attempt_0/rank_1.log").c_str(), O_RDONLY);
@@ -304,11 +305,11 @@ TEST_F(AgentTest, LogFolder_HasAFilePerWorkerAndAttempt) {
 }
 
 TEST_F(AgentTest, SecondNode_RanksGoOn) {
-  FakeJobCoordination link(
+  FakeJobCoordination coordination(
       {.node_rank = 1, .num_nodes = 3, .master_addr = "10.0.0.1", .master_port = 7});
   options_.slots = 2;
   options_.argv = {"/bin/sh", "-c", "echo $RANK/$WORLD_SIZE $GROUP_RANK $MASTER_ADDR:$MASTER_PORT"};
-  Agent agent(options_, *host_, *output_, link);
+  Agent agent(options_, *host_, *output_, coordination);
   EXPECT_EQ(agent.Run().outcome, JobResult::Outcome::kSucceeded);
   const std::map<int, std::string> expected = {{2, "2/6 1 10.0.0.1:7"}, {3, "3/6 1 10.0.0.1:7"}};
   EXPECT_EQ(ReadValues(2), expected);

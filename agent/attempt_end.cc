@@ -47,7 +47,7 @@ v1::AttemptEnd DescribeEnd(const JobResult& result, const std::vector<int>& user
       return end;
     case JobResult::Outcome::kStopped:
       end.set_end_class(v1::END_CLASS_CANCELLED);
-      end.set_why("its runner was told to stop");
+      end.set_why("its runner was asked to stop");
       return end;
     case JobResult::Outcome::kRefused:
       end.set_end_class(ClassOfRefusal(result.status, num_nodes));

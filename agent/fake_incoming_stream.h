@@ -45,7 +45,7 @@ class FakeHubAgent {
 
   // Opens a stream; what was open before is left as it is.
   void Open() {
-    link_ = std::make_shared<FakeIncomingStream>();
+    incoming_ = std::make_shared<FakeIncomingStream>();
     v1::AgentFrame frame;
     v1::Hello& hello = *frame.mutable_hello();
     hello.set_protocol_min(1);
@@ -58,9 +58,9 @@ class FakeHubAgent {
     Send(frame);
   }
   void Send(const v1::AgentFrame& frame) {
-    EXPECT_TRUE(link_->reading) << "a frame that the hub did not read";
-    link_->reading = false;
-    hub_->OnFrame(link_, frame, frame.ByteSizeLong());
+    EXPECT_TRUE(incoming_->reading) << "a frame that the hub did not read";
+    incoming_->reading = false;
+    hub_->OnFrame(incoming_, frame, frame.ByteSizeLong());
   }
   // An operation in a frame of its own.
   void Op(v1::Op op) {
@@ -79,8 +79,8 @@ class FakeHubAgent {
   // What the hub has written, until it has nothing more.
   std::vector<v1::CoordinatorFrame> Take() {
     std::vector<v1::CoordinatorFrame> frames;
-    while (link_->in_flight.has_value()) {
-      frames.push_back(*std::exchange(link_->in_flight, std::nullopt));
+    while (incoming_->in_flight.has_value()) {
+      frames.push_back(*std::exchange(incoming_->in_flight, std::nullopt));
       if (frames.back().has_welcome()) {
         if (session != frames.back().welcome().session_id()) seq = received = 0;
         session = frames.back().welcome().session_id();
@@ -89,13 +89,13 @@ class FakeHubAgent {
         EXPECT_EQ(frames.back().seq(), received + 1);
         received = frames.back().seq();
       }
-      hub_->OnWritten(link_);
+      hub_->OnWritten(incoming_);
     }
     return frames;
   }
   // The stream breaks, or ends as the hub asked.
-  void Close() { hub_->OnClosed(link_); }
-  FakeIncomingStream& link() { return *link_; }
+  void Close() { hub_->OnClosed(incoming_); }
+  FakeIncomingStream& incoming() { return *incoming_; }
 
   uint64_t incarnation = 77;
   std::string session;
@@ -105,7 +105,7 @@ class FakeHubAgent {
  private:
   IncomingStreamEvents* const hub_;
   const std::string node_;
-  std::shared_ptr<FakeIncomingStream> link_;
+  std::shared_ptr<FakeIncomingStream> incoming_;
 };
 
 }  // namespace muster::agent

@@ -13,8 +13,8 @@
 namespace muster::agent {
 
 // A stream that the test plays the coordinator of.
-struct FakeLink final : public OutgoingStream {
-  explicit FakeLink(std::shared_ptr<OutgoingStreamEvents> to, std::string at = "")
+struct FakeOutgoingStream final : public OutgoingStream {
+  explicit FakeOutgoingStream(std::shared_ptr<OutgoingStreamEvents> to, std::string at = "")
       : events(std::move(to)), hub(std::move(at)) {}
   void Write(v1::AgentFrame frame) override {
     EXPECT_FALSE(writing) << "two writes in flight";
@@ -45,11 +45,11 @@ struct FakeStreamOpener final : public StreamOpener {
   absl::StatusOr<std::shared_ptr<OutgoingStream>> Open(
       const std::string& hub, std::shared_ptr<OutgoingStreamEvents> events) override {
     if (hub == refuses) return absl::InvalidArgumentError("it is not for us");
-    links.push_back(std::make_shared<FakeLink>(std::move(events), hub));
-    return links.back();
+    streams.push_back(std::make_shared<FakeOutgoingStream>(std::move(events), hub));
+    return streams.back();
   }
   void Reconnect() override { ++reconnects; }
-  std::vector<std::shared_ptr<FakeLink>> links;
+  std::vector<std::shared_ptr<FakeOutgoingStream>> streams;
   int reconnects = 0;
   std::string refuses = "-";  // a hub that nothing is opened to
 };

@@ -381,7 +381,7 @@ class GrpcJobCoordination final : public JobCoordination {
     }
     if (absl::IsDeadlineExceeded(status)) {
       return absl::DeadlineExceededError(
-          absl::StrCat("not all ", options_.num_nodes, " machines came within ",
+          absl::StrCat("not all ", options_.num_nodes, " machines arrived within ",
                        absl::FormatDuration(options_.join_timeout), ": ", status.message()));
     }
     return status;

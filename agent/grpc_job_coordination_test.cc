@@ -34,19 +34,19 @@ class GrpcJobCoordinationTest : public ::testing::Test {
     server_ = nullptr;
   }
   // The coordinator may not be there yet.
-  void MakeLink(int num_nodes, absl::Duration join_timeout) {
+  void MakeCoordination(int num_nodes, absl::Duration join_timeout) {
     NodeUplink::Options options;
     options.coordinator = address_;
     options.outage_tolerance = absl::Milliseconds(1);
     session_ = *NodeUplink::Start(std::move(options));
-    link_ = MakeGrpcJobCoordination({.coordinator = address_,
-                                     .job = "job",
-                                     .num_nodes = num_nodes,
-                                     .settings = "num_processes 2",
-                                     .join_timeout = join_timeout,
-                                     .outage_tolerance = absl::Milliseconds(1),
-                                     .tell_after = absl::ZeroDuration()},
-                                    session_.get());
+    coordination_ = MakeGrpcJobCoordination({.coordinator = address_,
+                                             .job = "job",
+                                             .num_nodes = num_nodes,
+                                             .settings = "num_processes 2",
+                                             .join_timeout = join_timeout,
+                                             .outage_tolerance = absl::Milliseconds(1),
+                                             .tell_after = absl::ZeroDuration()},
+                                            session_.get());
   }
   // An address without a listener.
   void TakeAddress() {
@@ -69,7 +69,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
     });
   }
   void TearDown() override {
-    link_.reset();
+    coordination_.reset();
     session_.reset();
     if (server_ != nullptr) StopCoordinator();
   }
@@ -78,7 +78,7 @@ class GrpcJobCoordinationTest : public ::testing::Test {
   std::string address_ = "127.0.0.1:0";
   std::unique_ptr<rpc::Server> server_;
   std::unique_ptr<NodeUplink> session_;
-  std::unique_ptr<JobCoordination> link_;
+  std::unique_ptr<JobCoordination> coordination_;
 };
 
 constexpr char kSettings[] =
@@ -86,20 +86,21 @@ constexpr char kSettings[] =
 
 TEST_F(GrpcJobCoordinationTest, NobodyThere_SaysWhereAndWhatToLookAt) {
   TakeAddress();
-  MakeLink(1, absl::Milliseconds(20));
-  EXPECT_THAT(std::string(link_->Meet(0).status().message()),
+  MakeCoordination(1, absl::Milliseconds(20));
+  EXPECT_THAT(std::string(coordination_->Meet(0).status().message()),
               HasSubstr(absl::StrCat("no coordinator answers at ", address_,
                                      " after 20ms: is it running, and is the address right? (")));
-  link_.reset();
-  MakeLink(2, absl::Milliseconds(20));
-  EXPECT_THAT(std::string(link_->Meet(0).status().message()), HasSubstr("is machine 0 launched"));
+  coordination_.reset();
+  MakeCoordination(2, absl::Milliseconds(20));
+  EXPECT_THAT(std::string(coordination_->Meet(0).status().message()),
+              HasSubstr("is machine 0 launched"));
 }
 
 TEST_F(GrpcJobCoordinationTest, NobodyThere_SaysSoWhileItWaits) {
   TakeAddress();
-  MakeLink(2, absl::Milliseconds(300));
+  MakeCoordination(2, absl::Milliseconds(300));
   ::testing::internal::CaptureStderr();
-  EXPECT_FALSE(link_->Meet(0).ok());
+  EXPECT_FALSE(coordination_->Meet(0).ok());
   EXPECT_THAT(::testing::internal::GetCapturedStderr(),
               AllOf(HasSubstr(absl::StrCat("no coordinator answers at ", address_, " for ")),
                     HasSubstr("is machine 0 launched"), HasSubstr("Waiting up to 300ms"),
@@ -111,26 +112,26 @@ TEST_F(GrpcJobCoordinationTest, CoordinatorEndsForGood_MeetEndsWithItsReason) {
   sessions_.SetAnswer([](const v1::Op&, v1::OpResult*) { return false; });
   sessions_.SayGoodbye("stopped by SIGINT");
   StartCoordinator();
-  MakeLink(2, absl::Hours(1));
-  const absl::Status status = link_->Meet(0).status();
+  MakeCoordination(2, absl::Hours(1));
+  const absl::Status status = coordination_->Meet(0).status();
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
   EXPECT_THAT(std::string(status.message()), HasSubstr("has ended: stopped by SIGINT"));
-  EXPECT_EQ(link_->Meet(1).status(), status) << "nobody comes back";
+  EXPECT_EQ(coordination_->Meet(1).status(), status) << "nobody comes back";
 }
 
 TEST_F(GrpcJobCoordinationTest, CoordinatorThatComesLate_IsWaitedFor) {
   TakeAddress();
-  MakeLink(1, absl::Minutes(2));
+  MakeCoordination(1, absl::Minutes(2));
   std::thread late([this] { StartCoordinator(); });
-  EXPECT_TRUE(link_->Meet(0).ok());
+  EXPECT_TRUE(coordination_->Meet(0).ok());
   late.join();
 }
 
 TEST_F(GrpcJobCoordinationTest, Cancel_EndsTheWaitForACoordinator) {
   TakeAddress();
-  MakeLink(2, absl::Hours(1));
-  std::thread user([this] { link_->Cancel(); });
-  EXPECT_EQ(link_->Meet(0).status().code(), absl::StatusCode::kCancelled);
+  MakeCoordination(2, absl::Hours(1));
+  std::thread user([this] { coordination_->Cancel(); });
+  EXPECT_EQ(coordination_->Meet(0).status().code(), absl::StatusCode::kCancelled);
   user.join();
 }
 
@@ -138,15 +139,15 @@ TEST_F(GrpcJobCoordinationTest,
        CoordinatorGoneTooLong_EndsTheAttemptAndTheNextOneJoinsOnItsReturn) {
   StartCoordinator();
   AnswerWith(kSettings, "");
-  MakeLink(2, absl::Minutes(2));
-  const absl::StatusOr<Meeting> first = link_->Meet(0);
+  MakeCoordination(2, absl::Minutes(2));
+  const absl::StatusOr<Meeting> first = coordination_->Meet(0);
   ASSERT_TRUE(first.ok()) << first.status();
   EXPECT_EQ(first->node_rank, 1);
   EXPECT_EQ(first->master_addr, "10.0.0.1");
   EXPECT_EQ(first->master_port, 1234);
   Notification ended;
   std::string why;
-  link_->Watch([&](AttemptEnd end) {
+  coordination_->Watch([&](AttemptEnd end) {
     why = end.why;
     ended.Notify();
   });
@@ -155,23 +156,23 @@ TEST_F(GrpcJobCoordinationTest,
   EXPECT_THAT(why, HasSubstr(absl::StrCat("the coordinator at ", address_, " has been away")));
 
   std::thread operator_again([this] { StartCoordinator(); });
-  const absl::StatusOr<Meeting> second = link_->Meet(1);
+  const absl::StatusOr<Meeting> second = coordination_->Meet(1);
   operator_again.join();
   ASSERT_TRUE(second.ok()) << second.status();
   std::atomic<bool> told{false};
-  link_->Watch([&](AttemptEnd) { told = true; });
-  EXPECT_TRUE(link_->Finish().ok());
+  coordination_->Watch([&](AttemptEnd) { told = true; });
+  EXPECT_TRUE(coordination_->Finish().ok());
   EXPECT_FALSE(told) << "an outage that is over ends no attempt";
 }
 
 TEST_F(GrpcJobCoordinationTest, AnotherMachineWroteTheEnd_AttemptEndsWithItsWords) {
   StartCoordinator();
   AnswerWith(kSettings, R"({"why": "rank 0 died", "last_lines": ["a", "b"]})");
-  MakeLink(2, absl::Minutes(2));
-  ASSERT_TRUE(link_->Meet(0).ok());
+  MakeCoordination(2, absl::Minutes(2));
+  ASSERT_TRUE(coordination_->Meet(0).ok());
   Notification ended;
   AttemptEnd end;
-  link_->Watch([&](AttemptEnd told) {
+  coordination_->Watch([&](AttemptEnd told) {
     end = std::move(told);
     ended.Notify();
   });
@@ -185,12 +186,12 @@ TEST_F(GrpcJobCoordinationTest, ValuesThatAreNoneOfOurs_EndTheAttemptWithoutACra
   for (const char* const end : {"{", "[]", "{\"why\": 3}", "{\"why\": [\"a\"], \"last_lines\": {}}",
                                 "{\"why\": \"w\", \"last_lines\": [1, null, \"x\"]}", "\xff\xfe"}) {
     AnswerWith(kSettings, end);
-    MakeLink(2, absl::Minutes(2));
-    ASSERT_TRUE(link_->Meet(0).ok());
+    MakeCoordination(2, absl::Minutes(2));
+    ASSERT_TRUE(coordination_->Meet(0).ok());
     Notification ended;
-    link_->Watch([&](AttemptEnd) { ended.Notify(); });
+    coordination_->Watch([&](AttemptEnd) { ended.Notify(); });
     ended.WaitForNotification();
-    link_.reset();
+    coordination_.reset();
     session_.reset();
   }
   for (const char* const settings :
@@ -198,9 +199,9 @@ TEST_F(GrpcJobCoordinationTest, ValuesThatAreNoneOfOurs_EndTheAttemptWithoutACra
         "{\"settings\": \"num_processes 2\", \"master_addr\": 4, \"master_port\": \"x\"}",
         "{\"settings\": \"num_processes 2\", \"master_port\": 123456789012}"}) {
     AnswerWith(settings, "");
-    MakeLink(2, absl::Minutes(2));
-    EXPECT_FALSE(link_->Meet(0).ok()) << settings;
-    link_.reset();
+    MakeCoordination(2, absl::Minutes(2));
+    EXPECT_FALSE(coordination_->Meet(0).ok()) << settings;
+    coordination_.reset();
     session_.reset();
   }
 }
@@ -232,13 +233,13 @@ TEST_F(GrpcJobCoordinationTest, RandomAnswers_EveryCallReturns) {
   });
   StartCoordinator();
   for (int round = 0; round < 8; ++round) {
-    MakeLink(2, absl::Minutes(2));
-    const absl::StatusOr<Meeting> meeting = link_->Meet(round % 2);
-    link_->Watch([](AttemptEnd) {});
-    link_->ReportEnd(WorkerEnd());
-    link_->Fail({"why", {"line"}});
-    link_->Finish().IgnoreError();
-    link_.reset();
+    MakeCoordination(2, absl::Minutes(2));
+    const absl::StatusOr<Meeting> meeting = coordination_->Meet(round % 2);
+    coordination_->Watch([](AttemptEnd) {});
+    coordination_->ReportEnd(WorkerEnd());
+    coordination_->Fail({"why", {"line"}});
+    coordination_->Finish().IgnoreError();
+    coordination_.reset();
     session_.reset();
   }
 }

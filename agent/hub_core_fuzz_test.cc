@@ -44,7 +44,7 @@ class Fuzzer final : public RandomMessage {
 
 // An agent's stream with what its agent knows of it.
 struct Stream {
-  std::shared_ptr<FakeIncomingStream> link;
+  std::shared_ptr<FakeIncomingStream> incoming;
   uint64_t seq = 0;  // the last sent
   uint64_t received = 0;
   bool closed = false;
@@ -83,17 +83,17 @@ TEST_P(HubFuzzTest, AnyFrames_LimitsHoldAndOwnCallsEndOnce) {
   int own = 0, results = 0, directives = 0, goodbyes = 0;
 
   const auto take = [&](Stream& stream) {
-    if (stream.closed || !stream.link->in_flight.has_value()) return;
-    const v1::CoordinatorFrame frame = *std::exchange(stream.link->in_flight, std::nullopt);
+    if (stream.closed || !stream.incoming->in_flight.has_value()) return;
+    const v1::CoordinatorFrame frame = *std::exchange(stream.incoming->in_flight, std::nullopt);
     stream.received = std::max(stream.received, frame.seq());
     results += frame.results().results_size();
     directives += frame.has_directive();
     goodbyes += frame.has_goodbye();
-    core.OnWritten(stream.link);
+    core.OnWritten(stream.incoming);
   };
   const auto close = [&](Stream& stream) {
     if (std::exchange(stream.closed, true)) return;
-    core.OnClosed(stream.link);
+    core.OnClosed(stream.incoming);
   };
 
   for (int i = 0; i < 8000; ++i) {
@@ -111,12 +111,12 @@ TEST_P(HubFuzzTest, AnyFrames_LimitsHoldAndOwnCallsEndOnce) {
           frame.mutable_hello()->set_protocol_min(1);
           frame.mutable_hello()->set_protocol_max(1);
         }
-        Stream fresh{.link = std::make_shared<FakeIncomingStream>()};
-        fresh.link->reading = false;
-        core.OnFrame(fresh.link, frame, 0);
-        while (fresh.link->in_flight.has_value()) {
-          if (fresh.link->in_flight->has_welcome())
-            fresh.seq = fresh.link->in_flight->welcome().last_received_seq();
+        Stream fresh{.incoming = std::make_shared<FakeIncomingStream>()};
+        fresh.incoming->reading = false;
+        core.OnFrame(fresh.incoming, frame, 0);
+        while (fresh.incoming->in_flight.has_value()) {
+          if (fresh.incoming->in_flight->has_welcome())
+            fresh.seq = fresh.incoming->in_flight->welcome().last_received_seq();
           take(fresh);
         }
         streams.push_back(std::move(fresh));
@@ -176,8 +176,8 @@ TEST_P(HubFuzzTest, AnyFrames_LimitsHoldAndOwnCallsEndOnce) {
         break;
       }
       default:
-        if (stream != nullptr && !stream->closed && stream->link->reading) {
-          stream->link->reading = false;
+        if (stream != nullptr && !stream->closed && stream->incoming->reading) {
+          stream->incoming->reading = false;
           v1::AgentFrame frame;
           fuzz.FillKind(&frame, fuzz.Draw(3) == 0 ? "" : fuzz.Draw(4) == 0 ? "beat" : "ops");
           if (frame.has_ops() && fuzz.Draw(2) == 0) {
@@ -192,7 +192,7 @@ TEST_P(HubFuzzTest, AnyFrames_LimitsHoldAndOwnCallsEndOnce) {
             if (mutated.ParseFromString(Mutate(frame.SerializeAsString(), fuzz.generator())))
               frame = std::move(mutated);
           }
-          core.OnFrame(stream->link, frame, frame.ByteSizeLong());
+          core.OnFrame(stream->incoming, frame, frame.ByteSizeLong());
         }
     }
     ASSERT_LE(core.agents(), 4u);
@@ -206,12 +206,12 @@ TEST_P(HubFuzzTest, AnyFrames_LimitsHoldAndOwnCallsEndOnce) {
   // The hub ends: nothing of the agents is left, and this node's own calls are answered.
   core.Finish();
   for (Stream& stream : streams) {
-    while (!stream.closed && stream.link->in_flight.has_value()) take(stream);
+    while (!stream.closed && stream.incoming->in_flight.has_value()) take(stream);
   }
   clock.Advance(absl::Minutes(2));
   core.Tick();
   for (Stream& stream : streams) {
-    if (stream.link->status.has_value()) close(stream);
+    if (stream.incoming->status.has_value()) close(stream);
     EXPECT_TRUE(stream.closed) << "a stream that nobody ended";
   }
   EXPECT_EQ(core.agents(), 0u);

@@ -170,7 +170,7 @@ TEST_F(HubCoreTest, Hello_IsWelcomedAsByTheCoordinator) {
   EXPECT_FALSE(welcome.session_id().empty());
   ASSERT_TRUE(frames[1].has_hub_state());
   EXPECT_FALSE(frames[1].hub_state().coordinator_away());
-  EXPECT_TRUE(agent.link().reading);
+  EXPECT_TRUE(agent.incoming().reading);
   EXPECT_EQ(core_->agents(), 1u);
 }
 
@@ -464,7 +464,7 @@ TEST_F(HubCoreTest, StreamThatBreaks_GoesOnInTheSameSession) {
   *again.mutable_ops()->add_ops() = Txn(1);
   a.Send(again);
   EXPECT_THAT(upstream_.ops(), IsEmpty());
-  EXPECT_TRUE(a.link().reading);
+  EXPECT_TRUE(a.incoming().reading);
 }
 
 TEST_F(HubCoreTest, SessionThatEnds_IsForgottenUpstream) {
@@ -482,15 +482,15 @@ TEST_F(HubCoreTest, SessionThatEnds_IsForgottenUpstream) {
   ASSERT_THAT(upstream_.ops(), SizeIs(1)) << "b waits for the joint message";
   b.Send(Bye());
   EXPECT_THAT(upstream_.ops(), IsEmpty());
-  ASSERT_TRUE(b.link().status.has_value());
-  EXPECT_TRUE(b.link().status->ok());
+  ASSERT_TRUE(b.incoming().status.has_value());
+  EXPECT_TRUE(b.incoming().status->ok());
 }
 
 TEST_F(HubCoreTest, SecondStreamOfAnAgent_TakesOver) {
   FakeHubAgent a = Agent("a");
   FakeHubAgent twin = a;
   twin.Open();
-  EXPECT_TRUE(absl::IsAborted(*a.link().status));
+  EXPECT_TRUE(absl::IsAborted(*a.incoming().status));
   twin.Take();
   EXPECT_EQ(twin.session, a.session);
   a.Close();
@@ -518,7 +518,7 @@ TEST_F(HubCoreTest, NewSessionUpstream_EndsAllSessionsAndAsksBack) {
   ASSERT_THAT(frames, SizeIs(1));
   ASSERT_TRUE(frames[0].has_goodbye());
   EXPECT_TRUE(frames[0].goodbye().has_retry_after());
-  EXPECT_TRUE(a.link().status->ok());
+  EXPECT_TRUE(a.incoming().status->ok());
   a.Close();
   const std::string before = a.session;
   a.Open();
@@ -533,19 +533,19 @@ TEST_F(HubCoreTest, Goodbye_WaitsForTheWriteInFlightAndNotForEver) {
   b.Op(Txn(1));
   upstream_.Answer(TxnDone());
   core_->Finish();
-  EXPECT_TRUE(a.link().in_flight->has_results());
+  EXPECT_TRUE(a.incoming().in_flight->has_results());
   const std::vector<v1::CoordinatorFrame> frames = a.Take();
   ASSERT_THAT(frames, SizeIs(2));
   EXPECT_TRUE(frames[1].has_goodbye());
   EXPECT_FALSE(frames[1].goodbye().has_retry_after());
-  EXPECT_TRUE(a.link().status->ok());
-  EXPECT_FALSE(b.link().status.has_value());
+  EXPECT_TRUE(a.incoming().status->ok());
+  EXPECT_FALSE(b.incoming().status.has_value());
   clock_.Advance(absl::Seconds(1));
   core_->Tick();
-  EXPECT_TRUE(absl::IsUnavailable(*b.link().status));
+  EXPECT_TRUE(absl::IsUnavailable(*b.incoming().status));
   FakeHubAgent late(core_.get(), "late");
   late.Open();
-  EXPECT_TRUE(absl::IsUnavailable(*late.link().status));
+  EXPECT_TRUE(absl::IsUnavailable(*late.incoming().status));
 }
 
 TEST_F(HubCoreTest, CoordinatorAwayAndBack_IsToldToAll) {
@@ -559,7 +559,7 @@ TEST_F(HubCoreTest, CoordinatorAwayAndBack_IsToldToAll) {
   EXPECT_EQ(frames[0].hub_state().why(), "the line is cut");
   FakeHubAgent b(core_.get(), "b");
   b.Open();
-  EXPECT_THAT(b.link().status->message(), HasSubstr("the line is cut"));
+  EXPECT_THAT(b.incoming().status->message(), HasSubstr("the line is cut"));
   // A beat is acknowledged all the same.
   a.Beat(Beat("w0"));
   EXPECT_THAT(a.Take(), SizeIs(1));
@@ -590,7 +590,7 @@ TEST_F(HubCoreTest, HubBehindAHub_IsRefused) {
   v1::Beat beat;
   beat.mutable_hub()->add_agents()->set_node("c");
   a.Beat(beat);
-  EXPECT_EQ(a.link().status->code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(a.incoming().status->code(), absl::StatusCode::kFailedPrecondition);
   FakeHubAgent b = Agent("b");
   upstream_state_.hub = "other";
   core_->OnUpstream();
@@ -599,17 +599,17 @@ TEST_F(HubCoreTest, HubBehindAHub_IsRefused) {
   EXPECT_FALSE(frames.back().goodbye().has_retry_after());
   FakeHubAgent c(core_.get(), "c");
   c.Open();
-  EXPECT_EQ(c.link().status->code(), absl::StatusCode::kFailedPrecondition);
+  EXPECT_EQ(c.incoming().status->code(), absl::StatusCode::kFailedPrecondition);
 }
 
 TEST_F(HubCoreTest, BadFirstFrames_EndTheStream) {
   const auto open = [&](const v1::AgentFrame& frame) {
-    const auto link = std::make_shared<FakeIncomingStream>();
-    link->reading = false;
-    core_->OnFrame(link, frame, 0);
-    EXPECT_FALSE(link->reading);
-    core_->OnClosed(link);
-    return link->status.has_value() ? link->status->code() : absl::StatusCode::kOk;
+    const auto incoming = std::make_shared<FakeIncomingStream>();
+    incoming->reading = false;
+    core_->OnFrame(incoming, frame, 0);
+    EXPECT_FALSE(incoming->reading);
+    core_->OnClosed(incoming);
+    return incoming->status.has_value() ? incoming->status->code() : absl::StatusCode::kOk;
   };
   v1::AgentFrame frame;
   EXPECT_EQ(open(frame), absl::StatusCode::kInvalidArgument);
@@ -631,11 +631,11 @@ TEST_F(HubCoreTest, FramesThatDoNotFollowOrHelloTwice_EndTheStream) {
   FakeHubAgent a = Agent("a"), b = Agent("b");
   a.seq = 5;
   a.Op(Txn(1));
-  EXPECT_EQ(a.link().status->code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(a.incoming().status->code(), absl::StatusCode::kInvalidArgument);
   v1::AgentFrame hello;
   hello.mutable_hello()->set_node("b");
   b.Send(hello);
-  EXPECT_EQ(b.link().status->code(), absl::StatusCode::kInvalidArgument);
+  EXPECT_EQ(b.incoming().status->code(), absl::StatusCode::kInvalidArgument);
   EXPECT_THAT(upstream_.ops(), IsEmpty());
 }
 
@@ -645,10 +645,10 @@ TEST_F(HubCoreTest, TooManyAgents_AreRefusedAndOneThatIsAwayMakesRoom) {
   FakeHubAgent a = Agent("a"), b = Agent("b");
   FakeHubAgent c(core_.get(), "c");
   c.Open();
-  EXPECT_EQ(rpc::GetReason(*c.link().status), v1::ERROR_REASON_OVERLOADED);
+  EXPECT_EQ(rpc::GetReason(*c.incoming().status), v1::ERROR_REASON_OVERLOADED);
   b.Close();
   FakeHubAgent d = Agent("d");
-  EXPECT_FALSE(d.link().status.has_value());
+  EXPECT_FALSE(d.incoming().status.has_value());
   EXPECT_EQ(core_->agents(), 2u);
 }
 
@@ -692,27 +692,27 @@ TEST_F(HubCoreTest, AgentThatTakesNothing_IsNotReadFromAndLosesItsSessionInTheEn
     a.Op(Txn(i));
     upstream_.Answer(large);
   }
-  ASSERT_TRUE(a.link().reading);
+  ASSERT_TRUE(a.incoming().reading);
   a.Op(Txn(4));  // the first is in flight, two wait
-  EXPECT_FALSE(a.link().reading);
+  EXPECT_FALSE(a.incoming().reading);
   EXPECT_THAT(a.Take(), SizeIs(2));
-  EXPECT_TRUE(a.link().reading) << "there is room again";
+  EXPECT_TRUE(a.incoming().reading) << "there is room again";
   // Taken and never acknowledged.
   a.received = 0;
-  for (uint64_t i = 5; i <= 12 && a.link().reading; ++i) {
+  for (uint64_t i = 5; i <= 12 && a.incoming().reading; ++i) {
     a.Op(Txn(i));
     upstream_.Answer(large);
     const uint64_t received = std::exchange(a.received, 0);
-    if (!a.link().status.has_value()) {
+    if (!a.incoming().status.has_value()) {
       a.received = received;
-      a.link().in_flight.reset();
+      a.incoming().in_flight.reset();
       core_->OnWritten(
-          std::shared_ptr<IncomingStream>(std::shared_ptr<IncomingStream>(), &a.link()));
+          std::shared_ptr<IncomingStream>(std::shared_ptr<IncomingStream>(), &a.incoming()));
       a.received = 0;
     }
   }
-  ASSERT_TRUE(a.link().status.has_value());
-  EXPECT_EQ(a.link().status->code(), absl::StatusCode::kResourceExhausted);
+  ASSERT_TRUE(a.incoming().status.has_value());
+  EXPECT_EQ(a.incoming().status->code(), absl::StatusCode::kResourceExhausted);
   EXPECT_EQ(core_->agents(), 0u);
 }
 
@@ -720,11 +720,11 @@ TEST_F(HubCoreTest, BeatTooLarge_EndsTheStream) {
   options_.limits.beat_bytes_of_agent = 500;
   Make();
   FakeHubAgent a = Agent("a");
-  for (int i = 0; i < 100 && !a.link().status.has_value(); ++i) {
+  for (int i = 0; i < 100 && !a.incoming().status.has_value(); ++i) {
     a.Beat(Beat(absl::StrCat("w", i)));
     a.Take();
   }
-  EXPECT_EQ(rpc::GetReason(*a.link().status), v1::ERROR_REASON_LIMIT);
+  EXPECT_EQ(rpc::GetReason(*a.incoming().status), v1::ERROR_REASON_LIMIT);
 }
 
 TEST_F(HubCoreTest, MoreWorkersThanAreRemembered_DirectivesStillReachThem) {

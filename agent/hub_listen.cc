@@ -60,7 +60,7 @@ absl::StatusOr<HubServer::Options> HubListenOptions(const std::string& hub_liste
   } else if (!options.checks_token && options.tls.ca.empty()) {
     if (upstream.is_unix()) {
       return Refused(hub_listen,
-                     "every user of this machine could speak for its workers, which the "
+                     "every user of this machine could act for its workers, which the "
                      "coordinator's socket does not let them: listen on unix:PATH");
     }
     // As the coordinator does, which takes this agent without anything to show.

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -16,7 +17,7 @@ namespace {
 using ::testing::HasSubstr;
 
 std::string TokenFile() {
-  const std::string path = absl::StrCat(::testing::TempDir(), "/token");
+  const std::string path = TestPath("token");
   EXPECT_TRUE(WriteFileAtomically(path, "secret\n").ok());
   EXPECT_EQ(chmod(path.c_str(), 0600), 0);
   return path;

@@ -101,8 +101,8 @@ class HubServer::Stream final : public grpc::ServerBidiReactor<grpc::ByteBuffer,
           const std::shared_ptr<Stream> stream = weak.lock();
           if (stream == nullptr) return;
           stream->Close(absl::DeadlineExceededError(
-              absl::StrCat("no message of this stream came within ", absl::FormatDuration(patience),
-                           " of its start: send hello with it")));
+              absl::StrCat("no message of this stream arrived within ",
+                           absl::FormatDuration(patience), " of its start: send hello with it")));
         },
         &place);
     if (!added) {

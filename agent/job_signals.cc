@@ -17,7 +17,7 @@ namespace {
 sigset_t JobSignals() {
   sigset_t signals;
   sigemptyset(&signals);
-  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+  for (const int signal : kJobSignals) {
     struct sigaction action = {};
     if (sigaction(signal, nullptr, &action) == 0 && action.sa_handler == SIG_IGN) continue;
     sigaddset(&signals, signal);
@@ -36,7 +36,7 @@ void BlockJobSignals() {
 
 void EndByJobSignals() {
   const sigset_t signals = JobSignals();
-  for (const int signal : {SIGINT, SIGTERM, SIGHUP}) {
+  for (const int signal : kJobSignals) {
     if (sigismember(&signals, signal) == 0) continue;
     struct sigaction action = {};
     // Not by the default action: the parent process then sees the same exit code however late a

@@ -1,6 +1,8 @@
 #ifndef MUSTER_AGENT_JOB_SIGNALS_H_
 #define MUSTER_AGENT_JOB_SIGNALS_H_
 
+#include <signal.h>
+
 #include <functional>
 #include <optional>
 #include <thread>
@@ -11,6 +13,8 @@ namespace muster::agent {
 
 // The signals that stop a job are SIGINT, SIGTERM and SIGHUP, without those that this process
 // ignored when it was started (nohup, background jobs of shells): they stay ignored.
+
+inline constexpr int kJobSignals[] = {SIGINT, SIGTERM, SIGHUP};
 
 // Keeps them for SignalWatcher, and ignores SIGPIPE. Call before any thread is started.
 void BlockJobSignals();

@@ -69,7 +69,7 @@ class Keeper {
   // collects the child once it can. UNAVAILABLE: the keeper has ended, and the child is this
   // process's.
   absl::StatusOr<ChildEnd> Collect(pid_t child);
-  // Nobody will collect this child: the keeper does as soon as it ends.
+  // The caller will not collect this child: the keeper does as soon as it ends.
   void Release(pid_t child);
 
  private:

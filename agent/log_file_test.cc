@@ -44,14 +44,14 @@ TEST_F(LogFileTest, FullDisk_SaysSoGoesOnAndTheFileSaysWhatIsMissing) {
   EXPECT_EQ(log->Append("one"), "");
   g_room = 2;
   EXPECT_THAT(log->Append("torn"), AllOf(HasSubstr(path_), HasSubstr("No space left on device")));
-  EXPECT_EQ(log->Append("lost"), "") << "told once";
+  EXPECT_EQ(log->Append("lost"), "") << "reported once";
   g_room = -1;
   EXPECT_THAT(log->Append("four"), HasSubstr("is written again; 2 lines are missing in it"));
   EXPECT_EQ(log->Append("five"), "");
   EXPECT_EQ(*ReadFile(path_),
             "one\nto\n[muster: 2 lines are missing here: No space left on device]\nfour\nfive\n");
   g_room = 0;
-  EXPECT_NE(log->Append("six"), "") << "another time is told again";
+  EXPECT_NE(log->Append("six"), "") << "another time is reported again";
 }
 
 TEST_F(LogFileTest, Limit_SplitsAtLinesAndKeepsTheNewest) {

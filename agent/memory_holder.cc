@@ -78,8 +78,8 @@ void MemoryHolder::Serve(int connection) {
   };
   const std::string worker = peer.uid == geteuid() ? worker_of_(peer.pid) : "";
   if (worker.empty()) {
-    return answer(absl::PermissionDeniedError(
-        absl::StrCat("process ", peer.pid, " of user ", peer.uid, " is no worker of this agent")));
+    return answer(absl::PermissionDeniedError(absl::StrCat(
+        "process ", peer.pid, " of user ", peer.uid, " is not a worker of this agent")));
   }
   OwnedFd fd;
   const absl::StatusOr<HeldMemoryMessage> request = ReceiveHeldMemoryMessage(connection, &fd);
@@ -100,7 +100,7 @@ void MemoryHolder::Serve(int connection) {
       }
       return answer(absl::OkStatus());
     default:
-      return answer(absl::InvalidArgumentError("the agent answers such messages to nobody"));
+      return answer(absl::InvalidArgumentError("the agent does not accept messages of this kind"));
   }
 }
 

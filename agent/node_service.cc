@@ -59,7 +59,7 @@ constexpr absl::Duration kSyncTimeout = absl::Seconds(40);  // held for a third 
 constexpr absl::Duration kAwayLeast = absl::Milliseconds(200);
 constexpr absl::Duration kAwayMost = absl::Seconds(5);
 constexpr absl::Duration kAnswerTimeout = absl::Seconds(10);
-// How often a log that somebody waits for is looked at.
+// How often a log with a waiting reader is polled.
 constexpr absl::Duration kLogPoll = absl::Milliseconds(100);
 // Between the end of a runner and that of the last process that holds its lock.
 constexpr absl::Duration kLockPoll = absl::Milliseconds(50);
@@ -172,7 +172,7 @@ class NodeService {
     for (const auto& [key, runner] : runners_) running += attempts_.IsRunning(key) ? 1 : 0;
     if (running > 0) {
       MUSTER_LOG(Info) << "node " << options_.node << " ends; " << running
-                       << " attempts go on: start it again to adopt them";
+                       << " attempts continue: start it again to adopt them";
     }
     return refused_;
   }
@@ -294,7 +294,7 @@ class NodeService {
                             : status >= 0 && WIFSIGNALED(status)
                                 ? absl::StrCat(" (signal ", WTERMSIG(status), ")")
                                 : ": it was killed, or the machine has restarted,";
-    return NodeFailure(absl::StrCat("its runner is gone", how, " and ", missing));
+    return NodeFailure(absl::StrCat("its runner no longer exists", how, " and ", missing));
   }
 
   // ---- the main loop: runners
@@ -529,7 +529,7 @@ class NodeService {
     // it without a report.
     sigset_t kept, all;
     sigemptyset(&kept);
-    for (const int signal : {SIGINT, SIGTERM, SIGHUP}) sigaddset(&kept, signal);
+    for (const int signal : kJobSignals) sigaddset(&kept, signal);
     sigfillset(&all);
     posix_spawnattr_setsigmask(&attributes, &kept);
     posix_spawnattr_setsigdefault(&attributes, &all);
@@ -551,7 +551,7 @@ class NodeService {
   // In runners.
   static constexpr int kLockDescriptor = 200;
 
-  // Folders whose logs nobody needs any more.
+  // Removes folders whose logs are no longer needed.
   void Sweep() {
     const absl::StatusOr<std::vector<std::string>> names = ListDirectory(Attempts());
     if (!names.ok()) return;
@@ -619,7 +619,7 @@ class NodeService {
         continue;
       }
       if (sent != attempts_.version()) continue;  // cancelled to say more
-      // Somebody has to end what runs.
+      // The coordinator must be able to end what runs.
       if (IsRefusal(status) && !attempts_.AnyRunning()) {
         refused_ = status;
         Wake();
@@ -628,7 +628,7 @@ class NodeService {
       if (away == absl::ZeroDuration()) {
         MUSTER_LOG(Warning) << "the coordinator at " << options_.coordinator
                             << " does not answer: " << status.message()
-                            << "; attempts go on, and it is tried again";
+                            << "; attempts continue, and it is tried again";
         seen_version_ = 0;
       }
       away = std::clamp(away * 2, kAwayLeast, kAwayMost);

@@ -31,8 +31,8 @@ struct NodeServiceOptions {
 };
 
 // Waits for jobs and runs them until a signal of the job (job_signals.h, which must be blocked)
-// ends it; attempts that run go on, and the next service on this state_dir adopts them. Blocks. One
-// line on standard error for each thing an operator wants to know.
+// ends it; running attempts continue, and the next service on this state_dir adopts them. Blocks.
+// One line on standard error for each thing an operator wants to know.
 //
 // Errors: ALREADY_EXISTS another agent uses the state_dir; those of the disk; as rpc::Connect;
 // PERMISSION_DENIED, UNAUTHENTICATED, INVALID_ARGUMENT: the coordinator refuses this node. A

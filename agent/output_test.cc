@@ -10,6 +10,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -102,7 +103,7 @@ TEST(OutputMux, Terminal_ProgressStaysBelowTheLinesOfOthers) {
 
 TEST(OutputMux, LogFile_HasTheRanksLinesWithoutPrefix) {
   Pipe out;
-  const std::string path = ::testing::TempDir() + "/rank_1.log";
+  const std::string path = TestPath("rank_1.log");
   unlink(path.c_str());
   {
     OutputMux mux({.stdout_fd = out.writer(), .stderr_fd = -1, .prefix = true});
@@ -122,15 +123,14 @@ TEST(OutputMux, LogFile_HasTheRanksLinesWithoutPrefix) {
 // the same numbers.
 TEST(OutputMux, LogOfAnAttemptOnAFullDisk_NextAttemptsHaveTheirs) {
   Pipe err;
-  const std::string folder = ::testing::TempDir();
-  const std::string full = folder + "/full.log";
-  unlink(full.c_str());
+  const TestFolder folder;
+  const std::string full = folder.Path("full.log");
   ASSERT_EQ(symlink("/dev/full", full.c_str()), 0);
   OutputMux mux({.stdout_fd = -1, .stderr_fd = err.writer()});
   ASSERT_TRUE(mux.AddLog(0, full).ok());
   mux.Line(0, kOut, "lost");
   for (int attempt = 1; attempt <= 4; ++attempt) {
-    const std::string path = absl::StrCat(folder, "/attempt_", attempt, ".log");
+    const std::string path = folder.Path(absl::StrCat("attempt_", attempt, ".log"));
     ASSERT_TRUE(mux.AddLog(0, path).ok());
     mux.Line(0, kOut, absl::StrCat("attempt ", attempt));
     EXPECT_TRUE(mux.Flush(absl::InfiniteDuration()));

@@ -428,7 +428,7 @@ class Child final : public Process {
         if (held.wait_status.has_value()) end = EndOf(*held.wait_status);
         if (!held.tracer.empty()) {
           MUSTER_LOG(Warning) << "process " << pid_ << " has ended, but " << held.tracer
-                              << " traces it and keeps its entry; the job goes on without it";
+                              << " traces it and keeps its entry; the job continues without it";
         }
       }
       if (!end.ok()) {
@@ -607,7 +607,7 @@ class HostImpl final : public ProcessHost {
     return watched;
   }
 
-  // Somebody has killed it, and the processes with it. Another one comes with the next process.
+  // It was killed, and the processes with it. The next process starts another keeper.
   void OnKeeperEnded() {
     if (keeper_ == nullptr) return;
     MUSTER_LOG(Warning) << "process " << keeper_->pid()
@@ -707,7 +707,7 @@ class HostImpl final : public ProcessHost {
     const GuardNote note = {pid, kind};
     // SIGPIPE is blocked on this thread, because the guard may have been killed.
     if (write(guard_pipe_.get(), &note, sizeof(note)) != sizeof(note)) {
-      MUSTER_LOG(Debug) << "the guard process is gone";  // its pidfd reports it, too
+      MUSTER_LOG(Debug) << "the guard process no longer exists";  // its pidfd reports it, too
     }
   }
 

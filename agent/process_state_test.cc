@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "base/mutate.h"
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 
 namespace muster::agent {
@@ -117,7 +118,7 @@ TEST(ProcessState, StoppedThenKilled_SaysSo) {
 // kernel for its child to execute the program, and this child first opens a FIFO that nobody writes
 // to. (ThreadSanitizer turns a plain vfork into a fork, which does not wait.)
 TEST(ProcessState, WaitsInTheKernel_IsUninterruptibleInThatCall) {
-  const std::string fifo = testing::TempDir() + "process_state_test." + std::to_string(getpid());
+  const std::string fifo = TestPath("fifo");
   ASSERT_EQ(mkfifo(fifo.c_str(), 0600), 0);
   const pid_t pid = fork();
   if (pid == 0) {

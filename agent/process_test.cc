@@ -31,6 +31,7 @@
 #include "absl/time/time.h"
 #include "agent/process_state.h"
 #include "base/mutex.h"
+#include "base/test_folder.h"
 #include "base/test_wait.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -689,7 +690,7 @@ TEST_F(ProcessTest, KeeperKilled_ProcessesEndAndTheHostGoesOn) {
   EXPECT_NE(KeeperOf(getpid()), keeper);
   host_.reset();
   EXPECT_TRUE(WaitUntilEnded(stray));
-  EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1) << "somebody was not collected";
+  EXPECT_EQ(waitpid(-1, nullptr, WNOHANG), -1) << "a child was not collected";
 }
 
 TEST_F(ProcessTest, KeeperStopped_IsContinuedWhenItIsNeeded) {
@@ -724,7 +725,8 @@ TEST_F(ProcessTest, ArgumentsAndEnvironmentOfMegabytes_PassThrough) {
 }
 
 TEST_F(ProcessTest, StartErrors_NameTheFileAndTheWayOut) {
-  const std::string dir = ::testing::TempDir();
+  const TestFolder folder;
+  const std::string& dir = folder.path();
   const auto spawn = [&](const std::string& program, const std::string& cwd = "") {
     ProcessOptions options = Shell("");
     options.argv = {program};

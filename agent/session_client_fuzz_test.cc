@@ -92,8 +92,8 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
                               directive.collect_stack().worker_id(),
                               directive.collect_stack().pid());
   };
-  auto stream = std::make_unique<SessionClient>(options, &transport);
-  stream->OfferHub("10.0.0.9:1");
+  auto client = std::make_unique<SessionClient>(options, &transport);
+  client->OfferHub("10.0.0.9:1");
   RelayCore::Options core_options;
   core_options.node = "node";
   core_options.incarnation = 7;
@@ -101,9 +101,9 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
     const char* const states[] = {"running", "stopped", "zombie", "gone", ""};
     return states[fuzz.Draw(5)];
   };
-  core_options.connected = [&] { return stream->connected(); };
+  core_options.connected = [&] { return client->connected(); };
   core_options.clock = &clock;
-  RelayCore core(std::move(core_options), stream.get());
+  RelayCore core(std::move(core_options), client.get());
   core_of_stream = &core;
 
   std::map<int, int> answered;  // by call
@@ -125,11 +125,12 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
     });
     if (op_id != 0 && fuzz.Draw(4) == 0) forgettable.emplace_back(call, op_id);
   };
-  const auto link = [&]() -> FakeLink* {
-    return transport.links.empty() || transport.links.back()->closed ? nullptr
-                                                                     : transport.links.back().get();
+  const auto newest_stream = [&]() -> FakeOutgoingStream* {
+    return transport.streams.empty() || transport.streams.back()->closed
+               ? nullptr
+               : transport.streams.back().get();
   };
-  const auto welcome = [&](FakeLink* to, uint64_t term) {
+  const auto welcome = [&](FakeOutgoingStream* to, uint64_t term) {
     v1::CoordinatorFrame frame;
     v1::Welcome& hello = *frame.mutable_welcome();
     hello.set_protocol(1);
@@ -140,20 +141,20 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
     to->events->OnFrame(frame);
   };
 
-  stream->Tick();
+  client->Tick();
   // Some have never been connected when things begin to go wrong, and may be refused for good.
   const bool welcomed = GetParam() % 6 != 0;
-  if (welcomed) welcome(link(), 0);
+  if (welcomed) welcome(newest_stream(), 0);
   for (int i = 0; i < 6000; ++i) {
-    FakeLink* const to = link();
+    FakeOutgoingStream* const to = newest_stream();
     if (to == nullptr || to->closing) {  // a stream soon, or little is tried
       clock.Advance(absl::Milliseconds(100));
-      stream->Tick();
+      client->Tick();
     }
     switch (fuzz.Draw(16)) {
       case 0:
         clock.Advance(absl::Milliseconds(fuzz.Draw(fuzz.Draw(4) == 0 ? 30'000 : 400)));
-        stream->Tick();
+        client->Tick();
         core.Tick();
         break;
       case 1:
@@ -175,7 +176,7 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
       case 6: {
         v1::StackReply stack;
         fuzz.Fill(&stack);
-        stream->SendStack(std::move(stack));
+        client->SendStack(std::move(stack));
         break;
       }
       case 7:
@@ -191,7 +192,7 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
         }
         break;
       case 8:
-        if (to != nullptr && !stream->connected()) welcome(to, stream->term());
+        if (to != nullptr && !client->connected()) welcome(to, client->term());
         break;
       case 9:
       case 10:
@@ -218,8 +219,8 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
         break;
       case 11:
         // Also of streams that were given up.
-        if (transport.links.size() > 1) {
-          FakeLink& old = *transport.links[fuzz.Draw(transport.links.size() - 1)];
+        if (transport.streams.size() > 1) {
+          FakeOutgoingStream& old = *transport.streams[fuzz.Draw(transport.streams.size() - 1)];
           v1::CoordinatorFrame frame;
           fuzz.FillKind(&frame);
           if (frame.has_goodbye()) frame.mutable_goodbye()->clear_final();
@@ -227,7 +228,7 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
         }
         break;
       case 12:
-        if (to != nullptr && stream->connected() && fuzz.Draw(4) == 0) {
+        if (to != nullptr && client->connected() && fuzz.Draw(4) == 0) {
           v1::CoordinatorFrame frame;
           frame.set_seq(fuzz.next_seq++);
           v1::UseHub& use = *frame.mutable_directive()->mutable_use_hub();
@@ -254,37 +255,38 @@ TEST_P(StreamFuzzTest, AnyFrames_EveryCallEndsOnce) {
           to->events->OnFrame(frame);
         }
     }
-    ASSERT_LE(stream->held_ops(), 200u + 2 * 1024);
+    ASSERT_LE(client->held_ops(), 200u + 2 * 1024);
   }
   EXPECT_EQ(results_of_wrong_kind, 0);
   if (welcomed) {
     EXPECT_GT(connected, 3);
     EXPECT_GT(directives, 3);
-    EXPECT_GT(transport.links.size(), 3u);
+    EXPECT_GT(transport.streams.size(), 3u);
     std::set<std::string> hubs;
-    for (const std::shared_ptr<FakeLink>& opened : transport.links) hubs.insert(opened->hub);
+    for (const std::shared_ptr<FakeOutgoingStream>& opened : transport.streams)
+      hubs.insert(opened->hub);
     EXPECT_GE(hubs.size(), 2u);
     EXPECT_EQ(hubs.count("10.0.0.9:1"), 0u);
   }
 
   // The coordinator ends permanently: all pending operations fail with that.
-  for (int i = 0; i < 100 && !stream->connected(); ++i) {
+  for (int i = 0; i < 100 && !client->connected(); ++i) {
     clock.Advance(absl::Minutes(1));
-    stream->Tick();
-    if (FakeLink* const to = link()) welcome(to, stream->term());
+    client->Tick();
+    if (FakeOutgoingStream* const to = newest_stream()) welcome(to, client->term());
   }
-  if (FakeLink* const to = link()) {
+  if (FakeOutgoingStream* const to = newest_stream()) {
     to->closed = true;
     to->events->OnClosed(absl::UnavailableError("gone"));
   }
   for (int i = 0; i < 4; ++i) {  // a move to a hub is no outage until the hub does not answer
     clock.Advance(absl::Hours(1));
     core.Tick();
-    stream->Tick();
+    client->Tick();
   }
-  EXPECT_EQ(stream->held_ops(), 0u);
+  EXPECT_EQ(client->held_ops(), 0u);
   EXPECT_TRUE(waiting.empty()) << waiting.size() << " calls wait for ever";
-  stream.reset();
+  client.reset();
 }
 
 INSTANTIATE_TEST_SUITE_P(Seeds, StreamFuzzTest, ::testing::Range(uint64_t{1}, uint64_t{25}));

@@ -37,15 +37,15 @@ class SessionClientTest : public ::testing::Test {
   }
 
   void Make() {
-    stream_ = std::make_unique<SessionClient>(options_, &transport_);
-    stream_->OfferHub(hub_address_);
-    stream_->Tick();
+    client_ = std::make_unique<SessionClient>(options_, &transport_);
+    client_->OfferHub(hub_address_);
+    client_->Tick();
   }
-  FakeLink& link() { return *transport_.links.back(); }
+  FakeOutgoingStream& stream() { return *transport_.streams.back(); }
 
   // Results by op: "ok" or the message of the error.
   uint64_t Submit(const std::string& name, v1::Op op) {
-    return stream_->Submit(std::move(op), [this, name](const v1::OpResult& result) {
+    return client_->Submit(std::move(op), [this, name](const v1::OpResult& result) {
       results_.push_back(
           absl::StrCat(name, ": ", result.has_error() ? result.error().message() : "ok"));
     });
@@ -98,24 +98,24 @@ class SessionClientTest : public ::testing::Test {
     welcome.set_cluster_id(cluster);
     welcome.mutable_lease()->set_seconds(6);
     for (const std::string& feature : features_) welcome.add_features(feature);
-    link().events->OnFrame(frame);
+    stream().events->OnFrame(frame);
   }
   // Connects for the first time; what was written so far is forgotten.
   void Connect() {
     Make();
-    link().Done();
+    stream().Done();
     Welcome("s1");
-    stream_->Tick();
-    link().Drain();
-    link().written.clear();
+    client_->Tick();
+    stream().Drain();
+    stream().written.clear();
   }
   // The stream breaks and a new one is opened; `last` of its frames is hello.
   void Reconnect() {
-    link().events->OnClosed(absl::UnavailableError("broken pipe"));
+    stream().events->OnClosed(absl::UnavailableError("broken pipe"));
     clock_.Advance(absl::Seconds(2));
-    stream_->Tick();
-    ASSERT_TRUE(link().written.back().has_hello());
-    link().Done();
+    client_->Tick();
+    ASSERT_TRUE(stream().written.back().has_hello());
+    stream().Done();
   }
   // The coordinator names a hub.
   void Use(const std::string& node, const std::string& address, uint64_t seq = 1) {
@@ -125,24 +125,24 @@ class SessionClientTest : public ::testing::Test {
     use.set_node(node);
     use.set_address(address);
     use.set_why("65 agents are attached");
-    link().events->OnFrame(frame);
+    stream().events->OnFrame(frame);
   }
   // The agent has said Bye, and the coordinator ends the stream. The agent opens one to `address`.
   void Leave(const std::string& address) {
-    ASSERT_TRUE(link().written.back().has_bye()) << link().written.back().ShortDebugString();
-    link().Drain();
-    link().events->OnClosed(absl::OkStatus());
+    ASSERT_TRUE(stream().written.back().has_bye()) << stream().written.back().ShortDebugString();
+    stream().Drain();
+    stream().events->OnClosed(absl::OkStatus());
     ExpectHello(address);
   }
   // The next attempt is due within `wait` and goes to `address`.
   void ExpectHello(const std::string& address, absl::Duration wait = absl::ZeroDuration()) {
-    const size_t before = transport_.links.size();
+    const size_t before = transport_.streams.size();
     clock_.Advance(wait);
-    stream_->Tick();
-    ASSERT_EQ(transport_.links.size(), before + 1);
-    EXPECT_EQ(link().hub, address);
-    ASSERT_TRUE(link().written.back().has_hello());
-    link().Done();
+    client_->Tick();
+    ASSERT_EQ(transport_.streams.size(), before + 1);
+    EXPECT_EQ(stream().hub, address);
+    ASSERT_TRUE(stream().written.back().has_hello());
+    stream().Done();
   }
   // Connects, and moves to hub "node-h" in session "h1".
   void ConnectToHub() {
@@ -150,29 +150,29 @@ class SessionClientTest : public ::testing::Test {
     Use("node-h", "10.0.0.2:29500");
     Leave("10.0.0.2:29500");
     Welcome("h1");
-    stream_->Tick();
-    link().Drain();
+    client_->Tick();
+    stream().Drain();
     Acknowledge();
-    link().written.clear();
+    stream().written.clear();
   }
   // What follows a beat.
-  void Acknowledge() { link().events->OnFrame(v1::CoordinatorFrame()); }
+  void Acknowledge() { stream().events->OnFrame(v1::CoordinatorFrame()); }
   void SayAway(bool away) {
     v1::CoordinatorFrame frame;
     frame.mutable_hub_state()->set_coordinator_away(away);
     if (away) frame.mutable_hub_state()->set_why("connection refused");
-    link().events->OnFrame(frame);
+    stream().events->OnFrame(frame);
   }
-  const v1::Hello& hello() { return link().written.front().hello(); }
+  const v1::Hello& hello() { return stream().written.front().hello(); }
   static std::vector<uint64_t> OpIds(const v1::AgentFrame& frame) {
     std::vector<uint64_t> ids;
     for (const v1::Op& op : frame.ops().ops()) ids.push_back(op.op_id());
     return ids;
   }
-  // "seq: op op" of each frame with operations that this link has written.
+  // "seq: op op" of each frame with operations that this stream has written.
   std::vector<std::string> Written() {
     std::vector<std::string> out;
-    for (const v1::AgentFrame& frame : link().written) {
+    for (const v1::AgentFrame& frame : stream().written) {
       if (!frame.has_ops()) continue;
       std::string text = absl::StrCat(frame.seq(), ":");
       for (const uint64_t id : OpIds(frame)) absl::StrAppend(&text, " ", id);
@@ -190,25 +190,25 @@ class SessionClientTest : public ::testing::Test {
   std::vector<std::string> results_;
   std::vector<v1::Directive> directives_;
   std::vector<absl::Status> lost_;
-  std::unique_ptr<SessionClient> stream_;  // last: its destructor makes no calls
+  std::unique_ptr<SessionClient> client_;  // last: its destructor makes no calls
 };
 
 TEST_F(SessionClientTest, Start_SaysHelloAndHoldsEverythingUntilWelcome) {
   hub_address_ = "10.0.0.9:29500";
   Make();
   Submit("a", Add(1));
-  ASSERT_EQ(link().written.size(), 1u);
-  const v1::Hello& hello = link().written[0].hello();
+  ASSERT_EQ(stream().written.size(), 1u);
+  const v1::Hello& hello = stream().written[0].hello();
   EXPECT_EQ(hello.node(), "node-a");
   EXPECT_EQ(hello.agent_incarnation(), 77u);
   EXPECT_EQ(hello.last_received_seq(), 0u);
   EXPECT_EQ(hello.hub_address(), "10.0.0.9:29500");
-  link().Done();
-  EXPECT_EQ(link().written.size(), 1u);
-  EXPECT_FALSE(stream_->connected());
+  stream().Done();
+  EXPECT_EQ(stream().written.size(), 1u);
+  EXPECT_FALSE(client_->connected());
   Welcome("s1");
-  EXPECT_TRUE(stream_->connected());
-  link().Drain();
+  EXPECT_TRUE(client_->connected());
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
   EXPECT_THAT(connected_, ElementsAre("term 1 new"));
 }
@@ -217,17 +217,17 @@ TEST_F(SessionClientTest, SlowWriter_MergesWhatComesMeanwhileIntoOneFrame) {
   Connect();
   for (int i = 1; i <= 5; ++i) Submit("x", Add(i));
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
-  link().Done();
+  stream().Done();
   EXPECT_THAT(Written(), ElementsAre("1: 1", "2: 2 3 4 5"));
-  link().Done();
-  EXPECT_FALSE(link().writing);
+  stream().Done();
+  EXPECT_FALSE(stream().writing);
 }
 
 TEST_F(SessionClientTest, LargeBatch_IsCutIntoFramesOfTheLimit) {
   options_.frame_bytes = 3 * Add(1).ByteSizeLong() + 10;
   Connect();
   for (int i = 1; i <= 8; ++i) Submit("x", Add(i));
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1", "2: 2 3 4", "3: 5 6 7", "4: 8"));
 }
 
@@ -235,14 +235,14 @@ TEST_F(SessionClientTest, Results_ReachTheirCallersOnceAndAreAcknowledged) {
   Connect();
   Submit("a", Add(1));
   Submit("b", Add(2));
-  link().Drain();
-  link().events->OnFrame(Results(1, {2, 1}, 2));
+  stream().Drain();
+  stream().events->OnFrame(Results(1, {2, 1}, 2));
   EXPECT_THAT(results_, ElementsAre("b: ok", "a: ok"));
-  link().events->OnFrame(Results(1, {2, 1}, 2));  // a duplicate
+  stream().events->OnFrame(Results(1, {2, 1}, 2));  // a duplicate
   EXPECT_EQ(results_.size(), 2u);
-  EXPECT_EQ(stream_->held_ops(), 0u);
+  EXPECT_EQ(client_->held_ops(), 0u);
   Submit("c", Add(3));
-  EXPECT_EQ(link().written.back().ack(), 1u);
+  EXPECT_EQ(stream().written.back().ack(), 1u);
 }
 
 TEST_F(SessionClientTest, ManyFramesAndNothingToSay_AreAcknowledgedAllTheSame) {
@@ -251,45 +251,45 @@ TEST_F(SessionClientTest, ManyFramesAndNothingToSay_AreAcknowledgedAllTheSame) {
   frame.mutable_directive()->mutable_generation_ended()->set_job_id("job");
   for (int i = 1; i <= 32; ++i) {
     frame.set_seq(i);
-    link().events->OnFrame(frame);
+    stream().events->OnFrame(frame);
   }
   EXPECT_EQ(directives_.size(), 32u);
-  ASSERT_EQ(link().written.size(), 1u);
-  EXPECT_EQ(link().written[0].ack(), 32u);
-  EXPECT_EQ(link().written[0].seq(), 0u);
+  ASSERT_EQ(stream().written.size(), 1u);
+  EXPECT_EQ(stream().written[0].ack(), 32u);
+  EXPECT_EQ(stream().written[0].seq(), 0u);
 }
 
 TEST_F(SessionClientTest, Resume_SendsOnlyWhatWasNotSeenUnderTheSameNumbers) {
   Connect();
   for (int i = 1; i <= 3; ++i) {
     Submit("x", Add(i));
-    link().Drain();
+    stream().Drain();
   }
   Submit("y", Add(4));  // its write never ends
-  link().events->OnFrame(Results(1, {1}));
+  stream().events->OnFrame(Results(1, {1}));
   Reconnect();
-  EXPECT_EQ(link().written.back().hello().last_received_seq(), 1u);
+  EXPECT_EQ(stream().written.back().hello().last_received_seq(), 1u);
   Submit("z", Add(5));
   Welcome("s1", 1, 2);  // it has seen frames 1 and 2: operations 1 and 2
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("3: 3 4 5"));
   EXPECT_THAT(connected_, ElementsAre("term 1 new", "term 1 resumed"));
   // The result of operation 2 was lost on the way and is sent again.
-  link().events->OnFrame(Results(2, {2, 3, 4, 5}));
+  stream().events->OnFrame(Results(2, {2, 3, 4, 5}));
   EXPECT_EQ(results_.size(), 5u);
 }
 
 TEST_F(SessionClientTest, LostAck_FrameThatWasSeenIsNotSentAgain) {
   Connect();
   Submit("a", Add(1));
-  link().Drain();
+  stream().Drain();
   Reconnect();
   Welcome("s1", 1, 1);
-  stream_->Tick();
-  link().Drain();
+  client_->Tick();
+  stream().Drain();
   EXPECT_THAT(Written(), IsEmpty());
-  EXPECT_EQ(stream_->held_ops(), 1u);
-  link().events->OnFrame(Results(1, {1}));
+  EXPECT_EQ(client_->held_ops(), 1u);
+  stream().events->OnFrame(Results(1, {1}));
   EXPECT_THAT(results_, ElementsAre("a: ok"));
 }
 
@@ -297,14 +297,14 @@ TEST_F(SessionClientTest, NewSession_EverythingHeldGoesOutOnceMore) {
   Connect();
   Submit("a", Add(1));
   Submit("b", Add(2));
-  link().Drain();
-  link().events->OnFrame(Results(1, {1}, 2));
+  stream().Drain();
+  stream().events->OnFrame(Results(1, {1}, 2));
   Reconnect();
   Welcome("s2");
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 2"));
   EXPECT_THAT(connected_, ElementsAre("term 1 new", "term 1 new"));
-  link().events->OnFrame(Results(1, {2}));  // the new session counts from 1
+  stream().events->OnFrame(Results(1, {2}));  // the new session counts from 1
   EXPECT_THAT(results_, ElementsAre("a: ok", "b: ok"));
 }
 
@@ -316,15 +316,15 @@ TEST_F(SessionClientTest, NewSession_ArrivalSaysHowLongItHasWaited) {
   Submit("a", Arrive("b", 0));
   Submit("m", many);
   Submit("t", Add(1));
-  link().Drain();
-  EXPECT_FALSE(link().written.back().ops().ops(0).arrive().has_waited());
+  stream().Drain();
+  EXPECT_FALSE(stream().written.back().ops().ops(0).arrive().has_waited());
   // For each new session again, from the same start.
   for (const int seconds : {2, 4}) {
     Reconnect();  // after 2 s
     Welcome(absl::StrCat("s", seconds), seconds);
-    link().Drain();
+    stream().Drain();
     std::map<std::string, int64_t> waited;
-    for (const v1::AgentFrame& frame : link().written) {
+    for (const v1::AgentFrame& frame : stream().written) {
       for (const v1::Op& op : frame.ops().ops()) {
         if (op.has_arrive()) waited["a"] = op.arrive().waited().seconds();
         if (op.has_arrive_many()) waited["m"] = op.arrive_many().waited().seconds();
@@ -337,27 +337,27 @@ TEST_F(SessionClientTest, NewSession_ArrivalSaysHowLongItHasWaited) {
 
 TEST_F(SessionClientTest, Hello_SaysWhichTermOfWhichClusterWasSeen) {
   Make();
-  EXPECT_EQ(link().written.back().hello().term_seen(), 0u);
-  link().Done();
+  EXPECT_EQ(stream().written.back().hello().term_seen(), 0u);
+  stream().Done();
   Welcome("s1", 3);
-  link().Drain();
+  stream().Drain();
   Reconnect();
-  EXPECT_EQ(link().written.back().hello().term_seen(), 3u);
-  EXPECT_EQ(link().written.back().hello().cluster_id(), "c");
+  EXPECT_EQ(stream().written.back().hello().term_seen(), 3u);
+  EXPECT_EQ(stream().written.back().hello().cluster_id(), "c");
 }
 
 TEST_F(SessionClientTest, NewSession_SentOperationWithoutARequestIdIsNotRepeated) {
   Connect();
   Submit("a", Add(0, ""));
-  link().Drain();
+  stream().Drain();
   Submit("b", Add(0, ""));
-  link().events->OnClosed(absl::UnavailableError("broken pipe"));
+  stream().events->OnClosed(absl::UnavailableError("broken pipe"));
   Submit("c", Add(0, ""));
   clock_.Advance(absl::Seconds(1));
-  stream_->Tick();
-  link().Done();
+  client_->Tick();
+  stream().Done();
   Welcome("s2");
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 3"));  // never sent before
   ASSERT_EQ(results_.size(), 2u);
   EXPECT_THAT(results_[0], HasSubstr("whether the request took effect is unknown"));
@@ -369,12 +369,12 @@ TEST_F(SessionClientTest, NewTerm_IsToldOfBarriersBeforeWhatIsHeld) {
   Submit("b0", Arrive("b", 0));
   Submit("a1", Arrive("a", 1));
   Submit("b1", Arrive("b", 1));
-  link().Drain();
-  link().events->OnFrame(Passed(1, {1, 2, 3}));
+  stream().Drain();
+  stream().events->OnFrame(Passed(1, {1, 2, 3}));
   Reconnect();
   Welcome("s9", 2);
-  ASSERT_EQ(link().written.size(), 2u);
-  const v1::OpBatch& batch = link().written[1].ops();
+  ASSERT_EQ(stream().written.size(), 2u);
+  const v1::OpBatch& batch = stream().written[1].ops();
   ASSERT_EQ(batch.ops_size(), 2);
   const v1::RecallBarriersRequest& recall = batch.ops(0).recall_barriers();
   EXPECT_EQ(recall.fence().job_id(), "job");
@@ -386,13 +386,13 @@ TEST_F(SessionClientTest, NewTerm_IsToldOfBarriersBeforeWhatIsHeld) {
   EXPECT_EQ(recall.seen(1).barrier_id(), "b");
   EXPECT_EQ(recall.seen(1).counter(), 0u);
   EXPECT_EQ(batch.ops(1).arrive().barrier_id(), "b");
-  EXPECT_EQ(stream_->term(), 2u);
+  EXPECT_EQ(client_->term(), 2u);
   // The answer to the recall has no receiver.
   v1::CoordinatorFrame frame = Passed(1, {4});
   frame.mutable_results()->add_results()->set_op_id(batch.ops(0).op_id());
-  link().Drain();
-  link().events->OnFrame(frame);
-  EXPECT_EQ(stream_->held_ops(), 0u);
+  stream().Drain();
+  stream().events->OnFrame(frame);
+  EXPECT_EQ(client_->held_ops(), 0u);
   EXPECT_EQ(results_.size(), 4u);
 }
 
@@ -400,12 +400,12 @@ TEST_F(SessionClientTest, NewTermWhoseFirstStreamBreaks_IsToldAgainInItsNextSess
   Connect();
   Submit("a0", Arrive("a", 0));
   Submit("b0", Arrive("b", 0));
-  link().Drain();
-  link().events->OnFrame(Passed(1, {1}));
+  stream().Drain();
+  stream().events->OnFrame(Passed(1, {1}));
   for (const char* session : {"s8", "s9"}) {
     Reconnect();
     Welcome(session, 2);
-    const v1::OpBatch& batch = link().written.back().ops();
+    const v1::OpBatch& batch = stream().written.back().ops();
     ASSERT_EQ(batch.ops_size(), 2);
     EXPECT_EQ(batch.ops(0).recall_barriers().seen_size(), 1);
     EXPECT_EQ(batch.ops(1).arrive().barrier_id(), "b");
@@ -416,11 +416,11 @@ TEST_F(SessionClientTest, NewTerm_BarriersOfAnOlderGenerationAreNotRecalled) {
   Connect();
   Submit("a", Arrive("a", 0, 1));
   Submit("b", Arrive("b", 0, 2));
-  link().Drain();
-  link().events->OnFrame(Passed(1, {1, 2}));
+  stream().Drain();
+  stream().events->OnFrame(Passed(1, {1, 2}));
   Reconnect();
   Welcome("s9", 2);
-  const v1::OpBatch& batch = link().written.back().ops();
+  const v1::OpBatch& batch = stream().written.back().ops();
   ASSERT_EQ(batch.ops_size(), 1);
   EXPECT_EQ(batch.ops(0).recall_barriers().fence().generation(), 2u);
   ASSERT_EQ(batch.ops(0).recall_barriers().seen_size(), 1);
@@ -433,9 +433,9 @@ TEST_F(SessionClientTest, OlderTerm_IsLeftAlone) {
   Welcome("s2", 3);
   Reconnect();
   Welcome("s3", 2);
-  EXPECT_TRUE(link().closing);
-  EXPECT_FALSE(stream_->connected());
-  EXPECT_EQ(stream_->term(), 3u);
+  EXPECT_TRUE(stream().closing);
+  EXPECT_FALSE(client_->connected());
+  EXPECT_EQ(client_->term(), 3u);
 }
 
 TEST_F(SessionClientTest, EarlyTermOfAnotherCluster_IsTaken) {
@@ -444,55 +444,55 @@ TEST_F(SessionClientTest, EarlyTermOfAnotherCluster_IsTaken) {
   Welcome("s2", 3);
   Reconnect();
   Welcome("s3", 1, 0, "d");
-  EXPECT_FALSE(link().closing);
-  EXPECT_TRUE(stream_->connected());
-  EXPECT_EQ(stream_->term(), 1u);
+  EXPECT_FALSE(stream().closing);
+  EXPECT_TRUE(client_->connected());
+  EXPECT_EQ(client_->term(), 1u);
 }
 
 TEST_F(SessionClientTest, BrokenAgainBeforeWelcome_LosesNothing) {
   Connect();
   Submit("a", Add(1));
-  link().Drain();
+  stream().Drain();
   Reconnect();
   Reconnect();
   Welcome("s1", 1, 0);
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
 }
 
 TEST_F(SessionClientTest, EventsOfAnOldStream_AreIgnored) {
   Connect();
   Submit("a", Add(1));
-  link().Drain();
-  const std::shared_ptr<FakeLink> old = transport_.links.back();
+  stream().Drain();
+  const std::shared_ptr<FakeOutgoingStream> old = transport_.streams.back();
   Reconnect();
   Welcome("s1", 1, 1);
   old->events->OnFrame(Results(1, {1}));
   old->events->OnWritten();
   old->events->OnClosed(absl::UnavailableError("late"));
-  EXPECT_TRUE(stream_->connected());
+  EXPECT_TRUE(client_->connected());
   EXPECT_THAT(results_, IsEmpty());
 }
 
 TEST_F(SessionClientTest, GapInTheCoordinatorsFrames_StartsAgain) {
   Connect();
   Submit("a", Add(1));
-  link().Drain();
-  link().events->OnFrame(Results(2, {1}));
-  EXPECT_TRUE(link().closing);
+  stream().Drain();
+  stream().events->OnFrame(Results(2, {1}));
+  EXPECT_TRUE(stream().closing);
   EXPECT_THAT(results_, IsEmpty());
-  EXPECT_FALSE(stream_->connected());
+  EXPECT_FALSE(client_->connected());
 }
 
 TEST_F(SessionClientTest, Backoff_DoublesFromTheFirstToAThirdOfTheLease) {
   Connect();
   std::vector<absl::Duration> waits;
   for (int i = 0; i < 9; ++i) {
-    link().events->OnClosed(absl::UnavailableError("refused"));
-    const absl::Time next = stream_->Tick();
+    stream().events->OnClosed(absl::UnavailableError("refused"));
+    const absl::Time next = client_->Tick();
     waits.push_back(next - clock_.Now());
     clock_.Advance(next - clock_.Now());
-    stream_->Tick();
+    client_->Tick();
   }
   EXPECT_THAT(waits,
               ElementsAre(absl::Milliseconds(25), absl::Milliseconds(50), absl::Milliseconds(100),
@@ -505,18 +505,18 @@ TEST_F(SessionClientTest, Goodbye_WaitsAsLongAsItWasAskedTo) {
   v1::CoordinatorFrame goodbye;
   goodbye.mutable_goodbye()->set_reason("stopping");
   goodbye.mutable_goodbye()->mutable_retry_after()->set_seconds(3);
-  link().events->OnFrame(goodbye);
-  link().events->OnClosed(absl::UnavailableError("stopping"));
-  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(3));
+  stream().events->OnFrame(goodbye);
+  stream().events->OnClosed(absl::UnavailableError("stopping"));
+  EXPECT_EQ(client_->Tick(), clock_.Now() + absl::Seconds(3));
 }
 
 TEST_F(SessionClientTest, GoodbyeForEver_IsOneOfAMinute) {
   Connect();
   v1::CoordinatorFrame goodbye;
   goodbye.mutable_goodbye()->mutable_retry_after()->set_seconds(INT64_MAX);
-  link().events->OnFrame(goodbye);
-  link().events->OnClosed(absl::OkStatus());
-  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Minutes(1));
+  stream().events->OnFrame(goodbye);
+  stream().events->OnClosed(absl::OkStatus());
+  EXPECT_EQ(client_->Tick(), clock_.Now() + absl::Minutes(1));
 }
 
 // The coordinator of an ended launch: the agent does not wait for its return.
@@ -525,25 +525,25 @@ TEST_F(SessionClientTest, GoodbyeForGood_FailsAllAtOnceAndTriesNoMore) {
   v1::CoordinatorFrame goodbye;
   goodbye.mutable_goodbye()->set_reason("rank 0 was killed");
   goodbye.mutable_goodbye()->set_final(true);
-  link().events->OnFrame(goodbye);
-  EXPECT_TRUE(stream_->ended());
-  EXPECT_EQ(stream_->lost().code(), absl::StatusCode::kUnavailable);
-  EXPECT_THAT(std::string(stream_->lost().message()), HasSubstr("has ended: rank 0 was killed"));
-  EXPECT_EQ(stream_->WaitUntilConnected(absl::InfiniteDuration()), stream_->lost());
-  link().events->OnClosed(absl::UnavailableError("stopping"));
-  EXPECT_EQ(stream_->Tick(), absl::InfiniteFuture());
+  stream().events->OnFrame(goodbye);
+  EXPECT_TRUE(client_->ended());
+  EXPECT_EQ(client_->lost().code(), absl::StatusCode::kUnavailable);
+  EXPECT_THAT(std::string(client_->lost().message()), HasSubstr("has ended: rank 0 was killed"));
+  EXPECT_EQ(client_->WaitUntilConnected(absl::InfiniteDuration()), client_->lost());
+  stream().events->OnClosed(absl::UnavailableError("stopping"));
+  EXPECT_EQ(client_->Tick(), absl::InfiniteFuture());
 }
 
 TEST_F(SessionClientTest, WelcomedAndDropped_BacksOffAllTheSame) {
   Connect();
   std::vector<absl::Duration> waits;
   for (int i = 0; i < 8; ++i) {
-    link().events->OnClosed(absl::UnavailableError("it falls"));
-    const absl::Time next = stream_->Tick();
+    stream().events->OnClosed(absl::UnavailableError("it falls"));
+    const absl::Time next = client_->Tick();
     waits.push_back(next - clock_.Now());
     clock_.Advance(next - clock_.Now());
-    stream_->Tick();
-    link().Done();
+    client_->Tick();
+    stream().Done();
     Welcome("s1");
   }
   EXPECT_EQ(waits[0], absl::Milliseconds(25));
@@ -551,31 +551,31 @@ TEST_F(SessionClientTest, WelcomedAndDropped_BacksOffAllTheSame) {
   EXPECT_EQ(waits[7], absl::Seconds(1));  // half of a third of the lease
   // One that stays is forgiven.
   clock_.Advance(absl::Seconds(10));
-  link().events->OnClosed(absl::UnavailableError("it falls"));
-  EXPECT_EQ(stream_->Tick() - clock_.Now(), absl::Milliseconds(25));
+  stream().events->OnClosed(absl::UnavailableError("it falls"));
+  EXPECT_EQ(client_->Tick() - clock_.Now(), absl::Milliseconds(25));
 }
 
 TEST_F(SessionClientTest, TinyLease_DoesNotMakeItSpin) {
   Make();
-  link().Done();
+  stream().Done();
   v1::CoordinatorFrame frame;
   frame.mutable_welcome()->set_protocol(1);
   frame.mutable_welcome()->mutable_lease()->set_nanos(1);
-  link().events->OnFrame(frame);
+  stream().events->OnFrame(frame);
   for (int i = 0; i < 3; ++i) {
-    link().events->OnClosed(absl::UnavailableError("it falls"));
-    const absl::Time next = stream_->Tick();
+    stream().events->OnClosed(absl::UnavailableError("it falls"));
+    const absl::Time next = client_->Tick();
     EXPECT_EQ(next - clock_.Now(), absl::Milliseconds(25));
     clock_.Advance(next - clock_.Now());
-    stream_->Tick();
+    client_->Tick();
   }
 }
 
 TEST_F(SessionClientTest, AnswerOfAnotherKind_IsAnErrorAndNoBarrierPassed) {
   Connect();
   Submit("a", Arrive("b", 0));
-  link().Drain();
-  link().events->OnFrame(Results(1, {1}));  // of a transaction
+  stream().Drain();
+  stream().events->OnFrame(Results(1, {1}));  // of a transaction
   EXPECT_THAT(
       results_,
       ElementsAre(HasSubstr(
@@ -583,18 +583,18 @@ TEST_F(SessionClientTest, AnswerOfAnotherKind_IsAnErrorAndNoBarrierPassed) {
   // And it is not recalled as one that passed.
   Reconnect();
   Welcome("s2", 2);
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(Written(), IsEmpty());
 }
 
 TEST_F(SessionClientTest, ProtocolThatWasNotOffered_IsLeftAlone) {
   Make();
-  link().Done();
+  stream().Done();
   v1::CoordinatorFrame frame;
   frame.mutable_welcome()->set_protocol(2);
-  link().events->OnFrame(frame);
-  EXPECT_FALSE(stream_->connected());
-  EXPECT_TRUE(link().closing);
+  stream().events->OnFrame(frame);
+  EXPECT_FALSE(client_->connected());
+  EXPECT_TRUE(stream().closing);
 }
 
 // A transport whose stream breaks before it is handed over.
@@ -602,42 +602,42 @@ TEST_F(SessionClientTest, DroppedWhileOpening_IsClosedAllTheSame) {
   struct Hasty final : public StreamOpener {
     absl::StatusOr<std::shared_ptr<OutgoingStream>> Open(
         const std::string&, std::shared_ptr<OutgoingStreamEvents> events) override {
-      link = std::make_shared<FakeLink>(events);
+      stream = std::make_shared<FakeOutgoingStream>(events);
       v1::CoordinatorFrame frame;
       frame.mutable_directive();  // instead of a welcome
       events->OnFrame(frame);
-      return link;
+      return stream;
     }
-    std::shared_ptr<FakeLink> link;
+    std::shared_ptr<FakeOutgoingStream> stream;
   };
   Hasty hasty;
   SessionClient stream(options_, &hasty);
   stream.Tick();
-  EXPECT_TRUE(hasty.link->closing);
+  EXPECT_TRUE(hasty.stream->closing);
 }
 
 TEST_F(SessionClientTest, SubmittedAndForgottenWhileAway_IsNotKept) {
   Make();
-  for (int i = 0; i < 100'000; ++i) stream_->Forget(Submit("x", Add(i + 1)));
-  EXPECT_EQ(stream_->held_ops(), 0u);
+  for (int i = 0; i < 100'000; ++i) client_->Forget(Submit("x", Add(i + 1)));
+  EXPECT_EQ(client_->held_ops(), 0u);
   Submit("last", Add(1));
-  link().Done();
+  stream().Done();
   Welcome("s1");
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 100001"));
 }
 
 TEST_F(SessionClientTest, StacksWhileAway_AreBounded) {
   Make();
   v1::StackReply stack;
-  for (int i = 0; i < 1000; ++i) stream_->SendStack(stack);
-  link().Done();
+  for (int i = 0; i < 1000; ++i) client_->SendStack(stack);
+  stream().Done();
   // The first welcome forgets them, as the new session did not ask; what comes then is bounded too.
   Welcome("s1");
-  link().Drain();
-  for (int i = 0; i < 1000; ++i) stream_->SendStack(stack);
-  link().Drain();
-  const auto stacks = std::count_if(link().written.begin(), link().written.end(),
+  stream().Drain();
+  for (int i = 0; i < 1000; ++i) client_->SendStack(stack);
+  stream().Drain();
+  const auto stacks = std::count_if(stream().written.begin(), stream().written.end(),
                                     [](const v1::AgentFrame& f) { return f.has_stack(); });
   EXPECT_EQ(stacks, 1 + 256);  // the one that goes out at once, and the queue
 }
@@ -645,11 +645,11 @@ TEST_F(SessionClientTest, StacksWhileAway_AreBounded) {
 TEST_F(SessionClientTest, CoordinatorThatAcknowledgesNothing_IsConnectedAnew) {
   Connect();
   int sent = 0;
-  for (; sent < 70'000 && !link().closing; ++sent) {
+  for (; sent < 70'000 && !stream().closing; ++sent) {
     const uint64_t op = Submit("x", Add(sent + 1));
-    link().Drain();
-    link().written.clear();
-    link().events->OnFrame(Results(sent + 1, {op}));
+    stream().Drain();
+    stream().written.clear();
+    stream().events->OnFrame(Results(sent + 1, {op}));
   }
   EXPECT_LT(sent, 70'000);
   EXPECT_EQ(results_.back(), "x: ok");
@@ -659,7 +659,7 @@ TEST_F(SessionClientTest, CoordinatorStopsInOrder_WhatItHeldGoesToTheNextOne) {
   Connect();
   Submit("barrier", Arrive("a", 0));
   Submit("operator", Add(0, ""));
-  link().Drain();
+  stream().Drain();
   v1::CoordinatorFrame frame;
   frame.set_seq(1);
   for (const uint64_t op : {1, 2}) {
@@ -668,19 +668,19 @@ TEST_F(SessionClientTest, CoordinatorStopsInOrder_WhatItHeldGoesToTheNextOne) {
     *result.mutable_error() = rpc::ToOpError(rpc::ErrorWithReason(
         absl::StatusCode::kUnavailable, "stopping", v1::ERROR_REASON_STOPPING, true));
   }
-  link().events->OnFrame(frame);
+  stream().events->OnFrame(frame);
   EXPECT_THAT(results_, ElementsAre("operator: stopping"));
   for (const char* session : {"s1", "s2"}) {  // whichever the next stream is
     Reconnect();
     Welcome(session, 1, session == std::string("s1") ? 2 : 0);
-    link().Drain();
-    EXPECT_EQ(OpIds(link().written.back()).back(), 1u);
+    stream().Drain();
+    EXPECT_EQ(OpIds(stream().written.back()).back(), 1u);
     if (session == std::string("s1")) {
       frame.set_seq(2);
-      link().events->OnFrame(frame);
+      stream().events->OnFrame(frame);
     }
   }
-  link().events->OnFrame(Passed(1, {1}));
+  stream().events->OnFrame(Passed(1, {1}));
   EXPECT_THAT(results_, ElementsAre("operator: stopping", "barrier: ok"));
 }
 
@@ -692,21 +692,21 @@ TEST_F(SessionClientTest, Beats_ComeAtOnceAndThenEveryPeriod) {
     return beat;
   };
   Make();
-  link().Done();
+  stream().Done();
   Welcome("s1");
-  const absl::Time next = stream_->Tick();
+  const absl::Time next = client_->Tick();
   EXPECT_EQ(next, clock_.Now() + absl::Seconds(2));
-  ASSERT_TRUE(link().written.back().has_beat());
-  EXPECT_EQ(link().written.back().seq(), 0u);
+  ASSERT_TRUE(stream().written.back().has_beat());
+  EXPECT_EQ(stream().written.back().seq(), 0u);
   // A writer that stands still gets the newest beat only.
   for (int i = 0; i < 3; ++i) {
     clock_.Advance(absl::Seconds(2));
-    stream_->Tick();
+    client_->Tick();
   }
-  const size_t before = link().written.size();
-  link().Drain();
-  ASSERT_EQ(link().written.size(), before + 1);
-  EXPECT_EQ(link().written.back().beat().workers(0).step(), 4);
+  const size_t before = stream().written.size();
+  stream().Drain();
+  ASSERT_EQ(stream().written.size(), before + 1);
+  EXPECT_EQ(stream().written.back().beat().workers(0).step(), 4);
 }
 
 TEST_F(SessionClientTest, BeatThatIsNotSent_IsHandedBackBeforeTheNext) {
@@ -719,41 +719,41 @@ TEST_F(SessionClientTest, BeatThatIsNotSent_IsHandedBackBeforeTheNext) {
   };
   options_.on_unsent_beat = [&](const v1::Beat& beat) { unsent.push_back(beat.workers(0).step()); };
   Make();
-  link().Done();
+  stream().Done();
   Welcome("s1");
-  stream_->Tick();  // the first is being written
+  client_->Tick();  // the first is being written
   for (int i = 0; i < 3; ++i) {
     clock_.Advance(absl::Seconds(2));
-    stream_->Tick();
+    client_->Tick();
   }
   EXPECT_THAT(unsent, ElementsAre(2, 3));
-  link().events->OnClosed(absl::UnavailableError("cut"));
+  stream().events->OnClosed(absl::UnavailableError("cut"));
   EXPECT_THAT(unsent, ElementsAre(2, 3, 4));
 }
 
 TEST_F(SessionClientTest, BeatPeriod_CanChange) {
   Connect();
-  stream_->SetBeatPeriod(absl::Seconds(1));
-  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(1));
+  client_->SetBeatPeriod(absl::Seconds(1));
+  EXPECT_EQ(client_->Tick(), clock_.Now() + absl::Seconds(1));
   clock_.Advance(absl::Seconds(1));
-  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(1));
-  EXPECT_TRUE(link().written.back().has_beat());
-  stream_->SetBeatPeriod(absl::Seconds(2));
+  EXPECT_EQ(client_->Tick(), clock_.Now() + absl::Seconds(1));
+  EXPECT_TRUE(stream().written.back().has_beat());
+  client_->SetBeatPeriod(absl::Seconds(2));
   clock_.Advance(absl::Seconds(1));
-  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(2));
+  EXPECT_EQ(client_->Tick(), clock_.Now() + absl::Seconds(2));
 }
 
 TEST_F(SessionClientTest, Outage_FailsNothingUntilToleratedThenNamesAddressAndTime) {
   Connect();
   Submit("a", Add(1));
-  link().Drain();
-  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  stream().Drain();
+  stream().events->OnClosed(absl::UnavailableError("connection refused"));
   clock_.Advance(absl::Seconds(89));
-  stream_->Tick();
+  client_->Tick();
   Submit("b", Add(2));
   EXPECT_THAT(results_, IsEmpty());
   clock_.Advance(absl::Seconds(1));
-  stream_->Tick();
+  client_->Tick();
   const std::string text =
       "the coordinator at 10.0.0.1:29400 has been away for 1m30s, longer than the 1m30s that are "
       "tolerated: is it down, or the network to it? (connection refused)";
@@ -763,10 +763,10 @@ TEST_F(SessionClientTest, Outage_FailsNothingUntilToleratedThenNamesAddressAndTi
   Submit("c", Add(3));
   EXPECT_THAT(results_.back(), HasSubstr("c: the coordinator at 10.0.0.1:29400"));
   // It comes back all the same.
-  link().Drain();
+  stream().Drain();
   Welcome("s2", 2);
   Submit("d", Add(4));
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 4"));
   EXPECT_EQ(lost_.size(), 1u);
 }
@@ -775,24 +775,24 @@ TEST_F(SessionClientTest, NeverThere_IsNotAnOutage) {
   Make();
   Submit("a", Add(1));
   for (int i = 0; i < 20; ++i) {
-    link().events->OnClosed(absl::UnavailableError("connection refused"));
+    stream().events->OnClosed(absl::UnavailableError("connection refused"));
     clock_.Advance(absl::Seconds(10));
-    stream_->Tick();
+    client_->Tick();
   }
   EXPECT_THAT(results_, IsEmpty());
   EXPECT_THAT(lost_, IsEmpty());
-  const absl::Status status = stream_->WaitUntilConnected(absl::ZeroDuration());
+  const absl::Status status = client_->WaitUntilConnected(absl::ZeroDuration());
   EXPECT_THAT(std::string(status.message()), HasSubstr("10.0.0.1:29400"));
 }
 
 TEST_F(SessionClientTest, RefusedAgent_FailsAtOnceAndDoesNotTryAgain) {
   Make();
   Submit("a", Add(1));
-  link().events->OnClosed(absl::FailedPreconditionError("speaks protocol 1, not 2"));
+  stream().events->OnClosed(absl::FailedPreconditionError("speaks protocol 1, not 2"));
   ASSERT_EQ(results_.size(), 1u);
   EXPECT_THAT(results_[0], HasSubstr("refuses this agent: speaks protocol 1, not 2"));
-  EXPECT_EQ(stream_->Tick(), absl::InfiniteFuture());
-  EXPECT_EQ(stream_->WaitUntilConnected(absl::InfiniteDuration()).code(),
+  EXPECT_EQ(client_->Tick(), absl::InfiniteFuture());
+  EXPECT_EQ(client_->WaitUntilConnected(absl::InfiniteDuration()).code(),
             absl::StatusCode::kFailedPrecondition);
 }
 
@@ -802,14 +802,14 @@ TEST_F(SessionClientTest, TooMuchHeld_IsOverloadedUntilThereIsRoom) {
   Submit("a", Add(1));
   Submit("b", Add(2));
   absl::Status status;
-  stream_->Submit(Add(3),
+  client_->Submit(Add(3),
                   [&](const v1::OpResult& result) { status = rpc::FromOpError(result.error()); });
   EXPECT_EQ(status.code(), absl::StatusCode::kUnavailable);
   EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_OVERLOADED);
-  link().Drain();
-  link().events->OnFrame(Results(1, {1}));
+  stream().Drain();
+  stream().events->OnFrame(Results(1, {1}));
   Submit("d", Add(4));
-  EXPECT_EQ(stream_->held_ops(), 2u);
+  EXPECT_EQ(client_->held_ops(), 2u);
 }
 
 TEST_F(SessionClientTest, OperationLargerThanAMessage_IsRefusedHere) {
@@ -818,7 +818,7 @@ TEST_F(SessionClientTest, OperationLargerThanAMessage_IsRefusedHere) {
   v1::Op op = Add(1);
   op.mutable_txn()->add_then()->mutable_put()->set_value(std::string(1000, 'x'));
   absl::Status status;
-  stream_->Submit(op,
+  client_->Submit(op,
                   [&](const v1::OpResult& result) { status = rpc::FromOpError(result.error()); });
   EXPECT_EQ(status.code(), absl::StatusCode::kInvalidArgument);
   EXPECT_EQ(rpc::GetReason(status), v1::ERROR_REASON_LIMIT);
@@ -829,11 +829,11 @@ TEST_F(SessionClientTest, Forgotten_IsNeitherSentNorAnswered) {
   Connect();
   const uint64_t sent = Submit("a", Add(1));
   const uint64_t waiting = Submit("b", Add(2));
-  stream_->Forget(waiting);
-  stream_->Forget(sent);
-  link().Drain();
+  client_->Forget(waiting);
+  client_->Forget(sent);
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
-  link().events->OnFrame(Results(1, {1, 2}));
+  stream().events->OnFrame(Results(1, {1, 2}));
   EXPECT_THAT(results_, IsEmpty());
 }
 
@@ -841,31 +841,31 @@ TEST_F(SessionClientTest, Stack_GoesOutAndSurvivesAResume) {
   Connect();
   v1::StackReply stack;
   stack.set_query_id(5);
-  stream_->SendStack(stack);
-  ASSERT_TRUE(link().written.back().has_stack());
-  EXPECT_EQ(link().written.back().seq(), 1u);
+  client_->SendStack(stack);
+  ASSERT_TRUE(stream().written.back().has_stack());
+  EXPECT_EQ(stream().written.back().seq(), 1u);
   Reconnect();
   Welcome("s1", 1, 0);
-  ASSERT_TRUE(link().written.back().has_stack());
-  EXPECT_EQ(link().written.back().stack().query_id(), 5u);
-  EXPECT_EQ(link().written.back().seq(), 1u);
+  ASSERT_TRUE(stream().written.back().has_stack());
+  EXPECT_EQ(stream().written.back().stack().query_id(), 5u);
+  EXPECT_EQ(stream().written.back().seq(), 1u);
 }
 
 TEST_F(SessionClientTest, SubmitFromWithinAResult_Works) {
   Connect();
-  stream_->Submit(Add(1), [this](const v1::OpResult&) { Submit("second", Add(2)); });
-  link().Drain();
-  link().events->OnFrame(Results(1, {1}));
-  link().Drain();
-  link().events->OnFrame(Results(2, {2}));
+  client_->Submit(Add(1), [this](const v1::OpResult&) { Submit("second", Add(2)); });
+  stream().Drain();
+  stream().events->OnFrame(Results(1, {1}));
+  stream().Drain();
+  stream().events->OnFrame(Results(2, {2}));
   EXPECT_THAT(results_, ElementsAre("second: ok"));
 }
 
 TEST_F(SessionClientTest, Destroyed_LateEventsReachNobody) {
   Connect();
   Submit("a", Add(1));
-  const std::shared_ptr<FakeLink> old = transport_.links.back();
-  stream_.reset();
+  const std::shared_ptr<FakeOutgoingStream> old = transport_.streams.back();
+  client_.reset();
   EXPECT_TRUE(old->closing);
   old->events->OnFrame(Results(1, {1}));
   old->events->OnClosed(absl::CancelledError(""));
@@ -875,14 +875,14 @@ TEST_F(SessionClientTest, Destroyed_LateEventsReachNobody) {
 TEST_F(SessionClientTest, UseHub_MovesWhatIsHeldToANewSessionThere) {
   hub_address_ = "10.0.0.9:1";
   Connect();
-  EXPECT_THAT(stream_->upstream().hub, IsEmpty());
+  EXPECT_THAT(client_->upstream().hub, IsEmpty());
   Submit("a", Add(1));
-  link().Drain();
+  stream().Drain();
   Use("node-h", "10.0.0.2:29500");
-  EXPECT_EQ(link().written.back().bye().reason(), "uses hub node-h");
+  EXPECT_EQ(stream().written.back().bye().reason(), "uses hub node-h");
   Submit("b", Add(2));
   Leave("10.0.0.2:29500");
-  EXPECT_FALSE(stream_->connected());
+  EXPECT_FALSE(client_->connected());
   EXPECT_EQ(hello().node(), "node-a");
   EXPECT_THAT(hello().features(), ElementsAre("hub"));
   EXPECT_EQ(hello().term_seen(), 1u);
@@ -890,14 +890,14 @@ TEST_F(SessionClientTest, UseHub_MovesWhatIsHeldToANewSessionThere) {
   EXPECT_EQ(hello().session_id(), "s1");
   EXPECT_EQ(hello().hub_address(), "");
   Welcome("s1");  // by chance the name of the coordinator's, but another one
-  EXPECT_TRUE(stream_->connected());
-  link().Drain();
+  EXPECT_TRUE(client_->connected());
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1 2"));
   EXPECT_THAT(connected_, ElementsAre("term 1 new", "term 1 new"));
-  link().events->OnFrame(Results(1, {1, 2}));
+  stream().events->OnFrame(Results(1, {1, 2}));
   EXPECT_THAT(results_, ElementsAre("a: ok", "b: ok"));
-  EXPECT_EQ(stream_->upstream().hub, "node-h");
-  EXPECT_EQ(stream_->upstream().session, 2u);
+  EXPECT_EQ(client_->upstream().hub, "node-h");
+  EXPECT_EQ(client_->upstream().session, 2u);
   EXPECT_THAT(directives_, IsEmpty());
 }
 
@@ -905,30 +905,30 @@ TEST_F(SessionClientTest, UseHubWhileOthersAreBehindThisAgent_IsNotFollowed) {
   bool is_hub = true;
   options_.is_hub = [&is_hub] { return is_hub; };
   Make();
-  link().Done();
+  stream().Done();
   Welcome("s1");
   Use("node-h", "10.0.0.2:29500");
   Submit("a", Add(1));
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
-  EXPECT_TRUE(stream_->connected());
+  EXPECT_TRUE(client_->connected());
   is_hub = false;
   Use("node-h", "10.0.0.2:29500", 2);
-  link().Drain();
-  EXPECT_EQ(link().written.back().bye().reason(), "uses hub node-h");
+  stream().Drain();
+  EXPECT_EQ(stream().written.back().bye().reason(), "uses hub node-h");
 }
 
 TEST_F(SessionClientTest, MoveToAHub_IsNoOutage) {
   options_.outage_tolerance = absl::ZeroDuration();
   Make();
   EXPECT_THAT(hello().features(), IsEmpty());  // it would not tolerate one that fails
-  link().Done();
+  stream().Done();
   Welcome("s1");
   Use("node-h", "10.0.0.2:29500");
-  link().Drain();
+  stream().Drain();
   Leave("10.0.0.2:29500");
   clock_.Advance(absl::Seconds(1));
-  stream_->Tick();
+  client_->Tick();
   Welcome("h1");
   EXPECT_THAT(lost_, IsEmpty());
 }
@@ -937,11 +937,11 @@ TEST_F(SessionClientTest, UseHubWhileWriting_ByeFollowsTheWrite) {
   Connect();
   Submit("a", Add(1));
   Use("node-h", "10.0.0.2:29500");
-  EXPECT_TRUE(link().written.back().has_ops());
-  link().Done();
+  EXPECT_TRUE(stream().written.back().has_ops());
+  stream().Done();
   Leave("10.0.0.2:29500");
   Welcome("h1");
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
 }
 
@@ -949,15 +949,15 @@ TEST_F(SessionClientTest, UseHub_WaitsForOperationsThatCannotBeRepeated) {
   Connect();
   Submit("operator", Add(0, ""));
   Submit("worker", Add(1));
-  link().Drain();
-  link().written.clear();
+  stream().Drain();
+  stream().written.clear();
   Use("node-h", "10.0.0.2:29500");
   Submit("later", Add(0, ""));
-  EXPECT_THAT(link().written, IsEmpty());
-  link().events->OnFrame(Results(2, {1}));
+  EXPECT_THAT(stream().written, IsEmpty());
+  stream().events->OnFrame(Results(2, {1}));
   Leave("10.0.0.2:29500");
   Welcome("h1");
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(results_, ElementsAre("operator: ok"));
   EXPECT_THAT(Written(), ElementsAre("1: 2 3"));
 }
@@ -967,19 +967,19 @@ TEST_F(SessionClientTest, UseHubWhileAWorkerWaitsForItsSeat_MovesOnceItHasIt) {
   v1::Op join;
   join.mutable_join()->mutable_fence()->set_worker_id("w0");
   Submit("join", join);
-  link().Drain();
-  link().written.clear();
+  stream().Drain();
+  stream().written.clear();
   Use("node-h", "10.0.0.2:29500");
   // A move would end the session that holds its place in the queue. What else there is goes on.
   Submit("other", Add(1));
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("2: 2"));
-  EXPECT_FALSE(link().written.back().has_bye());
+  EXPECT_FALSE(stream().written.back().has_bye());
   v1::CoordinatorFrame seated;
   seated.set_seq(2);
   seated.mutable_results()->add_results()->set_op_id(1);
   seated.mutable_results()->mutable_results(0)->mutable_join();
-  link().events->OnFrame(seated);
+  stream().events->OnFrame(seated);
   EXPECT_THAT(results_, ElementsAre("join: ok"));
   Leave("10.0.0.2:29500");
 }
@@ -989,19 +989,19 @@ TEST_F(SessionClientTest, UseHubWhileNoSeatIsGiven_MovesInTheEnd) {
   v1::Op join;
   join.mutable_join()->mutable_fence()->set_worker_id("w0");
   Submit("join", join);
-  link().Drain();
+  stream().Drain();
   Use("node-h", "10.0.0.2:29500");
   for (int i = 0; i < 19; ++i) {
     clock_.Advance(absl::Seconds(1));
-    stream_->Tick();
-    link().Drain();
+    client_->Tick();
+    stream().Drain();
   }
-  EXPECT_FALSE(link().written.back().has_bye());
+  EXPECT_FALSE(stream().written.back().has_bye());
   clock_.Advance(absl::Seconds(1));
-  stream_->Tick();
-  link().Drain();
+  client_->Tick();
+  stream().Drain();
   Leave("10.0.0.2:29500");
-  EXPECT_LT(clock_.Now(), stream_->Tick());  // nothing is left to wait for
+  EXPECT_LT(clock_.Now(), client_->Tick());  // nothing is left to wait for
 }
 
 TEST_F(SessionClientTest, UseHubWhileAWorkerWaitsThatGoes_MovesAtOnce) {
@@ -1009,19 +1009,19 @@ TEST_F(SessionClientTest, UseHubWhileAWorkerWaitsThatGoes_MovesAtOnce) {
   v1::Op join;
   join.mutable_join()->mutable_fence()->set_worker_id("w0");
   const uint64_t op = Submit("join", join);
-  link().Drain();
+  stream().Drain();
   Use("node-h", "10.0.0.2:29500");
-  stream_->Forget(op);
-  link().Drain();
+  client_->Forget(op);
+  stream().Drain();
   Leave("10.0.0.2:29500");
 }
 
 TEST_F(SessionClientTest, UseHub_DoesNotWaitForWhatItsCallerHasForgotten) {
   Connect();
   const uint64_t op = Submit("operator", Add(0, ""));
-  link().Drain();
+  stream().Drain();
   Use("node-h", "10.0.0.2:29500");
-  stream_->Forget(op);
+  client_->Forget(op);
   Leave("10.0.0.2:29500");
 }
 
@@ -1029,19 +1029,19 @@ TEST_F(SessionClientTest, UseHub_WaitsOneSecondAtMost) {
   Connect();
   Submit("operator", Add(0, ""));
   Submit("worker", Add(1));
-  link().Drain();
+  stream().Drain();
   Use("node-h", "10.0.0.2:29500");
   clock_.Advance(absl::Seconds(1));
-  stream_->Tick();
-  link().Drain();
-  EXPECT_TRUE(link().written.back().has_bye());
+  client_->Tick();
+  stream().Drain();
+  EXPECT_TRUE(stream().written.back().has_bye());
   // And one more for a coordinator that does not end the stream.
-  const absl::Time next = stream_->Tick();
+  const absl::Time next = client_->Tick();
   EXPECT_LE(next - clock_.Now(), absl::Seconds(1));
   ExpectHello("10.0.0.2:29500", absl::Seconds(1));
-  EXPECT_TRUE(transport_.links.front()->closing);
+  EXPECT_TRUE(transport_.streams.front()->closing);
   Welcome("h1");
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(results_, ElementsAre(HasSubstr("whether the request took effect is unknown")));
   EXPECT_THAT(Written(), ElementsAre("1: 2"));
 }
@@ -1049,20 +1049,20 @@ TEST_F(SessionClientTest, UseHub_WaitsOneSecondAtMost) {
 TEST_F(SessionClientTest, StreamThatBreaksDuringAMove_MovesAllTheSame) {
   Connect();
   Submit("operator", Add(0, ""));
-  link().Drain();
+  stream().Drain();
   Use("node-h", "10.0.0.2:29500");
-  link().events->OnClosed(absl::UnavailableError("broken pipe"));
+  stream().events->OnClosed(absl::UnavailableError("broken pipe"));
   ExpectHello("10.0.0.2:29500");
 }
 
 TEST_F(SessionClientTest, TwoHubsInARow_TheLastOneCounts) {
   Connect();
   Submit("operator", Add(0, ""));
-  link().Drain();
+  stream().Drain();
   Use("node-g", "10.0.0.3:29500", 1);
   Use("node-h", "10.0.0.2:29500", 2);
-  link().events->OnFrame(Results(3, {1}));
-  EXPECT_EQ(link().written.back().bye().reason(), "uses hub node-h");
+  stream().events->OnFrame(Results(3, {1}));
+  EXPECT_EQ(stream().written.back().bye().reason(), "uses hub node-h");
   Use("node-g", "10.0.0.3:29500", 4);  // too late
   Leave("10.0.0.2:29500");
 }
@@ -1071,7 +1071,7 @@ TEST_F(SessionClientTest, HubThatCannotBeUsed_CoordinatorHearsOfIt) {
   hub_address_ = "10.0.0.9:29500";
   Connect();
   Submit("a", Add(1));
-  link().Drain();
+  stream().Drain();
   uint64_t seq = 0;
   for (const auto& [node, address] : std::vector<std::pair<std::string, std::string>>{
            {"node-h", ""},
@@ -1082,16 +1082,16 @@ TEST_F(SessionClientTest, HubThatCannotBeUsed_CoordinatorHearsOfIt) {
            {"", "10.0.0.2:29500"}}) {
     SCOPED_TRACE(node + " at " + address);
     Use(node, address, ++seq);
-    EXPECT_TRUE(link().closing);
+    EXPECT_TRUE(stream().closing);
     ExpectHello("", absl::Seconds(2));
     EXPECT_EQ(hello().failed_hub(), node);
     EXPECT_EQ(hello().session_id(), "s1");
     EXPECT_EQ(hello().last_received_seq(), seq);
     Welcome("s1", 1, 1);
-    link().Drain();
+    stream().Drain();
   }
   EXPECT_EQ(connected_.back(), "term 1 resumed");
-  EXPECT_EQ(stream_->held_ops(), 1u);
+  EXPECT_EQ(client_->held_ops(), 1u);
   Reconnect();
   EXPECT_EQ(hello().failed_hub(), "");
 }
@@ -1100,9 +1100,9 @@ TEST_F(SessionClientTest, HubThatNothingIsOpenedTo_IsLeftForTheCoordinator) {
   Connect();
   transport_.refuses = "10.0.0.2:29500";  // no TLS, for instance
   Use("node-h", "10.0.0.2:29500");
-  link().Drain();
-  link().events->OnClosed(absl::OkStatus());
-  stream_->Tick();
+  stream().Drain();
+  stream().events->OnClosed(absl::OkStatus());
+  client_->Tick();
   ExpectHello("", absl::Seconds(2));
   EXPECT_EQ(hello().failed_hub(), "node-h");
 }
@@ -1110,20 +1110,20 @@ TEST_F(SessionClientTest, HubThatNothingIsOpenedTo_IsLeftForTheCoordinator) {
 TEST_F(SessionClientTest, HubThatClosesBeforeWelcome_IsLeftForTheCoordinator) {
   Connect();
   Submit("a", Add(1));
-  link().Drain();
+  stream().Drain();
   Use("node-h", "10.0.0.2:29500");
   Leave("10.0.0.2:29500");
-  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  stream().events->OnClosed(absl::UnavailableError("connection refused"));
   ExpectHello("", absl::Seconds(1));
   EXPECT_EQ(hello().failed_hub(), "node-h");
   EXPECT_EQ(hello().session_id(), "s1");
   Welcome("s2");
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
-  link().events->OnFrame(Results(1, {1}));
+  stream().events->OnFrame(Results(1, {1}));
   EXPECT_THAT(results_, ElementsAre("a: ok"));
   Reconnect();
-  EXPECT_EQ(link().hub, "");
+  EXPECT_EQ(stream().hub, "");
   EXPECT_EQ(hello().failed_hub(), "");
 }
 
@@ -1131,10 +1131,10 @@ TEST_F(SessionClientTest, HubThatDoesNotWelcome_IsLeftAfterAThirdOfTheLease) {
   Connect();
   Use("node-h", "10.0.0.2:29500");
   Leave("10.0.0.2:29500");
-  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(2));
+  EXPECT_EQ(client_->Tick(), clock_.Now() + absl::Seconds(2));
   clock_.Advance(absl::Seconds(2));
-  stream_->Tick();
-  EXPECT_TRUE(link().closing);
+  client_->Tick();
+  EXPECT_TRUE(stream().closing);
   ExpectHello("", absl::Seconds(1));
   EXPECT_EQ(hello().failed_hub(), "node-h");
 }
@@ -1143,16 +1143,16 @@ TEST_F(SessionClientTest, HubOfAnotherClusterOrAnOlderTerm_IsLeftForTheCoordinat
   for (const auto& [term, cluster] :
        std::vector<std::pair<uint64_t, std::string>>{{2, "d"}, {1, "c"}, {2, ""}}) {
     SCOPED_TRACE(absl::StrCat("term ", term, " of ", cluster));
-    transport_.links.clear();
+    transport_.streams.clear();
     Make();
-    link().Done();
+    stream().Done();
     Welcome("s1", 2);
     Use("node-h", "10.0.0.2:29500");
-    link().Drain();
+    stream().Drain();
     Leave("10.0.0.2:29500");
     Welcome("h1", term, 0, cluster);
-    EXPECT_FALSE(stream_->connected());
-    EXPECT_TRUE(link().closing);
+    EXPECT_FALSE(client_->connected());
+    EXPECT_TRUE(stream().closing);
     ExpectHello("", absl::Seconds(1));
     EXPECT_EQ(hello().failed_hub(), "node-h");
     EXPECT_EQ(hello().term_seen(), 2u);
@@ -1164,60 +1164,60 @@ TEST_F(SessionClientTest, HubOfANewerTerm_IsToldOfBarriersBeforeWhatIsHeld) {
   Connect();
   Submit("a0", Arrive("a", 0));
   Submit("b0", Arrive("b", 0));
-  link().Drain();
-  link().events->OnFrame(Passed(1, {1}));
+  stream().Drain();
+  stream().events->OnFrame(Passed(1, {1}));
   Use("node-h", "10.0.0.2:29500", 2);
   Leave("10.0.0.2:29500");
   Welcome("h1", 2);
-  link().Drain();
-  const v1::OpBatch& batch = link().written.back().ops();
+  stream().Drain();
+  const v1::OpBatch& batch = stream().written.back().ops();
   ASSERT_EQ(batch.ops_size(), 2);
   EXPECT_EQ(batch.ops(0).recall_barriers().seen(0).barrier_id(), "a");
   EXPECT_EQ(batch.ops(1).arrive().barrier_id(), "b");
-  EXPECT_EQ(stream_->term(), 2u);
+  EXPECT_EQ(client_->term(), 2u);
 }
 
 TEST_F(SessionClientTest, HubThatHasLostTheCoordinator_IsAnOutage) {
   ConnectToHub();
   SayAway(true);
-  EXPECT_FALSE(stream_->connected());
-  EXPECT_THAT(stream_->upstream().why_away, HasSubstr("connection refused"));
+  EXPECT_FALSE(client_->connected());
+  EXPECT_THAT(client_->upstream().why_away, HasSubstr("connection refused"));
   Submit("a", Add(1));
-  EXPECT_THAT(link().written, IsEmpty());  // nothing that might be lost there
+  EXPECT_THAT(stream().written, IsEmpty());  // nothing that might be lost there
   // It is alive all the same.
   clock_.Advance(absl::Seconds(1.9));
-  stream_->Tick();
-  EXPECT_FALSE(link().closing);
+  client_->Tick();
+  EXPECT_FALSE(stream().closing);
   SayAway(true);
   SayAway(false);
-  EXPECT_TRUE(stream_->connected());
+  EXPECT_TRUE(client_->connected());
   EXPECT_EQ(connected_.back(), "term 1 resumed");
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
   clock_.Advance(absl::Seconds(0.2));
-  stream_->Tick();
-  EXPECT_FALSE(link().closing);
+  client_->Tick();
+  EXPECT_FALSE(stream().closing);
 }
 
 TEST_F(SessionClientTest, HubThatDoesNotFindTheCoordinator_IsLeftAfterAThirdOfTheLease) {
   ConnectToHub();
   SayAway(true);
   clock_.Advance(absl::Seconds(2));
-  stream_->Tick();
-  EXPECT_TRUE(link().closing);
+  client_->Tick();
+  EXPECT_TRUE(stream().closing);
   ExpectHello("", absl::Seconds(1));
   // The coordinator knows which hubs it has lost.
   EXPECT_EQ(hello().failed_hub(), "");
   // But not that it cannot be reached from one that it believes to have.
   Welcome("s2");
-  link().Drain();
+  stream().Drain();
   Use("node-h", "10.0.0.2:29500");
-  link().Drain();
+  stream().Drain();
   Leave("10.0.0.2:29500");
   Welcome("h2");
   SayAway(true);
   clock_.Advance(absl::Seconds(2));
-  stream_->Tick();
+  client_->Tick();
   ExpectHello("", absl::Seconds(2));
   EXPECT_EQ(hello().failed_hub(), "node-h");
 }
@@ -1227,10 +1227,10 @@ TEST_F(SessionClientTest, HubThatWasRightAboutTheCoordinator_IsNotToBlame) {
   for (int i = 0; i < 3; ++i) {
     SayAway(true);
     clock_.Advance(absl::Seconds(2));
-    stream_->Tick();
+    client_->Tick();
     ExpectHello("", absl::Seconds(2));
     EXPECT_EQ(hello().failed_hub(), "");
-    link().events->OnClosed(absl::UnavailableError("connection refused"));
+    stream().events->OnClosed(absl::UnavailableError("connection refused"));
     ExpectHello("10.0.0.2:29500", absl::Seconds(2));
     EXPECT_EQ(hello().session_id(), "h1");
     Welcome("h1");
@@ -1241,27 +1241,27 @@ TEST_F(SessionClientTest, HubThatTakesNobodyWithoutTheCoordinator_IsNotToBlame) 
   ConnectToHub();
   SayAway(true);
   clock_.Advance(absl::Seconds(2));
-  stream_->Tick();
+  client_->Tick();
   for (int i = 0; i < 3; ++i) {
     ExpectHello("", absl::Seconds(2));
     EXPECT_EQ(hello().failed_hub(), "");
-    link().events->OnClosed(absl::UnavailableError("connection refused"));
+    stream().events->OnClosed(absl::UnavailableError("connection refused"));
     ExpectHello("10.0.0.2:29500", absl::Seconds(2));
-    link().events->OnClosed(absl::UnavailableError("no stream to the coordinator"));
+    stream().events->OnClosed(absl::UnavailableError("no stream to the coordinator"));
   }
 }
 
 TEST_F(SessionClientTest, HubThatFailed_IsNamedHoweverLongTheCoordinatorIsAway) {
   ConnectToHub();
-  link().events->OnClosed(absl::UnavailableError("connection reset"));
+  stream().events->OnClosed(absl::UnavailableError("connection reset"));
   ExpectHello("10.0.0.2:29500", absl::Seconds(1));
-  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  stream().events->OnClosed(absl::UnavailableError("connection refused"));
   for (int i = 0; i < 3; ++i) {
     ExpectHello("", absl::Seconds(2));
     EXPECT_EQ(hello().failed_hub(), "node-h");
-    link().events->OnClosed(absl::UnavailableError("connection refused"));
+    stream().events->OnClosed(absl::UnavailableError("connection refused"));
     ExpectHello("10.0.0.2:29500", absl::Seconds(2));
-    link().events->OnClosed(absl::UnavailableError("connection refused"));
+    stream().events->OnClosed(absl::UnavailableError("connection refused"));
   }
 }
 
@@ -1273,45 +1273,45 @@ TEST_F(SessionClientTest, BeatThatAHubDoesNotAcknowledge_IsTheEndOfIt) {
   };
   ConnectToHub();
   Submit("a", Add(1));
-  link().Drain();
+  stream().Drain();
   for (int i = 0; i < 3; ++i) {
     clock_.Advance(absl::Seconds(2));
-    stream_->Tick();
-    link().Drain();
+    client_->Tick();
+    stream().Drain();
     Acknowledge();
   }
   clock_.Advance(absl::Seconds(2));
-  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Milliseconds(1500));
+  EXPECT_EQ(client_->Tick(), clock_.Now() + absl::Milliseconds(1500));
   EXPECT_EQ(beats, 6);
-  link().Drain();
-  EXPECT_TRUE(stream_->connected());
+  stream().Drain();
+  EXPECT_TRUE(client_->connected());
   clock_.Advance(absl::Milliseconds(1500));
-  stream_->Tick();
-  EXPECT_FALSE(stream_->connected());
+  client_->Tick();
+  EXPECT_FALSE(client_->connected());
   ExpectHello("", absl::Seconds(1));
   EXPECT_EQ(hello().failed_hub(), "node-h");
   EXPECT_EQ(transport_.reconnects, 0);
   Welcome("s2");
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
   // The coordinator itself may take its time: an outage is what the connection says.
   clock_.Advance(absl::Seconds(20));
-  stream_->Tick();
-  EXPECT_TRUE(stream_->connected());
+  client_->Tick();
+  EXPECT_TRUE(client_->connected());
 }
 
 TEST_F(SessionClientTest, HubThatTalksButDoesNotAcknowledge_IsLeftToo) {
   ConnectToHub();
   clock_.Advance(absl::Seconds(2));
-  stream_->Tick();
-  link().Drain();
+  client_->Tick();
+  stream().Drain();
   clock_.Advance(absl::Seconds(1));
   SayAway(true);
   SayAway(false);
-  EXPECT_TRUE(stream_->connected());
+  EXPECT_TRUE(client_->connected());
   clock_.Advance(absl::Milliseconds(500));
-  stream_->Tick();
-  EXPECT_FALSE(stream_->connected());
+  client_->Tick();
+  EXPECT_FALSE(client_->connected());
   ExpectHello("", absl::Seconds(1));
   EXPECT_EQ(hello().failed_hub(), "node-h");
 }
@@ -1321,70 +1321,70 @@ TEST_F(SessionClientTest, HubWhoseBeatTheCoordinatorDoesNotAnswer_OpensAnotherSt
   options_.is_hub = [&] { return is_hub; };
   features_ = {"answers_beats"};
   Make();
-  link().Done();
+  stream().Done();
   Welcome("s1");
-  stream_->Tick();
-  EXPECT_TRUE(link().written.back().beat().wants_answer());
-  link().Drain();
+  client_->Tick();
+  EXPECT_TRUE(stream().written.back().beat().wants_answer());
+  stream().Drain();
   Acknowledge();
   clock_.Advance(absl::Seconds(2));
-  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Milliseconds(1500));
-  link().Drain();
-  EXPECT_TRUE(stream_->connected());
+  EXPECT_EQ(client_->Tick(), clock_.Now() + absl::Milliseconds(1500));
+  stream().Drain();
+  EXPECT_TRUE(client_->connected());
   clock_.Advance(absl::Milliseconds(1500));
-  stream_->Tick();
-  EXPECT_FALSE(stream_->connected());
-  EXPECT_THAT(stream_->upstream().why_away, HasSubstr("has not acknowledged a beat"));
+  client_->Tick();
+  EXPECT_FALSE(client_->connected());
+  EXPECT_THAT(client_->upstream().why_away, HasSubstr("has not acknowledged a beat"));
   EXPECT_EQ(transport_.reconnects, 1);
   ExpectHello("", absl::Seconds(1));
   EXPECT_EQ(hello().session_id(), "s1");  // which goes on
   Welcome("s1");
   // Without agents behind it, the connection says when it is broken.
   is_hub = false;
-  stream_->Tick();
-  EXPECT_FALSE(link().written.back().beat().wants_answer());
-  link().Drain();
+  client_->Tick();
+  EXPECT_FALSE(stream().written.back().beat().wants_answer());
+  stream().Drain();
   clock_.Advance(absl::Seconds(20));
-  stream_->Tick();
-  EXPECT_TRUE(stream_->connected());
+  client_->Tick();
+  EXPECT_TRUE(client_->connected());
 }
 
 TEST_F(SessionClientTest, HubOfACoordinatorThatAnswersNoBeats_StaysWithIt) {
   options_.is_hub = [] { return true; };
   Connect();
   clock_.Advance(absl::Seconds(20));
-  stream_->Tick();
-  link().Drain();
+  client_->Tick();
+  stream().Drain();
   clock_.Advance(absl::Seconds(20));
-  stream_->Tick();
-  EXPECT_TRUE(stream_->connected());
+  client_->Tick();
+  EXPECT_TRUE(client_->connected());
 }
 
 TEST_F(SessionClientTest, HubWhoseStreamBreaks_IsTriedOnceMore) {
   ConnectToHub();
   Submit("a", Add(1));
-  link().Drain();
+  stream().Drain();
   clock_.Advance(absl::Seconds(1));
-  stream_->Tick();
+  client_->Tick();
   // It has a new session with the coordinator: all of it comes back.
-  link().events->OnClosed(absl::AbortedError("a new session"));
+  stream().events->OnClosed(absl::AbortedError("a new session"));
   ExpectHello("10.0.0.2:29500", absl::Seconds(1));
   EXPECT_EQ(hello().session_id(), "h1");
   Welcome("h2", 2);
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
-  EXPECT_EQ(stream_->upstream().session, 3u);
+  EXPECT_EQ(client_->upstream().session, 3u);
   // One that stays is trusted again.
   clock_.Advance(absl::Seconds(1));
-  stream_->Tick();
-  link().Drain();
+  client_->Tick();
+  stream().Drain();
   Acknowledge();
   clock_.Advance(absl::Seconds(1));
-  stream_->Tick();
-  link().events->OnClosed(absl::AbortedError("another session"));
+  client_->Tick();
+  stream().events->OnClosed(absl::AbortedError("another session"));
   ExpectHello("10.0.0.2:29500", absl::Seconds(1));
   Welcome("h3", 2);
-  link().events->OnClosed(absl::AbortedError("and another"));
+  stream().events->OnClosed(absl::AbortedError("and another"));
   ExpectHello("", absl::Seconds(1));
   EXPECT_EQ(hello().failed_hub(), "node-h");
 }
@@ -1392,9 +1392,9 @@ TEST_F(SessionClientTest, HubWhoseStreamBreaks_IsTriedOnceMore) {
 TEST_F(SessionClientTest, HubThatIsKilled_IsTriedOnceMoreAndLeft) {
   ConnectToHub();
   clock_.Advance(absl::Seconds(10));
-  link().events->OnClosed(absl::UnavailableError("connection reset"));
+  stream().events->OnClosed(absl::UnavailableError("connection reset"));
   ExpectHello("10.0.0.2:29500", absl::Milliseconds(50));
-  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  stream().events->OnClosed(absl::UnavailableError("connection refused"));
   ExpectHello("", absl::Milliseconds(100));
   EXPECT_EQ(hello().failed_hub(), "node-h");
 }
@@ -1403,12 +1403,12 @@ TEST_F(SessionClientTest, HubThatEndsInOrder_IsLeftAndNotToBlame) {
   ConnectToHub();
   v1::CoordinatorFrame goodbye;
   goodbye.mutable_goodbye()->set_reason("the agent ends");
-  link().events->OnFrame(goodbye);
-  link().events->OnClosed(absl::OkStatus());
+  stream().events->OnFrame(goodbye);
+  stream().events->OnClosed(absl::OkStatus());
   ExpectHello("", absl::Seconds(1));
   EXPECT_EQ(hello().failed_hub(), "");
   // Nor is it an alternative.
-  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  stream().events->OnClosed(absl::UnavailableError("connection refused"));
   ExpectHello("", absl::Seconds(1));
 }
 
@@ -1417,17 +1417,17 @@ TEST_F(SessionClientTest, HubThatAsksForPatience_IsComeBackTo) {
   v1::CoordinatorFrame goodbye;
   goodbye.mutable_goodbye()->set_reason("a new session");
   goodbye.mutable_goodbye()->mutable_retry_after()->set_seconds(3);
-  link().events->OnFrame(goodbye);
-  link().events->OnClosed(absl::OkStatus());
-  EXPECT_EQ(stream_->Tick(), clock_.Now() + absl::Seconds(3));
+  stream().events->OnFrame(goodbye);
+  stream().events->OnClosed(absl::OkStatus());
+  EXPECT_EQ(client_->Tick(), clock_.Now() + absl::Seconds(3));
   ExpectHello("10.0.0.2:29500", absl::Seconds(3));
 }
 
 TEST_F(SessionClientTest, NeitherHubNorCoordinator_InTurnUntilTheOutageIsNotTolerated) {
   ConnectToHub();
   Submit("a", Add(1));
-  link().Drain();
-  link().events->OnClosed(absl::UnavailableError("broken pipe"));
+  stream().Drain();
+  stream().events->OnClosed(absl::UnavailableError("broken pipe"));
   std::string tried;
   absl::Duration away;
   // A hub that is there does not make the coordinator be there.
@@ -1440,10 +1440,10 @@ TEST_F(SessionClientTest, NeitherHubNorCoordinator_InTurnUntilTheOutageIsNotTole
     }
     clock_.Advance(absl::Milliseconds(100));
     away += absl::Milliseconds(100);
-    const size_t before = transport_.links.size();
-    stream_->Tick();
-    if (link().writing) link().Done();
-    if (transport_.links.size() != before) tried += link().hub.empty() ? 'c' : 'h';
+    const size_t before = transport_.streams.size();
+    client_->Tick();
+    if (stream().writing) stream().Done();
+    if (transport_.streams.size() != before) tried += stream().hub.empty() ? 'c' : 'h';
   };
   tried = "-";
   while (lost_.empty() && away < absl::Minutes(5)) step();
@@ -1460,87 +1460,87 @@ TEST_F(SessionClientTest, NeitherHubNorCoordinator_InTurnUntilTheOutageIsNotTole
   // It is back: the hub says nothing to the contrary for a while, or the coordinator welcomes.
   while (tried.back() != 'h') step();
   Welcome("h3");
-  stream_->Tick();
-  link().Drain();
+  client_->Tick();
+  stream().Drain();
   Acknowledge();
   clock_.Advance(absl::Milliseconds(1500));
-  stream_->Tick();
-  EXPECT_TRUE(stream_->lost().ok());
+  client_->Tick();
+  EXPECT_TRUE(client_->lost().ok());
 }
 
 TEST_F(SessionClientTest, CoordinatorThatRestartsDuringAMove_IsFoundThroughTheHub) {
   Connect();
   Submit("b0", Arrive("b", 0));
-  link().Drain();
+  stream().Drain();
   Use("node-h", "10.0.0.2:29500");
   v1::CoordinatorFrame goodbye;
   goodbye.mutable_goodbye()->set_reason("stopping");
   goodbye.mutable_goodbye()->mutable_retry_after()->set_seconds(1);
-  link().events->OnFrame(goodbye);
-  link().events->OnClosed(absl::UnavailableError("stopping"));
+  stream().events->OnFrame(goodbye);
+  stream().events->OnClosed(absl::UnavailableError("stopping"));
   ExpectHello("10.0.0.2:29500", absl::Seconds(1));
   Welcome("h1");
   SayAway(true);
-  EXPECT_FALSE(stream_->connected());
-  link().events->OnClosed(absl::AbortedError("a new session"));
+  EXPECT_FALSE(client_->connected());
+  stream().events->OnClosed(absl::AbortedError("a new session"));
   ExpectHello("10.0.0.2:29500", absl::Seconds(1));
   Welcome("h2", 2);
-  link().Drain();
+  stream().Drain();
   EXPECT_THAT(Written(), ElementsAre("1: 1"));
-  link().events->OnFrame(Passed(1, {1}));
+  stream().events->OnFrame(Passed(1, {1}));
   EXPECT_THAT(results_, ElementsAre("b0: ok"));
 }
 
 TEST_F(SessionClientTest, FinishDuringAMove_SaysGoodbyeWhereItIs) {
   Connect();
   Submit("operator", Add(0, ""));
-  link().Drain();
+  stream().Drain();
   Use("node-h", "10.0.0.2:29500");
-  stream_->Finish(absl::InfinitePast());
-  EXPECT_EQ(link().written.back().bye().reason(), "the agent ends");
-  link().Drain();
-  link().events->OnClosed(absl::OkStatus());
+  client_->Finish(absl::InfinitePast());
+  EXPECT_EQ(stream().written.back().bye().reason(), "the agent ends");
+  stream().Drain();
+  stream().events->OnClosed(absl::OkStatus());
   clock_.Advance(absl::Seconds(10));
-  stream_->Tick();
-  EXPECT_EQ(transport_.links.size(), 1u);
+  client_->Tick();
+  EXPECT_EQ(transport_.streams.size(), 1u);
 }
 
 TEST_F(SessionClientTest, FinishBetweenCoordinatorAndHub_IsTheEnd) {
   Connect();
   Use("node-h", "10.0.0.2:29500");
   Leave("10.0.0.2:29500");
-  stream_->Finish(absl::InfinitePast());
-  link().events->OnClosed(absl::UnavailableError("connection refused"));
+  client_->Finish(absl::InfinitePast());
+  stream().events->OnClosed(absl::UnavailableError("connection refused"));
   clock_.Advance(absl::Seconds(10));
-  stream_->Tick();
-  EXPECT_EQ(transport_.links.size(), 2u);
+  client_->Tick();
+  EXPECT_EQ(transport_.streams.size(), 2u);
 }
 
 TEST_F(SessionClientTest, FinishAtAHub_SaysGoodbyeThere) {
   ConnectToHub();
-  stream_->Finish(absl::InfinitePast());
-  EXPECT_EQ(link().written.back().bye().reason(), "the agent ends");
+  client_->Finish(absl::InfinitePast());
+  EXPECT_EQ(stream().written.back().bye().reason(), "the agent ends");
   // Who ends is not moved any more.
   Use("node-g", "10.0.0.3:29500");
-  link().Drain();
-  EXPECT_TRUE(link().written.back().has_bye());
+  stream().Drain();
+  EXPECT_TRUE(stream().written.back().has_bye());
 }
 
 TEST_F(SessionClientTest, Upstream_TellsOfEachChange) {
   std::vector<std::string> seen;
   options_.on_upstream = [&] {
-    const Upstream up = stream_->upstream();
+    const Upstream up = client_->upstream();
     seen.push_back(absl::StrCat(up.session, up.connected ? " up " : " away ", up.term, " ",
                                 up.cluster_id, up.hub.empty() ? "" : " through ", up.hub));
   };
   ConnectToHub();
   SayAway(true);
   SayAway(false);
-  link().events->OnClosed(absl::UnavailableError("broken pipe"));
+  stream().events->OnClosed(absl::UnavailableError("broken pipe"));
   EXPECT_THAT(seen, ElementsAre("1 up 1 c", "1 away 1 c", "2 up 1 c through node-h",
                                 "2 away 1 c through node-h", "2 up 1 c through node-h",
                                 "2 away 1 c through node-h"));
-  EXPECT_EQ(stream_->upstream().lease, absl::Seconds(6));
+  EXPECT_EQ(client_->upstream().lease, absl::Seconds(6));
 }
 
 }  // namespace

@@ -76,6 +76,7 @@ std::map<std::string, std::string> MakeWorkerVariables(
   set("MUSTER_LEASE", absl::FormatDuration(worker.lease));
 
   set("MUSTER_MIXED_PRECISION", worker.mixed_precision);
+  if (!worker.sharding.empty()) set("MUSTER_SHARDING", worker.sharding);
   set("MUSTER_CPU", YesNo(worker.cpu));
   set("MUSTER_GRADIENT_ACCUMULATION_STEPS", worker.gradient_accumulation_steps);
   set("MUSTER_DEBUG", YesNo(worker.debug));

@@ -35,6 +35,7 @@ struct WorkerEnvironment {
   absl::Duration lease = kDefaultLease;
 
   std::string mixed_precision = "no";
+  std::string sharding;  // empty: the variable stays as it is
   bool cpu = false;
   int gradient_accumulation_steps = 1;
   bool debug = false;

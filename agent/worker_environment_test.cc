@@ -28,6 +28,7 @@ WorkerEnvironment Third() {
   worker.restart_count = 1;
   worker.max_restarts = 5;
   worker.mixed_precision = "bf16";
+  worker.sharding = "zero3";
   worker.cpu = true;
   worker.gradient_accumulation_steps = 8;
   worker.cores = 16;
@@ -52,6 +53,7 @@ TEST(MakeWorkerVariables, MusterAndTorchrunNames_SayTheSame) {
       {"MUSTER_LEASE", "6s"},
       {"MUSTER_RESTART_COUNT", "1"},
       {"MUSTER_MIXED_PRECISION", "bf16"},
+      {"MUSTER_SHARDING", "zero3"},
       {"MUSTER_CPU", "true"},
       {"MUSTER_GRADIENT_ACCUMULATION_STEPS", "8"},
       {"MUSTER_DEBUG", "false"},

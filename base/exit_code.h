@@ -5,8 +5,8 @@
 
 namespace muster {
 
-// How every Muster command ends, and the agent; the coordinator has its own. docs/cli.md has the
-// same table; 128 + N: ended by signal N (130 Ctrl-C, 143 SIGTERM).
+// How every Muster command ends, and the agent. docs/cli.md has the same table; 128 + N: ended by
+// signal N (130 Ctrl-C, 143 SIGTERM).
 enum ExitCode : int {
   kExitOk = 0,
   kExitJobFailed = 1,
@@ -20,6 +20,15 @@ enum ExitCode : int {
   kExitNotExecutable = 126,   // the program exists but cannot be run
   kExitProgramMissing = 127,  // the program does not exist
   kExitSignal = 128,
+};
+
+// How muster-coordinator ends, in addition to kExitOk and kExitUsage. It has its own numbers,
+// because the unit that restarts it distinguishes other causes than the caller of a command.
+enum CoordinatorExitCode : int {
+  kExitCannotServe = 3,  // the port is taken, a file cannot be read, the directory is in use
+  kExitJournalCorrupt = 4,
+  kExitDeposed = 5,        // a newer coordinator took over, or the directory is an older copy
+  kExitJournalFailed = 6,  // the journal cannot be written; not because the disk is full
 };
 
 // For errors of the command itself, not of the program that it starts.

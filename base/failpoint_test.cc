@@ -10,6 +10,7 @@
 #include <string>
 
 #include "absl/status/statusor.h"
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -32,7 +33,7 @@ class FailpointTest : public ::testing::Test {
  protected:
   void TearDown() override { ASSERT_TRUE(ArmFailpoints("", "", "").ok()); }
   static std::string Path(const std::string& name) {
-    const std::string path = ::testing::TempDir() + "/failpoint_" + name;
+    const std::string path = TestPath("failpoint_" + name);
     std::remove(path.c_str());
     return path;
   }

@@ -34,7 +34,7 @@ absl::StatusOr<OwnedFd> Connect(const std::string& name) {
     return absl::UnavailableError(
         absl::StrCat("the agent's memory (", name, ") cannot be reached: ", std::strerror(errno)));
   }
-  // Once the agent is dead, anybody may have its name.
+  // Once the agent is dead, any user may take its name.
   ucred agent = {};
   socklen_t credentials = sizeof(agent);
   if (getsockopt(fd.get(), SOL_SOCKET, SO_PEERCRED, &agent, &credentials) != 0 ||
@@ -65,7 +65,7 @@ absl::Status CheckHoldableMemory(int fd) {
   const int seals = fcntl(fd, F_GET_SEALS);
   struct stat info;
   if (seals < 0 || fstat(fd, &info) != 0 || !S_ISREG(info.st_mode)) {
-    return absl::InvalidArgumentError("it is no file in memory");
+    return absl::InvalidArgumentError("it is not a file in memory");
   }
   if ((seals & F_SEAL_SHRINK) == 0 || (seals & F_SEAL_SEAL) == 0) {
     return absl::InvalidArgumentError("the file in memory is not sealed against shrinking");
@@ -140,7 +140,7 @@ absl::StatusOr<HeldMemoryMessage> ReceiveHeldMemoryMessage(int socket, OwnedFd* 
   }
   if (got != sizeof(message) || (header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) != 0 || fds > 1 ||
       !IsWellFormed(message)) {
-    return absl::InvalidArgumentError("this is no message about held memory");
+    return absl::InvalidArgumentError("this is not a message about held memory");
   }
   return message;
 }

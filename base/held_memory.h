@@ -29,7 +29,7 @@ absl::StatusOr<OwnedFd> CreateHoldableMemory(const std::string& name);
 absl::Status CheckHoldableMemory(int fd);
 
 // Gives the agent a share of `fd`, in place of what this worker gave it as `slot` before. Errors:
-// UNAVAILABLE nobody listens at `socket`; PERMISSION_DENIED this process is no worker of the agent;
+// UNAVAILABLE no agent listens at `socket`; PERMISSION_DENIED this process is no worker of it;
 // INVALID_ARGUMENT it does not hold this.
 absl::Status HoldMemory(const std::string& socket, int slot, int fd);
 

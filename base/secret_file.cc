@@ -10,7 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "base/file.h"
-#include "base/owned_fd.h"
+#include "base/status_macros.h"
 
 namespace muster {
 namespace {
@@ -62,25 +62,9 @@ absl::StatusOr<std::string> ReadSecretFile(const std::string& path, absl::string
 }
 
 absl::Status WriteSecretFile(const std::string& path, absl::string_view contents) {
-  const std::string temporary = absl::StrCat(path, ".", RandomHex(), ".tmp");
-  const auto failed = [&](absl::string_view what) {
-    const absl::Status status =
-        absl::ErrnoToStatus(errno, absl::StrCat("cannot ", what, " ", path));
-    unlink(temporary.c_str());
-    return status;
-  };
-  const OwnedFd file(
-      open(temporary.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600));
-  if (!file.open()) return failed("create");
-  while (!contents.empty()) {
-    const ssize_t written = write(file.get(), contents.data(), contents.size());
-    if (written < 0 && errno == EINTR) continue;
-    if (written < 0) return failed("write");
-    contents.remove_prefix(static_cast<size_t>(written));
-  }
-  if (fsync(file.get()) != 0) return failed("sync");
-  if (rename(temporary.c_str(), path.c_str()) != 0) return failed("rename a file to");
-  return absl::OkStatus();
+  MUSTER_ASSIGN_OR_RETURN(AtomicFile file, AtomicFile::Create(path, 0600));
+  MUSTER_RETURN_IF_ERROR(file.Append(contents));
+  return file.Commit();
 }
 
 }  // namespace muster

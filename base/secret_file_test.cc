@@ -7,6 +7,7 @@
 #include <string>
 
 #include "base/file.h"
+#include "base/test_folder.h"
 
 namespace muster {
 namespace {
@@ -14,7 +15,7 @@ namespace {
 using ::testing::HasSubstr;
 
 std::string Write(const std::string& name, const std::string& text, mode_t mode) {
-  const std::string path = JoinPath(testing::TempDir(), name);
+  const std::string path = TestPath(name);
   EXPECT_TRUE(WriteFileAtomically(path, text).ok());
   EXPECT_EQ(chmod(path.c_str(), mode), 0);
   return path;
@@ -39,9 +40,10 @@ TEST(SecretFile, OthersCanAccess_IsRefusedWithTheRemedy) {
 }
 
 TEST(SecretFile, NoFile_IsAnErrorThatNamesIt) {
-  const std::string path = JoinPath(testing::TempDir(), "nowhere");
+  const std::string path = TestPath("nowhere");
   EXPECT_TRUE(absl::IsNotFound(ReadSecretFile(path, "key", "key", 100).status()));
-  const auto folder = ReadSecretFile(testing::TempDir(), "key", "key", 100);
+  const TestFolder of_test;
+  const auto folder = ReadSecretFile(of_test.path(), "key", "key", 100);
   EXPECT_TRUE(absl::IsInvalidArgument(folder.status())) << folder.status();
 }
 

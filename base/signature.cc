@@ -1,7 +1,5 @@
 #include "base/signature.h"
 
-#include <openssl/bio.h>
-#include <openssl/err.h>
 #include <openssl/evp.h>
 #include <openssl/hmac.h>
 #include <openssl/pem.h>
@@ -11,6 +9,7 @@
 #include "absl/status/status.h"
 #include "absl/strings/str_cat.h"
 #include "base/log.h"
+#include "base/pem.h"
 
 namespace muster {
 namespace {
@@ -21,20 +20,11 @@ const unsigned char* Bytes(absl::string_view text) {
   return reinterpret_cast<const unsigned char*>(text.data());
 }
 
-// OpenSSL would ask at the terminal.
-int NoPassword(char*, int, int, void*) { return -1; }
-
 using Reader = EVP_PKEY* (*)(BIO*, EVP_PKEY**, pem_password_cb*, void*);
 
 // Null if there is no Ed25519 key that `read` finds.
 std::shared_ptr<EVP_PKEY> ReadKey(absl::string_view pem, Reader read) {
-  if (pem.empty() || pem.size() > std::numeric_limits<int>::max()) return nullptr;
-  BIO* const bio = BIO_new_mem_buf(pem.data(), static_cast<int>(pem.size()));
-  MUSTER_CHECK(bio != nullptr);
-  std::shared_ptr<EVP_PKEY> key(read(bio, nullptr, &NoPassword, nullptr), &EVP_PKEY_free);
-  BIO_free(bio);
-  // What did not fit stays in the thread's queue, where gRPC's TLS would find it.
-  ERR_clear_error();
+  std::shared_ptr<EVP_PKEY> key = ReadFromPem<EVP_PKEY>(pem, read, &EVP_PKEY_free);
   return key != nullptr && EVP_PKEY_id(key.get()) == EVP_PKEY_ED25519 ? key : nullptr;
 }
 

@@ -34,7 +34,7 @@ class SigningKey {
   std::shared_ptr<evp_pkey_st> key_;
 };
 
-// The public key of one, which tells whether it signed.
+// The public key of one, which verifies its signatures.
 class VerifyingKey {
  public:
   // From PEM, as `openssl pkey -in PRIVATE -pubout` writes it. Errors: as SigningKey::Parse.

@@ -33,6 +33,13 @@ class TestFolder {
   std::string path_;
 };
 
+// A path in a folder that all tests of this process share, for what only needs a name of its own.
+// Nothing of it is removed: the folder is that of the test run (TEST_TMPDIR), or in /tmp.
+inline std::string TestPath(const std::string& name) {
+  static const TestFolder* const folder = new TestFolder;
+  return folder->Path(name);
+}
+
 }  // namespace muster
 
 #endif  // MUSTER_BASE_TEST_FOLDER_H_

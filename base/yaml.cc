@@ -172,7 +172,7 @@ class Builder final : public YAML::EventHandler {
   void OnAlias(const YAML::Mark& mark, YAML::anchor_t anchor) override {
     if (AtKey()) Refuse(mark, "a key may not be an alias");
     const auto found = anchors_.find(anchor);
-    if (found == anchors_.end()) Refuse(mark, "an alias stands inside its own anchor");
+    if (found == anchors_.end()) Refuse(mark, "an alias is inside its own anchor");
     Add(mark, found->second, YAML::NullAnchor, CountNodes(found->second));
   }
 

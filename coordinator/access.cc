@@ -16,7 +16,7 @@ using google::protobuf::Message;
 // Who may do an operation, besides admins.
 enum class Needs {
   kView,     // every person
-  kSubmit,   // whoever may submit
+  kSubmit,   // every person with the role submit
   kOwner,    // the job's owner, and its attempt
   kAttempt,  // the attempt of the job
   kRead,     // every person, and the attempt of the job
@@ -108,28 +108,33 @@ v1::OpError Denied(const Identity& who, absl::string_view what, absl::string_vie
                    " may not ", what, ": it needs ", needs));
 }
 
-// Where an operation names its job: `job_id`, or that of its `fence`.
-struct JobField {
-  const FieldDescriptor* kind = nullptr;
-  const FieldDescriptor* fence = nullptr;
-  const FieldDescriptor* job_id = nullptr;
+// The fields of one kind of operation; null: it has none.
+struct OpFields {
+  const FieldDescriptor* kind = nullptr;    // in Op
+  const FieldDescriptor* fence = nullptr;   // in the request
+  const FieldDescriptor* job_id = nullptr;  // in the fence, else in the request
 };
 
 constexpr int kKinds = 128;  // a test holds it against the proto
 
-std::array<JobField, kKinds> FindJobFields() {
-  std::array<JobField, kKinds> fields;
+std::array<OpFields, kKinds> FindFields() {
+  std::array<OpFields, kKinds> all;
   const auto* const kinds = v1::Op::descriptor()->FindOneofByName("kind");
   for (int i = 0; i < kinds->field_count(); ++i) {
     const FieldDescriptor* const kind = kinds->field(i);
-    JobField& field = fields.at(static_cast<size_t>(kind->number()));
-    field.kind = kind;
-    field.fence = kind->message_type()->FindFieldByName("fence");
+    OpFields& fields = all.at(static_cast<size_t>(kind->number()));
+    fields.kind = kind;
+    fields.fence = kind->message_type()->FindFieldByName("fence");
     const auto* const of =
-        field.fence != nullptr ? field.fence->message_type() : kind->message_type();
-    field.job_id = of->FindFieldByName("job_id");
+        fields.fence != nullptr ? fields.fence->message_type() : kind->message_type();
+    fields.job_id = of->FindFieldByName("job_id");
   }
-  return fields;
+  return all;
+}
+
+const OpFields& FieldsOf(const v1::Op& op) {
+  static const auto& all = *new std::array<OpFields, kKinds>(FindFields());
+  return all.at(static_cast<size_t>(op.kind_case()));
 }
 
 }  // namespace
@@ -162,29 +167,28 @@ bool Covers(const Identity& attempt, absl::string_view job) {
   return !attempt.group.empty() && job == attempt.group;
 }
 
+absl::string_view NameOf(const v1::Op& op) {
+  const FieldDescriptor* const kind = FieldsOf(op).kind;
+  return kind == nullptr ? absl::string_view() : kind->name();
+}
+
 absl::string_view JobOf(const v1::Op& op) {
-  static const std::array<JobField, kKinds>& fields =
-      *new std::array<JobField, kKinds>(FindJobFields());
-  const size_t number = static_cast<size_t>(op.kind_case());
-  if (number >= fields.size() || fields[number].job_id == nullptr) return "";
-  const JobField& field = fields[number];
-  const Message* message = &op.GetReflection()->GetMessage(op, field.kind);
-  if (field.fence != nullptr) {
-    message = &message->GetReflection()->GetMessage(*message, field.fence);
+  const OpFields& fields = FieldsOf(op);
+  if (fields.job_id == nullptr) return "";
+  const Message* message = &op.GetReflection()->GetMessage(op, fields.kind);
+  if (fields.fence != nullptr) {
+    message = &message->GetReflection()->GetMessage(*message, fields.fence);
   }
   std::string scratch;  // not used for a field that is a plain string
-  return message->GetReflection()->GetStringReference(*message, field.job_id, &scratch);
+  return message->GetReflection()->GetStringReference(*message, fields.job_id, &scratch);
 }
 
 void ForgetWorker(v1::Op* op) {
-  const auto* const kind =
-      v1::Op::descriptor()->FindFieldByNumber(static_cast<int>(op->kind_case()));
-  if (kind == nullptr) return;
-  Message* const message = op->GetReflection()->MutableMessage(op, kind);
-  const FieldDescriptor* const field = message->GetDescriptor()->FindFieldByName("fence");
-  if (field == nullptr) return;
+  const OpFields& fields = FieldsOf(*op);
+  if (fields.fence == nullptr) return;
+  Message* const message = op->GetReflection()->MutableMessage(op, fields.kind);
   auto* const fence =
-      static_cast<v1::Fence*>(message->GetReflection()->MutableMessage(message, field));
+      static_cast<v1::Fence*>(message->GetReflection()->MutableMessage(message, fields.fence));
   fence->clear_worker_id();
   fence->clear_incarnation();
   fence->clear_term_seen();
@@ -196,24 +200,25 @@ std::optional<v1::OpError> CheckAccess(
     absl::FunctionRef<std::string(absl::string_view job)> owner_of) {
   if (who.role == Role::kAdmin) return std::nullopt;
   const Needs needs = NeedsOf(op.kind_case());
+  const absl::string_view name = NameOf(op), job = JobOf(op);
+  const bool is_attempt = who.role == Role::kAttempt && Covers(who, job);
   bool allowed = false;
   switch (needs) {
     case Needs::kView:
       allowed = IsPerson(who.role);
       break;
     case Needs::kRead:
-      allowed = IsPerson(who.role) || (who.role == Role::kAttempt && Covers(who, JobOf(op)));
+      allowed = IsPerson(who.role) || is_attempt;
       break;
     case Needs::kSubmit:
       allowed = who.role == Role::kSubmit;
       break;
     case Needs::kOwner:
-      allowed =
-          (who.role == Role::kSubmit && !who.name.empty() && owner_of(JobOf(op)) == who.name) ||
-          (who.role == Role::kAttempt && !op.has_control_job() && Covers(who, JobOf(op)));
+      allowed = (who.role == Role::kSubmit && !who.name.empty() && owner_of(job) == who.name) ||
+                (is_attempt && !op.has_control_job());
       break;
     case Needs::kAttempt:
-      allowed = who.role == Role::kAttempt && Covers(who, JobOf(op));
+      allowed = is_attempt;
       break;
     case Needs::kNode:
       allowed = who.role == Role::kNode;
@@ -222,11 +227,8 @@ std::optional<v1::OpError> CheckAccess(
       break;
   }
   if (allowed) return std::nullopt;
-  const auto* const kind =
-      v1::Op::descriptor()->FindFieldByNumber(static_cast<int>(op.kind_case()));
-  const absl::string_view job = JobOf(op);
   return Denied(who,
-                absl::StrCat("call ", kind == nullptr ? "this" : kind->name(),
+                absl::StrCat("call ", name.empty() ? "this" : name,
                              job.empty() ? "" : absl::StrCat(" of job ", Quoted(job))),
                 InWords(needs));
 }

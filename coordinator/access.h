@@ -35,6 +35,9 @@ struct Identity {
 // Whether the token of an attempt opens this rendezvous job: its own, and that of its agents.
 bool Covers(const Identity& attempt, absl::string_view job);
 
+// "control_job"; empty: of no kind.
+absl::string_view NameOf(const v1::Op& op);
+
 // The rendezvous job that an operation is about; for those of submitted jobs their job_id; empty:
 // none.
 absl::string_view JobOf(const v1::Op& op);
@@ -43,14 +46,14 @@ absl::string_view JobOf(const v1::Op& op);
 void ForgetWorker(v1::Op* op);
 
 // Whether `who` may do this. `owner_of`: who submitted the job of that id, or the one that this
-// rendezvous job is an attempt of; empty: nobody known. Errors: PERMISSION_DENIED / SCOPE that
+// rendezvous job is an attempt of; empty: unknown. Errors: PERMISSION_DENIED / SCOPE that
 // names caller, role and what is needed.
 std::optional<v1::OpError> CheckAccess(
     const Identity& who, const v1::Op& op,
     absl::FunctionRef<std::string(absl::string_view job)> owner_of);
 
-// Likewise for what is no operation: `what` is "watch job x"; `needs` the least role; `job` the one
-// that an attempt must be.
+// Likewise for what is no operation: `what` is "watch job x"; `needs`: kView, kAttempt or kAdmin;
+// `job` the one that an attempt must be.
 std::optional<v1::OpError> CheckAccess(const Identity& who, Role needs, absl::string_view job,
                                        absl::string_view what);
 

@@ -193,7 +193,7 @@ class Core {
   static bool NeedsJournal(const v1::Op& op);
 
   // Who submitted the job of that id, or the one that this rendezvous job is an attempt of; empty:
-  // nobody known.
+  // unknown.
   std::string OwnerOf(absl::string_view job) const;
   // Whether the token of this attempt still opens something. Errors: RENDEZVOUS_CLOSED.
   std::optional<v1::OpError> CheckAttempt(absl::string_view group) const;

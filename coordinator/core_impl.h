@@ -222,10 +222,12 @@ class Core::Impl {
   // Whether the token of an attempt still opens something: it is the current one of a job that has
   // not ended. Errors: RENDEZVOUS_CLOSED.
   std::optional<v1::OpError> CheckAttempt(absl::string_view group) const;
+  // Whether this caller may do this now.
+  std::optional<v1::OpError> CheckIdentity(const Identity& who, const v1::Op& op);
   void EndJobs(JobsOutput out);
   void CloseGroup(const std::string& group, const std::string& why);
   void StartJobsTerm(bool restored);
-  // Why nobody may join this group any more, if so: its attempt is over.
+  // Why workers may not join this group any more, if so: its attempt is over.
   std::optional<std::string> WhyGroupEnded(absl::string_view group) const;
   // The group of an earlier attempt of the same job, which has checkpoints; null: there is none.
   Job* FormerAttempt(absl::string_view group);
@@ -425,6 +427,7 @@ class Core::Impl::Job : public BarrierHost {
                       bool automatic);
   void Close(const std::string& why);
   v1::Member MakeMember(const Seat& seat) const;
+  v1::Member MakeMember(const Waiter& waiter) const;
   void RenewLease(const Seat& seat) {
     if (leases_.Renew(seat.rank(), impl_->now_)) NoteAllHeard();
   }
@@ -525,7 +528,7 @@ class Core::Impl::Job : public BarrierHost {
   void TickLeases();
   void NoteFirstSilent(int rank, const std::string& why);
   void NoteAllHeard();
-  // Somebody who waits for a seat is there now, and proves that the coordinator is not cut off: it
+  // A worker that waits for a seat is there now, and proves that the coordinator is not cut off: it
   // has been heard all along, or for so long that the workers of the generation would be back too.
   bool IsAwaited() const;
 

@@ -192,6 +192,25 @@ v1::Member Core::Impl::Job::MakeMember(const Seat& seat) const {
   member.set_phase(seat.phase());
   member.set_last_collective(seat.last_collective());
   if (seat.record().has_exit()) *member.mutable_exit() = seat.record().exit();
+  member.set_why_rank(seat.record().why_rank());
+  return member;
+}
+
+v1::Member Core::Impl::Job::MakeMember(const Waiter& waiter) const {
+  v1::Member member;
+  member.set_rank(-1);
+  member.set_worker_id(waiter.request.fence().worker_id());
+  member.set_incarnation(waiter.request.fence().incarnation());
+  member.set_state(v1::WORKER_STATE_JOINING);
+  member.set_host(waiter.request.topology().host());
+  member.set_pid(waiter.request.pid());
+  if (waiter.kind == WaiterKind::kBlocked) {
+    member.set_why_rank("waits: an operator has quarantined its host");
+  } else if (sealed() && !waiter.passed_over.empty()) {
+    member.set_why_rank(waiter.passed_over);
+  } else if (!rendezvous_.why().empty()) {
+    member.set_why_rank(absl::StrCat("waits for ", rendezvous_.why()));
+  }
   return member;
 }
 
@@ -410,15 +429,22 @@ std::vector<std::vector<CallId>> Core::Impl::Job::TakeSeats(int world_size,
   former.reserve(members_.size());
   for (const Seat& seat : members_.seats()) {
     const v1::Topology& t = seat.record().topology();
-    former.push_back({t.host(), t.rack(), t.nvlink_domain()});
+    former.push_back({seat.record().worker_id(), t.host(), t.rack(), t.nvlink_domain()});
   }
-  const std::vector<int> order = AssignRanks(candidates, world_size, former);
+  Seating seating = AssignRanks(candidates, world_size, former);
   std::vector<std::vector<CallId>> calls(world_size);
   std::vector<v1::SeatRecord> records(world_size);
   for (int rank = 0; rank < world_size; ++rank) {
-    Waiter waiter = Unqueue(candidates[order[rank]].worker_id);
+    const int i = seating.seats[rank];
+    Waiter waiter = Unqueue(candidates[i].worker_id);
     records[rank] = MakeSeatRecord(waiter.request, waiter.node);
+    records[rank].set_why_rank(std::move(seating.why[i]));
     calls[rank] = std::move(waiter.calls);
+  }
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    if (!rendezvous_.Waits(candidates[i].worker_id)) continue;
+    rendezvous_.Place(candidates[i].worker_id, std::nullopt)->passed_over =
+        std::move(seating.why[i]);
   }
   *former_seats = members_.Seal(std::move(records));
   return calls;
@@ -514,8 +540,9 @@ void Core::Impl::Job::Reseat(int rank, CallId call, const v1::JoinRequest& reque
                              const Caller& caller) {
   const Seat& seat = members_.at(rank);
   const bool was_alive = seat.alive();
+  const bool was_same = seat.record().incarnation() == request.fence().incarnation();
   const std::string& worker_id = request.fence().worker_id();
-  if (seat.record().incarnation() != request.fence().incarnation()) {
+  if (!was_same) {
     FenceIncarnation(worker_id, seat.record().incarnation());
     if (was_alive) Kill(seat.record().node(), worker_id, seat.record().incarnation());
     std::vector<KvChange> changes;
@@ -529,7 +556,9 @@ void Core::Impl::Job::Reseat(int rank, CallId call, const v1::JoinRequest& reque
     agree_->RankGone(rank, impl_->Header(), &done);
     AgreeDone(std::move(done));
   }
-  members_.Replace(rank, MakeSeatRecord(request, caller.node));
+  v1::SeatRecord record = MakeSeatRecord(request, caller.node);
+  record.set_why_rank(was_same ? seat.record().why_rank() : "keeps its rank after a restart");
+  members_.Replace(rank, std::move(record));
   leases_.Replace(rank, impl_->now_);
   barriers_->RankReplaced(rank, impl_->now_);
   agree_->RankReplaced(rank);
@@ -691,7 +720,7 @@ v1::OpError Core::Impl::Job::RendezvousTimeout() const {
       MakeError(absl::StatusCode::kDeadlineExceeded, v1::ERROR_REASON_RENDEZVOUS_TIMEOUT, "");
   if (sealed()) {
     text = absl::StrCat("job ", Quoted(id_), ": generation ", generation(), " runs with ",
-                        members_.seats().size(), " workers and no seat came free within ",
+                        members_.seats().size(), " workers and no seat was freed within ",
                         absl::FormatDuration(JoinTimeout()),
                         ": end the generation to admit new workers");
   } else {
@@ -866,7 +895,7 @@ void Core::Impl::Job::TickLeases() {
   Leases::Outside outside;
   outside.now = impl_->now_;
   outside.read_until = impl_->options_.catches_up ? impl_->caught_up_ : absl::InfiniteFuture();
-  // A loss may end the generation, and with it change who is due.
+  // A loss may end the generation, and with it change which ones are due.
   while (const std::optional<int> rank = leases_.TakeDue(impl_->now_)) {
     const Seat& seat = members_.at(*rank);
     outside.waits = !members_.sealed() && Waits(seat);

@@ -631,18 +631,8 @@ void Core::Impl::GetMembers(Incoming* in) {
   const std::vector<const Waiter*> waiting = job->rendezvous().ByArrival();
   size_t bytes = 0;
   for (int i = request.first(); i < all; ++i) {
-    v1::Member member;
-    if (i < seats) {
-      member = job->MakeMember(job->seats()[i]);
-    } else {
-      const Waiter& one = *waiting[i - seats];
-      member.set_rank(-1);
-      member.set_worker_id(one.request.fence().worker_id());
-      member.set_incarnation(one.request.fence().incarnation());
-      member.set_state(v1::WORKER_STATE_JOINING);
-      member.set_host(one.request.topology().host());
-      member.set_pid(one.request.pid());
-    }
+    v1::Member member =
+        i < seats ? job->MakeMember(job->seats()[i]) : job->MakeMember(*waiting[i - seats]);
     if (bytes > kMaxMembersBytes / 3 && member.has_exit()) {
       // Of ten thousand that failed, all fit into one message, if not what each of them said.
       member.mutable_exit()->clear_last_log_lines();
@@ -965,34 +955,33 @@ std::optional<v1::OpError> Core::Impl::CheckAttempt(absl::string_view group) con
                    ": its token has ended with it"));
 }
 
+std::optional<v1::OpError> Core::Impl::CheckIdentity(const Identity& who, const v1::Op& op) {
+  // The id of a submitted job is not the name of a rendezvous job: that may be another user's.
+  const auto owner_of = [&](absl::string_view job) {
+    return submitted_->AttemptOf(job).has_value() == op.has_control_job() ? "" : OwnerOf(job);
+  };
+  if (auto error = CheckAccess(who, op, owner_of)) {
+    ++stats_.refused_calls;
+    return error;
+  }
+  if (who.role != Role::kAttempt || op.has_leave() || op.has_report_exit()) return std::nullopt;
+  return CheckAttempt(who.group);
+}
+
 Core::Impl::Job* Core::Impl::HandleOp(CallId call, const v1::Op& op, const Caller& caller) {
   caller_node_ = caller.node;
   const Identity* const who = caller.identity;
   caller_may_depose_ = who == nullptr || who->role == Role::kAdmin;
+  std::optional<v1::Op> unnamed;
   if (who != nullptr) {
-    // The id of a submitted job is no name of a rendezvous job, which somebody else may have.
-    const auto owner_of = [&](absl::string_view job) {
-      return submitted_->AttemptOf(job).has_value() == op.has_control_job() ? "" : OwnerOf(job);
-    };
-    std::optional<v1::OpError> error = CheckAccess(*who, op, owner_of);
-    stats_.refused_calls += error.has_value() ? 1 : 0;
-    if (!error.has_value() && who->role == Role::kAttempt && !op.has_leave() &&
-        !op.has_report_exit()) {
-      error = CheckAttempt(who->group);
-    }
-    if (error.has_value()) {
+    if (const std::optional<v1::OpError> error = CheckIdentity(*who, op)) {
       SendError(call, *error, 0);
       return nullptr;
     }
+    // A person is no worker: naming one would renew its lease.
+    if (who->role == Role::kView || who->role == Role::kSubmit) ForgetWorker(&unnamed.emplace(op));
   }
-  // A person is no worker: naming one would renew its lease.
-  v1::Op unnamed;
-  const bool person = who != nullptr && (who->role == Role::kView || who->role == Role::kSubmit);
-  if (person) {
-    unnamed = op;
-    ForgetWorker(&unnamed);
-  }
-  Incoming in{call, person ? unnamed : op, caller};
+  Incoming in{call, unnamed.has_value() ? *unnamed : op, caller};
   if (const Operation* const operation = FindOperation(op)) {
     (this->*operation->run)(&in);
   } else {

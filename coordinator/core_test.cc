@@ -453,6 +453,52 @@ TEST_F(CoreTest, Spare_IsSeatedOnlyWhenNeeded) {
   EXPECT_EQ(bench_.Result(waiting).join().rank(), 0);
 }
 
+TEST_F(CoreTest, Members_SayWhyTheyHaveTheirRanks_AlsoAfterARestart) {
+  std::vector<Worker> workers = Form(2, true, 2);
+  v1::Op spare = JoinOp({"s", 9, "h0"}, spec_);
+  spare.mutable_join()->set_spare(true);
+  bench_.Do(spare);
+  const auto why = [&] {
+    v1::Op op;
+    op.mutable_get_members()->set_job_id("j");
+    std::vector<std::string> texts;
+    for (const v1::Member& member : bench_.Result(bench_.Do(op)).get_members().members()) {
+      texts.push_back(
+          absl::StrCat(member.rank(), " ", member.worker_id(), ": ", member.why_rank()));
+    }
+    return texts;
+  };
+  EXPECT_THAT(why(),
+              ElementsAre("0 w0: by order of racks and hosts", "1 w1: by order of racks and hosts",
+                          "-1 s: waits for a free seat: generation 1 runs with 2 workers"));
+  Exit(workers[0], 1);
+  EXPECT_THAT(why()[2], HasSubstr("waits for 2 of 2 workers; spares here: 1"));
+  // Another spare is passed over.
+  v1::Op other = JoinOp({"t", 10, "h9"}, spec_);
+  other.mutable_join()->set_spare(true);
+  bench_.Do(other);
+  bench_.Do(JoinOp(workers[1], spec_));
+  const std::vector<std::string> seated = {
+      "0 s: was a spare; takes the rank of \"w0\" on the same host", "1 w1: keeps its rank"};
+  EXPECT_THAT(why(),
+              ElementsAre(seated[0], seated[1], "-1 t: waits as a spare: all 2 seats are taken"));
+  for (const bool snapshot : {false, true}) {
+    bench_.Restart(snapshot);
+    EXPECT_THAT(why(), ElementsAre(seated[0], seated[1]));
+  }
+}
+
+TEST_F(CoreTest, Member_RestartedInItsSeat_SaysSo) {
+  std::vector<Worker> workers = Form(2, /*end_on_failure=*/false);
+  Exit(workers[1], 1);
+  workers[1].incarnation += 50;
+  bench_.Result(bench_.Do(JoinOp(workers[1], spec_)));
+  v1::Op op;
+  op.mutable_get_members()->set_job_id("j");
+  EXPECT_EQ(bench_.Result(bench_.Do(op)).get_members().members(1).why_rank(),
+            "keeps its rank after a restart");
+}
+
 TEST_F(CoreTest, Spare_OfAnElasticJob_ReplacesTheLostAtOnce) {
   spec_ = Spec(2, 8);
   std::vector<CallId> spares;
@@ -1158,7 +1204,7 @@ struct Lost {
 class RestoredCoreTest : public CoreTest {
  protected:
   // A job goes on after a copy of the journal was made: "k" is written again, a worker is started
-  // anew, a generation is sealed, over a restart of the coordinator.
+  // again, a generation is sealed, over a restart of the coordinator.
   Lost LoseAState() {
     Lost lost;
     std::vector<Worker> workers = Form(2);
@@ -2182,7 +2228,7 @@ TEST_F(CoreTest, Snapshot_InParts_IsTheSameStateWhateverTheirSize) {
   EXPECT_EQ(mixed.Restore(bench_.core_->Snapshot()).code(), absl::StatusCode::kDataLoss);
   ASSERT_TRUE(mixed.Replay(bench_.journal_.back().payload).ok());
   EXPECT_FALSE(mixed.Restore(state).ok());
-  // Whoever takes the parts can have no more of them.
+  // The caller that takes the parts can have no more of them.
   int taken = 0;
   EXPECT_EQ(bench_.core_
                 ->WriteSnapshot(1,
@@ -2780,7 +2826,7 @@ TEST_F(CoreTest, Trigger_OfARunThatIsDone_IsNotPassedOn) {
   Exit(workers[0], 1);
   workers[0].incarnation = 201;
   EXPECT_EQ(triggers_told(workers), 1);
-  // Nobody restarted it for long.
+  // It was not restarted for long.
   Exit(workers[0], 1);
   bench_.Advance(absl::Seconds(600));
   workers[0].incarnation = 202;
@@ -2932,7 +2978,7 @@ TEST_F(CoreTest, Barrier_AfterARestart_IsGivenWhatIsLeftOfItsTimeout) {
 }
 
 TEST_F(CoreTest, Event_WithManyJobs_LooksAtItsOwnOnly) {
-  // What an event costs is told by the jobs it looks at. Pauses above 20 ms between events make it
+  // What an event costs shows in the jobs it looks at. Pauses above 20 ms between events make it
   // look for leases that ran meanwhile.
   const auto visited = [](int jobs) {
     Bench bench;
@@ -2973,7 +3019,7 @@ TEST_F(CoreTest, Pause_WithManyJobs_GivesOnlyThoseTheirLeaseAnewThatItConcerns) 
   EXPECT_EQ(bench_.core_->stats().jobs_visited - before, 2u) << "600 s of lease are left alone";
   bench_.core_->Tick(bench_.now_, &bench_.out_);
   bench_.Collect();
-  EXPECT_EQ(bench_.core_->MembersByState()[v1::WORKER_STATE_RUNNING], 3) << "nobody was lost";
+  EXPECT_EQ(bench_.core_->MembersByState()[v1::WORKER_STATE_RUNNING], 3) << "no worker was lost";
 }
 
 TEST_F(CoreTest, Status_TellsJobsAndStates) {
@@ -3270,7 +3316,7 @@ TEST_F(CheckpointTest, SealedOne_IsDurableBeforeItIsAnswered) {
             v1::CHECKPOINT_STATE_SEALED);
   ASSERT_EQ(bench_.journal_.size(), records + 1);
   EXPECT_EQ(bench_.replies_[seal].durable_revision, bench_.journal_.back().revision);
-  // Whoever reads of it waits for the same record.
+  // Readers of it wait for the same record.
   EXPECT_EQ(bench_.replies_[Resolve()].durable_revision, bench_.journal_.back().revision);
   EXPECT_TRUE(bench_.Result(bench_.Do(PublishOp(workers[0], id))).has_publish_checkpoint());
   EXPECT_EQ(bench_.Result(Resolve()).resolve_checkpoint().checkpoint().step(), 10);

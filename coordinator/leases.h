@@ -53,7 +53,7 @@ struct LeaseDecision {
 // What becomes of a worker whose lease is looked at. `silence` is asked only if that decides.
 LeaseDecision JudgeLease(const LeaseQuestion& question, absl::FunctionRef<Silence()> silence);
 
-// The leases of a generation's workers: when each was heard, who is silent, and when to look at
+// The leases of a generation's workers: when each was heard, which are silent, and when to look at
 // whom again. Not thread-safe.
 class Leases {
  public:
@@ -103,7 +103,7 @@ class Leases {
   absl::Time NextDeadline() const {
     return checks_.empty() ? judge_at_ : std::min(checks_.begin()->first, judge_at_);
   }
-  // Somebody has come who waits: judges the silent workers again.
+  // A worker has begun to wait: judges the silent ones again.
   void JudgeAgain(absl::Time now) {
     if (silent_ > 0) judge_at_ = now;
   }

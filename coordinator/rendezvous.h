@@ -37,6 +37,7 @@ struct Waiter {
                                             // the generation
   WaiterKind kind = WaiterKind::kOrdinary;
   absl::Time deadline = absl::InfiniteFuture();  // of its own; a spare has none
+  std::string passed_over;  // why it got no seat in the generation that was last sealed
 };
 
 // What decides whether the next generation is sealed.

@@ -7,7 +7,9 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
 #include "base/log.h"
+#include "coordinator/errors.h"
 
 namespace muster::coordinator {
 
@@ -49,28 +51,56 @@ int CompareNatural(absl::string_view a, absl::string_view b) {
 
 namespace {
 
-// The candidates that get a seat, survivors first.
-std::vector<int> ChooseCandidates(const std::vector<Candidate>& candidates, int world_size) {
-  std::vector<int> chosen(candidates.size());
-  for (size_t i = 0; i < chosen.size(); ++i) chosen[i] = static_cast<int>(i);
-  const auto choice = [&](int i) {
+// All candidates, those first that get a seat first: survivors, then ordinary workers, spares, last
+// resorts.
+std::vector<int> ByClaim(const std::vector<Candidate>& candidates) {
+  std::vector<int> order(candidates.size());
+  for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int>(i);
+  const auto claim = [&](int i) {
     const Candidate& c = candidates[i];
     return std::make_tuple(c.last_resort, c.previous_rank < 0, c.spare, c.order);
   };
-  std::sort(chosen.begin(), chosen.end(), [&](int a, int b) { return choice(a) < choice(b); });
-  chosen.resize(world_size);
-  return chosen;
+  std::sort(order.begin(), order.end(), [&](int a, int b) { return claim(a) < claim(b); });
+  return order;
 }
 
-// Seats each of `waiting` on the rank it names, if that is free; the others are returned.
+std::string WhyNoSeat(const Candidate& candidate, int world_size) {
+  const std::string taken = absl::StrCat(
+      world_size == 1 ? "the only seat is" : absl::StrCat("all ", world_size, " seats are"),
+      " taken");
+  if (candidate.last_resort) {
+    return absl::StrCat("waits: its host is quarantined, and ", taken, " without it");
+  }
+  if (candidate.spare) return absl::StrCat("waits as a spare: ", taken);
+  return absl::StrCat("waits: ", taken, " by workers that had one or came earlier");
+}
+
+// Why a candidate gets a free rank that it has not asked for.
+std::string WhyFreeRank(const Candidate& candidate, const FormerSeat* former,
+                        absl::string_view nearness) {
+  std::string why;
+  if (candidate.previous_rank >= 0) {
+    why = absl::StrCat("had rank ", candidate.previous_rank, "; ");
+  } else if (candidate.last_resort) {
+    why = "is needed although its host is quarantined; ";
+  } else if (candidate.spare) {
+    why = "was a spare; ";
+  }
+  if (former == nullptr) return absl::StrCat(why, "by order of racks and hosts");
+  return absl::StrCat(why, "takes the rank of ", Quoted(former->worker_id), nearness);
+}
+
+// Seats each of `waiting` on the rank it names, if that is free, because of `why`; the others are
+// returned.
 template <class RankOf>
 std::vector<int> SeatNamed(const std::vector<int>& waiting, const RankOf& rank_of,
-                           std::vector<int>* seats) {
+                           absl::string_view why, Seating* seating) {
   std::vector<int> rest;
   for (const int i : waiting) {
     const int rank = rank_of(i);
-    if (rank >= 0 && rank < static_cast<int>(seats->size()) && (*seats)[rank] < 0) {
-      (*seats)[rank] = i;
+    if (rank >= 0 && rank < static_cast<int>(seating->seats.size()) && seating->seats[rank] < 0) {
+      seating->seats[rank] = i;
+      seating->why[i] = std::string(why);
     } else {
       rest.push_back(i);
     }
@@ -106,12 +136,16 @@ class Neighbours {
     }
   }
 
-  // -1: none.
-  int TakeNear(const FormerSeat& seat) {
+  // -1: none; else `nearness` says how near it is.
+  int TakeNear(const FormerSeat& seat, absl::string_view* nearness) {
+    *nearness = " on the same host";
     int i = TakeFrom(&by_host_, seat.host);
-    if (i < 0) i = TakeFrom(&by_domain_, seat.nvlink_domain);
-    if (i < 0) i = TakeFrom(&by_rack_, seat.rack);
-    return i;
+    if (i >= 0) return i;
+    *nearness = " in the same NVLink domain";
+    i = TakeFrom(&by_domain_, seat.nvlink_domain);
+    if (i >= 0) return i;
+    *nearness = " in the same rack";
+    return TakeFrom(&by_rack_, seat.rack);
   }
   int TakeAny() { return Take(&any_); }
 
@@ -138,35 +172,50 @@ class Neighbours {
 
 }  // namespace
 
-std::vector<int> AssignRanks(const std::vector<Candidate>& candidates, int world_size,
-                             const std::vector<FormerSeat>& former) {
+Seating AssignRanks(const std::vector<Candidate>& candidates, int world_size,
+                    const std::vector<FormerSeat>& former) {
   MUSTER_CHECK(world_size >= 0 && static_cast<size_t>(world_size) <= candidates.size())
       << "a world of " << world_size << " needs as many candidates, not " << candidates.size();
-  std::vector<int> seats(world_size, -1);
-  std::vector<int> waiting = SeatNamed(
-      ChooseCandidates(candidates, world_size), [&](int i) { return candidates[i].previous_rank; },
-      &seats);
+  Seating seating;
+  seating.seats.assign(world_size, -1);
+  seating.why.resize(candidates.size());
+  std::vector<int> waiting = ByClaim(candidates);
+  for (size_t i = world_size; i < waiting.size(); ++i) {
+    seating.why[waiting[i]] = WhyNoSeat(candidates[waiting[i]], world_size);
+  }
+  waiting.resize(world_size);
+  waiting = SeatNamed(
+      waiting, [&](int i) { return candidates[i].previous_rank; }, "keeps its rank", &seating);
   std::sort(waiting.begin(), waiting.end(),
             [&](int a, int b) { return candidates[a].order < candidates[b].order; });
   waiting = SeatNamed(
-      waiting, [&](int i) { return candidates[i].preferred_rank; }, &seats);
+      waiting, [&](int i) { return candidates[i].preferred_rank; }, "asked for this rank",
+      &seating);
   std::sort(waiting.begin(), waiting.end(),
             [&](int a, int b) { return IsBefore(candidates[a], candidates[b]); });
 
   Neighbours neighbours(candidates, waiting);
+  const auto former_of = [&](int rank) {
+    return static_cast<size_t>(rank) < former.size() ? &former[rank] : nullptr;
+  };
+  const auto seat = [&](int rank, int i, absl::string_view nearness) {
+    seating.seats[rank] = i;
+    seating.why[i] = WhyFreeRank(candidates[i], former_of(rank), nearness);
+  };
   std::vector<int> far;  // free ranks without a nearby candidate
   for (int rank = 0; rank < world_size; ++rank) {
-    if (seats[rank] >= 0) continue;
-    const int i =
-        static_cast<size_t>(rank) < former.size() ? neighbours.TakeNear(former[rank]) : -1;
+    if (seating.seats[rank] >= 0) continue;
+    absl::string_view nearness;
+    const FormerSeat* const lost = former_of(rank);
+    const int i = lost == nullptr ? -1 : neighbours.TakeNear(*lost, &nearness);
     if (i < 0) {
       far.push_back(rank);
     } else {
-      seats[rank] = i;
+      seat(rank, i, nearness);
     }
   }
-  for (const int rank : far) seats[rank] = neighbours.TakeAny();
-  return seats;
+  for (const int rank : far) seat(rank, neighbours.TakeAny(), "");
+  return seating;
 }
 
 }  // namespace muster::coordinator

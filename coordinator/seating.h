@@ -23,8 +23,9 @@ struct Candidate {
   uint64_t order = 0;  // of arrival
 };
 
-// The location of a rank of the last generation: its replacement should be nearby.
+// The worker of a rank in the last generation, and its location: its replacement should be nearby.
 struct FormerSeat {
+  std::string worker_id;
   std::string host;
   std::string rack;
   std::string nvlink_domain;
@@ -37,15 +38,22 @@ struct FormerSeat {
 std::optional<int> FeasibleWorld(const v1::RendezvousSpec& spec, int former_world, int ordinary,
                                  int spares, int last_resorts);
 
-// Seats `world_size` of `candidates`: the result holds at index `rank` the index of the candidate.
+// Who gets which rank, and why.
+struct Seating {
+  std::vector<int> seats;  // at index `rank`, the index of the candidate
+  // At the index of a candidate: why it has its rank, or why it has none, in words.
+  std::vector<std::string> why;
+};
+
+// Seats `world_size` of `candidates`.
 // Rules, in order: survivors are chosen first, then ordinary workers, spares, last resorts, each by
 // arrival; a survivor keeps its rank if it is below world_size; a free preferred_rank is granted,
 // first come first served; other free ranks go to the candidate nearest to the former holder (same
 // NVLink domain, else rack, else any), in the order of (rack, NVLink domain, host, local_rank,
 // worker_id), where numbers within names compare as numbers, so that neighbours get neighbouring
 // ranks. Needs at least `world_size` candidates. O(n log n).
-std::vector<int> AssignRanks(const std::vector<Candidate>& candidates, int world_size,
-                             const std::vector<FormerSeat>& former);
+Seating AssignRanks(const std::vector<Candidate>& candidates, int world_size,
+                    const std::vector<FormerSeat>& former);
 
 // -1, 0, 1: "node9" comes before "node10".
 int CompareNatural(absl::string_view a, absl::string_view b);

@@ -33,7 +33,9 @@ Candidate Make(const std::string& id, const std::string& host, uint64_t order, i
 std::vector<std::string> Ids(const std::vector<Candidate>& candidates, int world,
                              const std::vector<FormerSeat>& former = {}) {
   std::vector<std::string> ids;
-  for (const int i : AssignRanks(candidates, world, former)) ids.push_back(candidates[i].worker_id);
+  for (const int i : AssignRanks(candidates, world, former).seats) {
+    ids.push_back(candidates[i].worker_id);
+  }
   return ids;
 }
 
@@ -137,8 +139,10 @@ TEST(AssignRanks, Spares_GoToHolesNearBy) {
   candidates[0].topology.set_rack("r1");
   candidates[1].topology.set_nvlink_domain("d3");
   candidates[1].topology.set_rack("r2");
-  const std::vector<FormerSeat> former = {
-      {"h0", "r1", "d1"}, {"h1", "r1", "d1"}, {"h2", "r9", "d3"}, {"h3", "r1", "d7"}};
+  const std::vector<FormerSeat> former = {{"a", "h0", "r1", "d1"},
+                                          {"b", "h1", "r1", "d1"},
+                                          {"c", "h2", "r9", "d3"},
+                                          {"d", "h3", "r1", "d7"}};
   EXPECT_THAT(Ids(candidates, 4, former), ElementsAre("a", "b", "s2", "s1"));
 }
 
@@ -151,6 +155,51 @@ TEST(AssignRanks, MoreThanSeats_SparesAndLastResortsStayOut) {
   EXPECT_THAT(Ids(candidates, 3), ::testing::Not(::testing::Contains("resort")));
 }
 
+TEST(AssignRanks, EachRank_HasItsReasonInWords) {
+  std::vector<Candidate> candidates = {Make("a", "h0", 0, 0),  Make("b", "h1", 1, 6),
+                                       Make("near", "h2", 2),  Make("rack", "h9", 3),
+                                       Make("spare", "h8", 4), Make("asks", "h0", 5)};
+  candidates[3].topology.set_rack("r1");
+  candidates[4].spare = true;
+  candidates[5].preferred_rank = 5;
+  const std::vector<FormerSeat> former = {{"a", "h0", "", ""},
+                                          {"w1", "h1", "", ""},
+                                          {"w2", "h2", "", ""},
+                                          {"w3", "h3", "r1", ""},
+                                          {"w4", "h7", "", "d1"}};
+  const Seating seating = AssignRanks(candidates, 6, former);
+  EXPECT_THAT(seating.seats, ElementsAre(0, 1, 2, 3, 4, 5));
+  EXPECT_THAT(seating.why,
+              ElementsAre("keeps its rank", "had rank 6; takes the rank of \"w1\" on the same host",
+                          "takes the rank of \"w2\" on the same host",
+                          "takes the rank of \"w3\" in the same rack",
+                          "was a spare; takes the rank of \"w4\"", "asked for this rank"));
+}
+
+TEST(AssignRanks, FirstTime_IsByOrderOfHosts) {
+  EXPECT_THAT(AssignRanks({Make("a", "h0", 0), Make("b", "h1", 1)}, 2, {}).why,
+              ElementsAre("by order of racks and hosts", "by order of racks and hosts"));
+}
+
+TEST(AssignRanks, WithoutASeat_SaysWhyItWaits) {
+  std::vector<Candidate> candidates = {Make("plain", "h", 0), Make("late", "h", 1),
+                                       Make("spare", "h", 2), Make("resort", "h", 3)};
+  candidates[2].spare = true;
+  candidates[3].last_resort = true;
+  EXPECT_THAT(AssignRanks(candidates, 1, {}).why,
+              ElementsAre("by order of racks and hosts",
+                          "waits: the only seat is taken by workers that had one or came earlier",
+                          "waits as a spare: the only seat is taken",
+                          "waits: its host is quarantined, and the only seat is taken without it"));
+}
+
+TEST(AssignRanks, LastResortThatIsNeeded_SaysSo) {
+  std::vector<Candidate> candidates = {Make("a", "h0", 0), Make("resort", "h1", 1)};
+  candidates[1].last_resort = true;
+  EXPECT_EQ(AssignRanks(candidates, 2, {}).why[1],
+            "is needed although its host is quarantined; by order of racks and hosts");
+}
+
 TEST(AssignRanks, TenThousand_EverySeatIsTakenOnce) {
   std::vector<Candidate> candidates;
   for (int i = 0; i < 10000; ++i) {
@@ -159,7 +208,7 @@ TEST(AssignRanks, TenThousand_EverySeatIsTakenOnce) {
   }
   std::vector<bool> taken(10000);
   for (const int i :
-       AssignRanks(candidates, 10000, std::vector<FormerSeat>(10000, {"h7", "", ""}))) {
+       AssignRanks(candidates, 10000, std::vector<FormerSeat>(10000, {"w", "h7", "", ""})).seats) {
     ASSERT_GE(i, 0);
     EXPECT_FALSE(taken[i]);
     taken[i] = true;

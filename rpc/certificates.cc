@@ -2,41 +2,27 @@
 
 #include <grpcpp/security/tls_certificate_provider.h>
 #include <grpcpp/security/tls_credentials_options.h>
-#include <openssl/bio.h>
 #include <openssl/err.h>
 #include <openssl/pem.h>
 #include <openssl/x509.h>
 
 #include <algorithm>
 #include <ctime>
-#include <limits>
 #include <string>
 
 #include "absl/strings/str_cat.h"
+#include "base/pem.h"
 #include "base/status_macros.h"
 #include "rpc/files.h"
 
 namespace muster::rpc {
 namespace {
 
-using Certificate = std::unique_ptr<X509, decltype(&X509_free)>;
-using Key = std::unique_ptr<EVP_PKEY, decltype(&EVP_PKEY_free)>;
-
-// OpenSSL would ask at the terminal.
-int NoPassword(char*, int, int, void*) { return -1; }
-
-std::unique_ptr<BIO, decltype(&BIO_free)> Open(const std::string& pem) {
-  const size_t size = std::min<size_t>(pem.size(), std::numeric_limits<int>::max());
-  return {BIO_new_mem_buf(pem.data(), static_cast<int>(size)), &BIO_free};
-}
-
 // The first certificate in a PEM file: that of its owner.
-absl::StatusOr<Certificate> ReadCertificate(const std::string& path, absl::string_view what) {
+absl::StatusOr<std::shared_ptr<X509>> ReadCertificate(const std::string& path,
+                                                      absl::string_view what) {
   MUSTER_ASSIGN_OR_RETURN(const std::string pem, ReadPem(path, what));
-  Certificate certificate(PEM_read_bio_X509(Open(pem).get(), nullptr, &NoPassword, nullptr),
-                          &X509_free);
-  // What did not fit stays in the thread's queue, where gRPC's TLS would find it.
-  ERR_clear_error();
+  std::shared_ptr<X509> certificate = ReadFromPem<X509>(pem, &PEM_read_bio_X509, &X509_free);
   if (certificate == nullptr) {
     return absl::InvalidArgumentError(
         absl::StrCat(what, ": '", path, "' holds no certificate in PEM format"));
@@ -45,10 +31,11 @@ absl::StatusOr<Certificate> ReadCertificate(const std::string& path, absl::strin
 }
 
 absl::Status CheckPair(const TlsFiles& files) {
-  MUSTER_ASSIGN_OR_RETURN(const Certificate certificate, ReadCertificate(files.cert, "tls_cert"));
+  MUSTER_ASSIGN_OR_RETURN(const std::shared_ptr<X509> certificate,
+                          ReadCertificate(files.cert, "tls_cert"));
   MUSTER_ASSIGN_OR_RETURN(const std::string pem, ReadPem(files.key, "tls_key"));
-  const Key key(PEM_read_bio_PrivateKey(Open(pem).get(), nullptr, &NoPassword, nullptr),
-                &EVP_PKEY_free);
+  const std::shared_ptr<EVP_PKEY> key =
+      ReadFromPem<EVP_PKEY>(pem, &PEM_read_bio_PrivateKey, &EVP_PKEY_free);
   const bool fits = key != nullptr && X509_check_private_key(certificate.get(), key.get()) == 1;
   ERR_clear_error();
   if (key == nullptr) {

@@ -14,6 +14,7 @@
 #include "gtest/gtest.h"
 #include "proto/muster/v1/trigger.grpc.pb.h"
 #include "rpc/channel.h"
+#include "rpc/echo_triggers.h"
 #include "rpc/server.h"
 #include "rpc/status.h"
 
@@ -21,37 +22,6 @@ namespace muster::rpc {
 namespace {
 
 using ::testing::HasSubstr;
-
-class EchoTriggers final : public v1::Triggers::CallbackService {
-  grpc::ServerUnaryReactor* Raise(grpc::CallbackServerContext* context,
-                                  const v1::RaiseTriggerRequest* request,
-                                  v1::RaiseTriggerReply* reply) override {
-    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-    reply->set_effective_step(request->step());
-    if (request->name() == "stale") {
-      reactor->Finish(ToGrpc(ErrorWithReason(absl::StatusCode::kFailedPrecondition, "old",
-                                             v1::ERROR_REASON_STALE_GENERATION)));
-    } else {
-      reactor->Finish(grpc::Status::OK);
-    }
-    return reactor;
-  }
-};
-
-absl::StatusOr<int64_t> Raise(const std::shared_ptr<grpc::Channel>& channel,
-                              const std::string& name, int64_t step) {
-  auto stub = v1::Triggers::NewStub(channel);
-  grpc::ClientContext context;
-  SetTimeout(context, absl::Seconds(30));
-  context.set_wait_for_ready(true);
-  v1::RaiseTriggerRequest request;
-  request.set_name(name);
-  request.set_step(step);
-  v1::RaiseTriggerReply reply;
-  const grpc::Status status = stub->Raise(&context, request, &reply);
-  if (!status.ok()) return FromGrpc(status);
-  return reply.effective_step();
-}
 
 // A CA, and in `folder`/NAME a certificate and key that it has signed, for as many days.
 void MakeCertificates(const std::string& folder, const std::string& name, int days = 2) {

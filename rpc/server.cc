@@ -74,7 +74,8 @@ absl::Status CheckCallersAreKnown(const ServerOptions& options) {
           ? "every user of this machine could command its jobs; give --token_file, or --tls_cert, "
             "--tls_key and --tls_ca (client certificates), or listen on unix:PATH, or give "
             "--insecure if that is intended"
-          : "anyone who reaches it could command its jobs; give --tls_cert, --tls_key and --tls_ca "
+          : "anyone with access to it could control its jobs; give --tls_cert, --tls_key and "
+            "--tls_ca "
             "(client certificates), or --tls_cert, --tls_key and --token_file, or listen on "
             "127.0.0.1";
   if (!address.is_loopback() && !tls) {

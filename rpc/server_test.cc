@@ -24,6 +24,7 @@
 #include "gtest/gtest.h"
 #include "proto/muster/v1/trigger.grpc.pb.h"
 #include "rpc/channel.h"
+#include "rpc/echo_triggers.h"
 #include "rpc/status.h"
 #include "rpc/test_listener.h"
 #include "rpc/token.h"
@@ -33,37 +34,6 @@ namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-
-class EchoTriggers final : public v1::Triggers::CallbackService {
-  grpc::ServerUnaryReactor* Raise(grpc::CallbackServerContext* context,
-                                  const v1::RaiseTriggerRequest* request,
-                                  v1::RaiseTriggerReply* reply) override {
-    grpc::ServerUnaryReactor* reactor = context->DefaultReactor();
-    reply->set_effective_step(request->step());
-    if (request->name() == "stale") {
-      reactor->Finish(ToGrpc(ErrorWithReason(absl::StatusCode::kFailedPrecondition, "old",
-                                             v1::ERROR_REASON_STALE_GENERATION)));
-    } else {
-      reactor->Finish(grpc::Status::OK);
-    }
-    return reactor;
-  }
-};
-
-absl::StatusOr<int64_t> Raise(const std::shared_ptr<grpc::Channel>& channel,
-                              const std::string& name, int64_t step) {
-  auto stub = v1::Triggers::NewStub(channel);
-  grpc::ClientContext context;
-  SetTimeout(context, absl::Seconds(30));
-  context.set_wait_for_ready(true);
-  v1::RaiseTriggerRequest request;
-  request.set_name(name);
-  request.set_step(step);
-  v1::RaiseTriggerReply reply;
-  const grpc::Status status = stub->Raise(&context, request, &reply);
-  if (!status.ok()) return FromGrpc(status);
-  return reply.effective_step();
-}
 
 TEST(Server, PortZero_BindsReportsAndServes) {
   EchoTriggers service;
@@ -228,7 +198,7 @@ TEST(Server, BadTlsFiles_AreNamed) {
   EXPECT_THAT(
       std::string(Server::Start({.tls = {.cert = "/c.pem"}}, {&service}).status().message()),
       HasSubstr("go together"));
-  const std::string path = ::testing::TempDir() + "/not.pem";
+  const std::string path = TestPath("not.pem");
   std::ofstream(path) << "hello";
   EXPECT_THAT(std::string(Server::Start({.tls = {.cert = path, .key = path}, .checks_token = true},
                                         {&service})
@@ -245,7 +215,8 @@ TEST(Server, NotOurAddress_IsNamed) {
 
 // The certificate is made by the test: nothing that expires is kept in the tree.
 TEST(Server, Tls_ServesOnlyThoseWhoTrustIt) {
-  const std::string dir = ::testing::TempDir();
+  const TestFolder folder;
+  const std::string& dir = folder.path();
   const std::string cert = dir + "/cert.pem", key = dir + "/key.pem";
   const std::string make =
       "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj "
@@ -319,7 +290,7 @@ class SeenTriggers final : public v1::Triggers::CallbackService {
 };
 
 TEST(Connect, TokenFile_GoesWithEveryCall) {
-  const std::string path = ::testing::TempDir() + "/sent-token";
+  const std::string path = TestPath("sent-token");
   std::ofstream(path) << "s3cret\n";
   ASSERT_EQ(chmod(path.c_str(), 0600), 0);
   SeenTriggers service("s3cret");
@@ -396,7 +367,7 @@ TEST(Channel, ServerThatIsSlowToGreet_IsNotGivenUp) {
   close(connection);
 }
 
-// Whoever connects and breaks off costs a line of gRPC's: not the disk.
+// A client that connects and breaks off costs a line of gRPC's: not the disk.
 TEST(Process, LinesOfGrpc_AreSoManyAMinute) {
   ASSERT_TRUE(Connect("127.0.0.1:1").ok());  // prepares the process
   testing::internal::CaptureStderr();

@@ -21,7 +21,7 @@ namespace muster::rpc {
 // The token in a file, without the white space around it. `what` names the file's flag or variable
 // in errors. The file must be this user's and closed to all others (mode 0600); one owned by root
 // may be readable by a group (0640), as those that a cluster mounts into containers are. Root may
-// use anybody's that is closed. Errors: NOT_FOUND; PERMISSION_DENIED, also for a file that others
+// use any user's that is closed. Errors: NOT_FOUND; PERMISSION_DENIED, also for a file that others
 // can read; INVALID_ARGUMENT if it is empty, too long, or has characters that a header cannot
 // carry.
 absl::StatusOr<std::string> ReadToken(const std::string& path, absl::string_view what);

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "rpc/status.h"
@@ -18,7 +19,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 std::string Write(const std::string& text, mode_t mode = 0600) {
-  const std::string path = absl::StrCat(::testing::TempDir(), "/token");
+  const std::string path = TestPath("token");
   EXPECT_TRUE(WriteFileAtomically(path, text).ok());
   EXPECT_EQ(chmod(path.c_str(), mode), 0);
   return path;
@@ -69,7 +70,7 @@ TEST(ReadToken, WhatIsNoToken_IsRefused) {
   EXPECT_EQ(ReadToken("/nowhere/token", "token_file").status().code(), absl::StatusCode::kNotFound);
   EXPECT_EQ(ReadToken("/dev", "token_file").status().code(), absl::StatusCode::kInvalidArgument);
   // It has no writer: waiting for one would take forever.
-  const std::string pipe = absl::StrCat(::testing::TempDir(), "/pipe");
+  const std::string pipe = TestPath("pipe");
   unlink(pipe.c_str());
   ASSERT_EQ(mkfifo(pipe.c_str(), 0600), 0);
   EXPECT_EQ(ReadToken(pipe, "token_file").status().code(), absl::StatusCode::kInvalidArgument);

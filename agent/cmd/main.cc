@@ -403,16 +403,10 @@ absl::Status TakeToken(rpc::ChannelOptions* channel) {
   // Neither its memory nor its descriptors, whose file root may have opened for it.
   if (prctl(PR_SET_DUMPABLE, 0) != 0) return absl::ErrnoToStatus(errno, "prctl");
   std::string text(2048, '\0');
-  size_t size = 0;
-  for (ssize_t got = 1; got != 0 && size < text.size();) {
-    got = read(STDIN_FILENO, text.data() + size, text.size() - size);
-    if (got < 0 && errno != EINTR) {
-      return absl::ErrnoToStatus(errno, "--token_file -: cannot read standard input");
-    }
-    size += got > 0 ? static_cast<size_t>(got) : 0;
-    if (got < 0) got = 1;
+  text.resize(std::fread(text.data(), 1, text.size(), stdin));
+  if (std::ferror(stdin) != 0) {
+    return absl::ErrnoToStatus(errno, "--token_file -: cannot read standard input");
   }
-  text.resize(size);
   MUSTER_ASSIGN_OR_RETURN(channel->token, rpc::ParseToken(text, "--token_file -: standard input"));
   channel->token_file.clear();
   const int null = open("/dev/null", O_RDONLY | O_CLOEXEC);
@@ -431,13 +425,13 @@ absl::Status SetRunner(NodeServiceOptions* options) {
   rpc::ChannelOptions& channel = options->channel;
   for (auto& [flag, file] : {std::pair<const char*, std::string*>{"tls_ca", &channel.tls.ca},
                              {"tls_cert", &channel.tls.cert},
-                             {"tls_key", &channel.tls.key},
-                             {"", &channel.token_file}}) {
+                             {"tls_key", &channel.tls.key}}) {
     if (file->empty()) continue;
     *file = Absolute(*file);
-    if (*flag == '\0') continue;  // each attempt has its own
     options->runner.push_back(absl::StrCat("--", flag, "=", *file));
   }
+  channel.token_file =
+      Absolute(channel.token_file);  // no flag: each attempt has a token of its own
   return absl::OkStatus();
 }
 
@@ -447,7 +441,7 @@ int Serve(std::vector<std::string> words) {
   CLI::App app("Waits for submitted jobs and runs them on this machine (docs/jobs.md).",
                "muster-agent --serve");
   app.footer(
-      "\nSIGTERM ends it; attempts that run go on, and the next one with this --state_dir adopts "
+      "\nSIGTERM ends it; running attempts continue, and the next one with this --state_dir adopts "
       "them.\nExit codes: 0 stopped; 2 wrong options; 4 another agent has this --state_dir or "
       "--node; 8 the coordinator\nrefuses its token.");
   app.add_flag("--serve", flags.serve, "wait for submitted jobs");

@@ -48,6 +48,7 @@ using nlohmann::ordered_json;
 // In the table; all are in the JSON.
 constexpr size_t kShownStragglers = 3;
 constexpr size_t kShownBarriers = 4;
+constexpr int kShownReasons = 16;
 
 std::string ProtobufVersion() {
   return google::protobuf::internal::VersionString(GOOGLE_PROTOBUF_VERSION);
@@ -233,7 +234,9 @@ int RunEnvCommand(const std::vector<std::string>& args, const CommandContext& co
   return kExitOk;
 }
 
-int RunConfigCommand(const std::vector<std::string>& args, const CommandContext& context) {
+namespace {
+
+CommandSpec ConfigSpec() {
   CommandSpec spec = LaunchCommandSpec();
   spec.name = "muster config";
   spec.summary = "Writes, shows or checks the config file of muster launch.";
@@ -254,6 +257,41 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
   }
   spec.options.push_back({.name = "force", .help = "default: replace the file if it exists"});
   spec.options.push_back({.name = "json", .help = "show: as one JSON object"});
+  return spec;
+}
+
+int WriteDefaultConfig(const CommandSpec& spec, const CommandLine& line,
+                       const CommandContext& context) {
+  std::string path = line.Get("config_file");
+  if (path.empty()) path = FindConfig("", context.variables).path;
+  if (path.empty()) path = DefaultConfigPath(context.variables);
+  if (path.empty()) {
+    return Fail(spec, context, absl::InvalidArgumentError("no file name: give --config_file FILE"),
+                kExitUsage);
+  }
+  if (PathExists(path) && line.Get("force") != "true") {
+    return Fail(spec, context,
+                absl::AlreadyExistsError(absl::StrCat(path, " exists; --force replaces it")),
+                kExitConflict);
+  }
+  std::map<std::string, std::string> given;
+  for (const SettingSpec& setting : LaunchSettings()) {
+    if (line.Has(setting.name)) given[setting.name] = line.Get(setting.name);
+  }
+  const std::string text = DefaultConfigText(given);
+  absl::Status status = ParseConfig(text, path).status();
+  if (!status.ok()) return Fail(spec, context, status, kExitUsage);
+  status = MakeDirectories(ParentPath(path));
+  if (status.ok()) status = WriteFileAtomically(path, text);
+  if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
+  context.out << path << "\n";
+  return kExitOk;
+}
+
+}  // namespace
+
+int RunConfigCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const CommandSpec spec = ConfigSpec();
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;
   const std::string verb = line.words.empty() ? "" : line.words[0];
@@ -267,33 +305,7 @@ int RunConfigCommand(const std::vector<std::string>& args, const CommandContext&
   }
   if (line.words.size() == 2) line.options["config_file"] = {line.words[1]};
 
-  if (verb == "default") {
-    std::string path = line.Get("config_file");
-    if (path.empty()) path = FindConfig("", context.variables).path;
-    if (path.empty()) path = DefaultConfigPath(context.variables);
-    if (path.empty()) {
-      return Fail(spec, context,
-                  absl::InvalidArgumentError("no file name: give --config_file FILE"), kExitUsage);
-    }
-    if (PathExists(path) && line.Get("force") != "true") {
-      return Fail(spec, context,
-                  absl::AlreadyExistsError(absl::StrCat(path, " exists; --force replaces it")),
-                  kExitConflict);
-    }
-    std::map<std::string, std::string> given;
-    for (const SettingSpec& setting : LaunchSettings()) {
-      if (line.Has(setting.name)) given[setting.name] = line.Get(setting.name);
-    }
-    const std::string text = DefaultConfigText(given);
-    absl::Status status = ParseConfig(text, path).status();
-    if (!status.ok()) return Fail(spec, context, status, kExitUsage);
-    status = MakeDirectories(ParentPath(path));
-    if (status.ok()) status = WriteFileAtomically(path, text);
-    if (!status.ok()) return Fail(spec, context, status, ExitCodeOf(status));
-    context.out << path << "\n";
-    return kExitOk;
-  }
-
+  if (verb == "default") return WriteDefaultConfig(spec, line, context);
   ConfigPath path;
   const absl::StatusOr<LaunchConfig> config = ReadLaunchConfig(line, context.variables, &path);
   if (verb == "validate") {
@@ -361,7 +373,8 @@ ordered_json AddMembers(const v1::GetMembersReply& members, std::string* table) 
                     {"heartbeat_age", DurationText(member.heartbeat_age())},
                     {"phase", member.phase()},
                     {"last_collective", member.last_collective()},
-                    {"exit", member.exit().message()}});
+                    {"exit", member.exit().message()},
+                    {"why_rank", member.why_rank()}});
     const std::string doing =
         member.exit().message().empty() ? member.phase() : member.exit().message();
     absl::StrAppendFormat(table, "  %5d %-12s %-9s %-20s %8d %8d %9s  %s\n", member.rank(),
@@ -370,6 +383,30 @@ ordered_json AddMembers(const v1::GetMembersReply& members, std::string* table) 
                           doing);
   }
   return rows;
+}
+
+// Why the workers have their ranks, or wait for one: consecutive ones with the same reason
+// together.
+std::string RanksText(const v1::GetMembersReply& members) {
+  std::string text;
+  int shown = 0;
+  for (int i = 0, end = 0; i < members.members_size(); i = end) {
+    const v1::Member& first = members.members(i);
+    for (end = i + 1; end < members.members_size(); ++end) {
+      const v1::Member& next = members.members(end);
+      if (next.why_rank() != first.why_rank() || (next.rank() < 0) != (first.rank() < 0)) break;
+    }
+    if (first.why_rank().empty()) continue;  // an older coordinator
+    if (++shown > kShownReasons) return absl::StrCat(text, "  ... (--json has all)\n");
+    const v1::Member& last = members.members(end - 1);
+    std::string who = first.rank() >= 0 ? absl::StrCat("rank ", first.rank()) : first.worker_id();
+    if (end - i > 1) {
+      who = first.rank() >= 0 ? absl::StrCat("ranks ", first.rank(), " to ", last.rank())
+                              : absl::StrCat(end - i, " workers");
+    }
+    absl::StrAppend(&text, "  ", who, ": ", Printable(first.why_rank(), 200), "\n");
+  }
+  return text;
 }
 
 ordered_json AddStragglers(const v1::StragglerReportReply& report, std::string* table) {
@@ -458,6 +495,7 @@ absl::StatusOr<ordered_json> AddJob(const Connection& connection, const v1::JobS
                           "STATE", "HOST", "PID", "STEP", "HEARTBEAT", "DOING");
   }
   ordered_json rows = AddMembers(members, table);
+  absl::StrAppend(table, RanksText(members));
 
   v1::StragglerReportRequest ask;
   ask.set_job_id(job.job_id());
@@ -963,7 +1001,7 @@ int RunRegistryCommand(const std::string& verb, const std::vector<std::string>& 
       .details = absl::StrCat(
           lists ? "" : "CHECKPOINT is its id, its folder, or the last name of that.\n",
           "Exit codes: 0 done; 2 wrong options; 3 no such job or checkpoint; 7 no coordinator "
-          "answers; 8 it wants a token,\nor another one."),
+          "answers; 8 it requires a token,\nor a different one."),
       .options = ConnectionOptions({OutputOption({"text", "json"})}),
       .max_words = lists ? 1 : 2};
   CommandLine line;

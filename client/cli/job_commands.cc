@@ -228,7 +228,9 @@ absl::Status PrintLog(Client& client, const std::string& job, LogOptions options
 
 }  // namespace
 
-int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext& context) {
+namespace {
+
+CommandSpec SubmitSpec() {
   std::vector<OptionSpec> options;
   for (const JobSettingSpec& setting : JobSettings()) {
     if (!setting.has_flag) continue;
@@ -246,7 +248,7 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
                      .value_name = "KEY",
                      .help = "The same key and job submit once (default: a random one)"});
   options.push_back(OutputOption({"name", "json", "yaml"}));
-  const CommandSpec spec = {
+  return {
       .name = "muster submit",
       .summary = "Submits a job: the coordinator queues it and chooses its nodes.",
       .usage = "[job.yaml] [OPTIONS] [-- PROGRAM ARGS...]",
@@ -256,6 +258,32 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
                               kExitCodes),
       .options = ConnectionOptions(std::move(options)),
       .max_words = 1};
+}
+
+void PrintSubmission(const CommandContext& context, const std::string& format, bool dry_run,
+                     const ResolvedJob& job, const Submission& made) {
+  if (format != "name") {
+    PrintValue(context, format,
+               {{"job", JobJson(made.job)},
+                {"plan",
+                 {{"starts_now", made.plan.starts_now},
+                  {"why", made.plan.why},
+                  {"processes", made.plan.processes},
+                  {"placements", PlacementsJson(made.plan.placements)}}},
+                {"existed", made.existed}});
+  } else if (dry_run) {
+    for (const auto& [name, given] : job.provenance)
+      context.out << name << ": " << given.text << "  (" << given.source << ")\n";
+    PrintPlan(context, made.plan);
+  } else {
+    context.out << made.job.id << std::endl;
+  }
+}
+
+}  // namespace
+
+int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext& context) {
+  const CommandSpec spec = SubmitSpec();
   // What follows "--" is the program; a word before it is the file.
   const auto dashes = std::find(args.begin(), args.end(), "--");
   const std::vector<std::string> program(dashes == args.end() ? dashes : dashes + 1, args.end());
@@ -285,22 +313,7 @@ int RunSubmitCommand(const std::vector<std::string>& args, const CommandContext&
       job->spec,
       {.idempotency_key = line.Get("idempotency_key"), .dry_run = dry_run, .owner = user});
   if (!made.ok()) return FailJob(spec, context, *client, job->spec.name, made.status());
-  if (format != "name") {
-    PrintValue(context, format,
-               {{"job", JobJson(made->job)},
-                {"plan",
-                 {{"starts_now", made->plan.starts_now},
-                  {"why", made->plan.why},
-                  {"processes", made->plan.processes},
-                  {"placements", PlacementsJson(made->plan.placements)}}},
-                {"existed", made->existed}});
-  } else if (dry_run) {
-    for (const auto& [name, given] : job->provenance)
-      context.out << name << ": " << given.text << "  (" << given.source << ")\n";
-    PrintPlan(context, made->plan);
-  } else {
-    context.out << made->job.id << std::endl;
-  }
+  PrintSubmission(context, format, dry_run, *job, *made);
   const bool follow = line.Get("follow") == "true";
   if (dry_run || (!follow && line.Get("wait") != "true")) return kExitOk;
   if (follow) {
@@ -458,7 +471,7 @@ int RunLogsCommand(const std::vector<std::string>& args, const CommandContext& c
       .summary = "Prints the output of a submitted job's processes.",
       .details = kExitCodes,
       .options = ConnectionOptions(
-          {{.name = "follow", .help = "Goes on until the job has ended", .letter = "f"},
+          {{.name = "follow", .help = "Continues until the job has ended", .letter = "f"},
            {.name = "rank", .value_name = "R|all", .help = "Default 0", .values = {"all"}},
            {.name = "attempt", .value_name = "N", .help = "Default: the last one"},
            {.name = "tail", .value_name = "N", .help = "Only the last N lines"},

@@ -5,6 +5,7 @@
 #include "absl/strings/match.h"
 #include "base/exit_code.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 
@@ -104,7 +105,7 @@ TEST_F(LaunchCommandTest, TorchrunFlags_ThatCannotBeHonoured_AreOneLine) {
 }
 
 TEST_F(LaunchCommandTest, ConfigFile_UnknownKey_NamesFileLineAndKey) {
-  const std::string path = ::testing::TempDir() + "/c.yaml";
+  const std::string path = TestPath("c.yaml");
   ASSERT_TRUE(WriteFileAtomically(path, "cpu: true\nnum_process: 2\n").ok());
   variables_["MUSTER_CONFIG"] = path;
   EXPECT_THAT(Refused({"x"}, kExitUsage),
@@ -175,7 +176,7 @@ TEST_F(LaunchCommandTest, Help_HasEverySettingAndTheExitCodes) {
 }
 
 TEST_F(LaunchCommandTest, Test_RunsTheChecksBesideTheBinary) {
-  const std::string folder = ::testing::TempDir() + "/bin";
+  const std::string folder = TestPath("bin");
   ASSERT_TRUE(MakeDirectories(folder).ok());
   std::vector<std::string> argv;
   const LaunchBackend backend = {

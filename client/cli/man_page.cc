@@ -29,7 +29,7 @@ std::string Header(absl::string_view name, absl::string_view summary) {
                       Escaped(absl::StripSuffix(summary, ".")), "\n");
 }
 
-// Lines of a help text are broken by hand; a page fills them anew. "WORD   meaning" is an entry of
+// Lines of a help text are broken by hand; a page fills them again. "WORD   meaning" is an entry of
 // a list.
 std::string Paragraphs(absl::string_view text) {
   std::string page;

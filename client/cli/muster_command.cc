@@ -67,7 +67,7 @@ int RunProgram(const Program& what, const std::vector<std::string>& args,
                             .summary = what.summary,
                             .usage = "[OPTIONS]",
                             .details = absl::StrCat("The options are those of ", what.program,
-                                                    ", which lies beside "
+                                                    ", which is beside "
                                                     "muster or in PATH: ",
                                                     what.command, " --help lists them."),
                             .external = true};
@@ -97,13 +97,17 @@ int RunProgram(const Program& what, const std::vector<std::string>& args,
   return Fail(spec, context, status, kExitNotExecutable);
 }
 
-}  // namespace
+using Args = std::vector<std::string>;
 
-int RunMuster(const std::vector<std::string>& args, const CommandContext& context,
-              const LaunchBackend& backend, const std::string& self) {
-  using Args = std::vector<std::string>;
-  DescribeCommands describe;
-  const std::vector<Command> commands = {
+// A command whose name its function gets.
+auto Named(int (*run)(const std::string&, const Args&, const CommandContext&), const char* name) {
+  return [=](const Args& rest, const CommandContext& in) { return run(name, rest, in); };
+}
+
+// In the order of --help. Borrows all of its arguments.
+std::vector<Command> Commands(const LaunchBackend& backend, const std::string& self,
+                              const DescribeCommands& describe) {
+  return {
       {"launch", "Run a program in several processes, with a coordinator",
        [&](const Args& rest, const CommandContext& in) {
          return RunLaunchCommand(rest, in, backend);
@@ -112,68 +116,36 @@ int RunMuster(const std::vector<std::string>& args, const CommandContext& contex
        [&](const Args& rest, const CommandContext& in) {
          return RunTestCommand(rest, in, backend, self);
        }},
-      {"config", "Write, show or check the config file",
-       [&](const Args& rest, const CommandContext& in) { return RunConfigCommand(rest, in); }},
-      {"env", "Print versions, devices and libraries",
-       [&](const Args& rest, const CommandContext& in) { return RunEnvCommand(rest, in); }},
-      {"status", "Show the jobs and workers of a coordinator",
-       [&](const Args& rest, const CommandContext& in) { return RunStatusCommand(rest, in); }},
-      {"trigger", "Make all processes of a job act at the same step",
-       [&](const Args& rest, const CommandContext& in) { return RunTriggerCommand(rest, in); }},
+      {"config", "Write, show or check the config file", RunConfigCommand},
+      {"env", "Print versions, devices and libraries", RunEnvCommand},
+      {"status", "Show the jobs and workers of a coordinator", RunStatusCommand},
+      {"trigger", "Make all processes of a job act at the same step", RunTriggerCommand},
       {"barrier", "Show a job's barriers and their late ranks, or cancel a barrier",
-       [&](const Args& rest, const CommandContext& in) { return RunBarrierCommand(rest, in); }},
-      {"quarantine", "Exclude a host from a job, or readmit it",
-       [&](const Args& rest, const CommandContext& in) { return RunQuarantineCommand(rest, in); }},
-      {"remove", "Remove a job that has ended, with its keys and its history",
-       [&](const Args& rest, const CommandContext& in) { return RunRemoveCommand(rest, in); }},
-      {"submit", "Submit a job to a cluster",
-       [&](const Args& rest, const CommandContext& in) { return RunSubmitCommand(rest, in); }},
-      {"list", "List submitted jobs",
-       [&](const Args& rest, const CommandContext& in) { return RunListCommand(rest, in); }},
-      {"describe", "Show all that is known of a submitted job",
-       [&](const Args& rest, const CommandContext& in) { return RunDescribeCommand(rest, in); }},
-      {"watch", "Print each change of a submitted job until it ends",
-       [&](const Args& rest, const CommandContext& in) { return RunWatchCommand(rest, in); }},
-      {"logs", "Print the output of a submitted job",
-       [&](const Args& rest, const CommandContext& in) { return RunLogsCommand(rest, in); }},
-      {"cancel", "Stop a submitted job for good",
-       [&](const Args& rest, const CommandContext& in) {
-         return RunControlCommand("cancel", rest, in);
-       }},
+       RunBarrierCommand},
+      {"quarantine", "Exclude a host from a job, or readmit it", RunQuarantineCommand},
+      {"remove", "Remove a job that has ended, with its keys and its history", RunRemoveCommand},
+      {"submit", "Submit a job to a cluster", RunSubmitCommand},
+      {"list", "List submitted jobs", RunListCommand},
+      {"describe", "Show all that is known of a submitted job", RunDescribeCommand},
+      {"watch", "Print each change of a submitted job until it ends", RunWatchCommand},
+      {"logs", "Print the output of a submitted job", RunLogsCommand},
+      {"cancel", "Stop a submitted job for good", Named(RunControlCommand, "cancel")},
       {"suspend", "Stop a submitted job and keep it until resume",
-       [&](const Args& rest, const CommandContext& in) {
-         return RunControlCommand("suspend", rest, in);
-       }},
-      {"resume", "Queue a suspended job again",
-       [&](const Args& rest, const CommandContext& in) {
-         return RunControlCommand("resume", rest, in);
-       }},
+       Named(RunControlCommand, "suspend")},
+      {"resume", "Queue a suspended job again", Named(RunControlCommand, "resume")},
       {"retry", "Queue a job again that failed or was cancelled",
-       [&](const Args& rest, const CommandContext& in) {
-         return RunControlCommand("retry", rest, in);
-       }},
-      {"nodes", "List the machines whose agents wait for jobs",
-       [&](const Args& rest, const CommandContext& in) { return RunNodesCommand(rest, in); }},
-      {"cordon", "Start nothing new on a node",
-       [&](const Args& rest, const CommandContext& in) {
-         return RunNodeControlCommand("cordon", rest, in);
-       }},
+       Named(RunControlCommand, "retry")},
+      {"nodes", "List the machines whose agents wait for jobs", RunNodesCommand},
+      {"cordon", "Start nothing new on a node", Named(RunNodeControlCommand, "cordon")},
       {"drain", "Stop the jobs on a node and start nothing new there",
-       [&](const Args& rest, const CommandContext& in) {
-         return RunNodeControlCommand("drain", rest, in);
-       }},
-      {"uncordon", "Let jobs start on a node again",
-       [&](const Args& rest, const CommandContext& in) {
-         return RunNodeControlCommand("uncordon", rest, in);
-       }},
+       Named(RunNodeControlCommand, "drain")},
+      {"uncordon", "Let jobs start on a node again", Named(RunNodeControlCommand, "uncordon")},
       {"token", "Make a user's token, and its line for the coordinator's users file",
-       [&](const Args& rest, const CommandContext& in) { return RunTokenCommand(rest, in); }},
+       RunTokenCommand},
       {"checkpoints", "List, inspect, verify, compare, export, prune, pin or promote checkpoints",
-       [&](const Args& rest, const CommandContext& in) { return RunCheckpoints(rest, in); }},
+       RunCheckpoints},
       {"merge-weights", "Write weights of any format as safetensors, in one file or in shards",
-       [&](const Args& rest, const CommandContext& in) {
-         return RunMergeWeightsCommand(rest, in);
-       }},
+       RunMergeWeightsCommand},
       {"coordinator", "Run a coordinator (muster-coordinator)",
        [&](const Args& rest, const CommandContext& in) {
          return RunProgram(kCoordinator, rest, in, backend, self);
@@ -190,9 +162,16 @@ int RunMuster(const std::vector<std::string>& args, const CommandContext& contex
        [&](const Args& rest, const CommandContext& in) {
          return RunManCommand(rest, in, describe);
        }},
-      {"version", "Print the version",
-       [&](const Args& rest, const CommandContext& in) { return RunVersionCommand(rest, in); }},
+      {"version", "Print the version", RunVersionCommand},
   };
+}
+
+}  // namespace
+
+int RunMuster(const std::vector<std::string>& args, const CommandContext& context,
+              const LaunchBackend& backend, const std::string& self) {
+  DescribeCommands describe;
+  const std::vector<Command> commands = Commands(backend, self, describe);
   describe = [&] {
     std::vector<CommandSpec> all;
     const CommandContext describing = {context.variables, context.out, context.err,

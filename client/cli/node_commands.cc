@@ -111,7 +111,8 @@ int RunNodeControlCommand(const std::string& verb, const std::vector<std::string
                           const CommandContext& context) {
   std::vector<OptionSpec> options;
   if (verb != "uncordon")
-    options.push_back({.name = "why", .value_name = "TEXT", .help = "muster nodes shows it"});
+    options.push_back(
+        {.name = "why", .value_name = "TEXT", .help = "The reason that muster nodes shows"});
   const CommandSpec spec = {
       .name = "muster " + verb,
       .summary = verb == "cordon"  ? "Starts nothing new on a node."

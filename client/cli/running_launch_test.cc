@@ -268,7 +268,7 @@ TEST_F(RunningLaunchTest, FolderWithoutLocks_IsRefusedAndKeepsWhatIsThere) {
   system_.lock = WithoutLocks;
   EXPECT_THAT(Refusal(), AllOf(HasSubstr("files cannot be locked in " + folder_),
                                HasSubstr("set MUSTER_RUNTIME_DIR to a local folder")));
-  EXPECT_THAT(Jobs(), IsEmpty()) << "nobody knows whether it lives";
+  EXPECT_THAT(Jobs(), IsEmpty()) << "whether it lives is not known";
   EXPECT_THAT(Files(), SizeIs(1));
   system_.lock = AlwaysHeld;
   EXPECT_THAT(Refusal(), HasSubstr(folder_));

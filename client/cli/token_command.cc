@@ -44,10 +44,10 @@ int RunTokenCommand(const std::vector<std::string>& args, const CommandContext& 
           "Roles: view, submit, node, admin. Add the line to the file of muster-coordinator "
           "--users_file, which\nhas only the token's hash; give the token's file to the user, who "
           "names it with MUSTER_TOKEN_FILE or\n--token_file.\n\nExit codes: 0 done; 2 wrong "
-          "options; 3 no such folder; 4 the file is there already.",
+          "options; 3 no such folder; 4 the file exists already.",
       .options = {{.name = "out",
                    .value_name = "FILE",
-                   .help = "file for the token, which only you can read; NAME.token by default"}},
+                   .help = "File for the token, which only you can read (default NAME.token)"}},
       .max_words = 2};
   CommandLine line;
   if (const int code = Begin(spec, args, context, &line); code >= 0) return code;

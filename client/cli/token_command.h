@@ -9,7 +9,7 @@
 namespace muster::client {
 
 // `muster token NAME ROLE`: makes a user's token, and the line of it for the coordinator's users
-// file (docs/security.md). Calls nobody. Returns the exit code.
+// file (docs/security.md). Calls no coordinator. Returns the exit code.
 int RunTokenCommand(const std::vector<std::string>& args, const CommandContext& context);
 
 }  // namespace muster::client

@@ -14,6 +14,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/time/time.h"
 #include "base/descriptor_limit.h"
+#include "base/exit_code.h"
 #include "base/failpoint.h"
 #include "base/log.h"
 #include "base/version.h"
@@ -25,12 +26,6 @@
 
 namespace muster::coordinator {
 namespace {
-
-constexpr int kExitUsage = 2;
-constexpr int kExitCannotServe = 3;
-constexpr int kExitJournalCorrupt = 4;
-constexpr int kExitDeposed = 5;
-constexpr int kExitJournalFailed = 6;
 
 constexpr char kAbout[] =
     "Muster's coordinator: assigns seats to workers, keeps their barriers, triggers and keys, and "
@@ -60,14 +55,15 @@ int Fail(int code, const absl::Status& status) {
   return code;
 }
 
+CoordinatorExitCode CannotServe(const absl::Status& status) {
+  return absl::IsDataLoss(status) ? kExitJournalCorrupt : kExitCannotServe;
+}
+
 // After an operation on an offline journal: its result, or the error.
 int EndWith(const absl::StatusOr<std::string>& report) {
-  if (!report.ok()) {
-    return Fail(absl::IsDataLoss(report.status()) ? kExitJournalCorrupt : kExitCannotServe,
-                report.status());
-  }
+  if (!report.ok()) return Fail(CannotServe(report.status()), report.status());
   std::printf("%s\n", report->c_str());
-  return 0;
+  return kExitOk;
 }
 
 struct Flags {
@@ -130,9 +126,9 @@ void AddServiceFlags(CLI::App* app, Flags* flags) {
 }
 
 void AddLimitFlags(CLI::App* app, Flags* flags) {
-  app->add_option(
-         "--lease", flags->lease,
-         "seconds without a heartbeat after which a worker counts as lost, unless its job says")
+  app->add_option("--lease", flags->lease,
+                  "seconds without a heartbeat after which a worker counts as lost, unless its job "
+                  "sets another time")
       ->capture_default_str()
       ->check(CLI::Range(0.1, 86400.0));
   app->add_option("--resume_window", flags->resume,
@@ -170,9 +166,10 @@ void AddLimitFlags(CLI::App* app, Flags* flags) {
 void AddOtherFlags(CLI::App* app, Flags* flags) {
   app->add_option("--log_level", flags->log_level, "debug, info, warning or error")
       ->capture_default_str();
-  app->add_option("--log_format", flags->log_format,
-                  "text, or json: one object a line with time, level, who, file, line and message "
-                  "(default: $MUSTER_LOG_FORMAT, else text)")
+  app->add_option(
+         "--log_format", flags->log_format,
+         "text, or json: one object a line with time, level, source, file, line and message "
+         "(default: $MUSTER_LOG_FORMAT, else text)")
       ->check(CLI::IsMember({"text", "json"}));
   app->add_option("--verify_journal", flags->verify,
                   "check the journal in this directory as a start would read it, print the result, "
@@ -201,7 +198,7 @@ std::optional<int> ReadFlags(int argc, char** argv, Flags* flags) {
     app.parse(argc, argv);
   } catch (const CLI::CallForHelp&) {
     std::fputs(app.help().c_str(), stdout);
-    return 0;
+    return kExitOk;
   } catch (const CLI::ParseError& error) {
     return Fail(kExitUsage,
                 absl::InvalidArgumentError(absl::StrCat(error.what(), " (see --help)")));
@@ -279,11 +276,8 @@ int Serve(CoordinatorServer::Options options) {
   absl::StatusOr<std::unique_ptr<CoordinatorServer>> server =
       CoordinatorServer::Start(std::move(options));
   if (!server.ok()) {
-    const absl::StatusCode code = server.status().code();
-    return Fail(code == absl::StatusCode::kDataLoss          ? kExitJournalCorrupt
-                : code == absl::StatusCode::kInvalidArgument ? kExitUsage
-                                                             : kExitCannotServe,
-                server.status());
+    if (absl::IsInvalidArgument(server.status())) return Fail(kExitUsage, server.status());
+    return Fail(CannotServe(server.status()), server.status());
   }
   std::printf("%s\n", (*server)->address().c_str());
   std::fflush(stdout);
@@ -303,7 +297,8 @@ int Serve(CoordinatorServer::Options options) {
                                            : "SIGINT")
                    << ": stopping";
   (*server)->Shutdown();
-  return signal == SIGUSR1 ? kExitDeposed : signal == SIGUSR2 ? kExitJournalFailed : 0;
+  if (signal == SIGUSR1) return kExitDeposed;
+  return signal == SIGUSR2 ? int{kExitJournalFailed} : int{kExitOk};
 }
 
 int Run(int argc, char** argv) {
@@ -311,11 +306,11 @@ int Run(int argc, char** argv) {
   if (const std::optional<int> code = ReadFlags(argc, argv, &flags)) return *code;
   if (flags.version) {
     std::printf("muster-coordinator %s\n", kVersion);
-    return 0;
+    return kExitOk;
   }
   if (flags.list_failpoints) {
     std::fputs(ListFailpoints().c_str(), stdout);
-    return 0;
+    return kExitOk;
   }
   absl::Status status = SetUpLog(flags);
   if (status.ok()) status = ArmFailpointsFromEnvironment();

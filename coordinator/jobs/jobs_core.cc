@@ -370,6 +370,31 @@ absl::Time JobsCore::NextDeadline() const {
 
 // ---- jobs
 
+JobsCore::Error JobsCore::Resubmit(CallId call, const Job& job, uint64_t hash) {
+  if (job.record.request_hash() != hash) {
+    return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_KEY_REUSED,
+                     absl::StrCat("the idempotency_key ", Quoted(job.record.idempotency_key()),
+                                  " was used for job ", job.record.job_id(),
+                                  ", which has another specification: use a new key"));
+  }
+  v1::OpResult result;
+  *result.mutable_submit_job()->mutable_job() = View(job);
+  result.mutable_submit_job()->set_existed(true);
+  Reply(call, std::move(result));
+  return std::nullopt;
+}
+
+JobsCore::Error JobsCore::CheckSize(const v1::JobSpec& spec) const {
+  if (spec.wait_for_nodes() || !Settled()) return std::nullopt;
+  const CandidateNodes all = Candidates(/*free=*/false);
+  if (all.empty()) return std::nullopt;
+  const PlacementDecision whole = Place(spec, {}, all);
+  if (!whole.placements.empty()) return std::nullopt;
+  return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_BAD_FIELD,
+                   absl::StrCat("the job is larger than all nodes together: it needs ", whole.why,
+                                "; ask for less, or set wait_for_nodes to queue it"));
+}
+
 JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& request) {
   if (request.idempotency_key().size() > kMaxKey) {
     return TooLarge("idempotency_key",
@@ -388,32 +413,9 @@ JobsCore::Error JobsCore::Submit(CallId call, const v1::SubmitJobRequest& reques
   const uint64_t hash = Hash(spec);
   if (const auto it = by_key_.find(Key(owner, request.idempotency_key()));
       !request.idempotency_key().empty() && it != by_key_.end()) {
-    const uint64_t sequence = it->second;
-    const Job& job = jobs_.at(sequence);
-    if (job.record.request_hash() != hash) {
-      return MakeError(absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_KEY_REUSED,
-                       absl::StrCat("the idempotency_key ", Quoted(request.idempotency_key()),
-                                    " was used for job ", job.record.job_id(),
-                                    ", which has another specification: use a new key"));
-    }
-    v1::OpResult result;
-    *result.mutable_submit_job()->mutable_job() = View(job);
-    result.mutable_submit_job()->set_existed(true);
-    Reply(call, std::move(result));
-    return std::nullopt;
+    return Resubmit(call, jobs_.at(it->second), hash);
   }
-  if (!spec.wait_for_nodes() && Settled()) {
-    const CandidateNodes all = Candidates(/*free=*/false);
-    if (!all.empty()) {
-      const PlacementDecision whole = Place(spec, {}, all);
-      if (whole.placements.empty()) {
-        return MakeError(
-            absl::StatusCode::kFailedPrecondition, v1::ERROR_REASON_BAD_FIELD,
-            absl::StrCat("the job is larger than all nodes together: it needs ", whole.why,
-                         "; ask for less, or set wait_for_nodes to queue it"));
-      }
-    }
-  }
+  if (Error error = CheckSize(spec)) return error;
   if (Error error = CheckLimits(owner, spec)) return error;
   if (request.dry_run()) {
     v1::OpResult result;

@@ -169,6 +169,10 @@ class JobsCore {
 
   // The operations. Those with an Error answer the call unless they return one.
   Error Submit(CallId call, const v1::SubmitJobRequest& request);
+  // Answers a request with the key of `job`, whose own request had the hash of the new one or not.
+  Error Resubmit(CallId call, const Job& job, uint64_t hash);
+  // An error if all nodes together are too few for it.
+  Error CheckSize(const v1::JobSpec& spec) const;
   Error Get(CallId call, const v1::GetJobRequest& request);
   Error List(CallId call, const v1::ListJobsRequest& request);
   Error Control(CallId call, const v1::ControlJobRequest& request);

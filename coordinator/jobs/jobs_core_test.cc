@@ -452,7 +452,7 @@ TEST_F(JobsCoreTest, OlderCallOfANode_IsRefused) {
 TEST_F(JobsCoreTest, RunnerThatSomebodyElseStops_IsTheNodes) {
   AddNode("a");
   const std::string job = Submit(Spec(1));
-  EndOn("a", job, v1::END_CLASS_CANCELLED, "its runner was told to stop");
+  EndOn("a", job, v1::END_CLASS_CANCELLED, "its runner was asked to stop");
   EXPECT_EQ(Get(job).history(0).end().end_class(), v1::END_CLASS_NODE_LOST);
   EXPECT_EQ(StateOf(job), v1::JOB_STATE_RUNNING);
 }

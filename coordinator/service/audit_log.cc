@@ -53,9 +53,7 @@ AuditLog::Entry AuditLog::Begin(const Identity* who, absl::string_view from, con
     entry.role = std::string(RoleName(who->role));
   }
   entry.from = std::string(from);
-  const auto* const kind =
-      v1::Op::descriptor()->FindFieldByNumber(static_cast<int>(op.kind_case()));
-  entry.call = kind == nullptr ? "" : kind->name();
+  entry.call = std::string(NameOf(op));
   entry.job = Text(JobOf(op));
   switch (op.kind_case()) {
     case v1::Op::kSubmitJob:

@@ -107,19 +107,17 @@ std::shared_ptr<const Identity> Users::OfCertificate(absl::string_view name) con
 }
 
 absl::StatusOr<AttemptTokens> AttemptTokens::Open(const std::string& path) {
-  absl::StatusOr<std::string> hex = rpc::NewToken();
-  if (!path.empty()) {
-    const std::string fresh = *hex;
-    hex = ReadSecretFile(path, "the key of attempts", "key", 1024);
-    // Copies and mounts change modes; the folder is closed all the same.
-    if (absl::IsPermissionDenied(hex.status()) && chmod(path.c_str(), 0600) == 0) {
-      MUSTER_LOG(Warning) << hex.status().message() << ": its mode is 0600 again";
-      hex = ReadSecretFile(path, "the key of attempts", "key", 1024);
-    }
-    if (absl::IsNotFound(hex.status())) {
-      MUSTER_RETURN_IF_ERROR(WriteSecretFile(path, fresh));
-      hex = fresh;
-    }
+  if (path.empty()) return AttemptTokens(*ParseDigest(rpc::NewToken()));
+  const auto read = [&] { return ReadSecretFile(path, "the key of attempts", "key", 1024); };
+  absl::StatusOr<std::string> hex = read();
+  if (absl::IsNotFound(hex.status())) {
+    MUSTER_RETURN_IF_ERROR(WriteSecretFile(path, rpc::NewToken()));
+    hex = read();
+  }
+  // Copies and mounts change modes; the folder is closed all the same.
+  if (absl::IsPermissionDenied(hex.status()) && chmod(path.c_str(), 0600) == 0) {
+    MUSTER_LOG(Warning) << hex.status().message() << ": its mode is 0600 again";
+    hex = read();
   }
   MUSTER_RETURN_IF_ERROR(hex.status());
   const std::optional<std::string> key = ParseDigest(absl::StripAsciiWhitespace(*hex));

@@ -34,7 +34,7 @@ class Users {
   // Errors: INVALID_ARGUMENT that names `what` and the line.
   static absl::StatusOr<Users> Parse(absl::string_view text, absl::string_view what);
 
-  // Null: nobody.
+  // Null: it is not a known token.
   std::shared_ptr<const Identity> OfToken(absl::string_view token) const;
   std::shared_ptr<const Identity> OfCertificate(absl::string_view name) const;
   size_t size() const { return by_name_.size(); }

@@ -15,7 +15,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "coordinator/errors.h"
-#include "coordinator/kv.h"
+#include "coordinator/service/error_answer.h"
 #include "rpc/frame_bytes.h"
 #include "rpc/session/agent_session.h"
 #include "rpc/status.h"
@@ -30,24 +30,6 @@ constexpr int kTrims = 2;
 constexpr size_t kBytesOfCall = 512;  // in addition to its request and its answer, while it is open
 // Then a thread that only brought an event has applied enough events of other threads.
 constexpr int kRounds = 64;
-// The core's memory for a key that is waited for, in addition to its bytes.
-constexpr size_t kBytesOfKey = 128;
-
-std::shared_ptr<const Answer> ErrorAnswer(absl::StatusCode code, absl::string_view message,
-                                          v1::ErrorReason reason, bool retryable) {
-  v1::OpResult result;
-  *result.mutable_error() = rpc::ToOpError(rpc::ErrorWithReason(code, message, reason, retryable));
-  return std::make_shared<Answer>(result);
-}
-
-std::shared_ptr<const Answer> OverloadedAnswer(absl::string_view message) {
-  v1::OpError error =
-      MakeError(absl::StatusCode::kUnavailable, v1::ERROR_REASON_OVERLOADED, std::string(message));
-  *error.mutable_detail()->mutable_retry_after() = ToProto(absl::Milliseconds(100));
-  v1::OpResult result;
-  *result.mutable_error() = std::move(error);
-  return std::make_shared<Answer>(result);
-}
 
 absl::Status StoppingStatus() {
   return rpc::ErrorWithReason(absl::StatusCode::kUnavailable,
@@ -103,78 +85,28 @@ void FailAtReply(const Answer& answer) {
   }
 }
 
-bool OnlyReads(const v1::Op& op) {
-  switch (op.kind_case()) {
-    case v1::Op::kGetRankTable:
-    case v1::Op::kDescribeBarrier:
-    case v1::Op::kListBarriers:
-    case v1::Op::kStragglerReport:
-    case v1::Op::kGetMembers:
-    case v1::Op::kResolveCheckpoint:
-    case v1::Op::kListCheckpoints:
-    case v1::Op::kGetJob:
-    case v1::Op::kListJobs:
-    case v1::Op::kReadJobLog:
-    case v1::Op::kListNodes:
-    case v1::Op::kHeartbeat:
-    case v1::Op::kPollTriggers:
-      return true;
-    default:
-      return false;
-  }
-}
-
-// Whether `op`, if it is answered without an error, may have changed something that lasts.
-bool MayChange(const v1::Op& op) {
-  return !OnlyReads(op) && !op.has_wait() && (!op.has_txn() || KvStore::Writes(op.txn()));
-}
-
-// ReplyHeader.revision of an answer: the header is field 1 of every reply.
-uint64_t RevisionOf(const Answer& answer) {
-  const v1::OpResult result = answer.Parse();
-  const auto* const kind =
-      v1::OpResult::descriptor()->FindFieldByNumber(static_cast<int>(result.kind_case()));
-  if (kind == nullptr) return 0;
-  const google::protobuf::Message& reply = result.GetReflection()->GetMessage(result, kind);
-  const auto* const header = reply.GetDescriptor()->FindFieldByName("header");
-  if (header == nullptr) return 0;
-  return static_cast<const v1::ReplyHeader&>(reply.GetReflection()->GetMessage(reply, header))
-      .revision();
-}
-
 }  // namespace
 
 CoreRunner::CoreRunner(const Options& options, std::unique_ptr<Journal> journal)
     : options_(options),
       journal_(std::move(journal)),
-      journal_failed_(ErrorAnswer(
-          absl::StatusCode::kUnavailable,
-          "the coordinator's journal cannot be written (disk full or failed): nothing was "
-          "acknowledged; see its log, then try again",
-          v1::ERROR_REASON_JOURNAL_FAILED, /*retryable=*/true)),
       stopping_answer_(ErrorAnswer(absl::StatusCode::kUnavailable,
                                    "the coordinator is stopping; reconnect",
                                    v1::ERROR_REASON_STOPPING, /*retryable=*/true)),
       cancelled_(ErrorAnswer(absl::StatusCode::kCancelled, "the caller disconnected",
                              v1::ERROR_REASON_UNSPECIFIED,
                              /*retryable=*/false)),
-      too_many_calls_(OverloadedAnswer(
-          "too many calls are waiting for an answer: nothing was done; try again later")),
-      too_many_bytes_(OverloadedAnswer("the calls that are waiting for an answer hold too many "
-                                       "bytes: nothing was done; send smaller "
-                                       "payloads and fewer keys at a time, or try again later")),
       too_many_watchers_(OverloadedAnswer(
           "too many watches are open: end those that are not needed, or try again later")),
       snapshot_busy_(OverloadedAnswer("a snapshot is being written: try again when it is done")),
-      journal_behind_(OverloadedAnswer(
-          "the coordinator's disk is slower than the writes: nothing was done; try "
-          "again later")),
       core_([this] {
         CoreOptions core = options_.core;
         core.cluster_id = journal_->cluster_id();
         core.catches_up = true;
         return core;
       }()),
+      calls_(options_.limits),
+      gate_(options_.limits),
       sessions_(options_.limits.unsent_bytes, options_.resume_window),
       watchers_(core_, options_.limits.answer_bytes),
       snapshots_(
@@ -221,8 +153,8 @@ absl::Status CoreRunner::BeginTerm() {
         ++records;
         return core_.Replay(record);
       }));
-  durable_revision_ = core_.last_record_revision();
-  watchers_.Durable(durable_revision_);
+  gate_.Begin(core_.last_record_revision());
+  watchers_.Durable(gate_.durable());
   journal_->Start([this](const Journal::Progress& progress) {
     if (turn_.IsMine()) {  // a journal in memory, from within Append
       turn_.AssertHeld();
@@ -246,10 +178,10 @@ absl::Status CoreRunner::BeginTerm() {
   }
   const bool restored = journal_->restored() > core_.restored_term();
   core_.StartTerm(term, options_.clock->Now(), &out_, restored);
-  const uint64_t needed = out_.records.empty() ? durable_revision_ : out_.records.back().revision;
+  const uint64_t needed = out_.records.empty() ? gate_.durable() : out_.records.back().revision;
   Drain();
   MUSTER_FAILPOINT("engine.term_held");
-  while (durable_revision_ < needed && journal_status_.ok()) {
+  while (!gate_.IsDurable(needed) && gate_.status().ok()) {
     std::vector<Task> tasks;
     {
       MutexLock lock(&mu_);
@@ -259,7 +191,7 @@ absl::Status CoreRunner::BeginTerm() {
     }
     ApplyBatch(tasks);
   }
-  MUSTER_RETURN_IF_ERROR(journal_status_);
+  MUSTER_RETURN_IF_ERROR(gate_.status());
   MUSTER_FAILPOINT_STATUS("engine.serving");
   if (records > 0 || term > 1) {
     MUSTER_LOG(Info) << "term " << term << " from " << journal_->description() << ": " << records
@@ -358,7 +290,7 @@ absl::Time CoreRunner::NextDeadline() const {
 }
 
 bool CoreRunner::SnapshotDue() const {
-  return !stopped_ && journal_status_.ok() && snapshots_.Due();
+  return !stopped_ && gate_.status().ok() && snapshots_.Due();
 }
 
 // A burst (ten thousand joins) leaves memory that the allocator keeps for the thread that made it:
@@ -432,28 +364,27 @@ void CoreRunner::Run() {
 }
 
 void CoreRunner::Drain() {
-  // A memory journal reports progress inside Append, which only moves durable_revision_.
+  // A memory journal reports progress inside Append, which only moves what is durable.
   for (Record& record : out_.records) {
-    backlog_.emplace_back(record.revision, record.payload.size());
-    backlog_bytes_.fetch_add(record.payload.size(), std::memory_order_relaxed);
+    gate_.Sent(record.revision, record.payload.size());
     journal_->Append(record.revision, std::move(record.payload));
   }
   out_.records.clear();
   for (const Reply& reply : out_.replies) {
-    if (reply.durable_revision <= durable_revision_) {
+    if (gate_.IsDurable(reply.durable_revision)) {
       Deliver(reply.call, reply.answer);
-    } else if (!journal_status_.ok()) {
-      Deliver(reply.call, journal_failed_);
+    } else if (!gate_.status().ok()) {
+      Deliver(reply.call, gate_.failed_answer());
     } else {
       FailAtHold(*reply.answer);
-      held_replies_.emplace(reply.durable_revision, reply);
+      gate_.Hold(reply);
     }
   }
   for (const NodeDirective& directive : out_.directives) {
-    if (directive.durable_revision <= durable_revision_) {
+    if (gate_.IsDurable(directive.durable_revision)) {
       Direct(directive);
     } else {
-      held_directives_.emplace(directive.durable_revision, directive);
+      gate_.Hold(directive);
     }
   }
   for (const std::string& job_id : out_.changed_jobs) watchers_.Changed(job_id);
@@ -486,60 +417,23 @@ void CoreRunner::Drain() {
 }
 
 void CoreRunner::Deliver(CallId id, std::shared_ptr<const Answer> answer) {
-  const auto it = calls_.find(id);
-  if (it == calls_.end()) return;  // abandoned
-  if (const size_t bytes = answer->bytes().size(); bytes > options_.limits.answer_bytes) {
-    v1::OpResult result;
-    if (answer->kind() == v1::OpResult::KIND_NOT_SET) {
-      // The failure is reported all the same, with fewer culprits.
-      result = answer->Parse();
-      v1::ErrorDetail& detail = *result.mutable_error()->mutable_detail();
-      for (v1::Culprit& culprit : *detail.mutable_culprits()) culprit.clear_native_stack();
-      if (result.ByteSizeLong() > options_.limits.answer_bytes) {
-        detail.clear_culprits();
-        detail.clear_missing_ranks();
-      }
-    } else if (it->second.changes) {
-      const uint64_t revision = RevisionOf(*answer);
-      *result.mutable_error() = MakeError(
-          absl::StatusCode::kOutOfRange, v1::ERROR_REASON_RESULT_TOO_LARGE,
-          absl::StrCat(
-              "the operation was done (by revision ", revision, "), but its answer has ", bytes,
-              " bytes, more than the ", options_.limits.answer_bytes,
-              " that one message may have: do not repeat it; read what it wrote in parts"));
-      result.mutable_error()->mutable_detail()->set_revision(revision);
-    } else {
-      *result.mutable_error() =
-          TooLarge("", absl::StrCat("the answer has ", bytes, " bytes, more than the ",
-                                    options_.limits.answer_bytes,
-                                    " that one message may have: ask for less at a time"));
-    }
-    answer = std::make_shared<Answer>(result);
-  }
-  const OpenCall call = std::move(it->second);
-  calls_.erase(it);
-  Close(call);
-  passed_bytes_.fetch_add(kBytesOfCall + call.bytes + answer->bytes().size(),
+  const std::optional<OpenCall> call = calls_.Remove(id);
+  if (!call.has_value()) return;  // abandoned
+  answer = calls_.Fit(*call, std::move(answer));
+  passed_bytes_.fetch_add(kBytesOfCall + call->bytes + answer->bytes().size(),
                           std::memory_order_relaxed);
-  if (call.kind < kOpKinds) op_seconds_[call.kind].Observe(options_.clock->Now() - call.begun);
+  calls_.Answered(*call, options_.clock->Now());
   FailAtReply(*answer);
-  if (call.sink != nullptr) {
-    call.sink->OnAnswer(answer);
+  if (call->sink != nullptr) {
+    call->sink->OnAnswer(answer);
     MUSTER_FAILPOINT("engine.replied");
     return;
   }
-  call.session->calls.erase(id);
   {
-    MutexLock lock(&call.session->mu);
-    call.session->agent.outbox().AddResult(call.op_id, answer);
+    MutexLock lock(&call->session->mu);
+    call->session->agent.outbox().AddResult(call->op_id, answer);
   }
-  sessions_.MarkDirty(call.session);
-}
-
-void CoreRunner::Close(const OpenCall& call) {
-  open_calls_.fetch_sub(1, std::memory_order_relaxed);
-  held_bytes_[call.session != nullptr ? 1 : 0].fetch_sub(call.bytes, std::memory_order_relaxed);
-  if (call.session != nullptr) call.session->held_bytes -= call.bytes;
+  sessions_.MarkDirty(call->session);
 }
 
 void CoreRunner::Direct(const NodeDirective& directive) {
@@ -555,45 +449,27 @@ void CoreRunner::Direct(const NodeDirective& directive) {
 
 void CoreRunner::ReleaseDurable() {
   MUSTER_FAILPOINT("engine.release");
-  while (!held_replies_.empty() && held_replies_.begin()->first <= durable_revision_) {
-    const Reply reply = std::move(held_replies_.begin()->second);
-    held_replies_.erase(held_replies_.begin());
-    Deliver(reply.call, reply.answer);
-  }
-  while (!held_directives_.empty() && held_directives_.begin()->first <= durable_revision_) {
-    const NodeDirective directive = std::move(held_directives_.begin()->second);
-    held_directives_.erase(held_directives_.begin());
-    Direct(directive);
-  }
+  while (const std::optional<Reply> reply = gate_.NextReply()) Deliver(reply->call, reply->answer);
+  while (const std::optional<NodeDirective> directive = gate_.NextDirective()) Direct(*directive);
 }
 
 void CoreRunner::DoProgress(const Journal::Progress& progress) {
-  if (progress.durable_revision > durable_revision_) {
-    durable_revision_ = progress.durable_revision;
-  }
-  watchers_.Durable(durable_revision_);
-  while (!backlog_.empty() && backlog_.front().first <= durable_revision_) {
-    backlog_bytes_.fetch_sub(backlog_.front().second, std::memory_order_relaxed);
-    backlog_.pop_front();
-  }
+  const bool changed = gate_.OnProgress(progress);
+  watchers_.Durable(gate_.durable());
   if (progress.status.ok() && progress.took > absl::ZeroDuration())
     fsync_seconds_.Observe(progress.took);
   if (progress.status.ok()) {
     journal_records_.fetch_add(progress.records, std::memory_order_relaxed);
     journal_bytes_.fetch_add(progress.bytes, std::memory_order_relaxed);
   }
-  const bool changed = journal_status_.code() != progress.status.code();
-  journal_status_ = progress.status;
   if (changed) {
     journal_ok_ = progress.status.ok();
     if (on_journal_health_) on_journal_health_(progress.status);
   }
-  if (!held_replies_.empty() || !held_directives_.empty()) ReleaseDurable();
+  if (gate_.HoldsAny()) ReleaseDurable();
   if (!progress.status.ok()) {
-    std::multimap<uint64_t, Reply> failed;
-    failed.swap(held_replies_);
-    for (const auto& [revision, reply] : failed) Deliver(reply.call, journal_failed_);
-    snapshots_.Answer(rpc::FromOpError(journal_failed_->Parse().error()));
+    for (const Reply& reply : gate_.TakeReplies()) Deliver(reply.call, gate_.failed_answer());
+    snapshots_.Answer(rpc::FromOpError(gate_.failed_answer()->Parse().error()));
   }
 }
 
@@ -633,15 +509,6 @@ bool CoreRunner::FlushSessions() {
   return ended;
 }
 
-bool CoreRunner::MayBeHeld(const v1::Op& op) {
-  return op.has_join() || op.has_arrive() || op.has_arrive_many() || op.has_wait() ||
-         op.has_agree_alive();
-}
-
-size_t CoreRunner::HeldBytes(const v1::Op& op, size_t bytes) {
-  return bytes + (op.has_wait() ? kBytesOfKey * static_cast<size_t>(op.wait().keys_size()) : 0);
-}
-
 void CoreRunner::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes,
                       std::shared_ptr<CallSink> sink, std::shared_ptr<const Identity> identity) {
   if (queued_bytes_.fetch_add(bytes) + bytes > options_.limits.queued_bytes) {
@@ -660,49 +527,20 @@ void CoreRunner::Call(CallId id, std::unique_ptr<v1::Op> op, size_t bytes,
   if (!posted) sink->OnAnswer(stopping_answer_);
 }
 
-std::shared_ptr<const Answer> CoreRunner::Refusal(const v1::Op& op, const AttachedAgent* session,
-                                                  size_t bytes) {
-  const bool needs_journal = Core::NeedsJournal(op);
-  if (needs_journal && !journal_status_.ok()) return journal_failed_;
-  const Limits& limits = options_.limits;
-  const uint64_t backlog = backlog_bytes_.load(std::memory_order_relaxed);
-  std::shared_ptr<const Answer> refusal;
-  if (backlog > limits.journal_backlog_bytes &&
-      (needs_journal || (backlog > 2 * limits.journal_backlog_bytes && !OnlyReads(op)))) {
-    refusal = journal_behind_;
-  } else if (calls_.size() > limits.calls ||
-             (session != nullptr && session->calls.size() > limits.calls_of_agent)) {
-    refusal = too_many_calls_;
-  } else if (const size_t share =
-                 bytes <= kSmallCall ? 2 : 1;  // so that large ones stop no rendezvous
-             MayBeHeld(op) &&
-             (session == nullptr ? held_bytes(false) > share * limits.held_bytes_of_callers
-                                 : held_bytes(true) > share * limits.held_bytes_of_agents ||
-                                       session->held_bytes > share * limits.held_bytes_of_agent)) {
-    refusal = too_many_bytes_;
-  }
+std::shared_ptr<const Answer> CoreRunner::Refusal(CallId id, const v1::Op& op) {
+  std::shared_ptr<const Answer> refusal = gate_.Refusal(op);
+  if (refusal == gate_.failed_answer()) return refusal;
+  if (refusal == nullptr) refusal = calls_.Refusal(id, op);
   if (refusal != nullptr) overloaded_.fetch_add(1, std::memory_order_relaxed);
   return refusal;
 }
 
 void CoreRunner::DoCall(CallId id, const v1::Op& op, const Caller& caller, OpenCall call) {
-  const AttachedAgent* const session = call.session.get();
   const absl::Time now = options_.clock->Now();
-  call.kind = op.kind_case();
-  call.changes = MayChange(op);
-  call.begun = now;
-  call.bytes = HeldBytes(op, call.bytes);
-  held_bytes_[call.session != nullptr ? 1 : 0].fetch_add(call.bytes, std::memory_order_relaxed);
-  if (call.session != nullptr) {
-    call.session->calls.insert(id);
-    call.session->held_bytes += call.bytes;
-  }
-  const size_t bytes = call.bytes;
-  calls_.emplace(id, std::move(call));
-  open_calls_.fetch_add(1, std::memory_order_relaxed);
+  calls_.Add(id, op, std::move(call), now);
   if (stopped_) {
     Deliver(id, stopping_answer_);
-  } else if (std::shared_ptr<const Answer> refusal = Refusal(op, session, bytes)) {
+  } else if (std::shared_ptr<const Answer> refusal = Refusal(id, op)) {
     Deliver(id, std::move(refusal));
   } else {
     if (op.has_join()) MUSTER_FAILPOINT("engine.join");
@@ -716,7 +554,7 @@ void CoreRunner::DoCall(CallId id, const v1::Op& op, const Caller& caller, OpenC
 void CoreRunner::Abandon(CallId id) {
   Post([this, id] {
     turn_.AssertHeld();
-    if (!calls_.contains(id)) return;
+    if (!calls_.Contains(id)) return;
     MUSTER_FAILPOINT("engine.abandon");
     if (!stopped_) core_.Abandon(id, options_.clock->Now(), &out_);
     Deliver(id, cancelled_);
@@ -867,14 +705,11 @@ void CoreRunner::EndSession(const std::shared_ptr<AttachedAgent>& session) {
   session->ended = true;
   MUSTER_FAILPOINT("engine.session_end");
   const absl::Time now = options_.clock->Now();
-  for (const CallId id : session->calls) {
+  const std::vector<CallId> calls(session->calls.begin(), session->calls.end());
+  for (const CallId id : calls) {
     core_.Abandon(id, now, &out_);
-    const auto it = calls_.find(id);
-    if (it == calls_.end()) continue;
-    Close(it->second);
-    calls_.erase(it);
+    calls_.Remove(id);
   }
-  session->calls.clear();
   sessions_.Remove(session);
   core_.DetachAgent(session->node, now, &out_);
 }
@@ -924,8 +759,8 @@ void CoreRunner::Snapshot(std::function<void(absl::StatusOr<uint64_t>)> done) {
         turn_.AssertHeld();
         if (stopped_) {
           done(StoppingStatus());
-        } else if (!journal_status_.ok()) {
-          done(rpc::FromOpError(journal_failed_->Parse().error()));
+        } else if (!gate_.status().ok()) {
+          done(rpc::FromOpError(gate_.failed_answer()->Parse().error()));
         } else if (!snapshots_.Request(done)) {
           overloaded_.fetch_add(1, std::memory_order_relaxed);
           done(rpc::FromOpError(snapshot_busy_->Parse().error()));
@@ -974,12 +809,8 @@ void CoreRunner::StopAll() {
   if (stopped_) return;
   stopped_ = true;
   MUSTER_FAILPOINT("engine.stopping");
-  std::vector<CallId> ids;
-  ids.reserve(calls_.size());
-  for (const auto& [id, call] : calls_) ids.push_back(id);
-  for (const CallId id : ids) Deliver(id, stopping_answer_);
-  held_replies_.clear();
-  held_directives_.clear();
+  for (const CallId id : calls_.Ids()) Deliver(id, stopping_answer_);
+  gate_.Clear();
   snapshots_.Answer(StoppingStatus());
   v1::CoordinatorFrame goodbye;
   {

@@ -1,13 +1,10 @@
 #ifndef MUSTER_COORDINATOR_SERVICE_CORE_RUNNER_H_
 #define MUSTER_COORDINATOR_SERVICE_CORE_RUNNER_H_
 
-#include <array>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <functional>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -15,9 +12,6 @@
 #include <utility>
 #include <vector>
 
-#include "absl/container/btree_set.h"
-#include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "absl/functional/any_invocable.h"
 #include "absl/status/status.h"
 #include "absl/status/statusor.h"
@@ -31,20 +25,15 @@
 #include "coordinator/service/agent_stream.h"
 #include "coordinator/service/attached_agent.h"
 #include "coordinator/service/fan_out.h"
+#include "coordinator/service/journal_gate.h"
+#include "coordinator/service/open_calls.h"
+#include "coordinator/service/runner_limits.h"
 #include "coordinator/service/snapshots.h"
 #include "coordinator/service/watchers.h"
 #include "coordinator/web/histogram.h"
 #include "proto/muster/v1/session.pb.h"
 
 namespace muster::coordinator {
-
-// Receives the answer of one call. Called exactly once, in the runner's turn or, after the runner
-// has stopped, by the caller; must not block.
-class CallSink {
- public:
-  virtual ~CallSink() = default;
-  virtual void OnAnswer(const std::shared_ptr<const Answer>& answer) = 0;
-};
 
 // Owns the core and its journal, and has one thread at a time touch them: the one that has the
 // turn. A thread that brings an event while no thread has the turn takes it and applies the event;
@@ -64,33 +53,7 @@ class CallSink {
 // All public methods are thread-safe and do not block, except Start and Stop.
 class CoreRunner {
  public:
-  struct Limits {
-    // Of a message that goes out. In place of a larger answer goes LIMIT, or RESULT_TOO_LARGE if
-    // the operation has changed something.
-    size_t answer_bytes = (4 << 20) - 1024;
-    // Calls that wait for their answer: in total, and per agent. A hub is one agent here: with 400
-    // workers behind it, each has room for 160 calls, and for 160 KiB of requests below, where a
-    // worker seldom has more than a barrier and a wait at a time.
-    size_t calls = 1 << 20;
-    size_t calls_of_agent = 1 << 16;
-    // Bytes of the requests of those calls: the core keeps what it needs of them (keys waited for,
-    // payloads of barriers). For all agents, for one, and for all direct callers, who then cannot
-    // use up the agents' share. Small calls, as those of a rendezvous are, may go to twice as much.
-    size_t held_bytes_of_agents = 512 << 20;
-    size_t held_bytes_of_agent = 64 << 20;
-    size_t held_bytes_of_callers = 128 << 20;
-    // Requests of unary calls that wait to be applied. An agent has at most one frame there.
-    size_t queued_bytes = 64 << 20;
-    // Answers that an agent's stream has not taken: from then on no frame of it is read.
-    size_t unsent_bytes = 8 << 20;
-    // Answers that an agent has not acknowledged: its session ends.
-    size_t unacknowledged_bytes = 64 << 20;
-    // Records that the disk has not taken. Beyond it, operations that need the journal are refused;
-    // beyond twice as much, all that change anything.
-    size_t journal_backlog_bytes = 64 << 20;
-    // Open watches.
-    size_t watchers = 1 << 16;
-  };
+  using Limits = RunnerLimits;
   struct Options {
     CoreOptions core;
     // How long an agent's session survives without a stream before its calls are abandoned.
@@ -119,13 +82,6 @@ class CoreRunner {
   // Answers all pending calls with UNAVAILABLE / STOPPING, ends all streams, writes queued records
   // to the journal. Blocks. Repeatable. Calls that come later are answered the same way.
   void Stop();
-
-  // Whether the answer of `op` may wait for another caller's operation, and how many bytes it
-  // counts for meanwhile if its message has `bytes`.
-  static bool MayBeHeld(const v1::Op& op);
-  static size_t HeldBytes(const v1::Op& op, size_t bytes);
-  // Calls of so many bytes may be held until twice as many bytes are as limits say.
-  static constexpr size_t kSmallCall = 2048;
 
   CallId NewCallId() { return next_call_.fetch_add(1, std::memory_order_relaxed); }
   // `sink` is released once it was answered. `bytes` is the size of the request. `identity`: whose
@@ -174,20 +130,22 @@ class CoreRunner {
 
   // For the metrics page.
   const DurationHistogram& fsync_seconds() const { return fsync_seconds_; }
-  // From an operation's turn to its answer, by the number of its field in Op; calls and operations
-  // of agents' streams alike. Of the largest number: a test holds it against the proto.
-  static constexpr int kOpKinds = v1::Op::kListNodes + 1;
-  const DurationHistogram& op_seconds(int kind) const { return op_seconds_[kind]; }
+  static constexpr int kOpKinds = OpenCalls::kOpKinds;
+  const DurationHistogram& op_seconds(int kind) const ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    return calls_.seconds(kind);
+  }
   uint64_t queue_depth() const { return queue_depth_.load(std::memory_order_relaxed); }
   uint64_t events() const { return events_.load(std::memory_order_relaxed); }
   uint64_t journal_records() const { return journal_records_.load(std::memory_order_relaxed); }
   uint64_t journal_bytes() const { return journal_bytes_.load(std::memory_order_relaxed); }
-  uint64_t journal_backlog_bytes() const { return backlog_bytes_.load(std::memory_order_relaxed); }
+  uint64_t journal_backlog_bytes() const ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    return gate_.backlog_bytes();
+  }
   uint64_t overloaded() const { return overloaded_.load(std::memory_order_relaxed); }
   bool journal_ok() const { return journal_ok_.load(std::memory_order_relaxed); }
   // Of agents, and of direct callers.
-  uint64_t held_bytes(bool agents) const {
-    return held_bytes_[agents ? 1 : 0].load(std::memory_order_relaxed);
+  uint64_t held_bytes(bool agents) const ABSL_NO_THREAD_SAFETY_ANALYSIS {
+    return calls_.held_bytes(agents);
   }
   // False: the last snapshot could not be written. The journal grows until one can.
   bool snapshot_ok() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return snapshots_.ok(); }
@@ -199,21 +157,12 @@ class CoreRunner {
   absl::Duration snapshot_took() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return snapshots_.took(); }
   // Watches looked at because something of their job had changed.
   uint64_t watchers_visited() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return watchers_.visited(); }
-  uint64_t open_calls() const { return open_calls_.load(std::memory_order_relaxed); }
+  uint64_t open_calls() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return calls_.size(); }
   uint64_t agents() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return sessions_.size(); }
   uint64_t watchers() const ABSL_NO_THREAD_SAFETY_ANALYSIS { return watchers_.size(); }
   const Journal& journal() const { return *journal_; }
 
  private:
-  struct OpenCall {
-    std::shared_ptr<CallSink> sink;          // of a unary call, or
-    std::shared_ptr<AttachedAgent> session;  // the stream it came on
-    uint64_t op_id = 0;
-    size_t bytes = 0;  // of the request
-    v1::Op::KindCase kind = v1::Op::KIND_NOT_SET;
-    bool changes = false;  // it may have had an effect
-    absl::Time begun = absl::InfinitePast();
-  };
   using Task = absl::AnyInvocable<void()>;
 
   // The right to touch the core and all that belongs to it. It is no lock: whether it is free is
@@ -270,12 +219,10 @@ class CoreRunner {
   void Drain() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void Deliver(CallId id, std::shared_ptr<const Answer> answer)
       ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
-  // Takes an open call off the books.
-  void Close(const OpenCall& call) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
-  // Whether `op` is refused because something has grown too large; nullptr: it is not.
-  // `bytes` is what is counted of the call.
-  std::shared_ptr<const Answer> Refusal(const v1::Op& op, const AttachedAgent* session,
-                                        size_t bytes) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
+  // Whether `op`, an open call, is refused because something has grown too large or the journal
+  // has failed; nullptr: it is not.
+  std::shared_ptr<const Answer> Refusal(CallId id, const v1::Op& op)
+      ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void Direct(const NodeDirective& directive) ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   void ReleaseDurable() ABSL_EXCLUSIVE_LOCKS_REQUIRED(turn_);
   // Whether a session ended, which may have put something out.
@@ -288,27 +235,19 @@ class CoreRunner {
   std::function<void()> on_deposed_;
   std::function<void(const absl::Status&)> on_journal_health_;
   std::function<void(absl::Time)> on_catch_up_;
-  std::shared_ptr<const Answer> journal_failed_;
-  std::shared_ptr<const Answer> stopping_answer_;
-  std::shared_ptr<const Answer> cancelled_;
-  std::shared_ptr<const Answer> too_many_calls_;
-  std::shared_ptr<const Answer> too_many_bytes_;
-  std::shared_ptr<const Answer> too_many_watchers_;
-  std::shared_ptr<const Answer> snapshot_busy_;
-  std::shared_ptr<const Answer> journal_behind_;
+  const std::shared_ptr<const Answer> stopping_answer_;
+  const std::shared_ptr<const Answer> cancelled_;
+  const std::shared_ptr<const Answer> too_many_calls_ = OpenCalls::TooManyCalls();
+  const std::shared_ptr<const Answer> too_many_watchers_;
+  const std::shared_ptr<const Answer> snapshot_busy_;
 
   Turn turn_;
   Core core_ ABSL_GUARDED_BY(turn_);
   Output out_ ABSL_GUARDED_BY(turn_);
-  uint64_t durable_revision_ ABSL_GUARDED_BY(turn_) = 0;
-  absl::Status journal_status_ ABSL_GUARDED_BY(turn_);
   bool catching_up_ ABSL_GUARDED_BY(turn_) = false;
   bool stopped_ ABSL_GUARDED_BY(turn_) = false;
-  absl::flat_hash_map<CallId, OpenCall> calls_ ABSL_GUARDED_BY(turn_);
-  std::deque<std::pair<uint64_t, size_t>> backlog_
-      ABSL_GUARDED_BY(turn_);  // revision and size of records on their way
-  std::multimap<uint64_t, Reply> held_replies_ ABSL_GUARDED_BY(turn_);
-  std::multimap<uint64_t, NodeDirective> held_directives_ ABSL_GUARDED_BY(turn_);
+  OpenCalls calls_ ABSL_GUARDED_BY(turn_);
+  JournalGate gate_ ABSL_GUARDED_BY(turn_);
   AgentSessions sessions_ ABSL_GUARDED_BY(turn_);
   Watchers watchers_ ABSL_GUARDED_BY(turn_);
   Snapshots snapshots_ ABSL_GUARDED_BY(turn_);
@@ -323,13 +262,8 @@ class CoreRunner {
   std::atomic<uint64_t> journal_bytes_{0};
   std::atomic<bool> journal_ok_{true};
   std::atomic<uint64_t> queued_bytes_{0};
-  std::atomic<uint64_t> backlog_bytes_{0};
   std::atomic<uint64_t> overloaded_{0};
-  std::atomic<uint64_t> open_calls_{0};
-  // Of the requests of open calls, those of agents second; written in the turn.
-  std::array<std::atomic<uint64_t>, 2> held_bytes_{};
   DurationHistogram fsync_seconds_;
-  std::array<DurationHistogram, kOpKinds> op_seconds_;
 
   Mutex mu_;
   CondVar wake_;

@@ -18,6 +18,8 @@
 #include "base/version.h"
 #include "coordinator/errors.h"
 #include "coordinator/service/agent_stream.h"
+#include "coordinator/service/op_kinds.h"
+#include "coordinator/service/open_calls.h"
 #include "proto/muster/v1/admin.pb.h"
 #include "proto/muster/v1/session.pb.h"
 #include "proto/muster/v1/watch.pb.h"
@@ -287,8 +289,8 @@ class GrpcFrontend::UnaryCall final : public Handler,
       return;
     }
     bytes.Clear();
-    if (CoreRunner::MayBeHeld(*op)) {
-      const absl::Status allowed = frontend_.TakeBytes(rpc(), CoreRunner::HeldBytes(*op, size));
+    if (MayBeHeld(*op)) {
+      const absl::Status allowed = frontend_.TakeBytes(rpc(), HeldBytes(*op, size));
       if (!allowed.ok()) {
         Finish(allowed);
         return;
@@ -917,7 +919,7 @@ void GrpcFrontend::EndSilent(absl::Time now) {
     Heard(rpc);
     std::static_pointer_cast<Handler>(rpc->handler_)
         ->OnSilent(absl::DeadlineExceededError(absl::StrCat(
-            "no message of this call came within ", absl::FormatDuration(limits_.first_message),
+            "no message of this call arrived within ", absl::FormatDuration(limits_.first_message),
             " of its start: send the request, or a stream's first frame, with it")));
   }
 }
@@ -1107,7 +1109,7 @@ absl::Status GrpcFrontend::TakeShare(RpcCall* rpc) {
 
 absl::Status GrpcFrontend::TakeBytes(RpcCall* rpc, size_t bytes) {
   if (rpc->caller_ == nullptr) return absl::OkStatus();
-  const size_t share = bytes <= CoreRunner::kSmallCall ? 2 : 1;
+  const size_t share = bytes <= OpenCalls::kSmallCall ? 2 : 1;
   const std::pair<CallerShare*, size_t> both[] = {{rpc->caller_, limits_.connection.held_bytes},
                                                   {rpc->caller_->user, limits_.user.held_bytes}};
   for (const auto& [caller, most] : both) {

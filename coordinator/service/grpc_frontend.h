@@ -40,7 +40,7 @@ struct CallerQuota {
   size_t calls;    // calls and streams
   size_t streams;  // of these, agents' streams and watches
   size_t silent;   // of these, calls and streams that have sent nothing yet
-  // Of the requests of calls that wait for their answer; small ones (CoreRunner::kSmallCall) may go
+  // Of the requests of calls that wait for their answer; small ones (OpenCalls::kSmallCall) may go
   // to twice as much.
   size_t held_bytes;
 };

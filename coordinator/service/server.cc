@@ -208,6 +208,17 @@ void WriteTimes(const CoreRunner& runner, PrometheusText* out) {
                  runner.fsync_seconds().SumSeconds());
 }
 
+// The key in the file, if there is one, signs the manifests of checkpoints.
+absl::Status SetCheckpointKey(const std::string& file, CoreOptions* core) {
+  if (file.empty()) return absl::OkStatus();
+  MUSTER_ASSIGN_OR_RETURN(const std::string pem,
+                          ReadSecretFile(file, "checkpoint_key", "private key", kLargestKeyFile));
+  MUSTER_ASSIGN_OR_RETURN(const SigningKey key,
+                          SigningKey::Parse(pem, absl::StrCat("checkpoint_key: '", file, "'")));
+  core->sign_checkpoint = [key](absl::string_view sha256) { return key.Sign(sha256); };
+  return absl::OkStatus();
+}
+
 }  // namespace
 
 absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Options options) {
@@ -225,17 +236,7 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
   // Users show a token or a certificate.
   options.rpc.checks_token = !of_callers.token.empty() || !options.users_file.empty();
   options.rpc.certificate_optional = !options.users_file.empty();
-  if (!options.checkpoint_key.empty()) {
-    MUSTER_ASSIGN_OR_RETURN(
-        const std::string pem,
-        ReadSecretFile(options.checkpoint_key, "checkpoint_key", "private key", kLargestKeyFile));
-    MUSTER_ASSIGN_OR_RETURN(
-        const SigningKey key,
-        SigningKey::Parse(pem, absl::StrCat("checkpoint_key: '", options.checkpoint_key, "'")));
-    options.runner.core.sign_checkpoint = [key](absl::string_view sha256) {
-      return key.Sign(sha256);
-    };
-  }
+  MUSTER_RETURN_IF_ERROR(SetCheckpointKey(options.checkpoint_key, &options.runner.core));
   // Before the journal is touched.
   MUSTER_RETURN_IF_ERROR(rpc::CheckCallersAreKnown(options.rpc));
   rpc::Address metrics_address;
@@ -288,18 +289,20 @@ absl::StatusOr<std::unique_ptr<CoordinatorServer>> CoordinatorServer::Start(Opti
                           }));
   self->frontend_->Serve();
   if (!options.metrics_listen.empty()) {
-    MUSTER_ASSIGN_OR_RETURN(self->http_,
-                            HttpServer::Start(metrics_address.host, metrics_address.port,
-                                              {{"/metrics",
-                                                [raw] {
-                                                  return HttpServer::Response{
-                                                      .status = 200,
-                                                      .content_type = kPrometheusContentType,
-                                                      .body = raw->Metrics()};
-                                                }},
-                                               {"/healthz", [raw] { return raw->Health(); }}}));
+    MUSTER_RETURN_IF_ERROR(self->StartHttp(metrics_address));
   }
   return self;
+}
+
+absl::Status CoordinatorServer::StartHttp(const rpc::Address& address) {
+  const auto metrics = [this] {
+    return HttpServer::Response{
+        .status = 200, .content_type = kPrometheusContentType, .body = Metrics()};
+  };
+  MUSTER_ASSIGN_OR_RETURN(
+      http_, HttpServer::Start(address.host, address.port,
+                               {{"/metrics", metrics}, {"/healthz", [this] { return Health(); }}}));
+  return absl::OkStatus();
 }
 
 CoordinatorServer::~CoordinatorServer() { Shutdown(); }

@@ -13,6 +13,7 @@
 #include "coordinator/service/grpc_frontend.h"
 #include "coordinator/service/rpc_metrics.h"
 #include "coordinator/web/http_server.h"
+#include "rpc/address.h"
 #include "rpc/server.h"
 
 namespace muster::coordinator {
@@ -76,6 +77,7 @@ class CoordinatorServer {
 
  private:
   CoordinatorServer() = default;
+  absl::Status StartHttp(const rpc::Address& address);
 
   // In the order in which they are made; shut down in reverse.
   RpcMetrics rpc_metrics_;

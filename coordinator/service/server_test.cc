@@ -490,7 +490,7 @@ TEST(CoordinatorServer, EveryMethodOfTheContract_IsServed) {
 }
 
 std::string WriteToken(const std::string& name, const std::string& token) {
-  const std::string path = absl::StrCat(::testing::TempDir(), "/", name);
+  const std::string path = TestPath(name);
   std::ofstream(path) << token;
   EXPECT_EQ(chmod(path.c_str(), 0600), 0);
   return path;

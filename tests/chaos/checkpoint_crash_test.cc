@@ -18,7 +18,7 @@ TEST_P(KilledInASave, NewestSealedLoadsAndNothingIsLeftOver) {
   std::string logs;
   const std::vector<std::string> wrong = RunCrashPlan(GetParam(), &reached, &logs);
   EXPECT_TRUE(wrong.empty()) << absl::StrJoin(wrong, "\n") << "\n" << logs;
-  EXPECT_TRUE(reached) << "nobody was killed: this moment never comes";
+  EXPECT_TRUE(reached) << "no process was killed: this moment never comes";
 }
 
 INSTANTIATE_TEST_SUITE_P(At, KilledInASave, ::testing::ValuesIn(CrashPlans()),

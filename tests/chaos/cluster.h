@@ -169,7 +169,6 @@ class Cluster {
   std::vector<std::vector<std::unique_ptr<Child>>> hubs_;     // likewise
   bool hubs_may_end_ = false;                                 // the job has ended
   absl::Time coordinator_due_ = absl::InfinitePast();         // an outage ends
-  size_t said_before_outage_ = 0;
   std::string weights_;
   std::vector<bool> sent_;
   std::unique_ptr<rpc::TestListener> thief_;  // of the port

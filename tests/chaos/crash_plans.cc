@@ -3,13 +3,13 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstdlib>
 #include <random>
 
 #include "absl/strings/match.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_split.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "tests/chaos/child.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/seal.h"
@@ -39,8 +39,7 @@ CrashPlan AtCall(int rank, int call, bool asynchronous) {
   CrashPlan crash;
   crash.plan = Base(
       absl::StrCat("rank", rank, asynchronous ? "_beside_training" : "", "_before_call_", call));
-  const char* const root = std::getenv("TEST_TMPDIR");
-  crash.once = absl::StrCat(root == nullptr ? "/tmp" : root, "/crashed-", RandomHex());
+  crash.once = TestPath(absl::StrCat("crashed-", RandomHex()));
   auto& env = crash.plan.worker_env;
   env["LD_PRELOAD"] = ProgramPath("tests/chaos/libcrash_at.so");
   env["MUSTER_CRASH_AT"] = absl::StrCat(call);

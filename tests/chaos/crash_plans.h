@@ -10,7 +10,7 @@
 namespace muster::chaos {
 
 // A training of two ranks, each with an agent, that saves after every epoch and keeps two
-// checkpoints. Somebody is killed (SIGKILL) at one moment of a save and is started again.
+// checkpoints. One process is killed (SIGKILL) at one moment of a save and is started again.
 struct CrashPlan {
   Plan plan;
   // Made when the moment came; empty: the plan's failpoints say so.
@@ -24,7 +24,7 @@ std::vector<CrashPlan> DrawnCrashPlans(uint32_t seed, int count);
 
 // Runs it. What was wrong: besides what Cluster says, that a checkpoint which was sealed or
 // acknowledged did not load, that something is left over, or that what is kept is not whole.
-// `reached`: whether anybody was killed. `logs`: if something was wrong.
+// `reached`: whether a process was killed. `logs`: if something was wrong.
 std::vector<std::string> RunCrashPlan(const CrashPlan& plan, bool* reached, std::string* logs);
 
 }  // namespace muster::chaos

@@ -17,6 +17,7 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/exit_code.h"
 #include "base/file.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
@@ -112,7 +113,7 @@ TEST(Faults, PortOfAnother_IsRefusedInOneLine) {
   Child first = Coordinator(*host, {"--listen", "127.0.0.1:0"});
   ASSERT_TRUE(first.WaitFor("127.0.0.1:", absl::Seconds(20))) << first.text();
   Child second = Coordinator(*host, {"--listen", *first.first_line()});
-  EXPECT_EQ(second.Wait(), 3);
+  EXPECT_EQ(second.Wait(), kExitCannotServe);
   EXPECT_THAT(second.text(), HasSubstr(absl::StrCat("cannot listen on ", *first.first_line(),
                                                     ": another process has the port")));
   first.Signal(SIGTERM);
@@ -132,7 +133,7 @@ TEST(Faults, SecondCoordinatorOnTheSameJournal_IsRefusedWithThePid) {
   Child first = Coordinator(*host, {"--listen", "127.0.0.1:0", "--data_dir", data});
   ASSERT_TRUE(first.WaitFor("127.0.0.1:", absl::Seconds(20))) << first.text();
   Child second = Coordinator(*host, {"--listen", "127.0.0.1:0", "--data_dir", data});
-  EXPECT_EQ(second.Wait(), 3);
+  EXPECT_EQ(second.Wait(), kExitCannotServe);
   EXPECT_THAT(second.text(), HasSubstr(absl::StrCat("is in use by process ", first.pid())));
   first.Signal(SIGTERM);
   EXPECT_EQ(first.Wait(), 0) << first.text();

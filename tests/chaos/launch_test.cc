@@ -12,6 +12,7 @@
 #include "absl/strings/str_replace.h"
 #include "base/file.h"
 #include "base/mutex.h"
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/chaos/child.h"
@@ -24,7 +25,7 @@ using ::testing::HasSubstr;
 class Launch {
  public:
   explicit Launch(const std::string& name)
-      : dir_(absl::StrCat(::testing::TempDir(), "/", name)), host_(*agent::ProcessHost::Start()) {
+      : dir_(TestPath(name)), host_(*agent::ProcessHost::Start()) {
     EXPECT_TRUE(RemoveTree(dir_).ok());
     EXPECT_TRUE(MakeDirectories(dir_).ok());
   }

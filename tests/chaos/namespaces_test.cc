@@ -16,8 +16,10 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "base/exit_code.h"
 #include "base/file.h"
 #include "base/mutex.h"
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "tests/chaos/child.h"
@@ -112,7 +114,7 @@ class SmallDisk : public ::testing::Test {
  protected:
   void SetUp() override {
     LosePackets(0);
-    disk_ = absl::StrCat(::testing::TempDir(), "/disk");
+    disk_ = TestPath("disk");
     ASSERT_TRUE(MakeDirectories(disk_).ok());
     ASSERT_EQ(mount("none", disk_.c_str(), "tmpfs", 0, "size=2m"), 0) << std::strerror(errno);
   }
@@ -171,7 +173,7 @@ TEST_F(SmallDisk, FullAtTheStart_IsRefusedInOneLine) {
                     {ProgramPath("coordinator/cmd/muster-coordinator"), "--insecure", "--listen",
                      "127.0.0.1:0", "--data_dir", disk_ + "/data"},
                     {}, [] {});
-  EXPECT_EQ(coordinator.Wait(), 3) << coordinator.text();
+  EXPECT_EQ(coordinator.Wait(), kExitCannotServe) << coordinator.text();
   EXPECT_THAT(coordinator.text(), HasSubstr("full")) << coordinator.text();
 }
 

@@ -107,7 +107,7 @@ class Simulation {
       if (change.job_record_changed().has_record()) OnRecord(change.job_record_changed().record());
       journal_.push_back(std::move(change));
     }
-    // Or after it, before anybody is told.
+    // Or after it, before any answer goes out.
     const bool crash = !quiet_ && Chance(1);
     if (!crash) {
       for (auto& closed : out.closed_groups) closed_.insert(closed.first);
@@ -287,7 +287,7 @@ class Simulation {
       case 5:
         Any().silent = false;
         break;
-      case 6: {  // the machine is set up anew
+      case 6: {  // the machine is set up again
         Node& node = Any();
         if (!Chance(20)) break;
         if (node.call.has_value()) core_->Abandon(*node.call);

@@ -1539,7 +1539,7 @@ void Sim::CutAll() {
   const absl::Time until = now_ + 5 * kLease / 2;
   Fault("partitioned");
   for (auto& [to_server, from_server] : cut_) to_server = from_server = until;
-  Trace(absl::StrCat("everybody is cut off until ", absl::FormatDuration(until - kStart)));
+  Trace(absl::StrCat("all are cut off until ", absl::FormatDuration(until - kStart)));
 }
 
 void Sim::Chaos() {

@@ -215,7 +215,7 @@ TEST_P(StoreTest, DeleteCheckAndCount) {
   EXPECT_FALSE(store_->deleteKey("a"));
   EXPECT_FALSE(store_->check({"a"}));
   EXPECT_EQ(store_->getNumKeys(), before + 1);
-  EXPECT_EQ(store_->add("a", 1), 1) << "a deleted key starts anew";
+  EXPECT_EQ(store_->add("a", 1), 1) << "a deleted key starts again from 0";
 }
 
 TEST_P(StoreTest, Count_OfMoreKeysThanAPageHolds) {

@@ -272,7 +272,21 @@ def named_places(text, read):
     return found
 
 
-FILE_RULES = [include_rules, public_headers, torch_umbrella, quotes, header_guard, words, comments, line_length]
+_BARE_FOLDER = re.compile(r'\b(mkdtemp|mkstemp|tmpnam|TempDir|temp_directory_path)\s*\(|"TEST_TMPDIR"')
+# The helper itself; examples are programs of users, who do not have it.
+_MAY_NAME_FOLDERS = {"base/test_folder.h", "examples/mnist/idx_test.cc"}
+
+
+def temporary_folders(path, text):
+    """Tests make their folders in one way: unique to the run, closed to others, and removed."""
+    if not (_is_test_only(path) or path.startswith("tests/")) or path in _MAY_NAME_FOLDERS:
+        return []
+    return [(text.count("\n", 0, m.start()) + 1, "%s: use TestFolder or TestPath of base/test_folder.h" % m.group(0))
+            for m in _BARE_FOLDER.finditer(text)]
+
+
+FILE_RULES = [include_rules, public_headers, torch_umbrella, quotes, header_guard, words, comments, line_length,
+              temporary_folders]
 
 # --- BUILD files ----------------------------------------------------------------------------------------------
 

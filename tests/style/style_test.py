@@ -204,6 +204,14 @@ class RulesThemselves(unittest.TestCase):
         for text in good:
             self.assertFalse(self._flagged(rules.words, "worker/a.cc", text), text)
 
+    def test_temporary_folders(self):
+        for text in ("x = ::testing::TempDir() + name;", 'std::getenv("TEST_TMPDIR");', "mkdtemp(path.data());"):
+            for path in ("base/a_test.cc", "muster/test_a.h", "tests/chaos/a.cc"):
+                self.assertTrue(self._flagged(rules.temporary_folders, path, text), text)
+            for path in ("agent/relay.cc", "base/test_folder.h"):
+                self.assertFalse(self._flagged(rules.temporary_folders, path, text), text)
+        self.assertFalse(self._flagged(rules.temporary_folders, "base/a_test.cc", "const TestFolder folder;"))
+
     def test_failpoints(self):
         table = '    {"a.b", true, "x"},\n    {"a.c",\n     false, "y"},\n'
         good = {"worker/a.cc": 'MUSTER_FAILPOINT_STATUS("a.b"); MUSTER_FAILPOINT("a.c");'}

@@ -3,8 +3,9 @@
 #include <sys/wait.h>
 
 #include <cstdio>
-#include <cstdlib>
 #include <filesystem>
+
+#include "base/test_folder.h"
 
 namespace muster::testing_support {
 
@@ -27,11 +28,10 @@ CommandResult RunCommand(const std::string& command_line) {
 }
 
 std::string MakeTestDir(const std::string& name) {
-  const char* root = std::getenv("TEST_TMPDIR");
-  const std::filesystem::path path = std::filesystem::path(root == nullptr ? "/tmp" : root) / name;
+  std::string path = TestPath(name);
   std::filesystem::remove_all(path);
   std::filesystem::create_directories(path);
-  return path.string();
+  return path;
 }
 
 }  // namespace muster::testing_support

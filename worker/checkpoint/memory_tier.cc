@@ -1,5 +1,9 @@
 #include "worker/checkpoint/memory_tier.h"
 
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -24,6 +28,11 @@ constexpr size_t kPieceBytes = size_t{8} << 20;
 // Numbers and texts that ranks tell each other.
 void Put(uint64_t value, std::string* to) {
   to->append(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+void PutText(absl::string_view text, std::string* to) {
+  Put(text.size(), to);
+  to->append(text.data(), text.size());
 }
 
 uint64_t Take(absl::string_view* from) {
@@ -51,11 +60,49 @@ std::string NameOf(const CheckpointInfo& info) {
   return absl::StrCat("the checkpoint of step ", info.step, " in memory");
 }
 
+// An agent that does not answer may answer later. Otherwise, whatever the reason is, there is no
+// memory to save to.
+absl::Status WhyNoMemory(const absl::Status& status) {
+  if (status.ok() || absl::IsUnavailable(status)) return status;
+  return absl::ResourceExhaustedError(status.message());
+}
+
+// A file in memory, mapped.
+struct MappedFile {
+  OwnedFd fd;
+  AlignedMemory memory;
+};
+
 // What a reader reads, and what keeps it alive.
 struct Contents {
+  std::map<std::string, absl::string_view> files;
   std::vector<std::shared_ptr<const AlignedMemory>> memories;
-  std::vector<std::unique_ptr<std::string>> received;
+  MappedFile received;
+  uint64_t copied_bytes = 0;
 };
+
+// A file in memory as text, with which the other ranks of its host can open it.
+std::string PlaceOf(int fd) {
+  struct stat info;
+  if (fstat(fd, &info) != 0) return "";
+  return absl::StrCat("/proc/", getpid(), "/fd/", fd, " ", info.st_dev, " ", info.st_ino);
+}
+
+// Nothing if this process cannot open it.
+std::optional<MappedFile> OpenPlace(const std::string& place) {
+  const std::string path = place.substr(0, place.find(' '));
+  MappedFile file;
+  file.fd = OwnedFd(open(path.c_str(), O_RDWR | O_CLOEXEC));
+  struct stat info;
+  if (!file.fd.open() || fstat(file.fd.get(), &info) != 0 ||
+      absl::StrCat(path, " ", info.st_dev, " ", info.st_ino) != place) {
+    return std::nullopt;
+  }
+  absl::StatusOr<AlignedMemory> memory = AlignedMemory::OfFile(file.fd.get());
+  if (!memory.ok()) return std::nullopt;
+  file.memory = *std::move(memory);
+  return file;
+}
 
 // The workers whose memory an object of this process uses.
 class Workers {
@@ -135,13 +182,7 @@ absl::Status MemoryTier::Adopt() {
   return absl::OkStatus();
 }
 
-// Whatever the reason is, there is no memory to save to.
 absl::Status MemoryTier::Prepare(int number) {
-  const absl::Status mine = Reserve(number);
-  return mine.ok() ? mine : absl::ResourceExhaustedError(mine.message());
-}
-
-absl::Status MemoryTier::Reserve(int number) {
   Slot& slot = slots_[number];
   if (slot.snapshot == nullptr) {
     MUSTER_ASSIGN_OR_RETURN(slot.fd, CreateHoldableMemory(absl::StrCat("muster-", worker_id_)));
@@ -169,21 +210,22 @@ void MemoryTier::WaitForCopy() {
 absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t since_disk, bool lazy,
                               absl::FunctionRef<absl::Status(StateWriter&)> write) {
   WaitForCopy();
-  absl::Status mine = Wait();
-  if (const absl::Status adopted = Adopt(); !adopted.ok()) {
-    mine.Update(absl::ResourceExhaustedError(adopted.message()));
-  }
+  const absl::Status waited = Wait();
+  const absl::Status adopted = WhyNoMemory(Adopt());
+  const absl::Status& mine = adopted.ok() ? waited : adopted;
   std::string told;
+  Put(adopted.ok() ? 1 : 0, &told);
   Put(sequence_, &told);
   Put(rank_ == 0 ? RandomId() : 0, &told);
   Put(static_cast<uint64_t>(mine.code()), &told);
   told.append(mine.message().data(), mine.message().size());
   MemorySaveId save;
   absl::Status before;
-  bool no_memory = false;
+  bool no_memory = false, begins = true;
   const std::vector<std::string> all = comm.AllGatherBytes(told);
   for (size_t rank = 0; rank < all.size(); ++rank) {
     absl::string_view text = all[rank];
+    begins &= Take(&text) == 1;
     save.sequence = std::max(save.sequence, Take(&text));
     const uint64_t nonce = Take(&text);
     if (rank == 0) save.nonce = nonce;
@@ -193,6 +235,8 @@ absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t si
     before.Update(absl::Status(code, absl::StrCat("rank ", rank, ": ", text)));
   }
   if (no_memory) return absl::ResourceExhaustedError(before.message());
+  // A rank that does not know its memory could overwrite the last whole save.
+  if (!begins) return before;
   // All ranks know the same of the save before. One that failed anywhere is overwritten.
   if (before.ok() && current_ >= 0) good_ = current_;
   current_ = good_ == 0 ? 1 : 0;
@@ -204,7 +248,7 @@ absl::Status MemoryTier::Save(Comm& comm, const CheckpointInfo& info, int64_t si
   pending->info = info;
   pending->since_disk = since_disk;
   const absl::Status copied = GuardRank([&]() -> absl::Status {
-    MUSTER_RETURN_IF_ERROR(Prepare(current_));
+    MUSTER_RETURN_IF_ERROR(WhyNoMemory(Prepare(current_)));
     StateWriter writer(slots_[current_].snapshot.get(), rank_, lazy);
     return write(writer);
   });
@@ -272,7 +316,253 @@ absl::StatusOr<std::vector<MemoryTier::Piece>> MemoryTier::PiecesHere() const {
   return pieces;
 }
 
-absl::StatusOr<std::optional<MemoryTier::Found>> MemoryTier::Find(Comm& comm) {
+// The steps of Find(), which all ranks take together.
+class MemoryTier::Search {
+ public:
+  Search(Comm& comm, const std::string& node, const std::vector<Piece>& here,
+         const FindOptions& options)
+      : comm_(comm),
+        rank_(comm.rank()),
+        size_(comm.size()),
+        node_(node),
+        here_(here),
+        options_(options) {}
+
+  // Collective. Learns which parts of saves are on the nodes of which ranks.
+  absl::Status Exchange();
+  // Of those that Exchange() has found, the ones with a part of every rank; newest first.
+  std::vector<MemorySaveId> WholeSaves() const;
+  // Collective. Whether the files of a whole save have their digests. Each part is checked by one
+  // rank that has it. `manifest` gets those of all parts.
+  absl::Status Check(const MemorySaveId& save, Manifest* manifest);
+  // Collective. The files of a whole save: those of this node where they are, and a copy of others.
+  absl::Status Gather(const MemorySaveId& save, Contents* contents);
+  // Collective. How many saves ago the last one went to the disk.
+  int64_t SinceDisk(const MemorySaveId& save);
+
+ private:
+  // One rank's part of a save.
+  struct Part {
+    std::set<int> on;  // ranks with it on their node
+    std::string text;  // its manifest
+    Manifest manifest;
+  };
+  using Parts = std::map<int, Part>;  // by owner
+
+  absl::Status Learn(const std::vector<std::string>& all);
+  // Null: it is not on this node.
+  const Piece* Find(const MemorySaveId& save, int owner) const;
+  // The rank that speaks for a part.
+  static int SpeakerOf(int owner, const Part& part) {
+    return part.on.count(owner) > 0 ? owner : *part.on.begin();
+  }
+  // The first rank of a rank's node that lacks the same parts: it makes the copy of them.
+  int CopierFor(const Parts& parts, int rank) const;
+  // Memory for the parts that this node lacks.
+  absl::Status MakeRoom(uint64_t bytes, MappedFile* room) const;
+  // Collective. Where the copy of missing parts goes: memory of this rank, or of its copier.
+  absl::Status AgreeOnRoom(const Parts& parts, uint64_t bytes, Contents* contents);
+  // Collective. Brings the file from `root` to all; `to` is null where it is not wanted.
+  absl::Status Bring(absl::string_view from, uint64_t bytes, int root, char* to);
+
+  Comm& comm_;
+  const int rank_;
+  const int size_;
+  const std::string& node_;
+  const std::vector<Piece>& here_;
+  const FindOptions& options_;
+  std::vector<std::string> nodes_;  // by rank
+  std::map<MemorySaveId, Parts> saves_;
+};
+
+absl::Status MemoryTier::Search::Exchange() {
+  std::string parts_here;
+  uint64_t count = 0;
+  for (const Piece& piece : here_) {
+    const absl::StatusOr<std::string> text = EncodeManifest(piece.record.manifest);
+    if (!text.ok()) continue;
+    ++count;
+    Put(piece.record.save.sequence, &parts_here);
+    Put(piece.record.save.nonce, &parts_here);
+    Put(piece.record.rank, &parts_here);
+    PutText(*text, &parts_here);
+  }
+  std::string told;
+  PutText(node_, &told);
+  Put(count, &told);
+  told.append(parts_here);
+  const std::vector<std::string> all = comm_.AllGatherBytes(told);
+  return AgreeOnFiles(comm_, GuardRank([&] { return Learn(all); }), {}, nullptr);
+}
+
+absl::Status MemoryTier::Search::Learn(const std::vector<std::string>& all) {
+  for (size_t rank = 0; rank < all.size(); ++rank) {
+    absl::string_view text = all[rank];
+    nodes_.emplace_back(TakeText(&text));
+    for (uint64_t left = Take(&text); left > 0; --left) {
+      MemorySaveId save;
+      save.sequence = Take(&text);
+      save.nonce = Take(&text);
+      const uint64_t owner = Take(&text);
+      const std::string manifest(TakeText(&text));
+      if (owner >= static_cast<uint64_t>(size_)) continue;
+      Part& part = saves_[save][static_cast<int>(owner)];
+      part.on.insert(static_cast<int>(rank));
+      part.text = manifest;
+    }
+  }
+  return absl::OkStatus();
+}
+
+std::vector<MemorySaveId> MemoryTier::Search::WholeSaves() const {
+  std::vector<MemorySaveId> whole;
+  for (auto it = saves_.rbegin(); it != saves_.rend(); ++it) {
+    if (static_cast<int>(it->second.size()) == size_) whole.push_back(it->first);
+  }
+  return whole;
+}
+
+const MemoryTier::Piece* MemoryTier::Search::Find(const MemorySaveId& save, int owner) const {
+  for (const Piece& piece : here_) {
+    if (piece.record.save == save && piece.record.rank == owner) return &piece;
+  }
+  return nullptr;
+}
+
+absl::Status MemoryTier::Search::Check(const MemorySaveId& save, Manifest* manifest) {
+  const absl::Status checked = GuardRank([&]() -> absl::Status {
+    for (auto& [owner, part] : saves_[save]) {
+      MUSTER_ASSIGN_OR_RETURN(part.manifest, ParseManifest(part.text, "a part in memory"));
+      manifest->info = part.manifest.info;
+      manifest->files.insert(manifest->files.end(), part.manifest.files.begin(),
+                             part.manifest.files.end());
+      const Piece* const piece = Find(save, owner);
+      if (piece == nullptr || SpeakerOf(owner, part) != rank_) continue;
+      for (size_t i = 0; i < piece->record.offsets.size(); ++i) {
+        const ManifestFile& file = piece->record.manifest.files[i];
+        if (DigestBytes(ContentsOf(*piece->memory, piece->record, i)) == file.digest) continue;
+        return absl::DataLossError(absl::StrCat(file.name, " in memory has another digest"));
+      }
+    }
+    std::sort(manifest->files.begin(), manifest->files.end(),
+              [](const ManifestFile& a, const ManifestFile& b) { return a.name < b.name; });
+    return absl::OkStatus();
+  });
+  return AgreeOnFiles(comm_, checked, {}, nullptr);
+}
+
+int MemoryTier::Search::CopierFor(const Parts& parts, int rank) const {
+  for (int other = 0; other < rank; ++other) {
+    const bool same = nodes_[other] == nodes_[rank] &&
+                      std::all_of(parts.begin(), parts.end(), [&](const auto& item) {
+                        return item.second.on.count(other) == item.second.on.count(rank);
+                      });
+    if (same) return other;
+  }
+  return rank;
+}
+
+absl::Status MemoryTier::Search::MakeRoom(uint64_t bytes, MappedFile* room) const {
+  const std::string name = "muster-received";
+  if (options_.create != nullptr) {
+    MUSTER_ASSIGN_OR_RETURN(room->fd, options_.create(name));
+  } else {
+    MUSTER_ASSIGN_OR_RETURN(room->fd, CreateHoldableMemory(name));
+  }
+  MUSTER_ASSIGN_OR_RETURN(room->memory, AlignedMemory::OfFile(room->fd.get()));
+  return room->memory.Grow(bytes);
+}
+
+absl::Status MemoryTier::Search::AgreeOnRoom(const Parts& parts, uint64_t bytes,
+                                             Contents* contents) {
+  const int copier = CopierFor(parts, rank_);
+  absl::Status mine;
+  std::string place;
+  if (bytes > 0 && copier == rank_) {
+    mine = GuardRank([&] { return MakeRoom(bytes, &contents->received); });
+    contents->copied_bytes = bytes;
+    if (mine.ok()) place = PlaceOf(contents->received.fd.get());
+  }
+  const std::vector<std::string> places = comm_.AllGatherBytes(place);
+  if (bytes > 0 && copier != rank_) {
+    mine = GuardRank([&]() -> absl::Status {
+      std::optional<MappedFile> shared = OpenPlace(places[copier]);
+      if (shared.has_value() && shared->memory.size() >= bytes) {
+        contents->received = *std::move(shared);
+        return absl::OkStatus();
+      }
+      contents->copied_bytes = bytes;
+      return MakeRoom(bytes, &contents->received);
+    });
+  }
+  return AgreeOnFiles(comm_, mine, {}, nullptr);
+}
+
+absl::Status MemoryTier::Search::Bring(absl::string_view from, uint64_t bytes, int root, char* to) {
+  absl::Status mine;
+  for (uint64_t at = 0; at < bytes; at += kPieceBytes) {
+    const uint64_t size = std::min<uint64_t>(kPieceBytes, bytes - at);
+    std::string sent;
+    // A rank that fails goes on: the others are in the same exchange.
+    if (rank_ == root) {
+      mine.Update(GuardRank([&]() -> absl::Status {
+        sent = std::string(from.substr(at, size));
+        return absl::OkStatus();
+      }));
+    }
+    const std::string got = comm_.BroadcastBytes(sent, root);
+    if (got.size() != size) {
+      mine.Update(absl::DataLossError(
+          absl::StrCat("rank ", root, " sent ", got.size(), " of ", size, " bytes in memory")));
+    } else if (to != nullptr) {
+      std::memcpy(to + at, got.data(), size);
+    }
+  }
+  return mine;
+}
+
+absl::Status MemoryTier::Search::Gather(const MemorySaveId& save, Contents* contents) {
+  const Parts& parts = saves_.at(save);
+  uint64_t missing = 0;
+  for (const auto& [owner, part] : parts) {
+    if (part.on.count(rank_) > 0) continue;
+    for (const ManifestFile& file : part.manifest.files) missing += file.digest.bytes;
+  }
+  MUSTER_RETURN_IF_ERROR(AgreeOnRoom(parts, missing, contents));
+  absl::Status mine;
+  char* room = contents->received.memory.data();
+  for (const auto& [owner, part] : parts) {
+    const Piece* const piece = part.on.count(rank_) > 0 ? Find(save, owner) : nullptr;
+    if (piece != nullptr) contents->memories.push_back(piece->memory);
+    const bool everywhere = static_cast<int>(part.on.size()) == size_;
+    for (size_t i = 0; i < part.manifest.files.size(); ++i) {
+      const ManifestFile& file = part.manifest.files[i];
+      const absl::string_view here = piece != nullptr ? ContentsOf(*piece->memory, piece->record, i)
+                                                      : absl::string_view(room, file.digest.bytes);
+      contents->files[file.name] = here;
+      const bool copies = piece == nullptr && contents->copied_bytes > 0;
+      if (!everywhere) {
+        mine.Update(
+            Bring(here, file.digest.bytes, SpeakerOf(owner, part), copies ? room : nullptr));
+      }
+      if (piece == nullptr) room += file.digest.bytes;
+    }
+  }
+  // No rank reads what its copier has not copied yet.
+  return AgreeOnFiles(comm_, mine, {}, nullptr);
+}
+
+int64_t MemoryTier::Search::SinceDisk(const MemorySaveId& save) {
+  const Piece* const own = Find(save, rank_);
+  int64_t since_disk = own == nullptr ? 0 : own->record.since_disk;
+  // A rank that has none of its own learns it from rank 0's node.
+  const std::string main = comm_.BroadcastBytes(absl::StrCat(since_disk), 0);
+  TORCH_CHECK(absl::SimpleAtoi(main, &since_disk), "rank 0 sent ", main);
+  return since_disk;
+}
+
+absl::StatusOr<std::optional<MemoryTier::Found>> MemoryTier::Find(Comm& comm,
+                                                                  const FindOptions& options) {
   WaitForCopy();
   (void)Wait();
   std::vector<Piece> here;
@@ -282,112 +572,22 @@ absl::StatusOr<std::optional<MemoryTier::Found>> MemoryTier::Find(Comm& comm) {
     return absl::OkStatus();
   });
   if (!looked.ok()) MUSTER_LOG(Warning) << "no checkpoint in memory here: " << looked.message();
-  // Each rank tells which parts its node has.
-  std::string parts_here;
-  uint64_t count = 0;
-  for (const Piece& piece : here) {
-    const absl::StatusOr<std::string> text = EncodeManifest(piece.record.manifest);
-    if (!text.ok()) continue;
-    ++count;
-    Put(piece.record.save.sequence, &parts_here);
-    Put(piece.record.save.nonce, &parts_here);
-    Put(piece.record.rank, &parts_here);
-    Put(text->size(), &parts_here);
-    parts_here.append(*text);
-  }
-  std::string told;
-  Put(count, &told);
-  told.append(parts_here);
-  // By save: the part's owner, who has it on their node, and what it is.
-  struct Part {
-    std::set<int> on;
-    std::string text;
-  };
-  std::map<MemorySaveId, std::map<int, Part>> saves;
-  const std::vector<std::string> all = comm.AllGatherBytes(told);
-  for (size_t rank = 0; rank < all.size(); ++rank) {
-    absl::string_view text = all[rank];
-    for (uint64_t left = Take(&text); left > 0; --left) {
-      MemorySaveId save;
-      save.sequence = Take(&text);
-      save.nonce = Take(&text);
-      const uint64_t owner = Take(&text);
-      const std::string manifest(TakeText(&text));
-      if (owner >= static_cast<uint64_t>(size_)) continue;
-      Part& part = saves[save][static_cast<int>(owner)];
-      part.on.insert(static_cast<int>(rank));
-      part.text = manifest;
-    }
-  }
-  for (auto it = saves.rbegin(); it != saves.rend(); ++it) {
-    const auto& [save, parts] = *it;
-    if (static_cast<int>(parts.size()) != size_) continue;
-    const auto find = [&, &id = save](int owner) -> const Piece* {
-      for (const Piece& piece : here) {
-        if (piece.record.save == id && piece.record.rank == owner) return &piece;
-      }
-      return nullptr;
-    };
-    // A part is checked by one rank that has it.
+  Search search(comm, socket_, here, options);
+  MUSTER_RETURN_IF_ERROR(search.Exchange());
+  for (const MemorySaveId& save : search.WholeSaves()) {
     Manifest manifest;
-    const absl::Status checked = GuardRank([&]() -> absl::Status {
-      for (const auto& [owner, part] : parts) {
-        MUSTER_ASSIGN_OR_RETURN(Manifest one, ParseManifest(part.text, "a part in memory"));
-        manifest.info = one.info;
-        for (ManifestFile& file : one.files) manifest.files.push_back(std::move(file));
-        const Piece* const piece = find(owner);
-        const int checker = part.on.count(owner) > 0 ? owner : *part.on.begin();
-        if (piece == nullptr || checker != rank_) continue;
-        for (size_t i = 0; i < piece->record.offsets.size(); ++i) {
-          const ManifestFile& file = piece->record.manifest.files[i];
-          if (DigestBytes(ContentsOf(*piece->memory, piece->record, i)) == file.digest) continue;
-          return absl::DataLossError(absl::StrCat(file.name, " in memory has another digest"));
-        }
-      }
-      return absl::OkStatus();
-    });
-    const absl::Status agreed = AgreeOnFiles(comm, checked, {}, nullptr);
-    if (!agreed.ok()) {
-      if (rank_ == 0) {
-        MUSTER_LOG(Warning) << "passing over " << NameOf(manifest.info) << ": " << agreed.message();
-      }
+    const auto contents = std::make_shared<Contents>();
+    absl::Status usable = search.Check(save, &manifest);
+    const std::string name = NameOf(manifest.info);
+    if (usable.ok()) usable = search.Gather(save, contents.get());
+    if (!usable.ok()) {
+      if (rank_ == 0) MUSTER_LOG(Warning) << "passing over " << name << ": " << usable.message();
       continue;
     }
-    std::sort(manifest.files.begin(), manifest.files.end(),
-              [](const ManifestFile& a, const ManifestFile& b) { return a.name < b.name; });
-    auto contents = std::make_shared<Contents>();
-    std::map<std::string, absl::string_view> files;
-    for (const auto& [owner, part] : parts) {
-      const Piece* const piece = find(owner);
-      if (piece != nullptr) contents->memories.push_back(piece->memory);
-      const bool everywhere = static_cast<int>(part.on.size()) == size_;
-      const int root = part.on.count(owner) > 0 ? owner : *part.on.begin();
-      MUSTER_ASSIGN_OR_RETURN(const Manifest one, ParseManifest(part.text, "a part in memory"));
-      for (size_t i = 0; i < one.files.size(); ++i) {
-        const ManifestFile& file = one.files[i];
-        if (piece != nullptr) files[file.name] = ContentsOf(*piece->memory, piece->record, i);
-        if (everywhere) continue;
-        std::string received;
-        for (uint64_t at = 0; at < file.digest.bytes; at += kPieceBytes) {
-          const uint64_t bytes = std::min<uint64_t>(kPieceBytes, file.digest.bytes - at);
-          const std::string got = comm.BroadcastBytes(
-              rank_ == root ? std::string(files[file.name].substr(at, bytes)) : "", root);
-          if (piece == nullptr) received.append(got);
-        }
-        if (piece != nullptr) continue;
-        contents->received.push_back(std::make_unique<std::string>(std::move(received)));
-        files[file.name] = *contents->received.back();
-      }
-    }
-    const Piece* const own = find(rank_);
-    int64_t since_disk = own == nullptr ? 0 : own->record.since_disk;
-    // One that has none of its own learns it from rank 0's node.
-    const std::string main = comm.BroadcastBytes(absl::StrCat(since_disk), 0);
-    TORCH_CHECK(absl::SimpleAtoi(main, &since_disk), "rank 0 sent ", main);
-    const std::string name = NameOf(manifest.info);
+    const int64_t since_disk = search.SinceDisk(save);
     return std::optional<Found>(
-        Found{StateReader::OfMemory(name, std::move(manifest), std::move(files), contents),
-              since_disk, save});
+        Found{StateReader::OfMemory(name, std::move(manifest), contents->files, contents),
+              since_disk, save, contents->copied_bytes});
   }
   return std::optional<Found>();
 }

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -16,6 +17,7 @@
 #include "base/clock.h"
 #include "base/held_memory.h"
 #include "base/mutex.h"
+#include "base/owned_fd.h"
 #include "worker/checkpoint/deferred_copy.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/memory_record.h"
@@ -48,7 +50,8 @@ class MemoryTier {
   // Collective. Copies the files that `write` puts; what that gives to CopyLater() is copied after
   // the return if `lazy`, see WaitForCopy(). The files are digested by a thread. Returns the same
   // on every rank: how the save before ended, with the rank that failed. RESOURCE_EXHAUSTED: this
-  // save was not begun, and there is no memory for others.
+  // save was not begun, and there is no memory for others. UNAVAILABLE: the agent of a rank did not
+  // answer; later saves may succeed.
   absl::Status Save(Comm& comm, const CheckpointInfo& info, int64_t since_disk, bool lazy,
                     absl::FunctionRef<absl::Status(StateWriter&)> write);
 
@@ -62,11 +65,17 @@ class MemoryTier {
     StateReader reader;
     int64_t since_disk = 0;
     MemorySaveId save;
+    uint64_t copied_bytes = 0;  // from other nodes, into memory that this rank has made
+  };
+  struct FindOptions {
+    // A new file in memory for the parts of other nodes. Null: CreateHoldableMemory.
+    std::function<absl::StatusOr<OwnedFd>(const std::string& name)> create = nullptr;
   };
   // Collective. The newest save that all ranks have and whose files have their digests; nothing if
-  // there is none. Ranks without it on their node get it from the others. The reader is valid until
-  // the next save.
-  absl::StatusOr<std::optional<Found>> Find(Comm& comm);
+  // there is none. What a node lacks comes from the others: one copy, which the ranks of the node
+  // share if they can open each other's files under /proc. The reader is valid until the next save.
+  absl::StatusOr<std::optional<Found>> Find(Comm& comm, const FindOptions& options);
+  absl::StatusOr<std::optional<Found>> Find(Comm& comm) { return Find(comm, FindOptions()); }
   // Training continues from it: it is not overwritten before a later save is whole.
   void Keep(const MemorySaveId& save);
   // Training continues from elsewhere: nothing in memory counts any more.
@@ -78,6 +87,7 @@ class MemoryTier {
     std::shared_ptr<AlignedMemory> memory;
     MemoryRecord record;
   };
+  class Search;
   struct Slot {
     OwnedFd fd;
     std::unique_ptr<Snapshot> snapshot;
@@ -93,9 +103,8 @@ class MemoryTier {
   MemoryTier(const Comm& comm, std::string socket, std::string worker_id);
   // Takes over this worker's memory of earlier attempts.
   absl::Status Adopt();
-  // Makes the slot ready for the files of a save. RESOURCE_EXHAUSTED.
+  // Makes the slot ready for the files of a save.
   absl::Status Prepare(int slot);
-  absl::Status Reserve(int slot);
   absl::StatusOr<std::vector<Piece>> PiecesHere() const;
   absl::Status Complete(const Pending& pending);
   void Run();
