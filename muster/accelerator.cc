@@ -13,19 +13,22 @@
 #include "base/mutex.h"
 #include "muster/checkpoint.h"
 #include "muster/internal/core.h"
+#include "muster/internal/full_state.h"
 #include "muster/internal/slots.h"
 #include "worker/job/agent_tells.h"
 #include "worker/job/environment.h"
 #include "worker/job/stop_signal.h"
+#include "worker/parallel/sharded_model.h"
 #include "worker/train/guard.h"
 
 namespace muster {
 
 namespace internal {
 
-std::map<std::string, at::Tensor> StateDictOf(const ModelSource& model) {
+std::map<std::string, at::Tensor> StateDictOf(ModelSlot& model) {
   std::map<std::string, at::Tensor> tensors;
-  for (auto& [name, tensor] : TensorsOf(model)) tensors.emplace(name, tensor);
+  const FullWeights weights(model, model.on_main_process());
+  tensors.insert(weights.tensors().begin(), weights.tensors().end());
   return tensors;
 }
 
@@ -157,8 +160,13 @@ void Accelerator::Register(std::function<StateDict()> save,
                            std::function<void(const StateDict&)> load) {
   core_->checkpoints().Register(std::move(save), std::move(load));
 }
-absl::Status Accelerator::SaveModel(const internal::ModelSource& model,
-                                    const std::string& directory,
+void Accelerator::Summon(internal::ModelSlot& model, const std::function<void()>& body) {
+  core_->steps().CheckAllTakePart("summon_full_params()");
+  if (model.sharded() == nullptr) return body();
+  core_->steps().AboutToChange();
+  model.sharded()->Summon(body);
+}
+absl::Status Accelerator::SaveModel(internal::ModelSlot& model, const std::string& directory,
                                     const std::string& max_shard_size) {
   return core_->checkpoints().SaveModel(model, directory, max_shard_size);
 }

@@ -44,7 +44,7 @@ namespace muster {
 namespace internal {
 
 // Parameters and buffers by name.
-std::map<std::string, at::Tensor> StateDictOf(const ModelSource& model);
+std::map<std::string, at::Tensor> StateDictOf(ModelSlot& model);
 
 }  // namespace internal
 
@@ -447,12 +447,14 @@ class Accelerator {
   template <class M>
   absl::Status save_model(const AcceleratedModel<M>& model, const std::string& directory,
                           const std::string& max_shard_size = "10GB") {
-    return SaveModel(model.slot()->source(), directory, max_shard_size);
+    return SaveModel(*model.slot(), directory, max_shard_size);
   }
-  // The parameters and buffers of the model by name, as before prepare(). Not copies.
+  // The parameters and buffers of the model by name, as before prepare(). Not copies, unless the
+  // model is sharded: then a collective, which gives process 0 copies on the CPU and the others
+  // nothing.
   template <class M>
   std::map<std::string, at::Tensor> get_state_dict(const AcceleratedModel<M>& model) const {
-    return internal::StateDictOf(model.slot()->source());
+    return internal::StateDictOf(*model.slot());
   }
   // Process 0 writes the tensors to a safetensors file; elsewhere nothing happens.
   absl::Status save(const std::map<std::string, at::Tensor>& tensors, const std::string& path);
@@ -465,6 +467,13 @@ class Accelerator {
   template <class Loader>
   auto skip_first_batches(Loader& loader, int64_t num_batches) {
     return SkipFirstBatches(loader, num_batches);
+  }
+
+  // (collective) Runs `body` with all parameters of a sharded model gathered: they can be read, and
+  // written, if every process writes the same. Of a model that is not sharded they always can be.
+  template <class M>
+  void summon_full_params(const AcceleratedModel<M>& model, const std::function<void()>& body) {
+    Summon(*model.slot(), body);
   }
 
   // Releases the models and optimizers that this object keeps for save_state, and forgets
@@ -519,7 +528,8 @@ class Accelerator {
   const BatchInfo* BatchOfMetrics() const;
   internal::AccumulateScope Accumulate(const BatchInfo& info);
   void Register(std::function<StateDict()> save, std::function<void(const StateDict&)> load);
-  absl::Status SaveModel(const internal::ModelSource& model, const std::string& directory,
+  void Summon(internal::ModelSlot& model, const std::function<void()>& body);
+  absl::Status SaveModel(internal::ModelSlot& model, const std::string& directory,
                          const std::string& max_shard_size);
 
   // A slot keeps alive the Core that it refers to. `keep`: an object that must outlive the slot.

@@ -9,6 +9,7 @@
 #include "ATen/core/Tensor.h"
 #include "absl/time/time.h"
 #include "worker/parallel/data_parallel_options.h"
+#include "worker/parallel/sharding_options.h"
 #include "worker/train/autocast.h"
 #include "worker/train/options.h"
 
@@ -102,6 +103,10 @@ struct AcceleratorOptions {
   std::optional<bool> cpu;  // MUSTER_CPU; else a GPU is used if there is one
   DataLoaderOptions data_loader;
   DataParallelOptions data_parallel;
+  // Divides prepared models, their gradients and the state of their optimizers among the processes.
+  // With one process nothing is divided. Absent: MUSTER_SHARDING (a name of ParseSharding) with
+  // MUSTER_SHARDING_UNITS (its unit_types, separated by commas), else nothing.
+  std::optional<ShardingOptions> sharding;
   GradScalerOptions grad_scaler;
   // For prepared models and autocast().
   AutocastOptions autocast;

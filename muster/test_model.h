@@ -1,18 +1,16 @@
 #ifndef MUSTER_MUSTER_TEST_MODEL_H_
 #define MUSTER_MUSTER_TEST_MODEL_H_
 
-#include <cstdlib>
 #include <string>
 
 #include "ATen/Functions.h"
+#include "base/test_folder.h"
 #include "torch/nn/modules/linear.h"
 
 // What the tests of this folder train.
 namespace muster {
 
-inline std::string TestDir(const std::string& name) {
-  return std::string(std::getenv("TEST_TMPDIR")) + "/" + name;
-}
+inline std::string TestDir(const std::string& name) { return TestPath(name); }
 
 // A single weight 0, whose gradient under Loss() is -x of the batch.
 inline torch::nn::Linear OneWeight() {

@@ -6,6 +6,7 @@
 
 #include <filesystem>
 
+#include "base/test_folder.h"
 #include "muster/accelerator.h"
 #include "muster/checkpoint.h"
 #include "tests/testdata/golden.h"
@@ -78,7 +79,7 @@ TEST(LoadModel, WhatSaveModelWrote_ComesBackInOneAndInShards) {
   muster::Accelerator accelerator(options);
   Tied trained;
   auto model = accelerator.prepare(trained);
-  const std::string folder = testing::TempDir() + "/save_model_comes_back";
+  const std::string folder = muster::TestPath("save_model_comes_back");
   for (const char* limit : {"10GB", "0.07KB"}) {
     ASSERT_TRUE(accelerator.save_model(model, folder, limit).ok());
     Tied fresh;

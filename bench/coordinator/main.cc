@@ -85,7 +85,7 @@ absl::Status Medians(const Settings& settings,
   return absl::OkStatus();
 }
 
-// Who is there: streams of single agents with 8 workers each, and those of hubs.
+// The clients: streams of single agents with 8 workers each, and those of hubs.
 struct Shape {
   int agents = 0;
   int hubs = 0;

@@ -646,8 +646,8 @@ std::vector<Subcommand> Subcommands() {
         .summary = "Removes the oldest complete checkpoints of a folder.",
         .usage = "FOLDER --keep N [OPTIONS]",
         .details = "Incomplete ones do not count and stay, and so do those whose seal.json says "
-                   "that they are pinned. A damaged\none stops the command. It asks no "
-                   "coordinator, and tells it nothing.",
+                   "that they are pinned. A damaged\none stops the command. It contacts no "
+                   "coordinator.",
         .options = {{.name = "keep", .value_name = "N", .help = "How many to keep, 1 or more"},
                     {.name = "dry_run", .help = "Print which ones, and remove nothing"}},
         .max_words = 1},

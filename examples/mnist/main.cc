@@ -169,15 +169,14 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber);
   app.add_option("--lr", flags.lr, "peak learning rate")->capture_default_str();
   app.add_option("--seed", flags.seed, "of weights and order")->capture_default_str();
-  app.add_flag("--resume", flags.resume, "go on from the newest checkpoint in --output_dir");
+  app.add_flag("--resume", flags.resume, "continue from the newest checkpoint in --output_dir");
   app.add_flag("--no_shuffle", flags.no_shuffle, "read the images in file order");
   app.add_flag("--no_eval", flags.no_eval, "leave out the test images");
   app.add_flag("--check_weights", flags.check_weights,
                "at the end, compare the weights of all processes");
-  app.add_option("--checkpoint_steps", flags.checkpoint_steps, "also save every so many steps");
+  app.add_option("--checkpoint_steps", flags.checkpoint_steps, "also save every N steps");
   app.add_option("--stop_after_steps", flags.stop_after_steps, "end the run after this step");
-  app.add_option("--train_samples", flags.train_samples,
-                 "use only the first so many training images");
+  app.add_option("--train_samples", flags.train_samples, "use only the first N training images");
   app.add_option("--loss_file", flags.loss_file,
                  "write step and mean loss of every micro-step here");
   try {

@@ -393,7 +393,7 @@ void CheckTrigger(Accelerator& a) {
   EXPECT(!a.check_trigger(), "no trigger was set");
   if (a.is_main_process()) a.set_trigger();
   EXPECT(a.check_trigger(), "set on the main process, seen by all");
-  EXPECT(!a.check_trigger(), "a trigger that was seen is gone");
+  EXPECT(!a.check_trigger(), "a trigger that was seen has disappeared");
 }
 
 void CheckCheckpoint(Accelerator& a) {

@@ -23,6 +23,7 @@
 #include "base/log.h"
 #include "base/status_macros.h"
 #include "base/units.h"
+#include "muster/internal/full_state.h"
 #include "worker/checkpoint/async_saver.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/memory_tier.h"
@@ -34,6 +35,7 @@
 #include "worker/checkpoint/weight_loader.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/job/checkpoint_client.h"
+#include "worker/parallel/sharded_model.h"
 #include "worker/train/guard.h"
 #include "worker/train/seed.h"
 
@@ -227,11 +229,18 @@ absl::Status CheckpointState::SaveToMemory(const CheckpointInfo& info, int64_t s
   const absl::Status before = memory_->Save(process_.comm(), info, since_disk, options.lazy, write);
   if (absl::IsResourceExhausted(before)) {
     if (process_.rank() == 0) {
-      MUSTER_LOG(Warning) << "no more checkpoints in memory, those on the disk go on, every "
+      MUSTER_LOG(Warning) << "no more checkpoints in memory; those on the disk continue, every "
                           << options.disk_every << ". save_state(): " << before.message();
     }
     // The last whole save stays with the agent, and counts until training begins elsewhere.
     saves_to_memory_ = false;
+    return absl::OkStatus();
+  }
+  if (absl::IsUnavailable(before)) {
+    if (process_.rank() == 0) {
+      MUSTER_LOG(Warning) << "a checkpoint in memory was lost, the next one is tried: "
+                          << before.message();
+    }
     return absl::OkStatus();
   }
   if (before.ok()) return before;
@@ -256,6 +265,10 @@ absl::Status CheckpointState::CheckComplete() const {
     for (const auto& [name, tensor] : model->source().parameters()) {
       written.insert(tensor.unsafeGetTensorImpl());
     }
+    if (model->sharded() == nullptr) continue;
+    for (const at::Tensor& shard : model->sharded()->shards()) {
+      written.insert(shard.unsafeGetTensorImpl());
+    }
   }
   for (const auto& optimizer : registry_.optimizers()) {
     const std::vector<at::Tensor>& parameters = optimizer->handle().parameters();
@@ -272,18 +285,20 @@ absl::Status CheckpointState::CheckComplete() const {
 }
 
 absl::Status CheckpointState::WriteShared(StateWriter& writer,
-                                          const std::vector<NamedTensors>& weights) const {
+                                          const std::vector<NamedTensors>& weights,
+                                          const std::vector<OptimizerState>& optimizers) const {
   for (size_t i = 0; i < registry_.models().size(); ++i) {
     MUSTER_RETURN_IF_ERROR(writer.WriteModel(ModelFileName(i), weights[i]));
   }
   for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
-    const OptimizerState state = registry_.optimizers()[i]->handle().SaveState();
+    // What is gathered from several processes is a copy already.
+    const bool live = !IsSharded(registry_.optimizers()[i]->handle(), registry_.models());
     StateDict file;
-    for (const auto& [name, tensor] : state.tensors) {
+    for (const auto& [name, tensor] : optimizers[i].tensors) {
       file.SetTensor(name, tensor);
-      writer.CopyLater(tensor);
+      if (live) writer.CopyLater(tensor);
     }
-    PutRows(state.groups, &file);
+    PutRows(optimizers[i].groups, &file);
     file.SetInt("steps", registry_.optimizers()[i]->steps());
     MUSTER_RETURN_IF_ERROR(writer.Write(OptimizerFileName(i), file));
   }
@@ -321,12 +336,21 @@ void CheckpointState::CopyParametersLater(StateWriter& writer) const {
 absl::Status CheckpointState::Write(StateWriter& writer) const {
   CopyParametersLater(writer);
   std::vector<NamedTensors> weights;
-  for (const auto& model : registry_.models()) weights.push_back(TensorsOf(model->source()));
+  const bool writes = process_.rank() == 0;
+  for (const auto& model : registry_.models()) {
+    weights.push_back(FullWeights(*model, writes).tensors());
+  }
+  std::vector<OptimizerState> optimizers;
+  for (const auto& optimizer : registry_.optimizers()) {
+    if (writes || IsSharded(optimizer->handle(), registry_.models())) {
+      optimizers.push_back(FullState(optimizer->handle(), registry_.models(), writes));
+    }
+  }
   for (const auto& [unused, hook] : save_hooks_) {
     hook(weights, writer);
     CheckWeights(weights, registry_.models().size(), "save_state()");
   }
-  if (process_.rank() == 0) MUSTER_RETURN_IF_ERROR(WriteShared(writer, weights));
+  if (writes) MUSTER_RETURN_IF_ERROR(WriteShared(writer, weights, optimizers));
   StateDict random;
   for (const auto& [name, tensor] : SaveRngState()) random.SetTensor(name, tensor);
   return writer.Write(RandomStatesFileName(process_.rank()), random);
@@ -501,8 +525,7 @@ void CheckpointState::CheckProjectWritable(bool always) {
   if (!error.empty()) ThrowIfError(absl::PermissionDeniedError(error));
 }
 
-absl::Status CheckpointState::SaveModel(const ModelSource& model,
-                                        const std::string& wanted_directory,
+absl::Status CheckpointState::SaveModel(ModelSlot& model, const std::string& wanted_directory,
                                         const std::string& max_shard_size) const {
   const std::string directory = CleanPath(wanted_directory);
   return Guard([&] {
@@ -511,9 +534,10 @@ absl::Status CheckpointState::SaveModel(const ModelSource& model,
     ThrowIfError(bytes.status());
     const absl::StatusOr<NodeGroups> groups = GroupsOf(process_.comm(), directory, OwnNode());
     ThrowIfError(groups.status());
+    const FullWeights weights(model, groups->leads());
     absl::Status status;
     if (groups->leads()) {
-      status = Guard([&] { ThrowIfError(SaveModelFiles(directory, TensorsOf(model), *bytes)); });
+      status = Guard([&] { ThrowIfError(SaveModelFiles(directory, weights.tensors(), *bytes)); });
     }
     if (groups->nodes.size() > 1) return ThrowIfAnyFailed(status);
     const auto [code, message] = BroadcastObject(
@@ -630,17 +654,21 @@ CheckpointState::Loaded CheckpointState::Read(const StateReader& reader) const {
 void CheckpointState::ApplyObjects(const StateReader& reader, const Loaded& loaded) {
   for (size_t i = 0; i < registry_.models().size(); ++i) {
     if (loaded.weights[i].empty() && !load_hooks_.empty()) continue;
-    ThrowIfError(LoadTensors(loaded.weights[i], TensorsOf(registry_.models()[i]->source()),
+    const FullWeights targets(*registry_.models()[i], /*keep=*/true);
+    ThrowIfError(LoadTensors(loaded.weights[i], targets.tensors(),
                              absl::StrCat(reader.dir(), "/", ModelFileName(i)),
                              {.allow_missing = !load_hooks_.empty()}));
+    targets.Store();
   }
   for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
     const StateDict& file = loaded.optimizers[i];
     OptimizerState state;
     for (const auto& [name, tensor] : file.tensors()) state.tensors.emplace(name, tensor);
     state.groups = Rows(file);
-    ThrowIfError(
-        Try(OptimizerFileName(i), [&] { registry_.optimizers()[i]->handle().LoadState(state); }));
+    ThrowIfError(Try(OptimizerFileName(i), [&] {
+      OptimizerHandle& handle = registry_.optimizers()[i]->handle();
+      handle.LoadState(LocalState(std::move(state), handle, registry_.models()));
+    }));
     const absl::StatusOr<int64_t> steps = file.GetInt("steps");
     ThrowIfError(steps.status());
     registry_.optimizers()[i]->set_steps(*steps);
@@ -757,21 +785,26 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
     const size_t files = std::min<size_t>(reader->Count(ModelFileName), models);
     ReadTogether(*reader, files, 0);
     std::vector<MatchedWeights> matched;
+    std::vector<FullWeights> targets;
+    for (size_t i = 0; i < files; ++i) {
+      targets.emplace_back(*registry_.models()[i], /*keep=*/true);
+    }
     ThrowIfAnyFailed(Guard([&] {
       std::vector<NamedTensors> weights = ReadWeights(*reader, files);
       LoadWeightsOptions rules = options;
       // As in load_state: hooks decide what is loaded.
       if (!load_hooks_.empty()) rules.strict = false;
       for (size_t i = 0; i < files; ++i) {
-        absl::StatusOr<MatchedWeights> one = MatchedWeights::Match(
-            absl::StrCat(reader->dir(), "/", ModelFileName(i)), std::move(weights[i]),
-            TensorsOf(registry_.models()[i]->source()), rules);
+        absl::StatusOr<MatchedWeights> one =
+            MatchedWeights::Match(absl::StrCat(reader->dir(), "/", ModelFileName(i)),
+                                  std::move(weights[i]), targets[i].tensors(), rules);
         ThrowIfError(one.status());
         matched.push_back(*std::move(one));
       }
     }));
     ThrowIfAnyFailed(Guard([&] {
       for (MatchedWeights& one : matched) ThrowIfError(one.Copy());
+      for (const FullWeights& one : targets) one.Store();
     }));
     ForgetCastWeights();
     std::unordered_set<std::string> read;

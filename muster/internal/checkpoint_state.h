@@ -48,7 +48,7 @@ class CheckpointState {
   absl::Status Load(const std::string& directory, bool may_be_missing);
   absl::StatusOr<LoadedState> LoadWeights(const std::string& directory,
                                           const LoadWeightsOptions& options);
-  absl::Status SaveModel(const ModelSource& model, const std::string& directory,
+  absl::Status SaveModel(ModelSlot& model, const std::string& directory,
                          const std::string& max_shard_size) const;
   // Waits for asynchronous saves; the error of the first that failed and was not reported yet.
   absl::Status Wait();
@@ -90,7 +90,8 @@ class CheckpointState {
   void CopyParametersLater(StateWriter& writer) const;
   // This process's files.
   absl::Status Write(StateWriter& writer) const;
-  absl::Status WriteShared(StateWriter& writer, const std::vector<NamedTensors>& weights) const;
+  absl::Status WriteShared(StateWriter& writer, const std::vector<NamedTensors>& weights,
+                           const std::vector<OptimizerState>& optimizers) const;
   // (collective) The number of the next checkpoint.
   int64_t AgreeOnNumber(const CheckpointFolder& folder, int64_t number) const;
   // (collective) Copies the state and returns the error of an earlier save, if one failed.

@@ -1,9 +1,9 @@
 #include "muster/internal/checkpoint_state.h"
 
-#include <cstdlib>
 #include <string>
 #include <vector>
 
+#include "base/test_folder.h"
 #include "gtest/gtest.h"
 #include "muster/internal/test_parts.h"
 
@@ -12,9 +12,7 @@ namespace {
 
 class CheckpointStateTest : public testing::Test {
  protected:
-  std::string Dir(const std::string& name) const {
-    return std::string(std::getenv("TEST_TMPDIR")) + "/" + name;
-  }
+  std::string Dir(const std::string& name) const { return TestPath(name); }
   void RegisterNumber() {
     checkpoints_.Register(
         [this] {

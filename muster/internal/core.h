@@ -112,8 +112,13 @@ class Core {
  private:
   void SynchronizeRngTypes();
   std::shared_ptr<OptimizerSlot> AddOptimizer(std::shared_ptr<OptimizerSlot> slot);
+  // (collective, the first time) As options().sharding says.
+  const ShardingGroups& MakeShardingGroups();
+  // Has the optimizer update this process's shards of the parameters of sharded models.
+  void GiveShards(OptimizerSlot& optimizer);
 
   Process process_;
+  ShardingGroups sharding_groups_;
   Registry registry_;
   LoopTracker loops_;
   StepController steps_;

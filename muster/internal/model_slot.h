@@ -13,24 +13,33 @@
 #include "worker/train/autocast.h"
 
 namespace muster {
+class Comm;
 class DataParallel;
-}
+class ShardedModel;
+}  // namespace muster
 
 namespace muster::internal {
 
 class StepController;
 
+// The ranks among which models are sharded. Null: all of them, or no copies.
+struct ShardingGroups {
+  std::shared_ptr<Comm> shard, replicas;
+};
+
 // A prepared model: its tensors and, in a job of several processes, its gradient exchange.
 class ModelSlot {
  public:
   // With `evaluation`, no gradients are exchanged.
-  ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source, bool evaluation);
+  ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source, bool evaluation,
+            const ShardingGroups& groups);
   ~ModelSlot();
 
   // Runs one forward pass: see AcceleratedModel.
   template <class F>
   auto Run(F&& forward) {
     BeforeForward();
+    const ForwardEnd end{this};
     if constexpr (std::is_void_v<std::invoke_result_t<F>>) {
       RunUnderAutocast(std::forward<F>(forward));
     } else {
@@ -41,18 +50,28 @@ class ModelSlot {
   }
 
   ModelSource& source() { return *source_; }
+  // At most one of them.
   DataParallel* ddp() { return ddp_.get(); }
+  ShardedModel* sharded() { return sharded_.get(); }
   // See Accelerator::trigger_sync_in_backward.
   void SyncInBackward();
   bool evaluation() const { return evaluation_; }
+  bool on_main_process() const;
 
  private:
   friend class StepController;
+
+  // Whether forward() returns or throws.
+  struct ForwardEnd {
+    ModelSlot* slot;
+    ~ForwardEnd() { slot->AfterForward(); }
+  };
 
   template <class F>
   auto RunUnderAutocast(F&& forward);
 
   void BeforeForward();
+  void AfterForward();
   std::vector<at::Tensor> PassOutputs(std::vector<at::Tensor> outputs);
   bool autocast_on() const;
   AutocastGuard Autocast() const;
@@ -60,7 +79,9 @@ class ModelSlot {
   StepController* const controller_;
   const std::unique_ptr<ModelSource> source_;
   const bool evaluation_;
+  const ShardingGroups groups_;
   std::unique_ptr<DataParallel> ddp_;
+  std::unique_ptr<ShardedModel> sharded_;
   // Passes with gradients so far.
   int64_t forwards_ = 0;
   // The exchange is armed by a forward pass; a backward pass has used that up.

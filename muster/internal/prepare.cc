@@ -1,4 +1,5 @@
 // Core: what prepare() is given, and what becomes of it.
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -8,6 +9,7 @@
 #include "base/log.h"
 #include "c10/core/CachingDeviceAllocator.h"
 #include "muster/internal/core.h"
+#include "worker/parallel/sharded_model.h"
 #include "worker/train/torch_optimizer.h"
 #include "worker/train/torch_scheduler.h"
 
@@ -24,7 +26,51 @@ std::shared_ptr<ModelSlot> Core::PrepareModel(std::unique_ptr<ModelSource> sourc
   if (auto known = registry_.FindModel(source->identity(), evaluation)) return known;
   // Its parameters become those of rank 0.
   steps_.AboutToChange();
-  return registry_.AddModel(std::make_shared<ModelSlot>(&steps_, std::move(source), evaluation));
+  std::shared_ptr<ModelSlot> slot = registry_.AddModel(
+      std::make_shared<ModelSlot>(&steps_, std::move(source), evaluation, MakeShardingGroups()));
+  for (const auto& optimizer : registry_.optimizers()) GiveShards(*optimizer);
+  return slot;
+}
+
+const ShardingGroups& Core::MakeShardingGroups() {
+  const ShardingOptions& sharding = process_.sharding();
+  const int64_t size = process_.size();
+  const int64_t group = sharding.group_size;
+  const bool wanted = sharding.strategy != ShardingStrategy::kNone && size > 1;
+  if (!wanted || group == 0 || group == size || sharding_groups_.shard != nullptr) {
+    return sharding_groups_;
+  }
+  TORCH_CHECK(group > 1 && size % group == 0, "options.sharding.group_size is ", group,
+              ", which does not divide ", size, " processes into groups of two or more");
+  // All processes make all groups, in one order.
+  const auto make = [&](int64_t first, int64_t stride, int64_t count) {
+    std::vector<int> ranks;
+    for (int64_t i = 0; i < count; ++i) ranks.push_back(static_cast<int>(first + i * stride));
+    return NewGroup(std::move(ranks));
+  };
+  for (int64_t first = 0; first < size; first += group) {
+    if (std::shared_ptr<Comm> mine = make(first, 1, group)) sharding_groups_.shard = mine;
+  }
+  for (int64_t first = 0; first < group; ++first) {
+    if (std::shared_ptr<Comm> mine = make(first, group, size / group)) {
+      sharding_groups_.replicas = mine;
+    }
+  }
+  return sharding_groups_;
+}
+
+void Core::GiveShards(OptimizerSlot& optimizer) {
+  for (const auto& model : registry_.models()) {
+    ShardedModel* const sharded = model->sharded();
+    if (sharded == nullptr) continue;
+    const std::vector<at::Tensor>& parameters = optimizer.handle().parameters();
+    const bool holds = std::any_of(
+        parameters.begin(), parameters.end(),
+        [&](const at::Tensor& parameter) { return sharded->ShardOf(parameter).defined(); });
+    if (!holds) continue;
+    optimizer.handle().ReplaceParameters(
+        [&](const at::Tensor& parameter) { return sharded->ShardOf(parameter); });
+  }
 }
 
 std::shared_ptr<OptimizerSlot> Core::AddOptimizer(std::shared_ptr<OptimizerSlot> slot) {
@@ -32,6 +78,7 @@ std::shared_ptr<OptimizerSlot> Core::AddOptimizer(std::shared_ptr<OptimizerSlot>
   if (const std::string why = slot->handle().CannotSave(); !why.empty()) {
     MUSTER_LOG(Warning) << "save_state() is going to fail: " << why;
   }
+  GiveShards(*slot);
   return registry_.AddOptimizer(std::move(slot));
 }
 

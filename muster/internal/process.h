@@ -38,6 +38,7 @@ class Process {
   JoinedProcess& joined() { return joined_; }
 
   MixedPrecision precision() const { return precision_; }
+  const ShardingOptions& sharding() const { return sharding_; }
   AutocastGuard Autocast(const AutocastOptions& options) const {
     return AutocastGuard(precision_, device_.type(), options);
   }
@@ -57,6 +58,7 @@ class Process {
   JoinedProcess joined_;
   const at::Device device_;
   const MixedPrecision precision_;
+  const ShardingOptions sharding_;
 };
 
 }  // namespace muster::internal

@@ -8,12 +8,14 @@
 #include "ATen/core/grad_mode.h"
 #include "muster/internal/step_controller.h"
 #include "worker/parallel/ddp.h"
+#include "worker/parallel/sharded_model.h"
 #include "worker/parallel/sync_batch_norm.h"
 
 namespace muster::internal {
 
-ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source, bool evaluation)
-    : controller_(steps), source_(std::move(source)), evaluation_(evaluation) {
+ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source, bool evaluation,
+                     const ShardingGroups& groups)
+    : controller_(steps), source_(std::move(source)), evaluation_(evaluation), groups_(groups) {
   const Process& process = controller_->process();
   if (process.options().device_placement) source_->MoveTo(process.device());
   if (controller_->process().size() == 1 || evaluation) return;
@@ -36,6 +38,34 @@ ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source,
   }
   for (const auto& [name, buffer] : source_->buffers()) buffers.push_back(buffer);
   if (parameters.empty()) return;
+  if (process.sharding().strategy != ShardingStrategy::kNone) {
+    const DataParallelOptions& exchange = process.options().data_parallel;
+    TORCH_CHECK(exchange.comm_hook == CommHook::kNone &&
+                    exchange.comm_wrapper == CommWrapper::kNone &&
+                    exchange.gradient_hook == nullptr,
+                "options.data_parallel: comm_hook, comm_wrapper and gradient_hook belong to data "
+                "parallelism, and options.sharding reduces gradients by itself: leave them out, or "
+                "set options.sharding->reduce_dtype to compress");
+    const std::optional<at::ScalarType> low = process.sharding().parameter_dtype;
+    const at::ScalarType autocast =
+        process.precision() == MixedPrecision::kBf16 ? at::kBFloat16 : at::kHalf;
+    TORCH_CHECK(!low.has_value() || (process.autocast_on() && *low == autocast),
+                "options.sharding.parameter_dtype is ", low.value_or(at::kFloat),
+                ", and mixed_precision is \"", process.mixed_precision(),
+                "\": the forward pass must run in the dtype of its parameters; set both alike");
+    std::vector<NamedParameter> named;
+    for (size_t i = 0; i < parameters.size(); ++i) {
+      TORCH_CHECK(!sparse[i], "parameter '", names[i],
+                  "' has a sparse gradient, which cannot be sharded: make the embedding dense "
+                  "(sparse(false)), or train without sharding");
+      named.push_back({names[i], parameters[i]});
+    }
+    sharded_ = std::make_unique<ShardedModel>(
+        process.comm(), groups_.shard != nullptr ? *groups_.shard : process.comm(),
+        groups_.replicas.get(), source_->module(), std::move(named), std::move(buffers),
+        process.sharding(), process.options().data_parallel.broadcast_buffers);
+    return;
+  }
   ddp_ = std::make_unique<DataParallel>(
       controller_->process().comm(), std::move(parameters), std::move(names), std::move(buffers),
       controller_->process().options().data_parallel, std::move(sparse));
@@ -44,6 +74,7 @@ ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source,
 ModelSlot::~ModelSlot() = default;
 
 void ModelSlot::BeforeForward() {
+  if (sharded_ != nullptr) sharded_->BeginForward(controller_->communicate());
   if (!at::GradMode::is_enabled()) {
     if (ddp_ != nullptr) ddp_->BeforeForward(controller_->communicate());
     return;
@@ -57,17 +88,27 @@ void ModelSlot::BeforeForward() {
   ddp_->BeforeForward(controller_->communicate());
 }
 
+void ModelSlot::AfterForward() {
+  if (sharded_ != nullptr) sharded_->EndForward();
+}
+
 std::vector<at::Tensor> ModelSlot::PassOutputs(std::vector<at::Tensor> outputs) {
   return ddp_->PassOutputs(std::move(outputs));
 }
 
 void ModelSlot::SyncInBackward() {
   if (ddp_ != nullptr) ddp_->ArmBackward();
+  if (sharded_ != nullptr) sharded_->Communicate();
 }
+
+bool ModelSlot::on_main_process() const { return controller_->process().rank() == 0; }
 
 bool ModelSlot::autocast_on() const { return controller_->process().autocast_on(); }
 AutocastGuard ModelSlot::Autocast() const {
-  return controller_->process().Autocast(controller_->process().options().autocast);
+  AutocastOptions options = controller_->process().options().autocast;
+  // It would keep a copy of every weight until the end of the forward pass.
+  if (sharded_ != nullptr) options.cache_enabled = false;
+  return controller_->process().Autocast(options);
 }
 
 void OptimizerSlot::Step() { controller_->Step(*this); }

@@ -13,6 +13,7 @@
 #include "base/log.h"
 #include "worker/collective/collective_error.h"
 #include "worker/collective/nested_collectives.h"
+#include "worker/parallel/sharded_model.h"
 #include "worker/parallel/sync_batch_norm.h"
 #include "worker/train/clip.h"
 #include "worker/train/sync_state.h"
@@ -45,7 +46,11 @@ StepController::StepController(const Process& process, Registry& registry, LoopT
       accumulation_(WithSteps(process.options().accumulation,
                               NumSteps(process.options(), process.environment()))) {
   if (NeedsGradScaler(process.precision()) && process.options().grad_scaler.enabled) {
-    scaler_ = std::make_unique<GradScaler>(process.options().grad_scaler);
+    // Each process sees the gradients of its own shards only.
+    const bool sharded =
+        process.size() > 1 && process.sharding().strategy != ShardingStrategy::kNone;
+    scaler_ = std::make_unique<GradScaler>(process.options().grad_scaler,
+                                           sharded ? &process.comm() : nullptr);
   }
 }
 
@@ -81,7 +86,19 @@ AccumulateScope StepController::Accumulate(const std::optional<BatchFacts>& fact
   return AccumulateScope(this);
 }
 
+void StepController::ChangeLocal(int by) {
+  for (const auto& model : registry_.models()) {
+    TORCH_CHECK(by < 0 || model->sharded() == nullptr,
+                "LocalSGD with a sharded model: a process has only its part of the weights and "
+                "cannot train apart from the others; train without sharding, or without LocalSGD");
+  }
+  local_depth_ += by;
+}
+
 void StepController::AboutToChange() const {
+  for (const auto& model : registry_.models()) {
+    if (model->sharded() != nullptr) model->sharded()->Expire();
+  }
   if (before_change_) before_change_();
 }
 
@@ -122,6 +139,14 @@ void StepController::CheckLoss(const at::Tensor& loss, const std::optional<doubl
   TORCH_CHECK(scaler_ == nullptr || !registry_.optimizers().empty(),
               "backward() under fp16 without a prepared optimizer: no optimizer would unscale the "
               "gradients; pass the optimizer to prepare()");
+  if (registry_.optimizers().empty()) {
+    for (const auto& model : registry_.models()) {
+      TORCH_CHECK(model->sharded() == nullptr,
+                  "backward() through a sharded model without a prepared optimizer: one that is "
+                  "not prepared never sees the gradients, which each process has for its own part "
+                  "of the parameters; pass the optimizer to prepare()");
+    }
+  }
   TORCH_CHECK(
       !in_micro_step_ || gradient_accumulation_steps() == 1 || registry_.models().empty() ||
           !registry_.optimizers().empty(),
@@ -262,6 +287,9 @@ namespace {
 std::string NameOf(const at::Tensor& parameter, size_t index,
                    const std::vector<std::shared_ptr<ModelSlot>>& models) {
   for (const auto& model : models) {
+    const std::string* const sharded =
+        model->sharded() == nullptr ? nullptr : model->sharded()->NameOf(parameter);
+    if (sharded != nullptr) return absl::StrCat("'", *sharded, "'");
     for (const auto& [name, tensor] : model->source().parameters()) {
       if (tensor.is_same(parameter)) return absl::StrCat("'", name, "'");
     }
@@ -313,6 +341,18 @@ void StepController::FindOwners(OptimizerSlot& slot) const {
   for (const auto& model : registry_.models()) {
     if (model->evaluation()) continue;
     if (!alone) {
+      if (model->sharded() != nullptr) {
+        for (const at::Tensor& shard : model->sharded()->shards()) {
+          owners[shard.unsafeGetTensorImpl()] = model;
+        }
+        for (size_t i = 0; i < parameters.size(); ++i) {
+          TORCH_CHECK(!model->sharded()->ShardOf(parameters[i]).defined(),
+                      "optimizer.step(): parameter ", NameOf(parameters[i], i, registry_.models()),
+                      " of a sharded model was added to the optimizer after both were prepared: "
+                      "give the optimizer all its parameters before prepare()");
+        }
+        continue;
+      }
       // What the module has got after prepare(), the exchange does not know.
       if (model->ddp() == nullptr) continue;
       for (const at::Tensor& parameter : model->ddp()->parameters()) {
@@ -353,13 +393,20 @@ void StepController::CheckExchanged(const OptimizerSlot& slot) const {
   }
   for (const auto& owner : slot.models_) {
     const std::shared_ptr<ModelSlot> model = owner.lock();
-    if (model == nullptr || model->ddp() == nullptr) continue;
-    std::vector<std::string> missed = model->ddp()->UnexchangedGradients();
+    if (model == nullptr) continue;
+    std::vector<std::string> missed;
+    if (model->sharded() != nullptr) {
+      missed = model->sharded()->UnexchangedGradients();
+    } else if (model->ddp() != nullptr) {
+      missed = model->ddp()->UnexchangedGradients();
+    }
     if (!missed.empty()) {
       // Another optimizer may have the others, and step on them at another time.
       std::unordered_set<std::string> own;
       for (const auto& [name, parameter] : model->source().parameters()) {
-        if (Holds(parameters, parameter)) own.insert(name);
+        const at::Tensor shard =
+            model->sharded() == nullptr ? at::Tensor() : model->sharded()->ShardOf(parameter);
+        if (Holds(parameters, shard.defined() ? shard : parameter)) own.insert(name);
       }
       std::erase_if(missed, [&](const std::string& name) { return own.count(name) == 0; });
     }
@@ -416,14 +463,37 @@ void StepController::FinishGradientsOf(const std::vector<at::Tensor>& parameters
               "loss scale or the weights of their window: pass the optimizer to prepare()");
 }
 
+StepController::Resolved StepController::Resolve(const std::vector<at::Tensor>& parameters) const {
+  Resolved resolved;
+  for (const at::Tensor& parameter : parameters) {
+    at::Tensor shard;
+    for (const auto& model : registry_.models()) {
+      ShardedModel* const sharded = model->sharded();
+      if (sharded == nullptr) continue;
+      shard = sharded->NameOf(parameter) != nullptr ? parameter : sharded->ShardOf(parameter);
+      if (!shard.defined()) continue;
+      resolved.comm = &sharded->shard_comm();
+      break;
+    }
+    (shard.defined() ? resolved.shards : resolved.whole)
+        .push_back(shard.defined() ? shard : parameter);
+  }
+  return resolved;
+}
+
 at::Tensor StepController::ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm,
                                         double norm_type) {
   TORCH_CHECK(sync_gradients(),
               "clip_grad_norm_ in the middle of an accumulation window would clip partial "
               "gradients: call it "
               "only where accelerator.sync_gradients()");
-  FinishGradientsOf(parameters);
-  return muster::ClipGradNorm(parameters, max_norm, norm_type);
+  const Resolved resolved = Resolve(parameters);
+  FinishGradientsOf(resolved.whole);
+  if (resolved.shards.empty()) {
+    return muster::ClipGradNorm(resolved.whole, max_norm, norm_type);
+  }
+  FinishGradientsOf(resolved.shards);
+  return muster::ClipGradNorm(resolved.whole, resolved.shards, *resolved.comm, max_norm, norm_type);
 }
 
 void StepController::ClipGradValue(const std::vector<at::Tensor>& parameters, double clip_value) {
@@ -431,8 +501,11 @@ void StepController::ClipGradValue(const std::vector<at::Tensor>& parameters, do
               "clip_grad_value_ in the middle of an accumulation window would clip partial "
               "gradients: call it "
               "only where accelerator.sync_gradients()");
-  FinishGradientsOf(parameters);
-  muster::ClipGradValue(parameters, clip_value);
+  const Resolved resolved = Resolve(parameters);
+  for (const std::vector<at::Tensor>& list : {resolved.whole, resolved.shards}) {
+    FinishGradientsOf(list);
+    muster::ClipGradValue(list, clip_value);
+  }
 }
 
 bool StepController::optimizer_step_was_skipped() const {
@@ -446,6 +519,9 @@ void StepController::BeginJoin(bool even_batches) {
   TORCH_CHECK(join_ == nullptr, "join_uneven_inputs() is active already: scopes do not nest");
   std::vector<DataParallel*> models;
   for (const auto& model : registry_.models()) {
+    TORCH_CHECK(model->sharded() == nullptr,
+                "join_uneven_inputs() with a sharded model: a process without batches could not "
+                "bring its part of the parameters; use even_batches, or train without sharding");
     if (model->ddp() == nullptr) continue;
     models.push_back(model->ddp());
     if (model->source().module() == nullptr) continue;
@@ -490,6 +566,9 @@ void StepController::Stepped(OptimizerSlot& slot) {
   if (!slot.step_was_skipped_) {
     ++slot.steps_;
     registry_.NoteStep();
+    for (const auto& model : registry_.models()) {
+      if (model->sharded() != nullptr) model->sharded()->MarkChanged(slot.handle_->parameters());
+    }
   }
   slot.consumed_ = true;
   slot.gradients_finished_ = false;
@@ -574,6 +653,9 @@ void StepController::ZeroNow(OptimizerSlot& slot, bool set_to_none) const {
   slot.zero_at_end_.reset();
   slot.witness_.reset();
   slot.consumed_ = false;
+  for (const auto& model : registry_.models()) {
+    if (model->sharded() != nullptr) model->sharded()->ForgetPending(slot.handle_->parameters());
+  }
   if (set_to_none && !process_.options().data_parallel.gradient_as_bucket_view) {
     slot.handle_->ZeroGrad(GradZeroing::kSetToNone);
     return;

@@ -51,7 +51,7 @@ class StepController {
   void set_gradient_accumulation_steps(int64_t steps) { accumulation_.set_num_steps(steps); }
 
   void ChangeNoSync(int by) { no_sync_depth_ += by; }
-  void ChangeLocal(int by) { local_depth_ += by; }
+  void ChangeLocal(int by);
   // `function` is called before Muster itself changes the weights or the state of prepared
   // optimizers.
   void SetBeforeChange(std::function<void()> function) { before_change_ = std::move(function); }
@@ -90,6 +90,13 @@ class StepController {
   GradScaler* scaler() { return scaler_.get(); }
 
  private:
+  // Parameters of sharded models as this process's shards of them.
+  struct Resolved {
+    std::vector<at::Tensor> whole, shards;
+    Comm* comm = nullptr;  // of the processes that divide them; null without shards
+  };
+  Resolved Resolve(const std::vector<at::Tensor>& parameters) const;
+
   void BeginWindow();
   double WindowFactor();
   void CheckLoss(const at::Tensor& loss, const std::optional<double>& weight) const;

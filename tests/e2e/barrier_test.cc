@@ -286,6 +286,11 @@ TEST_F(BarrierTest, Cancelled_AllAreToldByWhomAndWhy) {
   Run("cancel");
   AwaitArrivals("saved", 5);
   EXPECT_EQ(Status()["open_barriers"][0]["arrived"], 5);
+  const std::string why = Status()["workers"][3]["why_rank"];
+  EXPECT_NE(why, "");
+  const auto status = Muster({"status", "j", "--coordinator", address_});
+  EXPECT_EQ(status->Wait(), 0) << status->err_text();
+  EXPECT_THAT(status->out(), Contains("  ranks 0 to 5: " + why));
   const auto open = Muster({"barrier", "j", "--coordinator", address_});
   EXPECT_EQ(open->Wait(), 0) << open->err_text();
   EXPECT_THAT(open->out(), ElementsAre(StartsWith("saved counter 0: 5 of 6 ranks have arrived")));

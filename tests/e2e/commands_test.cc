@@ -1,6 +1,7 @@
 // The programs other than `muster`, called with mistakes: each mistake is one line that names the
 // thing, and an exit code that is not 0.
 #include "absl/strings/str_split.h"
+#include "base/exit_code.h"
 #include "gmock/gmock.h"
 #include "tests/e2e/launch_fixture.h"
 
@@ -85,7 +86,7 @@ TEST_F(CommandsTest, Coordinator_PortZero_TellsTheAddressAndStopsOnSigterm) {
   const std::string port = coordinator->WaitForLine("127.0.0.1:");
   EXPECT_THAT(port, Not("0"));
   auto second = Coordinator({"--insecure", "--listen", "127.0.0.1:" + port});
-  EXPECT_EQ(second->Wait(), 3);
+  EXPECT_EQ(second->Wait(), kExitCannotServe);
   EXPECT_THAT(second->err(), ElementsAre(AllOf(StartsWith("muster-coordinator: "),
                                                HasSubstr("127.0.0.1:" + port))));
   auto status = Muster({"status", "--coordinator", "127.0.0.1:" + port});

@@ -123,7 +123,7 @@ TEST_F(NodesTest, OtherSettings_AreRefusedByName) {
 TEST_F(NodesTest, OtherMachineDoesNotCome_EndsAtTheTimeoutAndSaysWho) {
   auto first = Machine(0, "exit 0", {"--join_timeout", "300ms"});
   EXPECT_EQ(first->Wait(), 5);
-  EXPECT_THAT(first->err_text(), HasSubstr("not all 2 machines came within 300ms"));
+  EXPECT_THAT(first->err_text(), HasSubstr("not all 2 machines arrived within 300ms"));
 }
 
 TEST_F(NodesTest, NoCoordinator_EndsAtTheTimeoutAndSaysWhere) {

@@ -5,8 +5,10 @@
 #include <gtest/gtest.h>
 #include <unistd.h>
 
+#include <array>
 #include <functional>
 #include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -14,6 +16,8 @@
 #include "absl/strings/str_cat.h"
 #include "agent/memory_holder.h"
 #include "base/held_memory.h"
+#include "base/mutex.h"
+#include "base/owned_fd.h"
 #include "worker/collective/gloo_ranks.h"
 
 namespace muster {
@@ -25,13 +29,28 @@ using testing::HasSubstr;
 class MemoryTierTest : public testing::Test {
  protected:
   MemoryTierTest() {
-    for (int rank = 0; rank < 2; ++rank) {
-      const std::string worker = absl::StrCat("w", rank);
-      auto holder = agent::MemoryHolder::Start(
-          [worker](pid_t pid) { return pid == getpid() ? worker : std::string(); });
-      EXPECT_TRUE(holder.ok()) << holder.status();
-      holders_.push_back(*std::move(holder));
+    for (int rank = 0; rank < 2; ++rank) AddNode(absl::StrCat("w", rank));
+  }
+
+  void AddNode(const std::string& worker) {
+    speakers_.push_back(std::make_unique<Speaker>());
+    Speaker* const speaker = speakers_.back().get();
+    speaker->Set(worker);
+    auto holder = agent::MemoryHolder::Start(
+        [speaker](pid_t pid) { return pid == getpid() ? speaker->Get() : std::string(); });
+    EXPECT_TRUE(holder.ok()) << holder.status();
+    holders_.push_back(*std::move(holder));
+  }
+  // The worker of a node was on another one.
+  void MoveMemory(int from, int to) {
+    const std::string before = speakers_[to]->Get();
+    const auto held = TakeHeldMemory(holders_[from]->address());
+    ASSERT_TRUE(held.ok()) << held.status();
+    for (const HeldMemory& piece : *held) {
+      speakers_[to]->Set(piece.worker_id);
+      ASSERT_TRUE(HoldMemory(holders_[to]->address(), piece.slot, piece.fd.get()).ok());
     }
+    speakers_[to]->Set(before);
   }
 
   // One attempt of the job.
@@ -96,6 +115,24 @@ class MemoryTierTest : public testing::Test {
     ASSERT_EQ(pwrite(fd, &byte, 1, 4096 + 9), 1);
   }
 
+  // The worker that this process is for a node's agent.
+  class Speaker {
+   public:
+    void Set(const std::string& worker) {
+      MutexLock lock(&mu_);
+      worker_ = worker;
+    }
+    std::string Get() {
+      MutexLock lock(&mu_);
+      return worker_;
+    }
+
+   private:
+    Mutex mu_;
+    std::string worker_ ABSL_GUARDED_BY(mu_);
+  };
+
+  std::vector<std::unique_ptr<Speaker>> speakers_;
   std::vector<std::unique_ptr<agent::MemoryHolder>> holders_;
 };
 
@@ -143,6 +180,71 @@ TEST_F(MemoryTierTest, DamagedSave_IsPassedOver) {
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), 1); });
   Damage(0, 0);
   Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_EQ(FoundStep(comm, tier), -1); });
+}
+
+// It may answer again: only RESOURCE_EXHAUSTED ends the saves to memory for good.
+TEST_F(MemoryTierTest, AgentThatDoesNotAnswer_IsUnavailable) {
+  Attempt([this](Comm& comm, MemoryTier& tier) {
+    EXPECT_TRUE(Save(comm, tier, 1).ok());
+    if (comm.rank() == 1) holders_[1].reset();
+    comm.Barrier();
+    EXPECT_TRUE(Save(comm, tier, 2).ok());
+    const absl::Status before = Save(comm, tier, 3);
+    EXPECT_EQ(before.code(), absl::StatusCode::kUnavailable) << before;
+    EXPECT_THAT(before.message(), HasSubstr("rank 1: the agent's memory"));
+  });
+}
+
+TEST_F(MemoryTierTest, AgentThatDoesNotAnswerAtFirst_BeginsNoSave) {
+  Attempt([this](Comm& comm, MemoryTier& tier) {
+    if (comm.rank() == 1) holders_[1].reset();
+    comm.Barrier();
+    for (int step = 1; step <= 2; ++step) {
+      EXPECT_EQ(Save(comm, tier, step).code(), absl::StatusCode::kUnavailable);
+    }
+    EXPECT_EQ(TakeHeldMemory(holders_[0]->address())->size(), 0u);
+  });
+}
+
+// Two ranks of one node, and a third elsewhere: each node gets one copy of what it lacks.
+TEST_F(MemoryTierTest, PartsOfOtherNodes_AreCopiedOncePerNode) {
+  AddNode("w2");
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); }, 3);
+  MoveMemory(1, 0);
+  std::array<uint64_t, 3> copied = {};
+  RunGlooRanks(3, [&](Comm& comm) {
+    const int node = comm.rank() == 2 ? 2 : 0;
+    auto tier = MemoryTier::Open(comm, holders_[node]->address(), absl::StrCat("w", comm.rank()));
+    ASSERT_TRUE(tier.ok()) << tier.status();
+    const auto found = (*tier)->Find(comm);
+    ASSERT_TRUE(found.ok() && found->has_value()) << found.status();
+    copied[comm.rank()] = (*found)->copied_bytes;
+    for (int owner = 0; owner < 3; ++owner) {
+      const auto own = (*found)->reader.Read(absl::StrCat("random_states_", owner, ".safetensors"));
+      ASSERT_TRUE(own.ok()) << own.status();
+      EXPECT_EQ(*own->GetInt("step"), 1 + 100 * owner);
+    }
+    comm.Barrier();
+  });
+  EXPECT_GT(copied[0], 0u);
+  EXPECT_EQ(copied[1], 0u);
+  EXPECT_GT(copied[2], size_t{12} << 20);
+}
+
+TEST_F(MemoryTierTest, RankWithoutMemoryForOtherNodes_AllPassOverTheSave) {
+  Attempt([](Comm& comm, MemoryTier& tier) { EXPECT_TRUE(Save(comm, tier, 1).ok()); });
+  Attempt([](Comm& comm, MemoryTier& tier) {
+    MemoryTier::FindOptions options;
+    if (comm.rank() == 1) {
+      options.create = [](const std::string&) -> absl::StatusOr<OwnedFd> {
+        throw std::bad_alloc();
+      };
+    }
+    const auto found = tier.Find(comm, options);
+    ASSERT_TRUE(found.ok()) << found.status();
+    EXPECT_FALSE(found->has_value());
+    EXPECT_EQ(FoundStep(comm, tier), 1);
+  });
 }
 
 TEST_F(MemoryTierTest, LostNode_LeavesNothing) {

@@ -1,8 +1,8 @@
 // Rebuilds the run that a golden `training` case describes and trains through the public API. The
 // last line that rank 0 prints is one JSON object with the case's `out` fields.
 //
-//   muster launch --num_processes N --cpu -- trajectory --case FILE --data_root DIR --output_dir
-//   DIR
+//   muster launch --num_processes N --cpu -- trajectory --case FILE --data_root DIR
+//   --output_dir DIR [--sharding NAME]
 //
 // FILE holds one case (an object with "in", or the "in" object itself); paths in it are relative to
 // DIR of --data_root.
@@ -20,7 +20,6 @@
 #include "muster/accelerator.h"
 #include "muster/checkpoint.h"
 #include "tests/parity/case_model.h"
-#include "worker/train/clip.h"
 #include "worker/train/schedule_config.h"
 
 namespace muster::parity {
@@ -29,7 +28,7 @@ namespace {
 using Json = nlohmann::json;
 
 struct Flags {
-  std::string case_file, data_root = ".", output_dir = ".";
+  std::string case_file, data_root = ".", output_dir = ".", sharding = "no_shard";
 };
 
 std::unique_ptr<OptimizerHandle> MakeOptimizer(const Json& o, std::vector<at::Tensor> parameters) {
@@ -108,9 +107,7 @@ absl::Status Train(Accelerator& accelerator, const Json& in, const Flags& flags)
         const double limit = in.at("clip_norm").is_null() ? std::numeric_limits<double>::infinity()
                                                           : in.at("clip_norm").get<double>();
         out["grad_norm"].push_back(
-            limit == std::numeric_limits<double>::infinity()
-                ? TotalNorm(Gradients(model->parameters())).item<double>()
-                : accelerator.clip_grad_norm_(model->parameters(), limit).item<double>());
+            accelerator.clip_grad_norm_(model->parameters(), limit).item<double>());
       }
       optimizer.step();
       if (scheduler.has_value()) scheduler->step();
@@ -122,12 +119,9 @@ absl::Status Train(Accelerator& accelerator, const Json& in, const Flags& flags)
   for (const std::string& one : accelerator.gather_object(losses.dump())) {
     out["loss"].push_back(Json::parse(one));
   }
+  const std::map<std::string, at::Tensor> weights = accelerator.get_state_dict(model);
   if (accelerator.is_main_process()) {
     const std::string file = std::filesystem::absolute(flags.output_dir + "/final.safetensors");
-    std::map<std::string, at::Tensor> weights;
-    for (const auto& parameter : model->named_parameters()) {
-      weights.emplace(parameter.key(), parameter.value().detach());
-    }
     if (absl::Status s = SaveTensors(file, weights); !s.ok()) return s;
     out["final_weights"] = file;
     std::printf("%s\n", out.dump().c_str());
@@ -150,6 +144,7 @@ int Main(int argc, char** argv) {
   app.add_option("--case", flags.case_file, "JSON file with one case")->required();
   app.add_option("--data_root", flags.data_root, "folder that the case's paths start from");
   app.add_option("--output_dir", flags.output_dir, "where final.safetensors is written");
+  app.add_option("--sharding", flags.sharding, "no_shard, zero1, zero2, zero3 or hybrid");
   CLI11_PARSE(app, argc, argv);
   const absl::StatusOr<Json> in = ReadCase(flags.case_file);
   if (!in.ok()) {
@@ -165,6 +160,10 @@ int Main(int argc, char** argv) {
   options.gradient_accumulation_steps = in->value("gradient_accumulation_steps", int64_t{1});
   options.data_loader.split_batches = in->value("split_batches", false);
   options.data_loader.even_batches = in->value("even_batches", true);
+  // Hybrid sharding is in pairs, where there are several.
+  const int64_t processes = in->value("num_processes", int64_t{1});
+  options.sharding =
+      ParseSharding(flags.sharding, processes > 2 && processes % 2 == 0 ? 2 : processes);
   // The two places where Accelerate's numbers are not Muster's default.
   options.accumulation.short_window = ShortWindow::kLikeAccelerate;
   options.scheduler_units = SchedulerUnits::kProcesses;

@@ -50,8 +50,14 @@ bool HasBf16Instructions() {
   return false;
 }
 
-TEST(Trajectory, EveryRecordedTrainingCase_FollowsAccelerate) {
-  const std::string scratch = MakeTestDir("trajectory") + "/";
+class TrajectoryTest : public ::testing::TestWithParam<const char*> {};
+
+INSTANTIATE_TEST_SUITE_P(Sharding, TrajectoryTest,
+                         ::testing::Values("no_shard", "zero1", "zero2", "zero3", "hybrid"),
+                         [](const auto& info) { return std::string(info.param); });
+
+TEST_P(TrajectoryTest, EveryRecordedTrainingCase_FollowsAccelerate) {
+  const std::string scratch = MakeTestDir(std::string("trajectory_") + GetParam()) + "/";
   for (const Json& test_case : testing_support::GoldenCases("training")) {
     const Json& in = test_case["in"];
     const Json& want = test_case["out"];
@@ -62,7 +68,8 @@ TEST(Trajectory, EveryRecordedTrainingCase_FollowsAccelerate) {
     const CommandResult run =
         RunCommand("client/cli/muster launch --cpu --num_processes " + in["num_processes"].dump() +
                    " -- tests/parity/trajectory --case " + scratch + name + ".json --data_root " +
-                   testing_support::GoldenFolder() + " --output_dir " + scratch + name + " 2>&1");
+                   testing_support::GoldenFolder() + " --output_dir " + scratch + name +
+                   " --sharding " + GetParam() + " 2>&1");
     ASSERT_EQ(run.exit_code, 0) << run.output;
     const Json got = Json::parse(run.last_line(), nullptr, false);
     ASSERT_TRUE(got.is_object()) << run.output;

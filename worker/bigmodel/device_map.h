@@ -91,7 +91,7 @@ struct BalanceOptions : SizeOptions {
   std::set<std::string> no_split;
   // Leaves the first GPU as empty as possible, for what runs there besides.
   bool low_zero = false;
-  // The limits are the caller's wish; else they were found on the machine, and the only GPU of a
+  // The caller set the limits; else they were found on the machine, and the only GPU of a
   // machine keeps a tenth free.
   bool user_set = true;
 };

@@ -18,6 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "base/failpoint.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "worker/collective/local_comm.h"
 #include "worker/collective/thread_comm.h"
 
@@ -30,15 +31,7 @@ using ::testing::StartsWith;
 
 class AsyncSaverTest : public testing::Test {
  protected:
-  void SetUp() override {
-    root_ = JoinPath(testing::TempDir(), "async-" + RandomHex());
-    ASSERT_TRUE(MakeDirectories(root_).ok());
-    dir_ = JoinPath(root_, "ckpt");
-  }
-  void TearDown() override {
-    EXPECT_TRUE(ArmFailpoints("", "", "").ok());
-    EXPECT_TRUE(RemoveTree(root_).ok());
-  }
+  void TearDown() override { EXPECT_TRUE(ArmFailpoints("", "", "").ok()); }
 
   // Runs `fn` on `ranks` ranks, each with a saver.
   void RunSavers(int ranks, const std::function<void(Comm&, AsyncSaver&)>& fn) {
@@ -49,7 +42,8 @@ class AsyncSaverTest : public testing::Test {
     });
   }
 
-  std::string root_, dir_;
+  const TestFolder folder_;
+  const std::string root_ = folder_.path(), dir_ = folder_.Path("ckpt");
   bool lazy_ = false;
 };
 
@@ -260,7 +254,7 @@ TEST_F(AsyncSaverTest, LostPeer_FailsTheSave) {
 }
 
 TEST_F(AsyncSaverTest, LazySave_HoldsWhatWasThereBeforeTheChange) {
-  // The copier is late: whoever changes the tensor makes the copy.
+  // The copier is late: the code that changes the tensor makes the copy.
   ASSERT_TRUE(ArmFailpoints("worker.checkpoint_copy=delay:200ms", "", "").ok());
   LocalComm comm;
   AsyncSaver saver(std::make_unique<LocalComm>(), {.lazy = true});
@@ -347,7 +341,7 @@ TEST_F(AsyncSaverTest, SaveThatBeginsWhileOneIsPublished_LeavesWhatThatOneKeeps)
 }
 
 TEST_F(AsyncSaverTest, SaveThatIsWaitedFor_IsNotHeldBackByItsRateLimit) {
-  // A day for what is saved; nobody waits for that.
+  // A day for what is saved; training does not wait for that.
   LocalComm comm;
   AsyncSaver saver(std::make_unique<LocalComm>(), {.max_bytes_per_second = 1});
   std::vector<AsyncSaver::Outcome> outcomes;

@@ -76,7 +76,7 @@ TEST_F(DeferredCopyTest, TensorChangedInPlace_IsNamed) {
   };
   const at::NoGradGuard no_grad;
   EXPECT_TRUE(change([](const at::Tensor&) {}).ok());
-  // One number: its version tells. The others leave the version as it was.
+  // One number: its version shows it. The others leave the version as it was.
   for (const absl::Status& status : {
            change([](const at::Tensor& parameter) { parameter[77].fill_(2); }),
            change([](const at::Tensor& parameter) { parameter.data().mul_(1.5); }),

@@ -69,7 +69,7 @@ std::vector<std::string> CopiesOf(const std::string& dir);
 absl::Status PutInPlace(const std::string& copy, const std::string& dir);
 
 // Makes the staging folder of `wanted` and locks it. Removes what dead writers of this folder left,
-// except what is sealed and lacks only its name. A symbolic link to a folder stands for that
+// except what is sealed and lacks only its name. A symbolic link to a folder means that
 // folder. Errors: FAILED_PRECONDITION if `wanted` exists and is neither empty nor a checkpoint: it
 // is not ours to replace; or if it is a link to nothing.
 class Staging {

@@ -101,7 +101,7 @@ TEST(Manifest, NodesWithDisksOfTheirOwn_ComeBack) {
   EXPECT_EQ(back->nodes[0].ranks, (std::vector<int>{0, 1}));
 }
 
-// With a digest that fits: somebody has written it so.
+// With a digest that fits: it was written so.
 TEST(Manifest, NumbersThatAreNoIntegers_AreDataLoss) {
   for (const char* field : {"version", "world_size", "iteration", "step"}) {
     for (const double value : {1e300, -1e300, 0.5}) {

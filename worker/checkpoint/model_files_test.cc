@@ -8,6 +8,7 @@
 #include "ATen/ops/full.h"
 #include "ATen/ops/randn.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "tests/testdata/golden.h"
 
 namespace muster {
@@ -18,9 +19,8 @@ using ::testing::HasSubstr;
 
 class ModelFilesTest : public testing::Test {
  protected:
-  void SetUp() override { dir_ = JoinPath(testing::TempDir(), "model_files-" + RandomHex()); }
-  void TearDown() override { EXPECT_TRUE(RemoveTree(dir_).ok()); }
-  std::string dir_;
+  const TestFolder folder_;
+  const std::string dir_ = folder_.Path("model");
 };
 
 NamedTensors Model(int tensors, double value = 1) {

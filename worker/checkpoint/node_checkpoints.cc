@@ -235,10 +235,10 @@ absl::Status Gathering::FetchInto(Staging* staging) {
   int files = 0;
   for (const ManifestFile& file : manifest_.files) {
     const std::vector<int>& holders = holders_.at(file.name);
-    const bool everybody = std::all_of(lacking_.begin(), lacking_.end(), [&](int leader) {
+    const bool all_lack = std::all_of(lacking_.begin(), lacking_.end(), [&](int leader) {
       return std::find(holders.begin(), holders.end(), leader) != holders.end();
     });
-    if (everybody) continue;
+    if (all_lack) continue;
     std::optional<AtomicFile> out;
     const absl::Status created = GuardRank([&]() -> absl::Status {
       if (staging == nullptr) return absl::OkStatus();

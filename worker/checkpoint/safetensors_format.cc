@@ -73,7 +73,7 @@ class HeaderHandler final : public nlohmann::json_sax<nlohmann::json> {
     return Unexpected(absl::StrCat("the number ", value));
   }
   bool number_float(double, const std::string& text) override {
-    return Number(Printable(text, 50), "is no unsigned 64-bit integer");
+    return Number(Printable(text, 50), "is not an unsigned 64-bit integer");
   }
   bool string(std::string& text) override {
     if (state_ == State::kMetadata) {

@@ -122,7 +122,7 @@ TEST(ParseSafetensorsHeader, EachMistake_NamesFileTensorAndField) {
   EXPECT_EQ(Error(R"({"w":{"dtype":"F32","shape":[3],"data_offsets":[0,8]}})", 8),
             "m.safetensors: tensor \"w\": data_offsets: 8 bytes, but shape [3] of F32 needs 12");
   EXPECT_EQ(Error(R"({"w":{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}})", 8),
-            "m.safetensors: tensor \"w\": shape: 2.0 is no unsigned 64-bit integer");
+            "m.safetensors: tensor \"w\": shape: 2.0 is not an unsigned 64-bit integer");
   EXPECT_EQ(Error(R"({"w":{"dtype":"F32","shape":[-2],"data_offsets":[0,8]}})", 8),
             "m.safetensors: tensor \"w\": shape: -2 is negative");
   EXPECT_EQ(Error(R"({"w":{"dtype":"F32","shape":[2],"data_offsets":[0,8],"dtype":"F32"}})", 8),

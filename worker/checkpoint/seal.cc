@@ -68,7 +68,7 @@ absl::StatusOr<RegisteredCheckpoint> ReadSeal(const std::string& dir) {
   MUSTER_ASSIGN_OR_RETURN(const std::string text, ReadFile(path, kMaxBytes));
   MUSTER_ASSIGN_OR_RETURN(const Json json, ParseJson(text, path));
   const auto bad = [&path](absl::string_view why) {
-    return absl::DataLossError(absl::StrCat(path, " is no record of a checkpoint: ", why));
+    return absl::DataLossError(absl::StrCat(path, " is not a record of a checkpoint: ", why));
   };
   RegisteredCheckpoint record;
   record.state = RegisteredCheckpoint::State::kSealed;

@@ -47,7 +47,7 @@ class Mapping {
   const uint64_t bytes_;
 };
 
-// What tells one open file from all others of a host.
+// What distinguishes one open file from all others of a host.
 absl::StatusOr<Json> IdentityOf(int fd) {
   struct stat info;
   if (fstat(fd, &info) != 0) return absl::ErrnoToStatus(errno, "cannot examine shared memory");

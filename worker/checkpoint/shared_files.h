@@ -40,7 +40,7 @@ class SharedFiles {
   SharedFiles& operator=(const SharedFiles&) = delete;
 
   // Where the file is, whole and checked: a path that this process can open while this object
-  // lives. Nobody writes to it any more. Empty: it was not read.
+  // lives. It does not change any more. Empty: it was not read.
   std::string PathOf(absl::string_view name) const;
 
  private:

@@ -13,6 +13,7 @@
 #include "ATen/ops/arange.h"
 #include "absl/strings/str_cat.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/checkpoint/state.h"
 #include "worker/collective/thread_comm.h"
@@ -61,7 +62,8 @@ class SharedFilesTest : public testing::Test {
     close(fd);
   }
 
-  const std::string dir_ = JoinPath(testing::TempDir(), "shared_files-" + RandomHex());
+  const TestFolder folder_;
+  const std::string dir_ = folder_.Path("shared_files");
 };
 
 // Counts the bytes that go through it, by offset and file.
@@ -116,7 +118,7 @@ TEST_F(SharedFilesTest, RanksOfSeveralHosts_ShareWithinEachOnly) {
   std::vector<CountingSystem> systems(3);
   RunRanks(3, [&](Comm& comm) {
     SharedFiles::Options options;
-    options.host = comm.rank() == 1 ? "b" : "a";
+    options.host = std::string(comm.rank() == 1 ? "b" : "a");
     options.read.system = systems[comm.rank()].system();
     const auto shared = SharedFiles::Read(comm, dir_, files, options);
     ASSERT_TRUE(shared.ok()) << shared.status();

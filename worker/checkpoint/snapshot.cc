@@ -15,9 +15,12 @@ absl::StatusOr<char*> Snapshot::Append(const std::string& name, size_t bytes) {
   const size_t end = files_.empty() ? reserved_ : files_.back().offset + files_.back().bytes;
   const size_t offset = (end + kDirectAlignment - 1) / kDirectAlignment * kDirectAlignment;
   if (const absl::Status grown = memory_.Grow(offset + bytes); !grown.ok()) {
-    return absl::Status(grown.code(), absl::StrCat("cannot copy ", name,
-                                                   " for an asynchronous save: ", grown.message(),
-                                                   "; save synchronously"));
+    const std::string why(grown.message());
+    return absl::Status(grown.code(),
+                        stays_in_memory_
+                            ? absl::StrCat("cannot copy ", name, " for a save in memory: ", why)
+                            : absl::StrCat("cannot copy ", name, " for an asynchronous save: ", why,
+                                           "; save synchronously"));
   }
   files_.push_back({.name = name, .offset = offset, .bytes = bytes});
   return memory_.data() + offset;

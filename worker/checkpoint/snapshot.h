@@ -30,9 +30,10 @@ class Snapshot {
   };
 
   Snapshot() = default;
-  // In this memory, whose first `reserved` bytes (a multiple of kDirectAlignment) are the caller's.
+  // For a save that stays in this memory, whose first `reserved` bytes (a multiple of
+  // kDirectAlignment) are the caller's.
   Snapshot(AlignedMemory memory, size_t reserved)
-      : memory_(std::move(memory)), reserved_(reserved) {}
+      : memory_(std::move(memory)), reserved_(reserved), stays_in_memory_(true) {}
 
   // Of files that are added after this: the tensor does not change before the result of
   // TakeDeferred() runs, which copies it.
@@ -69,6 +70,7 @@ class Snapshot {
 
   AlignedMemory memory_;
   const size_t reserved_ = 0;
+  const bool stays_in_memory_ = false;
   std::vector<File> files_;
   absl::flat_hash_set<const void*> later_;  // where the data of such tensors begin
   std::unique_ptr<DeferredCopy> left_ = std::make_unique<DeferredCopy>();

@@ -2,11 +2,16 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/resource.h>
+
+#include <string>
 
 #include "ATen/ops/arange.h"
 #include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
 #include "base/file.h"
+#include "base/owned_fd.h"
 #include "base/test_folder.h"
 #include "worker/checkpoint/direct_file.h"
 
@@ -128,6 +133,22 @@ TEST_F(SnapshotTest, WhatNoFileCanHold_IsRefusedAsBySaves) {
   EXPECT_THAT(std::string(snapshot.Add("m.json", state, SharedTensors::kWriteAll).message()),
               HasSubstr("a .json file cannot hold the tensor"));
   EXPECT_EQ(snapshot.files().size(), 0u);
+}
+
+// The way out of one is not that of the other.
+TEST_F(SnapshotTest, NoMemory_NamesTheKindOfSave) {
+  const OwnedFd fd(memfd_create("snapshot_test", MFD_CLOEXEC));
+  Snapshot snapshot(*AlignedMemory::OfFile(fd.get()), /*reserved=*/4096);
+  rlimit before;
+  ASSERT_EQ(getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit small = {.rlim_cur = 4096, .rlim_max = before.rlim_max};
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &small), 0);
+  const absl::Status status =
+      snapshot.Add("m.safetensors", NamedTensors{{"t", at::ones({5000})}}, {});
+  ASSERT_EQ(setrlimit(RLIMIT_FSIZE, &before), 0);
+  EXPECT_TRUE(absl::IsResourceExhausted(status)) << status;
+  EXPECT_THAT(std::string(status.message()),
+              testing::StartsWith("cannot copy m.safetensors for a save in memory: cannot get "));
 }
 
 }  // namespace

@@ -43,7 +43,7 @@ absl::Status NumberIsFree(const CheckpointFolder& folder, int64_t iteration, int
   const std::string dir = folder.PathOf(iteration);
   if (!PathExists(JoinPath(dir, kManifestName))) return absl::OkStatus();
   return absl::AlreadyExistsError(absl::StrCat(
-      "checkpoint ", dir, " exists; load it first to go on after it, or name another folder"));
+      "checkpoint ", dir, " exists; load it first to continue after it, or name another folder"));
 }
 
 }  // namespace

@@ -85,7 +85,7 @@ absl::StatusOr<StateDict> ReadStateDict(const std::string& path,
 absl::StatusOr<StateDict> ParseStateDict(absl::string_view bytes, const std::string& path);
 
 // The same of a safetensors file in memory, such as SharedFiles has: tensors are its pages, of
-// which this process gets a copy when it writes to one. Nobody may change the file meanwhile.
+// which this process gets a copy when it writes to one. The file must not change meanwhile.
 // `path` is the file's name in messages.
 absl::StatusOr<StateDict> MapStateDict(const std::string& memory, const std::string& path);
 

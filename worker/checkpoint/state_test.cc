@@ -10,6 +10,7 @@
 #include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
 #include "base/file.h"
+#include "base/test_folder.h"
 #include "worker/checkpoint/direct_file.h"
 #include "worker/collective/thread_comm.h"
 
@@ -21,12 +22,8 @@ using ::testing::HasSubstr;
 
 class StateTest : public testing::Test {
  protected:
-  void SetUp() override {
-    root_ = JoinPath(testing::TempDir(), "state-" + RandomHex());
-    ASSERT_TRUE(MakeDirectories(root_).ok());
-  }
-  void TearDown() override { EXPECT_TRUE(RemoveTree(root_).ok()); }
-  std::string root_;
+  const TestFolder folder_;
+  const std::string root_ = folder_.path();
 };
 
 // What an accelerator does: rank 0 writes what is the same everywhere, every rank its own random

@@ -20,6 +20,10 @@ class BorrowedComm : public Comm {
   std::vector<at::Tensor> AllGather(const at::Tensor& tensor) override {
     return comm_.AllGather(tensor);
   }
+  void AllGatherParts(at::Tensor& flat) override { comm_.AllGatherParts(flat); }
+  at::Tensor ReduceScatter(const at::Tensor& flat, ReduceOp op) override {
+    return comm_.ReduceScatter(flat, op);
+  }
   void Broadcast(at::Tensor& tensor, int root) override { comm_.Broadcast(tensor, root); }
   void Scatter(const std::vector<at::Tensor>& parts, at::Tensor& out, int root) override {
     comm_.Scatter(parts, out, root);

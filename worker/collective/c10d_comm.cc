@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "ATen/ops/empty.h"
+#include "ATen/ops/empty_like.h"
 #include "ATen/ops/from_blob.h"
 #include "c10/core/GradMode.h"
 #include "c10/util/Exception.h"
@@ -21,6 +22,8 @@ namespace {
 enum class Operation : uint8_t {
   kAllReduce = 1,
   kAllGather,
+  kAllGatherParts,
+  kReduceScatter,
   kBroadcast,
   kScatter,
   kAllGatherBytes,
@@ -35,6 +38,10 @@ const char* Name(Operation operation) {
       return "AllReduce";
     case Operation::kAllGather:
       return "AllGather";
+    case Operation::kAllGatherParts:
+      return "AllGatherParts";
+    case Operation::kReduceScatter:
+      return "ReduceScatter";
     case Operation::kBroadcast:
       return "Broadcast";
     case Operation::kScatter:
@@ -74,6 +81,7 @@ std::string DescribeFrame(const FrameHeader& header, bool with_tensor) {
   text << Name(header.operation);
   switch (header.operation) {
     case Operation::kAllReduce:
+    case Operation::kReduceScatter:
       text << "(" << comm_checks::OpName(static_cast<ReduceOp>(header.detail)) << ")";
       break;
     case Operation::kBroadcast:
@@ -184,6 +192,45 @@ class C10dComm : public Comm {
           flat_out.narrow(0, r * bytes, bytes).view(input.scalar_type()).view(input.sizes()));
     }
     return all;
+  }
+
+  void AllGatherParts(at::Tensor& flat) override {
+    comm_checks::CheckFlat(flat, size_, "AllGatherParts", rank_);
+    at::NoGradGuard no_grad;
+    Begin(Operation::kAllGatherParts, 0, &flat, /*allow_inline=*/false);
+    if (options_.check) Exchange(/*same_tensors=*/true);
+    if (flat.numel() == 0) return;
+    at::Tensor all = Bytes(flat.detach());
+    const int64_t part = all.numel() / size_;
+    at::Tensor mine = all.narrow(0, rank_ * part, part);
+    c10d::AllgatherOptions opts;
+    opts.timeout = options_.timeout;
+    Run([&] { return BackendOf(flat)->_allgather_base(all, mine, opts); });
+  }
+
+  at::Tensor ReduceScatter(const at::Tensor& flat, ReduceOp op) override {
+    comm_checks::CheckReduceScatter(flat, op, size_, rank_);
+    at::NoGradGuard no_grad;
+    Begin(Operation::kReduceScatter, static_cast<int>(op), &flat, /*allow_inline=*/false);
+    if (options_.check) Exchange(/*same_tensors=*/true);
+    at::Tensor input = flat.detach();
+    const int64_t part = input.numel() / size_;
+    if (part == 0) return at::empty({0}, input.options());
+    if (BackendOf(input)->getBackendName() != "gloo") {
+      at::Tensor output = at::empty({part}, input.options());
+      c10d::ReduceScatterOptions opts;
+      opts.timeout = options_.timeout;
+      Run([&] { return BackendOf(input)->_reduce_scatter_base(output, input, opts); });
+      return op == ReduceOp::kMean ? output.div_(size_) : output;
+    }
+    // Gloo's own is made of all-reduces and sends twice as much. Every rank sends each other one
+    // its part, and adds up what it gets.
+    at::Tensor parts = at::empty_like(input);
+    std::vector<int64_t> equal;  // sizes: all the same
+    c10d::AllToAllOptions opts;
+    opts.timeout = options_.timeout;
+    Run([&] { return BackendOf(input)->alltoall_base(parts, input, equal, equal, opts); });
+    return ReduceInRankOrder(parts.chunk(size_), op);
   }
 
   void Broadcast(at::Tensor& tensor, int root) override {

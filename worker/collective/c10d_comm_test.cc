@@ -9,6 +9,7 @@
 #include "ATen/ops/full.h"
 #include "ATen/ops/ones.h"
 #include "ATen/ops/rand.h"
+#include "ATen/ops/repeat_interleave.h"
 #include "ATen/ops/zeros.h"
 #include "base/mutex.h"
 #include "c10/util/Exception.h"
@@ -16,6 +17,7 @@
 #include "gtest/gtest.h"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "worker/collective/gloo_ranks.h"
+#include "worker/collective/test_error.h"
 #include "worker/collective/thread_comm.h"
 
 namespace muster {
@@ -155,6 +157,49 @@ TEST_P(CommTest, AllGatherAndBroadcast_EverySizeAndDtype) {
     const auto scalars = comm.AllGather(at::full({}, r));
     EXPECT_EQ(scalars[2].dim(), 0);
     EXPECT_EQ(scalars[2].item<int64_t>(), 2);
+  });
+}
+
+TEST_P(CommTest, AllGatherParts_CompletesTheFlatTensorInPlace) {
+  Run(3, [](Comm& comm) {
+    for (const int64_t part : {0, 1, 7, 3000}) {
+      for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+        at::Tensor flat = at::full({3 * part}, -1, dtype);
+        flat.narrow(0, comm.rank() * part, part).fill_(comm.rank() + 1);
+        comm.AllGatherParts(flat);
+        const at::Tensor want = at::arange(1, 4, at::kLong).repeat_interleave(part).to(dtype);
+        EXPECT_TRUE(at::equal(flat, want)) << dtype << " " << part;
+      }
+    }
+  });
+}
+
+TEST_P(CommTest, ReduceScatter_GivesEachRankItsPartOfTheSum) {
+  Run(3, [](Comm& comm) {
+    for (const int64_t part : {0, 1, 7, 3000}) {
+      for (const auto dtype : {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16}) {
+        const at::Tensor flat =
+            at::arange(3 * part).remainder(5).to(dtype).add(comm.rank()).clone();
+        const at::Tensor before = flat.clone();
+        const at::Tensor mine =
+            at::arange(3 * part).remainder(5).to(dtype).narrow(0, comm.rank() * part, part);
+        EXPECT_TRUE(at::equal(comm.ReduceScatter(flat, ReduceOp::kSum), mine * 3 + 3));
+        EXPECT_TRUE(at::equal(comm.ReduceScatter(flat, ReduceOp::kMean), mine + 1));
+        EXPECT_TRUE(at::equal(flat, before));
+      }
+    }
+  });
+}
+
+TEST_P(CommTest, FlatTensorOfUnequalParts_IsRefused) {
+  Run(2, [](Comm& comm) {
+    at::Tensor odd = at::ones({3});
+    EXPECT_THAT(ErrorOf([&] { comm.AllGatherParts(odd); }), HasSubstr("2 equal parts"));
+    EXPECT_THAT(ErrorOf([&] { comm.ReduceScatter(odd, ReduceOp::kSum); }),
+                HasSubstr("2 equal parts"));
+    const at::Tensor flat = at::ones({4});
+    EXPECT_THAT(ErrorOf([&] { comm.ReduceScatter(flat, ReduceOp::kMax); }),
+                HasSubstr("sum or mean"));
   });
 }
 

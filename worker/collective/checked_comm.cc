@@ -45,6 +45,14 @@ class CheckedComm : public Comm {
     Check("AllGather " + comm_checks::Describe(tensor));
     return inner_->AllGather(tensor);
   }
+  void AllGatherParts(at::Tensor& flat) override {
+    Check("AllGatherParts " + comm_checks::Describe(flat));
+    inner_->AllGatherParts(flat);
+  }
+  at::Tensor ReduceScatter(const at::Tensor& flat, ReduceOp op) override {
+    Check(c10::str("ReduceScatter(", comm_checks::OpName(op), ") ", comm_checks::Describe(flat)));
+    return inner_->ReduceScatter(flat, op);
+  }
   void Broadcast(at::Tensor& tensor, int root) override {
     Check(c10::str("Broadcast(root ", root, ") ", comm_checks::Describe(tensor)));
     inner_->Broadcast(tensor, root);

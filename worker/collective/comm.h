@@ -40,6 +40,16 @@ class Comm {
   // The tensors of all ranks, in rank order. Same shape and dtype everywhere; a copy, contiguous.
   virtual std::vector<at::Tensor> AllGather(const at::Tensor& tensor) = 0;
 
+  // `flat` (1-D, contiguous) is size() equal parts, one for each rank, in their order. On entry
+  // part rank() holds this rank's data; on return each part holds its rank's. Same size and dtype
+  // everywhere.
+  virtual void AllGatherParts(at::Tensor& flat) = 0;
+
+  // The reduction over all ranks of part rank() of `flat` (as above, floating dtype, left as it
+  // is): a new tensor of flat.numel() / size() elements. `op` is kSum or kMean. Where no backend
+  // reduces on the way, it is taken in rank order.
+  virtual at::Tensor ReduceScatter(const at::Tensor& flat, ReduceOp op) = 0;
+
   // Overwrites `tensor` with that of rank `root`. Same shape and dtype everywhere.
   virtual void Broadcast(at::Tensor& tensor, int root) = 0;
 

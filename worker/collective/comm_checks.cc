@@ -87,6 +87,21 @@ void CheckReduce(const at::Tensor& tensor, ReduceOp op, int rank) {
   }
 }
 
+void CheckFlat(const at::Tensor& flat, int size, const char* operation, int rank) {
+  CheckTensor(flat, operation, rank);
+  TORCH_CHECK(flat.dim() == 1 && flat.is_contiguous() && flat.numel() % size == 0, operation,
+              " on rank ", rank, ": ", Describe(flat), " is not a contiguous row of ", size,
+              " equal parts");
+}
+
+void CheckReduceScatter(const at::Tensor& flat, ReduceOp op, int size, int rank) {
+  CheckFlat(flat, size, "ReduceScatter", rank);
+  TORCH_CHECK(flat.is_floating_point(), "ReduceScatter on rank ", rank, ": ", Describe(flat),
+              " is not of a floating dtype");
+  TORCH_CHECK(op == ReduceOp::kSum || op == ReduceOp::kMean, "ReduceScatter on rank ", rank,
+              " takes a sum or mean, not ", OpName(op));
+}
+
 void CheckRoot(int root, int size, const char* operation, int rank) {
   TORCH_CHECK(root >= 0 && root < size, operation, " on rank ", rank, ": there is no rank ", root,
               " among ", size, " ranks");

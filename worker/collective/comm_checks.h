@@ -21,6 +21,10 @@ std::string DescribeShape(at::ScalarType dtype, at::IntArrayRef shape);
 void CheckTensor(const at::Tensor& tensor, const char* operation, int rank);
 // CheckTensor, and kMean only of floating or complex tensors.
 void CheckReduce(const at::Tensor& tensor, ReduceOp op, int rank);
+// CheckTensor, and 1-D, contiguous, of `size` equal parts.
+void CheckFlat(const at::Tensor& flat, int size, const char* operation, int rank);
+// CheckFlat, floating, and a sum or a mean.
+void CheckReduceScatter(const at::Tensor& flat, ReduceOp op, int size, int rank);
 void CheckRoot(int root, int size, const char* operation, int rank);
 // As many parts as ranks, all defined. For the root of a scatter.
 void CheckParts(const std::vector<at::Tensor>& parts, int size, int rank);

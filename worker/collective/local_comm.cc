@@ -15,6 +15,16 @@ std::vector<at::Tensor> LocalComm::AllGather(const at::Tensor& tensor) {
   return {tensor.detach().clone(at::MemoryFormat::Contiguous)};
 }
 
+void LocalComm::AllGatherParts(at::Tensor& flat) {
+  comm_checks::CheckFlat(flat, size(), "AllGatherParts", rank());
+}
+
+at::Tensor LocalComm::ReduceScatter(const at::Tensor& flat, ReduceOp op) {
+  comm_checks::CheckReduceScatter(flat, op, size(), rank());
+  at::NoGradGuard no_grad;
+  return flat.detach().clone();
+}
+
 void LocalComm::Broadcast(at::Tensor& tensor, int root) {
   comm_checks::CheckTensor(tensor, "Broadcast", rank());
   comm_checks::CheckRoot(root, size(), "Broadcast", rank());

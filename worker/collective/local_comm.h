@@ -17,6 +17,8 @@ class LocalComm : public Comm {
   int size() const override { return 1; }
   void AllReduce(at::Tensor& tensor, ReduceOp op) override;
   std::vector<at::Tensor> AllGather(const at::Tensor& tensor) override;
+  void AllGatherParts(at::Tensor& flat) override;
+  at::Tensor ReduceScatter(const at::Tensor& flat, ReduceOp op) override;
   void Broadcast(at::Tensor& tensor, int root) override;
   void Scatter(const std::vector<at::Tensor>& parts, at::Tensor& out, int root) override;
   std::vector<std::string> AllGatherBytes(const std::string& bytes) override;

@@ -27,6 +27,12 @@ class ObservedComm : public Comm {
   std::vector<at::Tensor> AllGather(const at::Tensor& tensor) override {
     return Show("AllGather", tensor, [&] { return inner_->AllGather(tensor); });
   }
+  void AllGatherParts(at::Tensor& flat) override {
+    Show("AllGatherParts", flat, [&] { inner_->AllGatherParts(flat); });
+  }
+  at::Tensor ReduceScatter(const at::Tensor& flat, ReduceOp op) override {
+    return Show("ReduceScatter", flat, [&] { return inner_->ReduceScatter(flat, op); });
+  }
   void Broadcast(at::Tensor& tensor, int root) override {
     Show("Broadcast", tensor, [&] { inner_->Broadcast(tensor, root); });
   }

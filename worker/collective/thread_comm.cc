@@ -129,6 +129,37 @@ class ThreadComm : public Comm {
     return all;
   }
 
+  void AllGatherParts(at::Tensor& flat) override {
+    comm_checks::CheckFlat(flat, size(), "AllGatherParts", rank_);
+    at::NoGradGuard no_grad;
+    Enter({.operation = "AllGatherParts", .tensor = &flat});
+    CheckSame(/*same_tensors=*/true);
+    const int64_t part = flat.numel() / size();
+    at::Tensor mine = flat.detach();
+    // Each rank writes all parts of its own tensor but the one that the others read.
+    for (int r = 0; r < size(); ++r) {
+      if (r == rank_) continue;
+      mine.narrow(0, r * part, part)
+          .copy_(group_->slot(r).tensor->detach().narrow(0, r * part, part));
+    }
+    Sync();
+  }
+
+  at::Tensor ReduceScatter(const at::Tensor& flat, ReduceOp op) override {
+    comm_checks::CheckReduceScatter(flat, op, size(), rank_);
+    at::NoGradGuard no_grad;
+    Enter({.operation = "ReduceScatter", .detail = static_cast<int>(op), .tensor = &flat});
+    CheckSame(/*same_tensors=*/true);
+    const int64_t part = flat.numel() / size();
+    std::vector<at::Tensor> inputs;
+    for (int r = 0; r < size(); ++r) {
+      inputs.push_back(group_->slot(r).tensor->detach().narrow(0, rank_ * part, part));
+    }
+    const at::Tensor result = ReduceInRankOrder(inputs, op);
+    Sync();
+    return result;
+  }
+
   void Broadcast(at::Tensor& tensor, int root) override {
     comm_checks::CheckTensor(tensor, "Broadcast", rank_);
     comm_checks::CheckRoot(root, size(), "Broadcast", rank_);
@@ -196,7 +227,8 @@ class ThreadComm : public Comm {
   static std::string DescribeSlot(const Slot& slot, bool with_tensor) {
     std::ostringstream text;
     text << slot.operation;
-    if (std::string(slot.operation) == "AllReduce") {
+    if (std::string(slot.operation) == "AllReduce" ||
+        std::string(slot.operation) == "ReduceScatter") {
       text << "(" << comm_checks::OpName(static_cast<ReduceOp>(slot.detail)) << ")";
     } else if (std::string(slot.operation) == "Broadcast" ||
                std::string(slot.operation) == "BroadcastBytes" ||

@@ -673,7 +673,7 @@ void LoaderCore::LoadState(const LoaderState& state,
       TORCH_CHECK(good, "loader: the state was saved in the middle of epoch ", state.epoch, ", ",
                   why...,
                   ": samples would be repeated and others left out; prepare the loader as "
-                  "it was, or go on with the next epoch by set_epoch()");
+                  "it was, or continue with the next epoch by set_epoch()");
     };
     refuse_unless(state.order.empty() || state.order == OrderName(), "in the order of kind \"",
                   state.order, "\", this loader has the kind \"", OrderName(), "\"");

@@ -314,7 +314,7 @@ class LoaderCore : public LoaderStateHandle {
   std::optional<bool> even_override_;
   int64_t passes_ = 0;
   int64_t next_epoch_ = 0;
-  LoaderState place_;      // what State() tells
+  LoaderState place_;      // what State() returns
   bool resuming_ = false;  // the next pass starts at place_
   std::optional<UserOrder> user_order_;
   std::string expected_digest_;  // of the order that the pass which resumes must have; or empty

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "base/test_folder.h"
 #include "gmock/gmock.h"
 #include "gtest/gtest.h"
 #include "worker/data/loader.h"
@@ -17,7 +18,7 @@ using ::testing::HasSubstr;
 
 template <class Token>
 std::string WriteTokens(const std::string& name, const std::vector<Token>& tokens) {
-  const std::string path = ::testing::TempDir() + "/" + name;
+  const std::string path = TestPath(name);
   std::ofstream out(path, std::ios::binary);
   out.write(reinterpret_cast<const char*>(tokens.data()),
             static_cast<std::streamsize>(tokens.size() * sizeof(Token)));

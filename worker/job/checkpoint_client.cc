@@ -181,7 +181,7 @@ class CoordinatorRegistrar : public CheckpointRegistrar {
         added.mutable_extent()->Add(slice.extent.begin(), slice.extent.end());
       }
       // A file is named in one part only: one of very many tensors goes without them, and its
-      // digest stands for them.
+      // digest represents them.
       if (message.ByteSizeLong() > kMaxPartBytes) message.clear_slices();
       const size_t more = message.ByteSizeLong() + 16;
       if (bytes > 0 && bytes + more > kMaxPartBytes) MUSTER_RETURN_IF_ERROR(send(/*last=*/false));

@@ -2,14 +2,17 @@
 
 #include <unistd.h>
 
+#include <array>
 #include <cctype>
 #include <limits>
 #include <optional>
 
+#include "absl/algorithm/container.h"
 #include "absl/status/status.h"
 #include "absl/strings/match.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "absl/strings/str_split.h"
 #include "absl/strings/string_view.h"
 #include "base/bool_word.h"
@@ -307,9 +310,7 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
                         Environment* env) {
   // A program that trained without them would train something else than was asked for.
   for (const auto& [name, what] :
-       {std::pair<const char*, const char*>{"ACCELERATE_USE_FSDP", "sharded training (FSDP)"},
-        {"ACCELERATE_USE_DEEPSPEED", "DeepSpeed"},
-        {"ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"},
+       {std::pair<const char*, const char*>{"ACCELERATE_USE_MEGATRON_LM", "Megatron-LM"},
         {"ACCELERATE_USE_PARALLELISM_CONFIG", "tensor, context and sequence parallelism"}}) {
     Setting<bool> asked;
     MUSTER_RETURN_IF_ERROR(ReadBool(variables, name, &asked));
@@ -319,8 +320,30 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
         ", which this program does not have: it would train with plain "
         "data parallelism. Remove the section from the config file, or unset the variable"));
   }
+  for (const char* name : {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}) {
+    Setting<bool> asked;
+    MUSTER_RETURN_IF_ERROR(ReadBool(variables, name, &asked));
+    if (!asked.value) continue;
+    if (!env->engine_variables.empty()) {
+      return absl::InvalidArgumentError(
+          "ACCELERATE_USE_FSDP and ACCELERATE_USE_DEEPSPEED are both true: unset one of them");
+    }
+    for (const auto& [other, value] : variables) {
+      if (absl::StartsWith(other, "FSDP_") || absl::StartsWith(other, "ACCELERATE_")) {
+        env->engine_variables[other] = value;
+      }
+    }
+    env->engine_variables[name] = "true";
+  }
   ReadText(variables, "ACCELERATE_MIXED_PRECISION", &env->mixed_precision);
   ReadText(variables, "MUSTER_MIXED_PRECISION", &env->mixed_precision);
+  ReadText(variables, "MUSTER_SHARDING", &env->sharding);
+  if (const std::string* text = Find(variables, "MUSTER_SHARDING_UNITS")) {
+    for (const absl::string_view unit : absl::StrSplit(*text, ',', absl::SkipWhitespace())) {
+      env->sharding_units.value.emplace_back(absl::StripAsciiWhitespace(unit));
+    }
+    env->sharding_units.source = "MUSTER_SHARDING_UNITS";
+  }
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "ACCELERATE_USE_CPU", &env->use_cpu));
   MUSTER_RETURN_IF_ERROR(ReadBool(variables, "MUSTER_CPU", &env->use_cpu));
   MUSTER_RETURN_IF_ERROR(ReadNumber(variables, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1,
@@ -371,6 +394,13 @@ absl::Status ReadWishes(const Variables& variables, const EnvironmentArguments& 
     return absl::InvalidArgumentError(absl::StrCat("mixed precision '", precision, "' (from ",
                                                    env->mixed_precision.source,
                                                    ") is not one of no, fp16, bf16"));
+  }
+  constexpr std::array<absl::string_view, 5> kShardings = {"no_shard", "zero1", "zero2", "zero3",
+                                                           "hybrid"};
+  if (absl::c_find(kShardings, env->sharding.value) == kShardings.end()) {
+    return absl::InvalidArgumentError(absl::StrCat("sharding '", env->sharding.value, "' (from ",
+                                                   env->sharding.source, ") is not one of ",
+                                                   absl::StrJoin(kShardings, ", ")));
   }
   if (env->gradient_accumulation_steps.value < 1) {
     return absl::InvalidArgumentError(
@@ -474,6 +504,7 @@ std::string Describe(const Environment& env) {
     add("incarnation", env.incarnation.value, env.incarnation.source);
   }
   add("mixed_precision", env.mixed_precision.value, env.mixed_precision.source);
+  if (!env.sharding.is_default()) add("sharding", env.sharding.value, env.sharding.source);
   add("cpu", env.use_cpu.value ? "yes" : "no", env.use_cpu.source);
   add("gradient_accumulation_steps", env.gradient_accumulation_steps.value,
       env.gradient_accumulation_steps.source);

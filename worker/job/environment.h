@@ -83,6 +83,11 @@ struct Environment {
 
   // "no", "fp16" or "bf16".
   Setting<std::string> mixed_precision{"no"};
+  // "no_shard", "zero1", "zero2", "zero3" or "hybrid"; and the classes of modules that are units.
+  Setting<std::string> sharding{"no_shard"};
+  Setting<std::vector<std::string>> sharding_units;
+  // Where Accelerate's launcher asks for FSDP or DeepSpeed: its variables for them. Else empty.
+  std::map<std::string, std::string> engine_variables;
   Setting<bool> use_cpu{false};
   Setting<int> gradient_accumulation_steps{1};
   Setting<bool> debug{false};

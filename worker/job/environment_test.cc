@@ -316,14 +316,39 @@ TEST(Environment, AccelerateWishes_AreUnderstood) {
 // A launcher of Accelerate's that asks for an engine that is not here: plain data parallelism in
 // its place would be silent.
 TEST(Environment, D34_EnginesOfAccelerates_AreRefusedByName) {
-  for (const char* name : {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED",
-                           "ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG"}) {
+  for (const char* name : {"ACCELERATE_USE_MEGATRON_LM", "ACCELERATE_USE_PARALLELISM_CONFIG"}) {
     EXPECT_THAT(Error({{name, "true"}}), HasSubstr(name));
     EXPECT_EQ(Read({{name, "false"}}).world_size.value, 1);
   }
 }
 
+TEST(Environment, D34_FsdpAndDeepSpeed_AreKeptForTheSharding) {
+  const std::map<std::string, std::string> variables = {{"FSDP_SHARDING_STRATEGY", "HYBRID_SHARD"},
+                                                        {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"}};
+  EXPECT_TRUE(Read(variables).engine_variables.empty());
+  for (const char* name : {"ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"}) {
+    auto with = variables;
+    with[name] = "yes";
+    const Environment env = Read(with);
+    EXPECT_EQ(env.engine_variables.at(name), "true");
+    EXPECT_EQ(env.engine_variables.at("FSDP_SHARDING_STRATEGY"), "HYBRID_SHARD");
+    EXPECT_EQ(env.engine_variables.at("ACCELERATE_DEEPSPEED_ZERO_STAGE"), "2");
+  }
+  EXPECT_THAT(Error({{"ACCELERATE_USE_FSDP", "1"}, {"ACCELERATE_USE_DEEPSPEED", "1"}}),
+              HasSubstr("both true"));
+}
+
+TEST(Environment, Sharding_IsReadWithItsUnits) {
+  EXPECT_EQ(Read({}).sharding.value, "no_shard");
+  const Environment env =
+      Read({{"MUSTER_SHARDING", "zero3"}, {"MUSTER_SHARDING_UNITS", "Block, Head,"}});
+  EXPECT_EQ(env.sharding.value, "zero3");
+  EXPECT_THAT(env.sharding_units.value, ::testing::ElementsAre("Block", "Head"));
+}
+
 TEST(Environment, BadWishes_AreRefusedByName) {
+  EXPECT_THAT(Error({{"MUSTER_SHARDING", "zero4"}}),
+              HasSubstr("sharding 'zero4' (from MUSTER_SHARDING) is not one of no_shard, zero1"));
   EXPECT_THAT(Error({{"MUSTER_MIXED_PRECISION", "fp12"}}),
               HasSubstr("mixed precision 'fp12' (from MUSTER_MIXED_PRECISION)"));
   EXPECT_THAT(Error({}, {.mixed_precision = "half"}), HasSubstr("'half' (from argument)"));

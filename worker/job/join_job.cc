@@ -78,7 +78,7 @@ absl::Status MeetAtCoordinator(const JoinJobOptions& options, JoinedProcess* joi
     return absl::InvalidArgumentError(
         absl::StrCat(env.coordinator.source,
                      " is set but no rank is (MUSTER_RANK, MUSTER_WORLD_SIZE), and the "
-                     "program does not say how many workers it wants"));
+                     "program does not say how many workers it needs"));
   }
   CoordinatorClient::Options client;
   client.address = env.coordinator.value;

@@ -28,7 +28,7 @@ void OnSignal(int signal) {
   const int saved = errno;
   const int64_t now = g_clock.load()();
   int64_t first = 0;
-  if (!g_first.compare_exchange_strong(first, now) && now - first >= StopSignal::kSameWish) {
+  if (!g_first.compare_exchange_strong(first, now) && now - first >= StopSignal::kSameRequest) {
     struct sigaction ours = {};
     ours.sa_handler = SIG_DFL;
     sigaction(signal, &ours, nullptr);

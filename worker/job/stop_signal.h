@@ -11,7 +11,7 @@ namespace muster {
 // signals are.
 class StopSignal {
  public:
-  static constexpr int64_t kSameWish = 1'000'000'000;  // ns
+  static constexpr int64_t kSameRequest = 1'000'000'000;  // ns
 
   // Takes effect once. False: the program handles or ignores SIGTERM itself, and this stays so.
   // `monotonic_ns`, for tests: an async-signal-safe clock, never 0; null: CLOCK_MONOTONIC.

@@ -36,7 +36,7 @@ TEST(StopSignal, SignalASecondLater_Kills) {
   EXPECT_EQ(InChild([] {
               StopSignal::Install([] { return g_now; });
               raise(SIGTERM);
-              g_now += StopSignal::kSameWish;
+              g_now += StopSignal::kSameRequest;
               raise(SIGTERM);
               return 1;
             }),
@@ -47,7 +47,7 @@ TEST(StopSignal, SameSignalTwice_IsOneWish) {
   EXPECT_EQ(InChild([] {
               StopSignal::Install([] { return g_now; });
               raise(SIGTERM);
-              g_now += StopSignal::kSameWish - 1;
+              g_now += StopSignal::kSameRequest - 1;
               raise(SIGTERM);
               raise(SIGTERM);
               return StopSignal::Received() ? 0 : 1;

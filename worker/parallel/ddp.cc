@@ -17,8 +17,6 @@
 #include "c10/util/Exception.h"
 #include "torch/csrc/autograd/custom_function.h"
 #include "torch/csrc/autograd/engine.h"
-#include "torch/csrc/autograd/function_hook.h"
-#include "torch/csrc/autograd/variable.h"
 #include "torch/csrc/distributed/c10d/Backend.hpp"
 #include "torch/csrc/distributed/c10d/ProcessGroup.hpp"
 #include "torch/csrc/distributed/c10d/Store.hpp"
@@ -26,6 +24,8 @@
 #include "worker/collective/progress_board.h"
 #include "worker/parallel/coalesce.h"
 #include "worker/parallel/comm_hooks.h"
+#include "worker/parallel/gradient_observers.h"
+#include "worker/parallel/same_model.h"
 
 namespace muster {
 namespace {
@@ -83,73 +83,6 @@ class Reducer : public c10d::Reducer {
   }
 };
 
-// Runs `Fn(gradient)` whenever a gradient has been added to a parameter; undefined: nothing was.
-template <typename Fn>
-class GradientObserver : public torch::autograd::FunctionPostHook {
- public:
-  explicit GradientObserver(Fn fn) : fn_(std::move(fn)) {}
-  torch::autograd::variable_list operator()(const torch::autograd::variable_list& outputs,
-                                            const torch::autograd::variable_list& inputs) override {
-    fn_(inputs[0]);
-    return outputs;
-  }
-
- private:
-  const Fn fn_;
-};
-
-std::string Describe(const at::Tensor& tensor, const std::string& name, bool sparse) {
-  std::ostringstream out;
-  out << name << '\n' << tensor.sizes() << ' ' << tensor.scalar_type();
-  if (!tensor.requires_grad()) out << " without gradient";
-  if (sparse) out << " with sparse gradient";
-  return out.str();
-}
-
-std::vector<std::string> SplitRecords(const std::string& text) {
-  std::vector<std::string> parts;
-  size_t begin = 0;
-  for (size_t end; (end = text.find('\0', begin)) != std::string::npos; begin = end + 1) {
-    parts.push_back(text.substr(begin, end - begin));
-  }
-  return parts;
-}
-
-// Throws the same error on every rank if their models differ.
-void VerifyModels(Comm& comm, const std::vector<at::Tensor>& parameters,
-                  const std::vector<std::string>& names, const std::vector<bool>& sparse) {
-  std::string mine;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    mine += Describe(parameters[i], names[i], sparse[i]) + '\0';
-  }
-  const std::string digest =
-      std::to_string(parameters.size()) + " " + std::to_string(std::hash<std::string>()(mine));
-  const std::vector<std::string> digests = comm.AllGatherBytes(digest);
-  if (std::all_of(digests.begin(), digests.end(), [&](const auto& d) { return d == digests[0]; })) {
-    return;
-  }
-  const std::vector<std::string> all = comm.AllGatherBytes(mine);
-  const std::vector<std::string> first = SplitRecords(all[0]);
-  for (size_t rank = 1; rank < all.size(); ++rank) {
-    const std::vector<std::string> other = SplitRecords(all[rank]);
-    for (size_t i = 0; i < std::min(first.size(), other.size()); ++i) {
-      if (first[i] == other[i]) continue;
-      const auto name = [](const std::string& record) {
-        return record.substr(0, record.find('\n'));
-      };
-      const auto what = [](const std::string& record) {
-        return record.substr(record.find('\n') + 1);
-      };
-      TORCH_CHECK(false, "the models of the ranks differ: parameter ", i, " is '", name(first[i]),
-                  "' ", what(first[i]), " on rank 0 but '", name(other[i]), "' ", what(other[i]),
-                  " on rank ", rank, "; build the same model on every rank");
-    }
-    TORCH_CHECK(first.size() == other.size(), "the models of the ranks differ: rank 0 has ",
-                first.size(), " parameters and rank ", rank, " has ", other.size(),
-                "; build the same model on every rank");
-  }
-}
-
 }  // namespace
 
 class DataParallel::Impl {
@@ -181,7 +114,7 @@ class DataParallel::Impl {
     local_.resize(all_.size());
     for (size_t i = 0; i < all_.size(); ++i) trains_[i] = all_[i].requires_grad();
     if (comm_.size() == 1) return;
-    VerifyModels(comm_, all_, names_, sparse_);
+    VerifySameModel(comm_, all_, names_, sparse_);
     if (const std::string name = sparse_parameter(); !name.empty()) {
       TORCH_CHECK(!built_in_hook && options.gradient_hook == nullptr, "parameter '", name,
                   "' has a sparse gradient, which communication hooks cannot exchange: turn the "
@@ -199,8 +132,6 @@ class DataParallel::Impl {
                 "gradient_hook needs a process group, and these ranks are threads without one");
     StartExchange();
   }
-
-  ~Impl() { RemoveObservers(); }
 
   void BeforeForward(bool communicate) {
     communicate_ = communicate;
@@ -330,7 +261,7 @@ class DataParallel::Impl {
   c10::intrusive_ptr<c10d::ProcessGroup> group_;
   std::string id_;  // unique in the group's store, the same on all ranks
   std::shared_ptr<Reducer> reducer_;
-  std::vector<std::pair<uintptr_t, std::shared_ptr<torch::autograd::Node>>> observers_;
+  GradientObservers observers_;
   int buffer_root_ = 0;
   uint64_t changes_ = 0;  // of requires_grad
   uint32_t arms_ = 1;     // exchanges armed so far, and one
@@ -356,7 +287,7 @@ class DataParallel::Impl {
     for (size_t i = 0; i < all_.size(); ++i) {
       if (trains_[i] && !IsLocal(i, open)) local_[i] = 0;
     }
-    RemoveObservers();
+    observers_.Clear();
     reducer_.reset();
     trained_.clear();
     trained_index_.clear();
@@ -373,26 +304,13 @@ class DataParallel::Impl {
     // matrices.
     for (const size_t i : trained_index_) {
       if (all_[i].dim() != 2) continue;
-      Observe(i, [this, i](const at::Tensor& gradient) { CheckLayout(i, gradient); });
+      observers_.Add(all_[i], [this, i](const at::Tensor& gradient) { CheckLayout(i, gradient); });
     }
     if (group_ != nullptr) MakeReducer();
     // After them, to see whether this was the last gradient.
     for (const size_t i : trained_index_) {
-      Observe(i, [this, i](const at::Tensor& gradient) { OnGradient(i, gradient); });
+      observers_.Add(all_[i], [this, i](const at::Tensor& gradient) { OnGradient(i, gradient); });
     }
-  }
-
-  template <typename Fn>
-  void Observe(size_t i, Fn fn) {
-    std::shared_ptr<torch::autograd::Node> node = torch::autograd::impl::grad_accumulator(all_[i]);
-    const uintptr_t key =
-        node->add_post_hook(std::make_unique<GradientObserver<Fn>>(std::move(fn)));
-    observers_.emplace_back(key, std::move(node));
-  }
-
-  void RemoveObservers() {
-    for (auto& [key, node] : observers_) node->del_post_hook(key);
-    observers_.clear();
   }
 
   void MakeReducer() {
@@ -610,11 +528,6 @@ class DataParallel::Impl {
       if (output.defined() && output.requires_grad()) output = live[next++];
     }
     return outputs;
-  }
-
-  // Inside of a backward pass only.
-  static void AtEndOfBackward(std::function<void()> fn) {
-    torch::autograd::Engine::get_default_engine().queue_callback(std::move(fn));
   }
 
   // The first backward pass of a static graph only counts gradients; without this, nothing would be

@@ -236,7 +236,7 @@ TEST_F(TrackersTest, MakeTracker_UnknownNameOrNoFolder_SaysWhatToDo) {
   context_.logging_dir = "";
   EXPECT_THAT(std::string(MakeTracker("csv", context_).status().message()),
               HasSubstr("needs a logging_dir"));
-  context_.logging_dir = testing::TempDir() + "/unused";
+  context_.logging_dir = TestPath("unused");
   RegisterTrackerClass("mine", [](const TrackerContext& context) {
     return std::unique_ptr<GeneralTracker>(std::make_unique<JsonlTracker>(context));
   });

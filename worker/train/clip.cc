@@ -13,6 +13,7 @@
 #include "ATen/ops/_foreach_mul.h"
 #include "ATen/ops/_foreach_norm.h"
 #include "ATen/ops/linalg_vector_norm.h"
+#include "ATen/ops/maximum.h"
 #include "ATen/ops/stack.h"
 #include "ATen/ops/zeros.h"
 #include "c10/util/Exception.h"
@@ -130,6 +131,30 @@ at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_no
                 ", so they cannot be clipped: look for NaN or infinity in the loss, or lower the "
                 "learning rate");
   }
+  ScaleToNorm(grads, max_norm, norm);
+  return norm;
+}
+
+at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters,
+                        const std::vector<at::Tensor>& shards, Comm& comm, double max_norm,
+                        double norm_type) {
+  TORCH_CHECK(max_norm >= 0, "max_norm must not be negative, got ", max_norm);
+  TORCH_CHECK(norm_type > 0, "a norm of type ", norm_type,
+              " is not taken over the parts of sharded parameters: use 1, 2 or infinity");
+  if (shards.empty()) return ClipGradNorm(parameters, max_norm, norm_type);
+  at::NoGradGuard no_grad;
+  const bool is_max = std::isinf(norm_type);
+  const at::Device device = shards.front().device();
+  std::vector<at::Tensor> grads = Gradients(shards);
+  at::Tensor sharded = TotalNorm(grads, norm_type).to(device, at::kDouble);
+  if (!is_max) sharded = sharded.pow(norm_type);
+  comm.AllReduce(sharded, is_max ? ReduceOp::kMax : ReduceOp::kSum);
+  const std::vector<at::Tensor> others = Gradients(parameters);
+  at::Tensor whole = TotalNorm(others, norm_type).to(device, at::kDouble);
+  whole =
+      is_max ? at::maximum(whole, sharded) : whole.pow(norm_type).add_(sharded).pow_(1 / norm_type);
+  const at::Tensor norm = whole.to(shards.front().scalar_type());
+  grads.insert(grads.end(), others.begin(), others.end());
   ScaleToNorm(grads, max_norm, norm);
   return norm;
 }

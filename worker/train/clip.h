@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "ATen/core/Tensor.h"
+#include "worker/collective/comm.h"
 
 namespace muster {
 
@@ -38,6 +39,13 @@ void ScaleToNorm(const std::vector<at::Tensor>& tensors, double max_norm,
 // norm.
 at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters, double max_norm,
                         double norm_type = 2, bool error_if_nonfinite = false);
+
+// The same where the ranks of `comm` divide some parameters among them: `shards` are this rank's
+// parts of those, `parameters` the others, which all ranks have. A collective; every rank returns
+// the norm of the whole. `norm_type` must be above 0.
+at::Tensor ClipGradNorm(const std::vector<at::Tensor>& parameters,
+                        const std::vector<at::Tensor>& shards, Comm& comm, double max_norm,
+                        double norm_type = 2);
 
 // Cuts every element of the gradients to [-clip_value, clip_value].
 void ClipGradValue(const std::vector<at::Tensor>& parameters, double clip_value);

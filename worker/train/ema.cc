@@ -49,7 +49,7 @@ EmaWeights::EmaWeights(const std::vector<std::pair<std::string, at::Tensor>>& pa
 void EmaWeights::Update() {
   TORCH_CHECK(!applied_,
               "the average of weights is updated inside its own scope, where the weights are the "
-              "average: end the scope before training goes on");
+              "average: end the scope before training continues");
   if (++calls_ % options_.update_every != 0) return;
   const bool copies = calls_ <= options_.update_after_step;
   const auto n = static_cast<double>(updates_);

@@ -146,6 +146,8 @@ class OverflownPeer : public Comm {
     tensor.fill_(1);
   }
   std::vector<at::Tensor> AllGather(const at::Tensor& tensor) override { return {tensor, tensor}; }
+  void AllGatherParts(at::Tensor&) override {}
+  at::Tensor ReduceScatter(const at::Tensor& flat, ReduceOp) override { return flat; }
   void Broadcast(at::Tensor&, int) override {}
   void Scatter(const std::vector<at::Tensor>&, at::Tensor&, int) override {}
   std::vector<std::string> AllGatherBytes(const std::string& b) override { return {b, b}; }

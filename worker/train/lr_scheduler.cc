@@ -370,7 +370,7 @@ void LrScheduler::Rebase() {
       warned_ = true;
       MUSTER_LOG(Warning) << "the learning rate of parameter group " << g << " was set to " << lr
                           << " by hand at step " << step_
-                          << " of a schedule that cannot go on from there, and now sets its own "
+                          << " of a schedule that cannot continue from there, and now sets its own "
                              "rate: set the rate before the schedule is made, or use a schedule "
                              "that scales it";
     }

@@ -308,6 +308,20 @@ void FusedOptimizer::Run(const at::Tensor& grad_scale, const at::Tensor& found_i
   ForgetCastWeights();
 }
 
+void FusedOptimizer::ReplaceParameters(
+    const std::function<at::Tensor(const at::Tensor&)>& replacement) {
+  std::vector<at::Tensor> replaced = seen_parameters();
+  for (size_t i = 0; i < replaced.size(); ++i) {
+    const at::Tensor other = replacement(replaced[i]);
+    if (!other.defined()) continue;
+    TORCH_CHECK(!state_[i].exists, "parameter ", parameter_names()[i],
+                " of the optimizer has been stepped on already: shard the model (prepare() it) "
+                "before the optimizer's first step");
+    replaced[i] = other;
+  }
+  ExchangeParameters(std::move(replaced));
+}
+
 OptimizerState FusedOptimizer::SaveState() const {
   OptimizerState saved;
   for (int64_t g = 0; g < num_groups(); ++g) {

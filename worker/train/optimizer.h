@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <vector>
@@ -69,6 +70,7 @@ class FusedOptimizer : public OptimizerHandle {
   void StepScaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override;
   bool supports_scaled_step() const override { return true; }
   int64_t num_groups() const override { return static_cast<int64_t>(groups_.size()); }
+  void ReplaceParameters(const std::function<at::Tensor(const at::Tensor&)>& replacement) override;
   OptimizerState SaveState() const override;
   void LoadState(const OptimizerState& state) override;
 

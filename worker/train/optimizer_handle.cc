@@ -102,6 +102,20 @@ void OptimizerHandle::SetParameters(std::vector<at::Tensor> parameters) const {
   ++version_;
 }
 
+void OptimizerHandle::ExchangeParameters(std::vector<at::Tensor> parameters) const {
+  std::vector<std::string> names = names_;
+  SetParameters(std::move(parameters));
+  names_ = std::move(names);
+}
+
+void OptimizerHandle::ReplaceParameters(
+    const std::function<at::Tensor(const at::Tensor&)>& /*replacement*/) {
+  TORCH_CHECK(false,
+              "this optimizer is not known to update every element of a parameter by itself, so it "
+              "cannot update parts of parameters: with sharding use FusedAdamW, FusedAdam, "
+              "FusedSGD, FusedAdagrad, or LibTorch's AdamW, Adam, SGD, Adagrad or RMSprop");
+}
+
 void OptimizerHandle::set_parameter_names(std::vector<std::string> names) {
   Refresh();
   TORCH_CHECK(names.size() == parameters_.size(), "got ", names.size(), " names for the ",

@@ -81,6 +81,12 @@ class OptimizerHandle : public LrTarget {
     return version_;
   }
 
+  // Has the optimizer update other tensors in place of some of its parameters, of the same group
+  // and under the same name: `replacement(p)`; p stays where that is undefined. Throws, with
+  // nothing changed, if the optimizer has state or stepped already, or if its update is not known
+  // to treat every element by itself, as those of LBFGS and of classes that are not LibTorch's.
+  virtual void ReplaceParameters(const std::function<at::Tensor(const at::Tensor&)>& replacement);
+
   // Never detaches a gradient, which torch::optim's zero_grad does and a bucket view forbids.
   void ZeroGrad(GradZeroing how = GradZeroing::kSetToNone);
 
@@ -109,6 +115,9 @@ class OptimizerHandle : public LrTarget {
   // with nothing changed, for a tensor that cannot be optimized: undefined, no leaf, twice in the
   // list, or with elements that share memory.
   void SetParameters(std::vector<at::Tensor> parameters) const;
+
+  // SetParameters for the same number of parameters, which keep their names.
+  void ExchangeParameters(std::vector<at::Tensor> parameters) const;
 
   // The slots of parameter `i` in a state to load: slot name to tensor. Checks that every tensor of
   // `state` belongs to a parameter and a slot in `known`, and that all but `step` have the

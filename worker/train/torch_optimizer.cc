@@ -445,6 +445,33 @@ class TorchOptimizerHandle : public OptimizerHandle {
       kind_->set_momentum(group_options(g), m);
   }
 
+  void ReplaceParameters(const std::function<at::Tensor(const at::Tensor&)>& replacement) override {
+    if (!is_torchs_own_) return OptimizerHandle::ReplaceParameters(replacement);
+    Refresh();
+    // Adagrad makes its state in the constructor.
+    const bool stepped =
+        made_state_ || (type_ != typeid(optim::Adagrad) && !optimizer_.state().empty());
+    std::vector<std::vector<at::Tensor>> groups;
+    std::vector<void*> left;
+    for (const auto& group : std::as_const(optimizer_).param_groups()) {
+      groups.push_back(group.params());
+      for (at::Tensor& param : groups.back()) {
+        const at::Tensor other = replacement(param);
+        if (!other.defined()) continue;
+        TORCH_CHECK(!stepped,
+                    "the optimizer has state already: shard the model (prepare() it) "
+                    "before the optimizer's first step");
+        left.push_back(param.unsafeGetTensorImpl());
+        param = other;
+      }
+    }
+    for (void* param : left) optimizer_.state().erase(param);
+    for (size_t g = 0; g < groups.size(); ++g) {
+      optimizer_.param_groups()[g].params() = std::move(groups[g]);
+    }
+    ExchangeParameters(CurrentParameters(optimizer_));
+  }
+
   std::string CannotSave() const override {
     if (is_torchs_own_ || is_plain_lbfgs()) return "";
     if (!archives_.has_value()) {

@@ -1,0 +1,140 @@
+// Trains a decoder on the bytes of a file, with any sharding strategy:
+//
+//   muster launch --num_processes 2 -- lm --data book.txt --sharding zero3
+//
+// Rank 0 prints one JSON line at the end: loss, milliseconds for a step, peak memory of the
+// process.
+#include <sys/resource.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <cstdio>
+#include <fstream>
+#include <iterator>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "examples/lm/decoder.h"
+#include "muster/muster.h"
+
+namespace {
+
+struct Flags {
+  std::string data, sharding, checkpoint;
+  DecoderOptions model;
+  int64_t batch_size = 8, steps = 100, group_size = 0;
+  double lr = 3e-4;
+  bool asynchronous = false;
+};
+
+// Rows of context + 1 tokens [rows, context + 1].
+at::Tensor Rows(const Flags& flags) {
+  std::ifstream file(flags.data, std::ios::binary);
+  TORCH_CHECK(file.good(), "--data ", flags.data, ": cannot be read");
+  const std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};
+  const int64_t row = flags.model.context + 1;
+  const auto rows = static_cast<int64_t>(bytes.size()) / row;
+  TORCH_CHECK(rows > 0, "--data ", flags.data, ": ", bytes.size(),
+              " bytes are less than one row of ", row);
+  return torch::from_blob(const_cast<char*>(bytes.data()), {rows, row}, torch::kByte)
+      .to(torch::kLong);
+}
+
+// No decay for biases, norms and embeddings of positions.
+std::vector<muster::ParamGroup<muster::AdamWOptions>> Groups(const Decoder& net, double lr) {
+  muster::ParamGroup<muster::AdamWOptions> decayed{{}, {.lr = lr, .weight_decay = 0.1}},
+      others{{}, {.lr = lr, .weight_decay = 0}};
+  for (const auto& parameter : net->named_parameters()) {
+    const bool matrix = parameter.value().dim() >= 2 && parameter.key() != "positions.weight";
+    (matrix ? decayed : others).params.push_back(parameter.value());
+  }
+  return {decayed, others};
+}
+
+absl::Status Train(muster::Accelerator& accelerator, const Flags& flags) {
+  muster::set_seed(1);
+  Decoder net(flags.model);
+  muster::FusedAdamW adamw(Groups(net, flags.lr));
+  const at::Tensor rows = Rows(flags);
+  auto [model, optimizer, loader] =
+      accelerator.prepare(net, adamw,
+                          muster::batches(muster::TensorDataset<at::Tensor>(rows), flags.batch_size)
+                              .shuffle(true)
+                              .drop_last(true));
+  TORCH_CHECK(loader.size() > 0, "--data ", flags.data, ": ", rows.size(0),
+              " rows are less than a batch of --batch_size for each process");
+  if (!flags.checkpoint.empty() && std::ifstream(flags.checkpoint + "/manifest.json").good()) {
+    if (absl::Status loaded = accelerator.load_state(flags.checkpoint); !loaded.ok()) return loaded;
+  }
+  double loss_sum = 0;
+  int64_t steps = 0;
+  std::chrono::steady_clock::time_point start;
+  while (optimizer.steps() < flags.steps) {
+    for (auto& batch : loader) {
+      if (optimizer.steps() >= flags.steps) break;
+      // The first steps allocate, and agree on orders.
+      if (steps++ == 2) start = std::chrono::steady_clock::now();
+      auto scope = accelerator.accumulate();
+      const at::Tensor& ids = batch.value();
+      const at::Tensor logits = model(ids.slice(1, 0, -1));
+      const at::Tensor loss =
+          at::cross_entropy_loss(logits.flatten(0, 1).to(torch::kFloat), ids.slice(1, 1).flatten());
+      accelerator.backward(loss);
+      if (accelerator.sync_gradients()) accelerator.clip_grad_norm_(model.parameters(), 1.0);
+      optimizer.step();
+      optimizer.zero_grad();
+      loss_sum = loss.item<double>();
+    }
+  }
+  const double seconds =
+      std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+  const double loss =
+      accelerator.reduce(torch::full({1}, loss_sum, torch::kDouble), "mean").item<double>();
+  if (!flags.checkpoint.empty()) {
+    if (absl::Status saved = accelerator.save_state(flags.checkpoint); !saved.ok()) return saved;
+  }
+  rusage usage;
+  getrusage(RUSAGE_SELF, &usage);
+  if (accelerator.is_main_process()) {
+    std::printf(
+        "{\"processes\":%d,\"steps\":%lld,\"loss\":%.6f,"
+        "\"ms_per_step\":%.2f,\"peak_rss_mib\":%ld}\n",
+        accelerator.num_processes(), static_cast<long long>(steps), loss,
+        steps > 2 ? 1e3 * seconds / static_cast<double>(steps - 2) : 0.0, usage.ru_maxrss / 1024);
+  }
+  return absl::OkStatus();
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  Flags flags;
+  CLI::App app("Trains a decoder on the bytes of a file.");
+  app.add_option("--data", flags.data, "the file; each byte is a token")->required();
+  app.add_option("--sharding", flags.sharding,
+                 "no_shard, zero1, zero2, zero3 or hybrid. Default: MUSTER_SHARDING, which muster "
+                 "launch --sharding sets");
+  app.add_option("--group_size", flags.group_size, "hybrid: processes that share one copy");
+  app.add_option("--checkpoint", flags.checkpoint,
+                 "folder to resume from, if it is there, and to save to at the end");
+  app.add_flag("--asynchronous", flags.asynchronous, "save while training goes on");
+  app.add_option("--context", flags.model.context)->check(CLI::PositiveNumber);
+  app.add_option("--width", flags.model.width)->check(CLI::PositiveNumber);
+  app.add_option("--heads", flags.model.heads)->check(CLI::PositiveNumber);
+  app.add_option("--layers", flags.model.layers)->check(CLI::PositiveNumber);
+  app.add_option("--batch_size", flags.batch_size, "of each process")->check(CLI::PositiveNumber);
+  app.add_option("--steps", flags.steps)->check(CLI::PositiveNumber);
+  app.add_option("--lr", flags.lr);
+  CLI11_PARSE(app, argc, argv);
+  muster::AcceleratorOptions options;
+  if (!flags.sharding.empty()) {
+    options.sharding = muster::ParseSharding(flags.sharding, flags.group_size);
+    options.sharding->unit_types = {"Block"};
+  }
+  options.checkpoint.asynchronous = flags.asynchronous;
+  return muster::run(argc, argv, options,
+                     [&](muster::Accelerator& accelerator, const muster::Arguments&) {
+                       return Train(accelerator, flags);
+                     });
+}

@@ -1,0 +1,90 @@
+#include "muster/internal/engine_settings.h"
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+
+namespace muster::internal {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+using Variables = std::map<std::string, std::string>;
+
+absl::StatusOr<EngineSettings> Read(const Variables& variables,
+                                    const std::string& mixed_precision = "no") {
+  return ReadEngineSettings(variables, mixed_precision, 1, 4, 2);
+}
+
+ShardingOptions Options(const Variables& variables, const std::string& mixed_precision = "no") {
+  const absl::StatusOr<EngineSettings> settings = Read(variables, mixed_precision);
+  EXPECT_TRUE(settings.ok()) << settings.status();
+  return settings.ok() ? settings->sharding : ShardingOptions();
+}
+
+std::string Error(const Variables& variables) {
+  const absl::StatusOr<EngineSettings> settings = Read(variables);
+  return settings.ok() ? "no error" : std::string(settings.status().message());
+}
+
+TEST(ReadEngineSettings, Fsdp_BecomesSharding) {
+  Variables fsdp = {{"ACCELERATE_USE_FSDP", "true"},
+                    {"FSDP_SHARDING_STRATEGY", "FULL_SHARD"},
+                    {"FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP"},
+                    {"FSDP_TRANSFORMER_CLS_TO_WRAP", "Block,Head"}};
+  EXPECT_EQ(Options(fsdp).strategy, ShardingStrategy::kFull);
+  EXPECT_THAT(Options(fsdp).unit_types, ElementsAre("Block", "Head"));
+  EXPECT_EQ(Options(fsdp).group_size, 0);
+  fsdp["FSDP_SHARDING_STRATEGY"] = "HYBRID_SHARD";
+  EXPECT_EQ(Options(fsdp).group_size, 2);
+  fsdp["FSDP_SHARDING_STRATEGY"] = "SHARD_GRAD_OP";
+  EXPECT_EQ(Options(fsdp).strategy, ShardingStrategy::kGradients);
+  fsdp["FSDP_SHARDING_STRATEGY"] = "NO_SHARD";
+  EXPECT_EQ(Options(fsdp).strategy, ShardingStrategy::kNone);
+  fsdp = {{"ACCELERATE_USE_FSDP", "true"},
+          {"FSDP_VERSION", "2"},
+          {"FSDP_RESHARD_AFTER_FORWARD", "false"},
+          {"FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP"},
+          {"FSDP_MIN_NUM_PARAMS", "1000"}};
+  EXPECT_FALSE(Options(fsdp).reshard_after_forward);
+  EXPECT_EQ(Options(fsdp).min_unit_parameters, 1000);
+}
+
+TEST(ReadEngineSettings, FsdpUnderBf16_GathersInBfloat16) {
+  const ShardingOptions options = Options({{"ACCELERATE_USE_FSDP", "true"}}, "bf16");
+  EXPECT_EQ(options.parameter_dtype, c10::ScalarType::BFloat16);
+  EXPECT_EQ(options.reduce_dtype, c10::ScalarType::BFloat16);
+  EXPECT_FALSE(Options({{"ACCELERATE_USE_FSDP", "true"}}).parameter_dtype.has_value());
+}
+
+TEST(ReadEngineSettings, DeepSpeedStages_BecomeStrategies) {
+  const auto stage = [](const char* number) {
+    return Options(
+               {{"ACCELERATE_USE_DEEPSPEED", "true"}, {"ACCELERATE_DEEPSPEED_ZERO_STAGE", number}})
+        .strategy;
+  };
+  EXPECT_EQ(stage("0"), ShardingStrategy::kNone);
+  EXPECT_EQ(stage("1"), ShardingStrategy::kOptimizer);
+  EXPECT_EQ(stage("2"), ShardingStrategy::kGradients);
+  EXPECT_EQ(stage("3"), ShardingStrategy::kFull);
+}
+
+TEST(ReadEngineSettings, WhatTheEngineDoesNotHave_IsRefusedWithTheWayOut) {
+  EXPECT_THAT(Error({{"ACCELERATE_USE_FSDP", "true"}, {"FSDP_OFFLOAD_PARAMS", "true"}}),
+              AllOf(HasSubstr("fsdp_offload_params"), HasSubstr("switch it off")));
+  EXPECT_THAT(Error({{"ACCELERATE_USE_FSDP", "true"}, {"FSDP_ACTIVATION_CHECKPOINTING", "true"}}),
+              HasSubstr("activation checkpointing"));
+  EXPECT_THAT(Error({{"ACCELERATE_USE_DEEPSPEED", "true"},
+                     {"ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"},
+                     {"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "cpu"}}),
+              HasSubstr("offloading"));
+  EXPECT_THAT(
+      Error({{"ACCELERATE_USE_DEEPSPEED", "true"}, {"ACCELERATE_GRADIENT_CLIPPING", "1.0"}}),
+      HasSubstr("accelerator.clip_grad_norm_()"));
+  EXPECT_THAT(Error({{"ACCELERATE_USE_FSDP", "true"}, {"FSDP_SHARDING_STRATEGY", "9"}}),
+              HasSubstr("9"));
+}
+
+}  // namespace
+}  // namespace muster::internal

@@ -1,0 +1,30 @@
+#ifndef MUSTER_INTERNAL_ENGINE_SETTINGS_H_
+#define MUSTER_INTERNAL_ENGINE_SETTINGS_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "absl/status/statusor.h"
+#include "worker/parallel/sharding_options.h"
+
+namespace muster::internal {
+
+struct EngineSettings {
+  ShardingOptions sharding;
+  // What has no effect, a sentence each, for the log.
+  std::vector<std::string> notes;
+};
+
+// What the variables of Accelerate's launcher for FSDP (ACCELERATE_USE_FSDP, FSDP_...) or DeepSpeed
+// (ACCELERATE_USE_DEEPSPEED, ACCELERATE_DEEPSPEED_...) ask for. Pure, but for the file that
+// ACCELERATE_DEEPSPEED_CONFIG_FILE names. Errors: INVALID_ARGUMENT for a value that is none,
+// UNIMPLEMENTED for a setting that cannot be honoured; they name it and what to set instead.
+absl::StatusOr<EngineSettings> ReadEngineSettings(
+    const std::map<std::string, std::string>& variables, const std::string& mixed_precision,
+    int64_t gradient_accumulation_steps, int64_t num_processes, int64_t ranks_per_node);
+
+}  // namespace muster::internal
+
+#endif  // MUSTER_INTERNAL_ENGINE_SETTINGS_H_

@@ -1,0 +1,491 @@
+// Ordinary programs under sharding: each ends with the weights that it ends with under data
+// parallelism, or is refused.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "ATen/CPUGeneratorImpl.h"
+#include "ATen/Functions.h"
+#include "c10/core/InferenceMode.h"
+#include "muster/accelerator.h"
+#include "muster/checkpoint.h"
+#include "muster/optim.h"
+#include "muster/test_model.h"
+#include "muster/test_ranks.h"
+#include "torch/csrc/autograd/autograd.h"
+#include "torch/csrc/autograd/custom_function.h"
+#include "torch/nn/modules/activation.h"
+#include "torch/nn/modules/batchnorm.h"
+#include "torch/nn/modules/container/modulelist.h"
+#include "torch/nn/modules/container/sequential.h"
+#include "torch/nn/modules/conv.h"
+#include "torch/nn/modules/dropout.h"
+#include "torch/nn/modules/embedding.h"
+#include "torch/nn/modules/linear.h"
+#include "torch/nn/modules/rnn.h"
+#include "torch/optim/adam.h"
+#include "torch/optim/rmsprop.h"
+#include "torch/utils.h"
+
+namespace muster {
+namespace {
+
+using testing::Each;
+using testing::HasSubstr;
+
+using Weights = std::map<std::string, at::Tensor>;
+
+at::Tensor Random(at::IntArrayRef sizes, uint64_t seed) {
+  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kFloat);
+}
+
+void Fill(torch::nn::Module& net) {
+  at::NoGradGuard no_grad;
+  uint64_t seed = 40;
+  for (auto& item : net.named_parameters()) {
+    item.value().copy_(Random(item.value().sizes(), ++seed).div_(4));
+  }
+}
+
+torch::nn::Sequential Layers() {
+  torch::nn::Sequential net(torch::nn::Linear(6, 8), torch::nn::Tanh(), torch::nn::Linear(8, 8),
+                            torch::nn::Tanh(), torch::nn::Linear(8, 3));
+  Fill(*net);
+  return net;
+}
+
+at::Tensor X(Accelerator& a, int step, at::IntArrayRef sizes = {4, 6}) {
+  return Random(sizes, 1000 + 10 * step + a.process_index());
+}
+
+using Program = std::function<Weights(Accelerator&)>;
+
+// The weights on process 0 of two.
+Weights Run(const std::string& strategy, const Program& program, AcceleratorOptions options = {}) {
+  options.sharding = ParseSharding(strategy, 2);
+  Weights result;
+  RunAccelerators(2, options, [&](Accelerator& a) {
+    Weights weights = program(a);
+    if (!a.is_main_process()) return;
+    for (auto& [name, tensor] : weights) result[name] = tensor.clone();
+  });
+  return result;
+}
+
+void ExpectAsUnderDataParallelism(const Program& program, const AcceleratorOptions& options = {},
+                                  double tolerance = 1e-6) {
+  const Weights want = Run("no_shard", program, options);
+  ASSERT_FALSE(want.empty());
+  for (const char* strategy : {"zero1", "zero2", "zero3"}) {
+    const Weights got = Run(strategy, program, options);
+    ASSERT_EQ(got.size(), want.size()) << strategy;
+    for (const auto& [name, tensor] : want) {
+      if (!tensor.is_floating_point() || tensor.numel() == 0) {
+        EXPECT_TRUE(at::equal(got.at(name), tensor)) << strategy << " " << name;
+        continue;
+      }
+      const double off = (got.at(name) - tensor).abs().max().item<double>();
+      EXPECT_LE(off, tolerance * (1 + tensor.abs().max().item<double>()))
+          << strategy << " " << name;
+    }
+  }
+}
+
+template <class Model, class Optimizer, class Loss>
+void Steps(Accelerator& a, Model& model, Optimizer& optimizer, int steps, const Loss& loss) {
+  for (int step = 0; step < steps; ++step) {
+    auto scope = a.accumulate();
+    a.backward(loss(model, step));
+    optimizer.step();
+    optimizer.zero_grad();
+  }
+}
+
+TEST(ShardingPrograms, RecurrentNetworkWithFlatWeights) {
+  struct NetImpl : torch::nn::Module {
+    NetImpl() {
+      words = register_module(
+          "words", torch::nn::Embedding(torch::nn::EmbeddingOptions(9, 6).padding_idx(0)));
+      lstm = register_module("lstm", torch::nn::LSTM(torch::nn::LSTMOptions(6, 5).num_layers(2)));
+      head = register_module("head", torch::nn::Linear(5, 9));
+      Fill(*this);
+    }
+    at::Tensor forward(const at::Tensor& ids) { return head(std::get<0>(lstm(words(ids)))); }
+    torch::nn::Embedding words{nullptr};
+    torch::nn::LSTM lstm{nullptr};
+    torch::nn::Linear head{nullptr};
+  };
+  ExpectAsUnderDataParallelism([](Accelerator& a) {
+    auto net = std::make_shared<NetImpl>();
+    FusedSGD sgd(net->parameters(), {.lr = 0.1, .momentum = 0.9});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    Steps(a, model, optimizer, 3, [&](auto& m, int step) {
+      const at::Tensor ids = X(a, step, {7, 2}).abs().mul(4).to(at::kLong).clamp(0, 8);
+      return at::cross_entropy_loss(m(ids).flatten(0, 1), ids.flatten());
+    });
+    return a.get_state_dict(model);
+  });
+}
+
+TEST(ShardingPrograms, ConvolutionsInChannelsLastWithBatchNormAndBuffers) {
+  ExpectAsUnderDataParallelism(
+      [](Accelerator& a) {
+        torch::nn::Sequential net(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3)),
+                                  torch::nn::BatchNorm2d(4), torch::nn::ReLU(),
+                                  torch::nn::Conv2d(torch::nn::Conv2dOptions(4, 2, 3)));
+        Fill(*net);
+        for (at::Tensor& parameter : net->parameters()) {
+          if (parameter.dim() == 4) {
+            parameter.set_data(parameter.contiguous(at::MemoryFormat::ChannelsLast));
+          }
+        }
+        FusedSGD sgd(net->parameters(), {.lr = 0.1});
+        auto [model, optimizer] = a.prepare(net, sgd);
+        Steps(a, model, optimizer, 3, [&](auto& m, int step) {
+          return m(X(a, step, {2, 3, 8, 8})).square().mean();
+        });
+        return a.get_state_dict(model);
+      },
+      {}, 1e-5);
+}
+
+TEST(ShardingPrograms, AttentionDropoutAndParametersOfOtherDtypes) {
+  struct NetImpl : torch::nn::Module {
+    NetImpl() {
+      attention = register_module("attention", torch::nn::MultiheadAttention(8, 2));
+      layers = register_module("layers", torch::nn::ModuleList(torch::nn::Linear(8, 8)));
+      dropout = register_module("dropout", torch::nn::Dropout(0.5));
+      scale = register_parameter("scale", at::ones({}));
+      none = register_parameter("none", at::ones({0, 3}));
+      precise = register_parameter("precise", at::ones({8}, at::kDouble));
+      Fill(*this);
+    }
+    at::Tensor forward(const at::Tensor& x) {
+      at::Tensor y = std::get<0>(attention(x, x, x)) * scale;
+      y = dropout(layers[0]->as<torch::nn::Linear>()->forward(y));
+      return (y.to(at::kDouble) * precise).to(at::kFloat) + none.sum();
+    }
+    torch::nn::MultiheadAttention attention{nullptr};
+    torch::nn::ModuleList layers{nullptr};
+    torch::nn::Dropout dropout{nullptr};
+    at::Tensor scale, none, precise;
+  };
+  ExpectAsUnderDataParallelism([](Accelerator& a) {
+    auto net = std::make_shared<NetImpl>();
+    FusedSGD sgd(net->parameters(), {.lr = 0.1});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    // The ranks are threads, which share the generator of dropout.
+    net->eval();
+    Steps(a, model, optimizer, 3, [&](auto& m, int step) {
+      return m(X(a, step, {5, 2, 8})).square().mean();
+    });
+    return a.get_state_dict(model);
+  });
+}
+
+TEST(ShardingPrograms, MoreProcessesThanElements) {
+  std::vector<at::Tensor> results;
+  for (const char* strategy : {"no_shard", "zero3"}) {
+    AcceleratorOptions options;
+    options.sharding = ParseSharding(strategy, 4);
+    RunAccelerators(4, options, [&](Accelerator& a) {
+      torch::nn::Linear net = OneWeight();
+      FusedAdamW adam(net->parameters(), {.lr = 0.1});
+      auto [model, optimizer] = a.prepare(net, adam);
+      Steps(a, model, optimizer, 3, [&](auto& m, int step) {
+        return Loss(m(at::full({1, 1}, 1.0 + a.process_index() + step)));
+      });
+      const absl::Status saved = a.save_state(TestDir(std::string("tiny_") + strategy));
+      EXPECT_TRUE(saved.ok()) << saved;
+      const Weights weights = a.get_state_dict(model);
+      if (a.is_main_process()) results.push_back(weights.at("weight").clone());
+    });
+  }
+  EXPECT_TRUE(at::allclose(results[0], results[1], 1e-6)) << results[0] << results[1];
+}
+
+TEST(ShardingPrograms, AdversarialTrainingWithTwoModelsAndTwoOptimizers) {
+  ExpectAsUnderDataParallelism([](Accelerator& a) {
+    torch::nn::Sequential generator(torch::nn::Linear(3, 5), torch::nn::Tanh(),
+                                    torch::nn::Linear(5, 6));
+    torch::nn::Sequential judge = Layers();
+    Fill(*generator);
+    FusedSGD generator_sgd(generator->parameters(), {.lr = 0.1});
+    FusedSGD judge_sgd(judge->parameters(), {.lr = 0.1});
+    auto [g, g_step] = a.prepare(generator, generator_sgd);
+    auto [j, j_step] = a.prepare(judge, judge_sgd);
+    for (int step = 0; step < 3; ++step) {
+      // The graph of `fake` is older than the judge's step, and not touched by it.
+      const at::Tensor fake = g(X(a, step, {4, 3}));
+      a.backward((j(fake.detach()).mean() - j(X(a, step)).mean()).square());
+      j_step.step();
+      j_step.zero_grad();
+      a.backward(j(fake).square().mean());
+      g_step.step();
+      g_step.zero_grad();
+      j_step.zero_grad();
+    }
+    Weights all = a.get_state_dict(g);
+    for (auto& [name, tensor] : a.get_state_dict(j)) all["judge." + name] = tensor;
+    return all;
+  });
+}
+
+TEST(ShardingPrograms, BackwardTwiceThroughOneGraph) {
+  ExpectAsUnderDataParallelism([](Accelerator& a) {
+    torch::nn::Sequential net = Layers();
+    FusedSGD sgd(net->parameters(), {.lr = 0.1});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    for (int step = 0; step < 3; ++step) {
+      auto scope = a.accumulate();
+      const at::Tensor out = model(X(a, step));
+      a.backward(out.mean(), {.retain_graph = true});
+      a.backward(out.square().mean());
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    return a.get_state_dict(model);
+  });
+}
+
+// Computes its forward pass again in backward, in a backward pass of its own.
+struct Again : torch::autograd::Function<Again> {
+  static at::Tensor forward(torch::autograd::AutogradContext* context, const at::Tensor& x,
+                            torch::nn::Linear layer) {
+    context->save_for_backward({x});
+    context->saved_data["layer"] = reinterpret_cast<int64_t>(layer.get());
+    return at::tanh(layer(x));
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list grads) {
+    at::AutoGradMode grad_mode(true);
+    at::Tensor x = context->get_saved_variables()[0].detach().requires_grad_();
+    auto* const layer =
+        reinterpret_cast<torch::nn::LinearImpl*>(context->saved_data["layer"].toInt());
+    at::tanh(layer->forward(x)).backward(grads[0]);
+    return {x.grad(), at::Tensor()};
+  }
+};
+
+TEST(ShardingPrograms, BackwardInsideOfBackward) {
+  ExpectAsUnderDataParallelism([](Accelerator& a) {
+    torch::nn::Sequential net = Layers();
+    FusedSGD sgd(net->parameters(), {.lr = 0.1});
+    AcceleratedOptimizer optimizer;
+    auto [model, prepared] = a.prepare(net, sgd);
+    optimizer = prepared;
+    for (int step = 0; step < 3; ++step) {
+      auto scope = a.accumulate();
+      const at::Tensor out = model.call([&](torch::nn::SequentialImpl& layers) {
+        at::Tensor x = X(a, step).requires_grad_();
+        x = at::tanh(layers[0]->as<torch::nn::Linear>()->forward(x));
+        x = a.core().process().sharding().strategy == ShardingStrategy::kNone
+                ? at::tanh(layers[2]->as<torch::nn::Linear>()->forward(x))
+                : Again::apply(
+                      x, torch::nn::Linear(
+                             std::dynamic_pointer_cast<torch::nn::LinearImpl>(layers.ptr(2))));
+        return layers[4]->as<torch::nn::Linear>()->forward(x);
+      });
+      a.backward(out.square().mean());
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    return a.get_state_dict(model);
+  });
+}
+
+TEST(ShardingPrograms, FrozenAndUnfrozenAfterPrepare_TrainsOrIsRefused) {
+  ExpectAsUnderDataParallelism([](Accelerator& a) {
+    torch::nn::Sequential net = Layers();
+    FusedSGD sgd(net->parameters(), {.lr = 0.1});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    const auto loss = [&](auto& m, int step) { return m(X(a, step)).square().mean(); };
+    Steps(a, model, optimizer, 2, loss);
+    for (at::Tensor& parameter : net[0]->parameters()) parameter.set_requires_grad(false);
+    Steps(a, model, optimizer, 2, loss);
+    for (at::Tensor& parameter : net[0]->parameters()) parameter.set_requires_grad(true);
+    Steps(a, model, optimizer, 2, loss);
+    return a.get_state_dict(model);
+  });
+  // Frozen before prepare(), trained later: no hook is there for it.
+  for (const char* strategy : {"zero1", "zero2", "zero3"}) {
+    AcceleratorOptions options;
+    options.sharding = ParseSharding(strategy, 2);
+    const auto errors = ErrorsOf(2, options, [](Accelerator& a) {
+      torch::nn::Sequential net = Layers();
+      for (at::Tensor& parameter : net[0]->parameters()) parameter.set_requires_grad(false);
+      FusedSGD sgd(net->parameters(), {.lr = 0.1});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      for (at::Tensor& parameter : net[0]->parameters()) parameter.set_requires_grad(true);
+      Steps(a, model, optimizer, 1,
+            [&](auto& m, int step) { return m(X(a, step)).square().mean(); });
+    });
+    EXPECT_THAT(errors, Each(HasSubstr("'0.weight' of a sharded model was frozen"))) << strategy;
+  }
+}
+
+TEST(ShardingPrograms, ErrorInTheLoop_TrainingGoesOn) {
+  ExpectAsUnderDataParallelism([](Accelerator& a) {
+    torch::nn::Sequential net = Layers();
+    FusedSGD sgd(net->parameters(), {.lr = 0.1});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    const auto loss = [&](auto& m, int step) { return m(X(a, step)).square().mean(); };
+    Steps(a, model, optimizer, 1, loss);
+    // A batch of a wrong shape, on all ranks.
+    EXPECT_THROW(model(X(a, 1, {4, 5})), c10::Error);
+    // A loss that is never used.
+    const at::Tensor unused = loss(model, 5);
+    Steps(a, model, optimizer, 2, loss);
+    return a.get_state_dict(model);
+  });
+}
+
+TEST(ShardingPrograms, EvaluationBetweenSteps) {
+  ExpectAsUnderDataParallelism([](Accelerator& a) {
+    torch::nn::Sequential net = Layers();
+    FusedSGD sgd(net->parameters(), {.lr = 0.1});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    const auto loss = [&](auto& m, int step) { return m(X(a, step)).square().mean(); };
+    for (int round = 0; round < 3; ++round) {
+      Steps(a, model, optimizer, 1, loss);
+      {
+        at::NoGradGuard no_grad;
+        const at::Tensor first = model(X(a, 7));
+        EXPECT_TRUE(at::equal(model(X(a, 7)), first));
+      }
+      c10::InferenceMode inference;
+      EXPECT_TRUE(std::isfinite(loss(model, 8).template item<double>()));
+    }
+    return a.get_state_dict(model);
+  });
+}
+
+TEST(ShardingPrograms, GradientPenalty) {
+  ExpectAsUnderDataParallelism(
+      [](Accelerator& a) {
+        torch::nn::Sequential net = Layers();
+        FusedSGD sgd(net->parameters(), {.lr = 0.1});
+        auto [model, optimizer] = a.prepare(net, sgd);
+        Steps(a, model, optimizer, 3, [&](auto& m, int step) {
+          at::Tensor x = X(a, step).requires_grad_();
+          const at::Tensor out = m(x);
+          const at::Tensor slope =
+              torch::autograd::grad({out.sum()}, {x}, {}, /*retain_graph=*/true,
+                                    /*create_graph=*/true)[0];
+          return out.square().mean() + slope.square().mean();
+        });
+        return a.get_state_dict(model);
+      },
+      {}, 1e-5);
+}
+
+TEST(ShardingPrograms, ClippingOfEveryNorm) {
+  for (const double norm_type : {1.0, 2.0, std::numeric_limits<double>::infinity()}) {
+    ExpectAsUnderDataParallelism([norm_type](Accelerator& a) {
+      torch::nn::Sequential net = Layers();
+      FusedSGD sgd(net->parameters(), {.lr = 0.5});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      for (int step = 0; step < 3; ++step) {
+        auto scope = a.accumulate();
+        a.backward(model(X(a, step)).square().mean());
+        a.clip_grad_norm_(net->parameters(), 0.05, norm_type);
+        // Part of the parameters, whichever way they are named.
+        a.clip_grad_norm_(net[4]->parameters(), 0.01, norm_type);
+        a.clip_grad_value_(model.parameters(), 0.02);
+        optimizer.step();
+        optimizer.zero_grad();
+      }
+      return a.get_state_dict(model);
+    });
+  }
+}
+
+template <class MakeOptimizer>
+void ContinuesAcrossStrategies(const std::string& name, const MakeOptimizer& make) {
+  const auto train = [&](Accelerator& a, const std::string& load, const std::string& save,
+                         int from) {
+    torch::nn::Sequential net = Layers();
+    auto inner = make(net->parameters());
+    auto [model, optimizer] = a.prepare(net, inner);
+    if (!load.empty()) {
+      const absl::Status loaded = a.load_state(load);
+      EXPECT_TRUE(loaded.ok()) << loaded;
+    }
+    for (int step = from; step < from + 3; ++step) {
+      auto scope = a.accumulate();
+      a.backward(model(X(a, step)).square().mean());
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+    if (!save.empty()) {
+      const absl::Status saved = a.save_state(save);
+      EXPECT_TRUE(saved.ok()) << saved;
+    }
+    a.wait_for_everyone();
+    return a.get_state_dict(model);
+  };
+  const std::string root = TestDir("across_" + name);
+  Run("no_shard", [&](Accelerator& a) { return train(a, "", root + "_whole", 0); });
+  Run("zero3", [&](Accelerator& a) { return train(a, "", root + "_zero3", 0); });
+  const Weights want =
+      Run("no_shard", [&](Accelerator& a) { return train(a, root + "_whole", "", 3); });
+  for (const auto& [strategy, from] : {std::pair<const char*, const char*>{"zero3", "_whole"},
+                                       {"no_shard", "_zero3"},
+                                       {"zero1", "_zero3"}}) {
+    const Weights got = Run(strategy, [&](Accelerator& a) { return train(a, root + from, "", 3); });
+    for (const auto& [key, tensor] : want) {
+      EXPECT_LE((got.at(key) - tensor).abs().max().template item<double>(), 1e-5)
+          << name << " " << strategy << from << " " << key;
+    }
+  }
+}
+
+TEST(ShardingPrograms, OptimizersWithMoreState_ContinueAcrossStrategies) {
+  ContinuesAcrossStrategies("amsgrad", [](std::vector<at::Tensor> parameters) {
+    return torch::optim::Adam(parameters, torch::optim::AdamOptions(1e-3).amsgrad(true).eps(1e-3));
+  });
+  ContinuesAcrossStrategies("rmsprop", [](std::vector<at::Tensor> parameters) {
+    return torch::optim::RMSprop(
+        parameters, torch::optim::RMSpropOptions(1e-3).centered(true).momentum(0.9).eps(1e-2));
+  });
+  ContinuesAcrossStrategies("adagrad", [](std::vector<at::Tensor> parameters) {
+    return FusedAdagrad(parameters, {.lr = 1e-3, .initial_accumulator_value = 0.1});
+  });
+}
+
+TEST(ShardingPrograms, WhatWouldGoWrong_IsRefused) {
+  AcceleratorOptions options;
+  options.sharding = ParseSharding("zero3", 2);
+  // One parameter in two models.
+  EXPECT_THAT(ErrorsOf(2, options,
+                       [](Accelerator& a) {
+                         torch::nn::Linear first(3, 3), second(3, 3);
+                         auto one = a.prepare(first);
+                         second->register_parameter("shared", first->weight);
+                         auto two = a.prepare(second);
+                       }),
+              Each(HasSubstr("'shared' belongs to another sharded model")));
+  // The module in another dtype, copied, or saved by torch::save.
+  EXPECT_THAT(ErrorsOf(2, options,
+                       [](Accelerator& a) {
+                         torch::nn::Linear net(3, 3);
+                         auto model = a.prepare(net);
+                         net->to(at::kDouble);
+                       }),
+              Each(HasSubstr("divided among the ranks")));
+  EXPECT_THAT(ErrorsOf(2, options,
+                       [](Accelerator& a) {
+                         torch::nn::Linear net(3, 3);
+                         auto model = a.prepare(net);
+                         net->clone();
+                       }),
+              Each(HasSubstr("divided among the ranks")));
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,380 @@
+// Sharded training through the Accelerator, on several ranks: threads of this process over Gloo.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "ATen/CPUGeneratorImpl.h"
+#include "ATen/Functions.h"
+#include "muster/accelerator.h"
+#include "muster/checkpoint.h"
+#include "muster/optim.h"
+#include "muster/test_model.h"
+#include "muster/test_ranks.h"
+#include "muster/utils.h"
+#include "torch/nn/modules/activation.h"
+#include "torch/nn/modules/container/sequential.h"
+#include "torch/nn/modules/linear.h"
+#include "torch/optim/adamw.h"
+#include "torch/optim/lbfgs.h"
+#include "worker/parallel/sharded_model.h"
+
+namespace muster {
+namespace {
+
+using testing::AllOf;
+using testing::Each;
+using testing::HasSubstr;
+
+constexpr int kSamples = 12;  // of a step, on all ranks
+
+at::Tensor Random(at::IntArrayRef sizes, uint64_t seed) {
+  return at::randn(sizes, at::make_generator<at::CPUGeneratorImpl>(seed), at::kFloat);
+}
+
+torch::nn::Sequential MakeNet() {
+  torch::nn::Sequential net(torch::nn::Linear(5, 9), torch::nn::Tanh(), torch::nn::Linear(9, 9),
+                            torch::nn::Tanh(), torch::nn::Linear(9, 3));
+  at::NoGradGuard no_grad;
+  uint64_t seed = 7;
+  for (at::Tensor& parameter : net->parameters()) {
+    parameter.copy_(Random(parameter.sizes(), ++seed).div_(3));
+  }
+  return net;
+}
+
+AcceleratorOptions Sharded(const std::string& name) {
+  AcceleratorOptions options;
+  options.sharding = ParseSharding(name, 2);
+  return options;
+}
+
+using Weights = std::map<std::string, at::Tensor>;
+
+// Steps `first` up to `last`, in windows of `micro_steps`; the loss of all ranks together is that
+// of one process over all samples.
+template <class Model, class Optimizer>
+void Train(Accelerator& a, Model& model, Optimizer& optimizer, int first, int last,
+           int micro_steps = 1) {
+  for (int step = first; step < last; ++step) {
+    const at::Tensor x = Random({kSamples, 5}, 100 + step), y = Random({kSamples, 3}, 200 + step);
+    for (int m = 0; m < micro_steps; ++m) {
+      const auto mine = [&](const at::Tensor& t) {
+        return t.chunk(a.num_processes())[a.process_index()].chunk(micro_steps)[m];
+      };
+      auto scope = a.accumulate();
+      a.backward(at::mse_loss(model(mine(x)), mine(y)));
+      if (a.sync_gradients()) a.clip_grad_norm_(model.parameters(), 0.5);
+      optimizer.step();
+      optimizer.zero_grad();
+    }
+  }
+}
+
+Weights OneProcess(int steps, double lr = 0.1) {
+  Weights weights;
+  RunAccelerators(1, {}, [&](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet();
+    FusedSGD sgd(net->parameters(), {.lr = lr, .momentum = 0.9});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    Train(a, model, optimizer, 0, steps);
+    for (const auto& [name, tensor] : a.get_state_dict(model)) weights[name] = tensor.clone();
+  });
+  return weights;
+}
+
+double Distance(const Weights& a, const Weights& b) {
+  double off = 0, moved = 0;
+  const torch::nn::Sequential start = MakeNet();
+  for (const auto& item : start->named_parameters()) {
+    const at::Tensor& want = b.at(item.key());
+    off += (a.at(item.key()) - want).to(at::kDouble).square().sum().item<double>();
+    moved += (want - item.value()).to(at::kDouble).square().sum().item<double>();
+  }
+  return std::sqrt(off / moved);
+}
+
+TEST(Sharding, EveryStrategy_TrainsAsOneProcess) {
+  const Weights want = OneProcess(10);
+  for (const char* strategy : {"no_shard", "zero1", "zero2", "zero3"}) {
+    for (const int micro_steps : {1, 2}) {
+      AcceleratorOptions options = Sharded(strategy);
+      options.gradient_accumulation_steps = micro_steps;
+      RunAccelerators(2, options, [&](Accelerator& a) {
+        torch::nn::Sequential net = MakeNet();
+        FusedSGD sgd(net->parameters(), {.lr = 0.1, .momentum = 0.9});
+        auto [model, optimizer] = a.prepare(net, sgd);
+        Train(a, model, optimizer, 0, 10, micro_steps);
+        const Weights got = a.get_state_dict(model);
+        if (a.is_main_process()) {
+          EXPECT_LE(Distance(got, want), 1e-6) << strategy << " " << micro_steps;
+        }
+      });
+    }
+  }
+}
+
+TEST(Sharding, OptimizerOfLibTorch_IsGivenTheShards) {
+  Weights want;
+  for (const char* strategy : {"no_shard", "zero3"}) {
+    RunAccelerators(2, Sharded(strategy), [&](Accelerator& a) {
+      torch::nn::Sequential net = MakeNet();
+      const std::vector<at::Tensor> all = net->parameters();
+      torch::optim::AdamW adam(
+          {torch::optim::OptimizerParamGroup({all[0], all[2], all[4]}),
+           torch::optim::OptimizerParamGroup(
+               {all[1], all[3], all[5]}, std::make_unique<torch::optim::AdamWOptions>(
+                                             torch::optim::AdamWOptions(1e-2).weight_decay(0)))},
+          torch::optim::AdamWOptions(1e-2));
+      // In either order.
+      auto optimizer = a.prepare(adam);
+      auto model = a.prepare(net);
+      Train(a, model, optimizer, 0, 3);
+      const Weights got = a.get_state_dict(model);
+      if (!a.is_main_process()) return;
+      if (want.empty()) {
+        for (const auto& [name, tensor] : got) want[name] = tensor.clone();
+      }
+      // Adam enlarges the rounding of small gradients.
+      EXPECT_LE(Distance(got, want), 1e-4);
+    });
+  }
+}
+
+TEST(Sharding, CheckpointOfOneStrategyAndSize_ContinuesUnderAnother) {
+  const Weights want = OneProcess(8);
+  const std::string dir = TestDir("strategies");
+  const struct {
+    const char* strategy;
+    int ranks;
+  } runs[] = {{"zero3", 2}, {"zero1", 3}, {"no_shard", 1}, {"zero2", 4}};
+  int step = 0;
+  for (const auto& run : runs) {
+    RunAccelerators(run.ranks, Sharded(run.strategy), [&](Accelerator& a) {
+      torch::nn::Sequential net = MakeNet();
+      FusedSGD sgd(net->parameters(), {.lr = 0.1, .momentum = 0.9});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      if (step > 0) {
+        const absl::Status loaded = a.load_state(dir + std::to_string(step));
+        ASSERT_TRUE(loaded.ok()) << loaded;
+        EXPECT_EQ(optimizer.steps(), step);
+      }
+      Train(a, model, optimizer, step, step + 2);
+      const absl::Status saved = a.save_state(dir + std::to_string(step + 2));
+      ASSERT_TRUE(saved.ok()) << saved;
+      const Weights got = a.get_state_dict(model);
+      if (step == 6 && a.is_main_process()) {
+        EXPECT_LE(Distance(got, want), 1e-6);
+      }
+    });
+    step += 2;
+  }
+}
+
+TEST(Sharding, AdamStateOfAnEmptyShard_ComesFromTheOthers) {
+  const std::string dir = TestDir("adam");
+  Weights want;
+  for (const char* strategy : {"no_shard", "zero3"}) {
+    RunAccelerators(3, Sharded(strategy), [&](Accelerator& a) {
+      torch::nn::Sequential net = MakeNet();
+      FusedAdamW adam(net->parameters(), {.lr = 1e-3});
+      auto [model, optimizer] = a.prepare(net, adam);
+      if (std::string(strategy) == "no_shard") {
+        Train(a, model, optimizer, 0, 2);
+        ASSERT_TRUE(a.save_state(dir).ok());
+      } else {
+        ASSERT_TRUE(a.load_state(dir).ok());
+        // And back: what was loaded is saved as it was.
+        ASSERT_TRUE(a.save_state(dir + "-again").ok());
+      }
+      a.wait_for_everyone();
+      if (a.is_main_process() && std::string(strategy) == "zero3") {
+        const Weights first = LoadTensors(dir + "/optimizer.safetensors");
+        const Weights second = LoadTensors(dir + "-again/optimizer.safetensors");
+        ASSERT_EQ(first.size(), second.size());
+        for (const auto& [name, tensor] : first) {
+          EXPECT_TRUE(at::equal(tensor, second.at(name))) << name;
+        }
+      }
+      Train(a, model, optimizer, 2, 4);
+      const Weights got = a.get_state_dict(model);
+      if (!a.is_main_process()) return;
+      if (want.empty()) {
+        for (const auto& [name, tensor] : got) want[name] = tensor.clone();
+      }
+      EXPECT_LE(Distance(got, want), 1e-4);
+    });
+  }
+}
+
+TEST(Sharding, SaveModel_WritesTheWholeModel) {
+  const std::string dir = TestDir("model");
+  RunAccelerators(2, Sharded("zero3"), [&](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet();
+    auto model = a.prepare(net);
+    const absl::Status saved = a.save_model(model, dir);
+    ASSERT_TRUE(saved.ok()) << saved;
+    a.summon_full_params(model, [&] {
+      at::NoGradGuard no_grad;
+      EXPECT_TRUE(at::equal(net->parameters()[0], MakeNet()->parameters()[0]));
+    });
+  });
+  const Weights saved = LoadTensors(dir + "/model.safetensors");
+  for (const auto& item : MakeNet()->named_parameters()) {
+    EXPECT_TRUE(at::equal(saved.at(item.key()), item.value())) << item.key();
+  }
+}
+
+TEST(Sharding, ParametersInBfloat16_TrainAsUnderAutocast) {
+  Weights want;
+  for (const char* strategy : {"no_shard", "zero1", "zero3"}) {
+    AcceleratorOptions options = Sharded(strategy);
+    options.mixed_precision = "bf16";
+    if (std::string(strategy) != "no_shard") options.sharding->parameter_dtype = at::kBFloat16;
+    RunAccelerators(2, options, [&](Accelerator& a) {
+      torch::nn::Sequential net = MakeNet();
+      FusedSGD sgd(net->parameters(), {.lr = 0.1});
+      auto [model, optimizer] = a.prepare(net, sgd);
+      EXPECT_EQ(model(Random({1, 5}, 1)).scalar_type(), at::kFloat);
+      Train(a, model, optimizer, 0, 5);
+      const Weights got = a.get_state_dict(model);
+      if (!a.is_main_process()) return;
+      if (want.empty()) {
+        for (const auto& [name, tensor] : got) want[name] = tensor.clone();
+      }
+      for (const auto& [name, tensor] : got) EXPECT_EQ(tensor.scalar_type(), at::kFloat) << name;
+      // Gradients of weights are rounded to bfloat16 once more.
+      EXPECT_LE(Distance(got, want), 1e-2) << strategy;
+    });
+  }
+  AcceleratorOptions options = Sharded("zero3");
+  options.sharding->parameter_dtype = at::kBFloat16;
+  EXPECT_THAT(ErrorsOf(2, options,
+                       [](Accelerator& a) {
+                         torch::nn::Sequential net = MakeNet();
+                         auto model = a.prepare(net);
+                       }),
+              Each(AllOf(HasSubstr("parameter_dtype"), HasSubstr("mixed_precision is \"no\""))));
+}
+
+TEST(Sharding, OverflowOnOneRank_SkipsTheStepOnAll) {
+  AcceleratorOptions options = Sharded("zero3");
+  options.mixed_precision = "fp16";
+  options.grad_scaler.init_scale = 8;
+  RunAccelerators(2, options, [&](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet();
+    FusedSGD sgd(net->parameters(), {.lr = 0.1});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    // In the shard of one rank only: the bias of the last layer.
+    for (const bool overflow : {true, false}) {
+      const double far = overflow && a.process_index() == 1 ? 1e30 : 1;
+      a.backward((model(Random({2, 5}, 1)).select(1, 2) * far).mean());
+      optimizer.step();
+      EXPECT_EQ(optimizer.step_was_skipped(), overflow);
+      optimizer.zero_grad();
+    }
+  });
+}
+
+TEST(Sharding, WhatCannotBeSharded_IsRefusedOnEveryRank) {
+  EXPECT_THAT(ErrorsOf(2, Sharded("zero3"),
+                       [](Accelerator& a) {
+                         torch::nn::Sequential net = MakeNet();
+                         torch::optim::LBFGS lbfgs(net->parameters());
+                         auto prepared = a.prepare(net, lbfgs);
+                       }),
+              Each(HasSubstr("cannot update parts of parameters")));
+  EXPECT_THAT(ErrorsOf(2, Sharded("zero3"),
+                       [](Accelerator& a) {
+                         torch::nn::Sequential net = MakeNet();
+                         auto model = a.prepare(net);
+                         a.backward(model(Random({2, 5}, 1)).mean());
+                       }),
+              Each(HasSubstr("pass the optimizer to prepare()")));
+  EXPECT_THAT(ErrorsOf(2, Sharded("zero3"),
+                       [](Accelerator& a) {
+                         torch::nn::Sequential net = MakeNet();
+                         auto model = a.prepare(net);
+                         auto join = a.join_uneven_inputs();
+                       }),
+              Each(HasSubstr("join_uneven_inputs() with a sharded model")));
+  EXPECT_THAT(ErrorsOf(2, Sharded("zero2"),
+                       [](Accelerator& a) {
+                         torch::nn::Sequential net = MakeNet();
+                         const std::vector<at::Tensor> all = net->parameters();
+                         FusedSGD sgd({all[0]}, {.lr = 0.1});
+                         auto [model, optimizer] = a.prepare(net, sgd);
+                         sgd.add_param_group({.params = {all[1]}, .options = {}});
+                         a.backward(model(Random({2, 5}, 1)).mean());
+                         optimizer.step();
+                       }),
+              Each(AllOf(HasSubstr("'0.bias'"), HasSubstr("before prepare()"))));
+  EXPECT_THAT(ErrorsOf(2, Sharded("zero3"),
+                       [](Accelerator& a) {
+                         torch::nn::Sequential net = MakeNet();
+                         auto model = a.prepare(net);
+                         LocalSGD local(a, model, 2);
+                       }),
+              Each(HasSubstr("LocalSGD with a sharded model")));
+  AcceleratorOptions hooked = Sharded("zero1");
+  hooked.data_parallel.comm_hook = CommHook::kFp16;
+  EXPECT_THAT(ErrorsOf(2, hooked,
+                       [](Accelerator& a) {
+                         torch::nn::Sequential net = MakeNet();
+                         auto model = a.prepare(net);
+                       }),
+              Each(HasSubstr("options.sharding reduces gradients by itself")));
+  AcceleratorOptions odd = Sharded("zero3");
+  odd.sharding->group_size = 2;
+  EXPECT_THAT(ErrorsOf(3, odd,
+                       [](Accelerator& a) {
+                         torch::nn::Sequential net = MakeNet();
+                         auto model = a.prepare(net);
+                       }),
+              Each(HasSubstr("does not divide 3 processes")));
+  EXPECT_THAT(ErrorsOf(2, Sharded("zero3"),
+                       [](Accelerator& a) {
+                         torch::nn::Sequential net = MakeNet();
+                         auto model = a.prepare(net);
+                         Ema ema(a, model);
+                       }),
+              Each(HasSubstr("divided among the ranks")));
+}
+
+TEST(Sharding, Environment_CountsWhereTheProgramSaysNothing) {
+  RunGlooRanks(2, [](Comm& comm) {
+    for (const bool explicitly : {false, true}) {
+      AcceleratorOptions options;
+      if (explicitly) options.sharding.emplace();
+      JoinedProcess process;
+      process.environment.world_size.value = process.environment.local_world_size.value = 2;
+      process.environment.sharding = {"hybrid", "MUSTER_SHARDING"};
+      process.environment.sharding_units = {{"Linear"}, "MUSTER_SHARDING_UNITS"};
+      process.comm = std::make_unique<BorrowedComm>(comm);
+      Accelerator a(std::make_shared<internal::Core>(options, std::move(process)));
+      EXPECT_EQ(a.core().process().sharding().strategy,
+                explicitly ? ShardingStrategy::kNone : ShardingStrategy::kFull);
+      torch::nn::Sequential net = MakeNet();
+      auto model = a.prepare(net);
+      const ShardedModel* const sharded = model.slot()->sharded();
+      ASSERT_EQ(sharded != nullptr, !explicitly);
+      EXPECT_TRUE(explicitly || sharded->units().size() == 3);
+    }
+  });
+}
+
+TEST(Sharding, OneProcess_DividesNothing) {
+  RunAccelerators(1, Sharded("zero3"), [&](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet();
+    FusedSGD sgd(net->parameters(), {.lr = 0.1, .momentum = 0.9});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    Train(a, model, optimizer, 0, 2);
+    EXPECT_LE(Distance(a.get_state_dict(model), OneProcess(2)), 1e-6);
+  });
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,85 @@
+// Sharded training by real processes: the example `lm` under `muster launch --sharding`.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <fstream>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "tests/support/command.h"
+
+namespace muster {
+namespace {
+
+using Json = nlohmann::json;
+using ::testing::HasSubstr;
+using testing_support::CommandResult;
+using testing_support::RunCommand;
+
+class ShardingTest : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    std::ofstream file(data_);
+    for (int i = 0; i < 20000; ++i) file << "word " << i * i % 97 << (i % 5 == 0 ? ".\n" : ", ");
+  }
+
+  // `limit`: KiB of writable memory of each process; 0: no limit.
+  CommandResult Lm(const std::string& sharding, int processes, const std::string& flags,
+                   int64_t limit = 0) {
+    const std::string ulimit = limit == 0 ? "" : "ulimit -d " + std::to_string(limit) + "; ";
+    return RunCommand(ulimit + "client/cli/muster launch --cpu --no_prefix --num_processes " +
+                      std::to_string(processes) + " --sharding " + sharding +
+                      " --num_cpu_threads_per_process 1 -- examples/lm/lm --data " + data_ + " " +
+                      flags + " 2>&1");
+  }
+
+  const std::string folder_ = testing_support::MakeTestDir("sharding");
+  const std::string data_ = folder_ + "/text";
+};
+
+TEST_F(ShardingTest, EveryStrategy_GivesTheSameLoss) {
+  std::map<std::string, double> losses;
+  for (const std::string sharding : {"no_shard", "zero1", "zero2", "zero3", "hybrid"}) {
+    const CommandResult run =
+        Lm(sharding, 2, "--steps 10 --width 64 --layers 3 --context 32 --batch_size 4");
+    ASSERT_EQ(run.exit_code, 0) << run.output;
+    losses[sharding] = Json::parse(run.last_line()).at("loss");
+    EXPECT_NEAR(losses[sharding], losses["no_shard"], 1e-4) << sharding;
+  }
+}
+
+TEST_F(ShardingTest, Checkpoint_ContinuesUnderAnotherStrategyAndNumberOfProcesses) {
+  const std::string model = "--width 64 --layers 2 --context 32 --batch_size 4 ";
+  const std::string checkpoint = model + "--checkpoint " + folder_ + "/state --steps ";
+  ASSERT_EQ(Lm("zero3", 2, checkpoint + "40 --asynchronous").exit_code, 0);
+  const CommandResult more = Lm("zero1", 3, checkpoint + "41");
+  ASSERT_EQ(more.exit_code, 0) << more.output;
+  const CommandResult fresh = Lm("zero1", 3, model + "--steps 1");
+  ASSERT_EQ(fresh.exit_code, 0) << fresh.output;
+  EXPECT_LT(Json::parse(more.last_line()).at("loss").get<double>(),
+            Json::parse(fresh.last_line()).at("loss").get<double>() - 0.5)
+      << "it went on from step 40, and made one step";
+  EXPECT_EQ(Json::parse(more.last_line()).at("steps"), 1);
+}
+
+TEST_F(ShardingTest, ModelThatDoesNotFitEachProcess_FitsDivided) {
+  // 101 million parameters: 1.6 GB with gradients and AdamW's state, half of it in each of two.
+  const std::string flags = "--steps 2 --width 1024 --layers 8 --context 16 --batch_size 1";
+  const int64_t limit = 1700000;
+  const CommandResult whole = Lm("no_shard", 2, flags, limit);
+  EXPECT_NE(whole.exit_code, 0);
+  EXPECT_THAT(whole.output, HasSubstr("allocate memory"));
+  const CommandResult divided = Lm("zero3", 2, flags, limit);
+  EXPECT_EQ(divided.exit_code, 0) << divided.output;
+}
+
+TEST_F(ShardingTest, UnknownStrategy_IsRefusedByName) {
+  const CommandResult run = Lm("zero4", 2, "");
+  EXPECT_NE(run.exit_code, 0);
+  EXPECT_THAT(run.output, HasSubstr("zero4"));
+}
+
+}  // namespace
+}  // namespace muster

@@ -1,0 +1,157 @@
+#include "worker/parallel/paged_storage.h"
+
+#include <memory>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/dispatch/Dispatcher.h"
+#include "base/mutex.h"
+#include "c10/core/StorageImpl.h"
+#include "c10/core/TensorImpl.h"
+#include "c10/util/Exception.h"
+#include "torch/library.h"
+
+namespace muster {
+
+// Pages in use by one operator.
+class Pins {
+ public:
+  Pins() = default;
+  Pins(const Pins&) = delete;
+  Pins& operator=(const Pins&) = delete;
+  ~Pins() {
+    for (Page* page : pages_) --page->pins_;
+  }
+
+  void Add(Page* page) {
+    ++page->pins_;
+    pages_.push_back(page);
+  }
+
+ private:
+  std::vector<Page*> pages_;
+};
+
+namespace {
+
+// The key is meant for tests of LibTorch itself, which nobody runs in one process with Muster: no
+// other key above autograd is free (docs/decisions/0028).
+constexpr c10::DispatchKey kPagedKey = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
+
+class PageTable {
+ public:
+  void Add(const c10::StorageImpl* storage, Page* page) {
+    MutexLock lock(&mu_);
+    pages_[storage] = page;
+  }
+  void Remove(const c10::StorageImpl* storage) {
+    MutexLock lock(&mu_);
+    pages_.erase(storage);
+  }
+  Page* Find(const c10::StorageImpl* storage) {
+    MutexLock lock(&mu_);
+    const auto it = pages_.find(storage);
+    return it == pages_.end() ? nullptr : it->second;
+  }
+
+ private:
+  Mutex mu_;
+  std::unordered_map<const c10::StorageImpl*, Page*> pages_ ABSL_GUARDED_BY(mu_);
+};
+
+PageTable& Table() {
+  static auto& table = *new PageTable;
+  return table;
+}
+
+struct Use {
+  Page* page;
+  bool write;
+};
+
+void AddUse(const at::Tensor& tensor, bool write, const char* op, std::vector<Use>* uses) {
+  if (!tensor.defined() || !IsPaged(tensor)) return;
+  Page* const page = Table().Find(tensor.storage().unsafeGetStorageImpl());
+  TORCH_CHECK(page != nullptr, op,
+              ": a parameter of a sharded model is used after the Accelerator that holds its "
+              "values is gone; keep the Accelerator, or save_model() before it ends");
+  for (Use& use : *uses) {
+    if (use.page != page) continue;
+    use.write |= write;
+    return;
+  }
+  uses->push_back({page, write});
+}
+
+void Fallback(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const c10::FunctionSchema& schema = op.schema();
+  const std::vector<c10::Argument>& arguments = schema.arguments();
+  const size_t first = stack->size() - arguments.size();
+  const char* const name = schema.name().c_str();
+  std::vector<Use> uses;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::AliasInfo* const alias = arguments[i].alias_info();
+    // A result that is an alias of the argument asks by itself when it is used.
+    if (alias != nullptr && !alias->isWrite()) continue;
+    const bool write = alias != nullptr;
+    const c10::IValue& value = (*stack)[first + i];
+    if (value.isTensor()) {
+      AddUse(value.toTensor(), write, name, &uses);
+    } else if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorList()) AddUse(tensor, write, name, &uses);
+    } else if (value.isOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorList()) {
+        if (tensor.has_value()) AddUse(*tensor, write, name, &uses);
+      }
+    }
+  }
+  // None of them may go while another one comes, or before the operator has ended.
+  Pins pins;
+  for (const Use& use : uses) pins.Add(use.page);
+  for (const Use& use : uses) use.page->Require(use.write, name);
+  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kPagedKey), stack);
+}
+
+void RegisterFallback() {
+  static auto& library = *[] {
+    auto* const all = new torch::Library(torch::Library::IMPL, "_", kPagedKey, __FILE__, __LINE__);
+    all->fallback(torch::CppFunction::makeFromBoxedFunction<&Fallback>());
+    return all;
+  }();
+  (void)library;
+}
+
+}  // namespace
+
+PageRegistration::PageRegistration(at::Tensor flat, Page* page) : flat_(std::move(flat)) {
+  RegisterFallback();
+  Table().Add(flat_.storage().unsafeGetStorageImpl(), page);
+}
+
+PageRegistration::~PageRegistration() { Table().Remove(flat_.storage().unsafeGetStorageImpl()); }
+
+at::Tensor PagedView(const at::Tensor& flat, at::IntArrayRef sizes, at::IntArrayRef strides,
+                     int64_t offset) {
+  c10::Storage storage = flat.storage();
+  auto impl = c10::make_intrusive<c10::TensorImpl>(
+      std::move(storage), flat.key_set() | c10::DispatchKeySet(kPagedKey), flat.dtype());
+  impl->set_storage_offset(offset);
+  impl->set_sizes_and_strides(sizes, strides);
+  return at::Tensor(std::move(impl));
+}
+
+bool IsPaged(const at::Tensor& tensor) { return tensor.key_set().has(kPagedKey); }
+
+void FreeMemory(const at::Tensor& flat) {
+  c10::StorageImpl* const storage = flat.storage().unsafeGetStorageImpl();
+  // It keeps its nominal size, which views are checked against.
+  storage->set_data_ptr_noswap(storage->allocator()->allocate(0));
+}
+
+void AllocateMemory(const at::Tensor& flat) {
+  c10::StorageImpl* const storage = flat.storage().unsafeGetStorageImpl();
+  storage->set_data_ptr_noswap(storage->allocator()->allocate(storage->nbytes()));
+}
+
+}  // namespace muster

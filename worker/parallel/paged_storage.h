@@ -1,0 +1,61 @@
+#ifndef MUSTER_WORKER_PARALLEL_PAGED_STORAGE_H_
+#define MUSTER_WORKER_PARALLEL_PAGED_STORAGE_H_
+
+#include "ATen/core/Tensor.h"
+
+namespace muster {
+
+// Memory of tensors whose contents are not always there. LibTorch's C++ modules have no hooks
+// around forward(); this replaces them one level below: each operator that reads or writes a tensor
+// of such memory, in the forward or in the backward pass, asks its page for the contents first. So
+// any module works as it is, whether its submodules are called by forward(), by another method or
+// not at all, and a tensor that autograd saved finds its contents as well.
+//
+// Operators ask through a boxed fallback of a dispatch key that the tensors carry, above autograd
+// and autocast (docs/decisions/0028). It costs about a microsecond for each operator that takes
+// such a tensor. Views (t(), detach(), view()) do not ask. Code that takes data_ptr() by itself
+// bypasses it: while the contents are not there, LibTorch throws ("data is not allocated yet").
+class Page {
+ public:
+  virtual ~Page() = default;
+
+  // The contents are about to be used by operator `op`, which writes them if `write`. Called in the
+  // thread of the operator. Returns with the contents there, or throws c10::Error.
+  virtual void Require(bool write, const char* op) = 0;
+
+  // While above 0, operators use the contents.
+  int pins() const { return pins_; }
+
+ private:
+  friend class Pins;
+  int pins_ = 0;
+};
+
+// While it lives, `page` is responsible for the memory of `flat`; afterwards every use of a tensor
+// in that memory throws. Thread-safe.
+class PageRegistration {
+ public:
+  PageRegistration(at::Tensor flat, Page* page);
+  ~PageRegistration();
+  PageRegistration(const PageRegistration&) = delete;
+  PageRegistration& operator=(const PageRegistration&) = delete;
+
+ private:
+  const at::Tensor flat_;
+};
+
+// A tensor in the memory of `flat` whose uses ask its page; not a view to autograd.
+at::Tensor PagedView(const at::Tensor& flat, at::IntArrayRef sizes, at::IntArrayRef strides,
+                     int64_t offset);
+
+// Whether uses of `tensor` ask a page.
+bool IsPaged(const at::Tensor& tensor);
+
+// Frees the memory of `flat`, and gets memory for it again, uninitialized. Its tensors keep their
+// shapes; no version counter changes.
+void FreeMemory(const at::Tensor& flat);
+void AllocateMemory(const at::Tensor& flat);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_PARALLEL_PAGED_STORAGE_H_

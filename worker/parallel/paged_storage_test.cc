@@ -1,0 +1,137 @@
+#include "worker/parallel/paged_storage.h"
+
+#include <string>
+#include <vector>
+
+#include "ATen/core/grad_mode.h"
+#include "ATen/ops/add.h"
+#include "ATen/ops/arange.h"
+#include "ATen/ops/cat.h"
+#include "ATen/ops/empty_like.h"
+#include "ATen/ops/equal.h"
+#include "ATen/ops/linear.h"
+#include "ATen/ops/ones.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "worker/collective/test_error.h"
+
+namespace muster {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::Not;
+
+// Six numbers that are away until someone asks for them.
+class Numbers : public Page {
+ public:
+  Numbers() : flat(at::arange(6, at::kFloat)), registration(flat, this) { FreeMemory(flat); }
+
+  void Require(bool write, const char* op) override {
+    uses.push_back(std::string(op) + (write ? " writes" : ""));
+    if (flat.storage().data() != nullptr) return;
+    AllocateMemory(flat);
+    at::Tensor values = at::arange(6, at::kFloat);
+    flat.copy_(values);
+    ++loads;
+  }
+
+  at::Tensor flat;
+  const PageRegistration registration;
+  std::vector<std::string> uses;
+  int loads = 0;
+};
+
+TEST(PagedStorage, Operator_FindsTheContents) {
+  Numbers page;
+  const at::Tensor matrix = PagedView(page.flat, {2, 3}, {3, 1}, 0);
+  EXPECT_TRUE(at::equal(matrix.sum(1), at::arange(6, at::kFloat).view({2, 3}).sum(1)));
+  EXPECT_EQ(page.loads, 1);
+  FreeMemory(page.flat);
+  // In a list, as an optional argument and through views of views.
+  EXPECT_EQ(at::cat({matrix, matrix}).numel(), 12);
+  FreeMemory(page.flat);
+  const at::Tensor bias = PagedView(page.flat, {2}, {1}, 4);
+  EXPECT_TRUE(at::equal(at::linear(at::ones({1, 3}), at::ones({2, 3}), bias),
+                        at::arange(7, 9, at::kFloat).view({1, 2})));
+  FreeMemory(page.flat);
+  EXPECT_EQ(matrix.t().detach()[2][1].item<float>(), 5);
+  EXPECT_EQ(page.loads, 4);
+}
+
+TEST(PagedStorage, View_AsksForNothing) {
+  Numbers page;
+  const at::Tensor matrix = PagedView(page.flat, {2, 3}, {3, 1}, 0);
+  const at::Tensor view = matrix.t().view({3, 2}).detach().unsqueeze(0);
+  EXPECT_EQ(view.numel(), 6);
+  EXPECT_THAT(page.uses, IsEmpty());
+}
+
+TEST(PagedStorage, DataPointerOfContentsThatAreAway_IsAnError) {
+  Numbers page;
+  const at::Tensor row = PagedView(page.flat, {6}, {1}, 0);
+  EXPECT_THAT(ErrorOf([&] { row.data_ptr<float>(); }), HasSubstr("not allocated yet"));
+}
+
+TEST(PagedStorage, Write_IsSaid) {
+  Numbers page;
+  const at::Tensor row = PagedView(page.flat, {6}, {1}, 0);
+  row.zero_();
+  EXPECT_THAT(page.uses, ElementsAre("aten::zero_ writes"));
+  page.uses.clear();
+  at::Tensor result = at::ones({6});
+  at::add_out(result, row, row);
+  EXPECT_THAT(page.uses, Not(IsEmpty()));
+  for (const std::string& use : page.uses) EXPECT_THAT(use, Not(HasSubstr("writes")));
+}
+
+TEST(PagedStorage, ContentsFreedBetweenForwardAndBackward_ComeBackForTheSavedTensor) {
+  Numbers page;
+  at::Tensor weight = at::ones({2, 3}).requires_grad_();
+  weight.set_data(PagedView(page.flat, {2, 3}, {3, 1}, 0));
+  at::Tensor x = at::ones({1, 3}).requires_grad_();
+  const at::Tensor out = at::linear(x, weight).sum();
+  FreeMemory(page.flat);
+  out.backward();
+  // set_data() looks at it as well.
+  EXPECT_GE(page.loads, 2);
+  EXPECT_TRUE(at::equal(x.grad(), at::arange(6, at::kFloat).view({2, 3}).sum(0, true)));
+  EXPECT_TRUE(at::equal(weight.grad(), at::ones({2, 3})));
+  // What is computed from a paged tensor is an ordinary one.
+  FreeMemory(page.flat);
+  page.uses.clear();
+  weight.grad().add_(1);
+  x.grad().add_(1);
+  EXPECT_THAT(page.uses, IsEmpty());
+}
+
+TEST(PagedStorage, PagesOfOneOperator_StayPinnedUntilItHasEnded) {
+  Numbers first, second;
+  const at::Tensor a = PagedView(first.flat, {6}, {1}, 0), b = PagedView(second.flat, {6}, {1}, 0);
+  struct Watch : Numbers {
+    void Require(bool write, const char* op) override {
+      Numbers::Require(write, op);
+      others_pins = other->pins();
+    }
+    Numbers* other = nullptr;
+    int others_pins = 0;
+  } third;
+  third.other = &first;
+  const at::Tensor c = PagedView(third.flat, {6}, {1}, 0);
+  EXPECT_EQ(at::cat({a, b, c}).numel(), 18);
+  EXPECT_EQ(third.others_pins, 1);
+  EXPECT_EQ(first.pins(), 0);
+}
+
+TEST(PagedStorage, PageThatIsGone_IsAnError) {
+  at::Tensor left;
+  {
+    Numbers page;
+    left = PagedView(page.flat, {6}, {1}, 0);
+  }
+  EXPECT_THAT(ErrorOf([&] { left.sum(); }), HasSubstr("Accelerator that holds its values is gone"));
+}
+
+}  // namespace
+}  // namespace muster

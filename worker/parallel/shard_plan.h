@@ -1,0 +1,32 @@
+#ifndef MUSTER_WORKER_PARALLEL_SHARD_PLAN_H_
+#define MUSTER_WORKER_PARALLEL_SHARD_PLAN_H_
+
+#include <string>
+#include <vector>
+
+#include "worker/parallel/shard_unit.h"
+#include "worker/parallel/sharding_options.h"
+
+namespace torch::nn {
+class Module;
+}
+
+namespace muster {
+
+// The parameters of one unit.
+struct PlannedUnit {
+  std::string name;  // that of its module; "(rest)" for what no unit has
+  std::vector<NamedParameter> parameters;
+};
+
+// Divides `parameters` (full names, those of `module`) into units as `options` say: in the order of
+// the modules, the rest at the end, parameters of different dtype or device apart. A tensor that
+// occurs twice (tied weights) counts where it occurs first. `module` null (TorchScript): one unit.
+// Throws c10::Error for a rule that matches no module, and names what there is.
+std::vector<PlannedUnit> PlanUnits(torch::nn::Module* module,
+                                   const std::vector<NamedParameter>& parameters,
+                                   const ShardingOptions& options);
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_PARALLEL_SHARD_PLAN_H_

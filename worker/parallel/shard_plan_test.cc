@@ -1,0 +1,140 @@
+#include "worker/parallel/shard_plan.h"
+
+#include <string>
+#include <vector>
+
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "torch/nn/modules/container/modulelist.h"
+#include "torch/nn/modules/container/sequential.h"
+#include "torch/nn/modules/embedding.h"
+#include "torch/nn/modules/linear.h"
+#include "worker/collective/test_error.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+struct LayerImpl : torch::nn::Module {
+  LayerImpl() {
+    first = register_module("first", torch::nn::Linear(4, 8));
+    second = register_module("second", torch::nn::Linear(8, 4));
+  }
+  torch::nn::Linear first{nullptr}, second{nullptr};
+};
+TORCH_MODULE(Layer);
+
+struct Net : torch::nn::Module {
+  Net() {
+    words = register_module("words", torch::nn::Embedding(10, 4));
+    layers = register_module("layers", torch::nn::ModuleList());
+    for (int i = 0; i < 2; ++i) layers->push_back(Layer());
+    head = register_module("head", torch::nn::Linear(torch::nn::LinearOptions(4, 10).bias(false)));
+  }
+  torch::nn::Embedding words{nullptr};
+  torch::nn::ModuleList layers{nullptr};
+  torch::nn::Linear head{nullptr};
+};
+
+std::vector<NamedParameter> ParametersOf(const torch::nn::Module& module) {
+  std::vector<NamedParameter> parameters;
+  for (const auto& item : module.named_parameters())
+    parameters.push_back({item.key(), item.value()});
+  return parameters;
+}
+
+// "unit: parameter parameter".
+std::vector<std::string> Plan(torch::nn::Module& module, const ShardingOptions& options) {
+  std::vector<std::string> lines;
+  for (const PlannedUnit& unit : PlanUnits(&module, ParametersOf(module), options)) {
+    lines.push_back(unit.name + ":");
+    for (const NamedParameter& parameter : unit.parameters) lines.back() += " " + parameter.name;
+  }
+  return lines;
+}
+
+const char kLayer0[] =
+    "layers.0: layers.0.first.weight layers.0.first.bias layers.0.second.weight "
+    "layers.0.second.bias";
+const char kLayer1[] =
+    "layers.1: layers.1.first.weight layers.1.first.bias layers.1.second.weight "
+    "layers.1.second.bias";
+
+TEST(PlanUnits, WithoutARule_TakesTheEntriesOfLists) {
+  Net net;
+  EXPECT_THAT(Plan(net, {}), ElementsAre(kLayer0, kLayer1, "(rest): words.weight head.weight"));
+}
+
+TEST(PlanUnits, TypesWithOrWithoutImpl_AreUnits) {
+  Net net;
+  for (const char* type : {"Layer", "LayerImpl", "muster::LayerImpl"}) {
+    EXPECT_THAT(Plan(net, {.unit_types = {type}}),
+                ElementsAre(kLayer0, kLayer1, "(rest): words.weight head.weight"));
+  }
+}
+
+TEST(PlanUnits, NestedUnits_AParameterBelongsToTheInnermost) {
+  Net net;
+  EXPECT_THAT(
+      Plan(net, {.unit_names = {"layers.0", "layers.0.second", "words"}}),
+      ElementsAre("words: words.weight", "layers.0: layers.0.first.weight layers.0.first.bias",
+                  "layers.0.second: layers.0.second.weight layers.0.second.bias",
+                  "(rest): layers.1.first.weight layers.1.first.bias "
+                  "layers.1.second.weight layers.1.second.bias head.weight"));
+}
+
+TEST(PlanUnits, BySize_TakesTheSmallestModulesThatReachIt) {
+  Net net;
+  EXPECT_THAT(Plan(net, {.min_unit_parameters = 70}),
+              ElementsAre(kLayer0, kLayer1, "(rest): words.weight head.weight"));
+  // Of the linear layers the first has 40 parameters and the second 36.
+  EXPECT_THAT(
+      Plan(net, {.min_unit_parameters = 40}),
+      ElementsAre("words: words.weight",
+                  "layers.0.first: layers.0.first.weight layers.0.first.bias",
+                  "layers.1.first: layers.1.first.weight layers.1.first.bias", "head: head.weight",
+                  "(rest): layers.0.second.weight layers.0.second.bias "
+                  "layers.1.second.weight layers.1.second.bias"));
+}
+
+TEST(PlanUnits, TiedWeight_CountsWhereItOccursFirst) {
+  Net net;
+  net.head->weight = net.words->weight;
+  net.head->parameters();  // as registered
+  std::vector<NamedParameter> parameters = ParametersOf(net);
+  parameters.back().tensor = parameters.front().tensor;
+  EXPECT_EQ(PlanUnits(&net, parameters, {}).back().parameters.size(), 1U);
+}
+
+TEST(PlanUnits, DifferentDtypes_AreUnitsOfTheirOwn) {
+  Net net;
+  net.layers[0]->as<LayerImpl>()->second->to(at::kBFloat16);
+  EXPECT_THAT(Plan(net, {}), ElementsAre("layers.0: layers.0.first.weight layers.0.first.bias",
+                                         "layers.0: layers.0.second.weight layers.0.second.bias",
+                                         kLayer1, "(rest): words.weight head.weight"));
+}
+
+TEST(PlanUnits, RuleThatMatchesNothing_NamesWhatThereIs) {
+  Net net;
+  EXPECT_THAT(ErrorOf([&] { Plan(net, {.unit_types = {"Block"}}); }),
+              AllOf(HasSubstr("no module of class 'Block'"), HasSubstr("Layer, Linear")));
+  EXPECT_THAT(ErrorOf([&] { Plan(net, {.unit_names = {"layers.7"}}); }),
+              AllOf(HasSubstr("no module 'layers.7'"), HasSubstr("layers.1")));
+  EXPECT_THAT(ErrorOf([&] { Plan(net, {.min_unit_parameters = 1000}); }), HasSubstr("1000"));
+  EXPECT_THAT(ErrorOf([&] { Plan(net, {.unit_types = {"Layer"}, .unit_names = {"words"}}); }),
+              HasSubstr("exclude each other"));
+  EXPECT_THAT(ErrorOf([&] { PlanUnits(nullptr, ParametersOf(net), {.unit_types = {"Layer"}}); }),
+              HasSubstr("TorchScript"));
+}
+
+TEST(ParseSharding, Names_AreUnderstood) {
+  EXPECT_EQ(ParseSharding("zero2", 8).strategy, ShardingStrategy::kGradients);
+  EXPECT_EQ(ParseSharding("hybrid", 8).group_size, 8);
+  EXPECT_THAT(ErrorOf([] { ParseSharding("zero4", 8); }), HasSubstr("zero4"));
+}
+
+}  // namespace
+}  // namespace muster

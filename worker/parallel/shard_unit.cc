@@ -1,0 +1,218 @@
+#include "worker/parallel/shard_unit.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "ATen/core/grad_mode.h"
+#include "ATen/ops/empty_strided.h"
+#include "ATen/ops/where.h"
+#include "ATen/ops/zeros.h"
+#include "c10/util/Exception.h"
+
+namespace muster {
+namespace {
+
+// Kernels are at their best on tensors that begin at a cache line.
+constexpr int64_t kAlignment = 64;
+
+int64_t RoundUp(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// Those of the tensor if it is dense, whatever the order of its dimensions; else of a contiguous
+// one.
+std::vector<int64_t> StridesOf(const at::Tensor& tensor) {
+  if (tensor.is_non_overlapping_and_dense()) return tensor.strides().vec();
+  std::vector<int64_t> strides(static_cast<size_t>(tensor.dim()));
+  int64_t stride = 1;
+  for (int64_t d = tensor.dim() - 1; d >= 0; --d) {
+    strides[static_cast<size_t>(d)] = stride;
+    stride *= std::max<int64_t>(tensor.size(d), 1);
+  }
+  return strides;
+}
+
+}  // namespace
+
+ShardUnit::ShardUnit(std::string name, std::vector<NamedParameter> parameters, Comm& comm,
+                     bool frees, std::optional<at::ScalarType> gathered_as,
+                     std::optional<at::ScalarType> reduced_as,
+                     std::function<void(ShardUnit&, bool, const char*)> use)
+    : name_(std::move(name)), comm_(comm), frees_(frees), use_(std::move(use)) {
+  at::NoGradGuard no_grad;
+  TORCH_CHECK(!parameters.empty(), "unit '", name_, "' has no parameters");
+  at::TensorOptions options = parameters[0].tensor.options().requires_grad(false);
+  dtype_ = reduced_as_ = parameters[0].tensor.scalar_type();
+  if (dtype_ == at::kFloat) {
+    options = options.dtype(gathered_as.value_or(dtype_));
+    reduced_as_ = reduced_as.value_or(dtype_);
+  }
+  const int64_t align =
+      std::max<int64_t>(kAlignment / static_cast<int64_t>(parameters[0].tensor.element_size()), 1);
+  int64_t total = 0;
+  for (NamedParameter& parameter : parameters) {
+    Slice slice;
+    slice.sizes = parameter.tensor.sizes().vec();
+    slice.strides = StridesOf(parameter.tensor);
+    slice.offset = total;
+    total += RoundUp(parameter.tensor.numel(), align);
+    slice.name = std::move(parameter.name);
+    slice.tensor = std::move(parameter.tensor);
+    slices_.push_back(std::move(slice));
+  }
+  part_ = RoundUp((total + comm_.size() - 1) / comm_.size(), align);
+  flat_ = at::zeros({part_ * comm_.size()}, options);
+  master_ = OwnSlot();
+  if (separate()) {
+    at::Tensor full = at::zeros({flat_.numel()}, options.dtype(dtype_));
+    for (Slice& slice : slices_) View(full, slice).copy_(slice.tensor);
+    master_ = full.narrow(0, part_ * comm_.rank(), part_).clone();
+    flat_.copy_(full);
+  } else {
+    for (Slice& slice : slices_) View(flat_, slice).copy_(slice.tensor);
+  }
+  registration_.emplace(flat_, this);
+  for (Slice& slice : slices_) {
+    // From here on the module's tensor is a view of the flat buffer.
+    slice.tensor.set_data(PagedView(flat_, slice.sizes, slice.strides, slice.offset));
+    const int64_t numel = slice.tensor.numel();
+    const int64_t mine = part_ * comm_.rank();
+    const int64_t begin = std::clamp<int64_t>(mine - slice.offset, 0, numel);
+    const int64_t end = std::clamp<int64_t>(mine + part_ - slice.offset, begin, numel);
+    slice.begin = begin;
+    const int64_t at = begin == end ? 0 : slice.offset + begin - mine;
+    slice.shard = master_.narrow(0, at, end - begin).detach();
+    slice.shard.requires_grad_(slice.tensor.requires_grad());
+    if (slice.tensor.requires_grad()) ++expected;
+  }
+}
+
+int64_t ShardUnit::full_bytes() const {
+  return flat_.numel() * static_cast<int64_t>(flat_.element_size());
+}
+
+at::Tensor ShardUnit::View(const at::Tensor& flat, const Slice& slice) const {
+  return flat.as_strided(slice.sizes, slice.strides, flat.storage_offset() + slice.offset);
+}
+
+template <typename Fn>
+void ShardUnit::Named(const char* doing, Fn collective) const {
+  try {
+    collective();
+  } catch (c10::Error& error) {
+    error.add_context(c10::str("while ", doing, " unit '", name_, "' of the sharded model"));
+    throw;
+  }
+}
+
+void ShardUnit::Gather() {
+  if (gathered_) return;
+  at::NoGradGuard no_grad;
+  if (!allocated_) {
+    AllocateMemory(flat_);
+    allocated_ = true;
+  }
+  if (separate()) OwnSlot().copy_(master_);
+  Named("gathering", [&] { comm_.AllGatherParts(flat_); });
+  gathered_ = true;
+}
+
+void ShardUnit::Free() {
+  if (!frees_ || !allocated_) return;
+  FreeMemory(flat_);
+  allocated_ = gathered_ = false;
+}
+
+void ShardUnit::Expire() {
+  gathered_ = false;
+  Free();
+}
+
+at::Tensor ShardUnit::OwnSlot() const { return flat_.narrow(0, part_ * comm_.rank(), part_); }
+
+std::vector<at::Tensor> ShardUnit::Values() {
+  std::vector<at::Tensor> parts;
+  for (const Slice& slice : slices_) parts.push_back(slice.shard);
+  return Assemble(parts, dtype_);
+}
+
+void ShardUnit::KeepOwnPart() {
+  at::NoGradGuard no_grad;
+  if (!separate()) return;
+  const at::Tensor written = OwnSlot();
+  if (flat_.scalar_type() == dtype_) {
+    master_.copy_(written);
+    return;
+  }
+  // What was not written keeps the bits that the gathered dtype does not have.
+  const at::Tensor same = written.eq(master_.to(written.scalar_type()));
+  master_.copy_(at::where(same, master_, written.to(dtype_)));
+}
+
+void ShardUnit::ReduceGradients(double factor, Comm* replicas) {
+  at::NoGradGuard no_grad;
+  at::Tensor mine;
+  {
+    const at::Tensor full = at::zeros({flat_.numel()}, flat_.options().dtype(reduced_as_));
+    for (Slice& slice : slices_) {
+      at::Tensor& grad = slice.tensor.mutable_grad();
+      slice.used = grad.defined();
+      if (!grad.defined()) continue;
+      View(full, slice).copy_(grad);
+      grad.reset();
+    }
+    Named("reducing the gradients of", [&] { mine = comm_.ReduceScatter(full, ReduceOp::kSum); });
+  }
+  if (replicas != nullptr) {
+    Named("reducing the gradients of", [&] { replicas->AllReduce(mine, ReduceOp::kSum); });
+  }
+  mine = mine.to(dtype_).mul_(factor);
+  const int64_t first = part_ * comm_.rank();
+  for (Slice& slice : slices_) {
+    if (!slice.tensor.requires_grad() || slice.shard.numel() == 0) continue;
+    const at::Tensor part = mine.narrow(0, slice.offset + slice.begin - first, slice.shard.numel());
+    at::Tensor& grad = slice.shard.mutable_grad();
+    slice.fresh = !grad.defined();
+    if (slice.fresh) {
+      grad = part;
+    } else {
+      grad.add_(part);
+    }
+  }
+}
+
+std::vector<at::Tensor> ShardUnit::Assemble(const std::vector<at::Tensor>& parts,
+                                            at::ScalarType dtype) {
+  at::NoGradGuard no_grad;
+  at::Tensor full = at::zeros({part_ * comm_.size()}, master_.options().dtype(dtype));
+  for (size_t i = 0; i < slices_.size(); ++i) {
+    if (!parts[i].defined() || parts[i].numel() == 0) continue;
+    full.narrow(0, slices_[i].offset + slices_[i].begin, slices_[i].shard.numel())
+        .copy_(parts[i].reshape({-1}));
+  }
+  comm_.AllGatherParts(full);
+  std::vector<at::Tensor> tensors;
+  for (const Slice& slice : slices_) tensors.push_back(View(full, slice));
+  return tensors;
+}
+
+at::Tensor ShardUnit::PartOf(size_t index, const at::Tensor& full) const {
+  at::NoGradGuard no_grad;
+  const Slice& slice = slices_[index];
+  TORCH_CHECK(full.sizes() == at::IntArrayRef(slice.sizes), "parameter '", slice.name,
+              "' has shape ", at::IntArrayRef(slice.sizes), ", but the tensor for it has ",
+              full.sizes());
+  // In the order of memory that the parameter has.
+  const at::Tensor ordered =
+      at::empty_strided(slice.sizes, slice.strides, full.options().device(master_.device()));
+  ordered.copy_(full);
+  return ordered.as_strided({ordered.numel()}, {1}).narrow(0, slice.begin, slice.shard.numel());
+}
+
+void ShardUnit::SetValues(const std::vector<at::Tensor>& full) {
+  at::NoGradGuard no_grad;
+  for (size_t i = 0; i < slices_.size(); ++i) {
+    if (full[i].defined()) slices_[i].shard.copy_(PartOf(i, full[i]));
+  }
+  Expire();
+}
+
+}  // namespace muster

@@ -1,0 +1,121 @@
+#ifndef MUSTER_WORKER_PARALLEL_SHARD_UNIT_H_
+#define MUSTER_WORKER_PARALLEL_SHARD_UNIT_H_
+
+#include <cstdint>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "worker/collective/comm.h"
+#include "worker/parallel/paged_storage.h"
+
+namespace muster {
+
+// A parameter of the model, as its module has it.
+struct NamedParameter {
+  std::string name;
+  at::Tensor tensor;
+};
+
+// The parameters that are gathered and freed together, all of one dtype and device. They lie one
+// after the other in a flat buffer of comm.size() equal parts, and stay views of it; part r belongs
+// to rank r, which holds its values for good (`shards`), and the others get them by Gather().
+//
+//   flat      [ part 0 | part 1 | ... ]      freed and allocated again, if `frees`
+//   tensors   [ weight   | bias | norm  ]    cut by the borders of parts
+//   shards    of rank 1:   [ei|bias|n]       leaf tensors, 1-D, what the optimizer updates
+//
+// Not thread-safe.
+class ShardUnit : public Page {
+ public:
+  // `use(write, op)` decides whether an operator may use the parameters, and gathers them.
+  // `comm`: the ranks that divide the unit; borrowed. Takes the values of `parameters` over; those
+  // of all ranks must be equal. `frees`: the full buffer is freed where Free() says so; otherwise
+  // it stays, and the shards are a part of it, if they have its dtype. `gathered_as`, `reduced_as`:
+  // the dtypes of the full buffer and of the reduction of gradients, for fp32 parameters.
+  ShardUnit(std::string name, std::vector<NamedParameter> parameters, Comm& comm, bool frees,
+            std::optional<at::ScalarType> gathered_as, std::optional<at::ScalarType> reduced_as,
+            std::function<void(ShardUnit&, bool write, const char* op)> use);
+  ShardUnit(const ShardUnit&) = delete;
+  ShardUnit& operator=(const ShardUnit&) = delete;
+
+  void Require(bool write, const char* op) override { use_(*this, write, op); }
+
+  // A parameter in the unit. `shard`: the part of it that is this rank's, [begin, begin + numel) of
+  // its elements in the order of memory; 1-D, maybe empty; a leaf.
+  struct Slice {
+    std::string name;
+    at::Tensor tensor;  // the module's: paged
+    std::vector<int64_t> sizes, strides;
+    int64_t offset;  // in the flat buffer
+    at::Tensor shard;
+    int64_t begin = 0;
+    // Of the last ReduceGradients(): this rank had a gradient; the shard had none before.
+    bool used = false, fresh = false;
+  };
+  const std::string& name() const { return name_; }
+  const std::vector<Slice>& slices() const { return slices_; }
+  std::vector<Slice>& slices() { return slices_; }
+  int64_t full_bytes() const;  // of the flat buffer
+
+  // The full values are there and those of the shards.
+  bool gathered() const { return gathered_; }
+  // (collective) Makes them so.
+  void Gather();
+  // Frees the full buffer, if `frees`.
+  void Free();
+  // The shards have changed: what was gathered counts no more.
+  void Expire();
+  // (collective) Copies of the full parameters, of their own dtype.
+  std::vector<at::Tensor> Values();
+  // Takes this rank's part of the gathered values, which were written, for the shards.
+  void KeepOwnPart();
+
+  // (collective) Sums `.grad` of the parameters over the ranks, multiplied by `factor`, adds this
+  // rank's part to `.grad` of the shards, and takes `.grad` from the parameters. A parameter
+  // without a gradient counts as zeros. `replicas`: the ranks that hold the same shard of other
+  // copies; null: there is one copy.
+  void ReduceGradients(double factor, Comm* replicas);
+
+  // (collective) Puts `.grad`-like 1-D tensors, one for each slice and as long as its shard,
+  // together to the tensors that they are parts of. An undefined one counts as zeros.
+  std::vector<at::Tensor> Assemble(const std::vector<at::Tensor>& parts, at::ScalarType dtype);
+  // This rank's part of a full tensor of slice `index`, a copy, in the order of memory.
+  at::Tensor PartOf(size_t index, const at::Tensor& full) const;
+  // Overwrites the shards with the values of the full tensors, where they are defined.
+  void SetValues(const std::vector<at::Tensor>& full);
+
+  // When it was used last: for the model's bookkeeping.
+  uint64_t last_use = 0;
+  // Parameters whose gradients have arrived in this backward pass, and those that will.
+  int arrived = 0, expected = 0;
+
+ private:
+  at::Tensor View(const at::Tensor& flat, const Slice& slice) const;
+  // Names the unit in what `collective` throws.
+  template <typename Fn>
+  void Named(const char* doing, Fn collective) const;
+  // This rank's part of the flat buffer; the shards have memory of their own if separate().
+  at::Tensor OwnSlot() const;
+  bool separate() const { return frees_ || flat_.scalar_type() != dtype_; }
+
+  const std::string name_;
+  Comm& comm_;
+  const bool frees_;
+  at::ScalarType dtype_ = at::kFloat,
+                 reduced_as_ = at::kFloat;  // of the parameters and shards; of the reduction
+  const std::function<void(ShardUnit&, bool, const char*)> use_;
+  std::vector<Slice> slices_;
+  int64_t part_ = 0;   // elements of each rank
+  at::Tensor flat_;    // [size * part]; without memory while it is freed
+  at::Tensor master_;  // [part]: this rank's values
+  bool allocated_ = true;
+  bool gathered_ = true;
+  std::optional<PageRegistration> registration_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_PARALLEL_SHARD_UNIT_H_

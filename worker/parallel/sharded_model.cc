@@ -1,0 +1,442 @@
+#include "worker/parallel/sharded_model.h"
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <optional>
+#include <unordered_set>
+
+#include "ATen/core/grad_mode.h"
+#include "c10/util/Exception.h"
+#include "torch/csrc/autograd/graph_task.h"
+#include "torch/csrc/autograd/variable.h"
+#include "torch/nn/module.h"
+#include "worker/parallel/coalesce.h"
+#include "worker/parallel/paged_storage.h"
+#include "worker/parallel/same_model.h"
+
+namespace muster {
+namespace {
+
+// The one that is used, and one that is about to be freed or has come ahead of its use.
+constexpr int kGatheredUnits = 2;
+
+std::string Pack(const std::vector<uint32_t>& numbers) {
+  std::string bytes(numbers.size() * sizeof(uint32_t), '\0');
+  if (!numbers.empty()) std::memcpy(bytes.data(), numbers.data(), bytes.size());
+  return bytes;
+}
+
+std::vector<uint32_t> Unpack(const std::string& bytes) {
+  std::vector<uint32_t> numbers(bytes.size() / sizeof(uint32_t));
+  if (!numbers.empty()) std::memcpy(numbers.data(), bytes.data(), bytes.size());
+  return numbers;
+}
+
+bool InBackward() { return torch::autograd::get_current_graph_task_id() != -1; }
+
+at::Tensor OnCpu(const at::Tensor& tensor) {
+  return tensor.detach().to(at::kCPU).contiguous().clone();
+}
+
+// A number that grows or shrinks back whatever happens.
+class Depth {
+ public:
+  explicit Depth(int& depth) : depth_(depth) { ++depth_; }
+  ~Depth() { --depth_; }
+  Depth(const Depth&) = delete;
+  Depth& operator=(const Depth&) = delete;
+
+ private:
+  int& depth_;
+};
+
+}  // namespace
+
+ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::Module* module,
+                           std::vector<NamedParameter> parameters, std::vector<at::Tensor> buffers,
+                           const ShardingOptions& options, bool broadcast_buffers)
+    : world_(world),
+      shard_comm_(shard),
+      replicas_(replicas),
+      options_(options),
+      broadcast_buffers_(broadcast_buffers),
+      buffers_(std::move(buffers)) {
+  std::vector<at::Tensor> tensors;
+  std::vector<std::string> names;
+  for (const NamedParameter& parameter : parameters) {
+    TORCH_CHECK(parameter.tensor.is_floating_point() && parameter.tensor.layout() == at::kStrided,
+                "parameter '", parameter.name, "' is ", parameter.tensor.scalar_type(), " ",
+                parameter.tensor.layout(),
+                ": only dense floating-point parameters can be sharded; register it as a buffer, "
+                "or train without sharding");
+    TORCH_CHECK(!IsPaged(parameter.tensor), "parameter '", parameter.name,
+                "' belongs to another sharded model, or to one of an Accelerator that is gone: "
+                "prepare one module that holds both models, or build the model again");
+    tensors.push_back(parameter.tensor);
+    names.push_back(parameter.name);
+  }
+  VerifySameModel(world_, tensors, names, std::vector<bool>(names.size(), false));
+  std::vector<PlannedUnit> plan = PlanUnits(module, parameters, options_);
+  CheckSamePlan(plan);
+  tensors.clear();
+  parameters.clear();
+  BroadcastCoalesced(world_, buffers_, 0);
+  for (PlannedUnit& planned : plan) AddUnit(std::move(planned));
+  complete_.resize(units_.size());
+}
+
+ShardedModel::~ShardedModel() = default;
+
+void ShardedModel::CheckSamePlan(const std::vector<PlannedUnit>& plan) const {
+  std::string mine =
+      c10::str("strategy ", static_cast<int>(options_.strategy), ", groups of ", shard_comm_.size(),
+               ", reshard_after_forward ", options_.reshard_after_forward, "\n");
+  for (const PlannedUnit& unit : plan) {
+    mine += c10::str("unit '", unit.name, "' of ", unit.parameters.size(), " parameters from '",
+                     unit.parameters.front().name, "'\n");
+  }
+  const std::vector<std::string> all = world_.AllGatherBytes(mine);
+  for (size_t rank = 1; rank < all.size(); ++rank) {
+    const auto [at, other] =
+        std::mismatch(all[0].begin(), all[0].end(), all[rank].begin(), all[rank].end());
+    if (at == all[0].end() && other == all[rank].end()) continue;
+    const auto line = [](const std::string& text, size_t place) {
+      const size_t before = place == 0 ? std::string::npos : text.rfind('\n', place - 1);
+      const size_t begin = before == std::string::npos ? 0 : before + 1;
+      const std::string found = text.substr(begin, text.find('\n', begin) - begin);
+      return found.empty() ? std::string("nothing more") : found;
+    };
+    const auto place = static_cast<size_t>(at - all[0].begin());
+    TORCH_CHECK(false, "the ranks shard the model differently: rank 0 has ", line(all[0], place),
+                " where rank ", rank, " has ", line(all[rank], place),
+                "; give all ranks the same options.sharding");
+  }
+}
+
+void ShardedModel::AddUnit(PlannedUnit planned) {
+  const size_t index = units_.size();
+  std::vector<at::Tensor> values;
+  for (const NamedParameter& parameter : planned.parameters) values.push_back(parameter.tensor);
+  BroadcastCoalesced(world_, values, 0);
+  values.clear();
+  units_.push_back(std::make_unique<ShardUnit>(
+      std::move(planned.name), std::move(planned.parameters), shard_comm_,
+      options_.strategy == ShardingStrategy::kFull, options_.parameter_dtype, options_.reduce_dtype,
+      [this](ShardUnit& unit, bool write, const char* op) { Use(unit, write, op); }));
+  const std::vector<ShardUnit::Slice>& slices = units_.back()->slices();
+  for (size_t i = 0; i < slices.size(); ++i) {
+    const ShardUnit::Slice& slice = slices[i];
+    shards_.push_back(slice.shard);
+    shard_of_[slice.tensor.unsafeGetTensorImpl()] = slice.shard;
+    name_of_[slice.shard.unsafeGetTensorImpl()] = slice.name;
+    places_[slice.name] = {index, i};
+    if (slice.tensor.requires_grad()) {
+      observers_.Add(slice.tensor, [this, index](const at::Tensor&) { OnGradient(index); });
+    }
+  }
+  // One unit after the other, so that no second copy of the model exists while they are made.
+  units_.back()->Expire();
+}
+
+void ShardedModel::BeginForward(bool communicate) {
+  for (const auto& unit : units_) {
+    for (const ShardUnit::Slice& slice : unit->slices()) {
+      TORCH_CHECK(slice.shard.requires_grad() || !slice.tensor.requires_grad(), "parameter '",
+                  slice.name,
+                  "' of a sharded model was frozen when the model was prepared, and has "
+                  "requires_grad now: prepare the model with all parameters that are trained "
+                  "later, and freeze them afterwards");
+    }
+  }
+  communicate_ = communicate;
+  ++forwards_;
+  // A backward pass that threw has left this behind.
+  if (!InBackward()) open_ = false;
+}
+
+void ShardedModel::EndForward() { --forwards_; }
+
+void ShardedModel::Use(ShardUnit& unit, bool write, const char* op) {
+  TORCH_CHECK(!write || summons_ > 0, op, " writes a parameter of unit '", unit.name(),
+              "', which is sharded: the ranks would lose the change. Change parameters before "
+              "prepare(), or inside accelerator.summon_full_params()");
+  unit.last_use = ++uses_;
+  if (unit.gathered()) return;
+  TORCH_CHECK(forwards_ > 0 || InBackward(), op, " uses a parameter of unit '", unit.name(),
+              "' outside of the model's forward and backward passes, where its values are divided "
+              "among the ranks: call model(...), model.call(...), or "
+              "accelerator.summon_full_params()");
+  MakeRoom();
+  Note(static_cast<size_t>(std::find_if(units_.begin(), units_.end(),
+                                        [&](const auto& other) { return other.get() == &unit; }) -
+                           units_.begin()),
+       /*reduced=*/false);
+  unit.Gather();
+}
+
+void ShardedModel::MakeRoom() {
+  if (options_.strategy != ShardingStrategy::kFull || summons_ > 0) return;
+  if (!options_.reshard_after_forward && !InBackward()) return;
+  for (;;) {
+    int gathered = 0;
+    ShardUnit* oldest = nullptr;
+    for (const auto& unit : units_) {
+      if (!unit->gathered()) continue;
+      ++gathered;
+      if (unit->pins() > 0) continue;
+      if (oldest == nullptr || unit->last_use < oldest->last_use) oldest = unit.get();
+    }
+    if (gathered < kGatheredUnits || oldest == nullptr) return;
+    oldest->Free();
+  }
+}
+
+void ShardedModel::Expire() {
+  for (const auto& unit : units_) unit->Expire();
+}
+
+void ShardedModel::MarkChanged(const std::vector<at::Tensor>& shards) {
+  for (const at::Tensor& shard : shards) {
+    const std::string* const name = NameOf(shard);
+    if (name == nullptr) continue;
+    const auto& [unit, slice] = PlaceOf(*name);
+    torch::autograd::impl::bump_version(units_[unit]->slices()[slice].tensor);
+  }
+}
+
+at::Tensor ShardedModel::ShardOf(const at::Tensor& parameter) const {
+  const auto it = shard_of_.find(parameter.unsafeGetTensorImpl());
+  return it == shard_of_.end() ? at::Tensor() : it->second;
+}
+
+const std::string* ShardedModel::NameOf(const at::Tensor& shard) const {
+  const auto it = name_of_.find(shard.unsafeGetTensorImpl());
+  return it == name_of_.end() ? nullptr : &it->second;
+}
+
+void ShardedModel::OnGradient(size_t index) {
+  if (!communicate_) return;
+  if (!open_) {
+    open_ = true;
+    completed_.clear();
+    reduced_ = 0;
+    std::fill(complete_.begin(), complete_.end(), false);
+    for (const auto& unit : units_) unit->arrived = 0;
+    AtEndOfBackward([this] { EndOfBackward(); });
+  }
+  ShardUnit& unit = *units_[index];
+  if (++unit.arrived != unit.expected) return;
+  complete_[index] = true;
+  completed_.push_back(index);
+  // ZeRO-1 keeps the gradients until all are there.
+  if (options_.strategy == ShardingStrategy::kOptimizer) return;
+  while (reduced_ < order_.size() && complete_[order_[reduced_]]) Reduce(order_[reduced_++]);
+}
+
+void ShardedModel::Reduce(size_t index) {
+  ShardUnit& unit = *units_[index];
+  Note(index, /*reduced=*/true);
+  // Before the buffer for the gradients is there.
+  if (options_.strategy == ShardingStrategy::kFull && unit.pins() == 0) unit.Free();
+  unit.ReduceGradients(1.0 / world_.size(), replicas_);
+}
+
+void ShardedModel::EndOfBackward() {
+  open_ = false;
+  if (order_.empty()) AgreeOnOrder();
+  while (reduced_ < order_.size()) Reduce(order_[reduced_++]);
+  CheckOrder();
+  SyncBuffers();
+  if (options_.strategy == ShardingStrategy::kFull && summons_ == 0) {
+    for (const auto& unit : units_) {
+      if (unit->pins() == 0) unit->Free();
+    }
+  }
+}
+
+void ShardedModel::AgreeOnOrder() {
+  std::vector<uint32_t> order(completed_.begin(), completed_.end());
+  for (size_t i = units_.size(); i-- > 0;) {
+    if (units_[i]->expected > 0 && !complete_[i]) order.push_back(static_cast<uint32_t>(i));
+  }
+  order = Unpack(world_.BroadcastBytes(Pack(order), 0));
+  order_.assign(order.begin(), order.end());
+}
+
+void ShardedModel::Note(size_t unit, bool reduced) {
+  history_.push_back(static_cast<uint32_t>(unit) * 2 + (reduced ? 1 : 0));
+}
+
+void ShardedModel::CheckOrder() {
+  // Of the same shape on every rank in a program without errors: a frame of the exchange.
+  uint32_t digest = 2166136261;
+  for (const uint32_t event : history_) digest = (digest ^ event) * 16777619;
+  std::vector<uint32_t> mine = {digest, static_cast<uint32_t>(history_.size())};
+  uint32_t number = 0;
+  for (const auto& unit : units_) {
+    for (const ShardUnit::Slice& slice : unit->slices()) {
+      if (slice.tensor.requires_grad() && !slice.used) mine.push_back(number);
+      ++number;
+    }
+  }
+  const std::vector<std::string> all = world_.AllGatherBytes(Pack(mine));
+  std::vector<uint32_t> unused(mine.begin() + 2, mine.end());
+  bool same = true;
+  for (const std::string& bytes : all) {
+    const std::vector<uint32_t> other = Unpack(bytes);
+    same = same && other[0] == mine[0] && other[1] == mine[1];
+    std::vector<uint32_t> both;
+    std::set_intersection(unused.begin(), unused.end(), other.begin() + 2, other.end(),
+                          std::back_inserter(both));
+    unused = std::move(both);
+  }
+  if (!same) {
+    const std::vector<std::string> histories = world_.AllGatherBytes(Pack(history_));
+    history_.clear();
+    const auto event = [&](const std::vector<uint32_t>& history, size_t i) {
+      if (i >= history.size()) return std::string("nothing more");
+      return c10::str(history[i] % 2 == 1 ? "reduced" : "gathered", " unit '",
+                      units_[history[i] / 2]->name(), "'");
+    };
+    const std::vector<uint32_t> first = Unpack(histories[0]);
+    for (size_t rank = 1; rank < histories.size(); ++rank) {
+      const std::vector<uint32_t> other = Unpack(histories[rank]);
+      if (other == first) continue;
+      const auto place = static_cast<size_t>(
+          std::mismatch(first.begin(), first.end(), other.begin(), other.end()).first -
+          first.begin());
+      TORCH_CHECK(false,
+                  "the ranks used the units of the sharded model in different orders: as "
+                  "number ",
+                  place, " in this step rank 0 ", event(first, place), " and rank ", rank, " ",
+                  event(other, place), "; run the same submodules in the same order on every rank");
+    }
+  }
+  history_.clear();
+  // What no rank has used stays without a gradient, as without sharding: an optimizer would decay
+  // it.
+  number = 0;
+  size_t next = 0;
+  for (const auto& unit : units_) {
+    for (ShardUnit::Slice& slice : unit->slices()) {
+      if (next < unused.size() && unused[next] == number) {
+        ++next;
+        if (slice.fresh) slice.shard.mutable_grad().reset();
+      }
+      ++number;
+    }
+  }
+}
+
+void ShardedModel::SyncBuffers() {
+  if (!broadcast_buffers_ || buffers_.empty()) return;
+  std::vector<at::Tensor> data;
+  for (const at::Tensor& buffer : buffers_) data.push_back(buffer.variable_data());
+  BroadcastCoalesced(world_, data, 0);
+}
+
+std::vector<std::string> ShardedModel::UnexchangedGradients() const {
+  std::vector<std::string> names;
+  for (const auto& unit : units_) {
+    for (const ShardUnit::Slice& slice : unit->slices()) {
+      if (slice.tensor.grad().defined()) names.push_back(slice.name);
+    }
+  }
+  return names;
+}
+
+void ShardedModel::ForgetPending(const std::vector<at::Tensor>& shards) {
+  std::unordered_set<const void*> wanted;
+  for (const at::Tensor& shard : shards) wanted.insert(shard.unsafeGetTensorImpl());
+  for (const auto& unit : units_) {
+    for (ShardUnit::Slice& slice : unit->slices()) {
+      if (wanted.count(slice.shard.unsafeGetTensorImpl()) > 0) slice.tensor.mutable_grad().reset();
+    }
+  }
+}
+
+void ShardedModel::Summon(const std::function<void()>& body) {
+  {
+    const Depth depth(summons_);
+    for (const auto& unit : units_) unit->Gather();
+    body();
+    for (const auto& unit : units_) unit->KeepOwnPart();
+  }
+  // What was written has counted versions by itself.
+  if (summons_ == 0) Expire();
+}
+
+std::vector<std::pair<std::string, at::Tensor>> ShardedModel::FullParameters(bool keep) {
+  std::vector<std::pair<std::string, at::Tensor>> all;
+  for (const auto& unit : units_) {
+    const std::vector<at::Tensor> values = unit->Values();
+    for (size_t i = 0; keep && i < values.size(); ++i) {
+      all.emplace_back(unit->slices()[i].name, OnCpu(values[i]));
+    }
+  }
+  return all;
+}
+
+void ShardedModel::LoadParameters(const std::map<std::string, at::Tensor>& values) {
+  for (const auto& unit : units_) {
+    std::vector<at::Tensor> full(unit->slices().size());
+    for (size_t i = 0; i < full.size(); ++i) {
+      const auto it = values.find(unit->slices()[i].name);
+      if (it != values.end()) full[i] = it->second;
+    }
+    unit->SetValues(full);
+  }
+  MarkChanged(shards_);
+}
+
+std::map<std::string, at::Tensor> ShardedModel::Assemble(
+    const std::function<at::Tensor(const std::string& name)>& state, bool keep) {
+  std::vector<std::vector<at::Tensor>> parts;
+  std::string mine;  // for each parameter the dtype of its state, and one; 0: it has none
+  for (const auto& unit : units_) {
+    parts.emplace_back();
+    for (const ShardUnit::Slice& slice : unit->slices()) {
+      parts.back().push_back(state(slice.name));
+      const at::Tensor& part = parts.back().back();
+      mine += part.defined() ? static_cast<char>(static_cast<int>(part.scalar_type()) + 1) : '\0';
+    }
+  }
+  std::string have(mine.size(), '\0');
+  for (const std::string& other : shard_comm_.AllGatherBytes(mine)) {
+    for (size_t i = 0; i < have.size(); ++i) have[i] = std::max(have[i], other[i]);
+  }
+  std::map<std::string, at::Tensor> all;
+  size_t first = 0;
+  for (size_t u = 0; u < units_.size(); ++u) {
+    const std::vector<ShardUnit::Slice>& slices = units_[u]->slices();
+    const std::string here = have.substr(first, slices.size());
+    first += slices.size();
+    const char kind = *std::max_element(here.begin(), here.end());
+    if (kind == '\0') continue;
+    const std::vector<at::Tensor> full =
+        units_[u]->Assemble(parts[u], static_cast<at::ScalarType>(kind - 1));
+    for (size_t i = 0; keep && i < slices.size(); ++i) {
+      if (here[i] != '\0') all.emplace(slices[i].name, OnCpu(full[i]));
+    }
+  }
+  return all;
+}
+
+const std::pair<size_t, size_t>& ShardedModel::PlaceOf(const std::string& name) const {
+  const auto it = places_.find(name);
+  TORCH_CHECK(it != places_.end(), "the sharded model has no parameter '", name, "'");
+  return it->second;
+}
+
+int64_t ShardedModel::PartSize(const std::string& name) const {
+  const auto& [unit, slice] = PlaceOf(name);
+  return units_[unit]->slices()[slice].shard.numel();
+}
+
+at::Tensor ShardedModel::PartOf(const std::string& name, const at::Tensor& full) const {
+  const auto& [unit, slice] = PlaceOf(name);
+  return units_[unit]->PartOf(slice, full);
+}
+
+}  // namespace muster

@@ -1,0 +1,154 @@
+#ifndef MUSTER_WORKER_PARALLEL_SHARDED_MODEL_H_
+#define MUSTER_WORKER_PARALLEL_SHARDED_MODEL_H_
+
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "ATen/core/Tensor.h"
+#include "worker/collective/comm.h"
+#include "worker/parallel/gradient_observers.h"
+#include "worker/parallel/shard_plan.h"
+#include "worker/parallel/shard_unit.h"
+#include "worker/parallel/sharding_options.h"
+
+namespace muster {
+
+// One model whose parameters, gradients and optimizer states are divided among the ranks, as
+// ShardingOptions say. The module stays as it is and is called as before: its parameters are
+// gathered when an operator uses them (paged_storage.h), in the forward pass and in the backward
+// pass, and freed when others take their place. Gradients are reduced when all of a unit are there.
+//
+// The optimizer updates shards(), in place of the parameters: 1-D tensors, one for each parameter,
+// with this rank's part of it (maybe empty).
+//
+//   model.BeginForward(communicate);   // on every rank
+//   auto output = net(x);
+//   model.EndForward();
+//   loss.backward();                   // the shards have their gradients
+//   model.Expire();                    // before the shards change
+//   optimizer.step();
+//
+// All ranks must use the same units in the same order in each step: units that one rank alone
+// leaves out would leave it waiting. Different orders of units of one size are found out at the end
+// of the backward pass, before an optimizer steps on wrong numbers, and throw on every rank.
+//
+// Outside of forward and backward passes a use of the parameters throws, as does an operator that
+// writes them: Summon() is for both.
+//
+// Construction is a collective: it compares models and units of all ranks, and the values become
+// those of rank 0. Parameters must be on their device, and require gradients as they will. Not
+// thread-safe. Errors are c10::Error.
+class ShardedModel {
+ public:
+  // `world`: all ranks. `shard`: the ranks that divide one copy; `replicas`: those that hold the
+  // same part of other copies, null if there is one copy. All are borrowed. `module`: null for
+  // TorchScript. `names` and `parameters`: as DataParallel's. `broadcast_buffers`: as DDP's.
+  ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::Module* module,
+               std::vector<NamedParameter> parameters, std::vector<at::Tensor> buffers,
+               const ShardingOptions& options, bool broadcast_buffers = true);
+  ~ShardedModel();
+  ShardedModel(const ShardedModel&) = delete;
+  ShardedModel& operator=(const ShardedModel&) = delete;
+
+  // A micro-step that does not communicate leaves its gradients with the parameters; the next one
+  // that does reduces the sum.
+  void BeginForward(bool communicate);
+  void EndForward();
+  // Makes the next backward pass reduce.
+  void Communicate() { communicate_ = true; }
+
+  // The shards are about to change: gathered parameters count no more. On every rank.
+  void Expire();
+
+  // These shards were changed, on every rank: a backward pass through a graph that has the values
+  // before throws, as LibTorch's own check does for parameters that are changed in place. (Gathered
+  // values come and go without that check.)
+  void MarkChanged(const std::vector<at::Tensor>& shards);
+
+  // One for each parameter.
+  const std::vector<at::Tensor>& shards() const { return shards_; }
+  // That of a parameter; undefined if it is none of this model.
+  at::Tensor ShardOf(const at::Tensor& parameter) const;
+  // The name of the parameter that a shard is a part of; null if it is none of this model.
+  const std::string* NameOf(const at::Tensor& shard) const;
+
+  // Names of the parameters with gradients that no backward pass has reduced.
+  std::vector<std::string> UnexchangedGradients() const;
+  // Drops such gradients of the parameters that these shards are a part of.
+  void ForgetPending(const std::vector<at::Tensor>& shards);
+
+  // (collective) Runs `body` with all parameters gathered, and allowed to be written. What a rank
+  // has written to its own part stays; write the same on every rank.
+  void Summon(const std::function<void()>& body);
+
+  // (collective) The full parameters by name, copied to the CPU; on ranks with `keep` false an
+  // empty list. One unit is gathered at a time.
+  std::vector<std::pair<std::string, at::Tensor>> FullParameters(bool keep);
+  // The values of full parameters, by name; names that are not in `values` stay as they are.
+  void LoadParameters(const std::map<std::string, at::Tensor>& values);
+
+  // (collective) For a tensor of state that each shard has, as the optimizer's are: the full one
+  // for each parameter that has it on any rank, by the parameter's name, on the CPU; empty without
+  // `keep`. `state(name)`: undefined where a shard has none.
+  std::map<std::string, at::Tensor> Assemble(
+      const std::function<at::Tensor(const std::string& name)>& state, bool keep);
+  // Elements of parameter `name` in this rank's shard.
+  int64_t PartSize(const std::string& name) const;
+  // This rank's part of the full tensor for parameter `name`, 1-D.
+  at::Tensor PartOf(const std::string& name, const at::Tensor& full) const;
+
+  Comm& shard_comm() { return shard_comm_; }
+  const std::vector<std::unique_ptr<ShardUnit>>& units() const { return units_; }
+
+ private:
+  // Unit and slice.
+  const std::pair<size_t, size_t>& PlaceOf(const std::string& name) const;
+  void CheckSamePlan(const std::vector<PlannedUnit>& plan) const;
+  void AddUnit(PlannedUnit planned);
+  void Use(ShardUnit& unit, bool write, const char* op);
+  void MakeRoom();
+  void OnGradient(size_t unit);
+  void Reduce(size_t unit);
+  void EndOfBackward();
+  void AgreeOnOrder();
+  void CheckOrder();
+  void SyncBuffers();
+  void Note(size_t unit, bool reduced);
+
+  Comm& world_;
+  Comm& shard_comm_;
+  Comm* const replicas_;
+  const ShardingOptions options_;
+  const bool broadcast_buffers_;
+  const std::vector<at::Tensor> buffers_;
+  std::vector<std::unique_ptr<ShardUnit>> units_;
+  std::vector<at::Tensor> shards_;
+  std::unordered_map<const void*, at::Tensor> shard_of_;  // by the parameter's TensorImpl
+  std::unordered_map<const void*, std::string> name_of_;  // by the shard's
+  std::unordered_map<std::string, std::pair<size_t, size_t>> places_;  // unit and slice, by name
+  GradientObservers observers_;
+
+  bool communicate_ = true;
+  int forwards_ = 0;   // under way
+  int summons_ = 0;    // under way
+  bool open_ = false;  // a backward pass that reduces is under way
+  uint64_t uses_ = 0;  // clock of last_use
+  // Units in the order in which their gradients were complete in rank 0's first backward pass: all
+  // ranks reduce in it. Empty before.
+  std::vector<size_t> order_;
+  std::vector<size_t> completed_;  // in this backward pass
+  size_t reduced_ = 0;             // of order_, in this backward pass
+  std::vector<bool> complete_;
+  // What was gathered and reduced since the last check, in order.
+  std::vector<uint32_t> history_;
+};
+
+}  // namespace muster
+
+#endif  // MUSTER_WORKER_PARALLEL_SHARDED_MODEL_H_

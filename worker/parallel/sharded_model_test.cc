@@ -1,0 +1,547 @@
+#include "worker/parallel/sharded_model.h"
+
+#include <cmath>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ATen/Functions.h"
+#include "gmock/gmock.h"
+#include "gtest/gtest.h"
+#include "torch/nn/modules/container/modulelist.h"
+#include "torch/nn/modules/embedding.h"
+#include "torch/nn/modules/linear.h"
+#include "torch/nn/modules/normalization.h"
+#include "worker/collective/borrowed_comm.h"
+#include "worker/collective/gloo_ranks.h"
+#include "worker/collective/test_error.h"
+#include "worker/collective/thread_comm.h"
+#include "worker/parallel/test_net.h"
+#include "worker/train/optimizer.h"
+
+namespace muster {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::SizeIs;
+
+constexpr int kBlocks = 4;
+constexpr int kSamples = 12;  // in a step of all ranks
+constexpr int64_t kWidth = 10;
+
+struct BlockImpl : torch::nn::Module {
+  BlockImpl() {
+    norm = register_module("norm", torch::nn::LayerNorm(torch::nn::LayerNormOptions({kWidth})));
+    inner = register_module("inner", torch::nn::Linear(kWidth, 17));
+    outer = register_module("outer", torch::nn::Linear(17, kWidth));
+  }
+  // Not called forward, and reached by no container.
+  at::Tensor Apply(const at::Tensor& x) { return x + outer(at::tanh(inner(norm(x)))); }
+
+  torch::nn::LayerNorm norm{nullptr};
+  torch::nn::Linear inner{nullptr}, outer{nullptr};
+};
+TORCH_MODULE(Block);
+
+// Words to words, with one weight for both ends.
+struct Net : torch::nn::Module {
+  explicit Net(uint64_t seed = 3) {
+    words = register_module("words", torch::nn::Embedding(11, kWidth));
+    blocks = register_module("blocks", torch::nn::ModuleList());
+    for (int i = 0; i < kBlocks; ++i) blocks->push_back(Block());
+    extra = register_module("extra", torch::nn::Linear(kWidth, 2));
+    at::NoGradGuard no_grad;
+    for (at::Tensor& parameter : parameters())
+      parameter.copy_(Randn(parameter.sizes(), ++seed).div_(4));
+  }
+  at::Tensor Forward(const at::Tensor& ids, bool use_extra = false) {
+    at::Tensor x = words(ids);
+    for (const auto& block : *blocks) x = block->as<BlockImpl>()->Apply(x);
+    if (use_extra) return extra(x);
+    return at::linear(x, words->weight);
+  }
+  at::Tensor Loss(const at::Tensor& ids) {
+    return at::cross_entropy_loss(Forward(ids), (ids + 1).remainder(11));
+  }
+
+  torch::nn::Embedding words{nullptr};
+  torch::nn::ModuleList blocks{nullptr};
+  torch::nn::Linear extra{nullptr};
+};
+
+at::Tensor Ids(int step) {
+  return at::randint(11, {kSamples},
+                     at::make_generator<at::CPUGeneratorImpl>(static_cast<uint64_t>(step + 100)),
+                     at::kLong);
+}
+at::Tensor IdsOf(int step, const Comm& comm) { return Ids(step).chunk(comm.size())[comm.rank()]; }
+
+std::vector<NamedParameter> ParametersOf(const torch::nn::Module& module) {
+  std::vector<NamedParameter> parameters;
+  for (const auto& item : module.named_parameters())
+    parameters.push_back({item.key(), item.value()});
+  return parameters;
+}
+
+using Values = std::map<std::string, at::Tensor>;
+
+Values ValuesOf(const torch::nn::Module& module) {
+  Values values;
+  for (const auto& item : module.named_parameters())
+    values.emplace(item.key(), item.value().detach().clone());
+  return values;
+}
+
+// What one process gets, with all samples in one batch.
+Values OneProcess(int steps) {
+  Net net;
+  FusedSGD sgd(net.parameters(), {.lr = 0.1, .momentum = 0.9});
+  for (int step = 0; step < steps; ++step) {
+    net.Loss(Ids(step)).backward();
+    sgd.Step();
+    sgd.ZeroGrad();
+  }
+  return ValuesOf(net);
+}
+
+// ‖a - b‖ / ‖b - start‖ over all parameters.
+double Distance(const Values& a, const Values& b, const Values& start) {
+  double off = 0, moved = 0;
+  for (const auto& [name, tensor] : b) {
+    off += (a.at(name) - tensor).to(at::kDouble).square().sum().item<double>();
+    moved += (tensor - start.at(name)).to(at::kDouble).square().sum().item<double>();
+  }
+  return std::sqrt(off / moved);
+}
+
+// A model on one rank, with what trains it.
+struct Trained {
+  Trained(Comm& world, const ShardingOptions& options, Comm* shard = nullptr,
+          Comm* replicas = nullptr)
+      : model(world, shard == nullptr ? world : *shard, replicas, &net, ParametersOf(net), {},
+              options),
+        sgd(model.shards(), {.lr = 0.1, .momentum = 0.9}) {}
+
+  at::Tensor Forward(const at::Tensor& ids, bool communicate = true) {
+    model.BeginForward(communicate);
+    const at::Tensor loss = net.Loss(ids);
+    model.EndForward();
+    return loss;
+  }
+  void Step() {
+    model.Expire();
+    sgd.Step();
+    sgd.ZeroGrad();
+  }
+  Values Full() {
+    Values values;
+    for (auto& [name, tensor] : model.FullParameters(true)) values.emplace(name, tensor);
+    return values;
+  }
+
+  Net net;
+  ShardedModel model;
+  FusedSGD sgd;
+};
+
+const ShardingStrategy kStrategies[] = {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients,
+                                        ShardingStrategy::kFull};
+
+TEST(ShardedModel, EveryStrategyAndNumberOfRanks_EqualsOneProcess) {
+  const Values want = OneProcess(50);
+  const Values start = ValuesOf(Net());
+  for (const int ranks : {1, 2, 3, 4}) {
+    for (const ShardingStrategy strategy : kStrategies) {
+      for (const bool reshard : {true, false}) {
+        if (!reshard && strategy != ShardingStrategy::kFull) continue;
+        RunRanks(ranks, [&](Comm& comm) {
+          Trained trained(comm, {.strategy = strategy, .reshard_after_forward = reshard});
+          for (int step = 0; step < 50; ++step) {
+            trained.Forward(IdsOf(step, comm)).backward();
+            trained.Step();
+          }
+          EXPECT_LE(Distance(trained.Full(), want, start), 1e-6)
+              << ranks << " ranks, strategy " << static_cast<int>(strategy);
+        });
+      }
+    }
+  }
+}
+
+TEST(ShardedModel, OverGloo_TwoRunsAreEqualToTheBit) {
+  std::vector<Values> runs;
+  for (int run = 0; run < 2; ++run) {
+    RunGlooRanks(3, [&](Comm& comm) {
+      Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+      for (int step = 0; step < 10; ++step) {
+        trained.Forward(IdsOf(step, comm)).backward();
+        trained.Step();
+      }
+      Values values = trained.Full();
+      if (comm.rank() == 0) runs.push_back(std::move(values));
+    });
+  }
+  for (const auto& [name, tensor] : runs[0])
+    EXPECT_TRUE(at::equal(tensor, runs[1].at(name))) << name;
+  EXPECT_LE(Distance(runs[0], OneProcess(10), ValuesOf(Net())), 1e-6);
+}
+
+// Four ranks in groups of two: two copies of the model.
+void RunHybrid(const std::function<void(Comm& world, Comm& shard, Comm& replicas)>& body) {
+  std::vector<std::unique_ptr<Comm>> shard[2] = {MakeThreadComms(2), MakeThreadComms(2)};
+  std::vector<std::unique_ptr<Comm>> replicas[2] = {MakeThreadComms(2), MakeThreadComms(2)};
+  RunRanks(4, [&](Comm& world) {
+    const int r = world.rank();
+    body(world, *shard[r / 2][r % 2], *replicas[r % 2][r / 2]);
+  });
+}
+
+TEST(ShardedModel, Hybrid_EqualsOneProcess) {
+  const Values want = OneProcess(20);
+  const Values start = ValuesOf(Net());
+  RunHybrid([&](Comm& world, Comm& shard, Comm& replicas) {
+    Trained trained(world, {.strategy = ShardingStrategy::kFull, .group_size = 2}, &shard,
+                    &replicas);
+    for (int step = 0; step < 20; ++step) {
+      trained.Forward(IdsOf(step, world)).backward();
+      trained.Step();
+    }
+    EXPECT_LE(Distance(trained.Full(), want, start), 1e-6);
+  });
+}
+
+TEST(ShardedModel, MicroStepsWithoutCommunication_AreReducedAsTheirSum) {
+  const Values want = OneProcess(6);
+  const Values start = ValuesOf(Net());
+  for (const ShardingStrategy strategy : kStrategies) {
+    RunRanks(2, [&](Comm& comm) {
+      Trained trained(comm, {.strategy = strategy});
+      for (int step = 0; step < 6; ++step) {
+        const std::vector<at::Tensor> halves = IdsOf(step, comm).chunk(2);
+        trained.Forward(halves[0], /*communicate=*/false).div(2).backward();
+        EXPECT_THAT(trained.model.UnexchangedGradients(), Each(testing::Not(HasSubstr("extra"))));
+        EXPECT_FALSE(trained.model.UnexchangedGradients().empty());
+        trained.Forward(halves[1]).div(2).backward();
+        EXPECT_THAT(trained.model.UnexchangedGradients(), IsEmpty());
+        trained.Step();
+      }
+      EXPECT_LE(Distance(trained.Full(), want, start), 1e-6);
+    });
+  }
+}
+
+TEST(ShardedModel, TwoForwardsBeforeOneBackward_AddUp) {
+  const Values want = OneProcess(3);
+  RunRanks(2, [&](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+    for (int step = 0; step < 3; ++step) {
+      const std::vector<at::Tensor> halves = IdsOf(step, comm).chunk(2);
+      const at::Tensor first = trained.Forward(halves[0]), second = trained.Forward(halves[1]);
+      (first + second).div(2).backward();
+      trained.Step();
+    }
+    EXPECT_LE(Distance(trained.Full(), want, ValuesOf(Net())), 1e-6);
+  });
+}
+
+TEST(ShardedModel, UnusedParameter_HasNoGradientAndItsValuesStay) {
+  RunRanks(2, [](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+    trained.Forward(IdsOf(0, comm)).backward();
+    for (const at::Tensor& shard : trained.model.shards()) {
+      const bool extra = trained.model.NameOf(shard)->rfind("extra", 0) == 0;
+      EXPECT_EQ(shard.grad().defined(), !extra && shard.numel() > 0);
+    }
+  });
+}
+
+TEST(ShardedModel, ParameterUsedOnOneRankOnly_IsReduced) {
+  RunRanks(2, [](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kGradients});
+    for (int step = 0; step < 2; ++step) {
+      trained.model.BeginForward(true);
+      const at::Tensor out = trained.net.Forward(IdsOf(0, comm), /*use_extra=*/comm.rank() == 1);
+      trained.model.EndForward();
+      out.sum().backward();
+      for (const at::Tensor& shard : trained.model.shards()) {
+        if (*trained.model.NameOf(shard) == "extra.bias" && shard.numel() > 0) {
+          EXPECT_TRUE(
+              at::equal(shard.grad(), at::full_like(shard, kSamples / 2 / 2.0 * (step + 1))));
+        }
+      }
+    }
+  });
+}
+
+// Counts what a rank sends.
+class CountingComm : public BorrowedComm {
+ public:
+  using BorrowedComm::BorrowedComm;
+  void AllGatherParts(at::Tensor& flat) override {
+    ++gathers;
+    bytes += flat.nbytes() / size() * (size() - 1);
+    BorrowedComm::AllGatherParts(flat);
+  }
+  at::Tensor ReduceScatter(const at::Tensor& flat, ReduceOp op) override {
+    ++reduces;
+    bytes += flat.nbytes() / size() * (size() - 1);
+    return BorrowedComm::ReduceScatter(flat, op);
+  }
+  int gathers = 0, reduces = 0;
+  size_t bytes = 0;
+};
+
+TEST(ShardedModel, BytesOnTheWire_AreThoseOfTheFormula) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    RunRanks(2, [&](Comm& comm) {
+      CountingComm counting(comm);
+      Trained trained(counting, {.strategy = strategy});
+      // In the first backward pass the ranks agree on an order.
+      for (int step = 0; step < 2; ++step) {
+        counting.bytes = 0;
+        counting.gathers = counting.reduces = 0;
+        trained.Forward(IdsOf(step, comm)).backward();
+        trained.Step();
+      }
+      size_t model = 0, rest = 0;  // N e f, with padding
+      for (const auto& unit : trained.model.units()) {
+        (unit->name() == "(rest)" ? rest : model) += unit->full_bytes() / 2;
+      }
+      EXPECT_EQ(counting.reduces, kBlocks + 1);
+      if (strategy == ShardingStrategy::kFull) {
+        // Forward: the ends of the model need (rest) twice. Backward: the last block is still
+        // there.
+        EXPECT_EQ(counting.gathers, kBlocks + 2 + kBlocks - 1);
+        EXPECT_EQ(counting.bytes, 3 * model - model / kBlocks + 3 * rest);
+      } else {
+        EXPECT_EQ(counting.gathers, kBlocks + 1);
+        EXPECT_EQ(counting.bytes, 2 * (model + rest));
+      }
+    });
+  }
+}
+
+TEST(ShardedModel, ParametersInBfloat16_HalveTheGathersAndKeepTheBitsOfTheShards) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    RunRanks(2, [&](Comm& comm) {
+      CountingComm counting(comm);
+      Trained trained(
+          counting,
+          {.strategy = strategy, .parameter_dtype = at::kBFloat16, .reduce_dtype = at::kBFloat16});
+      const Values start = ValuesOf(Net());
+      counting.bytes = 0;
+      trained.Forward(IdsOf(0, comm));
+      size_t model = 0;
+      for (const auto& unit : trained.model.units()) {
+        if (unit->name() != "(rest)") model += unit->full_bytes() / 2;
+      }
+      EXPECT_EQ(trained.net.extra->weight.scalar_type(), at::kBFloat16);
+      EXPECT_GE(counting.bytes, model);
+      EXPECT_LT(counting.bytes, 2 * model);
+      for (const at::Tensor& shard : trained.model.shards()) {
+        EXPECT_EQ(shard.scalar_type(), at::kFloat);
+      }
+      // Reading and writing some leaves the others as they were, to the bit.
+      trained.model.Expire();
+      trained.model.Summon([&] {
+        at::NoGradGuard no_grad;
+        trained.net.extra->bias.fill_(0.5);
+      });
+      const Values full = trained.Full();
+      EXPECT_TRUE(at::equal(full.at("words.weight"), start.at("words.weight")));
+      EXPECT_TRUE(at::equal(full.at("extra.bias"), at::full({2}, 0.5)));
+      // And it learns as in fp32.
+      double first = 0, last = 0;
+      for (int step = 0; step < 30; ++step) {
+        const at::Tensor loss = trained.Forward(IdsOf(step % 2, comm));
+        (step == 0 ? first : last) = loss.item<double>();
+        loss.backward();
+        trained.Step();
+      }
+      EXPECT_LT(last, 0.7 * first);
+    });
+  }
+}
+
+TEST(ShardedModel, Full_HoldsTwoUnitsAtATimeAndNoneBetweenSteps) {
+  RunRanks(2, [](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+    const auto gathered = [&] {
+      int count = 0;
+      for (const auto& unit : trained.model.units()) count += unit->gathered() ? 1 : 0;
+      return count;
+    };
+    EXPECT_EQ(gathered(), 0);
+    const at::Tensor loss = trained.Forward(IdsOf(0, comm));
+    EXPECT_EQ(gathered(), 2);
+    loss.backward();
+    EXPECT_EQ(gathered(), 0);
+  });
+}
+
+TEST(ShardedModel, UseOutsideOfForward_ThrowsAndNamesTheUnit) {
+  RunRanks(2, [](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+    EXPECT_THAT(ErrorOf([&] { trained.net.words->weight.sum(); }),
+                AllOf(HasSubstr("'(rest)'"), HasSubstr("outside of the model's forward")));
+    at::NoGradGuard no_grad;
+    EXPECT_THAT(ErrorOf([&] { trained.net.extra->bias.zero_(); }),
+                AllOf(HasSubstr("aten::zero_"), HasSubstr("summon_full_params")));
+  });
+}
+
+TEST(ShardedModel, Summon_ReadsAndWrites) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    RunRanks(3, [&](Comm& comm) {
+      Trained trained(comm, {.strategy = strategy});
+      const Values start = ValuesOf(Net());
+      at::NoGradGuard no_grad;
+      trained.model.Summon([&] {
+        EXPECT_TRUE(at::equal(trained.net.words->weight, start.at("words.weight")));
+        trained.net.words->weight.mul_(2);
+      });
+      EXPECT_TRUE(at::equal(trained.Full().at("words.weight"), start.at("words.weight") * 2));
+      EXPECT_TRUE(at::equal(trained.Full().at("extra.bias"), start.at("extra.bias")));
+    });
+  }
+}
+
+TEST(ShardedModel, StateOfOneWorldSize_LoadsIntoAnother) {
+  Values saved, momentum;
+  RunRanks(3, [&](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+    for (int step = 0; step < 4; ++step) {
+      trained.Forward(IdsOf(step, comm)).backward();
+      trained.Step();
+    }
+    const Values full = trained.Full();
+    trained.sgd.set_parameter_names([&] {
+      std::vector<std::string> names;
+      for (const at::Tensor& shard : trained.model.shards())
+        names.push_back(*trained.model.NameOf(shard));
+      return names;
+    }());
+    const OptimizerState state = trained.sgd.SaveState();
+    const Values buffers = trained.model.Assemble(
+        [&](const std::string& name) {
+          const auto it = state.tensors.find(name + ".momentum_buffer");
+          return it == state.tensors.end() ? at::Tensor() : it->second;
+        },
+        comm.rank() == 0);
+    if (comm.rank() == 0) {
+      saved = full;
+      momentum = buffers;
+    } else {
+      EXPECT_THAT(buffers, IsEmpty());
+    }
+  });
+  EXPECT_THAT(momentum, SizeIs(saved.size() - 2)) << "extra was never used";
+  const Values want = OneProcess(8);
+  RunRanks(2, [&](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kGradients});
+    trained.model.LoadParameters(saved);
+    OptimizerState state = trained.sgd.SaveState();
+    const auto names = [&] {
+      std::vector<std::string> all;
+      for (const at::Tensor& shard : trained.model.shards())
+        all.push_back(*trained.model.NameOf(shard));
+      return all;
+    }();
+    trained.sgd.set_parameter_names(names);
+    for (const auto& [name, full] : momentum) {
+      const at::Tensor part = trained.model.PartOf(name, full);
+      if (part.numel() > 0) state.tensors[name + ".momentum_buffer"] = part;
+    }
+    trained.sgd.LoadState(state);
+    for (int step = 4; step < 8; ++step) {
+      trained.Forward(IdsOf(step, comm)).backward();
+      trained.Step();
+    }
+    EXPECT_LE(Distance(trained.Full(), want, ValuesOf(Net())), 1e-6);
+  });
+}
+
+TEST(ShardedModel, DifferentOrdersOfUnits_AreNamedOnEveryRank) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+    trained.model.BeginForward(true);
+    at::Tensor x = trained.net.words(IdsOf(0, comm));
+    // Blocks have one size: the collectives fit, the values do not.
+    for (const int i : {comm.rank(), 1 - comm.rank()})
+      x = trained.net.blocks[i]->as<BlockImpl>()->Apply(x);
+    trained.model.EndForward();
+    errors[comm.rank()] = ErrorOf([&] { x.sum().backward(); });
+  });
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("different orders"),
+                                 HasSubstr("rank 0 gathered unit 'blocks.0'"),
+                                 HasSubstr("rank 1 gathered unit 'blocks.1'"))));
+}
+
+TEST(ShardedModel, DifferentPoliciesOrModels_AreNamedOnEveryRank) {
+  std::vector<std::string> errors(2);
+  RunRanks(2, [&](Comm& comm) {
+    ShardingOptions options{.strategy = ShardingStrategy::kFull};
+    if (comm.rank() == 1) options.unit_names = {"blocks.0"};
+    errors[comm.rank()] = ErrorOf([&] { Trained trained(comm, options); });
+  });
+  EXPECT_THAT(errors,
+              Each(AllOf(HasSubstr("shard the model differently"), HasSubstr("unit 'blocks.1'"),
+                         HasSubstr("rank 1 has unit '(rest)'"))));
+}
+
+TEST(ShardedModel, BackwardThroughAGraphOfOldValues_Throws) {
+  for (const ShardingStrategy strategy : kStrategies) {
+    RunRanks(2, [&](Comm& comm) {
+      Trained trained(comm, {.strategy = strategy});
+      const at::Tensor old = trained.Forward(IdsOf(0, comm));
+      trained.Forward(IdsOf(1, comm)).backward();
+      // Another model's step: nothing here has changed.
+      trained.model.Expire();
+      trained.Forward(IdsOf(2, comm)).backward();
+      trained.Step();
+      trained.model.MarkChanged(trained.model.shards());
+      EXPECT_THAT(ErrorOf([&] { old.backward(); }), HasSubstr("modified by an inplace operation"));
+    });
+  }
+}
+
+TEST(ShardedModel, PeerThatIsGone_LeavesTheUnitInTheError) {
+  std::string error;
+  RunRanks(2, [&](Comm& comm) {
+    Trained trained(comm, {.strategy = ShardingStrategy::kFull});
+    if (comm.rank() == 1) return;
+    error = ErrorOf([&] { trained.Forward(IdsOf(0, comm)); });
+  });
+  EXPECT_THAT(error, AllOf(HasSubstr("rank 1"),
+                           HasSubstr("while gathering unit '(rest)' of the sharded model")));
+}
+
+TEST(ShardedModel, FrozenParameters_StayAndHaveNoGradient) {
+  RunRanks(2, [](Comm& comm) {
+    Net net;
+    net.blocks[1]->as<BlockImpl>()->inner->weight.set_requires_grad(false);
+    for (at::Tensor& parameter : net.blocks[2]->parameters()) parameter.set_requires_grad(false);
+    ShardedModel model(comm, comm, nullptr, &net, ParametersOf(net), {},
+                       {.strategy = ShardingStrategy::kFull});
+    for (int step = 0; step < 3; ++step) {
+      model.BeginForward(true);
+      const at::Tensor loss = net.Loss(IdsOf(step, comm));
+      model.EndForward();
+      loss.backward();
+    }
+    for (const at::Tensor& shard : model.shards()) {
+      const std::string& name = *model.NameOf(shard);
+      const bool frozen = name == "blocks.1.inner.weight" || name.rfind("blocks.2.", 0) == 0;
+      EXPECT_EQ(shard.requires_grad(), !frozen) << name;
+      EXPECT_TRUE(!frozen || !shard.grad().defined()) << name;
+    }
+  });
+}
+
+}  // namespace
+}  // namespace muster

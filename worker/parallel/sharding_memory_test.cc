@@ -1,0 +1,153 @@
+// The memory of sharded training against the formulas of docs/sharding.md: what LibTorch's
+// allocator has given out, counted to the byte.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <unordered_map>
+#include <utility>
+
+#include "ATen/Functions.h"
+#include "base/mutex.h"
+#include "c10/core/CPUAllocator.h"
+#include "torch/nn/modules/container/sequential.h"
+#include "torch/nn/modules/linear.h"
+#include "worker/collective/thread_comm.h"
+#include "worker/parallel/sharded_model.h"
+#include "worker/parallel/test_net.h"
+#include "worker/train/optimizer.h"
+
+namespace muster {
+namespace {
+
+// Counts what it gives out and has not got back.
+class CountingAllocator : public c10::Allocator {
+ public:
+  static CountingAllocator& Get() {
+    static auto& allocator = *[] {
+      auto* const made = new CountingAllocator(c10::GetDefaultCPUAllocator());
+      c10::SetCPUAllocator(made, /*priority=*/255);
+      return made;
+    }();
+    return allocator;
+  }
+
+  c10::DataPtr allocate(size_t bytes) override {
+    c10::DataPtr inner = inner_->allocate(bytes);
+    void* const data = inner.get();
+    if (data == nullptr) return inner;
+    inner.release_context();
+    MutexLock lock(&mu_);
+    sizes_[data] = bytes;
+    live_ += static_cast<int64_t>(bytes);
+    peak_ = std::max(peak_, live_);
+    return {data, data, &Delete, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &Delete; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    inner_->copy_data(to, from, bytes);
+  }
+
+  int64_t live() const {
+    MutexLock lock(&mu_);
+    return live_;
+  }
+  int64_t peak() const {
+    MutexLock lock(&mu_);
+    return peak_;
+  }
+  void ResetPeak() {
+    MutexLock lock(&mu_);
+    peak_ = live_;
+  }
+
+ private:
+  explicit CountingAllocator(c10::Allocator* inner) : inner_(inner) {}
+
+  static void Delete(void* data) {
+    CountingAllocator& self = Get();
+    {
+      MutexLock lock(&self.mu_);
+      const auto it = self.sizes_.find(data);
+      self.live_ -= static_cast<int64_t>(it->second);
+      self.sizes_.erase(it);
+    }
+    self.inner_->raw_deleter()(data);
+  }
+
+  c10::Allocator* const inner_;
+  mutable Mutex mu_;
+  std::unordered_map<void*, size_t> sizes_ ABSL_GUARDED_BY(mu_);
+  int64_t live_ ABSL_GUARDED_BY(mu_) = 0;
+  int64_t peak_ ABSL_GUARDED_BY(mu_) = 0;
+};
+
+constexpr int kRanks = 2;
+constexpr int kUnits = 8;
+constexpr int64_t kWidth = 256;
+constexpr int64_t kUnitBytes = 4 * (kWidth * kWidth + kWidth);
+constexpr int64_t kModelBytes = kUnits * kUnitBytes;
+
+struct Memory {
+  int64_t between = 0;  // after a step, with gradients; of all ranks
+  int64_t peak = 0;     // in a step
+};
+
+Memory Measure(ShardingStrategy strategy) {
+  CountingAllocator& allocator = CountingAllocator::Get();
+  const int64_t before = allocator.live();
+  Memory memory;
+  RunRanks(kRanks, [&](Comm& comm) {
+    torch::nn::Sequential net;
+    for (int i = 0; i < kUnits; ++i) net->push_back(torch::nn::Linear(kWidth, kWidth));
+    std::vector<NamedParameter> parameters;
+    for (const auto& item : net->named_parameters())
+      parameters.push_back({item.key(), item.value()});
+    ShardedModel model(comm, comm, nullptr, net.get(), std::move(parameters), {},
+                       {.strategy = strategy});
+    FusedAdamW adam(model.shards(), {.lr = 1e-3});
+    for (int step = 0; step < 3; ++step) {
+      comm.Barrier();
+      if (comm.rank() == 0) allocator.ResetPeak();
+      comm.Barrier();
+      adam.ZeroGrad();
+      model.BeginForward(true);
+      at::Tensor loss = net->forward(Randn({1, kWidth}, 7)).sum();
+      model.EndForward();
+      loss.backward();
+      loss.reset();
+      model.Expire();
+      adam.Step();
+    }
+    comm.Barrier();
+    if (comm.rank() == 0) memory = {allocator.live() - before, allocator.peak() - before};
+    comm.Barrier();
+  });
+  return memory;
+}
+
+TEST(ShardingMemory, BetweenSteps_IsTheFormula) {
+  // Parameters, gradients, and two states of AdamW; of both ranks together.
+  const Memory full = Measure(ShardingStrategy::kFull);
+  EXPECT_NEAR(static_cast<double>(full.between), 4.0 * kModelBytes, 0.02 * 4 * kModelBytes);
+  for (const ShardingStrategy strategy :
+       {ShardingStrategy::kOptimizer, ShardingStrategy::kGradients}) {
+    const double want = (kRanks + 3.0) * kModelBytes;
+    EXPECT_NEAR(static_cast<double>(Measure(strategy).between), want, 0.02 * want);
+  }
+}
+
+TEST(ShardingMemory, PeakOfFullSharding_IsThreeUnitsMore) {
+  const Memory memory = Measure(ShardingStrategy::kFull);
+  EXPECT_LE(memory.peak, memory.between + kRanks * 3 * kUnitBytes * 102 / 100);
+}
+
+TEST(ShardingMemory, Gradients_AreWholeForOneUnitAtATime) {
+  // ZeRO-1 keeps all of them until the end of the backward pass.
+  const Memory one = Measure(ShardingStrategy::kOptimizer);
+  const Memory two = Measure(ShardingStrategy::kGradients);
+  EXPECT_GE(one.peak, two.peak + kRanks * kModelBytes / 4);
+  EXPECT_LE(two.peak, two.between + kRanks * 3 * kUnitBytes * 102 / 100);
+}
+
+}  // namespace
+}  // namespace muster
