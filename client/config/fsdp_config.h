@@ -13,6 +13,12 @@
 
 namespace muster::client {
 
+// How FSDP gathers state dicts. `rank0_only`: for full ones.
+struct FsdpStateDictConfig {
+  bool offload_to_cpu = true;
+  std::optional<bool> rank0_only;
+};
+
 // What Accelerate (release 1.15) makes of the settings of its FSDP plugin, before Muster maps them
 // to its own sharding (sharding_settings.h). docs/sharding_config.md lists the differences. Pure.
 struct FsdpSettings {
@@ -34,11 +40,6 @@ struct FsdpSettings {
     std::string reduce;
     std::string last;
   };
-  // How state dicts are gathered. `rank0_only`: for full ones.
-  struct StateDictConfig {
-    bool offload_to_cpu = true;
-    std::optional<bool> rank0_only;
-  };
 
   int version = 1;
   std::optional<Strategy> strategy;           // version 1
@@ -50,7 +51,7 @@ struct FsdpSettings {
   bool cpu_offload = false;
   std::optional<Precision> precision;
   StateDict state_dict = StateDict::kFull;
-  std::optional<StateDictConfig> state_dict_config;  // none for local ones
+  std::optional<FsdpStateDictConfig> state_dict_config;  // none for local ones
   bool limit_all_gathers = true;
   std::optional<bool> use_orig_params;     // version 1
   std::optional<bool> sync_module_states;  // version 1

@@ -196,7 +196,7 @@ class DeepSpeedMapper {
       sharding.reduce_dtype = sharding.parameter_dtype;
     }
     if (fp16) {
-      ShardingPlan::LossScale scale;
+      PlannedLossScale scale;
       const auto read = [&](const char* key, double least, auto& target) -> absl::Status {
         std::optional<std::decay_t<decltype(target)>> number;
         MUSTER_RETURN_IF_ERROR(Number(key, least, number));
@@ -246,7 +246,7 @@ class DeepSpeedMapper {
   absl::Status Optimizer() {
     const Json section = At("optimizer");
     if (section.is_null()) return absl::OkStatus();
-    ShardingPlan::Optimizer optimizer;
+    PlannedOptimizer optimizer;
     const Json type = At("optimizer.type");
     const std::string name = type.is_string() ? absl::AsciiStrToLower(type.get<std::string>()) : "";
     const bool adam = name == "adam" || name == "adamw";
@@ -291,7 +291,7 @@ class DeepSpeedMapper {
 
   absl::Status Scheduler() {
     if (At("scheduler").is_null()) return absl::OkStatus();
-    ShardingPlan::Scheduler scheduler;
+    PlannedScheduler scheduler;
     const Json type = At("scheduler.type");
     const std::vector<std::string> types = {"WarmupLR", "WarmupDecayLR", "WarmupCosineLR"};
     if (!type.is_string() || std::find(types.begin(), types.end(), type) == types.end()) {

@@ -56,48 +56,50 @@ struct ShardingSettings {
   std::optional<int64_t> whole_below_elements;
 };
 
+// The scale of losses in fp16. `fixed` 0: dynamic.
+struct PlannedLossScale {
+  double fixed = 0;
+  int64_t initial_power = 16;
+  int64_t window = 1000;
+  int64_t hysteresis = 2;
+  double minimum = 1;
+};
+
+// Of the section "optimizer": `type` is AdamW, Adam, SGD or Adagrad.
+struct PlannedOptimizer {
+  std::string type;
+  std::optional<double> lr;
+  std::optional<double> weight_decay;
+  std::optional<double> eps;
+  std::optional<double> beta1;
+  std::optional<double> beta2;
+  std::optional<double> momentum;
+  std::optional<bool> nesterov;
+};
+
+// Of the section "scheduler": `type` is WarmupLR, WarmupDecayLR or WarmupCosineLR.
+struct PlannedScheduler {
+  std::string type;
+  bool logarithmic = true;  // the warm-up's shape
+  std::optional<double> min_lr;
+  std::optional<double> max_lr;
+  std::optional<double> min_ratio;
+  std::optional<double> cosine_min_ratio;
+  std::optional<int64_t> warmup_steps;
+  std::optional<int64_t> total_steps;
+};
+
 // What a config says about training, besides sharding.
 struct ShardingPlan {
-  // The scale of losses in fp16. `fixed` 0: dynamic.
-  struct LossScale {
-    double fixed = 0;
-    int64_t initial_power = 16;
-    int64_t window = 1000;
-    int64_t hysteresis = 2;
-    double minimum = 1;
-  };
-  // Of the section "optimizer": `type` is AdamW, Adam, SGD or Adagrad.
-  struct Optimizer {
-    std::string type;
-    std::optional<double> lr;
-    std::optional<double> weight_decay;
-    std::optional<double> eps;
-    std::optional<double> beta1;
-    std::optional<double> beta2;
-    std::optional<double> momentum;
-    std::optional<bool> nesterov;
-  };
-  // Of the section "scheduler": `type` is WarmupLR, WarmupDecayLR or WarmupCosineLR.
-  struct Scheduler {
-    std::string type;
-    bool logarithmic = true;  // the warm-up's shape
-    std::optional<double> min_lr;
-    std::optional<double> max_lr;
-    std::optional<double> min_ratio;
-    std::optional<double> cosine_min_ratio;
-    std::optional<int64_t> warmup_steps;
-    std::optional<int64_t> total_steps;
-  };
-
   ShardingSettings sharding;
   std::string mixed_precision = "no";  // no, fp16 or bf16
-  std::optional<LossScale> loss_scale;
+  std::optional<PlannedLossScale> loss_scale;
   std::optional<double> gradient_clipping;  // none: no clipping
   std::optional<int64_t> gradient_accumulation_steps;
   std::optional<int64_t> micro_batch_size;
   std::optional<int64_t> train_batch_size;
-  std::optional<Optimizer> optimizer;
-  std::optional<Scheduler> scheduler;
+  std::optional<PlannedOptimizer> optimizer;
+  std::optional<PlannedScheduler> scheduler;
   // Settings that have no effect here, a sentence each, for the log.
   std::vector<std::string> notes;
 };

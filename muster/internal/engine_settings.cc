@@ -44,8 +44,8 @@ absl::Status CheckEngineHas(const ShardingPlan& plan) {
                    "leave the sections out and prepare() an optimizer and a schedule");
   }
   if (plan.loss_scale.has_value()) {
-    const ShardingPlan::LossScale standard;
-    const ShardingPlan::LossScale& scale = *plan.loss_scale;
+    const client::PlannedLossScale standard;
+    const client::PlannedLossScale& scale = *plan.loss_scale;
     if (scale.fixed != 0 || scale.initial_power != standard.initial_power ||
         scale.window != standard.window || scale.hysteresis != standard.hysteresis ||
         scale.minimum != standard.minimum) {
