@@ -14,6 +14,7 @@
 #include "c10/core/InferenceMode.h"
 #include "muster/accelerator.h"
 #include "muster/checkpoint.h"
+#include "muster/nn.h"
 #include "muster/optim.h"
 #include "muster/test_model.h"
 #include "muster/test_ranks.h"
@@ -66,7 +67,8 @@ at::Tensor X(Accelerator& a, int step, at::IntArrayRef sizes = {4, 6}) {
 using Program = std::function<Weights(Accelerator&)>;
 
 // The weights on process 0 of two.
-Weights Run(const std::string& strategy, const Program& program, AcceleratorOptions options = {}) {
+Weights RunProgram(const std::string& strategy, const Program& program,
+                   AcceleratorOptions options = {}) {
   options.sharding = ParseSharding(strategy, 2);
   Weights result;
   RunAccelerators(2, options, [&](Accelerator& a) {
@@ -79,10 +81,10 @@ Weights Run(const std::string& strategy, const Program& program, AcceleratorOpti
 
 void ExpectAsUnderDataParallelism(const Program& program, const AcceleratorOptions& options = {},
                                   double tolerance = 1e-6) {
-  const Weights want = Run("no_shard", program, options);
+  const Weights want = RunProgram("no_shard", program, options);
   ASSERT_FALSE(want.empty());
   for (const char* strategy : {"zero1", "zero2", "zero3"}) {
-    const Weights got = Run(strategy, program, options);
+    const Weights got = RunProgram(strategy, program, options);
     ASSERT_EQ(got.size(), want.size()) << strategy;
     for (const auto& [name, tensor] : want) {
       if (!tensor.is_floating_point() || tensor.numel() == 0) {
@@ -186,6 +188,60 @@ TEST(ShardingPrograms, AttentionDropoutAndParametersOfOtherDtypes) {
     });
     return a.get_state_dict(model);
   });
+}
+
+// To the bit, under each strategy: the second run computes what the first did. Without dropout: the
+// ranks of this test are threads and share a random generator.
+TEST(ShardingPrograms, ActivationCheckpointing) {
+  struct NetImpl : torch::nn::Module {
+    explicit NetImpl(bool checkpointed) : checkpointed(checkpointed) {
+      first = register_module("first", torch::nn::Linear(6, 8));
+      blocks = register_module("blocks", torch::nn::ModuleList());
+      for (int i = 0; i < 3; ++i) {
+        blocks->push_back(torch::nn::Sequential(torch::nn::Linear(8, 16),
+                                                torch::nn::BatchNorm1d(16), torch::nn::GELU(),
+                                                torch::nn::Linear(16, 8)));
+      }
+      Fill(*this);
+    }
+    at::Tensor forward(const at::Tensor& in) {
+      at::Tensor x = first(in);
+      for (const auto& each : *blocks) {
+        auto* const block = each->as<torch::nn::SequentialImpl>();
+        x = x + (checkpointed ? activation_checkpoint(block, x) : block->forward(x));
+      }
+      return x;
+    }
+    const bool checkpointed;
+    torch::nn::Linear first{nullptr};
+    torch::nn::ModuleList blocks{nullptr};
+  };
+  for (const char* precision : {"no", "bf16"}) {
+    AcceleratorOptions options;
+    options.mixed_precision = precision;
+    for (const char* strategy : {"no_shard", "zero2", "zero3", "hybrid"}) {
+      Weights results[2];
+      for (const bool checkpointed : {false, true}) {
+        results[checkpointed] = RunProgram(
+            strategy,
+            [&](Accelerator& a) {
+              auto net = std::make_shared<NetImpl>(checkpointed);
+              FusedAdamW adam(net->parameters(), {.lr = 0.01});
+              auto [model, optimizer] = a.prepare(net, adam);
+              Steps(a, model, optimizer, 3,
+                    [&](auto& m, int step) { return m(X(a, step)).square().mean(); });
+              return a.get_state_dict(model);
+            },
+            options);
+      }
+      ASSERT_FALSE(results[0].empty());
+      for (const auto& [name, tensor] : results[0]) {
+        EXPECT_TRUE(at::equal(results[1].at(name), tensor))
+            << strategy << " " << precision << " " << name << " differs by "
+            << (results[1].at(name) - tensor).abs().max().item<double>();
+      }
+    }
+  }
 }
 
 TEST(ShardingPrograms, MoreProcessesThanElements) {
@@ -430,14 +486,15 @@ void ContinuesAcrossStrategies(const std::string& name, const MakeOptimizer& mak
     return a.get_state_dict(model);
   };
   const std::string root = TestDir("across_" + name);
-  Run("no_shard", [&](Accelerator& a) { return train(a, "", root + "_whole", 0); });
-  Run("zero3", [&](Accelerator& a) { return train(a, "", root + "_zero3", 0); });
+  RunProgram("no_shard", [&](Accelerator& a) { return train(a, "", root + "_whole", 0); });
+  RunProgram("zero3", [&](Accelerator& a) { return train(a, "", root + "_zero3", 0); });
   const Weights want =
-      Run("no_shard", [&](Accelerator& a) { return train(a, root + "_whole", "", 3); });
+      RunProgram("no_shard", [&](Accelerator& a) { return train(a, root + "_whole", "", 3); });
   for (const auto& [strategy, from] : {std::pair<const char*, const char*>{"zero3", "_whole"},
                                        {"no_shard", "_zero3"},
                                        {"zero1", "_zero3"}}) {
-    const Weights got = Run(strategy, [&](Accelerator& a) { return train(a, root + from, "", 3); });
+    const Weights got =
+        RunProgram(strategy, [&](Accelerator& a) { return train(a, root + from, "", 3); });
     for (const auto& [key, tensor] : want) {
       EXPECT_LE((got.at(key) - tensor).abs().max().template item<double>(), 1e-5)
           << name << " " << strategy << from << " " << key;

@@ -15,11 +15,14 @@
 #include "muster/test_model.h"
 #include "muster/test_ranks.h"
 #include "muster/utils.h"
+#include "muster/weights.h"
 #include "torch/nn/modules/activation.h"
 #include "torch/nn/modules/container/sequential.h"
 #include "torch/nn/modules/linear.h"
 #include "torch/optim/adamw.h"
 #include "torch/optim/lbfgs.h"
+#include "worker/checkpoint/divided_files.h"
+#include "worker/checkpoint/folder.h"
 #include "worker/parallel/sharded_model.h"
 
 namespace muster {
@@ -174,6 +177,105 @@ TEST(Sharding, CheckpointOfOneStrategyAndSize_ContinuesUnderAnother) {
   }
 }
 
+// The tensors of a file in a checkpoint, and of its parts.
+Weights TensorsIn(const std::string& dir, const std::string& file) {
+  Weights all;
+  const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
+  EXPECT_TRUE(manifest.ok()) << manifest.status();
+  std::vector<std::string> names = PartsOf(*manifest, file).value();
+  if (manifest->Find(file) != nullptr) names.push_back(file);
+  for (const std::string& name : names) all.merge(LoadTensors(dir + "/" + name));
+  return all;
+}
+
+TEST(Sharding, Checkpoint_IsWrittenByAllRanksAndIsAModelInShards) {
+  for (const char* strategy : {"zero1", "zero3"}) {
+    const std::string dir = TestDir(std::string("divided_") + strategy);
+    Weights want;
+    RunAccelerators(3, Sharded(strategy), [&](Accelerator& a) {
+      torch::nn::Sequential net = MakeNet();
+      FusedAdamW adam(net->parameters(), {.lr = 1e-3});
+      auto [model, optimizer] = a.prepare(net, adam);
+      Train(a, model, optimizer, 0, 2);
+      ASSERT_TRUE(a.save_state(dir).ok());
+      const Weights all = a.get_state_dict(model);
+      if (a.is_main_process()) want = all;
+    });
+    const absl::StatusOr<Manifest> manifest = ReadManifest(dir);
+    ASSERT_TRUE(manifest.ok());
+    const auto rank_of = [&](const std::string& name) {
+      const ManifestFile* const file = manifest->Find(name);
+      return file == nullptr ? -1 : file->rank;
+    };
+    EXPECT_EQ(rank_of("model.safetensors"), -1);
+    EXPECT_EQ(rank_of("model.safetensors.index.json"), 0);
+    for (const std::string file : {"model", "optimizer"}) {
+      EXPECT_EQ(rank_of(file + "-00001-of-00003.safetensors"), 0);
+      EXPECT_EQ(rank_of(file + "-00002-of-00003.safetensors"), 1);
+      EXPECT_EQ(rank_of(file + "-00003-of-00003.safetensors"), 2);
+    }
+    // Two states and a count for each parameter, and nothing twice.
+    EXPECT_EQ(TensorsIn(dir, "optimizer.safetensors").size(), 3 * want.size());
+    EXPECT_EQ(LoadTensors(dir + "/optimizer.safetensors").size(), 0u);
+    torch::nn::Sequential whole = MakeNet();
+    const auto loaded = load_model(whole, dir);
+    ASSERT_TRUE(loaded.ok()) << loaded.status();
+    for (const auto& item : whole->named_parameters()) {
+      EXPECT_TRUE(at::equal(item.value(), want.at(item.key()))) << item.key();
+    }
+  }
+}
+
+TEST(Sharding, DamagedOrUnfittingCheckpoint_LeavesTheModelAsItWas) {
+  const std::string dir = TestDir("unfitting");
+  RunAccelerators(2, Sharded("zero3"), [&](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet();
+    auto model = a.prepare(net);
+    ASSERT_TRUE(a.save_state(dir).ok());
+  });
+  RunAccelerators(2, Sharded("zero3"), [&](Accelerator& a) {
+    torch::nn::Sequential net(torch::nn::Linear(5, 9), torch::nn::Tanh(), torch::nn::Linear(9, 8),
+                              torch::nn::Tanh(), torch::nn::Linear(9, 3), torch::nn::Linear(3, 3));
+    auto model = a.prepare(net);
+    const Weights before = a.get_state_dict(model);
+    const absl::Status loaded = a.load_state(dir);
+    EXPECT_THAT(std::string(loaded.message()),
+                AllOf(HasSubstr("model.safetensors"), HasSubstr("missing: 5.weight, 5.bias"),
+                      HasSubstr("2.weight ([9, 9] Float in the file, [8, 9] Float here)")));
+    for (const auto& [name, tensor] : a.get_state_dict(model)) {
+      EXPECT_TRUE(at::equal(tensor, before.at(name))) << name;
+    }
+  });
+}
+
+TEST(Sharding, Hooks_GetWholeModels) {
+  const std::string dir = TestDir("hooks");
+  RunAccelerators(2, Sharded("zero3"), [&](Accelerator& a) {
+    torch::nn::Sequential net = MakeNet();
+    FusedSGD sgd(net->parameters(), {.lr = 0.1, .momentum = 0.9});
+    auto [model, optimizer] = a.prepare(net, sgd);
+    Train(a, model, optimizer, 0, 2);
+    const Weights want = a.get_state_dict(model);
+    a.register_save_state_pre_hook([&](std::vector<NamedTensors>& weights, StateWriter&) {
+      EXPECT_EQ(weights[0].size(), a.is_main_process() ? 6u : 0u);
+    });
+    int loads = 0;
+    a.register_load_state_pre_hook([&](std::vector<NamedTensors>& weights, const StateReader&) {
+      EXPECT_EQ(weights[0].size(), 6u);
+      ++loads;
+    });
+    ASSERT_TRUE(a.save_state(dir).ok());
+    Train(a, model, optimizer, 2, 3);
+    const absl::Status loaded = a.load_state(dir);
+    ASSERT_TRUE(loaded.ok()) << loaded;
+    EXPECT_EQ(loads, 1);
+    for (const auto& [name, tensor] : a.get_state_dict(model)) {
+      EXPECT_TRUE(at::equal(tensor, want.at(name))) << name;
+    }
+  });
+  EXPECT_TRUE(ReadManifest(dir)->Find("model.safetensors") != nullptr);
+}
+
 TEST(Sharding, AdamStateOfAnEmptyShard_ComesFromTheOthers) {
   const std::string dir = TestDir("adam");
   Weights want;
@@ -192,8 +294,8 @@ TEST(Sharding, AdamStateOfAnEmptyShard_ComesFromTheOthers) {
       }
       a.wait_for_everyone();
       if (a.is_main_process() && std::string(strategy) == "zero3") {
-        const Weights first = LoadTensors(dir + "/optimizer.safetensors");
-        const Weights second = LoadTensors(dir + "-again/optimizer.safetensors");
+        const Weights first = TensorsIn(dir, "optimizer.safetensors");
+        const Weights second = TensorsIn(dir + "-again", "optimizer.safetensors");
         ASSERT_EQ(first.size(), second.size());
         for (const auto& [name, tensor] : first) {
           EXPECT_TRUE(at::equal(tensor, second.at(name))) << name;

@@ -6,6 +6,7 @@
 #include <map>
 #include <nlohmann/json.hpp>
 #include <optional>
+#include <set>
 #include <utility>
 
 #include "absl/strings/match.h"
@@ -25,6 +26,7 @@
 #include "client/cli/info_commands.h"
 #include "client/config/suggest.h"
 #include "worker/checkpoint/digest.h"
+#include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/manifest.h"
 #include "worker/checkpoint/registrar.h"
@@ -250,8 +252,20 @@ absl::StatusOr<std::map<std::string, WeightFiles>> OpenAll(const std::string& pa
     return files;
   }
   MUSTER_ASSIGN_OR_RETURN(const Manifest manifest, VerifyCheckpoint(path, VerifyLevel::kSizes));
+  // A model in several files is one.
+  std::set<std::string> parts;
+  for (int model = 0;; ++model) {
+    const std::string name = ModelFileName(model);
+    MUSTER_ASSIGN_OR_RETURN(const std::vector<std::string> of_model, FilesOfModel(manifest, name));
+    if (of_model.empty()) break;
+    if (manifest.Find(name) != nullptr) continue;
+    parts.insert(of_model.begin(), of_model.end());
+    MUSTER_ASSIGN_OR_RETURN(WeightFiles weights,
+                            WeightFiles::Open(JoinPath(path, IndexFileName(name))));
+    files.emplace(name, std::move(weights));
+  }
   for (const ManifestFile& file : manifest.files) {
-    if (!absl::EndsWith(file.name, ".safetensors")) continue;
+    if (!absl::EndsWith(file.name, ".safetensors") || parts.count(file.name) > 0) continue;
     MUSTER_ASSIGN_OR_RETURN(WeightFiles weights, WeightFiles::Open(JoinPath(path, file.name)));
     files.emplace(file.name, std::move(weights));
   }
@@ -506,20 +520,25 @@ int RunExport(const Call& call) {
   const auto manifest = VerifyCheckpoint(path, VerifyLevel::kSizes);
   if (!manifest.ok()) return Fail(call, manifest.status());
   const std::string name = ModelFileName(model);
-  const ManifestFile* const file = manifest->Find(name);
-  if (file == nullptr) {
+  const auto files = FilesOfModel(*manifest, name);
+  if (!files.ok()) return Fail(call, files.status());
+  if (files->empty()) {
     return Fail(call, absl::NotFoundError(absl::StrCat(path, " holds no ", name)));
   }
-  const std::string from = JoinPath(path, name);
-  const auto digest = DigestFile(from);
-  if (!digest.ok()) return Fail(call, digest.status());
-  if (*digest != file->digest) {
-    return Fail(call, absl::DataLossError(
-                          absl::StrCat(from, ": is damaged: its contents have the digest ",
-                                       digest->xxh3, ", but the manifest says ", file->digest.xxh3,
-                                       "; export an earlier checkpoint")));
+  for (const std::string& part : *files) {
+    const std::string from = JoinPath(path, part);
+    const auto digest = DigestFile(from);
+    if (!digest.ok()) return Fail(call, digest.status());
+    const FileDigest& expected = manifest->Find(part)->digest;
+    if (*digest != expected) {
+      return Fail(
+          call, absl::DataLossError(absl::StrCat(
+                    from, ": is damaged: its contents have the digest ", digest->xxh3,
+                    ", but the manifest says ", expected.xxh3, "; export an earlier checkpoint")));
+    }
   }
-  return Copy(call, from, call.line.words[1]);
+  const bool whole = manifest->Find(name) != nullptr;
+  return Copy(call, JoinPath(path, whole ? name : IndexFileName(name)), call.line.words[1]);
 }
 
 int RunMerge(const Call& call) { return Copy(call, call.line.words[0], call.line.words[1]); }

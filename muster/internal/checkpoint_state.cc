@@ -25,12 +25,14 @@
 #include "base/units.h"
 #include "muster/internal/full_state.h"
 #include "worker/checkpoint/async_saver.h"
+#include "worker/checkpoint/divided_files.h"
 #include "worker/checkpoint/folder.h"
 #include "worker/checkpoint/memory_tier.h"
 #include "worker/checkpoint/model_files.h"
 #include "worker/checkpoint/node_checkpoints.h"
 #include "worker/checkpoint/node_group.h"
 #include "worker/checkpoint/publication.h"
+#include "worker/checkpoint/shard_plan.h"
 #include "worker/checkpoint/state.h"
 #include "worker/checkpoint/weight_loader.h"
 #include "worker/collective/nested_collectives.h"
@@ -97,13 +99,33 @@ absl::Status Try(const std::string& what, const F& function) {
   return absl::Status(status.code(), absl::StrCat(what, ": ", status.message()));
 }
 
-void CheckCount(const StateReader& reader, const char* what, std::string (*name)(int), size_t here,
+void CheckCount(const std::string& dir, int saved, const char* what, size_t here,
                 const char* advice) {
-  const int saved = reader.Count(name);
   if (saved == static_cast<int>(here)) return;
-  ThrowIfError(absl::FailedPreconditionError(absl::StrCat(reader.dir(), " holds ", saved, " ", what,
-                                                          "(s), but ", here,
-                                                          " are prepared here: ", advice)));
+  ThrowIfError(absl::FailedPreconditionError(absl::StrCat(
+      dir, " holds ", saved, " ", what, "(s), but ", here, " are prepared here: ", advice)));
+}
+
+// The files of the i-th model, and those of the i-th optimizer.
+std::vector<std::string> ModelFilesIn(const StateReader& reader, size_t i) {
+  absl::StatusOr<std::vector<std::string>> files =
+      FilesOfModel(reader.manifest(), ModelFileName(static_cast<int>(i)));
+  ThrowIfError(files.status());
+  return *std::move(files);
+}
+
+std::vector<std::string> OptimizerFilesIn(const StateReader& reader, size_t i) {
+  const std::string name = OptimizerFileName(static_cast<int>(i));
+  absl::StatusOr<std::vector<std::string>> files = PartsOf(reader.manifest(), name);
+  ThrowIfError(files.status());
+  files->insert(files->begin(), name);
+  return *std::move(files);
+}
+
+int CountModels(const StateReader& reader) {
+  int count = 0;
+  while (!ModelFilesIn(reader, static_cast<size_t>(count)).empty()) ++count;
+  return count;
 }
 
 StateDict ReadFile(const StateReader& reader, const std::string& name) {
@@ -284,24 +306,92 @@ absl::Status CheckpointState::CheckComplete() const {
   return absl::OkStatus();
 }
 
-absl::Status CheckpointState::WriteShared(StateWriter& writer,
-                                          const std::vector<NamedTensors>& weights,
-                                          const std::vector<OptimizerState>& optimizers) const {
-  for (size_t i = 0; i < registry_.models().size(); ++i) {
-    MUSTER_RETURN_IF_ERROR(writer.WriteModel(ModelFileName(i), weights[i]));
-  }
-  for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
-    // What is gathered from several processes is a copy already.
-    const bool live = !IsSharded(registry_.optimizers()[i]->handle(), registry_.models());
-    StateDict file;
-    for (const auto& [name, tensor] : optimizers[i].tensors) {
-      file.SetTensor(name, tensor);
-      if (live) writer.CopyLater(tensor);
+// What the ranks write together: the files of each sharded model; none for the others, and where
+// hooks want whole weights.
+struct CheckpointState::Division {
+  std::vector<DividedModel> models;
+
+  // Whether rank `rank` writes tensor `name` of model `model`.
+  bool Writes(int rank, size_t model, const std::string& name) const {
+    if (models[model].files.empty()) return rank == 0;
+    for (const DividedFile& file : models[model].files) {
+      if (file.rank != rank) continue;
+      if (std::find(file.tensors.begin(), file.tensors.end(), name) != file.tensors.end()) {
+        return true;
+      }
     }
-    PutRows(optimizers[i].groups, &file);
-    file.SetInt("steps", registry_.optimizers()[i]->steps());
-    MUSTER_RETURN_IF_ERROR(writer.Write(OptimizerFileName(i), file));
+    return false;
   }
+};
+
+absl::Status CheckpointState::WriteModels(StateWriter& writer, const Division& division,
+                                          const std::vector<NamedTensors>& weights) const {
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const std::string name = ModelFileName(static_cast<int>(i));
+    const std::vector<DividedFile>& files = division.models[i].files;
+    if (files.empty()) {
+      if (process_.rank() == 0) MUSTER_RETURN_IF_ERROR(writer.WriteModel(name, weights[i]));
+      continue;
+    }
+    std::map<std::string, at::Tensor> mine(weights[i].begin(), weights[i].end());
+    ShardPlan index{.files = {}, .total_bytes = division.models[i].bytes, .index_name = {}};
+    for (size_t k = 0; k < files.size(); ++k) {
+      index.files.push_back({PartFileName(name, k, files.size()), files[k].tensors});
+      if (files[k].rank != process_.rank()) continue;
+      NamedTensors tensors;
+      for (const std::string& tensor : files[k].tensors) {
+        tensors.emplace_back(tensor, mine.at(tensor));
+      }
+      MUSTER_RETURN_IF_ERROR(writer.WriteModel(index.files.back().name, tensors));
+    }
+    if (process_.rank() != 0) continue;
+    MUSTER_RETURN_IF_ERROR(writer.WriteText(IndexFileName(name), EncodeShardIndex(index)));
+  }
+  return absl::OkStatus();
+}
+
+absl::Status CheckpointState::WriteOptimizer(StateWriter& writer, const Division& division,
+                                             size_t index, OptimizerState state) const {
+  const auto& slot = registry_.optimizers()[index];
+  const std::string name = OptimizerFileName(static_cast<int>(index));
+  // The states of the parameters in each file of a model are a file, too.
+  std::vector<std::pair<int, std::vector<std::string>>> parts;  // rank, the optimizer's names
+  for (size_t m = 0; m < division.models.size(); ++m) {
+    if (division.models[m].files.empty()) continue;
+    const std::map<std::string, std::string> names =
+        NamesIn(slot->handle(), *registry_.models()[m]);
+    if (names.empty()) continue;
+    for (const DividedFile& file : division.models[m].files) {
+      std::vector<std::string> known_as;
+      for (const std::string& tensor : file.tensors) {
+        const auto found = names.find(tensor);
+        if (found != names.end()) known_as.push_back(found->second);
+      }
+      parts.emplace_back(file.rank, std::move(known_as));
+    }
+  }
+  for (size_t k = 0; k < parts.size(); ++k) {
+    if (parts[k].first != process_.rank()) continue;
+    StateDict file;
+    for (const std::string& parameter : parts[k].second) {
+      for (const auto& [key, tensor] : TakeStateOf(parameter, &state)) file.SetTensor(key, tensor);
+    }
+    MUSTER_RETURN_IF_ERROR(writer.Write(PartFileName(name, k, parts.size()), file));
+  }
+  if (process_.rank() != 0) return absl::OkStatus();
+  // What is gathered from several processes is a copy already.
+  const bool live = !IsSharded(slot->handle(), registry_.models());
+  StateDict file;
+  for (const auto& [key, tensor] : state.tensors) {
+    file.SetTensor(key, tensor);
+    if (live) writer.CopyLater(tensor);
+  }
+  PutRows(state.groups, &file);
+  file.SetInt("steps", slot->steps());
+  return writer.Write(name, file);
+}
+
+absl::Status CheckpointState::WriteShared(StateWriter& writer) const {
   for (size_t i = 0; i < registry_.schedulers().size(); ++i) {
     StateDict file;
     PutRows(registry_.schedulers()[i]->SaveState(), &file);
@@ -335,22 +425,44 @@ void CheckpointState::CopyParametersLater(StateWriter& writer) const {
 
 absl::Status CheckpointState::Write(StateWriter& writer) const {
   CopyParametersLater(writer);
+  const Models& models = registry_.models();
+  const int rank = process_.rank();
+  Division division;
   std::vector<NamedTensors> weights;
-  const bool writes = process_.rank() == 0;
-  for (const auto& model : registry_.models()) {
-    weights.push_back(FullWeights(*model, writes).tensors());
-  }
-  std::vector<OptimizerState> optimizers;
-  for (const auto& optimizer : registry_.optimizers()) {
-    if (writes || IsSharded(optimizer->handle(), registry_.models())) {
-      optimizers.push_back(FullState(optimizer->handle(), registry_.models(), writes));
+  for (size_t i = 0; i < models.size(); ++i) {
+    // Hooks get whole models, on rank 0.
+    const bool divide = models[i]->sharded() != nullptr && save_hooks_.empty();
+    division.models.push_back(divide ? DivideModel(*models[i], process_.size()) : DividedModel());
+    if (divide) {
+      const auto writes = [&](const std::string& name) { return division.Writes(rank, i, name); };
+      weights.push_back(FullWeights(*models[i], writes).tensors());
+    } else {
+      weights.push_back(FullWeights(*models[i], rank == 0).tensors());
     }
   }
+  const auto writes = [&](ModelSlot& model, const std::string& name) {
+    const auto at = std::find_if(models.begin(), models.end(),
+                                 [&](const auto& other) { return other.get() == &model; });
+    return division.Writes(rank, static_cast<size_t>(at - models.begin()), name);
+  };
+  std::vector<std::optional<OptimizerState>> optimizers;
+  for (const auto& optimizer : registry_.optimizers()) {
+    optimizers.emplace_back();
+    if (rank == 0 || IsSharded(optimizer->handle(), models)) {
+      optimizers.back() = FullState(optimizer->handle(), models, writes);
+    }
+  }
+  // No collectives from here on: a rank whose disk is full leaves no other waiting.
   for (const auto& [unused, hook] : save_hooks_) {
     hook(weights, writer);
-    CheckWeights(weights, registry_.models().size(), "save_state()");
+    CheckWeights(weights, models.size(), "save_state()");
   }
-  if (writes) MUSTER_RETURN_IF_ERROR(WriteShared(writer, weights, optimizers));
+  MUSTER_RETURN_IF_ERROR(WriteModels(writer, division, weights));
+  for (size_t i = 0; i < optimizers.size(); ++i) {
+    if (!optimizers[i].has_value()) continue;
+    MUSTER_RETURN_IF_ERROR(WriteOptimizer(writer, division, i, *std::move(optimizers[i])));
+  }
+  if (rank == 0) MUSTER_RETURN_IF_ERROR(WriteShared(writer));
   StateDict random;
   for (const auto& [name, tensor] : SaveRngState()) random.SetTensor(name, tensor);
   return writer.Write(RandomStatesFileName(process_.rank()), random);
@@ -590,17 +702,25 @@ void CheckpointState::RemoveHook(int64_t id) {
 
 // What the files of a checkpoint hold.
 struct CheckpointState::Loaded {
-  std::vector<NamedTensors> weights;
-  std::vector<StateDict> optimizers, schedulers, loaders, registered;
+  struct Optimizer {
+    OptimizerState state;  // what its handle takes on this rank
+    int64_t steps = 0;
+  };
+
+  std::vector<NamedTensors> weights;  // of sharded models empty, unless hooks want them
+  std::vector<std::optional<LoadedShards>> shards;
+  std::vector<Optimizer> optimizers;
+  std::vector<StateDict> schedulers, loaders, registered;
   std::optional<StateDict> scaler, random;
 };
 
 void CheckpointState::CheckPrepared(const StateReader& reader) const {
   const auto check = [&reader](const char* what, std::string (*name)(int), size_t here) {
-    CheckCount(reader, what, name, here,
+    CheckCount(reader.dir(), reader.Count(name), what, here,
                "prepare the same objects, in the same order, before load_state");
   };
-  check("model", ModelFileName, registry_.models().size());
+  CheckCount(reader.dir(), CountModels(reader), "model", registry_.models().size(),
+             "prepare the same objects, in the same order, before load_state");
   check("optimizer", OptimizerFileName, registry_.optimizers().size());
   check("schedule", SchedulerFileName, registry_.schedulers().size());
   // Loaders may be prepared after this, as those in the body of an epoch are.
@@ -611,18 +731,16 @@ void CheckpointState::CheckPrepared(const StateReader& reader) const {
   check("registered object", CustomFileName, registered_.size());
 }
 
-void CheckpointState::ReadTogether(StateReader& reader, size_t models, size_t optimizers) const {
-  std::vector<std::string> names;
-  for (size_t i = 0; i < models; ++i) names.push_back(ModelFileName(static_cast<int>(i)));
-  for (size_t i = 0; i < optimizers; ++i) names.push_back(OptimizerFileName(static_cast<int>(i)));
-  ThrowIfError(reader.ReadTogether(process_.comm(), names));
-}
-
-std::vector<NamedTensors> CheckpointState::ReadWeights(const StateReader& reader,
-                                                       size_t models) const {
+std::vector<NamedTensors> CheckpointState::ReadWeights(const StateReader& reader, size_t models,
+                                                       const std::vector<bool>& without) const {
   std::vector<NamedTensors> weights;
   for (size_t i = 0; i < models; ++i) {
-    weights.push_back(ReadFile(reader, ModelFileName(static_cast<int>(i))).tensors());
+    NamedTensors& all = weights.emplace_back();
+    if (without[i]) continue;
+    for (const std::string& name : ModelFilesIn(reader, i)) {
+      const StateDict file = ReadFile(reader, name);
+      all.insert(all.end(), file.tensors().begin(), file.tensors().end());
+    }
   }
   for (const auto& [unused, hook] : load_hooks_) {
     hook(weights, reader);
@@ -631,28 +749,113 @@ std::vector<NamedTensors> CheckpointState::ReadWeights(const StateReader& reader
   return weights;
 }
 
-CheckpointState::Loaded CheckpointState::Read(const StateReader& reader) const {
-  const auto read = [&](const std::string& name) { return ReadFile(reader, name); };
+void CheckpointState::TakeOptimizerFile(const StateReader& reader, size_t index,
+                                        const std::string& name, Loaded* loaded) const {
+  const OptimizerHandle& handle = registry_.optimizers()[index]->handle();
+  const StateDict file = ReadFile(reader, name);
+  OptimizerState part;
+  for (const auto& [key, tensor] : file.tensors()) part.tensors.emplace(key, tensor);
+  Loaded::Optimizer& to = loaded->optimizers[index];
+  to.state.tensors.merge(LocalState(std::move(part), handle, registry_.models()).tensors);
+  if (name != OptimizerFileName(static_cast<int>(index))) return;
+  to.state.groups = Rows(file);
+  const absl::StatusOr<int64_t> steps = file.GetInt("steps");
+  ThrowIfError(steps.status());
+  to.steps = *steps;
+}
+
+void CheckpointState::ReadOthers(const StateReader& reader, Loaded* loaded) const {
   const auto read_all = [&](std::string (*name)(int), size_t count) {
     std::vector<StateDict> files;
-    for (size_t i = 0; i < count; ++i) files.push_back(read(name(static_cast<int>(i))));
+    for (size_t i = 0; i < count; ++i) {
+      files.push_back(ReadFile(reader, name(static_cast<int>(i))));
+    }
     return files;
   };
+  loaded->schedulers = read_all(SchedulerFileName, registry_.schedulers().size());
+  loaded->loaders = read_all(SamplerFileName, reader.Count(SamplerFileName));
+  loaded->registered = read_all(CustomFileName, registered_.size());
+  if (steps_.scaler() != nullptr && reader.Has(ScalerFileName(0))) {
+    loaded->scaler = ReadFile(reader, ScalerFileName(0));
+  }
+  if (reader.Has(RandomStatesFileName(process_.rank()))) {
+    loaded->random = ReadFile(reader, RandomStatesFileName(process_.rank()));
+  }
+}
+
+CheckpointState::Loaded CheckpointState::ReadAll(StateReader& reader) const {
+  const Models& models = registry_.models();
   Loaded loaded;
-  loaded.weights = ReadWeights(reader, registry_.models().size());
-  loaded.optimizers = read_all(OptimizerFileName, registry_.optimizers().size());
-  loaded.schedulers = read_all(SchedulerFileName, registry_.schedulers().size());
-  loaded.loaders = read_all(SamplerFileName, reader.Count(SamplerFileName));
-  loaded.registered = read_all(CustomFileName, registered_.size());
-  if (steps_.scaler() != nullptr && reader.Has(ScalerFileName(0)))
-    loaded.scaler = read(ScalerFileName(0));
-  if (reader.Has(RandomStatesFileName(process_.rank())))
-    loaded.random = read(RandomStatesFileName(process_.rank()));
+  // A sharded model and its optimizer are read file by file: no rank needs memory for all of it.
+  const bool by_file = load_hooks_.empty();
+  std::vector<std::string> together;
+  const auto add = [&together](const std::vector<std::string>& names) {
+    together.insert(together.end(), names.begin(), names.end());
+  };
+  std::vector<bool> by_itself(models.size());
+  loaded.shards.resize(models.size());
+  loaded.optimizers.resize(registry_.optimizers().size());
+  std::vector<size_t> optimizers_by_file;
+  ThrowIfAnyFailed(Guard([&] {
+    for (size_t i = 0; i < models.size(); ++i) {
+      if (by_file && models[i]->sharded() != nullptr) {
+        loaded.shards[i].emplace(*models[i]);
+        by_itself[i] = true;
+      } else {
+        add(ModelFilesIn(reader, i));
+      }
+    }
+    for (size_t i = 0; i < loaded.optimizers.size(); ++i) {
+      if (by_file && IsSharded(registry_.optimizers()[i]->handle(), models)) {
+        optimizers_by_file.push_back(i);
+      } else {
+        add(OptimizerFilesIn(reader, i));
+      }
+    }
+  }));
+  ThrowIfError(reader.ReadTogether(process_.comm(), together));
+  // An error of this rank must not leave the others in their next collective.
+  absl::Status mine = Guard([&] {
+    loaded.weights = ReadWeights(reader, models.size(), by_itself);
+    for (size_t i = 0; i < loaded.optimizers.size(); ++i) {
+      if (std::count(optimizers_by_file.begin(), optimizers_by_file.end(), i) > 0) continue;
+      for (const std::string& name : OptimizerFilesIn(reader, i)) {
+        TakeOptimizerFile(reader, i, name, &loaded);
+      }
+    }
+    ReadOthers(reader, &loaded);
+  });
+  const auto read_one = [&](const std::string& name, const std::function<void()>& take) {
+    ThrowIfError(reader.ReadTogether(process_.comm(), {name}));
+    if (mine.ok()) mine = Guard(take);
+  };
+  for (size_t i = 0; i < models.size(); ++i) {
+    if (!loaded.shards[i].has_value()) continue;
+    for (const std::string& name : ModelFilesIn(reader, i)) {
+      read_one(name, [&] { loaded.shards[i]->Take(ReadFile(reader, name).tensors()); });
+    }
+    if (mine.ok()) {
+      mine = Guard([&] {
+        loaded.shards[i]->Check(
+            absl::StrCat(reader.dir(), "/", ModelFileName(static_cast<int>(i))));
+      });
+    }
+  }
+  for (const size_t i : optimizers_by_file) {
+    for (const std::string& name : OptimizerFilesIn(reader, i)) {
+      read_one(name, [&] { TakeOptimizerFile(reader, i, name, &loaded); });
+    }
+  }
+  ThrowIfAnyFailed(mine);
   return loaded;
 }
 
 void CheckpointState::ApplyObjects(const StateReader& reader, const Loaded& loaded) {
   for (size_t i = 0; i < registry_.models().size(); ++i) {
+    if (loaded.shards[i].has_value()) {
+      loaded.shards[i]->Store();
+      continue;
+    }
     if (loaded.weights[i].empty() && !load_hooks_.empty()) continue;
     const FullWeights targets(*registry_.models()[i], /*keep=*/true);
     ThrowIfError(LoadTensors(loaded.weights[i], targets.tensors(),
@@ -661,17 +864,10 @@ void CheckpointState::ApplyObjects(const StateReader& reader, const Loaded& load
     targets.Store();
   }
   for (size_t i = 0; i < registry_.optimizers().size(); ++i) {
-    const StateDict& file = loaded.optimizers[i];
-    OptimizerState state;
-    for (const auto& [name, tensor] : file.tensors()) state.tensors.emplace(name, tensor);
-    state.groups = Rows(file);
     ThrowIfError(Try(OptimizerFileName(i), [&] {
-      OptimizerHandle& handle = registry_.optimizers()[i]->handle();
-      handle.LoadState(LocalState(std::move(state), handle, registry_.models()));
+      registry_.optimizers()[i]->handle().LoadState(loaded.optimizers[i].state);
     }));
-    const absl::StatusOr<int64_t> steps = file.GetInt("steps");
-    ThrowIfError(steps.status());
-    registry_.optimizers()[i]->set_steps(*steps);
+    registry_.optimizers()[i]->set_steps(loaded.optimizers[i].steps);
   }
   for (size_t i = 0; i < registry_.schedulers().size(); ++i) {
     ThrowIfError(Try(SchedulerFileName(i),
@@ -779,18 +975,26 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
     const size_t models = registry_.models().size();
     ThrowIfAnyFailed(Guard([&] {
       if (!options.strict) return;
-      CheckCount(*reader, "model", ModelFileName, models,
+      CheckCount(reader->dir(), CountModels(*reader), "model", models,
                  "prepare the same models, in the same order, or set strict to false");
     }));
-    const size_t files = std::min<size_t>(reader->Count(ModelFileName), models);
-    ReadTogether(*reader, files, 0);
+    size_t files = 0;
+    std::vector<std::string> names;
+    ThrowIfAnyFailed(Guard([&] {
+      files = std::min<size_t>(CountModels(*reader), models);
+      for (size_t i = 0; i < files; ++i) {
+        const std::vector<std::string> of_model = ModelFilesIn(*reader, i);
+        names.insert(names.end(), of_model.begin(), of_model.end());
+      }
+    }));
+    ThrowIfError(reader->ReadTogether(process_.comm(), names));
     std::vector<MatchedWeights> matched;
     std::vector<FullWeights> targets;
     for (size_t i = 0; i < files; ++i) {
       targets.emplace_back(*registry_.models()[i], /*keep=*/true);
     }
     ThrowIfAnyFailed(Guard([&] {
-      std::vector<NamedTensors> weights = ReadWeights(*reader, files);
+      std::vector<NamedTensors> weights = ReadWeights(*reader, files, std::vector<bool>(files));
       LoadWeightsOptions rules = options;
       // As in load_state: hooks decide what is loaded.
       if (!load_hooks_.empty()) rules.strict = false;
@@ -807,10 +1011,10 @@ absl::StatusOr<LoadedState> CheckpointState::LoadWeights(const std::string& want
       for (const FullWeights& one : targets) one.Store();
     }));
     ForgetCastWeights();
-    std::unordered_set<std::string> read;
+    std::unordered_set<std::string> read(names.begin(), names.end());
     for (size_t i = 0; i < models; ++i) {
       if (i < matched.size()) {
-        read.insert(ModelFileName(static_cast<int>(i)));
+        read.insert(IndexFileName(ModelFileName(static_cast<int>(i))));
         report.models.push_back(matched[i].report());
         continue;
       }
@@ -858,9 +1062,7 @@ void CheckpointState::LoadFrom(StateReader& reader) {
   // Every file is read and checked before anything changes, so that a damaged one leaves the state
   // as it was; and a process that cannot go on must not leave the others in their next collective.
   ThrowIfAnyFailed(Guard([&] { CheckPrepared(reader); }));
-  ReadTogether(reader, registry_.models().size(), registry_.optimizers().size());
-  Loaded loaded;
-  ThrowIfAnyFailed(Guard([&] { loaded = Read(reader); }));
+  const Loaded loaded = ReadAll(reader);
   ThrowIfAnyFailed(Guard([&] { Apply(reader, loaded); }));
 }
 

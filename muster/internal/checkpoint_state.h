@@ -76,6 +76,7 @@ class CheckpointState {
     std::function<void(const StateDict&)> load;
   };
   struct Loaded;
+  struct Division;
 
   std::string Root() const;
   // The number that the processes of this node have in common, if nodes keep files of their own.
@@ -90,8 +91,12 @@ class CheckpointState {
   void CopyParametersLater(StateWriter& writer) const;
   // This process's files.
   absl::Status Write(StateWriter& writer) const;
-  absl::Status WriteShared(StateWriter& writer, const std::vector<NamedTensors>& weights,
-                           const std::vector<OptimizerState>& optimizers) const;
+  // Parts of Write().
+  absl::Status WriteModels(StateWriter& writer, const Division& division,
+                           const std::vector<NamedTensors>& weights) const;
+  absl::Status WriteOptimizer(StateWriter& writer, const Division& division, size_t index,
+                              OptimizerState state) const;
+  absl::Status WriteShared(StateWriter& writer) const;
   // (collective) The number of the next checkpoint.
   int64_t AgreeOnNumber(const CheckpointFolder& folder, int64_t number) const;
   // (collective) Copies the state and returns the error of an earlier save, if one failed.
@@ -112,12 +117,15 @@ class CheckpointState {
   void LoadFrom(StateReader& reader);
   // (collective) The checkpoint to load. NOT_FOUND: there is none.
   absl::StatusOr<StateReader> OpenToLoad(const std::string& directory);
-  // (collective) The files of so many models and optimizers, which all ranks need.
-  void ReadTogether(StateReader& reader, size_t models, size_t optimizers) const;
-  // Parts of Load() and LoadWeights().
-  std::vector<NamedTensors> ReadWeights(const StateReader& reader, size_t models) const;
+  // Parts of Load() and LoadWeights(). `without`: models whose weights are read elsewhere.
+  std::vector<NamedTensors> ReadWeights(const StateReader& reader, size_t models,
+                                        const std::vector<bool>& without) const;
+  void TakeOptimizerFile(const StateReader& reader, size_t index, const std::string& name,
+                         Loaded* loaded) const;
+  void ReadOthers(const StateReader& reader, Loaded* loaded) const;
   void CheckPrepared(const StateReader& reader) const;
-  Loaded Read(const StateReader& reader) const;
+  // (collective)
+  Loaded ReadAll(StateReader& reader) const;
   void Apply(const StateReader& reader, const Loaded& loaded);
   void ApplyObjects(const StateReader& reader, const Loaded& loaded);
   void ApplyRandom(const StateReader& reader, const Loaded& loaded) const;

@@ -30,7 +30,10 @@ absl::Status CheckEngineHas(const ShardingPlan& plan) {
                    "switch it off, and use more processes or a strategy that divides more");
   }
   if (settings.activation_checkpointing || settings.activation_offload) {
-    return Refused("activation checkpointing", "switch it off, and use smaller batches");
+    return Refused(
+        "activation checkpointing",
+        "switch it off, and call muster::activation_checkpoint(block, inputs...) where the "
+        "model calls its blocks");
   }
   if (settings.ignored_modules.has_value()) {
     return Refused("modules that stay whole (fsdp_ignored_modules)", "leave it out");
@@ -95,7 +98,9 @@ absl::StatusOr<EngineSettings> ToOptions(const ShardingPlan& plan, int64_t ranks
   MUSTER_ASSIGN_OR_RETURN(to.parameter_dtype, DtypeOf(from.parameter_dtype, "parameters"));
   MUSTER_ASSIGN_OR_RETURN(to.reduce_dtype, DtypeOf(from.reduce_dtype, "reductions"));
   if (!from.full_state_dict) {
-    result.notes.push_back("Checkpoints hold the whole state, whatever the state dict type.");
+    result.notes.push_back(
+        "Checkpoints hold whole tensors, divided among files of all processes, "
+        "whatever the state dict type.");
   }
   return result;
 }

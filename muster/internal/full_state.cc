@@ -6,23 +6,13 @@
 #include <unordered_map>
 
 #include "absl/strings/str_cat.h"
+#include "worker/checkpoint/state_dict.h"
 #include "worker/collective/nested_collectives.h"
 #include "worker/parallel/sharded_model.h"
+#include "worker/train/guard.h"
 
 namespace muster::internal {
 namespace {
-
-// The parameters of `model` that `optimizer` has: their names there by their names in the model.
-std::map<std::string, std::string> NamesIn(const OptimizerHandle& optimizer,
-                                           const ShardedModel& model) {
-  std::map<std::string, std::string> names;
-  const std::vector<at::Tensor>& parameters = optimizer.parameters();
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    const std::string* const name = model.NameOf(parameters[i]);
-    if (name != nullptr) names[*name] = optimizer.parameter_names()[i];
-  }
-  return names;
-}
 
 // "<parameter>.<slot>" is that of `parameter`, and which slot.
 std::string SlotOf(const std::string& key, const std::string& parameter) {
@@ -36,6 +26,21 @@ std::string SlotOf(const std::string& key, const std::string& parameter) {
 
 constexpr char kStep[] = "step";  // a single number, whatever the shape of the parameter
 
+// The name that a sharded model knows a parameter by: of tied weights the first.
+const std::string& FirstName(const ShardedModel& model, const std::string& name,
+                             const at::Tensor& parameter) {
+  const at::Tensor shard = model.ShardOf(parameter);
+  const std::string* const first = shard.defined() ? model.NameOf(shard) : nullptr;
+  TORCH_CHECK(first != nullptr, "parameter '", name,
+              "' was added to a sharded model after prepare(): complete the model first");
+  return *first;
+}
+
+// A tensor of this shape and type that takes no memory.
+at::Tensor ShapeOf(const at::Tensor& tensor, at::ScalarType dtype) {
+  return at::empty({}, at::TensorOptions().dtype(dtype)).expand(tensor.sizes());
+}
+
 }  // namespace
 
 FullWeights::FullWeights(ModelSlot& model, bool keep) : model_(model) {
@@ -44,18 +49,24 @@ FullWeights::FullWeights(ModelSlot& model, bool keep) : model_(model) {
     return;
   }
   std::map<std::string, at::Tensor> full;
-  for (auto& [name, tensor] : model_.sharded()->FullParameters(keep)) full[name] = tensor;
+  for (auto& [name, tensor] :
+       model_.sharded()->FullParameters([&](const std::string&) { return keep; })) {
+    full[name] = tensor;
+  }
   if (!keep) return;
   // In the module's order; tied weights under each of their names, as one tensor.
   for (const auto& [name, parameter] : model_.source().parameters()) {
-    const at::Tensor shard = model_.sharded()->ShardOf(parameter);
-    const std::string* const first = shard.defined() ? model_.sharded()->NameOf(shard) : nullptr;
-    TORCH_CHECK(first != nullptr, "parameter '", name,
-                "' was added to a sharded model after prepare(): complete the model first");
-    tensors_.emplace_back(name, full.at(*first));
+    tensors_.emplace_back(name, full.at(FirstName(*model_.sharded(), name, parameter)));
   }
   for (const auto& [name, buffer] : model_.source().buffers()) {
     tensors_.emplace_back(name, buffer.detach());
+  }
+}
+
+FullWeights::FullWeights(ModelSlot& model, const std::function<bool(const std::string&)>& keep)
+    : model_(model), tensors_(model.sharded()->FullParameters(keep)) {
+  for (const auto& [name, buffer] : model_.source().buffers()) {
+    if (keep(name)) tensors_.emplace_back(name, buffer.detach());
   }
 }
 
@@ -65,45 +76,86 @@ void FullWeights::Store() const {
   model_.sharded()->LoadParameters(values);
 }
 
+DividedModel DivideModel(ModelSlot& model, int ranks) {
+  DividedModel divided;
+  std::vector<SizedTensor> sizes;
+  for (const auto& [name, parameter] : model.source().parameters()) {
+    if (FirstName(*model.sharded(), name, parameter) != name) continue;
+    const at::Tensor shard = model.sharded()->ShardOf(parameter);
+    sizes.push_back({name, static_cast<int64_t>(shard.element_size()) * parameter.numel()});
+    divided.bytes += static_cast<uint64_t>(sizes.back().bytes);
+  }
+  divided.files = DivideTensors(sizes, ranks);
+  const auto buffers = model.source().buffers();
+  // The first file is that of rank 0, if there is one.
+  if (divided.files.empty() && !buffers.empty()) divided.files.emplace_back();
+  for (const auto& [name, buffer] : buffers) {
+    divided.files[0].tensors.push_back(name);
+    divided.bytes += static_cast<uint64_t>(buffer.nbytes());
+  }
+  return divided;
+}
+
 bool IsSharded(const OptimizerHandle& optimizer, const Models& models) {
   for (const auto& model : models) {
-    if (model->sharded() != nullptr && !NamesIn(optimizer, *model->sharded()).empty()) return true;
+    if (model->sharded() != nullptr && !NamesIn(optimizer, *model).empty()) return true;
   }
   return false;
 }
 
-OptimizerState FullState(const OptimizerHandle& optimizer, const Models& models, bool keep) {
+std::map<std::string, std::string> NamesIn(const OptimizerHandle& optimizer, ModelSlot& model) {
+  std::map<std::string, std::string> names;
+  const std::vector<at::Tensor>& parameters = optimizer.parameters();
+  for (size_t i = 0; i < parameters.size(); ++i) {
+    const std::string* const name = model.sharded()->NameOf(parameters[i]);
+    if (name != nullptr) names[*name] = optimizer.parameter_names()[i];
+  }
+  return names;
+}
+
+std::map<std::string, at::Tensor> TakeStateOf(const std::string& parameter, OptimizerState* state) {
+  std::map<std::string, at::Tensor> taken;
+  const std::string prefix = parameter + ".";
+  for (auto it = state->tensors.lower_bound(prefix); it != state->tensors.end();) {
+    if (it->first.compare(0, prefix.size(), prefix) != 0) break;
+    if (SlotOf(it->first, parameter).empty()) {
+      ++it;
+      continue;
+    }
+    taken.emplace(it->first, it->second);
+    it = state->tensors.erase(it);
+  }
+  return taken;
+}
+
+OptimizerState FullState(
+    const OptimizerHandle& optimizer, const Models& models,
+    const std::function<bool(ModelSlot& model, const std::string& name)>& keep) {
   OptimizerState state = optimizer.SaveState();
   for (const auto& model : models) {
     ShardedModel* const sharded = model->sharded();
     if (sharded == nullptr) continue;
-    const std::map<std::string, std::string> names = NamesIn(optimizer, *sharded);
+    const std::map<std::string, std::string> names = NamesIn(optimizer, *model);
     if (names.empty()) continue;
     // A process whose shard of a parameter is empty knows nothing of its state.
     std::set<std::string> slots;
-    std::vector<std::pair<std::string, double>> steps;
+    std::vector<std::pair<std::string, double>> steps;  // by the model's names
     std::map<std::string, at::Tensor> shards;
     for (const auto& [name, known_as] : names) {
-      for (auto it = state.tensors.lower_bound(known_as + "."); it != state.tensors.end();) {
-        if (it->first.compare(0, known_as.size() + 1, known_as + ".") != 0) break;
-        const std::string slot = SlotOf(it->first, known_as);
-        if (slot.empty()) {
-          ++it;
-          continue;
-        }
+      for (const auto& [key, tensor] : TakeStateOf(known_as, &state)) {
+        const std::string slot = SlotOf(key, known_as);
         if (slot == kStep) {
-          steps.emplace_back(known_as, it->second.item<double>());
+          steps.emplace_back(name, tensor.item<double>());
         } else {
           slots.insert(slot);
-          shards.emplace(it->first, it->second);
+          shards.emplace(key, tensor);
         }
-        it = state.tensors.erase(it);
       }
     }
     Comm& comm = sharded->shard_comm();
-    for (const auto& [known_as, step] : GatherObject(comm, steps)) {
-      if (keep) {
-        state.tensors[absl::StrCat(known_as, ".", kStep)] =
+    for (const auto& [name, step] : GatherObject(comm, steps)) {
+      if (keep(*model, name)) {
+        state.tensors[absl::StrCat(names.at(name), ".", kStep)] =
             at::full({}, step, at::TensorOptions().dtype(at::kFloat));
       }
     }
@@ -120,7 +172,7 @@ OptimizerState FullState(const OptimizerHandle& optimizer, const Models& models,
             const auto it = shards.find(absl::StrCat(known_as->second, ".", slot));
             return it == shards.end() ? at::Tensor() : it->second;
           },
-          keep);
+          [&](const std::string& name) { return keep(*model, name); });
       for (const auto& [name, tensor] : full) {
         state.tensors[absl::StrCat(names.at(name), ".", slot)] = tensor;
       }
@@ -134,7 +186,7 @@ OptimizerState LocalState(OptimizerState full, const OptimizerHandle& optimizer,
   for (const auto& model : models) {
     ShardedModel* const sharded = model->sharded();
     if (sharded == nullptr) continue;
-    for (const auto& [name, known_as] : NamesIn(optimizer, *sharded)) {
+    for (const auto& [name, known_as] : NamesIn(optimizer, *model)) {
       for (auto it = full.tensors.lower_bound(known_as + "."); it != full.tensors.end();) {
         if (it->first.compare(0, known_as.size() + 1, known_as + ".") != 0) break;
         const std::string slot = SlotOf(it->first, known_as);
@@ -142,13 +194,55 @@ OptimizerState LocalState(OptimizerState full, const OptimizerHandle& optimizer,
           ++it;
           continue;
         }
+        // In memory of its own: that of a file that is mapped goes.
         const bool empty = sharded->PartSize(name) == 0;
-        if (slot != kStep && !empty) it->second = sharded->PartOf(name, it->second);
+        if (!empty)
+          it->second = slot == kStep ? it->second.clone() : sharded->PartOf(name, it->second);
         it = empty ? full.tensors.erase(it) : std::next(it);
       }
     }
   }
   return full;
+}
+
+LoadedShards::LoadedShards(ModelSlot& model) : model_(model), buffers_(model.source().buffers()) {
+  for (const auto& [name, parameter] : model.source().parameters()) parameters_[name] = parameter;
+}
+
+void LoadedShards::Take(const std::vector<std::pair<std::string, at::Tensor>>& tensors) {
+  for (const auto& [name, tensor] : tensors) {
+    found_.emplace_back(name, ShapeOf(tensor, tensor.scalar_type()));
+    const auto parameter = parameters_.find(name);
+    if (parameter == parameters_.end()) {
+      // Of buffers, and of what Check() refuses.
+      for (const auto& [own, buffer] : buffers_) {
+        if (own == name) loaded_buffers_.emplace_back(name, tensor.clone());
+      }
+    } else if (tensor.sizes() == parameter->second.sizes()) {
+      const std::string& first = FirstName(*model_.sharded(), name, parameter->second);
+      parts_[first] = model_.sharded()->PartOf(first, tensor);
+    }
+  }
+}
+
+void LoadedShards::Check(const std::string& what) const {
+  std::map<std::string, at::Tensor> shapes;  // tied weights are one tensor
+  NamedTensors wanted;
+  for (const auto& [name, parameter] : model_.source().parameters()) {
+    const std::string& first = FirstName(*model_.sharded(), name, parameter);
+    const at::Tensor shard = model_.sharded()->ShardOf(parameter);
+    wanted.emplace_back(
+        name, shapes.emplace(first, ShapeOf(parameter, shard.scalar_type())).first->second);
+  }
+  for (const auto& [name, buffer] : buffers_) wanted.emplace_back(name, buffer.detach());
+  ThrowIfError(LoadTensors(found_, wanted, what, {.check_only = true}));
+}
+
+void LoadedShards::Store() const {
+  model_.sharded()->LoadParts(parts_);
+  NamedTensors targets;
+  for (const auto& [name, buffer] : buffers_) targets.emplace_back(name, buffer.detach());
+  ThrowIfError(LoadTensors(loaded_buffers_, targets, "buffers", {.allow_missing = true}));
 }
 
 }  // namespace muster::internal

@@ -1,6 +1,9 @@
 #ifndef MUSTER_INTERNAL_FULL_STATE_H_
 #define MUSTER_INTERNAL_FULL_STATE_H_
 
+#include <cstdint>
+#include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <utility>
@@ -8,6 +11,7 @@
 
 #include "ATen/core/Tensor.h"
 #include "muster/internal/model_slot.h"
+#include "worker/checkpoint/divided_files.h"
 #include "worker/train/optimizer_handle.h"
 
 // State of sharded models and their optimizers as that of unsharded ones, which is what checkpoints
@@ -20,6 +24,9 @@ class FullWeights {
  public:
   // (collective, for a sharded model) `keep` false: this process needs no tensors and gets none.
   FullWeights(ModelSlot& model, bool keep);
+  // (collective) Of a sharded model: only tensors for which keep(name), and of tied weights the
+  // first name.
+  FullWeights(ModelSlot& model, const std::function<bool(const std::string&)>& keep);
 
   const std::vector<std::pair<std::string, at::Tensor>>& tensors() const { return tensors_; }
   // The tensors have been filled: the model takes their values over.
@@ -32,15 +39,52 @@ class FullWeights {
 
 using Models = std::vector<std::shared_ptr<ModelSlot>>;
 
+// How the ranks write the full tensors of a sharded model together: by parameters' first names;
+// buffers are in a file of rank 0.
+struct DividedModel {
+  std::vector<DividedFile> files;
+  uint64_t bytes = 0;
+};
+DividedModel DivideModel(ModelSlot& model, int ranks);
+
 // Whether a sharded model has parameters of `optimizer`.
 bool IsSharded(const OptimizerHandle& optimizer, const Models& models);
 
-// (collective, if a model is sharded) optimizer.SaveState(), with the whole state of parameters
-// whose shards it updates; without `keep` nothing of them.
-OptimizerState FullState(const OptimizerHandle& optimizer, const Models& models, bool keep);
-// The reverse: what optimizer.LoadState() takes on this process.
+// The parameters of a sharded model that `optimizer` has: their names there by their names in the
+// model.
+std::map<std::string, std::string> NamesIn(const OptimizerHandle& optimizer, ModelSlot& model);
+
+// (collective, if a model is sharded) optimizer.SaveState(), with the whole state of the parameters
+// whose shards it updates and for which keep(model, name); nothing of the others.
+OptimizerState FullState(
+    const OptimizerHandle& optimizer, const Models& models,
+    const std::function<bool(ModelSlot& model, const std::string& name)>& keep);
+// Takes the state of the parameter that the optimizer knows by this name out of `state`.
+std::map<std::string, at::Tensor> TakeStateOf(const std::string& parameter, OptimizerState* state);
+// The reverse: what optimizer.LoadState() takes on this process, of all or of a part of the state.
 OptimizerState LocalState(OptimizerState full, const OptimizerHandle& optimizer,
                           const Models& models);
+
+// A sharded model's values out of a checkpoint, read file by file: a rank keeps its parts of the
+// parameters.
+class LoadedShards {
+ public:
+  explicit LoadedShards(ModelSlot& model);
+  // The tensors of one file. Keeps nothing of their memory.
+  void Take(const std::vector<std::pair<std::string, at::Tensor>>& tensors);
+  // When all files are taken: throws c10::Error unless the names, shapes and types are the model's.
+  // `what` is for messages.
+  void Check(const std::string& what) const;
+  void Store() const;
+
+ private:
+  ModelSlot& model_;
+  std::map<std::string, at::Tensor> parameters_;             // of the module, by each name
+  std::vector<std::pair<std::string, at::Tensor>> buffers_;  // the module's
+  std::vector<std::pair<std::string, at::Tensor>> found_;    // shapes and types alone
+  std::vector<std::pair<std::string, at::Tensor>> loaded_buffers_;
+  std::map<std::string, at::Tensor> parts_;
+};
 
 }  // namespace muster::internal
 

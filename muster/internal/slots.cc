@@ -8,6 +8,7 @@
 #include "ATen/core/grad_mode.h"
 #include "muster/internal/step_controller.h"
 #include "worker/parallel/ddp.h"
+#include "worker/parallel/paged_storage.h"
 #include "worker/parallel/sharded_model.h"
 #include "worker/parallel/sync_batch_norm.h"
 
@@ -17,6 +18,11 @@ ModelSlot::ModelSlot(StepController* steps, std::unique_ptr<ModelSource> source,
                      const ShardingGroups& groups)
     : controller_(steps), source_(std::move(source)), evaluation_(evaluation), groups_(groups) {
   const Process& process = controller_->process();
+  for (const auto& [name, parameter] : source_->parameters()) {
+    TORCH_CHECK(!IsPaged(parameter), "parameter '", name,
+                "' belongs to another sharded model, or to one of an Accelerator that is gone: "
+                "prepare one module that holds both models, or build the model again");
+  }
   if (process.options().device_placement) source_->MoveTo(process.device());
   if (controller_->process().size() == 1 || evaluation) return;
   std::unordered_set<const void*> sparse_parameters;

@@ -71,8 +71,14 @@ TEST_F(ShardingTest, ModelThatDoesNotFitEachProcess_FitsDivided) {
   const CommandResult whole = Lm("no_shard", 2, flags, limit);
   EXPECT_NE(whole.exit_code, 0);
   EXPECT_THAT(whole.output, HasSubstr("allocate memory"));
-  const CommandResult divided = Lm("zero3", 2, flags, limit);
+  const std::string state = " --checkpoint " + folder_ + "/large";
+  const CommandResult divided = Lm("zero3", 2, flags + state, limit);
   EXPECT_EQ(divided.exit_code, 0) << divided.output;
+  // Neither when it saves nor when it loads does a process hold all of it.
+  const CommandResult more = Lm(
+      "zero3", 2, "--steps 3 --width 1024 --layers 8 --context 16 --batch_size 1" + state, limit);
+  EXPECT_EQ(more.exit_code, 0) << more.output;
+  EXPECT_EQ(Json::parse(more.last_line()).at("steps"), 1);
 }
 
 TEST_F(ShardingTest, UnknownStrategy_IsRefusedByName) {

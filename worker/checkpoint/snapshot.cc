@@ -67,7 +67,10 @@ absl::Status Snapshot::Add(const std::string& name, const StateDict& state, Shar
   MUSTER_ASSIGN_OR_RETURN(const StateFile file,
                           PlanStateDict(name, state, shared, kDirectAlignment));
   if (const auto* const plan = std::get_if<SafetensorsPlan>(&file)) return AddTensors(name, *plan);
-  const std::string& text = std::get<std::string>(file);
+  return AddText(name, std::get<std::string>(file));
+}
+
+absl::Status Snapshot::AddText(const std::string& name, const std::string& text) {
   MUSTER_ASSIGN_OR_RETURN(char* const to, Append(name, text.size()));
   std::memcpy(to, text.data(), text.size());
   return absl::OkStatus();

@@ -46,6 +46,7 @@ class Snapshot {
   absl::Status Add(const std::string& name, const NamedTensors& tensors,
                    WriteSafetensorsOptions options);
   absl::Status Add(const std::string& name, const StateDict& state, SharedTensors shared);
+  absl::Status AddText(const std::string& name, const std::string& text);
 
   // Once all files are added: the copies that are left to make; Contents() is complete then. It
   // writes into this object's memory.

@@ -98,6 +98,12 @@ absl::Status StateWriter::WriteModel(const std::string& name, const NamedTensors
   return Put(name, StateFile(std::move(plan)));
 }
 
+absl::Status StateWriter::WriteText(const std::string& name, const std::string& text) {
+  MUSTER_RETURN_IF_ERROR(CheckName(name));
+  if (snapshot_ != nullptr) return snapshot_->AddText(name, text);
+  return Put(name, StateFile(text));
+}
+
 ManifestFile FileOf(const std::string& name, int rank, DirectFileWritten written) {
   // The digest of a single block says no more than that of the file.
   if (written.blocks.xxh3.size() <= 1) written.blocks = {};

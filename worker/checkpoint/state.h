@@ -49,6 +49,9 @@ class StateWriter {
   // A model file: tensors alone, the first name of shared ones, metadata {"format": "pt"}.
   absl::Status WriteModel(const std::string& name, const NamedTensors& tensors);
 
+  // A file of text, such as the index of a model that is in several files.
+  absl::Status WriteText(const std::string& name, const std::string& text);
+
   // What this rank has written to the disk.
   const std::vector<ManifestFile>& files() const { return files_; }
 

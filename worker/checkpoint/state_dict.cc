@@ -422,6 +422,7 @@ absl::Status LoadTensors(const NamedTensors& source, const NamedTensors& targets
     return absl::InvalidArgumentError(
         absl::StrCat(what, ": the tensors do not fit this model: ", absl::StrJoin(wrong, "; ")));
   }
+  if (options.check_only) return absl::OkStatus();
   const at::NoGradGuard no_grad;
   for (const auto& [target, tensor] : copies) at::Tensor(*target).copy_(*tensor);
   return absl::OkStatus();

@@ -92,6 +92,8 @@ absl::StatusOr<StateDict> MapStateDict(const std::string& memory, const std::str
 struct LoadTensorsOptions {
   bool allow_missing = false;
   bool allow_unexpected = false;
+  // Copies nothing, and reads shapes and types alone.
+  bool check_only = false;
 };
 
 // Copies tensors of `source` into the tensors of the same name in `targets`, on any device. Nothing

@@ -200,11 +200,17 @@ at::Tensor ShardUnit::PartOf(size_t index, const at::Tensor& full) const {
   TORCH_CHECK(full.sizes() == at::IntArrayRef(slice.sizes), "parameter '", slice.name,
               "' has shape ", at::IntArrayRef(slice.sizes), ", but the tensor for it has ",
               full.sizes());
-  // In the order of memory that the parameter has.
-  const at::Tensor ordered =
-      at::empty_strided(slice.sizes, slice.strides, full.options().device(master_.device()));
-  ordered.copy_(full);
-  return ordered.as_strided({ordered.numel()}, {1}).narrow(0, slice.begin, slice.shard.numel());
+  // In the order of memory that the parameter has. Of a file that is mapped this reads what is
+  // taken alone.
+  at::Tensor ordered = full;
+  if (full.strides() != at::IntArrayRef(slice.strides)) {
+    ordered = at::empty_strided(slice.sizes, slice.strides, full.options());
+    ordered.copy_(full);
+  }
+  return ordered.as_strided({full.numel()}, {1}, ordered.storage_offset())
+      .narrow(0, slice.begin, slice.shard.numel())
+      .clone()
+      .to(master_.device());
 }
 
 void ShardUnit::SetValues(const std::vector<at::Tensor>& full) {

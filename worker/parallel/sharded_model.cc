@@ -12,7 +12,6 @@
 #include "torch/csrc/autograd/variable.h"
 #include "torch/nn/module.h"
 #include "worker/parallel/coalesce.h"
-#include "worker/parallel/paged_storage.h"
 #include "worker/parallel/same_model.h"
 
 namespace muster {
@@ -70,9 +69,6 @@ ShardedModel::ShardedModel(Comm& world, Comm& shard, Comm* replicas, torch::nn::
                 parameter.tensor.layout(),
                 ": only dense floating-point parameters can be sharded; register it as a buffer, "
                 "or train without sharding");
-    TORCH_CHECK(!IsPaged(parameter.tensor), "parameter '", parameter.name,
-                "' belongs to another sharded model, or to one of an Accelerator that is gone: "
-                "prepare one module that holds both models, or build the model again");
     tensors.push_back(parameter.tensor);
     names.push_back(parameter.name);
   }
@@ -367,12 +363,13 @@ void ShardedModel::Summon(const std::function<void()>& body) {
   if (summons_ == 0) Expire();
 }
 
-std::vector<std::pair<std::string, at::Tensor>> ShardedModel::FullParameters(bool keep) {
+std::vector<std::pair<std::string, at::Tensor>> ShardedModel::FullParameters(const KeepName& keep) {
   std::vector<std::pair<std::string, at::Tensor>> all;
   for (const auto& unit : units_) {
     const std::vector<at::Tensor> values = unit->Values();
-    for (size_t i = 0; keep && i < values.size(); ++i) {
-      all.emplace_back(unit->slices()[i].name, OnCpu(values[i]));
+    for (size_t i = 0; i < values.size(); ++i) {
+      const std::string& name = unit->slices()[i].name;
+      if (keep(name)) all.emplace_back(name, OnCpu(values[i]));
     }
   }
   return all;
@@ -390,8 +387,20 @@ void ShardedModel::LoadParameters(const std::map<std::string, at::Tensor>& value
   MarkChanged(shards_);
 }
 
+void ShardedModel::LoadParts(const std::map<std::string, at::Tensor>& parts) {
+  const at::NoGradGuard no_grad;
+  std::vector<at::Tensor> changed;
+  for (const auto& [name, part] : parts) {
+    const auto& [unit, slice] = PlaceOf(name);
+    changed.push_back(units_[unit]->slices()[slice].shard);
+    changed.back().copy_(part);
+  }
+  Expire();
+  MarkChanged(changed);
+}
+
 std::map<std::string, at::Tensor> ShardedModel::Assemble(
-    const std::function<at::Tensor(const std::string& name)>& state, bool keep) {
+    const std::function<at::Tensor(const std::string& name)>& state, const KeepName& keep) {
   std::vector<std::vector<at::Tensor>> parts;
   std::string mine;  // for each parameter the dtype of its state, and one; 0: it has none
   for (const auto& unit : units_) {
@@ -416,8 +425,8 @@ std::map<std::string, at::Tensor> ShardedModel::Assemble(
     if (kind == '\0') continue;
     const std::vector<at::Tensor> full =
         units_[u]->Assemble(parts[u], static_cast<at::ScalarType>(kind - 1));
-    for (size_t i = 0; keep && i < slices.size(); ++i) {
-      if (here[i] != '\0') all.emplace(slices[i].name, OnCpu(full[i]));
+    for (size_t i = 0; i < slices.size(); ++i) {
+      if (here[i] != '\0' && keep(slices[i].name)) all.emplace(slices[i].name, OnCpu(full[i]));
     }
   }
   return all;

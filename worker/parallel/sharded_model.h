@@ -46,6 +46,9 @@ namespace muster {
 // thread-safe. Errors are c10::Error.
 class ShardedModel {
  public:
+  // Whether this rank has a use for a parameter's full tensor.
+  using KeepName = std::function<bool(const std::string& name)>;
+
   // `world`: all ranks. `shard`: the ranks that divide one copy; `replicas`: those that hold the
   // same part of other copies, null if there is one copy. All are borrowed. `module`: null for
   // TorchScript. `names` and `parameters`: as DataParallel's. `broadcast_buffers`: as DDP's.
@@ -87,20 +90,22 @@ class ShardedModel {
   // has written to its own part stays; write the same on every rank.
   void Summon(const std::function<void()>& body);
 
-  // (collective) The full parameters by name, copied to the CPU; on ranks with `keep` false an
-  // empty list. One unit is gathered at a time.
-  std::vector<std::pair<std::string, at::Tensor>> FullParameters(bool keep);
+  // (collective) The full parameters for which keep(name), by name, copied to the CPU. One unit is
+  // gathered at a time.
+  std::vector<std::pair<std::string, at::Tensor>> FullParameters(const KeepName& keep);
   // The values of full parameters, by name; names that are not in `values` stay as they are.
   void LoadParameters(const std::map<std::string, at::Tensor>& values);
+  // The same from this rank's parts of them (PartOf).
+  void LoadParts(const std::map<std::string, at::Tensor>& parts);
 
   // (collective) For a tensor of state that each shard has, as the optimizer's are: the full one
-  // for each parameter that has it on any rank, by the parameter's name, on the CPU; empty without
-  // `keep`. `state(name)`: undefined where a shard has none.
+  // for each parameter with keep(name) that has it on any rank, by the parameter's name, on the
+  // CPU. `state(name)`: undefined where a shard has none.
   std::map<std::string, at::Tensor> Assemble(
-      const std::function<at::Tensor(const std::string& name)>& state, bool keep);
+      const std::function<at::Tensor(const std::string& name)>& state, const KeepName& keep);
   // Elements of parameter `name` in this rank's shard.
   int64_t PartSize(const std::string& name) const;
-  // This rank's part of the full tensor for parameter `name`, 1-D.
+  // This rank's part of the full tensor for parameter `name`: 1-D, in memory of its own.
   at::Tensor PartOf(const std::string& name, const at::Tensor& full) const;
 
   Comm& shard_comm() { return shard_comm_; }

@@ -139,7 +139,8 @@ struct Trained {
   }
   Values Full() {
     Values values;
-    for (auto& [name, tensor] : model.FullParameters(true)) values.emplace(name, tensor);
+    for (auto& [name, tensor] : model.FullParameters([](const std::string&) { return true; }))
+      values.emplace(name, tensor);
     return values;
   }
 
@@ -431,7 +432,7 @@ TEST(ShardedModel, StateOfOneWorldSize_LoadsIntoAnother) {
           const auto it = state.tensors.find(name + ".momentum_buffer");
           return it == state.tensors.end() ? at::Tensor() : it->second;
         },
-        comm.rank() == 0);
+        [&](const std::string&) { return comm.rank() == 0; });
     if (comm.rank() == 0) {
       saved = full;
       momentum = buffers;
