@@ -119,6 +119,8 @@ int main(int argc, char** argv) {
   app.add_option("--checkpoint", flags.checkpoint,
                  "folder to resume from, if it is there, and to save to at the end");
   app.add_flag("--asynchronous", flags.asynchronous, "save while training goes on");
+  app.add_flag("--activation_checkpointing", flags.model.activation_checkpointing,
+               "run each block again in the backward pass rather than keep what it needs");
   app.add_option("--context", flags.model.context)->check(CLI::PositiveNumber);
   app.add_option("--width", flags.model.width)->check(CLI::PositiveNumber);
   app.add_option("--heads", flags.model.heads)->check(CLI::PositiveNumber);

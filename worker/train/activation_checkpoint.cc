@@ -1,0 +1,312 @@
+#include "worker/train/activation_checkpoint.h"
+
+#include <map>
+#include <optional>
+#include <string>
+#include <typeinfo>
+
+#include "ATen/autocast_mode.h"
+#include "ATen/core/grad_mode.h"
+#include "base/mutex.h"
+#include "c10/util/Exception.h"
+#include "torch/csrc/autograd/engine.h"
+#include "torch/csrc/autograd/saved_variable_hooks.h"
+#include "worker/train/autocast.h"
+#include "worker/train/seed.h"
+
+namespace muster {
+namespace activation_internal {
+namespace {
+
+// What the second run throws through the function when it has computed all that is asked for. Not a
+// std::exception, which functions and TorchScript catch.
+struct AllIsThere {};
+
+// How autocast was set for one type of device.
+struct AutocastState {
+  explicit AutocastState(c10::DeviceType type) : device(type) {
+    options.cache_enabled = at::autocast::is_autocast_cache_enabled();
+    if (!at::autocast::is_autocast_enabled(type)) return;
+    precision = at::autocast::get_autocast_dtype(type) == at::kHalf ? MixedPrecision::kFp16
+                                                                    : MixedPrecision::kBf16;
+  }
+
+  c10::DeviceType device;
+  MixedPrecision precision = MixedPrecision::kNo;
+  AutocastOptions options;
+};
+
+// The random generators as `states` says, and afterwards as they were.
+class RngScope {
+ public:
+  explicit RngScope(const std::map<std::string, at::Tensor>& states) : before_(SaveRngState()) {
+    RestoreRngState(states);
+  }
+  ~RngScope() { RestoreRngState(before_); }
+  RngScope(const RngScope&) = delete;
+  RngScope& operator=(const RngScope&) = delete;
+
+ private:
+  const std::map<std::string, at::Tensor> before_;
+};
+
+// The values of tensors, put back at its end.
+class ValuesScope {
+ public:
+  explicit ValuesScope(const std::vector<at::Tensor>& tensors) : tensors_(tensors) {
+    for (const at::Tensor& tensor : tensors) values_.push_back(tensor.detach().clone());
+  }
+  ~ValuesScope() {
+    const at::NoGradGuard no_grad;
+    for (size_t i = 0; i < tensors_.size(); ++i) at::Tensor(tensors_[i]).copy_(values_[i]);
+  }
+  ValuesScope(const ValuesScope&) = delete;
+  ValuesScope& operator=(const ValuesScope&) = delete;
+
+ private:
+  const std::vector<at::Tensor>& tensors_;
+  std::vector<at::Tensor> values_;
+};
+
+// Inference tensors have no version.
+int64_t VersionOf(const at::Tensor& tensor) {
+  return tensor.is_inference() ? 0 : static_cast<int64_t>(tensor._version());
+}
+
+}  // namespace
+
+// One call of activation_checkpoint(): alive as long as the graph it made.
+class Region : public std::enable_shared_from_this<Region> {
+ public:
+  // A tensor that autograd saved.
+  struct Slot {
+    std::vector<int64_t> sizes;
+    at::ScalarType dtype;
+    c10::Device device;
+    std::optional<int64_t> version;  // of what needs gradients
+    // What the second run of backward pass `pass` has computed, until that pass has used it.
+    at::Tensor value;
+    int pass = -1;
+  };
+
+  explicit Region(Rerun rerun)
+      : rerun_(std::move(rerun)),
+        rng_(SaveRngState()),
+        autocast_{AutocastState(c10::kCPU), AutocastState(c10::kCUDA)} {
+    for (const at::Tensor& input : rerun_.inputs) {
+      input_versions_.push_back(input.defined() ? VersionOf(input) : 0);
+    }
+  }
+
+  // The first run: remembers that `tensor` was saved, not the tensor.
+  std::shared_ptr<Slot> Save(const at::Tensor& tensor) {
+    auto slot = std::make_shared<Slot>(Slot{.sizes = tensor.sizes().vec(),
+                                            .dtype = tensor.scalar_type(),
+                                            .device = tensor.device(),
+                                            .version = std::nullopt,
+                                            .value = {}});
+    // Of parameters, their views and what the function makes of them: the same in each run.
+    if (tensor.requires_grad()) slot->version = VersionOf(tensor);
+    slots_.push_back(slot);
+    return slot;
+  }
+  void EndFirstRun() { in_first_run_ = false; }
+
+  // The second run: the next tensor that autograd saves.
+  void Recall(const at::Tensor& tensor) {
+    const size_t place = next_++;
+    TORCH_CHECK(place < slots_.size(), kOtherTensors, "the first run saved ", slots_.size(),
+                " tensors and the second saves more");
+    // LibTorch does not count the changes of running statistics: their values must tell.
+    if (!tensor.requires_grad() && tensor.dim() == 1 && tensor.is_floating_point()) {
+      seen_.emplace_back(tensor, tensor.detach().clone());
+    }
+    if (const std::shared_ptr<Slot> slot = slots_[place].lock()) {
+      TORCH_CHECK(tensor.sizes() == at::IntArrayRef(slot->sizes) &&
+                      tensor.scalar_type() == slot->dtype && tensor.device() == slot->device,
+                  kOtherTensors, "tensor ", place, " was ", slot->dtype, " ",
+                  at::IntArrayRef(slot->sizes), " on ", slot->device, " in the first run and is ",
+                  tensor.scalar_type(), " ", tensor.sizes(), " on ", tensor.device(),
+                  " in the second");
+      TORCH_CHECK(!slot->version.has_value() || *slot->version == VersionOf(tensor),
+                  "activation_checkpoint: a parameter or another tensor that the function uses, of "
+                  "shape ",
+                  tensor.sizes(),
+                  ", was changed in place between the forward pass and its backward pass, which "
+                  "needs the values before; call backward() before optimizer.step()");
+      slot->value = tensor.detach();
+      slot->pass = pass_;
+      --wanted_;
+    }
+    if (wanted_ == 0) throw AllIsThere();
+  }
+
+  // In the backward pass.
+  at::Tensor Value(Slot& slot) {
+    TORCH_CHECK(!in_first_run_,
+                "activation_checkpoint: the function runs a backward pass through its own "
+                "operations before it has returned; take this part out of the function");
+    // Threads of two devices may ask at once.
+    MutexLock lock(&mu_);
+    const int pass = torch::autograd::get_current_graph_task_id();
+    if (!slot.value.defined() || slot.pass != pass) RunAgain(pass);
+    // Each node asks once for each tensor; one that asks again has it computed again.
+    return std::move(slot.value);
+  }
+
+ private:
+  static constexpr char kOtherTensors[] =
+      "activation_checkpoint: the function did not do the same when the backward pass ran it "
+      "again: ";
+
+  void RunAgain(int pass);
+
+  const Rerun rerun_;
+  const std::map<std::string, at::Tensor> rng_;
+  const AutocastState autocast_[2];
+  std::vector<int64_t> input_versions_;
+  bool in_first_run_ = true;
+  // In the order in which they were saved; gone when their nodes are.
+  std::vector<std::weak_ptr<Slot>> slots_;
+
+  Mutex mu_;  // for the slots' values, and what follows: of the second run
+  int pass_ = -1;
+  size_t next_ = 0;
+  size_t wanted_ = 0;
+  // What may be running statistics, with the values when it was saved.
+  std::vector<std::pair<at::Tensor, at::Tensor>> seen_;
+};
+
+namespace {
+
+// The region whose function this thread runs.
+struct Running {
+  Region* region = nullptr;
+  bool again = false;
+};
+thread_local Running running;
+
+class RunningScope {
+ public:
+  explicit RunningScope(Running now) : before_(running) { running = now; }
+  ~RunningScope() { running = before_; }
+  RunningScope(const RunningScope&) = delete;
+  RunningScope& operator=(const RunningScope&) = delete;
+
+ private:
+  const Running before_;
+};
+
+class DropAndRecompute : public torch::autograd::SavedVariableHooks {
+ public:
+  explicit DropAndRecompute(std::shared_ptr<Region> region) : region_(std::move(region)) {}
+  void call_pack_hook(const at::Tensor& tensor) override { slot_ = region_->Save(tensor); }
+  at::Tensor call_unpack_hook() override { return region_->Value(*slot_); }
+
+ private:
+  const std::shared_ptr<Region> region_;
+  std::shared_ptr<Region::Slot> slot_;
+};
+
+// The graph of the second run is dropped with it: nothing of it is kept.
+class RecallOnly : public torch::autograd::SavedVariableHooks {
+ public:
+  explicit RecallOnly(Region& region) : region_(region) {}
+  void call_pack_hook(const at::Tensor& tensor) override { region_.Recall(tensor); }
+  at::Tensor call_unpack_hook() override {
+    TORCH_CHECK(false,
+                "activation_checkpoint: the function runs a backward pass through its own "
+                "operations; take this part out of the function");
+  }
+
+ private:
+  Region& region_;
+};
+
+// LibTorch's engine asks itself for hooks of each tensor that is saved; only Python's has any.
+class HookingEngine : public torch::autograd::Engine {
+ public:
+  HookingEngine() = default;
+  ~HookingEngine() override { stop(); }
+
+  std::unique_ptr<torch::autograd::SavedVariableHooks> get_default_saved_variable_hooks() override {
+    if (running.region == nullptr) return nullptr;
+    if (running.again) return std::make_unique<RecallOnly>(*running.region);
+    return std::make_unique<DropAndRecompute>(running.region->shared_from_this());
+  }
+
+  static torch::autograd::Engine& Get() {
+    static HookingEngine engine;
+    return engine;
+  }
+};
+
+void InstallEngine() {
+  [[maybe_unused]] static const bool installed = [] {
+    const torch::autograd::Engine& present = torch::autograd::Engine::get_default_engine();
+    TORCH_CHECK(typeid(present) == typeid(torch::autograd::Engine),
+                "activation_checkpoint needs LibTorch's own autograd engine, and this process has "
+                "another one (it runs in Python): use torch.utils.checkpoint there");
+    TORCH_CHECK(torch::autograd::get_current_graph_task_id() == -1,
+                "activation_checkpoint is called for the first time in a backward pass; call it in "
+                "a forward pass first");
+    torch::autograd::set_default_engine_stub(&HookingEngine::Get);
+    return true;
+  }();
+}
+
+}  // namespace
+
+void Region::RunAgain(int pass) {
+  for (size_t i = 0; i < rerun_.inputs.size(); ++i) {
+    const at::Tensor& input = rerun_.inputs[i];
+    TORCH_CHECK(!input.defined() || VersionOf(input) == input_versions_[i],
+                "activation_checkpoint: tensor ", i, " of the inputs, of shape ", input.sizes(),
+                ", was changed in place by the function or after it, and the backward pass needs "
+                "the values before; clone() it first");
+  }
+  pass_ = pass;
+  next_ = 0;
+  wanted_ = 0;
+  seen_.clear();
+  for (const std::weak_ptr<Slot>& slot : slots_) wanted_ += slot.expired() ? 0 : 1;
+  {
+    const at::AutoGradMode with_gradients(true);
+    const ValuesScope buffers(rerun_.buffers);
+    const RngScope rng(rng_);
+    const AutocastGuard cpu(autocast_[0].precision, autocast_[0].device, autocast_[0].options);
+    const AutocastGuard cuda(autocast_[1].precision, autocast_[1].device, autocast_[1].options);
+    const RunningScope scope({.region = this, .again = true});
+    try {
+      rerun_.function();
+    } catch (const AllIsThere&) {
+    }
+  }
+  TORCH_CHECK(wanted_ == 0, kOtherTensors, "the first run saved ", slots_.size(),
+              " tensors and the second only ", next_);
+  for (const auto& [tensor, value] : seen_) {
+    bool restored = false;
+    for (const at::Tensor& buffer : rerun_.buffers) restored |= buffer.is_same(tensor);
+    TORCH_CHECK(restored || tensor.equal(value),
+                "activation_checkpoint: the function writes a tensor of shape ", tensor.sizes(),
+                ", so that running it again changes it twice (as the running statistics of a "
+                "BatchNorm); give the module itself: activation_checkpoint(module, inputs...)");
+  }
+  seen_.clear();
+}
+
+RegionScope::RegionScope(Rerun rerun) {
+  InstallEngine();
+  region_ = std::make_shared<Region>(std::move(rerun));
+  running = {.region = region_.get(), .again = false};
+}
+
+RegionScope::~RegionScope() {
+  region_->EndFirstRun();
+  running = {};
+}
+
+bool NothingToDrop() { return !at::GradMode::is_enabled() || running.region != nullptr; }
+
+}  // namespace activation_internal
+}  // namespace muster

@@ -1,0 +1,289 @@
+#include "worker/train/activation_checkpoint.h"
+
+#include <string>
+
+#include "ATen/Functions.h"
+#include "gtest/gtest.h"
+#include "torch/csrc/autograd/autograd.h"
+#include "torch/nn/module.h"
+#include "torch/nn/modules/batchnorm.h"
+#include "torch/nn/modules/container/sequential.h"
+#include "torch/nn/modules/dropout.h"
+#include "torch/nn/modules/linear.h"
+#include "worker/train/autocast.h"
+
+namespace muster {
+namespace {
+
+using torch::autograd::grad;
+
+struct BlockImpl : torch::nn::Module {
+  BlockImpl()
+      : in(register_module("in", torch::nn::Linear(8, 32))),
+        out(register_module("out", torch::nn::Linear(32, 8))),
+        dropout(register_module("dropout", torch::nn::Dropout(0.3))) {}
+
+  at::Tensor forward(const at::Tensor& x) {
+    ++runs;
+    return x + out(dropout(at::gelu(in(x))));
+  }
+
+  int runs = 0;
+  torch::nn::Linear in, out;
+  torch::nn::Dropout dropout;
+};
+TORCH_MODULE(Block);
+
+struct Outcome {
+  at::Tensor output;
+  std::vector<at::Tensor> gradients;
+  at::Tensor next_random;
+};
+
+// Two blocks, plain or not, from the same random state.
+Outcome Train(bool checkpointed, MixedPrecision precision = MixedPrecision::kNo) {
+  at::manual_seed(3);
+  Block first, second;
+  const at::Tensor x = at::randn({4, 8}).requires_grad_();
+  at::Tensor y;
+  {
+    const AutocastGuard autocast(precision, c10::kCPU);
+    y = checkpointed ? activation_checkpoint(second, activation_checkpoint(first, x))
+                     : second(first(x));
+  }
+  y.to(at::kFloat).square().sum().backward();
+  EXPECT_EQ(first->runs, checkpointed ? 2 : 1);
+  EXPECT_EQ(second->runs, checkpointed ? 2 : 1);
+  Outcome outcome{.output = y, .gradients = {x.grad()}, .next_random = at::rand({3})};
+  for (const Block& block : {first, second}) {
+    for (const at::Tensor& parameter : block->parameters()) {
+      outcome.gradients.push_back(parameter.grad());
+    }
+  }
+  return outcome;
+}
+
+void ExpectEqual(const Outcome& a, const Outcome& b) {
+  EXPECT_TRUE(a.output.equal(b.output));
+  EXPECT_TRUE(a.next_random.equal(b.next_random)) << "the random state is another afterwards";
+  ASSERT_EQ(a.gradients.size(), b.gradients.size());
+  for (size_t i = 0; i < a.gradients.size(); ++i) {
+    EXPECT_TRUE(a.gradients[i].equal(b.gradients[i])) << i;
+  }
+}
+
+std::string ErrorOf(const std::function<void()>& body) {
+  try {
+    body();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  }
+  return "no error";
+}
+
+TEST(ActivationCheckpoint, WithDropout_OutputsAndGradientsAreThoseOfAPlainCall) {
+  ExpectEqual(Train(true), Train(false));
+}
+
+TEST(ActivationCheckpoint, UnderAutocast_TheSecondRunIsInTheSamePrecision) {
+  ExpectEqual(Train(true, MixedPrecision::kBf16), Train(false, MixedPrecision::kBf16));
+}
+
+TEST(ActivationCheckpoint, Activations_AreFreedUntilTheBackwardPass) {
+  const at::Tensor x = at::randn({4}).requires_grad_();
+  std::vector<c10::weak_intrusive_ptr<c10::TensorImpl>> hidden;
+  const auto function = [&hidden](const at::Tensor& in) {
+    const at::Tensor y = in.exp();
+    hidden.emplace_back(y.getIntrusivePtr());
+    return y.sin().exp();
+  };
+  const at::Tensor plain = function(x);
+  EXPECT_FALSE(hidden[0].expired());
+  const at::Tensor y = activation_checkpoint(function, x);
+  EXPECT_TRUE(hidden[1].expired());
+  y.sum().backward();
+  ASSERT_EQ(hidden.size(), 3u);
+  EXPECT_TRUE(hidden[2].expired());
+  EXPECT_TRUE(x.grad().equal(grad({plain.sum()}, {x})[0]));
+}
+
+TEST(ActivationCheckpoint, SecondRun_StopsWhenAllIsThere) {
+  int last = 0;
+  at::Tensor x = at::ones({2}).requires_grad_();
+  // The result of the last operator is not needed: neither is the operator.
+  const at::Tensor y = activation_checkpoint(
+      [&last](const at::Tensor& in) {
+        const at::Tensor result = in.exp().sin() + 1;
+        ++last;
+        return result;
+      },
+      x);
+  y.sum().backward();
+  EXPECT_EQ(last, 1);
+}
+
+TEST(ActivationCheckpoint, GradientsOff_IsAPlainCall) {
+  at::NoGradGuard no_grad;
+  Block block;
+  activation_checkpoint(block, at::ones({1, 8}));
+  EXPECT_EQ(block->runs, 1);
+}
+
+TEST(ActivationCheckpoint, InsideOfAnother_IsRunTwiceInAll) {
+  Block block;
+  const at::Tensor x = at::ones({1, 8}).requires_grad_();
+  activation_checkpoint([&](const at::Tensor& in) { return activation_checkpoint(block, in); }, x)
+      .sum()
+      .backward();
+  EXPECT_EQ(block->runs, 2);
+  EXPECT_TRUE(block->in->weight.grad().defined());
+}
+
+TEST(ActivationCheckpoint, RetainedGraph_IsRunAgainForEachBackwardPass) {
+  Block block;
+  block->eval();
+  const at::Tensor x = at::ones({1, 8}).requires_grad_();
+  const at::Tensor y = activation_checkpoint(block, x).sum();
+  const at::Tensor once = grad({y}, {x}, {}, /*retain_graph=*/true)[0];
+  EXPECT_TRUE(once.equal(grad({y}, {x})[0]));
+  EXPECT_EQ(block->runs, 3);
+}
+
+TEST(ActivationCheckpoint, GradientsOfGradients_AreThoseOfAPlainCall) {
+  const at::Tensor x = at::full({3}, 0.5).requires_grad_();
+  const auto function = [](const at::Tensor& in) { return in.exp().sin().pow(2); };
+  const auto second = [&](const at::Tensor& y) {
+    const at::Tensor first = grad({y.sum()}, {x}, {}, std::nullopt, /*create_graph=*/true)[0];
+    return grad({first.square().sum()}, {x})[0];
+  };
+  EXPECT_TRUE(at::allclose(second(activation_checkpoint(function, x)), second(function(x))));
+}
+
+TEST(ActivationCheckpoint, StructuresAndSharedModules_GoThrough) {
+  struct Pair {
+    at::Tensor a, b;
+  };
+  const at::Tensor x = at::ones({2}).requires_grad_();
+  const Pair result = activation_checkpoint(
+      [](const Pair& in, double scale, const std::string&) {
+        return Pair{in.a.exp().sin() * scale, in.b.cos()};
+      },
+      Pair{x, x * 2}, 3.0, "text");
+  (result.a + result.b).sum().backward();
+  EXPECT_TRUE(at::allclose(x.grad(), 3 * x.exp() * x.exp().cos() - 2 * (x * 2).sin()));
+  const auto module = std::make_shared<BlockImpl>();
+  activation_checkpoint(module, at::ones({1, 8})).sum().backward();
+  EXPECT_EQ(module->runs, 2);
+  torch::nn::Sequential net(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
+  activation_checkpoint(net, x).sum().backward();
+  EXPECT_TRUE(net[0]->parameters()[0].grad().defined());
+}
+
+TEST(ActivationCheckpoint, RunningStatistics_AreUpdatedOnce) {
+  const auto net = [] {
+    at::manual_seed(5);
+    return torch::nn::Sequential(torch::nn::Linear(4, 4), torch::nn::BatchNorm1d(4),
+                                 torch::nn::Linear(4, 4));
+  };
+  torch::nn::Sequential plain = net(), checkpointed = net();
+  const at::Tensor x = at::randn({6, 4});
+  for (int step = 0; step < 3; ++step) {
+    plain->forward(x + step).square().sum().backward();
+    activation_checkpoint(checkpointed, x + step).square().sum().backward();
+  }
+  for (size_t i = 0; i < plain->parameters().size(); ++i) {
+    EXPECT_TRUE(plain->parameters()[i].grad().equal(checkpointed->parameters()[i].grad())) << i;
+  }
+  const auto expected = plain->named_buffers();
+  for (const auto& buffer : checkpointed->named_buffers()) {
+    EXPECT_TRUE(buffer.value().equal(expected[buffer.key()])) << buffer.key();
+  }
+}
+
+TEST(ActivationCheckpoint, BuffersOfAModuleInsideOfAFunction_AreRefused) {
+  torch::nn::Sequential net(torch::nn::BatchNorm1d(4), torch::nn::Linear(4, 4));
+  const at::Tensor y = activation_checkpoint([&](const at::Tensor& in) { return net->forward(in); },
+                                             at::randn({6, 4}));
+  const std::string error = ErrorOf([&] { y.sum().backward(); });
+  EXPECT_NE(error.find("give the module itself"), std::string::npos) << error;
+}
+
+TEST(ActivationCheckpoint, ParameterOrInputChangedInBetween_Throws) {
+  Block block;
+  const at::Tensor x = at::ones({1, 8});
+  at::Tensor y = activation_checkpoint(block, x);
+  {
+    at::NoGradGuard no_grad;
+    block->out->weight.add_(1);
+  }
+  std::string error = ErrorOf([&] { y.sum().backward(); });
+  EXPECT_NE(error.find("uses, of shape [32, 8], was changed"), std::string::npos) << error;
+  y = activation_checkpoint(block, x);
+  x.add_(1);
+  error = ErrorOf([&] { y.sum().backward(); });
+  EXPECT_NE(error.find("tensor 0 of the inputs, of shape [1, 8]"), std::string::npos) << error;
+}
+
+TEST(ActivationCheckpoint, FunctionThatDoesSomethingElse_Throws) {
+  int run = 0;
+  const at::Tensor x = at::ones({4}).requires_grad_();
+  const auto fails = [&](auto function) {
+    run = 0;
+    const at::Tensor y = activation_checkpoint(function, x);
+    return ErrorOf([&] { y.sum().backward(); });
+  };
+  const std::string other_shape =
+      fails([&](const at::Tensor& in) { return in.narrow(0, 0, ++run).exp().sin(); });
+  EXPECT_NE(other_shape.find("tensor 0 was Float [1] on cpu in the first run and is Float [2]"),
+            std::string::npos)
+      << other_shape;
+  const std::string fewer =
+      fails([&](const at::Tensor& in) { return ++run == 1 ? in.exp().sin().exp() : in.exp(); });
+  EXPECT_NE(fewer.find("the second only"), std::string::npos) << fewer;
+  const std::string thrown = fails([&](const at::Tensor& in) {
+    TORCH_CHECK(++run == 1, "out of luck");
+    return in.exp();
+  });
+  EXPECT_NE(thrown.find("out of luck"), std::string::npos) << thrown;
+}
+
+TEST(ActivationCheckpoint, BackwardPassInsideOfTheFunction_IsRefused) {
+  const at::Tensor x = at::ones({4}).requires_grad_();
+  const std::string error = ErrorOf([&] {
+    activation_checkpoint([](const at::Tensor& in) { return grad({in.exp().sum()}, {in})[0]; }, x);
+  });
+  EXPECT_NE(error.find("take this part out of the function"), std::string::npos) << error;
+}
+
+TEST(ActivationCheckpoint, FunctionThatThrows_LeavesLaterCallsAlone) {
+  const at::Tensor x = at::ones({4}).requires_grad_();
+  EXPECT_NE(ErrorOf([&] {
+              activation_checkpoint(
+                  [](const at::Tensor& in) -> at::Tensor {
+                    const at::Tensor y = in.exp().sin();
+                    TORCH_CHECK(false, "out of luck");
+                    return y;
+                  },
+                  x);
+            }).find("out of luck"),
+            std::string::npos);
+  const at::Tensor y = x.exp().sin();
+  y.sum().backward();
+  EXPECT_TRUE(x.grad().defined());
+}
+
+TEST(ActivationCheckpoint, GraphThatIsDropped_FreesFunctionAndInputs) {
+  auto token = std::make_shared<int>(1);
+  const std::weak_ptr<int> alive = token;
+  {
+    const at::Tensor x = at::ones({4}).requires_grad_();
+    const at::Tensor y = activation_checkpoint(
+        [token = std::move(token)](const at::Tensor& in) { return in.exp().sin(); }, x);
+    EXPECT_FALSE(alive.expired());
+    y.sum().backward();
+    EXPECT_TRUE(alive.expired()) << "the backward pass is over";
+  }
+}
+
+}  // namespace
+}  // namespace muster
